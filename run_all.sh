@@ -1,0 +1,284 @@
+#!/usr/bin/env bash
+# Builds every line of configs.txt, checks and times each, ranks them.  ./run_all.sh --help
+set -u
+cd "$(dirname "${BASH_SOURCE[0]}")" || exit 2
+
+usage() {
+  cat <<'EOF'
+usage: ./run_all.sh [--only REGEX] [--shape S]... [--csv] [-- OPTION...]
+       ./run_all.sh test [CTEST OPTION...]
+       ./run_all.sh tables [CSV]
+  (no command)    build, check, time and rank every line of configs.txt on small, mission and long;
+                  the rows go to results/DATE-DEVICE.csv
+  --only REGEX    only the lines whose name matches
+  --shape S       small, mission, mission2, long or B,Hq,Hkv,Sq,Sk; repeatable
+  --csv           print the rows as CSV on stdout instead of the table
+  -- OPTION...    more options for every executable, such as -- --causal br --seeds 0,1,2
+  test            build and run the tests
+  tables          put a CSV of results/ (default: the newest) into README.md's tables
+environment: SDPA_BUILD_DIR (default build), SDPA_ARCHS (such as "80-real"), SDPA_CONFIGS, JOBS
+exit: 0 all lines did what they should, 1 a line did not, 2 bad usage or a missing tool
+EOF
+}
+
+say() { printf '%s\n' "$*" >&2; }
+refuse() { say "run_all.sh: $*"; exit 2; }
+
+build=${SDPA_BUILD_DIR:-build}
+jobs=${JOBS:-$(nproc 2>/dev/null || echo 2)}
+tty_line() { if [ -t 2 ]; then printf '\r\033[K%s' "$*" >&2; else say "$*"; fi; }  # progress
+end_line() { if [ -t 2 ]; then printf '\n' >&2; fi; }
+
+# need COMMAND PACKAGE: a tool, installed when that is possible without asking.
+need() {
+  command -v "$1" >/dev/null && return
+  if [ "$(id -u)" = 0 ] && command -v apt-get >/dev/null; then
+    say "installing $2 (for $1)"
+    { apt-get update && apt-get install -y --no-install-recommends "$2"; } >/dev/null 2>&1
+    command -v "$1" >/dev/null && return
+  fi
+  refuse "$1 is missing; install it with: sudo apt-get install $2"
+}
+
+need_tools() {
+  need cmake cmake
+  need g++ g++
+  command -v ninja >/dev/null || need make make
+  if ! command -v nvcc >/dev/null; then
+    if [ -x "${CUDA_HOME:-/usr/local/cuda}/bin/nvcc" ]; then
+      PATH=${CUDA_HOME:-/usr/local/cuda}/bin:$PATH
+    else
+      refuse "nvcc is missing; install the CUDA Toolkit 12.4 or newer, or put its bin folder on PATH"
+    fi
+  fi
+}
+
+# configure [CMAKE OPTION...]
+configure() {
+  mkdir -p "$build"
+  if ! cmake -S . -B "$build" ${SDPA_ARCHS:+-DSDPA_ARCHS="$SDPA_ARCHS"} \
+      ${SDPA_CONFIGS:+-DSDPA_CONFIGS="$(realpath "$SDPA_CONFIGS")"} "$@" \
+      >"$build/configure.log" 2>&1; then
+    grep -A3 -E '^CMake Error|[Ee]rror:' "$build/configure.log" | head -20 >&2
+    refuse "CMake could not configure; all of its words are in $build/configure.log"
+  fi
+}
+
+# build_targets TARGET...: all of them, whatever fails; a line of progress for each.
+build_targets() {
+  local keep_going=-k done=0 line
+  grep -q '^CMAKE_GENERATOR:INTERNAL=Ninja' "$build/CMakeCache.txt" && keep_going=-k0
+  while IFS= read -r line; do
+    case $line in
+      *Linking*executable*)
+        done=$((done + 1))
+        tty_line "built $done of at most $#: ${line##* }"
+        ;;
+    esac
+  done < <(cmake --build "$build" -j "$jobs" --target "$@" -- "$keep_going" 2>"$build/build.log")
+  [ "$done" -gt 0 ] && end_line
+  return 0
+}
+
+# The sentence to show for a line that did not compile.
+compiler_words() {
+  local log=$build/log/$1.log words
+  words=$(sed -n 's/.*static assertion failed with "\(.*\)"$/\1/p' "$log" | head -1)
+  [ -n "$words" ] || words=$(grep -m1 -E 'error|fatal' "$log")
+  [ -n "$words" ] || words=$(tail -1 "$log")
+  printf 'does not compile: %s' "$words"
+}
+
+# error_row NAME SENTENCE: a row for a line that never got an executable.
+error_row() {
+  awk -v name="$1" -v note="$2" -v header="$header" 'BEGIN {
+    gsub(/[,"]/, ";", note)
+    n = split(header, column, ",")
+    for (i = 1; i <= n; i++) {
+      value = column[i] == "config" ? name : column[i] == "status" ? "error" : \
+              column[i] == "note" ? note : ""
+      printf "%s%s", value, i < n ? "," : "\n"
+    }
+  }'
+}
+
+# The racy negative control may pass by luck: then racecheck has the last word.
+racecheck_reports() {
+  command -v compute-sanitizer >/dev/null &&
+    ! compute-sanitizer --tool racecheck --error-exitcode 9 "$1" --shape small --check-only \
+      >"$build/racecheck.log" 2>&1 && grep -q 'hazard' "$build/racecheck.log"
+}
+
+# show_table CSV FIRST_NAME: for each shape the lines by time, with a bar and the speed-up over
+# FIRST_NAME. At most 100 columns.
+show_table() {
+  awk -F, -v first="$2" '
+    NR == 1 { for (i = 1; i <= NF; i++) at[$i] = i; next }
+    {
+      shape = $at["shape"]; if (shape == "") shape = "(no executable)"
+      if (!(shape in count)) order[++shapes] = shape
+      n = ++count[shape]
+      row[shape, n] = $0; time[shape, n] = $at["graph_us"]
+      if ($at["config"] == first && $at["graph_us"] != "") base[shape] = $at["graph_us"]
+      if ($at["graph_us"] + 0 > longest[shape]) longest[shape] = $at["graph_us"] + 0
+      if ($at["device"] != "") device = $at["device"]
+    }
+    function verdict(f) {
+      if (f[at["note"]] ~ /^expected failure/) return "FAIL*"
+      return f[at["status"]] != "ok" ? f[at["status"]] : f[at["check"]]
+    }
+    END {
+      for (s = 1; s <= shapes; s++) {
+        shape = order[s]; n = count[shape]
+        for (i = 1; i <= n; i++) rank[i] = i
+        for (i = 2; i <= n; i++) {  # insertion sort; rows without a time go last
+          r = rank[i]; t = time[shape, r] == "" ? 1e30 : time[shape, r] + 0
+          for (j = i - 1; j >= 1; j--) {
+            u = time[shape, rank[j]] == "" ? 1e30 : time[shape, rank[j]] + 0
+            if (u <= t) break
+            rank[j + 1] = rank[j]
+          }
+          rank[j + 1] = r
+        }
+        printf "\n%s%s\n", shape, device == "" ? "" : " on " device
+        printf "%-24s %-4s %4s %-7s %10s %8s %8s\n", "config", "type", "D", "check", "graph_us", \
+               "TFLOP/s", "speed-up"
+        for (i = 1; i <= n; i++) {
+          split(row[shape, rank[i]], f, ",")
+          t = f[at["graph_us"]]
+          if (t == "") {
+            printf "%-24s %-4s %4s %-7s %.56s\n", f[at["config"]], f[at["dtype"]], f[at["D"]], \
+                   verdict(f), f[at["note"]]
+            continue
+          }
+          bar = ""
+          for (j = 0; j < 25 * t / longest[shape]; j++) bar = bar "#"
+          printf "%-24s %-4s %4s %-7s %10.2f %8.2f %8s %s\n", f[at["config"]], f[at["dtype"]], \
+                 f[at["D"]], verdict(f), t, f[at["tflops"]], \
+                 base[shape] ? sprintf("%.2fx", base[shape] / t) : "", bar
+        }
+      }
+    }' "$1"
+}
+
+# A path in results/ that no file has yet.
+new_results_file() {
+  local stem=$1 n=1 path
+  path=results/$stem.csv
+  while [ -e "$path" ]; do n=$((n + 1)); path=results/$stem-$n.csv; done
+  printf '%s' "$path"
+}
+
+main_job() {
+  local only='' csv_only=0 shapes=() more=()
+  while [ $# -gt 0 ]; do
+    case $1 in
+      --only) [ $# -gt 1 ] || refuse "--only: its regular expression is missing"; only=$2; shift 2 ;;
+      --shape) [ $# -gt 1 ] || refuse "--shape: its value is missing"; shapes+=(--shape "$2"); shift 2 ;;
+      --csv) csv_only=1; shift ;;
+      --cpu) refuse "--cpu: this version has no CPU backend; run it on a machine with a CUDA GPU" ;;
+      --) shift; more=("$@"); break ;;
+      -h|--help) usage; exit 0 ;;
+      *) usage >&2; refuse "$1: no such option or command" ;;
+    esac
+  done
+  [ ${#shapes[@]} -gt 0 ] || shapes=(--shape small --shape mission --shape long)
+  echo | grep -qE -- "$only"
+  [ $? -le 1 ] || refuse "--only $only: not a regular expression"
+
+  need_tools
+  configure -DSDPA_KEEP_GOING=ON
+  local names=() expects=() name expect failed=0 header='' csv device i
+  while IFS=$'\t' read -r name expect _; do
+    [[ $name =~ $only ]] && names+=("$name") && expects+=("$expect")
+  done <"$build/configs.tsv"
+  local bad_numbers=() bad_names=() bad_sentences=() number sentence
+  while IFS=$'\t' read -r number name sentence; do
+    bad_numbers+=("$number") bad_names+=("$name") bad_sentences+=("$sentence")
+  done <"$build/bad_lines.txt"
+  if [ ${#names[@]} -eq 0 ] && [ ${#bad_names[@]} -eq 0 ]; then
+    refuse "--only $only: no line of configs.txt has such a name"
+  fi
+  local first
+  first=$(head -1 "$build/configs.tsv" | cut -f1)
+
+  [ ${#names[@]} -eq 0 ] || build_targets "${names[@]/#/sdpa_}"
+
+  # A row a problem, written as it is measured, so that Ctrl-C loses none.
+  local rows=$build/rows.csv
+  : >"$rows"
+  trap 'end_line; say "stopped; the rows so far are in $rows"; exit 130' INT TERM
+  for i in "${!names[@]}"; do
+    [ -x "$build/sdpa_${names[i]}" ] && header=$("$build/sdpa_${names[i]}" --header) && break
+  done
+  [ -n "$header" ] && echo "$header" >"$rows"
+  for i in "${!bad_names[@]}"; do
+    say "${bad_sentences[i]}"
+    failed=1
+    [ -n "$header" ] && error_row "${bad_names[i]}" "${bad_sentences[i]}" >>"$rows"
+  done
+  for i in "${!names[@]}"; do
+    name=${names[i]}
+    local exe=$build/sdpa_$name status
+    if [ -e "$build/log/$name.log.failed" ] || [ ! -x "$exe" ]; then
+      failed=1
+      say "sdpa_$name $(compiler_words "$name")"
+      tail -5 "$build/log/$name.log" | cut -c1-200 | sed 's/^/    /' >&2
+      [ -n "$header" ] && error_row "$name" "$(compiler_words "$name")" >>"$rows"
+      continue
+    fi
+    tty_line "running $((i + 1)) of ${#names[@]}: $name"
+    "$exe" "${shapes[@]}" ${more[@]+"${more[@]}"} >"$build/line.csv" 2>"$build/line.err" &
+    wait $!
+    status=$?
+    if [ "${expects[i]}" = FAIL ] && [ $status -le 1 ]; then
+      local by='the check'
+      if [ $status -eq 0 ] && racecheck_reports "$exe"; then status=1 by='racecheck (the check passed by luck)'; fi
+      if [ $status -eq 1 ]; then
+        status=0
+        awk -F, -v OFS=, -v header="$header" -v note="expected failure, reported by $by" '
+          BEGIN { n = split(header, c, ","); for (j = 1; j <= n; j++) at[c[j]] = j; gsub(/,/, ";", note) }
+          $at["check"] == "FAIL" || note ~ /racecheck/ { $at["note"] = note }
+          { print }' "$build/line.csv" >>"$rows"
+      else
+        status=1
+        say "sdpa_$name was expected to fail and passed"
+        cat "$build/line.csv" >>"$rows"
+      fi
+    else
+      if [ $status -ne 77 ] && [ -s "$build/line.err" ]; then end_line; cat "$build/line.err" >&2; fi
+      cat "$build/line.csv" >>"$rows"
+    fi
+    if [ $status -eq 2 ]; then refuse "the executables refuse these options"; fi
+    if [ $status -ne 0 ] && [ $status -ne 77 ]; then failed=1; fi
+  done
+  end_line
+  trap - INT TERM
+
+  [ -n "$header" ] || refuse "no line of configs.txt could be built"
+  device=$(awk -F, 'NR == 1 { for (i = 1; i <= NF; i++) if ($i == "device") d = i; next }
+                    $d != "" { print $d; exit }' "$rows" | tr -cs 'A-Za-z0-9\n' '-')
+  csv=$rows
+  if [ -n "$device" ]; then
+    mkdir -p results
+    csv=$(new_results_file "$(date +%Y-%m-%d)-$device")
+    cp "$rows" "$csv"
+  else
+    say "There is no GPU here that can run these builds: every row is marked skipped."
+  fi
+  if [ $csv_only = 1 ]; then cat "$csv"; else show_table "$csv" "$first"; fi
+  say "rows: $csv"
+  exit $failed
+}
+
+case ${1-} in
+  test)
+    shift
+    need_tools
+    configure -DSDPA_TESTS=ON -DSDPA_KEEP_GOING=OFF
+    cmake --build "$build" -j "$jobs" || refuse "the build failed"
+    ctest --test-dir "$build" --output-on-failure "$@"
+    ;;
+  tables) shift; exec tools/readme_tables.sh "$@" ;;
+  *) main_job "$@" ;;
+esac

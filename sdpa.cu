@@ -1,0 +1,2000 @@
+// sdpa: scaled dot-product attention, forward, for NVIDIA GPUs. One file, every kernel path.
+// Copyright (c) 2026 the sdpa authors. MIT license, see LICENSE.
+//
+// ==== 0 MANUAL ===================================================================================
+//
+//   O = softmax(scale * Q @ K.T + mask) @ V          one head:  Q [Sq,D]  K,V [Sk,D]  O [Sq,D]
+//
+// Build one variant   nvcc -O3 -std=c++17 -arch=native -DBLOCK_M=64 -DSYNC_POLICY=1 sdpa.cu -o sdpa
+// Check and time it   ./sdpa --shape mission            (a CSV row on stdout, words on stderr)
+// See what it is      ./sdpa --config
+// Copy it             everything from COPY FROM HERE to COPY TO HERE into your own .cu file, or
+//                     `#define SDPA_NO_MAIN`, `#include "sdpa.cu"`; then call sdpa::sdpa_forward().
+//
+// Letters   B batch, H heads (Hq of Q and O, Hkv of K and V), Sq query rows, Sk key rows, D head
+//           length; q, k, d global indices; r, j row and column inside a tile; m, l running maximum
+//           and sum of a row's softmax; alpha the factor that rescales what was summed so far.
+// Suffixes  _g global memory, _s shared memory, _bytes, _us, _log2 (a logarithm to base 2).
+//
+// Sections  1 KNOBS  2 PROBLEM  3 PTX  4 BLOCKS  5 KERNELS  6 LAUNCH | 7 HARNESS (not for copying)
+//
+// A new variant is a line in configs.txt. A new knob is a row of SDPA_KNOBS, a member of Build, a
+// refusal where it has no effect, and one function of section 4 that it selects. A toggle selects
+// whole functions; it never cuts lines out of a kernel.
+
+// ==== COPY FROM HERE =============================================================================
+
+#include <cmath>
+#include <cstdint>
+#include <cstdio>
+#include <cstring>
+#include <type_traits>
+
+#include <cuda_bf16.h>
+#include <cuda_fp16.h>
+#include <cuda_runtime.h>
+
+#ifndef SDPA_NAMESPACE  // rename it to hold two builds in one program
+#define SDPA_NAMESPACE sdpa
+#endif
+
+namespace SDPA_NAMESPACE {
+
+// ==== 1 KNOBS ====================================================================================
+// The one list of knobs: name, default, legal values ("a..b" is a range), meaning and cost. Set one
+// with -DNAME=VALUE. Nothing but this section reads a knob's macro; CMake and run_all.sh take the
+// names from these rows.
+
+#define SDPA_KNOBS(X)                                                                             \
+  X(HEAD_DIM, 64, "64 128 256", "D; every row of Q, K, V and O has this many elements")           \
+  X(DTYPE, FP16, "FP16 BF16", "type of Q, K, V and O; sums are fp32")                             \
+  X(BLOCK_M, 32, "4..256", "query rows of a tile: more reuse of K and V, fewer CTAs")             \
+  X(BLOCK_N, 32, "8..256", "key rows of a tile: fewer barriers, more shared memory")              \
+  X(NUM_WARPS, 4, "1..16", "warps of a CTA; they share the tile's query rows")                    \
+  X(VEC_WIDTH, 1, "1 2 4 8", "elements per global access; pointers and strides must be multiples")\
+  X(SYNC_POLICY, 5, "5 2 1 0", "CTA barriers per K/V tile: 5 six, 2 four, 1 two, 0 none (racy)")  \
+  X(USE_CP_ASYNC, 0, "0 1", "copy with cp.async, which needs no registers and can run ahead")     \
+  X(STAGES, 1, "1..4", "K/V tiles in flight with USE_CP_ASYNC=1; each costs a tile of memory")    \
+  X(SWIZZLE_XOR, 0, "0 1", "XOR-swizzle 16-byte chunks of a row, against bank conflicts")         \
+  X(USE_PERSISTENT_CTA, 0, "0 1", "resident CTAs draw tiles from an atomic queue; workspace")     \
+  X(USE_FAST_EXP, 0, "0 1", "2^x by a cubic on the FMA pipes (1e-4) instead of ex2.approx")       \
+  X(USE_WMMA, 0, "0 1", "nvcuda::wmma for Q @ K.T")                                               \
+  X(USE_WMMA_PV, 0, "0 1", "nvcuda::wmma for P @ V")                                              \
+  X(USE_MMA_SYNC, 0, "0 1", "mma.sync and ldmatrix")                                              \
+  X(USE_WGMMA, 0, "0 1", "wgmma and TMA")                                                         \
+  X(USE_WARP_SPECIALIZATION, 0, "0 1", "producer warps copy, consumer warps compute")             \
+  X(NUM_PRODUCER_WARPS, 1, "1 2 4", "warps that only copy")
+
+namespace {  // two builds in one program must not share their constants and kernels
+
+constexpr bool text_equal(const char* a, const char* b) {
+  while (*a && *a == *b) a++, b++;
+  return *a == *b;
+}
+
+constexpr int number_of(const char* text) {  // the value of a word of digits, else -1
+  int value = 0;
+  if (!*text) return -1;
+  for (; *text && *text != ' ' && *text != '.'; text++) {
+    if (*text < '0' || *text > '9' || value > 99999) return -1;
+    value = value * 10 + (*text - '0');
+  }
+  return value;
+}
+
+constexpr bool is_legal(const char* value, const char* values) {  // values: "a b c" or "low..high"
+  const char* word = values;
+  for (const char* p = values; *p; p++) {
+    if (p[0] == '.' && p[1] == '.') {
+      const int n = number_of(value);
+      return n >= number_of(values) && n <= number_of(p + 2);
+    }
+  }
+  while (*word) {
+    const char* v = value;
+    while (*v && *v == *word && *v != ' ') v++, word++;
+    if (!*v && (!*word || *word == ' ')) return *value != 0;
+    while (*word && *word != ' ') word++;
+    while (*word == ' ') word++;
+  }
+  return false;
+}
+
+// A knob nobody defined expands to its own name: that is how it gets its default.
+#define SDPA_TEXT_AS_IS(...) #__VA_ARGS__
+#define SDPA_TEXT(...) SDPA_TEXT_AS_IS(__VA_ARGS__)
+#define SDPA_KNOB(name, fallback, values, meaning)                                             \
+  constexpr const char* name##_text =                                                          \
+      text_equal(SDPA_TEXT(name), #name) ? #fallback : SDPA_TEXT(name);                        \
+  constexpr bool name##_changed = !text_equal(name##_text, #fallback);                         \
+  static_assert(is_legal(name##_text, values),                                                 \
+                #name ": not a legal value; it takes one of: " values ". Type " #name "=" #fallback);
+SDPA_KNOBS(SDPA_KNOB)
+
+// The effective knobs as constants; `Build` is the template argument of every kernel and block.
+struct Build {
+  static constexpr int head_dim = number_of(HEAD_DIM_text);
+  static constexpr bool is_bf16 = text_equal(DTYPE_text, "BF16");
+  static constexpr int block_m = number_of(BLOCK_M_text);
+  static constexpr int block_n = number_of(BLOCK_N_text);
+  static constexpr int num_warps = number_of(NUM_WARPS_text);
+  static constexpr int threads = num_warps * 32;
+  static constexpr int vec_width = number_of(VEC_WIDTH_text);
+  static constexpr int sync_policy = number_of(SYNC_POLICY_text);
+  static constexpr bool use_cp_async = number_of(USE_CP_ASYNC_text);
+  static constexpr int stages = number_of(STAGES_text);
+  static constexpr bool swizzle_xor = number_of(SWIZZLE_XOR_text);
+  static constexpr bool use_persistent_cta = number_of(USE_PERSISTENT_CTA_text);
+  static constexpr bool use_fast_exp = number_of(USE_FAST_EXP_text);
+};
+constexpr const char* family = "scalar";
+
+// Combinations that cannot work, or in which a knob would do nothing: what, why, what to type.
+#define SDPA_REFUSE(condition, sentence) static_assert(!(condition), sentence)
+SDPA_REFUSE(USE_WMMA_changed, "USE_WMMA=1: this version has no wmma kernel; drop USE_WMMA");
+SDPA_REFUSE(USE_WMMA_PV_changed, "USE_WMMA_PV=1: this version has no wmma kernel; drop USE_WMMA_PV");
+SDPA_REFUSE(USE_MMA_SYNC_changed, "USE_MMA_SYNC=1: this version has no mma.sync kernel; drop it");
+SDPA_REFUSE(USE_WGMMA_changed, "USE_WGMMA=1: this version has no wgmma kernel; drop USE_WGMMA");
+SDPA_REFUSE(USE_WARP_SPECIALIZATION_changed,
+            "USE_WARP_SPECIALIZATION=1: the scalar kernel has no producer warps; drop it");
+SDPA_REFUSE(NUM_PRODUCER_WARPS_changed,
+            "NUM_PRODUCER_WARPS: the scalar kernel has no producer warps; drop it");
+SDPA_REFUSE(Build::block_m % (4 * Build::num_warps) != 0,
+            "BLOCK_M and NUM_WARPS: a warp takes whole groups of 4 query rows, so BLOCK_M must be "
+            "a multiple of 4*NUM_WARPS; type BLOCK_M=64 NUM_WARPS=4");
+SDPA_REFUSE(Build::block_n % 8 != 0,
+            "BLOCK_N: 8 lanes share the keys of a row, so it must be a multiple of 8; type "
+            "BLOCK_N=64");
+SDPA_REFUSE(Build::block_m / (4 * Build::num_warps) * (Build::block_n + Build::head_dim) / 8 > 176,
+            "BLOCK_M, BLOCK_N and HEAD_DIM: a thread's part of S and O would take over 176 "
+            "registers and spill; type a smaller BLOCK_M or more NUM_WARPS");
+SDPA_REFUSE(Build::stages > 1 && !Build::use_cp_async,
+            "STAGES: plain copies finish before the next one starts, so STAGES does nothing "
+            "without cp.async; add USE_CP_ASYNC=1 or drop STAGES");
+SDPA_REFUSE(Build::use_cp_async && Build::vec_width == 1,
+            "USE_CP_ASYNC=1: cp.async moves 4, 8 or 16 bytes and VEC_WIDTH=1 is 2 bytes; type "
+            "VEC_WIDTH=8");
+
+// ==== 2 PROBLEM ==================================================================================
+
+}  // namespace
+
+using Element = std::conditional<Build::is_bf16, __nv_bfloat16, __half>::type;
+
+enum class Causal : int {
+  off,           // every query sees every key
+  bottom_right,  // key k is visible to query q when k <= q + Sk - Sq
+  top_left,      // key k is visible to query q when k <= q
+};
+
+struct Strides {  // in elements; a row's D elements are contiguous
+  int64_t batch, head, row;
+};
+
+struct SdpaParams {
+  const Element* Q;       // [B,Hq,Sq,D]
+  const Element* K;       // [B,Hkv,Sk,D]
+  const Element* V;       // [B,Hkv,Sk,D]
+  Element* O;             // [B,Hq,Sq,D], written whole; no element of it may alias an input
+  float* LSE = nullptr;   // [B,Hq,Sq] contiguous, natural logarithm; null: not wanted
+  int B, Hq, Hkv, Sq, Sk; // Hq a multiple of Hkv; query head h reads key head h / (Hq / Hkv)
+  int D;                  // must equal HEAD_DIM
+  Strides q, k, v, o;     // any, also 0 or negative for the inputs, in multiples of VEC_WIDTH
+  float scale = 0;        // 0 means 1/sqrt(D)
+  Causal causal = Causal::off;
+  void* workspace = nullptr;  // sdpa_workspace_bytes() of device memory, zeroed once before the
+                              // first launch (each launch leaves it zero); one per stream
+};
+// A row that sees no key (or only keys of logit -inf) gives O = 0 and LSE = -inf. NaN and inf come
+// out as the formula has them, but whether NaN or inf in V at a key that is masked reaches the row
+// (as 0 * inf = NaN) is open, since kernels multiply whole tiles.
+
+struct SdpaStatus {
+  cudaError_t code = cudaSuccess;  // cudaErrorInvalidValue: the problem was refused
+  char text[256] = "";             // one sentence; empty on success
+  bool ok() const { return code == cudaSuccess; }
+};
+
+namespace {
+
+struct KernelArgs {  // SdpaParams with what every CTA would otherwise compute again
+  SdpaParams p;
+  float scale_log2;   // scale * log2(e): softmax is taken in powers of 2
+  int q_blocks;       // ceil(Sq / BLOCK_M)
+  uint32_t work_items;  // B * Hq * q_blocks
+};
+
+// ==== 3 PTX ======================================================================================
+// One function per instruction, named after it, with no policy inside. Pointers into shared memory
+// are generic pointers; the functions convert them.
+
+#if defined(__CUDA_ARCH__) && __CUDA_ARCH__ < 800
+#error "sdpa.cu needs sm_80 or newer (cp.async, max.NaN); type -arch=sm_80 or -arch=native"
+#endif
+
+// Dynamic shared memory of the CTA, aligned to 1024 bytes.
+template <class T> __device__ __forceinline__ T& dynamic_shared() {
+  extern __shared__ __align__(1024) unsigned char dynamic_shared_bytes[];
+  return *reinterpret_cast<T*>(dynamic_shared_bytes);
+}
+
+// cp.async of BYTES (4, 8, 16); when !valid, reads nothing and writes zeros.
+template <int BYTES>
+__device__ __forceinline__ void cp_async(void* dst_s, const void* src_g, bool valid) {
+  const uint32_t dst = static_cast<uint32_t>(__cvta_generic_to_shared(dst_s));
+  const int src_bytes = valid ? BYTES : 0;
+  if constexpr (BYTES == 16) {
+    asm volatile("cp.async.cg.shared.global [%0], [%1], 16, %2;" ::"r"(dst), "l"(src_g),
+                 "r"(src_bytes)
+                 : "memory");
+  } else {
+    asm volatile("cp.async.ca.shared.global [%0], [%1], %2, %3;" ::"r"(dst), "l"(src_g), "n"(BYTES),
+                 "r"(src_bytes)
+                 : "memory");
+  }
+}
+
+__device__ __forceinline__ void cp_async_commit_group() {
+  asm volatile("cp.async.commit_group;" ::: "memory");
+}
+
+template <int N> __device__ __forceinline__ void cp_async_wait_group() {
+  asm volatile("cp.async.wait_group %0;" ::"n"(N) : "memory");
+}
+
+__device__ __forceinline__ float ex2_approx_ftz(float x) {
+  float y;
+  asm("ex2.approx.ftz.f32 %0, %1;" : "=f"(y) : "f"(x));
+  return y;
+}
+
+// max(a, b), NaN if either is NaN (fmaxf would drop the NaN).
+__host__ __device__ __forceinline__ float max_nan(float a, float b) {
+#ifdef __CUDA_ARCH__
+  float y;
+  asm("max.NaN.f32 %0, %1, %2;" : "=f"(y) : "f"(a), "f"(b));
+  return y;
+#else
+  return a != a ? a : b != b ? b : a > b ? a : b;
+#endif
+}
+
+// a + b rounded towards -infinity. On the host: the rounded sum, and one step down if its exact
+// error (Knuth's TwoSum) is negative.
+__host__ __device__ __forceinline__ float add_rm(float a, float b) {
+#ifdef __CUDA_ARCH__
+  return __fadd_rd(a, b);
+#else
+  const float sum = a + b, b_part = sum - a;
+  const float error = (a - (sum - b_part)) + (b - b_part);
+  return error < 0 ? std::nextafterf(sum, -INFINITY) : sum;
+#endif
+}
+
+__host__ __device__ __forceinline__ uint32_t bits_of(float x) {
+  uint32_t bits;
+  memcpy(&bits, &x, sizeof bits);
+  return bits;
+}
+
+__host__ __device__ __forceinline__ float float_of(uint32_t bits) {
+  float x;
+  memcpy(&x, &bits, sizeof x);
+  return x;
+}
+
+// ==== 4 BLOCKS ===================================================================================
+
+// ---- element types and vectors ----
+
+__host__ __device__ __forceinline__ float to_float(Element x) { return static_cast<float>(x); }
+// To nearest, ties to even.
+__host__ __device__ __forceinline__ Element to_element(float x) { return static_cast<Element>(x); }
+
+template <int BYTES> struct VectorType;
+template <> struct VectorType<2> { using type = unsigned short; };
+template <> struct VectorType<4> { using type = unsigned int; };
+template <> struct VectorType<8> { using type = uint2; };
+template <> struct VectorType<16> { using type = uint4; };
+
+constexpr int CHUNK = 8;  // elements of 16 bytes: the unit of shared-memory reads and of the swizzle
+
+// x[0..7] = the 8 elements at src_s, which is 16-byte aligned.
+__device__ __forceinline__ void load_chunk(float (&x)[CHUNK], const Element* src_s) {
+  const uint4 chunk = *reinterpret_cast<const uint4*>(src_s);
+  Element e[CHUNK];
+  memcpy(e, &chunk, sizeof chunk);
+#pragma unroll
+  for (int i = 0; i < CHUNK; i++) x[i] = to_float(e[i]);
+}
+
+// ---- shared-memory tiles ----
+
+// Offset in elements of (row, col) in a [rows][D] tile. All rows of a tile start in bank 0, so lanes
+// that read one column of different rows collide; the swizzle XORs the 16-byte chunk index with the
+// row and spreads any 8 neighbouring rows over all 32 banks.
+template <class B> __device__ __forceinline__ int tile_offset(int row, int col) {
+  if constexpr (B::swizzle_xor) col ^= (row % 8) * CHUNK;
+  return row * B::head_dim + col;
+}
+
+// One vector of VEC_WIDTH elements from global to shared memory, zeros when !valid.
+template <class B>
+__device__ __forceinline__ void copy_vector(Element* dst_s, const Element* src_g, bool valid) {
+  constexpr int bytes = B::vec_width * sizeof(Element);
+  using Vector = typename VectorType<bytes>::type;
+  if constexpr (B::use_cp_async) {
+    cp_async<bytes>(dst_s, src_g, valid);
+  } else {
+    Vector x{};
+    if (valid) x = __ldg(reinterpret_cast<const Vector*>(src_g));
+    *reinterpret_cast<Vector*>(dst_s) = x;
+  }
+}
+
+// dst_s [ROWS][D] = src_g [valid_rows][D], rows past valid_rows zero, by nthreads threads of which
+// this is number tid. With USE_CP_ASYNC the data is there only after a wait.
+template <class B, int ROWS>
+__device__ __forceinline__ void copy_tile(Element* dst_s, const Element* src_g, int64_t row_stride,
+                                          int valid_rows, int tid, int nthreads) {
+  constexpr int per_row = B::head_dim / B::vec_width, vectors = ROWS * per_row;
+#pragma unroll 8  // loads in flight; each takes registers in the plain copy
+  for (int n = 0; n < (vectors + nthreads - 1) / nthreads; n++) {
+    const int i = tid + n * nthreads;
+    if (vectors % nthreads != 0 && i >= vectors) break;
+    const int row = i / per_row, col = i % per_row * B::vec_width;
+    const bool valid = row < valid_rows;
+    copy_vector<B>(dst_s + tile_offset<B>(row, col), src_g + (valid ? row * row_stride + col : 0),
+                   valid);
+  }
+}
+
+template <class B> __device__ __forceinline__ void commit_copies() {
+  if constexpr (B::use_cp_async) cp_async_commit_group();
+}
+
+// Waits until at most IN_FLIGHT of this thread's committed groups of copies are unfinished.
+template <class B, int IN_FLIGHT> __device__ __forceinline__ void wait_copies() {
+  if constexpr (B::use_cp_async) cp_async_wait_group<IN_FLIGHT>();
+}
+
+// ---- barriers ----
+
+enum class Hazard {  // what a barrier of the tile loop stands for, in the order of the loop
+  q_written,    // Q tile copied by all warps
+  kv_written,   // K and V tiles copied by all warps
+  s_written,    // S tile in shared memory, rows about to change hands
+  max_written,  // m and alpha of the rows
+  sum_written,  // l of the rows and P, rows about to change hands again
+  tile_read,    // K, V and P read by all warps, about to be overwritten
+};
+constexpr int HAZARDS = 6;
+
+// Policy 5 puts a CTA barrier at every hazard. Policy 2 drops the two that guard nothing: Q is
+// covered by the barrier for K and V, and m is read by the warp that wrote it. Policy 1 leaves whole
+// rows with one warp, so that only the tiles themselves are shared. Policy 0 has none: racy.
+__host__ __device__ constexpr bool needs_cta_barrier(int sync_policy, Hazard h) {
+  switch (sync_policy) {
+    case 5: return true;
+    case 2: return h != Hazard::q_written && h != Hazard::max_written;
+    case 1: return h == Hazard::kv_written || h == Hazard::tile_read;
+    default: return false;
+  }
+}
+
+constexpr int barriers_per_tile(int sync_policy) {
+  int n = 0;
+  for (int h = 0; h < HAZARDS; h++) n += needs_cta_barrier(sync_policy, static_cast<Hazard>(h));
+  return n;
+}
+
+template <class B, Hazard H> __device__ __forceinline__ void sync_for() {
+  if constexpr (needs_cta_barrier(B::sync_policy, H)) {
+    __syncthreads();
+  } else {
+    __syncwarp();
+  }
+}
+
+// ---- accumulator views ----
+// A view is a thread's part of a tile and the seam between kernel families: ROWS x COLS floats
+// x[i][j] that stand at (row(i), col(j)) of the tile, where LANES neighbouring lanes of a warp share
+// the same rows. Mask, softmax and epilogue are written on views alone.
+
+// The scalar family's lanes: 4 along the rows, 8 along the columns.
+constexpr int ROW_LANES = 4, COL_LANES = 8;
+
+// S or P [BLOCK_M][BLOCK_N]. Columns interleave over lanes, so that lanes read neighbouring keys.
+template <class B> struct ScalarScores {
+  static constexpr int ROWS = B::block_m / (ROW_LANES * B::num_warps);
+  static constexpr int COLS = B::block_n / COL_LANES, LANES = COL_LANES;
+  float x[ROWS][COLS];
+  int first_row, row_step, first_col;
+  __device__ int row(int i) const { return first_row + row_step * i; }
+  __device__ int col(int j) const { return first_col + COL_LANES * j; }
+};
+
+// O [BLOCK_M][D], the same rows as a warp's own scores. A lane has whole 16-byte chunks.
+template <class B> struct ScalarOutput {
+  static constexpr int ROWS = ScalarScores<B>::ROWS, COLS = B::head_dim / COL_LANES;
+  static constexpr int RUN = CHUNK;  // neighbouring x that are neighbouring d
+  float x[ROWS][COLS];
+  int first_row, first_col;
+  __device__ int row(int i) const { return first_row + ROW_LANES * i; }
+  __device__ int col(int j) const {
+    return first_col + j / CHUNK * (COL_LANES * CHUNK) + j % CHUNK;
+  }
+};
+
+// ---- mask ----
+
+// How many keys query q sees: the keys [0, n). It never falls as q grows.
+__device__ __forceinline__ int visible_keys(const SdpaParams& p, int q) {
+  const int limit = p.causal == Causal::bottom_right ? q + 1 + p.Sk - p.Sq
+                    : p.causal == Causal::top_left   ? q + 1
+                                                     : p.Sk;
+  return min(max(limit, 0), p.Sk);
+}
+
+// S = -inf where key k0 + j is not visible to query q0 + r.
+template <class View>
+__device__ __forceinline__ void mask_scores(View& S, const SdpaParams& p, int q0, int k0) {
+#pragma unroll
+  for (int i = 0; i < View::ROWS; i++) {
+    const int visible = visible_keys(p, q0 + S.row(i)) - k0;
+#pragma unroll
+    for (int j = 0; j < View::COLS; j++) {
+      if (S.col(j) >= visible) S.x[i][j] = -INFINITY;
+    }
+  }
+}
+
+// ---- online softmax ----
+
+// 2^t for t <= 0 on the FMA pipes: t = n + f with n = floor(t), and 2^f by a cubic with
+// p(0) = 1 whose largest relative error on [0,1] is 8.6e-5 (tests/unit.cu tries every float).
+// Adding 1.5*2^23 rounded down leaves n in the low bits of the sum; the 127 makes them the biased
+// exponent. Below 2^-126 it gives 0, as ex2.approx.ftz does; exactly 1 at 0; NaN for NaN.
+__host__ __device__ __forceinline__ float exp2_polynomial(float t) {
+  constexpr float magic = 12582912.0f + 127.0f;  // 1.5 * 2^23 + exponent bias
+  t = max_nan(t, -127.0f);
+  const float shifted = add_rm(t, magic);
+  const float f = t - (shifted - magic);
+  const float power = fmaf(fmaf(fmaf(0.07706704f, f, 0.22764499f), f, 0.69511679f), f, 1.0f);
+  return power * float_of(bits_of(shifted) << 23);
+}
+
+template <class B> __device__ __forceinline__ float softmax_exp2(float t) {
+  if constexpr (B::use_fast_exp) {
+    return exp2_polynomial(t);
+  } else {
+    return ex2_approx_ftz(t);
+  }
+}
+
+// The maximum to subtract: 0 for a row with no visible key yet, so that -inf - -inf never happens.
+__device__ __forceinline__ float finite_max(float m) { return m == -INFINITY ? 0.0f : m; }
+
+// m' = max(m, row maximum of S);  alpha = 2^((m - m') * scale_log2).   m, alpha [ROWS]
+template <class B, class View>
+__device__ __forceinline__ void softmax_max(const View& S, float scale_log2, float (&m)[View::ROWS],
+                                            float (&alpha)[View::ROWS]) {
+#pragma unroll
+  for (int i = 0; i < View::ROWS; i++) {
+    float m_new = m[i];
+#pragma unroll
+    for (int j = 0; j < View::COLS; j++) m_new = fmaxf(m_new, S.x[i][j]);
+#pragma unroll
+    for (int lane = 1; lane < View::LANES; lane *= 2) {
+      m_new = fmaxf(m_new, __shfl_xor_sync(0xffffffffu, m_new, lane));
+    }
+    alpha[i] = softmax_exp2<B>((m[i] - finite_max(m_new)) * scale_log2);
+    m[i] = m_new;
+  }
+}
+
+// P = 2^((S - m) * scale_log2) in place;  l' = l * alpha + this thread's part of the row sum of P.
+template <class B, class View>
+__device__ __forceinline__ void softmax_sum(View& S, float scale_log2, const float (&m)[View::ROWS],
+                                            const float (&alpha)[View::ROWS],
+                                            float (&l)[View::ROWS]) {
+#pragma unroll
+  for (int i = 0; i < View::ROWS; i++) {
+    const float m_log2 = finite_max(m[i]) * scale_log2;
+    float sum = 0;
+#pragma unroll
+    for (int j = 0; j < View::COLS; j++) {
+      S.x[i][j] = softmax_exp2<B>(fmaf(S.x[i][j], scale_log2, -m_log2));
+      sum += S.x[i][j];
+    }
+    l[i] = fmaf(l[i], alpha[i], sum);
+  }
+}
+
+// The sum of x over the LANES lanes that share a row, in a fixed order.
+template <int LANES> __device__ __forceinline__ float row_sum(float x) {
+#pragma unroll
+  for (int lane = 1; lane < LANES; lane *= 2) x += __shfl_xor_sync(0xffffffffu, x, lane);
+  return x;
+}
+
+// ---- epilogue ----
+
+// O / l and LSE = ln2 * (m * scale_log2 + log2 l) to global memory, rows past Sq left out.
+// m, l [ROWS] are final and the same in all lanes of a row.
+template <class B, class View>
+__device__ __forceinline__ void store_output(const View& O, const float (&m)[View::ROWS],
+                                             const float (&l)[View::ROWS], const KernelArgs& a,
+                                             int b, int h, int q0) {
+  constexpr int width = B::vec_width < View::RUN ? B::vec_width : View::RUN;
+  using Vector = typename VectorType<width * sizeof(Element)>::type;
+  const SdpaParams& p = a.p;
+  Element* const O_g = p.O + b * p.o.batch + h * p.o.head;
+#pragma unroll
+  for (int i = 0; i < View::ROWS; i++) {
+    const int q = q0 + O.row(i);
+    if (q >= p.Sq) continue;
+    const float inverse = l[i] == 0.0f ? 0.0f : 1.0f / l[i];
+#pragma unroll
+    for (int j = 0; j < View::COLS; j += width) {
+      Element e[width];
+#pragma unroll
+      for (int n = 0; n < width; n++) e[n] = to_element(O.x[i][j + n] * inverse);
+      Vector x;
+      memcpy(&x, e, sizeof x);
+      *reinterpret_cast<Vector*>(O_g + q * p.o.row + O.col(j)) = x;
+    }
+    if (p.LSE && O.col(0) == 0) {  // the first lane of the row
+      constexpr float ln2 = 0.693147180559945f;
+      p.LSE[(static_cast<int64_t>(b) * p.Hq + h) * p.Sq + q] =
+          ln2 * (finite_max(m[i]) * a.scale_log2 + log2f(l[i]));
+    }
+  }
+}
+
+// ---- work scheduling ----
+
+struct WorkItem {  // one tile of O: rows [q0, q0 + BLOCK_M) of head h in batch b
+  int b, h, q0;
+};
+
+// Item number -> tile. Without a mask the q-blocks of a head follow each other and share its K and V
+// in L2. With one, all heads' longest rows come first, so that no long tile starts last.
+template <class B> __device__ __forceinline__ WorkItem work_item(const KernelArgs& a, uint32_t i) {
+  const uint32_t heads = a.p.B * a.p.Hq, q_blocks = a.q_blocks;
+  const bool causal = a.p.causal != Causal::off;
+  const uint32_t head = causal ? i % heads : i / q_blocks;
+  const uint32_t block = causal ? q_blocks - 1 - i / heads : i % q_blocks;
+  return {int(head / a.p.Hq), int(head % a.p.Hq), int(block) * B::block_m};
+}
+
+struct OneTilePerCta {
+  bool done = false;
+  template <class B> __device__ bool next(const KernelArgs& a, uint32_t&, WorkItem& item) {
+    if (done) return false;
+    item = work_item<B>(a, blockIdx.x);
+    return done = true;
+  }
+};
+
+// Resident CTAs draw item numbers from the counter in the workspace. Every CTA draws one number past
+// the end, so the CTA that draws the very last of them knows that nobody will draw again, and puts
+// the counter back to 0 for the next launch.
+struct TileQueue {
+  template <class B> __device__ bool next(const KernelArgs& a, uint32_t& drawn_s, WorkItem& item) {
+    uint32_t* const counter = static_cast<uint32_t*>(a.p.workspace);
+    __syncthreads();  // hazard: other warps still read drawn_s and the tiles of the last item
+    if (threadIdx.x == 0) {
+      drawn_s = atomicAdd(counter, 1u);
+      if (drawn_s == a.work_items + gridDim.x - 1) *counter = 0;
+    }
+    __syncthreads();  // hazard: drawn_s just written by thread 0
+    if (drawn_s >= a.work_items) return false;
+    item = work_item<B>(a, drawn_s);
+    return true;
+  }
+};
+
+template <bool PERSISTENT> struct SchedulerType { using type = OneTilePerCta; };
+template <> struct SchedulerType<true> { using type = TileQueue; };
+
+// ==== 5 KERNELS ==================================================================================
+
+// ---- 5a scalar: both products on the FMA pipes ----
+
+template <class B> struct ScalarShared {
+  static constexpr int P_STRIDE = B::block_n + 8;  // 4 rows of lanes fall into 4 groups of 8 banks
+  Element Q[B::block_m * B::head_dim];             // [BLOCK_M][D]
+  Element K[B::stages][B::block_n * B::head_dim];  // [BLOCK_N][D]
+  Element V[B::stages][B::block_n * B::head_dim];  // [BLOCK_N][D]
+  float P[B::block_m * P_STRIDE];                  // [BLOCK_M][BLOCK_N]: S, then P in its place
+  float m[B::block_m], l[B::block_m], alpha[B::block_m];  // used where rows change hands
+  uint32_t drawn;                                         // TileQueue
+};
+
+// S = Q @ K.T   [BLOCK_M][BLOCK_N]
+template <class B>
+__device__ __forceinline__ void scalar_qk(ScalarScores<B>& S, const Element* Q_s,
+                                          const Element* K_s) {
+  using View = ScalarScores<B>;
+#pragma unroll
+  for (int i = 0; i < View::ROWS; i++) {
+#pragma unroll
+    for (int j = 0; j < View::COLS; j++) S.x[i][j] = 0;
+  }
+#pragma unroll 2
+  for (int d = 0; d < B::head_dim; d += CHUNK) {
+    float q[View::ROWS][CHUNK];
+#pragma unroll
+    for (int i = 0; i < View::ROWS; i++) load_chunk(q[i], Q_s + tile_offset<B>(S.row(i), d));
+#pragma unroll
+    for (int j = 0; j < View::COLS; j++) {
+      float k[CHUNK];
+      load_chunk(k, K_s + tile_offset<B>(S.col(j), d));
+#pragma unroll
+      for (int e = 0; e < CHUNK; e++) {
+#pragma unroll
+        for (int i = 0; i < View::ROWS; i++) S.x[i][j] = fmaf(q[i][e], k[e], S.x[i][j]);
+      }
+    }
+  }
+}
+
+// O = O * alpha + P @ V   [BLOCK_M][D]
+template <class B>
+__device__ __forceinline__ void scalar_pv(ScalarOutput<B>& O,
+                                          const float (&alpha)[ScalarOutput<B>::ROWS],
+                                          const float* P_s, const Element* V_s) {
+  using View = ScalarOutput<B>;
+  constexpr int KEYS = 4;  // one 16-byte read of P
+#pragma unroll
+  for (int i = 0; i < View::ROWS; i++) {
+#pragma unroll
+    for (int j = 0; j < View::COLS; j++) O.x[i][j] *= alpha[i];
+  }
+#pragma unroll 2
+  for (int k = 0; k < B::block_n; k += KEYS) {
+    float p[View::ROWS][KEYS];
+#pragma unroll
+    for (int i = 0; i < View::ROWS; i++) {
+      memcpy(p[i], __builtin_assume_aligned(P_s + O.row(i) * ScalarShared<B>::P_STRIDE + k, 16),
+             sizeof p[i]);
+    }
+#pragma unroll
+    for (int n = 0; n < KEYS; n++) {
+#pragma unroll
+      for (int j = 0; j < View::COLS; j += CHUNK) {
+        float v[CHUNK];
+        load_chunk(v, V_s + tile_offset<B>(k + n, O.col(j)));
+#pragma unroll
+        for (int e = 0; e < CHUNK; e++) {
+#pragma unroll
+          for (int i = 0; i < View::ROWS; i++) {
+            O.x[i][j + e] = fmaf(p[i][n], v[e], O.x[i][j + e]);
+          }
+        }
+      }
+    }
+  }
+}
+
+template <class View> __device__ __forceinline__ void store_scores(float* P_s, int stride,
+                                                                   const View& S) {
+#pragma unroll
+  for (int i = 0; i < View::ROWS; i++) {
+#pragma unroll
+    for (int j = 0; j < View::COLS; j++) P_s[S.row(i) * stride + S.col(j)] = S.x[i][j];
+  }
+}
+
+// Softmax of a tile in which each warp keeps the rows whose scores it computed: m and l stay in
+// registers, and P goes through shared memory only to other lanes of the same warp.
+template <class B> struct WarpSoftmax {
+  static constexpr int ROWS = ScalarScores<B>::ROWS;
+  float m[ROWS], l[ROWS];
+
+  __device__ void start(ScalarShared<B>&, const ScalarScores<B>&) {
+#pragma unroll
+    for (int i = 0; i < ROWS; i++) m[i] = -INFINITY, l[i] = 0;
+  }
+  // S -> P in shared memory; alpha of this thread's rows.
+  __device__ void step(ScalarShared<B>& s, ScalarScores<B>& S, float scale_log2,
+                       float (&alpha)[ROWS]) {
+    softmax_max<B>(S, scale_log2, m, alpha);
+    softmax_sum<B>(S, scale_log2, m, alpha, l);
+    store_scores(s.P, s.P_STRIDE, S);
+    sync_for<B, Hazard::sum_written>();
+  }
+  // The final m and l of this thread's rows.
+  __device__ void finish(ScalarShared<B>&, const ScalarScores<B>&, float (&m_out)[ROWS],
+                         float (&l_out)[ROWS]) {
+#pragma unroll
+    for (int i = 0; i < ROWS; i++) m_out[i] = m[i], l_out[i] = row_sum<COL_LANES>(l[i]);
+  }
+};
+
+// Softmax of a tile in shared memory: its rows are dealt to the warps anew, in turn, so that every
+// row changes hands before and after; m, l and alpha are kept in shared memory.
+template <class B> struct CtaSoftmax {
+  static constexpr int ROWS = ScalarScores<B>::ROWS;
+
+  __device__ static ScalarScores<B> dealt_rows() {
+    const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
+    ScalarScores<B> S;
+    S.first_row = warp * ROW_LANES + lane / COL_LANES;
+    S.row_step = ROW_LANES * B::num_warps;
+    S.first_col = lane % COL_LANES;
+    return S;
+  }
+  __device__ void start(ScalarShared<B>& s, const ScalarScores<B>&) {
+    const ScalarScores<B> S = dealt_rows();
+#pragma unroll
+    for (int i = 0; i < ROWS; i++) s.m[S.row(i)] = -INFINITY, s.l[S.row(i)] = 0;
+    __syncthreads();  // hazard: m and l read by other warps in finish() if there is no tile
+  }
+  __device__ void step(ScalarShared<B>& s, const ScalarScores<B>& own, float scale_log2,
+                       float (&alpha_own)[ROWS]) {
+    store_scores(s.P, s.P_STRIDE, own);
+    sync_for<B, Hazard::s_written>();
+
+    ScalarScores<B> S = dealt_rows();
+    float m[ROWS], l[ROWS], alpha[ROWS];
+#pragma unroll
+    for (int i = 0; i < ROWS; i++) {
+      m[i] = s.m[S.row(i)];
+#pragma unroll
+      for (int j = 0; j < S.COLS; j++) S.x[i][j] = s.P[S.row(i) * s.P_STRIDE + S.col(j)];
+    }
+    __syncwarp();  // hazard: m still being read by the row's other lanes
+    softmax_max<B>(S, scale_log2, m, alpha);
+#pragma unroll
+    for (int i = 0; i < ROWS; i++) {
+      if (S.first_col == 0) s.m[S.row(i)] = m[i], s.alpha[S.row(i)] = alpha[i];
+    }
+    sync_for<B, Hazard::max_written>();
+
+#pragma unroll
+    for (int i = 0; i < ROWS; i++) {
+      m[i] = s.m[S.row(i)], alpha[i] = s.alpha[S.row(i)];
+      l[i] = S.first_col == 0 ? s.l[S.row(i)] : 0.0f;
+    }
+    softmax_sum<B>(S, scale_log2, m, alpha, l);
+    store_scores(s.P, s.P_STRIDE, S);
+#pragma unroll
+    for (int i = 0; i < ROWS; i++) {
+      l[i] = row_sum<COL_LANES>(l[i]);
+      if (S.first_col == 0) s.l[S.row(i)] = l[i];
+    }
+    sync_for<B, Hazard::sum_written>();
+
+#pragma unroll
+    for (int i = 0; i < ROWS; i++) alpha_own[i] = s.alpha[own.row(i)];
+  }
+  __device__ void finish(ScalarShared<B>& s, const ScalarScores<B>& own, float (&m_out)[ROWS],
+                         float (&l_out)[ROWS]) {
+#pragma unroll
+    for (int i = 0; i < ROWS; i++) m_out[i] = s.m[own.row(i)], l_out[i] = s.l[own.row(i)];
+  }
+};
+
+template <bool WARP_OWNS_ROWS, class B> struct SoftmaxType { using type = CtaSoftmax<B>; };
+template <class B> struct SoftmaxType<true, B> { using type = WarpSoftmax<B>; };
+
+template <class B>
+__global__ void __launch_bounds__(B::threads, 1) sdpa_scalar(const __grid_constant__ KernelArgs a) {
+  const SdpaParams& p = a.p;
+  ScalarShared<B>& s = dynamic_shared<ScalarShared<B>>();
+  const int tid = threadIdx.x, warp = tid / 32, lane = tid % 32;
+
+  ScalarScores<B> S;
+  ScalarOutput<B> O;
+  S.first_row = O.first_row = warp * (B::block_m / B::num_warps) + lane / COL_LANES;
+  S.row_step = ROW_LANES;
+  S.first_col = lane % COL_LANES;
+  O.first_col = lane % COL_LANES * CHUNK;
+
+  typename SchedulerType<B::use_persistent_cta>::type scheduler;
+  for (WorkItem item; scheduler.template next<B>(a, s.drawn, item);) {
+    const int b = item.b, h = item.h, q0 = item.q0, h_kv = h / (p.Hq / p.Hkv);
+    const Element* const Q_g = p.Q + b * p.q.batch + h * p.q.head + q0 * p.q.row;
+    const Element* const K_g = p.K + b * p.k.batch + h_kv * p.k.head;
+    const Element* const V_g = p.V + b * p.v.batch + h_kv * p.v.head;
+    const int q_rows = min(p.Sq - q0, B::block_m);
+    const int tiles = (visible_keys(p, q0 + q_rows - 1) + B::block_n - 1) / B::block_n;
+    const int clean_keys = visible_keys(p, q0);  // tiles that end before here need no mask
+
+    // K and V tile number `tile`; past the end an empty group, so that wait counts stay constant.
+    const auto copy_kv = [&](int tile) {
+      if (tile < tiles) {
+        const int k0 = tile * B::block_n, stage = tile % B::stages, rows = p.Sk - k0;
+        copy_tile<B, B::block_n>(s.K[stage], K_g + k0 * p.k.row, p.k.row, rows, tid, B::threads);
+        copy_tile<B, B::block_n>(s.V[stage], V_g + k0 * p.v.row, p.v.row, rows, tid, B::threads);
+      }
+      commit_copies<B>();
+    };
+    copy_tile<B, B::block_m>(s.Q, Q_g, p.q.row, q_rows, tid, B::threads);
+    for (int tile = 0; tile < B::stages - 1; tile++) copy_kv(tile);
+
+#pragma unroll
+    for (int i = 0; i < O.ROWS; i++) {
+#pragma unroll
+      for (int j = 0; j < O.COLS; j++) O.x[i][j] = 0;
+    }
+    typename SoftmaxType<B::sync_policy == 1, B>::type softmax;
+    softmax.start(s, S);
+
+    for (int tile = 0; tile < tiles; tile++) {
+      const int k0 = tile * B::block_n, stage = tile % B::stages;
+      sync_for<B, Hazard::q_written>();
+      copy_kv(tile + B::stages - 1);
+      wait_copies<B, B::stages - 1>();
+      sync_for<B, Hazard::kv_written>();
+
+      scalar_qk<B>(S, s.Q, s.K[stage]);
+      if (k0 + B::block_n > clean_keys) mask_scores(S, p, q0, k0);
+      float alpha[O.ROWS];
+      softmax.step(s, S, a.scale_log2, alpha);
+      scalar_pv<B>(O, alpha, s.P, s.V[stage]);
+      sync_for<B, Hazard::tile_read>();
+    }
+
+    float m[O.ROWS], l[O.ROWS];
+    softmax.finish(s, S, m, l);
+    store_output<B>(O, m, l, a, b, h, q0);
+  }
+}
+
+// ==== 6 LAUNCH ===================================================================================
+
+using Shared = ScalarShared<Build>;
+constexpr auto kernel = sdpa_scalar<Build>;
+SDPA_REFUSE(sizeof(Shared) > 227 * 1024,
+            "BLOCK_M, BLOCK_N, HEAD_DIM and STAGES: the tiles need more than the 227 KB of shared "
+            "memory that a CTA can have; type a smaller BLOCK_N or fewer STAGES");
+
+template <class... Values> SdpaStatus failure(cudaError_t code, const char* format, Values... v) {
+  SdpaStatus status;
+  status.code = code;
+  snprintf(status.text, sizeof status.text, format, v...);
+  return status;
+}
+
+SdpaStatus check_tensor(const char* name, const void* pointer, const Strides& s, int64_t B,
+                        int64_t H, int64_t S, bool written) {
+  constexpr int64_t vec = Build::vec_width;
+  if (!pointer) return failure(cudaErrorInvalidValue, "%s is a null pointer", name);
+  if (reinterpret_cast<uintptr_t>(pointer) % (vec * sizeof(Element))) {
+    return failure(cudaErrorInvalidValue,
+                   "%s is not aligned to %d bytes as VEC_WIDTH=%d needs; align it or build with a "
+                   "smaller VEC_WIDTH", name, int(vec * sizeof(Element)), int(vec));
+  }
+  const struct { const char* name; int64_t size, stride; } dims[] = {
+      {"batch", B, s.batch}, {"head", H, s.head}, {"row", S, s.row}};
+  for (const auto& dim : dims) {
+    if (dim.size <= 1) continue;
+    if (dim.stride % vec) {
+      return failure(cudaErrorInvalidValue,
+                     "%s has a %s stride of %lld elements, not a multiple of VEC_WIDTH=%d; pad it "
+                     "or build with a smaller VEC_WIDTH", name, dim.name, (long long)dim.stride,
+                     int(vec));
+    }
+    if (written && dim.stride == 0) {
+      return failure(cudaErrorInvalidValue, "%s has a %s stride of 0: its rows would overlap", name,
+                     dim.name);
+    }
+  }
+  return {};
+}
+
+SdpaStatus check_params(const SdpaParams& p) {
+  constexpr int limit = 1 << 30;
+  const struct { const char* name; int value; } sizes[] = {
+      {"B", p.B}, {"Hq", p.Hq}, {"Hkv", p.Hkv}, {"Sq", p.Sq}, {"Sk", p.Sk}};
+  for (const auto& size : sizes) {
+    if (size.value < 0 || size.value > limit) {
+      return failure(cudaErrorInvalidValue, "%s=%d is outside [0, 2^30]", size.name, size.value);
+    }
+  }
+  if (p.D != Build::head_dim) {
+    return failure(cudaErrorInvalidValue, "D=%d, but this build has HEAD_DIM=%d; use a build "
+                   "for that D", p.D, Build::head_dim);
+  }
+  if (p.Hq && (p.Hkv == 0 || p.Hq % p.Hkv)) {
+    return failure(cudaErrorInvalidValue, "Hq=%d is not a multiple of Hkv=%d", p.Hq, p.Hkv);
+  }
+  if (!(p.scale >= 0) || std::isinf(p.scale)) {
+    return failure(cudaErrorInvalidValue, "scale=%g is not a positive number (0 means 1/sqrt(D))",
+                   double(p.scale));
+  }
+  if (p.causal != Causal::off && p.causal != Causal::bottom_right && p.causal != Causal::top_left) {
+    return failure(cudaErrorInvalidValue, "causal=%d is none of off, bottom_right, top_left",
+                   int(p.causal));
+  }
+  const bool no_output = !p.B || !p.Hq || !p.Sq;
+  SdpaStatus status;
+  if (!no_output) status = check_tensor("O", p.O, p.o, p.B, p.Hq, p.Sq, true);
+  if (!no_output && status.ok()) status = check_tensor("Q", p.Q, p.q, p.B, p.Hq, p.Sq, false);
+  if (!no_output && p.Sk && status.ok()) {
+    status = check_tensor("K", p.K, p.k, p.B, p.Hkv, p.Sk, false);
+  }
+  if (!no_output && p.Sk && status.ok()) {
+    status = check_tensor("V", p.V, p.v, p.B, p.Hkv, p.Sk, false);
+  }
+  return status;
+}
+
+SdpaStatus cuda_failure(cudaError_t code, const char* what) {
+  return failure(code, "%s failed: %s", what, cudaGetErrorString(code));
+}
+
+}  // namespace
+
+// Bytes of device memory that SdpaParams::workspace must have for this problem (0: none).
+inline size_t sdpa_workspace_bytes(const SdpaParams&) {
+  return Build::use_persistent_cta ? sizeof(uint32_t) : 0;
+}
+
+// O, LSE = attention(Q, K, V), enqueued on the stream of the current device. Returns without
+// waiting; never prints, never allocates. Refuses what this build cannot do, before anything is
+// launched. Safe inside stream capture.
+inline SdpaStatus sdpa_forward(const SdpaParams& p, cudaStream_t stream) {
+  SdpaStatus status = check_params(p);
+  if (!status.ok() || !p.B || !p.Hq || !p.Sq) return status;
+  if (sdpa_workspace_bytes(p) && !p.workspace) {
+    return failure(cudaErrorInvalidValue, "workspace is null, but USE_PERSISTENT_CTA=1 keeps its "
+                   "queue there; give it %d zeroed bytes", int(sdpa_workspace_bytes(p)));
+  }
+  KernelArgs a;
+  a.p = p;
+  a.scale_log2 = float((p.scale == 0 ? 1 / std::sqrt(double(p.D)) : double(p.scale)) *
+                       1.4426950408889634);  // log2(e)
+  a.q_blocks = (p.Sq + Build::block_m - 1) / Build::block_m;
+  const int64_t work_items = int64_t(p.B) * p.Hq * a.q_blocks;
+  if (double(p.B) * p.Hq * a.q_blocks > 2147483647.0) {
+    return failure(cudaErrorInvalidValue, "B*Hq*ceil(Sq/%d) is over 2^31-1 tiles; split the batch",
+                   Build::block_m);
+  }
+  a.work_items = uint32_t(work_items);
+
+  cudaError_t error = cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize,
+                                           int(sizeof(Shared)));
+  if (error != cudaSuccess) {
+    cudaGetLastError();  // an error that only refuses must not stay behind for the next caller
+    return failure(error, "this GPU cannot run this build (%zu bytes of shared memory a CTA, code "
+                   "for its architecture): %s", sizeof(Shared), cudaGetErrorString(error));
+  }
+  uint32_t ctas = a.work_items;
+  if (Build::use_persistent_cta) {
+    int device = 0, sms = 0, ctas_per_sm = 0;
+    error = cudaGetDevice(&device);
+    if (error == cudaSuccess) {
+      error = cudaDeviceGetAttribute(&sms, cudaDevAttrMultiProcessorCount, device);
+    }
+    if (error == cudaSuccess) {
+      error = cudaOccupancyMaxActiveBlocksPerMultiprocessor(&ctas_per_sm, kernel, Build::threads,
+                                                            sizeof(Shared));
+    }
+    if (error != cudaSuccess) return cuda_failure(error, "asking for the GPU's occupancy");
+    const uint32_t resident = uint32_t(sms) * uint32_t(ctas_per_sm > 0 ? ctas_per_sm : 1);
+    if (ctas > resident) ctas = resident;
+  }
+  cudaLaunchConfig_t launch{};
+  launch.gridDim = dim3(ctas);
+  launch.blockDim = dim3(Build::threads);
+  launch.dynamicSmemBytes = sizeof(Shared);
+  launch.stream = stream;
+  error = cudaLaunchKernelEx(&launch, kernel, a);
+  if (error != cudaSuccess) {
+    cudaGetLastError();
+    return cuda_failure(error, "launching the kernel");
+  }
+  return status;
+}
+
+}  // namespace SDPA_NAMESPACE
+
+// ==== COPY TO HERE ===============================================================================
+
+#ifndef SDPA_NO_MAIN
+
+// ==== 7 HARNESS ==================================================================================
+// One executable a build: it makes inputs, checks the kernel against reference.cpp, times it, and
+// prints one CSV row per shape. CSV alone goes to stdout, words to stderr.
+
+#include <algorithm>
+#include <cstdlib>
+#include <fstream>
+#include <functional>
+#include <memory>
+#include <string>
+#include <utility>
+#include <vector>
+
+#include "reference.cpp"
+
+#ifndef SDPA_CONFIG_NAME
+#define SDPA_CONFIG_NAME custom
+#endif
+
+// Linked in by CMake, so that a new commit relinks but does not recompile; absent in a plain build.
+extern "C" __attribute__((weak)) const char* sdpa_git_sha();
+
+namespace SDPA_NAMESPACE {
+namespace {
+
+using std::string;
+using std::vector;
+
+enum ExitCode { exit_pass = 0, exit_wrong = 1, exit_usage = 2, exit_cuda = 3, exit_skipped = 77 };
+
+struct CudaError {
+  string text;
+};
+
+void require(cudaError_t error, const char* what) {
+  if (error != cudaSuccess) throw CudaError{string(what) + ": " + cudaGetErrorString(error)};
+}
+
+template <class... Values> string format(const char* pattern, Values... values) {
+  char text[512];
+  snprintf(text, sizeof text, pattern, values...);
+  return text;
+}
+
+// ---- problems ----
+
+struct Problem {
+  string shape = "mission";
+  int B = 1, Hq = 8, Hkv = 8, Sq = 512, Sk = 512;
+  Causal causal = Causal::off;
+  string layout = "bhsd", dist = "normal";
+  float scale = 0;  // 0 means 1/sqrt(D)
+  uint64_t seed = 0;
+};
+
+const Problem named_shapes[] = {{"small", 1, 1, 1, 32, 32},
+                                {"mission", 1, 8, 8, 512, 512},
+                                {"mission2", 2, 8, 8, 512, 512},
+                                {"long", 1, 8, 8, 2048, 2048}};
+const char* const causal_names[] = {"off", "br", "tl"};
+const char* const layouts[] = {"bhsd", "bshd", "packed", "padded", "far"};
+const char* const dists[] = {"normal", "outliers", "large", "nonfinite"};
+
+reference::Problem reference_problem(const Problem& p, const float* Q, const float* K,
+                                     const float* V) {
+  const double scale = p.scale == 0 ? 1 / std::sqrt(double(Build::head_dim)) : double(p.scale);
+  const auto mask = p.causal == Causal::bottom_right ? reference::Mask::bottom_right
+                    : p.causal == Causal::top_left   ? reference::Mask::top_left
+                                                     : reference::Mask::none;
+  return {p.B, p.Hq, p.Hkv, p.Sq, p.Sk, Build::head_dim, mask, scale, Q, K, V};
+}
+
+// Two products, each a multiply and an add for every visible pair and element of D.
+double flops_of(const Problem& p) {
+  return 4.0 * Build::head_dim * p.B * p.Hq *
+         reference::visible_pairs(reference_problem(p, nullptr, nullptr, nullptr));
+}
+
+// ---- inputs: the same bits on every machine ----
+
+enum class Tensor { Q, K, V };
+
+uint64_t mix(uint64_t x) {  // splitmix64's output function: a bijection that scatters every bit
+  x += 0x9e3779b97f4a7c15u;
+  x = (x ^ (x >> 30)) * 0xbf58476d1ce4e5b9u;
+  x = (x ^ (x >> 27)) * 0x94d049bb133111ebu;
+  return x ^ (x >> 31);
+}
+
+// N(0,1) by the central limit theorem: the sum of 12 uniform 16-bit integers has variance
+// 12 * (2^32 - 1) / 12, so that dividing by 2^16 leaves a variance of 1. All of it is exact.
+float normal(uint64_t seed, Tensor tensor, uint64_t index) {
+  const uint64_t stream = mix(seed * 4 + uint64_t(tensor));
+  int sum = 0;
+  for (uint64_t n = 0; n < 3; n++) {
+    const uint64_t word = mix(stream + 3 * index + n);
+    sum += int(word & 0xffff) + int(word >> 16 & 0xffff) + int(word >> 32 & 0xffff) +
+           int(word >> 48);
+  }
+  return float(sum - 12 * 65535 / 2) / 65536.0f;
+}
+
+// [B,H,S,D] contiguous, rounded to Element. outliers: one in 256 is 10 times as large. large: Q and
+// K times 16, so that logits have a standard deviation of 256.
+vector<float> make_input(const Problem& p, Tensor tensor) {
+  const size_t heads = size_t(p.B) * (tensor == Tensor::Q ? p.Hq : p.Hkv);
+  const size_t per_head = size_t(tensor == Tensor::Q ? p.Sq : p.Sk) * Build::head_dim;
+  vector<float> x(heads * per_head);
+  reference::parallel_for(heads, [&](size_t head) {
+    for (size_t i = head * per_head; i < (head + 1) * per_head; i++) {
+      float value = normal(p.seed, tensor, i);
+      if (p.dist == "outliers" && mix(mix(p.seed + 77) + i) % 256 == 0) value *= 10;
+      if (p.dist == "large" && tensor != Tensor::V) value *= 16;
+      x[i] = to_float(to_element(value));
+    }
+  });
+  if (p.dist != "nonfinite" || x.empty()) return x;
+  // NaN or +inf in a few elements of Q, and in one element of K or V of most heads.
+  const float bad[2] = {NAN, INFINITY};
+  for (size_t head = 0; head < heads; head++) {
+    const uint64_t r = mix(mix(p.seed + 99) + head * 4 + uint64_t(tensor));
+    const size_t at = head * per_head + r / 16 % per_head;
+    if (tensor == Tensor::Q ? r % 2 == 0 : r % 16 < 4) x[at] = bad[r / 8 % 2];
+  }
+  return x;
+}
+
+// ---- layouts: where a [B,H,S,D] tensor lies in device memory ----
+
+struct Placement {
+  Strides strides;
+  int64_t first = 0;         // element (0,0,0,0)
+  int64_t slab_elements = 0; // one batch, gaps included; batches follow at strides.batch
+};
+
+// packed: Q, K and V as views of [B,S,Hq+2Hkv,D]. padded: rows and heads VEC_WIDTH apart, the least
+// alignment that the build accepts. far: batches over 2^31 elements apart.
+Placement place(const Problem& p, char tensor) {  // tensor: 'Q', 'K', 'V' or 'O'
+  const bool of_query = tensor == 'Q' || tensor == 'O';
+  const int64_t D = Build::head_dim, H = of_query ? p.Hq : p.Hkv, S = of_query ? p.Sq : p.Sk;
+  const int64_t pad = Build::vec_width;
+  Placement at;
+  if (p.layout == "bshd" || (p.layout == "packed" && tensor == 'O')) {
+    at.strides = {S * H * D, D, H * D};
+  } else if (p.layout == "packed") {
+    const int64_t row = (p.Hq + 2 * int64_t(p.Hkv)) * D;
+    at.strides = {S * row, D, row};
+    at.first = tensor == 'Q' ? 0 : tensor == 'K' ? p.Hq * D : (p.Hq + p.Hkv) * D;
+  } else if (p.layout == "padded") {
+    at.strides = {H * (S * (D + pad) + pad) + pad, S * (D + pad) + pad, D + pad};
+  } else {
+    at.strides = {H * S * D, S * D, D};
+  }
+  at.slab_elements = at.strides.batch;
+  if (p.layout == "far") at.strides.batch += int64_t(1) << 31;
+  return at;
+}
+
+constexpr int64_t GUARD = 256;  // elements before and after a tensor that nobody may touch
+
+// A tensor in device memory between guards, all bytes 0xff (a NaN) but for what upload() puts there.
+class DeviceTensor {
+ public:
+  DeviceTensor(const Problem& p, char name) : at(place(p, name)), name_(name), B_(p.B) {
+    H_ = name == 'Q' || name == 'O' ? p.Hq : p.Hkv;
+    S_ = name == 'Q' || name == 'O' ? p.Sq : p.Sk;
+    bytes_ = (2 * GUARD + (B_ ? (B_ - 1) * at.strides.batch + at.slab_elements : 0)) *
+             sizeof(Element);
+  }
+  ~DeviceTensor() { cudaFree(base_); }
+  DeviceTensor(const DeviceTensor&) = delete;
+  DeviceTensor& operator=(const DeviceTensor&) = delete;
+
+  size_t bytes() const { return bytes_; }
+  Element* data() const { return base_ + GUARD + at.first; }
+  void allocate() { require(cudaMalloc(&base_, bytes_), "allocating a tensor on the GPU"); }
+  void poison() { require(cudaMemset(base_, 0xff, bytes_), "poisoning a tensor"); }
+
+  void upload(const vector<float>& x) {  // x [B,H,S,D]
+    poison();
+    for (int64_t b = 0; b < B_; b++) {
+      vector<Element> slab(at.slab_elements);
+      memset(static_cast<void*>(slab.data()), 0xff, slab.size() * sizeof(Element));
+      for_each_row(b, [&](int64_t row, int64_t offset) {
+        for (int d = 0; d < Build::head_dim; d++) {
+          slab[offset + d] = to_element(x[row * Build::head_dim + d]);
+        }
+      });
+      require(cudaMemcpy(base_ + GUARD + b * at.strides.batch, slab.data(),
+                         slab.size() * sizeof(Element), cudaMemcpyHostToDevice),
+              "copying an input to the GPU");
+    }
+  }
+
+  // The tensor as the bits of [B,H,S,D]. Appends a sentence to `trouble` if a guard or a gap between
+  // rows no longer holds what poison() put there.
+  vector<uint16_t> download(string& trouble) const {
+    vector<uint16_t> x(size_t(B_) * H_ * S_ * Build::head_dim);
+    for (int64_t b = 0; b < B_; b++) {
+      vector<uint16_t> slab(at.slab_elements);
+      fetch(slab, GUARD + b * at.strides.batch);
+      for_each_row(b, [&](int64_t row, int64_t offset) {
+        memcpy(&x[row * Build::head_dim], &slab[offset], Build::head_dim * sizeof(Element));
+        std::fill_n(&slab[offset], Build::head_dim, uint16_t(0xffff));
+      });
+      expect_untouched(slab, "between rows", trouble);
+    }
+    vector<uint16_t> guard(GUARD);
+    fetch(guard, 0);
+    expect_untouched(guard, "before the tensor", trouble);
+    fetch(guard, bytes_ / sizeof(Element) - GUARD);
+    expect_untouched(guard, "after the tensor", trouble);
+    return x;
+  }
+
+  const Placement at;
+
+ private:
+  // visit(row number in [B,H,S], offset of its first element in the slab of batch b)
+  void for_each_row(int64_t b, const std::function<void(int64_t, int64_t)>& visit) const {
+    for (int64_t h = 0; h < H_; h++) {
+      for (int64_t s = 0; s < S_; s++) {
+        visit((b * H_ + h) * S_ + s, at.first + h * at.strides.head + s * at.strides.row);
+      }
+    }
+  }
+  void fetch(vector<uint16_t>& host, int64_t offset) const {
+    require(cudaMemcpy(host.data(), base_ + offset, host.size() * sizeof(Element),
+                       cudaMemcpyDeviceToHost), "copying a result from the GPU");
+  }
+  void expect_untouched(const vector<uint16_t>& x, const char* where, string& trouble) const {
+    if (!trouble.empty()) return;
+    for (uint16_t bits : x) {
+      if (bits != 0xffff) trouble = format("the kernel wrote %s of %c", where, name_);
+    }
+  }
+
+  char name_;
+  int64_t B_, H_, S_;
+  size_t bytes_;
+  Element* base_ = nullptr;
+};
+
+struct DeviceBytes {  // plain device memory; the kernel's LSE (guarded by the caller) and workspace
+  void* data = nullptr;
+  explicit DeviceBytes(size_t bytes) {
+    require(cudaMalloc(&data, bytes ? bytes : 1), "allocating memory on the GPU");
+  }
+  ~DeviceBytes() { cudaFree(data); }
+  DeviceBytes(const DeviceBytes&) = delete;
+  DeviceBytes& operator=(const DeviceBytes&) = delete;
+};
+
+// ---- self-check ----
+
+struct Tolerance {
+  double rel_rms;  // of rms(error) / rms(reference)
+  double max_abs;  // of the largest error, times max(1, largest |reference|)
+  double lse;      // likewise
+};
+// By element type, not by build: a few times the rounding of O itself.
+constexpr Tolerance tolerance = Build::is_bf16 ? Tolerance{8e-3, 8e-3, 1e-3}
+                                               : Tolerance{1e-3, 1e-3, 1e-3};
+
+// Collects rows of results and compares them with the reference. Every comparison is written so that
+// NaN fails.
+class Comparison {
+ public:
+  long rows = 0;
+  double rel_rms = 0, max_abs_err = 0, lse_err = 0;
+
+  void add(const reference::Row& at, const reference::Result& want, const float* O, float LSE) {
+    rows++;
+    for (int d = 0; d < int(want.O.size()); d++) {
+      const double ref = want.O[d], got = O[d];
+      if (std::isnan(got) && want.open[d]) continue;
+      const double err = distance(ref, got);
+      squares_err_ += err * err;
+      if (std::isfinite(ref)) {
+        squares_ref_ += ref * ref;
+        max_ref_ = std::max(max_ref_, std::fabs(ref));
+      }
+      if (!(err <= max_abs_err)) {
+        max_abs_err = err;
+        worst_ = format("O(b=%d,h=%d,q=%d,d=%d) ref=%.9g got=%.9g err=%.3g", at.b, at.h, at.q, d,
+                        ref, got, err);
+      }
+    }
+    const double err = distance(want.LSE, LSE);
+    if (std::isfinite(want.LSE)) max_lse_ = std::max(max_lse_, std::fabs(want.LSE));
+    if (!(err <= lse_err)) {
+      lse_err = err;
+      worst_lse_ = format("LSE(b=%d,h=%d,q=%d) ref=%.9g got=%.9g err=%.3g", at.b, at.h, at.q,
+                          want.LSE, double(LSE), err);
+    }
+  }
+
+  // Empty, or a sentence with the worst element and the limit that it broke.
+  string verdict(const Tolerance& tol) {
+    rel_rms = squares_err_ == 0 ? 0 : std::sqrt(squares_err_ / squares_ref_);
+    const double abs_limit = tol.max_abs * std::max(1.0, max_ref_);
+    const double lse_limit = tol.lse * std::max(1.0, max_lse_);
+    if (!(max_abs_err <= abs_limit)) return worst_ + format(" tol=%.3g", abs_limit);
+    if (!(rel_rms <= tol.rel_rms)) {
+      return format("rel_rms=%.3g tol=%.3g; worst ", rel_rms, tol.rel_rms) + worst_;
+    }
+    if (!(lse_err <= lse_limit)) return worst_lse_ + format(" tol=%.3g", lse_limit);
+    return "";
+  }
+
+ private:
+  // |ref - got|; 0 for the same infinity or two NaNs; infinity where only one is NaN or infinite.
+  static double distance(double ref, double got) {
+    if (std::isnan(ref) && std::isnan(got)) return 0;
+    if (ref == got) return 0;
+    const double err = std::fabs(ref - got);
+    return std::isnan(err) ? double(INFINITY) : err;
+  }
+
+  double squares_err_ = 0, squares_ref_ = 0, max_ref_ = 0, max_lse_ = 0;
+  string worst_, worst_lse_;
+};
+
+// The rows to compare: all, if that is affordable; otherwise a sample that has the first, last and
+// tile-edge rows of the first and last head, and random rows.
+vector<reference::Row> rows_to_check(const Problem& p, double affordable_macs) {
+  vector<reference::Row> rows;
+  const double all = double(p.B) * p.Hq * p.Sq, macs_per_row = 2.0 * p.Sk * Build::head_dim;
+  if (all * macs_per_row <= affordable_macs) {
+    for (int b = 0; b < p.B; b++) {
+      for (int h = 0; h < p.Hq; h++) {
+        for (int q = 0; q < p.Sq; q++) rows.push_back({b, h, q});
+      }
+    }
+    return rows;
+  }
+  const int M = Build::block_m, last_tile = (p.Sq - 1) / M * M;
+  for (int q : {0, 1, M - 1, M, M + 1, last_tile - 1, last_tile, p.Sq - 1}) {
+    if (q < 0 || q >= p.Sq) continue;
+    rows.push_back({0, 0, q});
+    rows.push_back({p.B - 1, p.Hq - 1, q});
+  }
+  const size_t wanted = size_t(std::max(64.0, affordable_macs / macs_per_row));
+  for (uint64_t n = 0; rows.size() < wanted; n++) {
+    const uint64_t r = mix(mix(p.seed + 55) + n);
+    rows.push_back({int(r % p.B), int((r >> 16) % p.Hq), int((r >> 32) % p.Sq)});
+  }
+  return rows;
+}
+
+float float_of_element(uint16_t bits) {
+  Element e;
+  memcpy(static_cast<void*>(&e), &bits, sizeof e);
+  return to_float(e);
+}
+
+// A problem on the GPU, ready to launch.
+class Instance {
+ public:
+  explicit Instance(const Problem& p)
+      : problem(p), Q_(p, 'Q'), K_(p, 'K'), V_(p, 'V'), O_(p, 'O') {
+    const size_t lse_floats = size_t(p.B) * p.Hq * p.Sq;
+    size_t free_bytes = 0, total_bytes = 0;
+    require(cudaMemGetInfo(&free_bytes, &total_bytes), "asking for free GPU memory");
+    const double need = double(Q_.bytes()) + K_.bytes() + V_.bytes() + O_.bytes() + 4.0 * lse_floats;
+    if (need > double(free_bytes)) {
+      throw CudaError{format("the problem needs %.1f GB of GPU memory and %.1f GB are free",
+                             need * 1e-9, free_bytes * 1e-9)};
+    }
+    for (DeviceTensor* t : {&Q_, &K_, &V_, &O_}) t->allocate();
+    lse_.reset(new DeviceBytes((lse_floats + 2 * GUARD) * sizeof(float)));
+    lse_bits_.resize(lse_floats + 2 * GUARD);
+    params.Q = Q_.data(), params.K = K_.data(), params.V = V_.data(), params.O = O_.data();
+    params.LSE = static_cast<float*>(lse_->data) + GUARD;
+    params.B = p.B, params.Hq = p.Hq, params.Hkv = p.Hkv, params.Sq = p.Sq, params.Sk = p.Sk;
+    params.D = Build::head_dim;
+    params.q = Q_.at.strides, params.k = K_.at.strides, params.v = V_.at.strides;
+    params.o = O_.at.strides;
+    params.scale = p.scale, params.causal = p.causal;
+    const size_t workspace_bytes = sdpa_workspace_bytes(params);
+    workspace_.reset(new DeviceBytes(workspace_bytes));
+    params.workspace = workspace_->data;
+    require(cudaMemset(workspace_->data, 0, workspace_bytes), "zeroing the workspace");
+  }
+
+  void set_inputs(uint64_t seed) {
+    problem.seed = seed;
+    q_ = make_input(problem, Tensor::Q), k_ = make_input(problem, Tensor::K);
+    v_ = make_input(problem, Tensor::V);
+    Q_.upload(q_), K_.upload(k_), V_.upload(v_);
+  }
+
+  // Poisons the outputs, launches once, fetches the outputs. Returns a sentence if something outside
+  // of them was written.
+  string run_once() {
+    O_.poison();
+    require(cudaMemset(lse_->data, 0xff, lse_bits_.size() * sizeof(float)), "poisoning LSE");
+    const SdpaStatus status = sdpa_forward(params, 0);
+    if (!status.ok()) throw CudaError{status.text};
+    require(cudaDeviceSynchronize(), "running the kernel");
+    string trouble;
+    o_bits_ = O_.download(trouble);
+    require(cudaMemcpy(lse_bits_.data(), lse_->data, lse_bits_.size() * sizeof(float),
+                       cudaMemcpyDeviceToHost), "copying LSE from the GPU");
+    for (int64_t i = 0; i < GUARD; i++) {
+      if (lse_bits_[i] != ~0u || lse_bits_[lse_bits_.size() - 1 - i] != ~0u) {
+        trouble = "the kernel wrote before or after LSE";
+      }
+    }
+    return trouble;
+  }
+
+  // Compares the outputs of the last run with the reference, after two runs gave the same bits.
+  // Returns a sentence on failure.
+  string check(Comparison& comparison) {
+    string trouble = run_once();
+    if (!trouble.empty()) return trouble;
+    const vector<uint16_t> first = o_bits_;
+    if (!(trouble = compare(comparison)).empty()) return trouble;
+    return repeat(first, "two runs on the same inputs differ");
+  }
+
+  // Another run must give the bits of the last one.
+  string check_again() { return repeat(vector<uint16_t>(o_bits_), "the run after timing differs"); }
+
+  Problem problem;
+  SdpaParams params{};
+
+ private:
+  string repeat(const vector<uint16_t>& expected, const char* sentence) {
+    const vector<uint32_t> expected_lse = lse_bits_;
+    const string trouble = run_once();
+    if (!trouble.empty()) return trouble;
+    if (expected_lse != lse_bits_) return string("LSE: ") + sentence;
+    for (size_t i = 0; i < o_bits_.size(); i++) {
+      if (o_bits_[i] != expected[i]) {
+        return string("O") + where(i) + format(" %s: %.9g and %.9g", sentence,
+               double(float_of_element(expected[i])), double(float_of_element(o_bits_[i])));
+      }
+    }
+    return "";
+  }
+
+  string compare(Comparison& comparison) {
+    const Problem& p = problem;
+    constexpr int D = Build::head_dim;
+    for (size_t i = 0; i < o_bits_.size(); i++) {
+      if (o_bits_[i] == 0xffff) return string("O") + where(i) + " was never written";
+    }
+    const vector<reference::Row> rows = rows_to_check(p, 1.5e9);
+    const bool sampled = rows.size() < size_t(p.B) * p.Hq * p.Sq;
+    for (size_t i = 0; sampled && p.dist != "nonfinite" && i < o_bits_.size(); i++) {
+      if (!std::isfinite(float_of_element(o_bits_[i]))) {
+        return string("O") + where(i) + " is not finite";
+      }
+    }
+    const vector<reference::Result> want =
+        reference::attend(reference_problem(p, q_.data(), k_.data(), v_.data()), rows);
+    for (size_t i = 0; i < rows.size(); i++) {
+      const size_t row = (size_t(rows[i].b) * p.Hq + rows[i].h) * p.Sq + rows[i].q;
+      float O[D];
+      for (int d = 0; d < D; d++) O[d] = float_of_element(o_bits_[row * D + d]);
+      comparison.add(rows[i], want[i], O, float_of(lse_bits_[GUARD + row]));
+    }
+    return comparison.verdict(tolerance);
+  }
+
+  string where(size_t i) const {
+    const size_t D = Build::head_dim, S = problem.Sq, H = problem.Hq;
+    return format("(b=%d,h=%d,q=%d,d=%d)", int(i / D / S / H), int(i / D / S % H), int(i / D % S),
+                  int(i % D));
+  }
+
+  DeviceTensor Q_, K_, V_, O_;
+  std::unique_ptr<DeviceBytes> lse_, workspace_;
+  vector<float> q_, k_, v_;       // the inputs, rounded
+  vector<uint16_t> o_bits_;       // the outputs of the last run
+  vector<uint32_t> lse_bits_;
+};
+
+// ---- timing ----
+
+struct Timing {
+  double p50_us, p90_us, p99_us, min_us, graph_us, cold_us, clock_mhz;
+};
+
+double percentile(vector<double> samples, double fraction) {  // nearest rank
+  std::sort(samples.begin(), samples.end());
+  const double rank = std::ceil(fraction * double(samples.size()));
+  return samples[size_t(std::max(1.0, rank)) - 1];
+}
+
+struct Event {
+  cudaEvent_t event;
+  Event() { require(cudaEventCreate(&event), "creating an event"); }
+  ~Event() { cudaEventDestroy(event); }
+};
+
+// Microseconds of GPU time from before work() to after it.
+double time_us(cudaStream_t stream, const std::function<void()>& work) {
+  static Event begin, end;
+  require(cudaEventRecord(begin.event, stream), "recording an event");
+  work();
+  require(cudaEventRecord(end.event, stream), "recording an event");
+  require(cudaEventSynchronize(end.event), "running the kernel");
+  float ms = 0;
+  require(cudaEventElapsedTime(&ms, begin.event, end.event), "reading an event");
+  return 1e3 * ms;
+}
+
+// Cycles of one SM and nanoseconds of the same stretch, some 300 us long.
+__global__ void count_clocks(long long* cycles_and_ns) {
+  const auto now_ns = [] {
+    long long ns;
+    asm volatile("mov.u64 %0, %globaltimer;" : "=l"(ns));
+    return ns;
+  };
+  const long long ns = now_ns(), cycles = clock64();
+  while (now_ns() - ns < 300000) {
+  }
+  cycles_and_ns[0] = clock64() - cycles;
+  cycles_and_ns[1] = now_ns() - ns;
+}
+
+Timing time_kernel(Instance& instance, int warmup, int iterations) {
+  constexpr int launches_per_graph = 20, replays = 15, cold_runs = 20;
+  cudaStream_t stream;
+  require(cudaStreamCreateWithFlags(&stream, cudaStreamNonBlocking), "creating a stream");
+  const auto launch = [&] {
+    const SdpaStatus status = sdpa_forward(instance.params, stream);
+    if (!status.ok()) throw CudaError{status.text};
+  };
+  Timing t{};
+  for (int i = 0; i < warmup; i++) launch();
+  vector<double> samples;
+  for (int i = 0; i < iterations; i++) samples.push_back(time_us(stream, launch));
+  t.p50_us = percentile(samples, 0.5), t.p90_us = percentile(samples, 0.9);
+  t.p99_us = percentile(samples, 0.99), t.min_us = percentile(samples, 0);
+
+  cudaGraph_t graph;
+  cudaGraphExec_t replay;
+  require(cudaStreamBeginCapture(stream, cudaStreamCaptureModeThreadLocal), "capturing a graph");
+  for (int i = 0; i < launches_per_graph; i++) launch();
+  require(cudaStreamEndCapture(stream, &graph), "capturing a graph");
+  require(cudaGraphInstantiate(&replay, graph, 0), "instantiating a graph");
+  const auto replay_graph = [&] { require(cudaGraphLaunch(replay, stream), "replaying a graph"); };
+  samples.clear();
+  for (int i = 0; i < 3; i++) replay_graph();
+  for (int i = 0; i < replays; i++) {
+    samples.push_back(time_us(stream, replay_graph) / launches_per_graph);
+  }
+  t.graph_us = percentile(samples, 0.5);
+  DeviceBytes clocks(2 * sizeof(long long));  // read right behind the load, before clocks change
+  replay_graph();
+  count_clocks<<<1, 1, 0, stream>>>(static_cast<long long*>(clocks.data));
+  long long cycles_and_ns[2] = {};
+  require(cudaMemcpyAsync(cycles_and_ns, clocks.data, sizeof cycles_and_ns, cudaMemcpyDeviceToHost,
+                          stream), "reading the clock");
+  require(cudaStreamSynchronize(stream), "reading the clock");
+  t.clock_mhz = cycles_and_ns[1] ? 1e3 * double(cycles_and_ns[0]) / double(cycles_and_ns[1]) : 0;
+  require(cudaGraphExecDestroy(replay), "destroying a graph");
+  require(cudaGraphDestroy(graph), "destroying a graph");
+
+  int device = 0, l2_bytes = 0;
+  require(cudaGetDevice(&device), "asking for the device");
+  require(cudaDeviceGetAttribute(&l2_bytes, cudaDevAttrL2CacheSize, device), "asking for L2");
+  const size_t flush_bytes = 4 * size_t(l2_bytes) + (32 << 20);
+  DeviceBytes flush(flush_bytes);
+  samples.clear();
+  for (int i = 0; i < std::min(iterations, cold_runs); i++) {
+    require(cudaMemsetAsync(flush.data, i, flush_bytes, stream), "flushing L2");
+    samples.push_back(time_us(stream, launch));
+  }
+  t.cold_us = percentile(samples, 0.5);
+  require(cudaStreamDestroy(stream), "destroying a stream");
+  return t;
+}
+
+// ---- the row ----
+
+struct CsvRow {
+  string config = SDPA_TEXT(SDPA_CONFIG_NAME), family_name = family, shape, status = "ok", check,
+         p50_us, p90_us, p99_us, min_us, graph_us, cold_us, tflops, rel_rms, max_abs_err,
+         rows_checked, B, Hq, Hkv, Sq, Sk, D, dtype, causal, seed, regs, spill_bytes, smem_bytes,
+         ctas_per_sm, barriers, device, sm, clock_mhz, cuda, driver, git_sha, knobs, note, layout,
+         dist, lse_err;
+};
+
+using CsvField = string CsvRow::*;
+const struct {
+  const char* name;
+  CsvField field;
+} csv_columns[] = {
+    {"config", &CsvRow::config},         {"family", &CsvRow::family_name},
+    {"shape", &CsvRow::shape},           {"status", &CsvRow::status},
+    {"check", &CsvRow::check},           {"p50_us", &CsvRow::p50_us},
+    {"p90_us", &CsvRow::p90_us},         {"p99_us", &CsvRow::p99_us},
+    {"min_us", &CsvRow::min_us},         {"graph_us", &CsvRow::graph_us},
+    {"cold_us", &CsvRow::cold_us},       {"tflops", &CsvRow::tflops},
+    {"rel_rms", &CsvRow::rel_rms},       {"max_abs_err", &CsvRow::max_abs_err},
+    {"rows_checked", &CsvRow::rows_checked}, {"B", &CsvRow::B},
+    {"Hq", &CsvRow::Hq},                 {"Hkv", &CsvRow::Hkv},
+    {"Sq", &CsvRow::Sq},                 {"Sk", &CsvRow::Sk},
+    {"D", &CsvRow::D},                   {"dtype", &CsvRow::dtype},
+    {"causal", &CsvRow::causal},         {"seed", &CsvRow::seed},
+    {"regs", &CsvRow::regs},             {"spill_bytes", &CsvRow::spill_bytes},
+    {"smem_bytes", &CsvRow::smem_bytes}, {"ctas_per_sm", &CsvRow::ctas_per_sm},
+    {"barriers_per_tile", &CsvRow::barriers}, {"device", &CsvRow::device},
+    {"sm", &CsvRow::sm},                 {"clock_mhz", &CsvRow::clock_mhz},
+    {"cuda", &CsvRow::cuda},             {"driver", &CsvRow::driver},
+    {"git_sha", &CsvRow::git_sha},       {"knobs", &CsvRow::knobs},
+    {"note", &CsvRow::note},             {"layout", &CsvRow::layout},
+    {"dist", &CsvRow::dist},             {"lse_err", &CsvRow::lse_err},
+};
+
+void print_header() {
+  const char* separator = "";
+  for (const auto& column : csv_columns) printf("%s%s", separator, column.name), separator = ",";
+  printf("\n");
+}
+
+void print_row(const CsvRow& row) {
+  const char* separator = "";
+  for (const auto& column : csv_columns) {
+    string value = row.*column.field;
+    for (char& c : value) {
+      if (c == ',' || c == '\n' || c == '"') c = ';';
+    }
+    printf("%s%s", separator, value.c_str()), separator = ",";
+  }
+  printf("\n");
+  fflush(stdout);  // whatever happens next, this row is out
+}
+
+string effective_knobs() {
+  string text;
+#define SDPA_KNOB_TEXT(name, fallback, values, meaning) \
+  text += (text.empty() ? "" : " ") + string(#name "=") + name##_text;
+  SDPA_KNOBS(SDPA_KNOB_TEXT)
+  return text;
+}
+
+string driver_version() {
+  std::ifstream file("/proc/driver/nvidia/version");
+  string word;
+  while (file >> word) {
+    if (word.find('.') != string::npos && word.find_first_not_of("0123456789.") == string::npos) {
+      return word;
+    }
+  }
+  return "";
+}
+
+struct Device {
+  string name, sm, driver;
+  string missing;      // why nothing can run here; empty if it can
+  string regs, spill_bytes, ctas_per_sm;
+};
+
+Device find_device() {
+  Device d;
+  int count = 0;
+  cudaError_t error = cudaGetDeviceCount(&count);
+  if (error != cudaSuccess || count == 0) {
+    const bool no_driver = driver_version().empty();
+    d.missing = error == cudaSuccess || error == cudaErrorNoDevice || no_driver
+                    ? "no CUDA GPU in this machine"
+                    : string("no usable CUDA GPU: ") + cudaGetErrorString(error);
+    return d;
+  }
+  cudaDeviceProp prop;
+  require(cudaGetDeviceProperties(&prop, 0), "asking for the GPU's properties");
+  d.name = prop.name;
+  d.sm = format("%d%d", prop.major, prop.minor);
+  d.driver = driver_version();
+  cudaFuncAttributes attributes;
+  error = cudaFuncGetAttributes(&attributes, kernel);
+  if (error != cudaSuccess) {
+    cudaGetLastError();
+    d.missing = format("built for sm_%s and this GPU is sm_%s (%s); build again on this machine",
+                       SDPA_TEXT(__CUDA_ARCH_LIST__), d.sm.c_str(), cudaGetErrorString(error));
+    return d;
+  }
+  if (sizeof(Shared) > prop.sharedMemPerBlockOptin) {
+    d.missing = format("needs %zu bytes of shared memory a CTA and this GPU has %zu",
+                       sizeof(Shared), prop.sharedMemPerBlockOptin);
+    return d;
+  }
+  int ctas_per_sm = 0;
+  require(cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize,
+                               int(sizeof(Shared))), "setting the kernel's shared memory");
+  require(cudaOccupancyMaxActiveBlocksPerMultiprocessor(&ctas_per_sm, kernel, Build::threads,
+                                                        sizeof(Shared)), "asking for occupancy");
+  d.regs = std::to_string(attributes.numRegs);
+  d.spill_bytes = std::to_string(attributes.localSizeBytes);
+  d.ctas_per_sm = std::to_string(ctas_per_sm);
+  return d;
+}
+
+// ---- command line ----
+
+struct Options {
+  vector<Problem> problems;
+  vector<uint64_t> seeds;
+  int warmup = 20, iterations = 100;
+  bool check_only = false, config = false, header = false, help = false, shape_given = false;
+  string error;  // one sentence
+};
+
+const char usage[] =
+    "usage: sdpa [--shape small|mission|mission2|long|B,Hq,Hkv,Sq,Sk]... [--causal br|tl]\n"
+    "            [--seeds 0,1,2] [--dist normal|outliers|large|nonfinite] [--scale X]\n"
+    "            [--layout bhsd|bshd|packed|padded|far] [--sweep N] [--iters N] [--warmup N]\n"
+    "            [--check-only] [--config] [--header] [--help]\n"
+    "  --shape    the problem (default mission); repeat it for more rows\n"
+    "  --causal   br: the last query sees the last key; tl: query q sees keys 0..q\n"
+    "  --sweep N  N random problems instead, checked and not timed; --seeds picks the series\n"
+    "  --header   print the CSV header first (alone if no --shape is given)\n"
+    "  --config   print the knobs of this build and stop\n"
+    "exit: 0 pass, 1 wrong result, 2 bad usage, 3 CUDA error, 77 skipped\n";
+
+// Whole numbers separated by commas, each in [low, high]; false if `text` is anything else.
+bool parse_numbers(const string& text, long long low, long long high, vector<long long>& numbers) {
+  numbers.clear();
+  size_t at = 0;
+  while (at <= text.size()) {
+    const size_t comma = std::min(text.find(',', at), text.size());
+    const string word = text.substr(at, comma - at);
+    if (word.empty() || word.size() > 18) return false;
+    if (word.find_first_not_of("0123456789") != string::npos) return false;
+    numbers.push_back(std::atoll(word.c_str()));
+    if (numbers.back() < low || numbers.back() > high) return false;
+    at = comma + 1;
+  }
+  return true;
+}
+
+bool parse_shape(const string& text, Problem& p, string& error) {
+  for (const Problem& named : named_shapes) {
+    if (text == named.shape) {
+      p = named;
+      return true;
+    }
+  }
+  vector<long long> n;
+  if (!parse_numbers(text, 0, 1 << 30, n) || n.size() != 5) {
+    error = "--shape " + text + ": want small, mission, mission2, long or five sizes "
+            "B,Hq,Hkv,Sq,Sk from 0 to 2^30, such as 1,8,2,512,512";
+    return false;
+  }
+  p.B = int(n[0]), p.Hq = int(n[1]), p.Hkv = int(n[2]), p.Sq = int(n[3]), p.Sk = int(n[4]);
+  if (p.Hq && (p.Hkv == 0 || p.Hq % p.Hkv)) {
+    error = "--shape " + text + ": Hq must be a multiple of Hkv";
+    return false;
+  }
+  p.shape = format("%dx%dx%dx%dx%d", p.B, p.Hq, p.Hkv, p.Sq, p.Sk);
+  return true;
+}
+
+// Random small problems over the whole contract; number n of a series is the same everywhere.
+Problem sweep_problem(uint64_t series, uint64_t n) {
+  uint64_t state = mix(mix(series + 11) + n);
+  const auto draw = [&](int size) { return int((state = mix(state)) % uint64_t(size)); };
+  Problem p;
+  p.B = 1 + draw(3), p.Hkv = 1 + draw(3), p.Hq = p.Hkv << draw(4);
+  p.Sq = draw(301), p.Sk = draw(4) ? draw(301) : p.Sq;
+  if (draw(8) == 0) p.Sq = 1;
+  if (draw(16) == 0) p.Sk = 0;
+  p.causal = Causal(draw(3));
+  p.layout = layouts[draw(4)];
+  p.dist = dists[draw(2) ? 0 : draw(4)];
+  if (draw(4) == 0) p.scale = 0.05f * float(1 + draw(10));
+  p.shape = format("%dx%dx%dx%dx%d", p.B, p.Hq, p.Hkv, p.Sq, p.Sk);
+  p.seed = n;
+  return p;
+}
+
+// The options that repeat this one problem.
+string command_of(const Problem& p) {
+  string text = format("--check-only --shape %d,%d,%d,%d,%d --seeds %llu", p.B, p.Hq, p.Hkv, p.Sq,
+                       p.Sk, (unsigned long long)p.seed);
+  if (p.causal != Causal::off) text += string(" --causal ") + causal_names[int(p.causal)];
+  if (p.layout != "bhsd") text += " --layout " + p.layout;
+  if (p.dist != "normal") text += " --dist " + p.dist;
+  if (p.scale != 0) text += format(" --scale %.9g", double(p.scale));
+  return text;
+}
+
+template <size_t N> int index_in(const char* const (&names)[N], const string& name) {
+  for (size_t i = 0; i < N; i++) {
+    if (name == names[i]) return int(i);
+  }
+  return -1;
+}
+
+Options parse_options(const vector<string>& args) {
+  Options o;
+  vector<string> shapes;
+  Problem common;
+  long long sweep = 0;
+  vector<long long> numbers;
+  const auto refuse = [&](const string& sentence) {
+    o.error = sentence;
+    return o;
+  };
+  for (size_t i = 0; i < args.size(); i++) {
+    const string& name = args[i];
+    if (name == "--check-only") { o.check_only = true; continue; }
+    if (name == "--config") { o.config = true; continue; }
+    if (name == "--header") { o.header = true; continue; }
+    if (name == "--help" || name == "-h") { o.help = true; continue; }
+    const char* const with_value[] = {"--shape", "--causal", "--seeds", "--dist", "--scale",
+                                      "--layout", "--sweep", "--iters", "--warmup"};
+    if (index_in(with_value, name) < 0) return refuse(name + ": no such option; --help lists them");
+    if (i + 1 == args.size()) return refuse(name + ": its value is missing");
+    const string& value = args[++i];
+    if (name == "--shape") {
+      shapes.push_back(value);
+    } else if (name == "--causal") {
+      const int n = index_in(causal_names, value);
+      if (n < 1) return refuse("--causal " + value + ": want br (bottom-right) or tl (top-left)");
+      common.causal = Causal(n);
+    } else if (name == "--dist") {
+      if (index_in(dists, value) < 0) {
+        return refuse("--dist " + value + ": want normal, outliers, large or nonfinite");
+      }
+      common.dist = value;
+    } else if (name == "--layout") {
+      if (index_in(layouts, value) < 0) {
+        return refuse("--layout " + value + ": want bhsd, bshd, packed, padded or far");
+      }
+      common.layout = value;
+    } else if (name == "--scale") {
+      char* end = nullptr;
+      common.scale = std::strtof(value.c_str(), &end);
+      if (value.empty() || *end || !(common.scale > 0) || std::isinf(common.scale)) {
+        return refuse("--scale " + value + ": want a number greater than 0");
+      }
+    } else if (name == "--seeds") {
+      if (!parse_numbers(value, 0, 1ll << 40, numbers)) {
+        return refuse("--seeds " + value + ": want whole numbers separated by commas, such as 0,1");
+      }
+      o.seeds.assign(numbers.begin(), numbers.end());
+    } else {
+      const bool may_be_zero = name == "--warmup";
+      if (!parse_numbers(value, may_be_zero ? 0 : 1, 1000000, numbers) || numbers.size() != 1) {
+        return refuse(name + " " + value + ": want a whole number from " +
+                      (may_be_zero ? "0" : "1") + " to 1000000");
+      }
+      if (name == "--sweep") sweep = numbers[0];
+      if (name == "--iters") o.iterations = int(numbers[0]);
+      if (name == "--warmup") o.warmup = int(numbers[0]);
+    }
+  }
+  if (sweep && !shapes.empty()) return refuse("--sweep draws its own shapes; drop --shape");
+  if (o.seeds.empty()) o.seeds.push_back(0);
+  o.shape_given = sweep || !shapes.empty();
+  if (shapes.empty()) shapes.push_back("mission");
+  for (const string& shape : shapes) {
+    Problem p;
+    if (!parse_shape(shape, p, o.error)) return o;
+    p.causal = common.causal, p.layout = common.layout, p.dist = common.dist;
+    p.scale = common.scale;
+    o.problems.push_back(p);
+  }
+  if (sweep) {
+    o.problems.clear();
+    o.check_only = true;
+    for (long long n = 0; n < sweep; n++) o.problems.push_back(sweep_problem(o.seeds[0], n));
+  }
+  if (sweep) o.seeds.clear();  // each problem has its own
+  return o;
+}
+
+// ---- one row, start to end ----
+
+ExitCode run_problem(const Problem& p, const vector<uint64_t>& seeds, const Options& o,
+                     const Device& device) {
+  CsvRow row;
+  row.shape = p.shape, row.layout = p.layout, row.dist = p.dist;
+  row.B = std::to_string(p.B), row.Hq = std::to_string(p.Hq), row.Hkv = std::to_string(p.Hkv);
+  row.Sq = std::to_string(p.Sq), row.Sk = std::to_string(p.Sk);
+  row.D = std::to_string(Build::head_dim), row.dtype = Build::is_bf16 ? "bf16" : "fp16";
+  row.causal = causal_names[int(p.causal)];
+  for (uint64_t seed : seeds) row.seed += (row.seed.empty() ? "" : "+") + std::to_string(seed);
+  row.regs = device.regs, row.spill_bytes = device.spill_bytes;
+  row.smem_bytes = std::to_string(sizeof(Shared)), row.ctas_per_sm = device.ctas_per_sm;
+  row.barriers = std::to_string(barriers_per_tile(Build::sync_policy));
+  row.device = device.name, row.sm = device.sm, row.driver = device.driver;
+  row.cuda = format("%d.%d", CUDART_VERSION / 1000, CUDART_VERSION % 1000 / 10);
+  row.git_sha = sdpa_git_sha ? sdpa_git_sha() : "unknown";
+  row.knobs = effective_knobs();
+  ExitCode exit = exit_pass;
+  string trouble;
+  try {
+    if (!device.missing.empty()) {
+      row.status = "skipped", row.note = device.missing;
+      exit = exit_skipped;
+    } else {
+      Instance instance(p);
+      double rel_rms = 0, max_abs_err = 0, lse_err = 0;
+      long rows = 0;
+      for (uint64_t seed : seeds) {
+        Comparison comparison;
+        instance.set_inputs(seed);
+        trouble = instance.check(comparison);
+        rel_rms = std::max(rel_rms, comparison.rel_rms);
+        max_abs_err = std::max(max_abs_err, comparison.max_abs_err);
+        lse_err = std::max(lse_err, comparison.lse_err);
+        rows += comparison.rows;
+        if (!trouble.empty()) break;
+      }
+      if (trouble.empty() && !o.check_only) {
+        const Timing t = time_kernel(instance, o.warmup, o.iterations);
+        row.p50_us = format("%.3f", t.p50_us), row.p90_us = format("%.3f", t.p90_us);
+        row.p99_us = format("%.3f", t.p99_us), row.min_us = format("%.3f", t.min_us);
+        row.graph_us = format("%.3f", t.graph_us), row.cold_us = format("%.3f", t.cold_us);
+        row.tflops = format("%.2f", flops_of(p) / t.graph_us * 1e-6);
+        row.clock_mhz = format("%.0f", t.clock_mhz);
+        trouble = instance.check_again();
+      }
+      row.check = trouble.empty() ? "PASS" : "FAIL";
+      row.note = trouble;
+      row.rel_rms = format("%.3g", rel_rms), row.max_abs_err = format("%.3g", max_abs_err);
+      row.lse_err = format("%.3g", lse_err), row.rows_checked = std::to_string(rows);
+      if (!trouble.empty()) exit = exit_wrong;
+    }
+  } catch (const CudaError& error) {
+    row.status = "error", row.note = error.text, row.check = "";
+    exit = exit_cuda;
+  } catch (const std::bad_alloc&) {
+    row.status = "error", row.note = "the problem does not fit in this machine's memory";
+    row.check = "";
+    exit = exit_cuda;
+  }
+  if (exit != exit_pass) {
+    Problem repeat = p;
+    if (!seeds.empty()) repeat.seed = seeds[0];
+    fprintf(stderr, "sdpa_%s: %s %s: %s\n", row.config.c_str(),
+            row.check == "FAIL" ? "FAIL" : row.status.c_str(), row.shape.c_str(), row.note.c_str());
+    if (exit == exit_wrong) fprintf(stderr, "repeat with: %s\n", command_of(repeat).c_str());
+  }
+  print_row(row);
+  return exit;
+}
+
+void print_config(const Device& device) {
+  printf("config %s, family %s\n", SDPA_TEXT(SDPA_CONFIG_NAME), family);
+#define SDPA_KNOB_LINE(name, fallback, values, meaning)                                         \
+  printf("  %-24s %-6s %-12s %s\n", #name, name##_text, name##_changed ? "" : "(default)", meaning);
+  SDPA_KNOBS(SDPA_KNOB_LINE)
+  printf("threads %d, shared memory %zu bytes, %d CTA barriers per K/V tile\n", Build::threads,
+         sizeof(Shared), barriers_per_tile(Build::sync_policy));
+  if (device.missing.empty()) {
+    printf("on %s: %s registers, %s bytes spilled, %s CTAs per SM\n", device.name.c_str(),
+           device.regs.c_str(), device.spill_bytes.c_str(), device.ctas_per_sm.c_str());
+  } else {
+    printf("here: %s\n", device.missing.c_str());
+  }
+}
+
+int run(const Options& o) {
+  if (!o.error.empty()) {
+    fprintf(stderr, "sdpa: %s\n", o.error.c_str());
+    return exit_usage;
+  }
+  if (o.help) {
+    fputs(usage, stdout);
+    return exit_pass;
+  }
+  if (o.header) print_header();
+  if (o.header && !o.shape_given && !o.config) return exit_pass;
+  Device device;
+  try {
+    device = find_device();
+  } catch (const CudaError& error) {
+    device.missing = error.text;
+  }
+  if (o.config) {
+    print_config(device);
+    return exit_pass;
+  }
+  int counts[128] = {};
+  for (const Problem& p : o.problems) {
+    const vector<uint64_t> seeds = o.seeds.empty() ? vector<uint64_t>{p.seed} : o.seeds;
+    counts[run_problem(p, seeds, o, device)]++;
+  }
+  for (ExitCode exit : {exit_wrong, exit_cuda, exit_skipped}) {
+    if (counts[exit]) return exit;
+  }
+  return exit_pass;
+}
+
+}  // namespace
+}  // namespace SDPA_NAMESPACE
+
+int main(int argc, char** argv) {
+  return SDPA_NAMESPACE::run(SDPA_NAMESPACE::parse_options({argv + 1, argv + argc}));
+}
+
+#endif  // SDPA_NO_MAIN

@@ -1,0 +1,80 @@
+#!/usr/bin/env bash
+# A broken configs.txt: every problem is named with file and line, and the good lines go on.
+set -u
+cd "$(dirname "$0")/.." || exit 1
+dir=$(mktemp -d)
+trap 'rm -rf "$dir"' EXIT
+failed=0
+has() {  # has FILE SENTENCE
+  tr -s ' \n' ' ' <"$1" | grep -qF -- "$2" ||
+    { echo "no such sentence: $2"; echo "in:"; head -30 "$1"; failed=1; }
+}
+
+cat >"$dir/bad.txt" <<'EOF'
+# a comment
+good1 BLOCK_N=64 VEC_WIDTH=8   # and another
+typo BLOK_N=64
+good1 VEC_WIDTH=8
+novalue BLOCK_N
+novalue2 BLOCK_N=
+9lives VEC_WIDTH=8
+semi;colon VEC_WIDTH=8
+chars VEC_WIDTH=8;rm
+twice BLOCK_N=32 BLOCK_N=64
+maybe expect=PERHAPS
+illegal HEAD_DIM=96
+good2 VEC_WIDTH=4 SYNC_POLICY=1
+EOF
+sentences=(
+  "bad.txt:3: no knob is called BLOK_N; the knobs are HEAD_DIM DTYPE BLOCK_M BLOCK_N NUM_WARPS"
+  "bad.txt:4: the name good1 is taken by an earlier line"
+  "bad.txt:5: BLOCK_N has no value: write BLOCK_N=VALUE"
+  "bad.txt:6: BLOCK_N has no value: write BLOCK_N=VALUE"
+  "bad.txt:7: '9lives' is no name: it starts with a letter and has letters, digits and _ only"
+  "bad.txt:8: 'semi?colon' is no name"
+  "bad.txt:9: 'VEC_WIDTH=8?rm' is not KNOB=VALUE (letters, digits and _ only)"
+  "bad.txt:10: BLOCK_N is given twice"
+  "bad.txt:11: expect=PERHAPS: want expect=PASS or expect=FAIL"
+)
+
+# CMake alone refuses the file and names every bad line.
+if cmake -S . -B "$dir/cmake" -DSDPA_ARCHS=80-real -DSDPA_CONFIGS="$dir/bad.txt" >"$dir/cmake.out" 2>&1; then
+  echo "CMake accepted the file"; failed=1
+fi
+for sentence in "${sentences[@]}"; do has "$dir/cmake.out" "$sentence"; done
+
+# run_all.sh names them too, builds the good lines, and exits with 1.
+export SDPA_ARCHS=80-real SDPA_CONFIGS="$dir/bad.txt" SDPA_BUILD_DIR="$dir/build"
+./run_all.sh --csv --shape small -- --check-only >"$dir/out.csv" 2>"$dir/err"
+status=$?
+[ $status = 1 ] || { echo "run_all.sh exited with $status, want 1"; failed=1; }
+for sentence in "${sentences[@]}"; do has "$dir/err" "$sentence"; done
+has "$dir/err" "sdpa_illegal does not compile: HEAD_DIM: not a legal value; it takes one of: 64 128 256. Type HEAD_DIM=64"
+[ "$(head -1 "$dir/out.csv")" = "$("$dir/build/sdpa_good1" --header)" ] || { echo "no header"; failed=1; }
+[ "$(grep -c "^good1," "$dir/out.csv")" = 2 ] || { echo "want a row of good1 and one of its double"; failed=1; }
+for row in good2 illegal typo; do
+  [ "$(grep -c "^$row," "$dir/out.csv")" = 1 ] || { echo "want one row of $row"; failed=1; }
+done
+[ "$(awk -F, '{ print NF }' "$dir/out.csv" | sort -u | wc -l)" = 1 ] || { echo "rows differ in width"; failed=1; }
+has "$dir/out.csv" "no knob is called BLOK_N"
+
+# Other ways to go wrong.
+expect() {  # expect STATUS SENTENCE COMMAND...
+  local want=$1 sentence=$2 status
+  shift 2
+  "$@" >"$dir/out" 2>&1 </dev/null
+  status=$?
+  [ $status = "$want" ] || { echo "$*: exit $status, want $want"; failed=1; }
+  has "$dir/out" "$sentence"
+}
+expect 2 "--only zzz: no line of configs.txt has such a name" env SDPA_CONFIGS="$PWD/configs.txt" ./run_all.sh --only zzz
+expect 2 "--only (: not a regular expression" ./run_all.sh --only '('
+expect 2 "--frob: no such option or command" ./run_all.sh --frob
+expect 2 "--shape: its value is missing" ./run_all.sh --shape
+expect 2 "--shape huge: want small, mission" ./run_all.sh --only good1 --shape huge
+expect 2 "sdpa: --frob: no such option; --help lists them" "$dir/build/sdpa_good1" --frob
+echo "# nothing" >"$dir/empty.txt"
+expect 2 "empty.txt: no configuration in it; a line is NAME KNOB=VALUE ..." env SDPA_CONFIGS="$dir/empty.txt" ./run_all.sh
+expect 2 "missing.txt: there is no such file" env SDPA_CONFIGS="$dir/missing.txt" ./run_all.sh
+expect 0 "SYNC_POLICY 1" "$dir/build/sdpa_good2" --config
+exit $failed

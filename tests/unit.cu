@@ -1,0 +1,354 @@
+// Tests of everything that needs no GPU: knob parsing, inputs, reference, comparison, command line,
+// and the polynomial exp2. Includes the whole tool; the kernel is compiled but not launched.
+#define main sdpa_main
+#define VEC_WIDTH 8
+#include "../sdpa.cu"
+#undef main
+
+#include <mutex>
+
+using namespace SDPA_NAMESPACE;
+
+static int failures = 0, checks = 0;
+#define EXPECT(condition)                                                    \
+  do {                                                                       \
+    checks++;                                                                \
+    if (!(condition)) {                                                      \
+      failures++;                                                            \
+      fprintf(stderr, "%s:%d: not true: %s\n", __FILE__, __LINE__, #condition); \
+    }                                                                        \
+  } while (0)
+#define EXPECT_NEAR(a, b, tol) EXPECT(std::fabs((a) - (b)) <= (tol))
+
+static void test_knob_text() {
+  EXPECT(is_legal("64", "64 128 256") && is_legal("256", "64 128 256"));
+  EXPECT(!is_legal("6", "64 128 256") && !is_legal("640", "64 128 256"));
+  EXPECT(!is_legal("", "64 128") && !is_legal("64 128", "64 128 256x"));
+  EXPECT(is_legal("BF16", "FP16 BF16") && !is_legal("BF", "FP16 BF16"));
+  EXPECT(is_legal("4", "4..256") && is_legal("256", "4..256"));
+  EXPECT(!is_legal("3", "4..256") && !is_legal("257", "4..256") && !is_legal("ON", "1..16"));
+  EXPECT(!is_legal("-1", "1..16") && !is_legal("8x", "1..16") && !is_legal("", "1..16"));
+  EXPECT(!is_legal("99999999999999999999", "1..16"));
+  EXPECT(number_of("48") == 48 && number_of("4..256") == 4 && number_of("x") == -1);
+}
+
+static void test_barrier_counts() {
+  EXPECT(barriers_per_tile(5) == 6 && barriers_per_tile(2) == 4);
+  EXPECT(barriers_per_tile(1) == 2 && barriers_per_tile(0) == 0);
+}
+
+// Golden values from an independent model of the generator (exact: sums of integers over 2^16).
+static void test_inputs() {
+  EXPECT(normal(0, Tensor::Q, 0) == 0.54412841796875f);
+  EXPECT(normal(0, Tensor::Q, 1) == -1.03558349609375f);
+  EXPECT(normal(0, Tensor::K, 0) == 0.471038818359375f);
+  EXPECT(normal(0, Tensor::V, 12345) == -0.40167236328125f);
+  EXPECT(normal(7, Tensor::Q, (uint64_t(1) << 33) + 5) == 1.49176025390625f);
+  EXPECT(normal(uint64_t(1) << 40, Tensor::V, 3) == 0.106292724609375f);
+  Problem p;
+  p.shape = "100x1x1x64x64", p.B = 100, p.Hq = p.Hkv = 1, p.Sq = p.Sk = 64;
+  const auto moments = [&](Tensor tensor) {
+    double sum = 0, squares = 0;
+    const std::vector<float> x = make_input(p, tensor);
+    for (float v : x) sum += v, squares += double(v) * v;
+    return std::make_pair(sum / double(x.size()), squares / double(x.size()));
+  };
+  EXPECT_NEAR(moments(Tensor::K).first, 0, 0.01);  // 409600 samples: standard error 0.0016
+  EXPECT_NEAR(moments(Tensor::K).second, 1, 0.02);
+  p.dist = "large";
+  EXPECT_NEAR(moments(Tensor::Q).second, 256, 6);
+  EXPECT_NEAR(moments(Tensor::V).second, 1, 0.02);
+  p.dist = "outliers";  // variance 1 + 99 / 256
+  EXPECT_NEAR(moments(Tensor::V).second, 1 + 99 / 256.0, 0.1);
+  p.dist = "nonfinite";
+  int nan_rows = 0;
+  for (float v : make_input(p, Tensor::K)) nan_rows += !std::isfinite(v);
+  EXPECT(nan_rows > 5 && nan_rows < 60);  // one element in about a quarter of 100 heads
+}
+
+struct SmallAttention {  // one problem with its tensors, all zero at first
+  reference::Problem p;
+  std::vector<float> Q, K, V;
+  SmallAttention(int B, int Hq, int Hkv, int Sq, int Sk, reference::Mask mask, double scale = 1)
+      : p{B, Hq, Hkv, Sq, Sk, 8, mask, scale, nullptr, nullptr, nullptr},
+        Q(size_t(B) * Hq * Sq * 8), K(size_t(B) * Hkv * Sk * 8), V(K.size()) {}
+  reference::Result row(int b, int h, int q) {
+    p.Q = Q.data(), p.K = K.data(), p.V = V.data();
+    return reference::attend(p, reference::Row{b, h, q});
+  }
+};
+
+static void test_reference() {
+  using reference::Mask;
+  {  // Q = 0: uniform weights, O is the mean of the visible V, LSE = log(number of visible keys)
+    SmallAttention a(1, 1, 1, 3, 5, Mask::none);
+    for (int k = 0; k < 5; k++) a.V[k * 8] = float(k * k);
+    EXPECT_NEAR(a.row(0, 0, 1).O[0], (0 + 1 + 4 + 9 + 16) / 5.0, 1e-15);
+    EXPECT_NEAR(a.row(0, 0, 1).LSE, std::log(5.0), 1e-15);
+    a.p.mask = Mask::bottom_right;  // the last of 3 queries sees all 5 keys, the first sees 3
+    EXPECT_NEAR(a.row(0, 0, 2).O[0], 6.0, 1e-15);
+    EXPECT_NEAR(a.row(0, 0, 0).O[0], (0 + 1 + 4) / 3.0, 1e-15);
+    EXPECT_NEAR(a.row(0, 0, 0).LSE, std::log(3.0), 1e-15);
+    a.p.mask = Mask::top_left;  // query 0 sees key 0 alone
+    EXPECT(a.row(0, 0, 0).O[0] == 0 && a.row(0, 0, 0).LSE == 0);
+    EXPECT_NEAR(a.row(0, 0, 1).O[0], 0.5, 1e-15);
+    EXPECT(reference::visible_pairs(a.p) == 1 + 2 + 3);
+  }
+  {  // one logit far above the rest: O is that row of V, LSE that logit
+    SmallAttention a(1, 1, 1, 1, 4, Mask::none, 0.5);
+    a.Q[3] = 40, a.K[2 * 8 + 3] = 50;
+    for (int k = 0; k < 4; k++) a.V[k * 8 + 7] = float(k + 1);
+    EXPECT_NEAR(a.row(0, 0, 0).O[7], 3.0, 1e-12);
+    EXPECT_NEAR(a.row(0, 0, 0).LSE, 1000.0, 1e-12);
+  }
+  {  // two keys by hand: logits log(3) and 0 give weights 3/4 and 1/4
+    SmallAttention a(1, 1, 1, 1, 2, Mask::none, std::log(3.0));
+    a.Q[0] = 1, a.K[0] = 1;
+    a.V[1] = 8, a.V[8 + 1] = -4;
+    EXPECT_NEAR(a.row(0, 0, 0).O[1], 0.75 * 8 - 0.25 * 4, 1e-14);
+    EXPECT_NEAR(a.row(0, 0, 0).LSE, std::log(4.0), 1e-15);
+  }
+  {  // grouped queries: head h reads key head h / (Hq / Hkv), batches apart
+    SmallAttention a(2, 6, 2, 1, 1, Mask::none);
+    for (int i = 0; i < 4; i++) a.V[i * 8] = float(i);  // [b=0,h=0] [0,1] [1,0] [1,1]
+    const int expected[2][6] = {{0, 0, 0, 1, 1, 1}, {2, 2, 2, 3, 3, 3}};
+    for (int b = 0; b < 2; b++) {
+      for (int h = 0; h < 6; h++) EXPECT(a.row(b, h, 0).O[0] == expected[b][h]);
+    }
+  }
+  {  // more queries than keys: bottom-right leaves the first rows without a key
+    SmallAttention a(1, 1, 1, 5, 2, Mask::bottom_right);
+    a.V.assign(16, 1.0f);
+    EXPECT(a.row(0, 0, 2).O[0] == 0 && a.row(0, 0, 2).LSE == -INFINITY);
+    EXPECT(a.row(0, 0, 3).O[0] == 1 && a.row(0, 0, 3).LSE == 0);
+    EXPECT(reference::visible_pairs(a.p) == 1 + 2);
+  }
+  {  // no keys at all
+    SmallAttention a(1, 1, 1, 2, 0, Mask::none);
+    EXPECT(a.row(0, 0, 1).O[5] == 0 && a.row(0, 0, 1).LSE == -INFINITY);
+  }
+  {  // NaN and inf
+    SmallAttention a(1, 1, 1, 2, 2, Mask::top_left);
+    a.Q.assign(16, 1.0f);
+    a.V[8 + 2] = NAN;  // at key 1: query 0 does not see it, query 1 does
+    EXPECT(a.row(0, 0, 0).O[2] == 0 && a.row(0, 0, 0).open[2] && !a.row(0, 0, 0).open[3]);
+    EXPECT(std::isnan(a.row(0, 0, 1).O[2]) && a.row(0, 0, 1).O[3] == 0);
+    a.K[8] = INFINITY;  // a logit of +inf makes the row NaN, where it is seen
+    EXPECT(a.row(0, 0, 0).O[3] == 0 && std::isnan(a.row(0, 0, 1).O[3]));
+    EXPECT(std::isnan(a.row(0, 0, 1).LSE));
+    a.K[0] = -INFINITY;  // every visible logit -inf: as if fully masked
+    EXPECT(a.row(0, 0, 0).O[3] == 0 && a.row(0, 0, 0).LSE == -INFINITY);
+    a.K[0] = NAN;
+    EXPECT(std::isnan(a.row(0, 0, 0).O[3]) && std::isnan(a.row(0, 0, 0).LSE));
+  }
+}
+
+// The verdict on one row of outputs against one row of reference.
+static std::string verdict(std::vector<double> ref, double ref_lse, std::vector<float> got,
+                           float got_lse, std::vector<char> open = {}) {
+  Comparison c;
+  open.resize(ref.size());
+  c.add({0, 1, 2}, {ref, ref_lse, open}, got.data(), got_lse);
+  return c.verdict({1e-3, 1e-3, 1e-3});
+}
+
+static void test_comparison() {
+  const double inf = INFINITY;
+  EXPECT(verdict({1, -2}, 3, {1, -2}, 3) == "");
+  EXPECT(verdict({1, -2}, 3, {1.0005f, -2.0005f}, 3.001f) == "");
+  EXPECT(verdict({1, -2}, 3, {1, -2.1f}, 3) ==
+         "O(b=0,h=1,q=2,d=1) ref=-2 got=-2.0999999 err=0.1 tol=0.002");
+  EXPECT(verdict({1, -2}, 3, {NAN, -2}, 3).find("got=nan err=inf") != std::string::npos);
+  EXPECT(verdict({1, -2}, 3, {1, -2}, NAN).find("LSE(b=0,h=1,q=2)") == 0);
+  EXPECT(verdict({1, -2}, 3, {1, float(inf)}, 3) != "");
+  EXPECT(verdict({1, inf}, 3, {1, float(inf)}, 3) == "");
+  EXPECT(verdict({1, inf}, 3, {1, -float(inf)}, 3) != "");
+  EXPECT(verdict({1, NAN}, NAN, {1, NAN}, NAN) == "");
+  EXPECT(verdict({1, NAN}, 3, {1, 0}, 3) != "");
+  EXPECT(verdict({1, 2}, 3, {1, NAN}, 3, {0, 1}) == "");   // open: NaN is right as well
+  EXPECT(verdict({1, 2}, 3, {1, 2.5f}, 3, {0, 1}) != "");  // but not another number
+  EXPECT(verdict({0, 0}, -inf, {0, 0}, float(-inf)) == "");  // fully masked
+  EXPECT(verdict({0, 0}, -inf, {0, 1e-6f}, float(-inf)) != "");
+  EXPECT(verdict({0, 0}, -inf, {0, 0}, 0) != "");
+  EXPECT(verdict({1, 1}, std::log(8.0), {1, 1}, 3) != "");  // LSE to base 2
+  // Long rows have small outputs: zeros pass any absolute limit, so the relative one must catch them.
+  EXPECT(verdict({5e-4, -4e-4}, 9, {0, 0}, 9).find("rel_rms=1 ") == 0);
+  // What poison leaves behind, for each type.
+  EXPECT(std::isnan(float_of_element(0xffff)));
+  EXPECT(verdict({1}, 0, {float_of_element(0xffff)}, 0) != "");
+  EXPECT(std::isnan(float_of(~0u)));
+}
+
+static void test_rows_to_check() {
+  Problem p;
+  EXPECT(rows_to_check(p, 1e12).size() == 8 * 512);
+  p.Sq = p.Sk = 100000;
+  const auto rows = rows_to_check(p, 1e9);
+  const auto has = [&](int h, int q) {
+    for (const auto& row : rows) {
+      if (row.h == h && row.q == q) return true;
+    }
+    return false;
+  };
+  const int M = Build::block_m;
+  for (int h : {0, 7}) {
+    for (int q : {0, M - 1, M, 99999 / M * M, 99999}) EXPECT(has(h, q));
+  }
+  EXPECT(rows.size() >= 64);
+  for (const auto& row : rows) EXPECT(row.h < 8 && row.q < 100000 && row.b == 0);
+}
+
+static Options parse(std::vector<std::string> args) { return parse_options(args); }
+
+static void test_command_line() {
+  EXPECT(parse({}).problems.size() == 1 && parse({}).problems[0].shape == "mission");
+  const Options o = parse({"--shape", "small", "--shape", "2,8,4,100,37", "--causal", "tl",
+                           "--seeds", "3,4", "--dist", "large", "--iters", "7", "--warmup", "0",
+                           "--layout", "packed", "--check-only", "--scale", "0.5"});
+  EXPECT(o.error == "" && o.problems.size() == 2 && o.problems[1].Sk == 37);
+  EXPECT(o.problems[1].shape == "2x8x4x100x37" && o.problems[0].Sq == 32);
+  EXPECT(o.problems[0].causal == Causal::top_left && o.problems[1].layout == "packed");
+  EXPECT(o.seeds == std::vector<uint64_t>({3, 4}) && o.iterations == 7 && o.warmup == 0);
+  EXPECT(o.check_only && o.problems[1].dist == "large" && o.problems[0].scale == 0.5f);
+  const struct {
+    std::vector<std::string> args;
+    const char* sentence;
+  } refused[] = {
+      {{"--shap", "small"}, "--shap: no such option; --help lists them"},
+      {{"--shape"}, "--shape: its value is missing"},
+      {{"--shape", "1,2,3"}, "--shape 1,2,3: want small, mission, mission2, long or five sizes "
+                             "B,Hq,Hkv,Sq,Sk from 0 to 2^30, such as 1,8,2,512,512"},
+      {{"--shape", "1,8,3,64,64"}, "--shape 1,8,3,64,64: Hq must be a multiple of Hkv"},
+      {{"--shape", "1,8,0,64,64"}, "--shape 1,8,0,64,64: Hq must be a multiple of Hkv"},
+      {{"--shape", "-1,8,8,64,64"}, "--shape -1,8,8,64,64: want small"},
+      {{"--shape", "1,8,8,64,9999999999"}, "--shape 1,8,8,64,9999999999: want small"},
+      {{"--causal", "yes"}, "--causal yes: want br (bottom-right) or tl (top-left)"},
+      {{"--seeds", "1,,2"}, "--seeds 1,,2: want whole numbers separated by commas, such as 0,1"},
+      {{"--seeds", ""}, "--seeds : want whole numbers"},
+      {{"--dist", "gauss"}, "--dist gauss: want normal, outliers, large or nonfinite"},
+      {{"--layout", "hsbd"}, "--layout hsbd: want bhsd, bshd, packed, padded or far"},
+      {{"--scale", "0"}, "--scale 0: want a number greater than 0"},
+      {{"--scale", "nan"}, "--scale nan: want a number greater than 0"},
+      {{"--iters", "0"}, "--iters 0: want a whole number from 1 to 1000000"},
+      {{"--warmup", "x"}, "--warmup x: want a whole number from 0 to 1000000"},
+      {{"--sweep", "5", "--shape", "small"}, "--sweep draws its own shapes; drop --shape"},
+  };
+  for (const auto& r : refused) {
+    const std::string error = parse(r.args).error;
+    if (error.find(r.sentence) != 0) fprintf(stderr, "got: %s\nfor: %s\n", error.c_str(), r.sentence);
+    EXPECT(error.find(r.sentence) == 0);
+  }
+  // A problem of a sweep comes back from the command that is printed for it.
+  for (int n = 0; n < 200; n++) {
+    const Problem p = sweep_problem(5, n);
+    std::vector<std::string> words;
+    const std::string text = command_of(p) + " ";
+    for (size_t at = 0, end; (end = text.find(' ', at)) != std::string::npos; at = end + 1) {
+      words.push_back(text.substr(at, end - at));
+    }
+    const Options o2 = parse(words);
+    EXPECT(o2.error == "" && o2.seeds.size() == 1 && o2.seeds[0] == p.seed);
+    const Problem& q = o2.problems[0];
+    EXPECT(q.B == p.B && q.Hq == p.Hq && q.Hkv == p.Hkv && q.Sq == p.Sq && q.Sk == p.Sk);
+    EXPECT(q.causal == p.causal && q.layout == p.layout && q.dist == p.dist && q.scale == p.scale);
+  }
+}
+
+static void test_percentile() {
+  std::vector<double> x;
+  for (int i = 100; i >= 1; i--) x.push_back(i);
+  EXPECT(percentile(x, 0) == 1 && percentile(x, 0.5) == 50 && percentile(x, 0.9) == 90);
+  EXPECT(percentile(x, 0.99) == 99 && percentile({7}, 0.99) == 7);
+}
+
+static SdpaParams valid_params() {
+  SdpaParams p{};
+  static Element buffer[64];
+  p.Q = p.K = p.V = p.O = reinterpret_cast<Element*>((reinterpret_cast<uintptr_t>(buffer) + 15) / 16 * 16);
+  p.B = 2, p.Hq = 4, p.Hkv = 2, p.Sq = 3, p.Sk = 5, p.D = Build::head_dim;
+  p.q = p.k = p.v = p.o = {4096, 1024, Build::head_dim};
+  return p;
+}
+
+static void test_preconditions() {
+  EXPECT(check_params(valid_params()).ok());
+  const auto refusal = [](void (*change)(SdpaParams&)) {
+    SdpaParams p = valid_params();
+    change(p);
+    const SdpaStatus status = sdpa_forward(p, 0);  // refuses before it asks for a GPU
+    EXPECT(status.code == cudaErrorInvalidValue);
+    return std::string(status.text);
+  };
+  EXPECT(refusal([](SdpaParams& p) { p.Q = nullptr; }) == "Q is a null pointer");
+  EXPECT(refusal([](SdpaParams& p) { p.D = 96; }) ==
+         "D=96, but this build has HEAD_DIM=64; use a build for that D");
+  EXPECT(refusal([](SdpaParams& p) { p.Hkv = 3; }) == "Hq=4 is not a multiple of Hkv=3");
+  EXPECT(refusal([](SdpaParams& p) { p.Sk = -1; }) == "Sk=-1 is outside [0, 2^30]");
+  EXPECT(refusal([](SdpaParams& p) { p.scale = -1; }) ==
+         "scale=-1 is not a positive number (0 means 1/sqrt(D))");
+  EXPECT(refusal([](SdpaParams& p) { p.scale = NAN; }).find("scale=nan is not") == 0);
+  EXPECT(refusal([](SdpaParams& p) { p.causal = Causal(7); }).find("causal=7 is none of") == 0);
+  EXPECT(refusal([](SdpaParams& p) { p.k.row = 65; }) ==
+         "K has a row stride of 65 elements, not a multiple of VEC_WIDTH=8; pad it or build with a "
+         "smaller VEC_WIDTH");
+  EXPECT(refusal([](SdpaParams& p) { p.V = p.V + 1; }).find("V is not aligned to 16 bytes") == 0);
+  EXPECT(refusal([](SdpaParams& p) { p.o.head = 0; }) ==
+         "O has a head stride of 0: its rows would overlap");
+  EXPECT(refusal([](SdpaParams& p) { p.B = p.Hq = p.Hkv = 1 << 15; p.Sq = 1 << 20; }).find(
+             "B*Hq*ceil(Sq/32) is over 2^31-1 tiles") == 0);
+  EXPECT(refusal([](SdpaParams& p) { p.O = nullptr; }) == "O is a null pointer");
+  SdpaParams p = valid_params();  // nothing to write: fine, whatever the pointers
+  p.Sq = 0, p.Q = p.K = p.V = p.O = nullptr;
+  EXPECT(sdpa_forward(p, 0).ok());
+}
+
+// Every float in [-150, 0]. Where 2^t is a normal float the relative error is at most 1e-4; below,
+// the result is flushed to between 0 and the smallest normal.
+static void test_exp2() {
+  EXPECT(exp2_polynomial(0.0f) == 1 && exp2_polynomial(-0.0f) == 1);
+  EXPECT(exp2_polynomial(-INFINITY) == 0 && std::isnan(exp2_polynomial(NAN)));
+  EXPECT(exp2_polynomial(-1e30f) == 0);
+  for (int n = 0; n <= 126; n++) EXPECT(exp2_polynomial(float(-n)) == std::ldexp(1.0f, -n));
+  const uint32_t first = bits_of(-0.0f), last = bits_of(-150.0f), chunk = 1 << 20;
+  std::mutex mutex;
+  double worst = 0;
+  bool flushed = true;
+  reference::parallel_for((last - first) / chunk + 1, [&](size_t c) {
+    double chunk_worst = 0;
+    bool chunk_flushed = true;
+    const uint32_t begin = first + uint32_t(c) * chunk, end = std::min(last, begin + (chunk - 1));
+    for (uint32_t bits = begin; bits <= end; bits++) {
+      const float t = float_of(bits);
+      const double got = exp2_polynomial(t);
+      if (t < -126) {
+        if (!(got >= 0 && got <= 0x1p-126)) chunk_flushed = false;
+        continue;
+      }
+      // Near 0 the first terms of the series are exact to 1e-13 and much quicker.
+      const double want = t > -1e-6f ? 1 + double(t) * 0.6931471805599453 : std::exp2(double(t));
+      const double error = std::fabs(got / want - 1);
+      if (!(error <= chunk_worst)) chunk_worst = error;
+    }
+    const std::lock_guard<std::mutex> lock(mutex);
+    if (!(chunk_worst <= worst)) worst = chunk_worst;
+    flushed = flushed && chunk_flushed;
+  });
+  printf("exp2_polynomial: largest relative error %.3g over all floats in [-126, 0]\n", worst);
+  EXPECT(worst <= 1e-4);
+  EXPECT(flushed);
+}
+
+int main() {
+  test_knob_text();
+  test_barrier_counts();
+  test_inputs();
+  test_reference();
+  test_comparison();
+  test_rows_to_check();
+  test_command_line();
+  test_percentile();
+  test_preconditions();
+  test_exp2();
+  printf("%d checks, %d failed\n", checks, failures);
+  return failures != 0;
+}
