@@ -64,18 +64,19 @@ configure() {
   fi
 }
 
-# build_targets TARGET...: all of them, whatever fails; a line of progress for each.
-build_targets() {
+# build_selected COUNT: all lines that --only selected, whatever fails; progress for each. One target
+# for all of them, because make builds several targets one after the other.
+build_selected() {
   local keep_going=-k done=0 line
   grep -q '^CMAKE_GENERATOR:INTERNAL=Ninja' "$build/CMakeCache.txt" && keep_going=-k0
   while IFS= read -r line; do
     case $line in
       *Linking*executable*)
         done=$((done + 1))
-        tty_line "built $done of at most $#: ${line##* }"
+        tty_line "built $done of at most $1: ${line##* }"
         ;;
     esac
-  done < <(cmake --build "$build" -j "$jobs" --target "$@" -- "$keep_going" 2>"$build/build.log")
+  done < <(cmake --build "$build" -j "$jobs" --target sdpa_selected -- "$keep_going" 2>"$build/build.log")
   [ "$done" -gt 0 ] && end_line
   return 0
 }
@@ -161,11 +162,18 @@ show_table() {
     }' "$1"
 }
 
-# A path in results/ that no file has yet.
-new_results_file() {
-  local stem=$1 n=1 path
-  path=results/$stem.csv
-  while [ -e "$path" ]; do n=$((n + 1)); path=results/$stem-$n.csv; done
+# keep_rows ROWS: prints where the rows are now: in results/DATE-DEVICE.csv, or a numbered one if that
+# exists, when a GPU measured them; else where they were.
+keep_rows() {
+  local device stem path n=1
+  device=$(awk -F, 'NR == 1 { for (i = 1; i <= NF; i++) if ($i == "device") d = i; next }
+                    $d != "" { print $d; exit }' "$1" | tr -cs 'A-Za-z0-9\n' '-')
+  if [ -z "$device" ]; then printf '%s' "$1"; return; fi
+  mkdir -p results
+  stem=results/$(date +%Y-%m-%d)-$device
+  path=$stem.csv
+  while [ -e "$path" ]; do n=$((n + 1)); path=$stem-$n.csv; done
+  cp "$1" "$path"
   printf '%s' "$path"
 }
 
@@ -187,10 +195,11 @@ main_job() {
   [ $? -le 1 ] || refuse "--only $only: not a regular expression"
 
   need_tools
-  configure -DSDPA_KEEP_GOING=ON
-  local names=() expects=() name expect failed=0 header='' csv device i
-  while IFS=$'\t' read -r name expect _; do
-    [[ $name =~ $only ]] && names+=("$name") && expects+=("$expect")
+  configure -DSDPA_KEEP_GOING=ON -DSDPA_ONLY="$only"
+  local names=() expects=() name expect failed=0 header='' csv i
+  local selected
+  while IFS=$'\t' read -r name expect selected _; do
+    [ "$selected" = yes ] && names+=("$name") && expects+=("$expect")
   done <"$build/configs.tsv"
   local bad_numbers=() bad_names=() bad_sentences=() number sentence
   while IFS=$'\t' read -r number name sentence; do
@@ -202,12 +211,13 @@ main_job() {
   local first
   first=$(head -1 "$build/configs.tsv" | cut -f1)
 
-  [ ${#names[@]} -eq 0 ] || build_targets "${names[@]/#/sdpa_}"
+  build_selected ${#names[@]}
 
-  # A row a problem, written as it is measured, so that Ctrl-C loses none.
   local rows=$build/rows.csv
   : >"$rows"
-  trap 'end_line; say "stopped; the rows so far are in $rows"; exit 130' INT TERM
+  : >"$build/line.csv"
+  # Every row is on disk as soon as it is measured.
+  trap 'end_line; cat "$build/line.csv" >>"$rows"; say "stopped; rows: $(keep_rows "$rows")"; exit 130' INT TERM
   for i in "${!names[@]}"; do
     [ -x "$build/sdpa_${names[i]}" ] && header=$("$build/sdpa_${names[i]}" --header) && break
   done
@@ -228,8 +238,7 @@ main_job() {
       continue
     fi
     tty_line "running $((i + 1)) of ${#names[@]}: $name"
-    "$exe" "${shapes[@]}" ${more[@]+"${more[@]}"} >"$build/line.csv" 2>"$build/line.err" &
-    wait $!
+    "$exe" "${shapes[@]}" ${more[@]+"${more[@]}"} >"$build/line.csv" 2>"$build/line.err"
     status=$?
     if [ "${expects[i]}" = FAIL ] && [ $status -le 1 ]; then
       local by='the check'
@@ -249,6 +258,7 @@ main_job() {
       if [ $status -ne 77 ] && [ -s "$build/line.err" ]; then end_line; cat "$build/line.err" >&2; fi
       cat "$build/line.csv" >>"$rows"
     fi
+    : >"$build/line.csv"
     if [ $status -eq 2 ]; then refuse "the executables refuse these options"; fi
     if [ $status -ne 0 ] && [ $status -ne 77 ]; then failed=1; fi
   done
@@ -256,16 +266,8 @@ main_job() {
   trap - INT TERM
 
   [ -n "$header" ] || refuse "no line of configs.txt could be built"
-  device=$(awk -F, 'NR == 1 { for (i = 1; i <= NF; i++) if ($i == "device") d = i; next }
-                    $d != "" { print $d; exit }' "$rows" | tr -cs 'A-Za-z0-9\n' '-')
-  csv=$rows
-  if [ -n "$device" ]; then
-    mkdir -p results
-    csv=$(new_results_file "$(date +%Y-%m-%d)-$device")
-    cp "$rows" "$csv"
-  else
-    say "There is no GPU here that can run these builds: every row is marked skipped."
-  fi
+  csv=$(keep_rows "$rows")
+  [ "$csv" != "$rows" ] || say "There is no GPU here that can run these builds: every row is marked skipped."
   if [ $csv_only = 1 ]; then cat "$csv"; else show_table "$csv" "$first"; fi
   say "rows: $csv"
   exit $failed
@@ -275,7 +277,7 @@ case ${1-} in
   test)
     shift
     need_tools
-    configure -DSDPA_TESTS=ON -DSDPA_KEEP_GOING=OFF
+    configure -DSDPA_TESTS=ON -DSDPA_KEEP_GOING=OFF -DSDPA_ONLY=
     cmake --build "$build" -j "$jobs" || refuse "the build failed"
     ctest --test-dir "$build" --output-on-failure "$@"
     ;;

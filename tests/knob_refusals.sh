@@ -3,7 +3,7 @@
 set -u
 cd "$(dirname "$0")/.." || exit 1
 section=$(mktemp -d)/knobs.cpp
-{ awk '/^\/\/ ==== 1 KNOBS/ { on = 1 } /^\/\/ ==== 2 PROBLEM/ { on = 0 } on' sdpa.cu; echo '}'; } >"$section"
+awk '/^\/\/ ==== 1 KNOBS/ { on = 1 } /^\/\/ ==== 2 PROBLEM/ { on = 0 } on' sdpa.cu >"$section"
 failed=0
 
 compile() { "${CXX:-g++}" -std=c++17 -fsyntax-only "$@" "$section" 2>&1; }

@@ -1,5 +1,5 @@
-// How a project that pastes the kernel uses it: set the knobs, include the file (or paste the marked
-// region), fill in SdpaParams, call sdpa_forward. A second build with other knobs lives in
+// How a project that pastes the kernel uses it: set the knobs, include the file (or paste the
+// marked region), fill in SdpaParams, call sdpa_forward. A second build with other knobs lives in
 // paste_second.cu, in the same program. Exit 77: no GPU to run on.
 #define SDPA_NO_MAIN
 #define SDPA_NAMESPACE attention64  // only needed because there are two builds in this program
@@ -42,7 +42,8 @@ int main() {
     printf("%s\n", status.text);
     return 1;
   }
-  if (cudaMemcpy(O.data(), p.O, n * sizeof(Element), cudaMemcpyDeviceToHost) != cudaSuccess) return 1;
+  if (cudaMemcpy(O.data(), p.O, n * sizeof(Element), cudaMemcpyDeviceToHost) != cudaSuccess)
+    return 1;
   for (size_t i = 0; i < n; i++) {
     if (!(std::fabs(float(O[i]) - 49.5f) <= 0.05f)) {
       printf("O[%zu] = %g, want 49.5\n", i, double(float(O[i])));

@@ -26,7 +26,8 @@ int run_second_build() {
   for (int run = 0; run < 2; run++) {  // the second run needs the queue that the first one reset
     cudaMemset(p.O, 0xff, O.size() * sizeof(Element));
     if (!sdpa_forward(p, 0).ok()) return 1;
-    if (cudaMemcpy(O.data(), p.O, O.size() * sizeof(Element), cudaMemcpyDeviceToHost) != cudaSuccess) {
+    if (cudaMemcpy(O.data(), p.O, O.size() * sizeof(Element), cudaMemcpyDeviceToHost) !=
+        cudaSuccess) {
       return 1;
     }
     for (Element x : O) {

@@ -10,13 +10,13 @@
 using namespace SDPA_NAMESPACE;
 
 static int failures = 0, checks = 0;
-#define EXPECT(condition)                                                    \
-  do {                                                                       \
-    checks++;                                                                \
-    if (!(condition)) {                                                      \
-      failures++;                                                            \
+#define EXPECT(condition)                                                       \
+  do {                                                                          \
+    checks++;                                                                   \
+    if (!(condition)) {                                                         \
+      failures++;                                                               \
       fprintf(stderr, "%s:%d: not true: %s\n", __FILE__, __LINE__, #condition); \
-    }                                                                        \
+    }                                                                           \
   } while (0)
 #define EXPECT_NEAR(a, b, tol) EXPECT(std::fabs((a) - (b)) <= (tol))
 
@@ -71,7 +71,9 @@ struct SmallAttention {  // one problem with its tensors, all zero at first
   std::vector<float> Q, K, V;
   SmallAttention(int B, int Hq, int Hkv, int Sq, int Sk, reference::Mask mask, double scale = 1)
       : p{B, Hq, Hkv, Sq, Sk, 8, mask, scale, nullptr, nullptr, nullptr},
-        Q(size_t(B) * Hq * Sq * 8), K(size_t(B) * Hkv * Sk * 8), V(K.size()) {}
+        Q(size_t(B) * Hq * Sq * 8),
+        K(size_t(B) * Hkv * Sk * 8),
+        V(K.size()) {}
   reference::Result row(int b, int h, int q) {
     p.Q = Q.data(), p.K = K.data(), p.V = V.data();
     return reference::attend(p, reference::Row{b, h, q});
@@ -165,8 +167,8 @@ static void test_comparison() {
   EXPECT(verdict({1, inf}, 3, {1, -float(inf)}, 3) != "");
   EXPECT(verdict({1, NAN}, NAN, {1, NAN}, NAN) == "");
   EXPECT(verdict({1, NAN}, 3, {1, 0}, 3) != "");
-  EXPECT(verdict({1, 2}, 3, {1, NAN}, 3, {0, 1}) == "");   // open: NaN is right as well
-  EXPECT(verdict({1, 2}, 3, {1, 2.5f}, 3, {0, 1}) != "");  // but not another number
+  EXPECT(verdict({1, 2}, 3, {1, NAN}, 3, {0, 1}) == "");     // open: NaN is right as well
+  EXPECT(verdict({1, 2}, 3, {1, 2.5f}, 3, {0, 1}) != "");    // but not another number
   EXPECT(verdict({0, 0}, -inf, {0, 0}, float(-inf)) == "");  // fully masked
   EXPECT(verdict({0, 0}, -inf, {0, 1e-6f}, float(-inf)) != "");
   EXPECT(verdict({0, 0}, -inf, {0, 0}, 0) != "");
@@ -216,8 +218,9 @@ static void test_command_line() {
   } refused[] = {
       {{"--shap", "small"}, "--shap: no such option; --help lists them"},
       {{"--shape"}, "--shape: its value is missing"},
-      {{"--shape", "1,2,3"}, "--shape 1,2,3: want small, mission, mission2, long or five sizes "
-                             "B,Hq,Hkv,Sq,Sk from 0 to 2^30, such as 1,8,2,512,512"},
+      {{"--shape", "1,2,3"},
+       "--shape 1,2,3: want small, mission, mission2, long or five sizes "
+       "B,Hq,Hkv,Sq,Sk from 0 to 2^30, such as 1,8,2,512,512"},
       {{"--shape", "1,8,3,64,64"}, "--shape 1,8,3,64,64: Hq must be a multiple of Hkv"},
       {{"--shape", "1,8,0,64,64"}, "--shape 1,8,0,64,64: Hq must be a multiple of Hkv"},
       {{"--shape", "-1,8,8,64,64"}, "--shape -1,8,8,64,64: want small"},
@@ -235,7 +238,8 @@ static void test_command_line() {
   };
   for (const auto& r : refused) {
     const std::string error = parse(r.args).error;
-    if (error.find(r.sentence) != 0) fprintf(stderr, "got: %s\nfor: %s\n", error.c_str(), r.sentence);
+    if (error.find(r.sentence) != 0)
+      fprintf(stderr, "got: %s\nfor: %s\n", error.c_str(), r.sentence);
     EXPECT(error.find(r.sentence) == 0);
   }
   // A problem of a sweep comes back from the command that is printed for it.
@@ -264,7 +268,8 @@ static void test_percentile() {
 static SdpaParams valid_params() {
   SdpaParams p{};
   static Element buffer[64];
-  p.Q = p.K = p.V = p.O = reinterpret_cast<Element*>((reinterpret_cast<uintptr_t>(buffer) + 15) / 16 * 16);
+  p.Q = p.K = p.V = p.O =
+      reinterpret_cast<Element*>((reinterpret_cast<uintptr_t>(buffer) + 15) / 16 * 16);
   p.B = 2, p.Hq = 4, p.Hkv = 2, p.Sq = 3, p.Sk = 5, p.D = Build::head_dim;
   p.q = p.k = p.v = p.o = {4096, 1024, Build::head_dim};
   return p;
@@ -294,8 +299,10 @@ static void test_preconditions() {
   EXPECT(refusal([](SdpaParams& p) { p.V = p.V + 1; }).find("V is not aligned to 16 bytes") == 0);
   EXPECT(refusal([](SdpaParams& p) { p.o.head = 0; }) ==
          "O has a head stride of 0: its rows would overlap");
-  EXPECT(refusal([](SdpaParams& p) { p.B = p.Hq = p.Hkv = 1 << 15; p.Sq = 1 << 20; }).find(
-             "B*Hq*ceil(Sq/32) is over 2^31-1 tiles") == 0);
+  EXPECT(refusal([](SdpaParams& p) {
+           p.B = p.Hq = p.Hkv = 1 << 15;
+           p.Sq = 1 << 20;
+         }).find("B*Hq*ceil(Sq/32) is over 2^31-1 tiles") == 0);
   EXPECT(refusal([](SdpaParams& p) { p.O = nullptr; }) == "O is a null pointer");
   SdpaParams p = valid_params();  // nothing to write: fine, whatever the pointers
   p.Sq = 0, p.Q = p.K = p.V = p.O = nullptr;
