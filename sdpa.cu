@@ -1032,6 +1032,8 @@ inline SdpaStatus sdpa_forward(const SdpaParams& p, cudaStream_t stream) {
 #include <utility>
 #include <vector>
 
+#include <unistd.h>
+
 #include "reference.cpp"
 
 #ifndef SDPA_CONFIG_NAME
@@ -1386,6 +1388,13 @@ class Instance {
     size_t free_bytes = 0, total_bytes = 0;
     require(cudaMemGetInfo(&free_bytes, &total_bytes), "asking for free GPU memory");
     const double need = Q_.bytes() + K_.bytes() + V_.bytes() + O_.bytes() + 4.0 * p.B * p.Hq * p.Sq;
+    // Inputs as floats, outputs twice, and one batch in flight.
+    const double host_need = 2 * (Q_.bytes() + K_.bytes() + V_.bytes()) + 4 * O_.bytes();
+    const double host_bytes = double(sysconf(_SC_PHYS_PAGES)) * double(sysconf(_SC_PAGESIZE));
+    if (p.layout != "far" && host_need > host_bytes) {
+      throw CudaError{format("checking the problem needs %.1f GB of host memory of %.1f GB",
+                             host_need * 1e-9, host_bytes * 1e-9)};
+    }
     if (need > double(free_bytes)) {
       throw CudaError{format("the problem needs %.1f GB of GPU memory and %.1f GB are free",
                              need * 1e-9, free_bytes * 1e-9)};
