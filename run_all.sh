@@ -5,11 +5,12 @@ cd "$(dirname "${BASH_SOURCE[0]}")" || exit 2
 
 usage() {
   cat <<'EOF'
-usage: ./run_all.sh [--only REGEX] [--shape S]... [--csv] [-- OPTION...]
+usage: ./run_all.sh [--cpu] [--only REGEX] [--shape S]... [--csv] [-- OPTION...]
        ./run_all.sh test [CTEST OPTION...]
        ./run_all.sh tables [CSV]
   (no command)    build, check, time and rank every line of configs.txt on small, mission and long;
-                  the rows go to results/DATE-DEVICE.csv
+                  the rows go to results/DATE-DEVICE.csv. Without a GPU: on the CPU backend
+  --cpu           check the lines on the CPU backend, on small and mission; nothing is timed
   --only REGEX    only the lines whose name matches
   --shape S       small, mission, mission2, long or B,Hq,Hkv,Sq,Sk; repeatable
   --csv           print the rows as CSV on stdout instead of the table
@@ -42,8 +43,11 @@ need() {
 
 need_tools() {
   need cmake cmake
-  need g++ g++
+  command -v "${CXX:-g++}" >/dev/null || need g++ g++
   command -v ninja >/dev/null || need make make
+}
+
+need_nvcc() {
   if ! command -v nvcc >/dev/null; then
     if [ -x "${CUDA_HOME:-/usr/local/cuda}/bin/nvcc" ]; then
       PATH=${CUDA_HOME:-/usr/local/cuda}/bin:$PATH
@@ -52,6 +56,8 @@ need_tools() {
     fi
   fi
 }
+
+has_gpu() { nvidia-smi -L 2>/dev/null | grep -q GPU; }
 
 # configure [CMAKE OPTION...]
 configure() {
@@ -148,8 +154,10 @@ show_table() {
           split(row[shape, rank[i]], f, ",")
           t = f[at["graph_us"]]
           if (t == "") {
+            note = f[at["note"]]
+            if (note == "") note = "rel_rms " f[at["rel_rms"]] " max_abs_err " f[at["max_abs_err"]]
             printf "%-24s %-4s %4s %-7s %.56s\n", f[at["config"]], f[at["dtype"]], f[at["D"]], \
-                   verdict(f), f[at["note"]]
+                   verdict(f), note
             continue
           }
           bar = ""
@@ -168,7 +176,7 @@ keep_rows() {
   local device stem path n=1
   device=$(awk -F, 'NR == 1 { for (i = 1; i <= NF; i++) if ($i == "device") d = i; next }
                     $d != "" { print $d; exit }' "$1" | tr -cs 'A-Za-z0-9\n' '-')
-  if [ -z "$device" ]; then printf '%s' "$1"; return; fi
+  case $device in ''|CPU-*) printf '%s' "$1"; return ;; esac
   mkdir -p results
   stem=results/$(date +%Y-%m-%d)-$device
   path=$stem.csv
@@ -178,24 +186,32 @@ keep_rows() {
 }
 
 main_job() {
-  local only='' csv_only=0 shapes=() more=()
+  local only='' csv_only=0 cpu=0 shapes=() more=()
   while [ $# -gt 0 ]; do
     case $1 in
       --only) [ $# -gt 1 ] || refuse "--only: its regular expression is missing"; only=$2; shift 2 ;;
       --shape) [ $# -gt 1 ] || refuse "--shape: its value is missing"; shapes+=(--shape "$2"); shift 2 ;;
       --csv) csv_only=1; shift ;;
-      --cpu) refuse "--cpu: this version has no CPU backend; run it on a machine with a CUDA GPU" ;;
+      --cpu) cpu=1; shift ;;
       --) shift; more=("$@"); break ;;
       -h|--help) usage; exit 0 ;;
       *) usage >&2; refuse "$1: no such option or command" ;;
     esac
   done
-  [ ${#shapes[@]} -gt 0 ] || shapes=(--shape small --shape mission --shape long)
+  if [ $cpu = 0 ] && ! has_gpu; then
+    say "There is no GPU here: checking the kernels on the CPU backend, without times."
+    cpu=1
+  fi
+  if [ ${#shapes[@]} -eq 0 ]; then
+    shapes=(--shape small --shape mission)
+    [ $cpu = 1 ] || shapes+=(--shape long)
+  fi
   echo | grep -qE -- "$only"
   [ $? -le 1 ] || refuse "--only $only: not a regular expression"
 
   need_tools
-  configure -DSDPA_KEEP_GOING=ON -DSDPA_ONLY="$only"
+  if [ $cpu = 1 ]; then build=$build-cpu; else need_nvcc; fi
+  configure -DSDPA_KEEP_GOING=ON -DSDPA_ONLY="$only" -DSDPA_CPU=$cpu
   local names=() expects=() name expect failed=0 header='' csv i
   local selected
   while IFS=$'\t' read -r name expect selected _; do
@@ -267,20 +283,46 @@ main_job() {
 
   [ -n "$header" ] || refuse "no line of configs.txt could be built"
   csv=$(keep_rows "$rows")
-  [ "$csv" != "$rows" ] || say "There is no GPU here that can run these builds: every row is marked skipped."
   if [ $csv_only = 1 ]; then cat "$csv"; else show_table "$csv" "$first"; fi
   say "rows: $csv"
   exit $failed
 }
 
+# test_in DIRECTORY WHAT CMAKE_OPTION... -- [CTEST OPTION...]: build and run one set of the tests.
+test_in() {
+  local options=() what=$2
+  build=$1
+  shift 2
+  while [ "$1" != -- ]; do options+=("$1"); shift; done
+  shift
+  say "---- tests: $what"
+  configure -DSDPA_TESTS=ON -DSDPA_KEEP_GOING=OFF -DSDPA_ONLY= "${options[@]}"
+  if ! cmake --build "$build" -j "$jobs" >"$build/build.log" 2>&1; then
+    tail -40 "$build/build.log" >&2
+    say "the build failed; all of its words are in $build/build.log"
+    return 1
+  fi
+  ctest --test-dir "$build" --output-on-failure -j "$jobs" "$@"
+}
+
+run_tests() {
+  local base=$build failed=0
+  need_tools
+  test_in "$base-cpu" "the CPU backend" -DSDPA_CPU=ON -- "$@" || failed=1
+  test_in "$base-asan" "AddressSanitizer and UBSan" -DSDPA_CPU=ON -DSDPA_SANITIZE=address -- "$@" || failed=1
+  test_in "$base-tsan" "ThreadSanitizer" -DSDPA_CPU=ON -DSDPA_SANITIZE=thread -- "$@" || failed=1
+  if command -v nvcc >/dev/null || [ -x "${CUDA_HOME:-/usr/local/cuda}/bin/nvcc" ]; then
+    need_nvcc
+    test_in "$base" "CUDA" -- "$@" || failed=1
+  else
+    say "---- tests: CUDA: left out, nvcc is missing"
+  fi
+  if [ $failed = 0 ]; then say "---- all tests passed"; else say "---- some tests failed"; fi
+  return $failed
+}
+
 case ${1-} in
-  test)
-    shift
-    need_tools
-    configure -DSDPA_TESTS=ON -DSDPA_KEEP_GOING=OFF -DSDPA_ONLY=
-    cmake --build "$build" -j "$jobs" || refuse "the build failed"
-    ctest --test-dir "$build" --output-on-failure "$@"
-    ;;
+  test) shift; run_tests "$@" ;;
   tables) shift; exec tools/readme_tables.sh "$@" ;;
   *) main_job "$@" ;;
 esac

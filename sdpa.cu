@@ -211,6 +211,10 @@ struct KernelArgs {  // SdpaParams with what every CTA would otherwise compute a
 // One function per instruction, named after it, with no policy inside. Pointers into shared memory
 // are generic pointers; the functions convert them.
 
+#ifdef SDPA_SIMT
+#include "simt/ptx.h"
+#else
+
 #if defined(__CUDA_ARCH__) && __CUDA_ARCH__ < 800
 #error "sdpa.cu needs sm_80 or newer (cp.async, max.NaN); type -arch=sm_80 or -arch=native"
 #endif
@@ -219,6 +223,21 @@ struct KernelArgs {  // SdpaParams with what every CTA would otherwise compute a
 template <class T> __device__ __forceinline__ T& dynamic_shared() {
   extern __shared__ __align__(1024) unsigned char dynamic_shared_bytes[];
   return *reinterpret_cast<T*>(dynamic_shared_bytes);
+}
+
+// Loads and stores of a T (1 to 16 bytes) at an address aligned to its size. Written as plain
+// accesses: the compiler finds the address space, and folds offsets.
+template <class T> __device__ __forceinline__ T ld_shared(const void* src_s) {
+  return *static_cast<const T*>(src_s);
+}
+template <class T> __device__ __forceinline__ void st_shared(void* dst_s, T value) {
+  *static_cast<T*>(dst_s) = value;
+}
+template <class T> __device__ __forceinline__ T ld_global(const void* src_g) {  // read-only data
+  return __ldg(static_cast<const T*>(src_g));
+}
+template <class T> __device__ __forceinline__ void st_global(void* dst_g, T value) {
+  *static_cast<T*>(dst_g) = value;
 }
 
 // cp.async of BYTES (4, 8, 16); when !valid, reads nothing and writes zeros.
@@ -252,26 +271,17 @@ __device__ __forceinline__ float ex2_approx_ftz(float x) {
 }
 
 // max(a, b), NaN if either is NaN (fmaxf would drop the NaN).
-__host__ __device__ __forceinline__ float max_nan(float a, float b) {
-#ifdef __CUDA_ARCH__
+__device__ __forceinline__ float max_nan(float a, float b) {
   float y;
   asm("max.NaN.f32 %0, %1, %2;" : "=f"(y) : "f"(a), "f"(b));
   return y;
-#else
-  return a != a ? a : b != b ? b : a > b ? a : b;
-#endif
 }
 
-// a + b rounded towards -infinity. On the host: the rounded sum, and one step down if its exact
-// error (Knuth's TwoSum) is negative.
-__host__ __device__ __forceinline__ float add_rm(float a, float b) {
-#ifdef __CUDA_ARCH__
-  return __fadd_rd(a, b);
-#else
-  const float sum = a + b, b_part = sum - a;
-  const float error = (a - (sum - b_part)) + (b - b_part);
-  return error < 0 ? std::nextafterf(sum, -INFINITY) : sum;
-#endif
+// a + b rounded towards -infinity.
+__device__ __forceinline__ float add_rm(float a, float b) {
+  float y;
+  asm("add.rm.f32 %0, %1, %2;" : "=f"(y) : "f"(a), "f"(b));
+  return y;
 }
 
 __host__ __device__ __forceinline__ uint32_t bits_of(float x) {
@@ -285,6 +295,8 @@ __host__ __device__ __forceinline__ float float_of(uint32_t bits) {
   memcpy(&x, &bits, sizeof x);
   return x;
 }
+
+#endif  // SDPA_SIMT
 
 // ==== 4 BLOCKS ===================================================================================
 
@@ -307,7 +319,7 @@ constexpr int CHUNK =
 
 // x[0..7] = the 8 elements at src_s, which is 16-byte aligned.
 __device__ __forceinline__ void load_chunk(float (&x)[CHUNK], const Element* src_s) {
-  const uint4 chunk = *reinterpret_cast<const uint4*>(src_s);
+  const uint4 chunk = ld_shared<uint4>(src_s);
   Element e[CHUNK];
   memcpy(e, &chunk, sizeof chunk);
 #pragma unroll
@@ -333,8 +345,8 @@ __device__ __forceinline__ void copy_vector(Element* dst_s, const Element* src_g
     cp_async<bytes>(dst_s, src_g, valid);
   } else {
     Vector x{};
-    if (valid) x = __ldg(reinterpret_cast<const Vector*>(src_g));
-    *reinterpret_cast<Vector*>(dst_s) = x;
+    if (valid) x = ld_global<Vector>(src_g);
+    st_shared(dst_s, x);
   }
 }
 
@@ -465,7 +477,7 @@ __device__ __forceinline__ void mask_scores(View& S, const SdpaParams& p, int q0
 // p(0) = 1 whose largest relative error on [0,1] is 8.6e-5 (tests/unit.cu tries every float).
 // Adding 1.5*2^23 rounded down leaves n in the low bits of the sum; the 127 makes them the biased
 // exponent. Below 2^-126 it gives 0, as ex2.approx.ftz does; exactly 1 at 0; NaN for NaN.
-__host__ __device__ __forceinline__ float exp2_polynomial(float t) {
+__device__ __forceinline__ float exp2_polynomial(float t) {
   constexpr float magic = 12582912.0f + 127.0f;  // 1.5 * 2^23 + exponent bias
   t = max_nan(t, -127.0f);
   const float shifted = add_rm(t, magic);
@@ -552,7 +564,7 @@ __device__ __forceinline__ void store_output(const View& O, const float (&m)[Vie
       for (int n = 0; n < width; n++) e[n] = to_element(O.x[i][j + n] * inverse);
       Vector x;
       memcpy(&x, e, sizeof x);
-      *reinterpret_cast<Vector*>(O_g + q * p.o.row + O.col(j)) = x;
+      st_global(O_g + q * p.o.row + O.col(j), x);
     }
     if (p.LSE && O.col(0) == 0) {  // the first lane of the row
       constexpr float ln2 = 0.693147180559945f;
@@ -596,7 +608,7 @@ struct TileQueue {
     __syncthreads();  // hazard: other warps still read drawn_s and the tiles of the last item
     if (threadIdx.x == 0) {
       drawn_s = atomicAdd(counter, 1u);
-      if (drawn_s == a.work_items + gridDim.x - 1) *counter = 0;
+      if (drawn_s == a.work_items + gridDim.x - 1) atomicExch(counter, 0u);
     }
     __syncthreads();  // hazard: drawn_s just written by thread 0
     if (drawn_s >= a.work_items) return false;
@@ -667,8 +679,8 @@ __device__ __forceinline__ void scalar_pv(ScalarOutput<B>& O,
     float p[View::ROWS][KEYS];
 #pragma unroll
     for (int i = 0; i < View::ROWS; i++) {
-      memcpy(p[i], __builtin_assume_aligned(P_s + O.row(i) * ScalarShared<B>::P_STRIDE + k, 16),
-             sizeof p[i]);
+      const float4 x = ld_shared<float4>(P_s + O.row(i) * ScalarShared<B>::P_STRIDE + k);
+      p[i][0] = x.x, p[i][1] = x.y, p[i][2] = x.z, p[i][3] = x.w;
     }
 #pragma unroll
     for (int n = 0; n < KEYS; n++) {
@@ -693,7 +705,7 @@ __device__ __forceinline__ void store_scores(float* P_s, int stride, const View&
 #pragma unroll
   for (int i = 0; i < View::ROWS; i++) {
 #pragma unroll
-    for (int j = 0; j < View::COLS; j++) P_s[S.row(i) * stride + S.col(j)] = S.x[i][j];
+    for (int j = 0; j < View::COLS; j++) st_shared(P_s + S.row(i) * stride + S.col(j), S.x[i][j]);
   }
 }
 
@@ -739,7 +751,9 @@ template <class B> struct CtaSoftmax {
   __device__ void start(ScalarShared<B>& s, const ScalarScores<B>&) {
     const ScalarScores<B> S = dealt_rows();
 #pragma unroll
-    for (int i = 0; i < ROWS; i++) s.m[S.row(i)] = -INFINITY, s.l[S.row(i)] = 0;
+    for (int i = 0; i < ROWS; i++) {
+      if (S.first_col == 0) s.m[S.row(i)] = -INFINITY, s.l[S.row(i)] = 0;
+    }
     __syncthreads();  // hazard: m and l read by other warps in finish() if there is no tile
   }
   __device__ void step(ScalarShared<B>& s, const ScalarScores<B>& own, float scale_log2,
@@ -753,7 +767,9 @@ template <class B> struct CtaSoftmax {
     for (int i = 0; i < ROWS; i++) {
       m[i] = s.m[S.row(i)];
 #pragma unroll
-      for (int j = 0; j < S.COLS; j++) S.x[i][j] = s.P[S.row(i) * s.P_STRIDE + S.col(j)];
+      for (int j = 0; j < S.COLS; j++) {
+        S.x[i][j] = ld_shared<float>(s.P + S.row(i) * s.P_STRIDE + S.col(j));
+      }
     }
     __syncwarp();  // hazard: m still being read by the row's other lanes
     softmax_max<B>(S, scale_log2, m, alpha);
@@ -1200,7 +1216,14 @@ class DeviceTensor {
   void allocate() {
     require(cudaMalloc(&base_, size_t(bytes())), "allocating a tensor on the GPU");
   }
-  void poison() { require(cudaMemset(base_, 0xff, size_t(bytes())), "poisoning a tensor"); }
+  void poison() {  // batch by batch, since "far" ones have gigabytes between them
+    const auto fill = [&](int64_t first, int64_t elements) {
+      require(cudaMemset(base_ + first, 0xff, elements * sizeof(Element)), "poisoning a tensor");
+    };
+    fill(0, GUARD);
+    fill(int64_t(bytes()) / int64_t(sizeof(Element)) - GUARD, GUARD);
+    for (int64_t b = 0; b < B_; b++) fill(GUARD + b * at.strides.batch, at.slab_elements);
+  }
 
   void upload(const vector<float>& x) {  // x [B,H,S,D]
     poison();
@@ -1512,11 +1535,75 @@ class Instance {
   vector<uint32_t> lse_bits_;
 };
 
-// ---- timing ----
+// ---- timing on a GPU, counters on the CPU backend ----
 
 struct Timing {
   double p50_us, p90_us, p99_us, min_us, graph_us, cold_us, clock_mhz;
 };
+
+struct TileCounters {  // of one K/V tile, as executed; empty texts on a GPU
+  string barriers, bank_conflicts, global_bytes, by_site;
+};
+
+#ifdef SDPA_SIMT
+constexpr bool has_clock = false;
+
+// Sets the order in which threads run. Returns a sentence if `text` names none.
+string set_schedule(const string& text) {
+  const string random = "random:";
+  simt::schedule = {};
+  simt::schedule.alternate = false;
+  if (text == "forward") return "";
+  if (text == "reverse") {
+    simt::schedule.order = simt::Order::reverse;
+    return "";
+  }
+  if (text.compare(0, random.size(), random) || text.size() == random.size() ||
+      text.find_first_not_of("0123456789", random.size()) != string::npos) {
+    return "want forward, reverse or random:SEED with a number for SEED";
+  }
+  simt::schedule.order = simt::Order::random;
+  simt::schedule.seed = std::strtoull(text.c_str() + random.size(), nullptr, 10);
+  return "";
+}
+
+Timing time_kernel(Instance&, int, int) { return {}; }
+
+// What one more K/V tile adds to a launch of one CTA. bank_conflicts are wavefronts of shared memory
+// beyond those that the bytes need.
+TileCounters count_tile() {
+  const auto count = [](int tiles) {
+    Problem p;
+    p.B = p.Hq = p.Hkv = 1, p.Sq = Build::block_m, p.Sk = tiles * Build::block_n;
+    Instance instance(p);
+    instance.set_inputs(0);
+    simt::take_counters();
+    instance.run_once();
+    return simt::take_counters();
+  };
+  const simt::Counters less = count(4), more = count(5);
+  TileCounters c;
+  uint64_t conflicts = 0;
+  for (const auto& site : more.shared) {
+    const auto before = less.shared.find(site.first);
+    const simt::AccessCount none{};
+    const simt::AccessCount& old = before == less.shared.end() ? none : before->second;
+    if (site.second.accesses == old.accesses) continue;
+    conflicts += site.second.conflicts - old.conflicts;
+    c.by_site += format("  %6llu accesses, %6llu conflicts  %s\n",
+                        (unsigned long long)(site.second.accesses - old.accesses),
+                        (unsigned long long)(site.second.conflicts - old.conflicts),
+                        site.second.where.c_str());
+  }
+  c.barriers = std::to_string(more.barriers - less.barriers);
+  c.bank_conflicts = std::to_string(conflicts);
+  c.global_bytes = std::to_string(more.global_bytes - less.global_bytes);
+  return c;
+}
+#else
+constexpr bool has_clock = true;
+TileCounters count_tile() { return {}; }
+string set_schedule(const string&) { return "only the CPU backend has one; a GPU has its own"; }
 
 double percentile(vector<double> samples, double fraction) {  // nearest rank
   std::sort(samples.begin(), samples.end());
@@ -1612,6 +1699,8 @@ Timing time_kernel(Instance& instance, int warmup, int iterations) {
   return t;
 }
 
+#endif  // SDPA_SIMT
+
 // ---- the row ----
 
 struct CsvRow {
@@ -1619,7 +1708,7 @@ struct CsvRow {
          p50_us, p90_us, p99_us, min_us, graph_us, cold_us, tflops, rel_rms, max_abs_err,
          rows_checked, B, Hq, Hkv, Sq, Sk, D, dtype, causal, seed, regs, spill_bytes, smem_bytes,
          ctas_per_sm, barriers, device, sm, clock_mhz, cuda, driver, git_sha, knobs, note, layout,
-         dist, lse_err;
+         dist, lse_err, barriers_executed, bank_conflicts, global_bytes;
 };
 
 using CsvField = string CsvRow::*;
@@ -1667,6 +1756,9 @@ const struct {
     {"layout", &CsvRow::layout},
     {"dist", &CsvRow::dist},
     {"lse_err", &CsvRow::lse_err},
+    {"barriers_executed", &CsvRow::barriers_executed},
+    {"bank_conflicts_per_tile", &CsvRow::bank_conflicts},
+    {"global_bytes_per_tile", &CsvRow::global_bytes},
 };
 
 void print_header() {
@@ -1709,8 +1801,9 @@ string driver_version() {
 
 struct Device {
   string name, sm, driver;
-  string missing;  // why nothing can run here; empty if it can
-  string regs, spill_bytes, ctas_per_sm;
+  string missing;                         // why nothing can run here; empty if it can
+  string regs, spill_bytes, ctas_per_sm;  // empty on the CPU backend
+  TileCounters tile;
 };
 
 Device find_device() {
@@ -1727,6 +1820,10 @@ Device find_device() {
   cudaDeviceProp prop;
   require(cudaGetDeviceProperties(&prop, 0), "asking for the GPU's properties");
   d.name = prop.name;
+  if (!has_clock) {
+    d.tile = count_tile();
+    return d;
+  }
   d.sm = format("%d%d", prop.major, prop.minor);
   d.driver = driver_version();
   cudaFuncAttributes attributes;
@@ -1769,10 +1866,13 @@ const char usage[] =
     "usage: sdpa [--shape small|mission|mission2|long|B,Hq,Hkv,Sq,Sk]... [--causal br|tl]\n"
     "            [--seeds 0,1,2] [--dist normal|outliers|large|nonfinite] [--scale X]\n"
     "            [--layout bhsd|bshd|packed|padded|far] [--sweep N] [--iters N] [--warmup N]\n"
-    "            [--check-only] [--config] [--header] [--help]\n"
+    "            [--check-only] [--schedule forward|reverse|random:SEED] [--config] [--header]\n"
+    "            [--help]\n"
     "  --shape    the problem (default mission); repeat it for more rows\n"
     "  --causal   br: the last query sees the last key; tl: query q sees keys 0..q\n"
     "  --sweep N  N random problems instead, checked and not timed; --seeds picks the series\n"
+    "  --schedule the order of the threads on the CPU backend (default: forward and reverse in "
+    "turn)\n"
     "  --header   print the CSV header first (alone if no --shape is given)\n"
     "  --config   print the knobs of this build and stop\n"
     "exit: 0 pass, 1 wrong result, 2 bad usage, 3 CUDA error, 77 skipped\n";
@@ -1882,7 +1982,7 @@ Options parse_options(const vector<string>& args) {
       continue;
     }
     const char* const with_value[] = {"--shape",  "--causal", "--seeds", "--dist",  "--scale",
-                                      "--layout", "--sweep",  "--iters", "--warmup"};
+                                      "--layout", "--sweep", "--iters", "--warmup", "--schedule"};
     if (index_in(with_value, name) < 0) return refuse(name + ": no such option; --help lists them");
     if (i + 1 == args.size()) return refuse(name + ": its value is missing");
     const string& value = args[++i];
@@ -1902,6 +2002,9 @@ Options parse_options(const vector<string>& args) {
         return refuse("--layout " + value + ": want bhsd, bshd, packed, padded or far");
       }
       common.layout = value;
+    } else if (name == "--schedule") {
+      const string sentence = set_schedule(value);
+      if (!sentence.empty()) return refuse("--schedule " + value + ": " + sentence);
     } else if (name == "--scale") {
       char* end = nullptr;
       common.scale = std::strtof(value.c_str(), &end);
@@ -1959,9 +2062,11 @@ ExitCode run_problem(const Problem& p, const vector<uint64_t>& seeds, const Opti
   row.smem_bytes = std::to_string(sizeof(Shared)), row.ctas_per_sm = device.ctas_per_sm;
   row.barriers = std::to_string(barriers_per_tile(Build::sync_policy));
   row.device = device.name, row.sm = device.sm, row.driver = device.driver;
-  row.cuda = format("%d.%d", CUDART_VERSION / 1000, CUDART_VERSION % 1000 / 10);
+  if (has_clock) row.cuda = format("%d.%d", CUDART_VERSION / 1000, CUDART_VERSION % 1000 / 10);
   row.git_sha = sdpa_git_sha ? sdpa_git_sha() : "unknown";
   row.knobs = effective_knobs();
+  row.barriers_executed = device.tile.barriers, row.bank_conflicts = device.tile.bank_conflicts;
+  row.global_bytes = device.tile.global_bytes;
   ExitCode exit = exit_pass;
   string trouble;
   Problem repeat = p;  // with the seed in hand, for the command that repeats a failure
@@ -1983,7 +2088,7 @@ ExitCode run_problem(const Problem& p, const vector<uint64_t>& seeds, const Opti
         rows += comparison.rows;
         if (!trouble.empty()) break;
       }
-      if (trouble.empty() && !o.check_only) {
+      if (trouble.empty() && has_clock && !o.check_only) {
         const Timing t = time_kernel(instance, o.warmup, o.iterations);
         row.p50_us = format("%.3f", t.p50_us), row.p90_us = format("%.3f", t.p90_us);
         row.p99_us = format("%.3f", t.p99_us), row.min_us = format("%.3f", t.min_us);
@@ -2022,7 +2127,13 @@ void print_config(const Device& device) {
   SDPA_KNOBS(SDPA_KNOB_LINE)
   printf("threads %d, shared memory %zu bytes, %d CTA barriers per K/V tile\n", Build::threads,
          sizeof(Shared), barriers_per_tile(Build::sync_policy));
-  if (device.missing.empty()) {
+  if (!has_clock) {
+    printf(
+        "one K/V tile on the CPU backend: %s barriers, %s bytes read from global memory, %s bank "
+        "conflicts\n%s",
+        device.tile.barriers.c_str(), device.tile.global_bytes.c_str(),
+        device.tile.bank_conflicts.c_str(), device.tile.by_site.c_str());
+  } else if (device.missing.empty()) {
     printf("on %s: %s registers, %s bytes spilled, %s CTAs per SM\n", device.name.c_str(),
            device.regs.c_str(), device.spill_bytes.c_str(), device.ctas_per_sm.c_str());
   } else {

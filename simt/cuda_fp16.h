@@ -1,0 +1,62 @@
+// __half as CUDA has it: conversions round to nearest even, NaN becomes 0x7fff.
+#pragma once
+
+#include <cstdint>
+#include <cstring>
+
+namespace simt {
+
+inline uint32_t bits_of_float(float x) {
+  uint32_t bits;
+  memcpy(&bits, &x, sizeof bits);
+  return bits;
+}
+inline float float_of_bits(uint32_t bits) {
+  float x;
+  memcpy(&x, &bits, sizeof x);
+  return x;
+}
+
+inline uint16_t float_to_half(float x) {
+  const uint32_t bits = bits_of_float(x), sign = bits >> 16 & 0x8000, magnitude = bits & 0x7fffffff;
+  if (magnitude > 0x7f800000) return 0x7fff;                              // NaN
+  if (magnitude >= 0x477ff000) return uint16_t(sign | 0x7c00);            // rounds to infinity
+  if (magnitude < 0x38800000) {  // below 2^-14: adding 0.5 puts units of 2^-24 into the low bits
+    return uint16_t(sign | (bits_of_float(float_of_bits(magnitude) + 0.5f) - 0x3f000000));
+  }
+  const uint32_t odd = magnitude >> 13 & 1;  // round half to even
+  return uint16_t(sign | ((magnitude + 0xfff + odd - 0x38000000) >> 13));
+}
+
+inline float half_to_float_slow(uint16_t half) {
+  const uint32_t sign = uint32_t(half & 0x8000) << 16, magnitude = half & 0x7fff;
+  if (magnitude > 0x7c00) return float_of_bits(0x7fffffff);  // NaN
+  if (magnitude == 0x7c00) return float_of_bits(sign | 0x7f800000);
+  if (magnitude >= 0x0400) return float_of_bits(sign | ((magnitude << 13) + 0x38000000));
+  const float subnormal = float(magnitude) * 0x1p-24f;
+  return sign ? -subnormal : subnormal;
+}
+
+struct HalfTable {
+  float value[65536];
+  HalfTable() {
+    for (int i = 0; i < 65536; i++) value[i] = half_to_float_slow(uint16_t(i));
+  }
+};
+inline const HalfTable half_table;
+
+}  // namespace simt
+
+struct __half {
+  uint16_t bits;
+  __half() = default;
+  explicit __half(float x) : bits(simt::float_to_half(x)) {}
+  operator float() const { return simt::half_table.value[bits]; }
+};
+struct alignas(4) __half2 {
+  __half x, y;
+};
+
+inline __half __float2half_rn(float x) { return __half(x); }
+inline float __half2float(__half x) { return float(x); }
+inline __half2 __floats2half2_rn(float x, float y) { return {__half(x), __half(y)}; }

@@ -1,0 +1,210 @@
+// Stands in for the CUDA runtime's header when kernels are compiled for the CPU: the qualifiers,
+// built-in variables, vector types and intrinsics that sdpa.cu uses, and as much of the runtime API.
+#pragma once
+
+#include <algorithm>
+#include <atomic>
+#include <cmath>
+#include <cstdint>
+#include <cstdio>
+#include <cstdlib>
+#include <cstring>
+#include <tuple>
+
+#include "engine.h"
+
+#define SDPA_SIMT 1  // sdpa.cu takes the host versions of its PTX section from simt/ptx.h
+
+#define __host__
+#define __device__
+#define __global__
+#define __forceinline__ inline __attribute__((always_inline))
+#define __launch_bounds__(...)
+#define __grid_constant__
+#define __align__(n) alignas(n)
+
+// Built-in variables: objects whose members read the running thread's values.
+#define SIMT_BUILT_IN(name, value)                              \
+  inline const struct {                                         \
+    struct { operator unsigned() const { return (value).x; } } x; \
+    struct { operator unsigned() const { return (value).y; } } y; \
+    struct { operator unsigned() const { return (value).z; } } z; \
+  } name{};
+SIMT_BUILT_IN(threadIdx, simt::self->index)
+SIMT_BUILT_IN(blockIdx, simt::block_index)
+SIMT_BUILT_IN(blockDim, simt::grid.block_dim)
+SIMT_BUILT_IN(gridDim, simt::grid.dim)
+
+struct alignas(8) uint2 { unsigned x, y; };
+struct alignas(16) uint4 { unsigned x, y, z, w; };
+struct alignas(16) float4 { float x, y, z, w; };
+
+struct dim3 {
+  unsigned x, y, z;
+  dim3(unsigned x_ = 1, unsigned y_ = 1, unsigned z_ = 1) : x(x_), y(y_), z(z_) {}
+};
+
+// ---- intrinsics ----
+
+using std::max;
+using std::min;
+
+#define __syncthreads() ::simt::sync_threads(SIMT_HERE)
+#define __syncwarp() ::simt::warp_collective(~0u, nullptr, nullptr, SIMT_HERE)
+
+namespace simt {
+
+template <class T> struct ShuffleArgs { T value; int source; };
+
+template <class T> T shuffle(unsigned mask, T value, int source, Site at) {
+  ShuffleArgs<T> mine{value, source};
+  warp_collective(mask, &mine, [](void* const args[32], unsigned lanes) {
+    T values[32];
+    for (int i = 0; i < 32; i++) {
+      if (lanes >> i & 1) values[i] = static_cast<ShuffleArgs<T>*>(args[i])->value;
+    }
+    for (int i = 0; i < 32; i++) {
+      if (!(lanes >> i & 1)) continue;
+      auto& a = *static_cast<ShuffleArgs<T>*>(args[i]);
+      if (lanes >> a.source & 1) {
+        a.value = values[a.source];
+      } else {
+        memset(&a.value, 0xff, sizeof(T));  // undefined on the hardware
+      }
+    }
+  }, at);
+  return mine.value;
+}
+
+inline unsigned ballot(unsigned mask, bool predicate, Site at) {
+  unsigned mine = predicate;
+  warp_collective(mask, &mine, [](void* const args[32], unsigned lanes) {
+    unsigned votes = 0;
+    for (int i = 0; i < 32; i++) {
+      if ((lanes >> i & 1) && *static_cast<unsigned*>(args[i])) votes |= 1u << i;
+    }
+    for (int i = 0; i < 32; i++) {
+      if (lanes >> i & 1) *static_cast<unsigned*>(args[i]) = votes;
+    }
+  }, at);
+  return mine;
+}
+
+}  // namespace simt
+
+template <class T> T __shfl_xor_sync(unsigned mask, T value, int lane_mask, SIMT_CALLER) {
+  return simt::shuffle(mask, value, simt::self->lane ^ lane_mask, at);
+}
+template <class T> T __shfl_sync(unsigned mask, T value, int lane, SIMT_CALLER) {
+  return simt::shuffle(mask, value, lane & 31, at);
+}
+inline unsigned __ballot_sync(unsigned mask, bool predicate, SIMT_CALLER) {
+  return simt::ballot(mask, predicate, at);
+}
+inline bool __any_sync(unsigned mask, bool predicate, SIMT_CALLER) {
+  return simt::ballot(mask, predicate, at) != 0;
+}
+inline bool __all_sync(unsigned mask, bool predicate, SIMT_CALLER) {
+  return simt::ballot(mask, predicate, at) == mask;
+}
+
+inline unsigned atomicAdd(unsigned* address, unsigned value, SIMT_CALLER) {
+  simt::check_global(address, sizeof *address, at);
+  return __atomic_fetch_add(address, value, __ATOMIC_RELAXED);
+}
+inline unsigned atomicExch(unsigned* address, unsigned value, SIMT_CALLER) {
+  simt::check_global(address, sizeof *address, at);
+  return __atomic_exchange_n(address, value, __ATOMIC_RELAXED);
+}
+
+// ---- runtime API ----
+
+#define CUDART_VERSION 0
+
+enum cudaError_t {
+  cudaSuccess = 0,
+  cudaErrorInvalidValue = 1,
+  cudaErrorMemoryAllocation = 2,
+  cudaErrorNoDevice = 100,
+  cudaErrorLaunchFailure = 719,
+};
+using cudaStream_t = void*;
+enum cudaMemcpyKind { cudaMemcpyHostToDevice, cudaMemcpyDeviceToHost };
+enum cudaFuncAttribute { cudaFuncAttributeMaxDynamicSharedMemorySize };
+enum cudaDeviceAttr { cudaDevAttrMultiProcessorCount };
+struct cudaDeviceProp {
+  char name[64];
+  int major, minor;
+  size_t sharedMemPerBlockOptin;
+};
+struct cudaFuncAttributes {
+  int numRegs;
+  size_t localSizeBytes;
+};
+struct cudaLaunchConfig_t {
+  dim3 gridDim, blockDim;
+  size_t dynamicSmemBytes;
+  cudaStream_t stream;
+};
+
+inline const char* cudaGetErrorString(cudaError_t error) {
+  switch (error) {
+    case cudaSuccess: return "no error";
+    case cudaErrorMemoryAllocation: return "out of memory";
+    case cudaErrorLaunchFailure: return simt::last_report().c_str();
+    default: return "invalid argument";
+  }
+}
+inline cudaError_t cudaGetLastError() { return cudaSuccess; }
+inline cudaError_t cudaDeviceSynchronize() { return cudaSuccess; }
+inline cudaError_t cudaGetDevice(int* device) { return *device = 0, cudaSuccess; }
+inline cudaError_t cudaGetDeviceCount(int* count) { return *count = 1, cudaSuccess; }
+inline cudaError_t cudaGetDeviceProperties(cudaDeviceProp* prop, int) {
+  *prop = {"CPU backend", 0, 0, 227 << 10};
+  return cudaSuccess;
+}
+// Three SMs: few enough that a persistent grid is smaller than most problems.
+inline cudaError_t cudaDeviceGetAttribute(int* value, cudaDeviceAttr, int) {
+  return *value = 3, cudaSuccess;
+}
+template <class F> cudaError_t cudaFuncGetAttributes(cudaFuncAttributes* a, F) {
+  return *a = {0, 0}, cudaSuccess;
+}
+template <class F> cudaError_t cudaFuncSetAttribute(F, cudaFuncAttribute, int value) {
+  return value <= 227 << 10 ? cudaSuccess : cudaErrorInvalidValue;
+}
+template <class F>
+cudaError_t cudaOccupancyMaxActiveBlocksPerMultiprocessor(int* blocks, F, int, size_t) {
+  return *blocks = 1, cudaSuccess;
+}
+template <class T> cudaError_t cudaMalloc(T** pointer, size_t bytes) {
+  *pointer = static_cast<T*>(simt::allocate(bytes));
+  return *pointer ? cudaSuccess : cudaErrorMemoryAllocation;
+}
+inline cudaError_t cudaFree(void* pointer) { return simt::deallocate(pointer), cudaSuccess; }
+inline cudaError_t cudaMemset(void* pointer, int value, size_t bytes) {
+  return memset(pointer, value, bytes), cudaSuccess;
+}
+inline cudaError_t cudaMemcpy(void* dst, const void* src, size_t bytes, cudaMemcpyKind) {
+  return memcpy(dst, src, bytes), cudaSuccess;
+}
+inline cudaError_t cudaMemGetInfo(size_t* free_bytes, size_t* total_bytes) {
+  *free_bytes = *total_bytes = size_t(1) << 44;  // the host's limit is checked by who asks
+  return cudaSuccess;
+}
+
+template <class... Parameters, class... Arguments>
+cudaError_t cudaLaunchKernelEx(const cudaLaunchConfig_t* config, void (*kernel)(Parameters...),
+                               Arguments&&... arguments) {
+  struct Call {
+    void (*kernel)(Parameters...);
+    std::tuple<std::decay_t<Parameters>...> arguments;
+  } call{kernel, {arguments...}};
+  const dim3 g = config->gridDim, b = config->blockDim;
+  const bool ok = simt::launch({g.x, g.y, g.z}, {b.x, b.y, b.z}, config->dynamicSmemBytes,
+                               [](const void* c) {
+    const Call& call_ = *static_cast<const Call*>(c);
+    std::apply(call_.kernel, call_.arguments);
+  }, &call);
+  return ok ? cudaSuccess : cudaErrorLaunchFailure;
+}

@@ -1,0 +1,778 @@
+// The scheduler behind engine.h: fibers, barriers, collectives, reports, counters.
+
+#include "engine.h"
+
+#include <sys/mman.h>
+
+#include <algorithm>
+#include <atomic>
+#include <cstdarg>
+#include <cstdio>
+#include <cstdlib>
+#include <cstring>
+#include <mutex>
+#include <thread>
+
+#if defined(SIMT_ASAN)
+#include <sanitizer/common_interface_defs.h>
+#endif
+#if defined(SIMT_TSAN)
+extern "C" {
+void* __tsan_get_current_fiber(void);
+void* __tsan_create_fiber(unsigned flags);
+void __tsan_switch_to_fiber(void* fiber, unsigned flags);  // flags 1: no happens-before
+void __tsan_destroy_fiber(void* fiber);
+void __tsan_acquire(void* address);
+void __tsan_release(void* address);
+void AnnotateIgnoreReadsBegin(const char* file, int line);
+void AnnotateIgnoreReadsEnd(const char* file, int line);
+void AnnotateIgnoreWritesBegin(const char* file, int line);
+void AnnotateIgnoreWritesEnd(const char* file, int line);
+}
+#endif
+
+namespace simt {
+
+thread_local Thread* self;
+thread_local Index3 block_index;
+thread_local Grid grid;
+Schedule schedule;
+
+namespace {
+
+// While one lives, ThreadSanitizer takes no note of what this CUDA thread does: the engine's own data
+// (whose memmove and malloc it intercepts) are shared by all threads of a block on purpose.
+struct Unobserved {
+#if defined(SIMT_TSAN)
+  Unobserved() {
+    AnnotateIgnoreReadsBegin(__FILE__, __LINE__);
+    AnnotateIgnoreWritesBegin(__FILE__, __LINE__);
+  }
+  ~Unobserved() {
+    AnnotateIgnoreWritesEnd(__FILE__, __LINE__);
+    AnnotateIgnoreReadsEnd(__FILE__, __LINE__);
+  }
+#else
+  Unobserved() {}
+#endif
+  Unobserved(const Unobserved&) = delete;
+};
+
+// ---- fibers ----
+
+constexpr size_t STACK_BYTES = 256 << 10, GUARD_BYTES = 4096;
+
+#if defined(__x86_64__)
+// Saves the callee-saved registers on this stack, its pointer in *from, and goes on with stack `to`.
+extern "C" void simt_switch_stack(void** from, void* to);
+asm(R"(
+.text
+.globl simt_switch_stack
+.type simt_switch_stack, @function
+simt_switch_stack:
+  pushq %rbp
+  pushq %rbx
+  pushq %r12
+  pushq %r13
+  pushq %r14
+  pushq %r15
+  movq %rsp, (%rdi)
+  movq %rsi, %rsp
+  popq %r15
+  popq %r14
+  popq %r13
+  popq %r12
+  popq %rbx
+  popq %rbp
+  ret
+.size simt_switch_stack, .-simt_switch_stack
+.section .note.GNU-stack,"",@progbits
+.text
+)");
+struct Context {
+  void* stack_pointer = nullptr;
+  void start(unsigned char* stack, void (*entry)()) {
+    void** top = reinterpret_cast<void**>(stack + STACK_BYTES) - 2;  // entry sees rsp % 16 == 8
+    *top = reinterpret_cast<void*>(entry);
+    stack_pointer = top - 6;
+    memset(stack_pointer, 0, 6 * sizeof(void*));
+  }
+  static void switch_between(Context& from, Context& to) {
+    simt_switch_stack(&from.stack_pointer, to.stack_pointer);
+  }
+};
+#else  // any other processor: correct, but a system call per switch
+#include <ucontext.h>
+struct Context {
+  ucontext_t context;
+  void start(unsigned char* stack, void (*entry)()) {
+    getcontext(&context);
+    context.uc_stack.ss_sp = stack;
+    context.uc_stack.ss_size = STACK_BYTES;
+    context.uc_link = nullptr;
+    makecontext(&context, entry, 0);
+  }
+  static void switch_between(Context& from, Context& to) {
+    swapcontext(&from.context, &to.context);
+  }
+};
+#endif
+
+enum class State { ready, waiting, done };
+
+struct Fiber {
+  Thread thread;
+  Context context;
+  unsigned char* stack = nullptr;
+  State state = State::ready;
+  Site waits_at{};
+  const char* waits_for = "";
+  bool (*is_ready)(const void*) = nullptr;  // wait_until
+  const void* is_ready_context = nullptr;
+  void* tsan = nullptr;
+  void* asan_fake_stack = nullptr;
+};
+
+struct Meeting {  // of some lanes of a warp, in one collective
+  unsigned mask = 0, arrived = 0;
+  Site at{};
+  Collective compute = nullptr;
+  void* args[32] = {};
+};
+
+struct Barrier {
+  int count = 0, arrived = 0;
+  bool open = false;  // somebody is here
+  Site at{};
+  std::vector<Fiber*> waiting;
+};
+
+struct Access {  // one warp-wide access to shared memory, being put together lane by lane
+  uint64_t address[32];
+  unsigned lanes = 0;
+};
+
+bool same_site(const Site& a, const Site& b) {
+  return a.line == b.line && !strcmp(a.function, b.function);
+}
+
+}  // namespace
+
+struct Block {
+  std::vector<Fiber> fibers;
+  std::vector<int> ready;  // fibers that can run; next() picks
+  size_t next_ready = 0;
+  int done = 0;
+  bool failed = false;
+  Context scheduler;
+  void* tsan_scheduler = nullptr;
+  void* asan_fake_stack = nullptr;
+  const void* asan_bottom = nullptr;
+  size_t asan_size = 0;
+  Barrier all, named[16];
+  std::vector<std::vector<Meeting>> meetings;  // by warp
+  std::vector<int> pollers;
+  void (*body)(const void*) = nullptr;
+  const void* args = nullptr;
+  Order order = Order::forward;
+  uint64_t random = 1;
+  Counters counters;
+  // By warp and site: accesses that some lanes have made and others not yet, oldest first.
+  struct Pending {
+    uint64_t first = 0;  // number of the oldest
+    int bytes = 0;
+    Site at{};
+    std::vector<Access> open;
+  };
+  std::map<std::pair<int, const void*>, Pending> accesses;
+};
+
+namespace {
+
+std::mutex report_mutex;
+std::string report_line;
+std::atomic<bool> launch_failed{false};
+Counters all_counters;
+std::map<uintptr_t, size_t> allocations;  // changed only between launches
+
+Fiber& fiber_of(Thread* t) { return t->block->fibers[t->linear]; }
+
+void switch_to_scheduler(Fiber& f, bool last) {
+  Block& b = *f.thread.block;
+  (void)last;
+#if defined(SIMT_ASAN)
+  __sanitizer_start_switch_fiber(last ? nullptr : &f.asan_fake_stack, b.asan_bottom, b.asan_size);
+#endif
+#if defined(SIMT_TSAN)
+  __tsan_switch_to_fiber(b.tsan_scheduler, last ? 0 : 1);
+#endif
+  Context::switch_between(f.context, b.scheduler);
+#if defined(SIMT_ASAN)
+  __sanitizer_finish_switch_fiber(f.asan_fake_stack, &b.asan_bottom, &b.asan_size);
+#endif
+}
+
+void fiber_main() {
+  Fiber& f = fiber_of(self);
+#if defined(SIMT_ASAN)
+  __sanitizer_finish_switch_fiber(nullptr, &f.thread.block->asan_bottom,
+                                  &f.thread.block->asan_size);
+#endif
+  f.thread.block->body(f.thread.block->args);
+  f.state = State::done;
+  f.thread.block->done++;
+  switch_to_scheduler(f, true);
+}
+
+void resume(Block& b, Fiber& f, bool first) {
+  self = &f.thread;
+  (void)first;
+#if defined(SIMT_ASAN)
+  __sanitizer_start_switch_fiber(&b.asan_fake_stack, f.stack, STACK_BYTES);
+#endif
+#if defined(SIMT_TSAN)
+  __tsan_switch_to_fiber(f.tsan, first ? 0 : 1);
+#endif
+  Context::switch_between(b.scheduler, f.context);
+#if defined(SIMT_ASAN)
+  __sanitizer_finish_switch_fiber(b.asan_fake_stack, nullptr, nullptr);
+#endif
+}
+
+void make_ready(Block& b, Fiber& f) {
+  f.state = State::ready;
+  b.ready.push_back(f.thread.linear);
+}
+
+void wake(Block& b, std::vector<Fiber*>& waiting) {
+  if (b.order == Order::reverse) std::reverse(waiting.begin(), waiting.end());
+  for (Fiber* f : waiting) make_ready(b, *f);
+  waiting.clear();
+}
+
+void wait(Fiber& f, const char* what, Site at) {
+  f.state = State::waiting, f.waits_at = at, f.waits_for = what;
+  switch_to_scheduler(f, false);
+}
+
+// "warp 2 lane 5 (thread 69)"
+std::string name_of(const Thread& t) {
+  char text[80];
+  snprintf(text, sizeof text, "warp %d lane %d (thread %d)", t.warp, t.lane, t.linear);
+  return text;
+}
+
+std::string name_of(const Site& at) {
+  const char* file = strrchr(at.file, '/');
+  std::string text = file ? file + 1 : at.file;
+  text += ":" + std::to_string(at.line);
+  // From a pretty function name the part that tells instances apart: its last template argument.
+  const char* h = strstr(at.function, "H = ");
+  if (h) {
+    const char* value = strstr(h, "Hazard::");
+    const char* end = value ? strpbrk(value, "];,") : nullptr;
+    if (end) text += " (" + std::string(value, end) + ")";
+  }
+  return text;
+}
+
+void report(const std::string& text) {
+  const std::lock_guard<std::mutex> lock(report_mutex);
+  if (!launch_failed.exchange(true)) {
+    report_line = text.substr(0, text.find('\n'));
+    fprintf(stderr, "simt: %s\n", text.c_str());
+  }
+}
+
+std::string block_name() {
+  char text[64];
+  snprintf(text, sizeof text, "block (%u,%u,%u)", block_index.x, block_index.y, block_index.z);
+  return text;
+}
+
+void report_deadlock(Block& b) {
+  std::string text = "deadlock in " + block_name() + ":";
+  std::map<std::string, std::vector<const Thread*>> groups;
+  for (const Fiber& f : b.fibers) {
+    groups[f.state == State::done ? "have returned"
+                                  : std::string("wait for ") + f.waits_for + " at " +
+                                        name_of(f.waits_at)].push_back(&f.thread);
+  }
+  for (const auto& group : groups) {
+    text += (group.first == groups.begin()->first ? " " : "; ") +
+            std::to_string(group.second.size()) + " threads, first " + name_of(*group.second[0]) +
+            ", " + group.first;
+  }
+  report(text);
+}
+
+int pick(Block& b) {
+  if (b.order == Order::random) {
+    b.random = b.random * 6364136223846793005u + 1442695040888963407u;
+    const size_t i = b.next_ready + (b.random >> 33) % (b.ready.size() - b.next_ready);
+    std::swap(b.ready[i], b.ready[b.next_ready]);
+  }
+  const int chosen = b.ready[b.next_ready++];
+  if (b.next_ready > 1024) {
+    b.ready.erase(b.ready.begin(), b.ready.begin() + b.next_ready);
+    b.next_ready = 0;
+  }
+  return chosen;
+}
+
+void wake_pollers(Block& b) {
+  std::vector<int> still;
+  for (int i : b.pollers) {
+    Fiber& f = b.fibers[i];
+    if (f.is_ready(f.is_ready_context)) {
+      make_ready(b, f);
+    } else {
+      still.push_back(i);
+    }
+  }
+  b.pollers.swap(still);
+}
+
+void reach(Barrier& barrier, int count, bool wait_here, const char* what, Site at, bool same) {
+  Fiber& f = fiber_of(self);
+  Block& b = *self->block;
+  if (!barrier.open) barrier.open = true, barrier.at = at, barrier.count = count;
+  if (same && !same_site(barrier.at, at)) {
+    fail(at, "divergent barrier: others of the block wait at %s", name_of(barrier.at).c_str());
+  }
+  if (barrier.count != count) {
+    fail(at, "%s is used with %d threads here and with %d at %s", what, count, barrier.count,
+         name_of(barrier.at).c_str());
+  }
+  release(&barrier);
+  if (++barrier.arrived == barrier.count) {
+    barrier.open = false, barrier.arrived = 0;
+    wake(b, barrier.waiting);
+    acquire(&barrier);
+  } else if (wait_here) {
+    barrier.waiting.push_back(&f);
+    wait(f, what, at);
+    acquire(&barrier);
+  }
+}
+
+// Wavefronts that a warp's access takes beyond those that its bytes need: 16-byte accesses go by 8
+// lanes, 8-byte ones by 16, and within such a phase lanes that want different words of one bank take
+// turns.
+uint64_t conflicts_of(const Access& access, int bytes) {
+  const int lanes_per_phase = std::min(32, 128 / bytes);
+  uint64_t extra = 0;
+  for (int first = 0; first < 32; first += lanes_per_phase) {
+    std::vector<uint64_t> words[32];
+    for (int lane = first; lane < first + lanes_per_phase; lane++) {
+      if (!(access.lanes >> lane & 1)) continue;
+      const uint64_t begin = access.address[lane] / 4, end = (access.address[lane] + bytes - 1) / 4;
+      for (uint64_t word = begin; word <= end; word++) {
+        std::vector<uint64_t>& bank = words[word % 32];
+        if (std::find(bank.begin(), bank.end(), word) == bank.end()) bank.push_back(word);
+      }
+    }
+    size_t deepest = 1;
+    for (const auto& bank : words) deepest = std::max(deepest, bank.size());
+    extra += deepest - 1;
+  }
+  return extra;
+}
+
+void close_access(Block& b, const Access& access, int bytes, const Site& at) {
+  AccessCount& count = b.counters.shared[name_of(at) + " " + at.function];
+  count.where = name_of(at) + " " + at.function;
+  count.accesses++;
+  count.conflicts += conflicts_of(access, bytes);
+}
+
+void run_block(Block& b, Index3 at, size_t shared_bytes, bool counting) {
+  block_index = at;
+  unsigned char* shared = nullptr;  // its own allocation, so that AddressSanitizer sees its ends
+  if (posix_memalign(reinterpret_cast<void**>(&shared), 1024, std::max<size_t>(shared_bytes, 1))) {
+    return report("no host memory for a block's shared memory");
+  }
+  memset(shared, 0xff, shared_bytes);  // NaN in every type
+  const int n = int(b.fibers.size());
+  b.ready.clear(), b.pollers.clear();
+  b.next_ready = 0, b.done = 0, b.failed = false;
+  b.all = Barrier();
+  for (Barrier& barrier : b.named) barrier = Barrier();
+  b.meetings.assign((n + 31) / 32, {});
+  b.counters = Counters();
+  b.accesses.clear();
+  for (int i = 0; i < n; i++) {
+    Fiber& f = b.fibers[i];
+    f.thread = Thread();
+    f.thread.linear = i, f.thread.warp = i / 32, f.thread.lane = i % 32;
+    f.thread.index = {i % grid.block_dim.x, i / grid.block_dim.x % grid.block_dim.y,
+                      i / grid.block_dim.x / grid.block_dim.y};
+    f.thread.block = &b, f.thread.shared = shared, f.thread.shared_bytes = shared_bytes;
+    f.thread.counting = counting;
+    f.state = State::ready;
+    f.context.start(f.stack, fiber_main);
+    b.ready.push_back(i);
+  }
+  if (b.order == Order::reverse) std::reverse(b.ready.begin(), b.ready.end());
+  std::vector<bool> started(n, false);
+  while (b.done < n && !b.failed) {
+    if (b.next_ready == b.ready.size()) wake_pollers(b);
+    if (b.next_ready == b.ready.size()) {
+      report_deadlock(b);
+      break;
+    }
+    const int i = pick(b);
+    resume(b, b.fibers[i], !started[i]);
+    started[i] = true;
+  }
+  if (counting) {
+    for (auto& site : b.accesses) {  // those that not all lanes took part in
+      for (const Access& access : site.second.open) {
+        if (access.lanes) close_access(b, access, site.second.bytes, site.second.at);
+      }
+    }
+    const std::lock_guard<std::mutex> lock(report_mutex);
+    all_counters.barriers += b.counters.barriers;
+    all_counters.global_bytes += b.counters.global_bytes;
+    for (const auto& site : b.counters.shared) {
+      AccessCount& sum = all_counters.shared[site.first];
+      sum.where = site.second.where;
+      sum.accesses += site.second.accesses, sum.conflicts += site.second.conflicts;
+    }
+  }
+  free(shared);
+}
+
+}  // namespace
+
+// ---- waiting ----
+
+void sync_threads(Site at) {
+  const Unobserved unobserved;
+  Block& b = *self->block;
+  if (b.done) fail(at, "divergent barrier: %d threads of the block have returned", b.done);
+  if (self->linear == 0) b.counters.barriers++;
+  reach(b.all, int(b.fibers.size()), true, "the block's barrier", at, true);
+}
+
+void named_barrier(int id, int count, bool wait_here, Site at) {
+  const Unobserved unobserved;
+  if (id < 0 || id > 15) fail(at, "barrier %d: there are 0 to 15", id);
+  if (count <= 0 || count % 32) fail(at, "barrier %d: %d threads is no multiple of a warp", id, count);
+  reach(self->block->named[id], count, wait_here, "a named barrier", at, false);
+}
+
+void warp_collective(unsigned mask, void* mine, Collective compute, Site at) {
+  Meeting complete;
+  {
+    const Unobserved unobserved;
+    Fiber& f = fiber_of(self);
+    Block& b = *self->block;
+    const unsigned bit = 1u << self->lane;
+    if (!(mask & bit)) fail(at, "the mask %08x leaves out the lane that names it", mask);
+    std::vector<Meeting>& meetings = b.meetings[self->warp];
+    Meeting* meeting = nullptr;
+    for (Meeting& m : meetings) {
+      if (m.mask == mask && m.arrived) meeting = &m;
+    }
+    if (!meeting) {
+      for (Meeting& m : meetings) {
+        if (!m.arrived) meeting = &m;
+      }
+      if (!meeting) meetings.emplace_back(), meeting = &meetings.back();
+      meeting->mask = mask, meeting->at = at, meeting->compute = compute;
+    }
+    if (meeting->compute != compute || !same_site(meeting->at, at)) {
+      fail(at, "divergent warp: lanes %08x are at %s", meeting->arrived,
+           name_of(meeting->at).c_str());
+    }
+    meeting->args[self->lane] = mine;
+    meeting->arrived |= bit;
+    release(&meetings);  // one clock for all collectives of the warp
+    if (meeting->arrived != mask) {
+      wait(f, "the other lanes", at);
+      acquire(&meetings);
+      return;
+    }
+    acquire(&meetings);
+    complete = *meeting;
+    meeting->arrived = 0;
+  }
+  if (compute) compute(complete.args, mask);  // observed: it touches the kernel's memory
+  const Unobserved unobserved;
+  Block& b = *self->block;
+  release(&b.meetings[self->warp]);
+  std::vector<Fiber*> waiting;
+  for (int lane = 0; lane < 32; lane++) {
+    if (lane != self->lane && (mask >> lane & 1)) {
+      waiting.push_back(&b.fibers[self->warp * 32 + lane]);
+    }
+  }
+  wake(b, waiting);
+}
+
+void wait_until(bool (*ready)(const void*), const void* context, Site at) {
+  const Unobserved unobserved;
+  Fiber& f = fiber_of(self);
+  if (ready(context)) return;
+  f.is_ready = ready, f.is_ready_context = context;
+  self->block->pollers.push_back(self->linear);
+  wait(f, "an mbarrier phase", at);
+}
+
+void notify() {
+  const Unobserved unobserved;
+  wake_pollers(*self->block);
+}
+
+namespace {
+
+// The 8 bytes of an mbarrier. Poisoned memory has all bits set, which no initialised one has.
+struct Mbarrier {
+  uint32_t pending : 12, expected : 12, phase : 1, unused : 7;
+  int32_t bytes;  // announced and not yet landed; negative when they land first
+
+  static Mbarrier load(const uint64_t* word, Site at) {
+    Mbarrier m;
+    memcpy(&m, word, sizeof m);
+    if (m.unused) fail(at, "this mbarrier was never initialised");
+    return m;
+  }
+  void store(uint64_t* word) {
+    if (pending == 0 && bytes == 0) phase ^= 1, pending = expected;
+    memcpy(word, this, sizeof *this);
+    notify();
+  }
+};
+static_assert(sizeof(Mbarrier) == 8, "an mbarrier is 8 bytes");
+
+}  // namespace
+
+void mbarrier_init(uint64_t* barrier, int count, Site at) {
+  const Unobserved unobserved;
+  check_shared(barrier, 8, at);
+  if (count < 1 || count > 4095) fail(at, "an mbarrier of %d arrivals", count);
+  Mbarrier m{};
+  m.pending = m.expected = unsigned(count);
+  memcpy(barrier, &m, sizeof m);
+}
+
+void mbarrier_arrive(uint64_t* barrier, int expect_bytes, Site at) {
+  const Unobserved unobserved;
+  check_shared(barrier, 8, at);
+  Mbarrier m = Mbarrier::load(barrier, at);
+  release(barrier);
+  m.bytes += expect_bytes, m.pending--;
+  m.store(barrier);
+}
+
+void mbarrier_complete_bytes(uint64_t* barrier, int bytes, Site at) {
+  const Unobserved unobserved;
+  Mbarrier m = Mbarrier::load(barrier, at);
+  release(barrier);
+  m.bytes -= bytes;
+  m.store(barrier);
+}
+
+void mbarrier_wait(uint64_t* barrier, int parity, Site at) {
+  const Unobserved unobserved;
+  check_shared(barrier, 8, at);
+  Mbarrier::load(barrier, at);
+  struct Phase {
+    uint64_t* barrier;
+    int parity;
+  } phase{barrier, parity};
+  wait_until([](const void* context) {
+    const Phase& p = *static_cast<const Phase*>(context);
+    Mbarrier m;
+    memcpy(&m, p.barrier, sizeof m);
+    return int(m.phase) != p.parity;
+  }, &phase, at);
+  acquire(barrier);
+}
+
+void release(const void* object) {
+  (void)object;
+#if defined(SIMT_TSAN)
+  __tsan_release(const_cast<void*>(object));
+#endif
+}
+
+void acquire(const void* object) {
+  (void)object;
+#if defined(SIMT_TSAN)
+  __tsan_acquire(const_cast<void*>(object));
+#endif
+}
+
+// ---- reports ----
+
+void fail(Site at, const char* format, ...) {
+  char text[400];
+  va_list values;
+  va_start(values, format);
+  vsnprintf(text, sizeof text, format, values);
+  va_end(values);
+  report(block_name() + " " + name_of(*self) + " at " + name_of(at) + ": " + text);
+  self->block->failed = true;
+  switch_to_scheduler(fiber_of(self), false);
+  abort();  // a failed block is never resumed
+}
+
+void check_shared_slow(const void* pointer, int bytes, Site at) {
+  const ptrdiff_t offset = static_cast<const unsigned char*>(pointer) - self->shared;
+  const bool outside = offset < 0 || size_t(offset) + bytes > self->shared_bytes;
+  if (outside) {
+    fail(at, "%d bytes at offset %lld of shared memory, which has %zu", bytes, (long long)offset,
+         self->shared_bytes);
+  }
+  fail(at, "%d-byte access at offset %lld of shared memory is misaligned", bytes, (long long)offset);
+}
+
+void check_global(const void* pointer, int bytes, Site at) {
+  const uintptr_t address = reinterpret_cast<uintptr_t>(pointer);
+  static thread_local std::pair<uintptr_t, size_t> last;  // most accesses hit the same allocation
+  if (!(address >= last.first && address + bytes <= last.first + last.second)) {
+    auto it = allocations.upper_bound(address);
+    if (it == allocations.begin() || address + bytes > std::prev(it)->first + std::prev(it)->second) {
+      last = {};
+      fail(at, "%d bytes at %p are outside every allocation of global memory", bytes, pointer);
+    }
+    last = *std::prev(it);
+  }
+  if (address % bytes) fail(at, "%d-byte access at %p is misaligned", bytes, pointer);
+}
+
+// ---- counters ----
+
+void count_shared(const void* pointer, int bytes, Site at) {
+  const Unobserved unobserved;
+  Block& b = *self->block;
+  const uint64_t number = self->accesses_at[at.file + at.line]++;  // file + line: a key, not a text
+  Block::Pending& pending = b.accesses[{self->warp, at.file + at.line}];
+  pending.bytes = bytes, pending.at = at;
+  while (pending.first + pending.open.size() <= number) pending.open.emplace_back();
+  Access& access = pending.open[number - pending.first];
+  access.address[self->lane] = static_cast<const unsigned char*>(pointer) - self->shared;
+  access.lanes |= 1u << self->lane;
+  size_t complete = 0;
+  while (complete < pending.open.size() && pending.open[complete].lanes == ~0u) {
+    close_access(b, pending.open[complete++], bytes, at);
+  }
+  pending.open.erase(pending.open.begin(), pending.open.begin() + complete);
+  pending.first += complete;
+}
+
+void count_global(int bytes) { self->block->counters.global_bytes += bytes; }
+
+Counters take_counters() {
+  const std::lock_guard<std::mutex> lock(report_mutex);
+  Counters taken;
+  std::swap(taken, all_counters);
+  return taken;
+}
+
+// ---- launches ----
+
+namespace {
+
+struct Worker {  // one OS thread's block, with stacks that all its blocks use in turn
+  Block block;
+  unsigned char* stacks = nullptr;
+  size_t stack_count = 0;
+
+  bool prepare(int threads) {
+    stack_count = threads;
+    const size_t bytes = stack_count * (STACK_BYTES + GUARD_BYTES);
+    void* memory = mmap(nullptr, bytes, PROT_READ | PROT_WRITE,
+                        MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE, -1, 0);
+    if (memory == MAP_FAILED) return false;
+    stacks = static_cast<unsigned char*>(memory);
+    block.fibers.resize(threads);
+    for (int i = 0; i < threads; i++) {
+      unsigned char* const guard = stacks + i * (STACK_BYTES + GUARD_BYTES);
+      mprotect(guard, GUARD_BYTES, PROT_NONE);
+      block.fibers[i].stack = guard + GUARD_BYTES;
+#if defined(SIMT_TSAN)
+      block.fibers[i].tsan = __tsan_create_fiber(0);
+#endif
+    }
+#if defined(SIMT_TSAN)
+    block.tsan_scheduler = __tsan_get_current_fiber();
+#endif
+    return true;
+  }
+  ~Worker() {
+#if defined(SIMT_TSAN)
+    for (Fiber& f : block.fibers) {
+      if (f.tsan) __tsan_destroy_fiber(f.tsan);
+    }
+#endif
+    if (stacks) munmap(stacks, stack_count * (STACK_BYTES + GUARD_BYTES));
+  }
+};
+
+}  // namespace
+
+bool launch(Index3 grid_dim, Index3 block_dim, size_t shared_bytes, void (*body)(const void*),
+            const void* args) {
+  static int launches = 0;
+  Order order = schedule.order;
+  if (schedule.alternate) order = launches % 2 ? Order::reverse : Order::forward;
+  launches++;
+  launch_failed = false;
+  const uint64_t blocks = uint64_t(grid_dim.x) * grid_dim.y * grid_dim.z;
+  std::atomic<uint64_t> next{0};
+  const auto work = [&] {
+    Worker worker;
+    grid = {grid_dim, block_dim};
+    if (!worker.prepare(block_dim.x * block_dim.y * block_dim.z)) {
+      return report("no host memory for the stacks of a block");
+    }
+    worker.block.body = body, worker.block.args = args, worker.block.order = order;
+    for (uint64_t i; !launch_failed && (i = next++) < blocks;) {
+      const uint64_t at = order == Order::forward ? i : blocks - 1 - i;
+      worker.block.random = (schedule.seed + 1) * 0x9e3779b97f4a7c15u + at;
+      run_block(worker.block,
+                {unsigned(at % grid_dim.x), unsigned(at / grid_dim.x % grid_dim.y),
+                 unsigned(at / grid_dim.x / grid_dim.y)},
+                shared_bytes, at == 0);
+    }
+  };
+  std::vector<std::thread> threads;
+  const uint64_t cores = std::max(1u, std::thread::hardware_concurrency());
+  for (uint64_t t = 1; t < std::min(cores, blocks); t++) threads.emplace_back(work);
+  // Always on a thread of its own, so that what a launch leaves in thread-local state goes with it.
+  std::thread(work).join();
+  for (std::thread& t : threads) t.join();
+  return !launch_failed;
+}
+
+const std::string& last_report() { return report_line; }
+
+void* allocate(size_t bytes) {
+  constexpr size_t large = size_t(1) << 30;  // only touched pages cost memory
+  void* pointer;
+  if (bytes >= large) {
+    pointer = mmap(nullptr, bytes, PROT_READ | PROT_WRITE,
+                   MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE, -1, 0);
+    if (pointer == MAP_FAILED) return nullptr;
+  } else if (posix_memalign(&pointer, 256, bytes)) {
+    return nullptr;
+  }
+  allocations[reinterpret_cast<uintptr_t>(pointer)] = bytes;
+  return pointer;
+}
+
+void deallocate(void* pointer) {
+  const auto it = allocations.find(reinterpret_cast<uintptr_t>(pointer));
+  if (it == allocations.end()) return;
+  if (it->second >= size_t(1) << 30) {
+    munmap(pointer, it->second);
+  } else {
+    free(pointer);
+  }
+  allocations.erase(it);
+}
+
+}  // namespace simt
