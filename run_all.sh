@@ -90,7 +90,10 @@ build_selected() {
 # The sentence to show for a line that did not compile.
 compiler_words() {
   local log=$build/log/$1.log words
-  words=$(sed -n 's/.*static assertion failed with "\(.*\)"$/\1/p' "$log" | head -1)
+  # nvcc, clang++ and g++ say it each in their own way.
+  words=$(sed -n -e 's/.*static assertion failed with "\(.*\)"$/\1/p' \
+    -e 's/.*static_assert failed .*"\(.*\)"$/\1/p' \
+    -e 's/.*static assertion failed: \(.*\)$/\1/p' "$log" | head -1)
   [ -n "$words" ] || words=$(grep -m1 -E 'error|fatal' "$log")
   [ -n "$words" ] || words=$(tail -1 "$log")
   printf 'does not compile: %s' "$words"

@@ -1227,7 +1227,7 @@ class DeviceTensor {
 
   void upload(const vector<float>& x) {  // x [B,H,S,D]
     poison();
-    for (int64_t b = 0; b < B_; b++) {
+    for (int64_t b = 0; b < B_ && at.slab_elements; b++) {
       vector<Element> slab(at.slab_elements);
       memset(static_cast<void*>(slab.data()), 0xff, slab.size() * sizeof(Element));
       for_each_row(b, [&](int64_t row, int64_t offset) {
@@ -1541,6 +1541,12 @@ struct Timing {
   double p50_us, p90_us, p99_us, min_us, graph_us, cold_us, clock_mhz;
 };
 
+inline double percentile(vector<double> samples, double fraction) {  // nearest rank
+  std::sort(samples.begin(), samples.end());
+  const double rank = std::ceil(fraction * double(samples.size()));
+  return samples[size_t(std::max(1.0, rank)) - 1];
+}
+
 struct TileCounters {  // of one K/V tile, as executed; empty texts on a GPU
   string barriers, bank_conflicts, global_bytes, by_site;
 };
@@ -1604,12 +1610,6 @@ TileCounters count_tile() {
 constexpr bool has_clock = true;
 TileCounters count_tile() { return {}; }
 string set_schedule(const string&) { return "only the CPU backend has one; a GPU has its own"; }
-
-double percentile(vector<double> samples, double fraction) {  // nearest rank
-  std::sort(samples.begin(), samples.end());
-  const double rank = std::ceil(fraction * double(samples.size()));
-  return samples[size_t(std::max(1.0, rank)) - 1];
-}
 
 struct Event {
   cudaEvent_t event;
@@ -1981,8 +1981,8 @@ Options parse_options(const vector<string>& args) {
       o.help = true;
       continue;
     }
-    const char* const with_value[] = {"--shape",  "--causal", "--seeds", "--dist",  "--scale",
-                                      "--layout", "--sweep", "--iters", "--warmup", "--schedule"};
+    const char* const with_value[] = {"--shape",  "--causal", "--seeds", "--dist",   "--scale",
+                                      "--layout", "--sweep",  "--iters", "--warmup", "--schedule"};
     if (index_in(with_value, name) < 0) return refuse(name + ": no such option; --help lists them");
     if (i + 1 == args.size()) return refuse(name + ": its value is missing");
     const string& value = args[++i];

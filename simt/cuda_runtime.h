@@ -183,10 +183,12 @@ template <class T> cudaError_t cudaMalloc(T** pointer, size_t bytes) {
 }
 inline cudaError_t cudaFree(void* pointer) { return simt::deallocate(pointer), cudaSuccess; }
 inline cudaError_t cudaMemset(void* pointer, int value, size_t bytes) {
-  return memset(pointer, value, bytes), cudaSuccess;
+  if (bytes) memset(pointer, value, bytes);
+  return cudaSuccess;
 }
 inline cudaError_t cudaMemcpy(void* dst, const void* src, size_t bytes, cudaMemcpyKind) {
-  return memcpy(dst, src, bytes), cudaSuccess;
+  if (bytes) memcpy(dst, src, bytes);
+  return cudaSuccess;
 }
 inline cudaError_t cudaMemGetInfo(size_t* free_bytes, size_t* total_bytes) {
   *free_bytes = *total_bytes = size_t(1) << 44;  // the host's limit is checked by who asks

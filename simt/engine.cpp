@@ -2,6 +2,7 @@
 
 #include "engine.h"
 
+#include <pthread.h>
 #include <sys/mman.h>
 
 #include <algorithm>
@@ -124,7 +125,9 @@ struct Fiber {
   Thread thread;
   Context context;
   unsigned char* stack = nullptr;
+  size_t stack_bytes = STACK_BYTES;
   State state = State::ready;
+  bool started = false;
   Site waits_at{};
   const char* waits_for = "";
   bool (*is_ready)(const void*) = nullptr;  // wait_until
@@ -153,7 +156,7 @@ struct Access {  // one warp-wide access to shared memory, being put together la
 };
 
 bool same_site(const Site& a, const Site& b) {
-  return a.line == b.line && !strcmp(a.function, b.function);
+  return a.line == b.line && (a.function == b.function || !strcmp(a.function, b.function));
 }
 
 }  // namespace
@@ -164,11 +167,7 @@ struct Block {
   size_t next_ready = 0;
   int done = 0;
   bool failed = false;
-  Context scheduler;
-  void* tsan_scheduler = nullptr;
-  void* asan_fake_stack = nullptr;
-  const void* asan_bottom = nullptr;
-  size_t asan_size = 0;
+  Fiber scheduler;  // the worker thread itself
   Barrier all, named[16];
   std::vector<std::vector<Meeting>> meetings;  // by warp
   std::vector<int> pollers;
@@ -197,46 +196,35 @@ std::map<uintptr_t, size_t> allocations;  // changed only between launches
 
 Fiber& fiber_of(Thread* t) { return t->block->fibers[t->linear]; }
 
-void switch_to_scheduler(Fiber& f, bool last) {
-  Block& b = *f.thread.block;
-  (void)last;
+// Goes on with `to`; returns when somebody switches back. For ThreadSanitizer, a fiber's first switch
+// and its last one are ordered with the scheduler, so that blocks follow one another; no other switch
+// orders anything.
+void switch_fibers(Fiber& from, Fiber& to) {
+  self = &to.thread;
 #if defined(SIMT_ASAN)
-  __sanitizer_start_switch_fiber(last ? nullptr : &f.asan_fake_stack, b.asan_bottom, b.asan_size);
+  __sanitizer_start_switch_fiber(from.state == State::done ? nullptr : &from.asan_fake_stack,
+                                 to.stack, to.stack_bytes);
 #endif
 #if defined(SIMT_TSAN)
-  __tsan_switch_to_fiber(b.tsan_scheduler, last ? 0 : 1);
+  __tsan_switch_to_fiber(to.tsan, to.started && from.state != State::done ? 1 : 0);
 #endif
-  Context::switch_between(f.context, b.scheduler);
+  to.started = true;
+  Context::switch_between(from.context, to.context);
 #if defined(SIMT_ASAN)
-  __sanitizer_finish_switch_fiber(f.asan_fake_stack, &b.asan_bottom, &b.asan_size);
+  __sanitizer_finish_switch_fiber(from.asan_fake_stack, nullptr, nullptr);
 #endif
 }
 
 void fiber_main() {
   Fiber& f = fiber_of(self);
+  Block& b = *f.thread.block;
 #if defined(SIMT_ASAN)
-  __sanitizer_finish_switch_fiber(nullptr, &f.thread.block->asan_bottom,
-                                  &f.thread.block->asan_size);
+  __sanitizer_finish_switch_fiber(nullptr, nullptr, nullptr);
 #endif
-  f.thread.block->body(f.thread.block->args);
+  b.body(b.args);
   f.state = State::done;
-  f.thread.block->done++;
-  switch_to_scheduler(f, true);
-}
-
-void resume(Block& b, Fiber& f, bool first) {
-  self = &f.thread;
-  (void)first;
-#if defined(SIMT_ASAN)
-  __sanitizer_start_switch_fiber(&b.asan_fake_stack, f.stack, STACK_BYTES);
-#endif
-#if defined(SIMT_TSAN)
-  __tsan_switch_to_fiber(f.tsan, first ? 0 : 1);
-#endif
-  Context::switch_between(b.scheduler, f.context);
-#if defined(SIMT_ASAN)
-  __sanitizer_finish_switch_fiber(b.asan_fake_stack, nullptr, nullptr);
-#endif
+  b.done++;
+  switch_fibers(f, b.scheduler);
 }
 
 void make_ready(Block& b, Fiber& f) {
@@ -250,9 +238,30 @@ void wake(Block& b, std::vector<Fiber*>& waiting) {
   waiting.clear();
 }
 
+int pick(Block& b) {  // the choice stays at ready[next_ready - 1]
+  if (b.next_ready > 1024) {
+    b.ready.erase(b.ready.begin(), b.ready.begin() + b.next_ready);
+    b.next_ready = 0;
+  }
+  if (b.order == Order::random) {
+    b.random = b.random * 6364136223846793005u + 1442695040888963407u;
+    const size_t i = b.next_ready + (b.random >> 33) % (b.ready.size() - b.next_ready);
+    std::swap(b.ready[i], b.ready[b.next_ready]);
+  }
+  return b.ready[b.next_ready++];
+}
+
+// Lets others run until f is ready again. Straight to the next ready fiber where there is one, but
+// its first turn it gets from the scheduler.
 void wait(Fiber& f, const char* what, Site at) {
+  Block& b = *f.thread.block;
   f.state = State::waiting, f.waits_at = at, f.waits_for = what;
-  switch_to_scheduler(f, false);
+  if (b.next_ready < b.ready.size()) {
+    Fiber& next = b.fibers[pick(b)];
+    if (next.started) return switch_fibers(f, next);
+    b.next_ready--;
+  }
+  switch_fibers(f, b.scheduler);
 }
 
 // "warp 2 lane 5 (thread 69)"
@@ -304,20 +313,6 @@ void report_deadlock(Block& b) {
             ", " + group.first;
   }
   report(text);
-}
-
-int pick(Block& b) {
-  if (b.order == Order::random) {
-    b.random = b.random * 6364136223846793005u + 1442695040888963407u;
-    const size_t i = b.next_ready + (b.random >> 33) % (b.ready.size() - b.next_ready);
-    std::swap(b.ready[i], b.ready[b.next_ready]);
-  }
-  const int chosen = b.ready[b.next_ready++];
-  if (b.next_ready > 1024) {
-    b.ready.erase(b.ready.begin(), b.ready.begin() + b.next_ready);
-    b.next_ready = 0;
-  }
-  return chosen;
 }
 
 void wake_pollers(Block& b) {
@@ -409,21 +404,18 @@ void run_block(Block& b, Index3 at, size_t shared_bytes, bool counting) {
                       i / grid.block_dim.x / grid.block_dim.y};
     f.thread.block = &b, f.thread.shared = shared, f.thread.shared_bytes = shared_bytes;
     f.thread.counting = counting;
-    f.state = State::ready;
+    f.state = State::ready, f.started = false;
     f.context.start(f.stack, fiber_main);
     b.ready.push_back(i);
   }
   if (b.order == Order::reverse) std::reverse(b.ready.begin(), b.ready.end());
-  std::vector<bool> started(n, false);
   while (b.done < n && !b.failed) {
     if (b.next_ready == b.ready.size()) wake_pollers(b);
     if (b.next_ready == b.ready.size()) {
       report_deadlock(b);
       break;
     }
-    const int i = pick(b);
-    resume(b, b.fibers[i], !started[i]);
-    started[i] = true;
+    switch_fibers(b.scheduler, b.fibers[pick(b)]);
   }
   if (counting) {
     for (auto& site : b.accesses) {  // those that not all lanes took part in
@@ -502,13 +494,10 @@ void warp_collective(unsigned mask, void* mine, Collective compute, Site at) {
   const Unobserved unobserved;
   Block& b = *self->block;
   release(&b.meetings[self->warp]);
-  std::vector<Fiber*> waiting;
-  for (int lane = 0; lane < 32; lane++) {
-    if (lane != self->lane && (mask >> lane & 1)) {
-      waiting.push_back(&b.fibers[self->warp * 32 + lane]);
-    }
+  for (int i = 0; i < 32; i++) {
+    const int lane = b.order == Order::reverse ? 31 - i : i;
+    if (lane != self->lane && (mask >> lane & 1)) make_ready(b, b.fibers[self->warp * 32 + lane]);
   }
-  wake(b, waiting);
 }
 
 void wait_until(bool (*ready)(const void*), const void* context, Site at) {
@@ -615,7 +604,7 @@ void fail(Site at, const char* format, ...) {
   va_end(values);
   report(block_name() + " " + name_of(*self) + " at " + name_of(at) + ": " + text);
   self->block->failed = true;
-  switch_to_scheduler(fiber_of(self), false);
+  switch_fibers(fiber_of(self), self->block->scheduler);
   abort();  // a failed block is never resumed
 }
 
@@ -697,8 +686,17 @@ struct Worker {  // one OS thread's block, with stacks that all its blocks use i
       block.fibers[i].tsan = __tsan_create_fiber(0);
 #endif
     }
+    block.scheduler.started = true;
 #if defined(SIMT_TSAN)
-    block.tsan_scheduler = __tsan_get_current_fiber();
+    block.scheduler.tsan = __tsan_get_current_fiber();
+#endif
+#if defined(SIMT_ASAN)
+    pthread_attr_t attributes;
+    void* stack;
+    pthread_getattr_np(pthread_self(), &attributes);
+    pthread_attr_getstack(&attributes, &stack, &block.scheduler.stack_bytes);
+    pthread_attr_destroy(&attributes);
+    block.scheduler.stack = static_cast<unsigned char*>(stack);
 #endif
     return true;
   }

@@ -69,15 +69,161 @@ inline float ex2_approx_ftz(float x) {
   return y < 0x1p-126f ? 0.0f : y;  // NaN stays
 }
 
-inline float max_nan(float a, float b) { return a != a ? a : b != b ? b : a > b ? a : b; }
+// NaN results are the one NaN that the hardware makes.
+inline float canonical_nan() { return simt::float_of_bits(0x7fffffff); }
+
+inline float max_nan(float a, float b) {
+  if (a != a || b != b) return canonical_nan();
+  if (a == b) return std::signbit(a) ? b : a;
+  return a > b ? a : b;
+}
 
 // a + b rounded towards -infinity: the rounded sum, and one step down if its exact error (Knuth's
-// TwoSum) is negative.
+// TwoSum) is negative. An exact zero is -0 in this mode, unless both are +0.
 inline float add_rm(float a, float b) {
   const float sum = a + b, b_part = sum - a;
+  if (sum != sum) return canonical_nan();
   const float error = (a - (sum - b_part)) + (b - b_part);
+  if (sum == 0 && error == 0) return std::signbit(a) || std::signbit(b) ? -0.0f : 0.0f;
   return error < 0 ? std::nextafter(sum, -INFINITY) : sum;
 }
 
 inline uint32_t bits_of(float x) { return simt::bits_of_float(x); }
 inline float float_of(uint32_t bits) { return simt::float_of_bits(bits); }
+
+// ---- warp-wide matrices ----
+// Lane 4g + q of a warp. An 8x8 matrix of 16-bit elements in registers: row g, columns 2q and 2q + 1;
+// transposed: rows 2q and 2q + 1 of column g. Rows in memory: lane 8i + r has row r of matrix i.
+
+struct MatrixArgs {
+  unsigned char* row;
+  uint32_t* registers;
+};
+
+template <int N, bool TRANS, bool STORE> inline void move_matrices(void* const args[32], unsigned) {
+  for (int i = 0; i < N; i++) {
+    for (int r = 0; r < 8; r++) {
+      unsigned char* const row = static_cast<const MatrixArgs*>(args[8 * i + r])->row;
+      for (int c = 0; c < 8; c++) {
+        const int lane = TRANS ? 4 * c + r / 2 : 4 * r + c / 2, half = TRANS ? r % 2 : c % 2;
+        uint32_t* const word = &static_cast<const MatrixArgs*>(args[lane])->registers[i];
+        unsigned char* const element = reinterpret_cast<unsigned char*>(word) + 2 * half;
+        if (STORE) {
+          memcpy(row + 2 * c, element, 2);
+        } else {
+          memcpy(element, row + 2 * c, 2);
+        }
+      }
+    }
+  }
+}
+
+template <int N, bool TRANS, bool STORE>
+inline void matrix_collective(const void* row_s, uint32_t* registers, simt::Site at) {
+  MatrixArgs mine{static_cast<unsigned char*>(const_cast<void*>(row_s)), registers};
+  if (simt::self->lane < 8 * N) {
+    simt::check_shared(row_s, 16, at);
+    if (simt::self->counting) simt::count_shared(row_s, 16, at);
+  }
+  simt::warp_collective(~0u, &mine, move_matrices<N, TRANS, STORE>, at);
+}
+
+template <int N, bool TRANS>
+inline void ldmatrix(uint32_t (&r)[N], const void* row_s, SIMT_CALLER) {
+  matrix_collective<N, TRANS, false>(row_s, r, at);
+}
+template <int N, bool TRANS>
+inline void stmatrix(void* row_s, const uint32_t (&r)[N], SIMT_CALLER) {
+  matrix_collective<N, TRANS, true>(row_s, const_cast<uint32_t*>(r), at);
+}
+
+struct MmaArgs {
+  float* d;
+  const uint32_t *a, *b;
+};
+
+// d += a @ b for a [16][K] and b [K][8] whose elements come PER_WORD to a register.
+template <int K, int PER_WORD, class Decode>
+inline void multiply_matrices(void* const args[32], Decode decode) {
+  using Row = float __attribute__((vector_size(32)));  // 8 columns
+  float a[16][K];
+  Row b[K], d[16];
+  for (int lane = 0; lane < 32; lane++) {
+    const MmaArgs& m = *static_cast<const MmaArgs*>(args[lane]);
+    const int g = lane / 4, q = lane % 4;
+    for (int e = 0; e < PER_WORD; e++) {
+      const int k = q * PER_WORD + e;
+      for (int i = 0; i < 4; i++) a[g + i % 2 * 8][k + i / 2 * (K / 2)] = decode(m.a[i], e);
+      for (int i = 0; i < 2; i++) b[k + i * (K / 2)][g] = decode(m.b[i], e);
+    }
+    for (int i = 0; i < 4; i++) d[g + i / 2 * 8][2 * q + i % 2] = m.d[i];
+  }
+  for (int i = 0; i < 16; i++) {
+    for (int k = 0; k < K; k++) d[i] += a[i][k] * b[k];
+  }
+  for (int lane = 0; lane < 32; lane++) {
+    const MmaArgs& m = *static_cast<const MmaArgs*>(args[lane]);
+    for (int i = 0; i < 4; i++) m.d[i] = d[lane / 4 + i / 2 * 8][2 * (lane % 4) + i % 2];
+  }
+}
+
+template <class E> struct ElementOfWord {
+  float operator()(uint32_t word, int e) const {
+    E x;
+    x.bits = uint16_t(word >> 16 * e);
+    return float(x);
+  }
+};
+
+struct E4m3OfWord {
+  float operator()(uint32_t word, int e) const {
+    const int byte = word >> 8 * e & 0xff, exponent = byte >> 3 & 15, mantissa = byte & 7;
+    if ((byte & 0x7f) == 0x7f) return canonical_nan();
+    const float value = exponent ? std::ldexp(float(8 + mantissa), exponent - 10)
+                                 : std::ldexp(float(mantissa), -9);
+    return byte & 0x80 ? -value : value;
+  }
+};
+
+// D += A @ B, [16][16] @ [16][8], E __half or __nv_bfloat16.
+template <class E>
+inline void mma_m16n8k16(float (&d)[4], const uint32_t (&a)[4], const uint32_t (&b)[2],
+                         SIMT_CALLER) {
+  MmaArgs mine{d, a, b};
+  simt::warp_collective(~0u, &mine, [](void* const args[32], unsigned) {
+    multiply_matrices<16, 2>(args, ElementOfWord<E>());
+  }, at);
+}
+
+// D += A @ B, [16][32] @ [32][8], e4m3.
+inline void mma_m16n8k32_e4m3(float (&d)[4], const uint32_t (&a)[4], const uint32_t (&b)[2],
+                              SIMT_CALLER) {
+  MmaArgs mine{d, a, b};
+  simt::warp_collective(~0u, &mine, [](void* const args[32], unsigned) {
+    multiply_matrices<32, 4>(args, E4m3OfWord());
+  }, at);
+}
+
+// ---- barriers ----
+
+inline void barrier_sync(int id, int threads, SIMT_CALLER) {
+  simt::named_barrier(id, threads, true, at);
+}
+inline void barrier_arrive(int id, int threads, SIMT_CALLER) {
+  simt::named_barrier(id, threads, false, at);
+}
+
+inline void mbarrier_init(uint64_t* barrier_s, int arrivals, SIMT_CALLER) {
+  simt::mbarrier_init(barrier_s, arrivals, at);
+}
+inline void mbarrier_arrive(uint64_t* barrier_s, SIMT_CALLER) {
+  simt::mbarrier_arrive(barrier_s, 0, at);
+}
+inline void mbarrier_arrive_expect_tx(uint64_t* barrier_s, int bytes, SIMT_CALLER) {
+  simt::mbarrier_arrive(barrier_s, bytes, at);
+}
+// The hardware may return false after a while; here the thread sleeps until the phase is complete.
+inline bool mbarrier_try_wait_parity(uint64_t* barrier_s, int parity, SIMT_CALLER) {
+  simt::mbarrier_wait(barrier_s, parity, at);
+  return true;
+}

@@ -38,19 +38,19 @@ sentences=(
 )
 
 # CMake alone refuses the file and names every bad line.
-if cmake -S . -B "$dir/cmake" -DSDPA_ARCHS=80-real -DSDPA_CONFIGS="$dir/bad.txt" >"$dir/cmake.out" 2>&1; then
+if cmake -S . -B "$dir/cmake" -DSDPA_CPU=ON -DSDPA_CONFIGS="$dir/bad.txt" >"$dir/cmake.out" 2>&1; then
   echo "CMake accepted the file"; failed=1
 fi
 for sentence in "${sentences[@]}"; do has "$dir/cmake.out" "$sentence"; done
 
 # run_all.sh names them too, builds the good lines, and exits with 1.
-export SDPA_ARCHS=80-real SDPA_CONFIGS="$dir/bad.txt" SDPA_BUILD_DIR="$dir/build"
-./run_all.sh --csv --shape small -- --check-only >"$dir/out.csv" 2>"$dir/err"
+export SDPA_CONFIGS="$dir/bad.txt" SDPA_BUILD_DIR="$dir/build"
+./run_all.sh --cpu --csv --shape small -- --check-only >"$dir/out.csv" 2>"$dir/err"
 status=$?
 [ $status = 1 ] || { echo "run_all.sh exited with $status, want 1"; failed=1; }
 for sentence in "${sentences[@]}"; do has "$dir/err" "$sentence"; done
 has "$dir/err" "sdpa_illegal does not compile: HEAD_DIM: not a legal value; it takes one of: 64 128 256. Type HEAD_DIM=64"
-[ "$(head -1 "$dir/out.csv")" = "$("$dir/build/sdpa_good1" --header)" ] || { echo "no header"; failed=1; }
+[ "$(head -1 "$dir/out.csv")" = "$("$dir/build-cpu/sdpa_good1" --header)" ] || { echo "no header"; failed=1; }
 [ "$(grep -c "^good1," "$dir/out.csv")" = 2 ] || { echo "want a row of good1 and one of its double"; failed=1; }
 for row in good2 illegal typo; do
   [ "$(grep -c "^$row," "$dir/out.csv")" = 1 ] || { echo "want one row of $row"; failed=1; }
@@ -67,14 +67,14 @@ expect() {  # expect STATUS SENTENCE COMMAND...
   [ $status = "$want" ] || { echo "$*: exit $status, want $want"; failed=1; }
   has "$dir/out" "$sentence"
 }
-expect 2 "--only zzz: no line of configs.txt has such a name" env SDPA_CONFIGS="$PWD/configs.txt" ./run_all.sh --only zzz
-expect 2 "--only (: not a regular expression" ./run_all.sh --only '('
+expect 2 "--only zzz: no line of configs.txt has such a name" env SDPA_CONFIGS="$PWD/configs.txt" ./run_all.sh --cpu --only zzz
+expect 2 "--only (: not a regular expression" ./run_all.sh --cpu --only '('
 expect 2 "--frob: no such option or command" ./run_all.sh --frob
 expect 2 "--shape: its value is missing" ./run_all.sh --shape
-expect 2 "--shape huge: want small, mission" ./run_all.sh --only good1 --shape huge
-expect 2 "sdpa: --frob: no such option; --help lists them" "$dir/build/sdpa_good1" --frob
+expect 2 "--shape huge: want small, mission" ./run_all.sh --cpu --only good1 --shape huge
+expect 2 "sdpa: --frob: no such option; --help lists them" "$dir/build-cpu/sdpa_good1" --frob
 echo "# nothing" >"$dir/empty.txt"
-expect 2 "empty.txt: no configuration in it; a line is NAME KNOB=VALUE ..." env SDPA_CONFIGS="$dir/empty.txt" ./run_all.sh
-expect 2 "missing.txt: there is no such file" env SDPA_CONFIGS="$dir/missing.txt" ./run_all.sh
-expect 0 "SYNC_POLICY 1" "$dir/build/sdpa_good2" --config
+expect 2 "empty.txt: no configuration in it; a line is NAME KNOB=VALUE ..." env SDPA_CONFIGS="$dir/empty.txt" ./run_all.sh --cpu
+expect 2 "missing.txt: there is no such file" env SDPA_CONFIGS="$dir/missing.txt" ./run_all.sh --cpu
+expect 0 "SYNC_POLICY 1" "$dir/build-cpu/sdpa_good2" --config
 exit $failed

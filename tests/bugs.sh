@@ -1,0 +1,131 @@
+#!/usr/bin/env bash
+# The checker checked: each bug below is put into a copy of sdpa.cu, built for the CPU backend, and
+# must be caught by the net named beside it:
+#   check    the self-check against the reference (exit 1)
+#   backend  a report of the CPU backend (exit 3)
+#   address  AddressSanitizer           thread  ThreadSanitizer
+# Each set of knobs and options is also run without a bug, and must pass. usage: bugs.sh [REGEX]
+set -u
+cd "$(dirname "$0")/.." || exit 1
+only=${1-}
+work=$(mktemp -d)
+trap 'rm -rf "$work"' EXIT
+jobs=$(nproc)
+ln -s "$PWD/simt" "$work/simt"
+cp reference.cpp "$work/"
+
+flags=(-std=c++17 -O1 -march=native -ffp-contract=off -ftrivial-auto-var-init=pattern -w -pthread
+       -I"$PWD/simt")
+engine() {  # engine NET MACRO...
+  "${CXX:-g++}" -std=c++17 -O2 "${@:2}" -c simt/engine.cpp -o "$work/engine_$1.o" || exit 1
+}
+engine plain; engine address -DSIMT_ASAN; engine thread -DSIMT_TSAN
+
+# outcome SOURCE NET "KNOBS" "OPTIONS": builds and runs; prints "NET: evidence", or "nothing".
+outcome() {
+  local source=$1 net=$2 exe=${1%.cu}.$2 knob_list option_list out status=0 sanitize=() kind=plain
+  read -ra knob_list <<<"$3"
+  read -ra option_list <<<"$4"
+  case $net in
+    address) sanitize=('-fsanitize=address,undefined' -fno-sanitize-recover=undefined -g) kind=address ;;
+    thread) sanitize=(-fsanitize=thread -g) kind=thread ;;
+  esac
+  if ! "${CXX:-g++}" "${flags[@]}" "${sanitize[@]}" "${knob_list[@]/#/-D}" -x c++ "$source" -x none \
+      "$work/engine_$kind.o" -o "$exe" 2>"$exe.log"; then
+    echo "does not compile: $(head -1 "$exe.log")"
+    return
+  fi
+  out=$(timeout 120 "$exe" --check-only "${option_list[@]}" 2>&1) || status=$?
+  if grep -q 'ThreadSanitizer: data race' <<<"$out"; then echo "thread: data race"
+  elif grep -q 'ERROR: AddressSanitizer\|runtime error' <<<"$out"; then
+    echo "address: $(grep -om1 'AddressSanitizer: [a-z-]*\|runtime error: .*' <<<"$out")"
+  elif grep -q '^simt: ' <<<"$out"; then echo "backend: $(sed -n 's/^simt: //p' <<<"$out" | head -1)"
+  elif [ $status = 1 ]; then echo "check: $(sed -n 's/.*: FAIL [^:]*: //p' <<<"$out" | head -1)"
+  elif [ $status = 0 ]; then echo "nothing"
+  else echo "exit $status: $(head -1 <<<"$out")"
+  fi
+}
+
+# bug NAME NET "KNOBS" "OPTIONS" SED-SCRIPT, run in the background
+running=0 bugs=0
+bug() {
+  local name=$1 net=$2 knobs=$3 options=$4 script=$5
+  [[ $name =~ $only ]] || return 0
+  bugs=$((bugs + 1))
+  echo "$net|$knobs|$options" >>"$work/clean.txt"
+  (
+    sed -E "$script" sdpa.cu >"$work/$name.cu"
+    if cmp -s sdpa.cu "$work/$name.cu"; then
+      found="no line of sdpa.cu matches its edit"
+    else
+      found=$(outcome "$work/$name.cu" "$net" "$knobs" "$options")
+    fi
+    verdict=MISSED
+    [[ $found == "$net: "* ]] && verdict=caught
+    printf '%-26s %-7s %s\n' "$name" $verdict "${found:0:110}" >"$work/$name.result"
+  ) &
+  running=$((running + 1))
+  if [ $running -ge "$jobs" ]; then wait -n; running=$((running - 1)); fi
+}
+
+async="VEC_WIDTH=8 SYNC_POLICY=1 USE_CP_ASYNC=1 STAGES=2"
+# ---- what is computed ----
+bug last_tile_dropped      check   ""  "--shape 1,1,1,40,70"  's~ \+ B::block_n - 1\) / B::block_n;~) / B::block_n;~'
+bug o_not_rescaled         check   ""  "--shape 1,1,1,40,70"  's~O\.x\[i\]\[j\] \*= alpha\[i\];~;~'
+bug l_not_rescaled         check   ""  "--shape 1,1,1,40,70"  's~fmaf\(l\[i\], alpha\[i\], sum\)~l[i] + sum~'
+bug scale_wrong            check   ""  "--shape small"        's~1 / std::sqrt\(double\(p\.D\)\)~1 / double(p.D)~'
+bug max_of_one_lane        check   "VEC_WIDTH=8 SYNC_POLICY=1" "--shape small --dist large"  's~^.*m_new = fmaxf\(m_new, __shfl_xor_sync.*$~~'
+bug mask_off_by_one        check   ""  "--shape 1,1,1,40,70 --causal br"  's~q \+ 1 \+ p\.Sk - p\.Sq~q + 2 + p.Sk - p.Sq~'
+bug top_left_for_bottom    check   ""  "--shape 1,1,1,40,70 --causal br"  's~q \+ 1 \+ p\.Sk - p\.Sq~q + 1~'
+bug inf_minus_inf          check   ""  "--shape 1,1,1,70,33 --causal br"  's~m == -INFINITY \? 0\.0f : m~m~'
+bug lse_to_base_2          check   ""  "--shape small"  's~ln2 \* \(finite_max~(finite_max~'
+# ---- where it comes from ----
+bug wrong_kv_head          check   ""  "--shape 1,4,2,20,30"  's~h_kv = h / \(p\.Hq / p\.Hkv\)~h_kv = h % p.Hkv~'
+bug stride_ignored         check   ""  "--shape 1,2,2,20,30 --layout packed"  's~K_g \+ k0 \* p\.k\.row, p\.k\.row~K_g + k0 * B::head_dim, B::head_dim~'
+bug offset_of_32_bits      check   ""  "--shape 2,1,1,20,30 --layout far"  's~p\.K \+ b \* p\.k\.batch~p.K + int(b * p.k.batch)~'
+bug tail_rows_not_zeroed   check   ""  "--shape 1,1,1,20,30"  's~(const bool valid = row < valid_rows;)~\1 if (!valid) continue;~'
+bug tail_rows_read         backend ""  "--shape 1,1,1,20,9"   's~const bool valid = row < valid_rows;~const bool valid = true;~'
+bug swizzled_store_only    check   "SWIZZLE_XOR=1"  "--shape small"  's~K_s \+ tile_offset<B>\(S\.col\(j\), d\)~K_s + S.col(j) * B::head_dim + d~'
+bug wrong_stage            check   "$async"  "--shape 1,1,1,40,150"  's~s\.P, s\.V\[stage\]~s.P, s.V[(stage + 1) % B::stages]~'
+# ---- when ----
+bug no_barrier_after_load  check   "VEC_WIDTH=8 SYNC_POLICY=1"  "--shape small"  's~sync_for<B, Hazard::kv_written>\(\);~~'
+bug no_barrier_after_s     thread  "VEC_WIDTH=8 SYNC_POLICY=2"  "--shape small"  's~sync_for<B, Hazard::s_written>\(\);~~'
+bug no_barrier_before_reuse thread "VEC_WIDTH=8 SYNC_POLICY=1"  "--shape 1,1,1,32,96"  's~sync_for<B, Hazard::tile_read>\(\);~~'
+bug no_syncwarp_after_p    thread  "VEC_WIDTH=8 SYNC_POLICY=1"  "--shape small"  's~sync_for<B, Hazard::sum_written>\(\);~~'
+bug barrier_in_a_branch    backend "VEC_WIDTH=8 SYNC_POLICY=1"  "--shape small"  's~sync_for<B, Hazard::kv_written>\(\);~if (warp) sync_for<B, Hazard::kv_written>(); else sync_for<B, Hazard::tile_read>();~'
+bug no_wait_for_copies     check   "$async"  "--shape 1,1,1,40,150"  's~wait_copies<B, B::stages - 1>\(\);~~'
+bug wait_for_older_group   check   "$async"  "--shape 1,1,1,40,150"  's~wait_copies<B, B::stages - 1>~wait_copies<B, B::stages>~'
+bug shared_uninitialised   check   ""  "--shape small"  's~ = -INFINITY, s\.l\[S\.row\(i\)\] = 0;~ = -INFINITY;~'
+# ---- what is written ----
+bug row_past_the_end       check   ""  "--shape 1,1,1,33,20"  's~if \(q >= p\.Sq\) continue;~if (q > p.Sq) continue;~'
+bug o_written_twice        thread  "VEC_WIDTH=8"  "--shape small"  's~(if \(q >= p\.Sq\) continue;)~\1 if (O.row(i) == 0) st_global(O_g + (q0 + 8) * p.o.row + O.col(0), Vector{});~'
+bug lse_one_too_far        check   ""  "--shape small"  's~\* p\.Sq \+ q\] =~* p.Sq + q + 1] =~'
+bug store_misaligned       backend "VEC_WIDTH=8"  "--shape small"  's~O\.first_col = lane % COL_LANES \* CHUNK;~O.first_col = lane % COL_LANES * CHUNK + 1;~'
+bug shared_past_the_end    address ""  "--shape small"  's~m_out\[i\] = s\.m\[own\.row\(i\)\]~m_out[i] = s.m[own.row(i) + 3 * B::block_m + 1]~'
+bug shared_too_small       backend ""  "--shape small"  's~dynamicSmemBytes = sizeof\(Shared\);~dynamicSmemBytes = sizeof(Shared) - 16;~'
+# ---- from launch to launch ----
+bug previous_result_kept   check   ""  "--shape small"  's~(cudaError_t error = cudaFuncSetAttribute)~static bool done = false; if (done) return status; done = true; \1~'
+bug queue_skips_an_item    check   "USE_PERSISTENT_CTA=1"  "--shape 1,2,2,70,20"  's~work_item<B>\(a, drawn_s\)~work_item<B>(a, drawn_s == 2 ? 1 : drawn_s)~'
+bug queue_not_reset        check   "USE_PERSISTENT_CTA=1"  "--shape small"  's~^.*atomicExch\(counter, 0u\);~~'
+wait
+
+# The same builds without a bug. The source needs a name of its own for each set of knobs.
+running=0
+sort -u "$work/clean.txt" >"$work/clean_once.txt"
+while IFS='|' read -r net knobs options; do
+  (
+    name=$work/clean_$BASHPID
+    cp sdpa.cu "$name.cu"
+    found=$(outcome "$name.cu" "$net" "$knobs" "$options")
+    if [ "$found" != nothing ]; then echo "without a bug ($net; $knobs; $options): $found" >"$name.failed"; fi
+  ) &
+  running=$((running + 1))
+  if [ $running -ge "$jobs" ]; then wait -n; running=$((running - 1)); fi
+done <"$work/clean_once.txt"
+wait
+
+cat "$work"/*.result
+cat "$work"/*.failed 2>/dev/null
+caught=$(cat "$work"/*.result | awk '$2 == "caught"' | wc -l)
+echo "$caught of $bugs bugs caught"
+[ "$bugs" -gt 0 ] && [ "$caught" = "$bugs" ] && ! ls "$work"/*.failed >/dev/null 2>&1

@@ -1,0 +1,48 @@
+#!/usr/bin/env bash
+# One line of configs.txt on the CPU backend: problems that touch every edge of the contract, under
+# several orders of the threads. usage: line.sh EXE PASS|FAIL none|address|thread
+set -u
+exe=$1 expect=$2 sanitizer=$3
+failed=0
+run() {  # run OPTION...: one launch of the executable; words and rows go to $out
+  out=$(timeout 300 "$exe" --check-only "$@" 2>&1)
+  status=$?
+}
+
+if [ "$expect" = FAIL ]; then
+  # The negative control: every net that looks at it must see it.
+  for schedule in forward reverse random:1; do
+    run --shape small --schedule $schedule
+    case $sanitizer in
+      thread) grep -q 'ThreadSanitizer: data race' <<<"$out" || { echo "$schedule: no data race reported"; failed=1; } ;;
+      *) [ $status = 1 ] || { echo "$schedule: exit $status, want 1"; echo "$out"; failed=1; } ;;
+    esac
+  done
+  exit $failed
+fi
+
+expect_pass() {
+  run "$@"
+  if [ $status != 0 ]; then
+    echo "exit $status: $exe --check-only $*"
+    head -60 <<<"$out"
+    failed=1
+  fi
+}
+ragged=(--shape '1,2,1,33,70' --shape '1,1,1,1,100' --shape '2,2,2,5,0' --shape '1,1,1,70,33')
+for schedule in forward reverse random:1 random:2; do
+  expect_pass --shape small "${ragged[@]}" --causal br --schedule $schedule
+done
+expect_pass "${ragged[@]}" --causal tl --layout packed --dist large
+expect_pass "${ragged[@]}" --layout padded --dist nonfinite
+expect_pass --shape 2,4,2,40,50 --layout bshd --dist outliers --scale 0.3
+if [ "$sanitizer" = none ]; then
+  expect_pass --shape 1,8,2,200,300 --causal br --schedule random:3
+  expect_pass --shape 2,2,1,20,40 --layout far
+  # What one K/V tile does, as executed, against what the code declares.
+  run --header --shape small
+  awk -F, 'NR == 1 { for (i = 1; i <= NF; i++) at[$i] = i; next }
+           $at["barriers_executed"] != $at["barriers_per_tile"] { exit 1 }' <<<"$out" ||
+    { echo "the barriers executed are not those declared:"; echo "$out"; failed=1; }
+fi
+exit $failed
