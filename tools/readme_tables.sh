@@ -12,8 +12,6 @@ if [ ! -r "$csv" ]; then
   exit 2
 fi
 
-table=$(mktemp)
-trap 'rm -f "$table"' EXIT
 awk -F, -v file="$csv" '
   NR == 1 { for (i = 1; i <= NF; i++) at[$i] = i; next }
   {
@@ -42,11 +40,5 @@ awk -F, -v file="$csv" '
     }
     printf "\n%s, SM clock %d MHz. graph_us of `./run_all.sh`; every row of it is in [%s](%s).\n", \
       provenance, mhz, file, file
-  }' "$csv" >"$table"
-awk -v table="$table" '
-  /<!-- results:begin/ { print; while ((getline row < table) > 0) print row; skip = 1 }
-  /<!-- results:end/ { skip = 0 }
-  !skip { print }' README.md >"$table.new"
-cat "$table.new" >README.md
-rm -f "$table.new"
+  }' "$csv" | tools/readme_section.sh results
 echo "README.md now shows $csv" >&2
