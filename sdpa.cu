@@ -38,6 +38,9 @@
 #define SDPA_NAMESPACE sdpa
 #endif
 
+#pragma nv_diag_push
+#pragma nv_diag_suppress 177  // unused: a build takes only the parts that its knobs select
+
 namespace SDPA_NAMESPACE {
 
 // ==== 1 KNOBS ====================================================================================
@@ -114,7 +117,10 @@ constexpr bool is_legal(const char* value, const char* values) {  // values: "a 
 SDPA_KNOBS(SDPA_KNOB)
 
 // The effective knobs as constants; `Build` is the template argument of every kernel and block.
+enum class Family { scalar, mma };
+
 struct Build {
+  static constexpr Family family = number_of(USE_MMA_SYNC_text) == 1 ? Family::mma : Family::scalar;
   static constexpr int head_dim = number_of(HEAD_DIM_text);
   static constexpr bool is_bf16 = text_equal(DTYPE_text, "BF16");
   static constexpr int block_m = number_of(BLOCK_M_text);
@@ -129,28 +135,40 @@ struct Build {
   static constexpr bool use_persistent_cta = number_of(USE_PERSISTENT_CTA_text);
   static constexpr bool use_fast_exp = number_of(USE_FAST_EXP_text);
 };
-constexpr const char* family = "scalar";
+constexpr const char* family_name = Build::family == Family::mma ? "mma" : "scalar";
+constexpr bool is_scalar = Build::family == Family::scalar, is_mma = Build::family == Family::mma;
 
 // Combinations that cannot work, or in which a knob would do nothing: what, why, what to type.
 #define SDPA_REFUSE(condition, sentence) static_assert(!(condition), sentence)
 SDPA_REFUSE(USE_WMMA_changed, "USE_WMMA=1: this version has no wmma kernel; drop USE_WMMA");
 SDPA_REFUSE(USE_WMMA_PV_changed,
             "USE_WMMA_PV=1: this version has no wmma kernel; drop USE_WMMA_PV");
-SDPA_REFUSE(USE_MMA_SYNC_changed, "USE_MMA_SYNC=1: this version has no mma.sync kernel; drop it");
 SDPA_REFUSE(USE_WGMMA_changed, "USE_WGMMA=1: this version has no wgmma kernel; drop USE_WGMMA");
 SDPA_REFUSE(USE_WARP_SPECIALIZATION_changed,
-            "USE_WARP_SPECIALIZATION=1: the scalar kernel has no producer warps; drop it");
+            "USE_WARP_SPECIALIZATION=1: this version has no producer warps; drop it");
 SDPA_REFUSE(NUM_PRODUCER_WARPS_changed,
-            "NUM_PRODUCER_WARPS: the scalar kernel has no producer warps; drop it");
-SDPA_REFUSE(Build::block_m % (4 * Build::num_warps) != 0,
+            "NUM_PRODUCER_WARPS: this version has no producer warps; drop it");
+SDPA_REFUSE(is_scalar&& Build::block_m % (4 * Build::num_warps) != 0,
             "BLOCK_M and NUM_WARPS: a warp takes whole groups of 4 query rows, so BLOCK_M must be "
             "a multiple of 4*NUM_WARPS; type BLOCK_M=64 NUM_WARPS=4");
-SDPA_REFUSE(Build::block_n % 8 != 0,
+SDPA_REFUSE(is_scalar&& Build::block_n % 8 != 0,
             "BLOCK_N: 8 lanes share the keys of a row, so it must be a multiple of 8; type "
             "BLOCK_N=64");
-SDPA_REFUSE(Build::block_m / (4 * Build::num_warps) * (Build::block_n + Build::head_dim) / 8 > 176,
+SDPA_REFUSE(is_scalar&& Build::block_m / (4 * Build::num_warps) *
+                    (Build::block_n + Build::head_dim) / 8 >
+                176,
             "BLOCK_M, BLOCK_N and HEAD_DIM: a thread's part of S and O would take over 176 "
             "registers and spill; type a smaller BLOCK_M or more NUM_WARPS");
+SDPA_REFUSE(is_mma&& Build::block_m != 16 * Build::num_warps &&
+                Build::block_m != 32 * Build::num_warps,
+            "BLOCK_M and NUM_WARPS: an mma.sync warp owns 16 or 32 query rows, so BLOCK_M must be "
+            "16 or 32 times NUM_WARPS; type BLOCK_M=128 NUM_WARPS=4");
+SDPA_REFUSE(is_mma&& Build::block_n % 16 != 0,
+            "BLOCK_N: mma.sync takes keys by 16, so it must be a multiple of 16; type BLOCK_N=64");
+SDPA_REFUSE(
+    is_mma&& SYNC_POLICY_changed,
+    "SYNC_POLICY: in the mma.sync kernel every warp owns its rows and the copies alone need "
+    "a barrier, so the policy does nothing; drop SYNC_POLICY");
 SDPA_REFUSE(!Build::use_cp_async && Build::stages > 1,
             "STAGES: plain copies finish before the next one starts, so STAGES does nothing "
             "without cp.async; add USE_CP_ASYNC=1 or drop STAGES");
@@ -264,6 +282,43 @@ template <int N> __device__ __forceinline__ void cp_async_wait_group() {
   asm volatile("cp.async.wait_group %0;" ::"n"(N) : "memory");
 }
 
+// Four 8x8 matrices of 16-bit elements from shared memory; lane 8i + r has the address of row r of
+// matrix i. Lane 4g + q gets columns 2q and 2q + 1 of row g of each; TRANS: of column g, rows 2q...
+template <bool TRANS>
+__device__ __forceinline__ void ldmatrix_x4(uint32_t (&r)[4], const void* row_s) {
+  const uint32_t row = static_cast<uint32_t>(__cvta_generic_to_shared(row_s));
+  if constexpr (TRANS) {
+    asm volatile("ldmatrix.sync.aligned.m8n8.x4.trans.shared.b16 {%0, %1, %2, %3}, [%4];"
+                 : "=r"(r[0]), "=r"(r[1]), "=r"(r[2]), "=r"(r[3])
+                 : "r"(row));
+  } else {
+    asm volatile("ldmatrix.sync.aligned.m8n8.x4.shared.b16 {%0, %1, %2, %3}, [%4];"
+                 : "=r"(r[0]), "=r"(r[1]), "=r"(r[2]), "=r"(r[3])
+                 : "r"(row));
+  }
+}
+
+// D += A @ B, [16][16] @ [16][8]. Lane 4g + q: d0, d1 are columns 2q and 2q + 1 of row g, d2, d3 of
+// row g + 8; a[0], a[1] hold k = 2q, 2q + 1 of rows g and g + 8, a[2], a[3] the same 8 k further; b0
+// holds k = 2q, 2q + 1 of column g, b1 the same 8 k further.
+template <class E>
+__device__ __forceinline__ void mma_m16n8k16(float& d0, float& d1, float& d2, float& d3,
+                                             const uint32_t (&a)[4], uint32_t b0, uint32_t b1) {
+  if constexpr (std::is_same<E, __half>::value) {
+    asm volatile(
+        "mma.sync.aligned.m16n8k16.row.col.f32.f16.f16.f32 {%0, %1, %2, %3}, "
+        "{%4, %5, %6, %7}, {%8, %9}, {%0, %1, %2, %3};"
+        : "+f"(d0), "+f"(d1), "+f"(d2), "+f"(d3)
+        : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b0), "r"(b1));
+  } else {
+    asm volatile(
+        "mma.sync.aligned.m16n8k16.row.col.f32.bf16.bf16.f32 {%0, %1, %2, %3}, "
+        "{%4, %5, %6, %7}, {%8, %9}, {%0, %1, %2, %3};"
+        : "+f"(d0), "+f"(d1), "+f"(d2), "+f"(d3)
+        : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b0), "r"(b1));
+  }
+}
+
 __device__ __forceinline__ float ex2_approx_ftz(float x) {
   float y;
   asm("ex2.approx.ftz.f32 %0, %1;" : "=f"(y) : "f"(x));
@@ -356,7 +411,8 @@ template <class B, int ROWS>
 __device__ __forceinline__ void copy_tile(Element* dst_s, const Element* src_g, int64_t row_stride,
                                           int valid_rows, int tid, int nthreads) {
   constexpr int per_row = B::head_dim / B::vec_width, vectors = ROWS * per_row;
-#pragma unroll 8  // loads in flight; each takes registers in the plain copy
+  constexpr int unrolled = B::use_cp_async ? 4 : 8;  // a plain load in flight takes registers
+#pragma unroll unrolled
   for (int n = 0; n < (vectors + nthreads - 1) / nthreads; n++) {
     const unsigned i = tid + n * nthreads;
     if (vectors % nthreads != 0 && i >= vectors) break;
@@ -388,30 +444,29 @@ enum class Hazard {  // what a barrier of the tile loop stands for, in the order
 };
 constexpr int HAZARDS = 6;
 
-// Policy 5 puts a CTA barrier at every hazard. Policy 2 drops the two that guard nothing: Q is
-// covered by the barrier for K and V, and m is read by the warp that wrote it. Policy 1 leaves a
+// scalar: policy 5 puts a CTA barrier at every hazard. Policy 2 drops the two that guard nothing: Q
+// is covered by the barrier for K and V, and m is read by the warp that wrote it. Policy 1 leaves a
 // row with one warp, so that only the tiles themselves are shared. Policy 0 has none: racy.
-__host__ __device__ constexpr bool needs_cta_barrier(int sync_policy, Hazard h) {
-  switch (sync_policy) {
-    case 5:
-      return true;
-    case 2:
-      return h != Hazard::q_written && h != Hazard::max_written;
-    case 1:
-      return h == Hazard::kv_written || h == Hazard::tile_read;
-    default:
-      return false;
+// mma: a warp always keeps its rows. With two stages or more the barrier that says that a tile is
+// written says as well that the tile before it is read.
+template <class B> __host__ __device__ constexpr bool needs_cta_barrier(Hazard h) {
+  if (B::family == Family::mma) {
+    return h == Hazard::kv_written || (h == Hazard::tile_read && B::stages == 1);
   }
+  if (B::sync_policy == 5) return true;
+  if (B::sync_policy == 2) return h != Hazard::q_written && h != Hazard::max_written;
+  if (B::sync_policy == 1) return h == Hazard::kv_written || h == Hazard::tile_read;
+  return false;
 }
 
-constexpr int barriers_per_tile(int sync_policy) {
+template <class B> constexpr int barriers_per_tile() {
   int n = 0;
-  for (int h = 0; h < HAZARDS; h++) n += needs_cta_barrier(sync_policy, static_cast<Hazard>(h));
+  for (int h = 0; h < HAZARDS; h++) n += needs_cta_barrier<B>(static_cast<Hazard>(h));
   return n;
 }
 
 template <class B, Hazard H> __device__ __forceinline__ void sync_for() {
-  if constexpr (needs_cta_barrier(B::sync_policy, H)) {
+  if constexpr (needs_cta_barrier<B>(H)) {
     __syncthreads();
   } else {
     __syncwarp();
@@ -447,6 +502,44 @@ template <class B> struct ScalarOutput {
     return first_col + j / CHUNK * (COL_LANES * CHUNK) + j % CHUNK;
   }
 };
+
+// The mma.sync family: a warp has M_TILES tiles of 16 rows, a row belongs to 4 lanes (a quad), and
+// lane 4g + q has rows g and g + 8 of each tile, columns 2q and 2q + 1 of every 8.
+template <class B, int WIDTH> struct MmaAccumulator {  // [16 * M_TILES of BLOCK_M][WIDTH]
+  static constexpr int M_TILES = B::block_m / B::num_warps / 16;
+  static constexpr int ROWS = 2 * M_TILES, COLS = WIDTH / 4, LANES = 4, RUN = 2;
+  float x[ROWS][COLS];
+  int first_row, first_col;
+  __device__ int row(int i) const { return first_row + 8 * i; }
+  __device__ int col(int j) const { return first_col + j / 2 * 8 + j % 2; }
+};
+
+// The same rows after the quad has dealt its columns anew: a lane has 8 neighbouring ones of 32.
+template <class B, int WIDTH> struct MmaRuns {
+  static constexpr int ROWS = MmaAccumulator<B, WIDTH>::ROWS, COLS = WIDTH / 4, RUN = 8;
+  float x[ROWS][COLS];
+  int first_row, first_col;
+  __device__ int row(int i) const { return first_row + 8 * i; }
+  __device__ int col(int j) const { return first_col + j / 8 * 32 + j % 8; }
+};
+
+template <class View> __device__ __forceinline__ void clear(View& T) {
+#pragma unroll
+  for (int i = 0; i < View::ROWS; i++) {
+#pragma unroll
+    for (int j = 0; j < View::COLS; j++) T.x[i][j] = 0;
+  }
+}
+
+// T = T * factor, by rows.   factor [ROWS]
+template <class View>
+__device__ __forceinline__ void scale_rows(View& T, const float (&factor)[View::ROWS]) {
+#pragma unroll
+  for (int i = 0; i < View::ROWS; i++) {
+#pragma unroll
+    for (int j = 0; j < View::COLS; j++) T.x[i][j] *= factor[i];
+  }
+}
 
 // ---- mask ----
 
@@ -639,11 +732,7 @@ template <class B>
 __device__ __forceinline__ void scalar_qk(ScalarScores<B>& S, const Element* Q_s,
                                           const Element* K_s) {
   using View = ScalarScores<B>;
-#pragma unroll
-  for (int i = 0; i < View::ROWS; i++) {
-#pragma unroll
-    for (int j = 0; j < View::COLS; j++) S.x[i][j] = 0;
-  }
+  clear(S);
 #pragma unroll 2
   for (int d = 0; d < B::head_dim; d += CHUNK) {
     float q[View::ROWS][CHUNK];
@@ -669,11 +758,7 @@ __device__ __forceinline__ void scalar_pv(ScalarOutput<B>& O,
                                           const float* P_s, const Element* V_s) {
   using View = ScalarOutput<B>;
   constexpr int KEYS = 4;  // one 16-byte read of P
-#pragma unroll
-  for (int i = 0; i < View::ROWS; i++) {
-#pragma unroll
-    for (int j = 0; j < View::COLS; j++) O.x[i][j] *= alpha[i];
-  }
+  scale_rows(O, alpha);
 #pragma unroll 2
   for (int k = 0; k < B::block_n; k += KEYS) {
     float p[View::ROWS][KEYS];
@@ -842,11 +927,7 @@ __global__ void __launch_bounds__(B::threads, 1) sdpa_scalar(const __grid_consta
     copy_tile<B, B::block_m>(s.Q, Q_g, p.q.row, q_rows, tid, B::threads);
     for (int tile = 0; tile < B::stages - 1; tile++) copy_kv(tile);
 
-#pragma unroll
-    for (int i = 0; i < O.ROWS; i++) {
-#pragma unroll
-      for (int j = 0; j < O.COLS; j++) O.x[i][j] = 0;
-    }
+    clear(O);
     ScalarSoftmax<B> softmax;
     softmax.start(s, S);
 
@@ -871,10 +952,230 @@ __global__ void __launch_bounds__(B::threads, 1) sdpa_scalar(const __grid_consta
   }
 }
 
+// ---- 5c mma.sync: both products on tensor cores, S, P and O in registers ----
+
+template <class B> struct MmaShared {
+  Element Q[B::block_m * B::head_dim];             // [BLOCK_M][D]
+  Element K[B::stages][B::block_n * B::head_dim];  // [BLOCK_N][D]
+  Element V[B::stages][B::block_n * B::head_dim];  // [BLOCK_N][D]
+  uint32_t drawn;                                  // TileQueue
+};
+
+// Two values of a row, rounded, as one register of an mma.sync operand.
+__device__ __forceinline__ uint32_t pack(float low, float high) {
+  const Element e[2] = {to_element(low), to_element(high)};
+  uint32_t word;
+  memcpy(&word, e, sizeof word);
+  return word;
+}
+
+// The warp's query rows as A operands. They stay in registers for the whole item if they take at most
+// 32; otherwise each use reads them again.
+template <class B> struct MmaQueries {
+  static constexpr int M_TILES = MmaAccumulator<B, 8>::M_TILES, STEPS = B::head_dim / 16;
+  static constexpr bool IN_REGISTERS = M_TILES * STEPS * 4 <= 32;
+  uint32_t kept[IN_REGISTERS ? STEPS : 1][M_TILES][4];
+  const Element* Q_s;
+  int row, col;  // of this lane's ldmatrix address in the first 16x16 block
+
+  __device__ void read(uint32_t (&a)[M_TILES][4], int step) const {
+#pragma unroll
+    for (int m = 0; m < M_TILES; m++) {
+      ldmatrix_x4<false>(a[m], Q_s + tile_offset<B>(row + 16 * m, col + 16 * step));
+    }
+  }
+  // Q_s is there now.
+  __device__ void start(const Element* Q_s_, int warp, int lane) {
+    Q_s = Q_s_, row = warp * 16 * M_TILES + lane % 16, col = lane / 16 * 8;
+    if constexpr (IN_REGISTERS) {
+#pragma unroll
+      for (int step = 0; step < STEPS; step++) read(kept[step], step);
+    }
+  }
+  __device__ void get(uint32_t (&a)[M_TILES][4], int step) const {
+    if constexpr (IN_REGISTERS) {
+      memcpy(a, kept[step], sizeof a);
+    } else {
+      read(a, step);
+    }
+  }
+};
+
+// S = Q @ K.T   [16 * M_TILES][BLOCK_N] of a warp
+template <class B>
+__device__ __forceinline__ void mma_qk(MmaAccumulator<B, B::block_n>& S, const MmaQueries<B>& Q,
+                                       const Element* K_s, int lane) {
+  // ldmatrix of 16 keys by 16 d gives b0 and b1 of two column tiles.
+  const int key = lane / 16 * 8 + lane % 8, d = lane / 8 % 2 * 8;
+  clear(S);
+#pragma unroll
+  for (int step = 0; step < B::head_dim / 16; step++) {
+    uint32_t q[S.M_TILES][4];
+    Q.get(q, step);
+#pragma unroll
+    for (int n = 0; n < B::block_n / 16; n++) {
+      uint32_t k[4];
+      ldmatrix_x4<false>(k, K_s + tile_offset<B>(key + 16 * n, d + 16 * step));
+#pragma unroll
+      for (int m = 0; m < S.M_TILES; m++) {
+        float(&top)[S.COLS] = S.x[2 * m], (&bottom)[S.COLS] = S.x[2 * m + 1];
+        mma_m16n8k16<Element>(top[4 * n], top[4 * n + 1], bottom[4 * n], bottom[4 * n + 1], q[m],
+                              k[0], k[1]);
+        mma_m16n8k16<Element>(top[4 * n + 2], top[4 * n + 3], bottom[4 * n + 2], bottom[4 * n + 3],
+                              q[m], k[2], k[3]);
+      }
+    }
+  }
+}
+
+// O += P @ V   [16 * M_TILES][D] of a warp. The accumulators of 16 columns of P are, rounded, the A
+// operand of 16 keys: nothing moves between lanes.
+template <class B>
+__device__ __forceinline__ void mma_pv(MmaAccumulator<B, B::head_dim>& O,
+                                       const MmaAccumulator<B, B::block_n>& P, const Element* V_s,
+                                       int lane) {
+  const int key = lane % 16, d = lane / 16 * 8;
+#pragma unroll
+  for (int step = 0; step < B::block_n / 16; step++) {
+    uint32_t p[O.M_TILES][4];
+#pragma unroll
+    for (int m = 0; m < O.M_TILES; m++) {
+      const float(&top)[P.COLS] = P.x[2 * m], (&bottom)[P.COLS] = P.x[2 * m + 1];
+      p[m][0] = pack(top[4 * step], top[4 * step + 1]);
+      p[m][1] = pack(bottom[4 * step], bottom[4 * step + 1]);
+      p[m][2] = pack(top[4 * step + 2], top[4 * step + 3]);
+      p[m][3] = pack(bottom[4 * step + 2], bottom[4 * step + 3]);
+    }
+#pragma unroll
+    for (int n = 0; n < B::head_dim / 16; n++) {
+      uint32_t v[4];
+      ldmatrix_x4<true>(v, V_s + tile_offset<B>(key + 16 * step, d + 16 * n));
+#pragma unroll
+      for (int m = 0; m < O.M_TILES; m++) {
+        float(&top)[O.COLS] = O.x[2 * m], (&bottom)[O.COLS] = O.x[2 * m + 1];
+        mma_m16n8k16<Element>(top[4 * n], top[4 * n + 1], bottom[4 * n], bottom[4 * n + 1], p[m],
+                              v[0], v[1]);
+        mma_m16n8k16<Element>(top[4 * n + 2], top[4 * n + 3], bottom[4 * n + 2], bottom[4 * n + 3],
+                              p[m], v[2], v[3]);
+      }
+    }
+  }
+}
+
+// A quad deals its columns anew: of every 32, lane q gives away what is not in [8q, 8q + 8) and gets
+// what is, in two exchanges of pairs of columns.
+template <class B, int WIDTH>
+__device__ __forceinline__ void deal_runs(MmaRuns<B, WIDTH>& R, const MmaAccumulator<B, WIDTH>& O,
+                                          int lane) {
+  const int q = lane % 4;
+  R.first_row = O.first_row, R.first_col = q * 8;
+#pragma unroll
+  for (int i = 0; i < R.ROWS; i++) {
+#pragma unroll
+    for (int j = 0; j < R.COLS; j += 8) {
+      // pairs[t] are columns 8t + 2q and 8t + 2q + 1. After the exchange with lane q ^ step, bit
+      // `step` of t tells whose pair it is instead of which 8 columns it comes from.
+      float pairs[4][2];
+      memcpy(pairs, &O.x[i][j], sizeof pairs);
+#pragma unroll
+      for (int step = 1; step <= 2; step *= 2) {
+        const bool odd = q & step;
+#pragma unroll
+        for (int t = 0; t < 4; t++) {
+          if (t & step) continue;
+#pragma unroll
+          for (int e = 0; e < 2; e++) {
+            float& mine = pairs[t][e];
+            float& theirs = pairs[t + step][e];
+            const float received = __shfl_xor_sync(0xffffffffu, odd ? mine : theirs, step);
+            (odd ? mine : theirs) = received;
+          }
+        }
+      }
+      memcpy(&R.x[i][j], pairs, sizeof pairs);
+    }
+  }
+}
+
+template <class B>
+__global__ void __launch_bounds__(B::threads, 1) sdpa_mma(const __grid_constant__ KernelArgs a) {
+  const SdpaParams& p = a.p;
+  MmaShared<B>& s = dynamic_shared<MmaShared<B>>();
+  const int tid = threadIdx.x, warp = tid / 32, lane = tid % 32;
+  const int first_row = warp * (B::block_m / B::num_warps) + lane / 4;
+
+  Scheduler<B> scheduler;
+  for (WorkItem item; scheduler.template next<B>(a, s.drawn, item);) {
+    const int b = item.b, h = item.h, q0 = item.q0, h_kv = h / (p.Hq / p.Hkv);
+    const Element* const Q_g = p.Q + b * p.q.batch + h * p.q.head + q0 * p.q.row;
+    const Element* const K_g = p.K + b * p.k.batch + h_kv * p.k.head;
+    const Element* const V_g = p.V + b * p.v.batch + h_kv * p.v.head;
+    const int q_rows = min(p.Sq - q0, B::block_m);
+    const int tiles = (visible_keys(p, q0 + q_rows - 1) + B::block_n - 1) / B::block_n;
+    const int clean_keys = visible_keys(p, q0);  // tiles that end before here need no mask
+
+    const auto copy_kv = [&](int tile) {
+      if (tile < tiles) {
+        const int k0 = tile * B::block_n, stage = tile % B::stages, rows = p.Sk - k0;
+        copy_tile<B, B::block_n>(s.K[stage], K_g + k0 * p.k.row, p.k.row, rows, tid, B::threads);
+        copy_tile<B, B::block_n>(s.V[stage], V_g + k0 * p.v.row, p.v.row, rows, tid, B::threads);
+      }
+      commit_copies<B>();
+    };
+    copy_tile<B, B::block_m>(s.Q, Q_g, p.q.row, q_rows, tid, B::threads);
+    commit_copies<B>();
+    for (int tile = 0; tile < B::stages - 1; tile++) copy_kv(tile);
+    wait_copies<B, B::stages - 1>();
+    __syncthreads();  // hazard: Q copied by all warps
+    MmaQueries<B> Q;
+    Q.start(s.Q, warp, lane);
+
+    MmaAccumulator<B, B::head_dim> O;
+    O.first_row = first_row, O.first_col = lane % 4 * 2;
+    clear(O);
+    float m[O.ROWS], l[O.ROWS];
+#pragma unroll
+    for (int i = 0; i < O.ROWS; i++) m[i] = -INFINITY, l[i] = 0;
+
+    for (int tile = 0; tile < tiles; tile++) {
+      const int k0 = tile * B::block_n, stage = tile % B::stages;
+      if constexpr (B::stages == 1) copy_kv(tile);
+      wait_copies<B, B::stages == 1 ? 0 : B::stages - 2>();
+      sync_for<B, Hazard::kv_written>();
+      if constexpr (B::stages > 1) copy_kv(tile + B::stages - 1);
+
+      MmaAccumulator<B, B::block_n> S;
+      S.first_row = first_row, S.first_col = lane % 4 * 2;
+      mma_qk<B>(S, Q, s.K[stage], lane);
+      if (k0 + B::block_n > clean_keys) mask_scores(S, p, q0, k0);
+      float alpha[O.ROWS];
+      softmax_max<B>(S, a.scale_log2, m, alpha);
+      softmax_sum<B>(S, a.scale_log2, m, alpha, l);
+      scale_rows(O, alpha);
+      mma_pv<B>(O, S, s.V[stage], lane);
+      sync_for<B, Hazard::tile_read>();
+    }
+
+#pragma unroll
+    for (int i = 0; i < O.ROWS; i++) l[i] = row_sum<O.LANES>(l[i]);
+    MmaRuns<B, B::head_dim> runs;
+    deal_runs<B>(runs, O, lane);
+    store_output<B>(runs, m, l, a, b, h, q0);
+  }
+}
+
 // ==== 6 LAUNCH ===================================================================================
 
-using Shared = ScalarShared<Build>;
-constexpr auto kernel = sdpa_scalar<Build>;
+template <class B, Family F> struct KernelOf {
+  using Shared = ScalarShared<B>;
+  static constexpr auto kernel = sdpa_scalar<B>;
+};
+template <class B> struct KernelOf<B, Family::mma> {
+  using Shared = MmaShared<B>;
+  static constexpr auto kernel = sdpa_mma<B>;
+};
+using Shared = KernelOf<Build, Build::family>::Shared;
+constexpr auto kernel = KernelOf<Build, Build::family>::kernel;
 SDPA_REFUSE(sizeof(Shared) > 227 * 1024,
             "BLOCK_M, BLOCK_N, HEAD_DIM and STAGES: the tiles need more than the 227 KB of shared "
             "memory that a CTA can have; type a smaller BLOCK_N or fewer STAGES");
@@ -1030,6 +1331,8 @@ inline SdpaStatus sdpa_forward(const SdpaParams& p, cudaStream_t stream) {
 }
 
 }  // namespace SDPA_NAMESPACE
+
+#pragma nv_diag_pop
 
 // ==== COPY TO HERE ===============================================================================
 
@@ -1704,11 +2007,11 @@ Timing time_kernel(Instance& instance, int warmup, int iterations) {
 // ---- the row ----
 
 struct CsvRow {
-  string config = SDPA_TEXT(SDPA_CONFIG_NAME), family_name = family, shape, status = "ok", check,
-         p50_us, p90_us, p99_us, min_us, graph_us, cold_us, tflops, rel_rms, max_abs_err,
-         rows_checked, B, Hq, Hkv, Sq, Sk, D, dtype, causal, seed, regs, spill_bytes, smem_bytes,
-         ctas_per_sm, barriers, device, sm, clock_mhz, cuda, driver, git_sha, knobs, note, layout,
-         dist, lse_err, barriers_executed, bank_conflicts, global_bytes;
+  string config = SDPA_TEXT(SDPA_CONFIG_NAME), family_name = SDPA_NAMESPACE::family_name, shape,
+         status = "ok", check, p50_us, p90_us, p99_us, min_us, graph_us, cold_us, tflops, rel_rms,
+         max_abs_err, rows_checked, B, Hq, Hkv, Sq, Sk, D, dtype, causal, seed, regs, spill_bytes,
+         smem_bytes, ctas_per_sm, barriers, device, sm, clock_mhz, cuda, driver, git_sha, knobs,
+         note, layout, dist, lse_err, barriers_executed, bank_conflicts, global_bytes;
 };
 
 using CsvField = string CsvRow::*;
@@ -2060,7 +2363,7 @@ ExitCode run_problem(const Problem& p, const vector<uint64_t>& seeds, const Opti
   for (uint64_t seed : seeds) row.seed += (row.seed.empty() ? "" : "+") + std::to_string(seed);
   row.regs = device.regs, row.spill_bytes = device.spill_bytes;
   row.smem_bytes = std::to_string(sizeof(Shared)), row.ctas_per_sm = device.ctas_per_sm;
-  row.barriers = std::to_string(barriers_per_tile(Build::sync_policy));
+  row.barriers = std::to_string(barriers_per_tile<Build>());
   row.device = device.name, row.sm = device.sm, row.driver = device.driver;
   if (has_clock) row.cuda = format("%d.%d", CUDART_VERSION / 1000, CUDART_VERSION % 1000 / 10);
   row.git_sha = sdpa_git_sha ? sdpa_git_sha() : "unknown";
@@ -2121,12 +2424,12 @@ ExitCode run_problem(const Problem& p, const vector<uint64_t>& seeds, const Opti
 }
 
 void print_config(const Device& device) {
-  printf("config %s, family %s\n", SDPA_TEXT(SDPA_CONFIG_NAME), family);
+  printf("config %s, family %s\n", SDPA_TEXT(SDPA_CONFIG_NAME), family_name);
 #define SDPA_KNOB_LINE(name, fallback, values, meaning) \
   printf("  %-24s %-6s %-12s %s\n", #name, name##_text, name##_changed ? "" : "(default)", meaning);
   SDPA_KNOBS(SDPA_KNOB_LINE)
   printf("threads %d, shared memory %zu bytes, %d CTA barriers per K/V tile\n", Build::threads,
-         sizeof(Shared), barriers_per_tile(Build::sync_policy));
+         sizeof(Shared), barriers_per_tile<Build>());
   if (!has_clock) {
     printf(
         "one K/V tile on the CPU backend: %s barriers, %s bytes read from global memory, %s bank "

@@ -132,6 +132,9 @@ template <int N, bool TRANS>
 inline void ldmatrix(uint32_t (&r)[N], const void* row_s, SIMT_CALLER) {
   matrix_collective<N, TRANS, false>(row_s, r, at);
 }
+template <bool TRANS> inline void ldmatrix_x4(uint32_t (&r)[4], const void* row_s, SIMT_CALLER) {
+  matrix_collective<4, TRANS, false>(row_s, r, at);
+}
 template <int N, bool TRANS>
 inline void stmatrix(void* row_s, const uint32_t (&r)[N], SIMT_CALLER) {
   matrix_collective<N, TRANS, true>(row_s, const_cast<uint32_t*>(r), at);
@@ -187,12 +190,15 @@ struct E4m3OfWord {
 
 // D += A @ B, [16][16] @ [16][8], E __half or __nv_bfloat16.
 template <class E>
-inline void mma_m16n8k16(float (&d)[4], const uint32_t (&a)[4], const uint32_t (&b)[2],
-                         SIMT_CALLER) {
+inline void mma_m16n8k16(float& d0, float& d1, float& d2, float& d3, const uint32_t (&a)[4],
+                         uint32_t b0, uint32_t b1, SIMT_CALLER) {
+  float d[4] = {d0, d1, d2, d3};
+  const uint32_t b[2] = {b0, b1};
   MmaArgs mine{d, a, b};
   simt::warp_collective(~0u, &mine, [](void* const args[32], unsigned) {
     multiply_matrices<16, 2>(args, ElementOfWord<E>());
   }, at);
+  d0 = d[0], d1 = d[1], d2 = d[2], d3 = d[3];
 }
 
 // D += A @ B, [16][32] @ [32][8], e4m3.

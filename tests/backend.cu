@@ -195,7 +195,7 @@ static void measure() {
   const double mma = seconds([](const Args) {
     uint32_t a[4] = {}, b[2] = {};
     float d[4] = {};
-    for (int i = 0; i < rounds; i++) mma_m16n8k16<__half>(d, a, b);
+    for (int i = 0; i < rounds; i++) mma_m16n8k16<__half>(d[0], d[1], d[2], d[3], a, b[0], b[1]);
   });
   const double barrier = seconds([](const Args) {
     for (int i = 0; i < rounds; i++) __syncthreads();

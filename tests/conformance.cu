@@ -31,12 +31,8 @@ template <int N, bool TRANS> __device__ void ldmatrix(uint32_t (&r)[N], const vo
   } else if constexpr (N == 2) {
     asm volatile("ldmatrix.sync.aligned.m8n8.x2.trans.shared.b16 {%0, %1}, [%2];"
                  : "=r"(r[0]), "=r"(r[1]) : "r"(row));
-  } else if constexpr (!TRANS) {
-    asm volatile("ldmatrix.sync.aligned.m8n8.x4.shared.b16 {%0, %1, %2, %3}, [%4];"
-                 : "=r"(r[0]), "=r"(r[1]), "=r"(r[2]), "=r"(r[3]) : "r"(row));
   } else {
-    asm volatile("ldmatrix.sync.aligned.m8n8.x4.trans.shared.b16 {%0, %1, %2, %3}, [%4];"
-                 : "=r"(r[0]), "=r"(r[1]), "=r"(r[2]), "=r"(r[3]) : "r"(row));
+    ldmatrix_x4<TRANS>(r, row_s);
   }
 }
 
@@ -54,21 +50,6 @@ template <int N, bool TRANS> __device__ void stmatrix(void* row_s, const uint32_
   } else {
     asm volatile("stmatrix.sync.aligned.m8n8.x2.trans.shared.b16 [%0], {%1, %2};" ::"r"(row),
                  "r"(r[0]), "r"(r[1]) : "memory");
-  }
-}
-
-template <class E>
-__device__ void mma_m16n8k16(float (&d)[4], const uint32_t (&a)[4], const uint32_t (&b)[2]) {
-  if constexpr (std::is_same<E, __half>::value) {
-    asm volatile("mma.sync.aligned.m16n8k16.row.col.f32.f16.f16.f32 {%0,%1,%2,%3}, {%4,%5,%6,%7}, "
-                 "{%8,%9}, {%0,%1,%2,%3};"
-                 : "+f"(d[0]), "+f"(d[1]), "+f"(d[2]), "+f"(d[3])
-                 : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b[0]), "r"(b[1]));
-  } else {
-    asm volatile("mma.sync.aligned.m16n8k16.row.col.f32.bf16.bf16.f32 {%0,%1,%2,%3}, {%4,%5,%6,%7}, "
-                 "{%8,%9}, {%0,%1,%2,%3};"
-                 : "+f"(d[0]), "+f"(d[1]), "+f"(d[2]), "+f"(d[3])
-                 : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b[0]), "r"(b[1]));
   }
 }
 
@@ -172,8 +153,8 @@ template <class E> __global__ void test_mma(const Args a) {
   for (int i = 0; i < 4; i++) x[i] = packed<E>(threadIdx.x * 4 + i);
   for (int i = 0; i < 2; i++) y[i] = packed<E>(threadIdx.x * 9 + i + 500);
   for (int i = 0; i < 4; i++) d[i] = float(small(threadIdx.x + i * 3));
-  mma_m16n8k16<E>(d, x, y);
-  mma_m16n8k16<E>(d, x, y);
+  mma_m16n8k16<E>(d[0], d[1], d[2], d[3], x, y[0], y[1]);
+  mma_m16n8k16<E>(d[0], d[1], d[2], d[3], x, y[0], y[1]);
   for (int i = 0; i < 4; i++) a.out[threadIdx.x * WORDS + i] = bits_of(d[i]);
 }
 

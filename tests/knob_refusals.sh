@@ -42,9 +42,12 @@ refused "STAGES does nothing without cp.async; add USE_CP_ASYNC=1 or drop STAGES
 refused "VEC_WIDTH=1 is 2 bytes; type VEC_WIDTH=8" -DUSE_CP_ASYNC=1
 refused "USE_WMMA=1: this version has no wmma kernel; drop USE_WMMA" -DUSE_WMMA=1
 refused "USE_WMMA_PV=1: this version has no wmma kernel" -DUSE_WMMA_PV=1
-refused "USE_MMA_SYNC=1: this version has no mma.sync kernel" -DUSE_MMA_SYNC=1
+accepted -DUSE_MMA_SYNC=1 -DBLOCK_M=64 -DNUM_WARPS=4
+refused "16 or 32 times NUM_WARPS; type BLOCK_M=128 NUM_WARPS=4" -DUSE_MMA_SYNC=1 -DBLOCK_M=32
+refused "must be a multiple of 16; type BLOCK_N=64" -DUSE_MMA_SYNC=1 -DBLOCK_M=64 -DBLOCK_N=40
+refused "so the policy does nothing; drop SYNC_POLICY" -DUSE_MMA_SYNC=1 -DBLOCK_M=64 -DSYNC_POLICY=1
 refused "USE_WGMMA=1: this version has no wgmma kernel" -DUSE_WGMMA=1
-refused "USE_WARP_SPECIALIZATION=1: the scalar kernel has no producer warps" -DUSE_WARP_SPECIALIZATION=1
-refused "NUM_PRODUCER_WARPS: the scalar kernel has no producer warps" -DNUM_PRODUCER_WARPS=2
+refused "USE_WARP_SPECIALIZATION=1: this version has no producer warps" -DUSE_WARP_SPECIALIZATION=1
+refused "NUM_PRODUCER_WARPS: this version has no producer warps" -DNUM_PRODUCER_WARPS=2
 rm -r "$(dirname "$section")"
 exit $failed

@@ -32,9 +32,13 @@ static void test_knob_text() {
   EXPECT(number_of("48") == 48 && number_of("4..256") == 4 && number_of("x") == -1);
 }
 
+template <int POLICY> struct Policy : Build {
+  static constexpr int sync_policy = POLICY;
+};
+
 static void test_barrier_counts() {
-  EXPECT(barriers_per_tile(5) == 6 && barriers_per_tile(2) == 4);
-  EXPECT(barriers_per_tile(1) == 2 && barriers_per_tile(0) == 0);
+  EXPECT((barriers_per_tile<Policy<5>>() == 6 && barriers_per_tile<Policy<2>>() == 4));
+  EXPECT((barriers_per_tile<Policy<1>>() == 2 && barriers_per_tile<Policy<0>>() == 0));
 }
 
 // Golden values from an independent model of the generator (exact: sums of integers over 2^16).
