@@ -218,6 +218,10 @@ struct SdpaStatus {
 
 namespace {
 
+struct WorkItem {  // one tile of O: rows [q0, q0 + BLOCK_M) of head h in batch b
+  int b, h, q0;
+};
+
 struct KernelArgs {  // SdpaParams with what every CTA would otherwise compute again
   SdpaParams p;
   float scale_log2;     // scale * log2(e): softmax is taken in powers of 2
@@ -640,14 +644,14 @@ template <int LANES> __device__ __forceinline__ float row_sum(float x) {
 template <class B, class View>
 __device__ __forceinline__ void store_output(const View& O, const float (&m)[View::ROWS],
                                              const float (&l)[View::ROWS], const KernelArgs& a,
-                                             int b, int h, int q0) {
+                                             const WorkItem& item) {
   constexpr int width = B::vec_width < View::RUN ? B::vec_width : View::RUN;
   using Vector = typename VectorType<width * sizeof(Element)>::type;
   const SdpaParams& p = a.p;
-  Element* const O_g = p.O + b * p.o.batch + h * p.o.head;
+  Element* const O_g = p.O + item.b * p.o.batch + item.h * p.o.head;
 #pragma unroll
   for (int i = 0; i < View::ROWS; i++) {
-    const int q = q0 + O.row(i);
+    const int q = item.q0 + O.row(i);
     if (q >= p.Sq) continue;
     const float inverse = l[i] == 0.0f ? 0.0f : 1.0f / l[i];
 #pragma unroll
@@ -661,17 +665,13 @@ __device__ __forceinline__ void store_output(const View& O, const float (&m)[Vie
     }
     if (p.LSE && O.col(0) == 0) {  // the first lane of the row
       constexpr float ln2 = 0.693147180559945f;
-      p.LSE[(static_cast<int64_t>(b) * p.Hq + h) * p.Sq + q] =
+      p.LSE[(static_cast<int64_t>(item.b) * p.Hq + item.h) * p.Sq + q] =
           ln2 * (finite_max(m[i]) * a.scale_log2 + log2f(l[i]));
     }
   }
 }
 
 // ---- work scheduling ----
-
-struct WorkItem {  // one tile of O: rows [q0, q0 + BLOCK_M) of head h in batch b
-  int b, h, q0;
-};
 
 // Item number -> tile. Without a mask the q-blocks of a head follow each other and share its K and
 // V in L2. With one, all heads' longest rows come first, so that no long tile starts last.
@@ -707,6 +707,39 @@ struct TileQueue {
     if (drawn_s >= a.work_items) return false;
     item = work_item<B>(a, drawn_s);
     return true;
+  }
+};
+
+// What a CTA needs to know of its item, and the copies that every kernel starts from.
+template <class B> struct ItemTiles {
+  const SdpaParams& p;
+  const Element *Q_g, *K_g, *V_g;  // row q0 of the head; key 0 of its key head
+  int q_rows;                      // rows of the tile that exist
+  int tiles;                       // K/V tiles that some row of it sees
+  int clean_keys;                  // tiles that end before this key need no mask
+
+  __device__ __forceinline__ ItemTiles(const SdpaParams& p_, const WorkItem& item) : p(p_) {
+    const int h_kv = item.h / (p.Hq / p.Hkv);
+    Q_g = p.Q + item.b * p.q.batch + item.h * p.q.head + item.q0 * p.q.row;
+    K_g = p.K + item.b * p.k.batch + h_kv * p.k.head;
+    V_g = p.V + item.b * p.v.batch + h_kv * p.v.head;
+    q_rows = min(p.Sq - item.q0, B::block_m);
+    tiles = (visible_keys(p, item.q0 + q_rows - 1) + B::block_n - 1) / B::block_n;
+    clean_keys = visible_keys(p, item.q0);
+  }
+  __device__ __forceinline__ void copy_q(Element* Q_s, int tid, int nthreads) const {
+    copy_tile<B, B::block_m>(Q_s, Q_g, p.q.row, q_rows, tid, nthreads);
+  }
+  // K and V tile number `tile` into its stage, as one group of copies; past the end an empty group,
+  // so that wait counts stay constant.
+  template <class Shared>
+  __device__ __forceinline__ void copy_kv(Shared& s, int tile, int tid, int nthreads) const {
+    if (tile < tiles) {
+      const int k0 = tile * B::block_n, stage = tile % B::stages, rows = p.Sk - k0;
+      copy_tile<B, B::block_n>(s.K[stage], K_g + k0 * p.k.row, p.k.row, rows, tid, nthreads);
+      copy_tile<B, B::block_n>(s.V[stage], V_g + k0 * p.v.row, p.v.row, rows, tid, nthreads);
+    }
+    commit_copies<B>();
   }
 };
 
@@ -907,39 +940,23 @@ __global__ void __launch_bounds__(B::threads, 1) sdpa_scalar(const __grid_consta
 
   Scheduler<B> scheduler;
   for (WorkItem item; scheduler.template next<B>(a, s.drawn, item);) {
-    const int b = item.b, h = item.h, q0 = item.q0, h_kv = h / (p.Hq / p.Hkv);
-    const Element* const Q_g = p.Q + b * p.q.batch + h * p.q.head + q0 * p.q.row;
-    const Element* const K_g = p.K + b * p.k.batch + h_kv * p.k.head;
-    const Element* const V_g = p.V + b * p.v.batch + h_kv * p.v.head;
-    const int q_rows = min(p.Sq - q0, B::block_m);
-    const int tiles = (visible_keys(p, q0 + q_rows - 1) + B::block_n - 1) / B::block_n;
-    const int clean_keys = visible_keys(p, q0);  // tiles that end before here need no mask
-
-    // K and V tile number `tile`; past the end an empty group, so that wait counts stay constant.
-    const auto copy_kv = [&](int tile) {
-      if (tile < tiles) {
-        const int k0 = tile * B::block_n, stage = tile % B::stages, rows = p.Sk - k0;
-        copy_tile<B, B::block_n>(s.K[stage], K_g + k0 * p.k.row, p.k.row, rows, tid, B::threads);
-        copy_tile<B, B::block_n>(s.V[stage], V_g + k0 * p.v.row, p.v.row, rows, tid, B::threads);
-      }
-      commit_copies<B>();
-    };
-    copy_tile<B, B::block_m>(s.Q, Q_g, p.q.row, q_rows, tid, B::threads);
-    for (int tile = 0; tile < B::stages - 1; tile++) copy_kv(tile);
+    const ItemTiles<B> t(p, item);
+    t.copy_q(s.Q, tid, B::threads);
+    for (int tile = 0; tile < B::stages - 1; tile++) t.copy_kv(s, tile, tid, B::threads);
 
     clear(O);
     ScalarSoftmax<B> softmax;
     softmax.start(s, S);
 
-    for (int tile = 0; tile < tiles; tile++) {
+    for (int tile = 0; tile < t.tiles; tile++) {
       const int k0 = tile * B::block_n, stage = tile % B::stages;
       sync_for<B, Hazard::q_written>();
-      copy_kv(tile + B::stages - 1);
+      t.copy_kv(s, tile + B::stages - 1, tid, B::threads);
       wait_copies<B, B::stages - 1>();
       sync_for<B, Hazard::kv_written>();
 
       scalar_qk<B>(S, s.Q, s.K[stage]);
-      if (k0 + B::block_n > clean_keys) mask_scores(S, p, q0, k0);
+      if (k0 + B::block_n > t.clean_keys) mask_scores(S, p, item.q0, k0);
       float alpha[O.ROWS];
       softmax.step(s, S, a.scale_log2, alpha);
       scalar_pv<B>(O, alpha, s.P, s.V[stage]);
@@ -948,7 +965,7 @@ __global__ void __launch_bounds__(B::threads, 1) sdpa_scalar(const __grid_consta
 
     float m[O.ROWS], l[O.ROWS];
     softmax.finish(s, S, m, l);
-    store_output<B>(O, m, l, a, b, h, q0);
+    store_output<B>(O, m, l, a, item);
   }
 }
 
@@ -1106,25 +1123,10 @@ __global__ void __launch_bounds__(B::threads, 1) sdpa_mma(const __grid_constant_
 
   Scheduler<B> scheduler;
   for (WorkItem item; scheduler.template next<B>(a, s.drawn, item);) {
-    const int b = item.b, h = item.h, q0 = item.q0, h_kv = h / (p.Hq / p.Hkv);
-    const Element* const Q_g = p.Q + b * p.q.batch + h * p.q.head + q0 * p.q.row;
-    const Element* const K_g = p.K + b * p.k.batch + h_kv * p.k.head;
-    const Element* const V_g = p.V + b * p.v.batch + h_kv * p.v.head;
-    const int q_rows = min(p.Sq - q0, B::block_m);
-    const int tiles = (visible_keys(p, q0 + q_rows - 1) + B::block_n - 1) / B::block_n;
-    const int clean_keys = visible_keys(p, q0);  // tiles that end before here need no mask
-
-    const auto copy_kv = [&](int tile) {
-      if (tile < tiles) {
-        const int k0 = tile * B::block_n, stage = tile % B::stages, rows = p.Sk - k0;
-        copy_tile<B, B::block_n>(s.K[stage], K_g + k0 * p.k.row, p.k.row, rows, tid, B::threads);
-        copy_tile<B, B::block_n>(s.V[stage], V_g + k0 * p.v.row, p.v.row, rows, tid, B::threads);
-      }
-      commit_copies<B>();
-    };
-    copy_tile<B, B::block_m>(s.Q, Q_g, p.q.row, q_rows, tid, B::threads);
+    const ItemTiles<B> t(p, item);
+    t.copy_q(s.Q, tid, B::threads);
     commit_copies<B>();
-    for (int tile = 0; tile < B::stages - 1; tile++) copy_kv(tile);
+    for (int tile = 0; tile < B::stages - 1; tile++) t.copy_kv(s, tile, tid, B::threads);
     wait_copies<B, B::stages - 1>();
     __syncthreads();  // hazard: Q copied by all warps
     MmaQueries<B> Q;
@@ -1137,17 +1139,17 @@ __global__ void __launch_bounds__(B::threads, 1) sdpa_mma(const __grid_constant_
 #pragma unroll
     for (int i = 0; i < O.ROWS; i++) m[i] = -INFINITY, l[i] = 0;
 
-    for (int tile = 0; tile < tiles; tile++) {
+    for (int tile = 0; tile < t.tiles; tile++) {
       const int k0 = tile * B::block_n, stage = tile % B::stages;
-      if constexpr (B::stages == 1) copy_kv(tile);
+      if constexpr (B::stages == 1) t.copy_kv(s, tile, tid, B::threads);
       wait_copies<B, B::stages == 1 ? 0 : B::stages - 2>();
       sync_for<B, Hazard::kv_written>();
-      if constexpr (B::stages > 1) copy_kv(tile + B::stages - 1);
+      if constexpr (B::stages > 1) t.copy_kv(s, tile + B::stages - 1, tid, B::threads);
 
       MmaAccumulator<B, B::block_n> S;
       S.first_row = first_row, S.first_col = lane % 4 * 2;
       mma_qk<B>(S, Q, s.K[stage], lane);
-      if (k0 + B::block_n > clean_keys) mask_scores(S, p, q0, k0);
+      if (k0 + B::block_n > t.clean_keys) mask_scores(S, p, item.q0, k0);
       float alpha[O.ROWS];
       softmax_max<B>(S, a.scale_log2, m, alpha);
       softmax_sum<B>(S, a.scale_log2, m, alpha, l);
@@ -1160,7 +1162,7 @@ __global__ void __launch_bounds__(B::threads, 1) sdpa_mma(const __grid_constant_
     for (int i = 0; i < O.ROWS; i++) l[i] = row_sum<O.LANES>(l[i]);
     MmaRuns<B, B::head_dim> runs;
     deal_runs<B>(runs, O, lane);
-    store_output<B>(runs, m, l, a, b, h, q0);
+    store_output<B>(runs, m, l, a, item);
   }
 }
 
