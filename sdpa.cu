@@ -1018,6 +1018,22 @@ template <class B> struct MmaQueries {
   }
 };
 
+// T += A @ B for the 16 columns of T from 16 * n: a holds A by row tiles, b what ldmatrix gave of B,
+// two registers for each 8 columns.
+template <class B, int WIDTH>
+__device__ __forceinline__ void multiply_columns(
+    MmaAccumulator<B, WIDTH>& T, int n, const uint32_t (&a)[MmaAccumulator<B, WIDTH>::M_TILES][4],
+    const uint32_t (&b)[4]) {
+#pragma unroll
+  for (int m = 0; m < T.M_TILES; m++) {
+    float(&top)[T.COLS] = T.x[2 * m], (&bottom)[T.COLS] = T.x[2 * m + 1];
+    mma_m16n8k16<Element>(top[4 * n], top[4 * n + 1], bottom[4 * n], bottom[4 * n + 1], a[m], b[0],
+                          b[1]);
+    mma_m16n8k16<Element>(top[4 * n + 2], top[4 * n + 3], bottom[4 * n + 2], bottom[4 * n + 3],
+                          a[m], b[2], b[3]);
+  }
+}
+
 // S = Q @ K.T   [16 * M_TILES][BLOCK_N] of a warp
 template <class B>
 __device__ __forceinline__ void mma_qk(MmaAccumulator<B, B::block_n>& S, const MmaQueries<B>& Q,
@@ -1033,14 +1049,7 @@ __device__ __forceinline__ void mma_qk(MmaAccumulator<B, B::block_n>& S, const M
     for (int n = 0; n < B::block_n / 16; n++) {
       uint32_t k[4];
       ldmatrix_x4<false>(k, K_s + tile_offset<B>(key + 16 * n, d + 16 * step));
-#pragma unroll
-      for (int m = 0; m < S.M_TILES; m++) {
-        float(&top)[S.COLS] = S.x[2 * m], (&bottom)[S.COLS] = S.x[2 * m + 1];
-        mma_m16n8k16<Element>(top[4 * n], top[4 * n + 1], bottom[4 * n], bottom[4 * n + 1], q[m],
-                              k[0], k[1]);
-        mma_m16n8k16<Element>(top[4 * n + 2], top[4 * n + 3], bottom[4 * n + 2], bottom[4 * n + 3],
-                              q[m], k[2], k[3]);
-      }
+      multiply_columns<B>(S, n, q, k);
     }
   }
 }
@@ -1067,14 +1076,7 @@ __device__ __forceinline__ void mma_pv(MmaAccumulator<B, B::head_dim>& O,
     for (int n = 0; n < B::head_dim / 16; n++) {
       uint32_t v[4];
       ldmatrix_x4<true>(v, V_s + tile_offset<B>(key + 16 * step, d + 16 * n));
-#pragma unroll
-      for (int m = 0; m < O.M_TILES; m++) {
-        float(&top)[O.COLS] = O.x[2 * m], (&bottom)[O.COLS] = O.x[2 * m + 1];
-        mma_m16n8k16<Element>(top[4 * n], top[4 * n + 1], bottom[4 * n], bottom[4 * n + 1], p[m],
-                              v[0], v[1]);
-        mma_m16n8k16<Element>(top[4 * n + 2], top[4 * n + 3], bottom[4 * n + 2], bottom[4 * n + 3],
-                              p[m], v[2], v[3]);
-      }
+      multiply_columns<B>(O, n, p, v);
     }
   }
 }

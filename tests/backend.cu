@@ -9,17 +9,9 @@
 #include <string>
 #include <vector>
 
-using namespace SDPA_NAMESPACE;
+#include "expect.h"
 
-static int failures = 0, checks = 0;
-#define EXPECT(condition)                                                       \
-  do {                                                                          \
-    checks++;                                                                   \
-    if (!(condition)) {                                                         \
-      failures++;                                                               \
-      fprintf(stderr, "%s:%d: not true: %s\n", __FILE__, __LINE__, #condition); \
-    }                                                                           \
-  } while (0)
+using namespace SDPA_NAMESPACE;
 
 struct Scratch {
   alignas(128) float x[256];

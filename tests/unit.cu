@@ -7,17 +7,10 @@
 
 #include <mutex>
 
+#include "expect.h"
+
 using namespace SDPA_NAMESPACE;
 
-static int failures = 0, checks = 0;
-#define EXPECT(condition)                                                       \
-  do {                                                                          \
-    checks++;                                                                   \
-    if (!(condition)) {                                                         \
-      failures++;                                                               \
-      fprintf(stderr, "%s:%d: not true: %s\n", __FILE__, __LINE__, #condition); \
-    }                                                                           \
-  } while (0)
 #define EXPECT_NEAR(a, b, tol) EXPECT(std::fabs((a) - (b)) <= (tol))
 
 static void test_knob_text() {
@@ -32,9 +25,11 @@ static void test_knob_text() {
   EXPECT(number_of("48") == 48 && number_of("4..256") == 4 && number_of("x") == -1);
 }
 
+namespace {
 template <int POLICY> struct Policy : Build {
   static constexpr int sync_policy = POLICY;
 };
+}  // namespace
 
 static void test_barrier_counts() {
   EXPECT((barriers_per_tile<Policy<5>>() == 6 && barriers_per_tile<Policy<2>>() == 4));
