@@ -62,6 +62,9 @@ namespace SDPA_NAMESPACE {
   X(SWIZZLE_XOR, 0, "0 1", "XOR-swizzle 16-byte chunks of a row, against bank conflicts")         \
   X(USE_PERSISTENT_CTA, 0, "0 1", "resident CTAs draw tiles from an atomic queue; workspace")     \
   X(USE_FAST_EXP, 0, "0 1", "2^x by a cubic on the FMA pipes (1e-4) instead of ex2.approx")       \
+  X(USE_LAZY_MAX, 0, "0 1", "keep an old row maximum while it is near enough: no rescale of O")   \
+  X(SPLIT_KV, 1, "1 2 4", "groups of warps that split the keys and merge: for few, long rows")    \
+  X(CTAS_PER_SM, 1, "1..8", "caps the registers so that this many CTAs fit; too many spills")     \
   X(USE_WMMA, 0, "0 1", "nvcuda::wmma for Q @ K.T")                                               \
   X(USE_WMMA_PV, 0, "0 1", "nvcuda::wmma for P @ V")                                              \
   X(USE_MMA_SYNC, 0, "0 1", "mma.sync and ldmatrix")                                              \
@@ -134,6 +137,10 @@ struct Build {
   static constexpr bool swizzle_xor = number_of(SWIZZLE_XOR_text);
   static constexpr bool use_persistent_cta = number_of(USE_PERSISTENT_CTA_text);
   static constexpr bool use_fast_exp = number_of(USE_FAST_EXP_text);
+  static constexpr bool use_lazy_max = number_of(USE_LAZY_MAX_text);
+  static constexpr int split_kv = number_of(SPLIT_KV_text);
+  static constexpr int group_warps = num_warps / split_kv, group_threads = threads / split_kv;
+  static constexpr int ctas_per_sm = number_of(CTAS_PER_SM_text);
 };
 constexpr const char* family_name = Build::family == Family::mma ? "mma" : "scalar";
 constexpr bool is_scalar = Build::family == Family::scalar, is_mma = Build::family == Family::mma;
@@ -159,10 +166,17 @@ SDPA_REFUSE(is_scalar&& Build::block_m / (4 * Build::num_warps) *
                 176,
             "BLOCK_M, BLOCK_N and HEAD_DIM: a thread's part of S and O would take over 176 "
             "registers and spill; type a smaller BLOCK_M or more NUM_WARPS");
-SDPA_REFUSE(is_mma&& Build::block_m != 16 * Build::num_warps &&
-                Build::block_m != 32 * Build::num_warps,
+SDPA_REFUSE(is_mma&& Build::num_warps % Build::split_kv != 0,
+            "SPLIT_KV and NUM_WARPS: the groups that split the keys have the same number of warps, "
+            "so NUM_WARPS must be a multiple of SPLIT_KV; type SPLIT_KV=2 NUM_WARPS=8");
+SDPA_REFUSE(is_mma&& Build::block_m != 16 * Build::group_warps &&
+                Build::block_m != 32 * Build::group_warps,
             "BLOCK_M and NUM_WARPS: an mma.sync warp owns 16 or 32 query rows, so BLOCK_M must be "
-            "16 or 32 times NUM_WARPS; type BLOCK_M=128 NUM_WARPS=4");
+            "16 or 32 times NUM_WARPS/SPLIT_KV; type BLOCK_M=128 NUM_WARPS=4");
+SDPA_REFUSE(!is_mma && USE_LAZY_MAX_changed,
+            "USE_LAZY_MAX=1: only the mma.sync kernel has it; add USE_MMA_SYNC=1 or drop it");
+SDPA_REFUSE(!is_mma && SPLIT_KV_changed,
+            "SPLIT_KV: only the mma.sync kernel has it; add USE_MMA_SYNC=1 or drop it");
 SDPA_REFUSE(is_mma&& Build::block_n % 16 != 0,
             "BLOCK_N: mma.sync takes keys by 16, so it must be a multiple of 16; type BLOCK_N=64");
 SDPA_REFUSE(
@@ -247,6 +261,12 @@ template <class T> __device__ __forceinline__ T& dynamic_shared() {
   return *reinterpret_cast<T*>(dynamic_shared_bytes);
 }
 
+// An address in shared memory, for arithmetic that the compiler would do in 64 bits on a pointer.
+using SharedAddress = uint32_t;
+__device__ __forceinline__ SharedAddress shared_address(const void* p_s) {
+  return static_cast<SharedAddress>(__cvta_generic_to_shared(p_s));
+}
+
 // Loads and stores of a T (1 to 16 bytes) at an address aligned to its size. Written as plain
 // accesses: the compiler finds the address space, and folds offsets.
 template <class T> __device__ __forceinline__ T ld_shared(const void* src_s) {
@@ -265,7 +285,7 @@ template <class T> __device__ __forceinline__ void st_global(void* dst_g, T valu
 // cp.async of BYTES (4, 8, 16); when !valid, reads nothing and writes zeros.
 template <int BYTES>
 __device__ __forceinline__ void cp_async(void* dst_s, const void* src_g, bool valid) {
-  const uint32_t dst = static_cast<uint32_t>(__cvta_generic_to_shared(dst_s));
+  const SharedAddress dst = shared_address(dst_s);
   const int src_bytes = valid ? BYTES : 0;
   if constexpr (BYTES == 16) {
     asm volatile("cp.async.cg.shared.global [%0], [%1], 16, %2;" ::"r"(dst), "l"(src_g),
@@ -286,11 +306,15 @@ template <int N> __device__ __forceinline__ void cp_async_wait_group() {
   asm volatile("cp.async.wait_group %0;" ::"n"(N) : "memory");
 }
 
+// A barrier number `id` (1 to 15; 0 is __syncthreads) for `threads` threads in whole warps.
+__device__ __forceinline__ void barrier_sync(int id, int threads) {
+  asm volatile("barrier.sync.aligned %0, %1;" ::"r"(id), "r"(threads) : "memory");
+}
+
 // Four 8x8 matrices of 16-bit elements from shared memory; lane 8i + r has the address of row r of
 // matrix i. Lane 4g + q gets columns 2q and 2q + 1 of row g of each; TRANS: of column g, rows 2q...
 template <bool TRANS>
-__device__ __forceinline__ void ldmatrix_x4(uint32_t (&r)[4], const void* row_s) {
-  const uint32_t row = static_cast<uint32_t>(__cvta_generic_to_shared(row_s));
+__device__ __forceinline__ void ldmatrix_x4(uint32_t (&r)[4], SharedAddress row) {
   if constexpr (TRANS) {
     asm volatile("ldmatrix.sync.aligned.m8n8.x4.trans.shared.b16 {%0, %1, %2, %3}, [%4];"
                  : "=r"(r[0]), "=r"(r[1]), "=r"(r[2]), "=r"(r[3])
@@ -395,6 +419,13 @@ template <class B> __device__ __forceinline__ int tile_offset(int row, int col) 
   return row * B::head_dim + col;
 }
 
+// The address of (row + r, col + c) of a tile from `at`, that of (row, col), where r is a multiple of 8
+// and c has no bit in common with col: the swizzle is an XOR, and so is this.
+template <class B>
+__device__ __forceinline__ SharedAddress tile_step(SharedAddress at, int r, int c) {
+  return (at ^ c * int(sizeof(Element))) + r * B::head_dim * int(sizeof(Element));
+}
+
 // One vector of VEC_WIDTH elements from global to shared memory, zeros when !valid.
 template <class B>
 __device__ __forceinline__ void copy_vector(Element* dst_s, const Element* src_g, bool valid) {
@@ -409,23 +440,40 @@ __device__ __forceinline__ void copy_vector(Element* dst_s, const Element* src_g
   }
 }
 
-// dst_s [ROWS][D] = src_g [valid_rows][D], rows past valid_rows zero, by nthreads threads of which
-// this is number tid. With USE_CP_ASYNC the data is there only after a wait.
-template <class B, int ROWS>
-__device__ __forceinline__ void copy_tile(Element* dst_s, const Element* src_g, int64_t row_stride,
-                                          int valid_rows, int tid, int nthreads) {
-  constexpr int per_row = B::head_dim / B::vec_width, vectors = ROWS * per_row;
-  constexpr int unrolled = B::use_cp_async ? 4 : 8;  // a plain load in flight takes registers
-#pragma unroll unrolled
-  for (int n = 0; n < (vectors + nthreads - 1) / nthreads; n++) {
-    const unsigned i = tid + n * nthreads;
-    if (vectors % nthreads != 0 && i >= vectors) break;
-    const int row = i / per_row, col = i % per_row * B::vec_width;
-    const bool valid = row < valid_rows;
-    copy_vector<B>(dst_s + tile_offset<B>(row, col), src_g + (valid ? row * row_stride + col : 0),
-                   valid);
+// How thread number tid of nthreads shares in copying tiles: it takes the vectors at (row + n *
+// row_step, col), so that its addresses are sums. A row may take several passes of all threads; of
+// threads that do not fill a row, the rest is idle.
+template <class B> struct TileCopy {
+  static constexpr int PER_ROW = B::head_dim / B::vec_width;
+  int row_step, col_step, row, col;
+
+  __device__ __forceinline__ TileCopy(int tid, int nthreads)
+      : row_step(nthreads > PER_ROW ? nthreads / PER_ROW : 1),
+        col_step(nthreads > PER_ROW ? B::head_dim : nthreads * B::vec_width),
+        row(tid / PER_ROW),
+        col(tid % PER_ROW * B::vec_width) {}
+
+  // This thread's first vector of a tile whose rows begin at tensor.
+  __device__ __forceinline__ const Element* first(const Element* tensor, int64_t row_stride) const {
+    return tensor + row * row_stride + col;
   }
-}
+  // dst_s [ROWS][D] = a tile of which src_g is this thread's first vector, and of which `rows` rows
+  // exist from that one on; the others zero. With USE_CP_ASYNC the data is there only after a wait.
+  template <int ROWS>
+  __device__ __forceinline__ void copy(Element* dst_s, const Element* src_g, int64_t row_stride,
+                                       int rows) const {
+    constexpr int unrolled = B::use_cp_async ? 16 : 8;  // a plain load in flight takes registers
+#pragma unroll unrolled
+    for (int r = 0; r < ROWS; r += row_step, src_g += row_step * row_stride) {
+      if ((ROWS % row_step != 0 && row + r >= ROWS) || row >= row_step) break;
+#pragma unroll
+      for (int c = 0; c < B::head_dim; c += col_step) {
+        if (B::head_dim % col_step != 0 && col + c >= B::head_dim) break;
+        copy_vector<B>(dst_s + tile_offset<B>(row + r, col + c), src_g + c, r < rows);
+      }
+    }
+  }
+};
 
 template <class B> __device__ __forceinline__ void commit_copies() {
   if constexpr (B::use_cp_async) cp_async_commit_group();
@@ -470,7 +518,9 @@ template <class B> constexpr int barriers_per_tile() {
 }
 
 template <class B, Hazard H> __device__ __forceinline__ void sync_for() {
-  if constexpr (needs_cta_barrier<B>(H)) {
+  if constexpr (needs_cta_barrier<B>(H) && B::split_kv > 1) {
+    barrier_sync(1 + threadIdx.x / B::group_threads, B::group_threads);
+  } else if constexpr (needs_cta_barrier<B>(H)) {
     __syncthreads();
   } else {
     __syncwarp();
@@ -510,7 +560,7 @@ template <class B> struct ScalarOutput {
 // The mma.sync family: a warp has M_TILES tiles of 16 rows, a row belongs to 4 lanes (a quad), and
 // lane 4g + q has rows g and g + 8 of each tile, columns 2q and 2q + 1 of every 8.
 template <class B, int WIDTH> struct MmaAccumulator {  // [16 * M_TILES of BLOCK_M][WIDTH]
-  static constexpr int M_TILES = B::block_m / B::num_warps / 16;
+  static constexpr int M_TILES = B::block_m / B::group_warps / 16;
   static constexpr int ROWS = 2 * M_TILES, COLS = WIDTH / 4, LANES = 4, RUN = 2;
   float x[ROWS][COLS];
   int first_row, first_col;
@@ -612,22 +662,32 @@ __device__ __forceinline__ void softmax_max(const View& S, float scale_log2, flo
   }
 }
 
+// P = 2^(S * scale_log2 - m_log2) in place;  sum += P: this thread's columns [first, last) of its rows.
+template <class B, class View>
+__device__ __forceinline__ void softmax_exp(View& S, int first, int last, float scale_log2,
+                                            const float (&m_log2)[View::ROWS],
+                                            float (&sum)[View::ROWS]) {
+#pragma unroll
+  for (int i = 0; i < View::ROWS; i++) {
+#pragma unroll
+    for (int j = first; j < last; j++) {
+      S.x[i][j] = softmax_exp2<B>(fmaf(S.x[i][j], scale_log2, -m_log2[i]));
+      sum[i] += S.x[i][j];
+    }
+  }
+}
+
 // P = 2^((S - m) * scale_log2) in place;  l' = l * alpha + this thread's part of the row sum of P.
 template <class B, class View>
 __device__ __forceinline__ void softmax_sum(View& S, float scale_log2, const float (&m)[View::ROWS],
                                             const float (&alpha)[View::ROWS],
                                             float (&l)[View::ROWS]) {
+  float m_log2[View::ROWS], sum[View::ROWS];
 #pragma unroll
-  for (int i = 0; i < View::ROWS; i++) {
-    const float m_log2 = finite_max(m[i]) * scale_log2;
-    float sum = 0;
+  for (int i = 0; i < View::ROWS; i++) m_log2[i] = finite_max(m[i]) * scale_log2, sum[i] = 0;
+  softmax_exp<B>(S, 0, View::COLS, scale_log2, m_log2, sum);
 #pragma unroll
-    for (int j = 0; j < View::COLS; j++) {
-      S.x[i][j] = softmax_exp2<B>(fmaf(S.x[i][j], scale_log2, -m_log2));
-      sum += S.x[i][j];
-    }
-    l[i] = fmaf(l[i], alpha[i], sum);
-  }
+  for (int i = 0; i < View::ROWS; i++) l[i] = fmaf(l[i], alpha[i], sum[i]);
 }
 
 // The sum of x over the LANES lanes that share a row, in a fixed order.
@@ -710,34 +770,52 @@ struct TileQueue {
   }
 };
 
-// What a CTA needs to know of its item, and the copies that every kernel starts from.
-template <class B> struct ItemTiles {
-  const SdpaParams& p;
-  const Element *Q_g, *K_g, *V_g;  // row q0 of the head; key 0 of its key head
-  int q_rows;                      // rows of the tile that exist
-  int tiles;                       // K/V tiles that some row of it sees
-  int clean_keys;                  // tiles that end before this key need no mask
+// The numbers of the stages, tile after tile.
+template <class B> struct Stage {
+  int index;
+  __device__ explicit Stage(int first) : index(first % B::stages) {}
+  __device__ int next() {
+    const int stage = index;
+    index = index + 1 == B::stages ? 0 : index + 1;
+    return stage;
+  }
+};
 
-  __device__ __forceinline__ ItemTiles(const SdpaParams& p_, const WorkItem& item) : p(p_) {
+// What a group of warps (by default the CTA) needs to know of its item, and the copies that every
+// kernel starts from. Of the K/V tiles, group g takes number g, SPLIT_KV + g, ...
+template <class B> struct ItemTiles {
+  static constexpr int ADVANCE = B::split_kv * B::block_n;  // keys from one tile of a group to its next
+  const SdpaParams& p;
+  const WorkItem& item;
+  TileCopy<B> mine;          // this thread's share of the group's copies
+  const Element *K_g, *V_g;  // its first vector of the next tile
+  int first_key;             // of the group
+  int keys;                  // that some row of the tile sees
+  int clean_keys;            // tiles that end before this key need no mask
+
+  __device__ __forceinline__ ItemTiles(const SdpaParams& p_, const WorkItem& item_, int group, int tid,
+                                       int nthreads)
+      : p(p_), item(item_), mine(tid, nthreads) {
     const int h_kv = item.h / (p.Hq / p.Hkv);
-    Q_g = p.Q + item.b * p.q.batch + item.h * p.q.head + item.q0 * p.q.row;
-    K_g = p.K + item.b * p.k.batch + h_kv * p.k.head;
-    V_g = p.V + item.b * p.v.batch + h_kv * p.v.head;
-    q_rows = min(p.Sq - item.q0, B::block_m);
-    tiles = (visible_keys(p, item.q0 + q_rows - 1) + B::block_n - 1) / B::block_n;
+    first_key = group * B::block_n;
+    keys = visible_keys(p, min(item.q0 + B::block_m, p.Sq) - 1);
     clean_keys = visible_keys(p, item.q0);
+    K_g = mine.first(p.K + item.b * p.k.batch + h_kv * p.k.head + first_key * p.k.row, p.k.row);
+    V_g = mine.first(p.V + item.b * p.v.batch + h_kv * p.v.head + first_key * p.v.row, p.v.row);
   }
+  // The item's query rows, by all threads of the CTA.
   __device__ __forceinline__ void copy_q(Element* Q_s, int tid, int nthreads) const {
-    copy_tile<B, B::block_m>(Q_s, Q_g, p.q.row, q_rows, tid, nthreads);
+    const TileCopy<B> all(tid, nthreads);
+    const Element* const Q_g = p.Q + item.b * p.q.batch + item.h * p.q.head + item.q0 * p.q.row;
+    all.template copy<B::block_m>(Q_s, all.first(Q_g, p.q.row), p.q.row, p.Sq - item.q0 - all.row);
   }
-  // K and V tile number `tile` into its stage, as one group of copies; past the end an empty group,
-  // so that wait counts stay constant.
-  template <class Shared>
-  __device__ __forceinline__ void copy_kv(Shared& s, int tile, int tid, int nthreads) const {
-    if (tile < tiles) {
-      const int k0 = tile * B::block_n, stage = tile % B::stages, rows = p.Sk - k0;
-      copy_tile<B, B::block_n>(s.K[stage], K_g + k0 * p.k.row, p.k.row, rows, tid, nthreads);
-      copy_tile<B, B::block_n>(s.V[stage], V_g + k0 * p.v.row, p.v.row, rows, tid, nthreads);
+  // The next K and V tile, at key k0, into its stage, as one group of copies; past the end an empty
+  // group, so that wait counts stay constant.
+  template <class Shared> __device__ __forceinline__ void copy_kv(Shared& s, int stage, int k0) {
+    if (k0 < keys) {
+      mine.template copy<B::block_n>(s.K[stage], K_g, p.k.row, keys - k0 - mine.row);
+      mine.template copy<B::block_n>(s.V[stage], V_g, p.v.row, keys - k0 - mine.row);
+      K_g += ADVANCE * p.k.row, V_g += ADVANCE * p.v.row;
     }
     commit_copies<B>();
   }
@@ -940,21 +1018,22 @@ __global__ void __launch_bounds__(B::threads, 1) sdpa_scalar(const __grid_consta
 
   Scheduler<B> scheduler;
   for (WorkItem item; scheduler.template next<B>(a, s.drawn, item);) {
-    const ItemTiles<B> t(p, item);
+    ItemTiles<B> t(p, item, 0, tid, B::threads);
     t.copy_q(s.Q, tid, B::threads);
-    for (int tile = 0; tile < B::stages - 1; tile++) t.copy_kv(s, tile, tid, B::threads);
+    for (int n = 0; n < B::stages - 1; n++) t.copy_kv(s, n, n * B::block_n);
 
     clear(O);
     ScalarSoftmax<B> softmax;
     softmax.start(s, S);
 
-    for (int tile = 0; tile < t.tiles; tile++) {
-      const int k0 = tile * B::block_n, stage = tile % B::stages;
+    Stage<B> copied(B::stages - 1), read(0);
+    for (int k0 = 0; k0 < t.keys; k0 += B::block_n) {
       sync_for<B, Hazard::q_written>();
-      t.copy_kv(s, tile + B::stages - 1, tid, B::threads);
+      t.copy_kv(s, copied.next(), k0 + (B::stages - 1) * B::block_n);
       wait_copies<B, B::stages - 1>();
       sync_for<B, Hazard::kv_written>();
 
+      const int stage = read.next();
       scalar_qk<B>(S, s.Q, s.K[stage]);
       if (k0 + B::block_n > t.clean_keys) mask_scores(S, p, item.q0, k0);
       float alpha[O.ROWS];
@@ -971,11 +1050,24 @@ __global__ void __launch_bounds__(B::threads, 1) sdpa_scalar(const __grid_consta
 
 // ---- 5c mma.sync: both products on tensor cores, S, P and O in registers ----
 
+// What a group of warps has summed over its keys, element by element of its threads' accumulators.
+template <class B> struct MmaPartial {
+  using View = MmaAccumulator<B, B::head_dim>;
+  float O[View::ROWS][View::COLS][B::group_threads];
+  float m[View::ROWS][B::group_threads], l[View::ROWS][B::group_threads];
+};
+
 template <class B> struct MmaShared {
-  Element Q[B::block_m * B::head_dim];             // [BLOCK_M][D]
-  Element K[B::stages][B::block_n * B::head_dim];  // [BLOCK_N][D]
-  Element V[B::stages][B::block_n * B::head_dim];  // [BLOCK_N][D]
-  uint32_t drawn;                                  // TileQueue
+  struct Tiles {
+    Element K[B::stages][B::block_n * B::head_dim];  // [BLOCK_N][D]
+    Element V[B::stages][B::block_n * B::head_dim];  // [BLOCK_N][D]
+  };
+  Element Q[B::block_m * B::head_dim];  // [BLOCK_M][D]
+  union {
+    Tiles group[B::split_kv];
+    MmaPartial<B> partial[B::split_kv - 1 + (B::split_kv == 1)];  // of every group but the first
+  };
+  uint32_t drawn;  // TileQueue
 };
 
 // Two values of a row, rounded, as one register of an mma.sync operand.
@@ -986,24 +1078,21 @@ __device__ __forceinline__ uint32_t pack(float low, float high) {
   return word;
 }
 
-// The warp's query rows as A operands. They stay in registers for the whole item if they take at most
-// 32; otherwise each use reads them again.
+// The warp's query rows as A operands, 16 columns a step. They stay in registers for the whole item if
+// they take at most 32; otherwise each use reads them again.
 template <class B> struct MmaQueries {
   static constexpr int M_TILES = MmaAccumulator<B, 8>::M_TILES, STEPS = B::head_dim / 16;
   static constexpr bool IN_REGISTERS = M_TILES * STEPS * 4 <= 32;
   uint32_t kept[IN_REGISTERS ? STEPS : 1][M_TILES][4];
-  const Element* Q_s;
-  int row, col;  // of this lane's ldmatrix address in the first 16x16 block
+  SharedAddress at;  // of this lane's row in the first 16x16 block
 
   __device__ void read(uint32_t (&a)[M_TILES][4], int step) const {
 #pragma unroll
-    for (int m = 0; m < M_TILES; m++) {
-      ldmatrix_x4<false>(a[m], Q_s + tile_offset<B>(row + 16 * m, col + 16 * step));
-    }
+    for (int m = 0; m < M_TILES; m++) ldmatrix_x4<false>(a[m], tile_step<B>(at, 16 * m, 16 * step));
   }
   // Q_s is there now.
-  __device__ void start(const Element* Q_s_, int warp, int lane) {
-    Q_s = Q_s_, row = warp * 16 * M_TILES + lane % 16, col = lane / 16 * 8;
+  __device__ void start(const Element* Q_s, int warp, int lane) {
+    at = shared_address(Q_s + tile_offset<B>(warp * 16 * M_TILES + lane % 16, lane / 16 * 8));
     if constexpr (IN_REGISTERS) {
 #pragma unroll
       for (int step = 0; step < STEPS; step++) read(kept[step], step);
@@ -1040,6 +1129,7 @@ __device__ __forceinline__ void mma_qk(MmaAccumulator<B, B::block_n>& S, const M
                                        const Element* K_s, int lane) {
   // ldmatrix of 16 keys by 16 d gives b0 and b1 of two column tiles.
   const int key = lane / 16 * 8 + lane % 8, d = lane / 8 % 2 * 8;
+  const SharedAddress at = shared_address(K_s + tile_offset<B>(key, d));
   clear(S);
 #pragma unroll
   for (int step = 0; step < B::head_dim / 16; step++) {
@@ -1048,38 +1138,140 @@ __device__ __forceinline__ void mma_qk(MmaAccumulator<B, B::block_n>& S, const M
 #pragma unroll
     for (int n = 0; n < B::block_n / 16; n++) {
       uint32_t k[4];
-      ldmatrix_x4<false>(k, K_s + tile_offset<B>(key + 16 * n, d + 16 * step));
+      ldmatrix_x4<false>(k, tile_step<B>(at, 16 * n, 16 * step));
       multiply_columns<B>(S, n, q, k);
     }
   }
 }
 
-// O += P @ V   [16 * M_TILES][D] of a warp. The accumulators of 16 columns of P are, rounded, the A
-// operand of 16 keys: nothing moves between lanes.
-template <class B>
-__device__ __forceinline__ void mma_pv(MmaAccumulator<B, B::head_dim>& O,
-                                       const MmaAccumulator<B, B::block_n>& P, const Element* V_s,
-                                       int lane) {
-  const int key = lane % 16, d = lane / 16 * 8;
+// P, rounded, as A operands: the accumulators of 16 columns of P are the A operand of 16 keys, so
+// that nothing moves between lanes.
+template <class B> struct MmaProbabilities {
+  static constexpr int M_TILES = MmaAccumulator<B, 8>::M_TILES, STEPS = B::block_n / 16;
+  uint32_t a[STEPS][M_TILES][4];
+
+  __device__ void round(const MmaAccumulator<B, B::block_n>& P, int step) {
 #pragma unroll
-  for (int step = 0; step < B::block_n / 16; step++) {
-    uint32_t p[O.M_TILES][4];
-#pragma unroll
-    for (int m = 0; m < O.M_TILES; m++) {
+    for (int m = 0; m < M_TILES; m++) {
       const float(&top)[P.COLS] = P.x[2 * m], (&bottom)[P.COLS] = P.x[2 * m + 1];
-      p[m][0] = pack(top[4 * step], top[4 * step + 1]);
-      p[m][1] = pack(bottom[4 * step], bottom[4 * step + 1]);
-      p[m][2] = pack(top[4 * step + 2], top[4 * step + 3]);
-      p[m][3] = pack(bottom[4 * step + 2], bottom[4 * step + 3]);
-    }
-#pragma unroll
-    for (int n = 0; n < B::head_dim / 16; n++) {
-      uint32_t v[4];
-      ldmatrix_x4<true>(v, V_s + tile_offset<B>(key + 16 * step, d + 16 * n));
-      multiply_columns<B>(O, n, p, v);
+      a[step][m][0] = pack(top[4 * step], top[4 * step + 1]);
+      a[step][m][1] = pack(bottom[4 * step], bottom[4 * step + 1]);
+      a[step][m][2] = pack(top[4 * step + 2], top[4 * step + 3]);
+      a[step][m][3] = pack(bottom[4 * step + 2], bottom[4 * step + 3]);
     }
   }
+};
+
+// O += P @ V for the 16 keys from 16 * step   [16 * M_TILES][D] of a warp
+template <class B>
+__device__ __forceinline__ void mma_pv(MmaAccumulator<B, B::head_dim>& O,
+                                       const MmaProbabilities<B>& P, const Element* V_s, int step,
+                                       int lane) {
+  const SharedAddress at = shared_address(V_s + tile_offset<B>(lane % 16, lane / 16 * 8));
+#pragma unroll
+  for (int n = 0; n < B::head_dim / 16; n++) {
+    uint32_t v[4];
+    ldmatrix_x4<true>(v, tile_step<B>(at, 16 * step, 16 * n));
+    multiply_columns<B>(O, n, P.a[step], v);
+  }
 }
+
+// The state of a warp's rows: sums over the tiles so far, and P of the last tile, not yet in O.
+template <class B> struct MmaRows {
+  using Scores = MmaAccumulator<B, B::block_n>;
+  using Output = MmaAccumulator<B, B::head_dim>;
+  static constexpr int ROWS = Output::ROWS;
+  Output O;
+  MmaProbabilities<B> P;
+  float m[ROWS], l[ROWS];
+
+  __device__ void start(int first_row, int first_col) {
+    O.first_row = first_row, O.first_col = first_col;
+    clear(O);
+#pragma unroll
+    for (int i = 0; i < ROWS; i++) m[i] = -INFINITY, l[i] = 0;
+  }
+
+  // O += P @ V
+  __device__ void multiply(const Element* V_s, int lane) {
+#pragma unroll
+    for (int step = 0; step < P.STEPS; step++) mma_pv<B>(O, P, V_s, step, lane);
+  }
+
+  // P of the tile at key k0, masked if it must be; O and l brought to its maximum.
+  __device__ void attend(const MmaQueries<B>& Q, const Element* K_s, const KernelArgs& a, int q0,
+                         int k0, bool masked, int lane) {
+    Scores S;
+    S.first_row = O.first_row, S.first_col = O.first_col;
+    mma_qk<B>(S, Q, K_s, lane);
+    if (masked) mask_scores(S, a.p, q0, k0);
+    float alpha[ROWS];
+    softmax_max<B>(S, a.scale_log2, m, alpha);
+    softmax_sum<B>(S, a.scale_log2, m, alpha, l);
+    scale_rows(O, alpha);
+#pragma unroll
+    for (int step = 0; step < P.STEPS; step++) P.round(S, step);
+  }
+
+  // USE_LAZY_MAX: the same for a tile without mask, and O += P @ V of the tile before it, in one
+  // block of code: exponentials run beside the products of V, since nothing waits for this tile's
+  // maximum. P is taken relative to the m that is there; any m will do as long as P neither
+  // overflows nor vanishes. A sum of positive numbers bounds the largest, so the sum tells: if it is
+  // over the limit (or NaN; or there is no m yet, where m = -inf makes P infinite), nothing but O has
+  // changed, and the tile is left to attend(). False in that case.
+  __device__ bool attend_lazily(const MmaQueries<B>& Q,
+                                      const Element* K_s, float scale_log2, int lane) {
+    constexpr float limit = 4096;  // of 65504, the largest fp16
+    Scores S;
+    mma_qk<B>(S, Q, K_s, lane);
+    float m_log2[ROWS], sum[ROWS], all = 0;
+#pragma unroll
+    for (int i = 0; i < ROWS; i++) m_log2[i] = m[i] * scale_log2, sum[i] = 0;
+#pragma unroll
+    for (int step = 0; step < P.STEPS; step++) {
+      softmax_exp<B>(S, 4 * step, 4 * step + 4, scale_log2, m_log2, sum);
+      P.round(S, step);
+    }
+#pragma unroll
+    for (int i = 0; i < ROWS; i++) all += sum[i];
+    if (!__all_sync(0xffffffffu, all <= limit)) return false;
+#pragma unroll
+    for (int i = 0; i < ROWS; i++) l[i] += sum[i];
+    return true;
+  }
+
+  // Every row's l is that of all its lanes afterwards.
+  __device__ void finish() {
+#pragma unroll
+    for (int i = 0; i < ROWS; i++) l[i] = row_sum<Output::LANES>(l[i]);
+  }
+
+  __device__ void store(MmaPartial<B>& partial, int tid) const {
+#pragma unroll
+    for (int i = 0; i < ROWS; i++) {
+      st_shared(&partial.m[i][tid], m[i]);
+      st_shared(&partial.l[i][tid], l[i]);
+#pragma unroll
+      for (int j = 0; j < O.COLS; j++) st_shared(&partial.O[i][j][tid], O.x[i][j]);
+    }
+  }
+
+  // O, m and l of these keys and of another group's.
+  __device__ void merge(const MmaPartial<B>& partial, float scale_log2, int tid) {
+#pragma unroll
+    for (int i = 0; i < ROWS; i++) {
+      const float m_other = ld_shared<float>(&partial.m[i][tid]), m_new = fmaxf(m[i], m_other);
+      const float own = softmax_exp2<B>((m[i] - finite_max(m_new)) * scale_log2);
+      const float other = softmax_exp2<B>((m_other - finite_max(m_new)) * scale_log2);
+      m[i] = m_new;
+      l[i] = fmaf(l[i], own, ld_shared<float>(&partial.l[i][tid]) * other);
+#pragma unroll
+      for (int j = 0; j < O.COLS; j++) {
+        O.x[i][j] = fmaf(O.x[i][j], own, ld_shared<float>(&partial.O[i][j][tid]) * other);
+      }
+    }
+  }
+};
 
 // A quad deals its columns anew: of every 32, lane q gives away what is not in [8q, 8q + 8) and gets
 // what is, in two exchanges of pairs of columns.
@@ -1117,54 +1309,66 @@ __device__ __forceinline__ void deal_runs(MmaRuns<B, WIDTH>& R, const MmaAccumul
 }
 
 template <class B>
-__global__ void __launch_bounds__(B::threads, 1) sdpa_mma(const __grid_constant__ KernelArgs a) {
+__global__ void __launch_bounds__(B::threads, B::ctas_per_sm)
+    sdpa_mma(const __grid_constant__ KernelArgs a) {
   const SdpaParams& p = a.p;
   MmaShared<B>& s = dynamic_shared<MmaShared<B>>();
-  const int tid = threadIdx.x, warp = tid / 32, lane = tid % 32;
-  const int first_row = warp * (B::block_m / B::num_warps) + lane / 4;
+  const int group = B::split_kv == 1 ? 0 : threadIdx.x / B::group_threads;
+  const int tid = B::split_kv == 1 ? threadIdx.x : threadIdx.x % B::group_threads;
+  const int warp = tid / 32, lane = tid % 32;
+  constexpr int WARP_ROWS = B::block_m / B::group_warps;
+  typename MmaShared<B>::Tiles& kv = s.group[group];
 
   Scheduler<B> scheduler;
   for (WorkItem item; scheduler.template next<B>(a, s.drawn, item);) {
-    const ItemTiles<B> t(p, item);
-    t.copy_q(s.Q, tid, B::threads);
+    ItemTiles<B> t(p, item, group, tid, B::group_threads);
+    t.copy_q(s.Q, threadIdx.x, B::threads);
     commit_copies<B>();
-    for (int tile = 0; tile < B::stages - 1; tile++) t.copy_kv(s, tile, tid, B::threads);
+    for (int n = 0; n < B::stages - 1; n++) t.copy_kv(kv, n, t.first_key + n * t.ADVANCE);
     wait_copies<B, B::stages - 1>();
     __syncthreads();  // hazard: Q copied by all warps
     MmaQueries<B> Q;
     Q.start(s.Q, warp, lane);
+    MmaRows<B> rows;
+    rows.start(warp * WARP_ROWS + lane / 4, lane % 4 * 2);
 
-    MmaAccumulator<B, B::head_dim> O;
-    O.first_row = first_row, O.first_col = lane % 4 * 2;
-    clear(O);
-    float m[O.ROWS], l[O.ROWS];
-#pragma unroll
-    for (int i = 0; i < O.ROWS; i++) m[i] = -INFINITY, l[i] = 0;
-
-    for (int tile = 0; tile < t.tiles; tile++) {
-      const int k0 = tile * B::block_n, stage = tile % B::stages;
-      if constexpr (B::stages == 1) t.copy_kv(s, tile, tid, B::threads);
+    // A mask leaves some warps of the CTA less to do than others.
+    const int q_warp = item.q0 + warp * WARP_ROWS, q_last = min(q_warp + WARP_ROWS, p.Sq) - 1;
+    const int clean_keys = visible_keys(p, q_warp);
+    const int seen_keys = q_warp < p.Sq ? visible_keys(p, q_last) : 0;
+    Stage<B> copied(B::stages - 1), read(0);
+    for (int k0 = t.first_key; k0 < t.keys; k0 += t.ADVANCE) {
+      if constexpr (B::stages == 1) t.copy_kv(kv, 0, k0);
       wait_copies<B, B::stages == 1 ? 0 : B::stages - 2>();
       sync_for<B, Hazard::kv_written>();
-      if constexpr (B::stages > 1) t.copy_kv(s, tile + B::stages - 1, tid, B::threads);
+      if constexpr (B::stages > 1) {
+        t.copy_kv(kv, copied.next(), k0 + (B::stages - 1) * t.ADVANCE);
+      }
 
-      MmaAccumulator<B, B::block_n> S;
-      S.first_row = first_row, S.first_col = lane % 4 * 2;
-      mma_qk<B>(S, Q, s.K[stage], lane);
-      if (k0 + B::block_n > t.clean_keys) mask_scores(S, p, item.q0, k0);
-      float alpha[O.ROWS];
-      softmax_max<B>(S, a.scale_log2, m, alpha);
-      softmax_sum<B>(S, a.scale_log2, m, alpha, l);
-      scale_rows(O, alpha);
-      mma_pv<B>(O, S, s.V[stage], lane);
+      const int stage = read.next();
+      if (k0 < seen_keys) {
+        const bool masked = k0 + B::block_n > clean_keys;
+        bool attended = false;
+        if (B::use_lazy_max && k0 >= t.ADVANCE && !masked) {
+          attended = rows.attend_lazily(Q, kv.K[stage], a.scale_log2, lane);
+        }
+        if (!attended) rows.attend(Q, kv.K[stage], a, item.q0, k0, masked, lane);
+        rows.multiply(kv.V[stage], lane);
+      }
       sync_for<B, Hazard::tile_read>();
     }
 
-#pragma unroll
-    for (int i = 0; i < O.ROWS; i++) l[i] = row_sum<O.LANES>(l[i]);
+    rows.finish();
+    if constexpr (B::split_kv > 1) {
+      __syncthreads();  // hazard: the partial results take the place of K and V
+      if (group > 0) rows.store(s.partial[group - 1], tid);
+      __syncthreads();  // hazard: partial results written
+      if (group > 0) continue;
+      for (int g = 1; g < B::split_kv; g++) rows.merge(s.partial[g - 1], a.scale_log2, tid);
+    }
     MmaRuns<B, B::head_dim> runs;
-    deal_runs<B>(runs, O, lane);
-    store_output<B>(runs, m, l, a, item);
+    deal_runs<B>(runs, rows.O, lane);
+    store_output<B>(runs, rows.m, rows.l, a, item);
   }
 }
 

@@ -132,8 +132,11 @@ template <int N, bool TRANS>
 inline void ldmatrix(uint32_t (&r)[N], const void* row_s, SIMT_CALLER) {
   matrix_collective<N, TRANS, false>(row_s, r, at);
 }
-template <bool TRANS> inline void ldmatrix_x4(uint32_t (&r)[4], const void* row_s, SIMT_CALLER) {
-  matrix_collective<4, TRANS, false>(row_s, r, at);
+using SharedAddress = uintptr_t;
+inline SharedAddress shared_address(const void* p_s) { return reinterpret_cast<SharedAddress>(p_s); }
+template <bool TRANS>
+inline void ldmatrix_x4(uint32_t (&r)[4], SharedAddress row, SIMT_CALLER) {
+  matrix_collective<4, TRANS, false>(reinterpret_cast<const void*>(row), r, at);
 }
 template <int N, bool TRANS>
 inline void stmatrix(void* row_s, const uint32_t (&r)[N], SIMT_CALLER) {
