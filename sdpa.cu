@@ -33,6 +33,7 @@
 #include <cuda_bf16.h>
 #include <cuda_fp16.h>
 #include <cuda_runtime.h>
+#include <mma.h>
 
 #ifndef SDPA_NAMESPACE  // rename it to hold two builds in one program
 #define SDPA_NAMESPACE sdpa
@@ -120,16 +121,21 @@ constexpr bool is_legal(const char* value, const char* values) {  // values: "a 
 SDPA_KNOBS(SDPA_KNOB)
 
 // The effective knobs as constants; `Build` is the template argument of every kernel and block.
-enum class Family { scalar, mma };
+enum class Family { scalar, wmma, mma };
 
 struct Build {
-  static constexpr Family family = number_of(USE_MMA_SYNC_text) == 1 ? Family::mma : Family::scalar;
+  static constexpr Family family = number_of(USE_MMA_SYNC_text) == 1 ? Family::mma
+                                   : number_of(USE_WMMA_text) == 1   ? Family::wmma
+                                                                     : Family::scalar;
   static constexpr int head_dim = number_of(HEAD_DIM_text);
   static constexpr bool is_bf16 = text_equal(DTYPE_text, "BF16");
   static constexpr int block_m = number_of(BLOCK_M_text);
   static constexpr int block_n = number_of(BLOCK_N_text);
   static constexpr int num_warps = number_of(NUM_WARPS_text);
-  static constexpr int threads = num_warps * 32;
+  static constexpr bool use_warp_specialization = number_of(USE_WARP_SPECIALIZATION_text);
+  static constexpr int producer_threads =
+      use_warp_specialization ? number_of(NUM_PRODUCER_WARPS_text) * 32 : 0;
+  static constexpr int threads = num_warps * 32 + producer_threads;
   static constexpr int vec_width = number_of(VEC_WIDTH_text);
   static constexpr int sync_policy = number_of(SYNC_POLICY_text);
   static constexpr bool use_cp_async = number_of(USE_CP_ASYNC_text);
@@ -137,24 +143,37 @@ struct Build {
   static constexpr bool swizzle_xor = number_of(SWIZZLE_XOR_text);
   static constexpr bool use_persistent_cta = number_of(USE_PERSISTENT_CTA_text);
   static constexpr bool use_fast_exp = number_of(USE_FAST_EXP_text);
+  static constexpr bool use_wmma_pv = number_of(USE_WMMA_PV_text);
   static constexpr bool use_lazy_max = number_of(USE_LAZY_MAX_text);
   static constexpr int split_kv = number_of(SPLIT_KV_text);
-  static constexpr int group_warps = num_warps / split_kv, group_threads = threads / split_kv;
+  static constexpr int group_warps = num_warps / split_kv, group_threads = group_warps * 32;
   static constexpr int ctas_per_sm = number_of(CTAS_PER_SM_text);
 };
-constexpr const char* family_name = Build::family == Family::mma ? "mma" : "scalar";
-constexpr bool is_scalar = Build::family == Family::scalar, is_mma = Build::family == Family::mma;
+constexpr bool is_scalar = Build::family == Family::scalar, is_wmma = Build::family == Family::wmma,
+               is_mma = Build::family == Family::mma;
+constexpr const char* family_name = is_mma ? "mma" : is_wmma ? "wmma" : "scalar";
 
 // Combinations that cannot work, or in which a knob would do nothing: what, why, what to type.
 #define SDPA_REFUSE(condition, sentence) static_assert(!(condition), sentence)
-SDPA_REFUSE(USE_WMMA_changed, "USE_WMMA=1: this version has no wmma kernel; drop USE_WMMA");
-SDPA_REFUSE(USE_WMMA_PV_changed,
-            "USE_WMMA_PV=1: this version has no wmma kernel; drop USE_WMMA_PV");
+SDPA_REFUSE(USE_WMMA_changed&& USE_MMA_SYNC_changed,
+            "USE_WMMA=1 USE_MMA_SYNC=1: a build has one kernel; drop one of them");
+SDPA_REFUSE(USE_WMMA_PV_changed && !is_wmma,
+            "USE_WMMA_PV=1: P @ V goes to wmma only where Q @ K.T does; add USE_WMMA=1 or drop it");
 SDPA_REFUSE(USE_WGMMA_changed, "USE_WGMMA=1: this version has no wgmma kernel; drop USE_WGMMA");
-SDPA_REFUSE(USE_WARP_SPECIALIZATION_changed,
-            "USE_WARP_SPECIALIZATION=1: this version has no producer warps; drop it");
-SDPA_REFUSE(NUM_PRODUCER_WARPS_changed,
-            "NUM_PRODUCER_WARPS: this version has no producer warps; drop it");
+SDPA_REFUSE(USE_WARP_SPECIALIZATION_changed && !is_wmma,
+            "USE_WARP_SPECIALIZATION=1: only the wmma kernel has producer warps; add USE_WMMA=1 or "
+            "drop it");
+SDPA_REFUSE(NUM_PRODUCER_WARPS_changed && !Build::use_warp_specialization,
+            "NUM_PRODUCER_WARPS: there are producer warps only with USE_WARP_SPECIALIZATION=1; add "
+            "that or drop NUM_PRODUCER_WARPS");
+SDPA_REFUSE(Build::use_warp_specialization&& Build::sync_policy != 1,
+            "USE_WARP_SPECIALIZATION=1: a CTA barrier would stop the producers, so every warp must "
+            "keep its rows; type SYNC_POLICY=1");
+SDPA_REFUSE(is_wmma&& Build::block_m != 16 * Build::num_warps,
+            "BLOCK_M and NUM_WARPS: a wmma warp owns 16 query rows, so BLOCK_M must be "
+            "16*NUM_WARPS; type BLOCK_M=64 NUM_WARPS=4");
+SDPA_REFUSE(is_wmma&& Build::block_n % 16 != 0,
+            "BLOCK_N: wmma takes keys by 16, so it must be a multiple of 16; type BLOCK_N=64");
 SDPA_REFUSE(is_scalar&& Build::block_m % (4 * Build::num_warps) != 0,
             "BLOCK_M and NUM_WARPS: a warp takes whole groups of 4 query rows, so BLOCK_M must be "
             "a multiple of 4*NUM_WARPS; type BLOCK_M=64 NUM_WARPS=4");
@@ -183,9 +202,9 @@ SDPA_REFUSE(
     is_mma&& SYNC_POLICY_changed,
     "SYNC_POLICY: in the mma.sync kernel every warp owns its rows and the copies alone need "
     "a barrier, so the policy does nothing; drop SYNC_POLICY");
-SDPA_REFUSE(!Build::use_cp_async && Build::stages > 1,
+SDPA_REFUSE(!Build::use_cp_async && !Build::use_warp_specialization && Build::stages > 1,
             "STAGES: plain copies finish before the next one starts, so STAGES does nothing "
-            "without cp.async; add USE_CP_ASYNC=1 or drop STAGES");
+            "without cp.async or producer warps; add USE_CP_ASYNC=1 or drop STAGES");
 SDPA_REFUSE(Build::vec_width == 1 && Build::use_cp_async,
             "USE_CP_ASYNC=1: cp.async moves 4, 8 or 16 bytes and VEC_WIDTH=1 is 2 bytes; type "
             "VEC_WIDTH=8");
@@ -311,6 +330,32 @@ __device__ __forceinline__ void barrier_sync(int id, int threads) {
   asm volatile("barrier.sync.aligned %0, %1;" ::"r"(id), "r"(threads) : "memory");
 }
 
+// An mbarrier is 8 bytes of shared memory: a phase of it is complete when `arrivals` have arrived.
+__device__ __forceinline__ void mbarrier_init(uint64_t* barrier_s, int arrivals) {
+  asm volatile("mbarrier.init.shared.b64 [%0], %1;" ::"r"(shared_address(barrier_s)), "r"(arrivals)
+               : "memory");
+}
+__device__ __forceinline__ void mbarrier_arrive(uint64_t* barrier_s) {
+  asm volatile("{ .reg .b64 state; mbarrier.arrive.shared.b64 state, [%0]; }" ::"r"(
+                   shared_address(barrier_s))
+               : "memory");
+}
+// Arrives when all earlier cp.async of this thread have landed.
+__device__ __forceinline__ void cp_async_mbarrier_arrive_noinc(uint64_t* barrier_s) {
+  asm volatile("cp.async.mbarrier.arrive.noinc.shared.b64 [%0];" ::"r"(shared_address(barrier_s))
+               : "memory");
+}
+// Whether the phase of this parity is complete.
+__device__ __forceinline__ bool mbarrier_test_wait_parity(uint64_t* barrier_s, int parity) {
+  uint32_t complete;
+  asm volatile(
+      "{ .reg .pred p; mbarrier.test_wait.parity.shared.b64 p, [%1], %2; selp.b32 %0, 1, 0, p; }"
+      : "=r"(complete)
+      : "r"(shared_address(barrier_s)), "r"(parity)
+      : "memory");
+  return complete;
+}
+
 // Four 8x8 matrices of 16-bit elements from shared memory; lane 8i + r has the address of row r of
 // matrix i. Lane 4g + q gets columns 2q and 2q + 1 of row g of each; TRANS: of column g, rows 2q...
 template <bool TRANS>
@@ -411,12 +456,17 @@ __device__ __forceinline__ void load_chunk(float (&x)[CHUNK], const Element* src
 
 // ---- shared-memory tiles ----
 
-// Offset in elements of (row, col) in a [rows][D] tile. All rows of a tile start in bank 0, so that
-// lanes that read one column of different rows collide; the swizzle XORs the 16-byte chunk index
-// with the row and spreads any 8 neighbouring rows over all 32 banks.
+// Elements from one row of a tile to the next. With D alone all rows start in bank 0, and accesses to
+// one column of different rows collide. Against that SWIZZLE_XOR=1 XORs the 16-byte chunk index with
+// the row, which spreads any 8 neighbouring rows over all 32 banks; but wmma wants a fixed stride, so
+// there it makes rows 16 bytes longer, to the same effect.
+template <class B> constexpr bool pads_rows = B::swizzle_xor && B::family == Family::wmma;
+template <class B> constexpr int TILE_STRIDE = B::head_dim + (pads_rows<B> ? CHUNK : 0);
+
+// Offset in elements of (row, col) in a tile.
 template <class B> __device__ __forceinline__ int tile_offset(int row, int col) {
-  if constexpr (B::swizzle_xor) col ^= (row % 8) * CHUNK;
-  return row * B::head_dim + col;
+  if constexpr (B::swizzle_xor && !pads_rows<B>) col ^= (row % 8) * CHUNK;
+  return row * TILE_STRIDE<B> + col;
 }
 
 // The address of (row + r, col + c) of a tile from `at`, that of (row, col), where r is a multiple of 8
@@ -496,15 +546,17 @@ enum class Hazard {  // what a barrier of the tile loop stands for, in the order
 };
 constexpr int HAZARDS = 6;
 
-// scalar: policy 5 puts a CTA barrier at every hazard. Policy 2 drops the two that guard nothing: Q
+// scalar, wmma: policy 5 puts a CTA barrier at every hazard. Policy 2 drops the two that guard nothing: Q
 // is covered by the barrier for K and V, and m is read by the warp that wrote it. Policy 1 leaves a
-// row with one warp, so that only the tiles themselves are shared. Policy 0 has none: racy.
+// row with one warp, so that only the tiles themselves are shared; producer warps hand those over by
+// mbarriers. Policy 0 has none: racy.
 // mma: a warp always keeps its rows. With two stages or more the barrier that says that a tile is
 // written says as well that the tile before it is read.
 template <class B> __host__ __device__ constexpr bool needs_cta_barrier(Hazard h) {
   if (B::family == Family::mma) {
     return h == Hazard::kv_written || (h == Hazard::tile_read && B::stages == 1);
   }
+  if (B::use_warp_specialization) return false;
   if (B::sync_policy == 5) return true;
   if (B::sync_policy == 2) return h != Hazard::q_written && h != Hazard::max_written;
   if (B::sync_policy == 1) return h == Hazard::kv_written || h == Hazard::tile_read;
@@ -809,16 +861,50 @@ template <class B> struct ItemTiles {
     const Element* const Q_g = p.Q + item.b * p.q.batch + item.h * p.q.head + item.q0 * p.q.row;
     all.template copy<B::block_m>(Q_s, all.first(Q_g, p.q.row), p.q.row, p.Sq - item.q0 - all.row);
   }
-  // The next K and V tile, at key k0, into its stage, as one group of copies; past the end an empty
-  // group, so that wait counts stay constant.
+  // The next K and V tile, at key k0, into its stage; past the end nothing.
   template <class Shared> __device__ __forceinline__ void copy_kv(Shared& s, int stage, int k0) {
     if (k0 < keys) {
       mine.template copy<B::block_n>(s.K[stage], K_g, p.k.row, keys - k0 - mine.row);
       mine.template copy<B::block_n>(s.V[stage], V_g, p.v.row, keys - k0 - mine.row);
       K_g += ADVANCE * p.k.row, V_g += ADVANCE * p.v.row;
     }
+  }
+};
+
+// The K/V tiles of an item as its consumers see them: acquire() gives the stage of the next tile once
+// it is there, release() says that this warp has read it.
+//
+// Here all threads of a group copy, STAGES - 1 tiles ahead. Groups of copies past the end are empty,
+// so that wait counts stay constant.
+template <class B, class Shared> struct CopyTogether {
+  ItemTiles<B> t;
+  Shared& s;
+  Stage<B> copied, read;
+
+  // Begins with the tiles before the first acquire(), as one group of copies each.
+  __device__ __forceinline__ CopyTogether(Shared& s_, const ItemTiles<B>& t_)
+      : t(t_), s(s_), copied(B::stages - 1), read(0) {
+    for (int n = 0; n < B::stages - 1; n++) {
+      t.copy_kv(s, n, t.first_key + n * t.ADVANCE);
+      commit_copies<B>();
+    }
+  }
+  // In the mma.sync kernel with two stages and more, who has come to the one barrier has read the
+  // tile before, so its stage is free after it. Elsewhere the barrier in release() says so.
+  __device__ __forceinline__ int acquire(int k0) {
+    constexpr bool copies_last = !needs_cta_barrier<B>(Hazard::tile_read) && B::family == Family::mma;
+    sync_for<B, Hazard::q_written>();
+    if constexpr (!copies_last) copy_ahead(k0);
+    wait_copies<B, copies_last ? B::stages - 2 : B::stages - 1>();
+    sync_for<B, Hazard::kv_written>();
+    if constexpr (copies_last) copy_ahead(k0);
+    return read.next();
+  }
+  __device__ __forceinline__ void copy_ahead(int k0) {
+    t.copy_kv(s, copied.next(), k0 + (B::stages - 1) * t.ADVANCE);
     commit_copies<B>();
   }
+  __device__ __forceinline__ void release() { sync_for<B, Hazard::tile_read>(); }
 };
 
 template <class B>
@@ -828,14 +914,38 @@ using Scheduler = typename std::conditional<B::use_persistent_cta, TileQueue, On
 
 // ---- 5a scalar: both products on the FMA pipes ----
 
+template <class T, class View>
+__device__ __forceinline__ void store_scores(T* P_s, int stride, const View& S) {
+#pragma unroll
+  for (int i = 0; i < View::ROWS; i++) {
+#pragma unroll
+    for (int j = 0; j < View::COLS; j++) {
+      st_shared(P_s + S.row(i) * stride + S.col(j), static_cast<T>(S.x[i][j]));
+    }
+  }
+}
+
+template <class View>
+__device__ __forceinline__ void load_scores(View& S, const float* P_s, int stride) {
+#pragma unroll
+  for (int i = 0; i < View::ROWS; i++) {
+#pragma unroll
+    for (int j = 0; j < View::COLS; j++) {
+      S.x[i][j] = ld_shared<float>(P_s + S.row(i) * stride + S.col(j));
+    }
+  }
+}
+
 template <class B> struct ScalarShared {
   static constexpr int P_STRIDE = B::block_n + 8;  // 4 rows of lanes fall into 4 groups of 8 banks
-  Element Q[B::block_m * B::head_dim];             // [BLOCK_M][D]
-  Element K[B::stages][B::block_n * B::head_dim];  // [BLOCK_N][D]
-  Element V[B::stages][B::block_n * B::head_dim];  // [BLOCK_N][D]
-  float P[B::block_m * P_STRIDE];                  // [BLOCK_M][BLOCK_N]: S, then P in its place
+  Element Q[B::block_m * TILE_STRIDE<B>];             // [BLOCK_M][D]
+  Element K[B::stages][B::block_n * TILE_STRIDE<B>];  // [BLOCK_N][D]
+  Element V[B::stages][B::block_n * TILE_STRIDE<B>];  // [BLOCK_N][D]
+  float P[B::block_m * P_STRIDE];                     // [BLOCK_M][BLOCK_N]: S, then P in its place
   float m[B::block_m], l[B::block_m], alpha[B::block_m];  // used where rows change hands
   uint32_t drawn;                                         // TileQueue
+
+  __device__ void store_probabilities(const ScalarScores<B>& S) { store_scores(P, P_STRIDE, S); }
 };
 
 // S = Q @ K.T   [BLOCK_M][BLOCK_N]
@@ -896,35 +1006,26 @@ __device__ __forceinline__ void scalar_pv(ScalarOutput<B>& O,
   }
 }
 
-template <class View>
-__device__ __forceinline__ void store_scores(float* P_s, int stride, const View& S) {
-#pragma unroll
-  for (int i = 0; i < View::ROWS; i++) {
-#pragma unroll
-    for (int j = 0; j < View::COLS; j++) st_shared(P_s + S.row(i) * stride + S.col(j), S.x[i][j]);
-  }
-}
-
 // Softmax of a tile in which each warp keeps the rows whose scores it computed: m and l stay in
 // registers, and P goes through shared memory only to other lanes of the same warp.
-template <class B> struct WarpSoftmax {
+template <class B, class Shared> struct WarpSoftmax {
   static constexpr int ROWS = ScalarScores<B>::ROWS;
   float m[ROWS], l[ROWS];
 
-  __device__ void start(ScalarShared<B>&, const ScalarScores<B>&) {
+  __device__ void start(Shared&, const ScalarScores<B>&) {
 #pragma unroll
     for (int i = 0; i < ROWS; i++) m[i] = -INFINITY, l[i] = 0;
   }
   // S -> P in shared memory; alpha of this thread's rows.
-  __device__ void step(ScalarShared<B>& s, ScalarScores<B>& S, float scale_log2,
+  __device__ void step(Shared& s, ScalarScores<B>& S, float scale_log2,
                        float (&alpha)[ROWS]) {
     softmax_max<B>(S, scale_log2, m, alpha);
     softmax_sum<B>(S, scale_log2, m, alpha, l);
-    store_scores(s.P, s.P_STRIDE, S);
+    s.store_probabilities(S);
     sync_for<B, Hazard::sum_written>();
   }
   // The final m and l of this thread's rows.
-  __device__ void finish(ScalarShared<B>&, const ScalarScores<B>&, float (&m_out)[ROWS],
+  __device__ void finish(Shared&, const ScalarScores<B>&, float (&m_out)[ROWS],
                          float (&l_out)[ROWS]) {
 #pragma unroll
     for (int i = 0; i < ROWS; i++) m_out[i] = m[i], l_out[i] = row_sum<COL_LANES>(l[i]);
@@ -933,7 +1034,7 @@ template <class B> struct WarpSoftmax {
 
 // Softmax of a tile in shared memory: its rows are dealt to the warps anew, in turn, so that every
 // row changes hands before and after; m, l and alpha are kept in shared memory.
-template <class B> struct CtaSoftmax {
+template <class B, class Shared> struct CtaSoftmax {
   static constexpr int ROWS = ScalarScores<B>::ROWS;
 
   __device__ static ScalarScores<B> dealt_rows() {
@@ -944,7 +1045,7 @@ template <class B> struct CtaSoftmax {
     S.first_col = lane % COL_LANES;
     return S;
   }
-  __device__ void start(ScalarShared<B>& s, const ScalarScores<B>&) {
+  __device__ void start(Shared& s, const ScalarScores<B>&) {
     const ScalarScores<B> S = dealt_rows();
 #pragma unroll
     for (int i = 0; i < ROWS; i++) {
@@ -952,21 +1053,16 @@ template <class B> struct CtaSoftmax {
     }
     __syncthreads();  // hazard: m and l read by other warps in finish() if there is no tile
   }
-  __device__ void step(ScalarShared<B>& s, const ScalarScores<B>& own, float scale_log2,
+  __device__ void step(Shared& s, const ScalarScores<B>& own, float scale_log2,
                        float (&alpha_own)[ROWS]) {
     store_scores(s.P, s.P_STRIDE, own);
     sync_for<B, Hazard::s_written>();
 
     ScalarScores<B> S = dealt_rows();
+    load_scores(S, s.P, s.P_STRIDE);
     float m[ROWS], l[ROWS], alpha[ROWS];
 #pragma unroll
-    for (int i = 0; i < ROWS; i++) {
-      m[i] = s.m[S.row(i)];
-#pragma unroll
-      for (int j = 0; j < S.COLS; j++) {
-        S.x[i][j] = ld_shared<float>(s.P + S.row(i) * s.P_STRIDE + S.col(j));
-      }
-    }
+    for (int i = 0; i < ROWS; i++) m[i] = s.m[S.row(i)];
     __syncwarp();  // hazard: m still being read by the row's other lanes
     softmax_max<B>(S, scale_log2, m, alpha);
 #pragma unroll
@@ -981,7 +1077,7 @@ template <class B> struct CtaSoftmax {
       l[i] = S.first_col == 0 ? s.l[S.row(i)] : 0.0f;
     }
     softmax_sum<B>(S, scale_log2, m, alpha, l);
-    store_scores(s.P, s.P_STRIDE, S);
+    s.store_probabilities(S);
 #pragma unroll
     for (int i = 0; i < ROWS; i++) {
       l[i] = row_sum<COL_LANES>(l[i]);
@@ -992,19 +1088,20 @@ template <class B> struct CtaSoftmax {
 #pragma unroll
     for (int i = 0; i < ROWS; i++) alpha_own[i] = s.alpha[own.row(i)];
   }
-  __device__ void finish(ScalarShared<B>& s, const ScalarScores<B>& own, float (&m_out)[ROWS],
+  __device__ void finish(Shared& s, const ScalarScores<B>& own, float (&m_out)[ROWS],
                          float (&l_out)[ROWS]) {
 #pragma unroll
     for (int i = 0; i < ROWS; i++) m_out[i] = s.m[own.row(i)], l_out[i] = s.l[own.row(i)];
   }
 };
 
-template <class B>
-using ScalarSoftmax =
-    typename std::conditional<B::sync_policy == 1, WarpSoftmax<B>, CtaSoftmax<B>>::type;
+template <class B, class Shared>
+using TileSoftmax = typename std::conditional<B::sync_policy == 1, WarpSoftmax<B, Shared>,
+                                              CtaSoftmax<B, Shared>>::type;
 
 template <class B>
-__global__ void __launch_bounds__(B::threads, 1) sdpa_scalar(const __grid_constant__ KernelArgs a) {
+__global__ void __launch_bounds__(B::threads, B::ctas_per_sm)
+    sdpa_scalar(const __grid_constant__ KernelArgs a) {
   const SdpaParams& p = a.p;
   ScalarShared<B>& s = dynamic_shared<ScalarShared<B>>();
   const int tid = threadIdx.x, warp = tid / 32, lane = tid % 32;
@@ -1018,33 +1115,285 @@ __global__ void __launch_bounds__(B::threads, 1) sdpa_scalar(const __grid_consta
 
   Scheduler<B> scheduler;
   for (WorkItem item; scheduler.template next<B>(a, s.drawn, item);) {
-    ItemTiles<B> t(p, item, 0, tid, B::threads);
+    const ItemTiles<B> t(p, item, 0, tid, B::threads);
     t.copy_q(s.Q, tid, B::threads);
-    for (int n = 0; n < B::stages - 1; n++) t.copy_kv(s, n, n * B::block_n);
+    CopyTogether<B, ScalarShared<B>> feed(s, t);
 
     clear(O);
-    ScalarSoftmax<B> softmax;
+    TileSoftmax<B, ScalarShared<B>> softmax;
     softmax.start(s, S);
 
-    Stage<B> copied(B::stages - 1), read(0);
     for (int k0 = 0; k0 < t.keys; k0 += B::block_n) {
-      sync_for<B, Hazard::q_written>();
-      t.copy_kv(s, copied.next(), k0 + (B::stages - 1) * B::block_n);
-      wait_copies<B, B::stages - 1>();
-      sync_for<B, Hazard::kv_written>();
-
-      const int stage = read.next();
+      const int stage = feed.acquire(k0);
       scalar_qk<B>(S, s.Q, s.K[stage]);
       if (k0 + B::block_n > t.clean_keys) mask_scores(S, p, item.q0, k0);
       float alpha[O.ROWS];
       softmax.step(s, S, a.scale_log2, alpha);
       scalar_pv<B>(O, alpha, s.P, s.V[stage]);
-      sync_for<B, Hazard::tile_read>();
+      feed.release();
     }
 
     float m[O.ROWS], l[O.ROWS];
     softmax.finish(s, S, m, l);
     store_output<B>(O, m, l, a, item);
+  }
+}
+
+// ---- 5b wmma: products on tensor cores through nvcuda::wmma, S and P in shared memory ----
+
+namespace wmma = nvcuda::wmma;
+template <class Use, class Layout>
+using Operand = wmma::fragment<Use, 16, 16, 16, Element, Layout>;
+using Accumulator = wmma::fragment<wmma::accumulator, 16, 16, 16, float>;
+
+template <class B> struct WmmaShared : ScalarShared<B> {
+  static constexpr int P16_STRIDE = B::block_n + 8;  // 8 neighbouring rows fall into 8 groups of banks
+  alignas(32) Element P16[B::use_wmma_pv ? B::block_m * P16_STRIDE : 1];  // P for wmma, [BLOCK_M][BLOCK_N]
+  uint64_t full[B::stages], empty[B::stages];  // mbarriers: tile landed, tile read by all warps
+
+  __device__ void store_probabilities(const ScalarScores<B>& S) {
+    if constexpr (B::use_wmma_pv) {
+      store_scores(P16, P16_STRIDE, S);
+    } else {
+      store_scores(this->P, this->P_STRIDE, S);
+    }
+  }
+};
+
+// The stages in turn, and the parity of the phase that their mbarriers are in.
+template <class B> struct StageRing {
+  int stage = 0, parity = 0;
+  __device__ void advance() {
+    if (++stage == B::stages) stage = 0, parity ^= 1;
+  }
+};
+
+__device__ __forceinline__ void mbarrier_wait(uint64_t* barrier_s, int parity) {
+  while (!mbarrier_test_wait_parity(barrier_s, parity)) {
+  }
+}
+
+// CopyTogether's counterpart where producer warps copy. The ring goes on from item to item.
+template <class B> struct CopyByProducers {
+  WmmaShared<B>& s;
+  StageRing<B>& ring;
+
+  __device__ __forceinline__ CopyByProducers(WmmaShared<B>& s_, const ItemTiles<B>&,
+                                             StageRing<B>& ring_)
+      : s(s_), ring(ring_) {}
+  __device__ __forceinline__ int acquire(int) {
+    mbarrier_wait(&s.full[ring.stage], ring.parity);
+    return ring.stage;
+  }
+  __device__ __forceinline__ void release() {
+    __syncwarp();  // hazard: the stage still being read by the warp's other lanes
+    if (threadIdx.x % 32 == 0) mbarrier_arrive(&s.empty[ring.stage]);
+    ring.advance();
+  }
+};
+
+// What the producer warps do of an item.
+template <class B>
+__device__ __forceinline__ void wmma_produce(WmmaShared<B>& s, ItemTiles<B>& t, StageRing<B>& ring) {
+  for (int k0 = 0; k0 < t.keys; k0 += B::block_n) {
+    mbarrier_wait(&s.empty[ring.stage], ring.parity ^ 1);  // the first round finds them empty
+    t.copy_kv(s, ring.stage, k0);
+    if constexpr (B::use_cp_async) {
+      cp_async_mbarrier_arrive_noinc(&s.full[ring.stage]);
+    } else {
+      mbarrier_arrive(&s.full[ring.stage]);
+    }
+    ring.advance();
+  }
+}
+
+// S = Q @ K.T   [16][BLOCK_N] of a warp, to shared memory
+template <class B>
+__device__ __forceinline__ void wmma_qk(
+    float* S_s, const Operand<wmma::matrix_a, wmma::row_major> (&Q)[B::head_dim / 16],
+    const Element* K_s) {
+#pragma unroll
+  for (int n = 0; n < B::block_n; n += 16) {
+    Accumulator S;
+    wmma::fill_fragment(S, 0.0f);
+#pragma unroll
+    for (int d = 0; d < B::head_dim; d += 16) {
+      Operand<wmma::matrix_b, wmma::col_major> K;
+      wmma::load_matrix_sync(K, K_s + tile_offset<B>(n, d), TILE_STRIDE<B>);
+      wmma::mma_sync(S, Q[d / 16], K, S);
+    }
+    wmma::store_matrix_sync(S_s + n, S, ScalarShared<B>::P_STRIDE, wmma::mem_row_major);
+  }
+}
+
+// O of a warp in wmma accumulators. Which element of which lane is where is not specified, so a lane
+// looks once which rows its elements are in: it loads a tile that holds row numbers.
+template <class B> struct WmmaOutput {
+  Accumulator x[B::head_dim / 16];
+  int row[Accumulator::num_elements];
+
+  // scratch_s [16][P_STRIDE], of this warp alone
+  __device__ void start(float* scratch_s, int lane) {
+    for (int i = lane; i < 16 * 16; i += 32) {
+      st_shared(scratch_s + i / 16 * ScalarShared<B>::P_STRIDE + i % 16, float(i / 16));
+    }
+    __syncwarp();  // hazard: row numbers written by the other lanes
+    Accumulator rows;
+    wmma::load_matrix_sync(rows, scratch_s, ScalarShared<B>::P_STRIDE, wmma::mem_row_major);
+#pragma unroll
+    for (int e = 0; e < rows.num_elements; e++) row[e] = int(rows.x[e]);
+    __syncwarp();  // hazard: scratch_s read by the other lanes
+#pragma unroll
+    for (int n = 0; n < B::head_dim / 16; n++) wmma::fill_fragment(x[n], 0.0f);
+  }
+
+  // O = O * alpha + P @ V   [16][D]; alpha_s [16], P_s [16][P16_STRIDE]
+  __device__ __forceinline__ void multiply(const float* alpha_s, const Element* P_s,
+                                           const Element* V_s) {
+    float alpha[Accumulator::num_elements];
+#pragma unroll
+    for (int e = 0; e < Accumulator::num_elements; e++) alpha[e] = ld_shared<float>(alpha_s + row[e]);
+#pragma unroll
+    for (int n = 0; n < B::head_dim / 16; n++) {
+#pragma unroll
+      for (int e = 0; e < Accumulator::num_elements; e++) x[n].x[e] *= alpha[e];
+    }
+#pragma unroll
+    for (int k = 0; k < B::block_n; k += 16) {
+      Operand<wmma::matrix_a, wmma::row_major> P;
+      wmma::load_matrix_sync(P, P_s + k, WmmaShared<B>::P16_STRIDE);
+#pragma unroll
+      for (int d = 0; d < B::head_dim; d += 16) {
+        Operand<wmma::matrix_b, wmma::row_major> V;
+        wmma::load_matrix_sync(V, V_s + tile_offset<B>(k, d), TILE_STRIDE<B>);
+        wmma::mma_sync(x[d / 16], P, V, x[d / 16]);
+      }
+    }
+  }
+
+  // O as a view, BLOCK_N columns at a time through scratch_s [16][P_STRIDE], of this warp alone, whose
+  // row 0 is the view's row first_row.
+  __device__ void finish(ScalarOutput<B>& O, float* scratch_s, int first_row) const {
+#pragma unroll
+    for (int begin = 0; begin < B::head_dim; begin += B::block_n) {
+      constexpr int stride = ScalarShared<B>::P_STRIDE;
+      const int end = begin + B::block_n < B::head_dim ? begin + B::block_n : B::head_dim;
+      __syncwarp();  // hazard: scratch_s still being read by the other lanes
+#pragma unroll
+      for (int d = begin; d < end; d += 16) {
+        wmma::store_matrix_sync(scratch_s + d - begin, x[d / 16], stride, wmma::mem_row_major);
+      }
+      __syncwarp();  // hazard: scratch_s written by the other lanes
+#pragma unroll
+      for (int i = 0; i < O.ROWS; i++) {
+#pragma unroll
+        for (int j = 0; j < O.COLS; j++) {
+          if (O.col(j) < begin || O.col(j) >= end) continue;
+          O.x[i][j] = ld_shared<float>(scratch_s + (O.row(i) - first_row) * stride + O.col(j) - begin);
+        }
+      }
+    }
+  }
+};
+
+// What a consumer warp does of an item: its 16 rows, against the tiles that the feed gives.
+template <class B, class Feed>
+__device__ __forceinline__ void wmma_consume(WmmaShared<B>& s, const KernelArgs& a,
+                                             const WorkItem& item, const ItemTiles<B>& t, Feed& feed) {
+  const SdpaParams& p = a.p;
+  const int warp = threadIdx.x / 32, lane = threadIdx.x % 32, first_row = warp * 16;
+  float* const S_s = s.P + first_row * s.P_STRIDE;
+
+  ScalarScores<B> S;
+  ScalarOutput<B> O;
+  S.first_row = O.first_row = first_row + lane / COL_LANES;
+  S.row_step = ROW_LANES;
+  S.first_col = lane % COL_LANES;
+  O.first_col = lane % COL_LANES * CHUNK;
+
+  // A warp copies its own rows of Q.
+  const TileCopy<B> own(lane, 32);
+  const Element* const Q_g =
+      p.Q + item.b * p.q.batch + item.h * p.q.head + (item.q0 + first_row) * p.q.row;
+  Element* const Q_s = s.Q + tile_offset<B>(first_row, 0);
+  own.template copy<16>(Q_s, own.first(Q_g, p.q.row), p.q.row,
+                        p.Sq - item.q0 - first_row - own.row);
+  commit_copies<B>();
+  wait_copies<B, 0>();
+  __syncwarp();  // hazard: Q copied by the other lanes
+  Operand<wmma::matrix_a, wmma::row_major> Q[B::head_dim / 16];
+#pragma unroll
+  for (int d = 0; d < B::head_dim; d += 16) {
+    wmma::load_matrix_sync(Q[d / 16], Q_s + d, TILE_STRIDE<B>);
+  }
+
+  WmmaOutput<B> sums;
+  if constexpr (B::use_wmma_pv) {
+    sums.start(S_s, lane);
+  } else {
+    clear(O);
+  }
+  TileSoftmax<B, WmmaShared<B>> softmax;
+  softmax.start(s, S);
+
+  for (int k0 = 0; k0 < t.keys; k0 += B::block_n) {
+    const int stage = feed.acquire(k0);
+    wmma_qk<B>(S_s, Q, s.K[stage]);
+    __syncwarp();  // hazard: S written by the other lanes
+    load_scores(S, s.P, s.P_STRIDE);
+    if (k0 + B::block_n > t.clean_keys) mask_scores(S, p, item.q0, k0);
+    float alpha[O.ROWS];
+    softmax.step(s, S, a.scale_log2, alpha);
+    if constexpr (B::use_wmma_pv) {
+#pragma unroll
+      for (int i = 0; i < S.ROWS; i++) {
+        if (S.first_col == 0) s.alpha[S.row(i)] = alpha[i];
+      }
+      __syncwarp();  // hazard: alpha written by other lanes
+      sums.multiply(s.alpha + first_row, s.P16 + first_row * s.P16_STRIDE, s.V[stage]);
+    } else {
+      scalar_pv<B>(O, alpha, s.P, s.V[stage]);
+    }
+    feed.release();
+  }
+
+  if constexpr (B::use_wmma_pv) sums.finish(O, S_s, first_row);
+  float m[O.ROWS], l[O.ROWS];
+  softmax.finish(s, S, m, l);
+  store_output<B>(O, m, l, a, item);
+}
+
+template <class B>
+__global__ void __launch_bounds__(B::threads, B::ctas_per_sm)
+    sdpa_wmma(const __grid_constant__ KernelArgs a) {
+  WmmaShared<B>& s = dynamic_shared<WmmaShared<B>>();
+  const int tid = threadIdx.x;
+  constexpr int consumers = B::num_warps * 32;
+  StageRing<B> ring;
+  if constexpr (B::use_warp_specialization) {
+    if (tid == 0) {
+      for (int stage = 0; stage < B::stages; stage++) {
+        mbarrier_init(&s.full[stage], B::producer_threads);
+        mbarrier_init(&s.empty[stage], B::num_warps);
+      }
+    }
+    __syncthreads();  // hazard: mbarriers just made by thread 0
+  }
+
+  Scheduler<B> scheduler;
+  for (WorkItem item; scheduler.template next<B>(a, s.drawn, item);) {
+    if constexpr (!B::use_warp_specialization) {
+      const ItemTiles<B> t(a.p, item, 0, tid, consumers);
+      CopyTogether<B, WmmaShared<B>> feed(s, t);
+      wmma_consume<B>(s, a, item, t, feed);
+    } else if (tid >= consumers) {
+      ItemTiles<B> t(a.p, item, 0, tid - consumers, B::producer_threads);
+      wmma_produce<B>(s, t, ring);
+    } else {
+      const ItemTiles<B> t(a.p, item, 0, tid, consumers);
+      CopyByProducers<B> feed(s, t, ring);
+      wmma_consume<B>(s, a, item, t, feed);
+    }
   }
 }
 
@@ -1078,12 +1427,14 @@ __device__ __forceinline__ uint32_t pack(float low, float high) {
   return word;
 }
 
-// The warp's query rows as A operands, 16 columns a step. They stay in registers for the whole item if
-// they take at most 32; otherwise each use reads them again.
+// The warp's query rows as A operands, 16 columns a step. As many steps as O and S leave registers for
+// are kept for the whole item; each use reads the others again.
 template <class B> struct MmaQueries {
   static constexpr int M_TILES = MmaAccumulator<B, 8>::M_TILES, STEPS = B::head_dim / 16;
-  static constexpr bool IN_REGISTERS = M_TILES * STEPS * 4 <= 32;
-  uint32_t kept[IN_REGISTERS ? STEPS : 1][M_TILES][4];
+  static constexpr int O_AND_S = M_TILES * (B::head_dim + B::block_n) / 2;  // registers
+  static constexpr int ROOM = O_AND_S < 168 ? (168 - O_AND_S) / (4 * M_TILES) : 0;
+  static constexpr int KEPT = ROOM < STEPS ? ROOM : STEPS;
+  uint32_t kept[KEPT ? KEPT : 1][M_TILES][4];
   SharedAddress at;  // of this lane's row in the first 16x16 block
 
   __device__ void read(uint32_t (&a)[M_TILES][4], int step) const {
@@ -1093,13 +1444,11 @@ template <class B> struct MmaQueries {
   // Q_s is there now.
   __device__ void start(const Element* Q_s, int warp, int lane) {
     at = shared_address(Q_s + tile_offset<B>(warp * 16 * M_TILES + lane % 16, lane / 16 * 8));
-    if constexpr (IN_REGISTERS) {
 #pragma unroll
-      for (int step = 0; step < STEPS; step++) read(kept[step], step);
-    }
+    for (int step = 0; step < KEPT; step++) read(kept[step], step);
   }
   __device__ void get(uint32_t (&a)[M_TILES][4], int step) const {
-    if constexpr (IN_REGISTERS) {
+    if (step < KEPT) {
       memcpy(a, kept[step], sizeof a);
     } else {
       read(a, step);
@@ -1317,14 +1666,13 @@ __global__ void __launch_bounds__(B::threads, B::ctas_per_sm)
   const int tid = B::split_kv == 1 ? threadIdx.x : threadIdx.x % B::group_threads;
   const int warp = tid / 32, lane = tid % 32;
   constexpr int WARP_ROWS = B::block_m / B::group_warps;
-  typename MmaShared<B>::Tiles& kv = s.group[group];
 
   Scheduler<B> scheduler;
   for (WorkItem item; scheduler.template next<B>(a, s.drawn, item);) {
-    ItemTiles<B> t(p, item, group, tid, B::group_threads);
+    const ItemTiles<B> t(p, item, group, tid, B::group_threads);
     t.copy_q(s.Q, threadIdx.x, B::threads);
     commit_copies<B>();
-    for (int n = 0; n < B::stages - 1; n++) t.copy_kv(kv, n, t.first_key + n * t.ADVANCE);
+    CopyTogether<B, typename MmaShared<B>::Tiles> feed(s.group[group], t);
     wait_copies<B, B::stages - 1>();
     __syncthreads();  // hazard: Q copied by all warps
     MmaQueries<B> Q;
@@ -1336,26 +1684,19 @@ __global__ void __launch_bounds__(B::threads, B::ctas_per_sm)
     const int q_warp = item.q0 + warp * WARP_ROWS, q_last = min(q_warp + WARP_ROWS, p.Sq) - 1;
     const int clean_keys = visible_keys(p, q_warp);
     const int seen_keys = q_warp < p.Sq ? visible_keys(p, q_last) : 0;
-    Stage<B> copied(B::stages - 1), read(0);
     for (int k0 = t.first_key; k0 < t.keys; k0 += t.ADVANCE) {
-      if constexpr (B::stages == 1) t.copy_kv(kv, 0, k0);
-      wait_copies<B, B::stages == 1 ? 0 : B::stages - 2>();
-      sync_for<B, Hazard::kv_written>();
-      if constexpr (B::stages > 1) {
-        t.copy_kv(kv, copied.next(), k0 + (B::stages - 1) * t.ADVANCE);
-      }
-
-      const int stage = read.next();
+      const int stage = feed.acquire(k0);
+      const Element *const K_s = s.group[group].K[stage], *const V_s = s.group[group].V[stage];
       if (k0 < seen_keys) {
         const bool masked = k0 + B::block_n > clean_keys;
         bool attended = false;
         if (B::use_lazy_max && k0 >= t.ADVANCE && !masked) {
-          attended = rows.attend_lazily(Q, kv.K[stage], a.scale_log2, lane);
+          attended = rows.attend_lazily(Q, K_s, a.scale_log2, lane);
         }
-        if (!attended) rows.attend(Q, kv.K[stage], a, item.q0, k0, masked, lane);
-        rows.multiply(kv.V[stage], lane);
+        if (!attended) rows.attend(Q, K_s, a, item.q0, k0, masked, lane);
+        rows.multiply(V_s, lane);
       }
-      sync_for<B, Hazard::tile_read>();
+      feed.release();
     }
 
     rows.finish();
@@ -1377,6 +1718,10 @@ __global__ void __launch_bounds__(B::threads, B::ctas_per_sm)
 template <class B, Family F> struct KernelOf {
   using Shared = ScalarShared<B>;
   static constexpr auto kernel = sdpa_scalar<B>;
+};
+template <class B> struct KernelOf<B, Family::wmma> {
+  using Shared = WmmaShared<B>;
+  static constexpr auto kernel = sdpa_wmma<B>;
 };
 template <class B> struct KernelOf<B, Family::mma> {
   using Shared = MmaShared<B>;

@@ -47,6 +47,22 @@ template <class T> void check(const T* tile, unsigned ldm, simt::Site at) {
   }
 }
 
+// The shared-memory accesses of a load of 16-bit elements, as sm_80 and up make them: one ldmatrix of
+// four 8x8 matrices, lane 8i + r with row r of matrix i. And of 32-bit accumulators: pairs of columns.
+template <class T> void count(const T* tile, unsigned ldm, simt::Site at) {
+  if (!simt::self->counting) return;
+  const size_t offset = reinterpret_cast<const unsigned char*>(tile) - simt::self->shared;
+  if (offset >= simt::self->shared_bytes) return;
+  const int lane = simt::self->lane;
+  if (sizeof(T) == 2) {
+    simt::count_shared(tile + lane % 16 * size_t(ldm) + lane / 16 * 8, 16, at);
+  } else {
+    for (int i = 0; i < 8; i += 2) {
+      simt::count_shared(tile + row_of(lane, i) * size_t(ldm) + col_of(lane, i), 8, at);
+    }
+  }
+}
+
 inline void meet(simt::Site at) { simt::warp_collective(~0u, nullptr, nullptr, at); }
 
 template <class T> struct MmaArgs {
@@ -61,6 +77,7 @@ template <class Use, class T, class Layout>
 void load_matrix_sync(fragment<Use, 16, 16, 16, T, Layout>& f, const T* tile, unsigned ldm,
                       SIMT_CALLER) {
   detail::check(tile, ldm, at);
+  detail::count(tile, ldm, at);
   for (int i = 0; i < f.num_elements; i++) {
     const int r = detail::row_of(simt::self->lane, i), c = detail::col_of(simt::self->lane, i);
     f.x[i] = std::is_same<Layout, row_major>::value ? tile[r * ldm + c] : tile[c * ldm + r];
@@ -72,6 +89,7 @@ template <class T>
 void load_matrix_sync(fragment<accumulator, 16, 16, 16, T>& f, const T* tile, unsigned ldm,
                       layout_t layout, SIMT_CALLER) {
   detail::check(tile, ldm, at);
+  detail::count(tile, ldm, at);
   for (int i = 0; i < f.num_elements; i++) {
     const int r = detail::row_of(simt::self->lane, i), c = detail::col_of(simt::self->lane, i);
     f.x[i] = layout == mem_row_major ? tile[r * ldm + c] : tile[c * ldm + r];
@@ -83,6 +101,7 @@ template <class T>
 void store_matrix_sync(T* tile, const fragment<accumulator, 16, 16, 16, T>& f, unsigned ldm,
                        layout_t layout, SIMT_CALLER) {
   detail::check(tile, ldm, at);
+  detail::count(tile, ldm, at);
   detail::meet(at);
   for (int i = 0; i < f.num_elements; i++) {
     const int r = detail::row_of(simt::self->lane, i), c = detail::col_of(simt::self->lane, i);

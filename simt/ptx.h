@@ -231,8 +231,14 @@ inline void mbarrier_arrive(uint64_t* barrier_s, SIMT_CALLER) {
 inline void mbarrier_arrive_expect_tx(uint64_t* barrier_s, int bytes, SIMT_CALLER) {
   simt::mbarrier_arrive(barrier_s, bytes, at);
 }
-// The hardware may return false after a while; here the thread sleeps until the phase is complete.
-inline bool mbarrier_try_wait_parity(uint64_t* barrier_s, int parity, SIMT_CALLER) {
+// The copies land here at the latest.
+inline void cp_async_mbarrier_arrive_noinc(uint64_t* barrier_s, SIMT_CALLER) {
+  cp_async_commit_group();
+  cp_async_wait_group<0>();
+  simt::mbarrier_arrive(barrier_s, 0, at);
+}
+// The hardware returns false if the phase is not complete; here the thread sleeps until it is.
+inline bool mbarrier_test_wait_parity(uint64_t* barrier_s, int parity, SIMT_CALLER) {
   simt::mbarrier_wait(barrier_s, parity, at);
   return true;
 }

@@ -58,7 +58,7 @@ static void test_reports() {
     if (threadIdx.x == 0) mbarrier_init(&s.barrier, 2);
     __syncthreads();
     if (threadIdx.x == 5) mbarrier_arrive(&s.barrier);  // the second arrival never comes
-    if (threadIdx.x < 32) mbarrier_try_wait_parity(&s.barrier, 0);
+    if (threadIdx.x < 32) mbarrier_test_wait_parity(&s.barrier, 0);
   }, {"deadlock in ", "32 threads, first warp 1 lane 0 (thread 32), have returned",
       "32 threads, first warp 0 lane 0 (thread 0), wait for an mbarrier phase"});
   expect_report("two barriers", [](const Args) {

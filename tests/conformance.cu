@@ -74,7 +74,7 @@ __device__ void mbarrier_arrive(uint64_t* barrier_s) {
   asm volatile("{ .reg .b64 state; mbarrier.arrive.shared.b64 state, [%0]; }" ::"r"(
                    shared_address(barrier_s)) : "memory");
 }
-__device__ bool mbarrier_try_wait_parity(uint64_t* barrier_s, int parity) {
+__device__ bool mbarrier_test_wait_parity(uint64_t* barrier_s, int parity) {
   uint32_t done;
   asm volatile("{ .reg .pred p; mbarrier.try_wait.parity.shared.b64 p, [%1], %2; "
                "selp.u32 %0, 1, 0, p; }"
@@ -264,12 +264,12 @@ __global__ void test_barriers(const Args a) {
   uint32_t sum = 0;
   for (int round = 0; round < 4; round++) {
     if (tid < 32) {
-      while (!mbarrier_try_wait_parity(&s.barriers[1], (round & 1) ^ 1)) {
+      while (!mbarrier_test_wait_parity(&s.barriers[1], (round & 1) ^ 1)) {
       }
       box[lane] = uint32_t(round * 100 + lane * 3);
       mbarrier_arrive(&s.barriers[0]);
     } else {
-      while (!mbarrier_try_wait_parity(&s.barriers[0], round & 1)) {
+      while (!mbarrier_test_wait_parity(&s.barriers[0], round & 1)) {
       }
       sum = sum * 5 + box[31 - lane];
       mbarrier_arrive(&s.barriers[1]);
