@@ -6,7 +6,7 @@ cd "$(dirname "${BASH_SOURCE[0]}")" || exit 2
 usage() {
   cat <<'EOF'
 usage: ./run_all.sh [--cpu] [--only REGEX] [--shape S]... [--csv] [-- OPTION...]
-       ./run_all.sh test [CTEST OPTION...]
+       ./run_all.sh test [--all-lines] [CTEST OPTION...]
        ./run_all.sh tables [CSV]
   (no command)    build, check, time and rank every line of configs.txt on small, mission and long;
                   the rows go to results/DATE-DEVICE.csv. Without a GPU: on the CPU backend
@@ -15,7 +15,7 @@ usage: ./run_all.sh [--cpu] [--only REGEX] [--shape S]... [--csv] [-- OPTION...]
   --shape S       small, mission, mission2, long or B,Hq,Hkv,Sq,Sk; repeatable
   --csv           print the rows as CSV on stdout instead of the table
   -- OPTION...    more options for every executable, such as -- --causal br --seeds 0,1,2
-  test            build and run the tests
+  test            build and run the tests; under the sanitizers one line of each kind, or all
   tables          put a CSV of results/ (default: the newest) into README.md's tables
 environment: SDPA_BUILD_DIR (default build), SDPA_ARCHS (such as "80-real"), SDPA_CONFIGS, JOBS
 exit: 0 all lines did what they should, 1 a line did not, 2 bad usage or a missing tool
@@ -311,9 +311,12 @@ test_in() {
 run_tests() {
   local base=$build failed=0
   need_tools
+  # Under the sanitizers one line of each kind, or with --all-lines all of them.
+  local kinds='^(scalar_(minimal|sync2|async3|persistent|d256|racy)|wmma_(qk|sync2|async3|all|all_no_async|racy)|mma_(tile64|lazy3|split4|d128_split2))$'
+  if [ "${1-}" = --all-lines ]; then kinds=; shift; fi
   test_in "$base-cpu" "the CPU backend" -DSDPA_CPU=ON -- "$@" || failed=1
-  test_in "$base-asan" "AddressSanitizer and UBSan" -DSDPA_CPU=ON -DSDPA_SANITIZE=address -- "$@" || failed=1
-  test_in "$base-tsan" "ThreadSanitizer" -DSDPA_CPU=ON -DSDPA_SANITIZE=thread -- "$@" || failed=1
+  test_in "$base-asan" "AddressSanitizer and UBSan" -DSDPA_CPU=ON -DSDPA_SANITIZE=address "-DSDPA_ONLY=$kinds" -- "$@" || failed=1
+  test_in "$base-tsan" "ThreadSanitizer" -DSDPA_CPU=ON -DSDPA_SANITIZE=thread "-DSDPA_ONLY=$kinds" -- "$@" || failed=1
   if command -v nvcc >/dev/null || [ -x "${CUDA_HOME:-/usr/local/cuda}/bin/nvcc" ]; then
     need_nvcc
     test_in "$base" "CUDA" -- "$@" || failed=1

@@ -405,6 +405,13 @@ __device__ __forceinline__ float max_nan(float a, float b) {
   return y;
 }
 
+// min(a, b), NaN if either is NaN.
+__device__ __forceinline__ float min_nan(float a, float b) {
+  float y;
+  asm("min.NaN.f32 %0, %1, %2;" : "=f"(y) : "f"(a), "f"(b));
+  return y;
+}
+
 // a + b rounded towards -infinity.
 __device__ __forceinline__ float add_rm(float a, float b) {
   float y;
@@ -672,7 +679,7 @@ __device__ __forceinline__ void mask_scores(View& S, const SdpaParams& p, int q0
 
 // ---- online softmax ----
 
-// 2^t for t <= 0 on the FMA pipes: t = n + f with n = floor(t), and 2^f by a cubic with
+// 2^t for t <= 127 on the FMA pipes: t = n + f with n = floor(t), and 2^f by a cubic with
 // p(0) = 1 whose largest relative error on [0,1] is 8.6e-5 (tests/unit.cu tries every float).
 // Adding 1.5*2^23 rounded down leaves n in the low bits of the sum; the 127 makes them the biased
 // exponent. Below 2^-126 it gives 0, as ex2.approx.ftz does; exactly 1 at 0; NaN for NaN.
@@ -687,6 +694,7 @@ __device__ __forceinline__ float exp2_polynomial(float t) {
 
 template <class B> __device__ __forceinline__ float softmax_exp2(float t) {
   if constexpr (B::use_fast_exp) {
+    if constexpr (B::use_lazy_max) t = min_nan(t, 127.0f);  // elsewhere t is never over 0
     return exp2_polynomial(t);
   } else {
     return ex2_approx_ftz(t);

@@ -74,7 +74,7 @@ template <class T> struct MmaArgs {
 }  // namespace detail
 
 template <class Use, class T, class Layout>
-void load_matrix_sync(fragment<Use, 16, 16, 16, T, Layout>& f, const T* tile, unsigned ldm,
+__attribute__((noinline)) void load_matrix_sync(fragment<Use, 16, 16, 16, T, Layout>& f, const T* tile, unsigned ldm,
                       SIMT_CALLER) {
   detail::check(tile, ldm, at);
   detail::count(tile, ldm, at);
@@ -86,7 +86,7 @@ void load_matrix_sync(fragment<Use, 16, 16, 16, T, Layout>& f, const T* tile, un
 }
 
 template <class T>
-void load_matrix_sync(fragment<accumulator, 16, 16, 16, T>& f, const T* tile, unsigned ldm,
+__attribute__((noinline)) void load_matrix_sync(fragment<accumulator, 16, 16, 16, T>& f, const T* tile, unsigned ldm,
                       layout_t layout, SIMT_CALLER) {
   detail::check(tile, ldm, at);
   detail::count(tile, ldm, at);
@@ -98,7 +98,7 @@ void load_matrix_sync(fragment<accumulator, 16, 16, 16, T>& f, const T* tile, un
 }
 
 template <class T>
-void store_matrix_sync(T* tile, const fragment<accumulator, 16, 16, 16, T>& f, unsigned ldm,
+__attribute__((noinline)) void store_matrix_sync(T* tile, const fragment<accumulator, 16, 16, 16, T>& f, unsigned ldm,
                        layout_t layout, SIMT_CALLER) {
   detail::check(tile, ldm, at);
   detail::count(tile, ldm, at);
@@ -116,7 +116,7 @@ void fill_fragment(fragment<Use, 16, 16, 16, T, Layout>& f, T value) {
 
 // D = A @ B + C
 template <class T, class LayoutA, class LayoutB>
-void mma_sync(fragment<accumulator, 16, 16, 16, float>& d,
+__attribute__((noinline)) void mma_sync(fragment<accumulator, 16, 16, 16, float>& d,
               const fragment<matrix_a, 16, 16, 16, T, LayoutA>& a,
               const fragment<matrix_b, 16, 16, 16, T, LayoutB>& b,
               const fragment<accumulator, 16, 16, 16, float>& c, SIMT_CALLER) {

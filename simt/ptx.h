@@ -78,6 +78,12 @@ inline float max_nan(float a, float b) {
   return a > b ? a : b;
 }
 
+inline float min_nan(float a, float b) {
+  if (a != a || b != b) return canonical_nan();
+  if (a == b) return std::signbit(a) ? a : b;
+  return a < b ? a : b;
+}
+
 // a + b rounded towards -infinity: the rounded sum, and one step down if its exact error (Knuth's
 // TwoSum) is negative. An exact zero is -0 in this mode, unless both are +0.
 inline float add_rm(float a, float b) {

@@ -27,8 +27,8 @@ outcome() {
   read -ra knob_list <<<"$3"
   read -ra option_list <<<"$4"
   case $net in
-    address) sanitize=('-fsanitize=address,undefined' -fno-sanitize-recover=undefined -g) kind=address ;;
-    thread) sanitize=(-fsanitize=thread -g) kind=thread ;;
+    address) sanitize=('-fsanitize=address,undefined' -fno-sanitize-recover=undefined -g1) kind=address ;;
+    thread) sanitize=(-fsanitize=thread -g1) kind=thread ;;
   esac
   if ! "${CXX:-g++}" "${flags[@]}" "${sanitize[@]}" "${knob_list[@]/#/-D}" -x c++ "$source" -x none \
       "$work/engine_$kind.o" -o "$exe" 2>"$exe.log"; then

@@ -38,16 +38,27 @@ refused "STAGES: not a legal value; it takes one of: 1..4" -DSTAGES=5
 refused "a multiple of 4*NUM_WARPS; type BLOCK_M=64 NUM_WARPS=4" -DBLOCK_M=24
 refused "it must be a multiple of 8; type BLOCK_N=64" -DBLOCK_N=20
 refused "over 176 registers and spill; type a smaller BLOCK_M or more NUM_WARPS" -DBLOCK_M=256 -DBLOCK_N=64
-refused "STAGES does nothing without cp.async; add USE_CP_ASYNC=1 or drop STAGES" -DSTAGES=2
+refused "STAGES does nothing without cp.async or producer warps; add USE_CP_ASYNC=1 or drop" -DSTAGES=2
 refused "VEC_WIDTH=1 is 2 bytes; type VEC_WIDTH=8" -DUSE_CP_ASYNC=1
-refused "USE_WMMA=1: this version has no wmma kernel; drop USE_WMMA" -DUSE_WMMA=1
-refused "USE_WMMA_PV=1: this version has no wmma kernel" -DUSE_WMMA_PV=1
+wmma=(-DUSE_WMMA=1 -DBLOCK_M=64)
+accepted "${wmma[@]}" -DUSE_WMMA_PV=1 -DBLOCK_N=48
+refused "P @ V goes to wmma only where Q @ K.T does; add USE_WMMA=1 or drop it" -DUSE_WMMA_PV=1
+refused "a build has one kernel; drop one of them" "${wmma[@]}" -DUSE_MMA_SYNC=1
+refused "BLOCK_M must be 16*NUM_WARPS; type BLOCK_M=64 NUM_WARPS=4" "${wmma[@]}" -DNUM_WARPS=2
+refused "wmma takes keys by 16, so it must be a multiple of 16; type BLOCK_N=64" "${wmma[@]}" -DBLOCK_N=40
+accepted "${wmma[@]}" -DUSE_WARP_SPECIALIZATION=1 -DNUM_PRODUCER_WARPS=2 -DSYNC_POLICY=1 -DSTAGES=3
+refused "so every warp must keep its rows; type SYNC_POLICY=1" "${wmma[@]}" -DUSE_WARP_SPECIALIZATION=1
+refused "only the wmma kernel has producer warps; add USE_WMMA=1 or drop" -DUSE_WARP_SPECIALIZATION=1
+refused "producer warps only with USE_WARP_SPECIALIZATION=1" "${wmma[@]}" -DNUM_PRODUCER_WARPS=2
+refused "USE_LAZY_MAX=1: only the mma.sync kernel has it" "${wmma[@]}" -DUSE_LAZY_MAX=1
+refused "SPLIT_KV: only the mma.sync kernel has it" -DSPLIT_KV=2
 accepted -DUSE_MMA_SYNC=1 -DBLOCK_M=64 -DNUM_WARPS=4
-refused "16 or 32 times NUM_WARPS; type BLOCK_M=128 NUM_WARPS=4" -DUSE_MMA_SYNC=1 -DBLOCK_M=32
+accepted -DUSE_MMA_SYNC=1 -DBLOCK_M=64 -DNUM_WARPS=8 -DSPLIT_KV=2 -DUSE_LAZY_MAX=1 -DCTAS_PER_SM=2
+refused "16 or 32 times NUM_WARPS/SPLIT_KV; type BLOCK_M=128 NUM_WARPS=4" -DUSE_MMA_SYNC=1 -DBLOCK_M=32
+refused "NUM_WARPS must be a multiple of SPLIT_KV; type SPLIT_KV=2 NUM_WARPS=8" -DUSE_MMA_SYNC=1 -DBLOCK_M=96 -DNUM_WARPS=3 -DSPLIT_KV=2
+refused "SPLIT_KV: not a legal value; it takes one of: 1 2 4" -DSPLIT_KV=3
 refused "must be a multiple of 16; type BLOCK_N=64" -DUSE_MMA_SYNC=1 -DBLOCK_M=64 -DBLOCK_N=40
 refused "so the policy does nothing; drop SYNC_POLICY" -DUSE_MMA_SYNC=1 -DBLOCK_M=64 -DSYNC_POLICY=1
 refused "USE_WGMMA=1: this version has no wgmma kernel" -DUSE_WGMMA=1
-refused "USE_WARP_SPECIALIZATION=1: this version has no producer warps" -DUSE_WARP_SPECIALIZATION=1
-refused "NUM_PRODUCER_WARPS: this version has no producer warps" -DNUM_PRODUCER_WARPS=2
 rm -r "$(dirname "$section")"
 exit $failed
