@@ -472,15 +472,20 @@ template <class B> constexpr int TILE_STRIDE = B::head_dim + (pads_rows<B> ? CHU
 
 // Offset in elements of (row, col) in a tile.
 template <class B> __device__ __forceinline__ int tile_offset(int row, int col) {
-  if constexpr (B::swizzle_xor && !pads_rows<B>) col ^= (row % 8) * CHUNK;
+  // Unsigned: only so is it plain to the compiler that rows 8 apart are swizzled alike.
+  if constexpr (B::swizzle_xor && !pads_rows<B>) col ^= (static_cast<unsigned>(row) % 8) * CHUNK;
   return row * TILE_STRIDE<B> + col;
 }
 
 // The address of (row + r, col + c) of a tile from `at`, that of (row, col), where r is a multiple of 8
-// and c has no bit in common with col: the swizzle is an XOR, and so is this.
+// and c has no bit in common with col: the swizzle is an XOR of the column's low bits, and so is this.
+// The high bits may be XORed as well or added, which an instruction does with its immediate. At D=256
+// adding saves registers; at D=128 the few XORed addresses would stay in registers and spill.
 template <class B>
 __device__ __forceinline__ SharedAddress tile_step(SharedAddress at, int r, int c) {
-  return (at ^ c * int(sizeof(Element))) + r * B::head_dim * int(sizeof(Element));
+  constexpr int xored = B::head_dim > 128 ? 8 * CHUNK : B::head_dim;
+  return (at ^ c % xored * int(sizeof(Element))) +
+         (r * B::head_dim + c / xored * xored) * int(sizeof(Element));
 }
 
 // One vector of VEC_WIDTH elements from global to shared memory, zeros when !valid.
@@ -830,17 +835,6 @@ struct TileQueue {
   }
 };
 
-// The numbers of the stages, tile after tile.
-template <class B> struct Stage {
-  int index;
-  __device__ explicit Stage(int first) : index(first % B::stages) {}
-  __device__ int next() {
-    const int stage = index;
-    index = index + 1 == B::stages ? 0 : index + 1;
-    return stage;
-  }
-};
-
 // What a group of warps (by default the CTA) needs to know of its item, and the copies that every
 // kernel starts from. Of the K/V tiles, group g takes number g, SPLIT_KV + g, ...
 template <class B> struct ItemTiles {
@@ -887,11 +881,11 @@ template <class B> struct ItemTiles {
 template <class B, class Shared> struct CopyTogether {
   ItemTiles<B> t;
   Shared& s;
-  Stage<B> copied, read;
+  int stage = B::stages - 1;  // of the tile acquired last
 
   // Begins with the tiles before the first acquire(), as one group of copies each.
   __device__ __forceinline__ CopyTogether(Shared& s_, const ItemTiles<B>& t_)
-      : t(t_), s(s_), copied(B::stages - 1), read(0) {
+      : t(t_), s(s_) {
     for (int n = 0; n < B::stages - 1; n++) {
       t.copy_kv(s, n, t.first_key + n * t.ADVANCE);
       commit_copies<B>();
@@ -901,15 +895,17 @@ template <class B, class Shared> struct CopyTogether {
   // tile before, so its stage is free after it. Elsewhere the barrier in release() says so.
   __device__ __forceinline__ int acquire(int k0) {
     constexpr bool copies_last = !needs_cta_barrier<B>(Hazard::tile_read) && B::family == Family::mma;
+    stage = stage + 1 == B::stages ? 0 : stage + 1;
     sync_for<B, Hazard::q_written>();
     if constexpr (!copies_last) copy_ahead(k0);
     wait_copies<B, copies_last ? B::stages - 2 : B::stages - 1>();
     sync_for<B, Hazard::kv_written>();
     if constexpr (copies_last) copy_ahead(k0);
-    return read.next();
+    return stage;
   }
+  // The tile STAGES - 1 further, in the stage before.
   __device__ __forceinline__ void copy_ahead(int k0) {
-    t.copy_kv(s, copied.next(), k0 + (B::stages - 1) * t.ADVANCE);
+    t.copy_kv(s, stage == 0 ? B::stages - 1 : stage - 1, k0 + (B::stages - 1) * t.ADVANCE);
     commit_copies<B>();
   }
   __device__ __forceinline__ void release() { sync_for<B, Hazard::tile_read>(); }
@@ -1440,7 +1436,7 @@ __device__ __forceinline__ uint32_t pack(float low, float high) {
 template <class B> struct MmaQueries {
   static constexpr int M_TILES = MmaAccumulator<B, 8>::M_TILES, STEPS = B::head_dim / 16;
   static constexpr int O_AND_S = M_TILES * (B::head_dim + B::block_n) / 2;  // registers
-  static constexpr int ROOM = O_AND_S < 168 ? (168 - O_AND_S) / (4 * M_TILES) : 0;
+  static constexpr int ROOM = O_AND_S < 184 ? (184 - O_AND_S) / (4 * M_TILES) : 0;
   static constexpr int KEPT = ROOM < STEPS ? ROOM : STEPS;
   uint32_t kept[KEPT ? KEPT : 1][M_TILES][4];
   SharedAddress at;  // of this lane's row in the first 16x16 block
@@ -2442,9 +2438,10 @@ Timing time_kernel(Instance&, int, int) { return {}; }
 // What one more K/V tile adds to a launch of one CTA. bank_conflicts are wavefronts of shared memory
 // beyond those that the bytes need.
 TileCounters count_tile() {
+  constexpr int groups = Build::split_kv;  // each takes a tile more
   const auto count = [](int tiles) {
     Problem p;
-    p.B = p.Hq = p.Hkv = 1, p.Sq = Build::block_m, p.Sk = tiles * Build::block_n;
+    p.B = p.Hq = p.Hkv = 1, p.Sq = Build::block_m, p.Sk = tiles * groups * Build::block_n;
     Instance instance(p);
     instance.set_inputs(0);
     simt::take_counters();
@@ -2461,13 +2458,13 @@ TileCounters count_tile() {
     if (site.second.accesses == old.accesses) continue;
     conflicts += site.second.conflicts - old.conflicts;
     c.by_site += format("  %6llu accesses, %6llu conflicts  %s\n",
-                        (unsigned long long)(site.second.accesses - old.accesses),
-                        (unsigned long long)(site.second.conflicts - old.conflicts),
+                        (unsigned long long)(site.second.accesses - old.accesses) / groups,
+                        (unsigned long long)(site.second.conflicts - old.conflicts) / groups,
                         site.second.where.c_str());
   }
-  c.barriers = std::to_string(more.barriers - less.barriers);
-  c.bank_conflicts = std::to_string(conflicts);
-  c.global_bytes = std::to_string(more.global_bytes - less.global_bytes);
+  c.barriers = std::to_string((more.barriers - less.barriers) / groups);
+  c.bank_conflicts = std::to_string(conflicts / groups);
+  c.global_bytes = std::to_string((more.global_bytes - less.global_bytes) / groups);
   return c;
 }
 #else

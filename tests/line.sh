@@ -10,14 +10,16 @@ run() {  # run OPTION...: one launch of the executable; words and rows go to $ou
 }
 
 if [ "$expect" = FAIL ]; then
-  # The negative control: every net that looks at it must see it.
+  # The negative control: the check sees it under some order of the threads, ThreadSanitizer under each.
+  caught=0
   for schedule in forward reverse random:1; do
     run --shape small --schedule $schedule
-    case $sanitizer in
-      thread) grep -q 'ThreadSanitizer: data race' <<<"$out" || { echo "$schedule: no data race reported"; failed=1; } ;;
-      *) [ $status = 1 ] || { echo "$schedule: exit $status, want 1"; echo "$out"; failed=1; } ;;
-    esac
+    [ $status = 1 ] && caught=1
+    if [ "$sanitizer" = thread ] && ! grep -q 'ThreadSanitizer: data race' <<<"$out"; then
+      echo "$schedule: no data race reported"; failed=1
+    fi
   done
+  [ "$caught" = 1 ] || [ "$sanitizer" = thread ] || { echo "no order of the threads fails the check"; failed=1; }
   exit $failed
 fi
 
