@@ -312,7 +312,7 @@ run_tests() {
   local base=$build failed=0
   need_tools
   # Under the sanitizers one line of each kind, or with --all-lines all of them.
-  local kinds='^(scalar_(minimal|sync2|async3|persistent|d256|racy)|wmma_(qk|sync2|async3|all|all_no_async|racy)|mma_(tile64|lazy3|split4|d128_split2))$'
+  local kinds='^(scalar_(minimal|sync2|async3|racy)|wmma_(qk|sync2|all|all_no_async|racy)|mma_(tile64|lazy3|split4))$'
   if [ "${1-}" = --all-lines ]; then kinds=; shift; fi
   test_in "$base-cpu" "the CPU backend" -DSDPA_CPU=ON -- "$@" || failed=1
   test_in "$base-asan" "AddressSanitizer and UBSan" -DSDPA_CPU=ON -DSDPA_SANITIZE=address "-DSDPA_ONLY=$kinds" -- "$@" || failed=1

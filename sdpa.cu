@@ -950,6 +950,7 @@ template <class B> struct ScalarShared {
   uint32_t drawn;                                         // TileQueue
 
   __device__ void store_probabilities(const ScalarScores<B>& S) { store_scores(P, P_STRIDE, S); }
+  __device__ void store_alpha(const ScalarScores<B>&, const float (&)[ScalarScores<B>::ROWS]) {}
 };
 
 // S = Q @ K.T   [BLOCK_M][BLOCK_N]
@@ -1020,12 +1021,13 @@ template <class B, class Shared> struct WarpSoftmax {
 #pragma unroll
     for (int i = 0; i < ROWS; i++) m[i] = -INFINITY, l[i] = 0;
   }
-  // S -> P in shared memory; alpha of this thread's rows.
+  // S -> P in shared memory, and alpha where it is wanted there; alpha of this thread's rows.
   __device__ void step(Shared& s, ScalarScores<B>& S, float scale_log2,
                        float (&alpha)[ROWS]) {
     softmax_max<B>(S, scale_log2, m, alpha);
     softmax_sum<B>(S, scale_log2, m, alpha, l);
     s.store_probabilities(S);
+    s.store_alpha(S, alpha);
     sync_for<B, Hazard::sum_written>();
   }
   // The final m and l of this thread's rows.
@@ -1160,6 +1162,13 @@ template <class B> struct WmmaShared : ScalarShared<B> {
       store_scores(P16, P16_STRIDE, S);
     } else {
       store_scores(this->P, this->P_STRIDE, S);
+    }
+  }
+  // WmmaOutput's rows are not those of the scores' lanes.
+  __device__ void store_alpha(const ScalarScores<B>& S, const float (&row_alpha)[ScalarScores<B>::ROWS]) {
+#pragma unroll
+    for (int i = 0; i < S.ROWS; i++) {
+      if (S.first_col == 0) this->alpha[S.row(i)] = row_alpha[i];
     }
   }
 };
@@ -1349,11 +1358,6 @@ __device__ __forceinline__ void wmma_consume(WmmaShared<B>& s, const KernelArgs&
     float alpha[O.ROWS];
     softmax.step(s, S, a.scale_log2, alpha);
     if constexpr (B::use_wmma_pv) {
-#pragma unroll
-      for (int i = 0; i < S.ROWS; i++) {
-        if (S.first_col == 0) s.alpha[S.row(i)] = alpha[i];
-      }
-      __syncwarp();  // hazard: alpha written by other lanes
       sums.multiply(s.alpha + first_row, s.P16 + first_row * s.P16_STRIDE, s.V[stage]);
     } else {
       scalar_pv<B>(O, alpha, s.P, s.V[stage]);

@@ -70,9 +70,9 @@ bug() {
 
 async="VEC_WIDTH=8 SYNC_POLICY=1 USE_CP_ASYNC=1 STAGES=2"
 # ---- what is computed ----
-bug last_tile_dropped      check   ""  "--shape 1,1,1,40,70"  's~ \+ B::block_n - 1\) / B::block_n;~) / B::block_n;~'
+bug last_tile_dropped      check   ""  "--shape 1,1,1,40,70"  's~(int k0 = 0;) k0 < t\.keys;~\1 k0 + B::block_n <= t.keys;~'
 bug o_not_rescaled         check   ""  "--shape 1,1,1,40,70"  's~scale_rows\(O, alpha\);~;~'
-bug l_not_rescaled         check   ""  "--shape 1,1,1,40,70"  's~fmaf\(l\[i\], alpha\[i\], sum\)~l[i] + sum~'
+bug l_not_rescaled         check   ""  "--shape 1,1,1,40,70"  's~fmaf\(l\[i\], alpha\[i\], sum\[i\]\)~l[i] + sum[i]~'
 bug scale_wrong            check   ""  "--shape small"        's~1 / std::sqrt\(double\(p\.D\)\)~1 / double(p.D)~'
 bug max_of_one_lane        check   "VEC_WIDTH=8 SYNC_POLICY=1" "--shape small --dist large"  's~^.*m_new = fmaxf\(m_new, __shfl_xor_sync.*$~~'
 bug mask_off_by_one        check   ""  "--shape 1,1,1,40,70 --causal br"  's~q \+ 1 \+ p\.Sk - p\.Sq~q + 2 + p.Sk - p.Sq~'
@@ -81,10 +81,10 @@ bug inf_minus_inf          check   ""  "--shape 1,1,1,70,33 --causal br"  's~m =
 bug lse_to_base_2          check   ""  "--shape small"  's~ln2 \* \(finite_max~(finite_max~'
 # ---- where it comes from ----
 bug wrong_kv_head          check   ""  "--shape 1,4,2,20,30"  's~h_kv = item\.h / \(p\.Hq / p\.Hkv\)~h_kv = item.h % p.Hkv~'
-bug stride_ignored         check   ""  "--shape 1,2,2,20,30 --layout packed"  's~K_g \+ k0 \* p\.k\.row, p\.k\.row~K_g + k0 * B::head_dim, B::head_dim~'
+bug stride_ignored         check   ""  "--shape 1,2,2,20,30 --layout packed"  's~s\.K\[stage\], K_g, p\.k\.row~s.K[stage], K_g, B::head_dim~'
 bug offset_of_32_bits      check   ""  "--shape 2,1,1,20,30 --layout far"  's~p\.K \+ item\.b \* p\.k\.batch~p.K + int(item.b * p.k.batch)~'
-bug tail_rows_not_zeroed   check   ""  "--shape 1,1,1,20,30"  's~(const bool valid = row < valid_rows;)~\1 if (!valid) continue;~'
-bug tail_rows_read         backend ""  "--shape 1,1,1,20,9"   's~const bool valid = row < valid_rows;~const bool valid = true;~'
+bug tail_rows_not_zeroed   check   ""  "--shape 1,1,1,20,30"  's~copy_vector<B>\(dst_s \+ tile~if (r < rows) copy_vector<B>(dst_s + tile~'
+bug tail_rows_read         backend ""  "--shape 1,1,1,20,9"   's~src_g \+ c, r < rows\)~src_g + c, true)~'
 bug swizzled_store_only    check   "SWIZZLE_XOR=1"  "--shape small"  's~K_s \+ tile_offset<B>\(S\.col\(j\), d\)~K_s + S.col(j) * B::head_dim + d~'
 bug wrong_stage            check   "$async"  "--shape 1,1,1,40,150"  's~s\.P, s\.V\[stage\]~s.P, s.V[(stage + 1) % B::stages]~'
 # ---- when ----
@@ -92,9 +92,9 @@ bug no_barrier_after_load  check   "VEC_WIDTH=8 SYNC_POLICY=1"  "--shape small" 
 bug no_barrier_after_s     thread  "VEC_WIDTH=8 SYNC_POLICY=2"  "--shape small"  's~sync_for<B, Hazard::s_written>\(\);~~'
 bug no_barrier_before_reuse thread "VEC_WIDTH=8 SYNC_POLICY=1"  "--shape 1,1,1,32,96"  's~sync_for<B, Hazard::tile_read>\(\);~~'
 bug no_syncwarp_after_p    thread  "VEC_WIDTH=8 SYNC_POLICY=1"  "--shape small"  's~sync_for<B, Hazard::sum_written>\(\);~~'
-bug barrier_in_a_branch    backend "VEC_WIDTH=8 SYNC_POLICY=1"  "--shape small"  's~sync_for<B, Hazard::kv_written>\(\);~if (warp) sync_for<B, Hazard::kv_written>(); else sync_for<B, Hazard::tile_read>();~'
-bug no_wait_for_copies     check   "$async"  "--shape 1,1,1,40,150"  's~wait_copies<B, B::stages - 1>\(\);~~'
-bug wait_for_older_group   check   "$async"  "--shape 1,1,1,40,150"  's~wait_copies<B, B::stages - 1>~wait_copies<B, B::stages>~'
+bug barrier_in_a_branch    backend "VEC_WIDTH=8 SYNC_POLICY=1"  "--shape small"  's~sync_for<B, Hazard::kv_written>\(\);~if (threadIdx.x / 32) sync_for<B, Hazard::kv_written>(); else sync_for<B, Hazard::tile_read>();~'
+bug no_wait_for_copies     check   "$async"  "--shape 1,1,1,40,150"  's~^ *wait_copies<B, copies_last.*$~~'
+bug wait_for_older_group   check   "$async"  "--shape 1,1,1,40,150"  's~(copies_last \? B::stages - 2 : B::stages) - 1~\1~'
 bug shared_uninitialised   check   ""  "--shape small"  's~ = -INFINITY, s\.l\[S\.row\(i\)\] = 0;~ = -INFINITY;~'
 # ---- what is written ----
 bug row_past_the_end       check   ""  "--shape 1,1,1,33,20"  's~if \(q >= p\.Sq\) continue;~if (q > p.Sq) continue;~'
@@ -107,6 +107,31 @@ bug shared_too_small       backend ""  "--shape small"  's~dynamicSmemBytes = si
 bug previous_result_kept   check   ""  "--shape small"  's~(cudaError_t error = cudaFuncSetAttribute)~static bool done = false; if (done) return status; done = true; \1~'
 bug queue_skips_an_item    check   "USE_PERSISTENT_CTA=1"  "--shape 1,2,2,70,20"  's~work_item<B>\(a, drawn_s\)~work_item<B>(a, drawn_s == 2 ? 1 : drawn_s)~'
 bug queue_not_reset        check   "USE_PERSISTENT_CTA=1"  "--shape small"  's~^.*atomicExch\(counter, 0u\);~~'
+# ---- the wmma kernel ----
+wmma="USE_WMMA=1 USE_WMMA_PV=1 BLOCK_M=32 NUM_WARPS=2 VEC_WIDTH=8 SYNC_POLICY=1 SWIZZLE_XOR=1"
+ws="$wmma USE_CP_ASYNC=1 STAGES=2 USE_WARP_SPECIALIZATION=1"
+bug wmma_other_stride      check   "$wmma"  "--shape small"  's~K_s \+ tile_offset<B>\(n, d\), TILE_STRIDE<B>~K_s + tile_offset<B>(n, d), B::head_dim~'
+bug wmma_rows_of_lane_0    check   "$wmma"  "--shape 1,1,1,32,96"  's~row\[e\] = int\(rows\.x\[e\]\)~row[e] = int(rows.x[0])~'
+bug wmma_no_sync_after_s   check   "$wmma"  "--shape small"  's~__syncwarp\(\);  // hazard: S written.*$~~'
+bug ws_no_wait_for_full    thread  "$ws"    "--shape 1,1,1,32,150"  's~mbarrier_wait\(&s\.full\[ring\.stage\], ring\.parity\);~~'
+bug ws_no_wait_for_empty   thread  "$ws"    "--shape 1,1,1,32,150"  's~mbarrier_wait\(&s\.empty\[ring\.stage\], ring\.parity \^ 1\);.*$~~'
+bug ws_wrong_parity        backend "$ws"    "--shape 1,1,1,32,150"  's~ring\.parity \^ 1~ring.parity~'
+bug ws_released_by_one     thread  "$ws"    "--shape 1,1,1,32,150"  's~mbarrier_init\(&s\.empty\[stage\], B::num_warps\)~mbarrier_init(\&s.empty[stage], 1)~'
+bug ws_queue_skips_item    check   "$ws USE_PERSISTENT_CTA=1"  "--shape 1,2,2,70,20"  's~work_item<B>\(a, drawn_s\)~work_item<B>(a, drawn_s == 2 ? 1 : drawn_s)~'
+# ---- the mma.sync kernel ----
+mma="USE_MMA_SYNC=1 VEC_WIDTH=8 SWIZZLE_XOR=1 USE_CP_ASYNC=1 STAGES=2 BLOCK_M=32 NUM_WARPS=2"
+split="$mma NUM_WARPS=4 SPLIT_KV=2 USE_LAZY_MAX=1"
+bug mma_wrong_lane         check   "$mma"   "--shape small"  's~key = lane / 16 \* 8 \+ lane % 8~key = lane % 16~'
+bug mma_swizzle_mismatch   backend  "$mma"   "--shape small"  's~\(at \^ c % xored~(at + c % xored~'
+bug mma_no_barrier         thread  "$mma"   "--shape 1,1,1,32,150"  's~^ *sync_for<B, Hazard::kv_written>\(\);~~'
+bug mma_wait_older_group   check   "$mma"   "--shape 1,1,1,32,150"  's~copies_last \? B::stages - 2~copies_last ? B::stages - 1~'
+bug mma_queue_skips_item   check   "$mma USE_PERSISTENT_CTA=1"  "--shape 1,2,2,70,20"  's~work_item<B>\(a, drawn_s\)~work_item<B>(a, drawn_s == 2 ? 1 : drawn_s)~'
+bug mma_sees_too_little    check   "$mma"   "--shape 1,1,1,64,84 --causal br"  's~min\(q_warp \+ WARP_ROWS, p\.Sq\) - 1~q_warp~'
+bug lazy_without_limit     check   "$mma USE_LAZY_MAX=1"  "--shape 1,1,1,64,256 --dist large"  's~all <= limit~true~'
+bug lazy_sum_lost          check   "$mma USE_LAZY_MAX=1"  "--shape 1,1,1,64,256"  's~l\[i\] \+= sum\[i\];~;~'
+bug split_not_rescaled     check   "$split"  "--shape 1,1,1,64,256"  's~fmaf\(O\.x\[i\]\[j\], own,~fmaf(O.x[i][j], 1.0f,~'
+bug split_merged_too_soon  thread  "$split"  "--shape 1,1,1,64,256"  's~__syncthreads\(\);  // hazard: partial results written~~'
+bug split_over_tiles_read  thread  "$split"  "--shape 1,1,1,64,256"  's~__syncthreads\(\);  // hazard: the partial results take.*$~~'
 wait
 
 # The same builds without a bug. The source needs a name of its own for each set of knobs.

@@ -16,8 +16,6 @@ using namespace SDPA_NAMESPACE;
 
 // Instructions that no kernel of sdpa.cu uses yet; on the CPU backend simt/ptx.h has them.
 #ifndef SDPA_SIMT
-__device__ uint32_t shared_address(const void* p) { return uint32_t(__cvta_generic_to_shared(p)); }
-
 template <int N, bool TRANS> __device__ void ldmatrix(uint32_t (&r)[N], const void* row_s) {
   const uint32_t row = shared_address(row_s);
   if constexpr (N == 1 && !TRANS) {
@@ -32,7 +30,7 @@ template <int N, bool TRANS> __device__ void ldmatrix(uint32_t (&r)[N], const vo
     asm volatile("ldmatrix.sync.aligned.m8n8.x2.trans.shared.b16 {%0, %1}, [%2];"
                  : "=r"(r[0]), "=r"(r[1]) : "r"(row));
   } else {
-    ldmatrix_x4<TRANS>(r, row_s);
+    ldmatrix_x4<TRANS>(r, row);
   }
 }
 
@@ -60,26 +58,8 @@ __device__ void mma_m16n8k32_e4m3(float (&d)[4], const uint32_t (&a)[4], const u
                : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b[0]), "r"(b[1]));
 }
 
-__device__ void barrier_sync(int id, int threads) {
-  asm volatile("bar.sync %0, %1;" ::"r"(id), "r"(threads) : "memory");
-}
 __device__ void barrier_arrive(int id, int threads) {
   asm volatile("bar.arrive %0, %1;" ::"r"(id), "r"(threads) : "memory");
-}
-__device__ void mbarrier_init(uint64_t* barrier_s, int arrivals) {
-  asm volatile("mbarrier.init.shared.b64 [%0], %1;" ::"r"(shared_address(barrier_s)), "r"(arrivals)
-               : "memory");
-}
-__device__ void mbarrier_arrive(uint64_t* barrier_s) {
-  asm volatile("{ .reg .b64 state; mbarrier.arrive.shared.b64 state, [%0]; }" ::"r"(
-                   shared_address(barrier_s)) : "memory");
-}
-__device__ bool mbarrier_test_wait_parity(uint64_t* barrier_s, int parity) {
-  uint32_t done;
-  asm volatile("{ .reg .pred p; mbarrier.try_wait.parity.shared.b64 p, [%1], %2; "
-               "selp.u32 %0, 1, 0, p; }"
-               : "=r"(done) : "r"(shared_address(barrier_s)), "r"(parity) : "memory");
-  return done;
 }
 #endif
 
