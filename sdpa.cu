@@ -55,12 +55,12 @@ namespace SDPA_NAMESPACE {
   X(DTYPE, FP16, "FP16 BF16", "type of Q, K, V and O; sums are fp32")                             \
   X(BLOCK_M, 32, "4..256", "query rows of a tile: more reuse of K and V, fewer CTAs")             \
   X(BLOCK_N, 32, "8..256", "key rows of a tile: fewer barriers, more shared memory")              \
-  X(NUM_WARPS, 4, "1..16", "warps of a CTA; they share the tile's query rows")                    \
+  X(NUM_WARPS, 4, "1..16", "warps of a CTA that compute; they share the tile's query rows")       \
   X(VEC_WIDTH, 1, "1 2 4 8", "elements per global access; pointers and strides must be multiples")\
   X(SYNC_POLICY, 5, "5 2 1 0", "CTA barriers per K/V tile: 5 six, 2 four, 1 two, 0 none (racy)")  \
   X(USE_CP_ASYNC, 0, "0 1", "copy with cp.async, which needs no registers and can run ahead")     \
-  X(STAGES, 1, "1..4", "K/V tiles in flight with USE_CP_ASYNC=1; each costs a tile of memory")    \
-  X(SWIZZLE_XOR, 0, "0 1", "XOR-swizzle 16-byte chunks of a row, against bank conflicts")         \
+  X(STAGES, 1, "1..4", "K/V tiles in flight (cp.async or producers); each costs shared memory")   \
+  X(SWIZZLE_XOR, 0, "0 1", "against bank conflicts: XOR-swizzled rows (wmma: padded rows)")       \
   X(USE_PERSISTENT_CTA, 0, "0 1", "resident CTAs draw tiles from an atomic queue; workspace")     \
   X(USE_FAST_EXP, 0, "0 1", "2^x by a cubic on the FMA pipes (1e-4) instead of ex2.approx")       \
   X(USE_LAZY_MAX, 0, "0 1", "keep an old row maximum while it is near enough: no rescale of O")   \
@@ -467,7 +467,7 @@ __device__ __forceinline__ void load_chunk(float (&x)[CHUNK], const Element* src
 // one column of different rows collide. Against that SWIZZLE_XOR=1 XORs the 16-byte chunk index with
 // the row, which spreads any 8 neighbouring rows over all 32 banks; but wmma wants a fixed stride, so
 // there it makes rows 16 bytes longer, to the same effect.
-template <class B> constexpr bool pads_rows = B::swizzle_xor && B::family == Family::wmma;
+template <class B> constexpr bool pads_rows = B::swizzle_xor&& B::family == Family::wmma;
 template <class B> constexpr int TILE_STRIDE = B::head_dim + (pads_rows<B> ? CHUNK : 0);
 
 // Offset in elements of (row, col) in a tile.
@@ -558,9 +558,9 @@ enum class Hazard {  // what a barrier of the tile loop stands for, in the order
 };
 constexpr int HAZARDS = 6;
 
-// scalar, wmma: policy 5 puts a CTA barrier at every hazard. Policy 2 drops the two that guard nothing: Q
-// is covered by the barrier for K and V, and m is read by the warp that wrote it. Policy 1 leaves a
-// row with one warp, so that only the tiles themselves are shared; producer warps hand those over by
+// scalar, wmma: policy 5 puts a CTA barrier at every hazard. Policy 2 drops the two that guard
+// nothing: Q is covered by the barrier for K and V, and m is read by the warp that wrote it. Policy 1
+// leaves a row with one warp, so that only the tiles themselves are shared; producer warps hand those over by
 // mbarriers. Policy 0 has none: racy.
 // mma: a warp always keeps its rows. With two stages or more the barrier that says that a tile is
 // written says as well that the tile before it is read.
@@ -838,7 +838,8 @@ struct TileQueue {
 // What a group of warps (by default the CTA) needs to know of its item, and the copies that every
 // kernel starts from. Of the K/V tiles, group g takes number g, SPLIT_KV + g, ...
 template <class B> struct ItemTiles {
-  static constexpr int ADVANCE = B::split_kv * B::block_n;  // keys from one tile of a group to its next
+  static constexpr int ADVANCE =
+      B::split_kv * B::block_n;  // keys from one tile of a group to its next
   const SdpaParams& p;
   const WorkItem& item;
   TileCopy<B> mine;          // this thread's share of the group's copies
@@ -847,8 +848,8 @@ template <class B> struct ItemTiles {
   int keys;                  // that some row of the tile sees
   int clean_keys;            // tiles that end before this key need no mask
 
-  __device__ __forceinline__ ItemTiles(const SdpaParams& p_, const WorkItem& item_, int group, int tid,
-                                       int nthreads)
+  __device__ __forceinline__ ItemTiles(const SdpaParams& p_, const WorkItem& item_, int group,
+                                       int tid, int nthreads)
       : p(p_), item(item_), mine(tid, nthreads) {
     const int h_kv = item.h / (p.Hq / p.Hkv);
     first_key = group * B::block_n;
@@ -884,8 +885,7 @@ template <class B, class Shared> struct CopyTogether {
   int stage = B::stages - 1;  // of the tile acquired last
 
   // Begins with the tiles before the first acquire(), as one group of copies each.
-  __device__ __forceinline__ CopyTogether(Shared& s_, const ItemTiles<B>& t_)
-      : t(t_), s(s_) {
+  __device__ __forceinline__ CopyTogether(Shared& s_, const ItemTiles<B>& t_) : t(t_), s(s_) {
     for (int n = 0; n < B::stages - 1; n++) {
       t.copy_kv(s, n, t.first_key + n * t.ADVANCE);
       commit_copies<B>();
@@ -894,7 +894,8 @@ template <class B, class Shared> struct CopyTogether {
   // In the mma.sync kernel with two stages and more, who has come to the one barrier has read the
   // tile before, so its stage is free after it. Elsewhere the barrier in release() says so.
   __device__ __forceinline__ int acquire(int k0) {
-    constexpr bool copies_last = !needs_cta_barrier<B>(Hazard::tile_read) && B::family == Family::mma;
+    constexpr bool copies_last =
+        !needs_cta_barrier<B>(Hazard::tile_read) && B::family == Family::mma;
     stage = stage + 1 == B::stages ? 0 : stage + 1;
     sync_for<B, Hazard::q_written>();
     if constexpr (!copies_last) copy_ahead(k0);
@@ -942,7 +943,7 @@ __device__ __forceinline__ void load_scores(View& S, const float* P_s, int strid
 
 template <class B> struct ScalarShared {
   static constexpr int P_STRIDE = B::block_n + 8;  // 4 rows of lanes fall into 4 groups of 8 banks
-  Element Q[B::block_m * TILE_STRIDE<B>];             // [BLOCK_M][D]
+  Element Q[B::block_m * TILE_STRIDE<B>];          // [BLOCK_M][D]
   Element K[B::stages][B::block_n * TILE_STRIDE<B>];  // [BLOCK_N][D]
   Element V[B::stages][B::block_n * TILE_STRIDE<B>];  // [BLOCK_N][D]
   float P[B::block_m * P_STRIDE];                     // [BLOCK_M][BLOCK_N]: S, then P in its place
@@ -1022,8 +1023,7 @@ template <class B, class Shared> struct WarpSoftmax {
     for (int i = 0; i < ROWS; i++) m[i] = -INFINITY, l[i] = 0;
   }
   // S -> P in shared memory, and alpha where it is wanted there; alpha of this thread's rows.
-  __device__ void step(Shared& s, ScalarScores<B>& S, float scale_log2,
-                       float (&alpha)[ROWS]) {
+  __device__ void step(Shared& s, ScalarScores<B>& S, float scale_log2, float (&alpha)[ROWS]) {
     softmax_max<B>(S, scale_log2, m, alpha);
     softmax_sum<B>(S, scale_log2, m, alpha, l);
     s.store_probabilities(S);
@@ -1148,13 +1148,14 @@ __global__ void __launch_bounds__(B::threads, B::ctas_per_sm)
 // ---- 5b wmma: products on tensor cores through nvcuda::wmma, S and P in shared memory ----
 
 namespace wmma = nvcuda::wmma;
-template <class Use, class Layout>
-using Operand = wmma::fragment<Use, 16, 16, 16, Element, Layout>;
+template <class Use, class Layout> using Operand = wmma::fragment<Use, 16, 16, 16, Element, Layout>;
 using Accumulator = wmma::fragment<wmma::accumulator, 16, 16, 16, float>;
 
 template <class B> struct WmmaShared : ScalarShared<B> {
-  static constexpr int P16_STRIDE = B::block_n + 8;  // 8 neighbouring rows fall into 8 groups of banks
-  alignas(32) Element P16[B::use_wmma_pv ? B::block_m * P16_STRIDE : 1];  // P for wmma, [BLOCK_M][BLOCK_N]
+  static constexpr int P16_STRIDE =
+      B::block_n + 8;  // 8 neighbouring rows fall into 8 groups of banks
+  alignas(32)
+      Element P16[B::use_wmma_pv ? B::block_m * P16_STRIDE : 1];  // P for wmma, [BLOCK_M][BLOCK_N]
   uint64_t full[B::stages], empty[B::stages];  // mbarriers: tile landed, tile read by all warps
 
   __device__ void store_probabilities(const ScalarScores<B>& S) {
@@ -1165,7 +1166,8 @@ template <class B> struct WmmaShared : ScalarShared<B> {
     }
   }
   // WmmaOutput's rows are not those of the scores' lanes.
-  __device__ void store_alpha(const ScalarScores<B>& S, const float (&row_alpha)[ScalarScores<B>::ROWS]) {
+  __device__ void store_alpha(const ScalarScores<B>& S,
+                              const float (&row_alpha)[ScalarScores<B>::ROWS]) {
 #pragma unroll
     for (int i = 0; i < S.ROWS; i++) {
       if (S.first_col == 0) this->alpha[S.row(i)] = row_alpha[i];
@@ -1207,7 +1209,8 @@ template <class B> struct CopyByProducers {
 
 // What the producer warps do of an item.
 template <class B>
-__device__ __forceinline__ void wmma_produce(WmmaShared<B>& s, ItemTiles<B>& t, StageRing<B>& ring) {
+__device__ __forceinline__ void wmma_produce(WmmaShared<B>& s, ItemTiles<B>& t,
+                                             StageRing<B>& ring) {
   for (int k0 = 0; k0 < t.keys; k0 += B::block_n) {
     mbarrier_wait(&s.empty[ring.stage], ring.parity ^ 1);  // the first round finds them empty
     t.copy_kv(s, ring.stage, k0);
@@ -1265,7 +1268,8 @@ template <class B> struct WmmaOutput {
                                            const Element* V_s) {
     float alpha[Accumulator::num_elements];
 #pragma unroll
-    for (int e = 0; e < Accumulator::num_elements; e++) alpha[e] = ld_shared<float>(alpha_s + row[e]);
+    for (int e = 0; e < Accumulator::num_elements; e++)
+      alpha[e] = ld_shared<float>(alpha_s + row[e]);
 #pragma unroll
     for (int n = 0; n < B::head_dim / 16; n++) {
 #pragma unroll
@@ -1302,7 +1306,8 @@ template <class B> struct WmmaOutput {
 #pragma unroll
         for (int j = 0; j < O.COLS; j++) {
           if (O.col(j) < begin || O.col(j) >= end) continue;
-          O.x[i][j] = ld_shared<float>(scratch_s + (O.row(i) - first_row) * stride + O.col(j) - begin);
+          O.x[i][j] =
+              ld_shared<float>(scratch_s + (O.row(i) - first_row) * stride + O.col(j) - begin);
         }
       }
     }
@@ -1312,7 +1317,8 @@ template <class B> struct WmmaOutput {
 // What a consumer warp does of an item: its 16 rows, against the tiles that the feed gives.
 template <class B, class Feed>
 __device__ __forceinline__ void wmma_consume(WmmaShared<B>& s, const KernelArgs& a,
-                                             const WorkItem& item, const ItemTiles<B>& t, Feed& feed) {
+                                             const WorkItem& item, const ItemTiles<B>& t,
+                                             Feed& feed) {
   const SdpaParams& p = a.p;
   const int warp = threadIdx.x / 32, lane = threadIdx.x % 32, first_row = warp * 16;
   float* const S_s = s.P + first_row * s.P_STRIDE;
@@ -1533,7 +1539,7 @@ __device__ __forceinline__ void mma_pv(MmaAccumulator<B, B::head_dim>& O,
   }
 }
 
-// The state of a warp's rows: sums over the tiles so far, and P of the last tile, not yet in O.
+// The state of a warp's rows: sums over the tiles so far, and P of the last tile.
 template <class B> struct MmaRows {
   using Scores = MmaAccumulator<B, B::block_n>;
   using Output = MmaAccumulator<B, B::head_dim>;
@@ -1570,20 +1576,20 @@ template <class B> struct MmaRows {
     for (int step = 0; step < P.STEPS; step++) P.round(S, step);
   }
 
-  // USE_LAZY_MAX: the same for a tile without mask, and O += P @ V of the tile before it, in one
-  // block of code: exponentials run beside the products of V, since nothing waits for this tile's
-  // maximum. P is taken relative to the m that is there; any m will do as long as P neither
-  // overflows nor vanishes. A sum of positive numbers bounds the largest, so the sum tells: if it is
-  // over the limit (or NaN; or there is no m yet, where m = -inf makes P infinite), nothing but O has
-  // changed, and the tile is left to attend(). False in that case.
-  __device__ bool attend_lazily(const MmaQueries<B>& Q,
-                                      const Element* K_s, float scale_log2, int lane) {
+  // USE_LAZY_MAX: the same for a tile without mask, but relative to the m that is there: no maximum, no
+  // alpha, no rescaling of O, and an exponential waits for its own score alone. Any m will do as long
+  // as P does not overflow; that it does not vanish follows from m being a score of the row. A sum of
+  // positive numbers bounds the largest, so the sum tells: if it is over the limit (or NaN; or there
+  // is no m yet, where m = -inf makes P infinite), the tile is left to attend(): false, and O, m and l
+  // are as they were.
+  __device__ bool attend_lazily(const MmaQueries<B>& Q, const Element* K_s, float scale_log2,
+                                int lane) {
     constexpr float limit = 4096;  // of 65504, the largest fp16
     Scores S;
     mma_qk<B>(S, Q, K_s, lane);
     float m_log2[ROWS], sum[ROWS], all = 0;
 #pragma unroll
-    for (int i = 0; i < ROWS; i++) m_log2[i] = m[i] * scale_log2, sum[i] = 0;
+    for (int i = 0; i < ROWS; i++) m_log2[i] = m[i] * scale_log2, sum[i] = 0;  // -inf stays
 #pragma unroll
     for (int step = 0; step < P.STEPS; step++) {
       softmax_exp<B>(S, 4 * step, 4 * step + 4, scale_log2, m_log2, sum);
@@ -2330,14 +2336,17 @@ class Instance {
     return trouble;
   }
 
-  // Compares the outputs of the last run with the reference, after two runs gave the same bits.
-  // Returns a sentence on failure.
-  string check(Comparison& comparison) {
+  // Compares the outputs of a run with the reference, and those of more runs with its bits. Returns a
+  // sentence on failure.
+  string check(Comparison& comparison, int repeats) {
     string trouble = run_once();
     if (!trouble.empty()) return trouble;
     const vector<uint16_t> first = o_bits_;
     if (!(trouble = compare(comparison)).empty()) return trouble;
-    return repeat(first, "two runs on the same inputs differ");
+    for (int n = 0; n < repeats && trouble.empty(); n++) {
+      trouble = repeat(first, "two runs on the same inputs differ");
+    }
+    return trouble;
   }
 
   // Another run must give the bits of the last one.
@@ -2722,7 +2731,7 @@ Device find_device() {
 struct Options {
   vector<Problem> problems;
   vector<uint64_t> seeds;
-  int warmup = 20, iterations = 100;
+  int warmup = 20, iterations = 100, repeats = 1;
   bool check_only = false, config = false, header = false, help = false, shape_given = false;
   string error;  // one sentence
 };
@@ -2731,11 +2740,13 @@ const char usage[] =
     "usage: sdpa [--shape small|mission|mission2|long|B,Hq,Hkv,Sq,Sk]... [--causal br|tl]\n"
     "            [--seeds 0,1,2] [--dist normal|outliers|large|nonfinite] [--scale X]\n"
     "            [--layout bhsd|bshd|packed|padded|far] [--sweep N] [--iters N] [--warmup N]\n"
+    "            [--repeats N]\n"
     "            [--check-only] [--schedule forward|reverse|random:SEED] [--config] [--header]\n"
     "            [--help]\n"
     "  --shape    the problem (default mission); repeat it for more rows\n"
     "  --causal   br: the last query sees the last key; tl: query q sees keys 0..q\n"
     "  --sweep N  N random problems instead, checked and not timed; --seeds picks the series\n"
+    "  --repeats N  launches whose results must have the bits of the checked one (default 1)\n"
     "  --schedule the order of the threads on the CPU backend (default: forward and reverse in "
     "turn)\n"
     "  --header   print the CSV header first (alone if no --shape is given)\n"
@@ -2846,8 +2857,9 @@ Options parse_options(const vector<string>& args) {
       o.help = true;
       continue;
     }
-    const char* const with_value[] = {"--shape",  "--causal", "--seeds", "--dist",   "--scale",
-                                      "--layout", "--sweep",  "--iters", "--warmup", "--schedule"};
+    const char* const with_value[] = {"--shape",  "--causal",   "--seeds",  "--dist",
+                                      "--scale",  "--layout",   "--sweep",  "--iters",
+                                      "--warmup", "--schedule", "--repeats"};
     if (index_in(with_value, name) < 0) return refuse(name + ": no such option; --help lists them");
     if (i + 1 == args.size()) return refuse(name + ": its value is missing");
     const string& value = args[++i];
@@ -2890,6 +2902,7 @@ Options parse_options(const vector<string>& args) {
       if (name == "--sweep") sweep = numbers[0];
       if (name == "--iters") o.iterations = int(numbers[0]);
       if (name == "--warmup") o.warmup = int(numbers[0]);
+      if (name == "--repeats") o.repeats = int(numbers[0]);
     }
   }
   if (sweep && !shapes.empty()) return refuse("--sweep draws its own shapes; drop --shape");
@@ -2946,7 +2959,7 @@ ExitCode run_problem(const Problem& p, const vector<uint64_t>& seeds, const Opti
       for (uint64_t seed : seeds) {
         Comparison comparison;
         instance.set_inputs(repeat.seed = seed);
-        trouble = instance.check(comparison);
+        trouble = instance.check(comparison, o.repeats);
         rel_rms = std::max(rel_rms, comparison.rel_rms);
         max_abs_err = std::max(max_abs_err, comparison.max_abs_err);
         lse_err = std::max(lse_err, comparison.lse_err);
