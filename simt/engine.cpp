@@ -451,6 +451,7 @@ void named_barrier(int id, int count, bool wait_here, Site at) {
   const Unobserved unobserved;
   if (id < 0 || id > 15) fail(at, "barrier %d: there are 0 to 15", id);
   if (count <= 0 || count % 32) fail(at, "barrier %d: %d threads is no multiple of a warp", id, count);
+  if (self->linear == 0 && wait_here) self->block->counters.barriers++;
   reach(self->block->named[id], count, wait_here, "a named barrier", at, false);
 }
 
