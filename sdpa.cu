@@ -583,7 +583,10 @@ template <class B> constexpr int barriers_per_tile() {
 
 template <class B, Hazard H> __device__ __forceinline__ void sync_for() {
   if constexpr (needs_cta_barrier<B>(H) && B::split_kv > 1) {
-    barrier_sync(1 + threadIdx.x / B::group_threads, B::group_threads);
+#pragma unroll
+    for (int group = 0; group < B::split_kv; group++) {  // barriers have numbers, not variables
+      if (threadIdx.x / B::group_threads == group) barrier_sync(1 + group, B::group_threads);
+    }
   } else if constexpr (needs_cta_barrier<B>(H)) {
     __syncthreads();
   } else {
@@ -1156,7 +1159,7 @@ template <class B> struct WmmaShared : ScalarShared<B> {
       B::block_n + 8;  // 8 neighbouring rows fall into 8 groups of banks
   alignas(32)
       Element P16[B::use_wmma_pv ? B::block_m * P16_STRIDE : 1];  // P for wmma, [BLOCK_M][BLOCK_N]
-  uint64_t full[B::stages], empty[B::stages];  // mbarriers: tile landed, tile read by all warps
+  uint64_t full[B::stages], empty[B::stages];  // mbarriers: tile landed, tile read by all consumers
 
   __device__ void store_probabilities(const ScalarScores<B>& S) {
     if constexpr (B::use_wmma_pv) {
@@ -1201,8 +1204,7 @@ template <class B> struct CopyByProducers {
     return ring.stage;
   }
   __device__ __forceinline__ void release() {
-    __syncwarp();  // hazard: the stage still being read by the warp's other lanes
-    if (threadIdx.x % 32 == 0) mbarrier_arrive(&s.empty[ring.stage]);
+    mbarrier_arrive(&s.empty[ring.stage]);
     ring.advance();
   }
 };
@@ -1388,7 +1390,7 @@ __global__ void __launch_bounds__(B::threads, B::ctas_per_sm)
     if (tid == 0) {
       for (int stage = 0; stage < B::stages; stage++) {
         mbarrier_init(&s.full[stage], B::producer_threads);
-        mbarrier_init(&s.empty[stage], B::num_warps);
+        mbarrier_init(&s.empty[stage], consumers);
       }
     }
     __syncthreads();  // hazard: mbarriers just made by thread 0
@@ -1425,10 +1427,15 @@ template <class B> struct MmaShared {
     Element K[B::stages][B::block_n * B::head_dim];  // [BLOCK_N][D]
     Element V[B::stages][B::block_n * B::head_dim];  // [BLOCK_N][D]
   };
-  Element Q[B::block_m * B::head_dim];  // [BLOCK_M][D]
-  union {
+  struct Inputs {
+    Element Q[B::block_m * B::head_dim];  // [BLOCK_M][D]
     Tiles group[B::split_kv];
-    MmaPartial<B> partial[B::split_kv - 1 + (B::split_kv == 1)];  // of every group but the first
+  };
+  static constexpr int PARTIALS = B::split_kv > 1 ? B::split_kv - 1 : 1;
+  union {
+    Inputs in;
+    // Afterwards, with SPLIT_KV, the sums of every group but the first.
+    typename std::conditional<(B::split_kv > 1), MmaPartial<B>[PARTIALS], char>::type partial;
   };
   WorkItem item;   // the CTA's: not in registers, which are for S and O
   uint32_t drawn;  // TileQueue
@@ -1685,14 +1692,14 @@ __global__ void __launch_bounds__(B::threads, B::ctas_per_sm)
   Scheduler<B> scheduler;
   for (WorkItem item; scheduler.template next<B>(a, s.drawn, item);) {
     const ItemTiles<B> t(p, item, group, tid, B::group_threads);
-    t.copy_q(s.Q, threadIdx.x, B::threads);
+    t.copy_q(s.in.Q, threadIdx.x, B::threads);
     if (threadIdx.x == 0) s.item = item;
     commit_copies<B>();
-    CopyTogether<B, typename MmaShared<B>::Tiles> feed(s.group[group], t);
+    CopyTogether<B, typename MmaShared<B>::Tiles> feed(s.in.group[group], t);
     wait_copies<B, B::stages - 1>();
     __syncthreads();  // hazard: Q copied by all warps, s.item written by thread 0
     MmaQueries<B> Q;
-    Q.start(s.Q, warp, lane);
+    Q.start(s.in.Q, warp, lane);
     MmaRows<B> rows;
     rows.start(warp * WARP_ROWS + lane / 4, lane % 4 * 2);
 
@@ -1702,7 +1709,8 @@ __global__ void __launch_bounds__(B::threads, B::ctas_per_sm)
     const int seen_keys = q_warp < p.Sq ? visible_keys(p, q_last) : 0;
     for (int k0 = t.first_key; k0 < t.keys; k0 += t.ADVANCE) {
       const int stage = feed.acquire(k0);
-      const Element *const K_s = s.group[group].K[stage], *const V_s = s.group[group].V[stage];
+      const Element *const K_s = s.in.group[group].K[stage], *const V_s =
+                                                                 s.in.group[group].V[stage];
       if (k0 < seen_keys) {
         const bool masked = k0 + B::block_n > clean_keys;
         bool attended = false;
@@ -1717,7 +1725,7 @@ __global__ void __launch_bounds__(B::threads, B::ctas_per_sm)
 
     rows.finish();
     if constexpr (B::split_kv > 1) {
-      __syncthreads();  // hazard: the partial results take the place of K and V
+      __syncthreads();  // hazard: the partial results take the place of Q, K and V
       if (group > 0) rows.store(s.partial[group - 1], tid);
       __syncthreads();  // hazard: partial results written
       if (group > 0) continue;

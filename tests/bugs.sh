@@ -116,7 +116,7 @@ bug wmma_no_sync_after_s   check   "$wmma"  "--shape small"  's~__syncwarp\(\); 
 bug ws_no_wait_for_full    thread  "$ws"    "--shape 1,1,1,32,150"  's~mbarrier_wait\(&s\.full\[ring\.stage\], ring\.parity\);~~'
 bug ws_no_wait_for_empty   thread  "$ws"    "--shape 1,1,1,32,150"  's~mbarrier_wait\(&s\.empty\[ring\.stage\], ring\.parity \^ 1\);.*$~~'
 bug ws_wrong_parity        backend "$ws"    "--shape 1,1,1,32,150"  's~ring\.parity \^ 1~ring.parity~'
-bug ws_released_by_one     thread  "$ws"    "--shape 1,1,1,32,150"  's~mbarrier_init\(&s\.empty\[stage\], B::num_warps\)~mbarrier_init(\&s.empty[stage], 1)~'
+bug ws_released_by_one     thread  "$ws"    "--shape 1,1,1,32,150"  's~mbarrier_init\(&s\.empty\[stage\], consumers\)~mbarrier_init(\&s.empty[stage], 1)~'
 bug ws_queue_skips_item    check   "$ws USE_PERSISTENT_CTA=1"  "--shape 1,2,2,70,20"  's~work_item<B>\(a, drawn_s\)~work_item<B>(a, drawn_s == 2 ? 1 : drawn_s)~'
 # ---- the mma.sync kernel ----
 mma="USE_MMA_SYNC=1 VEC_WIDTH=8 SWIZZLE_XOR=1 USE_CP_ASYNC=1 STAGES=2 BLOCK_M=32 NUM_WARPS=2"
