@@ -1707,14 +1707,15 @@ __global__ void __launch_bounds__(B::threads, B::ctas_per_sm)
     const int q_warp = item.q0 + warp * WARP_ROWS, q_last = min(q_warp + WARP_ROWS, p.Sq) - 1;
     const int clean_keys = visible_keys(p, q_warp);
     const int seen_keys = q_warp < p.Sq ? visible_keys(p, q_last) : 0;
-    for (int k0 = t.first_key; k0 < t.keys; k0 += t.ADVANCE) {
-      const int stage = feed.acquire(k0);
+    // Every group takes part in every round, the last one perhaps without a tile.
+    for (int round = 0; round < t.keys; round += t.ADVANCE) {
+      const int k0 = round + t.first_key, stage = feed.acquire(k0);
       const Element *const K_s = s.in.group[group].K[stage], *const V_s =
                                                                  s.in.group[group].V[stage];
       if (k0 < seen_keys) {
         const bool masked = k0 + B::block_n > clean_keys;
         bool attended = false;
-        if (B::use_lazy_max && k0 >= t.ADVANCE && !masked) {
+        if (B::use_lazy_max && round > 0 && !masked) {
           attended = rows.attend_lazily(Q, K_s, a.scale_log2, lane);
         }
         if (!attended) rows.attend(Q, K_s, a, s.item.q0, k0, masked, lane);
