@@ -22,6 +22,7 @@ semi;colon VEC_WIDTH=8
 chars VEC_WIDTH=8;rm
 twice BLOCK_N=32 BLOCK_N=64
 maybe expect=PERHAPS
+where arch=hopper
 illegal HEAD_DIM=96
 good2 VEC_WIDTH=4 SYNC_POLICY=1
 EOF
@@ -35,6 +36,7 @@ sentences=(
   "bad.txt:9: 'VEC_WIDTH=8?rm' is not KNOB=VALUE (letters, digits and _ only)"
   "bad.txt:10: BLOCK_N is given twice"
   "bad.txt:11: expect=PERHAPS: want expect=PASS or expect=FAIL"
+  "bad.txt:12: arch=hopper: want a CUDA architecture, as in arch=90a"
 )
 
 # CMake alone refuses the file and names every bad line.
