@@ -18,7 +18,11 @@ while IFS=$'\t' read -r name _; do
   threads=$(sed -n 's/^threads \([0-9]*\),.*/\1/p' <<<"$config")
   smem=$(sed -n 's/.*shared memory \([0-9]*\) bytes.*/\1/p' <<<"$config")
   regs=$(sed -n 's/.*Used \([0-9]*\) registers.*/\1/p' "$log" | sort -n | tail -1)
-  ctas=$(sed -n 's/.*CTAS_PER_SM=\([0-9]*\).*/\1/p' <<<"$config")
+  ctas=$(sed -n 's/^ *CTAS_PER_SM *\([0-9]*\) .*/\1/p' <<<"$config")
+  if [ -z "$threads" ] || [ -z "$smem" ] || [ -z "$regs" ] || [ -z "$ctas" ]; then
+    fail "$name: its threads, bytes, registers or CTAs are not found"
+    continue
+  fi
   limit=$((99 * 1024))  # sm_89's; a line for sm_90a alone may have 227 KB
   grep -q 'sm_8' "$log" || limit=$((227 * 1024))
   [ $((regs * threads * ctas)) -le 65536 ] || fail "$name: $ctas CTAs of $threads threads of $regs registers"

@@ -10,16 +10,16 @@ run() {  # run OPTION...: one launch of the executable; words and rows go to $ou
 }
 
 if [ "$expect" = FAIL ]; then
-  # The negative control: the check sees it under some order of the threads, ThreadSanitizer under each.
-  caught=0
+  # The negative control: every net that looks at it must see it. Only ThreadSanitizer sees wmma's in
+  # reverse order: there the lanes of a warp wait for each other long enough for the copies to land.
   for schedule in forward reverse random:1; do
     run --shape small --schedule $schedule
-    [ $status = 1 ] && caught=1
-    if [ "$sanitizer" = thread ] && ! grep -q 'ThreadSanitizer: data race' <<<"$out"; then
-      echo "$schedule: no data race reported"; failed=1
-    fi
+    case $sanitizer,${exe##*/},$schedule in
+      thread,*) grep -q 'ThreadSanitizer: data race' <<<"$out" || { echo "$schedule: no data race reported"; failed=1; } ;;
+      *,sdpa_wmma*,reverse) ;;
+      *) [ $status = 1 ] || { echo "$schedule: exit $status, want 1"; echo "$out"; failed=1; } ;;
+    esac
   done
-  [ "$caught" = 1 ] || [ "$sanitizer" = thread ] || { echo "no order of the threads fails the check"; failed=1; }
   exit $failed
 fi
 
