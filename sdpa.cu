@@ -861,11 +861,13 @@ template <class B> struct ItemTiles {
     K_g = mine.first(p.K + item.b * p.k.batch + h_kv * p.k.head + first_key * p.k.row, p.k.row);
     V_g = mine.first(p.V + item.b * p.v.batch + h_kv * p.v.head + first_key * p.v.row, p.v.row);
   }
-  // The item's query rows, by all threads of the CTA.
-  __device__ __forceinline__ void copy_q(Element* Q_s, int tid, int nthreads) const {
-    const TileCopy<B> all(tid, nthreads);
-    const Element* const Q_g = p.Q + item.b * p.q.batch + item.h * p.q.head + item.q0 * p.q.row;
-    all.template copy<B::block_m>(Q_s, all.first(Q_g, p.q.row), p.q.row, p.Sq - item.q0 - all.row);
+  // ROWS query rows of the item from first_row on, to Q_s, by nthreads threads.
+  template <int ROWS>
+  __device__ __forceinline__ void copy_q(Element* Q_s, int first_row, int tid, int nthreads) const {
+    const TileCopy<B> share(tid, nthreads);
+    const int q = item.q0 + first_row;
+    const Element* const Q_g = p.Q + item.b * p.q.batch + item.h * p.q.head + q * p.q.row;
+    share.template copy<ROWS>(Q_s, share.first(Q_g, p.q.row), p.q.row, p.Sq - q - share.row);
   }
   // The next K and V tile, at key k0, into its stage; past the end nothing.
   template <class Shared> __device__ __forceinline__ void copy_kv(Shared& s, int stage, int k0) {
@@ -1125,7 +1127,7 @@ __global__ void __launch_bounds__(B::threads, B::ctas_per_sm)
   Scheduler<B> scheduler;
   for (WorkItem item; scheduler.template next<B>(a, s.drawn, item);) {
     const ItemTiles<B> t(p, item, 0, tid, B::threads);
-    t.copy_q(s.Q, tid, B::threads);
+    t.template copy_q<B::block_m>(s.Q, 0, tid, B::threads);
     CopyTogether<B, ScalarShared<B>> feed(s, t);
 
     clear(O);
@@ -1332,12 +1334,8 @@ __device__ __forceinline__ void wmma_consume(WmmaShared<B>& s, const KernelArgs&
   O.first_col = lane % COL_LANES * CHUNK;
 
   // A warp copies its own rows of Q.
-  const TileCopy<B> own(lane, 32);
-  const Element* const Q_g =
-      p.Q + item.b * p.q.batch + item.h * p.q.head + (item.q0 + first_row) * p.q.row;
   Element* const Q_s = s.Q + tile_offset<B>(first_row, 0);
-  own.template copy<16>(Q_s, own.first(Q_g, p.q.row), p.q.row,
-                        p.Sq - item.q0 - first_row - own.row);
+  t.template copy_q<16>(Q_s, first_row, lane, 32);
   commit_copies<B>();
   wait_copies<B, 0>();
   __syncwarp();  // hazard: Q copied by the other lanes
@@ -1691,7 +1689,7 @@ __global__ void __launch_bounds__(B::threads, B::ctas_per_sm)
   Scheduler<B> scheduler;
   for (WorkItem item; scheduler.template next<B>(a, s.drawn, item);) {
     const ItemTiles<B> t(p, item, group, tid, B::group_threads);
-    t.copy_q(s.in.Q, threadIdx.x, B::threads);
+    t.template copy_q<B::block_m>(s.in.Q, 0, threadIdx.x, B::threads);
     if (threadIdx.x == 0) s.item = item;
     commit_copies<B>();
     CopyTogether<B, typename MmaShared<B>::Tiles> feed(s.in.group[group], t);
