@@ -6,6 +6,11 @@ cd "$(dirname "${BASH_SOURCE[0]}")" || exit 2
 usage() {
   cat <<'EOF'
 usage: ./run_all.sh [--cpu] [--only REGEX] [--shape S]... [--csv] [-- OPTION...]
+       ./run_all.sh ab NAME KNOB=VALUE...    is the line faster with these knobs? ab --help
+       ./run_all.sh ab NAME1 NAME2           is the second line faster?
+       ./run_all.sh ablate NAME [--svg]      what each knob of a line is worth. ablate --help
+       ./run_all.sh gates [--only REGEX]     registers, spills, shared memory, duplicates, steps
+       ./run_all.sh profile NAME [--shape S] what binds a line's kernel, by ncu
        ./run_all.sh test [--all-lines] [CTEST OPTION...]
        ./run_all.sh tables [CSV]
   (no command)    build, check, time and rank every line of configs.txt on small, mission and long;
@@ -87,13 +92,17 @@ build_selected() {
   return 0
 }
 
+# The first refusal among a compiler's words; nvcc, clang++ and g++ say it each in their own way.
+assertion_words() {
+  sed -n -e 's/.*static assertion failed with "\(.*\)"$/\1/p' \
+    -e 's/.*static_assert failed .*"\(.*\)"$/\1/p' \
+    -e 's/.*static assertion failed: \(.*\)$/\1/p' | head -1
+}
+
 # The sentence to show for a line that did not compile.
 compiler_words() {
   local log=$build/log/$1.log words
-  # nvcc, clang++ and g++ say it each in their own way.
-  words=$(sed -n -e 's/.*static assertion failed with "\(.*\)"$/\1/p' \
-    -e 's/.*static_assert failed .*"\(.*\)"$/\1/p' \
-    -e 's/.*static assertion failed: \(.*\)$/\1/p' "$log" | head -1)
+  words=$(assertion_words <"$log")
   [ -n "$words" ] || words=$(grep -m1 -E 'error|fatal' "$log")
   [ -n "$words" ] || words=$(tail -1 "$log")
   printf 'does not compile: %s' "$words"
@@ -173,19 +182,25 @@ show_table() {
     }' "$1"
 }
 
-# keep_rows ROWS: prints where the rows are now: in results/DATE-DEVICE.csv, or a numbered one if that
-# exists, when a GPU measured them; else where they were.
+# keep_rows ROWS [FOLDER NAME]: prints where the rows are now: in results/DATE-DEVICE.csv (with a folder:
+# results/FOLDER/DATE-DEVICE-NAME.csv), or a numbered one if that exists, when a GPU measured them; else
+# where they were.
 keep_rows() {
-  local device stem path n=1
+  local device stem path n=1 folder=results${2:+/$2}
   device=$(awk -F, 'NR == 1 { for (i = 1; i <= NF; i++) if ($i == "device") d = i; next }
                     $d != "" { print $d; exit }' "$1" | tr -cs 'A-Za-z0-9\n' '-')
   case $device in ''|CPU-*) printf '%s' "$1"; return ;; esac
-  mkdir -p results
-  stem=results/$(date +%Y-%m-%d)-$device
+  mkdir -p "$folder"
+  stem=$folder/$(date +%Y-%m-%d)-$device${3:+-$3}
   path=$stem.csv
   while [ -e "$path" ]; do n=$((n + 1)); path=$stem-$n.csv; done
   cp "$1" "$path"
   printf '%s' "$path"
+}
+
+# newest_rows: the newest results/DATE-DEVICE[-N].csv, if there is one.
+newest_rows() {
+  find results -maxdepth 1 -name '*.csv' 2>/dev/null | sed 's/\.csv$//' | sort -V | tail -1 | sed 's/$/.csv/'
 }
 
 main_job() {
@@ -328,6 +343,13 @@ run_tests() {
 }
 
 case ${1-} in
+  ab|ablate|gates|profile)
+    command=$1
+    shift
+    # shellcheck disable=SC1090  # tools/ab.sh and so on
+    . "tools/$command.sh"
+    "${command}_command" "$@"
+    ;;
   test) shift; run_tests "$@" ;;
   tables) shift; exec tools/readme_tables.sh "$@" ;;
   *) main_job "$@" ;;

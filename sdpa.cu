@@ -34,6 +34,9 @@
 #include <cuda_fp16.h>
 #include <cuda_runtime.h>
 #include <mma.h>
+#if USE_CUBLAS
+#include <cublas_v2.h>
+#endif
 
 #ifndef SDPA_NAMESPACE  // rename it to hold two builds in one program
 #define SDPA_NAMESPACE sdpa
@@ -70,6 +73,7 @@ namespace SDPA_NAMESPACE {
   X(USE_WMMA_PV, 0, "0 1", "nvcuda::wmma for P @ V")                                              \
   X(USE_MMA_SYNC, 0, "0 1", "mma.sync and ldmatrix")                                              \
   X(USE_WGMMA, 0, "0 1", "wgmma and TMA")                                                         \
+  X(USE_CUBLAS, 0, "0 1", "cuBLAS, S and P in global memory: the unfused baseline; link to it")   \
   X(USE_WARP_SPECIALIZATION, 0, "0 1", "producer warps copy, consumer warps compute")             \
   X(NUM_PRODUCER_WARPS, 1, "1 2 4", "warps that only copy")
 // clang-format on
@@ -121,11 +125,12 @@ constexpr bool is_legal(const char* value, const char* values) {  // values: "a 
 SDPA_KNOBS(SDPA_KNOB)
 
 // The effective knobs as constants; `Build` is the template argument of every kernel and block.
-enum class Family { scalar, wmma, mma };
+enum class Family { scalar, wmma, mma, cublas };
 
 struct Build {
   static constexpr Family family = number_of(USE_MMA_SYNC_text) == 1 ? Family::mma
                                    : number_of(USE_WMMA_text) == 1   ? Family::wmma
+                                   : number_of(USE_CUBLAS_text) == 1 ? Family::cublas
                                                                      : Family::scalar;
   static constexpr int head_dim = number_of(HEAD_DIM_text);
   static constexpr bool is_bf16 = text_equal(DTYPE_text, "BF16");
@@ -150,13 +155,22 @@ struct Build {
   static constexpr int ctas_per_sm = number_of(CTAS_PER_SM_text);
 };
 constexpr bool is_scalar = Build::family == Family::scalar, is_wmma = Build::family == Family::wmma,
-               is_mma = Build::family == Family::mma;
-constexpr const char* family_name = is_mma ? "mma" : is_wmma ? "wmma" : "scalar";
+               is_mma = Build::family == Family::mma, is_cublas = Build::family == Family::cublas;
+constexpr const char* family_name = is_mma      ? "mma"
+                                    : is_wmma   ? "wmma"
+                                    : is_cublas ? "cublas"
+                                                : "scalar";
 
 // Combinations that cannot work, or in which a knob would do nothing: what, why, what to type.
 #define SDPA_REFUSE(condition, sentence) static_assert(!(condition), sentence)
-SDPA_REFUSE(USE_WMMA_changed&& USE_MMA_SYNC_changed,
-            "USE_WMMA=1 USE_MMA_SYNC=1: a build has one kernel; drop one of them");
+SDPA_REFUSE(
+    USE_WMMA_changed + USE_MMA_SYNC_changed + USE_CUBLAS_changed > 1,
+    "USE_WMMA=1, USE_MMA_SYNC=1 and USE_CUBLAS=1: a build has one kernel; keep one of them");
+SDPA_REFUSE(is_cublas && (BLOCK_M_changed || BLOCK_N_changed || VEC_WIDTH_changed ||
+                          SYNC_POLICY_changed || USE_CP_ASYNC_changed || SWIZZLE_XOR_changed ||
+                          USE_PERSISTENT_CTA_changed || CTAS_PER_SM_changed),
+            "USE_CUBLAS=1: of the knobs for tiles and copies none has an effect on cuBLAS; keep "
+            "HEAD_DIM, DTYPE, NUM_WARPS and USE_FAST_EXP");
 SDPA_REFUSE(USE_WMMA_PV_changed && !is_wmma,
             "USE_WMMA_PV=1: P @ V goes to wmma only where Q @ K.T does; add USE_WMMA=1 or drop it");
 SDPA_REFUSE(USE_WGMMA_changed, "USE_WGMMA=1: this version has no wgmma kernel; drop USE_WGMMA");
@@ -565,6 +579,7 @@ constexpr int HAZARDS = 6;
 // mma: a warp always keeps its rows. With two stages or more the barrier that says that a tile is
 // written says as well that the tile before it is read.
 template <class B> __host__ __device__ constexpr bool needs_cta_barrier(Hazard h) {
+  if (B::family == Family::cublas) return false;
   if (B::family == Family::mma) {
     return h == Hazard::kv_written || (h == Hazard::tile_read && B::stages == 1);
   }
@@ -1735,6 +1750,52 @@ __global__ void __launch_bounds__(B::threads, B::ctas_per_sm)
   }
 }
 
+// ---- 5e cuBLAS: the unfused baseline, products by cuBLAS, S and P in global memory ----
+
+struct CublasWorkspace {  // where things lie in SdpaParams::workspace, in bytes
+  static constexpr size_t cublas_bytes = 32 << 20;  // what cuBLAS recommends for sm_90
+  size_t scores, probabilities, bytes;
+  __host__ __device__ explicit CublasWorkspace(const SdpaParams& p) {
+    const size_t elements = size_t(p.B) * p.Hq * p.Sq * p.Sk;
+    scores = cublas_bytes;                                                  // float [B,Hq,Sq,Sk]
+    probabilities = scores + (elements * sizeof(float) + 255) / 256 * 256;  // Element, likewise
+    bytes = probabilities + elements * sizeof(Element);
+  }
+};
+
+struct CublasShared {};
+
+// P[i,:] = softmax(scale * S[i,:] + mask) and LSE[i]: a warp to a query row.
+template <class B>
+__global__ void __launch_bounds__(B::threads, B::ctas_per_sm) sdpa_cublas(KernelArgs a) {
+  const SdpaParams& p = a.p;
+  const int lane = threadIdx.x % 32;
+  const int64_t row = int64_t(blockIdx.x) * B::num_warps + threadIdx.x / 32;
+  if (row >= int64_t(p.B) * p.Hq * p.Sq) return;
+  unsigned char* const workspace = static_cast<unsigned char*>(p.workspace);
+  const CublasWorkspace at(p);
+  const float* const S = reinterpret_cast<const float*>(workspace + at.scores) + row * p.Sk;
+  Element* const P = reinterpret_cast<Element*>(workspace + at.probabilities) + row * p.Sk;
+  const int keys = visible_keys(p, int(row % p.Sq));
+
+  float m = -INFINITY, l = 0;
+  for (int k = lane; k < keys; k += 32) m = fmaxf(m, S[k]);
+#pragma unroll
+  for (int other = 1; other < 32; other *= 2) {
+    m = fmaxf(m, __shfl_xor_sync(0xffffffffu, m, other));
+  }
+  const float m_log2 = finite_max(m) * a.scale_log2;
+  for (int k = lane; k < keys; k += 32) l += softmax_exp2<B>(fmaf(S[k], a.scale_log2, -m_log2));
+  l = row_sum<32>(l);
+  const float inverse = l == 0.0f ? 0.0f : 1.0f / l;
+  for (int k = lane; k < p.Sk; k += 32) {
+    const float t = k < keys ? fmaf(S[k], a.scale_log2, -m_log2) : -INFINITY;
+    P[k] = to_element(softmax_exp2<B>(t) * inverse);
+  }
+  constexpr float ln2 = 0.693147180559945f;
+  if (p.LSE && lane == 0) p.LSE[row] = ln2 * (m_log2 + log2f(l));
+}
+
 // ==== 6 LAUNCH ===================================================================================
 
 template <class B, Family F> struct KernelOf {
@@ -1749,9 +1810,14 @@ template <class B> struct KernelOf<B, Family::mma> {
   using Shared = MmaShared<B>;
   static constexpr auto kernel = sdpa_mma<B>;
 };
+template <class B> struct KernelOf<B, Family::cublas> {
+  using Shared = CublasShared;
+  static constexpr auto kernel = sdpa_cublas<B>;
+};
 using Shared = KernelOf<Build, Build::family>::Shared;
+constexpr size_t shared_bytes = std::is_empty<Shared>::value ? 0 : sizeof(Shared);
 constexpr auto kernel = KernelOf<Build, Build::family>::kernel;
-SDPA_REFUSE(sizeof(Shared) > 227 * 1024,
+SDPA_REFUSE(shared_bytes > 227 * 1024,
             "BLOCK_M, BLOCK_N, HEAD_DIM and STAGES: the tiles need more than the 227 KB of shared "
             "memory that a CTA can have; type a smaller BLOCK_N or fewer STAGES");
 
@@ -1837,24 +1903,162 @@ SdpaStatus cuda_failure(cudaError_t code, const char* what) {
   return failure(code, "%s failed: %s", what, cudaGetErrorString(code));
 }
 
+// One launch of the kernel: a CTA to each of `items`, or as many as are resident.
+SdpaStatus launch_kernel(const KernelArgs& a, uint32_t items, cudaStream_t stream) {
+  cudaError_t error =
+      cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, int(shared_bytes));
+  if (error != cudaSuccess) {
+    cudaGetLastError();  // an error that only refuses must not stay behind for the next caller
+    return failure(error,
+                   "this GPU cannot run this build (%zu bytes of shared memory a CTA, code "
+                   "for its architecture): %s",
+                   shared_bytes, cudaGetErrorString(error));
+  }
+  uint32_t ctas = items;
+  if (Build::use_persistent_cta) {
+    int device = 0, sms = 0, ctas_per_sm = 0;
+    error = cudaGetDevice(&device);
+    if (error == cudaSuccess) {
+      error = cudaDeviceGetAttribute(&sms, cudaDevAttrMultiProcessorCount, device);
+    }
+    if (error == cudaSuccess) {
+      error = cudaOccupancyMaxActiveBlocksPerMultiprocessor(&ctas_per_sm, kernel, Build::threads,
+                                                            shared_bytes);
+    }
+    if (error != cudaSuccess) return cuda_failure(error, "asking for the GPU's occupancy");
+    const uint32_t resident = uint32_t(sms) * uint32_t(ctas_per_sm > 0 ? ctas_per_sm : 1);
+    if (ctas > resident) ctas = resident;
+  }
+  cudaLaunchConfig_t launch{};
+  launch.gridDim = dim3(ctas);
+  launch.blockDim = dim3(Build::threads);
+  launch.dynamicSmemBytes = shared_bytes;
+  launch.stream = stream;
+  error = cudaLaunchKernelEx(&launch, kernel, a);
+  if (error != cudaSuccess) {
+    cudaGetLastError();
+    return cuda_failure(error, "launching the kernel");
+  }
+  return {};
+}
+
+#if USE_CUBLAS
+// Three steps: S = Q @ K.T by cuBLAS, P = softmax(S) by sdpa_cublas, O = P @ V by cuBLAS. cuBLAS counts
+// rows and columns the other way round, so that it sees S.T = K @ Q.T and O.T = V.T @ P.T. One of its
+// calls takes all heads of a batch, or with grouped queries those that share a key head.
+SdpaStatus launch(const KernelArgs& a, cudaStream_t stream) {
+  const SdpaParams& p = a.p;
+  const struct {
+    const char* name;
+    int rows;
+    int64_t stride;
+  } tensors[] = {
+      {"Q", p.Sq, p.q.row}, {"K", p.Sk, p.k.row}, {"V", p.Sk, p.v.row}, {"O", p.Sq, p.o.row}};
+  for (const auto& t : tensors) {
+    if (t.rows > 1 && t.stride < p.D) {
+      return failure(
+          cudaErrorInvalidValue,
+          "%s has a row stride of %lld elements, and cuBLAS takes no rows that overlap or "
+          "run backwards; copy it or use a build without USE_CUBLAS",
+          t.name, (long long)t.stride);
+    }
+  }
+  const auto leading = [&](const Strides& s) { return s.row > p.D ? s.row : int64_t(p.D); };
+
+  thread_local cublasHandle_t handle = nullptr;  // of this thread's current device
+  thread_local int handle_device = -1;
+  int device = 0;
+  const cudaError_t error = cudaGetDevice(&device);
+  if (error != cudaSuccess) return cuda_failure(error, "asking for the device");
+  cublasStatus_t cublas = CUBLAS_STATUS_SUCCESS;
+  if (device != handle_device) {
+    if (handle) cublasDestroy(handle);
+    cublas = cublasCreate(&handle);
+    handle_device = cublas == CUBLAS_STATUS_SUCCESS ? device : -1;
+  }
+  if (cublas == CUBLAS_STATUS_SUCCESS) cublas = cublasSetStream(handle, stream);
+  if (cublas == CUBLAS_STATUS_SUCCESS) {
+    cublas = cublasSetWorkspace(handle, p.workspace, CublasWorkspace::cublas_bytes);
+  }
+  const CublasWorkspace at(p);
+  unsigned char* const workspace = static_cast<unsigned char*>(p.workspace);
+  float* const S = reinterpret_cast<float*>(workspace + at.scores);
+  Element* const P = reinterpret_cast<Element*>(workspace + at.probabilities);
+  constexpr cudaDataType type = Build::is_bf16 ? CUDA_R_16BF : CUDA_R_16F;
+  const float one = 1, zero = 0;
+  const bool grouped = p.Hq != p.Hkv;
+  const int groups = grouped ? p.Hkv : 1, heads = p.Hq / groups;
+  const auto for_each_call = [&](const auto& call) {
+    for (int b = 0; b < p.B; b++) {
+      for (int g = 0; g < groups && cublas == CUBLAS_STATUS_SUCCESS; g++) {
+        cublas = call(b, g, (int64_t(b) * p.Hq + g * heads) * p.Sq * p.Sk);
+      }
+    }
+  };
+  if (p.Sk) {
+    for_each_call([&](int b, int g, int64_t first_score) {
+      return cublasGemmStridedBatchedEx_64(
+          handle, CUBLAS_OP_T, CUBLAS_OP_N, p.Sk, p.Sq, p.D, &one,
+          p.K + b * p.k.batch + g * p.k.head, type, leading(p.k), grouped ? 0 : p.k.head,
+          p.Q + b * p.q.batch + g * heads * p.q.head, type, leading(p.q), p.q.head, &zero,
+          S + first_score, CUDA_R_32F, p.Sk, int64_t(p.Sq) * p.Sk, heads, CUBLAS_COMPUTE_32F,
+          CUBLAS_GEMM_DEFAULT);
+    });
+  }
+  if (cublas == CUBLAS_STATUS_SUCCESS) {
+    const int64_t rows = int64_t(p.B) * p.Hq * p.Sq;
+    const SdpaStatus status =
+        launch_kernel(a, uint32_t((rows + Build::num_warps - 1) / Build::num_warps), stream);
+    if (!status.ok()) return status;
+  }
+  if (p.Sk) {
+    for_each_call([&](int b, int g, int64_t first_score) {
+      return cublasGemmStridedBatchedEx_64(
+          handle, CUBLAS_OP_N, CUBLAS_OP_N, p.D, p.Sq, p.Sk, &one,
+          p.V + b * p.v.batch + g * p.v.head, type, leading(p.v), grouped ? 0 : p.v.head,
+          P + first_score, type, p.Sk, int64_t(p.Sq) * p.Sk, &zero,
+          p.O + b * p.o.batch + g * heads * p.o.head, type, leading(p.o), p.o.head, heads,
+          CUBLAS_COMPUTE_32F, CUBLAS_GEMM_DEFAULT);
+    });
+  } else {  // no key: O = 0
+    for (int b = 0; b < p.B; b++) {
+      for (int h = 0; h < p.Hq; h++) {
+        const cudaError_t zeroing =
+            cudaMemset2DAsync(p.O + b * p.o.batch + h * p.o.head, leading(p.o) * sizeof(Element), 0,
+                              p.D * sizeof(Element), p.Sq, stream);
+        if (zeroing != cudaSuccess) return cuda_failure(zeroing, "zeroing O");
+      }
+    }
+  }
+  if (cublas != CUBLAS_STATUS_SUCCESS) {
+    return failure(cudaErrorUnknown, "cuBLAS failed: %s", cublasGetStatusString(cublas));
+  }
+  return {};
+}
+#else
+SdpaStatus launch(const KernelArgs& a, cudaStream_t stream) {
+  return launch_kernel(a, a.work_items, stream);
+}
+#endif
+
 }  // namespace
 
 // Bytes of device memory that SdpaParams::workspace must have for this problem (0: none).
-inline size_t sdpa_workspace_bytes(const SdpaParams&) {
-  return Build::use_persistent_cta ? sizeof(uint32_t) : 0;
+inline size_t sdpa_workspace_bytes(const SdpaParams& p) {
+  return is_cublas ? CublasWorkspace(p).bytes : Build::use_persistent_cta ? sizeof(uint32_t) : 0;
 }
 
 // O, LSE = attention(Q, K, V), enqueued on the stream of the current device. Returns without
 // waiting; never prints, never allocates. Refuses what this build cannot do, before anything is
-// launched. Safe inside stream capture.
+// launched. Safe inside stream capture. (USE_CUBLAS=1: the first call of a thread makes a cuBLAS
+// handle, which allocates, and must not be captured.)
 inline SdpaStatus sdpa_forward(const SdpaParams& p, cudaStream_t stream) {
   SdpaStatus status = check_params(p);
   if (!status.ok() || !p.B || !p.Hq || !p.Sq) return status;
   if (sdpa_workspace_bytes(p) && !p.workspace) {
     return failure(cudaErrorInvalidValue,
-                   "workspace is null, but USE_PERSISTENT_CTA=1 keeps its "
-                   "queue there; give it %d zeroed bytes",
-                   int(sdpa_workspace_bytes(p)));
+                   "workspace is null, but this build keeps %s there; give it %zu zeroed bytes",
+                   is_cublas ? "S and P" : "its queue", sdpa_workspace_bytes(p));
   }
   KernelArgs a;
   a.p = p;
@@ -1868,41 +2072,7 @@ inline SdpaStatus sdpa_forward(const SdpaParams& p, cudaStream_t stream) {
   }
   a.work_items = uint32_t(work_items);
 
-  cudaError_t error = cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize,
-                                           int(sizeof(Shared)));
-  if (error != cudaSuccess) {
-    cudaGetLastError();  // an error that only refuses must not stay behind for the next caller
-    return failure(error,
-                   "this GPU cannot run this build (%zu bytes of shared memory a CTA, code "
-                   "for its architecture): %s",
-                   sizeof(Shared), cudaGetErrorString(error));
-  }
-  uint32_t ctas = a.work_items;
-  if (Build::use_persistent_cta) {
-    int device = 0, sms = 0, ctas_per_sm = 0;
-    error = cudaGetDevice(&device);
-    if (error == cudaSuccess) {
-      error = cudaDeviceGetAttribute(&sms, cudaDevAttrMultiProcessorCount, device);
-    }
-    if (error == cudaSuccess) {
-      error = cudaOccupancyMaxActiveBlocksPerMultiprocessor(&ctas_per_sm, kernel, Build::threads,
-                                                            sizeof(Shared));
-    }
-    if (error != cudaSuccess) return cuda_failure(error, "asking for the GPU's occupancy");
-    const uint32_t resident = uint32_t(sms) * uint32_t(ctas_per_sm > 0 ? ctas_per_sm : 1);
-    if (ctas > resident) ctas = resident;
-  }
-  cudaLaunchConfig_t launch{};
-  launch.gridDim = dim3(ctas);
-  launch.blockDim = dim3(Build::threads);
-  launch.dynamicSmemBytes = sizeof(Shared);
-  launch.stream = stream;
-  error = cudaLaunchKernelEx(&launch, kernel, a);
-  if (error != cudaSuccess) {
-    cudaGetLastError();
-    return cuda_failure(error, "launching the kernel");
-  }
-  return status;
+  return launch(a, stream);
 }
 
 }  // namespace SDPA_NAMESPACE
@@ -2418,14 +2588,32 @@ class Instance {
 
 // ---- timing on a GPU, counters on the CPU backend ----
 
+struct Options {
+  vector<Problem> problems;
+  vector<uint64_t> seeds;
+  int warmup = 20, iterations = 100, repeats = 1;
+  bool check_only = false, time_only = false, config = false, header = false, help = false,
+       shape_given = false;
+  string error;  // one sentence
+};
+
 struct Timing {
-  double p50_us, p90_us, p99_us, min_us, graph_us, cold_us, clock_mhz;
+  double p50_us, p90_us, p99_us, min_us, graph_us, graph_lo_us, graph_hi_us, cold_us, clock_mhz;
 };
 
 inline double percentile(vector<double> samples, double fraction) {  // nearest rank
   std::sort(samples.begin(), samples.end());
   const double rank = std::ceil(fraction * double(samples.size()));
   return samples[size_t(std::max(1.0, rank)) - 1];
+}
+
+// Bounds that hold the median of what was sampled with 95%: the samples whose ranks are 1.96 standard
+// deviations of a binomial(n, 1/2) from the middle (David and Nagaraja, Order Statistics, 7.1).
+inline void median_interval(vector<double> samples, double& low, double& high) {
+  std::sort(samples.begin(), samples.end());
+  const double n = double(samples.size());
+  const size_t skipped = size_t(std::max(0.0, (n - 1.96 * std::sqrt(n)) / 2));
+  low = samples[skipped], high = samples[samples.size() - 1 - skipped];
 }
 
 struct TileCounters {  // of one K/V tile, as executed; empty texts on a GPU
@@ -2454,7 +2642,7 @@ string set_schedule(const string& text) {
   return "";
 }
 
-Timing time_kernel(Instance&, int, int) { return {}; }
+Timing time_kernel(Instance&, const Options&) { return {}; }
 
 // What one more K/V tile adds to a launch of one CTA: barriers that its first thread passes, bytes from
 // global memory, and bank conflicts: wavefronts of shared memory beyond those that the bytes need.
@@ -2525,9 +2713,10 @@ __global__ void count_clocks(long long* cycles_and_ns) {
   cycles_and_ns[1] = now_ns() - ns;
 }
 
-Timing time_kernel(Instance& instance, int warmup, int iterations) {
-  constexpr int launches_per_graph = 20;
-  const int replays = std::min(iterations, 15), cold_runs = std::min(iterations, 20);
+Timing time_kernel(Instance& instance, const Options& o) {
+  constexpr int launches_per_graph = 20, most_replays = 1000;
+  constexpr double replayed_us = 30e3;  // of short kernels more replays, for a steadier median
+  const int replays = std::min(o.iterations, 15), cold_runs = std::min(o.iterations, 20);
   cudaStream_t stream;
   require(cudaStreamCreateWithFlags(&stream, cudaStreamNonBlocking), "creating a stream");
   const auto launch = [&] {
@@ -2535,11 +2724,15 @@ Timing time_kernel(Instance& instance, int warmup, int iterations) {
     if (!status.ok()) throw CudaError{status.text};
   };
   Timing t{};
-  for (int i = 0; i < warmup; i++) launch();
+  for (int i = 0; i < o.warmup; i++) launch();
   vector<double> samples;
-  for (int i = 0; i < iterations; i++) samples.push_back(time_us(stream, launch));
-  t.p50_us = percentile(samples, 0.5), t.p90_us = percentile(samples, 0.9);
-  t.p99_us = percentile(samples, 0.99), t.min_us = percentile(samples, 0);
+  for (int i = 0; i < o.iterations && !o.time_only; i++) {
+    samples.push_back(time_us(stream, launch));
+  }
+  if (!samples.empty()) {
+    t.p50_us = percentile(samples, 0.5), t.p90_us = percentile(samples, 0.9);
+    t.p99_us = percentile(samples, 0.99), t.min_us = percentile(samples, 0);
+  }
 
   cudaGraph_t graph;
   cudaGraphExec_t replay;
@@ -2550,10 +2743,14 @@ Timing time_kernel(Instance& instance, int warmup, int iterations) {
   const auto replay_graph = [&] { require(cudaGraphLaunch(replay, stream), "replaying a graph"); };
   samples.clear();
   for (int i = 0; i < 3; i++) replay_graph();
-  for (int i = 0; i < replays; i++) {
-    samples.push_back(time_us(stream, replay_graph) / launches_per_graph);
+  double total_us = 0;
+  for (int i = 0; i < replays || (total_us < replayed_us && i < most_replays); i++) {
+    const double us = time_us(stream, replay_graph);
+    total_us += us;
+    samples.push_back(us / launches_per_graph);
   }
   t.graph_us = percentile(samples, 0.5);
+  median_interval(samples, t.graph_lo_us, t.graph_hi_us);
   DeviceBytes clocks(2 * sizeof(long long));  // read right behind the load, before clocks change
   replay_graph();
   count_clocks<<<1, 1, 0, stream>>>(static_cast<long long*>(clocks.data));
@@ -2566,6 +2763,10 @@ Timing time_kernel(Instance& instance, int warmup, int iterations) {
   require(cudaGraphExecDestroy(replay), "destroying a graph");
   require(cudaGraphDestroy(graph), "destroying a graph");
 
+  if (o.time_only) {
+    require(cudaStreamDestroy(stream), "destroying a stream");
+    return t;
+  }
   int device = 0, l2_bytes = 0;
   require(cudaGetDevice(&device), "asking for the device");
   require(cudaDeviceGetAttribute(&l2_bytes, cudaDevAttrL2CacheSize, device), "asking for L2");
@@ -2590,7 +2791,8 @@ struct CsvRow {
          status = "ok", check, p50_us, p90_us, p99_us, min_us, graph_us, cold_us, tflops, rel_rms,
          max_abs_err, rows_checked, B, Hq, Hkv, Sq, Sk, D, dtype, causal, seed, regs, spill_bytes,
          smem_bytes, ctas_per_sm, barriers, device, sm, clock_mhz, cuda, driver, git_sha, knobs,
-         note, layout, dist, lse_err, barriers_executed, bank_conflicts, global_bytes;
+         note, layout, dist, lse_err, barriers_executed, bank_conflicts, global_bytes, graph_lo_us,
+         graph_hi_us;
 };
 
 using CsvField = string CsvRow::*;
@@ -2641,6 +2843,8 @@ const struct {
     {"barriers_executed", &CsvRow::barriers_executed},
     {"bank_conflicts_per_tile", &CsvRow::bank_conflicts},
     {"global_bytes_per_tile", &CsvRow::global_bytes},
+    {"graph_lo_us", &CsvRow::graph_lo_us},
+    {"graph_hi_us", &CsvRow::graph_hi_us},
 };
 
 void print_header() {
@@ -2716,17 +2920,17 @@ Device find_device() {
                        SDPA_TEXT(__CUDA_ARCH_LIST__), d.sm.c_str(), cudaGetErrorString(error));
     return d;
   }
-  if (sizeof(Shared) > prop.sharedMemPerBlockOptin) {
-    d.missing = format("needs %zu bytes of shared memory a CTA and this GPU has %zu",
-                       sizeof(Shared), prop.sharedMemPerBlockOptin);
+  if (shared_bytes > prop.sharedMemPerBlockOptin) {
+    d.missing = format("needs %zu bytes of shared memory a CTA and this GPU has %zu", shared_bytes,
+                       prop.sharedMemPerBlockOptin);
     return d;
   }
   int ctas_per_sm = 0;
-  require(cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize,
-                               int(sizeof(Shared))),
-          "setting the kernel's shared memory");
+  require(
+      cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, int(shared_bytes)),
+      "setting the kernel's shared memory");
   require(cudaOccupancyMaxActiveBlocksPerMultiprocessor(&ctas_per_sm, kernel, Build::threads,
-                                                        sizeof(Shared)),
+                                                        shared_bytes),
           "asking for occupancy");
   d.regs = std::to_string(attributes.numRegs);
   d.spill_bytes = std::to_string(attributes.localSizeBytes);
@@ -2736,25 +2940,19 @@ Device find_device() {
 
 // ---- command line ----
 
-struct Options {
-  vector<Problem> problems;
-  vector<uint64_t> seeds;
-  int warmup = 20, iterations = 100, repeats = 1;
-  bool check_only = false, config = false, header = false, help = false, shape_given = false;
-  string error;  // one sentence
-};
-
 const char usage[] =
     "usage: sdpa [--shape small|mission|mission2|long|B,Hq,Hkv,Sq,Sk]... [--causal br|tl]\n"
     "            [--seeds 0,1,2] [--dist normal|outliers|large|nonfinite] [--scale X]\n"
     "            [--layout bhsd|bshd|packed|padded|far] [--sweep N] [--iters N] [--warmup N]\n"
     "            [--repeats N]\n"
-    "            [--check-only] [--schedule forward|reverse|random:SEED] [--config] [--header]\n"
+    "            [--check-only | --time-only] [--schedule forward|reverse|random:SEED] [--config] "
+    "[--header]\n"
     "            [--help]\n"
     "  --shape    the problem (default mission); repeat it for more rows\n"
     "  --causal   br: the last query sees the last key; tl: query q sees keys 0..q\n"
     "  --sweep N  N random problems instead, checked and not timed; --seeds picks the series\n"
     "  --repeats N  launches whose results must have the bits of the checked one (default 1)\n"
+    "  --time-only  graph_us alone, without the checks: for a build that has passed them\n"
     "  --schedule the order of the threads on the CPU backend (default: forward and reverse in "
     "turn)\n"
     "  --header   print the CSV header first (alone if no --shape is given)\n"
@@ -2853,6 +3051,10 @@ Options parse_options(const vector<string>& args) {
       o.check_only = true;
       continue;
     }
+    if (name == "--time-only") {
+      o.time_only = true;
+      continue;
+    }
     if (name == "--config") {
       o.config = true;
       continue;
@@ -2914,6 +3116,14 @@ Options parse_options(const vector<string>& args) {
     }
   }
   if (sweep && !shapes.empty()) return refuse("--sweep draws its own shapes; drop --shape");
+  if (o.time_only && (o.check_only || sweep)) {
+    return refuse(
+        "--time-only: it leaves out the checks that --check-only and --sweep ask for; drop "
+        "one of them");
+  }
+  if (o.time_only && !has_clock) {
+    return refuse("--time-only: the CPU backend times nothing; build for a GPU or drop it");
+  }
   if (o.seeds.empty()) o.seeds.push_back(0);
   o.shape_given = sweep || !shapes.empty();
   if (shapes.empty()) shapes.push_back("mission");
@@ -2945,7 +3155,7 @@ ExitCode run_problem(const Problem& p, const vector<uint64_t>& seeds, const Opti
   row.causal = causal_names[int(p.causal)];
   for (uint64_t seed : seeds) row.seed += (row.seed.empty() ? "" : "+") + std::to_string(seed);
   row.regs = device.regs, row.spill_bytes = device.spill_bytes;
-  row.smem_bytes = std::to_string(sizeof(Shared)), row.ctas_per_sm = device.ctas_per_sm;
+  row.smem_bytes = std::to_string(shared_bytes), row.ctas_per_sm = device.ctas_per_sm;
   row.barriers = std::to_string(barriers_per_tile<Build>());
   row.device = device.name, row.sm = device.sm, row.driver = device.driver;
   if (has_clock) row.cuda = format("%d.%d", CUDART_VERSION / 1000, CUDART_VERSION % 1000 / 10);
@@ -2967,6 +3177,7 @@ ExitCode run_problem(const Problem& p, const vector<uint64_t>& seeds, const Opti
       for (uint64_t seed : seeds) {
         Comparison comparison;
         instance.set_inputs(repeat.seed = seed);
+        if (o.time_only) break;
         trouble = instance.check(comparison, o.repeats);
         rel_rms = std::max(rel_rms, comparison.rel_rms);
         max_abs_err = std::max(max_abs_err, comparison.max_abs_err);
@@ -2975,18 +3186,25 @@ ExitCode run_problem(const Problem& p, const vector<uint64_t>& seeds, const Opti
         if (!trouble.empty()) break;
       }
       if (trouble.empty() && has_clock && !o.check_only) {
-        const Timing t = time_kernel(instance, o.warmup, o.iterations);
-        row.p50_us = format("%.3f", t.p50_us), row.p90_us = format("%.3f", t.p90_us);
-        row.p99_us = format("%.3f", t.p99_us), row.min_us = format("%.3f", t.min_us);
-        row.graph_us = format("%.3f", t.graph_us), row.cold_us = format("%.3f", t.cold_us);
+        const Timing t = time_kernel(instance, o);
+        if (!o.time_only) {
+          row.p50_us = format("%.3f", t.p50_us), row.p90_us = format("%.3f", t.p90_us);
+          row.p99_us = format("%.3f", t.p99_us), row.min_us = format("%.3f", t.min_us);
+          row.cold_us = format("%.3f", t.cold_us);
+        }
+        row.graph_us = format("%.3f", t.graph_us);
+        row.graph_lo_us = format("%.3f", t.graph_lo_us);
+        row.graph_hi_us = format("%.3f", t.graph_hi_us);
         row.tflops = format("%.2f", flops_of(p) / t.graph_us * 1e-6);
         row.clock_mhz = format("%.0f", t.clock_mhz);
-        trouble = instance.check_again();
+        if (!o.time_only) trouble = instance.check_again();
       }
-      row.check = trouble.empty() ? "PASS" : "FAIL";
-      row.note = trouble;
-      row.rel_rms = format("%.3g", rel_rms), row.max_abs_err = format("%.3g", max_abs_err);
-      row.lse_err = format("%.3g", lse_err), row.rows_checked = std::to_string(rows);
+      if (!o.time_only) {
+        row.check = trouble.empty() ? "PASS" : "FAIL";
+        row.note = trouble;
+        row.rel_rms = format("%.3g", rel_rms), row.max_abs_err = format("%.3g", max_abs_err);
+        row.lse_err = format("%.3g", lse_err), row.rows_checked = std::to_string(rows);
+      }
       if (!trouble.empty()) exit = exit_wrong;
     }
   } catch (const CudaError& error) {
@@ -3012,7 +3230,7 @@ void print_config(const Device& device) {
   printf("  %-24s %-6s %-12s %s\n", #name, name##_text, name##_changed ? "" : "(default)", meaning);
   SDPA_KNOBS(SDPA_KNOB_LINE)
   printf("threads %d, shared memory %zu bytes, %d CTA barriers per K/V tile\n", Build::threads,
-         sizeof(Shared), barriers_per_tile<Build>());
+         shared_bytes, barriers_per_tile<Build>());
   if (!has_clock) {
     printf(
         "one K/V tile on the CPU backend: %s barriers, %s bytes read from global memory, %s bank "

@@ -127,6 +127,7 @@ enum cudaError_t {
   cudaErrorMemoryAllocation = 2,
   cudaErrorNoDevice = 100,
   cudaErrorLaunchFailure = 719,
+  cudaErrorUnknown = 999,
 };
 using cudaStream_t = void*;
 enum cudaMemcpyKind { cudaMemcpyHostToDevice, cudaMemcpyDeviceToHost };
@@ -184,6 +185,13 @@ template <class T> cudaError_t cudaMalloc(T** pointer, size_t bytes) {
 inline cudaError_t cudaFree(void* pointer) { return simt::deallocate(pointer), cudaSuccess; }
 inline cudaError_t cudaMemset(void* pointer, int value, size_t bytes) {
   if (bytes) memset(pointer, value, bytes);
+  return cudaSuccess;
+}
+inline cudaError_t cudaMemset2DAsync(void* pointer, size_t pitch, int value, size_t width, size_t height,
+                                     cudaStream_t) {
+  for (size_t row = 0; row < height; row++) {
+    memset(static_cast<unsigned char*>(pointer) + row * pitch, value, width);
+  }
   return cudaSuccess;
 }
 inline cudaError_t cudaMemcpy(void* dst, const void* src, size_t bytes, cudaMemcpyKind) {

@@ -12,7 +12,7 @@ has() {  # has FILE SENTENCE
 
 cat >"$dir/bad.txt" <<'EOF'
 # a comment
-good1 BLOCK_N=64 VEC_WIDTH=8   # and another
+good1 BLOCK_N=64 VEC_WIDTH=8 gate:regs<=128 gate:step-over=good2:1.05@mission  # and another
 typo BLOK_N=64
 good1 VEC_WIDTH=8
 novalue BLOCK_N
@@ -24,6 +24,8 @@ twice BLOCK_N=32 BLOCK_N=64
 maybe expect=PERHAPS
 where arch=hopper
 illegal HEAD_DIM=96
+gated1 gate:regs=120
+gated2 gate:spill<=16
 good2 VEC_WIDTH=4 SYNC_POLICY=1
 EOF
 sentences=(
@@ -37,6 +39,8 @@ sentences=(
   "bad.txt:10: BLOCK_N is given twice"
   "bad.txt:11: expect=PERHAPS: want expect=PASS or expect=FAIL"
   "bad.txt:12: arch=hopper: want a CUDA architecture, as in arch=90a"
+  "bad.txt:14: 'gate:regs=120' is no gate; want gate:regs<=N, gate:smem<=BYTES, gate:spill<=BYTES:WHY"
+  "bad.txt:15: 'gate:spill<=16' is no gate"
 )
 
 # CMake alone refuses the file and names every bad line.

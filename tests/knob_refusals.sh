@@ -43,7 +43,10 @@ refused "VEC_WIDTH=1 is 2 bytes; type VEC_WIDTH=8" -DUSE_CP_ASYNC=1
 wmma=(-DUSE_WMMA=1 -DBLOCK_M=64)
 accepted "${wmma[@]}" -DUSE_WMMA_PV=1 -DBLOCK_N=48
 refused "P @ V goes to wmma only where Q @ K.T does; add USE_WMMA=1 or drop it" -DUSE_WMMA_PV=1
-refused "a build has one kernel; drop one of them" "${wmma[@]}" -DUSE_MMA_SYNC=1
+refused "a build has one kernel; keep one of them" "${wmma[@]}" -DUSE_MMA_SYNC=1
+accepted -DUSE_CUBLAS=1 -DNUM_WARPS=8 -DHEAD_DIM=128 -DDTYPE=BF16
+refused "a build has one kernel; keep one of them" -DUSE_CUBLAS=1 -DUSE_MMA_SYNC=1
+refused "USE_CUBLAS=1: of the knobs for tiles and copies none has an effect" -DUSE_CUBLAS=1 -DVEC_WIDTH=8
 refused "BLOCK_M must be 16*NUM_WARPS; type BLOCK_M=64 NUM_WARPS=4" "${wmma[@]}" -DNUM_WARPS=2
 refused "wmma takes keys by 16, so it must be a multiple of 16; type BLOCK_N=64" "${wmma[@]}" -DBLOCK_N=40
 accepted "${wmma[@]}" -DUSE_WARP_SPECIALIZATION=1 -DNUM_PRODUCER_WARPS=2 -DSYNC_POLICY=1 -DSTAGES=3

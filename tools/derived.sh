@@ -1,0 +1,68 @@
+# Lines that configs.txt does not have: one of its lines with some knobs changed. Sourced by the
+# sub-commands that build such lines; uses run_all.sh's functions.
+# shellcheck shell=bash
+
+configs_file=${SDPA_CONFIGS:-configs.txt}
+
+# line_words NAME: what stands behind NAME in configs.txt; refuses a NAME that is not there.
+line_words() {
+  [ -r "$configs_file" ] || refuse "$configs_file: there is no such file; it lists one line a build"
+  awk -v name="$1" '{ sub(/#.*/, "") } $1 == name { $1 = ""; print; found = 1; exit }
+                    END { exit !found }' "$configs_file" ||
+    refuse "$1: no line of $configs_file has that name; it has:$(
+      awk '{ sub(/#.*/, "") } NF { printf " %s", $1 }' "$configs_file")"
+}
+
+# derive NAME [KNOB=VALUE...]: sets derived_name and derived_words, the line NAME with these knobs
+# changed. What only the line itself promises (gates) does not go along.
+derive() {
+  local words word change
+  words=$(line_words "$1") || exit 2
+  derived_name=$1 derived_words=
+  shift
+  for word in $words; do
+    case $word in gate:*) continue ;; esac
+    for change in "$@"; do [ "${word%%=*}" = "${change%%=*}" ] && continue 2; done
+    derived_words+=" $word"
+  done
+  for change in "$@"; do
+    derived_name+=__${change/=/_}
+    derived_words+=" $change"
+  done
+}
+
+# build_derived NAME WORDS [NAME WORDS]...: builds these lines in $build/derived, which the caller finds
+# in derived_build. Old ones stay there, so that asking again compiles nothing.
+build_derived() {
+  local list pattern='' count=0 build=$build
+  derived_build=$build/derived
+  list=$derived_build.txt
+  mkdir -p "$build"
+  touch "$list"
+  while [ $# -gt 0 ]; do
+    awk -v name="$1" '$1 != name' "$list" >"$list.new"
+    printf '%s %s\n' "$1" "$2" >>"$list.new"
+    sort "$list.new" | cmp -s - "$list" || sort "$list.new" >"$list"
+    rm -f "$list.new"
+    pattern+="${pattern:+|}$1" count=$((count + 1))
+    shift 2
+  done
+  build=$derived_build
+  SDPA_CONFIGS=$list configure -DSDPA_KEEP_GOING=ON -DSDPA_ONLY="^($pattern)\$" -DSDPA_CPU=OFF -DSDPA_TESTS=OFF
+  build_selected $count
+}
+
+# why_not_built NAME: the sentence that says why the derived line has no executable; nothing if it has one.
+why_not_built() {
+  local sentence build=$derived_build
+  sentence=$(awk -F'\t' -v name="$1" '$2 == name { print $3; exit }' "$build/bad_lines.txt")
+  if [ -n "$sentence" ]; then
+    echo "${sentence#*:*: }"  # without the name of our own list
+  elif [ -e "$build/log/$1.log.failed" ] || [ ! -x "$build/sdpa_$1" ]; then
+    compiler_words "$1" | sed 's/^does not compile: //'
+  fi
+}
+
+need_gpu() {  # need_gpu COMMAND
+  has_gpu || refuse "$1: it times kernels and there is no GPU here; run it on a machine with one (check without times: ./run_all.sh --cpu)"
+}

@@ -1,0 +1,32 @@
+// One build of sdpa.cu without the harness, with C functions that a program can find by name: the way in
+// for an engine that loads kernels at run time, for tools/peers.py (through Python's ctypes), and what
+// `run_all.sh gates` reads. cmake --build build --target sdpa_NAME_lib
+
+#define SDPA_NO_MAIN
+#include "../sdpa.cu"
+
+extern "C" {
+
+// Bytes of SdpaParams, for a caller in another language to compare with its own idea of the struct.
+size_t sdpa_library_params_bytes() { return sizeof(sdpa::SdpaParams); }
+
+// Bytes of device memory that p->workspace must have, zeroed once.
+size_t sdpa_library_workspace_bytes(const sdpa::SdpaParams* p) {
+  return sdpa::sdpa_workspace_bytes(*p);
+}
+
+// Enqueues O, LSE = attention(Q, K, V) on the stream. Returns 0, or a cudaError_t with its sentence in
+// text (text_bytes of it, ended by 0).
+int sdpa_library_forward(const sdpa::SdpaParams* p, cudaStream_t stream, char* text,
+                         size_t text_bytes) {
+  const sdpa::SdpaStatus status = sdpa::sdpa_forward(*p, stream);
+  if (text && text_bytes) snprintf(text, text_bytes, "%s", status.text);
+  return status.code;
+}
+
+// The launch as sizes of symbols, which `nm -S` reads out of an object file.
+char sdpa_library_threads[sdpa::Build::threads];
+char sdpa_library_smem_bytes[sizeof(sdpa::Shared)];
+char sdpa_library_ctas_per_sm[sdpa::Build::ctas_per_sm];
+char sdpa_library_block_m[sdpa::Build::block_m];
+}
