@@ -20,7 +20,8 @@ samples() {
       for (pair = 1; pair <= pairs; pair++) {
         for (turn = 0; turn < 2; turn++) {
           side = (pair % 2 == 1) == (turn == 0) ? "A" : "B"
-          t = 100 * (side == "B" ? ratio : 1) * (1 + noise * normal()) * (1 + drift * n++ / (2 * pairs))
+          t = 100 * (side == "B" ? ratio : 1) * (1 + noise * normal()) * (1 + drift * n / (2 * pairs))
+          n++
           print pair, side, 1, t, 1980
         }
       }

@@ -149,7 +149,7 @@ judge_gates() {
       while read -r low high; do
         row "$name" "over $other${shape:+ at $shape}" ">= $factor" "$low to $high" \
           "$(awk -v low="$low" -v high="$high" -v factor="$factor" \
-            'BEGIN { print low >= factor ? "ok" : high < factor ? "FAIL" : "UNCLEAR" }')"
+            'BEGIN { print (low >= factor ? "ok" : high < factor ? "FAIL" : "UNCLEAR") }')"
       done <<<"$interval"
     done
   done <"$build/configs.tsv"

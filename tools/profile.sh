@@ -107,8 +107,8 @@ profile_verdict() {
       mask = r["causal"] == "off" ? "" : " causal " r["causal"]
       printf "%s at %s%s on %s: %.2f us under ncu, SM at %.0f MHz\n", r["config"], r["shape"], mask, r["device"], \
              scaled("gpu__time_duration.sum") / 1e3, scaled("sm__cycles_elapsed.avg.per_second") / 1e6
-      printf "  tensor pipe    %5.1f%%  %s\n", tensor, limited ? \
-             sprintf("%.0f%% of what mma.sync can reach on Hopper (%.1f%%)", 100 * tensor / reach, reach) : ""
+      printf "  tensor pipe    %5.1f%%  %s\n", tensor, (limited ? \
+             sprintf("%.0f%% of what mma.sync can reach on Hopper (%.1f%%)", 100 * tensor / reach, reach) : "")
       printf "  XU (MUFU)      %5.1f%%\n", use["XU (MUFU)"]
       printf "  FMA, ALU       %5.1f%%  %.1f%%\n", use["FMA pipes"], use["ALU"]
       printf "  issue slots    %5.1f%%  %.1f warps on an SM\n", use["issue slots"], metric("sm__warps_active.avg.per_cycle_active")
@@ -118,7 +118,8 @@ profile_verdict() {
              scaled("lts__t_bytes.sum") / bytes
       printf "  DRAM           %5.1f%%  %.1f MB, %.2f of the %.1f MB of the tensors\n", dram, moved / 1e6, moved / bytes, bytes / 1e6
       printf "  warps wait for         %s, %s, %s\n", top[1], top[2], top[3]
-      printf "  gates                  tensor pipe >= 50%%: %s; DRAM < 50%%: %s\n", tensor >= 50 ? "yes" : "no", dram < 50 ? "yes" : "no"
+      printf "  gates                  tensor pipe >= 50%%: %s; DRAM < 50%%: %s\n", \
+             (tensor >= 50 ? "yes" : "no"), (dram < 50 ? "yes" : "no")
       if (use[most] >= 80) {
         printf "  bound by               %s, at %.0f%% of its limit\n", most, use[most]
       } else {
