@@ -119,9 +119,9 @@ function draw_line(c, y, i, s, x, b) {
     x = at_x(s, us[s, c])
     rect(left[s], y + 2.5, x - left[s], 11, "bar " family[c])
   }
-  if (!((panel[1], c) in us) && c in why) label(left[panel[1]] + 6, y + 12, "dim", substr(why[c], 1, 110))
 }
 function draw_values(c, y, i, s, x, t) {  # over the lines of the peers
+  if (!((panel[1], c) in us) && c in why) label(left[panel[1]] + 6, y + 12, "dim", substr(why[c], 1, 110))
   for (i = 1; i <= panels; i++) {
     s = panel[i]
     if (!((s, c) in us)) continue
@@ -194,7 +194,10 @@ END {
     for (j = 1; j <= peers[s]; j++) {
       x = at_x(s, peer_us[s, j])
       line(x, top + 5 + 16 * (j - 1), x, bars + peers_to, "peer p" j)
-      label(x + 4, top + 16 * j, "peer", peer_label[s, j] " " short_us(peer_us[s, j]))
+      words = peer_label[s, j] " " short_us(peer_us[s, j])
+      width = 6.8 * length(words)
+      if (x + width > left[s] + plot + 40) x -= width + 8
+      label(x + 4, top + 16 * j, "peer", words)
     }
   }
   for (i = 1; i <= rows; i++) draw_values(row[i], bars + row_y[i])
@@ -229,7 +232,7 @@ function at_x(s, t) { return names + plot * t / most[s] }
 END {
   if (failed) exit failed
   if (!panels) refuse(ARGV[1] " has no row with a time for its first config, " (full == "" ? "which is missing" : full))
-  names = 20 + 7 * longest + 8
+  names = 20 + 7.9 * longest + 8  # these are capitals
   if (names > 540) names = 540
   plot = 980 - names - 130
   y = 84
