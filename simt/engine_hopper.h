@@ -62,7 +62,7 @@ void check_shared_range(const void* pointer, uint64_t bytes, int alignment, cons
 void check_marks(uint64_t offset, int bytes, Site at) {
   const Block& b = *self->block;
   for (uint64_t i = offset / 4; i < (offset + bytes + 3) / 4; i++) {
-    const Mark& mark = b.marks[i];
+    const Mark mark = b.marks[i];
     if (!mark.thread_and_1) continue;
     const Thread& writer = b.fibers[mark.thread_and_1 - 1].thread;
     if (writer.proxy_fences == mark.fences) {
@@ -269,7 +269,8 @@ void remember(std::vector<Known>& known, const void* registers, int words) {
   k->checksum = checksum(registers, words);
 }
 
-// Accumulator i of thread t: its place in [64][n].
+// Accumulator i of thread t: its place in [64][n]. So four accumulators are two pairs of neighbours, in
+// rows 8 apart, and the next four are 8 columns further.
 int row_of(int t, int i) { return t / 32 * 16 + t % 32 / 4 + i / 2 % 2 * 8; }
 int column_of(int t, int i) { return i / 4 * 8 + t % 4 * 2 + i % 2; }
 
@@ -437,18 +438,20 @@ void compute(Block& b, Warpgroup& w, Step& step) {
 void deliver(Block& b, Warpgroup& w, const Chain& chain, Site at) {
   for (int t = 0; t < 128; t++) {
     float* const d = chain.d[t];
-    bool touched = false;
+    uint32_t touched = 0;
     for (int i = 0; i < chain.n / 2; i++) {
       uint32_t bits;
       memcpy(&bits, d + i, 4);
-      touched |= bits != IN_FLIGHT;
+      touched |= bits ^ IN_FLIGHT;
     }
     if (touched) {
       return report_for(b.fibers[(&w - b.warpgroups.data()) * 128 + t], at,
                         "accumulators were written while a wgmma was in flight on them");
     }
-    for (int i = 0; i < chain.n / 2; i += 2) {
-      memcpy(d + i, &chain.sum[row_of(t, i) * chain.n + column_of(t, i)], 8);
+    const float* const rows = &chain.sum[row_of(t, 0) * chain.n + column_of(t, 0)];
+    for (int i = 0; i < chain.n / 2; i += 4) {
+      memcpy(d + i, rows + 2 * i, 8);
+      memcpy(d + i + 2, rows + 8 * chain.n + 2 * i, 8);
     }
     remember(w.known[t], d, chain.n / 2);
   }
@@ -684,8 +687,10 @@ void wgmma(const Product& p, Site at) {
     if (k && k->checksum != checksum(p.d, words)) {
       fail(at, "the accumulators were written after the last wgmma_fence");
     }
-    for (int i = 0; i < words; i += 2) {
-      memcpy(&chain.sum[row_of(t, i) * p.n + column_of(t, i)], p.d + i, 8);
+    float* const rows = &chain.sum[row_of(t, 0) * p.n + column_of(t, 0)];
+    for (int i = 0; i < words; i += 4) {
+      memcpy(rows + 2 * i, p.d + i, 8);
+      memcpy(rows + 8 * p.n + 2 * i, p.d + i + 2, 8);
     }
   }
   for (int i = 0; i < words; i++) memcpy(p.d + i, &IN_FLIGHT, 4);
