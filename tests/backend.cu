@@ -376,19 +376,19 @@ static void test_tma_loads() {
     HopperScratch& s = dynamic_shared<HopperScratch>();
     init_barriers(s);
     CUtensorMap four, five;
-    const uint64_t sizes[5] = {16, ROWS, 4, 1, HEADS};
-    const uint64_t strides[4] = {ROW_STRIDE * 2, 32, 1 << 20, ROWS * ROW_STRIDE * 2};
-    const uint32_t box[5] = {16, 8, 4, 1, 1};
+    const uint64_t sizes[5] = {64, 10, 4, 1, HEADS};  // the rows of a head in fours of ten
+    const uint64_t strides[4] = {ROW_STRIDE * 2, 10 * ROW_STRIDE * 2, 16, ROWS * ROW_STRIDE * 2};
+    const uint32_t box[5] = {64, 4, 2, 1, 1};
     encode_tensor_map(four, 4, a.tensor, sizes, strides, box, true);
     encode_tensor_map(five, 5, a.tensor, sizes, strides, box, true);
     if (threadIdx.x == 0) {
-      mbarrier_arrive_expect_tx(&s.barriers[0], 2 * 8 * 4 * 32 + 64);
-      cp_async_bulk_tensor_load<4>(s.a, &four, {0, 5, 0, 0}, &s.barriers[0], 0);
-      cp_async_bulk_tensor_load<5>(s.b, &five, {0, 5, 0, 0, 2}, &s.barriers[0], 0);
+      mbarrier_arrive_expect_tx(&s.barriers[0], 2 * 4 * 2 * 128 + 64);
+      cp_async_bulk_tensor_load<4>(s.a, &four, {0, 7, 2, 0}, &s.barriers[0], 0);
+      cp_async_bulk_tensor_load<5>(s.b, &five, {0, 2, 1, 0, 2}, &s.barriers[0], 0);
       cp_async_bulk_load(s.b + 2048, a.tensor + 16, 64, &s.barriers[0]);
     }
     wait_for(&s.barriers[0], 0);
-    for (int i = threadIdx.x; i < 8 * 64; i += blockDim.x) {  // lines of 128 bytes of 4 rows of 16
+    for (int i = threadIdx.x; i < 8 * 64; i += blockDim.x) {
       a.out[i] = float(s.a[swizzled(i / 64, i % 64)]);
       a.out[512 + i] = float(s.b[swizzled(i / 64, i % 64)]);
     }
@@ -397,9 +397,9 @@ static void test_tma_loads() {
   EXPECT(report == "");
   bool right = true;
   for (int i = 0; i < 512; i++) {
-    const int row = i / 16 % 8, c = i / 128 * 16 + i % 16;
-    right = right && out[i] == tensor_value(0, 5 + row, c);
-    right = right && out[512 + i] == tensor_value(2, 5 + row, c);
+    const int row = i / 64 % 4, ten = i / 256, c = i % 64;
+    right = right && out[i] == (7 + row < 10 ? tensor_value(0, 20 + ten * 10 + 7 + row, c) : 0.0f);
+    right = right && out[512 + i] == tensor_value(2, 10 + ten * 10 + 2 + row, c);
   }
   for (int i = 0; i < 32; i++) right = right && out[1024 + i] == tensor_value(0, 0, 16 + i);
   EXPECT(right);
