@@ -213,7 +213,6 @@ struct Warpgroup {
   int arrived = 0, wait_groups = 0;  // at wgmma_wait_group
   Site wait_at{};
   std::vector<Fiber*> waiting;
-  char issued = 0, done = 0;  // what ThreadSanitizer orders products by
 };
 
 struct Access {  // one warp-wide access to shared memory, being put together lane by lane
@@ -241,7 +240,9 @@ struct Block {  // a CTA
   std::vector<std::vector<Meeting>> meetings;  // by warp
   std::vector<Mark> marks;
   std::vector<Warpgroup> warpgroups;
-  std::vector<void*> proxies;  // by warpgroup, the thread that ThreadSanitizer sees its products as
+  // What ThreadSanitizer sees the asynchronous reads as: a thread for each warpgroup's products, and
+  // one for the bulk stores.
+  std::vector<void*> proxies;
   int free_registers = 0;
   Counters counters;
   // By warp and site: accesses that some lanes have made and others not yet, oldest first.

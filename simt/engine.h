@@ -60,7 +60,7 @@ struct Thread {  // one CUDA thread
   std::vector<AsyncCopy> open_copies;                   // cp.async since the last commit
   std::vector<std::vector<AsyncCopy>> copy_groups;      // committed, oldest first
   std::map<const void*, uint64_t> accesses_at;          // by site, for the conflict counters
-  std::deque<std::vector<BulkStore>> stores;            // bulk groups; the last is open
+  std::deque<std::deque<BulkStore>> stores;             // bulk groups; the last is open
   uint32_t proxy_fences;                                // fence.proxy.async so far
   int registers;                                        // setmaxnreg
   bool in_cluster_barrier;                              // arrived and has not waited

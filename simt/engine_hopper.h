@@ -10,9 +10,9 @@
 //   setmaxnreg    waits until others have given back what it asks for.
 //   clusters      run in one OS thread; memory of a CTA that has returned is out of bounds.
 //
-// For ThreadSanitizer a bulk load writes when it is issued and is seen by who waits for its mbarrier; a
-// store reads when it is issued and again at its wait; the products of a warpgroup are a thread of
-// their own, which starts from what the warpgroup's first thread has seen and reads at the wait.
+// For ThreadSanitizer a bulk load writes when it is issued and is seen by who waits for its mbarrier.
+// Stores, and the products of each warpgroup, are threads of their own: what they read at the wait they
+// have seen no more of than its issuer had at the issue (of a warpgroup, its first thread).
 #pragma once
 
 namespace simt {
@@ -32,6 +32,20 @@ void observe_write(void* pointer, size_t bytes) {
   (void)pointer, (void)bytes;
 #if defined(SIMT_TSAN)
   __tsan_write_range(pointer, bytes);
+#endif
+}
+
+// Has `proxy` read what f() says, as one that has seen what was released on `issue`, and releases what
+// it has done on `proxy`.
+template <class F> void observe_as(void*& proxy, const void* issue, F f) {
+  (void)proxy, (void)issue, (void)f;
+#if defined(SIMT_TSAN)
+  void* const caller = __tsan_get_current_fiber();
+  __tsan_switch_to_fiber(proxy, 1);
+  acquire(issue);
+  f();
+  release(&proxy);
+  __tsan_switch_to_fiber(caller, 1);
 #endif
 }
 
@@ -192,6 +206,7 @@ void land_one(Cluster& c) {
 void start_store(BulkStore store) {
   if (self->stores.empty()) self->stores.emplace_back();
   self->stores.back().push_back(std::move(store));
+  release(&self->stores.back().back());
 }
 
 void read_shared(BulkStore& store) {
@@ -230,7 +245,12 @@ Warpgroup& warpgroup(Site at) {
 void start_warpgroups(Block& b) {
   b.warpgroups.clear();
   b.warpgroups.resize((b.fibers.size() + 127) / 128);
-  b.proxies.resize(b.warpgroups.size());
+  b.proxies.resize(b.warpgroups.size() + 1);
+#if defined(SIMT_TSAN)
+  for (void*& proxy : b.proxies) {  // here, since a new one has seen what its creator has
+    if (!proxy) proxy = __tsan_create_fiber(0);
+  }
+#endif
   b.free_registers = 0;
 }
 
@@ -331,28 +351,13 @@ void check_descriptor(const char* name, uint64_t descriptor, int rows, bool mn_m
   }
 }
 
-// For ThreadSanitizer: the products' own thread reads what the descriptors span.
-void observe_operands(Block& b, Warpgroup& w, const Product& p) {
-  (void)b, (void)w, (void)p;
-#if defined(SIMT_TSAN)
-  void*& proxy = b.proxies[&w - b.warpgroups.data()];
-  if (!proxy) proxy = __tsan_create_fiber(0);
-  void* const caller = __tsan_get_current_fiber();
-  __tsan_switch_to_fiber(proxy, 1);
-  acquire(&w.issued);
-  const auto read = [&](uint64_t descriptor, int rows, bool mn_major) {
-    const Operand o(descriptor);
-    for (int r = 0; r < rows; r += mn_major ? 8 : 1) {
-      for (int k = 0; k < 16; k += mn_major ? 1 : 8) {
-        observe_read(b.shared + o.offset_of(r, k, mn_major), 16);
-      }
+void observe_operand(const Block& b, uint64_t descriptor, int rows, bool mn_major) {
+  const Operand o(descriptor);
+  for (int r = 0; r < rows; r += mn_major ? 8 : 1) {
+    for (int k = 0; k < 16; k += mn_major ? 1 : 8) {
+      observe_read(b.shared + o.offset_of(r, k, mn_major), 16);
     }
-  };
-  if (!p.a) read(p.a_s, 64, false);
-  read(p.b_s, p.n, p.trans_b);
-  release(&w.done);
-  __tsan_switch_to_fiber(caller, 1);
-#endif
+  }
 }
 
 // Of __half or __nv_bfloat16.
@@ -399,7 +404,10 @@ void multiply_add(float* sum, const float* A, const float* B, int n, bool accumu
 
 void compute(Block& b, Warpgroup& w, Step& step) {
   const Product& p = step.product;
-  observe_operands(b, w, p);
+  observe_as(b.proxies[&w - b.warpgroups.data()], &step, [&] {
+    if (!p.a) observe_operand(b, p.a_s, 64, false);
+    observe_operand(b, p.b_s, p.n, p.trans_b);
+  });
   static thread_local uint16_t a16[64 * 16], b16[16 * 256];
   static thread_local float a32[64 * 16], b32[16 * 256];
   if (p.a) {
@@ -616,7 +624,12 @@ void bulk_wait(int groups, bool read_only) {
   for (size_t i = 0; i + keep < stores.size(); i++) {
     for (BulkStore& store : stores[i]) {
       if (!store.has_read) {
-        observe_read(store.src, store.map ? store.map->box_bytes() : store.pieces[0].second);
+        void*& proxy = self->block->proxies.back();
+        observe_as(proxy, &store, [&] {
+          for_parts(const_cast<unsigned char*>(store.src), store.map != nullptr, store.pieces,
+                    [](unsigned char* s, unsigned char*, int bytes) { observe_read(s, bytes); });
+        });
+        acquire(&proxy);
       }
       if (!read_only) {
         for (const auto& piece : store.pieces) {
@@ -673,7 +686,7 @@ void wgmma(const Product& p, Site at) {
   if (mine != (step.starts_chain ? nullptr : step.chain)) {
     fail(at, "divergent warpgroup: other threads gave accumulators of another chain of products");
   }
-  if (t == 0) release(&w.issued);
+  if (t == 0) release(&step);
   if (p.a) {
     const Known* const k = find_known(w.known[t], p.a, 4);
     if (k && k->checksum != checksum(p.a, 4)) {
@@ -717,23 +730,21 @@ void wgmma_commit(Site at) {
 }
 
 void wgmma_wait(int groups, Site at) {
-  {
-    const Unobserved unobserved;
-    Warpgroup& w = warpgroup(at);
-    if (!w.arrived) w.wait_groups = groups, w.wait_at = at;
-    if (w.wait_groups != groups || !same_site(w.wait_at, at)) {
-      fail(at, "divergent warpgroup: others wait at %s", name_of(w.wait_at).c_str());
-    }
-    if (++w.arrived < 128) {
-      w.waiting.push_back(&fiber_of(self));
-      wait(fiber_of(self), "the rest of its warpgroup", at);
-    } else {
-      w.arrived = 0;
-      retire(w, groups, at);
-      wake(*self->block->cluster, w.waiting);
-    }
-    acquire(&w.done);
+  const Unobserved unobserved;
+  Warpgroup& w = warpgroup(at);
+  if (!w.arrived) w.wait_groups = groups, w.wait_at = at;
+  if (w.wait_groups != groups || !same_site(w.wait_at, at)) {
+    fail(at, "divergent warpgroup: others wait at %s", name_of(w.wait_at).c_str());
   }
+  if (++w.arrived < 128) {
+    w.waiting.push_back(&fiber_of(self));
+    wait(fiber_of(self), "the rest of its warpgroup", at);
+  } else {
+    w.arrived = 0;
+    retire(w, groups, at);
+    wake(*self->block->cluster, w.waiting);
+  }
+  acquire(&self->block->proxies[self->linear / 128]);
 }
 
 void setmaxnreg(int registers, bool increase, Site at) {
