@@ -75,8 +75,13 @@ void check_shared_range(const void* pointer, uint64_t bytes, int alignment, cons
 // Fails if [offset, offset + bytes) holds a write whose thread has passed no fence.proxy.async since.
 void check_marks(uint64_t offset, int bytes, Site at) {
   const Block& b = *self->block;
+  if (bytes == 16) {  // mostly there is none: quickly
+    uint64_t marks[4];
+    memcpy(marks, &b.marks[offset / 4], sizeof marks);
+    if (!(marks[0] | marks[1] | marks[2] | marks[3])) return;
+  }
   for (uint64_t i = offset / 4; i < (offset + bytes + 3) / 4; i++) {
-    const Mark mark = b.marks[i];
+    const Mark& mark = b.marks[i];
     if (!mark.thread_and_1) continue;
     const Thread& writer = b.fibers[mark.thread_and_1 - 1].thread;
     if (writer.proxy_fences == mark.fences) {
@@ -132,8 +137,7 @@ Pieces pieces_of(const CUtensorMap_st& map, const int* c, Site at) {
 
 // Calls f(address in shared memory, address in global memory or null, bytes) for each part of the
 // copy that is in one piece on both sides.
-template <class F>
-void for_parts(unsigned char* shared, bool swizzled, const Pieces& pieces, F f) {
+template <class F> void for_parts(unsigned char* shared, bool swizzled, const Pieces& pieces, F f) {
   for (const auto& piece : pieces) {
     for (int done = 0; done < piece.second;) {
       const int in_chunk = 16 - int(reinterpret_cast<uintptr_t>(shared) % 16);
@@ -197,8 +201,9 @@ void land_one(Cluster& c) {
   if (m.unused) return report_for(*t.issuer, t.at, "its mbarrier is gone when the load lands");
   m.bytes -= t.bytes;
   if (m.pending == 0 && m.bytes < 0) {
-    return report_for(*t.issuer, t.at, std::to_string(-m.bytes) +
-                      " bytes more than this mbarrier's phase expects have landed");
+    return report_for(
+        *t.issuer, t.at,
+        std::to_string(-m.bytes) + " bytes more than this mbarrier's phase expects have landed");
   }
   m.store(t.barrier, c);
 }
@@ -218,9 +223,9 @@ void read_shared(BulkStore& store) {
   unsigned char* to = store.data.data();
   for_parts(const_cast<unsigned char*>(store.src), store.map != nullptr, store.pieces,
             [&](unsigned char* s, unsigned char*, int n) {
-    memcpy(to, s, n);
-    to += n;
-  });
+              memcpy(to, s, n);
+              to += n;
+            });
 }
 
 void write_global(const BulkStore& store) {
@@ -325,19 +330,20 @@ void check_descriptor(const char* name, uint64_t descriptor, int rows, bool mn_m
   const int mode = int(descriptor >> 62), in_line_bytes = 2 * (mn_major ? std::min(rows, 64) : 16);
   if (mode != 1) fail(at, "descriptor %s: swizzle mode %d, want 1 (128 bytes)", name, mode);
   if (descriptor & 0x3fffc000c000c000) {
-    fail(at, "descriptor %s: %016llx has bits that are none of start, leading, stride, swizzle", name,
-         (unsigned long long)descriptor);
+    fail(at, "descriptor %s: %016llx has bits that are none of start, leading, stride, swizzle",
+         name, (unsigned long long)descriptor);
   }
   if (o.start % 1024) {
     fail(at, "descriptor %s: the start %llu is in line %d of an atom of 8 lines, want line 0", name,
          (unsigned long long)o.start, int(o.start / 128 % 8));
   }
   if (o.stride % 1024 || (mn_major && rows > 64 && o.leading % 1024)) {
-    fail(at, "descriptor %s: stride %llu and leading %llu bytes are not both multiples of 1024", name,
-         (unsigned long long)o.stride, (unsigned long long)o.leading);
+    fail(at, "descriptor %s: stride %llu and leading %llu bytes are not both multiples of 1024",
+         name, (unsigned long long)o.stride, (unsigned long long)o.leading);
   }
   if (o.in_line + in_line_bytes > 128) {
-    fail(at, "descriptor %s: %d bytes from byte %d of a line of 128", name, in_line_bytes, o.in_line);
+    fail(at, "descriptor %s: %d bytes from byte %d of a line of 128", name, in_line_bytes,
+         o.in_line);
   }
   const int lines = mn_major ? 16 : rows;
   const uint64_t panels = mn_major ? (rows + 63) / 64 : 1;
@@ -424,7 +430,8 @@ void compute(Block& b, Warpgroup& w, Step& step) {
   } else {
     const Operand o(p.a_s);
     for (int r = 0; r < 64; r++) {
-      for (int k = 0; k < 16; k += 8) memcpy(&a16[r * 16 + k], b.shared + o.offset_of(r, k, false), 16);
+      for (int k = 0; k < 16; k += 8)
+        memcpy(&a16[r * 16 + k], b.shared + o.offset_of(r, k, false), 16);
     }
   }
   const Operand o(p.b_s);
@@ -474,8 +481,10 @@ void retire(Warpgroup& w, int groups, Site at) {
   Block& b = *self->block;
   for (int t = 1; t < 128; t++) {
     if (w.position[t] != w.position[0]) {
-      fail(at, "divergent warpgroup: its thread %d has come by %lld more wgmma instructions than its "
-               "thread 0", t, (long long)(w.position[t] - w.position[0]));
+      fail(at,
+           "divergent warpgroup: its thread %d has come by %lld more wgmma instructions than its "
+           "thread 0",
+           t, (long long)(w.position[t] - w.position[0]));
     }
   }
   int pending = 0;
@@ -514,8 +523,9 @@ void leave(Fiber& f) {
   for (const auto& group : t.stores) {
     for (const BulkStore& store : group) {
       if (!store.has_read) {
-        fail(store.at, "its thread returns and this store may not have read shared memory yet; wait "
-                       "with cp.async.bulk.wait_group.read");
+        fail(store.at,
+             "its thread returns and this store may not have read shared memory yet; wait "
+             "with cp.async.bulk.wait_group.read");
       }
     }
   }
@@ -527,7 +537,8 @@ void leave(Fiber& f) {
       fail(step.at, "divergent warpgroup: its thread returns without having come here");
     }
     if (step.kind == Step::Kind::product) {
-      fail(step.at, "its thread returns and this wgmma may be in flight; wait with wgmma.wait_group");
+      fail(step.at,
+           "its thread returns and this wgmma may be in flight; wait with wgmma.wait_group");
     }
   }
 }
@@ -571,7 +582,12 @@ void bulk_load(void* dst, const void* src, uint32_t bytes, uint64_t* barrier, Si
   }
   check_global_range(src, bytes, at);
   unsigned char* const from = static_cast<unsigned char*>(const_cast<void*>(src));
-  start_load({nullptr, at, static_cast<unsigned char*>(dst), false, {{from, int(bytes)}}, int(bytes),
+  start_load({nullptr,
+              at,
+              static_cast<unsigned char*>(dst),
+              false,
+              {{from, int(bytes)}},
+              int(bytes),
               barrier});
 }
 
@@ -764,10 +780,12 @@ void setmaxnreg(int registers, bool increase, Site at) {
     int registers;
   } wanted{self->block, more};
   while (more > self->block->free_registers) {  // several may wake up for the same registers
-    wait_until([](const void* context) {
-      const Wanted& w = *static_cast<const Wanted*>(context);
-      return w.registers <= w.block->free_registers;
-    }, &wanted, "registers (setmaxnreg)", at);
+    wait_until(
+        [](const void* context) {
+          const Wanted& w = *static_cast<const Wanted*>(context);
+          return w.registers <= w.block->free_registers;
+        },
+        &wanted, "registers (setmaxnreg)", at);
   }
   self->registers = registers;
   self->block->free_registers -= more;
@@ -795,10 +813,12 @@ void cluster_wait(Site at) {
     const Cluster* cluster;
     uint64_t phase;
   } phase{&c, self->cluster_phase};
-  wait_until([](const void* context) {
-    const Phase& p = *static_cast<const Phase*>(context);
-    return p.cluster->phase != p.phase;
-  }, &phase, "the cluster's barrier", at);
+  wait_until(
+      [](const void* context) {
+        const Phase& p = *static_cast<const Phase*>(context);
+        return p.cluster->phase != p.phase;
+      },
+      &phase, "the cluster's barrier", at);
   self->in_cluster_barrier = false;
   acquire(&c.phase);
 }

@@ -64,7 +64,8 @@ template <int N> inline void setmaxnreg_dec(SIMT_CALLER) { simt::setmaxnreg(N, f
 template <int N> inline void setmaxnreg_inc(SIMT_CALLER) { simt::setmaxnreg(N, true, at); }
 
 inline void stmatrix_x4(SharedAddress row, const uint32_t (&r)[4], SIMT_CALLER) {
-  matrix_collective<4, false, true>(reinterpret_cast<const void*>(row), const_cast<uint32_t*>(r), at);
+  matrix_collective<4, false, true>(reinterpret_cast<const void*>(row), const_cast<uint32_t*>(r),
+                                    at);
 }
 
 inline int cluster_ctarank() { return simt::cluster_rank(); }

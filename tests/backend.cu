@@ -321,20 +321,23 @@ static void test_tma_loads() {
   int early = 0, late = 0;
   under_all_orders([&] {
     std::string report;
-    const std::vector<float> out = run_hopper([](const HopperArgs a) {
-      HopperScratch& s = dynamic_shared<HopperScratch>();
-      init_barriers(s);
-      if (threadIdx.x == 0) {
-        for (int i = 0; i < 2; i++) {
-          mbarrier_arrive_expect_tx(&s.barriers[i], BOX_BYTES);
-          cp_async_bulk_tensor_load<3>(s.b + i * BOX * 64, &a.map, {0, 0, i}, &s.barriers[i], 0);
-        }
-      }
-      wait_for(&s.barriers[1], 0);
-      a.out[threadIdx.x] = float(s.b[threadIdx.x]);
-      wait_for(&s.barriers[0], 0);
-      a.out[128 + threadIdx.x] = float(s.b[threadIdx.x]);
-    }, report);
+    const std::vector<float> out = run_hopper(
+        [](const HopperArgs a) {
+          HopperScratch& s = dynamic_shared<HopperScratch>();
+          init_barriers(s);
+          if (threadIdx.x == 0) {
+            for (int i = 0; i < 2; i++) {
+              mbarrier_arrive_expect_tx(&s.barriers[i], BOX_BYTES);
+              cp_async_bulk_tensor_load<3>(s.b + i * BOX * 64, &a.map, {0, 0, i}, &s.barriers[i],
+                                           0);
+            }
+          }
+          wait_for(&s.barriers[1], 0);
+          a.out[threadIdx.x] = float(s.b[threadIdx.x]);
+          wait_for(&s.barriers[0], 0);
+          a.out[128 + threadIdx.x] = float(s.b[threadIdx.x]);
+        },
+        report);
     EXPECT(report == "" && out[128] == tensor_value(0, 0, 0));
     (std::isnan(out[0]) ? late : early)++;
   });
@@ -343,27 +346,29 @@ static void test_tma_loads() {
   // Phases: a ring of one stage, four times round.
   under_all_orders([] {
     std::string report;
-    const std::vector<float> out = run_hopper([](const HopperArgs a) {
-      HopperScratch& s = dynamic_shared<HopperScratch>();
-      if (threadIdx.x == 0) {
-        mbarrier_init(&s.barriers[0], 1);
-        mbarrier_init(&s.barriers[1], 96);
-      }
-      __syncthreads();
-      float sum = 0;
-      for (int i = 0; i < 4; i++) {
-        if (threadIdx.x == 0) {
-          wait_for(&s.barriers[1], (i & 1) ^ 1);
-          mbarrier_arrive_expect_tx(&s.barriers[0], BOX_BYTES);
-          cp_async_bulk_tensor_load<3>(s.a, &a.map, {0, i * 4, 1}, &s.barriers[0], 0);
-        } else if (threadIdx.x >= 32) {
-          wait_for(&s.barriers[0], i & 1);
-          sum = sum * 8 + float(s.a[swizzled(1, 3)]);
-          mbarrier_arrive(&s.barriers[1]);
-        }
-      }
-      a.out[threadIdx.x] = sum;
-    }, report);
+    const std::vector<float> out = run_hopper(
+        [](const HopperArgs a) {
+          HopperScratch& s = dynamic_shared<HopperScratch>();
+          if (threadIdx.x == 0) {
+            mbarrier_init(&s.barriers[0], 1);
+            mbarrier_init(&s.barriers[1], 96);
+          }
+          __syncthreads();
+          float sum = 0;
+          for (int i = 0; i < 4; i++) {
+            if (threadIdx.x == 0) {
+              wait_for(&s.barriers[1], (i & 1) ^ 1);
+              mbarrier_arrive_expect_tx(&s.barriers[0], BOX_BYTES);
+              cp_async_bulk_tensor_load<3>(s.a, &a.map, {0, i * 4, 1}, &s.barriers[0], 0);
+            } else if (threadIdx.x >= 32) {
+              wait_for(&s.barriers[0], i & 1);
+              sum = sum * 8 + float(s.a[swizzled(1, 3)]);
+              mbarrier_arrive(&s.barriers[1]);
+            }
+          }
+          a.out[threadIdx.x] = sum;
+        },
+        report);
     float sum = 0;
     for (int i = 0; i < 4; i++) sum = sum * 8 + tensor_value(1, i * 4 + 1, 3);
     EXPECT(report == "");
@@ -372,28 +377,31 @@ static void test_tma_loads() {
 
   // Ranks 4 and 5 and plain bulk copies.
   std::string report;
-  const std::vector<float> out = run_hopper([](const HopperArgs a) {
-    HopperScratch& s = dynamic_shared<HopperScratch>();
-    init_barriers(s);
-    CUtensorMap four, five;
-    const uint64_t sizes[5] = {64, 10, 4, 1, HEADS};  // the rows of a head in fours of ten
-    const uint64_t strides[4] = {ROW_STRIDE * 2, 10 * ROW_STRIDE * 2, 16, ROWS * ROW_STRIDE * 2};
-    const uint32_t box[5] = {64, 4, 2, 1, 1};
-    encode_tensor_map(four, 4, a.tensor, sizes, strides, box, true);
-    encode_tensor_map(five, 5, a.tensor, sizes, strides, box, true);
-    if (threadIdx.x == 0) {
-      mbarrier_arrive_expect_tx(&s.barriers[0], 2 * 4 * 2 * 128 + 64);
-      cp_async_bulk_tensor_load<4>(s.a, &four, {0, 7, 2, 0}, &s.barriers[0], 0);
-      cp_async_bulk_tensor_load<5>(s.b, &five, {0, 2, 1, 0, 2}, &s.barriers[0], 0);
-      cp_async_bulk_load(s.b + 2048, a.tensor + 16, 64, &s.barriers[0]);
-    }
-    wait_for(&s.barriers[0], 0);
-    for (int i = threadIdx.x; i < 8 * 64; i += blockDim.x) {
-      a.out[i] = float(s.a[swizzled(i / 64, i % 64)]);
-      a.out[512 + i] = float(s.b[swizzled(i / 64, i % 64)]);
-    }
-    if (threadIdx.x < 32) a.out[1024 + threadIdx.x] = float(s.b[2048 + threadIdx.x]);
-  }, report);
+  const std::vector<float> out = run_hopper(
+      [](const HopperArgs a) {
+        HopperScratch& s = dynamic_shared<HopperScratch>();
+        init_barriers(s);
+        CUtensorMap four, five;
+        const uint64_t sizes[5] = {64, 10, 4, 1, HEADS};  // the rows of a head in fours of ten
+        const uint64_t strides[4] = {ROW_STRIDE * 2, 10 * ROW_STRIDE * 2, 16,
+                                     ROWS * ROW_STRIDE * 2};
+        const uint32_t box[5] = {64, 4, 2, 1, 1};
+        encode_tensor_map(four, 4, a.tensor, sizes, strides, box, true);
+        encode_tensor_map(five, 5, a.tensor, sizes, strides, box, true);
+        if (threadIdx.x == 0) {
+          mbarrier_arrive_expect_tx(&s.barriers[0], 2 * 4 * 2 * 128 + 64);
+          cp_async_bulk_tensor_load<4>(s.a, &four, {0, 7, 2, 0}, &s.barriers[0], 0);
+          cp_async_bulk_tensor_load<5>(s.b, &five, {0, 2, 1, 0, 2}, &s.barriers[0], 0);
+          cp_async_bulk_load(s.b + 2048, a.tensor + 16, 64, &s.barriers[0]);
+        }
+        wait_for(&s.barriers[0], 0);
+        for (int i = threadIdx.x; i < 8 * 64; i += blockDim.x) {
+          a.out[i] = float(s.a[swizzled(i / 64, i % 64)]);
+          a.out[512 + i] = float(s.b[swizzled(i / 64, i % 64)]);
+        }
+        if (threadIdx.x < 32) a.out[1024 + threadIdx.x] = float(s.b[2048 + threadIdx.x]);
+      },
+      report);
   EXPECT(report == "");
   bool right = true;
   for (int i = 0; i < 512; i++) {
@@ -406,69 +414,94 @@ static void test_tma_loads() {
 }
 
 static void test_tma_reports() {
-  expect_hopper_report("bytes that never come", [](const HopperArgs a) {
-    HopperScratch& s = dynamic_shared<HopperScratch>();
-    init_barriers(s);
-    if (threadIdx.x == 0) {
-      mbarrier_arrive_expect_tx(&s.barriers[0], 2 * BOX_BYTES);
-      cp_async_bulk_tensor_load<3>(s.a, &a.map, {0, 0, 0}, &s.barriers[0], 0);
-    }
-    wait_for(&s.barriers[0], 0);
-  }, {"deadlock in ", "wait for an mbarrier phase", "(0 arrivals and 2048 bytes are missing)"});
-  expect_hopper_report("bytes of what is inside", [](const HopperArgs a) {  // the full box counts
-    HopperScratch& s = dynamic_shared<HopperScratch>();
-    init_barriers(s);
-    if (threadIdx.x == 0) {
-      mbarrier_arrive_expect_tx(&s.barriers[0], 4 * 128);
-      cp_async_bulk_tensor_load<3>(s.a, &a.map, {0, ROWS - 4, 0}, &s.barriers[0], 0);
-    }
-    wait_for(&s.barriers[0], 0);
-  }, {"1536 bytes more than this mbarrier's phase expects have landed"});
-  expect_hopper_report("load without wait", [](const HopperArgs a) {
-    HopperScratch& s = dynamic_shared<HopperScratch>();
-    init_barriers(s);
-    if (threadIdx.x == 5) {
-      mbarrier_arrive_expect_tx(&s.barriers[0], BOX_BYTES);
-      cp_async_bulk_tensor_load<3>(s.a, &a.map, {0, 0, 0}, &s.barriers[0], 0);
-      if (a.map.rank) return;
-    }
-  }, {"warp 0 lane 5 (thread 5)", "this bulk load may be in flight when its CTA is gone"});
-  expect_hopper_report("too many arrivals", [](const HopperArgs) {
-    HopperScratch& s = dynamic_shared<HopperScratch>();
-    init_barriers(s);
-    if (threadIdx.x == 0) mbarrier_arrive_expect_tx(&s.barriers[0], 16);
-    if (threadIdx.x == 0) mbarrier_arrive(&s.barriers[0]);
-  }, {"more arrivals at this mbarrier than the 1 of a phase"});
-  expect_hopper_report("misaligned tile", [](const HopperArgs a) {
-    HopperScratch& s = dynamic_shared<HopperScratch>();
-    init_barriers(s);
-    cp_async_bulk_tensor_load<3>(s.a + 64, &a.map, {0, 0, 0}, &s.barriers[0], 0);
-  }, {"offset 128 of shared memory is not aligned to 1024 bytes"});
-  expect_hopper_report("tile past the end", [](const HopperArgs a) {
-    HopperScratch& s = dynamic_shared<HopperScratch>();
-    init_barriers(s);
-    cp_async_bulk_tensor_load<3>(s.b + 256 * 64, &a.map, {0, 0, 0}, &s.barriers[0], 0);
-  }, {"2048 bytes at offset 40960 of shared memory, which has "});
-  expect_hopper_report("rank", [](const HopperArgs a) {
-    HopperScratch& s = dynamic_shared<HopperScratch>();
-    init_barriers(s);
-    cp_async_bulk_tensor_load<4>(s.a, &a.map, {0, 0, 0, 0}, &s.barriers[0], 0);
-  }, {"a tensor map of 3 dimensions is used with 4 coordinates"});
-  expect_hopper_report("no map", [](const HopperArgs) {
-    HopperScratch& s = dynamic_shared<HopperScratch>();
-    init_barriers(s);
-    CUtensorMap map{};
-    cp_async_bulk_tensor_load<3>(s.a, &map, {0, 0, 0}, &s.barriers[0], 0);
-  }, {"this is no tensor map"});
-  expect_hopper_report("load to a barrier without init", [](const HopperArgs a) {
-    HopperScratch& s = dynamic_shared<HopperScratch>();
-    cp_async_bulk_tensor_load<3>(s.a, &a.map, {0, 0, 0}, &s.barriers[0], 0);
-  }, {"this mbarrier was never initialised"});
-  expect_hopper_report("misaligned bulk copy", [](const HopperArgs a) {
-    HopperScratch& s = dynamic_shared<HopperScratch>();
-    init_barriers(s);
-    cp_async_bulk_load(s.a, a.tensor + 4, 16, &s.barriers[0]);
-  }, {"a bulk copy of 16 bytes from ", "both must be multiples of 16"});
+  expect_hopper_report(
+      "bytes that never come",
+      [](const HopperArgs a) {
+        HopperScratch& s = dynamic_shared<HopperScratch>();
+        init_barriers(s);
+        if (threadIdx.x == 0) {
+          mbarrier_arrive_expect_tx(&s.barriers[0], 2 * BOX_BYTES);
+          cp_async_bulk_tensor_load<3>(s.a, &a.map, {0, 0, 0}, &s.barriers[0], 0);
+        }
+        wait_for(&s.barriers[0], 0);
+      },
+      {"deadlock in ", "wait for an mbarrier phase", "(0 arrivals and 2048 bytes are missing)"});
+  expect_hopper_report(
+      "bytes of what is inside",
+      [](const HopperArgs a) {  // the full box counts
+        HopperScratch& s = dynamic_shared<HopperScratch>();
+        init_barriers(s);
+        if (threadIdx.x == 0) {
+          mbarrier_arrive_expect_tx(&s.barriers[0], 4 * 128);
+          cp_async_bulk_tensor_load<3>(s.a, &a.map, {0, ROWS - 4, 0}, &s.barriers[0], 0);
+        }
+        wait_for(&s.barriers[0], 0);
+      },
+      {"1536 bytes more than this mbarrier's phase expects have landed"});
+  expect_hopper_report(
+      "load without wait",
+      [](const HopperArgs a) {
+        HopperScratch& s = dynamic_shared<HopperScratch>();
+        init_barriers(s);
+        if (threadIdx.x == 5) {
+          mbarrier_arrive_expect_tx(&s.barriers[0], BOX_BYTES);
+          cp_async_bulk_tensor_load<3>(s.a, &a.map, {0, 0, 0}, &s.barriers[0], 0);
+          if (a.map.rank) return;
+        }
+      },
+      {"warp 0 lane 5 (thread 5)", "this bulk load may be in flight when its CTA is gone"});
+  expect_hopper_report("too many arrivals",
+                       [](const HopperArgs) {
+                         HopperScratch& s = dynamic_shared<HopperScratch>();
+                         init_barriers(s);
+                         if (threadIdx.x == 0) mbarrier_arrive_expect_tx(&s.barriers[0], 16);
+                         if (threadIdx.x == 0) mbarrier_arrive(&s.barriers[0]);
+                       },
+                       {"more arrivals at this mbarrier than the 1 of a phase"});
+  expect_hopper_report(
+      "misaligned tile",
+      [](const HopperArgs a) {
+        HopperScratch& s = dynamic_shared<HopperScratch>();
+        init_barriers(s);
+        cp_async_bulk_tensor_load<3>(s.a + 64, &a.map, {0, 0, 0}, &s.barriers[0], 0);
+      },
+      {"offset 128 of shared memory is not aligned to 1024 bytes"});
+  expect_hopper_report(
+      "tile past the end",
+      [](const HopperArgs a) {
+        HopperScratch& s = dynamic_shared<HopperScratch>();
+        init_barriers(s);
+        cp_async_bulk_tensor_load<3>(s.b + 256 * 64, &a.map, {0, 0, 0}, &s.barriers[0], 0);
+      },
+      {"2048 bytes at offset 40960 of shared memory, which has "});
+  expect_hopper_report("rank",
+                       [](const HopperArgs a) {
+                         HopperScratch& s = dynamic_shared<HopperScratch>();
+                         init_barriers(s);
+                         cp_async_bulk_tensor_load<4>(s.a, &a.map, {0, 0, 0, 0}, &s.barriers[0], 0);
+                       },
+                       {"a tensor map of 3 dimensions is used with 4 coordinates"});
+  expect_hopper_report("no map",
+                       [](const HopperArgs) {
+                         HopperScratch& s = dynamic_shared<HopperScratch>();
+                         init_barriers(s);
+                         CUtensorMap map{};
+                         cp_async_bulk_tensor_load<3>(s.a, &map, {0, 0, 0}, &s.barriers[0], 0);
+                       },
+                       {"this is no tensor map"});
+  expect_hopper_report("load to a barrier without init",
+                       [](const HopperArgs a) {
+                         HopperScratch& s = dynamic_shared<HopperScratch>();
+                         cp_async_bulk_tensor_load<3>(s.a, &a.map, {0, 0, 0}, &s.barriers[0], 0);
+                       },
+                       {"this mbarrier was never initialised"});
+  expect_hopper_report("misaligned bulk copy",
+                       [](const HopperArgs a) {
+                         HopperScratch& s = dynamic_shared<HopperScratch>();
+                         init_barriers(s);
+                         cp_async_bulk_load(s.a, a.tensor + 4, 16, &s.barriers[0]);
+                       },
+                       {"a bulk copy of 16 bytes from ", "both must be multiples of 16"});
 
   // What the driver refuses.
   alignas(16) static __half memory[1024];
@@ -589,7 +622,8 @@ template <class E, int N, int TRANS_B, bool RS> static void multiply(const Hoppe
   uint32_t x[4][4];
   for (int k = 0; k < 4; k++) {
     for (int i = 0; i < 4; i++) {
-      const int row = tid / 32 * 16 + tid % 32 / 4 + i % 2 * 8, c = k * 16 + tid % 4 * 2 + i / 2 * 8;
+      const int row = tid / 32 * 16 + tid % 32 / 4 + i % 2 * 8,
+                c = k * 16 + tid % 4 * 2 + i / 2 * 8;
       x[k][i] = pack<E>(wgmma_a(row, c), wgmma_a(row, c + 1));
     }
   }
@@ -646,9 +680,25 @@ template <int N> static void expect_products() {
 
 // How the kernel below breaks the rules of wgmma.
 enum class Break {
-  nothing, no_fence, fence_too_early, late_write, read_modify, a_overwritten, a_after_fence,
-  other_descriptor, other_order, one_warp_less, one_warp_first, no_wait, swizzle_mode, line, across_line, past_end,
-  stride, operand_overwritten, no_proxy_fence
+  nothing,
+  no_fence,
+  fence_too_early,
+  late_write,
+  read_modify,
+  a_overwritten,
+  a_after_fence,
+  other_descriptor,
+  other_order,
+  one_warp_less,
+  one_warp_first,
+  no_wait,
+  swizzle_mode,
+  line,
+  across_line,
+  past_end,
+  stride,
+  operand_overwritten,
+  no_proxy_fence
 };
 template <Break HOW> static void break_rules(const HopperArgs a) {
   HopperScratch& s = dynamic_shared<HopperScratch>();
@@ -728,8 +778,10 @@ static void test_wgmma() {
   expect_hopper_report("one warp less", break_rules<Break::one_warp_less>,
                        {"divergent warpgroup: its thread returns without having come here"});
   expect_hopper_report("one warp less, and first", break_rules<Break::one_warp_first>,
-                       {"deadlock in ", "96 threads, first warp 0 lane 0 (thread 0), wait for the rest "
-                        "of its warpgroup", "32 threads, first warp 3 lane 0"});
+                       {"deadlock in ",
+                        "96 threads, first warp 0 lane 0 (thread 0), wait for the rest "
+                        "of its warpgroup",
+                        "32 threads, first warp 3 lane 0"});
   expect_hopper_report("half a warpgroup", break_rules<Break::nothing>,
                        {"a warpgroup has 128 threads, here are 64"}, 192);
   expect_hopper_report("no wait", break_rules<Break::no_wait>, {"this wgmma may be in flight"});
@@ -750,23 +802,25 @@ static void test_wgmma() {
   EXPECT(report == "" && right != wrong);  // operands are read at the wait
 
   // Two groups in flight: a wait for the older leaves the younger one's accumulators alone.
-  const std::vector<float> out = run_hopper([](const HopperArgs a) {
-    HopperScratch& s = dynamic_shared<HopperScratch>();
-    write_operands<__half, 64, 0>(s);
-    const uint64_t da = wgmma_descriptor(shared_address(s.a), 16, 1024);
-    const uint64_t db = wgmma_descriptor(shared_address(s.b), 16, 1024);
-    float older[32], younger[32];
-    wgmma_fence();
-    wgmma_ss<__half, 64, 0>(older, da, db, false);
-    wgmma_commit_group();
-    wgmma_ss<__half, 64, 0>(younger, da, db, false);
-    wgmma_commit_group();
-    wgmma_wait_group<1>();
-    a.out[threadIdx.x] = older[3];
-    a.out[128 + threadIdx.x] = younger[3];
-    wgmma_wait_group<0>();
-    a.out[256 + threadIdx.x] = younger[3];
-  }, report);
+  const std::vector<float> out = run_hopper(
+      [](const HopperArgs a) {
+        HopperScratch& s = dynamic_shared<HopperScratch>();
+        write_operands<__half, 64, 0>(s);
+        const uint64_t da = wgmma_descriptor(shared_address(s.a), 16, 1024);
+        const uint64_t db = wgmma_descriptor(shared_address(s.b), 16, 1024);
+        float older[32], younger[32];
+        wgmma_fence();
+        wgmma_ss<__half, 64, 0>(older, da, db, false);
+        wgmma_commit_group();
+        wgmma_ss<__half, 64, 0>(younger, da, db, false);
+        wgmma_commit_group();
+        wgmma_wait_group<1>();
+        a.out[threadIdx.x] = older[3];
+        a.out[128 + threadIdx.x] = younger[3];
+        wgmma_wait_group<0>();
+        a.out[256 + threadIdx.x] = younger[3];
+      },
+      report);
   EXPECT(report == "");
   for (int t = 0; t < 128; t++) EXPECT(out[t] == out[256 + t] && std::isnan(out[128 + t]));
 }
@@ -774,27 +828,36 @@ static void test_wgmma() {
 static void test_registers() {
   std::string report;  // 384 threads start with 168 each
   under_all_orders([&] {
-    run_hopper([](const HopperArgs) {
-      if (threadIdx.x >= 256) {
-        setmaxnreg_dec<24>();
-      } else {
-        setmaxnreg_inc<240>();
-      }
-    }, report, 384);
+    run_hopper(
+        [](const HopperArgs) {
+          if (threadIdx.x >= 256) {
+            setmaxnreg_dec<24>();
+          } else {
+            setmaxnreg_inc<240>();
+          }
+        },
+        report, 384);
     EXPECT(report == "");
   });
-  expect_hopper_report("too many registers", [](const HopperArgs) {
-    if (threadIdx.x >= 256) {
-      setmaxnreg_dec<32>();
-    } else {
-      setmaxnreg_inc<240>();
-    }
-  }, {"deadlock in ", "wait for registers (setmaxnreg)"}, 384);
-  expect_hopper_report("no increase", [](const HopperArgs) { setmaxnreg_inc<160>(); },
-                       {"setmaxnreg: from 168 to 160 registers is no increase"}, 384);
-  expect_hopper_report("by one warp", [](const HopperArgs) {
-    if (threadIdx.x < 32) setmaxnreg_dec<24>();
-  }, {"divergent warpgroup: "}, 384);
+  expect_hopper_report(
+      "too many registers",
+      [](const HopperArgs) {
+        if (threadIdx.x >= 256) {
+          setmaxnreg_dec<32>();
+        } else {
+          setmaxnreg_inc<240>();
+        }
+      },
+      {"deadlock in ", "wait for registers (setmaxnreg)"}, 384);
+  expect_hopper_report(
+      "no increase", [](const HopperArgs) { setmaxnreg_inc<160>(); },
+      {"setmaxnreg: from 168 to 160 registers is no increase"}, 384);
+  expect_hopper_report(
+      "by one warp",
+      [](const HopperArgs) {
+        if (threadIdx.x < 32) setmaxnreg_dec<24>();
+      },
+      {"divergent warpgroup: "}, 384);
 }
 
 // Each CTA of the cluster writes to its neighbour, and reads from it; then all leave together.
@@ -827,32 +890,44 @@ static void test_clusters() {
     for (int i = 0; i < 512; i++) right = right && out[i] == float(i / 128 * 1000 + i % 128) + 0.5f;
     EXPECT(right);
   });
-  expect_hopper_report("a CTA that has returned", [](const HopperArgs a) {
-    const uint32_t there = mapa(shared_address(&dynamic_shared<HopperScratch>()), 1);
-    if (cluster_ctarank() == 1) {
-      atomicAdd(a.counter, 1u);
-      return;
-    }
-    for (int i = 0; i < 100 && *a.counter < 128; i++) __syncthreads();
-    a.out[threadIdx.x] = ld_shared_cluster<float>(there);
-  }, {"the CTA of rank 1, whose shared memory this is, has returned"}, 128, 2);
-  expect_hopper_report("no such rank", [](const HopperArgs) {
-    mapa(shared_address(&dynamic_shared<HopperScratch>()), 2);
-  }, {"CTA 2 of a cluster of 2"}, 128, 2);
-  expect_hopper_report("wait without arrive", [](const HopperArgs) { cluster_wait(); },
-                       {"cluster_wait without a cluster_arrive"}, 128, 2);
-  expect_hopper_report("arrive twice", [](const HopperArgs) {
-    cluster_arrive();
-    cluster_arrive();
-  }, {"cluster_arrive twice"}, 128, 2);
-  expect_hopper_report("cluster deadlock", [](const HopperArgs) {
-    if (cluster_ctarank() == 1) {
-      __syncthreads();
-      if (threadIdx.x == 0) barrier_sync(3, 64);
-    }
-    cluster_arrive();
-    cluster_wait();
-  }, {"deadlock in block (0,0,0): ", "wait for the cluster's barrier", "in block (1,0,0): "}, 128, 2);
+  expect_hopper_report(
+      "a CTA that has returned",
+      [](const HopperArgs a) {
+        const uint32_t there = mapa(shared_address(&dynamic_shared<HopperScratch>()), 1);
+        if (cluster_ctarank() == 1) {
+          atomicAdd(a.counter, 1u);
+          return;
+        }
+        for (int i = 0; i < 100 && *a.counter < 128; i++) __syncthreads();
+        a.out[threadIdx.x] = ld_shared_cluster<float>(there);
+      },
+      {"the CTA of rank 1, whose shared memory this is, has returned"}, 128, 2);
+  expect_hopper_report(
+      "no such rank",
+      [](const HopperArgs) { mapa(shared_address(&dynamic_shared<HopperScratch>()), 2); },
+      {"CTA 2 of a cluster of 2"}, 128, 2);
+  expect_hopper_report(
+      "wait without arrive", [](const HopperArgs) { cluster_wait(); },
+      {"cluster_wait without a cluster_arrive"}, 128, 2);
+  expect_hopper_report(
+      "arrive twice",
+      [](const HopperArgs) {
+        cluster_arrive();
+        cluster_arrive();
+      },
+      {"cluster_arrive twice"}, 128, 2);
+  expect_hopper_report(
+      "cluster deadlock",
+      [](const HopperArgs) {
+        if (cluster_ctarank() == 1) {
+          __syncthreads();
+          if (threadIdx.x == 0) barrier_sync(3, 64);
+        }
+        cluster_arrive();
+        cluster_wait();
+      },
+      {"deadlock in block (0,0,0): ", "wait for the cluster's barrier", "in block (1,0,0): "}, 128,
+      2);
   HopperArgs a{};
   cudaLaunchAttribute attribute{};
   attribute.id = cudaLaunchAttributeClusterDimension;
@@ -867,19 +942,20 @@ static void test_clusters() {
 static void measure_wgmma() {
   std::string report;
   const auto begin = std::chrono::steady_clock::now();
-  run_hopper([](const HopperArgs) {
-    HopperScratch& s = dynamic_shared<HopperScratch>();
-    write_operands<__half, 128, 0>(s);
-    const uint64_t da = wgmma_descriptor(shared_address(s.a), 16, 1024);
-    const uint64_t db = wgmma_descriptor(shared_address(s.b), 16, 1024);
-    float d[64] = {};
-    for (int round = 0; round < 500; round++) {
-      wgmma_fence();
-      for (int k = 0; k < 4; k++) wgmma_ss<__half, 128, 0>(d, da + 2 * k, db + 2 * k, true);
-      wgmma_commit_group();
-      wgmma_wait_group<0>();
-    }
-  }, report);
+  run_hopper(
+      [](const HopperArgs) {
+        HopperScratch& s = dynamic_shared<HopperScratch>();  // poison is as good as numbers
+        const uint64_t da = wgmma_descriptor(shared_address(s.a), 16, 1024);
+        const uint64_t db = wgmma_descriptor(shared_address(s.b), 16, 1024);
+        float d[64] = {};
+        for (int round = 0; round < 500; round++) {
+          wgmma_fence();
+          for (int k = 0; k < 4; k++) wgmma_ss<__half, 128, 0>(d, da + 2 * k, db + 2 * k, true);
+          wgmma_commit_group();
+          wgmma_wait_group<0>();
+        }
+      },
+      report);
   const double seconds =
       std::chrono::duration<double>(std::chrono::steady_clock::now() - begin).count();
   printf("wgmma m64n128k16, in chains of 4: %.1f us a warpgroup\n", seconds / 2000 * 1e6);
