@@ -526,7 +526,7 @@ static void test_tma_reports() {
   EXPECT(!encode(3, memory, 8, 128, 64, 0));
 }
 
-enum class Omit { nothing, fence, wait, read_wait };
+enum class Omit { nothing, fence, wait, read_wait, last_wait };
 // Stages a tile of 0, 1, ... and stores it to rows 30 ... of head 1, without WHAT.
 template <Omit WHAT> static void store_tile(const HopperArgs a) {
   HopperScratch& s = dynamic_shared<HopperScratch>();
@@ -538,13 +538,13 @@ template <Omit WHAT> static void store_tile(const HopperArgs a) {
   if (threadIdx.x == 0) {
     cp_async_bulk_tensor_store<3>(&a.map, {0, 30, 1}, s.a);
     cp_async_bulk_commit_group();
-    if (WHAT == Omit::nothing) cp_async_bulk_wait_group_read<0>();
+    if (WHAT == Omit::nothing || WHAT == Omit::last_wait) cp_async_bulk_wait_group_read<0>();
   }
   __syncthreads();
   st_shared(s.a + threadIdx.x, __half(-5.0f));
   if (threadIdx.x == 0) {
     a.out[0] = float(a.tensor[(ROWS + 30) * ROW_STRIDE + 1]);  // not yet there
-    if (WHAT != Omit::wait) cp_async_bulk_wait_group<0>();
+    if (WHAT != Omit::wait && WHAT != Omit::last_wait) cp_async_bulk_wait_group<0>();
     a.out[1] = float(a.tensor[(ROWS + 30) * ROW_STRIDE + 1]);
   }
 }
@@ -567,6 +567,11 @@ static void test_tma_stores() {
       }
     }
     EXPECT(right);
+    // Without the last wait it is there at the end of the kernel, and not before.
+    std::vector<float> at_end;
+    const std::vector<float> during =
+        run_hopper(store_tile<Omit::last_wait>, report, 128, 1, &at_end);
+    EXPECT(report == "" && during[1] == tensor_value(1, 30, 1) && at_end == tensor);
     // Overwritten before it was read: by thread 0, at the first place of the tile.
     tensor.clear();
     run_hopper(store_tile<Omit::read_wait>, report, 128, 1, &tensor);
