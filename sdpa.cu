@@ -30,6 +30,7 @@
 #include <cstring>
 #include <type_traits>
 
+#include <cuda.h>
 #include <cuda_bf16.h>
 #include <cuda_fp16.h>
 #include <cuda_runtime.h>
@@ -344,7 +345,13 @@ __device__ __forceinline__ void barrier_sync(int id, int threads) {
   asm volatile("barrier.sync.aligned %0, %1;" ::"r"(id), "r"(threads) : "memory");
 }
 
-// An mbarrier is 8 bytes of shared memory: a phase of it is complete when `arrivals` have arrived.
+// bar.arrive: counts these threads at barrier `id` and goes on; barrier_sync() of others waits.
+__device__ __forceinline__ void barrier_arrive(int id, int threads) {
+  asm volatile("barrier.arrive.aligned %0, %1;" ::"r"(id), "r"(threads) : "memory");
+}
+
+// An mbarrier is 8 bytes of shared memory: a phase of it is complete when `arrivals` have arrived
+// and the bytes that they announced have landed.
 __device__ __forceinline__ void mbarrier_init(uint64_t* barrier_s, int arrivals) {
   asm volatile("mbarrier.init.shared.b64 [%0], %1;" ::"r"(shared_address(barrier_s)), "r"(arrivals)
                : "memory");
@@ -443,6 +450,320 @@ __host__ __device__ __forceinline__ float float_of(uint32_t bits) {
   float x;
   memcpy(&x, &bits, sizeof x);
   return x;
+}
+
+// ---- sm_90 and up (wgmma and setmaxnreg: sm_90a alone) ----
+// The async proxy: TMA and wgmma reach shared memory past the path that ordinary loads and stores
+// take (the generic proxy). What was written through the one is fenced before the other reads it.
+
+// Arrives, and announces bytes that asynchronous copies will bring before the phase is complete.
+__device__ __forceinline__ void mbarrier_arrive_expect_tx(uint64_t* barrier_s, uint32_t bytes) {
+  asm volatile(
+      "mbarrier.arrive.expect_tx.shared::cta.b64 _, [%0], %1;" ::"r"(shared_address(barrier_s)),
+      "r"(bytes)
+      : "memory");
+}
+// Whether the phase of this parity is complete; the hardware may suspend the thread for a while.
+__device__ __forceinline__ bool mbarrier_try_wait_parity(uint64_t* barrier_s, int parity) {
+  uint32_t complete;
+  asm volatile(
+      "{ .reg .pred p; mbarrier.try_wait.parity.shared::cta.b64 p, [%1], %2; "
+      "selp.b32 %0, 1, 0, p; }"
+      : "=r"(complete)
+      : "r"(shared_address(barrier_s)), "r"(parity)
+      : "memory");
+  return complete;
+}
+// By the thread that initialised mbarriers: the async proxy and the cluster see them.
+__device__ __forceinline__ void fence_mbarrier_init() {
+  asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory");
+}
+// By the thread that wrote shared memory: the async proxy sees it.
+__device__ __forceinline__ void fence_proxy_async() {
+  asm volatile("fence.proxy.async.shared::cta;" ::: "memory");
+}
+
+// Tensor memory access. A tensor map describes a tensor in global memory and a box; element c[0] is
+// the innermost coordinate of the box's first element. The box lies in shared memory row after row,
+// swizzled as the map says. What is outside the tensor is read as zero and not written.
+
+__device__ __forceinline__ void prefetch_tensormap(const CUtensorMap* map) {
+  asm volatile("prefetch.tensormap [%0];" ::"l"(map) : "memory");
+}
+// By one thread. The whole box counts at the mbarrier, also what is outside the tensor.
+template <int RANK>
+__device__ __forceinline__ void cp_async_bulk_tensor_load(void* dst_s, const CUtensorMap* map,
+                                                          const int (&c)[RANK], uint64_t* barrier_s,
+                                                          uint64_t cache_policy) {
+  static_assert(RANK >= 3 && RANK <= 5, "a tensor of 3 to 5 dimensions");
+  const SharedAddress dst = shared_address(dst_s), barrier = shared_address(barrier_s);
+  if constexpr (RANK == 3) {
+    asm volatile(
+        "cp.async.bulk.tensor.3d.shared::cluster.global.tile.mbarrier::complete_tx::bytes"
+        ".L2::cache_hint [%0], [%1, {%4, %5, %6}], [%2], %3;" ::"r"(dst),
+        "l"(map), "r"(barrier), "l"(cache_policy), "r"(c[0]), "r"(c[1]), "r"(c[2])
+        : "memory");
+  } else if constexpr (RANK == 4) {
+    asm volatile(
+        "cp.async.bulk.tensor.4d.shared::cluster.global.tile.mbarrier::complete_tx::bytes"
+        ".L2::cache_hint [%0], [%1, {%4, %5, %6, %7}], [%2], %3;" ::"r"(dst),
+        "l"(map), "r"(barrier), "l"(cache_policy), "r"(c[0]), "r"(c[1]), "r"(c[2]), "r"(c[3])
+        : "memory");
+  } else {
+    asm volatile(
+        "cp.async.bulk.tensor.5d.shared::cluster.global.tile.mbarrier::complete_tx::bytes"
+        ".L2::cache_hint [%0], [%1, {%4, %5, %6, %7, %8}], [%2], %3;" ::"r"(dst),
+        "l"(map), "r"(barrier), "l"(cache_policy), "r"(c[0]), "r"(c[1]), "r"(c[2]), "r"(c[3]),
+        "r"(c[4])
+        : "memory");
+  }
+}
+// By one thread, which commits and waits as well.
+template <int RANK>
+__device__ __forceinline__ void cp_async_bulk_tensor_store(const CUtensorMap* map,
+                                                           const int (&c)[RANK],
+                                                           const void* src_s) {
+  static_assert(RANK >= 3 && RANK <= 5, "a tensor of 3 to 5 dimensions");
+  const SharedAddress src = shared_address(src_s);
+  if constexpr (RANK == 3) {
+    asm volatile(
+        "cp.async.bulk.tensor.3d.global.shared::cta.tile.bulk_group [%0, {%2, %3, %4}], [%1];" ::
+            "l"(map),
+        "r"(src), "r"(c[0]), "r"(c[1]), "r"(c[2])
+        : "memory");
+  } else if constexpr (RANK == 4) {
+    asm volatile(
+        "cp.async.bulk.tensor.4d.global.shared::cta.tile.bulk_group [%0, {%2, %3, %4, %5}], "
+        "[%1];" ::"l"(map),
+        "r"(src), "r"(c[0]), "r"(c[1]), "r"(c[2]), "r"(c[3])
+        : "memory");
+  } else {
+    asm volatile(
+        "cp.async.bulk.tensor.5d.global.shared::cta.tile.bulk_group [%0, {%2, %3, %4, %5, %6}], "
+        "[%1];" ::"l"(map),
+        "r"(src), "r"(c[0]), "r"(c[1]), "r"(c[2]), "r"(c[3]), "r"(c[4])
+        : "memory");
+  }
+}
+// The same for consecutive bytes, a multiple of 16.
+__device__ __forceinline__ void cp_async_bulk_load(void* dst_s, const void* src_g, uint32_t bytes,
+                                                   uint64_t* barrier_s) {
+  asm volatile(
+      "cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1], %2, [%3];" ::
+          "r"(shared_address(dst_s)),
+      "l"(src_g), "r"(bytes), "r"(shared_address(barrier_s))
+      : "memory");
+}
+__device__ __forceinline__ void cp_async_bulk_store(void* dst_g, const void* src_s,
+                                                    uint32_t bytes) {
+  asm volatile("cp.async.bulk.global.shared::cta.bulk_group [%0], [%1], %2;" ::"l"(dst_g),
+               "r"(shared_address(src_s)), "r"(bytes)
+               : "memory");
+}
+__device__ __forceinline__ void cp_async_bulk_commit_group() {
+  asm volatile("cp.async.bulk.commit_group;" ::: "memory");
+}
+// At most N of this thread's latest groups of stores have not yet read shared memory...
+template <int N> __device__ __forceinline__ void cp_async_bulk_wait_group_read() {
+  asm volatile("cp.async.bulk.wait_group.read %0;" ::"n"(N) : "memory");
+}
+// ... or are not yet complete.
+template <int N> __device__ __forceinline__ void cp_async_bulk_wait_group() {
+  asm volatile("cp.async.bulk.wait_group %0;" ::"n"(N) : "memory");
+}
+
+// wgmma: asynchronous products of a warpgroup (128 threads, the first of them a multiple of 128).
+// The order is fence, products, commit, wait; between the first product and the wait nobody touches
+// their accumulators, the registers of A and their shared memory.
+__device__ __forceinline__ void wgmma_fence() {
+  asm volatile("wgmma.fence.sync.aligned;" ::: "memory");
+}
+__device__ __forceinline__ void wgmma_commit_group() {
+  asm volatile("wgmma.commit_group.sync.aligned;" ::: "memory");
+}
+// At most N of the latest groups are not yet complete.
+template <int N> __device__ __forceinline__ void wgmma_wait_group() {
+  asm volatile("wgmma.wait_group.sync.aligned %0;" ::"n"(N) : "memory");
+}
+// Keeps the compiler from moving uses of these registers across this point.
+template <int N> __device__ __forceinline__ void hold(float (&d)[N]) {
+#pragma unroll
+  for (int i = 0; i < N; i++) asm volatile("" : "+f"(d[i])::"memory");
+}
+
+// A 16-bit matrix in shared memory with the 128-byte swizzle: bits 4-6 of an address are XORed with
+// bits 7-9. Atoms of 8 lines of 128 bytes start at multiples of 1024 bytes.
+// K-major, one line per row: stride_bytes from 8 rows to the next 8; the next 16 of K are 32 bytes
+// further in the line; leading_bytes has no meaning. MN-major, one line per k, 64 rows or columns to
+// a line: stride_bytes from 8 k to the next 8, leading_bytes from 64 rows or columns to the next 64.
+__device__ __forceinline__ uint64_t wgmma_descriptor(SharedAddress start, int leading_bytes,
+                                                     int stride_bytes) {
+  return uint64_t((start & 0x3ffff) >> 4) | uint64_t(leading_bytes >> 4) << 16 |
+         uint64_t(stride_bytes >> 4) << 32 | uint64_t(1) << 62;
+}
+
+// SDPA_D<R>(F): F(1) ... F(R - 1), for the numbers of R accumulators.
+#define SDPA_D8(F) F(1) F(2) F(3) F(4) F(5) F(6) F(7)
+#define SDPA_D16(F) SDPA_D8(F) F(8) F(9) F(10) F(11) F(12) F(13) F(14) F(15)
+#define SDPA_D24(F) SDPA_D16(F) F(16) F(17) F(18) F(19) F(20) F(21) F(22) F(23)
+#define SDPA_D32(F) SDPA_D24(F) F(24) F(25) F(26) F(27) F(28) F(29) F(30) F(31)
+#define SDPA_D40(F) SDPA_D32(F) F(32) F(33) F(34) F(35) F(36) F(37) F(38) F(39)
+#define SDPA_D48(F) SDPA_D40(F) F(40) F(41) F(42) F(43) F(44) F(45) F(46) F(47)
+#define SDPA_D56(F) SDPA_D48(F) F(48) F(49) F(50) F(51) F(52) F(53) F(54) F(55)
+#define SDPA_D64(F) SDPA_D56(F) F(56) F(57) F(58) F(59) F(60) F(61) F(62) F(63)
+#define SDPA_D72(F) SDPA_D64(F) F(64) F(65) F(66) F(67) F(68) F(69) F(70) F(71)
+#define SDPA_D80(F) SDPA_D72(F) F(72) F(73) F(74) F(75) F(76) F(77) F(78) F(79)
+#define SDPA_D88(F) SDPA_D80(F) F(80) F(81) F(82) F(83) F(84) F(85) F(86) F(87)
+#define SDPA_D96(F) SDPA_D88(F) F(88) F(89) F(90) F(91) F(92) F(93) F(94) F(95)
+#define SDPA_D104(F) SDPA_D96(F) F(96) F(97) F(98) F(99) F(100) F(101) F(102) F(103)
+#define SDPA_D112(F) SDPA_D104(F) F(104) F(105) F(106) F(107) F(108) F(109) F(110) F(111)
+#define SDPA_D120(F) SDPA_D112(F) F(112) F(113) F(114) F(115) F(116) F(117) F(118) F(119)
+#define SDPA_D128(F) SDPA_D120(F) F(120) F(121) F(122) F(123) F(124) F(125) F(126) F(127)
+#define SDPA_D_TEXT(i) ", %" #i
+#define SDPA_D_OPERAND(i) , "+f"(d[i])
+// X(N, R, the R of N plus 1 ... 6): N columns are R = N / 2 accumulators of a thread, operands
+// 0 ... R - 1. Operand R is scale-d, R + 1 descriptor B, R + 2 imm-trans-b, R + 3 ... are A.
+#define SDPA_WGMMA_SHAPES(X)                \
+  X(16, 8, 9, 10, 11, 12, 13, 14)           \
+  X(32, 16, 17, 18, 19, 20, 21, 22)         \
+  X(48, 24, 25, 26, 27, 28, 29, 30)         \
+  X(64, 32, 33, 34, 35, 36, 37, 38)         \
+  X(80, 40, 41, 42, 43, 44, 45, 46)         \
+  X(96, 48, 49, 50, 51, 52, 53, 54)         \
+  X(112, 56, 57, 58, 59, 60, 61, 62)        \
+  X(128, 64, 65, 66, 67, 68, 69, 70)        \
+  X(144, 72, 73, 74, 75, 76, 77, 78)        \
+  X(160, 80, 81, 82, 83, 84, 85, 86)        \
+  X(176, 88, 89, 90, 91, 92, 93, 94)        \
+  X(192, 96, 97, 98, 99, 100, 101, 102)     \
+  X(208, 104, 105, 106, 107, 108, 109, 110) \
+  X(224, 112, 113, 114, 115, 116, 117, 118) \
+  X(240, 120, 121, 122, 123, 124, 125, 126) \
+  X(256, 128, 129, 130, 131, 132, 133, 134)
+// clang-format off
+#define SDPA_WGMMA(type, n, r, r1, r2, a_text, immediates, ...)                               \
+  asm volatile(                                                                               \
+      "{ .reg .pred p; setp.ne.b32 p, %" #r ", 0; "                                           \
+      "wgmma.mma_async.sync.aligned.m64n" #n "k16.f32." type "." type                         \
+      " {%0" SDPA_D##r(SDPA_D_TEXT) "}, " a_text ", %" #r1 ", p, " immediates ", %" #r2 "; }" \
+      : "+f"(d[0]) SDPA_D##r(SDPA_D_OPERAND)                                                  \
+      : "r"(int(accumulate)), "l"(b), "n"(TRANS_B), __VA_ARGS__)
+// clang-format on
+
+// D = A @ B (+ D if accumulate), [64][16] @ [16][N], E __half or __nv_bfloat16. Lane 4g + q of warp
+// w: d[i] is row 16w + g + 8 * (i / 2 % 2), column 8 * (i / 4) + 2q + i % 2. B is [N][16] (K-major),
+// with TRANS_B [16][N] (MN-major), A is K-major; both are descriptors.
+template <class E, int N, int TRANS_B>
+__device__ __forceinline__ void wgmma_ss(float (&d)[N / 2], uint64_t a, uint64_t b,
+                                         bool accumulate) {
+  static_assert(N >= 16 && N <= 256 && N % 16 == 0, "wgmma: N is a multiple of 16 up to 256");
+#define SDPA_WGMMA_SS(n, r, r1, r2, r3, r4, r5, r6)               \
+  if constexpr (N == n && std::is_same<E, __half>::value) {       \
+    SDPA_WGMMA("f16", n, r, r1, r2, "%" #r3, "1, 1, 0", "l"(a));  \
+  } else if constexpr (N == n) {                                  \
+    SDPA_WGMMA("bf16", n, r, r1, r2, "%" #r3, "1, 1, 0", "l"(a)); \
+  }
+  SDPA_WGMMA_SHAPES(SDPA_WGMMA_SS)
+#undef SDPA_WGMMA_SS
+}
+// The same with A in registers. Lane 4g + q of warp w: a[0], a[1] are k = 2q, 2q + 1 of rows
+// 16w + g and 16w + g + 8; a[2], a[3] the same 8 k further.
+template <class E, int N, int TRANS_B>
+__device__ __forceinline__ void wgmma_rs(float (&d)[N / 2], const uint32_t (&a)[4], uint64_t b,
+                                         bool accumulate) {
+  static_assert(N >= 16 && N <= 256 && N % 16 == 0, "wgmma: N is a multiple of 16 up to 256");
+#define SDPA_WGMMA_RS(n, r, r1, r2, r3, r4, r5, r6)                                                \
+  if constexpr (N == n && std::is_same<E, __half>::value) {                                        \
+    SDPA_WGMMA("f16", n, r, r1, r2, "{%" #r3 ", %" #r4 ", %" #r5 ", %" #r6 "}", "1, 1", "r"(a[0]), \
+               "r"(a[1]), "r"(a[2]), "r"(a[3]));                                                   \
+  } else if constexpr (N == n) {                                                                   \
+    SDPA_WGMMA("bf16", n, r, r1, r2, "{%" #r3 ", %" #r4 ", %" #r5 ", %" #r6 "}", "1, 1",           \
+               "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]));                                        \
+  }
+  SDPA_WGMMA_SHAPES(SDPA_WGMMA_RS)
+#undef SDPA_WGMMA_RS
+}
+
+// By all warps of a warpgroup: gives registers above N back to the CTA, or waits for up to N.
+template <int N> __device__ __forceinline__ void setmaxnreg_dec() {
+  asm volatile("setmaxnreg.dec.sync.aligned.u32 %0;" ::"n"(N));
+}
+template <int N> __device__ __forceinline__ void setmaxnreg_inc() {
+  asm volatile("setmaxnreg.inc.sync.aligned.u32 %0;" ::"n"(N));
+}
+
+// Stores four 8x8 matrices of 16-bit elements: the reverse of ldmatrix_x4<false>.
+__device__ __forceinline__ void stmatrix_x4(SharedAddress row, const uint32_t (&r)[4]) {
+  asm volatile("stmatrix.sync.aligned.m8n8.x4.shared.b16 [%0], {%1, %2, %3, %4};" ::"r"(row),
+               "r"(r[0]), "r"(r[1]), "r"(r[2]), "r"(r[3])
+               : "memory");
+}
+
+// Clusters: CTAs that run together and reach each other's shared memory.
+__device__ __forceinline__ int cluster_ctarank() {
+  int rank;
+  asm volatile("mov.u32 %0, %%cluster_ctarank;" : "=r"(rank));
+  return rank;
+}
+// The barrier of all threads of the cluster, in two halves: release and acquire.
+__device__ __forceinline__ void cluster_arrive() {
+  asm volatile("barrier.cluster.arrive.release.aligned;" ::: "memory");
+}
+__device__ __forceinline__ void cluster_wait() {
+  asm volatile("barrier.cluster.wait.acquire.aligned;" ::: "memory");
+}
+// The address in the cluster of what is at `address` in the CTA of this rank.
+__device__ __forceinline__ uint32_t mapa(SharedAddress address, int rank) {
+  uint32_t there;
+  asm volatile("mapa.shared::cluster.u32 %0, %1, %2;" : "=r"(there) : "r"(address), "r"(rank));
+  return there;
+}
+template <class T> __device__ __forceinline__ T ld_shared_cluster(uint32_t address) {
+  static_assert(sizeof(T) == 4 || sizeof(T) == 8 || sizeof(T) == 16, "4, 8 or 16 bytes");
+  uint32_t w[sizeof(T) / 4];
+  if constexpr (sizeof(T) == 4) {
+    asm volatile("ld.shared::cluster.b32 %0, [%1];" : "=r"(w[0]) : "r"(address) : "memory");
+  } else if constexpr (sizeof(T) == 8) {
+    asm volatile("ld.shared::cluster.v2.b32 {%0, %1}, [%2];"
+                 : "=r"(w[0]), "=r"(w[1])
+                 : "r"(address)
+                 : "memory");
+  } else {
+    asm volatile("ld.shared::cluster.v4.b32 {%0, %1, %2, %3}, [%4];"
+                 : "=r"(w[0]), "=r"(w[1]), "=r"(w[2]), "=r"(w[3])
+                 : "r"(address)
+                 : "memory");
+  }
+  T value;
+  memcpy(&value, w, sizeof value);
+  return value;
+}
+template <class T> __device__ __forceinline__ void st_shared_cluster(uint32_t address, T value) {
+  static_assert(sizeof(T) == 4 || sizeof(T) == 8 || sizeof(T) == 16, "4, 8 or 16 bytes");
+  uint32_t w[sizeof(T) / 4];
+  memcpy(w, &value, sizeof value);
+  if constexpr (sizeof(T) == 4) {
+    asm volatile("st.shared::cluster.b32 [%0], %1;" ::"r"(address), "r"(w[0]) : "memory");
+  } else if constexpr (sizeof(T) == 8) {
+    asm volatile("st.shared::cluster.v2.b32 [%0], {%1, %2};" ::"r"(address), "r"(w[0]), "r"(w[1])
+                 : "memory");
+  } else {
+    asm volatile("st.shared::cluster.v4.b32 [%0], {%1, %2, %3, %4};" ::"r"(address), "r"(w[0]),
+                 "r"(w[1]), "r"(w[2]), "r"(w[3])
+                 : "memory");
+  }
+}
+__device__ __forceinline__ void mbarrier_arrive_cluster(uint32_t address) {
+  asm volatile("mbarrier.arrive.release.cluster.shared::cluster.b64 _, [%0];" ::"r"(address)
+               : "memory");
+}
+
+// Programmatic dependent launch: waits for the grid before this one; lets the one after it start.
+__device__ __forceinline__ void griddepcontrol_wait() {
+  asm volatile("griddepcontrol.wait;" ::: "memory");
+}
+__device__ __forceinline__ void griddepcontrol_launch_dependents() {
+  asm volatile("griddepcontrol.launch_dependents;" ::: "memory");
 }
 
 #endif  // SDPA_SIMT
@@ -1797,6 +2118,41 @@ __global__ void __launch_bounds__(B::threads, B::ctas_per_sm) sdpa_cublas(Kernel
 }
 
 // ==== 6 LAUNCH ===================================================================================
+
+// ---- tensor maps ----
+
+// Describes a 16-bit tensor to TMA: sizes (innermost first), byte strides of all dimensions but the
+// innermost (multiples of 16), the box that one copy moves. 128-byte swizzle, zeros outside. The
+// driver's function comes through the runtime, so that nothing has to be linked for it.
+inline cudaError_t encode_tensor_map(CUtensorMap& map, int rank, const void* base,
+                                     const uint64_t* sizes, const uint64_t* strides_bytes,
+                                     const uint32_t* box, bool bf16) {
+  void* function = nullptr;
+  cudaDriverEntryPointQueryResult found;
+#if CUDART_VERSION >= 12050
+  const cudaError_t error = cudaGetDriverEntryPointByVersion("cuTensorMapEncodeTiled", &function,
+                                                             12000, cudaEnableDefault, &found);
+#else
+  const cudaError_t error =
+      cudaGetDriverEntryPoint("cuTensorMapEncodeTiled", &function, cudaEnableDefault, &found);
+#endif
+  if (error != cudaSuccess) return error;
+  if (found != cudaDriverEntryPointSuccess || !function) return cudaErrorInsufficientDriver;
+  if (rank < 1 || rank > 5) return cudaErrorInvalidValue;
+  cuuint64_t dims[5], strides[5];
+  cuuint32_t boxes[5];
+  const cuuint32_t steps[5] = {1, 1, 1, 1, 1};
+  for (int i = 0; i < rank; i++) {
+    dims[i] = sizes[i], boxes[i] = box[i];
+    strides[i] = i + 1 < rank ? strides_bytes[i] : 0;
+  }
+  const CUresult result = reinterpret_cast<decltype(&cuTensorMapEncodeTiled)>(function)(
+      &map, bf16 ? CU_TENSOR_MAP_DATA_TYPE_BFLOAT16 : CU_TENSOR_MAP_DATA_TYPE_FLOAT16,
+      cuuint32_t(rank), const_cast<void*>(base), dims, strides, boxes, steps,
+      CU_TENSOR_MAP_INTERLEAVE_NONE, CU_TENSOR_MAP_SWIZZLE_128B, CU_TENSOR_MAP_L2_PROMOTION_L2_256B,
+      CU_TENSOR_MAP_FLOAT_OOB_FILL_NONE);
+  return result == CUDA_SUCCESS ? cudaSuccess : cudaErrorInvalidValue;
+}
 
 template <class B, Family F> struct KernelOf {
   using Shared = ScalarShared<B>;

@@ -11,6 +11,7 @@
 #include <cstring>
 #include <tuple>
 
+#include "cuda.h"
 #include "engine.h"
 
 #define SDPA_SIMT 1  // sdpa.cu takes the host versions of its PTX section from simt/ptx.h
@@ -31,7 +32,7 @@
     struct { operator unsigned() const { return (value).z; } } z; \
   } name{};
 SIMT_BUILT_IN(threadIdx, simt::self->index)
-SIMT_BUILT_IN(blockIdx, simt::block_index)
+SIMT_BUILT_IN(blockIdx, simt::self->block_index)
 SIMT_BUILT_IN(blockDim, simt::grid.block_dim)
 SIMT_BUILT_IN(gridDim, simt::grid.dim)
 
@@ -125,6 +126,7 @@ enum cudaError_t {
   cudaSuccess = 0,
   cudaErrorInvalidValue = 1,
   cudaErrorMemoryAllocation = 2,
+  cudaErrorInsufficientDriver = 35,
   cudaErrorNoDevice = 100,
   cudaErrorLaunchFailure = 719,
   cudaErrorUnknown = 999,
@@ -142,11 +144,29 @@ struct cudaFuncAttributes {
   int numRegs;
   size_t localSizeBytes;
 };
+enum cudaLaunchAttributeID {
+  cudaLaunchAttributeClusterDimension = 4,
+  cudaLaunchAttributeProgrammaticStreamSerialization = 6,  // accepted: launches never overlap here
+};
+union cudaLaunchAttributeValue {
+  struct {
+    unsigned x, y, z;
+  } clusterDim;
+  int programmaticStreamSerializationAllowed;
+};
+struct cudaLaunchAttribute {
+  cudaLaunchAttributeID id;
+  cudaLaunchAttributeValue val;
+};
 struct cudaLaunchConfig_t {
   dim3 gridDim, blockDim;
   size_t dynamicSmemBytes;
   cudaStream_t stream;
+  cudaLaunchAttribute* attrs;
+  unsigned numAttrs;
 };
+enum cudaDriverEntryPointQueryResult { cudaDriverEntryPointSuccess };
+enum { cudaEnableDefault = 0 };
 
 inline const char* cudaGetErrorString(cudaError_t error) {
   switch (error) {
@@ -155,6 +175,15 @@ inline const char* cudaGetErrorString(cudaError_t error) {
     case cudaErrorLaunchFailure: return simt::last_report().c_str();
     default: return "invalid argument";
   }
+}
+// The driver's functions, of which there is one.
+inline cudaError_t cudaGetDriverEntryPoint(const char* symbol, void** function, unsigned long long,
+                                           cudaDriverEntryPointQueryResult* found) {
+  *found = cudaDriverEntryPointSuccess;
+  *function = strcmp(symbol, "cuTensorMapEncodeTiled")
+                  ? nullptr
+                  : reinterpret_cast<void*>(&cuTensorMapEncodeTiled);
+  return cudaSuccess;
 }
 inline cudaError_t cudaGetLastError() { return cudaSuccess; }
 inline cudaError_t cudaDeviceSynchronize() { return cudaSuccess; }
@@ -211,7 +240,18 @@ cudaError_t cudaLaunchKernelEx(const cudaLaunchConfig_t* config, void (*kernel)(
     std::tuple<std::decay_t<Parameters>...> arguments;
   } call{kernel, {arguments...}};
   const dim3 g = config->gridDim, b = config->blockDim;
-  const bool ok = simt::launch({g.x, g.y, g.z}, {b.x, b.y, b.z}, config->dynamicSmemBytes,
+  simt::Index3 cluster = {1, 1, 1};
+  for (unsigned i = 0; i < config->numAttrs; i++) {
+    const cudaLaunchAttribute& attribute = config->attrs[i];
+    if (attribute.id != cudaLaunchAttributeClusterDimension) continue;
+    const auto& dim = attribute.val.clusterDim;
+    cluster = {dim.x, dim.y, dim.z};
+    if (!dim.x || !dim.y || !dim.z || dim.x * dim.y * dim.z > 8 || g.x % dim.x || g.y % dim.y ||
+        g.z % dim.z) {
+      return cudaErrorInvalidValue;
+    }
+  }
+  const bool ok = simt::launch({g.x, g.y, g.z}, {b.x, b.y, b.z}, cluster, config->dynamicSmemBytes,
                                [](const void* c) {
     const Call& call_ = *static_cast<const Call*>(c);
     std::apply(call_.kernel, call_.arguments);

@@ -2,6 +2,8 @@
 
 #include "engine.h"
 
+#include "cuda.h"
+
 #include <pthread.h>
 #include <sys/mman.h>
 
@@ -11,8 +13,10 @@
 #include <cstdio>
 #include <cstdlib>
 #include <cstring>
+#include <list>
 #include <mutex>
 #include <thread>
+#include <utility>
 
 #if defined(SIMT_ASAN)
 #include <sanitizer/common_interface_defs.h>
@@ -25,6 +29,8 @@ void __tsan_switch_to_fiber(void* fiber, unsigned flags);  // flags 1: no happen
 void __tsan_destroy_fiber(void* fiber);
 void __tsan_acquire(void* address);
 void __tsan_release(void* address);
+void __tsan_read_range(void* address, unsigned long bytes);
+void __tsan_write_range(void* address, unsigned long bytes);
 void AnnotateIgnoreReadsBegin(const char* file, int line);
 void AnnotateIgnoreReadsEnd(const char* file, int line);
 void AnnotateIgnoreWritesBegin(const char* file, int line);
@@ -35,7 +41,6 @@ void AnnotateIgnoreWritesEnd(const char* file, int line);
 namespace simt {
 
 thread_local Thread* self;
-thread_local Index3 block_index;
 thread_local Grid grid;
 Schedule schedule;
 
@@ -132,6 +137,8 @@ struct Fiber {
   const char* waits_for = "";
   bool (*is_ready)(const void*) = nullptr;  // wait_until
   const void* is_ready_context = nullptr;
+  const uint64_t* mbarrier = nullptr;       // that it waits for
+  std::string missing() const;              // of this mbarrier's phase, in words
   void* tsan = nullptr;
   void* asan_fake_stack = nullptr;
 };
@@ -150,6 +157,64 @@ struct Barrier {
   std::vector<Fiber*> waiting;
 };
 
+struct Mark {  // the last write to 4 bytes of shared memory through the generic proxy
+  uint16_t thread_and_1;  // 0: none
+  uint16_t padding;
+  uint32_t fences;  // that this thread had passed
+};
+
+struct Transfer {  // a bulk load in flight
+  Fiber* issuer;
+  Site at;
+  unsigned char* dst;
+  bool swizzled;
+  std::vector<std::pair<unsigned char*, int>> pieces;  // in global memory, null: zeros
+  int bytes;
+  uint64_t* barrier;
+};
+
+// The accumulators of a warpgroup from the first product that is in flight on them to the wait that
+// brings the results. Meanwhile the threads' own copies are poison.
+struct Chain {
+  int n = 0, left = 0;     // columns; products not yet computed
+  float* d[128] = {};      // by thread
+  std::vector<float> sum;  // [64][n]
+};
+
+// What all threads of a warpgroup do in the same order, each at its own time.
+struct Step {
+  enum class Kind { fence, product, commit, registers } kind;
+  Site at;
+  int value = 0;      // registers
+  Product product{};  // of the thread that came first
+  Chain* chain = nullptr;
+  bool starts_chain = false;
+  struct RegistersOfA {
+    const uint32_t* at;
+    uint32_t value[4];
+  };
+  std::vector<RegistersOfA> a;  // by thread
+};
+
+// Registers of a thread that products used before: what they held when they were last seen in order.
+struct Known {
+  const void* registers;
+  int words;
+  uint32_t checksum;
+};
+
+struct Warpgroup {
+  std::deque<Step> steps;  // of which the products' results are not there yet
+  uint64_t first = 0;      // number of the oldest step
+  uint64_t position[128] = {};
+  bool fenced[128] = {};
+  std::vector<Known> known[128];
+  std::list<Chain> chains;
+  int arrived = 0, wait_groups = 0;  // at wgmma_wait_group
+  Site wait_at{};
+  std::vector<Fiber*> waiting;
+};
+
 struct Access {  // one warp-wide access to shared memory, being put together lane by lane
   uint64_t address[32];
   unsigned lanes = 0;
@@ -161,20 +226,24 @@ bool same_site(const Site& a, const Site& b) {
 
 }  // namespace
 
-struct Block {
+struct Cluster;
+
+struct Block {  // a CTA
   std::vector<Fiber> fibers;
-  std::vector<int> ready;  // fibers that can run; next() picks
-  size_t next_ready = 0;
+  Cluster* cluster = nullptr;
+  Index3 index{};
+  int rank = 0;
+  unsigned char* shared = nullptr;
+  size_t shared_bytes = 0;
   int done = 0;
-  bool failed = false;
-  Fiber scheduler;  // the worker thread itself
   Barrier all, named[16];
   std::vector<std::vector<Meeting>> meetings;  // by warp
-  std::vector<int> pollers;
-  void (*body)(const void*) = nullptr;
-  const void* args = nullptr;
-  Order order = Order::forward;
-  uint64_t random = 1;
+  std::vector<Mark> marks;
+  std::vector<Warpgroup> warpgroups;
+  // What ThreadSanitizer sees the asynchronous reads as: a thread for each warpgroup's products, and
+  // one for the bulk stores.
+  std::vector<void*> proxies;
+  int free_registers = 0;
   Counters counters;
   // By warp and site: accesses that some lanes have made and others not yet, oldest first.
   struct Pending {
@@ -184,6 +253,28 @@ struct Block {
     std::vector<Access> open;
   };
   std::map<std::pair<int, const void*>, Pending> accesses;
+};
+
+struct Cluster {  // the CTAs that run together: mostly one
+  std::vector<Block> blocks;
+  Index3 dim{1, 1, 1};
+  std::vector<Fiber*> ready;  // that can run; pick() chooses
+  size_t next_ready = 0;
+  std::vector<Fiber*> pollers;
+  std::vector<Transfer> in_flight;  // bulk loads
+  bool failed = false;
+  Fiber scheduler;  // the worker thread itself
+  int arrived = 0;  // at the cluster's barrier
+  uint64_t phase = 0;
+  void (*body)(const void*) = nullptr;
+  const void* args = nullptr;
+  Order order = Order::forward;
+  uint64_t random = 1;
+
+  uint64_t draw() {
+    random = random * 6364136223846793005u + 1442695040888963407u;
+    return random >> 33;
+  }
 };
 
 namespace {
@@ -215,53 +306,58 @@ void switch_fibers(Fiber& from, Fiber& to) {
 #endif
 }
 
+void leave(Fiber& f);
+void check_cluster_barrier(Cluster& c);
+
 void fiber_main() {
   Fiber& f = fiber_of(self);
   Block& b = *f.thread.block;
 #if defined(SIMT_ASAN)
   __sanitizer_finish_switch_fiber(nullptr, nullptr, nullptr);
 #endif
-  b.body(b.args);
+  b.cluster->body(b.cluster->args);
+  leave(f);
   f.state = State::done;
   b.done++;
-  switch_fibers(f, b.scheduler);
+  check_cluster_barrier(*b.cluster);
+  switch_fibers(f, b.cluster->scheduler);
 }
 
-void make_ready(Block& b, Fiber& f) {
+void make_ready(Cluster& c, Fiber& f) {
   f.state = State::ready;
-  b.ready.push_back(f.thread.linear);
+  c.ready.push_back(&f);
 }
 
-void wake(Block& b, std::vector<Fiber*>& waiting) {
-  if (b.order == Order::reverse) std::reverse(waiting.begin(), waiting.end());
-  for (Fiber* f : waiting) make_ready(b, *f);
+void wake(Cluster& c, std::vector<Fiber*>& waiting) {
+  if (c.order == Order::reverse) std::reverse(waiting.begin(), waiting.end());
+  for (Fiber* f : waiting) make_ready(c, *f);
   waiting.clear();
 }
 
-int pick(Block& b) {  // the choice stays at ready[next_ready - 1]
-  if (b.next_ready > 1024) {
-    b.ready.erase(b.ready.begin(), b.ready.begin() + b.next_ready);
-    b.next_ready = 0;
+Fiber& pick(Cluster& c) {  // the choice stays at ready[next_ready - 1]
+  if (c.next_ready > 1024) {
+    c.ready.erase(c.ready.begin(), c.ready.begin() + c.next_ready);
+    c.next_ready = 0;
   }
-  if (b.order == Order::random) {
-    b.random = b.random * 6364136223846793005u + 1442695040888963407u;
-    const size_t i = b.next_ready + (b.random >> 33) % (b.ready.size() - b.next_ready);
-    std::swap(b.ready[i], b.ready[b.next_ready]);
+  if (c.order == Order::random) {
+    const size_t i = c.next_ready + c.draw() % (c.ready.size() - c.next_ready);
+    std::swap(c.ready[i], c.ready[c.next_ready]);
   }
-  return b.ready[b.next_ready++];
+  return *c.ready[c.next_ready++];
 }
 
 // Lets others run until f is ready again. Straight to the next ready fiber where there is one, but
 // its first turn it gets from the scheduler.
 void wait(Fiber& f, const char* what, Site at) {
-  Block& b = *f.thread.block;
+  Cluster& c = *f.thread.block->cluster;
   f.state = State::waiting, f.waits_at = at, f.waits_for = what;
-  if (b.next_ready < b.ready.size()) {
-    Fiber& next = b.fibers[pick(b)];
+  const bool to_scheduler = c.order == Order::random && !c.in_flight.empty() && c.draw() % 8 == 0;
+  if (c.next_ready < c.ready.size() && !to_scheduler) {  // else a bulk load may land
+    Fiber& next = pick(c);
     if (next.started) return switch_fibers(f, next);
-    b.next_ready--;
+    c.next_ready--;
   }
-  switch_fibers(f, b.scheduler);
+  switch_fibers(f, c.scheduler);
 }
 
 // "warp 2 lane 5 (thread 69)"
@@ -293,39 +389,50 @@ void report(const std::string& text) {
   }
 }
 
-std::string block_name() {
+std::string block_name(const Index3& block) {
   char text[64];
-  snprintf(text, sizeof text, "block (%u,%u,%u)", block_index.x, block_index.y, block_index.z);
+  snprintf(text, sizeof text, "block (%u,%u,%u)", block.x, block.y, block.z);
   return text;
 }
 
-void report_deadlock(Block& b) {
-  std::string text = "deadlock in " + block_name() + ":";
-  std::map<std::string, std::vector<const Thread*>> groups;
-  for (const Fiber& f : b.fibers) {
-    groups[f.state == State::done ? "have returned"
-                                  : std::string("wait for ") + f.waits_for + " at " +
-                                        name_of(f.waits_at)].push_back(&f.thread);
-  }
-  for (const auto& group : groups) {
-    text += (group.first == groups.begin()->first ? " " : "; ") +
-            std::to_string(group.second.size()) + " threads, first " + name_of(*group.second[0]) +
-            ", " + group.first;
+void report_deadlock(Cluster& c) {
+  std::string text = "deadlock";
+  for (const Block& b : c.blocks) {
+    text += (b.rank ? "; in " : " in ") + block_name(b.index) + ":";
+    std::map<std::string, std::vector<const Thread*>> groups;
+    for (const Fiber& f : b.fibers) {
+      groups[f.state == State::done ? "have returned"
+                                    : std::string("wait for ") + f.waits_for + " at " +
+                                          name_of(f.waits_at) + f.missing()].push_back(&f.thread);
+    }
+    for (const auto& group : groups) {
+      text += (group.first == groups.begin()->first ? " " : "; ") +
+              std::to_string(group.second.size()) + " threads, first " +
+              name_of(*group.second[0]) + ", " + group.first;
+    }
   }
   report(text);
 }
 
-void wake_pollers(Block& b) {
-  std::vector<int> still;
-  for (int i : b.pollers) {
-    Fiber& f = b.fibers[i];
-    if (f.is_ready(f.is_ready_context)) {
-      make_ready(b, f);
+void wake_pollers(Cluster& c) {
+  std::vector<Fiber*> still;
+  for (Fiber* f : c.pollers) {
+    if (f->is_ready(f->is_ready_context)) {
+      make_ready(c, *f);
     } else {
-      still.push_back(i);
+      still.push_back(f);
     }
   }
-  b.pollers.swap(still);
+  c.pollers.swap(still);
+}
+
+// Waits until ready(context); wake_pollers() asks again.
+void wait_until(bool (*ready)(const void*), const void* context, const char* what, Site at) {
+  Fiber& f = fiber_of(self);
+  if (ready(context)) return;
+  f.is_ready = ready, f.is_ready_context = context;
+  self->block->cluster->pollers.push_back(&f);
+  wait(f, what, at);
 }
 
 void reach(Barrier& barrier, int count, bool wait_here, const char* what, Site at, bool same) {
@@ -342,7 +449,7 @@ void reach(Barrier& barrier, int count, bool wait_here, const char* what, Site a
   release(&barrier);
   if (++barrier.arrived == barrier.count) {
     barrier.open = false, barrier.arrived = 0;
-    wake(b, barrier.waiting);
+    wake(*b.cluster, barrier.waiting);
     acquire(&barrier);
   } else if (wait_here) {
     barrier.waiting.push_back(&f);
@@ -381,19 +488,67 @@ void close_access(Block& b, const Access& access, int bytes, const Site& at) {
   count.conflicts += conflicts_of(access, bytes);
 }
 
-void run_block(Block& b, Index3 at, size_t shared_bytes, bool counting) {
-  block_index = at;
-  unsigned char* shared = nullptr;  // its own allocation, so that AddressSanitizer sees its ends
-  if (posix_memalign(reinterpret_cast<void**>(&shared), 1024, std::max<size_t>(shared_bytes, 1))) {
-    return report("no host memory for a block's shared memory");
+// The 8 bytes of an mbarrier. Poisoned memory has all bits set, which no initialised one has.
+struct Mbarrier {
+  uint32_t pending : 12, expected : 12, phase : 1, unused : 7;
+  int32_t bytes;  // announced and not yet landed; negative when they land first
+
+  static Mbarrier load(const uint64_t* word, Site at) {
+    Mbarrier m;
+    memcpy(&m, word, sizeof m);
+    if (m.unused) fail(at, "this mbarrier was never initialised");
+    return m;
   }
-  memset(shared, 0xff, shared_bytes);  // NaN in every type
+  void store(uint64_t* word, Cluster& c) {
+    const bool complete = pending == 0 && bytes == 0;
+    if (complete) phase ^= 1, pending = expected;
+    memcpy(word, this, sizeof *this);
+    if (complete) wake_pollers(c);
+  }
+};
+static_assert(sizeof(Mbarrier) == 8, "an mbarrier is 8 bytes");
+
+void arrive(uint64_t* barrier, int expect_bytes, Site at) {
+  Mbarrier m = Mbarrier::load(barrier, at);
+  if (m.pending == 0) fail(at, "more arrivals at this mbarrier than the %d of a phase", m.expected);
+  release(barrier);
+  m.bytes += expect_bytes, m.pending--;
+  if (m.pending == 0 && m.bytes < 0) {
+    fail(at, "%d bytes more than this mbarrier's phase expects have landed", -m.bytes);
+  }
+  m.store(barrier, *self->block->cluster);
+}
+
+std::string Fiber::missing() const {
+  if (!mbarrier) return "";
+  Mbarrier m;
+  memcpy(&m, mbarrier, sizeof m);
+  return " (" + std::to_string(m.pending) + " arrivals and " + std::to_string(m.bytes) +
+         " bytes are missing)";
+}
+
+}  // namespace
+}  // namespace simt
+
+#include "engine_hopper.h"
+
+namespace simt {
+namespace {
+
+// Sets up the CTA's threads at their start. False: no memory.
+bool start_block(Block& b, Cluster& c, Index3 index, int rank, size_t shared_bytes, bool counting) {
+  b.cluster = &c, b.index = index, b.rank = rank, b.shared_bytes = shared_bytes;
+  void* shared = nullptr;  // its own allocation, so that AddressSanitizer sees its ends
+  if (posix_memalign(&shared, 1024, std::max<size_t>(shared_bytes, 1))) return false;
+  b.shared = static_cast<unsigned char*>(shared);
+  memset(b.shared, 0xff, shared_bytes);  // NaN in every type
   const int n = int(b.fibers.size());
-  b.ready.clear(), b.pollers.clear();
-  b.next_ready = 0, b.done = 0, b.failed = false;
+  b.done = 0;
   b.all = Barrier();
   for (Barrier& barrier : b.named) barrier = Barrier();
   b.meetings.assign((n + 31) / 32, {});
+  b.marks.assign((shared_bytes + 3) / 4, {});
+  start_warpgroups(b);
   b.counters = Counters();
   b.accesses.clear();
   for (int i = 0; i < n; i++) {
@@ -402,37 +557,69 @@ void run_block(Block& b, Index3 at, size_t shared_bytes, bool counting) {
     f.thread.linear = i, f.thread.warp = i / 32, f.thread.lane = i % 32;
     f.thread.index = {i % grid.block_dim.x, i / grid.block_dim.x % grid.block_dim.y,
                       i / grid.block_dim.x / grid.block_dim.y};
-    f.thread.block = &b, f.thread.shared = shared, f.thread.shared_bytes = shared_bytes;
+    f.thread.block_index = index;
+    f.thread.block = &b, f.thread.shared = b.shared, f.thread.shared_bytes = shared_bytes;
     f.thread.counting = counting;
-    f.state = State::ready, f.started = false;
+    f.thread.registers = launch_registers(n);
+    f.state = State::ready, f.started = false, f.mbarrier = nullptr;
     f.context.start(f.stack, fiber_main);
-    b.ready.push_back(i);
+    c.ready.push_back(&f);
   }
-  if (b.order == Order::reverse) std::reverse(b.ready.begin(), b.ready.end());
-  while (b.done < n && !b.failed) {
-    if (b.next_ready == b.ready.size()) wake_pollers(b);
-    if (b.next_ready == b.ready.size()) {
-      report_deadlock(b);
+  return true;
+}
+
+void close_counters(Block& b) {
+  for (auto& site : b.accesses) {  // those that not all lanes took part in
+    for (const Access& access : site.second.open) {
+      if (access.lanes) close_access(b, access, site.second.bytes, site.second.at);
+    }
+  }
+  const std::lock_guard<std::mutex> lock(report_mutex);
+  all_counters.barriers += b.counters.barriers;
+  all_counters.global_bytes += b.counters.global_bytes;
+  for (const auto& site : b.counters.shared) {
+    AccessCount& sum = all_counters.shared[site.first];
+    sum.where = site.second.where;
+    sum.accesses += site.second.accesses, sum.conflicts += site.second.conflicts;
+  }
+}
+
+void run_cluster(Cluster& c, Index3 first, size_t shared_bytes, bool counting) {
+  c.ready.clear(), c.pollers.clear(), c.in_flight.clear();
+  c.next_ready = 0, c.failed = false, c.arrived = 0, c.phase = 0;
+  size_t threads = 0;
+  for (Block& b : c.blocks) b.shared = nullptr;
+  for (size_t i = 0; i < c.blocks.size(); i++) {
+    const unsigned rank = unsigned(i);
+    const Index3 index = {first.x + rank % c.dim.x, first.y + rank / c.dim.x % c.dim.y,
+                          first.z + rank / c.dim.x / c.dim.y};
+    if (!start_block(c.blocks[i], c, index, int(i), shared_bytes, counting && i == 0)) {
+      report("no host memory for a block's shared memory");
+      c.failed = true;
+    }
+    threads += c.blocks[i].fibers.size();
+  }
+  if (c.order == Order::reverse) std::reverse(c.ready.begin(), c.ready.end());
+  const auto done = [&] {
+    size_t sum = 0;
+    for (const Block& b : c.blocks) sum += b.done;
+    return sum == threads;
+  };
+  while (!c.failed && !done()) {
+    if (c.next_ready == c.ready.size()) wake_pollers(c);
+    const bool idle = c.next_ready == c.ready.size();
+    if (!c.in_flight.empty() && (idle || (c.order == Order::random && c.draw() % 4 == 0))) {
+      land_one(c);
+    } else if (idle) {
+      report_deadlock(c);
       break;
-    }
-    switch_fibers(b.scheduler, b.fibers[pick(b)]);
-  }
-  if (counting) {
-    for (auto& site : b.accesses) {  // those that not all lanes took part in
-      for (const Access& access : site.second.open) {
-        if (access.lanes) close_access(b, access, site.second.bytes, site.second.at);
-      }
-    }
-    const std::lock_guard<std::mutex> lock(report_mutex);
-    all_counters.barriers += b.counters.barriers;
-    all_counters.global_bytes += b.counters.global_bytes;
-    for (const auto& site : b.counters.shared) {
-      AccessCount& sum = all_counters.shared[site.first];
-      sum.where = site.second.where;
-      sum.accesses += site.second.accesses, sum.conflicts += site.second.conflicts;
+    } else {
+      switch_fibers(c.scheduler, pick(c));
     }
   }
-  free(shared);
+  if (!c.failed && done()) finish_cluster(c);
+  if (counting) close_counters(c.blocks[0]);
+  for (Block& b : c.blocks) free(b.shared);
 }
 
 }  // namespace
@@ -494,49 +681,13 @@ void warp_collective(unsigned mask, void* mine, Collective compute, Site at) {
   if (compute) compute(complete.args, mask);  // observed: it touches the kernel's memory
   const Unobserved unobserved;
   Block& b = *self->block;
+  Cluster& c = *b.cluster;
   release(&b.meetings[self->warp]);
   for (int i = 0; i < 32; i++) {
-    const int lane = b.order == Order::reverse ? 31 - i : i;
-    if (lane != self->lane && (mask >> lane & 1)) make_ready(b, b.fibers[self->warp * 32 + lane]);
+    const int lane = c.order == Order::reverse ? 31 - i : i;
+    if (lane != self->lane && (mask >> lane & 1)) make_ready(c, b.fibers[self->warp * 32 + lane]);
   }
 }
-
-void wait_until(bool (*ready)(const void*), const void* context, Site at) {
-  const Unobserved unobserved;
-  Fiber& f = fiber_of(self);
-  if (ready(context)) return;
-  f.is_ready = ready, f.is_ready_context = context;
-  self->block->pollers.push_back(self->linear);
-  wait(f, "an mbarrier phase", at);
-}
-
-void notify() {
-  const Unobserved unobserved;
-  wake_pollers(*self->block);
-}
-
-namespace {
-
-// The 8 bytes of an mbarrier. Poisoned memory has all bits set, which no initialised one has.
-struct Mbarrier {
-  uint32_t pending : 12, expected : 12, phase : 1, unused : 7;
-  int32_t bytes;  // announced and not yet landed; negative when they land first
-
-  static Mbarrier load(const uint64_t* word, Site at) {
-    Mbarrier m;
-    memcpy(&m, word, sizeof m);
-    if (m.unused) fail(at, "this mbarrier was never initialised");
-    return m;
-  }
-  void store(uint64_t* word) {
-    if (pending == 0 && bytes == 0) phase ^= 1, pending = expected;
-    memcpy(word, this, sizeof *this);
-    notify();
-  }
-};
-static_assert(sizeof(Mbarrier) == 8, "an mbarrier is 8 bytes");
-
-}  // namespace
 
 void mbarrier_init(uint64_t* barrier, int count, Site at) {
   const Unobserved unobserved;
@@ -550,18 +701,7 @@ void mbarrier_init(uint64_t* barrier, int count, Site at) {
 void mbarrier_arrive(uint64_t* barrier, int expect_bytes, Site at) {
   const Unobserved unobserved;
   check_shared(barrier, 8, at);
-  Mbarrier m = Mbarrier::load(barrier, at);
-  release(barrier);
-  m.bytes += expect_bytes, m.pending--;
-  m.store(barrier);
-}
-
-void mbarrier_complete_bytes(uint64_t* barrier, int bytes, Site at) {
-  const Unobserved unobserved;
-  Mbarrier m = Mbarrier::load(barrier, at);
-  release(barrier);
-  m.bytes -= bytes;
-  m.store(barrier);
+  arrive(barrier, expect_bytes, at);
 }
 
 void mbarrier_wait(uint64_t* barrier, int parity, Site at) {
@@ -572,12 +712,15 @@ void mbarrier_wait(uint64_t* barrier, int parity, Site at) {
     uint64_t* barrier;
     int parity;
   } phase{barrier, parity};
+  Fiber& f = fiber_of(self);
+  f.mbarrier = barrier;
   wait_until([](const void* context) {
     const Phase& p = *static_cast<const Phase*>(context);
     Mbarrier m;
     memcpy(&m, p.barrier, sizeof m);
     return int(m.phase) != p.parity;
-  }, &phase, at);
+  }, &phase, "an mbarrier phase", at);
+  f.mbarrier = nullptr;
   acquire(barrier);
 }
 
@@ -603,9 +746,10 @@ void fail(Site at, const char* format, ...) {
   va_start(values, format);
   vsnprintf(text, sizeof text, format, values);
   va_end(values);
-  report(block_name() + " " + name_of(*self) + " at " + name_of(at) + ": " + text);
-  self->block->failed = true;
-  switch_fibers(fiber_of(self), self->block->scheduler);
+  Cluster& c = *self->block->cluster;
+  report(block_name(self->block_index) + " " + name_of(*self) + " at " + name_of(at) + ": " + text);
+  c.failed = true;
+  switch_fibers(fiber_of(self), c.scheduler);
   abort();  // a failed block is never resumed
 }
 
@@ -619,17 +763,23 @@ void check_shared_slow(const void* pointer, int bytes, Site at) {
   fail(at, "%d-byte access at offset %lld of shared memory is misaligned", bytes, (long long)offset);
 }
 
-void check_global(const void* pointer, int bytes, Site at) {
+void check_global_range(const void* pointer, uint64_t bytes, Site at) {
   const uintptr_t address = reinterpret_cast<uintptr_t>(pointer);
   static thread_local std::pair<uintptr_t, size_t> last;  // most accesses hit the same allocation
   if (!(address >= last.first && address + bytes <= last.first + last.second)) {
     auto it = allocations.upper_bound(address);
     if (it == allocations.begin() || address + bytes > std::prev(it)->first + std::prev(it)->second) {
       last = {};
-      fail(at, "%d bytes at %p are outside every allocation of global memory", bytes, pointer);
+      fail(at, "%llu bytes at %p are outside every allocation of global memory",
+           (unsigned long long)bytes, pointer);
     }
     last = *std::prev(it);
   }
+}
+
+void check_global(const void* pointer, int bytes, Site at) {
+  const uintptr_t address = reinterpret_cast<uintptr_t>(pointer);
+  check_global_range(pointer, uint64_t(bytes), at);
   if (address % bytes) fail(at, "%d-byte access at %p is misaligned", bytes, pointer);
 }
 
@@ -666,45 +816,54 @@ Counters take_counters() {
 
 namespace {
 
-struct Worker {  // one OS thread's block, with stacks that all its blocks use in turn
-  Block block;
+struct Worker {  // one OS thread's cluster, with stacks that all its clusters use in turn
+  Cluster cluster;
   unsigned char* stacks = nullptr;
   size_t stack_count = 0;
 
-  bool prepare(int threads) {
-    stack_count = threads;
+  bool prepare(int ctas, int threads) {
+    stack_count = size_t(ctas) * threads;
     const size_t bytes = stack_count * (STACK_BYTES + GUARD_BYTES);
     void* memory = mmap(nullptr, bytes, PROT_READ | PROT_WRITE,
                         MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE, -1, 0);
     if (memory == MAP_FAILED) return false;
     stacks = static_cast<unsigned char*>(memory);
-    block.fibers.resize(threads);
-    for (int i = 0; i < threads; i++) {
-      unsigned char* const guard = stacks + i * (STACK_BYTES + GUARD_BYTES);
-      mprotect(guard, GUARD_BYTES, PROT_NONE);
-      block.fibers[i].stack = guard + GUARD_BYTES;
+    unsigned char* guard = stacks;
+    cluster.blocks.resize(ctas);
+    for (Block& b : cluster.blocks) {
+      b.fibers.resize(threads);
+      for (Fiber& f : b.fibers) {
+        mprotect(guard, GUARD_BYTES, PROT_NONE);
+        f.stack = guard + GUARD_BYTES;
+        guard += STACK_BYTES + GUARD_BYTES;
 #if defined(SIMT_TSAN)
-      block.fibers[i].tsan = __tsan_create_fiber(0);
+        f.tsan = __tsan_create_fiber(0);
 #endif
+      }
     }
-    block.scheduler.started = true;
+    cluster.scheduler.started = true;
 #if defined(SIMT_TSAN)
-    block.scheduler.tsan = __tsan_get_current_fiber();
+    cluster.scheduler.tsan = __tsan_get_current_fiber();
 #endif
 #if defined(SIMT_ASAN)
     pthread_attr_t attributes;
     void* stack;
     pthread_getattr_np(pthread_self(), &attributes);
-    pthread_attr_getstack(&attributes, &stack, &block.scheduler.stack_bytes);
+    pthread_attr_getstack(&attributes, &stack, &cluster.scheduler.stack_bytes);
     pthread_attr_destroy(&attributes);
-    block.scheduler.stack = static_cast<unsigned char*>(stack);
+    cluster.scheduler.stack = static_cast<unsigned char*>(stack);
 #endif
     return true;
   }
   ~Worker() {
 #if defined(SIMT_TSAN)
-    for (Fiber& f : block.fibers) {
-      if (f.tsan) __tsan_destroy_fiber(f.tsan);
+    for (Block& b : cluster.blocks) {
+      for (Fiber& f : b.fibers) {
+        if (f.tsan) __tsan_destroy_fiber(f.tsan);
+      }
+      for (void* proxy : b.proxies) {
+        if (proxy) __tsan_destroy_fiber(proxy);
+      }
     }
 #endif
     if (stacks) munmap(stacks, stack_count * (STACK_BYTES + GUARD_BYTES));
@@ -713,34 +872,39 @@ struct Worker {  // one OS thread's block, with stacks that all its blocks use i
 
 }  // namespace
 
-bool launch(Index3 grid_dim, Index3 block_dim, size_t shared_bytes, void (*body)(const void*),
-            const void* args) {
+bool launch(Index3 grid_dim, Index3 block_dim, Index3 cluster_dim, size_t shared_bytes,
+            void (*body)(const void*), const void* args) {
   static int launches = 0;
   Order order = schedule.order;
   if (schedule.alternate) order = launches % 2 ? Order::reverse : Order::forward;
   launches++;
   launch_failed = false;
-  const uint64_t blocks = uint64_t(grid_dim.x) * grid_dim.y * grid_dim.z;
+  // From here on in clusters: their number in each direction, and their size.
+  const Index3 n = {grid_dim.x / cluster_dim.x, grid_dim.y / cluster_dim.y,
+                    grid_dim.z / cluster_dim.z};
+  const uint64_t clusters = uint64_t(n.x) * n.y * n.z;
   std::atomic<uint64_t> next{0};
   const auto work = [&] {
     Worker worker;
     grid = {grid_dim, block_dim};
-    if (!worker.prepare(block_dim.x * block_dim.y * block_dim.z)) {
+    Cluster& c = worker.cluster;
+    if (!worker.prepare(int(cluster_dim.x * cluster_dim.y * cluster_dim.z),
+                        int(block_dim.x * block_dim.y * block_dim.z))) {
       return report("no host memory for the stacks of a block");
     }
-    worker.block.body = body, worker.block.args = args, worker.block.order = order;
-    for (uint64_t i; !launch_failed && (i = next++) < blocks;) {
-      const uint64_t at = order == Order::forward ? i : blocks - 1 - i;
-      worker.block.random = (schedule.seed + 1) * 0x9e3779b97f4a7c15u + at;
-      run_block(worker.block,
-                {unsigned(at % grid_dim.x), unsigned(at / grid_dim.x % grid_dim.y),
-                 unsigned(at / grid_dim.x / grid_dim.y)},
-                shared_bytes, at == 0);
+    c.dim = cluster_dim, c.body = body, c.args = args, c.order = order;
+    for (uint64_t i; !launch_failed && (i = next++) < clusters;) {
+      const uint64_t at = order == Order::forward ? i : clusters - 1 - i;
+      c.random = (schedule.seed + 1) * 0x9e3779b97f4a7c15u + at;
+      run_cluster(c,
+                  {unsigned(at % n.x) * cluster_dim.x, unsigned(at / n.x % n.y) * cluster_dim.y,
+                   unsigned(at / n.x / n.y) * cluster_dim.z},
+                  shared_bytes, at == 0);
     }
   };
   std::vector<std::thread> threads;
   const uint64_t cores = std::max(1u, std::thread::hardware_concurrency());
-  for (uint64_t t = 1; t < std::min(cores, blocks); t++) threads.emplace_back(work);
+  for (uint64_t t = 1; t < std::min(cores, clusters); t++) threads.emplace_back(work);
   // Always on a thread of its own, so that what a launch leaves in thread-local state goes with it.
   std::thread(work).join();
   for (std::thread& t : threads) t.join();

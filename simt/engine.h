@@ -2,7 +2,7 @@
 // This header is what kernels see of it; engine.cpp has the scheduler, which is compiled without
 // sanitizers so that ThreadSanitizer sees the CUDA threads and their barriers, and nothing else.
 //
-// It is stricter than the hardware: asynchronous copies land only at the wait that covers them,
+// It is stricter than the hardware: asynchronous copies and products land as late as the rules allow,
 // shared memory starts as NaN, warps do not run in lockstep, and threads run in the order that
 // simt::schedule says. What it finds it reports with block, warp, lane and source line, and the
 // launch fails.
@@ -10,9 +10,12 @@
 
 #include <cstddef>
 #include <cstdint>
+#include <deque>
 #include <map>
 #include <string>
 #include <vector>
+
+struct CUtensorMap_st;
 
 namespace simt {
 
@@ -36,10 +39,19 @@ struct AsyncCopy {  // one cp.async
   int bytes;
 };
 
+struct BulkStore {  // one TMA store, or a plain one of `bytes`
+  const unsigned char* src;
+  std::vector<unsigned char> data;  // what it read of shared memory, once it has
+  bool has_read;
+  std::vector<std::pair<unsigned char*, int>> pieces;  // in global memory, null: outside the tensor
+  const CUtensorMap_st* map;                           // null: plain
+  Site at;
+};
+
 struct Block;
 
 struct Thread {  // one CUDA thread
-  Index3 index;
+  Index3 index, block_index;
   int linear, warp, lane;
   Block* block;
   unsigned char* shared;  // the block's dynamic shared memory
@@ -48,14 +60,18 @@ struct Thread {  // one CUDA thread
   std::vector<AsyncCopy> open_copies;                   // cp.async since the last commit
   std::vector<std::vector<AsyncCopy>> copy_groups;      // committed, oldest first
   std::map<const void*, uint64_t> accesses_at;          // by site, for the conflict counters
+  std::deque<std::deque<BulkStore>> stores;             // bulk groups; the last is open
+  uint32_t proxy_fences;                                // fence.proxy.async so far
+  int registers;                                        // setmaxnreg
+  bool in_cluster_barrier;                              // arrived and has not waited
+  uint64_t cluster_phase;                               // at which it arrived
 };
 
 struct Grid {
   Index3 dim, block_dim;
 };
 
-extern thread_local Thread* self;     // the CUDA thread that runs now
-extern thread_local Index3 block_index;
+extern thread_local Thread* self;  // the CUDA thread that runs now
 extern thread_local Grid grid;
 
 // ---- waiting; all of these may switch to other CUDA threads ----
@@ -68,18 +84,50 @@ void named_barrier(int id, int count, bool wait, Site at);
 // lane. Lanes that meet in different operations are reported.
 using Collective = void (*)(void* const args[32], unsigned mask);
 void warp_collective(unsigned mask, void* mine, Collective compute, Site at);
-// Waits until ready(context); notify() makes waiting threads ask again.
-void wait_until(bool (*ready)(const void*), const void* context, Site at);
-void notify();
 // mbarriers, in 8 bytes of shared memory: count arrivals and bytes in flight; a phase is complete when
 // both are used up. wait() returns once the phase of that parity is complete.
 void mbarrier_init(uint64_t* barrier, int count, Site at);
 void mbarrier_arrive(uint64_t* barrier, int expect_bytes, Site at);
-void mbarrier_complete_bytes(uint64_t* barrier, int bytes, Site at);
 void mbarrier_wait(uint64_t* barrier, int parity, Site at);
 // Ordering for ThreadSanitizer on an object that is not one of the above.
 void release(const void* object);
 void acquire(const void* object);
+
+// ---- sm_90: TMA, wgmma, registers, clusters; engine_hopper.h says how strict they are ----
+
+void bulk_load(void* dst, const void* src, uint32_t bytes, uint64_t* barrier, Site at);
+void tensor_load(void* dst, const CUtensorMap_st* map, const int* c, int rank, uint64_t* barrier,
+                 Site at);
+void bulk_store(void* dst, const void* src, uint32_t bytes, Site at);
+void tensor_store(const CUtensorMap_st* map, const int* c, int rank, const void* src, Site at);
+void bulk_commit();
+void bulk_wait(int groups, bool read_only);
+// A write of this thread through the generic proxy, for the check of fence.proxy.async. Writes
+// through plain pointers do not come by here: for those only the missing barrier shows.
+void note_write(const void* dst, int bytes);
+void fence_proxy_async();
+
+struct Product {  // one wgmma of a thread: d (+)= A @ B, [64][16] @ [16][n]
+  int n;
+  bool bf16, trans_b, accumulate;
+  float* d;           // [n / 2]
+  const uint32_t* a;  // [4], or null: descriptor a_s
+  uint64_t a_s, b_s;
+};
+void wgmma(const Product& p, Site at);
+void wgmma_fence(Site at);
+void wgmma_commit(Site at);
+void wgmma_wait(int groups, Site at);
+
+void setmaxnreg(int registers, bool increase, Site at);
+
+int cluster_rank();
+void cluster_arrive(Site at);
+void cluster_wait(Site at);
+// Shared memory of the cluster in 32 bits: the CTA's rank above an offset of 24 bits.
+uint32_t cluster_address(const void* pointer, int rank, Site at);
+void* cluster_pointer(uint32_t address, int bytes, Site at);
+void mbarrier_arrive_cluster(uint32_t address, Site at);
 
 // ---- reports ----
 
@@ -90,6 +138,7 @@ void acquire(const void* object);
 // or inside one allocation of global memory.
 void check_shared_slow(const void* pointer, int bytes, Site at);
 void check_global(const void* pointer, int bytes, Site at);
+void check_global_range(const void* pointer, uint64_t bytes, Site at);  // of any alignment
 inline void check_shared(const void* pointer, int bytes, Site at) {
   const size_t offset = static_cast<const unsigned char*>(pointer) - self->shared;
   if (offset + bytes > self->shared_bytes || offset % bytes) check_shared_slow(pointer, bytes, at);
@@ -121,8 +170,8 @@ struct Schedule {
 extern Schedule schedule;
 
 // Runs body() as every thread of every block. Returns false if something was reported.
-bool launch(Index3 grid_dim, Index3 block_dim, size_t shared_bytes, void (*body)(const void*),
-            const void* args);
+bool launch(Index3 grid_dim, Index3 block_dim, Index3 cluster_dim, size_t shared_bytes,
+            void (*body)(const void*), const void* args);
 const std::string& last_report();  // first line of the report that failed the last launch
 
 void* allocate(size_t bytes);  // "global memory"; null if it cannot be had

@@ -19,6 +19,7 @@ template <class T> inline T ld_shared(const void* src_s, SIMT_CALLER) {
 template <class T> inline void st_shared(void* dst_s, T value, SIMT_CALLER) {
   simt::check_shared(dst_s, sizeof(T), at);
   if (simt::self->counting) simt::count_shared(dst_s, sizeof(T), at);
+  simt::note_write(dst_s, sizeof(T));
   *static_cast<T*>(dst_s) = value;
 }
 
@@ -54,6 +55,7 @@ template <int N> inline void cp_async_wait_group() {
   auto& groups = simt::self->copy_groups;
   while (groups.size() > size_t(N)) {
     for (auto copy = groups[0].rbegin(); copy != groups[0].rend(); ++copy) {  // any order will do
+      simt::note_write(copy->dst, copy->bytes);
       if (copy->src) {
         memcpy(copy->dst, copy->src, copy->bytes);
       } else {
@@ -130,6 +132,7 @@ inline void matrix_collective(const void* row_s, uint32_t* registers, simt::Site
   if (simt::self->lane < 8 * N) {
     simt::check_shared(row_s, 16, at);
     if (simt::self->counting) simt::count_shared(row_s, 16, at);
+    if (STORE) simt::note_write(row_s, 16);
   }
   simt::warp_collective(~0u, &mine, move_matrices<N, TRANS, STORE>, at);
 }
@@ -234,9 +237,6 @@ inline void mbarrier_init(uint64_t* barrier_s, int arrivals, SIMT_CALLER) {
 inline void mbarrier_arrive(uint64_t* barrier_s, SIMT_CALLER) {
   simt::mbarrier_arrive(barrier_s, 0, at);
 }
-inline void mbarrier_arrive_expect_tx(uint64_t* barrier_s, int bytes, SIMT_CALLER) {
-  simt::mbarrier_arrive(barrier_s, bytes, at);
-}
 // The copies land here at the latest.
 inline void cp_async_mbarrier_arrive_noinc(uint64_t* barrier_s, SIMT_CALLER) {
   cp_async_commit_group();
@@ -248,3 +248,5 @@ inline bool mbarrier_test_wait_parity(uint64_t* barrier_s, int parity, SIMT_CALL
   simt::mbarrier_wait(barrier_s, parity, at);
   return true;
 }
+
+#include "hopper.h"

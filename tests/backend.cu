@@ -175,6 +175,797 @@ static void test_schedules() {
   simt::schedule = {};
 }
 
+// ---- sm_90: TMA, wgmma, registers, clusters ----
+
+constexpr int ROWS = 40, HEADS = 3;  // of the tensor [HEADS][ROWS][64] that the maps describe
+constexpr int BOX = 16;              // rows of a box
+
+struct HopperScratch {
+  alignas(1024) __half a[64 * 64];   // one panel, 64 lines of 64
+  alignas(1024) __half b[256 * 64];  // up to 4 panels of 64 lines, or one of 256
+  uint64_t barriers[4];
+};
+struct HopperArgs {
+  CUtensorMap map;    // rank 3: (64, ROWS, HEADS), box (64, BOX, 1)
+  __half* tensor;     // [HEADS][ROWS][80], 64 used of a row
+  float* out;         // [64 * 256]
+  unsigned* counter;  // 0
+};
+using HopperKernel = void (*)(const HopperArgs);
+constexpr int OUT = 64 * 256;
+constexpr int ROW_STRIDE = 80;
+
+static float tensor_value(int head, int row, int i) { return float(head * 512 + row * 8 + i % 8); }
+
+// One CTA of `threads` threads, or a cluster of `ctas`.
+static std::vector<float> run_hopper(HopperKernel kernel, std::string& report, int threads = 128,
+                                     unsigned ctas = 1, std::vector<float>* tensor = nullptr) {
+  HopperArgs a{};
+  const size_t elements = HEADS * ROWS * ROW_STRIDE;
+  std::vector<float> out(OUT, -1.0f);
+  cudaMalloc(&a.tensor, elements * sizeof(__half));
+  cudaMalloc(&a.out, OUT * sizeof(float));
+  cudaMalloc(&a.counter, sizeof(unsigned));
+  cudaMemset(a.counter, 0, sizeof(unsigned));
+  cudaMemcpy(a.out, out.data(), OUT * sizeof(float), cudaMemcpyHostToDevice);
+  for (int h = 0; h < HEADS; h++) {
+    for (int r = 0; r < ROWS; r++) {
+      for (int i = 0; i < ROW_STRIDE; i++) {
+        a.tensor[(h * ROWS + r) * ROW_STRIDE + i] = __half(i < 64 ? tensor_value(h, r, i) : -7.0f);
+      }
+    }
+  }
+  const uint64_t sizes[3] = {64, ROWS, HEADS}, strides[2] = {ROW_STRIDE * 2, ROWS * ROW_STRIDE * 2};
+  const uint32_t box[3] = {64, BOX, 1};
+  EXPECT(encode_tensor_map(a.map, 3, a.tensor, sizes, strides, box, false) == cudaSuccess);
+  cudaLaunchAttribute attribute{};
+  attribute.id = cudaLaunchAttributeClusterDimension;
+  attribute.val.clusterDim = {ctas, 1, 1};
+  cudaLaunchConfig_t launch{};
+  launch.gridDim = dim3(ctas), launch.blockDim = dim3(threads);
+  launch.dynamicSmemBytes = sizeof(HopperScratch);
+  launch.attrs = &attribute, launch.numAttrs = 1;
+  report = cudaLaunchKernelEx(&launch, kernel, a) == cudaSuccess ? "" : simt::last_report();
+  cudaMemcpy(out.data(), a.out, OUT * sizeof(float), cudaMemcpyDeviceToHost);
+  if (tensor) {
+    for (size_t i = 0; i < elements; i++) tensor->push_back(float(a.tensor[i]));
+  }
+  cudaFree(a.tensor);
+  cudaFree(a.out);
+  cudaFree(a.counter);
+  return out;
+}
+
+static void expect_hopper_report(const char* what, HopperKernel kernel,
+                                 std::vector<std::string> words, int threads = 128,
+                                 unsigned ctas = 1) {
+  const simt::Schedule schedule = simt::schedule;
+  for (simt::Order order : {simt::Order::forward, simt::Order::reverse}) {
+    simt::schedule.alternate = false, simt::schedule.order = order;
+    std::string report;
+    run_hopper(kernel, report, threads, ctas);
+    for (const std::string& word : words) {
+      checks++;
+      if (report.find(word) == std::string::npos) {
+        failures++;
+        fprintf(stderr, "%s: no '%s' in the report: %s\n", what, word.c_str(), report.c_str());
+      }
+    }
+  }
+  simt::schedule = schedule;
+}
+
+// Calls f under every order of threads and of landing copies.
+template <class F> static void under_all_orders(F f) {
+  const simt::Schedule schedule = simt::schedule;
+  simt::schedule.alternate = false;
+  for (simt::Order order : {simt::Order::forward, simt::Order::reverse}) {
+    simt::schedule.order = order;
+    f();
+  }
+  simt::schedule.order = simt::Order::random;
+  for (uint64_t seed = 0; seed < 8; seed++) {
+    simt::schedule.seed = seed;
+    f();
+  }
+  simt::schedule = schedule;
+}
+
+// Element i of line r where the 128-byte swizzle puts it.
+static int swizzled(int r, int i) { return r * 64 + ((i / 8 ^ r % 8) * 8 + i % 8); }
+
+static void init_barriers(HopperScratch& s) {
+  if (threadIdx.x == 0) {
+    for (uint64_t& barrier : s.barriers) mbarrier_init(&barrier, 1);
+    fence_mbarrier_init();
+  }
+  __syncthreads();
+}
+static void wait_for(uint64_t* barrier, int parity) {
+  while (!mbarrier_try_wait_parity(barrier, parity)) {
+  }
+}
+constexpr int BOX_BYTES = BOX * 128;
+
+// A box that begins before and ends behind the tensor, and one inside; out: as they lie.
+static void load_boxes(const HopperArgs a) {
+  HopperScratch& s = dynamic_shared<HopperScratch>();
+  init_barriers(s);
+  if (threadIdx.x == 0) {
+    mbarrier_arrive_expect_tx(&s.barriers[0], 2 * BOX_BYTES);
+    cp_async_bulk_tensor_load<3>(s.a, &a.map, {-8, 30, 1}, &s.barriers[0], 0);
+    cp_async_bulk_tensor_load<3>(s.b, &a.map, {0, 3, 2}, &s.barriers[0], 0);
+  }
+  wait_for(&s.barriers[0], 0);
+  for (int i = threadIdx.x; i < BOX * 64; i += blockDim.x) {
+    a.out[i] = float(s.a[swizzled(i / 64, i % 64)]);
+    a.out[1024 + i] = float(s.b[swizzled(i / 64, i % 64)]);
+  }
+}
+
+static void test_tma_loads() {
+  under_all_orders([] {
+    std::string report;
+    const std::vector<float> out = run_hopper(load_boxes, report);
+    EXPECT(report == "");
+    bool right = true;
+    for (int i = 0; i < BOX * 64; i++) {
+      const int r = i / 64, c = i % 64 - 8;
+      right = right && out[i] == (c >= 0 && 30 + r < ROWS ? tensor_value(1, 30 + r, c) : 0.0f);
+      right = right && out[1024 + i] == tensor_value(2, 3 + r, i % 64);
+    }
+    EXPECT(right);
+  });
+
+  // Two loads with a barrier each: the wait for one says nothing about the other.
+  int early = 0, late = 0;
+  under_all_orders([&] {
+    std::string report;
+    const std::vector<float> out = run_hopper(
+        [](const HopperArgs a) {
+          HopperScratch& s = dynamic_shared<HopperScratch>();
+          init_barriers(s);
+          if (threadIdx.x == 0) {
+            for (int i = 0; i < 2; i++) {
+              mbarrier_arrive_expect_tx(&s.barriers[i], BOX_BYTES);
+              cp_async_bulk_tensor_load<3>(s.b + i * BOX * 64, &a.map, {0, 0, i}, &s.barriers[i],
+                                           0);
+            }
+          }
+          wait_for(&s.barriers[1], 0);
+          a.out[threadIdx.x] = float(s.b[threadIdx.x]);
+          wait_for(&s.barriers[0], 0);
+          a.out[128 + threadIdx.x] = float(s.b[threadIdx.x]);
+        },
+        report);
+    EXPECT(report == "" && out[128] == tensor_value(0, 0, 0));
+    (std::isnan(out[0]) ? late : early)++;
+  });
+  EXPECT(early > 0 && late > 0);
+
+  // Phases: a ring of one stage, four times round.
+  under_all_orders([] {
+    std::string report;
+    const std::vector<float> out = run_hopper(
+        [](const HopperArgs a) {
+          HopperScratch& s = dynamic_shared<HopperScratch>();
+          if (threadIdx.x == 0) {
+            mbarrier_init(&s.barriers[0], 1);
+            mbarrier_init(&s.barriers[1], 96);
+          }
+          __syncthreads();
+          float sum = 0;
+          for (int i = 0; i < 4; i++) {
+            if (threadIdx.x == 0) {
+              wait_for(&s.barriers[1], (i & 1) ^ 1);
+              mbarrier_arrive_expect_tx(&s.barriers[0], BOX_BYTES);
+              cp_async_bulk_tensor_load<3>(s.a, &a.map, {0, i * 4, 1}, &s.barriers[0], 0);
+            } else if (threadIdx.x >= 32) {
+              wait_for(&s.barriers[0], i & 1);
+              sum = sum * 8 + float(s.a[swizzled(1, 3)]);
+              mbarrier_arrive(&s.barriers[1]);
+            }
+          }
+          a.out[threadIdx.x] = sum;
+        },
+        report);
+    float sum = 0;
+    for (int i = 0; i < 4; i++) sum = sum * 8 + tensor_value(1, i * 4 + 1, 3);
+    EXPECT(report == "");
+    for (int t = 32; t < 128; t++) EXPECT(out[t] == sum);
+  });
+
+  // Ranks 4 and 5 and plain bulk copies.
+  std::string report;
+  const std::vector<float> out = run_hopper(
+      [](const HopperArgs a) {
+        HopperScratch& s = dynamic_shared<HopperScratch>();
+        init_barriers(s);
+        CUtensorMap four, five;
+        const uint64_t sizes[5] = {64, 10, 4, 1, HEADS};  // the rows of a head in fours of ten
+        const uint64_t strides[4] = {ROW_STRIDE * 2, 10 * ROW_STRIDE * 2, 16,
+                                     ROWS * ROW_STRIDE * 2};
+        const uint32_t box[5] = {64, 4, 2, 1, 1};
+        encode_tensor_map(four, 4, a.tensor, sizes, strides, box, true);
+        encode_tensor_map(five, 5, a.tensor, sizes, strides, box, true);
+        if (threadIdx.x == 0) {
+          mbarrier_arrive_expect_tx(&s.barriers[0], 2 * 4 * 2 * 128 + 64);
+          cp_async_bulk_tensor_load<4>(s.a, &four, {0, 7, 2, 0}, &s.barriers[0], 0);
+          cp_async_bulk_tensor_load<5>(s.b, &five, {0, 2, 1, 0, 2}, &s.barriers[0], 0);
+          cp_async_bulk_load(s.b + 2048, a.tensor + 16, 64, &s.barriers[0]);
+        }
+        wait_for(&s.barriers[0], 0);
+        for (int i = threadIdx.x; i < 8 * 64; i += blockDim.x) {
+          a.out[i] = float(s.a[swizzled(i / 64, i % 64)]);
+          a.out[512 + i] = float(s.b[swizzled(i / 64, i % 64)]);
+        }
+        if (threadIdx.x < 32) a.out[1024 + threadIdx.x] = float(s.b[2048 + threadIdx.x]);
+      },
+      report);
+  EXPECT(report == "");
+  bool right = true;
+  for (int i = 0; i < 512; i++) {
+    const int row = i / 64 % 4, ten = i / 256, c = i % 64;
+    right = right && out[i] == (7 + row < 10 ? tensor_value(0, 20 + ten * 10 + 7 + row, c) : 0.0f);
+    right = right && out[512 + i] == tensor_value(2, 10 + ten * 10 + 2 + row, c);
+  }
+  for (int i = 0; i < 32; i++) right = right && out[1024 + i] == tensor_value(0, 0, 16 + i);
+  EXPECT(right);
+}
+
+static void test_tma_reports() {
+  expect_hopper_report(
+      "bytes that never come",
+      [](const HopperArgs a) {
+        HopperScratch& s = dynamic_shared<HopperScratch>();
+        init_barriers(s);
+        if (threadIdx.x == 0) {
+          mbarrier_arrive_expect_tx(&s.barriers[0], 2 * BOX_BYTES);
+          cp_async_bulk_tensor_load<3>(s.a, &a.map, {0, 0, 0}, &s.barriers[0], 0);
+        }
+        wait_for(&s.barriers[0], 0);
+      },
+      {"deadlock in ", "wait for an mbarrier phase", "(0 arrivals and 2048 bytes are missing)"});
+  expect_hopper_report(
+      "bytes of what is inside",
+      [](const HopperArgs a) {  // the full box counts
+        HopperScratch& s = dynamic_shared<HopperScratch>();
+        init_barriers(s);
+        if (threadIdx.x == 0) {
+          mbarrier_arrive_expect_tx(&s.barriers[0], 4 * 128);
+          cp_async_bulk_tensor_load<3>(s.a, &a.map, {0, ROWS - 4, 0}, &s.barriers[0], 0);
+        }
+        wait_for(&s.barriers[0], 0);
+      },
+      {"1536 bytes more than this mbarrier's phase expects have landed"});
+  expect_hopper_report(
+      "load without wait",
+      [](const HopperArgs a) {
+        HopperScratch& s = dynamic_shared<HopperScratch>();
+        init_barriers(s);
+        if (threadIdx.x == 5) {
+          mbarrier_arrive_expect_tx(&s.barriers[0], BOX_BYTES);
+          cp_async_bulk_tensor_load<3>(s.a, &a.map, {0, 0, 0}, &s.barriers[0], 0);
+          if (a.map.rank) return;
+        }
+      },
+      {"warp 0 lane 5 (thread 5)", "this bulk load may be in flight when its CTA is gone"});
+  expect_hopper_report("too many arrivals",
+                       [](const HopperArgs) {
+                         HopperScratch& s = dynamic_shared<HopperScratch>();
+                         init_barriers(s);
+                         if (threadIdx.x == 0) mbarrier_arrive_expect_tx(&s.barriers[0], 16);
+                         if (threadIdx.x == 0) mbarrier_arrive(&s.barriers[0]);
+                       },
+                       {"more arrivals at this mbarrier than the 1 of a phase"});
+  expect_hopper_report(
+      "misaligned tile",
+      [](const HopperArgs a) {
+        HopperScratch& s = dynamic_shared<HopperScratch>();
+        init_barriers(s);
+        cp_async_bulk_tensor_load<3>(s.a + 64, &a.map, {0, 0, 0}, &s.barriers[0], 0);
+      },
+      {"offset 128 of shared memory is not aligned to 1024 bytes"});
+  expect_hopper_report(
+      "tile past the end",
+      [](const HopperArgs a) {
+        HopperScratch& s = dynamic_shared<HopperScratch>();
+        init_barriers(s);
+        cp_async_bulk_tensor_load<3>(s.b + 256 * 64, &a.map, {0, 0, 0}, &s.barriers[0], 0);
+      },
+      {"2048 bytes at offset 40960 of shared memory, which has "});
+  expect_hopper_report("rank",
+                       [](const HopperArgs a) {
+                         HopperScratch& s = dynamic_shared<HopperScratch>();
+                         init_barriers(s);
+                         cp_async_bulk_tensor_load<4>(s.a, &a.map, {0, 0, 0, 0}, &s.barriers[0], 0);
+                       },
+                       {"a tensor map of 3 dimensions is used with 4 coordinates"});
+  expect_hopper_report("no map",
+                       [](const HopperArgs) {
+                         HopperScratch& s = dynamic_shared<HopperScratch>();
+                         init_barriers(s);
+                         CUtensorMap map{};
+                         cp_async_bulk_tensor_load<3>(s.a, &map, {0, 0, 0}, &s.barriers[0], 0);
+                       },
+                       {"this is no tensor map"});
+  expect_hopper_report("load to a barrier without init",
+                       [](const HopperArgs a) {
+                         HopperScratch& s = dynamic_shared<HopperScratch>();
+                         cp_async_bulk_tensor_load<3>(s.a, &a.map, {0, 0, 0}, &s.barriers[0], 0);
+                       },
+                       {"this mbarrier was never initialised"});
+  expect_hopper_report("misaligned bulk copy",
+                       [](const HopperArgs a) {
+                         HopperScratch& s = dynamic_shared<HopperScratch>();
+                         init_barriers(s);
+                         cp_async_bulk_load(s.a, a.tensor + 4, 16, &s.barriers[0]);
+                       },
+                       {"a bulk copy of 16 bytes from ", "both must be multiples of 16"});
+
+  // What the driver refuses.
+  alignas(16) static __half memory[1024];
+  const auto encode = [](int rank, const void* base, uint64_t size, uint64_t stride, uint32_t box0,
+                         uint32_t box1) {
+    CUtensorMap map;
+    const uint64_t sizes[6] = {64, size, 1, 1, 1, 1}, strides[5] = {stride, 256, 256, 256, 256};
+    const uint32_t box[6] = {box0, box1, 1, 1, 1, 1};
+    return encode_tensor_map(map, rank, base, sizes, strides, box, false) == cudaSuccess;
+  };
+  EXPECT(encode(3, memory, 8, 128, 64, 8));
+  EXPECT(encode(5, memory, 8, 128, 64, 256));
+  EXPECT(!encode(6, memory, 8, 128, 64, 8));
+  EXPECT(!encode(3, memory + 4, 8, 128, 64, 8));
+  EXPECT(!encode(3, nullptr, 8, 128, 64, 8));
+  EXPECT(!encode(3, memory, 0, 128, 64, 8));
+  EXPECT(!encode(3, memory, 8, 136, 64, 8));
+  EXPECT(!encode(3, memory, 8, uint64_t(1) << 40, 64, 8));
+  EXPECT(!encode(3, memory, 8, 128, 128, 8));
+  EXPECT(!encode(3, memory, 8, 128, 60, 8));
+  EXPECT(!encode(3, memory, 8, 128, 64, 257));
+  EXPECT(!encode(3, memory, 8, 128, 64, 0));
+}
+
+enum class Omit { nothing, fence, wait, read_wait, last_wait };
+// Stages a tile of 0, 1, ... and stores it to rows 30 ... of head 1, without WHAT.
+template <Omit WHAT> static void store_tile(const HopperArgs a) {
+  HopperScratch& s = dynamic_shared<HopperScratch>();
+  for (int i = threadIdx.x; i < BOX * 64; i += blockDim.x) {
+    st_shared(s.a + swizzled(i / 64, i % 64), __half(float(i)));
+  }
+  if (WHAT != Omit::fence) fence_proxy_async();
+  __syncthreads();
+  if (threadIdx.x == 0) {
+    cp_async_bulk_tensor_store<3>(&a.map, {0, 30, 1}, s.a);
+    cp_async_bulk_commit_group();
+    if (WHAT == Omit::nothing || WHAT == Omit::last_wait) cp_async_bulk_wait_group_read<0>();
+  }
+  __syncthreads();
+  st_shared(s.a + threadIdx.x, __half(-5.0f));
+  if (threadIdx.x == 0) {
+    a.out[0] = float(a.tensor[(ROWS + 30) * ROW_STRIDE + 1]);  // not yet there
+    if (WHAT != Omit::wait && WHAT != Omit::last_wait) cp_async_bulk_wait_group<0>();
+    a.out[1] = float(a.tensor[(ROWS + 30) * ROW_STRIDE + 1]);
+  }
+}
+
+static void test_tma_stores() {
+  under_all_orders([] {
+    std::string report;
+    std::vector<float> tensor;
+    const std::vector<float> out = run_hopper(store_tile<Omit::nothing>, report, 128, 1, &tensor);
+    EXPECT(report == "" && out[0] == tensor_value(1, 30, 1) && out[1] == 1);
+    bool right = true;
+    for (int h = 0; h < HEADS; h++) {
+      for (int r = 0; r < ROWS; r++) {
+        for (int i = 0; i < ROW_STRIDE; i++) {
+          const bool stored = h == 1 && r >= 30 && i < 64;  // 10 of 16 rows, the others dropped
+          const float old = i < 64 ? tensor_value(h, r, i) : -7.0f;
+          right = right && tensor[(h * ROWS + r) * ROW_STRIDE + i] ==
+                               (stored ? float(__half(float((r - 30) * 64 + i))) : old);
+        }
+      }
+    }
+    EXPECT(right);
+    // Without the last wait it is there at the end of the kernel, and not before.
+    std::vector<float> at_end;
+    const std::vector<float> during =
+        run_hopper(store_tile<Omit::last_wait>, report, 128, 1, &at_end);
+    EXPECT(report == "" && during[1] == tensor_value(1, 30, 1) && at_end == tensor);
+    // Overwritten before it was read: by thread 0, at the first place of the tile.
+    tensor.clear();
+    run_hopper(store_tile<Omit::read_wait>, report, 128, 1, &tensor);
+    EXPECT(report == "" && tensor[(ROWS + 30) * ROW_STRIDE] == -5);
+    EXPECT(tensor[(ROWS + 35) * ROW_STRIDE + 1] == 5 * 64 + 1);
+  });
+  expect_hopper_report("no proxy fence", store_tile<Omit::fence>,
+                       {"was written by warp ", "without a fence.proxy.async since"});
+  expect_hopper_report("no wait before the end", store_tile<Omit::wait>,
+                       {"this store may not have read shared memory yet"});
+}
+
+// D [64][N] = A [64][64] @ B [64][N], twice, + what was there; all small integers.
+static float wgmma_a(int i, int k) { return float((i * 3 + k * 5) % 7 - 3); }
+static float wgmma_b(int k, int j) { return float((k * 2 + j * 11) % 9 - 4); }
+static float wgmma_d(int i, int j) { return float((i + j) % 5); }
+
+template <class E, int N, int TRANS_B> static void write_operands(HopperScratch& s) {
+  E* const A = reinterpret_cast<E*>(s.a);
+  E* const B = reinterpret_cast<E*>(s.b);
+  for (int i = threadIdx.x; i < 64 * 64; i += blockDim.x) {
+    st_shared(A + swizzled(i / 64, i % 64), E(wgmma_a(i / 64, i % 64)));
+  }
+  for (int i = threadIdx.x; i < 64 * N; i += blockDim.x) {
+    const int k = i / N, j = i % N;
+    // MN-major: panels of 64 columns, a line for each k; K-major: a line for each column.
+    const int place = TRANS_B ? j / 64 * 64 * 64 + swizzled(k, j % 64) : swizzled(j, k);
+    st_shared(B + place, E(wgmma_b(k, j)));
+  }
+  fence_proxy_async();
+  __syncthreads();
+}
+
+template <int N, int TRANS_B> static uint64_t descriptor_b(HopperScratch& s, int k) {
+  return wgmma_descriptor(shared_address(s.b), 64 * 128, 1024) + (TRANS_B ? k * 128 : k * 2) / 16;
+}
+
+static int row_of(int tid, int i) { return tid / 32 * 16 + tid % 32 / 4 + i / 2 % 2 * 8; }
+static int column_of(int tid, int i) { return i / 4 * 8 + tid % 4 * 2 + i % 2; }
+
+template <class E> static uint32_t pack(float x, float y) {
+  const E e[2] = {E(x), E(y)};
+  uint32_t word;
+  memcpy(&word, e, sizeof word);
+  return word;
+}
+
+template <class E, int N, int TRANS_B, bool RS> static void multiply(const HopperArgs a) {
+  HopperScratch& s = dynamic_shared<HopperScratch>();
+  write_operands<E, N, TRANS_B>(s);
+  const int tid = threadIdx.x;
+  float d[N / 2];
+  uint32_t x[4][4];
+  for (int k = 0; k < 4; k++) {
+    for (int i = 0; i < 4; i++) {
+      const int row = tid / 32 * 16 + tid % 32 / 4 + i % 2 * 8,
+                c = k * 16 + tid % 4 * 2 + i / 2 * 8;
+      x[k][i] = pack<E>(wgmma_a(row, c), wgmma_a(row, c + 1));
+    }
+  }
+  for (int i = 0; i < N / 2; i++) d[i] = wgmma_d(row_of(tid, i), column_of(tid, i));
+  const uint64_t da = wgmma_descriptor(shared_address(s.a), 16, 1024);
+  for (int round = 0; round < 2; round++) {
+    hold(d);
+    wgmma_fence();
+    for (int k = 0; k < 4; k++) {
+      const uint64_t db = descriptor_b<N, TRANS_B>(s, 16 * k);
+      const bool accumulate = true;
+      if constexpr (RS) {
+        wgmma_rs<E, N, TRANS_B>(d, x[k], db, accumulate);
+      } else {
+        wgmma_ss<E, N, TRANS_B>(d, da + 2 * k, db, accumulate);
+      }
+    }
+    wgmma_commit_group();
+    if (round == 0) a.out[OUT - 128 + tid] = d[tid % (N / 2)];  // too early
+    wgmma_wait_group<0>();
+    hold(d);
+  }
+  for (int i = 0; i < N / 2; i++) {
+    if (row_of(tid, i) * N + column_of(tid, i) < OUT - 128) {
+      a.out[row_of(tid, i) * N + column_of(tid, i)] = d[i];
+    }
+  }
+}
+
+template <class E, int N, int TRANS_B, bool RS> static void expect_product() {
+  std::string report;
+  const std::vector<float> out = run_hopper(multiply<E, N, TRANS_B, RS>, report);
+  EXPECT(report == "");
+  int wrong = 0;
+  for (int i = 0; i < 64; i++) {
+    for (int j = 0; j < N && i * N + j < OUT - 128; j++) {
+      float sum = wgmma_d(i, j);
+      for (int k = 0; k < 64; k++) sum += 2 * wgmma_a(i, k) * wgmma_b(k, j);
+      wrong += out[i * N + j] != sum;
+    }
+  }
+  EXPECT(wrong == 0);
+  for (int t = 0; t < 128; t++) EXPECT(std::isnan(out[OUT - 128 + t]));
+}
+
+template <int N> static void expect_products() {
+  expect_product<__half, N, 0, false>();
+  expect_product<__half, N, 1, false>();
+  expect_product<__half, N, 0, true>();
+  expect_product<__half, N, 1, true>();
+  expect_product<__nv_bfloat16, N, 0, false>();
+  expect_product<__nv_bfloat16, N, 1, true>();
+}
+
+// How the kernel below breaks the rules of wgmma.
+enum class Break {
+  nothing,
+  no_fence,
+  fence_too_early,
+  late_write,
+  read_modify,
+  a_overwritten,
+  a_after_fence,
+  other_descriptor,
+  other_order,
+  one_warp_less,
+  one_warp_first,
+  no_wait,
+  swizzle_mode,
+  line,
+  across_line,
+  past_end,
+  stride,
+  operand_overwritten,
+  no_proxy_fence
+};
+template <Break HOW> static void break_rules(const HopperArgs a) {
+  HopperScratch& s = dynamic_shared<HopperScratch>();
+  write_operands<__half, 64, 0>(s);
+  const int tid = threadIdx.x;
+  float d[32], other[32];
+  uint32_t x[4] = {pack<__half>(1, 1), pack<__half>(1, 1), pack<__half>(1, 1), pack<__half>(1, 1)};
+  for (int i = 0; i < 32; i++) d[i] = other[i] = 0;
+  uint64_t da = wgmma_descriptor(shared_address(s.a), 16, 1024);
+  uint64_t db = wgmma_descriptor(shared_address(s.b), 16, 1024);
+  if (HOW == Break::swizzle_mode) db |= uint64_t(2) << 62;
+  if (HOW == Break::line) db += 128 / 16;
+  if (HOW == Break::across_line) db += 112 / 16;
+  if (HOW == Break::past_end) db += 36 * 1024 / 16;
+  if (HOW == Break::stride) db += uint64_t(512 / 16) << 32;
+  if (HOW == Break::other_descriptor && tid == 70) db += 2;
+  if (HOW == Break::no_proxy_fence && tid == 9) st_shared(s.b, __half(1.0f));
+  if (HOW == Break::no_proxy_fence) __syncthreads();
+  if (HOW == Break::one_warp_first && tid >= 96) barrier_arrive(1, 128);
+  if ((HOW == Break::one_warp_first || HOW == Break::one_warp_less) && tid >= 96) return;
+  if (HOW == Break::one_warp_first) barrier_sync(1, 128);
+  if (HOW != Break::no_fence) wgmma_fence();
+  if (HOW == Break::other_order && tid % 2) {
+    wgmma_ss<__half, 64, 0>(other, da, db, true);
+    wgmma_ss<__half, 64, 0>(d, da, db, true);
+  } else {
+    wgmma_ss<__half, 64, 0>(d, da, db, true);
+    wgmma_rs<__half, 64, 0>(other, x, db, true);
+  }
+  wgmma_commit_group();
+  if (HOW == Break::late_write && tid == 3) d[5] = 1;
+  if (HOW == Break::read_modify) {
+    for (int i = 0; i < 32; i++) d[i] *= 2;
+  }
+  if (HOW == Break::a_overwritten) x[1] = tid;
+  if (HOW == Break::operand_overwritten) {
+    for (int i = tid; i < 64 * 64; i += 128) s.b[i] = __half(0.0f);
+  }
+  if (HOW == Break::no_wait) return;
+  wgmma_wait_group<0>();
+  if (HOW == Break::fence_too_early) wgmma_fence();
+  for (int i = 0; i < 32; i++) d[i] = d[i] * 2 + 1;
+  if (HOW != Break::fence_too_early) wgmma_fence();
+  if (HOW == Break::a_after_fence) x[2] = tid;
+  wgmma_ss<__half, 64, 0>(d, da, db, true);
+  wgmma_rs<__half, 64, 0>(other, x, db, true);
+  wgmma_commit_group();
+  wgmma_wait_group<0>();
+  a.out[tid] = d[0];
+}
+
+static void test_wgmma() {
+  expect_products<16>();
+  expect_products<64>();
+  expect_products<128>();
+  expect_products<176>();
+  expect_products<256>();
+  std::string report;
+  run_hopper(break_rules<Break::nothing>, report);
+  EXPECT(report == "");
+  expect_hopper_report("no fence", break_rules<Break::no_fence>,
+                       {"the first wgmma comes before any wgmma_fence"});
+  expect_hopper_report("fence too early", break_rules<Break::fence_too_early>,
+                       {"the accumulators were written after the last wgmma_fence"});
+  expect_hopper_report("written in flight", break_rules<Break::late_write>,
+                       {"thread 3)", "accumulators were written while a wgmma was in flight"});
+  expect_hopper_report("scaled in flight", break_rules<Break::read_modify>,
+                       {"accumulators were written while a wgmma was in flight"});
+  expect_hopper_report("A overwritten", break_rules<Break::a_overwritten>,
+                       {"the registers of A were overwritten while a wgmma read them"});
+  expect_hopper_report("A after the fence", break_rules<Break::a_after_fence>,
+                       {"the registers of A were written after the last wgmma_fence"});
+  expect_hopper_report("other descriptor", break_rules<Break::other_descriptor>,
+                       {"divergent warpgroup: other threads gave other descriptors"});
+  expect_hopper_report("other order", break_rules<Break::other_order>,
+                       {"divergent warpgroup: others have come by backend.cu:"});
+  expect_hopper_report("one warp less", break_rules<Break::one_warp_less>,
+                       {"divergent warpgroup: its thread returns without having come here"});
+  expect_hopper_report("one warp less, and first", break_rules<Break::one_warp_first>,
+                       {"deadlock in ",
+                        "96 threads, first warp 0 lane 0 (thread 0), wait for the rest "
+                        "of its warpgroup",
+                        "32 threads, first warp 3 lane 0"});
+  expect_hopper_report("half a warpgroup", break_rules<Break::nothing>,
+                       {"a warpgroup has 128 threads, here are 64"}, 192);
+  expect_hopper_report("no wait", break_rules<Break::no_wait>, {"this wgmma may be in flight"});
+  expect_hopper_report("swizzle", break_rules<Break::swizzle_mode>,
+                       {"descriptor B: swizzle mode 3, want 1 (128 bytes)"});
+  expect_hopper_report("line", break_rules<Break::line>,
+                       {"descriptor B: the start 8320 is in line 1 of an atom"});
+  expect_hopper_report("across the line", break_rules<Break::across_line>,
+                       {"descriptor B: 32 bytes from byte 112 of a line of 128"});
+  expect_hopper_report("past the end", break_rules<Break::past_end>,
+                       {"descriptor B: the matrix ends at offset 53248 of shared memory"});
+  expect_hopper_report("stride", break_rules<Break::stride>,
+                       {"descriptor B: stride 1536 and leading 16 bytes are not both multiples"});
+  expect_hopper_report("no proxy fence", break_rules<Break::no_proxy_fence>,
+                       {"was written by warp 0 lane 9 (thread 9) without a fence.proxy.async"});
+  const float right = run_hopper(break_rules<Break::nothing>, report)[1];
+  const float wrong = run_hopper(break_rules<Break::operand_overwritten>, report)[1];
+  EXPECT(report == "" && right != wrong);  // operands are read at the wait
+
+  // Two groups in flight: a wait for the older leaves the younger one's accumulators alone.
+  const std::vector<float> out = run_hopper(
+      [](const HopperArgs a) {
+        HopperScratch& s = dynamic_shared<HopperScratch>();
+        write_operands<__half, 64, 0>(s);
+        const uint64_t da = wgmma_descriptor(shared_address(s.a), 16, 1024);
+        const uint64_t db = wgmma_descriptor(shared_address(s.b), 16, 1024);
+        float older[32], younger[32];
+        wgmma_fence();
+        wgmma_ss<__half, 64, 0>(older, da, db, false);
+        wgmma_commit_group();
+        wgmma_ss<__half, 64, 0>(younger, da, db, false);
+        wgmma_commit_group();
+        wgmma_wait_group<1>();
+        a.out[threadIdx.x] = older[3];
+        a.out[128 + threadIdx.x] = younger[3];
+        wgmma_wait_group<0>();
+        a.out[256 + threadIdx.x] = younger[3];
+      },
+      report);
+  EXPECT(report == "");
+  for (int t = 0; t < 128; t++) EXPECT(out[t] == out[256 + t] && std::isnan(out[128 + t]));
+}
+
+static void test_registers() {
+  std::string report;  // 384 threads start with 168 each
+  under_all_orders([&] {
+    run_hopper(
+        [](const HopperArgs) {
+          if (threadIdx.x >= 256) {
+            setmaxnreg_dec<24>();
+          } else {
+            setmaxnreg_inc<240>();
+          }
+        },
+        report, 384);
+    EXPECT(report == "");
+  });
+  expect_hopper_report(
+      "too many registers",
+      [](const HopperArgs) {
+        if (threadIdx.x >= 256) {
+          setmaxnreg_dec<32>();
+        } else {
+          setmaxnreg_inc<240>();
+        }
+      },
+      {"deadlock in ", "wait for registers (setmaxnreg)"}, 384);
+  expect_hopper_report(
+      "no increase", [](const HopperArgs) { setmaxnreg_inc<160>(); },
+      {"setmaxnreg: from 168 to 160 registers is no increase"}, 384);
+  expect_hopper_report(
+      "by one warp",
+      [](const HopperArgs) {
+        if (threadIdx.x < 32) setmaxnreg_dec<24>();
+      },
+      {"divergent warpgroup: "}, 384);
+}
+
+// Each CTA of the cluster writes to its neighbour, and reads from it; then all leave together.
+template <bool WAIT> static void exchange(const HopperArgs a) {
+  HopperScratch& s = dynamic_shared<HopperScratch>();
+  const int rank = cluster_ctarank(), next = (rank + 1) % 4, tid = threadIdx.x;
+  float* const mine = reinterpret_cast<float*>(s.b);
+  mine[tid] = float(rank * 1000 + tid);
+  if (tid == 0) mbarrier_init(&s.barriers[0], 128);
+  fence_mbarrier_init();
+  cluster_arrive();
+  cluster_wait();
+  const uint32_t there = mapa(shared_address(s.b), next);
+  st_shared_cluster(there + 4 * (128 + tid), ld_shared_cluster<float>(there + 4 * tid) + 0.5f);
+  mbarrier_arrive_cluster(mapa(shared_address(&s.barriers[0]), next));
+  wait_for(&s.barriers[0], 0);
+  a.out[rank * 128 + tid] = mine[128 + tid];
+  if (WAIT) cluster_arrive();
+  if (WAIT) cluster_wait();
+  if (!WAIT && rank != 3) return;
+  if (!WAIT) a.out[tid] = ld_shared_cluster<float>(there);
+}
+
+static void test_clusters() {
+  under_all_orders([] {
+    std::string report;
+    const std::vector<float> out = run_hopper(exchange<true>, report, 128, 4);
+    EXPECT(report == "");
+    bool right = true;
+    for (int i = 0; i < 512; i++) right = right && out[i] == float(i / 128 * 1000 + i % 128) + 0.5f;
+    EXPECT(right);
+  });
+  expect_hopper_report(
+      "a CTA that has returned",
+      [](const HopperArgs a) {
+        const uint32_t there = mapa(shared_address(&dynamic_shared<HopperScratch>()), 1);
+        if (cluster_ctarank() == 1) {
+          atomicAdd(a.counter, 1u);
+          return;
+        }
+        for (int i = 0; i < 100 && *a.counter < 128; i++) __syncthreads();
+        a.out[threadIdx.x] = ld_shared_cluster<float>(there);
+      },
+      {"the CTA of rank 1, whose shared memory this is, has returned"}, 128, 2);
+  expect_hopper_report(
+      "no such rank",
+      [](const HopperArgs) { mapa(shared_address(&dynamic_shared<HopperScratch>()), 2); },
+      {"CTA 2 of a cluster of 2"}, 128, 2);
+  expect_hopper_report(
+      "wait without arrive", [](const HopperArgs) { cluster_wait(); },
+      {"cluster_wait without a cluster_arrive"}, 128, 2);
+  expect_hopper_report(
+      "arrive twice",
+      [](const HopperArgs) {
+        cluster_arrive();
+        cluster_arrive();
+      },
+      {"cluster_arrive twice"}, 128, 2);
+  expect_hopper_report(
+      "cluster deadlock",
+      [](const HopperArgs) {
+        if (cluster_ctarank() == 1) {
+          __syncthreads();
+          if (threadIdx.x == 0) barrier_sync(3, 64);
+        }
+        cluster_arrive();
+        cluster_wait();
+      },
+      {"deadlock in block (0,0,0): ", "wait for the cluster's barrier", "in block (1,0,0): "}, 128,
+      2);
+  HopperArgs a{};
+  cudaLaunchAttribute attribute{};
+  attribute.id = cudaLaunchAttributeClusterDimension;
+  attribute.val.clusterDim = {2, 1, 1};
+  cudaLaunchConfig_t launch{};
+  launch.gridDim = dim3(3), launch.blockDim = dim3(128);
+  launch.attrs = &attribute, launch.numAttrs = 1;
+  HopperKernel nothing = [](const HopperArgs) {};
+  EXPECT(cudaLaunchKernelEx(&launch, nothing, a) == cudaErrorInvalidValue);  // 3 CTAs in pairs
+}
+
+static void measure_wgmma() {
+  std::string report;
+  const auto begin = std::chrono::steady_clock::now();
+  run_hopper(
+      [](const HopperArgs) {
+        HopperScratch& s = dynamic_shared<HopperScratch>();  // poison is as good as numbers
+        const uint64_t da = wgmma_descriptor(shared_address(s.a), 16, 1024);
+        const uint64_t db = wgmma_descriptor(shared_address(s.b), 16, 1024);
+        float d[64] = {};
+        for (int round = 0; round < 500; round++) {
+          wgmma_fence();
+          for (int k = 0; k < 4; k++) wgmma_ss<__half, 128, 0>(d, da + 2 * k, db + 2 * k, true);
+          wgmma_commit_group();
+          wgmma_wait_group<0>();
+        }
+      },
+      report);
+  const double seconds =
+      std::chrono::duration<double>(std::chrono::steady_clock::now() - begin).count();
+  printf("wgmma m64n128k16, in chains of 4: %.1f us a warpgroup\n", seconds / 2000 * 1e6);
+}
+
 static void measure() {
   const auto seconds = [](Kernel kernel) {
     const auto begin = std::chrono::steady_clock::now();
@@ -200,7 +991,14 @@ int main() {
   test_reports();
   test_poison();
   test_schedules();
+  test_tma_loads();
+  test_tma_reports();
+  test_tma_stores();
+  test_wgmma();
+  test_registers();
+  test_clusters();
   measure();
+  measure_wgmma();
   printf("%d checks, %d failed\n", checks, failures);
   return failures != 0;
 }

@@ -17,7 +17,7 @@ cp reference.cpp "$work/"
 flags=(-std=c++17 -O1 -march=native -ffp-contract=off -ftrivial-auto-var-init=pattern -w -pthread
        -I"$PWD/simt")
 engine() {  # engine NET MACRO...
-  "${CXX:-g++}" -std=c++17 -O2 "${@:2}" -c simt/engine.cpp -o "$work/engine_$1.o" || exit 1
+  "${CXX:-g++}" -std=c++17 -O2 -march=native -ffp-contract=off "${@:2}" -c simt/engine.cpp -o "$work/engine_$1.o" || exit 1
 }
 engine plain; engine address -DSIMT_ASAN; engine thread -DSIMT_TSAN
 

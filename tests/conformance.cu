@@ -1,6 +1,7 @@
 // Drives every instruction wrapper on all lanes with operands that are exact in any order of
 // summation, and prints a hash of every result. The same source runs on a GPU (nvcc, sm_90a) and on
-// the CPU backend; both must give the hashes of conformance.golden, which a GPU wrote.
+// the CPU backend; both must give the hashes of conformance.golden, which a GPU wrote. Those of the sm_90
+// part (bulk_load, cluster, setmaxnreg, stmatrix_x4_address, tma_*, wgmma_*) the CPU backend wrote.
 //   conformance [GOLDEN]     prints NAME HASH lines; with GOLDEN, exits with 1 if one differs
 #define SDPA_NO_MAIN
 #include "../sdpa.cu"
@@ -57,10 +58,6 @@ __device__ void mma_m16n8k32_e4m3(float (&d)[4], const uint32_t (&a)[4], const u
                : "+f"(d[0]), "+f"(d[1]), "+f"(d[2]), "+f"(d[3])
                : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b[0]), "r"(b[1]));
 }
-
-__device__ void barrier_arrive(int id, int threads) {
-  asm volatile("bar.arrive %0, %1;" ::"r"(id), "r"(threads) : "memory");
-}
 #endif
 
 constexpr int THREADS = 64, WORDS = 64;  // results per thread
@@ -69,7 +66,10 @@ struct Args {
   uint32_t* out;      // [THREADS][WORDS]
   const uint8_t* in;  // 4096 bytes: byte i is i * 37 + 11
   uint32_t* counter;
+  uint16_t* tensor;                     // [HEADS][ROWS][ROW_STRIDE], words 0, 1, ...
+  CUtensorMap map_3d, map_4d, map_5d;  // of its first 64 columns
 };
+constexpr int HEADS = 3, ROWS = 40, ROW_STRIDE = 80;
 
 __device__ int small(int i) { return (i * 7 + 3) % 17 - 8; }  // integers from -8 to 8
 
@@ -311,22 +311,262 @@ __global__ void test_arithmetic(const Args a) {
   out[28] = bits_of(exp2_polynomial(NAN)) | 0x80000000u;
 }
 
+// ---- sm_90 ----
+
+struct HopperScratch {
+  alignas(1024) uint8_t a[64 * 128];
+  alignas(1024) uint8_t b[256 * 128];
+  uint64_t barriers[2];
+};
+
+__device__ HopperScratch& hopper_scratch(int arrivals) {
+  HopperScratch& s = dynamic_shared<HopperScratch>();
+  if (threadIdx.x == 0) {
+    mbarrier_init(&s.barriers[0], arrivals);
+    mbarrier_init(&s.barriers[1], 1);
+    fence_mbarrier_init();
+  }
+  for (int i = threadIdx.x; i < int(sizeof s.a + sizeof s.b) / 4; i += blockDim.x) {
+    st_shared(s.a + 4 * i, 0u);
+  }
+  fence_proxy_async();
+  __syncthreads();
+  return s;
+}
+
+__device__ void wait_for(uint64_t* barrier_s, int parity) {
+  while (!mbarrier_try_wait_parity(barrier_s, parity)) {
+  }
+}
+
+// Boxes that begin before the tensor, end behind it, and lie inside, as the swizzle places them.
+template <int RANK> __global__ void test_tma_load(const __grid_constant__ Args a) {
+  HopperScratch& s = hopper_scratch(1);
+  const int tid = threadIdx.x;
+  if (tid == 0) {
+    constexpr uint64_t evict_first = 0x12f0000000000000;
+    mbarrier_arrive_expect_tx(&s.barriers[0], 4 * 2048);
+    if constexpr (RANK == 3) {
+      prefetch_tensormap(&a.map_3d);
+      cp_async_bulk_tensor_load<3>(s.a, &a.map_3d, {-8, 30, 1}, &s.barriers[0], evict_first);
+      cp_async_bulk_tensor_load<3>(s.a + 2048, &a.map_3d, {24, -3, 2}, &s.barriers[0], evict_first);
+      cp_async_bulk_tensor_load<3>(s.a + 4096, &a.map_3d, {0, 7, 0}, &s.barriers[0], evict_first);
+      cp_async_bulk_tensor_load<3>(s.a + 6144, &a.map_3d, {0, 7, 3}, &s.barriers[0], evict_first);
+    } else if constexpr (RANK == 4) {
+      cp_async_bulk_tensor_load<4>(s.a, &a.map_4d, {0, 16, 0, 1}, &s.barriers[0], evict_first);
+      cp_async_bulk_tensor_load<4>(s.a + 2048, &a.map_4d, {-2, -3, 1, 2}, &s.barriers[0],
+                                   evict_first);
+      cp_async_bulk_tensor_load<4>(s.a + 4096, &a.map_4d, {0, 7, 0, 0}, &s.barriers[0],
+                                   evict_first);
+      cp_async_bulk_tensor_load<4>(s.a + 6144, &a.map_4d, {40, 7, -1, 2}, &s.barriers[0],
+                                   evict_first);
+    } else {
+      cp_async_bulk_tensor_load<5>(s.a, &a.map_5d, {0, 8, 0, 0, 1}, &s.barriers[0], evict_first);
+      cp_async_bulk_tensor_load<5>(s.a + 2048, &a.map_5d, {-2, -3, 1, 1, 2}, &s.barriers[0],
+                                   evict_first);
+      cp_async_bulk_tensor_load<5>(s.a + 4096, &a.map_5d, {0, 3, 0, 1, 0}, &s.barriers[0],
+                                   evict_first);
+      cp_async_bulk_tensor_load<5>(s.a + 6144, &a.map_5d, {16, 7, -1, 0, 2}, &s.barriers[0],
+                                   evict_first);
+    }
+  }
+  wait_for(&s.barriers[0], 0);
+  for (int i = 0; i < 16; i++) a.out[tid * 16 + i] = ld_shared<uint32_t>(s.a + 4 * (tid * 16 + i));
+}
+
+// A tile that hangs over the tensor's end, and plain bytes: out, and read back.
+template <int RANK> __global__ void test_tma_store(const __grid_constant__ Args a) {
+  HopperScratch& s = hopper_scratch(1);
+  const int tid = threadIdx.x;
+  for (int i = 0; i < 4; i++) st_shared(s.a + 4 * (tid * 4 + i), 0x10001u * (tid * 4 + i));
+  fence_proxy_async();
+  __syncthreads();
+  if (tid == 0) {
+    if constexpr (RANK == 3) {
+      cp_async_bulk_tensor_store<3>(&a.map_3d, {0, 30, 1}, s.a);
+    } else if constexpr (RANK == 4) {
+      cp_async_bulk_tensor_store<4>(&a.map_4d, {0, 16, 0, 1}, s.a);
+    } else {
+      cp_async_bulk_tensor_store<5>(&a.map_5d, {0, 7, 0, 1, 1}, s.a);
+    }
+    cp_async_bulk_commit_group();
+    cp_async_bulk_store(a.tensor + ROWS * ROW_STRIDE * 2 + 8, s.a + 512, 96);
+    cp_async_bulk_commit_group();
+    cp_async_bulk_wait_group_read<1>();
+    cp_async_bulk_wait_group<0>();
+  }
+  __syncthreads();
+  for (int i = tid; i < HEADS * ROWS * ROW_STRIDE / 2; i += blockDim.x) {
+    a.out[i] = reinterpret_cast<const volatile uint32_t*>(a.tensor)[i];
+  }
+}
+
+__global__ void test_bulk_load(const __grid_constant__ Args a) {
+  HopperScratch& s = hopper_scratch(1);
+  const int tid = threadIdx.x;
+  for (int round = 0; round < 3; round++) {
+    if (tid == 0) {
+      mbarrier_arrive_expect_tx(&s.barriers[0], 1024 + 48);
+      cp_async_bulk_load(s.a, a.in + 16 * round, 1024, &s.barriers[0]);
+      cp_async_bulk_load(s.b + 16, a.in + 2048, 48, &s.barriers[0]);
+    }
+    wait_for(&s.barriers[0], round & 1);
+    a.out[tid * 8 + round] =
+        ld_shared<uint32_t>(s.a + 4 * tid) + ld_shared<uint32_t>(s.b + tid / 2 * 4);
+    __syncthreads();
+  }
+}
+
+// D = A @ B in four steps of 16 k, on top of what was there and then once more without it.
+template <class E, int N, int TRANS_B, bool RS>
+__global__ void test_wgmma(const __grid_constant__ Args a) {
+  HopperScratch& s = hopper_scratch(1);
+  const int tid = threadIdx.x, lane = tid % 32;
+  const auto line = [](uint8_t* panel, int r, int i) {  // element i of line r, swizzled
+    return panel + r * 128 + ((i / 8 ^ r % 8) * 16 + i % 8 * 2);
+  };
+  for (int i = tid; i < 64 * 64; i += 128) {
+    st_shared(line(s.a, i / 64, i % 64), static_cast<E>(float(small(i * 3 + 1))));
+  }
+  for (int i = tid; i < 64 * N; i += 128) {
+    const int k = i / N, j = i % N;
+    uint8_t* const place = TRANS_B ? line(s.b + j / 64 * 8192, k, j % 64) : line(s.b, j, k);
+    st_shared(place, static_cast<E>(float(small(i * 5 + 2))));
+  }
+  fence_proxy_async();
+  __syncthreads();
+  float d[N / 2];
+  uint32_t x[4][4];
+#pragma unroll
+  for (int i = 0; i < 16; i++) {
+    const int row = tid / 32 * 16 + lane / 4 + i % 2 * 8,
+              k = i / 4 * 16 + i % 4 / 2 * 8 + lane % 4 * 2;
+    x[i / 4][i % 4] = ld_shared<uint32_t>(line(s.a, row, k));
+  }
+#pragma unroll
+  for (int i = 0; i < N / 2; i++) d[i] = float(small(tid * 11 + i));
+  const uint64_t da = wgmma_descriptor(shared_address(s.a), 16, 1024);
+  const uint64_t db = wgmma_descriptor(shared_address(s.b), 8192, 1024);
+  uint32_t hash = 2166136261u;
+#pragma unroll
+  for (int round = 0; round < 2; round++) {
+    hold(d);
+    wgmma_fence();
+#pragma unroll
+    for (int k = 0; k < 4; k++) {
+      const bool accumulate = round == 0 || k > 0;
+      if constexpr (RS) {
+        wgmma_rs<E, N, TRANS_B>(d, x[k], db + k * (TRANS_B ? 128 : 2), accumulate);
+      } else {
+        wgmma_ss<E, N, TRANS_B>(d, da + k * 2, db + k * (TRANS_B ? 128 : 2), accumulate);
+      }
+    }
+    wgmma_commit_group();
+    wgmma_wait_group<0>();
+    hold(d);
+#pragma unroll
+    for (int i = 0; i < N / 2; i++) hash = (hash ^ bits_of(d[i] + 0.0f)) * 16777619u;
+  }
+  a.out[tid * 2] = hash;
+  a.out[tid * 2 + 1] = bits_of(d[N / 2 - 1] + 0.0f);
+}
+
+__global__ void test_stmatrix_x4(const __grid_constant__ Args a) {
+  HopperScratch& s = hopper_scratch(1);
+  uint32_t r[4];
+  for (int i = 0; i < 4; i++) r[i] = threadIdx.x * 0x10001 + i * 0x1000;
+  const int row = threadIdx.x / 32 * 32 + threadIdx.x * 5 % 32;
+  stmatrix_x4(shared_address(s.a + row * 48), r);
+  __syncthreads();
+  for (int i = 0; i < 12; i++) {
+    a.out[threadIdx.x * 12 + i] = ld_shared<uint32_t>(s.a + 4 * (threadIdx.x * 12 + i));
+  }
+}
+
+// Three warpgroups trade registers; all go on to the same sum.
+__global__ void __launch_bounds__(384, 1) test_setmaxnreg(const __grid_constant__ Args a) {
+  if (threadIdx.x >= 256) {
+    setmaxnreg_dec<24>();
+  } else {
+    setmaxnreg_inc<240>();
+  }
+  a.out[threadIdx.x] = threadIdx.x * 3 + 1;
+}
+
+// Two CTAs, each writing what the other one reads, and waking it.
+__global__ void test_cluster(const __grid_constant__ Args a) {
+  HopperScratch& s = hopper_scratch(64);
+  const int tid = threadIdx.x, rank = cluster_ctarank();
+  griddepcontrol_wait();
+  st_shared(s.a + 16 * tid, uint4{uint32_t(rank), uint32_t(tid), uint32_t(tid * tid), 7u});
+  cluster_arrive();
+  cluster_wait();
+  const uint32_t there = mapa(shared_address(s.a), rank ^ 1);
+  const uint4 x = ld_shared_cluster<uint4>(there + 16 * (63 - tid));
+  const uint2 y = ld_shared_cluster<uint2>(there + 16 * tid + 8);
+  const uint32_t z = ld_shared_cluster<uint32_t>(there + 16 * (tid ^ 5) + 4);
+  const uint32_t box = mapa(shared_address(s.b), rank ^ 1);
+  st_shared_cluster(box + 32 * tid, x);
+  st_shared_cluster(box + 32 * tid + 16, y);
+  st_shared_cluster(box + 32 * tid + 24, z);
+  mbarrier_arrive_cluster(mapa(shared_address(&s.barriers[0]), rank ^ 1));
+  wait_for(&s.barriers[0], 0);
+  for (int i = 0; i < 7; i++) {
+    a.out[(rank * 64 + tid) * 8 + i] = ld_shared<uint32_t>(s.b + 4 * (tid * 8 + i));
+  }
+  a.out[(rank * 64 + tid) * 8 + 7] = uint32_t(rank);
+  griddepcontrol_launch_dependents();
+  cluster_arrive();
+  cluster_wait();
+}
+
 static std::map<std::string, std::string> hashes;
 static bool failed = false;
 
-static void run(const char* name, void (*kernel)(const Args)) {
+static void encode_maps(Args& a) {
+  const uint64_t row = ROW_STRIDE * 2, head = ROWS * row;
+  const uint64_t sizes_3d[3] = {64, ROWS, HEADS}, strides_3d[2] = {row, head};
+  const uint32_t box_3d[3] = {64, 16, 1};
+  const uint64_t sizes_4d[4] = {64, ROWS / 2, 2, HEADS}, strides_4d[3] = {row, head / 2, head};
+  const uint32_t box_4d[4] = {64, 8, 2, 1};
+  const uint64_t sizes_5d[5] = {64, ROWS / 4, 2, 2, HEADS};
+  const uint64_t strides_5d[4] = {row, head / 2, head / 4, head};
+  const uint32_t box_5d[5] = {64, 4, 2, 2, 1};
+  if (encode_tensor_map(a.map_3d, 3, a.tensor, sizes_3d, strides_3d, box_3d, false) !=
+          cudaSuccess ||
+      encode_tensor_map(a.map_4d, 4, a.tensor, sizes_4d, strides_4d, box_4d, true) != cudaSuccess ||
+      encode_tensor_map(a.map_5d, 5, a.tensor, sizes_5d, strides_5d, box_5d, false) !=
+          cudaSuccess) {
+    printf("no tensor map\n");
+    failed = true;
+  }
+}
+
+// Hashes threads * words results, of `ctas` CTAs in a cluster.
+static void run(const char* name, void (*kernel)(const Args), int threads = THREADS,
+                size_t results = THREADS * WORDS, unsigned ctas = 1) {
   Args a{};
   uint8_t* in = nullptr;
   std::vector<uint8_t> bytes(4096);
   for (size_t i = 0; i < bytes.size(); i++) bytes[i] = uint8_t(i * 37 + 11);
-  std::vector<uint32_t> out(THREADS * WORDS + 1);
+  std::vector<uint32_t> out(results + 1);
+  std::vector<uint16_t> tensor(HEADS * ROWS * ROW_STRIDE);
+  for (size_t i = 0; i < tensor.size(); i++) tensor[i] = uint16_t(i);
+  cudaMalloc(&a.tensor, tensor.size() * 2);
+  cudaMemcpy(a.tensor, tensor.data(), tensor.size() * 2, cudaMemcpyHostToDevice);
+  encode_maps(a);
   cudaMalloc(&a.out, out.size() * 4);
   cudaMalloc(&in, bytes.size());
   cudaMemset(a.out, 0, out.size() * 4);
   cudaMemcpy(in, bytes.data(), bytes.size(), cudaMemcpyHostToDevice);
-  a.in = in, a.counter = a.out + THREADS * WORDS;
+  a.in = in, a.counter = a.out + results;
   cudaLaunchConfig_t launch{};
-  launch.gridDim = dim3(1), launch.blockDim = dim3(THREADS), launch.dynamicSmemBytes = sizeof(Scratch);
+  launch.gridDim = dim3(ctas), launch.blockDim = dim3(threads);
+  launch.dynamicSmemBytes = sizeof(HopperScratch);
+  cudaLaunchAttribute cluster{};
+  cluster.id = cudaLaunchAttributeClusterDimension;
+  cluster.val.clusterDim.x = ctas, cluster.val.clusterDim.y = cluster.val.clusterDim.z = 1;
+  launch.attrs = &cluster, launch.numAttrs = ctas > 1;
   cudaError_t error = cudaLaunchKernelEx(&launch, kernel, a);
   if (error == cudaSuccess) error = cudaDeviceSynchronize();
   if (error == cudaSuccess) {
@@ -342,7 +582,23 @@ static void run(const char* name, void (*kernel)(const Args)) {
   snprintf(text, sizeof text, "%016llx", (unsigned long long)hash);
   hashes[name] = text;
   cudaFree(a.out);
+  cudaFree(a.tensor);
   cudaFree(in);
+}
+
+// Every wgmma of N columns, in one line: their hashes in a row.
+template <int N> static void run_wgmma(const char* name) {
+  const auto run_one = [&](const char* kind, void (*kernel)(const Args)) {
+    run((name + std::string(kind)).c_str(), kernel, 128, 256);
+  };
+  run_one("_ss_fp16_k", test_wgmma<__half, N, 0, false>);
+  run_one("_ss_fp16_mn", test_wgmma<__half, N, 1, false>);
+  run_one("_ss_bf16_k", test_wgmma<__nv_bfloat16, N, 0, false>);
+  run_one("_ss_bf16_mn", test_wgmma<__nv_bfloat16, N, 1, false>);
+  run_one("_rs_fp16_k", test_wgmma<__half, N, 0, true>);
+  run_one("_rs_fp16_mn", test_wgmma<__half, N, 1, true>);
+  run_one("_rs_bf16_k", test_wgmma<__nv_bfloat16, N, 0, true>);
+  run_one("_rs_bf16_mn", test_wgmma<__nv_bfloat16, N, 1, true>);
 }
 
 int main(int argc, char** argv) {
@@ -379,6 +635,22 @@ int main(int argc, char** argv) {
   run("conversions_fp16", test_conversions<__half>);
   run("conversions_bf16", test_conversions<__nv_bfloat16>);
   run("arithmetic", test_arithmetic);
+  run("tma_load_3d", test_tma_load<3>, 128, 2048);
+  run("tma_load_4d", test_tma_load<4>, 128, 2048);
+  run("tma_load_5d", test_tma_load<5>, 128, 2048);
+  run("tma_store_3d", test_tma_store<3>, 128, HEADS * ROWS * ROW_STRIDE / 2);
+  run("tma_store_4d", test_tma_store<4>, 128, HEADS * ROWS * ROW_STRIDE / 2);
+  run("tma_store_5d", test_tma_store<5>, 128, HEADS * ROWS * ROW_STRIDE / 2);
+  run("bulk_load", test_bulk_load, 24, 24 * 8);
+  run("stmatrix_x4_address", test_stmatrix_x4, 128, 128 * 12);
+  run("setmaxnreg", test_setmaxnreg, 384, 384);
+  run("cluster", test_cluster, 64, 2 * 64 * 8, 2);
+  run_wgmma<16>("wgmma_n16");
+  run_wgmma<64>("wgmma_n64");
+  run_wgmma<80>("wgmma_n80");
+  run_wgmma<128>("wgmma_n128");
+  run_wgmma<176>("wgmma_n176");
+  run_wgmma<256>("wgmma_n256");
   for (const auto& h : hashes) printf("%s %s\n", h.first.c_str(), h.second.c_str());
   if (argc < 2) return failed;
 

@@ -1,0 +1,856 @@
+// The part of engine.cpp, and included by it alone, that runs the instructions of sm_90:
+//
+//   bulk loads    The destination is poison from the issue on. A load lands when no thread can go on
+//                 without it: the oldest, the newest or any one first, as the schedule says; in
+//                 random order also earlier.
+//   bulk stores   read shared memory at the wait_group.read that covers them, and write global memory
+//                 at the wait_group or at the end of the kernel.
+//   wgmma         reads its operands, registers of A included, at the wait_group that covers it; until
+//                 then the accumulators are poison. Threads do not meet before that wait.
+//   setmaxnreg    waits until others have given back what it asks for.
+//   clusters      run in one OS thread; memory of a CTA that has returned is out of bounds.
+//
+// For ThreadSanitizer a bulk load writes when it is issued and is seen by who waits for its mbarrier.
+// Stores, and the products of each warpgroup, are threads of their own: what they read at the wait they
+// have seen no more of than its issuer had at the issue (of a warpgroup, its first thread).
+#pragma once
+
+namespace simt {
+namespace {
+
+// A signalling NaN: arithmetic on accumulators that are in flight makes it quiet, which shows.
+constexpr uint32_t IN_FLIGHT = 0xffa5a5a5;
+
+void observe_read(const void* pointer, size_t bytes) {
+  (void)pointer, (void)bytes;
+#if defined(SIMT_TSAN)
+  __tsan_read_range(const_cast<void*>(pointer), bytes);
+#endif
+}
+
+void observe_write(void* pointer, size_t bytes) {
+  (void)pointer, (void)bytes;
+#if defined(SIMT_TSAN)
+  __tsan_write_range(pointer, bytes);
+#endif
+}
+
+// Has `proxy` read what f() says, as one that has seen what was released on `issue`, and releases what
+// it has done on `proxy`.
+template <class F> void observe_as(void*& proxy, const void* issue, F f) {
+  (void)proxy, (void)issue, (void)f;
+#if defined(SIMT_TSAN)
+  void* const caller = __tsan_get_current_fiber();
+  __tsan_switch_to_fiber(proxy, 1);
+  acquire(issue);
+  f();
+  release(&proxy);
+  __tsan_switch_to_fiber(caller, 1);
+#endif
+}
+
+// For what is found when the thread that asked for it has gone on.
+void report_for(const Fiber& issuer, Site at, const std::string& text) {
+  Cluster& c = *issuer.thread.block->cluster;
+  report(block_name(issuer.thread.block_index) + " " + name_of(issuer.thread) + " at " +
+         name_of(at) + ": " + text);
+  c.failed = true;
+}
+
+void check_shared_range(const void* pointer, uint64_t bytes, int alignment, const char* what,
+                        Site at) {
+  const uint64_t offset = static_cast<const unsigned char*>(pointer) - self->shared;
+  if (offset > self->shared_bytes || bytes > self->shared_bytes - offset) {
+    fail(at, "%s: %llu bytes at offset %lld of shared memory, which has %zu", what,
+         (unsigned long long)bytes, (long long)offset, self->shared_bytes);
+  }
+  if (offset % alignment) {
+    fail(at, "%s: offset %llu of shared memory is not aligned to %d bytes", what,
+         (unsigned long long)offset, alignment);
+  }
+}
+
+// ---- writes through the generic proxy ----
+
+// Fails if [offset, offset + bytes) holds a write whose thread has passed no fence.proxy.async since.
+void check_marks(uint64_t offset, int bytes, Site at) {
+  const Block& b = *self->block;
+  if (bytes == 16) {  // mostly there is none: quickly
+    uint64_t marks[4];
+    memcpy(marks, &b.marks[offset / 4], sizeof marks);
+    if (!(marks[0] | marks[1] | marks[2] | marks[3])) return;
+  }
+  for (uint64_t i = offset / 4; i < (offset + bytes + 3) / 4; i++) {
+    const Mark& mark = b.marks[i];
+    if (!mark.thread_and_1) continue;
+    const Thread& writer = b.fibers[mark.thread_and_1 - 1].thread;
+    if (writer.proxy_fences == mark.fences) {
+      fail(at, "offset %llu of shared memory was written by %s without a fence.proxy.async since",
+           (unsigned long long)(4 * i), name_of(writer).c_str());
+    }
+  }
+}
+
+// ---- bulk copies ----
+
+unsigned char* swizzle(unsigned char* address) {
+  const uintptr_t bits = reinterpret_cast<uintptr_t>(address);
+  return reinterpret_cast<unsigned char*>(bits ^ (bits >> 7 & 7) << 4);
+}
+
+using Pieces = std::vector<std::pair<unsigned char*, int>>;
+
+// The box at coordinates c, in the order in which it lies in shared memory before the swizzle.
+Pieces pieces_of(const CUtensorMap_st& map, const int* c, Site at) {
+  Pieces pieces;
+  uint32_t i[5] = {};
+  const auto add = [&](unsigned char* start, int elements) {
+    if (elements <= 0) return;
+    if (start) check_global_range(start, 2 * elements, at);
+    pieces.push_back({start, 2 * elements});
+  };
+  for (;;) {
+    bool inside = true;
+    uint64_t offset = 0;
+    for (int dim = 1; dim < map.rank; dim++) {
+      const int64_t at_dim = int64_t(c[dim]) + i[dim];
+      inside = inside && at_dim >= 0 && uint64_t(at_dim) < map.size[dim];
+      offset += uint64_t(at_dim) * map.stride[dim];
+    }
+    // Of the row: what is before the tensor, inside, behind it.
+    const int64_t row = map.box[0], size = int64_t(map.size[0]);
+    const int64_t before = std::min(std::max<int64_t>(-int64_t(c[0]), 0), row);
+    const int64_t until = std::max(std::min<int64_t>(size - c[0], row), before);
+    if (inside) {
+      unsigned char* const start = const_cast<unsigned char*>(map.base) + offset;
+      add(nullptr, int(before));
+      add(start + 2 * (c[0] + before), int(until - before));
+      add(nullptr, int(row - until));
+    } else {
+      add(nullptr, int(row));
+    }
+    int dim = 1;
+    while (dim < map.rank && ++i[dim] == map.box[dim]) i[dim++] = 0;
+    if (dim >= map.rank) return pieces;
+  }
+}
+
+// Calls f(address in shared memory, address in global memory or null, bytes) for each part of the
+// copy that is in one piece on both sides.
+template <class F> void for_parts(unsigned char* shared, bool swizzled, const Pieces& pieces, F f) {
+  for (const auto& piece : pieces) {
+    for (int done = 0; done < piece.second;) {
+      const int in_chunk = 16 - int(reinterpret_cast<uintptr_t>(shared) % 16);
+      const int bytes = swizzled ? std::min(piece.second - done, in_chunk) : piece.second;
+      f(swizzled ? swizzle(shared) : shared, piece.first ? piece.first + done : nullptr, bytes);
+      shared += bytes, done += bytes;
+    }
+  }
+}
+
+void check_map(const CUtensorMap_st* map, int rank, const void* shared, Site at) {
+  if (reinterpret_cast<uintptr_t>(map) % 64 || map->magic != CUtensorMap_st::MAGIC) {
+    fail(at, "this is no tensor map: none was encoded, or it is not aligned to 64 bytes");
+  }
+  if (map->rank != rank) {
+    fail(at, "a tensor map of %d dimensions is used with %d coordinates", map->rank, rank);
+  }
+  if (map->box[0] != 64) {  // how narrower rows lie under the swizzle is not modelled
+    fail(at, "the rows of this box have %u bytes; the CPU backend has rows of 128 bytes only",
+         2 * map->box[0]);
+  }
+  check_shared_range(shared, map->box_bytes(), 1024, "TMA with the 128-byte swizzle", at);
+}
+
+void start_load(Transfer t) {
+  Block& b = *self->block;
+  check_shared(t.barrier, 8, t.at);
+  Mbarrier::load(t.barrier, t.at);
+  if (self->counting) {
+    for (const auto& piece : t.pieces) {
+      if (piece.first) b.counters.global_bytes += piece.second;
+    }
+  }
+  for_parts(t.dst, t.swizzled, t.pieces, [&](unsigned char* s, unsigned char*, int bytes) {
+    memset(s, 0xff, bytes);
+    const size_t offset = s - b.shared;
+    std::fill(b.marks.begin() + offset / 4, b.marks.begin() + (offset + bytes + 3) / 4, Mark{});
+  });
+  t.issuer = &fiber_of(self);
+  release(t.barrier);
+  b.cluster->in_flight.push_back(std::move(t));
+}
+
+// By the scheduler.
+void land_one(Cluster& c) {
+  const Unobserved unobserved;
+  size_t i = 0;
+  if (c.order == Order::reverse) i = c.in_flight.size() - 1;
+  if (c.order == Order::random) i = c.draw() % c.in_flight.size();
+  const Transfer t = std::move(c.in_flight[i]);
+  c.in_flight.erase(c.in_flight.begin() + i);
+  for_parts(t.dst, t.swizzled, t.pieces, [](unsigned char* s, unsigned char* g, int bytes) {
+    if (g) {
+      memcpy(s, g, bytes);
+    } else {
+      memset(s, 0, bytes);
+    }
+  });
+  Mbarrier m;
+  memcpy(&m, t.barrier, sizeof m);
+  if (m.unused) return report_for(*t.issuer, t.at, "its mbarrier is gone when the load lands");
+  m.bytes -= t.bytes;
+  if (m.pending == 0 && m.bytes < 0) {
+    return report_for(
+        *t.issuer, t.at,
+        std::to_string(-m.bytes) + " bytes more than this mbarrier's phase expects have landed");
+  }
+  m.store(t.barrier, c);
+}
+
+void start_store(BulkStore store) {
+  if (self->stores.empty()) self->stores.emplace_back();
+  self->stores.back().push_back(std::move(store));
+  release(&self->stores.back().back());
+}
+
+void read_shared(BulkStore& store) {
+  if (store.has_read) return;
+  store.has_read = true;
+  size_t bytes = 0;
+  for (const auto& piece : store.pieces) bytes += piece.second;
+  store.data.resize(bytes);
+  unsigned char* to = store.data.data();
+  for_parts(const_cast<unsigned char*>(store.src), store.map != nullptr, store.pieces,
+            [&](unsigned char* s, unsigned char*, int n) {
+              memcpy(to, s, n);
+              to += n;
+            });
+}
+
+void write_global(const BulkStore& store) {
+  const unsigned char* from = store.data.data();
+  for (const auto& piece : store.pieces) {
+    if (piece.first) memcpy(piece.first, from, piece.second);
+    from += piece.second;
+  }
+}
+
+// ---- wgmma ----
+
+Warpgroup& warpgroup(Site at) {
+  Block& b = *self->block;
+  const size_t i = self->linear / 128;
+  if (b.fibers.size() < (i + 1) * 128) {
+    fail(at, "a warpgroup has 128 threads, here are %d", int(b.fibers.size() - i * 128));
+  }
+  return b.warpgroups[i];
+}
+
+void start_warpgroups(Block& b) {
+  b.warpgroups.clear();
+  b.warpgroups.resize((b.fibers.size() + 127) / 128);
+  b.proxies.resize(b.warpgroups.size() + 1);
+#if defined(SIMT_TSAN)
+  for (void*& proxy : b.proxies) {  // here, since a new one has seen what its creator has
+    if (!proxy) proxy = __tsan_create_fiber(0);
+  }
+#endif
+  b.free_registers = 0;
+}
+
+// The step that this thread is at, new if it is the first to come here.
+Step& join(Warpgroup& w, Step::Kind kind, int value, bool& first, Site at) {
+  const uint64_t i = w.position[self->linear % 128]++ - w.first;
+  first = i == w.steps.size();
+  if (first) {
+    w.steps.emplace_back();
+    w.steps.back().kind = kind, w.steps.back().at = at, w.steps.back().value = value;
+  }
+  Step& step = w.steps[i];
+  if (step.kind != kind || step.value != value || !same_site(step.at, at)) {
+    fail(at, "divergent warpgroup: others have come by %s instead", name_of(step.at).c_str());
+  }
+  return step;
+}
+
+uint32_t checksum(const void* registers, int words) {
+  const uint32_t* w = static_cast<const uint32_t*>(registers);
+  uint32_t sum = 0;
+  for (int i = 0; i < words; i++) sum += (w[i] ^ 0x9e3779b9u) * uint32_t(2 * i + 1);
+  return sum;
+}
+
+Known* find_known(std::vector<Known>& known, const void* registers, int words) {
+  for (Known& k : known) {
+    if (k.registers == registers && k.words == words) return &k;
+  }
+  return nullptr;
+}
+
+void remember(std::vector<Known>& known, const void* registers, int words) {
+  Known* k = find_known(known, registers, words);
+  if (!k) {
+    if (known.size() == 64) known.erase(known.begin());
+    known.push_back({registers, words, 0});
+    k = &known.back();
+  }
+  k->checksum = checksum(registers, words);
+}
+
+// Accumulator i of thread t: its place in [64][n]. So four accumulators are two pairs of neighbours, in
+// rows 8 apart, and the next four are 8 columns further.
+int row_of(int t, int i) { return t / 32 * 16 + t % 32 / 4 + i / 2 % 2 * 8; }
+int column_of(int t, int i) { return i / 4 * 8 + t % 4 * 2 + i % 2; }
+
+// A 16-bit matrix in shared memory behind a descriptor. A line is 128 swizzled bytes: 64 k of a row,
+// or (MN-major) 64 rows or columns of a k.
+struct Operand {
+  uint64_t start;  // of the atom that the matrix begins in, as an offset
+  int in_line;     // bytes
+  uint64_t leading, stride;
+
+  explicit Operand(uint64_t descriptor)
+      : start((descriptor & 0x3fff) << 4 & ~uint64_t(127)),
+        in_line(int(descriptor << 4 & 127)),
+        leading((descriptor >> 16 & 0x3fff) << 4),
+        stride((descriptor >> 32 & 0x3fff) << 4) {}
+
+  // Of the line and chunk of 16 bytes in which row or column r from k on is; mn_major: k from r on.
+  uint64_t offset_of(int r, int k, bool mn_major) const {
+    const int line = mn_major ? k : r, along = mn_major ? r % 64 : k;
+    const uint64_t panel = mn_major ? r / 64 * leading : 0;
+    const int chunk = (in_line + 2 * along) / 16;
+    return start + panel + line / 8 * stride + line % 8 * 128 + ((chunk ^ line % 8) << 4);
+  }
+};
+
+void check_descriptor(const char* name, uint64_t descriptor, int rows, bool mn_major, Site at) {
+  const Operand o(descriptor);
+  const int mode = int(descriptor >> 62), in_line_bytes = 2 * (mn_major ? std::min(rows, 64) : 16);
+  if (mode != 1) fail(at, "descriptor %s: swizzle mode %d, want 1 (128 bytes)", name, mode);
+  if (descriptor & 0x3fffc000c000c000) {
+    fail(at, "descriptor %s: %016llx has bits that are none of start, leading, stride, swizzle",
+         name, (unsigned long long)descriptor);
+  }
+  if (o.start % 1024) {
+    fail(at, "descriptor %s: the start %llu is in line %d of an atom of 8 lines, want line 0", name,
+         (unsigned long long)o.start, int(o.start / 128 % 8));
+  }
+  if (o.stride % 1024 || (mn_major && rows > 64 && o.leading % 1024)) {
+    fail(at, "descriptor %s: stride %llu and leading %llu bytes are not both multiples of 1024",
+         name, (unsigned long long)o.stride, (unsigned long long)o.leading);
+  }
+  if (o.in_line + in_line_bytes > 128) {
+    fail(at, "descriptor %s: %d bytes from byte %d of a line of 128", name, in_line_bytes,
+         o.in_line);
+  }
+  const int lines = mn_major ? 16 : rows;
+  const uint64_t panels = mn_major ? (rows + 63) / 64 : 1;
+  const uint64_t end = o.start + (panels - 1) * o.leading + (lines / 8 - 1) * o.stride + 1024;
+  if (end > self->shared_bytes) {
+    fail(at, "descriptor %s: the matrix ends at offset %llu of shared memory, which has %zu", name,
+         (unsigned long long)end, self->shared_bytes);
+  }
+  for (int r = 0; r < rows; r += mn_major ? 8 : 1) {
+    for (int k = 0; k < 16; k += mn_major ? 1 : 8) check_marks(o.offset_of(r, k, mn_major), 16, at);
+  }
+}
+
+void observe_operand(const Block& b, uint64_t descriptor, int rows, bool mn_major) {
+  const Operand o(descriptor);
+  for (int r = 0; r < rows; r += mn_major ? 8 : 1) {
+    for (int k = 0; k < 16; k += mn_major ? 1 : 8) {
+      observe_read(b.shared + o.offset_of(r, k, mn_major), 16);
+    }
+  }
+}
+
+// Of __half or __nv_bfloat16.
+void to_floats(const uint16_t* from, float* to, int count, bool bf16) {
+  for (int i = 0; i < count; i++) {
+    const uint32_t bits = from[i], magnitude = bits & 0x7fff;
+    // fp16: the same fields at fp32's places are 2^112 too small; inf and NaN keep their exponent.
+    float x;
+    const uint32_t shifted = bf16 ? bits << 16 : magnitude << 13;
+    memcpy(&x, &shifted, 4);
+    if (!bf16) {
+      x *= 0x1p112f;
+      uint32_t y;
+      memcpy(&y, &x, 4);
+      y |= (bits & 0x8000) << 16 | (magnitude >= 0x7c00 ? 0x7f800000 : 0);
+      memcpy(&x, &y, 4);
+    }
+    to[i] = x;
+  }
+}
+
+// sum [64][n] (+)= A [64][16] @ B [16][n]: fp32, each element adds its products in the order of k.
+void multiply_add(float* sum, const float* A, const float* B, int n, bool accumulate) {
+  using Row = float __attribute__((vector_size(32), aligned(4)));
+  constexpr int ROWS = 4;
+  for (int j = 0; j < n; j += 16) {
+    for (int i = 0; i < 64; i += ROWS) {
+      Row d[ROWS][2] = {};
+      if (accumulate) {
+        for (int r = 0; r < ROWS; r++) memcpy(d[r], sum + (i + r) * n + j, sizeof d[r]);
+      }
+      for (int k = 0; k < 16; k++) {
+        Row b[2];
+        memcpy(b, B + k * n + j, sizeof b);
+        for (int r = 0; r < ROWS; r++) {
+          const float a = A[(i + r) * 16 + k];
+          d[r][0] += a * b[0], d[r][1] += a * b[1];
+        }
+      }
+      for (int r = 0; r < ROWS; r++) memcpy(sum + (i + r) * n + j, d[r], sizeof d[r]);
+    }
+  }
+}
+
+void compute(Block& b, Warpgroup& w, Step& step) {
+  const Product& p = step.product;
+  observe_as(b.proxies[&w - b.warpgroups.data()], &step, [&] {
+    if (!p.a) observe_operand(b, p.a_s, 64, false);
+    observe_operand(b, p.b_s, p.n, p.trans_b);
+  });
+  static thread_local uint16_t a16[64 * 16], b16[16 * 256];
+  static thread_local float a32[64 * 16], b32[16 * 256];
+  if (p.a) {
+    for (int t = 0; t < 128; t++) {
+      const Step::RegistersOfA& a = step.a[t];
+      if (memcmp(a.at, a.value, sizeof a.value)) {
+        return report_for(b.fibers[(&w - b.warpgroups.data()) * 128 + t], step.at,
+                          "the registers of A were overwritten while a wgmma read them");
+      }
+      for (int i = 0; i < 4; i++) {
+        memcpy(&a16[row_of(t, i % 2 * 2) * 16 + t % 4 * 2 + i / 2 * 8], &a.value[i], 4);
+      }
+    }
+  } else {
+    const Operand o(p.a_s);
+    for (int r = 0; r < 64; r++) {
+      for (int k = 0; k < 16; k += 8)
+        memcpy(&a16[r * 16 + k], b.shared + o.offset_of(r, k, false), 16);
+    }
+  }
+  const Operand o(p.b_s);
+  if (p.trans_b) {
+    for (int k = 0; k < 16; k++) {
+      for (int j = 0; j < p.n; j += 8) {
+        memcpy(&b16[k * p.n + j], b.shared + o.offset_of(j, k, true), 16);
+      }
+    }
+  } else {
+    for (int j = 0; j < p.n; j++) {
+      uint16_t row[16];
+      for (int k = 0; k < 16; k += 8) memcpy(row + k, b.shared + o.offset_of(j, k, false), 16);
+      for (int k = 0; k < 16; k++) b16[k * p.n + j] = row[k];
+    }
+  }
+  to_floats(a16, a32, 64 * 16, p.bf16);
+  to_floats(b16, b32, 16 * p.n, p.bf16);
+  multiply_add(step.chain->sum.data(), a32, b32, p.n, p.accumulate);
+}
+
+// The results of a chain appear.
+void deliver(Block& b, Warpgroup& w, const Chain& chain, Site at) {
+  for (int t = 0; t < 128; t++) {
+    float* const d = chain.d[t];
+    uint32_t touched = 0;
+    for (int i = 0; i < chain.n / 2; i++) {
+      uint32_t bits;
+      memcpy(&bits, d + i, 4);
+      touched |= bits ^ IN_FLIGHT;
+    }
+    if (touched) {
+      return report_for(b.fibers[(&w - b.warpgroups.data()) * 128 + t], at,
+                        "accumulators were written while a wgmma was in flight on them");
+    }
+    const float* const rows = &chain.sum[row_of(t, 0) * chain.n + column_of(t, 0)];
+    for (int i = 0; i < chain.n / 2; i += 4) {
+      memcpy(d + i, rows + 2 * i, 8);
+      memcpy(d + i + 2, rows + 8 * chain.n + 2 * i, 8);
+    }
+    remember(w.known[t], d, chain.n / 2);
+  }
+}
+
+// By the last thread of the warpgroup to come to the wait.
+void retire(Warpgroup& w, int groups, Site at) {
+  Block& b = *self->block;
+  for (int t = 1; t < 128; t++) {
+    if (w.position[t] != w.position[0]) {
+      fail(at,
+           "divergent warpgroup: its thread %d has come by %lld more wgmma instructions than its "
+           "thread 0",
+           t, (long long)(w.position[t] - w.position[0]));
+    }
+  }
+  int pending = 0;
+  for (const Step& step : w.steps) pending += step.kind == Step::Kind::commit;
+  while (pending > groups) {
+    Step& step = w.steps.front();
+    if (step.kind == Step::Kind::commit) pending--;
+    if (step.kind == Step::Kind::product) {
+      compute(b, w, step);
+      if (--step.chain->left == 0) {
+        deliver(b, w, *step.chain, at);
+        w.chains.remove_if([&](const Chain& chain) { return &chain == step.chain; });
+      }
+    }
+    w.steps.pop_front(), w.first++;
+    if (b.cluster->failed) switch_fibers(fiber_of(self), b.cluster->scheduler);
+  }
+}
+
+// ---- registers, clusters, ends ----
+
+// Of a thread when the kernel starts: the SM's 65536 shared out.
+int launch_registers(int threads) { return std::min(65536 / threads / 8 * 8, 256); }
+
+// Threads that have returned count as arrived.
+void check_cluster_barrier(Cluster& c) {
+  int running = 0;
+  for (const Block& b : c.blocks) running += int(b.fibers.size()) - b.done;
+  if (c.arrived && c.arrived == running) c.arrived = 0, c.phase++, wake_pollers(c);
+}
+
+// A thread returns.
+void leave(Fiber& f) {
+  const Unobserved unobserved;
+  const Thread& t = f.thread;
+  for (const auto& group : t.stores) {
+    for (const BulkStore& store : group) {
+      if (!store.has_read) {
+        fail(store.at,
+             "its thread returns and this store may not have read shared memory yet; wait "
+             "with cp.async.bulk.wait_group.read");
+      }
+    }
+  }
+  if (t.in_cluster_barrier) fail(f.waits_at, "returns between cluster_arrive and cluster_wait");
+  const Warpgroup& w = t.block->warpgroups[t.linear / 128];
+  uint64_t number = w.first;
+  for (const Step& step : w.steps) {
+    if (number++ >= w.position[t.linear % 128]) {
+      fail(step.at, "divergent warpgroup: its thread returns without having come here");
+    }
+    if (step.kind == Step::Kind::product) {
+      fail(step.at,
+           "its thread returns and this wgmma may be in flight; wait with wgmma.wait_group");
+    }
+  }
+}
+
+// All threads of the cluster have returned.
+void finish_cluster(Cluster& c) {
+  const Unobserved unobserved;
+  for (const Transfer& t : c.in_flight) {
+    report_for(*t.issuer, t.at, "this bulk load may be in flight when its CTA is gone");
+  }
+  for (Block& b : c.blocks) {
+    for (Fiber& f : b.fibers) {
+      for (const auto& group : f.thread.stores) {
+        for (const BulkStore& store : group) write_global(store);
+      }
+      Warpgroup& w = b.warpgroups[f.thread.linear / 128];
+      if (w.position[f.thread.linear % 128] != w.first + w.steps.size()) {
+        report_for(f, w.steps.back().at, "divergent warpgroup: not all of its threads came here");
+      }
+    }
+  }
+}
+
+}  // namespace
+
+void note_write(const void* dst, int bytes) {
+  const size_t offset = static_cast<const unsigned char*>(dst) - self->shared;
+  const Mark mark = {uint16_t(self->linear + 1), 0, self->proxy_fences};
+  Mark* const marks = self->block->marks.data();
+  for (size_t i = offset / 4; 4 * i < offset + bytes; i++) marks[i] = mark;
+}
+
+void fence_proxy_async() { self->proxy_fences++; }
+
+void bulk_load(void* dst, const void* src, uint32_t bytes, uint64_t* barrier, Site at) {
+  observe_write(dst, bytes);
+  const Unobserved unobserved;
+  check_shared_range(dst, bytes, 16, "a bulk copy", at);
+  if (reinterpret_cast<uintptr_t>(src) % 16 || bytes % 16) {
+    fail(at, "a bulk copy of %u bytes from %p: both must be multiples of 16", bytes, src);
+  }
+  check_global_range(src, bytes, at);
+  unsigned char* const from = static_cast<unsigned char*>(const_cast<void*>(src));
+  start_load({nullptr,
+              at,
+              static_cast<unsigned char*>(dst),
+              false,
+              {{from, int(bytes)}},
+              int(bytes),
+              barrier});
+}
+
+void tensor_load(void* dst, const CUtensorMap_st* map, const int* c, int rank, uint64_t* barrier,
+                 Site at) {
+  {
+    const Unobserved unobserved;
+    check_map(map, rank, dst, at);
+  }
+  observe_write(dst, map->box_bytes());
+  const Unobserved unobserved;
+  start_load({nullptr, at, static_cast<unsigned char*>(dst), true, pieces_of(*map, c, at),
+              int(map->box_bytes()), barrier});
+}
+
+void bulk_store(void* dst, const void* src, uint32_t bytes, Site at) {
+  observe_read(src, bytes);
+  const Unobserved unobserved;
+  check_shared_range(src, bytes, 16, "a bulk copy", at);
+  if (reinterpret_cast<uintptr_t>(dst) % 16 || bytes % 16) {
+    fail(at, "a bulk copy of %u bytes to %p: both must be multiples of 16", bytes, dst);
+  }
+  check_global_range(dst, bytes, at);
+  const unsigned char* const from = static_cast<const unsigned char*>(src);
+  check_marks(from - self->shared, int(bytes), at);
+  start_store({from, {}, false, {{static_cast<unsigned char*>(dst), int(bytes)}}, nullptr, at});
+}
+
+void tensor_store(const CUtensorMap_st* map, const int* c, int rank, const void* src, Site at) {
+  {
+    const Unobserved unobserved;
+    check_map(map, rank, src, at);
+  }
+  observe_read(src, map->box_bytes());
+  const Unobserved unobserved;
+  const unsigned char* const from = static_cast<const unsigned char*>(src);
+  check_marks(from - self->shared, int(map->box_bytes()), at);
+  start_store({from, {}, false, pieces_of(*map, c, at), map, at});
+}
+
+void bulk_commit() {
+  const Unobserved unobserved;
+  if (self->stores.empty()) self->stores.emplace_back();
+  self->stores.emplace_back();
+}
+
+void bulk_wait(int groups, bool read_only) {
+  auto& stores = self->stores;
+  const size_t keep = size_t(groups) + 1;  // the last is open
+  for (size_t i = 0; i + keep < stores.size(); i++) {
+    for (BulkStore& store : stores[i]) {
+      if (!store.has_read) {
+        void*& proxy = self->block->proxies.back();
+        observe_as(proxy, &store, [&] {
+          for_parts(const_cast<unsigned char*>(store.src), store.map != nullptr, store.pieces,
+                    [](unsigned char* s, unsigned char*, int bytes) { observe_read(s, bytes); });
+        });
+        acquire(&proxy);
+      }
+      if (!read_only) {
+        for (const auto& piece : store.pieces) {
+          if (piece.first) observe_write(piece.first, piece.second);
+        }
+      }
+      const Unobserved unobserved;
+      read_shared(store);
+      if (!read_only) write_global(store);
+    }
+  }
+  const Unobserved unobserved;
+  if (!read_only) {
+    while (stores.size() > keep) stores.pop_front();
+  }
+}
+
+void wgmma(const Product& p, Site at) {
+  const Unobserved unobserved;
+  Warpgroup& w = warpgroup(at);
+  const int t = self->linear % 128, words = p.n / 2;
+  if (!w.fenced[t]) fail(at, "the first wgmma comes before any wgmma_fence");
+  bool first;
+  Step& step = join(w, Step::Kind::product, p.n, first, at);
+  Chain* mine = nullptr;
+  for (Chain& chain : w.chains) {
+    const float* const d = chain.d[t];
+    if (!d) continue;
+    if (d == p.d && chain.n == p.n) {
+      mine = &chain;
+    } else if (d < p.d + words && p.d < d + chain.n / 2) {
+      fail(at, "a wgmma of another shape is in flight on some of these accumulators");
+    }
+  }
+  if (first) {
+    if (!p.a) check_descriptor("A", p.a_s, 64, false, at);
+    check_descriptor("B", p.b_s, p.n, p.trans_b, at);
+    step.product = p;
+    step.chain = mine, step.starts_chain = !mine;
+    if (p.a) step.a.resize(128);
+    if (!mine) {
+      w.chains.emplace_back();
+      step.chain = &w.chains.back();
+      step.chain->n = p.n;
+      step.chain->sum.resize(64 * p.n);
+    }
+    step.chain->left++;
+  }
+  const Product& other = step.product;
+  if (other.bf16 != p.bf16 || other.trans_b != p.trans_b || !other.a != !p.a ||
+      other.accumulate != p.accumulate || (!p.a && other.a_s != p.a_s) || other.b_s != p.b_s) {
+    fail(at, "divergent warpgroup: other threads gave other descriptors or another scale-d");
+  }
+  if (mine != (step.starts_chain ? nullptr : step.chain)) {
+    fail(at, "divergent warpgroup: other threads gave accumulators of another chain of products");
+  }
+  if (t == 0) release(&step);
+  if (p.a) {
+    const Known* const k = find_known(w.known[t], p.a, 4);
+    if (k && k->checksum != checksum(p.a, 4)) {
+      fail(at, "the registers of A were written after the last wgmma_fence");
+    }
+    remember(w.known[t], p.a, 4);
+    step.a[t].at = p.a;
+    memcpy(step.a[t].value, p.a, sizeof step.a[t].value);
+  }
+  if (!step.starts_chain) return;
+  Chain& chain = *step.chain;
+  chain.d[t] = p.d;
+  if (p.accumulate) {
+    const Known* const k = find_known(w.known[t], p.d, words);
+    if (k && k->checksum != checksum(p.d, words)) {
+      fail(at, "the accumulators were written after the last wgmma_fence");
+    }
+    float* const rows = &chain.sum[row_of(t, 0) * p.n + column_of(t, 0)];
+    for (int i = 0; i < words; i += 4) {
+      memcpy(rows + 2 * i, p.d + i, 8);
+      memcpy(rows + 8 * p.n + 2 * i, p.d + i + 2, 8);
+    }
+  }
+  for (int i = 0; i < words; i++) memcpy(p.d + i, &IN_FLIGHT, 4);
+}
+
+void wgmma_fence(Site at) {
+  const Unobserved unobserved;
+  Warpgroup& w = warpgroup(at);
+  const int t = self->linear % 128;
+  bool first;
+  join(w, Step::Kind::fence, 0, first, at);
+  w.fenced[t] = true;
+  for (Known& k : w.known[t]) k.checksum = checksum(k.registers, k.words);
+}
+
+void wgmma_commit(Site at) {
+  const Unobserved unobserved;
+  bool first;
+  join(warpgroup(at), Step::Kind::commit, 0, first, at);
+}
+
+void wgmma_wait(int groups, Site at) {
+  const Unobserved unobserved;
+  Warpgroup& w = warpgroup(at);
+  if (!w.arrived) w.wait_groups = groups, w.wait_at = at;
+  if (w.wait_groups != groups || !same_site(w.wait_at, at)) {
+    fail(at, "divergent warpgroup: others wait at %s", name_of(w.wait_at).c_str());
+  }
+  if (++w.arrived < 128) {
+    w.waiting.push_back(&fiber_of(self));
+    wait(fiber_of(self), "the rest of its warpgroup", at);
+  } else {
+    w.arrived = 0;
+    retire(w, groups, at);
+    wake(*self->block->cluster, w.waiting);
+  }
+  acquire(&self->block->proxies[self->linear / 128]);
+}
+
+void setmaxnreg(int registers, bool increase, Site at) {
+  const Unobserved unobserved;
+  if (registers < 24 || registers > 256 || registers % 8) {
+    fail(at, "setmaxnreg: %d registers are no multiple of 8 from 24 to 256", registers);
+  }
+  bool first;
+  join(warpgroup(at), Step::Kind::registers, registers, first, at);
+  const int more = registers - self->registers;
+  if (increase ? more < 0 : more > 0) {
+    fail(at, "setmaxnreg: from %d to %d registers is no %s", self->registers, registers,
+         increase ? "increase" : "decrease");
+  }
+  struct Wanted {
+    const Block* block;
+    int registers;
+  } wanted{self->block, more};
+  while (more > self->block->free_registers) {  // several may wake up for the same registers
+    wait_until(
+        [](const void* context) {
+          const Wanted& w = *static_cast<const Wanted*>(context);
+          return w.registers <= w.block->free_registers;
+        },
+        &wanted, "registers (setmaxnreg)", at);
+  }
+  self->registers = registers;
+  self->block->free_registers -= more;
+  if (more < 0) wake_pollers(*self->block->cluster);
+}
+
+int cluster_rank() { return self->block->rank; }
+
+void cluster_arrive(Site at) {
+  const Unobserved unobserved;
+  Cluster& c = *self->block->cluster;
+  if (self->in_cluster_barrier) fail(at, "cluster_arrive twice without a cluster_wait");
+  self->in_cluster_barrier = true, self->cluster_phase = c.phase;
+  fiber_of(self).waits_at = at;
+  release(&c.phase);
+  c.arrived++;
+  check_cluster_barrier(c);
+}
+
+void cluster_wait(Site at) {
+  const Unobserved unobserved;
+  Cluster& c = *self->block->cluster;
+  if (!self->in_cluster_barrier) fail(at, "cluster_wait without a cluster_arrive");
+  struct Phase {
+    const Cluster* cluster;
+    uint64_t phase;
+  } phase{&c, self->cluster_phase};
+  wait_until(
+      [](const void* context) {
+        const Phase& p = *static_cast<const Phase*>(context);
+        return p.cluster->phase != p.phase;
+      },
+      &phase, "the cluster's barrier", at);
+  self->in_cluster_barrier = false;
+  acquire(&c.phase);
+}
+
+uint32_t cluster_address(const void* pointer, int rank, Site at) {
+  const uint64_t offset = static_cast<const unsigned char*>(pointer) - self->shared;
+  if (rank < 0 || size_t(rank) >= self->block->cluster->blocks.size()) {
+    fail(at, "CTA %d of a cluster of %zu", rank, self->block->cluster->blocks.size());
+  }
+  if (offset >= self->shared_bytes) fail(at, "mapa: %p is not in shared memory", pointer);
+  return uint32_t(rank) << 24 | uint32_t(offset);
+}
+
+void* cluster_pointer(uint32_t address, int bytes, Site at) {
+  const Unobserved unobserved;
+  const Cluster& c = *self->block->cluster;
+  const uint32_t rank = address >> 24, offset = address & 0xffffff;
+  if (rank >= c.blocks.size()) fail(at, "CTA %u of a cluster of %zu", rank, c.blocks.size());
+  const Block& b = c.blocks[rank];
+  if (offset + bytes > b.shared_bytes || offset % bytes) {
+    fail(at, "%d bytes at offset %u of a CTA's shared memory, which has %zu", bytes, offset,
+         b.shared_bytes);
+  }
+  if (size_t(b.done) == b.fibers.size()) {
+    fail(at, "the CTA of rank %u, whose shared memory this is, has returned", rank);
+  }
+  return b.shared + offset;
+}
+
+void mbarrier_arrive_cluster(uint32_t address, Site at) {
+  const Unobserved unobserved;
+  arrive(static_cast<uint64_t*>(cluster_pointer(address, 8, at)), 0, at);
+}
+
+}  // namespace simt

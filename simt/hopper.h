@@ -1,0 +1,88 @@
+// Host versions of the sm_90 part of section 3 of sdpa.cu; ptx.h includes this file at its end. What
+// they do when, and what they report, is in engine_hopper.h.
+
+inline void mbarrier_arrive_expect_tx(uint64_t* barrier_s, uint32_t bytes, SIMT_CALLER) {
+  simt::mbarrier_arrive(barrier_s, int(bytes), at);
+}
+// As mbarrier_test_wait_parity: the thread sleeps until the phase is complete.
+inline bool mbarrier_try_wait_parity(uint64_t* barrier_s, int parity, SIMT_CALLER) {
+  simt::mbarrier_wait(barrier_s, parity, at);
+  return true;
+}
+inline void fence_mbarrier_init() {}
+inline void fence_proxy_async() { simt::fence_proxy_async(); }
+
+inline void prefetch_tensormap(const CUtensorMap*) {}
+template <int RANK>
+inline void cp_async_bulk_tensor_load(void* dst_s, const CUtensorMap* map, const int (&c)[RANK],
+                                      uint64_t* barrier_s, uint64_t, SIMT_CALLER) {
+  simt::tensor_load(dst_s, map, c, RANK, barrier_s, at);
+}
+template <int RANK>
+inline void cp_async_bulk_tensor_store(const CUtensorMap* map, const int (&c)[RANK],
+                                       const void* src_s, SIMT_CALLER) {
+  simt::tensor_store(map, c, RANK, src_s, at);
+}
+inline void cp_async_bulk_load(void* dst_s, const void* src_g, uint32_t bytes, uint64_t* barrier_s,
+                               SIMT_CALLER) {
+  simt::bulk_load(dst_s, src_g, bytes, barrier_s, at);
+}
+inline void cp_async_bulk_store(void* dst_g, const void* src_s, uint32_t bytes, SIMT_CALLER) {
+  simt::bulk_store(dst_g, src_s, bytes, at);
+}
+inline void cp_async_bulk_commit_group() { simt::bulk_commit(); }
+template <int N> inline void cp_async_bulk_wait_group_read() { simt::bulk_wait(N, true); }
+template <int N> inline void cp_async_bulk_wait_group() { simt::bulk_wait(N, false); }
+
+inline void wgmma_fence(SIMT_CALLER) { simt::wgmma_fence(at); }
+inline void wgmma_commit_group(SIMT_CALLER) { simt::wgmma_commit(at); }
+template <int N> inline void wgmma_wait_group(SIMT_CALLER) { simt::wgmma_wait(N, at); }
+template <int N> inline void hold(float (&)[N]) {}
+
+inline uint64_t wgmma_descriptor(SharedAddress start, int leading_bytes, int stride_bytes) {
+  const uint64_t offset = start - shared_address(simt::self->shared);
+  return (offset & 0x3ffff) >> 4 | uint64_t(leading_bytes >> 4) << 16 |
+         uint64_t(stride_bytes >> 4) << 32 | uint64_t(1) << 62;
+}
+
+// Keep d, and a of wgmma_rs, in place until the wait: the results go there, and a is read there.
+template <class E, int N, int TRANS_B>
+inline void wgmma_ss(float (&d)[N / 2], uint64_t a, uint64_t b, bool accumulate, SIMT_CALLER) {
+  static_assert(N >= 16 && N <= 256 && N % 16 == 0, "wgmma: N is a multiple of 16 up to 256");
+  constexpr bool bf16 = std::is_same<E, __nv_bfloat16>::value;
+  simt::wgmma({N, bf16, TRANS_B != 0, accumulate, d, nullptr, a, b}, at);
+}
+template <class E, int N, int TRANS_B>
+inline void wgmma_rs(float (&d)[N / 2], const uint32_t (&a)[4], uint64_t b, bool accumulate,
+                     SIMT_CALLER) {
+  static_assert(N >= 16 && N <= 256 && N % 16 == 0, "wgmma: N is a multiple of 16 up to 256");
+  constexpr bool bf16 = std::is_same<E, __nv_bfloat16>::value;
+  simt::wgmma({N, bf16, TRANS_B != 0, accumulate, d, a, 0, b}, at);
+}
+
+template <int N> inline void setmaxnreg_dec(SIMT_CALLER) { simt::setmaxnreg(N, false, at); }
+template <int N> inline void setmaxnreg_inc(SIMT_CALLER) { simt::setmaxnreg(N, true, at); }
+
+inline void stmatrix_x4(SharedAddress row, const uint32_t (&r)[4], SIMT_CALLER) {
+  matrix_collective<4, false, true>(reinterpret_cast<const void*>(row), const_cast<uint32_t*>(r),
+                                    at);
+}
+
+inline int cluster_ctarank() { return simt::cluster_rank(); }
+inline void cluster_arrive(SIMT_CALLER) { simt::cluster_arrive(at); }
+inline void cluster_wait(SIMT_CALLER) { simt::cluster_wait(at); }
+inline uint32_t mapa(SharedAddress address, int rank, SIMT_CALLER) {
+  return simt::cluster_address(reinterpret_cast<const void*>(address), rank, at);
+}
+template <class T> inline T ld_shared_cluster(uint32_t address, SIMT_CALLER) {
+  return *static_cast<const T*>(simt::cluster_pointer(address, sizeof(T), at));
+}
+template <class T> inline void st_shared_cluster(uint32_t address, T value, SIMT_CALLER) {
+  *static_cast<T*>(simt::cluster_pointer(address, sizeof(T), at)) = value;
+}
+inline void mbarrier_arrive_cluster(uint32_t address, SIMT_CALLER) {
+  simt::mbarrier_arrive_cluster(address, at);
+}
+
+inline void griddepcontrol_wait() {}  // launches never overlap here
+inline void griddepcontrol_launch_dependents() {}

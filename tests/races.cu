@@ -1,0 +1,136 @@
+// Kernels that hand shared memory between threads, TMA, wgmma and CTAs, each with one handover left
+// out: built under ThreadSanitizer, which must call it a data race, and must not without the bug.
+//   races NAME     one of the names below; exit code 0 and no report for `none`
+#define SDPA_NO_MAIN
+#include "../sdpa.cu"
+
+#include <string>
+#include <vector>
+
+using namespace SDPA_NAMESPACE;
+
+enum class Bug {
+  none,
+  no_wait_for_full,      // wgmma reads a tile whose load may be under way
+  released_before_wait,  // a stage is given back while wgmma may still read it
+  released_by_one,       // ... while other threads may still read it
+  read_before_full,      // a thread reads a tile that others have waited for
+  staging_overwritten,   // a store's tile is written again before the store has read it
+  no_cluster_barrier,    // another CTA's memory is read before it says that it has written it
+};
+
+struct Scratch {
+  alignas(1024) __half tile[64 * 64];
+  alignas(1024) __half staging[64 * 64];
+  uint64_t full, empty;
+};
+struct Args {
+  CUtensorMap map;  // (64, 64, 8), box (64, 64, 1)
+  float* out;       // [2 * 256]
+};
+
+static void wait_for(uint64_t* barrier, int parity) {
+  while (!mbarrier_try_wait_parity(barrier, parity)) {
+  }
+}
+
+// Two warpgroups: a thread of the second one loads four tiles through one stage, the first one
+// multiplies each by itself, reads it, stages something and stores it over it; two CTAs then compare.
+template <Bug BUG> static void hand_over(const Args a) {
+  Scratch& s = dynamic_shared<Scratch>();
+  const int tid = threadIdx.x;
+  if (tid == 0) {
+    mbarrier_init(&s.full, 1);
+    mbarrier_init(&s.empty, 1);
+    fence_mbarrier_init();
+  }
+  __syncthreads();
+  float sum = 0;
+  if (tid == 128) {
+    for (int i = 0; i < 4; i++) {
+      wait_for(&s.empty, (i & 1) ^ 1);
+      mbarrier_arrive_expect_tx(&s.full, sizeof s.tile);
+      cp_async_bulk_tensor_load<3>(s.tile, &a.map, {0, 0, i}, &s.full, 0);
+    }
+    if (BUG == Bug::no_wait_for_full || BUG == Bug::read_before_full) wait_for(&s.full, 1);
+  } else if (tid < 128) {
+    float d[32];
+    for (float& x : d) x = 0;
+    for (int i = 0; i < 4; i++) {
+      if (BUG != Bug::no_wait_for_full && !(BUG == Bug::read_before_full && tid == 9)) {
+        wait_for(&s.full, i & 1);
+      }
+      if (BUG == Bug::read_before_full && tid == 9) sum += float(s.tile[tid]);
+      const uint64_t tile = wgmma_descriptor(shared_address(s.tile), 16, 1024);
+      wgmma_fence();
+      wgmma_ss<__half, 64, 0>(d, tile, tile, true);
+      wgmma_commit_group();
+      if (BUG == Bug::released_before_wait && tid == 0) mbarrier_arrive(&s.empty);
+      wgmma_wait_group<0>();
+      if (BUG != Bug::released_before_wait) {
+        if (BUG != Bug::read_before_full) sum += float(s.tile[tid]);
+        if (BUG != Bug::released_by_one) barrier_sync(1, 128);
+        if (tid == 0) mbarrier_arrive(&s.empty);
+      }
+    }
+    for (int i = 0; i < 2; i++) {
+      for (int j = 0; j < 32; j++) st_shared(s.staging + j * 128 + tid, __half(d[j]));
+      fence_proxy_async();
+      barrier_sync(1, 128);
+      if (tid == 0) {
+        cp_async_bulk_tensor_store<3>(&a.map, {0, 0, 4 + 2 * cluster_ctarank() + i}, s.staging);
+        cp_async_bulk_commit_group();
+        if (BUG != Bug::staging_overwritten) cp_async_bulk_wait_group_read<0>();
+      }
+      barrier_sync(1, 128);
+    }
+    if (tid == 0) cp_async_bulk_wait_group<0>();
+  }
+  __syncthreads();
+  s.staging[tid] = __half(sum);
+  cluster_arrive();
+  if (BUG != Bug::no_cluster_barrier) cluster_wait();
+  const uint32_t there = mapa(shared_address(s.staging + 2 * (tid / 2)), cluster_ctarank() ^ 1);
+  a.out[cluster_ctarank() * 256 + tid] = float_of(ld_shared_cluster<uint32_t>(there));
+  if (BUG == Bug::no_cluster_barrier) cluster_wait();
+  cluster_arrive();
+  cluster_wait();
+}
+
+int main(int argc, char** argv) {
+  const struct {
+    const char* name;
+    void (*kernel)(const Args);
+  } cases[] = {
+      {"none", hand_over<Bug::none>},
+      {"no_wait_for_full", hand_over<Bug::no_wait_for_full>},
+      {"released_before_wait", hand_over<Bug::released_before_wait>},
+      {"released_by_one", hand_over<Bug::released_by_one>},
+      {"read_before_full", hand_over<Bug::read_before_full>},
+      {"staging_overwritten", hand_over<Bug::staging_overwritten>},
+      {"no_cluster_barrier", hand_over<Bug::no_cluster_barrier>},
+  };
+  for (const auto& one : cases) {
+    if (argc != 2 || std::string(argv[1]) != one.name) continue;
+    __half* tensor;
+    Args a{};
+    cudaMalloc(&tensor, 8 * 64 * 64 * sizeof(__half));
+    cudaMemset(tensor, 0, 8 * 64 * 64 * sizeof(__half));
+    cudaMalloc(&a.out, 512 * sizeof(float));
+    const uint64_t sizes[3] = {64, 64, 8}, strides[2] = {128, 64 * 128};
+    const uint32_t box[3] = {64, 64, 1};
+    if (encode_tensor_map(a.map, 3, tensor, sizes, strides, box, false) != cudaSuccess) return 2;
+    cudaLaunchAttribute cluster{};
+    cluster.id = cudaLaunchAttributeClusterDimension;
+    cluster.val.clusterDim = {2, 1, 1};
+    cudaLaunchConfig_t launch{};
+    launch.gridDim = dim3(2), launch.blockDim = dim3(256);
+    launch.dynamicSmemBytes = sizeof(Scratch);
+    launch.attrs = &cluster, launch.numAttrs = 1;
+    const cudaError_t error = cudaLaunchKernelEx(&launch, one.kernel, a);
+    cudaFree(tensor);
+    cudaFree(a.out);
+    return error != cudaSuccess;
+  }
+  return 2;
+}
