@@ -9,7 +9,7 @@ cd "$(dirname "$0")/.." || exit 2
 trial() {
   local out b=()
   [ $# -lt 4 ] || b=(--b-shape "$4")
-  if ! out=$(./run_all.sh ab "$1" "$1" --shape "$3" "${b[@]}" 2>/tmp/ab_trial.$$); then
+  if ! out=$(./run_all.sh ab "$1" "$1" --shape "$3" "${b[@]}" --budget 30 2>/tmp/ab_trial.$$); then
     cat /tmp/ab_trial.$$ >&2
     exit 2
   fi
@@ -26,7 +26,7 @@ for round in 1 2 3 4 5; do
   # A hundred tiles of keys for each group of warps, and a hundred and one.
   trial mma_split4 SLOWER 1,8,8,512,12800 1,8,8,512,12928
   trial mma_split2 SLOWER 1,8,8,2048,12800 1,8,8,2048,12928
-  trial mma_lazy3 SLOWER 1,32,32,2048,6400 1,32,32,2048,6464
+  trial mma_lazy3 SLOWER 1,8,8,2048,6400 1,8,8,2048,6464
   trial wmma_all SLOWER 1,8,8,2048,6400 1,8,8,2048,6464
   echo "round $round of 5" >&2
 done

@@ -1,18 +1,18 @@
 #!/usr/bin/env python3
 """Times lines of configs.txt against PyTorch's SDPA backends: one process, one run, the same tensors.
 
-usage: tools/peers.py NAME... [--shape PROBLEM]... [--suite] [--build DIR] > results/peers/DATE-DEVICE.csv
+usage: tools/peers.py NAME... [--shape PROBLEM]... [--suite] [--peers P,...] [--build DIR] > results/peers/DATE-DEVICE.csv
 
   NAME       a line of configs.txt; its shared library (target sdpa_NAME_lib of DIR) is built and loaded
   --shape    small, mission, mission2, long or B,Hq,Hkv,Sq,Sk, and behind these if wanted ,D ,DTYPE and
              ,CAUSAL, as in 4,32,32,4096,4096,64,fp16,br; only lines with that D and DTYPE take part.
              Repeatable; default mission, mission2 and long
   --suite    the problems of README's table
+  --peers    names separated by commas (default torch_cudnn,torch_flash,torch_efficient,torch_math)
   --build    the build folder (default build)
 
-Prints rows with the columns of the executables: per problem each line, then torch_cudnn, torch_flash,
-torch_efficient and torch_math. graph_us is what it is there: one call's share of a replayed CUDA graph of
-20, the median of replays that are taken from all contenders in turn. A line's check is against attention in
+Prints rows with the columns of the executables: per problem each line, then each peer. graph_us is what it
+is there: one call's share of a replayed CUDA graph of 20 (of 2 where a call takes over 5 ms), the median of replays that are taken from all contenders in turn. A line's check is against attention in
 fp32 by PyTorch on the same inputs, with the limits of the executables; its note has the largest difference
 to each backend, and for fp16 on mission what torch.allclose(atol=1e-3) says. Needs PyTorch with CUDA.
 """
@@ -35,9 +35,8 @@ SUITE = """mission,64 mission2,64 long,64
 1,16,16,16384,16384,128,fp16 1,16,16,16384,16384,128,fp16,br
 1,32,8,8192,8192,128,bf16,br 1,16,16,1000,1777,128,fp16
 1,8,8,16384,16384,256,fp16 1,8,8,16384,16384,256,fp16,br""".split()
-CALLS = 20  # in a graph
 ROUNDS = 3
-REPLAYED_MS = 30 / ROUNDS  # per contender and round
+REPLAYED_US = 30e3 / ROUNDS  # per contender and round
 BACKENDS = {"torch_cudnn": "CUDNN_ATTENTION", "torch_flash": "FLASH_ATTENTION",
             "torch_efficient": "EFFICIENT_ATTENTION", "torch_math": "MATH"}
 LIMITS = {"fp16": 1e-3, "bf16": 8e-3}  # of rel_rms, and of the largest error over max(1, max|ref|)
@@ -128,32 +127,38 @@ def parse_problem(text):
     return name, sizes, D, dtype, causal or "off"
 
 
+def elapsed_us(work):
+    """GPU time of work(), in microseconds."""
+    begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+    begin.record()
+    work()
+    end.record()
+    torch.cuda.synchronize()
+    return begin.elapsed_time(end) * 1000
+
+
 def capture(call):
-    """The call, 20 times, as a CUDA graph."""
+    """The call, 20 times or 2, as a CUDA graph, and how many times."""
     stream = torch.cuda.Stream()
     with torch.cuda.stream(stream):
         for _ in range(3):
             call()
     torch.cuda.synchronize()
+    calls = 20 if elapsed_us(call) < 5000 else 2
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
-        for _ in range(CALLS):
+        for _ in range(calls):
             call()
     graph.replay()
     torch.cuda.synchronize()
-    return graph
+    return graph, calls
 
 
-def replay(graph):
+def replay(graph, calls):
     """Microseconds of a call in each of some replays: at least 5, and more of short ones."""
     times = []
-    while len(times) < 5 or (sum(times) < REPLAYED_MS * 1000 / CALLS and len(times) < 333):
-        begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-        begin.record()
-        graph.replay()
-        end.record()
-        torch.cuda.synchronize()
-        times.append(begin.elapsed_time(end) * 1000 / CALLS)
+    while len(times) < 5 or (sum(times) * calls < REPLAYED_US and len(times) < 333):
+        times.append(elapsed_us(graph.replay) / calls)
     return times
 
 
@@ -178,7 +183,7 @@ def reference(q, k, v, causal):
     return o
 
 
-def run_problem(shape, sizes, D, dtype, causal, lines):
+def run_problem(shape, sizes, D, dtype, causal, lines, peers):
     """Rows of the lines and of PyTorch's backends for one problem."""
     B, Hq, Hkv, Sq, Sk = sizes
     torch.manual_seed(0)
@@ -199,7 +204,7 @@ def run_problem(shape, sizes, D, dtype, causal, lines):
         return call
 
     contenders = {line.name: lambda line=line: line.prepare(q, k, v, causal) for line in lines}
-    contenders.update({name: lambda name=name: backend(name) for name in BACKENDS})
+    contenders.update({name: lambda name=name: backend(name) for name in peers})
     rows, calls, graphs, outputs, times = {}, {}, {}, {}, {}
     for name, prepare in contenders.items():
         rows[name] = dict(common, config=name)
@@ -213,7 +218,7 @@ def run_problem(shape, sizes, D, dtype, causal, lines):
             rows[name].update(status="skipped", note=str(error).strip().split("\n")[0][:100])
     for _ in range(ROUNDS):
         for name, graph in graphs.items():
-            times[name] += replay(graph)
+            times[name] += replay(*graph)
 
     flop = 4 * D * B * Hq * int(visible(Sq, Sk, causal).sum())
     for name, samples in times.items():
@@ -233,10 +238,10 @@ def run_problem(shape, sizes, D, dtype, causal, lines):
         rel_rms = float(error.square().mean().sqrt() / exact.square().mean().sqrt())
         largest = float(error.max())
         passed = rel_rms <= LIMITS[dtype] and largest <= LIMITS[dtype] * max(1.0, float(exact.abs().max()))
-        peers = [peer for peer in BACKENDS if peer in outputs]
-        notes = [f"max diff to {peer} {float((o.float() - outputs[peer].float()).abs().max()):.1e}" for peer in peers]
+        others = [peer for peer in peers if peer in outputs]
+        notes = [f"max diff to {peer} {float((o.float() - outputs[peer].float()).abs().max()):.1e}" for peer in others]
         if shape == "mission" and dtype == "fp16":
-            close = all(torch.allclose(o, outputs[peer], atol=1e-3) for peer in peers)
+            close = all(torch.allclose(o, outputs[peer], atol=1e-3) for peer in others)
             notes.append(f"torch.allclose(atol=1e-3) {close}")
             passed = passed and close
         rows[name].update(check="PASS" if passed else "FAIL", rel_rms=f"{rel_rms:.3g}", max_abs_err=f"{largest:.3g}",
@@ -251,8 +256,13 @@ def main():
     parser.add_argument("names", nargs="+")
     parser.add_argument("--shape", action="append", default=[])
     parser.add_argument("--suite", action="store_true")
+    parser.add_argument("--peers", default=",".join(BACKENDS))
     parser.add_argument("--build", default="build")
     arguments = parser.parse_args()
+    peers = arguments.peers.split(",")
+    for peer in peers:
+        if peer not in BACKENDS:
+            refuse(f"--peers {peer}: want {', '.join(BACKENDS)}")
     problems = [parse_problem(text) for text in arguments.shape + (SUITE if arguments.suite else [])]
     problems = problems or [parse_problem(text) for text in ("mission", "mission2", "long")]
     if not torch.cuda.is_available():
@@ -272,7 +282,8 @@ def main():
         if not groups:
             print(f"peers.py: no line for D={D} {dtype or ''}: {shape} is left out", file=sys.stderr)
         for group in sorted(groups):
-            rows = run_problem(shape, sizes, *group, causal, [line for line in lines if (line.D, line.dtype) == group])
+            rows = run_problem(shape, sizes, *group, causal, [line for line in lines if (line.D, line.dtype) == group],
+                               peers)
             for row in rows:
                 failed = failed or row.get("check") == "FAIL"
                 out.writerow({name: str(value).replace(",", ";") for name, value in row.items()})
