@@ -53,98 +53,130 @@ static void expect_report(const char* what, Kernel kernel, std::vector<std::stri
 }
 
 static void test_reports() {
-  expect_report("deadlock", [](const Args) {
-    Scratch& s = dynamic_shared<Scratch>();
-    if (threadIdx.x == 0) mbarrier_init(&s.barrier, 2);
-    __syncthreads();
-    if (threadIdx.x == 5) mbarrier_arrive(&s.barrier);  // the second arrival never comes
-    if (threadIdx.x < 32) mbarrier_test_wait_parity(&s.barrier, 0);
-  }, {"deadlock in ", "32 threads, first warp 1 lane 0 (thread 32), have returned",
-      "32 threads, first warp 0 lane 0 (thread 0), wait for an mbarrier phase"});
-  expect_report("two barriers", [](const Args) {
-    if (threadIdx.x < 32) {
-      __syncthreads();
-    } else {
-      __syncthreads();
-    }
-  }, {"divergent barrier: others of the block wait at backend.cu:"});
-  expect_report("barrier after return", [](const Args) {
-    if (threadIdx.x == 63) return;
-    __syncthreads();
-  }, {"wait for the block's barrier"});
-  expect_report("named barrier", [](const Args) {
-    if (threadIdx.x < 32) {
-      barrier_sync(2, 64);
-    } else {
-      barrier_sync(2, 96);
-    }
-  }, {"a named barrier is used with ", " threads here and with "});
-  expect_report("shared out of range", [](const Args) {
-    Scratch& s = dynamic_shared<Scratch>();
-    st_shared(s.x + 256 + 2 * threadIdx.x, 1.0f);
-  }, {"4 bytes at offset ", " of shared memory, which has "});
-  expect_report("shared misaligned", [](const Args) {
-    Scratch& s = dynamic_shared<Scratch>();
-    if (threadIdx.x == 33) ld_shared<uint4>(s.x + 1);
-  }, {"warp 1 lane 1 (thread 33)", "16-byte access at offset 4 of shared memory is misaligned"});
-  expect_report("global out of range", [](const Args a) {
-    if (threadIdx.x == 7) ld_global<float>(a.out + 256);
-  }, {"warp 0 lane 7 (thread 7)", "outside every allocation of global memory"});
-  expect_report("global misaligned", [](const Args a) {
-    st_global(reinterpret_cast<uint2*>(a.out + 1), uint2{1, 2});
-  }, {"8-byte access at ", " is misaligned"});
-  expect_report("copy from nowhere", [](const Args a) {
-    cp_async<16>(dynamic_shared<Scratch>().x, a.out + 254, true);
-  }, {"outside every allocation"});
-  expect_report("mbarrier without init", [](const Args) {
-    mbarrier_arrive(&dynamic_shared<Scratch>().barrier);
-  }, {"this mbarrier was never initialised"});
-  expect_report("divergent warp", [](const Args a) {
-    float x = 1;
-    if (threadIdx.x % 2) {
-      x = __shfl_xor_sync(0xffffffffu, x, 1);
-    } else {
-      x = __shfl_xor_sync(0xffffffffu, x, 1);
-    }
-    a.out[threadIdx.x] = x;
-  }, {"divergent warp: lanes "});
+  expect_report("deadlock",
+                [](const Args) {
+                  Scratch& s = dynamic_shared<Scratch>();
+                  if (threadIdx.x == 0) mbarrier_init(&s.barrier, 2);
+                  __syncthreads();
+                  if (threadIdx.x == 5)
+                    mbarrier_arrive(&s.barrier);  // the second arrival never comes
+                  if (threadIdx.x < 32) mbarrier_test_wait_parity(&s.barrier, 0);
+                },
+                {"deadlock in ", "32 threads, first warp 1 lane 0 (thread 32), have returned",
+                 "32 threads, first warp 0 lane 0 (thread 0), wait for an mbarrier phase"});
+  expect_report("two barriers",
+                [](const Args) {
+                  if (threadIdx.x < 32) {
+                    __syncthreads();
+                  } else {
+                    __syncthreads();
+                  }
+                },
+                {"divergent barrier: others of the block wait at backend.cu:"});
+  expect_report("barrier after return",
+                [](const Args) {
+                  if (threadIdx.x == 63) return;
+                  __syncthreads();
+                },
+                {"wait for the block's barrier"});
+  expect_report("named barrier",
+                [](const Args) {
+                  if (threadIdx.x < 32) {
+                    barrier_sync(2, 64);
+                  } else {
+                    barrier_sync(2, 96);
+                  }
+                },
+                {"a named barrier is used with ", " threads here and with "});
+  expect_report("shared out of range",
+                [](const Args) {
+                  Scratch& s = dynamic_shared<Scratch>();
+                  st_shared(s.x + 256 + 2 * threadIdx.x, 1.0f);
+                },
+                {"4 bytes at offset ", " of shared memory, which has "});
+  expect_report(
+      "shared misaligned",
+      [](const Args) {
+        Scratch& s = dynamic_shared<Scratch>();
+        if (threadIdx.x == 33) ld_shared<uint4>(s.x + 1);
+      },
+      {"warp 1 lane 1 (thread 33)", "16-byte access at offset 4 of shared memory is misaligned"});
+  expect_report("global out of range",
+                [](const Args a) {
+                  if (threadIdx.x == 7) ld_global<float>(a.out + 256);
+                },
+                {"warp 0 lane 7 (thread 7)", "outside every allocation of global memory"});
+  expect_report("global misaligned",
+                [](const Args a) {
+                  st_global(reinterpret_cast<uint2*>(a.out + 1), uint2{1, 2});
+                },
+                {"8-byte access at ", " is misaligned"});
+  expect_report("copy from nowhere",
+                [](const Args a) { cp_async<16>(dynamic_shared<Scratch>().x, a.out + 254, true); },
+                {"outside every allocation"});
+  expect_report("mbarrier without init",
+                [](const Args) { mbarrier_arrive(&dynamic_shared<Scratch>().barrier); },
+                {"this mbarrier was never initialised"});
+  expect_report("divergent warp",
+                [](const Args a) {
+                  float x = 1;
+                  if (threadIdx.x % 2) {
+                    x = __shfl_xor_sync(0xffffffffu, x, 1);
+                  } else {
+                    x = __shfl_xor_sync(0xffffffffu, x, 1);
+                  }
+                  a.out[threadIdx.x] = x;
+                },
+                {"divergent warp: lanes "});
   expect_report("mask without the caller", [](const Args) { __ballot_sync(0x1u, true); },
                 {"the mask 00000001 leaves out the lane that names it"});
-  expect_report("too little shared memory", [](const Args) {
-    struct Large { float x[4096]; };
-    dynamic_shared<Large>();
-  }, {"the kernel wants 16384 bytes of shared memory and was launched with "});
-  expect_report("wmma alignment", [](const Args) {
-    nvcuda::wmma::fragment<nvcuda::wmma::accumulator, 16, 16, 16, float> c;
-    nvcuda::wmma::load_matrix_sync(c, dynamic_shared<Scratch>().x + 1, 16,
-                                   nvcuda::wmma::mem_row_major);
-  }, {"a wmma tile is not 32-byte aligned"});
-  expect_report("wmma past the end", [](const Args) {
-    nvcuda::wmma::fragment<nvcuda::wmma::accumulator, 16, 16, 16, float> c;
-    nvcuda::wmma::load_matrix_sync(c, dynamic_shared<Scratch>().x + 64, 16,
-                                   nvcuda::wmma::mem_row_major);
-  }, {"past the end of shared memory"});
+  expect_report("too little shared memory",
+                [](const Args) {
+                  struct Large {
+                    float x[4096];
+                  };
+                  dynamic_shared<Large>();
+                },
+                {"the kernel wants 16384 bytes of shared memory and was launched with "});
+  expect_report("wmma alignment",
+                [](const Args) {
+                  nvcuda::wmma::fragment<nvcuda::wmma::accumulator, 16, 16, 16, float> c;
+                  nvcuda::wmma::load_matrix_sync(c, dynamic_shared<Scratch>().x + 1, 16,
+                                                 nvcuda::wmma::mem_row_major);
+                },
+                {"a wmma tile is not 32-byte aligned"});
+  expect_report("wmma past the end",
+                [](const Args) {
+                  nvcuda::wmma::fragment<nvcuda::wmma::accumulator, 16, 16, 16, float> c;
+                  nvcuda::wmma::load_matrix_sync(c, dynamic_shared<Scratch>().x + 64, 16,
+                                                 nvcuda::wmma::mem_row_major);
+                },
+                {"past the end of shared memory"});
 }
 
 static void test_poison() {
   std::string report;
-  std::vector<float> out = run([](const Args a) {  // shared memory that nobody wrote
-    a.out[blockIdx.x * 64 + threadIdx.x] = dynamic_shared<Scratch>().x[threadIdx.x];
-  }, report);
+  std::vector<float> out = run(
+      [](const Args a) {  // shared memory that nobody wrote
+        a.out[blockIdx.x * 64 + threadIdx.x] = dynamic_shared<Scratch>().x[threadIdx.x];
+      },
+      report);
   for (int i = 0; i < 128; i++) EXPECT(std::isnan(out[i]));
-  out = run([](const Args a) {  // a copy is not there before its wait, not even what was there before
-    Scratch& s = dynamic_shared<Scratch>();
-    const int tid = threadIdx.x;
-    s.x[tid] = 5;
-    a.out[128 + tid] = 2;
-    cp_async<4>(s.x + tid, a.out + 128 + tid, true);
-    cp_async_commit_group();
-    cp_async_commit_group();
-    cp_async_wait_group<2>();
-    const float early = s.x[tid];
-    cp_async_wait_group<1>();
-    a.out[blockIdx.x * 64 + tid] = std::isnan(early) ? s.x[tid] : -1;
-  }, report);
+  out = run(
+      [](const Args a) {  // a copy is not there before its wait, not even what was there before
+        Scratch& s = dynamic_shared<Scratch>();
+        const int tid = threadIdx.x;
+        s.x[tid] = 5;
+        a.out[128 + tid] = 2;
+        cp_async<4>(s.x + tid, a.out + 128 + tid, true);
+        cp_async_commit_group();
+        cp_async_commit_group();
+        cp_async_wait_group<2>();
+        const float early = s.x[tid];
+        cp_async_wait_group<1>();
+        a.out[blockIdx.x * 64 + tid] = std::isnan(early) ? s.x[tid] : -1;
+      },
+      report);
   EXPECT(report == "");
   for (int i = 0; i < 128; i++) EXPECT(out[i] == 2);
 }
@@ -152,11 +184,13 @@ static void test_poison() {
 // The order in which the threads of block 0 come by, as their numbers in out[128...].
 static std::vector<float> order() {
   std::string report;
-  std::vector<float> out = run([](const Args a) {
-    if (blockIdx.x) return;
-    unsigned* const counter = reinterpret_cast<unsigned*>(a.out);
-    a.out[128 + atomicAdd(counter, 1u)] = float(threadIdx.x);
-  }, report);
+  std::vector<float> out = run(
+      [](const Args a) {
+        if (blockIdx.x) return;
+        unsigned* const counter = reinterpret_cast<unsigned*>(a.out);
+        a.out[128 + atomicAdd(counter, 1u)] = float(threadIdx.x);
+      },
+      report);
   return {out.begin() + 128, out.begin() + 192};
 }
 

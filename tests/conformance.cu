@@ -23,13 +23,16 @@ template <int N, bool TRANS> __device__ void ldmatrix(uint32_t (&r)[N], const vo
     asm volatile("ldmatrix.sync.aligned.m8n8.x1.shared.b16 {%0}, [%1];" : "=r"(r[0]) : "r"(row));
   } else if constexpr (N == 1) {
     asm volatile("ldmatrix.sync.aligned.m8n8.x1.trans.shared.b16 {%0}, [%1];"
-                 : "=r"(r[0]) : "r"(row));
+                 : "=r"(r[0])
+                 : "r"(row));
   } else if constexpr (N == 2 && !TRANS) {
     asm volatile("ldmatrix.sync.aligned.m8n8.x2.shared.b16 {%0, %1}, [%2];"
-                 : "=r"(r[0]), "=r"(r[1]) : "r"(row));
+                 : "=r"(r[0]), "=r"(r[1])
+                 : "r"(row));
   } else if constexpr (N == 2) {
     asm volatile("ldmatrix.sync.aligned.m8n8.x2.trans.shared.b16 {%0, %1}, [%2];"
-                 : "=r"(r[0]), "=r"(r[1]) : "r"(row));
+                 : "=r"(r[0]), "=r"(r[1])
+                 : "r"(row));
   } else {
     ldmatrix_x4<TRANS>(r, row);
   }
@@ -39,24 +42,30 @@ template <int N, bool TRANS> __device__ void stmatrix(void* row_s, const uint32_
   const uint32_t row = shared_address(row_s);
   if constexpr (N == 4 && !TRANS) {
     asm volatile("stmatrix.sync.aligned.m8n8.x4.shared.b16 [%0], {%1, %2, %3, %4};" ::"r"(row),
-                 "r"(r[0]), "r"(r[1]), "r"(r[2]), "r"(r[3]) : "memory");
+                 "r"(r[0]), "r"(r[1]), "r"(r[2]), "r"(r[3])
+                 : "memory");
   } else if constexpr (N == 4) {
-    asm volatile("stmatrix.sync.aligned.m8n8.x4.trans.shared.b16 [%0], {%1, %2, %3, %4};" ::"r"(row),
-                 "r"(r[0]), "r"(r[1]), "r"(r[2]), "r"(r[3]) : "memory");
+    asm volatile(
+        "stmatrix.sync.aligned.m8n8.x4.trans.shared.b16 [%0], {%1, %2, %3, %4};" ::"r"(row),
+        "r"(r[0]), "r"(r[1]), "r"(r[2]), "r"(r[3])
+        : "memory");
   } else if constexpr (!TRANS) {
     asm volatile("stmatrix.sync.aligned.m8n8.x2.shared.b16 [%0], {%1, %2};" ::"r"(row), "r"(r[0]),
-                 "r"(r[1]) : "memory");
+                 "r"(r[1])
+                 : "memory");
   } else {
     asm volatile("stmatrix.sync.aligned.m8n8.x2.trans.shared.b16 [%0], {%1, %2};" ::"r"(row),
-                 "r"(r[0]), "r"(r[1]) : "memory");
+                 "r"(r[0]), "r"(r[1])
+                 : "memory");
   }
 }
 
 __device__ void mma_m16n8k32_e4m3(float (&d)[4], const uint32_t (&a)[4], const uint32_t (&b)[2]) {
-  asm volatile("mma.sync.aligned.m16n8k32.row.col.f32.e4m3.e4m3.f32 {%0,%1,%2,%3}, {%4,%5,%6,%7}, "
-               "{%8,%9}, {%0,%1,%2,%3};"
-               : "+f"(d[0]), "+f"(d[1]), "+f"(d[2]), "+f"(d[3])
-               : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b[0]), "r"(b[1]));
+  asm volatile(
+      "mma.sync.aligned.m16n8k32.row.col.f32.e4m3.e4m3.f32 {%0,%1,%2,%3}, {%4,%5,%6,%7}, "
+      "{%8,%9}, {%0,%1,%2,%3};"
+      : "+f"(d[0]), "+f"(d[1]), "+f"(d[2]), "+f"(d[3])
+      : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b[0]), "r"(b[1]));
 }
 #endif
 
@@ -66,7 +75,7 @@ struct Args {
   uint32_t* out;      // [THREADS][WORDS]
   const uint8_t* in;  // 4096 bytes: byte i is i * 37 + 11
   uint32_t* counter;
-  uint16_t* tensor;                     // [HEADS][ROWS][ROW_STRIDE], words 0, 1, ...
+  uint16_t* tensor;                    // [HEADS][ROWS][ROW_STRIDE], words 0, 1, ...
   CUtensorMap map_3d, map_4d, map_5d;  // of its first 64 columns
 };
 constexpr int HEADS = 3, ROWS = 40, ROW_STRIDE = 80;
@@ -123,8 +132,8 @@ template <int N, bool TRANS> __global__ void test_stmatrix(const Args a) {
   const int row = threadIdx.x / 32 * 32 + threadIdx.x * 5 % 32;
   stmatrix<N, TRANS>(s.bytes + row * 32, r);
   __syncthreads();
-  for (int i = 0; i < 16; i++) a.out[threadIdx.x * WORDS + i] = ld_shared<uint32_t>(
-      s.bytes + 4 * (threadIdx.x * 16 + i));
+  for (int i = 0; i < 16; i++)
+    a.out[threadIdx.x * WORDS + i] = ld_shared<uint32_t>(s.bytes + 4 * (threadIdx.x * 16 + i));
 }
 
 template <class E> __global__ void test_mma(const Args a) {
@@ -292,8 +301,8 @@ template <class E> __global__ void test_conversions(const Args a) {
 }
 
 __global__ void test_arithmetic(const Args a) {
-  const float values[12] = {0.0f, -0.0f, 1.0f, -1.0f, 1.5f, -127.0f, 12583039.0f, 0x1p-149f,
-                            -0x1p-126f, 3.25f, -0x1p-30f, -INFINITY};
+  const float values[12] = {0.0f,        -0.0f,     1.0f,       -1.0f, 1.5f,      -127.0f,
+                            12583039.0f, 0x1p-149f, -0x1p-126f, 3.25f, -0x1p-30f, -INFINITY};
   uint32_t* const out = a.out + threadIdx.x * WORDS;
   const float x = values[threadIdx.x % 12];
   for (int i = 0; i < 12; i++) {

@@ -26,9 +26,7 @@ static void test_knob_text() {
 }
 
 namespace {
-template <int POLICY> struct Policy : Build {
-  static constexpr int sync_policy = POLICY;
-};
+template <int POLICY> struct Policy : Build { static constexpr int sync_policy = POLICY; };
 }  // namespace
 
 static void test_barrier_counts() {

@@ -1,7 +1,7 @@
 #!/usr/bin/env python3
 """Times lines of configs.txt against PyTorch's SDPA backends: one process, one run, the same tensors.
 
-usage: tools/peers.py NAME... [--shape PROBLEM]... [--suite] [--peers P,...] [--build DIR] > results/peers/DATE-DEVICE.csv
+usage: tools/peers.py NAME... [--shape PROBLEM]... [--suite] [--peers P,...] [--build DIR] > CSV
 
   NAME       a line of configs.txt; its shared library (target sdpa_NAME_lib of DIR) is built and loaded
   --shape    small, mission, mission2, long or B,Hq,Hkv,Sq,Sk, and behind these if wanted ,D ,DTYPE and
@@ -12,9 +12,10 @@ usage: tools/peers.py NAME... [--shape PROBLEM]... [--suite] [--peers P,...] [--
   --build    the build folder (default build)
 
 Prints rows with the columns of the executables: per problem each line, then each peer. graph_us is what it
-is there: one call's share of a replayed CUDA graph of 20 (of 2 where a call takes over 5 ms), the median of replays that are taken from all contenders in turn. A line's check is against attention in
-fp32 by PyTorch on the same inputs, with the limits of the executables; its note has the largest difference
-to each backend, and for fp16 on mission what torch.allclose(atol=1e-3) says. Needs PyTorch with CUDA.
+is there: one call's share of a replayed CUDA graph of 20 (of 2 where a call takes over 5 ms), the median of
+replays that are taken from all contenders in turn. A line's check is against attention in fp32 by PyTorch on
+the same inputs, with the limits of the executables; its note has the largest difference to each peer, and for
+fp16 on mission what torch.allclose(atol=1e-3) says. Needs PyTorch with CUDA.
 """
 import argparse
 import csv
