@@ -8,6 +8,7 @@ usage() {
 usage: ./run_all.sh [--cpu] [--only REGEX] [--shape S]... [--csv] [-- OPTION...]
        ./run_all.sh test [--all-lines] [CTEST OPTION...]
        ./run_all.sh tables [CSV]
+       ./run_all.sh extract NAME > my_kernel.cu
   (no command)    build, check, time and rank every line of configs.txt on small, mission and long;
                   the rows go to results/DATE-DEVICE.csv. Without a GPU: on the CPU backend
   --cpu           check the lines on the CPU backend, on small and mission; nothing is timed
@@ -16,6 +17,7 @@ usage: ./run_all.sh [--cpu] [--only REGEX] [--shape S]... [--csv] [-- OPTION...]
   --csv           print the rows as CSV on stdout instead of the table
   -- OPTION...    more options for every executable, such as -- --causal br --seeds 0,1,2
   test            build and run the tests; under the sanitizers one line of each kind, or all
+  extract         print the kernel of one line without knobs, to paste it; extract --help has the rest
   tables          put a CSV of results/ (default: the newest) into README.md's tables
 environment: SDPA_BUILD_DIR (default build), SDPA_ARCHS (such as "80-real"), SDPA_CONFIGS, JOBS
 exit: 0 all lines did what they should, 1 a line did not, 2 bad usage or a missing tool
@@ -330,5 +332,6 @@ run_tests() {
 case ${1-} in
   test) shift; run_tests "$@" ;;
   tables) shift; exec tools/readme_tables.sh "$@" ;;
+  extract) shift; . tools/extract.sh; extract_command "$@" ;;
   *) main_job "$@" ;;
 esac

@@ -134,8 +134,8 @@ struct Build {
   static constexpr int num_warps = number_of(NUM_WARPS_text);
   static constexpr bool use_warp_specialization = number_of(USE_WARP_SPECIALIZATION_text);
   static constexpr int producer_threads =
-      use_warp_specialization ? number_of(NUM_PRODUCER_WARPS_text) * 32 : 0;
-  static constexpr int threads = num_warps * 32 + producer_threads;
+      use_warp_specialization ? number_of(NUM_PRODUCER_WARPS_text) * 32 : 0;  // that only copy
+  static constexpr int threads = num_warps * 32 + producer_threads;  // of a CTA
   static constexpr int vec_width = number_of(VEC_WIDTH_text);
   static constexpr int sync_policy = number_of(SYNC_POLICY_text);
   static constexpr bool use_cp_async = number_of(USE_CP_ASYNC_text);
@@ -1711,10 +1711,8 @@ __global__ void __launch_bounds__(B::threads, B::ctas_per_sm)
       const Element* const V_s = s.in.group[group].V[stage];
       if (k0 < seen_keys) {
         const bool masked = k0 + B::block_n > clean_keys;
-        bool attended = false;
-        if (B::use_lazy_max && round > 0 && !masked) {
-          attended = rows.attend_lazily(Q, K_s, a.scale_log2, lane);
-        }
+        const bool attended = B::use_lazy_max && round > 0 && !masked &&
+                              rows.attend_lazily(Q, K_s, a.scale_log2, lane);
         if (!attended) rows.attend(Q, K_s, a, s.item.q0, k0, masked, lane);
         rows.multiply(V_s, lane);
       }
@@ -1850,7 +1848,7 @@ inline size_t sdpa_workspace_bytes(const SdpaParams&) {
 inline SdpaStatus sdpa_forward(const SdpaParams& p, cudaStream_t stream) {
   SdpaStatus status = check_params(p);
   if (!status.ok() || !p.B || !p.Hq || !p.Sq) return status;
-  if (sdpa_workspace_bytes(p) && !p.workspace) {
+  if (Build::use_persistent_cta && !p.workspace) {
     return failure(cudaErrorInvalidValue,
                    "workspace is null, but USE_PERSISTENT_CTA=1 keeps its "
                    "queue there; give it %d zeroed bytes",
