@@ -28,7 +28,6 @@ extracted() {
     "$file" && fail "$name: two blank lines"
   grep -q '^// Copyright' "$file" || fail "$name: no licence line"
   grep -q "run_all.sh extract $name" "$file" || fail "$name: not said how it was made"
-  # The comparison sees what is different.
   if [ "$name" = scalar_minimal ]; then
     nvcc=$(command -v nvcc || echo "${CUDA_HOME:-/usr/local/cuda}/bin/nvcc")
     (cd "$dir" && "$nvcc" -std=c++17 -arch=sm_90a -c "$file" -o alone.o) || fail "$name does not compile alone"
@@ -72,8 +71,11 @@ refused 2 "bad.txt:3: 'BLOCK_N' is not KNOB=VALUE" env SDPA_CONFIGS="$dir/bad.tx
 # Without nvcc the file is the same, and it is said that nothing was compared. Without g++ or Python there is none.
 tools=$dir/bin
 mkdir "$tools"
-for tool in bash dirname id nproc clang-format env python3 g++ as; do
-  path=$(command -v "$tool") && ln -s "$path" "$tools/$tool"
+for tool in bash sh dirname id nproc clang-format env python3 g++ as; do
+  path=$(command -v "$tool") || continue
+  [ "$tool" != python3 ] || path=$(python3 -c 'import sys; print(sys.executable)')
+  printf '#!/bin/sh\nexec "%s" "$@"\n' "$path" >"$tools/$tool"
+  chmod +x "$tools/$tool"
 done
 without() {  # without TOOL COMMAND...
   local path=$tools/$1 kept=$dir/kept
@@ -89,6 +91,7 @@ cmp "$dir/out" "$dir/scalar_minimal.cu" || fail "without nvcc the file is anothe
 grep -qF "nvcc is missing: the machine code of the extract was not compared" "$dir/err" || fail "without nvcc: no word of it"
 refused 2 "nvcc is missing, so the machine code cannot be compared" without nvcc "${extract[@]}" scalar_minimal --verify
 refused 2 "python3 is missing" without python3 "${extract[@]}" scalar_minimal
+refused 2 "/nonexistent is missing; CXX names it" env CXX=/nonexistent "${extract[@]}" scalar_minimal
 refused 2 "g++ is missing" without g++ "${extract[@]}" scalar_minimal
 
 "${extract[@]}" scalar_racy --no-verify >"$dir/out" 2>"$dir/err" || fail "scalar_racy: $(cat "$dir/err")"

@@ -39,7 +39,11 @@ extract_command() {
   [ -n "$name" ] || { extract_usage >&2; refuse "extract: the name of the line is missing"; }
   need python3 python3
   python3 -c 'import sys; sys.exit(sys.version_info < (3, 8))' || refuse "extract needs Python 3.8 or newer"
-  command -v "${CXX:-g++}" >/dev/null || need g++ g++
+  if [ -n "${CXX-}" ]; then
+    command -v "$CXX" >/dev/null || refuse "$CXX is missing; CXX names it"
+  else
+    need g++ g++
+  fi
   if [ $verify != no ]; then
     nvcc=$(command -v nvcc || command -v "${CUDA_HOME:-/usr/local/cuda}/bin/nvcc")
     if [ -z "$nvcc" ]; then
