@@ -670,6 +670,9 @@ class Folder:
     def __init__(self, nodes, oracle):
         self.oracle, self.nodes = oracle, nodes
         self.constant_names, self.specialized, self.empty = {"Build"}, {}, set()
+        self.wrappers = {}  # templates of functions without arguments: what a call stands for
+        self.remarks = {}  # of the enumerators, by Enum::name: the comment behind it
+        self.chose_first = False  # whether the last wrapper took the first branch of an if
         self.undecided = None  # a function that has a branch which nothing decides
         self.aliases = {}  # of the templates `using X = ...` that became plain names
         self.types = set()
@@ -683,6 +686,11 @@ class Folder:
                 self.constant_names.update(names)
             elif code and code[0] == "template" and "using" in code:
                 self.constant_names.update(names)
+            if node.kind == "function" and node.template() is not None and "void" in code:
+                if code[-3:] == ["(", ")", "{"] and code[-4] == names[0]:
+                    self.wrappers[names[0]] = node
+            if node.kind == "enum":
+                self.remarks.update(enumerator_comments(node))
             if node.kind == "struct" and node.template() is not None:
                 for name in names:
                     self.specialized.setdefault(name, []).append(node)
@@ -1002,6 +1010,7 @@ class Folder:
         decision = self.decided(condition, scope)
         if decision is not None:
             chosen = node.then if decision else node.other
+            self.chose_first = self.chose_first or decision
             if chosen is None:
                 return []
             chosen = chosen.copy()
@@ -1045,6 +1054,10 @@ class Folder:
         called = re.match(r"^(\w+)(<.*>)?\((.*)\);$", plain(node.head))
         if called and called.group(1) in self.empty and "(" not in called.group(3):
             return []
+        if called and called.group(1) in self.wrappers and called.group(2) and not called.group(3):
+            inlined = self.inlined(node, called.group(1), scope)
+            if inlined is not None:
+                return inlined
         before = declarators(node.head)
         node.head = self.fold(node.head, scope)
         for name, init in before:
@@ -1058,6 +1071,39 @@ class Folder:
         if len(after) == 1 and "const" in code and literal(after[0][1] or []) and not literal(before[0][1]):
             scope.replaced[after[0][0]] = [code_of(after[0][1])[0]]
             return []
+        return [node]
+
+    def inlined(self, node, name, scope):
+        """What the call name<...>() stands for, if that is one statement or none; else None."""
+        open_ = next(i for i, t in enumerate(node.head) if opens_angle(node.head, i))
+        given = [strip(p) for p in split(node.head[open_ + 1:match(node.head, open_)], ",")[0]]
+        wrapper, inner, remark = self.wrappers[name], Scope(), ""
+        if len(given) != len(wrapper.template()):
+            return None
+        for argument, (_, parameter) in zip(given, wrapper.template()):
+            if parameter == "B":
+                inner.B = True
+                continue
+            query = self.query(argument, scope)
+            if query is None:
+                return None
+            inner.constants[parameter] = f"({query})" if len(argument) > 3 else query
+            inner.replaced[parameter] = self.fold(argument, scope)
+            remark = self.remarks.get(plain(argument), remark)
+        self.chose_first = False
+        body = self.block(wrapper.body, inner)
+        if len(body) > 1 or body and (body[0].kind != "simple" or declarators(body[0].head) or any(
+                t.kind == "com" for t in body[0].lead)):
+            return None
+        if not body:
+            return []
+        if any(t.text == "asm" for t in body[0].head):
+            return None  # an instruction keeps its name
+        node.head = [Token("id", "Build") if t.text == "B" else t for t in body[0].head]
+        if remark and self.chose_first and not node.trail:
+            node.trail = tokenize(f"  // {remark}")
+            if not any(t.kind == "nl" for t in node.lead):
+                node.lead = [Token("nl", "\n")]
         return [node]
 
     # -- declarations --
@@ -1137,6 +1183,16 @@ class Folder:
         """Whether an `if constexpr` is left that nothing but B could decide."""
         return not scope.dependent and any(
             [t.text for t in code_of(n.head)][:2] == ["if", "constexpr"] for n in walk(node.body))
+
+
+def enumerator_comments(node):
+    """{Enum::name: 'enum: the comment behind it'}"""
+    name, found = declared_names(node)[0], {}
+    for line in text_of(node.head).split("\n"):
+        entry = re.match(r"\s*(\w+)(?: = [^,]*)?,?\s*// (.*)", line)
+        if entry:
+            found[f"{name}::{entry.group(1)}"] = f"{name.lower()}: {entry.group(2)}"
+    return found
 
 
 def first_line(outer, inner):
@@ -1576,9 +1632,9 @@ def finish_build(members):
         comment = member.comment or (formula if words and words <= names else "")
         if "?" in code_texts(member.head):
             raise Refusal(f"extract does not know the value of Build::{declared_names(member)[0]}", 1)
-        if comment and len(plain(member.head)) + len(comment) + 6 > 100:
-            member.lead = tokenize(f"\n  // {comment}\n  ")
-        elif comment:
+        if len(plain(member.head)) + len(comment) > 86:  # what a value costs matters to who chooses it
+            comment = re.split("[:;]", comment)[0]
+        if comment:
             member.trail = tokenize(f"  // {comment}")
     return members
 
