@@ -724,8 +724,11 @@ class Folder:
                     text = "Build"
                 elif text in scope.constants:
                     text = scope.constants[text]
-                elif text in scope.hidden or text not in self.constant_names | CONSTANT_WORDS:
+                elif text in scope.hidden:
                     return None
+                elif text not in self.constant_names | CONSTANT_WORDS and not (
+                        text.startswith("__") and code[i + 1:i + 2] and code[i + 1].text in (",", ">")):
+                    return None  # a type of the compiler's may stand between < and >
             out.append(text)
         text = ""
         for word in out:
@@ -1286,7 +1289,8 @@ class Unit:
     """A declaration that is kept or dropped as a whole."""
 
     def __init__(self, node, names, parent, is_root):
-        self.node, self.names, self.parent, self.live = node, names, parent, is_root
+        self.node, self.names, self.parent = node, names, parent
+        self.live = self.is_root = is_root
         self.ids = set()
 
 
@@ -1349,6 +1353,17 @@ def live_units(nodes):
                 add(node, None, is_public, "")
 
     scope(nodes, True)
+    named = spread(units)
+    hidden = shadowed(nodes, units)
+    if hidden:
+        for unit in units:
+            unit.live = unit.is_root
+        named = spread([u for u in units if u not in hidden])
+    return units, named
+
+
+def spread(units):
+    """Marks as live what live units name. Returns the identifiers that they name."""
     named, changed = set(), True
     for unit in units:
         if unit.live:
@@ -1361,7 +1376,35 @@ def live_units(nodes):
             if any(n in named for n in unit.names) or (unit.parent and not unit.names):
                 unit.live = changed = True
                 named |= unit.ids
-    return units, named
+    return named
+
+
+def shadowed(nodes, units):
+    """Member functions of structs that are nothing but bases, where the derived struct has its own."""
+    structs = {u.names[0]: u for u in units if u.node.kind == "struct" and u.parent is None and u.live and u.names}
+    bases = {}
+    for name, unit in structs.items():
+        code = code_texts(unit.node.head[unit.node.after_template():])
+        if ":" in code:
+            bases[name] = next((t for t in code[code.index(":") + 1:] if t in structs), None)
+    alive = [u for u in units if u.live and u.parent is None]
+    found = []
+    for name, base in bases.items():
+        only_base = base is not None
+        for unit in alive:
+            tokens = unit.node.tokens()
+            for i, token in enumerate(tokens):
+                if token.text != base or previous(tokens, i) in ("struct", ":"):
+                    continue
+                after = i + 1
+                if after < len(tokens) and opens_angle(tokens, after):
+                    after = match(tokens, after) + 1
+                only_base = only_base and tokens[after].text == "::"
+        if only_base:
+            own = {n for m in structs[name].node.body if m.kind == "function" for n in declared_names(m)}
+            found += [u for u in units if u.parent is structs[base] and u.node.kind == "function"
+                      and set(u.names) <= own]
+    return found
 
 
 def prune(nodes, dead, named, is_public):
@@ -1823,36 +1866,18 @@ def extract(source, line, knobs, compiler):
             enums[declared_names(node)[0]] = [code_of(p)[0].text for p in split(inside, ",")[0] if code_of(p)]
 
     oracle = Oracle(line.knobs, compiler)
-    while True:
-        folder, known = Folder(parsed, oracle), None
-        while known != folder.empty:  # calls of what became empty go too
-            known, folder.undecided = set(folder.empty), None
-            nodes = folder.scope_nodes(parsed, Scope())
-        members = literal_build(build, oracle, knobs, enums)
-        if not oracle.answer():
-            break
-    if folder.undecided:
-        raise Refusal(f"extract cannot decide an `if constexpr` of {folder.undecided}", 1)
+    nodes = settled(parsed, oracle)
+    members = literal_build(build, oracle, knobs, enums)
+    oracle.answer()
+    members = literal_build(build, oracle, knobs, enums)
     for node in walk_scopes(nodes):
         if node.kind == "struct" and declared_names(node) == ["Build"]:
             node.body = members
-    for node in walk(nodes):
-        if node.kind == "function":
-            drop_unused_locals(node)
-
-    units, named = live_units(nodes)
-    dead = {id(u.node) for u in units if not u.live}
-    section = next(n for n in walk_scopes(nodes) if n.kind == "namespace" and any(
-        m.kind == "struct" and declared_names(m) == ["Build"] for m in n.body))
-    for node in walk_scopes(nodes):
-        if node.kind == "namespace" and section in node.body:
-            before = node.body[:node.body.index(section)]
-            at = max((i for i, n in enumerate(before) if banner_level(n) == 1), default=None)
-            if at is not None:
-                title = "// ==== 1 CONSTANTS "
-                banner = Node("comment", tokenize("\n\n" + title + "=" * (100 - len(title))), [])
-                node.body = before[:at] + [banner] + node.body[len(before):]
-    nodes = prune(nodes, dead, named, True)
+        if node.kind == "namespace" and any(is_section(n) for n in node.body):
+            node.body = retitled(node.body)
+    nodes = tidy(nodes)
+    while bind_parameters(nodes, oracle):
+        nodes = tidy(settled(nodes, oracle))
     for node in walk_scopes(nodes):
         if node.kind == "struct" and declared_names(node) == ["Build"]:
             finish_build(node.body)
@@ -1860,6 +1885,161 @@ def extract(source, line, knobs, compiler):
     writer = Writer()
     writer.nodes(nodes, 0)
     return finish(writer.text, source, line, knobs)
+
+
+def settled(parsed, oracle):
+    """The nodes with all that Build decides resolved."""
+    while True:
+        folder, known = Folder(parsed, oracle), None
+        while known != folder.empty:  # calls of what became empty go too
+            known, folder.undecided = set(folder.empty), None
+            nodes = folder.scope_nodes(parsed, Scope())
+        if not oracle.answer():
+            break
+    if folder.undecided:
+        raise Refusal(f"extract cannot decide an `if constexpr` of {folder.undecided}", 1)
+    return nodes
+
+
+def tidy(nodes):
+    """The nodes without what nobody names."""
+    for node in walk(nodes):
+        if node.kind == "function":
+            drop_unused_locals(node)
+    units, named = live_units(nodes)
+    return prune(nodes, {id(u.node) for u in units if not u.live}, named, True)
+
+
+def is_section(node):
+    """Whether it is the namespace in which Build stands."""
+    return node.kind == "namespace" and any(
+        m.kind == "struct" and declared_names(m) == ["Build"] for m in node.body)
+
+
+def retitled(nodes):
+    """The section of Build under a title without knobs."""
+    at = next(i for i, n in enumerate(nodes) if is_section(n))
+    first = max((i for i in range(at) if banner_level(nodes[i]) == 1), default=None)
+    if first is None:
+        return nodes
+    title = "// ==== 1 CONSTANTS "
+    return nodes[:first] + [Node("comment", tokenize("\n\n" + title + "=" * (100 - len(title))), [])] + nodes[at:]
+
+
+def bind_parameters(nodes, oracle):
+    """Fills in the template parameters that decide a branch of their function and are the same in every call of
+    it. Whether there were any."""
+    everything = [n for n in walk_scopes(nodes) if n.kind not in ("namespace", "comment", "pp")]
+    functions = {}
+    for node in everything:
+        for name in declared_names(node):
+            functions.setdefault(name, []).append(node)
+    globals_ = Folder(nodes, oracle)
+    changed = False
+    for name, versions in functions.items():
+        node = versions[0]
+        if len(versions) != 1 or node.kind != "function" or node.template() is None:
+            continue
+        calls, deduced = [], False  # (the node in which it is, the arguments)
+        for user in everything:
+            tokens = [t for t in user.tokens() if t.kind != "nl"]
+            for i, token in enumerate(tokens):
+                if token.text != name or token.kind != "id" or user is node:
+                    continue
+                if i + 1 < len(tokens) and opens_angle(tokens, i + 1):
+                    calls.append((user, [strip(p) for p in split(
+                        tokens[i + 2:match(tokens, i + 1)], ",")[0]]))
+                else:
+                    deduced = True
+        if deduced or not calls:
+            continue
+        branches = {t.text for n in walk(node.body) if code_texts(n.head)[:2] == ["if", "constexpr"]
+                    for t in n.head if t.kind == "id"}
+        for place, (tokens, parameter) in enumerate(node.template()):
+            if parameter not in branches or parameter == "B" or "..." in code_texts(tokens):
+                continue
+            is_type = code_of(tokens)[0].text in ("class", "typename")
+            before = {n for other in everything[:everything.index(node)] for n in declared_names(other)}
+            values = {bound_value(user, arguments[place], is_type, before, globals_, oracle)
+                      if place < len(arguments) else None for user, arguments in calls}
+            if len(values) == 1 and None not in values:
+                fill_in(node, place, parameter, values.pop())
+                for user in everything:
+                    drop_argument(user, name, place)
+                changed = True
+                break
+    return changed
+
+
+def bound_value(user, argument, is_type, before, globals_, oracle):
+    """What a template argument is everywhere, as text, or None. before: the names that may stand there."""
+    scope = Scope()
+    scope.B = any(n == "B" for _, n in user.template() or [])
+    text = re.sub(r"\bB::", "Build::", plain(argument))
+    names = [t.text for i, t in enumerate(argument) if t.kind == "id" and previous(argument, i) != "::"]
+    hidden = {n for _, n in user.template() or []} | {
+        n for m in walk(user.body or []) if m.kind == "simple" for n in declared_names(m)}
+    if is_type:
+        return text if len(names) == 1 and names[0] in before and names[0] not in hidden else None
+    for statement in walk(user.body or []):
+        if statement.kind == "simple" and code_texts(statement.head)[:1] == ["constexpr"]:
+            for name, init in declarators(statement.head):
+                query = globals_.query(init or [], scope)
+                if query is not None:
+                    scope.constants[name] = f"({query})"
+    query = globals_.query(argument, scope)
+    if query is None:
+        return None
+    if query not in oracle.values:
+        oracle.ask(query)
+        oracle.answer()
+    value = oracle.ask(query)
+    if value is None:
+        return None
+    named = len(names) == 1 and (names[0] in before - hidden or names[0] == "B")
+    return text if named and len(code_of(argument)) in (1, 3) else str(value).lower()
+
+
+def fill_in(node, place, parameter, value):
+    """Writes the value for a template parameter of a function."""
+    rest = [strip(tokens) for k, (tokens, _) in enumerate(node.template()) if k != place]
+    angle, start = node.angle(), node.after_template()
+    joined = []
+    for tokens in rest:
+        joined += ([Token("op", ","), Token("ws", " ")] if joined else []) + tokens
+    close = match(node.head, angle)
+    header = node.head[:angle + 1] + joined + node.head[close:start] if rest else []
+
+    def filled(tokens):
+        out = []
+        for i, t in enumerate(tokens):
+            is_it = t.text == parameter and t.kind == "id" and previous(tokens, i) not in (".", "->", "::")
+            out += tokenize(value) if is_it else [t]
+        return out
+
+    node.head = header + filled(node.head[start:])
+    for inner in walk(node.body):
+        inner.head, inner.tail = filled(inner.head), filled(inner.tail)
+    if value[0].isalpha():
+        node.lead = [Token(t.kind, re.sub(rf"\b{parameter}\b", value, t.text), t.column)
+                     if t.kind == "com" else t for t in node.lead]
+
+
+def drop_argument(user, name, place):
+    for node in [user] + list(walk(user.children())):
+        for part in ("head", "tail"):
+            tokens, i = list(getattr(node, part)), 0
+            while i < len(tokens):
+                if tokens[i].text == name and i + 1 < len(tokens) and opens_angle(tokens, i + 1):
+                    stop = match(tokens, i + 1)
+                    arguments = [strip(p) for p in split(tokens[i + 2:stop], ",")[0]]
+                    del arguments[place]
+                    joined = []
+                    for argument in arguments:
+                        joined += ([Token("op", ","), Token("ws", " ")] if joined else []) + argument
+                    tokens[i + 1:stop + 1] = (tokens[i + 1:i + 2] + joined + tokens[stop:stop + 1]) if joined else []
+                i += 1
+            setattr(node, part, tokens)
 
 
 def finish(body, source, line, knobs):
