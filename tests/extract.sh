@@ -23,6 +23,8 @@ extracted() {
   grep -nE 'simt|SIMT' "$code" && fail "$name: the CPU backend is left"
   grep -nE 'if constexpr \((!?Build|true|false)|std::conditional|class B\b|<B>|\bB::' "$code" &&
     fail "$name: something is left that the line decides"
+  grep -nE '(&&|\|\|) (true|false)\b|\b(true|false) (&&|\|\|)|if \((true|false)\)' "$code" &&
+    fail "$name: a condition that is decided is left"
   grep -nE '\{ *\}$|^ *;$' "$code" | grep -vE '\) (const )?\{ *\}$|(while|:).*\{|\{\}$' && fail "$name: an empty statement"
   awk '$0 == "" && last == "" { print FILENAME ": " FNR ": two blank lines"; bad = 1 } { last = $0 } END { exit !bad }' \
     "$file" && fail "$name: two blank lines"
