@@ -1711,8 +1711,10 @@ __global__ void __launch_bounds__(B::threads, B::ctas_per_sm)
       const Element* const V_s = s.in.group[group].V[stage];
       if (k0 < seen_keys) {
         const bool masked = k0 + B::block_n > clean_keys;
-        const bool attended = B::use_lazy_max && round > 0 && !masked &&
-                              rows.attend_lazily(Q, K_s, a.scale_log2, lane);
+        bool attended = false;
+        if (B::use_lazy_max && round > 0 && !masked) {
+          attended = rows.attend_lazily(Q, K_s, a.scale_log2, lane);
+        }
         if (!attended) rows.attend(Q, K_s, a, s.item.q0, k0, masked, lane);
         rows.multiply(V_s, lane);
       }

@@ -1080,7 +1080,8 @@ class Folder:
                 if query is not None:
                     scope.constants[name] = f"({query})"
         after = declarators(node.head)
-        if len(after) == 1 and "const" in code and literal(after[0][1] or []) and not literal(before[0][1]):
+        if len(after) == 1 and "const" in code and literal(after[0][1] or []) and (
+                "bool" in code or not literal(before[0][1])):
             scope.replaced[after[0][0]] = [code_of(after[0][1])[0]]
             return []
         return [node]
@@ -1328,7 +1329,7 @@ def identifiers(tokens):
 
 
 def live_units(nodes):
-    """The units, and the identifiers that live ones name."""
+    """The units, the live ones marked."""
     units = []
 
     def add(node, parent, is_root, struct_name):
@@ -1362,17 +1363,17 @@ def live_units(nodes):
                 add(node, None, is_public, "")
 
     scope(nodes, True)
-    named = spread(units)
-    hidden = shadowed(nodes, units)
+    spread(units)
+    hidden = shadowed(units)
     if hidden:
         for unit in units:
             unit.live = unit.is_root
-        named = spread([u for u in units if u not in hidden])
-    return units, named
+        spread([u for u in units if u not in hidden])
+    return units
 
 
 def spread(units):
-    """Marks as live what live units name. Returns the identifiers that they name."""
+    """Marks as live what live units name."""
     named, changed = set(), True
     for unit in units:
         if unit.live:
@@ -1385,10 +1386,9 @@ def spread(units):
             if any(n in named for n in unit.names) or (unit.parent and not unit.names):
                 unit.live = changed = True
                 named |= unit.ids
-    return named
 
 
-def shadowed(nodes, units):
+def shadowed(units):
     """Member functions of structs that are nothing but bases, where the derived struct has its own."""
     structs = {u.names[0]: u for u in units if u.node.kind == "struct" and u.parent is None and u.live and u.names}
     bases = {}
@@ -1416,7 +1416,7 @@ def shadowed(nodes, units):
     return found
 
 
-def prune(nodes, dead, named, is_public):
+def prune(nodes, dead, uses, is_public):
     """Without dead units, banners of nothing, and enumerators that nobody names."""
     out, dropped = [], []
     for node in nodes:
@@ -1430,15 +1430,15 @@ def prune(nodes, dead, named, is_public):
             dropped = []
         if node.kind == "namespace":
             inner = [t for t in code_of(node.head) if t.kind == "id" and t.text != "namespace"]
-            node.body = prune(node.body, dead, named, is_public and bool(inner))
+            node.body = prune(node.body, dead, uses, is_public and bool(inner))
             if not [n for n in node.body if n.kind not in ("comment", "pp")]:
                 out.append(None)
                 continue
         elif node.kind == "struct":
-            node.body = prune(node.body, dead, named, is_public)
-            node.body = [m for n in node.body for m in without_placeholder(n, named)]
+            node.body = prune(node.body, dead, uses, is_public)
+            node.body = [m for n in node.body for m in without_placeholder(n, uses)]
         elif node.kind == "enum" and not is_public:
-            node.head = used_enumerators(node.head, named)
+            node.head = used_enumerators(node, uses)
         out.append(node)
     return with_comments(out)
 
@@ -1459,12 +1459,12 @@ def lead_after(dropped, node):
     return lead
 
 
-def without_placeholder(node, named):
+def without_placeholder(node, uses):
     """A union, without the char that stands for what this build does not have."""
     if node.kind != "struct" or [t.text for t in code_of(node.head)] != ["union", "{"]:
         return [node]
     members = [n for n in node.body if not (
-        code_of(n.head)[0].text == "char" and not any(x in named for x in declared_names(n)))]
+        code_of(n.head)[0].text == "char" and all(uses[x] == 1 for x in declared_names(n)))]
     if len(members) > 1 or not members:
         return [node]
     member = members[0].copy()
@@ -1472,13 +1472,15 @@ def without_placeholder(node, named):
     return [member]
 
 
-def used_enumerators(head, named):
+def used_enumerators(node, uses):
+    """The head of an enum without the enumerators that stand nowhere else."""
+    head = node.head
     open_ = next(i for i, t in enumerate(head) if t.text == "{")
     close = match(head, open_)
     inside = head[open_ + 1:close]
     parts, _ = split(inside, (",",))
-    if any(t.text == "=" for t in inside):
-        return head
+    if "cast to " + declared_names(node)[0] in uses or any(t.text == "=" for t in inside):
+        return head  # their numbers matter
     out, drop_comment = [], False
     for part in parts:
         code = code_of(part)
@@ -1489,7 +1491,7 @@ def used_enumerators(head, named):
         if not code:
             out += part[cut:]
             continue
-        drop_comment = code[0].text not in named
+        drop_comment = uses[code[0].text] == 1
         if not drop_comment:
             out += part[cut:] + [Token("op", ",")]
     return head[:open_ + 1] + out + head[close:]
@@ -1885,7 +1887,7 @@ def extract(source, line, knobs, compiler):
             node.body = members
         if node.kind == "namespace" and any(is_section(n) for n in node.body):
             node.body = retitled(node.body)
-    nodes = tidy(nodes)
+    nodes = tidy(tidy(nodes))  # the first leaves alone what only dead members name
     while bind_parameters(nodes, oracle):
         nodes = tidy(settled(nodes, oracle))
     for node in walk_scopes(nodes):
@@ -1904,8 +1906,11 @@ def settled(parsed, oracle):
         while known != folder.empty:  # calls of what became empty go too
             known, folder.undecided = set(folder.empty), None
             nodes = folder.scope_nodes(parsed, Scope())
-        if not oracle.answer():
+        if oracle.answer():
+            continue
+        if not any([freeze_flags(n) for n in walk(nodes) if n.kind == "function"]):
             break
+        parsed = nodes
     if folder.undecided:
         raise Refusal(f"extract cannot decide an `if constexpr` of {folder.undecided}", 1)
     for node in walk(nodes):
@@ -1914,13 +1919,39 @@ def settled(parsed, oracle):
     return nodes
 
 
+def freeze_flags(function):
+    """Makes const the bools whose assignments were in branches that are gone. Whether there were any."""
+    body = [t for n in function.body for t in n.tokens()]
+    frozen = False
+    for node in walk(function.body):
+        made = declarators(node.head) if node.kind == "simple" else []
+        if len(made) != 1 or code_texts(node.head)[0] != "bool" or truth(made[0][1] or []) is None:
+            continue
+        code = code_texts(body)
+        uses = [i for i, text in enumerate(code) if text == made[0][0]]
+        reads = [i for i in uses if code[i - 1] in ("!", "&&", "||") or code[i - 2:i] == ["if", "("]]
+        if len(reads) == len(uses) - 1 and not any(code[i + 1] in ("=", ".") for i in reads):
+            node.head = [Token("id", "const"), Token("ws", " ")] + node.head
+            frozen = True
+    return frozen
+
+
 def tidy(nodes):
     """The nodes without what nobody names."""
     for node in walk(nodes):
         if node.kind == "function":
             drop_unused_locals(node)
-    units, named = live_units(nodes)
-    return prune(nodes, {id(u.node) for u in units if not u.live}, named, True)
+    units = live_units(nodes)
+    uses = {}  # how often live code has a name
+    for unit in units:
+        if unit.live and unit.parent is None:
+            tokens = unit.node.tokens()
+            for i, token in enumerate(tokens):
+                if token.kind == "id":
+                    uses[token.text] = uses.get(token.text, 0) + 1
+                if token.text == "static_cast":
+                    uses["cast to " + tokens[i + 2].text] = 1
+    return prune(nodes, {id(u.node) for u in units if not u.live}, uses, True)
 
 
 def is_section(node):
