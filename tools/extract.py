@@ -553,6 +553,8 @@ def resolve_directives(tokens):
     expanded = []
     for token in kept:
         replacement = macros.get(token.text) if token.kind == "id" else None
+        if token.kind == "com":
+            token.text = re.sub(r"\w+", lambda m: text_of(macros.get(m.group()) or []) or m.group(), token.text)
         expanded += replacement if replacement else [token]
     return expanded, {name for name, value in macros.items() if value is None}
 
@@ -673,7 +675,7 @@ class Folder:
     """Rewrites nodes so that nothing is left that Build decides."""
 
     def __init__(self, nodes, oracle):
-        self.oracle, self.nodes = oracle, nodes
+        self.oracle = oracle
         self.constant_names, self.specialized, self.empty = {"Build"}, {}, set()
         self.wrappers = {}  # templates of functions without arguments: what a call stands for
         self.remarks = {}  # of the enumerators, by Enum::name: the comment behind it
@@ -2111,8 +2113,8 @@ def finish(body, source, line, knobs):
             words.append(current)
             current = "//    "
         current += " " + knob
-    arch = f"sm_{line.arch}" if line.arch else "sm_80, or newer: -arch=native"
-    words += [current, f"// Compile it with nvcc -O3 -std=c++17 for {arch}; call sdpa::sdpa_forward().", "//"]
+    arch = f"sm_{line.arch} (no other)" if line.arch else "native (sm_80 or newer)"
+    words += [current, f"// Compile with nvcc -O3 -std=c++17 -arch={arch}, and call sdpa::sdpa_forward().", "//"]
     words += manual_words(source)
     return formatted("\n".join(words) + "\n\n" + body)
 
