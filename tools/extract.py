@@ -504,8 +504,25 @@ def copy_region(source):
     return source[source.index("\n", begin) + 1: end]
 
 
-def resolve_directives(tokens):
-    """Drops what conditionals on SDPA_... macros leave out, and the definitions of macros. Returns the
+def condition(text, macros, knobs, given):
+    """Of an #if whose names are all knobs or SDPA_...: True or False; of one with none of them None."""
+    names = [n for n in re.findall(r"\b[A-Za-z_]\w*", text) if n != "defined"]
+    ours = [n for n in names if n in knobs or n.startswith("SDPA_")]
+    if not ours:
+        return None
+    values = {n: "1" for n in macros if n.startswith("SDPA_")}
+    values.update({n: v if v.isdigit() else "0" for n, v in given.items()})
+    values.update({n: text_of(v) for n, v in macros.items() if v and text_of(v).isdigit()})
+    text = re.sub(r"defined\s*\(?\s*(\w+)\s*\)?", lambda m: str(int(m.group(1) in {**macros, **given})), text)
+    text = re.sub(r"\b[A-Za-z_]\w*", lambda m: values.get(m.group(), "0"), text)
+    text = re.sub(r"!(?!=)", " not ", text.replace("&&", " and ").replace("||", " or "))
+    if len(ours) != len(names) or not re.fullmatch(r"(\s|\d|[()<>=!+*-]|and|or|not)*", text):
+        return "?"
+    return bool(eval(text, {"__builtins__": {}}))  # digits and operators alone
+
+
+def resolve_directives(tokens, knobs, given):
+    """Drops what conditionals on knobs and SDPA_... macros leave out, and the definitions of macros. Returns the
     rest and the macros' {name: replacement tokens, or None if it takes arguments}."""
     kept, macros = [], {}
     conditionals = []  # of each open #if: "ours", what it takes; or "theirs" for one that stays
@@ -521,11 +538,14 @@ def resolve_directives(tokens):
         text = re.sub(r"\\\n", " ", token.text)
         word, _, rest = re.match(r"#\s*(\w+)(\s*)(.*)", text, re.S).groups()
         rest = re.sub(r"//.*", "", rest).strip()
-        if word in ("ifdef", "ifndef") and rest.startswith("SDPA_"):
-            conditionals.append(["ours", (word == "ifdef") == (rest in macros)])
-        elif word in ("if", "ifdef", "ifndef"):
-            if "SDPA_" in rest:
+        if word in ("if", "ifdef", "ifndef"):
+            decision = condition({"if": "", "ifdef": "defined ", "ifndef": "!defined "}[word] + rest, macros, knobs,
+                                 given)
+            if decision == "?":
                 raise Refusal(f"extract cannot decide the line: {token.text}", 1)
+            if decision is not None:
+                conditionals.append(["ours", decision])
+                continue
             conditionals.append(["theirs", True])
             if taken():
                 kept.append(token)
@@ -1859,7 +1879,8 @@ def manual_words(source):
 
 def extract(source, line, knobs, compiler):
     """The text of the file."""
-    tokens, macros = resolve_directives(tokenize(copy_region(source)))
+    tokens, macros = resolve_directives(tokenize(copy_region(source)), knobs,
+                                        dict(knob.split("=") for knob in line.knobs))
     parser = Parser(tokens, macros)
     parsed, _ = parser.nodes(False, len(tokens))
     without_format_marks(parsed)
@@ -2102,6 +2123,8 @@ def finish(body, source, line, knobs):
             raise Refusal(f"extract leaves {token.text} in the code and cannot say what it is", 1)
         out.append(token)
     body = re.sub(r"\n{3,}", "\n\n", text_of(out)).strip() + "\n"
+    if len(re.findall(r"^ *# *if", body, re.M)) != len(re.findall(r"^ *# *endif", body, re.M)):
+        raise Refusal("extract would leave an #if without its #endif", 1)
     license_line = next((t for t in source.split("\n") if t.startswith("// Copyright")), None)
     if license_line is None:
         raise Refusal("sdpa.cu has no licence line '// Copyright ...'", 1)
