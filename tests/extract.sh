@@ -41,6 +41,7 @@ extracted wmma_all 90a
 extracted mma_lazy3 80
 extracted mma_split4 89
 extracted mma_d256 90a
+extracted mma_d256_64 90a
 
 # refused STATUS SENTENCE COMMAND...: nothing on stdout.
 refused() {

@@ -1458,7 +1458,7 @@ def prune(nodes, dead, uses, is_public):
                 continue
         elif node.kind == "struct":
             node.body = prune(node.body, dead, uses, is_public)
-            node.body = [m for n in node.body for m in without_placeholder(n, uses)]
+            node.body = [without_placeholder(n, uses) for n in node.body]
         elif node.kind == "enum" and not is_public:
             node.head = used_enumerators(node, uses)
         out.append(node)
@@ -1482,16 +1482,12 @@ def lead_after(dropped, node):
 
 
 def without_placeholder(node, uses):
-    """A union, without the char that stands for what this build does not have."""
-    if node.kind != "struct" or [t.text for t in code_of(node.head)] != ["union", "{"]:
-        return [node]
-    members = [n for n in node.body if not (
-        code_of(n.head)[0].text == "char" and all(uses[x] == 1 for x in declared_names(n)))]
-    if len(members) > 1 or not members:
-        return [node]
-    member = members[0].copy()
-    member.lead = first_line(node.lead, member.lead)
-    return [member]
+    """A union, without the char that stands for what this build does not have. It stays a union even of one
+    member: nvcc may add up addresses in another order otherwise."""
+    if node.kind == "struct" and code_texts(node.head) == ["union", "{"]:
+        node.body = [n for n in node.body if code_texts(n.head)[:1] != ["char"]
+                     or any(uses[x] > 1 for x in declared_names(n))]
+    return node
 
 
 def used_enumerators(node, uses):
