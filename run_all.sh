@@ -12,6 +12,7 @@ usage: ./run_all.sh [--cpu] [--only REGEX] [--shape S]... [--csv] [-- OPTION...]
        ./run_all.sh gates [--only REGEX]     registers, spills, shared memory, duplicates, steps
        ./run_all.sh profile NAME [--shape S] what binds a line's kernel, by ncu
        ./run_all.sh test [--all-lines] [CTEST OPTION...]
+       ./run_all.sh extract NAME > my_kernel.cu
        ./run_all.sh results [CSV]...
   (no command)    build, check, time and rank every line of configs.txt on small, mission and long;
                   the rows go to results/DATE-DEVICE.csv. Without a GPU: on the CPU backend
@@ -21,6 +22,7 @@ usage: ./run_all.sh [--cpu] [--only REGEX] [--shape S]... [--csv] [-- OPTION...]
   --csv           print the rows as CSV on stdout instead of the table
   -- OPTION...    more options for every executable, such as -- --causal br --seeds 0,1,2
   test            build and run the tests; under the sanitizers one line of each kind, or all
+  extract         print the kernel of one line without knobs, to paste it; extract --help has the rest
   results         redraw README.md's tables and results/*.svg from the newest CSVs of results/, or from these
 environment: SDPA_BUILD_DIR (default build), SDPA_ARCHS (such as "80-real"), SDPA_CONFIGS, JOBS
 exit: 0 all lines did what they should, 1 a line did not, 2 bad usage or a missing tool
@@ -343,7 +345,7 @@ run_tests() {
 }
 
 case ${1-} in
-  ab|ablate|gates|profile)
+  ab|ablate|extract|gates|profile)
     command=$1
     shift
     # shellcheck disable=SC1090  # tools/ab.sh and so on

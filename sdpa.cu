@@ -140,8 +140,8 @@ struct Build {
   static constexpr int num_warps = number_of(NUM_WARPS_text);
   static constexpr bool use_warp_specialization = number_of(USE_WARP_SPECIALIZATION_text);
   static constexpr int producer_threads =
-      use_warp_specialization ? number_of(NUM_PRODUCER_WARPS_text) * 32 : 0;
-  static constexpr int threads = num_warps * 32 + producer_threads;
+      use_warp_specialization ? number_of(NUM_PRODUCER_WARPS_text) * 32 : 0;  // that only copy
+  static constexpr int threads = num_warps * 32 + producer_threads;           // of a CTA
   static constexpr int vec_width = number_of(VEC_WIDTH_text);
   static constexpr int sync_policy = number_of(SYNC_POLICY_text);
   static constexpr bool use_cp_async = number_of(USE_CP_ASYNC_text);
@@ -2411,7 +2411,7 @@ inline size_t sdpa_workspace_bytes(const SdpaParams& p) {
 inline SdpaStatus sdpa_forward(const SdpaParams& p, cudaStream_t stream) {
   SdpaStatus status = check_params(p);
   if (!status.ok() || !p.B || !p.Hq || !p.Sq) return status;
-  if (sdpa_workspace_bytes(p) && !p.workspace) {
+  if ((Build::use_persistent_cta || is_cublas) && !p.workspace) {
     return failure(cudaErrorInvalidValue,
                    "workspace is null, but this build keeps %s there; give it %zu zeroed bytes",
                    is_cublas ? "S and P" : "its queue", sdpa_workspace_bytes(p));
