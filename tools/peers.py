@@ -40,6 +40,7 @@ ROUNDS = 3
 REPLAYED_US = 30e3 / ROUNDS  # per contender and round
 BACKENDS = {"torch_cudnn": "CUDNN_ATTENTION", "torch_flash": "FLASH_ATTENTION",
             "torch_efficient": "EFFICIENT_ATTENTION", "torch_math": "MATH"}
+FAMILIES = {"USE_WMMA": "wmma", "USE_MMA_SYNC": "mma", "USE_WGMMA": "wgmma", "USE_CUBLAS": "cublas"}
 LIMITS = {"fp16": 1e-3, "bf16": 8e-3}  # of rel_rms, and of the largest error over max(1, max|ref|)
 
 
@@ -248,7 +249,9 @@ def run_problem(shape, sizes, D, dtype, causal, lines, peers):
         rows[name].update(check="PASS" if passed else "FAIL", rel_rms=f"{rel_rms:.3g}", max_abs_err=f"{largest:.3g}",
                           note="; ".join(notes))
     for line in lines:
-        rows[line.name].update(knobs=" ".join(f"{knob}={value}" for knob, value in line.knobs.items()))
+        family = [name for knob, name in FAMILIES.items() if line.knobs.get(knob) == "1"]
+        rows[line.name].update(family=(family or ["scalar"])[0],
+                               knobs=" ".join(f"{knob}={value}" for knob, value in line.knobs.items()))
     return rows.values()
 
 
