@@ -148,7 +148,8 @@ template <class F> void for_parts(unsigned char* shared, bool swizzled, const Pi
   }
 }
 
-void check_map(const CUtensorMap_st* map, int rank, const void* shared, Site at) {
+void check_map(const CUtensorMap_st* map, int rank, const int* coordinates, const void* shared,
+               Site at) {
   if (reinterpret_cast<uintptr_t>(map) % 64 || map->magic != CUtensorMap_st::MAGIC) {
     fail(at, "this is no tensor map: none was encoded, or it is not aligned to 64 bytes");
   }
@@ -158,6 +159,10 @@ void check_map(const CUtensorMap_st* map, int rank, const void* shared, Site at)
   if (map->box[0] != 64) {  // how narrower rows lie under the swizzle is not modelled
     fail(at, "the rows of this box have %u bytes; the CPU backend has rows of 128 bytes only",
          2 * map->box[0]);
+  }
+  if (coordinates[0] % 8) {  // an H200 stops the kernel with "illegal instruction"
+    fail(at, "the innermost coordinate is %d elements, which is no multiple of 16 bytes",
+         coordinates[0]);
   }
   check_shared_range(shared, map->box_bytes(), 1024, "TMA with the 128-byte swizzle", at);
 }
@@ -595,7 +600,7 @@ void tensor_load(void* dst, const CUtensorMap_st* map, const int* c, int rank, u
                  Site at) {
   {
     const Unobserved unobserved;
-    check_map(map, rank, dst, at);
+    check_map(map, rank, c, dst, at);
   }
   observe_write(dst, map->box_bytes());
   const Unobserved unobserved;
@@ -619,7 +624,7 @@ void bulk_store(void* dst, const void* src, uint32_t bytes, Site at) {
 void tensor_store(const CUtensorMap_st* map, const int* c, int rank, const void* src, Site at) {
   {
     const Unobserved unobserved;
-    check_map(map, rank, src, at);
+    check_map(map, rank, c, src, at);
   }
   observe_read(src, map->box_bytes());
   const Unobserved unobserved;

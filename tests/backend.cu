@@ -501,6 +501,14 @@ static void test_tma_reports() {
       },
       {"offset 128 of shared memory is not aligned to 1024 bytes"});
   expect_hopper_report(
+      "innermost coordinate",
+      [](const HopperArgs a) {
+        HopperScratch& s = dynamic_shared<HopperScratch>();
+        init_barriers(s);
+        cp_async_bulk_tensor_load<3>(s.a, &a.map, {4, 0, 0}, &s.barriers[0], 0);
+      },
+      {"the innermost coordinate is 4 elements, which is no multiple of 16 bytes"});
+  expect_hopper_report(
       "tile past the end",
       [](const HopperArgs a) {
         HopperScratch& s = dynamic_shared<HopperScratch>();

@@ -363,7 +363,7 @@ template <int RANK> __global__ void test_tma_load(const __grid_constant__ Args a
       cp_async_bulk_tensor_load<3>(s.a + 6144, &a.map_3d, {0, 7, 3}, &s.barriers[0], evict_first);
     } else if constexpr (RANK == 4) {
       cp_async_bulk_tensor_load<4>(s.a, &a.map_4d, {0, 16, 0, 1}, &s.barriers[0], evict_first);
-      cp_async_bulk_tensor_load<4>(s.a + 2048, &a.map_4d, {-2, -3, 1, 2}, &s.barriers[0],
+      cp_async_bulk_tensor_load<4>(s.a + 2048, &a.map_4d, {-8, -3, 1, 2}, &s.barriers[0],
                                    evict_first);
       cp_async_bulk_tensor_load<4>(s.a + 4096, &a.map_4d, {0, 7, 0, 0}, &s.barriers[0],
                                    evict_first);
@@ -371,7 +371,7 @@ template <int RANK> __global__ void test_tma_load(const __grid_constant__ Args a
                                    evict_first);
     } else {
       cp_async_bulk_tensor_load<5>(s.a, &a.map_5d, {0, 8, 0, 0, 1}, &s.barriers[0], evict_first);
-      cp_async_bulk_tensor_load<5>(s.a + 2048, &a.map_5d, {-2, -3, 1, 1, 2}, &s.barriers[0],
+      cp_async_bulk_tensor_load<5>(s.a + 2048, &a.map_5d, {-8, -3, 1, 1, 2}, &s.barriers[0],
                                    evict_first);
       cp_async_bulk_tensor_load<5>(s.a + 4096, &a.map_5d, {0, 3, 0, 1, 0}, &s.barriers[0],
                                    evict_first);
