@@ -227,8 +227,16 @@ ablate_command() {
   print_waterfall "$name" "$csv"
   say "rows: $csv"
   if [ $svg = 1 ]; then
-    tools/svg.sh ablation "$csv" >"results/ablation-$name.svg"
+    tools/svg.sh ablation "$csv" >"results/ablation-$name.svg" || exit
     say "picture: results/ablation-$name.svg"
+    local ladder
+    ladder=$(newest_rows)
+    if [ -n "$ladder" ]; then
+      tools/svg.sh ladder "$ladder" >"results/ladder.svg" || exit
+      say "picture: results/ladder.svg, from $ladder (with the peers: ./run_all.sh results)"
+    else
+      say "no picture of the ladder: ./run_all.sh has not been run here yet"
+    fi
   fi
   exit $failed
 }
