@@ -600,7 +600,20 @@ class Oracle:
     answer() compiles all of them at once."""
 
     def __init__(self, knobs, compiler):
-        self.knobs, self.compiler, self.values, self.open = knobs, compiler, {}, {}
+        self.compiler, self.values, self.open = compiler, {}, {}
+        self.directory = tempfile.TemporaryDirectory()
+        self.command = [compiler, "-std=c++17", "-O0", "-w", "-fmax-errors=0", "-I" + self.directory.name, "-I" + ROOT,
+                        "-I" + os.path.join(ROOT, "simt"), "-DSDPA_NO_MAIN"] + ["-D" + knob for knob in knobs]
+        # Compiled once: g++ takes what lies there as sdpa.cu.gch for #include "sdpa.cu".
+        result = self.compile("-x", "c++-header", os.path.join(ROOT, "sdpa.cu"), "-o", self.path("sdpa.cu.gch"))
+        if result.returncode:
+            self.refuse(result.stderr)
+
+    def path(self, name):
+        return os.path.join(self.directory.name, name)
+
+    def compile(self, *arguments):
+        return subprocess.run([*self.command, *arguments], capture_output=True, text=True, check=False)
 
     def ask(self, expression):
         """None (not known yet, or no constant), a bool or an int."""
@@ -616,38 +629,31 @@ class Oracle:
         asked = sorted(self.open)
         self.open = {}
         alive = list(range(len(asked)))
-        with tempfile.TemporaryDirectory() as directory:
-            probe, out = os.path.join(directory, "probe.cu"), os.path.join(directory, "probe.s")
-            while True:
-                with open(probe, "w", encoding="utf-8") as file:
-                    file.write('#include "sdpa.cu"\nnamespace SDPA_NAMESPACE { namespace {\n')
-                    first = 3
-                    for number in alive:
-                        file.write(f"constexpr long long extract_value_{number} = "
-                                   f"(long long)({asked[number]}); "
-                                   f"constexpr long long extract_kind_{number} = "
-                                   f"std::is_same<decltype({asked[number]}), bool>::value ? 1 : "
-                                   f"std::is_integral<decltype({asked[number]})>::value ? 2 : 3;\n")
-                    file.write("} }\nextern const long long extract_answers[];\n"
-                               "const long long extract_answers[] = {" + ", ".join(
-                                   f"SDPA_NAMESPACE::extract_value_{n}, SDPA_NAMESPACE::extract_kind_{n}"
-                                   for n in alive) + "};\n")
-                result = subprocess.run(
-                    [self.compiler, "-std=c++17", "-S", "-O0", "-w", "-fmax-errors=0", "-I" + ROOT,
-                     "-I" + os.path.join(ROOT, "simt"), "-DSDPA_NO_MAIN"]
-                    + ["-D" + knob for knob in self.knobs] + ["-x", "c++", probe, "-o", out],
-                    capture_output=True, text=True, check=False)
-                if result.returncode == 0:
-                    break
-                bad = {int(n) - first for n in re.findall(r"probe\.cu:(\d+):\d+:", result.stderr)}
-                bad = {alive[b] for b in bad if 0 <= b < len(alive)}
-                if not bad:
-                    self.refuse(result.stderr)
-                alive = [n for n in alive if n not in bad]
-                for number in bad:
-                    self.values[asked[number]] = None
-            with open(out, encoding="utf-8") as file:
-                listing = file.read()
+        while True:
+            with open(self.path("probe.cu"), "w", encoding="utf-8") as file:
+                file.write('#include "sdpa.cu"\nnamespace SDPA_NAMESPACE { namespace {\n')
+                first = 3
+                for number in alive:
+                    file.write(f"constexpr long long extract_value_{number} = (long long)({asked[number]}); "
+                               f"constexpr long long extract_kind_{number} = "
+                               f"std::is_same<decltype({asked[number]}), bool>::value ? 1 : "
+                               f"std::is_integral<decltype({asked[number]})>::value ? 2 : 3;\n")
+                file.write("} }\nextern const long long extract_answers[];\n"
+                           "const long long extract_answers[] = {" + ", ".join(
+                               f"SDPA_NAMESPACE::extract_value_{n}, SDPA_NAMESPACE::extract_kind_{n}"
+                               for n in alive) + "};\n")
+            result = self.compile("-S", "-x", "c++", self.path("probe.cu"), "-o", self.path("probe.s"))
+            if result.returncode == 0:
+                break
+            bad = {int(n) - first for n in re.findall(r"probe\.cu:(\d+):\d+:", result.stderr)}
+            bad = {alive[b] for b in bad if 0 <= b < len(alive)}
+            if not bad:
+                self.refuse(result.stderr)
+            alive = [n for n in alive if n not in bad]
+            for number in bad:
+                self.values[asked[number]] = None
+        with open(self.path("probe.s"), encoding="utf-8") as file:
+            listing = file.read()
         listing = listing[listing.index("\nextract_answers:"):].split("\n", 2)[2]
         numbers = []
         for line in listing.split("\n"):
@@ -2145,8 +2151,9 @@ def fill_in(node, place, parameter, value):
     node.head = header + filled(node.head[start:])
     for inner in walk(node.body):
         inner.head, inner.tail = filled(inner.head), filled(inner.tail)
-    node.lead = [Token(t.kind, re.sub(rf"\b{parameter}\b", value, t.text), t.column)
-                 if t.kind == "com" else t for t in node.lead]
+    if value[0].isalpha() or len(parameter) == 1:
+        node.lead = [Token(t.kind, re.sub(rf"\b{parameter}\b", value, t.text), t.column)
+                     if t.kind == "com" else t for t in node.lead]
 
 
 def drop_argument(user, name, place):
