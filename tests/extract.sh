@@ -44,7 +44,7 @@ extracted mma_d256 90a
 extracted mma_d256_64 90a
 extracted cublas 90a
 grep -q '^#include <cublas_v2.h>' "$dir/cublas.cu" || fail "cublas: no header"
-grep -q 'cublas' "$dir/scalar_minimal.cu" && fail "scalar_minimal: cuBLAS is left"
+grep -qE 'cublas(_v2|[A-Z])|Cublas' "$dir/scalar_minimal.cu" && fail "scalar_minimal: cuBLAS is left"
 
 # Macros in a function: expanded where all calls agree, else as in sdpa.cu. A softmax with products thrown in, in a
 # copy of the sources.

@@ -89,9 +89,6 @@ class Token:
     def __init__(self, kind, text, column=-1):
         self.kind, self.text, self.column = kind, text, column
 
-    def __repr__(self):
-        return self.text
-
 
 LEXER = re.compile(
     r"(?P<nl>\n)|(?P<ws>[ \t]+)|(?P<com>//[^\n]*|/\*.*?\*/)|(?P<str>\"(?:\\.|[^\"\\\n])*\"|'(?:\\.|[^'\\\n])*')"
@@ -1317,26 +1314,15 @@ def drop_unused_locals(node):
 
 
 def without_unused(node, uses):
-    """A declaration without the names that stand nowhere else; None if none is left."""
+    """The declaration, or None if its names stand nowhere else."""
     code = code_of(node.head)
     if code[0].text == "using" and len(code) > 2 and code[2].text == "=" and uses.get(code[1].text) == 1:
         return None
     made = declarators(node.head)
     harmless = [i for i, (name, init) in enumerate(made) if uses.get(name) == 1 and (
         code[0].text == "constexpr" or not any(t.text in ("(", "{", "++", "--", "=") for t in init or []))]
-    if not harmless or code[0].text in ("return", "delete", "throw"):
-        return node
-    if len(harmless) == len(made):
+    if harmless and len(harmless) == len(made) and code[0].text not in ("return", "delete", "throw"):
         return None
-    if 0 in harmless:
-        return node  # it carries the type of the others
-    parts, separators = split(node.head[:-1], ",")
-    head = parts[0]
-    for i, part in enumerate(parts[1:], 1):
-        if i not in harmless:
-            head = head + [separators[i - 1]] + part
-    node = node.copy()
-    node.head = head + [Token("op", ";")]
     return node
 
 
