@@ -2154,6 +2154,8 @@ inline cudaError_t encode_tensor_map(CUtensorMap& map, int rank, const void* bas
   return result == CUDA_SUCCESS ? cudaSuccess : cudaErrorInvalidValue;
 }
 
+// ---- the kernel and its launch ----
+
 template <class B, Family F> struct KernelOf {
   using Shared = ScalarShared<B>;
   static constexpr auto kernel = sdpa_scalar<B>;

@@ -42,6 +42,34 @@ extracted mma_lazy3 80
 extracted mma_split4 89
 extracted mma_d256 90a
 extracted mma_d256_64 90a
+extracted cublas 90a
+grep -q '^#include <cublas_v2.h>' "$dir/cublas.cu" || fail "cublas: no header"
+grep -qE 'cublas(_v2|[A-Z])|Cublas' "$dir/scalar_minimal.cu" && fail "scalar_minimal: cuBLAS is left"
+
+# Macros in a function: expanded where all calls agree, else as in sdpa.cu. A softmax with products thrown in, in a
+# copy of the sources.
+mkdir "$dir/tree"
+cp -r .clang-format configs.txt run_all.sh tools simt "$dir/tree"
+products() {  # products MORE_CALLS
+  awk -v more="$1" '
+    /^__global__ .* sdpa_cublas\(/ { kernel = 1 }
+    { print }
+    kernel && /const int lane/ {
+      kernel = 0
+      print "  if (p.scale < -1) {\n    constexpr int columns = 2 * B::head_dim;\n    float d[columns / 2] = {};"
+      print "    wgmma_ss<Element, columns, 0>(d, p.B, p.Hq, p.Sk > 1);\n" more
+      print "    p.O[lane] = to_element(d[1]);\n  }"
+    }' sdpa.cu >"$dir/tree/sdpa.cu"
+  (cd "$dir/tree" && ./run_all.sh extract cublas --arch 90a --verify) >"$dir/out" 2>"$dir/err" ||
+    fail "wgmma: $(cat "$dir/err")"
+}
+products ''
+grep -q 'SDPA_' "$dir/out" && fail "wgmma of one size: macros are left"
+grep -q 'm64n128k16.f32.f16.f16 {%0, %1' "$dir/out" || fail "wgmma of one size is not written out"
+products '    float e[32] = {};\n    wgmma_ss<Element, 64, 0>(e, p.B, p.Hq, p.Sk > 1);\n    p.O[lane + 1] = to_element(e[1]);'
+diff <(sed -n '/^#define SDPA_D8(/,/^\/\/ clang-format on/p; /^template.*int TRANS_B>/,/^}/p' sdpa.cu | sed '/wgmma_rs/,$d') \
+  <(sed -n '/^#define SDPA_D8(/,/^\/\/ clang-format on/p; /^template.*int TRANS_B>/,/^}/p' "$dir/out"; echo 'template <class E, int N, int TRANS_B>') ||
+  fail "wgmma of two sizes: not the macros of sdpa.cu"
 
 # refused STATUS SENTENCE COMMAND...: nothing on stdout.
 refused() {
