@@ -73,7 +73,9 @@ namespace SDPA_NAMESPACE {
   X(USE_WMMA, 0, "0 1", "nvcuda::wmma for Q @ K.T")                                               \
   X(USE_WMMA_PV, 0, "0 1", "nvcuda::wmma for P @ V")                                              \
   X(USE_MMA_SYNC, 0, "0 1", "mma.sync and ldmatrix")                                              \
-  X(USE_WGMMA, 0, "0 1", "wgmma and TMA")                                                         \
+  X(USE_WGMMA, 0, "0 1", "wgmma and TMA (sm_90a)")                                                \
+  X(USE_PING_PONG, 0, "0 1", "wgmma: warpgroups take turns at the tensor cores")                  \
+  X(OVERLAP, 0, "0 1 2", "wgmma: softmax beside P @ V; 1 keeps P twice, 2 packs it late")         \
   X(USE_CUBLAS, 0, "0 1", "cuBLAS, S and P in global memory: the unfused baseline; link to it")   \
   X(USE_WARP_SPECIALIZATION, 0, "0 1", "producer warps copy, consumer warps compute")             \
   X(NUM_PRODUCER_WARPS, 1, "1 2 4", "warps that only copy")
@@ -126,11 +128,12 @@ constexpr bool is_legal(const char* value, const char* values) {  // values: "a 
 SDPA_KNOBS(SDPA_KNOB)
 
 // The effective knobs as constants; `Build` is the template argument of every kernel and block.
-enum class Family { scalar, wmma, mma, cublas };
+enum class Family { scalar, wmma, mma, wgmma, cublas };
 
 struct Build {
   static constexpr Family family = number_of(USE_MMA_SYNC_text) == 1 ? Family::mma
                                    : number_of(USE_WMMA_text) == 1   ? Family::wmma
+                                   : number_of(USE_WGMMA_text) == 1  ? Family::wgmma
                                    : number_of(USE_CUBLAS_text) == 1 ? Family::cublas
                                                                      : Family::scalar;
   static constexpr int head_dim = number_of(HEAD_DIM_text);
@@ -139,9 +142,11 @@ struct Build {
   static constexpr int block_n = number_of(BLOCK_N_text);
   static constexpr int num_warps = number_of(NUM_WARPS_text);
   static constexpr bool use_warp_specialization = number_of(USE_WARP_SPECIALIZATION_text);
-  static constexpr int producer_threads =
-      use_warp_specialization ? number_of(NUM_PRODUCER_WARPS_text) * 32 : 0;  // that only copy
-  static constexpr int threads = num_warps * 32 + producer_threads;           // of a CTA
+  static constexpr int producer_threads = !use_warp_specialization ? 0  // threads that only copy
+                                          : family == Family::wgmma
+                                              ? 128
+                                              : number_of(NUM_PRODUCER_WARPS_text) * 32;
+  static constexpr int threads = num_warps * 32 + producer_threads;  // of a CTA
   static constexpr int vec_width = number_of(VEC_WIDTH_text);
   static constexpr int sync_policy = number_of(SYNC_POLICY_text);
   static constexpr bool use_cp_async = number_of(USE_CP_ASYNC_text);
@@ -154,10 +159,15 @@ struct Build {
   static constexpr int split_kv = number_of(SPLIT_KV_text);
   static constexpr int group_warps = num_warps / split_kv, group_threads = group_warps * 32;
   static constexpr int ctas_per_sm = number_of(CTAS_PER_SM_text);
+  static constexpr int warpgroups = num_warps / 4;  // that compute
+  static constexpr bool use_ping_pong = number_of(USE_PING_PONG_text);
+  static constexpr int overlap = number_of(OVERLAP_text);
 };
 constexpr bool is_scalar = Build::family == Family::scalar, is_wmma = Build::family == Family::wmma,
-               is_mma = Build::family == Family::mma, is_cublas = Build::family == Family::cublas;
-constexpr const char* family_name = is_mma      ? "mma"
+               is_mma = Build::family == Family::mma, is_cublas = Build::family == Family::cublas,
+               is_wgmma = Build::family == Family::wgmma;
+constexpr const char* family_name = is_wgmma    ? "wgmma"
+                                    : is_mma    ? "mma"
                                     : is_wmma   ? "wmma"
                                     : is_cublas ? "cublas"
                                                 : "scalar";
@@ -165,8 +175,9 @@ constexpr const char* family_name = is_mma      ? "mma"
 // Combinations that cannot work, or in which a knob would do nothing: what, why, what to type.
 #define SDPA_REFUSE(condition, sentence) static_assert(!(condition), sentence)
 SDPA_REFUSE(
-    USE_WMMA_changed + USE_MMA_SYNC_changed + USE_CUBLAS_changed > 1,
-    "USE_WMMA=1, USE_MMA_SYNC=1 and USE_CUBLAS=1: a build has one kernel; keep one of them");
+    USE_WMMA_changed + USE_MMA_SYNC_changed + USE_WGMMA_changed + USE_CUBLAS_changed > 1,
+    "USE_WMMA=1, USE_MMA_SYNC=1, USE_WGMMA=1 and USE_CUBLAS=1: a build has one kernel; keep "
+    "one of them");
 SDPA_REFUSE(is_cublas && (BLOCK_M_changed || BLOCK_N_changed || VEC_WIDTH_changed ||
                           SYNC_POLICY_changed || USE_CP_ASYNC_changed || SWIZZLE_XOR_changed ||
                           USE_PERSISTENT_CTA_changed || CTAS_PER_SM_changed),
@@ -174,14 +185,32 @@ SDPA_REFUSE(is_cublas && (BLOCK_M_changed || BLOCK_N_changed || VEC_WIDTH_change
             "HEAD_DIM, DTYPE, NUM_WARPS and USE_FAST_EXP");
 SDPA_REFUSE(USE_WMMA_PV_changed && !is_wmma,
             "USE_WMMA_PV=1: P @ V goes to wmma only where Q @ K.T does; add USE_WMMA=1 or drop it");
-SDPA_REFUSE(USE_WGMMA_changed, "USE_WGMMA=1: this version has no wgmma kernel; drop USE_WGMMA");
-SDPA_REFUSE(USE_WARP_SPECIALIZATION_changed && !is_wmma,
-            "USE_WARP_SPECIALIZATION=1: only the wmma kernel has producer warps; add USE_WMMA=1 or "
-            "drop it");
+SDPA_REFUSE(is_wgmma && (Build::num_warps % 4 != 0 || Build::block_m != 16 * Build::num_warps),
+            "BLOCK_M and NUM_WARPS: a warpgroup has 4 warps and 64 query rows, so BLOCK_M must be "
+            "16*NUM_WARPS; type BLOCK_M=128 NUM_WARPS=8");
+SDPA_REFUSE(is_wgmma&& Build::block_n % 16 != 0,
+            "BLOCK_N: wgmma takes keys by 16, so it must be a multiple of 16; type BLOCK_N=128");
+SDPA_REFUSE(is_wgmma&& Build::vec_width != 8,
+            "VEC_WIDTH: TMA wants addresses and strides that are multiples of 16 bytes; type "
+            "VEC_WIDTH=8");
+SDPA_REFUSE(is_wgmma && !Build::use_warp_specialization,
+            "USE_WARP_SPECIALIZATION=0: the wgmma kernel has a warpgroup that copies; type "
+            "USE_WARP_SPECIALIZATION=1");
+SDPA_REFUSE(is_wgmma && (SYNC_POLICY_changed || USE_CP_ASYNC_changed || SWIZZLE_XOR_changed ||
+                         NUM_PRODUCER_WARPS_changed || CTAS_PER_SM_changed ||
+                         USE_PERSISTENT_CTA_changed || USE_FAST_EXP_changed),
+            "USE_WGMMA=1: SYNC_POLICY, USE_CP_ASYNC, SWIZZLE_XOR, NUM_PRODUCER_WARPS, CTAS_PER_SM, "
+            "USE_PERSISTENT_CTA and USE_FAST_EXP have no effect on it; drop them");
+SDPA_REFUSE(
+    !is_wgmma && (USE_PING_PONG_changed || OVERLAP_changed),
+    "USE_PING_PONG and OVERLAP: only the wgmma kernel has them; add USE_WGMMA=1 or drop them");
+SDPA_REFUSE(USE_WARP_SPECIALIZATION_changed && !is_wmma && !is_wgmma,
+            "USE_WARP_SPECIALIZATION=1: only the wmma and wgmma kernels have producer warps; add "
+            "USE_WMMA=1 or drop it");
 SDPA_REFUSE(NUM_PRODUCER_WARPS_changed && !Build::use_warp_specialization,
             "NUM_PRODUCER_WARPS: there are producer warps only with USE_WARP_SPECIALIZATION=1; add "
             "that or drop NUM_PRODUCER_WARPS");
-SDPA_REFUSE(Build::use_warp_specialization&& Build::sync_policy != 1,
+SDPA_REFUSE(is_wmma&& Build::use_warp_specialization&& Build::sync_policy != 1,
             "USE_WARP_SPECIALIZATION=1: a CTA barrier would stop the producers, so every warp must "
             "keep its rows; type SYNC_POLICY=1");
 SDPA_REFUSE(is_wmma&& Build::block_m != 16 * Build::num_warps,
@@ -207,8 +236,10 @@ SDPA_REFUSE(is_mma&& Build::block_m != 16 * Build::group_warps &&
                 Build::block_m != 32 * Build::group_warps,
             "BLOCK_M and NUM_WARPS: an mma.sync warp owns 16 or 32 query rows, so BLOCK_M must be "
             "16 or 32 times NUM_WARPS/SPLIT_KV; type BLOCK_M=128 NUM_WARPS=4");
-SDPA_REFUSE(!is_mma && USE_LAZY_MAX_changed,
-            "USE_LAZY_MAX=1: only the mma.sync kernel has it; add USE_MMA_SYNC=1 or drop it");
+SDPA_REFUSE(
+    !is_mma && !is_wgmma && USE_LAZY_MAX_changed,
+    "USE_LAZY_MAX=1: only the mma.sync and wgmma kernels have it; add USE_MMA_SYNC=1 or drop "
+    "it");
 SDPA_REFUSE(!is_mma && SPLIT_KV_changed,
             "SPLIT_KV: only the mma.sync kernel has it; add USE_MMA_SYNC=1 or drop it");
 SDPA_REFUSE(is_mma&& Build::block_n % 16 != 0,
@@ -266,15 +297,22 @@ struct SdpaStatus {
 
 namespace {
 
+struct TensorMaps {  // of tensors as [B][H][D/64][S][64]
+  CUtensorMap q, k, v, o;
+};
+struct NoTensorMaps {};
+
 struct WorkItem {  // one tile of O: rows [q0, q0 + BLOCK_M) of head h in batch b
   int b, h, q0;
 };
 
 struct KernelArgs {  // SdpaParams with what every CTA would otherwise compute again
   SdpaParams p;
-  float scale_log2;     // scale * log2(e): softmax is taken in powers of 2
-  int q_blocks;         // ceil(Sq / BLOCK_M)
-  uint32_t work_items;  // B * Hq * q_blocks
+  float scale_log2;      // scale * log2(e): softmax is taken in powers of 2
+  int q_blocks;          // ceil(Sq / BLOCK_M)
+  uint32_t work_items;   // B * Hq * q_blocks
+  uint32_t heads_in_l2;  // query heads whose K and V take 32 MB, at least 1
+  std::conditional<is_wgmma, TensorMaps, NoTensorMaps>::type maps;
 };
 
 // ==== 3 PTX ======================================================================================
@@ -900,7 +938,7 @@ constexpr int HAZARDS = 6;
 // mma: a warp always keeps its rows. With two stages or more the barrier that says that a tile is
 // written says as well that the tile before it is read.
 template <class B> __host__ __device__ constexpr bool needs_cta_barrier(Hazard h) {
-  if (B::family == Family::cublas) return false;
+  if (B::family == Family::cublas || B::family == Family::wgmma) return false;
   if (B::family == Family::mma) {
     return h == Hazard::kv_written || (h == Hazard::tile_read && B::stages == 1);
   }
@@ -980,6 +1018,23 @@ template <class B, int WIDTH> struct MmaRuns {
   __device__ int col(int j) const { return first_col + j / 8 * 32 + j % 8; }
 };
 
+// The wgmma family: a warpgroup has 64 rows, each warp 16 of them as above. The accumulators stand in
+// the order of the instruction.
+template <int WIDTH> struct WgmmaAccumulator {  // [64][WIDTH]
+  static constexpr int ROWS = 2, COLS = WIDTH / 4, LANES = 4, RUN = 2;
+  struct Elements {
+    float d[WIDTH / 2];
+    struct Row {
+      float* first;
+      __device__ float& operator[](int j) const { return first[4 * (j / 2) + j % 2]; }
+    };
+    __device__ Row operator[](int i) const { return {const_cast<float*>(d) + 2 * i}; }
+  } x;
+  int first_row, first_col;
+  __device__ int row(int i) const { return first_row + 8 * i; }
+  __device__ int col(int j) const { return first_col + j / 2 * 8 + j % 2; }
+};
+
 template <class View> __device__ __forceinline__ void clear(View& T) {
 #pragma unroll
   for (int i = 0; i < View::ROWS; i++) {
@@ -1045,6 +1100,9 @@ template <class B> __device__ __forceinline__ float softmax_exp2(float t) {
   }
 }
 
+// USE_LAZY_MAX: row sums of P up to which an old maximum will do. The largest fp16 is 65504.
+constexpr float lazy_limit = 4096;
+
 // The maximum to subtract: 0 for a row with no visible key yet, so that -inf - -inf never happens.
 __device__ __forceinline__ float finite_max(float m) { return m == -INFINITY ? 0.0f : m; }
 
@@ -1103,7 +1161,17 @@ template <int LANES> __device__ __forceinline__ float row_sum(float x) {
 
 // ---- epilogue ----
 
-// O / l and LSE = ln2 * (m * scale_log2 + log2 l) to global memory, rows past Sq left out.
+// LSE = ln2 * (m * scale_log2 + log2 l) of query q, if it is wanted.
+__device__ __forceinline__ void store_lse(float m, float l, const KernelArgs& a,
+                                          const WorkItem& item, int q) {
+  constexpr float ln2 = 0.693147180559945f;
+  if (a.p.LSE) {
+    a.p.LSE[(static_cast<int64_t>(item.b) * a.p.Hq + item.h) * a.p.Sq + q] =
+        ln2 * (finite_max(m) * a.scale_log2 + log2f(l));
+  }
+}
+
+// O / l and LSE to global memory, rows past Sq left out.
 // m, l [ROWS] are final and the same in all lanes of a row.
 template <class B, class View>
 __device__ __forceinline__ void store_output(const View& O, const float (&m)[View::ROWS],
@@ -1127,23 +1195,25 @@ __device__ __forceinline__ void store_output(const View& O, const float (&m)[Vie
       memcpy(&x, e, sizeof x);
       st_global(O_g + q * p.o.row + O.col(j), x);
     }
-    if (p.LSE && O.col(0) == 0) {  // the first lane of the row
-      constexpr float ln2 = 0.693147180559945f;
-      p.LSE[(static_cast<int64_t>(item.b) * p.Hq + item.h) * p.Sq + q] =
-          ln2 * (finite_max(m[i]) * a.scale_log2 + log2f(l[i]));
-    }
+    if (O.col(0) == 0) store_lse(m[i], l[i], a, item, q);  // the first lane of the row
   }
 }
 
 // ---- work scheduling ----
 
 // Item number -> tile. Without a mask the q-blocks of a head follow each other and share its K and
-// V in L2. With one, all heads' longest rows come first, so that no long tile starts last.
+// V in L2. With one, the longest rows come first, so that no long tile starts last; of all heads, or
+// of as many as have their K and V in L2 together (32 MB of an H200's 60).
 template <class B> __device__ __forceinline__ WorkItem work_item(const KernelArgs& a, uint32_t i) {
   const uint32_t heads = a.p.B * a.p.Hq, q_blocks = a.q_blocks;
   const bool causal = a.p.causal != Causal::off;
-  const uint32_t head = causal ? i % heads : i / q_blocks;
-  const uint32_t block = causal ? q_blocks - 1 - i / heads : i % q_blocks;
+  if (!causal) {
+    const uint32_t head = i / q_blocks;
+    return {int(head / a.p.Hq), int(head % a.p.Hq), int(i % q_blocks) * B::block_m};
+  }
+  const uint32_t section = i / (a.heads_in_l2 * q_blocks), j = i % (a.heads_in_l2 * q_blocks);
+  const uint32_t first = section * a.heads_in_l2, count = min(a.heads_in_l2, heads - first);
+  const uint32_t head = first + j % count, block = q_blocks - 1 - j / count;
   return {int(head / a.p.Hq), int(head % a.p.Hq), int(block) * B::block_m};
 }
 
@@ -1925,7 +1995,6 @@ template <class B> struct MmaRows {
   // are as they were.
   __device__ bool attend_lazily(const MmaQueries<B>& Q, const Element* K_s, float scale_log2,
                                 int lane) {
-    constexpr float limit = 4096;  // of 65504, the largest fp16
     Scores S;
     mma_qk<B>(S, Q, K_s, lane);
     float m_log2[ROWS], sum[ROWS], all = 0;
@@ -1938,7 +2007,7 @@ template <class B> struct MmaRows {
     }
 #pragma unroll
     for (int i = 0; i < ROWS; i++) all += sum[i];
-    if (!__all_sync(0xffffffffu, all <= limit)) return false;
+    if (!__all_sync(0xffffffffu, all <= lazy_limit)) return false;
 #pragma unroll
     for (int i = 0; i < ROWS; i++) l[i] += sum[i];
     return true;
@@ -2071,6 +2140,276 @@ __global__ void __launch_bounds__(B::threads, B::ctas_per_sm)
   }
 }
 
+// ---- 5d wgmma: both products by warpgroups out of shared memory, which TMA fills ----
+
+// A tile in shared memory is D/64 panels of [rows][64]: 128 bytes a row, swizzled, as TMA writes them
+// and wgmma reads them.
+template <class B> struct WgmmaShared {
+  alignas(1024) Element Q[B::block_m * B::head_dim];             // afterwards O on its way out
+  alignas(1024) Element K[B::stages][B::block_n * B::head_dim];  // [BLOCK_N][D]
+  alignas(1024) Element V[B::stages][B::block_n * B::head_dim];  // [BLOCK_N][D]
+  // Full: the tile has landed. Empty: every warp that computes has read it.
+  uint64_t q_full, k_full[B::stages], k_empty[B::stages], v_full[B::stages], v_empty[B::stages];
+};
+
+// How the registers of a CTA are dealt: all threads start with the same number, then the warpgroup that
+// copies gives away what it does not need. setmaxnreg counts in eights.
+template <class B> struct WgmmaRegisters {
+  static constexpr int at_start = 65536 / B::threads / 8 * 8;
+  static constexpr int producer = B::warpgroups > 2 ? 32 : 24;
+  static constexpr int spare = at_start * (B::warpgroups + 1) - producer;
+  static constexpr int consumer = spare / B::warpgroups < 240 ? spare / B::warpgroups / 8 * 8 : 240;
+  static constexpr bool dealt = consumer > at_start;  // one warpgroup has enough as it is
+};
+
+// Tiles are taken from the last key to the first: those with a mask come first, and leave a maximum that
+// holds for most of the others.
+template <class B> __device__ __forceinline__ int wgmma_tiles(const SdpaParams& p, int q0) {
+  const int keys = visible_keys(p, min(q0 + B::block_m, p.Sq) - 1);
+  return (keys + B::block_n - 1) / B::block_n;
+}
+
+// By one thread: the tiles of an item in the order in which they are needed.
+template <class B>
+__device__ __forceinline__ void wgmma_produce(WgmmaShared<B>& s, const KernelArgs& a,
+                                              const WorkItem& item) {
+  constexpr uint64_t evict_first = 0x12f0000000000000, evict_last = 0x14f0000000000000;
+  const int h_kv = item.h / (a.p.Hq / a.p.Hkv), last = wgmma_tiles<B>(a.p, item.q0) - 1;
+  StageRing<B> ring;
+  for (int tile = last; tile >= 0; tile--) {
+    const int c[5] = {0, tile * B::block_n, 0, h_kv, item.b};
+    mbarrier_wait(&s.k_empty[ring.stage], ring.parity ^ 1);
+    mbarrier_arrive_expect_tx(&s.k_full[ring.stage], sizeof s.K[0]);
+    cp_async_bulk_tensor_load<5>(s.K[ring.stage], &a.maps.k, c, &s.k_full[ring.stage], evict_last);
+    if (tile == last) {
+      const int c_q[5] = {0, item.q0, 0, item.h, item.b};
+      mbarrier_arrive_expect_tx(&s.q_full, sizeof s.Q);
+      cp_async_bulk_tensor_load<5>(s.Q, &a.maps.q, c_q, &s.q_full, evict_first);
+    }
+    mbarrier_wait(&s.v_empty[ring.stage], ring.parity ^ 1);
+    mbarrier_arrive_expect_tx(&s.v_full[ring.stage], sizeof s.V[0]);
+    cp_async_bulk_tensor_load<5>(s.V[ring.stage], &a.maps.v, c, &s.v_full[ring.stage], evict_last);
+    ring.advance();
+  }
+}
+
+// A warpgroup's 64 query rows: what it computes, without who waits for whom.
+template <class B> struct WgmmaRows {
+  using Scores = WgmmaAccumulator<B::block_n>;
+  using Output = WgmmaAccumulator<B::head_dim>;
+  static constexpr int ROWS = Output::ROWS, STEPS = B::block_n / 16;
+  using Probabilities = uint32_t[STEPS][4];  // A operands of 16 keys each
+  Scores S;
+  Output O;
+  float m[ROWS], l[ROWS];
+  uint64_t Q;  // its descriptor
+
+  __device__ void start(const Element* Q_s, int first_row, int first_col) {
+    Q = wgmma_descriptor(shared_address(Q_s), 16, 1024);
+    S.first_row = O.first_row = first_row, S.first_col = O.first_col = first_col;
+    clear(O);
+#pragma unroll
+    for (int i = 0; i < ROWS; i++) m[i] = -INFINITY, l[i] = 0;
+  }
+
+  // S = Q @ K.T   [64][BLOCK_N]
+  __device__ __forceinline__ void start_qk(const Element* K_s) {
+    const uint64_t K = wgmma_descriptor(shared_address(K_s), 16, 1024);
+    hold(S.x.d);
+    wgmma_fence();
+#pragma unroll
+    for (int step = 0; step < B::head_dim / 16; step++) {
+      const int panel = step / 4, bytes = step % 4 * 32;
+      wgmma_ss<Element, B::block_n, 0>(S.x.d, Q + (panel * B::block_m * 128 + bytes) / 16,
+                                       K + (panel * B::block_n * 128 + bytes) / 16, step > 0);
+    }
+    wgmma_commit_group();
+  }
+
+  // O += P @ V   [64][D]
+  __device__ __forceinline__ void start_pv(const Probabilities& P, const Element* V_s) {
+    const uint64_t V = wgmma_descriptor(shared_address(V_s), B::block_n * 128, 1024);
+    hold(O.x.d);
+    wgmma_fence();
+#pragma unroll
+    for (int step = 0; step < STEPS; step++) {
+      wgmma_rs<Element, B::head_dim, 1>(O.x.d, P[step], V + step * 16 * 128 / 16, true);
+    }
+    wgmma_commit_group();
+  }
+
+  // Rounds 16 columns of P: their accumulators are the A operand as they stand.
+  template <class View> static __device__ void round(uint32_t (&a)[4], const View& P, int step) {
+#pragma unroll
+    for (int i = 0; i < 4; i++) {
+      a[i] = pack(P.x.d[8 * step + 2 * i], P.x.d[8 * step + 2 * i + 1]);
+    }
+  }
+
+  // P = 2^(S * scale_log2 - m_log2), rounded, and its row sums; S stays.
+  __device__ __forceinline__ void exp_and_round(Probabilities& P, const float (&m_log2)[ROWS],
+                                                float (&sum)[ROWS], float scale_log2) {
+#pragma unroll
+    for (int step = 0; step < STEPS; step++) {
+      WgmmaAccumulator<16> part;
+      memcpy(part.x.d, S.x.d + 8 * step, sizeof part.x.d);
+      softmax_exp<B>(part, 0, part.COLS, scale_log2, m_log2, sum);
+      round(P[step], part, 0);
+    }
+  }
+};
+
+template <class B>
+__device__ __forceinline__ void wgmma_consume(WgmmaShared<B>& s, const KernelArgs& a,
+                                              const WorkItem& item) {
+  using Rows = WgmmaRows<B>;
+  const SdpaParams& p = a.p;
+  const int group = threadIdx.x / 128 - 1, tid = threadIdx.x % 128, warp = tid / 32,
+            lane = tid % 32;
+  const int turn = 1 + group, next_turn = 1 + (group + 1) % B::warpgroups,
+            vote = 1 + B::warpgroups + group;  // numbers of barriers
+  const int first = group * 64;                // the warpgroup's first row of the tile
+  const int clean_keys = item.q0 + first < p.Sq ? visible_keys(p, item.q0 + first) : 0;
+  Rows rows;
+  rows.start(s.Q + first * 64, first + warp * 16 + lane / 4, lane % 4 * 2);
+  StageRing<B> k_ring, v_ring;
+  const auto release = [&](uint64_t* empty) {
+    if (lane == 0) mbarrier_arrive(empty);
+  };
+  const auto release_k = [&] { release(&s.k_empty[k_ring.stage]), k_ring.advance(); };
+  const auto release_v = [&] { release(&s.v_empty[v_ring.stage]), v_ring.advance(); };
+  const auto is_masked = [&](int tile) { return (tile + 1) * B::block_n > clean_keys; };
+  // m, alpha and P of the tile in S, exactly.
+  const auto attend = [&](typename Rows::Probabilities& P, float(&alpha)[2], int tile) {
+    if (is_masked(tile)) mask_scores(rows.S, p, item.q0, tile * B::block_n);
+    softmax_max<B>(rows.S, a.scale_log2, rows.m, alpha);
+    float m_log2[2], sum[2] = {0, 0};
+    for (int i = 0; i < 2; i++) m_log2[i] = finite_max(rows.m[i]) * a.scale_log2;
+    rows.exp_and_round(P, m_log2, sum, a.scale_log2);
+    for (int i = 0; i < 2; i++) rows.l[i] = fmaf(rows.l[i], alpha[i], sum[i]);
+  };
+
+  int tile = wgmma_tiles<B>(p, item.q0) - 1;
+  if (tile >= 0) {
+    typename Rows::Probabilities P_even, P_odd;
+    mbarrier_wait(&s.q_full, 0);
+    mbarrier_wait(&s.k_full[k_ring.stage], k_ring.parity);
+    rows.start_qk(s.K[k_ring.stage]);
+    wgmma_wait_group<0>();
+    hold(rows.S.x.d);
+    release_k();
+    float alpha[2];
+    attend(P_even, alpha, tile);
+    if (B::use_ping_pong && group == B::warpgroups - 1) barrier_arrive(1, 256);
+    // Issues the products of this tile's Q @ K.T and of P @ V one tile before, then P of this tile.
+    const auto step = [&](typename Rows::Probabilities& P, typename Rows::Probabilities& P_next) {
+      tile--;
+      mbarrier_wait(&s.k_full[k_ring.stage], k_ring.parity);
+      if (B::use_ping_pong) barrier_sync(turn, 256);
+      rows.start_qk(s.K[k_ring.stage]);
+      mbarrier_wait(&s.v_full[v_ring.stage], v_ring.parity);
+      rows.start_pv(P, s.V[v_ring.stage]);
+      if (B::use_ping_pong) barrier_arrive(next_turn, 256);
+      wgmma_wait_group<B::overlap ? 1 : 0>();
+      hold(rows.S.x.d);
+      release_k();
+      bool attended = false;
+      const auto attend_lazily = [&] {  // as in 5c
+        float m_log2[2], sum[2] = {0, 0};
+        for (int i = 0; i < 2; i++) m_log2[i] = rows.m[i] * a.scale_log2;
+        rows.exp_and_round(P_next, m_log2, sum, a.scale_log2);
+        if (!__all_sync(0xffffffffu, sum[0] + sum[1] <= lazy_limit)) return false;
+        for (int i = 0; i < 2; i++) rows.l[i] += sum[i];
+        return true;
+      };
+      if (B::overlap && B::use_lazy_max && !is_masked(tile)) attended = attend_lazily();
+      if (B::overlap) wgmma_wait_group<0>();
+      hold(rows.O.x.d);
+      release_v();
+      if (!B::overlap && B::use_lazy_max && !is_masked(tile)) attended = attend_lazily();
+      if (!attended) {
+        attend(P_next, alpha, tile);
+        if (!__all_sync(0xffffffffu, alpha[0] == 1 && alpha[1] == 1)) scale_rows(rows.O, alpha);
+      }
+    };
+    bool odd = false;
+    if constexpr (B::overlap) {
+      while (tile >= 2) step(P_even, P_odd), step(P_odd, P_even);
+      odd = tile == 1;
+      if (odd) step(P_even, P_odd);
+    } else {
+      while (tile >= 1) step(P_even, P_even);
+    }
+    if (B::use_ping_pong && group == 0) barrier_sync(1, 256);
+    mbarrier_wait(&s.v_full[v_ring.stage], v_ring.parity);
+    if (odd) {
+      rows.start_pv(P_odd, s.V[v_ring.stage]);
+    } else {
+      rows.start_pv(P_even, s.V[v_ring.stage]);
+    }
+    wgmma_wait_group<0>();
+    hold(rows.O.x.d);
+  }
+
+  // O / l by way of the rows of Q that this warpgroup alone has read.
+  float inverse[2];
+#pragma unroll
+  for (int i = 0; i < 2; i++) {
+    rows.l[i] = row_sum<Rows::Output::LANES>(rows.l[i]);
+    inverse[i] = rows.l[i] == 0.0f ? 0.0f : 1.0f / rows.l[i];
+    const int q = item.q0 + rows.O.row(i);
+    if (q < p.Sq && lane % 4 == 0) store_lse(rows.m[i], rows.l[i], a, item, q);
+  }
+  scale_rows(rows.O, inverse);
+  barrier_sync(vote, 128);  // hazard: Q read by all warps of the warpgroup
+  const int row = first + warp * 16 + lane % 16;
+#pragma unroll
+  for (int step = 0; step < B::head_dim / 16; step++) {
+    uint32_t o[4];
+    Rows::round(o, rows.O, step);
+    const int chunk = step % 4 * 2 + lane / 16;
+    stmatrix_x4(shared_address(s.Q + (step / 4 * B::block_m + row) * 64 + (chunk ^ row % 8) * 8),
+                o);
+  }
+  fence_proxy_async();
+  barrier_sync(vote, 128);  // hazard: O written by all warps of the warpgroup
+  if (tid == 0) {
+#pragma unroll
+    for (int panel = 0; panel < B::head_dim / 64; panel++) {
+      const int c[5] = {0, item.q0 + first, panel, item.h, item.b};
+      cp_async_bulk_tensor_store<5>(&a.maps.o, c, s.Q + (panel * B::block_m + first) * 64);
+    }
+    cp_async_bulk_commit_group();
+    cp_async_bulk_wait_group_read<0>();  // shared memory is gone when the CTA is
+  }
+}
+
+template <class B>
+__global__ void __launch_bounds__(B::threads, 1) sdpa_wgmma(const __grid_constant__ KernelArgs a) {
+#if defined(SDPA_SIMT) || defined(__CUDA_ARCH_FEAT_SM90_ALL)
+  WgmmaShared<B>& s = dynamic_shared<WgmmaShared<B>>();
+  const WorkItem item = work_item<B>(a, blockIdx.x);
+  if (threadIdx.x == 0) {
+    prefetch_tensormap(&a.maps.q), prefetch_tensormap(&a.maps.k), prefetch_tensormap(&a.maps.v);
+    mbarrier_init(&s.q_full, 1);
+    for (int stage = 0; stage < B::stages; stage++) {
+      mbarrier_init(&s.k_full[stage], 1), mbarrier_init(&s.k_empty[stage], B::num_warps);
+      mbarrier_init(&s.v_full[stage], 1), mbarrier_init(&s.v_empty[stage], B::num_warps);
+    }
+    fence_mbarrier_init();
+  }
+  __syncthreads();  // hazard: mbarriers initialised by thread 0
+  using Registers = WgmmaRegisters<B>;
+  if (threadIdx.x < 128) {
+    if constexpr (Registers::dealt) setmaxnreg_dec<Registers::producer>();
+    if (threadIdx.x == 0) wgmma_produce<B>(s, a, item);
+  } else {
+    if constexpr (Registers::dealt) setmaxnreg_inc<Registers::consumer>();
+    wgmma_consume<B>(s, a, item);
+  }
+#endif
+}
+
 // ---- 5e cuBLAS: the unfused baseline, products by cuBLAS, S and P in global memory ----
 
 struct CublasWorkspace {  // where things lie in SdpaParams::workspace, in bytes
@@ -2168,6 +2507,10 @@ template <class B> struct KernelOf<B, Family::mma> {
   using Shared = MmaShared<B>;
   static constexpr auto kernel = sdpa_mma<B>;
 };
+template <class B> struct KernelOf<B, Family::wgmma> {
+  using Shared = WgmmaShared<B>;
+  static constexpr auto kernel = sdpa_wgmma<B>;
+};
 template <class B> struct KernelOf<B, Family::cublas> {
   using Shared = CublasShared;
   static constexpr auto kernel = sdpa_cublas<B>;
@@ -2259,6 +2602,49 @@ SdpaStatus check_params(const SdpaParams& p) {
 
 SdpaStatus cuda_failure(cudaError_t code, const char* what) {
   return failure(code, "%s failed: %s", what, cudaGetErrorString(code));
+}
+
+template <class B> SdpaStatus encode_tensor_maps(NoTensorMaps&, const SdpaParams&) { return {}; }
+template <class B> SdpaStatus encode_tensor_maps(TensorMaps& maps, const SdpaParams& p) {
+  constexpr uint32_t panels = B::head_dim / 64;
+  const struct {
+    const char* name;
+    CUtensorMap& map;
+    const void* base;
+    int S, H;
+    const Strides& s;
+    uint32_t rows, panels;
+  } tensors[] = {{"Q", maps.q, p.Q, p.Sq, p.Hq, p.q, B::block_m, panels},
+                 {"K", maps.k, p.K, p.Sk, p.Hkv, p.k, B::block_n, panels},
+                 {"V", maps.v, p.V, p.Sk, p.Hkv, p.v, B::block_n, panels},
+                 {"O", maps.o, p.O, p.Sq, p.Hq, p.o, 64, 1}};
+  for (const auto& t : tensors) {
+    if (t.S == 0) continue;  // no key: nothing is loaded
+    const struct {
+      const char* name;
+      int size;
+      int64_t stride;
+    } dims[] = {{"row", t.S, t.s.row}, {"head", t.H, t.s.head}, {"batch", p.B, t.s.batch}};
+    uint64_t bytes[3];
+    for (int i = 0; i < 3; i++) {
+      bytes[i] = dims[i].size > 1 ? uint64_t(dims[i].stride) * sizeof(Element) : 16;
+      if (dims[i].size > 1 && (dims[i].stride <= 0 || bytes[i] >= uint64_t(1) << 40)) {
+        return failure(cudaErrorInvalidValue,
+                       "%s has a %s stride of %lld elements, and TMA takes strides from 1 to 2^40 "
+                       "bytes; copy it or use a build without USE_WGMMA",
+                       t.name, dims[i].name, (long long)dims[i].stride);
+      }
+    }
+    const uint64_t sizes[5] = {64, uint64_t(t.S), panels, uint64_t(t.H), uint64_t(p.B)};
+    const uint64_t strides[4] = {bytes[0], 128, bytes[1], bytes[2]};
+    const uint32_t box[5] = {64, t.rows, t.panels, 1, 1};
+    const cudaError_t error = encode_tensor_map(t.map, 5, t.base, sizes, strides, box, B::is_bf16);
+    if (error != cudaSuccess) {
+      return failure(error, "the driver makes no tensor map of %s: %s", t.name,
+                     cudaGetErrorString(error));
+    }
+  }
+  return {};
 }
 
 // One launch of the kernel: a CTA to each of `items`, or as many as are resident.
@@ -2429,8 +2815,12 @@ inline SdpaStatus sdpa_forward(const SdpaParams& p, cudaStream_t stream) {
                    Build::block_m);
   }
   a.work_items = uint32_t(work_items);
+  const double kv_bytes = 2.0 * p.Sk * p.D * sizeof(Element);  // of a key head
+  const double heads = kv_bytes > 0 ? (32 << 20) / kv_bytes * p.Hq / p.Hkv : 1e9;
+  a.heads_in_l2 = uint32_t(heads < 1 ? 1 : heads > 1e6 ? 1e6 : heads);
 
-  return launch(a, stream);
+  const SdpaStatus encoded = encode_tensor_maps<Build>(a.maps, p);
+  return encoded.ok() ? launch(a, stream) : encoded;
 }
 
 }  // namespace SDPA_NAMESPACE
