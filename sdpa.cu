@@ -326,6 +326,9 @@ struct KernelArgs {  // SdpaParams with what every CTA would otherwise compute a
 #if defined(__CUDA_ARCH__) && __CUDA_ARCH__ < 800
 #error "sdpa.cu needs sm_80 or newer (cp.async, max.NaN); type -arch=sm_80 or -arch=native"
 #endif
+#if USE_WGMMA && defined(__CUDA_ARCH__) && !defined(__CUDA_ARCH_FEAT_SM90_ALL)
+#error "USE_WGMMA=1 needs an H100 or H200 (wgmma, setmaxnreg); type -arch=sm_90a"
+#endif
 
 // Dynamic shared memory of the CTA, aligned to 1024 bytes.
 template <class T> __device__ __forceinline__ T& dynamic_shared() {
@@ -2386,7 +2389,6 @@ __device__ __forceinline__ void wgmma_consume(WgmmaShared<B>& s, const KernelArg
 
 template <class B>
 __global__ void __launch_bounds__(B::threads, 1) sdpa_wgmma(const __grid_constant__ KernelArgs a) {
-#if defined(SDPA_SIMT) || defined(__CUDA_ARCH_FEAT_SM90_ALL)
   WgmmaShared<B>& s = dynamic_shared<WgmmaShared<B>>();
   const WorkItem item = work_item<B>(a, blockIdx.x);
   if (threadIdx.x == 0) {
@@ -2407,7 +2409,6 @@ __global__ void __launch_bounds__(B::threads, 1) sdpa_wgmma(const __grid_constan
     if constexpr (Registers::dealt) setmaxnreg_inc<Registers::consumer>();
     wgmma_consume<B>(s, a, item);
   }
-#endif
 }
 
 // ---- 5e cuBLAS: the unfused baseline, products by cuBLAS, S and P in global memory ----
