@@ -132,6 +132,17 @@ bug lazy_sum_lost          check   "$mma USE_LAZY_MAX=1"  "--shape 1,1,1,64,256"
 bug split_not_rescaled     check   "$split"  "--shape 1,1,1,64,256"  's~fmaf\(O\.x\[i\]\[j\], own,~fmaf(O.x[i][j], 1.0f,~'
 bug split_merged_too_soon  thread  "$split"  "--shape 1,1,1,64,256"  's~__syncthreads\(\);  // hazard: partial results written~~'
 bug split_over_tiles_read  thread  "$split"  "--shape 1,1,1,64,256"  's~__syncthreads\(\);  // hazard: the partial results take.*$~~'
+# ---- the wgmma kernel ----
+wgmma="USE_WGMMA=1 USE_WARP_SPECIALIZATION=1 VEC_WIDTH=8 BLOCK_M=128 NUM_WARPS=8 BLOCK_N=32 STAGES=2 OVERLAP=1 USE_LAZY_MAX=1"
+bug wgmma_no_fence         backend "$wgmma" "--shape 1,1,1,64,150"  's~^ *wgmma_fence\(\);$~~'
+bug wgmma_wait_too_loose   backend "$wgmma" "--shape 1,1,1,64,150"  's~wgmma_wait_group<B::overlap \? 1 : 0>~wgmma_wait_group<2>~'
+bug wgmma_k_released_early thread  "$wgmma" "--shape 1,1,1,64,300"  's~^( *)(rows\.start_qk\(s\.K\[k_ring\.stage\]\);)$~\1\2 release(\&s.k_empty[k_ring.stage]);~'
+bug wgmma_wrong_parity     backend "$wgmma" "--shape 1,1,1,64,150"  's~s\.k_empty\[ring\.stage\], ring\.parity \^ 1~s.k_empty[ring.stage], ring.parity~'
+bug wgmma_stride_wrong     check   "$wgmma HEAD_DIM=128" "--shape 1,1,1,64,150"  's~B::block_n \* 128, 1024\)~B::block_n * 64, 1024)~'
+bug wgmma_too_few_bytes    backend "$wgmma" "--shape 1,1,1,64,150"  's~sizeof s\.K\[0\]\)~sizeof s.K[0] / 2)~'
+bug wgmma_o_not_fenced     backend "$wgmma" "--shape small"  's~^ *fence_proxy_async\(\);$~~'
+bug wgmma_o_stored_early   thread  "$wgmma" "--shape small"  's~barrier_sync\(vote, 128\);  // hazard: O written.*$~~'
+bug wgmma_turn_lost        backend "$wgmma USE_PING_PONG=1" "--shape 1,1,1,64,150"  's~barrier_arrive\(next_turn, 256\)~barrier_arrive(turn, 256)~'
 wait
 
 # The same builds without a bug. The source needs a name of its own for each set of knobs.

@@ -62,6 +62,13 @@ refused "NUM_WARPS must be a multiple of SPLIT_KV; type SPLIT_KV=2 NUM_WARPS=8" 
 refused "SPLIT_KV: not a legal value; it takes one of: 1 2 4" -DSPLIT_KV=3
 refused "must be a multiple of 16; type BLOCK_N=64" -DUSE_MMA_SYNC=1 -DBLOCK_M=64 -DBLOCK_N=40
 refused "so the policy does nothing; drop SYNC_POLICY" -DUSE_MMA_SYNC=1 -DBLOCK_M=64 -DSYNC_POLICY=1
-refused "USE_WGMMA=1: this version has no wgmma kernel" -DUSE_WGMMA=1
+wgmma=(-DUSE_WGMMA=1 -DUSE_WARP_SPECIALIZATION=1 -DVEC_WIDTH=8)
+accepted "${wgmma[@]}" -DBLOCK_M=192 -DNUM_WARPS=12 -DBLOCK_N=96 -DSTAGES=3 -DOVERLAP=1 -DUSE_PING_PONG=1 -DUSE_LAZY_MAX=1
+refused "a warpgroup has 4 warps and 64 query rows" "${wgmma[@]}" -DBLOCK_M=64 -DNUM_WARPS=8
+refused "wgmma takes keys by 16" "${wgmma[@]}" -DBLOCK_M=64 -DBLOCK_N=40
+refused "type VEC_WIDTH=8" -DUSE_WGMMA=1 -DUSE_WARP_SPECIALIZATION=1 -DBLOCK_M=64
+refused "the wgmma kernel has a warpgroup that copies" -DUSE_WGMMA=1 -DVEC_WIDTH=8 -DBLOCK_M=64
+refused "have no effect on it; drop them" "${wgmma[@]}" -DBLOCK_M=64 -DSWIZZLE_XOR=1
+refused "only the wgmma kernel has them; add USE_WGMMA=1 or drop them" -DOVERLAP=1
 rm -r "$(dirname "$section")"
 exit $failed
