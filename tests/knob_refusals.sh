@@ -51,9 +51,9 @@ refused "BLOCK_M must be 16*NUM_WARPS; type BLOCK_M=64 NUM_WARPS=4" "${wmma[@]}"
 refused "wmma takes keys by 16, so it must be a multiple of 16; type BLOCK_N=64" "${wmma[@]}" -DBLOCK_N=40
 accepted "${wmma[@]}" -DUSE_WARP_SPECIALIZATION=1 -DNUM_PRODUCER_WARPS=2 -DSYNC_POLICY=1 -DSTAGES=3
 refused "so every warp must keep its rows; type SYNC_POLICY=1" "${wmma[@]}" -DUSE_WARP_SPECIALIZATION=1
-refused "only the wmma kernel has producer warps; add USE_WMMA=1 or drop" -DUSE_WARP_SPECIALIZATION=1
+refused "only the wmma and wgmma kernels have producer warps; add USE_WMMA=1 or" -DUSE_WARP_SPECIALIZATION=1
 refused "producer warps only with USE_WARP_SPECIALIZATION=1" "${wmma[@]}" -DNUM_PRODUCER_WARPS=2
-refused "USE_LAZY_MAX=1: only the mma.sync kernel has it" "${wmma[@]}" -DUSE_LAZY_MAX=1
+refused "USE_LAZY_MAX=1: only the mma.sync and wgmma kernels have it" "${wmma[@]}" -DUSE_LAZY_MAX=1
 refused "SPLIT_KV: only the mma.sync kernel has it" -DSPLIT_KV=2
 accepted -DUSE_MMA_SYNC=1 -DBLOCK_M=64 -DNUM_WARPS=4
 accepted -DUSE_MMA_SYNC=1 -DBLOCK_M=64 -DNUM_WARPS=8 -DSPLIT_KV=2 -DUSE_LAZY_MAX=1 -DCTAS_PER_SM=2
