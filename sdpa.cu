@@ -2292,6 +2292,17 @@ __device__ __forceinline__ void wgmma_consume(WgmmaShared<B>& s, const KernelArg
     for (int i = 0; i < 2; i++) rows.l[i] = fmaf(rows.l[i], alpha[i], sum[i]);
   };
 
+  // The same relative to the m that is there; false if that will not do, with m and l as they were (see
+  // MmaRows::attend_lazily).
+  const auto attend_lazily = [&](typename Rows::Probabilities& P) {
+    float m_log2[2], sum[2] = {0, 0};
+    for (int i = 0; i < 2; i++) m_log2[i] = rows.m[i] * a.scale_log2;
+    rows.exp_and_round(P, m_log2, sum, a.scale_log2);
+    if (!__all_sync(0xffffffffu, sum[0] + sum[1] <= lazy_limit)) return false;
+    for (int i = 0; i < 2; i++) rows.l[i] += sum[i];
+    return true;
+  };
+
   int tile = wgmma_tiles<B>(p, item.q0) - 1;
   if (tile >= 0) {
     typename Rows::Probabilities P_even, P_odd;
@@ -2316,23 +2327,13 @@ __device__ __forceinline__ void wgmma_consume(WgmmaShared<B>& s, const KernelArg
       wgmma_wait_group<B::overlap ? 1 : 0>();
       hold(rows.S.x.d);
       release_k();
-      bool attended = false;
-      const auto attend_lazily = [&] {  // as in 5c
-        float m_log2[2], sum[2] = {0, 0};
-        for (int i = 0; i < 2; i++) m_log2[i] = rows.m[i] * a.scale_log2;
-        rows.exp_and_round(P_next, m_log2, sum, a.scale_log2);
-        if (!__all_sync(0xffffffffu, sum[0] + sum[1] <= lazy_limit)) return false;
-        for (int i = 0; i < 2; i++) rows.l[i] += sum[i];
-        return true;
-      };
-      if (B::overlap && B::use_lazy_max && !is_masked(tile)) attended = attend_lazily();
-      if (B::overlap) wgmma_wait_group<0>();
+      const bool lazily = B::use_lazy_max && !is_masked(tile) && attend_lazily(P_next);
+      if (!lazily) attend(P_next, alpha, tile);
+      if (B::overlap) wgmma_wait_group<0>();  // P @ V is done: O and P may be touched
       hold(rows.O.x.d);
       release_v();
-      if (!B::overlap && B::use_lazy_max && !is_masked(tile)) attended = attend_lazily();
-      if (!attended) {
-        attend(P_next, alpha, tile);
-        if (!__all_sync(0xffffffffu, alpha[0] == 1 && alpha[1] == 1)) scale_rows(rows.O, alpha);
+      if (!lazily && !__all_sync(0xffffffffu, alpha[0] == 1 && alpha[1] == 1)) {
+        scale_rows(rows.O, alpha);
       }
     };
     bool odd = false;
