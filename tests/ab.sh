@@ -2,10 +2,7 @@
 # The A/B comparison: known samples in, known verdicts out; and its course with stand-ins for executables.
 set -u
 cd "$(dirname "$0")/.." || exit 1
-dir=$(mktemp -d)
-trap 'rm -rf "$dir"' EXIT
-failed=0
-fail() { echo "$*"; failed=1; }
+. tests/expect.sh
 
 # samples TRIAL PAIRS "B/A" NOISE DRIFT: made-up samples of one problem of 100 us; normal noise of this
 # relative size (by Box and Muller from a generator of our own: awks differ in theirs), and time that
@@ -114,14 +111,6 @@ grep -q 'failed while being timed: dies did it' "$dir/out" || { fail "no word ab
 [ "$(wc -l <"$dir/samples")" = 2 ] || fail "the samples before the failure are lost"
 
 # ---- bad input ----
-expect() {  # expect STATUS SENTENCE COMMAND...
-  local want=$1 sentence=$2 status
-  shift 2
-  "$@" >"$dir/out" 2>&1 </dev/null
-  status=$?
-  [ $status = "$want" ] || fail "$*: exit $status, want $want"
-  grep -qF -- "$sentence" "$dir/out" || { fail "$*: no such sentence: $sentence"; cat "$dir/out"; }
-}
 expect 2 "give a line and at least one KNOB=VALUE, or two lines" ./run_all.sh ab mma_lazy
 expect 2 "give a line and at least one KNOB=VALUE, or two lines" ./run_all.sh ab mma_lazy mma_lazy3 STAGES=2
 expect 2 "nobody: no line of configs.txt has that name; it has: scalar_minimal scalar_vec2" ./run_all.sh ab nobody STAGES=2

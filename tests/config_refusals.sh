@@ -2,13 +2,7 @@
 # A broken configs.txt: every problem is named with file and line, and the good lines go on.
 set -u
 cd "$(dirname "$0")/.." || exit 1
-dir=$(mktemp -d)
-trap 'rm -rf "$dir"' EXIT
-failed=0
-has() {  # has FILE SENTENCE
-  tr -s ' \n' ' ' <"$1" | grep -qF -- "$2" ||
-    { echo "no such sentence: $2"; echo "in:"; head -30 "$1"; failed=1; }
-}
+. tests/expect.sh
 
 cat >"$dir/bad.txt" <<'EOF'
 # a comment
@@ -65,14 +59,6 @@ done
 has "$dir/out.csv" "no knob is called BLOK_N"
 
 # Other ways to go wrong.
-expect() {  # expect STATUS SENTENCE COMMAND...
-  local want=$1 sentence=$2 status
-  shift 2
-  "$@" >"$dir/out" 2>&1 </dev/null
-  status=$?
-  [ $status = "$want" ] || { echo "$*: exit $status, want $want"; failed=1; }
-  has "$dir/out" "$sentence"
-}
 expect 2 "--only zzz: no line of configs.txt has such a name" env SDPA_CONFIGS="$PWD/configs.txt" ./run_all.sh --cpu --only zzz
 expect 2 "--only (: not a regular expression" ./run_all.sh --cpu --only '('
 expect 2 "--frob: no such option or command" ./run_all.sh --frob

@@ -3,10 +3,8 @@
 set -u
 cd "$(dirname "$0")/.." || exit 1
 . tools/gates.sh
-dir=$(mktemp -d)
-trap 'rm -rf "$dir"' EXIT
+. tests/expect.sh
 mkdir "$dir/log"
-failed=0
 
 report() {  # report NAME ARCH REGISTERS SPILL_STORES SPILL_LOADS
   cat >>"$dir/log/kernel_$1.log" <<EOT
@@ -93,14 +91,6 @@ judge_gates "$dir" "$dir/rows.csv" >"$dir/table" || { echo "good lines are refus
 : >"$dir/configs.tsv"
 judge_gates "$dir" "$dir/rows.csv" >/dev/null && { echo "no line at all passes"; failed=1; }
 
-expect() {  # expect STATUS SENTENCE COMMAND...
-  local want=$1 sentence=$2 status
-  shift 2
-  "$@" >"$dir/out" 2>&1 </dev/null
-  status=$?
-  [ $status = "$want" ] || { echo "$*: exit $status, want $want"; failed=1; }
-  grep -qF -- "$sentence" "$dir/out" || { echo "$*: no such sentence: $sentence"; cat "$dir/out"; failed=1; }
-}
 expect 2 "gates: --frob: no such option" ./run_all.sh gates --frob
 expect 2 "gates: --only (: not a regular expression" ./run_all.sh gates --only '('
 expect 2 "gates: /no/such.csv: there is no such file" ./run_all.sh gates --rows /no/such.csv

@@ -2,10 +2,7 @@
 # What ablate takes back and how it sums up its rounds; what profile reads out of ncu's counters; refusals.
 set -u
 cd "$(dirname "$0")/.." || exit 1
-dir=$(mktemp -d)
-trap 'rm -rf "$dir"' EXIT
-failed=0
-fail() { echo "$*"; failed=1; }
+. tests/expect.sh
 # shellcheck disable=SC2317  # called by what is sourced
 say() { printf '%s\n' "$*" >&2; }
 # shellcheck disable=SC2317
@@ -96,14 +93,6 @@ profile_verdict "$(row wgmma 90)" <"$dir/ncu.csv" | grep -q 'bound by  *latency:
 echo '==ERROR== nothing' | profile_verdict "$(row mma 90)" >/dev/null && fail "a verdict out of nothing"
 
 # ---- bad input ----
-expect() {  # expect STATUS SENTENCE COMMAND...
-  local want=$1 sentence=$2 status
-  shift 2
-  "$@" >"$dir/out" 2>&1 </dev/null
-  status=$?
-  [ $status = "$want" ] || fail "$*: exit $status, want $want"
-  grep -qF -- "$sentence" "$dir/out" || { fail "$*: no such sentence: $sentence"; cat "$dir/out"; }
-}
 expect 2 "nobody: no line of configs.txt has that name" ./run_all.sh ablate nobody
 expect 2 "ablate: which line?" ./run_all.sh ablate
 expect 2 "ablate: --rounds 0: want a whole number from 1 to 99" ./run_all.sh ablate wmma_all --rounds 0
