@@ -75,7 +75,7 @@ namespace SDPA_NAMESPACE {
   X(USE_MMA_SYNC, 0, "0 1", "mma.sync and ldmatrix")                                              \
   X(USE_WGMMA, 0, "0 1", "wgmma and TMA (sm_90a)")                                                \
   X(USE_PING_PONG, 0, "0 1", "wgmma: warpgroups take turns at the tensor cores")                  \
-  X(OVERLAP, 0, "0 1 2", "wgmma: softmax beside P @ V; 1 keeps P twice, 2 packs it late")         \
+  X(OVERLAP, 0, "0 1 2", "wgmma: rounds whose Q @ K.T is begun ahead, beside softmax")             \
   X(USE_CUBLAS, 0, "0 1", "cuBLAS, S and P in global memory: the unfused baseline; link to it")   \
   X(USE_WARP_SPECIALIZATION, 0, "0 1", "producer warps copy, consumer warps compute")             \
   X(NUM_PRODUCER_WARPS, 1, "1 2 4", "warps that only copy")
@@ -185,22 +185,27 @@ SDPA_REFUSE(is_cublas && (BLOCK_M_changed || BLOCK_N_changed || VEC_WIDTH_change
             "HEAD_DIM, DTYPE, NUM_WARPS and USE_FAST_EXP");
 SDPA_REFUSE(USE_WMMA_PV_changed && !is_wmma,
             "USE_WMMA_PV=1: P @ V goes to wmma only where Q @ K.T does; add USE_WMMA=1 or drop it");
-SDPA_REFUSE(is_wgmma && (Build::num_warps % 4 != 0 || Build::block_m != 16 * Build::num_warps),
+SDPA_REFUSE(is_wgmma && (Build::group_warps % 4 != 0 || Build::block_m != 16 * Build::group_warps),
             "BLOCK_M and NUM_WARPS: a warpgroup has 4 warps and 64 query rows, so BLOCK_M must be "
-            "16*NUM_WARPS; type BLOCK_M=128 NUM_WARPS=8");
+            "16*NUM_WARPS/SPLIT_KV; type BLOCK_M=128 NUM_WARPS=8");
 SDPA_REFUSE(is_wgmma&& Build::block_n % 16 != 0,
             "BLOCK_N: wgmma takes keys by 16, so it must be a multiple of 16; type BLOCK_N=128");
 SDPA_REFUSE(is_wgmma&& Build::vec_width != 8,
             "VEC_WIDTH: TMA wants addresses and strides that are multiples of 16 bytes; type "
             "VEC_WIDTH=8");
-SDPA_REFUSE(is_wgmma && !Build::use_warp_specialization,
-            "USE_WARP_SPECIALIZATION=0: the wgmma kernel has a warpgroup that copies; type "
-            "USE_WARP_SPECIALIZATION=1");
+SDPA_REFUSE(is_wgmma && !Build::use_warp_specialization &&
+                (Build::overlap > 0 || Build::use_persistent_cta),
+            "OVERLAP and USE_PERSISTENT_CTA: the wgmma kernel has them with a warpgroup that copies; "
+            "add USE_WARP_SPECIALIZATION=1 or drop them");
+SDPA_REFUSE(is_wgmma&& Build::use_persistent_cta && Build::split_kv > 1,
+            "USE_PERSISTENT_CTA=1: in the wgmma kernel not with SPLIT_KV; drop one of them");
+SDPA_REFUSE(is_wgmma&& Build::use_persistent_cta && Build::head_dim == 256 && Build::overlap == 2,
+            "OVERLAP=2: with HEAD_DIM=256 there is no room for the Q tile of the next item; type "
+            "OVERLAP=1 or drop USE_PERSISTENT_CTA");
 SDPA_REFUSE(is_wgmma && (SYNC_POLICY_changed || USE_CP_ASYNC_changed || SWIZZLE_XOR_changed ||
-                         NUM_PRODUCER_WARPS_changed || CTAS_PER_SM_changed ||
-                         USE_PERSISTENT_CTA_changed || USE_FAST_EXP_changed),
-            "USE_WGMMA=1: SYNC_POLICY, USE_CP_ASYNC, SWIZZLE_XOR, NUM_PRODUCER_WARPS, CTAS_PER_SM, "
-            "USE_PERSISTENT_CTA and USE_FAST_EXP have no effect on it; drop them");
+                         NUM_PRODUCER_WARPS_changed || CTAS_PER_SM_changed || USE_FAST_EXP_changed),
+            "USE_WGMMA=1: SYNC_POLICY, USE_CP_ASYNC, SWIZZLE_XOR, NUM_PRODUCER_WARPS, CTAS_PER_SM "
+            "and USE_FAST_EXP have no effect on it; drop them");
 SDPA_REFUSE(
     !is_wgmma && (USE_PING_PONG_changed || OVERLAP_changed),
     "USE_PING_PONG and OVERLAP: only the wgmma kernel has them; add USE_WGMMA=1 or drop them");
@@ -240,8 +245,8 @@ SDPA_REFUSE(
     !is_mma && !is_wgmma && USE_LAZY_MAX_changed,
     "USE_LAZY_MAX=1: only the mma.sync and wgmma kernels have it; add USE_MMA_SYNC=1 or drop "
     "it");
-SDPA_REFUSE(!is_mma && SPLIT_KV_changed,
-            "SPLIT_KV: only the mma.sync kernel has it; add USE_MMA_SYNC=1 or drop it");
+SDPA_REFUSE(!is_mma && !is_wgmma && SPLIT_KV_changed,
+            "SPLIT_KV: only the mma.sync and wgmma kernels have it; add USE_MMA_SYNC=1 or drop it");
 SDPA_REFUSE(is_mma&& Build::block_n % 16 != 0,
             "BLOCK_N: mma.sync takes keys by 16, so it must be a multiple of 16; type BLOCK_N=64");
 SDPA_REFUSE(
@@ -1326,6 +1331,19 @@ template <class B, class Shared> struct CopyTogether {
   __device__ __forceinline__ void release() { sync_for<B, Hazard::tile_read>(); }
 };
 
+// The stages in turn, and the parity of the phase that their mbarriers are in.
+template <int N> struct StageRing {
+  int stage = 0, parity = 0;
+  __device__ void advance() {
+    if (++stage == N) stage = 0, parity ^= 1;
+  }
+};
+
+__device__ __forceinline__ void mbarrier_wait(uint64_t* barrier_s, int parity) {
+  while (!mbarrier_test_wait_parity(barrier_s, parity)) {
+  }
+}
+
 template <class B>
 using Scheduler = typename std::conditional<B::use_persistent_cta, TileQueue, OneTilePerCta>::type;
 
@@ -1589,25 +1607,12 @@ template <class B> struct WmmaShared : ScalarShared<B> {
   }
 };
 
-// The stages in turn, and the parity of the phase that their mbarriers are in.
-template <class B> struct StageRing {
-  int stage = 0, parity = 0;
-  __device__ void advance() {
-    if (++stage == B::stages) stage = 0, parity ^= 1;
-  }
-};
-
-__device__ __forceinline__ void mbarrier_wait(uint64_t* barrier_s, int parity) {
-  while (!mbarrier_test_wait_parity(barrier_s, parity)) {
-  }
-}
-
 // CopyTogether's counterpart where producer warps copy. The ring goes on from item to item.
 template <class B> struct CopyByProducers {
   WmmaShared<B>& s;
-  StageRing<B>& ring;
+  StageRing<B::stages>& ring;
 
-  __device__ __forceinline__ CopyByProducers(WmmaShared<B>& s_, StageRing<B>& ring_)
+  __device__ __forceinline__ CopyByProducers(WmmaShared<B>& s_, StageRing<B::stages>& ring_)
       : s(s_), ring(ring_) {}
   __device__ __forceinline__ int acquire(int) {
     mbarrier_wait(&s.full[ring.stage], ring.parity);
@@ -1622,7 +1627,7 @@ template <class B> struct CopyByProducers {
 // What the producer warps do of an item.
 template <class B>
 __device__ __forceinline__ void wmma_produce(WmmaShared<B>& s, ItemTiles<B>& t,
-                                             StageRing<B>& ring) {
+                                             StageRing<B::stages>& ring) {
   for (int k0 = 0; k0 < t.keys; k0 += B::block_n) {
     mbarrier_wait(&s.empty[ring.stage], ring.parity ^ 1);  // the first round finds them empty
     t.copy_kv(s, ring.stage, k0);
@@ -1791,7 +1796,7 @@ __global__ void __launch_bounds__(B::threads, B::ctas_per_sm)
   WmmaShared<B>& s = dynamic_shared<WmmaShared<B>>();
   const int tid = threadIdx.x;
   constexpr int consumers = B::num_warps * 32;
-  StageRing<B> ring;
+  StageRing<B::stages> ring;
   if constexpr (B::use_warp_specialization) {
     if (tid == 0) {
       for (int stage = 0; stage < B::stages; stage++) {
@@ -2144,80 +2149,193 @@ __global__ void __launch_bounds__(B::threads, B::ctas_per_sm)
 }
 
 // ---- 5d wgmma: both products by warpgroups out of shared memory, which TMA fills ----
+//
+// One thread loads tiles through mbarriers, 1 to 4 warpgroups compute, and a stream of rounds goes
+// through them without a break: the first Q @ K.T of an item is issued before the last P @ V of the
+// item before, if there is room for two Q tiles.
 
 // A tile in shared memory is D/64 panels of [rows][64]: 128 bytes a row, swizzled, as TMA writes them
-// and wgmma reads them.
+// and wgmma reads them. In a round every slice (SPLIT_KV) takes one K/V tile.
 template <class B> struct WgmmaShared {
-  alignas(1024) Element Q[B::block_m * B::head_dim];             // afterwards O on its way out
-  alignas(1024) Element K[B::stages][B::block_n * B::head_dim];  // [BLOCK_N][D]
-  alignas(1024) Element V[B::stages][B::block_n * B::head_dim];  // [BLOCK_N][D]
-  // Full: the tile has landed. Empty: every warp that computes has read it.
-  uint64_t q_full, k_full[B::stages], k_empty[B::stages], v_full[B::stages], v_empty[B::stages];
+  static constexpr int ROW_GROUPS = B::block_m / 64;  // of 64 rows, a warpgroup's
+  static constexpr int Q_STAGES = B::use_persistent_cta && B::head_dim <= 128 ? 2 : 1;
+  struct Item : WorkItem {
+    int rounds;  // 0: there are no more items
+  };
+  struct Partial {  // what a warpgroup has summed over its slice, thread by thread
+    float O[B::head_dim / 2][128], m[2][128], l[2][128];
+  };
+  struct Nothing {};
+  struct Tiles {
+    alignas(1024) Element K[B::stages][B::block_n * B::head_dim];  // [BLOCK_N][D]
+    alignas(1024) Element V[B::stages][B::block_n * B::head_dim];  // [BLOCK_N][D]
+    // Full: the tile has landed. Empty: every warp of the slice has read it.
+    uint64_t k_full[B::stages], k_empty[B::stages], v_full[B::stages], v_empty[B::stages];
+  };
+  alignas(1024) Element Q[Q_STAGES][B::block_m * B::head_dim];  // afterwards O on its way out
+  Tiles slice[B::split_kv];
+  typename std::conditional<(B::split_kv > 1), Partial[B::warpgroups], Nothing>::type partial;
+  Item item[Q_STAGES];  // whose Q it is
+  // Full: Q has landed, the item is known. Done: every warp has written its O over Q. Empty: O is out.
+  uint64_t q_full[Q_STAGES], o_done[Q_STAGES][ROW_GROUPS], q_empty[Q_STAGES];
 };
 
 // How the registers of a CTA are dealt: all threads start with the same number, then the warpgroup that
 // copies gives away what it does not need. setmaxnreg counts in eights.
 template <class B> struct WgmmaRegisters {
   static constexpr int at_start = 65536 / B::threads / 8 * 8;
-  static constexpr int producer = B::warpgroups > 2 ? 32 : 24;
+  static constexpr int producer = B::warpgroups > 2 ? 32 : 40;
   static constexpr int spare = at_start * (B::warpgroups + 1) - producer;
   static constexpr int consumer = spare / B::warpgroups < 240 ? spare / B::warpgroups / 8 * 8 : 240;
-  static constexpr bool dealt = consumer > at_start;  // one warpgroup has enough as it is
+  // One warpgroup that computes has enough as it is.
+  static constexpr bool dealt = B::use_warp_specialization && consumer > at_start;
 };
 
-// Tiles are taken from the last key to the first: those with a mask come first, and leave a maximum that
-// holds for most of the others.
-template <class B> __device__ __forceinline__ int wgmma_tiles(const SdpaParams& p, int q0) {
-  const int keys = visible_keys(p, min(q0 + B::block_m, p.Sq) - 1);
-  return (keys + B::block_n - 1) / B::block_n;
-}
-
-// By one thread: the tiles of an item in the order in which they are needed.
-template <class B>
-__device__ __forceinline__ void wgmma_produce(WgmmaShared<B>& s, const KernelArgs& a,
-                                              const WorkItem& item) {
-  constexpr uint64_t evict_first = 0x12f0000000000000, evict_last = 0x14f0000000000000;
-  const int h_kv = item.h / (a.p.Hq / a.p.Hkv), last = wgmma_tiles<B>(a.p, item.q0) - 1;
-  StageRing<B> ring;
-  for (int tile = last; tile >= 0; tile--) {
-    const int c[5] = {0, tile * B::block_n, 0, h_kv, item.b};
-    mbarrier_wait(&s.k_empty[ring.stage], ring.parity ^ 1);
-    mbarrier_arrive_expect_tx(&s.k_full[ring.stage], sizeof s.K[0]);
-    cp_async_bulk_tensor_load<5>(s.K[ring.stage], &a.maps.k, c, &s.k_full[ring.stage], evict_last);
-    if (tile == last) {
-      const int c_q[5] = {0, item.q0, 0, item.h, item.b};
-      mbarrier_arrive_expect_tx(&s.q_full, sizeof s.Q);
-      cp_async_bulk_tensor_load<5>(s.Q, &a.maps.q, c_q, &s.q_full, evict_first);
-    }
-    mbarrier_wait(&s.v_empty[ring.stage], ring.parity ^ 1);
-    mbarrier_arrive_expect_tx(&s.v_full[ring.stage], sizeof s.V[0]);
-    cp_async_bulk_tensor_load<5>(s.V[ring.stage], &a.maps.v, c, &s.v_full[ring.stage], evict_last);
-    ring.advance();
+// Waits until the phase of this parity is complete.
+__device__ __forceinline__ void wait_phase(uint64_t* barrier_s, int parity) {
+  while (!mbarrier_try_wait_parity(barrier_s, parity)) {
   }
 }
 
-// A warpgroup's 64 query rows: what it computes, without who waits for whom.
+// The tiles of an item, loaded in the order in which they are needed: from the last key to the first,
+// so that those with a mask come first and leave a maximum that holds for most of the others.
+// Tiles past the last key are zeros. By one thread.
+template <class B> struct WgmmaLoader {
+  using Shared = WgmmaShared<B>;
+  Shared& s;
+  const KernelArgs& a;
+  StageRing<B::stages> ring;
+  StageRing<Shared::Q_STAGES> q_ring;
+  typename Shared::Item item;  // whose tiles are being loaded
+  int round = -1;              // the next one of it
+
+  __device__ WgmmaLoader(Shared& s_, const KernelArgs& a_) : s(s_), a(a_) {}
+
+  // Item number i, its Q with the first K; past the last item only the word that there are no more.
+  __device__ __forceinline__ void start_item(uint32_t i) {
+    item.rounds = 0;
+    if (i < a.work_items) {
+      static_cast<WorkItem&>(item) = work_item<B>(a, i);
+      const int keys = visible_keys(a.p, min(item.q0 + B::block_m, a.p.Sq) - 1);
+      constexpr int round_keys = B::split_kv * B::block_n;
+      item.rounds = max((keys + round_keys - 1) / round_keys, 1);
+    }
+    round = item.rounds - 1;
+    if (round < 0) load_q();
+  }
+  __device__ __forceinline__ void load_q() {
+    constexpr uint64_t evict_first = 0x12f0000000000000;
+    const int stage = q_ring.stage;
+    wait_phase(&s.q_empty[stage], q_ring.parity ^ 1);  // the first round finds it empty
+    s.item[stage] = item;
+    if (item.rounds > 0) {
+      const int c[5] = {0, item.q0, 0, item.h, item.b};
+      mbarrier_arrive_expect_tx(&s.q_full[stage], sizeof s.Q[0]);
+      cp_async_bulk_tensor_load<5>(s.Q[stage], &a.maps.q, c, &s.q_full[stage], evict_first);
+    } else {
+      mbarrier_arrive(&s.q_full[stage]);
+    }
+    q_ring.advance();
+  }
+  __device__ __forceinline__ void load_tile(const CUtensorMap* map, Element* tile_s, int k0,
+                                            uint64_t* full, uint64_t* empty) {
+    constexpr uint64_t evict_last = 0x14f0000000000000;
+    wait_phase(empty, ring.parity ^ 1);
+    if (a.p.Sk > 0) {
+      const int c[5] = {0, k0, 0, item.h / (a.p.Hq / a.p.Hkv), item.b};
+      mbarrier_arrive_expect_tx(full, B::block_n * B::head_dim * sizeof(Element));
+      cp_async_bulk_tensor_load<5>(tile_s, map, c, full, evict_last);
+    } else {
+      mbarrier_arrive(full);  // nothing to load: every score of this tile is masked
+    }
+  }
+  // The K and V tiles of the next round of the item, if there is one.
+  __device__ __forceinline__ void load_round() {
+    if (round < 0) return;
+    const int stage = ring.stage, first_key = round * B::split_kv * B::block_n;
+#pragma unroll
+    for (int i = 0; i < B::split_kv; i++) {
+      auto& t = s.slice[i];
+      load_tile(&a.maps.k, t.K[stage], first_key + i * B::block_n, &t.k_full[stage], &t.k_empty[stage]);
+      if (i == 0 && round == item.rounds - 1) load_q();
+    }
+#pragma unroll
+    for (int i = 0; i < B::split_kv; i++) {
+      auto& t = s.slice[i];
+      load_tile(&a.maps.v, t.V[stage], first_key + i * B::block_n, &t.v_full[stage], &t.v_empty[stage]);
+    }
+    ring.advance();
+    round--;
+  }
+};
+
+// By one thread: 64 rows of O from shared memory to global memory; rows past Sq are left out.
+template <class B>
+__device__ __forceinline__ void wgmma_store(WgmmaShared<B>& s, const KernelArgs& a, int stage,
+                                            int parity, int row_group) {
+  const WorkItem& item = s.item[stage];
+  wait_phase(&s.o_done[stage][row_group], parity);
+#pragma unroll
+  for (int panel = 0; panel < B::head_dim / 64; panel++) {
+    const int c[5] = {0, item.q0 + row_group * 64, panel, item.h, item.b};
+    cp_async_bulk_tensor_store<5>(&a.maps.o, c,
+                                  s.Q[stage] + (panel * B::block_m + row_group * 64) * 64);
+  }
+  cp_async_bulk_commit_group();
+}
+
+// What a warpgroup computes: O of 64 rows over its slice of the keys.
 template <class B> struct WgmmaRows {
+  using Shared = WgmmaShared<B>;
   using Scores = WgmmaAccumulator<B::block_n>;
   using Output = WgmmaAccumulator<B::head_dim>;
   static constexpr int ROWS = Output::ROWS, STEPS = B::block_n / 16;
   using Probabilities = uint32_t[STEPS][4];  // A operands of 16 keys each
-  Scores S;
+  static constexpr bool STREAMS = Shared::Q_STAGES > 1;  // on to the next item without a break
+
+  Shared& s;
+  const KernelArgs& a;
+  const int tid, warp, lane, warpgroup, slice, row_group;
   Output O;
   float m[ROWS], l[ROWS];
-  uint64_t Q;  // its descriptor
+  // Where Q @ K.T is to be issued next, rounds left of that item, and where P @ V is. What has been
+  // read is released in the order of issue.
+  StageRing<Shared::Q_STAGES> q_ahead, q_now;
+  StageRing<B::stages> k_ahead, k_read, v_ahead, v_read;
+  int rounds_ahead = 0, rounds = 0, q0 = 0, clean_keys = 0;
+  bool first = true;  // round of the item
 
-  __device__ void start(const Element* Q_s, int first_row, int first_col) {
-    Q = wgmma_descriptor(shared_address(Q_s), 16, 1024);
-    S.first_row = O.first_row = first_row, S.first_col = O.first_col = first_col;
-    clear(O);
-#pragma unroll
-    for (int i = 0; i < ROWS; i++) m[i] = -INFINITY, l[i] = 0;
+  __device__ WgmmaRows(Shared& s_, const KernelArgs& a_, int thread)
+      : s(s_),
+        a(a_),
+        tid(thread % 128),
+        warp(tid / 32),
+        lane(tid % 32),
+        warpgroup(thread / 128),
+        slice(warpgroup / Shared::ROW_GROUPS),
+        row_group(warpgroup % Shared::ROW_GROUPS) {
+    O.first_row = row_group * 64 + warp * 16 + lane / 4, O.first_col = lane % 4 * 2;
   }
 
-  // S = Q @ K.T   [64][BLOCK_N]
-  __device__ __forceinline__ void start_qk(const Element* K_s) {
-    const uint64_t K = wgmma_descriptor(shared_address(K_s), 16, 1024);
+  __device__ void release(uint64_t* empty) {
+    __syncwarp();
+    if (lane == 0) mbarrier_arrive(empty);
+  }
+
+  // S = Q @ K.T of the next round in the stream, begun; past the last nothing.   [64][BLOCK_N]
+  __device__ __forceinline__ void start_qk(Scores& S) {
+    if (STREAMS && rounds_ahead == 0) {
+      q_ahead.advance();
+      wait_phase(&s.q_full[q_ahead.stage], q_ahead.parity);
+      rounds_ahead = s.item[q_ahead.stage].rounds;
+      if (rounds_ahead == 0) rounds_ahead = -1;  // for good
+    }
+    typename Shared::Tiles& t = s.slice[slice];
+    if (rounds_ahead > 0) wait_phase(&t.k_full[k_ahead.stage], k_ahead.parity);
+    rounds_ahead--;
+    const uint64_t Q =
+        wgmma_descriptor(shared_address(s.Q[q_ahead.stage] + row_group * 64 * 64), 16, 1024);
+    const uint64_t K = wgmma_descriptor(shared_address(t.K[k_ahead.stage]), 16, 1024);
     hold(S.x.d);
     wgmma_fence();
 #pragma unroll
@@ -2227,188 +2345,309 @@ template <class B> struct WgmmaRows {
                                        K + (panel * B::block_n * 128 + bytes) / 16, step > 0);
     }
     wgmma_commit_group();
+    k_ahead.advance();
   }
 
-  // O += P @ V   [64][D]
-  __device__ __forceinline__ void start_pv(const Probabilities& P, const Element* V_s) {
-    const uint64_t V = wgmma_descriptor(shared_address(V_s), B::block_n * 128, 1024);
+  // O += P @ V of this round, begun.   [64][D]
+  __device__ __forceinline__ void start_pv(const Probabilities& P) {
+    typename Shared::Tiles& t = s.slice[slice];
+    wait_phase(&t.v_full[v_ahead.stage], v_ahead.parity);
+    const uint64_t V =
+        wgmma_descriptor(shared_address(t.V[v_ahead.stage]), B::block_n * 128, 1024);
     hold(O.x.d);
     wgmma_fence();
 #pragma unroll
     for (int step = 0; step < STEPS; step++) {
-      wgmma_rs<Element, B::head_dim, 1>(O.x.d, P[step], V + step * 16 * 128 / 16, true);
+      wgmma_rs<Element, B::head_dim, 1>(O.x.d, P[step], V + step * 16 * 128 / 16, step > 0 || !first);
     }
     wgmma_commit_group();
+    v_ahead.advance();
   }
 
   // Rounds 16 columns of P: their accumulators are the A operand as they stand.
-  template <class View> static __device__ void round(uint32_t (&a)[4], const View& P, int step) {
+  template <class View> static __device__ void round(uint32_t (&out)[4], const View& P, int step) {
 #pragma unroll
     for (int i = 0; i < 4; i++) {
-      a[i] = pack(P.x.d[8 * step + 2 * i], P.x.d[8 * step + 2 * i + 1]);
+      out[i] = pack(P.x.d[8 * step + 2 * i], P.x.d[8 * step + 2 * i + 1]);
     }
   }
 
   // P = 2^(S * scale_log2 - m_log2), rounded, and its row sums; S stays.
-  __device__ __forceinline__ void exp_and_round(Probabilities& P, const float (&m_log2)[ROWS],
-                                                float (&sum)[ROWS], float scale_log2) {
+  __device__ __forceinline__ void exp_and_round(const Scores& S, Probabilities& P,
+                                                const float (&m_log2)[ROWS], float (&sum)[ROWS]) {
 #pragma unroll
     for (int step = 0; step < STEPS; step++) {
       WgmmaAccumulator<16> part;
       memcpy(part.x.d, S.x.d + 8 * step, sizeof part.x.d);
-      softmax_exp<B>(part, 0, part.COLS, scale_log2, m_log2, sum);
+      softmax_exp<B>(part, 0, part.COLS, a.scale_log2, m_log2, sum);
       round(P[step], part, 0);
     }
   }
-};
 
-template <class B>
-__device__ __forceinline__ void wgmma_consume(WgmmaShared<B>& s, const KernelArgs& a,
-                                              const WorkItem& item) {
-  using Rows = WgmmaRows<B>;
-  const SdpaParams& p = a.p;
-  const int group = threadIdx.x / 128 - 1, tid = threadIdx.x % 128, warp = tid / 32,
-            lane = tid % 32;
-  const int turn = 1 + group, next_turn = 1 + (group + 1) % B::warpgroups,
-            vote = 1 + B::warpgroups + group;  // numbers of barriers
-  const int first = group * 64;                // the warpgroup's first row of the tile
-  const int clean_keys = item.q0 + first < p.Sq ? visible_keys(p, item.q0 + first) : 0;
-  Rows rows;
-  rows.start(s.Q + first * 64, first + warp * 16 + lane / 4, lane % 4 * 2);
-  StageRing<B> k_ring, v_ring;
-  const auto release = [&](uint64_t* empty) {
-    if (lane == 0) mbarrier_arrive(empty);
-  };
-  const auto release_k = [&] { release(&s.k_empty[k_ring.stage]), k_ring.advance(); };
-  const auto release_v = [&] { release(&s.v_empty[v_ring.stage]), v_ring.advance(); };
-  const auto is_masked = [&](int tile) { return (tile + 1) * B::block_n > clean_keys; };
-  // m, alpha and P of the tile in S, exactly.
-  const auto attend = [&](typename Rows::Probabilities& P, float(&alpha)[2], int tile) {
-    if (is_masked(tile)) mask_scores(rows.S, p, item.q0, tile * B::block_n);
-    softmax_max<B>(rows.S, a.scale_log2, rows.m, alpha);
-    float m_log2[2], sum[2] = {0, 0};
-    for (int i = 0; i < 2; i++) m_log2[i] = finite_max(rows.m[i]) * a.scale_log2;
-    rows.exp_and_round(P, m_log2, sum, a.scale_log2);
-    for (int i = 0; i < 2; i++) rows.l[i] = fmaf(rows.l[i], alpha[i], sum[i]);
-  };
+  // P of this round, exactly, m and l; O must be multiplied by alpha.
+  __device__ __forceinline__ void attend(Scores& S, Probabilities& P, float (&alpha)[ROWS], int k0) {
+    if (k0 + B::block_n > clean_keys) {
+      S.first_row = O.first_row, S.first_col = O.first_col;
+      mask_scores(S, a.p, q0, k0);
+    }
+    softmax_max<B>(S, a.scale_log2, m, alpha);
+    float m_log2[ROWS], sum[ROWS] = {0, 0};
+#pragma unroll
+    for (int i = 0; i < ROWS; i++) m_log2[i] = finite_max(m[i]) * a.scale_log2;
+    exp_and_round(S, P, m_log2, sum);
+#pragma unroll
+    for (int i = 0; i < ROWS; i++) l[i] = fmaf(l[i], alpha[i], sum[i]);
+  }
 
   // The same relative to the m that is there; false if that will not do, with m and l as they were (see
   // MmaRows::attend_lazily).
-  const auto attend_lazily = [&](typename Rows::Probabilities& P) {
-    float m_log2[2], sum[2] = {0, 0};
-    for (int i = 0; i < 2; i++) m_log2[i] = rows.m[i] * a.scale_log2;
-    rows.exp_and_round(P, m_log2, sum, a.scale_log2);
+  __device__ __forceinline__ bool attend_lazily(const Scores& S, Probabilities& P) {
+    float m_log2[ROWS], sum[ROWS] = {0, 0};
+#pragma unroll
+    for (int i = 0; i < ROWS; i++) m_log2[i] = m[i] * a.scale_log2;
+    exp_and_round(S, P, m_log2, sum);
     if (!__all_sync(0xffffffffu, sum[0] + sum[1] <= lazy_limit)) return false;
-    for (int i = 0; i < 2; i++) rows.l[i] += sum[i];
+#pragma unroll
+    for (int i = 0; i < ROWS; i++) l[i] += sum[i];
     return true;
-  };
+  }
 
-  int tile = wgmma_tiles<B>(p, item.q0) - 1;
-  if (tile >= 0) {
-    typename Rows::Probabilities P_even, P_odd;
-    mbarrier_wait(&s.q_full, 0);
-    mbarrier_wait(&s.k_full[k_ring.stage], k_ring.parity);
-    rows.start_qk(s.K[k_ring.stage]);
+  // The next item, if there is one.
+  __device__ __forceinline__ bool begin_item() {
+    wait_phase(&s.q_full[q_now.stage], q_now.parity);
+    const typename Shared::Item& item = s.item[q_now.stage];
+    rounds = item.rounds, q0 = item.q0;
+    if (rounds == 0) return false;
+    clean_keys = visible_keys(a.p, min(q0 + row_group * 64, a.p.Sq - 1));
+    first = true;
+#pragma unroll
+    for (int i = 0; i < ROWS; i++) m[i] = -INFINITY, l[i] = 0;
+    return true;
+  }
+
+  // One round: P of the scores S, which are on their way, then P @ V, and in its shadow the scores of
+  // a round to come. OVERLAP=1 has these begun before P @ V, in S again; OVERLAP=2 after it, and those
+  // of the round between are on their way, too. False if it was the last.
+  __device__ __forceinline__ bool step(Scores& S, Probabilities& P, Scores& S_next) {
+    if (B::overlap == 0) start_qk(S);
+    if (B::overlap == 0) wgmma_wait_group<0>(), hold(S.x.d);
+    typename Shared::Tiles& t = s.slice[slice];
+    release(&t.k_empty[k_read.stage]), k_read.advance();
+    const int k0 = ((rounds - 1) * B::split_kv + slice) * B::block_n;
+    float alpha[ROWS] = {1, 1};
+    const bool lazily = B::use_lazy_max && !first && k0 + B::block_n <= clean_keys && attend_lazily(S, P);
+    if (!lazily) attend(S, P, alpha, k0);
+    if (B::overlap) {
+      wait_pv(S_next);  // of the round before: O may be touched
+      if (!first) release_v();
+    }
+    if (!lazily && !first && !__all_sync(0xffffffffu, alpha[0] == 1 && alpha[1] == 1)) scale_rows(O, alpha);
+    if (B::use_ping_pong) barrier_sync(1 + warpgroup, 256);
+    if (B::overlap == 1) start_qk(S);
+    start_pv(P);
+    if (B::overlap == 2) start_qk(S);
+    if (B::use_ping_pong) barrier_arrive(1 + (warpgroup + 1) % B::warpgroups, 256);
+    if (B::overlap == 1) wgmma_wait_group<1>(), hold(S.x.d);
+    first = false;
+    if (B::overlap == 0) wait_pv(S_next), release_v();
+    if (--rounds > 0) return true;
+    if (B::overlap) wait_pv(S_next), release_v();
+    finish_item();
+    if (!B::use_persistent_cta || !begin_item()) return false;
+    if (!STREAMS) begin_stream(S);
+    return true;
+  }
+  __device__ __forceinline__ void wait_pv(Scores& S_next) {
     wgmma_wait_group<0>();
-    hold(rows.S.x.d);
-    release_k();
-    float alpha[2];
-    attend(P_even, alpha, tile);
-    if (B::use_ping_pong && group == B::warpgroups - 1) barrier_arrive(1, 256);
-    // Issues the products of this tile's Q @ K.T and of P @ V one tile before, then P of this tile.
-    const auto step = [&](typename Rows::Probabilities& P, typename Rows::Probabilities& P_next) {
-      tile--;
-      mbarrier_wait(&s.k_full[k_ring.stage], k_ring.parity);
-      if (B::use_ping_pong) barrier_sync(turn, 256);
-      rows.start_qk(s.K[k_ring.stage]);
-      mbarrier_wait(&s.v_full[v_ring.stage], v_ring.parity);
-      rows.start_pv(P, s.V[v_ring.stage]);
-      if (B::use_ping_pong) barrier_arrive(next_turn, 256);
-      wgmma_wait_group<B::overlap ? 1 : 0>();
-      hold(rows.S.x.d);
-      release_k();
-      const bool lazily = B::use_lazy_max && !is_masked(tile) && attend_lazily(P_next);
-      if (!lazily) attend(P_next, alpha, tile);
-      if (B::overlap) wgmma_wait_group<0>();  // P @ V is done: O and P may be touched
-      hold(rows.O.x.d);
-      release_v();
-      if (!lazily && !__all_sync(0xffffffffu, alpha[0] == 1 && alpha[1] == 1)) {
-        scale_rows(rows.O, alpha);
+    hold(O.x.d);
+    if (B::overlap == 2) hold(S_next.x.d);
+  }
+  __device__ void release_v() {
+    release(&s.slice[slice].v_empty[v_read.stage]), v_read.advance();
+  }
+  // The first scores of the item that has begun; P @ V of no round takes the place of the one before.
+  __device__ __forceinline__ void begin_stream(Scores& S) {
+    q_ahead = q_now, rounds_ahead = rounds;
+    if (B::overlap) start_qk(S);
+    if (B::overlap == 1) wgmma_wait_group<0>(), hold(S.x.d);
+  }
+
+  // O / l and LSE, by way of the rows of Q that nobody reads any more.
+  __device__ __forceinline__ void finish_item() {
+    constexpr int barrier = 1 + B::warpgroups;
+#pragma unroll
+    for (int i = 0; i < ROWS; i++) l[i] = row_sum<Output::LANES>(l[i]);
+    if constexpr (B::split_kv > 1) {
+      store_partial(s.partial[warpgroup]);
+      barrier_sync(barrier, B::warpgroups * 128);  // hazard: partial results written, Q read
+      merge_partials();
+    } else {
+      barrier_sync(barrier + warpgroup, 128);  // hazard: Q read by all warps of the warpgroup
+    }
+    float inverse[ROWS];
+#pragma unroll
+    for (int i = 0; i < ROWS; i++) inverse[i] = 1 / l[i];
+    const int stage = q_now.stage, row = row_group * 64 + warp * 16 + lane % 16;
+    if (slice == 0 && lane % 4 == 0) {
+#pragma unroll
+      for (int i = 0; i < ROWS; i++) {
+        const int q = q0 + O.row(i);
+        if (q < a.p.Sq) store_lse(m[i], l[i], a, s.item[stage], q);
       }
-    };
-    bool odd = false;
-    if constexpr (B::overlap) {
-      while (tile >= 2) step(P_even, P_odd), step(P_odd, P_even);
-      odd = tile == 1;
-      if (odd) step(P_even, P_odd);
-    } else {
-      while (tile >= 1) step(P_even, P_even);
     }
-    if (B::use_ping_pong && group == 0) barrier_sync(1, 256);
-    mbarrier_wait(&s.v_full[v_ring.stage], v_ring.parity);
-    if (odd) {
-      rows.start_pv(P_odd, s.V[v_ring.stage]);
-    } else {
-      rows.start_pv(P_even, s.V[v_ring.stage]);
+    constexpr int STEPS = B::head_dim / 16 / B::split_kv;  // of 16 columns
+#pragma unroll
+    for (int n = 0; n < STEPS; n++) {
+      WgmmaAccumulator<16> part;
+      memcpy(part.x.d, O.x.d + 8 * n, sizeof part.x.d);
+#pragma unroll
+      for (int i = 0; i < ROWS; i++) {
+#pragma unroll
+        for (int j = 0; j < part.COLS; j++) {  // a row without a key is 0, whatever V is
+          part.x[i][j] = l[i] == 0 ? 0 : part.x[i][j] * inverse[i];
+        }
+      }
+      uint32_t o[4];
+      round(o, part, 0);
+      const int column = slice * STEPS + n, chunk = column % 4 * 2 + lane / 16;
+      stmatrix_x4(shared_address(s.Q[stage] + (column / 4 * B::block_m + row) * 64 +
+                                 (chunk ^ row % 8) * 8),
+                  o);
     }
-    wgmma_wait_group<0>();
-    hold(rows.O.x.d);
+    fence_proxy_async();
+    release(&s.o_done[stage][row_group]);
+    if (!B::use_warp_specialization && slice == 0 && tid == 0) {
+      wgmma_store<B>(s, a, stage, q_now.parity, row_group);
+      cp_async_bulk_wait_group_read<0>();  // shared memory is gone when the CTA is
+    }
+    q_now.advance();
+  }
+  __device__ __forceinline__ void store_partial(typename Shared::Partial& partial) const {
+#pragma unroll
+    for (int i = 0; i < ROWS; i++) st_shared(&partial.m[i][tid], m[i]), st_shared(&partial.l[i][tid], l[i]);
+#pragma unroll
+    for (int i = 0; i < B::head_dim / 2; i++) st_shared(&partial.O[i][tid], O.x.d[i]);
+  }
+  // m and l of all slices, and of O the slice's share of the columns, in front.
+  __device__ __forceinline__ void merge_partials() {
+    constexpr int SHARE = B::head_dim / 2 / B::split_kv;
+    float scale[B::split_kv][ROWS];
+#pragma unroll
+    for (int i = 0; i < ROWS; i++) {
+      m[i] = -INFINITY, l[i] = 0;
+#pragma unroll
+      for (int n = 0; n < B::split_kv; n++) {
+        scale[n][i] = ld_shared<float>(&s.partial[n * Shared::ROW_GROUPS + row_group].m[i][tid]);
+        m[i] = fmaxf(m[i], scale[n][i]);
+      }
+#pragma unroll
+      for (int n = 0; n < B::split_kv; n++) {
+        scale[n][i] = softmax_exp2<B>((scale[n][i] - finite_max(m[i])) * a.scale_log2);
+        l[i] = fmaf(ld_shared<float>(&s.partial[n * Shared::ROW_GROUPS + row_group].l[i][tid]),
+                    scale[n][i], l[i]);
+      }
+    }
+#pragma unroll
+    for (int j = 0; j < SHARE; j++) {
+      O.x.d[j] = 0;
+#pragma unroll
+      for (int n = 0; n < B::split_kv; n++) {
+        const float* const other = &s.partial[n * Shared::ROW_GROUPS + row_group].O[slice * SHARE + j][tid];
+        O.x.d[j] = fmaf(ld_shared<float>(other), scale[n][j / 2 % 2], O.x.d[j]);
+      }
+    }
   }
 
-  // O / l by way of the rows of Q that this warpgroup alone has read.
-  float inverse[2];
-#pragma unroll
-  for (int i = 0; i < 2; i++) {
-    rows.l[i] = row_sum<Rows::Output::LANES>(rows.l[i]);
-    inverse[i] = rows.l[i] == 0.0f ? 0.0f : 1.0f / rows.l[i];
-    const int q = item.q0 + rows.O.row(i);
-    if (q < p.Sq && lane % 4 == 0) store_lse(rows.m[i], rows.l[i], a, item, q);
-  }
-  scale_rows(rows.O, inverse);
-  barrier_sync(vote, 128);  // hazard: Q read by all warps of the warpgroup
-  const int row = first + warp * 16 + lane % 16;
-#pragma unroll
-  for (int step = 0; step < B::head_dim / 16; step++) {
-    uint32_t o[4];
-    Rows::round(o, rows.O, step);
-    const int chunk = step % 4 * 2 + lane / 16;
-    stmatrix_x4(shared_address(s.Q + (step / 4 * B::block_m + row) * 64 + (chunk ^ row % 8) * 8),
-                o);
-  }
-  fence_proxy_async();
-  barrier_sync(vote, 128);  // hazard: O written by all warps of the warpgroup
-  if (tid == 0) {
-#pragma unroll
-    for (int panel = 0; panel < B::head_dim / 64; panel++) {
-      const int c[5] = {0, item.q0 + first, panel, item.h, item.b};
-      cp_async_bulk_tensor_store<5>(&a.maps.o, c, s.Q + (panel * B::block_m + first) * 64);
+  // All items.   load(): a round more, where the thread that loads computes as well.
+  template <class Load> __device__ __forceinline__ void run(Load load) {
+    Scores S[B::overlap == 2 ? 2 : 1];
+    Probabilities P[B::overlap ? 2 : 1];
+    if (!begin_item()) return;
+    if (B::use_ping_pong && warpgroup == B::warpgroups - 1) barrier_arrive(1, 256);
+    begin_stream(S[0]);
+    if constexpr (B::overlap == 2) start_qk(S[1]), wgmma_wait_group<0>(), hold(S[0].x.d);
+    constexpr int other = B::overlap == 2;
+    while (step(S[0], P[0], S[other])) {
+      load();
+      if (!step(S[other], P[B::overlap > 0], S[0])) break;
+      load();
     }
-    cp_async_bulk_commit_group();
-    cp_async_bulk_wait_group_read<0>();  // shared memory is gone when the CTA is
+    wgmma_wait_group<0>();
+    if (B::use_ping_pong && warpgroup == 0) barrier_sync(1, 256);
+  }
+};
+
+// The warps of the warpgroup that copies: one thread loads, one stores, item after item.
+template <class B>
+__device__ __forceinline__ void wgmma_produce(WgmmaShared<B>& s, const KernelArgs& a) {
+  if (threadIdx.x == 0) {
+    uint32_t* const counter = static_cast<uint32_t*>(a.p.workspace);
+    WgmmaLoader<B> loader(s, a);
+    uint32_t i = blockIdx.x;
+    for (loader.start_item(i); loader.round >= 0; loader.start_item(i)) {
+      // The queue has the items after the first of every CTA; each is drawn for while the one before
+      // it is loaded, so that there are as many draws as items, and the last puts the counter back.
+      if (B::use_persistent_cta) {
+        const uint32_t drawn = atomicAdd(counter, 1u);
+        if (drawn == a.work_items - 1) atomicExch(counter, 0u);
+        i = gridDim.x + drawn;
+      }
+      while (loader.round >= 0) loader.load_round();
+      if (!B::use_persistent_cta) break;
+    }
+  } else if (threadIdx.x == 32) {
+    StageRing<WgmmaShared<B>::Q_STAGES> ring;
+    do {
+      const int stage = ring.stage;
+      wait_phase(&s.q_full[stage], ring.parity);
+      if (s.item[stage].rounds == 0) break;
+      for (int group = 0; group < s.ROW_GROUPS; group++) {
+        wgmma_store<B>(s, a, stage, ring.parity, group);
+      }
+      cp_async_bulk_wait_group_read<0>();
+      mbarrier_arrive(&s.q_empty[stage]);
+      ring.advance();
+    } while (B::use_persistent_cta);
   }
 }
 
 template <class B>
 __global__ void __launch_bounds__(B::threads, 1) sdpa_wgmma(const __grid_constant__ KernelArgs a) {
   WgmmaShared<B>& s = dynamic_shared<WgmmaShared<B>>();
-  const WorkItem item = work_item<B>(a, blockIdx.x);
   if (threadIdx.x == 0) {
     prefetch_tensormap(&a.maps.q), prefetch_tensormap(&a.maps.k), prefetch_tensormap(&a.maps.v);
-    mbarrier_init(&s.q_full, 1);
-    for (int stage = 0; stage < B::stages; stage++) {
-      mbarrier_init(&s.k_full[stage], 1), mbarrier_init(&s.k_empty[stage], B::num_warps);
-      mbarrier_init(&s.v_full[stage], 1), mbarrier_init(&s.v_empty[stage], B::num_warps);
+    for (int stage = 0; stage < s.Q_STAGES; stage++) {
+      mbarrier_init(&s.q_full[stage], 1), mbarrier_init(&s.q_empty[stage], 1);
+      for (auto& done : s.o_done[stage]) mbarrier_init(&done, 4 * B::split_kv);
+    }
+    for (auto& t : s.slice) {
+      for (int stage = 0; stage < B::stages; stage++) {
+        mbarrier_init(&t.k_full[stage], 1), mbarrier_init(&t.k_empty[stage], B::group_warps);
+        mbarrier_init(&t.v_full[stage], 1), mbarrier_init(&t.v_empty[stage], B::group_warps);
+      }
     }
     fence_mbarrier_init();
   }
   __syncthreads();  // hazard: mbarriers initialised by thread 0
-  using Registers = WgmmaRegisters<B>;
-  if (threadIdx.x < 128) {
-    if constexpr (Registers::dealt) setmaxnreg_dec<Registers::producer>();
-    if (threadIdx.x == 0) wgmma_produce<B>(s, a, item);
+  if constexpr (B::use_warp_specialization) {
+    using Registers = WgmmaRegisters<B>;
+    if (threadIdx.x < B::producer_threads) {
+      if constexpr (Registers::dealt) setmaxnreg_dec<Registers::producer>();
+      wgmma_produce<B>(s, a);
+    } else {
+      if constexpr (Registers::dealt) setmaxnreg_inc<Registers::consumer>();
+      WgmmaRows<B> rows(s, a, threadIdx.x - B::producer_threads);
+      rows.run([] {});
+    }
   } else {
-    if constexpr (Registers::dealt) setmaxnreg_inc<Registers::consumer>();
-    wgmma_consume<B>(s, a, item);
+    WgmmaLoader<B> loader(s, a);
+    const auto load = [&] {
+      if (threadIdx.x == 0) loader.load_round();
+    };
+    if (threadIdx.x == 0) loader.start_item(blockIdx.x);
+    for (int stage = 0; stage < B::stages; stage++) load();
+    WgmmaRows<B> rows(s, a, threadIdx.x);
+    rows.run(load);
   }
 }
 
