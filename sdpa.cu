@@ -253,7 +253,7 @@ SDPA_REFUSE(
     is_mma&& SYNC_POLICY_changed,
     "SYNC_POLICY: in the mma.sync kernel every warp owns its rows and the copies alone need "
     "a barrier, so the policy does nothing; drop SYNC_POLICY");
-SDPA_REFUSE(!Build::use_cp_async && !Build::use_warp_specialization && Build::stages > 1,
+SDPA_REFUSE(!is_wgmma && !Build::use_cp_async && !Build::use_warp_specialization && Build::stages > 1,
             "STAGES: plain copies finish before the next one starts, so STAGES does nothing "
             "without cp.async or producer warps; add USE_CP_ASYNC=1 or drop STAGES");
 SDPA_REFUSE(Build::vec_width == 1 && Build::use_cp_async,
@@ -389,6 +389,18 @@ template <int N> __device__ __forceinline__ void cp_async_wait_group() {
 // A barrier number `id` (1 to 15; 0 is __syncthreads) for `threads` threads in whole warps.
 __device__ __forceinline__ void barrier_sync(int id, int threads) {
   asm volatile("barrier.sync.aligned %0, %1;" ::"r"(id), "r"(threads) : "memory");
+}
+
+// The same, and whether the predicate holds for any of the threads.
+__device__ __forceinline__ bool barrier_or(int id, int threads, bool predicate) {
+  uint32_t any;
+  asm volatile(
+      "{ .reg .pred p, q; setp.ne.b32 p, %3, 0; barrier.red.or.pred.aligned q, %1, %2, p; "
+      "selp.b32 %0, 1, 0, q; }"
+      : "=r"(any)
+      : "r"(id), "r"(threads), "r"(uint32_t(predicate))
+      : "memory");
+  return any;
 }
 
 // bar.arrive: counts these threads at barrier `id` and goes on; barrier_sync() of others waits.
@@ -2191,6 +2203,10 @@ template <class B> struct WgmmaRegisters {
   static constexpr bool dealt = B::use_warp_specialization && consumer > at_start;
 };
 
+// x of lane 0. For an x that is the same in all lanes: so the compiler knows, and keeps what follows
+// from it in uniform registers, where wgmma wants its descriptors.
+__device__ __forceinline__ int uniform(int x) { return __shfl_sync(0xffffffffu, x, 0); }
+
 // Waits until the phase of this parity is complete.
 __device__ __forceinline__ void wait_phase(uint64_t* barrier_s, int parity) {
   while (!mbarrier_try_wait_parity(barrier_s, parity)) {
@@ -2290,12 +2306,11 @@ template <class B> struct WgmmaRows {
   using Scores = WgmmaAccumulator<B::block_n>;
   using Output = WgmmaAccumulator<B::head_dim>;
   static constexpr int ROWS = Output::ROWS, STEPS = B::block_n / 16;
-  using Probabilities = uint32_t[STEPS][4];  // A operands of 16 keys each
   static constexpr bool STREAMS = Shared::Q_STAGES > 1;  // on to the next item without a break
 
   Shared& s;
   const KernelArgs& a;
-  const int tid, warp, lane, warpgroup, slice, row_group;
+  const int tid, warp, lane, warpgroup, slice, row_group, vote;
   Output O;
   float m[ROWS], l[ROWS];
   // Where Q @ K.T is to be issued next, rounds left of that item, and where P @ V is. What has been
@@ -2311,9 +2326,10 @@ template <class B> struct WgmmaRows {
         tid(thread % 128),
         warp(tid / 32),
         lane(tid % 32),
-        warpgroup(thread / 128),
+        warpgroup(uniform(thread / 128)),
         slice(warpgroup / Shared::ROW_GROUPS),
-        row_group(warpgroup % Shared::ROW_GROUPS) {
+        row_group(warpgroup % Shared::ROW_GROUPS),
+        vote(1 + B::warpgroups + warpgroup) {
     O.first_row = row_group * 64 + warp * 16 + lane / 4, O.first_col = lane % 4 * 2;
   }
 
@@ -2322,20 +2338,11 @@ template <class B> struct WgmmaRows {
     if (lane == 0) mbarrier_arrive(empty);
   }
 
-  // S = Q @ K.T of the next round in the stream, begun; past the last nothing.   [64][BLOCK_N]
-  __device__ __forceinline__ void start_qk(Scores& S) {
-    if (STREAMS && rounds_ahead == 0) {
-      q_ahead.advance();
-      wait_phase(&s.q_full[q_ahead.stage], q_ahead.parity);
-      rounds_ahead = s.item[q_ahead.stage].rounds;
-      if (rounds_ahead == 0) rounds_ahead = -1;  // for good
-    }
-    typename Shared::Tiles& t = s.slice[slice];
-    if (rounds_ahead > 0) wait_phase(&t.k_full[k_ahead.stage], k_ahead.parity);
-    rounds_ahead--;
+  // S = Q @ K.T, begun.   [64][BLOCK_N]
+  __device__ __forceinline__ void multiply_qk(Scores& S, int q_stage, int k_stage) {
     const uint64_t Q =
-        wgmma_descriptor(shared_address(s.Q[q_ahead.stage] + row_group * 64 * 64), 16, 1024);
-    const uint64_t K = wgmma_descriptor(shared_address(t.K[k_ahead.stage]), 16, 1024);
+        wgmma_descriptor(shared_address(s.Q[q_stage] + row_group * 64 * 64), 16, 1024);
+    const uint64_t K = wgmma_descriptor(shared_address(s.slice[slice].K[k_stage]), 16, 1024);
     hold(S.x.d);
     wgmma_fence();
 #pragma unroll
@@ -2345,11 +2352,24 @@ template <class B> struct WgmmaRows {
                                        K + (panel * B::block_n * 128 + bytes) / 16, step > 0);
     }
     wgmma_commit_group();
+  }
+  // The same for the next round in the stream; past the last one it is that of some old tile, and
+  // nobody looks at it.
+  __device__ __forceinline__ void start_qk(Scores& S) {
+    if (STREAMS && rounds_ahead == 0) {
+      q_ahead.advance();
+      wait_phase(&s.q_full[q_ahead.stage], q_ahead.parity);
+      rounds_ahead = uniform(s.item[q_ahead.stage].rounds);
+      if (rounds_ahead == 0) rounds_ahead = -1;  // for good
+    }
+    if (rounds_ahead > 0) wait_phase(&s.slice[slice].k_full[k_ahead.stage], k_ahead.parity);
+    rounds_ahead--;
+    multiply_qk(S, q_ahead.stage, k_ahead.stage);
     k_ahead.advance();
   }
 
   // O += P @ V of this round, begun.   [64][D]
-  __device__ __forceinline__ void start_pv(const Probabilities& P) {
+  __device__ __forceinline__ void start_pv(const uint32_t (&P)[STEPS][4]) {
     typename Shared::Tiles& t = s.slice[slice];
     wait_phase(&t.v_full[v_ahead.stage], v_ahead.parity);
     const uint64_t V =
@@ -2372,51 +2392,39 @@ template <class B> struct WgmmaRows {
     }
   }
 
-  // P = 2^(S * scale_log2 - m_log2), rounded, and its row sums; S stays.
-  __device__ __forceinline__ void exp_and_round(const Scores& S, Probabilities& P,
-                                                const float (&m_log2)[ROWS], float (&sum)[ROWS]) {
-#pragma unroll
-    for (int step = 0; step < STEPS; step++) {
-      WgmmaAccumulator<16> part;
-      memcpy(part.x.d, S.x.d + 8 * step, sizeof part.x.d);
-      softmax_exp<B>(part, 0, part.COLS, a.scale_log2, m_log2, sum);
-      round(P[step], part, 0);
-    }
-  }
-
-  // P of this round, exactly, m and l; O must be multiplied by alpha.
-  __device__ __forceinline__ void attend(Scores& S, Probabilities& P, float (&alpha)[ROWS], int k0) {
-    if (k0 + B::block_n > clean_keys) {
-      S.first_row = O.first_row, S.first_col = O.first_col;
-      mask_scores(S, a.p, q0, k0);
-    }
-    softmax_max<B>(S, a.scale_log2, m, alpha);
+  // P of this round in the place of its scores, and m and l; O must be multiplied by alpha.
+  // USE_LAZY_MAX: relative to the m that is there, as in MmaRows::attend_lazily; where that will not do
+  // for a row of the warpgroup, its scores are gone, and are computed again.
+  __device__ __forceinline__ void attend(Scores& S, float (&alpha)[ROWS], int k0) {
+    const bool masked = k0 + B::block_n > clean_keys;
     float m_log2[ROWS], sum[ROWS] = {0, 0};
+    bool exactly = !B::use_lazy_max || first || masked;
+    if (!exactly) {
 #pragma unroll
-    for (int i = 0; i < ROWS; i++) m_log2[i] = finite_max(m[i]) * a.scale_log2;
-    exp_and_round(S, P, m_log2, sum);
+      for (int i = 0; i < ROWS; i++) m_log2[i] = m[i] * a.scale_log2, alpha[i] = 1;
+      softmax_exp<B>(S, 0, S.COLS, a.scale_log2, m_log2, sum);
+      exactly = barrier_or(vote, 128, !(sum[0] + sum[1] <= lazy_limit));
+      if (exactly) multiply_qk(S, q_now.stage, k_read.stage), wgmma_wait_group<0>(), hold(S.x.d);
+    }
+    if (exactly) {
+      if (masked) {
+        S.first_row = O.first_row, S.first_col = O.first_col;
+        mask_scores(S, a.p, q0, k0);
+      }
+      softmax_max<B>(S, a.scale_log2, m, alpha);
+#pragma unroll
+      for (int i = 0; i < ROWS; i++) m_log2[i] = finite_max(m[i]) * a.scale_log2, sum[i] = 0;
+      softmax_exp<B>(S, 0, S.COLS, a.scale_log2, m_log2, sum);
+    }
 #pragma unroll
     for (int i = 0; i < ROWS; i++) l[i] = fmaf(l[i], alpha[i], sum[i]);
-  }
-
-  // The same relative to the m that is there; false if that will not do, with m and l as they were (see
-  // MmaRows::attend_lazily).
-  __device__ __forceinline__ bool attend_lazily(const Scores& S, Probabilities& P) {
-    float m_log2[ROWS], sum[ROWS] = {0, 0};
-#pragma unroll
-    for (int i = 0; i < ROWS; i++) m_log2[i] = m[i] * a.scale_log2;
-    exp_and_round(S, P, m_log2, sum);
-    if (!__all_sync(0xffffffffu, sum[0] + sum[1] <= lazy_limit)) return false;
-#pragma unroll
-    for (int i = 0; i < ROWS; i++) l[i] += sum[i];
-    return true;
   }
 
   // The next item, if there is one.
   __device__ __forceinline__ bool begin_item() {
     wait_phase(&s.q_full[q_now.stage], q_now.parity);
     const typename Shared::Item& item = s.item[q_now.stage];
-    rounds = item.rounds, q0 = item.q0;
+    rounds = uniform(item.rounds), q0 = uniform(item.q0);
     if (rounds == 0) return false;
     clean_keys = visible_keys(a.p, min(q0 + row_group * 64, a.p.Sq - 1));
     first = true;
@@ -2425,31 +2433,30 @@ template <class B> struct WgmmaRows {
     return true;
   }
 
-  // One round: P of the scores S, which are on their way, then P @ V, and in its shadow the scores of
-  // a round to come. OVERLAP=1 has these begun before P @ V, in S again; OVERLAP=2 after it, and those
-  // of the round between are on their way, too. False if it was the last.
-  __device__ __forceinline__ bool step(Scores& S, Probabilities& P, Scores& S_next) {
-    if (B::overlap == 0) start_qk(S);
-    if (B::overlap == 0) wgmma_wait_group<0>(), hold(S.x.d);
-    typename Shared::Tiles& t = s.slice[slice];
-    release(&t.k_empty[k_read.stage]), k_read.advance();
-    const int k0 = ((rounds - 1) * B::split_kv + slice) * B::block_n;
-    float alpha[ROWS] = {1, 1};
-    const bool lazily = B::use_lazy_max && !first && k0 + B::block_n <= clean_keys && attend_lazily(S, P);
-    if (!lazily) attend(S, P, alpha, k0);
+  // One round: P of the scores S, which are there, then P @ V, and beside it the scores of a round to
+  // come. OVERLAP=1 begins these before P @ V and waits for them alone; OVERLAP=2 after it, and goes on
+  // with S_next, of the round between. False if there are no more rounds.
+  __device__ __forceinline__ bool step(Scores& S, Scores& S_next) {
+    if (B::overlap == 0) start_qk(S), wgmma_wait_group<0>(), hold(S.x.d);
+    float alpha[ROWS];
+    attend(S, alpha, ((rounds - 1) * B::split_kv + slice) * B::block_n);
+    release(&s.slice[slice].k_empty[k_read.stage]), k_read.advance();
     if (B::overlap) {
-      wait_pv(S_next);  // of the round before: O may be touched
+      wait_pv(S_next);  // of the round before: P and O may be touched
       if (!first) release_v();
     }
-    if (!lazily && !first && !__all_sync(0xffffffffu, alpha[0] == 1 && alpha[1] == 1)) scale_rows(O, alpha);
+    if (!first && !__all_sync(0xffffffffu, alpha[0] == 1 && alpha[1] == 1)) scale_rows(O, alpha);
+    uint32_t P[STEPS][4];
+#pragma unroll
+    for (int step = 0; step < STEPS; step++) round(P[step], S, step);
     if (B::use_ping_pong) barrier_sync(1 + warpgroup, 256);
     if (B::overlap == 1) start_qk(S);
     start_pv(P);
     if (B::overlap == 2) start_qk(S);
     if (B::use_ping_pong) barrier_arrive(1 + (warpgroup + 1) % B::warpgroups, 256);
-    if (B::overlap == 1) wgmma_wait_group<1>(), hold(S.x.d);
     first = false;
-    if (B::overlap == 0) wait_pv(S_next), release_v();
+    if (B::overlap == 1) wgmma_wait_group<1>(), hold(S.x.d);
+    if (B::overlap == 0) wait_pv(S), release_v();
     if (--rounds > 0) return true;
     if (B::overlap) wait_pv(S_next), release_v();
     finish_item();
@@ -2474,15 +2481,14 @@ template <class B> struct WgmmaRows {
 
   // O / l and LSE, by way of the rows of Q that nobody reads any more.
   __device__ __forceinline__ void finish_item() {
-    constexpr int barrier = 1 + B::warpgroups;
 #pragma unroll
     for (int i = 0; i < ROWS; i++) l[i] = row_sum<Output::LANES>(l[i]);
     if constexpr (B::split_kv > 1) {
       store_partial(s.partial[warpgroup]);
-      barrier_sync(barrier, B::warpgroups * 128);  // hazard: partial results written, Q read
+      barrier_sync(15, B::warpgroups * 128);  // hazard: partial results written, Q read
       merge_partials();
     } else {
-      barrier_sync(barrier + warpgroup, 128);  // hazard: Q read by all warps of the warpgroup
+      barrier_sync(vote, 128);  // hazard: Q read by all warps of the warpgroup
     }
     float inverse[ROWS];
 #pragma unroll
@@ -2561,16 +2567,14 @@ template <class B> struct WgmmaRows {
   // All items.   load(): a round more, where the thread that loads computes as well.
   template <class Load> __device__ __forceinline__ void run(Load load) {
     Scores S[B::overlap == 2 ? 2 : 1];
-    Probabilities P[B::overlap ? 2 : 1];
     if (!begin_item()) return;
     if (B::use_ping_pong && warpgroup == B::warpgroups - 1) barrier_arrive(1, 256);
     begin_stream(S[0]);
     if constexpr (B::overlap == 2) start_qk(S[1]), wgmma_wait_group<0>(), hold(S[0].x.d);
     constexpr int other = B::overlap == 2;
-    while (step(S[0], P[0], S[other])) {
+    while (step(S[0], S[other])) {
       load();
-      if (!step(S[other], P[B::overlap > 0], S[0])) break;
-      load();
+      if (other && !step(S[other], S[0])) break;
     }
     wgmma_wait_group<0>();
     if (B::use_ping_pong && warpgroup == 0) barrier_sync(1, 256);

@@ -227,6 +227,9 @@ inline void mma_m16n8k32_e4m3(float (&d)[4], const uint32_t (&a)[4], const uint3
 inline void barrier_sync(int id, int threads, SIMT_CALLER) {
   simt::named_barrier(id, threads, true, at);
 }
+inline bool barrier_or(int id, int threads, bool predicate, SIMT_CALLER) {
+  return simt::named_barrier_or(id, threads, predicate, at);
+}
 inline void barrier_arrive(int id, int threads, SIMT_CALLER) {
   simt::named_barrier(id, threads, false, at);
 }
