@@ -2207,6 +2207,11 @@ template <class B> struct WgmmaRegisters {
 // from it in uniform registers, where wgmma wants its descriptors.
 __device__ __forceinline__ int uniform(int x) { return __shfl_sync(0xffffffffu, x, 0); }
 
+// Where element (row, column) of a tile in panels of [ROWS][64] lies.
+template <int ROWS> __device__ __forceinline__ int panel_offset(int row, int column) {
+  return (column / 64 * ROWS + row) * 64 + (column / 8 % 8 ^ row % 8) * 8 + column % 8;
+}
+
 // Waits until the phase of this parity is complete.
 __device__ __forceinline__ void wait_phase(uint64_t* barrier_s, int parity) {
   while (!mbarrier_try_wait_parity(barrier_s, parity)) {
@@ -2223,6 +2228,7 @@ template <class B> struct WgmmaLoader {
   StageRing<B::stages> ring;
   StageRing<Shared::Q_STAGES> q_ring;
   typename Shared::Item item;  // whose tiles are being loaded
+  int h_kv = 0;                // its key head
   int round = -1;              // the next one of it
 
   __device__ WgmmaLoader(Shared& s_, const KernelArgs& a_) : s(s_), a(a_) {}
@@ -2232,6 +2238,7 @@ template <class B> struct WgmmaLoader {
     item.rounds = 0;
     if (i < a.work_items) {
       static_cast<WorkItem&>(item) = work_item<B>(a, i);
+      h_kv = item.h / (a.p.Hq / a.p.Hkv);
       const int keys = visible_keys(a.p, min(item.q0 + B::block_m, a.p.Sq) - 1);
       constexpr int round_keys = B::split_kv * B::block_n;
       item.rounds = max((keys + round_keys - 1) / round_keys, 1);
@@ -2258,7 +2265,7 @@ template <class B> struct WgmmaLoader {
     constexpr uint64_t evict_last = 0x14f0000000000000;
     wait_phase(empty, ring.parity ^ 1);
     if (a.p.Sk > 0) {
-      const int c[5] = {0, k0, 0, item.h / (a.p.Hq / a.p.Hkv), item.b};
+      const int c[5] = {0, k0, 0, h_kv, item.b};
       mbarrier_arrive_expect_tx(full, B::block_n * B::head_dim * sizeof(Element));
       cp_async_bulk_tensor_load<5>(tile_s, map, c, full, evict_last);
     } else {
@@ -2311,6 +2318,7 @@ template <class B> struct WgmmaRows {
   Shared& s;
   const KernelArgs& a;
   const int tid, warp, lane, warpgroup, slice, row_group, vote;
+  const SharedAddress Q_s, K_s, V_s;  // the first stages; of Q the warpgroup's rows
   Output O;
   float m[ROWS], l[ROWS];
   // Where Q @ K.T is to be issued next, rounds left of that item, and where P @ V is. What has been
@@ -2329,7 +2337,10 @@ template <class B> struct WgmmaRows {
         warpgroup(uniform(thread / 128)),
         slice(warpgroup / Shared::ROW_GROUPS),
         row_group(warpgroup % Shared::ROW_GROUPS),
-        vote(1 + B::warpgroups + warpgroup) {
+        vote(1 + B::warpgroups + warpgroup),
+        Q_s(uniform(shared_address(s.Q[0] + row_group * 64 * 64))),
+        K_s(uniform(shared_address(s.slice[slice].K[0]))),
+        V_s(uniform(shared_address(s.slice[slice].V[0]))) {
     O.first_row = row_group * 64 + warp * 16 + lane / 4, O.first_col = lane % 4 * 2;
   }
 
@@ -2340,9 +2351,8 @@ template <class B> struct WgmmaRows {
 
   // S = Q @ K.T, begun.   [64][BLOCK_N]
   __device__ __forceinline__ void multiply_qk(Scores& S, int q_stage, int k_stage) {
-    const uint64_t Q =
-        wgmma_descriptor(shared_address(s.Q[q_stage] + row_group * 64 * 64), 16, 1024);
-    const uint64_t K = wgmma_descriptor(shared_address(s.slice[slice].K[k_stage]), 16, 1024);
+    const uint64_t Q = wgmma_descriptor(Q_s + q_stage * sizeof s.Q[0], 16, 1024);
+    const uint64_t K = wgmma_descriptor(K_s + k_stage * sizeof s.slice[0].K[0], 16, 1024);
     hold(S.x.d);
     wgmma_fence();
 #pragma unroll
@@ -2363,9 +2373,9 @@ template <class B> struct WgmmaRows {
       if (rounds_ahead == 0) rounds_ahead = -1;  // for good
     }
     if (rounds_ahead > 0) wait_phase(&s.slice[slice].k_full[k_ahead.stage], k_ahead.parity);
-    rounds_ahead--;
     multiply_qk(S, q_ahead.stage, k_ahead.stage);
-    k_ahead.advance();
+    if (rounds_ahead > 0) k_ahead.advance();
+    rounds_ahead--;
   }
 
   // O += P @ V of this round, begun.   [64][D]
@@ -2373,7 +2383,7 @@ template <class B> struct WgmmaRows {
     typename Shared::Tiles& t = s.slice[slice];
     wait_phase(&t.v_full[v_ahead.stage], v_ahead.parity);
     const uint64_t V =
-        wgmma_descriptor(shared_address(t.V[v_ahead.stage]), B::block_n * 128, 1024);
+        wgmma_descriptor(V_s + v_ahead.stage * sizeof t.V[0], B::block_n * 128, 1024);
     hold(O.x.d);
     wgmma_fence();
 #pragma unroll
@@ -2394,8 +2404,8 @@ template <class B> struct WgmmaRows {
 
   // P of this round in the place of its scores, and m and l; O must be multiplied by alpha.
   // USE_LAZY_MAX: relative to the m that is there, as in MmaRows::attend_lazily; where that will not do
-  // for a row of the warpgroup, its scores are gone, and are computed again.
-  __device__ __forceinline__ void attend(Scores& S, float (&alpha)[ROWS], int k0) {
+  // for a row of the warp, its scores are gone, and are computed again. Whether alpha may differ from 1.
+  __device__ __forceinline__ bool attend(Scores& S, float (&alpha)[ROWS], int k0) {
     const bool masked = k0 + B::block_n > clean_keys;
     float m_log2[ROWS], sum[ROWS] = {0, 0};
     bool exactly = !B::use_lazy_max || first || masked;
@@ -2403,8 +2413,8 @@ template <class B> struct WgmmaRows {
 #pragma unroll
       for (int i = 0; i < ROWS; i++) m_log2[i] = m[i] * a.scale_log2, alpha[i] = 1;
       softmax_exp<B>(S, 0, S.COLS, a.scale_log2, m_log2, sum);
-      exactly = barrier_or(vote, 128, !(sum[0] + sum[1] <= lazy_limit));
-      if (exactly) multiply_qk(S, q_now.stage, k_read.stage), wgmma_wait_group<0>(), hold(S.x.d);
+      exactly = !__all_sync(0xffffffffu, sum[0] + sum[1] <= lazy_limit);
+      if (exactly) multiply_qk_again(S, k0);
     }
     if (exactly) {
       if (masked) {
@@ -2418,6 +2428,31 @@ template <class B> struct WgmmaRows {
     }
 #pragma unroll
     for (int i = 0; i < ROWS; i++) l[i] = fmaf(l[i], alpha[i], sum[i]);
+    return exactly;
+  }
+  // S = Q @ K.T once more, of this warp alone, by mma.sync and with K from global memory: its tile may
+  // be overwritten by now. Rare, so short rather than fast.
+  __device__ __forceinline__ void multiply_qk_again(Scores& S, int k0) const {
+    const SdpaParams& p = a.p;
+    const typename Shared::Item& item = s.item[q_now.stage];
+    const int row = row_group * 64 + warp * 16 + lane % 16;
+    const Element* const K_g = p.K + item.b * p.k.batch + item.h / (p.Hq / p.Hkv) * p.k.head +
+                               (k0 + lane / 4) * p.k.row + lane % 4 * 2;
+#pragma unroll
+    for (int i = 0; i < B::block_n / 2; i++) S.x.d[i] = 0;
+#pragma unroll 1
+    for (int d = 0; d < B::head_dim; d += 16) {
+      uint32_t q[4];
+      ldmatrix_x4<false>(q, shared_address(s.Q[q_now.stage] + panel_offset<B::block_m>(
+                                                                  row, d + lane / 16 * 8)));
+#pragma unroll
+      for (int n = 0; n < B::block_n / 8; n++) {
+        const Element* const k = K_g + 8 * n * p.k.row + d;
+        float* const c = S.x.d + 4 * n;
+        mma_m16n8k16<Element>(c[0], c[1], c[2], c[3], q, ld_global<uint32_t>(k),
+                              ld_global<uint32_t>(k + 8));
+      }
+    }
   }
 
   // The next item, if there is one.
@@ -2439,13 +2474,13 @@ template <class B> struct WgmmaRows {
   __device__ __forceinline__ bool step(Scores& S, Scores& S_next) {
     if (B::overlap == 0) start_qk(S), wgmma_wait_group<0>(), hold(S.x.d);
     float alpha[ROWS];
-    attend(S, alpha, ((rounds - 1) * B::split_kv + slice) * B::block_n);
     release(&s.slice[slice].k_empty[k_read.stage]), k_read.advance();
+    const bool rescale = attend(S, alpha, ((rounds - 1) * B::split_kv + slice) * B::block_n) && !first;
     if (B::overlap) {
       wait_pv(S_next);  // of the round before: P and O may be touched
       if (!first) release_v();
     }
-    if (!first && !__all_sync(0xffffffffu, alpha[0] == 1 && alpha[1] == 1)) scale_rows(O, alpha);
+    if (rescale && !__all_sync(0xffffffffu, alpha[0] == 1 && alpha[1] == 1)) scale_rows(O, alpha);
     uint32_t P[STEPS][4];
 #pragma unroll
     for (int step = 0; step < STEPS; step++) round(P[step], S, step);
@@ -2515,10 +2550,8 @@ template <class B> struct WgmmaRows {
       }
       uint32_t o[4];
       round(o, part, 0);
-      const int column = slice * STEPS + n, chunk = column % 4 * 2 + lane / 16;
-      stmatrix_x4(shared_address(s.Q[stage] + (column / 4 * B::block_m + row) * 64 +
-                                 (chunk ^ row % 8) * 8),
-                  o);
+      const int column = (slice * STEPS + n) * 16 + lane / 16 * 8;
+      stmatrix_x4(shared_address(s.Q[stage] + panel_offset<B::block_m>(row, column)), o);
     }
     fence_proxy_async();
     release(&s.o_done[stage][row_group]);
