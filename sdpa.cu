@@ -2218,22 +2218,23 @@ __device__ __forceinline__ void wait_phase(uint64_t* barrier_s, int parity) {
   }
 }
 
-// The tiles of an item, loaded in the order in which they are needed: from the last key to the first,
-// so that those with a mask come first and leave a maximum that holds for most of the others.
-// Tiles past the last key are zeros. By one thread.
+// The tiles of an item from the last key to the first, so that those with a mask come first and leave a
+// maximum that holds for most of the others; tiles past the last key are zeros. By one thread, or by
+// one for Q and K and one for V: they are needed at different times, and a copy that must wait for its
+// stage would hold up the other kind.
 template <class B> struct WgmmaLoader {
   using Shared = WgmmaShared<B>;
+  using Tiles = typename Shared::Tiles;
   Shared& s;
   const KernelArgs& a;
   StageRing<B::stages> ring;
   StageRing<Shared::Q_STAGES> q_ring;
   typename Shared::Item item;  // whose tiles are being loaded
   int h_kv = 0;                // its key head
-  int round = -1;              // the next one of it
 
   __device__ WgmmaLoader(Shared& s_, const KernelArgs& a_) : s(s_), a(a_) {}
 
-  // Item number i, its Q with the first K; past the last item only the word that there are no more.
+  // Item number i: its Q, and the word to the others; past the last item that there are no more.
   __device__ __forceinline__ void start_item(uint32_t i) {
     item.rounds = 0;
     if (i < a.work_items) {
@@ -2243,10 +2244,6 @@ template <class B> struct WgmmaLoader {
       constexpr int round_keys = B::split_kv * B::block_n;
       item.rounds = max((keys + round_keys - 1) / round_keys, 1);
     }
-    round = item.rounds - 1;
-    if (round < 0) load_q();
-  }
-  __device__ __forceinline__ void load_q() {
     constexpr uint64_t evict_first = 0x12f0000000000000;
     const int stage = q_ring.stage;
     wait_phase(&s.q_empty[stage], q_ring.parity ^ 1);  // the first round finds it empty
@@ -2260,35 +2257,38 @@ template <class B> struct WgmmaLoader {
     }
     q_ring.advance();
   }
-  __device__ __forceinline__ void load_tile(const CUtensorMap* map, Element* tile_s, int k0,
-                                            uint64_t* full, uint64_t* empty) {
+  // The item that another thread has started.
+  __device__ __forceinline__ void follow_item() {
+    wait_phase(&s.q_full[q_ring.stage], q_ring.parity);
+    item = s.item[q_ring.stage];
+    h_kv = item.h / (a.p.Hq / a.p.Hkv);
+    q_ring.advance();
+  }
+  // The tiles of a round of K or V, into the stage of the ring.
+  __device__ __forceinline__ void load(int round, const CUtensorMap* map,
+                                       Element (Tiles::*tile)[B::stages][B::block_n * B::head_dim],
+                                       uint64_t (Tiles::*full)[B::stages],
+                                       uint64_t (Tiles::*empty)[B::stages]) {
     constexpr uint64_t evict_last = 0x14f0000000000000;
-    wait_phase(empty, ring.parity ^ 1);
-    if (a.p.Sk > 0) {
-      const int c[5] = {0, k0, 0, h_kv, item.b};
-      mbarrier_arrive_expect_tx(full, B::block_n * B::head_dim * sizeof(Element));
-      cp_async_bulk_tensor_load<5>(tile_s, map, c, full, evict_last);
-    } else {
-      mbarrier_arrive(full);  // nothing to load: every score of this tile is masked
+    const int stage = ring.stage;
+#pragma unroll
+    for (int i = 0; i < B::split_kv; i++) {
+      Tiles& t = s.slice[i];
+      wait_phase(&(t.*empty)[stage], ring.parity ^ 1);
+      if (a.p.Sk > 0) {
+        const int c[5] = {0, (round * B::split_kv + i) * B::block_n, 0, h_kv, item.b};
+        mbarrier_arrive_expect_tx(&(t.*full)[stage], sizeof (t.*tile)[0]);
+        cp_async_bulk_tensor_load<5>((t.*tile)[stage], map, c, &(t.*full)[stage], evict_last);
+      } else {
+        mbarrier_arrive(&(t.*full)[stage]);  // nothing to load: every score of this tile is masked
+      }
     }
   }
-  // The K and V tiles of the next round of the item, if there is one.
-  __device__ __forceinline__ void load_round() {
-    if (round < 0) return;
-    const int stage = ring.stage, first_key = round * B::split_kv * B::block_n;
-#pragma unroll
-    for (int i = 0; i < B::split_kv; i++) {
-      auto& t = s.slice[i];
-      load_tile(&a.maps.k, t.K[stage], first_key + i * B::block_n, &t.k_full[stage], &t.k_empty[stage]);
-      if (i == 0 && round == item.rounds - 1) load_q();
-    }
-#pragma unroll
-    for (int i = 0; i < B::split_kv; i++) {
-      auto& t = s.slice[i];
-      load_tile(&a.maps.v, t.V[stage], first_key + i * B::block_n, &t.v_full[stage], &t.v_empty[stage]);
-    }
-    ring.advance();
-    round--;
+  __device__ __forceinline__ void load_k(int round) {
+    load(round, &a.maps.k, &Tiles::K, &Tiles::k_full, &Tiles::k_empty);
+  }
+  __device__ __forceinline__ void load_v(int round) {
+    load(round, &a.maps.v, &Tiles::V, &Tiles::v_full, &Tiles::v_empty);
   }
 };
 
@@ -2614,14 +2614,14 @@ template <class B> struct WgmmaRows {
   }
 };
 
-// The warps of the warpgroup that copies: one thread loads, one stores, item after item.
+// The warpgroup that copies: one thread loads Q and K, one V, and one stores O, item after item.
 template <class B>
-__device__ __forceinline__ void wgmma_produce(WgmmaShared<B>& s, const KernelArgs& a) {
+__device__ __forceinline__ void wgmma_copy(WgmmaShared<B>& s, const KernelArgs& a) {
+  WgmmaLoader<B> loader(s, a);
   if (threadIdx.x == 0) {
     uint32_t* const counter = static_cast<uint32_t*>(a.p.workspace);
-    WgmmaLoader<B> loader(s, a);
     uint32_t i = blockIdx.x;
-    for (loader.start_item(i); loader.round >= 0; loader.start_item(i)) {
+    for (loader.start_item(i); loader.item.rounds > 0; loader.start_item(i)) {
       // The queue has the items after the first of every CTA; each is drawn for while the one before
       // it is loaded, so that there are as many draws as items, and the last puts the counter back.
       if (B::use_persistent_cta) {
@@ -2629,10 +2629,19 @@ __device__ __forceinline__ void wgmma_produce(WgmmaShared<B>& s, const KernelArg
         if (drawn == a.work_items - 1) atomicExch(counter, 0u);
         i = gridDim.x + drawn;
       }
-      while (loader.round >= 0) loader.load_round();
+      for (int round = loader.item.rounds - 1; round >= 0; round--) {
+        loader.load_k(round), loader.ring.advance();
+      }
       if (!B::use_persistent_cta) break;
     }
   } else if (threadIdx.x == 32) {
+    for (loader.follow_item(); loader.item.rounds > 0; loader.follow_item()) {
+      for (int round = loader.item.rounds - 1; round >= 0; round--) {
+        loader.load_v(round), loader.ring.advance();
+      }
+      if (!B::use_persistent_cta) break;
+    }
+  } else if (threadIdx.x == 64) {
     StageRing<WgmmaShared<B>::Q_STAGES> ring;
     do {
       const int stage = ring.stage;
@@ -2670,7 +2679,7 @@ __global__ void __launch_bounds__(B::threads, 1) sdpa_wgmma(const __grid_constan
     using Registers = WgmmaRegisters<B>;
     if (threadIdx.x < B::producer_threads) {
       if constexpr (Registers::dealt) setmaxnreg_dec<Registers::producer>();
-      wgmma_produce<B>(s, a);
+      wgmma_copy<B>(s, a);
     } else {
       if constexpr (Registers::dealt) setmaxnreg_inc<Registers::consumer>();
       WgmmaRows<B> rows(s, a, threadIdx.x - B::producer_threads);
@@ -2678,11 +2687,15 @@ __global__ void __launch_bounds__(B::threads, 1) sdpa_wgmma(const __grid_constan
     }
   } else {
     WgmmaLoader<B> loader(s, a);
+    int round = -1;  // the next to load
     const auto load = [&] {
-      if (threadIdx.x == 0) loader.load_round();
+      if (round >= 0) loader.load_k(round), loader.load_v(round), loader.ring.advance(), round--;
     };
-    if (threadIdx.x == 0) loader.start_item(blockIdx.x);
-    for (int stage = 0; stage < B::stages; stage++) load();
+    if (threadIdx.x == 0) {
+      loader.start_item(blockIdx.x);
+      round = loader.item.rounds - 1;
+      for (int stage = 0; stage < B::stages; stage++) load();
+    }
     WgmmaRows<B> rows(s, a, threadIdx.x);
     rows.run(load);
   }
