@@ -2224,7 +2224,6 @@ __device__ __forceinline__ void wait_phase(uint64_t* barrier_s, int parity) {
 // stage would hold up the other kind.
 template <class B> struct WgmmaLoader {
   using Shared = WgmmaShared<B>;
-  using Tiles = typename Shared::Tiles;
   Shared& s;
   const KernelArgs& a;
   StageRing<B::stages> ring;
@@ -2234,8 +2233,8 @@ template <class B> struct WgmmaLoader {
 
   __device__ WgmmaLoader(Shared& s_, const KernelArgs& a_) : s(s_), a(a_) {}
 
-  // Item number i: its Q, and the word to the others; past the last item that there are no more.
-  __device__ __forceinline__ void start_item(uint32_t i) {
+  // Item number i; past the last item one without rounds.
+  __device__ __forceinline__ void find_item(uint32_t i) {
     item.rounds = 0;
     if (i < a.work_items) {
       static_cast<WorkItem&>(item) = work_item<B>(a, i);
@@ -2244,6 +2243,9 @@ template <class B> struct WgmmaLoader {
       constexpr int round_keys = B::split_kv * B::block_n;
       item.rounds = max((keys + round_keys - 1) / round_keys, 1);
     }
+  }
+  // Its Q, and the word to the others.
+  __device__ __forceinline__ void start_item() {
     constexpr uint64_t evict_first = 0x12f0000000000000;
     const int stage = q_ring.stage;
     wait_phase(&s.q_empty[stage], q_ring.parity ^ 1);  // the first round finds it empty
@@ -2264,31 +2266,26 @@ template <class B> struct WgmmaLoader {
     h_kv = item.h / (a.p.Hq / a.p.Hkv);
     q_ring.advance();
   }
-  // The tiles of a round of K or V, into the stage of the ring.
-  __device__ __forceinline__ void load(int round, const CUtensorMap* map,
-                                       Element (Tiles::*tile)[B::stages][B::block_n * B::head_dim],
-                                       uint64_t (Tiles::*full)[B::stages],
-                                       uint64_t (Tiles::*empty)[B::stages]) {
+  // A slice's tile of K or V in a round, into the stage of the ring.
+  __device__ __forceinline__ void load(int round, int slice, const CUtensorMap* map,
+                                       Element* tile_s, uint64_t* full, uint64_t* empty) {
     constexpr uint64_t evict_last = 0x14f0000000000000;
-    const int stage = ring.stage;
-#pragma unroll
-    for (int i = 0; i < B::split_kv; i++) {
-      Tiles& t = s.slice[i];
-      wait_phase(&(t.*empty)[stage], ring.parity ^ 1);
-      if (a.p.Sk > 0) {
-        const int c[5] = {0, (round * B::split_kv + i) * B::block_n, 0, h_kv, item.b};
-        mbarrier_arrive_expect_tx(&(t.*full)[stage], sizeof (t.*tile)[0]);
-        cp_async_bulk_tensor_load<5>((t.*tile)[stage], map, c, &(t.*full)[stage], evict_last);
-      } else {
-        mbarrier_arrive(&(t.*full)[stage]);  // nothing to load: every score of this tile is masked
-      }
+    wait_phase(empty, ring.parity ^ 1);
+    if (a.p.Sk > 0) {
+      const int c[5] = {0, (round * B::split_kv + slice) * B::block_n, 0, h_kv, item.b};
+      mbarrier_arrive_expect_tx(full, B::block_n * B::head_dim * sizeof(Element));
+      cp_async_bulk_tensor_load<5>(tile_s, map, c, full, evict_last);
+    } else {
+      mbarrier_arrive(full);  // nothing to load: every score of this tile is masked
     }
   }
-  __device__ __forceinline__ void load_k(int round) {
-    load(round, &a.maps.k, &Tiles::K, &Tiles::k_full, &Tiles::k_empty);
+  __device__ __forceinline__ void load_k(int round, int slice) {
+    typename Shared::Tiles& t = s.slice[slice];
+    load(round, slice, &a.maps.k, t.K[ring.stage], &t.k_full[ring.stage], &t.k_empty[ring.stage]);
   }
-  __device__ __forceinline__ void load_v(int round) {
-    load(round, &a.maps.v, &Tiles::V, &Tiles::v_full, &Tiles::v_empty);
+  __device__ __forceinline__ void load_v(int round, int slice) {
+    typename Shared::Tiles& t = s.slice[slice];
+    load(round, slice, &a.maps.v, t.V[ring.stage], &t.v_full[ring.stage], &t.v_empty[ring.stage]);
   }
 };
 
@@ -2313,6 +2310,7 @@ template <class B> struct WgmmaRows {
   using Scores = WgmmaAccumulator<B::block_n>;
   using Output = WgmmaAccumulator<B::head_dim>;
   static constexpr int ROWS = Output::ROWS, STEPS = B::block_n / 16;
+  using Probabilities = uint32_t[STEPS][4];  // rounded, A operands of 16 keys each
   static constexpr bool STREAMS = Shared::Q_STAGES > 1;  // on to the next item without a break
 
   Shared& s;
@@ -2379,7 +2377,7 @@ template <class B> struct WgmmaRows {
   }
 
   // O += P @ V of this round, begun.   [64][D]
-  __device__ __forceinline__ void start_pv(const uint32_t (&P)[STEPS][4]) {
+  __device__ __forceinline__ void start_pv(const Probabilities& P) {
     typename Shared::Tiles& t = s.slice[slice];
     wait_phase(&t.v_full[v_ahead.stage], v_ahead.parity);
     const uint64_t V =
@@ -2471,7 +2469,7 @@ template <class B> struct WgmmaRows {
   // One round: P of the scores S, which are there, then P @ V, and beside it the scores of a round to
   // come. OVERLAP=1 begins these before P @ V and waits for them alone; OVERLAP=2 after it, and goes on
   // with S_next, of the round between. False if there are no more rounds.
-  __device__ __forceinline__ bool step(Scores& S, Scores& S_next) {
+  __device__ __forceinline__ bool step(Scores& S, Scores& S_next, Probabilities& P) {
     if (B::overlap == 0) start_qk(S), wgmma_wait_group<0>(), hold(S.x.d);
     float alpha[ROWS];
     release(&s.slice[slice].k_empty[k_read.stage]), k_read.advance();
@@ -2481,7 +2479,6 @@ template <class B> struct WgmmaRows {
       if (!first) release_v();
     }
     if (rescale && !__all_sync(0xffffffffu, alpha[0] == 1 && alpha[1] == 1)) scale_rows(O, alpha);
-    uint32_t P[STEPS][4];
 #pragma unroll
     for (int step = 0; step < STEPS; step++) round(P[step], S, step);
     if (B::use_ping_pong) barrier_sync(1 + warpgroup, 256);
@@ -2600,14 +2597,15 @@ template <class B> struct WgmmaRows {
   // All items.   load(): a round more, where the thread that loads computes as well.
   template <class Load> __device__ __forceinline__ void run(Load load) {
     Scores S[B::overlap == 2 ? 2 : 1];
+    Probabilities P;
     if (!begin_item()) return;
     if (B::use_ping_pong && warpgroup == B::warpgroups - 1) barrier_arrive(1, 256);
     begin_stream(S[0]);
     if constexpr (B::overlap == 2) start_qk(S[1]), wgmma_wait_group<0>(), hold(S[0].x.d);
     constexpr int other = B::overlap == 2;
-    while (step(S[0], S[other])) {
+    while (step(S[0], S[other], P)) {
       load();
-      if (other && !step(S[other], S[0])) break;
+      if (other && !step(S[other], S[0], P)) break;
     }
     wgmma_wait_group<0>();
     if (B::use_ping_pong && warpgroup == 0) barrier_sync(1, 256);
@@ -2621,7 +2619,7 @@ __device__ __forceinline__ void wgmma_copy(WgmmaShared<B>& s, const KernelArgs& 
   if (threadIdx.x == 0) {
     uint32_t* const counter = static_cast<uint32_t*>(a.p.workspace);
     uint32_t i = blockIdx.x;
-    for (loader.start_item(i); loader.item.rounds > 0; loader.start_item(i)) {
+    for (loader.find_item(i); loader.start_item(), loader.item.rounds > 0; loader.find_item(i)) {
       // The queue has the items after the first of every CTA; each is drawn for while the one before
       // it is loaded, so that there are as many draws as items, and the last puts the counter back.
       if (B::use_persistent_cta) {
@@ -2630,14 +2628,16 @@ __device__ __forceinline__ void wgmma_copy(WgmmaShared<B>& s, const KernelArgs& 
         i = gridDim.x + drawn;
       }
       for (int round = loader.item.rounds - 1; round >= 0; round--) {
-        loader.load_k(round), loader.ring.advance();
+        for (int slice = 0; slice < B::split_kv; slice++) loader.load_k(round, slice);
+        loader.ring.advance();
       }
       if (!B::use_persistent_cta) break;
     }
   } else if (threadIdx.x == 32) {
     for (loader.follow_item(); loader.item.rounds > 0; loader.follow_item()) {
       for (int round = loader.item.rounds - 1; round >= 0; round--) {
-        loader.load_v(round), loader.ring.advance();
+        for (int slice = 0; slice < B::split_kv; slice++) loader.load_v(round, slice);
+        loader.ring.advance();
       }
       if (!B::use_persistent_cta) break;
     }
@@ -2674,6 +2674,8 @@ __global__ void __launch_bounds__(B::threads, 1) sdpa_wgmma(const __grid_constan
     }
     fence_mbarrier_init();
   }
+  griddepcontrol_launch_dependents();
+  griddepcontrol_wait();  // from here on memory is as the kernel before this one has left it
   __syncthreads();  // hazard: mbarriers initialised by thread 0
   if constexpr (B::use_warp_specialization) {
     using Registers = WgmmaRegisters<B>;
@@ -2686,13 +2688,17 @@ __global__ void __launch_bounds__(B::threads, 1) sdpa_wgmma(const __grid_constan
       rows.run([] {});
     }
   } else {
+    // A thread of every slice loads its tiles, STAGES rounds ahead.
+    const int slice = threadIdx.x / B::group_threads;
     WgmmaLoader<B> loader(s, a);
     int round = -1;  // the next to load
     const auto load = [&] {
-      if (round >= 0) loader.load_k(round), loader.load_v(round), loader.ring.advance(), round--;
+      if (round < 0) return;
+      loader.load_k(round, slice), loader.load_v(round, slice), loader.ring.advance(), round--;
     };
-    if (threadIdx.x == 0) {
-      loader.start_item(blockIdx.x);
+    if (threadIdx.x % B::group_threads == 0) {
+      loader.find_item(blockIdx.x);
+      if (threadIdx.x == 0) loader.start_item();
       round = loader.item.rounds - 1;
       for (int stage = 0; stage < B::stages; stage++) load();
     }
@@ -2969,6 +2975,10 @@ SdpaStatus launch_kernel(const KernelArgs& a, uint32_t items, cudaStream_t strea
   launch.blockDim = dim3(Build::threads);
   launch.dynamicSmemBytes = shared_bytes;
   launch.stream = stream;
+  cudaLaunchAttribute early{};  // a CTA may start before the kernel before this one has ended
+  early.id = cudaLaunchAttributeProgrammaticStreamSerialization;
+  early.val.programmaticStreamSerializationAllowed = 1;
+  if (is_wgmma) launch.attrs = &early, launch.numAttrs = 1;
   error = cudaLaunchKernelEx(&launch, kernel, a);
   if (error != cudaSuccess) {
     cudaGetLastError();
