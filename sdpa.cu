@@ -75,7 +75,7 @@ namespace SDPA_NAMESPACE {
   X(USE_MMA_SYNC, 0, "0 1", "mma.sync and ldmatrix")                                              \
   X(USE_WGMMA, 0, "0 1", "wgmma and TMA (sm_90a)")                                                \
   X(USE_PING_PONG, 0, "0 1", "wgmma: warpgroups take turns at the tensor cores")                  \
-  X(OVERLAP, 0, "0 1 2", "wgmma: rounds whose Q @ K.T is begun ahead, beside softmax")             \
+  X(OVERLAP, 0, "0 1", "wgmma: softmax beside P @ V of the tile before")                           \
   X(USE_CUBLAS, 0, "0 1", "cuBLAS, S and P in global memory: the unfused baseline; link to it")   \
   X(USE_WARP_SPECIALIZATION, 0, "0 1", "producer warps copy, consumer warps compute")             \
   X(NUM_PRODUCER_WARPS, 1, "1 2 4", "warps that only copy")
@@ -199,9 +199,6 @@ SDPA_REFUSE(is_wgmma && !Build::use_warp_specialization &&
             "add USE_WARP_SPECIALIZATION=1 or drop them");
 SDPA_REFUSE(is_wgmma&& Build::use_persistent_cta && Build::split_kv > 1,
             "USE_PERSISTENT_CTA=1: in the wgmma kernel not with SPLIT_KV; drop one of them");
-SDPA_REFUSE(is_wgmma&& Build::use_persistent_cta && Build::head_dim == 256 && Build::overlap == 2,
-            "OVERLAP=2: with HEAD_DIM=256 there is no room for the Q tile of the next item; type "
-            "OVERLAP=1 or drop USE_PERSISTENT_CTA");
 SDPA_REFUSE(is_wgmma && (SYNC_POLICY_changed || USE_CP_ASYNC_changed || SWIZZLE_XOR_changed ||
                          NUM_PRODUCER_WARPS_changed || CTAS_PER_SM_changed || USE_FAST_EXP_changed),
             "USE_WGMMA=1: SYNC_POLICY, USE_CP_ASYNC, SWIZZLE_XOR, NUM_PRODUCER_WARPS, CTAS_PER_SM "
@@ -2312,6 +2309,9 @@ template <class B> struct WgmmaRows {
   static constexpr int ROWS = Output::ROWS, STEPS = B::block_n / 16;
   using Probabilities = uint32_t[STEPS][4];  // rounded, A operands of 16 keys each
   static constexpr bool STREAMS = Shared::Q_STAGES > 1;  // on to the next item without a break
+  // With a mask the upper warpgroups have fewer rounds. They skip the others unless they take turns.
+  static constexpr bool SKIPS = B::block_m > 64 && B::split_kv == 1 && !B::use_ping_pong &&
+                                (B::block_m - 65) / B::block_n < B::stages;
 
   Shared& s;
   const KernelArgs& a;
@@ -2367,13 +2367,28 @@ template <class B> struct WgmmaRows {
     if (STREAMS && rounds_ahead == 0) {
       q_ahead.advance();
       wait_phase(&s.q_full[q_ahead.stage], q_ahead.parity);
-      rounds_ahead = uniform(s.item[q_ahead.stage].rounds);
-      if (rounds_ahead == 0) rounds_ahead = -1;  // for good
+      enter_ahead();
     }
     if (rounds_ahead > 0) wait_phase(&s.slice[slice].k_full[k_ahead.stage], k_ahead.parity);
     multiply_qk(S, q_ahead.stage, k_ahead.stage);
     if (rounds_ahead > 0) k_ahead.advance();
     rounds_ahead--;
+  }
+  // The item of q_ahead, which is there.
+  __device__ __forceinline__ void enter_ahead() {
+    const int all = uniform(s.item[q_ahead.stage].rounds);
+    rounds_ahead = own_rounds(s.item[q_ahead.stage], all);
+    for (int skip = all - rounds_ahead; skip > 0; skip--) {
+      wait_phase(&s.slice[slice].k_full[k_ahead.stage], k_ahead.parity);
+      release(&s.slice[slice].k_empty[k_ahead.stage]), k_ahead.advance(), k_read.advance();
+    }
+    if (all == 0) rounds_ahead = -1;  // for good
+  }
+  // Of the rounds of an item those of this warpgroup.
+  __device__ __forceinline__ int own_rounds(const WorkItem& item, int all) const {
+    if (!SKIPS || a.p.causal == Causal::off || all == 0) return all;
+    const int keys = visible_keys(a.p, min(uniform(item.q0) + row_group * 64 + 63, a.p.Sq - 1));
+    return max((keys + B::block_n - 1) / B::block_n, 1);
   }
 
   // O += P @ V of this round, begun.   [64][D]
@@ -2457,58 +2472,61 @@ template <class B> struct WgmmaRows {
   __device__ __forceinline__ bool begin_item() {
     wait_phase(&s.q_full[q_now.stage], q_now.parity);
     const typename Shared::Item& item = s.item[q_now.stage];
-    rounds = uniform(item.rounds), q0 = uniform(item.q0);
-    if (rounds == 0) return false;
+    const int all = uniform(item.rounds);
+    if (all == 0) return false;
+    rounds = own_rounds(item, all), q0 = uniform(item.q0);
+    for (int skip = all - rounds; skip > 0; skip--) {
+      wait_phase(&s.slice[slice].v_full[v_ahead.stage], v_ahead.parity);
+      release_v(), v_ahead.advance();
+    }
     clean_keys = visible_keys(a.p, min(q0 + row_group * 64, a.p.Sq - 1));
     first = true;
 #pragma unroll
     for (int i = 0; i < ROWS; i++) m[i] = -INFINITY, l[i] = 0;
     return true;
   }
+  // The first scores of the item that has begun.
+  __device__ __forceinline__ void begin_stream(Scores& S) {
+    q_ahead = q_now;
+    enter_ahead();
+    if (B::overlap) start_qk(S), wgmma_wait_group<0>(), hold(S.x.d);
+  }
 
-  // One round: P of the scores S, which are there, then P @ V, and beside it the scores of a round to
-  // come. OVERLAP=1 begins these before P @ V and waits for them alone; OVERLAP=2 after it, and goes on
-  // with S_next, of the round between. False if there are no more rounds.
-  __device__ __forceinline__ bool step(Scores& S, Scores& S_next, Probabilities& P) {
-    if (B::overlap == 0) start_qk(S), wgmma_wait_group<0>(), hold(S.x.d);
-    float alpha[ROWS];
+  // One round: P of the scores S, then P @ V. OVERLAP=1: the scores are there, and those of the next
+  // round are begun before P @ V, so that P @ V goes on beside the softmax of that round. False if there
+  // are no more rounds.
+  __device__ __forceinline__ bool step(Scores& S, Probabilities& P) {
+    if (!B::overlap) start_qk(S), wgmma_wait_group<0>(), hold(S.x.d);
     release(&s.slice[slice].k_empty[k_read.stage]), k_read.advance();
+    float alpha[ROWS];
     const bool rescale = attend(S, alpha, ((rounds - 1) * B::split_kv + slice) * B::block_n) && !first;
     if (B::overlap) {
-      wait_pv(S_next);  // of the round before: P and O may be touched
+      wait_pv();  // of the round before: P and O may be touched
       if (!first) release_v();
     }
     if (rescale && !__all_sync(0xffffffffu, alpha[0] == 1 && alpha[1] == 1)) scale_rows(O, alpha);
 #pragma unroll
     for (int step = 0; step < STEPS; step++) round(P[step], S, step);
     if (B::use_ping_pong) barrier_sync(1 + warpgroup, 256);
-    if (B::overlap == 1) start_qk(S);
+    if (B::overlap) start_qk(S);
     start_pv(P);
-    if (B::overlap == 2) start_qk(S);
     if (B::use_ping_pong) barrier_arrive(1 + (warpgroup + 1) % B::warpgroups, 256);
     first = false;
-    if (B::overlap == 1) wgmma_wait_group<1>(), hold(S.x.d);
-    if (B::overlap == 0) wait_pv(S), release_v();
+    if (B::overlap) {
+      wgmma_wait_group<1>(), hold(S.x.d);
+    } else {
+      wait_pv(), release_v();
+    }
     if (--rounds > 0) return true;
-    if (B::overlap) wait_pv(S_next), release_v();
+    if (B::overlap) wait_pv(), release_v();
     finish_item();
     if (!B::use_persistent_cta || !begin_item()) return false;
     if (!STREAMS) begin_stream(S);
     return true;
   }
-  __device__ __forceinline__ void wait_pv(Scores& S_next) {
-    wgmma_wait_group<0>();
-    hold(O.x.d);
-    if (B::overlap == 2) hold(S_next.x.d);
-  }
+  __device__ __forceinline__ void wait_pv() { wgmma_wait_group<0>(), hold(O.x.d); }
   __device__ void release_v() {
     release(&s.slice[slice].v_empty[v_read.stage]), v_read.advance();
-  }
-  // The first scores of the item that has begun; P @ V of no round takes the place of the one before.
-  __device__ __forceinline__ void begin_stream(Scores& S) {
-    q_ahead = q_now, rounds_ahead = rounds;
-    if (B::overlap) start_qk(S);
-    if (B::overlap == 1) wgmma_wait_group<0>(), hold(S.x.d);
   }
 
   // O / l and LSE, by way of the rows of Q that nobody reads any more.
@@ -2596,17 +2614,12 @@ template <class B> struct WgmmaRows {
 
   // All items.   load(): a round more, where the thread that loads computes as well.
   template <class Load> __device__ __forceinline__ void run(Load load) {
-    Scores S[B::overlap == 2 ? 2 : 1];
+    Scores S;
     Probabilities P;
     if (!begin_item()) return;
     if (B::use_ping_pong && warpgroup == B::warpgroups - 1) barrier_arrive(1, 256);
-    begin_stream(S[0]);
-    if constexpr (B::overlap == 2) start_qk(S[1]), wgmma_wait_group<0>(), hold(S[0].x.d);
-    constexpr int other = B::overlap == 2;
-    while (step(S[0], S[other], P)) {
-      load();
-      if (other && !step(S[other], S[0], P)) break;
-    }
+    begin_stream(S);
+    while (step(S, P)) load();
     wgmma_wait_group<0>();
     if (B::use_ping_pong && warpgroup == 0) barrier_sync(1, 256);
   }
@@ -2614,12 +2627,11 @@ template <class B> struct WgmmaRows {
 
 // The warpgroup that copies: one thread loads Q and K, one V, and one stores O, item after item.
 template <class B>
-__device__ __forceinline__ void wgmma_copy(WgmmaShared<B>& s, const KernelArgs& a) {
-  WgmmaLoader<B> loader(s, a);
+__device__ __forceinline__ void wgmma_copy(WgmmaShared<B>& s, const KernelArgs& a,
+                                           WgmmaLoader<B>& loader) {
   if (threadIdx.x == 0) {
     uint32_t* const counter = static_cast<uint32_t*>(a.p.workspace);
-    uint32_t i = blockIdx.x;
-    for (loader.find_item(i); loader.start_item(), loader.item.rounds > 0; loader.find_item(i)) {
+    for (uint32_t i = 0; loader.start_item(), loader.item.rounds > 0; loader.find_item(i)) {
       // The queue has the items after the first of every CTA; each is drawn for while the one before
       // it is loaded, so that there are as many draws as items, and the last puts the counter back.
       if (B::use_persistent_cta) {
@@ -2660,7 +2672,12 @@ __device__ __forceinline__ void wgmma_copy(WgmmaShared<B>& s, const KernelArgs& 
 template <class B>
 __global__ void __launch_bounds__(B::threads, 1) sdpa_wgmma(const __grid_constant__ KernelArgs a) {
   WgmmaShared<B>& s = dynamic_shared<WgmmaShared<B>>();
-  if (threadIdx.x == 0) {
+  // Without producer warps a thread of every slice loads its tiles.
+  constexpr int loader_threads = B::use_warp_specialization ? B::threads : B::group_threads;
+  const int slice = threadIdx.x / loader_threads;
+  const bool loads = threadIdx.x % loader_threads == 0;
+  WgmmaLoader<B> loader(s, a);
+  if (threadIdx.x == B::threads - 1) {
     prefetch_tensormap(&a.maps.q), prefetch_tensormap(&a.maps.k), prefetch_tensormap(&a.maps.v);
     for (int stage = 0; stage < s.Q_STAGES; stage++) {
       mbarrier_init(&s.q_full[stage], 1), mbarrier_init(&s.q_empty[stage], 1);
@@ -2674,34 +2691,29 @@ __global__ void __launch_bounds__(B::threads, 1) sdpa_wgmma(const __grid_constan
     }
     fence_mbarrier_init();
   }
+  if (loads) loader.find_item(blockIdx.x);
   griddepcontrol_launch_dependents();
   griddepcontrol_wait();  // from here on memory is as the kernel before this one has left it
-  __syncthreads();  // hazard: mbarriers initialised by thread 0
+  __syncthreads();        // hazard: mbarriers initialised by one thread
   if constexpr (B::use_warp_specialization) {
     using Registers = WgmmaRegisters<B>;
     if (threadIdx.x < B::producer_threads) {
       if constexpr (Registers::dealt) setmaxnreg_dec<Registers::producer>();
-      wgmma_copy<B>(s, a);
+      wgmma_copy<B>(s, a, loader);
     } else {
       if constexpr (Registers::dealt) setmaxnreg_inc<Registers::consumer>();
       WgmmaRows<B> rows(s, a, threadIdx.x - B::producer_threads);
       rows.run([] {});
     }
   } else {
-    // A thread of every slice loads its tiles, STAGES rounds ahead.
-    const int slice = threadIdx.x / B::group_threads;
-    WgmmaLoader<B> loader(s, a);
-    int round = -1;  // the next to load
+    int round = loads ? loader.item.rounds - 1 : -1;  // the next to load
     const auto load = [&] {
       if (round < 0) return;
-      loader.load_k(round, slice), loader.load_v(round, slice), loader.ring.advance(), round--;
+      loader.load_k(round, slice);
+      if (threadIdx.x == 0 && round == loader.item.rounds - 1) loader.start_item();
+      loader.load_v(round, slice), loader.ring.advance(), round--;
     };
-    if (threadIdx.x % B::group_threads == 0) {
-      loader.find_item(blockIdx.x);
-      if (threadIdx.x == 0) loader.start_item();
-      round = loader.item.rounds - 1;
-      for (int stage = 0; stage < B::stages; stage++) load();
-    }
+    for (int stage = 0; stage < B::stages; stage++) load();
     WgmmaRows<B> rows(s, a, threadIdx.x);
     rows.run(load);
   }
