@@ -344,6 +344,13 @@ __device__ __forceinline__ SharedAddress shared_address(const void* p_s) {
   return static_cast<SharedAddress>(__cvta_generic_to_shared(p_s));
 }
 
+// threadIdx.x, read anew where it is needed: what follows from it takes no register meanwhile.
+__device__ __forceinline__ int thread_index_anew() {
+  int index;
+  asm volatile("mov.u32 %0, %%tid.x;" : "=r"(index));
+  return index;
+}
+
 // Loads and stores of a T (1 to 16 bytes) at an address aligned to its size. Written as plain
 // accesses: the compiler finds the address space, and folds offsets.
 template <class T> __device__ __forceinline__ T ld_shared(const void* src_s) {
@@ -2193,7 +2200,7 @@ template <class B> struct WgmmaShared {
 // copies gives away what it does not need. setmaxnreg counts in eights.
 template <class B> struct WgmmaRegisters {
   static constexpr int at_start = 65536 / B::threads / 8 * 8;
-  static constexpr int producer = B::warpgroups > 2 ? 32 : 40;
+  static constexpr int producer = B::warpgroups > 2 ? 32 : 24;
   static constexpr int spare = at_start * (B::warpgroups + 1) - producer;
   static constexpr int consumer = spare / B::warpgroups < 240 ? spare / B::warpgroups / 8 * 8 : 240;
   // One warpgroup that computes has enough as it is.
@@ -2315,7 +2322,7 @@ template <class B> struct WgmmaRows {
 
   Shared& s;
   const KernelArgs& a;
-  const int tid, warp, lane, warpgroup, slice, row_group, vote;
+  const int lane, warpgroup, slice, row_group;
   const SharedAddress Q_s, K_s, V_s;  // the first stages; of Q the warpgroup's rows
   Output O;
   float m[ROWS], l[ROWS];
@@ -2329,17 +2336,13 @@ template <class B> struct WgmmaRows {
   __device__ WgmmaRows(Shared& s_, const KernelArgs& a_, int thread)
       : s(s_),
         a(a_),
-        tid(thread % 128),
-        warp(tid / 32),
-        lane(tid % 32),
+        lane(thread % 32),
         warpgroup(uniform(thread / 128)),
         slice(warpgroup / Shared::ROW_GROUPS),
         row_group(warpgroup % Shared::ROW_GROUPS),
-        vote(1 + B::warpgroups + warpgroup),
         Q_s(uniform(shared_address(s.Q[0] + row_group * 64 * 64))),
         K_s(uniform(shared_address(s.slice[slice].K[0]))),
         V_s(uniform(shared_address(s.slice[slice].V[0]))) {
-    O.first_row = row_group * 64 + warp * 16 + lane / 4, O.first_col = lane % 4 * 2;
   }
 
   __device__ void release(uint64_t* empty) {
@@ -2431,7 +2434,8 @@ template <class B> struct WgmmaRows {
     }
     if (exactly) {
       if (masked) {
-        S.first_row = O.first_row, S.first_col = O.first_col;
+        const int tid = thread_index_anew() % 128;
+        S.first_row = row_group * 64 + tid / 32 * 16 + tid % 32 / 4, S.first_col = tid % 4 * 2;
         mask_scores(S, a.p, q0, k0);
       }
       softmax_max<B>(S, a.scale_log2, m, alpha);
@@ -2448,20 +2452,20 @@ template <class B> struct WgmmaRows {
   __device__ __forceinline__ void multiply_qk_again(Scores& S, int k0) const {
     const SdpaParams& p = a.p;
     const typename Shared::Item& item = s.item[q_now.stage];
-    const int row = row_group * 64 + warp * 16 + lane % 16;
+    const int tid = thread_index_anew() % 128, lane = tid % 32;
+    const int row = row_group * 64 + tid / 32 * 16 + lane % 16;
     const Element* const K_g = p.K + item.b * p.k.batch + item.h / (p.Hq / p.Hkv) * p.k.head +
                                (k0 + lane / 4) * p.k.row + lane % 4 * 2;
 #pragma unroll
-    for (int i = 0; i < B::block_n / 2; i++) S.x.d[i] = 0;
+    for (int n = 0; n < B::block_n / 8; n++) {
+      float* const c = S.x.d + 4 * n;
+      c[0] = c[1] = c[2] = c[3] = 0;
 #pragma unroll 1
-    for (int d = 0; d < B::head_dim; d += 16) {
-      uint32_t q[4];
-      ldmatrix_x4<false>(q, shared_address(s.Q[q_now.stage] + panel_offset<B::block_m>(
-                                                                  row, d + lane / 16 * 8)));
-#pragma unroll
-      for (int n = 0; n < B::block_n / 8; n++) {
+      for (int d = 0; d < B::head_dim; d += 16) {
+        uint32_t q[4];
+        ldmatrix_x4<false>(q, shared_address(s.Q[q_now.stage] + panel_offset<B::block_m>(
+                                                                    row, d + lane / 16 * 8)));
         const Element* const k = K_g + 8 * n * p.k.row + d;
-        float* const c = S.x.d + 4 * n;
         mma_m16n8k16<Element>(c[0], c[1], c[2], c[3], q, ld_global<uint32_t>(k),
                               ld_global<uint32_t>(k + 8));
       }
@@ -2531,23 +2535,25 @@ template <class B> struct WgmmaRows {
 
   // O / l and LSE, by way of the rows of Q that nobody reads any more.
   __device__ __forceinline__ void finish_item() {
+    const int tid = thread_index_anew() % 128, lane = tid % 32;
+    const int first_row = row_group * 64 + tid / 32 * 16;  // of the warp
 #pragma unroll
     for (int i = 0; i < ROWS; i++) l[i] = row_sum<Output::LANES>(l[i]);
     if constexpr (B::split_kv > 1) {
-      store_partial(s.partial[warpgroup]);
+      store_partial(s.partial[warpgroup], tid);
       barrier_sync(15, B::warpgroups * 128);  // hazard: partial results written, Q read
-      merge_partials();
+      merge_partials(tid);
     } else {
-      barrier_sync(vote, 128);  // hazard: Q read by all warps of the warpgroup
+      barrier_sync(1 + B::warpgroups + warpgroup, 128);  // hazard: Q read by all its warps
     }
     float inverse[ROWS];
 #pragma unroll
     for (int i = 0; i < ROWS; i++) inverse[i] = 1 / l[i];
-    const int stage = q_now.stage, row = row_group * 64 + warp * 16 + lane % 16;
+    const int stage = q_now.stage;
     if (slice == 0 && lane % 4 == 0) {
 #pragma unroll
       for (int i = 0; i < ROWS; i++) {
-        const int q = q0 + O.row(i);
+        const int q = q0 + first_row + lane / 4 + 8 * i;
         if (q < a.p.Sq) store_lse(m[i], l[i], a, s.item[stage], q);
       }
     }
@@ -2566,7 +2572,8 @@ template <class B> struct WgmmaRows {
       uint32_t o[4];
       round(o, part, 0);
       const int column = (slice * STEPS + n) * 16 + lane / 16 * 8;
-      stmatrix_x4(shared_address(s.Q[stage] + panel_offset<B::block_m>(row, column)), o);
+      const int at = panel_offset<B::block_m>(first_row + lane % 16, column);
+      stmatrix_x4(shared_address(s.Q[stage] + at), o);
     }
     fence_proxy_async();
     release(&s.o_done[stage][row_group]);
@@ -2576,14 +2583,14 @@ template <class B> struct WgmmaRows {
     }
     q_now.advance();
   }
-  __device__ __forceinline__ void store_partial(typename Shared::Partial& partial) const {
+  __device__ __forceinline__ void store_partial(typename Shared::Partial& partial, int tid) const {
 #pragma unroll
     for (int i = 0; i < ROWS; i++) st_shared(&partial.m[i][tid], m[i]), st_shared(&partial.l[i][tid], l[i]);
 #pragma unroll
     for (int i = 0; i < B::head_dim / 2; i++) st_shared(&partial.O[i][tid], O.x.d[i]);
   }
   // m and l of all slices, and of O the slice's share of the columns, in front.
-  __device__ __forceinline__ void merge_partials() {
+  __device__ __forceinline__ void merge_partials(int tid) {
     constexpr int SHARE = B::head_dim / 2 / B::split_kv;
     float scale[B::split_kv][ROWS];
 #pragma unroll
