@@ -193,11 +193,12 @@ SDPA_REFUSE(is_wgmma&& Build::block_n % 16 != 0,
 SDPA_REFUSE(is_wgmma&& Build::vec_width != 8,
             "VEC_WIDTH: TMA wants addresses and strides that are multiples of 16 bytes; type "
             "VEC_WIDTH=8");
-SDPA_REFUSE(is_wgmma && !Build::use_warp_specialization &&
-                (Build::overlap > 0 || Build::use_persistent_cta),
-            "OVERLAP and USE_PERSISTENT_CTA: the wgmma kernel has them with a warpgroup that copies; "
-            "add USE_WARP_SPECIALIZATION=1 or drop them");
-SDPA_REFUSE(is_wgmma&& Build::use_persistent_cta && Build::split_kv > 1,
+SDPA_REFUSE(
+    is_wgmma && !Build::use_warp_specialization &&
+        (Build::overlap > 0 || Build::use_persistent_cta),
+    "OVERLAP and USE_PERSISTENT_CTA: the wgmma kernel has them with a warpgroup that copies; "
+    "add USE_WARP_SPECIALIZATION=1 or drop them");
+SDPA_REFUSE(is_wgmma&& Build::use_persistent_cta&& Build::split_kv > 1,
             "USE_PERSISTENT_CTA=1: in the wgmma kernel not with SPLIT_KV; drop one of them");
 SDPA_REFUSE(is_wgmma && (SYNC_POLICY_changed || USE_CP_ASYNC_changed || SWIZZLE_XOR_changed ||
                          NUM_PRODUCER_WARPS_changed || CTAS_PER_SM_changed || USE_FAST_EXP_changed),
@@ -250,7 +251,8 @@ SDPA_REFUSE(
     is_mma&& SYNC_POLICY_changed,
     "SYNC_POLICY: in the mma.sync kernel every warp owns its rows and the copies alone need "
     "a barrier, so the policy does nothing; drop SYNC_POLICY");
-SDPA_REFUSE(!is_wgmma && !Build::use_cp_async && !Build::use_warp_specialization && Build::stages > 1,
+SDPA_REFUSE(!is_wgmma && !Build::use_cp_async && !Build::use_warp_specialization &&
+                Build::stages > 1,
             "STAGES: plain copies finish before the next one starts, so STAGES does nothing "
             "without cp.async or producer warps; add USE_CP_ASYNC=1 or drop STAGES");
 SDPA_REFUSE(Build::vec_width == 1 && Build::use_cp_async,
@@ -393,18 +395,6 @@ template <int N> __device__ __forceinline__ void cp_async_wait_group() {
 // A barrier number `id` (1 to 15; 0 is __syncthreads) for `threads` threads in whole warps.
 __device__ __forceinline__ void barrier_sync(int id, int threads) {
   asm volatile("barrier.sync.aligned %0, %1;" ::"r"(id), "r"(threads) : "memory");
-}
-
-// The same, and whether the predicate holds for any of the threads.
-__device__ __forceinline__ bool barrier_or(int id, int threads, bool predicate) {
-  uint32_t any;
-  asm volatile(
-      "{ .reg .pred p, q; setp.ne.b32 p, %3, 0; barrier.red.or.pred.aligned q, %1, %2, p; "
-      "selp.b32 %0, 1, 0, q; }"
-      : "=r"(any)
-      : "r"(id), "r"(threads), "r"(uint32_t(predicate))
-      : "memory");
-  return any;
 }
 
 // bar.arrive: counts these threads at barrier `id` and goes on; barrier_sync() of others waits.
@@ -1353,6 +1343,7 @@ template <int N> struct StageRing {
   __device__ void advance() {
     if (++stage == N) stage = 0, parity ^= 1;
   }
+  __device__ int previous() const { return stage == 0 ? N - 1 : stage - 1; }
 };
 
 __device__ __forceinline__ void mbarrier_wait(uint64_t* barrier_s, int parity) {
@@ -2314,11 +2305,8 @@ template <class B> struct WgmmaRows {
   using Scores = WgmmaAccumulator<B::block_n>;
   using Output = WgmmaAccumulator<B::head_dim>;
   static constexpr int ROWS = Output::ROWS, STEPS = B::block_n / 16;
-  using Probabilities = uint32_t[STEPS][4];  // rounded, A operands of 16 keys each
+  using Probabilities = uint32_t[STEPS][4];              // rounded, A operands of 16 keys each
   static constexpr bool STREAMS = Shared::Q_STAGES > 1;  // on to the next item without a break
-  // With a mask the upper warpgroups have fewer rounds. They skip the others unless they take turns.
-  static constexpr bool SKIPS = B::block_m > 64 && B::split_kv == 1 && !B::use_ping_pong &&
-                                (B::block_m - 65) / B::block_n < B::stages;
 
   Shared& s;
   const KernelArgs& a;
@@ -2326,10 +2314,9 @@ template <class B> struct WgmmaRows {
   const SharedAddress Q_s, K_s, V_s;  // the first stages; of Q the warpgroup's rows
   Output O;
   float m[ROWS], l[ROWS];
-  // Where Q @ K.T is to be issued next, rounds left of that item, and where P @ V is. What has been
-  // read is released in the order of issue.
+  // Where Q @ K.T is to be issued next, rounds left of that item, and where P @ V is.
   StageRing<Shared::Q_STAGES> q_ahead, q_now;
-  StageRing<B::stages> k_ahead, k_read, v_ahead, v_read;
+  StageRing<B::stages> k_ahead, v_ahead;
   int rounds_ahead = 0, rounds = 0, q0 = 0, clean_keys = 0;
   bool first = true;  // round of the item
 
@@ -2342,8 +2329,7 @@ template <class B> struct WgmmaRows {
         row_group(warpgroup % Shared::ROW_GROUPS),
         Q_s(uniform(shared_address(s.Q[0] + row_group * 64 * 64))),
         K_s(uniform(shared_address(s.slice[slice].K[0]))),
-        V_s(uniform(shared_address(s.slice[slice].V[0]))) {
-  }
+        V_s(uniform(shared_address(s.slice[slice].V[0]))) {}
 
   __device__ void release(uint64_t* empty) {
     __syncwarp();
@@ -2370,28 +2356,13 @@ template <class B> struct WgmmaRows {
     if (STREAMS && rounds_ahead == 0) {
       q_ahead.advance();
       wait_phase(&s.q_full[q_ahead.stage], q_ahead.parity);
-      enter_ahead();
+      rounds_ahead = uniform(s.item[q_ahead.stage].rounds);
+      if (rounds_ahead == 0) rounds_ahead = -1;  // for good
     }
     if (rounds_ahead > 0) wait_phase(&s.slice[slice].k_full[k_ahead.stage], k_ahead.parity);
     multiply_qk(S, q_ahead.stage, k_ahead.stage);
     if (rounds_ahead > 0) k_ahead.advance();
     rounds_ahead--;
-  }
-  // The item of q_ahead, which is there.
-  __device__ __forceinline__ void enter_ahead() {
-    const int all = uniform(s.item[q_ahead.stage].rounds);
-    rounds_ahead = own_rounds(s.item[q_ahead.stage], all);
-    for (int skip = all - rounds_ahead; skip > 0; skip--) {
-      wait_phase(&s.slice[slice].k_full[k_ahead.stage], k_ahead.parity);
-      release(&s.slice[slice].k_empty[k_ahead.stage]), k_ahead.advance(), k_read.advance();
-    }
-    if (all == 0) rounds_ahead = -1;  // for good
-  }
-  // Of the rounds of an item those of this warpgroup.
-  __device__ __forceinline__ int own_rounds(const WorkItem& item, int all) const {
-    if (!SKIPS || a.p.causal == Causal::off || all == 0) return all;
-    const int keys = visible_keys(a.p, min(uniform(item.q0) + row_group * 64 + 63, a.p.Sq - 1));
-    return max((keys + B::block_n - 1) / B::block_n, 1);
   }
 
   // O += P @ V of this round, begun.   [64][D]
@@ -2404,7 +2375,8 @@ template <class B> struct WgmmaRows {
     wgmma_fence();
 #pragma unroll
     for (int step = 0; step < STEPS; step++) {
-      wgmma_rs<Element, B::head_dim, 1>(O.x.d, P[step], V + step * 16 * 128 / 16, step > 0 || !first);
+      wgmma_rs<Element, B::head_dim, 1>(O.x.d, P[step], V + step * 16 * 128 / 16,
+                                        step > 0 || !first);
     }
     wgmma_commit_group();
     v_ahead.advance();
@@ -2463,8 +2435,8 @@ template <class B> struct WgmmaRows {
 #pragma unroll 1
       for (int d = 0; d < B::head_dim; d += 16) {
         uint32_t q[4];
-        ldmatrix_x4<false>(q, shared_address(s.Q[q_now.stage] + panel_offset<B::block_m>(
-                                                                    row, d + lane / 16 * 8)));
+        ldmatrix_x4<false>(
+            q, shared_address(s.Q[q_now.stage] + panel_offset<B::block_m>(row, d + lane / 16 * 8)));
         const Element* const k = K_g + 8 * n * p.k.row + d;
         mma_m16n8k16<Element>(c[0], c[1], c[2], c[3], q, ld_global<uint32_t>(k),
                               ld_global<uint32_t>(k + 8));
@@ -2476,13 +2448,8 @@ template <class B> struct WgmmaRows {
   __device__ __forceinline__ bool begin_item() {
     wait_phase(&s.q_full[q_now.stage], q_now.parity);
     const typename Shared::Item& item = s.item[q_now.stage];
-    const int all = uniform(item.rounds);
-    if (all == 0) return false;
-    rounds = own_rounds(item, all), q0 = uniform(item.q0);
-    for (int skip = all - rounds; skip > 0; skip--) {
-      wait_phase(&s.slice[slice].v_full[v_ahead.stage], v_ahead.parity);
-      release_v(), v_ahead.advance();
-    }
+    rounds = uniform(item.rounds), q0 = uniform(item.q0);
+    if (rounds == 0) return false;
     clean_keys = visible_keys(a.p, min(q0 + row_group * 64, a.p.Sq - 1));
     first = true;
 #pragma unroll
@@ -2491,8 +2458,7 @@ template <class B> struct WgmmaRows {
   }
   // The first scores of the item that has begun.
   __device__ __forceinline__ void begin_stream(Scores& S) {
-    q_ahead = q_now;
-    enter_ahead();
+    q_ahead = q_now, rounds_ahead = rounds;
     if (B::overlap) start_qk(S), wgmma_wait_group<0>(), hold(S.x.d);
   }
 
@@ -2501,12 +2467,13 @@ template <class B> struct WgmmaRows {
   // are no more rounds.
   __device__ __forceinline__ bool step(Scores& S, Probabilities& P) {
     if (!B::overlap) start_qk(S), wgmma_wait_group<0>(), hold(S.x.d);
-    release(&s.slice[slice].k_empty[k_read.stage]), k_read.advance();
+    release(&s.slice[slice].k_empty[k_ahead.previous()]);
     float alpha[ROWS];
-    const bool rescale = attend(S, alpha, ((rounds - 1) * B::split_kv + slice) * B::block_n) && !first;
+    const bool rescale =
+        attend(S, alpha, ((rounds - 1) * B::split_kv + slice) * B::block_n) && !first;
     if (B::overlap) {
       wait_pv();  // of the round before: P and O may be touched
-      if (!first) release_v();
+      if (!first) release_last_v();
     }
     if (rescale && !__all_sync(0xffffffffu, alpha[0] == 1 && alpha[1] == 1)) scale_rows(O, alpha);
 #pragma unroll
@@ -2519,19 +2486,17 @@ template <class B> struct WgmmaRows {
     if (B::overlap) {
       wgmma_wait_group<1>(), hold(S.x.d);
     } else {
-      wait_pv(), release_v();
+      wait_pv(), release_last_v();
     }
     if (--rounds > 0) return true;
-    if (B::overlap) wait_pv(), release_v();
+    if (B::overlap) wait_pv(), release_last_v();
     finish_item();
     if (!B::use_persistent_cta || !begin_item()) return false;
     if (!STREAMS) begin_stream(S);
     return true;
   }
   __device__ __forceinline__ void wait_pv() { wgmma_wait_group<0>(), hold(O.x.d); }
-  __device__ void release_v() {
-    release(&s.slice[slice].v_empty[v_read.stage]), v_read.advance();
-  }
+  __device__ void release_last_v() { release(&s.slice[slice].v_empty[v_ahead.previous()]); }
 
   // O / l and LSE, by way of the rows of Q that nobody reads any more.
   __device__ __forceinline__ void finish_item() {
@@ -2585,7 +2550,8 @@ template <class B> struct WgmmaRows {
   }
   __device__ __forceinline__ void store_partial(typename Shared::Partial& partial, int tid) const {
 #pragma unroll
-    for (int i = 0; i < ROWS; i++) st_shared(&partial.m[i][tid], m[i]), st_shared(&partial.l[i][tid], l[i]);
+    for (int i = 0; i < ROWS; i++)
+      st_shared(&partial.m[i][tid], m[i]), st_shared(&partial.l[i][tid], l[i]);
 #pragma unroll
     for (int i = 0; i < B::head_dim / 2; i++) st_shared(&partial.O[i][tid], O.x.d[i]);
   }
@@ -2613,7 +2579,8 @@ template <class B> struct WgmmaRows {
       O.x.d[j] = 0;
 #pragma unroll
       for (int n = 0; n < B::split_kv; n++) {
-        const float* const other = &s.partial[n * Shared::ROW_GROUPS + row_group].O[slice * SHARE + j][tid];
+        const float* const other =
+            &s.partial[n * Shared::ROW_GROUPS + row_group].O[slice * SHARE + j][tid];
         O.x.d[j] = fmaf(ld_shared<float>(other), scale[n][j / 2 % 2], O.x.d[j]);
       }
     }
@@ -2679,10 +2646,10 @@ __device__ __forceinline__ void wgmma_copy(WgmmaShared<B>& s, const KernelArgs& 
 template <class B>
 __global__ void __launch_bounds__(B::threads, 1) sdpa_wgmma(const __grid_constant__ KernelArgs a) {
   WgmmaShared<B>& s = dynamic_shared<WgmmaShared<B>>();
-  // Without producer warps a thread of every slice loads its tiles.
-  constexpr int loader_threads = B::use_warp_specialization ? B::threads : B::group_threads;
-  const int slice = threadIdx.x / loader_threads;
-  const bool loads = threadIdx.x % loader_threads == 0;
+  // Without producer warps two threads of every slice load its tiles.
+  constexpr int sharing = B::use_warp_specialization ? B::threads : B::group_threads;
+  const int slice = threadIdx.x / sharing;
+  const bool loads_k = threadIdx.x % sharing == 0, loads_v = threadIdx.x % sharing == 32;
   WgmmaLoader<B> loader(s, a);
   if (threadIdx.x == B::threads - 1) {
     prefetch_tensormap(&a.maps.q), prefetch_tensormap(&a.maps.k), prefetch_tensormap(&a.maps.v);
@@ -2698,7 +2665,7 @@ __global__ void __launch_bounds__(B::threads, 1) sdpa_wgmma(const __grid_constan
     }
     fence_mbarrier_init();
   }
-  if (loads) loader.find_item(blockIdx.x);
+  if (loads_k || loads_v) loader.find_item(blockIdx.x);
   griddepcontrol_launch_dependents();
   griddepcontrol_wait();  // from here on memory is as the kernel before this one has left it
   __syncthreads();        // hazard: mbarriers initialised by one thread
@@ -2713,12 +2680,16 @@ __global__ void __launch_bounds__(B::threads, 1) sdpa_wgmma(const __grid_constan
       rows.run([] {});
     }
   } else {
-    int round = loads ? loader.item.rounds - 1 : -1;  // the next to load
+    int round = loads_k || loads_v ? loader.item.rounds - 1 : -1;  // the next to load
     const auto load = [&] {
       if (round < 0) return;
-      loader.load_k(round, slice);
-      if (threadIdx.x == 0 && round == loader.item.rounds - 1) loader.start_item();
-      loader.load_v(round, slice), loader.ring.advance(), round--;
+      if (loads_v) {
+        loader.load_v(round, slice);
+      } else {
+        loader.load_k(round, slice);
+        if (threadIdx.x == 0 && round == loader.item.rounds - 1) loader.start_item();
+      }
+      loader.ring.advance(), round--;
     };
     for (int stage = 0; stage < B::stages; stage++) load();
     WgmmaRows<B> rows(s, a, threadIdx.x);

@@ -153,7 +153,6 @@ struct Meeting {  // of some lanes of a warp, in one collective
 struct Barrier {
   int count = 0, arrived = 0;
   bool open = false;  // somebody is here
-  bool any = false, result = false;  // barrier_or: of those who are here, of the round before
   Site at{};
   std::vector<Fiber*> waiting;
 };
@@ -450,7 +449,6 @@ void reach(Barrier& barrier, int count, bool wait_here, const char* what, Site a
   release(&barrier);
   if (++barrier.arrived == barrier.count) {
     barrier.open = false, barrier.arrived = 0;
-    barrier.result = barrier.any, barrier.any = false;
     wake(*b.cluster, barrier.waiting);
     acquire(&barrier);
   } else if (wait_here) {
@@ -642,12 +640,6 @@ void named_barrier(int id, int count, bool wait_here, Site at) {
   if (count <= 0 || count % 32) fail(at, "barrier %d: %d threads is no multiple of a warp", id, count);
   if (self->linear == 0 && wait_here) self->block->counters.barriers++;
   reach(self->block->named[id], count, wait_here, "a named barrier", at, false);
-}
-
-bool named_barrier_or(int id, int count, bool predicate, Site at) {
-  if (id >= 0 && id <= 15) self->block->named[id].any |= predicate;
-  named_barrier(id, count, true, at);
-  return self->block->named[id].result;
 }
 
 void warp_collective(unsigned mask, void* mine, Collective compute, Site at) {

@@ -80,7 +80,6 @@ extern thread_local Grid grid;
 void sync_threads(Site at);
 // bar.sync (wait) and bar.arrive (!wait) on barrier `id` of `count` threads.
 void named_barrier(int id, int count, bool wait, Site at);
-bool named_barrier_or(int id, int count, bool predicate, Site at);
 // The lanes of `mask` meet; the last to arrive runs compute(args) on all their arguments, indexed by
 // lane. Lanes that meet in different operations are reported.
 using Collective = void (*)(void* const args[32], unsigned mask);

@@ -229,9 +229,6 @@ inline int thread_index_anew() { return int(threadIdx.x); }
 inline void barrier_sync(int id, int threads, SIMT_CALLER) {
   simt::named_barrier(id, threads, true, at);
 }
-inline bool barrier_or(int id, int threads, bool predicate, SIMT_CALLER) {
-  return simt::named_barrier_or(id, threads, predicate, at);
-}
 inline void barrier_arrive(int id, int threads, SIMT_CALLER) {
   simt::named_barrier(id, threads, false, at);
 }
