@@ -2396,7 +2396,8 @@ template <class B> struct WgmmaRows {
   __device__ __forceinline__ bool attend(Scores& S, float (&alpha)[ROWS], int k0) {
     const bool masked = k0 + B::block_n > clean_keys;
     float m_log2[ROWS], sum[ROWS] = {0, 0};
-    bool exactly = !B::use_lazy_max || first || masked;
+    // Up to here every row has had a visible key, if the tile before began with one for the first row.
+    bool exactly = !B::use_lazy_max || k0 + B::split_kv * B::block_n >= clean_keys;
     if (!exactly) {
 #pragma unroll
       for (int i = 0; i < ROWS; i++) m_log2[i] = m[i] * a.scale_log2, alpha[i] = 1;

@@ -54,7 +54,7 @@ refused "so every warp must keep its rows; type SYNC_POLICY=1" "${wmma[@]}" -DUS
 refused "only the wmma and wgmma kernels have producer warps; add USE_WMMA=1 or" -DUSE_WARP_SPECIALIZATION=1
 refused "producer warps only with USE_WARP_SPECIALIZATION=1" "${wmma[@]}" -DNUM_PRODUCER_WARPS=2
 refused "USE_LAZY_MAX=1: only the mma.sync and wgmma kernels have it" "${wmma[@]}" -DUSE_LAZY_MAX=1
-refused "SPLIT_KV: only the mma.sync kernel has it" -DSPLIT_KV=2
+refused "SPLIT_KV: only the mma.sync and wgmma kernels have it" -DSPLIT_KV=2
 accepted -DUSE_MMA_SYNC=1 -DBLOCK_M=64 -DNUM_WARPS=4
 accepted -DUSE_MMA_SYNC=1 -DBLOCK_M=64 -DNUM_WARPS=8 -DSPLIT_KV=2 -DUSE_LAZY_MAX=1 -DCTAS_PER_SM=2
 refused "16 or 32 times NUM_WARPS/SPLIT_KV; type BLOCK_M=128 NUM_WARPS=4" -DUSE_MMA_SYNC=1 -DBLOCK_M=32
@@ -64,10 +64,13 @@ refused "must be a multiple of 16; type BLOCK_N=64" -DUSE_MMA_SYNC=1 -DBLOCK_M=6
 refused "so the policy does nothing; drop SYNC_POLICY" -DUSE_MMA_SYNC=1 -DBLOCK_M=64 -DSYNC_POLICY=1
 wgmma=(-DUSE_WGMMA=1 -DUSE_WARP_SPECIALIZATION=1 -DVEC_WIDTH=8)
 accepted "${wgmma[@]}" -DBLOCK_M=192 -DNUM_WARPS=12 -DBLOCK_N=96 -DSTAGES=3 -DOVERLAP=1 -DUSE_PING_PONG=1 -DUSE_LAZY_MAX=1
+accepted "${wgmma[@]}" -DBLOCK_M=128 -DNUM_WARPS=8 -DUSE_PERSISTENT_CTA=1
+accepted -DUSE_WGMMA=1 -DVEC_WIDTH=8 -DBLOCK_M=64 -DNUM_WARPS=16 -DSPLIT_KV=4 -DSTAGES=2
 refused "a warpgroup has 4 warps and 64 query rows" "${wgmma[@]}" -DBLOCK_M=64 -DNUM_WARPS=8
 refused "wgmma takes keys by 16" "${wgmma[@]}" -DBLOCK_M=64 -DBLOCK_N=40
 refused "type VEC_WIDTH=8" -DUSE_WGMMA=1 -DUSE_WARP_SPECIALIZATION=1 -DBLOCK_M=64
-refused "the wgmma kernel has a warpgroup that copies" -DUSE_WGMMA=1 -DVEC_WIDTH=8 -DBLOCK_M=64
+refused "the wgmma kernel has them with a warpgroup that copies" -DUSE_WGMMA=1 -DVEC_WIDTH=8 -DBLOCK_M=64 -DOVERLAP=1
+refused "in the wgmma kernel not with SPLIT_KV" "${wgmma[@]}" -DBLOCK_M=64 -DNUM_WARPS=8 -DSPLIT_KV=2 -DUSE_PERSISTENT_CTA=1
 refused "have no effect on it; drop them" "${wgmma[@]}" -DBLOCK_M=64 -DSWIZZLE_XOR=1
 refused "only the wgmma kernel has them; add USE_WGMMA=1 or drop them" -DOVERLAP=1
 rm -r "$(dirname "$section")"
