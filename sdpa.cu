@@ -67,6 +67,7 @@ namespace SDPA_NAMESPACE {
   X(SWIZZLE_XOR, 0, "0 1", "against bank conflicts: XOR-swizzled rows (wmma: padded rows)")       \
   X(USE_PERSISTENT_CTA, 0, "0 1", "resident CTAs draw tiles from an atomic queue; workspace")     \
   X(USE_FAST_EXP, 0, "0 1", "2^x by a cubic on the FMA pipes (1e-4) instead of ex2.approx")       \
+  X(FAST_EXP_SHARE, 1, "1 2 4 8 16", "USE_FAST_EXP: one of so many exponentials, the others as ever") \
   X(USE_LAZY_MAX, 0, "0 1", "keep an old row maximum while it is near enough: no rescale of O")   \
   X(SPLIT_KV, 1, "1 2 4", "groups of warps that split the keys and merge: for few, long rows")    \
   X(CTAS_PER_SM, 1, "1..8", "caps the registers so that this many CTAs fit; too many spills")     \
@@ -154,6 +155,7 @@ struct Build {
   static constexpr bool swizzle_xor = number_of(SWIZZLE_XOR_text);
   static constexpr bool use_persistent_cta = number_of(USE_PERSISTENT_CTA_text);
   static constexpr bool use_fast_exp = number_of(USE_FAST_EXP_text);
+  static constexpr int fast_exp_share = number_of(FAST_EXP_SHARE_text);
   static constexpr bool use_wmma_pv = number_of(USE_WMMA_PV_text);
   static constexpr bool use_lazy_max = number_of(USE_LAZY_MAX_text);
   static constexpr int split_kv = number_of(SPLIT_KV_text);
@@ -200,10 +202,13 @@ SDPA_REFUSE(
     "add USE_WARP_SPECIALIZATION=1 or drop them");
 SDPA_REFUSE(is_wgmma&& Build::use_persistent_cta&& Build::split_kv > 1,
             "USE_PERSISTENT_CTA=1: in the wgmma kernel not with SPLIT_KV; drop one of them");
-SDPA_REFUSE(is_wgmma && (SYNC_POLICY_changed || USE_CP_ASYNC_changed || SWIZZLE_XOR_changed ||
-                         NUM_PRODUCER_WARPS_changed || CTAS_PER_SM_changed || USE_FAST_EXP_changed),
-            "USE_WGMMA=1: SYNC_POLICY, USE_CP_ASYNC, SWIZZLE_XOR, NUM_PRODUCER_WARPS, CTAS_PER_SM "
-            "and USE_FAST_EXP have no effect on it; drop them");
+SDPA_REFUSE(
+    is_wgmma && (SYNC_POLICY_changed || USE_CP_ASYNC_changed || SWIZZLE_XOR_changed ||
+                 NUM_PRODUCER_WARPS_changed || CTAS_PER_SM_changed),
+    "USE_WGMMA=1: SYNC_POLICY, USE_CP_ASYNC, SWIZZLE_XOR, NUM_PRODUCER_WARPS and CTAS_PER_SM "
+    "have no effect on it; drop them");
+SDPA_REFUSE(FAST_EXP_SHARE_changed && !Build::use_fast_exp,
+            "FAST_EXP_SHARE: it is a share of what USE_FAST_EXP=1 does; add that or drop it");
 SDPA_REFUSE(
     !is_wgmma && (USE_PING_PONG_changed || OVERLAP_changed),
     "USE_PING_PONG and OVERLAP: only the wgmma kernel has them; add USE_WGMMA=1 or drop them");
@@ -347,8 +352,8 @@ __device__ __forceinline__ SharedAddress shared_address(const void* p_s) {
 }
 
 // threadIdx.x, read anew where it is needed: what follows from it takes no register meanwhile.
-__device__ __forceinline__ int thread_index_anew() {
-  int index;
+__device__ __forceinline__ uint32_t thread_index_anew() {
+  uint32_t index;
   asm volatile("mov.u32 %0, %%tid.x;" : "=r"(index));
   return index;
 }
@@ -1105,8 +1110,9 @@ __device__ __forceinline__ float exp2_polynomial(float t) {
   return power * float_of(bits_of(shifted) << 23);
 }
 
-template <class B> __device__ __forceinline__ float softmax_exp2(float t) {
-  if constexpr (B::use_fast_exp) {
+// The j-th of a row: one of FAST_EXP_SHARE by the polynomial, if that is wanted at all.
+template <class B> __device__ __forceinline__ float softmax_exp2(float t, int j = 0) {
+  if (B::use_fast_exp && j % B::fast_exp_share == 0) {
     if constexpr (B::use_lazy_max) t = min_nan(t, 127.0f);  // elsewhere t is never over 0
     return exp2_polynomial(t);
   } else {
@@ -1147,7 +1153,7 @@ __device__ __forceinline__ void softmax_exp(View& S, int first, int last, float 
   for (int i = 0; i < View::ROWS; i++) {
 #pragma unroll
     for (int j = first; j < last; j++) {
-      S.x[i][j] = softmax_exp2<B>(fmaf(S.x[i][j], scale_log2, -m_log2[i]));
+      S.x[i][j] = softmax_exp2<B>(fmaf(S.x[i][j], scale_log2, -m_log2[i]), j);
       sum[i] += S.x[i][j];
     }
   }
@@ -2203,7 +2209,8 @@ template <class B> struct WgmmaRegisters {
 __device__ __forceinline__ int uniform(int x) { return __shfl_sync(0xffffffffu, x, 0); }
 
 // Where element (row, column) of a tile in panels of [ROWS][64] lies.
-template <int ROWS> __device__ __forceinline__ int panel_offset(int row, int column) {
+template <int ROWS>
+__device__ __forceinline__ uint32_t panel_offset(uint32_t row, uint32_t column) {
   return (column / 64 * ROWS + row) * 64 + (column / 8 % 8 ^ row % 8) * 8 + column % 8;
 }
 
@@ -2407,7 +2414,7 @@ template <class B> struct WgmmaRows {
     }
     if (exactly) {
       if (masked) {
-        const int tid = thread_index_anew() % 128;
+        const uint32_t tid = thread_index_anew() % 128;
         S.first_row = row_group * 64 + tid / 32 * 16 + tid % 32 / 4, S.first_col = tid % 4 * 2;
         mask_scores(S, a.p, q0, k0);
       }
@@ -2425,7 +2432,7 @@ template <class B> struct WgmmaRows {
   __device__ __forceinline__ void multiply_qk_again(Scores& S, int k0) const {
     const SdpaParams& p = a.p;
     const typename Shared::Item& item = s.item[q_now.stage];
-    const int tid = thread_index_anew() % 128, lane = tid % 32;
+    const uint32_t tid = thread_index_anew() % 128, lane = tid % 32;
     const int row = row_group * 64 + tid / 32 * 16 + lane % 16;
     const Element* const K_g = p.K + item.b * p.k.batch + item.h / (p.Hq / p.Hkv) * p.k.head +
                                (k0 + lane / 4) * p.k.row + lane % 4 * 2;
@@ -2501,7 +2508,7 @@ template <class B> struct WgmmaRows {
 
   // O / l and LSE, by way of the rows of Q that nobody reads any more.
   __device__ __forceinline__ void finish_item() {
-    const int tid = thread_index_anew() % 128, lane = tid % 32;
+    const uint32_t tid = thread_index_anew() % 128, lane = tid % 32;
     const int first_row = row_group * 64 + tid / 32 * 16;  // of the warp
 #pragma unroll
     for (int i = 0; i < ROWS; i++) l[i] = row_sum<Output::LANES>(l[i]);
@@ -2514,7 +2521,8 @@ template <class B> struct WgmmaRows {
     }
     float inverse[ROWS];
 #pragma unroll
-    for (int i = 0; i < ROWS; i++) inverse[i] = 1 / l[i];
+    for (int i = 0; i < ROWS; i++) inverse[i] = l[i] == 0 ? 0 : 1 / l[i];
+    if (l[0] == 0 || l[1] == 0) clear_empty_rows();
     const int stage = q_now.stage;
     if (slice == 0 && lane % 4 == 0) {
 #pragma unroll
@@ -2528,13 +2536,7 @@ template <class B> struct WgmmaRows {
     for (int n = 0; n < STEPS; n++) {
       WgmmaAccumulator<16> part;
       memcpy(part.x.d, O.x.d + 8 * n, sizeof part.x.d);
-#pragma unroll
-      for (int i = 0; i < ROWS; i++) {
-#pragma unroll
-        for (int j = 0; j < part.COLS; j++) {  // a row without a key is 0, whatever V is
-          part.x[i][j] = l[i] == 0 ? 0 : part.x[i][j] * inverse[i];
-        }
-      }
+      scale_rows(part, inverse);
       uint32_t o[4];
       round(o, part, 0);
       const int column = (slice * STEPS + n) * 16 + lane / 16 * 8;
@@ -2548,6 +2550,16 @@ template <class B> struct WgmmaRows {
       cp_async_bulk_wait_group_read<0>();  // shared memory is gone when the CTA is
     }
     q_now.advance();
+  }
+  // A row without a visible key is 0, whatever V is.
+  __device__ __forceinline__ void clear_empty_rows() {
+#pragma unroll
+    for (int i = 0; i < ROWS; i++) {
+#pragma unroll
+      for (int j = 0; j < O.COLS; j++) {
+        if (l[i] == 0) O.x[i][j] = 0;
+      }
+    }
   }
   __device__ __forceinline__ void store_partial(typename Shared::Partial& partial, int tid) const {
 #pragma unroll

@@ -222,7 +222,7 @@ inline void mma_m16n8k32_e4m3(float (&d)[4], const uint32_t (&a)[4], const uint3
   }, at);
 }
 
-inline int thread_index_anew() { return int(threadIdx.x); }
+inline uint32_t thread_index_anew() { return threadIdx.x; }
 
 // ---- barriers ----
 
