@@ -2220,6 +2220,11 @@ __device__ __forceinline__ void wait_phase(uint64_t* barrier_s, int parity) {
   }
 }
 
+// A name that depends on B, since other families' KernelArgs have no maps.
+template <class B> __device__ __forceinline__ const auto& tensor_maps(const KernelArgs& a) {
+  return a.maps;
+}
+
 // The tiles of an item from the last key to the first, so that those with a mask come first and leave a
 // maximum that holds for most of the others; tiles past the last key are zeros. By one thread, or by
 // one for Q and K and one for V: they are needed at different times, and a copy that must wait for its
@@ -2255,7 +2260,8 @@ template <class B> struct WgmmaLoader {
     if (item.rounds > 0) {
       const int c[5] = {0, item.q0, 0, item.h, item.b};
       mbarrier_arrive_expect_tx(&s.q_full[stage], sizeof s.Q[0]);
-      cp_async_bulk_tensor_load<5>(s.Q[stage], &a.maps.q, c, &s.q_full[stage], evict_first);
+      cp_async_bulk_tensor_load<5>(s.Q[stage], &tensor_maps<B>(a).q, c, &s.q_full[stage],
+                                   evict_first);
     } else {
       mbarrier_arrive(&s.q_full[stage]);
     }
@@ -2283,11 +2289,13 @@ template <class B> struct WgmmaLoader {
   }
   __device__ __forceinline__ void load_k(int round, int slice) {
     typename Shared::Tiles& t = s.slice[slice];
-    load(round, slice, &a.maps.k, t.K[ring.stage], &t.k_full[ring.stage], &t.k_empty[ring.stage]);
+    load(round, slice, &tensor_maps<B>(a).k, t.K[ring.stage], &t.k_full[ring.stage],
+         &t.k_empty[ring.stage]);
   }
   __device__ __forceinline__ void load_v(int round, int slice) {
     typename Shared::Tiles& t = s.slice[slice];
-    load(round, slice, &a.maps.v, t.V[ring.stage], &t.v_full[ring.stage], &t.v_empty[ring.stage]);
+    load(round, slice, &tensor_maps<B>(a).v, t.V[ring.stage], &t.v_full[ring.stage],
+         &t.v_empty[ring.stage]);
   }
 };
 
@@ -2300,7 +2308,7 @@ __device__ __forceinline__ void wgmma_store(WgmmaShared<B>& s, const KernelArgs&
 #pragma unroll
   for (int panel = 0; panel < B::head_dim / 64; panel++) {
     const int c[5] = {0, item.q0 + row_group * 64, panel, item.h, item.b};
-    cp_async_bulk_tensor_store<5>(&a.maps.o, c,
+    cp_async_bulk_tensor_store<5>(&tensor_maps<B>(a).o, c,
                                   s.Q[stage] + (panel * B::block_m + row_group * 64) * 64);
   }
   cp_async_bulk_commit_group();
@@ -2665,7 +2673,8 @@ __global__ void __launch_bounds__(B::threads, 1) sdpa_wgmma(const __grid_constan
   const bool loads_k = threadIdx.x % sharing == 0, loads_v = threadIdx.x % sharing == 32;
   WgmmaLoader<B> loader(s, a);
   if (threadIdx.x == B::threads - 1) {
-    prefetch_tensormap(&a.maps.q), prefetch_tensormap(&a.maps.k), prefetch_tensormap(&a.maps.v);
+    prefetch_tensormap(&tensor_maps<B>(a).q), prefetch_tensormap(&tensor_maps<B>(a).k),
+        prefetch_tensormap(&tensor_maps<B>(a).v);
     for (int stage = 0; stage < s.Q_STAGES; stage++) {
       mbarrier_init(&s.q_full[stage], 1), mbarrier_init(&s.q_empty[stage], 1);
       for (auto& done : s.o_done[stage]) mbarrier_init(&done, 4 * B::split_kv);
