@@ -184,8 +184,25 @@ if [ -n "$peers" ]; then
       if (is_peer()) {
         if (!(c in seen_peer)) { seen_peer[c] = 1; peer[++peers] = c }
         theirs[p, c] = text
-      } else if (cell("check") == "PASS" && t != "" && (!(p in best) || t + 0 < best[p])) {
-        best[p] = t + 0; ours[p] = c " | " text
+      } else if (cell("check") == "PASS" && t != "") {
+        if (!(p in best) || t + 0 < best[p]) { best[p] = t + 0; ours[p] = c " | " text }
+        if (!(c in seen_line)) { seen_line[c] = 1; line[++lines] = c; width[c] = cell("D") }
+        rate[p, c] = sprintf("%.0f", cell("tflops"))
+      }
+      head_dim[p] = cell("D")
+    }
+    # Every line of one head dimension, TFLOP/s: a row is a rung of the ladder.
+    function ladder(D, i, j) {
+      head = "| TFLOP/s |"; rule = "|---|"
+      for (i = 1; i <= n; i++) {
+        if (head_dim[order[i]] == D) { head = head " " order[i] " |"; rule = rule "--:|" }
+      }
+      print "\n" head "\n" rule
+      for (j = 1; j <= lines; j++) {
+        if (width[line[j]] != D) continue
+        printf "| %s |", line[j]
+        for (i = 1; i <= n; i++) if (head_dim[order[i]] == D) printf " %s |", rate[order[i], line[j]]
+        print ""
       }
     }
     END {
@@ -199,6 +216,8 @@ if [ -n "$peers" ]; then
         for (j = 1; j <= peers; j++) printf " %s |", theirs[p, peer[j]]
         print ""
       }
+      for (j = 1; j <= lines; j++) of_D[width[line[j]]]++
+      for (D = 64; D <= 256; D *= 2) if (of_D[D] > 1) ladder(D)
       printf "\nOne run: %s; the peers through %s. [%s](%s)\n", provenance(1, "`"), torch, link, link
     }' "$peers" >"$tmp/peers.md"
 else
