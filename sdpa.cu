@@ -2163,9 +2163,10 @@ __global__ void __launch_bounds__(B::threads, B::ctas_per_sm)
 
 // ---- 5d wgmma: both products by warpgroups out of shared memory, which TMA fills ----
 //
-// One thread loads tiles through mbarriers, 1 to 4 warpgroups compute, and a stream of rounds goes
-// through them without a break: the first Q @ K.T of an item is issued before the last P @ V of the
-// item before, if there is room for two Q tiles.
+// Two threads load tiles, which go through mbarriers to 1 to 4 warpgroups that compute. An item is so
+// many rounds, a K and a V tile each, and with persistent CTAs the rounds of all items are one stream:
+// the first Q @ K.T of an item is issued before the last P @ V of the item before, where there is room
+// for two Q tiles.
 
 // A tile in shared memory is D/64 panels of [rows][64]: 128 bytes a row, swizzled, as TMA writes them
 // and wgmma reads them. In a round every slice (SPLIT_KV) takes one K/V tile.
