@@ -335,8 +335,10 @@ struct KernelArgs {  // SdpaParams with what every CTA would otherwise compute a
 #if defined(__CUDA_ARCH__) && __CUDA_ARCH__ < 800
 #error "sdpa.cu needs sm_80 or newer (cp.async, max.NaN); type -arch=sm_80 or -arch=native"
 #endif
-#if USE_WGMMA && defined(__CUDA_ARCH__) && !defined(__CUDA_ARCH_FEAT_SM90_ALL)
-#error "USE_WGMMA=1 needs an H100 or H200 (wgmma, setmaxnreg); type -arch=sm_90a"
+#if USE_WGMMA
+#if defined(__CUDA_ARCH__) && !defined(__CUDA_ARCH_FEAT_SM90_ALL)
+#error "the wgmma kernel needs an H100 or H200 (wgmma, setmaxnreg); type -arch=sm_90a"
+#endif
 #endif
 
 // Dynamic shared memory of the CTA, aligned to 1024 bytes.
@@ -1048,7 +1050,8 @@ template <int WIDTH> struct WgmmaAccumulator {  // [64][WIDTH]
       __device__ float& operator[](int j) const { return first[4 * (j / 2) + j % 2]; }
     };
     __device__ Row operator[](int i) const { return {const_cast<float*>(d) + 2 * i}; }
-  } x;
+  };
+  Elements x;
   int first_row, first_col;
   __device__ int row(int i) const { return first_row + 8 * i; }
   __device__ int col(int j) const { return first_col + j / 2 * 8 + j % 2; }
@@ -2693,12 +2696,11 @@ __global__ void __launch_bounds__(B::threads, 1) sdpa_wgmma(const __grid_constan
   griddepcontrol_wait();  // from here on memory is as the kernel before this one has left it
   __syncthreads();        // hazard: mbarriers initialised by one thread
   if constexpr (B::use_warp_specialization) {
-    using Registers = WgmmaRegisters<B>;
     if (threadIdx.x < B::producer_threads) {
-      if constexpr (Registers::dealt) setmaxnreg_dec<Registers::producer>();
+      if (WgmmaRegisters<B>::dealt) setmaxnreg_dec<WgmmaRegisters<B>::producer>();
       wgmma_copy<B>(s, a, loader);
     } else {
-      if constexpr (Registers::dealt) setmaxnreg_inc<Registers::consumer>();
+      if (WgmmaRegisters<B>::dealt) setmaxnreg_inc<WgmmaRegisters<B>::consumer>();
       WgmmaRows<B> rows(s, a, threadIdx.x - B::producer_threads);
       rows.run([] {});
     }
@@ -2991,7 +2993,8 @@ SdpaStatus launch_kernel(const KernelArgs& a, uint32_t items, cudaStream_t strea
   cudaLaunchAttribute early{};  // a CTA may start before the kernel before this one has ended
   early.id = cudaLaunchAttributeProgrammaticStreamSerialization;
   early.val.programmaticStreamSerializationAllowed = 1;
-  if (is_wgmma) launch.attrs = &early, launch.numAttrs = 1;
+  launch.attrs = &early;
+  launch.numAttrs = is_wgmma ? 1 : 0;
   error = cudaLaunchKernelEx(&launch, kernel, a);
   if (error != cudaSuccess) {
     cudaGetLastError();

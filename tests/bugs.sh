@@ -99,7 +99,7 @@ bug shared_uninitialised   check   ""  "--shape small"  's~ = -INFINITY, s\.l\[S
 # ---- what is written ----
 bug row_past_the_end       check   ""  "--shape 1,1,1,33,20"  's~if \(q >= p\.Sq\) continue;~if (q > p.Sq) continue;~'
 bug o_written_twice        thread  "VEC_WIDTH=8"  "--shape small"  's~(if \(q >= p\.Sq\) continue;)~\1 if (O.row(i) == 0) st_global(O_g + (item.q0 + 8) * p.o.row + O.col(0), Vector{});~'
-bug lse_one_too_far        check   ""  "--shape small"  's~\* p\.Sq \+ q\] =~* p.Sq + q + 1] =~'
+bug lse_one_too_far        check   ""  "--shape small"  's~\* a\.p\.Sq \+ q\] =~* a.p.Sq + q + 1] =~'
 bug store_misaligned       backend "VEC_WIDTH=8"  "--shape small"  's~O\.first_col = lane % COL_LANES \* CHUNK;~O.first_col = lane % COL_LANES * CHUNK + 1;~'
 bug shared_past_the_end    address ""  "--shape small"  's~m_out\[i\] = s\.m\[own\.row\(i\)\]~m_out[i] = s.m[own.row(i) + 3 * B::block_m + 1]~'
 bug shared_too_small       backend ""  "--shape small"  's~dynamicSmemBytes = shared_bytes;~dynamicSmemBytes = shared_bytes - 16;~'
@@ -127,7 +127,7 @@ bug mma_no_barrier         thread  "$mma"   "--shape 1,1,1,32,150"  's~^ *sync_f
 bug mma_wait_older_group   check   "$mma"   "--shape 1,1,1,32,150"  's~copies_last \? B::stages - 2~copies_last ? B::stages - 1~'
 bug mma_queue_skips_item   check   "$mma USE_PERSISTENT_CTA=1"  "--shape 1,2,2,70,20"  's~work_item<B>\(a, drawn_s\)~work_item<B>(a, drawn_s == 2 ? 1 : drawn_s)~'
 bug mma_sees_too_little    check   "$mma"   "--shape 1,1,1,64,84 --causal br"  's~min\(q_warp \+ WARP_ROWS, p\.Sq\) - 1~q_warp~'
-bug lazy_without_limit     check   "$mma USE_LAZY_MAX=1"  "--shape 1,1,1,64,256 --dist large"  's~all <= limit~true~'
+bug lazy_without_limit     check   "$mma USE_LAZY_MAX=1"  "--shape 1,1,1,64,256 --dist large"  's~all <= lazy_limit~true~'
 bug lazy_sum_lost          check   "$mma USE_LAZY_MAX=1"  "--shape 1,1,1,64,256"  's~l\[i\] \+= sum\[i\];~;~'
 bug split_not_rescaled     check   "$split"  "--shape 1,1,1,64,256"  's~fmaf\(O\.x\[i\]\[j\], own,~fmaf(O.x[i][j], 1.0f,~'
 bug split_merged_too_soon  thread  "$split"  "--shape 1,1,1,64,256"  's~__syncthreads\(\);  // hazard: partial results written~~'
