@@ -2218,7 +2218,7 @@ __device__ __forceinline__ uint32_t panel_offset(uint32_t row, uint32_t column) 
   return (column / 64 * ROWS + row) * 64 + (column / 8 % 8 ^ row % 8) * 8 + column % 8;
 }
 
-// Waits until the phase of this parity is complete.
+// mbarrier_wait() where the hardware can put the thread to sleep meanwhile.
 __device__ __forceinline__ void wait_phase(uint64_t* barrier_s, int parity) {
   while (!mbarrier_try_wait_parity(barrier_s, parity)) {
   }
@@ -2772,21 +2772,28 @@ __global__ void __launch_bounds__(B::threads, B::ctas_per_sm) sdpa_cublas(Kernel
 
 // ---- tensor maps ----
 
+// The driver's cuTensorMapEncodeTiled, through the runtime, so that nothing has to be linked for it.
+#if CUDART_VERSION >= 12050
+inline cudaError_t find_tensor_map_encoder(void** function,
+                                           cudaDriverEntryPointQueryResult* found) {
+  return cudaGetDriverEntryPointByVersion("cuTensorMapEncodeTiled", function, 12000,
+                                          cudaEnableDefault, found);
+}
+#else
+inline cudaError_t find_tensor_map_encoder(void** function,
+                                           cudaDriverEntryPointQueryResult* found) {
+  return cudaGetDriverEntryPoint("cuTensorMapEncodeTiled", function, cudaEnableDefault, found);
+}
+#endif
+
 // Describes a 16-bit tensor to TMA: sizes (innermost first), byte strides of all dimensions but the
-// innermost (multiples of 16), the box that one copy moves. 128-byte swizzle, zeros outside. The
-// driver's function comes through the runtime, so that nothing has to be linked for it.
+// innermost (multiples of 16), the box that one copy moves. 128-byte swizzle, zeros outside.
 inline cudaError_t encode_tensor_map(CUtensorMap& map, int rank, const void* base,
                                      const uint64_t* sizes, const uint64_t* strides_bytes,
                                      const uint32_t* box, bool bf16) {
   void* function = nullptr;
   cudaDriverEntryPointQueryResult found;
-#if CUDART_VERSION >= 12050
-  const cudaError_t error = cudaGetDriverEntryPointByVersion("cuTensorMapEncodeTiled", &function,
-                                                             12000, cudaEnableDefault, &found);
-#else
-  const cudaError_t error =
-      cudaGetDriverEntryPoint("cuTensorMapEncodeTiled", &function, cudaEnableDefault, &found);
-#endif
+  const cudaError_t error = find_tensor_map_encoder(&function, &found);
   if (error != cudaSuccess) return error;
   if (found != cudaDriverEntryPointSuccess || !function) return cudaErrorInsufficientDriver;
   if (rank < 1 || rank > 5) return cudaErrorInvalidValue;

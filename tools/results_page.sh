@@ -164,12 +164,8 @@ ablation_section() {
       ablation_section "$csv" "$csv"
       blank=$'\n'
     done
-  else  # the lines wmma_all... of configs.txt are an ablation of their own
-    csv=$tmp/${main##*/}
-    awk -F, 'NR == 1 { for (i = 1; i <= NF; i++) if ($i == "shape") s = i; print; next }
-             $1 ~ /^wmma_all/ && $s != "small"' "$main" >"$csv"
-    if [ -n "$(first config "$csv")" ]; then ablation_section "$csv" "$main"
-    else echo 'None on this GPU yet: ./run_all.sh ablate NAME measures one.'; fi
+  else
+    echo 'None on this GPU yet: ./run_all.sh ablate NAME measures one.'
   fi
 } >"$tmp/ablation.md"
 
