@@ -70,6 +70,7 @@ namespace SDPA_NAMESPACE {
   X(FAST_EXP_SHARE, 1, "1 2 4 8 16", "USE_FAST_EXP: one of so many exponentials, the others as ever") \
   X(USE_LAZY_MAX, 0, "0 1", "keep an old row maximum while it is near enough: no rescale of O")   \
   X(SPLIT_KV, 1, "1 2 4", "groups of warps that split the keys and merge: for few, long rows")    \
+  X(CLUSTER_SIZE, 1, "1 2", "wgmma: CTAs of a cluster that split the keys and merge, like SPLIT_KV")  \
   X(CTAS_PER_SM, 1, "1..8", "caps the registers so that this many CTAs fit; too many spills")     \
   X(USE_WMMA, 0, "0 1", "nvcuda::wmma for Q @ K.T")                                               \
   X(USE_WMMA_PV, 0, "0 1", "nvcuda::wmma for P @ V")                                              \
@@ -77,6 +78,7 @@ namespace SDPA_NAMESPACE {
   X(USE_WGMMA, 0, "0 1", "wgmma and TMA (sm_90a)")                                                \
   X(USE_PING_PONG, 0, "0 1", "wgmma: warpgroups take turns at the tensor cores")                  \
   X(OVERLAP, 0, "0 1", "wgmma: softmax beside P @ V of the tile before")                           \
+  X(SKIP_MASKED, 0, "0 1", "wgmma: a warpgroup leaves out tiles of which its rows see nothing")     \
   X(USE_CUBLAS, 0, "0 1", "cuBLAS, S and P in global memory: the unfused baseline; link to it")   \
   X(USE_WARP_SPECIALIZATION, 0, "0 1", "producer warps copy, consumer warps compute")             \
   X(NUM_PRODUCER_WARPS, 1, "1 2 4", "warps that only copy")
@@ -160,10 +162,13 @@ struct Build {
   static constexpr bool use_lazy_max = number_of(USE_LAZY_MAX_text);
   static constexpr int split_kv = number_of(SPLIT_KV_text);
   static constexpr int group_warps = num_warps / split_kv, group_threads = group_warps * 32;
+  static constexpr int cluster_size = number_of(CLUSTER_SIZE_text);
+  static constexpr int slices = split_kv * cluster_size;  // of the keys
   static constexpr int ctas_per_sm = number_of(CTAS_PER_SM_text);
   static constexpr int warpgroups = num_warps / 4;  // that compute
   static constexpr bool use_ping_pong = number_of(USE_PING_PONG_text);
   static constexpr int overlap = number_of(OVERLAP_text);
+  static constexpr bool skip_masked = number_of(SKIP_MASKED_text);
 };
 constexpr bool is_scalar = Build::family == Family::scalar, is_wmma = Build::family == Family::wmma,
                is_mma = Build::family == Family::mma, is_cublas = Build::family == Family::cublas,
@@ -202,6 +207,20 @@ SDPA_REFUSE(
     "add USE_WARP_SPECIALIZATION=1 or drop them");
 SDPA_REFUSE(is_wgmma&& Build::use_persistent_cta&& Build::split_kv > 1,
             "USE_PERSISTENT_CTA=1: in the wgmma kernel not with SPLIT_KV; drop one of them");
+SDPA_REFUSE(is_wgmma&& Build::skip_masked &&
+                (!Build::use_warp_specialization || Build::use_ping_pong),
+            "SKIP_MASKED=1: warpgroups that take turns or load tiles must run the same rounds; add "
+            "USE_WARP_SPECIALIZATION=1 and drop USE_PING_PONG");
+// One that waits for the first tile it sees has yet to release V of the item before, so that the others
+// can go no further than STAGES - 1 tiles, and K is loaded as far ahead of them.
+SDPA_REFUSE(is_wgmma&& Build::skip_masked &&
+                (Build::block_m - 64) > (2 * Build::stages - 2) * Build::slices * Build::block_n,
+            "SKIP_MASKED=1: a warpgroup would skip more tiles than can be in flight; type more "
+            "STAGES or a larger BLOCK_N");
+SDPA_REFUSE(is_wgmma &&
+                (Build::slices > 4 || (Build::cluster_size > 1 && Build::use_persistent_cta)),
+            "CLUSTER_SIZE=2: up to four slices in all, and not with USE_PERSISTENT_CTA; type a "
+            "smaller SPLIT_KV or drop CLUSTER_SIZE");
 SDPA_REFUSE(
     is_wgmma && (SYNC_POLICY_changed || USE_CP_ASYNC_changed || SWIZZLE_XOR_changed ||
                  NUM_PRODUCER_WARPS_changed || CTAS_PER_SM_changed),
@@ -210,8 +229,10 @@ SDPA_REFUSE(
 SDPA_REFUSE(FAST_EXP_SHARE_changed && !Build::use_fast_exp,
             "FAST_EXP_SHARE: it is a share of what USE_FAST_EXP=1 does; add that or drop it");
 SDPA_REFUSE(
-    !is_wgmma && (USE_PING_PONG_changed || OVERLAP_changed),
-    "USE_PING_PONG and OVERLAP: only the wgmma kernel has them; add USE_WGMMA=1 or drop them");
+    !is_wgmma &&
+        (USE_PING_PONG_changed || OVERLAP_changed || SKIP_MASKED_changed || CLUSTER_SIZE_changed),
+    "USE_PING_PONG, OVERLAP, SKIP_MASKED and CLUSTER_SIZE: only the wgmma kernel has them; add "
+    "USE_WGMMA=1 or drop them");
 SDPA_REFUSE(USE_WARP_SPECIALIZATION_changed && !is_wmma && !is_wgmma,
             "USE_WARP_SPECIALIZATION=1: only the wmma and wgmma kernels have producer warps; add "
             "USE_WMMA=1 or drop it");
@@ -315,12 +336,35 @@ struct WorkItem {  // one tile of O: rows [q0, q0 + BLOCK_M) of head h in batch 
   int b, h, q0;
 };
 
+// Division of n < 2^31 by a number that the host knows: with 2^(s-1) < divisor <= 2^s and multiplier =
+// ceil(2^(31+s) / divisor) the product is too large by n / (2^(31+s)) < 2^-s at most, which is less
+// than 1 / divisor and so never carries to the next integer.
+struct Divisor {
+  uint32_t divisor = 1, multiplier = 1u << 31;
+  int shift = 31;
+
+  Divisor() = default;
+  explicit Divisor(uint32_t d) : divisor(d) {
+    while (uint64_t(1) << (shift - 31) < d) shift++;
+    multiplier = uint32_t(((uint64_t(1) << shift) + d - 1) / d);
+  }
+  __device__ __forceinline__ uint32_t divide(uint32_t n) const {
+    return uint32_t(uint64_t(n) * multiplier >> shift);
+  }
+  __device__ __forceinline__ uint32_t remainder(uint32_t n) const {
+    return n - divide(n) * divisor;
+  }
+};
+
 struct KernelArgs {  // SdpaParams with what every CTA would otherwise compute again
   SdpaParams p;
-  float scale_log2;      // scale * log2(e): softmax is taken in powers of 2
-  int q_blocks;          // ceil(Sq / BLOCK_M)
-  uint32_t work_items;   // B * Hq * q_blocks
-  uint32_t heads_in_l2;  // query heads whose K and V take 32 MB, at least 1
+  float scale_log2;        // scale * log2(e): softmax is taken in powers of 2
+  uint32_t work_items;     // B * Hq * q_blocks
+  uint32_t heads_in_l2;    // query heads whose K and V take 32 MB, at least 1
+  Divisor q_blocks;        // ceil(Sq / BLOCK_M)
+  Divisor q_heads;         // Hq
+  Divisor q_heads_per_kv;  // Hq / Hkv
+  Divisor section;         // heads_in_l2 * q_blocks
   std::conditional<is_wgmma, TensorMaps, NoTensorMaps>::type maps;
 };
 
@@ -475,6 +519,18 @@ __device__ __forceinline__ void mma_m16n8k16(float& d0, float& d1, float& d2, fl
 __device__ __forceinline__ float ex2_approx_ftz(float x) {
   float y;
   asm("ex2.approx.ftz.f32 %0, %1;" : "=f"(y) : "f"(x));
+  return y;
+}
+// log2 x to 2^-22, absolute or relative; 0 and subnormal x give -inf.
+__device__ __forceinline__ float lg2_approx_ftz(float x) {
+  float y;
+  asm("lg2.approx.ftz.f32 %0, %1;" : "=f"(y) : "f"(x));
+  return y;
+}
+// 1 / x to 1 ulp; 0 and subnormal x give inf.
+__device__ __forceinline__ float rcp_approx_ftz(float x) {
+  float y;
+  asm("rcp.approx.ftz.f32 %0, %1;" : "=f"(y) : "f"(x));
   return y;
 }
 
@@ -648,6 +704,11 @@ template <int N> __device__ __forceinline__ void wgmma_wait_group() {
 template <int N> __device__ __forceinline__ void hold(float (&d)[N]) {
 #pragma unroll
   for (int i = 0; i < N; i++) asm volatile("" : "+f"(d[i])::"memory");
+}
+// The same for registers whose values nobody wants any more: until they are written they are free.
+template <int N> __device__ __forceinline__ void forget(float (&d)[N]) {
+#pragma unroll
+  for (int i = 0; i < N; i++) asm volatile("" : "=f"(d[i])::"memory");
 }
 
 // A 16-bit matrix in shared memory with the 128-byte swizzle: bits 4-6 of an address are XORed with
@@ -1057,6 +1118,15 @@ template <int WIDTH> struct WgmmaAccumulator {  // [64][WIDTH]
   __device__ int col(int j) const { return first_col + j / 2 * 8 + j % 2; }
 };
 
+// Of one row the columns that fall to one of LANES threads: 4, and 4 again every 4 * LANES.
+template <int WIDTH, int LANES> struct RowShare {  // [1][WIDTH]
+  static constexpr int ROWS = 1, COLS = WIDTH / LANES, RUN = 4;
+  float x[ROWS][COLS];
+  int first_row, first_col;
+  __device__ int row(int) const { return first_row; }
+  __device__ int col(int j) const { return first_col + j / 4 * 4 * LANES + j % 4; }
+};
+
 template <class View> __device__ __forceinline__ void clear(View& T) {
 #pragma unroll
   for (int i = 0; i < View::ROWS; i++) {
@@ -1130,14 +1200,15 @@ constexpr float lazy_limit = 4096;
 __device__ __forceinline__ float finite_max(float m) { return m == -INFINITY ? 0.0f : m; }
 
 // m' = max(m, row maximum of S);  alpha = 2^((m - m') * scale_log2).   m, alpha [ROWS]
-template <class B, class View>
+// COLS: of so many columns of every thread.
+template <class B, class View, int COLS = View::COLS>
 __device__ __forceinline__ void softmax_max(const View& S, float scale_log2, float (&m)[View::ROWS],
                                             float (&alpha)[View::ROWS]) {
 #pragma unroll
   for (int i = 0; i < View::ROWS; i++) {
     float m_new = m[i];
 #pragma unroll
-    for (int j = 0; j < View::COLS; j++) m_new = fmaxf(m_new, S.x[i][j]);
+    for (int j = 0; j < COLS; j++) m_new = fmaxf(m_new, S.x[i][j]);
 #pragma unroll
     for (int lane = 1; lane < View::LANES; lane *= 2) {
       m_new = fmaxf(m_new, __shfl_xor_sync(0xffffffffu, m_new, lane));
@@ -1190,7 +1261,7 @@ __device__ __forceinline__ void store_lse(float m, float l, const KernelArgs& a,
   constexpr float ln2 = 0.693147180559945f;
   if (a.p.LSE) {
     a.p.LSE[(static_cast<int64_t>(item.b) * a.p.Hq + item.h) * a.p.Sq + q] =
-        ln2 * (finite_max(m) * a.scale_log2 + log2f(l));
+        ln2 * (finite_max(m) * a.scale_log2 + lg2_approx_ftz(l));
   }
 }
 
@@ -1208,7 +1279,7 @@ __device__ __forceinline__ void store_output(const View& O, const float (&m)[Vie
   for (int i = 0; i < View::ROWS; i++) {
     const int q = item.q0 + O.row(i);
     if (q >= p.Sq) continue;
-    const float inverse = l[i] == 0.0f ? 0.0f : 1.0f / l[i];
+    const float inverse = l[i] == 0.0f ? 0.0f : rcp_approx_ftz(l[i]);
 #pragma unroll
     for (int j = 0; j < View::COLS; j += width) {
       Element e[width];
@@ -1228,16 +1299,16 @@ __device__ __forceinline__ void store_output(const View& O, const float (&m)[Vie
 // V in L2. With one, the longest rows come first, so that no long tile starts last; of all heads, or
 // of as many as have their K and V in L2 together (32 MB of an H200's 60).
 template <class B> __device__ __forceinline__ WorkItem work_item(const KernelArgs& a, uint32_t i) {
-  const uint32_t heads = a.p.B * a.p.Hq, q_blocks = a.q_blocks;
-  const bool causal = a.p.causal != Causal::off;
-  if (!causal) {
-    const uint32_t head = i / q_blocks;
-    return {int(head / a.p.Hq), int(head % a.p.Hq), int(i % q_blocks) * B::block_m};
+  uint32_t head, block;
+  if (a.p.causal == Causal::off) {
+    head = a.q_blocks.divide(i), block = a.q_blocks.remainder(i);
+  } else {
+    const uint32_t section = a.section.divide(i), j = a.section.remainder(i);
+    const uint32_t first = section * a.heads_in_l2;
+    const uint32_t count = min(a.heads_in_l2, a.p.B * a.p.Hq - first);
+    head = first + j % count, block = a.q_blocks.divisor - 1 - j / count;
   }
-  const uint32_t section = i / (a.heads_in_l2 * q_blocks), j = i % (a.heads_in_l2 * q_blocks);
-  const uint32_t first = section * a.heads_in_l2, count = min(a.heads_in_l2, heads - first);
-  const uint32_t head = first + j % count, block = q_blocks - 1 - j / count;
-  return {int(head / a.p.Hq), int(head % a.p.Hq), int(block) * B::block_m};
+  return {int(a.q_heads.divide(head)), int(a.q_heads.remainder(head)), int(block) * B::block_m};
 }
 
 struct OneTilePerCta {
@@ -2177,10 +2248,13 @@ template <class B> struct WgmmaShared {
   static constexpr int ROW_GROUPS = B::block_m / 64;  // of 64 rows, a warpgroup's
   static constexpr int Q_STAGES = B::use_persistent_cta && B::head_dim <= 128 ? 2 : 1;
   struct Item : WorkItem {
-    int rounds;  // 0: there are no more items
+    int h_kv, rounds;  // no rounds: there are no more items
   };
-  struct Partial {  // what a warpgroup has summed over its slice, thread by thread
-    float O[B::head_dim / 2][128], m[2][128], l[2][128];
+  // What a warpgroup has summed over its slice, of the rows that this CTA merges.
+  struct Partial {
+    static constexpr int ROWS = 64 / B::cluster_size;
+    alignas(16) float O[ROWS][B::head_dim + 8];  // 8: against bank conflicts
+    float2 m_l[ROWS];
   };
   struct Nothing {};
   struct Tiles {
@@ -2191,7 +2265,8 @@ template <class B> struct WgmmaShared {
   };
   alignas(1024) Element Q[Q_STAGES][B::block_m * B::head_dim];  // afterwards O on its way out
   Tiles slice[B::split_kv];
-  typename std::conditional<(B::split_kv > 1), Partial[B::warpgroups], Nothing>::type partial;
+  typename std::conditional<(B::slices > 1), Partial[B::slices * ROW_GROUPS], Nothing>::type
+      partial;
   Item item[Q_STAGES];  // whose Q it is
   // Full: Q has landed, the item is known. Done: every warp has written its O over Q. Empty: O is out.
   uint64_t q_full[Q_STAGES], o_done[Q_STAGES][ROW_GROUPS], q_empty[Q_STAGES];
@@ -2230,75 +2305,82 @@ template <class B> __device__ __forceinline__ const auto& tensor_maps(const Kern
 }
 
 // The tiles of an item from the last key to the first, so that those with a mask come first and leave a
-// maximum that holds for most of the others; tiles past the last key are zeros. By one thread, or by
-// one for Q and K and one for V: they are needed at different times, and a copy that must wait for its
-// stage would hold up the other kind.
+// maximum that holds for most of the others; tiles past the last key are zeros. Every function is for a
+// whole warp, whose lanes know the same and of whom one issues the copies: so they take their operands
+// from uniform registers.
 template <class B> struct WgmmaLoader {
   using Shared = WgmmaShared<B>;
+  using Item = typename Shared::Item;
   Shared& s;
   const KernelArgs& a;
+  const bool issues = threadIdx.x % 32 == 0;
+  const int cluster_rank = B::cluster_size > 1 ? cluster_ctarank() : 0;
   StageRing<B::stages> ring;
   StageRing<Shared::Q_STAGES> q_ring;
-  typename Shared::Item item;  // whose tiles are being loaded
-  int h_kv = 0;                // its key head
 
   __device__ WgmmaLoader(Shared& s_, const KernelArgs& a_) : s(s_), a(a_) {}
 
   // Item number i; past the last item one without rounds.
-  __device__ __forceinline__ void find_item(uint32_t i) {
-    item.rounds = 0;
+  __device__ __forceinline__ Item find_item(uint32_t i) const {
+    Item item{};
     if (i < a.work_items) {
       static_cast<WorkItem&>(item) = work_item<B>(a, i);
-      h_kv = item.h / (a.p.Hq / a.p.Hkv);
+      item.h_kv = int(a.q_heads_per_kv.divide(item.h));
       const int keys = visible_keys(a.p, min(item.q0 + B::block_m, a.p.Sq) - 1);
-      constexpr int round_keys = B::split_kv * B::block_n;
+      constexpr int round_keys = B::slices * B::block_n;
       item.rounds = max((keys + round_keys - 1) / round_keys, 1);
     }
+    return item;
   }
   // Its Q, and the word to the others.
-  __device__ __forceinline__ void start_item() {
+  __device__ __forceinline__ void start_item(const Item& item) {
     constexpr uint64_t evict_first = 0x12f0000000000000;
     const int stage = q_ring.stage;
     wait_phase(&s.q_empty[stage], q_ring.parity ^ 1);  // the first round finds it empty
-    s.item[stage] = item;
-    if (item.rounds > 0) {
-      const int c[5] = {0, item.q0, 0, item.h, item.b};
-      mbarrier_arrive_expect_tx(&s.q_full[stage], sizeof s.Q[0]);
-      cp_async_bulk_tensor_load<5>(s.Q[stage], &tensor_maps<B>(a).q, c, &s.q_full[stage],
-                                   evict_first);
-    } else {
-      mbarrier_arrive(&s.q_full[stage]);
+    if (issues) {
+      s.item[stage] = item;
+      if (item.rounds > 0) {
+        const int c[5] = {0, item.q0, 0, item.h, item.b};
+        mbarrier_arrive_expect_tx(&s.q_full[stage], sizeof s.Q[0]);
+        cp_async_bulk_tensor_load<5>(s.Q[stage], &tensor_maps<B>(a).q, c, &s.q_full[stage],
+                                     evict_first);
+      } else {
+        mbarrier_arrive(&s.q_full[stage]);
+      }
     }
     q_ring.advance();
   }
-  // The item that another thread has started.
-  __device__ __forceinline__ void follow_item() {
+  // The item that another warp has started.
+  __device__ __forceinline__ Item follow_item() {
     wait_phase(&s.q_full[q_ring.stage], q_ring.parity);
-    item = s.item[q_ring.stage];
-    h_kv = item.h / (a.p.Hq / a.p.Hkv);
+    const Item item = s.item[q_ring.stage];
+    __syncwarp();  // hazard: read by all lanes before the copies that lead to the next item
     q_ring.advance();
+    return item;
   }
   // A slice's tile of K or V in a round, into the stage of the ring.
-  __device__ __forceinline__ void load(int round, int slice, const CUtensorMap* map,
-                                       Element* tile_s, uint64_t* full, uint64_t* empty) {
+  __device__ __forceinline__ void load(const Item& item, int round, int slice,
+                                       const CUtensorMap* map, Element* tile_s, uint64_t* full,
+                                       uint64_t* empty) {
     constexpr uint64_t evict_last = 0x14f0000000000000;
     wait_phase(empty, ring.parity ^ 1);
-    if (a.p.Sk > 0) {
-      const int c[5] = {0, (round * B::split_kv + slice) * B::block_n, 0, h_kv, item.b};
+    if (issues && a.p.Sk > 0) {
+      const int tile = round * B::slices + cluster_rank * B::split_kv + slice;
+      const int c[5] = {0, tile * B::block_n, 0, item.h_kv, item.b};
       mbarrier_arrive_expect_tx(full, B::block_n * B::head_dim * sizeof(Element));
       cp_async_bulk_tensor_load<5>(tile_s, map, c, full, evict_last);
-    } else {
+    } else if (issues) {
       mbarrier_arrive(full);  // nothing to load: every score of this tile is masked
     }
   }
-  __device__ __forceinline__ void load_k(int round, int slice) {
+  __device__ __forceinline__ void load_k(const Item& item, int round, int slice) {
     typename Shared::Tiles& t = s.slice[slice];
-    load(round, slice, &tensor_maps<B>(a).k, t.K[ring.stage], &t.k_full[ring.stage],
+    load(item, round, slice, &tensor_maps<B>(a).k, t.K[ring.stage], &t.k_full[ring.stage],
          &t.k_empty[ring.stage]);
   }
-  __device__ __forceinline__ void load_v(int round, int slice) {
+  __device__ __forceinline__ void load_v(const Item& item, int round, int slice) {
     typename Shared::Tiles& t = s.slice[slice];
-    load(round, slice, &tensor_maps<B>(a).v, t.V[ring.stage], &t.v_full[ring.stage],
+    load(item, round, slice, &tensor_maps<B>(a).v, t.V[ring.stage], &t.v_full[ring.stage],
          &t.v_empty[ring.stage]);
   }
 };
@@ -2330,6 +2412,7 @@ template <class B> struct WgmmaRows {
   Shared& s;
   const KernelArgs& a;
   const int lane, warpgroup, slice, row_group;
+  const int cluster_rank, key_slice;  // of all CTAs that share the keys
   const SharedAddress Q_s, K_s, V_s;  // the first stages; of Q the warpgroup's rows
   Output O;
   float m[ROWS], l[ROWS];
@@ -2346,6 +2429,8 @@ template <class B> struct WgmmaRows {
         warpgroup(uniform(thread / 128)),
         slice(warpgroup / Shared::ROW_GROUPS),
         row_group(warpgroup % Shared::ROW_GROUPS),
+        cluster_rank(B::cluster_size > 1 ? cluster_ctarank() : 0),
+        key_slice(cluster_rank * B::split_kv + slice),
         Q_s(uniform(shared_address(s.Q[0] + row_group * 64 * 64))),
         K_s(uniform(shared_address(s.slice[slice].K[0]))),
         V_s(uniform(shared_address(s.slice[slice].V[0]))) {}
@@ -2359,7 +2444,7 @@ template <class B> struct WgmmaRows {
   __device__ __forceinline__ void multiply_qk(Scores& S, int q_stage, int k_stage) {
     const uint64_t Q = wgmma_descriptor(Q_s + q_stage * sizeof s.Q[0], 16, 1024);
     const uint64_t K = wgmma_descriptor(K_s + k_stage * sizeof s.slice[0].K[0], 16, 1024);
-    hold(S.x.d);
+    forget(S.x.d);
     wgmma_fence();
 #pragma unroll
     for (int step = 0; step < B::head_dim / 16; step++) {
@@ -2369,13 +2454,36 @@ template <class B> struct WgmmaRows {
     }
     wgmma_commit_group();
   }
-  // The same for the next round in the stream; past the last one it is that of some old tile, and
-  // nobody looks at it.
+  // SKIP_MASKED: how many of an item's rounds there are for this warpgroup. A mask may leave the last
+  // keys, which come first, to those with later rows; it then waits for their tiles all the same, since
+  // it may release no stage before it is full.
+  __device__ __forceinline__ int own_rounds(int all, int q0) const {
+    constexpr int round_keys = B::slices * B::block_n;
+    const int keys = visible_keys(a.p, min(q0 + row_group * 64 + 63, a.p.Sq - 1));
+    return min(max((keys + round_keys - 1) / round_keys, 1), all);
+  }
+  __device__ __forceinline__ void skip_k(int q0) {
+    for (const int own = own_rounds(rounds_ahead, q0); rounds_ahead > own; rounds_ahead--) {
+      wait_phase(&s.slice[slice].k_full[k_ahead.stage], k_ahead.parity);
+      release(&s.slice[slice].k_empty[k_ahead.stage]);
+      k_ahead.advance();
+    }
+  }
+  __device__ __forceinline__ void skip_v() {
+    for (const int own = own_rounds(rounds, q0); rounds > own; rounds--) {
+      wait_phase(&s.slice[slice].v_full[v_ahead.stage], v_ahead.parity);
+      release(&s.slice[slice].v_empty[v_ahead.stage]);
+      v_ahead.advance();
+    }
+  }
+  // The same for the next round; past the last one of the stream it is that of some old tile, and nobody
+  // looks at it.
   __device__ __forceinline__ void start_qk(Scores& S) {
     if (STREAMS && rounds_ahead == 0) {
       q_ahead.advance();
       wait_phase(&s.q_full[q_ahead.stage], q_ahead.parity);
       rounds_ahead = uniform(s.item[q_ahead.stage].rounds);
+      if (B::skip_masked) skip_k(uniform(s.item[q_ahead.stage].q0));
       if (rounds_ahead == 0) rounds_ahead = -1;  // for good
     }
     if (rounds_ahead > 0) wait_phase(&s.slice[slice].k_full[k_ahead.stage], k_ahead.parity);
@@ -2415,9 +2523,11 @@ template <class B> struct WgmmaRows {
   __device__ __forceinline__ bool attend(Scores& S, float (&alpha)[ROWS], int k0) {
     const bool masked = k0 + B::block_n > clean_keys;
     float m_log2[ROWS], sum[ROWS] = {0, 0};
-    // Up to here every row has had a visible key, if the tile before began with one for the first row.
-    bool exactly = !B::use_lazy_max || k0 + B::split_kv * B::block_n >= clean_keys;
+    // Up to here every row has had a visible key, if the tile before began with one for the first row; and
+    // in the first round some score of the row will do for its maximum.
+    bool exactly = !B::use_lazy_max || (first ? masked : k0 + B::slices * B::block_n >= clean_keys);
     if (!exactly) {
+      if (first) softmax_max<B, Scores, 4>(S, a.scale_log2, m, alpha);
 #pragma unroll
       for (int i = 0; i < ROWS; i++) m_log2[i] = m[i] * a.scale_log2, alpha[i] = 1;
       softmax_exp<B>(S, 0, S.COLS, a.scale_log2, m_log2, sum);
@@ -2479,18 +2589,18 @@ template <class B> struct WgmmaRows {
   // The first scores of the item that has begun.
   __device__ __forceinline__ void begin_stream(Scores& S) {
     q_ahead = q_now, rounds_ahead = rounds;
+    if (B::skip_masked) skip_k(q0);
     if (B::overlap) start_qk(S), wgmma_wait_group<0>(), hold(S.x.d);
   }
 
   // One round: P of the scores S, then P @ V. OVERLAP=1: the scores are there, and those of the next
-  // round are begun before P @ V, so that P @ V goes on beside the softmax of that round. False if there
-  // are no more rounds.
-  __device__ __forceinline__ bool step(Scores& S, Probabilities& P) {
+  // round, if there is one, are begun before P @ V, so that P @ V goes on beside its softmax.
+  template <bool HAS_NEXT> __device__ __forceinline__ void step(Scores& S, Probabilities& P) {
     if (!B::overlap) start_qk(S), wgmma_wait_group<0>(), hold(S.x.d);
     release(&s.slice[slice].k_empty[k_ahead.previous()]);
     float alpha[ROWS];
     const bool rescale =
-        attend(S, alpha, ((rounds - 1) * B::split_kv + slice) * B::block_n) && !first;
+        attend(S, alpha, ((rounds - 1) * B::slices + key_slice) * B::block_n) && !first;
     if (B::overlap) {
       wait_pv();  // of the round before: P and O may be touched
       if (!first) release_last_v();
@@ -2499,21 +2609,15 @@ template <class B> struct WgmmaRows {
 #pragma unroll
     for (int step = 0; step < STEPS; step++) round(P[step], S, step);
     if (B::use_ping_pong) barrier_sync(1 + warpgroup, 256);
-    if (B::overlap) start_qk(S);
+    if (B::overlap && HAS_NEXT) start_qk(S);
     start_pv(P);
     if (B::use_ping_pong) barrier_arrive(1 + (warpgroup + 1) % B::warpgroups, 256);
-    first = false;
-    if (B::overlap) {
-      wgmma_wait_group<1>(), hold(S.x.d);
-    } else {
+    first = false, rounds--;
+    if (!B::overlap) {
       wait_pv(), release_last_v();
+    } else if (HAS_NEXT) {
+      wgmma_wait_group<1>(), hold(S.x.d);
     }
-    if (--rounds > 0) return true;
-    if (B::overlap) wait_pv(), release_last_v();
-    finish_item();
-    if (!B::use_persistent_cta || !begin_item()) return false;
-    if (!STREAMS) begin_stream(S);
-    return true;
   }
   __device__ __forceinline__ void wait_pv() { wgmma_wait_group<0>(), hold(O.x.d); }
   __device__ void release_last_v() { release(&s.slice[slice].v_empty[v_ahead.previous()]); }
@@ -2524,135 +2628,168 @@ template <class B> struct WgmmaRows {
     const int first_row = row_group * 64 + tid / 32 * 16;  // of the warp
 #pragma unroll
     for (int i = 0; i < ROWS; i++) l[i] = row_sum<Output::LANES>(l[i]);
-    if constexpr (B::split_kv > 1) {
-      store_partial(s.partial[warpgroup], tid);
-      barrier_sync(15, B::warpgroups * 128);  // hazard: partial results written, Q read
-      merge_partials(tid);
-    } else {
-      barrier_sync(1 + B::warpgroups + warpgroup, 128);  // hazard: Q read by all its warps
+    if constexpr (B::slices > 1) {
+      store_partial(tid);
+      if constexpr (B::cluster_size > 1) {
+        cluster_arrive(), cluster_wait();  // hazard: partial results written by all CTAs
+      } else {
+        barrier_sync(15, B::warpgroups * 128);  // hazard: partial results written
+      }
+      merge_partials(warpgroup * 128 + tid);
+      return;
     }
+    barrier_sync(1 + B::warpgroups + warpgroup, 128);  // hazard: Q read by all its warps
     float inverse[ROWS];
 #pragma unroll
-    for (int i = 0; i < ROWS; i++) inverse[i] = l[i] == 0 ? 0 : 1 / l[i];
-    if (l[0] == 0 || l[1] == 0) clear_empty_rows();
+    for (int i = 0; i < ROWS; i++) inverse[i] = l[i] == 0 ? 0 : rcp_approx_ftz(l[i]);
+    clear_empty_rows(O);
     const int stage = q_now.stage;
-    if (slice == 0 && lane % 4 == 0) {
+    if (lane % 4 == 0) {
 #pragma unroll
       for (int i = 0; i < ROWS; i++) {
         const int q = q0 + first_row + lane / 4 + 8 * i;
         if (q < a.p.Sq) store_lse(m[i], l[i], a, s.item[stage], q);
       }
     }
-    constexpr int STEPS = B::head_dim / 16 / B::split_kv;  // of 16 columns
 #pragma unroll
-    for (int n = 0; n < STEPS; n++) {
+    for (int n = 0; n < B::head_dim / 16; n++) {
       WgmmaAccumulator<16> part;
       memcpy(part.x.d, O.x.d + 8 * n, sizeof part.x.d);
       scale_rows(part, inverse);
       uint32_t o[4];
       round(o, part, 0);
-      const int column = (slice * STEPS + n) * 16 + lane / 16 * 8;
-      const int at = panel_offset<B::block_m>(first_row + lane % 16, column);
+      const int at = panel_offset<B::block_m>(first_row + lane % 16, n * 16 + lane / 16 * 8);
       stmatrix_x4(shared_address(s.Q[stage] + at), o);
     }
     fence_proxy_async();
     release(&s.o_done[stage][row_group]);
-    if (!B::use_warp_specialization && slice == 0 && tid == 0) {
+    if (!B::use_warp_specialization && tid == 0) {
       wgmma_store<B>(s, a, stage, q_now.parity, row_group);
       cp_async_bulk_wait_group_read<0>();  // shared memory is gone when the CTA is
     }
     q_now.advance();
   }
   // A row without a visible key is 0, whatever V is.
-  __device__ __forceinline__ void clear_empty_rows() {
+  template <class View> __device__ __forceinline__ void clear_empty_rows(View& T) {
+    if (l[0] != 0 && l[1] != 0) return;
 #pragma unroll
     for (int i = 0; i < ROWS; i++) {
 #pragma unroll
-      for (int j = 0; j < O.COLS; j++) {
-        if (l[i] == 0) O.x[i][j] = 0;
+      for (int j = 0; j < T.COLS; j++) {
+        if (l[i] == 0) T.x[i][j] = 0;
       }
     }
   }
-  __device__ __forceinline__ void store_partial(typename Shared::Partial& partial, int tid) const {
-#pragma unroll
-    for (int i = 0; i < ROWS; i++)
-      st_shared(&partial.m[i][tid], m[i]), st_shared(&partial.l[i][tid], l[i]);
-#pragma unroll
-    for (int i = 0; i < B::head_dim / 2; i++) st_shared(&partial.O[i][tid], O.x.d[i]);
-  }
-  // m and l of all slices, and of O the slice's share of the columns, in front.
-  __device__ __forceinline__ void merge_partials(int tid) {
-    constexpr int SHARE = B::head_dim / 2 / B::split_kv;
-    float scale[B::split_kv][ROWS];
+  // To the CTA of the cluster that merges this warp's rows.
+  __device__ __forceinline__ void store_partial(int tid) {
+    using Partial = typename Shared::Partial;
+    Partial& partial = s.partial[key_slice * Shared::ROW_GROUPS + row_group];
+    const int warp_row = tid / 32 * 16, owner = warp_row / Partial::ROWS;
+    const auto store = [&](float2* at, float x, float y) {
+      if constexpr (B::cluster_size > 1) {
+        st_shared_cluster(mapa(shared_address(at), owner), float2{x, y});
+      } else {
+        st_shared(at, float2{x, y});
+      }
+    };
 #pragma unroll
     for (int i = 0; i < ROWS; i++) {
-      m[i] = -INFINITY, l[i] = 0;
+      const int row = warp_row % Partial::ROWS + tid % 32 / 4 + 8 * i;
+      float* const O_row = partial.O[row] + tid % 4 * 2;
 #pragma unroll
-      for (int n = 0; n < B::split_kv; n++) {
-        scale[n][i] = ld_shared<float>(&s.partial[n * Shared::ROW_GROUPS + row_group].m[i][tid]);
-        m[i] = fmaxf(m[i], scale[n][i]);
+      for (int j = 0; j < O.COLS; j += 2) {
+        store(reinterpret_cast<float2*>(O_row + 4 * j), O.x[i][j], O.x[i][j + 1]);
       }
+      if (tid % 4 == 0) store(&partial.m_l[row], m[i], l[i]);
+    }
+  }
+  // O / l and LSE of all slices together, in a fixed order, straight to global memory.
+  __device__ __forceinline__ void merge_partials(int thread) const {
+    using Partial = typename Shared::Partial;
+    constexpr int LANES = 2 * B::slices;  // threads to a row
+    RowShare<B::head_dim, LANES> O;
+    const int row = thread / LANES % Partial::ROWS, group = thread / LANES / Partial::ROWS;
+    O.first_row = group * 64 + cluster_rank * Partial::ROWS + row, O.first_col = thread % LANES * 4;
+    clear(O);
+    float m[1] = {-INFINITY}, l[1] = {0};
+    float2 m_l[B::slices];
 #pragma unroll
-      for (int n = 0; n < B::split_kv; n++) {
-        scale[n][i] = softmax_exp2<B>((scale[n][i] - finite_max(m[i])) * a.scale_log2);
-        l[i] = fmaf(ld_shared<float>(&s.partial[n * Shared::ROW_GROUPS + row_group].l[i][tid]),
-                    scale[n][i], l[i]);
-      }
+    for (int n = 0; n < B::slices; n++) {
+      m_l[n] = ld_shared<float2>(&s.partial[n * Shared::ROW_GROUPS + group].m_l[row]);
+      m[0] = fmaxf(m[0], m_l[n].x);
     }
 #pragma unroll
-    for (int j = 0; j < SHARE; j++) {
-      O.x.d[j] = 0;
+    for (int n = 0; n < B::slices; n++) {
+      const float scale = softmax_exp2<B>((m_l[n].x - finite_max(m[0])) * a.scale_log2);
+      l[0] = fmaf(m_l[n].y, scale, l[0]);
 #pragma unroll
-      for (int n = 0; n < B::split_kv; n++) {
-        const float* const other =
-            &s.partial[n * Shared::ROW_GROUPS + row_group].O[slice * SHARE + j][tid];
-        O.x.d[j] = fmaf(ld_shared<float>(other), scale[n][j / 2 % 2], O.x.d[j]);
+      for (int j = 0; j < O.COLS; j += 4) {
+        const float4 x =
+            ld_shared<float4>(&s.partial[n * Shared::ROW_GROUPS + group].O[row][O.col(j)]);
+        O.x[0][j] = fmaf(x.x, scale, O.x[0][j]);
+        O.x[0][j + 1] = fmaf(x.y, scale, O.x[0][j + 1]);
+        O.x[0][j + 2] = fmaf(x.z, scale, O.x[0][j + 2]);
+        O.x[0][j + 3] = fmaf(x.w, scale, O.x[0][j + 3]);
       }
     }
+    if (l[0] == 0) clear(O);  // a row without a visible key is 0, whatever V is
+    store_output<B>(O, m, l, a, s.item[0]);
   }
 
-  // All items.   load(): a round more, where the thread that loads computes as well.
+  // All items.   load(rounds left): one more, where the warp that loads computes as well.
   template <class Load> __device__ __forceinline__ void run(Load load) {
     Scores S;
     Probabilities P;
-    if (!begin_item()) return;
     if (B::use_ping_pong && warpgroup == B::warpgroups - 1) barrier_arrive(1, 256);
-    begin_stream(S);
-    while (step(S, P)) load();
+    for (bool begun = false; begin_item();) {
+      if (!begun) begin_stream(S);
+      begun = STREAMS;
+      if (B::skip_masked) skip_v();
+      constexpr int has_no_next = B::overlap && !STREAMS;  // the last round of an item
+      while (rounds > has_no_next) step<true>(S, P), load(rounds);
+      if constexpr (has_no_next) step<false>(S, P);
+      if (B::overlap) wait_pv(), release_last_v();
+      finish_item();
+      if (!B::use_persistent_cta) break;
+    }
     wgmma_wait_group<0>();
     if (B::use_ping_pong && warpgroup == 0) barrier_sync(1, 256);
   }
 };
 
-// The warpgroup that copies: one thread loads Q and K, one V, and one stores O, item after item.
+// The warpgroup that copies. A warp loads K of a slice, and the first one Q as well, another V: they are
+// needed at different times, and a copy that must wait for its stage would hold up the other kind. With
+// four slices a warp has both. The third warp stores O, where there is but one slice.
 template <class B>
-__device__ __forceinline__ void wgmma_copy(WgmmaShared<B>& s, const KernelArgs& a,
-                                           WgmmaLoader<B>& loader) {
-  if (threadIdx.x == 0) {
+__device__ __forceinline__ void wgmma_copy(WgmmaShared<B>& s, const KernelArgs& a, int warp) {
+  constexpr int slice_warps = B::split_kv < 4 ? 2 : 1;
+  const int slice = warp / slice_warps;
+  const bool loads_k = warp % slice_warps == 0, loads_v = warp % slice_warps == slice_warps - 1;
+  if (slice < B::split_kv) {
+    WgmmaLoader<B> loader(s, a);
     uint32_t* const counter = static_cast<uint32_t*>(a.p.workspace);
-    for (uint32_t i = 0; loader.start_item(), loader.item.rounds > 0; loader.find_item(i)) {
+    auto item = loader.find_item(blockIdx.x / B::cluster_size);
+    griddepcontrol_wait();  // from here on memory is as the kernel before this one has left it
+    while (true) {
+      if (warp == 0) loader.start_item(item);
+      if (warp != 0 && B::use_persistent_cta) item = loader.follow_item();
+      if (item.rounds == 0) break;
       // The queue has the items after the first of every CTA; each is drawn for while the one before
       // it is loaded, so that there are as many draws as items, and the last puts the counter back.
-      if (B::use_persistent_cta) {
-        const uint32_t drawn = atomicAdd(counter, 1u);
+      uint32_t drawn = 0;
+      if (B::use_persistent_cta && threadIdx.x == 0) {
+        drawn = atomicAdd(counter, 1u);
         if (drawn == a.work_items - 1) atomicExch(counter, 0u);
-        i = gridDim.x + drawn;
       }
-      for (int round = loader.item.rounds - 1; round >= 0; round--) {
-        for (int slice = 0; slice < B::split_kv; slice++) loader.load_k(round, slice);
+      for (int round = item.rounds - 1; round >= 0; round--) {
+        if (loads_k) loader.load_k(item, round, slice);
+        if (loads_v) loader.load_v(item, round, slice);
         loader.ring.advance();
       }
       if (!B::use_persistent_cta) break;
+      if (warp == 0) item = loader.find_item(gridDim.x + uniform(drawn));
     }
-  } else if (threadIdx.x == 32) {
-    for (loader.follow_item(); loader.item.rounds > 0; loader.follow_item()) {
-      for (int round = loader.item.rounds - 1; round >= 0; round--) {
-        for (int slice = 0; slice < B::split_kv; slice++) loader.load_v(round, slice);
-        loader.ring.advance();
-      }
-      if (!B::use_persistent_cta) break;
-    }
-  } else if (threadIdx.x == 64) {
+  } else if (B::slices == 1 && threadIdx.x == 64) {
     StageRing<WgmmaShared<B>::Q_STAGES> ring;
     do {
       const int stage = ring.stage;
@@ -2668,20 +2805,25 @@ __device__ __forceinline__ void wgmma_copy(WgmmaShared<B>& s, const KernelArgs& 
   }
 }
 
+// The barrier of all threads of the CTA, or of its cluster, where each writes to others' shared memory.
+template <class B> __device__ __forceinline__ void sync_cluster() {
+  if constexpr (B::cluster_size > 1) {
+    cluster_arrive(), cluster_wait();
+  } else {
+    __syncthreads();
+  }
+}
+
 template <class B>
 __global__ void __launch_bounds__(B::threads, 1) sdpa_wgmma(const __grid_constant__ KernelArgs a) {
   WgmmaShared<B>& s = dynamic_shared<WgmmaShared<B>>();
-  // Without producer warps two threads of every slice load its tiles.
-  constexpr int sharing = B::use_warp_specialization ? B::threads : B::group_threads;
-  const int slice = threadIdx.x / sharing;
-  const bool loads_k = threadIdx.x % sharing == 0, loads_v = threadIdx.x % sharing == 32;
-  WgmmaLoader<B> loader(s, a);
+  griddepcontrol_launch_dependents();
   if (threadIdx.x == B::threads - 1) {
     prefetch_tensormap(&tensor_maps<B>(a).q), prefetch_tensormap(&tensor_maps<B>(a).k),
         prefetch_tensormap(&tensor_maps<B>(a).v);
     for (int stage = 0; stage < s.Q_STAGES; stage++) {
       mbarrier_init(&s.q_full[stage], 1), mbarrier_init(&s.q_empty[stage], 1);
-      for (auto& done : s.o_done[stage]) mbarrier_init(&done, 4 * B::split_kv);
+      for (auto& done : s.o_done[stage]) mbarrier_init(&done, 4);
     }
     for (auto& t : s.slice) {
       for (int stage = 0; stage < B::stages; stage++) {
@@ -2691,34 +2833,39 @@ __global__ void __launch_bounds__(B::threads, 1) sdpa_wgmma(const __grid_constan
     }
     fence_mbarrier_init();
   }
-  if (loads_k || loads_v) loader.find_item(blockIdx.x);
-  griddepcontrol_launch_dependents();
-  griddepcontrol_wait();  // from here on memory is as the kernel before this one has left it
-  __syncthreads();        // hazard: mbarriers initialised by one thread
+  const int warp = uniform(threadIdx.x / 32);
   if constexpr (B::use_warp_specialization) {
-    if (threadIdx.x < B::producer_threads) {
+    sync_cluster<B>();  // hazard: mbarriers initialised by one thread
+    if (warp < B::producer_threads / 32) {
       if (WgmmaRegisters<B>::dealt) setmaxnreg_dec<WgmmaRegisters<B>::producer>();
-      wgmma_copy<B>(s, a, loader);
+      wgmma_copy<B>(s, a, warp);
     } else {
       if (WgmmaRegisters<B>::dealt) setmaxnreg_inc<WgmmaRegisters<B>::consumer>();
+      griddepcontrol_wait();
       WgmmaRows<B> rows(s, a, threadIdx.x - B::producer_threads);
-      rows.run([] {});
+      rows.run([](int) {});
     }
   } else {
-    int round = loads_k || loads_v ? loader.item.rounds - 1 : -1;  // the next to load
-    const auto load = [&] {
-      if (round < 0) return;
-      if (loads_v) {
-        loader.load_v(round, slice);
-      } else {
-        loader.load_k(round, slice);
-        if (threadIdx.x == 0 && round == loader.item.rounds - 1) loader.start_item();
-      }
-      loader.ring.advance(), round--;
+    // Two warps of every slice load its tiles.
+    const int slice = warp / B::group_warps;
+    const bool loads_k = warp % B::group_warps == 0, loads_v = warp % B::group_warps == 1;
+    WgmmaLoader<B> loader(s, a);
+    const auto load = [&](const typename WgmmaShared<B>::Item& item, int round) {
+      if (loads_k) loader.load_k(item, round, slice);
+      if (loads_v) loader.load_v(item, round, slice);
+      loader.ring.advance();
     };
-    for (int stage = 0; stage < B::stages; stage++) load();
+    const auto item = loader.find_item(blockIdx.x / B::cluster_size);
+    sync_cluster<B>();      // hazard: mbarriers initialised by one thread
+    griddepcontrol_wait();  // from here on memory is as the kernel before this one has left it
+    if (warp == 2) loader.start_item(item);
+    if (loads_k || loads_v) {
+      for (int n = 1; n <= min(B::stages, item.rounds); n++) load(item, item.rounds - n);
+    }
     WgmmaRows<B> rows(s, a, threadIdx.x);
-    rows.run(load);
+    rows.run([&](int rounds) {  // left; a stage is free
+      if ((loads_k || loads_v) && rounds >= B::stages) load(s.item[0], rounds - B::stages);
+    });
   }
 }
 
@@ -2993,15 +3140,19 @@ SdpaStatus launch_kernel(const KernelArgs& a, uint32_t items, cudaStream_t strea
     if (ctas > resident) ctas = resident;
   }
   cudaLaunchConfig_t launch{};
-  launch.gridDim = dim3(ctas);
+  launch.gridDim = dim3(ctas * Build::cluster_size);
   launch.blockDim = dim3(Build::threads);
   launch.dynamicSmemBytes = shared_bytes;
   launch.stream = stream;
-  cudaLaunchAttribute early{};  // a CTA may start before the kernel before this one has ended
-  early.id = cudaLaunchAttributeProgrammaticStreamSerialization;
-  early.val.programmaticStreamSerializationAllowed = 1;
-  launch.attrs = &early;
-  launch.numAttrs = is_wgmma ? 1 : 0;
+  cudaLaunchAttribute attributes[2]{};
+  // A CTA may start before the kernel before this one has ended.
+  attributes[0].id = cudaLaunchAttributeProgrammaticStreamSerialization;
+  attributes[0].val.programmaticStreamSerializationAllowed = 1;
+  attributes[1].id = cudaLaunchAttributeClusterDimension;
+  attributes[1].val.clusterDim.x = Build::cluster_size;
+  attributes[1].val.clusterDim.y = attributes[1].val.clusterDim.z = 1;
+  launch.attrs = attributes;
+  launch.numAttrs = !is_wgmma ? 0 : Build::cluster_size == 1 ? 1 : 2;
   error = cudaLaunchKernelEx(&launch, kernel, a);
   if (error != cudaSuccess) {
     cudaGetLastError();
@@ -3132,16 +3283,20 @@ inline SdpaStatus sdpa_forward(const SdpaParams& p, cudaStream_t stream) {
   a.p = p;
   a.scale_log2 = float((p.scale == 0 ? 1 / std::sqrt(double(p.D)) : double(p.scale)) *
                        1.4426950408889634);  // log2(e)
-  a.q_blocks = (p.Sq + Build::block_m - 1) / Build::block_m;
-  const int64_t work_items = int64_t(p.B) * p.Hq * a.q_blocks;
-  if (double(p.B) * p.Hq * a.q_blocks > 2147483647.0) {
+  const int q_blocks = (p.Sq + Build::block_m - 1) / Build::block_m;
+  if (double(p.B) * p.Hq * q_blocks > 2147483647.0) {
     return failure(cudaErrorInvalidValue, "B*Hq*ceil(Sq/%d) is over 2^31-1 tiles; split the batch",
                    Build::block_m);
   }
-  a.work_items = uint32_t(work_items);
+  a.work_items = uint32_t(p.B) * p.Hq * q_blocks;
   const double kv_bytes = 2.0 * p.Sk * p.D * sizeof(Element);  // of a key head
   const double heads = kv_bytes > 0 ? (32 << 20) / kv_bytes * p.Hq / p.Hkv : 1e9;
-  a.heads_in_l2 = uint32_t(heads < 1 ? 1 : heads > 1e6 ? 1e6 : heads);
+  const double all_heads = double(p.B) * p.Hq;
+  a.heads_in_l2 = uint32_t(heads < 1 ? 1 : heads > all_heads ? all_heads : heads);
+  a.q_blocks = Divisor(uint32_t(q_blocks));
+  a.q_heads = Divisor(uint32_t(p.Hq));
+  a.q_heads_per_kv = Divisor(uint32_t(p.Hq / p.Hkv));
+  a.section = Divisor(a.heads_in_l2 * uint32_t(q_blocks));
 
   const SdpaStatus encoded = encode_tensor_maps<Build>(a.maps, p);
   return encoded.ok() ? launch(a, stream) : encoded;

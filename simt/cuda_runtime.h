@@ -38,6 +38,7 @@ SIMT_BUILT_IN(gridDim, simt::grid.dim)
 
 struct alignas(8) uint2 { unsigned x, y; };
 struct alignas(16) uint4 { unsigned x, y, z, w; };
+struct alignas(8) float2 { float x, y; };
 struct alignas(16) float4 { float x, y, z, w; };
 
 struct dim3 {

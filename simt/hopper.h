@@ -38,6 +38,9 @@ inline void wgmma_fence(SIMT_CALLER) { simt::wgmma_fence(at); }
 inline void wgmma_commit_group(SIMT_CALLER) { simt::wgmma_commit(at); }
 template <int N> inline void wgmma_wait_group(SIMT_CALLER) { simt::wgmma_wait(N, at); }
 template <int N> inline void hold(float (&)[N]) {}
+template <int N> inline void forget(float (&d)[N]) {
+  for (float& x : d) x = NAN;
+}
 
 inline uint64_t wgmma_descriptor(SharedAddress start, int leading_bytes, int stride_bytes) {
   const uint64_t offset = start - shared_address(simt::self->shared);

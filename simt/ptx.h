@@ -70,6 +70,11 @@ inline float ex2_approx_ftz(float x) {
   const float y = std::exp2(x);
   return y < 0x1p-126f ? 0.0f : y;  // NaN stays
 }
+inline float lg2_approx_ftz(float x) { return std::log2(std::fabs(x) < 0x1p-126f ? 0.0f : x); }
+inline float rcp_approx_ftz(float x) {
+  const float y = 1 / (std::fabs(x) < 0x1p-126f ? std::copysign(0.0f, x) : x);
+  return std::fabs(y) < 0x1p-126f ? std::copysign(0.0f, y) : y;  // NaN stays
+}
 
 // NaN results are the one NaN that the hardware makes.
 inline float canonical_nan() { return simt::float_of_bits(0x7fffffff); }

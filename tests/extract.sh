@@ -42,7 +42,7 @@ extracted mma_lazy3 80
 extracted mma_split4 89
 extracted mma_d256 90a
 extracted mma_d256_64 90a
-extracted wgmma 90a
+extracted wgmma_192x128 90a
 extracted cublas 90a
 grep -q '^#include <cublas_v2.h>' "$dir/cublas.cu" || fail "cublas: no header"
 grep -qE 'cublas(_v2|[A-Z])|Cublas' "$dir/scalar_minimal.cu" && fail "scalar_minimal: cuBLAS is left"
