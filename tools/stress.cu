@@ -227,9 +227,8 @@ struct HogArgs {
 };
 
 constexpr int HOG_THREADS = 1024;
-constexpr uint32_t HOG_CHUNK =
-    64 * HOG_THREADS;                // 16-byte vectors between two looks at `stop`: 1 MB
-constexpr uint32_t HOG_CHUNKS = 32;  // of a CTA: 16 CTAs have ten times an H200's L2
+constexpr uint32_t HOG_CHUNK = 64 * HOG_THREADS;  // vectors between two looks at `stop`: 1 MB
+constexpr uint32_t HOG_CHUNKS = 32;               // of a CTA: 16 CTAs have ten times an H200's L2
 constexpr long long HOG_NS = 100ll * 1000 * 1000 * 1000;  // then it ends by itself
 
 // Reads and writes its part of the buffer over and over.
@@ -261,7 +260,6 @@ class Hog {
   const int ctas;
 
   explicit Hog(int ctas_) : ctas(ctas_), buffer_(size_t(ctas_) * HOG_CHUNKS * HOG_CHUNK) {
-    buffer_.fill(0);
     require(cudaHostAlloc(&shared_, (1 + ctas) * sizeof(uint64_t), cudaHostAllocMapped),
             "allocating memory that the GPU and the host share");
     moved_ = static_cast<uint64_t*>(shared_), stop_ = moved_ + ctas;
@@ -297,7 +295,11 @@ class Hog {
     for (int i = 0; i < ctas; i++) sum += moved_[i];
     return sum;
   }
-  bool runs() const { return cudaStreamQuery(stream_) == cudaErrorNotReady; }
+  bool runs() const {
+    const cudaError_t state = cudaStreamQuery(stream_);
+    if (state != cudaErrorNotReady) require(state, "running the kernel beside");
+    return state == cudaErrorNotReady;
+  }
   void stop() {
     *stop_ = 1;
     require(cudaStreamSynchronize(stream_), "ending the kernel beside");
@@ -310,7 +312,8 @@ class Hog {
   cudaStream_t stream_ = nullptr;
 };
 
-// As Run::repeat(), beside the hog, which started before and ends after: all of it is side by side.
+// As Run::repeat(), beside the hog, which has started before and ends after: since stream 0 gets done, it
+// was side by side.
 string repeat_beside(Run& run, int repeats, const Problem& p) {
   int device = 0, sms = 0, ctas_per_sm = 0;
   require(cudaGetDevice(&device), "asking for the device");
