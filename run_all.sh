@@ -11,6 +11,7 @@ usage: ./run_all.sh [--cpu] [--only REGEX] [--shape S]... [--csv] [-- OPTION...]
        ./run_all.sh ablate NAME [--svg]      what each knob of a line is worth. ablate --help
        ./run_all.sh gates [--only REGEX]     registers, spills, shared memory, duplicates, steps
        ./run_all.sh profile NAME [--shape S] what binds a line's kernel, by ncu
+       ./run_all.sh stress [NAME...]         the same bits whatever runs beside it? stress --help
        ./run_all.sh test [--all-lines] [CTEST OPTION...]
        ./run_all.sh extract NAME > my_kernel.cu
        ./run_all.sh results [CSV]...
@@ -77,8 +78,8 @@ configure() {
   fi
 }
 
-# build_selected COUNT: all lines that --only selected, whatever fails; progress for each. One target
-# for all of them, because make builds several targets one after the other.
+# build_selected COUNT [TARGET]: all lines that --only selected, whatever fails; progress for each. One
+# target for all of them, because make builds several targets one after the other.
 build_selected() {
   local keep_going=-k done=0 line
   grep -q '^CMAKE_GENERATOR:INTERNAL=Ninja' "$build/CMakeCache.txt" && keep_going=-k0
@@ -89,7 +90,7 @@ build_selected() {
         tty_line "built $done of at most $1: ${line##* }"
         ;;
     esac
-  done < <(cmake --build "$build" -j "$jobs" --target sdpa_selected -- "$keep_going" 2>"$build/build.log")
+  done < <(cmake --build "$build" -j "$jobs" --target "${2:-sdpa_selected}" -- "$keep_going" 2>"$build/build.log")
   [ "$done" -gt 0 ] && end_line
   return 0
 }
@@ -345,7 +346,7 @@ run_tests() {
 }
 
 case ${1-} in
-  ab|ablate|extract|gates|profile)
+  ab|ablate|extract|gates|profile|stress)
     command=$1
     shift
     # shellcheck disable=SC1090  # tools/ab.sh and so on

@@ -314,6 +314,8 @@ struct SdpaParams {
   Causal causal = Causal::off;
   void* workspace = nullptr;  // sdpa_workspace_bytes() of device memory, zeroed once before the
                               // first launch (each launch leaves it zero); one per stream
+  int max_ctas = 0;           // USE_PERSISTENT_CTA=1: launch at most so many CTAs, which leaves SMs
+                              // to other kernels; 0: as many as are resident
 };
 // A row that sees no key (or only keys of logit -inf) gives O = 0 and LSE = -inf. NaN and inf come
 // out as the formula has them, but whether NaN or inf in V at a key that is masked reaches the row
@@ -3053,6 +3055,16 @@ SdpaStatus check_params(const SdpaParams& p) {
     return failure(cudaErrorInvalidValue, "causal=%d is none of off, bottom_right, top_left",
                    int(p.causal));
   }
+  if (p.max_ctas < 0) {
+    return failure(cudaErrorInvalidValue,
+                   "max_ctas=%d is negative; 0 means as many CTAs as are resident", p.max_ctas);
+  }
+  if (p.max_ctas > 0 && !Build::use_persistent_cta) {
+    return failure(cudaErrorInvalidValue,
+                   "max_ctas=%d, but in this build every tile has a CTA of its own; set it to 0 or "
+                   "use a build with USE_PERSISTENT_CTA=1",
+                   p.max_ctas);
+  }
   const bool no_output = !p.B || !p.Hq || !p.Sq;
   SdpaStatus status;
   if (!no_output) status = check_tensor("O", p.O, p.o, p.B, p.Hq, p.Sq, true);
@@ -3113,7 +3125,7 @@ template <class B> SdpaStatus encode_tensor_maps(TensorMaps& maps, const SdpaPar
   return {};
 }
 
-// One launch of the kernel: a CTA to each of `items`, or as many as are resident.
+// One launch of the kernel: a CTA to each of `items`, or as many as are resident and asked for.
 SdpaStatus launch_kernel(const KernelArgs& a, uint32_t items, cudaStream_t stream) {
   cudaError_t error =
       cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, int(shared_bytes));
@@ -3138,6 +3150,8 @@ SdpaStatus launch_kernel(const KernelArgs& a, uint32_t items, cudaStream_t strea
     if (error != cudaSuccess) return cuda_failure(error, "asking for the GPU's occupancy");
     const uint32_t resident = uint32_t(sms) * uint32_t(ctas_per_sm > 0 ? ctas_per_sm : 1);
     if (ctas > resident) ctas = resident;
+    const uint32_t most = uint32_t(a.p.max_ctas);
+    if (most > 0 && ctas > most) ctas = most;
   }
   cudaLaunchConfig_t launch{};
   launch.gridDim = dim3(ctas * Build::cluster_size);
@@ -3365,6 +3379,7 @@ struct Problem {
   string layout = "bhsd", dist = "normal";
   float scale = 0;  // 0 means 1/sqrt(D)
   uint64_t seed = 0;
+  int max_ctas = 0;  // of the launches but the first, whose results are checked
 };
 
 const Problem named_shapes[] = {{"small", 1, 1, 1, 32, 32},
@@ -3706,7 +3721,7 @@ class Instance {
     params.D = Build::head_dim;
     params.q = Q_.at.strides, params.k = K_.at.strides, params.v = V_.at.strides;
     params.o = O_.at.strides;
-    params.scale = p.scale, params.causal = p.causal;
+    params.scale = p.scale, params.causal = p.causal, params.max_ctas = p.max_ctas;
     const size_t workspace_bytes = sdpa_workspace_bytes(params);
     workspace_.reset(new DeviceBytes(workspace_bytes));
     params.workspace = workspace_->data;
@@ -3741,10 +3756,13 @@ class Instance {
     return trouble;
   }
 
-  // Compares the outputs of a run with the reference, and those of more runs with its bits. Returns a
+  // Compares the outputs of a run with the reference, and those of more runs with its bits: the one
+  // with as many CTAs as are resident, the others with max_ctas, on which no bit may depend. Returns a
   // sentence on failure.
   string check(Comparison& comparison, int repeats) {
+    params.max_ctas = 0;
     string trouble = run_once();
+    params.max_ctas = problem.max_ctas;
     if (!trouble.empty()) return trouble;
     const vector<uint16_t> first = o_bits_;
     if (!(trouble = compare(comparison)).empty()) return trouble;
@@ -4021,7 +4039,7 @@ struct CsvRow {
          max_abs_err, rows_checked, B, Hq, Hkv, Sq, Sk, D, dtype, causal, seed, regs, spill_bytes,
          smem_bytes, ctas_per_sm, barriers, device, sm, clock_mhz, cuda, driver, git_sha, knobs,
          note, layout, dist, lse_err, barriers_executed, bank_conflicts, global_bytes, graph_lo_us,
-         graph_hi_us;
+         graph_hi_us, max_ctas;
 };
 
 using CsvField = string CsvRow::*;
@@ -4074,6 +4092,7 @@ const struct {
     {"global_bytes_per_tile", &CsvRow::global_bytes},
     {"graph_lo_us", &CsvRow::graph_lo_us},
     {"graph_hi_us", &CsvRow::graph_hi_us},
+    {"max_ctas", &CsvRow::max_ctas},
 };
 
 void print_header() {
@@ -4173,7 +4192,7 @@ const char usage[] =
     "usage: sdpa [--shape small|mission|mission2|long|B,Hq,Hkv,Sq,Sk]... [--causal br|tl]\n"
     "            [--seeds 0,1,2] [--dist normal|outliers|large|nonfinite] [--scale X]\n"
     "            [--layout bhsd|bshd|packed|padded|far] [--sweep N] [--iters N] [--warmup N]\n"
-    "            [--repeats N]\n"
+    "            [--repeats N] [--max-ctas N]\n"
     "            [--check-only | --time-only] [--schedule forward|reverse|random:SEED] [--config] "
     "[--header]\n"
     "            [--help]\n"
@@ -4181,6 +4200,8 @@ const char usage[] =
     "  --causal   br: the last query sees the last key; tl: query q sees keys 0..q\n"
     "  --sweep N  N random problems instead, checked and not timed; --seeds picks the series\n"
     "  --repeats N  launches whose results must have the bits of the checked one (default 1)\n"
+    "  --max-ctas N  USE_PERSISTENT_CTA=1: launch at most N CTAs (0, the default: as many as are\n"
+    "             resident); the checked launch is not limited, and the others must have its bits\n"
     "  --time-only  graph_us alone, without the checks: for a build that has passed them\n"
     "  --schedule the order of the threads on the CPU backend (default: forward and reverse in "
     "turn)\n"
@@ -4254,6 +4275,7 @@ string command_of(const Problem& p) {
   if (p.layout != "bhsd") text += " --layout " + p.layout;
   if (p.dist != "normal") text += " --dist " + p.dist;
   if (p.scale != 0) text += format(" --scale %.9g", double(p.scale));
+  if (p.max_ctas != 0) text += format(" --max-ctas %d", p.max_ctas);
   return text;
 }
 
@@ -4296,9 +4318,9 @@ Options parse_options(const vector<string>& args) {
       o.help = true;
       continue;
     }
-    const char* const with_value[] = {"--shape",  "--causal",   "--seeds",  "--dist",
-                                      "--scale",  "--layout",   "--sweep",  "--iters",
-                                      "--warmup", "--schedule", "--repeats"};
+    const char* const with_value[] = {"--shape",  "--causal",   "--seeds",   "--dist",
+                                      "--scale",  "--layout",   "--sweep",   "--iters",
+                                      "--warmup", "--schedule", "--repeats", "--max-ctas"};
     if (index_in(with_value, name) < 0) return refuse(name + ": no such option; --help lists them");
     if (i + 1 == args.size()) return refuse(name + ": its value is missing");
     const string& value = args[++i];
@@ -4333,7 +4355,7 @@ Options parse_options(const vector<string>& args) {
       }
       o.seeds.assign(numbers.begin(), numbers.end());
     } else {
-      const bool may_be_zero = name == "--warmup";
+      const bool may_be_zero = name == "--warmup" || name == "--max-ctas";
       if (!parse_numbers(value, may_be_zero ? 0 : 1, 1000000, numbers) || numbers.size() != 1) {
         return refuse(name + " " + value + ": want a whole number from " +
                       (may_be_zero ? "0" : "1") + " to 1000000");
@@ -4342,7 +4364,13 @@ Options parse_options(const vector<string>& args) {
       if (name == "--iters") o.iterations = int(numbers[0]);
       if (name == "--warmup") o.warmup = int(numbers[0]);
       if (name == "--repeats") o.repeats = int(numbers[0]);
+      if (name == "--max-ctas") common.max_ctas = int(numbers[0]);
     }
+  }
+  if (common.max_ctas && !Build::use_persistent_cta) {
+    return refuse(
+        "--max-ctas: in this build every tile has a CTA of its own; build with "
+        "USE_PERSISTENT_CTA=1 or drop it");
   }
   if (sweep && !shapes.empty()) return refuse("--sweep draws its own shapes; drop --shape");
   if (o.time_only && (o.check_only || sweep)) {
@@ -4360,13 +4388,16 @@ Options parse_options(const vector<string>& args) {
     Problem p;
     if (!parse_shape(shape, p, o.error)) return o;
     p.causal = common.causal, p.layout = common.layout, p.dist = common.dist;
-    p.scale = common.scale;
+    p.scale = common.scale, p.max_ctas = common.max_ctas;
     o.problems.push_back(p);
   }
   if (sweep) {
     o.problems.clear();
     o.check_only = true;
-    for (long long n = 0; n < sweep; n++) o.problems.push_back(sweep_problem(o.seeds[0], n));
+    for (long long n = 0; n < sweep; n++) {
+      o.problems.push_back(sweep_problem(o.seeds[0], n));
+      o.problems.back().max_ctas = common.max_ctas;
+    }
   }
   if (sweep) o.seeds.clear();  // each problem has its own
   return o;
@@ -4381,7 +4412,7 @@ ExitCode run_problem(const Problem& p, const vector<uint64_t>& seeds, const Opti
   row.B = std::to_string(p.B), row.Hq = std::to_string(p.Hq), row.Hkv = std::to_string(p.Hkv);
   row.Sq = std::to_string(p.Sq), row.Sk = std::to_string(p.Sk);
   row.D = std::to_string(Build::head_dim), row.dtype = Build::is_bf16 ? "bf16" : "fp16";
-  row.causal = causal_names[int(p.causal)];
+  row.causal = causal_names[int(p.causal)], row.max_ctas = std::to_string(p.max_ctas);
   for (uint64_t seed : seeds) row.seed += (row.seed.empty() ? "" : "+") + std::to_string(seed);
   row.regs = device.regs, row.spill_bytes = device.spill_bytes;
   row.smem_bytes = std::to_string(shared_bytes), row.ctas_per_sm = device.ctas_per_sm;

@@ -38,6 +38,10 @@ done
 expect_pass "${ragged[@]}" --causal tl --layout packed --dist large
 expect_pass "${ragged[@]}" --layout padded --dist nonfinite
 expect_pass --shape 2,4,2,40,50 --layout bshd --dist outliers --scale 0.3
+# The CPU backend has three SMs: fewer CTAs than are resident, and no fewer, give the same bits.
+if grep -q ' USE_PERSISTENT_CTA=1 ' <<<"$out"; then
+  for ctas in 1 2 7; do expect_pass --shape 1,4,2,250,130 --causal br --max-ctas $ctas; done
+fi
 if [ "$sanitizer" = none ]; then
   expect_pass --shape 1,8,2,200,300 --causal br --schedule random:3
   expect_pass --shape 2,2,1,20,40 --layout far

@@ -1,5 +1,6 @@
 #!/usr/bin/env bash
-# What ablate takes back and how it sums up its rounds; what profile reads out of ncu's counters; refusals.
+# What ablate takes back and how it sums up its rounds; what profile reads out of ncu's counters; refusals,
+# also those of stress.
 set -u
 cd "$(dirname "$0")/.." || exit 1
 . tests/expect.sh
@@ -99,7 +100,11 @@ expect 2 "ablate: --rounds 0: want a whole number from 1 to 99" ./run_all.sh abl
 expect 2 "nobody: no line of configs.txt has that name" ./run_all.sh profile nobody
 expect 2 "profile: --frob: no such option" ./run_all.sh profile wmma_all --frob
 expect 2 "cublas runs three kernels" ./run_all.sh profile cublas
+expect 2 "nobody: no line of configs.txt has that name" ./run_all.sh stress nobody
+expect 2 "stress: --repeats 0: want a whole number from 1 to 999999" ./run_all.sh stress --repeats 0
+expect 2 "stress: --frob: no such option" ./run_all.sh stress --frob
 if ! nvidia-smi -L 2>/dev/null | grep -q GPU; then
+  expect 2 "stress: it runs kernels side by side and there is no GPU here" ./run_all.sh stress
   expect 2 "profile: it times kernels and there is no GPU here" ./run_all.sh profile wmma_all
   expect 2 "ablate: it times kernels and there is no GPU here" ./run_all.sh ablate wmma_all
 fi

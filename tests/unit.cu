@@ -230,6 +230,9 @@ static void test_command_line() {
       {{"--scale", "0"}, "--scale 0: want a number greater than 0"},
       {{"--scale", "nan"}, "--scale nan: want a number greater than 0"},
       {{"--iters", "0"}, "--iters 0: want a whole number from 1 to 1000000"},
+      {{"--max-ctas", "-1"}, "--max-ctas -1: want a whole number from 0 to 1000000"},
+      {{"--max-ctas", "8"},
+       "--max-ctas: in this build every tile has a CTA of its own; build with"},
       {{"--warmup", "x"}, "--warmup x: want a whole number from 0 to 1000000"},
       {{"--sweep", "5", "--shape", "small"}, "--sweep draws its own shapes; drop --shape"},
   };
@@ -290,6 +293,12 @@ static void test_preconditions() {
          "scale=-1 is not a positive number (0 means 1/sqrt(D))");
   EXPECT(refusal([](SdpaParams& p) { p.scale = NAN; }).find("scale=nan is not") == 0);
   EXPECT(refusal([](SdpaParams& p) { p.causal = Causal(7); }).find("causal=7 is none of") == 0);
+  EXPECT(refusal([](SdpaParams& p) { p.max_ctas = -1; }) ==
+         "max_ctas=-1 is negative; 0 means as many CTAs as are resident");
+  EXPECT(
+      refusal([](SdpaParams& p) { p.max_ctas = 8; }) ==
+      "max_ctas=8, but in this build every tile has a CTA of its own; set it to 0 or use a build "
+      "with USE_PERSISTENT_CTA=1");
   EXPECT(refusal([](SdpaParams& p) { p.k.row = 65; }) ==
          "K has a row stride of 65 elements, not a multiple of VEC_WIDTH=8; pad it or build with a "
          "smaller VEC_WIDTH");

@@ -31,10 +31,12 @@ derive() {
   done
 }
 
-# build_derived NAME WORDS [NAME WORDS]...: builds these lines in $build/derived, which the caller finds
-# in derived_build. Old ones stay there, so that asking again compiles nothing.
+# build_derived [--stress] NAME WORDS [NAME WORDS]...: builds these lines in $build/derived, which the caller
+# finds in derived_build; with --stress their stress_NAME instead of sdpa_NAME. Old ones stay there, so that
+# asking again compiles nothing.
 build_derived() {
-  local list pattern='' count=0 build=$build
+  local list pattern='' count=0 build=$build target=sdpa_selected
+  if [ "$1" = --stress ]; then target=sdpa_stress; shift; fi
   derived_build=$build/derived
   list=$derived_build.txt
   mkdir -p "$build"
@@ -49,17 +51,19 @@ build_derived() {
   done
   build=$derived_build
   SDPA_CONFIGS=$list configure -DSDPA_KEEP_GOING=ON -DSDPA_ONLY="^($pattern)\$" -DSDPA_CPU=OFF -DSDPA_TESTS=OFF
-  build_selected $count
+  build_selected $count $target
 }
 
-# why_not_built NAME: the sentence that says why the derived line has no executable; nothing if it has one.
+# why_not_built [--stress] NAME: the sentence that says why the derived line has no executable; nothing if it
+# has one.
 why_not_built() {
-  local sentence build=$derived_build
+  local sentence build=$derived_build exe=sdpa_ log=
+  if [ "$1" = --stress ]; then exe=stress_ log=stress_; shift; fi
   sentence=$(awk -F'\t' -v name="$1" '$2 == name { print $3; exit }' "$build/bad_lines.txt")
   if [ -n "$sentence" ]; then
     echo "${sentence#*:*: }"  # without the name of our own list
-  elif [ -e "$build/log/$1.log.failed" ] || [ ! -x "$build/sdpa_$1" ]; then
-    compiler_words "$1" | sed 's/^does not compile: //'
+  elif [ -e "$build/log/$log$1.log.failed" ] || [ ! -x "$build/$exe$1" ]; then
+    compiler_words "$log$1" | sed 's/^does not compile: //'
   fi
 }
 

@@ -65,7 +65,8 @@ class SdpaParams(ctypes.Structure):
     _fields_ = ([(name, ctypes.c_void_p) for name in ("Q", "K", "V", "O", "LSE")] +
                 [(name, ctypes.c_int) for name in ("B", "Hq", "Hkv", "Sq", "Sk", "D")] +
                 [(name, Strides) for name in "qkvo"] +
-                [("scale", ctypes.c_float), ("causal", ctypes.c_int), ("workspace", ctypes.c_void_p)])
+                [("scale", ctypes.c_float), ("causal", ctypes.c_int), ("workspace", ctypes.c_void_p),
+                 ("max_ctas", ctypes.c_int)])
 
 
 class Line:
