@@ -79,6 +79,7 @@ namespace SDPA_NAMESPACE {
   X(USE_PING_PONG, 0, "0 1", "wgmma: warpgroups take turns at the tensor cores")                  \
   X(OVERLAP, 0, "0 1", "wgmma: softmax beside P @ V of the tile before")                           \
   X(SKIP_MASKED, 0, "0 1", "wgmma: a warpgroup leaves out tiles of which its rows see nothing")     \
+  X(USE_TUNED, 0, "0 1", "wgmma: the tile by the problem, from TUNED_TILES; knobs typed besides narrow it") \
   X(USE_CUBLAS, 0, "0 1", "cuBLAS, S and P in global memory: the unfused baseline; link to it")   \
   X(USE_WARP_SPECIALIZATION, 0, "0 1", "producer warps copy, consumer warps compute")             \
   X(NUM_PRODUCER_WARPS, 1, "1 2 4", "warps that only copy")
@@ -169,10 +170,12 @@ struct Build {
   static constexpr bool use_ping_pong = number_of(USE_PING_PONG_text);
   static constexpr int overlap = number_of(OVERLAP_text);
   static constexpr bool skip_masked = number_of(SKIP_MASKED_text);
+  static constexpr bool use_tuned = number_of(USE_TUNED_text);
 };
 constexpr bool is_scalar = Build::family == Family::scalar, is_wmma = Build::family == Family::wmma,
                is_mma = Build::family == Family::mma, is_cublas = Build::family == Family::cublas,
                is_wgmma = Build::family == Family::wgmma;
+constexpr bool typed_tile = is_wgmma && !Build::use_tuned;  // of the wgmma kernel
 constexpr const char* family_name = is_wgmma    ? "wgmma"
                                     : is_mma    ? "mma"
                                     : is_wmma   ? "wmma"
@@ -192,28 +195,29 @@ SDPA_REFUSE(is_cublas && (BLOCK_M_changed || BLOCK_N_changed || VEC_WIDTH_change
             "HEAD_DIM, DTYPE, NUM_WARPS and USE_FAST_EXP");
 SDPA_REFUSE(USE_WMMA_PV_changed && !is_wmma,
             "USE_WMMA_PV=1: P @ V goes to wmma only where Q @ K.T does; add USE_WMMA=1 or drop it");
-SDPA_REFUSE(is_wgmma && (Build::group_warps % 4 != 0 || Build::block_m != 16 * Build::group_warps),
+SDPA_REFUSE(typed_tile &&
+                (Build::group_warps % 4 != 0 || Build::block_m != 16 * Build::group_warps),
             "BLOCK_M and NUM_WARPS: a warpgroup has 4 warps and 64 query rows, so BLOCK_M must be "
             "16*NUM_WARPS/SPLIT_KV; type BLOCK_M=128 NUM_WARPS=8");
-SDPA_REFUSE(is_wgmma&& Build::block_n % 16 != 0,
+SDPA_REFUSE(typed_tile&& Build::block_n % 16 != 0,
             "BLOCK_N: wgmma takes keys by 16, so it must be a multiple of 16; type BLOCK_N=128");
 SDPA_REFUSE(is_wgmma&& Build::vec_width != 8,
             "VEC_WIDTH: TMA wants addresses and strides that are multiples of 16 bytes; type "
             "VEC_WIDTH=8");
 SDPA_REFUSE(
-    is_wgmma && !Build::use_warp_specialization &&
+    typed_tile && !Build::use_warp_specialization &&
         (Build::overlap > 0 || Build::use_persistent_cta),
     "OVERLAP and USE_PERSISTENT_CTA: the wgmma kernel has them with a warpgroup that copies; "
     "add USE_WARP_SPECIALIZATION=1 or drop them");
-SDPA_REFUSE(is_wgmma&& Build::use_persistent_cta&& Build::split_kv > 1,
+SDPA_REFUSE(typed_tile&& Build::use_persistent_cta&& Build::split_kv > 1,
             "USE_PERSISTENT_CTA=1: in the wgmma kernel not with SPLIT_KV; drop one of them");
-SDPA_REFUSE(is_wgmma&& Build::skip_masked &&
+SDPA_REFUSE(typed_tile&& Build::skip_masked &&
                 (!Build::use_warp_specialization || Build::use_ping_pong),
             "SKIP_MASKED=1: warpgroups that take turns or load tiles must run the same rounds; add "
             "USE_WARP_SPECIALIZATION=1 and drop USE_PING_PONG");
 // One that waits for the first tile it sees has yet to release V of the item before, so that the others
 // can go no further than STAGES - 1 tiles, and K is loaded as far ahead of them.
-SDPA_REFUSE(is_wgmma&& Build::skip_masked &&
+SDPA_REFUSE(typed_tile&& Build::skip_masked &&
                 (Build::block_m - 64) > (2 * Build::stages - 2) * Build::slices * Build::block_n,
             "SKIP_MASKED=1: a warpgroup would skip more tiles than can be in flight; type more "
             "STAGES or a larger BLOCK_N");
@@ -229,10 +233,15 @@ SDPA_REFUSE(
 SDPA_REFUSE(FAST_EXP_SHARE_changed && !Build::use_fast_exp,
             "FAST_EXP_SHARE: it is a share of what USE_FAST_EXP=1 does; add that or drop it");
 SDPA_REFUSE(
-    !is_wgmma &&
-        (USE_PING_PONG_changed || OVERLAP_changed || SKIP_MASKED_changed || CLUSTER_SIZE_changed),
-    "USE_PING_PONG, OVERLAP, SKIP_MASKED and CLUSTER_SIZE: only the wgmma kernel has them; add "
-    "USE_WGMMA=1 or drop them");
+    !is_wgmma && (USE_PING_PONG_changed || OVERLAP_changed || SKIP_MASKED_changed ||
+                  CLUSTER_SIZE_changed || USE_TUNED_changed),
+    "USE_PING_PONG, OVERLAP, SKIP_MASKED, CLUSTER_SIZE and USE_TUNED: only the wgmma kernel has "
+    "them; add USE_WGMMA=1 or drop them");
+SDPA_REFUSE(Build::use_tuned && (USE_WARP_SPECIALIZATION_changed || OVERLAP_changed ||
+                                 USE_LAZY_MAX_changed || CLUSTER_SIZE_changed),
+            "USE_TUNED=1: all its tiles have USE_WARP_SPECIALIZATION=1, OVERLAP=1 and "
+            "USE_LAZY_MAX=1, and none a "
+            "cluster; drop these knobs");
 SDPA_REFUSE(USE_WARP_SPECIALIZATION_changed && !is_wmma && !is_wgmma,
             "USE_WARP_SPECIALIZATION=1: only the wmma and wgmma kernels have producer warps; add "
             "USE_WMMA=1 or drop it");
@@ -284,6 +293,61 @@ SDPA_REFUSE(!is_wgmma && !Build::use_cp_async && !Build::use_warp_specialization
 SDPA_REFUSE(Build::vec_width == 1 && Build::use_cp_async,
             "USE_CP_ASYNC=1: cp.async moves 4, 8 or 16 bytes and VEC_WIDTH=1 is 2 bytes; type "
             "VEC_WIDTH=8");
+
+// ---- tuned tiles ----
+
+// A tile of the wgmma kernel with its schedule, and what it costs on an H200: an item takes
+// item_clocks, and one more for so many scores.
+struct TunedTile {
+  int head_dim, block_m, block_n, num_warps, stages, split_kv;
+  bool persistent, ping_pong, skip_masked;
+  double item_clocks, scores_per_clock, causal_scores_per_clock;
+};
+constexpr TunedTile TUNED_TILES[] = {
+    {64, 64, 128, 8, 2, 2, false, false, false, 3500, 6.6, 6.0},
+    {64, 128, 64, 16, 4, 2, false, false, false, 3500, 8.9, 8.0},
+    {64, 192, 128, 12, 3, 1, true, false, false, 2500, 9.3, 9.0},
+    {64, 256, 64, 16, 4, 1, true, false, false, 2000, 9.1, 8.3},
+    {64, 256, 64, 16, 3, 1, true, false, true, 2000, 8.9, 8.8},
+    {128, 128, 128, 8, 2, 1, true, true, false, 1000, 6.4, 6.4},
+    {128, 192, 64, 12, 3, 1, true, false, false, 2500, 6.9, 6.5},
+    {256, 128, 64, 8, 2, 1, false, false, false, 3000, 3.6, 3.5},
+};
+constexpr int TILES = sizeof TUNED_TILES / sizeof TUNED_TILES[0];
+
+// Whether this build may take the tile: the knobs that were typed are its.
+constexpr bool tile_fits(const TunedTile& t) {
+  return Build::use_tuned && t.head_dim == Build::head_dim &&
+         (!BLOCK_M_changed || t.block_m == Build::block_m) &&
+         (!BLOCK_N_changed || t.block_n == Build::block_n) &&
+         (!NUM_WARPS_changed || t.num_warps == Build::num_warps) &&
+         (!STAGES_changed || t.stages == Build::stages) &&
+         (!SPLIT_KV_changed || t.split_kv == Build::split_kv) &&
+         (!USE_PERSISTENT_CTA_changed || t.persistent) && (!USE_PING_PONG_changed || t.ping_pong) &&
+         (!SKIP_MASKED_changed || t.skip_masked);
+}
+constexpr int first_tile_that_fits() {
+  int n = 0;
+  while (n < TILES && !tile_fits(TUNED_TILES[n])) n++;
+  return n;
+}
+SDPA_REFUSE(
+    Build::use_tuned&& first_tile_that_fits() == TILES,
+    "USE_TUNED=1: no row of TUNED_TILES has all the knobs that were typed besides; drop some "
+    "or USE_TUNED");
+
+template <int N> struct TunedBuild : Build {
+  static constexpr TunedTile tile = TUNED_TILES[N < TILES ? N : 0];
+  static constexpr int block_m = tile.block_m, block_n = tile.block_n, stages = tile.stages;
+  static constexpr int num_warps = tile.num_warps, split_kv = tile.split_kv, slices = split_kv;
+  static constexpr bool use_persistent_cta = tile.persistent, use_ping_pong = tile.ping_pong;
+  static constexpr bool skip_masked = tile.skip_masked, use_lazy_max = true;
+  static constexpr bool use_warp_specialization = true;
+  static constexpr int overlap = 1, producer_threads = 128;
+  static constexpr int threads = num_warps * 32 + producer_threads;
+  static constexpr int group_warps = num_warps / split_kv, group_threads = group_warps * 32;
+  static constexpr int warpgroups = num_warps / 4;
+};
 
 }  // namespace
 
@@ -1150,7 +1214,7 @@ __device__ __forceinline__ void scale_rows(View& T, const float (&factor)[View::
 // ---- mask ----
 
 // How many keys query q sees: the keys [0, n). It never falls as q grows.
-__device__ __forceinline__ int visible_keys(const SdpaParams& p, int q) {
+__host__ __device__ __forceinline__ int visible_keys(const SdpaParams& p, int q) {
   const int limit = p.causal == Causal::bottom_right ? q + 1 + p.Sk - p.Sq
                     : p.causal == Causal::top_left   ? q + 1
                                                      : p.Sk;
@@ -2682,27 +2746,28 @@ template <class B> struct WgmmaRows {
       }
     }
   }
-  // To the CTA of the cluster that merges this warp's rows.
+  // x, y to this address in the shared memory of a CTA of the cluster.
+  static __device__ __forceinline__ void store_pair(float* at, float x, float y, int rank) {
+    if constexpr (B::cluster_size > 1) {
+      st_shared_cluster(mapa(shared_address(at), rank), float2{x, y});
+    } else {
+      st_shared(at, float2{x, y});
+    }
+  }
+  // To the CTA that merges this warp's rows.
   __device__ __forceinline__ void store_partial(int tid) {
     using Partial = typename Shared::Partial;
     Partial& partial = s.partial[key_slice * Shared::ROW_GROUPS + row_group];
     const int warp_row = tid / 32 * 16, owner = warp_row / Partial::ROWS;
-    const auto store = [&](float2* at, float x, float y) {
-      if constexpr (B::cluster_size > 1) {
-        st_shared_cluster(mapa(shared_address(at), owner), float2{x, y});
-      } else {
-        st_shared(at, float2{x, y});
-      }
-    };
 #pragma unroll
     for (int i = 0; i < ROWS; i++) {
       const int row = warp_row % Partial::ROWS + tid % 32 / 4 + 8 * i;
       float* const O_row = partial.O[row] + tid % 4 * 2;
 #pragma unroll
       for (int j = 0; j < O.COLS; j += 2) {
-        store(reinterpret_cast<float2*>(O_row + 4 * j), O.x[i][j], O.x[i][j + 1]);
+        store_pair(O_row + 4 * j, O.x[i][j], O.x[i][j + 1], owner);
       }
-      if (tid % 4 == 0) store(&partial.m_l[row], m[i], l[i]);
+      if (tid % 4 == 0) store_pair(&partial.m_l[row].x, m[i], l[i], owner);
     }
   }
   // O / l and LSE of all slices together, in a fixed order, straight to global memory.
@@ -2983,12 +3048,59 @@ template <class B> struct KernelOf<B, Family::cublas> {
   using Shared = CublasShared;
   static constexpr auto kernel = sdpa_cublas<B>;
 };
-using Shared = KernelOf<Build, Build::family>::Shared;
-constexpr size_t shared_bytes = std::is_empty<Shared>::value ? 0 : sizeof(Shared);
-constexpr auto kernel = KernelOf<Build, Build::family>::kernel;
-SDPA_REFUSE(shared_bytes > 227 * 1024,
+template <class B> using SharedOf = typename KernelOf<B, B::family>::Shared;
+template <class B>
+constexpr size_t shared_bytes = std::is_empty<SharedOf<B>>::value ? 0 : sizeof(SharedOf<B>);
+
+constexpr bool has_queue = Build::use_persistent_cta || Build::use_tuned;  // in the workspace
+
+// ---- the choice of a tile ----
+
+using FirstBuild =
+    std::conditional<Build::use_tuned, TunedBuild<first_tile_that_fits()>, Build>::type;
+SDPA_REFUSE(shared_bytes<FirstBuild> > 227 * 1024,
             "BLOCK_M, BLOCK_N, HEAD_DIM and STAGES: the tiles need more than the 227 KB of shared "
             "memory that a CTA can have; type a smaller BLOCK_N or fewer STAGES");
+
+// Clocks that the problem takes with this tile. A CTA per item comes in waves on the GPU's `sms`; of
+// items of many lengths, the longest first, each takes the next that is free. A mask leaves the keys
+// that the rows see on average, and of the tiles on its edge half.
+double tuned_clocks(const TunedTile& t, const SdpaParams& p, int sms) {
+  const double items = double(p.B) * p.Hq * ((p.Sq + t.block_m - 1) / t.block_m);
+  const int round_keys = t.block_n * t.split_kv;
+  if (p.causal == Causal::off) {
+    const double keys = double((p.Sk + round_keys - 1) / round_keys) * round_keys;
+    return std::ceil(items / sms) * (t.item_clocks + t.block_m * keys / t.scores_per_clock);
+  }
+  constexpr int samples = 16;
+  double keys = ((t.skip_masked ? 64 : t.block_m) + round_keys) / 2.0;
+  for (int i = 0; i < samples; i++) {
+    const int q = int((2 * i + 1.0) / (2 * samples) * p.Sq);
+    keys += double(visible_keys(p, q)) / samples;
+  }
+  const double waves = t.persistent ? std::fmax(items / sms, 1.0) : std::ceil(items / sms);
+  return waves * (t.item_clocks + t.block_m * keys / t.causal_scores_per_clock);
+}
+
+// USE_TUNED: number of the quickest tile for the problem. Not by max_ctas, on which no bit of the result
+// may depend.
+int choose_tile(const SdpaParams& p) {
+  int device = 0, sms = 0;
+  if (cudaGetDevice(&device) != cudaSuccess ||
+      cudaDeviceGetAttribute(&sms, cudaDevAttrMultiProcessorCount, device) != cudaSuccess) {
+    sms = 132;
+  }
+  int best = first_tile_that_fits();
+  for (int n = best + 1; n < TILES; n++) {
+    if (tile_fits(TUNED_TILES[n]) &&
+        tuned_clocks(TUNED_TILES[n], p, sms) < tuned_clocks(TUNED_TILES[best], p, sms)) {
+      best = n;
+    }
+  }
+  return best;
+}
+
+// ---- the launch ----
 
 template <class... Values> SdpaStatus failure(cudaError_t code, const char* format, Values... v) {
   SdpaStatus status;
@@ -3126,26 +3238,28 @@ template <class B> SdpaStatus encode_tensor_maps(TensorMaps& maps, const SdpaPar
 }
 
 // One launch of the kernel: a CTA to each of `items`, or as many as are resident and asked for.
+template <class B>
 SdpaStatus launch_kernel(const KernelArgs& a, uint32_t items, cudaStream_t stream) {
-  cudaError_t error =
-      cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, int(shared_bytes));
+  constexpr auto kernel = KernelOf<B, B::family>::kernel;
+  cudaError_t error = cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize,
+                                           int(shared_bytes<B>));
   if (error != cudaSuccess) {
     cudaGetLastError();  // an error that only refuses must not stay behind for the next caller
     return failure(error,
                    "this GPU cannot run this build (%zu bytes of shared memory a CTA, code "
                    "for its architecture): %s",
-                   shared_bytes, cudaGetErrorString(error));
+                   shared_bytes<B>, cudaGetErrorString(error));
   }
   uint32_t ctas = items;
-  if (Build::use_persistent_cta) {
+  if (B::use_persistent_cta) {
     int device = 0, sms = 0, ctas_per_sm = 0;
     error = cudaGetDevice(&device);
     if (error == cudaSuccess) {
       error = cudaDeviceGetAttribute(&sms, cudaDevAttrMultiProcessorCount, device);
     }
     if (error == cudaSuccess) {
-      error = cudaOccupancyMaxActiveBlocksPerMultiprocessor(&ctas_per_sm, kernel, Build::threads,
-                                                            shared_bytes);
+      error = cudaOccupancyMaxActiveBlocksPerMultiprocessor(&ctas_per_sm, kernel, B::threads,
+                                                            shared_bytes<B>);
     }
     if (error != cudaSuccess) return cuda_failure(error, "asking for the GPU's occupancy");
     const uint32_t resident = uint32_t(sms) * uint32_t(ctas_per_sm > 0 ? ctas_per_sm : 1);
@@ -3154,19 +3268,19 @@ SdpaStatus launch_kernel(const KernelArgs& a, uint32_t items, cudaStream_t strea
     if (most > 0 && ctas > most) ctas = most;
   }
   cudaLaunchConfig_t launch{};
-  launch.gridDim = dim3(ctas * Build::cluster_size);
-  launch.blockDim = dim3(Build::threads);
-  launch.dynamicSmemBytes = shared_bytes;
+  launch.gridDim = dim3(ctas * B::cluster_size);
+  launch.blockDim = dim3(B::threads);
+  launch.dynamicSmemBytes = shared_bytes<B>;
   launch.stream = stream;
   cudaLaunchAttribute attributes[2]{};
   // A CTA may start before the kernel before this one has ended.
   attributes[0].id = cudaLaunchAttributeProgrammaticStreamSerialization;
   attributes[0].val.programmaticStreamSerializationAllowed = 1;
   attributes[1].id = cudaLaunchAttributeClusterDimension;
-  attributes[1].val.clusterDim.x = Build::cluster_size;
+  attributes[1].val.clusterDim.x = B::cluster_size;
   attributes[1].val.clusterDim.y = attributes[1].val.clusterDim.z = 1;
   launch.attrs = attributes;
-  launch.numAttrs = !is_wgmma ? 0 : Build::cluster_size == 1 ? 1 : 2;
+  launch.numAttrs = !is_wgmma ? 0 : B::cluster_size == 1 ? 1 : 2;
   error = cudaLaunchKernelEx(&launch, kernel, a);
   if (error != cudaSuccess) {
     cudaGetLastError();
@@ -3179,7 +3293,7 @@ SdpaStatus launch_kernel(const KernelArgs& a, uint32_t items, cudaStream_t strea
 // Three steps: S = Q @ K.T by cuBLAS, P = softmax(S) by sdpa_cublas, O = P @ V by cuBLAS. cuBLAS counts
 // rows and columns the other way round, so that it sees S.T = K @ Q.T and O.T = V.T @ P.T. One of its
 // calls takes all heads of a batch, or with grouped queries those that share a key head.
-SdpaStatus launch(const KernelArgs& a, cudaStream_t stream) {
+template <class B> SdpaStatus launch(const KernelArgs& a, cudaStream_t stream) {
   const SdpaParams& p = a.p;
   const struct {
     const char* name;
@@ -3241,7 +3355,7 @@ SdpaStatus launch(const KernelArgs& a, cudaStream_t stream) {
   if (cublas == CUBLAS_STATUS_SUCCESS) {
     const int64_t rows = int64_t(p.B) * p.Hq * p.Sq;
     const SdpaStatus status =
-        launch_kernel(a, uint32_t((rows + Build::num_warps - 1) / Build::num_warps), stream);
+        launch_kernel<Build>(a, uint32_t((rows + Build::num_warps - 1) / Build::num_warps), stream);
     if (!status.ok()) return status;
   }
   if (p.Sk) {
@@ -3269,38 +3383,20 @@ SdpaStatus launch(const KernelArgs& a, cudaStream_t stream) {
   return {};
 }
 #else
-SdpaStatus launch(const KernelArgs& a, cudaStream_t stream) {
-  return launch_kernel(a, a.work_items, stream);
+template <class B> SdpaStatus launch(const KernelArgs& a, cudaStream_t stream) {
+  return launch_kernel<B>(a, a.work_items, stream);
 }
 #endif
 
-}  // namespace
-
-// Bytes of device memory that SdpaParams::workspace must have for this problem (0: none).
-inline size_t sdpa_workspace_bytes(const SdpaParams& p) {
-  return is_cublas ? CublasWorkspace(p).bytes : Build::use_persistent_cta ? sizeof(uint32_t) : 0;
-}
-
-// O, LSE = attention(Q, K, V), enqueued on the stream of the current device. Returns without
-// waiting; never prints, never allocates. Refuses what this build cannot do, before anything is
-// launched. Safe inside stream capture. (USE_CUBLAS=1: the first call of a thread makes a cuBLAS
-// handle, which allocates, and must not be captured.)
-inline SdpaStatus sdpa_forward(const SdpaParams& p, cudaStream_t stream) {
-  SdpaStatus status = check_params(p);
-  if (!status.ok() || !p.B || !p.Hq || !p.Sq) return status;
-  if ((Build::use_persistent_cta || is_cublas) && !p.workspace) {
-    return failure(cudaErrorInvalidValue,
-                   "workspace is null, but this build keeps %s there; give it %zu zeroed bytes",
-                   is_cublas ? "S and P" : "its queue", sdpa_workspace_bytes(p));
-  }
+template <class B> SdpaStatus forward(const SdpaParams& p, cudaStream_t stream) {
   KernelArgs a;
   a.p = p;
   a.scale_log2 = float((p.scale == 0 ? 1 / std::sqrt(double(p.D)) : double(p.scale)) *
                        1.4426950408889634);  // log2(e)
-  const int q_blocks = (p.Sq + Build::block_m - 1) / Build::block_m;
+  const int q_blocks = (p.Sq + B::block_m - 1) / B::block_m;
   if (double(p.B) * p.Hq * q_blocks > 2147483647.0) {
     return failure(cudaErrorInvalidValue, "B*Hq*ceil(Sq/%d) is over 2^31-1 tiles; split the batch",
-                   Build::block_m);
+                   B::block_m);
   }
   a.work_items = uint32_t(p.B) * p.Hq * q_blocks;
   const double kv_bytes = 2.0 * p.Sk * p.D * sizeof(Element);  // of a key head
@@ -3312,8 +3408,74 @@ inline SdpaStatus sdpa_forward(const SdpaParams& p, cudaStream_t stream) {
   a.q_heads_per_kv = Divisor(uint32_t(p.Hq / p.Hkv));
   a.section = Divisor(a.heads_in_l2 * uint32_t(q_blocks));
 
-  const SdpaStatus encoded = encode_tensor_maps<Build>(a.maps, p);
-  return encoded.ok() ? launch(a, stream) : encoded;
+  const SdpaStatus encoded = encode_tensor_maps<B>(a.maps, p);
+  return encoded.ok() ? launch<B>(a, stream) : encoded;
+}
+
+// What a launch takes of an SM.
+struct KernelFacts {
+  const void* kernel;
+  int threads;
+  size_t shared_bytes;
+};
+
+template <class B> KernelFacts facts() {
+  return {reinterpret_cast<const void*>(+KernelOf<B, B::family>::kernel), B::threads,
+          shared_bytes<B>};
+}
+
+// Of tile number `tile`, which is N or comes after it.
+template <int N> KernelFacts tuned_facts(int tile) {
+  if constexpr (N + 1 < TILES) {
+    if (tile != N) return tuned_facts<N + 1>(tile);
+  }
+  return facts<TunedBuild<N>>();
+}
+
+// Of the kernel that takes this problem.
+KernelFacts kernel_facts(const SdpaParams& p) {
+  if constexpr (Build::use_tuned) {
+    return tuned_facts<0>(choose_tile(p));
+  } else {
+    return facts<Build>();
+  }
+}
+
+// With tile number `tile`, which is N or comes after it.
+template <int N> SdpaStatus forward_tuned(int tile, const SdpaParams& p, cudaStream_t stream) {
+  if constexpr (N < TILES) {
+    if constexpr (tile_fits(TUNED_TILES[N])) {
+      if (tile == N) return forward<TunedBuild<N>>(p, stream);
+    }
+    return forward_tuned<N + 1>(tile, p, stream);
+  }
+  return failure(cudaErrorInvalidValue, "TUNED_TILES has no row %d for this build", tile);
+}
+
+}  // namespace
+
+// Bytes of device memory that SdpaParams::workspace must have for this problem (0: none).
+inline size_t sdpa_workspace_bytes(const SdpaParams& p) {
+  return is_cublas ? CublasWorkspace(p).bytes : has_queue ? sizeof(uint32_t) : 0;
+}
+
+// O, LSE = attention(Q, K, V), enqueued on the stream of the current device. Returns without
+// waiting; never prints, never allocates. Refuses what this build cannot do, before anything is
+// launched. Safe inside stream capture. (USE_CUBLAS=1: the first call of a thread makes a cuBLAS
+// handle, which allocates, and must not be captured.)
+inline SdpaStatus sdpa_forward(const SdpaParams& p, cudaStream_t stream) {
+  SdpaStatus status = check_params(p);
+  if (!status.ok() || !p.B || !p.Hq || !p.Sq) return status;
+  if ((has_queue || is_cublas) && !p.workspace) {
+    return failure(cudaErrorInvalidValue,
+                   "workspace is null, but this build keeps %s there; give it %zu zeroed bytes",
+                   is_cublas ? "S and P" : "its queue", sdpa_workspace_bytes(p));
+  }
+  if constexpr (Build::use_tuned) {
+    return forward_tuned<0>(choose_tile(p), p, stream);
+  } else {
+    return forward<Build>(p, stream);
+  }
 }
 
 }  // namespace SDPA_NAMESPACE
@@ -4135,10 +4297,32 @@ string driver_version() {
 
 struct Device {
   string name, sm, driver;
-  string missing;                         // why nothing can run here; empty if it can
-  string regs, spill_bytes, ctas_per_sm;  // empty on the CPU backend
+  string missing;  // why nothing can run here; empty if it can
   TileCounters tile;
 };
+
+struct Resources {  // of a kernel on this GPU; but for the last empty on the CPU backend
+  string regs, spill_bytes, ctas_per_sm, shared_bytes;
+};
+
+Resources resources_of(const KernelFacts& k, const Device& device) {
+  Resources r;
+  r.shared_bytes = std::to_string(k.shared_bytes);
+  if (!has_clock || !device.missing.empty()) return r;
+  cudaFuncAttributes attributes;
+  int ctas_per_sm = 0;
+  require(cudaFuncGetAttributes(&attributes, k.kernel), "asking for the kernel's registers");
+  require(cudaFuncSetAttribute(k.kernel, cudaFuncAttributeMaxDynamicSharedMemorySize,
+                               int(k.shared_bytes)),
+          "setting the kernel's shared memory");
+  require(cudaOccupancyMaxActiveBlocksPerMultiprocessor(&ctas_per_sm, k.kernel, k.threads,
+                                                        k.shared_bytes),
+          "asking for occupancy");
+  r.regs = std::to_string(attributes.numRegs);
+  r.spill_bytes = std::to_string(attributes.localSizeBytes);
+  r.ctas_per_sm = std::to_string(ctas_per_sm);
+  return r;
+}
 
 Device find_device() {
   Device d;
@@ -4160,29 +4344,17 @@ Device find_device() {
   }
   d.sm = format("%d%d", prop.major, prop.minor);
   d.driver = driver_version();
+  const KernelFacts k = kernel_facts({});
   cudaFuncAttributes attributes;
-  error = cudaFuncGetAttributes(&attributes, kernel);
+  error = cudaFuncGetAttributes(&attributes, k.kernel);
   if (error != cudaSuccess) {
     cudaGetLastError();
     d.missing = format("built for sm_%s and this GPU is sm_%s (%s); build again on this machine",
                        SDPA_TEXT(__CUDA_ARCH_LIST__), d.sm.c_str(), cudaGetErrorString(error));
-    return d;
+  } else if (k.shared_bytes > prop.sharedMemPerBlockOptin) {
+    d.missing = format("needs %zu bytes of shared memory a CTA and this GPU has %zu",
+                       k.shared_bytes, prop.sharedMemPerBlockOptin);
   }
-  if (shared_bytes > prop.sharedMemPerBlockOptin) {
-    d.missing = format("needs %zu bytes of shared memory a CTA and this GPU has %zu", shared_bytes,
-                       prop.sharedMemPerBlockOptin);
-    return d;
-  }
-  int ctas_per_sm = 0;
-  require(
-      cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, int(shared_bytes)),
-      "setting the kernel's shared memory");
-  require(cudaOccupancyMaxActiveBlocksPerMultiprocessor(&ctas_per_sm, kernel, Build::threads,
-                                                        shared_bytes),
-          "asking for occupancy");
-  d.regs = std::to_string(attributes.numRegs);
-  d.spill_bytes = std::to_string(attributes.localSizeBytes);
-  d.ctas_per_sm = std::to_string(ctas_per_sm);
   return d;
 }
 
@@ -4414,8 +4586,17 @@ ExitCode run_problem(const Problem& p, const vector<uint64_t>& seeds, const Opti
   row.D = std::to_string(Build::head_dim), row.dtype = Build::is_bf16 ? "bf16" : "fp16";
   row.causal = causal_names[int(p.causal)], row.max_ctas = std::to_string(p.max_ctas);
   for (uint64_t seed : seeds) row.seed += (row.seed.empty() ? "" : "+") + std::to_string(seed);
-  row.regs = device.regs, row.spill_bytes = device.spill_bytes;
-  row.smem_bytes = std::to_string(shared_bytes), row.ctas_per_sm = device.ctas_per_sm;
+  SdpaParams sizes{};
+  sizes.B = p.B, sizes.Hq = p.Hq, sizes.Hkv = p.Hkv, sizes.Sq = p.Sq, sizes.Sk = p.Sk;
+  sizes.causal = p.causal;
+  const Resources resources = resources_of(kernel_facts(sizes), device);
+  row.regs = resources.regs, row.spill_bytes = resources.spill_bytes;
+  row.smem_bytes = resources.shared_bytes, row.ctas_per_sm = resources.ctas_per_sm;
+  if constexpr (Build::use_tuned) {
+    const TunedTile& t = TUNED_TILES[choose_tile(sizes)];
+    row.note = format("tile BLOCK_M=%d BLOCK_N=%d STAGES=%d SPLIT_KV=%d", t.block_m, t.block_n,
+                      t.stages, t.split_kv);
+  }
   row.barriers = std::to_string(barriers_per_tile<Build>());
   row.device = device.name, row.sm = device.sm, row.driver = device.driver;
   if (has_clock) row.cuda = format("%d.%d", CUDART_VERSION / 1000, CUDART_VERSION % 1000 / 10);
@@ -4489,8 +4670,10 @@ void print_config(const Device& device) {
 #define SDPA_KNOB_LINE(name, fallback, values, meaning) \
   printf("  %-24s %-6s %-12s %s\n", #name, name##_text, name##_changed ? "" : "(default)", meaning);
   SDPA_KNOBS(SDPA_KNOB_LINE)
-  printf("threads %d, shared memory %zu bytes, %d CTA barriers per K/V tile\n", Build::threads,
-         shared_bytes, barriers_per_tile<Build>());
+  const KernelFacts k = kernel_facts({});
+  const Resources resources = resources_of(k, device);
+  printf("threads %d, shared memory %zu bytes, %d CTA barriers per K/V tile\n", k.threads,
+         k.shared_bytes, barriers_per_tile<Build>());
   if (!has_clock) {
     printf(
         "one K/V tile on the CPU backend: %s barriers, %s bytes read from global memory, %s bank "
@@ -4499,7 +4682,7 @@ void print_config(const Device& device) {
         device.tile.bank_conflicts.c_str(), device.tile.by_site.c_str());
   } else if (device.missing.empty()) {
     printf("on %s: %s registers, %s bytes spilled, %s CTAs per SM\n", device.name.c_str(),
-           device.regs.c_str(), device.spill_bytes.c_str(), device.ctas_per_sm.c_str());
+           resources.regs.c_str(), resources.spill_bytes.c_str(), resources.ctas_per_sm.c_str());
   } else {
     printf("here: %s\n", device.missing.c_str());
   }
