@@ -90,6 +90,7 @@ refused 2 "extract --frob: no such option" "${extract[@]}" mma_lazy --frob
 refused 2 "--arch: its value is missing" "${extract[@]}" mma_lazy --arch
 refused 2 "--arch hopper: want a list of CUDA architectures" "${extract[@]}" mma_lazy --arch hopper
 refused 2 "mma_d256 is built for sm_90a alone; drop --arch 80" "${extract[@]}" mma_d256 --arch 80 --verify
+refused 2 "hopper chooses between tiles at run time" "${extract[@]}" hopper
 refused 2 "missing.txt: there is no such file" env SDPA_CONFIGS="$dir/missing.txt" "${extract[@]}" mma_lazy
 cat >"$dir/bad.txt" <<'EOT'
 typo BLOK_N=64

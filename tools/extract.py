@@ -2279,6 +2279,9 @@ def main():
         source = file.read()
     knobs = known_knobs(source)
     line = Line(options.configs, options.name, knobs)
+    if "USE_TUNED=1" in line.knobs:
+        raise Refusal(f"{line.name} chooses between tiles at run time, and an extract has one; extract a line with its "
+                      "tile typed, such as wgmma")
     text = extract(source, line, knobs, options.cxx)
     if options.keep:
         with open(options.keep, "w", encoding="utf-8") as file:
