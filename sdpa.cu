@@ -311,7 +311,8 @@ constexpr TunedTile TUNED_TILES[] = {
     {64, 256, 64, 16, 3, 1, true, false, true, 3500, 9.1, 8.8},
     {128, 64, 64, 8, 2, 2, false, false, false, 3500, 4.0, 3.6},
     {128, 128, 128, 8, 2, 1, true, true, false, 1000, 6.4, 6.4},
-    {128, 192, 64, 12, 3, 1, true, false, false, 2500, 6.9, 6.5},
+    {128, 192, 80, 12, 2, 1, true, false, false, 2500, 7.2, 6.6},
+    {128, 192, 80, 12, 3, 1, true, false, true, 6000, 7.1, 6.75},
     {256, 128, 64, 8, 2, 1, false, false, false, 3000, 3.6, 3.5},
 };
 constexpr int TILES = sizeof TUNED_TILES / sizeof TUNED_TILES[0];

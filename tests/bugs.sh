@@ -102,7 +102,7 @@ bug o_written_twice        thread  "VEC_WIDTH=8"  "--shape small"  's~(if \(q >=
 bug lse_one_too_far        check   ""  "--shape small"  's~\* a\.p\.Sq \+ q\] =~* a.p.Sq + q + 1] =~'
 bug store_misaligned       backend "VEC_WIDTH=8"  "--shape small"  's~O\.first_col = lane % COL_LANES \* CHUNK;~O.first_col = lane % COL_LANES * CHUNK + 1;~'
 bug shared_past_the_end    address ""  "--shape small"  's~m_out\[i\] = s\.m\[own\.row\(i\)\]~m_out[i] = s.m[own.row(i) + 3 * B::block_m + 1]~'
-bug shared_too_small       backend ""  "--shape small"  's~dynamicSmemBytes = shared_bytes;~dynamicSmemBytes = shared_bytes - 16;~'
+bug shared_too_small       backend ""  "--shape small"  's~dynamicSmemBytes = shared_bytes<B>;~dynamicSmemBytes = shared_bytes<B> - 16;~'
 # ---- from launch to launch ----
 bug previous_result_kept   check   ""  "--shape small"  's~(cudaLaunchConfig_t launch\{\};)~static bool done = false; if (done) return {}; done = true; \1~'
 bug queue_skips_an_item    check   "USE_PERSISTENT_CTA=1"  "--shape 1,2,2,70,20"  's~work_item<B>\(a, drawn_s\)~work_item<B>(a, drawn_s == 2 ? 1 : drawn_s)~'
