@@ -3455,10 +3455,13 @@ template <class B> KernelFacts facts() {
 
 // Of tile number `tile`, which is N or comes after it.
 template <int N> KernelFacts tuned_facts(int tile) {
-  if constexpr (N + 1 < TILES) {
-    if (tile != N) return tuned_facts<N + 1>(tile);
+  if constexpr (N < TILES) {
+    if constexpr (tile_fits(TUNED_TILES[N])) {
+      if (tile == N) return facts<TunedBuild<N>>();
+    }
+    return tuned_facts<N + 1>(tile);
   }
-  return facts<TunedBuild<N>>();
+  return {};
 }
 
 // Of the kernel that takes this problem.
