@@ -296,8 +296,8 @@ SDPA_REFUSE(Build::vec_width == 1 && Build::use_cp_async,
 
 // ---- tuned tiles ----
 
-// A tile of the wgmma kernel with its schedule, and what it costs on an H200: an item takes
-// item_clocks, and one more for so many scores.
+// A tile of the wgmma kernel with its schedule, and what an item costs an SM of an H200: item_clocks,
+// and one more for every scores_per_clock scores.
 struct TunedTile {
   int head_dim, block_m, block_n, num_warps, stages, split_kv;
   bool persistent, ping_pong, skip_masked;
@@ -2305,10 +2305,11 @@ __global__ void __launch_bounds__(B::threads, B::ctas_per_sm)
 
 // ---- 5d wgmma: both products by warpgroups out of shared memory, which TMA fills ----
 //
-// Two threads load tiles, which go through mbarriers to 1 to 4 warpgroups that compute. An item is so
+// Warps that copy load tiles, which go through mbarriers to 1 to 4 warpgroups that compute. An item is so
 // many rounds, a K and a V tile each, and with persistent CTAs the rounds of all items are one stream:
 // the first Q @ K.T of an item is issued before the last P @ V of the item before, where there is room
-// for two Q tiles.
+// for two Q tiles. Where there are too few items for all SMs, slices of the keys (SPLIT_KV) go to
+// different warpgroups, or CTAs (CLUSTER_SIZE), which merge what they have.
 
 // A tile in shared memory is D/64 panels of [rows][64]: 128 bytes a row, swizzled, as TMA writes them
 // and wgmma reads them. In a round every slice (SPLIT_KV) takes one K/V tile.
@@ -2508,20 +2509,6 @@ template <class B> struct WgmmaRows {
     if (lane == 0) mbarrier_arrive(empty);
   }
 
-  // S = Q @ K.T, begun.   [64][BLOCK_N]
-  __device__ __forceinline__ void multiply_qk(Scores& S, int q_stage, int k_stage) {
-    const uint64_t Q = wgmma_descriptor(Q_s + q_stage * sizeof s.Q[0], 16, 1024);
-    const uint64_t K = wgmma_descriptor(K_s + k_stage * sizeof s.slice[0].K[0], 16, 1024);
-    forget(S.x.d);
-    wgmma_fence();
-#pragma unroll
-    for (int step = 0; step < B::head_dim / 16; step++) {
-      const int panel = step / 4, bytes = step % 4 * 32;
-      wgmma_ss<Element, B::block_n, 0>(S.x.d, Q + (panel * B::block_m * 128 + bytes) / 16,
-                                       K + (panel * B::block_n * 128 + bytes) / 16, step > 0);
-    }
-    wgmma_commit_group();
-  }
   // SKIP_MASKED: how many of an item's rounds there are for this warpgroup. A mask may leave the last
   // keys, which come first, to those with later rows; it then waits for their tiles all the same, since
   // it may release no stage before it is full.
@@ -2543,6 +2530,21 @@ template <class B> struct WgmmaRows {
       release(&s.slice[slice].v_empty[v_ahead.stage]);
       v_ahead.advance();
     }
+  }
+
+  // S = Q @ K.T, begun.   [64][BLOCK_N]
+  __device__ __forceinline__ void multiply_qk(Scores& S, int q_stage, int k_stage) {
+    const uint64_t Q = wgmma_descriptor(Q_s + q_stage * sizeof s.Q[0], 16, 1024);
+    const uint64_t K = wgmma_descriptor(K_s + k_stage * sizeof s.slice[0].K[0], 16, 1024);
+    forget(S.x.d);
+    wgmma_fence();
+#pragma unroll
+    for (int step = 0; step < B::head_dim / 16; step++) {
+      const int panel = step / 4, bytes = step % 4 * 32;
+      wgmma_ss<Element, B::block_n, 0>(S.x.d, Q + (panel * B::block_m * 128 + bytes) / 16,
+                                       K + (panel * B::block_n * 128 + bytes) / 16, step > 0);
+    }
+    wgmma_commit_group();
   }
   // The same for the next round; past the last one of the stream it is that of some old tile, and nobody
   // looks at it.
@@ -2624,8 +2626,8 @@ template <class B> struct WgmmaRows {
     const typename Shared::Item& item = s.item[q_now.stage];
     const uint32_t tid = thread_index_anew() % 128, lane = tid % 32;
     const int row = row_group * 64 + tid / 32 * 16 + lane % 16;
-    const Element* const K_g = p.K + item.b * p.k.batch + item.h / (p.Hq / p.Hkv) * p.k.head +
-                               (k0 + lane / 4) * p.k.row + lane % 4 * 2;
+    const Element* const K_g =
+        p.K + item.b * p.k.batch + item.h_kv * p.k.head + (k0 + lane / 4) * p.k.row + lane % 4 * 2;
 #pragma unroll
     for (int n = 0; n < B::block_n / 8; n++) {
       float* const c = S.x.d + 4 * n;
@@ -2697,8 +2699,7 @@ template <class B> struct WgmmaRows {
 #pragma unroll
     for (int i = 0; i < ROWS; i++) l[i] = row_sum<Output::LANES>(l[i]);
     if constexpr (B::slices > 1) {
-      const WorkItem item =
-          s.item[0];  // before the barrier, that its wait may hide what follows from it
+      const WorkItem item = s.item[0];  // ahead of the barrier, which hides what follows from it
       store_partial(tid);
       if constexpr (B::cluster_size > 1) {
         cluster_arrive(), cluster_wait();  // hazard: partial results written by all CTAs
@@ -2712,7 +2713,7 @@ template <class B> struct WgmmaRows {
     float inverse[ROWS];
 #pragma unroll
     for (int i = 0; i < ROWS; i++) inverse[i] = l[i] == 0 ? 0 : rcp_approx_ftz(l[i]);
-    clear_empty_rows(O);
+    clear_empty_rows();
     const int stage = q_now.stage;
     if (lane % 4 == 0) {
 #pragma unroll
@@ -2740,13 +2741,13 @@ template <class B> struct WgmmaRows {
     q_now.advance();
   }
   // A row without a visible key is 0, whatever V is.
-  template <class View> __device__ __forceinline__ void clear_empty_rows(View& T) {
+  __device__ __forceinline__ void clear_empty_rows() {
     if (l[0] != 0 && l[1] != 0) return;
 #pragma unroll
     for (int i = 0; i < ROWS; i++) {
 #pragma unroll
-      for (int j = 0; j < T.COLS; j++) {
-        if (l[i] == 0) T.x[i][j] = 0;
+      for (int j = 0; j < O.COLS; j++) {
+        if (l[i] == 0) O.x[i][j] = 0;
       }
     }
   }

@@ -351,8 +351,47 @@ static void test_exp2() {
   EXPECT(flushed);
 }
 
+// Divisor against /, at every kind of divisor and beside its multiples.
+static void test_divisor() {
+  bool equal = true;
+  for (uint64_t d = 1; d < 1u << 31; d = d < 1000 ? d + 1 : d * 17 / 16 + d % 3) {
+    const Divisor divisor{uint32_t(d)};
+    for (uint64_t n = 0; n < uint64_t(1) << 32; n = n < 4 ? n + 1 : n * 3 / 2) {
+      for (int64_t i = -1; i <= 1; i++) {
+        const int64_t x = int64_t(n / d * d) + i;
+        if (x < 0 || x >= int64_t(1) << 31) continue;
+        equal = equal && divisor.divide(uint32_t(x)) == uint32_t(x) / d &&
+                divisor.remainder(uint32_t(x)) == uint32_t(x) % d;
+      }
+    }
+    equal = equal && divisor.divide(0x7fffffff) == 0x7fffffff / d;
+  }
+  EXPECT(equal);
+}
+
+// The tile of D=64 that is taken on an H200.
+static int rows_of_tile(int B, int H, int Sq, int Sk, Causal causal) {
+  SdpaParams p{};
+  p.B = B, p.Hq = p.Hkv = H, p.Sq = Sq, p.Sk = Sk, p.causal = causal;
+  const TunedTile* best = &TUNED_TILES[0];
+  for (const TunedTile& t : TUNED_TILES) {
+    if (t.head_dim == 64 && tuned_clocks(t, p, 132) < tuned_clocks(*best, p, 132)) best = &t;
+  }
+  return best->block_m;
+}
+static void test_tile_choice() {
+  EXPECT(rows_of_tile(1, 8, 512, 512, Causal::off) == 64);     // 64 tiles: no SM has two
+  EXPECT(rows_of_tile(2, 8, 512, 512, Causal::off) == 64);     // 128
+  EXPECT(rows_of_tile(1, 8, 2048, 2048, Causal::off) == 128);  // 256 of 64 rows would be two waves
+  EXPECT(rows_of_tile(1, 32, 16384, 16384, Causal::off) == 192);
+  EXPECT(rows_of_tile(4, 32, 4096, 4096, Causal::bottom_right) == 256);
+  EXPECT(rows_of_tile(132, 1, 64, 4096, Causal::top_left) == 64);
+}
+
 int main() {
   test_knob_text();
+  test_divisor();
+  test_tile_choice();
   test_barrier_counts();
   test_inputs();
   test_reference();
