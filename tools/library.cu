@@ -25,8 +25,8 @@ int sdpa_library_forward(const sdpa::SdpaParams* p, cudaStream_t stream, char* t
 }
 
 // The launch as sizes of symbols, which `nm -S` reads out of an object file.
-char sdpa_library_threads[sdpa::Build::threads];
-char sdpa_library_smem_bytes[sizeof(sdpa::Shared)];
+char sdpa_library_threads[sdpa::FirstBuild::threads];
+char sdpa_library_smem_bytes[sizeof(sdpa::SharedOf<sdpa::FirstBuild>)];
 char sdpa_library_ctas_per_sm[sdpa::Build::ctas_per_sm];
-char sdpa_library_block_m[sdpa::Build::block_m];
+char sdpa_library_block_m[sdpa::FirstBuild::block_m];
 }
