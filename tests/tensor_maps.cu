@@ -1,0 +1,114 @@
+// sdpa_forward of a wgmma build keeps the tensor maps of a thread's last call, for the next one on the same
+// tensors. Whatever changes between two calls, the second must give the bits that it gives in a thread that
+// has not called before: one that took the old maps would read or write where the tensors no longer lie.
+#define SDPA_NO_MAIN
+#define USE_WGMMA 1
+#define USE_WARP_SPECIALIZATION 1
+#define VEC_WIDTH 8
+#define BLOCK_M 64
+#define NUM_WARPS 4
+#define BLOCK_N 32
+#define STAGES 2
+#include "../sdpa.cu"
+
+#include <thread>
+#include <vector>
+
+#include "expect.h"
+
+using namespace SDPA_NAMESPACE;
+
+// Strides of the base problem in elements, with room for each size and stride of the table below. Of every
+// tensor there are two, of other values, one TENSOR apart.
+constexpr int64_t ROW = 72, HEAD = 6000, BATCH = 40000, TENSOR = 140000;
+
+static Element* two_tensors(uint32_t seed) {
+  std::vector<Element> x(2 * TENSOR);
+  for (Element& e : x) {
+    seed = seed * 1664525 + 1013904223;
+    e = to_element(float(int32_t(seed)) / float(1 << 30));  // in [-2, 2]
+  }
+  Element* x_g = nullptr;
+  EXPECT(cudaMalloc(&x_g, x.size() * sizeof(Element)) == cudaSuccess);
+  cudaMemcpy(x_g, x.data(), x.size() * sizeof(Element), cudaMemcpyHostToDevice);
+  return x_g;
+}
+
+static Element* O_memory;  // two of them
+
+// All the memory of both O after the last of these calls, made one after the other in a thread of their own.
+// It is poisoned before each, so that an element that is missing and one that is too much are seen.
+static std::vector<uint16_t> O_after(std::initializer_list<SdpaParams> calls) {
+  std::vector<uint16_t> O(2 * TENSOR);
+  std::thread([&] {
+    SdpaStatus status;
+    for (const SdpaParams& p : calls) {
+      cudaMemset(O_memory, 0xff, O.size() * sizeof(Element));
+      status = sdpa_forward(p, /*stream=*/0);
+    }
+    EXPECT(status.ok());
+    cudaMemcpy(O.data(), O_memory, O.size() * sizeof(Element), cudaMemcpyDeviceToHost);
+  }).join();
+  return O;
+}
+
+// What changes, one thing each. Sizes grow, since any map that is too small shows. One that is too large
+// shows in Sq and Sk alone, for which main() goes the way back as well.
+static const struct {
+  const char* name;
+  void (*change)(SdpaParams&);
+} changes[] = {
+    {"Q", [](SdpaParams& p) { p.Q += TENSOR; }},
+    {"K", [](SdpaParams& p) { p.K += TENSOR; }},
+    {"V", [](SdpaParams& p) { p.V += TENSOR; }},
+    {"O", [](SdpaParams& p) { p.O += TENSOR; }},
+    {"B", [](SdpaParams& p) { p.B = 3; }},
+    {"Hq", [](SdpaParams& p) { p.Hq = 6; }},
+    {"Hkv", [](SdpaParams& p) { p.Hkv = 4; }},
+    {"Sq", [](SdpaParams& p) { p.Sq = 70; }},
+    {"Sk", [](SdpaParams& p) { p.Sk = 40; }},
+    {"q.batch", [](SdpaParams& p) { p.q.batch += 400; }},
+    {"q.head", [](SdpaParams& p) { p.q.head += 400; }},
+    {"q.row", [](SdpaParams& p) { p.q.row += 8; }},
+    {"k.batch", [](SdpaParams& p) { p.k.batch += 400; }},
+    {"k.head", [](SdpaParams& p) { p.k.head += 400; }},
+    {"k.row", [](SdpaParams& p) { p.k.row += 8; }},
+    {"v.batch", [](SdpaParams& p) { p.v.batch += 400; }},
+    {"v.head", [](SdpaParams& p) { p.v.head += 400; }},
+    {"v.row", [](SdpaParams& p) { p.v.row += 8; }},
+    {"o.batch", [](SdpaParams& p) { p.o.batch += 400; }},
+    {"o.head", [](SdpaParams& p) { p.o.head += 400; }},
+    {"o.row", [](SdpaParams& p) { p.o.row += 8; }},
+    // Of no tensor map: the old maps stay, and the change must be seen all the same.
+    {"scale", [](SdpaParams& p) { p.scale = 0.5f; }},
+    {"causal", [](SdpaParams& p) { p.causal = Causal::bottom_right; }},
+};
+
+int main() {
+  SdpaParams base{};
+  Element* const V = two_tensors(3);
+  base.Q = two_tensors(1), base.K = two_tensors(2), base.V = V, base.O = O_memory = two_tensors(4);
+  base.B = 2, base.Hq = 4, base.Hkv = 2, base.Sq = 50, base.Sk = 20, base.D = Build::head_dim;
+  base.q = base.k = base.v = base.o = {BATCH, HEAD, ROW};
+  const Element inf = to_element(INFINITY);  // behind the last key: 0 * inf = NaN, were it loaded
+  cudaMemcpy(V + base.Sk * ROW, &inf, sizeof inf, cudaMemcpyHostToDevice);
+
+  const std::vector<uint16_t> O = O_after({base});
+  EXPECT(O_after({base, base}) == O);
+  for (const auto& c : changes) {
+    const int failures_before = failures;
+    SdpaParams changed = base;
+    c.change(changed);
+    const std::vector<uint16_t> fresh = O_after({changed});
+    EXPECT(fresh != O);
+    EXPECT(O_after({base, changed}) == fresh);
+    EXPECT(O_after({changed, base}) == O);
+    if (failures > failures_before) fprintf(stderr, "  where what changes is %s\n", c.name);
+  }
+  SdpaParams refused = base;  // after its map of Q is made
+  refused.Q += TENSOR, refused.k.row = -ROW;
+  for (int n = 0; n < 2; n++) EXPECT(sdpa_forward(refused, 0).code == cudaErrorInvalidValue);
+  EXPECT(O_after({base, refused, base}) == O);
+  printf("%d checks, %d failed\n", checks, failures);
+  return failures != 0;
+}
