@@ -319,8 +319,8 @@ string repeat_beside(Run& run, int repeats, const Problem& p) {
   require(cudaGetDevice(&device), "asking for the device");
   require(cudaDeviceGetAttribute(&sms, cudaDevAttrMultiProcessorCount, device),
           "asking for the number of SMs");
-  require(cudaOccupancyMaxActiveBlocksPerMultiprocessor(&ctas_per_sm, kernel, Build::threads,
-                                                        shared_bytes),
+  require(cudaOccupancyMaxActiveBlocksPerMultiprocessor(&ctas_per_sm, kernel_facts({}).kernel, kernel_facts({}).threads,
+                                                        kernel_facts({}).shared_bytes),
           "asking for occupancy");
   Hog hog(sms / 8);
   hog.start();
