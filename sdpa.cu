@@ -3069,6 +3069,7 @@ constexpr bool has_queue = Build::use_persistent_cta || Build::use_tuned;  // in
 
 // ---- the choice of a tile ----
 
+// For what is asked of a build without a problem.
 using FirstBuild =
     std::conditional<Build::use_tuned, TunedBuild<first_tile_that_fits()>, Build>::type;
 SDPA_REFUSE(shared_bytes<FirstBuild> > 227 * 1024,
@@ -4086,9 +4087,11 @@ string set_schedule(const string& text) {
 Timing time_kernel(Instance&, const Options&) { return {}; }
 
 // What one more K/V tile adds to a launch of one CTA: barriers that its first thread passes, bytes from
-// global memory, and bank conflicts: wavefronts of shared memory beyond those that the bytes need.
+// global memory, and bank conflicts: wavefronts of shared memory beyond those that the bytes need. Of a
+// build that chooses its tile by the problem, nothing.
 TileCounters count_tile() {
-  constexpr int groups = Build::split_kv;  // each takes a tile more
+  if (Build::use_tuned) return {};
+  constexpr int groups = Build::slices;  // each takes a tile more
   const auto count = [](int tiles) {
     Problem p;
     p.B = p.Hq = p.Hkv = 1, p.Sq = Build::block_m, p.Sk = tiles * groups * Build::block_n;
@@ -4676,7 +4679,7 @@ ExitCode run_problem(const Problem& p, const vector<uint64_t>& seeds, const Opti
       }
       if (!o.time_only) {
         row.check = trouble.empty() ? "PASS" : "FAIL";
-        row.note = trouble;
+        if (!trouble.empty()) row.note = trouble;
         row.rel_rms = format("%.3g", rel_rms), row.max_abs_err = format("%.3g", max_abs_err);
         row.lse_err = format("%.3g", lse_err), row.rows_checked = std::to_string(rows);
       }
@@ -4708,7 +4711,9 @@ void print_config(const Device& device) {
   const Resources resources = resources_of(k, device);
   printf("threads %d, shared memory %zu bytes, %d CTA barriers per K/V tile\n", k.threads,
          k.shared_bytes, barriers_per_tile<Build>());
-  if (!has_clock) {
+  if (!has_clock && Build::use_tuned) {
+    printf("the tile is chosen for each problem; its row's note has it\n");
+  } else if (!has_clock) {
     printf(
         "one K/V tile on the CPU backend: %s barriers, %s bytes read from global memory, %s bank "
         "conflicts\n%s",

@@ -45,9 +45,11 @@ fi
 if [ "$sanitizer" = none ]; then
   expect_pass --shape 1,8,2,200,300 --causal br --schedule random:3
   expect_pass --shape 2,2,1,20,40 --layout far
-  # What one K/V tile does, as executed, against what the code declares.
+  # What one K/V tile does, as executed, against what the code declares. A build that chooses its tile by
+  # the problem counts nothing, and says which it took.
   run --header --shape small
   awk -F, 'NR == 1 { for (i = 1; i <= NF; i++) at[$i] = i; next }
+           $at["barriers_executed"] == "" && $at["note"] ~ /^tile BLOCK_M=/ { next }
            $at["barriers_executed"] != $at["barriers_per_tile"] { exit 1 }' <<<"$out" ||
     { echo "the barriers executed are not those declared:"; echo "$out"; failed=1; }
 fi
