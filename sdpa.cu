@@ -240,8 +240,7 @@ SDPA_REFUSE(
 SDPA_REFUSE(Build::use_tuned && (USE_WARP_SPECIALIZATION_changed || OVERLAP_changed ||
                                  USE_LAZY_MAX_changed || CLUSTER_SIZE_changed),
             "USE_TUNED=1: all its tiles have USE_WARP_SPECIALIZATION=1, OVERLAP=1 and "
-            "USE_LAZY_MAX=1, and none a "
-            "cluster; drop these knobs");
+            "USE_LAZY_MAX=1, and none a cluster; drop these knobs");
 SDPA_REFUSE(USE_WARP_SPECIALIZATION_changed && !is_wmma && !is_wgmma,
             "USE_WARP_SPECIALIZATION=1: only the wmma and wgmma kernels have producer warps; add "
             "USE_WMMA=1 or drop it");
@@ -296,8 +295,9 @@ SDPA_REFUSE(Build::vec_width == 1 && Build::use_cp_async,
 
 // ---- tuned tiles ----
 
-// A tile of the wgmma kernel with its schedule, and what an item costs an SM of an H200: item_clocks,
-// and one more for every scores_per_clock scores.
+// A tile of the wgmma kernel with its schedule, and what an item costs an SM: item_clocks, and one more
+// for every scores_per_clock scores. Fitted to the times of whole problems on an H200, to put the tiles
+// in order; not measured one by one.
 struct TunedTile {
   int head_dim, block_m, block_n, num_warps, stages, split_kv;
   bool persistent, ping_pong, skip_masked;
@@ -3444,15 +3444,16 @@ template <class B> SdpaStatus forward(const SdpaParams& p, cudaStream_t stream) 
   return encoded.ok() ? launch<B>(a, stream) : encoded;
 }
 
-// What a launch takes of an SM.
+// What stands behind a build: its way from the parameters to the launch, and what that takes of an SM.
 struct KernelFacts {
+  SdpaStatus (*forward)(const SdpaParams&, cudaStream_t);
   const void* kernel;
   int threads;
   size_t shared_bytes;
 };
 
 template <class B> KernelFacts facts() {
-  return {reinterpret_cast<const void*>(+KernelOf<B, B::family>::kernel), B::threads,
+  return {forward<B>, reinterpret_cast<const void*>(+KernelOf<B, B::family>::kernel), B::threads,
           shared_bytes<B>};
 }
 
@@ -3476,17 +3477,6 @@ KernelFacts kernel_facts(const SdpaParams& p) {
   }
 }
 
-// With tile number `tile`, which is N or comes after it.
-template <int N> SdpaStatus forward_tuned(int tile, const SdpaParams& p, cudaStream_t stream) {
-  if constexpr (N < TILES) {
-    if constexpr (tile_fits(TUNED_TILES[N])) {
-      if (tile == N) return forward<TunedBuild<N>>(p, stream);
-    }
-    return forward_tuned<N + 1>(tile, p, stream);
-  }
-  return failure(cudaErrorInvalidValue, "TUNED_TILES has no row %d for this build", tile);
-}
-
 }  // namespace
 
 // Bytes of device memory that SdpaParams::workspace must have for this problem (0: none).
@@ -3507,7 +3497,7 @@ inline SdpaStatus sdpa_forward(const SdpaParams& p, cudaStream_t stream) {
                    is_cublas ? "S and P" : "its queue", sdpa_workspace_bytes(p));
   }
   if constexpr (Build::use_tuned) {
-    return forward_tuned<0>(choose_tile(p), p, stream);
+    return kernel_facts(p).forward(p, stream);
   } else {
     return forward<Build>(p, stream);
   }

@@ -2234,15 +2234,15 @@ def machine_code(cubin):
 def verify(text, line, arch, nvcc):
     with tempfile.TemporaryDirectory() as directory:
         # What the launch depends on is compared as well, as the contents of an array on the device.
-        launch = ""
-        if re.search(r"^using Shared = ", text, re.M) and re.search(r" int threads = ", text):
-            launch = ("extern \"C\" __device__ unsigned long long extract_launch[] = {sizeof(sdpa::Shared), "
-                      "sdpa::Build::threads};\n")
+        if not (re.search(r"^constexpr size_t shared_bytes = ", text, re.M) and re.search(r" int threads = ", text)):
+            raise Refusal(f"the extract of {line.name} does not say what its launch takes: a bug of tools/extract.py", 1)
+        launch = ("extern \"C\" __device__ unsigned long long extract_launch[] = {sdpa::shared_bytes%s, "
+                  "sdpa::Build::threads};\n")
         whole, alone = os.path.join(directory, "line.cu"), os.path.join(directory, "extract.cu")
         with open(whole, "w", encoding="utf-8") as file:
-            file.write(f'#include "{os.path.join(ROOT, "sdpa.cu")}"\n' + launch)
+            file.write(f'#include "{os.path.join(ROOT, "sdpa.cu")}"\n' + launch % "<sdpa::Build>")
         with open(alone, "w", encoding="utf-8") as file:
-            file.write(text + launch)
+            file.write(text + launch % "")
         codes = []
         for source, flags in ((whole, ["-DSDPA_NO_MAIN"] + ["-D" + k for k in line.knobs]), (alone, [])):
             cubin = os.path.join(directory, "out.cubin")

@@ -13,9 +13,10 @@ usage: tools/peers.py NAME... [--shape PROBLEM]... [--suite] [--peers P,...] [--
 
 Prints rows with the columns of the executables: per problem each line, then each peer. graph_us is what it
 is there: one call's share of a replayed CUDA graph of 20 (of 2 where a call takes over 5 ms), the median of
-replays that are taken from all contenders in turn, each at the clock that it leads to. A line's check is against attention in fp32 by PyTorch on
-the same inputs, with the limits of the executables; its note has the largest difference to each peer, and for
-fp16 on mission what torch.allclose(atol=1e-3) says. Needs PyTorch with CUDA.
+replays that are taken from all contenders in turn, each at the clock that it leads to. A line's check is
+against attention in fp32 by PyTorch on the same inputs, with the limits of the executables; its note has the
+largest difference to each peer, and for fp16 on mission what torch.allclose(atol=1e-3) says. Needs PyTorch
+with CUDA.
 """
 import argparse
 import csv
