@@ -70,7 +70,7 @@ namespace SDPA_NAMESPACE {
   X(FAST_EXP_SHARE, 1, "1 2 4 8 16", "USE_FAST_EXP: one of so many exponentials, the others as ever") \
   X(USE_LAZY_MAX, 0, "0 1", "keep an old row maximum while it is near enough: no rescale of O")   \
   X(SPLIT_KV, 1, "1 2 4", "groups of warps that split the keys and merge: for few, long rows")    \
-  X(CLUSTER_SIZE, 1, "1 2", "wgmma: CTAs of a cluster that split the keys and merge, like SPLIT_KV")  \
+  X(MULTICAST, 0, "0 1", "wgmma: two CTAs with neighbouring rows each load half of K and V for both") \
   X(CTAS_PER_SM, 1, "1..8", "caps the registers so that this many CTAs fit; too many spills")     \
   X(USE_WMMA, 0, "0 1", "nvcuda::wmma for Q @ K.T")                                               \
   X(USE_WMMA_PV, 0, "0 1", "nvcuda::wmma for P @ V")                                              \
@@ -163,8 +163,9 @@ struct Build {
   static constexpr bool use_lazy_max = number_of(USE_LAZY_MAX_text);
   static constexpr int split_kv = number_of(SPLIT_KV_text);
   static constexpr int group_warps = num_warps / split_kv, group_threads = group_warps * 32;
-  static constexpr int cluster_size = number_of(CLUSTER_SIZE_text);
-  static constexpr int slices = split_kv * cluster_size;  // of the keys
+  static constexpr bool multicast = number_of(MULTICAST_text);
+  static constexpr int cluster_size = multicast ? 2 : 1;  // CTAs that share a work item
+  static constexpr int item_rows = block_m * cluster_size;
   static constexpr int ctas_per_sm = number_of(CTAS_PER_SM_text);
   static constexpr int warpgroups = num_warps / 4;  // that compute
   static constexpr bool use_ping_pong = number_of(USE_PING_PONG_text);
@@ -217,14 +218,15 @@ SDPA_REFUSE(typed_tile&& Build::skip_masked &&
             "USE_WARP_SPECIALIZATION=1 and drop USE_PING_PONG");
 // One that waits for the first tile it sees has yet to release V of the item before, so that the others
 // can go no further than STAGES - 1 tiles, and K is loaded as far ahead of them.
-SDPA_REFUSE(typed_tile&& Build::skip_masked &&
-                (Build::block_m - 64) > (2 * Build::stages - 2) * Build::slices * Build::block_n,
+SDPA_REFUSE(typed_tile&& Build::skip_masked && (Build::item_rows - 64) > (2 * Build::stages - 2) *
+                                                                             Build::split_kv *
+                                                                             Build::block_n,
             "SKIP_MASKED=1: a warpgroup would skip more tiles than can be in flight; type more "
             "STAGES or a larger BLOCK_N");
-SDPA_REFUSE(is_wgmma &&
-                (Build::slices > 4 || (Build::cluster_size > 1 && Build::use_persistent_cta)),
-            "CLUSTER_SIZE=2: up to four slices in all, and not with USE_PERSISTENT_CTA; type a "
-            "smaller SPLIT_KV or drop CLUSTER_SIZE");
+SDPA_REFUSE(
+    typed_tile&& Build::multicast && (!Build::use_warp_specialization || Build::split_kv > 1),
+    "MULTICAST=1: the wgmma kernel has it with a warpgroup that copies and without SPLIT_KV; "
+    "add USE_WARP_SPECIALIZATION=1 and drop SPLIT_KV");
 SDPA_REFUSE(
     is_wgmma && (SYNC_POLICY_changed || USE_CP_ASYNC_changed || SWIZZLE_XOR_changed ||
                  NUM_PRODUCER_WARPS_changed || CTAS_PER_SM_changed),
@@ -234,13 +236,13 @@ SDPA_REFUSE(FAST_EXP_SHARE_changed && !Build::use_fast_exp,
             "FAST_EXP_SHARE: it is a share of what USE_FAST_EXP=1 does; add that or drop it");
 SDPA_REFUSE(
     !is_wgmma && (USE_PING_PONG_changed || OVERLAP_changed || SKIP_MASKED_changed ||
-                  CLUSTER_SIZE_changed || USE_TUNED_changed),
-    "USE_PING_PONG, OVERLAP, SKIP_MASKED, CLUSTER_SIZE and USE_TUNED: only the wgmma kernel has "
+                  MULTICAST_changed || USE_TUNED_changed),
+    "USE_PING_PONG, OVERLAP, SKIP_MASKED, MULTICAST and USE_TUNED: only the wgmma kernel has "
     "them; add USE_WGMMA=1 or drop them");
-SDPA_REFUSE(Build::use_tuned && (USE_WARP_SPECIALIZATION_changed || OVERLAP_changed ||
-                                 USE_LAZY_MAX_changed || CLUSTER_SIZE_changed),
+SDPA_REFUSE(Build::use_tuned &&
+                (USE_WARP_SPECIALIZATION_changed || OVERLAP_changed || USE_LAZY_MAX_changed),
             "USE_TUNED=1: all its tiles have USE_WARP_SPECIALIZATION=1, OVERLAP=1 and "
-            "USE_LAZY_MAX=1, and none a cluster; drop these knobs");
+            "USE_LAZY_MAX=1; drop these knobs");
 SDPA_REFUSE(USE_WARP_SPECIALIZATION_changed && !is_wmma && !is_wgmma,
             "USE_WARP_SPECIALIZATION=1: only the wmma and wgmma kernels have producer warps; add "
             "USE_WMMA=1 or drop it");
@@ -300,20 +302,20 @@ SDPA_REFUSE(Build::vec_width == 1 && Build::use_cp_async,
 // in order; not measured one by one.
 struct TunedTile {
   int head_dim, block_m, block_n, num_warps, stages, split_kv;
-  bool persistent, ping_pong, skip_masked;
+  bool persistent, ping_pong, skip_masked, multicast;
   double item_clocks, scores_per_clock, causal_scores_per_clock;
 };
 constexpr TunedTile TUNED_TILES[] = {
-    {64, 64, 128, 8, 2, 2, false, false, false, 3500, 6.6, 6.0},
-    {64, 128, 64, 16, 4, 2, false, false, false, 3500, 8.9, 8.0},
-    {64, 192, 128, 12, 3, 1, true, false, false, 5000, 10.0, 9.5},
-    {64, 256, 64, 16, 4, 1, true, false, false, 3500, 9.3, 8.4},
-    {64, 256, 64, 16, 3, 1, true, false, true, 3500, 9.1, 8.8},
-    {128, 64, 64, 8, 2, 2, false, false, false, 1500, 5.0, 4.5},
-    {128, 128, 128, 8, 2, 1, true, true, false, 1000, 6.4, 6.4},
-    {128, 192, 80, 12, 2, 1, true, false, false, 2500, 7.2, 6.6},
-    {128, 192, 80, 12, 3, 1, true, false, true, 6000, 7.1, 6.75},
-    {256, 128, 64, 8, 2, 1, false, false, false, 3000, 3.6, 3.5},
+    {64, 64, 128, 8, 2, 2, false, false, false, false, 3500, 6.6, 6.0},
+    {64, 128, 64, 16, 4, 2, false, false, false, false, 3500, 8.9, 8.0},
+    {64, 192, 128, 12, 3, 1, true, false, true, true, 5000, 10.1, 9.8},
+    {64, 256, 64, 16, 4, 1, true, false, false, false, 3500, 9.3, 8.4},
+    {64, 256, 64, 16, 3, 1, true, false, true, false, 3500, 9.1, 8.8},
+    {128, 64, 64, 8, 2, 2, false, false, false, false, 1500, 5.0, 4.5},
+    {128, 128, 128, 8, 2, 1, true, true, false, false, 1000, 6.4, 6.4},
+    {128, 192, 80, 12, 2, 1, true, false, false, false, 2500, 7.2, 6.6},
+    {128, 192, 80, 12, 3, 1, true, false, true, true, 2500, 7.3, 6.9},
+    {256, 128, 64, 8, 2, 1, false, false, false, true, 3000, 3.6, 3.6},
 };
 constexpr int TILES = sizeof TUNED_TILES / sizeof TUNED_TILES[0];
 
@@ -326,7 +328,7 @@ constexpr bool tile_fits(const TunedTile& t) {
          (!STAGES_changed || t.stages == Build::stages) &&
          (!SPLIT_KV_changed || t.split_kv == Build::split_kv) &&
          (!USE_PERSISTENT_CTA_changed || t.persistent) && (!USE_PING_PONG_changed || t.ping_pong) &&
-         (!SKIP_MASKED_changed || t.skip_masked);
+         (!SKIP_MASKED_changed || t.skip_masked) && (!MULTICAST_changed || t.multicast);
 }
 constexpr int first_tile_that_fits() {
   int n = 0;
@@ -341,9 +343,11 @@ SDPA_REFUSE(
 template <int N> struct TunedBuild : Build {
   static constexpr TunedTile tile = TUNED_TILES[N < TILES ? N : 0];
   static constexpr int block_m = tile.block_m, block_n = tile.block_n, stages = tile.stages;
-  static constexpr int num_warps = tile.num_warps, split_kv = tile.split_kv, slices = split_kv;
+  static constexpr int num_warps = tile.num_warps, split_kv = tile.split_kv;
   static constexpr bool use_persistent_cta = tile.persistent, use_ping_pong = tile.ping_pong;
   static constexpr bool skip_masked = tile.skip_masked, use_lazy_max = true;
+  static constexpr bool multicast = tile.multicast;
+  static constexpr int cluster_size = multicast ? 2 : 1, item_rows = block_m * cluster_size;
   static constexpr bool use_warp_specialization = true;
   static constexpr int overlap = 1, producer_threads = 128;
   static constexpr int threads = num_warps * 32 + producer_threads;
@@ -429,7 +433,7 @@ struct KernelArgs {  // SdpaParams with what every CTA would otherwise compute a
   float scale_log2;        // scale * log2(e): softmax is taken in powers of 2
   uint32_t work_items;     // B * Hq * q_blocks
   uint32_t heads_in_l2;    // query heads whose K and V take 32 MB, at least 1
-  Divisor q_blocks;        // ceil(Sq / BLOCK_M)
+  Divisor q_blocks;        // ceil(Sq / item_rows)
   Divisor q_heads;         // Hq
   Divisor q_heads_per_kv;  // Hq / Hkv
   Divisor section;         // heads_in_l2 * q_blocks
@@ -728,6 +732,21 @@ __device__ __forceinline__ void cp_async_bulk_tensor_store(const CUtensorMap* ma
         : "memory");
   }
 }
+// The same to the CTAs of the cluster whose bits are set in `ctas`, in each to the place and for the
+// mbarrier that lie as in this one.
+__device__ __forceinline__ void cp_async_bulk_tensor_load_multicast(void* dst_s,
+                                                                    const CUtensorMap* map,
+                                                                    const int (&c)[5],
+                                                                    uint64_t* barrier_s, int ctas,
+                                                                    uint64_t cache_policy) {
+  asm volatile(
+      "cp.async.bulk.tensor.5d.shared::cluster.global.tile.mbarrier::complete_tx::bytes"
+      ".multicast::cluster.L2::cache_hint [%0], [%1, {%5, %6, %7, %8, %9}], [%2], %3, %4;" ::"r"(
+          shared_address(dst_s)),
+      "l"(map), "r"(shared_address(barrier_s)), "h"(uint16_t(ctas)), "l"(cache_policy), "r"(c[0]),
+      "r"(c[1]), "r"(c[2]), "r"(c[3]), "r"(c[4])
+      : "memory");
+}
 // The same for consecutive bytes, a multiple of 16.
 __device__ __forceinline__ void cp_async_bulk_load(void* dst_s, const void* src_g, uint32_t bytes,
                                                    uint64_t* barrier_s) {
@@ -941,8 +960,24 @@ template <class T> __device__ __forceinline__ void st_shared_cluster(uint32_t ad
                  : "memory");
   }
 }
+// 16 bytes to shared memory of the cluster, which count at an mbarrier there: asynchronous, so that no
+// fence is needed.
+__device__ __forceinline__ void st_async_cluster(uint32_t address, uint4 value, uint32_t barrier) {
+  asm volatile(
+      "st.async.weak.shared::cluster.mbarrier::complete_tx::bytes.v4.b32 [%0], {%1, %2, %3, %4}, "
+      "[%5];" ::"r"(address),
+      "r"(value.x), "r"(value.y), "r"(value.z), "r"(value.w), "r"(barrier)
+      : "memory");
+}
+// Arrivals at an mbarrier of the cluster. They order nothing that this thread has written (a release at
+// the cluster's scope would cost about a microsecond), but what it has waited for has happened.
 __device__ __forceinline__ void mbarrier_arrive_cluster(uint32_t address) {
-  asm volatile("mbarrier.arrive.release.cluster.shared::cluster.b64 _, [%0];" ::"r"(address)
+  asm volatile("mbarrier.arrive.shared::cluster.b64 _, [%0];" ::"r"(address) : "memory");
+}
+__device__ __forceinline__ void mbarrier_arrive_expect_tx_cluster(uint32_t address,
+                                                                  uint32_t bytes) {
+  asm volatile("mbarrier.arrive.expect_tx.shared::cluster.b64 _, [%0], %1;" ::"r"(address),
+               "r"(bytes)
                : "memory");
 }
 
@@ -1376,7 +1411,7 @@ template <class B> __device__ __forceinline__ WorkItem work_item(const KernelArg
     const uint32_t count = min(a.heads_in_l2, a.p.B * a.p.Hq - first);
     head = first + j % count, block = a.q_blocks.divisor - 1 - j / count;
   }
-  return {int(a.q_heads.divide(head)), int(a.q_heads.remainder(head)), int(block) * B::block_m};
+  return {int(a.q_heads.divide(head)), int(a.q_heads.remainder(head)), int(block) * B::item_rows};
 }
 
 struct OneTilePerCta {
@@ -2309,21 +2344,23 @@ __global__ void __launch_bounds__(B::threads, B::ctas_per_sm)
 // many rounds, a K and a V tile each, and with persistent CTAs the rounds of all items are one stream:
 // the first Q @ K.T of an item is issued before the last P @ V of the item before, where there is room
 // for two Q tiles. Where there are too few items for all SMs, slices of the keys (SPLIT_KV) go to
-// different warpgroups, or CTAs (CLUSTER_SIZE), which merge what they have.
+// different warpgroups, which merge what they have. Where there are many, two CTAs share an item and its
+// K and V tiles (MULTICAST), so that half as much comes from L2: those bytes cost power, and with it clock.
 
 // A tile in shared memory is D/64 panels of [rows][64]: 128 bytes a row, swizzled, as TMA writes them
 // and wgmma reads them. In a round every slice (SPLIT_KV) takes one K/V tile.
 template <class B> struct WgmmaShared {
   static constexpr int ROW_GROUPS = B::block_m / 64;  // of 64 rows, a warpgroup's
+  // From one to the next; those of a cluster's CTAs alternate, so that a mask gives them equal work.
+  static constexpr int GROUP_STRIDE = 64 * B::cluster_size;
   static constexpr int Q_STAGES = B::use_persistent_cta && B::head_dim <= 128 ? 2 : 1;
-  struct Item : WorkItem {
+  struct alignas(16) Item : WorkItem {
     int h_kv, rounds;  // no rounds: there are no more items
   };
-  // What a warpgroup has summed over its slice, of the rows that this CTA merges.
+  // What a warpgroup has summed over its slice.
   struct Partial {
-    static constexpr int ROWS = 64 / B::cluster_size;
-    alignas(16) float O[ROWS][B::head_dim + 8];  // 8: against bank conflicts
-    float2 m_l[ROWS];
+    alignas(16) float O[64][B::head_dim + 8];  // 8: against bank conflicts
+    float2 m_l[64];
   };
   struct Nothing {};
   struct Tiles {
@@ -2331,13 +2368,15 @@ template <class B> struct WgmmaShared {
     alignas(1024) Element V[B::stages][B::block_n * B::head_dim];  // [BLOCK_N][D]
     // Full: the tile has landed. Empty: every warp of the slice has read it.
     uint64_t k_full[B::stages], k_empty[B::stages], v_full[B::stages], v_empty[B::stages];
+    uint64_t k_free[B::stages], v_free[B::stages];  // MULTICAST: empty in both CTAs
   };
-  alignas(1024) Element Q[Q_STAGES][B::block_m * B::head_dim];  // afterwards O on its way out
+  alignas(1024) Element Q[Q_STAGES][ROW_GROUPS][64 * B::head_dim];  // afterwards O on its way out
   Tiles slice[B::split_kv];
-  typename std::conditional<(B::slices > 1), Partial[B::slices * ROW_GROUPS], Nothing>::type
+  typename std::conditional<(B::split_kv > 1), Partial[B::split_kv * ROW_GROUPS], Nothing>::type
       partial;
   Item item[Q_STAGES];  // whose Q it is
-  // Full: Q has landed, the item is known. Done: every warp has written its O over Q. Empty: O is out.
+  // Full: Q has landed, the item is known. Done: every warp has written its O over Q. Empty: O is out (in
+  // the first CTA of a cluster: of all).
   uint64_t q_full[Q_STAGES], o_done[Q_STAGES][ROW_GROUPS], q_empty[Q_STAGES];
 };
 
@@ -2373,6 +2412,14 @@ template <class B> __device__ __forceinline__ const auto& tensor_maps(const Kern
   return a.maps;
 }
 
+// What a CTA loads of a K or V tile: all, or (MULTICAST) half of its panels, or of its rows where it has
+// but one panel.
+template <class B> struct WgmmaPart {
+  static constexpr int all_panels = B::head_dim / 64;
+  static constexpr int panels = all_panels > 1 ? all_panels / B::cluster_size : 1;
+  static constexpr int rows = B::block_n * all_panels / panels / B::cluster_size;
+};
+
 // The tiles of an item from the last key to the first, so that those with a mask come first and leave a
 // maximum that holds for most of the others; tiles past the last key are zeros. Every function is for a
 // whole warp, whose lanes know the same and of whom one issues the copies: so they take their operands
@@ -2395,29 +2442,53 @@ template <class B> struct WgmmaLoader {
     if (i < a.work_items) {
       static_cast<WorkItem&>(item) = work_item<B>(a, i);
       item.h_kv = int(a.q_heads_per_kv.divide(item.h));
-      const int keys = visible_keys(a.p, min(item.q0 + B::block_m, a.p.Sq) - 1);
-      constexpr int round_keys = B::slices * B::block_n;
+      const int keys = visible_keys(a.p, min(item.q0 + B::item_rows, a.p.Sq) - 1);
+      constexpr int round_keys = B::split_kv * B::block_n;
       item.rounds = max((keys + round_keys - 1) / round_keys, 1);
     }
     return item;
   }
-  // Its Q, and the word to the others.
+  // A box to where the pointer says, and with MULTICAST in those CTAs of the cluster whose bits are set.
+  __device__ __forceinline__ void copy(void* dst_s, const CUtensorMap* map, const int (&c)[5],
+                                       uint64_t* full, int ctas, uint64_t cache_policy) const {
+    if constexpr (B::multicast) {
+      cp_async_bulk_tensor_load_multicast(dst_s, map, c, full, ctas, cache_policy);
+    } else {
+      cp_async_bulk_tensor_load<5>(dst_s, map, c, full, cache_policy);
+    }
+  }
+  // Q of an item, and the word to the others. MULTICAST: the first CTA does that for both.
   __device__ __forceinline__ void start_item(const Item& item) {
-    constexpr uint64_t evict_first = 0x12f0000000000000;
     const int stage = q_ring.stage;
     wait_phase(&s.q_empty[stage], q_ring.parity ^ 1);  // the first round finds it empty
     if (issues) {
-      s.item[stage] = item;
-      if (item.rounds > 0) {
-        const int c[5] = {0, item.q0, 0, item.h, item.b};
-        mbarrier_arrive_expect_tx(&s.q_full[stage], sizeof s.Q[0]);
-        cp_async_bulk_tensor_load<5>(s.Q[stage], &tensor_maps<B>(a).q, c, &s.q_full[stage],
-                                     evict_first);
-      } else {
-        mbarrier_arrive(&s.q_full[stage]);
-      }
+#pragma unroll
+      for (int rank = 0; rank < B::cluster_size; rank++) start_rows(item, stage, rank);
     }
     q_ring.advance();
+  }
+  __device__ __forceinline__ void start_rows(Item item, int stage, int rank) const {
+    constexpr uint64_t evict_first = 0x12f0000000000000;
+    uint64_t* const full = &s.q_full[stage];
+    const uint32_t Q_bytes = item.rounds > 0 ? sizeof s.Q[0] : 0;
+    item.q0 += rank * 64;
+    if constexpr (B::multicast) {
+      const uint32_t item_there = mapa(shared_address(&s.item[stage]), rank);
+      const uint32_t full_there = mapa(shared_address(full), rank);
+      uint4 words[2];
+      static_assert(sizeof words == sizeof item, "an item is two vectors");
+      memcpy(words, &item, sizeof item);
+      mbarrier_arrive_expect_tx_cluster(full_there, Q_bytes + sizeof item);
+      st_async_cluster(item_there, words[0], full_there);
+      st_async_cluster(item_there + 16, words[1], full_there);
+    } else {
+      s.item[stage] = item;
+      mbarrier_arrive_expect_tx(full, Q_bytes);
+    }
+    for (int group = 0; item.rounds > 0 && group < s.ROW_GROUPS; group++) {
+      const int c[5] = {0, item.q0 + group * Shared::GROUP_STRIDE, 0, item.h, item.b};
+      copy(s.Q[stage][group], &tensor_maps<B>(a).q, c, full, 1 << rank, evict_first);
+    }
   }
   // The item that another warp has started.
   __device__ __forceinline__ Item follow_item() {
@@ -2427,17 +2498,27 @@ template <class B> struct WgmmaLoader {
     q_ring.advance();
     return item;
   }
-  // A slice's tile of K or V in a round, into the stage of the ring.
+  // A slice's tile of K or V in a round, into the stage of the ring. MULTICAST: this CTA's part of it, for
+  // both, when the stage is empty in both.
   __device__ __forceinline__ void load(const Item& item, int round, int slice,
                                        const CUtensorMap* map, Element* tile_s, uint64_t* full,
-                                       uint64_t* empty) {
+                                       uint64_t* empty, uint64_t* free) {
     constexpr uint64_t evict_last = 0x14f0000000000000;
+    using Part = WgmmaPart<B>;
     wait_phase(empty, ring.parity ^ 1);
+    if constexpr (B::multicast) {
+      const int lane = threadIdx.x % 32;
+      if (lane < B::cluster_size) mbarrier_arrive_cluster(mapa(shared_address(free), lane));
+      wait_phase(free, ring.parity);
+    }
     if (issues && a.p.Sk > 0) {
-      const int tile = round * B::slices + cluster_rank * B::split_kv + slice;
-      const int c[5] = {0, tile * B::block_n, 0, item.h_kv, item.b};
+      const int row = (round * B::split_kv + slice) * B::block_n;
+      const int c[5] = {0, row + cluster_rank * (Part::rows % B::block_n),
+                        Part::rows < B::block_n ? 0 : cluster_rank * Part::panels, item.h_kv,
+                        item.b};
       mbarrier_arrive_expect_tx(full, B::block_n * B::head_dim * sizeof(Element));
-      cp_async_bulk_tensor_load<5>(tile_s, map, c, full, evict_last);
+      copy(tile_s + cluster_rank * Part::rows * Part::panels * 64, map, c, full,
+           (1 << B::cluster_size) - 1, evict_last);
     } else if (issues) {
       mbarrier_arrive(full);  // nothing to load: every score of this tile is masked
     }
@@ -2445,12 +2526,12 @@ template <class B> struct WgmmaLoader {
   __device__ __forceinline__ void load_k(const Item& item, int round, int slice) {
     typename Shared::Tiles& t = s.slice[slice];
     load(item, round, slice, &tensor_maps<B>(a).k, t.K[ring.stage], &t.k_full[ring.stage],
-         &t.k_empty[ring.stage]);
+         &t.k_empty[ring.stage], &t.k_free[ring.stage]);
   }
   __device__ __forceinline__ void load_v(const Item& item, int round, int slice) {
     typename Shared::Tiles& t = s.slice[slice];
     load(item, round, slice, &tensor_maps<B>(a).v, t.V[ring.stage], &t.v_full[ring.stage],
-         &t.v_empty[ring.stage]);
+         &t.v_empty[ring.stage], &t.v_free[ring.stage]);
   }
 };
 
@@ -2460,12 +2541,8 @@ __device__ __forceinline__ void wgmma_store(WgmmaShared<B>& s, const KernelArgs&
                                             int parity, int row_group) {
   const WorkItem& item = s.item[stage];
   wait_phase(&s.o_done[stage][row_group], parity);
-#pragma unroll
-  for (int panel = 0; panel < B::head_dim / 64; panel++) {
-    const int c[5] = {0, item.q0 + row_group * 64, panel, item.h, item.b};
-    cp_async_bulk_tensor_store<5>(&tensor_maps<B>(a).o, c,
-                                  s.Q[stage] + (panel * B::block_m + row_group * 64) * 64);
-  }
+  const int c[5] = {0, item.q0 + row_group * s.GROUP_STRIDE, 0, item.h, item.b};
+  cp_async_bulk_tensor_store<5>(&tensor_maps<B>(a).o, c, s.Q[stage][row_group]);
   cp_async_bulk_commit_group();
 }
 
@@ -2481,7 +2558,6 @@ template <class B> struct WgmmaRows {
   Shared& s;
   const KernelArgs& a;
   const int lane, warpgroup, slice, row_group;
-  const int cluster_rank, key_slice;  // of all CTAs that share the keys
   const SharedAddress Q_s, K_s, V_s;  // the first stages; of Q the warpgroup's rows
   Output O;
   float m[ROWS], l[ROWS];
@@ -2498,9 +2574,7 @@ template <class B> struct WgmmaRows {
         warpgroup(uniform(thread / 128)),
         slice(warpgroup / Shared::ROW_GROUPS),
         row_group(warpgroup % Shared::ROW_GROUPS),
-        cluster_rank(B::cluster_size > 1 ? cluster_ctarank() : 0),
-        key_slice(cluster_rank * B::split_kv + slice),
-        Q_s(uniform(shared_address(s.Q[0] + row_group * 64 * 64))),
+        Q_s(uniform(shared_address(s.Q[0][row_group]))),
         K_s(uniform(shared_address(s.slice[slice].K[0]))),
         V_s(uniform(shared_address(s.slice[slice].V[0]))) {}
 
@@ -2509,12 +2583,31 @@ template <class B> struct WgmmaRows {
     if (lane == 0) mbarrier_arrive(empty);
   }
 
+  // Whether this warpgroup's rows of an item are all past the last query. It then only lets the tiles pass,
+  // so that the others have the tensor cores to themselves.
+  __device__ __forceinline__ bool has_no_rows(int q0) const {
+    constexpr bool may_pass = B::use_warp_specialization && B::split_kv == 1 && !B::use_ping_pong;
+    return may_pass && q0 + row_group * Shared::GROUP_STRIDE >= a.p.Sq;
+  }
+  __device__ __forceinline__ void pass_item() {
+    for (; rounds > 0; rounds--) {
+      wait_phase(&s.slice[slice].k_full[k_ahead.stage], k_ahead.parity);
+      release(&s.slice[slice].k_empty[k_ahead.stage]);
+      k_ahead.advance();
+      wait_phase(&s.slice[slice].v_full[v_ahead.stage], v_ahead.parity);
+      release(&s.slice[slice].v_empty[v_ahead.stage]);
+      v_ahead.advance();
+    }
+    release(&s.o_done[q_now.stage][row_group]);
+    q_now.advance();
+  }
+
   // SKIP_MASKED: how many of an item's rounds there are for this warpgroup. A mask may leave the last
   // keys, which come first, to those with later rows; it then waits for their tiles all the same, since
   // it may release no stage before it is full.
   __device__ __forceinline__ int own_rounds(int all, int q0) const {
-    constexpr int round_keys = B::slices * B::block_n;
-    const int keys = visible_keys(a.p, min(q0 + row_group * 64 + 63, a.p.Sq - 1));
+    constexpr int round_keys = B::split_kv * B::block_n;
+    const int keys = visible_keys(a.p, min(q0 + row_group * Shared::GROUP_STRIDE + 63, a.p.Sq - 1));
     return min(max((keys + round_keys - 1) / round_keys, 1), all);
   }
   __device__ __forceinline__ void skip_k(int q0) {
@@ -2541,20 +2634,23 @@ template <class B> struct WgmmaRows {
 #pragma unroll
     for (int step = 0; step < B::head_dim / 16; step++) {
       const int panel = step / 4, bytes = step % 4 * 32;
-      wgmma_ss<Element, B::block_n, 0>(S.x.d, Q + (panel * B::block_m * 128 + bytes) / 16,
+      wgmma_ss<Element, B::block_n, 0>(S.x.d, Q + (panel * 64 * 128 + bytes) / 16,
                                        K + (panel * B::block_n * 128 + bytes) / 16, step > 0);
     }
     wgmma_commit_group();
   }
-  // The same for the next round; past the last one of the stream it is that of some old tile, and nobody
-  // looks at it.
+  // The same for the next round; where there is none, it is that of some old tile, and nobody looks at it.
   __device__ __forceinline__ void start_qk(Scores& S) {
     if (STREAMS && rounds_ahead == 0) {
       q_ahead.advance();
       wait_phase(&s.q_full[q_ahead.stage], q_ahead.parity);
-      rounds_ahead = uniform(s.item[q_ahead.stage].rounds);
-      if (B::skip_masked) skip_k(uniform(s.item[q_ahead.stage].q0));
-      if (rounds_ahead == 0) rounds_ahead = -1;  // for good
+      const typename Shared::Item& item = s.item[q_ahead.stage];
+      rounds_ahead = uniform(item.rounds);
+      if (rounds_ahead == 0 || has_no_rows(uniform(item.q0))) {
+        rounds_ahead = -1;
+      } else if (B::skip_masked) {
+        skip_k(uniform(item.q0));
+      }
     }
     if (rounds_ahead > 0) wait_phase(&s.slice[slice].k_full[k_ahead.stage], k_ahead.parity);
     multiply_qk(S, q_ahead.stage, k_ahead.stage);
@@ -2595,7 +2691,8 @@ template <class B> struct WgmmaRows {
     float m_log2[ROWS], sum[ROWS] = {0, 0};
     // Up to here every row has had a visible key, if the tile before began with one for the first row; and
     // in the first round some score of the row will do for its maximum.
-    bool exactly = !B::use_lazy_max || (first ? masked : k0 + B::slices * B::block_n >= clean_keys);
+    bool exactly =
+        !B::use_lazy_max || (first ? masked : k0 + B::split_kv * B::block_n >= clean_keys);
     if (!exactly) {
       if (first) softmax_max<B, Scores, 4>(S, a.scale_log2, m, alpha);
 #pragma unroll
@@ -2607,7 +2704,8 @@ template <class B> struct WgmmaRows {
     if (exactly) {
       if (masked) {
         const uint32_t tid = thread_index_anew() % 128;
-        S.first_row = row_group * 64 + tid / 32 * 16 + tid % 32 / 4, S.first_col = tid % 4 * 2;
+        S.first_row = row_group * Shared::GROUP_STRIDE + tid / 32 * 16 + tid % 32 / 4,
+        S.first_col = tid % 4 * 2;
         mask_scores(S, a.p, q0, k0);
       }
       softmax_max<B>(S, a.scale_log2, m, alpha);
@@ -2625,7 +2723,7 @@ template <class B> struct WgmmaRows {
     const SdpaParams& p = a.p;
     const typename Shared::Item& item = s.item[q_now.stage];
     const uint32_t tid = thread_index_anew() % 128, lane = tid % 32;
-    const int row = row_group * 64 + tid / 32 * 16 + lane % 16;
+    const int row = tid / 32 * 16 + lane % 16;
     const Element* const K_g =
         p.K + item.b * p.k.batch + item.h_kv * p.k.head + (k0 + lane / 4) * p.k.row + lane % 4 * 2;
 #pragma unroll
@@ -2635,8 +2733,8 @@ template <class B> struct WgmmaRows {
 #pragma unroll 1
       for (int d = 0; d < B::head_dim; d += 16) {
         uint32_t q[4];
-        ldmatrix_x4<false>(
-            q, shared_address(s.Q[q_now.stage] + panel_offset<B::block_m>(row, d + lane / 16 * 8)));
+        ldmatrix_x4<false>(q, shared_address(s.Q[q_now.stage][row_group] +
+                                             panel_offset<64>(row, d + lane / 16 * 8)));
         const Element* const k = K_g + 8 * n * p.k.row + d;
         mma_m16n8k16<Element>(c[0], c[1], c[2], c[3], q, ld_global<uint32_t>(k),
                               ld_global<uint32_t>(k + 8));
@@ -2650,7 +2748,7 @@ template <class B> struct WgmmaRows {
     const typename Shared::Item& item = s.item[q_now.stage];
     rounds = uniform(item.rounds), q0 = uniform(item.q0);
     if (rounds == 0) return false;
-    clean_keys = visible_keys(a.p, min(q0 + row_group * 64, a.p.Sq - 1));
+    clean_keys = visible_keys(a.p, min(q0 + row_group * Shared::GROUP_STRIDE, a.p.Sq - 1));
     first = true;
 #pragma unroll
     for (int i = 0; i < ROWS; i++) m[i] = -INFINITY, l[i] = 0;
@@ -2670,7 +2768,7 @@ template <class B> struct WgmmaRows {
     release(&s.slice[slice].k_empty[k_ahead.previous()]);
     float alpha[ROWS];
     const bool rescale =
-        attend(S, alpha, ((rounds - 1) * B::slices + key_slice) * B::block_n) && !first;
+        attend(S, alpha, ((rounds - 1) * B::split_kv + slice) * B::block_n) && !first;
     if (B::overlap) {
       wait_pv();  // of the round before: P and O may be touched
       if (!first) release_last_v();
@@ -2695,17 +2793,13 @@ template <class B> struct WgmmaRows {
   // O / l and LSE, by way of the rows of Q that nobody reads any more.
   __device__ __forceinline__ void finish_item() {
     const uint32_t tid = thread_index_anew() % 128, lane = tid % 32;
-    const int first_row = row_group * 64 + tid / 32 * 16;  // of the warp
+    const int first_row = tid / 32 * 16;  // of the warp, in its group
 #pragma unroll
     for (int i = 0; i < ROWS; i++) l[i] = row_sum<Output::LANES>(l[i]);
-    if constexpr (B::slices > 1) {
+    if constexpr (B::split_kv > 1) {
       const WorkItem item = s.item[0];  // ahead of the barrier, which hides what follows from it
       store_partial(tid);
-      if constexpr (B::cluster_size > 1) {
-        cluster_arrive(), cluster_wait();  // hazard: partial results written by all CTAs
-      } else {
-        barrier_sync(15, B::warpgroups * 128);  // hazard: partial results written
-      }
+      barrier_sync(15, B::warpgroups * 128);  // hazard: partial results written
       merge_partials(warpgroup * 128 + tid, item);
       return;
     }
@@ -2718,7 +2812,7 @@ template <class B> struct WgmmaRows {
     if (lane % 4 == 0) {
 #pragma unroll
       for (int i = 0; i < ROWS; i++) {
-        const int q = q0 + first_row + lane / 4 + 8 * i;
+        const int q = q0 + row_group * Shared::GROUP_STRIDE + first_row + lane / 4 + 8 * i;
         if (q < a.p.Sq) store_lse(m[i], l[i], a, s.item[stage], q);
       }
     }
@@ -2729,8 +2823,8 @@ template <class B> struct WgmmaRows {
       scale_rows(part, inverse);
       uint32_t o[4];
       round(o, part, 0);
-      const int at = panel_offset<B::block_m>(first_row + lane % 16, n * 16 + lane / 16 * 8);
-      stmatrix_x4(shared_address(s.Q[stage] + at), o);
+      const int at = panel_offset<64>(first_row + lane % 16, n * 16 + lane / 16 * 8);
+      stmatrix_x4(shared_address(s.Q[stage][row_group] + at), o);
     }
     fence_proxy_async();
     release(&s.o_done[stage][row_group]);
@@ -2751,47 +2845,35 @@ template <class B> struct WgmmaRows {
       }
     }
   }
-  // x, y to this address in the shared memory of a CTA of the cluster.
-  static __device__ __forceinline__ void store_pair(float* at, float x, float y, int rank) {
-    if constexpr (B::cluster_size > 1) {
-      st_shared_cluster(mapa(shared_address(at), rank), float2{x, y});
-    } else {
-      st_shared(at, float2{x, y});
-    }
-  }
-  // To the CTA that merges this warp's rows.
   __device__ __forceinline__ void store_partial(int tid) {
-    using Partial = typename Shared::Partial;
-    Partial& partial = s.partial[key_slice * Shared::ROW_GROUPS + row_group];
-    const int warp_row = tid / 32 * 16, owner = warp_row / Partial::ROWS;
+    typename Shared::Partial& partial = s.partial[slice * Shared::ROW_GROUPS + row_group];
 #pragma unroll
     for (int i = 0; i < ROWS; i++) {
-      const int row = warp_row % Partial::ROWS + tid % 32 / 4 + 8 * i;
+      const int row = tid / 32 * 16 + tid % 32 / 4 + 8 * i;
       float* const O_row = partial.O[row] + tid % 4 * 2;
 #pragma unroll
       for (int j = 0; j < O.COLS; j += 2) {
-        store_pair(O_row + 4 * j, O.x[i][j], O.x[i][j + 1], owner);
+        st_shared(O_row + 4 * j, float2{O.x[i][j], O.x[i][j + 1]});
       }
-      if (tid % 4 == 0) store_pair(&partial.m_l[row].x, m[i], l[i], owner);
+      if (tid % 4 == 0) partial.m_l[row] = {m[i], l[i]};
     }
   }
   // O / l and LSE of all slices together, in a fixed order, straight to global memory.
   __device__ __forceinline__ void merge_partials(int thread, const WorkItem& item) const {
-    using Partial = typename Shared::Partial;
-    constexpr int LANES = 2 * B::slices;  // threads to a row
+    constexpr int LANES = 2 * B::split_kv;  // threads to a row
     RowShare<B::head_dim, LANES> O;
-    const int row = thread / LANES % Partial::ROWS, group = thread / LANES / Partial::ROWS;
-    O.first_row = group * 64 + cluster_rank * Partial::ROWS + row, O.first_col = thread % LANES * 4;
+    O.first_row = thread / LANES, O.first_col = thread % LANES * 4;
+    const int row = O.first_row % 64, group = O.first_row / 64;
     clear(O);
     float m[1] = {-INFINITY}, l[1] = {0};
-    float2 m_l[B::slices];
+    float2 m_l[B::split_kv];
 #pragma unroll
-    for (int n = 0; n < B::slices; n++) {
+    for (int n = 0; n < B::split_kv; n++) {
       m_l[n] = ld_shared<float2>(&s.partial[n * Shared::ROW_GROUPS + group].m_l[row]);
       m[0] = fmaxf(m[0], m_l[n].x);
     }
 #pragma unroll
-    for (int n = 0; n < B::slices; n++) {
+    for (int n = 0; n < B::split_kv; n++) {
       const float scale = softmax_exp2<B>((m_l[n].x - finite_max(m[0])) * a.scale_log2);
       l[0] = fmaf(m_l[n].y, scale, l[0]);
 #pragma unroll
@@ -2814,11 +2896,17 @@ template <class B> struct WgmmaRows {
     Probabilities P;
     if (B::use_ping_pong && warpgroup == B::warpgroups - 1) barrier_arrive(1, 256);
     for (bool begun = false; begin_item();) {
+      if (has_no_rows(q0)) {
+        pass_item();
+        begun = false;
+        if (B::use_persistent_cta) continue;
+        break;
+      }
       if (!begun) begin_stream(S);
       begun = STREAMS;
       if (B::skip_masked) skip_v();
       // Where rounds are few, the last one without the Q @ K.T that nobody needs; it takes registers.
-      constexpr int apart = B::overlap && B::slices > 1;
+      constexpr int apart = B::overlap && B::split_kv > 1;
       while (rounds > apart) step<true>(S, P), load(rounds);
       if constexpr (apart) step<false>(S, P);
       if (B::overlap) wait_pv(), release_last_v();
@@ -2841,16 +2929,17 @@ __device__ __forceinline__ void wgmma_copy(WgmmaShared<B>& s, const KernelArgs& 
   if (slice < B::split_kv) {
     WgmmaLoader<B> loader(s, a);
     uint32_t* const counter = static_cast<uint32_t*>(a.p.workspace);
+    const bool starts = warp == 0 && loader.cluster_rank == 0;
     auto item = loader.find_item(blockIdx.x / B::cluster_size);
     griddepcontrol_wait();  // from here on memory is as the kernel before this one has left it
     while (true) {
-      if (warp == 0) loader.start_item(item);
-      if (warp != 0 && B::use_persistent_cta) item = loader.follow_item();
+      if (starts) loader.start_item(item);
+      if (!starts && B::use_persistent_cta) item = loader.follow_item();
       if (item.rounds == 0) break;
       // The queue has the items after the first of every CTA; each is drawn for while the one before
       // it is loaded, so that there are as many draws as items, and the last puts the counter back.
       uint32_t drawn = 0;
-      if (B::use_persistent_cta && threadIdx.x == 0) {
+      if (B::use_persistent_cta && starts && loader.issues) {
         drawn = atomicAdd(counter, 1u);
         if (drawn == a.work_items - 1) atomicExch(counter, 0u);
       }
@@ -2860,9 +2949,9 @@ __device__ __forceinline__ void wgmma_copy(WgmmaShared<B>& s, const KernelArgs& 
         loader.ring.advance();
       }
       if (!B::use_persistent_cta) break;
-      if (warp == 0) item = loader.find_item(gridDim.x + uniform(drawn));
+      if (starts) item = loader.find_item(gridDim.x / B::cluster_size + uniform(drawn));
     }
-  } else if (B::slices == 1 && threadIdx.x == 64) {
+  } else if (B::split_kv == 1 && threadIdx.x == 64) {
     StageRing<WgmmaShared<B>::Q_STAGES> ring;
     do {
       const int stage = ring.stage;
@@ -2872,7 +2961,11 @@ __device__ __forceinline__ void wgmma_copy(WgmmaShared<B>& s, const KernelArgs& 
         wgmma_store<B>(s, a, stage, ring.parity, group);
       }
       cp_async_bulk_wait_group_read<0>();
-      mbarrier_arrive(&s.q_empty[stage]);
+      if constexpr (B::multicast) {
+        mbarrier_arrive_cluster(mapa(shared_address(&s.q_empty[stage]), 0));
+      } else {
+        mbarrier_arrive(&s.q_empty[stage]);
+      }
       ring.advance();
     } while (B::use_persistent_cta);
   }
@@ -2895,13 +2988,15 @@ __global__ void __launch_bounds__(B::threads, 1) sdpa_wgmma(const __grid_constan
     prefetch_tensormap(&tensor_maps<B>(a).q), prefetch_tensormap(&tensor_maps<B>(a).k),
         prefetch_tensormap(&tensor_maps<B>(a).v);
     for (int stage = 0; stage < s.Q_STAGES; stage++) {
-      mbarrier_init(&s.q_full[stage], 1), mbarrier_init(&s.q_empty[stage], 1);
+      mbarrier_init(&s.q_full[stage], 1), mbarrier_init(&s.q_empty[stage], B::cluster_size);
       for (auto& done : s.o_done[stage]) mbarrier_init(&done, 4);
     }
     for (auto& t : s.slice) {
       for (int stage = 0; stage < B::stages; stage++) {
         mbarrier_init(&t.k_full[stage], 1), mbarrier_init(&t.k_empty[stage], B::group_warps);
         mbarrier_init(&t.v_full[stage], 1), mbarrier_init(&t.v_empty[stage], B::group_warps);
+        mbarrier_init(&t.k_free[stage], B::cluster_size),
+            mbarrier_init(&t.v_free[stage], B::cluster_size);
       }
     }
     fence_mbarrier_init();
@@ -2918,6 +3013,7 @@ __global__ void __launch_bounds__(B::threads, 1) sdpa_wgmma(const __grid_constan
       WgmmaRows<B> rows(s, a, threadIdx.x - B::producer_threads);
       rows.run([](int) {});
     }
+    if (B::multicast) sync_cluster<B>();  // hazard: arrivals from the other CTA
   } else {
     // Two warps of every slice load its tiles.
     const int slice = warp / B::group_warps;
@@ -3228,6 +3324,7 @@ template <class B> SdpaStatus encode_tensor_maps(TensorMaps& maps, const SdpaPar
     return {};
   }
   constexpr uint32_t panels = B::head_dim / 64;
+  using Part = WgmmaPart<B>;
   const struct {
     const char* name;
     CUtensorMap& map;
@@ -3235,10 +3332,10 @@ template <class B> SdpaStatus encode_tensor_maps(TensorMaps& maps, const SdpaPar
     int S, H;
     const Strides& s;
     uint32_t rows, panels;
-  } tensors[] = {{"Q", maps.q, p.Q, p.Sq, p.Hq, p.q, B::block_m, panels},
-                 {"K", maps.k, p.K, p.Sk, p.Hkv, p.k, B::block_n, panels},
-                 {"V", maps.v, p.V, p.Sk, p.Hkv, p.v, B::block_n, panels},
-                 {"O", maps.o, p.O, p.Sq, p.Hq, p.o, 64, 1}};
+  } tensors[] = {{"Q", maps.q, p.Q, p.Sq, p.Hq, p.q, 64, panels},
+                 {"K", maps.k, p.K, p.Sk, p.Hkv, p.k, Part::rows, Part::panels},
+                 {"V", maps.v, p.V, p.Sk, p.Hkv, p.v, Part::rows, Part::panels},
+                 {"O", maps.o, p.O, p.Sq, p.Hq, p.o, 64, panels}};
   for (const auto& t : tensors) {
     if (t.S == 0) continue;  // no key: nothing is loaded
     const struct {
@@ -3295,8 +3392,8 @@ SdpaStatus launch_kernel(const KernelArgs& a, uint32_t items, cudaStream_t strea
     }
     if (error != cudaSuccess) return cuda_failure(error, "asking for the GPU's occupancy");
     const uint32_t resident = uint32_t(sms) * uint32_t(ctas_per_sm > 0 ? ctas_per_sm : 1);
-    if (ctas > resident) ctas = resident;
-    const uint32_t most = uint32_t(a.p.max_ctas);
+    if (ctas > resident / B::cluster_size) ctas = resident / B::cluster_size;
+    const uint32_t most = (uint32_t(a.p.max_ctas) + B::cluster_size - 1) / B::cluster_size;
     if (most > 0 && ctas > most) ctas = most;
   }
   cudaLaunchConfig_t launch{};
@@ -3425,7 +3522,7 @@ template <class B> SdpaStatus forward(const SdpaParams& p, cudaStream_t stream) 
   a.p = p;
   a.scale_log2 = float((p.scale == 0 ? 1 / std::sqrt(double(p.D)) : double(p.scale)) *
                        1.4426950408889634);  // log2(e)
-  const int q_blocks = (p.Sq + B::block_m - 1) / B::block_m;
+  const int q_blocks = (p.Sq + B::item_rows - 1) / B::item_rows;
   if (double(p.B) * p.Hq * q_blocks > 2147483647.0) {
     return failure(cudaErrorInvalidValue, "B*Hq*ceil(Sq/%d) is over 2^31-1 tiles; split the batch",
                    B::block_m);
@@ -4081,7 +4178,7 @@ Timing time_kernel(Instance&, const Options&) { return {}; }
 // build that chooses its tile by the problem, nothing.
 TileCounters count_tile() {
   if (Build::use_tuned) return {};
-  constexpr int groups = Build::slices;  // each takes a tile more
+  constexpr int groups = Build::split_kv;  // each takes a tile more
   const auto count = [](int tiles) {
     Problem p;
     p.B = p.Hq = p.Hkv = 1, p.Sq = Build::block_m, p.Sk = tiles * groups * Build::block_n;

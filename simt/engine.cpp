@@ -163,7 +163,7 @@ struct Mark {  // the last write to 4 bytes of shared memory through the generic
   uint32_t fences;  // that this thread had passed
 };
 
-struct Transfer {  // a bulk load in flight
+struct Transfer {  // a bulk load or st.async in flight
   Fiber* issuer;
   Site at;
   unsigned char* dst;
@@ -171,6 +171,7 @@ struct Transfer {  // a bulk load in flight
   std::vector<std::pair<unsigned char*, int>> pieces;  // in global memory, null: zeros
   int bytes;
   uint64_t* barrier;
+  std::vector<unsigned char> data;  // what a piece points into if not global memory
 };
 
 // The accumulators of a warpgroup from the first product that is in flight on them to the wait that

@@ -98,6 +98,9 @@ void acquire(const void* object);
 void bulk_load(void* dst, const void* src, uint32_t bytes, uint64_t* barrier, Site at);
 void tensor_load(void* dst, const CUtensorMap_st* map, const int* c, int rank, uint64_t* barrier,
                  Site at);
+// The same to each CTA of the cluster whose bit is set in `ctas`.
+void tensor_load_multicast(void* dst, const CUtensorMap_st* map, const int* c, int rank,
+                           uint64_t* barrier, int ctas, Site at);
 void bulk_store(void* dst, const void* src, uint32_t bytes, Site at);
 void tensor_store(const CUtensorMap_st* map, const int* c, int rank, const void* src, Site at);
 void bulk_commit();
@@ -127,7 +130,8 @@ void cluster_wait(Site at);
 // Shared memory of the cluster in 32 bits: the CTA's rank above an offset of 24 bits.
 uint32_t cluster_address(const void* pointer, int rank, Site at);
 void* cluster_pointer(uint32_t address, int bytes, Site at);
-void mbarrier_arrive_cluster(uint32_t address, Site at);
+void store_async(uint32_t address, const void* value, int bytes, uint32_t barrier, Site at);
+void mbarrier_arrive_cluster(uint32_t address, int expect_bytes, Site at);
 
 // ---- reports ----
 

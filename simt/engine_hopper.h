@@ -1,6 +1,6 @@
 // The part of engine.cpp, and included by it alone, that runs the instructions of sm_90:
 //
-//   bulk loads    The destination is poison from the issue on. A load lands when no thread can go on
+//   bulk loads,   The destination is poison from the issue on. A load lands when no thread can go on
 //                 without it: the oldest, the newest or any one first, as the schedule says; in
 //                 random order also earlier.
 //   bulk stores   read shared memory at the wait_group.read that covers them, and write global memory
@@ -167,11 +167,10 @@ void check_map(const CUtensorMap_st* map, int rank, const int* coordinates, cons
   check_shared_range(shared, map->box_bytes(), 1024, "TMA with the 128-byte swizzle", at);
 }
 
-void start_load(Transfer t) {
-  Block& b = *self->block;
-  check_shared(t.barrier, 8, t.at);
+// Into the shared memory of CTA b.
+void start_load(Block& b, Transfer t) {
   Mbarrier::load(t.barrier, t.at);
-  if (self->counting) {
+  if (self->counting && t.data.empty()) {
     for (const auto& piece : t.pieces) {
       if (piece.first) b.counters.global_bytes += piece.second;
     }
@@ -586,14 +585,16 @@ void bulk_load(void* dst, const void* src, uint32_t bytes, uint64_t* barrier, Si
     fail(at, "a bulk copy of %u bytes from %p: both must be multiples of 16", bytes, src);
   }
   check_global_range(src, bytes, at);
+  check_shared(barrier, 8, at);
   unsigned char* const from = static_cast<unsigned char*>(const_cast<void*>(src));
-  start_load({nullptr,
-              at,
-              static_cast<unsigned char*>(dst),
-              false,
-              {{from, int(bytes)}},
-              int(bytes),
-              barrier});
+  start_load(*self->block, {nullptr,
+                            at,
+                            static_cast<unsigned char*>(dst),
+                            false,
+                            {{from, int(bytes)}},
+                            int(bytes),
+                            barrier,
+                            {}});
 }
 
 void tensor_load(void* dst, const CUtensorMap_st* map, const int* c, int rank, uint64_t* barrier,
@@ -604,8 +605,36 @@ void tensor_load(void* dst, const CUtensorMap_st* map, const int* c, int rank, u
   }
   observe_write(dst, map->box_bytes());
   const Unobserved unobserved;
-  start_load({nullptr, at, static_cast<unsigned char*>(dst), true, pieces_of(*map, c, at),
-              int(map->box_bytes()), barrier});
+  check_shared(barrier, 8, at);
+  start_load(*self->block, {nullptr, at, static_cast<unsigned char*>(dst), true,
+                            pieces_of(*map, c, at), int(map->box_bytes()), barrier, {}});
+}
+
+void tensor_load_multicast(void* dst, const CUtensorMap_st* map, const int* c, int rank,
+                           uint64_t* barrier, int ctas, Site at) {
+  Cluster& cluster = *self->block->cluster;
+  Pieces pieces;
+  {
+    const Unobserved unobserved;
+    check_map(map, rank, c, dst, at);
+    check_shared(barrier, 8, at);
+    if (!ctas || ctas >> cluster.blocks.size()) {
+      fail(at, "multicast to CTAs %#x of a cluster of %zu", ctas, cluster.blocks.size());
+    }
+    pieces = pieces_of(*map, c, at);
+  }
+  for (int cta = 0; ctas >> cta; cta++) {
+    if (!(ctas >> cta & 1)) continue;
+    const auto there = [&](const void* here) {
+      return cluster_pointer(cluster_address(here, cta, at), 8, at);
+    };
+    unsigned char* const to = static_cast<unsigned char*>(there(dst));
+    observe_write(to, map->box_bytes());
+    const Unobserved unobserved;
+    start_load(cluster.blocks[cta],
+               {nullptr, at, to, true, pieces, int(map->box_bytes()),
+                static_cast<uint64_t*>(there(barrier)), {}});
+  }
 }
 
 void bulk_store(void* dst, const void* src, uint32_t bytes, Site at) {
@@ -853,9 +882,21 @@ void* cluster_pointer(uint32_t address, int bytes, Site at) {
   return b.shared + offset;
 }
 
-void mbarrier_arrive_cluster(uint32_t address, Site at) {
+void store_async(uint32_t address, const void* value, int bytes, uint32_t barrier, Site at) {
+  unsigned char* const to = static_cast<unsigned char*>(cluster_pointer(address, bytes, at));
+  uint64_t* const m = static_cast<uint64_t*>(cluster_pointer(barrier, 8, at));
+  if (address >> 24 != barrier >> 24) fail(at, "st.async: its mbarrier is in another CTA");
+  observe_write(to, bytes);
   const Unobserved unobserved;
-  arrive(static_cast<uint64_t*>(cluster_pointer(address, 8, at)), 0, at);
+  const auto* const from = static_cast<const unsigned char*>(value);
+  Transfer t{nullptr, at, to, false, {}, bytes, m, {from, from + bytes}};
+  t.pieces.push_back({t.data.data(), bytes});
+  start_load(self->block->cluster->blocks[address >> 24], std::move(t));
+}
+
+void mbarrier_arrive_cluster(uint32_t address, int expect_bytes, Site at) {
+  const Unobserved unobserved;
+  arrive(static_cast<uint64_t*>(cluster_pointer(address, 8, at)), expect_bytes, at);
 }
 
 }  // namespace simt

@@ -18,6 +18,11 @@ inline void cp_async_bulk_tensor_load(void* dst_s, const CUtensorMap* map, const
                                       uint64_t* barrier_s, uint64_t, SIMT_CALLER) {
   simt::tensor_load(dst_s, map, c, RANK, barrier_s, at);
 }
+inline void cp_async_bulk_tensor_load_multicast(void* dst_s, const CUtensorMap* map,
+                                                const int (&c)[5], uint64_t* barrier_s, int ctas,
+                                                uint64_t, SIMT_CALLER) {
+  simt::tensor_load_multicast(dst_s, map, c, 5, barrier_s, ctas, at);
+}
 template <int RANK>
 inline void cp_async_bulk_tensor_store(const CUtensorMap* map, const int (&c)[RANK],
                                        const void* src_s, SIMT_CALLER) {
@@ -83,8 +88,14 @@ template <class T> inline T ld_shared_cluster(uint32_t address, SIMT_CALLER) {
 template <class T> inline void st_shared_cluster(uint32_t address, T value, SIMT_CALLER) {
   *static_cast<T*>(simt::cluster_pointer(address, sizeof(T), at)) = value;
 }
+inline void st_async_cluster(uint32_t address, uint4 value, uint32_t barrier, SIMT_CALLER) {
+  simt::store_async(address, &value, sizeof value, barrier, at);
+}
 inline void mbarrier_arrive_cluster(uint32_t address, SIMT_CALLER) {
-  simt::mbarrier_arrive_cluster(address, at);
+  simt::mbarrier_arrive_cluster(address, 0, at);
+}
+inline void mbarrier_arrive_expect_tx_cluster(uint32_t address, uint32_t bytes, SIMT_CALLER) {
+  simt::mbarrier_arrive_cluster(address, int(bytes), at);
 }
 
 inline void griddepcontrol_wait() {}  // launches never overlap here

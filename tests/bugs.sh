@@ -145,13 +145,16 @@ bug wgmma_turn_lost        backend "$wgmma USE_PING_PONG=1" "--shape 1,1,1,64,15
 bug wgmma_limit_lost       check   "$wgmma" "--shape 1,1,1,64,256 --dist large"  's~sum\[0\] \+ sum\[1\] <= lazy_limit~true~'
 bug wgmma_again_wrong_key  check   "$wgmma" "--shape 1,1,1,64,256 --dist large"  's~\(k0 \+ lane / 4\) \* p\.k\.row~(k0 + lane / 8) * p.k.row~'
 bug wgmma_q_reused_early   thread  "$wgmma USE_PERSISTENT_CTA=1" "--shape 1,3,1,200,40"  's~wait_phase\(&s\.q_empty.*$~~'
-bug wgmma_queue_skips_item check   "$wgmma USE_PERSISTENT_CTA=1" "--shape 1,3,1,400,20"  's~gridDim\.x \+ uniform\(drawn\)~gridDim.x + uniform(drawn + (drawn == 2))~'
+bug wgmma_queue_skips_item check   "$wgmma USE_PERSISTENT_CTA=1" "--shape 1,3,1,400,20"  's~B::cluster_size \+ uniform\(drawn\)~B::cluster_size + uniform(drawn + (drawn == 2))~'
 bug wgmma_item_left_out    backend "$wgmma USE_PERSISTENT_CTA=1" "--shape 1,3,1,200,40"  's~q_ahead = q_now, rounds_ahead = rounds;~q_ahead = q_now, rounds_ahead = rounds + 1;~'
+bug wgmma_cluster_left     backend "$wgmma MULTICAST=1" "--shape 1,1,1,256,40"  's~^ *if \(B::multicast\) sync_cluster.*$~~'
+bug wgmma_not_empty_there  thread  "$wgmma MULTICAST=1" "--shape 1,1,1,256,300"  's~wait_phase\(free, ring\.parity\);~~'
+bug wgmma_half_missing     backend "$wgmma MULTICAST=1" "--shape 1,1,1,256,150"  's~\(1 << B::cluster_size\) - 1, evict_last~1, evict_last~'
+bug wgmma_passed_not_done  backend "$wgmma USE_PERSISTENT_CTA=1" "--shape 1,2,1,64,150"  's~release\(&s\.o_done\[q_now\.stage\].*$~~'
 wsplit="USE_WGMMA=1 VEC_WIDTH=8 BLOCK_M=64 NUM_WARPS=8 BLOCK_N=32 STAGES=2 SPLIT_KV=2"
 bug wgmma_merged_too_soon  thread  "$wsplit" "--shape 1,1,1,64,256"  's~barrier_sync\(15, .*$~~'
-bug wgmma_cluster_left     backend "$wsplit CLUSTER_SIZE=2" "--shape 1,1,1,64,256"  's~cluster_arrive\(\), cluster_wait\(\);  // hazard: partial.*$~~'
 bug wgmma_v_not_skipped    check   "$wgmma SKIP_MASKED=1" "--shape 1,1,1,128,300 --causal br"  's~rounds > own; rounds--~rounds > own + 1; rounds--~'
-bug wgmma_slice_misplaced  check   "$wsplit" "--shape 1,1,1,64,256 --causal br"  's~B::slices \+ key_slice~B::slices~'
+bug wgmma_slice_misplaced  check   "$wsplit" "--shape 1,1,1,64,256 --causal br"  's~rounds - 1\) \* B::split_kv \+ slice~rounds - 1) * B::split_kv~'
 wait
 
 # The same builds without a bug. The source needs a name of its own for each set of knobs.

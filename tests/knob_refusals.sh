@@ -77,7 +77,8 @@ refused "no row of TUNED_TILES has all the knobs" -DUSE_WGMMA=1 -DVEC_WIDTH=8 -D
 refused "all its tiles have USE_WARP_SPECIALIZATION=1" -DUSE_WGMMA=1 -DVEC_WIDTH=8 -DUSE_TUNED=1 -DOVERLAP=1
 refused "must run the same rounds" "${wgmma[@]}" -DBLOCK_M=128 -DNUM_WARPS=8 -DSKIP_MASKED=1 -DUSE_PING_PONG=1
 refused "would skip more tiles than can be in flight" "${wgmma[@]}" -DBLOCK_M=256 -DNUM_WARPS=16 -DBLOCK_N=32 -DSTAGES=2 -DSKIP_MASKED=1
-refused "up to four slices in all" "${wgmma[@]}" -DBLOCK_M=64 -DNUM_WARPS=16 -DSPLIT_KV=4 -DCLUSTER_SIZE=2
+accepted "${wgmma[@]}" -DBLOCK_M=128 -DNUM_WARPS=8 -DUSE_PERSISTENT_CTA=1 -DMULTICAST=1
+refused "with a warpgroup that copies and without SPLIT_KV" "${wgmma[@]}" -DBLOCK_M=64 -DNUM_WARPS=8 -DSPLIT_KV=2 -DMULTICAST=1
 refused "have no effect on it; drop them" "${wgmma[@]}" -DBLOCK_M=64 -DSWIZZLE_XOR=1
 refused "only the wgmma kernel has them; add USE_WGMMA=1 or drop them" -DOVERLAP=1
 rm -r "$(dirname "$section")"
