@@ -479,12 +479,12 @@ __global__ void test_wgmma(const __grid_constant__ Args a) {
   a.out[tid * 2 + 1] = bits_of(d[N / 2 - 1] + 0.0f);
 }
 
-__global__ void test_stmatrix_x4(const __grid_constant__ Args a) {
+template <bool TRANS> __global__ void test_stmatrix_x4(const __grid_constant__ Args a) {
   HopperScratch& s = hopper_scratch(1);
   uint32_t r[4];
   for (int i = 0; i < 4; i++) r[i] = threadIdx.x * 0x10001 + i * 0x1000;
   const int row = threadIdx.x / 32 * 32 + threadIdx.x * 5 % 32;
-  stmatrix_x4(shared_address(s.a + row * 48), r);
+  stmatrix_x4<TRANS>(shared_address(s.a + row * 48), r);
   __syncthreads();
   for (int i = 0; i < 12; i++) {
     a.out[threadIdx.x * 12 + i] = ld_shared<uint32_t>(s.a + 4 * (threadIdx.x * 12 + i));
@@ -650,7 +650,8 @@ int main(int argc, char** argv) {
   run("tma_store_4d", test_tma_store<4>, 128, HEADS * ROWS * ROW_STRIDE / 2);
   run("tma_store_5d", test_tma_store<5>, 128, HEADS * ROWS * ROW_STRIDE / 2);
   run("bulk_load", test_bulk_load, 24, 24 * 8);
-  run("stmatrix_x4_address", test_stmatrix_x4, 128, 128 * 12);
+  run("stmatrix_x4_address", test_stmatrix_x4<false>, 128, 128 * 12);
+  run("stmatrix_x4_address_trans", test_stmatrix_x4<true>, 128, 128 * 12);
   run("setmaxnreg", test_setmaxnreg, 384, 384);
   run("cluster", test_cluster, 64, 2 * 64 * 8, 2);
   run_wgmma<16>("wgmma_n16");
