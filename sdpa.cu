@@ -2887,12 +2887,13 @@ template <class B> struct WgmmaColumns {
 
   Shared& s;
   const KernelArgs& a;
-  const int lane, warp, slice;        // warp of the warpgroup
+  const uint32_t lane, warp;  // of the warpgroup
+  const int slice;
   const SharedAddress Q_s, K_s, V_s;  // of K and V the first stages
   StageRing<B::stages> ring;
   float m[OWN], l[OWN];  // l: of the keys that this warp has seen
 
-  __device__ WgmmaColumns(Shared& s_, const KernelArgs& a_, int thread)
+  __device__ WgmmaColumns(Shared& s_, const KernelArgs& a_, uint32_t thread)
       : s(s_),
         a(a_),
         lane(thread % 32),
@@ -2955,7 +2956,7 @@ template <class B> struct WgmmaColumns {
   __device__ __forceinline__ void mask(Scores& S, int q0, int k0) const {
 #pragma unroll
     for (int i = 0; i < COLS; i++) {
-      const int visible = visible_keys(a.p, q0 + column(i)) - k0 - warp * 16 - lane / 4;
+      const int visible = visible_keys(a.p, q0 + column(i)) - (k0 + int(warp * 16 + lane / 4));
 #pragma unroll
       for (int n = 0; n < 2 * KEY_BLOCKS; n++) {
         if (n / 2 * 64 + n % 2 * 8 >= visible) S[n / 2][i / 2 * 4 + n % 2 * 2 + i % 2] = -INFINITY;
@@ -2963,24 +2964,25 @@ template <class B> struct WgmmaColumns {
     }
   }
 
-  // own = the columns x that this lane owns, combined over the 8 lanes that share them: each time a lane
-  // gives half of its columns away, and gets the other's part of those that it keeps.
+  // Two lanes meet: each gives half of the columns away and gets the other's part of those that it keeps.
+  // The last of 4 columns is kept by both.
+  template <int DISTANCE, class Combine>
+  __device__ __forceinline__ void combine_pair(float (&x)[COLS], Combine combine) const {
+    constexpr bool halve = COLS * DISTANCE >= 32;
+    constexpr int kept = halve ? COLS * DISTANCE / 32 : 1;
+    const bool upper = lane & DISTANCE;
+#pragma unroll
+    for (int i = 0; i < kept; i++) {
+      const float low = x[i], high = x[halve ? i + kept : i];
+      const float theirs = __shfl_xor_sync(0xffffffffu, upper ? low : high, DISTANCE);
+      x[i] = combine(upper ? high : low, theirs);
+    }
+  }
+  // own = the columns x that this lane owns, combined over the 8 lanes that share them.
   template <class Combine>
   __device__ __forceinline__ void combine_lanes(float (&own)[OWN], float (&x)[COLS],
                                                 Combine combine) const {
-    int n = COLS;
-#pragma unroll
-    for (int distance = 16; distance >= 4; distance /= 2) {
-      const bool upper = lane & distance;
-      const bool halve = n > 1;
-      if (halve) n /= 2;
-#pragma unroll
-      for (int i = 0; i < n; i++) {
-        const float give = halve && !upper ? x[i + n] : x[i];
-        const float keep = halve && upper ? x[i + n] : x[i];
-        x[i] = combine(keep, __shfl_xor_sync(0xffffffffu, give, distance));
-      }
-    }
+    combine_pair<16>(x, combine), combine_pair<8>(x, combine), combine_pair<4>(x, combine);
 #pragma unroll
     for (int r = 0; r < OWN; r++) own[r] = x[r];
   }
@@ -3006,24 +3008,24 @@ template <class B> struct WgmmaColumns {
   // P of the scores S, in the place of K;  sum = this thread's part of its columns' sums.
   __device__ __forceinline__ void write_p(Scores& S, const float (&m_log2)[OWN],
                                           float (&sum)[COLS]) {
-#pragma unroll
-    for (int i = 0; i < COLS; i++) {
-      const float column_m_log2 = from_owner(m_log2, i);
-      sum[i] = 0;
-#pragma unroll
-      for (int n = 0; n < 2 * KEY_BLOCKS; n++) {
-        float& x = S[n / 2][i / 2 * 4 + n % 2 * 2 + i % 2];
-        x = softmax_exp2<B>(fmaf(x, a.scale_log2, -column_m_log2), i * 2 * KEY_BLOCKS + n);
-        sum[i] += x;
-      }
-    }
     const SharedAddress P_s = shared_address(
         s.slice[slice].K[ring.stage] +
         panel_offset<B::block_m>(lane / 16 * 8 + lane % 8, warp * 16 + lane / 8 % 2 * 8));
 #pragma unroll
-    for (int block = 0; block < KEY_BLOCKS; block++) {
+    for (int q = 0; q < B::block_m; q += 16) {
 #pragma unroll
-      for (int q = 0; q < B::block_m; q += 16) {
+      for (int i = q / 4; i < q / 4 + 4; i++) {
+        const float column_m_log2 = from_owner(m_log2, i);
+        sum[i] = 0;
+#pragma unroll
+        for (int n = 0; n < 2 * KEY_BLOCKS; n++) {
+          float& x = S[n / 2][i / 2 * 4 + n % 2 * 2 + i % 2];
+          x = softmax_exp2<B>(fmaf(x, a.scale_log2, -column_m_log2), i * 2 * KEY_BLOCKS + n);
+          sum[i] += x;
+        }
+      }
+#pragma unroll
+      for (int block = 0; block < KEY_BLOCKS; block++) {
         const float* const x = S[block] + q / 2;
         const uint32_t p[4] = {pack(x[0], x[1]), pack(x[2], x[3]), pack(x[4], x[5]),
                                pack(x[6], x[7])};
@@ -3095,7 +3097,7 @@ template <class B> struct WgmmaColumns {
     if (warp != 0) return;
 #pragma unroll
     for (int r = 0; r < OWN; r++) {
-      const int i = lane / 4 * COLS / 8 + r;  // with 4 columns two lanes own the same
+      const int i = int(lane) / 4 * COLS / 8 + r;  // with 4 columns two lanes own the same
       if (COLS >= 8 || lane / 4 % 2 == 0) {
         st_shared(&s.partial[slice].m_l[column(i)], float2{m[r], l[r]});
       }
