@@ -2932,21 +2932,21 @@ template <class B> struct WgmmaColumns {
 #pragma unroll
     for (int block = 0; block < KEY_BLOCKS; block++) hold(S[block]);
   }
-  // O.T += V.T @ P.T, begun, with P in the place of K.   [D][BLOCK_M]
-  __device__ __forceinline__ void start_vp(Output& O, bool first) {
+  // O.T = V.T @ P.T of this round, begun, with P in the place of K.   [D][BLOCK_M]
+  __device__ __forceinline__ void start_vp(Output& O) {
     const uint64_t P = wgmma_descriptor(K_s + ring.stage * sizeof s.slice[0].K[0], 16, 1024);
     const uint64_t V = wgmma_descriptor(V_s + ring.stage * sizeof s.slice[0].V[0], 16, 1024);
 #pragma unroll
-    for (int block = 0; block < D_BLOCKS; block++) hold(O[block]);
+    for (int block = 0; block < D_BLOCKS; block++) forget(O[block]);
     wgmma_fence();
 #pragma unroll
     for (int step = 0; step < B::block_n / 16; step++) {
       const int panel = step / 4, bytes = step % 4 * 32;
 #pragma unroll
       for (int block = 0; block < D_BLOCKS; block++) {
-        wgmma_ss<Element, B::block_m, 0, 1>(
-            O[block], V + (block * B::block_n + step * 16) * 128 / 16,
-            P + (panel * B::block_m * 128 + bytes) / 16, step > 0 || !first);
+        wgmma_ss<Element, B::block_m, 0, 1>(O[block],
+                                            V + (block * B::block_n + step * 16) * 128 / 16,
+                                            P + (panel * B::block_m * 128 + bytes) / 16, step > 0);
       }
     }
     wgmma_commit_group();
@@ -2970,12 +2970,13 @@ template <class B> struct WgmmaColumns {
   __device__ __forceinline__ void combine_pair(float (&x)[COLS], Combine combine) const {
     constexpr bool halve = COLS * DISTANCE >= 32;
     constexpr int kept = halve ? COLS * DISTANCE / 32 : 1;
-    const bool upper = lane & DISTANCE;
+    const uint32_t upper = 0 - lane / DISTANCE % 2;  // a mask: of a condition nvcc makes branches
 #pragma unroll
     for (int i = 0; i < kept; i++) {
-      const float low = x[i], high = x[halve ? i + kept : i];
-      const float theirs = __shfl_xor_sync(0xffffffffu, upper ? low : high, DISTANCE);
-      x[i] = combine(upper ? high : low, theirs);
+      const uint32_t low = bits_of(x[i]), high = bits_of(x[halve ? i + kept : i]);
+      const uint32_t both = (low ^ high) & upper;
+      const float theirs = __shfl_xor_sync(0xffffffffu, float_of(high ^ both), DISTANCE);
+      x[i] = combine(float_of(low ^ both), theirs);
     }
   }
   // own = the columns x that this lane owns, combined over the 8 lanes that share them.
@@ -3016,12 +3017,11 @@ template <class B> struct WgmmaColumns {
 #pragma unroll
       for (int i = q / 4; i < q / 4 + 4; i++) {
         const float column_m_log2 = from_owner(m_log2, i);
-        sum[i] = 0;
 #pragma unroll
         for (int n = 0; n < 2 * KEY_BLOCKS; n++) {
           float& x = S[n / 2][i / 2 * 4 + n % 2 * 2 + i % 2];
           x = softmax_exp2<B>(fmaf(x, a.scale_log2, -column_m_log2), i * 2 * KEY_BLOCKS + n);
-          sum[i] += x;
+          sum[i] = n == 0 ? x : sum[i] + x;
         }
       }
 #pragma unroll
@@ -3034,29 +3034,20 @@ template <class B> struct WgmmaColumns {
     }
   }
 
-  __device__ __forceinline__ void rescale(Output& O, const float (&alpha)[OWN]) const {
-#pragma unroll
-    for (int i = 0; i < COLS; i++) {
-      const float factor = from_owner(alpha, i);
-#pragma unroll
-      for (int n = 0; n < 2 * D_BLOCKS; n++) O[n / 2][i / 2 * 4 + n % 2 * 2 + i % 2] *= factor;
-    }
-  }
-
-  // One round of the item, with so many left.
-  __device__ __forceinline__ void step(Output& O, const typename Shared::Item& item, int rounds,
+  // One round of the item, with so many left; its O.T is begun.
+  __device__ __forceinline__ void step(Output& O, float (&alpha)[OWN],
+                                       const typename Shared::Item& item, int rounds,
                                        int clean_keys) {
     const auto larger = [](float x, float y) { return fmaxf(x, y); };
     const auto sum_of = [](float x, float y) { return x + y; };
     typename Shared::Tiles& t = s.slice[slice];
-    const bool first = rounds == item.rounds;
     const int k0 = ((rounds - 1) * B::slices + slice) * B::block_n;
     Scores S;
     wait_phase(&t.k_full[ring.stage], ring.parity);
     multiply_kq(S);
     if (k0 + B::block_n > clean_keys) mask(S, item.q0, k0);
 
-    float x[COLS], m_new[OWN], alpha[OWN], m_log2[OWN];
+    float x[COLS], m_new[OWN], m_log2[OWN];
 #pragma unroll
     for (int i = 0; i < COLS; i++) {
       x[i] = S[0][i / 2 * 4 + i % 2];
@@ -3075,21 +3066,15 @@ template <class B> struct WgmmaColumns {
     }
     write_p(S, m_log2, x);
     fence_proxy_async();
-    if (!first) rescale(O, alpha);
     wait_phase(&t.v_full[ring.stage], ring.parity);
     sync();  // hazard: P written by all warps
-    start_vp(O, first);
+    start_vp(O);
 
     float sum[OWN];  // beside V.T @ P.T
     combine_lanes(sum, x, sum_of);
 #pragma unroll
     for (int r = 0; r < OWN; r++) l[r] = fmaf(l[r], alpha[r], sum[r]);
     if (rounds == 1) finish_sums(sum_of);
-    wgmma_wait_group<0>();
-#pragma unroll
-    for (int block = 0; block < D_BLOCKS; block++) hold(O[block]);
-    release(&t.k_empty[ring.stage]), release(&t.v_empty[ring.stage]);
-    ring.advance();
   }
   // m and l of the slice.
   template <class Combine> __device__ __forceinline__ void finish_sums(Combine sum_of) {
@@ -3103,15 +3088,29 @@ template <class B> struct WgmmaColumns {
       }
     }
   }
-  __device__ __forceinline__ void store_partial(const Output& O) {
+  // The sum of the rounds is kept in shared memory, since a thread has no registers for S and O at once.
+  __device__ __forceinline__ void add_to_partial(Output& O, const float (&alpha)[OWN], bool first) {
     float* const O_s = &s.partial[slice].O[column(0)][warp * 16 + lane / 4];
     constexpr int stride = sizeof s.partial[0].O[0] / sizeof(float);
+    const auto place = [&](int i, int n) {
+      return O_s + (i / 2 * 8 + i % 2) * stride + n / 2 * 64 + n % 2 * 8;
+    };
+    if (!first) {
+#pragma unroll
+      for (int i = 0; i < COLS; i++) {
+        const float factor = from_owner(alpha, i);
+#pragma unroll
+        for (int n = 0; n < 2 * D_BLOCKS; n++) {
+          float& x = O[n / 2][i / 2 * 4 + n % 2 * 2 + i % 2];
+          x = fmaf(ld_shared<float>(place(i, n)), factor, x);
+        }
+      }
+    }
 #pragma unroll
     for (int i = 0; i < COLS; i++) {
 #pragma unroll
       for (int n = 0; n < 2 * D_BLOCKS; n++) {
-        st_shared(O_s + (i / 2 * 8 + i % 2) * stride + n / 2 * 64 + n % 2 * 8,
-                  O[n / 2][i / 2 * 4 + n % 2 * 2 + i % 2]);
+        st_shared(place(i, n), O[n / 2][i / 2 * 4 + n % 2 * 2 + i % 2]);
       }
     }
   }
@@ -3119,13 +3118,23 @@ template <class B> struct WgmmaColumns {
   // The item.   load(rounds left): one more round of its tiles.
   template <class Load>
   __device__ __forceinline__ void run(const typename Shared::Item& item, Load load) {
-    Output O;
     const int clean_keys = visible_keys(a.p, item.q0);
 #pragma unroll
     for (int r = 0; r < OWN; r++) m[r] = -INFINITY, l[r] = 0;
     wait_phase(&s.q_full[0], 0);
-    for (int rounds = item.rounds; rounds > 0; load(--rounds)) step(O, item, rounds, clean_keys);
-    store_partial(O);
+    for (int rounds = item.rounds;; load(rounds)) {
+      typename Shared::Tiles& t = s.slice[slice];
+      Output O;
+      float alpha[OWN];
+      step(O, alpha, item, rounds, clean_keys);
+      wgmma_wait_group<0>();
+#pragma unroll
+      for (int block = 0; block < D_BLOCKS; block++) hold(O[block]);
+      add_to_partial(O, alpha, rounds == item.rounds);
+      if (--rounds == 0) break;
+      release(&t.k_empty[ring.stage]), release(&t.v_empty[ring.stage]);
+      ring.advance();
+    }
     barrier_sync(15, B::warpgroups * 128);  // hazard: partial results written
     WgmmaRows<B>::merge_partials(s, a, 0, slice * 128 + warp * 32 + lane, item);
   }
