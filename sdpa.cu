@@ -2814,7 +2814,7 @@ template <class B> struct WgmmaRows {
   }
   // O / l and LSE of all slices together, in a fixed order, straight to global memory.
   static __device__ __forceinline__ void merge_partials(const Shared& s, const KernelArgs& a,
-                                                        int cluster_rank, int thread,
+                                                        int cluster_rank, uint32_t thread,
                                                         const WorkItem& item) {
     using Partial = typename Shared::Partial;
     constexpr int rows = Shared::ROW_GROUPS * Partial::ROWS, threads = B::warpgroups * 128;
@@ -2822,7 +2822,8 @@ template <class B> struct WgmmaRows {
         threads / rows * 4 < B::head_dim ? threads / rows : B::head_dim / 4;
     if (rows * LANES < threads && thread >= rows * LANES) return;
     RowShare<B::head_dim, LANES> O;
-    const int row = thread / LANES % Partial::ROWS, group = thread / LANES / Partial::ROWS;
+    const int row = thread / LANES % Partial::ROWS;
+    const int group = Shared::ROW_GROUPS == 1 ? 0 : thread / LANES / Partial::ROWS;
     O.first_row = group * 64 + cluster_rank * Partial::ROWS + row, O.first_col = thread % LANES * 4;
     clear(O);
     float m[1] = {-INFINITY}, l[1] = {0};
@@ -2887,18 +2888,19 @@ template <class B> struct WgmmaColumns {
 
   Shared& s;
   const KernelArgs& a;
-  const uint32_t lane, warp;  // of the warpgroup
+  const uint32_t thread, lane, warp;  // warp of the warpgroup
   const int slice;
   const SharedAddress Q_s, K_s, V_s;  // of K and V the first stages
   StageRing<B::stages> ring;
   float m[OWN], l[OWN];  // l: of the keys that this warp has seen
 
-  __device__ WgmmaColumns(Shared& s_, const KernelArgs& a_, uint32_t thread)
+  __device__ WgmmaColumns(Shared& s_, const KernelArgs& a_, uint32_t thread_)
       : s(s_),
         a(a_),
-        lane(thread % 32),
-        warp(thread / 32 % 4),
-        slice(uniform(thread / 128)),
+        thread(thread_),
+        lane(thread_ % 32),
+        warp(thread_ / 32 % 4),
+        slice(uniform(thread_ / 128)),
         Q_s(uniform(shared_address(s.Q[0]))),
         K_s(uniform(shared_address(s.slice[slice].K[0]))),
         V_s(uniform(shared_address(s.slice[slice].V[0]))) {}
@@ -2979,11 +2981,25 @@ template <class B> struct WgmmaColumns {
       x[i] = combine(float_of(low ^ both), theirs);
     }
   }
-  // own = the columns x that this lane owns, combined over the 8 lanes that share them.
+  // x = the thread's columns of S, combined over its own rows and those of the lane that it meets first...
+  template <class Combine>
+  __device__ __forceinline__ void combine_rows(float (&x)[COLS], const Scores& S,
+                                               Combine combine) const {
+#pragma unroll
+    for (int i = 0; i < COLS; i++) {
+      x[i] = S[0][i / 2 * 4 + i % 2];
+#pragma unroll
+      for (int n = 1; n < 2 * KEY_BLOCKS; n++) {
+        x[i] = combine(x[i], S[n / 2][i / 2 * 4 + n % 2 * 2 + i % 2]);
+      }
+    }
+    combine_pair<16>(x, combine);
+  }
+  // ... and own = the columns that it owns, combined over all 8 lanes.
   template <class Combine>
   __device__ __forceinline__ void combine_lanes(float (&own)[OWN], float (&x)[COLS],
                                                 Combine combine) const {
-    combine_pair<16>(x, combine), combine_pair<8>(x, combine), combine_pair<4>(x, combine);
+    combine_pair<8>(x, combine), combine_pair<4>(x, combine);
 #pragma unroll
     for (int r = 0; r < OWN; r++) own[r] = x[r];
   }
@@ -3006,9 +3022,8 @@ template <class B> struct WgmmaColumns {
     return __shfl_sync(0xffffffffu, own[i % OWN], i * 8 / COLS * 4 + lane % 4);
   }
 
-  // P of the scores S, in the place of K;  sum = this thread's part of its columns' sums.
-  __device__ __forceinline__ void write_p(Scores& S, const float (&m_log2)[OWN],
-                                          float (&sum)[COLS]) {
+  // P of the scores S in their place, and rounded in the place of K.
+  __device__ __forceinline__ void write_p(Scores& S, const float (&m_log2)[OWN]) {
     const SharedAddress P_s = shared_address(
         s.slice[slice].K[ring.stage] +
         panel_offset<B::block_m>(lane / 16 * 8 + lane % 8, warp * 16 + lane / 8 % 2 * 8));
@@ -3021,7 +3036,6 @@ template <class B> struct WgmmaColumns {
         for (int n = 0; n < 2 * KEY_BLOCKS; n++) {
           float& x = S[n / 2][i / 2 * 4 + n % 2 * 2 + i % 2];
           x = softmax_exp2<B>(fmaf(x, a.scale_log2, -column_m_log2), i * 2 * KEY_BLOCKS + n);
-          sum[i] = n == 0 ? x : sum[i] + x;
         }
       }
 #pragma unroll
@@ -3048,15 +3062,7 @@ template <class B> struct WgmmaColumns {
     if (k0 + B::block_n > clean_keys) mask(S, item.q0, k0);
 
     float x[COLS], m_new[OWN], m_log2[OWN];
-#pragma unroll
-    for (int i = 0; i < COLS; i++) {
-      x[i] = S[0][i / 2 * 4 + i % 2];
-#pragma unroll
-      for (int n = 1; n < 2 * KEY_BLOCKS; n++) {
-        x[i] = fmaxf(x[i], S[n / 2][i / 2 * 4 + n % 2 * 2 + i % 2]);
-      }
-    }
-    combine_lanes(m_new, x, larger);
+    combine_rows(x, S, larger), combine_lanes(m_new, x, larger);
     combine_warps(m_new, larger);  // from here on nobody reads K
 #pragma unroll
     for (int r = 0; r < OWN; r++) {
@@ -3064,7 +3070,8 @@ template <class B> struct WgmmaColumns {
       alpha[r] = softmax_exp2<B>((m[r] - finite_max(m_new[r])) * a.scale_log2);
       m[r] = m_new[r], m_log2[r] = finite_max(m[r]) * a.scale_log2;
     }
-    write_p(S, m_log2, x);
+    write_p(S, m_log2);
+    combine_rows(x, S, sum_of);  // while P is being written
     fence_proxy_async();
     wait_phase(&t.v_full[ring.stage], ring.parity);
     sync();  // hazard: P written by all warps
@@ -3136,7 +3143,7 @@ template <class B> struct WgmmaColumns {
       ring.advance();
     }
     barrier_sync(15, B::warpgroups * 128);  // hazard: partial results written
-    WgmmaRows<B>::merge_partials(s, a, 0, slice * 128 + warp * 32 + lane, item);
+    WgmmaRows<B>::merge_partials(s, a, 0, thread, item);
   }
 };
 
