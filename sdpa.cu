@@ -1115,8 +1115,13 @@ constexpr int HAZARDS = 6;
 // mbarriers. Policy 0 has none: racy.
 // mma: a warp always keeps its rows. With two stages or more the barrier that says that a tile is
 // written says as well that the tile before it is read.
+// wgmma: a warp keeps its rows as well, but with SWAP_AB those are keys, and a query's column is spread
+// over the warps of its slice.
 template <class B> __host__ __device__ constexpr bool needs_cta_barrier(Hazard h) {
-  if (B::family == Family::cublas || B::family == Family::wgmma) return false;
+  if (B::family == Family::cublas) return false;
+  if (B::family == Family::wgmma) {
+    return B::swap_ab && (h == Hazard::max_written || h == Hazard::sum_written);
+  }
   if (B::family == Family::mma) {
     return h == Hazard::kv_written || (h == Hazard::tile_read && B::stages == 1);
   }
