@@ -2360,11 +2360,9 @@ template <class B> struct WgmmaShared {
   };
   struct ColumnPartial {  // of WgmmaColumns
     static constexpr int ROWS = B::block_m;
-    alignas(
-        16) float O[ROWS][B::head_dim + 4];  // 4: against bank conflicts, with d along the lanes
+    alignas(16) float O[ROWS][B::head_dim + 4];  // 4: the same where lanes lie along d
     float2 m_l[ROWS];
-    float of_warp[4][ROWS > 32 ? ROWS / 32 : 1]
-                 [32];  // maxima or sums on their way to the other warps
+    float of_warp[4][ROWS > 32 ? ROWS / 32 : 1][32];  // maxima or sums for the other warps
   };
   using Partial = typename std::conditional<B::swap_ab, ColumnPartial, RowPartial>::type;
   struct Nothing {};
