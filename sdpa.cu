@@ -79,6 +79,7 @@ namespace SDPA_NAMESPACE {
   X(USE_PING_PONG, 0, "0 1", "wgmma: warpgroups take turns at the tensor cores")                  \
   X(OVERLAP, 0, "0 1", "wgmma: softmax beside P @ V of the tile before")                           \
   X(SKIP_MASKED, 0, "0 1", "wgmma: a warpgroup leaves out tiles of which its rows see nothing")     \
+  X(SWAP_AB, 0, "0 1", "wgmma: S.T = K @ Q.T, keys as its 64 rows: 16, 32 or 64 query rows a CTA")  \
   X(USE_TUNED, 0, "0 1", "wgmma: the tile by the problem, from TUNED_TILES; knobs typed besides narrow it") \
   X(USE_CUBLAS, 0, "0 1", "cuBLAS, S and P in global memory: the unfused baseline; link to it")   \
   X(USE_WARP_SPECIALIZATION, 0, "0 1", "producer warps copy, consumer warps compute")             \
@@ -171,6 +172,7 @@ struct Build {
   static constexpr bool use_ping_pong = number_of(USE_PING_PONG_text);
   static constexpr int overlap = number_of(OVERLAP_text);
   static constexpr bool skip_masked = number_of(SKIP_MASKED_text);
+  static constexpr bool swap_ab = number_of(SWAP_AB_text);
   static constexpr bool use_tuned = number_of(USE_TUNED_text);
 };
 constexpr bool is_scalar = Build::family == Family::scalar, is_wmma = Build::family == Family::wmma,
@@ -196,7 +198,7 @@ SDPA_REFUSE(is_cublas && (BLOCK_M_changed || BLOCK_N_changed || VEC_WIDTH_change
             "HEAD_DIM, DTYPE, NUM_WARPS and USE_FAST_EXP");
 SDPA_REFUSE(USE_WMMA_PV_changed && !is_wmma,
             "USE_WMMA_PV=1: P @ V goes to wmma only where Q @ K.T does; add USE_WMMA=1 or drop it");
-SDPA_REFUSE(typed_tile &&
+SDPA_REFUSE(typed_tile && !Build::swap_ab &&
                 (Build::group_warps % 4 != 0 || Build::block_m != 16 * Build::group_warps),
             "BLOCK_M and NUM_WARPS: a warpgroup has 4 warps and 64 query rows, so BLOCK_M must be "
             "16*NUM_WARPS/SPLIT_KV; type BLOCK_M=128 NUM_WARPS=8");
@@ -227,6 +229,23 @@ SDPA_REFUSE(
     typed_tile&& Build::multicast && (!Build::use_warp_specialization || Build::split_kv > 1),
     "MULTICAST=1: the wgmma kernel has it with a warpgroup that copies and without SPLIT_KV; "
     "add USE_WARP_SPECIALIZATION=1 and drop SPLIT_KV");
+SDPA_REFUSE(is_wgmma&& Build::swap_ab &&
+                (Build::num_warps != 4 * Build::split_kv || Build::block_n % 64 != 0 ||
+                 (Build::block_m != 16 && Build::block_m != 32 && Build::block_m != 64)),
+            "SWAP_AB=1: every warpgroup has a slice of the keys, by 64, and all of them the same "
+            "16, 32 or 64 query rows; type BLOCK_M=32 BLOCK_N=128 NUM_WARPS=16 SPLIT_KV=4");
+SDPA_REFUSE(is_wgmma&& Build::swap_ab &&
+                (Build::block_n + Build::head_dim) / 64 * Build::block_m / 2 >
+                    (Build::num_warps > 8 ? 96 : 192),
+            "SWAP_AB=1: a thread's part of S and O would leave too few of its registers for the "
+            "rest; type a smaller BLOCK_M or BLOCK_N");
+SDPA_REFUSE(is_wgmma&& Build::swap_ab &&
+                (Build::use_warp_specialization || Build::overlap > 0 || Build::use_ping_pong ||
+                 Build::use_persistent_cta || Build::skip_masked || Build::multicast ||
+                 Build::use_tuned || Build::use_lazy_max),
+            "SWAP_AB=1: for a round or two of few rows, so without USE_WARP_SPECIALIZATION, "
+            "OVERLAP, USE_PING_PONG, USE_PERSISTENT_CTA, SKIP_MASKED, MULTICAST, USE_TUNED and "
+            "USE_LAZY_MAX; drop them");
 SDPA_REFUSE(
     is_wgmma && (SYNC_POLICY_changed || USE_CP_ASYNC_changed || SWIZZLE_XOR_changed ||
                  NUM_PRODUCER_WARPS_changed || CTAS_PER_SM_changed),
@@ -234,11 +253,10 @@ SDPA_REFUSE(
     "have no effect on it; drop them");
 SDPA_REFUSE(FAST_EXP_SHARE_changed && !Build::use_fast_exp,
             "FAST_EXP_SHARE: it is a share of what USE_FAST_EXP=1 does; add that or drop it");
-SDPA_REFUSE(
-    !is_wgmma && (USE_PING_PONG_changed || OVERLAP_changed || SKIP_MASKED_changed ||
-                  MULTICAST_changed || USE_TUNED_changed),
-    "USE_PING_PONG, OVERLAP, SKIP_MASKED, MULTICAST and USE_TUNED: only the wgmma kernel has "
-    "them; add USE_WGMMA=1 or drop them");
+SDPA_REFUSE(!is_wgmma && (USE_PING_PONG_changed || OVERLAP_changed || SKIP_MASKED_changed ||
+                          SWAP_AB_changed || MULTICAST_changed || USE_TUNED_changed),
+            "USE_PING_PONG, OVERLAP, SKIP_MASKED, SWAP_AB, MULTICAST and USE_TUNED: only the wgmma "
+            "kernel has them; add USE_WGMMA=1 or drop them");
 SDPA_REFUSE(Build::use_tuned &&
                 (USE_WARP_SPECIALIZATION_changed || OVERLAP_changed || USE_LAZY_MAX_changed),
             "USE_TUNED=1: all its tiles have USE_WARP_SPECIALIZATION=1, OVERLAP=1 and "
@@ -829,7 +847,8 @@ __device__ __forceinline__ uint64_t wgmma_descriptor(SharedAddress start, int le
 #define SDPA_D_TEXT(i) ", %" #i
 #define SDPA_D_OPERAND(i) , "+f"(d[i])
 // X(N, R, the R of N plus 1 ... 6): N columns are R = N / 2 accumulators of a thread, operands
-// 0 ... R - 1. Operand R is scale-d, R + 1 descriptor B, R + 2 imm-trans-b, R + 3 ... are A.
+// 0 ... R - 1. Operand R is scale-d, R + 1 descriptor B, R + 2 imm-trans-b, R + 3 ... are A, as a
+// descriptor with imm-trans-a after it.
 #define SDPA_WGMMA_SHAPES(X)                \
   X(16, 8, 9, 10, 11, 12, 13, 14)           \
   X(32, 16, 17, 18, 19, 20, 21, 22)         \
@@ -859,16 +878,16 @@ __device__ __forceinline__ uint64_t wgmma_descriptor(SharedAddress start, int le
 
 // D = A @ B (+ D if accumulate), [64][16] @ [16][N], E __half or __nv_bfloat16. Lane 4g + q of warp
 // w: d[i] is row 16w + g + 8 * (i / 2 % 2), column 8 * (i / 4) + 2q + i % 2. B is [N][16] (K-major),
-// with TRANS_B [16][N] (MN-major), A is K-major; both are descriptors.
-template <class E, int N, int TRANS_B>
+// with TRANS_B [16][N] (MN-major), A [64][16] (K-major), with TRANS_A [16][64]; both are descriptors.
+template <class E, int N, int TRANS_B, int TRANS_A = 0>
 __device__ __forceinline__ void wgmma_ss(float (&d)[N / 2], uint64_t a, uint64_t b,
                                          bool accumulate) {
   static_assert(N >= 16 && N <= 256 && N % 16 == 0, "wgmma: N is a multiple of 16 up to 256");
-#define SDPA_WGMMA_SS(n, r, r1, r2, r3, r4, r5, r6)               \
-  if constexpr (N == n && std::is_same<E, __half>::value) {       \
-    SDPA_WGMMA("f16", n, r, r1, r2, "%" #r3, "1, 1, 0", "l"(a));  \
-  } else if constexpr (N == n) {                                  \
-    SDPA_WGMMA("bf16", n, r, r1, r2, "%" #r3, "1, 1, 0", "l"(a)); \
+#define SDPA_WGMMA_SS(n, r, r1, r2, r3, r4, r5, r6)                                 \
+  if constexpr (N == n && std::is_same<E, __half>::value) {                         \
+    SDPA_WGMMA("f16", n, r, r1, r2, "%" #r3, "1, 1, %" #r4, "l"(a), "n"(TRANS_A));  \
+  } else if constexpr (N == n) {                                                    \
+    SDPA_WGMMA("bf16", n, r, r1, r2, "%" #r3, "1, 1, %" #r4, "l"(a), "n"(TRANS_A)); \
   }
   SDPA_WGMMA_SHAPES(SDPA_WGMMA_SS)
 #undef SDPA_WGMMA_SS
@@ -899,11 +918,19 @@ template <int N> __device__ __forceinline__ void setmaxnreg_inc() {
   asm volatile("setmaxnreg.inc.sync.aligned.u32 %0;" ::"n"(N));
 }
 
-// Stores four 8x8 matrices of 16-bit elements: the reverse of ldmatrix_x4<false>.
+// Stores four 8x8 matrices of 16-bit elements: the reverse of ldmatrix_x4<TRANS>.
+template <bool TRANS>
 __device__ __forceinline__ void stmatrix_x4(SharedAddress row, const uint32_t (&r)[4]) {
-  asm volatile("stmatrix.sync.aligned.m8n8.x4.shared.b16 [%0], {%1, %2, %3, %4};" ::"r"(row),
-               "r"(r[0]), "r"(r[1]), "r"(r[2]), "r"(r[3])
-               : "memory");
+  if constexpr (TRANS) {
+    asm volatile(
+        "stmatrix.sync.aligned.m8n8.x4.trans.shared.b16 [%0], {%1, %2, %3, %4};" ::"r"(row),
+        "r"(r[0]), "r"(r[1]), "r"(r[2]), "r"(r[3])
+        : "memory");
+  } else {
+    asm volatile("stmatrix.sync.aligned.m8n8.x4.shared.b16 [%0], {%1, %2, %3, %4};" ::"r"(row),
+                 "r"(r[0]), "r"(r[1]), "r"(r[2]), "r"(r[3])
+                 : "memory");
+  }
 }
 
 // Clusters: CTAs that run together and reach each other's shared memory.
@@ -1122,8 +1149,13 @@ constexpr int HAZARDS = 6;
 // mbarriers. Policy 0 has none: racy.
 // mma: a warp always keeps its rows. With two stages or more the barrier that says that a tile is
 // written says as well that the tile before it is read.
+// wgmma: a warp keeps its rows as well, but with SWAP_AB those are keys, and a query's column is spread
+// over the warps of its slice.
 template <class B> __host__ __device__ constexpr bool needs_cta_barrier(Hazard h) {
-  if (B::family == Family::cublas || B::family == Family::wgmma) return false;
+  if (B::family == Family::cublas) return false;
+  if (B::family == Family::wgmma) {
+    return B::swap_ab && (h == Hazard::max_written || h == Hazard::sum_written);
+  }
   if (B::family == Family::mma) {
     return h == Hazard::kv_written || (h == Hazard::tile_read && B::stages == 1);
   }
@@ -2350,7 +2382,8 @@ __global__ void __launch_bounds__(B::threads, B::ctas_per_sm)
 // A tile in shared memory is D/64 panels of [rows][64]: 128 bytes a row, swizzled, as TMA writes them
 // and wgmma reads them. In a round every slice (SPLIT_KV) takes one K/V tile.
 template <class B> struct WgmmaShared {
-  static constexpr int ROW_GROUPS = B::block_m / 64;  // of 64 rows, a warpgroup's
+  static constexpr int GROUP_ROWS = B::swap_ab ? B::block_m : 64;  // query rows of a warpgroup
+  static constexpr int ROW_GROUPS = B::block_m / GROUP_ROWS;
   // From one to the next; those of a cluster's CTAs alternate, so that a mask gives them equal work.
   static constexpr int GROUP_STRIDE = 64 * B::cluster_size;
   static constexpr int Q_STAGES = B::use_persistent_cta && B::head_dim <= 128 ? 2 : 1;
@@ -2358,10 +2391,17 @@ template <class B> struct WgmmaShared {
     int h_kv, rounds;  // no rounds: there are no more items
   };
   // What a warpgroup has summed over its slice.
-  struct Partial {
+  struct RowPartial {
     alignas(16) float O[64][B::head_dim + 8];  // 8: against bank conflicts
     float2 m_l[64];
   };
+  struct ColumnPartial {  // of WgmmaColumns
+    static constexpr int ROWS = B::block_m;
+    alignas(16) float O[ROWS][B::head_dim + 4];  // 4: the same where lanes lie along d
+    float2 m_l[ROWS];
+    float of_warp[4][ROWS > 32 ? ROWS / 32 : 1][32];  // maxima or sums for the other warps
+  };
+  using Partial = typename std::conditional<B::swap_ab, ColumnPartial, RowPartial>::type;
   struct Nothing {};
   struct Tiles {
     alignas(1024) Element K[B::stages][B::block_n * B::head_dim];  // [BLOCK_N][D]
@@ -2370,10 +2410,11 @@ template <class B> struct WgmmaShared {
     uint64_t k_full[B::stages], k_empty[B::stages], v_full[B::stages], v_empty[B::stages];
     uint64_t k_free[B::stages], v_free[B::stages];  // MULTICAST: empty in both CTAs
   };
-  alignas(1024) Element Q[Q_STAGES][ROW_GROUPS][64 * B::head_dim];  // afterwards O on its way out
+  alignas(1024)
+      Element Q[Q_STAGES][ROW_GROUPS][GROUP_ROWS * B::head_dim];  // afterwards O on its way out
   Tiles slice[B::split_kv];
-  typename std::conditional<(B::split_kv > 1), Partial[B::split_kv * ROW_GROUPS], Nothing>::type
-      partial;
+  typename std::conditional<(B::split_kv > 1 || B::swap_ab), Partial[B::split_kv * ROW_GROUPS],
+                            Nothing>::type partial;
   Item item[Q_STAGES];  // whose Q it is
   // Full: Q has landed, the item is known. Done: every warp has written its O over Q. Empty: O is out (in
   // the first CTA of a cluster: of all).
@@ -2800,7 +2841,7 @@ template <class B> struct WgmmaRows {
       const WorkItem item = s.item[0];  // ahead of the barrier, which hides what follows from it
       store_partial(tid);
       barrier_sync(15, B::warpgroups * 128);  // hazard: partial results written
-      merge_partials(warpgroup * 128 + tid, item);
+      merge_partials(s, a, warpgroup * 128 + tid, item);
       return;
     }
     barrier_sync(1 + B::warpgroups + warpgroup, 128);  // hazard: Q read by all its warps
@@ -2824,7 +2865,7 @@ template <class B> struct WgmmaRows {
       uint32_t o[4];
       round(o, part, 0);
       const int at = panel_offset<64>(first_row + lane % 16, n * 16 + lane / 16 * 8);
-      stmatrix_x4(shared_address(s.Q[stage][row_group] + at), o);
+      stmatrix_x4<false>(shared_address(s.Q[stage][row_group] + at), o);
     }
     fence_proxy_async();
     release(&s.o_done[stage][row_group]);
@@ -2859,11 +2900,15 @@ template <class B> struct WgmmaRows {
     }
   }
   // O / l and LSE of all slices together, in a fixed order, straight to global memory.
-  __device__ __forceinline__ void merge_partials(int thread, const WorkItem& item) const {
-    constexpr int LANES = 2 * B::split_kv;  // threads to a row
+  static __device__ __forceinline__ void merge_partials(const Shared& s, const KernelArgs& a,
+                                                        uint32_t thread, const WorkItem& item) {
+    constexpr int rows = B::block_m, threads = B::warpgroups * 128;
+    constexpr int LANES =  // threads to a row
+        threads / rows * 4 < B::head_dim ? threads / rows : B::head_dim / 4;
+    if (rows * LANES < threads && thread >= rows * LANES) return;
     RowShare<B::head_dim, LANES> O;
     O.first_row = thread / LANES, O.first_col = thread % LANES * 4;
-    const int row = O.first_row % 64, group = O.first_row / 64;
+    const int row = O.first_row % Shared::GROUP_ROWS, group = O.first_row / Shared::GROUP_ROWS;
     clear(O);
     float m[1] = {-INFINITY}, l[1] = {0};
     float2 m_l[B::split_kv];
@@ -2915,6 +2960,280 @@ template <class B> struct WgmmaRows {
     }
     wgmma_wait_group<0>();
     if (B::use_ping_pong && warpgroup == 0) barrier_sync(1, 256);
+  }
+};
+
+// SWAP_AB: what a warpgroup computes the other way round, S.T = K @ Q.T and O.T = V.T @ P.T: so keys and
+// d are the rows of its products, of which wgmma wants 64, and query rows the columns, of which 16 will
+// do. A column is spread over 8 lanes of all four warps. For items of a round or two: no overlap.
+template <class B> struct WgmmaColumns {
+  using Shared = WgmmaShared<B>;
+  static constexpr int KEY_BLOCKS = B::block_n / 64, D_BLOCKS = B::head_dim / 64;
+  // Element 4j + 2h + e of a block: row 16 * warp + lane / 4 + 8h, column 8j + lane % 4 * 2 + e, which is
+  // number 2j + e of the thread.
+  using Scores = float[KEY_BLOCKS][B::block_m / 2];  // S.T, then P.T
+  using Output = float[D_BLOCKS][B::block_m / 2];    // O.T
+  // Of the COLS columns that 8 lanes share, each owns OWN: m and l are kept there.
+  static constexpr int COLS = B::block_m / 4, OWN = COLS > 8 ? COLS / 8 : 1;
+
+  Shared& s;
+  const KernelArgs& a;
+  const uint32_t thread, lane, warp;  // warp of the warpgroup
+  const int slice;
+  const SharedAddress Q_s, K_s, V_s;  // of K and V the first stages
+  StageRing<B::stages> ring;
+  float m[OWN], l[OWN];  // l: of the keys that this warp has seen
+
+  __device__ WgmmaColumns(Shared& s_, const KernelArgs& a_, uint32_t thread_)
+      : s(s_),
+        a(a_),
+        thread(thread_),
+        lane(thread_ % 32),
+        warp(thread_ / 32 % 4),
+        slice(uniform(thread_ / 128)),
+        Q_s(uniform(shared_address(s.Q[0]))),
+        K_s(uniform(shared_address(s.slice[slice].K[0]))),
+        V_s(uniform(shared_address(s.slice[slice].V[0]))) {}
+
+  __device__ int column(int i) const { return i / 2 * 8 + lane % 4 * 2 + i % 2; }
+  __device__ void sync() const { barrier_sync(1 + slice, 128); }  // all warps of the slice
+  __device__ void release(uint64_t* empty) {
+    __syncwarp();
+    if (lane == 0) mbarrier_arrive(empty);
+  }
+
+  // S.T = K @ Q.T.   [BLOCK_N][BLOCK_M]
+  __device__ __forceinline__ void multiply_kq(Scores& S) {
+    const uint64_t Q = wgmma_descriptor(Q_s, 16, 1024);
+    const uint64_t K = wgmma_descriptor(K_s + ring.stage * sizeof s.slice[0].K[0], 16, 1024);
+#pragma unroll
+    for (int block = 0; block < KEY_BLOCKS; block++) forget(S[block]);
+    wgmma_fence();
+#pragma unroll
+    for (int block = 0; block < KEY_BLOCKS; block++) {
+#pragma unroll
+      for (int step = 0; step < B::head_dim / 16; step++) {
+        const int panel = step / 4, bytes = step % 4 * 32;
+        wgmma_ss<Element, B::block_m, 0>(S[block],
+                                         K + ((panel * B::block_n + block * 64) * 128 + bytes) / 16,
+                                         Q + (panel * B::block_m * 128 + bytes) / 16, step > 0);
+      }
+    }
+    wgmma_commit_group();
+    wgmma_wait_group<0>();
+#pragma unroll
+    for (int block = 0; block < KEY_BLOCKS; block++) hold(S[block]);
+  }
+  // O.T = V.T @ P.T of this round, begun, with P in the place of K.   [D][BLOCK_M]
+  __device__ __forceinline__ void start_vp(Output& O) {
+    const uint64_t P = wgmma_descriptor(K_s + ring.stage * sizeof s.slice[0].K[0], 16, 1024);
+    const uint64_t V = wgmma_descriptor(V_s + ring.stage * sizeof s.slice[0].V[0], 16, 1024);
+#pragma unroll
+    for (int block = 0; block < D_BLOCKS; block++) forget(O[block]);
+    wgmma_fence();
+#pragma unroll
+    for (int step = 0; step < B::block_n / 16; step++) {
+      const int panel = step / 4, bytes = step % 4 * 32;
+#pragma unroll
+      for (int block = 0; block < D_BLOCKS; block++) {
+        wgmma_ss<Element, B::block_m, 0, 1>(O[block],
+                                            V + (block * B::block_n + step * 16) * 128 / 16,
+                                            P + (panel * B::block_m * 128 + bytes) / 16, step > 0);
+      }
+    }
+    wgmma_commit_group();
+  }
+
+  // S.T = -inf where the key is not visible to the column's query.
+  __device__ __forceinline__ void mask(Scores& S, int q0, int k0) const {
+#pragma unroll
+    for (int i = 0; i < COLS; i++) {
+      const int visible = visible_keys(a.p, q0 + column(i)) - (k0 + int(warp * 16 + lane / 4));
+#pragma unroll
+      for (int n = 0; n < 2 * KEY_BLOCKS; n++) {
+        if (n / 2 * 64 + n % 2 * 8 >= visible) S[n / 2][i / 2 * 4 + n % 2 * 2 + i % 2] = -INFINITY;
+      }
+    }
+  }
+
+  // Two lanes meet: each gives half of the columns away and gets the other's part of those that it keeps.
+  // The last of 4 columns is kept by both.
+  template <int DISTANCE, class Combine>
+  __device__ __forceinline__ void combine_pair(float (&x)[COLS], Combine combine) const {
+    constexpr bool halve = COLS * DISTANCE >= 32;
+    constexpr int kept = halve ? COLS * DISTANCE / 32 : 1;
+    const uint32_t upper = 0 - lane / DISTANCE % 2;  // a mask: of a condition nvcc makes branches
+#pragma unroll
+    for (int i = 0; i < kept; i++) {
+      const uint32_t low = bits_of(x[i]), high = bits_of(x[halve ? i + kept : i]);
+      const uint32_t both = (low ^ high) & upper;
+      const float theirs = __shfl_xor_sync(0xffffffffu, float_of(high ^ both), DISTANCE);
+      x[i] = combine(float_of(low ^ both), theirs);
+    }
+  }
+  // x = the thread's columns of S, combined over its own rows and those of the lane that it meets first...
+  template <class Combine>
+  __device__ __forceinline__ void combine_rows(float (&x)[COLS], const Scores& S,
+                                               Combine combine) const {
+#pragma unroll
+    for (int i = 0; i < COLS; i++) {
+      x[i] = S[0][i / 2 * 4 + i % 2];
+#pragma unroll
+      for (int n = 1; n < 2 * KEY_BLOCKS; n++) {
+        x[i] = combine(x[i], S[n / 2][i / 2 * 4 + n % 2 * 2 + i % 2]);
+      }
+    }
+    combine_pair<16>(x, combine);
+  }
+  // ... and own = the columns that it owns, combined over all 8 lanes.
+  template <class Combine>
+  __device__ __forceinline__ void combine_lanes(float (&own)[OWN], float (&x)[COLS],
+                                                Combine combine) const {
+    combine_pair<8>(x, combine), combine_pair<4>(x, combine);
+#pragma unroll
+    for (int r = 0; r < OWN; r++) own[r] = x[r];
+  }
+  // own combined over the four warps, in a fixed order.
+  template <class Combine>
+  __device__ __forceinline__ void combine_warps(float (&own)[OWN], Combine combine) {
+    auto& of_warp = s.partial[slice].of_warp;
+#pragma unroll
+    for (int r = 0; r < OWN; r++) st_shared(&of_warp[warp][r][lane], own[r]);
+    sync();  // hazard: written by all warps
+#pragma unroll
+    for (int r = 0; r < OWN; r++) {
+      own[r] = ld_shared<float>(&of_warp[0][r][lane]);
+#pragma unroll
+      for (int n = 1; n < 4; n++) own[r] = combine(own[r], ld_shared<float>(&of_warp[n][r][lane]));
+    }
+  }
+  // Column i of the thread, from the lane that owns it.
+  __device__ __forceinline__ float from_owner(const float (&own)[OWN], int i) const {
+    return __shfl_sync(0xffffffffu, own[i % OWN], i * 8 / COLS * 4 + lane % 4);
+  }
+
+  // P of the scores S in their place, and rounded in the place of K.
+  __device__ __forceinline__ void write_p(Scores& S, const float (&m_log2)[OWN]) {
+    const SharedAddress P_s = shared_address(
+        s.slice[slice].K[ring.stage] +
+        panel_offset<B::block_m>(lane / 16 * 8 + lane % 8, warp * 16 + lane / 8 % 2 * 8));
+#pragma unroll
+    for (int q = 0; q < B::block_m; q += 16) {
+#pragma unroll
+      for (int i = q / 4; i < q / 4 + 4; i++) {
+        const float column_m_log2 = from_owner(m_log2, i);
+#pragma unroll
+        for (int n = 0; n < 2 * KEY_BLOCKS; n++) {
+          float& x = S[n / 2][i / 2 * 4 + n % 2 * 2 + i % 2];
+          x = softmax_exp2<B>(fmaf(x, a.scale_log2, -column_m_log2), i * 2 * KEY_BLOCKS + n);
+        }
+      }
+#pragma unroll
+      for (int block = 0; block < KEY_BLOCKS; block++) {
+        const float* const x = S[block] + q / 2;
+        const uint32_t p[4] = {pack(x[0], x[1]), pack(x[2], x[3]), pack(x[4], x[5]),
+                               pack(x[6], x[7])};
+        stmatrix_x4<true>(P_s + (block * B::block_m + q) * 128, p);
+      }
+    }
+  }
+
+  // One round of the item, with so many left; its O.T is begun.
+  __device__ __forceinline__ void step(Output& O, float (&alpha)[OWN],
+                                       const typename Shared::Item& item, int rounds,
+                                       int clean_keys) {
+    const auto larger = [](float x, float y) { return fmaxf(x, y); };
+    const auto sum_of = [](float x, float y) { return x + y; };
+    typename Shared::Tiles& t = s.slice[slice];
+    const int k0 = ((rounds - 1) * B::split_kv + slice) * B::block_n;
+    Scores S;
+    wait_phase(&t.k_full[ring.stage], ring.parity);
+    multiply_kq(S);
+    if (k0 + B::block_n > clean_keys) mask(S, item.q0, k0);
+
+    float x[COLS], m_new[OWN], m_log2[OWN];
+    combine_rows(x, S, larger), combine_lanes(m_new, x, larger);
+    combine_warps(m_new, larger);  // from here on nobody reads K
+#pragma unroll
+    for (int r = 0; r < OWN; r++) {
+      m_new[r] = fmaxf(m[r], m_new[r]);
+      alpha[r] = softmax_exp2<B>((m[r] - finite_max(m_new[r])) * a.scale_log2);
+      m[r] = m_new[r], m_log2[r] = finite_max(m[r]) * a.scale_log2;
+    }
+    write_p(S, m_log2);
+    combine_rows(x, S, sum_of);  // while P is being written
+    fence_proxy_async();
+    wait_phase(&t.v_full[ring.stage], ring.parity);
+    sync();  // hazard: P written by all warps
+    start_vp(O);
+
+    float sum[OWN];  // beside V.T @ P.T
+    combine_lanes(sum, x, sum_of);
+#pragma unroll
+    for (int r = 0; r < OWN; r++) l[r] = fmaf(l[r], alpha[r], sum[r]);
+    if (rounds == 1) finish_sums(sum_of);
+  }
+  // m and l of the slice.
+  template <class Combine> __device__ __forceinline__ void finish_sums(Combine sum_of) {
+    combine_warps(l, sum_of);
+    if (warp != 0) return;
+#pragma unroll
+    for (int r = 0; r < OWN; r++) {
+      const int i = int(lane) / 4 * COLS / 8 + r;  // with 4 columns two lanes own the same
+      if (COLS >= 8 || lane / 4 % 2 == 0) {
+        st_shared(&s.partial[slice].m_l[column(i)], float2{m[r], l[r]});
+      }
+    }
+  }
+  // The sum of the rounds is kept in shared memory, since a thread has no registers for S and O at once.
+  __device__ __forceinline__ void add_to_partial(Output& O, const float (&alpha)[OWN], bool first) {
+    float* const O_s = &s.partial[slice].O[column(0)][warp * 16 + lane / 4];
+    constexpr int stride = sizeof s.partial[0].O[0] / sizeof(float);
+    const auto place = [&](int i, int n) {
+      return O_s + (i / 2 * 8 + i % 2) * stride + n / 2 * 64 + n % 2 * 8;
+    };
+    if (!first) {
+#pragma unroll
+      for (int i = 0; i < COLS; i++) {
+        const float factor = from_owner(alpha, i);
+#pragma unroll
+        for (int n = 0; n < 2 * D_BLOCKS; n++) {
+          float& x = O[n / 2][i / 2 * 4 + n % 2 * 2 + i % 2];
+          x = fmaf(ld_shared<float>(place(i, n)), factor, x);
+        }
+      }
+    }
+#pragma unroll
+    for (int i = 0; i < COLS; i++) {
+#pragma unroll
+      for (int n = 0; n < 2 * D_BLOCKS; n++) {
+        st_shared(place(i, n), O[n / 2][i / 2 * 4 + n % 2 * 2 + i % 2]);
+      }
+    }
+  }
+
+  // The item.   load(rounds left): one more round of its tiles.
+  template <class Load>
+  __device__ __forceinline__ void run(const typename Shared::Item& item, Load load) {
+    const int clean_keys = visible_keys(a.p, item.q0);
+#pragma unroll
+    for (int r = 0; r < OWN; r++) m[r] = -INFINITY, l[r] = 0;
+    wait_phase(&s.q_full[0], 0);
+    for (int rounds = item.rounds;; load(rounds)) {
+      typename Shared::Tiles& t = s.slice[slice];
+      Output O;
+      float alpha[OWN];
+      step(O, alpha, item, rounds, clean_keys);
+      wgmma_wait_group<0>();
+#pragma unroll
+      for (int block = 0; block < D_BLOCKS; block++) hold(O[block]);
+      add_to_partial(O, alpha, rounds == item.rounds);
+      if (--rounds == 0) break;
+      release(&t.k_empty[ring.stage]), release(&t.v_empty[ring.stage]);
+      ring.advance();
+    }
+    barrier_sync(15, B::warpgroups * 128);  // hazard: partial results written
+    WgmmaRows<B>::merge_partials(s, a, thread, item);
   }
 };
 
@@ -3031,10 +3350,16 @@ __global__ void __launch_bounds__(B::threads, 1) sdpa_wgmma(const __grid_constan
     if (loads_k || loads_v) {
       for (int n = 1; n <= min(B::stages, item.rounds); n++) load(item, item.rounds - n);
     }
-    WgmmaRows<B> rows(s, a, threadIdx.x);
-    rows.run([&](int rounds) {  // left; a stage is free
+    const auto load_next = [&](int rounds) {  // left; a stage is free
       if ((loads_k || loads_v) && rounds >= B::stages) load(s.item[0], rounds - B::stages);
-    });
+    };
+    if constexpr (B::swap_ab) {
+      WgmmaColumns<B> columns(s, a, threadIdx.x);
+      columns.run(item, load_next);
+    } else {
+      WgmmaRows<B> rows(s, a, threadIdx.x);
+      rows.run(load_next);
+    }
   }
 }
 
@@ -3324,6 +3649,7 @@ template <class B> SdpaStatus encode_tensor_maps(TensorMaps& maps, const SdpaPar
     return {};
   }
   constexpr uint32_t panels = B::head_dim / 64;
+  constexpr uint32_t group_rows = WgmmaShared<B>::GROUP_ROWS;
   using Part = WgmmaPart<B>;
   const struct {
     const char* name;
@@ -3332,10 +3658,10 @@ template <class B> SdpaStatus encode_tensor_maps(TensorMaps& maps, const SdpaPar
     int S, H;
     const Strides& s;
     uint32_t rows, panels;
-  } tensors[] = {{"Q", maps.q, p.Q, p.Sq, p.Hq, p.q, 64, panels},
+  } tensors[] = {{"Q", maps.q, p.Q, p.Sq, p.Hq, p.q, group_rows, panels},
                  {"K", maps.k, p.K, p.Sk, p.Hkv, p.k, Part::rows, Part::panels},
                  {"V", maps.v, p.V, p.Sk, p.Hkv, p.v, Part::rows, Part::panels},
-                 {"O", maps.o, p.O, p.Sq, p.Hq, p.o, 64, panels}};
+                 {"O", maps.o, p.O, p.Sq, p.Hq, p.o, group_rows, panels}};
   for (const auto& t : tensors) {
     if (t.S == 0) continue;  // no key: nothing is loaded
     const struct {

@@ -112,7 +112,7 @@ void fence_proxy_async();
 
 struct Product {  // one wgmma of a thread: d (+)= A @ B, [64][16] @ [16][n]
   int n;
-  bool bf16, trans_b, accumulate;
+  bool bf16, trans_a, trans_b, accumulate;
   float* d;           // [n / 2]
   const uint32_t* a;  // [4], or null: descriptor a_s
   uint64_t a_s, b_s;

@@ -415,7 +415,7 @@ void multiply_add(float* sum, const float* A, const float* B, int n, bool accumu
 void compute(Block& b, Warpgroup& w, Step& step) {
   const Product& p = step.product;
   observe_as(b.proxies[&w - b.warpgroups.data()], &step, [&] {
-    if (!p.a) observe_operand(b, p.a_s, 64, false);
+    if (!p.a) observe_operand(b, p.a_s, 64, p.trans_a);
     observe_operand(b, p.b_s, p.n, p.trans_b);
   });
   static thread_local uint16_t a16[64 * 16], b16[16 * 256];
@@ -430,6 +430,13 @@ void compute(Block& b, Warpgroup& w, Step& step) {
       for (int i = 0; i < 4; i++) {
         memcpy(&a16[row_of(t, i % 2 * 2) * 16 + t % 4 * 2 + i / 2 * 8], &a.value[i], 4);
       }
+    }
+  } else if (p.trans_a) {
+    const Operand o(p.a_s);
+    for (int k = 0; k < 16; k++) {
+      uint16_t column[64];
+      for (int r = 0; r < 64; r += 8) memcpy(column + r, b.shared + o.offset_of(r, k, true), 16);
+      for (int r = 0; r < 64; r++) a16[r * 16 + k] = column[r];
     }
   } else {
     const Operand o(p.a_s);
@@ -715,7 +722,7 @@ void wgmma(const Product& p, Site at) {
     }
   }
   if (first) {
-    if (!p.a) check_descriptor("A", p.a_s, 64, false, at);
+    if (!p.a) check_descriptor("A", p.a_s, 64, p.trans_a, at);
     check_descriptor("B", p.b_s, p.n, p.trans_b, at);
     step.product = p;
     step.chain = mine, step.starts_chain = !mine;
@@ -729,8 +736,8 @@ void wgmma(const Product& p, Site at) {
     step.chain->left++;
   }
   const Product& other = step.product;
-  if (other.bf16 != p.bf16 || other.trans_b != p.trans_b || !other.a != !p.a ||
-      other.accumulate != p.accumulate || (!p.a && other.a_s != p.a_s) || other.b_s != p.b_s) {
+  if (other.bf16 != p.bf16 || other.trans_a != p.trans_a || other.trans_b != p.trans_b ||
+      !other.a != !p.a || other.accumulate != p.accumulate || (!p.a && other.a_s != p.a_s) || other.b_s != p.b_s) {
     fail(at, "divergent warpgroup: other threads gave other descriptors or another scale-d");
   }
   if (mine != (step.starts_chain ? nullptr : step.chain)) {

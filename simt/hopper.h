@@ -54,25 +54,26 @@ inline uint64_t wgmma_descriptor(SharedAddress start, int leading_bytes, int str
 }
 
 // Keep d, and a of wgmma_rs, in place until the wait: the results go there, and a is read there.
-template <class E, int N, int TRANS_B>
+template <class E, int N, int TRANS_B, int TRANS_A = 0>
 inline void wgmma_ss(float (&d)[N / 2], uint64_t a, uint64_t b, bool accumulate, SIMT_CALLER) {
   static_assert(N >= 16 && N <= 256 && N % 16 == 0, "wgmma: N is a multiple of 16 up to 256");
   constexpr bool bf16 = std::is_same<E, __nv_bfloat16>::value;
-  simt::wgmma({N, bf16, TRANS_B != 0, accumulate, d, nullptr, a, b}, at);
+  simt::wgmma({N, bf16, TRANS_A != 0, TRANS_B != 0, accumulate, d, nullptr, a, b}, at);
 }
 template <class E, int N, int TRANS_B>
 inline void wgmma_rs(float (&d)[N / 2], const uint32_t (&a)[4], uint64_t b, bool accumulate,
                      SIMT_CALLER) {
   static_assert(N >= 16 && N <= 256 && N % 16 == 0, "wgmma: N is a multiple of 16 up to 256");
   constexpr bool bf16 = std::is_same<E, __nv_bfloat16>::value;
-  simt::wgmma({N, bf16, TRANS_B != 0, accumulate, d, a, 0, b}, at);
+  simt::wgmma({N, bf16, false, TRANS_B != 0, accumulate, d, a, 0, b}, at);
 }
 
 template <int N> inline void setmaxnreg_dec(SIMT_CALLER) { simt::setmaxnreg(N, false, at); }
 template <int N> inline void setmaxnreg_inc(SIMT_CALLER) { simt::setmaxnreg(N, true, at); }
 
+template <bool TRANS>
 inline void stmatrix_x4(SharedAddress row, const uint32_t (&r)[4], SIMT_CALLER) {
-  matrix_collective<4, false, true>(reinterpret_cast<const void*>(row), const_cast<uint32_t*>(r),
+  matrix_collective<4, TRANS, true>(reinterpret_cast<const void*>(row), const_cast<uint32_t*>(r),
                                     at);
 }
 

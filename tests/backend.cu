@@ -631,11 +631,13 @@ static float wgmma_a(int i, int k) { return float((i * 3 + k * 5) % 7 - 3); }
 static float wgmma_b(int k, int j) { return float((k * 2 + j * 11) % 9 - 4); }
 static float wgmma_d(int i, int j) { return float((i + j) % 5); }
 
-template <class E, int N, int TRANS_B> static void write_operands(HopperScratch& s) {
+template <class E, int N, int TRANS_B, int TRANS_A = 0>
+static void write_operands(HopperScratch& s) {
   E* const A = reinterpret_cast<E*>(s.a);
   E* const B = reinterpret_cast<E*>(s.b);
   for (int i = threadIdx.x; i < 64 * 64; i += blockDim.x) {
-    st_shared(A + swizzled(i / 64, i % 64), E(wgmma_a(i / 64, i % 64)));
+    const int row = i / 64, k = i % 64;
+    st_shared(A + (TRANS_A ? swizzled(k, row) : swizzled(row, k)), E(wgmma_a(row, k)));
   }
   for (int i = threadIdx.x; i < 64 * N; i += blockDim.x) {
     const int k = i / N, j = i % N;
@@ -661,9 +663,10 @@ template <class E> static uint32_t pack(float x, float y) {
   return word;
 }
 
-template <class E, int N, int TRANS_B, bool RS> static void multiply(const HopperArgs a) {
+template <class E, int N, int TRANS_B, bool RS, int TRANS_A>
+static void multiply(const HopperArgs a) {
   HopperScratch& s = dynamic_shared<HopperScratch>();
-  write_operands<E, N, TRANS_B>(s);
+  write_operands<E, N, TRANS_B, TRANS_A>(s);
   const int tid = threadIdx.x;
   float d[N / 2];
   uint32_t x[4][4];
@@ -685,7 +688,7 @@ template <class E, int N, int TRANS_B, bool RS> static void multiply(const Hoppe
       if constexpr (RS) {
         wgmma_rs<E, N, TRANS_B>(d, x[k], db, accumulate);
       } else {
-        wgmma_ss<E, N, TRANS_B>(d, da + 2 * k, db, accumulate);
+        wgmma_ss<E, N, TRANS_B, TRANS_A>(d, da + (TRANS_A ? 128 : 2) * k, db, accumulate);
       }
     }
     wgmma_commit_group();
@@ -700,9 +703,9 @@ template <class E, int N, int TRANS_B, bool RS> static void multiply(const Hoppe
   }
 }
 
-template <class E, int N, int TRANS_B, bool RS> static void expect_product() {
+template <class E, int N, int TRANS_B, bool RS, int TRANS_A = 0> static void expect_product() {
   std::string report;
-  const std::vector<float> out = run_hopper(multiply<E, N, TRANS_B, RS>, report);
+  const std::vector<float> out = run_hopper(multiply<E, N, TRANS_B, RS, TRANS_A>, report);
   EXPECT(report == "");
   int wrong = 0;
   for (int i = 0; i < 64; i++) {
@@ -719,6 +722,8 @@ template <class E, int N, int TRANS_B, bool RS> static void expect_product() {
 template <int N> static void expect_products() {
   expect_product<__half, N, 0, false>();
   expect_product<__half, N, 1, false>();
+  expect_product<__half, N, 0, false, 1>();
+  expect_product<__nv_bfloat16, N, 1, false, 1>();
   expect_product<__half, N, 0, true>();
   expect_product<__half, N, 1, true>();
   expect_product<__nv_bfloat16, N, 0, false>();
@@ -799,6 +804,7 @@ template <Break HOW> static void break_rules(const HopperArgs a) {
 
 static void test_wgmma() {
   expect_products<16>();
+  expect_products<32>();
   expect_products<64>();
   expect_products<128>();
   expect_products<176>();

@@ -155,6 +155,15 @@ wsplit="USE_WGMMA=1 VEC_WIDTH=8 BLOCK_M=64 NUM_WARPS=8 BLOCK_N=32 STAGES=2 SPLIT
 bug wgmma_merged_too_soon  thread  "$wsplit" "--shape 1,1,1,64,256"  's~barrier_sync\(15, .*$~~'
 bug wgmma_v_not_skipped    check   "$wgmma SKIP_MASKED=1" "--shape 1,1,1,128,300 --causal br"  's~rounds > own; rounds--~rounds > own + 1; rounds--~'
 bug wgmma_slice_misplaced  check   "$wsplit" "--shape 1,1,1,64,256 --causal br"  's~rounds - 1\) \* B::split_kv \+ slice~rounds - 1) * B::split_kv~'
+swap="USE_WGMMA=1 VEC_WIDTH=8 SWAP_AB=1 BLOCK_M=32 NUM_WARPS=8 BLOCK_N=64 STAGES=1 SPLIT_KV=2"
+bug swap_p_not_fenced      backend "$swap" "--shape 1,1,1,32,64"  's~^ *fence_proxy_async\(\);$~~'
+bug swap_p_read_too_soon   backend "$swap" "--shape 1,1,1,32,64"  's~sync\(\);  // hazard: P written.*$~~'
+bug swap_max_read_too_soon thread  "$swap" "--shape 1,1,1,32,64"  's~sync\(\);  // hazard: written by all warps.*$~~'
+bug swap_max_of_own_warp   check   "$swap" "--shape 1,1,1,32,64"  's~combine_warps\(m_new, larger\);~sync();~'
+bug swap_lane_left_out     check   "$swap" "--shape 1,1,1,32,64"  's~(combine_pair<8>\(x, combine\)), combine_pair<4>\(x, combine\);~\1;~'
+bug swap_o_not_rescaled    check   "$swap" "--shape 1,1,1,32,256 --dist outliers"  's~fmaf\(ld_shared<float>\(place\(i, n\)\), factor, x\)~ld_shared<float>(place(i, n)) + x~'
+bug swap_k_released_early  thread  "$swap" "--shape 1,1,1,32,256"  's~write_p\(S, m_log2\);~release(\&t.k_empty[ring.stage]), write_p(S, m_log2);~'
+bug swap_mask_by_row       check   "$swap" "--shape 1,1,1,64,64 --causal br"  's~visible_keys\(a\.p, q0 \+ column\(i\)\)~visible_keys(a.p, q0)~'
 wait
 
 # The same builds without a bug. The source needs a name of its own for each set of knobs.

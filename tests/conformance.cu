@@ -426,7 +426,7 @@ __global__ void test_bulk_load(const __grid_constant__ Args a) {
 }
 
 // D = A @ B in four steps of 16 k, on top of what was there and then once more without it.
-template <class E, int N, int TRANS_B, bool RS>
+template <class E, int N, int TRANS_B, bool RS, int TRANS_A = 0>
 __global__ void test_wgmma(const __grid_constant__ Args a) {
   HopperScratch& s = hopper_scratch(1);
   const int tid = threadIdx.x, lane = tid % 32;
@@ -434,7 +434,8 @@ __global__ void test_wgmma(const __grid_constant__ Args a) {
     return panel + r * 128 + ((i / 8 ^ r % 8) * 16 + i % 8 * 2);
   };
   for (int i = tid; i < 64 * 64; i += 128) {
-    st_shared(line(s.a, i / 64, i % 64), static_cast<E>(float(small(i * 3 + 1))));
+    uint8_t* const place = TRANS_A ? line(s.a, i % 64, i / 64) : line(s.a, i / 64, i % 64);
+    st_shared(place, static_cast<E>(float(small(i * 3 + 1))));
   }
   for (int i = tid; i < 64 * N; i += 128) {
     const int k = i / N, j = i % N;
@@ -466,7 +467,8 @@ __global__ void test_wgmma(const __grid_constant__ Args a) {
       if constexpr (RS) {
         wgmma_rs<E, N, TRANS_B>(d, x[k], db + k * (TRANS_B ? 128 : 2), accumulate);
       } else {
-        wgmma_ss<E, N, TRANS_B>(d, da + k * 2, db + k * (TRANS_B ? 128 : 2), accumulate);
+        wgmma_ss<E, N, TRANS_B, TRANS_A>(d, da + k * (TRANS_A ? 128 : 2),
+                                         db + k * (TRANS_B ? 128 : 2), accumulate);
       }
     }
     wgmma_commit_group();
@@ -479,12 +481,12 @@ __global__ void test_wgmma(const __grid_constant__ Args a) {
   a.out[tid * 2 + 1] = bits_of(d[N / 2 - 1] + 0.0f);
 }
 
-__global__ void test_stmatrix_x4(const __grid_constant__ Args a) {
+template <bool TRANS> __global__ void test_stmatrix_x4(const __grid_constant__ Args a) {
   HopperScratch& s = hopper_scratch(1);
   uint32_t r[4];
   for (int i = 0; i < 4; i++) r[i] = threadIdx.x * 0x10001 + i * 0x1000;
   const int row = threadIdx.x / 32 * 32 + threadIdx.x * 5 % 32;
-  stmatrix_x4(shared_address(s.a + row * 48), r);
+  stmatrix_x4<TRANS>(shared_address(s.a + row * 48), r);
   __syncthreads();
   for (int i = 0; i < 12; i++) {
     a.out[threadIdx.x * 12 + i] = ld_shared<uint32_t>(s.a + 4 * (threadIdx.x * 12 + i));
@@ -603,6 +605,8 @@ template <int N> static void run_wgmma(const char* name) {
   run_one("_ss_fp16_mn", test_wgmma<__half, N, 1, false>);
   run_one("_ss_bf16_k", test_wgmma<__nv_bfloat16, N, 0, false>);
   run_one("_ss_bf16_mn", test_wgmma<__nv_bfloat16, N, 1, false>);
+  run_one("_ss_fp16_mn_k", test_wgmma<__half, N, 0, false, 1>);  // A, then B
+  run_one("_ss_bf16_mn_mn", test_wgmma<__nv_bfloat16, N, 1, false, 1>);
   run_one("_rs_fp16_k", test_wgmma<__half, N, 0, true>);
   run_one("_rs_fp16_mn", test_wgmma<__half, N, 1, true>);
   run_one("_rs_bf16_k", test_wgmma<__nv_bfloat16, N, 0, true>);
@@ -650,10 +654,12 @@ int main(int argc, char** argv) {
   run("tma_store_4d", test_tma_store<4>, 128, HEADS * ROWS * ROW_STRIDE / 2);
   run("tma_store_5d", test_tma_store<5>, 128, HEADS * ROWS * ROW_STRIDE / 2);
   run("bulk_load", test_bulk_load, 24, 24 * 8);
-  run("stmatrix_x4_address", test_stmatrix_x4, 128, 128 * 12);
+  run("stmatrix_x4_address", test_stmatrix_x4<false>, 128, 128 * 12);
+  run("stmatrix_x4_address_trans", test_stmatrix_x4<true>, 128, 128 * 12);
   run("setmaxnreg", test_setmaxnreg, 384, 384);
   run("cluster", test_cluster, 64, 2 * 64 * 8, 2);
   run_wgmma<16>("wgmma_n16");
+  run_wgmma<32>("wgmma_n32");
   run_wgmma<64>("wgmma_n64");
   run_wgmma<80>("wgmma_n80");
   run_wgmma<128>("wgmma_n128");

@@ -79,6 +79,16 @@ refused "must run the same rounds" "${wgmma[@]}" -DBLOCK_M=128 -DNUM_WARPS=8 -DS
 refused "would skip more tiles than can be in flight" "${wgmma[@]}" -DBLOCK_M=256 -DNUM_WARPS=16 -DBLOCK_N=32 -DSTAGES=2 -DSKIP_MASKED=1
 accepted "${wgmma[@]}" -DBLOCK_M=128 -DNUM_WARPS=8 -DUSE_PERSISTENT_CTA=1 -DMULTICAST=1
 refused "with a warpgroup that copies and without SPLIT_KV" "${wgmma[@]}" -DBLOCK_M=64 -DNUM_WARPS=8 -DSPLIT_KV=2 -DMULTICAST=1
+swap=(-DUSE_WGMMA=1 -DVEC_WIDTH=8 -DSWAP_AB=1 -DBLOCK_N=64)
+accepted "${swap[@]}" -DBLOCK_M=32 -DBLOCK_N=128 -DNUM_WARPS=16 -DSPLIT_KV=4
+accepted "${swap[@]}" -DBLOCK_M=16 -DNUM_WARPS=4 -DSTAGES=2 -DHEAD_DIM=128 -DUSE_FAST_EXP=1
+refused "every warpgroup has a slice of the keys" "${swap[@]}" -DBLOCK_M=32 -DNUM_WARPS=16 -DSPLIT_KV=2
+refused "every warpgroup has a slice of the keys" "${swap[@]}" -DBLOCK_M=128 -DNUM_WARPS=16 -DSPLIT_KV=4
+refused "every warpgroup has a slice of the keys" "${swap[@]}" -DBLOCK_N=96 -DBLOCK_M=32
+refused "would leave too few of its registers" "${swap[@]}" -DBLOCK_M=64 -DHEAD_DIM=256 -DNUM_WARPS=16 -DSPLIT_KV=4
+refused "for a round or two of few rows" "${swap[@]}" -DBLOCK_M=32 -DUSE_LAZY_MAX=1
+refused "for a round or two of few rows" "${swap[@]}" -DBLOCK_M=32 -DUSE_WARP_SPECIALIZATION=1
+refused "only the wgmma kernel has them; add USE_WGMMA=1 or drop them" -DSWAP_AB=1
 refused "have no effect on it; drop them" "${wgmma[@]}" -DBLOCK_M=64 -DSWIZZLE_XOR=1
 refused "only the wgmma kernel has them; add USE_WGMMA=1 or drop them" -DOVERLAP=1
 rm -r "$(dirname "$section")"
