@@ -229,22 +229,22 @@ SDPA_REFUSE(
     typed_tile&& Build::multicast && (!Build::use_warp_specialization || Build::split_kv > 1),
     "MULTICAST=1: the wgmma kernel has it with a warpgroup that copies and without SPLIT_KV; "
     "add USE_WARP_SPECIALIZATION=1 and drop SPLIT_KV");
-SDPA_REFUSE(is_wgmma&& Build::swap_ab &&
+SDPA_REFUSE(typed_tile&& Build::swap_ab &&
                 (Build::num_warps != 4 * Build::split_kv || Build::block_n % 64 != 0 ||
                  (Build::block_m != 16 && Build::block_m != 32 && Build::block_m != 64)),
             "SWAP_AB=1: every warpgroup has a slice of the keys, by 64, and all of them the same "
             "16, 32 or 64 query rows; type BLOCK_M=32 BLOCK_N=128 NUM_WARPS=16 SPLIT_KV=4");
-SDPA_REFUSE(is_wgmma&& Build::swap_ab &&
+SDPA_REFUSE(typed_tile&& Build::swap_ab &&
                 (Build::block_n + Build::head_dim) / 64 * Build::block_m / 2 >
                     (Build::num_warps > 8 ? 96 : 192),
             "SWAP_AB=1: a thread's part of S and O would leave too few of its registers for the "
             "rest; type a smaller BLOCK_M or BLOCK_N");
-SDPA_REFUSE(is_wgmma&& Build::swap_ab &&
+SDPA_REFUSE(typed_tile&& Build::swap_ab &&
                 (Build::use_warp_specialization || Build::overlap > 0 || Build::use_ping_pong ||
                  Build::use_persistent_cta || Build::skip_masked || Build::multicast ||
-                 Build::use_tuned || Build::use_lazy_max),
+                 Build::use_lazy_max),
             "SWAP_AB=1: for a round or two of few rows, so without USE_WARP_SPECIALIZATION, "
-            "OVERLAP, USE_PING_PONG, USE_PERSISTENT_CTA, SKIP_MASKED, MULTICAST, USE_TUNED and "
+            "OVERLAP, USE_PING_PONG, USE_PERSISTENT_CTA, SKIP_MASKED, MULTICAST and "
             "USE_LAZY_MAX; drop them");
 SDPA_REFUSE(
     is_wgmma && (SYNC_POLICY_changed || USE_CP_ASYNC_changed || SWIZZLE_XOR_changed ||
@@ -259,8 +259,8 @@ SDPA_REFUSE(!is_wgmma && (USE_PING_PONG_changed || OVERLAP_changed || SKIP_MASKE
             "kernel has them; add USE_WGMMA=1 or drop them");
 SDPA_REFUSE(Build::use_tuned &&
                 (USE_WARP_SPECIALIZATION_changed || OVERLAP_changed || USE_LAZY_MAX_changed),
-            "USE_TUNED=1: all its tiles have USE_WARP_SPECIALIZATION=1, OVERLAP=1 and "
-            "USE_LAZY_MAX=1; drop these knobs");
+            "USE_TUNED=1: its tiles have USE_WARP_SPECIALIZATION=1, OVERLAP=1 and USE_LAZY_MAX=1, "
+            "but for those with SWAP_AB; drop these knobs");
 SDPA_REFUSE(USE_WARP_SPECIALIZATION_changed && !is_wmma && !is_wgmma,
             "USE_WARP_SPECIALIZATION=1: only the wmma and wgmma kernels have producer warps; add "
             "USE_WMMA=1 or drop it");
@@ -320,20 +320,21 @@ SDPA_REFUSE(Build::vec_width == 1 && Build::use_cp_async,
 // in order; not measured one by one.
 struct TunedTile {
   int head_dim, block_m, block_n, num_warps, stages, split_kv;
-  bool persistent, ping_pong, skip_masked, multicast;
+  bool persistent, ping_pong, skip_masked, multicast, swap_ab;
   double item_clocks, scores_per_clock, causal_scores_per_clock;
 };
 constexpr TunedTile TUNED_TILES[] = {
-    {64, 64, 128, 8, 2, 2, false, false, false, false, 3500, 6.6, 6.0},
-    {64, 128, 64, 16, 4, 2, false, false, false, false, 3500, 8.9, 8.0},
-    {64, 192, 128, 12, 3, 1, true, false, true, true, 5000, 10.1, 9.8},
-    {64, 256, 64, 16, 4, 1, true, false, false, false, 3500, 9.3, 8.4},
-    {64, 256, 64, 16, 3, 1, true, false, true, false, 3500, 9.1, 8.8},
-    {128, 64, 64, 8, 2, 2, false, false, false, false, 1500, 5.0, 4.5},
-    {128, 128, 128, 8, 2, 1, true, true, false, false, 1000, 6.4, 6.4},
-    {128, 192, 80, 12, 2, 1, true, false, false, false, 2500, 7.2, 6.6},
-    {128, 192, 80, 12, 3, 1, true, false, true, true, 2500, 7.3, 6.9},
-    {256, 128, 64, 8, 2, 1, false, false, false, true, 3000, 3.6, 3.6},
+    {64, 64, 128, 8, 2, 2, false, false, false, false, false, 3500, 6.6, 6.0},
+    {64, 32, 128, 16, 1, 4, false, false, false, false, true, 500, 2.3, 2.3},
+    {64, 128, 64, 16, 4, 2, false, false, false, false, false, 3500, 8.9, 8.0},
+    {64, 192, 128, 12, 3, 1, true, false, true, true, false, 5000, 10.1, 9.8},
+    {64, 256, 64, 16, 4, 1, true, false, false, false, false, 3500, 9.3, 8.4},
+    {64, 256, 64, 16, 3, 1, true, false, true, false, false, 3500, 9.1, 8.8},
+    {128, 64, 64, 8, 2, 2, false, false, false, false, false, 1500, 5.0, 4.5},
+    {128, 128, 128, 8, 2, 1, true, true, false, false, false, 1000, 6.4, 6.4},
+    {128, 192, 80, 12, 2, 1, true, false, false, false, false, 2500, 7.2, 6.6},
+    {128, 192, 80, 12, 3, 1, true, false, true, true, false, 2500, 7.3, 6.9},
+    {256, 128, 64, 8, 2, 1, false, false, false, true, false, 3000, 3.6, 3.6},
 };
 constexpr int TILES = sizeof TUNED_TILES / sizeof TUNED_TILES[0];
 
@@ -346,7 +347,8 @@ constexpr bool tile_fits(const TunedTile& t) {
          (!STAGES_changed || t.stages == Build::stages) &&
          (!SPLIT_KV_changed || t.split_kv == Build::split_kv) &&
          (!USE_PERSISTENT_CTA_changed || t.persistent) && (!USE_PING_PONG_changed || t.ping_pong) &&
-         (!SKIP_MASKED_changed || t.skip_masked) && (!MULTICAST_changed || t.multicast);
+         (!SKIP_MASKED_changed || t.skip_masked) && (!MULTICAST_changed || t.multicast) &&
+         (!SWAP_AB_changed || t.swap_ab);
 }
 constexpr int first_tile_that_fits() {
   int n = 0;
@@ -363,11 +365,11 @@ template <int N> struct TunedBuild : Build {
   static constexpr int block_m = tile.block_m, block_n = tile.block_n, stages = tile.stages;
   static constexpr int num_warps = tile.num_warps, split_kv = tile.split_kv;
   static constexpr bool use_persistent_cta = tile.persistent, use_ping_pong = tile.ping_pong;
-  static constexpr bool skip_masked = tile.skip_masked, use_lazy_max = true;
-  static constexpr bool multicast = tile.multicast;
+  static constexpr bool skip_masked = tile.skip_masked, multicast = tile.multicast;
+  static constexpr bool swap_ab = tile.swap_ab, use_lazy_max = !swap_ab;
   static constexpr int cluster_size = multicast ? 2 : 1, item_rows = block_m * cluster_size;
-  static constexpr bool use_warp_specialization = true;
-  static constexpr int overlap = 1, producer_threads = 128;
+  static constexpr bool use_warp_specialization = !swap_ab;
+  static constexpr int overlap = swap_ab ? 0 : 1, producer_threads = swap_ab ? 0 : 128;
   static constexpr int threads = num_warps * 32 + producer_threads;
   static constexpr int group_warps = num_warps / split_kv, group_threads = group_warps * 32;
   static constexpr int warpgroups = num_warps / 4;
@@ -3501,7 +3503,9 @@ SDPA_REFUSE(shared_bytes<FirstBuild> > 227 * 1024,
 // items of many lengths, the longest first, each takes the next that is free. A mask leaves the keys
 // that the rows see on average, and of the tiles on its edge half.
 double tuned_clocks(const TunedTile& t, const SdpaParams& p, int sms) {
-  const double items = double(p.B) * p.Hq * ((p.Sq + t.block_m - 1) / t.block_m);
+  const int ctas = t.multicast ? 2 : 1, item_rows = t.block_m * ctas;  // to an item
+  const double items = double(p.B) * p.Hq * ((p.Sq + item_rows - 1) / item_rows);
+  sms /= ctas;
   const int round_keys = t.block_n * t.split_kv;
   if (p.causal == Causal::off) {
     const double keys = double((p.Sk + round_keys - 1) / round_keys) * round_keys;
