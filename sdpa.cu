@@ -767,31 +767,12 @@ __device__ __forceinline__ void cp_async_bulk_tensor_load_multicast(void* dst_s,
       "r"(c[1]), "r"(c[2]), "r"(c[3]), "r"(c[4])
       : "memory");
 }
-// The same for consecutive bytes, a multiple of 16.
-__device__ __forceinline__ void cp_async_bulk_load(void* dst_s, const void* src_g, uint32_t bytes,
-                                                   uint64_t* barrier_s) {
-  asm volatile(
-      "cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1], %2, [%3];" ::
-          "r"(shared_address(dst_s)),
-      "l"(src_g), "r"(bytes), "r"(shared_address(barrier_s))
-      : "memory");
-}
-__device__ __forceinline__ void cp_async_bulk_store(void* dst_g, const void* src_s,
-                                                    uint32_t bytes) {
-  asm volatile("cp.async.bulk.global.shared::cta.bulk_group [%0], [%1], %2;" ::"l"(dst_g),
-               "r"(shared_address(src_s)), "r"(bytes)
-               : "memory");
-}
 __device__ __forceinline__ void cp_async_bulk_commit_group() {
   asm volatile("cp.async.bulk.commit_group;" ::: "memory");
 }
-// At most N of this thread's latest groups of stores have not yet read shared memory...
+// At most N of this thread's latest groups of stores have not yet read shared memory.
 template <int N> __device__ __forceinline__ void cp_async_bulk_wait_group_read() {
   asm volatile("cp.async.bulk.wait_group.read %0;" ::"n"(N) : "memory");
-}
-// ... or are not yet complete.
-template <int N> __device__ __forceinline__ void cp_async_bulk_wait_group() {
-  asm volatile("cp.async.bulk.wait_group %0;" ::"n"(N) : "memory");
 }
 
 // wgmma: asynchronous products of a warpgroup (128 threads, the first of them a multiple of 128).
@@ -953,41 +934,6 @@ __device__ __forceinline__ uint32_t mapa(SharedAddress address, int rank) {
   uint32_t there;
   asm volatile("mapa.shared::cluster.u32 %0, %1, %2;" : "=r"(there) : "r"(address), "r"(rank));
   return there;
-}
-template <class T> __device__ __forceinline__ T ld_shared_cluster(uint32_t address) {
-  static_assert(sizeof(T) == 4 || sizeof(T) == 8 || sizeof(T) == 16, "4, 8 or 16 bytes");
-  uint32_t w[sizeof(T) / 4];
-  if constexpr (sizeof(T) == 4) {
-    asm volatile("ld.shared::cluster.b32 %0, [%1];" : "=r"(w[0]) : "r"(address) : "memory");
-  } else if constexpr (sizeof(T) == 8) {
-    asm volatile("ld.shared::cluster.v2.b32 {%0, %1}, [%2];"
-                 : "=r"(w[0]), "=r"(w[1])
-                 : "r"(address)
-                 : "memory");
-  } else {
-    asm volatile("ld.shared::cluster.v4.b32 {%0, %1, %2, %3}, [%4];"
-                 : "=r"(w[0]), "=r"(w[1]), "=r"(w[2]), "=r"(w[3])
-                 : "r"(address)
-                 : "memory");
-  }
-  T value;
-  memcpy(&value, w, sizeof value);
-  return value;
-}
-template <class T> __device__ __forceinline__ void st_shared_cluster(uint32_t address, T value) {
-  static_assert(sizeof(T) == 4 || sizeof(T) == 8 || sizeof(T) == 16, "4, 8 or 16 bytes");
-  uint32_t w[sizeof(T) / 4];
-  memcpy(w, &value, sizeof value);
-  if constexpr (sizeof(T) == 4) {
-    asm volatile("st.shared::cluster.b32 [%0], %1;" ::"r"(address), "r"(w[0]) : "memory");
-  } else if constexpr (sizeof(T) == 8) {
-    asm volatile("st.shared::cluster.v2.b32 [%0], {%1, %2};" ::"r"(address), "r"(w[0]), "r"(w[1])
-                 : "memory");
-  } else {
-    asm volatile("st.shared::cluster.v4.b32 [%0], {%1, %2, %3, %4};" ::"r"(address), "r"(w[0]),
-                 "r"(w[1]), "r"(w[2]), "r"(w[3])
-                 : "memory");
-  }
 }
 // 16 bytes to shared memory of the cluster, which count at an mbarrier there: asynchronous, so that no
 // fence is needed.

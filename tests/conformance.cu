@@ -66,6 +66,58 @@ __device__ void mma_m16n8k32_e4m3(float (&d)[4], const uint32_t (&a)[4], const u
       : "+f"(d[0]), "+f"(d[1]), "+f"(d[2]), "+f"(d[3])
       : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b[0]), "r"(b[1]));
 }
+
+__device__ void cp_async_bulk_load(void* dst_s, const void* src_g, uint32_t bytes,
+                                   uint64_t* barrier_s) {
+  asm volatile(
+      "cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1], %2, [%3];" ::
+          "r"(shared_address(dst_s)),
+      "l"(src_g), "r"(bytes), "r"(shared_address(barrier_s))
+      : "memory");
+}
+__device__ void cp_async_bulk_store(void* dst_g, const void* src_s, uint32_t bytes) {
+  asm volatile("cp.async.bulk.global.shared::cta.bulk_group [%0], [%1], %2;" ::"l"(dst_g),
+               "r"(shared_address(src_s)), "r"(bytes)
+               : "memory");
+}
+template <int N> __device__ void cp_async_bulk_wait_group() {
+  asm volatile("cp.async.bulk.wait_group %0;" ::"n"(N) : "memory");
+}
+template <class T> __device__ T ld_shared_cluster(uint32_t address) {
+  static_assert(sizeof(T) == 4 || sizeof(T) == 8 || sizeof(T) == 16, "4, 8 or 16 bytes");
+  uint32_t w[sizeof(T) / 4];
+  if constexpr (sizeof(T) == 4) {
+    asm volatile("ld.shared::cluster.b32 %0, [%1];" : "=r"(w[0]) : "r"(address) : "memory");
+  } else if constexpr (sizeof(T) == 8) {
+    asm volatile("ld.shared::cluster.v2.b32 {%0, %1}, [%2];"
+                 : "=r"(w[0]), "=r"(w[1])
+                 : "r"(address)
+                 : "memory");
+  } else {
+    asm volatile("ld.shared::cluster.v4.b32 {%0, %1, %2, %3}, [%4];"
+                 : "=r"(w[0]), "=r"(w[1]), "=r"(w[2]), "=r"(w[3])
+                 : "r"(address)
+                 : "memory");
+  }
+  T value;
+  memcpy(&value, w, sizeof value);
+  return value;
+}
+template <class T> __device__ void st_shared_cluster(uint32_t address, T value) {
+  static_assert(sizeof(T) == 4 || sizeof(T) == 8 || sizeof(T) == 16, "4, 8 or 16 bytes");
+  uint32_t w[sizeof(T) / 4];
+  memcpy(w, &value, sizeof value);
+  if constexpr (sizeof(T) == 4) {
+    asm volatile("st.shared::cluster.b32 [%0], %1;" ::"r"(address), "r"(w[0]) : "memory");
+  } else if constexpr (sizeof(T) == 8) {
+    asm volatile("st.shared::cluster.v2.b32 [%0], {%1, %2};" ::"r"(address), "r"(w[0]), "r"(w[1])
+                 : "memory");
+  } else {
+    asm volatile("st.shared::cluster.v4.b32 [%0], {%1, %2, %3, %4};" ::"r"(address), "r"(w[0]),
+                 "r"(w[1]), "r"(w[2]), "r"(w[3])
+                 : "memory");
+  }
+}
 #endif
 
 constexpr int THREADS = 64, WORDS = 64;  // results per thread
@@ -503,7 +555,7 @@ __global__ void __launch_bounds__(384, 1) test_setmaxnreg(const __grid_constant_
   a.out[threadIdx.x] = threadIdx.x * 3 + 1;
 }
 
-// Two CTAs, each writing what the other one reads, and waking it.
+// Two CTAs, each writing what the other one reads.
 __global__ void test_cluster(const __grid_constant__ Args a) {
   HopperScratch& s = hopper_scratch(64);
   const int tid = threadIdx.x, rank = cluster_ctarank();
@@ -519,13 +571,42 @@ __global__ void test_cluster(const __grid_constant__ Args a) {
   st_shared_cluster(box + 32 * tid, x);
   st_shared_cluster(box + 32 * tid + 16, y);
   st_shared_cluster(box + 32 * tid + 24, z);
-  mbarrier_arrive_cluster(mapa(shared_address(&s.barriers[0]), rank ^ 1));
-  wait_for(&s.barriers[0], 0);
+  cluster_arrive();
+  cluster_wait();
   for (int i = 0; i < 7; i++) {
     a.out[(rank * 64 + tid) * 8 + i] = ld_shared<uint32_t>(s.b + 4 * (tid * 8 + i));
   }
   a.out[(rank * 64 + tid) * 8 + 7] = uint32_t(rank);
   griddepcontrol_launch_dependents();
+  cluster_arrive();
+  cluster_wait();
+}
+
+// Two CTAs, each loading a box for both and sending 16 bytes to the other, at whose mbarrier it arrives.
+__global__ void test_multicast(const __grid_constant__ Args a) {
+  HopperScratch& s = hopper_scratch(2);
+  const int tid = threadIdx.x, rank = cluster_ctarank();
+  cluster_arrive();
+  cluster_wait();
+  if (tid == 0) {
+    const SharedAddress barrier = shared_address(&s.barriers[0]);
+    const uint32_t there = mapa(barrier, rank ^ 1);
+    mbarrier_arrive_expect_tx_cluster(there, 2 * 2048 + 16);
+    mbarrier_arrive_cluster(mapa(barrier, rank));
+    const int c[5] = {0, 3 + 5 * rank, 0, rank, 1};
+    constexpr uint64_t evict_last = 0x14f0000000000000;
+    cp_async_bulk_tensor_load_multicast(s.a + 2048 * rank, &a.map_5d, c, &s.barriers[0], 3,
+                                        evict_last);
+    st_async_cluster(mapa(shared_address(s.b), rank ^ 1),
+                     uint4{5u + rank, 6u * rank, 7u, 0x80000000u + rank}, there);
+  }
+  wait_for(&s.barriers[0], 0);
+  for (int i = 0; i < 16; i++) {
+    a.out[(rank * 64 + tid) * 20 + i] = ld_shared<uint32_t>(s.a + 4 * (tid * 16 + i));
+  }
+  for (int i = 0; i < 4; i++) {
+    a.out[(rank * 64 + tid) * 20 + 16 + i] = ld_shared<uint32_t>(s.b + 4 * i);
+  }
   cluster_arrive();
   cluster_wait();
 }
@@ -658,6 +739,7 @@ int main(int argc, char** argv) {
   run("stmatrix_x4_address_trans", test_stmatrix_x4<true>, 128, 128 * 12);
   run("setmaxnreg", test_setmaxnreg, 384, 384);
   run("cluster", test_cluster, 64, 2 * 64 * 8, 2);
+  run("multicast", test_multicast, 64, 2 * 64 * 20, 2);
   run_wgmma<16>("wgmma_n16");
   run_wgmma<32>("wgmma_n32");
   run_wgmma<64>("wgmma_n64");
