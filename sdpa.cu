@@ -404,8 +404,8 @@ struct SdpaParams {
   Causal causal = Causal::off;
   void* workspace = nullptr;  // sdpa_workspace_bytes() of device memory, zeroed once before the
                               // first launch (each launch leaves it zero); one per stream
-  int max_ctas = 0;           // USE_PERSISTENT_CTA=1: launch at most so many CTAs, which leaves SMs
-                              // to other kernels; 0: as many as are resident
+  int max_ctas = 0;           // USE_PERSISTENT_CTA=1: launch at most so many CTAs (or one cluster),
+                              // which leaves SMs to other kernels; 0: as many as are resident
 };
 // A row that sees no key (or only keys of logit -inf) gives O = 0 and LSE = -inf. NaN and inf come
 // out as the formula has them, but whether NaN or inf in V at a key that is masked reaches the row
