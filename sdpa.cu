@@ -3362,18 +3362,17 @@ __global__ void __launch_bounds__(B::threads, B::ctas_per_sm) sdpa_cublas(Kernel
 // ---- tensor maps ----
 
 // The driver's cuTensorMapEncodeTiled, through the runtime, so that nothing has to be linked for it.
+inline cudaError_t find_tensor_map_encoder(void** function,
+                                           cudaDriverEntryPointQueryResult* found) {
+  cudaError_t error;
 #if CUDART_VERSION >= 12050
-inline cudaError_t find_tensor_map_encoder(void** function,
-                                           cudaDriverEntryPointQueryResult* found) {
-  return cudaGetDriverEntryPointByVersion("cuTensorMapEncodeTiled", function, 12000,
-                                          cudaEnableDefault, found);
-}
+  error = cudaGetDriverEntryPointByVersion("cuTensorMapEncodeTiled", function, 12000,
+                                           cudaEnableDefault, found);
 #else
-inline cudaError_t find_tensor_map_encoder(void** function,
-                                           cudaDriverEntryPointQueryResult* found) {
-  return cudaGetDriverEntryPoint("cuTensorMapEncodeTiled", function, cudaEnableDefault, found);
-}
+  error = cudaGetDriverEntryPoint("cuTensorMapEncodeTiled", function, cudaEnableDefault, found);
 #endif
+  return error;
+}
 
 struct TensorMapEncoder {
   void* function = nullptr;
@@ -3589,7 +3588,6 @@ bool same_tensors(const SdpaParams& a, const SdpaParams& b) {
          same_strides(a.k, b.k) && same_strides(a.v, b.v) && same_strides(a.o, b.o);
 }
 
-template <class B> SdpaStatus encode_tensor_maps(NoTensorMaps&, const SdpaParams&) { return {}; }
 // This thread's last ones, if the tensors are the same.
 template <class B> SdpaStatus encode_tensor_maps(TensorMaps& maps, const SdpaParams& p) {
   thread_local SdpaParams last{};
@@ -3813,8 +3811,11 @@ template <class B> SdpaStatus forward(const SdpaParams& p, cudaStream_t stream) 
   a.q_heads_per_kv = Divisor(uint32_t(p.Hq / p.Hkv));
   a.section = Divisor(a.heads_in_l2 * uint32_t(q_blocks));
 
-  const SdpaStatus encoded = encode_tensor_maps<B>(a.maps, p);
-  return encoded.ok() ? launch<B>(a, stream) : encoded;
+  if constexpr (B::family == Family::wgmma) {
+    const SdpaStatus encoded = encode_tensor_maps<B>(a.maps, p);
+    if (!encoded.ok()) return encoded;
+  }
+  return launch<B>(a, stream);
 }
 
 // What stands behind a build: its way from the parameters to the launch, and what that takes of an SM.

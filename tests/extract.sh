@@ -66,10 +66,10 @@ products() {  # products MORE_CALLS
 }
 products ''
 grep -q 'SDPA_' "$dir/out" && fail "wgmma of one size: macros are left"
-grep -q 'm64n128k16.f32.f16.f16 {%0, %1' "$dir/out" || fail "wgmma of one size is not written out"
+grep -q 'm64n128k16.f32.f16.f16' "$dir/out" || fail "wgmma of one size is not written out"
 products '    float e[32] = {};\n    wgmma_ss<Element, 64, 0>(e, p.B, p.Hq, p.Sk > 1);\n    p.O[lane + 1] = to_element(e[1]);'
-diff <(sed -n '/^#define SDPA_D8(/,/^\/\/ clang-format on/p; /^template.*int TRANS_B>/,/^}/p' sdpa.cu | sed '/wgmma_rs/,$d') \
-  <(sed -n '/^#define SDPA_D8(/,/^\/\/ clang-format on/p; /^template.*int TRANS_B>/,/^}/p' "$dir/out"; echo 'template <class E, int N, int TRANS_B>') ||
+diff <(sed -n '/^#define SDPA_D8(/,/^\/\/ clang-format on/p; /^template.*int TRANS_B/,/^}/p' sdpa.cu | sed '/wgmma_rs/,$d') \
+  <(sed -n '/^#define SDPA_D8(/,/^\/\/ clang-format on/p; /^template.*int TRANS_B/,/^}/p' "$dir/out"; echo 'template <class E, int N, int TRANS_B>') ||
   fail "wgmma of two sizes: not the macros of sdpa.cu"
 
 # refused STATUS SENTENCE COMMAND...: nothing on stdout.
