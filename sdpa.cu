@@ -318,23 +318,26 @@ SDPA_REFUSE(Build::vec_width == 1 && Build::use_cp_async,
 // A tile of the wgmma kernel with its schedule, and what an item costs an SM: item_clocks, and one more
 // for every scores_per_clock scores. Fitted to the times of whole problems on an H200, to put the tiles
 // in order; not measured one by one.
+enum Schedule { persistent = 1, ping_pong = 2, skip_masked = 4, multicast = 8, swap_ab = 16 };
 struct TunedTile {
   int head_dim, block_m, block_n, num_warps, stages, split_kv;
-  bool persistent, ping_pong, skip_masked, multicast, swap_ab;
+  int schedule;  // of the above
   double item_clocks, scores_per_clock, causal_scores_per_clock;
+
+  constexpr bool has(Schedule s) const { return schedule & s; }
 };
 constexpr TunedTile TUNED_TILES[] = {
-    {64, 64, 128, 8, 2, 2, false, false, false, false, false, 3500, 6.6, 6.0},
-    {64, 32, 128, 16, 1, 4, false, false, false, false, true, 500, 2.3, 2.3},
-    {64, 128, 64, 16, 4, 2, false, false, false, false, false, 3500, 8.9, 8.0},
-    {64, 192, 128, 12, 3, 1, true, false, true, true, false, 5000, 10.1, 9.8},
-    {64, 256, 64, 16, 4, 1, true, false, false, false, false, 3500, 9.3, 8.4},
-    {64, 256, 64, 16, 3, 1, true, false, true, false, false, 3500, 9.1, 8.8},
-    {128, 64, 64, 8, 2, 2, false, false, false, false, false, 1500, 5.0, 4.5},
-    {128, 128, 128, 8, 2, 1, true, true, false, false, false, 1000, 6.4, 6.4},
-    {128, 192, 80, 12, 2, 1, true, false, false, false, false, 2500, 7.2, 6.6},
-    {128, 192, 80, 12, 3, 1, true, false, true, true, false, 2500, 7.3, 6.9},
-    {256, 128, 64, 8, 2, 1, false, false, false, true, false, 3000, 3.6, 3.6},
+    {64, 64, 128, 8, 2, 2, 0, 3500, 6.6, 6.0},
+    {64, 32, 128, 16, 1, 4, swap_ab, 500, 2.3, 2.3},
+    {64, 128, 64, 16, 4, 2, 0, 3500, 8.9, 8.0},
+    {64, 192, 128, 12, 3, 1, persistent | skip_masked | multicast, 5000, 10.1, 9.8},
+    {64, 256, 64, 16, 4, 1, persistent, 3500, 9.3, 8.4},
+    {64, 256, 64, 16, 3, 1, persistent | skip_masked, 3500, 9.1, 8.8},
+    {128, 64, 64, 8, 2, 2, 0, 1500, 5.0, 4.5},
+    {128, 128, 128, 8, 2, 1, persistent | ping_pong, 1000, 6.4, 6.4},
+    {128, 192, 80, 12, 2, 1, persistent, 2500, 7.2, 6.6},
+    {128, 192, 80, 12, 3, 1, persistent | skip_masked | multicast, 2500, 7.3, 6.9},
+    {256, 128, 64, 8, 2, 1, multicast, 3000, 3.6, 3.6},
 };
 constexpr int TILES = sizeof TUNED_TILES / sizeof TUNED_TILES[0];
 
@@ -346,9 +349,10 @@ constexpr bool tile_fits(const TunedTile& t) {
          (!NUM_WARPS_changed || t.num_warps == Build::num_warps) &&
          (!STAGES_changed || t.stages == Build::stages) &&
          (!SPLIT_KV_changed || t.split_kv == Build::split_kv) &&
-         (!USE_PERSISTENT_CTA_changed || t.persistent) && (!USE_PING_PONG_changed || t.ping_pong) &&
-         (!SKIP_MASKED_changed || t.skip_masked) && (!MULTICAST_changed || t.multicast) &&
-         (!SWAP_AB_changed || t.swap_ab);
+         (!USE_PERSISTENT_CTA_changed || t.has(persistent)) &&
+         (!USE_PING_PONG_changed || t.has(ping_pong)) &&
+         (!SKIP_MASKED_changed || t.has(skip_masked)) && (!MULTICAST_changed || t.has(multicast)) &&
+         (!SWAP_AB_changed || t.has(swap_ab));
 }
 constexpr int first_tile_that_fits() {
   int n = 0;
@@ -364,9 +368,11 @@ template <int N> struct TunedBuild : Build {
   static constexpr TunedTile tile = TUNED_TILES[N < TILES ? N : 0];
   static constexpr int block_m = tile.block_m, block_n = tile.block_n, stages = tile.stages;
   static constexpr int num_warps = tile.num_warps, split_kv = tile.split_kv;
-  static constexpr bool use_persistent_cta = tile.persistent, use_ping_pong = tile.ping_pong;
-  static constexpr bool skip_masked = tile.skip_masked, multicast = tile.multicast;
-  static constexpr bool swap_ab = tile.swap_ab, use_lazy_max = !swap_ab;
+  static constexpr bool use_persistent_cta = tile.has(Schedule::persistent),
+                        use_ping_pong = tile.has(Schedule::ping_pong);
+  static constexpr bool skip_masked = tile.has(Schedule::skip_masked),
+                        multicast = tile.has(Schedule::multicast);
+  static constexpr bool swap_ab = tile.has(Schedule::swap_ab), use_lazy_max = !swap_ab;
   static constexpr int cluster_size = multicast ? 2 : 1, item_rows = block_m * cluster_size;
   static constexpr bool use_warp_specialization = !swap_ab;
   static constexpr int overlap = swap_ab ? 0 : 1, producer_threads = swap_ab ? 0 : 128;
@@ -3448,7 +3454,7 @@ SDPA_REFUSE(shared_bytes<FirstBuild> > 227 * 1024,
 // items of many lengths, the longest first, each takes the next that is free. A mask leaves the keys
 // that the rows see on average, and of the tiles on its edge half.
 double tuned_clocks(const TunedTile& t, const SdpaParams& p, int sms) {
-  const int ctas = t.multicast ? 2 : 1, item_rows = t.block_m * ctas;  // to an item
+  const int ctas = t.has(multicast) ? 2 : 1, item_rows = t.block_m * ctas;  // to an item
   const double items = double(p.B) * p.Hq * ((p.Sq + item_rows - 1) / item_rows);
   sms /= ctas;
   const int round_keys = t.block_n * t.split_kv;
@@ -3457,12 +3463,12 @@ double tuned_clocks(const TunedTile& t, const SdpaParams& p, int sms) {
     return std::ceil(items / sms) * (t.item_clocks + t.block_m * keys / t.scores_per_clock);
   }
   constexpr int samples = 16;
-  double keys = ((t.skip_masked ? 64 : t.block_m) + round_keys) / 2.0;
+  double keys = ((t.has(skip_masked) ? 64 : t.block_m) + round_keys) / 2.0;
   for (int i = 0; i < samples; i++) {
     const int q = int((2 * i + 1.0) / (2 * samples) * p.Sq);
     keys += double(visible_keys(p, q)) / samples;
   }
-  const double waves = t.persistent ? std::fmax(items / sms, 1.0) : std::ceil(items / sms);
+  const double waves = t.has(persistent) ? std::fmax(items / sms, 1.0) : std::ceil(items / sms);
   return waves * (t.item_clocks + t.block_m * keys / t.causal_scores_per_clock);
 }
 

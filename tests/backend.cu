@@ -220,10 +220,11 @@ struct HopperScratch {
   uint64_t barriers[4];
 };
 struct HopperArgs {
-  CUtensorMap map;    // rank 3: (64, ROWS, HEADS), box (64, BOX, 1)
-  __half* tensor;     // [HEADS][ROWS][80], 64 used of a row
-  float* out;         // [64 * 256]
-  unsigned* counter;  // 0
+  CUtensorMap map;     // rank 3: (64, ROWS, HEADS), box (64, BOX, 1)
+  CUtensorMap map_5d;  // the same as (64, ROWS, 1, HEADS, 1)
+  __half* tensor;      // [HEADS][ROWS][80], 64 used of a row
+  float* out;          // [64 * 256]
+  unsigned* counter;   // 0
 };
 using HopperKernel = void (*)(const HopperArgs);
 constexpr int OUT = 64 * 256;
@@ -252,6 +253,11 @@ static std::vector<float> run_hopper(HopperKernel kernel, std::string& report, i
   const uint64_t sizes[3] = {64, ROWS, HEADS}, strides[2] = {ROW_STRIDE * 2, ROWS * ROW_STRIDE * 2};
   const uint32_t box[3] = {64, BOX, 1};
   EXPECT(encode_tensor_map(a.map, 3, a.tensor, sizes, strides, box, false) == cudaSuccess);
+  const uint64_t sizes_5d[5] = {64, ROWS, 1, HEADS, 1};
+  const uint64_t strides_5d[4] = {strides[0], 128, strides[1], 16};
+  const uint32_t box_5d[5] = {64, BOX, 1, 1, 1};
+  EXPECT(encode_tensor_map(a.map_5d, 5, a.tensor, sizes_5d, strides_5d, box_5d, false) ==
+         cudaSuccess);
   cudaLaunchAttribute attribute{};
   attribute.id = cudaLaunchAttributeClusterDimension;
   attribute.val.clusterDim = {ctas, 1, 1};
@@ -934,6 +940,93 @@ template <bool WAIT> static void exchange(const HopperArgs a) {
   if (!WAIT) a.out[tid] = ld_shared_cluster<float>(there);
 }
 
+// Each of two CTAs loads a box for both and sends 16 bytes to the other.
+static void share(const HopperArgs a) {
+  HopperScratch& s = dynamic_shared<HopperScratch>();
+  const int rank = cluster_ctarank();
+  const SharedAddress barrier = shared_address(&s.barriers[0]);
+  if (threadIdx.x == 0) mbarrier_init(&s.barriers[0], 2);
+  fence_mbarrier_init();
+  cluster_arrive();
+  cluster_wait();
+  if (threadIdx.x == 0) {
+    const uint32_t there = mapa(barrier, rank ^ 1);
+    mbarrier_arrive_expect_tx_cluster(there, 2 * BOX_BYTES + 16);
+    mbarrier_arrive_cluster(mapa(barrier, rank));
+    const int c[5] = {0, 3 + rank, 0, 1 + rank, 0};
+    cp_async_bulk_tensor_load_multicast(s.a + rank * BOX * 64, &a.map_5d, c, &s.barriers[0], 3, 0);
+    st_async_cluster(mapa(shared_address(s.b), rank ^ 1), uint4{7, 8u + rank, 9, 10}, there);
+  }
+  wait_for(&s.barriers[0], 0);
+  for (int i = threadIdx.x; i < 2 * BOX * 64; i += blockDim.x) {
+    a.out[rank * 2 * BOX * 64 + i] = float(s.a[swizzled(i / 64, i % 64)]);
+  }
+  a.out[8192 + rank * 128 + threadIdx.x] =
+      float(ld_shared<uint32_t>(reinterpret_cast<const char*>(s.b) + threadIdx.x % 4 * 4));
+  cluster_arrive();
+  cluster_wait();
+}
+
+static void test_multicast() {
+  under_all_orders([] {
+    std::string report;
+    const std::vector<float> out = run_hopper(share, report, 128, 2);
+    EXPECT(report == "");
+    bool right = true;
+    for (int cta = 0; cta < 2; cta++) {
+      for (int i = 0; i < 2 * BOX * 64; i++) {
+        const int from = i / (BOX * 64), row = i / 64 % BOX;
+        right =
+            right && out[cta * 2 * BOX * 64 + i] == tensor_value(1 + from, 3 + from + row, i % 64);
+      }
+      for (int i = 0; i < 128; i++) {
+        const float sent[4] = {7, float(8 + (cta ^ 1)), 9, 10};
+        right = right && out[8192 + cta * 128 + i] == sent[i % 4];
+      }
+    }
+    EXPECT(right);
+  });
+  expect_hopper_report(
+      "multicast to a CTA that is not there",
+      [](const HopperArgs a) {
+        HopperScratch& s = dynamic_shared<HopperScratch>();
+        init_barriers(s);
+        const int c[5] = {};
+        cp_async_bulk_tensor_load_multicast(s.a, &a.map_5d, c, &s.barriers[0], 5, 0);
+      },
+      {"multicast to CTAs 0x5 of a cluster of 2"}, 128, 2);
+  expect_hopper_report(
+      "more has landed than was expected there",
+      [](const HopperArgs a) {
+        HopperScratch& s = dynamic_shared<HopperScratch>();
+        init_barriers(s);
+        cluster_arrive();
+        cluster_wait();
+        if (cluster_ctarank() == 0 && threadIdx.x == 0) {
+          const int c[5] = {};
+          mbarrier_arrive_expect_tx(&s.barriers[0], BOX_BYTES);
+          cp_async_bulk_tensor_load_multicast(s.a, &a.map_5d, c, &s.barriers[0], 3, 0);
+          wait_for(&s.barriers[0], 0);
+        } else if (threadIdx.x == 0) {
+          mbarrier_arrive(&s.barriers[0]);
+          wait_for(&s.barriers[0], 0);
+          wait_for(&s.barriers[0], 1);
+        }
+        cluster_arrive();
+        cluster_wait();
+      },
+      {"bytes "}, 128, 2);
+  expect_hopper_report(
+      "st.async to one CTA, its mbarrier in another",
+      [](const HopperArgs) {
+        HopperScratch& s = dynamic_shared<HopperScratch>();
+        init_barriers(s);
+        st_async_cluster(mapa(shared_address(s.b), 1), uint4{},
+                         mapa(shared_address(&s.barriers[0]), 0));
+      },
+      {"st.async: its mbarrier is in another CTA"}, 128, 2);
+}
+
 static void test_clusters() {
   under_all_orders([] {
     std::string report;
@@ -1044,6 +1137,7 @@ int main() {
   test_tma_stores();
   test_wgmma();
   test_registers();
+  test_multicast();
   test_clusters();
   measure();
   measure_wgmma();
