@@ -3646,7 +3646,7 @@ template <class B> SdpaStatus encode_tensor_maps(TensorMaps& maps, const SdpaPar
   return {};
 }
 
-// One launch of the kernel: a CTA to each of `items`, or as many as are resident and asked for.
+// One launch of the kernel: a CTA (or cluster) to each of `items`, or as many as are resident and asked for.
 template <class B>
 SdpaStatus launch_kernel(const KernelArgs& a, uint32_t items, cudaStream_t stream) {
   constexpr auto kernel = KernelOf<B, B::family>::kernel;
@@ -3659,7 +3659,7 @@ SdpaStatus launch_kernel(const KernelArgs& a, uint32_t items, cudaStream_t strea
                    "for its architecture): %s",
                    shared_bytes<B>, cudaGetErrorString(error));
   }
-  uint32_t ctas = items;
+  uint32_t ctas = items;  // with MULTICAST pairs of them
   if (B::use_persistent_cta) {
     int device = 0, sms = 0, ctas_per_sm = 0;
     error = cudaGetDevice(&device);
@@ -3672,9 +3672,10 @@ SdpaStatus launch_kernel(const KernelArgs& a, uint32_t items, cudaStream_t strea
     }
     if (error != cudaSuccess) return cuda_failure(error, "asking for the GPU's occupancy");
     const uint32_t resident = uint32_t(sms) * uint32_t(ctas_per_sm > 0 ? ctas_per_sm : 1);
-    if (ctas > resident / B::cluster_size) ctas = resident / B::cluster_size;
-    const uint32_t most = (uint32_t(a.p.max_ctas) + B::cluster_size - 1) / B::cluster_size;
-    if (most > 0 && ctas > most) ctas = most;
+    const uint32_t asked = uint32_t(a.p.max_ctas);
+    const uint32_t most = asked > 0 && asked < resident ? asked : resident;
+    const uint32_t clusters = (most + B::cluster_size - 1) / B::cluster_size;
+    if (ctas > clusters) ctas = clusters;
   }
   cudaLaunchConfig_t launch{};
   launch.gridDim = dim3(ctas * B::cluster_size);
