@@ -951,7 +951,7 @@ __device__ __forceinline__ void st_async_cluster(uint32_t address, uint4 value, 
       : "memory");
 }
 // Arrivals at an mbarrier of the cluster. They order nothing that this thread has written (a release at
-// the cluster's scope would cost about a microsecond), but what it has waited for has happened.
+// the cluster's scope is a fence of the whole GPU), but what it has waited for has happened.
 __device__ __forceinline__ void mbarrier_arrive_cluster(uint32_t address) {
   asm volatile("mbarrier.arrive.shared::cluster.b64 _, [%0];" ::"r"(address) : "memory");
 }
@@ -2331,7 +2331,7 @@ __global__ void __launch_bounds__(B::threads, B::ctas_per_sm)
 // the first Q @ K.T of an item is issued before the last P @ V of the item before, where there is room
 // for two Q tiles. Where there are too few items for all SMs, slices of the keys (SPLIT_KV) go to
 // different warpgroups, which merge what they have. Where there are many, two CTAs share an item and its
-// K and V tiles (MULTICAST), so that half as much comes from L2: those bytes cost power, and with it clock.
+// K and V tiles (MULTICAST), so that half as much comes from L2.
 
 // A tile in shared memory is D/64 panels of [rows][64]: 128 bytes a row, swizzled, as TMA writes them
 // and wgmma reads them. In a round every slice (SPLIT_KV) takes one K/V tile.
@@ -2339,7 +2339,7 @@ template <class B> struct WgmmaShared {
   static constexpr int GROUP_ROWS = B::swap_ab ? B::block_m : 64;  // query rows of a warpgroup
   static constexpr int ROW_GROUPS = B::block_m / GROUP_ROWS;
   // From one to the next; those of a cluster's CTAs alternate, so that a mask gives them equal work.
-  static constexpr int GROUP_STRIDE = 64 * B::cluster_size;
+  static constexpr int GROUP_STRIDE = GROUP_ROWS * B::cluster_size;
   static constexpr int Q_STAGES = B::use_persistent_cta && B::head_dim <= 128 ? 2 : 1;
   struct alignas(16) Item : WorkItem {
     int h_kv, rounds;  // no rounds: there are no more items
@@ -2466,7 +2466,7 @@ template <class B> struct WgmmaLoader {
     constexpr uint64_t evict_first = 0x12f0000000000000;
     uint64_t* const full = &s.q_full[stage];
     const uint32_t Q_bytes = item.rounds > 0 ? sizeof s.Q[0] : 0;
-    item.q0 += rank * 64;
+    item.q0 += rank * Shared::GROUP_ROWS;
     if constexpr (B::multicast) {
       const uint32_t item_there = mapa(shared_address(&s.item[stage]), rank);
       const uint32_t full_there = mapa(shared_address(full), rank);
@@ -2578,6 +2578,18 @@ template <class B> struct WgmmaRows {
     if (lane == 0) mbarrier_arrive(empty);
   }
 
+  // The next tile is not for this warpgroup; it may release no stage before it is full.
+  __device__ __forceinline__ void pass_k() {
+    wait_phase(&s.slice[slice].k_full[k_ahead.stage], k_ahead.parity);
+    release(&s.slice[slice].k_empty[k_ahead.stage]);
+    k_ahead.advance();
+  }
+  __device__ __forceinline__ void pass_v() {
+    wait_phase(&s.slice[slice].v_full[v_ahead.stage], v_ahead.parity);
+    release(&s.slice[slice].v_empty[v_ahead.stage]);
+    v_ahead.advance();
+  }
+
   // Whether this warpgroup's rows of an item are all past the last query. It then only lets the tiles pass,
   // so that the others have the tensor cores to themselves.
   __device__ __forceinline__ bool has_no_rows(int q0) const {
@@ -2585,39 +2597,23 @@ template <class B> struct WgmmaRows {
     return may_pass && q0 + row_group * Shared::GROUP_STRIDE >= a.p.Sq;
   }
   __device__ __forceinline__ void pass_item() {
-    for (; rounds > 0; rounds--) {
-      wait_phase(&s.slice[slice].k_full[k_ahead.stage], k_ahead.parity);
-      release(&s.slice[slice].k_empty[k_ahead.stage]);
-      k_ahead.advance();
-      wait_phase(&s.slice[slice].v_full[v_ahead.stage], v_ahead.parity);
-      release(&s.slice[slice].v_empty[v_ahead.stage]);
-      v_ahead.advance();
-    }
+    for (; rounds > 0; rounds--) pass_k(), pass_v();
     release(&s.o_done[q_now.stage][row_group]);
     q_now.advance();
   }
 
   // SKIP_MASKED: how many of an item's rounds there are for this warpgroup. A mask may leave the last
-  // keys, which come first, to those with later rows; it then waits for their tiles all the same, since
-  // it may release no stage before it is full.
+  // keys, which come first, to those with later rows.
   __device__ __forceinline__ int own_rounds(int all, int q0) const {
     constexpr int round_keys = B::split_kv * B::block_n;
     const int keys = visible_keys(a.p, min(q0 + row_group * Shared::GROUP_STRIDE + 63, a.p.Sq - 1));
     return min(max((keys + round_keys - 1) / round_keys, 1), all);
   }
   __device__ __forceinline__ void skip_k(int q0) {
-    for (const int own = own_rounds(rounds_ahead, q0); rounds_ahead > own; rounds_ahead--) {
-      wait_phase(&s.slice[slice].k_full[k_ahead.stage], k_ahead.parity);
-      release(&s.slice[slice].k_empty[k_ahead.stage]);
-      k_ahead.advance();
-    }
+    for (const int own = own_rounds(rounds_ahead, q0); rounds_ahead > own; rounds_ahead--) pass_k();
   }
   __device__ __forceinline__ void skip_v() {
-    for (const int own = own_rounds(rounds, q0); rounds > own; rounds--) {
-      wait_phase(&s.slice[slice].v_full[v_ahead.stage], v_ahead.parity);
-      release(&s.slice[slice].v_empty[v_ahead.stage]);
-      v_ahead.advance();
-    }
+    for (const int own = own_rounds(rounds, q0); rounds > own; rounds--) pass_v();
   }
 
   // S = Q @ K.T, begun.   [64][BLOCK_N]

@@ -1,7 +1,7 @@
 // The part of engine.cpp, and included by it alone, that runs the instructions of sm_90:
 //
-//   bulk loads,   The destination is poison from the issue on. A load lands when no thread can go on
-//                 without it: the oldest, the newest or any one first, as the schedule says; in
+//   loads, also   The destination is poison from the issue on. A load lands when no thread can go on
+//   st.async      without it: the oldest, the newest or any one first, as the schedule says; in
 //                 random order also earlier.
 //   bulk stores   read shared memory at the wait_group.read that covers them, and write global memory
 //                 at the wait_group or at the end of the kernel.
@@ -604,19 +604,6 @@ void bulk_load(void* dst, const void* src, uint32_t bytes, uint64_t* barrier, Si
                             {}});
 }
 
-void tensor_load(void* dst, const CUtensorMap_st* map, const int* c, int rank, uint64_t* barrier,
-                 Site at) {
-  {
-    const Unobserved unobserved;
-    check_map(map, rank, c, dst, at);
-  }
-  observe_write(dst, map->box_bytes());
-  const Unobserved unobserved;
-  check_shared(barrier, 8, at);
-  start_load(*self->block, {nullptr, at, static_cast<unsigned char*>(dst), true,
-                            pieces_of(*map, c, at), int(map->box_bytes()), barrier, {}});
-}
-
 void tensor_load_multicast(void* dst, const CUtensorMap_st* map, const int* c, int rank,
                            uint64_t* barrier, int ctas, Site at) {
   Cluster& cluster = *self->block->cluster;
@@ -638,10 +625,20 @@ void tensor_load_multicast(void* dst, const CUtensorMap_st* map, const int* c, i
     unsigned char* const to = static_cast<unsigned char*>(there(dst));
     observe_write(to, map->box_bytes());
     const Unobserved unobserved;
-    start_load(cluster.blocks[cta],
-               {nullptr, at, to, true, pieces, int(map->box_bytes()),
-                static_cast<uint64_t*>(there(barrier)), {}});
+    start_load(cluster.blocks[cta], {nullptr,
+                                     at,
+                                     to,
+                                     true,
+                                     pieces,
+                                     int(map->box_bytes()),
+                                     static_cast<uint64_t*>(there(barrier)),
+                                     {}});
   }
+}
+
+void tensor_load(void* dst, const CUtensorMap_st* map, const int* c, int rank, uint64_t* barrier,
+                 Site at) {
+  tensor_load_multicast(dst, map, c, rank, barrier, 1 << self->block->rank, at);
 }
 
 void bulk_store(void* dst, const void* src, uint32_t bytes, Site at) {
@@ -737,7 +734,8 @@ void wgmma(const Product& p, Site at) {
   }
   const Product& other = step.product;
   if (other.bf16 != p.bf16 || other.trans_a != p.trans_a || other.trans_b != p.trans_b ||
-      !other.a != !p.a || other.accumulate != p.accumulate || (!p.a && other.a_s != p.a_s) || other.b_s != p.b_s) {
+      !other.a != !p.a || other.accumulate != p.accumulate || (!p.a && other.a_s != p.a_s) ||
+      other.b_s != p.b_s) {
     fail(at, "divergent warpgroup: other threads gave other descriptors or another scale-d");
   }
   if (mine != (step.starts_chain ? nullptr : step.chain)) {

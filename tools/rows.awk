@@ -21,9 +21,11 @@ function peer_name(config) {
     config == "torch_efficient" ? "memory-efficient" : config == "torch_math" ? "PyTorch math" : config
 }
 
-# provenance(FILE NUMBER, QUOTE): GPU, driver, CUDA, commit and date, the commit between QUOTEs.
-function provenance(f, quote, words) {
-  words = gpu[f] ", driver " driver[f] ", CUDA " cuda[f] ", commit " quote commit[f] quote
+# provenance(FILE NUMBER, QUOTE): GPU, driver, CUDA, commits of its rows and date, each commit between QUOTEs.
+function provenance(f, quote, words, commits) {
+  commits = commit[f]
+  gsub(/ /, quote ", " quote, commits)
+  words = gpu[f] ", driver " driver[f] ", CUDA " cuda[f] ", commit " quote commits quote
   return date[f] == "" ? words : words ", " date[f]
 }
 
@@ -54,6 +56,9 @@ FNR == 1 {
   next
 }
 cell("device") != "" { gpu[file] = cell("device"); driver[file] = cell("driver"); cuda[file] = cell("cuda") }
-cell("git_sha") != "" { commit[file] = cell("git_sha") }
+cell("git_sha") != "" && !((file, cell("git_sha")) in has_commit) {
+  has_commit[file, cell("git_sha")] = 1
+  commit[file] = commit[file] (commit[file] == "" ? "" : " ") cell("git_sha")
+}
 cell("clock_mhz") + 0 > mhz[file] { mhz[file] = cell("clock_mhz") + 0 }
 cell("note") ~ /^expected failure/ { control[cell("config")] = 1 }
