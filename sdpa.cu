@@ -687,6 +687,10 @@ __device__ __forceinline__ bool mbarrier_try_wait_parity(uint64_t* barrier_s, in
       : "memory");
   return complete;
 }
+// The same at once, for who has other things to do if it is not.
+__device__ __forceinline__ bool mbarrier_peek_parity(uint64_t* barrier_s, int parity) {
+  return mbarrier_test_wait_parity(barrier_s, parity);
+}
 // By the thread that initialised mbarriers: the async proxy and the cluster see them.
 __device__ __forceinline__ void fence_mbarrier_init() {
   asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory");
@@ -1512,7 +1516,9 @@ template <int N> struct StageRing {
   __device__ void advance() {
     if (++stage == N) stage = 0, parity ^= 1;
   }
-  __device__ int previous() const { return stage == 0 ? N - 1 : stage - 1; }
+  __device__ void retreat() {
+    if (stage-- == 0) stage = N - 1, parity ^= 1;
+  }
 };
 
 __device__ __forceinline__ void mbarrier_wait(uint64_t* barrier_s, int parity) {
@@ -2553,14 +2559,18 @@ template <class B> struct WgmmaRows {
   Shared& s;
   const KernelArgs& a;
   const int lane, warpgroup, slice, row_group;
-  const SharedAddress Q_s, K_s, V_s;  // the first stages; of Q the warpgroup's rows
+  const uint64_t Q, K, V;  // descriptors of the first stages; of Q of the warpgroup's rows
   Output O;
   float m[ROWS], l[ROWS];
-  // Where Q @ K.T is to be issued next, rounds left of that item, and where P @ V is.
   StageRing<Shared::Q_STAGES> q_ahead, q_now;
-  StageRing<B::stages> k_ahead, v_ahead;
-  int rounds_ahead = 0, rounds = 0, q0 = 0, clean_keys = 0;
-  bool first = true;  // round of the item
+  // Where the K tile is that comes next, that of the scores begun last, that of the scores there are. The
+  // V tile of a round is in the same stage. v_stage: of the last P @ V.
+  StageRing<B::stages> ahead, begun, now;
+  int v_stage = 0;
+  int rounds_ahead = 0, rounds = 0;  // left of the item of q_ahead, of q_now
+  int q0 = 0, clean_keys = 0;
+  int lazy_rounds = 0;  // USE_LAZY_MAX: the last so many need no exact maximum
+  bool first = true;    // round of the item
 
   __device__ WgmmaRows(Shared& s_, const KernelArgs& a_, int thread)
       : s(s_),
@@ -2569,27 +2579,21 @@ template <class B> struct WgmmaRows {
         warpgroup(uniform(thread / 128)),
         slice(warpgroup / Shared::ROW_GROUPS),
         row_group(warpgroup % Shared::ROW_GROUPS),
-        Q_s(uniform(shared_address(s.Q[0][row_group]))),
-        K_s(uniform(shared_address(s.slice[slice].K[0]))),
-        V_s(uniform(shared_address(s.slice[slice].V[0]))) {}
+        Q(wgmma_descriptor(uniform(shared_address(s.Q[0][row_group])), 16, 1024)),
+        K(wgmma_descriptor(uniform(shared_address(s.slice[slice].K[0])), 16, 1024)),
+        V(wgmma_descriptor(uniform(shared_address(s.slice[slice].V[0])), B::block_n * 128, 1024)) {}
 
-  __device__ void release(uint64_t* empty) {
+  __device__ void release(uint64_t* empty, bool anything = true) {
     __syncwarp();
-    if (lane == 0) mbarrier_arrive(empty);
+    if (lane == 0 && anything) mbarrier_arrive(empty);
   }
 
-  // The next tile is not for this warpgroup; it may release no stage before it is full.
-  __device__ __forceinline__ void pass_k() {
-    wait_phase(&s.slice[slice].k_full[k_ahead.stage], k_ahead.parity);
-    release(&s.slice[slice].k_empty[k_ahead.stage]);
-    k_ahead.advance();
+  // A tile that this warpgroup does not need. It may release no stage before it is full.
+  __device__ __forceinline__ void pass(const StageRing<B::stages>& at, uint64_t* full,
+                                       uint64_t* empty) {
+    wait_phase(&full[at.stage], at.parity);
+    release(&empty[at.stage]);
   }
-  __device__ __forceinline__ void pass_v() {
-    wait_phase(&s.slice[slice].v_full[v_ahead.stage], v_ahead.parity);
-    release(&s.slice[slice].v_empty[v_ahead.stage]);
-    v_ahead.advance();
-  }
-
   // Whether this warpgroup's rows of an item are all past the last query. It then only lets the tiles pass,
   // so that the others have the tensor cores to themselves.
   __device__ __forceinline__ bool has_no_rows(int q0) const {
@@ -2597,7 +2601,11 @@ template <class B> struct WgmmaRows {
     return may_pass && q0 + row_group * Shared::GROUP_STRIDE >= a.p.Sq;
   }
   __device__ __forceinline__ void pass_item() {
-    for (; rounds > 0; rounds--) pass_k(), pass_v();
+    typename Shared::Tiles& t = s.slice[slice];
+    for (; rounds > 0; rounds--, ahead.advance()) {
+      pass(ahead, t.k_full, t.k_empty);
+      pass(ahead, t.v_full, t.v_empty);
+    }
     release(&s.o_done[q_now.stage][row_group]);
     q_now.advance();
   }
@@ -2610,60 +2618,75 @@ template <class B> struct WgmmaRows {
     return min(max((keys + round_keys - 1) / round_keys, 1), all);
   }
   __device__ __forceinline__ void skip_k(int q0) {
-    for (const int own = own_rounds(rounds_ahead, q0); rounds_ahead > own; rounds_ahead--) pass_k();
+    for (const int own = own_rounds(rounds_ahead, q0); rounds_ahead > own; rounds_ahead--) {
+      pass(ahead, s.slice[slice].k_full, s.slice[slice].k_empty);
+      ahead.advance();
+    }
   }
   __device__ __forceinline__ void skip_v() {
-    for (const int own = own_rounds(rounds, q0); rounds > own; rounds--) pass_v();
+    const int own = own_rounds(rounds, q0);
+    StageRing<B::stages> at = now;
+    for (int n = own; n < rounds; n++) at.retreat();
+    for (; rounds > own; rounds--, at.advance()) {
+      pass(at, s.slice[slice].v_full, s.slice[slice].v_empty);
+    }
   }
 
-  // S = Q @ K.T, begun.   [64][BLOCK_N]
-  __device__ __forceinline__ void multiply_qk(Scores& S, int q_stage, int k_stage) {
-    const uint64_t Q = wgmma_descriptor(Q_s + q_stage * sizeof s.Q[0], 16, 1024);
-    const uint64_t K = wgmma_descriptor(K_s + k_stage * sizeof s.slice[0].K[0], 16, 1024);
+  // The matrix so many bytes after the one that this describes; the sum stays within the address.
+  static __device__ __forceinline__ uint64_t further(uint64_t descriptor, int bytes) {
+    return (descriptor & ~uint64_t(0xffffffff)) | uint32_t(uint32_t(descriptor) + bytes / 16);
+  }
+  // S = Q @ K.T for the next round, begun; where there is none, it is that of some old tile, and nobody
+  // looks at it.   [64][BLOCK_N]
+  __device__ __forceinline__ void start_qk(Scores& S, bool k_is_there = false) {
+    if (rounds_ahead <= 0) k_is_there = false;  // it was another tile
+    const bool any = rounds_ahead > 0 || (STREAMS && look_ahead());
+    begun = ahead;
+    if (any) {
+      if (!k_is_there) wait_phase(&s.slice[slice].k_full[ahead.stage], ahead.parity);
+      ahead.advance();
+    }
+    rounds_ahead--;
+    const uint64_t Q_now = further(Q, q_ahead.stage * int(sizeof s.Q[0]));
+    const uint64_t K_now = further(K, begun.stage * int(sizeof s.slice[0].K[0]));
     forget(S.x.d);
     wgmma_fence();
 #pragma unroll
     for (int step = 0; step < B::head_dim / 16; step++) {
       const int panel = step / 4, bytes = step % 4 * 32;
-      wgmma_ss<Element, B::block_n, 0>(S.x.d, Q + (panel * 64 * 128 + bytes) / 16,
-                                       K + (panel * B::block_n * 128 + bytes) / 16, step > 0);
+      wgmma_ss<Element, B::block_n, 0>(S.x.d, Q_now + (panel * 64 * 128 + bytes) / 16,
+                                       K_now + (panel * B::block_n * 128 + bytes) / 16, step > 0);
     }
     wgmma_commit_group();
   }
-  // The same for the next round; where there is none, it is that of some old tile, and nobody looks at it.
-  __device__ __forceinline__ void start_qk(Scores& S) {
-    if (STREAMS && rounds_ahead == 0) {
-      q_ahead.advance();
-      wait_phase(&s.q_full[q_ahead.stage], q_ahead.parity);
-      const typename Shared::Item& item = s.item[q_ahead.stage];
-      rounds_ahead = uniform(item.rounds);
-      if (rounds_ahead == 0 || has_no_rows(uniform(item.q0))) {
-        rounds_ahead = -1;
-      } else if (B::skip_masked) {
-        skip_k(uniform(item.q0));
-      }
+  // To the next item. Whether there is one, with a round for this warpgroup.
+  __device__ __forceinline__ bool look_ahead() {
+    if (rounds_ahead < 0) return false;
+    q_ahead.advance();
+    wait_phase(&s.q_full[q_ahead.stage], q_ahead.parity);
+    const typename Shared::Item& item = s.item[q_ahead.stage];
+    rounds_ahead = uniform(item.rounds);
+    if (rounds_ahead == 0 || has_no_rows(uniform(item.q0))) {
+      rounds_ahead = -1;
+      return false;
     }
-    if (rounds_ahead > 0) wait_phase(&s.slice[slice].k_full[k_ahead.stage], k_ahead.parity);
-    multiply_qk(S, q_ahead.stage, k_ahead.stage);
-    if (rounds_ahead > 0) k_ahead.advance();
-    rounds_ahead--;
+    if (B::skip_masked) skip_k(uniform(item.q0));
+    return true;
   }
 
   // O += P @ V of this round, begun.   [64][D]
-  __device__ __forceinline__ void start_pv(const Probabilities& P) {
-    typename Shared::Tiles& t = s.slice[slice];
-    wait_phase(&t.v_full[v_ahead.stage], v_ahead.parity);
-    const uint64_t V =
-        wgmma_descriptor(V_s + v_ahead.stage * sizeof t.V[0], B::block_n * 128, 1024);
+  __device__ __forceinline__ void start_pv(const Probabilities& P, bool v_is_there) {
+    v_stage = now.stage;
+    if (!v_is_there) wait_phase(&s.slice[slice].v_full[v_stage], now.parity);
+    const uint64_t V_now = further(V, v_stage * int(sizeof s.slice[0].V[0]));
     hold(O.x.d);
     wgmma_fence();
 #pragma unroll
     for (int step = 0; step < STEPS; step++) {
-      wgmma_rs<Element, B::head_dim, 1>(O.x.d, P[step], V + step * 16 * 128 / 16,
+      wgmma_rs<Element, B::head_dim, 1>(O.x.d, P[step], V_now + step * 16 * 128 / 16,
                                         step > 0 || !first);
     }
     wgmma_commit_group();
-    v_ahead.advance();
   }
 
   // Rounds 16 columns of P: their accumulators are the A operand as they stand.
@@ -2674,49 +2697,68 @@ template <class B> struct WgmmaRows {
     }
   }
 
-  // P of this round in the place of its scores, and m and l; O must be multiplied by alpha.
-  // USE_LAZY_MAX: relative to the m that is there, as in MmaRows::attend_lazily; where that will not do
-  // for a row of the warp, its scores are gone, and are computed again. Whether alpha may differ from 1.
-  __device__ __forceinline__ bool attend(Scores& S, float (&alpha)[ROWS], int k0) {
-    const bool masked = k0 + B::block_n > clean_keys;
+  // P of this round in the place of its scores, and l, relative to the m that is there, as in
+  // MmaRows::attend_lazily. Whether that will do for all rows of the warp; if not, and they were tried, the
+  // scores are gone, and are computed again.
+  __device__ __forceinline__ bool attend_lazily(Scores& S) {
+    if (!B::use_lazy_max || rounds > lazy_rounds) return false;
+    if (!B::overlap && first) guess_max(S);
     float m_log2[ROWS], sum[ROWS] = {0, 0};
-    // Up to here every row has had a visible key, if the tile before began with one for the first row; and
-    // in the first round some score of the row will do for its maximum.
-    bool exactly =
-        !B::use_lazy_max || (first ? masked : k0 + B::split_kv * B::block_n >= clean_keys);
-    if (!exactly) {
-      if (first) softmax_max<B, Scores, 4>(S, a.scale_log2, m, alpha);
 #pragma unroll
-      for (int i = 0; i < ROWS; i++) m_log2[i] = m[i] * a.scale_log2, alpha[i] = 1;
-      softmax_exp<B>(S, 0, S.COLS, a.scale_log2, m_log2, sum);
-      exactly = !__all_sync(0xffffffffu, sum[0] + sum[1] <= lazy_limit);
-      if (exactly) multiply_qk_again(S, k0);
+    for (int i = 0; i < ROWS; i++) m_log2[i] = m[i] * a.scale_log2;
+    softmax_exp<B>(S, 0, S.COLS, a.scale_log2, m_log2, sum);
+    if (!__all_sync(0xffffffffu, sum[0] + sum[1] <= lazy_limit)) {
+      multiply_qk_again(S);
+      return false;
     }
-    if (exactly) {
-      if (masked) {
-        const uint32_t tid = thread_index_anew() % 128;
-        S.first_row = row_group * Shared::GROUP_STRIDE + tid / 32 * 16 + tid % 32 / 4,
-        S.first_col = tid % 4 * 2;
-        mask_scores(S, a.p, q0, k0);
-      }
-      softmax_max<B>(S, a.scale_log2, m, alpha);
 #pragma unroll
-      for (int i = 0; i < ROWS; i++) m_log2[i] = finite_max(m[i]) * a.scale_log2, sum[i] = 0;
-      softmax_exp<B>(S, 0, S.COLS, a.scale_log2, m_log2, sum);
+    for (int i = 0; i < ROWS; i++) l[i] += sum[i];
+    return true;
+  }
+  // The same with the exact m; O must be multiplied by alpha.
+  __device__ __forceinline__ void attend_exactly(Scores& S, float (&alpha)[ROWS]) {
+    const int k0 = first_key();
+    if (k0 + B::block_n > clean_keys) {
+      const uint32_t tid = thread_index_anew() % 128;
+      S.first_row = row_group * Shared::GROUP_STRIDE + tid / 32 * 16 + tid % 32 / 4,
+      S.first_col = tid % 4 * 2;
+      mask_scores(S, a.p, q0, k0);
     }
+    float m_log2[ROWS], sum[ROWS] = {0, 0};
+    softmax_max<B>(S, a.scale_log2, m, alpha);
+#pragma unroll
+    for (int i = 0; i < ROWS; i++) m_log2[i] = finite_max(m[i]) * a.scale_log2;
+    softmax_exp<B>(S, 0, S.COLS, a.scale_log2, m_log2, sum);
 #pragma unroll
     for (int i = 0; i < ROWS; i++) l[i] = fmaf(l[i], alpha[i], sum[i]);
-    return exactly;
+  }
+  // The first key of this round's tile.
+  __device__ __forceinline__ int first_key() const {
+    return ((rounds - 1) * B::split_kv + slice) * B::block_n;
+  }
+  // Which rounds of the item need the exact maximum: all that have a mask, and one more, before which a
+  // row may have had no visible key. But where the first round has none, no round has.
+  __device__ __forceinline__ void plan_max(const Scores& S) {
+    if (!B::use_lazy_max) return;
+    const bool clean = first_key() + B::block_n <= clean_keys;
+    constexpr int round_keys = B::split_kv * B::block_n;
+    lazy_rounds = clean ? rounds : max(clean_keys - slice * B::block_n - 1, 0) / round_keys;
+    if (clean && B::overlap) guess_max(S);
+  }
+  // In the first round, if it has no mask, some score of a row will do for its maximum.
+  __device__ __forceinline__ void guess_max(const Scores& S) {
+    float alpha[ROWS];
+    softmax_max<B, Scores, 4>(S, a.scale_log2, m, alpha);
   }
   // S = Q @ K.T once more, of this warp alone, by mma.sync and with K from global memory: its tile may
   // be overwritten by now. Rare, so short rather than fast.
-  __device__ __forceinline__ void multiply_qk_again(Scores& S, int k0) const {
+  __device__ __forceinline__ void multiply_qk_again(Scores& S) const {
     const SdpaParams& p = a.p;
     const typename Shared::Item& item = s.item[q_now.stage];
     const uint32_t tid = thread_index_anew() % 128, lane = tid % 32;
     const int row = tid / 32 * 16 + lane % 16;
-    const Element* const K_g =
-        p.K + item.b * p.k.batch + item.h_kv * p.k.head + (k0 + lane / 4) * p.k.row + lane % 4 * 2;
+    const Element* const K_g = p.K + item.b * p.k.batch + item.h_kv * p.k.head +
+                               (first_key() + lane / 4) * p.k.row + lane % 4 * 2;
 #pragma unroll
     for (int n = 0; n < B::block_n / 8; n++) {
       float* const c = S.x.d + 4 * n;
@@ -2749,29 +2791,34 @@ template <class B> struct WgmmaRows {
   __device__ __forceinline__ void begin_stream(Scores& S) {
     q_ahead = q_now, rounds_ahead = rounds;
     if (B::skip_masked) skip_k(q0);
-    if (B::overlap) start_qk(S), wgmma_wait_group<0>(), hold(S.x.d);
+    if (B::overlap) start_qk(S), wgmma_wait_group<0>(), hold(S.x.d), now = begun;
   }
 
   // One round: P of the scores S, then P @ V. OVERLAP=1: the scores are there, and those of the next
   // round, if there is one, are begun before P @ V, so that P @ V goes on beside its softmax.
   template <bool HAS_NEXT> __device__ __forceinline__ void step(Scores& S, Probabilities& P) {
-    if (!B::overlap) start_qk(S), wgmma_wait_group<0>(), hold(S.x.d);
-    release(&s.slice[slice].k_empty[k_ahead.previous()]);
+    if (!B::overlap) start_qk(S), wgmma_wait_group<0>(), hold(S.x.d), now = begun;
+    release(&s.slice[slice].k_empty[now.stage]);
+    // The next K and this V have mostly landed; to ask takes time, which the softmax hides.
+    typename Shared::Tiles& t = s.slice[slice];
+    const bool k_is_there =
+        B::overlap && HAS_NEXT && mbarrier_peek_parity(&t.k_full[ahead.stage], ahead.parity);
+    const bool v_is_there = B::overlap && mbarrier_peek_parity(&t.v_full[now.stage], now.parity);
     float alpha[ROWS];
-    const bool rescale =
-        attend(S, alpha, ((rounds - 1) * B::split_kv + slice) * B::block_n) && !first;
+    const bool exactly = !attend_lazily(S);
+    if (exactly) attend_exactly(S, alpha);
     if (B::overlap) {
       wait_pv();  // of the round before: P and O may be touched
-      if (!first) release_last_v();
+      release_last_v(!first);
     }
-    if (rescale && !__all_sync(0xffffffffu, alpha[0] == 1 && alpha[1] == 1)) scale_rows(O, alpha);
+    if (exactly && !__all_sync(0xffffffffu, alpha[0] == 1 && alpha[1] == 1)) scale_rows(O, alpha);
 #pragma unroll
     for (int step = 0; step < STEPS; step++) round(P[step], S, step);
     if (B::use_ping_pong) barrier_sync(1 + warpgroup, 256);
-    if (B::overlap && HAS_NEXT) start_qk(S);
-    start_pv(P);
+    if (B::overlap && HAS_NEXT) start_qk(S, k_is_there);
+    start_pv(P, v_is_there);
     if (B::use_ping_pong) barrier_arrive(1 + (warpgroup + 1) % B::warpgroups, 256);
-    first = false, rounds--;
+    first = false, rounds--, now = begun;
     if (!B::overlap) {
       wait_pv(), release_last_v();
     } else if (HAS_NEXT) {
@@ -2779,7 +2826,9 @@ template <class B> struct WgmmaRows {
     }
   }
   __device__ __forceinline__ void wait_pv() { wgmma_wait_group<0>(), hold(O.x.d); }
-  __device__ void release_last_v() { release(&s.slice[slice].v_empty[v_ahead.previous()]); }
+  __device__ void release_last_v(bool anything = true) {
+    release(&s.slice[slice].v_empty[v_stage], anything);
+  }
 
   // O / l and LSE, by way of the rows of Q that nobody reads any more.
   __device__ __forceinline__ void finish_item() {
@@ -2900,6 +2949,7 @@ template <class B> struct WgmmaRows {
       if (!begun) begin_stream(S);
       begun = STREAMS;
       if (B::skip_masked) skip_v();
+      plan_max(S);
       // Where rounds are few, the last one without the Q @ K.T that nobody needs; it takes registers.
       constexpr int apart = B::overlap && B::split_kv > 1;
       while (rounds > apart) step<true>(S, P), load(rounds);

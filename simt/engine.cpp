@@ -725,6 +725,14 @@ void mbarrier_wait(uint64_t* barrier, int parity, Site at) {
   acquire(barrier);
 }
 
+bool mbarrier_peek(uint64_t* barrier, int parity, Site at) {
+  const Unobserved unobserved;
+  check_shared(barrier, 8, at);
+  const bool complete = int(Mbarrier::load(barrier, at).phase) != parity;
+  if (complete) acquire(barrier);
+  return complete;
+}
+
 void release(const void* object) {
   (void)object;
 #if defined(SIMT_TSAN)

@@ -89,6 +89,7 @@ void warp_collective(unsigned mask, void* mine, Collective compute, Site at);
 void mbarrier_init(uint64_t* barrier, int count, Site at);
 void mbarrier_arrive(uint64_t* barrier, int expect_bytes, Site at);
 void mbarrier_wait(uint64_t* barrier, int parity, Site at);
+bool mbarrier_peek(uint64_t* barrier, int parity, Site at);
 // Ordering for ThreadSanitizer on an object that is not one of the above.
 void release(const void* object);
 void acquire(const void* object);

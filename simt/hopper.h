@@ -9,6 +9,9 @@ inline bool mbarrier_try_wait_parity(uint64_t* barrier_s, int parity, SIMT_CALLE
   simt::mbarrier_wait(barrier_s, parity, at);
   return true;
 }
+inline bool mbarrier_peek_parity(uint64_t* barrier_s, int parity, SIMT_CALLER) {
+  return simt::mbarrier_peek(barrier_s, parity, at);
+}
 inline void fence_mbarrier_init() {}
 inline void fence_proxy_async() { simt::fence_proxy_async(); }
 
