@@ -2346,6 +2346,9 @@ template <class B> struct WgmmaShared {
   static constexpr int ROW_GROUPS = B::block_m / GROUP_ROWS;
   // From one to the next; those of a cluster's CTAs alternate, so that a mask gives them equal work.
   static constexpr int GROUP_STRIDE = GROUP_ROWS * B::cluster_size;
+  // Whether a warpgroup without rows of its own leaves the tiles to the others.
+  static constexpr bool MAY_PASS =
+      B::use_warp_specialization && B::split_kv == 1 && !B::use_ping_pong;
   static constexpr int Q_STAGES = B::use_persistent_cta && B::head_dim <= 128 ? 2 : 1;
   struct alignas(16) Item : WorkItem {
     int h_kv, rounds;  // no rounds: there are no more items
@@ -2442,6 +2445,10 @@ template <class B> struct WgmmaLoader {
     Item item{};
     if (i < a.work_items) {
       static_cast<WorkItem&>(item) = work_item<B>(a, i);
+      // With a mask, warpgroups without rows are in the first item, where rows are short, not in the last.
+      if (Shared::MAY_PASS && a.p.causal != Causal::off) {
+        item.q0 -= (int(a.q_blocks.divisor) * B::item_rows - a.p.Sq) / 64 * 64;
+      }
       item.h_kv = int(a.q_heads_per_kv.divide(item.h));
       const int keys = visible_keys(a.p, min(item.q0 + B::item_rows, a.p.Sq) - 1);
       constexpr int round_keys = B::split_kv * B::block_n;
@@ -2536,13 +2543,15 @@ template <class B> struct WgmmaLoader {
   }
 };
 
-// By one thread: 64 rows of O from shared memory to global memory; rows past Sq are left out.
+// By one thread: 64 rows of O from shared memory to global memory; rows past Sq are left out, but a box must
+// not begin before row 0.
 template <class B>
 __device__ __forceinline__ void wgmma_store(WgmmaShared<B>& s, const KernelArgs& a, int stage,
                                             int parity, int row_group) {
   const WorkItem& item = s.item[stage];
   wait_phase(&s.o_done[stage][row_group], parity);
   const int c[5] = {0, item.q0 + row_group * s.GROUP_STRIDE, 0, item.h, item.b};
+  if (c[1] < 0) return;
   cp_async_bulk_tensor_store<5>(&tensor_maps<B>(a).o, c, s.Q[stage][row_group]);
   cp_async_bulk_commit_group();
 }
@@ -2594,11 +2603,11 @@ template <class B> struct WgmmaRows {
     wait_phase(&full[at.stage], at.parity);
     release(&empty[at.stage]);
   }
-  // Whether this warpgroup's rows of an item are all past the last query. It then only lets the tiles pass,
-  // so that the others have the tensor cores to themselves.
+  // Whether this warpgroup's rows of an item are all before the first query or past the last one. It then
+  // only lets the tiles pass, so that the others have the tensor cores to themselves.
   __device__ __forceinline__ bool has_no_rows(int q0) const {
-    constexpr bool may_pass = B::use_warp_specialization && B::split_kv == 1 && !B::use_ping_pong;
-    return may_pass && q0 + row_group * Shared::GROUP_STRIDE >= a.p.Sq;
+    const int q = q0 + row_group * Shared::GROUP_STRIDE;
+    return Shared::MAY_PASS && (q < 0 || q >= a.p.Sq);
   }
   __device__ __forceinline__ void pass_item() {
     typename Shared::Tiles& t = s.slice[slice];

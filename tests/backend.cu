@@ -575,8 +575,8 @@ static void test_tma_reports() {
 }
 
 enum class Omit { nothing, fence, wait, read_wait, last_wait };
-// Stages a tile of 0, 1, ... and stores it to rows 30 ... of head 1, without WHAT.
-template <Omit WHAT> static void store_tile(const HopperArgs a) {
+// Stages a tile of 0, 1, ... and stores it to rows ROW ... of head 1, without WHAT.
+template <Omit WHAT, int ROW = 30> static void store_tile(const HopperArgs a) {
   HopperScratch& s = dynamic_shared<HopperScratch>();
   for (int i = threadIdx.x; i < BOX * 64; i += blockDim.x) {
     st_shared(s.a + swizzled(i / 64, i % 64), __half(float(i)));
@@ -584,7 +584,7 @@ template <Omit WHAT> static void store_tile(const HopperArgs a) {
   if (WHAT != Omit::fence) fence_proxy_async();
   __syncthreads();
   if (threadIdx.x == 0) {
-    cp_async_bulk_tensor_store<3>(&a.map, {0, 30, 1}, s.a);
+    cp_async_bulk_tensor_store<3>(&a.map, {0, ROW, 1}, s.a);
     cp_async_bulk_commit_group();
     if (WHAT == Omit::nothing || WHAT == Omit::last_wait) cp_async_bulk_wait_group_read<0>();
   }
@@ -630,6 +630,8 @@ static void test_tma_stores() {
                        {"was written by warp ", "without a fence.proxy.async since"});
   expect_hopper_report("no wait before the end", store_tile<Omit::wait>,
                        {"this store may not have read shared memory yet"});
+  expect_hopper_report("begins before the tensor", store_tile<Omit::nothing, -1>,
+                       {"may reach past the tensor's end, but not begin at -1"});
 }
 
 // D [64][N] = A [64][64] @ B [64][N], twice, + what was there; all small integers.
