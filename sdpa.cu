@@ -218,11 +218,11 @@ SDPA_REFUSE(typed_tile&& Build::skip_masked &&
                 (!Build::use_warp_specialization || Build::use_ping_pong),
             "SKIP_MASKED=1: warpgroups that take turns or load tiles must run the same rounds; add "
             "USE_WARP_SPECIALIZATION=1 and drop USE_PING_PONG");
-// One that waits for the first tile it sees has yet to release V of the item before, so that the others
-// can go no further than STAGES - 1 tiles, and K is loaded as far ahead of them.
-SDPA_REFUSE(typed_tile&& Build::skip_masked && (Build::item_rows - 64) > (2 * Build::stages - 2) *
-                                                                             Build::split_kv *
-                                                                             Build::block_n,
+// One that waits for the first tile it sees has yet to release V of those before, so that the others can
+// go no further than STAGES tiles, and K is loaded as far ahead of them.
+SDPA_REFUSE(typed_tile&& Build::skip_masked &&
+                (Build::item_rows - 64) >
+                    2 * Build::stages * Build::split_kv * Build::block_n,
             "SKIP_MASKED=1: a warpgroup would skip more tiles than can be in flight; type more "
             "STAGES or a larger BLOCK_N");
 SDPA_REFUSE(
@@ -2353,10 +2353,13 @@ template <class B> struct WgmmaShared {
   struct alignas(16) Item : WorkItem {
     int h_kv, rounds;  // no rounds: there are no more items
   };
-  // What a warpgroup has summed over its slice.
+  // What the slices' warpgroups with the same rows have for each other: of O, for every slice from every
+  // other one, what each thread has of the columns that the slice finishes.
   struct RowPartial {
-    alignas(16) float O[64][B::head_dim + 8];  // 8: against bank conflicts
-    float2 m_l[64];
+    static constexpr int COLS = B::head_dim / B::split_kv;
+    float4 O[B::split_kv][B::split_kv > 1 ? B::split_kv - 1 : 1][COLS / 8][128];
+    float2 m_l[B::split_kv][64];
+    alignas(16) Element out[B::split_kv][64][COLS + 8];  // 8: against bank conflicts
   };
   struct ColumnPartial {  // of WgmmaColumns
     static constexpr int ROWS = B::block_m;
@@ -2376,8 +2379,9 @@ template <class B> struct WgmmaShared {
   alignas(1024)
       Element Q[Q_STAGES][ROW_GROUPS][GROUP_ROWS * B::head_dim];  // afterwards O on its way out
   Tiles slice[B::split_kv];
-  typename std::conditional<(B::split_kv > 1 || B::swap_ab), Partial[B::split_kv * ROW_GROUPS],
-                            Nothing>::type partial;
+  static constexpr int PARTIALS = B::swap_ab ? B::split_kv : ROW_GROUPS;
+  typename std::conditional<(B::split_kv > 1 || B::swap_ab), Partial[PARTIALS], Nothing>::type
+      partial;
   Item item[Q_STAGES];  // whose Q it is
   // Full: Q has landed, the item is known. Done: every warp has written its O over Q. Empty: O is out (in
   // the first CTA of a cluster: of all).
@@ -2563,7 +2567,6 @@ template <class B> struct WgmmaRows {
   using Output = WgmmaAccumulator<B::head_dim>;
   static constexpr int ROWS = Output::ROWS, STEPS = B::block_n / 16;
   using Probabilities = uint32_t[STEPS][4];              // rounded, A operands of 16 keys each
-  static constexpr bool STREAMS = Shared::Q_STAGES > 1;  // on to the next item without a break
 
   Shared& s;
   const KernelArgs& a;
@@ -2571,12 +2574,10 @@ template <class B> struct WgmmaRows {
   const uint64_t Q, K, V;  // descriptors of the first stages; of Q of the warpgroup's rows
   Output O;
   float m[ROWS], l[ROWS];
-  StageRing<Shared::Q_STAGES> q_ahead, q_now;
-  // Where the K tile is that comes next, that of the scores begun last, that of the scores there are. The
-  // V tile of a round is in the same stage. v_stage: of the last P @ V.
-  StageRing<B::stages> ahead, begun, now;
-  int v_stage = 0;
-  int rounds_ahead = 0, rounds = 0;  // left of the item of q_ahead, of q_now
+  StageRing<Shared::Q_STAGES> q_now;
+  StageRing<B::stages> ring;  // where K and V of this round are
+  int v_stage = 0;            // V of the last P @ V
+  int rounds = 0;  // left of the item
   int q0 = 0, clean_keys = 0;
   int lazy_rounds = 0;  // USE_LAZY_MAX: the last so many need no exact maximum
   bool first = true;    // round of the item
@@ -2611,9 +2612,9 @@ template <class B> struct WgmmaRows {
   }
   __device__ __forceinline__ void pass_item() {
     typename Shared::Tiles& t = s.slice[slice];
-    for (; rounds > 0; rounds--, ahead.advance()) {
-      pass(ahead, t.k_full, t.k_empty);
-      pass(ahead, t.v_full, t.v_empty);
+    for (; rounds > 0; rounds--, ring.advance()) {
+      pass(ring, t.k_full, t.k_empty);
+      pass(ring, t.v_full, t.v_empty);
     }
     release(&s.o_done[q_now.stage][row_group]);
     q_now.advance();
@@ -2626,17 +2627,19 @@ template <class B> struct WgmmaRows {
     const int keys = visible_keys(a.p, min(q0 + row_group * Shared::GROUP_STRIDE + 63, a.p.Sq - 1));
     return min(max((keys + round_keys - 1) / round_keys, 1), all);
   }
-  __device__ __forceinline__ void skip_k(int q0) {
-    for (const int own = own_rounds(rounds_ahead, q0); rounds_ahead > own; rounds_ahead--) {
-      pass(ahead, s.slice[slice].k_full, s.slice[slice].k_empty);
-      ahead.advance();
+  // The K tiles that only others need; how many.
+  __device__ __forceinline__ int skip_k() {
+    const int skipped = rounds - own_rounds(rounds, q0);
+    for (int n = 0; n < skipped; n++, ring.advance()) {
+      pass(ring, s.slice[slice].k_full, s.slice[slice].k_empty);
     }
+    return skipped;
   }
-  __device__ __forceinline__ void skip_v() {
-    const int own = own_rounds(rounds, q0);
-    StageRing<B::stages> at = now;
-    for (int n = own; n < rounds; n++) at.retreat();
-    for (; rounds > own; rounds--, at.advance()) {
+  // The V tiles of the same rounds.
+  __device__ __forceinline__ void skip_v(int skipped) {
+    StageRing<B::stages> at = ring;
+    for (int n = 0; n < skipped; n++) at.retreat();
+    for (; skipped > 0; skipped--, rounds--, at.advance()) {
       pass(at, s.slice[slice].v_full, s.slice[slice].v_empty);
     }
   }
@@ -2645,54 +2648,36 @@ template <class B> struct WgmmaRows {
   static __device__ __forceinline__ uint64_t further(uint64_t descriptor, int bytes) {
     return (descriptor & ~uint64_t(0xffffffff)) | uint32_t(uint32_t(descriptor) + bytes / 16);
   }
-  // S = Q @ K.T for the next round, begun; where there is none, it is that of some old tile, and nobody
-  // looks at it.   [64][BLOCK_N]
-  __device__ __forceinline__ void start_qk(Scores& S, bool k_is_there = false) {
-    if (rounds_ahead <= 0) k_is_there = false;  // it was another tile
-    const bool any = rounds_ahead > 0 || (STREAMS && look_ahead());
-    begun = ahead;
-    if (any) {
-      if (!k_is_there) wait_phase(&s.slice[slice].k_full[ahead.stage], ahead.parity);
-      ahead.advance();
-    }
-    rounds_ahead--;
-    const uint64_t Q_now = further(Q, q_ahead.stage * int(sizeof s.Q[0]));
-    const uint64_t K_now = further(K, begun.stage * int(sizeof s.slice[0].K[0]));
+  // S = Q @ K.T, begun.   [64][BLOCK_N]
+  __device__ __forceinline__ void start_qk(Scores& S, const StageRing<B::stages>& at,
+                                           bool k_is_there) {
+    if (!k_is_there) wait_phase(&s.slice[slice].k_full[at.stage], at.parity);
+    const uint64_t Q_now = further(Q, q_now.stage * int(sizeof s.Q[0]));
+    const uint64_t K_now = further(K, at.stage * int(sizeof s.slice[0].K[0]));
     forget(S.x.d);
     wgmma_fence();
 #pragma unroll
     for (int step = 0; step < B::head_dim / 16; step++) {
       const int panel = step / 4, bytes = step % 4 * 32;
-      wgmma_ss<Element, B::block_n, 0>(S.x.d, Q_now + (panel * 64 * 128 + bytes) / 16,
-                                       K_now + (panel * B::block_n * 128 + bytes) / 16, step > 0);
+      wgmma_ss<Element, B::block_n, 0>(S.x.d, further(Q_now, panel * 64 * 128 + bytes),
+                                       further(K_now, panel * B::block_n * 128 + bytes), step > 0);
     }
     wgmma_commit_group();
   }
-  // To the next item. Whether there is one, with a round for this warpgroup.
-  __device__ __forceinline__ bool look_ahead() {
-    if (rounds_ahead < 0) return false;
-    q_ahead.advance();
-    wait_phase(&s.q_full[q_ahead.stage], q_ahead.parity);
-    const typename Shared::Item& item = s.item[q_ahead.stage];
-    rounds_ahead = uniform(item.rounds);
-    if (rounds_ahead == 0 || has_no_rows(uniform(item.q0))) {
-      rounds_ahead = -1;
-      return false;
-    }
-    if (B::skip_masked) skip_k(uniform(item.q0));
-    return true;
+  // The first scores of an item, or without OVERLAP those of any round.
+  __device__ __forceinline__ void multiply_qk(Scores& S) {
+    start_qk(S, ring, false), wgmma_wait_group<0>(), hold(S.x.d);
   }
-
   // O += P @ V of this round, begun.   [64][D]
   __device__ __forceinline__ void start_pv(const Probabilities& P, bool v_is_there) {
-    v_stage = now.stage;
-    if (!v_is_there) wait_phase(&s.slice[slice].v_full[v_stage], now.parity);
+    v_stage = ring.stage;
+    if (!v_is_there) wait_phase(&s.slice[slice].v_full[v_stage], ring.parity);
     const uint64_t V_now = further(V, v_stage * int(sizeof s.slice[0].V[0]));
     hold(O.x.d);
     wgmma_fence();
 #pragma unroll
     for (int step = 0; step < STEPS; step++) {
-      wgmma_rs<Element, B::head_dim, 1>(O.x.d, P[step], V_now + step * 16 * 128 / 16,
+      wgmma_rs<Element, B::head_dim, 1>(O.x.d, P[step], further(V_now, step * 16 * 128),
                                         step > 0 || !first);
     }
     wgmma_commit_group();
@@ -2796,23 +2781,18 @@ template <class B> struct WgmmaRows {
     for (int i = 0; i < ROWS; i++) m[i] = -INFINITY, l[i] = 0;
     return true;
   }
-  // The first scores of the item that has begun.
-  __device__ __forceinline__ void begin_stream(Scores& S) {
-    q_ahead = q_now, rounds_ahead = rounds;
-    if (B::skip_masked) skip_k(q0);
-    if (B::overlap) start_qk(S), wgmma_wait_group<0>(), hold(S.x.d), now = begun;
-  }
-
   // One round: P of the scores S, then P @ V. OVERLAP=1: the scores are there, and those of the next
   // round, if there is one, are begun before P @ V, so that P @ V goes on beside its softmax.
   template <bool HAS_NEXT> __device__ __forceinline__ void step(Scores& S, Probabilities& P) {
-    if (!B::overlap) start_qk(S), wgmma_wait_group<0>(), hold(S.x.d), now = begun;
-    release(&s.slice[slice].k_empty[now.stage]);
-    // The next K and this V have mostly landed; to ask takes time, which the softmax hides.
+    if (!B::overlap) multiply_qk(S);
     typename Shared::Tiles& t = s.slice[slice];
+    release(&t.k_empty[ring.stage]);
+    StageRing<B::stages> next = ring;
+    next.advance();
+    // The next K and this V have mostly landed; to ask takes time, which the softmax hides.
     const bool k_is_there =
-        B::overlap && HAS_NEXT && mbarrier_peek_parity(&t.k_full[ahead.stage], ahead.parity);
-    const bool v_is_there = B::overlap && mbarrier_peek_parity(&t.v_full[now.stage], now.parity);
+        B::overlap && HAS_NEXT && mbarrier_peek_parity(&t.k_full[next.stage], next.parity);
+    const bool v_is_there = B::overlap && mbarrier_peek_parity(&t.v_full[ring.stage], ring.parity);
     float alpha[ROWS];
     const bool exactly = !attend_lazily(S);
     if (exactly) attend_exactly(S, alpha);
@@ -2824,10 +2804,10 @@ template <class B> struct WgmmaRows {
 #pragma unroll
     for (int step = 0; step < STEPS; step++) round(P[step], S, step);
     if (B::use_ping_pong) barrier_sync(1 + warpgroup, 256);
-    if (B::overlap && HAS_NEXT) start_qk(S, k_is_there);
+    if (B::overlap && HAS_NEXT) start_qk(S, next, k_is_there);
     start_pv(P, v_is_there);
     if (B::use_ping_pong) barrier_arrive(1 + (warpgroup + 1) % B::warpgroups, 256);
-    first = false, rounds--, now = begun;
+    first = false, rounds--, ring = next;
     if (!B::overlap) {
       wait_pv(), release_last_v();
     } else if (HAS_NEXT) {
@@ -2846,17 +2826,14 @@ template <class B> struct WgmmaRows {
 #pragma unroll
     for (int i = 0; i < ROWS; i++) l[i] = row_sum<Output::LANES>(l[i]);
     if constexpr (B::split_kv > 1) {
-      const WorkItem item = s.item[0];  // ahead of the barrier, which hides what follows from it
-      store_partial(tid);
-      barrier_sync(15, B::warpgroups * 128);  // hazard: partial results written
-      merge_partials(s, a, warpgroup * 128 + tid, item);
+      merge_slices(tid);
       return;
     }
     barrier_sync(1 + B::warpgroups + warpgroup, 128);  // hazard: Q read by all its warps
     float inverse[ROWS];
 #pragma unroll
     for (int i = 0; i < ROWS; i++) inverse[i] = l[i] == 0 ? 0 : rcp_approx_ftz(l[i]);
-    clear_empty_rows();
+    clear_empty_rows(O);
     const int stage = q_now.stage;
     if (lane % 4 == 0) {
 #pragma unroll
@@ -2884,7 +2861,7 @@ template <class B> struct WgmmaRows {
     q_now.advance();
   }
   // A row without a visible key is 0, whatever V is.
-  __device__ __forceinline__ void clear_empty_rows() {
+  template <class View> __device__ __forceinline__ void clear_empty_rows(View& O) const {
     if (l[0] != 0 && l[1] != 0) return;
 #pragma unroll
     for (int i = 0; i < ROWS; i++) {
@@ -2894,53 +2871,99 @@ template <class B> struct WgmmaRows {
       }
     }
   }
-  __device__ __forceinline__ void store_partial(int tid) {
-    typename Shared::Partial& partial = s.partial[slice * Shared::ROW_GROUPS + row_group];
+  // O / l and LSE of all slices together, each of which finishes some of the columns: its own sum first,
+  // then the others' in their order.
+  __device__ __forceinline__ void merge_slices(uint32_t tid) {
+    typename Shared::Partial& partial = s.partial[row_group];
+    constexpr int OTHERS = B::split_kv - 1, COLS = partial.COLS;
+    const WorkItem item = s.item[0];  // ahead of the barrier, which hides what follows from it
+    const uint32_t lane = tid % 32;
+    const int first_row = tid / 32 * 16;
+    WgmmaAccumulator<COLS> share;
+#pragma unroll
+    for (int to = 0; to <= OTHERS; to++) {
+      const float* const part = O.x.d + to * COLS / 2;
+      if (to == slice) {
+        memcpy(share.x.d, part, sizeof share.x.d);
+      } else {
+#pragma unroll
+        for (int v = 0; v < COLS / 8; v++) {
+          const float4 x = {part[4 * v], part[4 * v + 1], part[4 * v + 2], part[4 * v + 3]};
+          st_shared(&partial.O[to][slice - (slice > to)][v][tid], x);
+        }
+      }
+    }
+    if (lane % 4 == 0) {
+#pragma unroll
+      for (int i = 0; i < ROWS; i++) {
+        st_shared(&partial.m_l[slice][first_row + lane / 4 + 8 * i], float2{m[i], l[i]});
+      }
+    }
+    barrier_sync(15, B::warpgroups * 128);  // hazard: partial results written
+
+    float scale[OTHERS + 1][ROWS];  // the slice's own, then the others'
 #pragma unroll
     for (int i = 0; i < ROWS; i++) {
-      const int row = tid / 32 * 16 + tid % 32 / 4 + 8 * i;
-      float* const O_row = partial.O[row] + tid % 4 * 2;
+      float2 m_l[OTHERS + 1] = {{m[i], l[i]}};
 #pragma unroll
-      for (int j = 0; j < O.COLS; j += 2) {
-        st_shared(O_row + 4 * j, float2{O.x[i][j], O.x[i][j + 1]});
+      for (int n = 0; n < OTHERS; n++) {
+        m_l[n + 1] = ld_shared<float2>(
+            &partial.m_l[n + (n >= slice)][first_row + lane / 4 + 8 * i]);
+        m[i] = fmaxf(m[i], m_l[n + 1].x);
       }
-      if (tid % 4 == 0) partial.m_l[row] = {m[i], l[i]};
+      l[i] = 0;
+#pragma unroll
+      for (int n = 0; n <= OTHERS; n++) {
+        scale[n][i] = softmax_exp2<B>((m_l[n].x - finite_max(m[i])) * a.scale_log2);
+        l[i] = fmaf(m_l[n].y, scale[n][i], l[i]);
+      }
+      const float inverse = l[i] == 0 ? 0 : rcp_approx_ftz(l[i]);
+#pragma unroll
+      for (int n = 0; n <= OTHERS; n++) scale[n][i] *= inverse;
     }
+    scale_rows(share, scale[0]);
+#pragma unroll
+    for (int n = 0; n < OTHERS; n++) {
+#pragma unroll
+      for (int v = 0; v < COLS / 8; v++) {
+        const float4 x = ld_shared<float4>(&partial.O[slice][n][v][tid]);
+        float* const d = share.x.d + 4 * v;
+        d[0] = fmaf(x.x, scale[n + 1][0], d[0]), d[1] = fmaf(x.y, scale[n + 1][0], d[1]);
+        d[2] = fmaf(x.z, scale[n + 1][1], d[2]), d[3] = fmaf(x.w, scale[n + 1][1], d[3]);
+      }
+    }
+    clear_empty_rows(share);
+    store_columns(share, partial.out[slice] + first_row, item, first_row, lane);
   }
-  // O / l and LSE of all slices together, in a fixed order, straight to global memory.
-  static __device__ __forceinline__ void merge_partials(const Shared& s, const KernelArgs& a,
-                                                        uint32_t thread, const WorkItem& item) {
-    constexpr int rows = B::block_m, threads = B::warpgroups * 128;
-    constexpr int LANES =  // threads to a row
-        threads / rows * 4 < B::head_dim ? threads / rows : B::head_dim / 4;
-    if (rows * LANES < threads && thread >= rows * LANES) return;
-    RowShare<B::head_dim, LANES> O;
-    O.first_row = thread / LANES, O.first_col = thread % LANES * 4;
-    const int row = O.first_row % Shared::GROUP_ROWS, group = O.first_row / Shared::GROUP_ROWS;
-    clear(O);
-    float m[1] = {-INFINITY}, l[1] = {0};
-    float2 m_l[B::split_kv];
+  // A slice's columns of the warp's 16 rows, by way of shared memory, so that lanes store 16 bytes.
+  template <int COLS>
+  __device__ __forceinline__ void store_columns(const WgmmaAccumulator<COLS>& O,
+                                                Element (*out_s)[COLS + 8], const WorkItem& item,
+                                                int first_row, uint32_t lane) const {
+    const SdpaParams& p = a.p;
+    const int q = item.q0 + row_group * Shared::GROUP_STRIDE + first_row;
 #pragma unroll
-    for (int n = 0; n < B::split_kv; n++) {
-      m_l[n] = ld_shared<float2>(&s.partial[n * Shared::ROW_GROUPS + group].m_l[row]);
-      m[0] = fmaxf(m[0], m_l[n].x);
+    for (int n = 0; n < COLS / 16; n++) {
+      uint32_t o[4];
+      round(o, O, n);
+      stmatrix_x4<false>(shared_address(&out_s[lane % 16][n * 16 + lane / 16 * 8]), o);
     }
+    __syncwarp();  // hazard: written by all lanes
+    Element* const O_g = p.O + item.b * p.o.batch + item.h * p.o.head + slice * COLS;
 #pragma unroll
-    for (int n = 0; n < B::split_kv; n++) {
-      const float scale = softmax_exp2<B>((m_l[n].x - finite_max(m[0])) * a.scale_log2);
-      l[0] = fmaf(m_l[n].y, scale, l[0]);
-#pragma unroll
-      for (int j = 0; j < O.COLS; j += 4) {
-        const float4 x =
-            ld_shared<float4>(&s.partial[n * Shared::ROW_GROUPS + group].O[row][O.col(j)]);
-        O.x[0][j] = fmaf(x.x, scale, O.x[0][j]);
-        O.x[0][j + 1] = fmaf(x.y, scale, O.x[0][j + 1]);
-        O.x[0][j + 2] = fmaf(x.z, scale, O.x[0][j + 2]);
-        O.x[0][j + 3] = fmaf(x.w, scale, O.x[0][j + 3]);
+    for (uint32_t i = lane; i < 16 * COLS / 8; i += 32) {
+      const int row = i / (COLS / 8), col = i % (COLS / 8) * 8;
+      if (q + row < p.Sq) {
+        st_global(O_g + (q + row) * p.o.row + col, ld_shared<uint4>(&out_s[row][col]));
       }
     }
-    if (l[0] == 0) clear(O);  // a row without a visible key is 0, whatever V is
-    store_output<B>(O, m, l, a, item);
+    if (slice == 0 && lane % 4 == 0) {
+#pragma unroll
+      for (int i = 0; i < ROWS; i++) {
+        const int row = q + int(lane) / 4 + 8 * i;
+        if (row < p.Sq) store_lse(m[i], l[i], a, item, row);
+      }
+    }
   }
 
   // All items.   load(rounds left): one more, where the warp that loads computes as well.
@@ -2948,22 +2971,18 @@ template <class B> struct WgmmaRows {
     Scores S;
     Probabilities P;
     if (B::use_ping_pong && warpgroup == B::warpgroups - 1) barrier_arrive(1, 256);
-    for (bool begun = false; begin_item();) {
+    while (begin_item()) {
       if (has_no_rows(q0)) {
         pass_item();
-        begun = false;
         if (B::use_persistent_cta) continue;
         break;
       }
-      if (!begun) begin_stream(S);
-      begun = STREAMS;
-      if (B::skip_masked) skip_v();
+      const int skipped = B::skip_masked ? skip_k() : 0;
+      if (B::overlap) multiply_qk(S);
+      if (B::skip_masked) skip_v(skipped);
       plan_max(S);
-      // Where rounds are few, the last one without the Q @ K.T that nobody needs; it takes registers.
-      constexpr int apart = B::overlap && B::split_kv > 1;
-      while (rounds > apart) step<true>(S, P), load(rounds);
-      if constexpr (apart) step<false>(S, P);
-      if (B::overlap) wait_pv(), release_last_v();
+      while (rounds > B::overlap) step<true>(S, P), load(rounds);
+      if (B::overlap) step<false>(S, P), wait_pv(), release_last_v();
       finish_item();
       if (!B::use_persistent_cta) break;
     }
@@ -3221,6 +3240,40 @@ template <class B> struct WgmmaColumns {
     }
   }
 
+  // O / l and LSE of all slices together, in a fixed order, straight to global memory.
+  __device__ __forceinline__ void merge_partials(const WorkItem& item) const {
+    constexpr int rows = B::block_m, threads = B::warpgroups * 128;
+    constexpr int LANES =  // threads to a row
+        threads / rows * 4 < B::head_dim ? threads / rows : B::head_dim / 4;
+    if (rows * LANES < threads && thread >= rows * LANES) return;
+    RowShare<B::head_dim, LANES> O;
+    O.first_row = thread / LANES, O.first_col = thread % LANES * 4;
+    clear(O);
+    float m[1] = {-INFINITY}, l[1] = {0};
+    float2 m_l[B::split_kv];
+#pragma unroll
+    for (int n = 0; n < B::split_kv; n++) {
+      m_l[n] = ld_shared<float2>(&s.partial[n].m_l[O.first_row]);
+      m[0] = fmaxf(m[0], m_l[n].x);
+    }
+#pragma unroll
+    for (int n = 0; n < B::split_kv; n++) {
+      const float scale = softmax_exp2<B>((m_l[n].x - finite_max(m[0])) * a.scale_log2);
+      l[0] = fmaf(m_l[n].y, scale, l[0]);
+#pragma unroll
+      for (int j = 0; j < O.COLS; j += 4) {
+        const float4 x =
+            ld_shared<float4>(&s.partial[n].O[O.first_row][O.col(j)]);
+        O.x[0][j] = fmaf(x.x, scale, O.x[0][j]);
+        O.x[0][j + 1] = fmaf(x.y, scale, O.x[0][j + 1]);
+        O.x[0][j + 2] = fmaf(x.z, scale, O.x[0][j + 2]);
+        O.x[0][j + 3] = fmaf(x.w, scale, O.x[0][j + 3]);
+      }
+    }
+    if (l[0] == 0) clear(O);  // a row without a visible key is 0, whatever V is
+    store_output<B>(O, m, l, a, item);
+  }
+
   // The item.   load(rounds left): one more round of its tiles.
   template <class Load>
   __device__ __forceinline__ void run(const typename Shared::Item& item, Load load) {
@@ -3242,7 +3295,7 @@ template <class B> struct WgmmaColumns {
       ring.advance();
     }
     barrier_sync(15, B::warpgroups * 128);  // hazard: partial results written
-    WgmmaRows<B>::merge_partials(s, a, thread, item);
+    merge_partials(item);
   }
 };
 
