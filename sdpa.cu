@@ -221,8 +221,7 @@ SDPA_REFUSE(typed_tile&& Build::skip_masked &&
 // One that waits for the first tile it sees has yet to release V of those before, so that the others can
 // go no further than STAGES tiles, and K is loaded as far ahead of them.
 SDPA_REFUSE(typed_tile&& Build::skip_masked &&
-                (Build::item_rows - 64) >
-                    2 * Build::stages * Build::split_kv * Build::block_n,
+                (Build::item_rows - 64) > 2 * Build::stages * Build::split_kv * Build::block_n,
             "SKIP_MASKED=1: a warpgroup would skip more tiles than can be in flight; type more "
             "STAGES or a larger BLOCK_N");
 SDPA_REFUSE(
@@ -259,8 +258,8 @@ SDPA_REFUSE(!is_wgmma && (USE_PING_PONG_changed || OVERLAP_changed || SKIP_MASKE
             "kernel has them; add USE_WGMMA=1 or drop them");
 SDPA_REFUSE(Build::use_tuned &&
                 (USE_WARP_SPECIALIZATION_changed || OVERLAP_changed || USE_LAZY_MAX_changed),
-            "USE_TUNED=1: its tiles have USE_WARP_SPECIALIZATION=1, OVERLAP=1 and USE_LAZY_MAX=1, "
-            "but for those with SWAP_AB; drop these knobs");
+            "USE_TUNED=1: USE_WARP_SPECIALIZATION, OVERLAP and USE_LAZY_MAX go with the tile; drop "
+            "these knobs");
 SDPA_REFUSE(USE_WARP_SPECIALIZATION_changed && !is_wmma && !is_wgmma,
             "USE_WARP_SPECIALIZATION=1: only the wmma and wgmma kernels have producer warps; add "
             "USE_WMMA=1 or drop it");
@@ -318,7 +317,14 @@ SDPA_REFUSE(Build::vec_width == 1 && Build::use_cp_async,
 // A tile of the wgmma kernel with its schedule, and what an item costs an SM: item_clocks, and one more
 // for every scores_per_clock scores. Fitted to the times of whole problems on an H200, to put the tiles
 // in order; not measured one by one.
-enum Schedule { persistent = 1, ping_pong = 2, skip_masked = 4, multicast = 8, swap_ab = 16 };
+enum Schedule {
+  copiers = 1,  // USE_WARP_SPECIALIZATION, and OVERLAP
+  persistent = 2,
+  ping_pong = 4,
+  skip_masked = 8,
+  multicast = 16,
+  swap_ab = 32,
+};
 struct TunedTile {
   int head_dim, block_m, block_n, num_warps, stages, split_kv;
   int schedule;  // of the above
@@ -327,17 +333,17 @@ struct TunedTile {
   constexpr bool has(Schedule s) const { return schedule & s; }
 };
 constexpr TunedTile TUNED_TILES[] = {
-    {64, 64, 128, 8, 2, 2, 0, 3500, 6.6, 6.0},
+    {64, 64, 128, 8, 2, 2, 0, 3300, 6.6, 6.0},
     {64, 32, 128, 16, 1, 4, swap_ab, 500, 2.3, 2.3},
-    {64, 128, 64, 16, 4, 2, 0, 3500, 8.9, 8.0},
-    {64, 192, 128, 12, 3, 1, persistent | skip_masked | multicast, 5000, 10.1, 9.8},
-    {64, 256, 64, 16, 4, 1, persistent, 3500, 9.3, 8.4},
-    {64, 256, 64, 16, 3, 1, persistent | skip_masked, 3500, 9.1, 8.8},
-    {128, 64, 64, 8, 2, 2, 0, 1500, 5.0, 4.5},
-    {128, 128, 128, 8, 2, 1, persistent | ping_pong, 1000, 6.4, 6.4},
-    {128, 192, 80, 12, 2, 1, persistent, 2500, 7.2, 6.6},
-    {128, 192, 80, 12, 3, 1, persistent | skip_masked | multicast, 2500, 7.3, 6.9},
-    {256, 128, 64, 8, 2, 1, multicast, 3000, 3.6, 3.6},
+    {64, 128, 64, 16, 4, 2, copiers, 3500, 8.9, 8.0},
+    {64, 192, 128, 12, 3, 1, copiers | persistent | skip_masked | multicast, 5000, 10.1, 9.8},
+    {64, 256, 64, 16, 4, 1, copiers | persistent, 3500, 9.3, 8.4},
+    {64, 256, 64, 16, 3, 1, copiers | persistent | skip_masked, 3500, 9.1, 8.8},
+    {128, 64, 64, 8, 2, 2, copiers, 1500, 5.0, 4.5},
+    {128, 128, 128, 8, 2, 1, copiers | persistent | ping_pong, 1000, 6.4, 6.4},
+    {128, 192, 80, 12, 2, 1, copiers | persistent, 2500, 7.2, 6.6},
+    {128, 192, 80, 12, 3, 1, copiers | persistent | skip_masked | multicast, 2500, 7.3, 6.9},
+    {256, 128, 64, 8, 2, 1, copiers | skip_masked | multicast, 3000, 3.6, 3.6},
 };
 constexpr int TILES = sizeof TUNED_TILES / sizeof TUNED_TILES[0];
 
@@ -374,8 +380,9 @@ template <int N> struct TunedBuild : Build {
                         multicast = tile.has(Schedule::multicast);
   static constexpr bool swap_ab = tile.has(Schedule::swap_ab), use_lazy_max = !swap_ab;
   static constexpr int cluster_size = multicast ? 2 : 1, item_rows = block_m * cluster_size;
-  static constexpr bool use_warp_specialization = !swap_ab;
-  static constexpr int overlap = swap_ab ? 0 : 1, producer_threads = swap_ab ? 0 : 128;
+  static constexpr bool use_warp_specialization = tile.has(copiers);
+  static constexpr int overlap = use_warp_specialization;
+  static constexpr int producer_threads = use_warp_specialization ? 128 : 0;
   static constexpr int threads = num_warps * 32 + producer_threads;
   static constexpr int group_warps = num_warps / split_kv, group_threads = group_warps * 32;
   static constexpr int warpgroups = num_warps / 4;
@@ -2333,11 +2340,10 @@ __global__ void __launch_bounds__(B::threads, B::ctas_per_sm)
 // ---- 5d wgmma: both products by warpgroups out of shared memory, which TMA fills ----
 //
 // Warps that copy load tiles, which go through mbarriers to 1 to 4 warpgroups that compute. An item is so
-// many rounds, a K and a V tile each, and with persistent CTAs the rounds of all items are one stream:
-// the first Q @ K.T of an item is issued before the last P @ V of the item before, where there is room
-// for two Q tiles. Where there are too few items for all SMs, slices of the keys (SPLIT_KV) go to
-// different warpgroups, which merge what they have. Where there are many, two CTAs share an item and its
-// K and V tiles (MULTICAST), so that half as much comes from L2.
+// many rounds, a K and a V tile each, and with persistent CTAs the loads go on from item to item, those of
+// Q where there is room for two. Where there are too few items for all SMs, slices of the keys (SPLIT_KV)
+// go to different warpgroups, which merge what they have. Where there are many, two CTAs share an item and
+// its K and V tiles (MULTICAST), so that half as much comes from L2.
 
 // A tile in shared memory is D/64 panels of [rows][64]: 128 bytes a row, swizzled, as TMA writes them
 // and wgmma reads them. In a round every slice (SPLIT_KV) takes one K/V tile.
@@ -2566,7 +2572,7 @@ template <class B> struct WgmmaRows {
   using Scores = WgmmaAccumulator<B::block_n>;
   using Output = WgmmaAccumulator<B::head_dim>;
   static constexpr int ROWS = Output::ROWS, STEPS = B::block_n / 16;
-  using Probabilities = uint32_t[STEPS][4];              // rounded, A operands of 16 keys each
+  using Probabilities = uint32_t[STEPS][4];  // rounded, A operands of 16 keys each
 
   Shared& s;
   const KernelArgs& a;
@@ -2574,10 +2580,10 @@ template <class B> struct WgmmaRows {
   const uint64_t Q, K, V;  // descriptors of the first stages; of Q of the warpgroup's rows
   Output O;
   float m[ROWS], l[ROWS];
-  StageRing<Shared::Q_STAGES> q_now;
+  StageRing<Shared::Q_STAGES> q_ring;
   StageRing<B::stages> ring;  // where K and V of this round are
   int v_stage = 0;            // V of the last P @ V
-  int rounds = 0;  // left of the item
+  int rounds = 0;             // left of the item
   int q0 = 0, clean_keys = 0;
   int lazy_rounds = 0;  // USE_LAZY_MAX: the last so many need no exact maximum
   bool first = true;    // round of the item
@@ -2616,8 +2622,8 @@ template <class B> struct WgmmaRows {
       pass(ring, t.k_full, t.k_empty);
       pass(ring, t.v_full, t.v_empty);
     }
-    release(&s.o_done[q_now.stage][row_group]);
-    q_now.advance();
+    release(&s.o_done[q_ring.stage][row_group]);
+    q_ring.advance();
   }
 
   // SKIP_MASKED: how many of an item's rounds there are for this warpgroup. A mask may leave the last
@@ -2652,7 +2658,7 @@ template <class B> struct WgmmaRows {
   __device__ __forceinline__ void start_qk(Scores& S, const StageRing<B::stages>& at,
                                            bool k_is_there) {
     if (!k_is_there) wait_phase(&s.slice[slice].k_full[at.stage], at.parity);
-    const uint64_t Q_now = further(Q, q_now.stage * int(sizeof s.Q[0]));
+    const uint64_t Q_now = further(Q, q_ring.stage * int(sizeof s.Q[0]));
     const uint64_t K_now = further(K, at.stage * int(sizeof s.slice[0].K[0]));
     forget(S.x.d);
     wgmma_fence();
@@ -2748,7 +2754,7 @@ template <class B> struct WgmmaRows {
   // be overwritten by now. Rare, so short rather than fast.
   __device__ __forceinline__ void multiply_qk_again(Scores& S) const {
     const SdpaParams& p = a.p;
-    const typename Shared::Item& item = s.item[q_now.stage];
+    const typename Shared::Item& item = s.item[q_ring.stage];
     const uint32_t tid = thread_index_anew() % 128, lane = tid % 32;
     const int row = tid / 32 * 16 + lane % 16;
     const Element* const K_g = p.K + item.b * p.k.batch + item.h_kv * p.k.head +
@@ -2760,7 +2766,7 @@ template <class B> struct WgmmaRows {
 #pragma unroll 1
       for (int d = 0; d < B::head_dim; d += 16) {
         uint32_t q[4];
-        ldmatrix_x4<false>(q, shared_address(s.Q[q_now.stage][row_group] +
+        ldmatrix_x4<false>(q, shared_address(s.Q[q_ring.stage][row_group] +
                                              panel_offset<64>(row, d + lane / 16 * 8)));
         const Element* const k = K_g + 8 * n * p.k.row + d;
         mma_m16n8k16<Element>(c[0], c[1], c[2], c[3], q, ld_global<uint32_t>(k),
@@ -2771,8 +2777,8 @@ template <class B> struct WgmmaRows {
 
   // The next item, if there is one.
   __device__ __forceinline__ bool begin_item() {
-    wait_phase(&s.q_full[q_now.stage], q_now.parity);
-    const typename Shared::Item& item = s.item[q_now.stage];
+    wait_phase(&s.q_full[q_ring.stage], q_ring.parity);
+    const typename Shared::Item& item = s.item[q_ring.stage];
     rounds = uniform(item.rounds), q0 = uniform(item.q0);
     if (rounds == 0) return false;
     clean_keys = visible_keys(a.p, min(q0 + row_group * Shared::GROUP_STRIDE, a.p.Sq - 1));
@@ -2781,6 +2787,7 @@ template <class B> struct WgmmaRows {
     for (int i = 0; i < ROWS; i++) m[i] = -INFINITY, l[i] = 0;
     return true;
   }
+
   // One round: P of the scores S, then P @ V. OVERLAP=1: the scores are there, and those of the next
   // round, if there is one, are begun before P @ V, so that P @ V goes on beside its softmax.
   template <bool HAS_NEXT> __device__ __forceinline__ void step(Scores& S, Probabilities& P) {
@@ -2834,7 +2841,7 @@ template <class B> struct WgmmaRows {
 #pragma unroll
     for (int i = 0; i < ROWS; i++) inverse[i] = l[i] == 0 ? 0 : rcp_approx_ftz(l[i]);
     clear_empty_rows(O);
-    const int stage = q_now.stage;
+    const int stage = q_ring.stage;
     if (lane % 4 == 0) {
 #pragma unroll
       for (int i = 0; i < ROWS; i++) {
@@ -2855,10 +2862,10 @@ template <class B> struct WgmmaRows {
     fence_proxy_async();
     release(&s.o_done[stage][row_group]);
     if (!B::use_warp_specialization && tid == 0) {
-      wgmma_store<B>(s, a, stage, q_now.parity, row_group);
+      wgmma_store<B>(s, a, stage, q_ring.parity, row_group);
       cp_async_bulk_wait_group_read<0>();  // shared memory is gone when the CTA is
     }
-    q_now.advance();
+    q_ring.advance();
   }
   // A row without a visible key is 0, whatever V is.
   template <class View> __device__ __forceinline__ void clear_empty_rows(View& O) const {
@@ -2907,8 +2914,8 @@ template <class B> struct WgmmaRows {
       float2 m_l[OTHERS + 1] = {{m[i], l[i]}};
 #pragma unroll
       for (int n = 0; n < OTHERS; n++) {
-        m_l[n + 1] = ld_shared<float2>(
-            &partial.m_l[n + (n >= slice)][first_row + lane / 4 + 8 * i]);
+        m_l[n + 1] =
+            ld_shared<float2>(&partial.m_l[n + (n >= slice)][first_row + lane / 4 + 8 * i]);
         m[i] = fmaxf(m[i], m_l[n + 1].x);
       }
       l[i] = 0;
@@ -3262,8 +3269,7 @@ template <class B> struct WgmmaColumns {
       l[0] = fmaf(m_l[n].y, scale, l[0]);
 #pragma unroll
       for (int j = 0; j < O.COLS; j += 4) {
-        const float4 x =
-            ld_shared<float4>(&s.partial[n].O[O.first_row][O.col(j)]);
+        const float4 x = ld_shared<float4>(&s.partial[n].O[O.first_row][O.col(j)]);
         O.x[0][j] = fmaf(x.x, scale, O.x[0][j]);
         O.x[0][j + 1] = fmaf(x.y, scale, O.x[0][j + 1]);
         O.x[0][j + 2] = fmaf(x.z, scale, O.x[0][j + 2]);
@@ -3410,6 +3416,8 @@ __global__ void __launch_bounds__(B::threads, 1) sdpa_wgmma(const __grid_constan
     griddepcontrol_wait();  // from here on memory is as the kernel before this one has left it
     if (warp == 2) loader.start_item(item);
     if (loads_k || loads_v) {
+      // K is needed first, and what comes from L2 shares its way with all that was asked for before.
+      if (loads_v) wait_phase(&s.slice[slice].k_full[0], 0);
       for (int n = 1; n <= min(B::stages, item.rounds); n++) load(item, item.rounds - n);
     }
     const auto load_next = [&](int rounds) {  // left; a stage is free
