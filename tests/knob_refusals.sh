@@ -75,7 +75,7 @@ accepted -DUSE_WGMMA=1 -DVEC_WIDTH=8 -DUSE_TUNED=1
 accepted -DUSE_WGMMA=1 -DVEC_WIDTH=8 -DUSE_TUNED=1 -DHEAD_DIM=128 -DUSE_PING_PONG=1
 accepted -DUSE_WGMMA=1 -DVEC_WIDTH=8 -DUSE_TUNED=1 -DSWAP_AB=1
 refused "no row of TUNED_TILES has all the knobs" -DUSE_WGMMA=1 -DVEC_WIDTH=8 -DUSE_TUNED=1 -DBLOCK_N=80
-refused "its tiles have USE_WARP_SPECIALIZATION=1" -DUSE_WGMMA=1 -DVEC_WIDTH=8 -DUSE_TUNED=1 -DOVERLAP=1
+refused "go with the tile" -DUSE_WGMMA=1 -DVEC_WIDTH=8 -DUSE_TUNED=1 -DOVERLAP=1
 refused "must run the same rounds" "${wgmma[@]}" -DBLOCK_M=128 -DNUM_WARPS=8 -DSKIP_MASKED=1 -DUSE_PING_PONG=1
 refused "would skip more tiles than can be in flight" "${wgmma[@]}" -DBLOCK_M=256 -DNUM_WARPS=16 -DBLOCK_N=32 -DSTAGES=2 -DSKIP_MASKED=1
 accepted "${wgmma[@]}" -DBLOCK_M=128 -DNUM_WARPS=8 -DUSE_PERSISTENT_CTA=1 -DMULTICAST=1
