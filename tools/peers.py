@@ -39,7 +39,7 @@ SUITE = """mission,64 mission2,64 long,64
 1,8,8,16384,16384,256,fp16 1,8,8,16384,16384,256,fp16,br""".split()
 ROUNDS = 3
 REPLAYED_US = 30e3 / ROUNDS  # per contender and round
-WARMED_US = 200e3  # before that: a GPU at its power limit keeps for a while the clock that the one before left
+WARMED_US = 100e3  # before that: a GPU at its power limit keeps for a while the clock that the one before left
 BACKENDS = {"torch_cudnn": "CUDNN_ATTENTION", "torch_flash": "FLASH_ATTENTION",
             "torch_efficient": "EFFICIENT_ATTENTION", "torch_math": "MATH"}
 FAMILIES = {"USE_WMMA": "wmma", "USE_MMA_SYNC": "mma", "USE_WGMMA": "wgmma", "USE_CUBLAS": "cublas"}
