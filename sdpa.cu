@@ -3416,8 +3416,6 @@ __global__ void __launch_bounds__(B::threads, 1) sdpa_wgmma(const __grid_constan
     griddepcontrol_wait();  // from here on memory is as the kernel before this one has left it
     if (warp == 2) loader.start_item(item);
     if (loads_k || loads_v) {
-      // K is needed first, and what comes from L2 shares its way with all that was asked for before.
-      if (loads_v) wait_phase(&s.slice[slice].k_full[0], 0);
       for (int n = 1; n <= min(B::stages, item.rounds); n++) load(item, item.rounds - n);
     }
     const auto load_next = [&](int rounds) {  // left; a stage is free
