@@ -14,24 +14,40 @@ jobs=$(nproc)
 ln -s "$PWD/simt" "$work/simt"
 cp reference.cpp "$work/"
 
-flags=(-std=c++17 -O1 -march=native -ffp-contract=off -ftrivial-auto-var-init=pattern -w -pthread
+# Not optimised: a bug takes longer to compile than to run.
+flags=(-std=c++17 -O0 -march=native -ffp-contract=off -ftrivial-auto-var-init=pattern -w -pthread
        -I"$PWD/simt")
 engine() {  # engine NET MACRO...
   "${CXX:-g++}" -std=c++17 -O2 -march=native -ffp-contract=off "${@:2}" -c simt/engine.cpp -o "$work/engine_$1.o" || exit 1
 }
 engine plain; engine address -DSIMT_ASAN; engine thread -DSIMT_TSAN
 
+# compiler KIND ARGUMENT...
+compiler() {
+  local sanitize=()
+  case $1 in
+    address) sanitize=('-fsanitize=address,undefined' -fno-sanitize-recover=undefined -g1) ;;
+    thread) sanitize=(-fsanitize=thread -g1) ;;
+  esac
+  "${CXX:-g++}" "${flags[@]}" "${sanitize[@]}" "${@:2}"
+}
+# The standard headers, compiled once for each kind, since every bug includes them.
+for kind in plain address thread; do
+  mkdir "$work/$kind"
+  grep -hE '^#include <([a-z_]+|unistd\.h)>' sdpa.cu reference.cpp | sort -u >"$work/$kind/standard.h"
+  compiler "$kind" -x c++-header "$work/$kind/standard.h" -o "$work/$kind/standard.h.gch" || exit 1
+done
+
 # outcome SOURCE NET "KNOBS" "OPTIONS": builds and runs; prints "NET: evidence", or "nothing".
 outcome() {
-  local source=$1 net=$2 exe=${1%.cu}.$2 knob_list option_list out status=0 sanitize=() kind=plain
+  local source=$1 net=$2 exe=${1%.cu}.$2 knob_list option_list out status=0 kind=plain
   read -ra knob_list <<<"$3"
   read -ra option_list <<<"$4"
   case $net in
-    address) sanitize=('-fsanitize=address,undefined' -fno-sanitize-recover=undefined -g1) kind=address ;;
-    thread) sanitize=(-fsanitize=thread -g1) kind=thread ;;
+    address | thread) kind=$net ;;
   esac
-  if ! "${CXX:-g++}" "${flags[@]}" "${sanitize[@]}" "${knob_list[@]/#/-D}" -x c++ "$source" -x none \
-      "$work/engine_$kind.o" -o "$exe" 2>"$exe.log"; then
+  if ! compiler "$kind" "${knob_list[@]/#/-D}" -include "$work/$kind/standard.h" -x c++ "$source" \
+      -x none "$work/engine_$kind.o" -o "$exe" 2>"$exe.log"; then
     echo "does not compile: $(head -1 "$exe.log")"
     return
   fi
