@@ -659,7 +659,7 @@ void tensor_store(const CUtensorMap_st* map, const int* c, int rank, const void*
     const Unobserved unobserved;
     check_map(map, rank, c, src, at);
     for (int d = 0; d < rank; d++) {
-      if (c[d] < 0) {
+      if (c[d] < 0) {  // an H200 stops the kernel with "illegal instruction"
         fail(at, "a box to be stored may reach past the tensor's end, but not begin at %d", c[d]);
       }
     }
