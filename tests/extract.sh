@@ -10,14 +10,14 @@ fail() { echo "$*"; failed=1; }
 knobs=$(sed -n 's/^  X(\([A-Z_]*\), .*/\1/p' sdpa.cu | paste -sd'|')
 [ -n "$knobs" ] || fail "no knobs in sdpa.cu"
 
-# extracted NAME ARCH: one line of each family and of each way that a kernel can be cut.
-extracted() {
-  local name=$1 arch=$2 file=$dir/$1.cu nvcc
-  ./run_all.sh extract "$name" --arch "$arch" --verify >"$file" 2>"$dir/err" || fail "$name: $(cat "$dir/err")"
+# looks_right NAME ARCH
+looks_right() {
+  local name=$1 arch=$2 file=$dir/$1.cu err=$dir/$1.err nvcc
+  ./run_all.sh extract "$name" --arch "$arch" --verify >"$file" 2>"$err" || fail "$name: $(cat "$err")"
   [ -s "$file" ] || { fail "$name: nothing was printed"; return; }
-  [ -s "$dir/err" ] && fail "$name: words without need: $(cat "$dir/err")"
+  [ -s "$err" ] && fail "$name: words without need: $(cat "$err")"
   # Comments above the first #include name the line and its knobs; below nothing may.
-  local code=$dir/code
+  local code=$dir/$1.code
   sed -n '/^#include/,$p' "$file" >"$code"
   grep -nwE "$knobs|SDPA_[A-Z_]*|[A-Z_]*_text|[A-Z_]*_changed" "$code" && fail "$name: knobs are left"
   grep -nE 'simt|SIMT' "$code" && fail "$name: the CPU backend is left"
@@ -35,6 +35,16 @@ extracted() {
     (cd "$dir" && "$nvcc" -std=c++17 -arch=sm_90a -c "$file" -o alone.o) || fail "$name does not compile alone"
   fi
 }
+# extracted NAME ARCH, in the background: one line of each family and of each way that a kernel can be cut.
+running=()
+extracted() {
+  if [ ${#running[@]} -ge "$(nproc)" ]; then
+    wait "${running[0]}" || failed=1
+    running=("${running[@]:1}")
+  fi
+  (looks_right "$1" "$2"; exit $failed) &
+  running+=($!)
+}
 extracted scalar_minimal 80
 extracted scalar_persistent 89
 extracted wmma_all 90a
@@ -44,6 +54,7 @@ extracted mma_d256 90a
 extracted mma_d256_64 90a
 extracted wgmma_192x128 90a
 extracted cublas 90a
+for job in "${running[@]}"; do wait "$job" || failed=1; done
 grep -q '^#include <cublas_v2.h>' "$dir/cublas.cu" || fail "cublas: no header"
 grep -qE 'cublas(_v2|[A-Z])|Cublas' "$dir/scalar_minimal.cu" && fail "scalar_minimal: cuBLAS is left"
 
