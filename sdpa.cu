@@ -2609,9 +2609,9 @@ template <class B> struct WgmmaRows {
     wait_phase(&full[at.stage], at.parity);
     release(&empty[at.stage]);
   }
-  // Whether this warpgroup's rows of an item are all before the first query or past the last one. It then
+  // Whether this warpgroup's rows of the item are all before the first query or past the last one. It then
   // only lets the tiles pass, so that the others have the tensor cores to themselves.
-  __device__ __forceinline__ bool has_no_rows(int q0) const {
+  __device__ __forceinline__ bool has_no_rows() const {
     const int q = q0 + row_group * Shared::GROUP_STRIDE;
     return Shared::MAY_PASS && (q < 0 || q >= a.p.Sq);
   }
@@ -2625,16 +2625,12 @@ template <class B> struct WgmmaRows {
     q_ring.advance();
   }
 
-  // SKIP_MASKED: how many of an item's rounds there are for this warpgroup. A mask may leave the last
-  // keys, which come first, to those with later rows.
-  __device__ __forceinline__ int own_rounds(int all, int q0) const {
+  // SKIP_MASKED: a mask may leave the last keys, which come first, to warpgroups with later rows. Lets the
+  // K tiles pass that only those need; how many.
+  __device__ __forceinline__ int skip_k() {
     constexpr int round_keys = B::split_kv * B::block_n;
     const int keys = visible_keys(a.p, min(q0 + row_group * Shared::GROUP_STRIDE + 63, a.p.Sq - 1));
-    return min(max((keys + round_keys - 1) / round_keys, 1), all);
-  }
-  // The K tiles that only others need; how many.
-  __device__ __forceinline__ int skip_k() {
-    const int skipped = rounds - own_rounds(rounds, q0);
+    const int skipped = rounds - min(max((keys + round_keys - 1) / round_keys, 1), rounds);
     for (int n = 0; n < skipped; n++, ring.advance()) {
       pass(ring, s.slice[slice].k_full, s.slice[slice].k_empty);
     }
@@ -2841,13 +2837,7 @@ template <class B> struct WgmmaRows {
     for (int i = 0; i < ROWS; i++) inverse[i] = l[i] == 0 ? 0 : rcp_approx_ftz(l[i]);
     clear_empty_rows(O);
     const int stage = q_ring.stage;
-    if (lane % 4 == 0) {
-#pragma unroll
-      for (int i = 0; i < ROWS; i++) {
-        const int q = q0 + row_group * Shared::GROUP_STRIDE + first_row + lane / 4 + 8 * i;
-        if (q < a.p.Sq) store_lse(m[i], l[i], a, s.item[stage], q);
-      }
-    }
+    store_lses(s.item[stage], q0 + row_group * Shared::GROUP_STRIDE + first_row, lane);
 #pragma unroll
     for (int n = 0; n < B::head_dim / 16; n++) {
       WgmmaAccumulator<16> part;
@@ -2865,6 +2855,15 @@ template <class B> struct WgmmaRows {
       cp_async_bulk_wait_group_read<0>();  // shared memory is gone when the CTA is
     }
     q_ring.advance();
+  }
+  // LSE of the warp's 16 rows, the first of which is query q.
+  __device__ __forceinline__ void store_lses(const WorkItem& item, int q, uint32_t lane) const {
+    if (lane % 4 != 0) return;
+#pragma unroll
+    for (int i = 0; i < ROWS; i++) {
+      const int row = q + int(lane) / 4 + 8 * i;
+      if (row < a.p.Sq) store_lse(m[i], l[i], a, item, row);
+    }
   }
   // A row without a visible key is 0, whatever V is.
   template <class View> __device__ __forceinline__ void clear_empty_rows(View& O) const {
@@ -2963,13 +2962,7 @@ template <class B> struct WgmmaRows {
         st_global(O_g + (q + row) * p.o.row + col, ld_shared<uint4>(&out_s[row][col]));
       }
     }
-    if (slice == 0 && lane % 4 == 0) {
-#pragma unroll
-      for (int i = 0; i < ROWS; i++) {
-        const int row = q + int(lane) / 4 + 8 * i;
-        if (row < p.Sq) store_lse(m[i], l[i], a, item, row);
-      }
-    }
+    if (slice == 0) store_lses(item, q, lane);
   }
 
   // All items.   load(rounds left): one more, where the warp that loads computes as well.
@@ -2978,7 +2971,7 @@ template <class B> struct WgmmaRows {
     Probabilities P;
     if (B::use_ping_pong && warpgroup == B::warpgroups - 1) barrier_arrive(1, 256);
     while (begin_item()) {
-      if (has_no_rows(q0)) {
+      if (has_no_rows()) {
         pass_item();
         if (B::use_persistent_cta) continue;
         break;
@@ -3481,17 +3474,18 @@ __global__ void __launch_bounds__(B::threads, B::ctas_per_sm) sdpa_cublas(Kernel
 // ---- tensor maps ----
 
 // The driver's cuTensorMapEncodeTiled, through the runtime, so that nothing has to be linked for it.
+#if CUDART_VERSION >= 12050
 inline cudaError_t find_tensor_map_encoder(void** function,
                                            cudaDriverEntryPointQueryResult* found) {
-  cudaError_t error;
-#if CUDART_VERSION >= 12050
-  error = cudaGetDriverEntryPointByVersion("cuTensorMapEncodeTiled", function, 12000,
-                                           cudaEnableDefault, found);
-#else
-  error = cudaGetDriverEntryPoint("cuTensorMapEncodeTiled", function, cudaEnableDefault, found);
-#endif
-  return error;
+  return cudaGetDriverEntryPointByVersion("cuTensorMapEncodeTiled", function, 12000,
+                                          cudaEnableDefault, found);
 }
+#else
+inline cudaError_t find_tensor_map_encoder(void** function,
+                                           cudaDriverEntryPointQueryResult* found) {
+  return cudaGetDriverEntryPoint("cuTensorMapEncodeTiled", function, cudaEnableDefault, found);
+}
+#endif
 
 struct TensorMapEncoder {
   void* function = nullptr;

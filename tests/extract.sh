@@ -57,6 +57,7 @@ extracted cublas 90a
 for job in "${running[@]}"; do wait "$job" || failed=1; done
 grep -q '^#include <cublas_v2.h>' "$dir/cublas.cu" || fail "cublas: no header"
 grep -qE 'cublas(_v2|[A-Z])|Cublas' "$dir/scalar_minimal.cu" && fail "scalar_minimal: cuBLAS is left"
+grep -nE '[eE]ncode|CUDART' "$dir/mma_lazy3.cu" && fail "mma_lazy3: TMA is left"
 
 # Macros in a function: expanded where all calls agree, else as in sdpa.cu. A softmax with products thrown in, in a
 # copy of the sources.
@@ -77,7 +78,7 @@ products() {  # products MORE_CALLS
 }
 products ''
 grep -q 'SDPA_' "$dir/out" && fail "wgmma of one size: macros are left"
-grep -q 'm64n128k16.f32.f16.f16' "$dir/out" || fail "wgmma of one size is not written out"
+grep -A1 'm64n128k16.f32.f16.f16' "$dir/out" | grep -q '{%0, %1, ' || fail "wgmma of one size is not written out"
 products '    float e[32] = {};\n    wgmma_ss<Element, 64, 0>(e, p.B, p.Hq, p.Sk > 1);\n    p.O[lane + 1] = to_element(e[1]);'
 diff <(sed -n '/^#define SDPA_D8(/,/^\/\/ clang-format on/p; /^template.*int TRANS_B/,/^}/p' sdpa.cu | sed '/wgmma_rs/,$d') \
   <(sed -n '/^#define SDPA_D8(/,/^\/\/ clang-format on/p; /^template.*int TRANS_B/,/^}/p' "$dir/out"; echo 'template <class E, int N, int TRANS_B>') ||

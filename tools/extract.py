@@ -2175,7 +2175,9 @@ def finish(body, source, line, knobs):
                 rf"^#define {token.text}\(", body, re.M)):
             raise Refusal(f"extract leaves {token.text} in the code and cannot say what it is", 1)
         out.append(token)
-    body = re.sub(r"\n{3,}", "\n\n", text_of(out)).strip() + "\n"
+    # Conditionals whose functions nobody names are left empty; what stands above them goes with them.
+    body = re.sub(r"^(?://.*\n)*#if.*\n(?:(?:#else.*)?\n)*#endif.*\n", "", text_of(out), flags=re.M)
+    body = re.sub(r"\n{3,}", "\n\n", body).strip() + "\n"
     if len(re.findall(r"^ *# *if", body, re.M)) != len(re.findall(r"^ *# *endif", body, re.M)):
         raise Refusal("extract would leave an #if without its #endif", 1)
     license_line = next((t for t in source.split("\n") if t.startswith("// Copyright")), None)
