@@ -3374,8 +3374,10 @@ __global__ void __launch_bounds__(B::threads, 1) sdpa_wgmma(const __grid_constan
       for (int stage = 0; stage < B::stages; stage++) {
         mbarrier_init(&t.k_full[stage], 1), mbarrier_init(&t.k_empty[stage], B::group_warps);
         mbarrier_init(&t.v_full[stage], 1), mbarrier_init(&t.v_empty[stage], B::group_warps);
-        mbarrier_init(&t.k_free[stage], B::cluster_size),
-            mbarrier_init(&t.v_free[stage], B::cluster_size);
+        if (B::multicast) {
+          mbarrier_init(&t.k_free[stage], B::cluster_size);
+          mbarrier_init(&t.v_free[stage], B::cluster_size);
+        }
       }
     }
     fence_mbarrier_init();
