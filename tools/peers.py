@@ -1,7 +1,7 @@
 #!/usr/bin/env python3
 """Times lines of configs.txt against PyTorch's SDPA backends: one process, one run, the same tensors.
 
-usage: tools/peers.py NAME... [--shape PROBLEM]... [--suite] [--peers P,...] [--build DIR] > CSV
+usage: tools/peers.py NAME... [--shape PROBLEM]... [--suite] [--peers P,...] [--rested] [--build DIR] > CSV
 
   NAME       a line of configs.txt; its shared library (target sdpa_NAME_lib of DIR) is built and loaded
   --shape    small, mission, mission2, long or B,Hq,Hkv,Sq,Sk, and behind these if wanted ,D ,DTYPE and
@@ -9,6 +9,7 @@ usage: tools/peers.py NAME... [--shape PROBLEM]... [--suite] [--peers P,...] [--
              Repeatable; default mission, mission2 and long
   --suite    the problems of README's table
   --peers    names separated by commas (default torch_cudnn,torch_flash,torch_efficient,torch_math)
+  --rested   one turn each, of the first 10 ms after a rest of 0.3 s: before the GPU is at its power limit
   --build    the build folder (default build)
 
 Prints rows with the columns of the executables: per problem each line, then each peer. graph_us is what it
@@ -25,6 +26,7 @@ import os
 import re
 import subprocess
 import sys
+import time
 
 ROOT = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))
 SHAPES = {"small": (1, 1, 1, 32, 32), "mission": (1, 8, 8, 512, 512), "mission2": (2, 8, 8, 512, 512),
@@ -40,6 +42,7 @@ SUITE = """mission,64 mission2,64 long,64
 ROUNDS = 3
 REPLAYED_US = 30e3 / ROUNDS  # per contender and round
 WARMED_US = 100e3  # before that: a GPU at its power limit keeps for a while the clock that the one before left
+REST_S = 0.3
 BACKENDS = {"torch_cudnn": "CUDNN_ATTENTION", "torch_flash": "FLASH_ATTENTION",
             "torch_efficient": "EFFICIENT_ATTENTION", "torch_math": "MATH"}
 FAMILIES = {"USE_WMMA": "wmma", "USE_MMA_SYNC": "mma", "USE_WGMMA": "wgmma", "USE_CUBLAS": "cublas"}
@@ -159,12 +162,14 @@ def capture(call):
     return graph, calls
 
 
-def replay(graph, calls):
-    """Microseconds of a call in each of some replays: at least 5, and more of short ones."""
+def replay(graph, calls, rested):
+    """Microseconds of a call in each of some replays: at least 5 (rested: 1), and more of short ones."""
     warmed, times = 0, []
-    while warmed < WARMED_US:
+    if rested:
+        time.sleep(REST_S)
+    while not rested and warmed < WARMED_US:
         warmed += elapsed_us(graph.replay)
-    while len(times) < 5 or (sum(times) * calls < REPLAYED_US and len(times) < 333):
+    while len(times) < (1 if rested else 5) or (sum(times) * calls < REPLAYED_US and len(times) < 333):
         times.append(elapsed_us(graph.replay) / calls)
     return times
 
@@ -190,7 +195,7 @@ def reference(q, k, v, causal):
     return o
 
 
-def run_problem(shape, sizes, D, dtype, causal, lines, peers):
+def run_problem(shape, sizes, D, dtype, causal, lines, peers, rested):
     """Rows of the lines and of PyTorch's backends for one problem."""
     B, Hq, Hkv, Sq, Sk = sizes
     torch.manual_seed(0)
@@ -223,9 +228,9 @@ def run_problem(shape, sizes, D, dtype, causal, lines, peers):
         except (RuntimeError, torch.OutOfMemoryError) as error:
             torch.cuda.synchronize()
             rows[name].update(status="skipped", note=str(error).strip().split("\n")[0][:100])
-    for _ in range(ROUNDS):
+    for _ in range(1 if rested else ROUNDS):
         for name, graph in graphs.items():
-            times[name] += replay(*graph)
+            times[name] += replay(*graph, rested)
 
     flop = 4 * D * B * Hq * int(visible(Sq, Sk, causal).sum())
     for name, samples in times.items():
@@ -237,9 +242,10 @@ def run_problem(shape, sizes, D, dtype, causal, lines, peers):
     graphs.clear()
     calls.clear()
     exact = reference(q, k, v, causal)
+    rest = f"; in 10 ms after {REST_S} s of rest" if rested else ""
     for name, o in outputs.items():
         if name in BACKENDS:
-            rows[name].update(family="torch", note="PyTorch " + torch.__version__)
+            rows[name].update(family="torch", note="PyTorch " + torch.__version__ + rest)
             continue
         error = (o.float() - exact).abs()
         rel_rms = float(error.square().mean().sqrt() / exact.square().mean().sqrt())
@@ -252,7 +258,7 @@ def run_problem(shape, sizes, D, dtype, causal, lines, peers):
             notes.append(f"torch.allclose(atol=1e-3) {close}")
             passed = passed and close
         rows[name].update(check="PASS" if passed else "FAIL", rel_rms=f"{rel_rms:.3g}", max_abs_err=f"{largest:.3g}",
-                          note="; ".join(notes))
+                          note="; ".join(notes) + rest)
     for line in lines:
         family = [name for knob, name in FAMILIES.items() if line.knobs.get(knob) == "1"]
         rows[line.name].update(family=(family or ["scalar"])[0],
@@ -266,6 +272,7 @@ def main():
     parser.add_argument("--shape", action="append", default=[])
     parser.add_argument("--suite", action="store_true")
     parser.add_argument("--peers", default=",".join(BACKENDS))
+    parser.add_argument("--rested", action="store_true")
     parser.add_argument("--build", default="build")
     arguments = parser.parse_args()
     peers = arguments.peers.split(",")
@@ -292,7 +299,7 @@ def main():
             print(f"peers.py: no line for D={D} {dtype or ''}: {shape} is left out", file=sys.stderr)
         for group in sorted(groups):
             rows = run_problem(shape, sizes, *group, causal, [line for line in lines if (line.D, line.dtype) == group],
-                               peers)
+                               peers, arguments.rested)
             for row in rows:
                 failed = failed or row.get("check") == "FAIL"
                 out.writerow({name: str(value).replace(",", ";") for name, value in row.items()})
