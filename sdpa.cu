@@ -462,11 +462,9 @@ struct Divisor {
 
 struct KernelArgs {  // SdpaParams with what every CTA would otherwise compute again
   SdpaParams p;
-  float scale_log2;      // scale * log2(e): softmax is taken in powers of 2
-  uint32_t heads_in_l2;  // query heads whose K and V take 32 MB, at least 1
-  // From here on what an item is found from; together it costs one miss of the constant cache.
-  int unmasked_rounds;     // without a mask: of tiles over all keys, at least 1; with one: 0
+  float scale_log2;        // scale * log2(e): softmax is taken in powers of 2
   uint32_t work_items;     // B * Hq * q_blocks
+  uint32_t heads_in_l2;    // query heads whose K and V take 32 MB, at least 1
   Divisor q_blocks;        // ceil(Sq / item_rows)
   Divisor q_heads;         // Hq
   Divisor q_heads_per_kv;  // Hq / Hkv
@@ -1401,7 +1399,7 @@ __device__ __forceinline__ void store_output(const View& O, const float (&m)[Vie
 // of as many as have their K and V in L2 together (32 MB of an H200's 60).
 template <class B> __device__ __forceinline__ WorkItem work_item(const KernelArgs& a, uint32_t i) {
   uint32_t head, block;
-  if (a.unmasked_rounds > 0) {
+  if (a.p.causal == Causal::off) {
     head = a.q_blocks.divide(i), block = a.q_blocks.remainder(i);
   } else {
     const uint32_t section = a.section.divide(i), j = a.section.remainder(i);
@@ -2454,15 +2452,13 @@ template <class B> struct WgmmaLoader {
   // Item number i; past the last item one without rounds.
   __device__ __forceinline__ Item find_item(uint32_t i) const {
     Item item{};
-    if (B::use_persistent_cta && i >= a.work_items) return item;
-    static_cast<WorkItem&>(item) = work_item<B>(a, i);
-    item.h_kv = int(a.q_heads_per_kv.divide(item.h));
-    item.rounds = a.unmasked_rounds;
-    if (item.rounds == 0) {
-      // Warpgroups without rows are in the first item, where rows are short, not in the last.
-      if (Shared::MAY_PASS) {
+    if (i < a.work_items) {
+      static_cast<WorkItem&>(item) = work_item<B>(a, i);
+      // With a mask, warpgroups without rows are in the first item, where rows are short, not in the last.
+      if (Shared::MAY_PASS && a.p.causal != Causal::off) {
         item.q0 -= (int(a.q_blocks.divisor) * B::item_rows - a.p.Sq) / 64 * 64;
       }
+      item.h_kv = int(a.q_heads_per_kv.divide(item.h));
       const int keys = visible_keys(a.p, min(item.q0 + B::item_rows, a.p.Sq) - 1);
       constexpr int round_keys = B::split_kv * B::block_n;
       item.rounds = max((keys + round_keys - 1) / round_keys, 1);
@@ -2481,7 +2477,7 @@ template <class B> struct WgmmaLoader {
   // Q of an item, and the word to the others. MULTICAST: the first CTA does that for both.
   __device__ __forceinline__ void start_item(const Item& item) {
     const int stage = q_ring.stage;
-    if (B::use_persistent_cta) wait_phase(&s.q_empty[stage], q_ring.parity ^ 1);
+    wait_phase(&s.q_empty[stage], q_ring.parity ^ 1);  // the first round finds it empty
     if (issues) {
 #pragma unroll
       for (int rank = 0; rank < B::cluster_size; rank++) start_rows(item, stage, rank);
@@ -2519,13 +2515,20 @@ template <class B> struct WgmmaLoader {
     q_ring.advance();
     return item;
   }
-  // By one thread: a slice's tile of K or V in a round. MULTICAST: this CTA's part of it, for both.
-  __device__ __forceinline__ void fill(const Item& item, int round, int slice,
-                                       const CUtensorMap* map, Element* tile_s,
-                                       uint64_t* full) const {
+  // A slice's tile of K or V in a round, into the stage of the ring. MULTICAST: this CTA's part of it, for
+  // both, when the stage is empty in both.
+  __device__ __forceinline__ void load(const Item& item, int round, int slice,
+                                       const CUtensorMap* map, Element* tile_s, uint64_t* full,
+                                       uint64_t* empty, uint64_t* free) {
     constexpr uint64_t evict_last = 0x14f0000000000000;
     using Part = WgmmaPart<B>;
-    if (a.p.Sk > 0) {
+    wait_phase(empty, ring.parity ^ 1);
+    if constexpr (B::multicast) {
+      const int lane = threadIdx.x % 32;
+      if (lane < B::cluster_size) mbarrier_arrive_cluster(mapa(shared_address(free), lane));
+      wait_phase(free, ring.parity);
+    }
+    if (issues && a.p.Sk > 0) {
       const int row = (round * B::split_kv + slice) * B::block_n;
       const int c[5] = {0, row + cluster_rank * (Part::rows % B::block_n),
                         Part::rows < B::block_n ? 0 : cluster_rank * Part::panels, item.h_kv,
@@ -2533,49 +2536,19 @@ template <class B> struct WgmmaLoader {
       mbarrier_arrive_expect_tx(full, B::block_n * B::head_dim * sizeof(Element));
       copy(tile_s + cluster_rank * Part::rows * Part::panels * 64, map, c, full,
            (1 << B::cluster_size) - 1, evict_last);
-    } else {
+    } else if (issues) {
       mbarrier_arrive(full);  // nothing to load: every score of this tile is masked
     }
   }
-  __device__ __forceinline__ void fill_k(const Item& item, int round, int slice, int stage) const {
+  __device__ __forceinline__ void load_k(const Item& item, int round, int slice) {
     typename Shared::Tiles& t = s.slice[slice];
-    fill(item, round, slice, &tensor_maps<B>(a).k, t.K[stage], &t.k_full[stage]);
+    load(item, round, slice, &tensor_maps<B>(a).k, t.K[ring.stage], &t.k_full[ring.stage],
+         &t.k_empty[ring.stage], &t.k_free[ring.stage]);
   }
-  __device__ __forceinline__ void fill_v(const Item& item, int round, int slice, int stage) const {
+  __device__ __forceinline__ void load_v(const Item& item, int round, int slice) {
     typename Shared::Tiles& t = s.slice[slice];
-    fill(item, round, slice, &tensor_maps<B>(a).v, t.V[stage], &t.v_full[stage]);
-  }
-  // Waits until the stage of the ring is empty, with MULTICAST in both CTAs.
-  __device__ __forceinline__ void wait_empty(uint64_t* empty, uint64_t* free) const {
-    wait_phase(&empty[ring.stage], ring.parity ^ 1);
-    if constexpr (B::multicast) {
-      const int lane = threadIdx.x % 32;
-      uint64_t* const free_here = &free[ring.stage];
-      if (lane < B::cluster_size) mbarrier_arrive_cluster(mapa(shared_address(free_here), lane));
-      wait_phase(free_here, ring.parity);
-    }
-  }
-  __device__ __forceinline__ void load_k(const Item& item, int round, int slice) const {
-    wait_empty(s.slice[slice].k_empty, s.slice[slice].k_free);
-    if (issues) fill_k(item, round, slice, ring.stage);
-  }
-  __device__ __forceinline__ void load_v(const Item& item, int round, int slice) const {
-    wait_empty(s.slice[slice].v_empty, s.slice[slice].v_free);
-    if (issues) fill_v(item, round, slice, ring.stage);
-  }
-  // Q of a CTA's only item and the tiles of its first rounds, for which all stages are there, in the order
-  // in which they are needed: TMA takes one after the other.
-  __device__ __forceinline__ void start_rounds(const Item& item) const {
-    if (!issues) return;
-    start_rows(item, 0, 0);
-#pragma unroll
-    for (int n = 0; n < B::stages; n++) {
-      if (n >= item.rounds) break;
-#pragma unroll
-      for (int i = 0; i < B::split_kv; i++) fill_k(item, item.rounds - 1 - n, i, n);
-#pragma unroll
-      for (int i = 0; i < B::split_kv; i++) fill_v(item, item.rounds - 1 - n, i, n);
-    }
+    load(item, round, slice, &tensor_maps<B>(a).v, t.V[ring.stage], &t.v_full[ring.stage],
+         &t.v_empty[ring.stage], &t.v_free[ring.stage]);
   }
 };
 
@@ -3300,12 +3273,12 @@ template <class B> struct WgmmaColumns {
   }
 
   // The item.   load(rounds left): one more round of its tiles.
-  template <class Load> __device__ __forceinline__ void run(Load load) {
-    wait_phase(&s.q_full[0], 0);
-    const typename Shared::Item item = s.item[0];
+  template <class Load>
+  __device__ __forceinline__ void run(const typename Shared::Item& item, Load load) {
     const int clean_keys = visible_keys(a.p, item.q0);
 #pragma unroll
     for (int r = 0; r < OWN; r++) m[r] = -INFINITY, l[r] = 0;
+    wait_phase(&s.q_full[0], 0);
     for (int rounds = item.rounds;; load(rounds)) {
       typename Shared::Tiles& t = s.slice[slice];
       Output O;
@@ -3391,33 +3364,27 @@ __global__ void __launch_bounds__(B::threads, 1) sdpa_wgmma(const __grid_constan
   WgmmaShared<B>& s = dynamic_shared<WgmmaShared<B>>();
   griddepcontrol_launch_dependents();
   if (threadIdx.x == B::threads - 1) {
-    for (uint64_t& full : s.q_full) mbarrier_init(&full, 1);
-    for (auto& t : s.slice) {
-      for (int stage = 0; stage < B::stages; stage++) {
-        mbarrier_init(&t.k_full[stage], 1), mbarrier_init(&t.v_full[stage], 1);
-      }
-    }
-    fence_mbarrier_init();
-  } else if (threadIdx.x == B::threads - 33) {
     prefetch_tensormap(&tensor_maps<B>(a).q), prefetch_tensormap(&tensor_maps<B>(a).k),
         prefetch_tensormap(&tensor_maps<B>(a).v);
     for (int stage = 0; stage < s.Q_STAGES; stage++) {
-      mbarrier_init(&s.q_empty[stage], B::cluster_size);
+      mbarrier_init(&s.q_full[stage], 1), mbarrier_init(&s.q_empty[stage], B::cluster_size);
       for (auto& done : s.o_done[stage]) mbarrier_init(&done, 4);
     }
     for (auto& t : s.slice) {
       for (int stage = 0; stage < B::stages; stage++) {
-        mbarrier_init(&t.k_empty[stage], B::group_warps);
-        mbarrier_init(&t.v_empty[stage], B::group_warps);
-        if (B::multicast) mbarrier_init(&t.k_free[stage], B::cluster_size);
-        if (B::multicast) mbarrier_init(&t.v_free[stage], B::cluster_size);
+        mbarrier_init(&t.k_full[stage], 1), mbarrier_init(&t.k_empty[stage], B::group_warps);
+        mbarrier_init(&t.v_full[stage], 1), mbarrier_init(&t.v_empty[stage], B::group_warps);
+        if (B::multicast) {
+          mbarrier_init(&t.k_free[stage], B::cluster_size);
+          mbarrier_init(&t.v_free[stage], B::cluster_size);
+        }
       }
     }
     fence_mbarrier_init();
   }
   const int warp = uniform(threadIdx.x / 32);
   if constexpr (B::use_warp_specialization) {
-    sync_cluster<B>();  // hazard: mbarriers initialised by two threads
+    sync_cluster<B>();  // hazard: mbarriers initialised by one thread
     if (warp < B::producer_threads / 32) {
       if (WgmmaRegisters<B>::dealt) setmaxnreg_dec<WgmmaRegisters<B>::producer>();
       wgmma_copy<B>(s, a, warp);
@@ -3429,27 +3396,28 @@ __global__ void __launch_bounds__(B::threads, 1) sdpa_wgmma(const __grid_constan
     }
     if (B::multicast) sync_cluster<B>();  // hazard: arrivals from the other CTA
   } else {
-    // One warp starts the item. It waits while TMA's queue is full, so it is one of the slice whose tiles
-    // come last. Two warps of every slice load its tiles of later rounds.
-    const bool starts = warp == B::num_warps - 4;
+    // Two warps of every slice load its tiles.
     const int slice = warp / B::group_warps;
     const bool loads_k = warp % B::group_warps == 0, loads_v = warp % B::group_warps == 1;
     WgmmaLoader<B> loader(s, a);
-    typename WgmmaShared<B>::Item item;
-    if (starts) item = loader.find_item(blockIdx.x);
-    __syncthreads();        // hazard: mbarriers initialised by two threads
-    griddepcontrol_wait();  // from here on memory is as the kernel before this one has left it
-    if (starts) loader.start_rounds(item);
-    loader.ring.parity = 1;                   // all stages have been filled once
-    const auto load_next = [&](int rounds) {  // left; a stage is free
-      if ((!loads_k && !loads_v) || rounds < B::stages) return;
-      if (loads_k) loader.load_k(s.item[0], rounds - B::stages, slice);
-      if (loads_v) loader.load_v(s.item[0], rounds - B::stages, slice);
+    const auto load = [&](const typename WgmmaShared<B>::Item& item, int round) {
+      if (loads_k) loader.load_k(item, round, slice);
+      if (loads_v) loader.load_v(item, round, slice);
       loader.ring.advance();
+    };
+    const auto item = loader.find_item(blockIdx.x / B::cluster_size);
+    sync_cluster<B>();      // hazard: mbarriers initialised by one thread
+    griddepcontrol_wait();  // from here on memory is as the kernel before this one has left it
+    if (warp == 2) loader.start_item(item);
+    if (loads_k || loads_v) {
+      for (int n = 1; n <= min(B::stages, item.rounds); n++) load(item, item.rounds - n);
+    }
+    const auto load_next = [&](int rounds) {  // left; a stage is free
+      if ((loads_k || loads_v) && rounds >= B::stages) load(s.item[0], rounds - B::stages);
     };
     if constexpr (B::swap_ab) {
       WgmmaColumns<B> columns(s, a, threadIdx.x);
-      columns.run(load_next);
+      columns.run(item, load_next);
     } else {
       WgmmaRows<B> rows(s, a, threadIdx.x);
       rows.run(load_next);
@@ -3954,9 +3922,6 @@ template <class B> SdpaStatus forward(const SdpaParams& p, cudaStream_t stream) 
   const double heads = kv_bytes > 0 ? (32 << 20) / kv_bytes * p.Hq / p.Hkv : 1e9;
   const double all_heads = double(p.B) * p.Hq;
   a.heads_in_l2 = uint32_t(heads < 1 ? 1 : heads > all_heads ? all_heads : heads);
-  constexpr int64_t round_keys = B::split_kv * B::block_n;
-  const int rounds = p.Sk > 0 ? int((p.Sk + round_keys - 1) / round_keys) : 1;
-  a.unmasked_rounds = p.causal == Causal::off ? rounds : 0;
   a.q_blocks = Divisor(uint32_t(q_blocks));
   a.q_heads = Divisor(uint32_t(p.Hq));
   a.q_heads_per_kv = Divisor(uint32_t(p.Hq / p.Hkv));

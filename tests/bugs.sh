@@ -153,7 +153,7 @@ wgmma="USE_WGMMA=1 USE_WARP_SPECIALIZATION=1 VEC_WIDTH=8 BLOCK_M=128 NUM_WARPS=8
 bug wgmma_no_fence         backend "$wgmma" "--shape 1,1,1,64,150"  's~^ *wgmma_fence\(\);$~~'
 bug wgmma_wait_too_loose   backend "${wgmma/ USE_LAZY_MAX=1/}" "--shape 1,1,1,64,150"  's~wgmma_wait_group<1>\(\)~wgmma_wait_group<2>()~'
 bug wgmma_k_released_early thread  "$wgmma" "--shape 1,1,1,64,300"  's~start_qk\(S, next, k_is_there\);~start_qk(S, next, k_is_there), release(\&t.k_empty[next.stage]);~'
-bug wgmma_wrong_parity     backend "$wgmma" "--shape 1,1,1,64,150"  's~(&empty\[ring\.stage\], ring\.parity) \^ 1~\1~'
+bug wgmma_wrong_parity     backend "$wgmma" "--shape 1,1,1,64,150"  's~wait_phase\(empty, ring\.parity \^ 1\)~wait_phase(empty, ring.parity)~'
 bug wgmma_stride_wrong     check   "$wgmma HEAD_DIM=128" "--shape 1,1,1,64,150"  's~B::block_n \* 128, 1024\)~B::block_n * 64, 1024)~'
 bug wgmma_too_few_bytes    backend "$wgmma" "--shape 1,1,1,64,150"  's~B::block_n \* B::head_dim \* sizeof\(Element\)\)~B::block_n * B::head_dim)~'
 bug wgmma_o_not_fenced     backend "$wgmma" "--shape small"  's~^ *fence_proxy_async\(\);$~~'
@@ -164,13 +164,12 @@ bug wgmma_q_reused_early   thread  "$wgmma USE_PERSISTENT_CTA=1" "--shape 1,3,1,
 bug wgmma_queue_skips_item check   "$wgmma USE_PERSISTENT_CTA=1" "--shape 1,3,1,400,20"  's~B::cluster_size \+ uniform\(drawn\)~B::cluster_size + uniform(drawn + (drawn == 2))~'
 bug wgmma_before_row_0     backend "$wgmma USE_PERSISTENT_CTA=1" "--shape 1,1,1,64,64 --causal br"  's~^ *if \(c\[1\] < 0\) return;~~'
 bug wgmma_cluster_left     backend "$wgmma MULTICAST=1" "--shape 1,1,1,256,40"  's~^ *if \(B::multicast\) sync_cluster.*$~~'
-bug wgmma_not_empty_there  thread  "$wgmma MULTICAST=1" "--shape 1,1,1,256,300"  's~wait_phase\(free_here, ring\.parity\);~~'
+bug wgmma_not_empty_there  thread  "$wgmma MULTICAST=1" "--shape 1,1,1,256,300"  's~wait_phase\(free, ring\.parity\);~~'
 bug wgmma_half_missing     backend "$wgmma MULTICAST=1" "--shape 1,1,1,256,150"  's~\(1 << B::cluster_size\) - 1, evict_last~1, evict_last~'
 bug wgmma_passed_not_done  backend "$wgmma USE_PERSISTENT_CTA=1" "--shape 1,2,1,64,150"  's~release\(&s\.o_done\[q_ring\.stage\].*$~~'
 wsplit="USE_WGMMA=1 VEC_WIDTH=8 BLOCK_M=64 NUM_WARPS=8 BLOCK_N=32 STAGES=2 SPLIT_KV=2"
 bug wgmma_merged_too_soon  thread  "$wsplit" "--shape 1,1,1,64,256"  's~barrier_sync\(15, .*$~~'
 bug wgmma_v_not_skipped    backend "$wgmma SKIP_MASKED=1" "--shape 1,1,1,128,300 --causal br"  's~skipped > 0; skipped--~skipped > 1; skipped--~'
-bug wgmma_refilled_early   thread  "$wsplit" "--shape 1,1,1,64,256"  's~loader\.ring\.parity = 1;~~'
 bug wgmma_scale_of_another check   "$wsplit" "--shape 1,1,1,64,256"  's~\[n \+ \(n >= slice\)\]\[first_row~[n][first_row~'
 bug wgmma_slice_misplaced  check   "$wsplit" "--shape 1,1,1,64,256 --causal br"  's~rounds - 1\) \* B::split_kv \+ slice~rounds - 1) * B::split_kv~'
 swap="USE_WGMMA=1 VEC_WIDTH=8 SWAP_AB=1 BLOCK_M=32 NUM_WARPS=8 BLOCK_N=64 STAGES=1 SPLIT_KV=2"

@@ -9,7 +9,8 @@ usage: tools/peers.py NAME... [--shape PROBLEM]... [--suite] [--peers P,...] [--
              Repeatable; default mission, mission2 and long
   --suite    the problems of README's table
   --peers    names separated by commas (default torch_cudnn,torch_flash,torch_efficient,torch_math)
-  --rested   one turn each, of the first 10 ms after a rest of 0.3 s: before the GPU is at its power limit
+  --rested   one turn each: the first 10 ms, at least a replay, after a rest of 0.3 s, before the power limit
+             is reached
   --build    the build folder (default build)
 
 Prints rows with the columns of the executables: per problem each line, then each peer. graph_us is what it
