@@ -165,12 +165,13 @@ def capture(call):
 
 def replay(graph, calls, rested):
     """Microseconds of a call in each of some replays: at least 5 (rested: 1), and more of short ones."""
-    warmed, times = 0, []
+    warmed, times, fewest = 0, [], 1 if rested else 5
     if rested:
         time.sleep(REST_S)
-    while not rested and warmed < WARMED_US:
-        warmed += elapsed_us(graph.replay)
-    while len(times) < (1 if rested else 5) or (sum(times) * calls < REPLAYED_US and len(times) < 333):
+    else:
+        while warmed < WARMED_US:
+            warmed += elapsed_us(graph.replay)
+    while len(times) < fewest or (sum(times) * calls < REPLAYED_US and len(times) < 333):
         times.append(elapsed_us(graph.replay) / calls)
     return times
 
