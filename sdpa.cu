@@ -462,9 +462,11 @@ struct Divisor {
 
 struct KernelArgs {  // SdpaParams with what every CTA would otherwise compute again
   SdpaParams p;
-  float scale_log2;        // scale * log2(e): softmax is taken in powers of 2
+  float scale_log2;      // scale * log2(e): softmax is taken in powers of 2
+  uint32_t heads_in_l2;  // query heads whose K and V take 32 MB, at least 1
+  // From here on what an item is found from; together it costs one miss of the constant cache.
+  int unmasked_rounds;     // without a mask: of tiles over all keys, at least 1; with one: 0
   uint32_t work_items;     // B * Hq * q_blocks
-  uint32_t heads_in_l2;    // query heads whose K and V take 32 MB, at least 1
   Divisor q_blocks;        // ceil(Sq / item_rows)
   Divisor q_heads;         // Hq
   Divisor q_heads_per_kv;  // Hq / Hkv
@@ -521,6 +523,12 @@ template <class T> __device__ __forceinline__ T ld_global(const void* src_g) {  
 }
 template <class T> __device__ __forceinline__ void st_global(void* dst_g, T value) {
   *static_cast<T*>(dst_g) = value;
+}
+// A vector that has been in registers for a while: nvcc would store its words one by one.
+__device__ __forceinline__ void st_global_v4(void* dst_g, uint4 value) {
+  asm volatile("st.global.v4.b32 [%0], {%1, %2, %3, %4};" ::"l"(dst_g), "r"(value.x), "r"(value.y),
+               "r"(value.z), "r"(value.w)
+               : "memory");
 }
 
 // cp.async of BYTES (4, 8, 16); when !valid, reads nothing and writes zeros.
@@ -808,6 +816,10 @@ template <int N> __device__ __forceinline__ void wgmma_wait_group() {
 template <int N> __device__ __forceinline__ void hold(float (&d)[N]) {
 #pragma unroll
   for (int i = 0; i < N; i++) asm volatile("" : "+f"(d[i])::"memory");
+}
+template <int N> __device__ __forceinline__ void hold(uint32_t (&r)[N]) {
+#pragma unroll
+  for (int i = 0; i < N; i++) asm volatile("" : "+r"(r[i])::"memory");
 }
 // The same for registers whose values nobody wants any more: until they are written they are free.
 template <int N> __device__ __forceinline__ void forget(float (&d)[N]) {
@@ -1394,6 +1406,12 @@ __device__ __forceinline__ void store_output(const View& O, const float (&m)[Vie
 
 // ---- work scheduling ----
 
+// Rows of number `block` of a head, counted through all batches.
+template <class B>
+__device__ __forceinline__ WorkItem tile_of(const KernelArgs& a, uint32_t head, uint32_t block) {
+  return {int(a.q_heads.divide(head)), int(a.q_heads.remainder(head)), int(block) * B::item_rows};
+}
+
 // Item number -> tile. Without a mask the q-blocks of a head follow each other and share its K and
 // V in L2. With one, the longest rows come first, so that no long tile starts last; of all heads, or
 // of as many as have their K and V in L2 together (32 MB of an H200's 60).
@@ -1407,7 +1425,7 @@ template <class B> __device__ __forceinline__ WorkItem work_item(const KernelArg
     const uint32_t count = min(a.heads_in_l2, a.p.B * a.p.Hq - first);
     head = first + j % count, block = a.q_blocks.divisor - 1 - j / count;
   }
-  return {int(a.q_heads.divide(head)), int(a.q_heads.remainder(head)), int(block) * B::item_rows};
+  return tile_of<B>(a, head, block);
 }
 
 struct OneTilePerCta {
@@ -2359,12 +2377,13 @@ template <class B> struct WgmmaShared {
     int h_kv, rounds;  // no rounds: there are no more items
   };
   // What the slices' warpgroups with the same rows have for each other: of O, for every slice from every
-  // other one, what each thread has of the columns that the slice finishes.
+  // other one, what each thread has of what the slice finishes. Of a warp's 16 rows even slices finish the
+  // first 8, odd ones the others; two that finish the same rows halve their columns.
   struct RowPartial {
-    static constexpr int COLS = B::head_dim / B::split_kv;
-    float4 O[B::split_kv][B::split_kv > 1 ? B::split_kv - 1 : 1][COLS / 8][128];
+    static constexpr int COLS = B::split_kv > 2 ? B::head_dim * 2 / B::split_kv : B::head_dim;
+    float4 O[B::split_kv][B::split_kv > 1 ? B::split_kv - 1 : 1][COLS / 16][128];
     float2 m_l[B::split_kv][64];
-    alignas(16) Element out[B::split_kv][64][COLS + 8];  // 8: against bank conflicts
+    alignas(16) Element out[B::split_kv][4][8][COLS + 8];  // 8: against bank conflicts
   };
   struct ColumnPartial {  // of WgmmaColumns
     static constexpr int ROWS = B::block_m;
@@ -2452,17 +2471,22 @@ template <class B> struct WgmmaLoader {
   // Item number i; past the last item one without rounds.
   __device__ __forceinline__ Item find_item(uint32_t i) const {
     Item item{};
-    if (i < a.work_items) {
-      static_cast<WorkItem&>(item) = work_item<B>(a, i);
-      // With a mask, warpgroups without rows are in the first item, where rows are short, not in the last.
-      if (Shared::MAY_PASS && a.p.causal != Causal::off) {
-        item.q0 -= (int(a.q_blocks.divisor) * B::item_rows - a.p.Sq) / 64 * 64;
-      }
+    if (B::use_persistent_cta && i >= a.work_items) return item;
+    if (a.unmasked_rounds > 0) {  // as work_item() has it, but without a look at anything else
+      static_cast<WorkItem&>(item) = tile_of<B>(a, a.q_blocks.divide(i), a.q_blocks.remainder(i));
       item.h_kv = int(a.q_heads_per_kv.divide(item.h));
-      const int keys = visible_keys(a.p, min(item.q0 + B::item_rows, a.p.Sq) - 1);
-      constexpr int round_keys = B::split_kv * B::block_n;
-      item.rounds = max((keys + round_keys - 1) / round_keys, 1);
+      item.rounds = a.unmasked_rounds;
+      return item;
     }
+    static_cast<WorkItem&>(item) = work_item<B>(a, i);
+    item.h_kv = int(a.q_heads_per_kv.divide(item.h));
+    // Warpgroups without rows are in the first item, where rows are short, not in the last.
+    if (Shared::MAY_PASS) {
+      item.q0 -= (int(a.q_blocks.divisor) * B::item_rows - a.p.Sq) / 64 * 64;
+    }
+    const int keys = visible_keys(a.p, min(item.q0 + B::item_rows, a.p.Sq) - 1);
+    constexpr int round_keys = B::split_kv * B::block_n;
+    item.rounds = max((keys + round_keys - 1) / round_keys, 1);
     return item;
   }
   // A box to where the pointer says, and with MULTICAST in those CTAs of the cluster whose bits are set.
@@ -2477,7 +2501,7 @@ template <class B> struct WgmmaLoader {
   // Q of an item, and the word to the others. MULTICAST: the first CTA does that for both.
   __device__ __forceinline__ void start_item(const Item& item) {
     const int stage = q_ring.stage;
-    wait_phase(&s.q_empty[stage], q_ring.parity ^ 1);  // the first round finds it empty
+    if (B::use_persistent_cta) wait_phase(&s.q_empty[stage], q_ring.parity ^ 1);
     if (issues) {
 #pragma unroll
       for (int rank = 0; rank < B::cluster_size; rank++) start_rows(item, stage, rank);
@@ -2515,20 +2539,13 @@ template <class B> struct WgmmaLoader {
     q_ring.advance();
     return item;
   }
-  // A slice's tile of K or V in a round, into the stage of the ring. MULTICAST: this CTA's part of it, for
-  // both, when the stage is empty in both.
-  __device__ __forceinline__ void load(const Item& item, int round, int slice,
-                                       const CUtensorMap* map, Element* tile_s, uint64_t* full,
-                                       uint64_t* empty, uint64_t* free) {
+  // By one thread: a slice's tile of K or V in a round. MULTICAST: this CTA's part of it, for both.
+  __device__ __forceinline__ void fill(const Item& item, int round, int slice,
+                                       const CUtensorMap* map, Element* tile_s,
+                                       uint64_t* full) const {
     constexpr uint64_t evict_last = 0x14f0000000000000;
     using Part = WgmmaPart<B>;
-    wait_phase(empty, ring.parity ^ 1);
-    if constexpr (B::multicast) {
-      const int lane = threadIdx.x % 32;
-      if (lane < B::cluster_size) mbarrier_arrive_cluster(mapa(shared_address(free), lane));
-      wait_phase(free, ring.parity);
-    }
-    if (issues && a.p.Sk > 0) {
+    if (a.p.Sk > 0) {
       const int row = (round * B::split_kv + slice) * B::block_n;
       const int c[5] = {0, row + cluster_rank * (Part::rows % B::block_n),
                         Part::rows < B::block_n ? 0 : cluster_rank * Part::panels, item.h_kv,
@@ -2536,19 +2553,49 @@ template <class B> struct WgmmaLoader {
       mbarrier_arrive_expect_tx(full, B::block_n * B::head_dim * sizeof(Element));
       copy(tile_s + cluster_rank * Part::rows * Part::panels * 64, map, c, full,
            (1 << B::cluster_size) - 1, evict_last);
-    } else if (issues) {
+    } else {
       mbarrier_arrive(full);  // nothing to load: every score of this tile is masked
     }
   }
-  __device__ __forceinline__ void load_k(const Item& item, int round, int slice) {
+  __device__ __forceinline__ void fill_k(const Item& item, int round, int slice, int stage) const {
     typename Shared::Tiles& t = s.slice[slice];
-    load(item, round, slice, &tensor_maps<B>(a).k, t.K[ring.stage], &t.k_full[ring.stage],
-         &t.k_empty[ring.stage], &t.k_free[ring.stage]);
+    fill(item, round, slice, &tensor_maps<B>(a).k, t.K[stage], &t.k_full[stage]);
   }
-  __device__ __forceinline__ void load_v(const Item& item, int round, int slice) {
+  __device__ __forceinline__ void fill_v(const Item& item, int round, int slice, int stage) const {
     typename Shared::Tiles& t = s.slice[slice];
-    load(item, round, slice, &tensor_maps<B>(a).v, t.V[ring.stage], &t.v_full[ring.stage],
-         &t.v_empty[ring.stage], &t.v_free[ring.stage]);
+    fill(item, round, slice, &tensor_maps<B>(a).v, t.V[stage], &t.v_full[stage]);
+  }
+  // Waits until the stage of the ring is empty, with MULTICAST in both CTAs.
+  __device__ __forceinline__ void wait_empty(uint64_t* empty, uint64_t* free) const {
+    wait_phase(&empty[ring.stage], ring.parity ^ 1);
+    if constexpr (B::multicast) {
+      const int lane = threadIdx.x % 32;
+      uint64_t* const free_here = &free[ring.stage];
+      if (lane < B::cluster_size) mbarrier_arrive_cluster(mapa(shared_address(free_here), lane));
+      wait_phase(free_here, ring.parity);
+    }
+  }
+  __device__ __forceinline__ void load_k(const Item& item, int round, int slice) const {
+    wait_empty(s.slice[slice].k_empty, s.slice[slice].k_free);
+    if (issues) fill_k(item, round, slice, ring.stage);
+  }
+  __device__ __forceinline__ void load_v(const Item& item, int round, int slice) const {
+    wait_empty(s.slice[slice].v_empty, s.slice[slice].v_free);
+    if (issues) fill_v(item, round, slice, ring.stage);
+  }
+  // Q of a CTA's only item and the tiles of its first rounds, for which all stages are there, in the order
+  // in which they are needed: TMA takes one after the other.
+  __device__ __forceinline__ void start_rounds(const Item& item) const {
+    if (!issues) return;
+    start_rows(item, 0, 0);
+#pragma unroll
+    for (int n = 0; n < B::stages; n++) {
+      if (n >= item.rounds) break;
+#pragma unroll
+      for (int i = 0; i < B::split_kv; i++) fill_k(item, item.rounds - 1 - n, i, n);
+#pragma unroll
+      for (int i = 0; i < B::split_kv; i++) fill_v(item, item.rounds - 1 - n, i, n);
+    }
   }
 };
 
@@ -2695,13 +2742,17 @@ template <class B> struct WgmmaRows {
   // P of this round in the place of its scores, and l, relative to the m that is there, as in
   // MmaRows::attend_lazily. Whether that will do for all rows of the warp; if not, and they were tried, the
   // scores are gone, and are computed again.
-  __device__ __forceinline__ bool attend_lazily(Scores& S) {
+  __device__ __forceinline__ bool attend_lazily(Scores& S, Probabilities& rounded) {
     if (!B::use_lazy_max || rounds > lazy_rounds) return false;
     if (!B::overlap && first) guess_max(S);
     float m_log2[ROWS], sum[ROWS] = {0, 0};
 #pragma unroll
     for (int i = 0; i < ROWS; i++) m_log2[i] = m[i] * a.scale_log2;
     softmax_exp<B>(S, 0, S.COLS, a.scale_log2, m_log2, sum);
+    if (!B::overlap) {  // beside the exponentials, where it takes no time
+#pragma unroll
+      for (int step = 0; step < STEPS; step++) round(rounded[step], S, step), hold(rounded[step]);
+    }
     if (!__all_sync(0xffffffffu, sum[0] + sum[1] <= lazy_limit)) {
       multiply_qk_again(S);
       return false;
@@ -2794,17 +2845,19 @@ template <class B> struct WgmmaRows {
     // The next K and this V have mostly landed; to ask takes time, which the softmax hides.
     const bool k_is_there =
         B::overlap && HAS_NEXT && mbarrier_peek_parity(&t.k_full[next.stage], next.parity);
-    const bool v_is_there = B::overlap && mbarrier_peek_parity(&t.v_full[ring.stage], ring.parity);
+    const bool v_is_there = mbarrier_peek_parity(&t.v_full[ring.stage], ring.parity);
     float alpha[ROWS];
-    const bool exactly = !attend_lazily(S);
+    const bool exactly = !attend_lazily(S, P);
     if (exactly) attend_exactly(S, alpha);
     if (B::overlap) {
       wait_pv();  // of the round before: P and O may be touched
       release_last_v(!first);
     }
     if (exactly && !__all_sync(0xffffffffu, alpha[0] == 1 && alpha[1] == 1)) scale_rows(O, alpha);
+    if (B::overlap || exactly) {
 #pragma unroll
-    for (int step = 0; step < STEPS; step++) round(P[step], S, step);
+      for (int step = 0; step < STEPS; step++) round(P[step], S, step);
+    }
     if (B::use_ping_pong) barrier_sync(1 + warpgroup, 256);
     if (B::overlap && HAS_NEXT) start_qk(S, next, k_is_there);
     start_pv(P, v_is_there);
@@ -2876,24 +2929,25 @@ template <class B> struct WgmmaRows {
       }
     }
   }
-  // O / l and LSE of all slices together, each of which finishes some of the columns: its own sum first,
-  // then the others' in their order.
+  // O / l and LSE of all slices together, each of which finishes its part: its own sum first, then the
+  // others' in their order.
   __device__ __forceinline__ void merge_slices(uint32_t tid) {
     typename Shared::Partial& partial = s.partial[row_group];
     constexpr int OTHERS = B::split_kv - 1, COLS = partial.COLS;
     const WorkItem item = s.item[0];  // ahead of the barrier, which hides what follows from it
-    const uint32_t lane = tid % 32;
-    const int first_row = tid / 32 * 16;
-    WgmmaAccumulator<COLS> share;
+    const uint32_t lane = tid % 32, warp = tid / 32;
+    const int first_row = warp * 16 + slice % 2 * 8,
+              row = first_row + lane / 4;  // that it finishes
+    float share[COLS / 4];
 #pragma unroll
     for (int to = 0; to <= OTHERS; to++) {
-      const float* const part = O.x.d + to * COLS / 2;
-      if (to == slice) {
-        memcpy(share.x.d, part, sizeof share.x.d);
-      } else {
 #pragma unroll
-        for (int v = 0; v < COLS / 8; v++) {
-          const float4 x = {part[4 * v], part[4 * v + 1], part[4 * v + 2], part[4 * v + 3]};
+      for (int v = 0; v < COLS / 16; v++) {
+        const float* const part = O.x.d + to / 2 * COLS / 2 + v * 8 + to % 2 * 2;
+        const float4 x = {part[0], part[1], part[4], part[5]};
+        if (to == slice) {
+          memcpy(share + 4 * v, &x, sizeof x);
+        } else {
           st_shared(&partial.O[to][slice - (slice > to)][v][tid], x);
         }
       }
@@ -2901,68 +2955,73 @@ template <class B> struct WgmmaRows {
     if (lane % 4 == 0) {
 #pragma unroll
       for (int i = 0; i < ROWS; i++) {
-        st_shared(&partial.m_l[slice][first_row + lane / 4 + 8 * i], float2{m[i], l[i]});
+        st_shared(&partial.m_l[slice][warp * 16 + lane / 4 + 8 * i], float2{m[i], l[i]});
       }
     }
     barrier_sync(15, B::warpgroups * 128);  // hazard: partial results written
 
-    float scale[OTHERS + 1][ROWS];  // the slice's own, then the others'
+    // The slice's own first, then the others'.
+    float2 m_l[OTHERS + 1] = {slice % 2 == 0 ? float2{m[0], l[0]} : float2{m[1], l[1]}};
+    float scale[OTHERS + 1], m_all = m_l[0].x, l_all = 0;
 #pragma unroll
-    for (int i = 0; i < ROWS; i++) {
-      float2 m_l[OTHERS + 1] = {{m[i], l[i]}};
-#pragma unroll
-      for (int n = 0; n < OTHERS; n++) {
-        m_l[n + 1] =
-            ld_shared<float2>(&partial.m_l[n + (n >= slice)][first_row + lane / 4 + 8 * i]);
-        m[i] = fmaxf(m[i], m_l[n + 1].x);
-      }
-      l[i] = 0;
-#pragma unroll
-      for (int n = 0; n <= OTHERS; n++) {
-        scale[n][i] = softmax_exp2<B>((m_l[n].x - finite_max(m[i])) * a.scale_log2);
-        l[i] = fmaf(m_l[n].y, scale[n][i], l[i]);
-      }
-      const float inverse = l[i] == 0 ? 0 : rcp_approx_ftz(l[i]);
-#pragma unroll
-      for (int n = 0; n <= OTHERS; n++) scale[n][i] *= inverse;
+    for (int n = 0; n < OTHERS; n++) {
+      m_l[n + 1] = ld_shared<float2>(&partial.m_l[n + (n >= slice)][row]);
+      m_all = fmaxf(m_all, m_l[n + 1].x);
     }
-    scale_rows(share, scale[0]);
+#pragma unroll
+    for (int n = 0; n <= OTHERS; n++) {
+      scale[n] = softmax_exp2<B>((m_l[n].x - finite_max(m_all)) * a.scale_log2);
+      l_all = fmaf(m_l[n].y, scale[n], l_all);
+    }
+    const float inverse = l_all == 0 ? 0 : rcp_approx_ftz(l_all);
+#pragma unroll
+    for (int n = 0; n <= OTHERS; n++) scale[n] *= inverse;
+#pragma unroll
+    for (int j = 0; j < COLS / 4; j++) share[j] *= scale[0];
 #pragma unroll
     for (int n = 0; n < OTHERS; n++) {
 #pragma unroll
-      for (int v = 0; v < COLS / 8; v++) {
+      for (int v = 0; v < COLS / 16; v++) {
         const float4 x = ld_shared<float4>(&partial.O[slice][n][v][tid]);
-        float* const d = share.x.d + 4 * v;
-        d[0] = fmaf(x.x, scale[n + 1][0], d[0]), d[1] = fmaf(x.y, scale[n + 1][0], d[1]);
-        d[2] = fmaf(x.z, scale[n + 1][1], d[2]), d[3] = fmaf(x.w, scale[n + 1][1], d[3]);
+        float* const d = share + 4 * v;
+        d[0] = fmaf(x.x, scale[n + 1], d[0]), d[1] = fmaf(x.y, scale[n + 1], d[1]);
+        d[2] = fmaf(x.z, scale[n + 1], d[2]), d[3] = fmaf(x.w, scale[n + 1], d[3]);
       }
     }
-    clear_empty_rows(share);
-    store_columns(share, partial.out[slice] + first_row, item, first_row, lane);
-  }
-  // A slice's columns of the warp's 16 rows, by way of shared memory, so that lanes store 16 bytes.
-  template <int COLS>
-  __device__ __forceinline__ void store_columns(const WgmmaAccumulator<COLS>& O,
-                                                Element (*out_s)[COLS + 8], const WorkItem& item,
-                                                int first_row, uint32_t lane) const {
-    const SdpaParams& p = a.p;
-    const int q = item.q0 + row_group * Shared::GROUP_STRIDE + first_row;
+    if (l_all == 0) {  // a row without a visible key is 0, whatever V is
 #pragma unroll
-    for (int n = 0; n < COLS / 16; n++) {
+      for (int j = 0; j < COLS / 4; j++) share[j] = 0;
+    }
+    const int q = item.q0 + row_group * Shared::GROUP_STRIDE;
+    store_share<COLS>(share, partial.out[slice][warp], item, q + first_row, lane);
+    if (lane % 4 == 0 && slice < 2 && q + row < a.p.Sq) store_lse(m_all, l_all, a, item, q + row);
+  }
+  // Rounded, 8 rows from query q on, by way of shared memory, so that lanes store 16 bytes.
+  template <int COLS>
+  __device__ __forceinline__ void store_share(const float (&share)[COLS / 4],
+                                              Element (&out_s)[8][COLS + 8], const WorkItem& item,
+                                              int q, uint32_t lane) const {
+    const SdpaParams& p = a.p;
+#pragma unroll
+    for (int n = 0; n < COLS / 32; n++) {
       uint32_t o[4];
-      round(o, O, n);
-      stmatrix_x4<false>(shared_address(&out_s[lane % 16][n * 16 + lane / 16 * 8]), o);
+#pragma unroll
+      for (int i = 0; i < 4; i++) o[i] = pack(share[8 * n + 2 * i], share[8 * n + 2 * i + 1]);
+      stmatrix_x4<false>(shared_address(&out_s[lane % 8][n * 32 + lane / 8 * 8]), o);
     }
     __syncwarp();  // hazard: written by all lanes
-    Element* const O_g = p.O + item.b * p.o.batch + item.h * p.o.head + slice * COLS;
+    Element* const O_g = p.O + item.b * p.o.batch + item.h * p.o.head + slice / 2 * COLS;
+    constexpr int TIMES = COLS / 32, ROWS_AT_ONCE = 8 / TIMES;  // 32 lanes times 8 elements
+    const int row = lane / (COLS / 8), col = lane % (COLS / 8) * 8;
+    uint4
+        o[TIMES];  // all are there before the first is stored, which would keep shared memory busy
 #pragma unroll
-    for (uint32_t i = lane; i < 16 * COLS / 8; i += 32) {
-      const int row = i / (COLS / 8), col = i % (COLS / 8) * 8;
-      if (q + row < p.Sq) {
-        st_global(O_g + (q + row) * p.o.row + col, ld_shared<uint4>(&out_s[row][col]));
-      }
+    for (int i = 0; i < TIMES; i++) o[i] = ld_shared<uint4>(&out_s[row + i * ROWS_AT_ONCE][col]);
+#pragma unroll
+    for (int i = 0; i < TIMES; i++) {
+      const int r = q + row + i * ROWS_AT_ONCE;
+      if (r < p.Sq) st_global_v4(O_g + r * p.o.row + col, o[i]);
     }
-    if (slice == 0) store_lses(item, q, lane);
   }
 
   // All items.   load(rounds left): one more, where the warp that loads computes as well.
@@ -3273,12 +3332,12 @@ template <class B> struct WgmmaColumns {
   }
 
   // The item.   load(rounds left): one more round of its tiles.
-  template <class Load>
-  __device__ __forceinline__ void run(const typename Shared::Item& item, Load load) {
+  template <class Load> __device__ __forceinline__ void run(Load load) {
+    wait_phase(&s.q_full[0], 0);
+    const typename Shared::Item item = s.item[0];
     const int clean_keys = visible_keys(a.p, item.q0);
 #pragma unroll
     for (int r = 0; r < OWN; r++) m[r] = -INFINITY, l[r] = 0;
-    wait_phase(&s.q_full[0], 0);
     for (int rounds = item.rounds;; load(rounds)) {
       typename Shared::Tiles& t = s.slice[slice];
       Output O;
@@ -3363,28 +3422,35 @@ template <class B>
 __global__ void __launch_bounds__(B::threads, 1) sdpa_wgmma(const __grid_constant__ KernelArgs a) {
   WgmmaShared<B>& s = dynamic_shared<WgmmaShared<B>>();
   griddepcontrol_launch_dependents();
-  if (threadIdx.x == B::threads - 1) {
-    prefetch_tensormap(&tensor_maps<B>(a).q), prefetch_tensormap(&tensor_maps<B>(a).k),
-        prefetch_tensormap(&tensor_maps<B>(a).v);
-    for (int stage = 0; stage < s.Q_STAGES; stage++) {
-      mbarrier_init(&s.q_full[stage], 1), mbarrier_init(&s.q_empty[stage], B::cluster_size);
-      for (auto& done : s.o_done[stage]) mbarrier_init(&done, 4);
-    }
+  const int warp = uniform(threadIdx.x / 32);
+  if (warp == 1 && threadIdx.x % 32 == 0) {
+    for (uint64_t& full : s.q_full) mbarrier_init(&full, 1);
     for (auto& t : s.slice) {
       for (int stage = 0; stage < B::stages; stage++) {
-        mbarrier_init(&t.k_full[stage], 1), mbarrier_init(&t.k_empty[stage], B::group_warps);
-        mbarrier_init(&t.v_full[stage], 1), mbarrier_init(&t.v_empty[stage], B::group_warps);
-        if (B::multicast) {
-          mbarrier_init(&t.k_free[stage], B::cluster_size);
-          mbarrier_init(&t.v_free[stage], B::cluster_size);
-        }
+        mbarrier_init(&t.k_full[stage], 1), mbarrier_init(&t.v_full[stage], 1);
       }
     }
     fence_mbarrier_init();
   }
-  const int warp = uniform(threadIdx.x / 32);
+  if (warp == 2 && threadIdx.x % 32 == 0) {
+    prefetch_tensormap(&tensor_maps<B>(a).q), prefetch_tensormap(&tensor_maps<B>(a).k),
+        prefetch_tensormap(&tensor_maps<B>(a).v);
+    for (int stage = 0; stage < s.Q_STAGES; stage++) {
+      mbarrier_init(&s.q_empty[stage], B::cluster_size);
+      for (auto& done : s.o_done[stage]) mbarrier_init(&done, 4);
+    }
+    for (auto& t : s.slice) {
+      for (int stage = 0; stage < B::stages; stage++) {
+        mbarrier_init(&t.k_empty[stage], B::group_warps);
+        mbarrier_init(&t.v_empty[stage], B::group_warps);
+        if (B::multicast) mbarrier_init(&t.k_free[stage], B::cluster_size);
+        if (B::multicast) mbarrier_init(&t.v_free[stage], B::cluster_size);
+      }
+    }
+    fence_mbarrier_init();
+  }
   if constexpr (B::use_warp_specialization) {
-    sync_cluster<B>();  // hazard: mbarriers initialised by one thread
+    sync_cluster<B>();  // hazard: mbarriers initialised by two threads
     if (warp < B::producer_threads / 32) {
       if (WgmmaRegisters<B>::dealt) setmaxnreg_dec<WgmmaRegisters<B>::producer>();
       wgmma_copy<B>(s, a, warp);
@@ -3396,28 +3462,27 @@ __global__ void __launch_bounds__(B::threads, 1) sdpa_wgmma(const __grid_constan
     }
     if (B::multicast) sync_cluster<B>();  // hazard: arrivals from the other CTA
   } else {
-    // Two warps of every slice load its tiles.
+    // One warp starts the item. It waits while TMA's queue is full, so it is one of the slice whose tiles
+    // come last. Two warps of every slice load its tiles of later rounds.
+    const bool starts = warp == B::num_warps - 4;
     const int slice = warp / B::group_warps;
     const bool loads_k = warp % B::group_warps == 0, loads_v = warp % B::group_warps == 1;
     WgmmaLoader<B> loader(s, a);
-    const auto load = [&](const typename WgmmaShared<B>::Item& item, int round) {
-      if (loads_k) loader.load_k(item, round, slice);
-      if (loads_v) loader.load_v(item, round, slice);
-      loader.ring.advance();
-    };
-    const auto item = loader.find_item(blockIdx.x / B::cluster_size);
-    sync_cluster<B>();      // hazard: mbarriers initialised by one thread
+    typename WgmmaShared<B>::Item item;
+    if (starts) item = loader.find_item(blockIdx.x);
+    __syncthreads();        // hazard: mbarriers initialised by two threads
     griddepcontrol_wait();  // from here on memory is as the kernel before this one has left it
-    if (warp == 2) loader.start_item(item);
-    if (loads_k || loads_v) {
-      for (int n = 1; n <= min(B::stages, item.rounds); n++) load(item, item.rounds - n);
-    }
+    if (starts) loader.start_rounds(item);
+    loader.ring.parity = 1;                   // all stages have been filled once
     const auto load_next = [&](int rounds) {  // left; a stage is free
-      if ((loads_k || loads_v) && rounds >= B::stages) load(s.item[0], rounds - B::stages);
+      if ((!loads_k && !loads_v) || rounds < B::stages) return;
+      if (loads_k) loader.load_k(s.item[0], rounds - B::stages, slice);
+      if (loads_v) loader.load_v(s.item[0], rounds - B::stages, slice);
+      loader.ring.advance();
     };
     if constexpr (B::swap_ab) {
       WgmmaColumns<B> columns(s, a, threadIdx.x);
-      columns.run(item, load_next);
+      columns.run(load_next);
     } else {
       WgmmaRows<B> rows(s, a, threadIdx.x);
       rows.run(load_next);
@@ -3922,6 +3987,9 @@ template <class B> SdpaStatus forward(const SdpaParams& p, cudaStream_t stream) 
   const double heads = kv_bytes > 0 ? (32 << 20) / kv_bytes * p.Hq / p.Hkv : 1e9;
   const double all_heads = double(p.B) * p.Hq;
   a.heads_in_l2 = uint32_t(heads < 1 ? 1 : heads > all_heads ? all_heads : heads);
+  constexpr int64_t round_keys = B::split_kv * B::block_n;
+  const int rounds = p.Sk > 0 ? int((p.Sk + round_keys - 1) / round_keys) : 1;
+  a.unmasked_rounds = p.causal == Causal::off ? rounds : 0;
   a.q_blocks = Divisor(uint32_t(q_blocks));
   a.q_heads = Divisor(uint32_t(p.Hq));
   a.q_heads_per_kv = Divisor(uint32_t(p.Hq / p.Hkv));

@@ -45,7 +45,7 @@ template <int N> inline void cp_async_bulk_wait_group() { simt::bulk_wait(N, fal
 inline void wgmma_fence(SIMT_CALLER) { simt::wgmma_fence(at); }
 inline void wgmma_commit_group(SIMT_CALLER) { simt::wgmma_commit(at); }
 template <int N> inline void wgmma_wait_group(SIMT_CALLER) { simt::wgmma_wait(N, at); }
-template <int N> inline void hold(float (&)[N]) {}
+template <class T, int N> inline void hold(T (&)[N]) {}
 template <int N> inline void forget(float (&d)[N]) {
   for (float& x : d) x = NAN;
 }

@@ -33,6 +33,7 @@ template <class T> inline void st_global(void* dst_g, T value, SIMT_CALLER) {
   simt::check_global(dst_g, sizeof(T), at);
   *static_cast<T*>(dst_g) = value;
 }
+inline void st_global_v4(void* dst_g, uint4 value, SIMT_CALLER) { st_global(dst_g, value, at); }
 
 // The bytes land at the wait that covers them; until then the destination is poison.
 template <int BYTES> inline void cp_async(void* dst_s, const void* src_g, bool valid, SIMT_CALLER) {
