@@ -2454,13 +2454,13 @@ template <class B> struct WgmmaPart {
 
 // The tiles of an item from the last key to the first, so that those with a mask come first and leave a
 // maximum that holds for most of the others; tiles past the last key are zeros. Every function is for a
-// whole warp, whose lanes know the same and of whom one issues the copies: so they take their operands
-// from uniform registers.
+// whole warp, whose lanes know the same and of whom one issues the copies.
 template <class B> struct WgmmaLoader {
   using Shared = WgmmaShared<B>;
   using Item = typename Shared::Item;
   Shared& s;
   const KernelArgs& a;
+  // Not the lane that elect.sync takes: ptxas then issues copies faster, and small problems get slower.
   const bool issues = threadIdx.x % 32 == 0;
   const int cluster_rank = B::cluster_size > 1 ? cluster_ctarank() : 0;
   StageRing<B::stages> ring;
@@ -2740,8 +2740,9 @@ template <class B> struct WgmmaRows {
   }
 
   // P of this round in the place of its scores, and l, relative to the m that is there, as in
-  // MmaRows::attend_lazily. Whether that will do for all rows of the warp; if not, and they were tried, the
-  // scores are gone, and are computed again.
+  // MmaRows::attend_lazily; without OVERLAP, where nobody reads the last P any more, also rounded. Whether
+  // that will do for all rows of the warp; if not, and they were tried, the scores are gone, and are
+  // computed again.
   __device__ __forceinline__ bool attend_lazily(Scores& S, Probabilities& rounded) {
     if (!B::use_lazy_max || rounds > lazy_rounds) return false;
     if (!B::overlap && first) guess_max(S);
@@ -2749,7 +2750,7 @@ template <class B> struct WgmmaRows {
 #pragma unroll
     for (int i = 0; i < ROWS; i++) m_log2[i] = m[i] * a.scale_log2;
     softmax_exp<B>(S, 0, S.COLS, a.scale_log2, m_log2, sum);
-    if (!B::overlap) {  // beside the exponentials, where it takes no time
+    if (!B::overlap) {  // beside the exponentials, where it takes no time; held there, not after the vote
 #pragma unroll
       for (int step = 0; step < STEPS; step++) round(rounded[step], S, step), hold(rounded[step]);
     }
@@ -2936,8 +2937,8 @@ template <class B> struct WgmmaRows {
     constexpr int OTHERS = B::split_kv - 1, COLS = partial.COLS;
     const WorkItem item = s.item[0];  // ahead of the barrier, which hides what follows from it
     const uint32_t lane = tid % 32, warp = tid / 32;
-    const int first_row = warp * 16 + slice % 2 * 8,
-              row = first_row + lane / 4;  // that it finishes
+    const int first_row = warp * 16 + slice % 2 * 8;  // of the 8 that it finishes
+    const int row = first_row + lane / 4;             // of these the thread's
     float share[COLS / 4];
 #pragma unroll
     for (int to = 0; to <= OTHERS; to++) {
@@ -3013,8 +3014,7 @@ template <class B> struct WgmmaRows {
     Element* const O_g = p.O + item.b * p.o.batch + item.h * p.o.head + slice / 2 * COLS;
     constexpr int TIMES = COLS / 32, ROWS_AT_ONCE = 8 / TIMES;  // 32 lanes times 8 elements
     const int row = lane / (COLS / 8), col = lane % (COLS / 8) * 8;
-    uint4
-        o[TIMES];  // all are there before the first is stored, which would keep shared memory busy
+    uint4 o[TIMES];  // all loaded before the first is stored: loads would wait behind the stores
 #pragma unroll
     for (int i = 0; i < TIMES; i++) o[i] = ld_shared<uint4>(&out_s[row + i * ROWS_AT_ONCE][col]);
 #pragma unroll

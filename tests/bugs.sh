@@ -38,20 +38,27 @@ for kind in plain address thread; do
   compiler "$kind" -x c++-header "$work/$kind/standard.h" -o "$work/$kind/standard.h.gch" || exit 1
 done
 
-# outcome SOURCE NET "KNOBS" "OPTIONS": builds and runs; prints "NET: evidence", or "nothing".
-outcome() {
-  local source=$1 net=$2 exe=${1%.cu}.$2 knob_list option_list out status=0 kind=plain
-  read -ra knob_list <<<"$3"
-  read -ra option_list <<<"$4"
-  case $net in
-    address | thread) kind=$net ;;
+# kind_of NET: the compiler's
+kind_of() {
+  case $1 in
+    address | thread) echo "$1" ;;
+    *) echo plain ;;
   esac
-  if ! compiler "$kind" "${knob_list[@]/#/-D}" -include "$work/$kind/standard.h" -x c++ "$source" \
-      -x none "$work/engine_$kind.o" -o "$exe" 2>"$exe.log"; then
-    echo "does not compile: $(head -1 "$exe.log")"
-    return
-  fi
-  out=$(timeout 120 "$exe" --check-only "${option_list[@]}" 2>&1) || status=$?
+}
+# built SOURCE KIND "KNOBS" EXE: or why not
+built() {
+  local knob_list
+  read -ra knob_list <<<"$3"
+  compiler "$2" "${knob_list[@]/#/-D}" -include "$work/$2/standard.h" -x c++ "$1" -x none "$work/engine_$2.o" \
+    -o "$4" 2>"$4.log" && return
+  echo "does not compile: $(head -1 "$4.log")"
+  return 1
+}
+# outcome EXE "OPTIONS": "NET: evidence", or "nothing".
+outcome() {
+  local option_list out status=0
+  read -ra option_list <<<"$2"
+  out=$(timeout 120 "$1" --check-only "${option_list[@]}" 2>&1) || status=$?
   if grep -q 'ThreadSanitizer: data race' <<<"$out"; then echo "thread: data race"
   elif grep -q 'ERROR: AddressSanitizer\|runtime error' <<<"$out"; then
     echo "address: $(grep -om1 'AddressSanitizer: [a-z-]*\|runtime error: .*' <<<"$out")"
@@ -61,27 +68,32 @@ outcome() {
   else echo "exit $status: $(head -1 <<<"$out")"
   fi
 }
+running=0
+# Before something is run in the background: waits while all cores are busy.
+one_more() {
+  if [ $running -ge "$jobs" ]; then wait -n; else running=$((running + 1)); fi
+}
 
 # bug NAME NET "KNOBS" "OPTIONS" SED-SCRIPT, run in the background
-running=0 bugs=0
+bugs=0
 bug() {
-  local name=$1 net=$2 knobs=$3 options=$4 script=$5
+  local name=$1 net=$2 knobs=$3 options=$4 script=$5 kind
   [[ $name =~ $only ]] || return 0
   bugs=$((bugs + 1))
-  echo "$net|$knobs|$options" >>"$work/clean.txt"
+  kind=$(kind_of "$net")
+  echo "$kind|$knobs|$options" >>"$work/clean.txt"
+  one_more
   (
     sed -E "$script" sdpa.cu >"$work/$name.cu"
     if cmp -s sdpa.cu "$work/$name.cu"; then
       found="no line of sdpa.cu matches its edit"
     else
-      found=$(outcome "$work/$name.cu" "$net" "$knobs" "$options")
+      found=$(built "$work/$name.cu" "$kind" "$knobs" "$work/$name" && outcome "$work/$name" "$options")
     fi
     verdict=MISSED
     [[ $found == "$net: "* ]] && verdict=caught
     printf '%-26s %-7s %s\n' "$name" $verdict "${found:0:110}" >"$work/$name.result"
   ) &
-  running=$((running + 1))
-  if [ $running -ge "$jobs" ]; then wait -n; running=$((running - 1)); fi
 }
 
 async="VEC_WIDTH=8 SYNC_POLICY=1 USE_CP_ASYNC=1 STAGES=2"
@@ -183,21 +195,25 @@ bug swap_lane_left_out     check   "$swap" "--shape 1,1,1,32,64"  's~(combine_pa
 bug swap_o_not_rescaled    check   "$swap" "--shape 1,1,1,32,256 --dist outliers"  's~fmaf\(ld_shared<float>\(place\(i, n\)\), factor, x\)~ld_shared<float>(place(i, n)) + x~'
 bug swap_k_released_early  thread  "$swap" "--shape 1,1,1,32,256"  's~write_p\(S, m_log2\);~release(\&t.k_empty[ring.stage]), write_p(S, m_log2);~'
 bug swap_mask_by_row       check   "$swap" "--shape 1,1,1,64,64 --causal br"  's~visible_keys\(a\.p, q0 \+ column\(i\)\)~visible_keys(a.p, q0)~'
-wait
 
-# The same builds without a bug. The source needs a name of its own for each set of knobs.
-running=0
-sort -u "$work/clean.txt" >"$work/clean_once.txt"
-while IFS='|' read -r net knobs options; do
+# Without a bug: each set of knobs once, with all options that it was run with.
+cut -d'|' -f1,2 "$work/clean.txt" | sort -u >"$work/clean_builds.txt"
+while IFS='|' read -r kind knobs; do
+  one_more
   (
-    name=$work/clean_$BASHPID
-    cp sdpa.cu "$name.cu"
-    found=$(outcome "$name.cu" "$net" "$knobs" "$options")
-    if [ "$found" != nothing ]; then echo "without a bug ($net; $knobs; $options): $found" >"$name.failed"; fi
+    exe=$work/clean_$BASHPID
+    failed() { echo "without a bug ($kind; $knobs; $1): $2" >>"$exe.failed"; }
+    if words=$(built sdpa.cu "$kind" "$knobs" "$exe"); then
+      awk -F'|' -v build="$kind|$knobs" '$1 "|" $2 == build { print $3 }' "$work/clean.txt" | sort -u |
+        while read -r options; do
+          found=$(outcome "$exe" "$options")
+          [ "$found" = nothing ] || failed "$options" "$found"
+        done
+    else
+      failed "" "$words"
+    fi
   ) &
-  running=$((running + 1))
-  if [ $running -ge "$jobs" ]; then wait -n; running=$((running - 1)); fi
-done <"$work/clean_once.txt"
+done <"$work/clean_builds.txt"
 wait
 
 cat "$work"/*.result

@@ -190,6 +190,8 @@ def top_level(tokens, start=0):
 
 def split(tokens, separators):
     """The parts between top-level separators, and the separators."""
+    if not any(t.text in separators for t in tokens):  # the rule, and a walk takes long
+        return [tokens], []
     parts, found, start = [], [], 0
     for i in top_level(tokens):
         if tokens[i].text in separators:
@@ -820,6 +822,8 @@ class Folder:
     def expression(self, tokens, scope):
         start = following(tokens, 0)
         lead, tokens = tokens[:start], tokens[start:]
+        if not any(t.text in ("?", "||", "&&") for t in tokens):
+            return lead + self.inside(tokens, scope)
         question = next((i for i in top_level(tokens) if tokens[i].text == "?"), None)
         if question is not None:
             depth, colon = 0, None
