@@ -2460,7 +2460,6 @@ template <class B> struct WgmmaLoader {
   using Item = typename Shared::Item;
   Shared& s;
   const KernelArgs& a;
-  // Not the lane that elect.sync takes: ptxas then issues copies faster, and small problems get slower.
   const bool issues = threadIdx.x % 32 == 0;
   const int cluster_rank = B::cluster_size > 1 ? cluster_ctarank() : 0;
   StageRing<B::stages> ring;
@@ -2889,7 +2888,7 @@ template <class B> struct WgmmaRows {
     float inverse[ROWS];
 #pragma unroll
     for (int i = 0; i < ROWS; i++) inverse[i] = l[i] == 0 ? 0 : rcp_approx_ftz(l[i]);
-    clear_empty_rows(O);
+    clear_empty_rows();
     const int stage = q_ring.stage;
     store_lses(s.item[stage], q0 + row_group * Shared::GROUP_STRIDE + first_row, lane);
 #pragma unroll
@@ -2920,7 +2919,7 @@ template <class B> struct WgmmaRows {
     }
   }
   // A row without a visible key is 0, whatever V is.
-  template <class View> __device__ __forceinline__ void clear_empty_rows(View& O) const {
+  __device__ __forceinline__ void clear_empty_rows() {
     if (l[0] != 0 && l[1] != 0) return;
 #pragma unroll
     for (int i = 0; i < ROWS; i++) {
