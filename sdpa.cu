@@ -2854,9 +2854,11 @@ template <class B> struct WgmmaRows {
       release_last_v(!first);
     }
     if (exactly && !__all_sync(0xffffffffu, alpha[0] == 1 && alpha[1] == 1)) scale_rows(O, alpha);
+    // Held: nvcc would round some of it after the fence below, and ptxas then makes two groups of P @ V, of
+    // which the wait for the next scores takes in the first (C7519).
     if (B::overlap || exactly) {
 #pragma unroll
-      for (int step = 0; step < STEPS; step++) round(P[step], S, step);
+      for (int step = 0; step < STEPS; step++) round(P[step], S, step), hold(P[step]);
     }
     if (B::use_ping_pong) barrier_sync(1 + warpgroup, 256);
     if (B::overlap && HAS_NEXT) start_qk(S, next, k_is_there);

@@ -5,7 +5,7 @@ gates_usage() {
   cat <<'EOT'
 usage: ./run_all.sh gates [--only REGEX] [--rows CSV]
 Compiles the kernel of every line for sm_80, sm_89 and sm_90a (or SDPA_ARCHS) and prints what is asked of
-it and what was found: spills, registers, shared memory, wgmma serialized; lines whose machine code and
+it and what was found: spills, registers, shared memory, wgmma not as written; lines whose machine code and
 launch are another line's; and speed claims, judged from measured rows. Needs nvcc, no GPU.
   --only REGEX   only the lines whose name matches
   --rows CSV     the rows that judge gate:step-over (default: the newest of results/)
@@ -15,7 +15,8 @@ EOT
 }
 
 # ptxas_report LOG: "ARCH REGISTERS SPILLED" for every kernel in ptxas's words, SPILLED in bytes stored and
-# loaded; and "serialized" if it says that of wgmma.
+# loaded; and "wgmma CODE" for what it says of wgmma: (C7510) that it serializes, (C7519) that it puts in an
+# arrive, which makes two groups of one; and so on.
 ptxas_report() {
   awk '
     /Compiling entry function/ { arch = $0; sub(/.* for ./, "", arch); sub(/[^a-z0-9_].*/, "", arch) }
@@ -24,7 +25,7 @@ ptxas_report() {
       for (i = 2; i < NF; i++) if ($i == "bytes" && $(i + 1) == "spill") spilled += $(i - 1)
     }
     match($0, /Used [0-9]+ registers/) { print arch, substr($0, RSTART + 5, RLENGTH - 15), spilled }
-    tolower($0) ~ /serializ/ { print "serialized" }' "$1"
+    match($0, /\(C75[0-9][0-9]\)/) { print "wgmma", substr($0, RSTART + 1, RLENGTH - 2) }' "$1"
 }
 
 # launch_facts OBJECT: "THREADS SMEM_BYTES CTAS_PER_SM BLOCK_M", the sizes of tools/library.cu's symbols.
@@ -84,7 +85,7 @@ step_over() {
 # judge_gates BUILD CSV: prints the table for the lines of BUILD/configs.tsv that are selected; fails if a
 # gate fails. OBJECT_OF, if set, names the function that prints where a line's object is.
 judge_gates() {
-  local build=$1 csv=$2 failed=0 lines=0 name selected gates gate log object regs spill limit facts
+  local build=$1 csv=$2 failed=0 lines=0 name selected gates gate log object regs spill limit facts codes
   local threads smem ctas sum other factor shape interval
   declare -A line_of
   row() {  # row LINE GATE WANTED FOUND VERDICT
@@ -128,7 +129,8 @@ judge_gates() {
     at_most 'bytes spilled' "$spill_limit" "$spill" "$spill_why"
     at_most registers "$regs_limit" "$regs"
     at_most 'shared bytes' "$smem_limit" "$smem"
-    if ptxas_report "$log" | grep -q serialized; then row "$name" 'wgmma serialized' no yes FAIL; fi
+    codes=$(ptxas_report "$log" | awk '$1 == "wgmma" { print $2 }' | sort -u | paste -sd' ')
+    if [ -n "$codes" ]; then row "$name" 'wgmma as written' yes "no: $codes" FAIL; fi
     if [ -n "${line_of[$sum $facts]-}" ]; then
       row "$name" duplicate 'its own code' "all of ${line_of[$sum $facts]}'s" FAIL
     else
