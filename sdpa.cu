@@ -2836,15 +2836,14 @@ template <class B> struct WgmmaRows {
 
   // One round: P of the scores S, then P @ V. OVERLAP=1: the scores are there, and those of the next
   // round, if there is one, are begun before P @ V, so that P @ V goes on beside its softmax.
-  template <bool HAS_NEXT> __device__ __forceinline__ void step(Scores& S, Probabilities& P) {
+  __device__ __forceinline__ void step(Scores& S, Probabilities& P) {
     if (!B::overlap) multiply_qk(S);
     typename Shared::Tiles& t = s.slice[slice];
     release(&t.k_empty[ring.stage]);
     StageRing<B::stages> next = ring;
     next.advance();
     // The next K and this V have mostly landed; to ask takes time, which the softmax hides.
-    const bool k_is_there =
-        B::overlap && HAS_NEXT && mbarrier_peek_parity(&t.k_full[next.stage], next.parity);
+    const bool k_is_there = B::overlap && mbarrier_peek_parity(&t.k_full[next.stage], next.parity);
     const bool v_is_there = mbarrier_peek_parity(&t.v_full[ring.stage], ring.parity);
     float alpha[ROWS];
     const bool exactly = !attend_lazily(S, P);
@@ -2861,13 +2860,13 @@ template <class B> struct WgmmaRows {
       for (int step = 0; step < STEPS; step++) round(P[step], S, step), hold(P[step]);
     }
     if (B::use_ping_pong) barrier_sync(1 + warpgroup, 256);
-    if (B::overlap && HAS_NEXT) start_qk(S, next, k_is_there);
+    if (B::overlap && rounds > 1) start_qk(S, next, k_is_there);
     start_pv(P, v_is_there);
     if (B::use_ping_pong) barrier_arrive(1 + (warpgroup + 1) % B::warpgroups, 256);
     first = false, rounds--, ring = next;
     if (!B::overlap) {
       wait_pv(), release_last_v();
-    } else if (HAS_NEXT) {
+    } else {
       wgmma_wait_group<1>(), hold(S.x.d);
     }
   }
@@ -3040,8 +3039,8 @@ template <class B> struct WgmmaRows {
       if (B::overlap) multiply_qk(S);
       if (B::skip_masked) skip_v(skipped);
       plan_max(S);
-      while (rounds > B::overlap) step<true>(S, P), load(rounds);
-      if (B::overlap) step<false>(S, P), wait_pv(), release_last_v();
+      while (rounds > 0) step(S, P), load(rounds);
+      if (B::overlap) wait_pv(), release_last_v();
       finish_item();
       if (!B::use_persistent_cta) break;
     }
