@@ -335,13 +335,14 @@ struct TunedTile {
 constexpr TunedTile TUNED_TILES[] = {
     {64, 64, 128, 8, 2, 2, 0, 3300, 6.6, 6.0},
     {64, 32, 128, 16, 1, 4, swap_ab, 500, 2.3, 2.3},
-    {64, 128, 64, 16, 4, 2, copiers, 3500, 8.9, 8.0},
-    {64, 192, 128, 12, 3, 1, copiers | persistent | skip_masked | multicast, 2500, 10.2, 9.85},
-    {64, 256, 64, 16, 3, 1, copiers | persistent | skip_masked, 3500, 9.85, 9.6},
+    {64, 128, 64, 16, 4, 2, copiers | ping_pong, 3500, 9.2, 8.0},
+    {64, 192, 128, 12, 3, 1, copiers | persistent | skip_masked | multicast, 2500, 10.2, 9.6},
+    {64, 256, 64, 16, 4, 1, copiers | persistent | ping_pong, 3500, 10.45, 9.2},
+    {64, 256, 64, 16, 3, 1, copiers | persistent | skip_masked, 3500, 10.1, 9.9},
     {128, 64, 64, 8, 2, 2, copiers, 1500, 5.0, 4.5},
-    {128, 128, 128, 8, 2, 1, copiers | persistent | ping_pong, 1000, 6.4, 6.4},
-    {128, 192, 80, 12, 2, 1, copiers | persistent, 2500, 7.2, 6.6},
-    {128, 192, 80, 12, 3, 1, copiers | persistent | skip_masked | multicast, 2500, 7.3, 6.9},
+    {128, 128, 128, 8, 2, 1, copiers | persistent | ping_pong, 1000, 6.9, 6.6},
+    {128, 192, 64, 12, 4, 1, copiers | persistent, 2500, 7.3, 6.8},
+    {128, 192, 64, 12, 4, 1, copiers | persistent | skip_masked | multicast, 2500, 7.4, 7.2},
     {256, 128, 64, 8, 2, 1, copiers | skip_masked | multicast, 3000, 3.6, 3.6},
 };
 constexpr int TILES = sizeof TUNED_TILES / sizeof TUNED_TILES[0];
@@ -2737,22 +2738,34 @@ template <class B> struct WgmmaRows {
       out[i] = pack(P.x.d[8 * step + 2 * i], P.x.d[8 * step + 2 * i + 1]);
     }
   }
+  // All of them. Held: nvcc would round some after the fence before P @ V, of which ptxas then makes two
+  // groups (C7519), and the wait for the next scores takes in the first.
+  static __device__ __forceinline__ void round_all(Probabilities& out, const Scores& P) {
+#pragma unroll
+    for (int step = 0; step < STEPS; step++) round(out[step], P, step), hold(out[step]);
+  }
 
-  // P of this round in the place of its scores, and l, relative to the m that is there, as in
-  // MmaRows::attend_lazily; without OVERLAP, where nobody reads the last P any more, also rounded. Whether
-  // that will do for all rows of the warp; if not, and they were tried, the scores are gone, and are
-  // computed again.
-  __device__ __forceinline__ bool attend_lazily(Scores& S, Probabilities& rounded) {
-    if (!B::use_lazy_max || rounds > lazy_rounds) return false;
-    if (!B::overlap && first) guess_max(S);
-    float m_log2[ROWS], sum[ROWS] = {0, 0};
+  // P of this round in the place of its scores and rounded, and l, relative to the m that is there, as in
+  // MmaRows::attend_lazily. Whether that will do for all rows of the warp; if not, and they were tried, the
+  // scores are gone, and are computed again.
+  __device__ __forceinline__ bool attend_lazily(Scores& S, Probabilities& P) {
+    // Where few warps share an SM's pipes, that is waited for halfway, so that half of P is rounded beside
+    // exponentials; where there are many, it is better not to break them up.
+    constexpr int COLS_FIRST = B::overlap && B::warpgroups == 2 ? S.COLS / 2 : S.COLS;
+    if (!B::use_lazy_max) return false;
+    const bool lazily = rounds <= lazy_rounds;
+    float m_log2[ROWS] = {}, sum[ROWS] = {};
+    if (lazily) {
+      if (!B::overlap && first) guess_max(S);
 #pragma unroll
-    for (int i = 0; i < ROWS; i++) m_log2[i] = m[i] * a.scale_log2;
-    softmax_exp<B>(S, 0, S.COLS, a.scale_log2, m_log2, sum);
-    if (!B::overlap) {  // beside the exponentials, where it takes no time; held there, not after the vote
-#pragma unroll
-      for (int step = 0; step < STEPS; step++) round(rounded[step], S, step), hold(rounded[step]);
+      for (int i = 0; i < ROWS; i++) m_log2[i] = m[i] * a.scale_log2;
+      softmax_exp<B>(S, 0, COLS_FIRST, a.scale_log2, m_log2, sum);
     }
+    finish_last_pv();
+    if (!lazily) return false;
+    if (B::overlap) hold(S.x.d);  // so that none of it is rounded before
+    softmax_exp<B>(S, COLS_FIRST, S.COLS, a.scale_log2, m_log2, sum);
+    round_all(P, S);
     if (!__all_sync(0xffffffffu, sum[0] + sum[1] <= lazy_limit)) {
       multiply_qk_again(S);
       return false;
@@ -2761,8 +2774,8 @@ template <class B> struct WgmmaRows {
     for (int i = 0; i < ROWS; i++) l[i] += sum[i];
     return true;
   }
-  // The same with the exact m; O must be multiplied by alpha.
-  __device__ __forceinline__ void attend_exactly(Scores& S, float (&alpha)[ROWS]) {
+  // The same with the exact m, to which O is brought as well.
+  __device__ __forceinline__ void attend_exactly(Scores& S, Probabilities& P) {
     const int k0 = first_key();
     if (k0 + B::block_n > clean_keys) {
       const uint32_t tid = thread_index_anew() % 128;
@@ -2770,13 +2783,16 @@ template <class B> struct WgmmaRows {
       S.first_col = tid % 4 * 2;
       mask_scores(S, a.p, q0, k0);
     }
-    float m_log2[ROWS], sum[ROWS] = {0, 0};
+    float alpha[ROWS], m_log2[ROWS], sum[ROWS] = {};
     softmax_max<B>(S, a.scale_log2, m, alpha);
 #pragma unroll
     for (int i = 0; i < ROWS; i++) m_log2[i] = finite_max(m[i]) * a.scale_log2;
     softmax_exp<B>(S, 0, S.COLS, a.scale_log2, m_log2, sum);
 #pragma unroll
     for (int i = 0; i < ROWS; i++) l[i] = fmaf(l[i], alpha[i], sum[i]);
+    if (!B::use_lazy_max) finish_last_pv();  // else it is
+    if (!__all_sync(0xffffffffu, alpha[0] == 1 && alpha[1] == 1)) scale_rows(O, alpha);
+    round_all(P, S);
   }
   // The first key of this round's tile.
   __device__ __forceinline__ int first_key() const {
@@ -2845,20 +2861,7 @@ template <class B> struct WgmmaRows {
     // The next K and this V have mostly landed; to ask takes time, which the softmax hides.
     const bool k_is_there = B::overlap && mbarrier_peek_parity(&t.k_full[next.stage], next.parity);
     const bool v_is_there = mbarrier_peek_parity(&t.v_full[ring.stage], ring.parity);
-    float alpha[ROWS];
-    const bool exactly = !attend_lazily(S, P);
-    if (exactly) attend_exactly(S, alpha);
-    if (B::overlap) {
-      wait_pv();  // of the round before: P and O may be touched
-      release_last_v(!first);
-    }
-    if (exactly && !__all_sync(0xffffffffu, alpha[0] == 1 && alpha[1] == 1)) scale_rows(O, alpha);
-    // Held: nvcc would round some of it after the fence below, and ptxas then makes two groups of P @ V, of
-    // which the wait for the next scores takes in the first (C7519).
-    if (B::overlap || exactly) {
-#pragma unroll
-      for (int step = 0; step < STEPS; step++) round(P[step], S, step), hold(P[step]);
-    }
+    if (!attend_lazily(S, P)) attend_exactly(S, P);
     if (B::use_ping_pong) barrier_sync(1 + warpgroup, 256);
     if (B::overlap && rounds > 1) start_qk(S, next, k_is_there);
     start_pv(P, v_is_there);
@@ -2869,6 +2872,10 @@ template <class B> struct WgmmaRows {
     } else {
       wgmma_wait_group<1>(), hold(S.x.d);
     }
+  }
+  // OVERLAP: P @ V of the round before. From here on P and O may be touched.
+  __device__ __forceinline__ void finish_last_pv() {
+    if (B::overlap) wait_pv(), release_last_v(!first);
   }
   __device__ __forceinline__ void wait_pv() { wgmma_wait_group<0>(), hold(O.x.d); }
   __device__ void release_last_v(bool anything = true) {
