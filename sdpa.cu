@@ -2619,6 +2619,11 @@ template <class B> struct WgmmaRows {
   using Output = WgmmaAccumulator<B::head_dim>;
   static constexpr int ROWS = Output::ROWS, STEPS = B::block_n / 16;
   using Probabilities = uint32_t[STEPS][4];  // rounded, A operands of 16 keys each
+  // OVERLAP: P of the round before is in use until its P @ V has ended. Two warpgroups do not fill an SM's
+  // pipes; so they wait for that halfway through the exponentials, and round P beside the other half. More
+  // of them do better with all exponentials in one piece, and round P afterwards.
+  static constexpr bool PV_ENDS_HALFWAY = B::overlap && B::use_lazy_max && B::warpgroups == 2,
+                        ROUNDED_BESIDE = !B::overlap || PV_ENDS_HALFWAY;
 
   Shared& s;
   const KernelArgs& a;
@@ -2745,14 +2750,12 @@ template <class B> struct WgmmaRows {
     for (int step = 0; step < STEPS; step++) round(out[step], P, step), hold(out[step]);
   }
 
-  // P of this round in the place of its scores and rounded, and l, relative to the m that is there, as in
-  // MmaRows::attend_lazily. Whether that will do for all rows of the warp; if not, and they were tried, the
-  // scores are gone, and are computed again.
-  __device__ __forceinline__ bool attend_lazily(Scores& S, Probabilities& P) {
-    // Where few warps share an SM's pipes, that is waited for halfway, so that half of P is rounded beside
-    // exponentials; where there are many, it is better not to break them up.
-    constexpr int COLS_FIRST = B::overlap && B::warpgroups == 2 ? S.COLS / 2 : S.COLS;
+  // P of this round in the place of its scores, and l, relative to the m that is there, as in
+  // MmaRows::attend_lazily; P rounded as well, if ROUNDED_BESIDE. Whether that will do for all rows of the
+  // warp; if not, and they were tried, the scores are gone, and are computed again.
+  __device__ __forceinline__ bool attend_lazily(Scores& S, Probabilities& rounded) {
     if (!B::use_lazy_max) return false;
+    constexpr int COLS_FIRST = PV_ENDS_HALFWAY ? S.COLS / 2 : S.COLS;
     const bool lazily = rounds <= lazy_rounds;
     float m_log2[ROWS] = {}, sum[ROWS] = {};
     if (lazily) {
@@ -2761,11 +2764,10 @@ template <class B> struct WgmmaRows {
       for (int i = 0; i < ROWS; i++) m_log2[i] = m[i] * a.scale_log2;
       softmax_exp<B>(S, 0, COLS_FIRST, a.scale_log2, m_log2, sum);
     }
-    finish_last_pv();
+    if (PV_ENDS_HALFWAY) finish_last_pv(), hold(S.x.d);  // held: none of it is rounded before
     if (!lazily) return false;
-    if (B::overlap) hold(S.x.d);  // so that none of it is rounded before
     softmax_exp<B>(S, COLS_FIRST, S.COLS, a.scale_log2, m_log2, sum);
-    round_all(P, S);
+    if (ROUNDED_BESIDE) round_all(rounded, S);
     if (!__all_sync(0xffffffffu, sum[0] + sum[1] <= lazy_limit)) {
       multiply_qk_again(S);
       return false;
@@ -2774,8 +2776,8 @@ template <class B> struct WgmmaRows {
     for (int i = 0; i < ROWS; i++) l[i] += sum[i];
     return true;
   }
-  // The same with the exact m, to which O is brought as well.
-  __device__ __forceinline__ void attend_exactly(Scores& S, Probabilities& P) {
+  // The same with the exact m; O must be multiplied by alpha.
+  __device__ __forceinline__ void attend_exactly(Scores& S, float (&alpha)[ROWS]) {
     const int k0 = first_key();
     if (k0 + B::block_n > clean_keys) {
       const uint32_t tid = thread_index_anew() % 128;
@@ -2783,16 +2785,13 @@ template <class B> struct WgmmaRows {
       S.first_col = tid % 4 * 2;
       mask_scores(S, a.p, q0, k0);
     }
-    float alpha[ROWS], m_log2[ROWS], sum[ROWS] = {};
+    float m_log2[ROWS], sum[ROWS] = {0, 0};
     softmax_max<B>(S, a.scale_log2, m, alpha);
 #pragma unroll
     for (int i = 0; i < ROWS; i++) m_log2[i] = finite_max(m[i]) * a.scale_log2;
     softmax_exp<B>(S, 0, S.COLS, a.scale_log2, m_log2, sum);
 #pragma unroll
     for (int i = 0; i < ROWS; i++) l[i] = fmaf(l[i], alpha[i], sum[i]);
-    if (!B::use_lazy_max) finish_last_pv();  // else it is
-    if (!__all_sync(0xffffffffu, alpha[0] == 1 && alpha[1] == 1)) scale_rows(O, alpha);
-    round_all(P, S);
   }
   // The first key of this round's tile.
   __device__ __forceinline__ int first_key() const {
@@ -2861,7 +2860,12 @@ template <class B> struct WgmmaRows {
     // The next K and this V have mostly landed; to ask takes time, which the softmax hides.
     const bool k_is_there = B::overlap && mbarrier_peek_parity(&t.k_full[next.stage], next.parity);
     const bool v_is_there = mbarrier_peek_parity(&t.v_full[ring.stage], ring.parity);
-    if (!attend_lazily(S, P)) attend_exactly(S, P);
+    float alpha[ROWS];
+    const bool exactly = !attend_lazily(S, P);
+    if (exactly) attend_exactly(S, alpha);
+    if (B::overlap && !PV_ENDS_HALFWAY) finish_last_pv();
+    if (exactly && !__all_sync(0xffffffffu, alpha[0] == 1 && alpha[1] == 1)) scale_rows(O, alpha);
+    if (exactly || !ROUNDED_BESIDE) round_all(P, S);
     if (B::use_ping_pong) barrier_sync(1 + warpgroup, 256);
     if (B::overlap && rounds > 1) start_qk(S, next, k_is_there);
     start_pv(P, v_is_there);
@@ -2873,10 +2877,8 @@ template <class B> struct WgmmaRows {
       wgmma_wait_group<1>(), hold(S.x.d);
     }
   }
-  // OVERLAP: P @ V of the round before. From here on P and O may be touched.
-  __device__ __forceinline__ void finish_last_pv() {
-    if (B::overlap) wait_pv(), release_last_v(!first);
-  }
+  // P @ V of the round before. From here on P and O may be touched.
+  __device__ __forceinline__ void finish_last_pv() { wait_pv(), release_last_v(!first); }
   __device__ __forceinline__ void wait_pv() { wgmma_wait_group<0>(), hold(O.x.d); }
   __device__ void release_last_v(bool anything = true) {
     release(&s.slice[slice].v_empty[v_stage], anything);
