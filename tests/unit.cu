@@ -383,8 +383,9 @@ static void test_tile_choice() {
   EXPECT(rows_of_tile(1, 8, 512, 512, Causal::off) == 32);     // 128 tiles: no SM has two
   EXPECT(rows_of_tile(2, 8, 512, 512, Causal::off) == 64);     // 128
   EXPECT(rows_of_tile(1, 8, 2048, 2048, Causal::off) == 128);  // 256 of 64 rows would be two waves
-  EXPECT(rows_of_tile(1, 32, 16384, 16384, Causal::off) == 192);
-  EXPECT(rows_of_tile(4, 32, 4096, 4096, Causal::off) == 192);
+  EXPECT(rows_of_tile(1, 32, 16384, 16384, Causal::off) == 256);
+  EXPECT(rows_of_tile(4, 32, 4096, 4096, Causal::off) == 256);
+  EXPECT(rows_of_tile(66, 1, 384, 8192, Causal::off) == 192);  // 66 pairs of CTAs; 256 leave a third over
   EXPECT(rows_of_tile(4, 32, 4096, 4096, Causal::bottom_right) == 256);
   EXPECT(rows_of_tile(8, 32, 1024, 1024, Causal::bottom_right) == 256);  // 384 leave a third over
   EXPECT(rows_of_tile(132, 1, 64, 4096, Causal::top_left) == 64);
