@@ -2104,7 +2104,7 @@ __device__ __forceinline__ void multiply_columns(
     const uint32_t (&b)[4]) {
 #pragma unroll
   for (int m = 0; m < T.M_TILES; m++) {
-    float(&top)[T.COLS] = T.x[2 * m], (&bottom)[T.COLS] = T.x[2 * m + 1];
+    auto &top = T.x[2 * m], &bottom = T.x[2 * m + 1];
     mma_m16n8k16<Element>(top[4 * n], top[4 * n + 1], bottom[4 * n], bottom[4 * n + 1], a[m], b[0],
                           b[1]);
     mma_m16n8k16<Element>(top[4 * n + 2], top[4 * n + 3], bottom[4 * n + 2], bottom[4 * n + 3],
@@ -2122,7 +2122,7 @@ __device__ __forceinline__ void mma_qk(MmaAccumulator<B, B::block_n>& S, const M
   clear(S);
 #pragma unroll
   for (int step = 0; step < B::head_dim / 16; step++) {
-    uint32_t q[S.M_TILES][4];
+    uint32_t q[MmaAccumulator<B, B::block_n>::M_TILES][4];
     Q.get(q, step);
 #pragma unroll
     for (int n = 0; n < B::block_n / 16; n++) {
@@ -2142,7 +2142,7 @@ template <class B> struct MmaProbabilities {
   __device__ void round(const MmaAccumulator<B, B::block_n>& P, int step) {
 #pragma unroll
     for (int m = 0; m < M_TILES; m++) {
-      const float(&top)[P.COLS] = P.x[2 * m], (&bottom)[P.COLS] = P.x[2 * m + 1];
+      const auto &top = P.x[2 * m], &bottom = P.x[2 * m + 1];
       a[step][m][0] = pack(top[4 * step], top[4 * step + 1]);
       a[step][m][1] = pack(bottom[4 * step], bottom[4 * step + 1]);
       a[step][m][2] = pack(top[4 * step + 2], top[4 * step + 3]);
@@ -2620,8 +2620,9 @@ template <class B> struct WgmmaRows {
   static constexpr int ROWS = Output::ROWS, STEPS = B::block_n / 16;
   using Probabilities = uint32_t[STEPS][4];  // rounded, A operands of 16 keys each
   // OVERLAP: P of the round before is in use until its P @ V has ended. Two warpgroups do not fill an SM's
-  // pipes; so they wait for that halfway through the exponentials, and round P beside the other half. More
-  // of them do better with all exponentials in one piece, and round P afterwards.
+  // pipes; so they wait for that halfway through the lazy exponentials (before the exact ones), and round P
+  // beside the other half. More of them do better with all exponentials in one piece, and round P
+  // afterwards. Without OVERLAP nobody reads the last P any more.
   static constexpr bool PV_ENDS_HALFWAY = B::overlap && B::use_lazy_max && B::warpgroups == 2,
                         ROUNDED_BESIDE = !B::overlap || PV_ENDS_HALFWAY;
 
@@ -2743,8 +2744,8 @@ template <class B> struct WgmmaRows {
       out[i] = pack(P.x.d[8 * step + 2 * i], P.x.d[8 * step + 2 * i + 1]);
     }
   }
-  // All of them. Held: nvcc would round some after the fence before P @ V, of which ptxas then makes two
-  // groups (C7519), and the wait for the next scores takes in the first.
+  // All of them. Held before the fence: else nvcc rounds some after it, ptxas splits P @ V into two groups
+  // (C7519), and the wait for the next scores takes in the first of these too.
   static __device__ __forceinline__ void round_all(Probabilities& out, const Scores& P) {
 #pragma unroll
     for (int step = 0; step < STEPS; step++) round(out[step], P, step), hold(out[step]);
@@ -2752,10 +2753,11 @@ template <class B> struct WgmmaRows {
 
   // P of this round in the place of its scores, and l, relative to the m that is there, as in
   // MmaRows::attend_lazily; P rounded as well, if ROUNDED_BESIDE. Whether that will do for all rows of the
-  // warp; if not, and they were tried, the scores are gone, and are computed again.
+  // warp; if not, and they were tried, the scores are gone, and are computed again. With PV_ENDS_HALFWAY
+  // the last P @ V has ended in any case.
   __device__ __forceinline__ bool attend_lazily(Scores& S, Probabilities& rounded) {
     if (!B::use_lazy_max) return false;
-    constexpr int COLS_FIRST = PV_ENDS_HALFWAY ? S.COLS / 2 : S.COLS;
+    constexpr int COLS_FIRST = PV_ENDS_HALFWAY ? Scores::COLS / 2 : Scores::COLS;
     const bool lazily = rounds <= lazy_rounds;
     float m_log2[ROWS] = {}, sum[ROWS] = {};
     if (lazily) {
@@ -2764,7 +2766,7 @@ template <class B> struct WgmmaRows {
       for (int i = 0; i < ROWS; i++) m_log2[i] = m[i] * a.scale_log2;
       softmax_exp<B>(S, 0, COLS_FIRST, a.scale_log2, m_log2, sum);
     }
-    if (PV_ENDS_HALFWAY) finish_last_pv(), hold(S.x.d);  // held: none of it is rounded before
+    if (PV_ENDS_HALFWAY) finish_last_pv(), hold(S.x.d);  // held: nothing is rounded before
     if (!lazily) return false;
     softmax_exp<B>(S, COLS_FIRST, S.COLS, a.scale_log2, m_log2, sum);
     if (ROUNDED_BESIDE) round_all(rounded, S);
@@ -2943,7 +2945,7 @@ template <class B> struct WgmmaRows {
   // others' in their order.
   __device__ __forceinline__ void merge_slices(uint32_t tid) {
     typename Shared::Partial& partial = s.partial[row_group];
-    constexpr int OTHERS = B::split_kv - 1, COLS = partial.COLS;
+    constexpr int OTHERS = B::split_kv - 1, COLS = Shared::Partial::COLS;
     const WorkItem item = s.item[0];  // ahead of the barrier, which hides what follows from it
     const uint32_t lane = tid % 32, warp = tid / 32;
     const int first_row = warp * 16 + slice % 2 * 8;  // of the 8 that it finishes

@@ -165,6 +165,7 @@ wgmma="USE_WGMMA=1 USE_WARP_SPECIALIZATION=1 VEC_WIDTH=8 BLOCK_M=128 NUM_WARPS=8
 bug wgmma_no_fence         backend "$wgmma" "--shape 1,1,1,64,150"  's~^ *wgmma_fence\(\);$~~'
 bug wgmma_wait_too_loose   backend "${wgmma/ USE_LAZY_MAX=1/}" "--shape 1,1,1,64,150"  's~wgmma_wait_group<1>\(\)~wgmma_wait_group<2>()~'
 bug wgmma_p_changed_early  backend "$wgmma" "--shape 1,1,1,64,150"  's~wait_pv\(\), release_last_v\(!first\)~release_last_v(!first)~'
+bug wgmma_p_changed_exact  backend "${wgmma/ USE_LAZY_MAX=1/}" "--shape 1,1,1,64,150"  's~wait_pv\(\), release_last_v\(!first\)~release_last_v(!first)~'
 bug wgmma_k_released_early thread  "$wgmma" "--shape 1,1,1,64,300"  's~start_qk\(S, next, k_is_there\);~start_qk(S, next, k_is_there), release(\&t.k_empty[next.stage]);~'
 bug wgmma_wrong_parity     backend "$wgmma" "--shape 1,1,1,64,150"  's~(&empty\[ring\.stage\], ring\.parity) \^ 1~\1~'
 bug wgmma_stride_wrong     check   "$wgmma HEAD_DIM=128" "--shape 1,1,1,64,150"  's~B::block_n \* 128, 1024\)~B::block_n * 64, 1024)~'

@@ -370,25 +370,32 @@ static void test_divisor() {
 }
 
 // The tile of D=64 that is taken on an H200.
-static int rows_of_tile(int B, int H, int Sq, int Sk, Causal causal) {
+static const TunedTile& tile_of_d64(int B, int H, int Sq, int Sk, Causal causal) {
   SdpaParams p{};
   p.B = B, p.Hq = p.Hkv = H, p.Sq = Sq, p.Sk = Sk, p.causal = causal;
   const TunedTile* best = &TUNED_TILES[0];
   for (const TunedTile& t : TUNED_TILES) {
     if (t.head_dim == 64 && tuned_clocks(t, p, 132) < tuned_clocks(*best, p, 132)) best = &t;
   }
-  return best->block_m;
+  return *best;
 }
 static void test_tile_choice() {
-  EXPECT(rows_of_tile(1, 8, 512, 512, Causal::off) == 32);     // 128 tiles: no SM has two
-  EXPECT(rows_of_tile(2, 8, 512, 512, Causal::off) == 64);     // 128
-  EXPECT(rows_of_tile(1, 8, 2048, 2048, Causal::off) == 128);  // 256 of 64 rows would be two waves
-  EXPECT(rows_of_tile(1, 32, 16384, 16384, Causal::off) == 256);
-  EXPECT(rows_of_tile(4, 32, 4096, 4096, Causal::off) == 256);
-  EXPECT(rows_of_tile(66, 1, 384, 8192, Causal::off) == 192);  // 66 pairs of CTAs; 256 leave a third over
-  EXPECT(rows_of_tile(4, 32, 4096, 4096, Causal::bottom_right) == 256);
-  EXPECT(rows_of_tile(8, 32, 1024, 1024, Causal::bottom_right) == 256);  // 384 leave a third over
-  EXPECT(rows_of_tile(132, 1, 64, 4096, Causal::top_left) == 64);
+  const auto rows = [](int B, int H, int Sq, int Sk, Causal causal) {
+    return tile_of_d64(B, H, Sq, Sk, causal).block_m;
+  };
+  EXPECT(rows(1, 8, 512, 512, Causal::off) == 32);     // 128 tiles: no SM has two
+  EXPECT(rows(2, 8, 512, 512, Causal::off) == 64);     // 128
+  EXPECT(rows(1, 8, 2048, 2048, Causal::off) == 128);  // 256 of 64 rows would be two waves
+  EXPECT(rows(1, 32, 16384, 16384, Causal::off) == 256);
+  EXPECT(rows(4, 32, 4096, 4096, Causal::off) == 256);
+  EXPECT(rows(66, 1, 384, 8192, Causal::off) ==
+         192);  // 66 pairs of CTAs; of two 256 half would be empty
+  EXPECT(rows(4, 32, 4096, 4096, Causal::bottom_right) == 256);
+  EXPECT(rows(8, 32, 1024, 1024, Causal::bottom_right) == 256);  // 384 leave a third over
+  EXPECT(rows(132, 1, 64, 4096, Causal::top_left) == 64);
+  // Without a mask the one that takes turns, with one the one that leaves masked tiles out.
+  EXPECT(tile_of_d64(4, 32, 4096, 4096, Causal::off).has(ping_pong));
+  EXPECT(tile_of_d64(4, 32, 4096, 4096, Causal::bottom_right).has(skip_masked));
 }
 
 int main() {
