@@ -318,32 +318,33 @@ SDPA_REFUSE(Build::vec_width == 1 && Build::use_cp_async,
 // for every scores_per_clock scores. Fitted to the times of whole problems on an H200, to put the tiles
 // in order; not measured one by one.
 enum Schedule {
-  copiers = 1,  // USE_WARP_SPECIALIZATION, and OVERLAP
-  persistent = 2,
-  ping_pong = 4,
-  skip_masked = 8,
-  multicast = 16,
-  swap_ab = 32,
+  copiers = 1,            // USE_WARP_SPECIALIZATION
+  overlap = 2 | copiers,  // which needs them
+  persistent = 4,
+  ping_pong = 8,
+  skip_masked = 16,
+  multicast = 32,
+  swap_ab = 64,
 };
 struct TunedTile {
   int head_dim, block_m, block_n, num_warps, stages, split_kv;
   int schedule;  // of the above
   double item_clocks, scores_per_clock, causal_scores_per_clock;
 
-  constexpr bool has(Schedule s) const { return schedule & s; }
+  constexpr bool has(Schedule s) const { return (schedule & s) == s; }
 };
 constexpr TunedTile TUNED_TILES[] = {
-    {64, 64, 128, 8, 2, 2, 0, 3300, 6.6, 6.0},
-    {64, 32, 128, 16, 1, 4, swap_ab, 500, 2.3, 2.3},
-    {64, 128, 64, 16, 4, 2, copiers | ping_pong, 3500, 9.2, 8.0},
-    {64, 192, 128, 12, 3, 1, copiers | persistent | skip_masked | multicast, 2500, 10.2, 9.6},
-    {64, 256, 64, 16, 4, 1, copiers | persistent | ping_pong, 3500, 10.45, 9.2},
-    {64, 256, 64, 16, 3, 1, copiers | persistent | skip_masked, 3500, 10.1, 9.9},
-    {128, 64, 64, 8, 2, 2, copiers, 1500, 5.0, 4.5},
-    {128, 128, 128, 8, 2, 1, copiers | persistent | ping_pong, 1000, 6.9, 6.6},
-    {128, 192, 64, 12, 4, 1, copiers | persistent, 2500, 7.3, 6.8},
-    {128, 192, 64, 12, 4, 1, copiers | persistent | skip_masked | multicast, 2500, 7.4, 7.2},
-    {256, 128, 64, 8, 2, 1, copiers | skip_masked | multicast, 3000, 3.6, 3.6},
+    {64, 64, 128, 8, 2, 2, copiers, 3000, 6.8, 6.0},
+    {64, 32, 128, 16, 1, 4, swap_ab, 700, 2.5, 2.5},
+    {64, 128, 64, 16, 4, 2, overlap | ping_pong, 4000, 9.2, 8.5},
+    {64, 192, 128, 12, 3, 1, overlap | persistent | skip_masked | multicast, 3500, 10.2, 9.6},
+    {64, 256, 64, 16, 4, 1, overlap | persistent | ping_pong, 3500, 10.45, 9.2},
+    {64, 256, 64, 16, 3, 1, overlap | persistent | skip_masked, 3500, 10.1, 9.9},
+    {128, 64, 64, 8, 2, 2, overlap, 1500, 5.0, 4.5},
+    {128, 128, 128, 8, 2, 1, overlap | persistent | ping_pong, 1000, 6.9, 6.6},
+    {128, 192, 64, 12, 4, 1, overlap | persistent, 2500, 7.3, 6.8},
+    {128, 192, 64, 12, 4, 1, overlap | persistent | skip_masked | multicast, 2500, 7.4, 7.2},
+    {256, 128, 64, 8, 2, 1, overlap | skip_masked | multicast, 3000, 3.6, 3.6},
 };
 constexpr int TILES = sizeof TUNED_TILES / sizeof TUNED_TILES[0];
 
@@ -381,7 +382,7 @@ template <int N> struct TunedBuild : Build {
   static constexpr bool swap_ab = tile.has(Schedule::swap_ab), use_lazy_max = !swap_ab;
   static constexpr int cluster_size = multicast ? 2 : 1, item_rows = block_m * cluster_size;
   static constexpr bool use_warp_specialization = tile.has(copiers);
-  static constexpr int overlap = use_warp_specialization;
+  static constexpr int overlap = tile.has(Schedule::overlap);
   static constexpr int producer_threads = use_warp_specialization ? 128 : 0;
   static constexpr int threads = num_warps * 32 + producer_threads;
   static constexpr int group_warps = num_warps / split_kv, group_threads = group_warps * 32;
@@ -821,6 +822,9 @@ template <int N> __device__ __forceinline__ void hold(float (&d)[N]) {
 template <int N> __device__ __forceinline__ void hold(uint32_t (&r)[N]) {
 #pragma unroll
   for (int i = 0; i < N; i++) asm volatile("" : "+r"(r[i])::"memory");
+}
+__device__ __forceinline__ void hold(const CUtensorMap*& map) {
+  asm volatile("" : "+l"(map)::"memory");
 }
 // The same for registers whose values nobody wants any more: until they are written they are free.
 template <int N> __device__ __forceinline__ void forget(float (&d)[N]) {
@@ -2463,6 +2467,7 @@ template <class B> struct WgmmaLoader {
   const KernelArgs& a;
   const bool issues = threadIdx.x % 32 == 0;
   const int cluster_rank = B::cluster_size > 1 ? cluster_ctarank() : 0;
+  bool waited = B::use_warp_specialization;  // for the kernel before this one
   StageRing<B::stages> ring;
   StageRing<Shared::Q_STAGES> q_ring;
 
@@ -2490,8 +2495,14 @@ template <class B> struct WgmmaLoader {
     return item;
   }
   // A box to where the pointer says, and with MULTICAST in those CTAs of the cluster whose bits are set.
+  // If the warp has not waited for the kernel before this one, its first copy does, as late as can be;
+  // warps that only copy do at once.
   __device__ __forceinline__ void copy(void* dst_s, const CUtensorMap* map, const int (&c)[5],
-                                       uint64_t* full, int ctas, uint64_t cache_policy) const {
+                                       uint64_t* full, int ctas, uint64_t cache_policy) {
+    if (!waited) {
+      hold(map);  // the last thing to be had before the wait
+      griddepcontrol_wait(), waited = true;
+    }
     if constexpr (B::multicast) {
       cp_async_bulk_tensor_load_multicast(dst_s, map, c, full, ctas, cache_policy);
     } else {
@@ -2508,7 +2519,7 @@ template <class B> struct WgmmaLoader {
     }
     q_ring.advance();
   }
-  __device__ __forceinline__ void start_rows(Item item, int stage, int rank) const {
+  __device__ __forceinline__ void start_rows(Item item, int stage, int rank) {
     constexpr uint64_t evict_first = 0x12f0000000000000;
     uint64_t* const full = &s.q_full[stage];
     const uint32_t Q_bytes = item.rounds > 0 ? sizeof s.Q[0] : 0;
@@ -2541,8 +2552,7 @@ template <class B> struct WgmmaLoader {
   }
   // By one thread: a slice's tile of K or V in a round. MULTICAST: this CTA's part of it, for both.
   __device__ __forceinline__ void fill(const Item& item, int round, int slice,
-                                       const CUtensorMap* map, Element* tile_s,
-                                       uint64_t* full) const {
+                                       const CUtensorMap* map, Element* tile_s, uint64_t* full) {
     constexpr uint64_t evict_last = 0x14f0000000000000;
     using Part = WgmmaPart<B>;
     if (a.p.Sk > 0) {
@@ -2557,14 +2567,6 @@ template <class B> struct WgmmaLoader {
       mbarrier_arrive(full);  // nothing to load: every score of this tile is masked
     }
   }
-  __device__ __forceinline__ void fill_k(const Item& item, int round, int slice, int stage) const {
-    typename Shared::Tiles& t = s.slice[slice];
-    fill(item, round, slice, &tensor_maps<B>(a).k, t.K[stage], &t.k_full[stage]);
-  }
-  __device__ __forceinline__ void fill_v(const Item& item, int round, int slice, int stage) const {
-    typename Shared::Tiles& t = s.slice[slice];
-    fill(item, round, slice, &tensor_maps<B>(a).v, t.V[stage], &t.v_full[stage]);
-  }
   // Waits until the stage of the ring is empty, with MULTICAST in both CTAs.
   __device__ __forceinline__ void wait_empty(uint64_t* empty, uint64_t* free) const {
     wait_phase(&empty[ring.stage], ring.parity ^ 1);
@@ -2575,27 +2577,17 @@ template <class B> struct WgmmaLoader {
       wait_phase(free_here, ring.parity);
     }
   }
-  __device__ __forceinline__ void load_k(const Item& item, int round, int slice) const {
-    wait_empty(s.slice[slice].k_empty, s.slice[slice].k_free);
-    if (issues) fill_k(item, round, slice, ring.stage);
+  __device__ __forceinline__ void load_k(const Item& item, int round, int slice) {
+    typename Shared::Tiles& t = s.slice[slice];
+    const int stage = ring.stage;
+    wait_empty(t.k_empty, t.k_free);
+    if (issues) fill(item, round, slice, &tensor_maps<B>(a).k, t.K[stage], &t.k_full[stage]);
   }
-  __device__ __forceinline__ void load_v(const Item& item, int round, int slice) const {
-    wait_empty(s.slice[slice].v_empty, s.slice[slice].v_free);
-    if (issues) fill_v(item, round, slice, ring.stage);
-  }
-  // Q of a CTA's only item and the tiles of its first rounds, for which all stages are there, in the order
-  // in which they are needed: TMA takes one after the other.
-  __device__ __forceinline__ void start_rounds(const Item& item) const {
-    if (!issues) return;
-    start_rows(item, 0, 0);
-#pragma unroll
-    for (int n = 0; n < B::stages; n++) {
-      if (n >= item.rounds) break;
-#pragma unroll
-      for (int i = 0; i < B::split_kv; i++) fill_k(item, item.rounds - 1 - n, i, n);
-#pragma unroll
-      for (int i = 0; i < B::split_kv; i++) fill_v(item, item.rounds - 1 - n, i, n);
-    }
+  __device__ __forceinline__ void load_v(const Item& item, int round, int slice) {
+    typename Shared::Tiles& t = s.slice[slice];
+    const int stage = ring.stage;
+    wait_empty(t.v_empty, t.v_free);
+    if (issues) fill(item, round, slice, &tensor_maps<B>(a).v, t.V[stage], &t.v_full[stage]);
   }
 };
 
@@ -2623,7 +2615,8 @@ template <class B> struct WgmmaRows {
   // pipes; so they wait for that halfway through the lazy exponentials (before the exact ones), and round P
   // beside the other half, which pays at D=128 and 256. More of them do better with all exponentials in one
   // piece, and round P afterwards. Without OVERLAP nobody reads the last P any more.
-  static constexpr bool PV_ENDS_HALFWAY = B::overlap && B::use_lazy_max && B::warpgroups == 2,
+  static constexpr bool PV_ENDS_HALFWAY =
+                            B::overlap && B::use_lazy_max && B::warpgroups == 2 && B::split_kv == 1,
                         ROUNDED_BESIDE = !B::overlap || PV_ENDS_HALFWAY;
 
   Shared& s;
@@ -3420,6 +3413,13 @@ __device__ __forceinline__ void wgmma_copy(WgmmaShared<B>& s, const KernelArgs& 
   }
 }
 
+// Waits for the kernel before this one, then lets the CTAs of the next one come as these end. Those would
+// hold up the news of that end.
+__device__ __forceinline__ void next_kernel_may_start() {
+  griddepcontrol_wait();
+  griddepcontrol_launch_dependents();
+}
+
 // The barrier of all threads of the CTA, or of its cluster, where each writes to others' shared memory.
 template <class B> __device__ __forceinline__ void sync_cluster() {
   if constexpr (B::cluster_size > 1) {
@@ -3432,7 +3432,6 @@ template <class B> __device__ __forceinline__ void sync_cluster() {
 template <class B>
 __global__ void __launch_bounds__(B::threads, 1) sdpa_wgmma(const __grid_constant__ KernelArgs a) {
   WgmmaShared<B>& s = dynamic_shared<WgmmaShared<B>>();
-  griddepcontrol_launch_dependents();
   const int warp = uniform(threadIdx.x / 32);
   if (warp == 1 && threadIdx.x % 32 == 0) {
     for (uint64_t& full : s.q_full) mbarrier_init(&full, 1);
@@ -3467,29 +3466,33 @@ __global__ void __launch_bounds__(B::threads, 1) sdpa_wgmma(const __grid_constan
       wgmma_copy<B>(s, a, warp);
     } else {
       if (WgmmaRegisters<B>::dealt) setmaxnreg_inc<WgmmaRegisters<B>::consumer>();
-      griddepcontrol_wait();
+      next_kernel_may_start();
       WgmmaRows<B> rows(s, a, threadIdx.x - B::producer_threads);
       rows.run([](int) {});
     }
     if (B::multicast) sync_cluster<B>();  // hazard: arrivals from the other CTA
   } else {
-    // One warp starts the item. It waits while TMA's queue is full, so it is one of the slice whose tiles
-    // come last. Two warps of every slice load its tiles of later rounds.
-    const bool starts = warp == B::num_warps - 4;
+    // One warp loads Q, and in every slice one K and another V, all at once: a warp is busy with a copy for
+    // some 100 clocks.
     const int slice = warp / B::group_warps;
     const bool loads_k = warp % B::group_warps == 0, loads_v = warp % B::group_warps == 1;
+    const bool loads_q = warp == 2;
     WgmmaLoader<B> loader(s, a);
-    typename WgmmaShared<B>::Item item;
-    if (starts) item = loader.find_item(blockIdx.x);
-    __syncthreads();        // hazard: mbarriers initialised by two threads
-    griddepcontrol_wait();  // from here on memory is as the kernel before this one has left it
-    if (starts) loader.start_rounds(item);
-    loader.ring.parity = 1;                   // all stages have been filled once
-    const auto load_next = [&](int rounds) {  // left; a stage is free
-      if ((!loads_k && !loads_v) || rounds < B::stages) return;
-      if (loads_k) loader.load_k(s.item[0], rounds - B::stages, slice);
-      if (loads_v) loader.load_v(s.item[0], rounds - B::stages, slice);
+    typename WgmmaShared<B>::Item item{};
+    if (loads_q || loads_k || loads_v) item = loader.find_item(blockIdx.x);
+    __syncthreads();  // hazard: mbarriers initialised by two threads
+    const auto load = [&](const typename WgmmaShared<B>::Item& item, int round) {
+      if (loads_k) loader.load_k(item, round, slice);
+      if (loads_v) loader.load_v(item, round, slice);
       loader.ring.advance();
+    };
+    if (loads_q) loader.start_item(item);
+    if (loads_k || loads_v) {
+      for (int n = 1; n <= B::stages && n <= item.rounds; n++) load(item, item.rounds - n);
+    }
+    next_kernel_may_start();
+    const auto load_next = [&](int rounds) {  // left; a stage is free
+      if ((loads_k || loads_v) && rounds >= B::stages) load(s.item[0], rounds - B::stages);
     };
     if constexpr (B::swap_ab) {
       WgmmaColumns<B> columns(s, a, threadIdx.x);
@@ -3635,26 +3638,32 @@ SDPA_REFUSE(shared_bytes<FirstBuild> > 227 * 1024,
             "BLOCK_M, BLOCK_N, HEAD_DIM and STAGES: the tiles need more than the 227 KB of shared "
             "memory that a CTA can have; type a smaller BLOCK_N or fewer STAGES");
 
-// Clocks that the problem takes with this tile. A CTA per item comes in waves on the GPU's `sms`; of
-// items of many lengths, the longest first, each takes the next that is free. A mask leaves the keys
-// that the rows see on average, and of the tiles on its edge half.
+// Clocks that the problem takes with this tile. A CTA per item comes in waves on the GPU's `sms`. With a
+// mask items differ in length, and each SM that is free takes the longest that is left: together they take
+// as long as the longest, or as all of them spread evenly. A mask leaves the keys that the rows see on
+// average, and of the tiles on its edge half.
 double tuned_clocks(const TunedTile& t, const SdpaParams& p, int sms) {
   const int ctas = t.has(multicast) ? 2 : 1, item_rows = t.block_m * ctas;  // to an item
   const double items = double(p.B) * p.Hq * ((p.Sq + item_rows - 1) / item_rows);
   sms /= ctas;
   const int round_keys = t.block_n * t.split_kv;
+  const auto whole_rounds = [&](int keys) {
+    return double((keys + round_keys - 1) / round_keys) * round_keys;
+  };
   if (p.causal == Causal::off) {
-    const double keys = double((p.Sk + round_keys - 1) / round_keys) * round_keys;
+    const double keys = whole_rounds(p.Sk);
     return std::ceil(items / sms) * (t.item_clocks + t.block_m * keys / t.scores_per_clock);
   }
+  const double clocks_per_key = t.block_m / t.causal_scores_per_clock;
+  const double most_keys = whole_rounds(visible_keys(p, p.Sq - 1));
   constexpr int samples = 16;
   double keys = ((t.has(skip_masked) ? 64 : t.block_m) + round_keys) / 2.0;
   for (int i = 0; i < samples; i++) {
     const int q = int((2 * i + 1.0) / (2 * samples) * p.Sq);
     keys += double(visible_keys(p, q)) / samples;
   }
-  const double waves = t.has(persistent) ? std::fmax(items / sms, 1.0) : std::ceil(items / sms);
-  return waves * (t.item_clocks + t.block_m * keys / t.causal_scores_per_clock);
+  return std::fmax(t.item_clocks + clocks_per_key * most_keys,
+                   items / sms * (t.item_clocks + clocks_per_key * keys));
 }
 
 // USE_TUNED: number of the quickest tile for the problem. Not by max_ctas, on which no bit of the result

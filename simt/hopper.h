@@ -46,6 +46,7 @@ inline void wgmma_fence(SIMT_CALLER) { simt::wgmma_fence(at); }
 inline void wgmma_commit_group(SIMT_CALLER) { simt::wgmma_commit(at); }
 template <int N> inline void wgmma_wait_group(SIMT_CALLER) { simt::wgmma_wait(N, at); }
 template <class T, int N> inline void hold(T (&)[N]) {}
+inline void hold(const CUtensorMap*&) {}
 template <int N> inline void forget(float (&d)[N]) {
   for (float& x : d) x = NAN;
 }

@@ -184,7 +184,7 @@ bug wgmma_passed_not_done  backend "$wgmma USE_PERSISTENT_CTA=1" "--shape 1,2,1,
 wsplit="USE_WGMMA=1 VEC_WIDTH=8 BLOCK_M=64 NUM_WARPS=8 BLOCK_N=32 STAGES=2 SPLIT_KV=2"
 bug wgmma_merged_too_soon  thread  "$wsplit" "--shape 1,1,1,64,256"  's~barrier_sync\(15, .*$~~'
 bug wgmma_v_not_skipped    backend "$wgmma SKIP_MASKED=1" "--shape 1,1,1,128,300 --causal br"  's~skipped > 0; skipped--~skipped > 1; skipped--~'
-bug wgmma_refilled_early   thread  "$wsplit" "--shape 1,1,1,64,256"  's~loader\.ring\.parity = 1;~~'
+bug wgmma_refilled_early   thread  "USE_WGMMA=1 VEC_WIDTH=8 BLOCK_M=128 NUM_WARPS=8 BLOCK_N=32 STAGES=2" "--shape 1,1,1,128,256"  's~wait_phase\(&empty\[ring\.stage\], ring\.parity \^ 1\);~~'
 bug wgmma_scale_of_another check   "$wsplit" "--shape 1,1,1,64,256"  's~\[n \+ \(n >= slice\)\]\[row~[n][row~'
 bug wgmma_slice_misplaced  check   "$wsplit" "--shape 1,1,1,64,256 --causal br"  's~rounds - 1\) \* B::split_kv \+ slice~rounds - 1) * B::split_kv~'
 bug wgmma_rows_of_another  check   "$wsplit" "--shape 1,1,1,64,256"  's~v \* 8 \+ to % 2 \* 2~v * 8~'
