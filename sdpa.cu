@@ -2613,8 +2613,9 @@ template <class B> struct WgmmaRows {
   using Probabilities = uint32_t[STEPS][4];  // rounded, A operands of 16 keys each
   // OVERLAP: P of the round before is in use until its P @ V has ended. Two warpgroups do not fill an SM's
   // pipes; so they wait for that halfway through the lazy exponentials (before the exact ones), and round P
-  // beside the other half, which pays at D=128 and 256. More of them do better with all exponentials in one
-  // piece, and round P afterwards. Without OVERLAP nobody reads the last P any more.
+  // beside the other half, which pays at D=128 and 256. More of them, or two that split the keys, do better
+  // with all exponentials in one piece, and round P afterwards. Without OVERLAP nobody reads the last P any
+  // more.
   static constexpr bool PV_ENDS_HALFWAY =
                             B::overlap && B::use_lazy_max && B::warpgroups == 2 && B::split_kv == 1,
                         ROUNDED_BESIDE = !B::overlap || PV_ENDS_HALFWAY;

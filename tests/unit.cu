@@ -392,8 +392,7 @@ static void test_tile_choice() {
   EXPECT(rows(4, 32, 4096, 4096, Causal::bottom_right) == 256);
   EXPECT(rows(8, 32, 1024, 1024, Causal::bottom_right) == 256);  // 384 leave a third over
   EXPECT(rows(132, 1, 64, 4096, Causal::top_left) == 64);
-  EXPECT(rows(1, 8, 2048, 2048, Causal::bottom_right) ==
-         64);  // 128 of 128 rows wait for the longest
+  EXPECT(rows(1, 8, 2048, 2048, Causal::bottom_right) == 64);  // 128 rows: the longest decides
   EXPECT(rows(1, 8, 3072, 3072, Causal::bottom_right) == 128);
   EXPECT(rows(4, 8, 512, 512, Causal::bottom_right) == 128);
   // Without a mask the one that takes turns, with one the one that leaves masked tiles out.
