@@ -6,8 +6,8 @@ stress_usage() {
   cat <<'EOT'
 usage: ./run_all.sh stress [NAME...] [--repeats N]
 Runs these lines of configs.txt (by default those with USE_WGMMA=1) N times on each of three problems and
-compares O and LSE bit by bit with those of a first run. One row a case on stdout:
-config,case,problem,repeats,PASS|FAIL. The cases:
+compares O and LSE bit by bit with those of a first run. CSV on stdout, one row a case:
+config,case,problem,repeats,check, which is PASS or FAIL. The cases:
   alone       the same launch again
   max_ctas_N  persistent lines: at most 1, 3 or 7 CTAs
   beside      beside a kernel that keeps an eighth of the SMs and the memory busy; what it moved meanwhile
@@ -75,6 +75,7 @@ stress_command() {
   need_nvcc
   build_derived --stress "${builds[@]}"
 
+  echo config,case,problem,repeats,check
   # A kernel that waits for one that waits for it would never end.
   local worst=0 i sentence variant seconds=$((120 + repeats / 4))
   for i in "${!names[@]}"; do
