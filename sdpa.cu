@@ -3414,8 +3414,8 @@ __device__ __forceinline__ void wgmma_copy(WgmmaShared<B>& s, const KernelArgs& 
   }
 }
 
-// Waits for the kernel before this one, then lets the CTAs of the next one come as these end. Those would
-// hold up the news of that end.
+// Waits for the kernel before this one, then lets the CTAs of the next one come as these end. To let them
+// come at once is no faster, and up to 5% slower where problems are small.
 __device__ __forceinline__ void next_kernel_may_start() {
   griddepcontrol_wait();
   griddepcontrol_launch_dependents();

@@ -5,5 +5,5 @@ set -u
 cd "$(dirname "$0")/.." || exit 1
 command -v clang++ >/dev/null || exit 77
 [ -s "$1" ] || { echo "$1: no lines in it"; exit 1; }
-awk -F'\t' '{ gsub(/[^ ]+/, "-D&", $4); print "-DSDPA_CONFIG_NAME=" $1, $4 }' "$1" |
+awk -F'\t' '{ gsub(/[^ ]+/, " -D&", $4); print "-DSDPA_CONFIG_NAME=" $1 $4 }' "$1" |
   xargs -P "$(nproc)" -L1 clang++ -std=c++17 -fsyntax-only -w -Isimt -x c++ sdpa.cu
