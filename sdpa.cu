@@ -410,20 +410,29 @@ struct SdpaParams {
   const Element* K;        // [B,Hkv,Sk,D]
   const Element* V;        // [B,Hkv,Sk,D]
   Element* O;              // [B,Hq,Sq,D], written whole; no element of it may alias an input
-  float* LSE = nullptr;    // [B,Hq,Sq] contiguous, natural logarithm; null: not wanted
+  float* LSE = nullptr;    // [B,Hq,Sq] contiguous, 4-byte aligned, natural logarithm; null: not wanted
   int B, Hq, Hkv, Sq, Sk;  // Hq a multiple of Hkv; query head h reads key head h / (Hq / Hkv)
   int D;                   // must equal HEAD_DIM
-  Strides q, k, v, o;      // any, also 0 or negative for the inputs, in multiples of VEC_WIDTH
+  Strides q, k, v, o;      // any, also 0 or negative for the inputs, in multiples of VEC_WIDTH; what
+                           // belongs to a size of 1 is not looked at
   float scale = 0;         // 0 means 1/sqrt(D)
   Causal causal = Causal::off;
-  void* workspace = nullptr;  // sdpa_workspace_bytes() of device memory, zeroed once before the
-                              // first launch (each launch leaves it zero); one per stream
+  void* workspace = nullptr;  // sdpa_workspace_bytes() of device memory, 256-byte aligned, zeroed once
+                              // before the first launch (each launch leaves it zero; USE_CUBLAS=1: as
+                              // it comes); one per stream
   int max_ctas = 0;           // USE_PERSISTENT_CTA=1: launch at most so many CTAs (or one cluster),
                               // which leaves SMs to other kernels; 0: as many as are resident
 };
 // A row that sees no key (or only keys of logit -inf) gives O = 0 and LSE = -inf. NaN and inf come
 // out as the formula has them, but whether NaN or inf in V at a key that is masked reaches the row
-// (as 0 * inf = NaN) is open, since kernels multiply whole tiles.
+// (as 0 * inf = NaN) is open, since kernels multiply whole tiles. Logits may have any finite value that
+// a float can hold. The sums of P @ V are floats too and divided by the row sum of P last, so that a row
+// comes out right while that sum, which is at most 2^12 * Sk, times max|V| stays below 3.4e38 (with
+// DTYPE=BF16 and V beyond 1e30 it may not).
+// The wgmma kernel starts before the kernel before it in the stream has ended, and waits for it before it
+// touches memory. It lets the next one start likewise, if that is launched with the attribute
+// cudaLaunchAttributeProgrammaticStreamSerialization: such a kernel must wait as well
+// (cudaGridDependencySynchronize) before it reads O or writes an input.
 
 struct SdpaStatus {
   cudaError_t code = cudaSuccess;  // cudaErrorInvalidValue: the problem was refused
@@ -465,7 +474,7 @@ struct Divisor {
 struct KernelArgs {  // SdpaParams with what every CTA would otherwise compute again
   SdpaParams p;
   float scale_log2;      // scale * log2(e): softmax is taken in powers of 2
-  uint32_t heads_in_l2;  // query heads whose K and V take 32 MB, at least 1
+  uint32_t heads_in_l2;  // query heads whose K and V take half of L2, at least 1
   // From here on what an item is found from; together it costs one miss of the constant cache.
   int unmasked_rounds;     // without a mask: of tiles over all keys, at least 1; with one: 0
   uint32_t work_items;     // B * Hq * q_blocks
@@ -520,7 +529,11 @@ template <class T> __device__ __forceinline__ T ld_shared(const void* src_s) {
 template <class T> __device__ __forceinline__ void st_shared(void* dst_s, T value) {
   *static_cast<T*>(dst_s) = value;
 }
-template <class T> __device__ __forceinline__ T ld_global(const void* src_g) {  // read-only data
+template <class T> __device__ __forceinline__ T ld_global(const void* src_g) {
+  return *static_cast<const T*>(src_g);
+}
+// For data that nobody writes during the kernel's life, which began before griddepcontrol_wait().
+template <class T> __device__ __forceinline__ T ld_global_nc(const void* src_g) {
   return __ldg(static_cast<const T*>(src_g));
 }
 template <class T> __device__ __forceinline__ void st_global(void* dst_g, T value) {
@@ -1063,7 +1076,7 @@ __device__ __forceinline__ void copy_vector(Element* dst_s, const Element* src_g
     cp_async<bytes>(dst_s, src_g, valid);
   } else {
     Vector x{};
-    if (valid) x = ld_global<Vector>(src_g);
+    if (valid) x = ld_global_nc<Vector>(src_g);
     st_shared(dst_s, x);
   }
 }
@@ -1265,7 +1278,7 @@ __device__ __forceinline__ void scale_rows(View& T, const float (&factor)[View::
 
 // How many keys query q sees: the keys [0, n). It never falls as q grows.
 __host__ __device__ __forceinline__ int visible_keys(const SdpaParams& p, int q) {
-  const int limit = p.causal == Causal::bottom_right ? q + 1 + p.Sk - p.Sq
+  const int limit = p.causal == Causal::bottom_right ? q + 1 - p.Sq + p.Sk
                     : p.causal == Causal::top_left   ? q + 1
                                                      : p.Sk;
   return min(max(limit, 0), p.Sk);
@@ -1334,6 +1347,29 @@ __device__ __forceinline__ void softmax_max(const View& S, float scale_log2, flo
   }
 }
 
+// The largest |m * scale_log2| that softmax_exp() may subtract: its rounding moves P by 2^-15 at most.
+constexpr float shift_limit = 1024;
+
+// m_log2 = m * scale_log2, for softmax_exp(), which subtracts it in the FMA that scales S. Beyond
+// shift_limit the rounding of that product would show (near 2^31 it is a factor of 2^64 in P): there S
+// becomes S - m, which is exact near the maximum, and m_log2 is 0. Returns true if no row is beyond.
+template <class View>
+__device__ __forceinline__ bool softmax_shift(View& S, float scale_log2,
+                                              const float (&m)[View::ROWS],
+                                              float (&m_log2)[View::ROWS]) {
+  bool within = true;
+#pragma unroll
+  for (int i = 0; i < View::ROWS; i++) {
+    const float shift = finite_max(m[i]);
+    m_log2[i] = shift * scale_log2;
+    if (fabsf(m_log2[i]) <= shift_limit) continue;
+    within = false, m_log2[i] = 0;
+#pragma unroll
+    for (int j = 0; j < View::COLS; j++) S.x[i][j] -= shift;
+  }
+  return within;
+}
+
 // P = 2^(S * scale_log2 - m_log2) in place;  sum += P: this thread's columns [first, last) of its rows.
 template <class B, class View>
 __device__ __forceinline__ void softmax_exp(View& S, int first, int last, float scale_log2,
@@ -1350,16 +1386,17 @@ __device__ __forceinline__ void softmax_exp(View& S, int first, int last, float 
 }
 
 // P = 2^((S - m) * scale_log2) in place;  l' = l * alpha + this thread's part of the row sum of P.
+// Returns softmax_shift()'s answer.
 template <class B, class View>
-__device__ __forceinline__ void softmax_sum(View& S, float scale_log2, const float (&m)[View::ROWS],
+__device__ __forceinline__ bool softmax_sum(View& S, float scale_log2, const float (&m)[View::ROWS],
                                             const float (&alpha)[View::ROWS],
                                             float (&l)[View::ROWS]) {
-  float m_log2[View::ROWS], sum[View::ROWS];
-#pragma unroll
-  for (int i = 0; i < View::ROWS; i++) m_log2[i] = finite_max(m[i]) * scale_log2, sum[i] = 0;
+  float m_log2[View::ROWS], sum[View::ROWS] = {};
+  const bool within = softmax_shift(S, scale_log2, m, m_log2);
   softmax_exp<B>(S, 0, View::COLS, scale_log2, m_log2, sum);
 #pragma unroll
   for (int i = 0; i < View::ROWS; i++) l[i] = fmaf(l[i], alpha[i], sum[i]);
+  return within;
 }
 
 // The sum of x over the LANES lanes that share a row, in a fixed order.
@@ -1371,13 +1408,14 @@ template <int LANES> __device__ __forceinline__ float row_sum(float x) {
 
 // ---- epilogue ----
 
-// LSE = ln2 * (m * scale_log2 + log2 l) of query q, if it is wanted.
+// LSE = ln2 * (m * scale_log2 + log2 l) of query q, if it is wanted. m * scale_log2 alone may overflow.
 __device__ __forceinline__ void store_lse(float m, float l, const KernelArgs& a,
                                           const WorkItem& item, int q) {
   constexpr float ln2 = 0.693147180559945f;
   if (a.p.LSE) {
-    a.p.LSE[(static_cast<int64_t>(item.b) * a.p.Hq + item.h) * a.p.Sq + q] =
-        ln2 * (finite_max(m) * a.scale_log2 + lg2_approx_ftz(l));
+    const int64_t row = (static_cast<int64_t>(item.b) * a.p.Hq + item.h) * a.p.Sq + q;
+    st_global(a.p.LSE + row,
+              fmaf(finite_max(m), a.scale_log2 * ln2, ln2 * lg2_approx_ftz(l)));
   }
 }
 
@@ -1419,7 +1457,7 @@ __device__ __forceinline__ WorkItem tile_of(const KernelArgs& a, uint32_t head, 
 
 // Item number -> tile. Without a mask the q-blocks of a head follow each other and share its K and
 // V in L2. With one, the longest rows come first, so that no long tile starts last; of all heads, or
-// of as many as have their K and V in L2 together (32 MB of an H200's 60).
+// of as many as have their K and V in L2 together.
 template <class B> __device__ __forceinline__ WorkItem work_item(const KernelArgs& a, uint32_t i) {
   uint32_t head, block;
   if (a.p.causal == Causal::off) {
@@ -2177,6 +2215,7 @@ template <class B> struct MmaRows {
   Output O;
   MmaProbabilities<B> P;
   float m[ROWS], l[ROWS];
+  bool may_be_lazy = false;  // the warp's m are within shift_limit
 
   __device__ void start(int first_row, int first_col) {
     O.first_row = first_row, O.first_col = first_col;
@@ -2200,7 +2239,8 @@ template <class B> struct MmaRows {
     if (masked) mask_scores(S, a.p, q0, k0);
     float alpha[ROWS];
     softmax_max<B>(S, a.scale_log2, m, alpha);
-    softmax_sum<B>(S, a.scale_log2, m, alpha, l);
+    const bool within = softmax_sum<B>(S, a.scale_log2, m, alpha, l);
+    if (B::use_lazy_max) may_be_lazy = __all_sync(0xffffffffu, within);
     scale_rows(O, alpha);
 #pragma unroll
     for (int step = 0; step < P.STEPS; step++) P.round(S, step);
@@ -2209,8 +2249,8 @@ template <class B> struct MmaRows {
   // USE_LAZY_MAX: the same for a tile without mask, but relative to the m that is there: no maximum, no
   // alpha, no rescaling of O, and an exponential waits for its own score alone. Any m will do as long
   // as P does not overflow; that it does not vanish follows from m being a score of the row. A sum of
-  // positive numbers bounds the largest, so the sum tells: if it is over the limit (or NaN; or there
-  // is no m yet, where m = -inf makes P infinite), the tile is left to attend(): false, and O, m and l
+  // positive numbers bounds the largest, so the sum tells: if it is over the limit (or NaN; or a row
+  // has no m yet, where m = -inf makes P infinite), the tile is left to attend(): false, and O, m and l
   // are as they were.
   __device__ bool attend_lazily(const MmaQueries<B>& Q, const Element* K_s, float scale_log2,
                                 int lane) {
@@ -2336,7 +2376,7 @@ __global__ void __launch_bounds__(B::threads, B::ctas_per_sm)
       if (k0 < seen_keys) {
         const bool masked = k0 + B::block_n > clean_keys;
         bool attended = false;
-        if (B::use_lazy_max && round > 0 && !masked) {
+        if (rows.may_be_lazy && !masked) {
           attended = rows.attend_lazily(Q, K_s, a.scale_log2, lane);
         }
         if (!attended) rows.attend(Q, K_s, a, s.item.q0, k0, masked, lane);
@@ -2752,10 +2792,10 @@ template <class B> struct WgmmaRows {
   __device__ __forceinline__ bool attend_lazily(Scores& S, Probabilities& rounded) {
     if (!B::use_lazy_max) return false;
     constexpr int COLS_FIRST = PV_ENDS_HALFWAY ? Scores::COLS / 2 : Scores::COLS;
+    if (!B::overlap && first && rounds <= lazy_rounds) guess_max(S);
     const bool lazily = rounds <= lazy_rounds;
     float m_log2[ROWS] = {}, sum[ROWS] = {};
     if (lazily) {
-      if (!B::overlap && first) guess_max(S);
 #pragma unroll
       for (int i = 0; i < ROWS; i++) m_log2[i] = m[i] * a.scale_log2;
       softmax_exp<B>(S, 0, COLS_FIRST, a.scale_log2, m_log2, sum);
@@ -2781,13 +2821,9 @@ template <class B> struct WgmmaRows {
       S.first_col = tid % 4 * 2;
       mask_scores(S, a.p, q0, k0);
     }
-    float m_log2[ROWS], sum[ROWS] = {0, 0};
     softmax_max<B>(S, a.scale_log2, m, alpha);
-#pragma unroll
-    for (int i = 0; i < ROWS; i++) m_log2[i] = finite_max(m[i]) * a.scale_log2;
-    softmax_exp<B>(S, 0, S.COLS, a.scale_log2, m_log2, sum);
-#pragma unroll
-    for (int i = 0; i < ROWS; i++) l[i] = fmaf(l[i], alpha[i], sum[i]);
+    const bool within = softmax_sum<B>(S, a.scale_log2, m, alpha, l);
+    if (B::use_lazy_max && !__all_sync(0xffffffffu, within)) lazy_rounds = 0;
   }
   // The first key of this round's tile.
   __device__ __forceinline__ int first_key() const {
@@ -2802,10 +2838,13 @@ template <class B> struct WgmmaRows {
     lazy_rounds = clean ? rounds : max(clean_keys - slice * B::block_n - 1, 0) / round_keys;
     if (clean && B::overlap) guess_max(S);
   }
-  // In the first round, if it has no mask, some score of a row will do for its maximum.
+  // In the first round, if it has no mask, some score of a row will do for its maximum, if it is within
+  // shift_limit.
   __device__ __forceinline__ void guess_max(const Scores& S) {
     float alpha[ROWS];
     softmax_max<B, Scores, 4>(S, a.scale_log2, m, alpha);
+    const float largest = fmaxf(fabsf(m[0]), fabsf(m[1])) * a.scale_log2;
+    if (!__all_sync(0xffffffffu, largest <= shift_limit)) lazy_rounds = 0;
   }
   // S = Q @ K.T once more, of this warp alone, by mma.sync and with K from global memory: its tile may
   // be overwritten by now. Rare, so short rather than fast.
@@ -3203,6 +3242,28 @@ template <class B> struct WgmmaColumns {
     return __shfl_sync(0xffffffffu, own[i % OWN], i * 8 / COLS * 4 + lane % 4);
   }
 
+  // As softmax_shift() has it, for the columns that the thread owns; S of all its columns becomes S - m
+  // if any of the warp's is beyond shift_limit.
+  __device__ __forceinline__ void shift(Scores& S, float (&m_log2)[OWN]) const {
+    bool within = true;
+#pragma unroll
+    for (int r = 0; r < OWN; r++) {
+      m_log2[r] = finite_max(m[r]) * a.scale_log2;
+      within = within && fabsf(m_log2[r]) <= shift_limit;
+    }
+    if (__all_sync(0xffffffffu, within)) return;
+#pragma unroll
+    for (int i = 0; i < COLS; i++) {
+      const float column_m = finite_max(from_owner(m, i));
+#pragma unroll
+      for (int n = 0; n < 2 * KEY_BLOCKS; n++) {
+        S[n / 2][i / 2 * 4 + n % 2 * 2 + i % 2] -= column_m;
+      }
+    }
+#pragma unroll
+    for (int r = 0; r < OWN; r++) m_log2[r] = 0;
+  }
+
   // P of the scores S in their place, and rounded in the place of K.
   __device__ __forceinline__ void write_p(Scores& S, const float (&m_log2)[OWN]) {
     const SharedAddress P_s = shared_address(
@@ -3249,8 +3310,9 @@ template <class B> struct WgmmaColumns {
     for (int r = 0; r < OWN; r++) {
       m_new[r] = fmaxf(m[r], m_new[r]);
       alpha[r] = softmax_exp2<B>((m[r] - finite_max(m_new[r])) * a.scale_log2);
-      m[r] = m_new[r], m_log2[r] = finite_max(m[r]) * a.scale_log2;
+      m[r] = m_new[r];
     }
+    shift(S, m_log2);
     write_p(S, m_log2);
     combine_rows(x, S, sum_of);  // while P is being written
     fence_proxy_async();
@@ -3539,16 +3601,16 @@ __global__ void __launch_bounds__(B::threads, B::ctas_per_sm) sdpa_cublas(Kernel
   for (int other = 1; other < 32; other *= 2) {
     m = fmaxf(m, __shfl_xor_sync(0xffffffffu, m, other));
   }
-  const float m_log2 = finite_max(m) * a.scale_log2;
-  for (int k = lane; k < keys; k += 32) l += softmax_exp2<B>(fmaf(S[k], a.scale_log2, -m_log2));
+  m = finite_max(m);
+  for (int k = lane; k < keys; k += 32) l += softmax_exp2<B>((S[k] - m) * a.scale_log2);
   l = row_sum<32>(l);
   const float inverse = l == 0.0f ? 0.0f : 1.0f / l;
   for (int k = lane; k < p.Sk; k += 32) {
-    const float t = k < keys ? fmaf(S[k], a.scale_log2, -m_log2) : -INFINITY;
+    const float t = k < keys ? (S[k] - m) * a.scale_log2 : -INFINITY;
     P[k] = to_element(softmax_exp2<B>(t) * inverse);
   }
   constexpr float ln2 = 0.693147180559945f;
-  if (p.LSE && lane == 0) p.LSE[row] = ln2 * (m_log2 + log2f(l));
+  if (p.LSE && lane == 0) p.LSE[row] = fmaf(m, a.scale_log2 * ln2, ln2 * log2f(l));
 }
 
 // ==== 6 LAUNCH ===================================================================================
@@ -3569,22 +3631,17 @@ inline cudaError_t find_tensor_map_encoder(void** function,
 }
 #endif
 
-struct TensorMapEncoder {
-  void* function = nullptr;
-  cudaDriverEntryPointQueryResult found;
-  cudaError_t error;
-  TensorMapEncoder() : error(find_tensor_map_encoder(&function, &found)) {}
-};
-
 // Describes a 16-bit tensor to TMA: sizes (innermost first), byte strides of all dimensions but the
 // innermost (multiples of 16), the box that one copy moves. 128-byte swizzle, zeros outside.
 inline cudaError_t encode_tensor_map(CUtensorMap& map, int rank, const void* base,
                                      const uint64_t* sizes, const uint64_t* strides_bytes,
                                      const uint32_t* box, bool bf16) {
-  static const TensorMapEncoder encoder;  // looked for once
-  if (encoder.error != cudaSuccess) return encoder.error;
-  if (encoder.found != cudaDriverEntryPointSuccess || !encoder.function) {
-    return cudaErrorInsufficientDriver;
+  thread_local void* encoder = nullptr;  // looked for until it is found
+  if (!encoder) {
+    cudaDriverEntryPointQueryResult found;
+    const cudaError_t error = find_tensor_map_encoder(&encoder, &found);
+    if (error != cudaSuccess) return error;
+    if (found != cudaDriverEntryPointSuccess || !encoder) return cudaErrorInsufficientDriver;
   }
   if (rank < 1 || rank > 5) return cudaErrorInvalidValue;
   cuuint64_t dims[5], strides[5];
@@ -3594,7 +3651,7 @@ inline cudaError_t encode_tensor_map(CUtensorMap& map, int rank, const void* bas
     dims[i] = sizes[i], boxes[i] = box[i];
     strides[i] = i + 1 < rank ? strides_bytes[i] : 0;
   }
-  const CUresult result = reinterpret_cast<decltype(&cuTensorMapEncodeTiled)>(encoder.function)(
+  const CUresult result = reinterpret_cast<decltype(&cuTensorMapEncodeTiled)>(encoder)(
       &map, bf16 ? CU_TENSOR_MAP_DATA_TYPE_BFLOAT16 : CU_TENSOR_MAP_DATA_TYPE_FLOAT16,
       cuuint32_t(rank), const_cast<void*>(base), dims, strides, boxes, steps,
       CU_TENSOR_MAP_INTERLEAVE_NONE, CU_TENSOR_MAP_SWIZZLE_128B, CU_TENSOR_MAP_L2_PROMOTION_L2_256B,
@@ -3667,14 +3724,18 @@ double tuned_clocks(const TunedTile& t, const SdpaParams& p, int sms) {
                    items / sms * (t.item_clocks + clocks_per_key * keys));
 }
 
+// Of the current device; `otherwise` where there is none.
+int device_attribute(cudaDeviceAttr attribute, int otherwise) {
+  int device = 0, value = 0;
+  const bool known = cudaGetDevice(&device) == cudaSuccess &&
+                     cudaDeviceGetAttribute(&value, attribute, device) == cudaSuccess;
+  return known ? value : otherwise;
+}
+
 // USE_TUNED: number of the quickest tile for the problem. Not by max_ctas, on which no bit of the result
 // may depend.
 int choose_tile(const SdpaParams& p) {
-  int device = 0, sms = 0;
-  if (cudaGetDevice(&device) != cudaSuccess ||
-      cudaDeviceGetAttribute(&sms, cudaDevAttrMultiProcessorCount, device) != cudaSuccess) {
-    sms = 132;
-  }
+  const int sms = device_attribute(cudaDevAttrMultiProcessorCount, 132);
   int best = first_tile_that_fits();
   for (int n = best + 1; n < TILES; n++) {
     if (tile_fits(TUNED_TILES[n]) &&
@@ -3724,6 +3785,14 @@ SdpaStatus check_tensor(const char* name, const void* pointer, const Strides& s,
   return {};
 }
 
+float log2_scale(const SdpaParams& p) {  // scale * log2(e)
+  const double scale = p.scale == 0 ? 1 / std::sqrt(double(p.D)) : double(p.scale);
+  return float(scale * 1.4426950408889634);
+}
+
+// S and P of cuBLAS want more than a counter of a queue.
+constexpr size_t WORKSPACE_ALIGNMENT = is_cublas ? 256 : sizeof(uint32_t);
+
 SdpaStatus check_params(const SdpaParams& p) {
   constexpr int limit = 1 << 30;
   const struct {
@@ -3748,6 +3817,10 @@ SdpaStatus check_params(const SdpaParams& p) {
     return failure(cudaErrorInvalidValue, "scale=%g is not a positive number (0 means 1/sqrt(D))",
                    double(p.scale));
   }
+  if (std::isinf(log2_scale(p))) {
+    return failure(cudaErrorInvalidValue, "scale=%g times log2(e) is no float; take a smaller one",
+                   double(p.scale));
+  }
   if (p.causal != Causal::off && p.causal != Causal::bottom_right && p.causal != Causal::top_left) {
     return failure(cudaErrorInvalidValue, "causal=%d is none of off, bottom_right, top_left",
                    int(p.causal));
@@ -3761,6 +3834,13 @@ SdpaStatus check_params(const SdpaParams& p) {
                    "max_ctas=%d, but in this build every tile has a CTA of its own; set it to 0 or "
                    "use a build with USE_PERSISTENT_CTA=1",
                    p.max_ctas);
+  }
+  if (reinterpret_cast<uintptr_t>(p.LSE) % sizeof(float)) {
+    return failure(cudaErrorInvalidValue, "LSE is not aligned to %d bytes", int(sizeof(float)));
+  }
+  if (reinterpret_cast<uintptr_t>(p.workspace) % WORKSPACE_ALIGNMENT) {
+    return failure(cudaErrorInvalidValue, "workspace is not aligned to %d bytes",
+                   int(WORKSPACE_ALIGNMENT));
   }
   const bool no_output = !p.B || !p.Hq || !p.Sq;
   SdpaStatus status;
@@ -3777,6 +3857,20 @@ SdpaStatus check_params(const SdpaParams& p) {
 
 SdpaStatus cuda_failure(cudaError_t code, const char* what) {
   return failure(code, "%s failed: %s", what, cudaGetErrorString(code));
+}
+
+// What a stride of a dimension of size 1 holds is open (PyTorch leaves it so): 0 keeps it out of addresses.
+SdpaParams without_idle_strides(SdpaParams p) {
+  const struct {
+    Strides& s;
+    int H, S;
+  } tensors[] = {{p.q, p.Hq, p.Sq}, {p.k, p.Hkv, p.Sk}, {p.v, p.Hkv, p.Sk}, {p.o, p.Hq, p.Sq}};
+  for (const auto& t : tensors) {
+    if (p.B <= 1) t.s.batch = 0;
+    if (t.H <= 1) t.s.head = 0;
+    if (t.S <= 1) t.s.row = 0;
+  }
+  return p;
 }
 
 bool same_strides(const Strides& a, const Strides& b) {
@@ -3812,7 +3906,10 @@ template <class B> SdpaStatus encode_tensor_maps(TensorMaps& maps, const SdpaPar
                  {"V", maps.v, p.V, p.Sk, p.Hkv, p.v, Part::rows, Part::panels},
                  {"O", maps.o, p.O, p.Sq, p.Hq, p.o, group_rows, panels}};
   for (const auto& t : tensors) {
-    if (t.S == 0) continue;  // no key: nothing is loaded
+    if (t.S == 0) {  // no key: nothing is loaded, but the kernel prefetches the map
+      t.map = maps.q;
+      continue;
+    }
     const struct {
       const char* name;
       int size;
@@ -3847,13 +3944,14 @@ SdpaStatus launch_kernel(const KernelArgs& a, uint32_t items, cudaStream_t strea
   constexpr auto kernel = KernelOf<B, B::family>::kernel;
   cudaError_t error = cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize,
                                            int(shared_bytes<B>));
-  if (error != cudaSuccess) {
-    cudaGetLastError();  // an error that only refuses must not stay behind for the next caller
+  if (error == cudaErrorInvalidValue || error == cudaErrorInvalidDeviceFunction ||
+      error == cudaErrorNoKernelImageForDevice) {
     return failure(error,
                    "this GPU cannot run this build (%zu bytes of shared memory a CTA, code "
                    "for its architecture): %s",
                    shared_bytes<B>, cudaGetErrorString(error));
   }
+  if (error != cudaSuccess) return cuda_failure(error, "an earlier call or kernel of this process");
   uint32_t ctas = items;  // with MULTICAST pairs of them
   if (B::use_persistent_cta) {
     int device = 0, sms = 0, ctas_per_sm = 0;
@@ -3887,11 +3985,7 @@ SdpaStatus launch_kernel(const KernelArgs& a, uint32_t items, cudaStream_t strea
   launch.attrs = attributes;
   launch.numAttrs = !is_wgmma ? 0 : B::cluster_size == 1 ? 1 : 2;
   error = cudaLaunchKernelEx(&launch, kernel, a);
-  if (error != cudaSuccess) {
-    cudaGetLastError();
-    return cuda_failure(error, "launching the kernel");
-  }
-  return {};
+  return error == cudaSuccess ? SdpaStatus{} : cuda_failure(error, "launching the kernel");
 }
 
 #if USE_CUBLAS
@@ -3916,6 +4010,12 @@ template <class B> SdpaStatus launch(const KernelArgs& a, cudaStream_t stream) {
     }
   }
   const auto leading = [&](const Strides& s) { return s.row > p.D ? s.row : int64_t(p.D); };
+  const int64_t rows = int64_t(p.B) * p.Hq * p.Sq;
+  const int64_t softmax_ctas = (rows + Build::num_warps - 1) / Build::num_warps;
+  if (softmax_ctas > 2147483647) {  // before the first product, not after it
+    return failure(cudaErrorInvalidValue, "B*Hq*Sq/%d is over 2^31-1 CTAs; split the batch",
+                   Build::num_warps);
+  }
 
   thread_local cublasHandle_t handle = nullptr;  // of this thread's current device
   thread_local int handle_device = -1;
@@ -3924,7 +4024,7 @@ template <class B> SdpaStatus launch(const KernelArgs& a, cudaStream_t stream) {
   if (error != cudaSuccess) return cuda_failure(error, "asking for the device");
   cublasStatus_t cublas = CUBLAS_STATUS_SUCCESS;
   if (device != handle_device) {
-    if (handle) cublasDestroy(handle);
+    if (handle_device >= 0) cublasDestroy(handle);
     cublas = cublasCreate(&handle);
     handle_device = cublas == CUBLAS_STATUS_SUCCESS ? device : -1;
   }
@@ -3957,11 +4057,11 @@ template <class B> SdpaStatus launch(const KernelArgs& a, cudaStream_t stream) {
           CUBLAS_GEMM_DEFAULT);
     });
   }
+  const char* step = "Q @ K.T";
   if (cublas == CUBLAS_STATUS_SUCCESS) {
-    const int64_t rows = int64_t(p.B) * p.Hq * p.Sq;
-    const SdpaStatus status =
-        launch_kernel<Build>(a, uint32_t((rows + Build::num_warps - 1) / Build::num_warps), stream);
+    const SdpaStatus status = launch_kernel<Build>(a, uint32_t(softmax_ctas), stream);
     if (!status.ok()) return status;
+    step = "P @ V, so that O is not what it should be";
   }
   if (p.Sk) {
     for_each_call([&](int b, int g, int64_t first_score) {
@@ -3983,7 +4083,7 @@ template <class B> SdpaStatus launch(const KernelArgs& a, cudaStream_t stream) {
     }
   }
   if (cublas != CUBLAS_STATUS_SUCCESS) {
-    return failure(cudaErrorUnknown, "cuBLAS failed: %s", cublasGetStatusString(cublas));
+    return failure(cudaErrorUnknown, "cuBLAS failed at %s: %s", step, cublasGetStatusString(cublas));
   }
   return {};
 }
@@ -3996,16 +4096,18 @@ template <class B> SdpaStatus launch(const KernelArgs& a, cudaStream_t stream) {
 template <class B> SdpaStatus forward(const SdpaParams& p, cudaStream_t stream) {
   KernelArgs a;
   a.p = p;
-  a.scale_log2 = float((p.scale == 0 ? 1 / std::sqrt(double(p.D)) : double(p.scale)) *
-                       1.4426950408889634);  // log2(e)
+  a.scale_log2 = log2_scale(p);
   const int q_blocks = (p.Sq + B::item_rows - 1) / B::item_rows;
-  if (double(p.B) * p.Hq * q_blocks > 2147483647.0) {
-    return failure(cudaErrorInvalidValue, "B*Hq*ceil(Sq/%d) is over 2^31-1 tiles; split the batch",
-                   B::block_m);
+  constexpr int most = 2147483647 / (B::use_persistent_cta ? 1 : B::cluster_size);  // of a grid
+  if (double(p.B) * p.Hq * q_blocks > most) {
+    return failure(cudaErrorInvalidValue, "B*Hq*ceil(Sq/%d) is over %d tiles; split the batch",
+                   B::item_rows, most);
   }
   a.work_items = uint32_t(p.B) * p.Hq * q_blocks;
   const double kv_bytes = 2.0 * p.Sk * p.D * sizeof(Element);  // of a key head
-  const double heads = kv_bytes > 0 ? (32 << 20) / kv_bytes * p.Hq / p.Hkv : 1e9;
+  const double l2_bytes = device_attribute(cudaDevAttrL2CacheSize, 60 << 20);
+  // The 8/15 are 32 MB of an H200's 60.
+  const double heads = kv_bytes > 0 ? l2_bytes * 8 / 15 / kv_bytes * p.Hq / p.Hkv : 1e9;
   const double all_heads = double(p.B) * p.Hq;
   a.heads_in_l2 = uint32_t(heads < 1 ? 1 : heads > all_heads ? all_heads : heads);
   constexpr int64_t round_keys = B::split_kv * B::block_n;
@@ -4067,19 +4169,25 @@ inline size_t sdpa_workspace_bytes(const SdpaParams& p) {
 // waiting; never prints, never allocates. Refuses what this build cannot do, before anything is
 // launched. Safe inside stream capture. (USE_CUBLAS=1: the first call of a thread makes a cuBLAS
 // handle, which allocates, and must not be captured.)
-inline SdpaStatus sdpa_forward(const SdpaParams& p, cudaStream_t stream) {
-  SdpaStatus status = check_params(p);
-  if (!status.ok() || !p.B || !p.Hq || !p.Sq) return status;
+inline SdpaStatus sdpa_forward(const SdpaParams& params, cudaStream_t stream) {
+  SdpaStatus status = check_params(params);
+  if (!status.ok() || !params.B || !params.Hq || !params.Sq) return status;
+  const SdpaParams p = without_idle_strides(params);
   if ((has_queue || is_cublas) && !p.workspace) {
     return failure(cudaErrorInvalidValue,
                    "workspace is null, but this build keeps %s there; give it %zu zeroed bytes",
                    is_cublas ? "S and P" : "its queue", sdpa_workspace_bytes(p));
   }
+  // The status tells of an error, so that none stays behind as the thread's last one, unless the caller had
+  // left one there, which would go with it.
+  const bool clean = cudaPeekAtLastError() == cudaSuccess;
   if constexpr (Build::use_tuned) {
-    return kernel_facts(p).forward(p, stream);
+    status = kernel_facts(p).forward(p, stream);
   } else {
-    return forward<Build>(p, stream);
+    status = forward<Build>(p, stream);
   }
+  if (!status.ok() && clean) cudaGetLastError();
+  return status;
 }
 
 }  // namespace SDPA_NAMESPACE

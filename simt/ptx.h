@@ -28,6 +28,9 @@ template <class T> inline T ld_global(const void* src_g, SIMT_CALLER) {
   if (simt::self->counting) simt::count_global(sizeof(T));
   return *static_cast<const T*>(src_g);
 }
+template <class T> inline T ld_global_nc(const void* src_g, SIMT_CALLER) {
+  return ld_global<T>(src_g, at);
+}
 
 template <class T> inline void st_global(void* dst_g, T value, SIMT_CALLER) {
   simt::check_global(dst_g, sizeof(T), at);
