@@ -112,10 +112,12 @@ inline bool __all_sync(unsigned mask, bool predicate, SIMT_CALLER) {
 
 inline unsigned atomicAdd(unsigned* address, unsigned value, SIMT_CALLER) {
   simt::check_global(address, sizeof *address, at);
+  simt::note_global_write(address, sizeof *address);
   return __atomic_fetch_add(address, value, __ATOMIC_RELAXED);
 }
 inline unsigned atomicExch(unsigned* address, unsigned value, SIMT_CALLER) {
   simt::check_global(address, sizeof *address, at);
+  simt::note_global_write(address, sizeof *address);
   return __atomic_exchange_n(address, value, __ATOMIC_RELAXED);
 }
 
@@ -147,7 +149,7 @@ struct cudaFuncAttributes {
 };
 enum cudaLaunchAttributeID {
   cudaLaunchAttributeClusterDimension = 4,
-  cudaLaunchAttributeProgrammaticStreamSerialization = 6,  // accepted: launches never overlap here
+  cudaLaunchAttributeProgrammaticStreamSerialization = 6,
 };
 union cudaLaunchAttributeValue {
   struct {
@@ -187,7 +189,7 @@ inline cudaError_t cudaGetDriverEntryPoint(const char* symbol, void** function, 
   return cudaSuccess;
 }
 inline cudaError_t cudaGetLastError() { return cudaSuccess; }
-inline cudaError_t cudaDeviceSynchronize() { return cudaSuccess; }
+inline cudaError_t cudaDeviceSynchronize() { return simt::synchronise(), cudaSuccess; }
 inline cudaError_t cudaGetDevice(int* device) { return *device = 0, cudaSuccess; }
 inline cudaError_t cudaGetDeviceCount(int* count) { return *count = 1, cudaSuccess; }
 inline cudaError_t cudaGetDeviceProperties(cudaDeviceProp* prop, int) {
@@ -212,19 +214,25 @@ template <class T> cudaError_t cudaMalloc(T** pointer, size_t bytes) {
   *pointer = static_cast<T*>(simt::allocate(bytes));
   return *pointer ? cudaSuccess : cudaErrorMemoryAllocation;
 }
-inline cudaError_t cudaFree(void* pointer) { return simt::deallocate(pointer), cudaSuccess; }
+inline cudaError_t cudaFree(void* pointer) {
+  simt::synchronise();
+  return simt::deallocate(pointer), cudaSuccess;
+}
 inline cudaError_t cudaMemset(void* pointer, int value, size_t bytes) {
+  simt::synchronise();
   if (bytes) memset(pointer, value, bytes);
   return cudaSuccess;
 }
 inline cudaError_t cudaMemset2DAsync(void* pointer, size_t pitch, int value, size_t width, size_t height,
                                      cudaStream_t) {
+  simt::synchronise();
   for (size_t row = 0; row < height; row++) {
     memset(static_cast<unsigned char*>(pointer) + row * pitch, value, width);
   }
   return cudaSuccess;
 }
 inline cudaError_t cudaMemcpy(void* dst, const void* src, size_t bytes, cudaMemcpyKind) {
+  simt::synchronise();
   if (bytes) memcpy(dst, src, bytes);
   return cudaSuccess;
 }
@@ -241,19 +249,22 @@ cudaError_t cudaLaunchKernelEx(const cudaLaunchConfig_t* config, void (*kernel)(
     std::tuple<std::decay_t<Parameters>...> arguments;
   } call{kernel, {arguments...}};
   const dim3 g = config->gridDim, b = config->blockDim;
-  simt::Index3 cluster = {1, 1, 1};
+  simt::Launch launch = {{g.x, g.y, g.z},          {b.x, b.y, b.z}, {1, 1, 1},
+                         config->dynamicSmemBytes, config->stream,  false};
   for (unsigned i = 0; i < config->numAttrs; i++) {
     const cudaLaunchAttribute& attribute = config->attrs[i];
+    if (attribute.id == cudaLaunchAttributeProgrammaticStreamSerialization) {
+      launch.dependent = attribute.val.programmaticStreamSerializationAllowed != 0;
+    }
     if (attribute.id != cudaLaunchAttributeClusterDimension) continue;
     const auto& dim = attribute.val.clusterDim;
-    cluster = {dim.x, dim.y, dim.z};
+    launch.cluster_dim = {dim.x, dim.y, dim.z};
     if (!dim.x || !dim.y || !dim.z || dim.x * dim.y * dim.z > 8 || g.x % dim.x || g.y % dim.y ||
         g.z % dim.z) {
       return cudaErrorInvalidValue;
     }
   }
-  const bool ok = simt::launch({g.x, g.y, g.z}, {b.x, b.y, b.z}, cluster, config->dynamicSmemBytes,
-                               [](const void* c) {
+  const bool ok = simt::launch(launch, [](const void* c) {
     const Call& call_ = *static_cast<const Call*>(c);
     std::apply(call_.kernel, call_.arguments);
   }, &call);

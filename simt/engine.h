@@ -90,6 +90,8 @@ void mbarrier_init(uint64_t* barrier, int count, Site at);
 void mbarrier_arrive(uint64_t* barrier, int expect_bytes, Site at);
 void mbarrier_wait(uint64_t* barrier, int parity, Site at);
 bool mbarrier_peek(uint64_t* barrier, int parity, Site at);
+// The mbarriers that this thread has initialised are so for other CTAs and for asynchronous copies.
+void fence_mbarrier_init();
 // Ordering for ThreadSanitizer on an object that is not one of the above.
 void release(const void* object);
 void acquire(const void* object);
@@ -134,6 +136,14 @@ void* cluster_pointer(uint32_t address, int bytes, Site at);
 void store_async(uint32_t address, const void* value, int bytes, uint32_t barrier, Site at);
 void mbarrier_arrive_cluster(uint32_t address, int expect_bytes, Site at);
 
+// ---- programmatic dependent launch ----
+
+// A write of this thread to global memory, or an atomic: a dependent launch sees neither before it has
+// waited. Plain stores do not come by here, so that a dependent launch sees those at once.
+void note_global_write(const void* dst, int bytes);
+// Waits until no thread of the running CTAs can go on without the launch before this one.
+void griddepcontrol_wait(Site at);
+
 // ---- reports ----
 
 // Prints a report with the thread's place, fails the launch and leaves the thread. Never returns.
@@ -174,9 +184,16 @@ struct Schedule {
 };
 extern Schedule schedule;
 
+struct Launch {
+  Index3 grid_dim, block_dim, cluster_dim;
+  size_t shared_bytes;
+  const void* stream;
+  bool dependent;  // may start before the launch before it on the stream has ended
+};
 // Runs body() as every thread of every block. Returns false if something was reported.
-bool launch(Index3 grid_dim, Index3 block_dim, Index3 cluster_dim, size_t shared_bytes,
-            void (*body)(const void*), const void* args);
+bool launch(const Launch& l, void (*body)(const void*), const void* args);
+// The host, or the next launch, waits for all launches before.
+void synchronise();
 const std::string& last_report();  // first line of the report that failed the last launch
 
 void* allocate(size_t bytes);  // "global memory"; null if it cannot be had

@@ -392,6 +392,7 @@ static void test_tma_loads() {
           if (threadIdx.x == 0) {
             mbarrier_init(&s.barriers[0], 1);
             mbarrier_init(&s.barriers[1], 96);
+            fence_mbarrier_init();
           }
           __syncthreads();
           float sum = 0;
@@ -543,6 +544,28 @@ static void test_tma_reports() {
                          cp_async_bulk_tensor_load<3>(s.a, &a.map, {0, 0, 0}, &s.barriers[0], 0);
                        },
                        {"this mbarrier was never initialised"});
+  const std::string unfenced = "this mbarrier was initialised without a fence.mbarrier_init since";
+  expect_hopper_report("load to a barrier without fence",
+                       [](const HopperArgs a) {
+                         HopperScratch& s = dynamic_shared<HopperScratch>();
+                         init_barriers(s);
+                         if (threadIdx.x == 0) mbarrier_init(&s.barriers[2], 128);
+                         __syncthreads();
+                         mbarrier_arrive(&s.barriers[2]);  // by the CTA's threads: needs no fence
+                         wait_for(&s.barriers[2], 0);
+                         cp_async_bulk_load(s.a, a.tensor, 16, &s.barriers[2]);
+                       },
+                       {"(thread ", unfenced});
+  expect_hopper_report("fence by another thread",
+                       [](const HopperArgs a) {
+                         HopperScratch& s = dynamic_shared<HopperScratch>();
+                         if (threadIdx.x == 0) mbarrier_init(&s.barriers[0], 1);
+                         __syncthreads();
+                         if (threadIdx.x == 1) fence_mbarrier_init();
+                         __syncthreads();
+                         cp_async_bulk_tensor_load<3>(s.a, &a.map, {0, 0, 0}, &s.barriers[0], 0);
+                       },
+                       {unfenced});
   expect_hopper_report("misaligned bulk copy",
                        [](const HopperArgs a) {
                          HopperScratch& s = dynamic_shared<HopperScratch>();
@@ -969,7 +992,35 @@ static void share(const HopperArgs a) {
   cluster_wait();
 }
 
+// The second CTA's mbarrier is used by the first one, and no fence tells of its initialisation.
+enum class From { arrive, multicast, st_async };
+template <From FROM> static void without_fence(const HopperArgs a) {
+  HopperScratch& s = dynamic_shared<HopperScratch>();
+  if (threadIdx.x == 0) {
+    mbarrier_init(&s.barriers[0], 1);
+    if (cluster_ctarank() == 0) fence_mbarrier_init();
+  }
+  cluster_arrive();
+  cluster_wait();
+  if (cluster_ctarank() == 0 && threadIdx.x == 0) {
+    const uint32_t there = mapa(shared_address(&s.barriers[0]), 1);
+    const int c[5] = {};
+    if (FROM == From::arrive) mbarrier_arrive_cluster(there);
+    if (FROM == From::multicast) {
+      cp_async_bulk_tensor_load_multicast(s.a, &a.map_5d, c, &s.barriers[0], 3, 0);
+    }
+    if (FROM == From::st_async) st_async_cluster(mapa(shared_address(s.b), 1), uint4{}, there);
+  }
+  cluster_arrive();
+  cluster_wait();
+}
+
 static void test_multicast() {
+  const std::vector<std::string> unfenced = {
+      "block (0,0,0)", "this mbarrier was initialised without a fence.mbarrier_init since"};
+  expect_hopper_report("arrival from another CTA", without_fence<From::arrive>, unfenced, 128, 2);
+  expect_hopper_report("multicast, unfenced", without_fence<From::multicast>, unfenced, 128, 2);
+  expect_hopper_report("st.async, unfenced", without_fence<From::st_async>, unfenced, 128, 2);
   under_all_orders([] {
     std::string report;
     const std::vector<float> out = run_hopper(share, report, 128, 2);
@@ -1087,6 +1138,229 @@ static void test_clusters() {
   EXPECT(cudaLaunchKernelEx(&launch, nothing, a) == cudaErrorInvalidValue);  // 3 CTAs in pairs
 }
 
+// ---- warp-wide matrices ----
+
+// Each lane reads what another lane has written, one of them by a warp-wide instruction; out: 1 where a
+// lane finds row lane / 8 + 1. SYNC: __syncwarp in between.
+template <bool STMATRIX, bool SYNC> static void exchange_rows(const HopperArgs a) {
+  HopperScratch& s = dynamic_shared<HopperScratch>();
+  const int lane = threadIdx.x % 32, other = lane ^ 31;
+  __half* const rows = s.a + threadIdx.x / 32 * 32 * 8;
+  const auto row_value = [](int i) { return pack<__half>(float(i / 8 + 1), float(i / 8 + 1)); };
+  uint32_t r[4];
+  bool right = true;
+  if (STMATRIX) {
+    for (int i = 0; i < 4; i++) r[i] = row_value(8 * i);
+    stmatrix_x4<false>(shared_address(rows + 8 * lane), r);
+    if (SYNC) __syncwarp();
+    right = ld_shared<uint32_t>(rows + 8 * other) == row_value(other);
+  } else {
+    const uint32_t x = row_value(other);
+    st_shared(rows + 8 * other, uint4{x, x, x, x});
+    if (SYNC) __syncwarp();
+    ldmatrix_x4<false>(r, shared_address(rows + 8 * lane));
+    for (int i = 0; i < 4; i++) right = right && r[i] == row_value(8 * i);
+  }
+  a.out[threadIdx.x] = right;
+}
+
+static void test_matrices() {
+  under_all_orders([] {
+    std::string report;
+    const auto all_right = [&](HopperKernel kernel) {
+      const std::vector<float> out = run_hopper(kernel, report);
+      return report == "" && std::count(out.begin(), out.begin() + 128, 1.0f) == 128;
+    };
+    EXPECT(all_right(exchange_rows<true, true>) && all_right(exchange_rows<false, true>));
+    EXPECT(!all_right(exchange_rows<true, false>) && !all_right(exchange_rows<false, false>));
+  });
+}
+
+// ---- programmatic dependent launch ----
+
+constexpr int CHAIN_CTAS = 5, CHAIN_THREADS = 64, CHAIN = CHAIN_CTAS * CHAIN_THREADS;
+struct ChainArgs {
+  float *data, *seen;  // [CHAIN]
+  unsigned* counter;
+  bool bulk;
+};
+struct ChainScratch {
+  alignas(128) float x[CHAIN_THREADS];
+  uint64_t full;
+};
+using ChainKernel = void (*)(const ChainArgs);
+
+static cudaError_t launch_chain(ChainKernel kernel, const ChainArgs& a, bool dependent,
+                                cudaStream_t stream = nullptr) {
+  cudaLaunchAttribute attribute{};
+  attribute.id = cudaLaunchAttributeProgrammaticStreamSerialization;
+  attribute.val.programmaticStreamSerializationAllowed = dependent;
+  cudaLaunchConfig_t launch{};
+  launch.gridDim = dim3(CHAIN_CTAS), launch.blockDim = dim3(CHAIN_THREADS);
+  launch.dynamicSmemBytes = sizeof(ChainScratch), launch.stream = stream;
+  launch.attrs = &attribute, launch.numAttrs = 1;
+  return cudaLaunchKernelEx(&launch, kernel, a);
+}
+
+static int chain_index() { return int(blockIdx.x * CHAIN_THREADS + threadIdx.x); }
+
+// data[i] = i by one of two ways, and a draw from the counter.
+static void first_of_chain(const ChainArgs a) {
+  ChainScratch& s = dynamic_shared<ChainScratch>();
+  const int i = chain_index();
+  if (a.bulk) {
+    st_shared(s.x + threadIdx.x, float(i));
+    fence_proxy_async();
+    __syncthreads();
+    if (threadIdx.x == 0) cp_async_bulk_store(a.data + i, s.x, sizeof s.x);
+    if (threadIdx.x == 0) cp_async_bulk_commit_group(), cp_async_bulk_wait_group_read<0>();
+  } else {
+    st_global(a.data + i, float(i));
+  }
+  if (threadIdx.x == 0) atomicAdd(a.counter, 1u);
+  griddepcontrol_launch_dependents();
+}
+
+// What a launch does with the data before it waits for the one before.
+enum class Early { nothing, read, write, draw, bulk_load, bulk_store, cp_async };
+// seen = data * 2, after EARLY.
+template <Early EARLY, bool WAIT = true> static void second_of_chain(const ChainArgs a) {
+  ChainScratch& s = dynamic_shared<ChainScratch>();
+  const int i = chain_index();
+  float* const mine_s = s.x + threadIdx.x;
+  if (EARLY == Early::bulk_load && threadIdx.x == 0) {
+    mbarrier_init(&s.full, 1);
+    fence_mbarrier_init();
+    mbarrier_arrive_expect_tx(&s.full, sizeof s.x);
+    cp_async_bulk_load(s.x, a.data + i, sizeof s.x, &s.full);
+  }
+  if (EARLY == Early::bulk_store) {
+    st_shared(mine_s, -1.0f);
+    fence_proxy_async();
+    __syncthreads();
+    if (threadIdx.x == 0) cp_async_bulk_store(a.data + i, s.x, sizeof s.x);
+    if (threadIdx.x == 0) cp_async_bulk_commit_group();
+  }
+  __syncthreads();
+  float x = 0;
+  if (EARLY == Early::read) x = ld_global<float>(a.data + i);
+  if (EARLY == Early::write) st_global(a.data + i, -1.0f);
+  if (EARLY == Early::draw && threadIdx.x == 0) atomicAdd(a.counter, 1u);
+  if (EARLY == Early::cp_async) cp_async<4>(mine_s, a.data + i, true), cp_async_commit_group();
+  if (WAIT) griddepcontrol_wait();
+  if (EARLY == Early::bulk_store && threadIdx.x == 0) cp_async_bulk_wait_group<0>();
+  if (EARLY == Early::cp_async) cp_async_wait_group<0>();
+  if (EARLY == Early::bulk_load) wait_for(&s.full, 0);
+  __syncthreads();
+  if (EARLY == Early::bulk_load || EARLY == Early::cp_async) x = ld_shared<float>(mine_s);
+  if (EARLY != Early::read && EARLY != Early::bulk_load && EARLY != Early::cp_async) {
+    x = ld_global<float>(a.data + i);
+  }
+  st_global(a.seen + i, 2 * x);
+}
+
+struct Chain : ChainArgs {
+  std::vector<float> data_after = std::vector<float>(CHAIN), seen_after = data_after;
+  unsigned drawn = 0;
+  std::string report;
+  Chain() {
+    cudaMalloc(&data, CHAIN * sizeof(float));
+    cudaMalloc(&seen, CHAIN * sizeof(float));
+    cudaMalloc(&counter, sizeof *counter);
+    cudaMemset(counter, 0, sizeof *counter);
+    bulk = false;
+  }
+  ~Chain() { cudaFree(data), cudaFree(seen), cudaFree(counter); }
+  Chain& launch(ChainKernel kernel, bool dependent, cudaStream_t stream = nullptr) {
+    if (launch_chain(kernel, *this, dependent, stream) != cudaSuccess) report = simt::last_report();
+    return *this;
+  }
+  Chain& fetch() {
+    cudaMemcpy(data_after.data(), data, CHAIN * sizeof(float), cudaMemcpyDeviceToHost);
+    cudaMemcpy(seen_after.data(), seen, CHAIN * sizeof(float), cudaMemcpyDeviceToHost);
+    cudaMemcpy(&drawn, counter, sizeof drawn, cudaMemcpyDeviceToHost);
+    return *this;
+  }
+  // Of the elements, how many the second launch has seen, and how many are as the first one left them.
+  int count_seen() const {
+    int n = 0;
+    for (int i = 0; i < CHAIN; i++) n += seen_after[i] == 2.0f * i;
+    return n;
+  }
+  int count_kept() const {
+    int n = 0;
+    for (int i = 0; i < CHAIN; i++) n += data_after[i] == float(i);
+    return n;
+  }
+};
+
+static void test_dependent_launches() {
+  int early = 0, late = 0;
+  under_all_orders([&] {
+    const bool random = simt::schedule.order == simt::Order::random;
+    for (const bool bulk : {false, true}) {
+      const auto after_first = [&](ChainKernel second, bool dependent, cudaStream_t stream) {
+        Chain c;
+        c.bulk = bulk;
+        c.launch(first_of_chain, false).launch(second, dependent, stream).fetch();
+        EXPECT(c.report == "");
+        return c.count_seen();
+      };
+      // A kernel that waits first, and one that need not wait.
+      EXPECT(after_first(second_of_chain<Early::nothing>, true, nullptr) == CHAIN);
+      EXPECT(after_first(second_of_chain<Early::read>, false, nullptr) == CHAIN);
+      for (ChainKernel kernel : {second_of_chain<Early::read>, second_of_chain<Early::bulk_load>,
+                                 second_of_chain<Early::cp_async>}) {
+        int& seen = after_first(kernel, true, nullptr) < CHAIN ? early : late;
+        seen++;
+        EXPECT(random || &seen == &early);
+      }
+      for (ChainKernel kernel : {second_of_chain<Early::write>, second_of_chain<Early::bulk_store>}) {
+        Chain c;
+        c.bulk = bulk;
+        c.launch(first_of_chain, false).launch(kernel, true).fetch();
+        EXPECT(c.report == "" && (random || c.count_kept() >= CHAIN_THREADS));  // too early: lost
+      }
+    }
+    Chain drawn;
+    drawn.launch(first_of_chain, false).launch(second_of_chain<Early::draw>, true).fetch();
+    EXPECT(drawn.report == "" && (random || drawn.drawn < 2 * CHAIN_CTAS));
+    Chain again;
+    again.launch(first_of_chain, true).launch(first_of_chain, false).fetch();
+    EXPECT(again.report == "" && again.drawn == 2 * CHAIN_CTAS);
+    // Three in a row: what the first one has written is there when the second one has ended.
+    Chain three;
+    three.launch(first_of_chain, false).launch(second_of_chain<Early::nothing>, true);
+    std::swap(three.data, three.seen);
+    three.launch(second_of_chain<Early::nothing>, true).fetch();
+    EXPECT(three.report == "" && three.seen_after[7] == 28);
+    // Nobody waits.
+    Chain none;
+    none.launch(first_of_chain, false).launch(second_of_chain<Early::nothing, false>, true).fetch();
+    EXPECT(none.report.find("no thread of a dependent launch has called griddepcontrol.wait") == 0);
+    EXPECT(none.count_kept() == CHAIN);
+  });
+  EXPECT(early > late);
+
+  // Whatever synchronises ends the launches before.
+  const auto seen_after = [](void (*synchronise)(Chain&)) {
+    Chain c;
+    c.launch(first_of_chain, false);
+    synchronise(c);
+    return c.launch(second_of_chain<Early::read, false>, true).fetch().count_seen();
+  };
+  EXPECT(seen_after([](Chain&) {}) == 0);
+  EXPECT(seen_after([](Chain&) { cudaDeviceSynchronize(); }) == CHAIN);
+  EXPECT(seen_after([](Chain& c) { cudaMemset(c.seen, 0, 4); }) == CHAIN);
+  EXPECT(seen_after([](Chain& c) { cudaMemcpy(c.seen, c.data, 4, cudaMemcpyDeviceToHost); }) ==
+         CHAIN);
+  EXPECT(seen_after([](Chain&) {
+           float* other;
+           cudaMalloc(&other, 4);
+           cudaFree(other);
+         }) == CHAIN);
+}
+
 static void measure_wgmma() {
   std::string report;
   const auto begin = std::chrono::steady_clock::now();
@@ -1141,6 +1415,8 @@ int main() {
   test_registers();
   test_multicast();
   test_clusters();
+  test_matrices();
+  test_dependent_launches();
   measure();
   measure_wgmma();
   printf("%d checks, %d failed\n", checks, failures);
