@@ -38,6 +38,8 @@ void AnnotateIgnoreReadsBegin(const char* file, int line);
 void AnnotateIgnoreReadsEnd(const char* file, int line);
 void AnnotateIgnoreWritesBegin(const char* file, int line);
 void AnnotateIgnoreWritesEnd(const char* file, int line);
+void AnnotateIgnoreSyncBegin(const char* file, int line);
+void AnnotateIgnoreSyncEnd(const char* file, int line);
 }
 #endif
 
@@ -65,6 +67,33 @@ struct Unobserved {
   Unobserved() {}
 #endif
   Unobserved(const Unobserved&) = delete;
+};
+
+// ThreadSanitizer does not see this lock. The CUDA runtime orders nothing between the host threads that use
+// it, so that what they share themselves must show.
+class Lock {
+ public:
+  explicit Lock(std::mutex& mutex) : mutex_(mutex) {
+    const Unordered unordered;
+    mutex_.lock();
+  }
+  ~Lock() {
+    const Unordered unordered;
+    mutex_.unlock();
+  }
+  Lock(const Lock&) = delete;
+
+ private:
+  struct Unordered {
+#if defined(SIMT_TSAN)
+    Unordered() { AnnotateIgnoreSyncBegin(__FILE__, __LINE__); }
+    ~Unordered() { AnnotateIgnoreSyncEnd(__FILE__, __LINE__); }
+#else
+    Unordered() {}
+#endif
+  };
+  const Unobserved unobserved_;
+  std::mutex& mutex_;
 };
 
 // ---- fibers ----
@@ -311,11 +340,16 @@ struct Cluster {  // the CTAs that run together: mostly one
 
 namespace {
 
+std::mutex host_mutex;  // of all host functions; a launch holds it to its end
 std::mutex report_mutex;
 std::string report_line;
 std::atomic<bool> launch_failed{false};
 Counters all_counters;
-std::map<uintptr_t, size_t> allocations;  // changed only between launches
+struct Allocation {
+  size_t bytes;
+  int device;
+};
+std::map<uintptr_t, Allocation> allocations;  // changed only between launches
 
 Fiber& fiber_of(Thread* t) { return t->block->fibers[t->linear]; }
 
@@ -415,7 +449,7 @@ std::string name_of(const Site& at) {
 }
 
 void report(const std::string& text) {
-  const std::lock_guard<std::mutex> lock(report_mutex);
+  const Lock lock(report_mutex);
   if (!launch_failed.exchange(true)) {
     report_line = text.substr(0, text.find('\n'));
     fprintf(stderr, "simt: %s\n", text.c_str());
@@ -662,7 +696,7 @@ void close_counters(Block& b) {
       if (access.lanes) close_access(b, access, site.second.bytes, site.second.at);
     }
   }
-  const std::lock_guard<std::mutex> lock(report_mutex);
+  const Lock lock(report_mutex);
   all_counters.barriers += b.counters.barriers;
   all_counters.global_bytes += b.counters.global_bytes;
   for (const auto& site : b.counters.shared) {
@@ -926,12 +960,18 @@ void check_global_range(const void* pointer, uint64_t bytes, Site at) {
   static thread_local std::pair<uintptr_t, size_t> last;  // most accesses hit the same allocation
   if (!(address >= last.first && address + bytes <= last.first + last.second)) {
     auto it = allocations.upper_bound(address);
-    if (it == allocations.begin() || address + bytes > std::prev(it)->first + std::prev(it)->second) {
-      last = {};
+    last = {};
+    if (it == allocations.begin() ||
+        address + bytes > std::prev(it)->first + std::prev(it)->second.bytes) {
       fail(at, "%llu bytes at %p are outside every allocation of global memory",
            (unsigned long long)bytes, pointer);
     }
-    last = *std::prev(it);
+    --it;
+    if (it->second.device != grid.device) {
+      fail(at, "%llu bytes at %p are memory of device %d, and the kernel runs on device %d",
+           (unsigned long long)bytes, pointer, it->second.device, grid.device);
+    }
+    last = {it->first, it->second.bytes};
   }
 }
 
@@ -964,7 +1004,7 @@ void count_shared(const void* pointer, int bytes, Site at) {
 void count_global(int bytes) { self->block->counters.global_bytes += bytes; }
 
 Counters take_counters() {
-  const std::lock_guard<std::mutex> lock(report_mutex);
+  const Lock lock(report_mutex);
   Counters taken;
   std::swap(taken, all_counters);
   return taken;
@@ -1032,14 +1072,35 @@ struct Worker {  // one OS thread's cluster, with stacks that all its clusters u
 
 namespace {
 
-// By stream: what its last launch has written, if nothing has synchronised since.
-std::map<const void*, std::vector<Range>> written;
+// By device and stream: what its last launch has written, if nothing has synchronised since.
+std::map<std::pair<int, const void*>, std::vector<Range>> written;
+std::map<std::pair<int, const void*>, int> shared_allowed;  // by device and kernel
+
+struct PlannedFailure {
+  int error, successes;  // so many calls before it
+};
+// What a host thread knows of its calls.
+thread_local std::map<std::string, PlannedFailure> planned_failures;
+thread_local Launch latest_launch;
+thread_local std::string latest_report;
 
 }  // namespace
 
-void synchronise() { written.clear(); }
+void synchronise() {
+  const Lock lock(host_mutex);
+  written.clear();
+}
+
+void synchronise(const void* stream) {
+  const Lock lock(host_mutex);
+  for (auto it = written.begin(); it != written.end();) {
+    it = it->first.second == stream ? written.erase(it) : std::next(it);
+  }
+}
 
 bool launch(const Launch& l, void (*body)(const void*), const void* args) {
+  const Lock lock(host_mutex);
+  latest_launch = l;
   static int launches = 0;
   Order order = schedule.order;
   if (schedule.alternate) order = launches % 2 ? Order::reverse : Order::forward;
@@ -1053,14 +1114,15 @@ bool launch(const Launch& l, void (*body)(const void*), const void* args) {
   const uint64_t cores = std::max(1u, std::thread::hardware_concurrency());
   const int workers = int(std::max<uint64_t>(1, std::min(cores, clusters)));
   std::unique_ptr<Withheld> withheld;
-  const auto before = written.find(l.stream);
+  const std::pair<int, const void*> stream(l.device, l.stream);
+  const auto before = written.find(stream);
   if (before != written.end() && l.dependent) withheld.reset(new Withheld(std::move(before->second)));
   if (withheld) withheld->workers = workers;
   std::vector<Range> writes;
   std::atomic<uint64_t> next{0};
   const auto work = [&] {
     Worker worker;
-    grid = {l.grid_dim, l.block_dim};
+    grid = {l.grid_dim, l.block_dim, l.device};
     Cluster& c = worker.cluster;
     if (!worker.prepare(int(cluster_dim.x * cluster_dim.y * cluster_dim.z),
                         int(l.block_dim.x * l.block_dim.y * l.block_dim.z))) {
@@ -1077,7 +1139,7 @@ bool launch(const Launch& l, void (*body)(const void*), const void* args) {
                   l.shared_bytes, at == 0);
     }
     if (withheld) withheld->worker_ends();
-    const std::lock_guard<std::mutex> lock(report_mutex);
+    const Lock lock(report_mutex);
     writes.insert(writes.end(), c.writes.begin(), c.writes.end());
   };
   std::vector<std::thread> threads;
@@ -1090,13 +1152,16 @@ bool launch(const Launch& l, void (*body)(const void*), const void* args) {
     report("no thread of a dependent launch has called griddepcontrol.wait: the launch after it may "
            "start before the one before it has ended");
   }
-  written[l.stream] = std::move(writes);
+  written[stream] = std::move(writes);
+  if (launch_failed) latest_report = report_line;
   return !launch_failed;
 }
 
-const std::string& last_report() { return report_line; }
+const Launch& last_launch() { return latest_launch; }
+const std::string& last_report() { return latest_report; }
 
-void* allocate(size_t bytes) {
+void* allocate(size_t bytes, int device) {
+  const Lock lock(host_mutex);
   constexpr size_t large = size_t(1) << 30;  // only touched pages cost memory
   void* pointer;
   if (bytes >= large) {
@@ -1106,19 +1171,43 @@ void* allocate(size_t bytes) {
   } else if (posix_memalign(&pointer, 256, bytes)) {
     return nullptr;
   }
-  allocations[reinterpret_cast<uintptr_t>(pointer)] = bytes;
+  allocations[reinterpret_cast<uintptr_t>(pointer)] = {bytes, device};
   return pointer;
 }
 
 void deallocate(void* pointer) {
+  const Lock lock(host_mutex);
   const auto it = allocations.find(reinterpret_cast<uintptr_t>(pointer));
   if (it == allocations.end()) return;
-  if (it->second >= size_t(1) << 30) {
-    munmap(pointer, it->second);
+  if (it->second.bytes >= size_t(1) << 30) {
+    munmap(pointer, it->second.bytes);
   } else {
     free(pointer);
   }
   allocations.erase(it);
+}
+
+void allow_shared(const void* kernel, int device, int bytes) {
+  const Lock lock(host_mutex);
+  shared_allowed[{device, kernel}] = bytes;
+}
+
+int allowed_shared(const void* kernel, int device) {
+  const Lock lock(host_mutex);
+  const auto it = shared_allowed.find({device, kernel});
+  return std::max(it == shared_allowed.end() ? 0 : it->second, 48 << 10);
+}
+
+void fail_next(const char* function, int error, int successes) {
+  planned_failures[function] = {error, successes};
+}
+
+int planned_failure(const char* function) {
+  const auto it = planned_failures.find(function);
+  if (it == planned_failures.end() || it->second.successes-- > 0) return 0;
+  const int error = it->second.error;
+  planned_failures.erase(it);
+  return error;
 }
 
 }  // namespace simt

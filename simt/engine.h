@@ -69,6 +69,7 @@ struct Thread {  // one CUDA thread
 
 struct Grid {
   Index3 dim, block_dim;
+  int device;
 };
 
 extern thread_local Thread* self;  // the CUDA thread that runs now
@@ -99,6 +100,7 @@ void acquire(const void* object);
 // ---- sm_90: TMA, wgmma, registers, clusters; engine_hopper.h says how strict they are ----
 
 void bulk_load(void* dst, const void* src, uint32_t bytes, uint64_t* barrier, Site at);
+void prefetch_tensormap(const CUtensorMap_st* map, Site at);
 void tensor_load(void* dst, const CUtensorMap_st* map, const int* c, int rank, uint64_t* barrier,
                  Site at);
 // The same to each CTA of the cluster whose bit is set in `ctas`.
@@ -150,7 +152,7 @@ void griddepcontrol_wait(Site at);
 [[noreturn]] void fail(Site at, const char* format, ...) __attribute__((format(printf, 2, 3)));
 
 // Fails unless [pointer, pointer + bytes) is aligned to `bytes` and inside the block's shared memory,
-// or inside one allocation of global memory.
+// or inside one allocation of the device's global memory.
 void check_shared_slow(const void* pointer, int bytes, Site at);
 void check_global(const void* pointer, int bytes, Site at);
 void check_global_range(const void* pointer, uint64_t bytes, Site at);  // of any alignment
@@ -174,7 +176,7 @@ Counters take_counters();  // of the launches since the last call
 void count_shared(const void* pointer, int bytes, Site at);
 void count_global(int bytes);
 
-// ---- launches ----
+// ---- the host's side; all of it may be called by several host threads at once ----
 
 enum class Order { forward, reverse, random };
 struct Schedule {
@@ -187,16 +189,29 @@ extern Schedule schedule;
 struct Launch {
   Index3 grid_dim, block_dim, cluster_dim;
   size_t shared_bytes;
+  int device;
   const void* stream;
   bool dependent;  // may start before the launch before it on the stream has ended
 };
-// Runs body() as every thread of every block. Returns false if something was reported.
+// Runs body() as every thread of every block. Returns false if something was reported. Launches of
+// several host threads come one after another.
 bool launch(const Launch& l, void (*body)(const void*), const void* args);
-// The host, or the next launch, waits for all launches before.
+const Launch& last_launch();       // of this host thread
+const std::string& last_report();  // first line of the report that failed its last failed launch
+// All launches before, or those of one stream, have ended: a dependent launch has nothing to wait for.
 void synchronise();
-const std::string& last_report();  // first line of the report that failed the last launch
+void synchronise(const void* stream);
 
-void* allocate(size_t bytes);  // "global memory"; null if it cannot be had
+void* allocate(size_t bytes, int device);  // "global memory"; null if it cannot be had
 void deallocate(void* pointer);
+
+// Dynamic shared memory that a launch of the kernel may ask for on a device.
+void allow_shared(const void* kernel, int device, int bytes);
+int allowed_shared(const void* kernel, int device);
+
+// For tests of error paths: after `successes` more calls of the named function by this host thread, the
+// next one fails with this cudaError_t or cublasStatus_t and does nothing.
+void fail_next(const char* function, int error, int successes = 0);
+int planned_failure(const char* function);  // of this call; 0: none
 
 }  // namespace simt

@@ -152,11 +152,15 @@ template <class F> void for_parts(unsigned char* shared, bool swizzled, const Pi
   }
 }
 
-void check_map(const CUtensorMap_st* map, int rank, const int* coordinates, const void* shared,
-               Site at) {
+void check_encoded(const CUtensorMap_st* map, Site at) {
   if (reinterpret_cast<uintptr_t>(map) % 64 || map->magic != CUtensorMap_st::MAGIC) {
     fail(at, "this is no tensor map: none was encoded, or it is not aligned to 64 bytes");
   }
+}
+
+void check_map(const CUtensorMap_st* map, int rank, const int* coordinates, const void* shared,
+               Site at) {
+  check_encoded(map, at);
   if (map->rank != rank) {
     fail(at, "a tensor map of %d dimensions is used with %d coordinates", map->rank, rank);
   }
@@ -642,6 +646,11 @@ void tensor_load_multicast(void* dst, const CUtensorMap_st* map, const int* c, i
                                      static_cast<uint64_t*>(there(barrier)),
                                      {}});
   }
+}
+
+void prefetch_tensormap(const CUtensorMap_st* map, Site at) {
+  const Unobserved unobserved;
+  check_encoded(map, at);
 }
 
 void tensor_load(void* dst, const CUtensorMap_st* map, const int* c, int rank, uint64_t* barrier,

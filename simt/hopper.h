@@ -15,7 +15,9 @@ inline bool mbarrier_peek_parity(uint64_t* barrier_s, int parity, SIMT_CALLER) {
 inline void fence_mbarrier_init() { simt::fence_mbarrier_init(); }
 inline void fence_proxy_async() { simt::fence_proxy_async(); }
 
-inline void prefetch_tensormap(const CUtensorMap*) {}
+inline void prefetch_tensormap(const CUtensorMap* map, SIMT_CALLER) {
+  simt::prefetch_tensormap(map, at);
+}
 template <int RANK>
 inline void cp_async_bulk_tensor_load(void* dst_s, const CUtensorMap* map, const int (&c)[RANK],
                                       uint64_t* barrier_s, uint64_t, SIMT_CALLER) {

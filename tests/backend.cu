@@ -3,10 +3,14 @@
 #define SDPA_NO_MAIN
 #include "../sdpa.cu"
 
+#include <cublas_v2.h>
 #include <mma.h>
+#include <sys/wait.h>
+#include <unistd.h>
 
 #include <chrono>
 #include <string>
+#include <thread>
 #include <vector>
 
 #include "expect.h"
@@ -536,6 +540,13 @@ static void test_tma_reports() {
                          init_barriers(s);
                          CUtensorMap map{};
                          cp_async_bulk_tensor_load<3>(s.a, &map, {0, 0, 0}, &s.barriers[0], 0);
+                       },
+                       {"this is no tensor map"});
+  expect_hopper_report("no map to prefetch",
+                       [](const HopperArgs a) {
+                         CUtensorMap map{};
+                         prefetch_tensormap(&a.map);
+                         prefetch_tensormap(&map);
                        },
                        {"this is no tensor map"});
   expect_hopper_report("load to a barrier without init",
@@ -1359,6 +1370,147 @@ static void test_dependent_launches() {
            cudaMalloc(&other, 4);
            cudaFree(other);
          }) == CHAIN);
+  cudaStream_t one, two;
+  cudaStreamCreateWithFlags(&one, cudaStreamNonBlocking);
+  cudaStreamCreateWithFlags(&two, cudaStreamNonBlocking);
+  for (const bool same : {false, true}) {
+    Chain c;
+    c.launch(first_of_chain, false, one);
+    cudaStreamSynchronize(two);
+    c.launch(second_of_chain<Early::read>, true, same ? one : two).fetch();
+    EXPECT((c.count_seen() == CHAIN) == !same);
+  }
+  Chain c;
+  c.launch(first_of_chain, false, one);
+  cudaStreamSynchronize(one);
+  c.launch(second_of_chain<Early::read>, true, one).fetch();
+  EXPECT(c.count_seen() == CHAIN);
+  cudaStreamDestroy(one);
+  cudaStreamDestroy(two);
+}
+
+// ---- the runtime: devices, errors, host threads ----
+
+static void test_devices() {
+  int count = 0, device = -1, value[2][2];
+  EXPECT(cudaGetDeviceCount(&count) == cudaSuccess && count == 2);
+  for (int i = 0; i < 2; i++) {
+    cudaDeviceGetAttribute(&value[i][0], cudaDevAttrMultiProcessorCount, i);
+    cudaDeviceGetAttribute(&value[i][1], cudaDevAttrL2CacheSize, i);
+  }
+  EXPECT(value[0][0] == 3 && value[1][0] == 5 && value[0][1] == 120 << 10);
+  EXPECT(cudaSetDevice(2) == cudaErrorInvalidDevice && cudaGetDevice(&device) == cudaSuccess);
+  EXPECT(device == 0 && cudaGetLastError() == cudaErrorInvalidDevice);
+
+  // The current device is the thread's.
+  EXPECT(cudaSetDevice(1) == cudaSuccess);
+  std::thread([&] { cudaGetDevice(&device); }).join();
+  EXPECT(device == 0);
+
+  // Each device has its memory.
+  std::string report;
+  const Kernel kernel = [](const Args a) { st_global(a.out + threadIdx.x, 1.0f); };
+  run(kernel, report);
+  EXPECT(report == "");
+  Args a{};
+  cudaMalloc(&a.out, 256 * sizeof(float));
+  cudaSetDevice(0);
+  cudaLaunchConfig_t launch{};
+  launch.gridDim = dim3(1), launch.blockDim = dim3(64);
+  EXPECT(cudaLaunchKernelEx(&launch, kernel, a) == cudaErrorLaunchFailure);
+  EXPECT(simt::last_report().find("are memory of device 1, and the kernel runs on device 0") !=
+         std::string::npos);
+  EXPECT(cudaGetLastError() == cudaErrorLaunchFailure);
+  cudaSetDevice(1);
+  EXPECT(cudaLaunchKernelEx(&launch, kernel, a) == cudaSuccess);
+
+  // And each its own permission for much shared memory.
+  launch.dynamicSmemBytes = 48 << 10;
+  EXPECT(cudaLaunchKernelEx(&launch, kernel, a) == cudaSuccess);
+  launch.dynamicSmemBytes++;
+  EXPECT(cudaLaunchKernelEx(&launch, kernel, a) == cudaErrorInvalidValue);
+  EXPECT(cudaPeekAtLastError() == cudaErrorInvalidValue);
+  EXPECT(cudaGetLastError() == cudaErrorInvalidValue && cudaGetLastError() == cudaSuccess);
+  const auto allow = [&](int bytes) {
+    return cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, bytes);
+  };
+  EXPECT(allow((227 << 10) + 1) == cudaErrorInvalidValue);
+  EXPECT(allow(64 << 10) == cudaSuccess);
+  EXPECT(cudaLaunchKernelEx(&launch, kernel, a) == cudaSuccess);
+  cudaFree(a.out);
+  cudaSetDevice(0);
+  cudaMalloc(&a.out, 256 * sizeof(float));
+  EXPECT(cudaLaunchKernelEx(&launch, kernel, a) == cudaErrorInvalidValue);
+  cudaFree(a.out);
+  cudaGetLastError();
+}
+
+static void test_planned_failures() {
+  int device = 0, blocks = 0;
+  const Kernel kernel = [](const Args) {};
+  simt::fail_next("cudaGetDevice", cudaErrorUnknown);
+  simt::fail_next("cudaOccupancyMaxActiveBlocksPerMultiprocessor", cudaErrorInvalidValue, 1);
+  EXPECT(cudaGetDevice(&device) == cudaErrorUnknown && cudaGetDevice(&device) == cudaSuccess);
+  EXPECT(cudaGetLastError() == cudaErrorUnknown);
+  for (int i = 0; i < 3; i++) {
+    EXPECT(cudaOccupancyMaxActiveBlocksPerMultiprocessor(&blocks, kernel, 32, 0) ==
+           (i == 1 ? cudaErrorInvalidValue : cudaSuccess));
+  }
+  cudaGetLastError();
+}
+
+static void test_cublas() {
+  cublasHandle_t handle = nullptr;
+  simt::fail_next("cublasCreate", CUBLAS_STATUS_ALLOC_FAILED);
+  EXPECT(cublasCreate(&handle) == CUBLAS_STATUS_ALLOC_FAILED && !handle);
+  EXPECT(cublasCreate(&handle) == CUBLAS_STATUS_SUCCESS);
+  const float one = 1, A = 3, B = 5;
+  float C = 0;
+  const auto multiply = [&] {
+    return cublasGemmStridedBatchedEx_64(handle, CUBLAS_OP_N, CUBLAS_OP_N, 1, 1, 1, &one, &A,
+                                         CUDA_R_32F, 1, 0, &B, CUDA_R_32F, 1, 0, &one, &C,
+                                         CUDA_R_32F, 1, 0, 1, CUBLAS_COMPUTE_32F,
+                                         CUBLAS_GEMM_DEFAULT);
+  };
+  EXPECT(multiply() == CUBLAS_STATUS_SUCCESS && C == 15);
+  simt::fail_next("cublasGemmStridedBatchedEx_64", CUBLAS_STATUS_EXECUTION_FAILED);
+  EXPECT(multiply() == CUBLAS_STATUS_EXECUTION_FAILED && C == 15);
+  cudaSetDevice(1);
+  EXPECT(multiply() == CUBLAS_STATUS_EXECUTION_FAILED && C == 15);
+  cudaSetDevice(0);
+  EXPECT(cublasDestroy(handle) == CUBLAS_STATUS_SUCCESS);
+  fflush(stdout);
+  const pid_t child = fork();
+  if (child == 0) cublasDestroy(handle), _exit(0);
+  int status = 0;
+  waitpid(child, &status, 0);
+  EXPECT(WIFSIGNALED(status) && WTERMSIG(status) == SIGABRT);
+}
+
+// Two host threads with tensors, launches and errors of their own.
+static void test_host_threads() {
+  const auto work = [](int ctas, bool* right) {
+    for (int i = 0; i < 20; i++) {
+      Chain c;
+      c.launch(first_of_chain, false).launch(second_of_chain<Early::nothing>, true).fetch();
+      *right = *right && c.report == "" && c.count_seen() == CHAIN;
+      Args a{};
+      cudaLaunchConfig_t launch{};
+      launch.gridDim = dim3(ctas), launch.blockDim = dim3(32);
+      const Kernel bad = [](const Args) { barrier_sync(int(16 + gridDim.x), 32); };
+      const cudaError_t error = cudaLaunchKernelEx(&launch, bad, a);
+      const std::string text = "barrier " + std::to_string(16 + ctas);
+      *right = *right && error == cudaErrorLaunchFailure && cudaGetLastError() == error &&
+               simt::last_report().find(text) != std::string::npos &&
+               int(simt::last_launch().grid_dim.x) == ctas &&
+               simt::last_launch().block_dim.x == 32 && simt::last_launch().cluster_dim.x == 1;
+    }
+  };
+  bool right[2] = {true, true};
+  std::thread other(work, 3, &right[1]);
+  work(2, &right[0]);
+  other.join();
+  EXPECT(right[0] && right[1]);
 }
 
 static void measure_wgmma() {
@@ -1417,6 +1569,10 @@ int main() {
   test_clusters();
   test_matrices();
   test_dependent_launches();
+  test_devices();
+  test_planned_failures();
+  test_cublas();
+  test_host_threads();
   measure();
   measure_wgmma();
   printf("%d checks, %d failed\n", checks, failures);
