@@ -175,11 +175,20 @@ struct Fiber {
   void* asan_fake_stack = nullptr;
 };
 
+// For ThreadSanitizer, of what is used time after time: one clock for even times and one for odd ones, so
+// that a thread that is late to go on does not see what others have done since.
+struct Clocks {
+  char of[2];
+  bool odd = false;
+  const void* now() const { return &of[odd]; }
+};
+
 struct Meeting {  // of some lanes of a warp, in one collective
   unsigned mask = 0, arrived = 0;
   Site at{};
   Collective compute = nullptr;
   void* args[32] = {};
+  Clocks clocks;
 };
 
 struct Barrier {
@@ -187,6 +196,7 @@ struct Barrier {
   bool open = false;  // somebody is here
   Site at{};
   std::vector<Fiber*> waiting;
+  Clocks clocks;
 };
 
 struct Mark {  // the last write to 4 bytes of shared memory through the generic proxy
@@ -288,7 +298,7 @@ struct Block {  // a CTA
   size_t shared_bytes = 0;
   int done = 0;
   Barrier all, named[16];
-  std::vector<std::vector<Meeting>> meetings;  // by warp
+  std::vector<std::deque<Meeting>> meetings;  // by warp
   std::vector<Mark> marks;
   struct Unfenced {
     const uint64_t* mbarrier;
@@ -513,15 +523,16 @@ void reach(Barrier& barrier, int count, bool wait_here, const char* what, Site a
     fail(at, "%s is used with %d threads here and with %d at %s", what, count, barrier.count,
          name_of(barrier.at).c_str());
   }
-  release(&barrier);
+  const void* const clock = barrier.clocks.now();
+  release(clock);
   if (++barrier.arrived == barrier.count) {
-    barrier.open = false, barrier.arrived = 0;
+    barrier.open = false, barrier.arrived = 0, barrier.clocks.odd ^= true;
     wake(*b.cluster, barrier.waiting);
-    acquire(&barrier);
+    acquire(clock);
   } else if (wait_here) {
     barrier.waiting.push_back(&f);
     wait(f, what, at);
-    acquire(&barrier);
+    acquire(clock);
   }
 }
 
@@ -806,13 +817,14 @@ void named_barrier(int id, int count, bool wait_here, Site at) {
 
 void warp_collective(unsigned mask, void* mine, Collective compute, Site at) {
   Meeting complete;
+  const void* clock;
   {
     const Unobserved unobserved;
     Fiber& f = fiber_of(self);
     Block& b = *self->block;
     const unsigned bit = 1u << self->lane;
     if (!(mask & bit)) fail(at, "the mask %08x leaves out the lane that names it", mask);
-    std::vector<Meeting>& meetings = b.meetings[self->warp];
+    std::deque<Meeting>& meetings = b.meetings[self->warp];
     Meeting* meeting = nullptr;
     for (Meeting& m : meetings) {
       if (m.mask == mask && m.arrived) meeting = &m;
@@ -830,21 +842,22 @@ void warp_collective(unsigned mask, void* mine, Collective compute, Site at) {
     }
     meeting->args[self->lane] = mine;
     meeting->arrived |= bit;
-    release(&meetings);  // one clock for all collectives of the warp
+    clock = meeting->clocks.now();
+    release(clock);
     if (meeting->arrived != mask) {
       wait(f, "the other lanes", at);
-      acquire(&meetings);
+      acquire(clock);
       return;
     }
-    acquire(&meetings);
+    acquire(clock);
     complete = *meeting;
-    meeting->arrived = 0;
+    meeting->arrived = 0, meeting->clocks.odd ^= true;
   }
   if (compute) compute(complete.args, mask);  // observed: it touches the kernel's memory
   const Unobserved unobserved;
   Block& b = *self->block;
   Cluster& c = *b.cluster;
-  release(&b.meetings[self->warp]);
+  release(clock);
   for (int i = 0; i < 32; i++) {
     const int lane = c.order == Order::reverse ? 31 - i : i;
     if (lane != self->lane && (mask >> lane & 1)) make_ready(c, b.fibers[self->warp * 32 + lane]);
