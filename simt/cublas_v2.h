@@ -6,23 +6,78 @@
 #include "cuda_fp16.h"
 #include "cuda_runtime.h"
 
-using cublasHandle_t = struct cublasContext*;
-enum cublasStatus_t { CUBLAS_STATUS_SUCCESS = 0, CUBLAS_STATUS_INVALID_VALUE = 7 };
+#include <deque>
+#include <mutex>
+
+struct cublasContext {
+  int device;
+  cudaStream_t stream;
+  bool destroyed;
+};
+using cublasHandle_t = cublasContext*;
+enum cublasStatus_t {
+  CUBLAS_STATUS_SUCCESS = 0,
+  CUBLAS_STATUS_NOT_INITIALIZED = 1,
+  CUBLAS_STATUS_ALLOC_FAILED = 3,
+  CUBLAS_STATUS_INVALID_VALUE = 7,
+  CUBLAS_STATUS_EXECUTION_FAILED = 13,
+};
 enum cublasOperation_t { CUBLAS_OP_N, CUBLAS_OP_T };
 enum cublasComputeType_t { CUBLAS_COMPUTE_32F = 68 };
 enum cublasGemmAlgo_t { CUBLAS_GEMM_DEFAULT = -1 };
 enum cudaDataType { CUDA_R_32F = 0, CUDA_R_16F = 2, CUDA_R_16BF = 14 };
 
-inline cublasStatus_t cublasCreate(cublasHandle_t*) { return CUBLAS_STATUS_SUCCESS; }
-inline cublasStatus_t cublasDestroy(cublasHandle_t) { return CUBLAS_STATUS_SUCCESS; }
-inline cublasStatus_t cublasSetStream(cublasHandle_t, cudaStream_t) {
-  return CUBLAS_STATUS_SUCCESS;
-}
-inline cublasStatus_t cublasSetWorkspace(cublasHandle_t, void*, size_t) {
-  return CUBLAS_STATUS_SUCCESS;
-}
 inline const char* cublasGetStatusString(cublasStatus_t status) {
-  return status == CUBLAS_STATUS_SUCCESS ? "CUBLAS_STATUS_SUCCESS" : "CUBLAS_STATUS_INVALID_VALUE";
+  switch (status) {
+    case CUBLAS_STATUS_SUCCESS: return "CUBLAS_STATUS_SUCCESS";
+    case CUBLAS_STATUS_NOT_INITIALIZED: return "CUBLAS_STATUS_NOT_INITIALIZED";
+    case CUBLAS_STATUS_ALLOC_FAILED: return "CUBLAS_STATUS_ALLOC_FAILED";
+    case CUBLAS_STATUS_INVALID_VALUE: return "CUBLAS_STATUS_INVALID_VALUE";
+    case CUBLAS_STATUS_EXECUTION_FAILED: return "CUBLAS_STATUS_EXECUTION_FAILED";
+  }
+  return "unknown";
+}
+
+namespace simt {
+
+// Ends the program if the handle is gone: the program would go wrong anywhere.
+inline void check_handle(const char* function, cublasHandle_t handle) {
+  if (handle && !handle->destroyed) return;
+  fprintf(stderr, "simt: %s of a cuBLAS handle that %s\n", function,
+          handle ? "was destroyed before" : "is null");
+  abort();
+}
+
+// Of a call with this handle, which works on one device alone.
+inline cublasStatus_t handle_status(const char* function, cublasHandle_t handle) {
+  check_handle(function, handle);
+  if (const int planned = planned_failure(function)) return static_cast<cublasStatus_t>(planned);
+  return handle->device == current_device ? CUBLAS_STATUS_SUCCESS : CUBLAS_STATUS_EXECUTION_FAILED;
+}
+
+}  // namespace simt
+
+inline cublasStatus_t cublasCreate(cublasHandle_t* handle) {
+  static std::mutex mutex;
+  static std::deque<cublasContext> contexts;  // kept, so that one that was destroyed is known
+  if (const int planned = simt::planned_failure(__func__)) {
+    return static_cast<cublasStatus_t>(planned);
+  }
+  const std::lock_guard<std::mutex> lock(mutex);
+  contexts.push_back({simt::current_device, nullptr, false});
+  return *handle = &contexts.back(), CUBLAS_STATUS_SUCCESS;
+}
+inline cublasStatus_t cublasDestroy(cublasHandle_t handle) {
+  simt::check_handle(__func__, handle);
+  return handle->destroyed = true, CUBLAS_STATUS_SUCCESS;
+}
+inline cublasStatus_t cublasSetStream(cublasHandle_t handle, cudaStream_t stream) {
+  const cublasStatus_t status = simt::handle_status(__func__, handle);
+  if (status == CUBLAS_STATUS_SUCCESS) handle->stream = stream;
+  return status;
+}
+inline cublasStatus_t cublasSetWorkspace(cublasHandle_t handle, void*, size_t) {
+  return simt::handle_status(__func__, handle);
 }
 
 namespace simt {
@@ -47,11 +102,14 @@ inline void cublas_store(void* p, cudaDataType type, int64_t i, float x) {
 
 // C = alpha * op(A) @ op(B) + beta * C for `count` matrices: op(A) [m,k], op(B) [k,n], C [m,n].
 inline cublasStatus_t cublasGemmStridedBatchedEx_64(
-    cublasHandle_t, cublasOperation_t op_a, cublasOperation_t op_b, int64_t m, int64_t n, int64_t k,
+    cublasHandle_t handle, cublasOperation_t op_a, cublasOperation_t op_b, int64_t m, int64_t n, int64_t k,
     const void* alpha, const void* A, cudaDataType type_a, int64_t ld_a, int64_t stride_a,
     const void* B, cudaDataType type_b, int64_t ld_b, int64_t stride_b, const void* beta, void* C,
     cudaDataType type_c, int64_t ld_c, int64_t stride_c, int64_t count, cublasComputeType_t,
     cublasGemmAlgo_t) {
+  const cublasStatus_t status = simt::handle_status(__func__, handle);
+  if (status != CUBLAS_STATUS_SUCCESS) return status;
+  simt::synchronise(handle->stream);
   const int64_t rows_a = op_a == CUBLAS_OP_N ? m : k, rows_b = op_b == CUBLAS_OP_N ? k : n;
   if (m < 0 || n < 0 || k < 0 || count < 0 || ld_a < std::max<int64_t>(1, rows_a) ||
       ld_b < std::max<int64_t>(1, rows_b) || ld_c < std::max<int64_t>(1, m)) {

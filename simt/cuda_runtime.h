@@ -10,6 +10,7 @@
 #include <cstdlib>
 #include <cstring>
 #include <tuple>
+#include <utility>
 
 #include "cuda.h"
 #include "engine.h"
@@ -112,14 +113,18 @@ inline bool __all_sync(unsigned mask, bool predicate, SIMT_CALLER) {
 
 inline unsigned atomicAdd(unsigned* address, unsigned value, SIMT_CALLER) {
   simt::check_global(address, sizeof *address, at);
+  simt::note_global_write(address, sizeof *address);
   return __atomic_fetch_add(address, value, __ATOMIC_RELAXED);
 }
 inline unsigned atomicExch(unsigned* address, unsigned value, SIMT_CALLER) {
   simt::check_global(address, sizeof *address, at);
+  simt::note_global_write(address, sizeof *address);
   return __atomic_exchange_n(address, value, __ATOMIC_RELAXED);
 }
 
 // ---- runtime API ----
+// Two devices, of which a program gets the first one unless it asks. Streams run what they get at once;
+// they tell apart which launch a dependent one follows.
 
 #define CUDART_VERSION 0
 
@@ -130,11 +135,13 @@ enum cudaError_t {
   cudaErrorInsufficientDriver = 35,
   cudaErrorInvalidDeviceFunction = 98,
   cudaErrorNoDevice = 100,
+  cudaErrorInvalidDevice = 101,
   cudaErrorNoKernelImageForDevice = 209,
   cudaErrorLaunchFailure = 719,
   cudaErrorUnknown = 999,
 };
 using cudaStream_t = void*;
+enum { cudaStreamNonBlocking = 1 };
 enum cudaMemcpyKind { cudaMemcpyHostToDevice, cudaMemcpyDeviceToHost };
 enum cudaFuncAttribute { cudaFuncAttributeMaxDynamicSharedMemorySize };
 enum cudaDeviceAttr { cudaDevAttrMultiProcessorCount, cudaDevAttrL2CacheSize };
@@ -149,7 +156,7 @@ struct cudaFuncAttributes {
 };
 enum cudaLaunchAttributeID {
   cudaLaunchAttributeClusterDimension = 4,
-  cudaLaunchAttributeProgrammaticStreamSerialization = 6,  // accepted: launches never overlap here
+  cudaLaunchAttributeProgrammaticStreamSerialization = 6,
 };
 union cudaLaunchAttributeValue {
   struct {
@@ -171,63 +178,125 @@ struct cudaLaunchConfig_t {
 enum cudaDriverEntryPointQueryResult { cudaDriverEntryPointSuccess };
 enum { cudaEnableDefault = 0 };
 
+namespace simt {
+
+constexpr int DEVICES = 2;
+inline thread_local int current_device = 0;
+inline thread_local cudaError_t last_error = cudaSuccess;
+
+// What a runtime function returns. A failed launch is no sticky error: the next one may succeed.
+inline cudaError_t result(cudaError_t error) {
+  if (error != cudaSuccess) last_error = error;
+  return error;
+}
+// At the start of a function that tests may make fail.
+#define SIMT_MAY_FAIL                                            \
+  if (const int planned = ::simt::planned_failure(__func__)) {   \
+    return ::simt::result(static_cast<cudaError_t>(planned));    \
+  }
+
+inline bool is_device(int device) { return device >= 0 && device < DEVICES; }
+
+}  // namespace simt
+
 inline const char* cudaGetErrorString(cudaError_t error) {
   switch (error) {
     case cudaSuccess: return "no error";
     case cudaErrorMemoryAllocation: return "out of memory";
+    case cudaErrorInvalidDevice: return "invalid device ordinal";
     case cudaErrorLaunchFailure: return simt::last_report().c_str();
     default: return "invalid argument";
   }
 }
+inline cudaError_t cudaPeekAtLastError() { return simt::last_error; }
+inline cudaError_t cudaGetLastError() { return std::exchange(simt::last_error, cudaSuccess); }
+
 // The driver's functions, of which there is one.
 inline cudaError_t cudaGetDriverEntryPoint(const char* symbol, void** function, unsigned long long,
                                            cudaDriverEntryPointQueryResult* found) {
+  SIMT_MAY_FAIL
   *found = cudaDriverEntryPointSuccess;
   *function = strcmp(symbol, "cuTensorMapEncodeTiled")
                   ? nullptr
                   : reinterpret_cast<void*>(&cuTensorMapEncodeTiled);
   return cudaSuccess;
 }
-inline cudaError_t cudaGetLastError() { return cudaSuccess; }
-inline cudaError_t cudaPeekAtLastError() { return cudaSuccess; }
-inline cudaError_t cudaDeviceSynchronize() { return cudaSuccess; }
-inline cudaError_t cudaGetDevice(int* device) { return *device = 0, cudaSuccess; }
-inline cudaError_t cudaGetDeviceCount(int* count) { return *count = 1, cudaSuccess; }
-inline cudaError_t cudaGetDeviceProperties(cudaDeviceProp* prop, int) {
+
+inline cudaError_t cudaSetDevice(int device) {
+  if (!simt::is_device(device)) return simt::result(cudaErrorInvalidDevice);
+  return simt::current_device = device, cudaSuccess;
+}
+inline cudaError_t cudaGetDevice(int* device) {
+  SIMT_MAY_FAIL
+  return *device = simt::current_device, cudaSuccess;
+}
+inline cudaError_t cudaGetDeviceCount(int* count) { return *count = simt::DEVICES, cudaSuccess; }
+inline cudaError_t cudaGetDeviceProperties(cudaDeviceProp* prop, int device) {
+  if (!simt::is_device(device)) return simt::result(cudaErrorInvalidDevice);
   *prop = {"CPU backend", 0, 0, 227 << 10};
   return cudaSuccess;
 }
-// Three SMs: few enough that a persistent grid is smaller than most problems.
-inline cudaError_t cudaDeviceGetAttribute(int* value, cudaDeviceAttr, int) {
-  return *value = 3, cudaSuccess;
+// Three or five SMs: few enough that a persistent grid is smaller than most problems. L2 holds K and V of
+// one or two heads of a few hundred keys.
+inline cudaError_t cudaDeviceGetAttribute(int* value, cudaDeviceAttr attribute, int device) {
+  SIMT_MAY_FAIL
+  if (!simt::is_device(device)) return simt::result(cudaErrorInvalidDevice);
+  const int sms = device == 0 ? 3 : 5;
+  return *value = attribute == cudaDevAttrL2CacheSize ? 120 << 10 : sms, cudaSuccess;
 }
+
 template <class F> cudaError_t cudaFuncGetAttributes(cudaFuncAttributes* a, F) {
   return *a = {0, 0}, cudaSuccess;
 }
-template <class F> cudaError_t cudaFuncSetAttribute(F, cudaFuncAttribute, int value) {
-  return value <= 227 << 10 ? cudaSuccess : cudaErrorInvalidValue;
+template <class F> cudaError_t cudaFuncSetAttribute(F kernel, cudaFuncAttribute, int value) {
+  SIMT_MAY_FAIL
+  if (value < 0 || value > 227 << 10) return simt::result(cudaErrorInvalidValue);
+  simt::allow_shared(reinterpret_cast<const void*>(kernel), simt::current_device, value);
+  return cudaSuccess;
 }
 template <class F>
 cudaError_t cudaOccupancyMaxActiveBlocksPerMultiprocessor(int* blocks, F, int, size_t) {
+  SIMT_MAY_FAIL
   return *blocks = 1, cudaSuccess;
 }
-template <class T> cudaError_t cudaMalloc(T** pointer, size_t bytes) {
-  *pointer = static_cast<T*>(simt::allocate(bytes));
-  return *pointer ? cudaSuccess : cudaErrorMemoryAllocation;
+
+inline cudaError_t cudaStreamCreateWithFlags(cudaStream_t* stream, unsigned) {
+  return *stream = new char, cudaSuccess;
 }
-inline cudaError_t cudaFree(void* pointer) { return simt::deallocate(pointer), cudaSuccess; }
+inline cudaError_t cudaStreamSynchronize(cudaStream_t stream) {
+  return simt::synchronise(stream), cudaSuccess;
+}
+inline cudaError_t cudaStreamDestroy(cudaStream_t stream) {
+  simt::synchronise(stream);
+  return delete static_cast<char*>(stream), cudaSuccess;
+}
+inline cudaError_t cudaDeviceSynchronize() { return simt::synchronise(), cudaSuccess; }
+
+template <class T> cudaError_t cudaMalloc(T** pointer, size_t bytes) {
+  SIMT_MAY_FAIL
+  *pointer = static_cast<T*>(simt::allocate(bytes, simt::current_device));
+  return simt::result(*pointer ? cudaSuccess : cudaErrorMemoryAllocation);
+}
+inline cudaError_t cudaFree(void* pointer) {
+  simt::synchronise();
+  return simt::deallocate(pointer), cudaSuccess;
+}
 inline cudaError_t cudaMemset(void* pointer, int value, size_t bytes) {
+  simt::synchronise();
   if (bytes) memset(pointer, value, bytes);
   return cudaSuccess;
 }
 inline cudaError_t cudaMemset2DAsync(void* pointer, size_t pitch, int value, size_t width, size_t height,
-                                     cudaStream_t) {
+                                     cudaStream_t stream) {
+  SIMT_MAY_FAIL
+  simt::synchronise(stream);
   for (size_t row = 0; row < height; row++) {
     memset(static_cast<unsigned char*>(pointer) + row * pitch, value, width);
   }
   return cudaSuccess;
 }
 inline cudaError_t cudaMemcpy(void* dst, const void* src, size_t bytes, cudaMemcpyKind) {
+  simt::synchronise();
   if (bytes) memcpy(dst, src, bytes);
   return cudaSuccess;
 }
@@ -239,26 +308,36 @@ inline cudaError_t cudaMemGetInfo(size_t* free_bytes, size_t* total_bytes) {
 template <class... Parameters, class... Arguments>
 cudaError_t cudaLaunchKernelEx(const cudaLaunchConfig_t* config, void (*kernel)(Parameters...),
                                Arguments&&... arguments) {
+  SIMT_MAY_FAIL
   struct Call {
     void (*kernel)(Parameters...);
     std::tuple<std::decay_t<Parameters>...> arguments;
   } call{kernel, {arguments...}};
   const dim3 g = config->gridDim, b = config->blockDim;
-  simt::Index3 cluster = {1, 1, 1};
+  simt::Launch launch{};
+  launch.grid_dim = {g.x, g.y, g.z}, launch.block_dim = {b.x, b.y, b.z};
+  launch.cluster_dim = {1, 1, 1};
+  launch.shared_bytes = config->dynamicSmemBytes;
+  launch.device = simt::current_device, launch.stream = config->stream;
   for (unsigned i = 0; i < config->numAttrs; i++) {
     const cudaLaunchAttribute& attribute = config->attrs[i];
-    if (attribute.id != cudaLaunchAttributeClusterDimension) continue;
-    const auto& dim = attribute.val.clusterDim;
-    cluster = {dim.x, dim.y, dim.z};
-    if (!dim.x || !dim.y || !dim.z || dim.x * dim.y * dim.z > 8 || g.x % dim.x || g.y % dim.y ||
-        g.z % dim.z) {
-      return cudaErrorInvalidValue;
+    if (attribute.id == cudaLaunchAttributeProgrammaticStreamSerialization) {
+      launch.dependent = attribute.val.programmaticStreamSerializationAllowed != 0;
+    } else {
+      const auto& dim = attribute.val.clusterDim;
+      launch.cluster_dim = {dim.x, dim.y, dim.z};
     }
   }
-  const bool ok = simt::launch({g.x, g.y, g.z}, {b.x, b.y, b.z}, cluster, config->dynamicSmemBytes,
-                               [](const void* c) {
+  const simt::Index3& dim = launch.cluster_dim;
+  const void* const function = reinterpret_cast<const void*>(kernel);
+  if (!dim.x || !dim.y || !dim.z || dim.x * dim.y * dim.z > 8 || g.x % dim.x || g.y % dim.y ||
+      g.z % dim.z ||
+      launch.shared_bytes > size_t(simt::allowed_shared(function, launch.device))) {
+    return simt::result(cudaErrorInvalidValue);
+  }
+  const bool ok = simt::launch(launch, [](const void* c) {
     const Call& call_ = *static_cast<const Call*>(c);
     std::apply(call_.kernel, call_.arguments);
   }, &call);
-  return ok ? cudaSuccess : cudaErrorLaunchFailure;
+  return simt::result(ok ? cudaSuccess : cudaErrorLaunchFailure);
 }

@@ -8,12 +8,15 @@
 #include <sys/mman.h>
 
 #include <algorithm>
+#include <array>
 #include <atomic>
+#include <condition_variable>
 #include <cstdarg>
 #include <cstdio>
 #include <cstdlib>
 #include <cstring>
 #include <list>
+#include <memory>
 #include <mutex>
 #include <thread>
 #include <utility>
@@ -35,6 +38,8 @@ void AnnotateIgnoreReadsBegin(const char* file, int line);
 void AnnotateIgnoreReadsEnd(const char* file, int line);
 void AnnotateIgnoreWritesBegin(const char* file, int line);
 void AnnotateIgnoreWritesEnd(const char* file, int line);
+void AnnotateIgnoreSyncBegin(const char* file, int line);
+void AnnotateIgnoreSyncEnd(const char* file, int line);
 }
 #endif
 
@@ -62,6 +67,33 @@ struct Unobserved {
   Unobserved() {}
 #endif
   Unobserved(const Unobserved&) = delete;
+};
+
+// ThreadSanitizer does not see this lock. The CUDA runtime orders nothing between the host threads that use
+// it, so that what they share themselves must show.
+class Lock {
+ public:
+  explicit Lock(std::mutex& mutex) : mutex_(mutex) {
+    const Unordered unordered;
+    mutex_.lock();
+  }
+  ~Lock() {
+    const Unordered unordered;
+    mutex_.unlock();
+  }
+  Lock(const Lock&) = delete;
+
+ private:
+  struct Unordered {
+#if defined(SIMT_TSAN)
+    Unordered() { AnnotateIgnoreSyncBegin(__FILE__, __LINE__); }
+    ~Unordered() { AnnotateIgnoreSyncEnd(__FILE__, __LINE__); }
+#else
+    Unordered() {}
+#endif
+  };
+  const Unobserved unobserved_;
+  std::mutex& mutex_;
 };
 
 // ---- fibers ----
@@ -143,11 +175,20 @@ struct Fiber {
   void* asan_fake_stack = nullptr;
 };
 
+// For ThreadSanitizer, of what is used time after time: one clock for even times and one for odd ones, so
+// that a thread that is late to go on does not see what others have done since.
+struct Clocks {
+  char of[2];
+  bool odd = false;
+  const void* now() const { return &of[odd]; }
+};
+
 struct Meeting {  // of some lanes of a warp, in one collective
   unsigned mask = 0, arrived = 0;
   Site at{};
   Collective compute = nullptr;
   void* args[32] = {};
+  Clocks clocks;
 };
 
 struct Barrier {
@@ -155,6 +196,7 @@ struct Barrier {
   bool open = false;  // somebody is here
   Site at{};
   std::vector<Fiber*> waiting;
+  Clocks clocks;
 };
 
 struct Mark {  // the last write to 4 bytes of shared memory through the generic proxy
@@ -216,6 +258,24 @@ struct Warpgroup {
   std::vector<Fiber*> waiting;
 };
 
+struct Range {  // of global memory
+  uintptr_t begin, end;
+};
+
+// What the launch before has written and a dependent one may not see yet. Its place holds poison.
+struct Withheld {
+  std::vector<Range> ranges;
+  std::vector<unsigned char> bytes;  // of the ranges, one behind the other
+  int workers = 0, waiting = 0;      // with clusters left; whose cluster waits for the launch before
+  bool back = false;
+  std::mutex mutex;
+  std::condition_variable came_back;
+
+  explicit Withheld(std::vector<Range> written);
+  void give_back();
+  void worker_ends();
+};
+
 struct Access {  // one warp-wide access to shared memory, being put together lane by lane
   uint64_t address[32];
   unsigned lanes = 0;
@@ -238,8 +298,13 @@ struct Block {  // a CTA
   size_t shared_bytes = 0;
   int done = 0;
   Barrier all, named[16];
-  std::vector<std::vector<Meeting>> meetings;  // by warp
+  std::vector<std::deque<Meeting>> meetings;  // by warp
   std::vector<Mark> marks;
+  struct Unfenced {
+    const uint64_t* mbarrier;
+    const Thread* thread;  // that has initialised it
+  };
+  std::vector<Unfenced> unfenced;  // without a fence.mbarrier_init since
   std::vector<Warpgroup> warpgroups;
   // What ThreadSanitizer sees the asynchronous reads as: a thread for each warpgroup's products, and
   // one for the bulk stores.
@@ -263,6 +328,11 @@ struct Cluster {  // the CTAs that run together: mostly one
   size_t next_ready = 0;
   std::vector<Fiber*> pollers;
   std::vector<Transfer> in_flight;  // bulk loads
+  std::vector<Range> writes;        // to global memory, of all clusters of this worker
+  Withheld* withheld = nullptr;     // of this launch; null: it depends on none
+  bool sees_all = true;             // nothing is withheld any more
+  bool awaits_launch = false;       // a thread is at griddepcontrol.wait
+  std::deque<std::array<unsigned char, 16>> early;  // what cp.async read while bytes were withheld
   bool failed = false;
   Fiber scheduler;  // the worker thread itself
   int arrived = 0;  // at the cluster's barrier
@@ -280,11 +350,16 @@ struct Cluster {  // the CTAs that run together: mostly one
 
 namespace {
 
+std::mutex host_mutex;  // of all host functions; a launch holds it to its end
 std::mutex report_mutex;
 std::string report_line;
 std::atomic<bool> launch_failed{false};
 Counters all_counters;
-std::map<uintptr_t, size_t> allocations;  // changed only between launches
+struct Allocation {
+  size_t bytes;
+  int device;
+};
+std::map<uintptr_t, Allocation> allocations;  // changed only between launches
 
 Fiber& fiber_of(Thread* t) { return t->block->fibers[t->linear]; }
 
@@ -352,7 +427,8 @@ Fiber& pick(Cluster& c) {  // the choice stays at ready[next_ready - 1]
 void wait(Fiber& f, const char* what, Site at) {
   Cluster& c = *f.thread.block->cluster;
   f.state = State::waiting, f.waits_at = at, f.waits_for = what;
-  const bool to_scheduler = c.order == Order::random && !c.in_flight.empty() && c.draw() % 8 == 0;
+  const bool to_scheduler = c.order == Order::random &&
+                            (!c.in_flight.empty() || c.awaits_launch) && c.draw() % 8 == 0;
   if (c.next_ready < c.ready.size() && !to_scheduler) {  // else a bulk load may land
     Fiber& next = pick(c);
     if (next.started) return switch_fibers(f, next);
@@ -383,7 +459,7 @@ std::string name_of(const Site& at) {
 }
 
 void report(const std::string& text) {
-  const std::lock_guard<std::mutex> lock(report_mutex);
+  const Lock lock(report_mutex);
   if (!launch_failed.exchange(true)) {
     report_line = text.substr(0, text.find('\n'));
     fprintf(stderr, "simt: %s\n", text.c_str());
@@ -447,15 +523,16 @@ void reach(Barrier& barrier, int count, bool wait_here, const char* what, Site a
     fail(at, "%s is used with %d threads here and with %d at %s", what, count, barrier.count,
          name_of(barrier.at).c_str());
   }
-  release(&barrier);
+  const void* const clock = barrier.clocks.now();
+  release(clock);
   if (++barrier.arrived == barrier.count) {
-    barrier.open = false, barrier.arrived = 0;
+    barrier.open = false, barrier.arrived = 0, barrier.clocks.odd ^= true;
     wake(*b.cluster, barrier.waiting);
-    acquire(&barrier);
+    acquire(clock);
   } else if (wait_here) {
     barrier.waiting.push_back(&f);
     wait(f, what, at);
-    acquire(&barrier);
+    acquire(clock);
   }
 }
 
@@ -509,6 +586,15 @@ struct Mbarrier {
 };
 static_assert(sizeof(Mbarrier) == 8, "an mbarrier is 8 bytes");
 
+// For what is not this CTA's own use of an mbarrier of CTA b.
+void check_fenced(const Block& b, const uint64_t* barrier, Site at) {
+  for (const Block::Unfenced& u : b.unfenced) {
+    if (u.mbarrier == barrier) {
+      fail(at, "this mbarrier was initialised without a fence.mbarrier_init since");
+    }
+  }
+}
+
 void arrive(uint64_t* barrier, int expect_bytes, Site at) {
   Mbarrier m = Mbarrier::load(barrier, at);
   if (m.pending == 0) fail(at, "more arrivals at this mbarrier than the %d of a phase", m.expected);
@@ -526,6 +612,51 @@ std::string Fiber::missing() const {
   memcpy(&m, mbarrier, sizeof m);
   return " (" + std::to_string(m.pending) + " arrivals and " + std::to_string(m.bytes) +
          " bytes are missing)";
+}
+
+// ---- programmatic dependent launch ----
+
+void note_write_of(Cluster& c, const void* dst, int bytes) {
+  const uintptr_t begin = reinterpret_cast<uintptr_t>(dst), end = begin + bytes;
+  if (!c.writes.empty() && begin >= c.writes.back().begin && begin <= c.writes.back().end) {
+    c.writes.back().end = std::max(c.writes.back().end, end);
+  } else {
+    c.writes.push_back({begin, end});
+  }
+}
+
+Withheld::Withheld(std::vector<Range> written) {
+  std::sort(written.begin(), written.end(),
+            [](const Range& a, const Range& b) { return a.begin < b.begin; });
+  for (const Range& range : written) {
+    if (!ranges.empty() && range.begin <= ranges.back().end) {
+      ranges.back().end = std::max(ranges.back().end, range.end);
+    } else {
+      ranges.push_back(range);
+    }
+  }
+  for (const Range& range : ranges) {
+    unsigned char* const at = reinterpret_cast<unsigned char*>(range.begin);
+    bytes.insert(bytes.end(), at, at + (range.end - range.begin));
+    memset(at, 0xff, range.end - range.begin);
+  }
+}
+
+// Over what the dependent launch has written there too early.
+void Withheld::give_back() {
+  const unsigned char* from = bytes.data();
+  for (const Range& range : ranges) {
+    memcpy(reinterpret_cast<void*>(range.begin), from, range.end - range.begin);
+    from += range.end - range.begin;
+  }
+  back = true;
+  came_back.notify_all();
+}
+
+void Withheld::worker_ends() {
+  const std::lock_guard<std::mutex> lock(mutex);
+  workers--;
+  if (!back && waiting && waiting == workers) give_back();
 }
 
 }  // namespace
@@ -549,6 +680,7 @@ bool start_block(Block& b, Cluster& c, Index3 index, int rank, size_t shared_byt
   for (Barrier& barrier : b.named) barrier = Barrier();
   b.meetings.assign((n + 31) / 32, {});
   b.marks.assign((shared_bytes + 3) / 4, {});
+  b.unfenced.clear();
   start_warpgroups(b);
   b.counters = Counters();
   b.accesses.clear();
@@ -575,7 +707,7 @@ void close_counters(Block& b) {
       if (access.lanes) close_access(b, access, site.second.bytes, site.second.at);
     }
   }
-  const std::lock_guard<std::mutex> lock(report_mutex);
+  const Lock lock(report_mutex);
   all_counters.barriers += b.counters.barriers;
   all_counters.global_bytes += b.counters.global_bytes;
   for (const auto& site : b.counters.shared) {
@@ -585,9 +717,46 @@ void close_counters(Block& b) {
   }
 }
 
+// By the scheduler. What is in flight has read and written global memory as it was without the launch
+// before. All workers come here, or run out of clusters, before the bytes are given back.
+void launch_before_ends(Cluster& c) {
+  const Unobserved unobserved;
+  for (Block& b : c.blocks) {
+    for (Fiber& f : b.fibers) {
+      const auto read_early = [&](std::vector<AsyncCopy>& copies) {
+        for (AsyncCopy& copy : copies) {
+          if (!copy.src) continue;
+          c.early.emplace_back();
+          memcpy(c.early.back().data(), copy.src, copy.bytes);
+          copy.src = c.early.back().data();
+        }
+      };
+      for (auto& group : f.thread.copy_groups) read_early(group);
+      read_early(f.thread.open_copies);
+      for (auto& group : f.thread.stores) {
+        for (BulkStore& store : group) {
+          read_shared(store);
+          write_global(c, store);
+          for (auto& piece : store.pieces) piece.first = nullptr;
+        }
+      }
+    }
+  }
+  Withheld& w = *c.withheld;
+  std::unique_lock<std::mutex> lock(w.mutex);
+  if (++w.waiting == w.workers) w.give_back();
+  w.came_back.wait(lock, [&] { return w.back; });
+  c.awaits_launch = false, c.sees_all = true;
+}
+
 void run_cluster(Cluster& c, Index3 first, size_t shared_bytes, bool counting) {
   c.ready.clear(), c.pollers.clear(), c.in_flight.clear();
   c.next_ready = 0, c.failed = false, c.arrived = 0, c.phase = 0;
+  c.sees_all = true, c.awaits_launch = false, c.early.clear();
+  if (c.withheld) {
+    const std::lock_guard<std::mutex> lock(c.withheld->mutex);
+    c.sees_all = c.withheld->back;
+  }
   size_t threads = 0;
   for (Block& b : c.blocks) b.shared = nullptr;
   for (size_t i = 0; i < c.blocks.size(); i++) {
@@ -609,8 +778,11 @@ void run_cluster(Cluster& c, Index3 first, size_t shared_bytes, bool counting) {
   while (!c.failed && !done()) {
     if (c.next_ready == c.ready.size()) wake_pollers(c);
     const bool idle = c.next_ready == c.ready.size();
-    if (!c.in_flight.empty() && (idle || (c.order == Order::random && c.draw() % 4 == 0))) {
+    const auto now = [&] { return idle || (c.order == Order::random && c.draw() % 4 == 0); };
+    if (!c.in_flight.empty() && now()) {
       land_one(c);
+    } else if (c.awaits_launch && now()) {
+      launch_before_ends(c);
     } else if (idle) {
       report_deadlock(c);
       break;
@@ -645,13 +817,14 @@ void named_barrier(int id, int count, bool wait_here, Site at) {
 
 void warp_collective(unsigned mask, void* mine, Collective compute, Site at) {
   Meeting complete;
+  const void* clock;
   {
     const Unobserved unobserved;
     Fiber& f = fiber_of(self);
     Block& b = *self->block;
     const unsigned bit = 1u << self->lane;
     if (!(mask & bit)) fail(at, "the mask %08x leaves out the lane that names it", mask);
-    std::vector<Meeting>& meetings = b.meetings[self->warp];
+    std::deque<Meeting>& meetings = b.meetings[self->warp];
     Meeting* meeting = nullptr;
     for (Meeting& m : meetings) {
       if (m.mask == mask && m.arrived) meeting = &m;
@@ -669,21 +842,22 @@ void warp_collective(unsigned mask, void* mine, Collective compute, Site at) {
     }
     meeting->args[self->lane] = mine;
     meeting->arrived |= bit;
-    release(&meetings);  // one clock for all collectives of the warp
+    clock = meeting->clocks.now();
+    release(clock);
     if (meeting->arrived != mask) {
       wait(f, "the other lanes", at);
-      acquire(&meetings);
+      acquire(clock);
       return;
     }
-    acquire(&meetings);
+    acquire(clock);
     complete = *meeting;
-    meeting->arrived = 0;
+    meeting->arrived = 0, meeting->clocks.odd ^= true;
   }
   if (compute) compute(complete.args, mask);  // observed: it touches the kernel's memory
   const Unobserved unobserved;
   Block& b = *self->block;
   Cluster& c = *b.cluster;
-  release(&b.meetings[self->warp]);
+  release(clock);
   for (int i = 0; i < 32; i++) {
     const int lane = c.order == Order::reverse ? 31 - i : i;
     if (lane != self->lane && (mask >> lane & 1)) make_ready(c, b.fibers[self->warp * 32 + lane]);
@@ -697,6 +871,14 @@ void mbarrier_init(uint64_t* barrier, int count, Site at) {
   Mbarrier m{};
   m.pending = m.expected = unsigned(count);
   memcpy(barrier, &m, sizeof m);
+  self->block->unfenced.push_back({barrier, self});
+}
+
+void fence_mbarrier_init() {
+  const Unobserved unobserved;
+  auto& unfenced = self->block->unfenced;
+  const auto fenced = [](const Block::Unfenced& u) { return u.thread == self; };
+  unfenced.erase(std::remove_if(unfenced.begin(), unfenced.end(), fenced), unfenced.end());
 }
 
 void mbarrier_arrive(uint64_t* barrier, int expect_bytes, Site at) {
@@ -731,6 +913,20 @@ bool mbarrier_peek(uint64_t* barrier, int parity, Site at) {
   const bool complete = int(Mbarrier::load(barrier, at).phase) != parity;
   if (complete) acquire(barrier);
   return complete;
+}
+
+void note_global_write(const void* dst, int bytes) {
+  const Unobserved unobserved;
+  note_write_of(*self->block->cluster, dst, bytes);
+}
+
+void griddepcontrol_wait(Site at) {
+  const Unobserved unobserved;
+  Cluster& c = *self->block->cluster;
+  if (c.sees_all) return;
+  c.awaits_launch = true;
+  wait_until([](const void* cluster) { return static_cast<const Cluster*>(cluster)->sees_all; }, &c,
+             "the launch before this one", at);
 }
 
 void release(const void* object) {
@@ -777,12 +973,18 @@ void check_global_range(const void* pointer, uint64_t bytes, Site at) {
   static thread_local std::pair<uintptr_t, size_t> last;  // most accesses hit the same allocation
   if (!(address >= last.first && address + bytes <= last.first + last.second)) {
     auto it = allocations.upper_bound(address);
-    if (it == allocations.begin() || address + bytes > std::prev(it)->first + std::prev(it)->second) {
-      last = {};
+    last = {};
+    if (it == allocations.begin() ||
+        address + bytes > std::prev(it)->first + std::prev(it)->second.bytes) {
       fail(at, "%llu bytes at %p are outside every allocation of global memory",
            (unsigned long long)bytes, pointer);
     }
-    last = *std::prev(it);
+    --it;
+    if (it->second.device != grid.device) {
+      fail(at, "%llu bytes at %p are memory of device %d, and the kernel runs on device %d",
+           (unsigned long long)bytes, pointer, it->second.device, grid.device);
+    }
+    last = {it->first, it->second.bytes};
   }
 }
 
@@ -815,7 +1017,7 @@ void count_shared(const void* pointer, int bytes, Site at) {
 void count_global(int bytes) { self->block->counters.global_bytes += bytes; }
 
 Counters take_counters() {
-  const std::lock_guard<std::mutex> lock(report_mutex);
+  const Lock lock(report_mutex);
   Counters taken;
   std::swap(taken, all_counters);
   return taken;
@@ -881,48 +1083,98 @@ struct Worker {  // one OS thread's cluster, with stacks that all its clusters u
 
 }  // namespace
 
-bool launch(Index3 grid_dim, Index3 block_dim, Index3 cluster_dim, size_t shared_bytes,
-            void (*body)(const void*), const void* args) {
+namespace {
+
+// By device and stream: what its last launch has written, if nothing has synchronised since.
+std::map<std::pair<int, const void*>, std::vector<Range>> written;
+std::map<std::pair<int, const void*>, int> shared_allowed;  // by device and kernel
+
+struct PlannedFailure {
+  int error, successes;  // so many calls before it
+};
+// What a host thread knows of its calls.
+thread_local std::map<std::string, PlannedFailure> planned_failures;
+thread_local Launch latest_launch;
+thread_local std::string latest_report;
+
+}  // namespace
+
+void synchronise() {
+  const Lock lock(host_mutex);
+  written.clear();
+}
+
+void synchronise(const void* stream) {
+  const Lock lock(host_mutex);
+  for (auto it = written.begin(); it != written.end();) {
+    it = it->first.second == stream ? written.erase(it) : std::next(it);
+  }
+}
+
+bool launch(const Launch& l, void (*body)(const void*), const void* args) {
+  const Lock lock(host_mutex);
+  latest_launch = l;
   static int launches = 0;
   Order order = schedule.order;
   if (schedule.alternate) order = launches % 2 ? Order::reverse : Order::forward;
   launches++;
   launch_failed = false;
   // From here on in clusters: their number in each direction, and their size.
-  const Index3 n = {grid_dim.x / cluster_dim.x, grid_dim.y / cluster_dim.y,
-                    grid_dim.z / cluster_dim.z};
+  const Index3& cluster_dim = l.cluster_dim;
+  const Index3 n = {l.grid_dim.x / cluster_dim.x, l.grid_dim.y / cluster_dim.y,
+                    l.grid_dim.z / cluster_dim.z};
   const uint64_t clusters = uint64_t(n.x) * n.y * n.z;
+  const uint64_t cores = std::max(1u, std::thread::hardware_concurrency());
+  const int workers = int(std::max<uint64_t>(1, std::min(cores, clusters)));
+  std::unique_ptr<Withheld> withheld;
+  const std::pair<int, const void*> stream(l.device, l.stream);
+  const auto before = written.find(stream);
+  if (before != written.end() && l.dependent) withheld.reset(new Withheld(std::move(before->second)));
+  if (withheld) withheld->workers = workers;
+  std::vector<Range> writes;
   std::atomic<uint64_t> next{0};
   const auto work = [&] {
     Worker worker;
-    grid = {grid_dim, block_dim};
+    grid = {l.grid_dim, l.block_dim, l.device};
     Cluster& c = worker.cluster;
     if (!worker.prepare(int(cluster_dim.x * cluster_dim.y * cluster_dim.z),
-                        int(block_dim.x * block_dim.y * block_dim.z))) {
-      return report("no host memory for the stacks of a block");
+                        int(l.block_dim.x * l.block_dim.y * l.block_dim.z))) {
+      report("no host memory for the stacks of a block");
     }
     c.dim = cluster_dim, c.body = body, c.args = args, c.order = order;
+    c.withheld = withheld.get();
     for (uint64_t i; !launch_failed && (i = next++) < clusters;) {
       const uint64_t at = order == Order::forward ? i : clusters - 1 - i;
       c.random = (schedule.seed + 1) * 0x9e3779b97f4a7c15u + at;
       run_cluster(c,
                   {unsigned(at % n.x) * cluster_dim.x, unsigned(at / n.x % n.y) * cluster_dim.y,
                    unsigned(at / n.x / n.y) * cluster_dim.z},
-                  shared_bytes, at == 0);
+                  l.shared_bytes, at == 0);
     }
+    if (withheld) withheld->worker_ends();
+    const Lock lock(report_mutex);
+    writes.insert(writes.end(), c.writes.begin(), c.writes.end());
   };
   std::vector<std::thread> threads;
-  const uint64_t cores = std::max(1u, std::thread::hardware_concurrency());
-  for (uint64_t t = 1; t < std::min(cores, clusters); t++) threads.emplace_back(work);
+  for (int t = 1; t < workers; t++) threads.emplace_back(work);
   // Always on a thread of its own, so that what a launch leaves in thread-local state goes with it.
   std::thread(work).join();
   for (std::thread& t : threads) t.join();
+  if (withheld && !withheld->back) {
+    withheld->give_back();
+    report("no thread of a dependent launch has called griddepcontrol.wait: the launch after it may "
+           "start before the one before it has ended");
+  }
+  written[stream] = std::move(writes);
+  if (launch_failed) latest_report = report_line;
   return !launch_failed;
 }
 
-const std::string& last_report() { return report_line; }
+const Launch& last_launch() { return latest_launch; }
+const std::string& last_report() { return latest_report; }
 
-void* allocate(size_t bytes) {
+void* allocate(size_t bytes, int device) {
+  const Lock lock(host_mutex);
   constexpr size_t large = size_t(1) << 30;  // only touched pages cost memory
   void* pointer;
   if (bytes >= large) {
@@ -932,19 +1184,43 @@ void* allocate(size_t bytes) {
   } else if (posix_memalign(&pointer, 256, bytes)) {
     return nullptr;
   }
-  allocations[reinterpret_cast<uintptr_t>(pointer)] = bytes;
+  allocations[reinterpret_cast<uintptr_t>(pointer)] = {bytes, device};
   return pointer;
 }
 
 void deallocate(void* pointer) {
+  const Lock lock(host_mutex);
   const auto it = allocations.find(reinterpret_cast<uintptr_t>(pointer));
   if (it == allocations.end()) return;
-  if (it->second >= size_t(1) << 30) {
-    munmap(pointer, it->second);
+  if (it->second.bytes >= size_t(1) << 30) {
+    munmap(pointer, it->second.bytes);
   } else {
     free(pointer);
   }
   allocations.erase(it);
+}
+
+void allow_shared(const void* kernel, int device, int bytes) {
+  const Lock lock(host_mutex);
+  shared_allowed[{device, kernel}] = bytes;
+}
+
+int allowed_shared(const void* kernel, int device) {
+  const Lock lock(host_mutex);
+  const auto it = shared_allowed.find({device, kernel});
+  return std::max(it == shared_allowed.end() ? 0 : it->second, 48 << 10);
+}
+
+void fail_next(const char* function, int error, int successes) {
+  planned_failures[function] = {error, successes};
+}
+
+int planned_failure(const char* function) {
+  const auto it = planned_failures.find(function);
+  if (it == planned_failures.end() || it->second.successes-- > 0) return 0;
+  const int error = it->second.error;
+  planned_failures.erase(it);
+  return error;
 }
 
 }  // namespace simt

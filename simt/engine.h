@@ -69,6 +69,7 @@ struct Thread {  // one CUDA thread
 
 struct Grid {
   Index3 dim, block_dim;
+  int device;
 };
 
 extern thread_local Thread* self;  // the CUDA thread that runs now
@@ -90,6 +91,8 @@ void mbarrier_init(uint64_t* barrier, int count, Site at);
 void mbarrier_arrive(uint64_t* barrier, int expect_bytes, Site at);
 void mbarrier_wait(uint64_t* barrier, int parity, Site at);
 bool mbarrier_peek(uint64_t* barrier, int parity, Site at);
+// The mbarriers that this thread has initialised are so for other CTAs and for asynchronous copies.
+void fence_mbarrier_init();
 // Ordering for ThreadSanitizer on an object that is not one of the above.
 void release(const void* object);
 void acquire(const void* object);
@@ -97,6 +100,7 @@ void acquire(const void* object);
 // ---- sm_90: TMA, wgmma, registers, clusters; engine_hopper.h says how strict they are ----
 
 void bulk_load(void* dst, const void* src, uint32_t bytes, uint64_t* barrier, Site at);
+void prefetch_tensormap(const CUtensorMap_st* map, Site at);
 void tensor_load(void* dst, const CUtensorMap_st* map, const int* c, int rank, uint64_t* barrier,
                  Site at);
 // The same to each CTA of the cluster whose bit is set in `ctas`.
@@ -134,13 +138,21 @@ void* cluster_pointer(uint32_t address, int bytes, Site at);
 void store_async(uint32_t address, const void* value, int bytes, uint32_t barrier, Site at);
 void mbarrier_arrive_cluster(uint32_t address, int expect_bytes, Site at);
 
+// ---- programmatic dependent launch ----
+
+// A write of this thread to global memory, or an atomic: a dependent launch sees neither before it has
+// waited. Plain stores do not come by here, so that a dependent launch sees those at once.
+void note_global_write(const void* dst, int bytes);
+// Waits until no thread of the running CTAs can go on without the launch before this one.
+void griddepcontrol_wait(Site at);
+
 // ---- reports ----
 
 // Prints a report with the thread's place, fails the launch and leaves the thread. Never returns.
 [[noreturn]] void fail(Site at, const char* format, ...) __attribute__((format(printf, 2, 3)));
 
 // Fails unless [pointer, pointer + bytes) is aligned to `bytes` and inside the block's shared memory,
-// or inside one allocation of global memory.
+// or inside one allocation of the device's global memory.
 void check_shared_slow(const void* pointer, int bytes, Site at);
 void check_global(const void* pointer, int bytes, Site at);
 void check_global_range(const void* pointer, uint64_t bytes, Site at);  // of any alignment
@@ -164,7 +176,7 @@ Counters take_counters();  // of the launches since the last call
 void count_shared(const void* pointer, int bytes, Site at);
 void count_global(int bytes);
 
-// ---- launches ----
+// ---- the host's side; all of it may be called by several host threads at once ----
 
 enum class Order { forward, reverse, random };
 struct Schedule {
@@ -174,12 +186,32 @@ struct Schedule {
 };
 extern Schedule schedule;
 
-// Runs body() as every thread of every block. Returns false if something was reported.
-bool launch(Index3 grid_dim, Index3 block_dim, Index3 cluster_dim, size_t shared_bytes,
-            void (*body)(const void*), const void* args);
-const std::string& last_report();  // first line of the report that failed the last launch
+struct Launch {
+  Index3 grid_dim, block_dim, cluster_dim;
+  size_t shared_bytes;
+  int device;
+  const void* stream;
+  bool dependent;  // may start before the launch before it on the stream has ended
+};
+// Runs body() as every thread of every block. Returns false if something was reported. Launches of
+// several host threads come one after another.
+bool launch(const Launch& l, void (*body)(const void*), const void* args);
+const Launch& last_launch();       // of this host thread
+const std::string& last_report();  // first line of the report that failed its last failed launch
+// All launches before, or those of one stream, have ended: a dependent launch has nothing to wait for.
+void synchronise();
+void synchronise(const void* stream);
 
-void* allocate(size_t bytes);  // "global memory"; null if it cannot be had
+void* allocate(size_t bytes, int device);  // "global memory"; null if it cannot be had
 void deallocate(void* pointer);
+
+// Dynamic shared memory that a launch of the kernel may ask for on a device.
+void allow_shared(const void* kernel, int device, int bytes);
+int allowed_shared(const void* kernel, int device);
+
+// For tests of error paths: after `successes` more calls of the named function by this host thread, the
+// next one fails with this cudaError_t or cublasStatus_t and does nothing.
+void fail_next(const char* function, int error, int successes = 0);
+int planned_failure(const char* function);  // of this call; 0: none
 
 }  // namespace simt

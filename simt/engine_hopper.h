@@ -8,7 +8,11 @@
 //   wgmma         reads its operands, registers of A included, at the wait_group that covers it; until
 //                 then the accumulators are poison. Threads do not meet before that wait.
 //   setmaxnreg    waits until others have given back what it asks for.
+//   mbarriers     are initialised for loads, and for other CTAs, from fence.mbarrier_init on.
 //   clusters      run in one OS thread; memory of a CTA that has returned is out of bounds.
+//   griddepcontrol.wait  returns when no thread can go on without it, in random order also earlier.
+//                 Until then what the launch before has written is poison, and what is written over
+//                 it is lost.
 //
 // For ThreadSanitizer a bulk load writes when it is issued and is seen by who waits for its mbarrier.
 // Stores, and the products of each warpgroup, are threads of their own: what they read at the wait they
@@ -148,11 +152,15 @@ template <class F> void for_parts(unsigned char* shared, bool swizzled, const Pi
   }
 }
 
-void check_map(const CUtensorMap_st* map, int rank, const int* coordinates, const void* shared,
-               Site at) {
+void check_encoded(const CUtensorMap_st* map, Site at) {
   if (reinterpret_cast<uintptr_t>(map) % 64 || map->magic != CUtensorMap_st::MAGIC) {
     fail(at, "this is no tensor map: none was encoded, or it is not aligned to 64 bytes");
   }
+}
+
+void check_map(const CUtensorMap_st* map, int rank, const int* coordinates, const void* shared,
+               Site at) {
+  check_encoded(map, at);
   if (map->rank != rank) {
     fail(at, "a tensor map of %d dimensions is used with %d coordinates", map->rank, rank);
   }
@@ -170,6 +178,7 @@ void check_map(const CUtensorMap_st* map, int rank, const int* coordinates, cons
 // Into the shared memory of CTA b.
 void start_load(Block& b, Transfer t) {
   Mbarrier::load(t.barrier, t.at);
+  check_fenced(b, t.barrier, t.at);
   if (self->counting && t.data.empty()) {
     for (const auto& piece : t.pieces) {
       if (piece.first) b.counters.global_bytes += piece.second;
@@ -232,10 +241,13 @@ void read_shared(BulkStore& store) {
             });
 }
 
-void write_global(const BulkStore& store) {
+void write_global(Cluster& c, const BulkStore& store) {
   const unsigned char* from = store.data.data();
   for (const auto& piece : store.pieces) {
-    if (piece.first) memcpy(piece.first, from, piece.second);
+    if (piece.first) {
+      memcpy(piece.first, from, piece.second);
+      note_write_of(c, piece.first, piece.second);
+    }
     from += piece.second;
   }
 }
@@ -563,7 +575,7 @@ void finish_cluster(Cluster& c) {
   for (Block& b : c.blocks) {
     for (Fiber& f : b.fibers) {
       for (const auto& group : f.thread.stores) {
-        for (const BulkStore& store : group) write_global(store);
+        for (const BulkStore& store : group) write_global(c, store);
       }
       Warpgroup& w = b.warpgroups[f.thread.linear / 128];
       if (w.position[f.thread.linear % 128] != w.first + w.steps.size()) {
@@ -636,6 +648,11 @@ void tensor_load_multicast(void* dst, const CUtensorMap_st* map, const int* c, i
   }
 }
 
+void prefetch_tensormap(const CUtensorMap_st* map, Site at) {
+  const Unobserved unobserved;
+  check_encoded(map, at);
+}
+
 void tensor_load(void* dst, const CUtensorMap_st* map, const int* c, int rank, uint64_t* barrier,
                  Site at) {
   tensor_load_multicast(dst, map, c, rank, barrier, 1 << self->block->rank, at);
@@ -697,7 +714,7 @@ void bulk_wait(int groups, bool read_only) {
       }
       const Unobserved unobserved;
       read_shared(store);
-      if (!read_only) write_global(store);
+      if (!read_only) write_global(*self->block->cluster, store);
     }
   }
   const Unobserved unobserved;
@@ -906,7 +923,10 @@ void store_async(uint32_t address, const void* value, int bytes, uint32_t barrie
 
 void mbarrier_arrive_cluster(uint32_t address, int expect_bytes, Site at) {
   const Unobserved unobserved;
-  arrive(static_cast<uint64_t*>(cluster_pointer(address, 8, at)), expect_bytes, at);
+  uint64_t* const barrier = static_cast<uint64_t*>(cluster_pointer(address, 8, at));
+  const Block& there = self->block->cluster->blocks[address >> 24];
+  if (&there != self->block) check_fenced(there, barrier, at);
+  arrive(barrier, expect_bytes, at);
 }
 
 }  // namespace simt

@@ -12,10 +12,12 @@ inline bool mbarrier_try_wait_parity(uint64_t* barrier_s, int parity, SIMT_CALLE
 inline bool mbarrier_peek_parity(uint64_t* barrier_s, int parity, SIMT_CALLER) {
   return simt::mbarrier_peek(barrier_s, parity, at);
 }
-inline void fence_mbarrier_init() {}
+inline void fence_mbarrier_init() { simt::fence_mbarrier_init(); }
 inline void fence_proxy_async() { simt::fence_proxy_async(); }
 
-inline void prefetch_tensormap(const CUtensorMap*) {}
+inline void prefetch_tensormap(const CUtensorMap* map, SIMT_CALLER) {
+  simt::prefetch_tensormap(map, at);
+}
 template <int RANK>
 inline void cp_async_bulk_tensor_load(void* dst_s, const CUtensorMap* map, const int (&c)[RANK],
                                       uint64_t* barrier_s, uint64_t, SIMT_CALLER) {
@@ -77,8 +79,7 @@ template <int N> inline void setmaxnreg_inc(SIMT_CALLER) { simt::setmaxnreg(N, t
 
 template <bool TRANS>
 inline void stmatrix_x4(SharedAddress row, const uint32_t (&r)[4], SIMT_CALLER) {
-  matrix_collective<4, TRANS, true>(reinterpret_cast<const void*>(row), const_cast<uint32_t*>(r),
-                                    at);
+  matrix_collective<4, TRANS, true>(reinterpret_cast<void*>(row), const_cast<uint32_t*>(r), at);
 }
 
 inline int cluster_ctarank() { return simt::cluster_rank(); }
@@ -103,5 +104,6 @@ inline void mbarrier_arrive_expect_tx_cluster(uint32_t address, uint32_t bytes, 
   simt::mbarrier_arrive_cluster(address, int(bytes), at);
 }
 
-inline void griddepcontrol_wait() {}  // launches never overlap here
+inline void griddepcontrol_wait(SIMT_CALLER) { simt::griddepcontrol_wait(at); }
+// A dependent launch starts when all CTAs have ended, which allows it as well.
 inline void griddepcontrol_launch_dependents() {}

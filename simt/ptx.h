@@ -34,6 +34,7 @@ template <class T> inline T ld_global_nc(const void* src_g, SIMT_CALLER) {
 
 template <class T> inline void st_global(void* dst_g, T value, SIMT_CALLER) {
   simt::check_global(dst_g, sizeof(T), at);
+  simt::note_global_write(dst_g, sizeof(T));
   *static_cast<T*>(dst_g) = value;
 }
 inline void st_global_v4(void* dst_g, uint4 value, SIMT_CALLER) { st_global(dst_g, value, at); }
@@ -113,14 +114,14 @@ inline float float_of(uint32_t bits) { return simt::float_of_bits(bits); }
 // transposed: rows 2q and 2q + 1 of column g. Rows in memory: lane 8i + r has row r of matrix i.
 
 struct MatrixArgs {
-  unsigned char* row;
+  unsigned char row[16];
   uint32_t* registers;
 };
 
 template <int N, bool TRANS, bool STORE> inline void move_matrices(void* const args[32], unsigned) {
   for (int i = 0; i < N; i++) {
     for (int r = 0; r < 8; r++) {
-      unsigned char* const row = static_cast<const MatrixArgs*>(args[8 * i + r])->row;
+      unsigned char* const row = static_cast<MatrixArgs*>(args[8 * i + r])->row;
       for (int c = 0; c < 8; c++) {
         const int lane = TRANS ? 4 * c + r / 2 : 4 * r + c / 2, half = TRANS ? r % 2 : c % 2;
         uint32_t* const word = &static_cast<const MatrixArgs*>(args[lane])->registers[i];
@@ -135,26 +136,33 @@ template <int N, bool TRANS, bool STORE> inline void move_matrices(void* const a
   }
 }
 
+// A lane reads or writes its row by itself: the instruction orders no memory between the lanes.
 template <int N, bool TRANS, bool STORE>
-inline void matrix_collective(const void* row_s, uint32_t* registers, simt::Site at) {
-  MatrixArgs mine{static_cast<unsigned char*>(const_cast<void*>(row_s)), registers};
-  if (simt::self->lane < 8 * N) {
+inline void matrix_collective(void* row_s, uint32_t* registers, simt::Site at) {
+  MatrixArgs mine;
+  mine.registers = registers;
+  const bool has_row = simt::self->lane < 8 * N;
+  if (has_row) {
     simt::check_shared(row_s, 16, at);
     if (simt::self->counting) simt::count_shared(row_s, 16, at);
-    if (STORE) simt::note_write(row_s, 16);
   }
+  if (has_row && !STORE) memcpy(mine.row, row_s, 16);
   simt::warp_collective(~0u, &mine, move_matrices<N, TRANS, STORE>, at);
+  if (has_row && STORE) {
+    simt::note_write(row_s, 16);
+    memcpy(row_s, mine.row, 16);
+  }
 }
 
 template <int N, bool TRANS>
 inline void ldmatrix(uint32_t (&r)[N], const void* row_s, SIMT_CALLER) {
-  matrix_collective<N, TRANS, false>(row_s, r, at);
+  matrix_collective<N, TRANS, false>(const_cast<void*>(row_s), r, at);
 }
 using SharedAddress = uintptr_t;
 inline SharedAddress shared_address(const void* p_s) { return reinterpret_cast<SharedAddress>(p_s); }
 template <bool TRANS>
 inline void ldmatrix_x4(uint32_t (&r)[4], SharedAddress row, SIMT_CALLER) {
-  matrix_collective<4, TRANS, false>(reinterpret_cast<const void*>(row), r, at);
+  matrix_collective<4, TRANS, false>(reinterpret_cast<void*>(row), r, at);
 }
 template <int N, bool TRANS>
 inline void stmatrix(void* row_s, const uint32_t (&r)[N], SIMT_CALLER) {

@@ -3,10 +3,14 @@
 #define SDPA_NO_MAIN
 #include "../sdpa.cu"
 
+#include <cublas_v2.h>
 #include <mma.h>
+#include <sys/wait.h>
+#include <unistd.h>
 
 #include <chrono>
 #include <string>
+#include <thread>
 #include <vector>
 
 #include "expect.h"
@@ -392,6 +396,7 @@ static void test_tma_loads() {
           if (threadIdx.x == 0) {
             mbarrier_init(&s.barriers[0], 1);
             mbarrier_init(&s.barriers[1], 96);
+            fence_mbarrier_init();
           }
           __syncthreads();
           float sum = 0;
@@ -537,12 +542,41 @@ static void test_tma_reports() {
                          cp_async_bulk_tensor_load<3>(s.a, &map, {0, 0, 0}, &s.barriers[0], 0);
                        },
                        {"this is no tensor map"});
+  expect_hopper_report("no map to prefetch",
+                       [](const HopperArgs a) {
+                         CUtensorMap map{};
+                         prefetch_tensormap(&a.map);
+                         prefetch_tensormap(&map);
+                       },
+                       {"this is no tensor map"});
   expect_hopper_report("load to a barrier without init",
                        [](const HopperArgs a) {
                          HopperScratch& s = dynamic_shared<HopperScratch>();
                          cp_async_bulk_tensor_load<3>(s.a, &a.map, {0, 0, 0}, &s.barriers[0], 0);
                        },
                        {"this mbarrier was never initialised"});
+  const std::string unfenced = "this mbarrier was initialised without a fence.mbarrier_init since";
+  expect_hopper_report("load to a barrier without fence",
+                       [](const HopperArgs a) {
+                         HopperScratch& s = dynamic_shared<HopperScratch>();
+                         init_barriers(s);
+                         if (threadIdx.x == 0) mbarrier_init(&s.barriers[2], 128);
+                         __syncthreads();
+                         mbarrier_arrive(&s.barriers[2]);  // by the CTA's threads: needs no fence
+                         wait_for(&s.barriers[2], 0);
+                         cp_async_bulk_load(s.a, a.tensor, 16, &s.barriers[2]);
+                       },
+                       {"(thread ", unfenced});
+  expect_hopper_report("fence by another thread",
+                       [](const HopperArgs a) {
+                         HopperScratch& s = dynamic_shared<HopperScratch>();
+                         if (threadIdx.x == 0) mbarrier_init(&s.barriers[0], 1);
+                         __syncthreads();
+                         if (threadIdx.x == 1) fence_mbarrier_init();
+                         __syncthreads();
+                         cp_async_bulk_tensor_load<3>(s.a, &a.map, {0, 0, 0}, &s.barriers[0], 0);
+                       },
+                       {unfenced});
   expect_hopper_report("misaligned bulk copy",
                        [](const HopperArgs a) {
                          HopperScratch& s = dynamic_shared<HopperScratch>();
@@ -969,7 +1003,35 @@ static void share(const HopperArgs a) {
   cluster_wait();
 }
 
+// The second CTA's mbarrier is used by the first one, and no fence tells of its initialisation.
+enum class From { arrive, multicast, st_async };
+template <From FROM> static void without_fence(const HopperArgs a) {
+  HopperScratch& s = dynamic_shared<HopperScratch>();
+  if (threadIdx.x == 0) {
+    mbarrier_init(&s.barriers[0], 1);
+    if (cluster_ctarank() == 0) fence_mbarrier_init();
+  }
+  cluster_arrive();
+  cluster_wait();
+  if (cluster_ctarank() == 0 && threadIdx.x == 0) {
+    const uint32_t there = mapa(shared_address(&s.barriers[0]), 1);
+    const int c[5] = {};
+    if (FROM == From::arrive) mbarrier_arrive_cluster(there);
+    if (FROM == From::multicast) {
+      cp_async_bulk_tensor_load_multicast(s.a, &a.map_5d, c, &s.barriers[0], 3, 0);
+    }
+    if (FROM == From::st_async) st_async_cluster(mapa(shared_address(s.b), 1), uint4{}, there);
+  }
+  cluster_arrive();
+  cluster_wait();
+}
+
 static void test_multicast() {
+  const std::vector<std::string> unfenced = {
+      "block (0,0,0)", "this mbarrier was initialised without a fence.mbarrier_init since"};
+  expect_hopper_report("arrival from another CTA", without_fence<From::arrive>, unfenced, 128, 2);
+  expect_hopper_report("multicast, unfenced", without_fence<From::multicast>, unfenced, 128, 2);
+  expect_hopper_report("st.async, unfenced", without_fence<From::st_async>, unfenced, 128, 2);
   under_all_orders([] {
     std::string report;
     const std::vector<float> out = run_hopper(share, report, 128, 2);
@@ -1087,6 +1149,370 @@ static void test_clusters() {
   EXPECT(cudaLaunchKernelEx(&launch, nothing, a) == cudaErrorInvalidValue);  // 3 CTAs in pairs
 }
 
+// ---- warp-wide matrices ----
+
+// Each lane reads what another lane has written, one of them by a warp-wide instruction; out: 1 where a
+// lane finds row lane / 8 + 1. SYNC: __syncwarp in between.
+template <bool STMATRIX, bool SYNC> static void exchange_rows(const HopperArgs a) {
+  HopperScratch& s = dynamic_shared<HopperScratch>();
+  const int lane = threadIdx.x % 32, other = lane ^ 31;
+  __half* const rows = s.a + threadIdx.x / 32 * 32 * 8;
+  const auto row_value = [](int i) { return pack<__half>(float(i / 8 + 1), float(i / 8 + 1)); };
+  uint32_t r[4];
+  bool right = true;
+  if (STMATRIX) {
+    for (int i = 0; i < 4; i++) r[i] = row_value(8 * i);
+    stmatrix_x4<false>(shared_address(rows + 8 * lane), r);
+    if (SYNC) __syncwarp();
+    right = ld_shared<uint32_t>(rows + 8 * other) == row_value(other);
+  } else {
+    const uint32_t x = row_value(other);
+    st_shared(rows + 8 * other, uint4{x, x, x, x});
+    if (SYNC) __syncwarp();
+    ldmatrix_x4<false>(r, shared_address(rows + 8 * lane));
+    for (int i = 0; i < 4; i++) right = right && r[i] == row_value(8 * i);
+  }
+  a.out[threadIdx.x] = right;
+}
+
+static void test_matrices() {
+  under_all_orders([] {
+    std::string report;
+    const auto all_right = [&](HopperKernel kernel) {
+      const std::vector<float> out = run_hopper(kernel, report);
+      return report == "" && std::count(out.begin(), out.begin() + 128, 1.0f) == 128;
+    };
+    EXPECT(all_right(exchange_rows<true, true>) && all_right(exchange_rows<false, true>));
+    EXPECT(!all_right(exchange_rows<true, false>) && !all_right(exchange_rows<false, false>));
+  });
+}
+
+// ---- programmatic dependent launch ----
+
+constexpr int CHAIN_CTAS = 5, CHAIN_THREADS = 64, CHAIN = CHAIN_CTAS * CHAIN_THREADS;
+struct ChainArgs {
+  float *data, *seen;  // [CHAIN]
+  unsigned* counter;
+  bool bulk;
+};
+struct ChainScratch {
+  alignas(128) float x[CHAIN_THREADS];
+  uint64_t full;
+};
+using ChainKernel = void (*)(const ChainArgs);
+
+static cudaError_t launch_chain(ChainKernel kernel, const ChainArgs& a, bool dependent,
+                                cudaStream_t stream = nullptr) {
+  cudaLaunchAttribute attribute{};
+  attribute.id = cudaLaunchAttributeProgrammaticStreamSerialization;
+  attribute.val.programmaticStreamSerializationAllowed = dependent;
+  cudaLaunchConfig_t launch{};
+  launch.gridDim = dim3(CHAIN_CTAS), launch.blockDim = dim3(CHAIN_THREADS);
+  launch.dynamicSmemBytes = sizeof(ChainScratch), launch.stream = stream;
+  launch.attrs = &attribute, launch.numAttrs = 1;
+  return cudaLaunchKernelEx(&launch, kernel, a);
+}
+
+static int chain_index() { return int(blockIdx.x * CHAIN_THREADS + threadIdx.x); }
+
+// data[i] = i by one of two ways, and a draw from the counter.
+static void first_of_chain(const ChainArgs a) {
+  ChainScratch& s = dynamic_shared<ChainScratch>();
+  const int i = chain_index();
+  if (a.bulk) {
+    st_shared(s.x + threadIdx.x, float(i));
+    fence_proxy_async();
+    __syncthreads();
+    if (threadIdx.x == 0) cp_async_bulk_store(a.data + i, s.x, sizeof s.x);
+    if (threadIdx.x == 0) cp_async_bulk_commit_group(), cp_async_bulk_wait_group_read<0>();
+  } else {
+    st_global(a.data + i, float(i));
+  }
+  if (threadIdx.x == 0) atomicAdd(a.counter, 1u);
+  griddepcontrol_launch_dependents();
+}
+
+// What a launch does with the data before it waits for the one before.
+enum class Early { nothing, read, write, draw, bulk_load, bulk_store, cp_async };
+// seen = data * 2, after EARLY.
+template <Early EARLY, bool WAIT = true> static void second_of_chain(const ChainArgs a) {
+  ChainScratch& s = dynamic_shared<ChainScratch>();
+  const int i = chain_index();
+  float* const mine_s = s.x + threadIdx.x;
+  if (EARLY == Early::bulk_load && threadIdx.x == 0) {
+    mbarrier_init(&s.full, 1);
+    fence_mbarrier_init();
+    mbarrier_arrive_expect_tx(&s.full, sizeof s.x);
+    cp_async_bulk_load(s.x, a.data + i, sizeof s.x, &s.full);
+  }
+  if (EARLY == Early::bulk_store) {
+    st_shared(mine_s, -1.0f);
+    fence_proxy_async();
+    __syncthreads();
+    if (threadIdx.x == 0) cp_async_bulk_store(a.data + i, s.x, sizeof s.x);
+    if (threadIdx.x == 0) cp_async_bulk_commit_group();
+  }
+  __syncthreads();
+  float x = 0;
+  if (EARLY == Early::read) x = ld_global<float>(a.data + i);
+  if (EARLY == Early::write) st_global(a.data + i, -1.0f);
+  if (EARLY == Early::draw && threadIdx.x == 0) atomicAdd(a.counter, 1u);
+  if (EARLY == Early::cp_async) cp_async<4>(mine_s, a.data + i, true), cp_async_commit_group();
+  if (WAIT) griddepcontrol_wait();
+  if (EARLY == Early::bulk_store && threadIdx.x == 0) cp_async_bulk_wait_group<0>();
+  if (EARLY == Early::cp_async) cp_async_wait_group<0>();
+  if (EARLY == Early::bulk_load) wait_for(&s.full, 0);
+  __syncthreads();
+  if (EARLY == Early::bulk_load || EARLY == Early::cp_async) x = ld_shared<float>(mine_s);
+  if (EARLY != Early::read && EARLY != Early::bulk_load && EARLY != Early::cp_async) {
+    x = ld_global<float>(a.data + i);
+  }
+  st_global(a.seen + i, 2 * x);
+}
+
+struct Chain : ChainArgs {
+  std::vector<float> data_after = std::vector<float>(CHAIN), seen_after = data_after;
+  unsigned drawn = 0;
+  std::string report;
+  Chain() {
+    cudaMalloc(&data, CHAIN * sizeof(float));
+    cudaMalloc(&seen, CHAIN * sizeof(float));
+    cudaMalloc(&counter, sizeof *counter);
+    cudaMemset(counter, 0, sizeof *counter);
+    bulk = false;
+  }
+  ~Chain() { cudaFree(data), cudaFree(seen), cudaFree(counter); }
+  Chain& launch(ChainKernel kernel, bool dependent, cudaStream_t stream = nullptr) {
+    if (launch_chain(kernel, *this, dependent, stream) != cudaSuccess) report = simt::last_report();
+    return *this;
+  }
+  Chain& fetch() {
+    cudaMemcpy(data_after.data(), data, CHAIN * sizeof(float), cudaMemcpyDeviceToHost);
+    cudaMemcpy(seen_after.data(), seen, CHAIN * sizeof(float), cudaMemcpyDeviceToHost);
+    cudaMemcpy(&drawn, counter, sizeof drawn, cudaMemcpyDeviceToHost);
+    return *this;
+  }
+  // Of the elements, how many the second launch has seen, and how many are as the first one left them.
+  int count_seen() const {
+    int n = 0;
+    for (int i = 0; i < CHAIN; i++) n += seen_after[i] == 2.0f * i;
+    return n;
+  }
+  int count_kept() const {
+    int n = 0;
+    for (int i = 0; i < CHAIN; i++) n += data_after[i] == float(i);
+    return n;
+  }
+};
+
+static void test_dependent_launches() {
+  int early = 0, late = 0;
+  under_all_orders([&] {
+    const bool random = simt::schedule.order == simt::Order::random;
+    for (const bool bulk : {false, true}) {
+      const auto after_first = [&](ChainKernel second, bool dependent, cudaStream_t stream) {
+        Chain c;
+        c.bulk = bulk;
+        c.launch(first_of_chain, false).launch(second, dependent, stream).fetch();
+        EXPECT(c.report == "");
+        return c.count_seen();
+      };
+      // A kernel that waits first, and one that need not wait.
+      EXPECT(after_first(second_of_chain<Early::nothing>, true, nullptr) == CHAIN);
+      EXPECT(after_first(second_of_chain<Early::read>, false, nullptr) == CHAIN);
+      for (ChainKernel kernel : {second_of_chain<Early::read>, second_of_chain<Early::bulk_load>,
+                                 second_of_chain<Early::cp_async>}) {
+        int& seen = after_first(kernel, true, nullptr) < CHAIN ? early : late;
+        seen++;
+        EXPECT(random || &seen == &early);
+      }
+      for (ChainKernel kernel : {second_of_chain<Early::write>, second_of_chain<Early::bulk_store>}) {
+        Chain c;
+        c.bulk = bulk;
+        c.launch(first_of_chain, false).launch(kernel, true).fetch();
+        EXPECT(c.report == "" && (random || c.count_kept() >= CHAIN_THREADS));  // too early: lost
+      }
+    }
+    Chain drawn;
+    drawn.launch(first_of_chain, false).launch(second_of_chain<Early::draw>, true).fetch();
+    EXPECT(drawn.report == "" && (random || drawn.drawn < 2 * CHAIN_CTAS));
+    Chain again;
+    again.launch(first_of_chain, true).launch(first_of_chain, false).fetch();
+    EXPECT(again.report == "" && again.drawn == 2 * CHAIN_CTAS);
+    // Three in a row: what the first one has written is there when the second one has ended.
+    Chain three;
+    three.launch(first_of_chain, false).launch(second_of_chain<Early::nothing>, true);
+    std::swap(three.data, three.seen);
+    three.launch(second_of_chain<Early::nothing>, true).fetch();
+    EXPECT(three.report == "" && three.seen_after[7] == 28);
+    // Nobody waits.
+    Chain none;
+    none.launch(first_of_chain, false).launch(second_of_chain<Early::nothing, false>, true).fetch();
+    EXPECT(none.report.find("no thread of a dependent launch has called griddepcontrol.wait") == 0);
+    EXPECT(none.count_kept() == CHAIN);
+  });
+  EXPECT(early > late);
+
+  // Whatever synchronises ends the launches before.
+  const auto seen_after = [](void (*synchronise)(Chain&)) {
+    Chain c;
+    c.launch(first_of_chain, false);
+    synchronise(c);
+    return c.launch(second_of_chain<Early::read, false>, true).fetch().count_seen();
+  };
+  EXPECT(seen_after([](Chain&) {}) == 0);
+  EXPECT(seen_after([](Chain&) { cudaDeviceSynchronize(); }) == CHAIN);
+  EXPECT(seen_after([](Chain& c) { cudaMemset(c.seen, 0, 4); }) == CHAIN);
+  EXPECT(seen_after([](Chain& c) { cudaMemcpy(c.seen, c.data, 4, cudaMemcpyDeviceToHost); }) ==
+         CHAIN);
+  EXPECT(seen_after([](Chain&) {
+           float* other;
+           cudaMalloc(&other, 4);
+           cudaFree(other);
+         }) == CHAIN);
+  cudaStream_t one, two;
+  cudaStreamCreateWithFlags(&one, cudaStreamNonBlocking);
+  cudaStreamCreateWithFlags(&two, cudaStreamNonBlocking);
+  for (const bool same : {false, true}) {
+    Chain c;
+    c.launch(first_of_chain, false, one);
+    cudaStreamSynchronize(two);
+    c.launch(second_of_chain<Early::read>, true, same ? one : two).fetch();
+    EXPECT((c.count_seen() == CHAIN) == !same);
+  }
+  Chain c;
+  c.launch(first_of_chain, false, one);
+  cudaStreamSynchronize(one);
+  c.launch(second_of_chain<Early::read>, true, one).fetch();
+  EXPECT(c.count_seen() == CHAIN);
+  cudaStreamDestroy(one);
+  cudaStreamDestroy(two);
+}
+
+// ---- the runtime: devices, errors, host threads ----
+
+static void test_devices() {
+  int count = 0, device = -1, value[2][2];
+  EXPECT(cudaGetDeviceCount(&count) == cudaSuccess && count == 2);
+  for (int i = 0; i < 2; i++) {
+    cudaDeviceGetAttribute(&value[i][0], cudaDevAttrMultiProcessorCount, i);
+    cudaDeviceGetAttribute(&value[i][1], cudaDevAttrL2CacheSize, i);
+  }
+  EXPECT(value[0][0] == 3 && value[1][0] == 5 && value[0][1] == 120 << 10);
+  EXPECT(cudaSetDevice(2) == cudaErrorInvalidDevice && cudaGetDevice(&device) == cudaSuccess);
+  EXPECT(device == 0 && cudaGetLastError() == cudaErrorInvalidDevice);
+
+  // The current device is the thread's.
+  EXPECT(cudaSetDevice(1) == cudaSuccess);
+  std::thread([&] { cudaGetDevice(&device); }).join();
+  EXPECT(device == 0);
+
+  // Each device has its memory.
+  std::string report;
+  const Kernel kernel = [](const Args a) { st_global(a.out + threadIdx.x, 1.0f); };
+  run(kernel, report);
+  EXPECT(report == "");
+  Args a{};
+  cudaMalloc(&a.out, 256 * sizeof(float));
+  cudaSetDevice(0);
+  cudaLaunchConfig_t launch{};
+  launch.gridDim = dim3(1), launch.blockDim = dim3(64);
+  EXPECT(cudaLaunchKernelEx(&launch, kernel, a) == cudaErrorLaunchFailure);
+  EXPECT(simt::last_report().find("are memory of device 1, and the kernel runs on device 0") !=
+         std::string::npos);
+  EXPECT(cudaGetLastError() == cudaErrorLaunchFailure);
+  cudaSetDevice(1);
+  EXPECT(cudaLaunchKernelEx(&launch, kernel, a) == cudaSuccess);
+
+  // And each its own permission for much shared memory.
+  launch.dynamicSmemBytes = 48 << 10;
+  EXPECT(cudaLaunchKernelEx(&launch, kernel, a) == cudaSuccess);
+  launch.dynamicSmemBytes++;
+  EXPECT(cudaLaunchKernelEx(&launch, kernel, a) == cudaErrorInvalidValue);
+  EXPECT(cudaPeekAtLastError() == cudaErrorInvalidValue);
+  EXPECT(cudaGetLastError() == cudaErrorInvalidValue && cudaGetLastError() == cudaSuccess);
+  const auto allow = [&](int bytes) {
+    return cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, bytes);
+  };
+  EXPECT(allow((227 << 10) + 1) == cudaErrorInvalidValue);
+  EXPECT(allow(64 << 10) == cudaSuccess);
+  EXPECT(cudaLaunchKernelEx(&launch, kernel, a) == cudaSuccess);
+  cudaFree(a.out);
+  cudaSetDevice(0);
+  cudaMalloc(&a.out, 256 * sizeof(float));
+  EXPECT(cudaLaunchKernelEx(&launch, kernel, a) == cudaErrorInvalidValue);
+  cudaFree(a.out);
+  cudaGetLastError();
+}
+
+static void test_planned_failures() {
+  int device = 0, blocks = 0;
+  const Kernel kernel = [](const Args) {};
+  simt::fail_next("cudaGetDevice", cudaErrorUnknown);
+  simt::fail_next("cudaOccupancyMaxActiveBlocksPerMultiprocessor", cudaErrorInvalidValue, 1);
+  EXPECT(cudaGetDevice(&device) == cudaErrorUnknown && cudaGetDevice(&device) == cudaSuccess);
+  EXPECT(cudaGetLastError() == cudaErrorUnknown);
+  for (int i = 0; i < 3; i++) {
+    EXPECT(cudaOccupancyMaxActiveBlocksPerMultiprocessor(&blocks, kernel, 32, 0) ==
+           (i == 1 ? cudaErrorInvalidValue : cudaSuccess));
+  }
+  cudaGetLastError();
+}
+
+static void test_cublas() {
+  cublasHandle_t handle = nullptr;
+  simt::fail_next("cublasCreate", CUBLAS_STATUS_ALLOC_FAILED);
+  EXPECT(cublasCreate(&handle) == CUBLAS_STATUS_ALLOC_FAILED && !handle);
+  EXPECT(cublasCreate(&handle) == CUBLAS_STATUS_SUCCESS);
+  const float one = 1, A = 3, B = 5;
+  float C = 0;
+  const auto multiply = [&] {
+    return cublasGemmStridedBatchedEx_64(handle, CUBLAS_OP_N, CUBLAS_OP_N, 1, 1, 1, &one, &A,
+                                         CUDA_R_32F, 1, 0, &B, CUDA_R_32F, 1, 0, &one, &C,
+                                         CUDA_R_32F, 1, 0, 1, CUBLAS_COMPUTE_32F,
+                                         CUBLAS_GEMM_DEFAULT);
+  };
+  EXPECT(multiply() == CUBLAS_STATUS_SUCCESS && C == 15);
+  simt::fail_next("cublasGemmStridedBatchedEx_64", CUBLAS_STATUS_EXECUTION_FAILED);
+  EXPECT(multiply() == CUBLAS_STATUS_EXECUTION_FAILED && C == 15);
+  cudaSetDevice(1);
+  EXPECT(multiply() == CUBLAS_STATUS_EXECUTION_FAILED && C == 15);
+  cudaSetDevice(0);
+  EXPECT(cublasDestroy(handle) == CUBLAS_STATUS_SUCCESS);
+  fflush(stdout);
+  const pid_t child = fork();
+  if (child == 0) cublasDestroy(handle), _exit(0);
+  int status = 0;
+  waitpid(child, &status, 0);
+  EXPECT(WIFSIGNALED(status) && WTERMSIG(status) == SIGABRT);
+}
+
+// Two host threads with tensors, launches and errors of their own.
+static void test_host_threads() {
+  const auto work = [](int ctas, bool* right) {
+    for (int i = 0; i < 20; i++) {
+      Chain c;
+      c.launch(first_of_chain, false).launch(second_of_chain<Early::nothing>, true).fetch();
+      *right = *right && c.report == "" && c.count_seen() == CHAIN;
+      Args a{};
+      cudaLaunchConfig_t launch{};
+      launch.gridDim = dim3(ctas), launch.blockDim = dim3(32);
+      const Kernel bad = [](const Args) { barrier_sync(int(16 + gridDim.x), 32); };
+      const cudaError_t error = cudaLaunchKernelEx(&launch, bad, a);
+      const std::string text = "barrier " + std::to_string(16 + ctas);
+      *right = *right && error == cudaErrorLaunchFailure && cudaGetLastError() == error &&
+               simt::last_report().find(text) != std::string::npos &&
+               int(simt::last_launch().grid_dim.x) == ctas &&
+               simt::last_launch().block_dim.x == 32 && simt::last_launch().cluster_dim.x == 1;
+    }
+  };
+  bool right[2] = {true, true};
+  std::thread other(work, 3, &right[1]);
+  work(2, &right[0]);
+  other.join();
+  EXPECT(right[0] && right[1]);
+}
+
 static void measure_wgmma() {
   std::string report;
   const auto begin = std::chrono::steady_clock::now();
@@ -1141,6 +1567,12 @@ int main() {
   test_registers();
   test_multicast();
   test_clusters();
+  test_matrices();
+  test_dependent_launches();
+  test_devices();
+  test_planned_failures();
+  test_cublas();
+  test_host_threads();
   measure();
   measure_wgmma();
   printf("%d checks, %d failed\n", checks, failures);

@@ -1,27 +1,33 @@
 // Kernels that hand shared memory between threads, TMA, wgmma and CTAs, each with one handover left
-// out: built under ThreadSanitizer, which must call it a data race, and must not without the bug.
+// out, and two host threads that launch: built under ThreadSanitizer, which must call it a data race, and
+// must not without the bug.
 //   races NAME     one of the names below; exit code 0 and no report for `none`
 #define SDPA_NO_MAIN
 #include "../sdpa.cu"
 
 #include <string>
+#include <thread>
 #include <vector>
 
 using namespace SDPA_NAMESPACE;
 
 enum class Bug {
   none,
-  no_wait_for_full,      // wgmma reads a tile whose load may be under way
-  released_before_wait,  // a stage is given back while wgmma may still read it
-  released_by_one,       // ... while other threads may still read it
-  read_before_full,      // a thread reads a tile that others have waited for
-  staging_overwritten,   // a store's tile is written again before the store has read it
-  no_cluster_barrier,    // another CTA's memory is read before it says that it has written it
+  no_wait_for_full,         // wgmma reads a tile whose load may be under way
+  released_before_wait,     // a stage is given back while wgmma may still read it
+  released_by_one,          // ... while other threads may still read it
+  read_before_full,         // a thread reads a tile that others have waited for
+  staging_overwritten,      // a store's tile is written again before the store has read it
+  no_cluster_barrier,       // another CTA's memory is read before it says that it has written it
+  no_sync_after_stmatrix,   // a lane reads a row that stmatrix has another lane store
+  no_sync_before_ldmatrix,  // ldmatrix has a lane read a row that another lane has stored
+  host_static,              // two host threads share a static variable
 };
 
 struct Scratch {
   alignas(1024) __half tile[64 * 64];
   alignas(1024) __half staging[64 * 64];
+  uint4 rows[4][32];  // by warp and lane
   uint64_t full, empty;
 };
 struct Args {
@@ -73,6 +79,15 @@ template <Bug BUG> static void hand_over(const Args a) {
         if (tid == 0) mbarrier_arrive(&s.empty);
       }
     }
+    uint4(&rows)[32] = s.rows[tid / 32];
+    uint32_t r[4] = {};
+    stmatrix_x4<false>(shared_address(&rows[tid % 32]), r);
+    if (BUG != Bug::no_sync_after_stmatrix) __syncwarp();
+    const uint4 row = ld_shared<uint4>(&rows[tid % 32 ^ 31]);
+    __syncwarp();
+    st_shared(&rows[tid % 32 ^ 31], row);
+    if (BUG != Bug::no_sync_before_ldmatrix) __syncwarp();
+    ldmatrix_x4<false>(r, shared_address(&rows[tid % 32]));
     for (int i = 0; i < 2; i++) {
       for (int j = 0; j < 32; j++) st_shared(s.staging + j * 128 + tid, __half(d[j]));
       fence_proxy_async();
@@ -97,40 +112,55 @@ template <Bug BUG> static void hand_over(const Args a) {
   cluster_wait();
 }
 
+static int launches;  // of all host threads, if they share it
+
+// One launch on tensors of this host thread's own.
+template <Bug BUG> static bool launch() {
+  if (BUG == Bug::host_static) launches++;
+  __half* tensor;
+  Args a{};
+  cudaMalloc(&tensor, 8 * 64 * 64 * sizeof(__half));
+  cudaMemset(tensor, 0, 8 * 64 * 64 * sizeof(__half));
+  cudaMalloc(&a.out, 512 * sizeof(float));
+  const uint64_t sizes[3] = {64, 64, 8}, strides[2] = {128, 64 * 128};
+  const uint32_t box[3] = {64, 64, 1};
+  if (encode_tensor_map(a.map, 3, tensor, sizes, strides, box, false) != cudaSuccess) return false;
+  cudaLaunchAttribute cluster{};
+  cluster.id = cudaLaunchAttributeClusterDimension;
+  cluster.val.clusterDim = {2, 1, 1};
+  cudaLaunchConfig_t launch{};
+  launch.gridDim = dim3(2), launch.blockDim = dim3(256);
+  launch.dynamicSmemBytes = sizeof(Scratch);
+  launch.attrs = &cluster, launch.numAttrs = 1;
+  const cudaError_t error = cudaLaunchKernelEx(&launch, hand_over<BUG>, a);
+  cudaFree(tensor);
+  cudaFree(a.out);
+  return error == cudaSuccess;
+}
+
 int main(int argc, char** argv) {
   const struct {
     const char* name;
-    void (*kernel)(const Args);
+    bool (*launch)();
   } cases[] = {
-      {"none", hand_over<Bug::none>},
-      {"no_wait_for_full", hand_over<Bug::no_wait_for_full>},
-      {"released_before_wait", hand_over<Bug::released_before_wait>},
-      {"released_by_one", hand_over<Bug::released_by_one>},
-      {"read_before_full", hand_over<Bug::read_before_full>},
-      {"staging_overwritten", hand_over<Bug::staging_overwritten>},
-      {"no_cluster_barrier", hand_over<Bug::no_cluster_barrier>},
+      {"none", launch<Bug::none>},
+      {"no_wait_for_full", launch<Bug::no_wait_for_full>},
+      {"released_before_wait", launch<Bug::released_before_wait>},
+      {"released_by_one", launch<Bug::released_by_one>},
+      {"read_before_full", launch<Bug::read_before_full>},
+      {"staging_overwritten", launch<Bug::staging_overwritten>},
+      {"no_cluster_barrier", launch<Bug::no_cluster_barrier>},
+      {"no_sync_after_stmatrix", launch<Bug::no_sync_after_stmatrix>},
+      {"no_sync_before_ldmatrix", launch<Bug::no_sync_before_ldmatrix>},
+      {"host_static", launch<Bug::host_static>},
   };
   for (const auto& one : cases) {
     if (argc != 2 || std::string(argv[1]) != one.name) continue;
-    __half* tensor;
-    Args a{};
-    cudaMalloc(&tensor, 8 * 64 * 64 * sizeof(__half));
-    cudaMemset(tensor, 0, 8 * 64 * 64 * sizeof(__half));
-    cudaMalloc(&a.out, 512 * sizeof(float));
-    const uint64_t sizes[3] = {64, 64, 8}, strides[2] = {128, 64 * 128};
-    const uint32_t box[3] = {64, 64, 1};
-    if (encode_tensor_map(a.map, 3, tensor, sizes, strides, box, false) != cudaSuccess) return 2;
-    cudaLaunchAttribute cluster{};
-    cluster.id = cudaLaunchAttributeClusterDimension;
-    cluster.val.clusterDim = {2, 1, 1};
-    cudaLaunchConfig_t launch{};
-    launch.gridDim = dim3(2), launch.blockDim = dim3(256);
-    launch.dynamicSmemBytes = sizeof(Scratch);
-    launch.attrs = &cluster, launch.numAttrs = 1;
-    const cudaError_t error = cudaLaunchKernelEx(&launch, one.kernel, a);
-    cudaFree(tensor);
-    cudaFree(a.out);
-    return error != cudaSuccess;
+    bool ok[2];
+    std::thread other([&] { ok[1] = one.launch() && one.launch(); });
+    ok[0] = one.launch() && one.launch();
+    other.join();
+    return ok[0] && ok[1] ? 0 : 1;
   }
   return 2;
 }
