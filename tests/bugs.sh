@@ -1,9 +1,9 @@
 #!/usr/bin/env bash
 # The checker checked: each bug below is put into a copy of sdpa.cu, built for the CPU backend, and
 # must be caught by the net named beside it:
-#   check    the self-check against the reference (exit 1)
+#   check    the self-check against the reference, or tests/contract.cu (exit 1)
 #   backend  a report of the CPU backend (exit 3)
-#   address  AddressSanitizer           thread  ThreadSanitizer
+#   address  AddressSanitizer and UBSan           thread  ThreadSanitizer
 # Each set of knobs and options is also run without a bug, and must pass. usage: bugs.sh [REGEX]
 set -u
 cd "$(dirname "$0")/.." || exit 1
@@ -12,15 +12,12 @@ work=$(mktemp -d)
 trap 'rm -rf "$work"' EXIT
 jobs=$(nproc)
 ln -s "$PWD/simt" "$work/simt"
-cp reference.cpp "$work/"
+cp reference.cpp tests/contract.cu tests/expect.h "$work/"
+sed -i 's~"../reference.cpp"~"reference.cpp"~' "$work/contract.cu"
 
 # Not optimised: a bug takes longer to compile than to run.
 flags=(-std=c++17 -O0 -march=native -ffp-contract=off -ftrivial-auto-var-init=pattern -w -pthread
        -I"$PWD/simt")
-engine() {  # engine NET MACRO...
-  "${CXX:-g++}" -std=c++17 -O2 -march=native -ffp-contract=off "${@:2}" -c simt/engine.cpp -o "$work/engine_$1.o" || exit 1
-}
-engine plain; engine address -DSIMT_ASAN; engine thread -DSIMT_TSAN
 
 # compiler KIND ARGUMENT...
 compiler() {
@@ -31,12 +28,19 @@ compiler() {
   esac
   "${CXX:-g++}" "${flags[@]}" "${sanitize[@]}" "${@:2}"
 }
-# The standard headers, compiled once for each kind, since every bug includes them.
-for kind in plain address thread; do
-  mkdir "$work/$kind"
-  grep -hE '^#include <([a-z_]+|unistd\.h)>' sdpa.cu reference.cpp | sort -u >"$work/$kind/standard.h"
-  compiler "$kind" -x c++-header "$work/$kind/standard.h" -o "$work/$kind/standard.h.gch" || exit 1
-done
+# prepare KIND: the engine, and the standard headers, compiled once, since every bug includes them.
+prepare() {
+  local macro=()
+  case $1 in
+    address) macro=(-DSIMT_ASAN) ;;
+    thread) macro=(-DSIMT_TSAN) ;;
+  esac
+  mkdir "$work/$1"
+  "${CXX:-g++}" -std=c++17 -O2 -march=native -ffp-contract=off "${macro[@]}" -c simt/engine.cpp \
+    -o "$work/engine_$1.o" &
+  grep -hE '^#include <([a-z_]+|unistd\.h)>' sdpa.cu reference.cpp | sort -u >"$work/$1/standard.h"
+  compiler "$1" -x c++-header "$work/$1/standard.h" -o "$work/$1/standard.h.gch" && wait $!
+}
 
 # kind_of NET: the compiler's
 kind_of() {
@@ -45,23 +49,26 @@ kind_of() {
     *) echo plain ;;
   esac
 }
-# built SOURCE KIND "KNOBS" EXE: or why not
+# built SOURCE KIND "KNOBS" "OPTIONS" EXE: or why not. With the option @contract tests/contract.cu with the
+# SOURCE is built instead of it.
 built() {
-  local knob_list
+  local knob_list program=("$1")
   read -ra knob_list <<<"$3"
-  compiler "$2" "${knob_list[@]/#/-D}" -include "$work/$2/standard.h" -x c++ "$1" -x none "$work/engine_$2.o" \
-    -o "$4" 2>"$4.log" && return
-  echo "does not compile: $(head -1 "$4.log")"
+  [ "$4" != @contract ] || program=("-DSDPA_SOURCE=\"$(realpath "$1")\"" "$work/contract.cu")
+  compiler "$2" "${knob_list[@]/#/-D}" -include "$work/$2/standard.h" -x c++ "${program[@]}" -x none \
+    "$work/engine_$2.o" -o "$5" 2>"$5.log" && return
+  echo "does not compile: $(grep -m1 error "$5.log")"
   return 1
 }
 # outcome EXE "OPTIONS": "NET: evidence", or "nothing".
 outcome() {
-  local option_list out status=0
-  read -ra option_list <<<"$2"
-  out=$(timeout 120 "$1" --check-only "${option_list[@]}" 2>&1) || status=$?
+  local option_list=() out status=0
+  [ "$2" = @contract ] || read -ra option_list <<<"--check-only $2"
+  out=$(timeout 120 "$1" "${option_list[@]}" 2>&1) || status=$?
   if grep -q 'ThreadSanitizer: data race' <<<"$out"; then echo "thread: data race"
   elif grep -q 'ERROR: AddressSanitizer\|runtime error' <<<"$out"; then
     echo "address: $(grep -om1 'AddressSanitizer: [a-z-]*\|runtime error: .*' <<<"$out")"
+  elif [ $status = 1 ] && [ "$2" = @contract ]; then echo "check: $(grep -om1 'not true: .*' <<<"$out")"
   elif grep -q '^simt: ' <<<"$out"; then echo "backend: $(sed -n 's/^simt: //p' <<<"$out" | head -1)"
   elif [ $status = 1 ]; then echo "check: $(sed -n 's/.*: FAIL [^:]*: //p' <<<"$out" | head -1)"
   elif [ $status = 0 ]; then echo "nothing"
@@ -81,6 +88,7 @@ bug() {
   [[ $name =~ $only ]] || return 0
   bugs=$((bugs + 1))
   kind=$(kind_of "$net")
+  [ -d "$work/$kind" ] || { wait; running=0; prepare "$kind" || exit 1; }
   echo "$kind|$knobs|$options" >>"$work/clean.txt"
   one_more
   (
@@ -88,7 +96,7 @@ bug() {
     if cmp -s sdpa.cu "$work/$name.cu"; then
       found="no line of sdpa.cu matches its edit"
     else
-      found=$(built "$work/$name.cu" "$kind" "$knobs" "$work/$name" && outcome "$work/$name" "$options")
+      found=$(built "$work/$name.cu" "$kind" "$knobs" "$options" "$work/$name" && outcome "$work/$name" "$options")
     fi
     verdict=MISSED
     [[ $found == "$net: "* ]] && verdict=caught
@@ -103,8 +111,8 @@ bug o_not_rescaled         check   ""  "--shape 1,1,1,40,70"  's~scale_rows\(O, 
 bug l_not_rescaled         check   ""  "--shape 1,1,1,40,70"  's~fmaf\(l\[i\], alpha\[i\], sum\[i\]\)~l[i] + sum[i]~'
 bug scale_wrong            check   ""  "--shape small"        's~1 / std::sqrt\(double\(p\.D\)\)~1 / double(p.D)~'
 bug max_of_one_lane        check   "VEC_WIDTH=8 SYNC_POLICY=1" "--shape small --dist large"  's~^.*m_new = fmaxf\(m_new, __shfl_xor_sync.*$~~'
-bug mask_off_by_one        check   ""  "--shape 1,1,1,40,70 --causal br"  's~q \+ 1 \+ p\.Sk - p\.Sq~q + 2 + p.Sk - p.Sq~'
-bug top_left_for_bottom    check   ""  "--shape 1,1,1,40,70 --causal br"  's~q \+ 1 \+ p\.Sk - p\.Sq~q + 1~'
+bug mask_off_by_one        check   ""  "--shape 1,1,1,40,70 --causal br"  's~q \+ 1 - p\.Sq \+ p\.Sk~q + 2 - p.Sq + p.Sk~'
+bug top_left_for_bottom    check   ""  "--shape 1,1,1,40,70 --causal br"  's~q \+ 1 - p\.Sq \+ p\.Sk~q + 1~'
 bug inf_minus_inf          check   ""  "--shape 1,1,1,70,33 --causal br"  's~m == -INFINITY \? 0\.0f : m~m~'
 bug lse_to_base_2          check   ""  "--shape small"  's~ln2 \* \(finite_max~(finite_max~'
 # ---- where it comes from ----
@@ -181,6 +189,7 @@ bug wgmma_cluster_left     backend "$wgmma MULTICAST=1" "--shape 1,1,1,256,40"  
 bug wgmma_not_empty_there  thread  "$wgmma MULTICAST=1" "--shape 1,1,1,256,300"  's~wait_phase\(free_here, ring\.parity\);~~'
 bug wgmma_half_missing     backend "$wgmma MULTICAST=1" "--shape 1,1,1,256,150"  's~\(1 << B::cluster_size\) - 1, evict_last~1, evict_last~'
 bug wgmma_passed_not_done  backend "$wgmma USE_PERSISTENT_CTA=1" "--shape 1,2,1,64,150"  's~release\(&s\.o_done\[q_ring\.stage\].*$~~'
+tuned="USE_WGMMA=1 VEC_WIDTH=8 USE_TUNED=1"
 wsplit="USE_WGMMA=1 VEC_WIDTH=8 BLOCK_M=64 NUM_WARPS=8 BLOCK_N=32 STAGES=2 SPLIT_KV=2"
 bug wgmma_merged_too_soon  thread  "$wsplit" "--shape 1,1,1,64,256"  's~barrier_sync\(15, .*$~~'
 bug wgmma_v_not_skipped    backend "$wgmma SKIP_MASKED=1" "--shape 1,1,1,128,300 --causal br"  's~skipped > 0; skipped--~skipped > 1; skipped--~'
@@ -197,16 +206,99 @@ bug swap_lane_left_out     check   "$swap" "--shape 1,1,1,32,64"  's~(combine_pa
 bug swap_o_not_rescaled    check   "$swap" "--shape 1,1,1,32,256 --dist outliers"  's~fmaf\(ld_shared<float>\(place\(i, n\)\), factor, x\)~ld_shared<float>(place(i, n)) + x~'
 bug swap_k_released_early  thread  "$swap" "--shape 1,1,1,32,256"  's~write_p\(S, m_log2\);~release(\&t.k_empty[ring.stage]), write_p(S, m_log2);~'
 bug swap_mask_by_row       check   "$swap" "--shape 1,1,1,64,64 --causal br"  's~visible_keys\(a\.p, q0 \+ column\(i\)\)~visible_keys(a.p, q0)~'
+# ---- heads and batches ----
+bug gqa_by_shift           check   ""  "--shape 2,6,2,20,30"  's~h_kv = item\.h / \(p\.Hq / p\.Hkv\)~h_kv = item.h >> (p.Hq / p.Hkv > 3 ? 2 : p.Hq / p.Hkv > 1)~'
+bug k_of_first_batch       check   ""  "--shape 2,3,1,20,30"  's~p\.K \+ item\.b \* p\.k\.batch \+ h_kv~p.K + h_kv~'
+bug v_of_first_head        check   ""  "--shape 2,5,5,20,30"  's~ \+ h_kv \* p\.v\.head~~'
+bug section_uneven         check   "USE_PERSISTENT_CTA=1"  "--shape 2,6,2,150,150 --causal br"  's~min\(a\.heads_in_l2, a\.p\.B \* a\.p\.Hq - first\)~a.heads_in_l2~'
+bug section_overlaps       check   ""  "--shape 2,3,3,70,150 --causal br"  's~section \* a\.heads_in_l2~section * (a.heads_in_l2 - 1)~'
+bug wgmma_gqa_by_shift     check   "$wgmma" "--shape 2,6,2,20,30 --shape 1,7,1,20,30 --causal br"  's~a\.q_heads_per_kv\.divide\(item\.h\)~(item.h >> (a.p.Hq / a.p.Hkv > 3 ? 2 : 1))~'
+bug wgmma_again_batch      check   "$wgmma" "--shape 2,2,2,64,256 --dist large"  's~p\.K \+ item\.b \* p\.k\.batch \+ item\.h_kv~p.K + item.h_kv~'
+bug wgmma_again_head       check   "$wgmma" "--shape 1,6,2,64,256 --dist large"  's~item\.h_kv \* p\.k\.head \+$~item.h_kv / 2 * p.k.head +~'
+# ---- masks at the edges of tiles ----
+bug scalar_one_key_more    check   ""  "--shape 1,1,1,40,70 --causal br --dist stairs"  's~S\.col\(j\) >= visible~S.col(j) > visible~'
+bug wmma_one_key_more      check   "$wmma"  "--shape 1,1,1,40,70 --causal tl --dist stairs"  's~S\.col\(j\) >= visible~S.col(j) > visible~'
+bug mma_one_key_more       check   "$mma"  "--shape 1,1,1,40,70 --causal br --dist stairs"  's~S\.col\(j\) >= visible~S.col(j) > visible~'
+bug wgmma_one_key_more     check   "$wgmma"  "--shape 1,1,1,64,94 --causal br --dist stairs"  's~S\.col\(j\) >= visible~S.col(j) > visible~'
+bug swap_one_key_more      check   "$swap"  "--shape 1,1,1,32,94 --causal br --dist stairs"  's~n % 2 \* 8 >= visible~n % 2 * 8 > visible~'
+bug tuned_one_key_more     check   "$tuned"  "--shape 1,1,1,65,70 --causal br --dist stairs"  's~S\.col\(j\) >= visible~S.col(j) > visible~'
+bug top_left_one_more      check   ""  "--shape 1,1,1,40,70 --causal tl --dist stairs"  's~(Causal::top_left   \? q \+) 1~\1 2~'
+bug scalar_clean_too_long  check   ""  "--shape 1,1,1,40,70 --causal br --dist stairs"  's~B::block_n > t\.clean_keys\)~B::block_n > t.clean_keys + 1)~'
+bug mma_clean_too_long     check   "$mma"  "--shape 1,1,1,40,70 --causal br --dist stairs"  's~k0 \+ B::block_n > clean_keys;~k0 + B::block_n > clean_keys + 1;~'
+bug wgmma_clean_too_long   check   "$wgmma"  "--shape 1,1,1,64,94 --causal br --dist stairs"  's~\(k0 \+ B::block_n > clean_keys\) \{~(k0 + B::block_n > clean_keys + 1) {~'
+bug wgmma_lazy_too_early   check   "$wgmma"  "--shape 1,1,1,128,150 --causal br --dist stairs"  's~max\(clean_keys - slice \* B::block_n - 1, 0\)~max(clean_keys - slice * B::block_n + round_keys, 0)~'
+bug swap_clean_too_long    check   "$swap"  "--shape 1,1,1,32,94 --causal br --dist stairs"  's~B::block_n > clean_keys\) mask~B::block_n > clean_keys + 1) mask~'
+bug wgmma_skips_a_row      check   "$wgmma SKIP_MASKED=1" "--shape 1,1,1,128,97 --causal br --dist stairs"  's~GROUP_STRIDE \+ 63, ~GROUP_STRIDE + 62, ~'
+bug first_key_dropped      check   "$mma"  "--shape 1,1,1,40,70 --dist stairs --seeds 1"  's~^( *)if \(masked\) mask_scores\(S, a\.p, q0, k0\);~\1if (masked) mask_scores(S, a.p, q0, k0); if (k0 == 0 \&\& S.first_col == 0) S.x[0][0] = -INFINITY;~'
+# ---- huge logits ----
+bug scalar_no_shift        check   ""  "--shape 1,4,4,40,70 --dist huge"  's~if \(fabsf\(m_log2\[i\]\) <= shift_limit\) continue;~continue;~'
+bug wmma_no_shift          check   "$wmma"  "--shape 1,4,4,40,70 --dist huge"  's~if \(fabsf\(m_log2\[i\]\) <= shift_limit\) continue;~continue;~'
+bug mma_lazy_beyond        check   "$mma USE_LAZY_MAX=1"  "--shape 1,4,4,40,170 --dist huge"  's~may_be_lazy = __all_sync\(0xffffffffu, within\)~may_be_lazy = true~'
+bug wgmma_guess_beyond     check   "$wgmma"  "--shape 1,4,4,64,150 --dist huge"  's~largest <= shift_limit\)\) lazy_rounds = 0~largest <= shift_limit)) ;~'
+bug wgmma_lazy_beyond      check   "$wgmma"  "--shape 1,4,4,64,150 --dist huge"  's~within\)\) lazy_rounds = 0~within)) ;~'
+bug swap_no_shift          check   "$swap"  "--shape 1,4,4,32,150 --dist huge"  's~if \(__all_sync\(0xffffffffu, within\)\) return;~return;~'
+bug cublas_no_shift        check   "USE_CUBLAS=1"  "--shape 1,4,4,20,30 --dist huge"  's~\(S\[k\] - m\) \* a\.scale_log2~fmaf(S[k], a.scale_log2, -(m * a.scale_log2))~'
+bug lse_overflows          check   "DTYPE=BF16"  "--shape 1,4,4,20,30 --dist huge --scale 1e2"  's~fmaf\(finite_max\(m\), a\.scale_log2 \* ln2, ln2 \* lg2_approx_ftz\(l\)\)~ln2 * (finite_max(m) * a.scale_log2 * 1024 / 1024 + lg2_approx_ftz(l))~'
+# ---- 32 bits, and strides of all kinds ----
+bug far_head_of_32_bits    check   ""  "--shape 1,2,2,20,30 --layout far_heads"  's~\+ h_kv \* p\.v\.head~+ int(h_kv * p.v.head)~'
+bug far_row_of_32_bits     check   ""  "--shape 1,1,1,20,30 --layout far_rows"  's~tensor \+ row \* row_stride~tensor + int(row * row_stride)~'
+bug far_query_of_32_bits   check   "BLOCK_M=16"  "--shape 1,1,1,20,30 --layout far_rows"  's~item\.h \* p\.q\.head \+ q \* p\.q\.row~item.h * p.q.head + int(q * p.q.row)~'
+bug far_output_of_32_bits  check   ""  "--shape 1,1,1,20,30 --layout far_rows"  's~O_g \+ q \* p\.o\.row \+~O_g + int(q * p.o.row) +~'
+bug far_third_batch        check   ""  "--shape 3,1,1,20,30 --layout far"  's~p\.O \+ item\.b \* p\.o\.batch~p.O + int(item.b / 2 * 2 * p.o.batch) + item.b % 2 * p.o.batch~'
+bug wgmma_map_of_32_bits   check   "$wgmma"  "--shape 1,2,2,20,30 --layout far_heads"  's~uint64_t\(dims\[i\]\.stride\) \* sizeof\(Element\)~uint32_t(dims[i].stride * sizeof(Element))~'
+bug wgmma_far_again        check   "$wgmma"  "--shape 1,1,1,64,150 --layout far_rows --dist large"  's~\(first_key\(\) \+ lane / 4\) \* p\.k\.row~int((first_key() + lane / 4) * p.k.row)~'
+bug wgmma_far_share        check   "$wsplit"  "--shape 1,1,1,64,150 --layout far_rows"  's~O_g \+ r \* p\.o\.row~O_g + int(r * p.o.row)~'
+bug unsigned_row_stride    check   ""  "--shape 1,1,1,20,70 --layout reversed"  's~K_g \+= ADVANCE \* p\.k\.row~K_g += ADVANCE * int64_t(uint32_t(p.k.row))~'
+bug zero_stride_is_one     check   "$mma"  "--shape 2,2,2,40,70 --layout zero"  's~item\.b \* p\.k\.batch~item.b * (p.k.batch ? p.k.batch : p.Sk * 64)~'
+# ---- kernels that follow each other, and mbarriers ----
+bug dependent_never_waits  backend "$wgmma"  "--shape 1,1,1,64,150"  's~griddepcontrol_wait\(\)~(void)0~'
+bug producers_do_not_wait  check   "$wgmma"  "--shape 1,1,1,64,150"  's~griddepcontrol_wait\(\);  // from here on.*$~~'
+bug drawn_before_the_wait  check   "$wgmma USE_PERSISTENT_CTA=1"  "--shape 1,3,1,400,20"  's~griddepcontrol_wait\(\);  // from here on.*$~if (!starts) griddepcontrol_wait();~'
+bug plain_loads_too_early  check   "$wsplit"  "--shape 1,1,1,64,150"  's~waited = B::use_warp_specialization;~waited = true;~'
+bug swap_loads_too_early   check   "$swap"  "--shape 1,1,1,32,64"  's~waited = B::use_warp_specialization;~waited = true;~'
+bug mbarriers_not_fenced   backend "$wgmma"  "--shape 1,1,1,64,150"  's~^ *fence_mbarrier_init\(\);$~~'
+bug split_no_sync_of_rows  check   "$wsplit"  "--shape 1,1,1,64,150"  's~__syncwarp\(\);  // hazard: written by all lanes$~~'
+# ---- rounding, guards ----
+bug o_truncated            check   ""  "--shape 1,1,1,40,70"  's~to_element\(O\.x\[i\]\[j \+ n\] \* inverse\)~to_element(float_of(bits_of(O.x[i][j + n] * inverse) \& ~0x1fffu))~'
+bug o_truncated_bf16       check   "DTYPE=BF16"  "--shape 1,1,1,40,70"  's~to_element\(O\.x\[i\]\[j \+ n\] \* inverse\)~to_element(float_of(bits_of(O.x[i][j + n] * inverse) \& ~0xffffu))~'
+bug wgmma_o_truncated      check   "$wgmma"  "--shape 1,1,1,64,150"  's~scale_rows\(part, inverse\);~scale_rows(part, inverse); for (float\& x : part.x.d) x = float_of(bits_of(x) \& ~0x1fffu);~'
+bug lse_not_written        check   ""  "--shape 1,1,1,40,30"  's~if \(O\.col\(0\) == 0\) store_lse~if (O.col(0) == 0 \&\& q != 33) store_lse~'
+bug writes_before_k        check   ""  "--shape small"  's~(if \(q >= p\.Sq\) continue;)~\1 if (q == 0) st_global(const_cast<Element*>(p.K) - 1, Element(0.0f));~'
+bug writes_into_v          check   ""  "--shape small"  's~(if \(q >= p\.Sq\) continue;)~\1 if (q == 0) st_global(const_cast<Element*>(p.V) + 5, Element(0.0f));~'
+bug writes_past_workspace  check   "USE_PERSISTENT_CTA=1"  "--shape small"  's~atomicExch\(counter, 0u\);~atomicExch(counter, 0u), st_global(counter + 1, 0u);~'
+# ---- the contract (tests/contract.cu) ----
+queue="VEC_WIDTH=8 USE_PERSISTENT_CTA=1"
+bug alignment_of_one       check   "$queue"  @contract  's~pointer\) % \(vec \* sizeof\(Element\)\)~pointer) % sizeof(Element)~'
+bug lse_alignment          check   "$queue"  @contract  's~uintptr_t>\(p\.LSE\) % sizeof\(float\)~uintptr_t>(p.LSE) % 2~'
+bug null_workspace         check   "$queue"  @contract  's~\(has_queue \|\| is_cublas\) && !p\.workspace~is_cublas \&\& !p.workspace~'
+bug workspace_alignment    check   "USE_CUBLAS=1"  @contract  's~uintptr_t>\(p\.workspace\) % WORKSPACE_ALIGNMENT~uintptr_t>(p.workspace) % 4~'
+bug max_ctas_ignored       check   "$queue"  @contract  's~asked > 0 && asked < resident \? asked : resident~resident~'
+bug max_ctas_of_clusters   check   "$wgmma USE_PERSISTENT_CTA=1 MULTICAST=1"  @contract  's~\(most \+ B::cluster_size - 1\) / B::cluster_size~most~'
+bug idle_strides_used      check   "$queue"  @contract  's~if \(t\.[HS] <= 1\) t\.s\.(head|row) = 0;~~'
+bug attribute_set_once     check   "$wgmma"  @contract  's~cudaError_t error = cudaFuncSetAttribute\(~static cudaError_t error = cudaFuncSetAttribute(~'
+bug maps_of_all_threads    thread  "$wgmma"  @contract  's~thread_local (SdpaParams last|TensorMaps last_maps)~static \1~'
+bug maps_of_old_sizes      check   "$wgmma"  @contract  's~a\.Sq == b\.Sq && a\.Sk == b\.Sk && ~~'
+bug maps_of_old_strides    check   "$wgmma"  @contract  's~return a\.batch == b\.batch && a\.head == b\.head && a\.row == b\.row;~return true;~'
+bug encoder_not_found      check   "$wgmma"  @contract  's~if \(!encoder\) \{~static bool asked = false; if (!asked) { asked = true;~'
+bug map_of_no_keys         check   "$wgmma"  @contract  's~t\.map = maps\.q;~~'
+bug handle_of_device_0     check   "USE_CUBLAS=1"  @contract  's~if \(device != handle_device\) \{~if (handle_device < 0) {~'
+bug handle_destroyed_twice backend "USE_CUBLAS=1"  @contract  's~if \(handle_device >= 0\) cublasDestroy~if (handle) cublasDestroy~'
+bug error_left_behind      check   "$queue"  @contract  's~if \(!status\.ok\(\) && clean\) cudaGetLastError\(\);~~'
+bug error_taken_away       check   "$queue"  @contract  's~if \(!status\.ok\(\) && clean\) cuda~if (!status.ok()) cuda~'
+bug sizes_overflow         address "$tuned"  @contract  's~q \+ 1 - p\.Sq \+ p\.Sk~q + 1 + p.Sk - p.Sq~'
+bug too_many_clusters      check   "$wgmma MULTICAST=1"  @contract  's~B::use_persistent_cta \? 1 : B::cluster_size~1~'
+bug softmax_grid_too_large check   "USE_CUBLAS=1"  @contract  's~softmax_ctas > 2147483647~softmax_ctas > 2147483647000~'
 
 # Without a bug: each set of knobs once, with all options that it was run with.
-cut -d'|' -f1,2 "$work/clean.txt" | sort -u >"$work/clean_builds.txt"
-while IFS='|' read -r kind knobs; do
+awk -F'|' '{ print $1 "|" $2 "|" ($3 == "@contract" ? $3 : "") }' "$work/clean.txt" | sort -u >"$work/clean_builds.txt"
+while IFS='|' read -r kind knobs program; do
   one_more
   (
     exe=$work/clean_$BASHPID
     failed() { echo "without a bug ($kind; $knobs; $1): $2" >>"$exe.failed"; }
-    if words=$(built sdpa.cu "$kind" "$knobs" "$exe"); then
-      awk -F'|' -v build="$kind|$knobs" '$1 "|" $2 == build { print $3 }' "$work/clean.txt" | sort -u |
+    if words=$(built sdpa.cu "$kind" "$knobs" "$program" "$exe"); then
+      awk -F'|' -v build="$kind|$knobs" -v program="$program" \
+        '$1 "|" $2 == build && ($3 == "@contract") == (program != "") { print $3 }' "$work/clean.txt" | sort -u |
         while read -r options; do
           found=$(outcome "$exe" "$options")
           [ "$found" = nothing ] || failed "$options" "$found"

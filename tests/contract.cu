@@ -1,0 +1,310 @@
+// What sdpa_forward promises besides the right numbers, on the CPU backend: what it refuses and how, where
+// its errors go, how many CTAs it launches, and that host threads and devices do not get into each other's
+// way. Built for one line of each kind.
+#define SDPA_NO_MAIN
+#ifndef SDPA_SOURCE
+#define SDPA_SOURCE "../sdpa.cu"
+#endif
+#include SDPA_SOURCE
+
+#include <string>
+#include <thread>
+#include <vector>
+
+#include "../reference.cpp"
+#include "expect.h"
+
+using namespace SDPA_NAMESPACE;
+using std::string;
+using std::vector;
+
+// A problem with its tensors on the current device, contiguous as [B,H,S,D].
+class Attention {
+ public:
+  SdpaParams p{};
+
+  Attention(int B, int Hq, int Hkv, int Sq, int Sk, Causal causal = Causal::off, uint32_t seed = 1) {
+    constexpr int D = Build::head_dim;
+    p.B = B, p.Hq = Hq, p.Hkv = Hkv, p.Sq = Sq, p.Sk = Sk, p.D = D, p.causal = causal;
+    p.q = p.o = {int64_t(Hq) * Sq * D, int64_t(Sq) * D, D};
+    p.k = p.v = {int64_t(Hkv) * Sk * D, int64_t(Sk) * D, D};
+    o_elements_ = size_t(B) * Hq * Sq * D;
+    p.Q = input(q_, o_elements_, seed);
+    p.K = input(k_, size_t(B) * Hkv * Sk * D, seed + 1);
+    p.V = input(v_, k_.size(), seed + 2);
+    p.O = allocate<Element>(o_elements_);
+    p.LSE = allocate<float>(o_elements_ / D);
+    const size_t bytes = sdpa_workspace_bytes(p);
+    p.workspace = allocate<unsigned char>(bytes);
+    cudaMemset(p.workspace, 0, bytes);
+  }
+  ~Attention() {
+    for (void* pointer : memory_) cudaFree(pointer);
+  }
+  Attention(const Attention&) = delete;
+  Attention& operator=(const Attention&) = delete;
+
+  // Poisons the outputs, launches and waits. Empty, or the sentence of the status.
+  string forward() const { return forward(p); }
+  string forward(const SdpaParams& changed) const {
+    cudaMemset(p.O, 0xff, o_elements_ * sizeof(Element));
+    cudaMemset(p.LSE, 0xff, o_elements_ / p.D * sizeof(float));
+    const SdpaStatus status = sdpa_forward(changed, /*stream=*/0);
+    cudaDeviceSynchronize();
+    return status.text;
+  }
+  // True if O and LSE are those of the reference.
+  bool is_right() const {
+    const auto mask = p.causal == Causal::bottom_right ? reference::Mask::bottom_right
+                      : p.causal == Causal::top_left   ? reference::Mask::top_left
+                                                       : reference::Mask::none;
+    const reference::Problem problem{p.B, p.Hq, p.Hkv, p.Sq, p.Sk, p.D, mask,
+                                     1 / std::sqrt(double(p.D)), q_.data(), k_.data(), v_.data()};
+    vector<Element> O(o_elements_);
+    vector<float> LSE(o_elements_ / p.D);
+    cudaMemcpy(O.data(), p.O, O.size() * sizeof(Element), cudaMemcpyDeviceToHost);
+    cudaMemcpy(LSE.data(), p.LSE, LSE.size() * sizeof(float), cudaMemcpyDeviceToHost);
+    const double limit = Build::is_bf16 ? 2e-2 : 2e-3;
+    for (size_t row = 0; row < LSE.size(); row++) {
+      const int q = int(row % p.Sq), h = int(row / p.Sq % p.Hq), b = int(row / p.Sq / p.Hq);
+      const reference::Result want = reference::attend(problem, {b, h, q});
+      if (LSE[row] != want.LSE && !(std::fabs(LSE[row] - want.LSE) <= limit)) return false;
+      for (int d = 0; d < p.D; d++) {
+        if (!(std::fabs(to_float(O[row * p.D + d]) - want.O[d]) <= limit)) return false;
+      }
+    }
+    return true;
+  }
+
+ private:
+  template <class T> T* allocate(size_t count) {
+    T* pointer = nullptr;
+    cudaMalloc(&pointer, count * sizeof(T) + 1);
+    memory_.push_back(pointer);
+    return pointer;
+  }
+  // Numbers from -2 to 2, on the device and, rounded alike, in `host`.
+  const Element* input(vector<float>& host, size_t elements, uint32_t seed) {
+    vector<Element> x(elements);
+    host.resize(elements);
+    for (size_t i = 0; i < elements; i++) {
+      uint32_t h = (uint32_t(i) + 77 * seed) * 2654435761u;
+      h = (h ^ h >> 15) * 0x85ebca6bu;
+      x[i] = to_element(float(h >> 8 & 0xffff) / 16384 - 2);
+      host[i] = to_float(x[i]);
+    }
+    Element* const pointer = allocate<Element>(elements);
+    cudaMemcpy(pointer, x.data(), elements * sizeof(Element), cudaMemcpyHostToDevice);
+    return pointer;
+  }
+
+  vector<void*> memory_;
+  vector<float> q_, k_, v_;
+  size_t o_elements_;
+};
+
+static bool begins(const string& text, const char* words) { return text.find(words) == 0; }
+static bool contains(const string& text, const char* words) {
+  return text.find(words) != string::npos;
+}
+
+template <class T> static T* moved(T* pointer, int bytes) {
+  return reinterpret_cast<T*>(reinterpret_cast<uintptr_t>(pointer) + bytes);
+}
+
+static void test_pointers() {
+  const Attention a(1, 2, 1, 40, 30);
+  EXPECT(a.forward() == "" && a.is_right());
+  const auto refusal = [&](const auto& change) {
+    SdpaParams p = a.p;
+    change(p);
+    return a.forward(p);
+  };
+  EXPECT(refusal([](SdpaParams& p) { p.Q = nullptr; }) == "Q is a null pointer");
+  EXPECT(refusal([](SdpaParams& p) { p.K = nullptr; }) == "K is a null pointer");
+  EXPECT(refusal([](SdpaParams& p) { p.V = nullptr; }) == "V is a null pointer");
+  EXPECT(refusal([](SdpaParams& p) { p.O = nullptr; }) == "O is a null pointer");
+  constexpr int element = sizeof(Element), vec = Build::vec_width;
+  for (int bytes = element / 2; bytes < vec * element; bytes *= 2) {
+    EXPECT(begins(refusal([&](SdpaParams& p) { p.Q = moved(p.Q, bytes); }), "Q is not aligned to"));
+    EXPECT(begins(refusal([&](SdpaParams& p) { p.K = moved(p.K, bytes); }), "K is not aligned to"));
+    EXPECT(begins(refusal([&](SdpaParams& p) { p.V = moved(p.V, bytes); }), "V is not aligned to"));
+    EXPECT(begins(refusal([&](SdpaParams& p) { p.O = moved(p.O, bytes); }), "O is not aligned to"));
+  }
+  for (int bytes = 1; bytes < 4; bytes++) {
+    EXPECT(refusal([&](SdpaParams& p) { p.LSE = moved(p.LSE, bytes); }) ==
+           "LSE is not aligned to 4 bytes");
+  }
+  if (sdpa_workspace_bytes(a.p)) {
+    EXPECT(begins(refusal([](SdpaParams& p) { p.workspace = nullptr; }), "workspace is null"));
+    for (int bytes = 1; bytes < int(WORKSPACE_ALIGNMENT); bytes *= 2) {
+      EXPECT(begins(refusal([&](SdpaParams& p) {
+                      p.workspace = moved(static_cast<char*>(p.workspace), bytes);
+                    }),
+                    "workspace is not aligned to"));
+    }
+  }
+  // LSE is not wanted: nothing is written where it would be.
+  SdpaParams p = a.p;
+  p.LSE = nullptr;
+  EXPECT(a.forward(p) == "" && !a.is_right());
+  EXPECT(a.forward() == "" && a.is_right());
+}
+
+// Strides of dimensions of size 1 may hold anything.
+static void test_idle_strides() {
+  const int64_t anything[] = {1, 12345677, -3, int64_t(1) << 62, -(int64_t(1) << 62)};
+  const int shapes[][2] = {{40, 30}, {1, 30}, {40, 1}, {1, 1}};
+  for (const auto& shape : shapes) {
+    const Attention a(1, 1, 1, shape[0], shape[1]);
+    for (int64_t x : anything) {
+      SdpaParams p = a.p;
+      for (Strides* s : {&p.q, &p.k, &p.v, &p.o}) s->batch = s->head = x;
+      if (p.Sq == 1) p.q.row = p.o.row = x;
+      if (p.Sk == 1) p.k.row = p.v.row = x;
+      EXPECT(a.forward(p) == "" && a.is_right());
+    }
+  }
+}
+
+static void test_no_keys() {
+  const Attention a(1, 2, 1, 40, 0);
+  SdpaParams p = a.p;
+  p.K = p.V = nullptr;
+  EXPECT(a.forward(p) == "" && a.is_right());
+}
+
+// max_ctas as seen in the grid: as many CTAs, in whole clusters, and none fewer.
+static void test_max_ctas() {
+  if (!Build::use_persistent_cta) return;
+  constexpr int cluster = Build::cluster_size;
+  const Attention a(2, 2, 1, 3 * Build::item_rows, 30);
+  SdpaParams p = a.p;
+  EXPECT(a.forward(p) == "" && a.is_right());
+  const unsigned resident = simt::last_launch().grid_dim.x;
+  for (int ctas : {1, 2, 3, 1000}) {
+    p.max_ctas = ctas;
+    EXPECT(a.forward(p) == "" && a.is_right());
+    const unsigned asked = unsigned((ctas + cluster - 1) / cluster * cluster);
+    EXPECT(simt::last_launch().grid_dim.x == std::min(asked, resident));
+  }
+}
+
+// Host threads that call at once with different tensors each get their own result.
+static void test_host_threads() {
+  std::atomic<int> right{0};
+  const auto work = [&](uint32_t seed) {
+    const Attention first(1, 1, 1, 40, 30, Causal::off, seed);
+    const Attention second(1, 2, 1, 20, 50, Causal::off, seed + 10);
+    for (int n = 0; n < 3; n++) {
+      for (const Attention* a : {&first, &second}) right += a->forward() == "" && a->is_right();
+    }
+  };
+  std::thread one(work, 100), other(work, 200);
+  one.join(), other.join();
+  EXPECT(right == 12);
+}
+
+static void test_devices() {
+  for (int device : {0, 1, 0, 1}) {
+    EXPECT(cudaSetDevice(device) == cudaSuccess);
+    const Attention a(1, 3, 1, 40, 70, Causal::bottom_right);
+    EXPECT(a.forward() == "" && a.is_right());
+    EXPECT(simt::last_launch().device == device);
+  }
+  cudaSetDevice(0);
+}
+
+// Errors are told by the status, and by nothing else.
+static void test_errors() {
+  const Attention a(1, 1, 1, 40, 30);
+  const auto failing = [&](const char* call, int error, int successes = 0) {
+    simt::fail_next(call, error, successes);
+    const string text = a.forward();
+    EXPECT(a.forward() == "" && a.is_right());  // it is not remembered
+    return text;
+  };
+  const char* const set_attribute = "cudaFuncSetAttribute";
+  EXPECT(begins(failing(set_attribute, cudaErrorInvalidValue), "this GPU cannot run this build ("));
+  EXPECT(cudaPeekAtLastError() == cudaSuccess);
+  EXPECT(begins(failing(set_attribute, cudaErrorLaunchFailure), "an earlier call or kernel of this"));
+  if (Build::use_persistent_cta) {
+    EXPECT(begins(failing("cudaOccupancyMaxActiveBlocksPerMultiprocessor", cudaErrorInvalidValue),
+                  "asking for the GPU's occupancy failed"));
+    EXPECT(cudaPeekAtLastError() == cudaSuccess);
+  }
+  if (is_cublas) {
+    EXPECT(contains(failing("cublasGemmStridedBatchedEx_64", 13), "cuBLAS failed at Q @ K.T: "));
+    EXPECT(contains(failing("cublasGemmStridedBatchedEx_64", 13, 1), "cuBLAS failed at P @ V"));
+  }
+  // What the caller left behind is still there, whether the call succeeds or not.
+  EXPECT(cudaSetDevice(99) == cudaErrorInvalidDevice);
+  EXPECT(a.forward() == "" && cudaPeekAtLastError() == cudaErrorInvalidDevice);
+  simt::fail_next(set_attribute, cudaErrorInvalidValue);
+  EXPECT(a.forward() != "" && cudaPeekAtLastError() != cudaSuccess);
+  cudaGetLastError();
+
+  // What a host thread looks up at its first call is looked up again if that failed.
+  const auto first_call_failing = [](const char* call, int error) {
+    string text;
+    std::thread([&] {
+      const Attention b(1, 1, 1, 40, 30);
+      simt::fail_next(call, error);
+      text = b.forward();
+      EXPECT(cudaPeekAtLastError() == cudaSuccess);
+      EXPECT(b.forward() == "" && b.is_right());
+      cudaSetDevice(1);  // a handle of cuBLAS is destroyed once
+      const Attention c(1, 1, 1, 40, 30);
+      EXPECT(c.forward() == "" && c.is_right());
+    }).join();
+    return text;
+  };
+  if (is_wgmma) {
+    EXPECT(begins(first_call_failing("cudaGetDriverEntryPoint", cudaErrorInsufficientDriver),
+                  "the driver makes no tensor map of Q: "));
+  }
+  if (is_cublas) {
+    EXPECT(begins(first_call_failing("cublasCreate", 1), "cuBLAS failed at Q @ K.T: "));
+    EXPECT(cudaSetDevice(0) == cudaSuccess && a.forward() == "");
+    simt::fail_next("cublasCreate", 1);
+    cudaSetDevice(1);
+    const Attention b(1, 1, 1, 40, 30);
+    EXPECT(begins(b.forward(), "cuBLAS failed at Q @ K.T: "));  // after the old handle has gone
+    EXPECT(b.forward() == "" && b.is_right());
+    cudaSetDevice(0);
+  }
+}
+
+// Sizes at which 32 bits end.
+static void test_sizes() {
+  const Attention a(1, 1, 1, 40, 30);
+  SdpaParams p = a.p;
+  p.Sq = p.Sk = 1 << 30, p.causal = Causal::bottom_right;
+  EXPECT(kernel_facts(p).threads > 0);  // chosen without overflow
+  p = a.p, p.scale = 3e38f;
+  EXPECT(begins(a.forward(p), "scale=3e+38 times log2(e) is no float"));
+  p = a.p, p.B = 1 << 15, p.Hq = p.Hkv = 1 << 12;
+  p.Sq = 16 * 512;  // 2^31 items or more
+  EXPECT(contains(a.forward(p), " tiles; split the batch"));
+  p.Sq = 8 * FirstBuild::item_rows;  // 2^30 items: of a cluster of two CTAs too many for one grid
+  if (FirstBuild::cluster_size > 1 && !FirstBuild::use_persistent_cta) {
+    EXPECT(contains(a.forward(p), " is over 1073741823 tiles; split the batch"));
+  }
+  if (is_cublas) {  // 2^34 rows, a warp each
+    p.B = 1 << 12, p.Hq = p.Hkv = 1 << 10, p.Sq = 1 << 12;
+    EXPECT(contains(a.forward(p), " is over 2^31-1 CTAs; split the batch"));
+  }
+}
+
+int main() {
+  test_pointers();
+  test_idle_strides();
+  test_no_keys();
+  test_max_ctas();
+  test_devices();
+  test_errors();
+  test_sizes();
+  test_host_threads();
+  printf("%d checks, %d failed\n", checks, failures);
+  return failures != 0;
+}
