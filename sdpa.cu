@@ -4029,11 +4029,12 @@ struct KernelFacts {
   const void* kernel;
   int threads;
   size_t shared_bytes;
+  int item_rows;  // query rows of a work item
 };
 
 template <class B> KernelFacts facts() {
   return {forward<B>, reinterpret_cast<const void*>(+KernelOf<B, B::family>::kernel), B::threads,
-          shared_bytes<B>};
+          shared_bytes<B>, B::item_rows};
 }
 
 // Of tile number `tile`, which is N or comes after it.
@@ -4426,29 +4427,37 @@ class Comparison {
   string worst_, worst_lse_;
 };
 
-// The rows to compare: all, if that is affordable; otherwise a sample that has the first, last and
-// tile-edge rows of the first and last head, and random rows.
-vector<reference::Row> rows_to_check(const Problem& p, double affordable_macs) {
+// The rows to compare, in order: all, if that is affordable. Otherwise of every work item of
+// `item_rows` rows at least one, chosen by a hash, and of the first and last head the first and last row
+// and those beside the edges of items and of groups of 64 rows.
+vector<reference::Row> rows_to_check(const Problem& p, int item_rows, double affordable_macs) {
   vector<reference::Row> rows;
   const double all = double(p.B) * p.Hq * p.Sq, macs_per_row = 2.0 * p.Sk * Build::head_dim;
-  if (all * macs_per_row <= affordable_macs) {
-    for (int b = 0; b < p.B; b++) {
-      for (int h = 0; h < p.Hq; h++) {
-        for (int q = 0; q < p.Sq; q++) rows.push_back({b, h, q});
+  const double affordable = macs_per_row > 0 ? affordable_macs / macs_per_row : all;
+  const bool sampled = all > affordable;
+  const double items = double(p.B) * p.Hq * ((p.Sq + item_rows - 1) / item_rows);
+  const int wanted_of_item = int(std::max(1.0, affordable / items));
+  for (int b = 0; b < p.B; b++) {
+    for (int h = 0; h < p.Hq; h++) {
+      const bool edges = (b == 0 && h == 0) || (b == p.B - 1 && h == p.Hq - 1);
+      for (int q0 = 0; q0 < p.Sq; q0 += item_rows) {
+        const int end = std::min(q0 + item_rows, p.Sq);
+        vector<int> of_item;
+        if (sampled) {
+          for (int n = 0; n < wanted_of_item; n++) {
+            const uint64_t place = (uint64_t(b) * p.Hq + h) * p.Sq + q0;
+            of_item.push_back(q0 + int(mix(mix(mix(p.seed + 55) + place) + n) % (end - q0)));
+          }
+        }
+        for (int q = q0; q < end; q++) {
+          const bool at_edge = q == q0 || q == end - 1 || q % 64 == 0 || q % 64 == 63;
+          if (!sampled || (edges && at_edge)) of_item.push_back(q);
+        }
+        std::sort(of_item.begin(), of_item.end());
+        of_item.erase(std::unique(of_item.begin(), of_item.end()), of_item.end());
+        for (int q : of_item) rows.push_back({b, h, q});
       }
     }
-    return rows;
-  }
-  const int M = Build::block_m, last_tile = (p.Sq - 1) / M * M;
-  for (int q : {0, 1, M - 1, M, M + 1, last_tile - 1, last_tile, p.Sq - 1}) {
-    if (q < 0 || q >= p.Sq) continue;
-    rows.push_back({0, 0, q});
-    rows.push_back({p.B - 1, p.Hq - 1, q});
-  }
-  const size_t wanted = size_t(std::max(64.0, affordable_macs / macs_per_row));
-  for (uint64_t n = 0; rows.size() < wanted; n++) {
-    const uint64_t r = mix(mix(p.seed + 55) + n);
-    rows.push_back({int(r % p.B), int((r >> 16) % p.Hq), int((r >> 32) % p.Sq)});
   }
   return rows;
 }
@@ -4566,7 +4575,7 @@ class Instance {
     for (size_t i = 0; i < o_bits_.size(); i++) {
       if (o_bits_[i] == 0xffff) return string("O") + where(i) + " was never written";
     }
-    const vector<reference::Row> rows = rows_to_check(p, 1.5e9);
+    const vector<reference::Row> rows = rows_to_check(p, kernel_facts(params).item_rows, 1.5e9);
     const bool sampled = rows.size() < size_t(p.B) * p.Hq * p.Sq;
     for (size_t i = 0; sampled && p.dist != "nonfinite" && i < o_bits_.size(); i++) {
       if (!std::isfinite(float_of_element(o_bits_[i]))) {

@@ -5,7 +5,9 @@
 #include "../sdpa.cu"
 #undef main
 
+#include <array>
 #include <mutex>
+#include <set>
 
 #include "expect.h"
 
@@ -180,21 +182,30 @@ static void test_comparison() {
 
 static void test_rows_to_check() {
   Problem p;
-  EXPECT(rows_to_check(p, 1e12).size() == 8 * 512);
-  p.Sq = p.Sk = 100000;
-  const auto rows = rows_to_check(p, 1e9);
-  const auto has = [&](int h, int q) {
+  EXPECT(rows_to_check(p, 384, 1e12).size() == 8 * 512);
+  p.B = 3, p.Sq = 2000, p.Sk = 100000;
+  for (int item_rows : {32, 256, 384, 2048}) {
+    const auto rows = rows_to_check(p, item_rows, 1.0);
+    const int items = (p.Sq + item_rows - 1) / item_rows;
+    std::set<std::array<int, 3>> seen, items_seen;
     for (const auto& row : rows) {
-      if (row.h == h && row.q == q) return true;
+      EXPECT(row.b >= 0 && row.b < 3 && row.h >= 0 && row.h < 8 && row.q >= 0 && row.q < 2000);
+      seen.insert({row.b, row.h, row.q});
+      items_seen.insert({row.b, row.h, row.q / item_rows});
     }
-    return false;
-  };
-  const int M = Build::block_m;
-  for (int h : {0, 7}) {
-    for (int q : {0, M - 1, M, 99999 / M * M, 99999}) EXPECT(has(h, q));
+    EXPECT(seen.size() == rows.size() && int(items_seen.size()) == 3 * 8 * items);
+    for (int q = 0; q < 2000; q++) {
+      const int r = q % item_rows;
+      if (q == 0 || q == 1999 || r == 0 || r == item_rows - 1 || q % 64 == 0 || q % 64 == 63) {
+        EXPECT(seen.count({0, 0, q}) && seen.count({2, 7, q}));
+      }
+    }
+    EXPECT(int(rows.size()) <= 3 * 8 * items + 2 * (2 * items + 2 * 32 + 1));
   }
-  EXPECT(rows.size() >= 64);
-  for (const auto& row : rows) EXPECT(row.h < 8 && row.q < 100000 && row.b == 0);
+  EXPECT(rows_to_check(p, 256, 5e9).size() >= 300);  // 390 rows, less those drawn twice
+  // README's largest problem, 2.2e12 FLOP, takes 16 cores half a second.
+  p.B = 1, p.Hq = p.Hkv = 32, p.Sq = p.Sk = 16384;
+  EXPECT(double(rows_to_check(p, 256, 1.5e9).size()) * p.Sk * 64 * 2 < 7e9);
 }
 
 static Options parse(std::vector<std::string> args) { return parse_options(args); }
