@@ -208,6 +208,42 @@ static void test_rows_to_check() {
   EXPECT(double(rows_to_check(p, 256, 1.5e9).size()) * p.Sk * 64 * 2 < 7e9);
 }
 
+// The witness, which checks run on a GPU alone, against the reference.
+static void test_witness() {
+  constexpr int D = Build::head_dim;
+  struct Case { const char *shape, *layout, *dist; Causal causal; float scale; };
+  const Case cases[] = {{"1,1,1,40,70", "bhsd", "normal", Causal::off, 0},
+                        {"2,4,2,33,31", "packed", "outliers", Causal::bottom_right, 0.2f},
+                        {"1,6,2,31,65", "padded", "normal", Causal::top_left, 0},
+                        {"1,2,1,70,20", "bshd", "large", Causal::bottom_right, 0},
+                        {"1,2,1,3,0", "bhsd", "normal", Causal::off, 0}};
+  for (const Case& c : cases) {
+    Problem p;
+    std::string error;
+    EXPECT(parse_shape(c.shape, p, error));
+    p.layout = c.layout, p.dist = c.dist, p.causal = c.causal, p.scale = c.scale;
+    Instance instance(p);
+    instance.set_inputs(3);
+    const auto Q = make_input(instance.problem, Tensor::Q), K = make_input(instance.problem, Tensor::K);
+    const auto V = make_input(instance.problem, Tensor::V);
+    const auto rows = rows_to_check(p, 32, 1e12);
+    const auto want = reference::attend(
+        reference_problem(p, Q.data(), K.data(), V.data()), rows);
+    const int heads = p.B * p.Hq, first = heads / 2;  // the second half alone
+    std::vector<float> O(size_t(heads - first) * p.Sq * D), LSE(size_t(heads - first) * p.Sq);
+    launch_witness(instance.params, first, heads - first, O.data(), LSE.data());
+    Comparison comparison;
+    for (size_t i = size_t(first) * p.Sq; i < rows.size(); i++) {
+      const size_t row = i - size_t(first) * p.Sq;
+      comparison.add(rows[i], want[i], &O[row * D], LSE[row]);
+    }
+    const double limit = std::string(c.dist) == "large" ? 1e-4 : 2e-6;
+    const std::string trouble = comparison.verdict({limit, limit, limit});
+    EXPECT(trouble == "");
+    if (trouble != "") fprintf(stderr, "%s %s: %s\n", c.shape, c.dist, trouble.c_str());
+  }
+}
+
 static Options parse(std::vector<std::string> args) { return parse_options(args); }
 
 static void test_command_line() {
@@ -420,6 +456,7 @@ int main() {
   test_reference();
   test_comparison();
   test_rows_to_check();
+  test_witness();
   test_command_line();
   test_percentile();
   test_preconditions();
