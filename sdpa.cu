@@ -4371,10 +4371,10 @@ struct WitnessArgs {
   const Element *Q, *K, *V;
   Strides q, k, v;
   int Hq, Hkv, Sq, Sk;
-  int first_head;     // counted over batches: b * Hq + h
-  int diagonal;       // key k is visible to query q if k - q <= diagonal
+  int first_head;  // counted over batches: b * Hq + h
+  int diagonal;    // key k is visible to query q if k - q <= diagonal
   float scale;
-  float *O, *LSE;     // [heads,Sq,D] and [heads,Sq] from first_head on
+  float *O, *LSE;  // [heads,Sq,D] and [heads,Sq] from first_head on
 };
 
 struct WitnessShared {
@@ -4506,7 +4506,7 @@ void launch_witness(const SdpaParams& p, int first, int heads, float* O, float* 
                        : p.causal == Causal::bottom_right ? p.Sk - p.Sq
                                                           : 0;
   const float scale = p.scale == 0 ? float(1 / std::sqrt(double(Build::head_dim))) : p.scale;
-  const WitnessArgs args{p.Q,  p.K,  p.V,  p.q,      p.k,   p.v, p.Hq, p.Hkv,
+  const WitnessArgs args{p.Q,  p.K,  p.V,   p.q,      p.k,   p.v, p.Hq, p.Hkv,
                          p.Sq, p.Sk, first, diagonal, scale, O,   LSE};
   require(cudaFuncSetAttribute(witness, cudaFuncAttributeMaxDynamicSharedMemorySize,
                                int(sizeof(WitnessShared))),
@@ -4529,6 +4529,21 @@ struct Tolerance {
 constexpr Tolerance tolerance =
     Build::is_bf16 ? Tolerance{8e-3, 8e-3, 1e-3} : Tolerance{1e-3, 1e-3, 1e-3};
 
+// Of the sum of (|got| - |ref|) over O, in units of the last place: an O that is truncated, not rounded,
+// has -0.5. Judged from so many rows and elements on, since the errors of a row go together: the
+// rounding of its few weights is in all of them.
+constexpr double bias_limit = 0.25;
+constexpr long bias_rows = 32, bias_elements = 256;
+
+// A unit in the last place of an Element like x; 0 where that is not a normal number.
+inline double ulp(double x) {
+  constexpr int mantissa_bits = Build::is_bf16 ? 7 : 10;
+  constexpr double smallest = Build::is_bf16 ? 0x1p-126 : 0x1p-14,
+                   largest = Build::is_bf16 ? 0x1p127 : 65504;
+  x = std::fabs(x);
+  return x >= smallest && x <= largest ? std::ldexp(1.0, std::ilogb(x) - mantissa_bits) : 0;
+}
+
 // Collects rows of results and compares them with what they must be. Every comparison is written so
 // that NaN fails.
 class Comparison {
@@ -4549,6 +4564,10 @@ class Comparison {
       if (std::isnan(got) && open && open[d]) continue;
       const double err = distance(ref, got);
       squares_err_ += err * err;
+      const double unit = ulp(ref);
+      if (unit > 0 && std::isfinite(got)) {
+        signed_err_ += std::fabs(got) - std::fabs(ref), units_ += unit, bias_elements_++;
+      }
       if (std::isfinite(ref)) {
         squares_ref_ += ref * ref;
         max_ref_ = std::max(max_ref_, std::fabs(ref));
@@ -4571,6 +4590,8 @@ class Comparison {
   void merge(const Comparison& other) {  // which has other rows
     rows += other.rows;
     squares_err_ += other.squares_err_, squares_ref_ += other.squares_ref_;
+    signed_err_ += other.signed_err_, units_ += other.units_;
+    bias_elements_ += other.bias_elements_;
     max_ref_ = std::max(max_ref_, other.max_ref_), max_lse_ = std::max(max_lse_, other.max_lse_);
     if (!(other.max_abs_err <= max_abs_err)) {
       max_abs_err = other.max_abs_err, worst_ = other.worst_;
@@ -4579,6 +4600,9 @@ class Comparison {
   }
 
   double largest_lse() const { return max_lse_; }
+
+  // Mean signed error of O in units of the last place, each element by the size of its unit.
+  double bias() const { return units_ > 0 ? signed_err_ / units_ : 0; }
 
   // Empty, or a sentence with the worst element and the limit that it broke.
   string verdict(const Tolerance& tol) {
@@ -4590,6 +4614,12 @@ class Comparison {
       return format("rel_rms=%.3g tol=%.3g; worst ", rel_rms, tol.rel_rms) + worst_;
     }
     if (!(lse_err <= lse_limit)) return worst_lse_ + format(" tol=%.3g", lse_limit);
+    if (rows >= bias_rows && bias_elements_ >= bias_elements &&
+        !(std::fabs(bias()) <= bias_limit)) {
+      return format(
+          "O is not rounded to nearest: its mean error is %.3g units of the last place, tol=%.3g",
+          bias(), bias_limit);
+    }
     return "";
   }
 
@@ -4603,6 +4633,8 @@ class Comparison {
   }
 
   double squares_err_ = 0, squares_ref_ = 0, max_ref_ = 0, max_lse_ = 0;
+  double signed_err_ = 0, units_ = 0;
+  long bias_elements_ = 0;
   string worst_, worst_lse_;
 };
 
@@ -4770,8 +4802,7 @@ class Instance {
         return string("LSE") + where(row * Build::head_dim) + " was never written";
       }
     }
-    const vector<reference::Row> rows =
-        rows_to_check(p, kernel_facts(params).item_rows, 1.5e9);
+    const vector<reference::Row> rows = rows_to_check(p, kernel_facts(params).item_rows, 1.5e9);
     const vector<reference::Result> want =
         reference::attend(reference_problem(p, q_.data(), k_.data(), v_.data()), rows);
     Comparison comparison;
@@ -4789,7 +4820,8 @@ class Instance {
     constexpr size_t D = Build::head_dim;
     const size_t S = problem.Sq, heads = size_t(problem.B) * problem.Hq;
     const size_t most_heads = std::min(heads, std::max<size_t>(1, (size_t(1) << 26) / (S * D)));
-    const DeviceBytes O_g(most_heads * S * D * sizeof(float)), LSE_g(most_heads * S * sizeof(float));
+    const DeviceBytes O_g(most_heads * S * D * sizeof(float)),
+        LSE_g(most_heads * S * sizeof(float));
     vector<float> O(most_heads * S * D), LSE(most_heads * S);
     Comparison with_reference, with_witness;
     size_t next = 0;  // of the sample, which is in order

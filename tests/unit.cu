@@ -180,6 +180,33 @@ static void test_comparison() {
   EXPECT(std::isnan(float_of(~0u)));
 }
 
+// What rounds O: to nearest passes, towards zero or away from it does not, from 32 rows on.
+static void test_rounding() {
+  EXPECT(ulp(1.0) == 0x1p-10 && ulp(-1.99) == 0x1p-10 && ulp(0.5) == 0x1p-11);
+  EXPECT(ulp(0) == 0 && ulp(0x1p-15) == 0 && ulp(1e6) == 0 && ulp(NAN) == 0 && ulp(INFINITY) == 0);
+  const auto judged = [](int rows, int direction) {
+    Comparison c;
+    for (int q = 0; q < rows; q++) {
+      std::vector<double> ref(64);
+      std::vector<float> got(64);
+      for (int d = 0; d < 64; d++) {
+        ref[d] = normal(q, Tensor::V, d) / 8;
+        got[d] = to_float(to_element(float(ref[d])));
+        const double unit = std::copysign(ulp(ref[d]), ref[d]);
+        const bool inward = std::fabs(got[d]) < std::fabs(ref[d]);
+        if (direction > 0 && inward) got[d] += float(unit);
+        if (direction < 0 && !inward) got[d] -= float(unit);
+      }
+      c.add({0, 0, q}, {ref, 0, std::vector<char>(64)}, got.data(), 0);
+    }
+    return c.verdict(tolerance);
+  };
+  EXPECT(judged(32, 0) == "" && judged(400, 0) == "");
+  EXPECT(judged(32, -1).find("O is not rounded to nearest: its mean error is -0.") == 0);
+  EXPECT(judged(32, 1).find("O is not rounded to nearest: its mean error is 0.") == 0);
+  EXPECT(judged(31, -1) == "");
+}
+
 static void test_rows_to_check() {
   Problem p;
   EXPECT(rows_to_check(p, 384, 1e12).size() == 8 * 512);
@@ -455,6 +482,7 @@ int main() {
   test_inputs();
   test_reference();
   test_comparison();
+  test_rounding();
   test_rows_to_check();
   test_witness();
   test_command_line();
