@@ -4231,8 +4231,11 @@ vector<float> make_input(const Problem& p, Tensor tensor) {
 
 struct Placement {
   Strides strides;
-  int64_t first = 0;          // element (0,0,0,0)
-  int64_t slab_elements = 0;  // one batch, gaps included; batches follow at strides.batch
+  int64_t first = 0;  // element (0,0,0,0), counted from the lowest one
+  double span = 0;    // elements from the lowest to the highest; a problem may pass any integer
+  // The rows of [B,H,S] are stored in pieces of so many rows and so many elements. What lies between
+  // pieces, in layouts that are far apart, is gigabytes that nobody touches.
+  int64_t piece_rows = 1, piece_span = Build::head_dim;
 };
 
 // packed: Q, K and V as views of [B,S,Hq+2Hkv,D]. padded: rows and heads VEC_WIDTH apart, the least
@@ -4240,120 +4243,146 @@ struct Placement {
 Placement place(const Problem& p, char tensor) {  // tensor: 'Q', 'K', 'V' or 'O'
   const bool of_query = tensor == 'Q' || tensor == 'O';
   const int64_t D = Build::head_dim, H = of_query ? p.Hq : p.Hkv, S = of_query ? p.Sq : p.Sk;
-  const int64_t pad = Build::vec_width;
+  const int64_t pad = Build::vec_width, far = int64_t(1) << 31;
   Placement at;
+  int together = 3;  // of row, head and batch: the dimensions inside a piece
   if (p.layout == "bshd" || (p.layout == "packed" && tensor == 'O')) {
     at.strides = {S * H * D, D, H * D};
   } else if (p.layout == "packed") {
     const int64_t row = (p.Hq + 2 * int64_t(p.Hkv)) * D;
     at.strides = {S * row, D, row};
-    at.first = tensor == 'Q' ? 0 : tensor == 'K' ? p.Hq * D : (p.Hq + p.Hkv) * D;
   } else if (p.layout == "padded") {
     at.strides = {H * (S * (D + pad) + pad) + pad, S * (D + pad) + pad, D + pad};
   } else {
     at.strides = {H * S * D, S * D, D};
   }
-  at.slab_elements = at.strides.batch;
-  if (p.layout == "far") at.strides.batch += int64_t(1) << 31;
+  if (p.layout == "far") at.strides.batch += far, together = 2;
+
+  const struct {
+    int64_t size, stride;
+  } dims[] = {{S, at.strides.row}, {H, at.strides.head}, {p.B, at.strides.batch}};
+  at.span = double(D);
+  for (int i = 0; i < 3; i++) {
+    if (dims[i].size == 0) {  // no element
+      at.first = 0, at.span = 0, at.piece_rows = 0, at.piece_span = 0;
+      break;
+    }
+    const int64_t steps = dims[i].size - 1, stride = dims[i].stride;
+    at.span += double(steps) * double(std::abs(stride));
+    if (stride < 0) at.first -= steps * stride;
+    if (i < together) at.piece_rows *= dims[i].size, at.piece_span += steps * std::abs(stride);
+  }
   return at;
 }
 
-constexpr int64_t GUARD = 256;  // elements before and after a tensor that nobody may touch
+constexpr int64_t GUARD = 256;  // elements before and after a piece that nobody may touch
 
-// A tensor in device memory between guards, all bytes 0xff (a NaN) but for what upload() puts in.
+// A tensor in device memory. Guards, and gaps between rows, hold 0xff bytes (a NaN).
 class DeviceTensor {
  public:
-  DeviceTensor(const Problem& p, char name) : at(place(p, name)), name_(name), B_(p.B) {
+  DeviceTensor(const Problem& p, char name) : at(place(p, name)), name_(name) {
     H_ = name == 'Q' || name == 'O' ? p.Hq : p.Hkv;
     S_ = name == 'Q' || name == 'O' ? p.Sq : p.Sk;
+    rows_ = at.piece_rows ? p.B * H_ * S_ : 0;
   }
   ~DeviceTensor() { cudaFree(base_); }
   DeviceTensor(const DeviceTensor&) = delete;
   DeviceTensor& operator=(const DeviceTensor&) = delete;
 
-  double bytes() const {  // in double: a problem may be larger than any integer
-    const double batches = B_ ? (B_ - 1) * double(at.strides.batch) + double(at.slab_elements) : 0;
-    return (2 * GUARD + batches) * sizeof(Element);
-  }
+  double bytes() const { return (2 * GUARD + at.span) * sizeof(Element); }
   Element* data() const { return base_ + GUARD + at.first; }
   void allocate() {
     require(cudaMalloc(&base_, size_t(bytes())), "allocating a tensor on the GPU");
   }
-  void poison() {  // batch by batch, since "far" ones have gigabytes between them
-    const auto fill = [&](int64_t first, int64_t elements) {
-      require(cudaMemset(base_ + first, 0xff, elements * sizeof(Element)), "poisoning a tensor");
-    };
-    fill(0, GUARD);
-    fill(int64_t(bytes()) / int64_t(sizeof(Element)) - GUARD, GUARD);
-    for (int64_t b = 0; b < B_; b++) fill(GUARD + b * at.strides.batch, at.slab_elements);
+  void poison() {
+    for (int64_t row = 0; row < end(); row += step()) {
+      require(cudaMemset(base_ + start(row), 0xff, piece_elements() * sizeof(Element)),
+              "poisoning a tensor");
+    }
   }
 
-  void upload(const vector<float>& x) {  // x [B,H,S,D]
-    poison();
-    for (int64_t b = 0; b < B_ && at.slab_elements; b++) {
-      vector<Element> slab(at.slab_elements);
-      memset(static_cast<void*>(slab.data()), 0xff, slab.size() * sizeof(Element));
-      for_each_row(b, [&](int64_t row, int64_t offset) {
-        for (int d = 0; d < Build::head_dim; d++) {
-          slab[offset + d] = to_element(x[row * Build::head_dim + d]);
-        }
-      });
-      require(cudaMemcpy(base_ + GUARD + b * at.strides.batch, slab.data(),
-                         slab.size() * sizeof(Element), cudaMemcpyHostToDevice),
+  void upload(vector<uint16_t> x) {  // the bits of [B,H,S,D]
+    held_ = std::move(x);
+    for (int64_t row = 0; row < end(); row += step()) {
+      const vector<uint16_t> piece = image(row, held_);
+      require(cudaMemcpy(base_ + start(row), piece.data(), piece.size() * sizeof(Element),
+                         cudaMemcpyHostToDevice),
               "copying an input to the GPU");
     }
   }
 
-  // The tensor as the bits of [B,H,S,D]. Sets `trouble` to a sentence if a guard or a gap between
-  // rows no longer holds what poison() put there.
+  // The bits of [B,H,S,D]. Sets `trouble` to a sentence if something else was written.
   vector<uint16_t> download(string& trouble) const {
-    vector<uint16_t> x(size_t(B_) * H_ * S_ * Build::head_dim);
-    for (int64_t b = 0; b < B_; b++) {
-      vector<uint16_t> slab(at.slab_elements);
-      fetch(slab, GUARD + b * at.strides.batch);
-      for_each_row(b, [&](int64_t row, int64_t offset) {
-        memcpy(&x[row * Build::head_dim], &slab[offset], Build::head_dim * sizeof(Element));
-        std::fill_n(&slab[offset], Build::head_dim, uint16_t(0xffff));
-      });
-      expect_untouched(slab, "between rows", trouble);
+    vector<uint16_t> x(rows_ * D);
+    for (int64_t row = 0; row < end(); row += step()) {
+      const vector<uint16_t> piece = fetch(row);
+      for_each_row(row,
+                   [&](int64_t r, int64_t offset) { std::copy_n(&piece[offset], D, &x[r * D]); });
+      expect(row, piece, x, trouble);
     }
-    vector<uint16_t> guard(GUARD);
-    fetch(guard, 0);
-    expect_untouched(guard, "before the tensor", trouble);
-    fetch(guard, int64_t(bytes()) / int64_t(sizeof(Element)) - GUARD);
-    expect_untouched(guard, "after the tensor", trouble);
     return x;
+  }
+
+  // Sets `trouble` to a sentence if the tensor, its gaps or guards are not as upload() left them.
+  void expect_unchanged(string& trouble) const {
+    for (int64_t row = 0; row < end(); row += step()) expect(row, fetch(row), held_, trouble);
   }
 
   const Placement at;
 
  private:
-  // visit(row number in [B,H,S], offset of its first element in the slab of batch b)
-  void for_each_row(int64_t b, const std::function<void(int64_t, int64_t)>& visit) const {
-    for (int64_t h = 0; h < H_; h++) {
-      for (int64_t s = 0; s < S_; s++) {
-        visit((b * H_ + h) * S_ + s, at.first + h * at.strides.head + s * at.strides.row);
-      }
+  static constexpr int64_t D = Build::head_dim;
+
+  // Pieces are named by their first row. A tensor without elements has one of guards alone.
+  int64_t step() const { return std::max<int64_t>(1, at.piece_rows); }
+  int64_t end() const { return std::max<int64_t>(1, rows_); }
+  size_t piece_elements() const { return size_t(at.piece_span + 2 * GUARD); }
+  int64_t start(int64_t row) const {  // of the guard before the piece; it is all of it or rises
+    return at.piece_rows == rows_ ? 0 : place_of(row);
+  }
+  int64_t place_of(int64_t row) const {
+    const int64_t b = row / S_ / H_, h = row / S_ % H_, s = row % S_;
+    return at.first + b * at.strides.batch + h * at.strides.head + s * at.strides.row;
+  }
+  // visit(row number in [B,H,S], offset of its first element in the piece)
+  template <class Visit> void for_each_row(int64_t piece, const Visit& visit) const {
+    for (int64_t row = piece; row < piece + at.piece_rows; row++) {
+      visit(row, GUARD + place_of(row) - start(piece));
     }
   }
-  void fetch(vector<uint16_t>& host, int64_t offset) const {
-    require(cudaMemcpy(host.data(), base_ + offset, host.size() * sizeof(Element),
+  vector<uint16_t> image(int64_t piece, const vector<uint16_t>& x) const {
+    vector<uint16_t> elements(piece_elements(), uint16_t(0xffff));
+    for_each_row(piece, [&](int64_t row, int64_t offset) {
+      std::copy_n(&x[row * D], D, &elements[offset]);
+    });
+    return elements;
+  }
+  vector<uint16_t> fetch(int64_t piece) const {
+    vector<uint16_t> elements(piece_elements());
+    require(cudaMemcpy(elements.data(), base_ + start(piece), elements.size() * sizeof(Element),
                        cudaMemcpyDeviceToHost),
-            "copying a result from the GPU");
+            "copying a tensor from the GPU");
+    return elements;
   }
-  void expect_untouched(const vector<uint16_t>& x, const char* where, string& trouble) const {
-    if (!trouble.empty()) return;
-    for (uint16_t bits : x) {
-      if (bits != 0xffff) trouble = format("the kernel wrote %s of %c", where, name_);
-    }
+  void expect(int64_t piece, const vector<uint16_t>& got, const vector<uint16_t>& x,
+              string& trouble) const {
+    const vector<uint16_t> want = image(piece, x);
+    if (got == want || !trouble.empty()) return;
+    const int64_t i = std::mismatch(got.begin(), got.end(), want.begin()).first - got.begin();
+    const char* const where = i < GUARD                    ? "before"
+                              : i >= GUARD + at.piece_span ? "after"
+                              : want[i] == 0xffff          ? "between the rows of"
+                                                           : "into";
+    trouble = format("the kernel wrote %s %c", where, name_);
   }
 
   char name_;
-  int64_t B_, H_, S_;
+  int64_t H_, S_, rows_;
   Element* base_ = nullptr;
+  vector<uint16_t> held_;  // what upload() put in
 };
 
-struct DeviceBytes {  // plain device memory; the kernel's LSE (guarded by the caller) and workspace
+struct DeviceBytes {  // plain device memory
   void* data = nullptr;
   explicit DeviceBytes(size_t bytes) {
     require(cudaMalloc(&data, bytes ? bytes : 1), "allocating memory on the GPU");
@@ -4361,6 +4390,40 @@ struct DeviceBytes {  // plain device memory; the kernel's LSE (guarded by the c
   ~DeviceBytes() { cudaFree(data); }
   DeviceBytes(const DeviceBytes&) = delete;
   DeviceBytes& operator=(const DeviceBytes&) = delete;
+};
+
+// Device memory between guards of 0xff bytes, GUARD of them each.
+class GuardedBytes {
+ public:
+  GuardedBytes(const char* name, size_t bytes, int fill)
+      : name_(name), bytes_(bytes), all_(bytes + 2 * GUARD) {
+    require(cudaMemset(all_.data, 0xff, bytes + 2 * GUARD), "poisoning memory");
+    set(fill);
+  }
+  void* data() const { return static_cast<char*>(all_.data) + GUARD; }
+  void set(int byte) { require(cudaMemset(data(), byte, bytes_), "filling memory on the GPU"); }
+  template <class T> vector<T> download() const { return fetch<T>(GUARD, bytes_); }
+  void expect_guards(string& trouble) const {
+    for (size_t at : {size_t(0), GUARD + bytes_}) {
+      for (unsigned char byte : fetch<unsigned char>(at, GUARD)) {
+        if (byte != 0xff && trouble.empty()) {
+          trouble = format("the kernel wrote %s %s", at ? "after" : "before", name_);
+        }
+      }
+    }
+  }
+
+ private:
+  template <class T> vector<T> fetch(size_t at, size_t bytes) const {
+    vector<T> x(bytes / sizeof(T));
+    require(cudaMemcpy(x.data(), static_cast<char*>(all_.data) + at, bytes, cudaMemcpyDeviceToHost),
+            "copying from the GPU");
+    return x;
+  }
+
+  const char* name_;
+  size_t bytes_;
+  DeviceBytes all_;
 };
 
 // ---- the witness: every row on the GPU by another kernel ----
@@ -4673,6 +4736,15 @@ vector<reference::Row> rows_to_check(const Problem& p, int item_rows, double aff
   return rows;
 }
 
+vector<uint16_t> bits_of_elements(const vector<float>& x) {
+  vector<uint16_t> bits(x.size());
+  for (size_t i = 0; i < x.size(); i++) {
+    const Element e = to_element(x[i]);
+    memcpy(&bits[i], static_cast<const void*>(&e), sizeof e);
+  }
+  return bits;
+}
+
 float float_of_element(uint16_t bits) {
   Element e;
   memcpy(static_cast<void*>(&e), &bits, sizeof e);
@@ -4694,12 +4766,11 @@ struct Figures {  // of checks: the worst errors, and over how many rows
 class Instance {
  public:
   explicit Instance(const Problem& p) : problem(p), Q_(p, 'Q'), K_(p, 'K'), V_(p, 'V'), O_(p, 'O') {
-    const size_t lse_floats = size_t(p.B) * p.Hq * p.Sq;
     size_t free_bytes = 0, total_bytes = 0;
     require(cudaMemGetInfo(&free_bytes, &total_bytes), "asking for free GPU memory");
     const double need = Q_.bytes() + K_.bytes() + V_.bytes() + O_.bytes() + 4.0 * p.B * p.Hq * p.Sq;
-    // Inputs as floats, outputs twice, and one batch in flight.
-    const double host_need = 2 * (Q_.bytes() + K_.bytes() + V_.bytes()) + 4 * O_.bytes();
+    // Inputs as floats and as elements, outputs twice, and of one tensor what it holds and must hold.
+    const double host_need = 3 * (Q_.bytes() + K_.bytes() + V_.bytes()) + 4 * O_.bytes();
     const double host_bytes = double(sysconf(_SC_PHYS_PAGES)) * double(sysconf(_SC_PAGESIZE));
     if (p.layout != "far" && host_need > host_bytes) {
       throw CudaError{format("checking the problem needs %.1f GB of host memory of %.1f GB",
@@ -4710,47 +4781,31 @@ class Instance {
                              need * 1e-9, free_bytes * 1e-9)};
     }
     for (DeviceTensor* t : {&Q_, &K_, &V_, &O_}) t->allocate();
-    lse_.reset(new DeviceBytes((lse_floats + 2 * GUARD) * sizeof(float)));
-    lse_bits_.resize(lse_floats + 2 * GUARD);
+    lse_.reset(new GuardedBytes("LSE", size_t(p.B) * p.Hq * p.Sq * sizeof(float), 0xff));
     params.Q = Q_.data(), params.K = K_.data(), params.V = V_.data(), params.O = O_.data();
-    params.LSE = static_cast<float*>(lse_->data) + GUARD;
+    params.LSE = static_cast<float*>(lse_->data());
     params.B = p.B, params.Hq = p.Hq, params.Hkv = p.Hkv, params.Sq = p.Sq, params.Sk = p.Sk;
     params.D = Build::head_dim;
     params.q = Q_.at.strides, params.k = K_.at.strides, params.v = V_.at.strides;
     params.o = O_.at.strides;
     params.scale = p.scale, params.causal = p.causal, params.max_ctas = p.max_ctas;
-    const size_t workspace_bytes = sdpa_workspace_bytes(params);
-    workspace_.reset(new DeviceBytes(workspace_bytes));
-    params.workspace = workspace_->data;
-    require(cudaMemset(workspace_->data, 0, workspace_bytes), "zeroing the workspace");
+    workspace_.reset(new GuardedBytes("the workspace", sdpa_workspace_bytes(params), 0));
+    params.workspace = workspace_->data();
   }
 
   void set_inputs(uint64_t seed) {
     problem.seed = seed;
     q_ = make_input(problem, Tensor::Q), k_ = make_input(problem, Tensor::K);
     v_ = make_input(problem, Tensor::V);
-    Q_.upload(q_), K_.upload(k_), V_.upload(v_);
+    Q_.upload(bits_of_elements(q_)), K_.upload(bits_of_elements(k_));
+    V_.upload(bits_of_elements(v_));
   }
 
-  // Poisons the outputs, launches once, fetches the outputs. Returns a sentence if something
-  // outside of them was written.
+  // Launches once. Returns a sentence if something but the outputs was written.
   string run_once() {
-    O_.poison();
-    require(cudaMemset(lse_->data, 0xff, lse_bits_.size() * sizeof(float)), "poisoning LSE");
-    const SdpaStatus status = sdpa_forward(params, 0);
-    if (!status.ok()) throw CudaError{status.text};
-    require(cudaDeviceSynchronize(), "running the kernel");
-    string trouble;
-    o_bits_ = O_.download(trouble);
-    require(cudaMemcpy(lse_bits_.data(), lse_->data, lse_bits_.size() * sizeof(float),
-                       cudaMemcpyDeviceToHost),
-            "copying LSE from the GPU");
-    for (int64_t i = 0; i < GUARD; i++) {
-      if (lse_bits_[i] != ~0u || lse_bits_[lse_bits_.size() - 1 - i] != ~0u) {
-        trouble = "the kernel wrote before or after LSE";
-      }
-    }
-    return trouble;
+    poison();
+    launch();
+    return collect();
   }
 
   // Compares the outputs of a run with the reference, and those of more runs with its bits: the one
@@ -4760,32 +4815,61 @@ class Instance {
     params.max_ctas = 0;
     string trouble = run_once();
     params.max_ctas = problem.max_ctas;
-    if (!trouble.empty()) return trouble;
-    const vector<uint16_t> first = o_bits_;
-    if (!(trouble = compare(figures)).empty()) return trouble;
+    if (trouble.empty()) trouble = compare(figures);
+    checked_ = got_;
     for (int n = 0; n < repeats && trouble.empty(); n++) {
-      trouble = repeat(first, "two runs on the same inputs differ");
+      trouble = check_again("two runs on the same inputs differ");
     }
     return trouble;
   }
 
-  // Another run must give the bits of the last one.
-  string check_again() { return repeat(vector<uint16_t>(o_bits_), "the run after timing differs"); }
+  // Another run must give the bits of the checked one; else a sentence.
+  string check_again(const char* sentence) {
+    const string trouble = run_once();
+    return trouble.empty() ? difference(sentence) : trouble;
+  }
 
   Problem problem;
   SdpaParams params{};
 
  private:
-  string repeat(const vector<uint16_t>& expected, const char* sentence) {
-    const vector<uint32_t> expected_lse = lse_bits_;
-    const string trouble = run_once();
-    if (!trouble.empty()) return trouble;
-    if (expected_lse != lse_bits_) return string("LSE: ") + sentence;
-    for (size_t i = 0; i < o_bits_.size(); i++) {
-      if (o_bits_[i] != expected[i]) {
+  struct Outputs {
+    vector<uint16_t> O;  // bits of [B,Hq,Sq,D]
+    vector<uint32_t> LSE;
+  };
+
+  void poison() {
+    O_.poison();
+    lse_->set(0xff);
+  }
+  void launch() {
+    const SdpaStatus status = sdpa_forward(params, 0);
+    if (!status.ok()) throw CudaError{status.text};
+  }
+  // Waits, and fetches the outputs into got_. Returns a sentence if anything else was written, or if the
+  // workspace is not as the next launch must find it.
+  string collect() {
+    require(cudaDeviceSynchronize(), "running the kernel");
+    string trouble;
+    got_.O = O_.download(trouble);
+    got_.LSE = lse_->download<uint32_t>();
+    for (const DeviceTensor* t : {&Q_, &K_, &V_}) t->expect_unchanged(trouble);
+    lse_->expect_guards(trouble), workspace_->expect_guards(trouble);
+    if (is_cublas || !trouble.empty()) return trouble;
+    for (uint32_t word : workspace_->download<uint32_t>()) {
+      if (word) return format("the kernel left %u in the workspace, which must be zero", word);
+    }
+    return "";
+  }
+
+  // Empty if got_ has the bits of checked_.
+  string difference(const char* sentence) const {
+    if (checked_.LSE != got_.LSE) return string("LSE: ") + sentence;
+    for (size_t i = 0; i < got_.O.size(); i++) {
+      if (got_.O[i] != checked_.O[i]) {
         return string("O") + where(i) +
-               format(" %s: %.9g and %.9g", sentence, double(float_of_element(expected[i])),
-                      double(float_of_element(o_bits_[i])));
+               format(" %s: %.9g and %.9g", sentence, double(float_of_element(checked_.O[i])),
+                      double(float_of_element(got_.O[i])));
       }
     }
     return "";
@@ -4793,12 +4877,12 @@ class Instance {
 
   string compare(Figures& figures) {
     const Problem& p = problem;
-    for (size_t i = 0; i < o_bits_.size(); i++) {
-      if (o_bits_[i] == 0xffff) return string("O") + where(i) + " was never written";
+    for (size_t i = 0; i < got_.O.size(); i++) {
+      if (got_.O[i] == 0xffff) return string("O") + where(i) + " was never written";
     }
     const size_t all_rows = size_t(p.B) * p.Hq * p.Sq;
     for (size_t row = 0; row < all_rows; row++) {
-      if (lse_bits_[GUARD + row] == ~0u) {
+      if (got_.LSE[row] == ~0u) {
         return string("LSE") + where(row * Build::head_dim) + " was never written";
       }
     }
@@ -4859,8 +4943,8 @@ class Instance {
   }
 
   string all_finite() const {
-    for (size_t i = 0; i < o_bits_.size(); i++) {
-      if (!std::isfinite(float_of_element(o_bits_[i]))) {
+    for (size_t i = 0; i < got_.O.size(); i++) {
+      if (!std::isfinite(float_of_element(got_.O[i]))) {
         return string("O") + where(i) + " is not finite";
       }
     }
@@ -4876,8 +4960,8 @@ class Instance {
     constexpr int D = Build::head_dim;
     const size_t row = row_number(at);
     float O[D];
-    for (int d = 0; d < D; d++) O[d] = float_of_element(o_bits_[row * D + d]);
-    comparison.add(at, want..., O, float_of(lse_bits_[GUARD + row]));
+    for (int d = 0; d < D; d++) O[d] = float_of_element(got_.O[row * D + d]);
+    comparison.add(at, want..., O, float_of(got_.LSE[row]));
   }
 
   string where(size_t i) const {
@@ -4887,10 +4971,9 @@ class Instance {
   }
 
   DeviceTensor Q_, K_, V_, O_;
-  std::unique_ptr<DeviceBytes> lse_, workspace_;
+  std::unique_ptr<GuardedBytes> lse_, workspace_;
   vector<float> q_, k_, v_;  // the inputs, rounded
-  vector<uint16_t> o_bits_;  // the outputs of the last run
-  vector<uint32_t> lse_bits_;
+  Outputs got_, checked_;    // of the last run, and of the one that was compared
 };
 
 // ---- timing on a GPU, counters on the CPU backend ----
@@ -5532,7 +5615,7 @@ ExitCode run_problem(const Problem& p, const vector<uint64_t>& seeds, const Opti
         row.graph_hi_us = format("%.3f", t.graph_hi_us);
         row.tflops = format("%.2f", flops_of(p) / t.graph_us * 1e-6);
         row.clock_mhz = format("%.0f", t.clock_mhz);
-        if (!o.time_only) trouble = instance.check_again();
+        if (!o.time_only) trouble = instance.check_again("the run after timing differs");
       }
       if (!o.time_only) {
         row.check = trouble.empty() ? "PASS" : "FAIL";

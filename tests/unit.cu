@@ -235,6 +235,37 @@ static void test_rows_to_check() {
   EXPECT(double(rows_to_check(p, 256, 1.5e9).size()) * p.Sk * 64 * 2 < 7e9);
 }
 
+// Whatever but the outputs is written, the check names it.
+static void test_guards() {
+  const auto found = [](const char* layout, void (*write)(const SdpaParams&)) {
+    Problem p;
+    p.B = 2, p.Hq = p.Hkv = 2, p.Sq = 5, p.Sk = 7, p.layout = layout;
+    Instance instance(p);
+    instance.set_inputs(0);
+    EXPECT(instance.run_once() == "");
+    write(instance.params);
+    return instance.run_once();
+  };
+  static const auto set_element = [](const Element* x) {
+    *const_cast<Element*>(x) = to_element(3);
+  };
+  constexpr int D = Build::head_dim;
+  EXPECT(found("bhsd", [](const SdpaParams& p) { set_element(p.K - 1); }) ==
+         "the kernel wrote before K");
+  EXPECT(found("bshd", [](const SdpaParams& p) { set_element(p.V + 2 * 2 * 7 * D + GUARD - 1); }) ==
+         "the kernel wrote after V");
+  EXPECT(found("padded", [](const SdpaParams& p) { set_element(p.Q + D); }) ==
+         "the kernel wrote between the rows of Q");
+  EXPECT(found("packed", [](const SdpaParams& p) { set_element(p.V + p.v.batch + p.v.row); }) ==
+         "the kernel wrote into V");
+  EXPECT(found("bhsd", [](const SdpaParams& p) { p.LSE[-1] = 0; }) ==
+         "the kernel wrote before LSE");
+  EXPECT(found("bhsd", [](const SdpaParams& p) { p.LSE[2 * 2 * 5] = 0; }) ==
+         "the kernel wrote after LSE");
+  EXPECT(found("bhsd", [](const SdpaParams& p) { static_cast<char*>(p.workspace)[-1] = 0; }) ==
+         "the kernel wrote before the workspace");
+}
+
 // The witness, which checks run on a GPU alone, against the reference.
 static void test_witness() {
   constexpr int D = Build::head_dim;
@@ -484,6 +515,7 @@ int main() {
   test_comparison();
   test_rounding();
   test_rows_to_check();
+  test_guards();
   test_witness();
   test_command_line();
   test_percentile();
