@@ -4096,6 +4096,7 @@ inline SdpaStatus sdpa_forward(const SdpaParams& p, cudaStream_t stream) {
 // prints one CSV row per shape. CSV alone goes to stdout, words to stderr.
 
 #include <algorithm>
+#include <cfloat>
 #include <cstdlib>
 #include <fstream>
 #include <functional>
@@ -4161,7 +4162,23 @@ const Problem named_shapes[] = {{"small", 1, 1, 1, 32, 32},
                                 {"long", 1, 8, 8, 2048, 2048}};
 const char* const causal_names[] = {"off", "br", "tl"};
 const char* const layouts[] = {"bhsd", "bshd", "packed", "padded", "far"};
-const char* const dists[] = {"normal", "outliers", "large", "nonfinite"};
+enum class Dist { normal, outliers, large, nonfinite, huge, stairs, uniform };
+const char* const dists[] = {"normal", "outliers", "large",  "nonfinite",
+                             "huge",   "stairs",   "uniform"};
+
+template <size_t N> int index_in(const char* const (&names)[N], const string& name) {
+  for (size_t i = 0; i < N; i++) {
+    if (name == names[i]) return int(i);
+  }
+  return -1;
+}
+
+// "a, b or c"
+template <size_t N> string one_of(const char* const (&names)[N]) {
+  string text = names[0];
+  for (size_t i = 1; i < N; i++) text += (i + 1 < N ? ", " : " or ") + string(names[i]);
+  return text;
+}
 
 reference::Problem reference_problem(const Problem& p, const float* Q, const float* K,
                                      const float* V) {
@@ -4202,21 +4219,62 @@ float normal(uint64_t seed, Tensor tensor, uint64_t index) {
   return float(sum - 12 * 65535 / 2) / 65536.0f;
 }
 
+// Logits up to what the type allows, each exact in fp32 whatever the order of the sum: a row of Q or K is
+// 0 and +-2^e with an exponent of its own. In a quarter of the key heads all of Q and K is one constant
+// instead, so that O is the mean of V.
+float huge_input(uint64_t seed, Tensor tensor, uint64_t kv_head, uint64_t row, uint64_t index) {
+  const uint64_t of_head = mix(mix(seed + 33) + kv_head);
+  if (of_head % 4 == 0) return float(1000 * (1 + of_head / 4 % 60));
+  constexpr int low = Build::is_bf16 ? -59 : -14, high = Build::is_bf16 ? 59 : 15;
+  const uint64_t stream = mix(seed * 4 + uint64_t(tensor) + 44);
+  const int sign = int(mix(mix(stream) + index) % 3) - 1;
+  return std::ldexp(float(sign), low + int(mix(stream + row) % (high - low + 1)));
+}
+
+// The logit of key k is about 20 * k at the default scale, of odd seeds -20 * k (k below 2^15): O is the
+// last, or the first, row of V that the query sees. k has three digits to base 32 in K, whose values are
+// in Q; the other elements are noise that moves no logit by as much.
+float stairs_input(uint64_t seed, Tensor tensor, int64_t s, int d, float noise) {
+  if (d >= 3) return noise / 8;
+  if (tensor == Tensor::Q) return float(32 << 5 * d);
+  const int step = int(std::lround(20 * std::sqrt(double(Build::head_dim)) / 32));
+  return float((seed % 2 ? -step : step) * int(s >> 5 * d & 31));
+}
+
 // [B,H,S,D] contiguous, rounded to Element. outliers: one in 256 is 10 times as large. large: Q and
-// K times 16, so that logits have a standard deviation of 256.
+// K times 16, so that logits have a standard deviation of 256. uniform: every logit is 0, and V has a
+// mean of 1, which a sum that loses small addends misses.
 vector<float> make_input(const Problem& p, Tensor tensor) {
-  const size_t heads = size_t(p.B) * (tensor == Tensor::Q ? p.Hq : p.Hkv);
-  const size_t per_head = size_t(tensor == Tensor::Q ? p.Sq : p.Sk) * Build::head_dim;
+  const bool of_query = tensor == Tensor::Q, of_value = tensor == Tensor::V;
+  const Dist dist = Dist(index_in(dists, p.dist));
+  const size_t heads = size_t(p.B) * (of_query ? p.Hq : p.Hkv), S = of_query ? p.Sq : p.Sk;
+  const size_t D = Build::head_dim, per_head = S * D;
+  const auto value = [&](size_t head, size_t i) {
+    const float x = normal(p.seed, tensor, i);
+    switch (dist) {
+      case Dist::outliers:
+        return mix(mix(p.seed + 77) + i) % 256 ? x : x * 10;
+      case Dist::large:
+        return of_value ? x : x * 16;
+      case Dist::huge:
+        return of_value
+                   ? x
+                   : huge_input(p.seed, tensor, of_query ? head / (p.Hq / p.Hkv) : head, i / D, i);
+      case Dist::stairs:
+        return of_value ? x : stairs_input(p.seed, tensor, int64_t(i / D % S), int(i % D), x);
+      case Dist::uniform:
+        return of_query ? 0.0f : of_value ? 1 + x / 8 : x;
+      default:
+        return x;
+    }
+  };
   vector<float> x(heads * per_head);
   reference::parallel_for(heads, [&](size_t head) {
     for (size_t i = head * per_head; i < (head + 1) * per_head; i++) {
-      float value = normal(p.seed, tensor, i);
-      if (p.dist == "outliers" && mix(mix(p.seed + 77) + i) % 256 == 0) value *= 10;
-      if (p.dist == "large" && tensor != Tensor::V) value *= 16;
-      x[i] = to_float(to_element(value));
+      x[i] = to_float(to_element(value(head, i)));
     }
   });
-  if (p.dist != "nonfinite" || x.empty()) return x;
+  if (dist != Dist::nonfinite || x.empty()) return x;
   // NaN or +inf in a few elements of Q, and in one element of K or V of most heads.
   const float bad[2] = {NAN, INFINITY};
   for (size_t head = 0; head < heads; head++) {
@@ -4586,7 +4644,7 @@ void launch_witness(const SdpaParams& p, int first, int heads, float* O, float* 
 struct Tolerance {
   double rel_rms;  // of rms(error) / rms(reference)
   double max_abs;  // of the largest error, times max(1, largest |reference|)
-  double lse;      // likewise
+  double lse;      // of an error of LSE, times max(1, |reference|) of that row
 };
 // By element type, not by build: a few times the rounding of O itself.
 constexpr Tolerance tolerance =
@@ -4613,6 +4671,7 @@ class Comparison {
  public:
   long rows = 0;
   double rel_rms = 0, max_abs_err = 0, lse_err = 0;
+  bool judges_rounding = true;
 
   void add(const reference::Row& at, const reference::Result& want, const float* O, float LSE) {
     add(at, want.O.data(), want.LSE, want.open.data(), O, LSE, int(want.O.size()));
@@ -4641,12 +4700,14 @@ class Comparison {
                         ref, got, err);
       }
     }
-    const double err = distance(want_LSE, LSE);
-    if (std::isfinite(want_LSE)) max_lse_ = std::max(max_lse_, std::fabs(want_LSE));
+    if (std::fabs(want_LSE) > double(FLT_MAX)) want_LSE = std::copysign(INFINITY, want_LSE);
+    const double size = std::isfinite(want_LSE) ? std::max(1.0, std::fabs(want_LSE)) : 1.0;
+    const double err = distance(want_LSE, LSE) / size;
+    max_lse_ = std::max(max_lse_, size);
     if (!(err <= lse_err)) {
       lse_err = err;
-      worst_lse_ = format("LSE(b=%d,h=%d,q=%d) ref=%.9g got=%.9g err=%.3g", at.b, at.h, at.q,
-                          want_LSE, double(LSE), err);
+      worst_lse_ = format("LSE(b=%d,h=%d,q=%d) ref=%.9g got=%.9g relative err=%.3g", at.b, at.h,
+                          at.q, want_LSE, double(LSE), err);
     }
   }
 
@@ -4671,13 +4732,12 @@ class Comparison {
   string verdict(const Tolerance& tol) {
     rel_rms = squares_err_ == 0 ? 0 : std::sqrt(squares_err_ / squares_ref_);
     const double abs_limit = tol.max_abs * std::max(1.0, max_ref_);
-    const double lse_limit = tol.lse * std::max(1.0, max_lse_);
     if (!(max_abs_err <= abs_limit)) return worst_ + format(" tol=%.3g", abs_limit);
     if (!(rel_rms <= tol.rel_rms)) {
       return format("rel_rms=%.3g tol=%.3g; worst ", rel_rms, tol.rel_rms) + worst_;
     }
-    if (!(lse_err <= lse_limit)) return worst_lse_ + format(" tol=%.3g", lse_limit);
-    if (rows >= bias_rows && bias_elements_ >= bias_elements &&
+    if (!(lse_err <= tol.lse)) return worst_lse_ + format(" tol=%.3g", tol.lse);
+    if (judges_rounding && rows >= bias_rows && bias_elements_ >= bias_elements &&
         !(std::fabs(bias()) <= bias_limit)) {
       return format(
           "O is not rounded to nearest: its mean error is %.3g units of the last place, tol=%.3g",
@@ -4695,7 +4755,7 @@ class Comparison {
     return std::isnan(err) ? double(INFINITY) : err;
   }
 
-  double squares_err_ = 0, squares_ref_ = 0, max_ref_ = 0, max_lse_ = 0;
+  double squares_err_ = 0, squares_ref_ = 0, max_ref_ = 0, max_lse_ = 1;
   double signed_err_ = 0, units_ = 0;
   long bias_elements_ = 0;
   string worst_, worst_lse_;
@@ -4890,6 +4950,7 @@ class Instance {
     const vector<reference::Result> want =
         reference::attend(reference_problem(p, q_.data(), k_.data(), v_.data()), rows);
     Comparison comparison;
+    comparison.judges_rounding = random_weights();
     for (size_t i = 0; i < rows.size(); i++) compare_row(comparison, rows[i], want[i]);
     const string trouble = comparison.verdict(tolerance);
     figures.include(comparison);
@@ -4908,6 +4969,7 @@ class Instance {
         LSE_g(most_heads * S * sizeof(float));
     vector<float> O(most_heads * S * D), LSE(most_heads * S);
     Comparison with_reference, with_witness;
+    with_reference.judges_rounding = false, with_witness.judges_rounding = random_weights();
     size_t next = 0;  // of the sample, which is in order
     for (size_t first = 0; first < heads; first += most_heads) {
       const size_t count = std::min(most_heads, heads - first);
@@ -4941,6 +5003,9 @@ class Instance {
     figures.rows_witnessed += with_witness.rows;
     return trouble.empty() ? "" : "against the witness: " + trouble;
   }
+
+  // The rounding of a weight that all keys of all rows share would look like that of O.
+  bool random_weights() const { return problem.dist != "uniform" && problem.dist != "huge"; }
 
   string all_finite() const {
     for (size_t i = 0; i < got_.O.size(); i++) {
@@ -5345,7 +5410,7 @@ Device find_device() {
 
 const char usage[] =
     "usage: sdpa [--shape small|mission|mission2|long|B,Hq,Hkv,Sq,Sk]... [--causal br|tl]\n"
-    "            [--seeds 0,1,2] [--dist normal|outliers|large|nonfinite] [--scale X]\n"
+    "            [--seeds 0,1,2] [--scale X]\n"
     "            [--layout bhsd|bshd|packed|padded|far] [--sweep N] [--iters N] [--warmup N]\n"
     "            [--repeats N] [--max-ctas N]\n"
     "            [--check-only | --time-only] [--schedule forward|reverse|random:SEED] [--config] "
@@ -5434,13 +5499,6 @@ string command_of(const Problem& p) {
   return text;
 }
 
-template <size_t N> int index_in(const char* const (&names)[N], const string& name) {
-  for (size_t i = 0; i < N; i++) {
-    if (name == names[i]) return int(i);
-  }
-  return -1;
-}
-
 Options parse_options(const vector<string>& args) {
   Options o;
   vector<string> shapes;
@@ -5487,12 +5545,12 @@ Options parse_options(const vector<string>& args) {
       common.causal = Causal(n);
     } else if (name == "--dist") {
       if (index_in(dists, value) < 0) {
-        return refuse("--dist " + value + ": want normal, outliers, large or nonfinite");
+        return refuse("--dist " + value + ": want " + one_of(dists));
       }
       common.dist = value;
     } else if (name == "--layout") {
       if (index_in(layouts, value) < 0) {
-        return refuse("--layout " + value + ": want bhsd, bshd, packed, padded or far");
+        return refuse("--layout " + value + ": want " + one_of(layouts));
       }
       common.layout = value;
     } else if (name == "--schedule") {

@@ -59,6 +59,32 @@ static void test_inputs() {
   EXPECT_NEAR(moments(Tensor::V).second, 1, 0.02);
   p.dist = "outliers";  // variance 1 + 99 / 256
   EXPECT_NEAR(moments(Tensor::V).second, 1 + 99 / 256.0, 0.1);
+  p.dist = "uniform";
+  EXPECT(moments(Tensor::Q).second == 0);
+  EXPECT_NEAR(moments(Tensor::V).first, 1, 0.01);
+  EXPECT(huge_input(0, Tensor::Q, 0, 5, 321) == 20000);  // a head of one constant
+  EXPECT(huge_input(0, Tensor::K, 1, 77, 4931) == 12000);
+  EXPECT(huge_input(7, Tensor::K, 2, 9, 636) == -0x1p-8f);
+  EXPECT(huge_input(0, Tensor::Q, 3, 5, 321) == -0.5f);
+  EXPECT(stairs_input(0, Tensor::Q, 9, 0, 7) == 32 && stairs_input(0, Tensor::Q, 9, 2, 7) == 32768);
+  EXPECT(stairs_input(0, Tensor::K, 1057, 1, 7) == 5 &&
+         stairs_input(0, Tensor::K, 9, 3, 7) == 0.875f);
+  p.dist = "stairs";  // every element is exact, and neighbouring logits are 20 apart
+  const auto q = make_input(p, Tensor::Q), k = make_input(p, Tensor::K);
+  for (int i = 1; i < 64; i++) {
+    const auto logit = [&](int key) {
+      return reference::dot(&q[0], &k[size_t(key) * Build::head_dim], Build::head_dim) / 8;
+    };
+    EXPECT_NEAR(logit(i) - logit(i - 1), 20, 0.2);
+  }
+  p.dist = "huge";
+  const auto huge = make_input(p, Tensor::K);
+  double largest = 0, smallest = 1;
+  for (float x : huge) {
+    largest = std::max(largest, double(std::fabs(x)));
+    if (x != 0) smallest = std::min(smallest, double(std::fabs(x)));
+  }
+  EXPECT(largest > 30000 && largest < 65504 && smallest == 0x1p-14);
   p.dist = "nonfinite";
   int nan_rows = 0;
   for (float v : make_input(p, Tensor::K)) nan_rows += !std::isfinite(v);
@@ -269,12 +295,20 @@ static void test_guards() {
 // The witness, which checks run on a GPU alone, against the reference.
 static void test_witness() {
   constexpr int D = Build::head_dim;
-  struct Case { const char *shape, *layout, *dist; Causal causal; float scale; };
+  struct Case {
+    const char *shape, *layout, *dist;
+    Causal causal;
+    float scale;
+  };
   const Case cases[] = {{"1,1,1,40,70", "bhsd", "normal", Causal::off, 0},
                         {"2,4,2,33,31", "packed", "outliers", Causal::bottom_right, 0.2f},
                         {"1,6,2,31,65", "padded", "normal", Causal::top_left, 0},
                         {"1,2,1,70,20", "bshd", "large", Causal::bottom_right, 0},
-                        {"1,2,1,3,0", "bhsd", "normal", Causal::off, 0}};
+                        {"1,2,1,3,0", "bhsd", "normal", Causal::off, 0},
+                        {"2,4,2,33,70", "bhsd", "huge", Causal::bottom_right, 0},
+                        {"2,4,2,33,70", "bhsd", "huge", Causal::off, 1e10f},
+                        {"1,2,2,65,65", "bshd", "stairs", Causal::bottom_right, 0},
+                        {"1,2,2,33,300", "bhsd", "uniform", Causal::top_left, 0}};
   for (const Case& c : cases) {
     Problem p;
     std::string error;
@@ -282,11 +316,11 @@ static void test_witness() {
     p.layout = c.layout, p.dist = c.dist, p.causal = c.causal, p.scale = c.scale;
     Instance instance(p);
     instance.set_inputs(3);
-    const auto Q = make_input(instance.problem, Tensor::Q), K = make_input(instance.problem, Tensor::K);
+    const auto Q = make_input(instance.problem, Tensor::Q),
+               K = make_input(instance.problem, Tensor::K);
     const auto V = make_input(instance.problem, Tensor::V);
     const auto rows = rows_to_check(p, 32, 1e12);
-    const auto want = reference::attend(
-        reference_problem(p, Q.data(), K.data(), V.data()), rows);
+    const auto want = reference::attend(reference_problem(p, Q.data(), K.data(), V.data()), rows);
     const int heads = p.B * p.Hq, first = heads / 2;  // the second half alone
     std::vector<float> O(size_t(heads - first) * p.Sq * D), LSE(size_t(heads - first) * p.Sq);
     launch_witness(instance.params, first, heads - first, O.data(), LSE.data());
@@ -330,7 +364,8 @@ static void test_command_line() {
       {{"--causal", "yes"}, "--causal yes: want br (bottom-right) or tl (top-left)"},
       {{"--seeds", "1,,2"}, "--seeds 1,,2: want whole numbers separated by commas, such as 0,1"},
       {{"--seeds", ""}, "--seeds : want whole numbers"},
-      {{"--dist", "gauss"}, "--dist gauss: want normal, outliers, large or nonfinite"},
+      {{"--dist", "gauss"},
+       "--dist gauss: want normal, outliers, large, nonfinite, huge, stairs or uniform"},
       {{"--layout", "hsbd"}, "--layout hsbd: want bhsd, bshd, packed, padded or far"},
       {{"--scale", "0"}, "--scale 0: want a number greater than 0"},
       {{"--scale", "nan"}, "--scale nan: want a number greater than 0"},
