@@ -4161,7 +4161,8 @@ const Problem named_shapes[] = {{"small", 1, 1, 1, 32, 32},
                                 {"mission2", 2, 8, 8, 512, 512},
                                 {"long", 1, 8, 8, 2048, 2048}};
 const char* const causal_names[] = {"off", "br", "tl"};
-const char* const layouts[] = {"bhsd", "bshd", "packed", "padded", "far"};
+const char* const layouts[] = {"bhsd",     "bshd", "packed",    "padded",  "zero",
+                               "reversed", "far",  "far_heads", "far_rows"};
 enum class Dist { normal, outliers, large, nonfinite, huge, stairs, uniform };
 const char* const dists[] = {"normal", "outliers", "large",  "nonfinite",
                              "huge",   "stairs",   "uniform"};
@@ -4269,18 +4270,21 @@ vector<float> make_input(const Problem& p, Tensor tensor) {
     }
   };
   vector<float> x(heads * per_head);
-  reference::parallel_for(heads, [&](size_t head) {
+  const size_t distinct = p.layout == "zero" ? std::min<size_t>(heads, 1) : heads;
+  reference::parallel_for(distinct, [&](size_t head) {
     for (size_t i = head * per_head; i < (head + 1) * per_head; i++) {
       x[i] = to_float(to_element(value(head, i)));
     }
   });
-  if (dist != Dist::nonfinite || x.empty()) return x;
-  // NaN or +inf in a few elements of Q, and in one element of K or V of most heads.
+  // nonfinite: NaN or +inf in a few elements of Q, and in one element of K or V of most heads.
   const float bad[2] = {NAN, INFINITY};
-  for (size_t head = 0; head < heads; head++) {
+  for (size_t head = 0; head < distinct && dist == Dist::nonfinite && per_head > 0; head++) {
     const uint64_t r = mix(mix(p.seed + 99) + head * 4 + uint64_t(tensor));
     const size_t at = head * per_head + r / 16 % per_head;
     if (tensor == Tensor::Q ? r % 2 == 0 : r % 16 < 4) x[at] = bad[r / 8 % 2];
+  }
+  for (size_t head = distinct; head < heads; head++) {
+    std::copy_n(x.begin(), per_head, x.begin() + head * per_head);
   }
   return x;
 }
@@ -4297,24 +4301,38 @@ struct Placement {
 };
 
 // packed: Q, K and V as views of [B,S,Hq+2Hkv,D]. padded: rows and heads VEC_WIDTH apart, the least
-// alignment that the build accepts. far: batches over 2^31 elements apart.
+// alignment that the build accepts. zero: all batches and heads of an input are one [S,D]. reversed:
+// rows and heads of the inputs run backwards. far, far_heads, far_rows: batches, heads or rows over 2^31
+// elements apart.
 Placement place(const Problem& p, char tensor) {  // tensor: 'Q', 'K', 'V' or 'O'
-  const bool of_query = tensor == 'Q' || tensor == 'O';
+  const bool of_query = tensor == 'Q' || tensor == 'O', is_input = tensor != 'O';
   const int64_t D = Build::head_dim, H = of_query ? p.Hq : p.Hkv, S = of_query ? p.Sq : p.Sk;
-  const int64_t pad = Build::vec_width, far = int64_t(1) << 31;
+  const auto nested = [&](int64_t row, int64_t head_gap, int64_t batch_gap) {
+    const int64_t head = S * row + head_gap;
+    return Strides{H * head + batch_gap, head, row};
+  };
+  constexpr int64_t pad = Build::vec_width, far = int64_t(1) << 31;
   Placement at;
+  at.strides = nested(D, 0, 0);
   int together = 3;  // of row, head and batch: the dimensions inside a piece
-  if (p.layout == "bshd" || (p.layout == "packed" && tensor == 'O')) {
+  if (p.layout == "bshd" || (p.layout == "packed" && !is_input)) {
     at.strides = {S * H * D, D, H * D};
   } else if (p.layout == "packed") {
     const int64_t row = (p.Hq + 2 * int64_t(p.Hkv)) * D;
     at.strides = {S * row, D, row};
   } else if (p.layout == "padded") {
-    at.strides = {H * (S * (D + pad) + pad) + pad, S * (D + pad) + pad, D + pad};
-  } else {
-    at.strides = {H * S * D, S * D, D};
+    at.strides = nested(D + pad, pad, pad);
+  } else if (p.layout == "zero" && is_input) {
+    at.strides = {0, 0, D};
+  } else if (p.layout == "reversed" && is_input) {
+    at.strides = {H * S * D, -S * D, -D};
+  } else if (p.layout == "far") {
+    at.strides = nested(D, 0, far), together = 2;
+  } else if (p.layout == "far_heads") {
+    at.strides = nested(D, far, 0), together = 1;
+  } else if (p.layout == "far_rows") {
+    at.strides = nested(D + far, 0, 0), together = 0;
   }
-  if (p.layout == "far") at.strides.batch += far, together = 2;
 
   const struct {
     int64_t size, stride;
@@ -4830,9 +4848,10 @@ class Instance {
     require(cudaMemGetInfo(&free_bytes, &total_bytes), "asking for free GPU memory");
     const double need = Q_.bytes() + K_.bytes() + V_.bytes() + O_.bytes() + 4.0 * p.B * p.Hq * p.Sq;
     // Inputs as floats and as elements, outputs twice, and of one tensor what it holds and must hold.
-    const double host_need = 3 * (Q_.bytes() + K_.bytes() + V_.bytes()) + 4 * O_.bytes();
+    const double q_bytes = 2.0 * p.B * p.Hq * p.Sq * Build::head_dim;
+    const double host_need = 7 * q_bytes + 12.0 * p.B * p.Hkv * p.Sk * Build::head_dim;
     const double host_bytes = double(sysconf(_SC_PHYS_PAGES)) * double(sysconf(_SC_PAGESIZE));
-    if (p.layout != "far" && host_need > host_bytes) {
+    if (host_need > host_bytes) {
       throw CudaError{format("checking the problem needs %.1f GB of host memory of %.1f GB",
                              host_need * 1e-9, host_bytes * 1e-9)};
     }
@@ -5411,7 +5430,8 @@ Device find_device() {
 const char usage[] =
     "usage: sdpa [--shape small|mission|mission2|long|B,Hq,Hkv,Sq,Sk]... [--causal br|tl]\n"
     "            [--seeds 0,1,2] [--scale X]\n"
-    "            [--layout bhsd|bshd|packed|padded|far] [--sweep N] [--iters N] [--warmup N]\n"
+    "            [--layout bhsd|bshd|packed|padded|zero|reversed|far|far_heads|far_rows] [--sweep "
+    "N] [--iters N] [--warmup N]\n"
     "            [--repeats N] [--max-ctas N]\n"
     "            [--check-only | --time-only] [--schedule forward|reverse|random:SEED] [--config] "
     "[--header]\n"

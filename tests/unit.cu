@@ -261,6 +261,48 @@ static void test_rows_to_check() {
   EXPECT(double(rows_to_check(p, 256, 1.5e9).size()) * p.Sk * 64 * 2 < 7e9);
 }
 
+// Where each layout puts a tensor: no two rows of O overlap, inputs lie as the layout says, and what is
+// uploaded comes back.
+static void test_layouts() {
+  constexpr int64_t D = Build::head_dim, far = int64_t(1) << 31;
+  Problem p;
+  p.B = 2, p.Hq = 4, p.Hkv = 2, p.Sq = 3, p.Sk = 5;
+  const auto placed = [&](const char* layout, char tensor) {
+    p.layout = layout;
+    return place(p, tensor);
+  };
+  EXPECT(same_strides(placed("bhsd", 'K').strides, {2 * 5 * D, 5 * D, D}));
+  EXPECT(same_strides(placed("bshd", 'Q').strides, {3 * 4 * D, D, 4 * D}));
+  EXPECT(same_strides(placed("packed", 'V').strides, {5 * 8 * D, D, 8 * D}));
+  EXPECT(same_strides(placed("padded", 'K').strides,
+                      {2 * (5 * (D + 8) + 8) + 8, 5 * (D + 8) + 8, D + 8}));
+  EXPECT(same_strides(placed("zero", 'K').strides, {0, 0, D}));
+  EXPECT(same_strides(placed("zero", 'O').strides, {4 * 3 * D, 3 * D, D}));
+  EXPECT(same_strides(placed("reversed", 'K').strides, {2 * 5 * D, -5 * D, -D}));
+  EXPECT(same_strides(placed("reversed", 'O').strides, {4 * 3 * D, 3 * D, D}));
+  EXPECT(same_strides(placed("far", 'K').strides, {2 * 5 * D + far, 5 * D, D}));
+  EXPECT(same_strides(placed("far_heads", 'K').strides, {2 * (5 * D + far), 5 * D + far, D}));
+  EXPECT(same_strides(placed("far_rows", 'K').strides, {10 * (D + far), 5 * (D + far), D + far}));
+  EXPECT(placed("reversed", 'K').first == 9 * D && placed("reversed", 'K').span == 20 * D);
+  EXPECT(placed("zero", 'K').span == 5 * D && placed("zero", 'K').piece_span == 5 * D);
+  EXPECT(placed("far", 'K').piece_rows == 10 && placed("far", 'K').piece_span == 10 * D);
+  EXPECT(placed("far_heads", 'K').piece_rows == 5 && placed("far_rows", 'K').piece_rows == 1);
+  for (const char* layout : layouts) {
+    p.layout = layout;
+    DeviceTensor K(p, 'K');
+    K.allocate();
+    const std::vector<uint16_t> x = bits_of_elements(make_input(p, Tensor::K));
+    K.upload(x);
+    std::string trouble;
+    EXPECT(K.download(trouble) == x && trouble == "");
+    for (size_t row = 0; row < 2 * 2 * 5; row++) {
+      const Strides& s = K.at.strides;
+      const int64_t b = row / 10, h = row / 5 % 2, k = row % 5;
+      EXPECT(!memcmp(K.data() + b * s.batch + h * s.head + k * s.row, &x[row * D], D * 2));
+    }
+  }
+}
+
 // Whatever but the outputs is written, the check names it.
 static void test_guards() {
   const auto found = [](const char* layout, void (*write)(const SdpaParams&)) {
@@ -366,7 +408,9 @@ static void test_command_line() {
       {{"--seeds", ""}, "--seeds : want whole numbers"},
       {{"--dist", "gauss"},
        "--dist gauss: want normal, outliers, large, nonfinite, huge, stairs or uniform"},
-      {{"--layout", "hsbd"}, "--layout hsbd: want bhsd, bshd, packed, padded or far"},
+      {{"--layout", "hsbd"},
+       "--layout hsbd: want bhsd, bshd, packed, padded, zero, reversed, far, far_heads or "
+       "far_rows"},
       {{"--scale", "0"}, "--scale 0: want a number greater than 0"},
       {{"--scale", "nan"}, "--scale nan: want a number greater than 0"},
       {{"--iters", "0"}, "--iters 0: want a whole number from 1 to 1000000"},
@@ -550,6 +594,7 @@ int main() {
   test_comparison();
   test_rounding();
   test_rows_to_check();
+  test_layouts();
   test_guards();
   test_witness();
   test_command_line();
