@@ -4131,11 +4131,12 @@ struct KernelFacts {
   const void* kernel;
   int threads;
   size_t shared_bytes;
+  int item_rows;  // query rows of a work item
 };
 
 template <class B> KernelFacts facts() {
   return {forward<B>, reinterpret_cast<const void*>(+KernelOf<B, B::family>::kernel), B::threads,
-          shared_bytes<B>};
+          shared_bytes<B>, B::item_rows};
 }
 
 // Of tile number `tile`, which is N or comes after it.
@@ -4203,6 +4204,7 @@ inline SdpaStatus sdpa_forward(const SdpaParams& params, cudaStream_t stream) {
 // prints one CSV row per shape. CSV alone goes to stdout, words to stderr.
 
 #include <algorithm>
+#include <cfloat>
 #include <cstdlib>
 #include <fstream>
 #include <functional>
@@ -4244,6 +4246,12 @@ template <class... Values> string format(const char* pattern, Values... values) 
   return text;
 }
 
+#ifdef SDPA_SIMT
+constexpr bool has_clock = false;
+#else
+constexpr bool has_clock = true;  // a GPU, not the CPU backend
+#endif
+
 // ---- problems ----
 
 struct Problem {
@@ -4261,8 +4269,25 @@ const Problem named_shapes[] = {{"small", 1, 1, 1, 32, 32},
                                 {"mission2", 2, 8, 8, 512, 512},
                                 {"long", 1, 8, 8, 2048, 2048}};
 const char* const causal_names[] = {"off", "br", "tl"};
-const char* const layouts[] = {"bhsd", "bshd", "packed", "padded", "far"};
-const char* const dists[] = {"normal", "outliers", "large", "nonfinite"};
+const char* const layouts[] = {"bhsd",     "bshd", "packed",    "padded",  "zero",
+                               "reversed", "far",  "far_heads", "far_rows"};
+enum class Dist { normal, outliers, large, nonfinite, huge, stairs, uniform };
+const char* const dists[] = {"normal", "outliers", "large",  "nonfinite",
+                             "huge",   "stairs",   "uniform"};
+
+template <size_t N> int index_in(const char* const (&names)[N], const string& name) {
+  for (size_t i = 0; i < N; i++) {
+    if (name == names[i]) return int(i);
+  }
+  return -1;
+}
+
+// "a, b or c"
+template <size_t N> string one_of(const char* const (&names)[N]) {
+  string text = names[0];
+  for (size_t i = 1; i < N; i++) text += (i + 1 < N ? ", " : " or ") + string(names[i]);
+  return text;
+}
 
 reference::Problem reference_problem(const Problem& p, const float* Q, const float* K,
                                      const float* V) {
@@ -4303,27 +4328,71 @@ float normal(uint64_t seed, Tensor tensor, uint64_t index) {
   return float(sum - 12 * 65535 / 2) / 65536.0f;
 }
 
+// Logits up to what the type allows, each exact in fp32 whatever the order of the sum: a row of Q or K is
+// 0 and +-2^e with an exponent of its own. In a quarter of the key heads all of Q and K is one constant
+// instead, so that O is the mean of V.
+float huge_input(uint64_t seed, Tensor tensor, uint64_t kv_head, uint64_t row, uint64_t index) {
+  const uint64_t of_head = mix(mix(seed + 33) + kv_head);
+  if (of_head % 4 == 0) return float(1000 * (1 + of_head / 4 % 60));
+  constexpr int low = Build::is_bf16 ? -59 : -14, high = Build::is_bf16 ? 59 : 15;
+  const uint64_t stream = mix(seed * 4 + uint64_t(tensor) + 44);
+  const int sign = int(mix(mix(stream) + index) % 3) - 1;
+  return std::ldexp(float(sign), low + int(mix(stream + row) % (high - low + 1)));
+}
+
+// The logit of key k is about 20 * k at the default scale, of odd seeds -20 * k (k below 2^15): O is the
+// last, or the first, row of V that the query sees. k has three digits to base 32 in K, whose values are
+// in Q; the other elements are noise that moves no logit by as much.
+float stairs_input(uint64_t seed, Tensor tensor, int64_t s, int d, float noise) {
+  if (d >= 3) return noise / 8;
+  if (tensor == Tensor::Q) return float(32 << 5 * d);
+  const int step = int(std::lround(20 * std::sqrt(double(Build::head_dim)) / 32));
+  return float((seed % 2 ? -step : step) * int(s >> 5 * d & 31));
+}
+
 // [B,H,S,D] contiguous, rounded to Element. outliers: one in 256 is 10 times as large. large: Q and
-// K times 16, so that logits have a standard deviation of 256.
+// K times 16, so that logits have a standard deviation of 256. uniform: every logit is 0, and V has a
+// mean of 1, which a sum that loses small addends misses.
 vector<float> make_input(const Problem& p, Tensor tensor) {
-  const size_t heads = size_t(p.B) * (tensor == Tensor::Q ? p.Hq : p.Hkv);
-  const size_t per_head = size_t(tensor == Tensor::Q ? p.Sq : p.Sk) * Build::head_dim;
+  const bool of_query = tensor == Tensor::Q, of_value = tensor == Tensor::V;
+  const Dist dist = Dist(index_in(dists, p.dist));
+  const size_t heads = size_t(p.B) * (of_query ? p.Hq : p.Hkv), S = of_query ? p.Sq : p.Sk;
+  const size_t D = Build::head_dim, per_head = S * D;
+  const auto value = [&](size_t head, size_t i) {
+    const float x = normal(p.seed, tensor, i);
+    switch (dist) {
+      case Dist::outliers:
+        return mix(mix(p.seed + 77) + i) % 256 ? x : x * 10;
+      case Dist::large:
+        return of_value ? x : x * 16;
+      case Dist::huge:
+        return of_value
+                   ? x
+                   : huge_input(p.seed, tensor, of_query ? head / (p.Hq / p.Hkv) : head, i / D, i);
+      case Dist::stairs:
+        return of_value ? x : stairs_input(p.seed, tensor, int64_t(i / D % S), int(i % D), x);
+      case Dist::uniform:
+        return of_query ? 0.0f : of_value ? 1 + x / 8 : x;
+      default:
+        return x;
+    }
+  };
   vector<float> x(heads * per_head);
-  reference::parallel_for(heads, [&](size_t head) {
+  const size_t distinct = p.layout == "zero" ? std::min<size_t>(heads, 1) : heads;
+  reference::parallel_for(distinct, [&](size_t head) {
     for (size_t i = head * per_head; i < (head + 1) * per_head; i++) {
-      float value = normal(p.seed, tensor, i);
-      if (p.dist == "outliers" && mix(mix(p.seed + 77) + i) % 256 == 0) value *= 10;
-      if (p.dist == "large" && tensor != Tensor::V) value *= 16;
-      x[i] = to_float(to_element(value));
+      x[i] = to_float(to_element(value(head, i)));
     }
   });
-  if (p.dist != "nonfinite" || x.empty()) return x;
-  // NaN or +inf in a few elements of Q, and in one element of K or V of most heads.
+  // nonfinite: NaN or +inf in a few elements of Q, and in one element of K or V of most heads.
   const float bad[2] = {NAN, INFINITY};
-  for (size_t head = 0; head < heads; head++) {
+  for (size_t head = 0; head < distinct && dist == Dist::nonfinite && per_head > 0; head++) {
     const uint64_t r = mix(mix(p.seed + 99) + head * 4 + uint64_t(tensor));
     const size_t at = head * per_head + r / 16 % per_head;
     if (tensor == Tensor::Q ? r % 2 == 0 : r % 16 < 4) x[at] = bad[r / 8 % 2];
+  }
+  for (size_t head = distinct; head < heads; head++) {
+    std::copy_n(x.begin(), per_head, x.begin() + head * per_head);
   }
   return x;
 }
@@ -4332,129 +4401,172 @@ vector<float> make_input(const Problem& p, Tensor tensor) {
 
 struct Placement {
   Strides strides;
-  int64_t first = 0;          // element (0,0,0,0)
-  int64_t slab_elements = 0;  // one batch, gaps included; batches follow at strides.batch
+  int64_t first = 0;  // element (0,0,0,0), counted from the lowest one
+  double span = 0;    // elements from the lowest to the highest; a problem may pass any integer
+  // The rows of [B,H,S] are stored in pieces of so many rows and so many elements. What lies between
+  // pieces, in layouts that are far apart, is gigabytes that nobody touches.
+  int64_t piece_rows = 1, piece_span = Build::head_dim;
 };
 
 // packed: Q, K and V as views of [B,S,Hq+2Hkv,D]. padded: rows and heads VEC_WIDTH apart, the least
-// alignment that the build accepts. far: batches over 2^31 elements apart.
+// alignment that the build accepts. zero: all batches and heads of an input are one [S,D]. reversed:
+// rows and heads of the inputs run backwards. far, far_heads, far_rows: batches, heads or rows over 2^31
+// elements apart.
 Placement place(const Problem& p, char tensor) {  // tensor: 'Q', 'K', 'V' or 'O'
-  const bool of_query = tensor == 'Q' || tensor == 'O';
+  const bool of_query = tensor == 'Q' || tensor == 'O', is_input = tensor != 'O';
   const int64_t D = Build::head_dim, H = of_query ? p.Hq : p.Hkv, S = of_query ? p.Sq : p.Sk;
-  const int64_t pad = Build::vec_width;
+  const auto nested = [&](int64_t row, int64_t head_gap, int64_t batch_gap) {
+    const int64_t head = S * row + head_gap;
+    return Strides{H * head + batch_gap, head, row};
+  };
+  constexpr int64_t pad = Build::vec_width, far = int64_t(1) << 31;
   Placement at;
-  if (p.layout == "bshd" || (p.layout == "packed" && tensor == 'O')) {
+  at.strides = nested(D, 0, 0);
+  int together = 3;  // of row, head and batch: the dimensions inside a piece
+  if (p.layout == "bshd" || (p.layout == "packed" && !is_input)) {
     at.strides = {S * H * D, D, H * D};
   } else if (p.layout == "packed") {
     const int64_t row = (p.Hq + 2 * int64_t(p.Hkv)) * D;
     at.strides = {S * row, D, row};
-    at.first = tensor == 'Q' ? 0 : tensor == 'K' ? p.Hq * D : (p.Hq + p.Hkv) * D;
   } else if (p.layout == "padded") {
-    at.strides = {H * (S * (D + pad) + pad) + pad, S * (D + pad) + pad, D + pad};
-  } else {
-    at.strides = {H * S * D, S * D, D};
+    at.strides = nested(D + pad, pad, pad);
+  } else if (p.layout == "zero" && is_input) {
+    at.strides = {0, 0, D};
+  } else if (p.layout == "reversed" && is_input) {
+    at.strides = {H * S * D, -S * D, -D};
+  } else if (p.layout == "far") {
+    at.strides = nested(D, 0, far), together = 2;
+  } else if (p.layout == "far_heads") {
+    at.strides = nested(D, far, 0), together = 1;
+  } else if (p.layout == "far_rows") {
+    at.strides = nested(D + far, 0, 0), together = 0;
   }
-  at.slab_elements = at.strides.batch;
-  if (p.layout == "far") at.strides.batch += int64_t(1) << 31;
+
+  const struct {
+    int64_t size, stride;
+  } dims[] = {{S, at.strides.row}, {H, at.strides.head}, {p.B, at.strides.batch}};
+  at.span = double(D);
+  for (int i = 0; i < 3; i++) {
+    if (dims[i].size == 0) {  // no element
+      at.first = 0, at.span = 0, at.piece_rows = 0, at.piece_span = 0;
+      break;
+    }
+    const int64_t steps = dims[i].size - 1, stride = dims[i].stride;
+    at.span += double(steps) * double(std::abs(stride));
+    if (stride < 0) at.first -= steps * stride;
+    if (i < together) at.piece_rows *= dims[i].size, at.piece_span += steps * std::abs(stride);
+  }
   return at;
 }
 
-constexpr int64_t GUARD = 256;  // elements before and after a tensor that nobody may touch
+constexpr int64_t GUARD = 256;  // elements before and after a piece that nobody may touch
 
-// A tensor in device memory between guards, all bytes 0xff (a NaN) but for what upload() puts in.
+// A tensor in device memory. Guards, and gaps between rows, hold 0xff bytes (a NaN).
 class DeviceTensor {
  public:
-  DeviceTensor(const Problem& p, char name) : at(place(p, name)), name_(name), B_(p.B) {
+  DeviceTensor(const Problem& p, char name) : at(place(p, name)), name_(name) {
     H_ = name == 'Q' || name == 'O' ? p.Hq : p.Hkv;
     S_ = name == 'Q' || name == 'O' ? p.Sq : p.Sk;
+    rows_ = at.piece_rows ? p.B * H_ * S_ : 0;
   }
   ~DeviceTensor() { cudaFree(base_); }
   DeviceTensor(const DeviceTensor&) = delete;
   DeviceTensor& operator=(const DeviceTensor&) = delete;
 
-  double bytes() const {  // in double: a problem may be larger than any integer
-    const double batches = B_ ? (B_ - 1) * double(at.strides.batch) + double(at.slab_elements) : 0;
-    return (2 * GUARD + batches) * sizeof(Element);
-  }
+  double bytes() const { return (2 * GUARD + at.span) * sizeof(Element); }
   Element* data() const { return base_ + GUARD + at.first; }
   void allocate() {
     require(cudaMalloc(&base_, size_t(bytes())), "allocating a tensor on the GPU");
   }
-  void poison() {  // batch by batch, since "far" ones have gigabytes between them
-    const auto fill = [&](int64_t first, int64_t elements) {
-      require(cudaMemset(base_ + first, 0xff, elements * sizeof(Element)), "poisoning a tensor");
-    };
-    fill(0, GUARD);
-    fill(int64_t(bytes()) / int64_t(sizeof(Element)) - GUARD, GUARD);
-    for (int64_t b = 0; b < B_; b++) fill(GUARD + b * at.strides.batch, at.slab_elements);
+  void poison() {
+    for (int64_t row = 0; row < end(); row += step()) {
+      require(cudaMemset(base_ + start(row), 0xff, piece_elements() * sizeof(Element)),
+              "poisoning a tensor");
+    }
   }
 
-  void upload(const vector<float>& x) {  // x [B,H,S,D]
-    poison();
-    for (int64_t b = 0; b < B_ && at.slab_elements; b++) {
-      vector<Element> slab(at.slab_elements);
-      memset(static_cast<void*>(slab.data()), 0xff, slab.size() * sizeof(Element));
-      for_each_row(b, [&](int64_t row, int64_t offset) {
-        for (int d = 0; d < Build::head_dim; d++) {
-          slab[offset + d] = to_element(x[row * Build::head_dim + d]);
-        }
-      });
-      require(cudaMemcpy(base_ + GUARD + b * at.strides.batch, slab.data(),
-                         slab.size() * sizeof(Element), cudaMemcpyHostToDevice),
+  void upload(vector<uint16_t> x) {  // the bits of [B,H,S,D]
+    held_ = std::move(x);
+    for (int64_t row = 0; row < end(); row += step()) {
+      const vector<uint16_t> piece = image(row, held_);
+      require(cudaMemcpy(base_ + start(row), piece.data(), piece.size() * sizeof(Element),
+                         cudaMemcpyHostToDevice),
               "copying an input to the GPU");
     }
   }
 
-  // The tensor as the bits of [B,H,S,D]. Sets `trouble` to a sentence if a guard or a gap between
-  // rows no longer holds what poison() put there.
+  // The bits of [B,H,S,D]. Sets `trouble` to a sentence if something else was written.
   vector<uint16_t> download(string& trouble) const {
-    vector<uint16_t> x(size_t(B_) * H_ * S_ * Build::head_dim);
-    for (int64_t b = 0; b < B_; b++) {
-      vector<uint16_t> slab(at.slab_elements);
-      fetch(slab, GUARD + b * at.strides.batch);
-      for_each_row(b, [&](int64_t row, int64_t offset) {
-        memcpy(&x[row * Build::head_dim], &slab[offset], Build::head_dim * sizeof(Element));
-        std::fill_n(&slab[offset], Build::head_dim, uint16_t(0xffff));
-      });
-      expect_untouched(slab, "between rows", trouble);
+    vector<uint16_t> x(rows_ * D);
+    for (int64_t row = 0; row < end(); row += step()) {
+      const vector<uint16_t> piece = fetch(row);
+      for_each_row(row,
+                   [&](int64_t r, int64_t offset) { std::copy_n(&piece[offset], D, &x[r * D]); });
+      expect(row, piece, x, trouble);
     }
-    vector<uint16_t> guard(GUARD);
-    fetch(guard, 0);
-    expect_untouched(guard, "before the tensor", trouble);
-    fetch(guard, int64_t(bytes()) / int64_t(sizeof(Element)) - GUARD);
-    expect_untouched(guard, "after the tensor", trouble);
     return x;
+  }
+
+  // Sets `trouble` to a sentence if the tensor, its gaps or guards are not as upload() left them.
+  void expect_unchanged(string& trouble) const {
+    for (int64_t row = 0; row < end(); row += step()) expect(row, fetch(row), held_, trouble);
   }
 
   const Placement at;
 
  private:
-  // visit(row number in [B,H,S], offset of its first element in the slab of batch b)
-  void for_each_row(int64_t b, const std::function<void(int64_t, int64_t)>& visit) const {
-    for (int64_t h = 0; h < H_; h++) {
-      for (int64_t s = 0; s < S_; s++) {
-        visit((b * H_ + h) * S_ + s, at.first + h * at.strides.head + s * at.strides.row);
-      }
+  static constexpr int64_t D = Build::head_dim;
+
+  // Pieces are named by their first row. A tensor without elements has one of guards alone.
+  int64_t step() const { return std::max<int64_t>(1, at.piece_rows); }
+  int64_t end() const { return std::max<int64_t>(1, rows_); }
+  size_t piece_elements() const { return size_t(at.piece_span + 2 * GUARD); }
+  int64_t start(int64_t row) const {  // of the guard before the piece; it is all of it or rises
+    return at.piece_rows == rows_ ? 0 : place_of(row);
+  }
+  int64_t place_of(int64_t row) const {
+    const int64_t b = row / S_ / H_, h = row / S_ % H_, s = row % S_;
+    return at.first + b * at.strides.batch + h * at.strides.head + s * at.strides.row;
+  }
+  // visit(row number in [B,H,S], offset of its first element in the piece)
+  template <class Visit> void for_each_row(int64_t piece, const Visit& visit) const {
+    for (int64_t row = piece; row < piece + at.piece_rows; row++) {
+      visit(row, GUARD + place_of(row) - start(piece));
     }
   }
-  void fetch(vector<uint16_t>& host, int64_t offset) const {
-    require(cudaMemcpy(host.data(), base_ + offset, host.size() * sizeof(Element),
+  vector<uint16_t> image(int64_t piece, const vector<uint16_t>& x) const {
+    vector<uint16_t> elements(piece_elements(), uint16_t(0xffff));
+    for_each_row(piece, [&](int64_t row, int64_t offset) {
+      std::copy_n(&x[row * D], D, &elements[offset]);
+    });
+    return elements;
+  }
+  vector<uint16_t> fetch(int64_t piece) const {
+    vector<uint16_t> elements(piece_elements());
+    require(cudaMemcpy(elements.data(), base_ + start(piece), elements.size() * sizeof(Element),
                        cudaMemcpyDeviceToHost),
-            "copying a result from the GPU");
+            "copying a tensor from the GPU");
+    return elements;
   }
-  void expect_untouched(const vector<uint16_t>& x, const char* where, string& trouble) const {
-    if (!trouble.empty()) return;
-    for (uint16_t bits : x) {
-      if (bits != 0xffff) trouble = format("the kernel wrote %s of %c", where, name_);
-    }
+  void expect(int64_t piece, const vector<uint16_t>& got, const vector<uint16_t>& x,
+              string& trouble) const {
+    const vector<uint16_t> want = image(piece, x);
+    if (got == want || !trouble.empty()) return;
+    const int64_t i = std::mismatch(got.begin(), got.end(), want.begin()).first - got.begin();
+    const char* const where = i < GUARD                    ? "before"
+                              : i >= GUARD + at.piece_span ? "after"
+                              : want[i] == 0xffff          ? "between the rows of"
+                                                           : "into";
+    trouble = format("the kernel wrote %s %c", where, name_);
   }
 
   char name_;
-  int64_t B_, H_, S_;
+  int64_t H_, S_, rows_;
   Element* base_ = nullptr;
+  vector<uint16_t> held_;  // what upload() put in
 };
 
-struct DeviceBytes {  // plain device memory; the kernel's LSE (guarded by the caller) and workspace
+struct DeviceBytes {  // plain device memory
   void* data = nullptr;
   explicit DeviceBytes(size_t bytes) {
     require(cudaMalloc(&data, bytes ? bytes : 1), "allocating memory on the GPU");
@@ -4464,31 +4576,246 @@ struct DeviceBytes {  // plain device memory; the kernel's LSE (guarded by the c
   DeviceBytes& operator=(const DeviceBytes&) = delete;
 };
 
+// Device memory between guards of 0xff bytes, GUARD of them each.
+class GuardedBytes {
+ public:
+  GuardedBytes(const char* name, size_t bytes, int fill)
+      : name_(name), bytes_(bytes), all_(bytes + 2 * GUARD) {
+    require(cudaMemset(all_.data, 0xff, bytes + 2 * GUARD), "poisoning memory");
+    set(fill);
+  }
+  void* data() const { return static_cast<char*>(all_.data) + GUARD; }
+  void set(int byte) { require(cudaMemset(data(), byte, bytes_), "filling memory on the GPU"); }
+  template <class T> vector<T> download() const { return fetch<T>(GUARD, bytes_); }
+  void expect_guards(string& trouble) const {
+    for (size_t at : {size_t(0), GUARD + bytes_}) {
+      for (unsigned char byte : fetch<unsigned char>(at, GUARD)) {
+        if (byte != 0xff && trouble.empty()) {
+          trouble = format("the kernel wrote %s %s", at ? "after" : "before", name_);
+        }
+      }
+    }
+  }
+
+ private:
+  template <class T> vector<T> fetch(size_t at, size_t bytes) const {
+    vector<T> x(bytes / sizeof(T));
+    require(cudaMemcpy(x.data(), static_cast<char*>(all_.data) + at, bytes, cudaMemcpyDeviceToHost),
+            "copying from the GPU");
+    return x;
+  }
+
+  const char* name_;
+  size_t bytes_;
+  DeviceBytes all_;
+};
+
+// ---- the witness: every row on the GPU by another kernel ----
+// Sections 4 to 6 have no part in it: it has its own mask, heads and strides. All of it is fp32. It goes
+// over the keys twice: m = max of S, then P = exp((S - m) * scale), l = sum of P, O = P @ V / l.
+
+struct WitnessArgs {
+  const Element *Q, *K, *V;
+  Strides q, k, v;
+  int Hq, Hkv, Sq, Sk;
+  int first_head;  // counted over batches: b * Hq + h
+  int diagonal;    // key k is visible to query q if k - q <= diagonal
+  float scale;
+  float *O, *LSE;  // [heads,Sq,D] and [heads,Sq] from first_head on
+};
+
+struct WitnessShared {
+  static constexpr int D = Build::head_dim, ROWS = 32, KEYS = 32, THREADS = 128;
+  static constexpr int PITCH = D + 4;  // float4 of neighbouring rows lie in different banks
+  float Q[ROWS][PITCH], KV[KEYS][PITCH];
+  float P[ROWS][KEYS + 4];
+  float m[ROWS], l[ROWS];
+};
+
+// tile_s[r] = row x0 + r of x, zeros past the end.
+__device__ void witness_load(float (*tile_s)[WitnessShared::PITCH], const Element* x,
+                             int64_t row_stride, int x0, int rows) {
+  using W = WitnessShared;
+  static_assert(W::ROWS == W::KEYS, "one tile shape for Q, K and V");
+#pragma unroll 16
+  for (int i = threadIdx.x; i < W::ROWS * W::D; i += W::THREADS) {
+    const int r = i / W::D, d = i % W::D;
+    tile_s[r][d] = x0 + r < rows ? float(x[(x0 + r) * row_stride + d]) : 0.0f;
+  }
+}
+
+// A CTA takes 32 query rows. A thread has a key and 8 rows of S, and R rows of C columns of O.
+__global__ void __launch_bounds__(WitnessShared::THREADS) witness(WitnessArgs a) {
+  using W = WitnessShared;
+  constexpr int COLS = W::D < W::THREADS ? W::D : W::THREADS, C = W::D / COLS;
+  constexpr int R = W::ROWS * COLS / W::THREADS, S_ROWS = W::ROWS * W::KEYS / W::THREADS;
+  W& s = dynamic_shared<W>();
+  const int tid = threadIdx.x, row_tiles = (a.Sq + W::ROWS - 1) / W::ROWS;
+  const int head = a.first_head + int(blockIdx.x) / row_tiles;
+  const int q0 = int(blockIdx.x) % row_tiles * W::ROWS;
+  const int b = head / a.Hq, h = head % a.Hq, h_kv = h / (a.Hq / a.Hkv);
+  const Element* const K_g = a.K + b * a.k.batch + h_kv * a.k.head;
+  const Element* const V_g = a.V + b * a.v.batch + h_kv * a.v.head;
+  const int key = tid % W::KEYS, s_row = tid / W::KEYS * S_ROWS;
+  const int col = tid % COLS, o_row = tid / COLS * R;
+
+  // S[i] = Q[q0 + s_row + i] @ K[k0 + key], -inf where that key is not visible
+  float S[S_ROWS];
+  const auto scores = [&](int k0) {
+    __syncthreads();  // KV and P are still being read
+    witness_load(s.KV, K_g, a.k.row, k0, a.Sk);
+    __syncthreads();
+    for (int i = 0; i < S_ROWS; i++) S[i] = 0;
+#pragma unroll 4
+    for (int d = 0; d < W::D; d += 4) {
+      const float4 k = *reinterpret_cast<const float4*>(&s.KV[key][d]);
+#pragma unroll
+      for (int i = 0; i < S_ROWS; i++) {
+        const float4 q = *reinterpret_cast<const float4*>(&s.Q[s_row + i][d]);
+        S[i] = fmaf(q.x, k.x, fmaf(q.y, k.y, fmaf(q.z, k.z, fmaf(q.w, k.w, S[i]))));
+      }
+    }
+    for (int i = 0; i < S_ROWS; i++) {
+      const int q = q0 + s_row + i;
+      if (k0 + key >= a.Sk || k0 + key - q > a.diagonal) S[i] = -INFINITY;
+    }
+  };
+
+  witness_load(s.Q, a.Q + b * a.q.batch + h * a.q.head, a.q.row, q0, a.Sq);
+  float m[S_ROWS], l[S_ROWS];
+  for (int i = 0; i < S_ROWS; i++) m[i] = -INFINITY, l[i] = 0;
+  for (int k0 = 0; k0 < a.Sk; k0 += W::KEYS) {
+    scores(k0);
+    for (int i = 0; i < S_ROWS; i++) m[i] = fmaxf(m[i], S[i]);
+  }
+  for (int i = 0; i < S_ROWS; i++) s.P[s_row + i][key] = m[i];
+  __syncthreads();
+  if (tid < W::ROWS) {
+    s.m[tid] = -INFINITY;
+    for (int k = 0; k < W::KEYS; k++) s.m[tid] = fmaxf(s.m[tid], s.P[tid][k]);
+  }
+  __syncthreads();
+  for (int i = 0; i < S_ROWS; i++) m[i] = s.m[s_row + i];
+
+  float O[R][C] = {};
+  for (int k0 = 0; k0 < a.Sk; k0 += W::KEYS) {
+    scores(k0);
+    for (int i = 0; i < S_ROWS; i++) {
+      const float P = S[i] == -INFINITY ? 0.0f : expf((S[i] - m[i]) * a.scale);
+      s.P[s_row + i][key] = P;
+      l[i] += P;
+    }
+    __syncthreads();  // K is still being read
+    witness_load(s.KV, V_g, a.v.row, k0, a.Sk);
+    __syncthreads();
+    float tile_O[R][C] = {};  // summed apart: fewer roundings of the long sum
+#pragma unroll 2
+    for (int k = 0; k < W::KEYS; k += 4) {
+#pragma unroll
+      for (int c = 0; c < C; c++) {
+        float v[4];
+        for (int j = 0; j < 4; j++) v[j] = s.KV[k + j][col + c * COLS];
+#pragma unroll
+        for (int r = 0; r < R; r++) {
+          const float4 P = *reinterpret_cast<const float4*>(&s.P[o_row + r][k]);
+          tile_O[r][c] =
+              fmaf(P.x, v[0], fmaf(P.y, v[1], fmaf(P.z, v[2], fmaf(P.w, v[3], tile_O[r][c]))));
+        }
+      }
+    }
+#pragma unroll
+    for (int r = 0; r < R; r++) {
+      for (int c = 0; c < C; c++) O[r][c] += tile_O[r][c];
+    }
+  }
+  __syncthreads();  // P is still being read
+  for (int i = 0; i < S_ROWS; i++) s.P[s_row + i][key] = l[i];
+  __syncthreads();
+  const int64_t first_row = int64_t(head - a.first_head) * a.Sq + q0;
+  if (tid < W::ROWS) {
+    s.l[tid] = 0;
+    for (int k = 0; k < W::KEYS; k++) s.l[tid] += s.P[tid][k];
+    if (q0 + tid < a.Sq) a.LSE[first_row + tid] = s.m[tid] * a.scale + logf(s.l[tid]);
+  }
+  __syncthreads();
+#pragma unroll
+  for (int r = 0; r < R; r++) {
+    const float sum = s.l[o_row + r];
+    for (int c = 0; c < C && q0 + o_row + r < a.Sq; c++) {
+      a.O[(first_row + o_row + r) * W::D + col + c * COLS] = sum == 0 ? 0.0f : O[r][c] / sum;
+    }
+  }
+}
+
+// O [heads,Sq,D] and LSE [heads,Sq] of query heads [first, first + heads), counted over batches.
+void launch_witness(const SdpaParams& p, int first, int heads, float* O, float* LSE) {
+  const int diagonal = p.causal == Causal::off            ? p.Sk
+                       : p.causal == Causal::bottom_right ? p.Sk - p.Sq
+                                                          : 0;
+  const float scale = p.scale == 0 ? float(1 / std::sqrt(double(Build::head_dim))) : p.scale;
+  const WitnessArgs args{p.Q,  p.K,  p.V,   p.q,      p.k,   p.v, p.Hq, p.Hkv,
+                         p.Sq, p.Sk, first, diagonal, scale, O,   LSE};
+  require(cudaFuncSetAttribute(witness, cudaFuncAttributeMaxDynamicSharedMemorySize,
+                               int(sizeof(WitnessShared))),
+          "giving the witness its shared memory");
+  cudaLaunchConfig_t launch{};
+  launch.gridDim = dim3(heads * ((p.Sq + WitnessShared::ROWS - 1) / WitnessShared::ROWS));
+  launch.blockDim = dim3(WitnessShared::THREADS);
+  launch.dynamicSmemBytes = sizeof(WitnessShared);
+  require(cudaLaunchKernelEx(&launch, witness, args), "launching the witness");
+}
+
 // ---- self-check ----
 
 struct Tolerance {
   double rel_rms;  // of rms(error) / rms(reference)
   double max_abs;  // of the largest error, times max(1, largest |reference|)
-  double lse;      // likewise
+  double lse;      // of an error of LSE, times max(1, |reference|) of that row
 };
 // By element type, not by build: a few times the rounding of O itself.
 constexpr Tolerance tolerance =
     Build::is_bf16 ? Tolerance{8e-3, 8e-3, 1e-3} : Tolerance{1e-3, 1e-3, 1e-3};
 
-// Collects rows of results and compares them with the reference. Every comparison is written so
+// Of the sum of (|got| - |ref|) over O, in units of the last place: an O that is truncated, not rounded,
+// has -0.5. Judged from so many rows and elements on, since the errors of a row go together: the
+// rounding of its few weights is in all of them.
+constexpr double bias_limit = 0.25;
+constexpr long bias_rows = 32, bias_elements = 256;
+
+// A unit in the last place of an Element like x; 0 where that is not a normal number.
+inline double ulp(double x) {
+  constexpr int mantissa_bits = Build::is_bf16 ? 7 : 10;
+  constexpr double smallest = Build::is_bf16 ? 0x1p-126 : 0x1p-14,
+                   largest = Build::is_bf16 ? 0x1p127 : 65504;
+  x = std::fabs(x);
+  return x >= smallest && x <= largest ? std::ldexp(1.0, std::ilogb(x) - mantissa_bits) : 0;
+}
+
+// Collects rows of results and compares them with what they must be. Every comparison is written so
 // that NaN fails.
 class Comparison {
  public:
   long rows = 0;
   double rel_rms = 0, max_abs_err = 0, lse_err = 0;
+  bool judges_rounding = true;
 
   void add(const reference::Row& at, const reference::Result& want, const float* O, float LSE) {
+    add(at, want.O.data(), want.LSE, want.open.data(), O, LSE, int(want.O.size()));
+  }
+  // open[d]: NaN is right as well as want_O[d]; null: nowhere.
+  template <class Real>
+  void add(const reference::Row& at, const Real* want_O, double want_LSE, const char* open,
+           const float* O, float LSE, int D = Build::head_dim) {
     rows++;
-    for (int d = 0; d < int(want.O.size()); d++) {
-      const double ref = want.O[d], got = O[d];
-      if (std::isnan(got) && want.open[d]) continue;
+    for (int d = 0; d < D; d++) {
+      const double ref = want_O[d], got = O[d];
+      if (std::isnan(got) && open && open[d]) continue;
       const double err = distance(ref, got);
       squares_err_ += err * err;
+      const double unit = ulp(ref);
+      if (unit > 0 && std::isfinite(got)) {
+        signed_err_ += std::fabs(got) - std::fabs(ref), units_ += unit, bias_elements_++;
+      }
       if (std::isfinite(ref)) {
         squares_ref_ += ref * ref;
         max_ref_ = std::max(max_ref_, std::fabs(ref));
@@ -4499,25 +4826,49 @@ class Comparison {
                         ref, got, err);
       }
     }
-    const double err = distance(want.LSE, LSE);
-    if (std::isfinite(want.LSE)) max_lse_ = std::max(max_lse_, std::fabs(want.LSE));
+    if (std::fabs(want_LSE) > double(FLT_MAX)) want_LSE = std::copysign(INFINITY, want_LSE);
+    const double size = std::isfinite(want_LSE) ? std::max(1.0, std::fabs(want_LSE)) : 1.0;
+    const double err = distance(want_LSE, LSE) / size;
+    max_lse_ = std::max(max_lse_, size);
     if (!(err <= lse_err)) {
       lse_err = err;
-      worst_lse_ = format("LSE(b=%d,h=%d,q=%d) ref=%.9g got=%.9g err=%.3g", at.b, at.h, at.q,
-                          want.LSE, double(LSE), err);
+      worst_lse_ = format("LSE(b=%d,h=%d,q=%d) ref=%.9g got=%.9g relative err=%.3g", at.b, at.h,
+                          at.q, want_LSE, double(LSE), err);
     }
   }
+
+  void merge(const Comparison& other) {  // which has other rows
+    rows += other.rows;
+    squares_err_ += other.squares_err_, squares_ref_ += other.squares_ref_;
+    signed_err_ += other.signed_err_, units_ += other.units_;
+    bias_elements_ += other.bias_elements_;
+    max_ref_ = std::max(max_ref_, other.max_ref_), max_lse_ = std::max(max_lse_, other.max_lse_);
+    if (!(other.max_abs_err <= max_abs_err)) {
+      max_abs_err = other.max_abs_err, worst_ = other.worst_;
+    }
+    if (!(other.lse_err <= lse_err)) lse_err = other.lse_err, worst_lse_ = other.worst_lse_;
+  }
+
+  double largest_lse() const { return max_lse_; }
+
+  // Mean signed error of O in units of the last place, each element by the size of its unit.
+  double bias() const { return units_ > 0 ? signed_err_ / units_ : 0; }
 
   // Empty, or a sentence with the worst element and the limit that it broke.
   string verdict(const Tolerance& tol) {
     rel_rms = squares_err_ == 0 ? 0 : std::sqrt(squares_err_ / squares_ref_);
     const double abs_limit = tol.max_abs * std::max(1.0, max_ref_);
-    const double lse_limit = tol.lse * std::max(1.0, max_lse_);
     if (!(max_abs_err <= abs_limit)) return worst_ + format(" tol=%.3g", abs_limit);
     if (!(rel_rms <= tol.rel_rms)) {
       return format("rel_rms=%.3g tol=%.3g; worst ", rel_rms, tol.rel_rms) + worst_;
     }
-    if (!(lse_err <= lse_limit)) return worst_lse_ + format(" tol=%.3g", lse_limit);
+    if (!(lse_err <= tol.lse)) return worst_lse_ + format(" tol=%.3g", tol.lse);
+    if (judges_rounding && rows >= bias_rows && bias_elements_ >= bias_elements &&
+        !(std::fabs(bias()) <= bias_limit)) {
+      return format(
+          "O is not rounded to nearest: its mean error is %.3g units of the last place, tol=%.3g",
+          bias(), bias_limit);
+    }
     return "";
   }
 
@@ -4530,35 +4881,54 @@ class Comparison {
     return std::isnan(err) ? double(INFINITY) : err;
   }
 
-  double squares_err_ = 0, squares_ref_ = 0, max_ref_ = 0, max_lse_ = 0;
+  double squares_err_ = 0, squares_ref_ = 0, max_ref_ = 0, max_lse_ = 1;
+  double signed_err_ = 0, units_ = 0;
+  long bias_elements_ = 0;
   string worst_, worst_lse_;
 };
 
-// The rows to compare: all, if that is affordable; otherwise a sample that has the first, last and
-// tile-edge rows of the first and last head, and random rows.
-vector<reference::Row> rows_to_check(const Problem& p, double affordable_macs) {
+// The rows to compare, in order: all, if that is affordable. Otherwise of every work item of
+// `item_rows` rows at least one, chosen by a hash, and of the first and last head the first and last row
+// and those beside the edges of items and of groups of 64 rows.
+vector<reference::Row> rows_to_check(const Problem& p, int item_rows, double affordable_macs) {
   vector<reference::Row> rows;
   const double all = double(p.B) * p.Hq * p.Sq, macs_per_row = 2.0 * p.Sk * Build::head_dim;
-  if (all * macs_per_row <= affordable_macs) {
-    for (int b = 0; b < p.B; b++) {
-      for (int h = 0; h < p.Hq; h++) {
-        for (int q = 0; q < p.Sq; q++) rows.push_back({b, h, q});
+  const double affordable = macs_per_row > 0 ? affordable_macs / macs_per_row : all;
+  const bool sampled = all > affordable;
+  const double items = double(p.B) * p.Hq * ((p.Sq + item_rows - 1) / item_rows);
+  const int wanted_of_item = int(std::max(1.0, affordable / items));
+  for (int b = 0; b < p.B; b++) {
+    for (int h = 0; h < p.Hq; h++) {
+      const bool edges = (b == 0 && h == 0) || (b == p.B - 1 && h == p.Hq - 1);
+      for (int q0 = 0; q0 < p.Sq; q0 += item_rows) {
+        const int end = std::min(q0 + item_rows, p.Sq);
+        vector<int> of_item;
+        if (sampled) {
+          for (int n = 0; n < wanted_of_item; n++) {
+            const uint64_t place = (uint64_t(b) * p.Hq + h) * p.Sq + q0;
+            of_item.push_back(q0 + int(mix(mix(mix(p.seed + 55) + place) + n) % (end - q0)));
+          }
+        }
+        for (int q = q0; q < end; q++) {
+          const bool at_edge = q == q0 || q == end - 1 || q % 64 == 0 || q % 64 == 63;
+          if (!sampled || (edges && at_edge)) of_item.push_back(q);
+        }
+        std::sort(of_item.begin(), of_item.end());
+        of_item.erase(std::unique(of_item.begin(), of_item.end()), of_item.end());
+        for (int q : of_item) rows.push_back({b, h, q});
       }
     }
-    return rows;
-  }
-  const int M = Build::block_m, last_tile = (p.Sq - 1) / M * M;
-  for (int q : {0, 1, M - 1, M, M + 1, last_tile - 1, last_tile, p.Sq - 1}) {
-    if (q < 0 || q >= p.Sq) continue;
-    rows.push_back({0, 0, q});
-    rows.push_back({p.B - 1, p.Hq - 1, q});
-  }
-  const size_t wanted = size_t(std::max(64.0, affordable_macs / macs_per_row));
-  for (uint64_t n = 0; rows.size() < wanted; n++) {
-    const uint64_t r = mix(mix(p.seed + 55) + n);
-    rows.push_back({int(r % p.B), int((r >> 16) % p.Hq), int((r >> 32) % p.Sq)});
   }
   return rows;
+}
+
+vector<uint16_t> bits_of_elements(const vector<float>& x) {
+  vector<uint16_t> bits(x.size());
+  for (size_t i = 0; i < x.size(); i++) {
+    const Element e = to_element(x[i]);
+    memcpy(&bits[i], static_cast<const void*>(&e), sizeof e);
+  }
+  return bits;
 }
 
 float float_of_element(uint16_t bits) {
@@ -4567,18 +4937,29 @@ float float_of_element(uint16_t bits) {
   return to_float(e);
 }
 
+struct Figures {  // of checks: the worst errors, and over how many rows
+  double rel_rms = 0, max_abs_err = 0, lse_err = 0;
+  long rows_checked = 0, rows_witnessed = 0;  // compared with the reference, with the witness
+
+  void include(const Comparison& c) {
+    rel_rms = std::max(rel_rms, c.rel_rms);
+    max_abs_err = std::max(max_abs_err, c.max_abs_err);
+    lse_err = std::max(lse_err, c.lse_err);
+  }
+};
+
 // A problem on the GPU, ready to launch.
 class Instance {
  public:
   explicit Instance(const Problem& p) : problem(p), Q_(p, 'Q'), K_(p, 'K'), V_(p, 'V'), O_(p, 'O') {
-    const size_t lse_floats = size_t(p.B) * p.Hq * p.Sq;
     size_t free_bytes = 0, total_bytes = 0;
     require(cudaMemGetInfo(&free_bytes, &total_bytes), "asking for free GPU memory");
     const double need = Q_.bytes() + K_.bytes() + V_.bytes() + O_.bytes() + 4.0 * p.B * p.Hq * p.Sq;
-    // Inputs as floats, outputs twice, and one batch in flight.
-    const double host_need = 2 * (Q_.bytes() + K_.bytes() + V_.bytes()) + 4 * O_.bytes();
+    // Inputs as floats and as elements, outputs twice, and of one tensor what it holds and must hold.
+    const double q_bytes = 2.0 * p.B * p.Hq * p.Sq * Build::head_dim;
+    const double host_need = 7 * q_bytes + 12.0 * p.B * p.Hkv * p.Sk * Build::head_dim;
     const double host_bytes = double(sysconf(_SC_PHYS_PAGES)) * double(sysconf(_SC_PAGESIZE));
-    if (p.layout != "far" && host_need > host_bytes) {
+    if (host_need > host_bytes) {
       throw CudaError{format("checking the problem needs %.1f GB of host memory of %.1f GB",
                              host_need * 1e-9, host_bytes * 1e-9)};
     }
@@ -4587,109 +4968,192 @@ class Instance {
                              need * 1e-9, free_bytes * 1e-9)};
     }
     for (DeviceTensor* t : {&Q_, &K_, &V_, &O_}) t->allocate();
-    lse_.reset(new DeviceBytes((lse_floats + 2 * GUARD) * sizeof(float)));
-    lse_bits_.resize(lse_floats + 2 * GUARD);
+    lse_.reset(new GuardedBytes("LSE", size_t(p.B) * p.Hq * p.Sq * sizeof(float), 0xff));
     params.Q = Q_.data(), params.K = K_.data(), params.V = V_.data(), params.O = O_.data();
-    params.LSE = static_cast<float*>(lse_->data) + GUARD;
+    params.LSE = static_cast<float*>(lse_->data());
     params.B = p.B, params.Hq = p.Hq, params.Hkv = p.Hkv, params.Sq = p.Sq, params.Sk = p.Sk;
     params.D = Build::head_dim;
     params.q = Q_.at.strides, params.k = K_.at.strides, params.v = V_.at.strides;
     params.o = O_.at.strides;
     params.scale = p.scale, params.causal = p.causal, params.max_ctas = p.max_ctas;
-    const size_t workspace_bytes = sdpa_workspace_bytes(params);
-    workspace_.reset(new DeviceBytes(workspace_bytes));
-    params.workspace = workspace_->data;
-    require(cudaMemset(workspace_->data, 0, workspace_bytes), "zeroing the workspace");
+    workspace_.reset(new GuardedBytes("the workspace", sdpa_workspace_bytes(params), 0));
+    params.workspace = workspace_->data();
   }
 
   void set_inputs(uint64_t seed) {
     problem.seed = seed;
     q_ = make_input(problem, Tensor::Q), k_ = make_input(problem, Tensor::K);
     v_ = make_input(problem, Tensor::V);
-    Q_.upload(q_), K_.upload(k_), V_.upload(v_);
+    Q_.upload(bits_of_elements(q_)), K_.upload(bits_of_elements(k_));
+    V_.upload(bits_of_elements(v_));
   }
 
-  // Poisons the outputs, launches once, fetches the outputs. Returns a sentence if something
-  // outside of them was written.
+  // Launches once. Returns a sentence if something but the outputs was written.
   string run_once() {
-    O_.poison();
-    require(cudaMemset(lse_->data, 0xff, lse_bits_.size() * sizeof(float)), "poisoning LSE");
-    const SdpaStatus status = sdpa_forward(params, 0);
-    if (!status.ok()) throw CudaError{status.text};
-    require(cudaDeviceSynchronize(), "running the kernel");
-    string trouble;
-    o_bits_ = O_.download(trouble);
-    require(cudaMemcpy(lse_bits_.data(), lse_->data, lse_bits_.size() * sizeof(float),
-                       cudaMemcpyDeviceToHost),
-            "copying LSE from the GPU");
-    for (int64_t i = 0; i < GUARD; i++) {
-      if (lse_bits_[i] != ~0u || lse_bits_[lse_bits_.size() - 1 - i] != ~0u) {
-        trouble = "the kernel wrote before or after LSE";
-      }
-    }
-    return trouble;
+    poison();
+    launch();
+    return collect();
   }
 
   // Compares the outputs of a run with the reference, and those of more runs with its bits: the one
   // with as many CTAs as are resident, the others with max_ctas, on which no bit may depend. Returns a
   // sentence on failure.
-  string check(Comparison& comparison, int repeats) {
+  string check(Figures& figures, int repeats) {
     params.max_ctas = 0;
     string trouble = run_once();
     params.max_ctas = problem.max_ctas;
-    if (!trouble.empty()) return trouble;
-    const vector<uint16_t> first = o_bits_;
-    if (!(trouble = compare(comparison)).empty()) return trouble;
+    if (trouble.empty()) trouble = compare(figures);
+    checked_ = got_;
     for (int n = 0; n < repeats && trouble.empty(); n++) {
-      trouble = repeat(first, "two runs on the same inputs differ");
+      trouble = check_again("two runs on the same inputs differ");
     }
     return trouble;
   }
 
-  // Another run must give the bits of the last one.
-  string check_again() { return repeat(vector<uint16_t>(o_bits_), "the run after timing differs"); }
+  // Another run must give the bits of the checked one; else a sentence.
+  string check_again(const char* sentence) {
+    const string trouble = run_once();
+    return trouble.empty() ? difference(sentence) : trouble;
+  }
 
   Problem problem;
   SdpaParams params{};
 
  private:
-  string repeat(const vector<uint16_t>& expected, const char* sentence) {
-    const vector<uint32_t> expected_lse = lse_bits_;
-    const string trouble = run_once();
-    if (!trouble.empty()) return trouble;
-    if (expected_lse != lse_bits_) return string("LSE: ") + sentence;
-    for (size_t i = 0; i < o_bits_.size(); i++) {
-      if (o_bits_[i] != expected[i]) {
+  struct Outputs {
+    vector<uint16_t> O;  // bits of [B,Hq,Sq,D]
+    vector<uint32_t> LSE;
+  };
+
+  void poison() {
+    O_.poison();
+    lse_->set(0xff);
+  }
+  void launch() {
+    const SdpaStatus status = sdpa_forward(params, 0);
+    if (!status.ok()) throw CudaError{status.text};
+  }
+  // Waits, and fetches the outputs into got_. Returns a sentence if anything else was written, or if the
+  // workspace is not as the next launch must find it.
+  string collect() {
+    require(cudaDeviceSynchronize(), "running the kernel");
+    string trouble;
+    got_.O = O_.download(trouble);
+    got_.LSE = lse_->download<uint32_t>();
+    for (const DeviceTensor* t : {&Q_, &K_, &V_}) t->expect_unchanged(trouble);
+    lse_->expect_guards(trouble), workspace_->expect_guards(trouble);
+    if (is_cublas || !trouble.empty()) return trouble;
+    for (uint32_t word : workspace_->download<uint32_t>()) {
+      if (word) return format("the kernel left %u in the workspace, which must be zero", word);
+    }
+    return "";
+  }
+
+  // Empty if got_ has the bits of checked_.
+  string difference(const char* sentence) const {
+    if (checked_.LSE != got_.LSE) return string("LSE: ") + sentence;
+    for (size_t i = 0; i < got_.O.size(); i++) {
+      if (got_.O[i] != checked_.O[i]) {
         return string("O") + where(i) +
-               format(" %s: %.9g and %.9g", sentence, double(float_of_element(expected[i])),
-                      double(float_of_element(o_bits_[i])));
+               format(" %s: %.9g and %.9g", sentence, double(float_of_element(checked_.O[i])),
+                      double(float_of_element(got_.O[i])));
       }
     }
     return "";
   }
 
-  string compare(Comparison& comparison) {
+  string compare(Figures& figures) {
     const Problem& p = problem;
-    constexpr int D = Build::head_dim;
-    for (size_t i = 0; i < o_bits_.size(); i++) {
-      if (o_bits_[i] == 0xffff) return string("O") + where(i) + " was never written";
+    for (size_t i = 0; i < got_.O.size(); i++) {
+      if (got_.O[i] == 0xffff) return string("O") + where(i) + " was never written";
     }
-    const vector<reference::Row> rows = rows_to_check(p, 1.5e9);
-    const bool sampled = rows.size() < size_t(p.B) * p.Hq * p.Sq;
-    for (size_t i = 0; sampled && p.dist != "nonfinite" && i < o_bits_.size(); i++) {
-      if (!std::isfinite(float_of_element(o_bits_[i]))) {
+    const size_t all_rows = size_t(p.B) * p.Hq * p.Sq;
+    for (size_t row = 0; row < all_rows; row++) {
+      if (got_.LSE[row] == ~0u) {
+        return string("LSE") + where(row * Build::head_dim) + " was never written";
+      }
+    }
+    const vector<reference::Row> rows = rows_to_check(p, kernel_facts(params).item_rows, 1.5e9);
+    const vector<reference::Result> want =
+        reference::attend(reference_problem(p, q_.data(), k_.data(), v_.data()), rows);
+    Comparison comparison;
+    comparison.judges_rounding = random_weights();
+    for (size_t i = 0; i < rows.size(); i++) compare_row(comparison, rows[i], want[i]);
+    const string trouble = comparison.verdict(tolerance);
+    figures.include(comparison);
+    figures.rows_checked += comparison.rows;
+    if (!trouble.empty() || rows.size() == all_rows || p.dist == "nonfinite") return trouble;
+    return has_clock ? compare_with_witness(figures, rows, want) : all_finite();
+  }
+
+  // Every row with the witness, and the witness with the reference on the rows of `sample`.
+  string compare_with_witness(Figures& figures, const vector<reference::Row>& sample,
+                              const vector<reference::Result>& want) {
+    constexpr size_t D = Build::head_dim;
+    const size_t S = problem.Sq, heads = size_t(problem.B) * problem.Hq;
+    const size_t most_heads = std::min(heads, std::max<size_t>(1, (size_t(1) << 26) / (S * D)));
+    const DeviceBytes O_g(most_heads * S * D * sizeof(float)),
+        LSE_g(most_heads * S * sizeof(float));
+    vector<float> O(most_heads * S * D), LSE(most_heads * S);
+    Comparison with_reference, with_witness;
+    with_reference.judges_rounding = false, with_witness.judges_rounding = random_weights();
+    size_t next = 0;  // of the sample, which is in order
+    for (size_t first = 0; first < heads; first += most_heads) {
+      const size_t count = std::min(most_heads, heads - first);
+      launch_witness(params, int(first), int(count), static_cast<float*>(O_g.data),
+                     static_cast<float*>(LSE_g.data));
+      require(cudaMemcpy(O.data(), O_g.data, count * S * D * sizeof(float), cudaMemcpyDeviceToHost),
+              "running the witness");
+      require(cudaMemcpy(LSE.data(), LSE_g.data, count * S * sizeof(float), cudaMemcpyDeviceToHost),
+              "running the witness");
+      for (size_t row; next < sample.size(); next++) {
+        row = row_number(sample[next]) - first * S;
+        if (row >= count * S) break;
+        with_reference.add(sample[next], want[next], &O[row * D], LSE[row]);
+      }
+      vector<Comparison> of_head(count);
+      reference::parallel_for(count, [&](size_t i) {
+        const int b = int(first + i) / problem.Hq, h = int(first + i) % problem.Hq;
+        for (size_t q = 0; q < S; q++) {
+          const size_t row = i * S + q;
+          compare_row(of_head[i], {b, h, int(q)}, &O[row * D], LSE[row], nullptr);
+        }
+      });
+      for (const Comparison& c : of_head) with_witness.merge(c);
+    }
+    // Sums in fp32 lose with the size of the logits.
+    const double limit = 1e-5 * std::min(30.0, std::max(1.0, with_reference.largest_lse() / 32));
+    string trouble = with_reference.verdict({limit, limit, limit});
+    if (!trouble.empty()) return "the witness is wrong: " + trouble;
+    trouble = with_witness.verdict(tolerance);
+    figures.include(with_witness);
+    figures.rows_witnessed += with_witness.rows;
+    return trouble.empty() ? "" : "against the witness: " + trouble;
+  }
+
+  // The rounding of a weight that all keys of all rows share would look like that of O.
+  bool random_weights() const { return problem.dist != "uniform" && problem.dist != "huge"; }
+
+  string all_finite() const {
+    for (size_t i = 0; i < got_.O.size(); i++) {
+      if (!std::isfinite(float_of_element(got_.O[i]))) {
         return string("O") + where(i) + " is not finite";
       }
     }
-    const vector<reference::Result> want =
-        reference::attend(reference_problem(p, q_.data(), k_.data(), v_.data()), rows);
-    for (size_t i = 0; i < rows.size(); i++) {
-      const size_t row = (size_t(rows[i].b) * p.Hq + rows[i].h) * p.Sq + rows[i].q;
-      float O[D];
-      for (int d = 0; d < D; d++) O[d] = float_of_element(o_bits_[row * D + d]);
-      comparison.add(rows[i], want[i], O, float_of(lse_bits_[GUARD + row]));
-    }
-    return comparison.verdict(tolerance);
+    return "";
+  }
+
+  size_t row_number(const reference::Row& at) const {  // in [B,Hq,Sq]
+    return (size_t(at.b) * problem.Hq + at.h) * problem.Sq + at.q;
+  }
+  // Adds one row of the outputs to a comparison, with what it must be.
+  template <class... Wanted>
+  void compare_row(Comparison& comparison, const reference::Row& at, const Wanted&... want) const {
+    constexpr int D = Build::head_dim;
+    const size_t row = row_number(at);
+    float O[D];
+    for (int d = 0; d < D; d++) O[d] = float_of_element(got_.O[row * D + d]);
+    comparison.add(at, want..., O, float_of(got_.LSE[row]));
   }
 
   string where(size_t i) const {
@@ -4699,10 +5163,9 @@ class Instance {
   }
 
   DeviceTensor Q_, K_, V_, O_;
-  std::unique_ptr<DeviceBytes> lse_, workspace_;
+  std::unique_ptr<GuardedBytes> lse_, workspace_;
   vector<float> q_, k_, v_;  // the inputs, rounded
-  vector<uint16_t> o_bits_;  // the outputs of the last run
-  vector<uint32_t> lse_bits_;
+  Outputs got_, checked_;    // of the last run, and of the one that was compared
 };
 
 // ---- timing on a GPU, counters on the CPU backend ----
@@ -4740,8 +5203,6 @@ struct TileCounters {  // of one K/V tile, as executed; empty texts on a GPU
 };
 
 #ifdef SDPA_SIMT
-constexpr bool has_clock = false;
-
 // Sets the order in which threads run. Returns a sentence if `text` names none.
 string set_schedule(const string& text) {
   const string random = "random:";
@@ -4798,7 +5259,6 @@ TileCounters count_tile() {
   return c;
 }
 #else
-constexpr bool has_clock = true;
 TileCounters count_tile() { return {}; }
 string set_schedule(const string&) { return "only the CPU backend has one; a GPU has its own"; }
 
@@ -4915,7 +5375,7 @@ struct CsvRow {
          max_abs_err, rows_checked, B, Hq, Hkv, Sq, Sk, D, dtype, causal, seed, regs, spill_bytes,
          smem_bytes, ctas_per_sm, barriers, device, sm, clock_mhz, cuda, driver, git_sha, knobs,
          note, layout, dist, lse_err, barriers_executed, bank_conflicts, global_bytes, graph_lo_us,
-         graph_hi_us, max_ctas;
+         graph_hi_us, max_ctas, rows_witnessed;
 };
 
 using CsvField = string CsvRow::*;
@@ -4969,6 +5429,7 @@ const struct {
     {"graph_lo_us", &CsvRow::graph_lo_us},
     {"graph_hi_us", &CsvRow::graph_hi_us},
     {"max_ctas", &CsvRow::max_ctas},
+    {"rows_witnessed", &CsvRow::rows_witnessed},
 };
 
 void print_header() {
@@ -5076,8 +5537,9 @@ Device find_device() {
 
 const char usage[] =
     "usage: sdpa [--shape small|mission|mission2|long|B,Hq,Hkv,Sq,Sk]... [--causal br|tl]\n"
-    "            [--seeds 0,1,2] [--dist normal|outliers|large|nonfinite] [--scale X]\n"
-    "            [--layout bhsd|bshd|packed|padded|far] [--sweep N] [--iters N] [--warmup N]\n"
+    "            [--seeds 0,1,2] [--scale X]\n"
+    "            [--layout bhsd|bshd|packed|padded|zero|reversed|far|far_heads|far_rows] [--sweep "
+    "N] [--iters N] [--warmup N]\n"
     "            [--repeats N] [--max-ctas N]\n"
     "            [--check-only | --time-only] [--schedule forward|reverse|random:SEED] [--config] "
     "[--header]\n"
@@ -5165,13 +5627,6 @@ string command_of(const Problem& p) {
   return text;
 }
 
-template <size_t N> int index_in(const char* const (&names)[N], const string& name) {
-  for (size_t i = 0; i < N; i++) {
-    if (name == names[i]) return int(i);
-  }
-  return -1;
-}
-
 Options parse_options(const vector<string>& args) {
   Options o;
   vector<string> shapes;
@@ -5218,12 +5673,12 @@ Options parse_options(const vector<string>& args) {
       common.causal = Causal(n);
     } else if (name == "--dist") {
       if (index_in(dists, value) < 0) {
-        return refuse("--dist " + value + ": want normal, outliers, large or nonfinite");
+        return refuse("--dist " + value + ": want " + one_of(dists));
       }
       common.dist = value;
     } else if (name == "--layout") {
       if (index_in(layouts, value) < 0) {
-        return refuse("--layout " + value + ": want bhsd, bshd, packed, padded or far");
+        return refuse("--layout " + value + ": want " + one_of(layouts));
       }
       common.layout = value;
     } else if (name == "--schedule") {
@@ -5327,17 +5782,11 @@ ExitCode run_problem(const Problem& p, const vector<uint64_t>& seeds, const Opti
       exit = exit_skipped;
     } else {
       Instance instance(p);
-      double rel_rms = 0, max_abs_err = 0, lse_err = 0;
-      long rows = 0;
+      Figures figures;
       for (uint64_t seed : seeds) {
-        Comparison comparison;
         instance.set_inputs(repeat.seed = seed);
         if (o.time_only) break;
-        trouble = instance.check(comparison, o.repeats);
-        rel_rms = std::max(rel_rms, comparison.rel_rms);
-        max_abs_err = std::max(max_abs_err, comparison.max_abs_err);
-        lse_err = std::max(lse_err, comparison.lse_err);
-        rows += comparison.rows;
+        trouble = instance.check(figures, o.repeats);
         if (!trouble.empty()) break;
       }
       if (trouble.empty() && has_clock && !o.check_only) {
@@ -5352,13 +5801,16 @@ ExitCode run_problem(const Problem& p, const vector<uint64_t>& seeds, const Opti
         row.graph_hi_us = format("%.3f", t.graph_hi_us);
         row.tflops = format("%.2f", flops_of(p) / t.graph_us * 1e-6);
         row.clock_mhz = format("%.0f", t.clock_mhz);
-        if (!o.time_only) trouble = instance.check_again();
+        if (!o.time_only) trouble = instance.check_again("the run after timing differs");
       }
       if (!o.time_only) {
         row.check = trouble.empty() ? "PASS" : "FAIL";
         if (!trouble.empty()) row.note = trouble;
-        row.rel_rms = format("%.3g", rel_rms), row.max_abs_err = format("%.3g", max_abs_err);
-        row.lse_err = format("%.3g", lse_err), row.rows_checked = std::to_string(rows);
+        row.rel_rms = format("%.3g", figures.rel_rms);
+        row.max_abs_err = format("%.3g", figures.max_abs_err);
+        row.lse_err = format("%.3g", figures.lse_err);
+        row.rows_checked = std::to_string(figures.rows_checked);
+        row.rows_witnessed = std::to_string(figures.rows_witnessed);
       }
       if (!trouble.empty()) exit = exit_wrong;
     }

@@ -5,7 +5,9 @@
 #include "../sdpa.cu"
 #undef main
 
+#include <array>
 #include <mutex>
+#include <set>
 
 #include "expect.h"
 
@@ -57,6 +59,32 @@ static void test_inputs() {
   EXPECT_NEAR(moments(Tensor::V).second, 1, 0.02);
   p.dist = "outliers";  // variance 1 + 99 / 256
   EXPECT_NEAR(moments(Tensor::V).second, 1 + 99 / 256.0, 0.1);
+  p.dist = "uniform";
+  EXPECT(moments(Tensor::Q).second == 0);
+  EXPECT_NEAR(moments(Tensor::V).first, 1, 0.01);
+  EXPECT(huge_input(0, Tensor::Q, 0, 5, 321) == 20000);  // a head of one constant
+  EXPECT(huge_input(0, Tensor::K, 1, 77, 4931) == 12000);
+  EXPECT(huge_input(7, Tensor::K, 2, 9, 636) == -0x1p-8f);
+  EXPECT(huge_input(0, Tensor::Q, 3, 5, 321) == -0.5f);
+  EXPECT(stairs_input(0, Tensor::Q, 9, 0, 7) == 32 && stairs_input(0, Tensor::Q, 9, 2, 7) == 32768);
+  EXPECT(stairs_input(0, Tensor::K, 1057, 1, 7) == 5 &&
+         stairs_input(0, Tensor::K, 9, 3, 7) == 0.875f);
+  p.dist = "stairs";  // every element is exact, and neighbouring logits are 20 apart
+  const auto q = make_input(p, Tensor::Q), k = make_input(p, Tensor::K);
+  for (int i = 1; i < 64; i++) {
+    const auto logit = [&](int key) {
+      return reference::dot(&q[0], &k[size_t(key) * Build::head_dim], Build::head_dim) / 8;
+    };
+    EXPECT_NEAR(logit(i) - logit(i - 1), 20, 0.2);
+  }
+  p.dist = "huge";
+  const auto huge = make_input(p, Tensor::K);
+  double largest = 0, smallest = 1;
+  for (float x : huge) {
+    largest = std::max(largest, double(std::fabs(x)));
+    if (x != 0) smallest = std::min(smallest, double(std::fabs(x)));
+  }
+  EXPECT(largest > 30000 && largest < 65504 && smallest == 0x1p-14);
   p.dist = "nonfinite";
   int nan_rows = 0;
   for (float v : make_input(p, Tensor::K)) nan_rows += !std::isfinite(v);
@@ -178,23 +206,176 @@ static void test_comparison() {
   EXPECT(std::isnan(float_of(~0u)));
 }
 
+// What rounds O: to nearest passes, towards zero or away from it does not, from 32 rows on.
+static void test_rounding() {
+  EXPECT(ulp(1.0) == 0x1p-10 && ulp(-1.99) == 0x1p-10 && ulp(0.5) == 0x1p-11);
+  EXPECT(ulp(0) == 0 && ulp(0x1p-15) == 0 && ulp(1e6) == 0 && ulp(NAN) == 0 && ulp(INFINITY) == 0);
+  const auto judged = [](int rows, int direction) {
+    Comparison c;
+    for (int q = 0; q < rows; q++) {
+      std::vector<double> ref(64);
+      std::vector<float> got(64);
+      for (int d = 0; d < 64; d++) {
+        ref[d] = normal(q, Tensor::V, d) / 8;
+        got[d] = to_float(to_element(float(ref[d])));
+        const double unit = std::copysign(ulp(ref[d]), ref[d]);
+        const bool inward = std::fabs(got[d]) < std::fabs(ref[d]);
+        if (direction > 0 && inward) got[d] += float(unit);
+        if (direction < 0 && !inward) got[d] -= float(unit);
+      }
+      c.add({0, 0, q}, {ref, 0, std::vector<char>(64)}, got.data(), 0);
+    }
+    return c.verdict(tolerance);
+  };
+  EXPECT(judged(32, 0) == "" && judged(400, 0) == "");
+  EXPECT(judged(32, -1).find("O is not rounded to nearest: its mean error is -0.") == 0);
+  EXPECT(judged(32, 1).find("O is not rounded to nearest: its mean error is 0.") == 0);
+  EXPECT(judged(31, -1) == "");
+}
+
 static void test_rows_to_check() {
   Problem p;
-  EXPECT(rows_to_check(p, 1e12).size() == 8 * 512);
-  p.Sq = p.Sk = 100000;
-  const auto rows = rows_to_check(p, 1e9);
-  const auto has = [&](int h, int q) {
+  EXPECT(rows_to_check(p, 384, 1e12).size() == 8 * 512);
+  p.B = 3, p.Sq = 2000, p.Sk = 100000;
+  for (int item_rows : {32, 256, 384, 2048}) {
+    const auto rows = rows_to_check(p, item_rows, 1.0);
+    const int items = (p.Sq + item_rows - 1) / item_rows;
+    std::set<std::array<int, 3>> seen, items_seen;
     for (const auto& row : rows) {
-      if (row.h == h && row.q == q) return true;
+      EXPECT(row.b >= 0 && row.b < 3 && row.h >= 0 && row.h < 8 && row.q >= 0 && row.q < 2000);
+      seen.insert({row.b, row.h, row.q});
+      items_seen.insert({row.b, row.h, row.q / item_rows});
     }
-    return false;
-  };
-  const int M = Build::block_m;
-  for (int h : {0, 7}) {
-    for (int q : {0, M - 1, M, 99999 / M * M, 99999}) EXPECT(has(h, q));
+    EXPECT(seen.size() == rows.size() && int(items_seen.size()) == 3 * 8 * items);
+    for (int q = 0; q < 2000; q++) {
+      const int r = q % item_rows;
+      if (q == 0 || q == 1999 || r == 0 || r == item_rows - 1 || q % 64 == 0 || q % 64 == 63) {
+        EXPECT(seen.count({0, 0, q}) && seen.count({2, 7, q}));
+      }
+    }
+    EXPECT(int(rows.size()) <= 3 * 8 * items + 2 * (2 * items + 2 * 32 + 1));
   }
-  EXPECT(rows.size() >= 64);
-  for (const auto& row : rows) EXPECT(row.h < 8 && row.q < 100000 && row.b == 0);
+  EXPECT(rows_to_check(p, 256, 5e9).size() >= 300);  // 390 rows, less those drawn twice
+  // README's largest problem, 2.2e12 FLOP, takes 16 cores half a second.
+  p.B = 1, p.Hq = p.Hkv = 32, p.Sq = p.Sk = 16384;
+  EXPECT(double(rows_to_check(p, 256, 1.5e9).size()) * p.Sk * 64 * 2 < 7e9);
+}
+
+// Where each layout puts a tensor: no two rows of O overlap, inputs lie as the layout says, and what is
+// uploaded comes back.
+static void test_layouts() {
+  constexpr int64_t D = Build::head_dim, far = int64_t(1) << 31;
+  Problem p;
+  p.B = 2, p.Hq = 4, p.Hkv = 2, p.Sq = 3, p.Sk = 5;
+  const auto placed = [&](const char* layout, char tensor) {
+    p.layout = layout;
+    return place(p, tensor);
+  };
+  EXPECT(same_strides(placed("bhsd", 'K').strides, {2 * 5 * D, 5 * D, D}));
+  EXPECT(same_strides(placed("bshd", 'Q').strides, {3 * 4 * D, D, 4 * D}));
+  EXPECT(same_strides(placed("packed", 'V').strides, {5 * 8 * D, D, 8 * D}));
+  EXPECT(same_strides(placed("padded", 'K').strides,
+                      {2 * (5 * (D + 8) + 8) + 8, 5 * (D + 8) + 8, D + 8}));
+  EXPECT(same_strides(placed("zero", 'K').strides, {0, 0, D}));
+  EXPECT(same_strides(placed("zero", 'O').strides, {4 * 3 * D, 3 * D, D}));
+  EXPECT(same_strides(placed("reversed", 'K').strides, {2 * 5 * D, -5 * D, -D}));
+  EXPECT(same_strides(placed("reversed", 'O').strides, {4 * 3 * D, 3 * D, D}));
+  EXPECT(same_strides(placed("far", 'K').strides, {2 * 5 * D + far, 5 * D, D}));
+  EXPECT(same_strides(placed("far_heads", 'K').strides, {2 * (5 * D + far), 5 * D + far, D}));
+  EXPECT(same_strides(placed("far_rows", 'K').strides, {10 * (D + far), 5 * (D + far), D + far}));
+  EXPECT(placed("reversed", 'K').first == 9 * D && placed("reversed", 'K').span == 20 * D);
+  EXPECT(placed("zero", 'K').span == 5 * D && placed("zero", 'K').piece_span == 5 * D);
+  EXPECT(placed("far", 'K').piece_rows == 10 && placed("far", 'K').piece_span == 10 * D);
+  EXPECT(placed("far_heads", 'K').piece_rows == 5 && placed("far_rows", 'K').piece_rows == 1);
+  for (const char* layout : layouts) {
+    p.layout = layout;
+    DeviceTensor K(p, 'K');
+    K.allocate();
+    const std::vector<uint16_t> x = bits_of_elements(make_input(p, Tensor::K));
+    K.upload(x);
+    std::string trouble;
+    EXPECT(K.download(trouble) == x && trouble == "");
+    for (size_t row = 0; row < 2 * 2 * 5; row++) {
+      const Strides& s = K.at.strides;
+      const int64_t b = row / 10, h = row / 5 % 2, k = row % 5;
+      EXPECT(!memcmp(K.data() + b * s.batch + h * s.head + k * s.row, &x[row * D], D * 2));
+    }
+  }
+}
+
+// Whatever but the outputs is written, the check names it.
+static void test_guards() {
+  const auto found = [](const char* layout, void (*write)(const SdpaParams&)) {
+    Problem p;
+    p.B = 2, p.Hq = p.Hkv = 2, p.Sq = 5, p.Sk = 7, p.layout = layout;
+    Instance instance(p);
+    instance.set_inputs(0);
+    EXPECT(instance.run_once() == "");
+    write(instance.params);
+    return instance.run_once();
+  };
+  static const auto set_element = [](const Element* x) {
+    *const_cast<Element*>(x) = to_element(3);
+  };
+  constexpr int D = Build::head_dim;
+  EXPECT(found("bhsd", [](const SdpaParams& p) { set_element(p.K - 1); }) ==
+         "the kernel wrote before K");
+  EXPECT(found("bshd", [](const SdpaParams& p) { set_element(p.V + 2 * 2 * 7 * D + GUARD - 1); }) ==
+         "the kernel wrote after V");
+  EXPECT(found("padded", [](const SdpaParams& p) { set_element(p.Q + D); }) ==
+         "the kernel wrote between the rows of Q");
+  EXPECT(found("packed", [](const SdpaParams& p) { set_element(p.V + p.v.batch + p.v.row); }) ==
+         "the kernel wrote into V");
+  EXPECT(found("bhsd", [](const SdpaParams& p) { p.LSE[-1] = 0; }) ==
+         "the kernel wrote before LSE");
+  EXPECT(found("bhsd", [](const SdpaParams& p) { p.LSE[2 * 2 * 5] = 0; }) ==
+         "the kernel wrote after LSE");
+  EXPECT(found("bhsd", [](const SdpaParams& p) { static_cast<char*>(p.workspace)[-1] = 0; }) ==
+         "the kernel wrote before the workspace");
+}
+
+// The witness, which checks run on a GPU alone, against the reference.
+static void test_witness() {
+  constexpr int D = Build::head_dim;
+  struct Case {
+    const char *shape, *layout, *dist;
+    Causal causal;
+    float scale;
+  };
+  const Case cases[] = {{"1,1,1,40,70", "bhsd", "normal", Causal::off, 0},
+                        {"2,4,2,33,31", "packed", "outliers", Causal::bottom_right, 0.2f},
+                        {"1,6,2,31,65", "padded", "normal", Causal::top_left, 0},
+                        {"1,2,1,70,20", "bshd", "large", Causal::bottom_right, 0},
+                        {"1,2,1,3,0", "bhsd", "normal", Causal::off, 0},
+                        {"2,4,2,33,70", "bhsd", "huge", Causal::bottom_right, 0},
+                        {"2,4,2,33,70", "bhsd", "huge", Causal::off, 1e10f},
+                        {"1,2,2,65,65", "bshd", "stairs", Causal::bottom_right, 0},
+                        {"1,2,2,33,300", "bhsd", "uniform", Causal::top_left, 0}};
+  for (const Case& c : cases) {
+    Problem p;
+    std::string error;
+    EXPECT(parse_shape(c.shape, p, error));
+    p.layout = c.layout, p.dist = c.dist, p.causal = c.causal, p.scale = c.scale;
+    Instance instance(p);
+    instance.set_inputs(3);
+    const auto Q = make_input(instance.problem, Tensor::Q),
+               K = make_input(instance.problem, Tensor::K);
+    const auto V = make_input(instance.problem, Tensor::V);
+    const auto rows = rows_to_check(p, 32, 1e12);
+    const auto want = reference::attend(reference_problem(p, Q.data(), K.data(), V.data()), rows);
+    const int heads = p.B * p.Hq, first = heads / 2;  // the second half alone
+    std::vector<float> O(size_t(heads - first) * p.Sq * D), LSE(size_t(heads - first) * p.Sq);
+    launch_witness(instance.params, first, heads - first, O.data(), LSE.data());
+    Comparison comparison;
+    for (size_t i = size_t(first) * p.Sq; i < rows.size(); i++) {
+      const size_t row = i - size_t(first) * p.Sq;
+      comparison.add(rows[i], want[i], &O[row * D], LSE[row]);
+    }
+    const double limit = std::string(c.dist) == "large" ? 1e-4 : 2e-6;
+    const std::string trouble = comparison.verdict({limit, limit, limit});
+    EXPECT(trouble == "");
+    if (trouble != "") fprintf(stderr, "%s %s: %s\n", c.shape, c.dist, trouble.c_str());
+  }
 }
 
 static Options parse(std::vector<std::string> args) { return parse_options(args); }
@@ -225,8 +406,11 @@ static void test_command_line() {
       {{"--causal", "yes"}, "--causal yes: want br (bottom-right) or tl (top-left)"},
       {{"--seeds", "1,,2"}, "--seeds 1,,2: want whole numbers separated by commas, such as 0,1"},
       {{"--seeds", ""}, "--seeds : want whole numbers"},
-      {{"--dist", "gauss"}, "--dist gauss: want normal, outliers, large or nonfinite"},
-      {{"--layout", "hsbd"}, "--layout hsbd: want bhsd, bshd, packed, padded or far"},
+      {{"--dist", "gauss"},
+       "--dist gauss: want normal, outliers, large, nonfinite, huge, stairs or uniform"},
+      {{"--layout", "hsbd"},
+       "--layout hsbd: want bhsd, bshd, packed, padded, zero, reversed, far, far_heads or "
+       "far_rows"},
       {{"--scale", "0"}, "--scale 0: want a number greater than 0"},
       {{"--scale", "nan"}, "--scale nan: want a number greater than 0"},
       {{"--iters", "0"}, "--iters 0: want a whole number from 1 to 1000000"},
@@ -408,7 +592,11 @@ int main() {
   test_inputs();
   test_reference();
   test_comparison();
+  test_rounding();
   test_rows_to_check();
+  test_layouts();
+  test_guards();
+  test_witness();
   test_command_line();
   test_percentile();
   test_preconditions();
