@@ -43,6 +43,9 @@ inline void st_global_v4(void* dst_g, uint4 value, SIMT_CALLER) { st_global(dst_
 template <int BYTES> inline void cp_async(void* dst_s, const void* src_g, bool valid, SIMT_CALLER) {
   simt::check_shared(dst_s, BYTES, at);
   if (valid) simt::check_global(src_g, BYTES, at);
+  if (reinterpret_cast<uintptr_t>(src_g) % BYTES) {  // also where nothing is read
+    simt::fail(at, "cp.async of %d bytes from %p, which is misaligned", BYTES, src_g);
+  }
   if (simt::self->counting) simt::count_shared(dst_s, BYTES, at);
   if (simt::self->counting && valid) simt::count_global(BYTES);
   memset(dst_s, 0xff, BYTES);

@@ -167,6 +167,28 @@ static void test_idle_strides() {
   }
 }
 
+// The same memory with other sizes and strides: nothing of an earlier call is left.
+static void test_changed_tensors() {
+  const Attention a(1, 2, 2, 40, 30);
+  const auto bits = [&](const SdpaParams& p) {
+    EXPECT(a.forward(p) == "");
+    vector<uint16_t> O(2 * 40 * size_t(a.p.D));
+    cudaMemcpy(O.data(), a.p.O, O.size() * sizeof(Element), cudaMemcpyDeviceToHost);
+    return O;
+  };
+  SdpaParams shorter = a.p, other_way = a.p;  // [B,H,S,D], and the same as [B,S,H,D]
+  shorter.Sq = 20;
+  for (Strides* s : {&other_way.q, &other_way.k, &other_way.v, &other_way.o}) {
+    s->head = a.p.D, s->row = 2 * a.p.D;
+  }
+  for (const SdpaParams& p : {a.p, shorter, a.p, other_way}) {
+    const vector<uint16_t> O = bits(p);
+    vector<uint16_t> first_of_its_thread;
+    std::thread([&] { first_of_its_thread = bits(p); }).join();
+    EXPECT(O == first_of_its_thread);
+  }
+}
+
 static void test_no_keys() {
   const Attention a(1, 2, 1, 40, 0);
   SdpaParams p = a.p;
@@ -299,6 +321,7 @@ static void test_sizes() {
 int main() {
   test_pointers();
   test_idle_strides();
+  test_changed_tensors();
   test_no_keys();
   test_max_ctas();
   test_devices();

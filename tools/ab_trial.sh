@@ -9,14 +9,15 @@ cd "$(dirname "$0")/.." || exit 2
 trial() {
   local out b=()
   [ $# -lt 4 ] || b=(--b-shape "$4")
-  if ! out=$(./run_all.sh ab "$1" "$1" --shape "$3" "${b[@]}" --budget 30 2>/tmp/ab_trial.$$); then
-    cat /tmp/ab_trial.$$ >&2
+  if ! out=$(./run_all.sh ab "$1" "$1" --shape "$3" "${b[@]}" --budget 30 2>"$words"); then
+    cat "$words" >&2
     exit 2
   fi
   sed -n 's/.*B\/A, 95% *\([0-9.]*\) \[\([0-9.]*\), \([0-9.]*\)\] *\([A-Z]*\) *(\([0-9]*\) pairs, \([0-9]*\).*/\1,\2,\3,\4,\5,\6/p' <<<"$out" |
     while IFS= read -r fields; do echo "$1,${3//,/x},${4:+${4//,/x}},$2,$fields"; done
 }
-trap 'rm -f /tmp/ab_trial.$$' EXIT
+words=$(mktemp) || exit 2
+trap 'rm -f "$words"' EXIT
 echo "config,shape,b_shape,expected,ratio,low,high,verdict,pairs,thrown_out"
 rounds=${1:-5}
 [[ $rounds =~ ^[1-9][0-9]?$ ]] || { echo "ab_trial.sh: $rounds: want a number of rounds" >&2; exit 2; }
