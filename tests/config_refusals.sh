@@ -69,4 +69,9 @@ echo "# nothing" >"$dir/empty.txt"
 expect 2 "empty.txt: no configuration in it; a line is NAME KNOB=VALUE ..." env SDPA_CONFIGS="$dir/empty.txt" ./run_all.sh --cpu
 expect 2 "missing.txt: there is no such file" env SDPA_CONFIGS="$dir/missing.txt" ./run_all.sh --cpu
 expect 0 "SYNC_POLICY 1" "$dir/build-cpu/sdpa_good2" --config
+# A relative name is looked for where the command was typed.
+top=$PWD
+cd "$dir" || exit 1
+expect 2 "empty.txt: no configuration in it" env SDPA_CONFIGS=empty.txt "$top/run_all.sh" --cpu
+cd "$top" || exit 1
 exit $failed
