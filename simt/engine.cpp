@@ -214,6 +214,7 @@ struct Transfer {  // a bulk load or st.async in flight
   int bytes;
   uint64_t* barrier;
   std::vector<unsigned char> data;  // what a piece points into if not global memory
+  int parity = 0;                   // of the mbarrier's phase when this was issued
 };
 
 // The accumulators of a warpgroup from the first product that is in flight on them to the wait that
@@ -337,6 +338,9 @@ struct Cluster {  // the CTAs that run together: mostly one
   Fiber scheduler;  // the worker thread itself
   int arrived = 0;  // at the cluster's barrier
   uint64_t phase = 0;
+  const void* clock(uint64_t phase) const {  // for ThreadSanitizer
+    return reinterpret_cast<const char*>(&this->phase) + phase % 2;
+  }
   void (*body)(const void*) = nullptr;
   const void* args = nullptr;
   Order order = Order::forward;
@@ -583,6 +587,10 @@ struct Mbarrier {
     memcpy(word, this, sizeof *this);
     if (complete) wake_pollers(c);
   }
+  // For ThreadSanitizer, of the phases of one parity.
+  static const void* clock(const uint64_t* word, int parity) {
+    return reinterpret_cast<const char*>(word) + parity;
+  }
 };
 static_assert(sizeof(Mbarrier) == 8, "an mbarrier is 8 bytes");
 
@@ -598,7 +606,7 @@ void check_fenced(const Block& b, const uint64_t* barrier, Site at) {
 void arrive(uint64_t* barrier, int expect_bytes, Site at) {
   Mbarrier m = Mbarrier::load(barrier, at);
   if (m.pending == 0) fail(at, "more arrivals at this mbarrier than the %d of a phase", m.expected);
-  release(barrier);
+  release(Mbarrier::clock(barrier, m.phase));
   m.bytes += expect_bytes, m.pending--;
   if (m.pending == 0 && m.bytes < 0) {
     fail(at, "%d bytes more than this mbarrier's phase expects have landed", -m.bytes);
@@ -904,14 +912,14 @@ void mbarrier_wait(uint64_t* barrier, int parity, Site at) {
     return int(m.phase) != p.parity;
   }, &phase, "an mbarrier phase", at);
   f.mbarrier = nullptr;
-  acquire(barrier);
+  acquire(Mbarrier::clock(barrier, parity));
 }
 
 bool mbarrier_peek(uint64_t* barrier, int parity, Site at) {
   const Unobserved unobserved;
   check_shared(barrier, 8, at);
   const bool complete = int(Mbarrier::load(barrier, at).phase) != parity;
-  if (complete) acquire(barrier);
+  if (complete) acquire(Mbarrier::clock(barrier, parity));
   return complete;
 }
 
