@@ -299,7 +299,7 @@ struct Block {  // a CTA
   size_t shared_bytes = 0;
   int done = 0;
   Barrier all, named[16];
-  std::vector<std::deque<Meeting>> meetings;  // by warp
+  std::vector<std::vector<Meeting>> meetings;  // by warp; none ever moves
   std::vector<Mark> marks;
   struct Unfenced {
     const uint64_t* mbarrier;
@@ -832,7 +832,7 @@ void warp_collective(unsigned mask, void* mine, Collective compute, Site at) {
     Block& b = *self->block;
     const unsigned bit = 1u << self->lane;
     if (!(mask & bit)) fail(at, "the mask %08x leaves out the lane that names it", mask);
-    std::deque<Meeting>& meetings = b.meetings[self->warp];
+    std::vector<Meeting>& meetings = b.meetings[self->warp];
     Meeting* meeting = nullptr;
     for (Meeting& m : meetings) {
       if (m.mask == mask && m.arrived) meeting = &m;
@@ -841,6 +841,7 @@ void warp_collective(unsigned mask, void* mine, Collective compute, Site at) {
       for (Meeting& m : meetings) {
         if (!m.arrived) meeting = &m;
       }
+      if (meetings.empty()) meetings.reserve(32);  // one for each lane
       if (!meeting) meetings.emplace_back(), meeting = &meetings.back();
       meeting->mask = mask, meeting->at = at, meeting->compute = compute;
     }
