@@ -433,7 +433,7 @@ void wait(Fiber& f, const char* what, Site at) {
   f.state = State::waiting, f.waits_at = at, f.waits_for = what;
   const bool to_scheduler = c.order == Order::random &&
                             (!c.in_flight.empty() || c.awaits_launch) && c.draw() % 8 == 0;
-  if (c.next_ready < c.ready.size() && !to_scheduler) {  // else a bulk load may land
+  if (c.next_ready < c.ready.size() && !to_scheduler) {  // else a load may land, a launch end
     Fiber& next = pick(c);
     if (next.started) return switch_fibers(f, next);
     c.next_ready--;
@@ -880,6 +880,9 @@ void mbarrier_init(uint64_t* barrier, int count, Site at) {
   Mbarrier m{};
   m.pending = m.expected = unsigned(count);
   memcpy(barrier, &m, sizeof m);
+  for (Block::Unfenced& u : self->block->unfenced) {
+    if (u.mbarrier == barrier) return void(u.thread = self);
+  }
   self->block->unfenced.push_back({barrier, self});
 }
 
@@ -1089,10 +1092,6 @@ struct Worker {  // one OS thread's cluster, with stacks that all its clusters u
     if (stacks) munmap(stacks, stack_count * (STACK_BYTES + GUARD_BYTES));
   }
 };
-
-}  // namespace
-
-namespace {
 
 // By device and stream: what its last launch has written, if nothing has synchronised since.
 std::map<std::pair<int, const void*>, std::vector<Range>> written;
