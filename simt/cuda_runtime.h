@@ -132,6 +132,7 @@ enum cudaError_t {
   cudaSuccess = 0,
   cudaErrorInvalidValue = 1,
   cudaErrorMemoryAllocation = 2,
+  cudaErrorInvalidConfiguration = 9,
   cudaErrorInsufficientDriver = 35,
   cudaErrorInvalidDeviceFunction = 98,
   cudaErrorNoDevice = 100,
@@ -203,6 +204,7 @@ inline const char* cudaGetErrorString(cudaError_t error) {
   switch (error) {
     case cudaSuccess: return "no error";
     case cudaErrorMemoryAllocation: return "out of memory";
+    case cudaErrorInvalidConfiguration: return "invalid configuration argument";
     case cudaErrorInvalidDevice: return "invalid device ordinal";
     case cudaErrorLaunchFailure: return simt::last_report().c_str();
     default: return "invalid argument";
@@ -314,6 +316,10 @@ cudaError_t cudaLaunchKernelEx(const cudaLaunchConfig_t* config, void (*kernel)(
     std::tuple<std::decay_t<Parameters>...> arguments;
   } call{kernel, {arguments...}};
   const dim3 g = config->gridDim, b = config->blockDim;
+  if (!g.x || g.x > 0x7fffffff || !g.y || g.y > 65535 || !g.z || g.z > 65535 || !b.x ||
+      b.x > 1024 || !b.y || b.y > 1024 || !b.z || b.z > 64 || b.x * b.y * b.z > 1024) {
+    return simt::result(cudaErrorInvalidConfiguration);
+  }
   simt::Launch launch{};
   launch.grid_dim = {g.x, g.y, g.z}, launch.block_dim = {b.x, b.y, b.z};
   launch.cluster_dim = {1, 1, 1};

@@ -214,6 +214,7 @@ struct Transfer {  // a bulk load or st.async in flight
   int bytes;
   uint64_t* barrier;
   std::vector<unsigned char> data;  // what a piece points into if not global memory
+  int parity = 0;                   // of the mbarrier's phase when this was issued
 };
 
 // The accumulators of a warpgroup from the first product that is in flight on them to the wait that
@@ -298,7 +299,7 @@ struct Block {  // a CTA
   size_t shared_bytes = 0;
   int done = 0;
   Barrier all, named[16];
-  std::vector<std::deque<Meeting>> meetings;  // by warp
+  std::vector<std::vector<Meeting>> meetings;  // by warp; none ever moves
   std::vector<Mark> marks;
   struct Unfenced {
     const uint64_t* mbarrier;
@@ -337,6 +338,9 @@ struct Cluster {  // the CTAs that run together: mostly one
   Fiber scheduler;  // the worker thread itself
   int arrived = 0;  // at the cluster's barrier
   uint64_t phase = 0;
+  const void* clock(uint64_t phase) const {  // for ThreadSanitizer
+    return reinterpret_cast<const char*>(&this->phase) + phase % 2;
+  }
   void (*body)(const void*) = nullptr;
   const void* args = nullptr;
   Order order = Order::forward;
@@ -429,7 +433,7 @@ void wait(Fiber& f, const char* what, Site at) {
   f.state = State::waiting, f.waits_at = at, f.waits_for = what;
   const bool to_scheduler = c.order == Order::random &&
                             (!c.in_flight.empty() || c.awaits_launch) && c.draw() % 8 == 0;
-  if (c.next_ready < c.ready.size() && !to_scheduler) {  // else a bulk load may land
+  if (c.next_ready < c.ready.size() && !to_scheduler) {  // else a load may land, a launch end
     Fiber& next = pick(c);
     if (next.started) return switch_fibers(f, next);
     c.next_ready--;
@@ -583,6 +587,10 @@ struct Mbarrier {
     memcpy(word, this, sizeof *this);
     if (complete) wake_pollers(c);
   }
+  // For ThreadSanitizer, of the phases of one parity.
+  static const void* clock(const uint64_t* word, int parity) {
+    return reinterpret_cast<const char*>(word) + parity;
+  }
 };
 static_assert(sizeof(Mbarrier) == 8, "an mbarrier is 8 bytes");
 
@@ -598,7 +606,7 @@ void check_fenced(const Block& b, const uint64_t* barrier, Site at) {
 void arrive(uint64_t* barrier, int expect_bytes, Site at) {
   Mbarrier m = Mbarrier::load(barrier, at);
   if (m.pending == 0) fail(at, "more arrivals at this mbarrier than the %d of a phase", m.expected);
-  release(barrier);
+  release(Mbarrier::clock(barrier, m.phase));
   m.bytes += expect_bytes, m.pending--;
   if (m.pending == 0 && m.bytes < 0) {
     fail(at, "%d bytes more than this mbarrier's phase expects have landed", -m.bytes);
@@ -824,7 +832,7 @@ void warp_collective(unsigned mask, void* mine, Collective compute, Site at) {
     Block& b = *self->block;
     const unsigned bit = 1u << self->lane;
     if (!(mask & bit)) fail(at, "the mask %08x leaves out the lane that names it", mask);
-    std::deque<Meeting>& meetings = b.meetings[self->warp];
+    std::vector<Meeting>& meetings = b.meetings[self->warp];
     Meeting* meeting = nullptr;
     for (Meeting& m : meetings) {
       if (m.mask == mask && m.arrived) meeting = &m;
@@ -833,6 +841,7 @@ void warp_collective(unsigned mask, void* mine, Collective compute, Site at) {
       for (Meeting& m : meetings) {
         if (!m.arrived) meeting = &m;
       }
+      if (meetings.empty()) meetings.reserve(32);  // one for each lane
       if (!meeting) meetings.emplace_back(), meeting = &meetings.back();
       meeting->mask = mask, meeting->at = at, meeting->compute = compute;
     }
@@ -871,6 +880,9 @@ void mbarrier_init(uint64_t* barrier, int count, Site at) {
   Mbarrier m{};
   m.pending = m.expected = unsigned(count);
   memcpy(barrier, &m, sizeof m);
+  for (Block::Unfenced& u : self->block->unfenced) {
+    if (u.mbarrier == barrier) return void(u.thread = self);
+  }
   self->block->unfenced.push_back({barrier, self});
 }
 
@@ -904,14 +916,14 @@ void mbarrier_wait(uint64_t* barrier, int parity, Site at) {
     return int(m.phase) != p.parity;
   }, &phase, "an mbarrier phase", at);
   f.mbarrier = nullptr;
-  acquire(barrier);
+  acquire(Mbarrier::clock(barrier, parity));
 }
 
 bool mbarrier_peek(uint64_t* barrier, int parity, Site at) {
   const Unobserved unobserved;
   check_shared(barrier, 8, at);
   const bool complete = int(Mbarrier::load(barrier, at).phase) != parity;
-  if (complete) acquire(barrier);
+  if (complete) acquire(Mbarrier::clock(barrier, parity));
   return complete;
 }
 
@@ -1080,10 +1092,6 @@ struct Worker {  // one OS thread's cluster, with stacks that all its clusters u
     if (stacks) munmap(stacks, stack_count * (STACK_BYTES + GUARD_BYTES));
   }
 };
-
-}  // namespace
-
-namespace {
 
 // By device and stream: what its last launch has written, if nothing has synchronised since.
 std::map<std::pair<int, const void*>, std::vector<Range>> written;

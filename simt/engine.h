@@ -3,9 +3,9 @@
 // sanitizers so that ThreadSanitizer sees the CUDA threads and their barriers, and nothing else.
 //
 // It is stricter than the hardware: asynchronous copies and products land as late as the rules allow,
-// shared memory starts as NaN, warps do not run in lockstep, and threads run in the order that
-// simt::schedule says. What it finds it reports with block, warp, lane and source line, and the
-// launch fails.
+// a dependent launch starts before what the launch before it has written can be seen, shared memory
+// starts as NaN, warps do not run in lockstep, and threads run in the order that simt::schedule says.
+// What it finds it reports with block, warp, lane and source line, and the launch fails.
 #pragma once
 
 #include <cstddef>
@@ -140,10 +140,11 @@ void mbarrier_arrive_cluster(uint32_t address, int expect_bytes, Site at);
 
 // ---- programmatic dependent launch ----
 
-// A write of this thread to global memory, or an atomic: a dependent launch sees neither before it has
-// waited. Plain stores do not come by here, so that a dependent launch sees those at once.
+// A write of this thread to global memory, or an atomic: a dependent launch does not see it before it has
+// waited. Plain stores do not come by here: those it sees at once.
 void note_global_write(const void* dst, int bytes);
-// Waits until no thread of the running CTAs can go on without the launch before this one.
+// Returns when no thread of the CTAs that run can go on without it, in random order also earlier. From then
+// on the launch sees what the one before it has written.
 void griddepcontrol_wait(Site at);
 
 // ---- reports ----

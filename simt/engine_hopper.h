@@ -177,7 +177,7 @@ void check_map(const CUtensorMap_st* map, int rank, const int* coordinates, cons
 
 // Into the shared memory of CTA b.
 void start_load(Block& b, Transfer t) {
-  Mbarrier::load(t.barrier, t.at);
+  t.parity = Mbarrier::load(t.barrier, t.at).phase;
   check_fenced(b, t.barrier, t.at);
   if (self->counting && t.data.empty()) {
     for (const auto& piece : t.pieces) {
@@ -190,7 +190,7 @@ void start_load(Block& b, Transfer t) {
     std::fill(b.marks.begin() + offset / 4, b.marks.begin() + (offset + bytes + 3) / 4, Mark{});
   });
   t.issuer = &fiber_of(self);
-  release(t.barrier);
+  release(Mbarrier::clock(t.barrier, t.parity));
   b.cluster->in_flight.push_back(std::move(t));
 }
 
@@ -212,6 +212,10 @@ void land_one(Cluster& c) {
   Mbarrier m;
   memcpy(&m, t.barrier, sizeof m);
   if (m.unused) return report_for(*t.issuer, t.at, "its mbarrier is gone when the load lands");
+  if (int(m.phase) != t.parity) {
+    acquire(Mbarrier::clock(t.barrier, t.parity));
+    release(Mbarrier::clock(t.barrier, m.phase));
+  }
   m.bytes -= t.bytes;
   if (m.pending == 0 && m.bytes < 0) {
     return report_for(
@@ -861,7 +865,7 @@ void cluster_arrive(Site at) {
   if (self->in_cluster_barrier) fail(at, "cluster_arrive twice without a cluster_wait");
   self->in_cluster_barrier = true, self->cluster_phase = c.phase;
   fiber_of(self).waits_at = at;
-  release(&c.phase);
+  release(c.clock(c.phase));
   c.arrived++;
   check_cluster_barrier(c);
 }
@@ -881,7 +885,7 @@ void cluster_wait(Site at) {
       },
       &phase, "the cluster's barrier", at);
   self->in_cluster_barrier = false;
-  acquire(&c.phase);
+  acquire(c.clock(phase.phase));
 }
 
 uint32_t cluster_address(const void* pointer, int rank, Site at) {

@@ -1441,6 +1441,12 @@ static void test_devices() {
   cudaSetDevice(0);
   cudaMalloc(&a.out, 256 * sizeof(float));
   EXPECT(cudaLaunchKernelEx(&launch, kernel, a) == cudaErrorInvalidValue);
+  for (const dim3& grid : {dim3(0), dim3(0x80000000), dim3(1, 65536)}) {
+    launch.gridDim = grid;
+    EXPECT(cudaLaunchKernelEx(&launch, kernel, a) == cudaErrorInvalidConfiguration);
+  }
+  launch.gridDim = dim3(1), launch.blockDim = dim3(1025);
+  EXPECT(cudaLaunchKernelEx(&launch, kernel, a) == cudaErrorInvalidConfiguration);
   cudaFree(a.out);
   cudaGetLastError();
 }
