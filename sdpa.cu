@@ -4127,6 +4127,7 @@ enum ExitCode { exit_pass = 0, exit_wrong = 1, exit_usage = 2, exit_cuda = 3, ex
 struct CudaError {
   string text;
 };
+struct TooLarge : CudaError {};  // for this GPU's memory
 
 void require(cudaError_t error, const char* what) {
   if (error != cudaSuccess) throw CudaError{string(what) + ": " + cudaGetErrorString(error)};
@@ -4856,8 +4857,8 @@ class Instance {
                              host_need * 1e-9, host_bytes * 1e-9)};
     }
     if (need > double(free_bytes)) {
-      throw CudaError{format("the problem needs %.1f GB of GPU memory and %.1f GB are free",
-                             need * 1e-9, free_bytes * 1e-9)};
+      throw TooLarge{{format("the problem needs %.1f GB of GPU memory and %.1f GB are free",
+                             need * 1e-9, free_bytes * 1e-9)}};
     }
     for (DeviceTensor* t : {&Q_, &K_, &V_, &O_}) t->allocate();
     lse_.reset(new GuardedBytes("LSE", size_t(p.B) * p.Hq * p.Sq * sizeof(float), 0xff));
@@ -4969,7 +4970,7 @@ class Instance {
     const vector<reference::Result> want =
         reference::attend(reference_problem(p, q_.data(), k_.data(), v_.data()), rows);
     Comparison comparison;
-    comparison.judges_rounding = random_weights();
+    comparison.judges_rounding = judges_rounding();
     for (size_t i = 0; i < rows.size(); i++) compare_row(comparison, rows[i], want[i]);
     const string trouble = comparison.verdict(tolerance);
     figures.include(comparison);
@@ -4988,7 +4989,7 @@ class Instance {
         LSE_g(most_heads * S * sizeof(float));
     vector<float> O(most_heads * S * D), LSE(most_heads * S);
     Comparison with_reference, with_witness;
-    with_reference.judges_rounding = false, with_witness.judges_rounding = random_weights();
+    with_reference.judges_rounding = false, with_witness.judges_rounding = judges_rounding();
     size_t next = 0;  // of the sample, which is in order
     for (size_t first = 0; first < heads; first += most_heads) {
       const size_t count = std::min(most_heads, heads - first);
@@ -5023,8 +5024,9 @@ class Instance {
     return trouble.empty() ? "" : "against the witness: " + trouble;
   }
 
-  // The rounding of a weight that all keys of all rows share would look like that of O.
-  bool random_weights() const { return problem.dist != "uniform" && problem.dist != "huge"; }
+  // cuBLAS has its own rounding of O, and of P after the division by its sum; tensor cores truncate their
+  // sums, which adds up over very many keys.
+  bool judges_rounding() const { return !is_cublas && problem.Sk <= 1 << 14; }
 
   string all_finite() const {
     for (size_t i = 0; i < got_.O.size(); i++) {
@@ -5429,15 +5431,21 @@ Device find_device() {
 
 const char usage[] =
     "usage: sdpa [--shape small|mission|mission2|long|B,Hq,Hkv,Sq,Sk]... [--causal br|tl]\n"
-    "            [--seeds 0,1,2] [--scale X]\n"
-    "            [--layout bhsd|bshd|packed|padded|zero|reversed|far|far_heads|far_rows] [--sweep "
-    "N] [--iters N] [--warmup N]\n"
-    "            [--repeats N] [--max-ctas N]\n"
-    "            [--check-only | --time-only] [--schedule forward|reverse|random:SEED] [--config] "
-    "[--header]\n"
-    "            [--help]\n"
+    "            [--dist normal|outliers|large|nonfinite|huge|stairs|uniform] [--scale X]\n"
+    "            [--layout bhsd|bshd|packed|padded|zero|reversed|far|far_heads|far_rows]\n"
+    "            [--seeds 0,1,2] [--sweep N] [--iters N] [--warmup N] [--repeats N] [--max-ctas "
+    "N]\n"
+    "            [--check-only | --time-only] [--schedule forward|reverse|random:SEED]\n"
+    "            [--config] [--header] [--help]\n"
     "  --shape    the problem (default mission); repeat it for more rows\n"
     "  --causal   br: the last query sees the last key; tl: query q sees keys 0..q\n"
+    "  --dist     normal, or: outliers and large (logits), nonfinite; huge: logits up to what the "
+    "type\n"
+    "             allows; stairs: each row is one row of V; uniform: every logit is 0\n"
+    "  --layout   how the tensors lie; zero: all heads of an input are one, reversed: rows and "
+    "heads run\n"
+    "             backwards; far, far_heads, far_rows: batches, heads, rows over 2^31 elements "
+    "apart\n"
     "  --sweep N  N random problems instead, checked and not timed; --seeds picks the series\n"
     "  --repeats N  launches whose results must have the bits of the checked one (default 1)\n"
     "  --max-ctas N  USE_PERSISTENT_CTA=1: launch at most N CTAs (0, the default: as many as are\n"
@@ -5447,7 +5455,7 @@ const char usage[] =
     "turn)\n"
     "  --header   print the CSV header first (alone if no --shape is given)\n"
     "  --config   print the knobs of this build and stop\n"
-    "exit: 0 pass, 1 wrong result, 2 bad usage, 3 CUDA error, 77 skipped\n";
+    "exit: 0 pass, 1 wrong result, 2 bad usage, 3 CUDA error, 77 skipped (all of it)\n";
 
 // Whole numbers separated by commas, each in [low, high]; false if `text` is anything else.
 bool parse_numbers(const string& text, long long low, long long high, vector<long long>& numbers) {
@@ -5488,20 +5496,67 @@ bool parse_shape(const string& text, Problem& p, string& error) {
   return true;
 }
 
-// Random small problems over the whole contract; number n of a series is the same everywhere.
+struct TileSize {
+  int item_rows, keys;
+};
+
+// Of this build, or of every tile that it may take.
+vector<TileSize> tile_sizes() {
+  vector<TileSize> sizes;
+  for (const TunedTile& t : TUNED_TILES) {
+    if (tile_fits(t)) sizes.push_back({t.block_m * (t.has(multicast) ? 2 : 1), t.block_n});
+  }
+  if (sizes.empty()) sizes.push_back({Build::item_rows, Build::block_n});
+  return sizes;
+}
+
+// TMA takes no strides of 0 or less, cuBLAS no rows that run backwards.
+bool takes_layout(const string& layout) {
+  return !(is_wgmma && (layout == "zero" || layout == "reversed")) &&
+         !(is_cublas && layout == "reversed");
+}
+
+// Random small problems over the whole contract; number n of a series of a build is the same everywhere.
 Problem sweep_problem(uint64_t series, uint64_t n) {
   uint64_t state = mix(mix(series + 11) + n);
   const auto draw = [&](int size) { return int((state = mix(state)) % uint64_t(size)); };
+  const vector<TileSize> tiles = tile_sizes();
+  const TileSize tile = tiles[draw(int(tiles.size()))];
+  const auto draw_size = [&](int unit) {  // half of them beside an edge of tiles or of 64 rows
+    if (draw(2)) return draw(301);
+    if (draw(2)) unit = 64;
+    return (1 + draw(std::max(1, 300 / unit))) * unit - 1 + draw(3);
+  };
   Problem p;
-  p.B = 1 + draw(3), p.Hkv = 1 + draw(3), p.Hq = p.Hkv << draw(4);
-  p.Sq = draw(301), p.Sk = draw(4) ? draw(301) : p.Sq;
+  p.B = 1 + draw(3), p.Hkv = 1 + draw(3);
+  const int ratio = 1 + draw(8);
+  p.Sq = draw_size(tile.item_rows), p.Sk = draw(4) ? draw_size(tile.keys) : p.Sq;
   if (draw(8) == 0) p.Sq = 1;
   if (draw(16) == 0) p.Sk = 0;
+  constexpr double most_pairs = 5e5;  // which the CPU backend takes less than a second for
+  const double pairs = double(p.Hkv) * ratio * p.Sq * p.Sk;
+  if (pairs * p.B > most_pairs) p.B = 1;
+  if (pairs > most_pairs) p.Hkv = 1;
+  p.Hq = p.Hkv * ratio;
   p.causal = Causal(draw(3));
-  p.layout = layouts[draw(4)];
-  p.dist = dists[draw(2) ? 0 : draw(4)];
+  p.layout = layouts[draw(6)];
+  if (!takes_layout(p.layout)) p.layout = "padded";
+  if (draw(32) == 0) {  // far apart, and no larger than 36 GB
+    p.layout = layouts[6 + draw(3)];
+    p.B = p.layout == "far" ? 2 : 1;
+    p.Hq = p.Hkv = p.layout == "far_heads" ? 2 : 1;
+    if (p.layout == "far_rows") p.Sq = 2 + draw(2), p.Sk = 2 + draw(2);
+  }
+  p.dist = dists[draw(2) ? 0 : draw(7)];
+  const bool exact = p.dist == "huge" || p.dist == "stairs";
+  if (exact &&
+      draw(2) == 0) {  // up to 1e10 or down to 1e-10; bf16's huge logits leave no room above
+    p.scale = 1;
+    for (int digits = 4 + draw(7); digits > 0; digits--) p.scale *= 10;
+    if (draw(2) || (p.dist == "huge" && Build::is_bf16)) p.scale = 1 / p.scale;
+  }
   // Larger logits still would measure fp32 itself: at 10^4 the last bit of S moves P by 1e-3.
-  if (draw(4) == 0 && p.dist != "large") p.scale = 0.05f * float(1 + draw(10));
+  if (draw(4) == 0 && !exact && p.dist != "large") p.scale = 0.05f * float(1 + draw(10));
   p.shape = format("%dx%dx%dx%dx%d", p.B, p.Hq, p.Hkv, p.Sq, p.Sk);
   p.seed = n;
   return p;
@@ -5524,6 +5579,7 @@ Options parse_options(const vector<string>& args) {
   vector<string> shapes;
   Problem common;
   long long sweep = 0;
+  string drawn;  // an option for what a sweep draws itself
   vector<long long> numbers;
   const auto refuse = [&](const string& sentence) {
     o.error = sentence;
@@ -5554,9 +5610,11 @@ Options parse_options(const vector<string>& args) {
     const char* const with_value[] = {"--shape",  "--causal",   "--seeds",   "--dist",
                                       "--scale",  "--layout",   "--sweep",   "--iters",
                                       "--warmup", "--schedule", "--repeats", "--max-ctas"};
+    const char* const drawn_by_sweep[] = {"--shape", "--causal", "--dist", "--layout", "--scale"};
     if (index_in(with_value, name) < 0) return refuse(name + ": no such option; --help lists them");
     if (i + 1 == args.size()) return refuse(name + ": its value is missing");
     const string& value = args[++i];
+    if (index_in(drawn_by_sweep, name) >= 0) drawn = name;
     if (name == "--shape") {
       shapes.push_back(value);
     } else if (name == "--causal") {
@@ -5605,7 +5663,7 @@ Options parse_options(const vector<string>& args) {
         "--max-ctas: in this build every tile has a CTA of its own; build with "
         "USE_PERSISTENT_CTA=1 or drop it");
   }
-  if (sweep && !shapes.empty()) return refuse("--sweep draws its own shapes; drop --shape");
+  if (sweep && !drawn.empty()) return refuse("--sweep draws its own problems; drop " + drawn);
   if (o.time_only && (o.check_only || sweep)) {
     return refuse(
         "--time-only: it leaves out the checks that --check-only and --sweep ask for; drop "
@@ -5706,6 +5764,9 @@ ExitCode run_problem(const Problem& p, const vector<uint64_t>& seeds, const Opti
       }
       if (!trouble.empty()) exit = exit_wrong;
     }
+  } catch (const TooLarge& error) {
+    row.status = "skipped", row.note = error.text, row.check = "";
+    exit = exit_skipped;
   } catch (const CudaError& error) {
     row.status = "error", row.note = error.text, row.check = "";
     exit = exit_cuda;
@@ -5774,7 +5835,7 @@ int run(const Options& o) {
     const vector<uint64_t> seeds = o.seeds.empty() ? vector<uint64_t>{p.seed} : o.seeds;
     counts[run_problem(p, seeds, o, device)]++;
   }
-  for (ExitCode exit : {exit_wrong, exit_cuda, exit_skipped}) {
+  for (ExitCode exit : {exit_wrong, exit_cuda, exit_pass, exit_skipped}) {
     if (counts[exit]) return exit;
   }
   return exit_pass;
