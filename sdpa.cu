@@ -4905,8 +4905,18 @@ class Instance {
 
   // Another run must give the bits of the checked one; else a sentence.
   string check_again(const char* sentence) {
-    const string trouble = run_once();
+    poison();
+    launch();
+    return check_last(sentence);
+  }
+  // Of launches since poison() the last must have left the bits of the checked run; else a sentence.
+  string check_last(const char* sentence) {
+    const string trouble = collect();
     return trouble.empty() ? difference(sentence) : trouble;
+  }
+  void poison() {
+    O_.poison();
+    lse_->set(0xff);
   }
 
   Problem problem;
@@ -4918,10 +4928,6 @@ class Instance {
     vector<uint32_t> LSE;
   };
 
-  void poison() {
-    O_.poison();
-    lse_->set(0xff);
-  }
   void launch() {
     const SdpaStatus status = sdpa_forward(params, 0);
     if (!status.ok()) throw CudaError{status.text};
@@ -5075,6 +5081,7 @@ struct Options {
 
 struct Timing {
   double p50_us, p90_us, p99_us, min_us, graph_us, graph_lo_us, graph_hi_us, cold_us, clock_mhz;
+  string trouble;  // a sentence, if a series of launches left other bits than the checked run
 };
 
 inline double percentile(vector<double> samples, double fraction) {  // nearest rank
@@ -5201,6 +5208,16 @@ Timing time_kernel(Instance& instance, const Options& o) {
     if (!status.ok()) throw CudaError{status.text};
   };
   Timing t{};
+  // Around each series: the outputs are poisoned before, and what its last launch left is compared.
+  const auto begin_series = [&] {
+    require(cudaStreamSynchronize(stream), "running the kernel");
+    if (!o.time_only) instance.poison();
+    require(cudaDeviceSynchronize(), "poisoning the outputs");  // on another stream
+  };
+  const auto end_series = [&](const char* sentence) {
+    if (!o.time_only && t.trouble.empty()) t.trouble = instance.check_last(sentence);
+  };
+  begin_series();
   for (int i = 0; i < o.warmup; i++) launch();
   vector<double> samples;
   for (int i = 0; i < o.iterations && !o.time_only; i++) {
@@ -5210,6 +5227,8 @@ Timing time_kernel(Instance& instance, const Options& o) {
     t.p50_us = percentile(samples, 0.5), t.p90_us = percentile(samples, 0.9);
     t.p99_us = percentile(samples, 0.99), t.min_us = percentile(samples, 0);
   }
+  for (int i = 0; i < 3 && !o.time_only; i++) launch();  // back to back
+  end_series("the last of several launches differs");
 
   cudaGraph_t graph;
   cudaGraphExec_t replay;
@@ -5219,6 +5238,7 @@ Timing time_kernel(Instance& instance, const Options& o) {
   require(cudaGraphInstantiate(&replay, graph, 0), "instantiating a graph");
   const auto replay_graph = [&] { require(cudaGraphLaunch(replay, stream), "replaying a graph"); };
   samples.clear();
+  begin_series();
   for (double us = 0; us < warm_up_us;) us += time_us(stream, replay_graph);
   double total_us = 0;
   for (int i = 0; i < replays || (total_us < replayed_us && i < most_replays); i++) {
@@ -5237,6 +5257,7 @@ Timing time_kernel(Instance& instance, const Options& o) {
           "reading the clock");
   require(cudaStreamSynchronize(stream), "reading the clock");
   t.clock_mhz = cycles_and_ns[1] ? 1e3 * double(cycles_and_ns[0]) / double(cycles_and_ns[1]) : 0;
+  end_series("the last replay of the graph differs");
   require(cudaGraphExecDestroy(replay), "destroying a graph");
   require(cudaGraphDestroy(graph), "destroying a graph");
 
@@ -5250,11 +5271,13 @@ Timing time_kernel(Instance& instance, const Options& o) {
   const size_t flush_bytes = 4 * size_t(l2_bytes) + (32 << 20);
   DeviceBytes flush(flush_bytes);
   samples.clear();
+  begin_series();
   for (int i = 0; i < cold_runs; i++) {
     require(cudaMemsetAsync(flush.data, i, flush_bytes, stream), "flushing L2");
     samples.push_back(time_us(stream, launch));
   }
   t.cold_us = percentile(samples, 0.5);
+  end_series("the last launch with a cold L2 differs");
   require(cudaStreamDestroy(stream), "destroying a stream");
   return t;
 }
@@ -5751,7 +5774,10 @@ ExitCode run_problem(const Problem& p, const vector<uint64_t>& seeds, const Opti
         row.graph_hi_us = format("%.3f", t.graph_hi_us);
         row.tflops = format("%.2f", flops_of(p) / t.graph_us * 1e-6);
         row.clock_mhz = format("%.0f", t.clock_mhz);
-        if (!o.time_only) trouble = instance.check_again("the run after timing differs");
+        trouble = t.trouble;
+        if (!o.time_only && trouble.empty()) {
+          trouble = instance.check_again("the run after timing differs");
+        }
       }
       if (!o.time_only) {
         row.check = trouble.empty() ? "PASS" : "FAIL";
