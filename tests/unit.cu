@@ -418,7 +418,11 @@ static void test_command_line() {
       {{"--max-ctas", "8"},
        "--max-ctas: in this build every tile has a CTA of its own; build with"},
       {{"--warmup", "x"}, "--warmup x: want a whole number from 0 to 1000000"},
-      {{"--sweep", "5", "--shape", "small"}, "--sweep draws its own shapes; drop --shape"},
+      {{"--sweep", "5", "--shape", "small"}, "--sweep draws its own problems; drop --shape"},
+      {{"--causal", "br", "--sweep", "5"}, "--sweep draws its own problems; drop --causal"},
+      {{"--sweep", "5", "--dist", "huge"}, "--sweep draws its own problems; drop --dist"},
+      {{"--sweep", "5", "--layout", "bhsd"}, "--sweep draws its own problems; drop --layout"},
+      {{"--sweep", "5", "--scale", "1"}, "--sweep draws its own problems; drop --scale"},
   };
   for (const auto& r : refused) {
     const std::string error = parse(r.args).error;
@@ -426,9 +430,14 @@ static void test_command_line() {
       fprintf(stderr, "got: %s\nfor: %s\n", error.c_str(), r.sentence);
     EXPECT(error.find(r.sentence) == 0);
   }
-  // A problem of a sweep comes back from the command that is printed for it.
-  for (int n = 0; n < 200; n++) {
+  // A problem of a sweep comes back from the command that is printed for it. Together they have every
+  // kind of input, layout and ratio of heads.
+  std::set<std::string> kinds;
+  std::set<int> ratios;
+  for (int n = 0; n < 400; n++) {
     const Problem p = sweep_problem(5, n);
+    kinds.insert(p.dist), kinds.insert(p.layout), ratios.insert(p.Hq / p.Hkv);
+    EXPECT(p.Sq >= 0 && p.Sk >= 0 && double(p.B) * p.Hq * p.Sq * p.Sk < 2e6);
     std::vector<std::string> words;
     const std::string text = command_of(p) + " ";
     for (size_t at = 0, end; (end = text.find(' ', at)) != std::string::npos; at = end + 1) {
@@ -440,6 +449,8 @@ static void test_command_line() {
     EXPECT(q.B == p.B && q.Hq == p.Hq && q.Hkv == p.Hkv && q.Sq == p.Sq && q.Sk == p.Sk);
     EXPECT(q.causal == p.causal && q.layout == p.layout && q.dist == p.dist && q.scale == p.scale);
   }
+  EXPECT(kinds.size() == std::size(dists) + std::size(layouts) && ratios.size() == 8);
+  EXPECT(takes_layout("far") && takes_layout("zero") && takes_layout("reversed"));
 }
 
 static void test_percentile() {
