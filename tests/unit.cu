@@ -503,7 +503,7 @@ static void test_preconditions() {
   EXPECT(refusal([](SdpaParams& p) {
            p.B = p.Hq = p.Hkv = 1 << 15;
            p.Sq = 1 << 20;
-         }).find("B*Hq*ceil(Sq/32) is over 2^31-1 tiles") == 0);
+         }).find("B*Hq*ceil(Sq/32) is over 2147483647 tiles") == 0);
   EXPECT(refusal([](SdpaParams& p) { p.O = nullptr; }) == "O is a null pointer");
   SdpaParams p = valid_params();  // nothing to write: fine, whatever the pointers
   p.Sq = 0, p.Q = p.K = p.V = p.O = nullptr;
