@@ -4654,11 +4654,11 @@ void launch_witness(const SdpaParams& p, int first, int heads, float* O, float* 
   require(cudaFuncSetAttribute(witness, cudaFuncAttributeMaxDynamicSharedMemorySize,
                                int(sizeof(WitnessShared))),
           "giving the witness its shared memory");
-  cudaLaunchConfig_t launch{};
-  launch.gridDim = dim3(heads * ((p.Sq + WitnessShared::ROWS - 1) / WitnessShared::ROWS));
-  launch.blockDim = dim3(WitnessShared::THREADS);
-  launch.dynamicSmemBytes = sizeof(WitnessShared);
-  require(cudaLaunchKernelEx(&launch, witness, args), "launching the witness");
+  cudaLaunchConfig_t config{};
+  config.gridDim = dim3(heads * ((p.Sq + WitnessShared::ROWS - 1) / WitnessShared::ROWS));
+  config.blockDim = dim3(WitnessShared::THREADS);
+  config.dynamicSmemBytes = sizeof(WitnessShared);
+  require(cudaLaunchKernelEx(&config, witness, args), "launching the witness");
 }
 
 // ---- a kernel that writes the inputs of the kernel behind it ----
@@ -4688,10 +4688,10 @@ __global__ void copy_tensors(Copies c) {
 }
 
 void launch_copies(const Copies& c) {
-  cudaLaunchConfig_t launch{};
+  cudaLaunchConfig_t config{};
   // Few, so that the next kernel has room beside them.
-  launch.gridDim = dim3(has_clock ? 64 : 1), launch.blockDim = dim3(has_clock ? 256 : 32);
-  require(cudaLaunchKernelEx(&launch, copy_tensors, c), "launching a copy of the inputs");
+  config.gridDim = dim3(has_clock ? 64 : 1), config.blockDim = dim3(has_clock ? 256 : 32);
+  require(cudaLaunchKernelEx(&config, copy_tensors, c), "launching a copy of the inputs");
 }
 
 // ---- self-check ----
