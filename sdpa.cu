@@ -4580,7 +4580,7 @@ struct DeviceBytes {  // plain device memory
   DeviceBytes& operator=(const DeviceBytes&) = delete;
 };
 
-// Device memory between guards of 0xff bytes, GUARD of them each.
+// Device memory between two guards of GUARD bytes of 0xff.
 class GuardedBytes {
  public:
   GuardedBytes(const char* name, size_t bytes, int fill)
@@ -4762,11 +4762,11 @@ void launch_witness(const SdpaParams& p, int first, int heads, float* O, float* 
   require(cudaFuncSetAttribute(witness, cudaFuncAttributeMaxDynamicSharedMemorySize,
                                int(sizeof(WitnessShared))),
           "giving the witness its shared memory");
-  cudaLaunchConfig_t launch{};
-  launch.gridDim = dim3(heads * ((p.Sq + WitnessShared::ROWS - 1) / WitnessShared::ROWS));
-  launch.blockDim = dim3(WitnessShared::THREADS);
-  launch.dynamicSmemBytes = sizeof(WitnessShared);
-  require(cudaLaunchKernelEx(&launch, witness, args), "launching the witness");
+  cudaLaunchConfig_t config{};
+  config.gridDim = dim3(heads * ((p.Sq + WitnessShared::ROWS - 1) / WitnessShared::ROWS));
+  config.blockDim = dim3(WitnessShared::THREADS);
+  config.dynamicSmemBytes = sizeof(WitnessShared);
+  require(cudaLaunchKernelEx(&config, witness, args), "launching the witness");
 }
 
 // ---- a kernel that writes the inputs of the kernel behind it ----
@@ -4796,10 +4796,10 @@ __global__ void copy_tensors(Copies c) {
 }
 
 void launch_copies(const Copies& c) {
-  cudaLaunchConfig_t launch{};
+  cudaLaunchConfig_t config{};
   // Few, so that the next kernel has room beside them.
-  launch.gridDim = dim3(has_clock ? 64 : 1), launch.blockDim = dim3(has_clock ? 256 : 32);
-  require(cudaLaunchKernelEx(&launch, copy_tensors, c), "launching a copy of the inputs");
+  config.gridDim = dim3(has_clock ? 64 : 1), config.blockDim = dim3(has_clock ? 256 : 32);
+  require(cudaLaunchKernelEx(&config, copy_tensors, c), "launching a copy of the inputs");
 }
 
 // ---- self-check ----
@@ -4933,7 +4933,7 @@ vector<reference::Row> rows_to_check(const Problem& p, int item_rows, double aff
   const double affordable = macs_per_row > 0 ? affordable_macs / macs_per_row : all;
   const bool sampled = all > affordable;
   const double items = double(p.B) * p.Hq * ((p.Sq + item_rows - 1) / item_rows);
-  const int wanted_of_item = int(std::max(1.0, affordable / items));
+  const int wanted_of_item = int(std::min(double(item_rows), std::max(1.0, affordable / items)));
   for (int b = 0; b < p.B; b++) {
     for (int h = 0; h < p.Hq; h++) {
       const bool edges = (b == 0 && h == 0) || (b == p.B - 1 && h == p.Hq - 1);
@@ -5079,9 +5079,9 @@ class Instance {
     if (!status.ok()) throw CudaError{status.text};
   }
 
-  // Three kernels with nothing in between: one writes Q, K and V, then O = attention(Q, K, V), then O2 =
-  // attention(O, K, V). O must have the bits of the checked run and O2 those of launches one by one. Returns
-  // false if there is no memory for it.
+  // Three kernels with no synchronisation in between: one writes Q, K and V, then O = attention(Q, K, V),
+  // then O2 = attention(O, K, V). O must have the bits of the checked run, and O2 those of the same launch
+  // after a synchronisation. Returns false if there is no memory for it; `trouble` is a sentence on failure.
   bool check_chain(string& trouble) {
     DeviceTensor O2(problem, 'O');
     const double need = Q_.bytes() + K_.bytes() + V_.bytes() + O2.bytes();
@@ -5092,9 +5092,10 @@ class Instance {
     SdpaParams second = params;
     second.Q = params.O, second.q = params.o, second.O = O2.data(), second.LSE = nullptr;
     O2.poison();
-    launch(second);  // O is there from the run before
+    launch(second);  // O is that of the checked run
     require(cudaDeviceSynchronize(), "running the kernel");
     const vector<uint16_t> want = O2.download(trouble);
+    if (!trouble.empty()) return true;
 
     const DeviceTensor* const inputs[] = {&Q_, &K_, &V_};
     std::unique_ptr<DeviceBytes> copies[3];
