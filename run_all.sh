@@ -14,6 +14,7 @@ usage: ./run_all.sh [--cpu] [--only REGEX] [--shape S]... [--csv] [-- OPTION...]
        ./run_all.sh gates [--only REGEX]     registers, spills, shared memory, duplicates, steps
        ./run_all.sh profile NAME [--shape S] what binds a line's kernel, by ncu
        ./run_all.sh stress [NAME...]         the same bits whatever runs beside it? stress --help
+       ./run_all.sh sweep [N]                random problems on every line, counted. sweep --help
        ./run_all.sh test [--all-lines] [CTEST OPTION...]
        ./run_all.sh extract NAME > my_kernel.cu
        ./run_all.sh results [CSV]...
@@ -349,7 +350,7 @@ run_tests() {
 }
 
 case ${1-} in
-  ab|ablate|extract|gates|profile|stress)
+  ab|ablate|extract|gates|profile|stress|sweep)
     command=$1
     shift
     # shellcheck disable=SC1090  # tools/ab.sh and so on
