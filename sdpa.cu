@@ -4343,9 +4343,9 @@ float huge_input(uint64_t seed, Tensor tensor, uint64_t kv_head, uint64_t row, u
 
 // The logit of key k is about 20 * k at the default scale, of odd seeds -20 * k (k below 2^15): O is the
 // last, or the first, row of V that the query sees. k has three digits to base 32 in K, whose values are
-// in Q; the other elements are noise that moves no logit by as much.
+// in Q; the other elements are noise of -1, 0 and 1 that moves no logit by as much. S is a whole number.
 float stairs_input(uint64_t seed, Tensor tensor, int64_t s, int d, float noise) {
-  if (d >= 3) return noise / 8;
+  if (d >= 3) return float((noise > 0.5f) - (noise < -0.5f));
   if (tensor == Tensor::Q) return float(32 << 5 * d);
   const int step = int(std::lround(20 * std::sqrt(double(Build::head_dim)) / 32));
   return float((seed % 2 ? -step : step) * int(s >> 5 * d & 31));
@@ -4532,11 +4532,16 @@ class DeviceTensor {
     const int64_t b = row / S_ / H_, h = row / S_ % H_, s = row % S_;
     return at.first + b * at.strides.batch + h * at.strides.head + s * at.strides.row;
   }
-  // visit(row number in [B,H,S], offset of its first element in the piece)
+  // visit(row number in [B,H,S], offset of its first element in the piece), on all cores
   template <class Visit> void for_each_row(int64_t piece, const Visit& visit) const {
-    for (int64_t row = piece; row < piece + at.piece_rows; row++) {
-      visit(row, GUARD + place_of(row) - start(piece));
-    }
+    constexpr int64_t block = 2048;
+    reference::parallel_for(size_t((at.piece_rows + block - 1) / block), [&](size_t n) {
+      const int64_t first = piece + int64_t(n) * block;
+      const int64_t last = std::min(first + block, piece + at.piece_rows);
+      for (int64_t row = first; row < last; row++) {
+        visit(row, GUARD + place_of(row) - start(piece));
+      }
+    });
   }
   vector<uint16_t> image(int64_t piece, const vector<uint16_t>& x) const {
     vector<uint16_t> elements(piece_elements(), uint16_t(0xffff));
@@ -4961,10 +4966,13 @@ vector<reference::Row> rows_to_check(const Problem& p, int item_rows, double aff
 
 vector<uint16_t> bits_of_elements(const vector<float>& x) {
   vector<uint16_t> bits(x.size());
-  for (size_t i = 0; i < x.size(); i++) {
-    const Element e = to_element(x[i]);
-    memcpy(&bits[i], static_cast<const void*>(&e), sizeof e);
-  }
+  constexpr size_t block = 1 << 16;
+  reference::parallel_for((x.size() + block - 1) / block, [&](size_t n) {
+    for (size_t i = n * block; i < std::min(x.size(), (n + 1) * block); i++) {
+      const Element e = to_element(x[i]);
+      memcpy(&bits[i], static_cast<const void*>(&e), sizeof e);
+    }
+  });
   return bits;
 }
 
@@ -5029,7 +5037,9 @@ class Instance {
   string run_once() {
     poison();
     launch();
-    return collect();
+    string trouble = collect();
+    for (const DeviceTensor* t : {&Q_, &K_, &V_}) t->expect_unchanged(trouble);
+    return trouble;
   }
 
   // Compares the outputs of a run with the reference, and those of more runs with its bits: the one
@@ -5050,9 +5060,8 @@ class Instance {
 
   // Another run must give the bits of the checked one; else a sentence.
   string check_again(const char* sentence) {
-    poison();
-    launch();
-    return check_last(sentence);
+    const string trouble = run_once();
+    return trouble.empty() ? difference(sentence) : trouble;
   }
   // Of launches since poison() the last must have left the bits of the checked run; else a sentence.
   string check_last(const char* sentence) {
@@ -5124,14 +5133,13 @@ class Instance {
     return true;
   }
 
-  // Waits, and fetches the outputs into got_. Returns a sentence if anything else was written, or if the
-  // workspace is not as the next launch must find it.
+  // Waits, and fetches the outputs into got_. Returns a sentence if anything around them or around the
+  // workspace was written, or if the workspace is not as the next launch must find it.
   string collect() {
     require(cudaDeviceSynchronize(), "running the kernel");
     string trouble;
     got_.O = O_.download(trouble);
     got_.LSE = lse_->download<uint32_t>();
-    for (const DeviceTensor* t : {&Q_, &K_, &V_}) t->expect_unchanged(trouble);
     lse_->expect_guards(trouble), workspace_->expect_guards(trouble);
     if (is_cublas || !trouble.empty()) return trouble;
     for (uint32_t word : workspace_->download<uint32_t>()) {
