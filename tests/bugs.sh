@@ -49,12 +49,12 @@ kind_of() {
     *) echo plain ;;
   esac
 }
-# built SOURCE KIND "KNOBS" "OPTIONS" EXE: or why not. With the option @contract tests/contract.cu with the
-# SOURCE is built instead of it.
+# built SOURCE KIND "KNOBS" "OPTIONS" EXE: or why not. With the options "@contract [NAME]" tests/contract.cu
+# with the SOURCE is built instead of it, and run for the test NAME.
 built() {
   local knob_list program=("$1")
   read -ra knob_list <<<"$3"
-  [ "$4" != @contract ] || program=("-DSDPA_SOURCE=\"$(realpath "$1")\"" "$work/contract.cu")
+  [[ $4 != @contract* ]] || program=("-DSDPA_SOURCE=\"$(realpath "$1")\"" "$work/contract.cu")
   compiler "$2" "${knob_list[@]/#/-D}" -include "$work/$2/standard.h" -x c++ "${program[@]}" -x none \
     "$work/engine_$2.o" -o "$5" 2>"$5.log" && return
   echo "does not compile: $(grep -m1 error "$5.log")"
@@ -63,12 +63,13 @@ built() {
 # outcome EXE "OPTIONS": "NET: evidence", or "nothing".
 outcome() {
   local option_list=() out status=0
-  [ "$2" = @contract ] || read -ra option_list <<<"--check-only $2"
+  read -ra option_list <<<"--check-only $2"
+  [[ $2 != @contract* ]] || option_list=("${option_list[@]:2}")
   out=$(timeout 120 "$1" "${option_list[@]}" 2>&1) || status=$?
   if grep -q 'ThreadSanitizer: data race' <<<"$out"; then echo "thread: data race"
   elif grep -q 'ERROR: AddressSanitizer\|runtime error' <<<"$out"; then
     echo "address: $(grep -om1 'AddressSanitizer: [a-z-]*\|runtime error: .*' <<<"$out")"
-  elif [ $status = 1 ] && [ "$2" = @contract ]; then echo "check: $(grep -om1 'not true: .*' <<<"$out")"
+  elif [ $status = 1 ] && [[ $2 = @contract* ]]; then echo "check: $(grep -om1 'not true: .*' <<<"$out")"
   elif grep -q '^simt: ' <<<"$out"; then echo "backend: $(sed -n 's/^simt: //p' <<<"$out" | head -1)"
   elif [ $status = 1 ]; then echo "check: $(sed -n 's/.*: FAIL [^:]*: //p' <<<"$out" | head -1)"
   elif [ $status = 0 ]; then echo "nothing"
@@ -266,28 +267,28 @@ bug writes_into_v          check   ""  "--shape small"  's~(if \(q >= p\.Sq\) co
 bug writes_past_workspace  check   "USE_PERSISTENT_CTA=1"  "--shape small"  's~atomicExch\(counter, 0u\);~atomicExch(counter, 0u), st_global(counter + 1, 0u);~'
 # ---- the contract (tests/contract.cu) ----
 queue="VEC_WIDTH=8 USE_PERSISTENT_CTA=1"
-bug alignment_of_one       check   "$queue"  @contract  's~pointer\) % \(vec \* sizeof\(Element\)\)~pointer) % sizeof(Element)~'
-bug lse_alignment          check   "$queue"  @contract  's~uintptr_t>\(p\.LSE\) % sizeof\(float\)~uintptr_t>(p.LSE) % 2~'
-bug null_workspace         check   "$queue"  @contract  's~\(has_queue \|\| is_cublas\) && !p\.workspace~is_cublas \&\& !p.workspace~'
-bug workspace_alignment    check   "USE_CUBLAS=1"  @contract  's~uintptr_t>\(p\.workspace\) % WORKSPACE_ALIGNMENT~uintptr_t>(p.workspace) % 4~'
-bug max_ctas_ignored       check   "$queue"  @contract  's~asked > 0 && asked < resident \? asked : resident~resident~'
-bug max_ctas_of_clusters   check   "$wgmma USE_PERSISTENT_CTA=1 MULTICAST=1"  @contract  's~\(most \+ B::cluster_size - 1\) / B::cluster_size~most~'
-bug idle_strides_used      check   "$async"  @contract  's~if \(t\.[HS] <= 1\) t\.s\.(head|row) = 0;~~'
-bug attribute_set_once     check   "$wgmma"  @contract  's~cudaError_t error = cudaFuncSetAttribute\(~static cudaError_t error = cudaFuncSetAttribute(~'
-bug maps_of_all_threads    thread  "$wgmma"  @contract  's~thread_local (SdpaParams last|TensorMaps last_maps)~static \1~'
-bug maps_of_old_sizes      check   "$wgmma"  @contract  's~a\.Sq == b\.Sq && a\.Sk == b\.Sk && ~~'
-bug maps_of_old_strides    check   "$wgmma"  @contract  's~return a\.batch == b\.batch && a\.head == b\.head && a\.row == b\.row;~return true;~'
-bug encoder_given_up       check   "$wgmma"  @contract  's~(thread_local void\* encoder = nullptr;).*~\1 thread_local cudaError_t failed = cudaSuccess; if (failed != cudaSuccess) return failed;~; s~if \(error != cudaSuccess\) return error;$~if (error != cudaSuccess) return failed = error;~'
-bug map_of_no_keys         check   "$wgmma"  @contract  's~t\.map = maps\.q;~~'
-bug handle_of_device_0     check   "USE_CUBLAS=1"  @contract  's~if \(device != handle_device\) \{~if (handle_device < 0) {~'
-bug handle_destroyed_twice backend "USE_CUBLAS=1"  @contract  's~if \(handle_device >= 0\) cublasDestroy~if (handle) cublasDestroy~'
-bug error_left_behind      check   "$queue"  @contract  's~if \(!status\.ok\(\) && clean\) cudaGetLastError\(\);~~'
-bug error_taken_away       check   "$queue"  @contract  's~if \(!status\.ok\(\) && clean\) cuda~if (!status.ok()) cuda~'
-bug sizes_overflow         address "$tuned"  @contract  's~q \+ 1 - p\.Sq \+ p\.Sk~q + 1 + p.Sk - p.Sq~'
-bug too_many_clusters      check   "$wgmma MULTICAST=1"  @contract  's~B::use_persistent_cta \? 1 : B::cluster_size~1~'
+bug alignment_of_one       check   "$queue"  "@contract pointers"  's~pointer\) % \(vec \* sizeof\(Element\)\)~pointer) % sizeof(Element)~'
+bug lse_alignment          check   "$queue"  "@contract pointers"  's~uintptr_t>\(p\.LSE\) % sizeof\(float\)~uintptr_t>(p.LSE) % 2~'
+bug null_workspace         check   "$queue"  "@contract pointers"  's~\(has_queue \|\| is_cublas\) && !p\.workspace~is_cublas \&\& !p.workspace~'
+bug workspace_alignment    check   "USE_CUBLAS=1"  "@contract pointers"  's~uintptr_t>\(p\.workspace\) % WORKSPACE_ALIGNMENT~uintptr_t>(p.workspace) % 4~'
+bug max_ctas_ignored       check   "$queue"  "@contract max_ctas"  's~asked > 0 && asked < resident \? asked : resident~resident~'
+bug max_ctas_of_clusters   check   "$wgmma USE_PERSISTENT_CTA=1 MULTICAST=1"  "@contract max_ctas"  's~\(most \+ B::cluster_size - 1\) / B::cluster_size~most~'
+bug idle_strides_used      check   "$async"  "@contract idle_strides"  's~if \(t\.[HS] <= 1\) t\.s\.(head|row) = 0;~~'
+bug attribute_set_once     check   "$wgmma HEAD_DIM=128"  "@contract devices"  's~cudaError_t error = cudaFuncSetAttribute\(~static cudaError_t error = cudaFuncSetAttribute(~'
+bug maps_of_all_threads    thread  "$wgmma"  "@contract host_threads"  's~thread_local (SdpaParams last|TensorMaps last_maps)~static \1~'
+bug maps_of_old_sizes      check   "$wgmma"  "@contract changed_tensors"  's~a\.Sq == b\.Sq && a\.Sk == b\.Sk && ~~'
+bug maps_of_old_strides    check   "$wgmma"  "@contract changed_tensors"  's~return a\.batch == b\.batch && a\.head == b\.head && a\.row == b\.row;~return true;~'
+bug encoder_given_up       check   "$wgmma"  "@contract errors"  's~(thread_local void\* encoder = nullptr;).*~\1 thread_local cudaError_t failed = cudaSuccess; if (failed != cudaSuccess) return failed;~; s~if \(error != cudaSuccess\) return error;$~if (error != cudaSuccess) return failed = error;~'
+bug map_of_no_keys         check   "$wgmma"  "@contract no_keys"  's~t\.map = maps\.q;~~'
+bug handle_of_device_0     check   "USE_CUBLAS=1"  "@contract devices"  's~if \(device != handle_device\) \{~if (handle_device < 0) {~'
+bug handle_destroyed_twice backend "USE_CUBLAS=1"  "@contract errors"  's~if \(handle_device >= 0\) cublasDestroy~if (handle) cublasDestroy~'
+bug error_left_behind      check   "$queue"  "@contract errors"  's~if \(!status\.ok\(\) && clean\) cudaGetLastError\(\);~~'
+bug error_taken_away       check   "$queue"  "@contract errors"  's~if \(!status\.ok\(\) && clean\) cuda~if (!status.ok()) cuda~'
+bug sizes_overflow         address "$tuned"  "@contract sizes"  's~q \+ 1 - p\.Sq \+ p\.Sk~q + 1 + p.Sk - p.Sq~'
+bug too_many_clusters      check   "$wgmma MULTICAST=1"  "@contract sizes"  's~B::use_persistent_cta \? 1 : B::cluster_size~1~'
 
 # Without a bug: each set of knobs once, with all options that it was run with.
-awk -F'|' '{ print $1 "|" $2 "|" ($3 == "@contract" ? $3 : "") }' "$work/clean.txt" | sort -u >"$work/clean_builds.txt"
+awk -F'|' '{ print $1 "|" $2 "|" ($3 ~ /^@contract/ ? "@contract" : "") }' "$work/clean.txt" | sort -u >"$work/clean_builds.txt"
 while IFS='|' read -r kind knobs program; do
   one_more
   (
@@ -295,7 +296,7 @@ while IFS='|' read -r kind knobs program; do
     failed() { echo "without a bug ($kind; $knobs; $1): $2" >>"$exe.failed"; }
     if words=$(built sdpa.cu "$kind" "$knobs" "$program" "$exe"); then
       awk -F'|' -v build="$kind|$knobs" -v program="$program" \
-        '$1 "|" $2 == build && ($3 == "@contract") == (program != "") { print $3 }' "$work/clean.txt" | sort -u |
+        '$1 "|" $2 == build && ($3 ~ /^@contract/) == (program != "") { print $3 }' "$work/clean.txt" | sort -u |
         while read -r options; do
           found=$(outcome "$exe" "$options")
           [ "$found" = nothing ] || failed "$options" "$found"
