@@ -249,8 +249,10 @@ static void test_rows_to_check() {
     }
     EXPECT(seen.size() == rows.size() && int(items_seen.size()) == 3 * 8 * items);
     for (int q = 0; q < 2000; q++) {
-      const int r = q % item_rows;
-      if (q == 0 || q == 1999 || r == 0 || r == item_rows - 1 || q % 64 == 0 || q % 64 == 63) {
+      const int r = q % item_rows, item = q / item_rows;
+      const bool group_edge = q % 64 == 0 || q % 64 == 63;
+      if (q == 1999 || r == 0 || r == item_rows - 1 ||
+          (group_edge && (item == 0 || item == items - 1))) {
         EXPECT(seen.count({0, 0, q}) && seen.count({2, 7, q}));
       }
     }
