@@ -50,7 +50,6 @@ extracted scalar_persistent 89
 extracted wmma_all 90a
 extracted mma_lazy3 80
 extracted mma_split4 89
-extracted mma_d256 90a
 extracted mma_d256_64 90a
 extracted wgmma_192x128 90a
 extracted cublas 90a
