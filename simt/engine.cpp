@@ -1039,6 +1039,27 @@ Counters take_counters() {
 
 namespace {
 
+// So many stacks behind a guard each. Null: no memory.
+unsigned char* map_stacks(size_t count) {
+  void* const memory =
+      mmap(nullptr, count * (STACK_BYTES + GUARD_BYTES), PROT_READ | PROT_WRITE,
+           MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE, -1, 0);
+  if (memory == MAP_FAILED) return nullptr;
+  unsigned char* const stacks = static_cast<unsigned char*>(memory);
+  for (size_t i = 0; i < count; i++) {
+    mprotect(stacks + i * (STACK_BYTES + GUARD_BYTES), GUARD_BYTES, PROT_NONE);
+  }
+  return stacks;
+}
+
+#if defined(SIMT_ASAN) || defined(SIMT_TSAN)
+constexpr bool KEEPS_STACKS = false;  // a sanitizer remembers what was on them
+#else
+constexpr bool KEEPS_STACKS = true;
+#endif
+std::mutex kept_stacks_mutex;
+std::multimap<size_t, unsigned char*> kept_stacks;  // by count: new ones take longer than most launches
+
 struct Worker {  // one OS thread's cluster, with stacks that all its clusters use in turn
   Cluster cluster;
   unsigned char* stacks = nullptr;
@@ -1046,17 +1067,18 @@ struct Worker {  // one OS thread's cluster, with stacks that all its clusters u
 
   bool prepare(int ctas, int threads) {
     stack_count = size_t(ctas) * threads;
-    const size_t bytes = stack_count * (STACK_BYTES + GUARD_BYTES);
-    void* memory = mmap(nullptr, bytes, PROT_READ | PROT_WRITE,
-                        MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE, -1, 0);
-    if (memory == MAP_FAILED) return false;
-    stacks = static_cast<unsigned char*>(memory);
+    {
+      const std::lock_guard<std::mutex> lock(kept_stacks_mutex);
+      const auto kept = kept_stacks.find(stack_count);
+      if (kept != kept_stacks.end()) stacks = kept->second, kept_stacks.erase(kept);
+    }
+    if (!stacks) stacks = map_stacks(stack_count);
+    if (!stacks) return false;
     unsigned char* guard = stacks;
     cluster.blocks.resize(ctas);
     for (Block& b : cluster.blocks) {
       b.fibers.resize(threads);
       for (Fiber& f : b.fibers) {
-        mprotect(guard, GUARD_BYTES, PROT_NONE);
         f.stack = guard + GUARD_BYTES;
         guard += STACK_BYTES + GUARD_BYTES;
 #if defined(SIMT_TSAN)
@@ -1089,7 +1111,13 @@ struct Worker {  // one OS thread's cluster, with stacks that all its clusters u
       }
     }
 #endif
-    if (stacks) munmap(stacks, stack_count * (STACK_BYTES + GUARD_BYTES));
+    if (!stacks) return;
+    if (KEEPS_STACKS) {
+      const std::lock_guard<std::mutex> lock(kept_stacks_mutex);
+      kept_stacks.emplace(stack_count, stacks);
+    } else {
+      munmap(stacks, stack_count * (STACK_BYTES + GUARD_BYTES));
+    }
   }
 };
 
