@@ -2671,7 +2671,9 @@ template <class B> struct WgmmaRows {
   int v_stage = 0;            // V of the last P @ V
   int rounds = 0;             // left of the item
   int q0 = 0, clean_keys = 0;
-  int lazy_rounds = 0;  // USE_LAZY_MAX: the last so many need no exact maximum
+  // USE_LAZY_MAX: the last so many need no exact maximum; none, once a row of the warp has an m beyond
+  // shift_limit, which attend_lazily() could not subtract accurately.
+  int lazy_rounds = 0;
   bool first = true;    // round of the item
 
   __device__ WgmmaRows(Shared& s_, const KernelArgs& a_, int thread)
