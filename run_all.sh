@@ -334,7 +334,7 @@ run_tests() {
   need_tools
   # Under the sanitizers one line of each kind, or with --all-lines all of them.
   local kinds='^(scalar_(sync2|async3|racy)|wmma_(sync2|all|racy)|mma_(lazy3|split4)'
-  kinds+='|wgmma_(d128_causal|split2|swap32)|hopper|cublas)$'
+  kinds+='|wgmma_(192x128|split2)|hopper|cublas)$'
   if [ "${1-}" = --all-lines ]; then kinds=; shift; fi
   test_in "$base-cpu" "the CPU backend" -DSDPA_CPU=ON -- "$@" || failed=1
   test_in "$base-asan" "AddressSanitizer and UBSan" -DSDPA_CPU=ON -DSDPA_SANITIZE=address "-DSDPA_ONLY=$kinds" -- "$@" || failed=1

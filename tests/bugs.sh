@@ -14,6 +14,28 @@ jobs=$(nproc)
 ln -s "$PWD/simt" "$work/simt"
 cp reference.cpp tests/contract.cu tests/expect.h "$work/"
 sed -i 's~"../reference.cpp"~"reference.cpp"~' "$work/contract.cu"
+# Two objects make an executable: the bug's kernels, and the harness of the clean sdpa.cu, which is compiled
+# once for each set of knobs and reaches the kernels by this function.
+sed -e '/^\/\/ ==== COPY TO HERE/,$ s~sdpa_forward(~forward_under_test(~' -e '/^\/\/ ==== COPY TO HERE/r /dev/stdin' \
+  sdpa.cu >"$work/harness.cu" <<'EOF'
+extern "C" void forward_of_bug(const void* params, void* stream, void* status);
+namespace SDPA_NAMESPACE {
+inline SdpaStatus forward_under_test(const SdpaParams& p, cudaStream_t stream) {
+  SdpaStatus status;
+  forward_of_bug(&p, stream, &status);
+  return status;
+}
+}  // namespace SDPA_NAMESPACE
+EOF
+cat >"$work/bug.cu" <<'EOF'
+#define SDPA_NO_MAIN
+#define SDPA_NAMESPACE bugged
+#include SDPA_SOURCE
+extern "C" void forward_of_bug(const void* params, void* stream, void* status) {
+  *static_cast<bugged::SdpaStatus*>(status) =
+      bugged::sdpa_forward(*static_cast<const bugged::SdpaParams*>(params), stream);
+}
+EOF
 
 # Not optimised: a bug takes longer to compile than to run.
 flags=(-std=c++17 -O0 -march=native -ffp-contract=off -ftrivial-auto-var-init=pattern -w -pthread
@@ -49,14 +71,30 @@ kind_of() {
     *) echo plain ;;
   esac
 }
-# built SOURCE KIND "KNOBS" "OPTIONS" EXE: or why not. With the options "@contract [NAME]" tests/contract.cu
-# with the SOURCE is built instead of it, and run for the test NAME.
+# compiled KIND "KNOBS" OBJECT ARGUMENT...: a file of $work
+compiled() {
+  local knob_list
+  read -ra knob_list <<<"$2"
+  compiler "$1" "${knob_list[@]/#/-D}" -include "$work/$1/standard.h" -x c++ -c "${@:4}" -o "$3"
+}
+# harness KIND "KNOBS": its object, by whoever wants it first
+harness() {
+  local object
+  object=$work/harness_$(md5sum <<<"$1|$2" | cut -c1-16).o
+  (
+    flock 9
+    [ -e "$object" ] || compiled "$1" "$2" "$object" "$work/harness.cu"
+  ) 9>"$object.lock" && echo "$object"
+}
+# built SOURCE KIND "KNOBS" "OPTIONS" EXE: or why not. With the options "@contract [NAME]" it is
+# tests/contract.cu with the SOURCE, run for the test NAME.
 built() {
-  local knob_list program=("$1")
-  read -ra knob_list <<<"$3"
-  [[ $4 != @contract* ]] || program=("-DSDPA_SOURCE=\"$(realpath "$1")\"" "$work/contract.cu")
-  compiler "$2" "${knob_list[@]/#/-D}" -include "$work/$2/standard.h" -x c++ "${program[@]}" -x none \
-    "$work/engine_$2.o" -o "$5" 2>"$5.log" && return
+  local program=$work/bug.cu objects=("$5.o" "$work/engine_$2.o")
+  [[ $4 != @contract* ]] || program=$work/contract.cu
+  {
+    if [ "$program" = "$work/bug.cu" ]; then objects+=("$(harness "$2" "$3")"); fi
+    compiled "$2" "$3" "$5.o" "-DSDPA_SOURCE=\"$(realpath "$1")\"" "$program" && compiler "$2" "${objects[@]}" -o "$5"
+  } 2>"$5.log" && return
   echo "does not compile: $(grep -m1 error "$5.log")"
   return 1
 }
@@ -287,6 +325,7 @@ bug error_taken_away       check   "$queue"  "@contract errors"  's~if \(!status
 bug sizes_overflow         address "$tuned"  "@contract sizes"  's~q \+ 1 - p\.Sq \+ p\.Sk~q + 1 + p.Sk - p.Sq~'
 bug too_many_clusters      check   "$wgmma MULTICAST=1"  "@contract sizes"  's~B::use_persistent_cta \? 1 : B::cluster_size~1~'
 
+[ $bugs -gt 0 ] || { echo "bugs.sh: no bug has a name like $only"; exit 2; }
 # Without a bug: each set of knobs once, with all options that it was run with.
 awk -F'|' '{ print $1 "|" $2 "|" ($3 ~ /^@contract/ ? "@contract" : "") }' "$work/clean.txt" | sort -u >"$work/clean_builds.txt"
 while IFS='|' read -r kind knobs program; do
