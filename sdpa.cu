@@ -410,16 +410,16 @@ struct SdpaParams {
   const Element* K;        // [B,Hkv,Sk,D]
   const Element* V;        // [B,Hkv,Sk,D]
   Element* O;              // [B,Hq,Sq,D], written whole; no element of it may alias an input
-  float* LSE = nullptr;    // [B,Hq,Sq] contiguous, 4-byte aligned, natural logarithm; null: not wanted
+  float* LSE = nullptr;    // [B,Hq,Sq] contiguous, natural logarithm; null: not wanted
   int B, Hq, Hkv, Sq, Sk;  // Hq a multiple of Hkv; query head h reads key head h / (Hq / Hkv)
   int D;                   // must equal HEAD_DIM
-  Strides q, k, v, o;      // any, also 0 or negative for the inputs, in multiples of VEC_WIDTH; what
-                           // belongs to a size of 1 is not looked at
+  Strides q, k, v, o;      // any, also 0 or negative for the inputs, in multiples of VEC_WIDTH;
+                           // those of dimensions of size 1 may hold anything
   float scale = 0;         // 0 means 1/sqrt(D)
   Causal causal = Causal::off;
-  void* workspace = nullptr;  // sdpa_workspace_bytes() of device memory, 256-byte aligned, zeroed once
-                              // before the first launch (each launch leaves it zero; USE_CUBLAS=1: as
-                              // it comes); one per stream
+  void* workspace = nullptr;  // sdpa_workspace_bytes() of device memory, 256-byte aligned, zeroed
+                              // once before the first launch (each launch leaves it zero, but for
+                              // cuBLAS, which does not care); one per stream
   int max_ctas = 0;           // USE_PERSISTENT_CTA=1: launch at most so many CTAs (or one cluster),
                               // which leaves SMs to other kernels; 0: as many as are resident
 };
@@ -1414,8 +1414,7 @@ __device__ __forceinline__ void store_lse(float m, float l, const KernelArgs& a,
   constexpr float ln2 = 0.693147180559945f;
   if (a.p.LSE) {
     const int64_t row = (static_cast<int64_t>(item.b) * a.p.Hq + item.h) * a.p.Sq + q;
-    st_global(a.p.LSE + row,
-              fmaf(finite_max(m), a.scale_log2 * ln2, ln2 * lg2_approx_ftz(l)));
+    st_global(a.p.LSE + row, fmaf(finite_max(m), a.scale_log2 * ln2, ln2 * lg2_approx_ftz(l)));
   }
 }
 
@@ -2674,7 +2673,7 @@ template <class B> struct WgmmaRows {
   // USE_LAZY_MAX: the last so many need no exact maximum; none, once a row of the warp has an m beyond
   // shift_limit, which attend_lazily() could not subtract accurately.
   int lazy_rounds = 0;
-  bool first = true;    // round of the item
+  bool first = true;  // round of the item
 
   __device__ WgmmaRows(Shared& s_, const KernelArgs& a_, int thread)
       : s(s_),
@@ -4085,7 +4084,8 @@ template <class B> SdpaStatus launch(const KernelArgs& a, cudaStream_t stream) {
     }
   }
   if (cublas != CUBLAS_STATUS_SUCCESS) {
-    return failure(cudaErrorUnknown, "cuBLAS failed at %s: %s", step, cublasGetStatusString(cublas));
+    return failure(cudaErrorUnknown, "cuBLAS failed at %s: %s", step,
+                   cublasGetStatusString(cublas));
   }
   return {};
 }
@@ -4575,9 +4575,8 @@ class DeviceTensor {
     if (std::any_of(got.end() - GUARD, got.end(), written)) where = "after";
     if (!where && at.piece_span > at.piece_rows * D) {  // there are gaps
       vector<uint16_t> gaps = got;
-      for_each_row(piece, [&](int64_t, int64_t offset) {
-        std::fill_n(&gaps[offset], D, uint16_t(0xffff));
-      });
+      for_each_row(
+          piece, [&](int64_t, int64_t offset) { std::fill_n(&gaps[offset], D, uint16_t(0xffff)); });
       if (std::any_of(gaps.begin(), gaps.end(), written)) where = "between the rows of";
     }
     if (where && trouble.empty()) trouble = format("the kernel wrote %s %c", where, name_);

@@ -23,7 +23,8 @@ class Attention {
  public:
   SdpaParams p{};
 
-  Attention(int B, int Hq, int Hkv, int Sq, int Sk, Causal causal = Causal::off, uint32_t seed = 1) {
+  Attention(int B, int Hq, int Hkv, int Sq, int Sk, Causal causal = Causal::off,
+            uint32_t seed = 1) {
     constexpr int D = Build::head_dim;
     p.B = B, p.Hq = Hq, p.Hkv = Hkv, p.Sq = Sq, p.Sk = Sk, p.D = D, p.causal = causal;
     p.q = p.o = {int64_t(Hq) * Sq * D, int64_t(Sq) * D, D};
@@ -58,8 +59,9 @@ class Attention {
     const auto mask = p.causal == Causal::bottom_right ? reference::Mask::bottom_right
                       : p.causal == Causal::top_left   ? reference::Mask::top_left
                                                        : reference::Mask::none;
-    const reference::Problem problem{p.B, p.Hq, p.Hkv, p.Sq, p.Sk, p.D, mask,
-                                     1 / std::sqrt(double(p.D)), q_.data(), k_.data(), v_.data()};
+    const reference::Problem problem{p.B,       p.Hq,      p.Hkv,    p.Sq,
+                                     p.Sk,      p.D,       mask,     1 / std::sqrt(double(p.D)),
+                                     q_.data(), k_.data(), v_.data()};
     vector<Element> O(o_elements_);
     vector<float> LSE(o_elements_ / p.D);
     cudaMemcpy(O.data(), p.O, O.size() * sizeof(Element), cudaMemcpyDeviceToHost);
@@ -249,7 +251,8 @@ static void test_errors() {
   const char* const set_attribute = "cudaFuncSetAttribute";
   EXPECT(begins(failing(set_attribute, cudaErrorInvalidValue), "this GPU cannot run this build ("));
   EXPECT(cudaPeekAtLastError() == cudaSuccess);
-  EXPECT(begins(failing(set_attribute, cudaErrorLaunchFailure), "an earlier call or kernel of this"));
+  EXPECT(
+      begins(failing(set_attribute, cudaErrorLaunchFailure), "an earlier call or kernel of this"));
   if (Build::use_persistent_cta) {
     EXPECT(begins(failing("cudaOccupancyMaxActiveBlocksPerMultiprocessor", cudaErrorInvalidValue),
                   "asking for the GPU's occupancy failed"));
@@ -323,10 +326,14 @@ int main(int argc, char** argv) {
   const struct {
     const char* name;
     void (*run)();
-  } tests[] = {{"pointers", test_pointers},         {"idle_strides", test_idle_strides},
-               {"changed_tensors", test_changed_tensors}, {"no_keys", test_no_keys},
-               {"max_ctas", test_max_ctas},         {"devices", test_devices},
-               {"errors", test_errors},             {"sizes", test_sizes},
+  } tests[] = {{"pointers", test_pointers},
+               {"idle_strides", test_idle_strides},
+               {"changed_tensors", test_changed_tensors},
+               {"no_keys", test_no_keys},
+               {"max_ctas", test_max_ctas},
+               {"devices", test_devices},
+               {"errors", test_errors},
+               {"sizes", test_sizes},
                {"host_threads", test_host_threads}};
   for (const auto& test : tests) {
     if (argc < 2 || string(argv[1]) == test.name) test.run();
