@@ -11,5 +11,5 @@ for python in python3 /usr/bin/python3; do
   if [ $status = 0 ] && ! grep -q ' passed' <<<"$out"; then exit 77; fi
   exit $status
 done
-echo "skipped: pytest or matplotlib is missing; install them with: sudo apt-get install python3-pytest python3-matplotlib"
+echo "skipped: pytest or matplotlib is missing; sudo apt-get install python3-pytest python3-matplotlib"
 exit 77

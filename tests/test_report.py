@@ -25,8 +25,9 @@ function overlaps(svg) {  // texts of a chart that lie on another one, and those
     if (r.left < box.left - 1 || r.right > box.right + 1 || r.top < box.top - 1 || r.bottom > box.bottom + 1)
       bad.push(a + " leaves its chart");
     for (const [b, s] of texts.slice(i + 1)) {
-      const w = Math.min(r.right, s.right) - Math.max(r.left, s.left), h = Math.min(r.bottom, s.bottom) - Math.max(r.top, s.top);
-      if (w > 1 && h > 4) bad.push(a + " lies on " + b);
+      const w = Math.min(r.right, s.right) - Math.max(r.left, s.left);
+      const h = Math.min(r.bottom, s.bottom) - Math.max(r.top, s.top);
+      if (w > 1 && h > 2) bad.push(a + " lies on " + b);
     }
   });
   return bad;
@@ -41,7 +42,8 @@ function examine(frame) {
   };
   const result = {width: win.innerWidth, scroll: doc.documentElement.scrollWidth, rows: rows.length,
                   all: visible().length, resources: win.performance.getEntriesByType("resource").map(e => e.name),
-                  overlaps: [...doc.querySelectorAll("svg")].flatMap(overlaps), charts: doc.querySelectorAll("svg").length,
+                  overlaps: [...doc.querySelectorAll("svg")].flatMap(overlaps),
+                  charts: doc.querySelectorAll("svg").length,
                   least: Math.min(...[...doc.querySelectorAll("svg text")].map(t => t.getBoundingClientRect().height))};
   const column = [...doc.querySelectorAll("#lines thead th")].findIndex(th => th.textContent === "D");
   set(column, "128");

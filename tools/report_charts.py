@@ -81,6 +81,11 @@ def log_ticks(axis, low, high, unit=""):
     axis.set_minor_locator(ticker.NullLocator())
 
 
+def fit(text, most=62):
+    """TEXT, shortened at its end to what a chart is wide."""
+    return text if len(text) <= most else text[:most - 1] + "…"
+
+
 def short(t):
     """A time with three digits."""
     return f"{t:.2f}" if t < 9.995 else f"{t:.1f}" if t < 99.95 else f"{t:.0f}"
@@ -130,7 +135,7 @@ def groups(titles_and_bars, series, label, xlabel, origin=0.0, log=False):
     axes.set_ylim(height, 0)
     y = 0.0
     for title, bars in titles_and_bars:
-        axes.text(0, y + ROW - 3, title, transform=axes.get_yaxis_transform(), fontsize=9.5, fontweight="bold")
+        axes.text(0, y + ROW - 3, fit(title, 56), transform=axes.get_yaxis_transform(), fontsize=9.5, fontweight="bold")
         y += ROW
         for name, value, text in bars:
             fill, hatch = SERIES[series.index(name) % len(SERIES)]
@@ -175,7 +180,8 @@ def roofline(points, limits, bandwidth, label):
                       fontsize=9.5)
     if bandwidth:
         x = max(limits.values()) / bandwidth / 5
-        axes.annotate(f"memory: {bandwidth:g} TB/s", (x, x * bandwidth), (6, -8), textcoords="offset points", fontsize=9.5)
+        axes.annotate(f"memory: {bandwidth:g} TB/s", (x, x * bandwidth), (6, -8), textcoords="offset points",
+                      fontsize=9.5)
     for family in dict.fromkeys(p[0] for p in points):
         marker, colour = MARKERS.get(family, ("*", INK))
         mine = [p for p in points if p[0] == family]
@@ -197,7 +203,7 @@ def intervals(rows_by_title, label, xlabel, same=0.005):
     axes.axvspan(1 - same, 1 + same, color="#eef1f4", linewidth=0)
     y, seen = 0.0, {}
     for title, rows in rows_by_title:
-        axes.text(0, y + ROW - 3, title, transform=axes.get_yaxis_transform(), fontsize=9.5)
+        axes.text(0, y + ROW - 3, fit(title), transform=axes.get_yaxis_transform(), fontsize=9.5)
         y += ROW
         axes.plot([1, 1], [y, y + 9 * len(rows)], color=INK, linewidth=0.8)
         for ratio, low, high, verdict in rows:
@@ -227,7 +233,8 @@ def samples(contenders, ratios, estimate, label, most=300):
     for y, name in enumerate(names):
         times = sorted(contenders[name])
         shown = times[::math.ceil(len(times) / most)]
-        axes[0].text(0, y - 0.22, f"{name}, {len(times)} samples", transform=axes[0].get_yaxis_transform(), fontsize=9.5)
+        axes[0].text(0, y - 0.22, f"{fit(name, 46)}, {len(times)} samples", fontsize=9.5,
+                     transform=axes[0].get_yaxis_transform())
         axes[0].boxplot(times, positions=[y + 0.08], vert=False, widths=0.34, whis=(5, 95), showfliers=False,
                         manage_ticks=False, medianprops={"color": INK, "linewidth": 1.6},
                         boxprops={"linewidth": 0.8}, whiskerprops={"linewidth": 0.8}, capprops={"linewidth": 0.8})
@@ -238,7 +245,7 @@ def samples(contenders, ratios, estimate, label, most=300):
     axes[0].set_xlabel("µs; box: quartiles and median, whiskers: 5 to 95%")
     for y, name in enumerate(others):
         ratio, low, high = estimate[name]
-        axes[1].text(0, y - 0.22, f"{name}: {ratio:.4f} [{low:.4f}, {high:.4f}]", fontsize=9.5,
+        axes[1].text(0, y - 0.22, f"{fit(name, 36)}: {ratio:.4f} [{low:.4f}, {high:.4f}]", fontsize=9.5,
                      transform=axes[1].get_yaxis_transform())
         axes[1].plot([1, 1], [y - 0.1, y + 0.5], color=INK, linewidth=0.8)
         axes[1].plot(ratios[name], [y + 0.34] * len(ratios[name]), "|", color=DIM, markersize=7, markeredgewidth=0.6)
@@ -247,7 +254,7 @@ def samples(contenders, ratios, estimate, label, most=300):
     if others:
         axes[1].axvspan(0.995, 1.005, color="#eef1f4", linewidth=0)
         axes[1].set_ylim(len(others) - 0.45, -0.55)
-        axes[1].set_xlabel(f"time as a multiple of {names[0]}, a tick per turn")
+        axes[1].set_xlabel(f"time as a multiple of {fit(names[0], 36)}, a tick per turn")
     for a in axes:
         a.set_yticks([])
         a.spines["left"].set_visible(False)
