@@ -18,6 +18,7 @@ usage: ./run_all.sh [--cpu] [--only REGEX] [--shape S]... [--csv] [-- OPTION...]
        ./run_all.sh test [--all-lines] [CTEST OPTION...]
        ./run_all.sh extract NAME > my_kernel.cu
        ./run_all.sh results [CSV]...
+       ./run_all.sh report
   (no command)    build, check, time and rank every line of configs.txt on small, mission and long;
                   the rows go to results/DATE-DEVICE.csv. Without a GPU: on the CPU backend
   --cpu           check the lines on the CPU backend, on small and mission; nothing is timed
@@ -28,6 +29,7 @@ usage: ./run_all.sh [--cpu] [--only REGEX] [--shape S]... [--csv] [-- OPTION...]
   test            build and run the tests; under the sanitizers one line of each kind, or all
   extract         print the kernel of one line without knobs, to paste it; extract --help has the rest
   results         redraw README.md's tables and results/*.svg from the newest CSVs of results/, or from these
+  report          write results/report.html, a page to filter and share; needs python3-matplotlib
 environment: SDPA_BUILD_DIR (default build), SDPA_ARCHS (such as "80-real"), SDPA_CONFIGS, JOBS
 exit: 0 all lines did what they should, 1 a line did not, 2 bad usage or a missing tool
 EOF
@@ -359,5 +361,6 @@ case ${1-} in
     ;;
   test) shift; run_tests "$@" ;;
   results) shift; exec tools/results_page.sh "$@" ;;
+  report) shift; exec tools/report.py "$@" ;;
   *) main_job "$@" ;;
 esac

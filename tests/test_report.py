@@ -1,0 +1,228 @@
+"""./run_all.sh report: one file, no links, the figures of results/, and a page that works in a browser."""
+import csv
+import json
+import os
+import random
+import re
+import shutil
+import subprocess
+import sys
+from html import unescape
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parent.parent
+CHROMIUM = shutil.which("chromium") or shutil.which("chromium-browser") or shutil.which("google-chrome")
+ELSEWHERE = "http://127.0.0.1:9/x.png"
+# What the browser does with the page in a frame of 400 and of 1200 pixels; the findings go to <pre id=found>.
+HARNESS = r"""<!DOCTYPE html><pre id="found"></pre><script>
+const found = {}, pre = document.getElementById("found");
+function overlaps(svg) {  // texts of a chart that lie on another one, and those that leave the chart
+  const bad = [], box = svg.getBoundingClientRect();
+  const texts = [...svg.querySelectorAll("text")].map(t => [t.textContent, t.getBoundingClientRect()]);
+  texts.forEach(([a, r], i) => {
+    if (r.left < box.left - 1 || r.right > box.right + 1 || r.top < box.top - 1 || r.bottom > box.bottom + 1)
+      bad.push(a + " leaves its chart");
+    for (const [b, s] of texts.slice(i + 1)) {
+      const w = Math.min(r.right, s.right) - Math.max(r.left, s.left);
+      const h = Math.min(r.bottom, s.bottom) - Math.max(r.top, s.top);
+      if (w > 1 && h > 2) bad.push(a + " lies on " + b);
+    }
+  });
+  return bad;
+}
+function examine(frame) {
+  const doc = frame.contentDocument, win = frame.contentWindow, rows = [...doc.querySelectorAll("#lines tbody tr")];
+  const visible = () => rows.filter(row => row.offsetParent !== null);
+  const set = (column, value) => {
+    const field = doc.querySelector(`#filters [data-column="${column}"]`);
+    field.value = value;
+    field.dispatchEvent(new Event("input", {bubbles: true}));
+  };
+  const result = {width: win.innerWidth, scroll: doc.documentElement.scrollWidth, rows: rows.length,
+                  all: visible().length, resources: win.performance.getEntriesByType("resource").map(e => e.name),
+                  overlaps: [...doc.querySelectorAll("svg")].flatMap(overlaps),
+                  charts: doc.querySelectorAll("svg").length,
+                  least: Math.min(...[...doc.querySelectorAll("svg text")].map(t => t.getBoundingClientRect().height))};
+  const column = [...doc.querySelectorAll("#lines thead th")].findIndex(th => th.textContent === "D");
+  set(column, "128");
+  result.D = [...new Set(visible().map(row => row.cells[column].textContent))];
+  result.filtered = visible().length;
+  result.says = doc.getElementById("shown").textContent;
+  set(1, "hopper");
+  result.names = [...new Set(visible().map(row => row.cells[1].textContent))];
+  set(column, ""); set(1, "");
+  result.again = visible().length;
+  doc.querySelectorAll("#lines thead button")[2].click();
+  result.times = [...doc.querySelectorAll("#lines tbody tr")].map(row => parseFloat(row.cells[2].textContent));
+  return result;
+}
+for (const width of [400, 1200]) {
+  const frame = document.createElement("iframe");
+  frame.style.cssText = `border:0;width:${width}px;height:900px`;
+  frame.onload = () => {
+    try { found[width] = examine(frame); } catch (error) { found[width] = {error: String(error)}; }
+    pre.textContent = JSON.stringify(found);
+  };
+  frame.src = "PAGE";
+  document.body.append(frame);
+}
+const control = document.createElement("iframe");  // asks for a picture from elsewhere: the console must tell
+control.src = "control.html";
+document.body.append(control);
+</script>"""
+
+
+def report(results, output, **environment):
+    """The command as a user runs it."""
+    return subprocess.run([sys.executable, ROOT / "tools/report.py", "--results", results, "--output", output],
+                          capture_output=True, text=True, check=False, env={**os.environ, **environment})
+
+
+def write_samples(path):
+    """Per-sample rows as an A/B comparison may leave them: two comparisons, with drift, jitter and a throttled turn."""
+    rng = random.Random(1)
+    with open(path, "w", newline="", encoding="utf-8") as file:
+        writer = csv.writer(file)
+        writer.writerow("comparison contender problem turn replay us clock_mhz throttle".split())
+        for b, problem, us, ratio in (("mma_lazy STAGES=3", "mission", 10.9, 1.002), ("mma_split4", "long", 29.1, 1.3)):
+            for turn in range(14):
+                drift = rng.gauss(1, 0.004)
+                for name, factor in (("mma_lazy", 1), (b, ratio)):
+                    for replay in range(10):
+                        slow = turn == 3 and replay < 3
+                        time = us * factor * drift * (1 + abs(rng.gauss(0, 0.003))) * (1.2 if slow else 1)
+                        writer.writerow([f"mma_lazy against {b}", name, problem, turn, replay, f"{time:.3f}",
+                                         1500 if slow else 1980, "hw_slowdown" if slow else ""])
+
+
+@pytest.fixture(scope="module", name="page")
+def built_page(tmp_path_factory):
+    """The report of this checkout's results, with samples beside them."""
+    folder = tmp_path_factory.mktemp("report")
+    shutil.copytree(ROOT / "results", folder / "results", ignore=shutil.ignore_patterns("*.html"))
+    shutil.copy(ROOT / "configs.txt", folder)
+    write_samples(folder / "results/ab/2099-01-01-NVIDIA-H200-samples.csv")
+    output = folder / "report.html"
+    done = report(folder / "results", output)
+    assert done.returncode == 0, done.stderr
+    return output
+
+
+def newest_rows():
+    """The rows of the newest results/DATE-DEVICE[-N].csv."""
+    names = subprocess.run(["sort", "-V"], input="\n".join(p.stem for p in (ROOT / "results").glob("[0-9]*.csv")),
+                           capture_output=True, text=True, check=True).stdout.split()
+    with open(ROOT / "results" / (names[-1] + ".csv"), newline="", encoding="utf-8") as file:
+        return names[-1], list(csv.DictReader(file))
+
+
+def test_one_file(page):
+    text = page.read_text(encoding="utf-8")
+    assert page.stat().st_size <= 1_500_000
+    assert not re.search(r"https?:|@import|url\((?!#)", text)
+    assert not re.search(r"""\b(?:src|href)\s*=\s*["']?(?!["']?#)""", text)
+    ids = re.findall(r'\bid="([^"]*)"', text)
+    assert len(ids) == len(set(ids))
+    assert set(re.findall(r'(?:href="#|url\(#)([^")]+)', text)) <= set(ids)
+
+
+def test_figures_of_the_newest_rows(page):
+    text = page.read_text(encoding="utf-8")
+    name, rows = newest_rows()
+    racy = {r["config"] for r in rows if r["note"].startswith("expected failure")}
+    timed = [r for r in rows if r["check"] == "PASS" and r["graph_us"] and r["config"] not in racy]
+    for row in (timed[0], timed[len(timed) // 2], timed[-1]):
+        cells = re.search(rf"<tr[^>]*><td[^>]*>\d+</td><td>{row['config']}</td>(?:(?!<tr).)*<td>"
+                          rf"{row['B']},{row['Hq']},{row['Hkv']},{row['Sq']},{row['Sk']}\b.*", text)
+        assert cells, row["config"]
+        shown = float(re.findall(r"<td[^>]*>([^<]*)</td>", cells[0])[2])
+        assert shown == pytest.approx(float(row["graph_us"]), rel=6e-4)
+    source = re.search(rf"<code>results/{name}\.csv</code> \(<code>\./run_all\.sh</code>\).*", text)[0]
+    for column in ("device", "driver", "cuda", "git_sha"):
+        assert rows[0][column] in source
+    for path in (ROOT / "results").rglob("*.csv"):
+        assert str(path.relative_to(ROOT)) in text
+
+
+def test_samples(page):
+    text = page.read_text(encoding="utf-8")
+    ratio = re.search(r"mma_split4: (\d\.\d+) \[(\d\.\d+), (\d\.\d+)\]", text)
+    assert float(ratio[2]) <= 1.3 <= float(ratio[3]) and float(ratio[1]) == pytest.approx(1.3, abs=0.002)
+    assert "6 throttled samples are left out" in text
+
+
+def browse(page):
+    """What a browser finds on the page by HARNESS, and what it writes to its console."""
+    if not CHROMIUM:
+        pytest.skip("chromium is missing; install it with: sudo apt-get install chromium")
+    policy = re.search(r"<meta http-equiv[^>]*>", page.read_text(encoding="utf-8"))[0]
+    page.with_name("control.html").write_text(policy + f'<img src="{ELSEWHERE}">', encoding="utf-8")
+    host = page.with_name("host.html")
+    host.write_text(HARNESS.replace("PAGE", page.name), encoding="utf-8")
+    done = subprocess.run([
+        CHROMIUM, "--headless", "--no-sandbox", "--disable-gpu", "--disable-dev-shm-usage", "--no-first-run",
+        "--disable-background-networking", "--disable-component-update", "--disable-sync", "--enable-logging=stderr",
+        "--host-resolver-rules=MAP * ~NOTFOUND", "--allow-file-access-from-files", "--window-size=1300,1000",
+        f"--user-data-dir={page.parent}/profile", "--virtual-time-budget=5000", "--dump-dom", host.as_uri()],
+        capture_output=True, text=True, check=False, timeout=100)
+    return done.stdout, re.findall(r":CONSOLE.*", done.stderr)
+
+
+def test_in_a_browser(page):
+    dom, console = browse(page)
+    # The policy that forbids the page to load anything works, and the page itself tries nothing.
+    assert console and all(ELSEWHERE in line for line in console)
+    found = json.loads(unescape(re.search(r'<pre id="found">(.*?)</pre>', dom, re.S)[1]))
+    for width in ("400", "1200"):
+        at = found[width]
+        assert "error" not in at, at
+        assert at["width"] == int(width) and at["scroll"] <= at["width"]
+        assert at["resources"] == []
+        assert at["charts"] >= 15 and at["overlaps"] == []
+        assert at["least"] >= 9, "the charts' text is too small to read"
+        assert at["all"] == at["rows"] == at["again"] > at["filtered"] > 0
+        assert at["D"] == ["128"] and at["says"] == f"{at['filtered']} of {at['rows']} rows"
+        assert at["names"] and all("hopper" in name for name in at["names"])
+        assert at["times"] == sorted(at["times"])
+
+
+def spoil(path, old, new):
+    """Replaces OLD by NEW in a file, once."""
+    text = path.read_text(encoding="utf-8")
+    assert old in text
+    path.write_text(text.replace(old, new, 1), encoding="utf-8")
+
+
+def test_refusals(tmp_path):
+    """One sentence, exit code 2, and nothing written."""
+    name, _ = newest_rows()
+    results, output = tmp_path / "results", tmp_path / "out/report.html"
+    output.parent.mkdir()
+    stub = tmp_path / "stub/matplotlib"
+    stub.mkdir(parents=True)
+    (stub / "__init__.py").write_text("raise ModuleNotFoundError('no', name='matplotlib')\n", encoding="utf-8")
+
+    def refuses(*words, **environment):
+        done = report(results, output, **environment)
+        assert done.returncode == 2 and done.stdout == "" and done.stderr.count("\n") == 1, done.stderr
+        assert all(word in done.stderr for word in ("report.py: ", *words)), done.stderr
+        assert not list(output.parent.iterdir())
+
+    refuses("no such folder")
+    results.mkdir()
+    refuses("no CSV", "./run_all.sh")
+    main = results / (name + ".csv")
+    shutil.copy(ROOT / "results" / main.name, main)
+    refuses("matplotlib is missing", "apt-get install", PYTHONPATH=str(stub.parent))
+    rows = main.read_text(encoding="utf-8")
+    spoil(main, ",graph_us,", ",graph_ms,")
+    refuses(main.name, "graph_us")
+    main.write_text(rows.splitlines()[0] + "\n", encoding="utf-8")
+    refuses(main.name, "no rows")
+    main.write_text(re.sub(r"^([^,]*,[^,]*,mission,(?:[^,]*,){6})[^,]*", r"\1soon", rows, flags=re.M), encoding="utf-8")
+    refuses(main.name, "'soon'", "graph_us")
+    main.write_text(rows, encoding="utf-8")
+    done = report(results, output)
+    assert done.returncode == 0 and output.stat().st_size > 50_000, done.stderr

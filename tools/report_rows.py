@@ -1,0 +1,213 @@
+"""The CSVs of results/: which of them the page shows, and what their rows mean."""
+import csv
+import math
+import re
+import statistics
+from dataclasses import dataclass
+from pathlib import Path
+
+RUN = ("config", "family", "shape", "status", "check", "graph_us", "tflops", "B", "Hq", "Hkv", "Sq", "Sk", "D",
+       "dtype", "causal", "device", "git_sha", "knobs", "note")
+# Kind: folder, columns that it needs, and the command that makes such rows. A file of results/ab/ is of the
+# first kind whose columns it has.
+KINDS = {
+    "lines": ("", RUN, "./run_all.sh"),
+    "peers": ("peers", RUN, "tools/peers.py LINE... --shape S..."),
+    "ablation": ("ablation", RUN, "./run_all.sh ablate LINE"),
+    "rested": ("rested", RUN, "tools/peers.py --rested LINE... --shape S..."),
+    "samples": ("ab", ("comparison", "contender", "problem", "turn", "replay", "us", "clock_mhz", "throttle"),
+                "./run_all.sh ab LINE KNOB=VALUE..."),
+    "verdicts": ("ab", ("config", "shape", "b_shape", "ratio", "low", "high", "verdict"), "tools/ab_trial.sh"),
+    "variants": ("ab", ("run", "config", "shape", "D", "causal", "source", "graph_us"), "tools/peers.py LINE..."),
+    "sweep": ("sweep", ("config", "problems", "passed", "wrong", "errors", "skipped"), "./run_all.sh sweep"),
+    "stress": ("stress", ("config", "case", "problem", "repeats", "check"), "./run_all.sh stress"),
+}
+PEERS = {"torch_cudnn": "cuDNN", "torch_flash": "FlashAttention-2", "torch_efficient": "memory-efficient",
+         "torch_math": "PyTorch math"}
+
+
+class Refusal(Exception):
+    """What is wrong, in one sentence for the user."""
+
+
+# ---- reading ----
+
+@dataclass
+class Source:
+    """A CSV of results/: its rows, and how the page names it."""
+    path: Path
+    kind: str
+    rows: list
+
+    @property
+    def name(self):
+        """The file's path from the folder above results/."""
+        folder = KINDS[self.kind][0]
+        return "/".join(filter(None, ("results", folder, self.path.name)))
+
+    def values(self, column):
+        """The different values of a column, in order, without the empty ones."""
+        return list(dict.fromkeys(filter(None, (row.get(column) for row in self.rows))))
+
+    def measured_on(self):
+        """GPU, driver, CUDA, commits and date as far as the file tells; its name has the GPU and date too."""
+        driver, cuda, commit = (", ".join(self.values(column)) for column in ("driver", "cuda", "git_sha"))
+        gpu = ", ".join(self.values("device")) or device_slug(self.path).replace("-", " ")
+        return gpu, driver, cuda, commit, self.path.name[:10]
+
+
+def device_slug(path):
+    """What a file's name says besides its date and number: the device, and perhaps what was measured."""
+    return re.sub(r"^\d{4}-\d\d-\d\d-|-\d{1,2}$", "", path.stem)
+
+
+def by_name(path):
+    """A key that sorts a name's numbers as numbers, as sort -V does: 2 before 10, a name before name-2."""
+    return [int(part) if part.isdigit() else part for part in re.split(r"(\d+)", path.stem)]
+
+
+def read(path, kinds):
+    """The Source at PATH, of the first of KINDS whose columns it has."""
+    try:
+        with open(path, newline="", encoding="utf-8") as file:
+            reader = csv.DictReader(file)
+            rows, columns = list(reader), reader.fieldnames or []
+    except (OSError, UnicodeDecodeError, csv.Error) as error:
+        raise Refusal(f"{path} cannot be read: {error}") from error
+    for kind in kinds:
+        if set(KINDS[kind][1]) <= set(columns):
+            break
+    else:
+        missing = [c for c in KINDS[kinds[0]][1] if c not in columns]
+        raise Refusal(f"{path} lacks the column{'s' if len(missing) > 1 else ''} {', '.join(missing)}; "
+                      f"measure it again with {KINDS[kinds[0]][2]}, or delete it")
+    if not rows or any(None in row or None in row.values() for row in rows):
+        raise Refusal(f"{path} has {'a row of another length than its header' if rows else 'no rows'}; measure it "
+                      f"again with {KINDS[kind][2]}, or delete it")
+    return Source(path, kind, rows)
+
+
+def number(source, row, column):
+    """A cell as a float; None where it is empty."""
+    text = row.get(column, "")
+    try:
+        return float(text) if text else None
+    except ValueError:
+        raise Refusal(f"{source.path} has {text!r} in its column {column}, which is no number") from None
+
+
+def newest(results):
+    """The newest Source of every kind and name, as {kind: [Source]}."""
+    mains = sorted(results.glob("[0-9]*.csv"), key=by_name)
+    if not mains:
+        raise Refusal(f"{results} has no CSV of lines (DATE-DEVICE.csv); measure first with ./run_all.sh")
+    found = {"lines": [read(mains[-1], ["lines"])]}
+    last = {}
+    for path in sorted(results.glob("*/*.csv"), key=by_name):
+        if device_slug(path).startswith(device_slug(mains[-1])):
+            last[path.parent.name, device_slug(path)] = path
+    for (folder, _), path in sorted(last.items()):
+        kinds = [kind for kind, about in KINDS.items() if about[0] == folder]
+        if kinds:
+            source = read(path, kinds)
+            found.setdefault(source.kind, []).append(source)
+    return found
+
+
+def every_file(results):
+    """A Source for every CSV, of the kind that its folder says, as far as it can be read."""
+    for path in sorted(results.rglob("*.csv"), key=lambda path: (path.parent, by_name(path))):
+        folder = path.parent.name if path.parent != results else ""
+        kind = next((kind for kind, about in KINDS.items() if about[0] == folder), folder)
+        with open(path, newline="", encoding="utf-8", errors="replace") as file:
+            yield Source(path, kind, list(csv.DictReader(file)))
+
+
+# ---- what rows mean ----
+
+def peer(row):
+    """True for a peer's row: it has a time and no check, since it is none of our executables."""
+    return not row["check"] and bool(row["graph_us"])
+
+
+def problem(row):
+    """B,Hq,Hkv,Sq,Sk,D with type and mask."""
+    words = ",".join(row[c] for c in ("B", "Hq", "Hkv", "Sq", "Sk", "D")) + " " + row["dtype"]
+    return words + {"off": "", "br": " causal"}.get(row["causal"], " causal " + row["causal"])
+
+
+def controls(source):
+    """The lines whose check must fail: they may be fast, and pass by luck."""
+    return {row["config"] for row in source.rows if row["note"].startswith("expected failure")}
+
+
+def timed(source):
+    """(row, µs) of the rows with a time that count: peers, and lines that passed and should."""
+    racy = controls(source)
+    for row in source.rows:
+        us = number(source, row, "graph_us")
+        if us and (row["check"] == "PASS" or peer(row)) and row["config"] not in racy:
+            yield row, us
+
+
+def fastest(sources):
+    """{problem: {"shape", "line": (µs, row, source) or absent, peer name: (µs, row, source)}}, in order."""
+    best = {}
+    for source in sources:
+        for row, us in timed(source):
+            name = PEERS.get(row["config"], row["config"]) if peer(row) else "line"
+            at = best.setdefault(problem(row), {"shape": row["shape"]})
+            if name not in at or us < at[name][0]:
+                at[name] = us, row, source
+    return best
+
+
+def bases(source, configs):
+    """{line: line that it is a step from, or None}.
+
+    configs.txt names it (`NAME : BASE`, else gate:step-over=BASE); else it is the earlier line of the same family
+    and head size that differs in the fewest knobs, the latest of these. A line that takes its tile by the problem
+    has no knobs to compare.
+    """
+    named = {}
+    for text in configs.read_text(encoding="utf-8").splitlines() if configs.is_file() else []:
+        step = re.match(r"(\w+)\s+:\s+(\w+)", text) or re.match(r"(\w+)\s[^#]*gate:step-over=(\w+):", text)
+        if step:
+            named[step[1]] = step[2]
+    first = {}
+    for row in source.rows:
+        first.setdefault(row["config"], row)
+    base, earlier = {}, []
+    for name, row in first.items():
+        near = [(difference(first[other], row), other) for other in earlier
+                if first[other]["family"] == row["family"] and first[other]["D"] == row["D"]
+                and named.get(other) != name]
+        nearest = min(reversed(near), key=lambda n: len(n[0]))[1] if near else None
+        nearest = None if "USE_TUNED=1" in row["knobs"].split() else nearest
+        base[name] = named[name] if named.get(name) in first else nearest
+        earlier.append(name)
+    return base
+
+
+def difference(old, new):
+    """The knobs of row NEW whose values are not those of row OLD, as NAME=VALUE."""
+    before = set(old["knobs"].split())
+    return [knob for knob in new["knobs"].split() if knob not in before]
+
+
+def paired_ratio(ratios):
+    """Median ratio and its 95% interval: Hodges and Lehmann's estimate, Wilcoxon's signed-rank interval."""
+    logs, n = [math.log(ratio) for ratio in ratios], len(ratios)
+    walsh = sorted((logs[i] + logs[j]) / 2 for i in range(n) for j in range(i + 1))
+    skip = int(max(0.0, n * (n + 1) / 4 - 0.5 - 1.96 * math.sqrt(n * (n + 1) * (2 * n + 1) / 24)))
+    return tuple(math.exp(x) for x in (statistics.median(walsh), walsh[skip], walsh[-1 - skip]))
+
+
+def taken_away(config, full):
+    """FULL__KNOB_VALUE__KNOB_VALUE as KNOB=VALUE KNOB=VALUE."""
+    return " ".join(re.sub(r"_([^_]*)$", r"=\1", part) for part in config[len(full):].strip("_").split("__"))
+
+
+def throttled(text):
+    """True if a sample's column throttle names a reason: anything but empty, 0, no, none or false."""
+    return text.strip().lower() not in ("", "0", "0x0", "no", "none", "false")
