@@ -361,6 +361,11 @@ case ${1-} in
     ;;
   test) shift; run_tests "$@" ;;
   results) shift; exec tools/results_page.sh "$@" ;;
-  report) shift; exec tools/report.py "$@" ;;
+  report)
+    shift
+    python=python3  # or Debian's, where another one comes first on PATH
+    "$python" -c 'import matplotlib' 2>/dev/null || [ ! -x /usr/bin/python3 ] || python=/usr/bin/python3
+    exec "$python" tools/report.py "$@"
+    ;;
   *) main_job "$@" ;;
 esac
