@@ -335,7 +335,7 @@ run_tests() {
   local base=$build failed=0
   need_tools
   # Under the sanitizers one line of each kind, or with --all-lines all of them.
-  local kinds='^(scalar_(sync2|async3|racy)|wmma_(sync2|all|racy)|mma_(lazy3|split4)'
+  local kinds='^(scalar_(sync2|async3|racy)|wmma_(all|racy)|mma_(lazy3|split4)'
   kinds+='|wgmma_(192x128|split2)|hopper|cublas)$'
   if [ "${1-}" = --all-lines ]; then kinds=; shift; fi
   test_in "$base-cpu" "the CPU backend" -DSDPA_CPU=ON -- "$@" || failed=1

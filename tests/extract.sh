@@ -48,7 +48,6 @@ extracted() {
 extracted scalar_minimal 80
 extracted wmma_all 90a
 extracted mma_lazy3 80
-extracted mma_split4 89
 extracted wgmma_192x128 90a
 extracted cublas 90a
 for job in "${running[@]}"; do wait "$job" || failed=1; done
