@@ -9,7 +9,7 @@ usage() {
   cat <<'EOF'
 usage: ./run_all.sh [--cpu] [--only REGEX] [--shape S]... [--csv] [-- OPTION...]
        ./run_all.sh ab NAME KNOB=VALUE...    is the line faster with these knobs? ab --help
-       ./run_all.sh ab NAME1 NAME2           is the second line faster?
+       ./run_all.sh ab main~20:NAME NAME     is it faster than it was? or than another line?
        ./run_all.sh ablate NAME [--svg]      what each knob of a line is worth. ablate --help
        ./run_all.sh gates [--only REGEX]     registers, spills, shared memory, duplicates, steps
        ./run_all.sh profile NAME [--shape S] what binds a line's kernel, by ncu
@@ -50,6 +50,20 @@ need() {
     command -v "$1" >/dev/null && return
   fi
   refuse "$1 is missing; install it with: sudo apt-get install $2"
+}
+
+# need_python MODULE...: for what compares, judges or draws.
+need_python() {
+  need python3 python3
+  local find='import importlib.util, sys; sys.exit(any(not importlib.util.find_spec(m) for m in sys.argv[1:]))'
+  python3 -c "$find" "$@" && return
+  if [ "$(id -u)" = 0 ]; then
+    say "installing $* (for python3)"
+    python3 -m pip install --quiet "$@" >/dev/null 2>&1 ||
+      { apt-get update && apt-get install -y --no-install-recommends "${@/#/python3-}"; } >/dev/null 2>&1
+    python3 -c "$find" "$@" && return
+  fi
+  refuse "python3 lacks one of $*; install them with: python3 -m pip install $*"
 }
 
 need_tools() {
@@ -332,6 +346,7 @@ test_in() {
 run_tests() {
   local base=$build failed=0
   need_tools
+  need_python numpy scipy pytest
   # Under the sanitizers one line of each kind, or with --all-lines all of them.
   local kinds='^(scalar_(sync2|async3|racy)|wmma_(sync2|all|racy)|mma_(lazy3|split4)'
   kinds+='|wgmma_(d128_causal|split2|swap32)|hopper|cublas)$'
@@ -350,10 +365,15 @@ run_tests() {
 }
 
 case ${1-} in
-  ab|ablate|extract|gates|profile|stress|sweep)
+  ab)
+    shift
+    need_python numpy scipy
+    exec python3 tools/ab.py "$@"
+    ;;
+  ablate|extract|gates|profile|stress|sweep)
     command=$1
     shift
-    # shellcheck disable=SC1090  # tools/ab.sh and so on
+    # shellcheck disable=SC1090  # tools/ablate.sh and so on
     . "tools/$command.sh"
     "${command}_command" "$@"
     ;;

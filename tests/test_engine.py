@@ -1,0 +1,421 @@
+"""tools/engine.py and tools/builds.py without a GPU: how often the verdict errs on simulated GPUs, what the check
+catches, and what is refused."""
+import csv
+import math
+import os
+import subprocess
+import sys
+
+import numpy as np
+import pytest
+
+ROOT = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))
+sys.path.insert(0, os.path.join(ROOT, "tools"))
+
+import ab  # noqa: E402
+import builds  # noqa: E402
+import engine  # noqa: E402
+
+
+class FakeGpu:
+    """Memory in NumPy arrays, and a clock of its own: replays take what their graph says, with the noise of a
+    GPU. Each of slow drift, hiccups, a power limit (whose clock keeps for a while what the contender before
+    left), throttling and a neighbour that takes the memory away in slices can be turned on."""
+    name, arch = "Fake", "90a"
+
+    class nvml:
+        driver = "1"
+
+    def __init__(self, seed=0, noise=0.001, drift=0.0, hiccups=0.0, power=None, hog_at=math.inf, hot_at=math.inf):
+        self.rng = np.random.default_rng(seed)
+        self.noise, self.drift, self.hiccups, self.power = noise, drift, hiccups, power or {}
+        self.hog_at, self.hot_at, self.now, self.clock, self.memory = hog_at, hot_at, 0.0, 1.0, {}
+
+    def seconds(self):
+        return self.now
+
+    def replay(self, graph, count):
+        us, key = graph.enqueue() * graph.launches, graph.close
+        times = us * (1 + self.noise * self.rng.standard_normal(count)) * (1 + self.noise * self.rng.standard_normal())
+        times *= 1 + self.drift * math.sin(self.now * 2)
+        times[self.rng.random(count) < self.hiccups] *= 1.5
+        if self.rng.random() < self.hiccups:
+            times *= 1.2
+        if self.now > self.hog_at:  # slices of time, of which a replay gets some
+            times *= 1.2 + self.rng.exponential(0.5, count) + 0.5 * self.rng.random()
+        if self.power:
+            for i, t in enumerate(times):
+                goal = self.power[key] * (1 + 0.002 * self.rng.standard_normal())
+                self.clock += (goal - self.clock) * (1 - math.exp(-t * 1e-6 / 0.01))
+                times[i] = t / self.clock
+        hot = self.now > self.hot_at
+        if hot:
+            times *= 1.3
+        self.now += times.sum() * 1e-6 + 50e-6
+        return list(times), (int(1980 * self.clock * (0.75 if hot else 1)), 4 * bool(self.power) + 0x20 * hot)
+
+    # What a Bench needs.
+    def allocate(self, size):
+        address = 1 + len(self.memory)
+        self.memory[address] = np.zeros(size, np.uint8)
+        return address
+
+    def free(self, address):
+        del self.memory[address]
+
+    def fill(self, address, byte, count):
+        if count:
+            self.memory[address][:count] = byte
+
+    def upload(self, address, array):
+        self.memory[address][:array.nbytes] = array.view(np.uint8)
+
+    def download(self, address, count, dtype):
+        return self.memory[address].view(dtype)[:count].copy()
+
+    def synchronize(self):
+        pass
+
+    def time(self, enqueue, count):
+        for _ in range(count):
+            enqueue()
+        return [100.0] * count, (1980, 0)
+
+
+def graphs(a_us, b_us):
+    """Two contenders; the fake finds their time in enqueue and their name in close."""
+    launches = max(2, min(math.ceil(500 / a_us), 400))
+    return {key: engine.Graph(lambda us=us: us, launches, us * launches, close=key)
+            for key, us in (("A", a_us), ("B", b_us))}
+
+
+def verdicts(count, ratio, us=20.0, **gpu):
+    """How often each verdict comes, of so many comparisons on as many GPUs."""
+    found = {}
+    for seed in range(count):
+        fake = FakeGpu(seed, **gpu)
+        _, decided = engine.compare(fake, graphs(us, us * ratio), seed=seed)
+        verdict = decided["B"]
+        found[verdict.verdict] = found.get(verdict.verdict, 0) + 1
+        assert fake.now < 20, "too slow"
+    return found
+
+
+QUIET, DRIFTS = dict(), dict(drift=0.02, noise=0.002)
+HICCUPS, WEAK = dict(hiccups=0.05, noise=0.002), dict(us=5000.0, power={"A": 0.8, "B": 0.8})
+
+
+@pytest.mark.parametrize("gpu", [QUIET, DRIFTS, HICCUPS, WEAK, dict(noise=0.004)])
+def test_a_line_against_itself_is_the_same(gpu):
+    found = verdicts(100, 1.0, **gpu)
+    assert found.get("SAME", 0) >= 99 and not found.get("FASTER", 0) + found.get("SLOWER", 0), found
+
+
+@pytest.mark.parametrize("gpu", [QUIET, DRIFTS, HICCUPS, WEAK])
+def test_one_percent_more_is_slower(gpu):
+    found = verdicts(60, 1.0095, **gpu)
+    assert found.get("SLOWER", 0) >= 59, found
+
+
+@pytest.mark.parametrize("gpu", [QUIET, DRIFTS, HICCUPS, WEAK])
+def test_half_a_percent_more_is_mostly_slower_and_never_faster(gpu):
+    found = verdicts(50, 1.0047, **gpu)
+    assert found.get("SLOWER", 0) >= 40 and "FASTER" not in found, found
+
+
+def test_one_percent_less_is_faster():
+    assert verdicts(30, 0.99)["FASTER"] == 30
+
+
+@pytest.mark.parametrize("hog_at", [0.0, 0.4, 0.6])
+def test_a_neighbour_gives_no_wrong_verdict(hog_at):
+    same, more = verdicts(50, 1.0, hog_at=hog_at, noise=0.003), verdicts(50, 1.01, hog_at=hog_at, noise=0.003)
+    assert set(same) <= {"SAME", "UNCLEAR"} and set(more) <= {"SLOWER", "UNCLEAR"}, (same, more)
+
+
+def test_power_limit_is_settled_within_turns():
+    """B draws more power and gets 2% less clock: that belongs to its time."""
+    fake = FakeGpu(0, power={"A": 0.80, "B": 0.784})
+    series, found = engine.compare(fake, graphs(1000.0, 1000.0), seed=0)
+    assert series.pace is engine.LIMITED
+    assert found["B"].verdict == "SLOWER" and 1.015 < found["B"].ratio < 1.022, found
+
+
+def test_throttled_blocks_are_thrown_out():
+    fake = FakeGpu(0, noise=0.008, hot_at=0.7)
+    _, found = engine.compare(fake, graphs(20.0, 20.0), seed=0)
+    assert found["B"].thrown_out > 0 and found["B"].verdict in ("SAME", "UNCLEAR")
+
+
+def test_order_is_balanced_and_each_turn_recorded():
+    seen = []
+    series = engine.Series(FakeGpu(), dict(graphs(20.0, 20.0), C=graphs(20.0, 20.0)["A"]), engine.SHORT,
+                           lambda key, turn: seen.append(key), seed=1)
+    for _ in range(60):
+        series.block()
+    assert all(seen[i:i + 6] == seen[i:i + 6][::-1] for i in range(0, len(seen), 6))
+    assert {seen[i] for i in range(0, len(seen), 6)} == set("ABC")
+    assert len(series.turns("C")) == 120
+
+
+def test_judge_by_hand():
+    assert engine.judge([0.01] * 8).verdict == "SLOWER"
+    assert engine.judge([-0.01] * 8).verdict == "FASTER"
+    assert engine.judge([0.001] * 8).verdict == "SAME"
+    assert engine.judge([0.01] * 3).verdict == "UNCLEAR"
+    # Of 10 blocks the two least and the two largest count as their neighbours.
+    x = np.arange(1, 11) / 1000
+    winsorized = np.clip(x, 0.003, 0.008)
+    error = winsorized.std(ddof=1) / (0.6 * math.sqrt(10))
+    from scipy import stats
+    half = stats.t.ppf(1 - engine.ERROR / len(engine.LOOKS) / 2, 5) * error
+    v = engine.judge(list(x))
+    assert math.log(v.ratio) == pytest.approx(0.0055)
+    assert (math.log(v.low), math.log(v.high)) == pytest.approx((0.0055 - half, 0.0055 + half))
+
+
+# ---- samples ----
+
+def test_samples_are_on_disk_at_once(tmp_path):
+    path = tmp_path / "samples.csv"
+    samples = engine.Samples(str(path), "now")
+    record = samples.recorder({"A": "line", "B": "line X=1"}, "mission")
+    record("B", engine.Turn((1.5, 2.5), 1980, 4))
+    rows = list(csv.DictReader(open(path)))
+    assert list(rows[0]) == "comparison contender problem turn replay us clock_mhz throttle".split()
+    assert [row["us"] for row in rows] == ["1.5000", "2.5000"] and rows[1]["contender"] == "line X=1"
+    engine.Samples(str(path), "later").recorder({"A": "line"}, "long")("A", engine.Turn((1.0,)))
+    assert len(list(csv.DictReader(open(path)))) == 3
+
+
+# ---- problems and the check ----
+
+def test_problems():
+    p = engine.parse_problem("2,8,4,100,70,128,bf16,br")
+    assert (p.shape, p.Hkv, p.Sk, p.D, p.dtype, p.causal) == ("2x8x4x100x70", 4, 70, 128, "bf16", "br")
+    assert p.visible()[0] == 0 and p.visible()[99] == 70 and p.visible()[30] == 1
+    assert engine.parse_problem("mission").typed(64, "fp16").flops() == 4 * 64 * 8 * 512 * 512
+    for text in ("huge", "1,2,3,4", "1,3,2,8,8", "1,1,1,0,8", "mission,64,fp8", "mission,64,fp16,up"):
+        with pytest.raises(builds.Refused, match="want small, mission"):
+            engine.parse_problem(text)
+
+
+def test_rounding_to_bf16():
+    values = np.array([1.0, 1 + 2.0 ** -8, 1 + 3 * 2.0 ** -8, -3.14159, 1e-3], np.float32)
+    assert list(engine.as_values(engine.as_bits(values, "bf16"), "bf16")[:3]) == [1.0, 1.0, 1 + 2.0 ** -6]
+
+
+class FakeKernel:
+    """Attention of one head after the other in float32, with what `harm` does to O and LSE."""
+    text = "fake"
+
+    def __init__(self, harm=lambda O, LSE: None):
+        self.harm = harm
+
+    def prepare(self, gpu, tensors, p):
+        def launch():
+            O = np.zeros((p.B, p.Hq, p.Sq, p.D))
+            LSE = np.zeros((p.B, p.Hq, p.Sq), np.float32)
+            for b in range(p.B):
+                for h in range(p.Hq):
+                    kv = h * p.Hkv // p.Hq
+                    s = tensors.rows("Q", p, b, h) @ tensors.rows("K", p, b, kv).T * p.D ** -0.5
+                    for q, keys in enumerate(p.visible()):
+                        w = np.exp(s[q, :keys])
+                        O[b, h, q] = w @ tensors.rows("V", p, b, kv)[:keys] / w.sum() if keys else 0
+                        LSE[b, h, q] = math.log(w.sum()) if keys else -math.inf
+            bits = engine.as_bits(O.astype(np.float32).ravel(), p.dtype).reshape(O.shape)
+            self.harm(bits, LSE)
+            gpu.upload(tensors.address["O"], bits.ravel())
+            gpu.upload(tensors.address["LSE"], LSE.ravel())
+        self.O = lambda gpu: gpu.memory[tensors.address["O"]]
+        return launch, (tensors.address["O"], tensors.address["LSE"]), (0, 0)
+
+    def capture(self, gpu, launch, launches):
+        def enqueue():
+            if (self.O(gpu) == 0xff).all():
+                launch()
+            return 20.0
+        return enqueue, lambda: None
+
+
+def check_of(harm, shape="1,4,2,70,90,64,fp16,br"):
+    problem = engine.parse_problem(shape)
+    bench = engine.Bench(FakeGpu(), {"A": FakeKernel(harm)}, {"A": problem})
+    return bench.checks["A"]
+
+
+@pytest.mark.parametrize("shape", ["1,4,2,70,90,64,fp16,br", "2,2,1,90,40,64,bf16,br", "1,1,1,1,5,128,fp16,tl"])
+def test_a_right_kernel_passes(shape):
+    check = check_of(lambda O, LSE: None, shape)
+    assert check.passed and check.rel_rms < 8e-3 and check.rows, check
+
+
+def shift_heads(O, LSE):
+    O[:] = np.roll(O, 1, axis=1)
+
+
+@pytest.mark.parametrize("harm", [
+    lambda O, LSE: O.fill(0), shift_heads, lambda O, LSE: O.__setitem__((0, 1, 33, 5), 0xffff),
+    lambda O, LSE: O.__setitem__((0, 0, 0), O[0, 0, 0] + 8), lambda O, LSE: LSE.__iadd__(0.01),
+    lambda O, LSE: LSE.__setitem__((0, 2, 7), math.nan)])
+def test_a_wrong_kernel_does_not(harm):
+    check = check_of(harm)
+    assert not check.passed and check.sentence
+
+
+# ---- contenders ----
+
+@pytest.fixture
+def repository(tmp_path, monkeypatch):
+    """Two commits and a working tree, each with other lines."""
+    monkeypatch.setattr(builds, "ROOT", str(tmp_path))
+    monkeypatch.delenv("SDPA_CONFIGS", raising=False)
+
+    def git(*words):
+        subprocess.run(["git", "-c", "user.name=t", "-c", "user.email=t@t", *words], cwd=tmp_path, check=True,
+                       capture_output=True)
+
+    def write(path, text):
+        (tmp_path / path).parent.mkdir(exist_ok=True)
+        (tmp_path / path).write_text(text)
+    source = ("// ==== 1 KNOBS ====\n#define SDPA_KNOBS(X)  \\\n  X(STAGES, 1, \"1..4\", \"\") \\\n  X(HEAD_DIM, 64, \"\", \"\")\n"
+              "#ifdef STAGES\nstatic_assert(STAGES < 5, \"STAGES: at most 4. Type STAGES=1\");\n#endif\n"
+              "// ==== 2 PROBLEM ====\n%s// ==== COPY TO HERE ====\nharness")
+    write("sdpa.cu", source % "")
+    write("configs.txt", "old\nkept STAGES=2 gate:regs<=9 # words\n")
+    git("init", "-q", "-b", "trunk")
+    git("add", ".")
+    git("commit", "-q", "-m", "one")
+    write("tools/library.cu", "".join(name + "();\n" for name in builds.LIBRARY_FUNCTIONS))
+    git("add", ".")
+    git("commit", "-q", "-m", "two")
+    write("sdpa.cu", source % "int x;  // the same but for words\n")
+    write("configs.txt", "kept STAGES=2\nwide : kept HEAD_DIM=128\n")
+    return write
+
+
+def test_contenders_are_found(repository):
+    a, b, c, d = builds.parse_contenders("HEAD:old STAGES=3 kept wide STAGES=4 torch:cudnn".split())
+    assert (a.text, a.words, a.tree.sha != "", a.target) == ("HEAD:old STAGES=3", ["STAGES=3"], True, "old__STAGES_3")
+    assert (b.text, b.words, b.tree.sha) == ("kept", ["STAGES=2"], "")
+    assert (c.text, c.D, c.knob("STAGES")) == ("wide STAGES=4", 128, "4")
+    assert d.text == "torch:cudnn"
+    assert a.effective_knobs() == ["HEAD_DIM=64", "STAGES=3"]
+
+
+def test_comments_change_no_program(repository):
+    here, there = builds.Tree(), builds.Tree("HEAD")
+    assert here.program() != there.program() and "harness" not in here.program()
+    repository("sdpa.cu", there.read("sdpa.cu").replace("// ==== 2 PROBLEM", "// words\n// ==== 2 PROBLEM"))
+    assert builds.Tree().program() == there.program()
+
+
+@pytest.mark.parametrize("words,sentence", [
+    ("gone:kept kept", "gone: git knows no such commit here"),
+    ("HEAD:wide kept", "HEAD:wide: no line of configs.txt has that name; it has: old kept"),
+    ("HEAD~1:old kept", "HEAD~1: its tools/library.cu has no sdpa_library_params_bytes"),
+    ("nobody kept", "nobody: no line of configs.txt has that name; it has: kept wide"),
+    ("kept FROB=1", "FROB=1: no knob is called FROB in the working tree; the knobs are STAGES HEAD_DIM"),
+    ("kept arch=90a", "arch=90a is no knob"),
+    ("kept STAGES=", "STAGES= is no knob"),
+    ("STAGES=3 kept", "STAGES=3: a changed knob stands behind the line"),
+    ("torch:cudnn STAGES=3", "STAGES=3: a changed knob stands behind the line"),
+    ("torch:frob kept", "torch:frob: want torch:cudnn, torch:flash"),
+    ("kept STAGES=5", "kept STAGES=5: STAGES: at most 4. Type STAGES=1"),
+    ("kept", "give a line and at least one KNOB=VALUE, or two contenders"),
+    ("kept wide", "the contenders do not compute the same: kept has D=64 fp16, wide has D=128 fp16"),
+    ("kept STAGES=3 --shape", "--shape: its value is missing"),
+    ("kept STAGES=3 --frob", "--frob: no such option"),
+    ("kept STAGES=3 --budget soon", "--budget soon: want a whole number from 1"),
+    ("kept STAGES=3 --shape mission,128", "--shape mission,128: the contenders compute D=64 fp16"),
+    ("kept STAGES=3 --b-shape 1,1,1,8,8", "give as many --b-shape as --shape"),
+])
+def test_refusals(repository, words, sentence):
+    with pytest.raises(builds.Refused) as refused:
+        ab.parse(words.split(), ["mission", "long"])
+    assert sentence in str(refused.value) and refused.value.code == 2 and "\n" not in str(refused.value)
+
+
+def test_one_line_and_knobs_are_two_contenders(repository):
+    contenders, problems, budget = ab.parse("kept STAGES=3 --shape long --causal br --budget 7".split(), [])
+    assert [line.text for line in contenders] == ["kept", "kept STAGES=3"] and budget == 7
+    assert str(problems[0][0]) == "long br" and problems[0][0].D == 64
+
+
+def test_what_a_gpu_cannot_run_is_refused(repository, monkeypatch):
+    repository("configs.txt", "kept arch=90a\n")
+    line, = builds.parse_contenders(["kept"])
+    gpu = FakeGpu()
+    gpu.arch = "80"
+    with pytest.raises(builds.Refused, match="kept is a line for sm_90a alone, and Fake is sm_80"):
+        engine.load(line, gpu, {})
+    monkeypatch.setitem(sys.modules, "torch", None)
+    with pytest.raises(builds.Refused, match="torch:flash: PyTorch is missing; install it with: pip install torch"):
+        engine.load(builds.Torch("flash"), gpu, {})
+
+
+def test_params_of_older_commits():
+    whole = engine.ctypes.sizeof(engine.SdpaParams)
+    assert engine.is_prefix(whole) and engine.is_prefix(whole - 8)
+    assert not engine.is_prefix(whole + 8) and not engine.is_prefix(whole - 4) and not engine.is_prefix(64)
+
+
+# ---- the course of a comparison ----
+
+@pytest.fixture
+def course(tmp_path, monkeypatch):
+    """What ab does once two contenders are built, with a harm for each."""
+    monkeypatch.setattr(engine, "ROOT", str(tmp_path))
+
+    def run(a, b, gpu):
+        kernels = iter([FakeKernel(a), FakeKernel(b)])
+        monkeypatch.setattr(engine, "load", lambda contender, gpu, built: next(kernels))
+        problem = engine.parse_problem("1,2,1,40,50,64,fp16")
+        ab.with_gpu(gpu, [builds.Torch("cudnn"), builds.Torch("flash")], [(problem, problem)], None)
+    return run
+
+
+def rows(tmp_path, suffix):
+    path, = (tmp_path / "results" / "ab").glob(f"*-Fake-{suffix}.csv")
+    return list(csv.DictReader(open(path)))
+
+
+def harmless(O, LSE):
+    pass
+
+
+def test_a_comparison(course, tmp_path, capsys):
+    course(harmless, harmless, FakeGpu())
+    out = capsys.readouterr().out
+    assert "1x2x1x40x50 on Fake" in out and "B is the SAME: " in out and out.count("PASS") == 2
+    row, = rows(tmp_path, "ab")
+    assert row["verdict"] == "SAME" and row["device"] == "Fake" and abs(float(row["a_us"]) - 20) < 1
+    assert {sample["contender"] for sample in rows(tmp_path, "samples")} == {"fake"}
+
+
+def test_a_wrong_side_gets_no_time(course, tmp_path, capsys):
+    with pytest.raises(builds.Refused, match=r"B \(fake\) gives wrong results at 1x2x1x40x50, so it gets no time: O") as e:
+        course(harmless, lambda O, LSE: O.fill(0), FakeGpu())
+    assert e.value.code == 1 and " us" not in capsys.readouterr().out and not rows(tmp_path, "ab")
+
+
+def test_a_side_whose_bits_change_gets_no_time(course, capsys):
+    calls = []
+    with pytest.raises(builds.Refused, match="A .fake.: its last replay at 1x2x1x40x50 left other bits") as e:
+        course(lambda O, LSE: (calls.append(0), O[0, 0].__iadd__(len(calls) > 2)), harmless, FakeGpu())
+    assert e.value.code == 1 and " us" not in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("error,code,sentence", [
+    (KeyboardInterrupt(), 130, "stopped; what was measured until then is in results/ab/"),
+    (engine.CudaError("an illegal access"), 3, "an illegal access; what was measured until then is in results/ab/")])
+def test_an_end_in_the_middle_keeps_the_samples(course, tmp_path, error, code, sentence):
+    class Ends(FakeGpu):
+        def replay(self, graph, count):
+            if self.now > 0.5:
+                raise error
+            return super().replay(graph, count)
+    with pytest.raises(builds.Refused, match=sentence) as e:
+        course(harmless, harmless, Ends())
+    assert e.value.code == code and len(rows(tmp_path, "samples")) > 20 and not rows(tmp_path, "ab")

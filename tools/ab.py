@@ -1,0 +1,259 @@
+#!/usr/bin/env python3
+"""usage: ./run_all.sh ab NAME KNOB=VALUE...       [OPTION...]
+       ./run_all.sh ab CONTENDER CONTENDER...   [OPTION...]
+Is B faster than A? A is the line NAME of configs.txt and B the same with these knobs changed; or A is the
+first contender, and each of the others is compared with it. A contender is
+  NAME [KNOB=VALUE...]          a line of configs.txt, as it is here
+  COMMIT:NAME [KNOB=VALUE...]   the line as that commit has it, as in main~20:hopper
+  torch:cudnn                   a kernel of PyTorch: cudnn, flash, efficient or math
+Both are checked first; then they take turns in one process until the interval decides: FASTER or SLOWER (all
+of it beyond 0.2%), SAME (all of it within 0.5%), or UNCLEAR when time is up. Without a GPU: the check on the
+CPU backend and what the compiler says, without times.
+  --shape S      the problem: small, mission, mission2, long or B,Hq,Hkv,Sq,Sk; repeatable; default mission and
+                 long, without a GPU small and mission
+  --b-shape S    B's problem, where it is not A's (as many as --shape)
+  --causal C     off, br or tl
+  --budget SEC   seconds of turns for a problem at most (default 1.5, or 15 at the power limit)
+Samples and verdicts are added to results/ab/DATE-DEVICE-samples.csv and results/ab/DATE-DEVICE-ab.csv.
+exit: 0 whatever the verdict, 1 a side fails its check, 2 bad usage, 3 a side could not be run, 130 Ctrl-C
+"""
+import argparse
+import datetime
+import os
+import string
+import sys
+
+import builds
+import engine
+from builds import Refused
+
+LETTERS = string.ascii_uppercase
+
+def say(sentence):
+    print(sentence, file=sys.stderr)
+
+
+def parse(argv, default_shapes):
+    """The contenders, [(problem of A, problem of the others)], and the seconds of a budget or None."""
+    parser = argparse.ArgumentParser(add_help=False, allow_abbrev=False, exit_on_error=False)
+    parser.add_argument("words", nargs="*")
+    parser.add_argument("--shape", action="append")
+    parser.add_argument("--b-shape", action="append")
+    parser.add_argument("--causal", default="off", choices=engine.CAUSAL)
+    parser.add_argument("--budget")
+    try:
+        options, rest = parser.parse_known_intermixed_args(argv)
+    except argparse.ArgumentError as error:
+        raise Refused(str(error).replace("argument ", "").replace("expected one argument", "its value is missing"))
+    if rest:
+        raise Refused(f"{rest[0]}: no such option")
+    budget = options.budget and number("--budget", options.budget)
+    contenders = builds.parse_contenders(options.words)
+    if len(contenders) == 1 and getattr(contenders[0], "changes", ()):
+        contenders.insert(0, builds.Line(contenders[0].tree, contenders[0].name))
+    if len(contenders) < 2:
+        raise Refused("give a line and at least one KNOB=VALUE, or two contenders")
+    shapes = options.shape or default_shapes
+    b_shapes = options.b_shape or shapes
+    if len(b_shapes) != len(shapes):
+        raise Refused("give as many --b-shape as --shape")
+    D, dtype = one_type(contenders)
+    problems = [[engine.parse_problem(text, options.causal) for text in pair] for pair in zip(shapes, b_shapes)]
+    for text, problem in zip(shapes + b_shapes, [p for pair in zip(*problems) for p in pair]):
+        if problem.D not in (0, D) or problem.dtype not in ("", dtype):
+            raise Refused(f"--shape {text}: the contenders compute D={D} {dtype}")
+    return contenders, [[p.typed(D, dtype) for p in pair] for pair in problems], budget
+
+
+def number(option, text):
+    if not text.isdigit() or not 0 < int(text) < 1000000:
+        raise Refused(f"{option} {text}: want a whole number from 1")
+    return int(text)
+
+
+def one_type(contenders):
+    """The D and the type that all of the lines compute."""
+    kinds = {(line.D, line.dtype): line for line in contenders if line.D}
+    if len(kinds) > 1:
+        raise Refused("the contenders do not compute the same: " + ", ".join(
+            f"{line.text} has D={D} {dtype}" for (D, dtype), line in kinds.items()))
+    D, dtype = next(iter(kinds), (64, "fp16"))
+    if dtype not in engine.LIMITS:
+        raise Refused(f"{dtype}: the engine has tensors of {' and '.join(engine.LIMITS)}")
+    return D, dtype
+
+
+# ---- what else changed ----
+
+def print_facts(facts):
+    """A row of the compiler's figures for each contender; * marks what is not A's."""
+    rows = {key: {"registers": f.registers, "spilled": f.spilled, "shared bytes": f.shared_bytes,
+                  "CTAs per SM": f.ctas_per_sm, **f.mix, "code bytes": f.code_bytes} for key, f in facts.items()}
+    if not rows:
+        return
+    first = next(iter(rows.values()))
+    print("  ".join([" " * 10] + [f"{name:>{len(name) + 1}}" for name in first]))
+    for key, row in rows.items():
+        print("  ".join([f"{key:<10}"] + [
+            f"{row.get(name, ''):>{len(name)}}" + ("*" if row.get(name) != first[name] else " ") for name in first]))
+    if "instructions" not in first:
+        print("(no instruction mix: cuobjdump is not there)")
+
+
+def drop_equal(contenders, facts):
+    """The keys that are worth timing: of lines that are the same, the first."""
+    seen = {}
+    for key, contender in contenders.items():
+        same = seen.setdefault(facts[key].same if key in facts else key, key)
+        if same != key:
+            print(f"{same} and {key} are the same machine code, launched by the same program: {key} is not timed.")
+    return list(seen.values())
+
+
+# ---- with a GPU ----
+
+def time_problem(gpu, kernels, problems, budget, samples, verdicts):
+    """Checks, times and judges the contenders of one problem; prints it."""
+    bench = engine.Bench(gpu, kernels, problems)
+    for key, sentence in bench.skipped.items():
+        raise Refused(f"{key} ({kernels[key].text}) cannot compute {problems[key]}: {sentence}", 3)
+    for key, check in bench.checks.items():
+        if not check.passed:
+            raise Refused(f"{key} ({kernels[key].text}) gives wrong results at {problems[key]}, so it gets no time: "
+                          f"{check.sentence}", 1)
+    names = {key: kernel.text for key, kernel in kernels.items()}
+    series, found = engine.compare(gpu, bench.graphs, samples.recorder(names, problems["A"]), budget)
+    for key in kernels:
+        if bench.changed_bits(key):
+            raise Refused(f"{key} ({kernels[key].text}): its last replay at {problems[key]} left other bits than the "
+                          "run that was checked, so it gets no time", 1)
+    width = max(map(len, names.values()))
+    print(f"\n{problems['A']} on {gpu.name}")
+    for key, name in names.items():
+        low, high = series.interval(key)
+        shape = "" if problems[key] == problems["A"] else f"  at {problems[key]}"
+        print(f"  {key}  {name:<{width}}  PASS  {series.us(key):10.3f} us [{low:.3f}, {high:.3f}]  "
+              f"{series.clock(key):.0f} MHz{shape}")
+    for key, verdict in found.items():
+        verdicts.add(comparison=samples.comparison, **engine.verdict_row(bench, series, "A", key, verdict))
+        print("  " + sentence_of(key, verdict))
+    bench.close()
+
+
+def sentence_of(key, v):
+    """The verdict in words."""
+    counts = f"{v.blocks} blocks, {v.thrown_out} thrown out as disturbed"
+    if not v.ratio > 0:
+        return f"{key} against A is UNCLEAR: too few blocks ({counts})."
+    interval = f"99% interval {100 * v.low - 100:+.2f}% to {100 * v.high - 100:+.2f}%; {counts}"
+    words = {"FASTER": "is FASTER:", "SLOWER": "is SLOWER:", "SAME": "is the SAME:", "UNCLEAR": "is UNCLEAR:"}
+    return f"{key} {words[v.verdict]} {100 * v.ratio - 100:+.2f}% of A's time ({interval})."
+
+
+def with_gpu(gpu, contenders, problems, budget):
+    keys = dict(zip(LETTERS, contenders))
+    lines = {key: line for key, line in keys.items() if isinstance(line, builds.Line)}
+    built = builds.build(lines.values(), gpu.arch)
+    kernels = {key: engine.load(contender, gpu, built) for key, contender in keys.items()}
+    facts = {key: builds.facts(built[line]) for key, line in lines.items()}
+    print_names(keys)
+    print_facts(facts)
+    samples = engine.Samples(engine.results_path("ab", gpu.name, "samples"),
+                             f"{datetime.datetime.now():%H%M%S}-{os.getpid()}")
+    verdicts = engine.Table(engine.results_path("ab", gpu.name, "ab"), engine.VERDICT_COLUMNS)
+    try:
+        for a, b in problems:
+            chosen = drop_equal(keys, facts) if a == b else list(keys)
+            if len(chosen) > 1:
+                time_problem(gpu, {key: kernels[key] for key in chosen},
+                             {key: a if key == "A" else b for key in chosen}, budget, samples, verdicts)
+    except engine.CudaError as error:
+        raise Refused(f"{error}; what was measured until then is in {samples.name}", 3)
+    except KeyboardInterrupt:
+        raise Refused(f"stopped; what was measured until then is in {samples.name}", 130)
+    say(f"samples: {samples.name}")
+
+
+def print_names(keys):
+    for key, contender in keys.items():
+        print(f"{key}  {contender.text}")
+
+
+# ---- without a GPU ----
+
+def without_gpu(contenders, problems):
+    """The compiler's figures and the check on the CPU backend."""
+    say("There is no GPU here: no times. The check runs on the CPU backend.")
+    keys = dict(zip(LETTERS, contenders))
+    print_names(keys)
+    lines = {key: line for key, line in keys.items() if isinstance(line, builds.Line)}
+    if builds.nvcc():
+        built = builds.build(lines.values(), "90a")
+        for one in built.values():
+            if one.trouble:
+                raise Refused(f"{one.line.text} does not compile: {one.trouble}")
+        facts = {key: builds.facts(built[line]) for key, line in lines.items()}
+        print_facts(facts)
+        drop_equal(lines, facts)
+    else:
+        say("nvcc is missing: no registers and no instruction counts.")
+    executables = cpu_executables(list(lines.values()))
+    for a, b in problems:
+        for key, line in lines.items():
+            check_on_cpu(key, line, executables[line], a if key == "A" else b)
+
+
+def cpu_executables(lines):
+    """{line: its executable for the CPU backend}, built by the CMake files of its commit."""
+    executables = {}
+    for tree in dict.fromkeys(line.tree for line in lines):
+        own = [line for line in dict.fromkeys(lines) if line.tree is tree]
+        folder = os.path.join(builds.BUILD, "cpu", tree.sha[:12] or "here")
+        configs = os.path.join(folder, "configs.txt")
+        os.makedirs(folder, exist_ok=True)
+        builds.replace_file(configs, "".join(f"{line.target} {' '.join(line.words)}\n" for line in own))
+        for step in (["-S", tree.folder(), "-B", folder, "-DSDPA_CPU=ON", "-DSDPA_CONFIGS=" + configs],
+                     ["--build", folder, "-j", str(builds.JOBS), "--target", "sdpa_selected"]):
+            done = builds.run(["cmake", *step])
+            if done.returncode:
+                raise Refused(f"{tree} does not build for the CPU backend: "
+                              f"{builds.compiler_words(done.stdout + done.stderr)}")
+        executables.update({line: os.path.join(folder, "sdpa_" + line.target) for line in own})
+    return executables
+
+
+def check_on_cpu(key, line, executable, problem):
+    """Runs a line's own check of a problem; prints how it came out."""
+    sizes = ",".join(map(str, (problem.B, problem.Hq, problem.Hkv, problem.Sq, problem.Sk)))
+    causal = ["--causal", problem.causal] if problem.causal != "off" else []
+    done = builds.run([executable, "--check-only", "--shape", sizes, *causal])
+    words = (done.stderr.strip().splitlines() or [f"exit {done.returncode}"])[0]
+    if done.returncode == 1:
+        raise Refused(f"{key} ({line.text}) gives wrong results at {problem} on the CPU backend: {words}", 1)
+    if done.returncode:
+        raise Refused(f"{key} ({line.text}) cannot compute {problem} on the CPU backend: {words}", 3)
+    print(f"{key}  {problem}: PASS on the CPU backend")
+
+
+def main():
+    if not sys.argv[1:] or {"-h", "--help"} & set(sys.argv[1:]):
+        print(__doc__.strip(), file=sys.stdout if sys.argv[1:] else sys.stderr)
+        sys.exit(0 if sys.argv[1:] else 2)
+    try:
+        words = [word for word in sys.argv[1:] if word != "--"]
+        contenders, problems, budget = parse(words, ["mission", "long"])
+        gpu = engine.find_gpu()
+        if gpu:
+            with_gpu(gpu, contenders, problems, budget)
+        else:
+            without_gpu(contenders, parse(words, ["small", "mission"])[1])
+    except Refused as error:
+        say(f"ab: {error}")
+        sys.exit(error.code)
+    except KeyboardInterrupt:
+        say("ab: stopped before anything was measured")
+        sys.exit(130)
+
+
+if __name__ == "__main__":
+    main()

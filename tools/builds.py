@@ -1,0 +1,382 @@
+"""The lines of configs.txt, here or in another commit, as shared libraries; and what each takes of an SM.
+
+A contender is `LINE`, `LINE KNOB=VALUE...`, `COMMIT:LINE [KNOB=VALUE...]` or `torch:cudnn|flash|efficient|math`.
+Everything that was typed is judged before anything is compiled. A library is compiled by nvcc from
+tools/library.cu and sdpa.cu of its commit, with the same options for all, and kept under BUILD/engine by what
+it was compiled from.
+"""
+import functools
+import hashlib
+import os
+import re
+import shutil
+import struct
+import subprocess
+import threading
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, field
+
+ROOT = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))
+BUILD = os.path.join(ROOT, os.environ.get("SDPA_BUILD_DIR", "build"))
+JOBS = int(os.environ.get("JOBS", os.cpu_count() or 2))
+TORCH_BACKENDS = {"cudnn": "CUDNN_ATTENTION", "flash": "FLASH_ATTENTION", "efficient": "EFFICIENT_ATTENTION",
+                  "math": "MATH"}
+NVCC_OPTIONS = ("-O3 -DNDEBUG -std=c++17 -shared -Xcompiler=-fPIC,-fno-gnu-unique --no-compress "
+                "-Xptxas=-v").split()
+LIBRARY_FUNCTIONS = ("sdpa_library_params_bytes", "sdpa_library_workspace_bytes", "sdpa_library_forward")
+
+
+class Refused(Exception):
+    """A sentence for the user, and the exit code that goes with it."""
+
+    def __init__(self, sentence, code=2):
+        super().__init__(sentence)
+        self.code = code
+
+
+def run(command, **options):
+    """The finished process; its output is text."""
+    return subprocess.run(command, capture_output=True, text=True, **options)
+
+
+# ---- where sources come from ----
+
+class Tree:
+    """The sources as they stand here (no commit), or those of a commit."""
+
+    def __init__(self, commit=""):
+        self.commit, self.sha = commit, ""
+        if commit:
+            if not shutil.which("git"):
+                raise Refused(f"{commit}: git is missing; install it with: sudo apt-get install git")
+            found = run(["git", "rev-parse", "--verify", "--quiet", commit + "^{commit}"], cwd=ROOT)
+            if found.returncode:
+                raise Refused(f"{commit}: git knows no such commit here")
+            self.sha = found.stdout.strip()
+
+    def __str__(self):
+        return self.commit or "the working tree"
+
+    @functools.lru_cache(None)
+    def read(self, path):
+        """The text of a file; None if it is not there."""
+        if self.sha:
+            shown = run(["git", "show", f"{self.sha}:{path}"], cwd=ROOT)
+            return None if shown.returncode else shown.stdout
+        path = os.path.join(ROOT, path)
+        return open(path).read() if os.path.exists(path) else None
+
+    def folder(self):
+        """Where all of the sources stand; those of a commit are unpacked once."""
+        if not self.sha:
+            return ROOT
+        path = os.path.join(BUILD, "commits", self.sha)
+        if not os.path.exists(path):
+            os.makedirs(path + ".new", exist_ok=True)
+            archive = subprocess.Popen(["git", "archive", self.sha], cwd=ROOT, stdout=subprocess.PIPE)
+            subprocess.run(["tar", "-x", "-C", path + ".new"], stdin=archive.stdout, check=True)
+            os.rename(path + ".new", path)
+        return path
+
+    @functools.lru_cache(None)
+    def lines(self):
+        """{name: its words but the gates} of configs.txt; of `NAME : BASE ...` with those of BASE."""
+        own = None if self.sha else os.environ.get("SDPA_CONFIGS")
+        text = self.read(own or "configs.txt")
+        if text is None:
+            raise Refused(f"{self} has no {own or 'configs.txt'}, which lists one line a build")
+        lines = {}
+        for line in text.splitlines():
+            words = [word for word in line.split("#")[0].split() if not word.startswith("gate:")]
+            if len(words) > 2 and words[1] == ":":
+                lines[words[0]] = changed(lines.get(words[2], []), words[3:])
+            elif words:
+                lines[words[0]] = words[1:]
+        return lines
+
+    @functools.lru_cache(None)
+    def knobs(self):
+        """{knob: default}, from the rows of SDPA_KNOBS."""
+        return dict(re.findall(r"^  X\(([A-Z_0-9]+), ([A-Z0-9_]*),", self.read("sdpa.cu") or "", re.MULTILINE))
+
+    def refusal(self, words):
+        """The sentence with which section 1 of sdpa.cu refuses these knobs; "" if it does not."""
+        section = (self.read("sdpa.cu").split("// ==== 1 KNOBS", 1) + [""])[1].split("// ==== 2 PROBLEM")[0]
+        compiled = run([os.environ.get("CXX", "g++"), "-std=c++17", "-fsyntax-only", *definitions(words), "-x", "c++",
+                        "-"], input="//" + section)
+        return assertion_words(compiled.stderr)
+
+    @functools.lru_cache(None)
+    def program(self):
+        """sdpa.cu without the harness and without comments."""
+        text = self.read("sdpa.cu").split("// ==== COPY TO HERE")[0]
+        stripped = run([os.environ.get("CXX", "g++"), "-fpreprocessed", "-E", "-P", "-x", "c++", "-"], input=text)
+        return text if stripped.returncode else stripped.stdout
+
+
+def definitions(words):
+    """The knobs among a line's words as a compiler takes them."""
+    return ["-D" + word for word in words if not word.startswith(("expect=", "arch="))]
+
+
+def changed(words, changes):
+    """A line's words with these changes; each knob once."""
+    names = [change.split("=")[0] for change in changes]
+    return [word for word in words if word.split("=")[0] not in names] + list(changes)
+
+
+def assertion_words(text):
+    """The first refusal among a compiler's words; nvcc, clang++ and g++ say it each in their own way."""
+    found = re.search(r'static assertion failed with "(.*)"$|static_assert failed .*"(.*)"$|'
+                      r"static assertion failed: (.*)$", text, re.MULTILINE)
+    return next(filter(None, found.groups()), "") if found else ""
+
+
+# ---- contenders, as they are typed ----
+
+@dataclass(frozen=True)
+class Line:
+    """A line of configs.txt with some of its knobs changed."""
+    tree: Tree
+    name: str
+    changes: tuple = ()
+
+    @property
+    def text(self):
+        return " ".join([f"{self.tree.commit}:{self.name}" if self.tree.commit else self.name, *self.changes])
+
+    @property
+    def target(self):
+        """A name that a program can have."""
+        return "__".join([self.name, *(change.replace("=", "_") for change in self.changes)])
+
+    @property
+    def words(self):
+        return changed(self.tree.lines()[self.name], self.changes)
+
+    def knob(self, name, otherwise=""):
+        return dict(word.split("=", 1) for word in self.words).get(name, otherwise)
+
+    def effective_knobs(self):
+        """Every knob with its value, also those that keep their defaults."""
+        defaults = [f"{knob}={value}" for knob, value in self.tree.knobs().items()]
+        return sorted(word for word in changed(defaults, self.words) if word.split("=")[0] in self.tree.knobs())
+
+    @property
+    def D(self):
+        return int(self.knob("HEAD_DIM", 64))
+
+    @property
+    def dtype(self):
+        return self.knob("DTYPE", "FP16").lower()
+
+    @property
+    def family(self):
+        kinds = {"USE_WMMA": "wmma", "USE_MMA_SYNC": "mma", "USE_WGMMA": "wgmma", "USE_CUBLAS": "cublas"}
+        return next((kinds[knob] for knob in kinds if self.knob(knob) == "1"), "scalar")
+
+
+@dataclass(frozen=True)
+class Torch:
+    """One of the kernels behind PyTorch's scaled_dot_product_attention."""
+    backend: str
+    D = dtype = None  # any
+    family = "torch"
+
+    @property
+    def text(self):
+        return "torch:" + self.backend
+
+
+def parse_contenders(words):
+    """Contenders in the order in which they are typed: a name begins one, KNOB=VALUE changes it."""
+    found, trees = [], {}
+    for word in words:
+        if "=" in word and re.match(r"[A-Za-z_]+=", word):
+            if not found or isinstance(found[-1], Torch):
+                raise Refused(f"{word}: a changed knob stands behind the line that it changes")
+            found[-1] = change_line(found[-1], word)
+        elif word.startswith("torch:"):
+            if word[6:] not in TORCH_BACKENDS:
+                raise Refused(f"{word}: want torch:{', torch:'.join(TORCH_BACKENDS)}")
+            found.append(Torch(word[6:]))
+        else:
+            commit, _, name = word.rpartition(":")
+            if commit not in trees:
+                trees[commit] = loadable(Tree(commit))
+            lines = trees[commit].lines()
+            if name not in lines:
+                raise Refused(f"{word}: no line of configs.txt has that name; it has: {' '.join(lines)}")
+            found.append(Line(trees[commit], name))
+    for line in found:
+        if isinstance(line, Line) and line.changes:
+            sentence = line.tree.refusal(line.words)
+            if sentence:
+                raise Refused(f"{line.text}: {sentence}")
+    return found
+
+
+def change_line(line, word):
+    """The line with one knob more changed."""
+    knob = word.split("=")[0]
+    if knob in ("expect", "arch") or not re.fullmatch(r"[A-Za-z_]+=[A-Za-z0-9_]+", word):
+        raise Refused(f"{word} is no knob")
+    if knob not in line.tree.knobs():
+        raise Refused(f"{word}: no knob is called {knob} in {line.tree}; the knobs are {' '.join(line.tree.knobs())}")
+    return Line(line.tree, line.name, tuple(changed(line.changes, [word])))
+
+
+def loadable(tree):
+    """The tree, if its lines can be loaded as libraries."""
+    text = tree.read("tools/library.cu") or ""
+    missing = [name for name in LIBRARY_FUNCTIONS if name + "(" not in text]
+    if missing:
+        raise Refused(f"{tree}: its tools/library.cu has no {missing[0]}, so its lines cannot be loaded")
+    return tree
+
+
+# ---- building ----
+
+@functools.lru_cache(None)
+def nvcc():
+    """Where nvcc is; None if it is nowhere."""
+    home = os.path.join(os.environ.get("CUDA_HOME", "/usr/local/cuda"), "bin", "nvcc")
+    return shutil.which("nvcc") or (home if os.path.exists(home) else None)
+
+
+@dataclass
+class Built:
+    """A line as a library: where it is, or why it is not."""
+    line: Line
+    path: str = ""
+    trouble: str = ""
+    log: str = ""
+
+
+def build(lines, arch, progress=lambda done, count, name: None):
+    """{line: Built} for all of these lines, compiled for one architecture unless the line names its own."""
+    if not nvcc():
+        raise Refused("nvcc is missing; install the CUDA Toolkit 12.4 or newer, or put its bin folder on PATH")
+    lines, built = list(dict.fromkeys(lines)), {}
+    with ThreadPoolExecutor(JOBS) as pool:
+        for one in pool.map(functools.partial(build_one, arch=arch), lines):
+            built[one.line] = one
+            progress(len(built), len(lines), one.line.text)
+    return built
+
+
+def build_one(line, arch):
+    sources = {path: line.tree.read(path) for path in ("sdpa.cu", "tools/library.cu")}
+    arch = line.knob("arch", arch)
+    options = NVCC_OPTIONS + [f"-gencode=arch=compute_{arch},code=sm_{arch}", *sorted(definitions(line.words))]
+    if line.family == "cublas":
+        folder = os.path.join(os.path.dirname(os.path.dirname(os.path.realpath(nvcc()))), "lib64")
+        options += ["-lcublas", "-Xlinker=-rpath=" + folder]
+    version = run([nvcc(), "--version"]).stdout
+    folder = os.path.join(BUILD, "engine", digest(*sources.values()))
+    for path, text in sources.items():
+        path = os.path.join(folder, path)
+        if not os.path.exists(path):
+            os.makedirs(os.path.dirname(path), exist_ok=True)
+            replace_file(path, text)
+    path = os.path.join(folder, f"{line.target[:60]}-{digest(version, *options)}.so")
+    if not os.path.exists(path):
+        new = own_name(path)
+        compiled = run([nvcc(), *options, "tools/library.cu", "-o", new], cwd=folder)
+        replace_file(path + ".log", compiled.stdout + compiled.stderr)
+        if compiled.returncode:
+            return Built(line, trouble=compiler_words(compiled.stdout + compiled.stderr))
+        os.rename(new, path)
+    return Built(line, path, log=open(path + ".log").read())
+
+
+def replace_file(path, text):
+    """Writes a file that is there whole or not at all."""
+    new = own_name(path)
+    with open(new, "w") as out:
+        out.write(text)
+    os.rename(new, path)
+
+
+def own_name(path):
+    """A name beside it that no other thread takes."""
+    return f"{path}.{os.getpid()}-{threading.get_ident()}"
+
+
+def digest(*texts):
+    return hashlib.sha256("\0".join(texts).encode()).hexdigest()[:16]
+
+
+def compiler_words(log):
+    """The sentence to show for a line that did not compile."""
+    errors = [line for line in log.splitlines() if re.search("error|fatal", line)]
+    return assertion_words(log) or (errors or log.strip().splitlines()[-1:] or ["the compiler said nothing"])[0]
+
+
+# ---- what a library takes of an SM, and whether two are the same ----
+
+@dataclass
+class Facts:
+    """Read from a library and from what ptxas said of it."""
+    registers: int = 0
+    spilled: int = 0
+    shared_bytes: int = 0
+    ctas_per_sm: int = 0
+    code_bytes: int = 0
+    mix: dict = field(default_factory=dict)
+    same: str = ""  # equal if the machine code is, and with it the program that launches it
+
+
+def facts(built):
+    used = [int(n) for n in re.findall(r"Used (\d+) registers", built.log)]
+    spilled = [int(a) + int(b) for a, b in
+               re.findall(r"(\d+) bytes spill stores, (\d+) bytes spill loads", built.log)]
+    data = open(built.path, "rb").read()
+    sizes = symbol_sizes(dict(sections(data)))
+    code = [section for cubin in embedded(data) for name, section in sections(cubin) if name.startswith(".text.")]
+    launcher = [built.line.tree.program().encode(), " ".join(built.line.effective_knobs()).encode()]
+    return Facts(max(used, default=0), max(spilled, default=0), sizes.get("sdpa_library_smem_bytes", 0),
+                 sizes.get("sdpa_library_ctas_per_sm", 0), sum(map(len, code)), instruction_mix(built.path),
+                 hashlib.sha256(b"\0".join(code + launcher)).hexdigest())
+
+
+def sections(elf):
+    """(name, bytes) of each section of a 64-bit ELF file that has bytes."""
+    offset, = struct.unpack_from("<Q", elf, 40)
+    size, count, names = struct.unpack_from("<HHH", elf, 58)
+    headers = [struct.unpack_from("<IIQQQQ", elf, offset + i * size) for i in range(count)]
+    text = elf[headers[names][4]:][:headers[names][5]]
+    for name, kind, _, _, at, length in headers:
+        if kind not in (0, 8):  # not SHT_NULL, SHT_NOBITS
+            yield text[name:text.index(b"\0", name)].decode(), elf[at:at + length]
+
+
+def embedded(data):
+    """The ELF files inside a file: the device code, for each architecture."""
+    at = data.find(b"\x7fELF", 1)
+    while at > 0:
+        if data[at + 18:at + 20] == b"\xbe\0":  # EM_CUDA
+            yield data[at:]
+        at = data.find(b"\x7fELF", at + 1)
+
+
+def symbol_sizes(host):
+    """{symbol: its size}: tools/library.cu says what is launched by the sizes of symbols."""
+    names, sizes = host[".dynstr"], {}
+    for name, _, _, _, _, size in struct.iter_unpack("<IBBHQQ", host[".dynsym"]):
+        sizes[names[name:names.index(b"\0", name)].decode()] = size
+    return sizes
+
+
+MIX = {"tensor": r"HMMA|HGMMA|QGMMA|IMMA", "MUFU": "MUFU", "FFMA": "FFMA", "LDS": r"LDSM?[. ]", "BAR": "BAR|SYNCS"}
+
+
+def instruction_mix(path):
+    """How many instructions of each kind its kernels have; nothing where cuobjdump is missing."""
+    if not shutil.which("cuobjdump"):
+        return {}
+    code = re.findall(r"^ +/\*[0-9a-f]{4,}\*/ +(?:@!?U?P[0-9T]+ +)?([A-Z][^;]*);", run(["cuobjdump", "-sass", path]).stdout,
+                      re.MULTILINE)
+    code = [text for text in code if not text.startswith("NOP")]
+    mix = {kind: sum(bool(re.match(pattern, text)) for text in code) for kind, pattern in MIX.items()}
+    return dict(mix, instructions=len(code)) if code else {}

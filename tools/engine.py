@@ -1,0 +1,788 @@
+"""Times kernels against each other: contenders in one process, on the same tensors, in turns.
+
+Each contender is captured into a CUDA graph. A turn is a stretch of its replays, of which the first, by time,
+only warm up; a block is a turn of each contender in random order and another one in the reverse order, so that
+what drifts falls on all alike. What is compared is the blocks: the logarithm of the ratio of two contenders'
+times in a block is one number, and those numbers are judged by Verdict. The clock and the reasons for
+throttling are read within each turn, while the GPU is at work.
+"""
+import ctypes
+import csv
+import datetime
+import itertools
+import math
+import os
+import re
+import time
+from dataclasses import dataclass
+
+import numpy as np
+
+from builds import ROOT, Refused, TORCH_BACKENDS, Torch, run
+
+SHAPES = {"small": (1, 1, 1, 32, 32), "mission": (1, 8, 8, 512, 512), "mission2": (2, 8, 8, 512, 512),
+          "long": (1, 8, 8, 2048, 2048)}
+CAUSAL = ("off", "br", "tl")
+
+
+# ---- problems ----
+
+@dataclass(frozen=True)
+class Problem:
+    """Sizes of the tensors, their type, and which keys a query sees. D = 0 and no dtype: any line's."""
+    shape: str
+    B: int
+    Hq: int
+    Hkv: int
+    Sq: int
+    Sk: int
+    D: int = 0
+    dtype: str = ""
+    causal: str = "off"
+
+    def __str__(self):
+        return self.shape + ("" if self.causal == "off" else " " + self.causal)
+
+    def typed(self, D, dtype):
+        """The problem with the D and the type of a line."""
+        return Problem(self.shape, self.B, self.Hq, self.Hkv, self.Sq, self.Sk, D, dtype, self.causal)
+
+    def fits(self, line):
+        """Whether a contender computes this problem's D and type."""
+        return line.D in (None, self.D or line.D) and line.dtype in (None, self.dtype or line.dtype)
+
+    def visible(self):
+        """How many keys each query sees."""
+        q = np.arange(self.Sq)
+        keys = {"off": np.full(self.Sq, self.Sk), "br": q + 1 + self.Sk - self.Sq, "tl": q + 1}[self.causal]
+        return keys.clip(0, self.Sk)
+
+    def flops(self):
+        return 4 * self.D * self.B * self.Hq * int(self.visible().sum())
+
+
+def parse_problem(text, causal="off"):
+    """small, mission, mission2, long or B,Hq,Hkv,Sq,Sk; behind these if wanted ,D ,DTYPE and ,CAUSAL."""
+    words = text.split(",")
+    count = 1 if words[0] in SHAPES else 5
+    rest = words[count:]
+    try:
+        sizes = SHAPES[words[0]] if count == 1 else tuple(int(word) for word in words[:5])
+        D = int(rest[0]) if rest else 0
+    except ValueError:
+        sizes = ()
+    dtype, own_causal = (rest[1:] + ["", ""])[:2]
+    if (len(sizes) != 5 or min(sizes) < 1 or sizes[1] % sizes[2] or len(rest) > 3 or
+            dtype not in ("", "fp16", "bf16") or own_causal not in ("",) + CAUSAL):
+        raise Refused(f"--shape {text}: want small, mission, mission2, long or B,Hq,Hkv,Sq,Sk with Hq a multiple of "
+                      "Hkv, then if wanted ,D ,fp16|bf16 ,off|br|tl")
+    return Problem("x".join(words[:count]), *sizes, D, dtype, own_causal or causal)
+
+
+# ---- the GPU ----
+
+class CudaError(Exception):
+    """What the driver or a library said of a call that failed."""
+
+
+@dataclass
+class Graph:
+    """A kernel's launches as a CUDA graph."""
+    enqueue: object  # puts one replay on the GPU's stream
+    launches: int
+    replay_us: float  # about
+    workspace: tuple = (0, 0)  # address and bytes that a turn finds zeroed
+    close: object = None  # frees it
+
+
+@dataclass(frozen=True)
+class Turn:
+    """Microseconds of a launch in each replay, and the state of the GPU meanwhile (0: not known)."""
+    us: tuple
+    clock_mhz: int = 0
+    throttle: int = 0
+
+    @property
+    def median(self):
+        return float(np.median(self.us))
+
+
+class Cuda:
+    """The first GPU, through the driver's API, in the context that all libraries share."""
+
+    def __init__(self):
+        self.api = ctypes.CDLL("libcuda.so.1")
+        self("cuInit", 0)
+        self.device, self.context = ctypes.c_int(), ctypes.c_void_p()
+        self("cuDeviceGet", ctypes.byref(self.device), 0)
+        self("cuDevicePrimaryCtxRetain", ctypes.byref(self.context), self.device)
+        self("cuCtxSetCurrent", self.context)
+        self.stream = ctypes.c_void_p()
+        self("cuStreamCreate", ctypes.byref(self.stream), 1)  # CU_STREAM_NON_BLOCKING
+        self.name = self.text("cuDeviceGetName")
+        self.arch = "".join(str(self.attribute(which)) for which in (75, 76))  # compute capability
+        self.arch += "a" if self.arch == "90" else ""
+        self.nvml = Nvml(self.text("cuDeviceGetPCIBusId"))
+        self.events = []
+
+    def __call__(self, function, *arguments):
+        code = getattr(self.api, function)(*arguments)
+        if code:
+            text = ctypes.c_char_p()
+            self.api.cuGetErrorString(code, ctypes.byref(text))
+            raise CudaError(f"{function}: {(text.value or b'error %d' % code).decode()}")
+
+    def text(self, function):
+        buffer = ctypes.create_string_buffer(256)
+        self(function, buffer, 256, self.device)
+        return buffer.value.decode()
+
+    def attribute(self, which):
+        value = ctypes.c_int()
+        self("cuDeviceGetAttribute", ctypes.byref(value), which, self.device)
+        return value.value
+
+    def seconds(self):
+        return time.monotonic()
+
+    def allocate(self, size):
+        address = ctypes.c_uint64()
+        self("cuMemAlloc_v2", ctypes.byref(address), ctypes.c_size_t(max(size, 256)))
+        return address.value
+
+    def free(self, address):
+        self("cuMemFree_v2", ctypes.c_uint64(address))
+
+    def fill(self, address, byte, count):
+        self("cuMemsetD8Async", ctypes.c_uint64(address), ctypes.c_ubyte(byte), ctypes.c_size_t(count), self.stream)
+
+    def upload(self, address, array):
+        self("cuMemcpyHtoD_v2", ctypes.c_uint64(address), array.ctypes.data_as(ctypes.c_void_p),
+             ctypes.c_size_t(array.nbytes))
+
+    def download(self, address, count, dtype):
+        array = np.empty(count, dtype)
+        self("cuMemcpyDtoH_v2", array.ctypes.data_as(ctypes.c_void_p), ctypes.c_uint64(address),
+             ctypes.c_size_t(array.nbytes))
+        return array
+
+    def synchronize(self):
+        self("cuStreamSynchronize", self.stream)
+
+    def capture(self, launch, launches):
+        """Functions that enqueue and free a graph of so many launches."""
+        graph, replay = ctypes.c_void_p(), ctypes.c_void_p()
+        self("cuStreamBeginCapture_v2", self.stream, 1)  # CU_STREAM_CAPTURE_MODE_THREAD_LOCAL
+        try:
+            for _ in range(launches):
+                launch()
+        finally:
+            self("cuStreamEndCapture", self.stream, ctypes.byref(graph))
+        self("cuGraphInstantiateWithFlags", ctypes.byref(replay), graph, ctypes.c_ulonglong(0))
+        self("cuGraphDestroy", graph)
+        return lambda: self("cuGraphLaunch", replay, self.stream), lambda: self("cuGraphExecDestroy", replay)
+
+    def time(self, enqueue, count):
+        """Microseconds of each of count calls, enqueued one behind the other; and the state meanwhile."""
+        while len(self.events) <= count:
+            self.events.append(ctypes.c_void_p())
+            self("cuEventCreate", ctypes.byref(self.events[-1]), 0)
+        self("cuEventRecord", self.events[0], self.stream)
+        for event in self.events[1:count + 1]:
+            enqueue()
+            self("cuEventRecord", event, self.stream)
+        state = self.nvml.state()
+        self("cuEventSynchronize", self.events[count])
+        ms, times = ctypes.c_float(), []
+        for begin, end in zip(self.events, self.events[1:count + 1]):
+            self("cuEventElapsedTime", ctypes.byref(ms), begin, end)
+            times.append(1e3 * ms.value)
+        return times, state
+
+    def replay(self, graph, count):
+        """Microseconds of each of count replays, and (MHz, throttle reasons) while they ran."""
+        if graph.workspace[1]:
+            self.fill(graph.workspace[0], 0, graph.workspace[1])
+        return self.time(graph.enqueue, count)
+
+
+def find_gpu():
+    """The first GPU; None where there is none, or no driver."""
+    try:
+        return Cuda()
+    except (OSError, CudaError):
+        return None
+
+
+class Nvml:
+    """Clock and throttle reasons of a GPU; zeros where the library does not tell."""
+
+    def __init__(self, bus_id):
+        self.driver, self.device = "", ctypes.c_void_p()
+        try:
+            self.api = ctypes.CDLL("libnvidia-ml.so.1")
+        except OSError:
+            self.api = None
+            return
+        driver = ctypes.create_string_buffer(96)
+        if (self.api.nvmlInit_v2() or
+                self.api.nvmlDeviceGetHandleByPciBusId_v2(bus_id.encode(), ctypes.byref(self.device))):
+            self.api = None
+            return
+        self.api.nvmlSystemGetDriverVersion(driver, 96)
+        self.driver = driver.value.decode()
+
+    def state(self):
+        clock, reasons = ctypes.c_uint(), ctypes.c_ulonglong()
+        if self.api:
+            self.api.nvmlDeviceGetClockInfo(self.device, 1, ctypes.byref(clock))  # NVML_CLOCK_SM
+            # Its name in all drivers; newer ones say EventReasons as well.
+            self.api.nvmlDeviceGetCurrentClocksThrottleReasons(self.device, ctypes.byref(reasons))
+        return clock.value, reasons.value
+
+
+# ---- contenders on the GPU ----
+
+class Strides(ctypes.Structure):
+    _fields_ = [(name, ctypes.c_int64) for name in ("batch", "head", "row")]
+
+
+class SdpaParams(ctypes.Structure):
+    """sdpa.cu's SdpaParams, member by member. An older commit has the first of them: members are appended only."""
+    _fields_ = ([(name, ctypes.c_void_p) for name in ("Q", "K", "V", "O", "LSE")] +
+                [(name, ctypes.c_int) for name in ("B", "Hq", "Hkv", "Sq", "Sk", "D")] +
+                [(name, Strides) for name in "qkvo"] +
+                [("scale", ctypes.c_float), ("causal", ctypes.c_int), ("workspace", ctypes.c_void_p),
+                 ("max_ctas", ctypes.c_int)])
+
+
+def is_prefix(size):
+    """Whether a struct of the first members of SdpaParams has this size."""
+    ends = [getattr(SdpaParams, name).offset + getattr(SdpaParams, name).size for name, _ in SdpaParams._fields_]
+    return size in [(end + 7) // 8 * 8 for end in ends if end >= SdpaParams.workspace.offset]
+
+
+class LoadedLine:
+    """A line's library in this process."""
+
+    def __init__(self, line, path):
+        self.line, self.text = line, line.text
+        self.library = ctypes.CDLL(path)
+        for name in ("sdpa_library_params_bytes", "sdpa_library_workspace_bytes"):
+            getattr(self.library, name).restype = ctypes.c_size_t
+        size = self.library.sdpa_library_params_bytes()
+        if not is_prefix(size):
+            raise Refused(f"{self.text}: its SdpaParams has {size} bytes and is not the one that tools/engine.py knows, "
+                          f"which has {ctypes.sizeof(SdpaParams)}; it cannot be compared from this checkout")
+
+    def prepare(self, gpu, tensors, problem):
+        """The function that enqueues one launch, where it writes O and LSE, and its workspace."""
+        p = SdpaParams(*(tensors.address[name] for name in ("Q", "K", "V", "O", "LSE")), problem.B, problem.Hq,
+                       problem.Hkv, problem.Sq, problem.Sk, problem.D, causal=CAUSAL.index(problem.causal))
+        for name in "qkvo":
+            heads, rows = (problem.Hkv, problem.Sk) if name in "kv" else (problem.Hq, problem.Sq)
+            setattr(p, name, Strides(heads * rows * problem.D, rows * problem.D, problem.D))
+        size = self.library.sdpa_library_workspace_bytes(ctypes.byref(p))
+        p.workspace = tensors.workspace(size)
+        text = ctypes.create_string_buffer(256)
+
+        def launch():
+            if self.library.sdpa_library_forward(ctypes.byref(p), gpu.stream, text, ctypes.c_size_t(256)):
+                raise CudaError(text.value.decode())
+        return launch, (tensors.address["O"], tensors.address["LSE"]), (p.workspace, size)
+
+    def capture(self, gpu, launch, launches):
+        return gpu.capture(launch, launches)
+
+
+class LoadedTorch:
+    """A kernel of PyTorch in this process."""
+
+    def __init__(self, contender, gpu):
+        self.line, self.text = contender, contender.text
+        try:
+            import torch
+        except ImportError:
+            raise Refused(f"{self.text}: PyTorch is missing; install it with: pip install torch") from None
+        if not torch.cuda.is_available():
+            raise Refused(f"{self.text}: PyTorch sees no GPU")
+        self.torch = torch
+        torch.cuda.set_stream(torch.cuda.ExternalStream(gpu.stream.value))
+
+    def tensor(self, address, shape, dtype):
+        """Device memory as a tensor of PyTorch."""
+        class Memory:
+            __cuda_array_interface__ = {"shape": shape, "typestr": "<i2", "data": (address, False), "version": 3}
+        kind = {"fp16": self.torch.float16, "bf16": self.torch.bfloat16}[dtype]
+        return self.torch.as_tensor(Memory(), device="cuda").view(kind)
+
+    def prepare(self, gpu, tensors, problem):
+        if problem.causal == "br" and problem.Sq != problem.Sk:
+            raise CudaError("PyTorch's is_causal is top-left")
+        from torch.nn.attention import SDPBackend, sdpa_kernel
+        sizes = {"Q": (problem.Hq, problem.Sq), "K": (problem.Hkv, problem.Sk), "V": (problem.Hkv, problem.Sk)}
+        q, k, v = (self.tensor(tensors.address[name], (problem.B, *sizes[name], problem.D), problem.dtype)
+                   for name in "QKV")
+        backend = getattr(SDPBackend, TORCH_BACKENDS[self.line.backend])
+
+        def launch():
+            try:
+                with sdpa_kernel(backend):
+                    return self.torch.nn.functional.scaled_dot_product_attention(
+                        q, k, v, is_causal=problem.causal != "off", enable_gqa=problem.Hq != problem.Hkv)
+            except RuntimeError as error:  # also when memory is short
+                raise CudaError(str(error).strip().split("\n")[0][:100]) from None
+        self.output = launch().contiguous()
+        return launch, (self.output.data_ptr(), 0), (0, 0)
+
+    def capture(self, gpu, launch, launches):
+        graph = self.torch.cuda.CUDAGraph()
+        with self.torch.cuda.graph(graph, stream=self.torch.cuda.current_stream()):
+            for _ in range(launches):
+                launch()
+        return graph.replay, graph.reset
+
+
+def load(contender, gpu, built):
+    """A contender in this process; built has the libraries of lines."""
+    if isinstance(contender, Torch):
+        return LoadedTorch(contender, gpu)
+    arch = contender.knob("arch", gpu.arch)
+    if arch != gpu.arch:
+        raise Refused(f"{contender.text} is a line for sm_{arch} alone, and {gpu.name} is sm_{gpu.arch}")
+    if built[contender].trouble:
+        raise Refused(f"{contender.text} does not compile: {built[contender].trouble}")
+    return LoadedLine(contender, built[contender].path)
+
+
+# ---- tensors and the check ----
+
+RANDOM_BLOCK = 4194301  # no multiple of a row's elements, so that no two rows are alike
+
+
+def as_bits(values, dtype):
+    """float32 values rounded to fp16 or bf16, as 16-bit words."""
+    if dtype == "fp16":
+        return values.astype(np.float16).view(np.uint16)
+    bits = values.view(np.uint32)
+    return ((bits + 0x7fff + ((bits >> 16) & 1)) >> 16).astype(np.uint16)
+
+
+def as_values(bits, dtype):
+    """16-bit words of fp16 or bf16 as float64."""
+    if dtype == "fp16":
+        return bits.view(np.float16).astype(np.float64)
+    return (bits.astype(np.uint32) << 16).view(np.float32).astype(np.float64)
+
+
+class Tensors:
+    """Q, K and V of N(0,1), and one O, LSE and workspace for all contenders, since a small kernel's time
+    depends by up to 1% on addresses. Problems of one type that share them use the front part of each."""
+
+    def __init__(self, gpu, problems, seed=0):
+        rng = np.random.default_rng(seed)
+        self.gpu, self.dtype = gpu, problems[0].dtype
+        most = lambda size: max(size(p) for p in problems)  # noqa: E731
+        q = most(lambda p: p.B * p.Hq * p.Sq * p.D)
+        counts = {"Q": q, "K": most(lambda p: p.B * p.Hkv * p.Sk * p.D)}
+        counts["V"] = counts["K"]
+        self.host, self.address, self.workspaces = {}, {}, []
+        for name, count in counts.items():
+            block = as_bits(rng.standard_normal(min(count, RANDOM_BLOCK), np.float32), self.dtype)
+            self.host[name] = np.resize(block, count)
+            self.address[name] = gpu.allocate(2 * count)
+            gpu.upload(self.address[name], self.host[name])
+        self.address["O"] = gpu.allocate(2 * q)
+        self.address["LSE"] = gpu.allocate(4 * most(lambda p: p.B * p.Hq * p.Sq))
+        self.workspace(1 << 20)
+
+    def workspace(self, size):
+        """The address of that much memory for any contender."""
+        for address, bytes_there in self.workspaces:
+            if bytes_there >= size:
+                return address
+        self.workspaces.append((self.gpu.allocate(size), size))
+        return self.workspaces[-1][0]
+
+    def rows(self, name, problem, b, h):
+        """One head of Q, K or V in float64."""
+        heads, rows = (problem.Hq, problem.Sq) if name == "Q" else (problem.Hkv, problem.Sk)
+        at = (b * heads + h) * rows * problem.D
+        return as_values(self.host[name][at:at + rows * problem.D], self.dtype).reshape(rows, problem.D)
+
+    def free(self):
+        for address in list(self.address.values()) + [address for address, _ in self.workspaces]:
+            self.gpu.free(address)
+
+
+LIMITS = {"fp16": 1e-3, "bf16": 8e-3}  # of rel_rms, and of the largest error over max(1, max|ref|)
+LSE_LIMIT = 1e-3  # over max(1, |ref|)
+MOST_HEADS, MOST_ROWS = 4, 256  # that are checked, of heads and of rows in each
+
+
+@dataclass
+class Check:
+    """What came out against the reference; the sentence says what is wrong."""
+    passed: bool = False
+    rel_rms: float = math.nan
+    max_abs_err: float = math.nan
+    lse_err: float = math.nan
+    rows: int = 0
+    sentence: str = ""
+
+
+class Reference:
+    """Attention in float64 for a row in each group of 64 of some heads."""
+
+    def __init__(self, problem, tensors, seed=0):
+        rng = np.random.default_rng(seed)
+        self.problem = problem
+        heads = [(b, h) for b in range(problem.B) for h in range(problem.Hq)]
+        if len(heads) > MOST_HEADS:
+            inner = rng.choice(len(heads) - 2, MOST_HEADS - 2, replace=False) + 1
+            heads = [heads[0], *(heads[i] for i in inner), heads[-1]]
+        self.rows, O, LSE = [], [], []
+        for b, h in heads:
+            rows = self.choose(rng)
+            self.rows += [(b, h, int(q)) for q in rows]
+            for part in np.array_split(rows, -(-len(rows) * problem.Sk // 4000000)):
+                o, lse = self.attend(tensors, b, h, part)
+                O.append(o)
+                LSE.append(lse)
+        self.O, self.LSE = np.concatenate(O), np.concatenate(LSE)
+
+    def choose(self, rng):
+        Sq = self.problem.Sq
+        groups = np.unique(np.linspace(0, (Sq - 1) // 64, MOST_ROWS).astype(int))
+        inner = np.minimum(groups * 64 + rng.integers(0, 64, len(groups)), Sq - 1)
+        return np.unique([0, Sq - 1, *inner])
+
+    def attend(self, tensors, b, h, rows):
+        p = self.problem
+        kv = h * p.Hkv // p.Hq
+        with np.errstate(all="ignore"):
+            s = tensors.rows("Q", p, b, h)[rows] @ tensors.rows("K", p, b, kv).T / math.sqrt(p.D)
+            s[np.arange(p.Sk)[None, :] >= p.visible()[rows][:, None]] = -np.inf
+            m = s.max(1, keepdims=True)
+            weights = np.where(np.isfinite(m), np.exp(s - m), 0)
+            total = weights.sum(1, keepdims=True)
+            o = np.where(total > 0, weights @ tensors.rows("V", p, b, kv) / total, 0)
+            return o, (m + np.log(total))[:, 0]
+
+    def check(self, O_bits, LSE):
+        """The verdict on all of O and LSE (None: not wanted): no poison anywhere, and the reference's rows."""
+        p, limit = self.problem, LIMITS[self.problem.dtype]
+        O_bits = O_bits.reshape(p.B, p.Hq, p.Sq, p.D)
+        exponent = {"fp16": 0x7c00, "bf16": 0x7f80}[p.dtype]
+        bad = (O_bits & 0x7fff) > exponent
+        if bad.any():
+            return Check(sentence=f"O{tuple(map(int, np.argwhere(bad)[0]))} is NaN or was never written")
+        if LSE is not None and np.isnan(LSE).any():
+            return Check(sentence=f"LSE[{int(np.isnan(LSE).argmax())}] is NaN or was never written")
+        got = np.stack([as_values(O_bits[row], p.dtype) for row in self.rows])
+        error = np.abs(got - self.O)
+        rel_rms = math.sqrt((error ** 2).mean()) / max(math.sqrt((self.O ** 2).mean()), 1e-30)
+        check = Check(True, rel_rms, float(error.max()), 0.0, len(self.rows))
+        if LSE is not None:
+            rows = LSE.reshape(p.B, p.Hq, p.Sq)[tuple(np.array(self.rows).T)].astype(np.float64)
+            with np.errstate(invalid="ignore"):
+                lse_error = np.where(rows == self.LSE, 0, np.abs(rows - self.LSE) / np.maximum(1, np.abs(self.LSE)))
+            check.lse_err = float(lse_error.max())
+        worst = np.unravel_index(error.argmax(), error.shape)
+        if not (rel_rms <= limit and check.max_abs_err <= limit * max(1.0, np.abs(self.O).max())):
+            check.passed = False
+            at = ",".join(map(str, (*self.rows[worst[0]], worst[1])))
+            check.sentence = (f"O({at}) is {got[worst]:.6g} and should be {self.O[worst]:.6g}; rel_rms {rel_rms:.3g}, "
+                              f"max_abs_err {check.max_abs_err:.3g}")
+        elif not check.lse_err <= LSE_LIMIT:
+            check.passed = False
+            check.sentence = f"LSE is wrong by {check.lse_err:.3g}"
+        return check
+
+
+# ---- contenders of a problem, ready to take turns ----
+
+REPLAY_US, LONGEST_REPLAY_US = 500, 20e3  # a replay takes about so long, or a few launches
+
+
+class Bench:
+    """Contenders that are checked and captured. Their keys are the caller's; problems has one for each."""
+
+    def __init__(self, gpu, kernels, problems):
+        self.gpu, self.kernels, self.problems = gpu, kernels, problems
+        self.tensors = Tensors(gpu, list(problems.values()))
+        self.references, self.checks, self.graphs, self.skipped, self.outputs = {}, {}, {}, {}, {}
+        for key, kernel in kernels.items():
+            try:
+                self.add(key, kernel, problems[key])
+            except CudaError as error:
+                self.skipped[key] = str(error)
+
+    def add(self, key, kernel, problem):
+        if problem not in self.references:
+            self.references[problem] = Reference(problem, self.tensors)
+        launch, outputs, workspace = kernel.prepare(self.gpu, self.tensors, problem)
+        self.gpu.fill(workspace[0], 0, workspace[1])
+        self.poison(problem)
+        launch()
+        O, LSE = self.read(problem, outputs)
+        self.checks[key] = self.references[problem].check(O, LSE)
+        self.outputs[key] = O, LSE
+        times, _ = self.gpu.time(launch, 3)
+        launches = max(2, min(math.ceil(REPLAY_US / min(times)), 400))
+        launches = launches if launches == 2 else max(20, launches)
+        while launches > 2 and launches * min(times) > LONGEST_REPLAY_US:
+            launches //= 2
+        enqueue, close = kernel.capture(self.gpu, launch, launches)
+        graph = Graph(enqueue, launches, 1.0, workspace, close)
+        graph.replay_us = min(self.gpu.replay(graph, 2)[0])
+        self.graphs[key] = graph
+
+    def poison(self, problem):
+        rows = problem.B * problem.Hq * problem.Sq
+        self.gpu.fill(self.tensors.address["O"], 0xff, 2 * rows * problem.D)
+        self.gpu.fill(self.tensors.address["LSE"], 0xff, 4 * rows)
+
+    def read(self, problem, outputs):
+        """O as 16-bit words and LSE, or None, once the GPU is done."""
+        self.gpu.synchronize()
+        rows = problem.B * problem.Hq * problem.Sq
+        LSE = self.gpu.download(outputs[1], rows, np.float32) if outputs[1] else None
+        return self.gpu.download(outputs[0], rows * problem.D, np.uint16), LSE
+
+    def changed_bits(self, key):
+        """Whether a last replay of a line leaves other bits than the run that was checked."""
+        if isinstance(self.kernels[key], LoadedTorch):
+            return False
+        self.poison(self.problems[key])
+        self.gpu.replay(self.graphs[key], 1)
+        outputs = (self.tensors.address["O"], self.tensors.address["LSE"])
+        return any(a.tobytes() != b.tobytes() for a, b in zip(self.read(self.problems[key], outputs), self.outputs[key]))
+
+    def close(self):
+        for graph in self.graphs.values():
+            graph.close()
+        self.tensors.free()
+
+
+# ---- turns ----
+
+@dataclass(frozen=True)
+class Pace:
+    """How long a turn warms up, and how long it is timed."""
+    warm_us: float
+    timed_us: float
+    fewest: int = 3  # timed replays
+    rest_s: float = 0
+
+
+SHORT = Pace(5e3, 5e3)
+# At the power limit a GPU keeps for a while the clock that the contender before left.
+LIMITED = Pace(30e3, 30e3)
+BUDGET_S = {SHORT: 1.5, LIMITED: 15}
+FIRST_WARM_UP_S = 0.3
+IDLE, CLOCK_SETTING, POWER_CAP, DISPLAY = 1, 2, 4, 256  # NVML's throttle reasons that leave times comparable
+CLOCK_OFF = 0.05  # of a turn, from the median of its contender, that is a disturbance
+
+
+class Series:
+    """Blocks of turns, as they come. record(key, turn) is called after each turn."""
+
+    def __init__(self, gpu, graphs, pace, record=lambda key, turn: None, seed=None):
+        self.gpu, self.graphs, self.pace, self.record = gpu, graphs, pace, record
+        self.rng = np.random.default_rng(seed)
+        self.blocks = []  # each {key: [turn, turn]}
+
+    def turn(self, key):
+        graph, pace = self.graphs[key], self.pace
+        if pace.rest_s:
+            time.sleep(pace.rest_s)
+        warm = math.ceil(pace.warm_us / graph.replay_us)
+        timed = max(pace.fewest, math.ceil(pace.timed_us / graph.replay_us))
+        times, state = self.gpu.replay(graph, warm + timed)
+        turn = Turn(tuple(us / graph.launches for us in times[warm:]), *state)
+        self.record(key, turn)
+        return turn
+
+    def block(self):
+        order = [list(self.graphs)[i] for i in self.rng.permutation(len(self.graphs))]
+        block = {key: [] for key in order}
+        for key in order + order[::-1]:
+            block[key].append(self.turn(key))
+        self.blocks.append(block)
+
+    def turns(self, key):
+        return [turn for block in self.blocks for turn in block[key]]
+
+    def clock(self, key):
+        return float(np.median([turn.clock_mhz for turn in self.turns(key)]))
+
+    def us(self, key):
+        """The median of the turns' medians."""
+        return float(np.median([turn.median for turn in self.turns(key)]))
+
+    def interval(self, key):
+        """Bounds that hold the median with 95%, from order statistics of the turns."""
+        from scipy import stats
+        low, high = stats.quantile_test([turn.median for turn in self.turns(key)]).confidence_interval(0.95)
+        return (self.us(key) if math.isnan(low) else low), (self.us(key) if math.isnan(high) else high)
+
+    def power_limited(self):
+        return any(turn.throttle & POWER_CAP for block in self.blocks for turns in block.values() for turn in turns)
+
+    def ratios(self, key, base):
+        """log(time of key / time of base) of the blocks, and how many were thrown out as disturbed."""
+        clocks = {name: self.clock(name) for name in (key, base)}
+
+        def disturbed(name, turn):
+            return (turn.throttle & ~(IDLE | CLOCK_SETTING | POWER_CAP | DISPLAY) or
+                    abs(turn.clock_mhz - clocks[name]) > CLOCK_OFF * clocks[name])
+        kept = [sum(math.log(b.median / a.median) for b, a in zip(block[key], block[base])) / 2
+                for block in self.blocks
+                if not any(disturbed(name, turn) for name in clocks for turn in block[name])]
+        return kept, len(self.blocks) - len(kept)
+
+
+def warm_up(gpu, graphs):
+    """Replays of all, until clocks are up; settles their replay_us. Whether power limits them."""
+    begin, limited = gpu.seconds(), False
+    while gpu.seconds() - begin < FIRST_WARM_UP_S:
+        for graph in graphs.values():
+            times, (_, throttle) = gpu.replay(graph, max(2, math.ceil(3e4 / graph.replay_us)))
+            graph.replay_us = float(np.median(times))
+            limited = bool(throttle & POWER_CAP)
+    return limited
+
+
+# ---- the verdict ----
+
+SAME_WITHIN = 0.005  # log ratio
+MOVED_FROM = 0.002
+LOOKS = (8, 12, 18, 27, 40, 60, 90)  # after so many blocks it is asked whether more are needed
+ERROR = 0.01  # of all looks together
+
+
+@dataclass
+class Verdict:
+    """B's time over A's. The interval holds the ratio with 1 - ERROR, however often it was looked at: each of
+    the looks has its share of ERROR (Bonferroni), so stopping at any of them keeps it. It is the one of
+    Tukey and McLaughlin (1963) for the trimmed mean, with a fifth of the blocks cut off at each end, so that
+    a hiccup moves nothing.
+    SLOWER or FASTER: all of it lies beyond 0.2%. SAME: else, all of it lies within 0.5%. UNCLEAR: else."""
+    verdict: str = "UNCLEAR"
+    ratio: float = math.nan
+    low: float = math.nan
+    high: float = math.nan
+    blocks: int = 0
+    thrown_out: int = 0
+
+
+def judge(ratios, thrown_out=0):
+    """The verdict on the blocks' logarithms of ratios."""
+    from scipy import stats
+    if len(ratios) < LOOKS[0] // 2:
+        return Verdict(blocks=len(ratios), thrown_out=thrown_out)
+    low, high = stats.mstats.trimmed_mean_ci(ratios, limits=(0.2, 0.2), alpha=ERROR / len(LOOKS))
+    if low > MOVED_FROM:
+        verdict = "SLOWER"
+    elif high < -MOVED_FROM:
+        verdict = "FASTER"
+    elif -SAME_WITHIN < low and high < SAME_WITHIN:
+        verdict = "SAME"
+    else:
+        verdict = "UNCLEAR"
+    return Verdict(verdict, math.exp(stats.trim_mean(ratios, 0.2)), math.exp(low), math.exp(high), len(ratios),
+                   thrown_out)
+
+
+def compare(gpu, graphs, record=lambda key, turn: None, budget_s=None, seed=None):
+    """Turns of all contenders until each is decided against the first, or time is up.
+    Returns the series and {key: Verdict} of all but the first."""
+    pace = LIMITED if warm_up(gpu, graphs) else SHORT
+    while True:
+        series = Series(gpu, graphs, pace, record, seed)
+        verdicts = decide(series, budget_s or BUDGET_S[pace])
+        if pace is LIMITED or not series.power_limited():
+            return series, verdicts
+        pace = LIMITED
+
+
+def decide(series, budget_s):
+    begin, (base, *others) = series.gpu.seconds(), series.graphs
+    for look in LOOKS:
+        while len(series.blocks) < look and series.gpu.seconds() - begin < budget_s:
+            series.block()
+            if series.pace is SHORT and series.power_limited():
+                return {}
+        verdicts = {key: judge(*series.ratios(key, base)) for key in others}
+        if len(series.blocks) < look or all(verdict.verdict != "UNCLEAR" for verdict in verdicts.values()):
+            break
+    return verdicts
+
+
+# ---- what is written down ----
+
+def results_path(folder, device, suffix="", new=False):
+    """results/FOLDER/DATE-DEVICE[-SUFFIX].csv; new: a numbered one if that exists."""
+    name = "-".join(filter(None, [datetime.date.today().isoformat(), re.sub("[^A-Za-z0-9]+", "-", device), suffix]))
+    os.makedirs(os.path.join(ROOT, "results", folder), exist_ok=True)
+    for number in itertools.count(1):
+        path = os.path.join(ROOT, "results", folder, name + (f"-{number}" if number > 1 else "") + ".csv")
+        if not new or not os.path.exists(path):
+            return path
+
+
+class Table:
+    """A CSV file that gets its rows as they come; behind older ones, if it is there."""
+
+    def __init__(self, path, columns):
+        is_new = not os.path.exists(path)
+        self.name, self.file = os.path.relpath(path, ROOT), open(path, "a", newline="")
+        self.out = csv.DictWriter(self.file, columns, lineterminator="\n", restval="")
+        if is_new:
+            self.out.writeheader()
+
+    def add(self, **row):
+        self.out.writerow({name: str(value).replace(",", ";") for name, value in row.items()})
+        self.file.flush()
+
+
+VERDICT_COLUMNS = ("comparison a b problem b_problem D dtype verdict ratio low high blocks thrown_out a_us b_us a_mhz "
+                   "b_mhz device driver git_sha").split()
+
+
+def verdict_row(bench, series, base, key, verdict):
+    """What is written down of one verdict."""
+    gpu, a, b = bench.gpu, bench.problems[base], bench.problems[key]
+    return dict(a=bench.kernels[base].text, b=bench.kernels[key].text, problem=a, b_problem=b, D=a.D, dtype=a.dtype,
+                verdict=verdict.verdict, ratio=f"{verdict.ratio:.5f}", low=f"{verdict.low:.5f}",
+                high=f"{verdict.high:.5f}", blocks=verdict.blocks, thrown_out=verdict.thrown_out,
+                a_us=f"{series.us(base):.4f}", b_us=f"{series.us(key):.4f}", a_mhz=f"{series.clock(base):.0f}",
+                b_mhz=f"{series.clock(key):.0f}", device=gpu.name, driver=gpu.nvml.driver, git_sha=git_sha())
+
+
+def git_sha():
+    return os.environ.get("SDPA_GIT_SHA") or run(
+        ["git", "describe", "--always", "--dirty", "--abbrev=12", "--exclude=*"], cwd=ROOT).stdout.strip()
+
+
+SAMPLE_COLUMNS = "comparison contender problem turn replay us clock_mhz throttle".split()
+
+
+class Samples(Table):
+    """Every replay of every turn."""
+
+    def __init__(self, path, comparison):
+        super().__init__(path, SAMPLE_COLUMNS)
+        self.comparison, self.turns = comparison, 0
+
+    def recorder(self, contenders, problem):
+        """A Series' record for these {key: contender's name}."""
+        def record(key, turn):
+            self.turns += 1
+            for replay, us in enumerate(turn.us):
+                self.out.writerow(dict(zip(SAMPLE_COLUMNS, (
+                    self.comparison, contenders[key], problem, self.turns, replay, f"{us:.4f}", turn.clock_mhz,
+                    turn.throttle))))
+            self.file.flush()
+        return record
