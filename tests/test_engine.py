@@ -307,8 +307,11 @@ def test_contenders_are_found(repository):
 def test_comments_change_no_program(repository):
     here, there = builds.Tree(), builds.Tree("HEAD")
     assert here.program() != there.program() and "harness" not in here.program()
-    repository("sdpa.cu", there.read("sdpa.cu").replace("// ==== 2 PROBLEM", "// words\n// ==== 2 PROBLEM"))
+    text = there.read("sdpa.cu")
+    repository("sdpa.cu", text.replace("// ==== 2 PROBLEM", "// words\n// ==== 2 PROBLEM"))
     assert builds.Tree().program() == there.program()
+    repository("sdpa.cu", text.replace("X(HEAD_DIM", "X(DEPTH"))
+    assert builds.Tree().program() != there.program()
 
 
 @pytest.mark.parametrize("words,sentence", [

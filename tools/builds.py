@@ -110,7 +110,7 @@ class Tree:
     def program(self):
         """sdpa.cu without the harness and without comments."""
         text = self.read("sdpa.cu").split("// ==== COPY TO HERE")[0]
-        stripped = run([os.environ.get("CXX", "g++"), "-fpreprocessed", "-E", "-P", "-x", "c++", "-"], input=text)
+        stripped = run([os.environ.get("CXX", "g++"), "-fpreprocessed", "-dD", "-E", "-P", "-x", "c++", "-"], input=text)
         return text if stripped.returncode else stripped.stdout
 
 
