@@ -218,11 +218,6 @@ keep_rows() {
   printf '%s' "$path"
 }
 
-# newest_rows: the newest results/DATE-DEVICE[-N].csv, if there is one.
-newest_rows() {
-  find results -maxdepth 1 -name '*.csv' 2>/dev/null | sed 's/\.csv$//' | sort -V | tail -1 | sed 's/$/.csv/'
-}
-
 main_job() {
   local only='' csv_only=0 cpu=0 shapes=() more=()
   while [ $# -gt 0 ]; do
@@ -365,15 +360,14 @@ run_tests() {
 }
 
 case ${1-} in
-  ab)
-    shift
+  ab|ablate)
     need_python numpy scipy
-    exec python3 tools/ab.py "$@"
+    exec python3 "tools/$1.py" "${@:2}"
     ;;
-  ablate|extract|gates|profile|stress|sweep)
+  extract|gates|profile|stress|sweep)
     command=$1
     shift
-    # shellcheck disable=SC1090  # tools/ablate.sh and so on
+    # shellcheck disable=SC1090  # tools/extract.sh and so on
     . "tools/$command.sh"
     "${command}_command" "$@"
     ;;

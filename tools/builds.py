@@ -151,6 +151,11 @@ class Line:
         return "__".join([self.name, *(change.replace("=", "_") for change in self.changes)])
 
     @property
+    def label(self):
+        """Its name in rows."""
+        return f"{self.tree.commit}:{self.target}" if self.tree.commit else self.target
+
+    @property
     def words(self):
         return changed(self.tree.lines()[self.name], self.changes)
 
@@ -181,11 +186,15 @@ class Torch:
     """One of the kernels behind PyTorch's scaled_dot_product_attention."""
     backend: str
     D = dtype = None  # any
-    family = "torch"
+    family, words = "torch", ()
 
     @property
     def text(self):
         return "torch:" + self.backend
+
+    @property
+    def label(self):
+        return "torch_" + self.backend
 
 
 def parse_contenders(words):
