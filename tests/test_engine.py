@@ -267,6 +267,47 @@ def test_a_wrong_kernel_does_not(harm):
     assert not check.passed and check.sentence
 
 
+SHIM = """#include "tools/library.cu"
+extern "C" void* host_allocate(size_t bytes) { void* p; return cudaMalloc(&p, bytes) ? nullptr : p; }
+extern "C" void host_synchronize() { cudaDeviceSynchronize(); }
+"""
+
+
+class HostGpu(FakeGpu):
+    """The CPU backend behind a line's library: its memory is a GPU's as far as the line knows."""
+
+    def __init__(self, library):
+        super().__init__()
+        self.library, self.stream = library, engine.ctypes.c_void_p()
+        library.host_allocate.restype = engine.ctypes.c_void_p
+
+    def allocate(self, size):
+        address = self.library.host_allocate(engine.ctypes.c_size_t(size))
+        self.memory[address] = np.frombuffer((engine.ctypes.c_uint8 * size).from_address(address), np.uint8)
+        return address
+
+    def synchronize(self):
+        self.library.host_synchronize()
+
+    def capture(self, launch, launches):
+        return lambda: 20.0, lambda: None
+
+
+def test_a_real_line_through_its_library(tmp_path):
+    (tmp_path / "shim.cu").write_text(SHIM)
+    subprocess.run(["g++", "-std=c++17", "-O0", "-march=native", "-ffp-contract=off", "-ftrivial-auto-var-init=pattern",
+                    "-w", "-pthread", "-fPIC", "-shared", "-I" + ROOT, f"-I{ROOT}/simt", "-DVEC_WIDTH=8", "-x", "c++",
+                    tmp_path / "shim.cu", f"{ROOT}/simt/engine.cpp", "-o", tmp_path / "line.so"], check=True)
+    line, = builds.parse_contenders(["scalar_vec8"])
+    kernel = engine.LoadedLine(line, str(tmp_path / "line.so"))
+    gpu = HostGpu(kernel.library)
+    problems = [engine.parse_problem(text) for text in ("1,4,2,70,90,64,fp16,br", "1,4,2,40,50,64,fp16,tl")]
+    bench = engine.Bench(gpu, {"A": kernel, "B": kernel}, dict(zip("AB", problems)))
+    assert not bench.skipped and all(check.passed for check in bench.checks.values()), (bench.skipped, bench.checks)
+    wrong = engine.parse_problem("1,1,1,32,32,128,fp16")
+    assert "HEAD_DIM" in engine.Bench(gpu, {"A": kernel}, {"A": wrong}).skipped["A"]
+
+
 # ---- contenders ----
 
 @pytest.fixture

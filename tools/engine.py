@@ -236,13 +236,14 @@ class Nvml:
             return
         self.api.nvmlSystemGetDriverVersion(driver, 96)
         self.driver = driver.value.decode()
+        self.reasons = getattr(self.api, "nvmlDeviceGetCurrentClocksEventReasons", None) or \
+            self.api.nvmlDeviceGetCurrentClocksThrottleReasons  # its name before CUDA 12.2
 
     def state(self):
         clock, reasons = ctypes.c_uint(), ctypes.c_ulonglong()
         if self.api:
             self.api.nvmlDeviceGetClockInfo(self.device, 1, ctypes.byref(clock))  # NVML_CLOCK_SM
-            # Its name in all drivers; newer ones say EventReasons as well.
-            self.api.nvmlDeviceGetCurrentClocksThrottleReasons(self.device, ctypes.byref(reasons))
+            self.reasons(self.device, ctypes.byref(reasons))
         return clock.value, reasons.value
 
 
