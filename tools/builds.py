@@ -7,6 +7,7 @@ it was compiled from.
 """
 import functools
 import hashlib
+import json
 import os
 import re
 import shutil
@@ -296,6 +297,7 @@ def build_one(line, arch):
         if compiled.returncode:
             return Built(line, trouble=compiler_words(compiled.stdout + compiled.stderr))
         os.rename(new, path)
+    instruction_mix(path)  # reads the code for a second, and is kept
     return Built(line, path, log=open(path + ".log").read())
 
 
@@ -382,10 +384,14 @@ MIX = {"tensor": r"HMMA|HGMMA|QGMMA|IMMA", "MUFU": "MUFU", "FFMA": "FFMA", "LDS"
 
 def instruction_mix(path):
     """How many instructions of each kind its kernels have; nothing where cuobjdump is missing."""
+    if os.path.exists(path + ".mix"):
+        return json.load(open(path + ".mix"))
     if not shutil.which("cuobjdump"):
         return {}
     code = re.findall(r"^ +/\*[0-9a-f]{4,}\*/ +(?:@!?U?P[0-9T]+ +)?([A-Z][^;]*);", run(["cuobjdump", "-sass", path]).stdout,
                       re.MULTILINE)
     code = [text for text in code if not text.startswith("NOP")]
     mix = {kind: sum(bool(re.match(pattern, text)) for text in code) for kind, pattern in MIX.items()}
-    return dict(mix, instructions=len(code)) if code else {}
+    mix = dict(mix, instructions=len(code)) if code else {}
+    replace_file(path + ".mix", json.dumps(mix))
+    return mix

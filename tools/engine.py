@@ -159,7 +159,8 @@ class Cuda:
         self("cuMemFree_v2", ctypes.c_uint64(address))
 
     def fill(self, address, byte, count):
-        self("cuMemsetD8Async", ctypes.c_uint64(address), ctypes.c_ubyte(byte), ctypes.c_size_t(count), self.stream)
+        if count:
+            self("cuMemsetD8Async", ctypes.c_uint64(address), ctypes.c_ubyte(byte), ctypes.c_size_t(count), self.stream)
 
     def upload(self, address, array):
         self("cuMemcpyHtoD_v2", ctypes.c_uint64(address), array.ctypes.data_as(ctypes.c_void_p),
@@ -206,8 +207,7 @@ class Cuda:
 
     def replay(self, graph, count):
         """Microseconds of each of count replays, and (MHz, throttle reasons) while they ran."""
-        if graph.workspace[1]:
-            self.fill(graph.workspace[0], 0, graph.workspace[1])
+        self.fill(graph.workspace[0], 0, graph.workspace[1])
         return self.time(graph.enqueue, count)
 
 
@@ -508,7 +508,8 @@ class Reference:
 
 # ---- contenders of a problem, ready to take turns ----
 
-REPLAY_US, LONGEST_REPLAY_US = 500, 20e3  # a replay takes about so long, or a few launches
+LAUNCHES = 20  # of a graph, as in the executables; more of short ones, so that a replay takes REPLAY_US
+REPLAY_US, LONGEST_REPLAY_US = 500, 10e3
 
 
 class Bench:
@@ -535,8 +536,7 @@ class Bench:
         self.checks[key] = self.references[problem].check(O, LSE)
         self.outputs[key] = O, LSE
         times, _ = self.gpu.time(launch, 3)
-        launches = max(2, min(math.ceil(REPLAY_US / min(times)), 400))
-        launches = launches if launches == 2 else max(20, launches)
+        launches = max(LAUNCHES, min(math.ceil(REPLAY_US / min(times)), 400))
         while launches > 2 and launches * min(times) > LONGEST_REPLAY_US:
             launches //= 2
         enqueue, close = kernel.capture(self.gpu, launch, launches)
@@ -595,7 +595,7 @@ STEADY = Pace(100e3, 10e3, 5)  # for contenders that draw very different power
 RESTED = Pace(0, 10e3, 1, rest_s=0.3)  # before the power limit is reached
 FIRST_WARM_UP_S = 0.3
 IDLE, CLOCK_SETTING, POWER_CAP, DISPLAY = 1, 2, 4, 256  # NVML's throttle reasons that leave times comparable
-CLOCK_OFF = 0.05  # of a turn, from the median of its contender, that is a disturbance
+CLOCK_OFF = 0.1  # of a turn, from the median of its contender, that is a disturbance
 
 
 class Series:
@@ -664,7 +664,7 @@ def warm_up(gpu, graphs):
         for graph in graphs.values():
             times, (_, throttle) = gpu.replay(graph, max(2, math.ceil(3e4 / graph.replay_us)))
             graph.replay_us = float(np.median(times))
-            limited = bool(throttle & POWER_CAP)
+            limited |= bool(throttle & POWER_CAP)
     return limited
 
 
