@@ -13,6 +13,7 @@ ROOT = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))
 sys.path.insert(0, os.path.join(ROOT, "tools"))
 
 import ab  # noqa: E402
+import ab_trial  # noqa: E402
 import ablate  # noqa: E402
 import builds  # noqa: E402
 import engine  # noqa: E402
@@ -538,3 +539,39 @@ def test_claims_of_steps(lines, monkeypatch):
     kernels["over"].harm = lambda O, LSE: O.fill(0)
     kernels["over"].line = lines[1]
     assert steps.time_claim(FakeGpu(), kernels, "mission") is None
+
+
+# ---- the trial ----
+
+def test_the_trial_is_what_it_says():
+    counts, lines = {}, {case[1] for case in ab_trial.trials()}
+    for kind, name, a, b, count in ab_trial.trials():
+        counts[kind] = counts.get(kind, 0) + count
+        line, = builds.parse_contenders([name])
+        assert all(engine.parse_problem(text).fits(line) for text in (a, b)), (name, a)
+    assert counts == {"same": 60, "1%": 40, "0.5%": 20, "neighbour": 20}
+    assert {line.family for line in builds.parse_contenders(lines)} == {"scalar", "wmma", "mma", "wgmma"}
+
+
+@pytest.mark.parametrize("kind,verdicts,kept", [
+    ("same", ["SAME"] * 59 + ["UNCLEAR"], True), ("same", ["SAME"] * 58 + ["UNCLEAR"] * 2, False),
+    ("1%", ["SLOWER"] * 39 + ["SAME"], True), ("1%", ["SLOWER"] * 38 + ["SAME"] * 2, False),
+    ("0.5%", ["SLOWER"] * 12 + ["SAME"] * 8, True), ("0.5%", ["SLOWER"] * 11 + ["SAME"] * 9, False),
+    ("0.5%", ["SLOWER"] * 19 + ["FASTER"], False), ("neighbour", ["SLOWER"] * 10 + ["UNCLEAR"] * 10, True),
+    ("neighbour", ["SLOWER"] * 19 + ["SAME"], False)])
+def test_claims_of_the_trial(kind, verdicts, kept):
+    wanted = ab_trial.expected(kind, "a", "a" if kind == "same" else "b")
+    assert ab_trial.holds(kind, [(wanted, verdict) for verdict in verdicts]) is kept
+
+
+def test_a_case_of_the_trial(tmp_path, monkeypatch):
+    monkeypatch.setattr(ab_trial.random, "random", lambda: -0.5)
+    told = []
+    neighbour = type("", (), {"tell": lambda self, word: told.append(word)})()
+    table = engine.Table(str(tmp_path / "t.csv"), ab_trial.COLUMNS)
+    kernels = {"A": FakeKernel(), "B": FakeKernel(us=20.2)}
+    a, b = (engine.parse_problem(text) for text in ("1,2,1,40,50,64,fp16", "1,2,1,40,51,64,fp16"))
+    found = list(ab_trial.run_case(FakeGpu(noise=1e-4), kernels, "neighbour", a, b, 2, neighbour, table))
+    assert found == [(("SLOWER", "UNCLEAR"), "SLOWER")] * 2 and told == ["go", "stop"] * 2
+    row = list(csv.DictReader(open(tmp_path / "t.csv")))[0]
+    assert row["expected"] == "SLOWER or UNCLEAR" and row["b_problem"] == "1x2x1x40x51" and row["seconds"]

@@ -14,6 +14,7 @@ import itertools
 import math
 import os
 import re
+import shutil
 import sys
 import time
 from dataclasses import dataclass
@@ -814,8 +815,9 @@ def result_row(bench, key, facts=None, series=None):
 
 
 def git_sha():
-    return os.environ.get("SDPA_GIT_SHA") or run(
-        ["git", "describe", "--always", "--dirty", "--abbrev=12", "--exclude=*"], cwd=ROOT).stdout.strip()
+    if "SDPA_GIT_SHA" in os.environ or not shutil.which("git"):
+        return os.environ.get("SDPA_GIT_SHA", "")
+    return run(["git", "describe", "--always", "--dirty", "--abbrev=12", "--exclude=*"], cwd=ROOT).stdout.strip()
 
 
 SAMPLE_COLUMNS = "comparison contender problem turn replay us clock_mhz throttle".split()
