@@ -9,7 +9,7 @@ usage() {
   cat <<'EOF'
 usage: ./run_all.sh [--cpu] [--only REGEX] [--shape S]... [--csv] [-- OPTION...]
        ./run_all.sh ab NAME KNOB=VALUE...    is the line faster with these knobs? ab --help
-       ./run_all.sh ab NAME1 NAME2           is the second line faster?
+       ./run_all.sh ab main~20:NAME NAME     is it faster than it was? or than another line?
        ./run_all.sh ablate NAME [--svg]      what each knob of a line is worth. ablate --help
        ./run_all.sh gates [--only REGEX]     registers, spills, shared memory, duplicates, steps
        ./run_all.sh profile NAME [--shape S] what binds a line's kernel, by ncu
@@ -52,6 +52,22 @@ need() {
     command -v "$1" >/dev/null && return
   fi
   refuse "$1 is missing; install it with: sudo apt-get install $2"
+}
+
+# need_python MODULE...: sets $python to one that has them, installed when that is possible without asking.
+need_python() {
+  local find='import importlib.util, sys; sys.exit(any(not importlib.util.find_spec(m) for m in sys.argv[1:]))'
+  local try
+  for try in found installed; do
+    for python in python3 /usr/bin/python3; do  # Debian's modules are not those of another one on PATH
+      command -v "$python" >/dev/null && "$python" -c "$find" "$@" && return
+    done
+    if [ "$try" = installed ] || [ "$(id -u)" != 0 ]; then break; fi
+    say "installing $* (for python3)"
+    python3 -m pip install --quiet "$@" >/dev/null 2>&1 ||
+      { apt-get update && apt-get install -y --no-install-recommends python3 "${@/#/python3-}"; } >/dev/null 2>&1
+  done
+  refuse "python3 lacks one of $*; install them with: python3 -m pip install $*"
 }
 
 need_tools() {
@@ -206,11 +222,6 @@ keep_rows() {
   printf '%s' "$path"
 }
 
-# newest_rows: the newest results/DATE-DEVICE[-N].csv, if there is one.
-newest_rows() {
-  find results -maxdepth 1 -name '*.csv' 2>/dev/null | sed 's/\.csv$//' | sort -V | tail -1 | sed 's/$/.csv/'
-}
-
 main_job() {
   local only='' csv_only=0 cpu=0 shapes=() more=()
   while [ $# -gt 0 ]; do
@@ -352,20 +363,19 @@ run_tests() {
 }
 
 case ${1-} in
-  ab|ablate|extract|gates|profile|stress|sweep)
+  ab|ablate)
+    need_python numpy scipy
+    exec "$python" "tools/$1.py" "${@:2}"
+    ;;
+  extract|gates|profile|stress|sweep)
     command=$1
     shift
-    # shellcheck disable=SC1090  # tools/ab.sh and so on
+    # shellcheck disable=SC1090  # tools/extract.sh and so on
     . "tools/$command.sh"
     "${command}_command" "$@"
     ;;
   test) shift; run_tests "$@" ;;
   results) shift; exec tools/results_page.sh "$@" ;;
-  report)
-    shift
-    python=python3  # or Debian's, where another one comes first on PATH
-    "$python" -c 'import matplotlib' 2>/dev/null || [ ! -x /usr/bin/python3 ] || python=/usr/bin/python3
-    exec "$python" tools/report.py "$@"
-    ;;
+  report) shift; need_python matplotlib; exec "$python" tools/report.py "$@" ;;
   *) main_job "$@" ;;
 esac

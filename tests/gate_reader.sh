@@ -49,16 +49,15 @@ line not_faster  "128 50000 1 64" 12 'gate:step-over=good:1.30@mission'; report 
 line perhaps     "128 50000 1 64" 13 'gate:step-over=good:1.25@mission'; report perhaps sm_80 64 0 0
 line unmeasured  "128 50000 1 64" 14 'gate:step-over=good:1.10@long'; report unmeasured sm_80 64 0 0
 line wrong       "128 50000 1 64" 15 'gate:step-over=good:1.10'; report wrong sm_80 64 0 0
-cat >"$dir/rows.csv" <<'EOT'
-config,shape,check,graph_us,causal,Hq,graph_lo_us,graph_hi_us
-good,mission,PASS,10,off,8,9.9,10.1
-faster,mission,PASS,8,off,8,7.9,8.1
-not_faster,mission,PASS,8,off,8,7.9,8.1
-perhaps,mission,PASS,8,off,8,7.9,8.1
-unmeasured,mission,PASS,8,off,8,7.9,8.1
-wrong,mission,FAIL,1,off,8,0.9,1.1
+cat >"$dir/steps.csv" <<'EOT'
+line,over,shape,speed_up,low,high
+faster,good,mission,1.25,1.222,1.278
+not_faster,good,mission,1.25,1.222,1.278
+perhaps,good,mission,1.25,1.222,1.278
+unmeasured,good,mission,1.25,1.222,1.278
+wrong,spills,mission,1.25,1.222,1.278
 EOT
-judge_gates "$dir" "$dir/rows.csv" >"$dir/table" && { echo "a bad set of lines was let through"; failed=1; }
+judge_gates "$dir" "$dir/steps.csv" >"$dir/table" && { echo "a bad set of lines was let through"; failed=1; }
 
 want() {  # want NAME GATE VERDICT [FOUND]
   tr -s ' ' <"$dir/table" | grep -qE "^$1 $2 .*${4-}.* $3\$" ||
@@ -90,11 +89,11 @@ grep -q '^good.*FAIL\|^not_twin.*FAIL' "$dir/table" && { echo "a good line fails
 # Alone, the good lines pass.
 grep -P '^(good|faster|shared_90)\t' "$dir/configs.tsv" >"$dir/good.tsv"
 mv "$dir/good.tsv" "$dir/configs.tsv"
-judge_gates "$dir" "$dir/rows.csv" >"$dir/table" || { echo "good lines are refused:"; cat "$dir/table"; failed=1; }
+judge_gates "$dir" "$dir/steps.csv" >"$dir/table" || { echo "good lines are refused:"; cat "$dir/table"; failed=1; }
 : >"$dir/configs.tsv"
-judge_gates "$dir" "$dir/rows.csv" >/dev/null && { echo "no line at all passes"; failed=1; }
+judge_gates "$dir" "$dir/steps.csv" >/dev/null && { echo "no line at all passes"; failed=1; }
 
 expect 2 "gates: --frob: no such option" ./run_all.sh gates --frob
 expect 2 "gates: --only (: not a regular expression" ./run_all.sh gates --only '('
-expect 2 "gates: /no/such.csv: there is no such file" ./run_all.sh gates --rows /no/such.csv
+expect 2 "gates: /no/such.csv: there is no such file" ./run_all.sh gates --steps /no/such.csv
 exit $failed

@@ -3,4 +3,4 @@
 set -u
 cd "$(dirname "$0")/.." || exit 1
 . tools/gates.sh
-judge_gates "$1" "$(find results -maxdepth 1 -name '*.csv' | sort -V | tail -1)"
+judge_gates "$1" "$(newest_steps)"

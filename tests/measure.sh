@@ -1,6 +1,5 @@
 #!/usr/bin/env bash
-# What ablate takes back and how it sums up its rounds; what profile reads out of ncu's counters; refusals,
-# also those of stress.
+# What profile reads out of ncu's counters; refusals of profile, stress, ablate and peers.
 set -u
 cd "$(dirname "$0")/.." || exit 1
 . tests/expect.sh
@@ -8,59 +7,7 @@ cd "$(dirname "$0")/.." || exit 1
 say() { printf '%s\n' "$*" >&2; }
 # shellcheck disable=SC2317
 refuse() { say "$*"; exit 2; }
-# shellcheck disable=SC1090  # one function of run_all.sh
-. <(sed -n '/^assertion_words/,/^}/p' run_all.sh)
-. tools/ablate.sh
 . tools/profile.sh
-
-# ---- what is taken back ----
-cat >"$dir/configs.txt" <<'EOT'
-all USE_WMMA=1 BLOCK_M=64 USE_WMMA_PV=1 VEC_WIDTH=8 SYNC_POLICY=1 STAGES=2 USE_CP_ASYNC=1 USE_WARP_SPECIALIZATION=1 HEAD_DIM=128 gate:regs<=200
-split USE_MMA_SYNC=1 VEC_WIDTH=8 BLOCK_M=32 SPLIT_KV=4 NUM_WARPS=8
-EOT
-# shellcheck disable=SC2034  # read by tools/derived.sh
-configs_file=$dir/configs.txt
-derive all
-[[ $derived_words != *gate:* ]] || fail "a changed line keeps a gate"
-removals "$derived_words" >"$dir/all"
-while IFS= read -r want; do
-  grep -qxF "$want" "$dir/all" || fail "all: want $want"
-done <<'EOT'
-USE_WMMA_PV=0
-USE_CP_ASYNC=0
-STAGES=1
-USE_WARP_SPECIALIZATION=0
-VEC_WIDTH=1 USE_CP_ASYNC=0
-SYNC_POLICY=5 USE_WARP_SPECIALIZATION=0
-! BLOCK_M=32 BLOCK_M and NUM_WARPS: a wmma warp owns 16 query rows, so BLOCK_M must be 16*NUM_WARPS; type BLOCK_M=64 NUM_WARPS=4
-EOT
-grep -q 'HEAD_DIM' "$dir/all" && fail "HEAD_DIM is the problem, no optimisation"
-derive split
-removals "$derived_words" | grep -q '^SPLIT_KV=1 BLOCK_M=128 NUM_WARPS=4' || fail "split: the refusal's advice is not taken"
-# Everything that it proposes is legal.
-while IFS= read -r removal; do
-  [[ $removal == '! '* ]] && continue
-  # shellcheck disable=SC2086  # one word a knob
-  mapfile -t list < <(changed "$(line_words all)" $removal | grep -v '^gate:')
-  [ -z "$(refusal "${list[@]}")" ] || fail "all, $removal: $(refusal "${list[@]}")"
-done <"$dir/all"
-derive all STAGES=3 BLOCK_N=64
-[ "$derived_name" = all__STAGES_3__BLOCK_N_64 ] || fail "name $derived_name"
-
-# ---- rounds ----
-cat >"$dir/rows" <<'EOT'
-config,shape,causal,status,graph_us,tflops,graph_lo_us,graph_hi_us,check,device,note
-l,mission,off,ok,10.000,100.00,9,11,PASS,GPU,
-l__A_0,mission,off,ok,16.000,50.00,9,11,PASS,GPU,
-l__B_0,,,error,,,,,,,needs A
-EOT
-printf '%s\n' l,mission,off,ok,12,1,1,1,,GPU, l,mission,off,ok,11,1,1,1,,GPU, l__A_0,mission,off,ok,20,1,1,1,,GPU, >"$dir/later"
-merge_rounds "$dir/rows" "$dir/later" >"$dir/merged"
-grep -qx 'l,mission,off,ok,11.000,90.91,10.000,12.000,PASS,GPU,' "$dir/merged" || fail "the median of three rounds: $(cat "$dir/merged")"
-grep -qx 'l__A_0,mission,off,ok,18.000,44.44,16.000,20.000,PASS,GPU,' "$dir/merged" || fail "the median of two rounds: $(cat "$dir/merged")"
-print_waterfall l "$dir/merged" >"$dir/waterfall"
-grep -q 'A_0 .*PASS .*18.000 us  *+63.6% #' "$dir/waterfall" || fail "no waterfall: $(cat "$dir/waterfall")"
-grep -q 'B_0: needs A' "$dir/waterfall" || fail "the waterfall keeps silent about what cannot be taken back"
 
 # ---- ncu's counters ----
 metric='"ID","Kernel Name"' unit='"",""' value='"0","sdpa_mma"'
@@ -96,7 +43,7 @@ echo '==ERROR== nothing' | profile_verdict "$(row mma 90)" >/dev/null && fail "a
 # ---- bad input ----
 expect 2 "nobody: no line of configs.txt has that name" ./run_all.sh ablate nobody
 expect 2 "ablate: which line?" ./run_all.sh ablate
-expect 2 "ablate: --rounds 0: want a whole number from 1 to 99" ./run_all.sh ablate wmma_all --rounds 0
+expect 2 "ablate: --rounds: no such option" ./run_all.sh ablate wmma_all --rounds 0
 expect 2 "nobody: no line of configs.txt has that name" ./run_all.sh profile nobody
 expect 2 "profile: --frob: no such option" ./run_all.sh profile wmma_all --frob
 expect 2 "cublas runs three kernels" ./run_all.sh profile cublas
@@ -106,9 +53,8 @@ expect 2 "stress: --frob: no such option" ./run_all.sh stress --frob
 if ! nvidia-smi -L 2>/dev/null | grep -q GPU; then
   expect 2 "stress: it runs kernels side by side and there is no GPU here" ./run_all.sh stress
   expect 2 "profile: it times kernels and there is no GPU here" ./run_all.sh profile wmma_all
+  expect 2 "peers.py: it times kernels and there is no GPU here" tools/peers.py mma_lazy
+  expect 2 "gates: --time needs a GPU" ./run_all.sh gates --time
   expect 2 "ablate: it times kernels and there is no GPU here" ./run_all.sh ablate wmma_all
-fi
-if command -v python3 >/dev/null && ! python3 -c 'import torch' 2>/dev/null; then
-  expect 1 "peers.py: PyTorch is missing; install it with: pip install torch" tools/peers.py mma_lazy
 fi
 exit $failed

@@ -13,15 +13,19 @@ ROOT = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))
 sys.path.insert(0, os.path.join(ROOT, "tools"))
 
 import ab  # noqa: E402
+import ab_trial  # noqa: E402
+import ablate  # noqa: E402
 import builds  # noqa: E402
 import engine  # noqa: E402
+import peers  # noqa: E402
+import steps  # noqa: E402
 
 
 class FakeGpu:
     """Memory in NumPy arrays, and a clock of its own: replays take what their graph says, with the noise of a
     GPU. Each of slow drift, hiccups, a power limit (whose clock keeps for a while what the contender before
     left), throttling and a neighbour that takes the memory away in slices can be turned on."""
-    name, arch = "Fake", "90a"
+    name, arch, cuda = "Fake", "90a", "13.0"
 
     class nvml:
         driver = "1"
@@ -209,8 +213,8 @@ class FakeKernel:
     """Attention of one head after the other in float32, with what `harm` does to O and LSE."""
     text = "fake"
 
-    def __init__(self, harm=lambda O, LSE: None):
-        self.harm = harm
+    def __init__(self, harm=lambda O, LSE: None, us=20.0, line=builds.Torch("math")):
+        self.harm, self.us, self.line = harm, us, line
 
     def prepare(self, gpu, tensors, p):
         def launch():
@@ -235,7 +239,7 @@ class FakeKernel:
         def enqueue():
             if (self.O(gpu) == 0xff).all():
                 launch()
-            return 20.0
+            return self.us
         return enqueue, lambda: None
 
 
@@ -262,6 +266,47 @@ def shift_heads(O, LSE):
 def test_a_wrong_kernel_does_not(harm):
     check = check_of(harm)
     assert not check.passed and check.sentence
+
+
+SHIM = """#include "tools/library.cu"
+extern "C" void* host_allocate(size_t bytes) { void* p; return cudaMalloc(&p, bytes) ? nullptr : p; }
+extern "C" void host_synchronize() { cudaDeviceSynchronize(); }
+"""
+
+
+class HostGpu(FakeGpu):
+    """The CPU backend behind a line's library: its memory is a GPU's as far as the line knows."""
+
+    def __init__(self, library):
+        super().__init__()
+        self.library, self.stream = library, engine.ctypes.c_void_p()
+        library.host_allocate.restype = engine.ctypes.c_void_p
+
+    def allocate(self, size):
+        address = self.library.host_allocate(engine.ctypes.c_size_t(size))
+        self.memory[address] = np.frombuffer((engine.ctypes.c_uint8 * size).from_address(address), np.uint8)
+        return address
+
+    def synchronize(self):
+        self.library.host_synchronize()
+
+    def capture(self, launch, launches):
+        return lambda: 20.0, lambda: None
+
+
+def test_a_real_line_through_its_library(tmp_path):
+    (tmp_path / "shim.cu").write_text(SHIM)
+    subprocess.run(["g++", "-std=c++17", "-O0", "-march=native", "-ffp-contract=off", "-ftrivial-auto-var-init=pattern",
+                    "-w", "-pthread", "-fPIC", "-shared", "-I" + ROOT, f"-I{ROOT}/simt", "-DVEC_WIDTH=8", "-x", "c++",
+                    tmp_path / "shim.cu", f"{ROOT}/simt/engine.cpp", "-o", tmp_path / "line.so"], check=True)
+    line, = builds.parse_contenders(["scalar_vec8"])
+    kernel = engine.LoadedLine(line, str(tmp_path / "line.so"))
+    gpu = HostGpu(kernel.library)
+    problems = [engine.parse_problem(text) for text in ("1,4,2,70,90,64,fp16,br", "1,4,2,40,50,64,fp16,tl")]
+    bench = engine.Bench(gpu, {"A": kernel, "B": kernel}, dict(zip("AB", problems)))
+    assert not bench.skipped and all(check.passed for check in bench.checks.values()), (bench.skipped, bench.checks)
+    wrong = engine.parse_problem("1,1,1,32,32,128,fp16")
+    assert "HEAD_DIM" in engine.Bench(gpu, {"A": kernel}, {"A": wrong}).skipped["A"]
 
 
 # ---- contenders ----
@@ -389,7 +434,7 @@ def harmless(O, LSE):
 
 
 def test_a_comparison(course, tmp_path, capsys):
-    course(harmless, harmless, FakeGpu())
+    course(harmless, harmless, FakeGpu(noise=1e-4))
     out = capsys.readouterr().out
     assert "1x2x1x40x50 on Fake" in out and "B is the SAME: " in out and out.count("PASS") == 2
     row, = rows(tmp_path, "ab")
@@ -422,3 +467,111 @@ def test_an_end_in_the_middle_keeps_the_samples(course, tmp_path, error, code, s
     with pytest.raises(builds.Refused, match=sentence) as e:
         course(harmless, harmless, Ends())
     assert e.value.code == code and len(rows(tmp_path, "samples")) > 20 and not rows(tmp_path, "ab")
+
+
+# ---- tables ----
+
+@pytest.fixture
+def lines(repository):
+    repository("configs.txt", "base\nkept STAGES=2 gate:step-over=base:1.10@mission\n")
+    return builds.parse_contenders("kept base kept STAGES=1".split())
+
+
+def test_what_ablate_takes_back(repository):
+    repository("sdpa.cu", """// ==== 1 KNOBS ====
+#define SDPA_KNOBS(X)  \\
+  X(WIDE, 1, "", "") \\
+  X(ASYNC, 0, "", "") \\
+  X(HEAD_DIM, 64, "", "") \\
+  X(WARPS, 1, "", "") \\
+  X(ROWS, 1, "", "")
+#if ASYNC == 1
+static_assert(WIDE == 8, "ASYNC=1: it takes 8; type WIDE=8");
+#endif
+#ifdef ROWS
+static_assert(ROWS == WARPS, "ROWS: as many as WARPS; type ROWS=4 WARPS=4");
+#endif
+static_assert(WARPS != 1, "WARPS: more");
+// ==== 2 PROBLEM
+""")
+    repository("configs.txt", "l WIDE=8 ASYNC=1 HEAD_DIM=128 WARPS=2 ROWS=2\n")
+    found = list(ablate.removals(builds.parse_contenders(["l"])[0]))
+    assert found[0] == ("WIDE=1", ["WIDE=1", "ASYNC=0"], "ASYNC=1: it takes 8; type WIDE=8")
+    assert found[1] == ("ASYNC=0", ["ASYNC=0"], "")
+    assert found[2][:2] == ("WARPS=1", None) and found[2][2].startswith("ROWS: as many")
+    assert found[3][:2] == ("ROWS=1", ["ROWS=4", "WARPS=4"]) or found[3][1] is None
+
+
+COLUMNS = engine.row_columns()
+
+
+def test_ablate_ranks_what_is_left(lines, tmp_path, capsys):
+    kept, base, without = lines
+    kernels = {"kept": FakeKernel(line=kept), "kept STAGES=1": FakeKernel(us=30.0, line=without),
+               "kept X=1": FakeKernel(lambda O, LSE: O.fill(0), 5.0, base)}
+    table = engine.Table(str(tmp_path / "a.csv"), COLUMNS)
+    passed = ablate.run_problem(FakeGpu(noise=0), kernels, engine.parse_problem("1,2,1,40,50,64,fp16"),
+                                dict.fromkeys(kernels), table)
+    out, rows = capsys.readouterr().out, list(csv.DictReader(open(tmp_path / "a.csv")))
+    assert not passed and "STAGES=1 " in out and "+50.0%" in out and "############" in out
+    assert "X=1 " in out and "gets no time: O(" in out
+    assert [row["check"] for row in rows] == ["PASS", "PASS", "FAIL"] and rows[2]["graph_us"] == ""
+    assert rows[1]["config"] == "kept__STAGES_1" and abs(float(rows[1]["graph_us"]) - 30) < 1
+
+
+def test_peers_have_times_and_no_check(lines):
+    torch = FakeKernel(us=40.0)
+    torch.torch = type("torch", (), {"__version__": "2.0"})
+    kernels = {"kept": FakeKernel(line=lines[0]), "torch:math": torch}
+    line, peer = peers.run_problem(FakeGpu(), kernels, engine.parse_problem("1,2,1,40,50,64,fp16"),
+                                   {"kept": builds.Facts(40, 8)}, False)
+    assert (line["check"], line["regs"], line["spill_bytes"], line["note"]) == ("PASS", 40, 8, "max diff to torch_math 0.0e+00")
+    assert (peer["config"], peer["family"], peer["note"]) == ("torch_math", "torch", "PyTorch 2.0")
+    assert "check" not in peer and 39 < float(peer["graph_us"]) < 41 and float(peer["graph_lo_us"]) < 41
+
+
+def test_claims_of_steps(lines, monkeypatch):
+    assert list(steps.claims("")) == [("kept", "base", "mission")] and not list(steps.claims("^base"))
+    monkeypatch.setitem(engine.SHAPES, "mission", (1, 2, 1, 40, 50))
+    kernels = {"over": FakeKernel(us=24.0, line=lines[1]), "line": FakeKernel(line=lines[0])}
+    row = steps.time_claim(FakeGpu(), kernels, "mission")
+    assert row["line"] == "kept" and row["over"] == "base" and 1.19 < float(row["low"]) <= float(row["high"]) < 1.21
+    kernels["over"].harm = lambda O, LSE: O.fill(0)
+    kernels["over"].line = lines[1]
+    assert steps.time_claim(FakeGpu(), kernels, "mission") is None
+
+
+# ---- the trial ----
+
+def test_the_trial_is_what_it_says():
+    counts, lines = {}, {case[1] for case in ab_trial.trials()}
+    for kind, name, a, b, count in ab_trial.trials():
+        counts[kind] = counts.get(kind, 0) + count
+        line, = builds.parse_contenders([name])
+        assert all(engine.parse_problem(text).fits(line) for text in (a, b)), (name, a)
+    assert counts == {"same": 60, "1%": 40, "0.5%": 20, "neighbour": 20}
+    assert {line.family for line in builds.parse_contenders(lines)} == {"scalar", "wmma", "mma", "wgmma"}
+
+
+@pytest.mark.parametrize("kind,verdicts,kept", [
+    ("same", ["SAME"] * 59 + ["UNCLEAR"], True), ("same", ["SAME"] * 58 + ["UNCLEAR"] * 2, False),
+    ("1%", ["SLOWER"] * 39 + ["SAME"], True), ("1%", ["SLOWER"] * 38 + ["SAME"] * 2, False),
+    ("0.5%", ["SLOWER"] * 12 + ["SAME"] * 8, True), ("0.5%", ["SLOWER"] * 11 + ["SAME"] * 9, False),
+    ("0.5%", ["SLOWER"] * 19 + ["FASTER"], False), ("neighbour", ["SLOWER"] * 10 + ["UNCLEAR"] * 10, True),
+    ("neighbour", ["SLOWER"] * 19 + ["SAME"], False)])
+def test_claims_of_the_trial(kind, verdicts, kept):
+    wanted = ab_trial.expected(kind, "a", "a" if kind == "same" else "b")
+    assert ab_trial.holds(kind, [(wanted, verdict) for verdict in verdicts]) is kept
+
+
+def test_a_case_of_the_trial(tmp_path, monkeypatch):
+    monkeypatch.setattr(ab_trial.random, "random", lambda: -0.5)
+    told = []
+    neighbour = type("", (), {"tell": lambda self, word: told.append(word)})()
+    table = engine.Table(str(tmp_path / "t.csv"), ab_trial.COLUMNS)
+    kernels = {"A": FakeKernel(), "B": FakeKernel(us=20.2)}
+    a, b = (engine.parse_problem(text) for text in ("1,2,1,40,50,64,fp16", "1,2,1,40,51,64,fp16"))
+    found = list(ab_trial.run_case(FakeGpu(noise=1e-4), kernels, "neighbour", a, b, 2, neighbour, table))
+    assert found == [(("SLOWER", "UNCLEAR"), "SLOWER")] * 2 and told == ["go", "stop"] * 2
+    row = list(csv.DictReader(open(tmp_path / "t.csv")))[0]
+    assert row["expected"] == "SLOWER or UNCLEAR" and row["b_problem"] == "1x2x1x40x51" and row["seconds"]

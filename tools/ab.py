@@ -13,7 +13,7 @@ CPU backend and what the compiler says, without times.
                  long, without a GPU small and mission
   --b-shape S    B's problem, where it is not A's (as many as --shape)
   --causal C     off, br or tl
-  --budget SEC   seconds of turns for a problem at most (default 1.5, or 15 at the power limit)
+  --budget SEC   seconds of turns for a problem at most (default 1.5, at the power limit 15)
 Samples and verdicts are added to results/ab/DATE-DEVICE-samples.csv and results/ab/DATE-DEVICE-ab.csv.
 exit: 0 whatever the verdict, 1 a side fails its check, 2 bad usage, 3 a side could not be run, 130 Ctrl-C
 """
@@ -41,12 +41,7 @@ def parse(argv, default_shapes):
     parser.add_argument("--b-shape", action="append")
     parser.add_argument("--causal", default="off", choices=engine.CAUSAL)
     parser.add_argument("--budget")
-    try:
-        options, rest = parser.parse_known_intermixed_args(argv)
-    except argparse.ArgumentError as error:
-        raise Refused(str(error).replace("argument ", "").replace("expected one argument", "its value is missing"))
-    if rest:
-        raise Refused(f"{rest[0]}: no such option")
+    options = engine.parse_options(parser, argv)
     budget = options.budget and number("--budget", options.budget)
     contenders = builds.parse_contenders(options.words)
     if len(contenders) == 1 and getattr(contenders[0], "changes", ()):
@@ -238,22 +233,15 @@ def check_on_cpu(key, line, executable, problem):
 def main():
     if not sys.argv[1:] or {"-h", "--help"} & set(sys.argv[1:]):
         print(__doc__.strip(), file=sys.stdout if sys.argv[1:] else sys.stderr)
-        sys.exit(0 if sys.argv[1:] else 2)
-    try:
-        words = [word for word in sys.argv[1:] if word != "--"]
-        contenders, problems, budget = parse(words, ["mission", "long"])
-        gpu = engine.find_gpu()
-        if gpu:
-            with_gpu(gpu, contenders, problems, budget)
-        else:
-            without_gpu(contenders, parse(words, ["small", "mission"])[1])
-    except Refused as error:
-        say(f"ab: {error}")
-        sys.exit(error.code)
-    except KeyboardInterrupt:
-        say("ab: stopped before anything was measured")
-        sys.exit(130)
+        return 0 if sys.argv[1:] else 2
+    contenders, problems, budget = parse(sys.argv[1:], ["mission", "long"])
+    gpu = engine.find_gpu()
+    if gpu:
+        with_gpu(gpu, contenders, problems, budget)
+    else:
+        without_gpu(contenders, parse(sys.argv[1:], ["small", "mission"])[1])
+    return 0
 
 
 if __name__ == "__main__":
-    main()
+    engine.command("ab", main)

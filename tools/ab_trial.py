@@ -156,12 +156,8 @@ def main():
         right = sum(verdict in wanted for wanted, verdict in verdicts)
         print(f"{kind}: {right} of {len(verdicts)} right, {'as claimed' if holds(kind, verdicts) else 'NOT AS CLAIMED'}")
     print(f"rows: {table.name}")
-    sys.exit(1 if failed else 0)
+    return 1 if failed else 0
 
 
 if __name__ == "__main__":
-    try:
-        main()
-    except (builds.Refused, engine.CudaError) as error:
-        print(f"ab_trial.py: {error}", file=sys.stderr)
-        sys.exit(getattr(error, "code", 3))
+    engine.command("ab_trial.py", main)

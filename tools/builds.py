@@ -7,6 +7,7 @@ it was compiled from.
 """
 import functools
 import hashlib
+import json
 import os
 import re
 import shutil
@@ -97,7 +98,7 @@ class Tree:
     @functools.lru_cache(None)
     def knobs(self):
         """{knob: default}, from the rows of SDPA_KNOBS."""
-        return dict(re.findall(r"^  X\(([A-Z_0-9]+), ([A-Z0-9_]*),", self.read("sdpa.cu") or "", re.MULTILINE))
+        return dict(re.findall(r"^  X\(([A-Z][A-Z_0-9]+), ([A-Z0-9_]*),", self.read("sdpa.cu") or "", re.MULTILINE))
 
     def refusal(self, words):
         """The sentence with which section 1 of sdpa.cu refuses these knobs; "" if it does not."""
@@ -151,6 +152,11 @@ class Line:
         return "__".join([self.name, *(change.replace("=", "_") for change in self.changes)])
 
     @property
+    def label(self):
+        """Its name in rows."""
+        return f"{self.tree.commit}:{self.target}" if self.tree.commit else self.target
+
+    @property
     def words(self):
         return changed(self.tree.lines()[self.name], self.changes)
 
@@ -181,11 +187,15 @@ class Torch:
     """One of the kernels behind PyTorch's scaled_dot_product_attention."""
     backend: str
     D = dtype = None  # any
-    family = "torch"
+    family, words = "torch", ()
 
     @property
     def text(self):
         return "torch:" + self.backend
+
+    @property
+    def label(self):
+        return "torch_" + self.backend
 
 
 def parse_contenders(words):
@@ -287,6 +297,7 @@ def build_one(line, arch):
         if compiled.returncode:
             return Built(line, trouble=compiler_words(compiled.stdout + compiled.stderr))
         os.rename(new, path)
+    instruction_mix(path)  # reads the code for a second, and is kept
     return Built(line, path, log=open(path + ".log").read())
 
 
@@ -373,10 +384,14 @@ MIX = {"tensor": r"HMMA|HGMMA|QGMMA|IMMA", "MUFU": "MUFU", "FFMA": "FFMA", "LDS"
 
 def instruction_mix(path):
     """How many instructions of each kind its kernels have; nothing where cuobjdump is missing."""
+    if os.path.exists(path + ".mix"):
+        return json.load(open(path + ".mix"))
     if not shutil.which("cuobjdump"):
         return {}
     code = re.findall(r"^ +/\*[0-9a-f]{4,}\*/ +(?:@!?U?P[0-9T]+ +)?([A-Z][^;]*);", run(["cuobjdump", "-sass", path]).stdout,
                       re.MULTILINE)
     code = [text for text in code if not text.startswith("NOP")]
     mix = {kind: sum(bool(re.match(pattern, text)) for text in code) for kind, pattern in MIX.items()}
-    return dict(mix, instructions=len(code)) if code else {}
+    mix = dict(mix, instructions=len(code)) if code else {}
+    replace_file(path + ".mix", json.dumps(mix))
+    return mix

@@ -6,19 +6,22 @@ what drifts falls on all alike. What is compared is the blocks: the logarithm of
 times in a block is one number, and those numbers are judged by Verdict. The clock and the reasons for
 throttling are read within each turn, while the GPU is at work.
 """
-import ctypes
+import argparse
 import csv
+import ctypes
 import datetime
 import itertools
 import math
 import os
 import re
+import shutil
+import sys
 import time
 from dataclasses import dataclass
 
 import numpy as np
 
-from builds import ROOT, Refused, TORCH_BACKENDS, Torch, run
+from builds import ROOT, Refused, TORCH_BACKENDS, Torch, Tree, run
 
 SHAPES = {"small": (1, 1, 1, 32, 32), "mission": (1, 8, 8, 512, 512), "mission2": (2, 8, 8, 512, 512),
           "long": (1, 8, 8, 2048, 2048)}
@@ -122,6 +125,9 @@ class Cuda:
         self.name = self.text("cuDeviceGetName")
         self.arch = "".join(str(self.attribute(which)) for which in (75, 76))  # compute capability
         self.arch += "a" if self.arch == "90" else ""
+        version = ctypes.c_int()
+        self("cuDriverGetVersion", ctypes.byref(version))
+        self.cuda = f"{version.value // 1000}.{version.value % 1000 // 10}"
         self.nvml = Nvml(self.text("cuDeviceGetPCIBusId"))
         self.events = []
 
@@ -154,7 +160,8 @@ class Cuda:
         self("cuMemFree_v2", ctypes.c_uint64(address))
 
     def fill(self, address, byte, count):
-        self("cuMemsetD8Async", ctypes.c_uint64(address), ctypes.c_ubyte(byte), ctypes.c_size_t(count), self.stream)
+        if count:
+            self("cuMemsetD8Async", ctypes.c_uint64(address), ctypes.c_ubyte(byte), ctypes.c_size_t(count), self.stream)
 
     def upload(self, address, array):
         self("cuMemcpyHtoD_v2", ctypes.c_uint64(address), array.ctypes.data_as(ctypes.c_void_p),
@@ -201,8 +208,7 @@ class Cuda:
 
     def replay(self, graph, count):
         """Microseconds of each of count replays, and (MHz, throttle reasons) while they ran."""
-        if graph.workspace[1]:
-            self.fill(graph.workspace[0], 0, graph.workspace[1])
+        self.fill(graph.workspace[0], 0, graph.workspace[1])
         return self.time(graph.enqueue, count)
 
 
@@ -231,13 +237,14 @@ class Nvml:
             return
         self.api.nvmlSystemGetDriverVersion(driver, 96)
         self.driver = driver.value.decode()
+        self.reasons = getattr(self.api, "nvmlDeviceGetCurrentClocksEventReasons", None) or \
+            self.api.nvmlDeviceGetCurrentClocksThrottleReasons  # its name before CUDA 12.2
 
     def state(self):
         clock, reasons = ctypes.c_uint(), ctypes.c_ulonglong()
         if self.api:
             self.api.nvmlDeviceGetClockInfo(self.device, 1, ctypes.byref(clock))  # NVML_CLOCK_SM
-            # Its name in all drivers; newer ones say EventReasons as well.
-            self.api.nvmlDeviceGetCurrentClocksThrottleReasons(self.device, ctypes.byref(reasons))
+            self.reasons(self.device, ctypes.byref(reasons))
         return clock.value, reasons.value
 
 
@@ -368,11 +375,11 @@ def as_bits(values, dtype):
     return ((bits + 0x7fff + ((bits >> 16) & 1)) >> 16).astype(np.uint16)
 
 
-def as_values(bits, dtype):
-    """16-bit words of fp16 or bf16 as float64."""
+def as_values(bits, dtype, kind=np.float64):
+    """16-bit words of fp16 or bf16 as numbers."""
     if dtype == "fp16":
-        return bits.view(np.float16).astype(np.float64)
-    return (bits.astype(np.uint32) << 16).view(np.float32).astype(np.float64)
+        return bits.view(np.float16).astype(kind)
+    return (bits.astype(np.uint32) << 16).view(np.float32).astype(kind)
 
 
 class Tensors:
@@ -502,7 +509,8 @@ class Reference:
 
 # ---- contenders of a problem, ready to take turns ----
 
-REPLAY_US, LONGEST_REPLAY_US = 500, 20e3  # a replay takes about so long, or a few launches
+LAUNCHES = 20  # of a graph, as in the executables; more of short ones, so that a replay takes REPLAY_US
+REPLAY_US, LONGEST_REPLAY_US = 500, 10e3
 
 
 class Bench:
@@ -529,14 +537,18 @@ class Bench:
         self.checks[key] = self.references[problem].check(O, LSE)
         self.outputs[key] = O, LSE
         times, _ = self.gpu.time(launch, 3)
-        launches = max(2, min(math.ceil(REPLAY_US / min(times)), 400))
-        launches = launches if launches == 2 else max(20, launches)
+        launches = max(LAUNCHES, min(math.ceil(REPLAY_US / min(times)), 400))
         while launches > 2 and launches * min(times) > LONGEST_REPLAY_US:
             launches //= 2
         enqueue, close = kernel.capture(self.gpu, launch, launches)
         graph = Graph(enqueue, launches, 1.0, workspace, close)
         graph.replay_us = min(self.gpu.replay(graph, 2)[0])
         self.graphs[key] = graph
+
+    def fit_to_time(self):
+        """The graphs of contenders that passed, in the order of their keys."""
+        return {key: graph for key, graph in self.graphs.items()
+                if self.checks[key].passed or isinstance(self.kernels[key], LoadedTorch)}
 
     def poison(self, problem):
         rows = problem.B * problem.Hq * problem.Sq
@@ -579,10 +591,12 @@ class Pace:
 SHORT = Pace(5e3, 5e3)
 # At the power limit a GPU keeps for a while the clock that the contender before left.
 LIMITED = Pace(30e3, 30e3)
-BUDGET_S = {SHORT: 1.5, LIMITED: 15}
+BUDGET_S = {SHORT: 0.75, LIMITED: 7.5}  # for each contender
+STEADY = Pace(100e3, 10e3, 5)  # for contenders that draw very different power
+RESTED = Pace(0, 10e3, 1, rest_s=0.3)  # before the power limit is reached
 FIRST_WARM_UP_S = 0.3
 IDLE, CLOCK_SETTING, POWER_CAP, DISPLAY = 1, 2, 4, 256  # NVML's throttle reasons that leave times comparable
-CLOCK_OFF = 0.05  # of a turn, from the median of its contender, that is a disturbance
+CLOCK_OFF = 0.1  # of a turn, from the median of its contender, that is a disturbance
 
 
 class Series:
@@ -622,10 +636,11 @@ class Series:
         return float(np.median([turn.median for turn in self.turns(key)]))
 
     def interval(self, key):
-        """Bounds that hold the median with 95%, from order statistics of the turns."""
+        """Bounds that hold the median with 95%, from order statistics of the turns; of few turns, all."""
         from scipy import stats
-        low, high = stats.quantile_test([turn.median for turn in self.turns(key)]).confidence_interval(0.95)
-        return (self.us(key) if math.isnan(low) else low), (self.us(key) if math.isnan(high) else high)
+        medians = [turn.median for turn in self.turns(key)]
+        low, high = stats.quantile_test(medians).confidence_interval(0.95)
+        return (min(medians) if math.isnan(low) else low), (max(medians) if math.isnan(high) else high)
 
     def power_limited(self):
         return any(turn.throttle & POWER_CAP for block in self.blocks for turns in block.values() for turn in turns)
@@ -650,7 +665,7 @@ def warm_up(gpu, graphs):
         for graph in graphs.values():
             times, (_, throttle) = gpu.replay(graph, max(2, math.ceil(3e4 / graph.replay_us)))
             graph.replay_us = float(np.median(times))
-            limited = bool(throttle & POWER_CAP)
+            limited |= bool(throttle & POWER_CAP)
     return limited
 
 
@@ -701,10 +716,20 @@ def compare(gpu, graphs, record=lambda key, turn: None, budget_s=None, seed=None
     pace = LIMITED if warm_up(gpu, graphs) else SHORT
     while True:
         series = Series(gpu, graphs, pace, record, seed)
-        verdicts = decide(series, budget_s or BUDGET_S[pace])
+        verdicts = decide(series, budget_s or BUDGET_S[pace] * len(graphs))
         if pace is LIMITED or not series.power_limited():
             return series, verdicts
         pace = LIMITED
+
+
+def measure(gpu, graphs, pace, blocks, record=lambda key, turn: None):
+    """So many blocks, for the times alone. Returns the series."""
+    if not pace.rest_s:
+        warm_up(gpu, graphs)
+    series = Series(gpu, graphs, pace, record)
+    for _ in range(blocks):
+        series.block()
+    return series
 
 
 def decide(series, budget_s):
@@ -761,9 +786,38 @@ def verdict_row(bench, series, base, key, verdict):
                 b_mhz=f"{series.clock(key):.0f}", device=gpu.name, driver=gpu.nvml.driver, git_sha=git_sha())
 
 
+def row_columns():
+    """The columns of the executables' rows."""
+    return re.findall(r'^    \{"(\w+)", &CsvRow::', Tree().read("sdpa.cu"), re.MULTILINE)
+
+
+def result_row(bench, key, facts=None, series=None):
+    """One contender's row for its problem, as the executables write it; without a series, without a time."""
+    gpu, p, line = bench.gpu, bench.problems[key], bench.kernels[key].line
+    row = dict(config=line.label, family=line.family, shape=p.shape, status="ok", B=p.B, Hq=p.Hq, Hkv=p.Hkv, Sq=p.Sq,
+               Sk=p.Sk, D=p.D, dtype=p.dtype, causal=p.causal, seed=0, device=gpu.name, sm=gpu.arch.strip("a"),
+               cuda=gpu.cuda, driver=gpu.nvml.driver, git_sha=git_sha())
+    if key in bench.skipped:
+        return dict(row, status="skipped", note=bench.skipped[key])
+    if facts:
+        row.update(knobs=" ".join(line.words), regs=facts.registers, spill_bytes=facts.spilled,
+                   smem_bytes=facts.shared_bytes, ctas_per_sm=facts.ctas_per_sm)
+    if not isinstance(line, Torch):
+        check = bench.checks[key]
+        row.update(check="PASS" if check.passed else "FAIL", rel_rms=f"{check.rel_rms:.3g}",
+                   max_abs_err=f"{check.max_abs_err:.3g}", lse_err=f"{check.lse_err:.3g}", rows_checked=check.rows,
+                   note=check.sentence)
+    if series and key in series.graphs:
+        us, (low, high) = series.us(key), series.interval(key)
+        row.update(graph_us=f"{us:.3f}", graph_lo_us=f"{low:.3f}", graph_hi_us=f"{high:.3f}",
+                   tflops=f"{p.flops() / us * 1e-6:.2f}", clock_mhz=f"{series.clock(key):.0f}")
+    return row
+
+
 def git_sha():
-    return os.environ.get("SDPA_GIT_SHA") or run(
-        ["git", "describe", "--always", "--dirty", "--abbrev=12", "--exclude=*"], cwd=ROOT).stdout.strip()
+    if "SDPA_GIT_SHA" in os.environ or not shutil.which("git"):
+        return os.environ.get("SDPA_GIT_SHA", "")
+    return run(["git", "describe", "--always", "--dirty", "--abbrev=12", "--exclude=*"], cwd=ROOT).stdout.strip()
 
 
 SAMPLE_COLUMNS = "comparison contender problem turn replay us clock_mhz throttle".split()
@@ -786,3 +840,29 @@ class Samples(Table):
                     turn.throttle))))
             self.file.flush()
         return record
+
+
+def parse_options(parser, argv):
+    """What argparse finds; words that it does not know are refused in a sentence."""
+    try:
+        options, rest = parser.parse_known_intermixed_args([word for word in argv if word != "--"])
+    except argparse.ArgumentError as error:
+        raise Refused(str(error).replace("argument ", "").replace("expected one argument", "its value is missing"))
+    if rest:
+        raise Refused(f"{rest[0]}: no such option")
+    return options
+
+
+def command(name, main):
+    """Runs a sub-command: what it refuses is one sentence."""
+    try:
+        sys.exit(main())
+    except Refused as error:
+        print(f"{name}: {error}", file=sys.stderr)
+        sys.exit(error.code)
+    except CudaError as error:
+        print(f"{name}: {error}", file=sys.stderr)
+        sys.exit(3)
+    except KeyboardInterrupt:
+        print(f"{name}: stopped", file=sys.stderr)
+        sys.exit(130)

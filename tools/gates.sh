@@ -3,12 +3,13 @@
 
 gates_usage() {
   cat <<'EOT'
-usage: ./run_all.sh gates [--only REGEX] [--rows CSV]
+usage: ./run_all.sh gates [--only REGEX] [--time | --steps CSV]
 Compiles the kernel of every line for sm_80, sm_89 and sm_90a (or SDPA_ARCHS) and prints what is asked of
 it and what was found: spills, registers, shared memory, wgmma not as written; lines whose machine code and
-launch are another line's; and speed claims, judged from measured rows. Needs nvcc, no GPU.
+launch are another line's; and speed claims, judged by what was measured of them. Needs nvcc, no GPU.
   --only REGEX   only the lines whose name matches
-  --rows CSV     the rows that judge gate:step-over (default: the newest of results/)
+  --time         time the claims first, on this machine's GPU, into results/steps/DATE-DEVICE.csv
+  --steps CSV    what judges gate:step-over (default: the newest of results/steps)
 In configs.txt: gate:regs<=N  gate:smem<=BYTES  gate:spill<=BYTES:WHY  gate:step-over=NAME:FACTOR[@SHAPE]
 exit: 0 no gate failed, 1 one did, 2 bad usage or a missing tool
 EOT
@@ -60,27 +61,17 @@ machine_code() {
   echo "$sums"
 }
 
-# step_over CSV NAME OTHER SHAPE: "LOW HIGH" for each problem that both were timed on (or SHAPE alone): the
-# interval of OTHER's time over NAME's.
+# step_over CSV NAME OTHER SHAPE: "LOW HIGH" for each problem (or SHAPE alone): how many times as fast as OTHER
+# NAME is, as tools/steps.py measured it.
 step_over() {
   awk -F, -v name="$2" -v other="$3" -v shape="$4" '
     NR == 1 { for (i = 1; i <= NF; i++) at[$i] = i; next }
-    $at["check"] == "PASS" && at["graph_lo_us"] && $at["graph_lo_us"] + 0 > 0 {
-      if ($at["config"] != name && $at["config"] != other) next
-      if (shape != "" && $at["shape"] != shape) next
-      key = $at["shape"] "/" $at["causal"] "/" $at["Hq"]
-      low[$at["config"], key] = $at["graph_lo_us"] + 0
-      high[$at["config"], key] = $at["graph_hi_us"] + 0
-      keys[key]
-    }
-    END {
-      for (key in keys) {
-        if ((name, key) in low && (other, key) in low) {
-          printf "%.3f %.3f\n", low[other, key] / high[name, key], high[other, key] / low[name, key]
-        }
-      }
+    $at["line"] == name && $at["over"] == other && (shape == "" || $at["shape"] == shape) {
+      print $at["low"], $at["high"]
     }' "$1"
 }
+
+newest_steps() { find results/steps -name '*.csv' 2>/dev/null | sed 's/\.csv$//' | sort -V | tail -1 | sed 's/$/.csv/'; }
 
 # judge_gates BUILD CSV: prints the table for the lines of BUILD/configs.tsv that are selected; fails if a
 # gate fails. OBJECT_OF, if set, names the function that prints where a line's object is.
@@ -140,12 +131,12 @@ judge_gates() {
       case $gate in gate:step-over=*) ;; *) continue ;; esac
       IFS=':@' read -r other factor shape <<<"${gate#*=}"
       if [ ! -r "$csv" ]; then
-        row "$name" "over $other${shape:+ at $shape}" ">= $factor" 'no measured rows' UNCLEAR
+        row "$name" "over $other${shape:+ at $shape}" ">= $factor" 'not timed: gates --time' UNCLEAR
         continue
       fi
       interval=$(step_over "$csv" "$name" "$other" "$shape")
       if [ -z "$interval" ]; then
-        row "$name" "over $other${shape:+ at $shape}" ">= $factor" 'not timed, or no interval' UNCLEAR
+        row "$name" "over $other${shape:+ at $shape}" ">= $factor" 'not timed' UNCLEAR
         continue
       fi
       while read -r low high; do
@@ -168,11 +159,12 @@ kernel_object() {  # where CMake puts the object of the target kernel_NAME
 }
 
 gates_command() {
-  local only='' csv=''
+  local only='' csv='' timed=0
   while [ $# -gt 0 ]; do
     case $1 in
       -h|--help) gates_usage; exit 0 ;;
-      --only|--rows)
+      --time) timed=1; shift ;;
+      --only|--steps)
         [ $# -gt 1 ] || refuse "gates: $1: its value is missing"
         if [ "$1" = --only ]; then only=$2; else csv=$2; fi
         shift 2
@@ -183,7 +175,12 @@ gates_command() {
   [ -z "$csv" ] || [ -r "$csv" ] || refuse "gates: $csv: there is no such file"
   echo | grep -qE -- "$only"
   [ $? -le 1 ] || refuse "gates: --only $only: not a regular expression"
-  [ -n "$csv" ] || csv=$(newest_rows)
+  if [ $timed = 1 ]; then
+    need_python numpy scipy
+    # shellcheck disable=SC2154  # need_python has set it
+    csv=$("$python" tools/steps.py "$only") || exit
+  fi
+  [ -n "$csv" ] || csv=$(newest_steps)
   need_tools
   need_nvcc
   need readelf binutils

@@ -1,5 +1,5 @@
 // One build of sdpa.cu without the harness, with C functions that a program can find by name: the way in
-// for an engine that loads kernels at run time, for tools/peers.py (through Python's ctypes), and what
+// for tools/engine.py (through Python's ctypes) and any engine that loads kernels at run time, and what
 // `run_all.sh gates` reads. cmake --build build --target sdpa_NAME_lib
 
 #define SDPA_NO_MAIN

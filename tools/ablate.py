@@ -1,0 +1,130 @@
+#!/usr/bin/env python3
+"""usage: ./run_all.sh ablate NAME [--shape S]... [--causal C] [--svg]
+Takes back each knob that the line NAME of configs.txt sets, once, to its default (with another one where they
+only go together; HEAD_DIM and DTYPE stay), checks these builds, times them in turns against the line, and
+prints what each knob is worth. The rows go to results/ablation/DATE-DEVICE-NAME.csv.
+  --shape S    the problem, as for ab; repeatable; default mission and long
+  --causal C   off, br or tl
+  --svg        draw results/ablation-NAME.svg as well
+exit: 0 all builds pass their checks, 1 one does not, 2 bad usage, 3 one could not be run
+"""
+import argparse
+import itertools
+import os
+import re
+import subprocess
+import sys
+
+import builds
+import engine
+from builds import Refused
+
+THE_PROBLEMS_OWN = ("HEAD_DIM", "DTYPE", "OUT_DTYPE")
+
+
+def removals(line):
+    """For each knob that the line sets, the changes that take it back, or the sentence that forbids it."""
+    defaults = line.tree.knobs()
+    back = [f"{knob}={defaults[knob]}" for knob, value in (word.split("=", 1) for word in line.words)
+            if knob in defaults and knob not in THE_PROBLEMS_OWN and defaults[knob] != value]
+    for knob in back:
+        sentence = line.tree.refusal(builds.changed(line.words, [knob]))
+        tries = together(knob, sentence, back) if sentence else [[knob]]
+        legal = (changes for changes in tries if not line.tree.refusal(builds.changed(line.words, changes)))
+        yield knob, next(legal, None), sentence
+
+
+def together(knob, sentence, back):
+    """What may go along with a knob that cannot go alone: what the refusal says to type, or one or two others."""
+    advice = re.findall(r"[A-Z_]+=[A-Z0-9_]+", sentence.partition("type ")[2])
+    if advice and knob.split("=")[0] not in [word.split("=")[0] for word in advice]:
+        yield [knob, *advice]
+    others = [other for other in back if other != knob]
+    for count in (1, 2):
+        for along in itertools.combinations(others, count):
+            yield [knob, *along]
+
+
+def waterfall(name, problem, device, times, ratios, bad):
+    """Prints the line, then what it is without each knob, the dearest first."""
+    print(f"\n{problem} on {device}: {name}, {times[name]:.3f} us")
+    for key in sorted(ratios, key=lambda key: -ratios[key].ratio):
+        v = ratios[key]
+        bar = "#" * min(40, round(25 * (v.ratio - 1)))
+        print(f"  {removed(key, name):<44} {times[key]:10.3f} us {100 * v.ratio - 100:+6.1f}% "
+              f"[{100 * v.low - 100:+.1f}, {100 * v.high - 100:+.1f}] {v.verdict:<7} {bar}")
+    for key, sentence in bad.items():
+        print(f"  {removed(key, name):<44} gets no time: {sentence}")
+
+
+def removed(text, name):
+    return text[len(name) + 1:].replace(" ", ", ")
+
+
+def run_problem(gpu, kernels, problem, facts, table):
+    """Checks and times the line and what is left of it; whether all passed."""
+    bench = engine.Bench(gpu, kernels, dict.fromkeys(kernels, problem))
+    name, *_ = kernels
+    bad = {**bench.skipped, **{key: check.sentence for key, check in bench.checks.items() if not check.passed}}
+    if name in bad:
+        raise Refused(f"{name} gets no time at {problem}: {bad[name]}", 1)
+    graphs = bench.fit_to_time()
+    series, ratios = engine.compare(gpu, graphs)
+    bad.update({key: "its last replay left other bits" for key in graphs if bench.changed_bits(key)})
+    for key in kernels:
+        table.add(**engine.result_row(bench, key, facts[key], None if key in bad else series))
+    waterfall(name, problem, gpu.name, {key: series.us(key) for key in graphs},
+              {key: v for key, v in ratios.items() if key not in bad}, bad)
+    bench.close()
+    return not bad
+
+
+def main():
+    parser = argparse.ArgumentParser(add_help=False, allow_abbrev=False, exit_on_error=False)
+    parser.add_argument("names", nargs="*")
+    parser.add_argument("--shape", action="append")
+    parser.add_argument("--causal", default="off", choices=engine.CAUSAL)
+    parser.add_argument("--svg", action="store_true")
+    parser.add_argument("-h", "--help", action="store_true")
+    options = engine.parse_options(parser, sys.argv[1:])
+    if options.help:
+        print(__doc__.strip())
+        return 0
+    found = builds.parse_contenders(options.names)
+    if len(found) != 1 or isinstance(found[0], builds.Torch):
+        raise Refused("one line at a time" if found else "which line?")
+    line, = found
+    problems = [engine.parse_problem(text, options.causal).typed(line.D, line.dtype)
+                for text in options.shape or ["mission", "long"]]
+    gpu = engine.find_gpu()
+    if not gpu:
+        raise Refused("it times kernels and there is no GPU here (check without times: ./run_all.sh --cpu)")
+
+    variants, impossible = [], {}
+    for knob, changes, sentence in removals(line):
+        variant = builds.Line(line.tree, line.name, tuple(builds.changed(line.changes, changes or [knob])))
+        if changes:
+            variants.append(variant)
+        else:
+            impossible[variant] = sentence
+    built = builds.build([line, *variants], gpu.arch)
+    impossible.update({one: built[one].trouble for one in variants if built[one].trouble})
+    lines = [line, *(one for one in variants if one not in impossible)]
+    kernels = {one.text: engine.load(one, gpu, built) for one in lines}
+    facts = {one.text: builds.facts(built[one]) for one in lines}
+    table = engine.Table(engine.results_path("ablation", gpu.name, line.name, new=True), engine.row_columns())
+    passed = [run_problem(gpu, kernels, problem, facts, table) for problem in problems]
+    if impossible:
+        print("\ncannot be taken back:")
+    for one, sentence in impossible.items():
+        print(f"  {removed(one.text, line.text)}: {sentence}")
+        table.add(config=one.target, status="error", note=sentence)
+    print(f"rows: {table.name}", file=sys.stderr)
+    if options.svg:
+        with open(os.path.join(builds.ROOT, "results", f"ablation-{line.name}.svg"), "w") as out:
+            subprocess.run(["tools/svg.sh", "ablation", table.name], cwd=builds.ROOT, stdout=out, check=True)
+    return 0 if all(passed) else 1
+
+
+if __name__ == "__main__":
+    engine.command("ablate", main)
