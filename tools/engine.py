@@ -636,11 +636,10 @@ class Series:
         return float(np.median([turn.median for turn in self.turns(key)]))
 
     def interval(self, key):
-        """Bounds that hold the median with 95%, from order statistics of the turns; of few turns, all."""
+        """Bounds that hold the median with 95% (Hettmansperger and Sheather 1986); of five turns or fewer, all."""
         from scipy import stats
         medians = [turn.median for turn in self.turns(key)]
-        low, high = stats.quantile_test(medians).confidence_interval(0.95)
-        return (min(medians) if math.isnan(low) else low), (max(medians) if math.isnan(high) else high)
+        return stats.mstats.median_cihs(medians, 0.05) if len(medians) > 5 else (min(medians), max(medians))
 
     def power_limited(self):
         return any(turn.throttle & POWER_CAP for block in self.blocks for turns in block.values() for turn in turns)
