@@ -38,7 +38,7 @@ class FakeGpu:
     def seconds(self):
         return self.now
 
-    def replay(self, graph, count):
+    def replay(self, graph, count, warm=0):
         us, key = graph.enqueue() * graph.launches, graph.close
         times = us * (1 + self.noise * self.rng.standard_normal(count)) * (1 + self.noise * self.rng.standard_normal())
         times *= 1 + self.drift * math.sin(self.now * 2)
@@ -460,10 +460,10 @@ def test_a_side_whose_bits_change_gets_no_time(course, capsys):
     (engine.CudaError("an illegal access"), 3, "an illegal access; what was measured until then is in results/ab/")])
 def test_an_end_in_the_middle_keeps_the_samples(course, tmp_path, error, code, sentence):
     class Ends(FakeGpu):
-        def replay(self, graph, count):
+        def replay(self, graph, count, warm=0):
             if self.now > 0.5:
                 raise error
-            return super().replay(graph, count)
+            return super().replay(graph, count, warm)
     with pytest.raises(builds.Refused, match=sentence) as e:
         course(harmless, harmless, Ends())
     assert e.value.code == code and len(rows(tmp_path, "samples")) > 20 and not rows(tmp_path, "ab")

@@ -189,8 +189,8 @@ class Cuda:
         self("cuGraphDestroy", graph)
         return lambda: self("cuGraphLaunch", replay, self.stream), lambda: self("cuGraphExecDestroy", replay)
 
-    def time(self, enqueue, count):
-        """Microseconds of each of count calls, enqueued one behind the other; and the state meanwhile."""
+    def time(self, enqueue, count, warm=0):
+        """Microseconds of each of count calls, enqueued one behind the other; and the state once warm of them ran."""
         while len(self.events) <= count:
             self.events.append(ctypes.c_void_p())
             self("cuEventCreate", ctypes.byref(self.events[-1]), 0)
@@ -198,6 +198,7 @@ class Cuda:
         for event in self.events[1:count + 1]:
             enqueue()
             self("cuEventRecord", event, self.stream)
+        self("cuEventSynchronize", self.events[warm])
         state = self.nvml.state()
         self("cuEventSynchronize", self.events[count])
         ms, times = ctypes.c_float(), []
@@ -206,10 +207,10 @@ class Cuda:
             times.append(1e3 * ms.value)
         return times, state
 
-    def replay(self, graph, count):
-        """Microseconds of each of count replays, and (MHz, throttle reasons) while they ran."""
+    def replay(self, graph, count, warm=0):
+        """Microseconds of each of count replays, and (MHz, throttle reasons) once warm of them ran."""
         self.fill(graph.workspace[0], 0, graph.workspace[1])
-        return self.time(graph.enqueue, count)
+        return self.time(graph.enqueue, count, warm)
 
 
 def find_gpu():
@@ -596,7 +597,7 @@ STEADY = Pace(100e3, 10e3, 5)  # for contenders that draw very different power
 RESTED = Pace(0, 10e3, 1, rest_s=0.3)  # before the power limit is reached
 FIRST_WARM_UP_S = 0.3
 IDLE, CLOCK_SETTING, POWER_CAP, DISPLAY = 1, 2, 4, 256  # NVML's throttle reasons that leave times comparable
-CLOCK_OFF = 0.1  # of a turn, from the median of its contender, that is a disturbance
+CLOCK_OFF = 0.1  # of a turn, from the median of its contender, that is a disturbance; at the power limit clocks vary
 
 
 class Series:
@@ -613,7 +614,7 @@ class Series:
             time.sleep(pace.rest_s)
         warm = math.ceil(pace.warm_us / graph.replay_us)
         timed = max(pace.fewest, math.ceil(pace.timed_us / graph.replay_us))
-        times, state = self.gpu.replay(graph, warm + timed)
+        times, state = self.gpu.replay(graph, warm + timed, warm)
         turn = Turn(tuple(us / graph.launches for us in times[warm:]), *state)
         self.record(key, turn)
         return turn
@@ -649,7 +650,7 @@ class Series:
         clocks = {name: self.clock(name) for name in (key, base)}
 
         def disturbed(name, turn):
-            return (turn.throttle & ~(IDLE | CLOCK_SETTING | POWER_CAP | DISPLAY) or
+            return (turn.throttle & ~(IDLE | CLOCK_SETTING | POWER_CAP | DISPLAY) or not turn.throttle & POWER_CAP and
                     abs(turn.clock_mhz - clocks[name]) > CLOCK_OFF * clocks[name])
         kept = [sum(math.log(b.median / a.median) for b, a in zip(block[key], block[base])) / 2
                 for block in self.blocks
