@@ -24,15 +24,17 @@ import steps  # noqa: E402
 class FakeGpu:
     """Memory in NumPy arrays, and a clock of its own: replays take what their graph says, with the noise of a
     GPU. Each of slow drift, hiccups, a power limit (whose clock keeps for a while what the contender before
-    left), throttling and a neighbour that takes the memory away in slices can be turned on."""
+    left, and may dip each second for a fifth of one), throttling and a neighbour that takes the memory away in slices can be turned on."""
     name, arch, cuda = "Fake", "90a", "13.0"
 
     class nvml:
         driver = "1"
 
-    def __init__(self, seed=0, noise=0.001, drift=0.0, hiccups=0.0, power=None, hog_at=math.inf, hot_at=math.inf):
+    def __init__(self, seed=0, noise=0.001, drift=0.0, hiccups=0.0, power=None, dips=False, hog_at=math.inf,
+                 hot_at=math.inf):
         self.rng = np.random.default_rng(seed)
         self.noise, self.drift, self.hiccups, self.power = noise, drift, hiccups, power or {}
+        self.dip_at = self.rng.random() if dips else math.inf
         self.hog_at, self.hot_at, self.now, self.clock, self.memory = hog_at, hot_at, 0.0, 1.0, {}
 
     def seconds(self):
@@ -50,6 +52,10 @@ class FakeGpu:
         if self.power:
             for i, t in enumerate(times):
                 goal = self.power[key] * (1 + 0.002 * self.rng.standard_normal())
+                now = self.now + times[:i].sum() * 1e-6
+                if now > self.dip_at:
+                    goal *= 0.85
+                    self.dip_at += (now > self.dip_at + 0.2) * (0.8 + 0.4 * self.rng.random())
                 self.clock += (goal - self.clock) * (1 - math.exp(-t * 1e-6 / 0.01))
                 times[i] = t / self.clock
         hot = self.now > self.hot_at
@@ -107,21 +113,22 @@ def verdicts(count, ratio, us=20.0, **gpu):
 
 QUIET, DRIFTS = dict(), dict(drift=0.02, noise=0.002)
 HICCUPS, WEAK = dict(hiccups=0.05, noise=0.002), dict(us=5000.0, power={"A": 0.8, "B": 0.8})
+DIPS = dict(WEAK, us=1000.0, dips=True)
 
 
-@pytest.mark.parametrize("gpu", [QUIET, DRIFTS, HICCUPS, WEAK, dict(noise=0.004)])
+@pytest.mark.parametrize("gpu", [QUIET, DRIFTS, HICCUPS, WEAK, DIPS, dict(noise=0.004)])
 def test_a_line_against_itself_is_the_same(gpu):
     found = verdicts(100, 1.0, **gpu)
     assert found.get("SAME", 0) >= 99 and not found.get("FASTER", 0) + found.get("SLOWER", 0), found
 
 
-@pytest.mark.parametrize("gpu", [QUIET, DRIFTS, HICCUPS, WEAK])
+@pytest.mark.parametrize("gpu", [QUIET, DRIFTS, HICCUPS, WEAK, DIPS])
 def test_one_percent_more_is_slower(gpu):
     found = verdicts(60, 1.0095, **gpu)
     assert found.get("SLOWER", 0) >= 59, found
 
 
-@pytest.mark.parametrize("gpu", [QUIET, DRIFTS, HICCUPS, WEAK])
+@pytest.mark.parametrize("gpu", [QUIET, DRIFTS, HICCUPS, WEAK, DIPS])
 def test_half_a_percent_more_is_mostly_slower_and_never_faster(gpu):
     found = verdicts(50, 1.0047, **gpu)
     assert found.get("SLOWER", 0) >= 40 and "FASTER" not in found, found

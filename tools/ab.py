@@ -137,9 +137,9 @@ def time_problem(gpu, kernels, problems, budget, samples, verdicts):
 
 def sentence_of(key, v):
     """The verdict in words."""
-    counts = f"{v.blocks} blocks, {v.thrown_out} thrown out as disturbed"
+    counts = f"{v.pairs} pairs, {v.thrown_out} thrown out as disturbed"
     if not v.ratio > 0:
-        return f"{key} against A is UNCLEAR: too few blocks ({counts})."
+        return f"{key} against A is UNCLEAR: too few pairs ({counts})."
     interval = f"99% interval {100 * v.low - 100:+.2f}% to {100 * v.high - 100:+.2f}%; {counts}"
     words = {"FASTER": "is FASTER:", "SLOWER": "is SLOWER:", "SAME": "is the SAME:", "UNCLEAR": "is UNCLEAR:"}
     return f"{key} {words[v.verdict]} {100 * v.ratio - 100:+.2f}% of A's time ({interval})."

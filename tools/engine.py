@@ -2,8 +2,8 @@
 
 Each contender is captured into a CUDA graph. A turn is a stretch of its replays, of which the first, by time,
 only warm up; a block is a turn of each contender in random order and another one in the reverse order, so that
-what drifts falls on all alike. What is compared is the blocks: the logarithm of the ratio of two contenders'
-times in a block is one number, and those numbers are judged by Verdict. The clock and the reasons for
+what drifts falls on all alike. What is compared is pairs: the logarithm of the ratio of two contenders' times
+in one half of a block is one number, and those numbers are judged by Verdict. The clock and the reasons for
 throttling are read within each turn, while the GPU is at work.
 """
 import argparse
@@ -590,8 +590,9 @@ class Pace:
 
 
 SHORT = Pace(5e3, 5e3)
-# At the power limit a GPU keeps for a while the clock that the contender before left.
-LIMITED = Pace(30e3, 30e3)
+# At the power limit a GPU keeps for a while the clock that the contender before left; and each second or so it
+# dips for 0.2 s, which short turns leave in few pairs.
+LIMITED = Pace(20e3, 20e3)
 BUDGET_S = {SHORT: 0.75, LIMITED: 7.5}  # for each contender
 STEADY = Pace(100e3, 10e3, 5)  # for contenders that draw very different power
 RESTED = Pace(0, 10e3, 1, rest_s=0.3)  # before the power limit is reached
@@ -646,16 +647,15 @@ class Series:
         return any(turn.throttle & POWER_CAP for block in self.blocks for turns in block.values() for turn in turns)
 
     def ratios(self, key, base):
-        """log(time of key / time of base) of the blocks, and how many were thrown out as disturbed."""
+        """log(time of key / time of base) of each half of each block, and how many were thrown out as disturbed."""
         clocks = {name: self.clock(name) for name in (key, base)}
 
         def disturbed(name, turn):
             return (turn.throttle & ~(IDLE | CLOCK_SETTING | POWER_CAP | DISPLAY) or not turn.throttle & POWER_CAP and
                     abs(turn.clock_mhz - clocks[name]) > CLOCK_OFF * clocks[name])
-        kept = [sum(math.log(b.median / a.median) for b, a in zip(block[key], block[base])) / 2
-                for block in self.blocks
-                if not any(disturbed(name, turn) for name in clocks for turn in block[name])]
-        return kept, len(self.blocks) - len(kept)
+        pairs = [pair for block in self.blocks for pair in zip(block[key], block[base])]
+        kept = [math.log(b.median / a.median) for b, a in pairs if not (disturbed(key, b) or disturbed(base, a))]
+        return kept, len(pairs) - len(kept)
 
 
 def warm_up(gpu, graphs):
@@ -681,22 +681,22 @@ ERROR = 0.01  # of all looks together
 class Verdict:
     """B's time over A's. The interval holds the ratio with 1 - ERROR, however often it was looked at: each of
     the looks has its share of ERROR (Bonferroni), so stopping at any of them keeps it. It is the one of
-    Tukey and McLaughlin (1963) for the trimmed mean, with a fifth of the blocks cut off at each end, so that
+    Tukey and McLaughlin (1963) for the trimmed mean, with a fifth of the pairs cut off at each end, so that
     a hiccup moves nothing.
     SLOWER or FASTER: all of it lies beyond 0.2%. SAME: else, all of it lies within 0.5%. UNCLEAR: else."""
     verdict: str = "UNCLEAR"
     ratio: float = math.nan
     low: float = math.nan
     high: float = math.nan
-    blocks: int = 0
+    pairs: int = 0
     thrown_out: int = 0
 
 
 def judge(ratios, thrown_out=0):
-    """The verdict on the blocks' logarithms of ratios."""
+    """The verdict on the pairs' logarithms of ratios."""
     from scipy import stats
-    if len(ratios) < LOOKS[0] // 2:
-        return Verdict(blocks=len(ratios), thrown_out=thrown_out)
+    if len(ratios) < LOOKS[0]:
+        return Verdict(pairs=len(ratios), thrown_out=thrown_out)
     low, high = stats.mstats.trimmed_mean_ci(ratios, limits=(0.2, 0.2), alpha=ERROR / len(LOOKS))
     if low > MOVED_FROM:
         verdict = "SLOWER"
@@ -772,7 +772,7 @@ class Table:
         self.file.flush()
 
 
-VERDICT_COLUMNS = ("comparison a b problem b_problem D dtype verdict ratio low high blocks thrown_out a_us b_us a_mhz "
+VERDICT_COLUMNS = ("comparison a b problem b_problem D dtype verdict ratio low high pairs thrown_out a_us b_us a_mhz "
                    "b_mhz device driver git_sha").split()
 
 
@@ -781,7 +781,7 @@ def verdict_row(bench, series, base, key, verdict):
     gpu, a, b = bench.gpu, bench.problems[base], bench.problems[key]
     return dict(a=bench.kernels[base].text, b=bench.kernels[key].text, problem=a, b_problem=b, D=a.D, dtype=a.dtype,
                 verdict=verdict.verdict, ratio=f"{verdict.ratio:.5f}", low=f"{verdict.low:.5f}",
-                high=f"{verdict.high:.5f}", blocks=verdict.blocks, thrown_out=verdict.thrown_out,
+                high=f"{verdict.high:.5f}", pairs=verdict.pairs, thrown_out=verdict.thrown_out,
                 a_us=f"{series.us(base):.4f}", b_us=f"{series.us(key):.4f}", a_mhz=f"{series.clock(base):.0f}",
                 b_mhz=f"{series.clock(key):.0f}", device=gpu.name, driver=gpu.nvml.driver, git_sha=git_sha())
 

@@ -9,7 +9,7 @@ import sys
 import builds
 import engine
 
-COLUMNS = "line over shape speed_up low high blocks thrown_out line_us over_us device driver git_sha".split()
+COLUMNS = "line over shape speed_up low high pairs thrown_out line_us over_us device driver git_sha".split()
 
 
 def claims(only):
@@ -32,7 +32,7 @@ def time_claim(gpu, kernels, shape):
         series, found = engine.compare(gpu, bench.graphs)
         v = found["line"]
         row = dict(line=line.name, over=kernels["over"].line.name, shape=shape, speed_up=f"{1 / v.ratio:.4f}",
-                   low=f"{1 / v.high:.4f}", high=f"{1 / v.low:.4f}", blocks=v.blocks, thrown_out=v.thrown_out,
+                   low=f"{1 / v.high:.4f}", high=f"{1 / v.low:.4f}", pairs=v.pairs, thrown_out=v.thrown_out,
                    line_us=f"{series.us('line'):.3f}", over_us=f"{series.us('over'):.3f}", device=gpu.name,
                    driver=gpu.nvml.driver, git_sha=engine.git_sha())
     bench.close()
