@@ -26,7 +26,7 @@ def test_three_builds_of_a_line():
 def test_a_commit_against_the_working_tree():
     if subprocess.run(["git", "rev-parse", "HEAD"], cwd=ROOT, capture_output=True).returncode:
         return  # an unpacked archive has no commits
-    code, out, err = run("ab", "HEAD:scalar_vec2", "scalar_vec2", "--shape", "small")
+    code, out, err = run("ab", "HEAD:scalar_minimal", "scalar_minimal", "--shape", "small")
     assert code == 0 and out.count("PASS") == 2, err
 
 

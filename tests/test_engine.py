@@ -40,7 +40,7 @@ class FakeGpu:
     def seconds(self):
         return self.now
 
-    def replay(self, graph, count, warm=0):
+    def replay(self, graph, count, warm=0, behind=0):
         us, key = graph.enqueue() * graph.launches, graph.close
         times = us * (1 + self.noise * self.rng.standard_normal(count)) * (1 + self.noise * self.rng.standard_normal())
         times *= 1 + self.drift * math.sin(self.now * 2)
@@ -144,12 +144,11 @@ def test_a_neighbour_gives_no_wrong_verdict(hog_at):
     assert set(same) <= {"SAME", "UNCLEAR"} and set(more) <= {"SLOWER", "UNCLEAR"}, (same, more)
 
 
-def test_power_limit_is_settled_within_turns():
-    """B draws more power and gets 2% less clock: that belongs to its time."""
+def test_power_that_a_contender_draws_counts():
+    """B draws more power and gets 2% less clock, most of which is seen in turns."""
     fake = FakeGpu(0, power={"A": 0.80, "B": 0.784})
     series, found = engine.compare(fake, graphs(1000.0, 1000.0), seed=0)
-    assert series.pace is engine.LIMITED
-    assert found["B"].verdict == "SLOWER" and 1.015 < found["B"].ratio < 1.022, found
+    assert found["B"].verdict == "SLOWER" and 1.01 < found["B"].ratio < 1.022, found
 
 
 def test_throttled_blocks_are_thrown_out():
@@ -160,7 +159,7 @@ def test_throttled_blocks_are_thrown_out():
 
 def test_order_is_balanced_and_each_turn_recorded():
     seen = []
-    series = engine.Series(FakeGpu(), dict(graphs(20.0, 20.0), C=graphs(20.0, 20.0)["A"]), engine.SHORT,
+    series = engine.Series(FakeGpu(), dict(graphs(20.0, 20.0), C=graphs(20.0, 20.0)["A"]), engine.PACE,
                            lambda key, turn: seen.append(key), seed=1)
     for _ in range(60):
         series.block()
@@ -467,10 +466,10 @@ def test_a_side_whose_bits_change_gets_no_time(course, capsys):
     (engine.CudaError("an illegal access"), 3, "an illegal access; what was measured until then is in results/ab/")])
 def test_an_end_in_the_middle_keeps_the_samples(course, tmp_path, error, code, sentence):
     class Ends(FakeGpu):
-        def replay(self, graph, count, warm=0):
+        def replay(self, graph, count, warm=0, behind=0):
             if self.now > 0.5:
                 raise error
-            return super().replay(graph, count, warm)
+            return super().replay(graph, count, warm, behind)
     with pytest.raises(builds.Refused, match=sentence) as e:
         course(harmless, harmless, Ends())
     assert e.value.code == code and len(rows(tmp_path, "samples")) > 20 and not rows(tmp_path, "ab")

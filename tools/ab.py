@@ -7,13 +7,13 @@ first contender, and each of the others is compared with it. A contender is
   COMMIT:NAME [KNOB=VALUE...]   the line as that commit has it, as in main~20:hopper
   torch:cudnn                   a kernel of PyTorch: cudnn, flash, efficient or math
 Both are checked first; then they take turns in one process until the interval decides: FASTER or SLOWER (all
-of it beyond 0.2%), SAME (all of it within 0.5%), or UNCLEAR when time is up. Without a GPU: the check on the
+of it beyond 0.3%), SAME (all of it within 0.5%), or UNCLEAR when time is up. Without a GPU: the check on the
 CPU backend and what the compiler says, without times.
   --shape S      the problem: small, mission, mission2, long or B,Hq,Hkv,Sq,Sk; repeatable; default mission and
                  long, without a GPU small and mission
   --b-shape S    B's problem, where it is not A's (as many as --shape)
   --causal C     off, br or tl
-  --budget SEC   seconds of turns for a problem at most (default 1.5, at the power limit 15)
+  --budget SEC   seconds of turns for a problem at most (default 7.5 for each contender)
 Samples and verdicts are added to results/ab/DATE-DEVICE-samples.csv and results/ab/DATE-DEVICE-ab.csv.
 exit: 0 whatever the verdict, 1 a side fails its check, 2 bad usage, 3 a side could not be run, 130 Ctrl-C
 """

@@ -301,6 +301,26 @@ def build_one(line, arch):
     return Built(line, path, log=open(path + ".log").read())
 
 
+def host_library():
+    """tools/library.cu compiled for the CPU backend, for what of sdpa.cu needs no GPU."""
+    sources = ("tools/library.cu", "sdpa.cu", "simt/engine.cpp")
+    path = os.path.join(BUILD, "engine", f"host-{digest(*(Tree().read(source) for source in sources))}.so")
+    if not os.path.exists(path):
+        os.makedirs(os.path.dirname(path), exist_ok=True)
+        new = own_name(path)
+        compiled = run([os.environ.get("CXX", "g++"), "-std=c++17", "-w", "-pthread", "-fPIC", "-shared", "-Isimt", "-x", "c++",
+                        sources[0], sources[2], "-o", new], cwd=ROOT)
+        if compiled.returncode:
+            raise Refused(f"tools/library.cu does not compile: {compiler_words(compiled.stderr)}", 3)
+        os.rename(new, path)
+    return path
+
+
+def natural(name):
+    """A file's name with its number as a number, so that -10 stands behind -2."""
+    return [int(part) if part.isdigit() else part for part in re.split("([0-9]+)", name.rsplit(".", 1)[0])]
+
+
 def replace_file(path, text):
     """Writes a file that is there whole or not at all."""
     new = own_name(path)

@@ -189,8 +189,9 @@ class Cuda:
         self("cuGraphDestroy", graph)
         return lambda: self("cuGraphLaunch", replay, self.stream), lambda: self("cuGraphExecDestroy", replay)
 
-    def time(self, enqueue, count, warm=0):
-        """Microseconds of each of count calls, enqueued one behind the other; and the state once warm of them ran."""
+    def time(self, enqueue, count, warm=0, behind=0):
+        """Microseconds of each of count calls, enqueued one behind the other, and the state once warm of them ran.
+        So many more calls behind them keep the GPU at work until the next ones are enqueued."""
         while len(self.events) <= count:
             self.events.append(ctypes.c_void_p())
             self("cuEventCreate", ctypes.byref(self.events[-1]), 0)
@@ -198,6 +199,8 @@ class Cuda:
         for event in self.events[1:count + 1]:
             enqueue()
             self("cuEventRecord", event, self.stream)
+        for _ in range(behind):
+            enqueue()
         self("cuEventSynchronize", self.events[warm])
         state = self.nvml.state()
         self("cuEventSynchronize", self.events[count])
@@ -207,10 +210,10 @@ class Cuda:
             times.append(1e3 * ms.value)
         return times, state
 
-    def replay(self, graph, count, warm=0):
-        """Microseconds of each of count replays, and (MHz, throttle reasons) once warm of them ran."""
+    def replay(self, graph, count, warm=0, behind=0):
+        """Microseconds of each of count replays, and (MHz, throttle reasons) once warm of them ran; see time()."""
         self.fill(graph.workspace[0], 0, graph.workspace[1])
-        return self.time(graph.enqueue, count, warm)
+        return self.time(graph.enqueue, count, warm, behind)
 
 
 def find_gpu():
@@ -573,6 +576,7 @@ class Bench:
         return any(a.tobytes() != b.tobytes() for a, b in zip(self.read(self.problems[key], outputs), self.outputs[key]))
 
     def close(self):
+        self.gpu.synchronize()
         for graph in self.graphs.values():
             graph.close()
         self.tensors.free()
@@ -589,11 +593,11 @@ class Pace:
     rest_s: float = 0
 
 
-SHORT = Pace(5e3, 5e3)
-# At the power limit a GPU keeps for a while the clock that the contender before left; and each second or so it
-# dips for 0.2 s, which short turns leave in few pairs.
-LIMITED = Pace(20e3, 20e3)
-BUDGET_S = {SHORT: 0.75, LIMITED: 7.5}  # for each contender
+BEHIND_US = 3e3  # of replays that nobody times, while the host reads the times and enqueues the next turn
+# For verdicts. At the power limit the contenders then share one clock, which dips each second or so for 0.2 s: of
+# turns of 20 to 200 ms these left the narrowest intervals within a given time.
+PACE = Pace(10e3, 10e3)
+BUDGET_S = 7.5  # for each contender
 STEADY = Pace(100e3, 10e3, 5)  # for contenders that draw very different power
 RESTED = Pace(0, 10e3, 1, rest_s=0.3)  # before the power limit is reached
 FIRST_WARM_UP_S = 0.3
@@ -615,7 +619,8 @@ class Series:
             time.sleep(pace.rest_s)
         warm = math.ceil(pace.warm_us / graph.replay_us)
         timed = max(pace.fewest, math.ceil(pace.timed_us / graph.replay_us))
-        times, state = self.gpu.replay(graph, warm + timed, warm)
+        behind = 0 if pace.rest_s else math.ceil(BEHIND_US / graph.replay_us)
+        times, state = self.gpu.replay(graph, warm + timed, warm, behind)
         turn = Turn(tuple(us / graph.launches for us in times[warm:]), *state)
         self.record(key, turn)
         return turn
@@ -643,9 +648,6 @@ class Series:
         medians = [turn.median for turn in self.turns(key)]
         return stats.mstats.median_cihs(medians, 0.05) if len(medians) > 5 else (min(medians), max(medians))
 
-    def power_limited(self):
-        return any(turn.throttle & POWER_CAP for block in self.blocks for turns in block.values() for turn in turns)
-
     def ratios(self, key, base):
         """log(time of key / time of base) of each half of each block, and how many were thrown out as disturbed."""
         clocks = {name: self.clock(name) for name in (key, base)}
@@ -659,21 +661,19 @@ class Series:
 
 
 def warm_up(gpu, graphs):
-    """Replays of all, until clocks are up; settles their replay_us. Whether power limits them."""
-    begin, limited = gpu.seconds(), False
+    """Replays of all, until clocks are up; settles their replay_us."""
+    begin = gpu.seconds()
     while gpu.seconds() - begin < FIRST_WARM_UP_S:
         for graph in graphs.values():
-            times, (_, throttle) = gpu.replay(graph, max(2, math.ceil(3e4 / graph.replay_us)))
+            times, _ = gpu.replay(graph, max(2, math.ceil(3e4 / graph.replay_us)))
             graph.replay_us = float(np.median(times))
-            limited |= bool(throttle & POWER_CAP)
-    return limited
 
 
 # ---- the verdict ----
 
 SAME_WITHIN = 0.005  # log ratio
-MOVED_FROM = 0.002
-LOOKS = (8, 12, 18, 27, 40, 60, 90)  # after so many blocks it is asked whether more are needed
+MOVED_FROM = 0.003  # a copy of a library differs by up to 0.25% at 4 us, since its code lies elsewhere
+LOOKS = (8, 12, 20, 32, 50, 80, 125, 200)  # after so many blocks it is asked whether more are needed
 ERROR = 0.01  # of all looks together
 
 
@@ -683,7 +683,7 @@ class Verdict:
     the looks has its share of ERROR (Bonferroni), so stopping at any of them keeps it. It is the one of
     Tukey and McLaughlin (1963) for the trimmed mean, with a fifth of the pairs cut off at each end, so that
     a hiccup moves nothing.
-    SLOWER or FASTER: all of it lies beyond 0.2%. SAME: else, all of it lies within 0.5%. UNCLEAR: else."""
+    SLOWER or FASTER: all of it lies beyond 0.3%. SAME: else, all of it lies within 0.5%. UNCLEAR: else."""
     verdict: str = "UNCLEAR"
     ratio: float = math.nan
     low: float = math.nan
@@ -713,13 +713,9 @@ def judge(ratios, thrown_out=0):
 def compare(gpu, graphs, record=lambda key, turn: None, budget_s=None, seed=None):
     """Turns of all contenders until each is decided against the first, or time is up.
     Returns the series and {key: Verdict} of all but the first."""
-    pace = LIMITED if warm_up(gpu, graphs) else SHORT
-    while True:
-        series = Series(gpu, graphs, pace, record, seed)
-        verdicts = decide(series, budget_s or BUDGET_S[pace] * len(graphs))
-        if pace is LIMITED or not series.power_limited():
-            return series, verdicts
-        pace = LIMITED
+    warm_up(gpu, graphs)
+    series = Series(gpu, graphs, PACE, record, seed)
+    return series, decide(series, budget_s or BUDGET_S * len(graphs))
 
 
 def measure(gpu, graphs, pace, blocks, record=lambda key, turn: None):
@@ -737,8 +733,6 @@ def decide(series, budget_s):
     for look in LOOKS:
         while len(series.blocks) < look and series.gpu.seconds() - begin < budget_s:
             series.block()
-            if series.pace is SHORT and series.power_limited():
-                return {}
         verdicts = {key: judge(*series.ratios(key, base)) for key in others}
         if len(series.blocks) < look or all(verdict.verdict != "UNCLEAR" for verdict in verdicts.values()):
             break

@@ -24,6 +24,16 @@ int sdpa_library_forward(const sdpa::SdpaParams* p, cudaStream_t stream, char* t
   return status.code;
 }
 
+// The rows of TUNED_TILES, and the clocks that the cost model gives a problem with a tile, which need be none of
+// them. For tools/fit.py.
+int sdpa_library_tiles(const sdpa::TunedTile** first) {
+  *first = sdpa::TUNED_TILES;
+  return sdpa::TILES;
+}
+double sdpa_library_tile_clocks(const sdpa::TunedTile* tile, const sdpa::SdpaParams* p, int sms) {
+  return sdpa::tuned_clocks(*tile, *p, sms);
+}
+
 // The launch as sizes of symbols, which `nm -S` reads out of an object file.
 char sdpa_library_threads[sdpa::FirstBuild::threads];
 char sdpa_library_smem_bytes[sizeof(sdpa::SharedOf<sdpa::FirstBuild>)];

@@ -1,0 +1,300 @@
+#!/usr/bin/env python3
+"""usage: ./run_all.sh fit [--head-dim D]... [--from CSV]
+       ./run_all.sh fit --check [CSV]...
+Does TUNED_TILES choose well, and would other costs choose better? Times every tile of the table, as a line of its own,
+on a list of problems; fits the costs of sdpa.cu's model to the times; prints for each problem the tiles that both
+tables choose, the quickest one, and what the choices lose; and prints the rows with the fitted costs, to paste. A GPU
+other than the one of sdpa.cu's table gets its own table so. The times go to results/fit/DATE-DEVICE.csv.
+  --head-dim D   64, 128 or 256; repeatable; default all that have two tiles or more
+  --from CSV     fits to these rows and measures nothing
+  --check        judges the table in sdpa.cu by rows of results/fit (default: the newest), and measures nothing
+exit: 0, 1 with --check: the table chooses badly (above 5% lost on a problem, or 1% on average) or a tile was never
+timed, 2 bad usage, 3 a tile could not be run
+"""
+import argparse
+import csv
+import ctypes
+import math
+import os
+import subprocess
+import sys
+
+import numpy as np
+
+import builds
+import engine
+from builds import Refused
+
+SHAPES = """1,8,8,128,128 1,8,8,256,256 mission mission2 1,8,8,512,8192 1,8,8,768,768 1,8,8,1024,1024 1,16,16,1000,1777
+long 1,2,2,8192,8192 1,4,4,4096,4096 8,16,16,512,512 4,8,8,1024,1024 2,16,16,2048,2048 16,16,16,1024,1024
+4,16,16,4096,4096 4,32,32,4096,4096""".split()
+PACE, BLOCKS = engine.Pace(50e3, 10e3), 2
+COLUMNS = ("D dtype shape B Hq Hkv Sq Sk causal tile us lo_us hi_us clock_mhz check device sms driver cuda "
+           "git_sha").split()
+WORST_LOSS, MEAN_LOSS = 0.05, 0.01
+MODEL_ERROR, PRIOR, SPREAD, ROUNDS = 0.01, 0.1, 0.4, 300  # of fit_choices(), in logarithms; generations of its search
+
+
+# ---- sdpa.cu's table and its model ----
+
+class Tile(ctypes.Structure):
+    """sdpa.cu's TunedTile, member by member."""
+    _fields_ = ([(name, ctypes.c_int) for name in
+                 ("head_dim", "block_m", "block_n", "num_warps", "stages", "split_kv", "schedule")] +
+                [(name, ctypes.c_double) for name in
+                 ("item_clocks", "scores_per_clock", "causal_scores_per_clock")])
+    KNOBS = ("HEAD_DIM", "BLOCK_M", "BLOCK_N", "NUM_WARPS", "STAGES", "SPLIT_KV")
+    SCHEDULE = ((1, "copiers", "USE_WARP_SPECIALIZATION"), (2, "overlap", "OVERLAP"),
+                (4, "persistent", "USE_PERSISTENT_CTA"), (8, "ping_pong", "USE_PING_PONG"),
+                (16, "skip_masked", "SKIP_MASKED"), (32, "multicast", "MULTICAST"), (64, "swap_ab", "SWAP_AB"))
+
+    @property
+    def knobs(self):
+        """What a line types to be this tile alone."""
+        sizes = [f"{knob}={getattr(self, name)}" for knob, (name, _) in zip(self.KNOBS, self._fields_)]
+        flags = [f"{knob}=1" for bit, _, knob in self.SCHEDULE if self.schedule & bit]
+        return " ".join(sizes + flags + ([] if self.schedule & 64 else ["USE_LAZY_MAX=1"]))
+
+    @property
+    def costs(self):
+        return np.array([self.item_clocks, self.scores_per_clock, self.causal_scores_per_clock])
+
+    def row(self):
+        """The row of TUNED_TILES."""
+        words = [name for bit, name, _ in self.SCHEDULE if self.schedule & bit]
+        if "overlap" in words:
+            words.remove("copiers")  # which overlap stands for as well
+        numbers = [getattr(self, name) for name, _ in self._fields_[:6]]
+        return "    {%s, %s, %s}," % (", ".join(map(str, numbers)), " | ".join(words),
+                                      ", ".join(f"{cost:g}" for cost in self.costs))
+
+
+class Model:
+    """The tiles of sdpa.cu and the cost model that chooses, out of sdpa.cu itself, compiled for the host."""
+
+    def __init__(self):
+        self.library = ctypes.CDLL(builds.host_library())
+        self.library.sdpa_library_tile_clocks.restype = ctypes.c_double
+        first = ctypes.POINTER(Tile)()
+        count = self.library.sdpa_library_tiles(ctypes.byref(first))
+        self.tiles = [first[i] for i in range(count)]
+
+    def clocks(self, tile, problem, sms):
+        p = engine.SdpaParams(B=problem.B, Hq=problem.Hq, Hkv=problem.Hkv, Sq=problem.Sq, Sk=problem.Sk, D=problem.D,
+                              causal=engine.CAUSAL.index(problem.causal))
+        return self.library.sdpa_library_tile_clocks(ctypes.byref(tile), ctypes.byref(p), sms)
+
+    def choose(self, tiles, problem, sms):
+        """The tile of the least cost; of equal ones the first, as choose_tile() has it."""
+        return min(tiles, key=lambda tile: self.clocks(tile, problem, sms))
+
+
+# ---- times ----
+
+def measure(gpu, tiles, table):
+    """Times these tiles on every problem; rows go to the table. Returns them."""
+    tree, rows = builds.loadable(builds.Tree()), []
+    lines = {tile.knobs: builds.Line(tree, "hopper", ("USE_TUNED=0", *tile.knobs.split())) for tile in tiles}
+    built = builds.build(lines.values(), gpu.arch)
+    kernels = {knobs: engine.load(line, gpu, built) for knobs, line in lines.items()}
+    problems = [engine.parse_problem(shape, causal).typed(D, "fp16")
+                for D in sorted({tile.head_dim for tile in tiles}) for causal in ("off", "br") for shape in SHAPES]
+    for number, problem in enumerate(problems):
+        if sys.stderr.isatty():
+            print(f"\r{number + 1} of {len(problems)} problems", end="", file=sys.stderr)
+        own = {knobs: kernel for knobs, kernel in kernels.items() if problem.fits(kernel.line)}
+        bench = engine.Bench(gpu, own, dict.fromkeys(own, problem))
+        for knobs, sentence in bench.skipped.items():
+            raise Refused(f"{knobs}: cannot run {problem}: {sentence}", 3)
+        series = engine.measure(gpu, bench.fit_to_time(), PACE, BLOCKS)
+        for knobs in own:
+            timed = knobs in series.graphs
+            low, high = series.interval(knobs) if timed else ("", "")
+            rows.append(dict(
+                D=problem.D, dtype=problem.dtype, shape=problem.shape, B=problem.B, Hq=problem.Hq, Hkv=problem.Hkv,
+                Sq=problem.Sq, Sk=problem.Sk, causal=problem.causal, tile=knobs,
+                us=f"{series.us(knobs):.3f}" if timed else "", lo_us=timed and f"{low:.3f}" or "",
+                hi_us=timed and f"{high:.3f}" or "", clock_mhz=f"{series.clock(knobs):.0f}" if timed else "",
+                check="PASS" if timed else "FAIL", device=gpu.name, sms=gpu.attribute(16),  # MULTIPROCESSOR_COUNT
+                driver=gpu.nvml.driver, cuda=gpu.cuda, git_sha=engine.git_sha()))
+            table.add(**rows[-1])
+        bench.close()
+    return [{name: str(value) for name, value in row.items()} for row in rows]
+
+
+def read_rows(path):
+    if not os.path.exists(path):
+        raise Refused(f"{path}: there is no such file")
+    with open(path, newline="") as file:
+        rows = list(csv.DictReader(file))
+    if not rows or set(COLUMNS) - set(rows[0]):
+        raise Refused(f"{path}: want rows that ./run_all.sh fit wrote, with the columns {' '.join(COLUMNS)}")
+    return rows
+
+
+def newest():
+    folder = os.path.join(builds.ROOT, "results", "fit")
+    files = sorted(os.listdir(folder), key=builds.natural) if os.path.isdir(folder) else []
+    if not files:
+        raise Refused("results/fit has no rows; measure them with: ./run_all.sh fit")
+    return os.path.join(folder, files[-1])
+
+
+def by_problem(rows):
+    """{problem: {tile's knobs: us}} of the rows that passed."""
+    found = {}
+    for row in rows:
+        problem = engine.Problem(row["shape"], *(int(row[name]) for name in ("B", "Hq", "Hkv", "Sq", "Sk", "D")),
+                                 row["dtype"], row["causal"])
+        if row["check"] == "PASS":
+            found.setdefault(problem, {})[row["tile"]] = float(row["us"])
+    return found
+
+
+# ---- the fit ----
+
+def with_costs(tile, costs):
+    """The same tile at other costs."""
+    return Tile(*(getattr(tile, name) for name, _ in Tile._fields_[:7]), *costs)
+
+
+def fit_times(model, tile, times, sms, mhz):
+    """The logarithms of one tile's costs for which the model comes nearest to its times, in logarithms. A problem
+    on which the tile takes twice as long as the quickest one counts half, since there it is not chosen anyway."""
+    from scipy import optimize
+    problems = [problem for problem in times if tile.knobs in times[problem]]
+    clocks = np.array([times[problem][tile.knobs] * mhz for problem in problems])
+    weights = np.array([min(times[problem].values()) / times[problem][tile.knobs] for problem in problems])
+
+    def misses(logarithms):
+        candidate = with_costs(tile, np.exp(logarithms))
+        return weights * np.log([model.clocks(candidate, problem, sms) for problem in problems] / clocks)
+    return optimize.least_squares(misses, np.log(tile.costs), loss="soft_l1", f_scale=0.05).x
+
+
+def fit_choices(model, tiles, times, sms, mhz, seed=0):
+    """These tiles at costs for which the choices lose least: the mean over the problems of the loss of each tile,
+    weighted by how likely it is chosen if the model is off by MODEL_ERROR. Searched by differential evolution
+    around the costs that explain the times best, from which a step of 10% has to save PRIOR / 100 on average."""
+    from scipy import optimize
+    problems = [problem for problem in times if problem.D == tiles[0].head_dim]
+    us = np.array([[times[problem].get(tile.knobs, math.inf) for tile in tiles] for problem in problems])
+    loss = us / us.min(1, keepdims=True) - 1
+    start = np.concatenate([fit_times(model, tile, times, sms, mhz) for tile in tiles])
+
+    def expected_loss(logarithms):
+        costs = np.exp(logarithms).reshape(len(tiles), -1)
+        candidates = [with_costs(tile, cost) for tile, cost in zip(tiles, costs)]
+        clocks = np.log([[model.clocks(tile, problem, sms) for tile in candidates] for problem in problems])
+        likely = np.exp((clocks.min(1, keepdims=True) - clocks) / MODEL_ERROR)
+        lost = (np.minimum(loss, 1) * likely).sum(1) / likely.sum(1)
+        return float(lost.mean() + PRIOR * ((logarithms - start) ** 2).mean())
+    best = optimize.differential_evolution(expected_loss, [(x - SPREAD, x + SPREAD) for x in start], x0=start,
+                                           seed=seed, maxiter=ROUNDS, popsize=4, tol=0, polish=False)
+    rounded = [float(f"{cost:.3g}") for cost in np.exp(best.x)]
+    return [with_costs(tile, rounded[3 * i:3 * i + 3]) for i, tile in enumerate(tiles)]
+
+
+def losses(model, tiles, times, sms):
+    """{problem: (chosen tile, loss)}: how much longer than the quickest tile the chosen one takes."""
+    found = {}
+    for problem, us in times.items():
+        own = [tile for tile in tiles if tile.head_dim == problem.D and tile.knobs in us]
+        chosen = model.choose(own, problem, sms)
+        found[problem] = chosen, us[chosen.knobs] / min(us[tile.knobs] for tile in own) - 1
+    return found
+
+
+def short(tile):
+    """A name for a column."""
+    marks = "".join(mark for bit, mark in ((8, "p"), (16, "s"), (32, "m"), (64, "t")) if tile.schedule & bit)
+    return f"{tile.block_m}x{tile.block_n}x{tile.split_kv}{marks}"
+
+
+def print_choices(tiles, times, tables):
+    """For each problem the quickest tile, and what each table's choice loses."""
+    names = {tile.knobs: short(tile) for tile in tiles}
+    print(f"{'D':>3} {'problem':<24} {'quickest':<12} {'us':>9}" +
+          "".join(f"  {title:<12} {'loses':>6}" for title in tables))
+    for problem, us in times.items():
+        best = min(us, key=us.get)
+        print(f"{problem.D:>3} {str(problem):<24} {names.get(best, best):<12} {us[best]:9.2f}" + "".join(
+            f"  {short(found[problem][0]):<12} {100 * found[problem][1]:5.1f}%" for found in tables.values()))
+    for title, found in tables.items():
+        lost = [loss for _, loss in found.values()]
+        print(f"{title}: the quickest on {sum(loss == 0 for loss in lost)} of {len(lost)} problems, loses "
+              f"{100 * np.mean(lost):.2f}% on average and {100 * max(lost):.1f}% at most")
+    print("(tile: BLOCK_M x BLOCK_N x SPLIT_KV; p ping-pong, s skips the mask, m multicast, t transposed)")
+
+
+def check(model, path):
+    """Judges the table in sdpa.cu by committed rows."""
+    rows = read_rows(path)
+    times, sms, passed = by_problem(rows), int(rows[0]["sms"]), True
+    timed = {knobs for us in times.values() for knobs in us}
+    tiles = [tile for tile in model.tiles if tile.head_dim in {problem.D for problem in times}]
+    for tile in tiles:
+        if tile.knobs not in timed:
+            print(f"never timed: {tile.knobs}; run ./run_all.sh fit on {rows[0]['device']}")
+            passed = False
+    found = losses(model, tiles, times, sms)
+    print_choices(tiles, times, {"sdpa.cu": found})
+    lost = [loss for _, loss in found.values()]
+    for problem, (tile, loss) in found.items():
+        if loss > WORST_LOSS:
+            print(f"D={problem.D} {problem}: {short(tile)} loses {100 * loss:.1f}%, more than {100 * WORST_LOSS:.0f}%")
+            passed = False
+    if np.mean(lost) > MEAN_LOSS:
+        print(f"the table loses {100 * np.mean(lost):.2f}% on average, more than {100 * MEAN_LOSS:.0f}%")
+        passed = False
+    return passed
+
+
+def main():
+    parser = argparse.ArgumentParser(add_help=False, allow_abbrev=False, exit_on_error=False)
+    parser.add_argument("csv", nargs="*")
+    parser.add_argument("--head-dim", action="append")
+    parser.add_argument("--from", dest="rows")
+    parser.add_argument("--check", action="store_true")
+    parser.add_argument("-h", "--help", action="store_true")
+    options = engine.parse_options(parser, sys.argv[1:])
+    if options.help:
+        print(__doc__.strip())
+        return 0
+    if options.csv and not options.check:
+        raise Refused(f"{options.csv[0]}: only --check takes files by themselves; fit to one with --from")
+    dims = [int(D) if D in ("64", "128", "256") else 0 for D in options.head_dim or []]
+    if 0 in dims:
+        raise Refused(f"--head-dim {options.head_dim[dims.index(0)]}: want 64, 128 or 256")
+    if options.check:
+        return 0 if all([check(Model(), path) for path in options.csv or [newest()]]) else 1
+
+    if options.rows:
+        rows, model = read_rows(options.rows), Model()
+    else:
+        gpu = engine.find_gpu()
+        if not gpu:
+            raise Refused("it times kernels and there is no GPU here; --from CSV and --check need none")
+        model = Model()
+        count = {D: sum(tile.head_dim == D for tile in model.tiles) for D in (64, 128, 256)}
+        tiles = [tile for tile in model.tiles if tile.head_dim in (dims or [D for D in count if count[D] > 1])]
+        table = engine.Table(engine.results_path("fit", gpu.name, new=True), COLUMNS)
+        rows = measure(gpu, tiles, table)
+        print(f"rows: {table.name}", file=sys.stderr)
+    rows = [row for row in rows if not dims or int(row["D"]) in dims]
+    times, sms = by_problem(rows), int(rows[0]["sms"])
+    timed = {knobs for us in times.values() for knobs in us}
+    tiles = [tile for tile in model.tiles if tile.knobs in timed]
+    mhz = max(float(row["clock_mhz"]) for row in rows if row["clock_mhz"])
+    fitted = [tile for D in sorted({tile.head_dim for tile in tiles})
+              for tile in fit_choices(model, [tile for tile in tiles if tile.head_dim == D], times, sms, mhz)]
+    print_choices(tiles, times, {"sdpa.cu": losses(model, tiles, times, sms),
+                                 "fitted": losses(model, fitted, times, sms)})
+    print(f"\n// For {rows[0]['device']}, fitted by ./run_all.sh fit:")
+    for tile in fitted:
+        print(tile.row())
+    return 0
+
+
+if __name__ == "__main__":
+    engine.command("fit", main)
