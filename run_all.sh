@@ -11,6 +11,7 @@ usage: ./run_all.sh [--cpu] [--only REGEX] [--shape S]... [--csv] [-- OPTION...]
        ./run_all.sh ab NAME KNOB=VALUE...    is the line faster with these knobs? ab --help
        ./run_all.sh ab main~20:NAME NAME     is it faster than it was? or than another line?
        ./run_all.sh ablate NAME [--svg]      what each knob of a line is worth. ablate --help
+       ./run_all.sh fit [--check]            does TUNED_TILES choose well on this GPU? fit --help
        ./run_all.sh gates [--only REGEX]     registers, spills, shared memory, duplicates, steps
        ./run_all.sh profile NAME [--shape S] what binds a line's kernel, by ncu
        ./run_all.sh stress [NAME...]         the same bits whatever runs beside it? stress --help
@@ -363,7 +364,7 @@ run_tests() {
 }
 
 case ${1-} in
-  ab|ablate)
+  ab|ablate|fit)
     need_python numpy scipy
     exec "$python" "tools/$1.py" "${@:2}"
     ;;

@@ -514,7 +514,7 @@ class Reference:
 # ---- contenders of a problem, ready to take turns ----
 
 LAUNCHES = 20  # of a graph, as in the executables; more of short ones, so that a replay takes REPLAY_US
-REPLAY_US, LONGEST_REPLAY_US = 500, 10e3
+REPLAY_US, LONGEST_REPLAY_US = 500, 2.5e3
 
 
 class Bench:
@@ -542,7 +542,7 @@ class Bench:
         self.outputs[key] = O, LSE
         times, _ = self.gpu.time(launch, 3)
         launches = max(LAUNCHES, min(math.ceil(REPLAY_US / min(times)), 400))
-        while launches > 2 and launches * min(times) > LONGEST_REPLAY_US:
+        while launches > 1 and launches * min(times) > LONGEST_REPLAY_US:
             launches //= 2
         enqueue, close = kernel.capture(self.gpu, launch, launches)
         graph = Graph(enqueue, launches, 1.0, workspace, close)
@@ -593,10 +593,10 @@ class Pace:
     rest_s: float = 0
 
 
-BEHIND_US = 3e3  # of replays that nobody times, while the host reads the times and enqueues the next turn
-# For verdicts. At the power limit the contenders then share one clock, which dips each second or so for 0.2 s: of
-# turns of 20 to 200 ms these left the narrowest intervals within a given time.
-PACE = Pace(10e3, 10e3)
+BEHIND_US = 2e3  # of replays that nobody times, while the host reads the times and enqueues the next turn
+# For verdicts. At the power limit the clock steps up and down by 1% every 50 ms or so and dips each second for 0.2 s:
+# the shorter the turns, the more pairs see one clock. A contender that draws more power slows the others then, too.
+PACE = Pace(5e3, 5e3, 2)
 BUDGET_S = 7.5  # for each contender
 STEADY = Pace(100e3, 10e3, 5)  # for contenders that draw very different power
 RESTED = Pace(0, 10e3, 1, rest_s=0.3)  # before the power limit is reached
@@ -672,8 +672,9 @@ def warm_up(gpu, graphs):
 # ---- the verdict ----
 
 SAME_WITHIN = 0.005  # log ratio
-MOVED_FROM = 0.003  # a copy of a library differs by up to 0.25% at 4 us, since its code lies elsewhere
-LOOKS = (8, 12, 20, 32, 50, 80, 125, 200)  # after so many blocks it is asked whether more are needed
+MOVED_FROM = 0.003
+RESOLUTION_US = 0.03  # by as much a copy of a library differs from it, since its code lies elsewhere
+LOOKS = (8, 12, 20, 32, 50, 80, 125, 200, 300)  # after so many blocks it is asked whether more are needed
 ERROR = 0.01  # of all looks together
 
 
@@ -683,7 +684,8 @@ class Verdict:
     the looks has its share of ERROR (Bonferroni), so stopping at any of them keeps it. It is the one of
     Tukey and McLaughlin (1963) for the trimmed mean, with a fifth of the pairs cut off at each end, so that
     a hiccup moves nothing.
-    SLOWER or FASTER: all of it lies beyond 0.3%. SAME: else, all of it lies within 0.5%. UNCLEAR: else."""
+    SLOWER or FASTER: all of it lies beyond 0.3%, or 30 ns if that is more. SAME: else, all of it lies within 0.5% or
+    30 ns. UNCLEAR: else."""
     verdict: str = "UNCLEAR"
     ratio: float = math.nan
     low: float = math.nan
@@ -692,17 +694,18 @@ class Verdict:
     thrown_out: int = 0
 
 
-def judge(ratios, thrown_out=0):
-    """The verdict on the pairs' logarithms of ratios."""
+def judge(ratios, thrown_out=0, us=math.inf):
+    """The verdict on the pairs' logarithms of ratios; the base takes us microseconds."""
     from scipy import stats
     if len(ratios) < LOOKS[0]:
         return Verdict(pairs=len(ratios), thrown_out=thrown_out)
     low, high = stats.mstats.trimmed_mean_ci(ratios, limits=(0.2, 0.2), alpha=ERROR / len(LOOKS))
-    if low > MOVED_FROM:
+    moved, same = (max(limit, RESOLUTION_US / us) for limit in (MOVED_FROM, SAME_WITHIN))
+    if low > moved:
         verdict = "SLOWER"
-    elif high < -MOVED_FROM:
+    elif high < -moved:
         verdict = "FASTER"
-    elif -SAME_WITHIN < low and high < SAME_WITHIN:
+    elif -same < low and high < same:
         verdict = "SAME"
     else:
         verdict = "UNCLEAR"
@@ -733,7 +736,7 @@ def decide(series, budget_s):
     for look in LOOKS:
         while len(series.blocks) < look and series.gpu.seconds() - begin < budget_s:
             series.block()
-        verdicts = {key: judge(*series.ratios(key, base)) for key in others}
+        verdicts = {key: judge(*series.ratios(key, base), series.us(base)) for key in others}
         if len(series.blocks) < look or all(verdict.verdict != "UNCLEAR" for verdict in verdicts.values()):
             break
     return verdicts

@@ -65,8 +65,8 @@ class Tile(ctypes.Structure):
         if "overlap" in words:
             words.remove("copiers")  # which overlap stands for as well
         numbers = [getattr(self, name) for name, _ in self._fields_[:6]]
-        return "    {%s, %s, %s}," % (", ".join(map(str, numbers)), " | ".join(words),
-                                      ", ".join(f"{cost:g}" for cost in self.costs))
+        costs = f"{self.item_clocks:g}, {self.scores_per_clock!r}, {self.causal_scores_per_clock!r}"
+        return f"    {{{', '.join(map(str, numbers))}, {' | '.join(words)}, {costs}}},"
 
 
 class Model:
@@ -127,7 +127,7 @@ def read_rows(path):
         raise Refused(f"{path}: there is no such file")
     with open(path, newline="") as file:
         rows = list(csv.DictReader(file))
-    if not rows or set(COLUMNS) - set(rows[0]):
+    if not rows or set(COLUMNS) - set(rows[0]) or None in rows[0]:
         raise Refused(f"{path}: want rows that ./run_all.sh fit wrote, with the columns {' '.join(COLUMNS)}")
     return rows
 

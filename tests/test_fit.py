@@ -1,0 +1,119 @@
+"""run_all.sh fit: its choices are sdpa.cu's, it finds costs that choose better, and it judges a table.
+usage: python3 -m pytest tests/test_fit.py"""
+import csv
+import os
+import re
+import subprocess
+import sys
+
+import numpy as np
+import pytest
+
+ROOT = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))
+sys.path.insert(0, os.path.join(ROOT, "tools"))
+import builds  # noqa: E402
+import engine  # noqa: E402
+import fit  # noqa: E402
+
+MHZ, SMS = 1800.0, 132
+
+
+@pytest.fixture(scope="module")
+def model():
+    return fit.Model()
+
+
+def problems(D=64):
+    return [engine.parse_problem(shape, causal).typed(D, "fp16") for causal in ("off", "br") for shape in fit.SHAPES]
+
+
+def write_rows(path, model, tiles, noise=0.0, seed=0):
+    """Rows in which these tiles take what the model says, give or take some noise."""
+    rng = np.random.default_rng(seed)
+    with open(path, "w", newline="") as file:
+        out = csv.DictWriter(file, fit.COLUMNS)
+        out.writeheader()
+        for p in [p for D in sorted({tile.head_dim for tile in tiles}) for p in problems(D)]:
+            for tile in (tile for tile in tiles if tile.head_dim == p.D):
+                us = model.clocks(tile, p, SMS) / MHZ * (1 + noise * rng.standard_normal())
+                out.writerow(dict(D=p.D, dtype=p.dtype, shape=p.shape, B=p.B, Hq=p.Hq, Hkv=p.Hkv, Sq=p.Sq, Sk=p.Sk,
+                                  causal=p.causal, tile=tile.knobs, us=f"{us:.3f}", clock_mhz=MHZ, check="PASS",
+                                  device="Fake", sms=SMS))
+    return str(path)
+
+
+def at_other_costs(tiles, seed=7, spread=0.25):
+    rng = np.random.default_rng(seed)
+    return [fit.with_costs(tile, tile.costs * np.exp(spread * rng.uniform(-1, 1, 3))) for tile in tiles]
+
+
+def run(*words):
+    done = subprocess.run([sys.executable, os.path.join(ROOT, "tools", "fit.py"), *words], capture_output=True, text=True)
+    return done.returncode, done.stdout, done.stderr
+
+
+def test_rows_are_printed_as_they_stand_in_sdpa_cu(model):
+    text = builds.Tree().read("sdpa.cu")
+    table = re.search(r"constexpr TunedTile TUNED_TILES\[\] = \{\n(.*?)\n\};", text, re.DOTALL).group(1)
+    assert "\n".join(tile.row() for tile in model.tiles) == table
+
+
+def test_a_tile_is_a_line(model):
+    tree = builds.Tree()
+    for tile in model.tiles:
+        line = builds.Line(tree, "hopper", ("USE_TUNED=0", *tile.knobs.split()))
+        assert tree.refusal(line.words) == "" and line.D == tile.head_dim
+
+
+def test_costs_are_found_that_choose_well(model, tmp_path):
+    """The GPU has other costs than the table: it chooses badly, and what is fitted to noisy times does not."""
+    table = [tile for tile in model.tiles if tile.head_dim == 64]
+    truth = at_other_costs(table)
+    times = fit.by_problem(fit.read_rows(write_rows(tmp_path / "rows.csv", model, truth, noise=0.01)))
+    before = [loss for _, loss in fit.losses(model, table, times, SMS).values()]
+    fitted = fit.fit_choices(model, table, times, SMS, MHZ)
+    after = [loss for _, loss in fit.losses(model, fitted, times, SMS).values()]
+    assert np.mean(before) > 0.05 and max(before) > 0.2
+    assert np.mean(after) < 0.005 and max(after) < 0.05, (before, after)
+
+
+def test_check_tells_a_good_table_from_a_bad_one(model, tmp_path):
+    assert run("--check", write_rows(tmp_path / "good.csv", model, model.tiles))[0] == 0
+    code, out, _ = run("--check", write_rows(tmp_path / "bad.csv", model, at_other_costs(model.tiles)))
+    assert code == 1 and re.search(r"loses [0-9.]+%, more than 5%", out)
+    code, out, _ = run("--check", write_rows(tmp_path / "few.csv", model, model.tiles[1:]))
+    assert code == 1 and "never timed: HEAD_DIM=64 BLOCK_M=64" in out
+
+
+def test_from_rows_prints_a_table_to_paste(model, tmp_path):
+    rows = write_rows(tmp_path / "rows.csv", model, model.tiles)
+    code, out, err = run("--from", rows, "--head-dim", "128")
+    assert code == 0, err
+    pasted = re.findall(r"^    \{(128, .*)\},$", out, re.MULTILINE)
+    assert len(pasted) == sum(tile.head_dim == 128 for tile in model.tiles)
+    assert "fitted: the quickest on" in out and " 64 " not in out.split("\n")[1]
+
+
+def test_the_table_in_sdpa_cu_by_committed_rows():
+    if not os.path.isdir(os.path.join(ROOT, "results", "fit")):
+        pytest.skip("results/fit has no rows")
+    code, out, err = run("--check")
+    assert code == 0, out + err
+
+
+@pytest.mark.parametrize("words,sentence", [
+    (["--check", "/no/such.csv"], "fit: /no/such.csv: there is no such file"),
+    (["--check", os.path.join(ROOT, "configs.txt")], "configs.txt: want rows that ./run_all.sh fit wrote, with"),
+    (["--head-dim", "96"], "fit: --head-dim 96: want 64, 128 or 256"),
+    (["rows.csv"], "fit: rows.csv: only --check takes files by themselves"),
+    (["--frob"], "fit: --frob: no such option"),
+])
+def test_refusals(words, sentence):
+    code, out, err = run(*words)
+    assert code == 2 and sentence in err and err.count("\n") == 1 and not out
+
+
+def test_without_a_gpu():
+    if engine.find_gpu() is None:
+        code, _, err = run()
+        assert code == 2 and err == "fit: it times kernels and there is no GPU here; --from CSV and --check need none\n"
