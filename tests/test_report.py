@@ -12,6 +12,9 @@ from pathlib import Path
 
 import pytest
 
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent / "tools"))
+import engine  # noqa: E402
+
 ROOT = Path(__file__).resolve().parent.parent
 CHROMIUM = shutil.which("chromium") or shutil.which("chromium-browser") or shutil.which("google-chrome")
 ELSEWHERE = "http://127.0.0.1:9/x.png"
@@ -80,21 +83,22 @@ def report(results, output, **environment):
                           capture_output=True, text=True, check=False, env={**os.environ, **environment})
 
 
-def write_samples(path):
-    """Per-sample rows as an A/B comparison may leave them: two comparisons, with drift, jitter and a throttled turn."""
+def write_samples(folder):
+    """Samples and verdicts of two comparisons as ab leaves them."""
     rng = random.Random(1)
-    with open(path, "w", newline="", encoding="utf-8") as file:
-        writer = csv.writer(file)
-        writer.writerow("comparison contender problem turn replay us clock_mhz throttle".split())
-        for b, problem, us, ratio in (("mma_lazy STAGES=3", "mission", 10.9, 1.002), ("mma_split4", "long", 29.1, 1.3)):
-            for turn in range(14):
-                drift = rng.gauss(1, 0.004)
-                for name, factor in (("mma_lazy", 1), (b, ratio)):
-                    for replay in range(10):
-                        slow = turn == 3 and replay < 3
-                        time = us * factor * drift * (1 + abs(rng.gauss(0, 0.003))) * (1.2 if slow else 1)
-                        writer.writerow([f"mma_lazy against {b}", name, problem, turn, replay, f"{time:.3f}",
-                                         1500 if slow else 1980, "hw_slowdown" if slow else ""])
+    with open(folder / "2099-01-01-NVIDIA-H200-samples.csv", "w", newline="", encoding="utf-8") as samples, \
+            open(folder / "2099-01-01-NVIDIA-H200-ab.csv", "w", newline="", encoding="utf-8") as verdicts:
+        out, judged = csv.writer(samples), csv.DictWriter(verdicts, engine.VERDICT_COLUMNS)
+        out.writerow(engine.SAMPLE_COLUMNS)
+        judged.writeheader()
+        for number, b, problem, us, ratio in ((1, "mma_lazy STAGES=3", "mission", 10.9, 1.002),
+                                              (2, "mma_split4", "long", 29.1, 1.3)):
+            for turn in range(28):
+                name, factor = ("mma_lazy", 1) if turn % 2 == 0 else (b, ratio)
+                for replay in range(10):
+                    out.writerow([number, name, problem, turn, replay, f"{us * factor * rng.gauss(1, 0.003):.3f}", 1980, 0])
+            judged.writerow(dict(comparison=number, a="mma_lazy", b=b, problem=problem, b_problem=problem, ratio=ratio,
+                                 low=ratio - 0.001, high=ratio + 0.002, verdict="SLOWER", pairs=14, thrown_out=3))
 
 
 @pytest.fixture(scope="module", name="page")
@@ -103,7 +107,7 @@ def built_page(tmp_path_factory):
     folder = tmp_path_factory.mktemp("report")
     shutil.copytree(ROOT / "results", folder / "results", ignore=shutil.ignore_patterns("*.html"))
     shutil.copy(ROOT / "configs.txt", folder)
-    write_samples(folder / "results/ab/2099-01-01-NVIDIA-H200-samples.csv")
+    write_samples(folder / "results/ab")
     output = folder / "report.html"
     done = report(folder / "results", output)
     assert done.returncode == 0, done.stderr
@@ -148,9 +152,8 @@ def test_figures_of_the_newest_rows(page):
 
 def test_samples(page):
     text = page.read_text(encoding="utf-8")
-    ratio = re.search(r"mma_split4: (\d\.\d+) \[(\d\.\d+), (\d\.\d+)\]", text)
-    assert float(ratio[2]) <= 1.3 <= float(ratio[3]) and float(ratio[1]) == pytest.approx(1.3, abs=0.002)
-    assert "6 throttled samples are left out" in text
+    assert "mma_split4: 1.3000 [1.2990, 1.3020]" in text and "mma_lazy against mma_split4 at long" in text
+    assert "mma_split4: SLOWER, 14 pairs, 3 thrown out as disturbed" in text
 
 
 def browse(page):

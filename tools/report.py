@@ -16,7 +16,7 @@ from pathlib import Path
 
 from report_page import alt, charts, digits, figure, fold, measured, provenance, rate, span, table, whole, write
 from report_rows import (PEERS, Refusal, bases, controls, difference, every_file, fastest, newest, number,
-                         paired_ratio, peer, problem, taken_away, throttled, timed)
+                         peer, problem, taken_away, timed)
 
 try:
     from report_charts import fit, groups, intervals, roofline, samples, steps
@@ -223,58 +223,68 @@ def roofline_section(sources):
                       f'<div class="rest">{table(headers, rows)}{provenance(*sources)}</div>']))
 
 
-def turn_ratios(source, rows):
-    """{contender: {turn: [µs]}}, and {contender: [ratio of each turn's medians to the first contender]}."""
+def comparison(source, rows, verdicts, title):
+    """The chart of one comparison on one problem: every time, and the ratio of each pair of turns with the verdict."""
     turns = collections.defaultdict(lambda: collections.defaultdict(list))
     for row in rows:
-        us = number(source, row, "us")
-        if us:
-            turns[row["contender"]][row["turn"]].append(us)
-    first, *others = turns
-    middle = {name: {turn: statistics.median(us) for turn, us in of.items()} for name, of in turns.items()}
-    return turns, {name: [us / middle[first][turn] for turn, us in middle[name].items() if turn in middle[first]]
-                   for name in others}
-
-
-def comparison(source, rows, title):
-    """The chart of one comparison on one problem; throttled samples count where few turns are without them."""
-    clean = [row for row in rows if not throttled(row["throttle"])]
-    out = len(rows) - len(clean)
-    note = f"{out} throttled samples are left out." if out else ""
-    turns, ratios = turn_ratios(source, clean or rows)
-    if out and any(len(r) < 6 for r in ratios.values()):
-        turns, ratios = turn_ratios(source, rows)
-        note = f"{out} of the samples were throttled; without them fewer than 6 turns are left, so they count here."
+        turns[row["contender"]][row["turn"]].append(number(source, row, "us"))
     times = {name: [us for turn in of.values() for us in turn] for name, of in turns.items()}
-    ratios = {name: r for name, r in ratios.items() if r}
-    drawing = samples(times, ratios, {name: paired_ratio(r) for name, r in ratios.items()}, alt(title))
-    return figure(title, drawing, source, note=note)
+    middle = {name: [statistics.median(us) for us in of.values()] for name, of in turns.items()}
+    judged = {row["b"]: tuple(number(source, row, c) for c in ("ratio", "low", "high")) for row in verdicts
+              if row["b"] in turns and row["a"] in turns}
+    ratios = {row["b"]: [b / a for b, a in zip(middle[row["b"]], middle[row["a"]])] for row in verdicts
+              if row["b"] in judged}
+    note = "; ".join(f"{row['b']}: {row['verdict']}, {row['pairs']} pairs, {row['thrown_out']} thrown out as disturbed"
+                     for row in verdicts)
+    return figure(title, samples(times, ratios, judged, alt(title)), source, note=note)
 
 
 def ab_section(found):
-    """The distributions behind the verdicts, or the verdicts with their intervals where no samples were kept."""
-    parts = []
+    """The distributions behind the verdicts, and the verdicts of trials with their intervals."""
+    parts, of_comparison = [], collections.defaultdict(list)
+    for source in found.get("verdicts", []):
+        for row in source.rows:
+            of_comparison[row["comparison"], row["problem"]].append(row)
     for source in found.get("samples", []):
         cases = collections.defaultdict(list)
         for row in source.rows:
             cases[row["comparison"], row["problem"]].append(row)
-        drawings = [comparison(source, rows, " at ".join(case)) for case, rows in cases.items()]
-        parts.append("<h3>Samples</h3>\n<p>Each contender's times, and the paired ratio: a turn's median over that of "
-                     "the first contender in the same turn; the diamond is Hodges and Lehmann's estimate with the 95% "
-                     "interval of Wilcoxon's signed-rank test. Grey: within 0.5%.</p>\n" + charts(drawings))
+        drawings = [comparison(source, rows, of_comparison[case], title_of(rows, case[1]))
+                    for case, rows in cases.items()]
+        parts.append("<h3>Samples</h3>\n<p>Each contender's times, a tick per replay of its graph; and the ratio of each "
+                     "turn's median to that of the first contender in the same half of a block, with the verdict's "
+                     "trimmed mean (diamond) and its 99% interval. Grey: within 0.5%.</p>\n" + charts(drawings))
     for source in found.get("verdicts", []):
         cases = collections.defaultdict(list)
         for row in source.rows:
-            title = f"{row['config']}, {row['shape']}" + (f" vs {row['b_shape']}" if row["b_shape"] else "")
+            if row["comparison"]:
+                continue  # its samples are above
+            title = f"{row['a']}, {row['problem']}" + (
+                f" vs {row['b_problem']}" if row["b_problem"] != row["problem"] else "") + (
+                f": {row['kind']}" if row.get("kind") == "neighbour" else "")
             cases[title].append(tuple(number(source, row, c) for c in ("ratio", "low", "high")) + (row["verdict"],))
-        drawing = intervals(list(cases.items()), "Ratios of trial comparisons with their intervals",
-                            "ratio B/A, 95% interval")
-        parts.append("<h3>Can a verdict be trusted?</h3>\n<p>Lines against themselves, and against 1% more keys: an "
-                     "interval per comparison. Grey: within 0.5%, which counts as the same.</p>\n"
-                     + charts([figure("Trial comparisons", drawing, source)]))
+        if cases:
+            drawing = intervals(list(cases.items()), "Ratios of trial comparisons with their intervals",
+                                "ratio B/A, 99% interval")
+            parts.append("<h3>Can a verdict be trusted?</h3>\n<p>Lines against themselves, against 1% and 0.5% more keys, "
+                         "and while another process copies memory: an interval per comparison. Grey: within 0.5%, which "
+                         "counts as the same.</p>\n" + charts([figure("Trial comparisons", drawing, source)]))
+    for source in found.get("steps", []):
+        rows = [(r["line"], r["over"], r["shape"], r["speed_up"], f"{r['low']} to {r['high']}") for r in source.rows]
+        parts.append(fold(f"{len(rows)} claims of speed in configs.txt, timed in turns", table(
+            ["line", "over", "shape", "#times as fast", "#99% interval"], rows) + provenance(source)))
+    for source in found.get("fit", []):
+        rows = [(r["D"], r["shape"], r["causal"], r["tile"], number(source, r, "us")) for r in source.rows]
+        parts.append(fold(f"The tiles of TUNED_TILES on {len({row[:3] for row in rows})} problems", table(
+            ["#D", "shape", "causal", "tile", "#µs"], rows, wide=["tile"]) + provenance(source)))
     for source in found.get("variants", []):
         parts.append(variants(source))
     return "\n".join(parts)
+
+
+def title_of(rows, problem_name):
+    """The contenders of a comparison and their problem."""
+    return " against ".join(dict.fromkeys(row["contender"] for row in rows)) + " at " + problem_name
 
 
 def variants(source):

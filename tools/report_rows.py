@@ -17,7 +17,10 @@ KINDS = {
     "rested": ("rested", RUN, "tools/peers.py --rested LINE... --shape S..."),
     "samples": ("ab", ("comparison", "contender", "problem", "turn", "replay", "us", "clock_mhz", "throttle"),
                 "./run_all.sh ab LINE KNOB=VALUE..."),
-    "verdicts": ("ab", ("config", "shape", "b_shape", "ratio", "low", "high", "verdict"), "tools/ab_trial.sh"),
+    "verdicts": ("ab", ("comparison", "a", "b", "problem", "b_problem", "ratio", "low", "high", "verdict"),
+                 "./run_all.sh ab, or tools/ab_trial.py"),
+    "steps": ("steps", ("line", "over", "shape", "speed_up", "low", "high"), "./run_all.sh gates --time"),
+    "fit": ("fit", ("D", "shape", "causal", "tile", "us", "check"), "./run_all.sh fit"),
     "variants": ("ab", ("run", "config", "shape", "D", "causal", "source", "graph_us"), "tools/peers.py LINE..."),
     "sweep": ("sweep", ("config", "problems", "passed", "wrong", "errors", "skipped"), "./run_all.sh sweep"),
     "stress": ("stress", ("config", "case", "problem", "repeats", "check"), "./run_all.sh stress"),
@@ -195,19 +198,6 @@ def difference(old, new):
     return [knob for knob in new["knobs"].split() if knob not in before]
 
 
-def paired_ratio(ratios):
-    """Median ratio and its 95% interval: Hodges and Lehmann's estimate, Wilcoxon's signed-rank interval."""
-    logs, n = [math.log(ratio) for ratio in ratios], len(ratios)
-    walsh = sorted((logs[i] + logs[j]) / 2 for i in range(n) for j in range(i + 1))
-    skip = int(max(0.0, n * (n + 1) / 4 - 0.5 - 1.96 * math.sqrt(n * (n + 1) * (2 * n + 1) / 24)))
-    return tuple(math.exp(x) for x in (statistics.median(walsh), walsh[skip], walsh[-1 - skip]))
-
-
 def taken_away(config, full):
     """FULL__KNOB_VALUE__KNOB_VALUE as KNOB=VALUE KNOB=VALUE."""
     return " ".join(re.sub(r"_([^_]*)$", r"=\1", part) for part in config[len(full):].strip("_").split("__"))
-
-
-def throttled(text):
-    """True if a sample's column throttle names a reason: anything but empty, 0, no, none or false."""
-    return text.strip().lower() not in ("", "0", "0x0", "no", "none", "false")
