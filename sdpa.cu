@@ -18,9 +18,10 @@
 //
 // Sections  1 KNOBS  2 PROBLEM  3 PTX  4 BLOCKS  5 KERNELS  6 LAUNCH | 7 HARNESS (not for copying)
 //
-// A new variant is a line in configs.txt. A new knob is a row of SDPA_KNOBS, a member of Build, a
-// refusal where it has no effect, and one function of section 4 that it selects. A toggle selects
-// whole functions; it never cuts lines out of a kernel.
+// A new variant is a line in configs.txt. A new knob is a row of SDPA_KNOBS, a refusal where it has no
+// effect, and one function of section 4 that it selects. A toggle selects whole functions; it never cuts
+// lines out of a kernel. A section whose banner ends in families or knobs, as in (wmma, USE_CP_ASYNC), is
+// what only these need, and (typed) what only typed knobs need: `run_all.sh extract` goes by that.
 
 // ==== COPY FROM HERE =============================================================================
 
@@ -37,7 +38,7 @@
 #include <mma.h>
 #if USE_CUBLAS
 #include <cublas_v2.h>
-#endif
+#endif  // USE_CUBLAS
 
 #ifndef SDPA_NAMESPACE  // rename it to hold two builds in one program
 #define SDPA_NAMESPACE sdpa
@@ -49,44 +50,46 @@
 namespace SDPA_NAMESPACE {
 
 // ==== 1 KNOBS ====================================================================================
-// The one list of knobs: name, default, legal values ("a..b" is a range), meaning and cost. Set one
-// with -DNAME=VALUE. Nothing but this section reads a knob's macro; CMake and run_all.sh take the
-// names from these rows.
+
+namespace {  // two builds in one program must not share their constants and kernels
+
+// ---- the list of knobs (typed) ----
+// Name, default, member of Build, legal values ("a..b" is a range), meaning and cost. Set one with
+// -DNAME=VALUE. Nothing but this section reads a knob's macro; CMake and run_all.sh take the names from
+// these rows.
 
 // clang-format off
 #define SDPA_KNOBS(X)                                                                             \
-  X(HEAD_DIM, 64, "64 128 256", "D; every row of Q, K, V and O has this many elements")           \
-  X(DTYPE, FP16, "FP16 BF16", "type of Q, K, V and O; sums are fp32")                             \
-  X(BLOCK_M, 32, "4..256", "query rows of a tile: more reuse of K and V, fewer CTAs")             \
-  X(BLOCK_N, 32, "8..256", "key rows of a tile: fewer barriers, more shared memory")              \
-  X(NUM_WARPS, 4, "1..16", "warps of a CTA that compute; they share the tile's query rows")       \
-  X(VEC_WIDTH, 1, "1 2 4 8", "elements per global access; pointers and strides must be multiples")\
-  X(SYNC_POLICY, 5, "5 2 1 0", "CTA barriers per K/V tile: 5 six, 2 four, 1 two, 0 none (racy)")  \
-  X(USE_CP_ASYNC, 0, "0 1", "copy with cp.async, which needs no registers and can run ahead")     \
-  X(STAGES, 1, "1..4", "K/V tiles in flight (cp.async or producers); each costs shared memory")   \
-  X(SWIZZLE_XOR, 0, "0 1", "against bank conflicts: XOR-swizzled rows (wmma: padded rows)")       \
-  X(USE_PERSISTENT_CTA, 0, "0 1", "resident CTAs draw tiles from an atomic queue; workspace")     \
-  X(USE_FAST_EXP, 0, "0 1", "2^x by a cubic on the FMA pipes (1e-4) instead of ex2.approx")       \
-  X(FAST_EXP_SHARE, 1, "1 2 4 8 16", "USE_FAST_EXP: one of so many exponentials, the others as ever") \
-  X(USE_LAZY_MAX, 0, "0 1", "keep an old row maximum while it is near enough: no rescale of O")   \
-  X(SPLIT_KV, 1, "1 2 4", "groups of warps that split the keys and merge: for few, long rows")    \
-  X(MULTICAST, 0, "0 1", "wgmma: two CTAs with neighbouring rows each load half of K and V for both") \
-  X(CTAS_PER_SM, 1, "1..8", "caps the registers so that this many CTAs fit; too many spills")     \
-  X(USE_WMMA, 0, "0 1", "nvcuda::wmma for Q @ K.T")                                               \
-  X(USE_WMMA_PV, 0, "0 1", "nvcuda::wmma for P @ V")                                              \
-  X(USE_MMA_SYNC, 0, "0 1", "mma.sync and ldmatrix")                                              \
-  X(USE_WGMMA, 0, "0 1", "wgmma and TMA (sm_90a)")                                                \
-  X(USE_PING_PONG, 0, "0 1", "wgmma: warpgroups take turns at the tensor cores")                  \
-  X(OVERLAP, 0, "0 1", "wgmma: softmax beside P @ V of the tile before")                           \
-  X(SKIP_MASKED, 0, "0 1", "wgmma: a warpgroup leaves out tiles of which its rows see nothing")     \
-  X(SWAP_AB, 0, "0 1", "wgmma: S.T = K @ Q.T, keys as its 64 rows: 16, 32 or 64 query rows a CTA")  \
-  X(USE_TUNED, 0, "0 1", "wgmma: the tile by the problem, from TUNED_TILES; knobs typed besides narrow it") \
-  X(USE_CUBLAS, 0, "0 1", "cuBLAS, S and P in global memory: the unfused baseline; link to it")   \
-  X(USE_WARP_SPECIALIZATION, 0, "0 1", "producer warps copy, consumer warps compute")             \
-  X(NUM_PRODUCER_WARPS, 1, "1 2 4", "warps that only copy")
+  X(HEAD_DIM, 64, head_dim, "64 128 256", "D; every row of Q, K, V and O has this many elements") \
+  X(DTYPE, FP16, dtype, "FP16 BF16", "type of Q, K, V and O; sums are fp32") \
+  X(BLOCK_M, 32, block_m, "4..256", "query rows of a tile: more reuse of K and V, fewer CTAs") \
+  X(BLOCK_N, 32, block_n, "8..256", "key rows of a tile: fewer barriers, more shared memory") \
+  X(NUM_WARPS, 4, num_warps, "1..16", "warps of a CTA that compute; they share the tile's query rows") \
+  X(VEC_WIDTH, 1, vec_width, "1 2 4 8", "elements per global access; pointers and strides must be multiples") \
+  X(SYNC_POLICY, 5, sync_policy, "5 2 1 0", "CTA barriers per K/V tile: 5 six, 2 four, 1 two, 0 none (racy)") \
+  X(USE_CP_ASYNC, 0, use_cp_async, "0 1", "copy with cp.async, which needs no registers and can run ahead") \
+  X(STAGES, 1, stages, "1..4", "K/V tiles in flight (cp.async or producers); each costs shared memory") \
+  X(SWIZZLE_XOR, 0, swizzle_xor, "0 1", "against bank conflicts: XOR-swizzled rows (wmma: padded rows)") \
+  X(USE_PERSISTENT_CTA, 0, use_persistent_cta, "0 1", "resident CTAs draw tiles from an atomic queue; workspace") \
+  X(USE_FAST_EXP, 0, use_fast_exp, "0 1", "2^x by a cubic on the FMA pipes (1e-4) instead of ex2.approx") \
+  X(FAST_EXP_SHARE, 1, fast_exp_share, "1 2 4 8 16", "USE_FAST_EXP: one of so many exponentials, the others as ever") \
+  X(USE_LAZY_MAX, 0, use_lazy_max, "0 1", "keep an old row maximum while it is near enough: no rescale of O") \
+  X(SPLIT_KV, 1, split_kv, "1 2 4", "groups of warps that split the keys and merge: for few, long rows") \
+  X(MULTICAST, 0, multicast, "0 1", "wgmma: two CTAs with neighbouring rows each load half of K and V for both") \
+  X(CTAS_PER_SM, 1, ctas_per_sm, "1..8", "caps the registers so that this many CTAs fit; too many spills") \
+  X(USE_WMMA, 0, use_wmma, "0 1", "nvcuda::wmma for Q @ K.T") \
+  X(USE_WMMA_PV, 0, use_wmma_pv, "0 1", "nvcuda::wmma for P @ V") \
+  X(USE_MMA_SYNC, 0, use_mma_sync, "0 1", "mma.sync and ldmatrix") \
+  X(USE_WGMMA, 0, use_wgmma, "0 1", "wgmma and TMA (sm_90a)") \
+  X(USE_PING_PONG, 0, use_ping_pong, "0 1", "wgmma: warpgroups take turns at the tensor cores") \
+  X(OVERLAP, 0, overlap, "0 1", "wgmma: softmax beside P @ V of the tile before") \
+  X(SKIP_MASKED, 0, skip_masked, "0 1", "wgmma: a warpgroup leaves out tiles of which its rows see nothing") \
+  X(SWAP_AB, 0, swap_ab, "0 1", "wgmma: S.T = K @ Q.T, keys as its 64 rows: 16, 32 or 64 query rows a CTA") \
+  X(USE_TUNED, 0, use_tuned, "0 1", "wgmma: the tile by the problem, from TUNED_TILES; knobs typed besides narrow it") \
+  X(USE_CUBLAS, 0, use_cublas, "0 1", "cuBLAS, S and P in global memory: the unfused baseline; link to it") \
+  X(USE_WARP_SPECIALIZATION, 0, use_warp_specialization, "0 1", "producer warps copy, consumer warps compute") \
+  X(NUM_PRODUCER_WARPS, 1, num_producer_warps, "1 2 4", "warps that only copy")
 // clang-format on
-
-namespace {  // two builds in one program must not share their constants and kernels
 
 constexpr bool text_equal(const char* a, const char* b) {
   while (*a && *a == *b) a++, b++;
@@ -103,94 +106,94 @@ constexpr int number_of(const char* text) {  // the value of a word of digits, e
   return value;
 }
 
-constexpr bool is_legal(const char* value, const char* values) {  // values: "a b c" or "low..high"
-  const char* word = values;
+// The place, from 0, of a value in "a b c", or 0 if it lies in "low..high"; -1 if it is not legal.
+constexpr int place_of(const char* value, const char* values) {
   for (const char* p = values; *p; p++) {
     if (p[0] == '.' && p[1] == '.') {
       const int n = number_of(value);
-      return n >= number_of(values) && n <= number_of(p + 2);
+      return n >= number_of(values) && n <= number_of(p + 2) ? 0 : -1;
     }
   }
-  while (*word) {
+  const char* word = values;
+  for (int place = 0; *value && *word; place++) {
     const char* v = value;
     while (*v && *v == *word && *v != ' ') v++, word++;
-    if (!*v && (!*word || *word == ' ')) return *value != 0;
+    if (!*v && (!*word || *word == ' ')) return place;
     while (*word && *word != ' ') word++;
     while (*word == ' ') word++;
   }
-  return false;
+  return -1;
 }
 
 // A knob nobody defined expands to its own name: that is how it gets its default.
 #define SDPA_TEXT_AS_IS(...) #__VA_ARGS__
 #define SDPA_TEXT(...) SDPA_TEXT_AS_IS(__VA_ARGS__)
-#define SDPA_KNOB(name, fallback, values, meaning)                      \
+#define SDPA_KNOB(name, fallback, member, values, meaning)              \
   constexpr const char* name##_text =                                   \
       text_equal(SDPA_TEXT(name), #name) ? #fallback : SDPA_TEXT(name); \
   constexpr bool name##_changed = !text_equal(name##_text, #fallback);  \
-  static_assert(is_legal(name##_text, values), #name                    \
+  static_assert(place_of(name##_text, values) >= 0, #name               \
                 ": not a legal value; it takes one of: " values ". Type " #name "=" #fallback);
 SDPA_KNOBS(SDPA_KNOB)
 
-// The effective knobs as constants; `Build` is the template argument of every kernel and block.
+// A knob's constant: a truth value where 0 and 1 are all it takes, else its number, or a word's place.
+template <bool FLAG> constexpr auto typed_value(const char* value, const char* values) {
+  if constexpr (FLAG) {
+    return number_of(value) == 1;
+  } else {
+    return number_of(value) < 0 ? place_of(value, values) : number_of(value);
+  }
+}
+#define SDPA_MEMBER(name, fallback, member, values, meaning) \
+  static constexpr auto member = typed_value<text_equal(values, "0 1")>(name##_text, values);
+struct Typed {
+  SDPA_KNOBS(SDPA_MEMBER)
+};
+
+// ---- what follows from the knobs ----
+
 enum class Family { scalar, wmma, mma, wgmma, cublas };
 
-struct Build {
-  static constexpr Family family = number_of(USE_MMA_SYNC_text) == 1 ? Family::mma
-                                   : number_of(USE_WMMA_text) == 1   ? Family::wmma
-                                   : number_of(USE_WGMMA_text) == 1  ? Family::wgmma
-                                   : number_of(USE_CUBLAS_text) == 1 ? Family::cublas
-                                                                     : Family::scalar;
-  static constexpr int head_dim = number_of(HEAD_DIM_text);
-  static constexpr bool is_bf16 = text_equal(DTYPE_text, "BF16");
-  static constexpr int block_m = number_of(BLOCK_M_text);
-  static constexpr int block_n = number_of(BLOCK_N_text);
-  static constexpr int num_warps = number_of(NUM_WARPS_text);
-  static constexpr bool use_warp_specialization = number_of(USE_WARP_SPECIALIZATION_text);
-  static constexpr int producer_threads = !use_warp_specialization ? 0  // threads that only copy
+// Of knobs that were typed, or that stand in a row of TUNED_TILES.
+template <class Knobs> struct Derived : Knobs {
+  static constexpr Family family = Knobs::use_mma_sync ? Family::mma
+                                   : Knobs::use_wmma   ? Family::wmma
+                                   : Knobs::use_wgmma  ? Family::wgmma
+                                   : Knobs::use_cublas ? Family::cublas
+                                                       : Family::scalar;
+  static constexpr bool is_bf16 = Knobs::dtype == 1;
+  static constexpr int producer_threads = !Knobs::use_warp_specialization ? 0  // that only copy
                                           : family == Family::wgmma
                                               ? 128
-                                              : number_of(NUM_PRODUCER_WARPS_text) * 32;
-  static constexpr int threads = num_warps * 32 + producer_threads;  // of a CTA
-  static constexpr int vec_width = number_of(VEC_WIDTH_text);
-  static constexpr int sync_policy = number_of(SYNC_POLICY_text);
-  static constexpr bool use_cp_async = number_of(USE_CP_ASYNC_text);
-  static constexpr int stages = number_of(STAGES_text);
-  static constexpr bool swizzle_xor = number_of(SWIZZLE_XOR_text);
-  static constexpr bool use_persistent_cta = number_of(USE_PERSISTENT_CTA_text);
-  static constexpr bool use_fast_exp = number_of(USE_FAST_EXP_text);
-  static constexpr int fast_exp_share = number_of(FAST_EXP_SHARE_text);
-  static constexpr bool use_wmma_pv = number_of(USE_WMMA_PV_text);
-  static constexpr bool use_lazy_max = number_of(USE_LAZY_MAX_text);
-  static constexpr int split_kv = number_of(SPLIT_KV_text);
-  static constexpr int group_warps = num_warps / split_kv, group_threads = group_warps * 32;
-  static constexpr bool multicast = number_of(MULTICAST_text);
-  static constexpr int cluster_size = multicast ? 2 : 1;  // CTAs that share a work item
-  static constexpr int item_rows = block_m * cluster_size;
-  static constexpr int ctas_per_sm = number_of(CTAS_PER_SM_text);
-  static constexpr int warpgroups = num_warps / 4;  // that compute
-  static constexpr bool use_ping_pong = number_of(USE_PING_PONG_text);
-  static constexpr int overlap = number_of(OVERLAP_text);
-  static constexpr bool skip_masked = number_of(SKIP_MASKED_text);
-  static constexpr bool swap_ab = number_of(SWAP_AB_text);
-  static constexpr bool use_tuned = number_of(USE_TUNED_text);
+                                              : Knobs::num_producer_warps * 32;
+  static constexpr int threads = Knobs::num_warps * 32 + producer_threads;  // of a CTA
+  static constexpr int group_warps =
+      Knobs::num_warps / Knobs::split_kv;  // that share a slice of the keys
+  static constexpr int group_threads = group_warps * 32;
+  static constexpr int warpgroups = Knobs::num_warps / 4;        // that compute
+  static constexpr int cluster_size = Knobs::multicast ? 2 : 1;  // CTAs that share a work item
+  static constexpr int item_rows = Knobs::block_m * cluster_size;
 };
+
+// The template argument of every kernel and block.
+using Build = Derived<Typed>;
+
 constexpr bool is_scalar = Build::family == Family::scalar, is_wmma = Build::family == Family::wmma,
                is_mma = Build::family == Family::mma, is_cublas = Build::family == Family::cublas,
                is_wgmma = Build::family == Family::wgmma;
-constexpr bool typed_tile = is_wgmma && !Build::use_tuned;  // of the wgmma kernel
 constexpr const char* family_name = is_wgmma    ? "wgmma"
                                     : is_mma    ? "mma"
                                     : is_wmma   ? "wmma"
                                     : is_cublas ? "cublas"
                                                 : "scalar";
 
+// ---- refusals (typed) ----
 // Combinations that cannot work, or in which a knob would do nothing: what, why, what to type.
+
 #define SDPA_REFUSE(condition, sentence) static_assert(!(condition), sentence)
-SDPA_REFUSE(
-    USE_WMMA_changed + USE_MMA_SYNC_changed + USE_WGMMA_changed + USE_CUBLAS_changed > 1,
-    "USE_WMMA=1, USE_MMA_SYNC=1, USE_WGMMA=1 and USE_CUBLAS=1: a build has one kernel; keep "
-    "one of them");
+SDPA_REFUSE(USE_WMMA_changed + USE_MMA_SYNC_changed + USE_WGMMA_changed + USE_CUBLAS_changed > 1,
+            "USE_WMMA=1, USE_MMA_SYNC=1, USE_WGMMA=1 and USE_CUBLAS=1: a build has one kernel; "
+            "keep one of them");
 SDPA_REFUSE(is_cublas && (BLOCK_M_changed || BLOCK_N_changed || VEC_WIDTH_changed ||
                           SYNC_POLICY_changed || USE_CP_ASYNC_changed || SWIZZLE_XOR_changed ||
                           USE_PERSISTENT_CTA_changed || CTAS_PER_SM_changed),
@@ -198,121 +201,119 @@ SDPA_REFUSE(is_cublas && (BLOCK_M_changed || BLOCK_N_changed || VEC_WIDTH_change
             "HEAD_DIM, DTYPE, NUM_WARPS and USE_FAST_EXP");
 SDPA_REFUSE(USE_WMMA_PV_changed && !is_wmma,
             "USE_WMMA_PV=1: P @ V goes to wmma only where Q @ K.T does; add USE_WMMA=1 or drop it");
-SDPA_REFUSE(typed_tile && !Build::swap_ab &&
-                (Build::group_warps % 4 != 0 || Build::block_m != 16 * Build::group_warps),
-            "BLOCK_M and NUM_WARPS: a warpgroup has 4 warps and 64 query rows, so BLOCK_M must be "
-            "16*NUM_WARPS/SPLIT_KV; type BLOCK_M=128 NUM_WARPS=8");
-SDPA_REFUSE(typed_tile&& Build::block_n % 16 != 0,
-            "BLOCK_N: wgmma takes keys by 16, so it must be a multiple of 16; type BLOCK_N=128");
-SDPA_REFUSE(is_wgmma&& Build::vec_width != 8,
-            "VEC_WIDTH: TMA wants addresses and strides that are multiples of 16 bytes; type "
-            "VEC_WIDTH=8");
-SDPA_REFUSE(
-    typed_tile && !Build::use_warp_specialization &&
-        (Build::overlap > 0 || Build::use_persistent_cta),
-    "OVERLAP and USE_PERSISTENT_CTA: the wgmma kernel has them with a warpgroup that copies; "
-    "add USE_WARP_SPECIALIZATION=1 or drop them");
-SDPA_REFUSE(typed_tile&& Build::use_persistent_cta&& Build::split_kv > 1,
-            "USE_PERSISTENT_CTA=1: in the wgmma kernel not with SPLIT_KV; drop one of them");
-SDPA_REFUSE(typed_tile&& Build::skip_masked &&
-                (!Build::use_warp_specialization || Build::use_ping_pong),
-            "SKIP_MASKED=1: warpgroups that take turns or load tiles must run the same rounds; add "
-            "USE_WARP_SPECIALIZATION=1 and drop USE_PING_PONG");
-// One that waits for the first tile it sees has yet to release V of those before, so that the others can
-// go no further than STAGES tiles, and K is loaded as far ahead of them.
-SDPA_REFUSE(typed_tile&& Build::skip_masked &&
-                (Build::item_rows - 64) > 2 * Build::stages * Build::split_kv * Build::block_n,
-            "SKIP_MASKED=1: a warpgroup would skip more tiles than can be in flight; type more "
-            "STAGES or a larger BLOCK_N");
-SDPA_REFUSE(
-    typed_tile&& Build::multicast && (!Build::use_warp_specialization || Build::split_kv > 1),
-    "MULTICAST=1: the wgmma kernel has it with a warpgroup that copies and without SPLIT_KV; "
-    "add USE_WARP_SPECIALIZATION=1 and drop SPLIT_KV");
-SDPA_REFUSE(typed_tile&& Build::swap_ab &&
-                (Build::num_warps != 4 * Build::split_kv || Build::block_n % 64 != 0 ||
-                 (Build::block_m != 16 && Build::block_m != 32 && Build::block_m != 64)),
-            "SWAP_AB=1: every warpgroup has a slice of the keys, by 64, and all of them the same "
-            "16, 32 or 64 query rows; type BLOCK_M=32 BLOCK_N=128 NUM_WARPS=16 SPLIT_KV=4");
-SDPA_REFUSE(typed_tile&& Build::swap_ab &&
-                (Build::block_n + Build::head_dim) / 64 * Build::block_m / 2 >
-                    (Build::num_warps > 8 ? 96 : 192),
-            "SWAP_AB=1: a thread's part of S and O would leave too few of its registers for the "
-            "rest; type a smaller BLOCK_M or BLOCK_N");
-SDPA_REFUSE(typed_tile&& Build::swap_ab &&
-                (Build::use_warp_specialization || Build::overlap > 0 || Build::use_ping_pong ||
-                 Build::use_persistent_cta || Build::skip_masked || Build::multicast ||
-                 Build::use_lazy_max),
-            "SWAP_AB=1: for a round or two of few rows, so without USE_WARP_SPECIALIZATION, "
-            "OVERLAP, USE_PING_PONG, USE_PERSISTENT_CTA, SKIP_MASKED, MULTICAST and "
-            "USE_LAZY_MAX; drop them");
-SDPA_REFUSE(
-    is_wgmma && (SYNC_POLICY_changed || USE_CP_ASYNC_changed || SWIZZLE_XOR_changed ||
-                 NUM_PRODUCER_WARPS_changed || CTAS_PER_SM_changed),
-    "USE_WGMMA=1: SYNC_POLICY, USE_CP_ASYNC, SWIZZLE_XOR, NUM_PRODUCER_WARPS and CTAS_PER_SM "
-    "have no effect on it; drop them");
+SDPA_REFUSE(is_wgmma && (SYNC_POLICY_changed || USE_CP_ASYNC_changed || SWIZZLE_XOR_changed ||
+                         NUM_PRODUCER_WARPS_changed || CTAS_PER_SM_changed),
+            "USE_WGMMA=1: SYNC_POLICY, USE_CP_ASYNC, SWIZZLE_XOR, NUM_PRODUCER_WARPS and "
+            "CTAS_PER_SM have no effect on it; drop them");
 SDPA_REFUSE(FAST_EXP_SHARE_changed && !Build::use_fast_exp,
             "FAST_EXP_SHARE: it is a share of what USE_FAST_EXP=1 does; add that or drop it");
 SDPA_REFUSE(!is_wgmma && (USE_PING_PONG_changed || OVERLAP_changed || SKIP_MASKED_changed ||
                           SWAP_AB_changed || MULTICAST_changed || USE_TUNED_changed),
-            "USE_PING_PONG, OVERLAP, SKIP_MASKED, SWAP_AB, MULTICAST and USE_TUNED: only the wgmma "
-            "kernel has them; add USE_WGMMA=1 or drop them");
+            "USE_PING_PONG, OVERLAP, SKIP_MASKED, SWAP_AB, MULTICAST and USE_TUNED: only the "
+            "wgmma kernel has them; add USE_WGMMA=1 or drop them");
 SDPA_REFUSE(Build::use_tuned &&
                 (USE_WARP_SPECIALIZATION_changed || OVERLAP_changed || USE_LAZY_MAX_changed),
-            "USE_TUNED=1: USE_WARP_SPECIALIZATION, OVERLAP and USE_LAZY_MAX go with the tile; drop "
-            "these knobs");
+            "USE_TUNED=1: USE_WARP_SPECIALIZATION, OVERLAP and USE_LAZY_MAX go with the tile; "
+            "drop these knobs");
 SDPA_REFUSE(USE_WARP_SPECIALIZATION_changed && !is_wmma && !is_wgmma,
             "USE_WARP_SPECIALIZATION=1: only the wmma and wgmma kernels have producer warps; add "
             "USE_WMMA=1 or drop it");
 SDPA_REFUSE(NUM_PRODUCER_WARPS_changed && !Build::use_warp_specialization,
-            "NUM_PRODUCER_WARPS: there are producer warps only with USE_WARP_SPECIALIZATION=1; add "
-            "that or drop NUM_PRODUCER_WARPS");
-SDPA_REFUSE(is_wmma&& Build::use_warp_specialization&& Build::sync_policy != 1,
-            "USE_WARP_SPECIALIZATION=1: a CTA barrier would stop the producers, so every warp must "
-            "keep its rows; type SYNC_POLICY=1");
-SDPA_REFUSE(is_wmma&& Build::block_m != 16 * Build::num_warps,
-            "BLOCK_M and NUM_WARPS: a wmma warp owns 16 query rows, so BLOCK_M must be "
-            "16*NUM_WARPS; type BLOCK_M=64 NUM_WARPS=4");
-SDPA_REFUSE(is_wmma&& Build::block_n % 16 != 0,
-            "BLOCK_N: wmma takes keys by 16, so it must be a multiple of 16; type BLOCK_N=64");
-SDPA_REFUSE(is_scalar&& Build::block_m % (4 * Build::num_warps) != 0,
-            "BLOCK_M and NUM_WARPS: a warp takes whole groups of 4 query rows, so BLOCK_M must be "
-            "a multiple of 4*NUM_WARPS; type BLOCK_M=64 NUM_WARPS=4");
-SDPA_REFUSE(is_scalar&& Build::block_n % 8 != 0,
-            "BLOCK_N: 8 lanes share the keys of a row, so it must be a multiple of 8; type "
-            "BLOCK_N=64");
-SDPA_REFUSE(is_scalar&& Build::block_m / (4 * Build::num_warps) *
-                    (Build::block_n + Build::head_dim) / 8 >
-                176,
-            "BLOCK_M, BLOCK_N and HEAD_DIM: a thread's part of S and O would take over 176 "
-            "registers and spill; type a smaller BLOCK_M or more NUM_WARPS");
-SDPA_REFUSE(is_mma&& Build::num_warps % Build::split_kv != 0,
-            "SPLIT_KV and NUM_WARPS: the groups that split the keys have the same number of warps, "
-            "so NUM_WARPS must be a multiple of SPLIT_KV; type SPLIT_KV=2 NUM_WARPS=8");
-SDPA_REFUSE(is_mma&& Build::block_m != 16 * Build::group_warps &&
-                Build::block_m != 32 * Build::group_warps,
-            "BLOCK_M and NUM_WARPS: an mma.sync warp owns 16 or 32 query rows, so BLOCK_M must be "
-            "16 or 32 times NUM_WARPS/SPLIT_KV; type BLOCK_M=128 NUM_WARPS=4");
-SDPA_REFUSE(
-    !is_mma && !is_wgmma && USE_LAZY_MAX_changed,
-    "USE_LAZY_MAX=1: only the mma.sync and wgmma kernels have it; add USE_MMA_SYNC=1 or drop "
-    "it");
+            "NUM_PRODUCER_WARPS: there are producer warps only with USE_WARP_SPECIALIZATION=1; "
+            "add that or drop NUM_PRODUCER_WARPS");
+SDPA_REFUSE(!is_mma && !is_wgmma && USE_LAZY_MAX_changed,
+            "USE_LAZY_MAX=1: only the mma.sync and wgmma kernels have it; add USE_MMA_SYNC=1 or "
+            "drop it");
 SDPA_REFUSE(!is_mma && !is_wgmma && SPLIT_KV_changed,
             "SPLIT_KV: only the mma.sync and wgmma kernels have it; add USE_MMA_SYNC=1 or drop it");
-SDPA_REFUSE(is_mma&& Build::block_n % 16 != 0,
-            "BLOCK_N: mma.sync takes keys by 16, so it must be a multiple of 16; type BLOCK_N=64");
-SDPA_REFUSE(
-    is_mma&& SYNC_POLICY_changed,
-    "SYNC_POLICY: in the mma.sync kernel every warp owns its rows and the copies alone need "
-    "a barrier, so the policy does nothing; drop SYNC_POLICY");
-SDPA_REFUSE(!is_wgmma && !Build::use_cp_async && !Build::use_warp_specialization &&
-                Build::stages > 1,
-            "STAGES: plain copies finish before the next one starts, so STAGES does nothing "
-            "without cp.async or producer warps; add USE_CP_ASYNC=1 or drop STAGES");
-SDPA_REFUSE(Build::vec_width == 1 && Build::use_cp_async,
-            "USE_CP_ASYNC=1: cp.async moves 4, 8 or 16 bytes and VEC_WIDTH=1 is 2 bytes; type "
-            "VEC_WIDTH=8");
+SDPA_REFUSE(is_mma&& SYNC_POLICY_changed,
+            "SYNC_POLICY: in the mma.sync kernel every warp owns its rows and the copies alone "
+            "need a barrier, so the policy does nothing; drop SYNC_POLICY");
 
-// ---- tuned tiles ----
+// What cannot work, typed or in a row of TUNED_TILES.
+template <class B> constexpr bool check() {
+  constexpr bool scalar = B::family == Family::scalar, wmma = B::family == Family::wmma,
+                 mma = B::family == Family::mma,
+                 wgmma = B::family == Family::wgmma &&
+                         !B::use_tuned;  // whose rows are judged one by one
+  SDPA_REFUSE(
+      wgmma && !B::swap_ab && (B::group_warps % 4 != 0 || B::block_m != 16 * B::group_warps),
+      "BLOCK_M and NUM_WARPS: a warpgroup has 4 warps and 64 query rows, so BLOCK_M must "
+      "be 16*NUM_WARPS/SPLIT_KV; type BLOCK_M=128 NUM_WARPS=8");
+  SDPA_REFUSE(wgmma && B::block_n % 16 != 0,
+              "BLOCK_N: wgmma takes keys by 16, so it must be a multiple of 16; type BLOCK_N=128");
+  SDPA_REFUSE(wgmma && B::vec_width != 8,
+              "VEC_WIDTH: TMA wants addresses and strides that are multiples of 16 bytes; type "
+              "VEC_WIDTH=8");
+  SDPA_REFUSE(wgmma && !B::use_warp_specialization && (B::overlap || B::use_persistent_cta),
+              "OVERLAP and USE_PERSISTENT_CTA: the wgmma kernel has them with a warpgroup that "
+              "copies; add USE_WARP_SPECIALIZATION=1 or drop them");
+  SDPA_REFUSE(wgmma && B::use_persistent_cta && B::split_kv > 1,
+              "USE_PERSISTENT_CTA=1: in the wgmma kernel not with SPLIT_KV; drop one of them");
+  SDPA_REFUSE(wgmma && B::skip_masked && (!B::use_warp_specialization || B::use_ping_pong),
+              "SKIP_MASKED=1: warpgroups that take turns or load tiles must run the same rounds; "
+              "add USE_WARP_SPECIALIZATION=1 and drop USE_PING_PONG");
+  // One that waits for the first tile it sees has yet to release V of those before, so that the others can
+  // go no further than STAGES tiles, and K is loaded as far ahead of them.
+  SDPA_REFUSE(
+      wgmma && B::skip_masked && (B::item_rows - 64) > 2 * B::stages * B::split_kv * B::block_n,
+      "SKIP_MASKED=1: a warpgroup would skip more tiles than can be in flight; type more "
+      "STAGES or a larger BLOCK_N");
+  SDPA_REFUSE(wgmma && B::multicast && (!B::use_warp_specialization || B::split_kv > 1),
+              "MULTICAST=1: the wgmma kernel has it with a warpgroup that copies and without "
+              "SPLIT_KV; add USE_WARP_SPECIALIZATION=1 and drop SPLIT_KV");
+  SDPA_REFUSE(wgmma && B::swap_ab &&
+                  (B::num_warps != 4 * B::split_kv || B::block_n % 64 != 0 ||
+                   (B::block_m != 16 && B::block_m != 32 && B::block_m != 64)),
+              "SWAP_AB=1: every warpgroup has a slice of the keys, by 64, and all of them the same "
+              "16, 32 or 64 query rows; type BLOCK_M=32 BLOCK_N=128 NUM_WARPS=16 SPLIT_KV=4");
+  SDPA_REFUSE(wgmma && B::swap_ab &&
+                  (B::block_n + B::head_dim) / 64 * B::block_m / 2 > (B::num_warps > 8 ? 96 : 192),
+              "SWAP_AB=1: a thread's part of S and O would leave too few of its registers for the "
+              "rest; type a smaller BLOCK_M or BLOCK_N");
+  SDPA_REFUSE(wgmma && B::swap_ab &&
+                  (B::use_warp_specialization || B::overlap || B::use_ping_pong ||
+                   B::use_persistent_cta || B::skip_masked || B::multicast || B::use_lazy_max),
+              "SWAP_AB=1: for a round or two of few rows, so without USE_WARP_SPECIALIZATION, "
+              "OVERLAP, USE_PING_PONG, USE_PERSISTENT_CTA, SKIP_MASKED, MULTICAST and "
+              "USE_LAZY_MAX; drop them");
+  SDPA_REFUSE(wmma && B::use_warp_specialization && B::sync_policy != 1,
+              "USE_WARP_SPECIALIZATION=1: a CTA barrier would stop the producers, so every warp "
+              "must keep its rows; type SYNC_POLICY=1");
+  SDPA_REFUSE(wmma && B::block_m != 16 * B::num_warps,
+              "BLOCK_M and NUM_WARPS: a wmma warp owns 16 query rows, so BLOCK_M must be "
+              "16*NUM_WARPS; type BLOCK_M=64 NUM_WARPS=4");
+  SDPA_REFUSE(wmma && B::block_n % 16 != 0,
+              "BLOCK_N: wmma takes keys by 16, so it must be a multiple of 16; type BLOCK_N=64");
+  SDPA_REFUSE(scalar && B::block_m % (4 * B::num_warps) != 0,
+              "BLOCK_M and NUM_WARPS: a warp takes whole groups of 4 query rows, so BLOCK_M must "
+              "be a multiple of 4*NUM_WARPS; type BLOCK_M=64 NUM_WARPS=4");
+  SDPA_REFUSE(scalar && B::block_n % 8 != 0,
+              "BLOCK_N: 8 lanes share the keys of a row, so it must be a multiple of 8; type "
+              "BLOCK_N=64");
+  SDPA_REFUSE(scalar && B::block_m / (4 * B::num_warps) * (B::block_n + B::head_dim) / 8 > 176,
+              "BLOCK_M, BLOCK_N and HEAD_DIM: a thread's part of S and O would take over 176 "
+              "registers and spill; type a smaller BLOCK_M or more NUM_WARPS");
+  SDPA_REFUSE(mma && B::num_warps % B::split_kv != 0,
+              "SPLIT_KV and NUM_WARPS: the groups that split the keys have the same number of "
+              "warps, so NUM_WARPS must be a multiple of SPLIT_KV; type SPLIT_KV=2 NUM_WARPS=8");
+  SDPA_REFUSE(mma && B::block_m != 16 * B::group_warps && B::block_m != 32 * B::group_warps,
+              "BLOCK_M and NUM_WARPS: an mma.sync warp owns 16 or 32 query rows, so BLOCK_M must "
+              "be 16 or 32 times NUM_WARPS/SPLIT_KV; type BLOCK_M=128 NUM_WARPS=4");
+  SDPA_REFUSE(
+      mma && B::block_n % 16 != 0,
+      "BLOCK_N: mma.sync takes keys by 16, so it must be a multiple of 16; type BLOCK_N=64");
+  SDPA_REFUSE(!wgmma && !B::use_cp_async && !B::use_warp_specialization && B::stages > 1,
+              "STAGES: plain copies finish before the next one starts, so STAGES does nothing "
+              "without cp.async or producer warps; add USE_CP_ASYNC=1 or drop STAGES");
+  SDPA_REFUSE(B::vec_width == 1 && B::use_cp_async,
+              "USE_CP_ASYNC=1: cp.async moves 4, 8 or 16 bytes and VEC_WIDTH=1 is 2 bytes; type "
+              "VEC_WIDTH=8");
+  return true;
+}
+static_assert(check<Build>(), "");
+
+// ---- tuned tiles (USE_TUNED) ----
 
 // A tile of the wgmma kernel with its schedule, and what an item costs an SM: item_clocks, and one more
 // for every scores_per_clock scores. Fitted to the times of whole problems on an H200, to put the tiles
@@ -348,6 +349,23 @@ constexpr TunedTile TUNED_TILES[] = {
 };
 constexpr int TILES = sizeof TUNED_TILES / sizeof TUNED_TILES[0];
 
+// A row as if it had been typed.
+template <int N> struct TileKnobs : Typed {
+  static constexpr TunedTile tile = TUNED_TILES[N < TILES ? N : 0];
+  static constexpr int head_dim = tile.head_dim, block_m = tile.block_m, block_n = tile.block_n;
+  static constexpr int num_warps = tile.num_warps, stages = tile.stages, split_kv = tile.split_kv;
+  static constexpr bool use_tuned = false, use_warp_specialization = tile.has(copiers),
+                        overlap = tile.has(Schedule::overlap),
+                        use_persistent_cta = tile.has(persistent),
+                        use_ping_pong = tile.has(ping_pong),
+                        skip_masked = tile.has(Schedule::skip_masked),
+                        multicast = tile.has(Schedule::multicast),
+                        swap_ab = tile.has(Schedule::swap_ab), use_lazy_max = !swap_ab;
+};
+template <int N> using TunedBuild = Derived<TileKnobs<N>>;
+
+// ---- tiles that the typed knobs leave (typed) ----
+
 // Whether this build may take the tile: the knobs that were typed are its.
 constexpr bool tile_fits(const TunedTile& t) {
   return Build::use_tuned && t.head_dim == Build::head_dim &&
@@ -361,33 +379,27 @@ constexpr bool tile_fits(const TunedTile& t) {
          (!SKIP_MASKED_changed || t.has(skip_masked)) && (!MULTICAST_changed || t.has(multicast)) &&
          (!SWAP_AB_changed || t.has(swap_ab));
 }
+
+// ---- the first of them (USE_TUNED) ----
+
 constexpr int first_tile_that_fits() {
   int n = 0;
   while (n < TILES && !tile_fits(TUNED_TILES[n])) n++;
   return n;
 }
+
+// ---- refusals of rows (typed) ----
+
 SDPA_REFUSE(
     Build::use_tuned&& first_tile_that_fits() == TILES,
     "USE_TUNED=1: no row of TUNED_TILES has all the knobs that were typed besides; drop some "
     "or USE_TUNED");
 
-template <int N> struct TunedBuild : Build {
-  static constexpr TunedTile tile = TUNED_TILES[N < TILES ? N : 0];
-  static constexpr int block_m = tile.block_m, block_n = tile.block_n, stages = tile.stages;
-  static constexpr int num_warps = tile.num_warps, split_kv = tile.split_kv;
-  static constexpr bool use_persistent_cta = tile.has(Schedule::persistent),
-                        use_ping_pong = tile.has(Schedule::ping_pong);
-  static constexpr bool skip_masked = tile.has(Schedule::skip_masked),
-                        multicast = tile.has(Schedule::multicast);
-  static constexpr bool swap_ab = tile.has(Schedule::swap_ab), use_lazy_max = !swap_ab;
-  static constexpr int cluster_size = multicast ? 2 : 1, item_rows = block_m * cluster_size;
-  static constexpr bool use_warp_specialization = tile.has(copiers);
-  static constexpr int overlap = tile.has(Schedule::overlap);
-  static constexpr int producer_threads = use_warp_specialization ? 128 : 0;
-  static constexpr int threads = num_warps * 32 + producer_threads;
-  static constexpr int group_warps = num_warps / split_kv, group_threads = group_warps * 32;
-  static constexpr int warpgroups = num_warps / 4;
-};
+template <int N> constexpr bool check_rows() {
+  if constexpr (Build::use_tuned && N < TILES) return check<TunedBuild<N>>() && check_rows<N + 1>();
+  return true;
+}
+static_assert(check_rows<0>(), "");
 
 }  // namespace
 
@@ -441,6 +453,17 @@ struct SdpaStatus {
 };
 
 namespace {
+
+template <class... Values> SdpaStatus failure(cudaError_t code, const char* format, Values... v) {
+  SdpaStatus status;
+  status.code = code;
+  snprintf(status.text, sizeof status.text, format, v...);
+  return status;
+}
+
+SdpaStatus cuda_failure(cudaError_t code, const char* what) {
+  return failure(code, "%s failed: %s", what, cudaGetErrorString(code));
+}
 
 struct TensorMaps {  // of tensors as [B][H][D/64][S][64]
   CUtensorMap q, k, v, o;
@@ -498,9 +521,9 @@ struct KernelArgs {  // SdpaParams with what every CTA would otherwise compute a
 #endif
 #if USE_WGMMA
 #if defined(__CUDA_ARCH__) && !defined(__CUDA_ARCH_FEAT_SM90_ALL)
-#error "the wgmma kernel needs an H100 or H200 (wgmma, setmaxnreg); type -arch=sm_90a"
+#error "the wgmma kernel needs an H100 or H200; type -gencode arch=compute_90a,code=sm_90a"
 #endif
-#endif
+#endif  // USE_WGMMA
 
 // Dynamic shared memory of the CTA, aligned to 1024 bytes.
 template <class T> __device__ __forceinline__ T& dynamic_shared() {
@@ -512,13 +535,6 @@ template <class T> __device__ __forceinline__ T& dynamic_shared() {
 using SharedAddress = uint32_t;
 __device__ __forceinline__ SharedAddress shared_address(const void* p_s) {
   return static_cast<SharedAddress>(__cvta_generic_to_shared(p_s));
-}
-
-// threadIdx.x, read anew where it is needed: what follows from it takes no register meanwhile.
-__device__ __forceinline__ uint32_t thread_index_anew() {
-  uint32_t index;
-  asm volatile("mov.u32 %0, %%tid.x;" : "=r"(index));
-  return index;
 }
 
 // Loads and stores of a T (1 to 16 bytes) at an address aligned to its size. Written as plain
@@ -539,110 +555,6 @@ template <class T> __device__ __forceinline__ T ld_global_nc(const void* src_g) 
 template <class T> __device__ __forceinline__ void st_global(void* dst_g, T value) {
   *static_cast<T*>(dst_g) = value;
 }
-// A vector that has been in registers for a while: nvcc would store its words one by one.
-__device__ __forceinline__ void st_global_v4(void* dst_g, uint4 value) {
-  asm volatile("st.global.v4.b32 [%0], {%1, %2, %3, %4};" ::"l"(dst_g), "r"(value.x), "r"(value.y),
-               "r"(value.z), "r"(value.w)
-               : "memory");
-}
-
-// cp.async of BYTES (4, 8, 16); when !valid, reads nothing and writes zeros.
-template <int BYTES>
-__device__ __forceinline__ void cp_async(void* dst_s, const void* src_g, bool valid) {
-  const SharedAddress dst = shared_address(dst_s);
-  const int src_bytes = valid ? BYTES : 0;
-  if constexpr (BYTES == 16) {
-    asm volatile("cp.async.cg.shared.global [%0], [%1], 16, %2;" ::"r"(dst), "l"(src_g),
-                 "r"(src_bytes)
-                 : "memory");
-  } else {
-    asm volatile("cp.async.ca.shared.global [%0], [%1], %2, %3;" ::"r"(dst), "l"(src_g), "n"(BYTES),
-                 "r"(src_bytes)
-                 : "memory");
-  }
-}
-
-__device__ __forceinline__ void cp_async_commit_group() {
-  asm volatile("cp.async.commit_group;" ::: "memory");
-}
-
-template <int N> __device__ __forceinline__ void cp_async_wait_group() {
-  asm volatile("cp.async.wait_group %0;" ::"n"(N) : "memory");
-}
-
-// A barrier number `id` (1 to 15; 0 is __syncthreads) for `threads` threads in whole warps.
-__device__ __forceinline__ void barrier_sync(int id, int threads) {
-  asm volatile("barrier.sync.aligned %0, %1;" ::"r"(id), "r"(threads) : "memory");
-}
-
-// bar.arrive: counts these threads at barrier `id` and goes on; barrier_sync() of others waits.
-__device__ __forceinline__ void barrier_arrive(int id, int threads) {
-  asm volatile("barrier.arrive.aligned %0, %1;" ::"r"(id), "r"(threads) : "memory");
-}
-
-// An mbarrier is 8 bytes of shared memory: a phase of it is complete when `arrivals` have arrived
-// and the bytes that they announced have landed.
-__device__ __forceinline__ void mbarrier_init(uint64_t* barrier_s, int arrivals) {
-  asm volatile("mbarrier.init.shared.b64 [%0], %1;" ::"r"(shared_address(barrier_s)), "r"(arrivals)
-               : "memory");
-}
-__device__ __forceinline__ void mbarrier_arrive(uint64_t* barrier_s) {
-  asm volatile("{ .reg .b64 state; mbarrier.arrive.shared.b64 state, [%0]; }" ::"r"(
-                   shared_address(barrier_s))
-               : "memory");
-}
-// Arrives when all earlier cp.async of this thread have landed.
-__device__ __forceinline__ void cp_async_mbarrier_arrive_noinc(uint64_t* barrier_s) {
-  asm volatile("cp.async.mbarrier.arrive.noinc.shared.b64 [%0];" ::"r"(shared_address(barrier_s))
-               : "memory");
-}
-// Whether the phase of this parity is complete.
-__device__ __forceinline__ bool mbarrier_test_wait_parity(uint64_t* barrier_s, int parity) {
-  uint32_t complete;
-  asm volatile(
-      "{ .reg .pred p; mbarrier.test_wait.parity.shared.b64 p, [%1], %2; selp.b32 %0, 1, 0, p; }"
-      : "=r"(complete)
-      : "r"(shared_address(barrier_s)), "r"(parity)
-      : "memory");
-  return complete;
-}
-
-// Four 8x8 matrices of 16-bit elements from shared memory; lane 8i + r has the address of row r of
-// matrix i. Lane 4g + q gets columns 2q and 2q + 1 of row g of each; TRANS: of column g, rows 2q...
-template <bool TRANS>
-__device__ __forceinline__ void ldmatrix_x4(uint32_t (&r)[4], SharedAddress row) {
-  if constexpr (TRANS) {
-    asm volatile("ldmatrix.sync.aligned.m8n8.x4.trans.shared.b16 {%0, %1, %2, %3}, [%4];"
-                 : "=r"(r[0]), "=r"(r[1]), "=r"(r[2]), "=r"(r[3])
-                 : "r"(row));
-  } else {
-    asm volatile("ldmatrix.sync.aligned.m8n8.x4.shared.b16 {%0, %1, %2, %3}, [%4];"
-                 : "=r"(r[0]), "=r"(r[1]), "=r"(r[2]), "=r"(r[3])
-                 : "r"(row));
-  }
-}
-
-// D += A @ B, [16][16] @ [16][8]. Lane 4g + q: d0, d1 are columns 2q and 2q + 1 of row g, d2, d3 of
-// row g + 8; a[0], a[1] hold k = 2q, 2q + 1 of rows g and g + 8, a[2], a[3] the same 8 k further; b0
-// holds k = 2q, 2q + 1 of column g, b1 the same 8 k further.
-template <class E>
-__device__ __forceinline__ void mma_m16n8k16(float& d0, float& d1, float& d2, float& d3,
-                                             const uint32_t (&a)[4], uint32_t b0, uint32_t b1) {
-  if constexpr (std::is_same<E, __half>::value) {
-    asm volatile(
-        "mma.sync.aligned.m16n8k16.row.col.f32.f16.f16.f32 {%0, %1, %2, %3}, "
-        "{%4, %5, %6, %7}, {%8, %9}, {%0, %1, %2, %3};"
-        : "+f"(d0), "+f"(d1), "+f"(d2), "+f"(d3)
-        : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b0), "r"(b1));
-  } else {
-    asm volatile(
-        "mma.sync.aligned.m16n8k16.row.col.f32.bf16.bf16.f32 {%0, %1, %2, %3}, "
-        "{%4, %5, %6, %7}, {%8, %9}, {%0, %1, %2, %3};"
-        : "+f"(d0), "+f"(d1), "+f"(d2), "+f"(d3)
-        : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b0), "r"(b1));
-  }
-}
-
 __device__ __forceinline__ float ex2_approx_ftz(float x) {
   float y;
   asm("ex2.approx.ftz.f32 %0, %1;" : "=f"(y) : "f"(x));
@@ -694,9 +606,130 @@ __host__ __device__ __forceinline__ float float_of(uint32_t bits) {
   return x;
 }
 
-// ---- sm_90 and up (wgmma and setmaxnreg: sm_90a alone) ----
+// ---- cp.async (USE_CP_ASYNC) ----
+
+// cp.async of BYTES (4, 8, 16); when !valid, reads nothing and writes zeros.
+template <int BYTES>
+__device__ __forceinline__ void cp_async(void* dst_s, const void* src_g, bool valid) {
+  const SharedAddress dst = shared_address(dst_s);
+  const int src_bytes = valid ? BYTES : 0;
+  if constexpr (BYTES == 16) {
+    asm volatile("cp.async.cg.shared.global [%0], [%1], 16, %2;" ::"r"(dst), "l"(src_g),
+                 "r"(src_bytes)
+                 : "memory");
+  } else {
+    asm volatile("cp.async.ca.shared.global [%0], [%1], %2, %3;" ::"r"(dst), "l"(src_g), "n"(BYTES),
+                 "r"(src_bytes)
+                 : "memory");
+  }
+}
+
+__device__ __forceinline__ void cp_async_commit_group() {
+  asm volatile("cp.async.commit_group;" ::: "memory");
+}
+
+template <int N> __device__ __forceinline__ void cp_async_wait_group() {
+  asm volatile("cp.async.wait_group %0;" ::"n"(N) : "memory");
+}
+
+// Arrives when all earlier cp.async of this thread have landed.
+__device__ __forceinline__ void cp_async_mbarrier_arrive_noinc(uint64_t* barrier_s) {
+  asm volatile("cp.async.mbarrier.arrive.noinc.shared.b64 [%0];" ::"r"(shared_address(barrier_s))
+               : "memory");
+}
+
+// ---- barriers of some warps (SPLIT_KV > 1, wgmma) ----
+
+// A barrier number `id` (1 to 15; 0 is __syncthreads) for `threads` threads in whole warps.
+__device__ __forceinline__ void barrier_sync(int id, int threads) {
+  asm volatile("barrier.sync.aligned %0, %1;" ::"r"(id), "r"(threads) : "memory");
+}
+
+// bar.arrive: counts these threads at barrier `id` and goes on; barrier_sync() of others waits.
+__device__ __forceinline__ void barrier_arrive(int id, int threads) {
+  asm volatile("barrier.arrive.aligned %0, %1;" ::"r"(id), "r"(threads) : "memory");
+}
+
+// ---- mbarriers (wmma, wgmma) ----
+
+// An mbarrier is 8 bytes of shared memory: a phase of it is complete when `arrivals` have arrived
+// and the bytes that they announced have landed.
+__device__ __forceinline__ void mbarrier_init(uint64_t* barrier_s, int arrivals) {
+  asm volatile("mbarrier.init.shared.b64 [%0], %1;" ::"r"(shared_address(barrier_s)), "r"(arrivals)
+               : "memory");
+}
+__device__ __forceinline__ void mbarrier_arrive(uint64_t* barrier_s) {
+  asm volatile("{ .reg .b64 state; mbarrier.arrive.shared.b64 state, [%0]; }" ::"r"(
+                   shared_address(barrier_s))
+               : "memory");
+}
+
+// Whether the phase of this parity is complete.
+__device__ __forceinline__ bool mbarrier_test_wait_parity(uint64_t* barrier_s, int parity) {
+  uint32_t complete;
+  asm volatile(
+      "{ .reg .pred p; mbarrier.test_wait.parity.shared.b64 p, [%1], %2; selp.b32 %0, 1, 0, p; }"
+      : "=r"(complete)
+      : "r"(shared_address(barrier_s)), "r"(parity)
+      : "memory");
+  return complete;
+}
+
+// ---- matrices of a warp (mma, wgmma) ----
+
+// Four 8x8 matrices of 16-bit elements from shared memory; lane 8i + r has the address of row r of
+// matrix i. Lane 4g + q gets columns 2q and 2q + 1 of row g of each; TRANS: of column g, rows 2q...
+template <bool TRANS>
+__device__ __forceinline__ void ldmatrix_x4(uint32_t (&r)[4], SharedAddress row) {
+  if constexpr (TRANS) {
+    asm volatile("ldmatrix.sync.aligned.m8n8.x4.trans.shared.b16 {%0, %1, %2, %3}, [%4];"
+                 : "=r"(r[0]), "=r"(r[1]), "=r"(r[2]), "=r"(r[3])
+                 : "r"(row));
+  } else {
+    asm volatile("ldmatrix.sync.aligned.m8n8.x4.shared.b16 {%0, %1, %2, %3}, [%4];"
+                 : "=r"(r[0]), "=r"(r[1]), "=r"(r[2]), "=r"(r[3])
+                 : "r"(row));
+  }
+}
+
+// D += A @ B, [16][16] @ [16][8]. Lane 4g + q: d0, d1 are columns 2q and 2q + 1 of row g, d2, d3 of
+// row g + 8; a[0], a[1] hold k = 2q, 2q + 1 of rows g and g + 8, a[2], a[3] the same 8 k further; b0
+// holds k = 2q, 2q + 1 of column g, b1 the same 8 k further.
+template <class E>
+__device__ __forceinline__ void mma_m16n8k16(float& d0, float& d1, float& d2, float& d3,
+                                             const uint32_t (&a)[4], uint32_t b0, uint32_t b1) {
+  if constexpr (std::is_same<E, __half>::value) {
+    asm volatile(
+        "mma.sync.aligned.m16n8k16.row.col.f32.f16.f16.f32 {%0, %1, %2, %3}, "
+        "{%4, %5, %6, %7}, {%8, %9}, {%0, %1, %2, %3};"
+        : "+f"(d0), "+f"(d1), "+f"(d2), "+f"(d3)
+        : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b0), "r"(b1));
+  } else {
+    asm volatile(
+        "mma.sync.aligned.m16n8k16.row.col.f32.bf16.bf16.f32 {%0, %1, %2, %3}, "
+        "{%4, %5, %6, %7}, {%8, %9}, {%0, %1, %2, %3};"
+        : "+f"(d0), "+f"(d1), "+f"(d2), "+f"(d3)
+        : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b0), "r"(b1));
+  }
+}
+
+// ---- sm_90a (wgmma) ----
 // The async proxy: TMA and wgmma reach shared memory past the path that ordinary loads and stores
 // take (the generic proxy). What was written through the one is fenced before the other reads it.
+
+// threadIdx.x, read anew where it is needed: what follows from it takes no register meanwhile.
+__device__ __forceinline__ uint32_t thread_index_anew() {
+  uint32_t index;
+  asm volatile("mov.u32 %0, %%tid.x;" : "=r"(index));
+  return index;
+}
+
+// A vector that has been in registers for a while: nvcc would store its words one by one.
+__device__ __forceinline__ void st_global_v4(void* dst_g, uint4 value) {
+  asm volatile("st.global.v4.b32 [%0], {%1, %2, %3, %4};" ::"l"(dst_g), "r"(value.x), "r"(value.y),
+               "r"(value.z), "r"(value.w)
+               : "memory");
+}
 
 // Arrives, and announces bytes that asynchronous copies will bring before the phase is complete.
 __device__ __forceinline__ void mbarrier_arrive_expect_tx(uint64_t* barrier_s, uint32_t bytes) {
@@ -1031,16 +1064,17 @@ template <> struct VectorType<16> { using type = uint4; };
 constexpr int CHUNK =
     8;  // elements in 16 bytes, the unit of shared-memory reads and of the swizzle
 
-// x[0..7] = the 8 elements at src_s, which is 16-byte aligned.
-__device__ __forceinline__ void load_chunk(float (&x)[CHUNK], const Element* src_s) {
-  const uint4 chunk = ld_shared<uint4>(src_s);
-  Element e[CHUNK];
-  memcpy(e, &chunk, sizeof chunk);
-#pragma unroll
-  for (int i = 0; i < CHUNK; i++) x[i] = to_float(e[i]);
+// ---- pairs (mma, wgmma) ----
+
+// Two values of a row, rounded, as one register of an mma.sync operand.
+__device__ __forceinline__ uint32_t pack(float low, float high) {
+  const Element e[2] = {to_element(low), to_element(high)};
+  uint32_t word;
+  memcpy(&word, e, sizeof word);
+  return word;
 }
 
-// ---- shared-memory tiles ----
+// ---- tiles in shared memory (scalar, wmma, mma) ----
 
 // Elements from one row of a tile to the next. With D alone all rows start in bank 0, and accesses to
 // one column of different rows collide. Against that SWIZZLE_XOR=1 XORs the 16-byte chunk index with
@@ -1056,30 +1090,38 @@ template <class B> __device__ __forceinline__ int tile_offset(int row, int col) 
   return row * TILE_STRIDE<B> + col;
 }
 
-// The address of (row + r, col + c) of a tile from `at`, that of (row, col), where r is a multiple of 8
-// and c has no bit in common with col: the swizzle is an XOR of the column's low bits, and so is this.
-// The high bits may be XORed as well or added, which an instruction does with its immediate. At D=256
-// adding saves registers; at D=128 the few XORed addresses would stay in registers and spill.
-template <class B>
-__device__ __forceinline__ SharedAddress tile_step(SharedAddress at, int r, int c) {
-  constexpr int xored = B::head_dim > 128 ? 8 * CHUNK : B::head_dim;
-  return (at ^ c % xored * int(sizeof(Element))) +
-         (r * B::head_dim + c / xored * xored) * int(sizeof(Element));
-}
+// Copies a vector from global to shared memory, zeros when !valid; commit() ends a group of copies, wait() waits
+// until at most IN_FLIGHT of this thread's groups are unfinished.
+template <bool ASYNC> struct VectorCopy;
 
-// One vector of VEC_WIDTH elements from global to shared memory, zeros when !valid.
-template <class B>
-__device__ __forceinline__ void copy_vector(Element* dst_s, const Element* src_g, bool valid) {
-  constexpr int bytes = B::vec_width * sizeof(Element);
-  using Vector = typename VectorType<bytes>::type;
-  if constexpr (B::use_cp_async) {
-    cp_async<bytes>(dst_s, src_g, valid);
-  } else {
+// ---- copies through registers (scalar, wmma, mma and USE_CP_ASYNC = 0) ----
+
+template <> struct VectorCopy<false> {
+  template <int BYTES>
+  __device__ static __forceinline__ void copy(void* dst_s, const void* src_g, bool valid) {
+    using Vector = typename VectorType<BYTES>::type;
     Vector x{};
     if (valid) x = ld_global_nc<Vector>(src_g);
     st_shared(dst_s, x);
   }
-}
+  __device__ static __forceinline__ void commit() {}
+  template <int IN_FLIGHT> __device__ static __forceinline__ void wait() {}
+};
+
+// ---- copies by cp.async (USE_CP_ASYNC) ----
+
+template <> struct VectorCopy<true> {
+  template <int BYTES>
+  __device__ static __forceinline__ void copy(void* dst_s, const void* src_g, bool valid) {
+    cp_async<BYTES>(dst_s, src_g, valid);
+  }
+  __device__ static __forceinline__ void commit() { cp_async_commit_group(); }
+  template <int IN_FLIGHT> __device__ static __forceinline__ void wait() {
+    cp_async_wait_group<IN_FLIGHT>();
+  }
+};
+
+// ---- copies of tiles (scalar, wmma, mma) ----
 
 // How thread number tid of nthreads shares in copying tiles: it takes the vectors at (row + n *
 // row_step, col), so that its addresses are sums. A row may take several passes of all threads; of
@@ -1110,20 +1152,12 @@ template <class B> struct TileCopy {
 #pragma unroll
       for (int c = 0; c < B::head_dim; c += col_step) {
         if (B::head_dim % col_step != 0 && col + c >= B::head_dim) break;
-        copy_vector<B>(dst_s + tile_offset<B>(row + r, col + c), src_g + c, r < rows);
+        VectorCopy<B::use_cp_async>::template copy<B::vec_width * sizeof(Element)>(
+            dst_s + tile_offset<B>(row + r, col + c), src_g + c, r < rows);
       }
     }
   }
 };
-
-template <class B> __device__ __forceinline__ void commit_copies() {
-  if constexpr (B::use_cp_async) cp_async_commit_group();
-}
-
-// Waits until at most IN_FLIGHT of this thread's committed groups of copies are unfinished.
-template <class B, int IN_FLIGHT> __device__ __forceinline__ void wait_copies() {
-  if constexpr (B::use_cp_async) cp_async_wait_group<IN_FLIGHT>();
-}
 
 // ---- barriers ----
 
@@ -1183,78 +1217,6 @@ template <class B, Hazard H> __device__ __forceinline__ void sync_for() {
 // A view is a thread's part of a tile and the seam between kernel families: ROWS x COLS floats
 // x[i][j] that stand at (row(i), col(j)) of the tile, where LANES neighbouring lanes of a warp
 // share the same rows. Mask, softmax and epilogue are written on views alone.
-
-// The scalar family's lanes: 4 along the rows, 8 along the columns.
-constexpr int ROW_LANES = 4, COL_LANES = 8;
-
-// S or P [BLOCK_M][BLOCK_N]. Columns interleave over lanes, so that lanes read neighbouring keys.
-template <class B> struct ScalarScores {
-  static constexpr int ROWS = B::block_m / (ROW_LANES * B::num_warps);
-  static constexpr int COLS = B::block_n / COL_LANES, LANES = COL_LANES;
-  float x[ROWS][COLS];
-  int first_row, row_step, first_col;
-  __device__ int row(int i) const { return first_row + row_step * i; }
-  __device__ int col(int j) const { return first_col + COL_LANES * j; }
-};
-
-// O [BLOCK_M][D], the same rows as a warp's own scores. A lane has whole 16-byte chunks.
-template <class B> struct ScalarOutput {
-  static constexpr int ROWS = ScalarScores<B>::ROWS, COLS = B::head_dim / COL_LANES;
-  static constexpr int RUN = CHUNK;  // neighbouring x that are neighbouring d
-  float x[ROWS][COLS];
-  int first_row, first_col;
-  __device__ int row(int i) const { return first_row + ROW_LANES * i; }
-  __device__ int col(int j) const {
-    return first_col + j / CHUNK * (COL_LANES * CHUNK) + j % CHUNK;
-  }
-};
-
-// The mma.sync family: a warp has M_TILES tiles of 16 rows, a row belongs to 4 lanes (a quad), and
-// lane 4g + q has rows g and g + 8 of each tile, columns 2q and 2q + 1 of every 8.
-template <class B, int WIDTH> struct MmaAccumulator {  // [16 * M_TILES of BLOCK_M][WIDTH]
-  static constexpr int M_TILES = B::block_m / B::group_warps / 16;
-  static constexpr int ROWS = 2 * M_TILES, COLS = WIDTH / 4, LANES = 4, RUN = 2;
-  float x[ROWS][COLS];
-  int first_row, first_col;
-  __device__ int row(int i) const { return first_row + 8 * i; }
-  __device__ int col(int j) const { return first_col + j / 2 * 8 + j % 2; }
-};
-
-// The same rows after the quad has dealt its columns anew: a lane has 8 neighbouring ones of 32.
-template <class B, int WIDTH> struct MmaRuns {
-  static constexpr int ROWS = MmaAccumulator<B, WIDTH>::ROWS, COLS = WIDTH / 4, RUN = 8;
-  float x[ROWS][COLS];
-  int first_row, first_col;
-  __device__ int row(int i) const { return first_row + 8 * i; }
-  __device__ int col(int j) const { return first_col + j / 8 * 32 + j % 8; }
-};
-
-// The wgmma family: a warpgroup has 64 rows, each warp 16 of them as above. The accumulators stand in
-// the order of the instruction.
-template <int WIDTH> struct WgmmaAccumulator {  // [64][WIDTH]
-  static constexpr int ROWS = 2, COLS = WIDTH / 4, LANES = 4, RUN = 2;
-  struct Elements {
-    float d[WIDTH / 2];
-    struct Row {
-      float* first;
-      __device__ float& operator[](int j) const { return first[4 * (j / 2) + j % 2]; }
-    };
-    __device__ Row operator[](int i) const { return {const_cast<float*>(d) + 2 * i}; }
-  };
-  Elements x;
-  int first_row, first_col;
-  __device__ int row(int i) const { return first_row + 8 * i; }
-  __device__ int col(int j) const { return first_col + j / 2 * 8 + j % 2; }
-};
-
-// Of one row the columns that fall to one of LANES threads: 4, and 4 again every 4 * LANES.
-template <int WIDTH, int LANES> struct RowShare {  // [1][WIDTH]
-  static constexpr int ROWS = 1, COLS = WIDTH / LANES, RUN = 4;
-  float x[ROWS][COLS];
-  int first_row, first_col;
-  __device__ int row(int) const { return first_row; }
-  __device__ int col(int j) const { return first_col + j / 4 * 4 * LANES + j % 4; }
-};
 
 template <class View> __device__ __forceinline__ void clear(View& T) {
 #pragma unroll
@@ -1418,6 +1380,8 @@ __device__ __forceinline__ void store_lse(float m, float l, const KernelArgs& a,
   }
 }
 
+// ---- stored from views (scalar, wmma, mma, wgmma) ----
+
 // O / l and LSE to global memory, rows past Sq left out.
 // m, l [ROWS] are final and the same in all lanes of a row.
 template <class B, class View>
@@ -1469,6 +1433,8 @@ template <class B> __device__ __forceinline__ WorkItem work_item(const KernelArg
   }
   return tile_of<B>(a, head, block);
 }
+
+// ---- items and copies of the whole CTA (scalar, wmma, mma) ----
 
 struct OneTilePerCta {
   bool done = false;
@@ -1552,7 +1518,7 @@ template <class B, class Shared> struct CopyTogether {
   __device__ __forceinline__ CopyTogether(Shared& s_, const ItemTiles<B>& t_) : t(t_), s(s_) {
     for (int n = 0; n < B::stages - 1; n++) {
       t.copy_kv(s, n, t.first_key + n * t.ADVANCE);
-      commit_copies<B>();
+      VectorCopy<B::use_cp_async>::commit();
     }
   }
   // In the mma.sync kernel with two stages and more, who has come to the one barrier has read the
@@ -1563,7 +1529,7 @@ template <class B, class Shared> struct CopyTogether {
     stage = stage + 1 == B::stages ? 0 : stage + 1;
     sync_for<B, Hazard::q_written>();
     if constexpr (!copies_last) copy_ahead(k0);
-    wait_copies<B, copies_last ? B::stages - 2 : B::stages - 1>();
+    VectorCopy<B::use_cp_async>::template wait<copies_last ? B::stages - 2 : B::stages - 1>();
     sync_for<B, Hazard::kv_written>();
     if constexpr (copies_last) copy_ahead(k0);
     return stage;
@@ -1571,10 +1537,15 @@ template <class B, class Shared> struct CopyTogether {
   // The tile STAGES - 1 further, in the stage before.
   __device__ __forceinline__ void copy_ahead(int k0) {
     t.copy_kv(s, stage == 0 ? B::stages - 1 : stage - 1, k0 + (B::stages - 1) * t.ADVANCE);
-    commit_copies<B>();
+    VectorCopy<B::use_cp_async>::commit();
   }
   __device__ __forceinline__ void release() { sync_for<B, Hazard::tile_read>(); }
 };
+
+template <class B>
+using Scheduler = typename std::conditional<B::use_persistent_cta, TileQueue, OneTilePerCta>::type;
+
+// ---- rings of stages (wmma, wgmma) ----
 
 // The stages in turn, and the parity of the phase that their mbarriers are in.
 template <int N> struct StageRing {
@@ -1592,12 +1563,41 @@ __device__ __forceinline__ void mbarrier_wait(uint64_t* barrier_s, int parity) {
   }
 }
 
-template <class B>
-using Scheduler = typename std::conditional<B::use_persistent_cta, TileQueue, OneTilePerCta>::type;
+// ---- scores in shared memory (scalar, wmma) ----
 
-// ==== 5 KERNELS ==================================================================================
+// x[0..7] = the 8 elements at src_s, which is 16-byte aligned.
+__device__ __forceinline__ void load_chunk(float (&x)[CHUNK], const Element* src_s) {
+  const uint4 chunk = ld_shared<uint4>(src_s);
+  Element e[CHUNK];
+  memcpy(e, &chunk, sizeof chunk);
+#pragma unroll
+  for (int i = 0; i < CHUNK; i++) x[i] = to_float(e[i]);
+}
 
-// ---- 5a scalar: both products on the FMA pipes ----
+// The scalar family's lanes: 4 along the rows, 8 along the columns.
+constexpr int ROW_LANES = 4, COL_LANES = 8;
+
+// S or P [BLOCK_M][BLOCK_N]. Columns interleave over lanes, so that lanes read neighbouring keys.
+template <class B> struct ScalarScores {
+  static constexpr int ROWS = B::block_m / (ROW_LANES * B::num_warps);
+  static constexpr int COLS = B::block_n / COL_LANES, LANES = COL_LANES;
+  float x[ROWS][COLS];
+  int first_row, row_step, first_col;
+  __device__ int row(int i) const { return first_row + row_step * i; }
+  __device__ int col(int j) const { return first_col + COL_LANES * j; }
+};
+
+// O [BLOCK_M][D], the same rows as a warp's own scores. A lane has whole 16-byte chunks.
+template <class B> struct ScalarOutput {
+  static constexpr int ROWS = ScalarScores<B>::ROWS, COLS = B::head_dim / COL_LANES;
+  static constexpr int RUN = CHUNK;  // neighbouring x that are neighbouring d
+  float x[ROWS][COLS];
+  int first_row, first_col;
+  __device__ int row(int i) const { return first_row + ROW_LANES * i; }
+  __device__ int col(int j) const {
+    return first_col + j / CHUNK * (COL_LANES * CHUNK) + j % CHUNK;
+  }
+};
 
 template <class T, class View>
 __device__ __forceinline__ void store_scores(T* P_s, int stride, const View& S) {
@@ -1633,30 +1633,6 @@ template <class B> struct ScalarShared {
   __device__ void store_probabilities(const ScalarScores<B>& S) { store_scores(P, P_STRIDE, S); }
   __device__ void store_alpha(const ScalarScores<B>&, const float (&)[ScalarScores<B>::ROWS]) {}
 };
-
-// S = Q @ K.T   [BLOCK_M][BLOCK_N]
-template <class B>
-__device__ __forceinline__ void scalar_qk(ScalarScores<B>& S, const Element* Q_s,
-                                          const Element* K_s) {
-  using View = ScalarScores<B>;
-  clear(S);
-#pragma unroll 2
-  for (int d = 0; d < B::head_dim; d += CHUNK) {
-    float q[View::ROWS][CHUNK];
-#pragma unroll
-    for (int i = 0; i < View::ROWS; i++) load_chunk(q[i], Q_s + tile_offset<B>(S.row(i), d));
-#pragma unroll
-    for (int j = 0; j < View::COLS; j++) {
-      float k[CHUNK];
-      load_chunk(k, K_s + tile_offset<B>(S.col(j), d));
-#pragma unroll
-      for (int e = 0; e < CHUNK; e++) {
-#pragma unroll
-        for (int i = 0; i < View::ROWS; i++) S.x[i][j] = fmaf(q[i][e], k[e], S.x[i][j]);
-      }
-    }
-  }
-}
 
 // O = O * alpha + P @ V   [BLOCK_M][D]
 template <class B>
@@ -1785,6 +1761,106 @@ template <class B, class Shared>
 using TileSoftmax = typename std::conditional<B::sync_policy == 1, WarpSoftmax<B, Shared>,
                                               CtaSoftmax<B, Shared>>::type;
 
+// ---- what the launch needs to know of a kernel ----
+
+// Each chapter of section 5 ends with its own: `Shared`, `kernel`, and what differs from OneLaunch.
+template <class B, Family F> struct KernelOf;
+template <class B> using SharedOf = typename KernelOf<B, B::family>::Shared;
+template <class B>
+constexpr size_t shared_bytes = std::is_empty<SharedOf<B>>::value ? 0 : sizeof(SharedOf<B>);
+
+constexpr bool has_queue = Build::use_persistent_cta || Build::use_tuned;  // in the workspace
+
+// One launch of the kernel: a CTA (or cluster) to each of `items`, or as many as are resident and asked for.
+template <class B>
+SdpaStatus launch_kernel(const KernelArgs& a, uint32_t items, cudaStream_t stream) {
+  static_assert(shared_bytes<B> <= 227 * 1024,
+                "BLOCK_M, BLOCK_N, HEAD_DIM and STAGES: the tiles need more than the 227 KB of "
+                "shared memory that a CTA can have; type a smaller BLOCK_N or fewer STAGES");
+  constexpr auto kernel = KernelOf<B, B::family>::kernel;
+  cudaError_t error = cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize,
+                                           int(shared_bytes<B>));
+  if (error == cudaErrorInvalidValue || error == cudaErrorInvalidDeviceFunction ||
+      error == cudaErrorNoKernelImageForDevice) {
+    return failure(error,
+                   "this GPU cannot run this build (%zu bytes of shared memory a CTA, code "
+                   "for its architecture): %s",
+                   shared_bytes<B>, cudaGetErrorString(error));
+  }
+  if (error != cudaSuccess) return cuda_failure(error, "an earlier call or kernel of this process");
+  uint32_t ctas = items;  // with MULTICAST pairs of them
+  if (B::use_persistent_cta) {
+    int device = 0, sms = 0, ctas_per_sm = 0;
+    error = cudaGetDevice(&device);
+    if (error == cudaSuccess) {
+      error = cudaDeviceGetAttribute(&sms, cudaDevAttrMultiProcessorCount, device);
+    }
+    if (error == cudaSuccess) {
+      error = cudaOccupancyMaxActiveBlocksPerMultiprocessor(&ctas_per_sm, kernel, B::threads,
+                                                            shared_bytes<B>);
+    }
+    if (error != cudaSuccess) return cuda_failure(error, "asking for the GPU's occupancy");
+    const uint32_t resident = uint32_t(sms) * uint32_t(ctas_per_sm > 0 ? ctas_per_sm : 1);
+    const uint32_t asked = uint32_t(a.p.max_ctas);
+    const uint32_t most = asked > 0 && asked < resident ? asked : resident;
+    const uint32_t clusters = (most + B::cluster_size - 1) / B::cluster_size;
+    if (ctas > clusters) ctas = clusters;
+  }
+  cudaLaunchConfig_t launch{};
+  launch.gridDim = dim3(ctas * B::cluster_size);
+  launch.blockDim = dim3(B::threads);
+  launch.dynamicSmemBytes = shared_bytes<B>;
+  launch.stream = stream;
+  cudaLaunchAttribute attributes[2]{};
+  // A CTA may start before the kernel before this one has ended.
+  attributes[0].id = cudaLaunchAttributeProgrammaticStreamSerialization;
+  attributes[0].val.programmaticStreamSerializationAllowed = 1;
+  attributes[1].id = cudaLaunchAttributeClusterDimension;
+  attributes[1].val.clusterDim.x = B::cluster_size;
+  attributes[1].val.clusterDim.y = attributes[1].val.clusterDim.z = 1;
+  launch.attrs = attributes;
+  launch.numAttrs = !is_wgmma ? 0 : B::cluster_size == 1 ? 1 : 2;
+  error = cudaLaunchKernelEx(&launch, kernel, a);
+  return error == cudaSuccess ? SdpaStatus{} : cuda_failure(error, "launching the kernel");
+}
+
+// What most kernels have: nothing to prepare, one launch, a workspace for the queue alone.
+template <class B> struct OneLaunch {
+  static SdpaStatus prepare(KernelArgs&) { return {}; }
+  static SdpaStatus launch(const KernelArgs& a, cudaStream_t stream) {
+    return launch_kernel<B>(a, a.work_items, stream);
+  }
+  static size_t workspace_bytes(const SdpaParams&) { return has_queue ? sizeof(uint32_t) : 0; }
+};
+
+// ==== 5 KERNELS ==================================================================================
+
+// ---- 5a scalar: both products on the FMA pipes (scalar) ----
+
+// S = Q @ K.T   [BLOCK_M][BLOCK_N]
+template <class B>
+__device__ __forceinline__ void scalar_qk(ScalarScores<B>& S, const Element* Q_s,
+                                          const Element* K_s) {
+  using View = ScalarScores<B>;
+  clear(S);
+#pragma unroll 2
+  for (int d = 0; d < B::head_dim; d += CHUNK) {
+    float q[View::ROWS][CHUNK];
+#pragma unroll
+    for (int i = 0; i < View::ROWS; i++) load_chunk(q[i], Q_s + tile_offset<B>(S.row(i), d));
+#pragma unroll
+    for (int j = 0; j < View::COLS; j++) {
+      float k[CHUNK];
+      load_chunk(k, K_s + tile_offset<B>(S.col(j), d));
+#pragma unroll
+      for (int e = 0; e < CHUNK; e++) {
+#pragma unroll
+        for (int i = 0; i < View::ROWS; i++) S.x[i][j] = fmaf(q[i][e], k[e], S.x[i][j]);
+      }
+    }
+  }
+}
+
 template <class B>
 __global__ void __launch_bounds__(B::threads, B::ctas_per_sm)
     sdpa_scalar(const __grid_constant__ KernelArgs a) {
@@ -1825,7 +1901,12 @@ __global__ void __launch_bounds__(B::threads, B::ctas_per_sm)
   }
 }
 
-// ---- 5b wmma: products on tensor cores through nvcuda::wmma, S and P in shared memory ----
+template <class B> struct KernelOf<B, Family::scalar> : OneLaunch<B> {
+  using Shared = ScalarShared<B>;
+  static constexpr auto kernel = sdpa_scalar<B>;
+};
+
+// ---- 5b wmma: products on tensor cores, S and P in shared memory (wmma) ----
 
 namespace wmma = nvcuda::wmma;
 template <class Use, class Layout> using Operand = wmma::fragment<Use, 16, 16, 16, Element, Layout>;
@@ -1998,8 +2079,8 @@ __device__ __forceinline__ void wmma_consume(WmmaShared<B>& s, const KernelArgs&
   // A warp copies its own rows of Q.
   Element* const Q_s = s.Q + tile_offset<B>(first_row, 0);
   t.template copy_q<16>(Q_s, first_row, lane, 32);
-  commit_copies<B>();
-  wait_copies<B, 0>();
+  VectorCopy<B::use_cp_async>::commit();
+  VectorCopy<B::use_cp_async>::template wait<0>();
   __syncwarp();  // hazard: Q copied by the other lanes
   Operand<wmma::matrix_a, wmma::row_major> Q[B::head_dim / 16];
 #pragma unroll
@@ -2072,7 +2153,43 @@ __global__ void __launch_bounds__(B::threads, B::ctas_per_sm)
   }
 }
 
-// ---- 5c mma.sync: both products on tensor cores, S, P and O in registers ----
+template <class B> struct KernelOf<B, Family::wmma> : OneLaunch<B> {
+  using Shared = WmmaShared<B>;
+  static constexpr auto kernel = sdpa_wmma<B>;
+};
+
+// ---- 5c mma.sync: S, P and O in registers (mma) ----
+
+// The mma.sync family: a warp has M_TILES tiles of 16 rows, a row belongs to 4 lanes (a quad), and
+// lane 4g + q has rows g and g + 8 of each tile, columns 2q and 2q + 1 of every 8.
+template <class B, int WIDTH> struct MmaAccumulator {  // [16 * M_TILES of BLOCK_M][WIDTH]
+  static constexpr int M_TILES = B::block_m / B::group_warps / 16;
+  static constexpr int ROWS = 2 * M_TILES, COLS = WIDTH / 4, LANES = 4, RUN = 2;
+  float x[ROWS][COLS];
+  int first_row, first_col;
+  __device__ int row(int i) const { return first_row + 8 * i; }
+  __device__ int col(int j) const { return first_col + j / 2 * 8 + j % 2; }
+};
+
+// The same rows after the quad has dealt its columns anew: a lane has 8 neighbouring ones of 32.
+template <class B, int WIDTH> struct MmaRuns {
+  static constexpr int ROWS = MmaAccumulator<B, WIDTH>::ROWS, COLS = WIDTH / 4, RUN = 8;
+  float x[ROWS][COLS];
+  int first_row, first_col;
+  __device__ int row(int i) const { return first_row + 8 * i; }
+  __device__ int col(int j) const { return first_col + j / 8 * 32 + j % 8; }
+};
+
+// The address of (row + r, col + c) of a tile from `at`, that of (row, col), where r is a multiple of 8
+// and c has no bit in common with col: the swizzle is an XOR of the column's low bits, and so is this.
+// The high bits may be XORed as well or added, which an instruction does with its immediate. At D=256
+// adding saves registers; at D=128 the few XORed addresses would stay in registers and spill.
+template <class B>
+__device__ __forceinline__ SharedAddress tile_step(SharedAddress at, int r, int c) {
+  constexpr int xored = B::head_dim > 128 ? 8 * CHUNK : B::head_dim;
+  return (at ^ c % xored * int(sizeof(Element))) +
+         (r * B::head_dim + c / xored * xored) * int(sizeof(Element));
+}
 
 // What a group of warps has summed over its keys, element by element of its threads' accumulators.
 template <class B> struct MmaPartial {
@@ -2099,14 +2216,6 @@ template <class B> struct MmaShared {
   WorkItem item;   // the CTA's: not in registers, which are for S and O
   uint32_t drawn;  // TileQueue
 };
-
-// Two values of a row, rounded, as one register of an mma.sync operand.
-__device__ __forceinline__ uint32_t pack(float low, float high) {
-  const Element e[2] = {to_element(low), to_element(high)};
-  uint32_t word;
-  memcpy(&word, e, sizeof word);
-  return word;
-}
 
 // The warp's query rows as A operands, 16 columns a step. As many steps as O and S leave registers for
 // are kept for the whole item; each use reads the others again.
@@ -2354,9 +2463,9 @@ __global__ void __launch_bounds__(B::threads, B::ctas_per_sm)
     const ItemTiles<B> t(p, item, group, tid, B::group_threads);
     t.template copy_q<B::block_m>(s.in.Q, 0, threadIdx.x, B::threads);
     if (threadIdx.x == 0) s.item = item;
-    commit_copies<B>();
+    VectorCopy<B::use_cp_async>::commit();
     CopyTogether<B, typename MmaShared<B>::Tiles> feed(s.in.group[group], t);
-    wait_copies<B, B::stages - 1>();
+    VectorCopy<B::use_cp_async>::template wait<B::stages - 1>();
     __syncthreads();  // hazard: Q copied by all warps, s.item written by thread 0
     MmaQueries<B> Q;
     Q.start(s.in.Q, warp, lane);
@@ -2398,13 +2507,36 @@ __global__ void __launch_bounds__(B::threads, B::ctas_per_sm)
   }
 }
 
-// ---- 5d wgmma: both products by warpgroups out of shared memory, which TMA fills ----
+template <class B> struct KernelOf<B, Family::mma> : OneLaunch<B> {
+  using Shared = MmaShared<B>;
+  static constexpr auto kernel = sdpa_mma<B>;
+};
+
+// ---- 5d wgmma: products by warpgroups out of shared memory, which TMA fills (wgmma) ----
 //
 // Warps that copy load tiles, which go through mbarriers to 1 to 4 warpgroups that compute. An item is so
 // many rounds, a K and a V tile each, and with persistent CTAs the loads go on from item to item, those of
 // Q where there is room for two. Where there are too few items for all SMs, slices of the keys (SPLIT_KV)
 // go to different warpgroups, which merge what they have. Where there are many, two CTAs share an item and
 // its K and V tiles (MULTICAST), so that half as much comes from L2.
+
+// The wgmma family: a warpgroup has 64 rows, each warp 16 of them as above. The accumulators stand in
+// the order of the instruction.
+template <int WIDTH> struct WgmmaAccumulator {  // [64][WIDTH]
+  static constexpr int ROWS = 2, COLS = WIDTH / 4, LANES = 4, RUN = 2;
+  struct Elements {
+    float d[WIDTH / 2];
+    struct Row {
+      float* first;
+      __device__ float& operator[](int j) const { return first[4 * (j / 2) + j % 2]; }
+    };
+    __device__ Row operator[](int i) const { return {const_cast<float*>(d) + 2 * i}; }
+  };
+  Elements x;
+  int first_row, first_col;
+  __device__ int row(int i) const { return first_row + 8 * i; }
+  __device__ int col(int j) const { return first_col + j / 2 * 8 + j % 2; }
+};
 
 // A tile in shared memory is D/64 panels of [rows][64]: 128 bytes a row, swizzled, as TMA writes them
 // and wgmma reads them. In a round every slice (SPLIT_KV) takes one K/V tile.
@@ -3094,6 +3226,15 @@ template <class B> struct WgmmaRows {
   }
 };
 
+// Of one row the columns that fall to one of LANES threads: 4, and 4 again every 4 * LANES.
+template <int WIDTH, int LANES> struct RowShare {  // [1][WIDTH]
+  static constexpr int ROWS = 1, COLS = WIDTH / LANES, RUN = 4;
+  float x[ROWS][COLS];
+  int first_row, first_col;
+  __device__ int row(int) const { return first_row; }
+  __device__ int col(int j) const { return first_col + j / 4 * 4 * LANES + j % 4; }
+};
+
 // SWAP_AB: what a warpgroup computes the other way round, S.T = K @ Q.T and O.T = V.T @ P.T: so keys and
 // d are the rows of its products, of which wgmma wants 64, and query rows the columns, of which 16 will
 // do. A column is spread over 8 lanes of all four warps. For items of a round or two: no overlap.
@@ -3568,8 +3709,124 @@ __global__ void __launch_bounds__(B::threads, 1) sdpa_wgmma(const __grid_constan
   }
 }
 
-// ---- 5e cuBLAS: the unfused baseline, products by cuBLAS, S and P in global memory ----
+// ---- 5d tensor maps and launch (wgmma) ----
 
+// The driver's cuTensorMapEncodeTiled, through the runtime, so that nothing has to be linked for it.
+#if CUDART_VERSION >= 12050
+inline cudaError_t find_tensor_map_encoder(void** function,
+                                           cudaDriverEntryPointQueryResult* found) {
+  return cudaGetDriverEntryPointByVersion("cuTensorMapEncodeTiled", function, 12000,
+                                          cudaEnableDefault, found);
+}
+#else
+inline cudaError_t find_tensor_map_encoder(void** function,
+                                           cudaDriverEntryPointQueryResult* found) {
+  return cudaGetDriverEntryPoint("cuTensorMapEncodeTiled", function, cudaEnableDefault, found);
+}
+#endif
+
+// Describes a 16-bit tensor to TMA: sizes (innermost first), byte strides of all dimensions but the
+// innermost (multiples of 16), the box that one copy moves. 128-byte swizzle, zeros outside.
+inline cudaError_t encode_tensor_map(CUtensorMap& map, int rank, const void* base,
+                                     const uint64_t* sizes, const uint64_t* strides_bytes,
+                                     const uint32_t* box, bool bf16) {
+  thread_local void* encoder = nullptr;  // looked for until it is found
+  if (!encoder) {
+    cudaDriverEntryPointQueryResult found;
+    const cudaError_t error = find_tensor_map_encoder(&encoder, &found);
+    if (error != cudaSuccess) return error;
+    if (found != cudaDriverEntryPointSuccess || !encoder) return cudaErrorInsufficientDriver;
+  }
+  if (rank < 1 || rank > 5) return cudaErrorInvalidValue;
+  cuuint64_t dims[5], strides[5];
+  cuuint32_t boxes[5];
+  const cuuint32_t steps[5] = {1, 1, 1, 1, 1};
+  for (int i = 0; i < rank; i++) {
+    dims[i] = sizes[i], boxes[i] = box[i];
+    strides[i] = i + 1 < rank ? strides_bytes[i] : 0;
+  }
+  const CUresult result = reinterpret_cast<decltype(&cuTensorMapEncodeTiled)>(encoder)(
+      &map, bf16 ? CU_TENSOR_MAP_DATA_TYPE_BFLOAT16 : CU_TENSOR_MAP_DATA_TYPE_FLOAT16,
+      cuuint32_t(rank), const_cast<void*>(base), dims, strides, boxes, steps,
+      CU_TENSOR_MAP_INTERLEAVE_NONE, CU_TENSOR_MAP_SWIZZLE_128B, CU_TENSOR_MAP_L2_PROMOTION_L2_256B,
+      CU_TENSOR_MAP_FLOAT_OOB_FILL_NONE);
+  return result == CUDA_SUCCESS ? cudaSuccess : cudaErrorInvalidValue;
+}
+
+bool same_strides(const Strides& a, const Strides& b) {
+  return a.batch == b.batch && a.head == b.head && a.row == b.row;
+}
+// Whether the tensors lie alike: all that tensor maps are made of.
+bool same_tensors(const SdpaParams& a, const SdpaParams& b) {
+  return a.Q == b.Q && a.K == b.K && a.V == b.V && a.O == b.O && a.B == b.B && a.Hq == b.Hq &&
+         a.Hkv == b.Hkv && a.Sq == b.Sq && a.Sk == b.Sk && same_strides(a.q, b.q) &&
+         same_strides(a.k, b.k) && same_strides(a.v, b.v) && same_strides(a.o, b.o);
+}
+
+// This thread's last ones, if the tensors are the same.
+template <class B> SdpaStatus encode_tensor_maps(TensorMaps& maps, const SdpaParams& p) {
+  thread_local SdpaParams last{};
+  thread_local TensorMaps last_maps;
+  if (same_tensors(last, p)) {
+    maps = last_maps;
+    return {};
+  }
+  constexpr uint32_t panels = B::head_dim / 64;
+  constexpr uint32_t group_rows = WgmmaShared<B>::GROUP_ROWS;
+  using Part = WgmmaPart<B>;
+  const struct {
+    const char* name;
+    CUtensorMap& map;
+    const void* base;
+    int S, H;
+    const Strides& s;
+    uint32_t rows, panels;
+  } tensors[] = {{"Q", maps.q, p.Q, p.Sq, p.Hq, p.q, group_rows, panels},
+                 {"K", maps.k, p.K, p.Sk, p.Hkv, p.k, Part::rows, Part::panels},
+                 {"V", maps.v, p.V, p.Sk, p.Hkv, p.v, Part::rows, Part::panels},
+                 {"O", maps.o, p.O, p.Sq, p.Hq, p.o, group_rows, panels}};
+  for (const auto& t : tensors) {
+    if (t.S == 0) {  // no key: nothing is loaded, but the kernel prefetches the map
+      t.map = maps.q;
+      continue;
+    }
+    const struct {
+      const char* name;
+      int size;
+      int64_t stride;
+    } dims[] = {{"row", t.S, t.s.row}, {"head", t.H, t.s.head}, {"batch", p.B, t.s.batch}};
+    uint64_t bytes[3];
+    for (int i = 0; i < 3; i++) {
+      bytes[i] = dims[i].size > 1 ? uint64_t(dims[i].stride) * sizeof(Element) : 16;
+      if (dims[i].size > 1 && (dims[i].stride <= 0 || bytes[i] >= uint64_t(1) << 40)) {
+        return failure(cudaErrorInvalidValue,
+                       "%s has a %s stride of %lld elements, and TMA takes strides from 1 to 2^40 "
+                       "bytes; copy it or use a build without USE_WGMMA",
+                       t.name, dims[i].name, (long long)dims[i].stride);
+      }
+    }
+    const uint64_t sizes[5] = {64, uint64_t(t.S), panels, uint64_t(t.H), uint64_t(p.B)};
+    const uint64_t strides[4] = {bytes[0], 128, bytes[1], bytes[2]};
+    const uint32_t box[5] = {64, t.rows, t.panels, 1, 1};
+    const cudaError_t error = encode_tensor_map(t.map, 5, t.base, sizes, strides, box, B::is_bf16);
+    if (error != cudaSuccess) {
+      return failure(error, "the driver makes no tensor map of %s: %s", t.name,
+                     cudaGetErrorString(error));
+    }
+  }
+  last = p, last_maps = maps;
+  return {};
+}
+
+template <class B> struct KernelOf<B, Family::wgmma> : OneLaunch<B> {
+  using Shared = WgmmaShared<B>;
+  static constexpr auto kernel = sdpa_wgmma<B>;
+  static SdpaStatus prepare(KernelArgs& a) { return encode_tensor_maps<B>(a.maps, a.p); }
+};
+
+// ---- 5f cuBLAS: the unfused baseline, S and P in global memory (cublas) ----
+
+#if USE_CUBLAS
 struct CublasWorkspace {  // where things lie in SdpaParams::workspace, in bytes
   static constexpr size_t cublas_bytes = 32 << 20;  // what cuBLAS recommends for sm_90
   size_t scores, probabilities, bytes;
@@ -3614,147 +3871,120 @@ __global__ void __launch_bounds__(B::threads, B::ctas_per_sm) sdpa_cublas(Kernel
   if (p.LSE && lane == 0) p.LSE[row] = fmaf(m, a.scale_log2 * ln2, ln2 * log2f(l));
 }
 
-// ==== 6 LAUNCH ===================================================================================
-
-// ---- tensor maps ----
-
-// The driver's cuTensorMapEncodeTiled, through the runtime, so that nothing has to be linked for it.
-#if CUDART_VERSION >= 12050
-inline cudaError_t find_tensor_map_encoder(void** function,
-                                           cudaDriverEntryPointQueryResult* found) {
-  return cudaGetDriverEntryPointByVersion("cuTensorMapEncodeTiled", function, 12000,
-                                          cudaEnableDefault, found);
-}
-#else
-inline cudaError_t find_tensor_map_encoder(void** function,
-                                           cudaDriverEntryPointQueryResult* found) {
-  return cudaGetDriverEntryPoint("cuTensorMapEncodeTiled", function, cudaEnableDefault, found);
-}
-#endif
-
-// Describes a 16-bit tensor to TMA: sizes (innermost first), byte strides of all dimensions but the
-// innermost (multiples of 16), the box that one copy moves. 128-byte swizzle, zeros outside.
-inline cudaError_t encode_tensor_map(CUtensorMap& map, int rank, const void* base,
-                                     const uint64_t* sizes, const uint64_t* strides_bytes,
-                                     const uint32_t* box, bool bf16) {
-  thread_local void* encoder = nullptr;  // looked for until it is found
-  if (!encoder) {
-    cudaDriverEntryPointQueryResult found;
-    const cudaError_t error = find_tensor_map_encoder(&encoder, &found);
-    if (error != cudaSuccess) return error;
-    if (found != cudaDriverEntryPointSuccess || !encoder) return cudaErrorInsufficientDriver;
-  }
-  if (rank < 1 || rank > 5) return cudaErrorInvalidValue;
-  cuuint64_t dims[5], strides[5];
-  cuuint32_t boxes[5];
-  const cuuint32_t steps[5] = {1, 1, 1, 1, 1};
-  for (int i = 0; i < rank; i++) {
-    dims[i] = sizes[i], boxes[i] = box[i];
-    strides[i] = i + 1 < rank ? strides_bytes[i] : 0;
-  }
-  const CUresult result = reinterpret_cast<decltype(&cuTensorMapEncodeTiled)>(encoder)(
-      &map, bf16 ? CU_TENSOR_MAP_DATA_TYPE_BFLOAT16 : CU_TENSOR_MAP_DATA_TYPE_FLOAT16,
-      cuuint32_t(rank), const_cast<void*>(base), dims, strides, boxes, steps,
-      CU_TENSOR_MAP_INTERLEAVE_NONE, CU_TENSOR_MAP_SWIZZLE_128B, CU_TENSOR_MAP_L2_PROMOTION_L2_256B,
-      CU_TENSOR_MAP_FLOAT_OOB_FILL_NONE);
-  return result == CUDA_SUCCESS ? cudaSuccess : cudaErrorInvalidValue;
-}
-
-// ---- the kernel and its launch ----
-
-template <class B, Family F> struct KernelOf {
-  using Shared = ScalarShared<B>;
-  static constexpr auto kernel = sdpa_scalar<B>;
-};
-template <class B> struct KernelOf<B, Family::wmma> {
-  using Shared = WmmaShared<B>;
-  static constexpr auto kernel = sdpa_wmma<B>;
-};
-template <class B> struct KernelOf<B, Family::mma> {
-  using Shared = MmaShared<B>;
-  static constexpr auto kernel = sdpa_mma<B>;
-};
-template <class B> struct KernelOf<B, Family::wgmma> {
-  using Shared = WgmmaShared<B>;
-  static constexpr auto kernel = sdpa_wgmma<B>;
-};
-template <class B> struct KernelOf<B, Family::cublas> {
-  using Shared = CublasShared;
-  static constexpr auto kernel = sdpa_cublas<B>;
-};
-template <class B> using SharedOf = typename KernelOf<B, B::family>::Shared;
-template <class B>
-constexpr size_t shared_bytes = std::is_empty<SharedOf<B>>::value ? 0 : sizeof(SharedOf<B>);
-
-constexpr bool has_queue = Build::use_persistent_cta || Build::use_tuned;  // in the workspace
-
-// ---- the choice of a tile ----
-
-// For what is asked of a build without a problem.
-using FirstBuild =
-    std::conditional<Build::use_tuned, TunedBuild<first_tile_that_fits()>, Build>::type;
-SDPA_REFUSE(shared_bytes<FirstBuild> > 227 * 1024,
-            "BLOCK_M, BLOCK_N, HEAD_DIM and STAGES: the tiles need more than the 227 KB of shared "
-            "memory that a CTA can have; type a smaller BLOCK_N or fewer STAGES");
-
-// Clocks that the problem takes with this tile. A CTA per item comes in waves on the GPU's `sms`. With a
-// mask items differ in length, and each SM that is free takes the longest that is left: together they take
-// as long as the longest, or as all of them spread evenly. A mask leaves the keys that the rows see on
-// average, and of the tiles on its edge half.
-double tuned_clocks(const TunedTile& t, const SdpaParams& p, int sms) {
-  const int ctas = t.has(multicast) ? 2 : 1, item_rows = t.block_m * ctas;  // to an item
-  const double items = double(p.B) * p.Hq * ((p.Sq + item_rows - 1) / item_rows);
-  sms /= ctas;
-  const int round_keys = t.block_n * t.split_kv;
-  const auto whole_rounds = [&](int keys) {
-    return double((keys + round_keys - 1) / round_keys) * round_keys;
-  };
-  if (p.causal == Causal::off) {
-    const double keys = whole_rounds(p.Sk);
-    return std::ceil(items / sms) * (t.item_clocks + t.block_m * keys / t.scores_per_clock);
-  }
-  const double clocks_per_key = t.block_m / t.causal_scores_per_clock;
-  const double most_keys = whole_rounds(visible_keys(p, p.Sq - 1));
-  constexpr int samples = 16;
-  double keys = ((t.has(skip_masked) ? 64 : t.block_m) + round_keys) / 2.0;
-  for (int i = 0; i < samples; i++) {
-    const int q = int((2 * i + 1.0) / (2 * samples) * p.Sq);
-    keys += double(visible_keys(p, q)) / samples;
-  }
-  return std::fmax(t.item_clocks + clocks_per_key * most_keys,
-                   items / sms * (t.item_clocks + clocks_per_key * keys));
-}
-
-// Of the current device; `otherwise` where there is none.
-int device_attribute(cudaDeviceAttr attribute, int otherwise) {
-  int device = 0, value = 0;
-  const bool known = cudaGetDevice(&device) == cudaSuccess &&
-                     cudaDeviceGetAttribute(&value, attribute, device) == cudaSuccess;
-  return known ? value : otherwise;
-}
-
-// USE_TUNED: number of the quickest tile for the problem. Not by max_ctas, on which no bit of the result
-// may depend.
-int choose_tile(const SdpaParams& p) {
-  const int sms = device_attribute(cudaDevAttrMultiProcessorCount, 132);
-  int best = first_tile_that_fits();
-  for (int n = best + 1; n < TILES; n++) {
-    if (tile_fits(TUNED_TILES[n]) &&
-        tuned_clocks(TUNED_TILES[n], p, sms) < tuned_clocks(TUNED_TILES[best], p, sms)) {
-      best = n;
+// Three steps: S = Q @ K.T by cuBLAS, P = softmax(S) by sdpa_cublas, O = P @ V by cuBLAS. cuBLAS counts
+// rows and columns the other way round, so that it sees S.T = K @ Q.T and O.T = V.T @ P.T. One of its
+// calls takes all heads of a batch, or with grouped queries those that share a key head.
+template <class B> SdpaStatus launch_cublas(const KernelArgs& a, cudaStream_t stream) {
+  const SdpaParams& p = a.p;
+  const struct {
+    const char* name;
+    int rows;
+    int64_t stride;
+  } tensors[] = {
+      {"Q", p.Sq, p.q.row}, {"K", p.Sk, p.k.row}, {"V", p.Sk, p.v.row}, {"O", p.Sq, p.o.row}};
+  for (const auto& t : tensors) {
+    if (t.rows > 1 && t.stride < p.D) {
+      return failure(
+          cudaErrorInvalidValue,
+          "%s has a row stride of %lld elements, and cuBLAS takes no rows that overlap or "
+          "run backwards; copy it or use a build without USE_CUBLAS",
+          t.name, (long long)t.stride);
     }
   }
-  return best;
+  const auto leading = [&](const Strides& s) { return s.row > p.D ? s.row : int64_t(p.D); };
+  const int64_t rows = int64_t(p.B) * p.Hq * p.Sq;
+  const int64_t softmax_ctas = (rows + Build::num_warps - 1) / Build::num_warps;
+  if (softmax_ctas > 2147483647) {  // before the first product, not after it
+    return failure(cudaErrorInvalidValue, "B*Hq*Sq/%d is over 2^31-1 CTAs; split the batch",
+                   Build::num_warps);
+  }
+
+  thread_local cublasHandle_t handle = nullptr;  // of this thread's current device
+  thread_local int handle_device = -1;
+  int device = 0;
+  const cudaError_t error = cudaGetDevice(&device);
+  if (error != cudaSuccess) return cuda_failure(error, "asking for the device");
+  cublasStatus_t cublas = CUBLAS_STATUS_SUCCESS;
+  if (device != handle_device) {
+    if (handle_device >= 0) cublasDestroy(handle);
+    cublas = cublasCreate(&handle);
+    handle_device = cublas == CUBLAS_STATUS_SUCCESS ? device : -1;
+  }
+  if (cublas == CUBLAS_STATUS_SUCCESS) cublas = cublasSetStream(handle, stream);
+  if (cublas == CUBLAS_STATUS_SUCCESS) {
+    cublas = cublasSetWorkspace(handle, p.workspace, CublasWorkspace::cublas_bytes);
+  }
+  const CublasWorkspace at(p);
+  unsigned char* const workspace = static_cast<unsigned char*>(p.workspace);
+  float* const S = reinterpret_cast<float*>(workspace + at.scores);
+  Element* const P = reinterpret_cast<Element*>(workspace + at.probabilities);
+  constexpr cudaDataType type = Build::is_bf16 ? CUDA_R_16BF : CUDA_R_16F;
+  const float one = 1, zero = 0;
+  const bool grouped = p.Hq != p.Hkv;
+  const int groups = grouped ? p.Hkv : 1, heads = p.Hq / groups;
+  const auto for_each_call = [&](const auto& call) {
+    for (int b = 0; b < p.B; b++) {
+      for (int g = 0; g < groups && cublas == CUBLAS_STATUS_SUCCESS; g++) {
+        cublas = call(b, g, (int64_t(b) * p.Hq + g * heads) * p.Sq * p.Sk);
+      }
+    }
+  };
+  if (p.Sk) {
+    for_each_call([&](int b, int g, int64_t first_score) {
+      return cublasGemmStridedBatchedEx_64(
+          handle, CUBLAS_OP_T, CUBLAS_OP_N, p.Sk, p.Sq, p.D, &one,
+          p.K + b * p.k.batch + g * p.k.head, type, leading(p.k), grouped ? 0 : p.k.head,
+          p.Q + b * p.q.batch + g * heads * p.q.head, type, leading(p.q), p.q.head, &zero,
+          S + first_score, CUDA_R_32F, p.Sk, int64_t(p.Sq) * p.Sk, heads, CUBLAS_COMPUTE_32F,
+          CUBLAS_GEMM_DEFAULT);
+    });
+  }
+  const char* step = "Q @ K.T";
+  if (cublas == CUBLAS_STATUS_SUCCESS) {
+    const SdpaStatus status = launch_kernel<Build>(a, uint32_t(softmax_ctas), stream);
+    if (!status.ok()) return status;
+    step = "P @ V, so that O is not what it should be";
+  }
+  if (p.Sk) {
+    for_each_call([&](int b, int g, int64_t first_score) {
+      return cublasGemmStridedBatchedEx_64(
+          handle, CUBLAS_OP_N, CUBLAS_OP_N, p.D, p.Sq, p.Sk, &one,
+          p.V + b * p.v.batch + g * p.v.head, type, leading(p.v), grouped ? 0 : p.v.head,
+          P + first_score, type, p.Sk, int64_t(p.Sq) * p.Sk, &zero,
+          p.O + b * p.o.batch + g * heads * p.o.head, type, leading(p.o), p.o.head, heads,
+          CUBLAS_COMPUTE_32F, CUBLAS_GEMM_DEFAULT);
+    });
+  } else {  // no key: O = 0
+    for (int b = 0; b < p.B; b++) {
+      for (int h = 0; h < p.Hq; h++) {
+        const cudaError_t zeroing =
+            cudaMemset2DAsync(p.O + b * p.o.batch + h * p.o.head, leading(p.o) * sizeof(Element), 0,
+                              p.D * sizeof(Element), p.Sq, stream);
+        if (zeroing != cudaSuccess) return cuda_failure(zeroing, "zeroing O");
+      }
+    }
+  }
+  if (cublas != CUBLAS_STATUS_SUCCESS) {
+    return failure(cudaErrorUnknown, "cuBLAS failed at %s: %s", step,
+                   cublasGetStatusString(cublas));
+  }
+  return {};
 }
 
-// ---- the launch ----
+template <class B> struct KernelOf<B, Family::cublas> : OneLaunch<B> {
+  using Shared = CublasShared;
+  static constexpr auto kernel = sdpa_cublas<B>;
+  static SdpaStatus launch(const KernelArgs& a, cudaStream_t stream) {
+    return launch_cublas<B>(a, stream);
+  }
+  static size_t workspace_bytes(const SdpaParams& p) { return CublasWorkspace(p).bytes; }
+};
 
-template <class... Values> SdpaStatus failure(cudaError_t code, const char* format, Values... v) {
-  SdpaStatus status;
-  status.code = code;
-  snprintf(status.text, sizeof status.text, format, v...);
-  return status;
-}
+#endif  // USE_CUBLAS
+
+// ==== 6 LAUNCH ===================================================================================
+
+// ---- the checks ----
 
 SdpaStatus check_tensor(const char* name, const void* pointer, const Strides& s, int64_t B,
                         int64_t H, int64_t S, bool written) {
@@ -3856,10 +4086,6 @@ SdpaStatus check_params(const SdpaParams& p) {
   return status;
 }
 
-SdpaStatus cuda_failure(cudaError_t code, const char* what) {
-  return failure(code, "%s failed: %s", what, cudaGetErrorString(code));
-}
-
 // What a stride of a dimension of size 1 holds is open (PyTorch leaves it so): 0 keeps it out of addresses.
 SdpaParams without_idle_strides(SdpaParams p) {
   const struct {
@@ -3874,226 +4100,13 @@ SdpaParams without_idle_strides(SdpaParams p) {
   return p;
 }
 
-bool same_strides(const Strides& a, const Strides& b) {
-  return a.batch == b.batch && a.head == b.head && a.row == b.row;
+// Of the current device; `otherwise` where there is none.
+int device_attribute(cudaDeviceAttr attribute, int otherwise) {
+  int device = 0, value = 0;
+  const bool known = cudaGetDevice(&device) == cudaSuccess &&
+                     cudaDeviceGetAttribute(&value, attribute, device) == cudaSuccess;
+  return known ? value : otherwise;
 }
-// Whether the tensors lie alike: all that tensor maps are made of.
-bool same_tensors(const SdpaParams& a, const SdpaParams& b) {
-  return a.Q == b.Q && a.K == b.K && a.V == b.V && a.O == b.O && a.B == b.B && a.Hq == b.Hq &&
-         a.Hkv == b.Hkv && a.Sq == b.Sq && a.Sk == b.Sk && same_strides(a.q, b.q) &&
-         same_strides(a.k, b.k) && same_strides(a.v, b.v) && same_strides(a.o, b.o);
-}
-
-// This thread's last ones, if the tensors are the same.
-template <class B> SdpaStatus encode_tensor_maps(TensorMaps& maps, const SdpaParams& p) {
-  thread_local SdpaParams last{};
-  thread_local TensorMaps last_maps;
-  if (same_tensors(last, p)) {
-    maps = last_maps;
-    return {};
-  }
-  constexpr uint32_t panels = B::head_dim / 64;
-  constexpr uint32_t group_rows = WgmmaShared<B>::GROUP_ROWS;
-  using Part = WgmmaPart<B>;
-  const struct {
-    const char* name;
-    CUtensorMap& map;
-    const void* base;
-    int S, H;
-    const Strides& s;
-    uint32_t rows, panels;
-  } tensors[] = {{"Q", maps.q, p.Q, p.Sq, p.Hq, p.q, group_rows, panels},
-                 {"K", maps.k, p.K, p.Sk, p.Hkv, p.k, Part::rows, Part::panels},
-                 {"V", maps.v, p.V, p.Sk, p.Hkv, p.v, Part::rows, Part::panels},
-                 {"O", maps.o, p.O, p.Sq, p.Hq, p.o, group_rows, panels}};
-  for (const auto& t : tensors) {
-    if (t.S == 0) {  // no key: nothing is loaded, but the kernel prefetches the map
-      t.map = maps.q;
-      continue;
-    }
-    const struct {
-      const char* name;
-      int size;
-      int64_t stride;
-    } dims[] = {{"row", t.S, t.s.row}, {"head", t.H, t.s.head}, {"batch", p.B, t.s.batch}};
-    uint64_t bytes[3];
-    for (int i = 0; i < 3; i++) {
-      bytes[i] = dims[i].size > 1 ? uint64_t(dims[i].stride) * sizeof(Element) : 16;
-      if (dims[i].size > 1 && (dims[i].stride <= 0 || bytes[i] >= uint64_t(1) << 40)) {
-        return failure(cudaErrorInvalidValue,
-                       "%s has a %s stride of %lld elements, and TMA takes strides from 1 to 2^40 "
-                       "bytes; copy it or use a build without USE_WGMMA",
-                       t.name, dims[i].name, (long long)dims[i].stride);
-      }
-    }
-    const uint64_t sizes[5] = {64, uint64_t(t.S), panels, uint64_t(t.H), uint64_t(p.B)};
-    const uint64_t strides[4] = {bytes[0], 128, bytes[1], bytes[2]};
-    const uint32_t box[5] = {64, t.rows, t.panels, 1, 1};
-    const cudaError_t error = encode_tensor_map(t.map, 5, t.base, sizes, strides, box, B::is_bf16);
-    if (error != cudaSuccess) {
-      return failure(error, "the driver makes no tensor map of %s: %s", t.name,
-                     cudaGetErrorString(error));
-    }
-  }
-  last = p, last_maps = maps;
-  return {};
-}
-
-// One launch of the kernel: a CTA (or cluster) to each of `items`, or as many as are resident and asked for.
-template <class B>
-SdpaStatus launch_kernel(const KernelArgs& a, uint32_t items, cudaStream_t stream) {
-  constexpr auto kernel = KernelOf<B, B::family>::kernel;
-  cudaError_t error = cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize,
-                                           int(shared_bytes<B>));
-  if (error == cudaErrorInvalidValue || error == cudaErrorInvalidDeviceFunction ||
-      error == cudaErrorNoKernelImageForDevice) {
-    return failure(error,
-                   "this GPU cannot run this build (%zu bytes of shared memory a CTA, code "
-                   "for its architecture): %s",
-                   shared_bytes<B>, cudaGetErrorString(error));
-  }
-  if (error != cudaSuccess) return cuda_failure(error, "an earlier call or kernel of this process");
-  uint32_t ctas = items;  // with MULTICAST pairs of them
-  if (B::use_persistent_cta) {
-    int device = 0, sms = 0, ctas_per_sm = 0;
-    error = cudaGetDevice(&device);
-    if (error == cudaSuccess) {
-      error = cudaDeviceGetAttribute(&sms, cudaDevAttrMultiProcessorCount, device);
-    }
-    if (error == cudaSuccess) {
-      error = cudaOccupancyMaxActiveBlocksPerMultiprocessor(&ctas_per_sm, kernel, B::threads,
-                                                            shared_bytes<B>);
-    }
-    if (error != cudaSuccess) return cuda_failure(error, "asking for the GPU's occupancy");
-    const uint32_t resident = uint32_t(sms) * uint32_t(ctas_per_sm > 0 ? ctas_per_sm : 1);
-    const uint32_t asked = uint32_t(a.p.max_ctas);
-    const uint32_t most = asked > 0 && asked < resident ? asked : resident;
-    const uint32_t clusters = (most + B::cluster_size - 1) / B::cluster_size;
-    if (ctas > clusters) ctas = clusters;
-  }
-  cudaLaunchConfig_t launch{};
-  launch.gridDim = dim3(ctas * B::cluster_size);
-  launch.blockDim = dim3(B::threads);
-  launch.dynamicSmemBytes = shared_bytes<B>;
-  launch.stream = stream;
-  cudaLaunchAttribute attributes[2]{};
-  // A CTA may start before the kernel before this one has ended.
-  attributes[0].id = cudaLaunchAttributeProgrammaticStreamSerialization;
-  attributes[0].val.programmaticStreamSerializationAllowed = 1;
-  attributes[1].id = cudaLaunchAttributeClusterDimension;
-  attributes[1].val.clusterDim.x = B::cluster_size;
-  attributes[1].val.clusterDim.y = attributes[1].val.clusterDim.z = 1;
-  launch.attrs = attributes;
-  launch.numAttrs = !is_wgmma ? 0 : B::cluster_size == 1 ? 1 : 2;
-  error = cudaLaunchKernelEx(&launch, kernel, a);
-  return error == cudaSuccess ? SdpaStatus{} : cuda_failure(error, "launching the kernel");
-}
-
-#if USE_CUBLAS
-// Three steps: S = Q @ K.T by cuBLAS, P = softmax(S) by sdpa_cublas, O = P @ V by cuBLAS. cuBLAS counts
-// rows and columns the other way round, so that it sees S.T = K @ Q.T and O.T = V.T @ P.T. One of its
-// calls takes all heads of a batch, or with grouped queries those that share a key head.
-template <class B> SdpaStatus launch(const KernelArgs& a, cudaStream_t stream) {
-  const SdpaParams& p = a.p;
-  const struct {
-    const char* name;
-    int rows;
-    int64_t stride;
-  } tensors[] = {
-      {"Q", p.Sq, p.q.row}, {"K", p.Sk, p.k.row}, {"V", p.Sk, p.v.row}, {"O", p.Sq, p.o.row}};
-  for (const auto& t : tensors) {
-    if (t.rows > 1 && t.stride < p.D) {
-      return failure(
-          cudaErrorInvalidValue,
-          "%s has a row stride of %lld elements, and cuBLAS takes no rows that overlap or "
-          "run backwards; copy it or use a build without USE_CUBLAS",
-          t.name, (long long)t.stride);
-    }
-  }
-  const auto leading = [&](const Strides& s) { return s.row > p.D ? s.row : int64_t(p.D); };
-  const int64_t rows = int64_t(p.B) * p.Hq * p.Sq;
-  const int64_t softmax_ctas = (rows + Build::num_warps - 1) / Build::num_warps;
-  if (softmax_ctas > 2147483647) {  // before the first product, not after it
-    return failure(cudaErrorInvalidValue, "B*Hq*Sq/%d is over 2^31-1 CTAs; split the batch",
-                   Build::num_warps);
-  }
-
-  thread_local cublasHandle_t handle = nullptr;  // of this thread's current device
-  thread_local int handle_device = -1;
-  int device = 0;
-  const cudaError_t error = cudaGetDevice(&device);
-  if (error != cudaSuccess) return cuda_failure(error, "asking for the device");
-  cublasStatus_t cublas = CUBLAS_STATUS_SUCCESS;
-  if (device != handle_device) {
-    if (handle_device >= 0) cublasDestroy(handle);
-    cublas = cublasCreate(&handle);
-    handle_device = cublas == CUBLAS_STATUS_SUCCESS ? device : -1;
-  }
-  if (cublas == CUBLAS_STATUS_SUCCESS) cublas = cublasSetStream(handle, stream);
-  if (cublas == CUBLAS_STATUS_SUCCESS) {
-    cublas = cublasSetWorkspace(handle, p.workspace, CublasWorkspace::cublas_bytes);
-  }
-  const CublasWorkspace at(p);
-  unsigned char* const workspace = static_cast<unsigned char*>(p.workspace);
-  float* const S = reinterpret_cast<float*>(workspace + at.scores);
-  Element* const P = reinterpret_cast<Element*>(workspace + at.probabilities);
-  constexpr cudaDataType type = Build::is_bf16 ? CUDA_R_16BF : CUDA_R_16F;
-  const float one = 1, zero = 0;
-  const bool grouped = p.Hq != p.Hkv;
-  const int groups = grouped ? p.Hkv : 1, heads = p.Hq / groups;
-  const auto for_each_call = [&](const auto& call) {
-    for (int b = 0; b < p.B; b++) {
-      for (int g = 0; g < groups && cublas == CUBLAS_STATUS_SUCCESS; g++) {
-        cublas = call(b, g, (int64_t(b) * p.Hq + g * heads) * p.Sq * p.Sk);
-      }
-    }
-  };
-  if (p.Sk) {
-    for_each_call([&](int b, int g, int64_t first_score) {
-      return cublasGemmStridedBatchedEx_64(
-          handle, CUBLAS_OP_T, CUBLAS_OP_N, p.Sk, p.Sq, p.D, &one,
-          p.K + b * p.k.batch + g * p.k.head, type, leading(p.k), grouped ? 0 : p.k.head,
-          p.Q + b * p.q.batch + g * heads * p.q.head, type, leading(p.q), p.q.head, &zero,
-          S + first_score, CUDA_R_32F, p.Sk, int64_t(p.Sq) * p.Sk, heads, CUBLAS_COMPUTE_32F,
-          CUBLAS_GEMM_DEFAULT);
-    });
-  }
-  const char* step = "Q @ K.T";
-  if (cublas == CUBLAS_STATUS_SUCCESS) {
-    const SdpaStatus status = launch_kernel<Build>(a, uint32_t(softmax_ctas), stream);
-    if (!status.ok()) return status;
-    step = "P @ V, so that O is not what it should be";
-  }
-  if (p.Sk) {
-    for_each_call([&](int b, int g, int64_t first_score) {
-      return cublasGemmStridedBatchedEx_64(
-          handle, CUBLAS_OP_N, CUBLAS_OP_N, p.D, p.Sq, p.Sk, &one,
-          p.V + b * p.v.batch + g * p.v.head, type, leading(p.v), grouped ? 0 : p.v.head,
-          P + first_score, type, p.Sk, int64_t(p.Sq) * p.Sk, &zero,
-          p.O + b * p.o.batch + g * heads * p.o.head, type, leading(p.o), p.o.head, heads,
-          CUBLAS_COMPUTE_32F, CUBLAS_GEMM_DEFAULT);
-    });
-  } else {  // no key: O = 0
-    for (int b = 0; b < p.B; b++) {
-      for (int h = 0; h < p.Hq; h++) {
-        const cudaError_t zeroing =
-            cudaMemset2DAsync(p.O + b * p.o.batch + h * p.o.head, leading(p.o) * sizeof(Element), 0,
-                              p.D * sizeof(Element), p.Sq, stream);
-        if (zeroing != cudaSuccess) return cuda_failure(zeroing, "zeroing O");
-      }
-    }
-  }
-  if (cublas != CUBLAS_STATUS_SUCCESS) {
-    return failure(cudaErrorUnknown, "cuBLAS failed at %s: %s", step,
-                   cublasGetStatusString(cublas));
-  }
-  return {};
-}
-#else
-template <class B> SdpaStatus launch(const KernelArgs& a, cudaStream_t stream) {
-  return launch_kernel<B>(a, a.work_items, stream);
-}
-#endif
 
 template <class B> SdpaStatus forward(const SdpaParams& p, cudaStream_t stream) {
   KernelArgs a;
@@ -4120,11 +4133,9 @@ template <class B> SdpaStatus forward(const SdpaParams& p, cudaStream_t stream) 
   a.q_heads_per_kv = Divisor(uint32_t(p.Hq / p.Hkv));
   a.section = Divisor(a.heads_in_l2 * uint32_t(q_blocks));
 
-  if constexpr (B::family == Family::wgmma) {
-    const SdpaStatus encoded = encode_tensor_maps<B>(a.maps, p);
-    if (!encoded.ok()) return encoded;
-  }
-  return launch<B>(a, stream);
+  using Kernel = KernelOf<B, B::family>;
+  const SdpaStatus prepared = Kernel::prepare(a);
+  return prepared.ok() ? Kernel::launch(a, stream) : prepared;
 }
 
 // What stands behind a build: its way from the parameters to the launch, and what that takes of an SM.
@@ -4134,11 +4145,63 @@ struct KernelFacts {
   int threads;
   size_t shared_bytes;
   int item_rows;  // query rows of a work item
+  size_t (*workspace_bytes)(const SdpaParams&);
 };
 
 template <class B> KernelFacts facts() {
-  return {forward<B>, reinterpret_cast<const void*>(+KernelOf<B, B::family>::kernel), B::threads,
-          shared_bytes<B>, B::item_rows};
+  using Kernel = KernelOf<B, B::family>;
+  return {forward<B>,   reinterpret_cast<const void*>(+Kernel::kernel),
+          B::threads,   shared_bytes<B>,
+          B::item_rows, Kernel::workspace_bytes};
+}
+
+// Of the kernel that takes this problem.
+template <class B, bool TUNED = B::use_tuned> struct KernelChoice {
+  static KernelFacts of(const SdpaParams&) { return facts<B>(); }
+};
+
+// ---- the choice of a tile (USE_TUNED) ----
+
+// Clocks that the problem takes with this tile. A CTA per item comes in waves on the GPU's `sms`. With a
+// mask items differ in length, and each SM that is free takes the longest that is left: together they take
+// as long as the longest, or as all of them spread evenly. A mask leaves the keys that the rows see on
+// average, and of the tiles on its edge half.
+double tuned_clocks(const TunedTile& t, const SdpaParams& p, int sms) {
+  const int ctas = t.has(multicast) ? 2 : 1, item_rows = t.block_m * ctas;  // to an item
+  const double items = double(p.B) * p.Hq * ((p.Sq + item_rows - 1) / item_rows);
+  sms /= ctas;
+  const int round_keys = t.block_n * t.split_kv;
+  const auto whole_rounds = [&](int keys) {
+    return double((keys + round_keys - 1) / round_keys) * round_keys;
+  };
+  if (p.causal == Causal::off) {
+    const double keys = whole_rounds(p.Sk);
+    return std::ceil(items / sms) * (t.item_clocks + t.block_m * keys / t.scores_per_clock);
+  }
+  const double clocks_per_key = t.block_m / t.causal_scores_per_clock;
+  const double most_keys = whole_rounds(visible_keys(p, p.Sq - 1));
+  constexpr int samples = 16;
+  double keys = ((t.has(skip_masked) ? 64 : t.block_m) + round_keys) / 2.0;
+  for (int i = 0; i < samples; i++) {
+    const int q = int((2 * i + 1.0) / (2 * samples) * p.Sq);
+    keys += double(visible_keys(p, q)) / samples;
+  }
+  return std::fmax(t.item_clocks + clocks_per_key * most_keys,
+                   items / sms * (t.item_clocks + clocks_per_key * keys));
+}
+
+// USE_TUNED: number of the quickest tile for the problem. Not by max_ctas, on which no bit of the result
+// may depend.
+int choose_tile(const SdpaParams& p) {
+  const int sms = device_attribute(cudaDevAttrMultiProcessorCount, 132);
+  int best = first_tile_that_fits();
+  for (int n = best + 1; n < TILES; n++) {
+    if (tile_fits(TUNED_TILES[n]) &&
+        tuned_clocks(TUNED_TILES[n], p, sms) < tuned_clocks(TUNED_TILES[best], p, sms)) {
+      best = n;
+    }
+  }
+  return best;
 }
 
 // Of tile number `tile`, which is N or comes after it.
@@ -4152,20 +4215,25 @@ template <int N> KernelFacts tuned_facts(int tile) {
   return {};
 }
 
-// Of the kernel that takes this problem.
-KernelFacts kernel_facts(const SdpaParams& p) {
-  if constexpr (Build::use_tuned) {
-    return tuned_facts<0>(choose_tile(p));
-  } else {
-    return facts<Build>();
-  }
-}
+template <class B> struct KernelChoice<B, true> {
+  static KernelFacts of(const SdpaParams& p) { return tuned_facts<0>(choose_tile(p)); }
+};
+
+// ---- for the harness (typed) ----
+
+// For what is asked of a build without a problem.
+using FirstBuild =
+    std::conditional<Build::use_tuned, TunedBuild<first_tile_that_fits()>, Build>::type;
+
+// ---- sdpa_forward ----
+
+KernelFacts kernel_facts(const SdpaParams& p) { return KernelChoice<Build>::of(p); }
 
 }  // namespace
 
 // Bytes of device memory that SdpaParams::workspace must have for this problem (0: none).
 inline size_t sdpa_workspace_bytes(const SdpaParams& p) {
-  return is_cublas ? CublasWorkspace(p).bytes : has_queue ? sizeof(uint32_t) : 0;
+  return kernel_facts(p).workspace_bytes(p);
 }
 
 // O, LSE = attention(Q, K, V), enqueued on the stream of the current device. Returns without
@@ -4184,11 +4252,7 @@ inline SdpaStatus sdpa_forward(const SdpaParams& params, cudaStream_t stream) {
   // The status tells of an error, so that none stays behind as the thread's last one, unless the caller had
   // left one there, which would go with it.
   const bool clean = cudaPeekAtLastError() == cudaSuccess;
-  if constexpr (Build::use_tuned) {
-    status = kernel_facts(p).forward(p, stream);
-  } else {
-    status = forward<Build>(p, stream);
-  }
+  status = kernel_facts(p).forward(p, stream);
   if (!status.ok() && clean) cudaGetLastError();
   return status;
 }
@@ -5585,7 +5649,7 @@ void print_row(const CsvRow& row) {
 
 string effective_knobs() {
   string text;
-#define SDPA_KNOB_TEXT(name, fallback, values, meaning) \
+#define SDPA_KNOB_TEXT(name, fallback, member, values, meaning) \
   text += (text.empty() ? "" : " ") + string(#name "=") + name##_text;
   SDPA_KNOBS(SDPA_KNOB_TEXT)
   return text;
@@ -6027,7 +6091,7 @@ ExitCode run_problem(const Problem& p, const vector<uint64_t>& seeds, const Opti
 
 void print_config(const Device& device) {
   printf("config %s, family %s\n", SDPA_TEXT(SDPA_CONFIG_NAME), family_name);
-#define SDPA_KNOB_LINE(name, fallback, values, meaning) \
+#define SDPA_KNOB_LINE(name, fallback, member, values, meaning) \
   printf("  %-24s %-6s %-12s %s\n", #name, name##_text, name##_changed ? "" : "(default)", meaning);
   SDPA_KNOBS(SDPA_KNOB_LINE)
   const KernelFacts k = kernel_facts({});

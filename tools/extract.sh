@@ -1,56 +1,143 @@
 # shellcheck shell=bash
-# ./run_all.sh extract: the kernel of one line of configs.txt without knobs. run_all.sh sources this file;
-# say, refuse and need are its functions, build its folder.
+# ./run_all.sh extract: one line's sections of sdpa.cu with its numbers. run_all.sh sources this file; say,
+# refuse, need and assertion_words are its functions.
+. tools/derived.sh
 
 extract_usage() {
   cat <<'EOT'
-usage: ./run_all.sh extract NAME [--arch LIST] [--verify | --no-verify] > my_kernel.cu
-  NAME         a line of configs.txt
-  --arch LIST  what to compare machine code for, such as 80,89,90a (default: 90a, or the line's arch=)
-  --verify     fail if there is no nvcc to compare with
-  --no-verify  do not compare
-The file compiles alone (nvcc -std=c++17) and gives the same machine code as the line. Needs Python 3 and
-g++; the comparison needs nvcc.
+usage: ./run_all.sh extract NAME [--namespace N] > my_kernel.cu
+  NAME           a line of configs.txt
+  --namespace N  the namespace of its functions (default: the line's name), so that two can go into one program
+The file has the line's sections of sdpa.cu and its numbers as constants; it compiles alone, to the machine code of
+the line. A section whose banner names families or knobs, as in `// ---- cp.async (USE_CP_ASYNC) ----`, stays behind
+where the line has none of them.
 environment: SDPA_CONFIGS, CXX
 EOT
 }
 
+# extract_sections NAMESPACE WORDS: reads sdpa.cu, prints the file.
+extract_sections() {
+  awk -v namespace="$1" -v words="$2" '
+    BEGIN { n = split(words, word, " "); for (i = 1; i <= n; i++) { split(word[i], pair, "="); value[pair[1]] = pair[2] } }
+    # Whether a condition holds: parts joined by " and ", each a list of families and knobs of which one has to be.
+    function holds(condition,    part, any, i, j, parts, count, alternatives, ok, word) {
+      parts = split(condition, part, " and ")
+      for (i = 1; i <= parts; i++) {
+        count = split(part[i], any, ", "); ok = 0
+        for (j = 1; j <= count; j++) {
+          split(any[j], word, " ")
+          if (word[1] == family) ok = 1
+          else if (value["USE_TUNED"] == 1 && word[1] ~ /^(SPLIT_KV|MULTICAST|SWAP_AB)$/) ok = 1  # of some tile
+          else if (word[2] == ">") ok = ok || value[word[1]] + 0 > word[3] + 0
+          else if (word[2] == "=") ok = ok || value[word[1]] == word[3]
+          else if (word[1] in value) ok = ok || value[word[1]] == 1
+        }
+        if (!ok) return 0
+      }
+      return 1
+    }
+    function put(line) { if (line != "" || last != "") print line; last = line }
+    function put_knobs(    i, place) {
+      put("// The numbers of the line. What they may be is said by sdpa.cu, which this comes from.")
+      put("struct Typed {")
+      for (i = 1; i <= rows; i++) {
+        if (values[i] == "0 1") put("  static constexpr bool " member[i] " = " (value[knob[i]] == 1 ? "true" : "false") ";")
+        else if (value[knob[i]] ~ /^[0-9]+$/) put("  static constexpr int " member[i] " = " value[knob[i]] ";")
+        else {
+          place = split(values[i], word, " ")
+          while (word[place] != value[knob[i]]) place--
+          put("  static constexpr int " member[i] " = " place - 1 ";  // " value[knob[i]] " of " values[i])
+        }
+      }
+      put("};"); put("")
+    }
+    # What was typed besides narrows the tiles.
+    function put_fits(    i, sizes) {
+      put("// Whether this build may take the tile.")
+      put("constexpr bool tile_fits(const TunedTile& t) {")
+      sizes = " HEAD_DIM BLOCK_M BLOCK_N NUM_WARPS STAGES SPLIT_KV "
+      for (i = 1; i <= rows; i++) {
+        if (sizes !~ (" " knob[i] " ") || (knob[i] != "HEAD_DIM" && words !~ (knob[i] "="))) continue
+        put("  if (t." member[i] " != Build::" member[i] ") return false;")
+      }
+      put("  return true;"); put("}"); put("")
+    }
+    /^\/\/ ==== COPY FROM HERE/ { copying = keep = 1; next }
+    /^\/\/ ==== COPY TO HERE/ { exit }
+    !copying { next }
+    /^  X\([A-Z_]+, / {
+      match($0, /"[^"]*"/); rows++
+      values[rows] = substr($0, RSTART + 1, RLENGTH - 2)
+      split($1 " " $2 " " $3, word, " "); gsub(/X\(|,/, "", word[1]); sub(",", "", word[2]); sub(",", "", word[3])
+      knob[rows] = word[1]; member[rows] = word[3]
+      if (!(knob[rows] in value)) value[knob[rows]] = word[2]
+    }
+    # A banner begins a section, which is kept or not.
+    /^ *\/\/ (----|====) / {
+      condition = ""
+      if (match($0, /\([^()]*\) (----|====)/)) {
+        condition = substr($0, RSTART + 1, RLENGTH - 7)
+        if (condition !~ /^(typed|scalar|wmma|mma|wgmma|cublas|[A-Z_]+)/) condition = ""
+      }
+      if (/what follows from the knobs/) {
+        family = value["USE_MMA_SYNC"] == 1 ? "mma" : value["USE_WMMA"] == 1 ? "wmma" : \
+                 value["USE_WGMMA"] == 1 ? "wgmma" : value["USE_CUBLAS"] == 1 ? "cublas" : "scalar"
+        put_knobs()
+      }
+      if (/tiles that the typed knobs leave/ && value["USE_TUNED"] == 1) put_fits()
+      keep = condition == "" || holds(condition)
+      if (condition != "") sub(/ \([^()]*\) ----/, " ----")
+    }
+    # Of what depends on a macro, the part that is the line s.
+    /^#ifdef SDPA_SIMT/ || /^#ifndef SDPA_NAMESPACE/ { dropping = 1 }
+    /^#endif  \/\/ SDPA_/ || (dropping && /^#(else|endif)/) { dropping = 0; next }
+    match($0, /^#if USE_[A-Z_]+/) { without = words !~ (substr($0, 5) "=1"); next }
+    /^#endif  \/\/ USE_/ { without = 0; next }
+    dropping || without || (!keep && !/^}  \/\/ namespace/) { next }
+    { gsub(/SDPA_NAMESPACE/, namespace); put($0) }' sdpa.cu
+}
+
 extract_command() {
-  local name='' archs='' verify=auto nvcc=''
+  local name='' namespace='' words='' word arch sentence
   while [ $# -gt 0 ]; do
     case $1 in
-      --arch)
-        [ $# -gt 1 ] || refuse "--arch: its value is missing; it takes a list such as 80,89,90a"
-        [[ $2 =~ ^[0-9]+[af]?(,[0-9]+[af]?)*$ ]] || refuse "--arch $2: want a list of CUDA architectures such as 80,89,90a"
-        archs=$2
+      --namespace)
+        [ $# -gt 1 ] || refuse "extract: --namespace: its value is missing"
+        [[ $2 =~ ^[A-Za-z_][A-Za-z0-9_]*$ ]] || refuse "extract: --namespace $2: want a name of C++"
+        namespace=$2
         shift
         ;;
-      --verify) verify=yes ;;
-      --no-verify) verify=no ;;
       -h|--help) extract_usage; exit 0 ;;
-      -*) extract_usage >&2; refuse "extract $1: no such option" ;;
-      *)
-        [ -z "$name" ] || refuse "extract takes one line, and $name and $1 are two"
-        name=$1
-        ;;
+      -*) refuse "extract: $1: no such option" ;;
+      *) [ -z "$name" ] || refuse "extract takes one line, and $name and $1 are two"; name=$1 ;;
     esac
     shift
   done
-  [ -n "$name" ] || { extract_usage >&2; refuse "extract: the name of the line is missing"; }
-  need python3 python3
-  python3 -c 'import sys; sys.exit(sys.version_info < (3, 8))' || refuse "extract needs Python 3.8 or newer"
-  if [ -n "${CXX-}" ]; then
-    command -v "$CXX" >/dev/null || refuse "$CXX is missing; CXX names it"
-  else
-    need g++ g++
-  fi
-  if [ $verify != no ]; then
-    nvcc=$(command -v nvcc || command -v "${CUDA_HOME:-/usr/local/cuda}/bin/nvcc")
-    if [ -z "$nvcc" ]; then
-      [ $verify = auto ] || refuse "nvcc is missing, so the machine code cannot be compared; drop --verify or install the CUDA Toolkit"
-      say "nvcc is missing: the machine code of the extract was not compared with that of the line"
-    fi
-  fi
-  python3 tools/extract.py "$name" --configs "${SDPA_CONFIGS:-configs.txt}" --cxx "${CXX:-g++}" \
-    --nvcc "$nvcc" --archs "$archs"
+  [ -n "$name" ] || refuse "extract: which line?"
+  derive "$name"
+  arch=90a
+  local definitions=()
+  for word in $derived_words; do
+    case $word in
+      arch=*) arch=${word#*=} ;;
+      expect=*) say "extract: $name is marked $word: it is there to be found wrong" ;;
+      *) words+="${words:+ }$word"; definitions+=("-D$word") ;;
+    esac
+  done
+  for word in $words; do
+    [[ $word == *=* ]] || refuse "extract: $name: $word is not KNOB=VALUE"
+    grep -q "^  X(${word%%=*}, " sdpa.cu || refuse "extract: $name: no knob is called ${word%%=*}"
+  done
+  [ -n "${CXX-}" ] || need g++ g++
+  sentence=$(sed -n '/^\/\/ ==== 1 KNOBS/,/^\/\/ ==== 2 PROBLEM/p' sdpa.cu |
+    "${CXX:-g++}" -std=c++17 -fsyntax-only "${definitions[@]}" -x c++ - 2>&1 | assertion_words)
+  [ -z "$sentence" ] || refuse "extract: $name: $sentence"
+  echo "// sdpa, line $name: $words"
+  echo "// Made by: ./run_all.sh extract $name${namespace:+ --namespace $namespace}"
+  echo "// Compile: nvcc -O3 -std=c++17 -gencode arch=compute_$arch,code=sm_$arch -c my_kernel.cu$(
+    case " $words " in *' USE_CUBLAS=1 '*) echo ' (and link to cuBLAS)' ;; esac)"
+  echo "// Call:    ${namespace:-$name}::sdpa_forward(params, stream)"
+  echo
+  extract_sections "${namespace:-$name}" "$words"
+  sed 's,^,// ,; s, *$,,' LICENSE
 }
