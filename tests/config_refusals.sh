@@ -21,6 +21,10 @@ illegal HEAD_DIM=96
 gated1 gate:regs=120
 gated2 gate:spill<=16
 good2 VEC_WIDTH=4 SYNC_POLICY=1
+baseless : good3 VEC_WIDTH=4
+nobase :
+again : good1 BLOCK_N=64
+good3 : good2 SYNC_POLICY=2 BLOCK_N=64
 EOF
 sentences=(
   "bad.txt:3: no knob is called BLOK_N; the knobs are HEAD_DIM DTYPE BLOCK_M BLOCK_N NUM_WARPS"
@@ -35,6 +39,9 @@ sentences=(
   "bad.txt:12: arch=hopper: want a CUDA architecture, as in arch=90a"
   "bad.txt:14: 'gate:regs=120' is no gate; want gate:regs<=N, gate:smem<=BYTES, gate:spill<=BYTES:WHY"
   "bad.txt:15: 'gate:spill<=16' is no gate"
+  "bad.txt:17: 'good3' is no earlier line; want NAME : BASE KNOB=VALUE ..."
+  "bad.txt:18: '' is no earlier line; want NAME : BASE KNOB=VALUE ..."
+  "bad.txt:19: good1 has BLOCK_N=64 already"
 )
 
 # CMake alone refuses the file and names every bad line.
@@ -52,7 +59,7 @@ for sentence in "${sentences[@]}"; do has "$dir/err" "$sentence"; done
 has "$dir/err" "sdpa_illegal does not compile: HEAD_DIM: not a legal value; it takes one of: 64 128 256. Type HEAD_DIM=64"
 [ "$(head -1 "$dir/out.csv")" = "$("$dir/build-cpu/sdpa_good1" --header)" ] || { echo "no header"; failed=1; }
 [ "$(grep -c "^good1," "$dir/out.csv")" = 2 ] || { echo "want a row of good1 and one of its double"; failed=1; }
-for row in good2 illegal typo; do
+for row in good2 good3 illegal typo; do
   [ "$(grep -c "^$row," "$dir/out.csv")" = 1 ] || { echo "want one row of $row"; failed=1; }
 done
 [ "$(awk -F, '{ print NF }' "$dir/out.csv" | sort -u | wc -l)" = 1 ] || { echo "rows differ in width"; failed=1; }
@@ -69,6 +76,7 @@ echo "# nothing" >"$dir/empty.txt"
 expect 2 "empty.txt: no configuration in it; a line is NAME KNOB=VALUE ..." env SDPA_CONFIGS="$dir/empty.txt" ./run_all.sh --cpu
 expect 2 "missing.txt: there is no such file" env SDPA_CONFIGS="$dir/missing.txt" ./run_all.sh --cpu
 expect 0 "SYNC_POLICY 1" "$dir/build-cpu/sdpa_good2" --config
+for knob in "VEC_WIDTH 4" "SYNC_POLICY 2" "BLOCK_N 64"; do expect 0 "$knob" "$dir/build-cpu/sdpa_good3" --config; done
 # A relative name is looked for where the command was typed.
 top=$PWD
 cd "$dir" || exit 1

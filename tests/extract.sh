@@ -67,8 +67,8 @@ typo BLOK_N=64
 illegal HEAD_DIM=96
 words BLOCK_N
 EOT
-expect 2 "extract: typo: no knob is called BLOK_N" env SDPA_CONFIGS="$dir/bad.txt" "${extract[@]}" typo
+expect 2 "bad.txt:1: no knob is called BLOK_N" env SDPA_CONFIGS="$dir/bad.txt" "${extract[@]}" typo
 expect 2 "HEAD_DIM: not a legal value; it takes one of: 64 128 256" env SDPA_CONFIGS="$dir/bad.txt" "${extract[@]}" illegal
-expect 2 "extract: words: BLOCK_N is not KNOB=VALUE" env SDPA_CONFIGS="$dir/bad.txt" "${extract[@]}" words
+expect 2 "bad.txt:3: BLOCK_N has no value: write BLOCK_N=VALUE" env SDPA_CONFIGS="$dir/bad.txt" "${extract[@]}" words
 ./run_all.sh extract scalar_racy 2>&1 >/dev/null | grep -qF "scalar_racy is marked expect=FAIL" || fail "scalar_racy: no warning"
 exit $failed

@@ -13,6 +13,7 @@ import re
 import shutil
 import struct
 import subprocess
+import tempfile
 import threading
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
@@ -41,6 +42,21 @@ def run(command, **options):
 
 
 # ---- where sources come from ----
+
+@dataclass(frozen=True)
+class ConfigLine:
+    """A line of configs.txt, with what it has from its base."""
+    base: str
+    expect: str
+    arch: str
+    knobs: list
+    gates: list
+
+    @property
+    def words(self):
+        return self.knobs + (["arch=" + self.arch] if self.arch else []) + (
+            ["expect=FAIL"] if self.expect == "FAIL" else [])
+
 
 class Tree:
     """The sources as they stand here (no commit), or those of a commit."""
@@ -80,20 +96,29 @@ class Tree:
         return path
 
     @functools.lru_cache(None)
-    def lines(self):
-        """{name: its words but the gates} of configs.txt; of `NAME : BASE ...` with those of BASE."""
-        own = None if self.sha else os.environ.get("SDPA_CONFIGS")
+    def config_lines(self):
+        """{name: ConfigLine} of configs.txt, as tools/configs.cmake reads it."""
+        own = "" if self.sha else os.environ.get("SDPA_CONFIGS", "")
         text = self.read(own or "configs.txt")
         if text is None:
             raise Refused(f"{self} has no {own or 'configs.txt'}, which lists one line a build")
+        if not shutil.which("cmake"):
+            raise Refused("cmake is missing, which reads configs.txt; install it with: sudo apt-get install cmake")
+        with tempfile.TemporaryDirectory() as folder:
+            for name, content in (("configs.txt", text), ("sdpa.cu", self.read("sdpa.cu") or "")):
+                with open(os.path.join(folder, name), "w") as file:
+                    file.write(content)
+            reader = os.path.join(os.path.dirname(os.path.abspath(__file__)), "configs.cmake")
+            done = run(["cmake", "-DCONFIGS=configs.txt", "-DSOURCE=sdpa.cu", "-P", reader], cwd=folder)
         lines = {}
-        for line in text.splitlines():
-            words = [word for word in line.split("#")[0].split() if not word.startswith("gate:")]
-            if len(words) > 2 and words[1] == ":":
-                lines[words[0]] = changed(lines.get(words[2], []), words[3:])
-            elif words:
-                lines[words[0]] = words[1:]
+        for line in done.stdout.splitlines():
+            name, base, expect, arch, knobs, gates = line.split("\t")
+            lines[name] = ConfigLine(base, expect, arch, knobs.split(), gates.split())
         return lines
+
+    def lines(self):
+        """{name: its words but the gates}."""
+        return {name: line.words for name, line in self.config_lines().items()}
 
     @functools.lru_cache(None)
     def knobs(self):

@@ -4,24 +4,31 @@
 
 configs_file=${SDPA_CONFIGS:-configs.txt}
 
-# line_words NAME: what stands behind NAME in configs.txt; refuses a NAME that is not there.
-line_words() {
+# config_lines: NAME, BASE, PASS or FAIL, ARCH, KNOB=VALUE..., GATE... of each line, with tabs between.
+config_lines() {
+  need cmake cmake
   [ -r "$configs_file" ] || refuse "$configs_file: there is no such file; it lists one line a build"
-  awk -v name="$1" '{ sub(/#.*/, "") } $1 == name { $1 = ""; print; found = 1; exit }
-                    END { exit !found }' "$configs_file" ||
-    refuse "$1: no line of $configs_file has that name; it has:$(
-      awk '{ sub(/#.*/, "") } NF { printf " %s", $1 }' "$configs_file")"
+  cmake -DCONFIGS="$configs_file" -P tools/configs.cmake
+}
+
+# line_words NAME: the words of a line without its gates; refuses a NAME that is not there.
+line_words() {
+  local lines
+  lines=$(config_lines) || exit 2
+  awk -F'\t' -v name="$1" '
+    $1 == name { print $5 ($4 == "" ? "" : " arch=" $4) ($3 == "FAIL" ? " expect=FAIL" : ""); found = 1; exit }
+    END { exit !found }' <<<"$lines" ||
+    refuse "$1: no line of $configs_file has that name; it has: $(cut -f1 <<<"$lines" | paste -sd' ')"
 }
 
 # derive NAME [KNOB=VALUE...]: sets derived_name and derived_words, the line NAME with these knobs
-# changed. What only the line itself promises (gates) does not go along.
+# changed. The line's gates do not go along.
 derive() {
   local words word change
   words=$(line_words "$1") || exit 2
   derived_name=$1 derived_words=
   shift
   for word in $words; do
-    case $word in gate:*) continue ;; esac
     for change in "$@"; do [ "${word%%=*}" = "${change%%=*}" ] && continue 2; done
     derived_words+=" $word"
   done

@@ -1,8 +1,9 @@
 """The CSVs of results/: which of them the page shows, and what their rows mean."""
 import csv
-import math
 import re
+import shutil
 import statistics
+import subprocess
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -172,11 +173,15 @@ def bases(source, configs):
     and head size that differs in the fewest knobs, the latest of these. A line that takes its tile by the problem
     has no knobs to compare.
     """
+    reader = Path(__file__).parent / "configs.cmake"
+    known = configs.is_file() and shutil.which("cmake")
+    lines = subprocess.run(["cmake", f"-DCONFIGS={configs}", "-P", reader], capture_output=True, text=True,
+                           check=False).stdout.splitlines() if known else []
     named = {}
-    for text in configs.read_text(encoding="utf-8").splitlines() if configs.is_file() else []:
-        step = re.match(r"(\w+)\s+:\s+(\w+)", text) or re.match(r"(\w+)\s[^#]*gate:step-over=(\w+):", text)
-        if step:
-            named[step[1]] = step[2]
+    for name, own, _, _, _, gates in (line.split("\t") for line in lines):
+        step = re.search(r"gate:step-over=(\w+):", gates)
+        if own or step:
+            named[name] = own or step[1]
     first = {}
     for row in source.rows:
         first.setdefault(row["config"], row)

@@ -14,10 +14,8 @@ COLUMNS = "line over shape speed_up low high pairs thrown_out line_us over_us de
 
 def claims(only):
     """(line, the other, shape) of each gate:step-over of the lines whose names match."""
-    text = builds.Tree().read("configs.txt")
-    for line in text.splitlines():
-        name, *words = line.split("#")[0].split() or [""]
-        for other, shape in re.findall(r"gate:step-over=(\w+):[\d.]+(?:@(\w+))?", " ".join(words)):
+    for name, line in builds.Tree().config_lines().items():
+        for other, shape in re.findall(r"gate:step-over=(\w+):[\d.]+(?:@(\w+))?", " ".join(line.gates)):
             if re.search(only, name):
                 yield from ((name, other, one) for one in ([shape] if shape else ["mission", "long"]))
 

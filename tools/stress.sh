@@ -21,8 +21,7 @@ EOT
 
 # wgmma_lines: the names of the lines that set USE_WGMMA=1.
 wgmma_lines() {
-  [ -r "$configs_file" ] || refuse "$configs_file: there is no such file; it lists one line a build"
-  awk '{ sub(/#.*/, ""); for (i = 2; i <= NF; i++) if ($i == "USE_WGMMA=1") print $1 }' "$configs_file"
+  config_lines | awk -F'\t' '(" " $5 " ") ~ / USE_WGMMA=1 / { print $1 }'
 }
 
 # stress_one NAME CASE-OF-THE-VARIANT LINE OPTION...: runs stress_NAME; a variant's rows go under its line's
