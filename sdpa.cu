@@ -319,8 +319,8 @@ static_assert(check<Build>(), "");
 // for every scores_per_clock scores. Fitted to the times of whole problems on an H200, to put the tiles
 // in order; not measured one by one.
 enum Schedule {
-  copiers = 1,            // USE_WARP_SPECIALIZATION
-  overlap = 2 | copiers,  // which needs them
+  producer_warpgroup = 1,            // USE_WARP_SPECIALIZATION
+  overlap = 2 | producer_warpgroup,  // which needs them
   persistent = 4,
   ping_pong = 8,
   skip_masked = 16,
@@ -335,7 +335,7 @@ struct TunedTile {
   constexpr bool has(Schedule s) const { return (schedule & s) == s; }
 };
 constexpr TunedTile TUNED_TILES[] = {
-    {64, 64, 128, 8, 2, 2, copiers, 3000, 6.8, 6.0},
+    {64, 64, 128, 8, 2, 2, producer_warpgroup, 3000, 6.8, 6.0},
     {64, 32, 128, 16, 1, 4, swap_ab, 700, 2.5, 2.5},
     {64, 128, 64, 16, 4, 2, overlap | ping_pong, 4000, 9.2, 8.5},
     {64, 192, 128, 12, 3, 1, overlap | persistent | skip_masked | multicast, 3500, 10.2, 9.6},
@@ -354,7 +354,7 @@ template <int N> struct TileKnobs : Typed {
   static constexpr TunedTile tile = TUNED_TILES[N < TILES ? N : 0];
   static constexpr int head_dim = tile.head_dim, block_m = tile.block_m, block_n = tile.block_n;
   static constexpr int num_warps = tile.num_warps, stages = tile.stages, split_kv = tile.split_kv;
-  static constexpr bool use_tuned = false, use_warp_specialization = tile.has(copiers),
+  static constexpr bool use_tuned = false, use_warp_specialization = tile.has(producer_warpgroup),
                         overlap = tile.has(Schedule::overlap),
                         use_persistent_cta = tile.has(persistent),
                         use_ping_pong = tile.has(ping_pong),
@@ -504,7 +504,7 @@ struct KernelArgs {  // SdpaParams with what every CTA would otherwise compute a
   Divisor q_blocks;        // ceil(Sq / item_rows)
   Divisor q_heads;         // Hq
   Divisor q_heads_per_kv;  // Hq / Hkv
-  Divisor section;         // heads_in_l2 * q_blocks
+  Divisor items_in_l2;     // heads_in_l2 * q_blocks
   std::conditional<is_wgmma, TensorMaps, NoTensorMaps>::type maps;
 };
 
@@ -1426,8 +1426,8 @@ template <class B> __device__ __forceinline__ WorkItem work_item(const KernelArg
   if (a.p.causal == Causal::off) {
     head = a.q_blocks.divide(i), block = a.q_blocks.remainder(i);
   } else {
-    const uint32_t section = a.section.divide(i), j = a.section.remainder(i);
-    const uint32_t first = section * a.heads_in_l2;
+    const uint32_t part = a.items_in_l2.divide(i), j = a.items_in_l2.remainder(i);
+    const uint32_t first = part * a.heads_in_l2;
     const uint32_t count = min(a.heads_in_l2, a.p.B * a.p.Hq - first);
     head = first + j % count, block = a.q_blocks.divisor - 1 - j / count;
   }
@@ -1558,7 +1558,7 @@ template <int N> struct StageRing {
   }
 };
 
-__device__ __forceinline__ void mbarrier_wait(uint64_t* barrier_s, int parity) {
+__device__ __forceinline__ void mbarrier_spin(uint64_t* barrier_s, int parity) {
   while (!mbarrier_test_wait_parity(barrier_s, parity)) {
   }
 }
@@ -1944,7 +1944,7 @@ template <class B> struct CopyByProducers {
   __device__ __forceinline__ CopyByProducers(WmmaShared<B>& s_, StageRing<B::stages>& ring_)
       : s(s_), ring(ring_) {}
   __device__ __forceinline__ int acquire(int) {
-    mbarrier_wait(&s.full[ring.stage], ring.parity);
+    mbarrier_spin(&s.full[ring.stage], ring.parity);
     return ring.stage;
   }
   __device__ __forceinline__ void release() {
@@ -1958,7 +1958,7 @@ template <class B>
 __device__ __forceinline__ void wmma_produce(WmmaShared<B>& s, ItemTiles<B>& t,
                                              StageRing<B::stages>& ring) {
   for (int k0 = 0; k0 < t.keys; k0 += B::block_n) {
-    mbarrier_wait(&s.empty[ring.stage], ring.parity ^ 1);  // the first round finds them empty
+    mbarrier_spin(&s.empty[ring.stage], ring.parity ^ 1);  // the first round finds them empty
     t.copy_kv(s, ring.stage, k0);
     if constexpr (B::use_cp_async) {
       cp_async_mbarrier_arrive_noinc(&s.full[ring.stage]);
@@ -2289,7 +2289,7 @@ template <class B> struct MmaProbabilities {
   static constexpr int M_TILES = MmaAccumulator<B, 8>::M_TILES, STEPS = B::block_n / 16;
   uint32_t a[STEPS][M_TILES][4];
 
-  __device__ void round(const MmaAccumulator<B, B::block_n>& P, int step) {
+  __device__ void pack_step(const MmaAccumulator<B, B::block_n>& P, int step) {
 #pragma unroll
     for (int m = 0; m < M_TILES; m++) {
       const auto &top = P.x[2 * m], &bottom = P.x[2 * m + 1];
@@ -2323,7 +2323,7 @@ template <class B> struct MmaRows {
   Output O;
   MmaProbabilities<B> P;
   float m[ROWS], l[ROWS];
-  bool may_be_lazy = false;  // the warp's m are within shift_limit
+  bool stale_max_will_do = false;  // the warp's m are within shift_limit
 
   __device__ void start(int first_row, int first_col) {
     O.first_row = first_row, O.first_col = first_col;
@@ -2339,8 +2339,8 @@ template <class B> struct MmaRows {
   }
 
   // P of the tile at key k0, masked if it must be; O and l brought to its maximum.
-  __device__ void attend(const MmaQueries<B>& Q, const Element* K_s, const KernelArgs& a, int q0,
-                         int k0, bool masked, int lane) {
+  __device__ void attend_by_exact_max(const MmaQueries<B>& Q, const Element* K_s,
+                                      const KernelArgs& a, int q0, int k0, bool masked, int lane) {
     Scores S;
     S.first_row = O.first_row, S.first_col = O.first_col;
     mma_qk<B>(S, Q, K_s, lane);
@@ -2348,20 +2348,20 @@ template <class B> struct MmaRows {
     float alpha[ROWS];
     softmax_max<B>(S, a.scale_log2, m, alpha);
     const bool within = softmax_sum<B>(S, a.scale_log2, m, alpha, l);
-    if (B::use_lazy_max) may_be_lazy = __all_sync(0xffffffffu, within);
+    if (B::use_lazy_max) stale_max_will_do = __all_sync(0xffffffffu, within);
     scale_rows(O, alpha);
 #pragma unroll
-    for (int step = 0; step < P.STEPS; step++) P.round(S, step);
+    for (int step = 0; step < P.STEPS; step++) P.pack_step(S, step);
   }
 
   // USE_LAZY_MAX: the same for a tile without mask, but relative to the m that is there: no maximum, no
   // alpha, no rescaling of O, and an exponential waits for its own score alone. Any m will do as long
   // as P does not overflow; that it does not vanish follows from m being a score of the row. A sum of
   // positive numbers bounds the largest, so the sum tells: if it is over the limit (or NaN; or a row
-  // has no m yet, where m = -inf makes P infinite), the tile is left to attend(): false, and O, m and l
+  // has no m yet, where m = -inf makes P infinite), the tile is left to attend_by_exact_max(): false, and O, m and l
   // are as they were.
-  __device__ bool attend_lazily(const MmaQueries<B>& Q, const Element* K_s, float scale_log2,
-                                int lane) {
+  __device__ bool attend_by_stale_max(const MmaQueries<B>& Q, const Element* K_s, float scale_log2,
+                                      int lane) {
     Scores S;
     mma_qk<B>(S, Q, K_s, lane);
     float m_log2[ROWS], sum[ROWS], all = 0;
@@ -2370,7 +2370,7 @@ template <class B> struct MmaRows {
 #pragma unroll
     for (int step = 0; step < P.STEPS; step++) {
       softmax_exp<B>(S, 4 * step, 4 * step + 4, scale_log2, m_log2, sum);
-      P.round(S, step);
+      P.pack_step(S, step);
     }
 #pragma unroll
     for (int i = 0; i < ROWS; i++) all += sum[i];
@@ -2484,10 +2484,10 @@ __global__ void __launch_bounds__(B::threads, B::ctas_per_sm)
       if (k0 < seen_keys) {
         const bool masked = k0 + B::block_n > clean_keys;
         bool attended = false;
-        if (rows.may_be_lazy && !masked) {
-          attended = rows.attend_lazily(Q, K_s, a.scale_log2, lane);
+        if (rows.stale_max_will_do && !masked) {
+          attended = rows.attend_by_stale_max(Q, K_s, a.scale_log2, lane);
         }
-        if (!attended) rows.attend(Q, K_s, a, s.item.q0, k0, masked, lane);
+        if (!attended) rows.attend_by_exact_max(Q, K_s, a, s.item.q0, k0, masked, lane);
         rows.multiply(V_s, lane);
       }
       feed.release();
@@ -2609,8 +2609,8 @@ __device__ __forceinline__ uint32_t panel_offset(uint32_t row, uint32_t column) 
   return (column / 64 * ROWS + row) * 64 + (column / 8 % 8 ^ row % 8) * 8 + column % 8;
 }
 
-// mbarrier_wait() where the hardware can put the thread to sleep meanwhile.
-__device__ __forceinline__ void wait_phase(uint64_t* barrier_s, int parity) {
+// mbarrier_spin() where the hardware can put the thread to sleep meanwhile.
+__device__ __forceinline__ void mbarrier_wait(uint64_t* barrier_s, int parity) {
   while (!mbarrier_try_wait_parity(barrier_s, parity)) {
   }
 }
@@ -2636,9 +2636,9 @@ template <class B> struct WgmmaLoader {
   using Item = typename Shared::Item;
   Shared& s;
   const KernelArgs& a;
-  const bool issues = threadIdx.x % 32 == 0;
+  const bool copies_here = threadIdx.x % 32 == 0;
   const int cluster_rank = B::cluster_size > 1 ? cluster_ctarank() : 0;
-  bool waited = B::use_warp_specialization;  // for the kernel before this one
+  bool waited_for_last_kernel = B::use_warp_specialization;
   StageRing<B::stages> ring;
   StageRing<Shared::Q_STAGES> q_ring;
 
@@ -2670,9 +2670,9 @@ template <class B> struct WgmmaLoader {
   // warps that only copy do at once.
   __device__ __forceinline__ void copy(void* dst_s, const CUtensorMap* map, const int (&c)[5],
                                        uint64_t* full, int ctas, uint64_t cache_policy) {
-    if (!waited) {
+    if (!waited_for_last_kernel) {
       hold(map);  // the last thing to be had before the wait
-      griddepcontrol_wait(), waited = true;
+      griddepcontrol_wait(), waited_for_last_kernel = true;
     }
     if constexpr (B::multicast) {
       cp_async_bulk_tensor_load_multicast(dst_s, map, c, full, ctas, cache_policy);
@@ -2683,8 +2683,8 @@ template <class B> struct WgmmaLoader {
   // Q of an item, and the word to the others. MULTICAST: the first CTA does that for both.
   __device__ __forceinline__ void start_item(const Item& item) {
     const int stage = q_ring.stage;
-    if (B::use_persistent_cta) wait_phase(&s.q_empty[stage], q_ring.parity ^ 1);
-    if (issues) {
+    if (B::use_persistent_cta) mbarrier_wait(&s.q_empty[stage], q_ring.parity ^ 1);
+    if (copies_here) {
 #pragma unroll
       for (int rank = 0; rank < B::cluster_size; rank++) start_rows(item, stage, rank);
     }
@@ -2715,7 +2715,7 @@ template <class B> struct WgmmaLoader {
   }
   // The item that another warp has started.
   __device__ __forceinline__ Item follow_item() {
-    wait_phase(&s.q_full[q_ring.stage], q_ring.parity);
+    mbarrier_wait(&s.q_full[q_ring.stage], q_ring.parity);
     const Item item = s.item[q_ring.stage];
     __syncwarp();  // hazard: read by all lanes before the copies that lead to the next item
     q_ring.advance();
@@ -2740,25 +2740,25 @@ template <class B> struct WgmmaLoader {
   }
   // Waits until the stage of the ring is empty, with MULTICAST in both CTAs.
   __device__ __forceinline__ void wait_empty(uint64_t* empty, uint64_t* free) const {
-    wait_phase(&empty[ring.stage], ring.parity ^ 1);
+    mbarrier_wait(&empty[ring.stage], ring.parity ^ 1);
     if constexpr (B::multicast) {
       const int lane = threadIdx.x % 32;
       uint64_t* const free_here = &free[ring.stage];
       if (lane < B::cluster_size) mbarrier_arrive_cluster(mapa(shared_address(free_here), lane));
-      wait_phase(free_here, ring.parity);
+      mbarrier_wait(free_here, ring.parity);
     }
   }
   __device__ __forceinline__ void load_k(const Item& item, int round, int slice) {
     typename Shared::Tiles& t = s.slice[slice];
     const int stage = ring.stage;
     wait_empty(t.k_empty, t.k_free);
-    if (issues) fill(item, round, slice, &tensor_maps<B>(a).k, t.K[stage], &t.k_full[stage]);
+    if (copies_here) fill(item, round, slice, &tensor_maps<B>(a).k, t.K[stage], &t.k_full[stage]);
   }
   __device__ __forceinline__ void load_v(const Item& item, int round, int slice) {
     typename Shared::Tiles& t = s.slice[slice];
     const int stage = ring.stage;
     wait_empty(t.v_empty, t.v_free);
-    if (issues) fill(item, round, slice, &tensor_maps<B>(a).v, t.V[stage], &t.v_full[stage]);
+    if (copies_here) fill(item, round, slice, &tensor_maps<B>(a).v, t.V[stage], &t.v_full[stage]);
   }
 };
 
@@ -2768,7 +2768,7 @@ template <class B>
 __device__ __forceinline__ void wgmma_store(WgmmaShared<B>& s, const KernelArgs& a, int stage,
                                             int parity, int row_group) {
   const WorkItem& item = s.item[stage];
-  wait_phase(&s.o_done[stage][row_group], parity);
+  mbarrier_wait(&s.o_done[stage][row_group], parity);
   const int c[5] = {0, item.q0 + row_group * s.GROUP_STRIDE, 0, item.h, item.b};
   if (c[1] < 0) return;
   cp_async_bulk_tensor_store<5>(&tensor_maps<B>(a).o, c, s.Q[stage][row_group]);
@@ -2789,7 +2789,7 @@ template <class B> struct WgmmaRows {
   // more.
   static constexpr bool PV_ENDS_HALFWAY =
                             B::overlap && B::use_lazy_max && B::warpgroups == 2 && B::split_kv == 1,
-                        ROUNDED_BESIDE = !B::overlap || PV_ENDS_HALFWAY;
+                        PACKED_BESIDE = !B::overlap || PV_ENDS_HALFWAY;
 
   Shared& s;
   const KernelArgs& a;
@@ -2803,8 +2803,8 @@ template <class B> struct WgmmaRows {
   int rounds = 0;             // left of the item
   int q0 = 0, clean_keys = 0;
   // USE_LAZY_MAX: the last so many need no exact maximum; none, once a row of the warp has an m beyond
-  // shift_limit, which attend_lazily() could not subtract accurately.
-  int lazy_rounds = 0;
+  // shift_limit, which softmax_by_stale_max() could not subtract accurately.
+  int stale_rounds = 0;
   bool first = true;  // round of the item
 
   __device__ WgmmaRows(Shared& s_, const KernelArgs& a_, int thread)
@@ -2818,15 +2818,15 @@ template <class B> struct WgmmaRows {
         K(wgmma_descriptor(uniform(shared_address(s.slice[slice].K[0])), 16, 1024)),
         V(wgmma_descriptor(uniform(shared_address(s.slice[slice].V[0])), B::block_n * 128, 1024)) {}
 
-  __device__ void release(uint64_t* empty, bool anything = true) {
+  __device__ void release(uint64_t* empty, bool if_used = true) {
     __syncwarp();
-    if (lane == 0 && anything) mbarrier_arrive(empty);
+    if (lane == 0 && if_used) mbarrier_arrive(empty);
   }
 
   // A tile that this warpgroup does not need. It may release no stage before it is full.
-  __device__ __forceinline__ void pass(const StageRing<B::stages>& at, uint64_t* full,
-                                       uint64_t* empty) {
-    wait_phase(&full[at.stage], at.parity);
+  __device__ __forceinline__ void let_tile_pass(const StageRing<B::stages>& at, uint64_t* full,
+                                                uint64_t* empty) {
+    mbarrier_wait(&full[at.stage], at.parity);
     release(&empty[at.stage]);
   }
   // Whether this warpgroup's rows of the item are all before the first query or past the last one. It then
@@ -2835,11 +2835,11 @@ template <class B> struct WgmmaRows {
     const int q = q0 + row_group * Shared::GROUP_STRIDE;
     return Shared::MAY_PASS && (q < 0 || q >= a.p.Sq);
   }
-  __device__ __forceinline__ void pass_item() {
+  __device__ __forceinline__ void let_item_pass() {
     typename Shared::Tiles& t = s.slice[slice];
     for (; rounds > 0; rounds--, ring.advance()) {
-      pass(ring, t.k_full, t.k_empty);
-      pass(ring, t.v_full, t.v_empty);
+      let_tile_pass(ring, t.k_full, t.k_empty);
+      let_tile_pass(ring, t.v_full, t.v_empty);
     }
     release(&s.o_done[q_ring.stage][row_group]);
     q_ring.advance();
@@ -2852,7 +2852,7 @@ template <class B> struct WgmmaRows {
     const int keys = visible_keys(a.p, min(q0 + row_group * Shared::GROUP_STRIDE + 63, a.p.Sq - 1));
     const int skipped = rounds - min(max((keys + round_keys - 1) / round_keys, 1), rounds);
     for (int n = 0; n < skipped; n++, ring.advance()) {
-      pass(ring, s.slice[slice].k_full, s.slice[slice].k_empty);
+      let_tile_pass(ring, s.slice[slice].k_full, s.slice[slice].k_empty);
     }
     return skipped;
   }
@@ -2861,27 +2861,28 @@ template <class B> struct WgmmaRows {
     StageRing<B::stages> at = ring;
     for (int n = 0; n < skipped; n++) at.retreat();
     for (; skipped > 0; skipped--, rounds--, at.advance()) {
-      pass(at, s.slice[slice].v_full, s.slice[slice].v_empty);
+      let_tile_pass(at, s.slice[slice].v_full, s.slice[slice].v_empty);
     }
   }
 
   // The matrix so many bytes after the one that this describes; the sum stays within the address.
-  static __device__ __forceinline__ uint64_t further(uint64_t descriptor, int bytes) {
+  static __device__ __forceinline__ uint64_t descriptor_at(uint64_t descriptor, int bytes) {
     return (descriptor & ~uint64_t(0xffffffff)) | uint32_t(uint32_t(descriptor) + bytes / 16);
   }
   // S = Q @ K.T, begun.   [64][BLOCK_N]
   __device__ __forceinline__ void start_qk(Scores& S, const StageRing<B::stages>& at,
                                            bool k_is_there) {
-    if (!k_is_there) wait_phase(&s.slice[slice].k_full[at.stage], at.parity);
-    const uint64_t Q_now = further(Q, q_ring.stage * int(sizeof s.Q[0]));
-    const uint64_t K_now = further(K, at.stage * int(sizeof s.slice[0].K[0]));
+    if (!k_is_there) mbarrier_wait(&s.slice[slice].k_full[at.stage], at.parity);
+    const uint64_t Q_now = descriptor_at(Q, q_ring.stage * int(sizeof s.Q[0]));
+    const uint64_t K_now = descriptor_at(K, at.stage * int(sizeof s.slice[0].K[0]));
     forget(S.x.d);
     wgmma_fence();
 #pragma unroll
     for (int step = 0; step < B::head_dim / 16; step++) {
       const int panel = step / 4, bytes = step % 4 * 32;
-      wgmma_ss<Element, B::block_n, 0>(S.x.d, further(Q_now, panel * 64 * 128 + bytes),
-                                       further(K_now, panel * B::block_n * 128 + bytes), step > 0);
+      wgmma_ss<Element, B::block_n, 0>(S.x.d, descriptor_at(Q_now, panel * 64 * 128 + bytes),
+                                       descriptor_at(K_now, panel * B::block_n * 128 + bytes),
+                                       step > 0);
     }
     wgmma_commit_group();
   }
@@ -2892,20 +2893,21 @@ template <class B> struct WgmmaRows {
   // O += P @ V of this round, begun.   [64][D]
   __device__ __forceinline__ void start_pv(const Probabilities& P, bool v_is_there) {
     v_stage = ring.stage;
-    if (!v_is_there) wait_phase(&s.slice[slice].v_full[v_stage], ring.parity);
-    const uint64_t V_now = further(V, v_stage * int(sizeof s.slice[0].V[0]));
+    if (!v_is_there) mbarrier_wait(&s.slice[slice].v_full[v_stage], ring.parity);
+    const uint64_t V_now = descriptor_at(V, v_stage * int(sizeof s.slice[0].V[0]));
     hold(O.x.d);
     wgmma_fence();
 #pragma unroll
     for (int step = 0; step < STEPS; step++) {
-      wgmma_rs<Element, B::head_dim, 1>(O.x.d, P[step], further(V_now, step * 16 * 128),
+      wgmma_rs<Element, B::head_dim, 1>(O.x.d, P[step], descriptor_at(V_now, step * 16 * 128),
                                         step > 0 || !first);
     }
     wgmma_commit_group();
   }
 
-  // Rounds 16 columns of P: their accumulators are the A operand as they stand.
-  template <class View> static __device__ void round(uint32_t (&out)[4], const View& P, int step) {
+  // 16 columns of P, rounded: their accumulators are the A operand as they stand.
+  template <class View>
+  static __device__ void pack_step(uint32_t (&out)[4], const View& P, int step) {
 #pragma unroll
     for (int i = 0; i < 4; i++) {
       out[i] = pack(P.x.d[8 * step + 2 * i], P.x.d[8 * step + 2 * i + 1]);
@@ -2913,20 +2915,20 @@ template <class B> struct WgmmaRows {
   }
   // All of them. Held before the fence: else nvcc rounds some after it, ptxas splits P @ V into two groups
   // (C7519), and the wait for the next scores takes in the first of these too.
-  static __device__ __forceinline__ void round_all(Probabilities& out, const Scores& P) {
+  static __device__ __forceinline__ void pack_all(Probabilities& out, const Scores& P) {
 #pragma unroll
-    for (int step = 0; step < STEPS; step++) round(out[step], P, step), hold(out[step]);
+    for (int step = 0; step < STEPS; step++) pack_step(out[step], P, step), hold(out[step]);
   }
 
   // P of this round in the place of its scores, and l, relative to the m that is there, as in
-  // MmaRows::attend_lazily; P rounded as well, if ROUNDED_BESIDE. Whether that will do for all rows of the
+  // MmaRows::attend_by_stale_max; P rounded as well, if PACKED_BESIDE. Whether that will do for all rows of the
   // warp; if not, and they were tried, the scores are gone, and are computed again. With PV_ENDS_HALFWAY
   // the last P @ V has ended in any case.
-  __device__ __forceinline__ bool attend_lazily(Scores& S, Probabilities& rounded) {
+  __device__ __forceinline__ bool softmax_by_stale_max(Scores& S, Probabilities& rounded) {
     if (!B::use_lazy_max) return false;
     constexpr int COLS_FIRST = PV_ENDS_HALFWAY ? Scores::COLS / 2 : Scores::COLS;
-    if (!B::overlap && first && rounds <= lazy_rounds) guess_max(S);
-    const bool lazily = rounds <= lazy_rounds;
+    if (!B::overlap && first && rounds <= stale_rounds) take_some_score_as_max(S);
+    const bool lazily = rounds <= stale_rounds;
     float m_log2[ROWS] = {}, sum[ROWS] = {};
     if (lazily) {
 #pragma unroll
@@ -2936,7 +2938,7 @@ template <class B> struct WgmmaRows {
     if (PV_ENDS_HALFWAY) finish_last_pv(), hold(S.x.d);  // held: nothing is rounded before
     if (!lazily) return false;
     softmax_exp<B>(S, COLS_FIRST, S.COLS, a.scale_log2, m_log2, sum);
-    if (ROUNDED_BESIDE) round_all(rounded, S);
+    if (PACKED_BESIDE) pack_all(rounded, S);
     if (!__all_sync(0xffffffffu, sum[0] + sum[1] <= lazy_limit)) {
       multiply_qk_again(S);
       return false;
@@ -2946,7 +2948,7 @@ template <class B> struct WgmmaRows {
     return true;
   }
   // The same with the exact m; O must be multiplied by alpha.
-  __device__ __forceinline__ void attend_exactly(Scores& S, float (&alpha)[ROWS]) {
+  __device__ __forceinline__ void softmax_by_exact_max(Scores& S, float (&alpha)[ROWS]) {
     const int k0 = first_key();
     if (k0 + B::block_n > clean_keys) {
       const uint32_t tid = thread_index_anew() % 128;
@@ -2956,7 +2958,7 @@ template <class B> struct WgmmaRows {
     }
     softmax_max<B>(S, a.scale_log2, m, alpha);
     const bool within = softmax_sum<B>(S, a.scale_log2, m, alpha, l);
-    if (B::use_lazy_max && !__all_sync(0xffffffffu, within)) lazy_rounds = 0;
+    if (B::use_lazy_max && !__all_sync(0xffffffffu, within)) stale_rounds = 0;
   }
   // The first key of this round's tile.
   __device__ __forceinline__ int first_key() const {
@@ -2964,20 +2966,20 @@ template <class B> struct WgmmaRows {
   }
   // Which rounds of the item need the exact maximum: all that have a mask, and one more, before which a
   // row may have had no visible key. But where the first round has none, no round has.
-  __device__ __forceinline__ void plan_max(const Scores& S) {
+  __device__ __forceinline__ void plan_stale_rounds(const Scores& S) {
     if (!B::use_lazy_max) return;
     const bool clean = first_key() + B::block_n <= clean_keys;
     constexpr int round_keys = B::split_kv * B::block_n;
-    lazy_rounds = clean ? rounds : max(clean_keys - slice * B::block_n - 1, 0) / round_keys;
-    if (clean && B::overlap) guess_max(S);
+    stale_rounds = clean ? rounds : max(clean_keys - slice * B::block_n - 1, 0) / round_keys;
+    if (clean && B::overlap) take_some_score_as_max(S);
   }
   // In the first round, if it has no mask, some score of a row will do for its maximum, if it is within
   // shift_limit.
-  __device__ __forceinline__ void guess_max(const Scores& S) {
+  __device__ __forceinline__ void take_some_score_as_max(const Scores& S) {
     float alpha[ROWS];
     softmax_max<B, Scores, 4>(S, a.scale_log2, m, alpha);
     const float largest = fmaxf(fabsf(m[0]), fabsf(m[1])) * a.scale_log2;
-    if (!__all_sync(0xffffffffu, largest <= shift_limit)) lazy_rounds = 0;
+    if (!__all_sync(0xffffffffu, largest <= shift_limit)) stale_rounds = 0;
   }
   // S = Q @ K.T once more, of this warp alone, by mma.sync and with K from global memory: its tile may
   // be overwritten by now. Rare, so short rather than fast.
@@ -3006,7 +3008,7 @@ template <class B> struct WgmmaRows {
 
   // The next item, if there is one.
   __device__ __forceinline__ bool begin_item() {
-    wait_phase(&s.q_full[q_ring.stage], q_ring.parity);
+    mbarrier_wait(&s.q_full[q_ring.stage], q_ring.parity);
     const typename Shared::Item& item = s.item[q_ring.stage];
     rounds = uniform(item.rounds), q0 = uniform(item.q0);
     if (rounds == 0) return false;
@@ -3029,11 +3031,11 @@ template <class B> struct WgmmaRows {
     const bool k_is_there = B::overlap && mbarrier_peek_parity(&t.k_full[next.stage], next.parity);
     const bool v_is_there = mbarrier_peek_parity(&t.v_full[ring.stage], ring.parity);
     float alpha[ROWS];
-    const bool exactly = !attend_lazily(S, P);
-    if (exactly) attend_exactly(S, alpha);
+    const bool exactly = !softmax_by_stale_max(S, P);
+    if (exactly) softmax_by_exact_max(S, alpha);
     if (B::overlap && !PV_ENDS_HALFWAY) finish_last_pv();
     if (exactly && !__all_sync(0xffffffffu, alpha[0] == 1 && alpha[1] == 1)) scale_rows(O, alpha);
-    if (exactly || !ROUNDED_BESIDE) round_all(P, S);
+    if (exactly || !PACKED_BESIDE) pack_all(P, S);
     if (B::use_ping_pong) barrier_sync(1 + warpgroup, 256);
     if (B::overlap && rounds > 1) start_qk(S, next, k_is_there);
     start_pv(P, v_is_there);
@@ -3048,8 +3050,8 @@ template <class B> struct WgmmaRows {
   // P @ V of the round before. From here on P and O may be touched.
   __device__ __forceinline__ void finish_last_pv() { wait_pv(), release_last_v(!first); }
   __device__ __forceinline__ void wait_pv() { wgmma_wait_group<0>(), hold(O.x.d); }
-  __device__ void release_last_v(bool anything = true) {
-    release(&s.slice[slice].v_empty[v_stage], anything);
+  __device__ void release_last_v(bool if_used = true) {
+    release(&s.slice[slice].v_empty[v_stage], if_used);
   }
 
   // O / l and LSE, by way of the rows of Q that nobody reads any more.
@@ -3075,7 +3077,7 @@ template <class B> struct WgmmaRows {
       memcpy(part.x.d, O.x.d + 8 * n, sizeof part.x.d);
       scale_rows(part, inverse);
       uint32_t o[4];
-      round(o, part, 0);
+      pack_step(o, part, 0);
       const int at = panel_offset<64>(first_row + lane % 16, n * 16 + lane / 16 * 8);
       stmatrix_x4<false>(shared_address(s.Q[stage][row_group] + at), o);
     }
@@ -3208,14 +3210,14 @@ template <class B> struct WgmmaRows {
     if (B::use_ping_pong && warpgroup == B::warpgroups - 1) barrier_arrive(1, 256);
     while (begin_item()) {
       if (has_no_rows()) {
-        pass_item();
+        let_item_pass();
         if (B::use_persistent_cta) continue;
         break;
       }
       const int skipped = B::skip_masked ? skip_k() : 0;
       if (B::overlap) multiply_qk(S);
       if (B::skip_masked) skip_v(skipped);
-      plan_max(S);
+      plan_stale_rounds(S);
       while (rounds > 0) step(S, P), load(rounds);
       if (B::overlap) wait_pv(), release_last_v();
       finish_item();
@@ -3441,7 +3443,7 @@ template <class B> struct WgmmaColumns {
     typename Shared::Tiles& t = s.slice[slice];
     const int k0 = ((rounds - 1) * B::split_kv + slice) * B::block_n;
     Scores S;
-    wait_phase(&t.k_full[ring.stage], ring.parity);
+    mbarrier_wait(&t.k_full[ring.stage], ring.parity);
     multiply_kq(S);
     if (k0 + B::block_n > clean_keys) mask(S, item.q0, k0);
 
@@ -3458,7 +3460,7 @@ template <class B> struct WgmmaColumns {
     write_p(S, m_log2);
     combine_rows(x, S, sum_of);  // while P is being written
     fence_proxy_async();
-    wait_phase(&t.v_full[ring.stage], ring.parity);
+    mbarrier_wait(&t.v_full[ring.stage], ring.parity);
     sync();  // hazard: P written by all warps
     start_vp(O);
 
@@ -3542,7 +3544,7 @@ template <class B> struct WgmmaColumns {
 
   // The item.   load(rounds left): one more round of its tiles.
   template <class Load> __device__ __forceinline__ void run(Load load) {
-    wait_phase(&s.q_full[0], 0);
+    mbarrier_wait(&s.q_full[0], 0);
     const typename Shared::Item item = s.item[0];
     const int clean_keys = visible_keys(a.p, item.q0);
 #pragma unroll
@@ -3576,17 +3578,17 @@ __device__ __forceinline__ void wgmma_copy(WgmmaShared<B>& s, const KernelArgs& 
   if (slice < B::split_kv) {
     WgmmaLoader<B> loader(s, a);
     uint32_t* const counter = static_cast<uint32_t*>(a.p.workspace);
-    const bool starts = warp == 0 && loader.cluster_rank == 0;
+    const bool starts_items = warp == 0 && loader.cluster_rank == 0;
     auto item = loader.find_item(blockIdx.x / B::cluster_size);
     griddepcontrol_wait();  // from here on memory is as the kernel before this one has left it
     while (true) {
-      if (starts) loader.start_item(item);
-      if (!starts && B::use_persistent_cta) item = loader.follow_item();
+      if (starts_items) loader.start_item(item);
+      if (!starts_items && B::use_persistent_cta) item = loader.follow_item();
       if (item.rounds == 0) break;
       // The queue has the items after the first of every CTA; each is drawn for while the one before
       // it is loaded, so that there are as many draws as items, and the last puts the counter back.
       uint32_t drawn = 0;
-      if (B::use_persistent_cta && starts && loader.issues) {
+      if (B::use_persistent_cta && starts_items && loader.copies_here) {
         drawn = atomicAdd(counter, 1u);
         if (drawn == a.work_items - 1) atomicExch(counter, 0u);
       }
@@ -3596,13 +3598,13 @@ __device__ __forceinline__ void wgmma_copy(WgmmaShared<B>& s, const KernelArgs& 
         loader.ring.advance();
       }
       if (!B::use_persistent_cta) break;
-      if (starts) item = loader.find_item(gridDim.x / B::cluster_size + uniform(drawn));
+      if (starts_items) item = loader.find_item(gridDim.x / B::cluster_size + uniform(drawn));
     }
   } else if (B::split_kv == 1 && threadIdx.x == 64) {
     StageRing<WgmmaShared<B>::Q_STAGES> ring;
     do {
       const int stage = ring.stage;
-      wait_phase(&s.q_full[stage], ring.parity);
+      mbarrier_wait(&s.q_full[stage], ring.parity);
       if (s.item[stage].rounds == 0) break;
       for (int group = 0; group < s.ROW_GROUPS; group++) {
         wgmma_store<B>(s, a, stage, ring.parity, group);
@@ -3620,7 +3622,7 @@ __device__ __forceinline__ void wgmma_copy(WgmmaShared<B>& s, const KernelArgs& 
 
 // Waits for the kernel before this one, then lets the CTAs of the next one come as these end. To let them
 // come at once is no faster, and up to 5% slower where problems are small.
-__device__ __forceinline__ void next_kernel_may_start() {
+__device__ __forceinline__ void wait_then_let_next_kernel_start() {
   griddepcontrol_wait();
   griddepcontrol_launch_dependents();
 }
@@ -3671,7 +3673,7 @@ __global__ void __launch_bounds__(B::threads, 1) sdpa_wgmma(const __grid_constan
       wgmma_copy<B>(s, a, warp);
     } else {
       if (WgmmaRegisters<B>::dealt) setmaxnreg_inc<WgmmaRegisters<B>::consumer>();
-      next_kernel_may_start();
+      wait_then_let_next_kernel_start();
       WgmmaRows<B> rows(s, a, threadIdx.x - B::producer_threads);
       rows.run([](int) {});
     }
@@ -3695,7 +3697,7 @@ __global__ void __launch_bounds__(B::threads, 1) sdpa_wgmma(const __grid_constan
     if (loads_k || loads_v) {
       for (int n = 1; n <= B::stages && n <= item.rounds; n++) load(item, item.rounds - n);
     }
-    next_kernel_may_start();
+    wait_then_let_next_kernel_start();
     const auto load_next = [&](int rounds) {  // left; a stage is free
       if ((loads_k || loads_v) && rounds >= B::stages) load(s.item[0], rounds - B::stages);
     };
@@ -4131,7 +4133,7 @@ template <class B> SdpaStatus forward(const SdpaParams& p, cudaStream_t stream) 
   a.q_blocks = Divisor(uint32_t(q_blocks));
   a.q_heads = Divisor(uint32_t(p.Hq));
   a.q_heads_per_kv = Divisor(uint32_t(p.Hq / p.Hkv));
-  a.section = Divisor(a.heads_in_l2 * uint32_t(q_blocks));
+  a.items_in_l2 = Divisor(a.heads_in_l2 * uint32_t(q_blocks));
 
   using Kernel = KernelOf<B, B::family>;
   const SdpaStatus prepared = Kernel::prepare(a);

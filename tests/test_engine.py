@@ -140,7 +140,7 @@ def test_one_percent_less_is_faster():
 
 @pytest.mark.parametrize("hog_at", [0.0, 0.4, 0.6])
 def test_a_neighbour_gives_no_wrong_verdict(hog_at):
-    same, more = verdicts(50, 1.0, hog_at=hog_at, noise=0.003), verdicts(50, 1.01, hog_at=hog_at, noise=0.003)
+    same, more = verdicts(20, 1.0, hog_at=hog_at, noise=0.003), verdicts(20, 1.01, hog_at=hog_at, noise=0.003)
     assert set(same) <= {"SAME", "UNCLEAR"} and set(more) <= {"SLOWER", "UNCLEAR"}, (same, more)
 
 

@@ -16,15 +16,18 @@ using namespace SDPA_NAMESPACE;
 #define EXPECT_NEAR(a, b, tol) EXPECT(std::fabs((a) - (b)) <= (tol))
 
 static void test_knob_text() {
-  EXPECT(is_legal("64", "64 128 256") && is_legal("256", "64 128 256"));
-  EXPECT(!is_legal("6", "64 128 256") && !is_legal("640", "64 128 256"));
-  EXPECT(!is_legal("", "64 128") && !is_legal("64 128", "64 128 256x"));
-  EXPECT(is_legal("BF16", "FP16 BF16") && !is_legal("BF", "FP16 BF16"));
-  EXPECT(is_legal("4", "4..256") && is_legal("256", "4..256"));
-  EXPECT(!is_legal("3", "4..256") && !is_legal("257", "4..256") && !is_legal("ON", "1..16"));
-  EXPECT(!is_legal("-1", "1..16") && !is_legal("8x", "1..16") && !is_legal("", "1..16"));
-  EXPECT(!is_legal("99999999999999999999", "1..16"));
+  EXPECT(place_of("64", "64 128 256") == 0 && place_of("256", "64 128 256") == 2);
+  EXPECT(place_of("6", "64 128 256") < 0 && place_of("640", "64 128 256") < 0);
+  EXPECT(place_of("", "64 128") < 0 && place_of("64 128", "64 128 256x") < 0);
+  EXPECT(place_of("BF16", "FP16 BF16") == 1 && place_of("BF", "FP16 BF16") < 0);
+  EXPECT(place_of("4", "4..256") == 0 && place_of("256", "4..256") == 0);
+  EXPECT(place_of("3", "4..256") < 0 && place_of("257", "4..256") < 0 &&
+         place_of("ON", "1..16") < 0);
+  EXPECT(place_of("-1", "1..16") < 0 && place_of("8x", "1..16") < 0 && place_of("", "1..16") < 0);
+  EXPECT(place_of("99999999999999999999", "1..16") < 0);
   EXPECT(number_of("48") == 48 && number_of("4..256") == 4 && number_of("x") == -1);
+  EXPECT(typed_value<true>("1", "0 1") && typed_value<false>("BF16", "FP16 BF16") == 1 &&
+         typed_value<false>("48", "4..256") == 48);
 }
 
 namespace {

@@ -44,7 +44,7 @@ class Tile(ctypes.Structure):
                 [(name, ctypes.c_double) for name in
                  ("item_clocks", "scores_per_clock", "causal_scores_per_clock")])
     KNOBS = ("HEAD_DIM", "BLOCK_M", "BLOCK_N", "NUM_WARPS", "STAGES", "SPLIT_KV")
-    SCHEDULE = ((1, "copiers", "USE_WARP_SPECIALIZATION"), (2, "overlap", "OVERLAP"),
+    SCHEDULE = ((1, "producer_warpgroup", "USE_WARP_SPECIALIZATION"), (2, "overlap", "OVERLAP"),
                 (4, "persistent", "USE_PERSISTENT_CTA"), (8, "ping_pong", "USE_PING_PONG"),
                 (16, "skip_masked", "SKIP_MASKED"), (32, "multicast", "MULTICAST"), (64, "swap_ab", "SWAP_AB"))
 
@@ -63,7 +63,7 @@ class Tile(ctypes.Structure):
         """The row of TUNED_TILES."""
         words = [name for bit, name, _ in self.SCHEDULE if self.schedule & bit]
         if "overlap" in words:
-            words.remove("copiers")  # which overlap stands for as well
+            words.remove("producer_warpgroup")  # which overlap stands for as well
         numbers = [getattr(self, name) for name, _ in self._fields_[:6]]
         costs = f"{self.item_clocks:g}, {self.scores_per_clock!r}, {self.causal_scores_per_clock!r}"
         return f"    {{{', '.join(map(str, numbers))}, {' | '.join(words)}, {costs}}},"
