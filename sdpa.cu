@@ -245,9 +245,12 @@ template <class B> constexpr bool check() {
   SDPA_REFUSE(wgmma && B::vec_width != 8,
               "VEC_WIDTH: TMA wants addresses and strides that are multiples of 16 bytes; type "
               "VEC_WIDTH=8");
-  SDPA_REFUSE(wgmma && !B::use_warp_specialization && (B::overlap || B::use_persistent_cta),
-              "OVERLAP and USE_PERSISTENT_CTA: the wgmma kernel has them with a warpgroup that "
-              "copies; add USE_WARP_SPECIALIZATION=1 or drop them");
+  SDPA_REFUSE(wgmma && !B::use_warp_specialization &&
+                  (B::overlap || B::use_persistent_cta || B::use_ping_pong || B::use_lazy_max ||
+                   (B::split_kv > 1 && !B::swap_ab)),
+              "OVERLAP, USE_PERSISTENT_CTA, USE_PING_PONG, USE_LAZY_MAX and SPLIT_KV: the plain "
+              "wgmma kernel has none "
+              "of them; add USE_WARP_SPECIALIZATION=1 or drop them");
   SDPA_REFUSE(wgmma && B::use_persistent_cta && B::split_kv > 1,
               "USE_PERSISTENT_CTA=1: in the wgmma kernel not with SPLIT_KV; drop one of them");
   SDPA_REFUSE(wgmma && B::skip_masked && (!B::use_warp_specialization || B::use_ping_pong),
@@ -1177,12 +1180,13 @@ constexpr int HAZARDS = 6;
 // mbarriers. Policy 0 has none: racy.
 // mma: a warp always keeps its rows. With two stages or more the barrier that says that a tile is
 // written says as well that the tile before it is read.
-// wgmma: a warp keeps its rows as well, but with SWAP_AB those are keys, and a query's column is spread
-// over the warps of its slice.
+// wgmma: a warp keeps its rows as well, and the plain kernel has one barrier, before a tile is overwritten. With
+// SWAP_AB rows are keys, and a query's column is spread over the warps of its slice.
 template <class B> __host__ __device__ constexpr bool needs_cta_barrier(Hazard h) {
   if (B::family == Family::cublas) return false;
   if (B::family == Family::wgmma) {
-    return B::swap_ab && (h == Hazard::max_written || h == Hazard::sum_written);
+    if (B::swap_ab) return h == Hazard::max_written || h == Hazard::sum_written;
+    return !B::use_warp_specialization && h == Hazard::tile_read;
   }
   if (B::family == Family::mma) {
     return h == Hazard::kv_written || (h == Hazard::tile_read && B::stages == 1);
@@ -2512,13 +2516,9 @@ template <class B> struct KernelOf<B, Family::mma> : OneLaunch<B> {
   static constexpr auto kernel = sdpa_mma<B>;
 };
 
-// ---- 5d wgmma: products by warpgroups out of shared memory, which TMA fills (wgmma) ----
-//
-// Warps that copy load tiles, which go through mbarriers to 1 to 4 warpgroups that compute. An item is so
-// many rounds, a K and a V tile each, and with persistent CTAs the loads go on from item to item, those of
-// Q where there is room for two. Where there are too few items for all SMs, slices of the keys (SPLIT_KV)
-// go to different warpgroups, which merge what they have. Where there are many, two CTAs share an item and
-// its K and V tiles (MULTICAST), so that half as much comes from L2.
+// ---- 5d wgmma: what its kernels share (wgmma) ----
+// A tile in shared memory is D/64 panels of [rows][64]: 128 bytes a row, swizzled, as TMA writes them and wgmma
+// reads them.
 
 // The wgmma family: a warpgroup has 64 rows, each warp 16 of them as above. The accumulators stand in
 // the order of the instruction.
@@ -2538,16 +2538,315 @@ template <int WIDTH> struct WgmmaAccumulator {  // [64][WIDTH]
   __device__ int col(int j) const { return first_col + j / 2 * 8 + j % 2; }
 };
 
-// A tile in shared memory is D/64 panels of [rows][64]: 128 bytes a row, swizzled, as TMA writes them
-// and wgmma reads them. In a round every slice (SPLIT_KV) takes one K/V tile.
+// x of lane 0. For an x that is the same in all lanes: so the compiler knows, and keeps what follows
+// from it in uniform registers, where wgmma wants its descriptors.
+__device__ __forceinline__ int uniform(int x) { return __shfl_sync(0xffffffffu, x, 0); }
+
+// Where element (row, column) of a tile in panels of [ROWS][64] lies.
+template <int ROWS>
+__device__ __forceinline__ uint32_t panel_offset(uint32_t row, uint32_t column) {
+  return (column / 64 * ROWS + row) * 64 + (column / 8 % 8 ^ row % 8) * 8 + column % 8;
+}
+
+// mbarrier_spin() where the hardware can put the thread to sleep meanwhile.
+__device__ __forceinline__ void mbarrier_wait(uint64_t* barrier_s, int parity) {
+  while (!mbarrier_try_wait_parity(barrier_s, parity)) {
+  }
+}
+
+// A name that depends on B, since other families' KernelArgs have no maps.
+template <class B> __device__ __forceinline__ const auto& tensor_maps(const KernelArgs& a) {
+  return a.maps;
+}
+
+// The matrix so many bytes after the one that this describes; the sum stays within the address.
+__device__ __forceinline__ uint64_t descriptor_at(uint64_t descriptor, int bytes) {
+  return (descriptor & ~uint64_t(0xffffffff)) | uint32_t(uint32_t(descriptor) + bytes / 16);
+}
+
+// 16 columns of P, rounded: their accumulators are the A operand as they stand.
+template <class View>
+__device__ __forceinline__ void pack_step(uint32_t (&out)[4], const View& P, int step) {
+#pragma unroll
+  for (int i = 0; i < 4; i++) {
+    out[i] = pack(P.x.d[8 * step + 2 * i], P.x.d[8 * step + 2 * i + 1]);
+  }
+}
+// Query rows that one tensor map's box of Q and O has.
+template <class B> constexpr int wgmma_rows = B::swap_ab ? B::block_m : 64;
+
+// What a CTA loads of a K or V tile: all, or (MULTICAST) half of its panels, or of its rows where it has
+// but one panel.
+template <class B> struct WgmmaPart {
+  static constexpr int all_panels = B::head_dim / 64;
+  static constexpr int panels = all_panels > 1 ? all_panels / B::cluster_size : 1;
+  static constexpr int rows = B::block_n * all_panels / panels / B::cluster_size;
+};
+
+// Waits for the kernel before this one, then lets the CTAs of the next one come as these end. To let them
+// come at once is no faster, and up to 5% slower where problems are small.
+__device__ __forceinline__ void wait_then_let_next_kernel_start() {
+  griddepcontrol_wait();
+  griddepcontrol_launch_dependents();
+}
+
+// The driver's cuTensorMapEncodeTiled, through the runtime, so that nothing has to be linked for it.
+#if CUDART_VERSION >= 12050
+inline cudaError_t find_tensor_map_encoder(void** function,
+                                           cudaDriverEntryPointQueryResult* found) {
+  return cudaGetDriverEntryPointByVersion("cuTensorMapEncodeTiled", function, 12000,
+                                          cudaEnableDefault, found);
+}
+#else
+inline cudaError_t find_tensor_map_encoder(void** function,
+                                           cudaDriverEntryPointQueryResult* found) {
+  return cudaGetDriverEntryPoint("cuTensorMapEncodeTiled", function, cudaEnableDefault, found);
+}
+#endif
+
+// Describes a 16-bit tensor to TMA: sizes (innermost first), byte strides of all dimensions but the
+// innermost (multiples of 16), the box that one copy moves. 128-byte swizzle, zeros outside.
+inline cudaError_t encode_tensor_map(CUtensorMap& map, int rank, const void* base,
+                                     const uint64_t* sizes, const uint64_t* strides_bytes,
+                                     const uint32_t* box, bool bf16) {
+  thread_local void* encoder = nullptr;  // looked for until it is found
+  if (!encoder) {
+    cudaDriverEntryPointQueryResult found;
+    const cudaError_t error = find_tensor_map_encoder(&encoder, &found);
+    if (error != cudaSuccess) return error;
+    if (found != cudaDriverEntryPointSuccess || !encoder) return cudaErrorInsufficientDriver;
+  }
+  if (rank < 1 || rank > 5) return cudaErrorInvalidValue;
+  cuuint64_t dims[5], strides[5];
+  cuuint32_t boxes[5];
+  const cuuint32_t steps[5] = {1, 1, 1, 1, 1};
+  for (int i = 0; i < rank; i++) {
+    dims[i] = sizes[i], boxes[i] = box[i];
+    strides[i] = i + 1 < rank ? strides_bytes[i] : 0;
+  }
+  const CUresult result = reinterpret_cast<decltype(&cuTensorMapEncodeTiled)>(encoder)(
+      &map, bf16 ? CU_TENSOR_MAP_DATA_TYPE_BFLOAT16 : CU_TENSOR_MAP_DATA_TYPE_FLOAT16,
+      cuuint32_t(rank), const_cast<void*>(base), dims, strides, boxes, steps,
+      CU_TENSOR_MAP_INTERLEAVE_NONE, CU_TENSOR_MAP_SWIZZLE_128B, CU_TENSOR_MAP_L2_PROMOTION_L2_256B,
+      CU_TENSOR_MAP_FLOAT_OOB_FILL_NONE);
+  return result == CUDA_SUCCESS ? cudaSuccess : cudaErrorInvalidValue;
+}
+
+bool same_strides(const Strides& a, const Strides& b) {
+  return a.batch == b.batch && a.head == b.head && a.row == b.row;
+}
+// Whether the tensors lie alike: all that tensor maps are made of.
+bool same_tensors(const SdpaParams& a, const SdpaParams& b) {
+  return a.Q == b.Q && a.K == b.K && a.V == b.V && a.O == b.O && a.B == b.B && a.Hq == b.Hq &&
+         a.Hkv == b.Hkv && a.Sq == b.Sq && a.Sk == b.Sk && same_strides(a.q, b.q) &&
+         same_strides(a.k, b.k) && same_strides(a.v, b.v) && same_strides(a.o, b.o);
+}
+
+// This thread's last ones, if the tensors are the same.
+template <class B> SdpaStatus encode_tensor_maps(TensorMaps& maps, const SdpaParams& p) {
+  thread_local SdpaParams last{};
+  thread_local TensorMaps last_maps;
+  if (same_tensors(last, p)) {
+    maps = last_maps;
+    return {};
+  }
+  constexpr uint32_t panels = B::head_dim / 64;
+  constexpr uint32_t group_rows = wgmma_rows<B>;
+  using Part = WgmmaPart<B>;
+  const struct {
+    const char* name;
+    CUtensorMap& map;
+    const void* base;
+    int S, H;
+    const Strides& s;
+    uint32_t rows, panels;
+  } tensors[] = {{"Q", maps.q, p.Q, p.Sq, p.Hq, p.q, group_rows, panels},
+                 {"K", maps.k, p.K, p.Sk, p.Hkv, p.k, Part::rows, Part::panels},
+                 {"V", maps.v, p.V, p.Sk, p.Hkv, p.v, Part::rows, Part::panels},
+                 {"O", maps.o, p.O, p.Sq, p.Hq, p.o, group_rows, panels}};
+  for (const auto& t : tensors) {
+    if (t.S == 0) {  // no key: nothing is loaded, but the kernel prefetches the map
+      t.map = maps.q;
+      continue;
+    }
+    const struct {
+      const char* name;
+      int size;
+      int64_t stride;
+    } dims[] = {{"row", t.S, t.s.row}, {"head", t.H, t.s.head}, {"batch", p.B, t.s.batch}};
+    uint64_t bytes[3];
+    for (int i = 0; i < 3; i++) {
+      bytes[i] = dims[i].size > 1 ? uint64_t(dims[i].stride) * sizeof(Element) : 16;
+      if (dims[i].size > 1 && (dims[i].stride <= 0 || bytes[i] >= uint64_t(1) << 40)) {
+        return failure(cudaErrorInvalidValue,
+                       "%s has a %s stride of %lld elements, and TMA takes strides from 1 to 2^40 "
+                       "bytes; copy it or use a build without USE_WGMMA",
+                       t.name, dims[i].name, (long long)dims[i].stride);
+      }
+    }
+    const uint64_t sizes[5] = {64, uint64_t(t.S), panels, uint64_t(t.H), uint64_t(p.B)};
+    const uint64_t strides[4] = {bytes[0], 128, bytes[1], bytes[2]};
+    const uint32_t box[5] = {64, t.rows, t.panels, 1, 1};
+    const cudaError_t error = encode_tensor_map(t.map, 5, t.base, sizes, strides, box, B::is_bf16);
+    if (error != cudaSuccess) {
+      return failure(error, "the driver makes no tensor map of %s: %s", t.name,
+                     cudaGetErrorString(error));
+    }
+  }
+  last = p, last_maps = maps;
+  return {};
+}
+
+// Which kernel: the plain one, the one with producer warps, or the transposed one.
+enum class Wgmma { plain, roles, columns };
+template <class B>
+constexpr Wgmma wgmma_kernel = B::swap_ab                   ? Wgmma::columns
+                               : B::use_warp_specialization ? Wgmma::roles
+                                                            : Wgmma::plain;
+template <class B, Wgmma K> struct WgmmaKernel;  // Shared and kernel
+template <class B>
+struct KernelOf<B, Family::wgmma> : OneLaunch<B>, WgmmaKernel<B, wgmma_kernel<B>> {
+  static SdpaStatus prepare(KernelArgs& a) { return encode_tensor_maps<B>(a.maps, a.p); }
+};
+
+// ---- 5d the plain kernel (wgmma and USE_WARP_SPECIALIZATION = 0 and SWAP_AB = 0) ----
+//
+//   Q[g] of every warpgroup g, and the first STAGES tiles, are on their way
+//   for each tile of BLOCK_N keys:
+//     S = Q[g] @ K.T          64 rows of a warpgroup, out of shared memory
+//     P, m, l = softmax(S)    in registers, O brought to the new maximum
+//     O = O + P @ V           P from registers
+//     when all warpgroups have read K and V: the tile STAGES further comes into their place
+//   O / l
+
+template <class B> struct WgmmaPlainShared {
+  alignas(1024) Element Q[B::warpgroups][64 * B::head_dim];      // [64][D] each
+  alignas(1024) Element K[B::stages][B::block_n * B::head_dim];  // [BLOCK_N][D]
+  alignas(1024) Element V[B::stages][B::block_n * B::head_dim];  // [BLOCK_N][D]
+  uint64_t q_full, full[B::stages];                              // mbarriers: landed
+};
+
+// By one thread: K and V of a tile, which will be announced at their stage's mbarrier.
+template <class B>
+__device__ __forceinline__ void load_tile(WgmmaPlainShared<B>& s, const KernelArgs& a, int tile,
+                                          int h_kv, int b) {
+  constexpr uint64_t evict_last = 0x14f0000000000000;
+  const int stage = tile % B::stages, at[5] = {0, tile * B::block_n, 0, h_kv, b};
+  uint64_t* const full = &s.full[stage];
+  mbarrier_arrive_expect_tx(full, 2 * sizeof s.K[0]);
+  cp_async_bulk_tensor_load<5>(s.K[stage], &tensor_maps<B>(a).k, at, full, evict_last);
+  cp_async_bulk_tensor_load<5>(s.V[stage], &tensor_maps<B>(a).v, at, full, evict_last);
+}
+
+template <class B>
+__global__ void __launch_bounds__(B::threads, 1)
+    sdpa_wgmma_plain(const __grid_constant__ KernelArgs a) {
+  constexpr int STEPS = B::block_n / 16;
+  constexpr uint64_t evict_first = 0x12f0000000000000;
+  const SdpaParams& p = a.p;
+  WgmmaPlainShared<B>& s = dynamic_shared<WgmmaPlainShared<B>>();
+  const int tid = threadIdx.x, lane = tid % 32, group = uniform(tid / 128);
+  const WorkItem item = work_item<B>(a, blockIdx.x);
+  const int h_kv = item.h / (p.Hq / p.Hkv);
+  const int keys = visible_keys(p, min(item.q0 + B::block_m, p.Sq) - 1);
+  const int clean_keys = visible_keys(p, item.q0);
+  const int tiles = (keys + B::block_n - 1) / B::block_n;
+
+  if (tid == 0) {
+    mbarrier_init(&s.q_full, 1);
+    for (uint64_t& full : s.full) mbarrier_init(&full, 1);
+    fence_mbarrier_init();
+  }
+  __syncthreads();  // hazard: mbarriers initialised by thread 0
+  wait_then_let_next_kernel_start();
+  if (tid == 0) {
+    mbarrier_arrive_expect_tx(&s.q_full, sizeof s.Q);
+    for (int g = 0; g < B::warpgroups; g++) {
+      const int at[5] = {0, item.q0 + 64 * g, 0, item.h, item.b};
+      cp_async_bulk_tensor_load<5>(s.Q[g], &tensor_maps<B>(a).q, at, &s.q_full, evict_first);
+    }
+    for (int tile = 0; tile < min(tiles, B::stages); tile++) load_tile(s, a, tile, h_kv, item.b);
+  }
+
+  WgmmaAccumulator<B::block_n> S;
+  WgmmaAccumulator<B::head_dim> O;
+  S.first_row = O.first_row = group * 64 + tid % 128 / 32 * 16 + lane / 4;
+  S.first_col = O.first_col = lane % 4 * 2;
+  clear(O);
+  float m[2] = {-INFINITY, -INFINITY}, l[2] = {0, 0};
+  const uint64_t Q = wgmma_descriptor(uniform(shared_address(s.Q[group])), 16, 1024);
+  mbarrier_wait(&s.q_full, 0);
+
+  for (int tile = 0; tile < tiles; tile++) {
+    const int stage = tile % B::stages, k0 = tile * B::block_n;
+    mbarrier_wait(&s.full[stage], tile / B::stages % 2);
+
+    // S = Q @ K.T   [64][BLOCK_N]
+    const uint64_t K = wgmma_descriptor(uniform(shared_address(s.K[stage])), 16, 1024);
+    forget(S.x.d);
+    wgmma_fence();
+#pragma unroll
+    for (int step = 0; step < B::head_dim / 16; step++) {
+      const int panel = step / 4, bytes = step % 4 * 32;
+      wgmma_ss<Element, B::block_n, 0>(S.x.d, descriptor_at(Q, panel * 64 * 128 + bytes),
+                                       descriptor_at(K, panel * B::block_n * 128 + bytes),
+                                       step > 0);
+    }
+    wgmma_commit_group();
+    wgmma_wait_group<0>(), hold(S.x.d);
+
+    // P, and O brought to its maximum
+    float alpha[2];
+    if (k0 + B::block_n > clean_keys) mask_scores(S, p, item.q0, k0);
+    softmax_max<B>(S, a.scale_log2, m, alpha);
+    softmax_sum<B>(S, a.scale_log2, m, alpha, l);
+    scale_rows(O, alpha);
+    uint32_t P[STEPS][4];
+#pragma unroll
+    for (int step = 0; step < STEPS; step++) pack_step(P[step], S, step), hold(P[step]);
+
+    // O = O + P @ V   [64][D]
+    const uint64_t V =
+        wgmma_descriptor(uniform(shared_address(s.V[stage])), B::block_n * 128, 1024);
+    hold(O.x.d);
+    wgmma_fence();
+#pragma unroll
+    for (int step = 0; step < STEPS; step++) {
+      wgmma_rs<Element, B::head_dim, 1>(O.x.d, P[step], descriptor_at(V, step * 16 * 128), true);
+    }
+    wgmma_commit_group();
+    wgmma_wait_group<0>(), hold(O.x.d);
+
+    __syncthreads();  // hazard: K and V read by all warps
+    if (tid == 0 && tile + B::stages < tiles) load_tile(s, a, tile + B::stages, h_kv, item.b);
+  }
+
+#pragma unroll
+  for (int i = 0; i < 2; i++) l[i] = row_sum<O.LANES>(l[i]);
+  store_output<B>(O, m, l, a, item);
+}
+
+template <class B> struct WgmmaKernel<B, Wgmma::plain> {
+  using Shared = WgmmaPlainShared<B>;
+  static constexpr auto kernel = sdpa_wgmma_plain<B>;
+};
+
+// ---- 5d the kernel with producer warps (wgmma and USE_WARP_SPECIALIZATION, SWAP_AB, USE_TUNED) ----
+//
+// Warps that copy load tiles, which go through mbarriers to 1 to 4 warpgroups that compute. An item is so
+// many rounds, a K and a V tile each, and with persistent CTAs the loads go on from item to item, those of
+// Q where there is room for two. Where there are too few items for all SMs, slices of the keys (SPLIT_KV)
+// go to different warpgroups, which merge what they have. Where there are many, two CTAs share an item and
+// its K and V tiles (MULTICAST), so that half as much comes from L2.
+
+// In a round every slice (SPLIT_KV) takes one K/V tile.
 template <class B> struct WgmmaShared {
   static constexpr int GROUP_ROWS = B::swap_ab ? B::block_m : 64;  // query rows of a warpgroup
   static constexpr int ROW_GROUPS = B::block_m / GROUP_ROWS;
   // From one to the next; those of a cluster's CTAs alternate, so that a mask gives them equal work.
   static constexpr int GROUP_STRIDE = GROUP_ROWS * B::cluster_size;
   // Whether a warpgroup without rows of its own leaves the tiles to the others.
-  static constexpr bool MAY_PASS =
-      B::use_warp_specialization && B::split_kv == 1 && !B::use_ping_pong;
+  static constexpr bool MAY_PASS = B::split_kv == 1 && !B::use_ping_pong && !B::swap_ab;
   static constexpr int Q_STAGES = B::use_persistent_cta && B::head_dim <= 128 ? 2 : 1;
   struct alignas(16) Item : WorkItem {
     int h_kv, rounds;  // no rounds: there are no more items
@@ -2596,36 +2895,7 @@ template <class B> struct WgmmaRegisters {
   static constexpr int spare = at_start * (B::warpgroups + 1) - producer;
   static constexpr int consumer = spare / B::warpgroups < 240 ? spare / B::warpgroups / 8 * 8 : 240;
   // One warpgroup that computes has enough as it is.
-  static constexpr bool dealt = B::use_warp_specialization && consumer > at_start;
-};
-
-// x of lane 0. For an x that is the same in all lanes: so the compiler knows, and keeps what follows
-// from it in uniform registers, where wgmma wants its descriptors.
-__device__ __forceinline__ int uniform(int x) { return __shfl_sync(0xffffffffu, x, 0); }
-
-// Where element (row, column) of a tile in panels of [ROWS][64] lies.
-template <int ROWS>
-__device__ __forceinline__ uint32_t panel_offset(uint32_t row, uint32_t column) {
-  return (column / 64 * ROWS + row) * 64 + (column / 8 % 8 ^ row % 8) * 8 + column % 8;
-}
-
-// mbarrier_spin() where the hardware can put the thread to sleep meanwhile.
-__device__ __forceinline__ void mbarrier_wait(uint64_t* barrier_s, int parity) {
-  while (!mbarrier_try_wait_parity(barrier_s, parity)) {
-  }
-}
-
-// A name that depends on B, since other families' KernelArgs have no maps.
-template <class B> __device__ __forceinline__ const auto& tensor_maps(const KernelArgs& a) {
-  return a.maps;
-}
-
-// What a CTA loads of a K or V tile: all, or (MULTICAST) half of its panels, or of its rows where it has
-// but one panel.
-template <class B> struct WgmmaPart {
-  static constexpr int all_panels = B::head_dim / 64;
-  static constexpr int panels = all_panels > 1 ? all_panels / B::cluster_size : 1;
-  static constexpr int rows = B::block_n * all_panels / panels / B::cluster_size;
+  static constexpr bool dealt = consumer > at_start;
 };
 
 // The tiles of an item from the last key to the first, so that those with a mask come first and leave a
@@ -2775,6 +3045,19 @@ __device__ __forceinline__ void wgmma_store(WgmmaShared<B>& s, const KernelArgs&
   cp_async_bulk_commit_group();
 }
 
+// A row without a visible key is 0, whatever V is.
+template <int WIDTH>
+__device__ __forceinline__ void clear_empty_rows(WgmmaAccumulator<WIDTH>& O, const float (&l)[2]) {
+  if (l[0] != 0 && l[1] != 0) return;
+#pragma unroll
+  for (int i = 0; i < O.ROWS; i++) {
+#pragma unroll
+    for (int j = 0; j < O.COLS; j++) {
+      if (l[i] == 0) O.x[i][j] = 0;
+    }
+  }
+}
+
 // What a warpgroup computes: O of 64 rows over its slice of the keys.
 template <class B> struct WgmmaRows {
   using Shared = WgmmaShared<B>;
@@ -2865,10 +3148,6 @@ template <class B> struct WgmmaRows {
     }
   }
 
-  // The matrix so many bytes after the one that this describes; the sum stays within the address.
-  static __device__ __forceinline__ uint64_t descriptor_at(uint64_t descriptor, int bytes) {
-    return (descriptor & ~uint64_t(0xffffffff)) | uint32_t(uint32_t(descriptor) + bytes / 16);
-  }
   // S = Q @ K.T, begun.   [64][BLOCK_N]
   __device__ __forceinline__ void start_qk(Scores& S, const StageRing<B::stages>& at,
                                            bool k_is_there) {
@@ -2905,14 +3184,6 @@ template <class B> struct WgmmaRows {
     wgmma_commit_group();
   }
 
-  // 16 columns of P, rounded: their accumulators are the A operand as they stand.
-  template <class View>
-  static __device__ void pack_step(uint32_t (&out)[4], const View& P, int step) {
-#pragma unroll
-    for (int i = 0; i < 4; i++) {
-      out[i] = pack(P.x.d[8 * step + 2 * i], P.x.d[8 * step + 2 * i + 1]);
-    }
-  }
   // All of them. Held before the fence: else nvcc rounds some after it, ptxas splits P @ V into two groups
   // (C7519), and the wait for the next scores takes in the first of these too.
   static __device__ __forceinline__ void pack_all(Probabilities& out, const Scores& P) {
@@ -3068,7 +3339,7 @@ template <class B> struct WgmmaRows {
     float inverse[ROWS];
 #pragma unroll
     for (int i = 0; i < ROWS; i++) inverse[i] = l[i] == 0 ? 0 : rcp_approx_ftz(l[i]);
-    clear_empty_rows();
+    clear_empty_rows(O, l);
     const int stage = q_ring.stage;
     store_lses(s.item[stage], q0 + row_group * Shared::GROUP_STRIDE + first_row, lane);
 #pragma unroll
@@ -3083,10 +3354,6 @@ template <class B> struct WgmmaRows {
     }
     fence_proxy_async();
     release(&s.o_done[stage][row_group]);
-    if (!B::use_warp_specialization && tid == 0) {
-      wgmma_store<B>(s, a, stage, q_ring.parity, row_group);
-      cp_async_bulk_wait_group_read<0>();  // shared memory is gone when the CTA is
-    }
     q_ring.advance();
   }
   // LSE of the warp's 16 rows, the first of which is query q.
@@ -3096,17 +3363,6 @@ template <class B> struct WgmmaRows {
     for (int i = 0; i < ROWS; i++) {
       const int row = q + int(lane) / 4 + 8 * i;
       if (row < a.p.Sq) store_lse(m[i], l[i], a, item, row);
-    }
-  }
-  // A row without a visible key is 0, whatever V is.
-  __device__ __forceinline__ void clear_empty_rows() {
-    if (l[0] != 0 && l[1] != 0) return;
-#pragma unroll
-    for (int i = 0; i < ROWS; i++) {
-#pragma unroll
-      for (int j = 0; j < O.COLS; j++) {
-        if (l[i] == 0) O.x[i][j] = 0;
-      }
     }
   }
   // O / l and LSE of all slices together, each of which finishes its part: its own sum first, then the
@@ -3203,8 +3459,8 @@ template <class B> struct WgmmaRows {
     }
   }
 
-  // All items.   load(rounds left): one more, where the warp that loads computes as well.
-  template <class Load> __device__ __forceinline__ void run(Load load) {
+  // All items.
+  __device__ __forceinline__ void run() {
     Scores S;
     Probabilities P;
     if (B::use_ping_pong && warpgroup == B::warpgroups - 1) barrier_arrive(1, 256);
@@ -3218,7 +3474,7 @@ template <class B> struct WgmmaRows {
       if (B::overlap) multiply_qk(S);
       if (B::skip_masked) skip_v(skipped);
       plan_stale_rounds(S);
-      while (rounds > 0) step(S, P), load(rounds);
+      while (rounds > 0) step(S, P);
       if (B::overlap) wait_pv(), release_last_v();
       finish_item();
       if (!B::use_persistent_cta) break;
@@ -3227,6 +3483,124 @@ template <class B> struct WgmmaRows {
     if (B::use_ping_pong && warpgroup == 0) barrier_sync(1, 256);
   }
 };
+
+// The warpgroup that copies. A warp loads K of a slice, and the first one Q as well, another V: they are
+// needed at different times, and a copy that must wait for its stage would hold up the other kind. With
+// four slices a warp has both. The third warp stores O, where there is but one slice.
+template <class B>
+__device__ __forceinline__ void wgmma_copy(WgmmaShared<B>& s, const KernelArgs& a, int warp) {
+  constexpr int slice_warps = B::split_kv < 4 ? 2 : 1;
+  const int slice = warp / slice_warps;
+  const bool loads_k = warp % slice_warps == 0, loads_v = warp % slice_warps == slice_warps - 1;
+  if (slice < B::split_kv) {
+    WgmmaLoader<B> loader(s, a);
+    uint32_t* const counter = static_cast<uint32_t*>(a.p.workspace);
+    const bool starts_items = warp == 0 && loader.cluster_rank == 0;
+    auto item = loader.find_item(blockIdx.x / B::cluster_size);
+    griddepcontrol_wait();  // from here on memory is as the kernel before this one has left it
+    while (true) {
+      if (starts_items) loader.start_item(item);
+      if (!starts_items && B::use_persistent_cta) item = loader.follow_item();
+      if (item.rounds == 0) break;
+      // The queue has the items after the first of every CTA; each is drawn for while the one before
+      // it is loaded, so that there are as many draws as items, and the last puts the counter back.
+      uint32_t drawn = 0;
+      if (B::use_persistent_cta && starts_items && loader.copies_here) {
+        drawn = atomicAdd(counter, 1u);
+        if (drawn == a.work_items - 1) atomicExch(counter, 0u);
+      }
+      for (int round = item.rounds - 1; round >= 0; round--) {
+        if (loads_k) loader.load_k(item, round, slice);
+        if (loads_v) loader.load_v(item, round, slice);
+        loader.ring.advance();
+      }
+      if (!B::use_persistent_cta) break;
+      if (starts_items) item = loader.find_item(gridDim.x / B::cluster_size + uniform(drawn));
+    }
+  } else if (B::split_kv == 1 && threadIdx.x == 64) {
+    StageRing<WgmmaShared<B>::Q_STAGES> ring;
+    do {
+      const int stage = ring.stage;
+      mbarrier_wait(&s.q_full[stage], ring.parity);
+      if (s.item[stage].rounds == 0) break;
+      for (int group = 0; group < s.ROW_GROUPS; group++) {
+        wgmma_store<B>(s, a, stage, ring.parity, group);
+      }
+      cp_async_bulk_wait_group_read<0>();
+      if constexpr (B::multicast) {
+        mbarrier_arrive_cluster(mapa(shared_address(&s.q_empty[stage]), 0));
+      } else {
+        mbarrier_arrive(&s.q_empty[stage]);
+      }
+      ring.advance();
+    } while (B::use_persistent_cta);
+  }
+}
+
+// The barrier of all threads of the CTA, or of its cluster, where each writes to others' shared memory.
+template <class B> __device__ __forceinline__ void sync_cluster() {
+  if constexpr (B::cluster_size > 1) {
+    cluster_arrive(), cluster_wait();
+  } else {
+    __syncthreads();
+  }
+}
+
+// By two threads, ahead of a barrier.
+template <class B>
+__device__ __forceinline__ void init_mbarriers(WgmmaShared<B>& s, const KernelArgs& a, int warp) {
+  if (warp == 1 && threadIdx.x % 32 == 0) {
+    for (uint64_t& full : s.q_full) mbarrier_init(&full, 1);
+    for (auto& t : s.slice) {
+      for (int stage = 0; stage < B::stages; stage++) {
+        mbarrier_init(&t.k_full[stage], 1), mbarrier_init(&t.v_full[stage], 1);
+      }
+    }
+    fence_mbarrier_init();
+  }
+  if (warp == 2 && threadIdx.x % 32 == 0) {
+    prefetch_tensormap(&tensor_maps<B>(a).q), prefetch_tensormap(&tensor_maps<B>(a).k),
+        prefetch_tensormap(&tensor_maps<B>(a).v);
+    for (int stage = 0; stage < s.Q_STAGES; stage++) {
+      mbarrier_init(&s.q_empty[stage], B::cluster_size);
+      for (auto& done : s.o_done[stage]) mbarrier_init(&done, 4);
+    }
+    for (auto& t : s.slice) {
+      for (int stage = 0; stage < B::stages; stage++) {
+        mbarrier_init(&t.k_empty[stage], B::group_warps);
+        mbarrier_init(&t.v_empty[stage], B::group_warps);
+        if (B::multicast) mbarrier_init(&t.k_free[stage], B::cluster_size);
+        if (B::multicast) mbarrier_init(&t.v_free[stage], B::cluster_size);
+      }
+    }
+    fence_mbarrier_init();
+  }
+}
+
+template <class B>
+__global__ void __launch_bounds__(B::threads, 1) sdpa_wgmma(const __grid_constant__ KernelArgs a) {
+  WgmmaShared<B>& s = dynamic_shared<WgmmaShared<B>>();
+  const int warp = uniform(threadIdx.x / 32);
+  init_mbarriers(s, a, warp);
+  sync_cluster<B>();  // hazard: mbarriers initialised by two threads
+  if (warp < B::producer_threads / 32) {
+    if (WgmmaRegisters<B>::dealt) setmaxnreg_dec<WgmmaRegisters<B>::producer>();
+    wgmma_copy<B>(s, a, warp);
+  } else {
+    if (WgmmaRegisters<B>::dealt) setmaxnreg_inc<WgmmaRegisters<B>::consumer>();
+    wait_then_let_next_kernel_start();
+    WgmmaRows<B> rows(s, a, threadIdx.x - B::producer_threads);
+    rows.run();
+  }
+  if (B::multicast) sync_cluster<B>();  // hazard: arrivals from the other CTA
+}
+
+template <class B> struct WgmmaKernel<B, Wgmma::roles> {
+  using Shared = WgmmaShared<B>;
+  static constexpr auto kernel = sdpa_wgmma<B>;
+};
+
+// ---- 5e wgmma, transposed: few query rows, keys as the 64 rows (wgmma and SWAP_AB, USE_TUNED) ----
 
 // Of one row the columns that fall to one of LANES threads: 4, and 4 again every 4 * LANES.
 template <int WIDTH, int LANES> struct RowShare {  // [1][WIDTH]
@@ -3567,263 +3941,41 @@ template <class B> struct WgmmaColumns {
   }
 };
 
-// The warpgroup that copies. A warp loads K of a slice, and the first one Q as well, another V: they are
-// needed at different times, and a copy that must wait for its stage would hold up the other kind. With
-// four slices a warp has both. The third warp stores O, where there is but one slice.
 template <class B>
-__device__ __forceinline__ void wgmma_copy(WgmmaShared<B>& s, const KernelArgs& a, int warp) {
-  constexpr int slice_warps = B::split_kv < 4 ? 2 : 1;
-  const int slice = warp / slice_warps;
-  const bool loads_k = warp % slice_warps == 0, loads_v = warp % slice_warps == slice_warps - 1;
-  if (slice < B::split_kv) {
-    WgmmaLoader<B> loader(s, a);
-    uint32_t* const counter = static_cast<uint32_t*>(a.p.workspace);
-    const bool starts_items = warp == 0 && loader.cluster_rank == 0;
-    auto item = loader.find_item(blockIdx.x / B::cluster_size);
-    griddepcontrol_wait();  // from here on memory is as the kernel before this one has left it
-    while (true) {
-      if (starts_items) loader.start_item(item);
-      if (!starts_items && B::use_persistent_cta) item = loader.follow_item();
-      if (item.rounds == 0) break;
-      // The queue has the items after the first of every CTA; each is drawn for while the one before
-      // it is loaded, so that there are as many draws as items, and the last puts the counter back.
-      uint32_t drawn = 0;
-      if (B::use_persistent_cta && starts_items && loader.copies_here) {
-        drawn = atomicAdd(counter, 1u);
-        if (drawn == a.work_items - 1) atomicExch(counter, 0u);
-      }
-      for (int round = item.rounds - 1; round >= 0; round--) {
-        if (loads_k) loader.load_k(item, round, slice);
-        if (loads_v) loader.load_v(item, round, slice);
-        loader.ring.advance();
-      }
-      if (!B::use_persistent_cta) break;
-      if (starts_items) item = loader.find_item(gridDim.x / B::cluster_size + uniform(drawn));
-    }
-  } else if (B::split_kv == 1 && threadIdx.x == 64) {
-    StageRing<WgmmaShared<B>::Q_STAGES> ring;
-    do {
-      const int stage = ring.stage;
-      mbarrier_wait(&s.q_full[stage], ring.parity);
-      if (s.item[stage].rounds == 0) break;
-      for (int group = 0; group < s.ROW_GROUPS; group++) {
-        wgmma_store<B>(s, a, stage, ring.parity, group);
-      }
-      cp_async_bulk_wait_group_read<0>();
-      if constexpr (B::multicast) {
-        mbarrier_arrive_cluster(mapa(shared_address(&s.q_empty[stage]), 0));
-      } else {
-        mbarrier_arrive(&s.q_empty[stage]);
-      }
-      ring.advance();
-    } while (B::use_persistent_cta);
-  }
-}
-
-// Waits for the kernel before this one, then lets the CTAs of the next one come as these end. To let them
-// come at once is no faster, and up to 5% slower where problems are small.
-__device__ __forceinline__ void wait_then_let_next_kernel_start() {
-  griddepcontrol_wait();
-  griddepcontrol_launch_dependents();
-}
-
-// The barrier of all threads of the CTA, or of its cluster, where each writes to others' shared memory.
-template <class B> __device__ __forceinline__ void sync_cluster() {
-  if constexpr (B::cluster_size > 1) {
-    cluster_arrive(), cluster_wait();
-  } else {
-    __syncthreads();
-  }
-}
-
-template <class B>
-__global__ void __launch_bounds__(B::threads, 1) sdpa_wgmma(const __grid_constant__ KernelArgs a) {
+__global__ void __launch_bounds__(B::threads, 1)
+    sdpa_wgmma_columns(const __grid_constant__ KernelArgs a) {
   WgmmaShared<B>& s = dynamic_shared<WgmmaShared<B>>();
   const int warp = uniform(threadIdx.x / 32);
-  if (warp == 1 && threadIdx.x % 32 == 0) {
-    for (uint64_t& full : s.q_full) mbarrier_init(&full, 1);
-    for (auto& t : s.slice) {
-      for (int stage = 0; stage < B::stages; stage++) {
-        mbarrier_init(&t.k_full[stage], 1), mbarrier_init(&t.v_full[stage], 1);
-      }
-    }
-    fence_mbarrier_init();
+  init_mbarriers(s, a, warp);
+  // One warp loads Q, and in every slice one K and another V, all at once: a warp is busy with a copy for
+  // some 100 clocks.
+  const int slice = warp / B::group_warps;
+  const bool loads_k = warp % B::group_warps == 0, loads_v = warp % B::group_warps == 1;
+  const bool loads_q = warp == 2;
+  WgmmaLoader<B> loader(s, a);
+  typename WgmmaShared<B>::Item item{};
+  if (loads_q || loads_k || loads_v) item = loader.find_item(blockIdx.x);
+  __syncthreads();  // hazard: mbarriers initialised by two threads
+  const auto load = [&](const typename WgmmaShared<B>::Item& item, int round) {
+    if (loads_k) loader.load_k(item, round, slice);
+    if (loads_v) loader.load_v(item, round, slice);
+    loader.ring.advance();
+  };
+  if (loads_q) loader.start_item(item);
+  if (loads_k || loads_v) {
+    for (int n = 1; n <= B::stages && n <= item.rounds; n++) load(item, item.rounds - n);
   }
-  if (warp == 2 && threadIdx.x % 32 == 0) {
-    prefetch_tensormap(&tensor_maps<B>(a).q), prefetch_tensormap(&tensor_maps<B>(a).k),
-        prefetch_tensormap(&tensor_maps<B>(a).v);
-    for (int stage = 0; stage < s.Q_STAGES; stage++) {
-      mbarrier_init(&s.q_empty[stage], B::cluster_size);
-      for (auto& done : s.o_done[stage]) mbarrier_init(&done, 4);
-    }
-    for (auto& t : s.slice) {
-      for (int stage = 0; stage < B::stages; stage++) {
-        mbarrier_init(&t.k_empty[stage], B::group_warps);
-        mbarrier_init(&t.v_empty[stage], B::group_warps);
-        if (B::multicast) mbarrier_init(&t.k_free[stage], B::cluster_size);
-        if (B::multicast) mbarrier_init(&t.v_free[stage], B::cluster_size);
-      }
-    }
-    fence_mbarrier_init();
-  }
-  if constexpr (B::use_warp_specialization) {
-    sync_cluster<B>();  // hazard: mbarriers initialised by two threads
-    if (warp < B::producer_threads / 32) {
-      if (WgmmaRegisters<B>::dealt) setmaxnreg_dec<WgmmaRegisters<B>::producer>();
-      wgmma_copy<B>(s, a, warp);
-    } else {
-      if (WgmmaRegisters<B>::dealt) setmaxnreg_inc<WgmmaRegisters<B>::consumer>();
-      wait_then_let_next_kernel_start();
-      WgmmaRows<B> rows(s, a, threadIdx.x - B::producer_threads);
-      rows.run([](int) {});
-    }
-    if (B::multicast) sync_cluster<B>();  // hazard: arrivals from the other CTA
-  } else {
-    // One warp loads Q, and in every slice one K and another V, all at once: a warp is busy with a copy for
-    // some 100 clocks.
-    const int slice = warp / B::group_warps;
-    const bool loads_k = warp % B::group_warps == 0, loads_v = warp % B::group_warps == 1;
-    const bool loads_q = warp == 2;
-    WgmmaLoader<B> loader(s, a);
-    typename WgmmaShared<B>::Item item{};
-    if (loads_q || loads_k || loads_v) item = loader.find_item(blockIdx.x);
-    __syncthreads();  // hazard: mbarriers initialised by two threads
-    const auto load = [&](const typename WgmmaShared<B>::Item& item, int round) {
-      if (loads_k) loader.load_k(item, round, slice);
-      if (loads_v) loader.load_v(item, round, slice);
-      loader.ring.advance();
-    };
-    if (loads_q) loader.start_item(item);
-    if (loads_k || loads_v) {
-      for (int n = 1; n <= B::stages && n <= item.rounds; n++) load(item, item.rounds - n);
-    }
-    wait_then_let_next_kernel_start();
-    const auto load_next = [&](int rounds) {  // left; a stage is free
-      if ((loads_k || loads_v) && rounds >= B::stages) load(s.item[0], rounds - B::stages);
-    };
-    if constexpr (B::swap_ab) {
-      WgmmaColumns<B> columns(s, a, threadIdx.x);
-      columns.run(load_next);
-    } else {
-      WgmmaRows<B> rows(s, a, threadIdx.x);
-      rows.run(load_next);
-    }
-  }
+  wait_then_let_next_kernel_start();
+  const auto load_next = [&](int rounds) {  // left; a stage is free
+    if ((loads_k || loads_v) && rounds >= B::stages) load(s.item[0], rounds - B::stages);
+  };
+  WgmmaColumns<B> columns(s, a, threadIdx.x);
+  columns.run(load_next);
 }
 
-// ---- 5d tensor maps and launch (wgmma) ----
-
-// The driver's cuTensorMapEncodeTiled, through the runtime, so that nothing has to be linked for it.
-#if CUDART_VERSION >= 12050
-inline cudaError_t find_tensor_map_encoder(void** function,
-                                           cudaDriverEntryPointQueryResult* found) {
-  return cudaGetDriverEntryPointByVersion("cuTensorMapEncodeTiled", function, 12000,
-                                          cudaEnableDefault, found);
-}
-#else
-inline cudaError_t find_tensor_map_encoder(void** function,
-                                           cudaDriverEntryPointQueryResult* found) {
-  return cudaGetDriverEntryPoint("cuTensorMapEncodeTiled", function, cudaEnableDefault, found);
-}
-#endif
-
-// Describes a 16-bit tensor to TMA: sizes (innermost first), byte strides of all dimensions but the
-// innermost (multiples of 16), the box that one copy moves. 128-byte swizzle, zeros outside.
-inline cudaError_t encode_tensor_map(CUtensorMap& map, int rank, const void* base,
-                                     const uint64_t* sizes, const uint64_t* strides_bytes,
-                                     const uint32_t* box, bool bf16) {
-  thread_local void* encoder = nullptr;  // looked for until it is found
-  if (!encoder) {
-    cudaDriverEntryPointQueryResult found;
-    const cudaError_t error = find_tensor_map_encoder(&encoder, &found);
-    if (error != cudaSuccess) return error;
-    if (found != cudaDriverEntryPointSuccess || !encoder) return cudaErrorInsufficientDriver;
-  }
-  if (rank < 1 || rank > 5) return cudaErrorInvalidValue;
-  cuuint64_t dims[5], strides[5];
-  cuuint32_t boxes[5];
-  const cuuint32_t steps[5] = {1, 1, 1, 1, 1};
-  for (int i = 0; i < rank; i++) {
-    dims[i] = sizes[i], boxes[i] = box[i];
-    strides[i] = i + 1 < rank ? strides_bytes[i] : 0;
-  }
-  const CUresult result = reinterpret_cast<decltype(&cuTensorMapEncodeTiled)>(encoder)(
-      &map, bf16 ? CU_TENSOR_MAP_DATA_TYPE_BFLOAT16 : CU_TENSOR_MAP_DATA_TYPE_FLOAT16,
-      cuuint32_t(rank), const_cast<void*>(base), dims, strides, boxes, steps,
-      CU_TENSOR_MAP_INTERLEAVE_NONE, CU_TENSOR_MAP_SWIZZLE_128B, CU_TENSOR_MAP_L2_PROMOTION_L2_256B,
-      CU_TENSOR_MAP_FLOAT_OOB_FILL_NONE);
-  return result == CUDA_SUCCESS ? cudaSuccess : cudaErrorInvalidValue;
-}
-
-bool same_strides(const Strides& a, const Strides& b) {
-  return a.batch == b.batch && a.head == b.head && a.row == b.row;
-}
-// Whether the tensors lie alike: all that tensor maps are made of.
-bool same_tensors(const SdpaParams& a, const SdpaParams& b) {
-  return a.Q == b.Q && a.K == b.K && a.V == b.V && a.O == b.O && a.B == b.B && a.Hq == b.Hq &&
-         a.Hkv == b.Hkv && a.Sq == b.Sq && a.Sk == b.Sk && same_strides(a.q, b.q) &&
-         same_strides(a.k, b.k) && same_strides(a.v, b.v) && same_strides(a.o, b.o);
-}
-
-// This thread's last ones, if the tensors are the same.
-template <class B> SdpaStatus encode_tensor_maps(TensorMaps& maps, const SdpaParams& p) {
-  thread_local SdpaParams last{};
-  thread_local TensorMaps last_maps;
-  if (same_tensors(last, p)) {
-    maps = last_maps;
-    return {};
-  }
-  constexpr uint32_t panels = B::head_dim / 64;
-  constexpr uint32_t group_rows = WgmmaShared<B>::GROUP_ROWS;
-  using Part = WgmmaPart<B>;
-  const struct {
-    const char* name;
-    CUtensorMap& map;
-    const void* base;
-    int S, H;
-    const Strides& s;
-    uint32_t rows, panels;
-  } tensors[] = {{"Q", maps.q, p.Q, p.Sq, p.Hq, p.q, group_rows, panels},
-                 {"K", maps.k, p.K, p.Sk, p.Hkv, p.k, Part::rows, Part::panels},
-                 {"V", maps.v, p.V, p.Sk, p.Hkv, p.v, Part::rows, Part::panels},
-                 {"O", maps.o, p.O, p.Sq, p.Hq, p.o, group_rows, panels}};
-  for (const auto& t : tensors) {
-    if (t.S == 0) {  // no key: nothing is loaded, but the kernel prefetches the map
-      t.map = maps.q;
-      continue;
-    }
-    const struct {
-      const char* name;
-      int size;
-      int64_t stride;
-    } dims[] = {{"row", t.S, t.s.row}, {"head", t.H, t.s.head}, {"batch", p.B, t.s.batch}};
-    uint64_t bytes[3];
-    for (int i = 0; i < 3; i++) {
-      bytes[i] = dims[i].size > 1 ? uint64_t(dims[i].stride) * sizeof(Element) : 16;
-      if (dims[i].size > 1 && (dims[i].stride <= 0 || bytes[i] >= uint64_t(1) << 40)) {
-        return failure(cudaErrorInvalidValue,
-                       "%s has a %s stride of %lld elements, and TMA takes strides from 1 to 2^40 "
-                       "bytes; copy it or use a build without USE_WGMMA",
-                       t.name, dims[i].name, (long long)dims[i].stride);
-      }
-    }
-    const uint64_t sizes[5] = {64, uint64_t(t.S), panels, uint64_t(t.H), uint64_t(p.B)};
-    const uint64_t strides[4] = {bytes[0], 128, bytes[1], bytes[2]};
-    const uint32_t box[5] = {64, t.rows, t.panels, 1, 1};
-    const cudaError_t error = encode_tensor_map(t.map, 5, t.base, sizes, strides, box, B::is_bf16);
-    if (error != cudaSuccess) {
-      return failure(error, "the driver makes no tensor map of %s: %s", t.name,
-                     cudaGetErrorString(error));
-    }
-  }
-  last = p, last_maps = maps;
-  return {};
-}
-
-template <class B> struct KernelOf<B, Family::wgmma> : OneLaunch<B> {
+template <class B> struct WgmmaKernel<B, Wgmma::columns> {
   using Shared = WgmmaShared<B>;
-  static constexpr auto kernel = sdpa_wgmma<B>;
-  static SdpaStatus prepare(KernelArgs& a) { return encode_tensor_maps<B>(a.maps, a.p); }
+  static constexpr auto kernel = sdpa_wgmma_columns<B>;
 };
 
 // ---- 5f cuBLAS: the unfused baseline, S and P in global memory (cublas) ----

@@ -229,10 +229,13 @@ bug wgmma_not_empty_there  thread  "$wgmma MULTICAST=1" "--shape 1,1,1,256,300" 
 bug wgmma_half_missing     backend "$wgmma MULTICAST=1" "--shape 1,1,1,256,150"  's~\(1 << B::cluster_size\) - 1, evict_last~1, evict_last~'
 bug wgmma_passed_not_done  backend "$wgmma USE_PERSISTENT_CTA=1" "--shape 1,2,1,64,150"  's~release\(&s\.o_done\[q_ring\.stage\].*$~~'
 tuned="USE_WGMMA=1 VEC_WIDTH=8 USE_TUNED=1"
-wsplit="USE_WGMMA=1 VEC_WIDTH=8 BLOCK_M=64 NUM_WARPS=8 BLOCK_N=32 STAGES=2 SPLIT_KV=2"
+plain="USE_WGMMA=1 VEC_WIDTH=8 BLOCK_M=64 BLOCK_N=32 STAGES=2"
+wsplit="USE_WGMMA=1 USE_WARP_SPECIALIZATION=1 VEC_WIDTH=8 BLOCK_M=64 NUM_WARPS=8 BLOCK_N=32 STAGES=2 SPLIT_KV=2"
 bug wgmma_merged_too_soon  thread  "$wsplit" "--shape 1,1,1,64,256"  's~barrier_sync\(15, .*$~~'
 bug wgmma_v_not_skipped    backend "$wgmma SKIP_MASKED=1" "--shape 1,1,1,128,300 --causal br"  's~skipped > 0; skipped--~skipped > 1; skipped--~'
-bug wgmma_refilled_early   thread  "USE_WGMMA=1 VEC_WIDTH=8 BLOCK_M=128 NUM_WARPS=8 BLOCK_N=32 STAGES=2" "--shape 1,1,1,128,256"  's~mbarrier_wait\(&empty\[ring\.stage\], ring\.parity \^ 1\);~~'
+bug wgmma_refilled_early   thread  "$plain BLOCK_M=128 NUM_WARPS=8" "--shape 1,1,1,128,256"  's~__syncthreads\(\);  // hazard: K and V read by all warps~~'
+bug plain_wrong_phase      backend "$plain" "--shape 1,1,1,64,256"  's~tile / B::stages % 2~tile % 2~'
+bug plain_clean_too_long   check   "$plain" "--shape 1,1,1,64,94 --causal br --dist stairs"  's~B::block_n > clean_keys\) mask_scores\(S, p~B::block_n > clean_keys + 1) mask_scores(S, p~'
 bug wgmma_scale_of_another check   "$wsplit" "--shape 1,1,1,64,256"  's~\[n \+ \(n >= slice\)\]\[row~[n][row~'
 bug wgmma_slice_misplaced  check   "$wsplit" "--shape 1,1,1,64,256 --causal br"  's~rounds - 1\) \* B::split_kv \+ slice~rounds - 1) * B::split_kv~'
 bug wgmma_rows_of_another  check   "$wsplit" "--shape 1,1,1,64,256"  's~v \* 8 \+ to % 2 \* 2~v * 8~'
@@ -291,7 +294,7 @@ bug zero_stride_is_one     backend "$mma"  "--shape 2,2,2,40,70 --layout zero"  
 bug dependent_never_waits  backend "$wgmma"  "--shape 1,1,1,64,150"  's~griddepcontrol_wait\(\)~(void)0~'
 bug producers_do_not_wait  check   "$wgmma"  "--shape 1,1,1,64,150"  's~griddepcontrol_wait\(\);  // from here on.*$~~'
 bug drawn_before_the_wait  check   "$wgmma USE_PERSISTENT_CTA=1"  "--shape 1,3,1,400,20"  's~griddepcontrol_wait\(\);  // from here on.*$~if (!starts_items) griddepcontrol_wait();~'
-bug plain_loads_too_early  check   "$wsplit"  "--shape 1,1,1,64,150"  's~waited_for_last_kernel = B::use_warp_specialization;~waited_for_last_kernel = true;~'
+bug plain_loads_too_early  backend  "$plain"  "--shape 1,1,1,64,150"  's~^  wait_then_let_next_kernel_start\(\);~~'
 bug swap_loads_too_early   check   "$swap"  "--shape 1,1,1,32,64"  's~waited_for_last_kernel = B::use_warp_specialization;~waited_for_last_kernel = true;~'
 bug mbarriers_not_fenced   backend "$wgmma"  "--shape 1,1,1,64,150"  's~^ *fence_mbarrier_init\(\);$~~'
 bug split_no_sync_of_rows  check   "$wsplit"  "--shape 1,1,1,64,150"  's~__syncwarp\(\);  // hazard: written by all lanes$~~'

@@ -65,11 +65,12 @@ refused "so the policy does nothing; drop SYNC_POLICY" -DUSE_MMA_SYNC=1 -DBLOCK_
 wgmma=(-DUSE_WGMMA=1 -DUSE_WARP_SPECIALIZATION=1 -DVEC_WIDTH=8)
 accepted "${wgmma[@]}" -DBLOCK_M=192 -DNUM_WARPS=12 -DBLOCK_N=96 -DSTAGES=3 -DOVERLAP=1 -DUSE_PING_PONG=1 -DUSE_LAZY_MAX=1
 accepted "${wgmma[@]}" -DBLOCK_M=128 -DNUM_WARPS=8 -DUSE_PERSISTENT_CTA=1
-accepted -DUSE_WGMMA=1 -DVEC_WIDTH=8 -DBLOCK_M=64 -DNUM_WARPS=16 -DSPLIT_KV=4 -DSTAGES=2
+accepted -DUSE_WGMMA=1 -DVEC_WIDTH=8 -DBLOCK_M=64 -DSTAGES=2
+refused "the plain wgmma kernel has none of them; add USE_WARP_SPECIALIZATION=1 or drop them" -DUSE_WGMMA=1 -DVEC_WIDTH=8 -DBLOCK_M=64 -DNUM_WARPS=16 -DSPLIT_KV=4
 refused "a warpgroup has 4 warps and 64 query rows" "${wgmma[@]}" -DBLOCK_M=64 -DNUM_WARPS=8
 refused "wgmma takes keys by 16" "${wgmma[@]}" -DBLOCK_M=64 -DBLOCK_N=40
 refused "type VEC_WIDTH=8" -DUSE_WGMMA=1 -DUSE_WARP_SPECIALIZATION=1 -DBLOCK_M=64
-refused "the wgmma kernel has them with a warpgroup that copies" -DUSE_WGMMA=1 -DVEC_WIDTH=8 -DBLOCK_M=64 -DOVERLAP=1
+refused "the plain wgmma kernel has none of them; add USE_WARP_SPECIALIZATION=1" -DUSE_WGMMA=1 -DVEC_WIDTH=8 -DBLOCK_M=64 -DOVERLAP=1
 refused "in the wgmma kernel not with SPLIT_KV" "${wgmma[@]}" -DBLOCK_M=64 -DNUM_WARPS=8 -DSPLIT_KV=2 -DUSE_PERSISTENT_CTA=1
 accepted -DUSE_WGMMA=1 -DVEC_WIDTH=8 -DUSE_TUNED=1
 accepted -DUSE_WGMMA=1 -DVEC_WIDTH=8 -DUSE_TUNED=1 -DHEAD_DIM=128 -DUSE_PING_PONG=1
