@@ -17,6 +17,7 @@
 // Suffixes  _g global memory, _s shared memory, _bytes, _us, _log2 (a logarithm to base 2).
 //
 // Sections  1 KNOBS  2 PROBLEM  3 PTX  4 BLOCKS  5 KERNELS  6 LAUNCH | 7 HARNESS (not for copying)
+//           docs/READING.md has an order in which to read them.
 //
 // A new variant is a line in configs.txt. A new knob is a row of SDPA_KNOBS, a refusal where it has no
 // effect, and one function of section 4 that it selects. A toggle selects whole functions; it never cuts
