@@ -5720,85 +5720,39 @@ Timing time_kernel(Instance& instance, const Options& o) {
 
 // ---- the row ----
 
-struct CsvRow {
-  string config = SDPA_TEXT(SDPA_CONFIG_NAME), family_name = SDPA_NAMESPACE::family_name, shape,
-         status = "ok", check, p50_us, p90_us, p99_us, min_us, graph_us, cold_us, tflops, rel_rms,
-         max_abs_err, rows_checked, B, Hq, Hkv, Sq, Sk, D, dtype, causal, seed, regs, spill_bytes,
-         smem_bytes, ctas_per_sm, barriers, device, sm, clock_mhz, cuda, driver, git_sha, knobs,
-         note, layout, dist, lse_err, barriers_executed, bank_conflicts, global_bytes, graph_lo_us,
-         graph_hi_us, max_ctas, rows_witnessed;
-};
+// The columns, in their order; new ones come last.
+// clang-format off
+#define SDPA_COLUMNS(X) \
+  X(config) X(family) X(shape) X(status) X(check) X(p50_us) X(p90_us) X(p99_us) X(min_us) \
+  X(graph_us) X(cold_us) X(tflops) X(rel_rms) X(max_abs_err) X(rows_checked) X(B) X(Hq) \
+  X(Hkv) X(Sq) X(Sk) X(D) X(dtype) X(causal) X(seed) X(regs) X(spill_bytes) X(smem_bytes) \
+  X(ctas_per_sm) X(barriers_per_tile) X(device) X(sm) X(clock_mhz) X(cuda) X(driver) \
+  X(git_sha) X(knobs) X(note) X(layout) X(dist) X(lse_err) X(barriers_executed) \
+  X(bank_conflicts_per_tile) X(global_bytes_per_tile) X(graph_lo_us) X(graph_hi_us) \
+  X(max_ctas) X(rows_witnessed)
+// clang-format on
 
-using CsvField = string CsvRow::*;
-const struct {
-  const char* name;
-  CsvField field;
-} csv_columns[] = {
-    {"config", &CsvRow::config},
-    {"family", &CsvRow::family_name},
-    {"shape", &CsvRow::shape},
-    {"status", &CsvRow::status},
-    {"check", &CsvRow::check},
-    {"p50_us", &CsvRow::p50_us},
-    {"p90_us", &CsvRow::p90_us},
-    {"p99_us", &CsvRow::p99_us},
-    {"min_us", &CsvRow::min_us},
-    {"graph_us", &CsvRow::graph_us},
-    {"cold_us", &CsvRow::cold_us},
-    {"tflops", &CsvRow::tflops},
-    {"rel_rms", &CsvRow::rel_rms},
-    {"max_abs_err", &CsvRow::max_abs_err},
-    {"rows_checked", &CsvRow::rows_checked},
-    {"B", &CsvRow::B},
-    {"Hq", &CsvRow::Hq},
-    {"Hkv", &CsvRow::Hkv},
-    {"Sq", &CsvRow::Sq},
-    {"Sk", &CsvRow::Sk},
-    {"D", &CsvRow::D},
-    {"dtype", &CsvRow::dtype},
-    {"causal", &CsvRow::causal},
-    {"seed", &CsvRow::seed},
-    {"regs", &CsvRow::regs},
-    {"spill_bytes", &CsvRow::spill_bytes},
-    {"smem_bytes", &CsvRow::smem_bytes},
-    {"ctas_per_sm", &CsvRow::ctas_per_sm},
-    {"barriers_per_tile", &CsvRow::barriers},
-    {"device", &CsvRow::device},
-    {"sm", &CsvRow::sm},
-    {"clock_mhz", &CsvRow::clock_mhz},
-    {"cuda", &CsvRow::cuda},
-    {"driver", &CsvRow::driver},
-    {"git_sha", &CsvRow::git_sha},
-    {"knobs", &CsvRow::knobs},
-    {"note", &CsvRow::note},
-    {"layout", &CsvRow::layout},
-    {"dist", &CsvRow::dist},
-    {"lse_err", &CsvRow::lse_err},
-    {"barriers_executed", &CsvRow::barriers_executed},
-    {"bank_conflicts_per_tile", &CsvRow::bank_conflicts},
-    {"global_bytes_per_tile", &CsvRow::global_bytes},
-    {"graph_lo_us", &CsvRow::graph_lo_us},
-    {"graph_hi_us", &CsvRow::graph_hi_us},
-    {"max_ctas", &CsvRow::max_ctas},
-    {"rows_witnessed", &CsvRow::rows_witnessed},
+struct CsvRow {
+#define SDPA_COLUMN(name) string name;
+  SDPA_COLUMNS(SDPA_COLUMN)
 };
 
 void print_header() {
-  const char* separator = "";
-  for (const auto& column : csv_columns) printf("%s%s", separator, column.name), separator = ",";
-  printf("\n");
+#define SDPA_COLUMN_NAME(name) "," #name
+  puts(&(SDPA_COLUMNS(SDPA_COLUMN_NAME))[1]);
 }
 
 void print_row(const CsvRow& row) {
-  const char* separator = "";
-  for (const auto& column : csv_columns) {
-    string value = row.*column.field;
+  string line;
+  const auto add = [&](string value) {
     for (char& c : value) {
       if (c == ',' || c == '\n' || c == '"') c = ';';
     }
-    printf("%s%s", separator, value.c_str()), separator = ",";
-  }
-  printf("\n");
+    line += (line.empty() ? "" : ",") + value;
+  };
+#define SDPA_COLUMN_VALUE(name) add(row.name);
+  SDPA_COLUMNS(SDPA_COLUMN_VALUE)
+  puts(line.c_str());
   fflush(stdout);  // whatever happens next, this row is out
 }
 
@@ -6032,10 +5986,19 @@ string command_of(const Problem& p) {
 }
 
 Options parse_options(const vector<string>& args) {
+  const struct {
+    const char* name;
+    bool Options::*member;
+  } flags[] = {{"--check-only", &Options::check_only},
+               {"--time-only", &Options::time_only},
+               {"--config", &Options::config},
+               {"--header", &Options::header},
+               {"--help", &Options::help},
+               {"-h", &Options::help}};
   Options o;
   vector<string> shapes;
   Problem common;
-  long long sweep = 0;
+  int sweep = 0;
   string drawn;  // an option for what a sweep draws itself
   vector<long long> numbers;
   const auto refuse = [&](const string& sentence) {
@@ -6044,24 +6007,10 @@ Options parse_options(const vector<string>& args) {
   };
   for (size_t i = 0; i < args.size(); i++) {
     const string& name = args[i];
-    if (name == "--check-only") {
-      o.check_only = true;
-      continue;
-    }
-    if (name == "--time-only") {
-      o.time_only = true;
-      continue;
-    }
-    if (name == "--config") {
-      o.config = true;
-      continue;
-    }
-    if (name == "--header") {
-      o.header = true;
-      continue;
-    }
-    if (name == "--help" || name == "-h") {
-      o.help = true;
+    const auto flag = std::find_if(std::begin(flags), std::end(flags),
+                                   [&](const auto& f) { return name == f.name; });
+    if (flag != std::end(flags)) {
+      o.*flag->member = true;
       continue;
     }
     const char* const with_value[] = {"--shape",  "--causal",   "--seeds",   "--dist",
@@ -6108,11 +6057,11 @@ Options parse_options(const vector<string>& args) {
         return refuse(name + " " + value + ": want a whole number from " +
                       (may_be_zero ? "0" : "1") + " to 1000000");
       }
-      if (name == "--sweep") sweep = numbers[0];
-      if (name == "--iters") o.iterations = int(numbers[0]);
-      if (name == "--warmup") o.warmup = int(numbers[0]);
-      if (name == "--repeats") o.repeats = int(numbers[0]);
-      if (name == "--max-ctas") common.max_ctas = int(numbers[0]);
+      (name == "--sweep"     ? sweep
+       : name == "--iters"   ? o.iterations
+       : name == "--warmup"  ? o.warmup
+       : name == "--repeats" ? o.repeats
+                             : common.max_ctas) = int(numbers[0]);
     }
   }
   if (common.max_ctas && !Build::use_persistent_cta) {
@@ -6156,6 +6105,7 @@ Options parse_options(const vector<string>& args) {
 ExitCode run_problem(const Problem& p, const vector<uint64_t>& seeds, const Options& o,
                      const Device& device) {
   CsvRow row;
+  row.config = SDPA_TEXT(SDPA_CONFIG_NAME), row.family = family_name, row.status = "ok";
   row.shape = p.shape, row.layout = p.layout, row.dist = p.dist;
   row.B = std::to_string(p.B), row.Hq = std::to_string(p.Hq), row.Hkv = std::to_string(p.Hkv);
   row.Sq = std::to_string(p.Sq), row.Sk = std::to_string(p.Sk);
@@ -6173,13 +6123,14 @@ ExitCode run_problem(const Problem& p, const vector<uint64_t>& seeds, const Opti
     row.note = format("tile BLOCK_M=%d BLOCK_N=%d STAGES=%d SPLIT_KV=%d", t.block_m, t.block_n,
                       t.stages, t.split_kv);
   }
-  row.barriers = std::to_string(barriers_per_tile<Build>());
+  row.barriers_per_tile = std::to_string(barriers_per_tile<Build>());
   row.device = device.name, row.sm = device.sm, row.driver = device.driver;
   if (has_clock) row.cuda = format("%d.%d", CUDART_VERSION / 1000, CUDART_VERSION % 1000 / 10);
   row.git_sha = sdpa_git_sha ? sdpa_git_sha() : "unknown";
   row.knobs = effective_knobs();
-  row.barriers_executed = device.tile.barriers, row.bank_conflicts = device.tile.bank_conflicts;
-  row.global_bytes = device.tile.global_bytes;
+  row.barriers_executed = device.tile.barriers,
+  row.bank_conflicts_per_tile = device.tile.bank_conflicts;
+  row.global_bytes_per_tile = device.tile.global_bytes;
   ExitCode exit = exit_pass;
   string trouble;
   Problem repeat = p;  // with the seed in hand, for the command that repeats a failure

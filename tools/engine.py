@@ -785,7 +785,8 @@ def verdict_row(bench, series, base, key, verdict):
 
 def row_columns():
     """The columns of the executables' rows."""
-    return re.findall(r'^    \{"(\w+)", &CsvRow::', Tree().read("sdpa.cu"), re.MULTILINE)
+    listed = re.search(r"#define SDPA_COLUMNS\(X\)(.*?[^\\])\n", Tree().read("sdpa.cu"), re.DOTALL)
+    return re.findall(r"X\((\w+)\)", listed[1])
 
 
 def result_row(bench, key, facts=None, series=None):
