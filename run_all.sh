@@ -3,7 +3,8 @@
 set -u
 # Before the change of folder: a relative name is the caller's.
 [ -z "${SDPA_CONFIGS-}" ] || SDPA_CONFIGS=$(realpath -m -- "$SDPA_CONFIGS")
-cd "$(dirname "${BASH_SOURCE[0]}")" || exit 2
+caller=$PWD
+cd "$(dirname "$(readlink -f "${BASH_SOURCE[0]}")")" || exit 2
 
 usage() {
   cat <<'EOF'
@@ -43,6 +44,9 @@ build=${SDPA_BUILD_DIR:-build}
 jobs=${JOBS:-$(nproc 2>/dev/null || echo 2)}
 tty_line() { if [ -t 2 ]; then printf '\r\033[K%s' "$*" >&2; else say "$*"; fi; }  # progress
 end_line() { if [ -t 2 ]; then printf '\n' >&2; fi; }
+
+# from_caller PATH: the path as it is called where the command was typed.
+from_caller() { realpath --relative-to="$caller" -- "$1"; }
 
 # need COMMAND PACKAGE: a tool, installed when that is possible without asking.
 need() {
@@ -92,8 +96,8 @@ has_gpu() { nvidia-smi -L 2>/dev/null | grep -q GPU; }
 # configure [CMAKE OPTION...]
 configure() {
   mkdir -p "$build"
-  if ! cmake -S . -B "$build" ${SDPA_ARCHS:+-DSDPA_ARCHS="$SDPA_ARCHS"} \
-      ${SDPA_CONFIGS:+-DSDPA_CONFIGS="$SDPA_CONFIGS"} "$@" \
+  # Both always, since CMake remembers what it was told last.
+  if ! cmake -S . -B "$build" -DSDPA_ARCHS="${SDPA_ARCHS-}" -DSDPA_CONFIGS="${SDPA_CONFIGS:-$PWD/configs.txt}" "$@" \
       >"$build/configure.log" 2>&1; then
     grep -A3 -E '^CMake Error|[Ee]rror:' "$build/configure.log" | head -20 >&2
     refuse "CMake could not configure; all of its words are in $build/configure.log"
@@ -271,7 +275,7 @@ main_job() {
   : >"$rows"
   : >"$build/line.csv"
   # Every row is on disk as soon as it is measured.
-  trap 'end_line; cat "$build/line.csv" >>"$rows"; say "stopped; rows: $(keep_rows "$rows")"; exit 130' INT TERM
+  trap 'end_line; cat "$build/line.csv" >>"$rows"; say "stopped; rows: $(from_caller "$(keep_rows "$rows")")"; exit 130' INT TERM
   for i in "${!names[@]}"; do
     [ -x "$build/sdpa_${names[i]}" ] && header=$("$build/sdpa_${names[i]}" --header) && break
   done
@@ -322,7 +326,7 @@ main_job() {
   [ -n "$header" ] || refuse "no line of configs.txt could be built"
   csv=$(keep_rows "$rows")
   if [ $csv_only = 1 ]; then cat "$csv"; else show_table "$csv" "$first"; fi
-  say "rows: $csv"
+  say "rows: $(from_caller "$csv")"
   exit $failed
 }
 

@@ -4425,7 +4425,9 @@ inline SdpaStatus sdpa_forward(const SdpaParams& params, cudaStream_t stream) {
 // prints one CSV row per shape. CSV alone goes to stdout, words to stderr.
 
 #include <algorithm>
+#include <cerrno>
 #include <cfloat>
+#include <csignal>
 #include <cstdlib>
 #include <fstream>
 #include <functional>
@@ -5756,6 +5758,13 @@ void print_row(const CsvRow& row) {
   fflush(stdout);  // whatever happens next, this row is out
 }
 
+// Whether all that was printed has arrived; says so if not.
+bool stdout_is_written() {
+  if (fflush(stdout) == 0 && !ferror(stdout)) return true;
+  fprintf(stderr, "sdpa: stdout cannot be written to (%s), so rows are lost\n", strerror(errno));
+  return false;
+}
+
 string effective_knobs() {
   string text;
 #define SDPA_KNOB_TEXT(name, fallback, member, values, meaning) \
@@ -5892,7 +5901,9 @@ bool parse_shape(const string& text, Problem& p, string& error) {
     }
   }
   vector<long long> n;
-  if (!parse_numbers(text, 0, 1 << 30, n) || n.size() != 5) {
+  string sizes = text;
+  std::replace(sizes.begin(), sizes.end(), 'x', ',');  // as rows have them
+  if (!parse_numbers(sizes, 0, 1 << 30, n) || n.size() != 5) {
     error = "--shape " + text +
             ": want small, mission, mission2, long or five sizes "
             "B,Hq,Hkv,Sq,Sk from 0 to 2^30, such as 1,8,2,512,512";
@@ -5996,7 +6007,7 @@ Options parse_options(const vector<string>& args) {
                {"--help", &Options::help},
                {"-h", &Options::help}};
   Options o;
-  vector<string> shapes;
+  vector<string> shapes, given;
   Problem common;
   int sweep = 0;
   string drawn;  // an option for what a sweep draws itself
@@ -6021,11 +6032,15 @@ Options parse_options(const vector<string>& args) {
     if (i + 1 == args.size()) return refuse(name + ": its value is missing");
     const string& value = args[++i];
     if (index_in(drawn_by_sweep, name) >= 0) drawn = name;
+    if (name != "--shape" && std::count(given.begin(), given.end(), name)) {
+      return refuse(name + " is given twice");
+    }
+    given.push_back(name);
     if (name == "--shape") {
       shapes.push_back(value);
     } else if (name == "--causal") {
       const int n = index_in(causal_names, value);
-      if (n < 1) return refuse("--causal " + value + ": want br (bottom-right) or tl (top-left)");
+      if (n < 0) return refuse("--causal " + value + ": want br (bottom-right), tl or off");
       common.causal = Causal(n);
     } else if (name == "--dist") {
       if (index_in(dists, value) < 0) {
@@ -6245,6 +6260,7 @@ int run(const Options& o) {
   for (const Problem& p : o.problems) {
     const vector<uint64_t> seeds = o.seeds.empty() ? vector<uint64_t>{p.seed} : o.seeds;
     counts[run_problem(p, seeds, o, device)]++;
+    if (ferror(stdout)) break;
   }
   for (ExitCode exit : {exit_wrong, exit_cuda, exit_pass, exit_skipped}) {
     if (counts[exit]) return exit;
@@ -6256,7 +6272,10 @@ int run(const Options& o) {
 }  // namespace SDPA_NAMESPACE
 
 int main(int argc, char** argv) {
-  return SDPA_NAMESPACE::run(SDPA_NAMESPACE::parse_options({argv + 1, argv + argc}));
+  using namespace SDPA_NAMESPACE;
+  signal(SIGPIPE, SIG_IGN);  // a reader that has gone is told like a full disk
+  const int exit = run(parse_options({argv + 1, argv + argc}));
+  return stdout_is_written() ? exit : exit_cuda;
 }
 
 #endif  // SDPA_NO_MAIN

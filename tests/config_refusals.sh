@@ -77,6 +77,16 @@ expect 2 "empty.txt: no configuration in it; a line is NAME KNOB=VALUE ..." env 
 expect 2 "missing.txt: there is no such file" env SDPA_CONFIGS="$dir/missing.txt" ./run_all.sh --cpu
 expect 0 "SYNC_POLICY 1" "$dir/build-cpu/sdpa_good2" --config
 for knob in "VEC_WIDTH 4" "SYNC_POLICY 2" "BLOCK_N 64"; do expect 0 "$knob" "$dir/build-cpu/sdpa_good3" --config; done
+# What SDPA_CONFIGS said last is not remembered.
+expect 2 "--only ^good1: no line of configs.txt has such a name" env -u SDPA_CONFIGS ./run_all.sh --cpu --only '^good1'
+# A link to the command, from another folder, whose rows are named from there.
+ln -s "$PWD/run_all.sh" "$dir/link"
+(cd "$dir" && expect 1 "rows: build-cpu/rows.csv" ./link --cpu --only '^good2$' --shape small; exit $failed) || failed=1
+# Options and rows that go nowhere.
+expect 2 "sdpa: --causal is given twice" "$dir/build-cpu/sdpa_good2" --causal br --causal tl
+expect 0 "1x1x1x8x8,ok,PASS" "$dir/build-cpu/sdpa_good2" --check-only --causal off --shape 1x1x1x8x8
+expect 3 "stdout cannot be written to (No space left on device), so rows are lost" \
+  bash -c "'$dir/build-cpu/sdpa_good2' --check-only --shape small >/dev/full"
 # A relative name is looked for where the command was typed.
 top=$PWD
 cd "$dir" || exit 1
