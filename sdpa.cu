@@ -6215,6 +6215,12 @@ void print_config(const Device& device) {
 #define SDPA_KNOB_LINE(name, fallback, member, values, meaning) \
   printf("  %-24s %-6s %-12s %s\n", #name, name##_text, name##_changed ? "" : "(default)", meaning);
   SDPA_KNOBS(SDPA_KNOB_LINE)
+  string changed;
+#define SDPA_KNOB_CHANGED(name, fallback, member, values, meaning) \
+  if (name##_changed) changed += string(" " #name "=") + name##_text;
+  SDPA_KNOBS(SDPA_KNOB_CHANGED)
+  printf("changed:%s\n",
+         changed.empty() ? " nothing, all knobs are at their defaults" : changed.c_str());
   const KernelFacts k = kernel_facts({});
   const Resources resources = resources_of(k, device);
   printf("threads %d, shared memory %zu bytes, %d CTA barriers per K/V tile\n", k.threads,

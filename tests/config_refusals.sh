@@ -76,6 +76,7 @@ echo "# nothing" >"$dir/empty.txt"
 expect 2 "empty.txt: no configuration in it; a line is NAME KNOB=VALUE ..." env SDPA_CONFIGS="$dir/empty.txt" ./run_all.sh --cpu
 expect 2 "missing.txt: there is no such file" env SDPA_CONFIGS="$dir/missing.txt" ./run_all.sh --cpu
 expect 0 "SYNC_POLICY 1" "$dir/build-cpu/sdpa_good2" --config
+expect 0 "changed: BLOCK_N=64 VEC_WIDTH=4 SYNC_POLICY=2" "$dir/build-cpu/sdpa_good3" --config
 for knob in "VEC_WIDTH 4" "SYNC_POLICY 2" "BLOCK_N 64"; do expect 0 "$knob" "$dir/build-cpu/sdpa_good3" --config; done
 # What SDPA_CONFIGS said last is not remembered.
 expect 2 "--only ^good1: no line of configs.txt has such a name" env -u SDPA_CONFIGS ./run_all.sh --cpu --only '^good1'

@@ -36,6 +36,10 @@ int main() {
   p.Q = Q_g, p.K = K_g, p.V = V_g;
   p.B = B, p.Hq = p.Hkv = H, p.Sq = p.Sk = S, p.D = D;
   p.q = p.k = p.v = p.o = {int64_t(H) * S * D, int64_t(S) * D, D};  // [B,H,S,D]
+  if (const size_t bytes = sdpa_workspace_bytes(p)) {  // of a persistent build, for one
+    cudaMalloc(&p.workspace, bytes);
+    cudaMemset(p.workspace, 0, bytes);
+  }
 
   const SdpaStatus status = sdpa_forward(p, /*stream=*/0);
   if (!status.ok()) {
