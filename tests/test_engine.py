@@ -99,12 +99,12 @@ def graphs(a_us, b_us):
             for key, us in (("A", a_us), ("B", b_us))}
 
 
-def verdicts(count, ratio, us=20.0, **gpu):
+def verdicts(count, ratio, us=20.0, budget_s=None, **gpu):
     """How often each verdict comes, of so many comparisons on as many GPUs."""
     found = {}
     for seed in range(count):
         fake = FakeGpu(seed, **gpu)
-        _, decided = engine.compare(fake, graphs(us, us * ratio), seed=seed)
+        _, decided = engine.compare(fake, graphs(us, us * ratio), budget_s=budget_s, seed=seed)
         verdict = decided["B"]
         found[verdict.verdict] = found.get(verdict.verdict, 0) + 1
         assert fake.now < 20, "too slow"
@@ -140,7 +140,7 @@ def test_one_percent_less_is_faster():
 
 @pytest.mark.parametrize("hog_at", [0.0, 0.4, 0.6])
 def test_a_neighbour_gives_no_wrong_verdict(hog_at):
-    same, more = verdicts(20, 1.0, hog_at=hog_at, noise=0.003), verdicts(20, 1.01, hog_at=hog_at, noise=0.003)
+    same, more = (verdicts(30, ratio, hog_at=hog_at, noise=0.003, budget_s=3) for ratio in (1.0, 1.01))
     assert set(same) <= {"SAME", "UNCLEAR"} and set(more) <= {"SLOWER", "UNCLEAR"}, (same, more)
 
 

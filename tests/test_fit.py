@@ -65,8 +65,9 @@ def test_a_tile_is_a_line(model):
         assert tree.refusal(line.words) == "" and line.D == tile.head_dim
 
 
-def test_costs_are_found_that_choose_well(model, tmp_path):
+def test_costs_are_found_that_choose_well(model, tmp_path, monkeypatch):
     """The GPU has other costs than the table: it chooses badly, and what is fitted to noisy times does not."""
+    monkeypatch.setattr(fit, "ROUNDS", 60)
     table = [tile for tile in model.tiles if tile.head_dim == 64]
     truth = at_other_costs(table)
     times = fit.by_problem(fit.read_rows(write_rows(tmp_path / "rows.csv", model, truth, noise=0.01)))

@@ -409,7 +409,7 @@ static void test_command_line() {
       {{"--shape", "1,8,0,64,64"}, "--shape 1,8,0,64,64: Hq must be a multiple of Hkv"},
       {{"--shape", "-1,8,8,64,64"}, "--shape -1,8,8,64,64: want small"},
       {{"--shape", "1,8,8,64,9999999999"}, "--shape 1,8,8,64,9999999999: want small"},
-      {{"--causal", "yes"}, "--causal yes: want br (bottom-right) or tl (top-left)"},
+      {{"--causal", "yes"}, "--causal yes: want br (bottom-right), tl or off"},
       {{"--seeds", "1,,2"}, "--seeds 1,,2: want whole numbers separated by commas, such as 0,1"},
       {{"--seeds", ""}, "--seeds : want whole numbers"},
       {{"--dist", "gauss"},
