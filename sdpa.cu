@@ -250,8 +250,7 @@ template <class B> constexpr bool check() {
                   (B::overlap || B::use_persistent_cta || B::use_ping_pong || B::use_lazy_max ||
                    (B::split_kv > 1 && !B::swap_ab)),
               "OVERLAP, USE_PERSISTENT_CTA, USE_PING_PONG, USE_LAZY_MAX and SPLIT_KV: the plain "
-              "wgmma kernel has none "
-              "of them; add USE_WARP_SPECIALIZATION=1 or drop them");
+              "wgmma kernel has none of them; add USE_WARP_SPECIALIZATION=1 or drop them");
   SDPA_REFUSE(wgmma && B::use_persistent_cta && B::split_kv > 1,
               "USE_PERSISTENT_CTA=1: in the wgmma kernel not with SPLIT_KV; drop one of them");
   SDPA_REFUSE(wgmma && B::skip_masked && (!B::use_warp_specialization || B::use_ping_pong),
@@ -307,7 +306,8 @@ template <class B> constexpr bool check() {
   SDPA_REFUSE(
       mma && B::block_n % 16 != 0,
       "BLOCK_N: mma.sync takes keys by 16, so it must be a multiple of 16; type BLOCK_N=64");
-  SDPA_REFUSE(!wgmma && !B::use_cp_async && !B::use_warp_specialization && B::stages > 1,
+  SDPA_REFUSE(B::family != Family::wgmma && !B::use_cp_async && !B::use_warp_specialization &&
+                  B::stages > 1,
               "STAGES: plain copies finish before the next one starts, so STAGES does nothing "
               "without cp.async or producer warps; add USE_CP_ASYNC=1 or drop STAGES");
   SDPA_REFUSE(B::vec_width == 1 && B::use_cp_async,
@@ -324,7 +324,7 @@ static_assert(check<Build>(), "");
 // in order; not measured one by one.
 enum Schedule {
   producer_warpgroup = 1,            // USE_WARP_SPECIALIZATION
-  overlap = 2 | producer_warpgroup,  // which needs them
+  overlap = 2 | producer_warpgroup,  // which it needs
   persistent = 4,
   ping_pong = 8,
   skip_masked = 16,
@@ -426,7 +426,7 @@ struct SdpaParams {
   const Element* K;        // [B,Hkv,Sk,D]
   const Element* V;        // [B,Hkv,Sk,D]
   Element* O;              // [B,Hq,Sq,D], written whole; no element of it may alias an input
-  float* LSE = nullptr;    // [B,Hq,Sq] contiguous, natural logarithm; null: not wanted
+  float* LSE = nullptr;    // [B,Hq,Sq] contiguous, aligned to 4 bytes, natural logarithm, or null
   int B, Hq, Hkv, Sq, Sk;  // Hq a multiple of Hkv; query head h reads key head h / (Hq / Hkv)
   int D;                   // must equal HEAD_DIM
   Strides q, k, v, o;      // any, also 0 or negative for the inputs, in multiples of VEC_WIDTH;
@@ -2584,6 +2584,34 @@ template <class B> struct WgmmaPart {
   static constexpr int rows = B::block_n * all_panels / panels / B::cluster_size;
 };
 
+// S = Q @ K.T of a warpgroup, begun; Q [64][D] and K [BLOCK_N][D] are those of the descriptors.   [64][BLOCK_N]
+template <class B>
+__device__ __forceinline__ void wgmma_qk(WgmmaAccumulator<B::block_n>& S, uint64_t Q, uint64_t K) {
+  forget(S.x.d);
+  wgmma_fence();
+#pragma unroll
+  for (int step = 0; step < B::head_dim / 16; step++) {
+    const int panel = step / 4, bytes = step % 4 * 32;
+    wgmma_ss<Element, B::block_n, 0>(S.x.d, descriptor_at(Q, panel * 64 * 128 + bytes),
+                                     descriptor_at(K, panel * B::block_n * 128 + bytes), step > 0);
+  }
+  wgmma_commit_group();
+}
+// O = P @ V (+ O if accumulate), begun; V [BLOCK_N][D] is that of the descriptor.   [64][D]
+template <class B>
+__device__ __forceinline__ void wgmma_pv(WgmmaAccumulator<B::head_dim>& O,
+                                         const uint32_t (&P)[B::block_n / 16][4], uint64_t V,
+                                         bool accumulate) {
+  hold(O.x.d);
+  wgmma_fence();
+#pragma unroll
+  for (int step = 0; step < B::block_n / 16; step++) {
+    wgmma_rs<Element, B::head_dim, 1>(O.x.d, P[step], descriptor_at(V, step * 16 * 128),
+                                      step > 0 || accumulate);
+  }
+  wgmma_commit_group();
+}
+
 // Waits for the kernel before this one, then lets the CTAs of the next one come as these end. To let them
 // come at once is no faster, and up to 5% slower where problems are small.
 __device__ __forceinline__ void wait_then_let_next_kernel_start() {
@@ -2784,16 +2812,7 @@ __global__ void __launch_bounds__(B::threads, 1)
 
     // S = Q @ K.T   [64][BLOCK_N]
     const uint64_t K = wgmma_descriptor(uniform(shared_address(s.K[stage])), 16, 1024);
-    forget(S.x.d);
-    wgmma_fence();
-#pragma unroll
-    for (int step = 0; step < B::head_dim / 16; step++) {
-      const int panel = step / 4, bytes = step % 4 * 32;
-      wgmma_ss<Element, B::block_n, 0>(S.x.d, descriptor_at(Q, panel * 64 * 128 + bytes),
-                                       descriptor_at(K, panel * B::block_n * 128 + bytes),
-                                       step > 0);
-    }
-    wgmma_commit_group();
+    wgmma_qk<B>(S, Q, K);
     wgmma_wait_group<0>(), hold(S.x.d);
 
     // P, and O brought to its maximum
@@ -2809,13 +2828,7 @@ __global__ void __launch_bounds__(B::threads, 1)
     // O = O + P @ V   [64][D]
     const uint64_t V =
         wgmma_descriptor(uniform(shared_address(s.V[stage])), B::block_n * 128, 1024);
-    hold(O.x.d);
-    wgmma_fence();
-#pragma unroll
-    for (int step = 0; step < STEPS; step++) {
-      wgmma_rs<Element, B::head_dim, 1>(O.x.d, P[step], descriptor_at(V, step * 16 * 128), true);
-    }
-    wgmma_commit_group();
+    wgmma_pv<B>(O, P, V, true);
     wgmma_wait_group<0>(), hold(O.x.d);
 
     __syncthreads();  // hazard: K and V read by all warps
@@ -3155,16 +3168,7 @@ template <class B> struct WgmmaRows {
     if (!k_is_there) mbarrier_wait(&s.slice[slice].k_full[at.stage], at.parity);
     const uint64_t Q_now = descriptor_at(Q, q_ring.stage * int(sizeof s.Q[0]));
     const uint64_t K_now = descriptor_at(K, at.stage * int(sizeof s.slice[0].K[0]));
-    forget(S.x.d);
-    wgmma_fence();
-#pragma unroll
-    for (int step = 0; step < B::head_dim / 16; step++) {
-      const int panel = step / 4, bytes = step % 4 * 32;
-      wgmma_ss<Element, B::block_n, 0>(S.x.d, descriptor_at(Q_now, panel * 64 * 128 + bytes),
-                                       descriptor_at(K_now, panel * B::block_n * 128 + bytes),
-                                       step > 0);
-    }
-    wgmma_commit_group();
+    wgmma_qk<B>(S, Q_now, K_now);
   }
   // The first scores of an item, or without OVERLAP those of any round.
   __device__ __forceinline__ void multiply_qk(Scores& S) {
@@ -3175,14 +3179,7 @@ template <class B> struct WgmmaRows {
     v_stage = ring.stage;
     if (!v_is_there) mbarrier_wait(&s.slice[slice].v_full[v_stage], ring.parity);
     const uint64_t V_now = descriptor_at(V, v_stage * int(sizeof s.slice[0].V[0]));
-    hold(O.x.d);
-    wgmma_fence();
-#pragma unroll
-    for (int step = 0; step < STEPS; step++) {
-      wgmma_rs<Element, B::head_dim, 1>(O.x.d, P[step], descriptor_at(V_now, step * 16 * 128),
-                                        step > 0 || !first);
-    }
-    wgmma_commit_group();
+    wgmma_pv<B>(O, P, V_now, !first);
   }
 
   // All of them. Held before the fence: else nvcc rounds some after it, ptxas splits P @ V into two groups
@@ -6012,6 +6009,15 @@ Options parse_options(const vector<string>& args) {
   int sweep = 0;
   string drawn;  // an option for what a sweep draws itself
   vector<long long> numbers;
+  const struct {
+    const char* name;
+    int least;
+    int& value;
+  } counts[] = {{"--sweep", 1, sweep},
+                {"--iters", 1, o.iterations},
+                {"--warmup", 0, o.warmup},
+                {"--repeats", 1, o.repeats},
+                {"--max-ctas", 0, common.max_ctas}};
   const auto refuse = [&](const string& sentence) {
     o.error = sentence;
     return o;
@@ -6067,16 +6073,13 @@ Options parse_options(const vector<string>& args) {
       }
       o.seeds.assign(numbers.begin(), numbers.end());
     } else {
-      const bool may_be_zero = name == "--warmup" || name == "--max-ctas";
-      if (!parse_numbers(value, may_be_zero ? 0 : 1, 1000000, numbers) || numbers.size() != 1) {
-        return refuse(name + " " + value + ": want a whole number from " +
-                      (may_be_zero ? "0" : "1") + " to 1000000");
+      const auto count = std::find_if(std::begin(counts), std::end(counts),
+                                      [&](const auto& c) { return name == c.name; });
+      if (!parse_numbers(value, count->least, 1000000, numbers) || numbers.size() != 1) {
+        return refuse(name + " " + value +
+                      format(": want a whole number from %d to 1000000", count->least));
       }
-      (name == "--sweep"     ? sweep
-       : name == "--iters"   ? o.iterations
-       : name == "--warmup"  ? o.warmup
-       : name == "--repeats" ? o.repeats
-                             : common.max_ctas) = int(numbers[0]);
+      count->value = int(numbers[0]);
     }
   }
   if (common.max_ctas && !Build::use_persistent_cta) {

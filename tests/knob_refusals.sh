@@ -93,6 +93,7 @@ refused "for a round or two of few rows" "${swap[@]}" -DBLOCK_M=32 -DUSE_WARP_SP
 refused "only the wgmma kernel has them; add USE_WGMMA=1 or drop them" -DSWAP_AB=1
 refused "have no effect on it; drop them" "${wgmma[@]}" -DBLOCK_M=64 -DSWIZZLE_XOR=1
 refused "only the wgmma kernel has them; add USE_WGMMA=1 or drop them" -DOVERLAP=1
+accepted -DUSE_WGMMA=1 -DVEC_WIDTH=8 -DUSE_TUNED=1 -DSTAGES=4
 # Rows of TUNED_TILES are judged like typed knobs.
 sed -i 's/^constexpr TunedTile TUNED_TILES\[\] = {$/&\n    {64, 192, 64, 8, 2, 1, producer_warpgroup, 1, 1, 1},/' "$section"
 refused "a warpgroup has 4 warps and 64 query rows, so BLOCK_M must be" -DUSE_WGMMA=1 -DVEC_WIDTH=8 -DUSE_TUNED=1

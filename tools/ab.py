@@ -17,7 +17,6 @@ the check on the CPU backend and what the compiler says, without times.
 Samples and verdicts are added to results/ab/DATE-DEVICE-samples.csv and results/ab/DATE-DEVICE-ab.csv.
 exit: 0 whatever the verdict, 1 a side fails its check, 2 bad usage, 3 a side could not be run, 130 Ctrl-C
 """
-import argparse
 import datetime
 import os
 import string
@@ -35,13 +34,13 @@ def say(sentence):
 
 def parse(argv, default_shapes):
     """The contenders, [(problem of A, problem of the others)], and the seconds of a budget or None."""
-    parser = argparse.ArgumentParser(add_help=False, allow_abbrev=False, exit_on_error=False)
+    parser = engine.new_parser()
     parser.add_argument("words", nargs="*")
     parser.add_argument("--shape", action="append")
     parser.add_argument("--b-shape", action="append")
     parser.add_argument("--causal", default="off", choices=engine.CAUSAL)
     parser.add_argument("--budget")
-    options = engine.parse_options(parser, argv)
+    options = engine.parse_options(parser, argv, __doc__)
     budget = options.budget and number("--budget", options.budget)
     contenders = builds.parse_contenders(options.words)
     if len(contenders) == 1 and getattr(contenders[0], "changes", ()):
@@ -231,9 +230,9 @@ def check_on_cpu(key, line, executable, problem):
 
 
 def main():
-    if not sys.argv[1:] or {"-h", "--help"} & set(sys.argv[1:]):
-        print(__doc__.strip(), file=sys.stdout if sys.argv[1:] else sys.stderr)
-        return 0 if sys.argv[1:] else 2
+    if not sys.argv[1:]:
+        print(__doc__.strip(), file=sys.stderr)
+        return 2
     contenders, problems, budget = parse(sys.argv[1:], ["mission", "long"])
     gpu = engine.find_gpu()
     if gpu:

@@ -6,7 +6,7 @@ Are the verdicts of ab to be trusted? Comparisons whose answer is known, on this
   0.5%       20 in which B has 0.5% more keys; at least 12 must be SLOWER, none FASTER
   neighbour  20 of the first two kinds while, from somewhere in the middle on, another process copies memory;
              none may be wrong: UNCLEAR is right
-Each is a row of results/ab/DATE-DEVICE.csv as soon as it is decided. Takes five minutes after building.
+Each is a row of results/ab/DATE-DEVICE.csv as soon as it is decided. Takes minutes.
 exit: 0 all of that holds, 1 it does not, 2 bad usage
 """
 import argparse

@@ -8,7 +8,6 @@ prints what each knob is worth. The rows go to results/ablation/DATE-DEVICE-NAME
   --svg        draw results/ablation-NAME.svg as well
 exit: 0 all builds pass their checks, 1 one does not, 2 bad usage, 3 one could not be run
 """
-import argparse
 import itertools
 import os
 import re
@@ -80,16 +79,12 @@ def run_problem(gpu, kernels, problem, facts, table):
 
 
 def main():
-    parser = argparse.ArgumentParser(add_help=False, allow_abbrev=False, exit_on_error=False)
+    parser = engine.new_parser()
     parser.add_argument("names", nargs="*")
     parser.add_argument("--shape", action="append")
     parser.add_argument("--causal", default="off", choices=engine.CAUSAL)
     parser.add_argument("--svg", action="store_true")
-    parser.add_argument("-h", "--help", action="store_true")
-    options = engine.parse_options(parser, sys.argv[1:])
-    if options.help:
-        print(__doc__.strip())
-        return 0
+    options = engine.parse_options(parser, sys.argv[1:], __doc__)
     found = builds.parse_contenders(options.names)
     if len(found) != 1 or isinstance(found[0], builds.Torch):
         raise Refused("one line at a time" if found else "which line?")

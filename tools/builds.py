@@ -341,11 +341,6 @@ def host_library():
     return path
 
 
-def natural(name):
-    """A file's name with its number as a number, so that -10 stands behind -2."""
-    return [int(part) if part.isdigit() else part for part in re.split("([0-9]+)", name.rsplit(".", 1)[0])]
-
-
 def replace_file(path, text):
     """Writes a file that is there whole or not at all."""
     new = own_name(path)

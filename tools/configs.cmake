@@ -4,13 +4,15 @@
 # what is wrong with the others. SOURCE (default: sdpa.cu) has the list of knobs.
 #
 # read_configs(FILE SOURCE) sets config_names, for each NAME config_base_NAME, config_expect_NAME, config_arch_NAME,
-# config_knobs_NAME and config_gates_NAME, and config_bad_lines: LINE<tab>NAME<tab>SENTENCE each.
+# config_knobs_NAME and config_gates_NAME, config_bad_lines: LINE<tab>NAME<tab>SENTENCE
+# each, and config_bad_sentences.
 # `NAME : BASE KNOB=VALUE...` has the knobs and the architecture of an earlier line, with these changed.
 
 cmake_policy(VERSION 3.20)
 
 macro(bad_line sentence)
   string(APPEND config_bad_lines "${line_number}\t${name}\t${file_name}:${line_number}: ${sentence}\n")
+  string(APPEND config_bad_sentences "${file_name}:${line_number}: ${sentence}\n")
   set(good FALSE)
 endmacro()
 
@@ -27,6 +29,7 @@ function(read_configs file source)
 
   set(config_names "")
   set(config_bad_lines "")
+  set(config_bad_sentences "")
   file(READ "${file}" text)
   # CMake's lists give these characters a meaning; none is legal in a line, so any stand-in will do.
   string(REGEX REPLACE "#[^\n]*" "" text "${text}")
@@ -113,6 +116,7 @@ function(read_configs file source)
   endforeach()
   set(config_names "${config_names}" PARENT_SCOPE)
   set(config_bad_lines "${config_bad_lines}" PARENT_SCOPE)
+  set(config_bad_sentences "${config_bad_sentences}" PARENT_SCOPE)
 endfunction()
 
 if(CMAKE_SCRIPT_MODE_FILE STREQUAL CMAKE_CURRENT_LIST_FILE)
@@ -127,8 +131,7 @@ if(CMAKE_SCRIPT_MODE_FILE STREQUAL CMAKE_CURRENT_LIST_FILE)
     string(APPEND text "${name}\t${config_base_${name}}\t${config_expect_${name}}\t${config_arch_${name}}\t${knobs}\t${gates}\n")
   endforeach()
   execute_process(COMMAND ${CMAKE_COMMAND} -E echo_append "${text}")
-  string(REGEX REPLACE "[^\n]*\t([^\t\n]*\n)" "\\1" sentences "${config_bad_lines}")
-  if(sentences)
-    message("${sentences}")
+  if(config_bad_sentences)
+    message("${config_bad_sentences}")
   endif()
 endif()

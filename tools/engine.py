@@ -840,14 +840,24 @@ class Samples(Table):
         return record
 
 
-def parse_options(parser, argv):
-    """What argparse finds; words that it does not know are refused in a sentence."""
+def new_parser():
+    """For parse_options()."""
+    parser = argparse.ArgumentParser(add_help=False, allow_abbrev=False, exit_on_error=False)
+    parser.add_argument("-h", "--help", action="store_true")
+    return parser
+
+
+def parse_options(parser, argv, usage=""):
+    """What argparse finds; words that it does not know are refused in a sentence, --help prints the usage."""
     try:
         options, rest = parser.parse_known_intermixed_args([word for word in argv if word != "--"])
     except argparse.ArgumentError as error:
         raise Refused(str(error).replace("argument ", "").replace("expected one argument", "its value is missing"))
     if rest:
         raise Refused(f"{rest[0]}: no such option")
+    if options.help:
+        print(usage.strip())
+        sys.exit(0)
     return options
 
 

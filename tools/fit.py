@@ -11,18 +11,19 @@ other than the one of sdpa.cu's table gets its own table so. The times go to res
 exit: 0, 1 with --check: the table chooses badly (above 5% lost on a problem, or 1% on average) or a tile was never
 timed, 2 bad usage, 3 a tile could not be run
 """
-import argparse
 import csv
 import ctypes
 import math
 import os
 import subprocess
 import sys
+from pathlib import Path
 
 import numpy as np
 
 import builds
 import engine
+import report_rows
 from builds import Refused
 
 SHAPES = """1,8,8,128,128 1,8,8,256,256 mission mission2 1,8,8,512,8192 1,8,8,768,768 1,8,8,1024,1024 1,16,16,1000,1777
@@ -133,11 +134,11 @@ def read_rows(path):
 
 
 def newest():
-    folder = os.path.join(builds.ROOT, "results", "fit")
-    files = sorted(os.listdir(folder), key=builds.natural) if os.path.isdir(folder) else []
-    if not files:
+    files = Path(builds.ROOT, "results", "fit").glob("*.csv")
+    path = max(files, key=report_rows.by_name, default=None)
+    if not path:
         raise Refused("results/fit has no rows; measure them with: ./run_all.sh fit")
-    return os.path.join(folder, files[-1])
+    return path
 
 
 def by_problem(rows):
@@ -251,16 +252,12 @@ def check(model, path):
 
 
 def main():
-    parser = argparse.ArgumentParser(add_help=False, allow_abbrev=False, exit_on_error=False)
+    parser = engine.new_parser()
     parser.add_argument("csv", nargs="*")
     parser.add_argument("--head-dim", action="append")
     parser.add_argument("--from", dest="rows")
     parser.add_argument("--check", action="store_true")
-    parser.add_argument("-h", "--help", action="store_true")
-    options = engine.parse_options(parser, sys.argv[1:])
-    if options.help:
-        print(__doc__.strip())
-        return 0
+    options = engine.parse_options(parser, sys.argv[1:], __doc__)
     if options.csv and not options.check:
         raise Refused(f"{options.csv[0]}: only --check takes files by themselves; fit to one with --from")
     dims = [int(D) if D in ("64", "128", "256") else 0 for D in options.head_dim or []]

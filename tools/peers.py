@@ -16,7 +16,6 @@ share of a replayed CUDA graph, the median of turns that all contenders take, ea
 A line's note has its largest difference to each peer, and for fp16 on mission what allclose(atol=1e-3) says.
 exit: 0, 1 a line is wrong, 2 bad usage
 """
-import argparse
 import csv
 import sys
 
@@ -65,16 +64,12 @@ def run_problem(gpu, kernels, problem, facts, rested):
 
 
 def main():
-    parser = argparse.ArgumentParser(add_help=False, allow_abbrev=False, exit_on_error=False)
+    parser = engine.new_parser()
     parser.add_argument("contenders", nargs="*")
     parser.add_argument("--shape", action="append", default=[])
     parser.add_argument("--suite", action="store_true")
     parser.add_argument("--rested", action="store_true")
-    parser.add_argument("-h", "--help", action="store_true")
-    options = engine.parse_options(parser, sys.argv[1:])
-    if options.help:
-        print(__doc__.strip())
-        return 0
+    options = engine.parse_options(parser, sys.argv[1:], __doc__)
     contenders = builds.parse_contenders(options.contenders)
     lines = [one for one in contenders if isinstance(one, builds.Line)]
     if not lines:
