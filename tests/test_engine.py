@@ -24,17 +24,21 @@ import steps  # noqa: E402
 class FakeGpu:
     """Memory in NumPy arrays, and a clock of its own: replays take what their graph says, with the noise of a
     GPU. Each of slow drift, hiccups, a power limit (whose clock keeps for a while what the contender before
-    left, and may dip each second for a fifth of one), throttling and a neighbour that takes the memory away in slices can be turned on."""
+    left, and may dip each second for a fifth of one), throttling and a neighbour that takes the memory away, in slices
+    or in gusts, can be turned on."""
     name, arch, cuda = "Fake", "90a", "13.0"
+
+    gust = False
 
     class nvml:
         driver = "1"
 
     def __init__(self, seed=0, noise=0.001, drift=0.0, hiccups=0.0, power=None, dips=False, hog_at=math.inf,
-                 hot_at=math.inf):
+                 hot_at=math.inf, gusts=0.0):
         self.rng = np.random.default_rng(seed)
         self.noise, self.drift, self.hiccups, self.power = noise, drift, hiccups, power or {}
         self.dip_at = self.rng.random() if dips else math.inf
+        self.gusts, self.turn_at = gusts, self.rng.exponential(gusts)
         self.hog_at, self.hot_at, self.now, self.clock, self.memory = hog_at, hot_at, 0.0, 1.0, {}
 
     def seconds(self):
@@ -49,6 +53,9 @@ class FakeGpu:
             times *= 1.2
         if self.now > self.hog_at:  # slices of time, of which a replay gets some
             times *= 1.2 + self.rng.exponential(0.5, count) + 0.5 * self.rng.random()
+        while self.gusts and self.turn_at < self.now:
+            self.turn_at, self.gust = self.turn_at + self.rng.exponential(self.gusts), not self.gust
+        times *= 1.5 if self.gust else 1
         if self.power:
             for i, t in enumerate(times):
                 goal = self.power[key] * (1 + 0.002 * self.rng.standard_normal())
@@ -142,6 +149,11 @@ def test_one_percent_less_is_faster():
 def test_a_neighbour_gives_no_wrong_verdict(hog_at):
     same, more = (verdicts(30, ratio, hog_at=hog_at, noise=0.003, budget_s=3) for ratio in (1.0, 1.01))
     assert set(same) <= {"SAME", "UNCLEAR"} and set(more) <= {"SLOWER", "UNCLEAR"}, (same, more)
+
+
+def test_a_neighbour_in_gusts_gives_no_verdict():
+    found = verdicts(30, 1.01, us=60.0, gusts=0.005, budget_s=3)
+    assert set(found) == {"UNCLEAR"}, found
 
 
 def test_power_that_a_contender_draws_counts():

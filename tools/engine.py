@@ -676,6 +676,7 @@ MOVED_FROM = 0.003
 RESOLUTION_US = 0.03  # by as much a copy of a library differs from it, since its code lies elsewhere
 LOOKS = (8, 12, 20, 32, 50, 80, 125, 200, 300)  # after so many blocks it is asked whether more are needed
 ERROR = 0.01  # of all looks together
+UNEVEN = 0.15  # pairs that differ by more from each other are not of one GPU with nothing else to do
 
 
 @dataclass
@@ -685,7 +686,8 @@ class Verdict:
     Tukey and McLaughlin (1963) for the trimmed mean, with a fifth of the pairs cut off at each end, so that
     a hiccup moves nothing.
     SLOWER or FASTER: all of it lies beyond 0.3%, or 30 ns if that is more. SAME: else, all of it lies within 0.5% or
-    30 ns. UNCLEAR: else."""
+    30 ns. UNCLEAR: else, and if the tenth and the ninetieth percentile of the pairs are more than 15% apart: then
+    something else comes and goes on this GPU, and which turns it meets is chance."""
     verdict: str = "UNCLEAR"
     ratio: float = math.nan
     low: float = math.nan
@@ -701,7 +703,9 @@ def judge(ratios, thrown_out=0, us=math.inf):
         return Verdict(pairs=len(ratios), thrown_out=thrown_out)
     low, high = stats.mstats.trimmed_mean_ci(ratios, limits=(0.2, 0.2), alpha=ERROR / len(LOOKS))
     moved, same = (max(limit, RESOLUTION_US / us) for limit in (MOVED_FROM, SAME_WITHIN))
-    if low > moved:
+    if np.ptp(np.quantile(ratios, (0.1, 0.9))) > UNEVEN:
+        verdict = "UNCLEAR"
+    elif low > moved:
         verdict = "SLOWER"
     elif high < -moved:
         verdict = "FASTER"
