@@ -73,11 +73,8 @@ namespace {  // two builds in one program must not share their constants and ker
   X(SWIZZLE_XOR, 0, swizzle_xor, "0 1", "against bank conflicts: XOR-swizzled rows (wmma: padded rows)") \
   X(USE_PERSISTENT_CTA, 0, use_persistent_cta, "0 1", "resident CTAs draw tiles from an atomic queue; workspace") \
   X(USE_FAST_EXP, 0, use_fast_exp, "0 1", "2^x by a cubic on the FMA pipes (1e-4) instead of ex2.approx") \
-  X(FAST_EXP_SHARE, 1, fast_exp_share, "1 2 4 8 16", "USE_FAST_EXP: one of so many exponentials, the others as ever") \
   X(USE_LAZY_MAX, 0, use_lazy_max, "0 1", "keep an old row maximum while it is near enough: no rescale of O") \
   X(SPLIT_KV, 1, split_kv, "1 2 4", "groups of warps that split the keys and merge: for few, long rows") \
-  X(MULTICAST, 0, multicast, "0 1", "wgmma: two CTAs with neighbouring rows each load half of K and V for both") \
-  X(CTAS_PER_SM, 1, ctas_per_sm, "1..8", "caps the registers so that this many CTAs fit; too many spills") \
   X(USE_WMMA, 0, use_wmma, "0 1", "nvcuda::wmma for Q @ K.T") \
   X(USE_WMMA_PV, 0, use_wmma_pv, "0 1", "nvcuda::wmma for P @ V") \
   X(USE_MMA_SYNC, 0, use_mma_sync, "0 1", "mma.sync and ldmatrix") \
@@ -171,9 +168,7 @@ template <class Knobs> struct Derived : Knobs {
   static constexpr int group_warps =
       Knobs::num_warps / Knobs::split_kv;  // that share a slice of the keys
   static constexpr int group_threads = group_warps * 32;
-  static constexpr int warpgroups = Knobs::num_warps / 4;        // that compute
-  static constexpr int cluster_size = Knobs::multicast ? 2 : 1;  // CTAs that share a work item
-  static constexpr int item_rows = Knobs::block_m * cluster_size;
+  static constexpr int warpgroups = Knobs::num_warps / 4;  // that compute
 };
 
 // The template argument of every kernel and block.
@@ -195,23 +190,21 @@ constexpr const char* family_name = is_wgmma    ? "wgmma"
 SDPA_REFUSE(USE_WMMA_changed + USE_MMA_SYNC_changed + USE_WGMMA_changed + USE_CUBLAS_changed > 1,
             "USE_WMMA=1, USE_MMA_SYNC=1, USE_WGMMA=1 and USE_CUBLAS=1: a build has one kernel; "
             "keep one of them");
-SDPA_REFUSE(is_cublas && (BLOCK_M_changed || BLOCK_N_changed || VEC_WIDTH_changed ||
-                          SYNC_POLICY_changed || USE_CP_ASYNC_changed || SWIZZLE_XOR_changed ||
-                          USE_PERSISTENT_CTA_changed || CTAS_PER_SM_changed),
+SDPA_REFUSE(is_cublas &&
+                (BLOCK_M_changed || BLOCK_N_changed || VEC_WIDTH_changed || SYNC_POLICY_changed ||
+                 USE_CP_ASYNC_changed || SWIZZLE_XOR_changed || USE_PERSISTENT_CTA_changed),
             "USE_CUBLAS=1: of the knobs for tiles and copies none has an effect on cuBLAS; keep "
             "HEAD_DIM, DTYPE, NUM_WARPS and USE_FAST_EXP");
 SDPA_REFUSE(USE_WMMA_PV_changed && !is_wmma,
             "USE_WMMA_PV=1: P @ V goes to wmma only where Q @ K.T does; add USE_WMMA=1 or drop it");
 SDPA_REFUSE(is_wgmma && (SYNC_POLICY_changed || USE_CP_ASYNC_changed || SWIZZLE_XOR_changed ||
-                         NUM_PRODUCER_WARPS_changed || CTAS_PER_SM_changed),
-            "USE_WGMMA=1: SYNC_POLICY, USE_CP_ASYNC, SWIZZLE_XOR, NUM_PRODUCER_WARPS and "
-            "CTAS_PER_SM have no effect on it; drop them");
-SDPA_REFUSE(FAST_EXP_SHARE_changed && !Build::use_fast_exp,
-            "FAST_EXP_SHARE: it is a share of what USE_FAST_EXP=1 does; add that or drop it");
+                         NUM_PRODUCER_WARPS_changed),
+            "USE_WGMMA=1: SYNC_POLICY, USE_CP_ASYNC, SWIZZLE_XOR and NUM_PRODUCER_WARPS have no "
+            "effect on it; drop them");
 SDPA_REFUSE(!is_wgmma && (USE_PING_PONG_changed || OVERLAP_changed || SKIP_MASKED_changed ||
-                          SWAP_AB_changed || MULTICAST_changed || USE_TUNED_changed),
-            "USE_PING_PONG, OVERLAP, SKIP_MASKED, SWAP_AB, MULTICAST and USE_TUNED: only the "
-            "wgmma kernel has them; add USE_WGMMA=1 or drop them");
+                          SWAP_AB_changed || USE_TUNED_changed),
+            "USE_PING_PONG, OVERLAP, SKIP_MASKED, SWAP_AB and USE_TUNED: only the wgmma kernel has "
+            "them; add USE_WGMMA=1 or drop them");
 SDPA_REFUSE(Build::use_tuned &&
                 (USE_WARP_SPECIALIZATION_changed || OVERLAP_changed || USE_LAZY_MAX_changed),
             "USE_TUNED=1: USE_WARP_SPECIALIZATION, OVERLAP and USE_LAZY_MAX go with the tile; "
@@ -258,13 +251,9 @@ template <class B> constexpr bool check() {
               "add USE_WARP_SPECIALIZATION=1 and drop USE_PING_PONG");
   // One that waits for the first tile it sees has yet to release V of those before, so that the others can
   // go no further than STAGES tiles, and K is loaded as far ahead of them.
-  SDPA_REFUSE(
-      wgmma && B::skip_masked && (B::item_rows - 64) > 2 * B::stages * B::split_kv * B::block_n,
-      "SKIP_MASKED=1: a warpgroup would skip more tiles than can be in flight; type more "
-      "STAGES or a larger BLOCK_N");
-  SDPA_REFUSE(wgmma && B::multicast && (!B::use_warp_specialization || B::split_kv > 1),
-              "MULTICAST=1: the wgmma kernel has it with a warpgroup that copies and without "
-              "SPLIT_KV; add USE_WARP_SPECIALIZATION=1 and drop SPLIT_KV");
+  SDPA_REFUSE(wgmma && B::skip_masked && B::block_m - 64 > 2 * B::stages * B::split_kv * B::block_n,
+              "SKIP_MASKED=1: a warpgroup would skip more tiles than can be in flight; type more "
+              "STAGES or a larger BLOCK_N");
   SDPA_REFUSE(wgmma && B::swap_ab &&
                   (B::num_warps != 4 * B::split_kv || B::block_n % 64 != 0 ||
                    (B::block_m != 16 && B::block_m != 32 && B::block_m != 64)),
@@ -276,10 +265,10 @@ template <class B> constexpr bool check() {
               "rest; type a smaller BLOCK_M or BLOCK_N");
   SDPA_REFUSE(wgmma && B::swap_ab &&
                   (B::use_warp_specialization || B::overlap || B::use_ping_pong ||
-                   B::use_persistent_cta || B::skip_masked || B::multicast || B::use_lazy_max),
+                   B::use_persistent_cta || B::skip_masked || B::use_lazy_max),
               "SWAP_AB=1: for a round or two of few rows, so without USE_WARP_SPECIALIZATION, "
-              "OVERLAP, USE_PING_PONG, USE_PERSISTENT_CTA, SKIP_MASKED, MULTICAST and "
-              "USE_LAZY_MAX; drop them");
+              "OVERLAP, USE_PING_PONG, USE_PERSISTENT_CTA, SKIP_MASKED and USE_LAZY_MAX; drop "
+              "them");
   SDPA_REFUSE(wmma && B::use_warp_specialization && B::sync_policy != 1,
               "USE_WARP_SPECIALIZATION=1: a CTA barrier would stop the producers, so every warp "
               "must keep its rows; type SYNC_POLICY=1");
@@ -320,16 +309,15 @@ static_assert(check<Build>(), "");
 // ---- tuned tiles (USE_TUNED) ----
 
 // A tile of the wgmma kernel with its schedule, and what an item costs an SM: item_clocks, and one more
-// for every scores_per_clock scores. Fitted to the times of whole problems on an H200, to put the tiles
-// in order; not measured one by one.
+// for every scores_per_clock scores. Fitted to the times of whole problems on an H200 (./run_all.sh fit), to put
+// the tiles in order; not measured one by one.
 enum Schedule {
   producer_warpgroup = 1,            // USE_WARP_SPECIALIZATION
   overlap = 2 | producer_warpgroup,  // which it needs
   persistent = 4,
   ping_pong = 8,
   skip_masked = 16,
-  multicast = 32,
-  swap_ab = 64,
+  swap_ab = 32,
 };
 struct TunedTile {
   int head_dim, block_m, block_n, num_warps, stages, split_kv;
@@ -339,17 +327,15 @@ struct TunedTile {
   constexpr bool has(Schedule s) const { return (schedule & s) == s; }
 };
 constexpr TunedTile TUNED_TILES[] = {
-    {64, 64, 128, 8, 2, 2, producer_warpgroup, 3000, 6.8, 6.0},
-    {64, 32, 128, 16, 1, 4, swap_ab, 700, 2.5, 2.5},
-    {64, 128, 64, 16, 4, 2, overlap | ping_pong, 4000, 9.2, 8.5},
-    {64, 192, 128, 12, 3, 1, overlap | persistent | skip_masked | multicast, 3500, 10.2, 9.6},
-    {64, 256, 64, 16, 4, 1, overlap | persistent | ping_pong, 3500, 10.45, 9.2},
-    {64, 256, 64, 16, 3, 1, overlap | persistent | skip_masked, 3500, 10.1, 9.9},
-    {128, 64, 64, 8, 2, 2, overlap, 1500, 5.0, 4.5},
-    {128, 128, 128, 8, 2, 1, overlap | persistent | ping_pong, 1000, 6.9, 6.6},
-    {128, 192, 64, 12, 4, 1, overlap | persistent, 2500, 7.3, 6.8},
-    {128, 192, 64, 12, 4, 1, overlap | persistent | skip_masked | multicast, 2500, 7.4, 7.2},
-    {256, 128, 64, 8, 2, 1, overlap | skip_masked | multicast, 3000, 3.6, 3.6},
+    {64, 64, 128, 8, 2, 2, producer_warpgroup, 4160, 7.47, 6.5},
+    {64, 32, 128, 16, 1, 4, swap_ab, 3060, 3.44, 3.35},
+    {64, 128, 64, 16, 4, 2, overlap | ping_pong, 5660, 9.15, 9.47},
+    {64, 256, 64, 16, 4, 1, overlap | persistent | ping_pong, 6610, 10.1, 8.69},
+    {64, 256, 64, 16, 3, 1, overlap | persistent | skip_masked, 4740, 8.4, 9.16},
+    {128, 64, 64, 8, 2, 2, overlap, 4320, 4.78, 4.21},
+    {128, 128, 128, 8, 2, 1, overlap | persistent | ping_pong, 5850, 6.2, 5.84},
+    {128, 192, 64, 12, 4, 1, overlap | persistent | skip_masked, 5960, 5.75, 5.8},
+    {256, 128, 64, 8, 2, 1, overlap | skip_masked, 3000, 3.6, 3.6},
 };
 constexpr int TILES = sizeof TUNED_TILES / sizeof TUNED_TILES[0];
 
@@ -363,7 +349,6 @@ template <int N> struct TileKnobs : Typed {
                         use_persistent_cta = tile.has(persistent),
                         use_ping_pong = tile.has(ping_pong),
                         skip_masked = tile.has(Schedule::skip_masked),
-                        multicast = tile.has(Schedule::multicast),
                         swap_ab = tile.has(Schedule::swap_ab), use_lazy_max = !swap_ab;
 };
 template <int N> using TunedBuild = Derived<TileKnobs<N>>;
@@ -380,8 +365,7 @@ constexpr bool tile_fits(const TunedTile& t) {
          (!SPLIT_KV_changed || t.split_kv == Build::split_kv) &&
          (!USE_PERSISTENT_CTA_changed || t.has(persistent)) &&
          (!USE_PING_PONG_changed || t.has(ping_pong)) &&
-         (!SKIP_MASKED_changed || t.has(skip_masked)) && (!MULTICAST_changed || t.has(multicast)) &&
-         (!SWAP_AB_changed || t.has(swap_ab));
+         (!SKIP_MASKED_changed || t.has(skip_masked)) && (!SWAP_AB_changed || t.has(swap_ab));
 }
 
 // ---- the first of them (USE_TUNED) ----
@@ -436,7 +420,7 @@ struct SdpaParams {
   void* workspace = nullptr;  // sdpa_workspace_bytes() of device memory, 256-byte aligned, zeroed
                               // once before the first launch (each launch leaves it zero, but for
                               // cuBLAS, which does not care); one per stream
-  int max_ctas = 0;           // USE_PERSISTENT_CTA=1: launch at most so many CTAs (or one cluster),
+  int max_ctas = 0;           // USE_PERSISTENT_CTA=1: launch at most so many CTAs,
                               // which leaves SMs to other kernels; 0: as many as are resident
 };
 // A row that sees no key (or only keys of logit -inf) gives O = 0 and LSE = -inf. NaN and inf come
@@ -505,7 +489,7 @@ struct KernelArgs {  // SdpaParams with what every CTA would otherwise compute a
   // From here on what an item is found from; together it costs one miss of the constant cache.
   int unmasked_rounds;     // without a mask: of tiles over all keys, at least 1; with one: 0
   uint32_t work_items;     // B * Hq * q_blocks
-  Divisor q_blocks;        // ceil(Sq / item_rows)
+  Divisor q_blocks;        // ceil(Sq / BLOCK_M)
   Divisor q_heads;         // Hq
   Divisor q_heads_per_kv;  // Hq / Hkv
   Divisor items_in_l2;     // heads_in_l2 * q_blocks
@@ -757,7 +741,7 @@ __device__ __forceinline__ bool mbarrier_try_wait_parity(uint64_t* barrier_s, in
 __device__ __forceinline__ bool mbarrier_peek_parity(uint64_t* barrier_s, int parity) {
   return mbarrier_test_wait_parity(barrier_s, parity);
 }
-// By the thread that initialised mbarriers: the async proxy and the cluster see them.
+// By the thread that initialised mbarriers: the async proxy sees them.
 __device__ __forceinline__ void fence_mbarrier_init() {
   asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory");
 }
@@ -827,21 +811,6 @@ __device__ __forceinline__ void cp_async_bulk_tensor_store(const CUtensorMap* ma
         "r"(src), "r"(c[0]), "r"(c[1]), "r"(c[2]), "r"(c[3]), "r"(c[4])
         : "memory");
   }
-}
-// The same to the CTAs of the cluster whose bits are set in `ctas`, in each to the place and for the
-// mbarrier that lie as in this one.
-__device__ __forceinline__ void cp_async_bulk_tensor_load_multicast(void* dst_s,
-                                                                    const CUtensorMap* map,
-                                                                    const int (&c)[5],
-                                                                    uint64_t* barrier_s, int ctas,
-                                                                    uint64_t cache_policy) {
-  asm volatile(
-      "cp.async.bulk.tensor.5d.shared::cluster.global.tile.mbarrier::complete_tx::bytes"
-      ".multicast::cluster.L2::cache_hint [%0], [%1, {%5, %6, %7, %8, %9}], [%2], %3, %4;" ::"r"(
-          shared_address(dst_s)),
-      "l"(map), "r"(shared_address(barrier_s)), "h"(uint16_t(ctas)), "l"(cache_policy), "r"(c[0]),
-      "r"(c[1]), "r"(c[2]), "r"(c[3]), "r"(c[4])
-      : "memory");
 }
 __device__ __forceinline__ void cp_async_bulk_commit_group() {
   asm volatile("cp.async.bulk.commit_group;" ::: "memory");
@@ -997,46 +966,6 @@ __device__ __forceinline__ void stmatrix_x4(SharedAddress row, const uint32_t (&
                  "r"(r[0]), "r"(r[1]), "r"(r[2]), "r"(r[3])
                  : "memory");
   }
-}
-
-// Clusters: CTAs that run together and reach each other's shared memory.
-__device__ __forceinline__ int cluster_ctarank() {
-  int rank;
-  asm volatile("mov.u32 %0, %%cluster_ctarank;" : "=r"(rank));
-  return rank;
-}
-// The barrier of all threads of the cluster, in two halves: release and acquire.
-__device__ __forceinline__ void cluster_arrive() {
-  asm volatile("barrier.cluster.arrive.release.aligned;" ::: "memory");
-}
-__device__ __forceinline__ void cluster_wait() {
-  asm volatile("barrier.cluster.wait.acquire.aligned;" ::: "memory");
-}
-// The address in the cluster of what is at `address` in the CTA of this rank.
-__device__ __forceinline__ uint32_t mapa(SharedAddress address, int rank) {
-  uint32_t there;
-  asm volatile("mapa.shared::cluster.u32 %0, %1, %2;" : "=r"(there) : "r"(address), "r"(rank));
-  return there;
-}
-// 16 bytes to shared memory of the cluster, which count at an mbarrier there: asynchronous, so that no
-// fence is needed.
-__device__ __forceinline__ void st_async_cluster(uint32_t address, uint4 value, uint32_t barrier) {
-  asm volatile(
-      "st.async.weak.shared::cluster.mbarrier::complete_tx::bytes.v4.b32 [%0], {%1, %2, %3, %4}, "
-      "[%5];" ::"r"(address),
-      "r"(value.x), "r"(value.y), "r"(value.z), "r"(value.w), "r"(barrier)
-      : "memory");
-}
-// Arrivals at an mbarrier of the cluster. They order nothing that this thread has written (a release at
-// the cluster's scope is a fence of the whole GPU), but what it has waited for has happened.
-__device__ __forceinline__ void mbarrier_arrive_cluster(uint32_t address) {
-  asm volatile("mbarrier.arrive.shared::cluster.b64 _, [%0];" ::"r"(address) : "memory");
-}
-__device__ __forceinline__ void mbarrier_arrive_expect_tx_cluster(uint32_t address,
-                                                                  uint32_t bytes) {
-  asm volatile("mbarrier.arrive.expect_tx.shared::cluster.b64 _, [%0], %1;" ::"r"(address),
-               "r"(bytes)
-               : "memory");
 }
 
 // Programmatic dependent launch: waits for the grid before this one; lets the one after it start.
@@ -1279,9 +1208,9 @@ __device__ __forceinline__ float exp2_polynomial(float t) {
   return power * float_of(bits_of(shifted) << 23);
 }
 
-// The j-th of a row: one of FAST_EXP_SHARE by the polynomial, if that is wanted at all.
-template <class B> __device__ __forceinline__ float softmax_exp2(float t, int j = 0) {
-  if (B::use_fast_exp && j % B::fast_exp_share == 0) {
+// 2^t, by the polynomial if that is wanted.
+template <class B> __device__ __forceinline__ float softmax_exp2(float t) {
+  if (B::use_fast_exp) {
     if constexpr (B::use_lazy_max) t = min_nan(t, 127.0f);  // elsewhere t is never over 0
     return exp2_polynomial(t);
   } else {
@@ -1346,7 +1275,7 @@ __device__ __forceinline__ void softmax_exp(View& S, int first, int last, float 
   for (int i = 0; i < View::ROWS; i++) {
 #pragma unroll
     for (int j = first; j < last; j++) {
-      S.x[i][j] = softmax_exp2<B>(fmaf(S.x[i][j], scale_log2, -m_log2[i]), j);
+      S.x[i][j] = softmax_exp2<B>(fmaf(S.x[i][j], scale_log2, -m_log2[i]));
       sum[i] += S.x[i][j];
     }
   }
@@ -1420,7 +1349,7 @@ __device__ __forceinline__ void store_output(const View& O, const float (&m)[Vie
 // Rows of number `block` of a head, counted through all batches.
 template <class B>
 __device__ __forceinline__ WorkItem tile_of(const KernelArgs& a, uint32_t head, uint32_t block) {
-  return {int(a.q_heads.divide(head)), int(a.q_heads.remainder(head)), int(block) * B::item_rows};
+  return {int(a.q_heads.divide(head)), int(a.q_heads.remainder(head)), int(block) * B::block_m};
 }
 
 // Item number -> tile. Without a mask the q-blocks of a head follow each other and share its K and
@@ -1776,7 +1705,7 @@ constexpr size_t shared_bytes = std::is_empty<SharedOf<B>>::value ? 0 : sizeof(S
 
 constexpr bool has_queue = Build::use_persistent_cta || Build::use_tuned;  // in the workspace
 
-// One launch of the kernel: a CTA (or cluster) to each of `items`, or as many as are resident and asked for.
+// One launch of the kernel: a CTA to each of `items`, or as many as are resident and asked for.
 template <class B>
 SdpaStatus launch_kernel(const KernelArgs& a, uint32_t items, cudaStream_t stream) {
   static_assert(shared_bytes<B> <= 227 * 1024,
@@ -1793,7 +1722,7 @@ SdpaStatus launch_kernel(const KernelArgs& a, uint32_t items, cudaStream_t strea
                    shared_bytes<B>, cudaGetErrorString(error));
   }
   if (error != cudaSuccess) return cuda_failure(error, "an earlier call or kernel of this process");
-  uint32_t ctas = items;  // with MULTICAST pairs of them
+  uint32_t ctas = items;
   if (B::use_persistent_cta) {
     int device = 0, sms = 0, ctas_per_sm = 0;
     error = cudaGetDevice(&device);
@@ -1808,23 +1737,19 @@ SdpaStatus launch_kernel(const KernelArgs& a, uint32_t items, cudaStream_t strea
     const uint32_t resident = uint32_t(sms) * uint32_t(ctas_per_sm > 0 ? ctas_per_sm : 1);
     const uint32_t asked = uint32_t(a.p.max_ctas);
     const uint32_t most = asked > 0 && asked < resident ? asked : resident;
-    const uint32_t clusters = (most + B::cluster_size - 1) / B::cluster_size;
-    if (ctas > clusters) ctas = clusters;
+    if (ctas > most) ctas = most;
   }
   cudaLaunchConfig_t launch{};
-  launch.gridDim = dim3(ctas * B::cluster_size);
+  launch.gridDim = dim3(ctas);
   launch.blockDim = dim3(B::threads);
   launch.dynamicSmemBytes = shared_bytes<B>;
   launch.stream = stream;
-  cudaLaunchAttribute attributes[2]{};
   // A CTA may start before the kernel before this one has ended.
-  attributes[0].id = cudaLaunchAttributeProgrammaticStreamSerialization;
-  attributes[0].val.programmaticStreamSerializationAllowed = 1;
-  attributes[1].id = cudaLaunchAttributeClusterDimension;
-  attributes[1].val.clusterDim.x = B::cluster_size;
-  attributes[1].val.clusterDim.y = attributes[1].val.clusterDim.z = 1;
-  launch.attrs = attributes;
-  launch.numAttrs = !is_wgmma ? 0 : B::cluster_size == 1 ? 1 : 2;
+  cudaLaunchAttribute early{};
+  early.id = cudaLaunchAttributeProgrammaticStreamSerialization;
+  early.val.programmaticStreamSerializationAllowed = 1;
+  launch.attrs = &early;
+  launch.numAttrs = is_wgmma;
   error = cudaLaunchKernelEx(&launch, kernel, a);
   return error == cudaSuccess ? SdpaStatus{} : cuda_failure(error, "launching the kernel");
 }
@@ -1867,8 +1792,7 @@ __device__ __forceinline__ void scalar_qk(ScalarScores<B>& S, const Element* Q_s
 }
 
 template <class B>
-__global__ void __launch_bounds__(B::threads, B::ctas_per_sm)
-    sdpa_scalar(const __grid_constant__ KernelArgs a) {
+__global__ void __launch_bounds__(B::threads, 1) sdpa_scalar(const __grid_constant__ KernelArgs a) {
   const SdpaParams& p = a.p;
   ScalarShared<B>& s = dynamic_shared<ScalarShared<B>>();
   const int tid = threadIdx.x, warp = tid / 32, lane = tid % 32;
@@ -2125,8 +2049,7 @@ __device__ __forceinline__ void wmma_consume(WmmaShared<B>& s, const KernelArgs&
 }
 
 template <class B>
-__global__ void __launch_bounds__(B::threads, B::ctas_per_sm)
-    sdpa_wmma(const __grid_constant__ KernelArgs a) {
+__global__ void __launch_bounds__(B::threads, 1) sdpa_wmma(const __grid_constant__ KernelArgs a) {
   WmmaShared<B>& s = dynamic_shared<WmmaShared<B>>();
   const int tid = threadIdx.x;
   constexpr int consumers = B::num_warps * 32;
@@ -2454,8 +2377,7 @@ __device__ __forceinline__ void deal_runs(MmaRuns<B, WIDTH>& R, const MmaAccumul
 }
 
 template <class B>
-__global__ void __launch_bounds__(B::threads, B::ctas_per_sm)
-    sdpa_mma(const __grid_constant__ KernelArgs a) {
+__global__ void __launch_bounds__(B::threads, 1) sdpa_mma(const __grid_constant__ KernelArgs a) {
   const SdpaParams& p = a.p;
   MmaShared<B>& s = dynamic_shared<MmaShared<B>>();
   const int group = B::split_kv == 1 ? 0 : threadIdx.x / B::group_threads;
@@ -2576,14 +2498,6 @@ __device__ __forceinline__ void pack_step(uint32_t (&out)[4], const View& P, int
 // Query rows that one tensor map's box of Q and O has.
 template <class B> constexpr int wgmma_rows = B::swap_ab ? B::block_m : 64;
 
-// What a CTA loads of a K or V tile: all, or (MULTICAST) half of its panels, or of its rows where it has
-// but one panel.
-template <class B> struct WgmmaPart {
-  static constexpr int all_panels = B::head_dim / 64;
-  static constexpr int panels = all_panels > 1 ? all_panels / B::cluster_size : 1;
-  static constexpr int rows = B::block_n * all_panels / panels / B::cluster_size;
-};
-
 // S = Q @ K.T of a warpgroup, begun; Q [64][D] and K [BLOCK_N][D] are those of the descriptors.   [64][BLOCK_N]
 template <class B>
 __device__ __forceinline__ void wgmma_qk(WgmmaAccumulator<B::block_n>& S, uint64_t Q, uint64_t K) {
@@ -2681,7 +2595,6 @@ template <class B> SdpaStatus encode_tensor_maps(TensorMaps& maps, const SdpaPar
   }
   constexpr uint32_t panels = B::head_dim / 64;
   constexpr uint32_t group_rows = wgmma_rows<B>;
-  using Part = WgmmaPart<B>;
   const struct {
     const char* name;
     CUtensorMap& map;
@@ -2690,8 +2603,8 @@ template <class B> SdpaStatus encode_tensor_maps(TensorMaps& maps, const SdpaPar
     const Strides& s;
     uint32_t rows, panels;
   } tensors[] = {{"Q", maps.q, p.Q, p.Sq, p.Hq, p.q, group_rows, panels},
-                 {"K", maps.k, p.K, p.Sk, p.Hkv, p.k, Part::rows, Part::panels},
-                 {"V", maps.v, p.V, p.Sk, p.Hkv, p.v, Part::rows, Part::panels},
+                 {"K", maps.k, p.K, p.Sk, p.Hkv, p.k, B::block_n, panels},
+                 {"V", maps.v, p.V, p.Sk, p.Hkv, p.v, B::block_n, panels},
                  {"O", maps.o, p.O, p.Sq, p.Hq, p.o, group_rows, panels}};
   for (const auto& t : tensors) {
     if (t.S == 0) {  // no key: nothing is loaded, but the kernel prefetches the map
@@ -2850,15 +2763,12 @@ template <class B> struct WgmmaKernel<B, Wgmma::plain> {
 // Warps that copy load tiles, which go through mbarriers to 1 to 4 warpgroups that compute. An item is so
 // many rounds, a K and a V tile each, and with persistent CTAs the loads go on from item to item, those of
 // Q where there is room for two. Where there are too few items for all SMs, slices of the keys (SPLIT_KV)
-// go to different warpgroups, which merge what they have. Where there are many, two CTAs share an item and
-// its K and V tiles (MULTICAST), so that half as much comes from L2.
+// go to different warpgroups, which merge what they have.
 
 // In a round every slice (SPLIT_KV) takes one K/V tile.
 template <class B> struct WgmmaShared {
   static constexpr int GROUP_ROWS = B::swap_ab ? B::block_m : 64;  // query rows of a warpgroup
   static constexpr int ROW_GROUPS = B::block_m / GROUP_ROWS;
-  // From one to the next; those of a cluster's CTAs alternate, so that a mask gives them equal work.
-  static constexpr int GROUP_STRIDE = GROUP_ROWS * B::cluster_size;
   // Whether a warpgroup without rows of its own leaves the tiles to the others.
   static constexpr bool MAY_PASS = B::split_kv == 1 && !B::use_ping_pong && !B::swap_ab;
   static constexpr int Q_STAGES = B::use_persistent_cta && B::head_dim <= 128 ? 2 : 1;
@@ -2887,7 +2797,6 @@ template <class B> struct WgmmaShared {
     alignas(1024) Element V[B::stages][B::block_n * B::head_dim];  // [BLOCK_N][D]
     // Full: the tile has landed. Empty: every warp of the slice has read it.
     uint64_t k_full[B::stages], k_empty[B::stages], v_full[B::stages], v_empty[B::stages];
-    uint64_t k_free[B::stages], v_free[B::stages];  // MULTICAST: empty in both CTAs
   };
   alignas(1024)
       Element Q[Q_STAGES][ROW_GROUPS][GROUP_ROWS * B::head_dim];  // afterwards O on its way out
@@ -2896,8 +2805,7 @@ template <class B> struct WgmmaShared {
   typename std::conditional<(B::split_kv > 1 || B::swap_ab), Partial[PARTIALS], Nothing>::type
       partial;
   Item item[Q_STAGES];  // whose Q it is
-  // Full: Q has landed, the item is known. Done: every warp has written its O over Q. Empty: O is out (in
-  // the first CTA of a cluster: of all).
+  // Full: Q has landed, the item is known. Done: every warp has written its O over Q. Empty: O is out.
   uint64_t q_full[Q_STAGES], o_done[Q_STAGES][ROW_GROUPS], q_empty[Q_STAGES];
 };
 
@@ -2921,7 +2829,6 @@ template <class B> struct WgmmaLoader {
   Shared& s;
   const KernelArgs& a;
   const bool copies_here = threadIdx.x % 32 == 0;
-  const int cluster_rank = B::cluster_size > 1 ? cluster_ctarank() : 0;
   bool waited_for_last_kernel = B::use_warp_specialization;
   StageRing<B::stages> ring;
   StageRing<Shared::Q_STAGES> q_ring;
@@ -2942,60 +2849,38 @@ template <class B> struct WgmmaLoader {
     item.h_kv = int(a.q_heads_per_kv.divide(item.h));
     // Warpgroups without rows are in the first item, where rows are short, not in the last.
     if (Shared::MAY_PASS) {
-      item.q0 -= (int(a.q_blocks.divisor) * B::item_rows - a.p.Sq) / 64 * 64;
+      item.q0 -= (int(a.q_blocks.divisor) * B::block_m - a.p.Sq) / 64 * 64;
     }
-    const int keys = visible_keys(a.p, min(item.q0 + B::item_rows, a.p.Sq) - 1);
+    const int keys = visible_keys(a.p, min(item.q0 + B::block_m, a.p.Sq) - 1);
     constexpr int round_keys = B::split_kv * B::block_n;
     item.rounds = max((keys + round_keys - 1) / round_keys, 1);
     return item;
   }
-  // A box to where the pointer says, and with MULTICAST in those CTAs of the cluster whose bits are set.
-  // If the warp has not waited for the kernel before this one, its first copy does, as late as can be;
-  // warps that only copy do at once.
+  // A box to where the pointer says. If the warp has not waited for the kernel before this one, its first
+  // copy does, as late as can be; warps that only copy do at once.
   __device__ __forceinline__ void copy(void* dst_s, const CUtensorMap* map, const int (&c)[5],
-                                       uint64_t* full, int ctas, uint64_t cache_policy) {
+                                       uint64_t* full, uint64_t cache_policy) {
     if (!waited_for_last_kernel) {
       hold(map);  // the last thing to be had before the wait
       griddepcontrol_wait(), waited_for_last_kernel = true;
     }
-    if constexpr (B::multicast) {
-      cp_async_bulk_tensor_load_multicast(dst_s, map, c, full, ctas, cache_policy);
-    } else {
-      cp_async_bulk_tensor_load<5>(dst_s, map, c, full, cache_policy);
-    }
+    cp_async_bulk_tensor_load<5>(dst_s, map, c, full, cache_policy);
   }
-  // Q of an item, and the word to the others. MULTICAST: the first CTA does that for both.
+  // Q of an item, and the word to the others.
   __device__ __forceinline__ void start_item(const Item& item) {
+    constexpr uint64_t evict_first = 0x12f0000000000000;
     const int stage = q_ring.stage;
+    uint64_t* const full = &s.q_full[stage];
     if (B::use_persistent_cta) mbarrier_wait(&s.q_empty[stage], q_ring.parity ^ 1);
     if (copies_here) {
-#pragma unroll
-      for (int rank = 0; rank < B::cluster_size; rank++) start_rows(item, stage, rank);
+      s.item[stage] = item;
+      mbarrier_arrive_expect_tx(full, item.rounds > 0 ? sizeof s.Q[0] : 0);
+      for (int group = 0; item.rounds > 0 && group < s.ROW_GROUPS; group++) {
+        const int c[5] = {0, item.q0 + group * s.GROUP_ROWS, 0, item.h, item.b};
+        copy(s.Q[stage][group], &tensor_maps<B>(a).q, c, full, evict_first);
+      }
     }
     q_ring.advance();
-  }
-  __device__ __forceinline__ void start_rows(Item item, int stage, int rank) {
-    constexpr uint64_t evict_first = 0x12f0000000000000;
-    uint64_t* const full = &s.q_full[stage];
-    const uint32_t Q_bytes = item.rounds > 0 ? sizeof s.Q[0] : 0;
-    item.q0 += rank * Shared::GROUP_ROWS;
-    if constexpr (B::multicast) {
-      const uint32_t item_there = mapa(shared_address(&s.item[stage]), rank);
-      const uint32_t full_there = mapa(shared_address(full), rank);
-      uint4 words[2];
-      static_assert(sizeof words == sizeof item, "an item is two vectors");
-      memcpy(words, &item, sizeof item);
-      mbarrier_arrive_expect_tx_cluster(full_there, Q_bytes + sizeof item);
-      st_async_cluster(item_there, words[0], full_there);
-      st_async_cluster(item_there + 16, words[1], full_there);
-    } else {
-      s.item[stage] = item;
-      mbarrier_arrive_expect_tx(full, Q_bytes);
-    }
-    for (int group = 0; item.rounds > 0 && group < s.ROW_GROUPS; group++) {
-      const int c[5] = {0, item.q0 + group * Shared::GROUP_STRIDE, 0, item.h, item.b};
-      copy(s.Q[stage][group], &tensor_maps<B>(a).q, c, full, 1 << rank, evict_first);
-    }
   }
   // The item that another warp has started.
   __device__ __forceinline__ Item follow_item() {
@@ -3005,44 +2890,30 @@ template <class B> struct WgmmaLoader {
     q_ring.advance();
     return item;
   }
-  // By one thread: a slice's tile of K or V in a round. MULTICAST: this CTA's part of it, for both.
-  __device__ __forceinline__ void fill(const Item& item, int round, int slice,
-                                       const CUtensorMap* map, Element* tile_s, uint64_t* full) {
+  // A slice's tile of K or V in a round, once its stage is empty.
+  __device__ __forceinline__ void load(const Item& item, int round, int slice,
+                                       const CUtensorMap* map, Element* tile_s, uint64_t* full,
+                                       uint64_t* empty) {
     constexpr uint64_t evict_last = 0x14f0000000000000;
-    using Part = WgmmaPart<B>;
+    mbarrier_wait(empty, ring.parity ^ 1);
+    if (!copies_here) return;
     if (a.p.Sk > 0) {
-      const int row = (round * B::split_kv + slice) * B::block_n;
-      const int c[5] = {0, row + cluster_rank * (Part::rows % B::block_n),
-                        Part::rows < B::block_n ? 0 : cluster_rank * Part::panels, item.h_kv,
-                        item.b};
+      const int c[5] = {0, (round * B::split_kv + slice) * B::block_n, 0, item.h_kv, item.b};
       mbarrier_arrive_expect_tx(full, B::block_n * B::head_dim * sizeof(Element));
-      copy(tile_s + cluster_rank * Part::rows * Part::panels * 64, map, c, full,
-           (1 << B::cluster_size) - 1, evict_last);
+      copy(tile_s, map, c, full, evict_last);
     } else {
       mbarrier_arrive(full);  // nothing to load: every score of this tile is masked
-    }
-  }
-  // Waits until the stage of the ring is empty, with MULTICAST in both CTAs.
-  __device__ __forceinline__ void wait_empty(uint64_t* empty, uint64_t* free) const {
-    mbarrier_wait(&empty[ring.stage], ring.parity ^ 1);
-    if constexpr (B::multicast) {
-      const int lane = threadIdx.x % 32;
-      uint64_t* const free_here = &free[ring.stage];
-      if (lane < B::cluster_size) mbarrier_arrive_cluster(mapa(shared_address(free_here), lane));
-      mbarrier_wait(free_here, ring.parity);
     }
   }
   __device__ __forceinline__ void load_k(const Item& item, int round, int slice) {
     typename Shared::Tiles& t = s.slice[slice];
     const int stage = ring.stage;
-    wait_empty(t.k_empty, t.k_free);
-    if (copies_here) fill(item, round, slice, &tensor_maps<B>(a).k, t.K[stage], &t.k_full[stage]);
+    load(item, round, slice, &tensor_maps<B>(a).k, t.K[stage], &t.k_full[stage], &t.k_empty[stage]);
   }
   __device__ __forceinline__ void load_v(const Item& item, int round, int slice) {
     typename Shared::Tiles& t = s.slice[slice];
     const int stage = ring.stage;
-    wait_empty(t.v_empty, t.v_free);
-    if (copies_here) fill(item, round, slice, &tensor_maps<B>(a).v, t.V[stage], &t.v_full[stage]);
+    load(item, round, slice, &tensor_maps<B>(a).v, t.V[stage], &t.v_full[stage], &t.v_empty[stage]);
   }
 };
 
@@ -3053,7 +2924,7 @@ __device__ __forceinline__ void wgmma_store(WgmmaShared<B>& s, const KernelArgs&
                                             int parity, int row_group) {
   const WorkItem& item = s.item[stage];
   mbarrier_wait(&s.o_done[stage][row_group], parity);
-  const int c[5] = {0, item.q0 + row_group * s.GROUP_STRIDE, 0, item.h, item.b};
+  const int c[5] = {0, item.q0 + row_group * s.GROUP_ROWS, 0, item.h, item.b};
   if (c[1] < 0) return;
   cp_async_bulk_tensor_store<5>(&tensor_maps<B>(a).o, c, s.Q[stage][row_group]);
   cp_async_bulk_commit_group();
@@ -3129,7 +3000,7 @@ template <class B> struct WgmmaRows {
   // Whether this warpgroup's rows of the item are all before the first query or past the last one. It then
   // only lets the tiles pass, so that the others have the tensor cores to themselves.
   __device__ __forceinline__ bool has_no_rows() const {
-    const int q = q0 + row_group * Shared::GROUP_STRIDE;
+    const int q = q0 + row_group * Shared::GROUP_ROWS;
     return Shared::MAY_PASS && (q < 0 || q >= a.p.Sq);
   }
   __device__ __forceinline__ void let_item_pass() {
@@ -3146,7 +3017,7 @@ template <class B> struct WgmmaRows {
   // K tiles pass that only those need; how many.
   __device__ __forceinline__ int skip_k() {
     constexpr int round_keys = B::split_kv * B::block_n;
-    const int keys = visible_keys(a.p, min(q0 + row_group * Shared::GROUP_STRIDE + 63, a.p.Sq - 1));
+    const int keys = visible_keys(a.p, min(q0 + row_group * Shared::GROUP_ROWS + 63, a.p.Sq - 1));
     const int skipped = rounds - min(max((keys + round_keys - 1) / round_keys, 1), rounds);
     for (int n = 0; n < skipped; n++, ring.advance()) {
       let_tile_pass(ring, s.slice[slice].k_full, s.slice[slice].k_empty);
@@ -3221,7 +3092,7 @@ template <class B> struct WgmmaRows {
     const int k0 = first_key();
     if (k0 + B::block_n > clean_keys) {
       const uint32_t tid = thread_index_anew() % 128;
-      S.first_row = row_group * Shared::GROUP_STRIDE + tid / 32 * 16 + tid % 32 / 4,
+      S.first_row = row_group * Shared::GROUP_ROWS + tid / 32 * 16 + tid % 32 / 4,
       S.first_col = tid % 4 * 2;
       mask_scores(S, a.p, q0, k0);
     }
@@ -3281,7 +3152,7 @@ template <class B> struct WgmmaRows {
     const typename Shared::Item& item = s.item[q_ring.stage];
     rounds = uniform(item.rounds), q0 = uniform(item.q0);
     if (rounds == 0) return false;
-    clean_keys = visible_keys(a.p, min(q0 + row_group * Shared::GROUP_STRIDE, a.p.Sq - 1));
+    clean_keys = visible_keys(a.p, min(q0 + row_group * Shared::GROUP_ROWS, a.p.Sq - 1));
     first = true;
 #pragma unroll
     for (int i = 0; i < ROWS; i++) m[i] = -INFINITY, l[i] = 0;
@@ -3339,7 +3210,7 @@ template <class B> struct WgmmaRows {
     for (int i = 0; i < ROWS; i++) inverse[i] = l[i] == 0 ? 0 : rcp_approx_ftz(l[i]);
     clear_empty_rows(O, l);
     const int stage = q_ring.stage;
-    store_lses(s.item[stage], q0 + row_group * Shared::GROUP_STRIDE + first_row, lane);
+    store_lses(s.item[stage], q0 + row_group * Shared::GROUP_ROWS + first_row, lane);
 #pragma unroll
     for (int n = 0; n < B::head_dim / 16; n++) {
       WgmmaAccumulator<16> part;
@@ -3426,7 +3297,7 @@ template <class B> struct WgmmaRows {
 #pragma unroll
       for (int j = 0; j < COLS / 4; j++) share[j] = 0;
     }
-    const int q = item.q0 + row_group * Shared::GROUP_STRIDE;
+    const int q = item.q0 + row_group * Shared::GROUP_ROWS;
     store_share<COLS>(share, partial.out[slice][warp], item, q + first_row, lane);
     if (lane % 4 == 0 && slice < 2 && q + row < a.p.Sq) store_lse(m_all, l_all, a, item, q + row);
   }
@@ -3493,8 +3364,8 @@ __device__ __forceinline__ void wgmma_copy(WgmmaShared<B>& s, const KernelArgs& 
   if (slice < B::split_kv) {
     WgmmaLoader<B> loader(s, a);
     uint32_t* const counter = static_cast<uint32_t*>(a.p.workspace);
-    const bool starts_items = warp == 0 && loader.cluster_rank == 0;
-    auto item = loader.find_item(blockIdx.x / B::cluster_size);
+    const bool starts_items = warp == 0;
+    auto item = loader.find_item(blockIdx.x);
     griddepcontrol_wait();  // from here on memory is as the kernel before this one has left it
     while (true) {
       if (starts_items) loader.start_item(item);
@@ -3513,7 +3384,7 @@ __device__ __forceinline__ void wgmma_copy(WgmmaShared<B>& s, const KernelArgs& 
         loader.ring.advance();
       }
       if (!B::use_persistent_cta) break;
-      if (starts_items) item = loader.find_item(gridDim.x / B::cluster_size + uniform(drawn));
+      if (starts_items) item = loader.find_item(gridDim.x + uniform(drawn));
     }
   } else if (B::split_kv == 1 && threadIdx.x == 64) {
     StageRing<WgmmaShared<B>::Q_STAGES> ring;
@@ -3525,22 +3396,9 @@ __device__ __forceinline__ void wgmma_copy(WgmmaShared<B>& s, const KernelArgs& 
         wgmma_store<B>(s, a, stage, ring.parity, group);
       }
       cp_async_bulk_wait_group_read<0>();
-      if constexpr (B::multicast) {
-        mbarrier_arrive_cluster(mapa(shared_address(&s.q_empty[stage]), 0));
-      } else {
-        mbarrier_arrive(&s.q_empty[stage]);
-      }
+      mbarrier_arrive(&s.q_empty[stage]);
       ring.advance();
     } while (B::use_persistent_cta);
-  }
-}
-
-// The barrier of all threads of the CTA, or of its cluster, where each writes to others' shared memory.
-template <class B> __device__ __forceinline__ void sync_cluster() {
-  if constexpr (B::cluster_size > 1) {
-    cluster_arrive(), cluster_wait();
-  } else {
-    __syncthreads();
   }
 }
 
@@ -3560,15 +3418,13 @@ __device__ __forceinline__ void init_mbarriers(WgmmaShared<B>& s, const KernelAr
     prefetch_tensormap(&tensor_maps<B>(a).q), prefetch_tensormap(&tensor_maps<B>(a).k),
         prefetch_tensormap(&tensor_maps<B>(a).v);
     for (int stage = 0; stage < s.Q_STAGES; stage++) {
-      mbarrier_init(&s.q_empty[stage], B::cluster_size);
+      mbarrier_init(&s.q_empty[stage], 1);
       for (auto& done : s.o_done[stage]) mbarrier_init(&done, 4);
     }
     for (auto& t : s.slice) {
       for (int stage = 0; stage < B::stages; stage++) {
         mbarrier_init(&t.k_empty[stage], B::group_warps);
         mbarrier_init(&t.v_empty[stage], B::group_warps);
-        if (B::multicast) mbarrier_init(&t.k_free[stage], B::cluster_size);
-        if (B::multicast) mbarrier_init(&t.v_free[stage], B::cluster_size);
       }
     }
     fence_mbarrier_init();
@@ -3580,7 +3436,7 @@ __global__ void __launch_bounds__(B::threads, 1) sdpa_wgmma(const __grid_constan
   WgmmaShared<B>& s = dynamic_shared<WgmmaShared<B>>();
   const int warp = uniform(threadIdx.x / 32);
   init_mbarriers(s, a, warp);
-  sync_cluster<B>();  // hazard: mbarriers initialised by two threads
+  __syncthreads();  // hazard: mbarriers initialised by two threads
   if (warp < B::producer_threads / 32) {
     if (WgmmaRegisters<B>::dealt) setmaxnreg_dec<WgmmaRegisters<B>::producer>();
     wgmma_copy<B>(s, a, warp);
@@ -3590,7 +3446,6 @@ __global__ void __launch_bounds__(B::threads, 1) sdpa_wgmma(const __grid_constan
     WgmmaRows<B> rows(s, a, threadIdx.x - B::producer_threads);
     rows.run();
   }
-  if (B::multicast) sync_cluster<B>();  // hazard: arrivals from the other CTA
 }
 
 template <class B> struct WgmmaKernel<B, Wgmma::roles> {
@@ -3793,7 +3648,7 @@ template <class B> struct WgmmaColumns {
 #pragma unroll
         for (int n = 0; n < 2 * KEY_BLOCKS; n++) {
           float& x = S[n / 2][i / 2 * 4 + n % 2 * 2 + i % 2];
-          x = softmax_exp2<B>(fmaf(x, a.scale_log2, -column_m_log2), i * 2 * KEY_BLOCKS + n);
+          x = softmax_exp2<B>(fmaf(x, a.scale_log2, -column_m_log2));
         }
       }
 #pragma unroll
@@ -3993,8 +3848,7 @@ struct CublasWorkspace {  // where things lie in SdpaParams::workspace, in bytes
 struct CublasShared {};
 
 // P[i,:] = softmax(scale * S[i,:] + mask) and LSE[i]: a warp to a query row.
-template <class B>
-__global__ void __launch_bounds__(B::threads, B::ctas_per_sm) sdpa_cublas(KernelArgs a) {
+template <class B> __global__ void __launch_bounds__(B::threads, 1) sdpa_cublas(KernelArgs a) {
   const SdpaParams& p = a.p;
   const int lane = threadIdx.x % 32;
   const int64_t row = int64_t(blockIdx.x) * B::num_warps + threadIdx.x / 32;
@@ -4264,11 +4118,11 @@ template <class B> SdpaStatus forward(const SdpaParams& p, cudaStream_t stream) 
   KernelArgs a;
   a.p = p;
   a.scale_log2 = log2_scale(p);
-  const int q_blocks = (p.Sq + B::item_rows - 1) / B::item_rows;
-  constexpr int most = 2147483647 / (B::use_persistent_cta ? 1 : B::cluster_size);  // of a grid
+  const int q_blocks = (p.Sq + B::block_m - 1) / B::block_m;
+  constexpr int most = 2147483647;  // of a grid
   if (double(p.B) * p.Hq * q_blocks > most) {
     return failure(cudaErrorInvalidValue, "B*Hq*ceil(Sq/%d) is over %d tiles; split the batch",
-                   B::item_rows, most);
+                   B::block_m, most);
   }
   a.work_items = uint32_t(p.B) * p.Hq * q_blocks;
   const double kv_bytes = 2.0 * p.Sk * p.D * sizeof(Element);  // of a key head
@@ -4302,9 +4156,9 @@ struct KernelFacts {
 
 template <class B> KernelFacts facts() {
   using Kernel = KernelOf<B, B::family>;
-  return {forward<B>,   reinterpret_cast<const void*>(+Kernel::kernel),
-          B::threads,   shared_bytes<B>,
-          B::item_rows, Kernel::workspace_bytes};
+  return {forward<B>, reinterpret_cast<const void*>(+Kernel::kernel),
+          B::threads, shared_bytes<B>,
+          B::block_m, Kernel::workspace_bytes};
 }
 
 // Of the kernel that takes this problem.
@@ -4319,9 +4173,7 @@ template <class B, bool TUNED = B::use_tuned> struct KernelChoice {
 // as long as the longest, or as all of them spread evenly. A mask leaves the keys that the rows see on
 // average, and of the tiles on its edge half.
 double tuned_clocks(const TunedTile& t, const SdpaParams& p, int sms) {
-  const int ctas = t.has(multicast) ? 2 : 1, item_rows = t.block_m * ctas;  // to an item
-  const double items = double(p.B) * p.Hq * ((p.Sq + item_rows - 1) / item_rows);
-  sms /= ctas;
+  const double items = double(p.B) * p.Hq * ((p.Sq + t.block_m - 1) / t.block_m);
   const int round_keys = t.block_n * t.split_kv;
   const auto whole_rounds = [&](int keys) {
     return double((keys + round_keys - 1) / round_keys) * round_keys;
@@ -5923,9 +5775,9 @@ struct TileSize {
 vector<TileSize> tile_sizes() {
   vector<TileSize> sizes;
   for (const TunedTile& t : TUNED_TILES) {
-    if (tile_fits(t)) sizes.push_back({t.block_m * (t.has(multicast) ? 2 : 1), t.block_n});
+    if (tile_fits(t)) sizes.push_back({t.block_m, t.block_n});
   }
-  if (sizes.empty()) sizes.push_back({Build::item_rows, Build::block_n});
+  if (sizes.empty()) sizes.push_back({Build::block_m, Build::block_n});
   return sizes;
 }
 

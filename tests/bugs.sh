@@ -179,7 +179,7 @@ bug store_misaligned       backend "VEC_WIDTH=8"  "--shape small"  's~O\.first_c
 bug shared_past_the_end    address ""  "--shape small"  's~m_out\[i\] = s\.m\[own\.row\(i\)\]~m_out[i] = s.m[own.row(i) + 3 * B::block_m + 1]~'
 bug shared_too_small       backend ""  "--shape small"  's~dynamicSmemBytes = shared_bytes<B>;~dynamicSmemBytes = shared_bytes<B> - 16;~'
 # ---- from launch to launch ----
-bug previous_result_kept   check   ""  "--shape small"  's~(launch\.gridDim = dim3\(ctas \* B::cluster_size\);)~static bool done = false; if (done) return {}; done = true; \1~'
+bug previous_result_kept   check   ""  "--shape small"  's~(launch\.gridDim = dim3\(ctas\);)~static bool done = false; if (done) return {}; done = true; \1~'
 bug queue_skips_an_item    check   "USE_PERSISTENT_CTA=1"  "--shape 1,2,2,70,20"  's~work_item<B>\(a, drawn_s\)~work_item<B>(a, drawn_s == 2 ? 1 : drawn_s)~'
 bug queue_not_reset        check   "USE_PERSISTENT_CTA=1"  "--shape small"  's~^.*atomicExch\(counter, 0u\);~~'
 # ---- the wmma kernel ----
@@ -222,11 +222,8 @@ bug wgmma_turn_lost        backend "$wgmma USE_PING_PONG=1" "--shape 1,1,1,64,15
 bug wgmma_limit_lost       check   "$wgmma" "--shape 1,1,1,64,256 --dist large"  's~sum\[0\] \+ sum\[1\] <= lazy_limit~true~'
 bug wgmma_again_wrong_key  check   "$wgmma" "--shape 1,1,1,64,256 --dist large"  's~\(first_key\(\) \+ lane / 4\) \* p\.k\.row~(first_key() + lane / 8) * p.k.row~'
 bug wgmma_q_reused_early   thread  "$wgmma USE_PERSISTENT_CTA=1" "--shape 1,3,1,200,40"  's~mbarrier_wait\(&s\.q_empty.*$~~'
-bug wgmma_queue_skips_item check   "$wgmma USE_PERSISTENT_CTA=1" "--shape 1,3,1,400,20"  's~B::cluster_size \+ uniform\(drawn\)~B::cluster_size + uniform(drawn + (drawn == 2))~'
+bug wgmma_queue_skips_item check   "$wgmma USE_PERSISTENT_CTA=1" "--shape 1,3,1,400,20"  's~gridDim\.x \+ uniform\(drawn\)~gridDim.x + uniform(drawn + (drawn == 2))~'
 bug wgmma_before_row_0     backend "$wgmma USE_PERSISTENT_CTA=1" "--shape 1,1,1,64,64 --causal br"  's~^ *if \(c\[1\] < 0\) return;~~'
-bug wgmma_cluster_left     backend "$wgmma MULTICAST=1" "--shape 1,1,1,256,40"  's~^ *if \(B::multicast\) sync_cluster.*$~~'
-bug wgmma_not_empty_there  thread  "$wgmma MULTICAST=1" "--shape 1,1,1,256,300"  's~mbarrier_wait\(free_here, ring\.parity\);~~'
-bug wgmma_half_missing     backend "$wgmma MULTICAST=1" "--shape 1,1,1,256,150"  's~\(1 << B::cluster_size\) - 1, evict_last~1, evict_last~'
 bug wgmma_passed_not_done  backend "$wgmma USE_PERSISTENT_CTA=1" "--shape 1,2,1,64,150"  's~release\(&s\.o_done\[q_ring\.stage\].*$~~'
 tuned="USE_WGMMA=1 VEC_WIDTH=8 USE_TUNED=1"
 plain="USE_WGMMA=1 VEC_WIDTH=8 BLOCK_M=64 BLOCK_N=32 STAGES=2"
@@ -313,7 +310,6 @@ bug lse_alignment          check   "$queue"  "@contract pointers"  's~uintptr_t>
 bug null_workspace         check   "$queue"  "@contract pointers"  's~\(has_queue \|\| is_cublas\) && !p\.workspace~is_cublas \&\& !p.workspace~'
 bug workspace_alignment    check   "USE_CUBLAS=1"  "@contract pointers"  's~uintptr_t>\(p\.workspace\) % WORKSPACE_ALIGNMENT~uintptr_t>(p.workspace) % 4~'
 bug max_ctas_ignored       check   "$queue"  "@contract max_ctas"  's~asked > 0 && asked < resident \? asked : resident~resident~'
-bug max_ctas_of_clusters   check   "$wgmma USE_PERSISTENT_CTA=1 MULTICAST=1"  "@contract max_ctas"  's~\(most \+ B::cluster_size - 1\) / B::cluster_size~most~'
 bug idle_strides_used      check   "$async"  "@contract idle_strides"  's~if \(t\.[HS] <= 1\) t\.s\.(head|row) = 0;~~'
 bug attribute_set_once     check   "$wgmma HEAD_DIM=128"  "@contract devices"  's~cudaError_t error = cudaFuncSetAttribute\(~static cudaError_t error = cudaFuncSetAttribute(~'
 bug maps_of_all_threads    thread  "$wgmma"  "@contract host_threads"  's~thread_local (SdpaParams last|TensorMaps last_maps)~static \1~'
@@ -326,7 +322,6 @@ bug handle_destroyed_twice backend "USE_CUBLAS=1"  "@contract errors"  's~if \(h
 bug error_left_behind      check   "$queue"  "@contract errors"  's~if \(!status\.ok\(\) && clean\) cudaGetLastError\(\);~~'
 bug error_taken_away       check   "$queue"  "@contract errors"  's~if \(!status\.ok\(\) && clean\) cuda~if (!status.ok()) cuda~'
 bug sizes_overflow         address "$tuned"  "@contract sizes"  's~q \+ 1 - p\.Sq \+ p\.Sk~q + 1 + p.Sk - p.Sq~'
-bug too_many_clusters      check   "$wgmma MULTICAST=1"  "@contract sizes"  's~B::use_persistent_cta \? 1 : B::cluster_size~1~'
 
 [ $bugs -gt 0 ] || { echo "bugs.sh: no bug has a name like $only"; exit 2; }
 # Without a bug: each set of knobs once, with all options that it was run with.

@@ -198,19 +198,17 @@ static void test_no_keys() {
   EXPECT(a.forward(p) == "" && a.is_right());
 }
 
-// max_ctas as seen in the grid: as many CTAs, in whole clusters, and none fewer.
+// max_ctas as seen in the grid.
 static void test_max_ctas() {
   if (!Build::use_persistent_cta) return;
-  constexpr int cluster = Build::cluster_size;
-  const Attention a(2, 2, 1, 3 * Build::item_rows, 30);
+  const Attention a(2, 2, 1, 3 * Build::block_m, 30);
   SdpaParams p = a.p;
   EXPECT(a.forward(p) == "" && a.is_right());
   const unsigned resident = simt::last_launch().grid_dim.x;
   for (int ctas : {1, 2, 3, 1000}) {
     p.max_ctas = ctas;
     EXPECT(a.forward(p) == "" && a.is_right());
-    const unsigned asked = unsigned((ctas + cluster - 1) / cluster * cluster);
-    EXPECT(simt::last_launch().grid_dim.x == std::min(asked, resident));
+    EXPECT(simt::last_launch().grid_dim.x == std::min(unsigned(ctas), resident));
   }
 }
 
@@ -311,10 +309,6 @@ static void test_sizes() {
   p = a.p, p.B = 1 << 15, p.Hq = p.Hkv = 1 << 12;
   p.Sq = 16 * 512;  // 2^31 items or more
   EXPECT(contains(a.forward(p), " tiles; split the batch"));
-  p.Sq = 8 * FirstBuild::item_rows;  // 2^30 items: of a cluster of two CTAs too many for one grid
-  if (FirstBuild::cluster_size > 1 && !FirstBuild::use_persistent_cta) {
-    EXPECT(contains(a.forward(p), " is over 1073741823 tiles; split the batch"));
-  }
   if (is_cublas) {  // 2^34 rows, a warp each
     p.B = 1 << 12, p.Hq = p.Hkv = 1 << 10, p.Sq = 1 << 12;
     EXPECT(contains(a.forward(p), " is over 2^31-1 CTAs; split the batch"));

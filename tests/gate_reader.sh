@@ -15,7 +15,7 @@ ptxas info    : Function properties for _ZN4sdpa8sdpa_mmaIiEEvS_
 ptxas info    : Used $3 registers, used 5 barriers, 16 bytes cumulative stack size
 EOT
 }
-line() {  # line NAME "THREADS SMEM CTAS BLOCK_M" CHECKSUM [GATE...]
+line() {  # line NAME "THREADS SMEM BLOCK_M" CHECKSUM [GATE...]
   local name=$1
   printf '%s\tPASS\tyes\tK=1\t%s\n' "$name" "${*:4}" >>"$dir/configs.tsv"
   echo "$2" >"$dir/$name.facts"
@@ -28,27 +28,27 @@ OBJECT_OF=test_object
 launch_facts() { cat "$1.facts" 2>/dev/null; }
 machine_code() { cat "$1.sum" 2>/dev/null; }
 
-line good        "128 50000 2 64" 1;  report good sm_80 120 0 0; report good sm_90a 128 0 0
-line spills      "128 50000 1 64" 2;  report spills sm_80 255 0 0; report spills sm_90a 255 8 12
-line spills_why  "128 50000 1 64" 3 'gate:spill<=20:two_words_of_16_tiles'; report spills_why sm_90a 255 8 12
-line registers   "256 50000 2 64" 4;  report registers sm_90a 136 0 0
-line own_limit   "128 50000 1 64" 5 'gate:regs<=100'; report own_limit sm_90a 101 0 0
-line shared      "128 101377 1 64" 6; report shared sm_89 64 0 0; report shared sm_90a 64 0 0
-line shared_90   "128 101377 1 64" 7; report shared_90 sm_90a 64 0 0
-line shared_own  "128 40001 1 64" 8 'gate:smem<=40000'; report shared_own sm_90a 64 0 0
-line serial      "128 4000 1 64" 9;   report serial sm_90a 64 0 0
+line good        "128 50000 64" 1;  report good sm_80 120 0 0; report good sm_90a 128 0 0
+line spills      "128 50000 64" 2;  report spills sm_80 255 0 0; report spills sm_90a 255 8 12
+line spills_why  "128 50000 64" 3 'gate:spill<=20:two_words_of_16_tiles'; report spills_why sm_90a 255 8 12
+line registers   "512 50000 64" 4;  report registers sm_90a 136 0 0
+line own_limit   "128 50000 64" 5 'gate:regs<=100'; report own_limit sm_90a 101 0 0
+line shared      "128 101377 64" 6; report shared sm_89 64 0 0; report shared sm_90a 64 0 0
+line shared_90   "128 101377 64" 7; report shared_90 sm_90a 64 0 0
+line shared_own  "128 40001 64" 8 'gate:smem<=40000'; report shared_own sm_90a 64 0 0
+line serial      "128 4000 64" 9;   report serial sm_90a 64 0 0
 echo "ptxas info : (C7510) Potential Performance Loss: wgmma.mma_async instructions are serialized due to..." >>"$dir/log/kernel_serial.log"
-line split       "128 4100 1 64" 9;   report split sm_90a 64 0 0
+line split       "128 4100 64" 9;   report split sm_90a 64 0 0
 echo "ptxas info : (C7519) warpgroup.arrive is injected in around line 7 by compiler to allow use of registers in GMMA..." >>"$dir/log/kernel_split.log"
-line twin        "128 50000 2 64" 1;  report twin sm_80 120 0 0
-line not_twin    "128 50000 2 32" 1;  report not_twin sm_80 120 0 0
+line twin        "128 50000 64" 1;  report twin sm_80 120 0 0
+line not_twin    "128 50000 32" 1;  report not_twin sm_80 120 0 0
 line broken      "" "";               rm "$dir"/broken.*; touch "$dir/log/kernel_broken.log.failed"
-line silent      "128 50000 1 64" 10; : >"$dir/log/kernel_silent.log"
-line faster      "128 50000 1 64" 11 'gate:step-over=good:1.10'; report faster sm_80 64 0 0
-line not_faster  "128 50000 1 64" 12 'gate:step-over=good:1.30@mission'; report not_faster sm_80 64 0 0
-line perhaps     "128 50000 1 64" 13 'gate:step-over=good:1.25@mission'; report perhaps sm_80 64 0 0
-line unmeasured  "128 50000 1 64" 14 'gate:step-over=good:1.10@long'; report unmeasured sm_80 64 0 0
-line wrong       "128 50000 1 64" 15 'gate:step-over=good:1.10'; report wrong sm_80 64 0 0
+line silent      "128 50000 64" 10; : >"$dir/log/kernel_silent.log"
+line faster      "128 50000 64" 11 'gate:step-over=good:1.10'; report faster sm_80 64 0 0
+line not_faster  "128 50000 64" 12 'gate:step-over=good:1.30@mission'; report not_faster sm_80 64 0 0
+line perhaps     "128 50000 64" 13 'gate:step-over=good:1.25@mission'; report perhaps sm_80 64 0 0
+line unmeasured  "128 50000 64" 14 'gate:step-over=good:1.10@long'; report unmeasured sm_80 64 0 0
+line wrong       "128 50000 64" 15 'gate:step-over=good:1.10'; report wrong sm_80 64 0 0
 cat >"$dir/steps.csv" <<'EOT'
 line,over,shape,speed_up,low,high
 faster,good,mission,1.25,1.222,1.278

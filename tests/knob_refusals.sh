@@ -56,7 +56,7 @@ refused "producer warps only with USE_WARP_SPECIALIZATION=1" "${wmma[@]}" -DNUM_
 refused "USE_LAZY_MAX=1: only the mma.sync and wgmma kernels have it" "${wmma[@]}" -DUSE_LAZY_MAX=1
 refused "SPLIT_KV: only the mma.sync and wgmma kernels have it" -DSPLIT_KV=2
 accepted -DUSE_MMA_SYNC=1 -DBLOCK_M=64 -DNUM_WARPS=4
-accepted -DUSE_MMA_SYNC=1 -DBLOCK_M=64 -DNUM_WARPS=8 -DSPLIT_KV=2 -DUSE_LAZY_MAX=1 -DCTAS_PER_SM=2
+accepted -DUSE_MMA_SYNC=1 -DBLOCK_M=64 -DNUM_WARPS=8 -DSPLIT_KV=2 -DUSE_LAZY_MAX=1
 refused "16 or 32 times NUM_WARPS/SPLIT_KV; type BLOCK_M=128 NUM_WARPS=4" -DUSE_MMA_SYNC=1 -DBLOCK_M=32
 refused "NUM_WARPS must be a multiple of SPLIT_KV; type SPLIT_KV=2 NUM_WARPS=8" -DUSE_MMA_SYNC=1 -DBLOCK_M=96 -DNUM_WARPS=3 -DSPLIT_KV=2
 refused "SPLIT_KV: not a legal value; it takes one of: 1 2 4" -DSPLIT_KV=3
@@ -79,8 +79,6 @@ refused "no row of TUNED_TILES has all the knobs" -DUSE_WGMMA=1 -DVEC_WIDTH=8 -D
 refused "go with the tile" -DUSE_WGMMA=1 -DVEC_WIDTH=8 -DUSE_TUNED=1 -DOVERLAP=1
 refused "must run the same rounds" "${wgmma[@]}" -DBLOCK_M=128 -DNUM_WARPS=8 -DSKIP_MASKED=1 -DUSE_PING_PONG=1
 refused "would skip more tiles than can be in flight" "${wgmma[@]}" -DBLOCK_M=256 -DNUM_WARPS=16 -DBLOCK_N=32 -DSTAGES=2 -DSKIP_MASKED=1
-accepted "${wgmma[@]}" -DBLOCK_M=128 -DNUM_WARPS=8 -DUSE_PERSISTENT_CTA=1 -DMULTICAST=1
-refused "with a warpgroup that copies and without SPLIT_KV" "${wgmma[@]}" -DBLOCK_M=64 -DNUM_WARPS=8 -DSPLIT_KV=2 -DMULTICAST=1
 swap=(-DUSE_WGMMA=1 -DVEC_WIDTH=8 -DSWAP_AB=1 -DBLOCK_N=64)
 accepted "${swap[@]}" -DBLOCK_M=32 -DBLOCK_N=128 -DNUM_WARPS=16 -DSPLIT_KV=4
 accepted "${swap[@]}" -DBLOCK_M=16 -DNUM_WARPS=4 -DSTAGES=2 -DHEAD_DIM=128 -DUSE_FAST_EXP=1

@@ -42,7 +42,7 @@ def write_rows(path, model, tiles, noise=0.0, seed=0):
     return str(path)
 
 
-def at_other_costs(tiles, seed=7, spread=0.25):
+def at_other_costs(tiles, seed=7, spread=0.35):
     rng = np.random.default_rng(seed)
     return [fit.with_costs(tile, tile.costs * np.exp(spread * rng.uniform(-1, 1, 3))) for tile in tiles]
 

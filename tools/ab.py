@@ -82,7 +82,7 @@ def one_type(contenders):
 def print_facts(facts):
     """A row of the compiler's figures for each contender; * marks what is not A's."""
     rows = {key: {"registers": f.registers, "spilled": f.spilled, "shared bytes": f.shared_bytes,
-                  "CTAs per SM": f.ctas_per_sm, **f.mix, "code bytes": f.code_bytes} for key, f in facts.items()}
+                  **f.mix, "code bytes": f.code_bytes} for key, f in facts.items()}
     if not rows:
         return
     first = next(iter(rows.values()))

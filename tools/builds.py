@@ -372,7 +372,6 @@ class Facts:
     registers: int = 0
     spilled: int = 0
     shared_bytes: int = 0
-    ctas_per_sm: int = 0
     code_bytes: int = 0
     mix: dict = field(default_factory=dict)
     same: str = ""  # equal if the machine code is, and with it the program that launches it
@@ -387,7 +386,7 @@ def facts(built):
     code = [section for cubin in embedded(data) for name, section in sections(cubin) if name.startswith(".text.")]
     launcher = [built.line.tree.program().encode(), " ".join(built.line.effective_knobs()).encode()]
     return Facts(max(used, default=0), max(spilled, default=0), sizes.get("sdpa_library_smem_bytes", 0),
-                 sizes.get("sdpa_library_ctas_per_sm", 0), sum(map(len, code)), instruction_mix(built.path),
+                 sum(map(len, code)), instruction_mix(built.path),
                  hashlib.sha256(b"\0".join(code + launcher)).hexdigest())
 
 

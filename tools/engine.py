@@ -803,7 +803,7 @@ def result_row(bench, key, facts=None, series=None):
         return dict(row, status="skipped", note=bench.skipped[key])
     if facts:
         row.update(knobs=" ".join(line.words), regs=facts.registers, spill_bytes=facts.spilled,
-                   smem_bytes=facts.shared_bytes, ctas_per_sm=facts.ctas_per_sm)
+                   smem_bytes=facts.shared_bytes)
     if not isinstance(line, Torch):
         check = bench.checks[key]
         row.update(check="PASS" if check.passed else "FAIL", rel_rms=f"{check.rel_rms:.3g}",

@@ -27,7 +27,7 @@ extract_sections() {
         for (j = 1; j <= count; j++) {
           split(any[j], word, " ")
           if (word[1] == family) ok = 1
-          else if (value["USE_TUNED"] == 1 && word[1] ~ /^(SPLIT_KV|MULTICAST|SWAP_AB)$/) ok = 1  # of some tile
+          else if (value["USE_TUNED"] == 1 && word[1] ~ /^(SPLIT_KV|SWAP_AB)$/) ok = 1  # of some tile
           else if (word[2] == ">") ok = ok || value[word[1]] + 0 > word[3] + 0
           else if (word[2] == "=") ok = ok || value[word[1]] == word[3]
           else if (word[1] in value) ok = ok || value[word[1]] == 1

@@ -47,14 +47,14 @@ class Tile(ctypes.Structure):
     KNOBS = ("HEAD_DIM", "BLOCK_M", "BLOCK_N", "NUM_WARPS", "STAGES", "SPLIT_KV")
     SCHEDULE = ((1, "producer_warpgroup", "USE_WARP_SPECIALIZATION"), (2, "overlap", "OVERLAP"),
                 (4, "persistent", "USE_PERSISTENT_CTA"), (8, "ping_pong", "USE_PING_PONG"),
-                (16, "skip_masked", "SKIP_MASKED"), (32, "multicast", "MULTICAST"), (64, "swap_ab", "SWAP_AB"))
+                (16, "skip_masked", "SKIP_MASKED"), (32, "swap_ab", "SWAP_AB"))
 
     @property
     def knobs(self):
         """What a line types to be this tile alone."""
         sizes = [f"{knob}={getattr(self, name)}" for knob, (name, _) in zip(self.KNOBS, self._fields_)]
         flags = [f"{knob}=1" for bit, _, knob in self.SCHEDULE if self.schedule & bit]
-        return " ".join(sizes + flags + ([] if self.schedule & 64 else ["USE_LAZY_MAX=1"]))
+        return " ".join(sizes + flags + ([] if self.schedule & 32 else ["USE_LAZY_MAX=1"]))
 
     @property
     def costs(self):
@@ -208,7 +208,7 @@ def losses(model, tiles, times, sms):
 
 def short(tile):
     """A name for a column."""
-    marks = "".join(mark for bit, mark in ((8, "p"), (16, "s"), (32, "m"), (64, "t")) if tile.schedule & bit)
+    marks = "".join(mark for bit, mark in ((8, "p"), (16, "s"), (32, "t")) if tile.schedule & bit)
     return f"{tile.block_m}x{tile.block_n}x{tile.split_kv}{marks}"
 
 
@@ -225,7 +225,7 @@ def print_choices(tiles, times, tables):
         lost = [loss for _, loss in found.values()]
         print(f"{title}: the quickest on {sum(loss == 0 for loss in lost)} of {len(lost)} problems, loses "
               f"{100 * np.mean(lost):.2f}% on average and {100 * max(lost):.1f}% at most")
-    print("(tile: BLOCK_M x BLOCK_N x SPLIT_KV; p ping-pong, s skips the mask, m multicast, t transposed)")
+    print("(tile: BLOCK_M x BLOCK_N x SPLIT_KV; p ping-pong, s skips the mask, t transposed)")
 
 
 def check(model, path):

@@ -29,10 +29,10 @@ ptxas_report() {
     match($0, /\(C75[0-9][0-9]\)/) { print "wgmma", substr($0, RSTART + 1, RLENGTH - 2) }' "$1"
 }
 
-# launch_facts OBJECT: "THREADS SMEM_BYTES CTAS_PER_SM BLOCK_M", the sizes of tools/library.cu's symbols.
+# launch_facts OBJECT: "THREADS SMEM_BYTES BLOCK_M", the sizes of tools/library.cu's symbols.
 launch_facts() {
   local symbol size out=''
-  for symbol in threads smem_bytes ctas_per_sm block_m; do
+  for symbol in threads smem_bytes block_m; do
     size=$(nm -S "$1" 2>/dev/null | awk -v symbol="sdpa_library_$symbol" '$4 == symbol { print $2 }')
     [ -n "$size" ] || return 1
     out+="${out:+ }$((16#$size))"
@@ -77,7 +77,7 @@ newest_steps() { find results/steps -name '*.csv' 2>/dev/null | sed 's/\.csv$//'
 # gate fails. OBJECT_OF, if set, names the function that prints where a line's object is.
 judge_gates() {
   local build=$1 csv=$2 failed=0 lines=0 name selected gates gate log object regs spill limit facts codes
-  local threads smem ctas sum other factor shape interval
+  local threads smem sum other factor shape interval
   declare -A line_of
   row() {  # row LINE GATE WANTED FOUND VERDICT
     printf '%-24s %-28s %-16s %-28s %s\n' "$@"
@@ -98,7 +98,7 @@ judge_gates() {
       row "$name" compiles yes "no: see $log" FAIL
       continue
     fi
-    read -r threads smem ctas _ <<<"$facts"
+    read -r threads smem _ <<<"$facts"
     regs=$(ptxas_report "$log" | awk 'NF == 3 && $2 > most { most = $2 } END { print most + 0 }')
     spill=$(ptxas_report "$log" | awk 'NF == 3 && $3 > most { most = $3 } END { print most + 0 }')
     if [ "$regs" = 0 ]; then
@@ -106,7 +106,7 @@ judge_gates() {
       continue
     fi
     # A warp takes registers in units of 256, so a thread's share is a multiple of 8.
-    limit=$((65536 / (threads * ctas) / 8 * 8))
+    limit=$((65536 / threads / 8 * 8))
     [ "$limit" -le 255 ] || limit=255
     local regs_limit=$limit smem_limit=$((99 * 1024)) spill_limit=0 spill_why=''  # 99 KB: sm_89
     ptxas_report "$log" | grep -q '^sm_8' || smem_limit=$((227 * 1024))

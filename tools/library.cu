@@ -37,6 +37,5 @@ double sdpa_library_tile_clocks(const sdpa::TunedTile* tile, const sdpa::SdpaPar
 // The launch as sizes of symbols, which `nm -S` reads out of an object file.
 char sdpa_library_threads[sdpa::FirstBuild::threads];
 char sdpa_library_smem_bytes[sizeof(sdpa::SharedOf<sdpa::FirstBuild>)];
-char sdpa_library_ctas_per_sm[sdpa::Build::ctas_per_sm];
 char sdpa_library_block_m[sdpa::FirstBuild::block_m];
 }
