@@ -5,6 +5,7 @@ import math
 import os
 import subprocess
 import sys
+from collections import defaultdict
 
 import numpy as np
 import pytest
@@ -157,10 +158,12 @@ def test_a_neighbour_in_gusts_gives_no_verdict():
 
 
 def test_power_that_a_contender_draws_counts():
-    """B draws more power and gets 2% less clock, of which short turns see a part."""
-    fake = FakeGpu(0, power={"A": 0.80, "B": 0.784})
-    series, found = engine.compare(fake, graphs(1000.0, 1000.0), seed=0)
-    assert found["B"].verdict == "SLOWER" and 1.005 < found["B"].ratio < 1.022, found
+    """B draws more power and gets 2% less clock, of which short turns see a part and sustained ones all."""
+    for pace, low in ((engine.PACE, 1.005), (engine.SUSTAINED, 1.018)):
+        fake = FakeGpu(0, power={"A": 0.80, "B": 0.784})
+        series, found = engine.compare(fake, graphs(1000.0, 1000.0), seed=0, pace=pace)
+        assert found["B"].verdict == "SLOWER" and low < found["B"].ratio < 1.022, found
+        assert series.at_power_limit()
 
 
 def test_throttled_blocks_are_thrown_out():
@@ -406,8 +409,9 @@ def test_refusals(repository, words, sentence):
 
 
 def test_one_line_and_knobs_are_two_contenders(repository):
-    contenders, problems, budget = ab.parse("kept STAGES=3 --shape long --causal br --budget 7".split(), [])
+    contenders, problems, pace, budget = ab.parse("kept STAGES=3 --shape long --causal br --budget 7".split(), [])
     assert [line.text for line in contenders] == ["kept", "kept STAGES=3"] and budget == 7
+    assert pace is engine.PACE and ab.parse("kept STAGES=3 --sustained".split(), ["long"])[2] is engine.SUSTAINED
     assert str(problems[0][0]) == "long br" and problems[0][0].D == 64
 
 
@@ -436,11 +440,11 @@ def course(tmp_path, monkeypatch):
     """What ab does once two contenders are built, with a harm for each."""
     monkeypatch.setattr(engine, "ROOT", str(tmp_path))
 
-    def run(a, b, gpu):
+    def run(a, b, gpu, pace=engine.PACE):
         kernels = iter([FakeKernel(a), FakeKernel(b)])
         monkeypatch.setattr(engine, "load", lambda contender, gpu, built: next(kernels))
         problem = engine.parse_problem("1,2,1,40,50,64,fp16")
-        ab.with_gpu(gpu, [builds.Torch("cudnn"), builds.Torch("flash")], [(problem, problem)], None)
+        ab.with_gpu(gpu, [builds.Torch("cudnn"), builds.Torch("flash")], [(problem, problem)], pace, None)
     return run
 
 
@@ -459,7 +463,14 @@ def test_a_comparison(course, tmp_path, capsys):
     assert "1x2x1x40x50 on Fake" in out and "B is the SAME: " in out and out.count("PASS") == 2
     row, = rows(tmp_path, "ab")
     assert row["verdict"] == "SAME" and row["device"] == "Fake" and abs(float(row["a_us"]) - 20) < 1
-    assert {sample["contender"] for sample in rows(tmp_path, "samples")} == {"fake"}
+    assert {sample["contender"] for sample in rows(tmp_path, "samples")} == {"fake"} and "power limit" not in out
+
+
+def test_a_sustained_comparison(course, tmp_path, capsys):
+    course(harmless, harmless, FakeGpu(power=defaultdict(lambda: 0.8, any=0.8)), engine.SUSTAINED)
+    assert "B is the SAME: " in capsys.readouterr().out and len(rows(tmp_path, "sustained-ab")) == 1
+    course(harmless, harmless, FakeGpu(power=defaultdict(lambda: 0.8, any=0.8)))
+    assert "--sustained gives each the one that its power leads to" in capsys.readouterr().out
 
 
 def test_a_wrong_side_gets_no_time(course, tmp_path, capsys):

@@ -13,8 +13,11 @@ shared. Without a GPU: the check on the CPU backend and what the compiler says, 
                  long, without a GPU small and mission
   --b-shape S    B's problem, where it is not A's (as many as --shape)
   --causal C     off, br or tl
-  --budget SEC   seconds of turns for a problem at most (default 7.5 for each contender)
-Samples and verdicts are added to results/ab/DATE-DEVICE-samples.csv and results/ab/DATE-DEVICE-ab.csv.
+  --sustained    turns of 0.3 s instead of 10 ms. At the power limit short turns share one clock, and what is
+                 judged is cycles; in long ones each side has the clock that its own power leads to
+  --budget SEC   seconds of turns for a problem at most (default 7.5 for each contender, 60 if sustained)
+Samples and verdicts are added to results/ab/DATE-DEVICE-samples.csv and results/ab/DATE-DEVICE-ab.csv, sustained
+ones to files of their own.
 exit: 0 whatever the verdict, 1 a side fails its check, 2 bad usage, 3 a side could not be run, 130 Ctrl-C
 """
 import datetime
@@ -33,12 +36,13 @@ def say(sentence):
 
 
 def parse(argv, default_shapes):
-    """The contenders, [(problem of A, problem of the others)], and the seconds of a budget or None."""
+    """The contenders, [(problem of A, problem of the others)], the pace, and the seconds of a budget or None."""
     parser = engine.new_parser()
     parser.add_argument("words", nargs="*")
     parser.add_argument("--shape", action="append")
     parser.add_argument("--b-shape", action="append")
     parser.add_argument("--causal", default="off", choices=engine.CAUSAL)
+    parser.add_argument("--sustained", action="store_true")
     parser.add_argument("--budget")
     options = engine.parse_options(parser, argv, __doc__)
     budget = options.budget and number("--budget", options.budget)
@@ -56,7 +60,8 @@ def parse(argv, default_shapes):
     for text, problem in zip(shapes + b_shapes, [p for pair in zip(*problems) for p in pair]):
         if problem.D not in (0, D) or problem.dtype not in ("", dtype):
             raise Refused(f"--shape {text}: the contenders compute D={D} {dtype}")
-    return contenders, [[p.typed(D, dtype) for p in pair] for pair in problems], budget
+    pace = engine.SUSTAINED if options.sustained else engine.PACE
+    return contenders, [[p.typed(D, dtype) for p in pair] for pair in problems], pace, budget
 
 
 def number(option, text):
@@ -106,7 +111,7 @@ def drop_equal(contenders, facts):
 
 # ---- with a GPU ----
 
-def time_problem(gpu, kernels, problems, budget, samples, verdicts):
+def time_problem(gpu, kernels, problems, pace, budget, samples, verdicts):
     """Checks, times and judges the contenders of one problem; prints it."""
     bench = engine.Bench(gpu, kernels, problems)
     for key, sentence in bench.skipped.items():
@@ -116,7 +121,7 @@ def time_problem(gpu, kernels, problems, budget, samples, verdicts):
             raise Refused(f"{key} ({kernels[key].text}) gives wrong results at {problems[key]}, so it gets no time: "
                           f"{check.sentence}", 1)
     names = {key: kernel.text for key, kernel in kernels.items()}
-    series, found = engine.compare(gpu, bench.graphs, samples.recorder(names, problems["A"]), budget)
+    series, found = engine.compare(gpu, bench.graphs, samples.recorder(names, problems["A"]), budget, pace=pace)
     for key in kernels:
         if bench.changed_bits(key):
             raise Refused(f"{key} ({kernels[key].text}): its last replay at {problems[key]} left other bits than the "
@@ -131,6 +136,8 @@ def time_problem(gpu, kernels, problems, budget, samples, verdicts):
     for key, verdict in found.items():
         verdicts.add(comparison=samples.comparison, **engine.verdict_row(bench, series, "A", key, verdict))
         print("  " + sentence_of(key, verdict))
+    if pace is engine.PACE and series.at_power_limit():
+        print("  The power limit binds, and all had one clock. --sustained gives each the one that its power leads to.")
     bench.close()
 
 
@@ -144,7 +151,7 @@ def sentence_of(key, v):
     return f"{key} {words[v.verdict]} {100 * v.ratio - 100:+.2f}% of A's time ({interval})."
 
 
-def with_gpu(gpu, contenders, problems, budget):
+def with_gpu(gpu, contenders, problems, pace, budget):
     keys = dict(zip(LETTERS, contenders))
     lines = {key: line for key, line in keys.items() if isinstance(line, builds.Line)}
     built = builds.build(lines.values(), gpu.arch)
@@ -152,15 +159,16 @@ def with_gpu(gpu, contenders, problems, budget):
     facts = {key: builds.facts(built[line]) for key, line in lines.items()}
     print_names(keys)
     print_facts(facts)
-    samples = engine.Samples(engine.results_path("ab", gpu.name, "samples"),
+    kind = "sustained-" if pace is engine.SUSTAINED else ""
+    samples = engine.Samples(engine.results_path("ab", gpu.name, kind + "samples"),
                              f"{datetime.datetime.now():%H%M%S}-{os.getpid()}")
-    verdicts = engine.Table(engine.results_path("ab", gpu.name, "ab"), engine.VERDICT_COLUMNS)
+    verdicts = engine.Table(engine.results_path("ab", gpu.name, kind + "ab"), engine.VERDICT_COLUMNS)
     try:
         for a, b in problems:
             chosen = drop_equal(keys, facts) if a == b else list(keys)
             if len(chosen) > 1:
                 time_problem(gpu, {key: kernels[key] for key in chosen},
-                             {key: a if key == "A" else b for key in chosen}, budget, samples, verdicts)
+                             {key: a if key == "A" else b for key in chosen}, pace, budget, samples, verdicts)
     except engine.CudaError as error:
         raise Refused(f"{error}; what was measured until then is in {samples.name}", 3)
     except KeyboardInterrupt:
@@ -233,10 +241,10 @@ def main():
     if not sys.argv[1:]:
         print(__doc__.strip(), file=sys.stderr)
         return 2
-    contenders, problems, budget = parse(sys.argv[1:], ["mission", "long"])
+    contenders, problems, *course = parse(sys.argv[1:], ["mission", "long"])
     gpu = engine.find_gpu()
     if gpu:
-        with_gpu(gpu, contenders, problems, budget)
+        with_gpu(gpu, contenders, problems, *course)
     else:
         without_gpu(contenders, parse(sys.argv[1:], ["small", "mission"])[1])
     return 0
