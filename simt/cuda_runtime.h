@@ -156,13 +156,9 @@ struct cudaFuncAttributes {
   size_t localSizeBytes;
 };
 enum cudaLaunchAttributeID {
-  cudaLaunchAttributeClusterDimension = 4,
   cudaLaunchAttributeProgrammaticStreamSerialization = 6,
 };
 union cudaLaunchAttributeValue {
-  struct {
-    unsigned x, y, z;
-  } clusterDim;
   int programmaticStreamSerializationAllowed;
 };
 struct cudaLaunchAttribute {
@@ -322,23 +318,16 @@ cudaError_t cudaLaunchKernelEx(const cudaLaunchConfig_t* config, void (*kernel)(
   }
   simt::Launch launch{};
   launch.grid_dim = {g.x, g.y, g.z}, launch.block_dim = {b.x, b.y, b.z};
-  launch.cluster_dim = {1, 1, 1};
   launch.shared_bytes = config->dynamicSmemBytes;
   launch.device = simt::current_device, launch.stream = config->stream;
   for (unsigned i = 0; i < config->numAttrs; i++) {
     const cudaLaunchAttribute& attribute = config->attrs[i];
     if (attribute.id == cudaLaunchAttributeProgrammaticStreamSerialization) {
       launch.dependent = attribute.val.programmaticStreamSerializationAllowed != 0;
-    } else {
-      const auto& dim = attribute.val.clusterDim;
-      launch.cluster_dim = {dim.x, dim.y, dim.z};
     }
   }
-  const simt::Index3& dim = launch.cluster_dim;
   const void* const function = reinterpret_cast<const void*>(kernel);
-  if (!dim.x || !dim.y || !dim.z || dim.x * dim.y * dim.z > 8 || g.x % dim.x || g.y % dim.y ||
-      g.z % dim.z ||
-      launch.shared_bytes > size_t(simt::allowed_shared(function, launch.device))) {
+  if (launch.shared_bytes > size_t(simt::allowed_shared(function, launch.device))) {
     return simt::result(cudaErrorInvalidValue);
   }
   const bool ok = simt::launch(launch, [](const void* c) {

@@ -169,8 +169,8 @@ struct Fiber {
   const char* waits_for = "";
   bool (*is_ready)(const void*) = nullptr;  // wait_until
   const void* is_ready_context = nullptr;
-  const uint64_t* mbarrier = nullptr;       // that it waits for
-  std::string missing() const;              // of this mbarrier's phase, in words
+  const uint64_t* mbarrier = nullptr;  // that it waits for
+  std::string missing() const;         // of this mbarrier's phase, in words
   void* tsan = nullptr;
   void* asan_fake_stack = nullptr;
 };
@@ -199,13 +199,13 @@ struct Barrier {
   Clocks clocks;
 };
 
-struct Mark {  // the last write to 4 bytes of shared memory through the generic proxy
+struct Mark {             // the last write to 4 bytes of shared memory through the generic proxy
   uint16_t thread_and_1;  // 0: none
   uint16_t padding;
   uint32_t fences;  // that this thread had passed
 };
 
-struct Transfer {  // a bulk load or st.async in flight
+struct Transfer {  // a bulk load in flight
   Fiber* issuer;
   Site at;
   unsigned char* dst;
@@ -213,8 +213,7 @@ struct Transfer {  // a bulk load or st.async in flight
   std::vector<std::pair<unsigned char*, int>> pieces;  // in global memory, null: zeros
   int bytes;
   uint64_t* barrier;
-  std::vector<unsigned char> data;  // what a piece points into if not global memory
-  int parity = 0;                   // of the mbarrier's phase when this was issued
+  int parity = 0;  // of the mbarrier's phase when this was issued
 };
 
 // The accumulators of a warpgroup from the first product that is in flight on them to the wait that
@@ -267,7 +266,7 @@ struct Range {  // of global memory
 struct Withheld {
   std::vector<Range> ranges;
   std::vector<unsigned char> bytes;  // of the ranges, one behind the other
-  int workers = 0, waiting = 0;      // with clusters left; whose cluster waits for the launch before
+  int workers = 0, waiting = 0;      // with CTAs left; whose CTA waits for the launch before
   bool back = false;
   std::mutex mutex;
   std::condition_variable came_back;
@@ -288,13 +287,12 @@ bool same_site(const Site& a, const Site& b) {
 
 }  // namespace
 
-struct Cluster;
+struct Runner;
 
 struct Block {  // a CTA
   std::vector<Fiber> fibers;
-  Cluster* cluster = nullptr;
+  Runner* runner = nullptr;
   Index3 index{};
-  int rank = 0;
   unsigned char* shared = nullptr;
   size_t shared_bytes = 0;
   int done = 0;
@@ -322,25 +320,19 @@ struct Block {  // a CTA
   std::map<std::pair<int, const void*>, Pending> accesses;
 };
 
-struct Cluster {  // the CTAs that run together: mostly one
-  std::vector<Block> blocks;
-  Index3 dim{1, 1, 1};
+struct Runner {  // of one CTA after another, on one OS thread
+  Block block;
   std::vector<Fiber*> ready;  // that can run; pick() chooses
   size_t next_ready = 0;
   std::vector<Fiber*> pollers;
-  std::vector<Transfer> in_flight;  // bulk loads
-  std::vector<Range> writes;        // to global memory, of all clusters of this worker
-  Withheld* withheld = nullptr;     // of this launch; null: it depends on none
-  bool sees_all = true;             // nothing is withheld any more
-  bool awaits_launch = false;       // a thread is at griddepcontrol.wait
+  std::vector<Transfer> in_flight;                  // bulk loads
+  std::vector<Range> writes;                        // to global memory, of all CTAs of this worker
+  Withheld* withheld = nullptr;                     // of this launch; null: it depends on none
+  bool sees_all = true;                             // nothing is withheld any more
+  bool awaits_launch = false;                       // a thread is at griddepcontrol.wait
   std::deque<std::array<unsigned char, 16>> early;  // what cp.async read while bytes were withheld
   bool failed = false;
   Fiber scheduler;  // the worker thread itself
-  int arrived = 0;  // at the cluster's barrier
-  uint64_t phase = 0;
-  const void* clock(uint64_t phase) const {  // for ThreadSanitizer
-    return reinterpret_cast<const char*>(&this->phase) + phase % 2;
-  }
   void (*body)(const void*) = nullptr;
   const void* args = nullptr;
   Order order = Order::forward;
@@ -387,7 +379,6 @@ void switch_fibers(Fiber& from, Fiber& to) {
 }
 
 void leave(Fiber& f);
-void check_cluster_barrier(Cluster& c);
 
 void fiber_main() {
   Fiber& f = fiber_of(self);
@@ -395,26 +386,25 @@ void fiber_main() {
 #if defined(SIMT_ASAN)
   __sanitizer_finish_switch_fiber(nullptr, nullptr, nullptr);
 #endif
-  b.cluster->body(b.cluster->args);
+  b.runner->body(b.runner->args);
   leave(f);
   f.state = State::done;
   b.done++;
-  check_cluster_barrier(*b.cluster);
-  switch_fibers(f, b.cluster->scheduler);
+  switch_fibers(f, b.runner->scheduler);
 }
 
-void make_ready(Cluster& c, Fiber& f) {
+void make_ready(Runner& c, Fiber& f) {
   f.state = State::ready;
   c.ready.push_back(&f);
 }
 
-void wake(Cluster& c, std::vector<Fiber*>& waiting) {
+void wake(Runner& c, std::vector<Fiber*>& waiting) {
   if (c.order == Order::reverse) std::reverse(waiting.begin(), waiting.end());
   for (Fiber* f : waiting) make_ready(c, *f);
   waiting.clear();
 }
 
-Fiber& pick(Cluster& c) {  // the choice stays at ready[next_ready - 1]
+Fiber& pick(Runner& c) {  // the choice stays at ready[next_ready - 1]
   if (c.next_ready > 1024) {
     c.ready.erase(c.ready.begin(), c.ready.begin() + c.next_ready);
     c.next_ready = 0;
@@ -429,10 +419,10 @@ Fiber& pick(Cluster& c) {  // the choice stays at ready[next_ready - 1]
 // Lets others run until f is ready again. Straight to the next ready fiber where there is one, but
 // its first turn it gets from the scheduler.
 void wait(Fiber& f, const char* what, Site at) {
-  Cluster& c = *f.thread.block->cluster;
+  Runner& c = *f.thread.block->runner;
   f.state = State::waiting, f.waits_at = at, f.waits_for = what;
-  const bool to_scheduler = c.order == Order::random &&
-                            (!c.in_flight.empty() || c.awaits_launch) && c.draw() % 8 == 0;
+  const bool to_scheduler =
+      c.order == Order::random && (!c.in_flight.empty() || c.awaits_launch) && c.draw() % 8 == 0;
   if (c.next_ready < c.ready.size() && !to_scheduler) {  // else a load may land, a launch end
     Fiber& next = pick(c);
     if (next.started) return switch_fibers(f, next);
@@ -476,26 +466,24 @@ std::string block_name(const Index3& block) {
   return text;
 }
 
-void report_deadlock(Cluster& c) {
-  std::string text = "deadlock";
-  for (const Block& b : c.blocks) {
-    text += (b.rank ? "; in " : " in ") + block_name(b.index) + ":";
-    std::map<std::string, std::vector<const Thread*>> groups;
-    for (const Fiber& f : b.fibers) {
-      groups[f.state == State::done ? "have returned"
-                                    : std::string("wait for ") + f.waits_for + " at " +
-                                          name_of(f.waits_at) + f.missing()].push_back(&f.thread);
-    }
-    for (const auto& group : groups) {
-      text += (group.first == groups.begin()->first ? " " : "; ") +
-              std::to_string(group.second.size()) + " threads, first " +
-              name_of(*group.second[0]) + ", " + group.first;
-    }
+void report_deadlock(Runner& c) {
+  std::string text = "deadlock in " + block_name(c.block.index) + ":";
+  std::map<std::string, std::vector<const Thread*>> groups;
+  for (const Fiber& f : c.block.fibers) {
+    groups[f.state == State::done ? "have returned"
+                                  : std::string("wait for ") + f.waits_for + " at " +
+                                        name_of(f.waits_at) + f.missing()]
+        .push_back(&f.thread);
+  }
+  for (const auto& group : groups) {
+    text += (group.first == groups.begin()->first ? " " : "; ") +
+            std::to_string(group.second.size()) + " threads, first " + name_of(*group.second[0]) +
+            ", " + group.first;
   }
   report(text);
 }
 
-void wake_pollers(Cluster& c) {
+void wake_pollers(Runner& c) {
   std::vector<Fiber*> still;
   for (Fiber* f : c.pollers) {
     if (f->is_ready(f->is_ready_context)) {
@@ -512,7 +500,7 @@ void wait_until(bool (*ready)(const void*), const void* context, const char* wha
   Fiber& f = fiber_of(self);
   if (ready(context)) return;
   f.is_ready = ready, f.is_ready_context = context;
-  self->block->cluster->pollers.push_back(&f);
+  self->block->runner->pollers.push_back(&f);
   wait(f, what, at);
 }
 
@@ -531,7 +519,7 @@ void reach(Barrier& barrier, int count, bool wait_here, const char* what, Site a
   release(clock);
   if (++barrier.arrived == barrier.count) {
     barrier.open = false, barrier.arrived = 0, barrier.clocks.odd ^= true;
-    wake(*b.cluster, barrier.waiting);
+    wake(*b.runner, barrier.waiting);
     acquire(clock);
   } else if (wait_here) {
     barrier.waiting.push_back(&f);
@@ -581,7 +569,7 @@ struct Mbarrier {
     if (m.unused) fail(at, "this mbarrier was never initialised");
     return m;
   }
-  void store(uint64_t* word, Cluster& c) {
+  void store(uint64_t* word, Runner& c) {
     const bool complete = pending == 0 && bytes == 0;
     if (complete) phase ^= 1, pending = expected;
     memcpy(word, this, sizeof *this);
@@ -611,7 +599,7 @@ void arrive(uint64_t* barrier, int expect_bytes, Site at) {
   if (m.pending == 0 && m.bytes < 0) {
     fail(at, "%d bytes more than this mbarrier's phase expects have landed", -m.bytes);
   }
-  m.store(barrier, *self->block->cluster);
+  m.store(barrier, *self->block->runner);
 }
 
 std::string Fiber::missing() const {
@@ -624,7 +612,7 @@ std::string Fiber::missing() const {
 
 // ---- programmatic dependent launch ----
 
-void note_write_of(Cluster& c, const void* dst, int bytes) {
+void note_write_of(Runner& c, const void* dst, int bytes) {
   const uintptr_t begin = reinterpret_cast<uintptr_t>(dst), end = begin + bytes;
   if (!c.writes.empty() && begin >= c.writes.back().begin && begin <= c.writes.back().end) {
     c.writes.back().end = std::max(c.writes.back().end, end);
@@ -676,8 +664,9 @@ namespace simt {
 namespace {
 
 // Sets up the CTA's threads at their start. False: no memory.
-bool start_block(Block& b, Cluster& c, Index3 index, int rank, size_t shared_bytes, bool counting) {
-  b.cluster = &c, b.index = index, b.rank = rank, b.shared_bytes = shared_bytes;
+bool start_block(Runner& c, Index3 index, size_t shared_bytes, bool counting) {
+  Block& b = c.block;
+  b.runner = &c, b.index = index, b.shared_bytes = shared_bytes, b.shared = nullptr;
   void* shared = nullptr;  // its own allocation, so that AddressSanitizer sees its ends
   if (posix_memalign(&shared, 1024, std::max<size_t>(shared_bytes, 1))) return false;
   b.shared = static_cast<unsigned char*>(shared);
@@ -726,27 +715,25 @@ void close_counters(Block& b) {
 }
 
 // By the scheduler. What is in flight has read and written global memory as it was without the launch
-// before. All workers come here, or run out of clusters, before the bytes are given back.
-void launch_before_ends(Cluster& c) {
+// before. All workers come here, or run out of CTAs, before the bytes are given back.
+void launch_before_ends(Runner& c) {
   const Unobserved unobserved;
-  for (Block& b : c.blocks) {
-    for (Fiber& f : b.fibers) {
-      const auto read_early = [&](std::vector<AsyncCopy>& copies) {
-        for (AsyncCopy& copy : copies) {
-          if (!copy.src) continue;
-          c.early.emplace_back();
-          memcpy(c.early.back().data(), copy.src, copy.bytes);
-          copy.src = c.early.back().data();
-        }
-      };
-      for (auto& group : f.thread.copy_groups) read_early(group);
-      read_early(f.thread.open_copies);
-      for (auto& group : f.thread.stores) {
-        for (BulkStore& store : group) {
-          read_shared(store);
-          write_global(c, store);
-          for (auto& piece : store.pieces) piece.first = nullptr;
-        }
+  for (Fiber& f : c.block.fibers) {
+    const auto read_early = [&](std::vector<AsyncCopy>& copies) {
+      for (AsyncCopy& copy : copies) {
+        if (!copy.src) continue;
+        c.early.emplace_back();
+        memcpy(c.early.back().data(), copy.src, copy.bytes);
+        copy.src = c.early.back().data();
+      }
+    };
+    for (auto& group : f.thread.copy_groups) read_early(group);
+    read_early(f.thread.open_copies);
+    for (auto& group : f.thread.stores) {
+      for (BulkStore& store : group) {
+        read_shared(store);
+        write_global(c, store);
+        for (auto& piece : store.pieces) piece.first = nullptr;
       }
     }
   }
@@ -757,32 +744,21 @@ void launch_before_ends(Cluster& c) {
   c.awaits_launch = false, c.sees_all = true;
 }
 
-void run_cluster(Cluster& c, Index3 first, size_t shared_bytes, bool counting) {
+void run_block(Runner& c, Index3 index, size_t shared_bytes, bool counting) {
+  Block& b = c.block;
   c.ready.clear(), c.pollers.clear(), c.in_flight.clear();
-  c.next_ready = 0, c.failed = false, c.arrived = 0, c.phase = 0;
+  c.next_ready = 0, c.failed = false;
   c.sees_all = true, c.awaits_launch = false, c.early.clear();
   if (c.withheld) {
     const std::lock_guard<std::mutex> lock(c.withheld->mutex);
     c.sees_all = c.withheld->back;
   }
-  size_t threads = 0;
-  for (Block& b : c.blocks) b.shared = nullptr;
-  for (size_t i = 0; i < c.blocks.size(); i++) {
-    const unsigned rank = unsigned(i);
-    const Index3 index = {first.x + rank % c.dim.x, first.y + rank / c.dim.x % c.dim.y,
-                          first.z + rank / c.dim.x / c.dim.y};
-    if (!start_block(c.blocks[i], c, index, int(i), shared_bytes, counting && i == 0)) {
-      report("no host memory for a block's shared memory");
-      c.failed = true;
-    }
-    threads += c.blocks[i].fibers.size();
+  if (!start_block(c, index, shared_bytes, counting)) {
+    report("no host memory for a block's shared memory");
+    c.failed = true;
   }
   if (c.order == Order::reverse) std::reverse(c.ready.begin(), c.ready.end());
-  const auto done = [&] {
-    size_t sum = 0;
-    for (const Block& b : c.blocks) sum += b.done;
-    return sum == threads;
-  };
+  const auto done = [&] { return size_t(b.done) == b.fibers.size(); };
   while (!c.failed && !done()) {
     if (c.next_ready == c.ready.size()) wake_pollers(c);
     const bool idle = c.next_ready == c.ready.size();
@@ -798,9 +774,9 @@ void run_cluster(Cluster& c, Index3 first, size_t shared_bytes, bool counting) {
       switch_fibers(c.scheduler, pick(c));
     }
   }
-  if (!c.failed && done()) finish_cluster(c);
-  if (counting) close_counters(c.blocks[0]);
-  for (Block& b : c.blocks) free(b.shared);
+  if (!c.failed && done()) finish_block(c);
+  if (counting) close_counters(b);
+  free(b.shared);
 }
 
 }  // namespace
@@ -818,7 +794,8 @@ void sync_threads(Site at) {
 void named_barrier(int id, int count, bool wait_here, Site at) {
   const Unobserved unobserved;
   if (id < 0 || id > 15) fail(at, "barrier %d: there are 0 to 15", id);
-  if (count <= 0 || count % 32) fail(at, "barrier %d: %d threads is no multiple of a warp", id, count);
+  if (count <= 0 || count % 32)
+    fail(at, "barrier %d: %d threads is no multiple of a warp", id, count);
   if (self->linear == 0 && wait_here) self->block->counters.barriers++;
   reach(self->block->named[id], count, wait_here, "a named barrier", at, false);
 }
@@ -865,7 +842,7 @@ void warp_collective(unsigned mask, void* mine, Collective compute, Site at) {
   if (compute) compute(complete.args, mask);  // observed: it touches the kernel's memory
   const Unobserved unobserved;
   Block& b = *self->block;
-  Cluster& c = *b.cluster;
+  Runner& c = *b.runner;
   release(clock);
   for (int i = 0; i < 32; i++) {
     const int lane = c.order == Order::reverse ? 31 - i : i;
@@ -909,12 +886,14 @@ void mbarrier_wait(uint64_t* barrier, int parity, Site at) {
   } phase{barrier, parity};
   Fiber& f = fiber_of(self);
   f.mbarrier = barrier;
-  wait_until([](const void* context) {
-    const Phase& p = *static_cast<const Phase*>(context);
-    Mbarrier m;
-    memcpy(&m, p.barrier, sizeof m);
-    return int(m.phase) != p.parity;
-  }, &phase, "an mbarrier phase", at);
+  wait_until(
+      [](const void* context) {
+        const Phase& p = *static_cast<const Phase*>(context);
+        Mbarrier m;
+        memcpy(&m, p.barrier, sizeof m);
+        return int(m.phase) != p.parity;
+      },
+      &phase, "an mbarrier phase", at);
   f.mbarrier = nullptr;
   acquire(Mbarrier::clock(barrier, parity));
 }
@@ -929,15 +908,15 @@ bool mbarrier_peek(uint64_t* barrier, int parity, Site at) {
 
 void note_global_write(const void* dst, int bytes) {
   const Unobserved unobserved;
-  note_write_of(*self->block->cluster, dst, bytes);
+  note_write_of(*self->block->runner, dst, bytes);
 }
 
 void griddepcontrol_wait(Site at) {
   const Unobserved unobserved;
-  Cluster& c = *self->block->cluster;
+  Runner& c = *self->block->runner;
   if (c.sees_all) return;
   c.awaits_launch = true;
-  wait_until([](const void* cluster) { return static_cast<const Cluster*>(cluster)->sees_all; }, &c,
+  wait_until([](const void* runner) { return static_cast<const Runner*>(runner)->sees_all; }, &c,
              "the launch before this one", at);
 }
 
@@ -963,7 +942,7 @@ void fail(Site at, const char* format, ...) {
   va_start(values, format);
   vsnprintf(text, sizeof text, format, values);
   va_end(values);
-  Cluster& c = *self->block->cluster;
+  Runner& c = *self->block->runner;
   report(block_name(self->block_index) + " " + name_of(*self) + " at " + name_of(at) + ": " + text);
   c.failed = true;
   switch_fibers(fiber_of(self), c.scheduler);
@@ -977,7 +956,8 @@ void check_shared_slow(const void* pointer, int bytes, Site at) {
     fail(at, "%d bytes at offset %lld of shared memory, which has %zu", bytes, (long long)offset,
          self->shared_bytes);
   }
-  fail(at, "%d-byte access at offset %lld of shared memory is misaligned", bytes, (long long)offset);
+  fail(at, "%d-byte access at offset %lld of shared memory is misaligned", bytes,
+       (long long)offset);
 }
 
 void check_global_range(const void* pointer, uint64_t bytes, Site at) {
@@ -1041,9 +1021,8 @@ namespace {
 
 // So many stacks behind a guard each. Null: no memory.
 unsigned char* map_stacks(size_t count) {
-  void* const memory =
-      mmap(nullptr, count * (STACK_BYTES + GUARD_BYTES), PROT_READ | PROT_WRITE,
-           MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE, -1, 0);
+  void* const memory = mmap(nullptr, count * (STACK_BYTES + GUARD_BYTES), PROT_READ | PROT_WRITE,
+                            MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE, -1, 0);
   if (memory == MAP_FAILED) return nullptr;
   unsigned char* const stacks = static_cast<unsigned char*>(memory);
   for (size_t i = 0; i < count; i++) {
@@ -1058,15 +1037,16 @@ constexpr bool KEEPS_STACKS = false;  // a sanitizer remembers what was on them
 constexpr bool KEEPS_STACKS = true;
 #endif
 std::mutex kept_stacks_mutex;
-std::multimap<size_t, unsigned char*> kept_stacks;  // by count: new ones take longer than most launches
+std::multimap<size_t, unsigned char*>
+    kept_stacks;  // by count: new ones take longer than most launches
 
-struct Worker {  // one OS thread's cluster, with stacks that all its clusters use in turn
-  Cluster cluster;
+struct Worker {  // one OS thread's CTA, with stacks that all its CTAs use in turn
+  Runner runner;
   unsigned char* stacks = nullptr;
   size_t stack_count = 0;
 
-  bool prepare(int ctas, int threads) {
-    stack_count = size_t(ctas) * threads;
+  bool prepare(int threads) {
+    stack_count = size_t(threads);
     {
       const std::lock_guard<std::mutex> lock(kept_stacks_mutex);
       const auto kept = kept_stacks.find(stack_count);
@@ -1075,40 +1055,35 @@ struct Worker {  // one OS thread's cluster, with stacks that all its clusters u
     if (!stacks) stacks = map_stacks(stack_count);
     if (!stacks) return false;
     unsigned char* guard = stacks;
-    cluster.blocks.resize(ctas);
-    for (Block& b : cluster.blocks) {
-      b.fibers.resize(threads);
-      for (Fiber& f : b.fibers) {
-        f.stack = guard + GUARD_BYTES;
-        guard += STACK_BYTES + GUARD_BYTES;
+    runner.block.fibers.resize(threads);
+    for (Fiber& f : runner.block.fibers) {
+      f.stack = guard + GUARD_BYTES;
+      guard += STACK_BYTES + GUARD_BYTES;
 #if defined(SIMT_TSAN)
-        f.tsan = __tsan_create_fiber(0);
+      f.tsan = __tsan_create_fiber(0);
 #endif
-      }
     }
-    cluster.scheduler.started = true;
+    runner.scheduler.started = true;
 #if defined(SIMT_TSAN)
-    cluster.scheduler.tsan = __tsan_get_current_fiber();
+    runner.scheduler.tsan = __tsan_get_current_fiber();
 #endif
 #if defined(SIMT_ASAN)
     pthread_attr_t attributes;
     void* stack;
     pthread_getattr_np(pthread_self(), &attributes);
-    pthread_attr_getstack(&attributes, &stack, &cluster.scheduler.stack_bytes);
+    pthread_attr_getstack(&attributes, &stack, &runner.scheduler.stack_bytes);
     pthread_attr_destroy(&attributes);
-    cluster.scheduler.stack = static_cast<unsigned char*>(stack);
+    runner.scheduler.stack = static_cast<unsigned char*>(stack);
 #endif
     return true;
   }
   ~Worker() {
 #if defined(SIMT_TSAN)
-    for (Block& b : cluster.blocks) {
-      for (Fiber& f : b.fibers) {
-        if (f.tsan) __tsan_destroy_fiber(f.tsan);
-      }
-      for (void* proxy : b.proxies) {
-        if (proxy) __tsan_destroy_fiber(proxy);
-      }
+    for (Fiber& f : runner.block.fibers) {
+      if (f.tsan) __tsan_destroy_fiber(f.tsan);
+    }
+    for (void* proxy : runner.block.proxies) {
+      if (proxy) __tsan_destroy_fiber(proxy);
     }
 #endif
     if (!stacks) return;
@@ -1155,37 +1130,32 @@ bool launch(const Launch& l, void (*body)(const void*), const void* args) {
   if (schedule.alternate) order = launches % 2 ? Order::reverse : Order::forward;
   launches++;
   launch_failed = false;
-  // From here on in clusters: their number in each direction, and their size.
-  const Index3& cluster_dim = l.cluster_dim;
-  const Index3 n = {l.grid_dim.x / cluster_dim.x, l.grid_dim.y / cluster_dim.y,
-                    l.grid_dim.z / cluster_dim.z};
-  const uint64_t clusters = uint64_t(n.x) * n.y * n.z;
+  const Index3& n = l.grid_dim;
+  const uint64_t ctas = uint64_t(n.x) * n.y * n.z;
   const uint64_t cores = std::max(1u, std::thread::hardware_concurrency());
-  const int workers = int(std::max<uint64_t>(1, std::min(cores, clusters)));
+  const int workers = int(std::max<uint64_t>(1, std::min(cores, ctas)));
   std::unique_ptr<Withheld> withheld;
   const std::pair<int, const void*> stream(l.device, l.stream);
   const auto before = written.find(stream);
-  if (before != written.end() && l.dependent) withheld.reset(new Withheld(std::move(before->second)));
+  if (before != written.end() && l.dependent)
+    withheld.reset(new Withheld(std::move(before->second)));
   if (withheld) withheld->workers = workers;
   std::vector<Range> writes;
   std::atomic<uint64_t> next{0};
   const auto work = [&] {
     Worker worker;
     grid = {l.grid_dim, l.block_dim, l.device};
-    Cluster& c = worker.cluster;
-    if (!worker.prepare(int(cluster_dim.x * cluster_dim.y * cluster_dim.z),
-                        int(l.block_dim.x * l.block_dim.y * l.block_dim.z))) {
+    Runner& c = worker.runner;
+    if (!worker.prepare(int(l.block_dim.x * l.block_dim.y * l.block_dim.z))) {
       report("no host memory for the stacks of a block");
     }
-    c.dim = cluster_dim, c.body = body, c.args = args, c.order = order;
+    c.body = body, c.args = args, c.order = order;
     c.withheld = withheld.get();
-    for (uint64_t i; !launch_failed && (i = next++) < clusters;) {
-      const uint64_t at = order == Order::forward ? i : clusters - 1 - i;
+    for (uint64_t i; !launch_failed && (i = next++) < ctas;) {
+      const uint64_t at = order == Order::forward ? i : ctas - 1 - i;
       c.random = (schedule.seed + 1) * 0x9e3779b97f4a7c15u + at;
-      run_cluster(c,
-                  {unsigned(at % n.x) * cluster_dim.x, unsigned(at / n.x % n.y) * cluster_dim.y,
-                   unsigned(at / n.x / n.y) * cluster_dim.z},
-                  l.shared_bytes, at == 0);
+      run_block(c, {unsigned(at % n.x), unsigned(at / n.x % n.y), unsigned(at / n.x / n.y)},
+                l.shared_bytes, at == 0);
     }
     if (withheld) withheld->worker_ends();
     const Lock lock(report_mutex);
@@ -1198,8 +1168,9 @@ bool launch(const Launch& l, void (*body)(const void*), const void* args) {
   for (std::thread& t : threads) t.join();
   if (withheld && !withheld->back) {
     withheld->give_back();
-    report("no thread of a dependent launch has called griddepcontrol.wait: the launch after it may "
-           "start before the one before it has ended");
+    report(
+        "no thread of a dependent launch has called griddepcontrol.wait: the launch after it may "
+        "start before the one before it has ended");
   }
   written[stream] = std::move(writes);
   if (launch_failed) latest_report = report_line;

@@ -56,15 +56,13 @@ struct Thread {  // one CUDA thread
   Block* block;
   unsigned char* shared;  // the block's dynamic shared memory
   size_t shared_bytes;
-  bool counting;          // this block's accesses are counted
-  std::vector<AsyncCopy> open_copies;                   // cp.async since the last commit
-  std::vector<std::vector<AsyncCopy>> copy_groups;      // committed, oldest first
-  std::map<const void*, uint64_t> accesses_at;          // by site, for the conflict counters
-  std::deque<std::deque<BulkStore>> stores;             // bulk groups; the last is open
-  uint32_t proxy_fences;                                // fence.proxy.async so far
-  int registers;                                        // setmaxnreg
-  bool in_cluster_barrier;                              // arrived and has not waited
-  uint64_t cluster_phase;                               // at which it arrived
+  bool counting;                                    // this block's accesses are counted
+  std::vector<AsyncCopy> open_copies;               // cp.async since the last commit
+  std::vector<std::vector<AsyncCopy>> copy_groups;  // committed, oldest first
+  std::map<const void*, uint64_t> accesses_at;      // by site, for the conflict counters
+  std::deque<std::deque<BulkStore>> stores;         // bulk groups; the last is open
+  uint32_t proxy_fences;                            // fence.proxy.async so far
+  int registers;                                    // setmaxnreg
 };
 
 struct Grid {
@@ -97,15 +95,12 @@ void fence_mbarrier_init();
 void release(const void* object);
 void acquire(const void* object);
 
-// ---- sm_90: TMA, wgmma, registers, clusters; engine_hopper.h says how strict they are ----
+// ---- sm_90: TMA, wgmma, registers; engine_hopper.h says how strict they are ----
 
 void bulk_load(void* dst, const void* src, uint32_t bytes, uint64_t* barrier, Site at);
 void prefetch_tensormap(const CUtensorMap_st* map, Site at);
 void tensor_load(void* dst, const CUtensorMap_st* map, const int* c, int rank, uint64_t* barrier,
                  Site at);
-// The same to each CTA of the cluster whose bit is set in `ctas`.
-void tensor_load_multicast(void* dst, const CUtensorMap_st* map, const int* c, int rank,
-                           uint64_t* barrier, int ctas, Site at);
 void bulk_store(void* dst, const void* src, uint32_t bytes, Site at);
 void tensor_store(const CUtensorMap_st* map, const int* c, int rank, const void* src, Site at);
 void bulk_commit();
@@ -128,15 +123,6 @@ void wgmma_commit(Site at);
 void wgmma_wait(int groups, Site at);
 
 void setmaxnreg(int registers, bool increase, Site at);
-
-int cluster_rank();
-void cluster_arrive(Site at);
-void cluster_wait(Site at);
-// Shared memory of the cluster in 32 bits: the CTA's rank above an offset of 24 bits.
-uint32_t cluster_address(const void* pointer, int rank, Site at);
-void* cluster_pointer(uint32_t address, int bytes, Site at);
-void store_async(uint32_t address, const void* value, int bytes, uint32_t barrier, Site at);
-void mbarrier_arrive_cluster(uint32_t address, int expect_bytes, Site at);
 
 // ---- programmatic dependent launch ----
 
@@ -188,7 +174,7 @@ struct Schedule {
 extern Schedule schedule;
 
 struct Launch {
-  Index3 grid_dim, block_dim, cluster_dim;
+  Index3 grid_dim, block_dim;
   size_t shared_bytes;
   int device;
   const void* stream;

@@ -1,15 +1,14 @@
 // The part of engine.cpp, and included by it alone, that runs the instructions of sm_90:
 //
-//   loads, also   The destination is poison from the issue on. A load lands when no thread can go on
-//   st.async      without it: the oldest, the newest or any one first, as the schedule says; in
+//   bulk loads    The destination is poison from the issue on. A load lands when no thread can go on
+//                 without it: the oldest, the newest or any one first, as the schedule says; in
 //                 random order also earlier.
 //   bulk stores   read shared memory at the wait_group.read that covers them, and write global memory
 //                 at the wait_group or at the end of the kernel.
 //   wgmma         reads its operands, registers of A included, at the wait_group that covers it; until
 //                 then the accumulators are poison. Threads do not meet before that wait.
 //   setmaxnreg    waits until others have given back what it asks for.
-//   mbarriers     are initialised for loads, and for other CTAs, from fence.mbarrier_init on.
-//   clusters      run in one OS thread; memory of a CTA that has returned is out of bounds.
+//   mbarriers     are initialised for loads from fence.mbarrier_init on.
 //   griddepcontrol.wait  returns when no thread can go on without it, in random order also earlier.
 //                 Until then what the launch before has written is poison, and what is written over
 //                 it is lost.
@@ -55,7 +54,7 @@ template <class F> void observe_as(void*& proxy, const void* issue, F f) {
 
 // For what is found when the thread that asked for it has gone on.
 void report_for(const Fiber& issuer, Site at, const std::string& text) {
-  Cluster& c = *issuer.thread.block->cluster;
+  Runner& c = *issuer.thread.block->runner;
   report(block_name(issuer.thread.block_index) + " " + name_of(issuer.thread) + " at " +
          name_of(at) + ": " + text);
   c.failed = true;
@@ -179,7 +178,7 @@ void check_map(const CUtensorMap_st* map, int rank, const int* coordinates, cons
 void start_load(Block& b, Transfer t) {
   t.parity = Mbarrier::load(t.barrier, t.at).phase;
   check_fenced(b, t.barrier, t.at);
-  if (self->counting && t.data.empty()) {
+  if (self->counting) {
     for (const auto& piece : t.pieces) {
       if (piece.first) b.counters.global_bytes += piece.second;
     }
@@ -191,11 +190,11 @@ void start_load(Block& b, Transfer t) {
   });
   t.issuer = &fiber_of(self);
   release(Mbarrier::clock(t.barrier, t.parity));
-  b.cluster->in_flight.push_back(std::move(t));
+  b.runner->in_flight.push_back(std::move(t));
 }
 
 // By the scheduler.
-void land_one(Cluster& c) {
+void land_one(Runner& c) {
   const Unobserved unobserved;
   size_t i = 0;
   if (c.order == Order::reverse) i = c.in_flight.size() - 1;
@@ -245,7 +244,7 @@ void read_shared(BulkStore& store) {
             });
 }
 
-void write_global(Cluster& c, const BulkStore& store) {
+void write_global(Runner& c, const BulkStore& store) {
   const unsigned char* from = store.data.data();
   for (const auto& piece : store.pieces) {
     if (piece.first) {
@@ -527,21 +526,14 @@ void retire(Warpgroup& w, int groups, Site at) {
       }
     }
     w.steps.pop_front(), w.first++;
-    if (b.cluster->failed) switch_fibers(fiber_of(self), b.cluster->scheduler);
+    if (b.runner->failed) switch_fibers(fiber_of(self), b.runner->scheduler);
   }
 }
 
-// ---- registers, clusters, ends ----
+// ---- registers, ends ----
 
 // Of a thread when the kernel starts: the SM's 65536 shared out.
 int launch_registers(int threads) { return std::min(65536 / threads / 8 * 8, 256); }
-
-// Threads that have returned count as arrived.
-void check_cluster_barrier(Cluster& c) {
-  int running = 0;
-  for (const Block& b : c.blocks) running += int(b.fibers.size()) - b.done;
-  if (c.arrived && c.arrived == running) c.arrived = 0, c.phase++, wake_pollers(c);
-}
 
 // A thread returns.
 void leave(Fiber& f) {
@@ -556,7 +548,6 @@ void leave(Fiber& f) {
       }
     }
   }
-  if (t.in_cluster_barrier) fail(f.waits_at, "returns between cluster_arrive and cluster_wait");
   const Warpgroup& w = t.block->warpgroups[t.linear / 128];
   uint64_t number = w.first;
   for (const Step& step : w.steps) {
@@ -570,21 +561,19 @@ void leave(Fiber& f) {
   }
 }
 
-// All threads of the cluster have returned.
-void finish_cluster(Cluster& c) {
+// All threads of the CTA have returned.
+void finish_block(Runner& c) {
   const Unobserved unobserved;
   for (const Transfer& t : c.in_flight) {
     report_for(*t.issuer, t.at, "this bulk load may be in flight when its CTA is gone");
   }
-  for (Block& b : c.blocks) {
-    for (Fiber& f : b.fibers) {
-      for (const auto& group : f.thread.stores) {
-        for (const BulkStore& store : group) write_global(c, store);
-      }
-      Warpgroup& w = b.warpgroups[f.thread.linear / 128];
-      if (w.position[f.thread.linear % 128] != w.first + w.steps.size()) {
-        report_for(f, w.steps.back().at, "divergent warpgroup: not all of its threads came here");
-      }
+  for (Fiber& f : c.block.fibers) {
+    for (const auto& group : f.thread.stores) {
+      for (const BulkStore& store : group) write_global(c, store);
+    }
+    Warpgroup& w = c.block.warpgroups[f.thread.linear / 128];
+    if (w.position[f.thread.linear % 128] != w.first + w.steps.size()) {
+      report_for(f, w.steps.back().at, "divergent warpgroup: not all of its threads came here");
     }
   }
 }
@@ -616,40 +605,7 @@ void bulk_load(void* dst, const void* src, uint32_t bytes, uint64_t* barrier, Si
                             false,
                             {{from, int(bytes)}},
                             int(bytes),
-                            barrier,
-                            {}});
-}
-
-void tensor_load_multicast(void* dst, const CUtensorMap_st* map, const int* c, int rank,
-                           uint64_t* barrier, int ctas, Site at) {
-  Cluster& cluster = *self->block->cluster;
-  Pieces pieces;
-  {
-    const Unobserved unobserved;
-    check_map(map, rank, c, dst, at);
-    check_shared(barrier, 8, at);
-    if (!ctas || ctas >> cluster.blocks.size()) {
-      fail(at, "multicast to CTAs %#x of a cluster of %zu", ctas, cluster.blocks.size());
-    }
-    pieces = pieces_of(*map, c, at);
-  }
-  for (int cta = 0; ctas >> cta; cta++) {
-    if (!(ctas >> cta & 1)) continue;
-    const auto there = [&](const void* here) {
-      return cluster_pointer(cluster_address(here, cta, at), 8, at);
-    };
-    unsigned char* const to = static_cast<unsigned char*>(there(dst));
-    observe_write(to, map->box_bytes());
-    const Unobserved unobserved;
-    start_load(cluster.blocks[cta], {nullptr,
-                                     at,
-                                     to,
-                                     true,
-                                     pieces,
-                                     int(map->box_bytes()),
-                                     static_cast<uint64_t*>(there(barrier)),
-                                     {}});
-  }
+                            barrier});
 }
 
 void prefetch_tensormap(const CUtensorMap_st* map, Site at) {
@@ -659,7 +615,18 @@ void prefetch_tensormap(const CUtensorMap_st* map, Site at) {
 
 void tensor_load(void* dst, const CUtensorMap_st* map, const int* c, int rank, uint64_t* barrier,
                  Site at) {
-  tensor_load_multicast(dst, map, c, rank, barrier, 1 << self->block->rank, at);
+  Pieces pieces;
+  {
+    const Unobserved unobserved;
+    check_map(map, rank, c, dst, at);
+    check_shared(barrier, 8, at);
+    pieces = pieces_of(*map, c, at);
+  }
+  const int bytes = int(map->box_bytes());
+  observe_write(dst, bytes);
+  const Unobserved unobserved;
+  start_load(*self->block,
+             {nullptr, at, static_cast<unsigned char*>(dst), true, pieces, bytes, barrier});
 }
 
 void bulk_store(void* dst, const void* src, uint32_t bytes, Site at) {
@@ -718,7 +685,7 @@ void bulk_wait(int groups, bool read_only) {
       }
       const Unobserved unobserved;
       read_shared(store);
-      if (!read_only) write_global(*self->block->cluster, store);
+      if (!read_only) write_global(*self->block->runner, store);
     }
   }
   const Unobserved unobserved;
@@ -823,7 +790,7 @@ void wgmma_wait(int groups, Site at) {
   } else {
     w.arrived = 0;
     retire(w, groups, at);
-    wake(*self->block->cluster, w.waiting);
+    wake(*self->block->runner, w.waiting);
   }
   acquire(&self->block->proxies[self->linear / 128]);
 }
@@ -854,83 +821,7 @@ void setmaxnreg(int registers, bool increase, Site at) {
   }
   self->registers = registers;
   self->block->free_registers -= more;
-  if (more < 0) wake_pollers(*self->block->cluster);
-}
-
-int cluster_rank() { return self->block->rank; }
-
-void cluster_arrive(Site at) {
-  const Unobserved unobserved;
-  Cluster& c = *self->block->cluster;
-  if (self->in_cluster_barrier) fail(at, "cluster_arrive twice without a cluster_wait");
-  self->in_cluster_barrier = true, self->cluster_phase = c.phase;
-  fiber_of(self).waits_at = at;
-  release(c.clock(c.phase));
-  c.arrived++;
-  check_cluster_barrier(c);
-}
-
-void cluster_wait(Site at) {
-  const Unobserved unobserved;
-  Cluster& c = *self->block->cluster;
-  if (!self->in_cluster_barrier) fail(at, "cluster_wait without a cluster_arrive");
-  struct Phase {
-    const Cluster* cluster;
-    uint64_t phase;
-  } phase{&c, self->cluster_phase};
-  wait_until(
-      [](const void* context) {
-        const Phase& p = *static_cast<const Phase*>(context);
-        return p.cluster->phase != p.phase;
-      },
-      &phase, "the cluster's barrier", at);
-  self->in_cluster_barrier = false;
-  acquire(c.clock(phase.phase));
-}
-
-uint32_t cluster_address(const void* pointer, int rank, Site at) {
-  const uint64_t offset = static_cast<const unsigned char*>(pointer) - self->shared;
-  if (rank < 0 || size_t(rank) >= self->block->cluster->blocks.size()) {
-    fail(at, "CTA %d of a cluster of %zu", rank, self->block->cluster->blocks.size());
-  }
-  if (offset >= self->shared_bytes) fail(at, "mapa: %p is not in shared memory", pointer);
-  return uint32_t(rank) << 24 | uint32_t(offset);
-}
-
-void* cluster_pointer(uint32_t address, int bytes, Site at) {
-  const Unobserved unobserved;
-  const Cluster& c = *self->block->cluster;
-  const uint32_t rank = address >> 24, offset = address & 0xffffff;
-  if (rank >= c.blocks.size()) fail(at, "CTA %u of a cluster of %zu", rank, c.blocks.size());
-  const Block& b = c.blocks[rank];
-  if (offset + bytes > b.shared_bytes || offset % bytes) {
-    fail(at, "%d bytes at offset %u of a CTA's shared memory, which has %zu", bytes, offset,
-         b.shared_bytes);
-  }
-  if (size_t(b.done) == b.fibers.size()) {
-    fail(at, "the CTA of rank %u, whose shared memory this is, has returned", rank);
-  }
-  return b.shared + offset;
-}
-
-void store_async(uint32_t address, const void* value, int bytes, uint32_t barrier, Site at) {
-  unsigned char* const to = static_cast<unsigned char*>(cluster_pointer(address, bytes, at));
-  uint64_t* const m = static_cast<uint64_t*>(cluster_pointer(barrier, 8, at));
-  if (address >> 24 != barrier >> 24) fail(at, "st.async: its mbarrier is in another CTA");
-  observe_write(to, bytes);
-  const Unobserved unobserved;
-  const auto* const from = static_cast<const unsigned char*>(value);
-  Transfer t{nullptr, at, to, false, {}, bytes, m, {from, from + bytes}};
-  t.pieces.push_back({t.data.data(), bytes});
-  start_load(self->block->cluster->blocks[address >> 24], std::move(t));
-}
-
-void mbarrier_arrive_cluster(uint32_t address, int expect_bytes, Site at) {
-  const Unobserved unobserved;
-  uint64_t* const barrier = static_cast<uint64_t*>(cluster_pointer(address, 8, at));
-  const Block& there = self->block->cluster->blocks[address >> 24];
-  if (&there != self->block) check_fenced(there, barrier, at);
-  arrive(barrier, expect_bytes, at);
+  if (more < 0) wake_pollers(*self->block->runner);
 }
 
 }  // namespace simt

@@ -23,11 +23,6 @@ inline void cp_async_bulk_tensor_load(void* dst_s, const CUtensorMap* map, const
                                       uint64_t* barrier_s, uint64_t, SIMT_CALLER) {
   simt::tensor_load(dst_s, map, c, RANK, barrier_s, at);
 }
-inline void cp_async_bulk_tensor_load_multicast(void* dst_s, const CUtensorMap* map,
-                                                const int (&c)[5], uint64_t* barrier_s, int ctas,
-                                                uint64_t, SIMT_CALLER) {
-  simt::tensor_load_multicast(dst_s, map, c, 5, barrier_s, ctas, at);
-}
 template <int RANK>
 inline void cp_async_bulk_tensor_store(const CUtensorMap* map, const int (&c)[RANK],
                                        const void* src_s, SIMT_CALLER) {
@@ -80,28 +75,6 @@ template <int N> inline void setmaxnreg_inc(SIMT_CALLER) { simt::setmaxnreg(N, t
 template <bool TRANS>
 inline void stmatrix_x4(SharedAddress row, const uint32_t (&r)[4], SIMT_CALLER) {
   matrix_collective<4, TRANS, true>(reinterpret_cast<void*>(row), const_cast<uint32_t*>(r), at);
-}
-
-inline int cluster_ctarank() { return simt::cluster_rank(); }
-inline void cluster_arrive(SIMT_CALLER) { simt::cluster_arrive(at); }
-inline void cluster_wait(SIMT_CALLER) { simt::cluster_wait(at); }
-inline uint32_t mapa(SharedAddress address, int rank, SIMT_CALLER) {
-  return simt::cluster_address(reinterpret_cast<const void*>(address), rank, at);
-}
-template <class T> inline T ld_shared_cluster(uint32_t address, SIMT_CALLER) {
-  return *static_cast<const T*>(simt::cluster_pointer(address, sizeof(T), at));
-}
-template <class T> inline void st_shared_cluster(uint32_t address, T value, SIMT_CALLER) {
-  *static_cast<T*>(simt::cluster_pointer(address, sizeof(T), at)) = value;
-}
-inline void st_async_cluster(uint32_t address, uint4 value, uint32_t barrier, SIMT_CALLER) {
-  simt::store_async(address, &value, sizeof value, barrier, at);
-}
-inline void mbarrier_arrive_cluster(uint32_t address, SIMT_CALLER) {
-  simt::mbarrier_arrive_cluster(address, 0, at);
-}
-inline void mbarrier_arrive_expect_tx_cluster(uint32_t address, uint32_t bytes, SIMT_CALLER) {
-  simt::mbarrier_arrive_cluster(address, int(bytes), at);
 }
 
 inline void griddepcontrol_wait(SIMT_CALLER) { simt::griddepcontrol_wait(at); }

@@ -213,7 +213,7 @@ static void test_schedules() {
   simt::schedule = {};
 }
 
-// ---- sm_90: TMA, wgmma, registers, clusters ----
+// ---- sm_90: TMA, wgmma, registers ----
 
 constexpr int ROWS = 40, HEADS = 3;  // of the tensor [HEADS][ROWS][64] that the maps describe
 constexpr int BOX = 16;              // rows of a box
@@ -224,11 +224,9 @@ struct HopperScratch {
   uint64_t barriers[4];
 };
 struct HopperArgs {
-  CUtensorMap map;     // rank 3: (64, ROWS, HEADS), box (64, BOX, 1)
-  CUtensorMap map_5d;  // the same as (64, ROWS, 1, HEADS, 1)
-  __half* tensor;      // [HEADS][ROWS][80], 64 used of a row
-  float* out;          // [64 * 256]
-  unsigned* counter;   // 0
+  CUtensorMap map;  // rank 3: (64, ROWS, HEADS), box (64, BOX, 1)
+  __half* tensor;   // [HEADS][ROWS][80], 64 used of a row
+  float* out;       // [64 * 256]
 };
 using HopperKernel = void (*)(const HopperArgs);
 constexpr int OUT = 64 * 256;
@@ -236,16 +234,14 @@ constexpr int ROW_STRIDE = 80;
 
 static float tensor_value(int head, int row, int i) { return float(head * 512 + row * 8 + i % 8); }
 
-// One CTA of `threads` threads, or a cluster of `ctas`.
+// One CTA of `threads` threads.
 static std::vector<float> run_hopper(HopperKernel kernel, std::string& report, int threads = 128,
-                                     unsigned ctas = 1, std::vector<float>* tensor = nullptr) {
+                                     std::vector<float>* tensor = nullptr) {
   HopperArgs a{};
   const size_t elements = HEADS * ROWS * ROW_STRIDE;
   std::vector<float> out(OUT, -1.0f);
   cudaMalloc(&a.tensor, elements * sizeof(__half));
   cudaMalloc(&a.out, OUT * sizeof(float));
-  cudaMalloc(&a.counter, sizeof(unsigned));
-  cudaMemset(a.counter, 0, sizeof(unsigned));
   cudaMemcpy(a.out, out.data(), OUT * sizeof(float), cudaMemcpyHostToDevice);
   for (int h = 0; h < HEADS; h++) {
     for (int r = 0; r < ROWS; r++) {
@@ -257,18 +253,9 @@ static std::vector<float> run_hopper(HopperKernel kernel, std::string& report, i
   const uint64_t sizes[3] = {64, ROWS, HEADS}, strides[2] = {ROW_STRIDE * 2, ROWS * ROW_STRIDE * 2};
   const uint32_t box[3] = {64, BOX, 1};
   EXPECT(encode_tensor_map(a.map, 3, a.tensor, sizes, strides, box, false) == cudaSuccess);
-  const uint64_t sizes_5d[5] = {64, ROWS, 1, HEADS, 1};
-  const uint64_t strides_5d[4] = {strides[0], 128, strides[1], 16};
-  const uint32_t box_5d[5] = {64, BOX, 1, 1, 1};
-  EXPECT(encode_tensor_map(a.map_5d, 5, a.tensor, sizes_5d, strides_5d, box_5d, false) ==
-         cudaSuccess);
-  cudaLaunchAttribute attribute{};
-  attribute.id = cudaLaunchAttributeClusterDimension;
-  attribute.val.clusterDim = {ctas, 1, 1};
   cudaLaunchConfig_t launch{};
-  launch.gridDim = dim3(ctas), launch.blockDim = dim3(threads);
+  launch.gridDim = dim3(1), launch.blockDim = dim3(threads);
   launch.dynamicSmemBytes = sizeof(HopperScratch);
-  launch.attrs = &attribute, launch.numAttrs = 1;
   report = cudaLaunchKernelEx(&launch, kernel, a) == cudaSuccess ? "" : simt::last_report();
   cudaMemcpy(out.data(), a.out, OUT * sizeof(float), cudaMemcpyDeviceToHost);
   if (tensor) {
@@ -276,18 +263,16 @@ static std::vector<float> run_hopper(HopperKernel kernel, std::string& report, i
   }
   cudaFree(a.tensor);
   cudaFree(a.out);
-  cudaFree(a.counter);
   return out;
 }
 
 static void expect_hopper_report(const char* what, HopperKernel kernel,
-                                 std::vector<std::string> words, int threads = 128,
-                                 unsigned ctas = 1) {
+                                 std::vector<std::string> words, int threads = 128) {
   const simt::Schedule schedule = simt::schedule;
   for (simt::Order order : {simt::Order::forward, simt::Order::reverse}) {
     simt::schedule.alternate = false, simt::schedule.order = order;
     std::string report;
-    run_hopper(kernel, report, threads, ctas);
+    run_hopper(kernel, report, threads);
     for (const std::string& word : words) {
       checks++;
       if (report.find(word) == std::string::npos) {
@@ -635,7 +620,7 @@ static void test_tma_stores() {
   under_all_orders([] {
     std::string report;
     std::vector<float> tensor;
-    const std::vector<float> out = run_hopper(store_tile<Omit::nothing>, report, 128, 1, &tensor);
+    const std::vector<float> out = run_hopper(store_tile<Omit::nothing>, report, 128, &tensor);
     EXPECT(report == "" && out[0] == tensor_value(1, 30, 1) && out[1] == 1);
     bool right = true;
     for (int h = 0; h < HEADS; h++) {
@@ -652,11 +637,11 @@ static void test_tma_stores() {
     // Without the last wait it is there at the end of the kernel, and not before.
     std::vector<float> at_end;
     const std::vector<float> during =
-        run_hopper(store_tile<Omit::last_wait>, report, 128, 1, &at_end);
+        run_hopper(store_tile<Omit::last_wait>, report, 128, &at_end);
     EXPECT(report == "" && during[1] == tensor_value(1, 30, 1) && at_end == tensor);
     // Overwritten before it was read: by thread 0, at the first place of the tile.
     tensor.clear();
-    run_hopper(store_tile<Omit::read_wait>, report, 128, 1, &tensor);
+    run_hopper(store_tile<Omit::read_wait>, report, 128, &tensor);
     EXPECT(report == "" && tensor[(ROWS + 30) * ROW_STRIDE] == -5);
     EXPECT(tensor[(ROWS + 35) * ROW_STRIDE + 1] == 5 * 64 + 1);
   });
@@ -955,200 +940,6 @@ static void test_registers() {
       {"divergent warpgroup: "}, 384);
 }
 
-// Each CTA of the cluster writes to its neighbour, and reads from it; then all leave together.
-template <bool WAIT> static void exchange(const HopperArgs a) {
-  HopperScratch& s = dynamic_shared<HopperScratch>();
-  const int rank = cluster_ctarank(), next = (rank + 1) % 4, tid = threadIdx.x;
-  float* const mine = reinterpret_cast<float*>(s.b);
-  mine[tid] = float(rank * 1000 + tid);
-  if (tid == 0) mbarrier_init(&s.barriers[0], 128);
-  fence_mbarrier_init();
-  cluster_arrive();
-  cluster_wait();
-  const uint32_t there = mapa(shared_address(s.b), next);
-  st_shared_cluster(there + 4 * (128 + tid), ld_shared_cluster<float>(there + 4 * tid) + 0.5f);
-  mbarrier_arrive_cluster(mapa(shared_address(&s.barriers[0]), next));
-  wait_for(&s.barriers[0], 0);
-  a.out[rank * 128 + tid] = mine[128 + tid];
-  if (WAIT) cluster_arrive();
-  if (WAIT) cluster_wait();
-  if (!WAIT && rank != 3) return;
-  if (!WAIT) a.out[tid] = ld_shared_cluster<float>(there);
-}
-
-// Each of two CTAs loads a box for both and sends 16 bytes to the other.
-static void share(const HopperArgs a) {
-  HopperScratch& s = dynamic_shared<HopperScratch>();
-  const int rank = cluster_ctarank();
-  const SharedAddress barrier = shared_address(&s.barriers[0]);
-  if (threadIdx.x == 0) mbarrier_init(&s.barriers[0], 2);
-  fence_mbarrier_init();
-  cluster_arrive();
-  cluster_wait();
-  if (threadIdx.x == 0) {
-    const uint32_t there = mapa(barrier, rank ^ 1);
-    mbarrier_arrive_expect_tx_cluster(there, 2 * BOX_BYTES + 16);
-    mbarrier_arrive_cluster(mapa(barrier, rank));
-    const int c[5] = {0, 3 + rank, 0, 1 + rank, 0};
-    cp_async_bulk_tensor_load_multicast(s.a + rank * BOX * 64, &a.map_5d, c, &s.barriers[0], 3, 0);
-    st_async_cluster(mapa(shared_address(s.b), rank ^ 1), uint4{7, 8u + rank, 9, 10}, there);
-  }
-  wait_for(&s.barriers[0], 0);
-  for (int i = threadIdx.x; i < 2 * BOX * 64; i += blockDim.x) {
-    a.out[rank * 2 * BOX * 64 + i] = float(s.a[swizzled(i / 64, i % 64)]);
-  }
-  a.out[8192 + rank * 128 + threadIdx.x] =
-      float(ld_shared<uint32_t>(reinterpret_cast<const char*>(s.b) + threadIdx.x % 4 * 4));
-  cluster_arrive();
-  cluster_wait();
-}
-
-// The second CTA's mbarrier is used by the first one, and no fence tells of its initialisation.
-enum class From { arrive, multicast, st_async };
-template <From FROM> static void without_fence(const HopperArgs a) {
-  HopperScratch& s = dynamic_shared<HopperScratch>();
-  if (threadIdx.x == 0) {
-    mbarrier_init(&s.barriers[0], 1);
-    if (cluster_ctarank() == 0) fence_mbarrier_init();
-  }
-  cluster_arrive();
-  cluster_wait();
-  if (cluster_ctarank() == 0 && threadIdx.x == 0) {
-    const uint32_t there = mapa(shared_address(&s.barriers[0]), 1);
-    const int c[5] = {};
-    if (FROM == From::arrive) mbarrier_arrive_cluster(there);
-    if (FROM == From::multicast) {
-      cp_async_bulk_tensor_load_multicast(s.a, &a.map_5d, c, &s.barriers[0], 3, 0);
-    }
-    if (FROM == From::st_async) st_async_cluster(mapa(shared_address(s.b), 1), uint4{}, there);
-  }
-  cluster_arrive();
-  cluster_wait();
-}
-
-static void test_multicast() {
-  const std::vector<std::string> unfenced = {
-      "block (0,0,0)", "this mbarrier was initialised without a fence.mbarrier_init since"};
-  expect_hopper_report("arrival from another CTA", without_fence<From::arrive>, unfenced, 128, 2);
-  expect_hopper_report("multicast, unfenced", without_fence<From::multicast>, unfenced, 128, 2);
-  expect_hopper_report("st.async, unfenced", without_fence<From::st_async>, unfenced, 128, 2);
-  under_all_orders([] {
-    std::string report;
-    const std::vector<float> out = run_hopper(share, report, 128, 2);
-    EXPECT(report == "");
-    bool right = true;
-    for (int cta = 0; cta < 2; cta++) {
-      for (int i = 0; i < 2 * BOX * 64; i++) {
-        const int from = i / (BOX * 64), row = i / 64 % BOX;
-        right =
-            right && out[cta * 2 * BOX * 64 + i] == tensor_value(1 + from, 3 + from + row, i % 64);
-      }
-      for (int i = 0; i < 128; i++) {
-        const float sent[4] = {7, float(8 + (cta ^ 1)), 9, 10};
-        right = right && out[8192 + cta * 128 + i] == sent[i % 4];
-      }
-    }
-    EXPECT(right);
-  });
-  expect_hopper_report(
-      "multicast to a CTA that is not there",
-      [](const HopperArgs a) {
-        HopperScratch& s = dynamic_shared<HopperScratch>();
-        init_barriers(s);
-        const int c[5] = {};
-        cp_async_bulk_tensor_load_multicast(s.a, &a.map_5d, c, &s.barriers[0], 5, 0);
-      },
-      {"multicast to CTAs 0x5 of a cluster of 2"}, 128, 2);
-  expect_hopper_report(
-      "bytes landed that nobody expects there",
-      [](const HopperArgs a) {
-        HopperScratch& s = dynamic_shared<HopperScratch>();
-        init_barriers(s);
-        cluster_arrive();
-        cluster_wait();
-        if (cluster_ctarank() == 0 && threadIdx.x == 0) {
-          const int c[5] = {};
-          mbarrier_arrive_expect_tx(&s.barriers[0], BOX_BYTES);
-          cp_async_bulk_tensor_load_multicast(s.a, &a.map_5d, c, &s.barriers[0], 3, 0);
-          wait_for(&s.barriers[0], 0);
-        } else if (threadIdx.x == 0) {
-          mbarrier_arrive(&s.barriers[0]);
-          wait_for(&s.barriers[0], 0);
-          wait_for(&s.barriers[0], 1);
-        }
-        cluster_arrive();
-        cluster_wait();
-      },
-      {"-2048 bytes are missing"}, 128, 2);
-  expect_hopper_report(
-      "st.async to one CTA, its mbarrier in another",
-      [](const HopperArgs) {
-        HopperScratch& s = dynamic_shared<HopperScratch>();
-        init_barriers(s);
-        st_async_cluster(mapa(shared_address(s.b), 1), uint4{},
-                         mapa(shared_address(&s.barriers[0]), 0));
-      },
-      {"st.async: its mbarrier is in another CTA"}, 128, 2);
-}
-
-static void test_clusters() {
-  under_all_orders([] {
-    std::string report;
-    const std::vector<float> out = run_hopper(exchange<true>, report, 128, 4);
-    EXPECT(report == "");
-    bool right = true;
-    for (int i = 0; i < 512; i++) right = right && out[i] == float(i / 128 * 1000 + i % 128) + 0.5f;
-    EXPECT(right);
-  });
-  expect_hopper_report(
-      "a CTA that has returned",
-      [](const HopperArgs a) {
-        const uint32_t there = mapa(shared_address(&dynamic_shared<HopperScratch>()), 1);
-        if (cluster_ctarank() == 1) {
-          atomicAdd(a.counter, 1u);
-          return;
-        }
-        for (int i = 0; i < 100 && *a.counter < 128; i++) __syncthreads();
-        a.out[threadIdx.x] = ld_shared_cluster<float>(there);
-      },
-      {"the CTA of rank 1, whose shared memory this is, has returned"}, 128, 2);
-  expect_hopper_report(
-      "no such rank",
-      [](const HopperArgs) { mapa(shared_address(&dynamic_shared<HopperScratch>()), 2); },
-      {"CTA 2 of a cluster of 2"}, 128, 2);
-  expect_hopper_report(
-      "wait without arrive", [](const HopperArgs) { cluster_wait(); },
-      {"cluster_wait without a cluster_arrive"}, 128, 2);
-  expect_hopper_report(
-      "arrive twice",
-      [](const HopperArgs) {
-        cluster_arrive();
-        cluster_arrive();
-      },
-      {"cluster_arrive twice"}, 128, 2);
-  expect_hopper_report(
-      "cluster deadlock",
-      [](const HopperArgs) {
-        if (cluster_ctarank() == 1) {
-          __syncthreads();
-          if (threadIdx.x == 0) barrier_sync(3, 64);
-        }
-        cluster_arrive();
-        cluster_wait();
-      },
-      {"deadlock in block (0,0,0): ", "wait for the cluster's barrier", "in block (1,0,0): "}, 128,
-      2);
-  HopperArgs a{};
-  cudaLaunchAttribute attribute{};
-  attribute.id = cudaLaunchAttributeClusterDimension;
-  attribute.val.clusterDim = {2, 1, 1};
-  cudaLaunchConfig_t launch{};
-  launch.gridDim = dim3(3), launch.blockDim = dim3(128);
-  launch.attrs = &attribute, launch.numAttrs = 1;
-  HopperKernel nothing = [](const HopperArgs) {};
-  EXPECT(cudaLaunchKernelEx(&launch, nothing, a) == cudaErrorInvalidValue);  // 3 CTAs in pairs
-}
-
 // ---- warp-wide matrices ----
 
 // Each lane reads what another lane has written, one of them by a warp-wide instruction; out: 1 where a
@@ -1326,7 +1117,8 @@ static void test_dependent_launches() {
         seen++;
         EXPECT(random || &seen == &early);
       }
-      for (ChainKernel kernel : {second_of_chain<Early::write>, second_of_chain<Early::bulk_store>}) {
+      for (ChainKernel kernel :
+           {second_of_chain<Early::write>, second_of_chain<Early::bulk_store>}) {
         Chain c;
         c.bulk = bulk;
         c.launch(first_of_chain, false).launch(kernel, true).fetch();
@@ -1473,10 +1265,9 @@ static void test_cublas() {
   const float one = 1, A = 3, B = 5;
   float C = 0;
   const auto multiply = [&] {
-    return cublasGemmStridedBatchedEx_64(handle, CUBLAS_OP_N, CUBLAS_OP_N, 1, 1, 1, &one, &A,
-                                         CUDA_R_32F, 1, 0, &B, CUDA_R_32F, 1, 0, &one, &C,
-                                         CUDA_R_32F, 1, 0, 1, CUBLAS_COMPUTE_32F,
-                                         CUBLAS_GEMM_DEFAULT);
+    return cublasGemmStridedBatchedEx_64(
+        handle, CUBLAS_OP_N, CUBLAS_OP_N, 1, 1, 1, &one, &A, CUDA_R_32F, 1, 0, &B, CUDA_R_32F, 1, 0,
+        &one, &C, CUDA_R_32F, 1, 0, 1, CUBLAS_COMPUTE_32F, CUBLAS_GEMM_DEFAULT);
   };
   EXPECT(multiply() == CUBLAS_STATUS_SUCCESS && C == 15);
   simt::fail_next("cublasGemmStridedBatchedEx_64", CUBLAS_STATUS_EXECUTION_FAILED);
@@ -1508,8 +1299,7 @@ static void test_host_threads() {
       const std::string text = "barrier " + std::to_string(16 + ctas);
       *right = *right && error == cudaErrorLaunchFailure && cudaGetLastError() == error &&
                simt::last_report().find(text) != std::string::npos &&
-               int(simt::last_launch().grid_dim.x) == ctas &&
-               simt::last_launch().block_dim.x == 32 && simt::last_launch().cluster_dim.x == 1;
+               int(simt::last_launch().grid_dim.x) == ctas && simt::last_launch().block_dim.x == 32;
     }
   };
   bool right[2] = {true, true};
@@ -1571,8 +1361,6 @@ int main() {
   test_tma_stores();
   test_wgmma();
   test_registers();
-  test_multicast();
-  test_clusters();
   test_matrices();
   test_dependent_launches();
   test_devices();

@@ -83,41 +83,6 @@ __device__ void cp_async_bulk_store(void* dst_g, const void* src_s, uint32_t byt
 template <int N> __device__ void cp_async_bulk_wait_group() {
   asm volatile("cp.async.bulk.wait_group %0;" ::"n"(N) : "memory");
 }
-template <class T> __device__ T ld_shared_cluster(uint32_t address) {
-  static_assert(sizeof(T) == 4 || sizeof(T) == 8 || sizeof(T) == 16, "4, 8 or 16 bytes");
-  uint32_t w[sizeof(T) / 4];
-  if constexpr (sizeof(T) == 4) {
-    asm volatile("ld.shared::cluster.b32 %0, [%1];" : "=r"(w[0]) : "r"(address) : "memory");
-  } else if constexpr (sizeof(T) == 8) {
-    asm volatile("ld.shared::cluster.v2.b32 {%0, %1}, [%2];"
-                 : "=r"(w[0]), "=r"(w[1])
-                 : "r"(address)
-                 : "memory");
-  } else {
-    asm volatile("ld.shared::cluster.v4.b32 {%0, %1, %2, %3}, [%4];"
-                 : "=r"(w[0]), "=r"(w[1]), "=r"(w[2]), "=r"(w[3])
-                 : "r"(address)
-                 : "memory");
-  }
-  T value;
-  memcpy(&value, w, sizeof value);
-  return value;
-}
-template <class T> __device__ void st_shared_cluster(uint32_t address, T value) {
-  static_assert(sizeof(T) == 4 || sizeof(T) == 8 || sizeof(T) == 16, "4, 8 or 16 bytes");
-  uint32_t w[sizeof(T) / 4];
-  memcpy(w, &value, sizeof value);
-  if constexpr (sizeof(T) == 4) {
-    asm volatile("st.shared::cluster.b32 [%0], %1;" ::"r"(address), "r"(w[0]) : "memory");
-  } else if constexpr (sizeof(T) == 8) {
-    asm volatile("st.shared::cluster.v2.b32 [%0], {%1, %2};" ::"r"(address), "r"(w[0]), "r"(w[1])
-                 : "memory");
-  } else {
-    asm volatile("st.shared::cluster.v4.b32 [%0], {%1, %2, %3, %4};" ::"r"(address), "r"(w[0]),
-                 "r"(w[1]), "r"(w[2]), "r"(w[3])
-                 : "memory");
-  }
-}
 #endif
 
 constexpr int THREADS = 64, WORDS = 64;  // results per thread
@@ -555,62 +520,6 @@ __global__ void __launch_bounds__(384, 1) test_setmaxnreg(const __grid_constant_
   a.out[threadIdx.x] = threadIdx.x * 3 + 1;
 }
 
-// Two CTAs, each writing what the other one reads.
-__global__ void test_cluster(const __grid_constant__ Args a) {
-  HopperScratch& s = hopper_scratch(64);
-  const int tid = threadIdx.x, rank = cluster_ctarank();
-  griddepcontrol_wait();
-  st_shared(s.a + 16 * tid, uint4{uint32_t(rank), uint32_t(tid), uint32_t(tid * tid), 7u});
-  cluster_arrive();
-  cluster_wait();
-  const uint32_t there = mapa(shared_address(s.a), rank ^ 1);
-  const uint4 x = ld_shared_cluster<uint4>(there + 16 * (63 - tid));
-  const uint2 y = ld_shared_cluster<uint2>(there + 16 * tid + 8);
-  const uint32_t z = ld_shared_cluster<uint32_t>(there + 16 * (tid ^ 5) + 4);
-  const uint32_t box = mapa(shared_address(s.b), rank ^ 1);
-  st_shared_cluster(box + 32 * tid, x);
-  st_shared_cluster(box + 32 * tid + 16, y);
-  st_shared_cluster(box + 32 * tid + 24, z);
-  cluster_arrive();
-  cluster_wait();
-  for (int i = 0; i < 7; i++) {
-    a.out[(rank * 64 + tid) * 8 + i] = ld_shared<uint32_t>(s.b + 4 * (tid * 8 + i));
-  }
-  a.out[(rank * 64 + tid) * 8 + 7] = uint32_t(rank);
-  griddepcontrol_launch_dependents();
-  cluster_arrive();
-  cluster_wait();
-}
-
-// Two CTAs, each loading a box for both and sending 16 bytes to the other, at whose mbarrier it arrives.
-__global__ void test_multicast(const __grid_constant__ Args a) {
-  HopperScratch& s = hopper_scratch(2);
-  const int tid = threadIdx.x, rank = cluster_ctarank();
-  cluster_arrive();
-  cluster_wait();
-  if (tid == 0) {
-    const SharedAddress barrier = shared_address(&s.barriers[0]);
-    const uint32_t there = mapa(barrier, rank ^ 1);
-    mbarrier_arrive_expect_tx_cluster(there, 2 * 2048 + 16);
-    mbarrier_arrive_cluster(mapa(barrier, rank));
-    const int c[5] = {0, 3 + 5 * rank, 0, rank, 1};
-    constexpr uint64_t evict_last = 0x14f0000000000000;
-    cp_async_bulk_tensor_load_multicast(s.a + 2048 * rank, &a.map_5d, c, &s.barriers[0], 3,
-                                        evict_last);
-    st_async_cluster(mapa(shared_address(s.b), rank ^ 1),
-                     uint4{5u + rank, 6u * rank, 7u, 0x80000000u + rank}, there);
-  }
-  wait_for(&s.barriers[0], 0);
-  for (int i = 0; i < 16; i++) {
-    a.out[(rank * 64 + tid) * 20 + i] = ld_shared<uint32_t>(s.a + 4 * (tid * 16 + i));
-  }
-  for (int i = 0; i < 4; i++) {
-    a.out[(rank * 64 + tid) * 20 + 16 + i] = ld_shared<uint32_t>(s.b + 4 * i);
-  }
-  cluster_arrive();
-  cluster_wait();
-}
-
 static std::map<std::string, std::string> hashes;
 static bool failed = false;
 
@@ -633,9 +542,9 @@ static void encode_maps(Args& a) {
   }
 }
 
-// Hashes threads * words results, of `ctas` CTAs in a cluster.
+// Hashes threads * words results.
 static void run(const char* name, void (*kernel)(const Args), int threads = THREADS,
-                size_t results = THREADS * WORDS, unsigned ctas = 1) {
+                size_t results = THREADS * WORDS) {
   Args a{};
   uint8_t* in = nullptr;
   std::vector<uint8_t> bytes(4096);
@@ -652,12 +561,8 @@ static void run(const char* name, void (*kernel)(const Args), int threads = THRE
   cudaMemcpy(in, bytes.data(), bytes.size(), cudaMemcpyHostToDevice);
   a.in = in, a.counter = a.out + results;
   cudaLaunchConfig_t launch{};
-  launch.gridDim = dim3(ctas), launch.blockDim = dim3(threads);
+  launch.gridDim = dim3(1), launch.blockDim = dim3(threads);
   launch.dynamicSmemBytes = sizeof(HopperScratch);
-  cudaLaunchAttribute cluster{};
-  cluster.id = cudaLaunchAttributeClusterDimension;
-  cluster.val.clusterDim.x = ctas, cluster.val.clusterDim.y = cluster.val.clusterDim.z = 1;
-  launch.attrs = &cluster, launch.numAttrs = ctas > 1;
   cudaError_t error = cudaLaunchKernelEx(&launch, kernel, a);
   if (error == cudaSuccess) error = cudaDeviceSynchronize();
   if (error == cudaSuccess) {
@@ -738,8 +643,6 @@ int main(int argc, char** argv) {
   run("stmatrix_x4_address", test_stmatrix_x4<false>, 128, 128 * 12);
   run("stmatrix_x4_address_trans", test_stmatrix_x4<true>, 128, 128 * 12);
   run("setmaxnreg", test_setmaxnreg, 384, 384);
-  run("cluster", test_cluster, 64, 2 * 64 * 8, 2);
-  run("multicast", test_multicast, 64, 2 * 64 * 20, 2);
   run_wgmma<16>("wgmma_n16");
   run_wgmma<32>("wgmma_n32");
   run_wgmma<64>("wgmma_n64");

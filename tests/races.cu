@@ -1,4 +1,4 @@
-// Kernels that hand shared memory between threads, TMA, wgmma and CTAs, each with one handover left
+// Kernels that hand shared memory between threads, TMA and wgmma, each with one handover left
 // out, and two host threads that launch: built under ThreadSanitizer, which must call it a data race, and
 // must not without the bug.
 //   races NAME     one of the names below; exit code 0 and no report for `none`
@@ -18,7 +18,6 @@ enum class Bug {
   released_by_one,          // ... while other threads may still read it
   read_before_full,         // a thread reads a tile that others have waited for
   staging_overwritten,      // a store's tile is written again before the store has read it
-  no_cluster_barrier,       // another CTA's memory is read before it says that it has written it
   no_sync_after_stmatrix,   // a lane reads a row that stmatrix has another lane store
   no_sync_before_ldmatrix,  // ldmatrix has a lane read a row that another lane has stored
   host_static,              // two host threads share a static variable
@@ -32,7 +31,7 @@ struct Scratch {
 };
 struct Args {
   CUtensorMap map;  // (64, 64, 8), box (64, 64, 1)
-  float* out;       // [2 * 256]
+  float* out;       // [256]
 };
 
 static void wait_for(uint64_t* barrier, int parity) {
@@ -41,7 +40,7 @@ static void wait_for(uint64_t* barrier, int parity) {
 }
 
 // Two warpgroups: a thread of the second one loads four tiles through one stage, the first one
-// multiplies each by itself, reads it, stages something and stores it over it; two CTAs then compare.
+// multiplies each by itself, reads it, stages something and stores it over it.
 template <Bug BUG> static void hand_over(const Args a) {
   Scratch& s = dynamic_shared<Scratch>();
   const int tid = threadIdx.x;
@@ -93,7 +92,7 @@ template <Bug BUG> static void hand_over(const Args a) {
       fence_proxy_async();
       barrier_sync(1, 128);
       if (tid == 0) {
-        cp_async_bulk_tensor_store<3>(&a.map, {0, 0, 4 + 2 * cluster_ctarank() + i}, s.staging);
+        cp_async_bulk_tensor_store<3>(&a.map, {0, 0, 4 + i}, s.staging);
         cp_async_bulk_commit_group();
         if (BUG != Bug::staging_overwritten) cp_async_bulk_wait_group_read<0>();
       }
@@ -102,14 +101,7 @@ template <Bug BUG> static void hand_over(const Args a) {
     if (tid == 0) cp_async_bulk_wait_group<0>();
   }
   __syncthreads();
-  s.staging[tid] = __half(sum);
-  cluster_arrive();
-  if (BUG != Bug::no_cluster_barrier) cluster_wait();
-  const uint32_t there = mapa(shared_address(s.staging + 2 * (tid / 2)), cluster_ctarank() ^ 1);
-  a.out[cluster_ctarank() * 256 + tid] = float_of(ld_shared_cluster<uint32_t>(there));
-  if (BUG == Bug::no_cluster_barrier) cluster_wait();
-  cluster_arrive();
-  cluster_wait();
+  a.out[tid] = sum;
 }
 
 static int launches;  // of all host threads, if they share it
@@ -121,17 +113,13 @@ template <Bug BUG> static bool launch() {
   Args a{};
   cudaMalloc(&tensor, 8 * 64 * 64 * sizeof(__half));
   cudaMemset(tensor, 0, 8 * 64 * 64 * sizeof(__half));
-  cudaMalloc(&a.out, 512 * sizeof(float));
+  cudaMalloc(&a.out, 256 * sizeof(float));
   const uint64_t sizes[3] = {64, 64, 8}, strides[2] = {128, 64 * 128};
   const uint32_t box[3] = {64, 64, 1};
   if (encode_tensor_map(a.map, 3, tensor, sizes, strides, box, false) != cudaSuccess) return false;
-  cudaLaunchAttribute cluster{};
-  cluster.id = cudaLaunchAttributeClusterDimension;
-  cluster.val.clusterDim = {2, 1, 1};
   cudaLaunchConfig_t launch{};
-  launch.gridDim = dim3(2), launch.blockDim = dim3(256);
+  launch.gridDim = dim3(1), launch.blockDim = dim3(256);
   launch.dynamicSmemBytes = sizeof(Scratch);
-  launch.attrs = &cluster, launch.numAttrs = 1;
   const cudaError_t error = cudaLaunchKernelEx(&launch, hand_over<BUG>, a);
   cudaFree(tensor);
   cudaFree(a.out);
@@ -149,7 +137,6 @@ int main(int argc, char** argv) {
       {"released_by_one", launch<Bug::released_by_one>},
       {"read_before_full", launch<Bug::read_before_full>},
       {"staging_overwritten", launch<Bug::staging_overwritten>},
-      {"no_cluster_barrier", launch<Bug::no_cluster_barrier>},
       {"no_sync_after_stmatrix", launch<Bug::no_sync_after_stmatrix>},
       {"no_sync_before_ldmatrix", launch<Bug::no_sync_before_ldmatrix>},
       {"host_static", launch<Bug::host_static>},

