@@ -42,6 +42,13 @@ refuse() { say "run_all.sh: $*"; exit 2; }
 
 build=${SDPA_BUILD_DIR:-build}
 jobs=${JOBS:-$(nproc 2>/dev/null || echo 2)}
+[[ $jobs =~ ^[1-9][0-9]{0,3}$ ]] || refuse "JOBS=$jobs: want a number of processes from 1 to 9999"
+# progress WHAT DONE COUNT NAME SINCE: "built 7 of 81, 3 min left: scalar_vec8"; begun at SINCE, in $SECONDS.
+progress() {
+  local left=$(((SECONDS - $5) * ($3 - $2) / ($2 > 0 ? $2 : 1))) text=''
+  if [ $left -ge 90 ]; then text=", $(((left + 30) / 60)) min left"; elif [ $left -ge 5 ]; then text=", $left s left"; fi
+  tty_line "$1 $2 of $3$text: $4"
+}
 tty_line() { if [ -t 2 ]; then printf '\r\033[K%s' "$*" >&2; else say "$*"; fi; }  # progress
 end_line() { if [ -t 2 ]; then printf '\n' >&2; fi; }
 
@@ -95,9 +102,13 @@ has_gpu() { nvidia-smi -L 2>/dev/null | grep -q GPU; }
 
 # configure [CMAKE OPTION...]
 configure() {
-  mkdir -p "$build"
+  if ! mkdir -p "$build" 2>/dev/null || ! [ -w "$build" ]; then
+    refuse "$build: no folder that can be written to; set SDPA_BUILD_DIR to one"
+  fi
+  local generator=()
+  if [ ! -e "$build/CMakeCache.txt" ] && command -v ninja >/dev/null; then generator=(-G Ninja); fi
   # Both always, since CMake remembers what it was told last.
-  if ! cmake -S . -B "$build" -DSDPA_ARCHS="${SDPA_ARCHS-}" -DSDPA_CONFIGS="${SDPA_CONFIGS:-$PWD/configs.txt}" "$@" \
+  if ! cmake -S . -B "$build" ${generator[@]+"${generator[@]}"} -DSDPA_ARCHS="${SDPA_ARCHS-}" -DSDPA_CONFIGS="${SDPA_CONFIGS:-$PWD/configs.txt}" "$@" \
       >"$build/configure.log" 2>&1; then
     grep -A3 -E '^CMake Error|[Ee]rror:' "$build/configure.log" | head -20 >&2
     refuse "CMake could not configure; all of its words are in $build/configure.log"
@@ -107,13 +118,13 @@ configure() {
 # build_selected COUNT [TARGET]: all lines that --only selected, whatever fails; progress for each. One
 # target for all of them, because make builds several targets one after the other.
 build_selected() {
-  local keep_going=-k done=0 line
+  local keep_going=-k done=0 line since=$SECONDS
   grep -q '^CMAKE_GENERATOR:INTERNAL=Ninja' "$build/CMakeCache.txt" && keep_going=-k0
   while IFS= read -r line; do
     case $line in
       *Linking*executable*)
         done=$((done + 1))
-        tty_line "built $done of at most $1: ${line##* }"
+        progress built $done "$1" "${line##*sdpa_}" "$since"
         ;;
     esac
   done < <(cmake --build "$build" -j "$jobs" --target "${2:-sdpa_selected}" -- "$keep_going" 2>"$build/build.log")
@@ -126,6 +137,12 @@ assertion_words() {
   sed -n -e 's/.*static assertion failed with "\(.*\)"$/\1/p' \
     -e 's/.*static_assert failed .*"\(.*\)"$/\1/p' \
     -e 's/.*static assertion failed: \(.*\)$/\1/p' | head -1
+}
+
+# line_number NAME: where configs.txt has the line, as in configs.txt:7.
+line_number() {
+  local file=${SDPA_CONFIGS:-configs.txt}
+  echo "$(basename "$file"):$(grep -nm1 -E "^[[:space:]]*$1([[:space:]]|\$)" "$file" | cut -d: -f1)"
 }
 
 # The sentence to show for a line that did not compile.
@@ -227,12 +244,23 @@ keep_rows() {
   printf '%s' "$path"
 }
 
+# judge_shape S: before anything is built.
+judge_shape() {
+  case $1 in small|mission|mission2|long) return ;; esac
+  if [[ $1 =~ ^[1-9][0-9]*([,x][1-9][0-9]*){4}$ ]]; then
+    local sizes
+    IFS=,x read -ra sizes <<<"$1"
+    [ $((sizes[1] % sizes[2])) != 0 ] || return 0
+  fi
+  refuse "--shape $1: want small, mission, mission2, long or B,Hq,Hkv,Sq,Sk with Hq a multiple of Hkv"
+}
+
 main_job() {
   local only='' csv_only=0 cpu=0 shapes=() more=()
   while [ $# -gt 0 ]; do
     case $1 in
       --only) [ $# -gt 1 ] || refuse "--only: its regular expression is missing"; only=$2; shift 2 ;;
-      --shape) [ $# -gt 1 ] || refuse "--shape: its value is missing"; shapes+=(--shape "$2"); shift 2 ;;
+      --shape) [ $# -gt 1 ] || refuse "--shape: its value is missing"; judge_shape "$2"; shapes+=(--shape "$2"); shift 2 ;;
       --csv) csv_only=1; shift ;;
       --cpu) cpu=1; shift ;;
       --) shift; more=("$@"); break ;;
@@ -248,11 +276,12 @@ main_job() {
     shapes=(--shape small --shape mission)
     [ $cpu = 1 ] || shapes+=(--shape long)
   fi
-  echo | grep -qE -- "$only"
+  echo | grep -qE -- "$only" 2>/dev/null
   [ $? -le 1 ] || refuse "--only $only: not a regular expression"
 
   need_tools
   if [ $cpu = 1 ]; then build=$build-cpu; else need_nvcc; fi
+  tty_line "reading configs.txt"
   configure -DSDPA_KEEP_GOING=ON -DSDPA_ONLY="$only" -DSDPA_CPU=$cpu
   local names=() expects=() name expect failed=0 header='' csv i
   local selected
@@ -269,6 +298,7 @@ main_job() {
   local first
   first=$(head -1 "$build/configs.tsv" | cut -f1)
 
+  tty_line "building ${#names[@]} lines, $jobs at once"
   build_selected ${#names[@]}
 
   local rows=$build/rows.csv
@@ -285,17 +315,20 @@ main_job() {
     failed=1
     [ -n "$header" ] && error_row "${bad_names[i]}" "${bad_sentences[i]}" >>"$rows"
   done
+  local since=$SECONDS
   for i in "${!names[@]}"; do
     name=${names[i]}
     local exe=$build/sdpa_$name status
     if [ -e "$build/log/$name.log.failed" ] || [ ! -x "$exe" ]; then
       failed=1
-      say "sdpa_$name $(compiler_words "$name")"
-      tail -5 "$build/log/$name.log" | cut -c1-200 | sed 's/^/    /' >&2
+      say "$(line_number "$name"): sdpa_$name $(compiler_words "$name")"
+      # A refusal says it all; of other errors the end of what the compiler said.
+      [ -n "$(assertion_words <"$build/log/$name.log")" ] ||
+        tail -5 "$build/log/$name.log" | cut -c1-200 | sed 's/^/    /' >&2
       [ -n "$header" ] && error_row "$name" "$(compiler_words "$name")" >>"$rows"
       continue
     fi
-    tty_line "running $((i + 1)) of ${#names[@]}: $name"
+    progress running $((i + 1)) ${#names[@]} "$name" "$since"
     "$exe" "${shapes[@]}" ${more[@]+"${more[@]}"} >"$build/line.csv" 2>"$build/line.err"
     status=$?
     if [ "${expects[i]}" = FAIL ] && [ $status -le 1 ]; then
@@ -349,6 +382,15 @@ test_in() {
 
 run_tests() {
   local base=$build failed=0
+  case ${1-} in
+    -h|--help)
+      say "usage: ./run_all.sh test [--all-lines] [CTEST OPTION...]"
+      say "  builds and runs the tests: on the CPU backend, under the sanitizers, and with nvcc where it is"
+      say "  --all-lines   under the sanitizers all lines, not one of each kind; first"
+      say "  CTEST OPTION  such as -R unit, for one test, or -N, to list them"
+      return 0
+      ;;
+  esac
   need_tools
   # Under the sanitizers one line of each kind, or with --all-lines all of them.
   local kinds='^(scalar_(sync2|async3|racy)|wmma_(all|racy)|mma_(lazy3|split4)'

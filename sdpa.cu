@@ -758,59 +758,24 @@ __device__ __forceinline__ void prefetch_tensormap(const CUtensorMap* map) {
   asm volatile("prefetch.tensormap [%0];" ::"l"(map) : "memory");
 }
 // By one thread. The whole box counts at the mbarrier, also what is outside the tensor.
-template <int RANK>
 __device__ __forceinline__ void cp_async_bulk_tensor_load(void* dst_s, const CUtensorMap* map,
-                                                          const int (&c)[RANK], uint64_t* barrier_s,
+                                                          const int (&c)[5], uint64_t* barrier_s,
                                                           uint64_t cache_policy) {
-  static_assert(RANK >= 3 && RANK <= 5, "a tensor of 3 to 5 dimensions");
-  const SharedAddress dst = shared_address(dst_s), barrier = shared_address(barrier_s);
-  if constexpr (RANK == 3) {
-    asm volatile(
-        "cp.async.bulk.tensor.3d.shared::cluster.global.tile.mbarrier::complete_tx::bytes"
-        ".L2::cache_hint [%0], [%1, {%4, %5, %6}], [%2], %3;" ::"r"(dst),
-        "l"(map), "r"(barrier), "l"(cache_policy), "r"(c[0]), "r"(c[1]), "r"(c[2])
-        : "memory");
-  } else if constexpr (RANK == 4) {
-    asm volatile(
-        "cp.async.bulk.tensor.4d.shared::cluster.global.tile.mbarrier::complete_tx::bytes"
-        ".L2::cache_hint [%0], [%1, {%4, %5, %6, %7}], [%2], %3;" ::"r"(dst),
-        "l"(map), "r"(barrier), "l"(cache_policy), "r"(c[0]), "r"(c[1]), "r"(c[2]), "r"(c[3])
-        : "memory");
-  } else {
-    asm volatile(
-        "cp.async.bulk.tensor.5d.shared::cluster.global.tile.mbarrier::complete_tx::bytes"
-        ".L2::cache_hint [%0], [%1, {%4, %5, %6, %7, %8}], [%2], %3;" ::"r"(dst),
-        "l"(map), "r"(barrier), "l"(cache_policy), "r"(c[0]), "r"(c[1]), "r"(c[2]), "r"(c[3]),
-        "r"(c[4])
-        : "memory");
-  }
+  asm volatile(
+      "cp.async.bulk.tensor.5d.shared::cluster.global.tile.mbarrier::complete_tx::bytes"
+      ".L2::cache_hint [%0], [%1, {%4, %5, %6, %7, %8}], [%2], %3;" ::"r"(shared_address(dst_s)),
+      "l"(map), "r"(shared_address(barrier_s)), "l"(cache_policy), "r"(c[0]), "r"(c[1]), "r"(c[2]),
+      "r"(c[3]), "r"(c[4])
+      : "memory");
 }
 // By one thread, which commits and waits as well.
-template <int RANK>
 __device__ __forceinline__ void cp_async_bulk_tensor_store(const CUtensorMap* map,
-                                                           const int (&c)[RANK],
-                                                           const void* src_s) {
-  static_assert(RANK >= 3 && RANK <= 5, "a tensor of 3 to 5 dimensions");
-  const SharedAddress src = shared_address(src_s);
-  if constexpr (RANK == 3) {
-    asm volatile(
-        "cp.async.bulk.tensor.3d.global.shared::cta.tile.bulk_group [%0, {%2, %3, %4}], [%1];" ::
-            "l"(map),
-        "r"(src), "r"(c[0]), "r"(c[1]), "r"(c[2])
-        : "memory");
-  } else if constexpr (RANK == 4) {
-    asm volatile(
-        "cp.async.bulk.tensor.4d.global.shared::cta.tile.bulk_group [%0, {%2, %3, %4, %5}], "
-        "[%1];" ::"l"(map),
-        "r"(src), "r"(c[0]), "r"(c[1]), "r"(c[2]), "r"(c[3])
-        : "memory");
-  } else {
-    asm volatile(
-        "cp.async.bulk.tensor.5d.global.shared::cta.tile.bulk_group [%0, {%2, %3, %4, %5, %6}], "
-        "[%1];" ::"l"(map),
-        "r"(src), "r"(c[0]), "r"(c[1]), "r"(c[2]), "r"(c[3]), "r"(c[4])
-        : "memory");
-  }
+                                                           const int (&c)[5], const void* src_s) {
+  asm volatile(
+      "cp.async.bulk.tensor.5d.global.shared::cta.tile.bulk_group [%0, {%2, %3, %4, %5, %6}], "
+      "[%1];" ::"l"(map),
+      "r"(shared_address(src_s)), "r"(c[0]), "r"(c[1]), "r"(c[2]), "r"(c[3]), "r"(c[4])
+      : "memory");
 }
 __device__ __forceinline__ void cp_async_bulk_commit_group() {
   asm volatile("cp.async.bulk.commit_group;" ::: "memory");
@@ -2676,8 +2641,8 @@ __device__ __forceinline__ void load_tile(WgmmaPlainShared<B>& s, const KernelAr
   const int stage = tile % B::stages, at[5] = {0, tile * B::block_n, 0, h_kv, b};
   uint64_t* const full = &s.full[stage];
   mbarrier_arrive_expect_tx(full, 2 * sizeof s.K[0]);
-  cp_async_bulk_tensor_load<5>(s.K[stage], &tensor_maps<B>(a).k, at, full, evict_last);
-  cp_async_bulk_tensor_load<5>(s.V[stage], &tensor_maps<B>(a).v, at, full, evict_last);
+  cp_async_bulk_tensor_load(s.K[stage], &tensor_maps<B>(a).k, at, full, evict_last);
+  cp_async_bulk_tensor_load(s.V[stage], &tensor_maps<B>(a).v, at, full, evict_last);
 }
 
 template <class B>
@@ -2705,7 +2670,7 @@ __global__ void __launch_bounds__(B::threads, 1)
     mbarrier_arrive_expect_tx(&s.q_full, sizeof s.Q);
     for (int g = 0; g < B::warpgroups; g++) {
       const int at[5] = {0, item.q0 + 64 * g, 0, item.h, item.b};
-      cp_async_bulk_tensor_load<5>(s.Q[g], &tensor_maps<B>(a).q, at, &s.q_full, evict_first);
+      cp_async_bulk_tensor_load(s.Q[g], &tensor_maps<B>(a).q, at, &s.q_full, evict_first);
     }
     for (int tile = 0; tile < min(tiles, B::stages); tile++) load_tile(s, a, tile, h_kv, item.b);
   }
@@ -2864,7 +2829,7 @@ template <class B> struct WgmmaLoader {
       hold(map);  // the last thing to be had before the wait
       griddepcontrol_wait(), waited_for_last_kernel = true;
     }
-    cp_async_bulk_tensor_load<5>(dst_s, map, c, full, cache_policy);
+    cp_async_bulk_tensor_load(dst_s, map, c, full, cache_policy);
   }
   // Q of an item, and the word to the others.
   __device__ __forceinline__ void start_item(const Item& item) {
@@ -2926,7 +2891,7 @@ __device__ __forceinline__ void wgmma_store(WgmmaShared<B>& s, const KernelArgs&
   mbarrier_wait(&s.o_done[stage][row_group], parity);
   const int c[5] = {0, item.q0 + row_group * s.GROUP_ROWS, 0, item.h, item.b};
   if (c[1] < 0) return;
-  cp_async_bulk_tensor_store<5>(&tensor_maps<B>(a).o, c, s.Q[stage][row_group]);
+  cp_async_bulk_tensor_store(&tensor_maps<B>(a).o, c, s.Q[stage][row_group]);
   cp_async_bulk_commit_group();
 }
 

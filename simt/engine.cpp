@@ -582,15 +582,6 @@ struct Mbarrier {
 };
 static_assert(sizeof(Mbarrier) == 8, "an mbarrier is 8 bytes");
 
-// For what is not this CTA's own use of an mbarrier of CTA b.
-void check_fenced(const Block& b, const uint64_t* barrier, Site at) {
-  for (const Block::Unfenced& u : b.unfenced) {
-    if (u.mbarrier == barrier) {
-      fail(at, "this mbarrier was initialised without a fence.mbarrier_init since");
-    }
-  }
-}
-
 void arrive(uint64_t* barrier, int expect_bytes, Site at) {
   Mbarrier m = Mbarrier::load(barrier, at);
   if (m.pending == 0) fail(at, "more arrivals at this mbarrier than the %d of a phase", m.expected);
@@ -794,8 +785,7 @@ void sync_threads(Site at) {
 void named_barrier(int id, int count, bool wait_here, Site at) {
   const Unobserved unobserved;
   if (id < 0 || id > 15) fail(at, "barrier %d: there are 0 to 15", id);
-  if (count <= 0 || count % 32)
-    fail(at, "barrier %d: %d threads is no multiple of a warp", id, count);
+  if (count <= 0 || count % 32) fail(at, "barrier %d: %d threads is no multiple of a warp", id, count);
   if (self->linear == 0 && wait_here) self->block->counters.barriers++;
   reach(self->block->named[id], count, wait_here, "a named barrier", at, false);
 }
@@ -1037,8 +1027,7 @@ constexpr bool KEEPS_STACKS = false;  // a sanitizer remembers what was on them
 constexpr bool KEEPS_STACKS = true;
 #endif
 std::mutex kept_stacks_mutex;
-std::multimap<size_t, unsigned char*>
-    kept_stacks;  // by count: new ones take longer than most launches
+std::multimap<size_t, unsigned char*> kept_stacks;  // by count: new ones take longer than most launches
 
 struct Worker {  // one OS thread's CTA, with stacks that all its CTAs use in turn
   Runner runner;
@@ -1137,8 +1126,7 @@ bool launch(const Launch& l, void (*body)(const void*), const void* args) {
   std::unique_ptr<Withheld> withheld;
   const std::pair<int, const void*> stream(l.device, l.stream);
   const auto before = written.find(stream);
-  if (before != written.end() && l.dependent)
-    withheld.reset(new Withheld(std::move(before->second)));
+  if (before != written.end() && l.dependent) withheld.reset(new Withheld(std::move(before->second)));
   if (withheld) withheld->workers = workers;
   std::vector<Range> writes;
   std::atomic<uint64_t> next{0};

@@ -89,7 +89,7 @@ void mbarrier_init(uint64_t* barrier, int count, Site at);
 void mbarrier_arrive(uint64_t* barrier, int expect_bytes, Site at);
 void mbarrier_wait(uint64_t* barrier, int parity, Site at);
 bool mbarrier_peek(uint64_t* barrier, int parity, Site at);
-// The mbarriers that this thread has initialised are so for other CTAs and for asynchronous copies.
+// The mbarriers that this thread has initialised are so for asynchronous copies.
 void fence_mbarrier_init();
 // Ordering for ThreadSanitizer on an object that is not one of the above.
 void release(const void* object);

@@ -174,10 +174,14 @@ void check_map(const CUtensorMap_st* map, int rank, const int* coordinates, cons
   check_shared_range(shared, map->box_bytes(), 1024, "TMA with the 128-byte swizzle", at);
 }
 
-// Into the shared memory of CTA b.
-void start_load(Block& b, Transfer t) {
+void start_load(Transfer t) {
+  Block& b = *self->block;
   t.parity = Mbarrier::load(t.barrier, t.at).phase;
-  check_fenced(b, t.barrier, t.at);
+  for (const Block::Unfenced& u : b.unfenced) {
+    if (u.mbarrier == t.barrier) {
+      fail(t.at, "this mbarrier was initialised without a fence.mbarrier_init since");
+    }
+  }
   if (self->counting) {
     for (const auto& piece : t.pieces) {
       if (piece.first) b.counters.global_bytes += piece.second;
@@ -188,7 +192,6 @@ void start_load(Block& b, Transfer t) {
     const size_t offset = s - b.shared;
     std::fill(b.marks.begin() + offset / 4, b.marks.begin() + (offset + bytes + 3) / 4, Mark{});
   });
-  t.issuer = &fiber_of(self);
   release(Mbarrier::clock(t.barrier, t.parity));
   b.runner->in_flight.push_back(std::move(t));
 }
@@ -599,13 +602,8 @@ void bulk_load(void* dst, const void* src, uint32_t bytes, uint64_t* barrier, Si
   check_global_range(src, bytes, at);
   check_shared(barrier, 8, at);
   unsigned char* const from = static_cast<unsigned char*>(const_cast<void*>(src));
-  start_load(*self->block, {nullptr,
-                            at,
-                            static_cast<unsigned char*>(dst),
-                            false,
-                            {{from, int(bytes)}},
-                            int(bytes),
-                            barrier});
+  start_load({&fiber_of(self), at, static_cast<unsigned char*>(dst), false, {{from, int(bytes)}},
+              int(bytes), barrier});
 }
 
 void prefetch_tensormap(const CUtensorMap_st* map, Site at) {
@@ -625,8 +623,8 @@ void tensor_load(void* dst, const CUtensorMap_st* map, const int* c, int rank, u
   const int bytes = int(map->box_bytes());
   observe_write(dst, bytes);
   const Unobserved unobserved;
-  start_load(*self->block,
-             {nullptr, at, static_cast<unsigned char*>(dst), true, pieces, bytes, barrier});
+  start_load({&fiber_of(self), at, static_cast<unsigned char*>(dst), true, std::move(pieces), bytes,
+              barrier});
 }
 
 void bulk_store(void* dst, const void* src, uint32_t bytes, Site at) {

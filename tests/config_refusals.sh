@@ -25,9 +25,13 @@ baseless : good3 VEC_WIDTH=4
 nobase :
 again : good1 BLOCK_N=64
 good3 : good2 SYNC_POLICY=2 BLOCK_N=64
+selected VEC_WIDTH=8
+a234567890123456789012345678901234567890123456789012345678901 VEC_WIDTH=8
+often BLOCK_N=32 BLOCK_N=32 BLOCK_N=32 BLOCK_N=32
+unknown WARP_COLOUR=3
 EOF
 sentences=(
-  "bad.txt:3: no knob is called BLOK_N; the knobs are HEAD_DIM DTYPE BLOCK_M BLOCK_N NUM_WARPS"
+  "bad.txt:3: no knob is called BLOK_N; did you mean BLOCK_N?"
   "bad.txt:4: the name good1 is taken by an earlier line"
   "bad.txt:5: BLOCK_N has no value: write BLOCK_N=VALUE"
   "bad.txt:6: BLOCK_N has no value: write BLOCK_N=VALUE"
@@ -42,6 +46,10 @@ sentences=(
   "bad.txt:17: 'good3' is no earlier line; want NAME : BASE KNOB=VALUE ..."
   "bad.txt:18: '' is no earlier line; want NAME : BASE KNOB=VALUE ..."
   "bad.txt:19: good1 has BLOCK_N=64 already"
+  "bad.txt:21: 'selected' is no name for a line: the build uses it"
+  "bad.txt:22: 'a234567890123456789012345678901234567890123456789012345678901' is no name for a line"
+  "bad.txt:23: BLOCK_N is given twice"
+  "bad.txt:24: no knob is called WARP_COLOUR; the knobs are HEAD_DIM DTYPE BLOCK_M BLOCK_N NUM_WARPS"
 )
 
 # CMake alone refuses the file and names every bad line.
@@ -56,7 +64,9 @@ export SDPA_CONFIGS="$dir/bad.txt" SDPA_BUILD_DIR="$dir/build"
 status=$?
 [ $status = 1 ] || { echo "run_all.sh exited with $status, want 1"; failed=1; }
 for sentence in "${sentences[@]}"; do has "$dir/err" "$sentence"; done
-has "$dir/err" "sdpa_illegal does not compile: HEAD_DIM: not a legal value; it takes one of: 64 128 256. Type HEAD_DIM=64"
+[ "$(grep -c 'bad.txt:23' "$dir/err")" = 1 ] || { echo "a knob given four times is told more than once"; failed=1; }
+[ "$(grep -c 'static_assert\|static assertion' "$dir/err")" = 0 ] || { echo "a refusal comes with the compiler's words"; failed=1; }
+has "$dir/err" "bad.txt:13: sdpa_illegal does not compile: HEAD_DIM: not a legal value; it takes one of: 64 128 256. Type HEAD_DIM=64"
 [ "$(head -1 "$dir/out.csv")" = "$("$dir/build-cpu/sdpa_good1" --header)" ] || { echo "no header"; failed=1; }
 [ "$(grep -c "^good1," "$dir/out.csv")" = 2 ] || { echo "want a row of good1 and one of its double"; failed=1; }
 for row in good2 good3 illegal typo; do
@@ -70,7 +80,17 @@ expect 2 "--only zzz: no line of configs.txt has such a name" env SDPA_CONFIGS="
 expect 2 "--only (: not a regular expression" ./run_all.sh --cpu --only '('
 expect 2 "--frob: no such option or command" ./run_all.sh --frob
 expect 2 "--shape: its value is missing" ./run_all.sh --shape
+# These are judged before anything is built.
+export SDPA_BUILD_DIR="$dir/none"
 expect 2 "--shape huge: want small, mission" ./run_all.sh --cpu --only good1 --shape huge
+expect 2 "--shape 1,3,2,8,8: want small, mission" ./run_all.sh --cpu --shape mission --shape 1,3,2,8,8
+expect 2 "JOBS=abc: want a number of processes" env JOBS=abc ./run_all.sh --cpu
+expect 2 "gates: --only zzz: no line of configs.txt has such a name" env SDPA_CONFIGS="$PWD/configs.txt" ./run_all.sh gates --only zzz
+expect 0 "usage: ./run_all.sh test [--all-lines]" ./run_all.sh test --help
+expect 0 "usage: tools/results_page.sh [CSV" ./run_all.sh results --help
+[ -z "$(find "$dir" -maxdepth 1 -name 'none*')" ] || { echo "something was built before the arguments were judged"; failed=1; }
+expect 2 "/proc/none-cpu: no folder that can be written to" env SDPA_BUILD_DIR=/proc/none ./run_all.sh --cpu
+export SDPA_BUILD_DIR="$dir/build"
 expect 2 "sdpa: --frob: no such option; --help lists them" "$dir/build-cpu/sdpa_good1" --frob
 echo "# nothing" >"$dir/empty.txt"
 expect 2 "empty.txt: no configuration in it; a line is NAME KNOB=VALUE ..." env SDPA_CONFIGS="$dir/empty.txt" ./run_all.sh --cpu

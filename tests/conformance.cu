@@ -67,6 +67,48 @@ __device__ void mma_m16n8k32_e4m3(float (&d)[4], const uint32_t (&a)[4], const u
       : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b[0]), "r"(b[1]));
 }
 
+// sdpa.cu has those of rank 5.
+template <int RANK>
+__device__ void cp_async_bulk_tensor_load(void* dst_s, const CUtensorMap* map, const int (&c)[RANK],
+                                          uint64_t* barrier_s, uint64_t cache_policy) {
+  const SharedAddress dst = shared_address(dst_s), barrier = shared_address(barrier_s);
+  if constexpr (RANK == 3) {
+    asm volatile(
+        "cp.async.bulk.tensor.3d.shared::cluster.global.tile.mbarrier::complete_tx::bytes"
+        ".L2::cache_hint [%0], [%1, {%4, %5, %6}], [%2], %3;" ::"r"(dst),
+        "l"(map), "r"(barrier), "l"(cache_policy), "r"(c[0]), "r"(c[1]), "r"(c[2])
+        : "memory");
+  } else if constexpr (RANK == 4) {
+    asm volatile(
+        "cp.async.bulk.tensor.4d.shared::cluster.global.tile.mbarrier::complete_tx::bytes"
+        ".L2::cache_hint [%0], [%1, {%4, %5, %6, %7}], [%2], %3;" ::"r"(dst),
+        "l"(map), "r"(barrier), "l"(cache_policy), "r"(c[0]), "r"(c[1]), "r"(c[2]), "r"(c[3])
+        : "memory");
+  } else {
+    cp_async_bulk_tensor_load(dst_s, map, c, barrier_s, cache_policy);
+  }
+}
+template <int RANK>
+__device__ void cp_async_bulk_tensor_store(const CUtensorMap* map, const int (&c)[RANK],
+                                           const void* src_s) {
+  const SharedAddress src = shared_address(src_s);
+  if constexpr (RANK == 3) {
+    asm volatile(
+        "cp.async.bulk.tensor.3d.global.shared::cta.tile.bulk_group [%0, {%2, %3, %4}], [%1];" ::
+            "l"(map),
+        "r"(src), "r"(c[0]), "r"(c[1]), "r"(c[2])
+        : "memory");
+  } else if constexpr (RANK == 4) {
+    asm volatile(
+        "cp.async.bulk.tensor.4d.global.shared::cta.tile.bulk_group [%0, {%2, %3, %4, %5}], "
+        "[%1];" ::"l"(map),
+        "r"(src), "r"(c[0]), "r"(c[1]), "r"(c[2]), "r"(c[3])
+        : "memory");
+  } else {
+    cp_async_bulk_tensor_store(map, c, src_s);
+  }
+}
+
 __device__ void cp_async_bulk_load(void* dst_s, const void* src_g, uint32_t bytes,
                                    uint64_t* barrier_s) {
   asm volatile(
@@ -344,10 +386,10 @@ struct HopperScratch {
   uint64_t barriers[2];
 };
 
-__device__ HopperScratch& hopper_scratch(int arrivals) {
+__device__ HopperScratch& hopper_scratch() {
   HopperScratch& s = dynamic_shared<HopperScratch>();
   if (threadIdx.x == 0) {
-    mbarrier_init(&s.barriers[0], arrivals);
+    mbarrier_init(&s.barriers[0], 1);
     mbarrier_init(&s.barriers[1], 1);
     fence_mbarrier_init();
   }
@@ -366,7 +408,7 @@ __device__ void wait_for(uint64_t* barrier_s, int parity) {
 
 // Boxes that begin before the tensor, end behind it, and lie inside, as the swizzle places them.
 template <int RANK> __global__ void test_tma_load(const __grid_constant__ Args a) {
-  HopperScratch& s = hopper_scratch(1);
+  HopperScratch& s = hopper_scratch();
   const int tid = threadIdx.x;
   if (tid == 0) {
     constexpr uint64_t evict_first = 0x12f0000000000000;
@@ -401,7 +443,7 @@ template <int RANK> __global__ void test_tma_load(const __grid_constant__ Args a
 
 // A tile that hangs over the tensor's end, and plain bytes: out, and read back.
 template <int RANK> __global__ void test_tma_store(const __grid_constant__ Args a) {
-  HopperScratch& s = hopper_scratch(1);
+  HopperScratch& s = hopper_scratch();
   const int tid = threadIdx.x;
   for (int i = 0; i < 4; i++) st_shared(s.a + 4 * (tid * 4 + i), 0x10001u * (tid * 4 + i));
   fence_proxy_async();
@@ -427,7 +469,7 @@ template <int RANK> __global__ void test_tma_store(const __grid_constant__ Args 
 }
 
 __global__ void test_bulk_load(const __grid_constant__ Args a) {
-  HopperScratch& s = hopper_scratch(1);
+  HopperScratch& s = hopper_scratch();
   const int tid = threadIdx.x;
   for (int round = 0; round < 3; round++) {
     if (tid == 0) {
@@ -445,7 +487,7 @@ __global__ void test_bulk_load(const __grid_constant__ Args a) {
 // D = A @ B in four steps of 16 k, on top of what was there and then once more without it.
 template <class E, int N, int TRANS_B, bool RS, int TRANS_A = 0>
 __global__ void test_wgmma(const __grid_constant__ Args a) {
-  HopperScratch& s = hopper_scratch(1);
+  HopperScratch& s = hopper_scratch();
   const int tid = threadIdx.x, lane = tid % 32;
   const auto line = [](uint8_t* panel, int r, int i) {  // element i of line r, swizzled
     return panel + r * 128 + ((i / 8 ^ r % 8) * 16 + i % 8 * 2);
@@ -499,7 +541,7 @@ __global__ void test_wgmma(const __grid_constant__ Args a) {
 }
 
 template <bool TRANS> __global__ void test_stmatrix_x4(const __grid_constant__ Args a) {
-  HopperScratch& s = hopper_scratch(1);
+  HopperScratch& s = hopper_scratch();
   uint32_t r[4];
   for (int i = 0; i < 4; i++) r[i] = threadIdx.x * 0x10001 + i * 0x1000;
   const int row = threadIdx.x / 32 * 32 + threadIdx.x * 5 % 32;
@@ -510,14 +552,17 @@ template <bool TRANS> __global__ void test_stmatrix_x4(const __grid_constant__ A
   }
 }
 
-// Three warpgroups trade registers; all go on to the same sum.
+// Three warpgroups trade registers; all go on to the same sum. In a launch that depends on none, the
+// two griddepcontrol do nothing.
 __global__ void __launch_bounds__(384, 1) test_setmaxnreg(const __grid_constant__ Args a) {
+  griddepcontrol_wait();
   if (threadIdx.x >= 256) {
     setmaxnreg_dec<24>();
   } else {
     setmaxnreg_inc<240>();
   }
   a.out[threadIdx.x] = threadIdx.x * 3 + 1;
+  griddepcontrol_launch_dependents();
 }
 
 static std::map<std::string, std::string> hashes;

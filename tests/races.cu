@@ -1,6 +1,6 @@
-// Kernels that hand shared memory between threads, TMA and wgmma, each with one handover left
-// out, and two host threads that launch: built under ThreadSanitizer, which must call it a data race, and
-// must not without the bug.
+// Kernels that hand shared memory between threads, TMA and wgmma, each with one handover left out, and
+// two host threads that launch: built under ThreadSanitizer, which must call it a data race, and must
+// not without the bug.
 //   races NAME     one of the names below; exit code 0 and no report for `none`
 #define SDPA_NO_MAIN
 #include "../sdpa.cu"
@@ -30,7 +30,7 @@ struct Scratch {
   uint64_t full, empty;
 };
 struct Args {
-  CUtensorMap map;  // (64, 64, 8), box (64, 64, 1)
+  CUtensorMap map;  // (64, 64, 6), box (64, 64, 1)
   float* out;       // [256]
 };
 
@@ -111,10 +111,10 @@ template <Bug BUG> static bool launch() {
   if (BUG == Bug::host_static) launches++;
   __half* tensor;
   Args a{};
-  cudaMalloc(&tensor, 8 * 64 * 64 * sizeof(__half));
-  cudaMemset(tensor, 0, 8 * 64 * 64 * sizeof(__half));
+  cudaMalloc(&tensor, 6 * 64 * 64 * sizeof(__half));
+  cudaMemset(tensor, 0, 6 * 64 * 64 * sizeof(__half));
   cudaMalloc(&a.out, 256 * sizeof(float));
-  const uint64_t sizes[3] = {64, 64, 8}, strides[2] = {128, 64 * 128};
+  const uint64_t sizes[3] = {64, 64, 6}, strides[2] = {128, 64 * 128};
   const uint32_t box[3] = {64, 64, 1};
   if (encode_tensor_map(a.map, 3, tensor, sizes, strides, box, false) != cudaSuccess) return false;
   cudaLaunchConfig_t launch{};

@@ -173,15 +173,17 @@ gates_command() {
     esac
   done
   [ -z "$csv" ] || [ -r "$csv" ] || refuse "gates: $csv: there is no such file"
-  echo | grep -qE -- "$only"
+  echo | grep -qE -- "$only" 2>/dev/null
   [ $? -le 1 ] || refuse "gates: --only $only: not a regular expression"
+  need_tools
+  cmake -DCONFIGS="${SDPA_CONFIGS:-configs.txt}" -P tools/configs.cmake 2>/dev/null | cut -f1 | grep -qE -- "$only" ||
+    refuse "gates: --only $only: no line of configs.txt has such a name"
   if [ $timed = 1 ]; then
     need_python numpy scipy
     # shellcheck disable=SC2154  # need_python has set it
     csv=$("$python" tools/steps.py "$only") || exit
   fi
   [ -n "$csv" ] || csv=$(newest_steps)
-  need_tools
   need_nvcc
   need readelf binutils
   build=$build/gates

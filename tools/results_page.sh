@@ -8,6 +8,7 @@ export LC_ALL=C
 cd "$(dirname "$0")/.."
 
 refuse() { printf 'results_page.sh: %s\n' "$*" >&2; exit 2; }
+case ${1-} in -h|--help) sed -n '2,5s/^# //p' tools/results_page.sh; exit 0 ;; esac
 tmp=$(mktemp -d)
 trap 'rm -rf "$tmp"' EXIT
 rows=$(cat tools/rows.awk)
