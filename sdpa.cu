@@ -453,10 +453,40 @@ SdpaStatus cuda_failure(cudaError_t code, const char* what) {
   return failure(code, "%s failed: %s", what, cudaGetErrorString(code));
 }
 
+constexpr int most_rows = 1000000000;  // that a dimension may have
+
 struct TensorMaps {  // of tensors as [B][H][D/64][S][64]
   CUtensorMap q, k, v, o;
 };
 struct NoTensorMaps {};
+
+// The keys that some query rows see: [begin, end) at least one of them, [clean_begin, clean_end) all.
+struct KeyRange {
+  int begin, end, clean_begin, clean_end;
+
+  // Whether the tile [k0, k0 + keys) needs no mask.
+  __host__ __device__ bool is_clean(int k0, int keys) const {
+    return k0 >= clean_begin && k0 + keys <= clean_end;
+  }
+};
+
+// What the mask leaves: query q sees the keys [q + from, q + to) that exist. Neither bound ever falls as q
+// grows. Sizes are at most 10^9, so that no sum here overflows.
+struct KeyBounds {
+  int from, to, Sk;
+
+  explicit KeyBounds(const SdpaParams& p) : from(-most_rows), to(p.Sk), Sk(p.Sk) {
+    const int shift = p.causal == Causal::bottom_right ? p.Sk - p.Sq : 0;
+    if (p.causal != Causal::off) to = min(shift + 1, p.Sk);
+  }
+  __host__ __device__ bool all() const { return from == -most_rows && to == Sk; }
+  __host__ __device__ int begin(int q) const { return min(max(q + from, 0), Sk); }
+  __host__ __device__ int end(int q) const { return min(max(q + to, 0), Sk); }
+  // Of the queries [first, last].
+  __host__ __device__ KeyRange of_rows(int first, int last) const {
+    return {begin(first), end(last), begin(last), end(first)};
+  }
+};
 
 struct WorkItem {  // one tile of O: rows [q0, q0 + BLOCK_M) of head h in batch b
   int b, h, q0;
@@ -484,6 +514,7 @@ struct Divisor {
 
 struct KernelArgs {  // SdpaParams with what every CTA would otherwise compute again
   SdpaParams p;
+  KeyBounds keys;
   float scale_log2;      // scale * log2(e): softmax is taken in powers of 2
   uint32_t heads_in_l2;  // query heads whose K and V take half of L2, at least 1
   // From here on what an item is found from; together it costs one miss of the constant cache.
@@ -494,6 +525,8 @@ struct KernelArgs {  // SdpaParams with what every CTA would otherwise compute a
   Divisor q_heads_per_kv;  // Hq / Hkv
   Divisor items_in_l2;     // heads_in_l2 * q_blocks
   std::conditional<is_wgmma, TensorMaps, NoTensorMaps>::type maps;
+
+  explicit KernelArgs(const SdpaParams& problem) : p(problem), keys(problem) {}
 };
 
 // ==== 3 PTX ======================================================================================
@@ -1137,25 +1170,22 @@ __device__ __forceinline__ void scale_rows(View& T, const float (&factor)[View::
 
 // ---- mask ----
 
-// How many keys query q sees: the keys [0, n). It never falls as q grows.
-__host__ __device__ __forceinline__ int visible_keys(const SdpaParams& p, int q) {
-  const int limit = p.causal == Causal::bottom_right ? q + 1 - p.Sq + p.Sk
-                    : p.causal == Causal::top_left   ? q + 1
-                                                     : p.Sk;
-  return min(max(limit, 0), p.Sk);
-}
-
-// S = -inf where key k0 + j is not visible to query q0 + r.
-template <class View>
-__device__ __forceinline__ void mask_scores(View& S, const SdpaParams& p, int q0, int k0) {
+// S = -inf where key k0 + j is not visible to query q0 + r, in a tile of KEYS keys; `range` is of all rows.
+template <int KEYS, class View>
+__device__ __forceinline__ void mask_scores(View& S, const KeyBounds& keys, const KeyRange& range,
+                                            int q0, int k0) {
+  const auto mask = [&](const auto& hidden) {
 #pragma unroll
-  for (int i = 0; i < View::ROWS; i++) {
-    const int visible = visible_keys(p, q0 + S.row(i)) - k0;
+    for (int i = 0; i < View::ROWS; i++) {
+      const int q = q0 + S.row(i);
 #pragma unroll
-    for (int j = 0; j < View::COLS; j++) {
-      if (S.col(j) >= visible) S.x[i][j] = -INFINITY;
+      for (int j = 0; j < View::COLS; j++) {
+        if (hidden(k0 + S.col(j), q)) S.x[i][j] = -INFINITY;
+      }
     }
-  }
+  };
+  if (k0 + KEYS > range.clean_end) mask([&](int k, int q) { return k >= keys.end(q); });
+  if (k0 < range.clean_begin) mask([&](int k, int q) { return k < keys.begin(q); });
 }
 
 // ---- online softmax ----
@@ -1213,22 +1243,24 @@ constexpr float shift_limit = 1024;
 
 // m_log2 = m * scale_log2, for softmax_exp(), which subtracts it in the FMA that scales S. Beyond
 // shift_limit the rounding of that product would show (near 2^31 it is a factor of 2^64 in P): there S
-// becomes S - m, which is exact near the maximum, and m_log2 is 0. Returns true if no row is beyond.
+// becomes S - m, which is exact near the maximum, and m_log2 is 0. Whether every m may be kept as a stale
+// maximum: it is a score, and within the limit.
 template <class View>
 __device__ __forceinline__ bool softmax_shift(View& S, float scale_log2,
                                               const float (&m)[View::ROWS],
                                               float (&m_log2)[View::ROWS]) {
-  bool within = true;
+  bool may_be_kept = true;
 #pragma unroll
   for (int i = 0; i < View::ROWS; i++) {
     const float shift = finite_max(m[i]);
     m_log2[i] = shift * scale_log2;
+    if (m[i] == -INFINITY) may_be_kept = false;
     if (fabsf(m_log2[i]) <= shift_limit) continue;
-    within = false, m_log2[i] = 0;
+    may_be_kept = false, m_log2[i] = 0;
 #pragma unroll
     for (int j = 0; j < View::COLS; j++) S.x[i][j] -= shift;
   }
-  return within;
+  return may_be_kept;
 }
 
 // P = 2^(S * scale_log2 - m_log2) in place;  sum += P: this thread's columns [first, last) of its rows.
@@ -1253,18 +1285,64 @@ __device__ __forceinline__ bool softmax_sum(View& S, float scale_log2, const flo
                                             const float (&alpha)[View::ROWS],
                                             float (&l)[View::ROWS]) {
   float m_log2[View::ROWS], sum[View::ROWS] = {};
-  const bool within = softmax_shift(S, scale_log2, m, m_log2);
+  const bool may_be_kept = softmax_shift(S, scale_log2, m, m_log2);
   softmax_exp<B>(S, 0, View::COLS, scale_log2, m_log2, sum);
 #pragma unroll
   for (int i = 0; i < View::ROWS; i++) l[i] = fmaf(l[i], alpha[i], sum[i]);
-  return within;
+  return may_be_kept;
 }
+
+// USE_LAZY_MAX: P and l relative to the m that is there: no maximum, no alpha, no rescaling of O, and an
+// exponential waits for its own score alone. Any m will do as long as P does not overflow; that P does not
+// vanish follows from m being a score of the row. A sum of positive numbers bounds the largest, so the sum
+// tells.   m, l [ROWS]
+template <class B, int ROWS> struct StaleSoftmax {
+  const float scale_log2;
+  float m_log2[ROWS], sum[ROWS];
+
+  __device__ __forceinline__ StaleSoftmax(const float (&m)[ROWS], float scale_log2_)
+      : scale_log2(scale_log2_) {
+#pragma unroll
+    for (int i = 0; i < ROWS; i++) m_log2[i] = m[i] * scale_log2, sum[i] = 0;
+  }
+  // P in the place of the columns [first, last) of S.
+  template <class View> __device__ __forceinline__ void exp(View& S, int first, int last) {
+    softmax_exp<B>(S, first, last, scale_log2, m_log2, sum);
+  }
+  // l += the sums, if none of the warp's is over the limit (or NaN); else P will not do.
+  __device__ __forceinline__ bool add_to(float (&l)[ROWS]) const {
+    float all = 0;
+#pragma unroll
+    for (int i = 0; i < ROWS; i++) all += sum[i];
+    if (!__all_sync(0xffffffffu, all <= lazy_limit)) return false;
+#pragma unroll
+    for (int i = 0; i < ROWS; i++) l[i] += sum[i];
+    return true;
+  }
+};
 
 // The sum of x over the LANES lanes that share a row, in a fixed order.
 template <int LANES> __device__ __forceinline__ float row_sum(float x) {
 #pragma unroll
   for (int lane = 1; lane < LANES; lane *= 2) x += __shfl_xor_sync(0xffffffffu, x, lane);
   return x;
+}
+
+// ---- merge of partial results (SPLIT_KV > 1, SWAP_AB) ----
+
+// A row's O, m and l over N parts of its keys become those over all of them: O is the sum of O[n] *
+// weight[n], with weight[n] = 2^((m[n] - m) * scale_log2) and m the largest. m_l[n] = {m[n], l[n]}
+template <class B, int N>
+__device__ __forceinline__ void merge_weights(const float2 (&m_l)[N], float scale_log2,
+                                              float (&weight)[N], float& m, float& l) {
+  m = m_l[0].x, l = 0;
+#pragma unroll
+  for (int n = 1; n < N; n++) m = fmaxf(m, m_l[n].x);
+#pragma unroll
+  for (int n = 0; n < N; n++) {
+    weight[n] = softmax_exp2<B>((m_l[n].x - finite_max(m)) * scale_log2);
+    l = fmaf(m_l[n].y, weight[n], l);
+  }
 }
 
 // ---- epilogue ----
@@ -1281,7 +1359,7 @@ __device__ __forceinline__ void store_lse(float m, float l, const KernelArgs& a,
 
 // ---- stored from views (scalar, wmma, mma, wgmma) ----
 
-// O / l and LSE to global memory, rows past Sq left out.
+// O / l and LSE to global memory, rows past Sq left out. A row without a visible key is 0, whatever V is.
 // m, l [ROWS] are final and the same in all lanes of a row.
 template <class B, class View>
 __device__ __forceinline__ void store_output(const View& O, const float (&m)[View::ROWS],
@@ -1295,12 +1373,12 @@ __device__ __forceinline__ void store_output(const View& O, const float (&m)[Vie
   for (int i = 0; i < View::ROWS; i++) {
     const int q = item.q0 + O.row(i);
     if (q >= p.Sq) continue;
-    const float inverse = l[i] == 0.0f ? 0.0f : rcp_approx_ftz(l[i]);
+    const float inverse = rcp_approx_ftz(l[i]);
 #pragma unroll
     for (int j = 0; j < View::COLS; j += width) {
       Element e[width];
 #pragma unroll
-      for (int n = 0; n < width; n++) e[n] = to_element(O.x[i][j + n] * inverse);
+      for (int n = 0; n < width; n++) e[n] = to_element(l[i] == 0.0f ? 0 : O.x[i][j + n] * inverse);
       Vector x;
       memcpy(&x, e, sizeof x);
       st_global(O_g + q * p.o.row + O.col(j), x);
@@ -1322,7 +1400,7 @@ __device__ __forceinline__ WorkItem tile_of(const KernelArgs& a, uint32_t head, 
 // of as many as have their K and V in L2 together.
 template <class B> __device__ __forceinline__ WorkItem work_item(const KernelArgs& a, uint32_t i) {
   uint32_t head, block;
-  if (a.p.causal == Causal::off) {
+  if (a.keys.all()) {
     head = a.q_blocks.divide(i), block = a.q_blocks.remainder(i);
   } else {
     const uint32_t part = a.items_in_l2.divide(i), j = a.items_in_l2.remainder(i);
@@ -1371,17 +1449,15 @@ template <class B> struct ItemTiles {
   const WorkItem& item;
   TileCopy<B> mine;          // this thread's share of the group's copies
   const Element *K_g, *V_g;  // its first vector of the next tile
+  KeyRange keys;             // of the item's rows
   int first_key;             // of the group
-  int keys;                  // that some row of the tile sees
-  int clean_keys;            // tiles that end before this key need no mask
 
-  __device__ __forceinline__ ItemTiles(const SdpaParams& p_, const WorkItem& item_, int group,
+  __device__ __forceinline__ ItemTiles(const KernelArgs& a, const WorkItem& item_, int group,
                                        int tid, int nthreads)
-      : p(p_), item(item_), mine(tid, nthreads) {
+      : p(a.p), item(item_), mine(tid, nthreads) {
     const int h_kv = item.h / (p.Hq / p.Hkv);
-    first_key = group * B::block_n;
-    keys = visible_keys(p, min(item.q0 + B::block_m, p.Sq) - 1);
-    clean_keys = visible_keys(p, item.q0);
+    keys = a.keys.of_rows(item.q0, min(item.q0 + B::block_m, p.Sq) - 1);
+    first_key = keys.begin + group * B::block_n;
     K_g = mine.first(p.K + item.b * p.k.batch + h_kv * p.k.head + first_key * p.k.row, p.k.row);
     V_g = mine.first(p.V + item.b * p.v.batch + h_kv * p.v.head + first_key * p.v.row, p.v.row);
   }
@@ -1395,9 +1471,10 @@ template <class B> struct ItemTiles {
   }
   // The next K and V tile, at key k0, into its stage; past the end nothing.
   template <class Shared> __device__ __forceinline__ void copy_kv(Shared& s, int stage, int k0) {
-    if (k0 < keys) {
-      mine.template copy<B::block_n>(s.K[stage], K_g, p.k.row, keys - k0 - mine.row);
-      mine.template copy<B::block_n>(s.V[stage], V_g, p.v.row, keys - k0 - mine.row);
+    if (k0 < keys.end) {
+      const int rows = keys.end - k0 - mine.row;
+      mine.template copy<B::block_n>(s.K[stage], K_g, p.k.row, rows);
+      mine.template copy<B::block_n>(s.V[stage], V_g, p.v.row, rows);
       K_g += ADVANCE * p.k.row, V_g += ADVANCE * p.v.row;
     }
   }
@@ -1758,7 +1835,6 @@ __device__ __forceinline__ void scalar_qk(ScalarScores<B>& S, const Element* Q_s
 
 template <class B>
 __global__ void __launch_bounds__(B::threads, 1) sdpa_scalar(const __grid_constant__ KernelArgs a) {
-  const SdpaParams& p = a.p;
   ScalarShared<B>& s = dynamic_shared<ScalarShared<B>>();
   const int tid = threadIdx.x, warp = tid / 32, lane = tid % 32;
 
@@ -1771,7 +1847,7 @@ __global__ void __launch_bounds__(B::threads, 1) sdpa_scalar(const __grid_consta
 
   Scheduler<B> scheduler;
   for (WorkItem item; scheduler.template next<B>(a, s.drawn, item);) {
-    const ItemTiles<B> t(p, item, 0, tid, B::threads);
+    const ItemTiles<B> t(a, item, 0, tid, B::threads);
     t.template copy_q<B::block_m>(s.Q, 0, tid, B::threads);
     CopyTogether<B, ScalarShared<B>> feed(s, t);
 
@@ -1779,10 +1855,10 @@ __global__ void __launch_bounds__(B::threads, 1) sdpa_scalar(const __grid_consta
     TileSoftmax<B, ScalarShared<B>> softmax;
     softmax.start(s, S);
 
-    for (int k0 = 0; k0 < t.keys; k0 += B::block_n) {
+    for (int k0 = t.keys.begin; k0 < t.keys.end; k0 += B::block_n) {
       const int stage = feed.acquire(k0);
       scalar_qk<B>(S, s.Q, s.K[stage]);
-      if (k0 + B::block_n > t.clean_keys) mask_scores(S, p, item.q0, k0);
+      mask_scores<B::block_n>(S, a.keys, t.keys, item.q0, k0);
       float alpha[O.ROWS];
       softmax.step(s, S, a.scale_log2, alpha);
       scalar_pv<B>(O, alpha, s.P, s.V[stage]);
@@ -1851,7 +1927,7 @@ template <class B> struct CopyByProducers {
 template <class B>
 __device__ __forceinline__ void wmma_produce(WmmaShared<B>& s, ItemTiles<B>& t,
                                              StageRing<B::stages>& ring) {
-  for (int k0 = 0; k0 < t.keys; k0 += B::block_n) {
+  for (int k0 = t.keys.begin; k0 < t.keys.end; k0 += B::block_n) {
     mbarrier_spin(&s.empty[ring.stage], ring.parity ^ 1);  // the first round finds them empty
     t.copy_kv(s, ring.stage, k0);
     if constexpr (B::use_cp_async) {
@@ -1959,7 +2035,6 @@ template <class B, class Feed>
 __device__ __forceinline__ void wmma_consume(WmmaShared<B>& s, const KernelArgs& a,
                                              const WorkItem& item, const ItemTiles<B>& t,
                                              Feed& feed) {
-  const SdpaParams& p = a.p;
   const int warp = threadIdx.x / 32, lane = threadIdx.x % 32, first_row = warp * 16;
   float* const S_s = s.P + first_row * s.P_STRIDE;
 
@@ -1991,12 +2066,12 @@ __device__ __forceinline__ void wmma_consume(WmmaShared<B>& s, const KernelArgs&
   TileSoftmax<B, WmmaShared<B>> softmax;
   softmax.start(s, S);
 
-  for (int k0 = 0; k0 < t.keys; k0 += B::block_n) {
+  for (int k0 = t.keys.begin; k0 < t.keys.end; k0 += B::block_n) {
     const int stage = feed.acquire(k0);
     wmma_qk<B>(S_s, Q, s.K[stage]);
     __syncwarp();  // hazard: S written by the other lanes
     load_scores(S, s.P, s.P_STRIDE);
-    if (k0 + B::block_n > t.clean_keys) mask_scores(S, p, item.q0, k0);
+    mask_scores<B::block_n>(S, a.keys, t.keys, item.q0, k0);
     float alpha[O.ROWS];
     softmax.step(s, S, a.scale_log2, alpha);
     if constexpr (B::use_wmma_pv) {
@@ -2032,14 +2107,14 @@ __global__ void __launch_bounds__(B::threads, 1) sdpa_wmma(const __grid_constant
   Scheduler<B> scheduler;
   for (WorkItem item; scheduler.template next<B>(a, s.drawn, item);) {
     if constexpr (!B::use_warp_specialization) {
-      const ItemTiles<B> t(a.p, item, 0, tid, consumers);
+      const ItemTiles<B> t(a, item, 0, tid, consumers);
       CopyTogether<B, WmmaShared<B>> feed(s, t);
       wmma_consume<B>(s, a, item, t, feed);
     } else if (tid >= consumers) {
-      ItemTiles<B> t(a.p, item, 0, tid - consumers, B::producer_threads);
+      ItemTiles<B> t(a, item, 0, tid - consumers, B::producer_threads);
       wmma_produce<B>(s, t, ring);
     } else {
-      const ItemTiles<B> t(a.p, item, 0, tid, consumers);
+      const ItemTiles<B> t(a, item, 0, tid, consumers);
       CopyByProducers<B> feed(s, ring);
       wmma_consume<B>(s, a, item, t, feed);
     }
@@ -2088,7 +2163,7 @@ __device__ __forceinline__ SharedAddress tile_step(SharedAddress at, int r, int 
 template <class B> struct MmaPartial {
   using View = MmaAccumulator<B, B::head_dim>;
   float O[View::ROWS][View::COLS][B::group_threads];
-  float m[View::ROWS][B::group_threads], l[View::ROWS][B::group_threads];
+  float2 m_l[View::ROWS][B::group_threads];
 };
 
 template <class B> struct MmaShared {
@@ -2216,7 +2291,7 @@ template <class B> struct MmaRows {
   Output O;
   MmaProbabilities<B> P;
   float m[ROWS], l[ROWS];
-  bool stale_max_will_do = false;  // the warp's m are within shift_limit
+  bool stale_max_will_do = false;  // USE_LAZY_MAX: softmax_shift() said so of all rows of the warp
 
   __device__ void start(int first_row, int first_col) {
     O.first_row = first_row, O.first_col = first_col;
@@ -2231,46 +2306,30 @@ template <class B> struct MmaRows {
     for (int step = 0; step < P.STEPS; step++) mma_pv<B>(O, P, V_s, step, lane);
   }
 
-  // P of the tile at key k0, masked if it must be; O and l brought to its maximum.
-  __device__ void attend_by_exact_max(const MmaQueries<B>& Q, const Element* K_s,
-                                      const KernelArgs& a, int q0, int k0, bool masked, int lane) {
+  // P of the item's tile at key k0, of which the warp's rows see `keys`; O and l brought to its maximum.
+  __device__ void attend(const MmaQueries<B>& Q, const Element* K_s, const KernelArgs& a,
+                         const KeyRange& keys, const WorkItem& item, int k0, int lane) {
+    const bool clean = keys.is_clean(k0, B::block_n);
     Scores S;
+    if (stale_max_will_do && clean) {
+      mma_qk<B>(S, Q, K_s, lane);
+      StaleSoftmax<B, ROWS> softmax(m, a.scale_log2);
+#pragma unroll
+      for (int step = 0; step < P.STEPS; step++) {
+        softmax.exp(S, 4 * step, 4 * step + 4), P.pack_step(S, step);
+      }
+      if (softmax.add_to(l)) return;
+    }
     S.first_row = O.first_row, S.first_col = O.first_col;
     mma_qk<B>(S, Q, K_s, lane);
-    if (masked) mask_scores(S, a.p, q0, k0);
+    if (!clean) mask_scores<B::block_n>(S, a.keys, keys, item.q0, k0);
     float alpha[ROWS];
     softmax_max<B>(S, a.scale_log2, m, alpha);
-    const bool within = softmax_sum<B>(S, a.scale_log2, m, alpha, l);
-    if (B::use_lazy_max) stale_max_will_do = __all_sync(0xffffffffu, within);
+    const bool may_be_kept = softmax_sum<B>(S, a.scale_log2, m, alpha, l);
+    if (B::use_lazy_max) stale_max_will_do = __all_sync(0xffffffffu, may_be_kept);
     scale_rows(O, alpha);
 #pragma unroll
     for (int step = 0; step < P.STEPS; step++) P.pack_step(S, step);
-  }
-
-  // USE_LAZY_MAX: the same for a tile without mask, but relative to the m that is there: no maximum, no
-  // alpha, no rescaling of O, and an exponential waits for its own score alone. Any m will do as long
-  // as P does not overflow; that it does not vanish follows from m being a score of the row. A sum of
-  // positive numbers bounds the largest, so the sum tells: if it is over the limit (or NaN; or a row
-  // has no m yet, where m = -inf makes P infinite), the tile is left to attend_by_exact_max(): false, and O, m and l
-  // are as they were.
-  __device__ bool attend_by_stale_max(const MmaQueries<B>& Q, const Element* K_s, float scale_log2,
-                                      int lane) {
-    Scores S;
-    mma_qk<B>(S, Q, K_s, lane);
-    float m_log2[ROWS], sum[ROWS], all = 0;
-#pragma unroll
-    for (int i = 0; i < ROWS; i++) m_log2[i] = m[i] * scale_log2, sum[i] = 0;  // -inf stays
-#pragma unroll
-    for (int step = 0; step < P.STEPS; step++) {
-      softmax_exp<B>(S, 4 * step, 4 * step + 4, scale_log2, m_log2, sum);
-      P.pack_step(S, step);
-    }
-#pragma unroll
-    for (int i = 0; i < ROWS; i++) all += sum[i];
-    if (!__all_sync(0xffffffffu, all <= lazy_limit)) return false;
-#pragma unroll
-    for (int i = 0; i < ROWS; i++) l[i] += sum[i];
-    return true;
   }
 
   // Every row's l is that of all its lanes afterwards.
@@ -2282,25 +2341,29 @@ template <class B> struct MmaRows {
   __device__ void store(MmaPartial<B>& partial, int tid) const {
 #pragma unroll
     for (int i = 0; i < ROWS; i++) {
-      st_shared(&partial.m[i][tid], m[i]);
-      st_shared(&partial.l[i][tid], l[i]);
+      st_shared(&partial.m_l[i][tid], float2{m[i], l[i]});
 #pragma unroll
       for (int j = 0; j < O.COLS; j++) st_shared(&partial.O[i][j][tid], O.x[i][j]);
     }
   }
 
-  // O, m and l of these keys and of another group's.
-  __device__ void merge(const MmaPartial<B>& partial, float scale_log2, int tid) {
+  // O, m and l of these keys and of the other groups'.
+  template <int OTHERS>
+  __device__ void merge(const MmaPartial<B> (&others)[OTHERS], float scale_log2, int tid) {
 #pragma unroll
     for (int i = 0; i < ROWS; i++) {
-      const float m_other = ld_shared<float>(&partial.m[i][tid]), m_new = fmaxf(m[i], m_other);
-      const float own = softmax_exp2<B>((m[i] - finite_max(m_new)) * scale_log2);
-      const float other = softmax_exp2<B>((m_other - finite_max(m_new)) * scale_log2);
-      m[i] = m_new;
-      l[i] = fmaf(l[i], own, ld_shared<float>(&partial.l[i][tid]) * other);
+      float2 m_l[OTHERS + 1] = {{m[i], l[i]}};
+      float weight[OTHERS + 1];
+#pragma unroll
+      for (int n = 0; n < OTHERS; n++) m_l[n + 1] = ld_shared<float2>(&others[n].m_l[i][tid]);
+      merge_weights<B>(m_l, scale_log2, weight, m[i], l[i]);
 #pragma unroll
       for (int j = 0; j < O.COLS; j++) {
-        O.x[i][j] = fmaf(O.x[i][j], own, ld_shared<float>(&partial.O[i][j][tid]) * other);
+        O.x[i][j] *= weight[0];
+#pragma unroll
+        for (int n = 0; n < OTHERS; n++) {
+          O.x[i][j] = fmaf(ld_shared<float>(&others[n].O[i][j][tid]), weight[n + 1], O.x[i][j]);
+        }
       }
     }
   }
@@ -2352,7 +2415,7 @@ __global__ void __launch_bounds__(B::threads, 1) sdpa_mma(const __grid_constant_
 
   Scheduler<B> scheduler;
   for (WorkItem item; scheduler.template next<B>(a, s.drawn, item);) {
-    const ItemTiles<B> t(p, item, group, tid, B::group_threads);
+    const ItemTiles<B> t(a, item, group, tid, B::group_threads);
     t.template copy_q<B::block_m>(s.in.Q, 0, threadIdx.x, B::threads);
     if (threadIdx.x == 0) s.item = item;
     VectorCopy<B::use_cp_async>::commit();
@@ -2366,21 +2429,13 @@ __global__ void __launch_bounds__(B::threads, 1) sdpa_mma(const __grid_constant_
 
     // A mask leaves some warps of the CTA less to do than others.
     const int q_warp = item.q0 + warp * WARP_ROWS, q_last = min(q_warp + WARP_ROWS, p.Sq) - 1;
-    const int clean_keys = visible_keys(p, q_warp);
-    const int seen_keys = q_warp < p.Sq ? visible_keys(p, q_last) : 0;
+    const KeyRange keys = q_warp <= q_last ? a.keys.of_rows(q_warp, q_last) : KeyRange{};
     // Every group takes part in every round, the last one perhaps without a tile.
-    for (int round = 0; round < t.keys; round += t.ADVANCE) {
-      const int k0 = round + t.first_key, stage = feed.acquire(k0);
-      const Element* const K_s = s.in.group[group].K[stage];
-      const Element* const V_s = s.in.group[group].V[stage];
-      if (k0 < seen_keys) {
-        const bool masked = k0 + B::block_n > clean_keys;
-        bool attended = false;
-        if (rows.stale_max_will_do && !masked) {
-          attended = rows.attend_by_stale_max(Q, K_s, a.scale_log2, lane);
-        }
-        if (!attended) rows.attend_by_exact_max(Q, K_s, a, s.item.q0, k0, masked, lane);
-        rows.multiply(V_s, lane);
+    for (int round = t.keys.begin; round < t.keys.end; round += t.ADVANCE) {
+      const int k0 = round + group * B::block_n, stage = feed.acquire(k0);
+      if (k0 < keys.end && k0 + B::block_n > keys.begin) {
+        rows.attend(Q, s.in.group[group].K[stage], a, keys, s.item, k0, lane);
+        rows.multiply(s.in.group[group].V[stage], lane);
       }
       feed.release();
     }
@@ -2391,7 +2446,7 @@ __global__ void __launch_bounds__(B::threads, 1) sdpa_mma(const __grid_constant_
       if (group > 0) rows.store(s.partial[group - 1], tid);
       __syncthreads();  // hazard: partial results written
       if (group > 0) continue;
-      for (int g = 1; g < B::split_kv; g++) rows.merge(s.partial[g - 1], a.scale_log2, tid);
+      rows.merge(s.partial, a.scale_log2, tid);
     }
     MmaRuns<B, B::head_dim> runs;
     deal_runs<B>(runs, rows.O, lane);
@@ -2460,8 +2515,41 @@ __device__ __forceinline__ void pack_step(uint32_t (&out)[4], const View& P, int
     out[i] = pack(P.x.d[8 * step + 2 * i], P.x.d[8 * step + 2 * i + 1]);
   }
 }
-// Query rows that one tensor map's box of Q and O has.
+// Cache policies of loads: Q is read once, K and V by many CTAs.
+constexpr uint64_t evict_first = 0x12f0000000000000, evict_last = 0x14f0000000000000;
+
+// Query rows of a warpgroup, which are one box of the tensor maps of Q and O.
 template <class B> constexpr int wgmma_rows = B::swap_ab ? B::block_m : 64;
+
+// The keys in rounds, the last one first, so that tiles with a causal mask come first and leave a maximum that
+// holds for most of the others. In a round every slice (SPLIT_KV) takes one tile of BLOCK_N keys.
+struct alignas(16) WgmmaItem : WorkItem {
+  int h_kv, first_key, rounds;  // no rounds: there are no more items
+};
+template <class B> constexpr int round_keys = B::split_kv * B::block_n;
+template <class B>
+__device__ __forceinline__ int first_key_of(const WgmmaItem& item, int round, int slice) {
+  return item.first_key + (round * B::split_kv + slice) * B::block_n;
+}
+
+// Item number i. EARLY: with a mask, warpgroups without rows are in a head's first item, where rows are short,
+// and not in its last one.
+template <class B, bool EARLY = false>
+__device__ __forceinline__ WgmmaItem wgmma_item(const KernelArgs& a, uint32_t i) {
+  WgmmaItem item;
+  if (a.unmasked_rounds > 0) {  // as work_item() has it, but without a look at anything else
+    static_cast<WorkItem&>(item) = tile_of<B>(a, a.q_blocks.divide(i), a.q_blocks.remainder(i));
+    item.first_key = 0, item.rounds = a.unmasked_rounds;
+  } else {
+    static_cast<WorkItem&>(item) = work_item<B>(a, i);
+    if (EARLY) item.q0 -= (int(a.q_blocks.divisor) * B::block_m - a.p.Sq) / 64 * 64;
+    const KeyRange keys = a.keys.of_rows(max(item.q0, 0), min(item.q0 + B::block_m, a.p.Sq) - 1);
+    item.first_key = keys.begin;
+    item.rounds = max((keys.end - keys.begin + round_keys<B> - 1) / round_keys<B>, 1);
+  }
+  item.h_kv = int(a.q_heads_per_kv.divide(item.h));
+  return item;
+}
 
 // S = Q @ K.T of a warpgroup, begun; Q [64][D] and K [BLOCK_N][D] are those of the descriptors.   [64][BLOCK_N]
 template <class B>
@@ -2635,10 +2723,9 @@ template <class B> struct WgmmaPlainShared {
 
 // By one thread: K and V of a tile, which will be announced at their stage's mbarrier.
 template <class B>
-__device__ __forceinline__ void load_tile(WgmmaPlainShared<B>& s, const KernelArgs& a, int tile,
-                                          int h_kv, int b) {
-  constexpr uint64_t evict_last = 0x14f0000000000000;
-  const int stage = tile % B::stages, at[5] = {0, tile * B::block_n, 0, h_kv, b};
+__device__ __forceinline__ void load_tile(WgmmaPlainShared<B>& s, const KernelArgs& a, int stage,
+                                          int k0, int h_kv, int b) {
+  const int at[5] = {0, k0, 0, h_kv, b};
   uint64_t* const full = &s.full[stage];
   mbarrier_arrive_expect_tx(full, 2 * sizeof s.K[0]);
   cp_async_bulk_tensor_load(s.K[stage], &tensor_maps<B>(a).k, at, full, evict_last);
@@ -2649,15 +2736,13 @@ template <class B>
 __global__ void __launch_bounds__(B::threads, 1)
     sdpa_wgmma_plain(const __grid_constant__ KernelArgs a) {
   constexpr int STEPS = B::block_n / 16;
-  constexpr uint64_t evict_first = 0x12f0000000000000;
   const SdpaParams& p = a.p;
   WgmmaPlainShared<B>& s = dynamic_shared<WgmmaPlainShared<B>>();
   const int tid = threadIdx.x, lane = tid % 32, group = uniform(tid / 128);
   const WorkItem item = work_item<B>(a, blockIdx.x);
   const int h_kv = item.h / (p.Hq / p.Hkv);
-  const int keys = visible_keys(p, min(item.q0 + B::block_m, p.Sq) - 1);
-  const int clean_keys = visible_keys(p, item.q0);
-  const int tiles = (keys + B::block_n - 1) / B::block_n;
+  const KeyRange keys = a.keys.of_rows(item.q0, min(item.q0 + B::block_m, p.Sq) - 1);
+  const int tiles = (keys.end - keys.begin + B::block_n - 1) / B::block_n;
 
   if (tid == 0) {
     mbarrier_init(&s.q_full, 1);
@@ -2672,7 +2757,9 @@ __global__ void __launch_bounds__(B::threads, 1)
       const int at[5] = {0, item.q0 + 64 * g, 0, item.h, item.b};
       cp_async_bulk_tensor_load(s.Q[g], &tensor_maps<B>(a).q, at, &s.q_full, evict_first);
     }
-    for (int tile = 0; tile < min(tiles, B::stages); tile++) load_tile(s, a, tile, h_kv, item.b);
+    for (int tile = 0; tile < min(tiles, B::stages); tile++) {
+      load_tile(s, a, tile, keys.begin + tile * B::block_n, h_kv, item.b);
+    }
   }
 
   WgmmaAccumulator<B::block_n> S;
@@ -2685,7 +2772,7 @@ __global__ void __launch_bounds__(B::threads, 1)
   mbarrier_wait(&s.q_full, 0);
 
   for (int tile = 0; tile < tiles; tile++) {
-    const int stage = tile % B::stages, k0 = tile * B::block_n;
+    const int stage = tile % B::stages, k0 = keys.begin + tile * B::block_n;
     mbarrier_wait(&s.full[stage], tile / B::stages % 2);
 
     // S = Q @ K.T   [64][BLOCK_N]
@@ -2695,7 +2782,7 @@ __global__ void __launch_bounds__(B::threads, 1)
 
     // P, and O brought to its maximum
     float alpha[2];
-    if (k0 + B::block_n > clean_keys) mask_scores(S, p, item.q0, k0);
+    mask_scores<B::block_n>(S, a.keys, keys, item.q0, k0);
     softmax_max<B>(S, a.scale_log2, m, alpha);
     softmax_sum<B>(S, a.scale_log2, m, alpha, l);
     scale_rows(O, alpha);
@@ -2710,7 +2797,9 @@ __global__ void __launch_bounds__(B::threads, 1)
     wgmma_wait_group<0>(), hold(O.x.d);
 
     __syncthreads();  // hazard: K and V read by all warps
-    if (tid == 0 && tile + B::stages < tiles) load_tile(s, a, tile + B::stages, h_kv, item.b);
+    if (tid == 0 && tile + B::stages < tiles) {
+      load_tile(s, a, stage, k0 + B::stages * B::block_n, h_kv, item.b);
+    }
   }
 
 #pragma unroll
@@ -2723,39 +2812,32 @@ template <class B> struct WgmmaKernel<B, Wgmma::plain> {
   static constexpr auto kernel = sdpa_wgmma_plain<B>;
 };
 
-// ---- 5d the kernel with producer warps (wgmma and USE_WARP_SPECIALIZATION, SWAP_AB, USE_TUNED) ----
+// ---- 5d the kernel with producer warps (wgmma and USE_WARP_SPECIALIZATION, USE_TUNED) ----
 //
-// Warps that copy load tiles, which go through mbarriers to 1 to 4 warpgroups that compute. An item is so
-// many rounds, a K and a V tile each, and with persistent CTAs the loads go on from item to item, those of
-// Q where there is room for two. Where there are too few items for all SMs, slices of the keys (SPLIT_KV)
-// go to different warpgroups, which merge what they have.
+//   warps of the producer warpgroup           warpgroups that compute, 64 rows each
+//   for each item:                            for each item:
+//     Q, where O of an item before is out       for each tile, the last key first:
+//     for each tile, the last key first:          S = Q @ K.T          (OVERLAP: of the tile after)
+//       K, V, where all have read one before      P, m, l = softmax(S)
+//   one of them: O out, when it is written        O = O + P @ V
+//                                               O / l, rounded, in the place of Q
+//
+// Tiles go through mbarriers. With persistent CTAs the loads go on from item to item, those of Q where there is
+// room for two. Where there are too few items for all SMs, slices of the keys (SPLIT_KV) go to different
+// warpgroups, which merge what they have.
 
-// In a round every slice (SPLIT_KV) takes one K/V tile.
 template <class B> struct WgmmaShared {
-  static constexpr int GROUP_ROWS = B::swap_ab ? B::block_m : 64;  // query rows of a warpgroup
-  static constexpr int ROW_GROUPS = B::block_m / GROUP_ROWS;
-  // Whether a warpgroup without rows of its own leaves the tiles to the others.
-  static constexpr bool MAY_PASS = B::split_kv == 1 && !B::use_ping_pong && !B::swap_ab;
+  static constexpr int ROW_GROUPS = B::block_m / 64;
   static constexpr int Q_STAGES = B::use_persistent_cta && B::head_dim <= 128 ? 2 : 1;
-  struct alignas(16) Item : WorkItem {
-    int h_kv, rounds;  // no rounds: there are no more items
-  };
   // What the slices' warpgroups with the same rows have for each other: of O, for every slice from every
   // other one, what each thread has of what the slice finishes. Of a warp's 16 rows even slices finish the
   // first 8, odd ones the others; two that finish the same rows halve their columns.
-  struct RowPartial {
+  struct Partial {
     static constexpr int COLS = B::split_kv > 2 ? B::head_dim * 2 / B::split_kv : B::head_dim;
     float4 O[B::split_kv][B::split_kv > 1 ? B::split_kv - 1 : 1][COLS / 16][128];
     float2 m_l[B::split_kv][64];
     alignas(16) Element out[B::split_kv][4][8][COLS + 8];  // 8: against bank conflicts
   };
-  struct ColumnPartial {  // of WgmmaColumns
-    static constexpr int ROWS = B::block_m;
-    alignas(16) float O[ROWS][B::head_dim + 4];  // 4: the same where lanes lie along d
-    float2 m_l[ROWS];
-    float of_warp[4][ROWS > 32 ? ROWS / 32 : 1][32];  // maxima or sums for the other warps
-  };
-  using Partial = typename std::conditional<B::swap_ab, ColumnPartial, RowPartial>::type;
   struct Nothing {};
   struct Tiles {
     alignas(1024) Element K[B::stages][B::block_n * B::head_dim];  // [BLOCK_N][D]
@@ -2763,16 +2845,49 @@ template <class B> struct WgmmaShared {
     // Full: the tile has landed. Empty: every warp of the slice has read it.
     uint64_t k_full[B::stages], k_empty[B::stages], v_full[B::stages], v_empty[B::stages];
   };
-  alignas(1024)
-      Element Q[Q_STAGES][ROW_GROUPS][GROUP_ROWS * B::head_dim];  // afterwards O on its way out
+  alignas(1024) Element Q[Q_STAGES][ROW_GROUPS][64 * B::head_dim];  // afterwards O on its way out
   Tiles slice[B::split_kv];
-  static constexpr int PARTIALS = B::swap_ab ? B::split_kv : ROW_GROUPS;
-  typename std::conditional<(B::split_kv > 1 || B::swap_ab), Partial[PARTIALS], Nothing>::type
-      partial;
-  Item item[Q_STAGES];  // whose Q it is
+  typename std::conditional<(B::split_kv > 1), Partial[ROW_GROUPS], Nothing>::type partial;
+  WgmmaItem item[Q_STAGES];  // whose Q it is
   // Full: Q has landed, the item is known. Done: every warp has written its O over Q. Empty: O is out.
   uint64_t q_full[Q_STAGES], o_done[Q_STAGES][ROW_GROUPS], q_empty[Q_STAGES];
+
+  // By two threads, ahead of a barrier.
+  __device__ __forceinline__ void init_mbarriers(int warp) {
+    if (warp == 1 && threadIdx.x % 32 == 0) {
+      for (uint64_t& full : q_full) mbarrier_init(&full, 1);
+      for (Tiles& t : slice) {
+        for (int n = 0; n < B::stages; n++) {
+          mbarrier_init(&t.k_full[n], 1), mbarrier_init(&t.v_full[n], 1);
+        }
+      }
+      fence_mbarrier_init();
+    }
+    if (warp == 2 && threadIdx.x % 32 == 0) {
+      for (int stage = 0; stage < Q_STAGES; stage++) {
+        mbarrier_init(&q_empty[stage], 1);
+        for (uint64_t& done : o_done[stage]) mbarrier_init(&done, 4);
+      }
+      for (Tiles& t : slice) {
+        for (int n = 0; n < B::stages; n++) {
+          mbarrier_init(&t.k_empty[n], B::group_warps);
+          mbarrier_init(&t.v_empty[n], B::group_warps);
+        }
+      }
+      fence_mbarrier_init();
+    }
+  }
 };
+
+// Named barriers of the CTA; 0 is __syncthreads().
+enum WgmmaBarrier {
+  turn = 1,      // and the next three: it is the warpgroup's turn at the tensor cores
+  q_read = 5,    // and the next three: all warps of the warpgroup have read Q
+  partials = 9,  // of all slices are written
+};
+
+// Whether a warpgroup without rows of its own leaves the tiles to the others; a mask then may be uneven.
+template <class B> constexpr bool wgmma_may_pass = B::split_kv == 1 && !B::use_ping_pong;
 
 // How the registers of a CTA are dealt: all threads start with the same number, then the warpgroup that
 // copies gives away what it does not need. setmaxnreg counts in eights.
@@ -2785,144 +2900,151 @@ template <class B> struct WgmmaRegisters {
   static constexpr bool dealt = consumer > at_start;
 };
 
-// The tiles of an item from the last key to the first, so that those with a mask come first and leave a
-// maximum that holds for most of the others; tiles past the last key are zeros. Every function is for a
-// whole warp, whose lanes know the same and of whom one issues the copies.
-template <class B> struct WgmmaLoader {
+// A warp that copies. Its lanes know the same, and one of them issues the copies.
+template <class B> struct WgmmaProducer {
   using Shared = WgmmaShared<B>;
-  using Item = typename Shared::Item;
   Shared& s;
   const KernelArgs& a;
-  const bool copies_here = threadIdx.x % 32 == 0;
-  bool waited_for_last_kernel = B::use_warp_specialization;
+  const bool issues = threadIdx.x % 32 == 0;
   StageRing<B::stages> ring;
   StageRing<Shared::Q_STAGES> q_ring;
 
-  __device__ WgmmaLoader(Shared& s_, const KernelArgs& a_) : s(s_), a(a_) {}
+  __device__ WgmmaProducer(Shared& s_, const KernelArgs& a_) : s(s_), a(a_) {}
 
   // Item number i; past the last item one without rounds.
-  __device__ __forceinline__ Item find_item(uint32_t i) const {
-    Item item{};
-    if (B::use_persistent_cta && i >= a.work_items) return item;
-    if (a.unmasked_rounds > 0) {  // as work_item() has it, but without a look at anything else
-      static_cast<WorkItem&>(item) = tile_of<B>(a, a.q_blocks.divide(i), a.q_blocks.remainder(i));
-      item.h_kv = int(a.q_heads_per_kv.divide(item.h));
-      item.rounds = a.unmasked_rounds;
-      return item;
-    }
-    static_cast<WorkItem&>(item) = work_item<B>(a, i);
-    item.h_kv = int(a.q_heads_per_kv.divide(item.h));
-    // Warpgroups without rows are in the first item, where rows are short, not in the last.
-    if (Shared::MAY_PASS) {
-      item.q0 -= (int(a.q_blocks.divisor) * B::block_m - a.p.Sq) / 64 * 64;
-    }
-    const int keys = visible_keys(a.p, min(item.q0 + B::block_m, a.p.Sq) - 1);
-    constexpr int round_keys = B::split_kv * B::block_n;
-    item.rounds = max((keys + round_keys - 1) / round_keys, 1);
-    return item;
-  }
-  // A box to where the pointer says. If the warp has not waited for the kernel before this one, its first
-  // copy does, as late as can be; warps that only copy do at once.
-  __device__ __forceinline__ void copy(void* dst_s, const CUtensorMap* map, const int (&c)[5],
-                                       uint64_t* full, uint64_t cache_policy) {
-    if (!waited_for_last_kernel) {
-      hold(map);  // the last thing to be had before the wait
-      griddepcontrol_wait(), waited_for_last_kernel = true;
-    }
-    cp_async_bulk_tensor_load(dst_s, map, c, full, cache_policy);
+  __device__ __forceinline__ WgmmaItem find_item(uint32_t i) const {
+    if (B::use_persistent_cta && i >= a.work_items) return {};
+    return wgmma_item<B, wgmma_may_pass<B>>(a, i);
   }
   // Q of an item, and the word to the others.
-  __device__ __forceinline__ void start_item(const Item& item) {
-    constexpr uint64_t evict_first = 0x12f0000000000000;
+  __device__ __forceinline__ void start_item(const WgmmaItem& item) {
     const int stage = q_ring.stage;
     uint64_t* const full = &s.q_full[stage];
     if (B::use_persistent_cta) mbarrier_wait(&s.q_empty[stage], q_ring.parity ^ 1);
-    if (copies_here) {
+    if (issues) {
       s.item[stage] = item;
       mbarrier_arrive_expect_tx(full, item.rounds > 0 ? sizeof s.Q[0] : 0);
       for (int group = 0; item.rounds > 0 && group < s.ROW_GROUPS; group++) {
-        const int c[5] = {0, item.q0 + group * s.GROUP_ROWS, 0, item.h, item.b};
-        copy(s.Q[stage][group], &tensor_maps<B>(a).q, c, full, evict_first);
+        const int at[5] = {0, item.q0 + group * 64, 0, item.h, item.b};
+        cp_async_bulk_tensor_load(s.Q[stage][group], &tensor_maps<B>(a).q, at, full, evict_first);
       }
     }
     q_ring.advance();
   }
   // The item that another warp has started.
-  __device__ __forceinline__ Item follow_item() {
+  __device__ __forceinline__ WgmmaItem follow_item() {
     mbarrier_wait(&s.q_full[q_ring.stage], q_ring.parity);
-    const Item item = s.item[q_ring.stage];
+    const WgmmaItem item = s.item[q_ring.stage];
     __syncwarp();  // hazard: read by all lanes before the copies that lead to the next item
     q_ring.advance();
     return item;
   }
-  // A slice's tile of K or V in a round, once its stage is empty.
-  __device__ __forceinline__ void load(const Item& item, int round, int slice,
+  // A slice's tile of K or V in a round, once its stage is empty; past the last key zeros.
+  __device__ __forceinline__ void load(const WgmmaItem& item, int round, int slice,
                                        const CUtensorMap* map, Element* tile_s, uint64_t* full,
                                        uint64_t* empty) {
-    constexpr uint64_t evict_last = 0x14f0000000000000;
     mbarrier_wait(empty, ring.parity ^ 1);
-    if (!copies_here) return;
+    if (!issues) return;
     if (a.p.Sk > 0) {
-      const int c[5] = {0, (round * B::split_kv + slice) * B::block_n, 0, item.h_kv, item.b};
+      const int at[5] = {0, first_key_of<B>(item, round, slice), 0, item.h_kv, item.b};
       mbarrier_arrive_expect_tx(full, B::block_n * B::head_dim * sizeof(Element));
-      copy(tile_s, map, c, full, evict_last);
+      cp_async_bulk_tensor_load(tile_s, map, at, full, evict_last);
     } else {
       mbarrier_arrive(full);  // nothing to load: every score of this tile is masked
     }
   }
-  __device__ __forceinline__ void load_k(const Item& item, int round, int slice) {
+  // The tiles of all items. A warp loads K of a slice, and the first one Q as well, another V: they are needed
+  // at different times, and a copy that must wait for its stage would hold up the other kind. With four slices
+  // a warp has both.
+  __device__ __forceinline__ void load_items(int slice, bool loads_k, bool loads_v, bool starts) {
+    uint32_t* const counter = static_cast<uint32_t*>(a.p.workspace);
     typename Shared::Tiles& t = s.slice[slice];
-    const int stage = ring.stage;
-    load(item, round, slice, &tensor_maps<B>(a).k, t.K[stage], &t.k_full[stage], &t.k_empty[stage]);
+    WgmmaItem item = find_item(blockIdx.x);
+    griddepcontrol_wait();  // from here on memory is as the kernel before this one has left it
+    while (true) {
+      if (starts) start_item(item);
+      if (!starts && B::use_persistent_cta) item = follow_item();
+      if (item.rounds == 0) break;
+      // The queue has the items after the first of every CTA; each is drawn for while the one before
+      // it is loaded, so that there are as many draws as items, and the last puts the counter back.
+      uint32_t drawn = 0;
+      if (B::use_persistent_cta && starts && issues) {
+        drawn = atomicAdd(counter, 1u);
+        if (drawn == a.work_items - 1) atomicExch(counter, 0u);
+      }
+      for (int round = item.rounds - 1; round >= 0; round--, ring.advance()) {
+        const int n = ring.stage;
+        if (loads_k) {
+          load(item, round, slice, &tensor_maps<B>(a).k, t.K[n], &t.k_full[n], &t.k_empty[n]);
+        }
+        if (loads_v) {
+          load(item, round, slice, &tensor_maps<B>(a).v, t.V[n], &t.v_full[n], &t.v_empty[n]);
+        }
+      }
+      if (!B::use_persistent_cta) break;
+      if (starts) item = find_item(gridDim.x + uniform(drawn));
+    }
   }
-  __device__ __forceinline__ void load_v(const Item& item, int round, int slice) {
-    typename Shared::Tiles& t = s.slice[slice];
-    const int stage = ring.stage;
-    load(item, round, slice, &tensor_maps<B>(a).v, t.V[stage], &t.v_full[stage], &t.v_empty[stage]);
+  // By one thread: O of all items from shared memory to global memory. Rows past Sq are left out, but a box
+  // must not begin before row 0.
+  __device__ __forceinline__ void store_items() {
+    do {
+      const int stage = q_ring.stage;
+      mbarrier_wait(&s.q_full[stage], q_ring.parity);
+      const WgmmaItem& item = s.item[stage];
+      if (item.rounds == 0) break;
+      for (int group = 0; group < s.ROW_GROUPS; group++) {
+        mbarrier_wait(&s.o_done[stage][group], q_ring.parity);
+        const int at[5] = {0, item.q0 + group * 64, 0, item.h, item.b};
+        if (at[1] < 0) continue;
+        cp_async_bulk_tensor_store(&tensor_maps<B>(a).o, at, s.Q[stage][group]);
+        cp_async_bulk_commit_group();
+      }
+      cp_async_bulk_wait_group_read<0>();
+      mbarrier_arrive(&s.q_empty[stage]);
+      q_ring.advance();
+    } while (B::use_persistent_cta);
+  }
+  __device__ __forceinline__ void run(int warp) {
+    constexpr int slice_warps = B::split_kv < 4 ? 2 : 1;
+    const int slice = warp / slice_warps, part = warp % slice_warps;
+    if (slice < B::split_kv) {
+      load_items(slice, part == 0, part == slice_warps - 1, warp == 0);
+    } else if (B::split_kv == 1 && threadIdx.x == 64) {
+      store_items();
+    }
   }
 };
 
-// By one thread: 64 rows of O from shared memory to global memory; rows past Sq are left out, but a box must
-// not begin before row 0.
-template <class B>
-__device__ __forceinline__ void wgmma_store(WgmmaShared<B>& s, const KernelArgs& a, int stage,
-                                            int parity, int row_group) {
-  const WorkItem& item = s.item[stage];
-  mbarrier_wait(&s.o_done[stage][row_group], parity);
-  const int c[5] = {0, item.q0 + row_group * s.GROUP_ROWS, 0, item.h, item.b};
-  if (c[1] < 0) return;
-  cp_async_bulk_tensor_store(&tensor_maps<B>(a).o, c, s.Q[stage][row_group]);
-  cp_async_bulk_commit_group();
-}
-
-// A row without a visible key is 0, whatever V is.
-template <int WIDTH>
-__device__ __forceinline__ void clear_empty_rows(WgmmaAccumulator<WIDTH>& O, const float (&l)[2]) {
-  if (l[0] != 0 && l[1] != 0) return;
-#pragma unroll
-  for (int i = 0; i < O.ROWS; i++) {
-#pragma unroll
-    for (int j = 0; j < O.COLS; j++) {
-      if (l[i] == 0) O.x[i][j] = 0;
-    }
+// USE_PING_PONG: warpgroups begin their products in turn, so that the softmax of one goes on beside the products
+// of another.
+template <class B, bool = B::use_ping_pong> struct WgmmaTurns {
+  __device__ explicit WgmmaTurns(int) {}
+  __device__ void begin() const {}
+  __device__ void end() const {}
+  __device__ void leave() const {}
+};
+template <class B> struct WgmmaTurns<B, true> {
+  const int mine;
+  __device__ explicit WgmmaTurns(int warpgroup) : mine(warpgroup) {
+    if (mine == B::warpgroups - 1) barrier_arrive(turn, 256);
   }
-}
+  __device__ __forceinline__ void begin() const { barrier_sync(turn + mine, 256); }
+  __device__ __forceinline__ void end() const {
+    barrier_arrive(turn + (mine + 1) % B::warpgroups, 256);
+  }
+  __device__ __forceinline__ void leave() const {
+    if (mine == 0) barrier_sync(turn, 256);
+  }
+};
 
-// What a warpgroup computes: O of 64 rows over its slice of the keys.
-template <class B> struct WgmmaRows {
+// A warpgroup that computes: O of 64 rows over its slice of the keys.
+template <class B> struct WgmmaConsumer {
   using Shared = WgmmaShared<B>;
   using Scores = WgmmaAccumulator<B::block_n>;
   using Output = WgmmaAccumulator<B::head_dim>;
   static constexpr int ROWS = Output::ROWS, STEPS = B::block_n / 16;
   using Probabilities = uint32_t[STEPS][4];  // rounded, A operands of 16 keys each
-  // OVERLAP: P of the round before is in use until its P @ V has ended. Two warpgroups do not fill an SM's
-  // pipes; so they wait for that halfway through the lazy exponentials (before the exact ones), and round P
-  // beside the other half, which pays at D=128 and 256. More of them, or two that split the keys, do better
-  // with all exponentials in one piece, and round P afterwards. Without OVERLAP nobody reads the last P any
-  // more.
-  static constexpr bool PV_ENDS_HALFWAY =
-                            B::overlap && B::use_lazy_max && B::warpgroups == 2 && B::split_kv == 1,
-                        PACKED_BESIDE = !B::overlap || PV_ENDS_HALFWAY;
 
   Shared& s;
   const KernelArgs& a;
@@ -2931,16 +3053,13 @@ template <class B> struct WgmmaRows {
   Output O;
   float m[ROWS], l[ROWS];
   StageRing<Shared::Q_STAGES> q_ring;
-  StageRing<B::stages> ring;  // where K and V of this round are
-  int v_stage = 0;            // V of the last P @ V
-  int rounds = 0;             // left of the item
-  int q0 = 0, clean_keys = 0;
-  // USE_LAZY_MAX: the last so many need no exact maximum; none, once a row of the warp has an m beyond
-  // shift_limit, which softmax_by_stale_max() could not subtract accurately.
-  int stale_rounds = 0;
-  bool first = true;  // round of the item
+  StageRing<B::stages> ring;       // where K and V of this tile are
+  int k0 = 0, last_k0 = 0;         // first keys of this tile and of the last one
+  KeyRange keys{};                 // of the warpgroup's rows
+  bool accumulates = false;        // an earlier tile of the item has begun O
+  bool stale_max_will_do = false;  // USE_LAZY_MAX: softmax_shift() said so of all rows of the warp
 
-  __device__ WgmmaRows(Shared& s_, const KernelArgs& a_, int thread)
+  __device__ WgmmaConsumer(Shared& s_, const KernelArgs& a_, int thread)
       : s(s_),
         a(a_),
         lane(thread % 32),
@@ -2951,150 +3070,71 @@ template <class B> struct WgmmaRows {
         K(wgmma_descriptor(uniform(shared_address(s.slice[slice].K[0])), 16, 1024)),
         V(wgmma_descriptor(uniform(shared_address(s.slice[slice].V[0])), B::block_n * 128, 1024)) {}
 
-  __device__ void release(uint64_t* empty, bool if_used = true) {
-    __syncwarp();
-    if (lane == 0 && if_used) mbarrier_arrive(empty);
-  }
+  // ---- which tiles ----
 
-  // A tile that this warpgroup does not need. It may release no stage before it is full.
-  __device__ __forceinline__ void let_tile_pass(const StageRing<B::stages>& at, uint64_t* full,
-                                                uint64_t* empty) {
-    mbarrier_wait(&full[at.stage], at.parity);
-    release(&empty[at.stage]);
+  // The item's rounds [first, end) are this warpgroup's: all; SKIP_MASKED: those of which its rows see something,
+  // and at least one; none if all its rows are before the first query or past the last one, so that the
+  // others have the tensor cores to themselves.
+  struct Rounds {
+    int first, end;
+  };
+  __device__ __forceinline__ Rounds own_rounds(const WgmmaItem& item, int rounds) const {
+    const int q = uniform(item.q0) + row_group * 64;
+    if (wgmma_may_pass<B> && (q < 0 || q >= a.p.Sq)) return {0, 0};
+    if (!B::skip_masked) return {0, rounds};
+    const KeyRange seen = keys_of_rows(q);
+    const int first_key = uniform(item.first_key);
+    const int past = (seen.end - first_key + round_keys<B> - 1) / round_keys<B>;
+    const int end = min(max(past, 1), rounds);
+    return {min((seen.begin - first_key) / round_keys<B>, end - 1), end};
   }
-  // Whether this warpgroup's rows of the item are all before the first query or past the last one. It then
-  // only lets the tiles pass, so that the others have the tensor cores to themselves.
-  __device__ __forceinline__ bool has_no_rows() const {
-    const int q = q0 + row_group * Shared::GROUP_ROWS;
-    return Shared::MAY_PASS && (q < 0 || q >= a.p.Sq);
+  __device__ __forceinline__ KeyRange keys_of_rows(int q) const {  // the warpgroup's, from query q on
+    return a.keys.of_rows(min(q, a.p.Sq - 1), min(q + 63, a.p.Sq - 1));
   }
-  __device__ __forceinline__ void let_item_pass() {
+  // Tiles that this warpgroup does not need. It may release no stage before it is full.
+  __device__ __forceinline__ void let_pass(int tiles) {
     typename Shared::Tiles& t = s.slice[slice];
-    for (; rounds > 0; rounds--, ring.advance()) {
-      let_tile_pass(ring, t.k_full, t.k_empty);
-      let_tile_pass(ring, t.v_full, t.v_empty);
+    for (; tiles > 0; tiles--, ring.advance()) {
+      mbarrier_wait(&t.k_full[ring.stage], ring.parity);
+      release(&t.k_empty[ring.stage]);
+      mbarrier_wait(&t.v_full[ring.stage], ring.parity);
+      release(&t.v_empty[ring.stage]);
     }
-    release(&s.o_done[q_ring.stage][row_group]);
-    q_ring.advance();
+  }
+  __device__ __forceinline__ void release(uint64_t* empty) {
+    __syncwarp();
+    if (lane == 0) mbarrier_arrive(empty);
   }
 
-  // SKIP_MASKED: a mask may leave the last keys, which come first, to warpgroups with later rows. Lets the
-  // K tiles pass that only those need; how many.
-  __device__ __forceinline__ int skip_k() {
-    constexpr int round_keys = B::split_kv * B::block_n;
-    const int keys = visible_keys(a.p, min(q0 + row_group * Shared::GROUP_ROWS + 63, a.p.Sq - 1));
-    const int skipped = rounds - min(max((keys + round_keys - 1) / round_keys, 1), rounds);
-    for (int n = 0; n < skipped; n++, ring.advance()) {
-      let_tile_pass(ring, s.slice[slice].k_full, s.slice[slice].k_empty);
-    }
-    return skipped;
-  }
-  // The V tiles of the same rounds.
-  __device__ __forceinline__ void skip_v(int skipped) {
-    StageRing<B::stages> at = ring;
-    for (int n = 0; n < skipped; n++) at.retreat();
-    for (; skipped > 0; skipped--, rounds--, at.advance()) {
-      let_tile_pass(at, s.slice[slice].v_full, s.slice[slice].v_empty);
-    }
-  }
+  // ---- the products ----
 
   // S = Q @ K.T, begun.   [64][BLOCK_N]
-  __device__ __forceinline__ void start_qk(Scores& S, const StageRing<B::stages>& at,
+  __device__ __forceinline__ void begin_qk(Scores& S, const StageRing<B::stages>& at,
                                            bool k_is_there) {
     if (!k_is_there) mbarrier_wait(&s.slice[slice].k_full[at.stage], at.parity);
-    const uint64_t Q_now = descriptor_at(Q, q_ring.stage * int(sizeof s.Q[0]));
-    const uint64_t K_now = descriptor_at(K, at.stage * int(sizeof s.slice[0].K[0]));
-    wgmma_qk<B>(S, Q_now, K_now);
+    wgmma_qk<B>(S, descriptor_at(Q, q_ring.stage * int(sizeof s.Q[0])),
+                descriptor_at(K, at.stage * int(sizeof s.slice[0].K[0])));
   }
-  // The first scores of an item, or without OVERLAP those of any round.
-  __device__ __forceinline__ void multiply_qk(Scores& S) {
-    start_qk(S, ring, false), wgmma_wait_group<0>(), hold(S.x.d);
+  // O += P @ V, begun.   [64][D]
+  __device__ __forceinline__ void begin_pv(const Probabilities& P, bool v_is_there) {
+    if (!v_is_there) mbarrier_wait(&s.slice[slice].v_full[ring.stage], ring.parity);
+    wgmma_pv<B>(O, P, descriptor_at(V, ring.stage * int(sizeof s.slice[0].V[0])), accumulates);
+    accumulates = true;
   }
-  // O += P @ V of this round, begun.   [64][D]
-  __device__ __forceinline__ void start_pv(const Probabilities& P, bool v_is_there) {
-    v_stage = ring.stage;
-    if (!v_is_there) mbarrier_wait(&s.slice[slice].v_full[v_stage], ring.parity);
-    const uint64_t V_now = descriptor_at(V, v_stage * int(sizeof s.slice[0].V[0]));
-    wgmma_pv<B>(O, P, V_now, !first);
-  }
-
-  // All of them. Held before the fence: else nvcc rounds some after it, ptxas splits P @ V into two groups
-  // (C7519), and the wait for the next scores takes in the first of these too.
-  static __device__ __forceinline__ void pack_all(Probabilities& out, const Scores& P) {
-#pragma unroll
-    for (int step = 0; step < STEPS; step++) pack_step(out[step], P, step), hold(out[step]);
-  }
-
-  // P of this round in the place of its scores, and l, relative to the m that is there, as in
-  // MmaRows::attend_by_stale_max; P rounded as well, if PACKED_BESIDE. Whether that will do for all rows of the
-  // warp; if not, and they were tried, the scores are gone, and are computed again. With PV_ENDS_HALFWAY
-  // the last P @ V has ended in any case.
-  __device__ __forceinline__ bool softmax_by_stale_max(Scores& S, Probabilities& rounded) {
-    if (!B::use_lazy_max) return false;
-    constexpr int COLS_FIRST = PV_ENDS_HALFWAY ? Scores::COLS / 2 : Scores::COLS;
-    if (!B::overlap && first && rounds <= stale_rounds) take_some_score_as_max(S);
-    const bool lazily = rounds <= stale_rounds;
-    float m_log2[ROWS] = {}, sum[ROWS] = {};
-    if (lazily) {
-#pragma unroll
-      for (int i = 0; i < ROWS; i++) m_log2[i] = m[i] * a.scale_log2;
-      softmax_exp<B>(S, 0, COLS_FIRST, a.scale_log2, m_log2, sum);
-    }
-    if (PV_ENDS_HALFWAY) finish_last_pv(), hold(S.x.d);  // held: nothing is rounded before
-    if (!lazily) return false;
-    softmax_exp<B>(S, COLS_FIRST, S.COLS, a.scale_log2, m_log2, sum);
-    if (PACKED_BESIDE) pack_all(rounded, S);
-    if (!__all_sync(0xffffffffu, sum[0] + sum[1] <= lazy_limit)) {
-      multiply_qk_again(S);
-      return false;
-    }
-#pragma unroll
-    for (int i = 0; i < ROWS; i++) l[i] += sum[i];
-    return true;
-  }
-  // The same with the exact m; O must be multiplied by alpha.
-  __device__ __forceinline__ void softmax_by_exact_max(Scores& S, float (&alpha)[ROWS]) {
-    const int k0 = first_key();
-    if (k0 + B::block_n > clean_keys) {
-      const uint32_t tid = thread_index_anew() % 128;
-      S.first_row = row_group * Shared::GROUP_ROWS + tid / 32 * 16 + tid % 32 / 4,
-      S.first_col = tid % 4 * 2;
-      mask_scores(S, a.p, q0, k0);
-    }
-    softmax_max<B>(S, a.scale_log2, m, alpha);
-    const bool within = softmax_sum<B>(S, a.scale_log2, m, alpha, l);
-    if (B::use_lazy_max && !__all_sync(0xffffffffu, within)) stale_rounds = 0;
-  }
-  // The first key of this round's tile.
-  __device__ __forceinline__ int first_key() const {
-    return ((rounds - 1) * B::split_kv + slice) * B::block_n;
-  }
-  // Which rounds of the item need the exact maximum: all that have a mask, and one more, before which a
-  // row may have had no visible key. But where the first round has none, no round has.
-  __device__ __forceinline__ void plan_stale_rounds(const Scores& S) {
-    if (!B::use_lazy_max) return;
-    const bool clean = first_key() + B::block_n <= clean_keys;
-    constexpr int round_keys = B::split_kv * B::block_n;
-    stale_rounds = clean ? rounds : max(clean_keys - slice * B::block_n - 1, 0) / round_keys;
-    if (clean && B::overlap) take_some_score_as_max(S);
-  }
-  // In the first round, if it has no mask, some score of a row will do for its maximum, if it is within
-  // shift_limit.
-  __device__ __forceinline__ void take_some_score_as_max(const Scores& S) {
-    float alpha[ROWS];
-    softmax_max<B, Scores, 4>(S, a.scale_log2, m, alpha);
-    const float largest = fmaxf(fabsf(m[0]), fabsf(m[1])) * a.scale_log2;
-    if (!__all_sync(0xffffffffu, largest <= shift_limit)) stale_rounds = 0;
+  // Of the tile whose V is in that stage.
+  __device__ __forceinline__ void end_pv(int stage) {
+    wgmma_wait_group<0>(), hold(O.x.d);
+    release(&s.slice[slice].v_empty[stage]);
   }
   // S = Q @ K.T once more, of this warp alone, by mma.sync and with K from global memory: its tile may
   // be overwritten by now. Rare, so short rather than fast.
   __device__ __forceinline__ void multiply_qk_again(Scores& S) const {
     const SdpaParams& p = a.p;
-    const typename Shared::Item& item = s.item[q_ring.stage];
+    const WgmmaItem& item = s.item[q_ring.stage];
     const uint32_t tid = thread_index_anew() % 128, lane = tid % 32;
     const int row = tid / 32 * 16 + lane % 16;
     const Element* const K_g = p.K + item.b * p.k.batch + item.h_kv * p.k.head +
-                               (first_key() + lane / 4) * p.k.row + lane % 4 * 2;
+                               (k0 + lane / 4) * p.k.row + lane % 4 * 2;
 #pragma unroll
     for (int n = 0; n < B::block_n / 8; n++) {
       float* const c = S.x.d + 4 * n;
@@ -3111,71 +3151,164 @@ template <class B> struct WgmmaRows {
     }
   }
 
-  // The next item, if there is one.
-  __device__ __forceinline__ bool begin_item() {
-    mbarrier_wait(&s.q_full[q_ring.stage], q_ring.parity);
-    const typename Shared::Item& item = s.item[q_ring.stage];
-    rounds = uniform(item.rounds), q0 = uniform(item.q0);
-    if (rounds == 0) return false;
-    clean_keys = visible_keys(a.p, min(q0 + row_group * Shared::GROUP_ROWS, a.p.Sq - 1));
-    first = true;
-#pragma unroll
-    for (int i = 0; i < ROWS; i++) m[i] = -INFINITY, l[i] = 0;
-    return true;
-  }
+  // ---- the softmax ----
 
-  // One round: P of the scores S, then P @ V. OVERLAP=1: the scores are there, and those of the next
-  // round, if there is one, are begun before P @ V, so that P @ V goes on beside its softmax.
-  __device__ __forceinline__ void step(Scores& S, Probabilities& P) {
-    if (!B::overlap) multiply_qk(S);
-    typename Shared::Tiles& t = s.slice[slice];
-    release(&t.k_empty[ring.stage]);
-    StageRing<B::stages> next = ring;
-    next.advance();
-    // The next K and this V have mostly landed; to ask takes time, which the softmax hides.
-    const bool k_is_there = B::overlap && mbarrier_peek_parity(&t.k_full[next.stage], next.parity);
-    const bool v_is_there = mbarrier_peek_parity(&t.v_full[ring.stage], ring.parity);
+  // Of the item's first tile, if it has no mask, some score of a row will do for its maximum.
+  __device__ __forceinline__ void take_some_score_as_max(const Scores& S) {
+    if (!B::use_lazy_max || !keys.is_clean(k0, B::block_n)) return;
     float alpha[ROWS];
-    const bool exactly = !softmax_by_stale_max(S, P);
-    if (exactly) softmax_by_exact_max(S, alpha);
-    if (B::overlap && !PV_ENDS_HALFWAY) finish_last_pv();
-    if (exactly && !__all_sync(0xffffffffu, alpha[0] == 1 && alpha[1] == 1)) scale_rows(O, alpha);
-    if (exactly || !PACKED_BESIDE) pack_all(P, S);
-    if (B::use_ping_pong) barrier_sync(1 + warpgroup, 256);
-    if (B::overlap && rounds > 1) start_qk(S, next, k_is_there);
-    start_pv(P, v_is_there);
-    if (B::use_ping_pong) barrier_arrive(1 + (warpgroup + 1) % B::warpgroups, 256);
-    first = false, rounds--, ring = next;
-    if (!B::overlap) {
-      wait_pv(), release_last_v();
-    } else {
-      wgmma_wait_group<1>(), hold(S.x.d);
-    }
+    softmax_max<B, Scores, 4>(S, a.scale_log2, m, alpha);
+    const float largest = fmaxf(fabsf(m[0]), fabsf(m[1])) * a.scale_log2;
+    stale_max_will_do = __all_sync(0xffffffffu, largest <= shift_limit);
   }
-  // P @ V of the round before. From here on P and O may be touched.
-  __device__ __forceinline__ void finish_last_pv() { wait_pv(), release_last_v(!first); }
-  __device__ __forceinline__ void wait_pv() { wgmma_wait_group<0>(), hold(O.x.d); }
-  __device__ void release_last_v(bool if_used = true) {
-    release(&s.slice[slice].v_empty[v_stage], if_used);
+  __device__ __forceinline__ bool may_take_stale_max() const {
+    return B::use_lazy_max && stale_max_will_do && keys.is_clean(k0, B::block_n);
+  }
+  // P in the place of its scores, and l; O must be multiplied by alpha.
+  __device__ __forceinline__ void softmax_by_exact_max(Scores& S, float (&alpha)[ROWS]) {
+    if (!keys.is_clean(k0, B::block_n)) {
+      const uint32_t tid = thread_index_anew() % 128;
+      S.first_row = row_group * 64 + tid / 32 * 16 + tid % 32 / 4, S.first_col = tid % 4 * 2;
+      mask_scores<B::block_n>(S, a.keys, keys, s.item[q_ring.stage].q0, k0);
+    }
+    softmax_max<B>(S, a.scale_log2, m, alpha);
+    const bool may_be_kept = softmax_sum<B>(S, a.scale_log2, m, alpha, l);
+    if (B::use_lazy_max) stale_max_will_do = __all_sync(0xffffffffu, may_be_kept);
+  }
+  __device__ __forceinline__ void scale_output(const float (&alpha)[ROWS]) {
+    if (!__all_sync(0xffffffffu, alpha[0] == 1 && alpha[1] == 1)) scale_rows(O, alpha);
+  }
+  // P rounded. Held before the fence: else nvcc rounds some after it, ptxas splits P @ V into two groups
+  // (C7519), and the wait for the next scores takes in the first of these too.
+  static __device__ __forceinline__ void pack_all(Probabilities& out, const Scores& P) {
+#pragma unroll
+    for (int step = 0; step < STEPS; step++) pack_step(out[step], P, step), hold(out[step]);
   }
 
-  // O / l and LSE, by way of the rows of Q that nobody reads any more.
-  __device__ __forceinline__ void finish_item() {
-    const uint32_t tid = thread_index_anew() % 128, lane = tid % 32;
-    const int first_row = tid / 32 * 16;  // of the warp, in its group
-#pragma unroll
-    for (int i = 0; i < ROWS; i++) l[i] = row_sum<Output::LANES>(l[i]);
-    if constexpr (B::split_kv > 1) {
-      merge_slices(tid);
-      return;
+  // P of the scores S, rounded, and O brought to its maximum, when the P @ V before has ended: end_last_pv()
+  // comes behind the first FIRST columns of a stale softmax, or before an exact one.
+  template <int FIRST, class End>
+  __device__ __forceinline__ void attend(Scores& S, Probabilities& P, const End& end_last_pv) {
+    const bool stale = may_take_stale_max();
+    StaleSoftmax<B, ROWS> softmax(m, a.scale_log2);
+    if (stale) softmax.exp(S, 0, FIRST);
+    end_last_pv();
+    if (stale) {
+      softmax.exp(S, FIRST, S.COLS);
+      pack_all(P, S);
+      if (softmax.add_to(l)) return;
+      multiply_qk_again(S);
     }
-    barrier_sync(1 + B::warpgroups + warpgroup, 128);  // hazard: Q read by all its warps
+    float alpha[ROWS];
+    softmax_by_exact_max(S, alpha);
+    scale_output(alpha);
+    pack_all(P, S);
+  }
+  // The same with the whole softmax beside the P @ V before.
+  template <class End>
+  __device__ __forceinline__ void attend_beside_pv(Scores& S, Probabilities& P,
+                                                   const End& end_last_pv) {
+    bool done = false;
+    float alpha[ROWS];
+    if (may_take_stale_max()) {
+      StaleSoftmax<B, ROWS> softmax(m, a.scale_log2);
+      softmax.exp(S, 0, S.COLS);
+      done = softmax.add_to(l);
+      if (!done) multiply_qk_again(S);
+    }
+    if (!done) softmax_by_exact_max(S, alpha);
+    end_last_pv();
+    if (!done) scale_output(alpha);
+    pack_all(P, S);
+  }
+
+  // ---- the loops over the tiles of an item ----
+
+  __device__ __forceinline__ void serial(const WgmmaTurns<B>& turns) {
+    typename Shared::Tiles& t = s.slice[slice];
+    Scores S;
+    Probabilities P;
+    for (;; k0 -= round_keys<B>) {
+      begin_qk(S, ring, false), wgmma_wait_group<0>(), hold(S.x.d);
+      release(&t.k_empty[ring.stage]);
+      const bool v_is_there = mbarrier_peek_parity(&t.v_full[ring.stage], ring.parity);
+      if (!accumulates) take_some_score_as_max(S);
+      attend<S.COLS>(S, P, [] {});
+      turns.begin();
+      begin_pv(P, v_is_there);
+      turns.end();
+      end_pv(ring.stage);
+      ring.advance();
+      if (k0 == last_k0) break;
+    }
+  }
+
+  // OVERLAP=1: the scores of the next tile are begun before P @ V, which goes on beside their softmax. P is in
+  // use until then. Two warpgroups do not fill an SM's pipes; so they wait for P @ V halfway through the
+  // stale exponentials (before the exact ones), and round P beside the other half, which pays at D=128 and
+  // 256. More of them, or two that split the keys, do better with all exponentials in one piece.
+  __device__ __forceinline__ void overlapped(const WgmmaTurns<B>& turns) {
+    constexpr bool pv_ends_halfway =
+        B::use_lazy_max && B::warpgroups == 2 && B::split_kv == 1;
+    typename Shared::Tiles& t = s.slice[slice];
+    Scores S;
+    Probabilities P;
+    int last_stage = 0;  // V of the P @ V before
+    const auto end_last_pv = [&] {
+      wgmma_wait_group<0>(), hold(O.x.d), hold(S.x.d);  // of S nothing is rounded before
+      __syncwarp();
+      if (lane == 0 && accumulates) mbarrier_arrive(&t.v_empty[last_stage]);
+    };
+    begin_qk(S, ring, false), wgmma_wait_group<0>(), hold(S.x.d);
+    take_some_score_as_max(S);
+    for (;; k0 -= round_keys<B>) {
+      release(&t.k_empty[ring.stage]);
+      StageRing<B::stages> next = ring;
+      next.advance();
+      // The next K and this V have mostly landed; to ask takes time, which the softmax hides.
+      const bool k_is_there = mbarrier_peek_parity(&t.k_full[next.stage], next.parity);
+      const bool v_is_there = mbarrier_peek_parity(&t.v_full[ring.stage], ring.parity);
+      if constexpr (pv_ends_halfway) {
+        attend<S.COLS / 2>(S, P, end_last_pv);
+      } else {
+        attend_beside_pv(S, P, end_last_pv);
+      }
+      turns.begin();
+      if (k0 != last_k0) begin_qk(S, next, k_is_there);
+      begin_pv(P, v_is_there);
+      turns.end();
+      last_stage = ring.stage, ring = next;
+      wgmma_wait_group<1>(), hold(S.x.d);
+      if (k0 == last_k0) break;
+    }
+    end_pv(last_stage);
+  }
+
+  // ---- items ----
+
+  // O / l, rounded, in the place of Q, which nobody reads any more, and LSE.
+  __device__ __forceinline__ void write_output() {
+    const uint32_t tid = thread_index_anew() % 128, lane = tid % 32;
+    const int first_row = tid / 32 * 16, stage = q_ring.stage;  // of the warp, in its group
+    barrier_sync(q_read + warpgroup, 128);                      // hazard: Q read by all its warps
     float inverse[ROWS];
 #pragma unroll
     for (int i = 0; i < ROWS; i++) inverse[i] = l[i] == 0 ? 0 : rcp_approx_ftz(l[i]);
-    clear_empty_rows(O, l);
-    const int stage = q_ring.stage;
-    store_lses(s.item[stage], q0 + row_group * Shared::GROUP_ROWS + first_row, lane);
+    if (l[0] == 0 || l[1] == 0) {  // a row without a visible key is 0, whatever V is
+#pragma unroll
+      for (int i = 0; i < ROWS; i++) {
+#pragma unroll
+        for (int j = 0; j < O.COLS; j++) {
+          if (l[i] == 0) O.x[i][j] = 0;
+        }
+      }
+    }
+    const WgmmaItem& item = s.item[stage];
+#pragma unroll
+    for (int i = 0; i < ROWS; i++) {
+      const int q = item.q0 + row_group * 64 + first_row + int(lane) / 4 + 8 * i;
+      if (lane % 4 == 0 && q < a.p.Sq) store_lse(m[i], l[i], a, item, q);
+    }
 #pragma unroll
     for (int n = 0; n < B::head_dim / 16; n++) {
       WgmmaAccumulator<16> part;
@@ -3187,229 +3320,63 @@ template <class B> struct WgmmaRows {
       stmatrix_x4<false>(shared_address(s.Q[stage][row_group] + at), o);
     }
     fence_proxy_async();
-    release(&s.o_done[stage][row_group]);
-    q_ring.advance();
-  }
-  // LSE of the warp's 16 rows, the first of which is query q.
-  __device__ __forceinline__ void store_lses(const WorkItem& item, int q, uint32_t lane) const {
-    if (lane % 4 != 0) return;
-#pragma unroll
-    for (int i = 0; i < ROWS; i++) {
-      const int row = q + int(lane) / 4 + 8 * i;
-      if (row < a.p.Sq) store_lse(m[i], l[i], a, item, row);
-    }
-  }
-  // O / l and LSE of all slices together, each of which finishes its part: its own sum first, then the
-  // others' in their order.
-  __device__ __forceinline__ void merge_slices(uint32_t tid) {
-    typename Shared::Partial& partial = s.partial[row_group];
-    constexpr int OTHERS = B::split_kv - 1, COLS = Shared::Partial::COLS;
-    const WorkItem item = s.item[0];  // ahead of the barrier, which hides what follows from it
-    const uint32_t lane = tid % 32, warp = tid / 32;
-    const int first_row = warp * 16 + slice % 2 * 8;  // of the 8 that it finishes
-    const int row = first_row + lane / 4;             // of these the thread's
-    float share[COLS / 4];
-#pragma unroll
-    for (int to = 0; to <= OTHERS; to++) {
-#pragma unroll
-      for (int v = 0; v < COLS / 16; v++) {
-        const float* const part = O.x.d + to / 2 * COLS / 2 + v * 8 + to % 2 * 2;
-        const float4 x = {part[0], part[1], part[4], part[5]};
-        if (to == slice) {
-          memcpy(share + 4 * v, &x, sizeof x);
-        } else {
-          st_shared(&partial.O[to][slice - (slice > to)][v][tid], x);
-        }
-      }
-    }
-    if (lane % 4 == 0) {
-#pragma unroll
-      for (int i = 0; i < ROWS; i++) {
-        st_shared(&partial.m_l[slice][warp * 16 + lane / 4 + 8 * i], float2{m[i], l[i]});
-      }
-    }
-    barrier_sync(15, B::warpgroups * 128);  // hazard: partial results written
-
-    // The slice's own first, then the others'.
-    float2 m_l[OTHERS + 1] = {slice % 2 == 0 ? float2{m[0], l[0]} : float2{m[1], l[1]}};
-    float scale[OTHERS + 1], m_all = m_l[0].x, l_all = 0;
-#pragma unroll
-    for (int n = 0; n < OTHERS; n++) {
-      m_l[n + 1] = ld_shared<float2>(&partial.m_l[n + (n >= slice)][row]);
-      m_all = fmaxf(m_all, m_l[n + 1].x);
-    }
-#pragma unroll
-    for (int n = 0; n <= OTHERS; n++) {
-      scale[n] = softmax_exp2<B>((m_l[n].x - finite_max(m_all)) * a.scale_log2);
-      l_all = fmaf(m_l[n].y, scale[n], l_all);
-    }
-    const float inverse = l_all == 0 ? 0 : rcp_approx_ftz(l_all);
-#pragma unroll
-    for (int n = 0; n <= OTHERS; n++) scale[n] *= inverse;
-#pragma unroll
-    for (int j = 0; j < COLS / 4; j++) share[j] *= scale[0];
-#pragma unroll
-    for (int n = 0; n < OTHERS; n++) {
-#pragma unroll
-      for (int v = 0; v < COLS / 16; v++) {
-        const float4 x = ld_shared<float4>(&partial.O[slice][n][v][tid]);
-        float* const d = share + 4 * v;
-        d[0] = fmaf(x.x, scale[n + 1], d[0]), d[1] = fmaf(x.y, scale[n + 1], d[1]);
-        d[2] = fmaf(x.z, scale[n + 1], d[2]), d[3] = fmaf(x.w, scale[n + 1], d[3]);
-      }
-    }
-    if (l_all == 0) {  // a row without a visible key is 0, whatever V is
-#pragma unroll
-      for (int j = 0; j < COLS / 4; j++) share[j] = 0;
-    }
-    const int q = item.q0 + row_group * Shared::GROUP_ROWS;
-    store_share<COLS>(share, partial.out[slice][warp], item, q + first_row, lane);
-    if (lane % 4 == 0 && slice < 2 && q + row < a.p.Sq) store_lse(m_all, l_all, a, item, q + row);
-  }
-  // Rounded, 8 rows from query q on, by way of shared memory, so that lanes store 16 bytes.
-  template <int COLS>
-  __device__ __forceinline__ void store_share(const float (&share)[COLS / 4],
-                                              Element (&out_s)[8][COLS + 8], const WorkItem& item,
-                                              int q, uint32_t lane) const {
-    const SdpaParams& p = a.p;
-#pragma unroll
-    for (int n = 0; n < COLS / 32; n++) {
-      uint32_t o[4];
-#pragma unroll
-      for (int i = 0; i < 4; i++) o[i] = pack(share[8 * n + 2 * i], share[8 * n + 2 * i + 1]);
-      stmatrix_x4<false>(shared_address(&out_s[lane % 8][n * 32 + lane / 8 * 8]), o);
-    }
-    __syncwarp();  // hazard: written by all lanes
-    Element* const O_g = p.O + item.b * p.o.batch + item.h * p.o.head + slice / 2 * COLS;
-    constexpr int TIMES = COLS / 32, ROWS_AT_ONCE = 8 / TIMES;  // 32 lanes times 8 elements
-    const int row = lane / (COLS / 8), col = lane % (COLS / 8) * 8;
-    uint4 o[TIMES];  // all loaded before the first is stored: loads would wait behind the stores
-#pragma unroll
-    for (int i = 0; i < TIMES; i++) o[i] = ld_shared<uint4>(&out_s[row + i * ROWS_AT_ONCE][col]);
-#pragma unroll
-    for (int i = 0; i < TIMES; i++) {
-      const int r = q + row + i * ROWS_AT_ONCE;
-      if (r < p.Sq) st_global_v4(O_g + r * p.o.row + col, o[i]);
-    }
   }
 
   // All items.
   __device__ __forceinline__ void run() {
-    Scores S;
-    Probabilities P;
-    if (B::use_ping_pong && warpgroup == B::warpgroups - 1) barrier_arrive(1, 256);
-    while (begin_item()) {
-      if (has_no_rows()) {
-        let_item_pass();
-        if (B::use_persistent_cta) continue;
-        break;
+    const WgmmaTurns<B> turns(warpgroup);
+    do {
+      mbarrier_wait(&s.q_full[q_ring.stage], q_ring.parity);
+      const WgmmaItem& item = s.item[q_ring.stage];
+      const int rounds = uniform(item.rounds);
+      if (rounds == 0) break;
+      const Rounds own = own_rounds(item, rounds);
+      let_pass(rounds - own.end);
+      if (own.end > 0) {
+        keys = keys_of_rows(uniform(item.q0) + row_group * 64);
+        k0 = uniform(item.first_key) + ((own.end - 1) * B::split_kv + slice) * B::block_n;
+        last_k0 = uniform(item.first_key) + (own.first * B::split_kv + slice) * B::block_n;
+        accumulates = stale_max_will_do = false;
+#pragma unroll
+        for (int i = 0; i < ROWS; i++) m[i] = -INFINITY, l[i] = 0;
+        if constexpr (B::overlap) {
+          overlapped(turns);
+        } else {
+          serial(turns);
+        }
+#pragma unroll
+        for (int i = 0; i < ROWS; i++) l[i] = row_sum<Output::LANES>(l[i]);
+        if constexpr (B::split_kv > 1) {
+          merge_slices(*this);
+        } else {
+          write_output();
+        }
       }
-      const int skipped = B::skip_masked ? skip_k() : 0;
-      if (B::overlap) multiply_qk(S);
-      if (B::skip_masked) skip_v(skipped);
-      plan_stale_rounds(S);
-      while (rounds > 0) step(S, P);
-      if (B::overlap) wait_pv(), release_last_v();
-      finish_item();
-      if (!B::use_persistent_cta) break;
-    }
-    wgmma_wait_group<0>();
-    if (B::use_ping_pong && warpgroup == 0) barrier_sync(1, 256);
+      if (B::skip_masked) let_pass(own_rounds(item, rounds).first);
+      release(&s.o_done[q_ring.stage][row_group]);
+      q_ring.advance();
+    } while (B::use_persistent_cta);
+    turns.leave();
   }
 };
-
-// The warpgroup that copies. A warp loads K of a slice, and the first one Q as well, another V: they are
-// needed at different times, and a copy that must wait for its stage would hold up the other kind. With
-// four slices a warp has both. The third warp stores O, where there is but one slice.
-template <class B>
-__device__ __forceinline__ void wgmma_copy(WgmmaShared<B>& s, const KernelArgs& a, int warp) {
-  constexpr int slice_warps = B::split_kv < 4 ? 2 : 1;
-  const int slice = warp / slice_warps;
-  const bool loads_k = warp % slice_warps == 0, loads_v = warp % slice_warps == slice_warps - 1;
-  if (slice < B::split_kv) {
-    WgmmaLoader<B> loader(s, a);
-    uint32_t* const counter = static_cast<uint32_t*>(a.p.workspace);
-    const bool starts_items = warp == 0;
-    auto item = loader.find_item(blockIdx.x);
-    griddepcontrol_wait();  // from here on memory is as the kernel before this one has left it
-    while (true) {
-      if (starts_items) loader.start_item(item);
-      if (!starts_items && B::use_persistent_cta) item = loader.follow_item();
-      if (item.rounds == 0) break;
-      // The queue has the items after the first of every CTA; each is drawn for while the one before
-      // it is loaded, so that there are as many draws as items, and the last puts the counter back.
-      uint32_t drawn = 0;
-      if (B::use_persistent_cta && starts_items && loader.copies_here) {
-        drawn = atomicAdd(counter, 1u);
-        if (drawn == a.work_items - 1) atomicExch(counter, 0u);
-      }
-      for (int round = item.rounds - 1; round >= 0; round--) {
-        if (loads_k) loader.load_k(item, round, slice);
-        if (loads_v) loader.load_v(item, round, slice);
-        loader.ring.advance();
-      }
-      if (!B::use_persistent_cta) break;
-      if (starts_items) item = loader.find_item(gridDim.x + uniform(drawn));
-    }
-  } else if (B::split_kv == 1 && threadIdx.x == 64) {
-    StageRing<WgmmaShared<B>::Q_STAGES> ring;
-    do {
-      const int stage = ring.stage;
-      mbarrier_wait(&s.q_full[stage], ring.parity);
-      if (s.item[stage].rounds == 0) break;
-      for (int group = 0; group < s.ROW_GROUPS; group++) {
-        wgmma_store<B>(s, a, stage, ring.parity, group);
-      }
-      cp_async_bulk_wait_group_read<0>();
-      mbarrier_arrive(&s.q_empty[stage]);
-      ring.advance();
-    } while (B::use_persistent_cta);
-  }
-}
-
-// By two threads, ahead of a barrier.
-template <class B>
-__device__ __forceinline__ void init_mbarriers(WgmmaShared<B>& s, const KernelArgs& a, int warp) {
-  if (warp == 1 && threadIdx.x % 32 == 0) {
-    for (uint64_t& full : s.q_full) mbarrier_init(&full, 1);
-    for (auto& t : s.slice) {
-      for (int stage = 0; stage < B::stages; stage++) {
-        mbarrier_init(&t.k_full[stage], 1), mbarrier_init(&t.v_full[stage], 1);
-      }
-    }
-    fence_mbarrier_init();
-  }
-  if (warp == 2 && threadIdx.x % 32 == 0) {
-    prefetch_tensormap(&tensor_maps<B>(a).q), prefetch_tensormap(&tensor_maps<B>(a).k),
-        prefetch_tensormap(&tensor_maps<B>(a).v);
-    for (int stage = 0; stage < s.Q_STAGES; stage++) {
-      mbarrier_init(&s.q_empty[stage], 1);
-      for (auto& done : s.o_done[stage]) mbarrier_init(&done, 4);
-    }
-    for (auto& t : s.slice) {
-      for (int stage = 0; stage < B::stages; stage++) {
-        mbarrier_init(&t.k_empty[stage], B::group_warps);
-        mbarrier_init(&t.v_empty[stage], B::group_warps);
-      }
-    }
-    fence_mbarrier_init();
-  }
-}
 
 template <class B>
 __global__ void __launch_bounds__(B::threads, 1) sdpa_wgmma(const __grid_constant__ KernelArgs a) {
   WgmmaShared<B>& s = dynamic_shared<WgmmaShared<B>>();
   const int warp = uniform(threadIdx.x / 32);
-  init_mbarriers(s, a, warp);
+  s.init_mbarriers(warp);
+  if (threadIdx.x == 64) {
+    prefetch_tensormap(&tensor_maps<B>(a).q), prefetch_tensormap(&tensor_maps<B>(a).k),
+        prefetch_tensormap(&tensor_maps<B>(a).v);
+  }
   __syncthreads();  // hazard: mbarriers initialised by two threads
   if (warp < B::producer_threads / 32) {
     if (WgmmaRegisters<B>::dealt) setmaxnreg_dec<WgmmaRegisters<B>::producer>();
-    wgmma_copy<B>(s, a, warp);
+    WgmmaProducer<B>(s, a).run(warp);
   } else {
     if (WgmmaRegisters<B>::dealt) setmaxnreg_inc<WgmmaRegisters<B>::consumer>();
     wait_then_let_next_kernel_start();
-    WgmmaRows<B> rows(s, a, threadIdx.x - B::producer_threads);
-    rows.run();
+    WgmmaConsumer<B>(s, a, threadIdx.x - B::producer_threads).run();
   }
 }
 
@@ -3417,6 +3384,100 @@ template <class B> struct WgmmaKernel<B, Wgmma::roles> {
   using Shared = WgmmaShared<B>;
   static constexpr auto kernel = sdpa_wgmma<B>;
 };
+
+// ---- 5d merge of slices (wgmma and USE_WARP_SPECIALIZATION, USE_TUNED and SPLIT_KV > 1) ----
+
+// Rounded, 8 rows from query q on, by way of shared memory, so that lanes store 16 bytes. O_g: the columns of
+// the item's head from which they are.
+template <int COLS>
+__device__ __forceinline__ void store_share(const float (&share)[COLS / 4],
+                                            Element (&out_s)[8][COLS + 8], Element* O_g, int q,
+                                            const SdpaParams& p, uint32_t lane) {
+#pragma unroll
+  for (int n = 0; n < COLS / 32; n++) {
+    uint32_t o[4];
+#pragma unroll
+    for (int i = 0; i < 4; i++) o[i] = pack(share[8 * n + 2 * i], share[8 * n + 2 * i + 1]);
+    stmatrix_x4<false>(shared_address(&out_s[lane % 8][n * 32 + lane / 8 * 8]), o);
+  }
+  __syncwarp();  // hazard: written by all lanes
+  constexpr int TIMES = COLS / 32, ROWS_AT_ONCE = 8 / TIMES;  // 32 lanes times 8 elements
+  const int row = lane / (COLS / 8), col = lane % (COLS / 8) * 8;
+  uint4 o[TIMES];  // all loaded before the first is stored: loads would wait behind the stores
+#pragma unroll
+  for (int i = 0; i < TIMES; i++) o[i] = ld_shared<uint4>(&out_s[row + i * ROWS_AT_ONCE][col]);
+#pragma unroll
+  for (int i = 0; i < TIMES; i++) {
+    const int r = q + row + i * ROWS_AT_ONCE;
+    if (r < p.Sq) st_global_v4(O_g + r * p.o.row + col, o[i]);
+  }
+}
+
+// O / l and LSE of all slices together, each of which finishes its part: its own sum first, then the others' in
+// their order.
+template <class B> __device__ __forceinline__ void merge_slices(WgmmaConsumer<B>& c) {
+  using Shared = WgmmaShared<B>;
+  const KernelArgs& a = c.a;
+  const int slice = c.slice;
+  typename Shared::Partial& partial = c.s.partial[c.row_group];
+  constexpr int OTHERS = B::split_kv - 1, COLS = Shared::Partial::COLS;
+  const WorkItem item = c.s.item[0];  // ahead of the barrier, which hides what follows from it
+  const uint32_t tid = thread_index_anew() % 128, lane = tid % 32, warp = tid / 32;
+  const int first_row = warp * 16 + slice % 2 * 8;  // of the 8 that it finishes
+  const int row = first_row + lane / 4;             // of these the thread's
+  float share[COLS / 4];
+#pragma unroll
+  for (int to = 0; to <= OTHERS; to++) {
+#pragma unroll
+    for (int v = 0; v < COLS / 16; v++) {
+      const float* const part = c.O.x.d + to / 2 * COLS / 2 + v * 8 + to % 2 * 2;
+      const float4 x = {part[0], part[1], part[4], part[5]};
+      if (to == slice) {
+        memcpy(share + 4 * v, &x, sizeof x);
+      } else {
+        st_shared(&partial.O[to][slice - (slice > to)][v][tid], x);
+      }
+    }
+  }
+  if (lane % 4 == 0) {
+#pragma unroll
+    for (int i = 0; i < 2; i++) {
+      st_shared(&partial.m_l[slice][warp * 16 + lane / 4 + 8 * i], float2{c.m[i], c.l[i]});
+    }
+  }
+  barrier_sync(partials, B::warpgroups * 128);  // hazard: partial results written
+
+  float2 m_l[OTHERS + 1] = {slice % 2 == 0 ? float2{c.m[0], c.l[0]} : float2{c.m[1], c.l[1]}};
+#pragma unroll
+  for (int n = 0; n < OTHERS; n++) {
+    m_l[n + 1] = ld_shared<float2>(&partial.m_l[n + (n >= slice)][row]);
+  }
+  float weight[OTHERS + 1], m, l;
+  merge_weights<B>(m_l, a.scale_log2, weight, m, l);
+  const float inverse = l == 0 ? 0 : rcp_approx_ftz(l);
+#pragma unroll
+  for (int n = 0; n <= OTHERS; n++) weight[n] *= inverse;
+#pragma unroll
+  for (int j = 0; j < COLS / 4; j++) share[j] *= weight[0];
+#pragma unroll
+  for (int n = 0; n < OTHERS; n++) {
+#pragma unroll
+    for (int v = 0; v < COLS / 16; v++) {
+      const float4 x = ld_shared<float4>(&partial.O[slice][n][v][tid]);
+      float* const d = share + 4 * v;
+      d[0] = fmaf(x.x, weight[n + 1], d[0]), d[1] = fmaf(x.y, weight[n + 1], d[1]);
+      d[2] = fmaf(x.z, weight[n + 1], d[2]), d[3] = fmaf(x.w, weight[n + 1], d[3]);
+    }
+  }
+  if (l == 0) {  // a row without a visible key is 0, whatever V is
+#pragma unroll
+    for (int j = 0; j < COLS / 4; j++) share[j] = 0;
+  }
+  const int q = item.q0 + c.row_group * 64;
+  Element* const O_g = a.p.O + item.b * a.p.o.batch + item.h * a.p.o.head + slice / 2 * COLS;
+  store_share<COLS>(share, partial.out[slice][warp], O_g, q + first_row, a.p, lane);
+  if (lane % 4 == 0 && slice < 2 && q + row < a.p.Sq) store_lse(m, l, a, item, q + row);
+}
 
 // ---- 5e wgmma, transposed: few query rows, keys as the 64 rows (wgmma and SWAP_AB, USE_TUNED) ----
 
@@ -3429,11 +3490,96 @@ template <int WIDTH, int LANES> struct RowShare {  // [1][WIDTH]
   __device__ int col(int j) const { return first_col + j / 4 * 4 * LANES + j % 4; }
 };
 
-// SWAP_AB: what a warpgroup computes the other way round, S.T = K @ Q.T and O.T = V.T @ P.T: so keys and
-// d are the rows of its products, of which wgmma wants 64, and query rows the columns, of which 16 will
-// do. A column is spread over 8 lanes of all four warps. For items of a round or two: no overlap.
+// S.T = K @ Q.T and O.T = V.T @ P.T: so keys and d are the rows of the products, of which wgmma wants 64, and
+// query rows the columns, of which 16 will do. Every warpgroup has a slice of the keys:
+//
+//   for each tile of the slice, the last key first:
+//     S.T = K @ Q.T
+//     m, P.T = softmax(S.T)      a column is spread over 8 lanes of all four warps
+//     O.T = V.T @ P.T            P.T by way of K's place in shared memory
+//     the tile before goes where this one has been read
+//     O, of the slice, comes to shared memory
+//   O / l of all slices
+//
+// For items of a round or two: warps of the slice load its tiles, and nothing overlaps.
+
+template <class B> struct WgmmaColumnsShared {
+  struct Tiles {
+    alignas(1024) Element K[B::stages][B::block_n * B::head_dim];  // [BLOCK_N][D], afterwards P
+    alignas(1024) Element V[B::stages][B::block_n * B::head_dim];  // [BLOCK_N][D]
+    // Full: the tile has landed. Empty: every warp of the slice has read it.
+    uint64_t k_full[B::stages], v_full[B::stages], empty[B::stages];
+  };
+  struct Partial {
+    static constexpr int ROWS = B::block_m;
+    alignas(16) float O[ROWS][B::head_dim + 4];  // 4: against bank conflicts where lanes lie along d
+    float2 m_l[ROWS];
+    float of_warp[4][ROWS > 32 ? ROWS / 32 : 1][32];  // maxima or sums for the other warps
+  };
+  alignas(1024) Element Q[B::block_m * B::head_dim];  // [BLOCK_M][D]
+  Tiles slice[B::split_kv];
+  Partial partial[B::split_kv];
+  WgmmaItem item;
+  uint64_t q_full;  // Q has landed, the item is known
+};
+
+// The copies of a slice's warps: one loads K and one V, all at once, since a warp is busy with a copy for some 100
+// clocks; in the first slice another one loads Q. A whole warp calls, and one lane of it issues.
+template <class B> struct WgmmaColumnsLoader {
+  WgmmaColumnsShared<B>& s;
+  const KernelArgs& a;
+  const int slice, warp;  // of the slice
+  const bool issues = threadIdx.x % 32 == 0;
+  bool waited_for_last_kernel = false;
+  WgmmaItem item{};
+  StageRing<B::stages> ring;
+
+  __device__ WgmmaColumnsLoader(WgmmaColumnsShared<B>& s_, const KernelArgs& a_, int warp_)
+      : s(s_), a(a_), slice(warp_ / 4), warp(warp_ % 4) {
+    if (loads_tiles() || loads_q()) item = wgmma_item<B>(a, blockIdx.x);
+  }
+  __device__ bool loads_tiles() const { return warp < 2; }
+  __device__ bool loads_q() const { return warp == 2 && slice == 0; }
+
+  // The warp's first copy waits for the kernel before this one, as late as can be.
+  __device__ __forceinline__ void copy(void* dst_s, const CUtensorMap* map, const int (&at)[5],
+                                       uint64_t* full, uint64_t cache_policy) {
+    if (!waited_for_last_kernel) {
+      hold(map);  // the last thing to be had before the wait
+      griddepcontrol_wait(), waited_for_last_kernel = true;
+    }
+    cp_async_bulk_tensor_load(dst_s, map, at, full, cache_policy);
+  }
+  __device__ __forceinline__ void load_q() {
+    if (!loads_q() || !issues) return;
+    const int at[5] = {0, item.q0, 0, item.h, item.b};
+    s.item = item;
+    mbarrier_arrive_expect_tx(&s.q_full, sizeof s.Q);
+    copy(s.Q, &tensor_maps<B>(a).q, at, &s.q_full, evict_first);
+  }
+  // Its tile of a round of the item, once the stage is empty; past the last key zeros.
+  __device__ __forceinline__ void load_tile(int round) {
+    if (!loads_tiles()) return;
+    typename WgmmaColumnsShared<B>::Tiles& t = s.slice[slice];
+    const int stage = ring.stage;
+    mbarrier_wait(&t.empty[stage], ring.parity ^ 1);
+    ring.advance();
+    uint64_t* const full = warp == 0 ? &t.k_full[stage] : &t.v_full[stage];
+    if (!issues) return;
+    if (a.p.Sk > 0) {
+      const int at[5] = {0, first_key_of<B>(item, round, slice), 0, item.h_kv, item.b};
+      mbarrier_arrive_expect_tx(full, sizeof t.K[0]);
+      if (warp == 0) copy(t.K[stage], &tensor_maps<B>(a).k, at, full, evict_last);
+      if (warp == 1) copy(t.V[stage], &tensor_maps<B>(a).v, at, full, evict_last);
+    } else {
+      mbarrier_arrive(full);  // nothing to load: every score of this tile is masked
+    }
+  }
+};
+
+// What a warpgroup computes.
 template <class B> struct WgmmaColumns {
-  using Shared = WgmmaShared<B>;
+  using Shared = WgmmaColumnsShared<B>;
   static constexpr int KEY_BLOCKS = B::block_n / 64, D_BLOCKS = B::head_dim / 64;
   // Element 4j + 2h + e of a block: row 16 * warp + lane / 4 + 8h, column 8j + lane % 4 * 2 + e, which is
   // number 2j + e of the thread.
@@ -3457,7 +3603,7 @@ template <class B> struct WgmmaColumns {
         lane(thread_ % 32),
         warp(thread_ / 32 % 4),
         slice(uniform(thread_ / 128)),
-        Q_s(uniform(shared_address(s.Q[0]))),
+        Q_s(uniform(shared_address(s.Q))),
         K_s(uniform(shared_address(s.slice[slice].K[0]))),
         V_s(uniform(shared_address(s.slice[slice].V[0]))) {}
 
@@ -3512,12 +3658,14 @@ template <class B> struct WgmmaColumns {
 
   // S.T = -inf where the key is not visible to the column's query.
   __device__ __forceinline__ void mask(Scores& S, int q0, int k0) const {
+    const int k = k0 + int(warp * 16 + lane / 4);
 #pragma unroll
     for (int i = 0; i < COLS; i++) {
-      const int visible = visible_keys(a.p, q0 + column(i)) - (k0 + int(warp * 16 + lane / 4));
+      const int begin = a.keys.begin(q0 + column(i)) - k, end = a.keys.end(q0 + column(i)) - k;
 #pragma unroll
       for (int n = 0; n < 2 * KEY_BLOCKS; n++) {
-        if (n / 2 * 64 + n % 2 * 8 >= visible) S[n / 2][i / 2 * 4 + n % 2 * 2 + i % 2] = -INFINITY;
+        const uint32_t j = n / 2 * 64 + n % 2 * 8 - begin;
+        if (j >= uint32_t(end - begin)) S[n / 2][i / 2 * 4 + n % 2 * 2 + i % 2] = -INFINITY;
       }
     }
   }
@@ -3626,18 +3774,16 @@ template <class B> struct WgmmaColumns {
     }
   }
 
-  // One round of the item, with so many left; its O.T is begun.
-  __device__ __forceinline__ void step(Output& O, float (&alpha)[OWN],
-                                       const typename Shared::Item& item, int rounds,
-                                       int clean_keys) {
+  // The tile at key k0, the item's last one or not; its O.T is begun.
+  __device__ __forceinline__ void step(Output& O, float (&alpha)[OWN], int q0, const KeyRange& keys,
+                                       int k0, bool last) {
     const auto larger = [](float x, float y) { return fmaxf(x, y); };
     const auto sum_of = [](float x, float y) { return x + y; };
     typename Shared::Tiles& t = s.slice[slice];
-    const int k0 = ((rounds - 1) * B::split_kv + slice) * B::block_n;
     Scores S;
     mbarrier_wait(&t.k_full[ring.stage], ring.parity);
     multiply_kq(S);
-    if (k0 + B::block_n > clean_keys) mask(S, item.q0, k0);
+    if (!keys.is_clean(k0, B::block_n)) mask(S, q0, k0);
 
     float x[COLS], m_new[OWN], m_log2[OWN];
     combine_rows(x, S, larger), combine_lanes(m_new, x, larger);
@@ -3660,7 +3806,7 @@ template <class B> struct WgmmaColumns {
     combine_lanes(sum, x, sum_of);
 #pragma unroll
     for (int r = 0; r < OWN; r++) l[r] = fmaf(l[r], alpha[r], sum[r]);
-    if (rounds == 1) finish_sums(sum_of);
+    if (last) finish_sums(sum_of);
   }
   // m and l of the slice.
   template <class Combine> __device__ __forceinline__ void finish_sums(Combine sum_of) {
@@ -3710,49 +3856,46 @@ template <class B> struct WgmmaColumns {
     RowShare<B::head_dim, LANES> O;
     O.first_row = thread / LANES, O.first_col = thread % LANES * 4;
     clear(O);
-    float m[1] = {-INFINITY}, l[1] = {0};
+    float m[1], l[1], weight[B::split_kv];
     float2 m_l[B::split_kv];
 #pragma unroll
     for (int n = 0; n < B::split_kv; n++) {
       m_l[n] = ld_shared<float2>(&s.partial[n].m_l[O.first_row]);
-      m[0] = fmaxf(m[0], m_l[n].x);
     }
+    merge_weights<B>(m_l, a.scale_log2, weight, m[0], l[0]);
 #pragma unroll
     for (int n = 0; n < B::split_kv; n++) {
-      const float scale = softmax_exp2<B>((m_l[n].x - finite_max(m[0])) * a.scale_log2);
-      l[0] = fmaf(m_l[n].y, scale, l[0]);
 #pragma unroll
       for (int j = 0; j < O.COLS; j += 4) {
         const float4 x = ld_shared<float4>(&s.partial[n].O[O.first_row][O.col(j)]);
-        O.x[0][j] = fmaf(x.x, scale, O.x[0][j]);
-        O.x[0][j + 1] = fmaf(x.y, scale, O.x[0][j + 1]);
-        O.x[0][j + 2] = fmaf(x.z, scale, O.x[0][j + 2]);
-        O.x[0][j + 3] = fmaf(x.w, scale, O.x[0][j + 3]);
+        O.x[0][j] = fmaf(x.x, weight[n], O.x[0][j]);
+        O.x[0][j + 1] = fmaf(x.y, weight[n], O.x[0][j + 1]);
+        O.x[0][j + 2] = fmaf(x.z, weight[n], O.x[0][j + 2]);
+        O.x[0][j + 3] = fmaf(x.w, weight[n], O.x[0][j + 3]);
       }
     }
-    if (l[0] == 0) clear(O);  // a row without a visible key is 0, whatever V is
     store_output<B>(O, m, l, a, item);
   }
 
-  // The item.   load(rounds left): one more round of its tiles.
-  template <class Load> __device__ __forceinline__ void run(Load load) {
-    mbarrier_wait(&s.q_full[0], 0);
-    const typename Shared::Item item = s.item[0];
-    const int clean_keys = visible_keys(a.p, item.q0);
+  // The item, by way of the warp's copies.
+  __device__ __forceinline__ void run(WgmmaColumnsLoader<B>& loader) {
+    mbarrier_wait(&s.q_full, 0);
+    const WgmmaItem item = s.item;
+    const KeyRange keys = a.keys.of_rows(item.q0, min(item.q0 + B::block_m, a.p.Sq) - 1);
 #pragma unroll
     for (int r = 0; r < OWN; r++) m[r] = -INFINITY, l[r] = 0;
-    for (int rounds = item.rounds;; load(rounds)) {
-      typename Shared::Tiles& t = s.slice[slice];
+    for (int round = item.rounds - 1; round >= 0; round--, ring.advance()) {
       Output O;
       float alpha[OWN];
-      step(O, alpha, item, rounds, clean_keys);
+      step(O, alpha, item.q0, keys, first_key_of<B>(item, round, slice), round == 0);
       wgmma_wait_group<0>();
 #pragma unroll
       for (int block = 0; block < D_BLOCKS; block++) hold(O[block]);
-      add_to_partial(O, alpha, rounds == item.rounds);
-      if (--rounds == 0) break;
-      release(&t.k_empty[ring.stage]), release(&t.v_empty[ring.stage]);
-      ring.advance();
+      if (round >= B::stages) {
+        release(&s.slice[slice].empty[ring.stage]);
+        loader.load_tile(round - B::stages);
+      }
+      add_to_partial(O, alpha, round == item.rounds - 1);
     }
     barrier_sync(15, B::warpgroups * 128);  // hazard: partial results written
     merge_partials(item);
@@ -3762,37 +3905,34 @@ template <class B> struct WgmmaColumns {
 template <class B>
 __global__ void __launch_bounds__(B::threads, 1)
     sdpa_wgmma_columns(const __grid_constant__ KernelArgs a) {
-  WgmmaShared<B>& s = dynamic_shared<WgmmaShared<B>>();
+  WgmmaColumnsShared<B>& s = dynamic_shared<WgmmaColumnsShared<B>>();
   const int warp = uniform(threadIdx.x / 32);
-  init_mbarriers(s, a, warp);
-  // One warp loads Q, and in every slice one K and another V, all at once: a warp is busy with a copy for
-  // some 100 clocks.
-  const int slice = warp / B::group_warps;
-  const bool loads_k = warp % B::group_warps == 0, loads_v = warp % B::group_warps == 1;
-  const bool loads_q = warp == 2;
-  WgmmaLoader<B> loader(s, a);
-  typename WgmmaShared<B>::Item item{};
-  if (loads_q || loads_k || loads_v) item = loader.find_item(blockIdx.x);
-  __syncthreads();  // hazard: mbarriers initialised by two threads
-  const auto load = [&](const typename WgmmaShared<B>::Item& item, int round) {
-    if (loads_k) loader.load_k(item, round, slice);
-    if (loads_v) loader.load_v(item, round, slice);
-    loader.ring.advance();
-  };
-  if (loads_q) loader.start_item(item);
-  if (loads_k || loads_v) {
-    for (int n = 1; n <= B::stages && n <= item.rounds; n++) load(item, item.rounds - n);
+  if (threadIdx.x == 32) {
+    mbarrier_init(&s.q_full, 1);
+    for (auto& t : s.slice) {
+      for (int stage = 0; stage < B::stages; stage++) {
+        mbarrier_init(&t.k_full[stage], 1), mbarrier_init(&t.v_full[stage], 1);
+        mbarrier_init(&t.empty[stage], 4);
+      }
+    }
+    fence_mbarrier_init();
+  }
+  if (threadIdx.x == 64) {
+    prefetch_tensormap(&tensor_maps<B>(a).q), prefetch_tensormap(&tensor_maps<B>(a).k),
+        prefetch_tensormap(&tensor_maps<B>(a).v);
+  }
+  WgmmaColumnsLoader<B> loader(s, a, warp);
+  __syncthreads();  // hazard: mbarriers initialised by one thread
+  loader.load_q();
+  for (int n = 1; n <= B::stages && n <= loader.item.rounds; n++) {
+    loader.load_tile(loader.item.rounds - n);
   }
   wait_then_let_next_kernel_start();
-  const auto load_next = [&](int rounds) {  // left; a stage is free
-    if ((loads_k || loads_v) && rounds >= B::stages) load(s.item[0], rounds - B::stages);
-  };
-  WgmmaColumns<B> columns(s, a, threadIdx.x);
-  columns.run(load_next);
+  WgmmaColumns<B>(s, a, threadIdx.x).run(loader);
 }
 
 template <class B> struct WgmmaKernel<B, Wgmma::columns> {
-  using Shared = WgmmaShared<B>;
+  using Shared = WgmmaColumnsShared<B>;
   static constexpr auto kernel = sdpa_wgmma_columns<B>;
 };
 
@@ -3822,20 +3962,20 @@ template <class B> __global__ void __launch_bounds__(B::threads, 1) sdpa_cublas(
   const CublasWorkspace at(p);
   const float* const S = reinterpret_cast<const float*>(workspace + at.scores) + row * p.Sk;
   Element* const P = reinterpret_cast<Element*>(workspace + at.probabilities) + row * p.Sk;
-  const int keys = visible_keys(p, int(row % p.Sq));
+  const int q = int(row % p.Sq), begin = a.keys.begin(q), end = a.keys.end(q);
 
   float m = -INFINITY, l = 0;
-  for (int k = lane; k < keys; k += 32) m = fmaxf(m, S[k]);
+  for (int k = begin + lane; k < end; k += 32) m = fmaxf(m, S[k]);
 #pragma unroll
   for (int other = 1; other < 32; other *= 2) {
     m = fmaxf(m, __shfl_xor_sync(0xffffffffu, m, other));
   }
   m = finite_max(m);
-  for (int k = lane; k < keys; k += 32) l += softmax_exp2<B>((S[k] - m) * a.scale_log2);
+  for (int k = begin + lane; k < end; k += 32) l += softmax_exp2<B>((S[k] - m) * a.scale_log2);
   l = row_sum<32>(l);
   const float inverse = l == 0.0f ? 0.0f : 1.0f / l;
   for (int k = lane; k < p.Sk; k += 32) {
-    const float t = k < keys ? (S[k] - m) * a.scale_log2 : -INFINITY;
+    const float t = k >= begin && k < end ? (S[k] - m) * a.scale_log2 : -INFINITY;
     P[k] = to_element(softmax_exp2<B>(t) * inverse);
   }
   constexpr float ln2 = 0.693147180559945f;
@@ -3996,14 +4136,13 @@ float log2_scale(const SdpaParams& p) {  // scale * log2(e)
 constexpr size_t WORKSPACE_ALIGNMENT = is_cublas ? 256 : sizeof(uint32_t);
 
 SdpaStatus check_params(const SdpaParams& p) {
-  constexpr int limit = 1 << 30;
   const struct {
     const char* name;
     int value;
   } sizes[] = {{"B", p.B}, {"Hq", p.Hq}, {"Hkv", p.Hkv}, {"Sq", p.Sq}, {"Sk", p.Sk}};
   for (const auto& size : sizes) {
-    if (size.value < 0 || size.value > limit) {
-      return failure(cudaErrorInvalidValue, "%s=%d is outside [0, 2^30]", size.name, size.value);
+    if (size.value < 0 || size.value > most_rows) {
+      return failure(cudaErrorInvalidValue, "%s=%d is outside [0, 10^9]", size.name, size.value);
     }
   }
   if (p.D != Build::head_dim) {
@@ -4080,8 +4219,7 @@ int device_attribute(cudaDeviceAttr attribute, int otherwise) {
 }
 
 template <class B> SdpaStatus forward(const SdpaParams& p, cudaStream_t stream) {
-  KernelArgs a;
-  a.p = p;
+  KernelArgs a(p);
   a.scale_log2 = log2_scale(p);
   const int q_blocks = (p.Sq + B::block_m - 1) / B::block_m;
   constexpr int most = 2147483647;  // of a grid
@@ -4098,7 +4236,7 @@ template <class B> SdpaStatus forward(const SdpaParams& p, cudaStream_t stream) 
   a.heads_in_l2 = uint32_t(heads < 1 ? 1 : heads > all_heads ? all_heads : heads);
   constexpr int64_t round_keys = B::split_kv * B::block_n;
   const int rounds = p.Sk > 0 ? int((p.Sk + round_keys - 1) / round_keys) : 1;
-  a.unmasked_rounds = p.causal == Causal::off ? rounds : 0;
+  a.unmasked_rounds = a.keys.all() ? rounds : 0;
   a.q_blocks = Divisor(uint32_t(q_blocks));
   a.q_heads = Divisor(uint32_t(p.Hq));
   a.q_heads_per_kv = Divisor(uint32_t(p.Hq / p.Hkv));
@@ -4138,22 +4276,24 @@ template <class B, bool TUNED = B::use_tuned> struct KernelChoice {
 // as long as the longest, or as all of them spread evenly. A mask leaves the keys that the rows see on
 // average, and of the tiles on its edge half.
 double tuned_clocks(const TunedTile& t, const SdpaParams& p, int sms) {
+  const KeyBounds bounds(p);
   const double items = double(p.B) * p.Hq * ((p.Sq + t.block_m - 1) / t.block_m);
   const int round_keys = t.block_n * t.split_kv;
   const auto whole_rounds = [&](int keys) {
     return double((keys + round_keys - 1) / round_keys) * round_keys;
   };
-  if (p.causal == Causal::off) {
+  if (bounds.all()) {
     const double keys = whole_rounds(p.Sk);
     return std::ceil(items / sms) * (t.item_clocks + t.block_m * keys / t.scores_per_clock);
   }
   const double clocks_per_key = t.block_m / t.causal_scores_per_clock;
-  const double most_keys = whole_rounds(visible_keys(p, p.Sq - 1));
   constexpr int samples = 16;
   double keys = ((t.has(skip_masked) ? 64 : t.block_m) + round_keys) / 2.0;
+  double most_keys = whole_rounds(bounds.end(p.Sq - 1) - bounds.begin(p.Sq - 1));
   for (int i = 0; i < samples; i++) {
     const int q = int((2 * i + 1.0) / (2 * samples) * p.Sq);
-    keys += double(visible_keys(p, q)) / samples;
+    const int seen = bounds.end(q) - bounds.begin(q);
+    keys += double(seen) / samples, most_keys = std::fmax(most_keys, whole_rounds(seen));
   }
   return std::fmax(t.item_clocks + clocks_per_key * most_keys,
                    items / sms * (t.item_clocks + clocks_per_key * keys));
