@@ -24,6 +24,7 @@ struct Problem {
   double scale;
   const float *Q, *K, *V;  // contiguous [B,Hq,Sq,D], [B,Hkv,Sk,D], [B,Hkv,Sk,D], already rounded to
                            // the type that the kernel reads
+  int window_left = -1, window_right = -1;  // keys to each side of the query's own position; -1: all
 };
 
 struct Row {  // one query row
@@ -39,20 +40,25 @@ struct Result {
   std::vector<char> open;  // [D]
 };
 
-// Keys [0, n) are visible to query q. Bottom-right: the last query sees the last key.
-inline long long visible_keys(const Problem& p, int q) {
-  long long n = p.Sk;
-  if (p.mask == Mask::bottom_right) n = (long long)q + p.Sk - p.Sq + 1;
-  if (p.mask == Mask::top_left) n = (long long)q + 1;
-  if (n < 0) n = 0;
-  if (n > p.Sk) n = p.Sk;
-  return n;
+// The first key that query q sees, and the one past the last. Its own position is key q, or with
+// bottom-right such that the last query has the last key; a mask hides all keys after it.
+inline size_t clamp_key(const Problem& p, long long k) {
+  return size_t(k < 0 ? 0 : k > p.Sk ? p.Sk : k);
+}
+inline size_t first_key(const Problem& p, long long q) {
+  if (p.window_left < 0) return 0;
+  return clamp_key(p, (p.mask == Mask::bottom_right ? q + p.Sk - p.Sq : q) - p.window_left);
+}
+inline size_t past_last_key(const Problem& p, long long q) {
+  if (p.mask == Mask::none && p.window_right < 0) return size_t(p.Sk);
+  const long long own = p.mask == Mask::bottom_right ? q + p.Sk - p.Sq : q;
+  return clamp_key(p, (p.mask == Mask::none ? own + p.window_right : own) + 1);
 }
 
 // Visible (query, key) pairs of one head.
 inline double visible_pairs(const Problem& p) {
   double pairs = 0;
-  for (int q = 0; q < p.Sq; q++) pairs += double(visible_keys(p, q));
+  for (int q = 0; q < p.Sq; q++) pairs += double(past_last_key(p, q) - first_key(p, q));
   return pairs;
 }
 
@@ -85,7 +91,7 @@ inline Result attend(const Problem& p, const Row& row) {
   const float* const Q = p.Q + (((size_t)row.b * p.Hq + row.h) * p.Sq + row.q) * D;
   const float* const K = p.K + ((size_t)row.b * p.Hkv + h_kv) * p.Sk * D;
   const float* const V = p.V + ((size_t)row.b * p.Hkv + h_kv) * p.Sk * D;
-  const size_t n = visible_keys(p, row.q);
+  const size_t first = first_key(p, row.q), end = past_last_key(p, row.q);
   const double infinity = std::numeric_limits<double>::infinity();
 
   Result result{std::vector<double>(D, 0.0), -infinity, std::vector<char>(D, 0)};
@@ -94,21 +100,23 @@ inline Result attend(const Problem& p, const Row& row) {
       if (!std::isfinite(V[k * D + d])) result.open[d] = 1;
     }
   };
-  for (size_t k = n; k < (size_t)p.Sk; k++) leave_open(k);
-  std::vector<double> logits(n);
+  for (size_t k = 0; k < (size_t)p.Sk; k++) {
+    if (k < first || k >= end) leave_open(k);
+  }
+  std::vector<double> logits(end);
   double max = -infinity;
   bool any_nan = false;
-  for (size_t k = 0; k < n; k++) {
+  for (size_t k = first; k < end; k++) {
     logits[k] = p.scale * dot(Q, K + k * D, D);
     if (std::isnan(logits[k])) any_nan = true;
     if (logits[k] > max) max = logits[k];
   }
   if (max == -infinity && !any_nan) {  // every weight is 0
-    for (size_t k = 0; k < n; k++) leave_open(k);
+    for (size_t k = first; k < end; k++) leave_open(k);
     return result;
   }
   double sum = 0;
-  for (size_t k = 0; k < n; k++) {
+  for (size_t k = first; k < end; k++) {
     const double weight = std::exp(logits[k] - max);  // inf - inf = NaN: a row with a logit of +inf
     sum += weight;
     for (int d = 0; d < D; d++) result.O[d] += weight * double(V[k * D + d]);

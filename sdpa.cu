@@ -169,6 +169,11 @@ template <class Knobs> struct Derived : Knobs {
       Knobs::num_warps / Knobs::split_kv;  // that share a slice of the keys
   static constexpr int group_threads = group_warps * 32;
   static constexpr int warpgroups = Knobs::num_warps / 4;  // that compute
+  // Query rows that a mask spares a tile of keys together: a warp's, a warpgroup's or the CTA's.
+  static constexpr int mask_rows = family == Family::mma ? Knobs::block_m / group_warps
+                                   : family == Family::wgmma && Knobs::use_warp_specialization
+                                       ? 64
+                                       : Knobs::block_m;
 };
 
 // The template argument of every kernel and block.
@@ -395,10 +400,10 @@ static_assert(check_rows<0>(), "");
 
 using Element = std::conditional<Build::is_bf16, __nv_bfloat16, __half>::type;
 
-enum class Causal : int {
-  off,           // every query sees every key
-  bottom_right,  // key k is visible to query q when k <= q + Sk - Sq
-  top_left,      // key k is visible to query q when k <= q
+enum class Causal : int {  // the own position of query q among the keys; it sees none after it
+  off,           // q, and it sees all keys
+  bottom_right,  // q + Sk - Sq
+  top_left,      // q
 };
 
 struct Strides {  // in elements; a row's D elements are contiguous
@@ -422,6 +427,8 @@ struct SdpaParams {
                               // cuBLAS, which does not care); one per stream
   int max_ctas = 0;           // USE_PERSISTENT_CTA=1: launch at most so many CTAs,
                               // which leaves SMs to other kernels; 0: as many as are resident
+  int window_left = -1, window_right = -1;  // keys that a query sees on each side of its own position;
+                                            // -1: no limit
 };
 // A row that sees no key (or only keys of logit -inf) gives O = 0 and LSE = -inf. NaN and inf come
 // out as the formula has them, but whether NaN or inf in V at a key that is masked reaches the row
@@ -460,31 +467,52 @@ struct TensorMaps {  // of tensors as [B][H][D/64][S][64]
 };
 struct NoTensorMaps {};
 
-// The keys that some query rows see: [begin, end) at least one of them, [clean_begin, clean_end) all.
-struct KeyRange {
-  int begin, end, clean_begin, clean_end;
-
-  // Whether the tile [k0, k0 + keys) needs no mask.
-  __host__ __device__ bool is_clean(int k0, int keys) const {
-    return k0 >= clean_begin && k0 + keys <= clean_end;
-  }
+struct KeyRange {  // [begin, end)
+  int begin, end;
 };
 
-// What the mask leaves: query q sees the keys [q + from, q + to) that exist. Neither bound ever falls as q
-// grows. Sizes are at most 10^9, so that no sum here overflows.
+// What the mask leaves: query q sees the keys [q + from, q + to) of those that exist. Sizes are at most 10^9,
+// so that no sum here overflows.
 struct KeyBounds {
   int from, to, Sk;
 
   explicit KeyBounds(const SdpaParams& p) : from(-most_rows), to(p.Sk), Sk(p.Sk) {
-    const int shift = p.causal == Causal::bottom_right ? p.Sk - p.Sq : 0;
-    if (p.causal != Causal::off) to = min(shift + 1, p.Sk);
+    const int own = p.causal == Causal::bottom_right ? p.Sk - p.Sq : 0;  // position of query 0
+    const int right = p.causal == Causal::off ? p.window_right : 0;
+    if (p.window_left >= 0) from = max(own - p.window_left, -most_rows);
+    if (right >= 0) to = min(own + right + 1, p.Sk);
   }
   __host__ __device__ bool all() const { return from == -most_rows && to == Sk; }
   __host__ __device__ int begin(int q) const { return min(max(q + from, 0), Sk); }
   __host__ __device__ int end(int q) const { return min(max(q + to, 0), Sk); }
-  // Of the queries [first, last].
+  // That some of the queries [first, last] see.
   __host__ __device__ KeyRange of_rows(int first, int last) const {
-    return {begin(first), end(last), begin(last), end(first)};
+    return {begin(first), end(last)};
+  }
+};
+
+// The same for tiles of ROWS queries from q on and KEYS keys from k0 on, of which not all may exist: by k0 - q, so
+// that a kernel compares with numbers that the host knows.
+struct TileBounds {
+  int touch_from, touch_to, cover_from, cover_to, whole_to;
+
+  TileBounds(const KeyBounds& b, int rows, int keys)
+      : touch_from(b.from - keys + 1),
+        touch_to(b.to + rows - 1),
+        cover_from(b.from + rows - 1),
+        cover_to(b.to - keys),
+        whole_to(b.Sk - keys) {}
+  // Whether one of the queries may see one of the keys.
+  __device__ __forceinline__ bool touch(int q, int k0) const {
+    return k0 - q >= touch_from && k0 - q < touch_to;
+  }
+  // Whether all of them see them all, so that there is nothing to mask.
+  __device__ __forceinline__ bool cover(int q, int k0) const {
+    return k0 - q >= cover_from && k0 - q <= cover_to && k0 <= whole_to;
+  }
+  // The k0 of these tiles.
+  __device__ __forceinline__ KeyRange covered(int q) const {
+    return {q + cover_from, min(q + cover_to, whole_to) + 1};
   }
 };
 
@@ -513,20 +541,22 @@ struct Divisor {
 };
 
 struct KernelArgs {  // SdpaParams with what every CTA would otherwise compute again
-  SdpaParams p;
+  // What an item is found from; together it costs one miss of the constant cache.
+  alignas(64) int unmasked_rounds;  // without a mask: of tiles over all keys, at least 1; with one: 0
+  uint32_t work_items;              // B * Hq * q_blocks
+  Divisor q_blocks;                 // ceil(Sq / BLOCK_M)
+  Divisor q_heads;                  // Hq
+  Divisor q_heads_per_kv;           // Hq / Hkv
+  Divisor items_in_l2;              // heads_in_l2 * q_blocks
+  uint32_t heads_in_l2;             // query heads whose K and V take half of L2, at least 1
+  float scale_log2;                 // scale * log2(e): softmax is taken in powers of 2
+  TileBounds tiles;                 // of mask_rows queries and BLOCK_N keys
   KeyBounds keys;
-  float scale_log2;      // scale * log2(e): softmax is taken in powers of 2
-  uint32_t heads_in_l2;  // query heads whose K and V take half of L2, at least 1
-  // From here on what an item is found from; together it costs one miss of the constant cache.
-  int unmasked_rounds;     // without a mask: of tiles over all keys, at least 1; with one: 0
-  uint32_t work_items;     // B * Hq * q_blocks
-  Divisor q_blocks;        // ceil(Sq / BLOCK_M)
-  Divisor q_heads;         // Hq
-  Divisor q_heads_per_kv;  // Hq / Hkv
-  Divisor items_in_l2;     // heads_in_l2 * q_blocks
+  SdpaParams p;
   std::conditional<is_wgmma, TensorMaps, NoTensorMaps>::type maps;
 
-  explicit KernelArgs(const SdpaParams& problem) : p(problem), keys(problem) {}
+  KernelArgs(const SdpaParams& problem, int rows, int keys_of_tile)
+      : tiles(KeyBounds(problem), rows, keys_of_tile), keys(problem), p(problem) {}
 };
 
 // ==== 3 PTX ======================================================================================
@@ -1170,22 +1200,21 @@ __device__ __forceinline__ void scale_rows(View& T, const float (&factor)[View::
 
 // ---- mask ----
 
-// S = -inf where key k0 + j is not visible to query q0 + r, in a tile of KEYS keys; `range` is of all rows.
-template <int KEYS, class View>
-__device__ __forceinline__ void mask_scores(View& S, const KeyBounds& keys, const KeyRange& range,
-                                            int q0, int k0) {
+// S = -inf where key k0 + j is not visible to query q0 + r.
+template <class View>
+__device__ __forceinline__ void mask_scores(View& S, const KeyBounds& keys, int q0, int k0) {
   const auto mask = [&](const auto& hidden) {
 #pragma unroll
     for (int i = 0; i < View::ROWS; i++) {
       const int q = q0 + S.row(i);
 #pragma unroll
       for (int j = 0; j < View::COLS; j++) {
-        if (hidden(k0 + S.col(j), q)) S.x[i][j] = -INFINITY;
+        if (hidden(S.col(j), q)) S.x[i][j] = -INFINITY;
       }
     }
   };
-  if (k0 + KEYS > range.clean_end) mask([&](int k, int q) { return k >= keys.end(q); });
-  if (k0 < range.clean_begin) mask([&](int k, int q) { return k < keys.begin(q); });
+  mask([&](int j, int q) { return j >= keys.end(q) - k0; });
+  if (keys.from > -most_rows) mask([&](int j, int q) { return j < keys.begin(q) - k0; });
 }
 
 // ---- online softmax ----
@@ -1858,7 +1887,7 @@ __global__ void __launch_bounds__(B::threads, 1) sdpa_scalar(const __grid_consta
     for (int k0 = t.keys.begin; k0 < t.keys.end; k0 += B::block_n) {
       const int stage = feed.acquire(k0);
       scalar_qk<B>(S, s.Q, s.K[stage]);
-      mask_scores<B::block_n>(S, a.keys, t.keys, item.q0, k0);
+      if (!a.tiles.cover(item.q0, k0)) mask_scores(S, a.keys, item.q0, k0);
       float alpha[O.ROWS];
       softmax.step(s, S, a.scale_log2, alpha);
       scalar_pv<B>(O, alpha, s.P, s.V[stage]);
@@ -2071,7 +2100,7 @@ __device__ __forceinline__ void wmma_consume(WmmaShared<B>& s, const KernelArgs&
     wmma_qk<B>(S_s, Q, s.K[stage]);
     __syncwarp();  // hazard: S written by the other lanes
     load_scores(S, s.P, s.P_STRIDE);
-    mask_scores<B::block_n>(S, a.keys, t.keys, item.q0, k0);
+    if (!a.tiles.cover(item.q0, k0)) mask_scores(S, a.keys, item.q0, k0);
     float alpha[O.ROWS];
     softmax.step(s, S, a.scale_log2, alpha);
     if constexpr (B::use_wmma_pv) {
@@ -2306,23 +2335,25 @@ template <class B> struct MmaRows {
     for (int step = 0; step < P.STEPS; step++) mma_pv<B>(O, P, V_s, step, lane);
   }
 
-  // P of the item's tile at key k0, of which the warp's rows see `keys`; O and l brought to its maximum.
-  __device__ void attend(const MmaQueries<B>& Q, const Element* K_s, const KernelArgs& a,
-                         const KeyRange& keys, const WorkItem& item, int k0, int lane) {
-    const bool clean = keys.is_clean(k0, B::block_n);
+  // P of a tile without mask, by a stale maximum, if that will do.
+  __device__ bool attend_by_stale_max(const MmaQueries<B>& Q, const Element* K_s, float scale_log2,
+                                      int lane) {
     Scores S;
-    if (stale_max_will_do && clean) {
-      mma_qk<B>(S, Q, K_s, lane);
-      StaleSoftmax<B, ROWS> softmax(m, a.scale_log2);
+    mma_qk<B>(S, Q, K_s, lane);
+    StaleSoftmax<B, ROWS> softmax(m, scale_log2);
 #pragma unroll
-      for (int step = 0; step < P.STEPS; step++) {
-        softmax.exp(S, 4 * step, 4 * step + 4), P.pack_step(S, step);
-      }
-      if (softmax.add_to(l)) return;
+    for (int step = 0; step < P.STEPS; step++) {
+      softmax.exp(S, 4 * step, 4 * step + 4), P.pack_step(S, step);
     }
+    return softmax.add_to(l);
+  }
+  // P of the item's tile at key k0, masked unless it is clean; O and l brought to its maximum.
+  __device__ void attend_by_exact_max(const MmaQueries<B>& Q, const Element* K_s,
+                                      const KernelArgs& a, int q0, int k0, bool clean, int lane) {
+    Scores S;
     S.first_row = O.first_row, S.first_col = O.first_col;
     mma_qk<B>(S, Q, K_s, lane);
-    if (!clean) mask_scores<B::block_n>(S, a.keys, keys, item.q0, k0);
+    if (!clean) mask_scores(S, a.keys, q0, k0);
     float alpha[ROWS];
     softmax_max<B>(S, a.scale_log2, m, alpha);
     const bool may_be_kept = softmax_sum<B>(S, a.scale_log2, m, alpha, l);
@@ -2428,14 +2459,23 @@ __global__ void __launch_bounds__(B::threads, 1) sdpa_mma(const __grid_constant_
     rows.start(warp * WARP_ROWS + lane / 4, lane % 4 * 2);
 
     // A mask leaves some warps of the CTA less to do than others.
-    const int q_warp = item.q0 + warp * WARP_ROWS, q_last = min(q_warp + WARP_ROWS, p.Sq) - 1;
-    const KeyRange keys = q_warp <= q_last ? a.keys.of_rows(q_warp, q_last) : KeyRange{};
+    const int q = item.q0 + warp * WARP_ROWS;
     // Every group takes part in every round, the last one perhaps without a tile.
     for (int round = t.keys.begin; round < t.keys.end; round += t.ADVANCE) {
-      const int k0 = round + group * B::block_n, stage = feed.acquire(k0);
-      if (k0 < keys.end && k0 + B::block_n > keys.begin) {
-        rows.attend(Q, s.in.group[group].K[stage], a, keys, s.item, k0, lane);
-        rows.multiply(s.in.group[group].V[stage], lane);
+      const int k0 = round + group * B::block_n;
+      // Ahead of the barrier, which hides the time they take.
+      const bool seen = q < p.Sq && k0 < t.keys.end && a.tiles.touch(q, k0);
+      const bool clean = a.tiles.cover(q, k0), stale = rows.stale_max_will_do && clean;
+      const int stage = feed.acquire(k0);
+      if (seen) {
+        const Element* const K_s = s.in.group[group].K[stage];
+        const Element* const V_s = s.in.group[group].V[stage];
+        bool done = false;
+        if (stale) {
+          done = rows.attend_by_stale_max(Q, K_s, a.scale_log2, lane);
+        }
+        if (!done) rows.attend_by_exact_max(Q, K_s, a, s.item.q0, k0, clean, lane);
+        rows.multiply(V_s, lane);
       }
       feed.release();
     }
@@ -2782,7 +2822,7 @@ __global__ void __launch_bounds__(B::threads, 1)
 
     // P, and O brought to its maximum
     float alpha[2];
-    mask_scores<B::block_n>(S, a.keys, keys, item.q0, k0);
+    if (!a.tiles.cover(item.q0, k0)) mask_scores(S, a.keys, item.q0, k0);
     softmax_max<B>(S, a.scale_log2, m, alpha);
     softmax_sum<B>(S, a.scale_log2, m, alpha, l);
     scale_rows(O, alpha);
@@ -2945,7 +2985,7 @@ template <class B> struct WgmmaProducer {
                                        uint64_t* empty) {
     mbarrier_wait(empty, ring.parity ^ 1);
     if (!issues) return;
-    if (a.p.Sk > 0) {
+    if (a.keys.Sk > 0) {
       const int at[5] = {0, first_key_of<B>(item, round, slice), 0, item.h_kv, item.b};
       mbarrier_arrive_expect_tx(full, B::block_n * B::head_dim * sizeof(Element));
       cp_async_bulk_tensor_load(tile_s, map, at, full, evict_last);
@@ -3055,9 +3095,11 @@ template <class B> struct WgmmaConsumer {
   StageRing<Shared::Q_STAGES> q_ring;
   StageRing<B::stages> ring;       // where K and V of this tile are
   int k0 = 0, last_k0 = 0;         // first keys of this tile and of the last one
-  KeyRange keys{};                 // of the warpgroup's rows
+  int q = 0;                       // the warpgroup's first query
   bool accumulates = false;        // an earlier tile of the item has begun O
-  bool stale_max_will_do = false;  // USE_LAZY_MAX: softmax_shift() said so of all rows of the warp
+  // USE_LAZY_MAX: tiles with k0 in [stale_from, stale_from + stale_keys) may take the maximum that is there.
+  int stale_from = 0;
+  uint32_t stale_keys = 0;
 
   __device__ WgmmaConsumer(Shared& s_, const KernelArgs& a_, int thread)
       : s(s_),
@@ -3079,17 +3121,13 @@ template <class B> struct WgmmaConsumer {
     int first, end;
   };
   __device__ __forceinline__ Rounds own_rounds(const WgmmaItem& item, int rounds) const {
-    const int q = uniform(item.q0) + row_group * 64;
     if (wgmma_may_pass<B> && (q < 0 || q >= a.p.Sq)) return {0, 0};
     if (!B::skip_masked) return {0, rounds};
-    const KeyRange seen = keys_of_rows(q);
+    const KeyRange seen = a.keys.of_rows(min(q, a.p.Sq - 1), min(q + 63, a.p.Sq - 1));
     const int first_key = uniform(item.first_key);
     const int past = (seen.end - first_key + round_keys<B> - 1) / round_keys<B>;
     const int end = min(max(past, 1), rounds);
     return {min((seen.begin - first_key) / round_keys<B>, end - 1), end};
-  }
-  __device__ __forceinline__ KeyRange keys_of_rows(int q) const {  // the warpgroup's, from query q on
-    return a.keys.of_rows(min(q, a.p.Sq - 1), min(q + 63, a.p.Sq - 1));
   }
   // Tiles that this warpgroup does not need. It may release no stage before it is full.
   __device__ __forceinline__ void let_pass(int tiles) {
@@ -3155,25 +3193,31 @@ template <class B> struct WgmmaConsumer {
 
   // Of the item's first tile, if it has no mask, some score of a row will do for its maximum.
   __device__ __forceinline__ void take_some_score_as_max(const Scores& S) {
-    if (!B::use_lazy_max || !keys.is_clean(k0, B::block_n)) return;
+    if (!B::use_lazy_max || has_mask()) return;
     float alpha[ROWS];
     softmax_max<B, Scores, 4>(S, a.scale_log2, m, alpha);
-    const float largest = fmaxf(fabsf(m[0]), fabsf(m[1])) * a.scale_log2;
-    stale_max_will_do = __all_sync(0xffffffffu, largest <= shift_limit);
+    keep_max(fmaxf(fabsf(m[0]), fabsf(m[1])) * a.scale_log2 <= shift_limit);
+  }
+  __device__ __forceinline__ bool has_mask() const { return !a.tiles.cover(q, k0); }
+  // From here on tiles without mask may take the m that is there, if that will do for all rows of the warp.
+  __device__ __forceinline__ void keep_max(bool will_do) {
+    if (!B::use_lazy_max) return;
+    const KeyRange covered = a.tiles.covered(q);
+    stale_from = covered.begin;
+    stale_keys = __all_sync(0xffffffffu, will_do) ? max(covered.end - covered.begin, 0) : 0;
   }
   __device__ __forceinline__ bool may_take_stale_max() const {
-    return B::use_lazy_max && stale_max_will_do && keys.is_clean(k0, B::block_n);
+    return B::use_lazy_max && uint32_t(k0 - stale_from) < stale_keys;
   }
   // P in the place of its scores, and l; O must be multiplied by alpha.
   __device__ __forceinline__ void softmax_by_exact_max(Scores& S, float (&alpha)[ROWS]) {
-    if (!keys.is_clean(k0, B::block_n)) {
+    if (has_mask()) {
       const uint32_t tid = thread_index_anew() % 128;
-      S.first_row = row_group * 64 + tid / 32 * 16 + tid % 32 / 4, S.first_col = tid % 4 * 2;
-      mask_scores<B::block_n>(S, a.keys, keys, s.item[q_ring.stage].q0, k0);
+      S.first_row = tid / 32 * 16 + tid % 32 / 4, S.first_col = tid % 4 * 2;
+      mask_scores(S, a.keys, q, k0);
     }
     softmax_max<B>(S, a.scale_log2, m, alpha);
-    const bool may_be_kept = softmax_sum<B>(S, a.scale_log2, m, alpha, l);
-    if (B::use_lazy_max) stale_max_will_do = __all_sync(0xffffffffu, may_be_kept);
+    keep_max(softmax_sum<B>(S, a.scale_log2, m, alpha, l));
   }
   __device__ __forceinline__ void scale_output(const float (&alpha)[ROWS]) {
     if (!__all_sync(0xffffffffu, alpha[0] == 1 && alpha[1] == 1)) scale_rows(O, alpha);
@@ -3306,8 +3350,8 @@ template <class B> struct WgmmaConsumer {
     const WgmmaItem& item = s.item[stage];
 #pragma unroll
     for (int i = 0; i < ROWS; i++) {
-      const int q = item.q0 + row_group * 64 + first_row + int(lane) / 4 + 8 * i;
-      if (lane % 4 == 0 && q < a.p.Sq) store_lse(m[i], l[i], a, item, q);
+      const int row = q + first_row + int(lane) / 4 + 8 * i;
+      if (lane % 4 == 0 && row < a.p.Sq) store_lse(m[i], l[i], a, item, row);
     }
 #pragma unroll
     for (int n = 0; n < B::head_dim / 16; n++) {
@@ -3330,13 +3374,13 @@ template <class B> struct WgmmaConsumer {
       const WgmmaItem& item = s.item[q_ring.stage];
       const int rounds = uniform(item.rounds);
       if (rounds == 0) break;
+      q = uniform(item.q0 + row_group * 64);
       const Rounds own = own_rounds(item, rounds);
       let_pass(rounds - own.end);
       if (own.end > 0) {
-        keys = keys_of_rows(uniform(item.q0) + row_group * 64);
-        k0 = uniform(item.first_key) + ((own.end - 1) * B::split_kv + slice) * B::block_n;
-        last_k0 = uniform(item.first_key) + (own.first * B::split_kv + slice) * B::block_n;
-        accumulates = stale_max_will_do = false;
+        k0 = uniform(first_key_of<B>(item, own.end - 1, slice));
+        last_k0 = uniform(first_key_of<B>(item, own.first, slice));
+        accumulates = false, stale_keys = 0;
 #pragma unroll
         for (int i = 0; i < ROWS; i++) m[i] = -INFINITY, l[i] = 0;
         if constexpr (B::overlap) {
@@ -3559,18 +3603,20 @@ template <class B> struct WgmmaColumnsLoader {
   }
   // Its tile of a round of the item, once the stage is empty; past the last key zeros.
   __device__ __forceinline__ void load_tile(int round) {
-    if (!loads_tiles()) return;
     typename WgmmaColumnsShared<B>::Tiles& t = s.slice[slice];
     const int stage = ring.stage;
-    mbarrier_wait(&t.empty[stage], ring.parity ^ 1);
+    if (warp == 0) load(round, &tensor_maps<B>(a).k, t.K[stage], &t.k_full[stage]);
+    if (warp == 1) load(round, &tensor_maps<B>(a).v, t.V[stage], &t.v_full[stage]);
     ring.advance();
-    uint64_t* const full = warp == 0 ? &t.k_full[stage] : &t.v_full[stage];
+  }
+  __device__ __forceinline__ void load(int round, const CUtensorMap* map, Element* tile_s,
+                                       uint64_t* full) {
+    mbarrier_wait(&s.slice[slice].empty[ring.stage], ring.parity ^ 1);
     if (!issues) return;
-    if (a.p.Sk > 0) {
+    if (a.keys.Sk > 0) {
       const int at[5] = {0, first_key_of<B>(item, round, slice), 0, item.h_kv, item.b};
-      mbarrier_arrive_expect_tx(full, sizeof t.K[0]);
-      if (warp == 0) copy(t.K[stage], &tensor_maps<B>(a).k, at, full, evict_last);
-      if (warp == 1) copy(t.V[stage], &tensor_maps<B>(a).v, at, full, evict_last);
+      mbarrier_arrive_expect_tx(full, B::block_n * B::head_dim * sizeof(Element));
+      copy(tile_s, map, at, full, evict_last);
     } else {
       mbarrier_arrive(full);  // nothing to load: every score of this tile is masked
     }
@@ -3775,15 +3821,15 @@ template <class B> struct WgmmaColumns {
   }
 
   // The tile at key k0, the item's last one or not; its O.T is begun.
-  __device__ __forceinline__ void step(Output& O, float (&alpha)[OWN], int q0, const KeyRange& keys,
-                                       int k0, bool last) {
+  __device__ __forceinline__ void step(Output& O, float (&alpha)[OWN], int q0, int k0, bool last) {
     const auto larger = [](float x, float y) { return fmaxf(x, y); };
     const auto sum_of = [](float x, float y) { return x + y; };
     typename Shared::Tiles& t = s.slice[slice];
+    const bool clean = a.tiles.cover(q0, k0);
     Scores S;
     mbarrier_wait(&t.k_full[ring.stage], ring.parity);
     multiply_kq(S);
-    if (!keys.is_clean(k0, B::block_n)) mask(S, q0, k0);
+    if (!clean) mask(S, q0, k0);
 
     float x[COLS], m_new[OWN], m_log2[OWN];
     combine_rows(x, S, larger), combine_lanes(m_new, x, larger);
@@ -3881,13 +3927,12 @@ template <class B> struct WgmmaColumns {
   __device__ __forceinline__ void run(WgmmaColumnsLoader<B>& loader) {
     mbarrier_wait(&s.q_full, 0);
     const WgmmaItem item = s.item;
-    const KeyRange keys = a.keys.of_rows(item.q0, min(item.q0 + B::block_m, a.p.Sq) - 1);
 #pragma unroll
     for (int r = 0; r < OWN; r++) m[r] = -INFINITY, l[r] = 0;
     for (int round = item.rounds - 1; round >= 0; round--, ring.advance()) {
       Output O;
       float alpha[OWN];
-      step(O, alpha, item.q0, keys, first_key_of<B>(item, round, slice), round == 0);
+      step(O, alpha, item.q0, first_key_of<B>(item, round, slice), round == 0);
       wgmma_wait_group<0>();
 #pragma unroll
       for (int block = 0; block < D_BLOCKS; block++) hold(O[block]);
@@ -3912,7 +3957,6 @@ __global__ void __launch_bounds__(B::threads, 1)
     for (auto& t : s.slice) {
       for (int stage = 0; stage < B::stages; stage++) {
         mbarrier_init(&t.k_full[stage], 1), mbarrier_init(&t.v_full[stage], 1);
-        mbarrier_init(&t.empty[stage], 4);
       }
     }
     fence_mbarrier_init();
@@ -3920,9 +3964,13 @@ __global__ void __launch_bounds__(B::threads, 1)
   if (threadIdx.x == 64) {
     prefetch_tensormap(&tensor_maps<B>(a).q), prefetch_tensormap(&tensor_maps<B>(a).k),
         prefetch_tensormap(&tensor_maps<B>(a).v);
+    for (auto& t : s.slice) {
+      for (uint64_t& empty : t.empty) mbarrier_init(&empty, 4);
+    }
+    fence_mbarrier_init();
   }
   WgmmaColumnsLoader<B> loader(s, a, warp);
-  __syncthreads();  // hazard: mbarriers initialised by one thread
+  __syncthreads();  // hazard: mbarriers initialised by two threads
   loader.load_q();
   for (int n = 1; n <= B::stages && n <= loader.item.rounds; n++) {
     loader.load_tile(loader.item.rounds - n);
@@ -4166,6 +4214,16 @@ SdpaStatus check_params(const SdpaParams& p) {
     return failure(cudaErrorInvalidValue, "causal=%d is none of off, bottom_right, top_left",
                    int(p.causal));
   }
+  const struct {
+    const char* name;
+    int keys;
+  } window[] = {{"window_left", p.window_left}, {"window_right", p.window_right}};
+  for (const auto& side : window) {
+    if (side.keys < -1 || side.keys > most_rows) {
+      return failure(cudaErrorInvalidValue, "%s=%d is outside [-1, 10^9]; -1 means no limit",
+                     side.name, side.keys);
+    }
+  }
   if (p.max_ctas < 0) {
     return failure(cudaErrorInvalidValue,
                    "max_ctas=%d is negative; 0 means as many CTAs as are resident", p.max_ctas);
@@ -4219,7 +4277,7 @@ int device_attribute(cudaDeviceAttr attribute, int otherwise) {
 }
 
 template <class B> SdpaStatus forward(const SdpaParams& p, cudaStream_t stream) {
-  KernelArgs a(p);
+  KernelArgs a(p, B::mask_rows, B::block_n);
   a.scale_log2 = log2_scale(p);
   const int q_blocks = (p.Sq + B::block_m - 1) / B::block_m;
   constexpr int most = 2147483647;  // of a grid
@@ -4288,7 +4346,8 @@ double tuned_clocks(const TunedTile& t, const SdpaParams& p, int sms) {
   }
   const double clocks_per_key = t.block_m / t.causal_scores_per_clock;
   constexpr int samples = 16;
-  double keys = ((t.has(skip_masked) ? 64 : t.block_m) + round_keys) / 2.0;
+  const int edges = (bounds.to < p.Sk) + (bounds.from > -most_rows);
+  double keys = edges * ((t.has(skip_masked) ? 64 : t.block_m) + round_keys) / 2.0;
   double most_keys = whole_rounds(bounds.end(p.Sq - 1) - bounds.begin(p.Sq - 1));
   for (int i = 0; i < samples; i++) {
     const int q = int((2 * i + 1.0) / (2 * samples) * p.Sq);

@@ -264,7 +264,7 @@ class SdpaParams(ctypes.Structure):
                 [(name, ctypes.c_int) for name in ("B", "Hq", "Hkv", "Sq", "Sk", "D")] +
                 [(name, Strides) for name in "qkvo"] +
                 [("scale", ctypes.c_float), ("causal", ctypes.c_int), ("workspace", ctypes.c_void_p),
-                 ("max_ctas", ctypes.c_int)])
+                 ("max_ctas", ctypes.c_int), ("window_left", ctypes.c_int), ("window_right", ctypes.c_int)])
 
 
 def is_prefix(size):
@@ -289,7 +289,8 @@ class LoadedLine:
     def prepare(self, gpu, tensors, problem):
         """The function that enqueues one launch, where it writes O and LSE, and its workspace."""
         p = SdpaParams(*(tensors.address[name] for name in ("Q", "K", "V", "O", "LSE")), problem.B, problem.Hq,
-                       problem.Hkv, problem.Sq, problem.Sk, problem.D, causal=CAUSAL.index(problem.causal))
+                       problem.Hkv, problem.Sq, problem.Sk, problem.D, causal=CAUSAL.index(problem.causal),
+                       window_left=-1, window_right=-1)
         for name in "qkvo":
             heads, rows = (problem.Hkv, problem.Sk) if name in "kv" else (problem.Hq, problem.Sq)
             setattr(p, name, Strides(heads * rows * problem.D, rows * problem.D, problem.D))
