@@ -3234,19 +3234,20 @@ template <class B> struct WgmmaConsumer {
   template <int FIRST, class End>
   __device__ __forceinline__ void attend(Scores& S, Probabilities& P, const End& end_last_pv) {
     const bool stale = may_take_stale_max();
+    bool done = false;
     StaleSoftmax<B, ROWS> softmax(m, a.scale_log2);
     if (stale) softmax.exp(S, 0, FIRST);
     end_last_pv();
     if (stale) {
       softmax.exp(S, FIRST, S.COLS);
       pack_all(P, S);
-      if (softmax.add_to(l)) return;
-      multiply_qk_again(S);
+      done = softmax.add_to(l);
+      if (!done) multiply_qk_again(S);
     }
-    float alpha[ROWS];
-    softmax_by_exact_max(S, alpha);
-    scale_output(alpha);
-    pack_all(P, S);
+    float alpha[ROWS];  // three conditions, since of one nvcc makes moves of P
+    if (!done) softmax_by_exact_max(S, alpha);
+    if (!done) scale_output(alpha);
+    if (!done) pack_all(P, S);
   }
   // The same with the whole softmax beside the P @ V before.
   template <class End>
