@@ -124,7 +124,8 @@ build_selected() {
     case $line in
       *Linking*executable*)
         done=$((done + 1))
-        progress built $done "$1" "${line##*sdpa_}" "$since"
+        line=${line##*executable }
+        progress built $done "$1" "${line#*_}" "$since"
         ;;
     esac
   done < <(cmake --build "$build" -j "$jobs" --target "${2:-sdpa_selected}" -- "$keep_going" 2>"$build/build.log")

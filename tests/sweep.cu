@@ -5,8 +5,10 @@
 //   --layout L     how the tensors lie
 //   --schedule S   CPU backend: the order of the threads
 //   --tile         CPU backend: what one more K/V tile costs, and whether the barriers are those declared
+#ifndef SWEEP_NO_MAIN  // tests/unit.cu has the line and a main of its own
 #define SDPA_HARNESS_ONLY
 #define SDPA_NAMESPACE sweep
+#endif
 #define main sdpa_main
 #include "../sdpa.cu"
 #undef main
@@ -306,6 +308,7 @@ string parse_sweep(const vector<Option>& options, const vector<string>& args, Sw
 }  // namespace
 }  // namespace SDPA_NAMESPACE
 
+#ifndef SWEEP_NO_MAIN
 int main(int argc, char** argv) {
   using namespace SDPA_NAMESPACE;
   signal(SIGPIPE, SIG_IGN);
@@ -321,3 +324,4 @@ int main(int argc, char** argv) {
   if (o.sweep) fprintf(stderr, "%d of %d passed\n", o.passed, o.sweep);
   return finish(exit);
 }
+#endif  // SWEEP_NO_MAIN
