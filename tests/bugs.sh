@@ -169,7 +169,7 @@ bug ws_queue_skips_item    check   "$ws USE_PERSISTENT_CTA=1"  "--shape 1,2,2,70
 mma="USE_MMA_SYNC=1 VEC_WIDTH=8 SWIZZLE_XOR=1 USE_CP_ASYNC=1 STAGES=2 BLOCK_M=32 NUM_WARPS=2"
 split="$mma NUM_WARPS=4 SPLIT_KV=2 USE_LAZY_MAX=1"
 bug mma_wrong_lane         check   "$mma"   "--shape small"  's~key = lane / 16 \* 8 \+ lane % 8~key = lane % 16~'
-bug mma_swizzle_mismatch   backend  "$mma"   "--shape small"  's~\(at \^ c % xored~(at + c % xored~'
+bug mma_swizzle_mismatch   check   "$mma"   "--shape small"  's~\(at \^ c % xored~(at + c % xored~'
 bug mma_no_barrier         thread  "$mma"   "--shape 1,1,1,32,150"  's~^ *sync_for<B, Hazard::kv_written>\(\);~~'
 bug mma_wait_older_group   check   "$mma"   "--shape 1,1,1,32,150"  's~copies_last \? B::stages - 2~copies_last ? B::stages - 1~'
 bug mma_queue_skips_item   check   "$mma USE_PERSISTENT_CTA=1"  "--shape 1,2,2,70,20"  's~work_item<B>\(a, drawn_s\)~work_item<B>(a, drawn_s == 2 ? 1 : drawn_s)~'
