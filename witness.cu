@@ -66,6 +66,7 @@ __global__ void __launch_bounds__(WitnessShared<D>::THREADS) witness(WitnessArgs
     __syncthreads();  // hazard: K still being read
     W::load(s.K, K_g, a.k.row, k0, a.Sk);
     __syncthreads();
+#pragma unroll 1
     for (int j = 0; j < W::KEYS; j++) m = fmaxf(m, score(k0, j));
   }
   for (int k0 = 0; k0 < a.Sk; k0 += W::KEYS) {
@@ -73,6 +74,7 @@ __global__ void __launch_bounds__(WitnessShared<D>::THREADS) witness(WitnessArgs
     W::load(s.K, K_g, a.k.row, k0, a.Sk), W::load(s.V, V_g, a.v.row, k0, a.Sk);
     __syncthreads();
     float tile_O[W::SLICE] = {}, tile_l = 0;  // summed apart: fewer roundings of the long sum
+#pragma unroll 1
     for (int j = 0; j < W::KEYS; j++) {
       const float S = score(k0, j), P = S == -INFINITY ? 0.0f : expf((S - m) * a.scale);
       tile_l += P;
