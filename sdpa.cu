@@ -4434,13 +4434,12 @@ inline SdpaStatus sdpa_forward(const SdpaParams& params, cudaStream_t stream) {
 #ifndef SDPA_NO_MAIN
 
 // ==== 7 HARNESS ==================================================================================
-// Checks the kernel against reference.cpp and witness.cu, times it, and prints a CSV row for each problem.
-// CSV alone goes to stdout, words to stderr. It knows of the build what `Line` says and no more, so that
-// CMake compiles it once (SDPA_HARNESS_ONLY) and each line without it (SDPA_LINE_ONLY); `nvcc sdpa.cu`
-// takes both together. tests/sweep.cu adds harder inputs, layouts and checks.
+// Checks the kernel (check.cu, against reference.cpp), times it, and prints a CSV row for each problem. CSV
+// alone goes to stdout, words to stderr. It knows of the build what `Line` says and no more, so that CMake
+// compiles it once (SDPA_HARNESS_ONLY) and each line without it (SDPA_LINE_ONLY); `nvcc sdpa.cu` takes both
+// together. tests/sweep.cu adds harder inputs, layouts and checks.
 //
-// In this order: the line, problems, tensors, Instance (the check), timing, a run and its row, the command
-// line, main.
+// In this order: the line, timing, the GPU, a run and its row, the command line, main.
 
 #ifndef SDPA_CONFIG_NAME
 #define SDPA_CONFIG_NAME custom
@@ -4485,16 +4484,10 @@ constexpr Knob all_knobs[] = {
 
 TunedTile tile_of(const SdpaParams& p) {
   if (Build::use_tuned) return TUNED_TILES[choose_tile(p)];
-  return {Build::head_dim,
-          Build::block_m,
-          Build::block_n,
-          Build::num_warps,
-          Build::stages,
-          Build::split_kv,
-          0,
-          0,
-          0,
-          0};
+  TunedTile t{};
+  t.head_dim = Build::head_dim, t.block_m = Build::block_m, t.block_n = Build::block_n;
+  t.num_warps = Build::num_warps, t.stages = Build::stages, t.split_kv = Build::split_kv;
+  return t;
 }
 
 Line describe_build() {
@@ -4525,21 +4518,12 @@ extern "C" const void* sdpa_line() {
 #endif  // SDPA_HARNESS_ONLY
 #ifndef SDPA_LINE_ONLY
 
-#include <algorithm>
 #include <cerrno>
 #include <csignal>
 #include <cstdlib>
 #include <fstream>
-#include <functional>
-#include <memory>
-#include <string>
-#include <utility>
-#include <vector>
 
-#include <unistd.h>
-
-#include "reference.cpp"
-#include "witness.cu"
+#include "check.cu"
 
 // Linked in by CMake, so that a new commit relinks but does not recompile; absent in a plain build.
 extern "C" __attribute__((weak)) const char* sdpa_git_sha();
@@ -4547,410 +4531,9 @@ extern "C" __attribute__((weak)) const char* sdpa_git_sha();
 namespace SDPA_NAMESPACE {
 namespace {
 
-using reference::format;
-using reference::Tensor;
-using std::string;
-using std::to_string;
-using std::vector;
-
-const Line& line = *static_cast<const Line*>(sdpa_line());
-const reference::Type& type = line.is_bf16 ? reference::bf16 : reference::fp16;
-
-#ifdef SDPA_SIMT
-constexpr bool has_clock = false;
-#else
-constexpr bool has_clock = true;  // a GPU, not the CPU backend
-#endif
-
 enum ExitCode { exit_pass = 0, exit_wrong = 1, exit_usage = 2, exit_cuda = 3, exit_skipped = 77 };
 
-struct CudaError {
-  string text;
-};
-struct TooLarge : CudaError {};  // for this GPU's memory
-
-void require(cudaError_t error, const char* what) {
-  if (error != cudaSuccess) throw CudaError{string(what) + ": " + cudaGetErrorString(error)};
-}
-
-// ---- problems and their elements ----
-
-struct Problem : reference::Problem {
-  string shape, dist = "normal", layout = "bhsd";
-  uint64_t seed = 0;
-  int max_ctas = 0;         // of the launches but the first, whose results are checked
-  bool same_heads = false;  // every head of an input is the first one
-
-  Problem() : reference::Problem{} { D = line.D; }
-};
-
-const struct {
-  const char *name, *sizes;
-} named_shapes[] = {{"small", "1,1,1,32,32"},
-                    {"mission", "1,8,8,512,512"},
-                    {"mission2", "2,8,8,512,512"},
-                    {"long", "1,8,8,2048,2048"}};
 const char* const causal_names[] = {"off", "br", "tl"};  // by reference::Mask, by Causal
-
-// Two products, each a multiply and an add for every visible pair and element of D.
-double flops_of(const Problem& p) { return 4.0 * p.D * p.B * p.Hq * reference::visible_pairs(p); }
-
-// The options that repeat this one problem.
-string command_of(const Problem& p) {
-  string text = format("--check-only --shape %d,%d,%d,%d,%d --seeds %llu", p.B, p.Hq, p.Hkv, p.Sq,
-                       p.Sk, (unsigned long long)p.seed);
-  if (p.mask != reference::Mask::none) text += string(" --causal ") + causal_names[int(p.mask)];
-  if (p.layout != "bhsd") text += " --layout " + p.layout;
-  if (p.dist != "normal") text += " --dist " + p.dist;
-  if (p.scale != 0) text += format(" --scale %.9g", p.scale);
-  if (p.max_ctas != 0) text += format(" --max-ctas %d", p.max_ctas);
-  return text;
-}
-
-template <class T> uint16_t bits_as(float x) {
-  const T element = static_cast<T>(x);
-  uint16_t bits;
-  memcpy(&bits, static_cast<const void*>(&element), sizeof bits);
-  return bits;
-}
-template <class T> float value_as(uint16_t bits) {
-  T element;
-  memcpy(static_cast<void*>(&element), &bits, sizeof bits);
-  return static_cast<float>(element);
-}
-uint16_t element_bits(float x) {
-  return line.is_bf16 ? bits_as<__nv_bfloat16>(x) : bits_as<__half>(x);
-}
-float element_value(uint16_t bits) {
-  return line.is_bf16 ? value_as<__nv_bfloat16>(bits) : value_as<__half>(bits);
-}
-
-using Bits = vector<uint16_t>;  // of elements, in the order [B,H,S,D]
-
-Bits bits_of_elements(const vector<float>& x) {
-  Bits bits(x.size());
-  constexpr size_t block = 1 << 16;
-  reference::parallel_for((x.size() + block - 1) / block, [&](size_t n) {
-    const size_t end = std::min(x.size(), (n + 1) * block);
-    for (size_t i = n * block; i < end; i++) bits[i] = element_bits(x[i]);
-  });
-  return bits;
-}
-
-// ---- tensors in device memory ----
-
-constexpr size_t GUARD = 512;  // bytes before and after that nobody may touch; 0xff, a NaN
-
-// Device memory between guards.
-class Guarded {
- public:
-  Guarded(const string& name, size_t bytes) : name(name), bytes(bytes) {
-    const cudaError_t error = cudaMalloc(&base_, bytes + 2 * GUARD);
-    if (error == cudaErrorMemoryAllocation) {
-      cudaGetLastError();
-      throw TooLarge{{format("%s needs %.1f GB of GPU memory, which is not free", name.c_str(),
-                             double(bytes) * 1e-9)}};
-    }
-    require(error, "allocating memory on the GPU");
-    require(cudaMemset(base_, 0xff, GUARD), "poisoning memory");
-    require(cudaMemset(base_ + GUARD + bytes, 0xff, GUARD), "poisoning memory");
-  }
-  virtual ~Guarded() { cudaFree(base_); }
-  Guarded(const Guarded&) = delete;
-  Guarded& operator=(const Guarded&) = delete;
-
-  template <class T = char> T* data() const { return reinterpret_cast<T*>(base_ + GUARD); }
-  void fill(int byte) { require(cudaMemset(data(), byte, bytes), "filling memory on the GPU"); }
-  template <class T> vector<T> fetch(size_t size, ptrdiff_t at = 0) const {  // of `size` bytes
-    vector<T> x(size / sizeof(T));
-    require(cudaMemcpy(x.data(), data() + at, size, cudaMemcpyDeviceToHost),
-            "copying from the GPU");
-    return x;
-  }
-  template <class T> void store(const vector<T>& x, ptrdiff_t at = 0) {
-    require(cudaMemcpy(data() + at, x.data(), x.size() * sizeof(T), cudaMemcpyHostToDevice),
-            "copying to the GPU");
-  }
-  // Sets `trouble` to a sentence if a guard was written.
-  void expect_guards(string& trouble) const {
-    const vector<char> poison(GUARD, char(0xff));
-    if (!trouble.empty()) return;
-    if (fetch<char>(GUARD, -ptrdiff_t(GUARD)) != poison)
-      trouble = "the kernel wrote before " + name;
-    if (fetch<char>(GUARD, ptrdiff_t(bytes)) != poison) trouble = "the kernel wrote after " + name;
-  }
-
-  const string name;
-  const size_t bytes;
-
- private:
-  char* base_ = nullptr;
-};
-
-// A tensor [B,H,S,D], contiguous; tests/sweep.cu has others.
-class DeviceTensor : public Guarded {
- public:
-  DeviceTensor(const Problem& p, Tensor t, size_t elements)
-      : Guarded(string(1, "QKVO"[int(t)]), elements * sizeof(uint16_t)) {
-    const int64_t S = of_query(t) ? p.Sq : p.Sk, H = of_query(t) ? p.Hq : p.Hkv;
-    strides = {H * S * line.D, S * line.D, line.D};
-  }
-  DeviceTensor(const Problem& p, Tensor t) : DeviceTensor(p, t, rows_of(p, t) * line.D) {}
-
-  virtual void* first() const { return data(); }  // element (0,0,0,0)
-  virtual void poison() { fill(0xff); }
-  virtual void write(const Bits& x) { store(x); }
-  // Sets `trouble` to a sentence if anything but the elements was written.
-  virtual Bits read(string& trouble) const {
-    expect_guards(trouble);
-    return fetch<uint16_t>(bytes);
-  }
-
-  Strides strides;
-};
-
-// ---- Instance: a problem on the GPU, ready to launch and to check ----
-
-struct Figures {  // of checks: the worst errors, and over how many rows
-  double rel_rms = 0, max_abs_err = 0, lse_err = 0;
-  long rows_checked = 0, rows_witnessed = 0;  // compared with the reference, with the witness
-
-  void include(const reference::Comparison& c) {
-    rel_rms = std::max(rel_rms, c.rel_rms);
-    max_abs_err = std::max(max_abs_err, c.max_abs_err);
-    lse_err = std::max(lse_err, c.lse_err);
-  }
-};
-
-class Instance;
-
-// What tests/sweep.cu changes.
-std::unique_ptr<DeviceTensor> (*make_tensor)(const Problem&, Tensor) =
-    [](const Problem& p, Tensor t) { return std::make_unique<DeviceTensor>(p, t); };
-string (*check_more)(Instance&) = [](Instance&) { return string(); };  // a sentence on failure
-
-class Instance {
- public:
-  explicit Instance(const Problem& p) : problem(p) {
-    // Inputs as floats and as elements, outputs twice, and of one tensor what it holds and must hold.
-    const double host_need =
-        (14.0 * double(rows_of(p, Tensor::Q)) + 12.0 * double(rows_of(p, Tensor::K))) * line.D;
-    const double host_bytes = double(sysconf(_SC_PHYS_PAGES)) * double(sysconf(_SC_PAGESIZE));
-    if (host_need > host_bytes) {
-      throw CudaError{format("checking the problem needs %.1f GB of host memory of %.1f GB",
-                             host_need * 1e-9, host_bytes * 1e-9)};
-    }
-    for (int t = 0; t < 4; t++) tensors[t] = make_tensor(p, Tensor(t));
-    lse_.reset(new Guarded("LSE", rows_of(p, Tensor::O) * sizeof(float)));
-    const auto set = [&](auto*& pointer, Strides& strides, Tensor t) {
-      pointer = static_cast<std::remove_reference_t<decltype(pointer)>>(at(t).first());
-      strides = at(t).strides;
-    };
-    set(params.Q, params.q, Tensor::Q), set(params.K, params.k, Tensor::K);
-    set(params.V, params.v, Tensor::V), set(params.O, params.o, Tensor::O);
-    params.LSE = lse_->data<float>();
-    params.B = p.B, params.Hq = p.Hq, params.Hkv = p.Hkv, params.Sq = p.Sq, params.Sk = p.Sk;
-    params.D = line.D, params.scale = float(p.scale), params.causal = Causal(int(p.mask));
-    workspace_.reset(new Guarded("the workspace", line.facts_of(params).workspace_bytes(params)));
-    workspace_->fill(0);
-    params.workspace = workspace_->data();
-  }
-
-  void set_inputs(uint64_t seed) {
-    problem.seed = seed;
-    for (int t = 0; t < 3; t++) {
-      inputs_[t] =
-          make_input(problem, Tensor(t), *reference::dist_named(problem.dist), seed,
-                     problem.same_heads, [](float x) { return element_value(element_bits(x)); });
-      tensors[t]->write(held_[t] = bits_of_elements(inputs_[t]));
-    }
-    problem.Q = inputs_[0].data(), problem.K = inputs_[1].data(), problem.V = inputs_[2].data();
-  }
-
-  // Launches and compares the outputs with the reference, then launches `repeats` times more, which must
-  // leave the same bits: the first time with as many CTAs as are resident, then with max_ctas, on which
-  // no bit may depend. Returns a sentence on failure.
-  string check(Figures& figures, int repeats) {
-    params.max_ctas = 0;
-    string trouble = run_once();
-    params.max_ctas = problem.max_ctas;
-    if (trouble.empty()) trouble = compare(figures);
-    checked = got;
-    if (trouble.empty()) trouble = check_more(*this);
-    for (int n = 0; n < repeats && trouble.empty(); n++) {
-      trouble = check_again("of two runs on the same inputs differs");
-    }
-    return trouble;
-  }
-  // Another run must give the bits of the checked one; else a sentence.
-  string check_again(const char* sentence) {
-    const string trouble = run_once();
-    return trouble.empty() ? difference(sentence) : trouble;
-  }
-  // Of launches since poison() the last must have left the bits of the checked run; else a sentence.
-  string check_last(const char* sentence) {
-    const string trouble = collect();
-    return trouble.empty() ? difference(sentence) : trouble;
-  }
-
-  void poison() { at(Tensor::O).poison(), lse_->fill(0xff); }
-  static void launch(const SdpaParams& p, cudaStream_t stream = 0) {
-    const SdpaStatus status = line.forward(p, stream);
-    if (!status.ok()) throw CudaError{status.text};
-  }
-  // Launches once. Returns a sentence if something but the outputs was written.
-  string run_once() {
-    poison();
-    launch(params);
-    string trouble = collect();
-    for (int t = 0; t < 3; t++) {
-      const bool same = tensors[t]->read(trouble) == held_[t];
-      if (!same && trouble.empty()) trouble = "the kernel wrote into " + tensors[t]->name;
-    }
-    return trouble;
-  }
-
-  DeviceTensor& at(Tensor t) { return *tensors[int(t)]; }
-  // Empty, or the first element in which two results differ.
-  string difference(const char* name, const Bits& want, const Bits& other,
-                    const char* sentence) const {
-    const size_t i = std::mismatch(other.begin(), other.end(), want.begin()).first - other.begin();
-    if (i == other.size()) return "";
-    return name + where(i) +
-           format(" %s: %.9g and %.9g", sentence, double(element_value(want[i])),
-                  double(element_value(other[i])));
-  }
-
-  Problem problem;
-  SdpaParams params{};
-  std::unique_ptr<DeviceTensor> tensors[4];  // Q, K, V, O
-  struct Outputs {
-    Bits O;
-    vector<uint32_t> LSE;
-  } got, checked;  // of the last run, and of the one that was compared
-
- private:
-  // Waits, and fetches the outputs into `got`. Returns a sentence if anything around them or around the
-  // workspace was written, or if the workspace is not as the next launch must find it.
-  string collect() {
-    require(cudaDeviceSynchronize(), "running the kernel");
-    string trouble;
-    got.O = at(Tensor::O).read(trouble);
-    got.LSE = lse_->fetch<uint32_t>(lse_->bytes);
-    lse_->expect_guards(trouble), workspace_->expect_guards(trouble);
-    if (line.is_cublas || !trouble.empty()) return trouble;
-    for (uint32_t word : workspace_->fetch<uint32_t>(workspace_->bytes)) {
-      if (word) return format("the kernel left %u in the workspace, which must be zero", word);
-    }
-    return "";
-  }
-
-  // Empty if `got` has the bits of `checked`.
-  string difference(const char* sentence) const {
-    if (checked.LSE != got.LSE) return string("LSE ") + sentence;
-    return difference("O", checked.O, got.O, sentence);
-  }
-
-  // `got` with the reference and, where that has not seen every row, with the witness.
-  string compare(Figures& figures) {
-    for (size_t i = 0; i < got.O.size(); i++) {
-      if (got.O[i] == 0xffff) return "O" + where(i) + " was never written";
-    }
-    for (size_t row = 0; row < got.LSE.size(); row++) {
-      if (got.LSE[row] == ~0u) return "LSE" + where(row * line.D) + " was never written";
-    }
-    const Problem& p = problem;
-    const auto rows = reference::rows_to_check(p, p.seed, line.facts_of(params).item_rows, 1.5e9);
-    const auto want = reference::attend(p, rows);
-    reference::Comparison comparison(type, judges_rounding());
-    for (size_t i = 0; i < rows.size(); i++) {
-      const Row row = output_row(rows[i]);
-      comparison.add(rows[i], want[i], row.O, row.LSE);
-    }
-    const string trouble = comparison.verdict(type.tolerance);
-    figures.include(comparison);
-    figures.rows_checked += comparison.rows;
-    if (!trouble.empty() || rows.size() == got.LSE.size() || problem.dist == "nonfinite")
-      return trouble;
-    return has_clock ? compare_with_witness(figures, rows, want) : all_finite();
-  }
-
-  // Every row with the witness, and the witness with the reference on the rows of `sample`.
-  string compare_with_witness(Figures& figures, const vector<reference::Row>& sample,
-                              const vector<reference::Result>& want) {
-    const size_t D = line.D, S = problem.Sq, heads = heads_of(problem, Tensor::O);
-    const size_t most_heads = std::min(heads, std::max<size_t>(1, (size_t(1) << 26) / (S * D)));
-    const Guarded O_g("O of the witness", most_heads * S * D * sizeof(float));
-    const Guarded LSE_g("LSE of the witness", most_heads * S * sizeof(float));
-    reference::Comparison with_reference(type, false), with_witness(type, judges_rounding());
-    size_t next = 0;  // of the sample, which is in order
-    for (size_t first = 0; first < heads; first += most_heads) {
-      const size_t count = std::min(most_heads, heads - first);
-      const auto launch = line.is_bf16 ? launch_witness<__nv_bfloat16> : launch_witness<__half>;
-      require(launch(params, int(first), int(count), O_g.data<float>(), LSE_g.data<float>()),
-              "launching the witness");
-      const vector<float> O = O_g.fetch<float>(count * S * D * sizeof(float));
-      const vector<float> LSE = LSE_g.fetch<float>(count * S * sizeof(float));
-      for (; next < sample.size(); next++) {
-        const size_t row = row_number(sample[next]) - first * S;
-        if (row >= count * S) break;
-        with_reference.add(sample[next], want[next], &O[row * D], LSE[row]);
-      }
-      vector<reference::Comparison> of_head(count, reference::Comparison(type, false));
-      reference::parallel_for(count, [&](size_t i) {
-        const int b = int(first + i) / problem.Hq, h = int(first + i) % problem.Hq;
-        for (size_t row = i * S; row < (i + 1) * S; row++) {
-          const reference::Row at{b, h, int(row - i * S)};
-          const Row ours = output_row(at);
-          of_head[i].add(at, line.D, &O[row * D], LSE[row], nullptr, ours.O, ours.LSE);
-        }
-      });
-      for (const reference::Comparison& c : of_head) with_witness.merge(c);
-    }
-    // Sums in fp32 lose with the size of the logits.
-    const double limit = 1e-5 * std::min(30.0, std::max(1.0, with_reference.largest_lse / 32));
-    string trouble = with_reference.verdict({limit, limit, limit});
-    if (!trouble.empty()) return "the witness is wrong: " + trouble;
-    trouble = with_witness.verdict(type.tolerance);
-    figures.include(with_witness);
-    figures.rows_witnessed += with_witness.rows;
-    return trouble.empty() ? "" : "against the witness: " + trouble;
-  }
-
-  // cuBLAS has its own rounding of O, and of P after the division by its sum; tensor cores truncate their
-  // sums, which adds up over very many keys.
-  bool judges_rounding() const { return !line.is_cublas && problem.Sk <= 1 << 14; }
-
-  string all_finite() const {
-    for (size_t i = 0; i < got.O.size(); i++) {
-      if (!std::isfinite(element_value(got.O[i]))) return "O" + where(i) + " is not finite";
-    }
-    return "";
-  }
-
-  struct Row {
-    float O[256], LSE;
-  };
-  Row output_row(const reference::Row& at) const {
-    const size_t n = row_number(at);
-    Row row;
-    for (int d = 0; d < line.D; d++) row.O[d] = element_value(got.O[n * line.D + d]);
-    row.LSE = float_of(got.LSE[n]);
-    return row;
-  }
-  size_t row_number(const reference::Row& at) const {  // in [B,Hq,Sq]
-    return (size_t(at.b) * problem.Hq + at.h) * problem.Sq + at.q;
-  }
-  string where(size_t i) const {
-    const size_t D = line.D, S = problem.Sq, H = problem.Hq;
-    return format("(b=%d,h=%d,q=%d,d=%d)", int(i / D / S / H), int(i / D / S % H), int(i / D % S),
-                  int(i % D));
-  }
-
-  std::unique_ptr<Guarded> lse_, workspace_;
-  vector<float> inputs_[3];  // Q, K, V, rounded
-  Bits held_[3];             // what they are in device memory
-};
 
 // ---- timing ----
 
@@ -4988,7 +4571,8 @@ class Timer {
  public:
   Timing t;
 
-  explicit Timer(Instance& instance) : instance_(instance) {
+  explicit Timer(Instance& instance)
+      : instance_(instance), clocks_("the clock", 2 * sizeof(long long)) {
     require(cudaStreamCreateWithFlags(&stream_, cudaStreamNonBlocking), "creating a stream");
     require(cudaEventCreate(&begin_), "creating an event");
     require(cudaEventCreate(&end_), "creating an event");
@@ -5076,14 +4660,14 @@ class Timer {
     return 1e3 * ms;
   }
   double clock_mhz() {
-    static const Guarded clocks("the clock", 2 * sizeof(long long));
-    count_clocks<<<1, 1, 0, stream_>>>(clocks.data<long long>());
+    count_clocks<<<1, 1, 0, stream_>>>(clocks_.data<long long>());
     require(cudaStreamSynchronize(stream_), "reading the clock");
-    const vector<long long> c = clocks.fetch<long long>(clocks.bytes);
+    const vector<long long> c = clocks_.fetch<long long>(clocks_.bytes);
     return c[1] ? 1e3 * double(c[0]) / double(c[1]) : 0;
   }
 
   Instance& instance_;
+  const Guarded clocks_;
   cudaStream_t stream_;
   cudaEvent_t begin_, end_;
 };
@@ -5123,8 +4707,9 @@ void find_peaks(Device&, const cudaDeviceProp&) {}
 #else
 void find_peaks(Device& d, const cudaDeviceProp& prop) {
   const struct {
-    int sm, flops;  // per SM and clock: dense 16-bit products with fp32 sums
-  } rates[] = {{75, 1024}, {80, 2048}, {86, 1024}, {89, 1024}, {90, 4096}, {100, 8192}};
+    int sm, flops;  // per SM and clock: dense 16-bit products with fp32 sums (GeForce: half of it)
+  } rates[] = {{75, 1024}, {80, 2048},  {86, 1024}, {89, 1024},
+               {90, 4096}, {100, 8192}, {120, 1024}};
   for (const auto& rate : rates) {
     if (rate.sm != prop.major * 10 + prop.minor) continue;
     d.matrix_flops =
@@ -5185,6 +4770,9 @@ Resources resources_of(const KernelFacts& k) {
 
 // ---- a run of a problem, and its row ----
 
+// Two products, each a multiply and an add for every visible pair and element of D.
+double flops_of(const Problem& p) { return 4.0 * p.D * p.B * p.Hq * reference::visible_pairs(p); }
+
 struct Run {
   Problem problem;
   vector<uint64_t> seeds;
@@ -5213,8 +4801,8 @@ struct Run {
 string knob_texts(bool changed_alone) {
   string text;
   for (const Knob* k = line.knobs; k < line.knobs + line.knob_count; k++) {
-    if (k->changed || !changed_alone)
-      text += (text.empty() ? "" : " ") + string(k->name) + "=" + k->value;
+    if (changed_alone && !k->changed) continue;
+    text += (text.empty() ? "" : " ") + string(k->name) + "=" + k->value;
   }
   return text;
 }
@@ -5336,6 +4924,13 @@ vector<long long> parse_numbers(const string& text, long long low, long long hig
   return numbers;
 }
 
+const struct {
+  const char *name, *sizes;
+} named_shapes[] = {{"small", "1,1,1,32,32"},
+                    {"mission", "1,8,8,512,512"},
+                    {"mission2", "2,8,8,512,512"},
+                    {"long", "1,8,8,2048,2048"}};
+
 string parse_shape(const string& text, Problem& p) {
   string sizes = text;
   for (const auto& named : named_shapes) {
@@ -5345,9 +4940,8 @@ string parse_shape(const string& text, Problem& p) {
   std::replace(sizes.begin(), sizes.end(), 'x', ',');  // as rows have them
   const vector<long long> n = parse_numbers(sizes, 0, 1 << 30);
   if (n.size() != 5) {
-    return "want small, mission, mission2, long or five sizes B,Hq,Hkv,Sq,Sk from 0 to 2^30, such "
-           "as "
-           "1,8,2,512,512";
+    return "want small, mission, mission2, long or five sizes B,Hq,Hkv,Sq,Sk from 0 to 2^30, "
+           "such as 1,8,2,512,512";
   }
   p.B = int(n[0]), p.Hq = int(n[1]), p.Hkv = int(n[2]), p.Sq = int(n[3]), p.Sk = int(n[4]);
   p.shape = is_named ? text : format("%dx%dx%dx%dx%d", p.B, p.Hq, p.Hkv, p.Sq, p.Sk);
@@ -5421,8 +5015,8 @@ string parse(const vector<Option>& options, const vector<string>& args, Options&
                                      [&](const Option& x) { return name == x.name; });
     if (option == options.end()) return name + ": no such option; --help lists them";
     if (*option->value && i + 1 == args.size()) return name + ": its value is missing";
-    if (name != "--shape" && std::count(given.begin(), given.end(), name))
-      return name + " is given twice";
+    const bool again = std::count(given.begin(), given.end(), name);
+    if (again && name != "--shape") return name + " is given twice";
     given.push_back(name);
     const string value = *option->value ? args[++i] : "", wanted = option->take(value);
     if (name == "--shape") shapes.push_back(value);
@@ -5430,8 +5024,7 @@ string parse(const vector<Option>& options, const vector<string>& args, Options&
   }
   if (o.common.max_ctas && !line.has_queue) {
     return "--max-ctas: in this build every tile has a CTA of its own; build with "
-           "USE_PERSISTENT_CTA=1 or "
-           "drop it";
+           "USE_PERSISTENT_CTA=1 or drop it";
   }
   o.shape_given = !shapes.empty();
   if (shapes.empty()) shapes.push_back("mission");
@@ -5444,8 +5037,9 @@ string parse(const vector<Option>& options, const vector<string>& args, Options&
 
 void print_help(const vector<Option>& options) {
   puts("usage: sdpa [OPTION]...");
-  for (const Option& o : options)
+  for (const Option& o : options) {
     printf("  %-26s %s\n", (string(o.name) + " " + o.value).c_str(), o.help);
+  }
   puts("exit: 0 pass, 1 wrong result, 2 bad usage, 3 CUDA error, 77 skipped (all of it)");
 }
 
@@ -5468,6 +5062,18 @@ void print_config(const Device& d) {
 }
 
 // ---- main ----
+
+// The options that repeat this one problem.
+string command_of(const Problem& p) {
+  string text = format("--check-only --shape %d,%d,%d,%d,%d --seeds %llu", p.B, p.Hq, p.Hkv, p.Sq,
+                       p.Sk, (unsigned long long)p.seed);
+  if (p.mask != reference::Mask::none) text += string(" --causal ") + causal_names[int(p.mask)];
+  if (p.layout != "bhsd") text += " --layout " + p.layout;
+  if (p.dist != "normal") text += " --dist " + p.dist;
+  if (p.scale != 0) text += format(" --scale %.9g", p.scale);
+  if (p.max_ctas != 0) text += format(" --max-ctas %d", p.max_ctas);
+  return text;
+}
 
 // Checks and times; what happened stands in the run.
 void measure(Run& r, const Options& o) {
