@@ -1,16 +1,22 @@
-// CPU reference for attention, in double. It shares nothing with the kernels: no code, no types, no
-// strides. The harness of sdpa.cu includes this file, and so do the tests.
+// Inputs for attention, the CPU reference in double, and the comparison of a kernel's results with it. It
+// shares nothing with the kernels: no code, no types, no strides. The harness of sdpa.cu includes this file,
+// and so do the tests.
 //
 //   O = softmax(scale * Q @ K.T + mask) @ V,   LSE = log(sum(exp(scale * Q @ K.T + mask)))
 
 #ifndef SDPA_REFERENCE_CPP
 #define SDPA_REFERENCE_CPP
 
+#include <algorithm>
 #include <atomic>
+#include <cfloat>
 #include <cmath>
 #include <cstddef>
+#include <cstdint>
+#include <cstdio>
 #include <functional>
 #include <limits>
+#include <string>
 #include <thread>
 #include <vector>
 
@@ -21,11 +27,105 @@ enum class Mask { none, bottom_right, top_left };
 struct Problem {
   int B, Hq, Hkv, Sq, Sk, D;
   Mask mask;
-  double scale;
+  double scale;            // 0 means 1/sqrt(D)
   const float *Q, *K, *V;  // contiguous [B,Hq,Sq,D], [B,Hkv,Sk,D], [B,Hkv,Sk,D], already rounded to
                            // the type that the kernel reads
   int window_left = -1, window_right = -1;  // keys to each side of the query's own position; -1: all
 };
+
+// Runs body(i) for i in [0, n) on all cores.
+inline void parallel_for(size_t n, const std::function<void(size_t)>& body) {
+  std::atomic<size_t> next{0};
+  const auto work = [&] {
+    for (size_t i; (i = next++) < n;) body(i);
+  };
+  const size_t cores = std::max(1u, std::thread::hardware_concurrency());
+  std::vector<std::thread> threads;
+  for (size_t t = 1; t < cores && t < n; t++) threads.emplace_back(work);
+  work();
+  for (std::thread& t : threads) t.join();
+}
+
+// ---- inputs: the same bits on every machine ----
+
+inline uint64_t mix(
+    uint64_t x) {  // splitmix64's output function: a bijection that scatters every bit
+  x += 0x9e3779b97f4a7c15u;
+  x = (x ^ (x >> 30)) * 0xbf58476d1ce4e5b9u;
+  x = (x ^ (x >> 27)) * 0x94d049bb133111ebu;
+  return x ^ (x >> 31);
+}
+
+enum class Tensor { Q, K, V, O };
+
+inline bool of_query(Tensor t) { return t == Tensor::Q || t == Tensor::O; }
+inline size_t heads_of(const Problem& p, Tensor t) {  // of all batches
+  return size_t(p.B) * (of_query(t) ? p.Hq : p.Hkv);
+}
+inline size_t rows_of(const Problem& p, Tensor t) {  // of all heads
+  return heads_of(p, t) * (of_query(t) ? p.Sq : p.Sk);
+}
+
+// N(0,1) by the central limit theorem: the sum of 12 uniform 16-bit integers has variance
+// 12 * (2^32 - 1) / 12, so that dividing by 2^16 leaves a variance of 1. All of it is exact.
+inline float normal(uint64_t seed, Tensor tensor, uint64_t index) {
+  const uint64_t stream = mix(seed * 4 + uint64_t(tensor));
+  int sum = 0;
+  for (uint64_t n = 0; n < 3; n++) {
+    const uint64_t word = mix(stream + 3 * index + n);
+    for (int shift = 0; shift < 64; shift += 16) sum += int(word >> shift & 0xffff);
+  }
+  return float(sum - 12 * 65535 / 2) / 65536.0f;
+}
+
+struct InputAt {  // an element; its index counts over [B,H,S,D], its head over all batches
+  const Problem& problem;
+  uint64_t seed;
+  Tensor tensor;
+  uint64_t index, head, row, d;
+  float x;  // N(0,1)
+};
+struct Dist {
+  const char* name;
+  float (*value)(const InputAt&);
+};
+// outliers: one element in 256 is 10 times as large. large: Q and K times 16, so that logits have a standard
+// deviation of 256. uniform: every logit is 0, and V has a mean of 1, which a sum that loses small addends
+// misses. tests/sweep.cu adds more.
+inline std::vector<Dist> dists = {
+    {"normal", [](const InputAt& i) { return i.x; }},
+    {"outliers",
+     [](const InputAt& i) { return mix(mix(i.seed + 77) + i.index) % 256 ? i.x : i.x * 10; }},
+    {"large", [](const InputAt& i) { return i.tensor == Tensor::V ? i.x : i.x * 16; }},
+    {"uniform", [](const InputAt& i) {
+       return i.tensor == Tensor::Q ? 0 : i.tensor == Tensor::V ? 1 + i.x / 8 : i.x;
+     }}};
+
+inline const Dist* dist_named(const std::string& name) {
+  for (const Dist& d : dists) {
+    if (name == d.name) return &d;
+  }
+  return nullptr;
+}
+
+// [B,H,S,D]. same_heads: every head is the first one.
+inline std::vector<float> make_input(const Problem& p, Tensor tensor, const Dist& dist,
+                                     uint64_t seed, bool same_heads, float (*rounded)(float)) {
+  const size_t heads = heads_of(p, tensor), D = p.D;
+  const size_t per_head = heads ? rows_of(p, tensor) / heads * D : 0;
+  std::vector<float> x(heads * per_head);
+  parallel_for(heads, [&](size_t h) {
+    const size_t head = same_heads ? 0 : h;
+    for (size_t i = 0; i < per_head; i++) {
+      const size_t index = head * per_head + i;
+      const InputAt at{p, seed, tensor, index, head, i / D, i % D, normal(seed, tensor, index)};
+      x[h * per_head + i] = rounded(dist.value(at));
+    }
+  });
+  return x;
+}
+
+// ---- the reference ----
 
 struct Row {  // one query row
   int b, h, q;
@@ -62,19 +162,6 @@ inline double visible_pairs(const Problem& p) {
   return pairs;
 }
 
-// Runs body(i) for i in [0, n) on all cores.
-inline void parallel_for(size_t n, const std::function<void(size_t)>& body) {
-  std::atomic<size_t> next{0};
-  const auto work = [&] {
-    for (size_t i; (i = next++) < n;) body(i);
-  };
-  const size_t cores = std::max(1u, std::thread::hardware_concurrency());
-  std::vector<std::thread> threads;
-  for (size_t t = 1; t < cores && t < n; t++) threads.emplace_back(work);
-  work();
-  for (std::thread& t : threads) t.join();
-}
-
 inline double dot(const float* x, const float* y, int n) {  // n a multiple of 8
   double sums[8] = {};  // independent chains, which the compiler may put into vector registers
   for (int i = 0; i < n; i += 8) {
@@ -93,6 +180,7 @@ inline Result attend(const Problem& p, const Row& row) {
   const float* const V = p.V + ((size_t)row.b * p.Hkv + h_kv) * p.Sk * D;
   const size_t first = first_key(p, row.q), end = past_last_key(p, row.q);
   const double infinity = std::numeric_limits<double>::infinity();
+  const double scale = p.scale == 0 ? 1 / std::sqrt(double(D)) : p.scale;
 
   Result result{std::vector<double>(D, 0.0), -infinity, std::vector<char>(D, 0)};
   const auto leave_open = [&](size_t k) {
@@ -107,7 +195,7 @@ inline Result attend(const Problem& p, const Row& row) {
   double max = -infinity;
   bool any_nan = false;
   for (size_t k = first; k < end; k++) {
-    logits[k] = p.scale * dot(Q, K + k * D, D);
+    logits[k] = scale * dot(Q, K + k * D, D);
     if (std::isnan(logits[k])) any_nan = true;
     if (logits[k] > max) max = logits[k];
   }
@@ -131,6 +219,172 @@ inline std::vector<Result> attend(const Problem& p, const std::vector<Row>& rows
   parallel_for(rows.size(), [&](size_t i) { results[i] = attend(p, rows[i]); });
   return results;
 }
+
+// ---- which rows to compare ----
+
+// In order: all rows, if that is affordable. Otherwise of every work item of `item_rows` rows at least one,
+// chosen by a hash, and of the first and last head those beside the edges of items, and in the first and
+// last item those beside the edges of groups of 64 rows.
+inline std::vector<Row> rows_to_check(const Problem& p, uint64_t seed, int item_rows,
+                                      double affordable_macs) {
+  std::vector<Row> rows;
+  const double all = double(p.B) * p.Hq * p.Sq, macs_per_row = 2.0 * p.Sk * p.D;
+  const double affordable = macs_per_row > 0 ? affordable_macs / macs_per_row : all;
+  const bool sampled = all > affordable;
+  const double items = double(p.B) * p.Hq * ((p.Sq + item_rows - 1) / item_rows);
+  const int wanted_of_item = int(std::min(double(item_rows), std::max(1.0, affordable / items)));
+  const int heads = p.B * p.Hq;
+  for (int head = 0; head < heads; head++) {
+    for (int q0 = 0; q0 < p.Sq; q0 += item_rows) {
+      const int end = std::min(q0 + item_rows, p.Sq);
+      std::vector<int> of_item;
+      for (int n = 0; n < wanted_of_item && sampled; n++) {
+        const uint64_t place = uint64_t(head) * p.Sq + q0;
+        of_item.push_back(q0 + int(mix(mix(mix(seed + 55) + place) + n) % (end - q0)));
+      }
+      for (int q = q0; q < end; q++) {
+        const bool of_group = (q0 == 0 || end == p.Sq) && (q % 64 == 0 || q % 64 == 63);
+        const bool edge = q == q0 || q == end - 1 || of_group;
+        if (!sampled || ((head == 0 || head == heads - 1) && edge)) of_item.push_back(q);
+      }
+      std::sort(of_item.begin(), of_item.end());
+      of_item.erase(std::unique(of_item.begin(), of_item.end()), of_item.end());
+      for (int q : of_item) rows.push_back({head / p.Hq, head % p.Hq, q});
+    }
+  }
+  return rows;
+}
+
+// ---- comparison ----
+
+struct Tolerance {
+  double rel_rms;  // of rms(error) / rms(reference)
+  double max_abs;  // of the largest error, times max(1, largest |reference|)
+  double lse;      // of an error of LSE, times max(1, |reference|) of that row
+};
+
+// An element type. Its tolerance is a few times the rounding of O itself.
+struct Type {
+  const char* name;
+  int mantissa_bits;
+  double smallest, largest;  // normal numbers that have a unit in the last place
+  Tolerance tolerance;
+};
+constexpr Type fp16{"fp16", 10, 0x1p-14, 65504, {1e-3, 1e-3, 1e-3}};
+constexpr Type bf16{"bf16", 7, 0x1p-126, 0x1p127, {8e-3, 8e-3, 1e-3}};
+
+// A unit in the last place of an element like x; 0 where that is not a normal number.
+inline double ulp(const Type& type, double x) {
+  x = std::fabs(x);
+  const bool normal = x >= type.smallest && x <= type.largest;
+  return normal ? std::ldexp(1.0, std::ilogb(x) - type.mantissa_bits) : 0;
+}
+
+// |ref - got|; 0 for the same infinity or two NaNs; infinity where only one is NaN or infinite.
+inline double distance(double ref, double got) {
+  if (ref == got || (std::isnan(ref) && std::isnan(got))) return 0;
+  const double err = std::fabs(ref - got);
+  return std::isnan(err) ? std::numeric_limits<double>::infinity() : err;
+}
+
+template <class... Values> std::string format(const char* pattern, Values... values) {
+  char text[512];
+  snprintf(text, sizeof text, pattern, values...);
+  return text;
+}
+
+// Collects rows of results and compares them with what they must be. Every comparison is written so
+// that NaN fails.
+class Comparison {
+ public:
+  // Of the sum of (|got| - |ref|) over O, in units of the last place: an O that is truncated, not rounded,
+  // has -0.5. Judged from so many rows and elements on, since the errors of a row go together: the
+  // rounding of its few weights is in all of them.
+  static constexpr double bias_limit = 0.25;
+  static constexpr long bias_rows = 32, bias_elements = 256;
+
+  explicit Comparison(const Type& type, bool judges_rounding)
+      : type_(&type), judges_rounding_(judges_rounding) {}
+
+  long rows = 0;
+  double rel_rms = 0, max_abs_err = 0, lse_err = 0, largest_lse = 1;
+
+  void add(const Row& at, const Result& want, const float* O, float LSE) {
+    add(at, int(want.O.size()), want.O.data(), want.LSE, want.open.data(), O, LSE);
+  }
+  // open[d]: NaN is right as well as want_O[d]; null: nowhere.
+  template <class Real>
+  void add(const Row& at, int D, const Real* want_O, double want_LSE, const char* open,
+           const float* O, float LSE) {
+    rows++;
+    for (int d = 0; d < D; d++) {
+      if (!(std::isnan(O[d]) && open && open[d])) add_element(at, d, want_O[d], O[d]);
+    }
+    if (std::fabs(want_LSE) > double(FLT_MAX)) want_LSE = std::copysign(INFINITY, want_LSE);
+    const double size = std::isfinite(want_LSE) ? std::max(1.0, std::fabs(want_LSE)) : 1.0;
+    const double err = distance(want_LSE, LSE) / size;
+    largest_lse = std::max(largest_lse, size);
+    if (!(err <= lse_err)) {
+      lse_err = err;
+      worst_lse_ = format("LSE(b=%d,h=%d,q=%d) ref=%.9g got=%.9g relative err=%.3g", at.b, at.h,
+                          at.q, want_LSE, double(LSE), err);
+    }
+  }
+
+  void merge(const Comparison& other) {  // which has other rows
+    rows += other.rows, bias_elements_ += other.bias_elements_;
+    squares_err_ += other.squares_err_, squares_ref_ += other.squares_ref_;
+    signed_err_ += other.signed_err_, units_ += other.units_;
+    max_ref_ = std::max(max_ref_, other.max_ref_);
+    largest_lse = std::max(largest_lse, other.largest_lse);
+    if (!(other.max_abs_err <= max_abs_err)) max_abs_err = other.max_abs_err, worst_ = other.worst_;
+    if (!(other.lse_err <= lse_err)) lse_err = other.lse_err, worst_lse_ = other.worst_lse_;
+  }
+
+  // Empty, or a sentence with the worst element and the limit that it broke.
+  std::string verdict(const Tolerance& tol) {
+    rel_rms = squares_err_ == 0 ? 0 : std::sqrt(squares_err_ / squares_ref_);
+    const double abs_limit = tol.max_abs * std::max(1.0, max_ref_);
+    const double bias = units_ > 0 ? signed_err_ / units_ : 0;
+    if (!(max_abs_err <= abs_limit)) return worst_ + format(" tol=%.3g", abs_limit);
+    if (!(rel_rms <= tol.rel_rms)) {
+      return format("rel_rms=%.3g tol=%.3g; worst ", rel_rms, tol.rel_rms) + worst_;
+    }
+    if (!(lse_err <= tol.lse)) return worst_lse_ + format(" tol=%.3g", tol.lse);
+    if (judges_rounding_ && rows >= bias_rows && bias_elements_ >= bias_elements &&
+        !(std::fabs(bias) <= bias_limit)) {
+      return format(
+          "O is not rounded to nearest: its mean error is %.3g units of the last place, tol=%.3g",
+          bias, bias_limit);
+    }
+    return "";
+  }
+
+ private:
+  void add_element(const Row& at, int d, double ref, double got) {
+    const double err = distance(ref, got), unit = ulp(*type_, ref);
+    squares_err_ += err * err;
+    if (unit > 0 && std::isfinite(got)) {
+      signed_err_ += std::fabs(got) - std::fabs(ref), units_ += unit, bias_elements_++;
+    }
+    if (std::isfinite(ref)) {
+      squares_ref_ += ref * ref;
+      max_ref_ = std::max(max_ref_, std::fabs(ref));
+    }
+    if (!(err <= max_abs_err)) {
+      max_abs_err = err;
+      worst_ = format("O(b=%d,h=%d,q=%d,d=%d) ref=%.9g got=%.9g err=%.3g", at.b, at.h, at.q, d, ref,
+                      got, err);
+    }
+  }
+
+  const Type* type_;
+  bool judges_rounding_;
+  double squares_err_ = 0, squares_ref_ = 0, max_ref_ = 0;
+  double signed_err_ = 0, units_ = 0;  // of elements that have a unit in the last place
+  long bias_elements_ = 0;
+  std::string worst_, worst_lse_;
+};
 
 }  // namespace reference
 

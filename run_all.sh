@@ -13,6 +13,7 @@ usage: ./run_all.sh [--cpu] [--only REGEX] [--shape S]... [--csv] [-- OPTION...]
        ./run_all.sh ab main~20:NAME NAME     is it faster than it was? or than another line?
        ./run_all.sh ablate NAME [--svg]      what each knob of a line is worth. ablate --help
        ./run_all.sh fit [--check]            does TUNED_TILES choose well on this GPU? fit --help
+       ./run_all.sh list [REGEX]             the lines, the step of each over its base, what it needs
        ./run_all.sh gates [--only REGEX]     registers, spills, shared memory, duplicates, steps
        ./run_all.sh profile NAME [--shape S] what binds a line's kernel, by ncu
        ./run_all.sh stress [NAME...]         the same bits whatever runs beside it? stress --help
@@ -124,7 +125,8 @@ build_selected() {
     case $line in
       *Linking*executable*)
         done=$((done + 1))
-        progress built $done "$1" "${line##*sdpa_}" "$since"
+        line=${line##*executable }
+        progress built $done "$1" "${line#*_}" "$since"
         ;;
     esac
   done < <(cmake --build "$build" -j "$jobs" --target "${2:-sdpa_selected}" -- "$keep_going" 2>"$build/build.log")
@@ -174,58 +176,106 @@ racecheck_reports() {
       >"$build/racecheck.log" 2>&1 && grep -q 'hazard' "$build/racecheck.log"
 }
 
-# show_table CSV FIRST_NAME: for each shape the lines by time, with a bar and the speed-up over
-# FIRST_NAME. At most 100 columns.
-show_table() {
-  awk -F, -v first="$2" '
+# show_results CSV: the fastest line of each problem, then all lines by problem, each group with its own base, the
+# first line that has its D and type. Rows without a time are told in words. At most 100 columns.
+show_results() {
+  local colour=0
+  [ -t 1 ] && colour=1
+  awk -F, -v colour=$colour '
+    function paint(code, text) { return colour ? "\033[" code "m" text "\033[0m" : text }
+    function verdict(r) {
+      if (note[r] ~ /^expected failure/) return "FAIL*"
+      return status[r] != "ok" ? status[r] : check[r]
+    }
+    function peak(r) { return share[r] == "" ? "" : sprintf("%.1f%%", 100 * share[r]) }
+    function factor(r) { return base[group[r]] ? sprintf("%.2fx", time[base[group[r]]] / time[r]) : "" }
+    function sort(list, n,    i, j, r) {  # by time; stable
+      for (i = 2; i <= n; i++) {
+        r = list[i]
+        for (j = i - 1; j >= 1 && time[list[j]] + 0 > time[r] + 0; j--) list[j + 1] = list[j]
+        list[j + 1] = r
+      }
+    }
     NR == 1 { for (i = 1; i <= NF; i++) at[$i] = i; next }
     {
-      shape = $at["shape"]; if (shape == "") shape = "(no executable)"
-      if (!(shape in count)) order[++shapes] = shape
-      n = ++count[shape]
-      row[shape, n] = $0; time[shape, n] = $at["graph_us"]
-      if ($at["config"] == first && $at["graph_us"] != "") base[shape] = $at["graph_us"]
-      if ($at["graph_us"] + 0 > longest[shape]) longest[shape] = $at["graph_us"] + 0
+      r = ++rows
+      name[r] = $at["config"]; time[r] = $at["graph_us"]; tflops[r] = $at["tflops"]; status[r] = $at["status"]
+      check[r] = $at["check"]; note[r] = $at["note"]; share[r] = $at["peak_share"]; bound[r] = $at["bound"]
+      error[r] = "rel_rms " $at["rel_rms"] ", max_abs_err " $at["max_abs_err"]
+      shape[r] = $at["shape"]
       if ($at["device"] != "") device = $at["device"]
-    }
-    function verdict(f) {
-      if (f[at["note"]] ~ /^expected failure/) return "FAIL*"
-      return f[at["status"]] != "ok" ? f[at["status"]] : f[at["check"]]
+      g = $at["shape"] == "" ? "no executable" : \
+          $at["shape"] ($at["causal"] == "off" ? "" : " causal " $at["causal"]) ", D=" $at["D"] " " $at["dtype"]
+      if (!(g in of_group)) order[++groups] = g
+      group[r] = g; member[g, ++of_group[g]] = r
+      if (time[r] != "") { if (!(g in base)) base[g] = r; timed++ }
+      if (check[r] == "PASS" && time[r] != "" && (!(g in best) || time[r] + 0 < time[best[g]] + 0)) best[g] = r
+      if (time[r] + 0 > longest[g]) longest[g] = time[r] + 0
     }
     END {
-      for (s = 1; s <= shapes; s++) {
-        shape = order[s]; n = count[shape]
-        for (i = 1; i <= n; i++) rank[i] = i
-        for (i = 2; i <= n; i++) {  # insertion sort; rows without a time go last
-          r = rank[i]; t = time[shape, r] == "" ? 1e30 : time[shape, r] + 0
-          for (j = i - 1; j >= 1; j--) {
-            u = time[shape, rank[j]] == "" ? 1e30 : time[shape, rank[j]] + 0
-            if (u <= t) break
-            rank[j + 1] = rank[j]
-          }
-          rank[j + 1] = r
-        }
-        printf "\n%s%s\n", shape, device == "" ? "" : " on " device
-        printf "%-24s %-4s %4s %-7s %10s %8s %8s\n", "config", "type", "D", "check", "graph_us", \
-               "TFLOP/s", "speed-up"
-        for (i = 1; i <= n; i++) {
-          split(row[shape, rank[i]], f, ",")
-          t = f[at["graph_us"]]
-          if (t == "") {
-            note = f[at["note"]]
-            if (note == "") note = "rel_rms " f[at["rel_rms"]] " max_abs_err " f[at["max_abs_err"]]
-            printf "%-24s %-4s %4s %-7s %.56s\n", f[at["config"]], f[at["dtype"]], f[at["D"]], \
-                   verdict(f), note
-            continue
-          }
-          bar = ""
-          for (j = 0; j < 25 * t / longest[shape]; j++) bar = bar "#"
-          printf "%-24s %-4s %4s %-7s %10.2f %8.2f %8s %s\n", f[at["config"]], f[at["dtype"]], \
-                 f[at["D"]], verdict(f), t, f[at["tflops"]], \
-                 base[shape] ? sprintf("%.2fx", base[shape] / t) : "", bar
+      if (timed) {
+        printf "\n%s\n", paint(1, "the fastest line of each problem on " device)
+        printf "%-28s %-24s %10s %8s %6s %-6s %9s\n", "problem", "line", "graph_us", "TFLOP/s", "peak", "of", "base"
+        for (i = 1; i <= groups; i++) if (order[i] in best) {
+          r = best[order[i]]
+          printf "%-28s %s %10.2f %8.2f %6s %-6s %9s\n", order[i], paint("1;32", sprintf("%-24s", name[r])), time[r], \
+                 tflops[r], peak(r), bound[r], factor(r)
         }
       }
+      for (i = 1; i <= groups; i++) {
+        g = order[i]; n = 0; words = 0
+        for (j = 1; j <= of_group[g]; j++) {
+          r = member[g, j]
+          if (time[r] != "") list[++n] = r; else if (timed || verdict(r) != "PASS") silent[++words] = r
+        }
+        if (!n && !words) continue
+        printf "\n%s\n", paint(1, g (g in base ? ", base " name[base[g]] : ""))
+        if (n) printf "%-24s %-6s %10s %8s %6s %9s\n", "line", "check", "graph_us", "TFLOP/s", "peak", "of base"
+        sort(list, n)
+        for (j = 1; j <= n; j++) {
+          r = list[j]; bar = ""
+          for (k = 0; k < 28 * time[r] / longest[g]; k++) bar = bar "#"
+          v = sprintf("%-6s", verdict(r))
+          printf "%-24s %s %10.2f %8.2f %6s %9s %s\n", name[r], v ~ /^PASS|^FAIL\*/ ? v : paint("1;31", v), time[r], \
+                 tflops[r], peak(r), factor(r), bar
+        }
+        for (j = 1; j <= words; j++) {
+          r = silent[j]; v = sprintf("%-7s", verdict(r))
+          printf "%-24s %s %.66s\n", name[r], v ~ /^PASS|^FAIL\*/ ? v : paint("1;31", v), note[r] == "" ? error[r] : note[r]
+        }
+      }
+      if (timed) {
+        printf "\ngraph_us  one launch in a replayed graph, median: the kernel without the cost of a launch\n"
+        printf "peak      the share of what the GPU can do: its matrix rate, or its memory rate where that binds\n"
+        printf "base      times the speed of the first line of this D and type\n"
+        printf "FAIL*     a negative control, which the check has to catch\n"
+      }
     }' "$1"
+}
+
+# list [REGEX]: the lines of configs.txt, the one step of each over its base, and what they need.
+list_lines() {
+  case ${1-} in
+    -h|--help) say "usage: ./run_all.sh list [REGEX]: names of lines, what they need, and the step of each over its base"; exit 0 ;;
+  esac
+  echo | grep -qE -- "${1-}" 2>/dev/null
+  [ $? -le 1 ] || refuse "list $1: not a regular expression"
+  need cmake cmake
+  cmake -DCONFIGS="${SDPA_CONFIGS:-configs.txt}" -P tools/configs.cmake | awk -F'\t' -v only="${1-}" '
+    {
+      n = split($5, knob, " "); step = ""; split("", value)
+      for (i = 1; i <= n; i++) {
+        split(knob[i], pair, "="); value[pair[1]] = pair[2]; has[$1, pair[1]] = pair[2]
+        if (!(($2, pair[1]) in has) || has[$2, pair[1]] != pair[2]) step = step " " knob[i]
+      }
+      needs = value["USE_WGMMA"] ? "sm_90a" : value["USE_CUBLAS"] ? "cuBLAS" : \
+              value["USE_MMA_SYNC"] || value["USE_CP_ASYNC"] ? "sm_80" : "any GPU"
+      if ($3 == "FAIL") needs = needs ", must fail"
+      if ($1 !~ only) next
+      if (!found++) printf "%-24s %-20s %-24s %s\n", "line", "needs", "built on", "step"
+      printf "%-24s %-20s %-24s%s\n", $1, needs, $2, step
+    }
+    END { exit !found }' || refuse "list $1: no line of configs.txt has such a name"
 }
 
 # keep_rows ROWS [FOLDER NAME]: prints where the rows are now: in results/DATE-DEVICE.csv (with a folder:
@@ -283,7 +333,7 @@ main_job() {
   if [ $cpu = 1 ]; then build=$build-cpu; else need_nvcc; fi
   tty_line "reading configs.txt"
   configure -DSDPA_KEEP_GOING=ON -DSDPA_ONLY="$only" -DSDPA_CPU=$cpu
-  local names=() expects=() name expect failed=0 header='' csv i
+  local names=() expects=() name expect failed=0 wrong=0 header='' csv i
   local selected
   while IFS=$'\t' read -r name expect selected _; do
     [ "$selected" = yes ] && names+=("$name") && expects+=("$expect")
@@ -295,8 +345,6 @@ main_job() {
   if [ ${#names[@]} -eq 0 ] && [ ${#bad_names[@]} -eq 0 ]; then
     refuse "--only $only: no line of configs.txt has such a name"
   fi
-  local first
-  first=$(head -1 "$build/configs.tsv" | cut -f1)
 
   tty_line "building ${#names[@]} lines, $jobs at once"
   build_selected ${#names[@]}
@@ -320,7 +368,7 @@ main_job() {
     name=${names[i]}
     local exe=$build/sdpa_$name status
     if [ -e "$build/log/$name.log.failed" ] || [ ! -x "$exe" ]; then
-      failed=1
+      failed=1 wrong=$((wrong + 1))
       say "$(line_number "$name"): sdpa_$name $(compiler_words "$name")"
       # A refusal says it all; of other errors the end of what the compiler said.
       [ -n "$(assertion_words <"$build/log/$name.log")" ] ||
@@ -351,14 +399,17 @@ main_job() {
     fi
     : >"$build/line.csv"
     if [ $status -eq 2 ]; then refuse "the executables refuse these options"; fi
-    if [ $status -ne 0 ] && [ $status -ne 77 ]; then failed=1; fi
+    if [ $status -ne 0 ] && [ $status -ne 77 ]; then failed=1 wrong=$((wrong + 1)); fi
   done
   end_line
   trap - INT TERM
 
   [ -n "$header" ] || refuse "no line of configs.txt could be built"
   csv=$(keep_rows "$rows")
-  if [ $csv_only = 1 ]; then cat "$csv"; else show_table "$csv" "$first"; fi
+  if [ $csv_only = 1 ]; then cat "$csv"; else show_results "$csv"; fi
+  if [ $cpu = 1 ]; then
+    say "${#names[@]} lines checked on the CPU backend, $wrong not as they should be; no times"
+  fi
   say "rows: $(from_caller "$csv")"
   exit $failed
 }
@@ -421,6 +472,7 @@ case ${1-} in
     . "tools/$command.sh"
     "${command}_command" "$@"
     ;;
+  list) list_lines "${@:2}" ;;
   test) shift; run_tests "$@" ;;
   results) shift; exec tools/results_page.sh "$@" ;;
   report) shift; need_python matplotlib; exec "$python" tools/report.py "$@" ;;

@@ -4435,28 +4435,96 @@ inline SdpaStatus sdpa_forward(const SdpaParams& params, cudaStream_t stream) {
 #ifndef SDPA_NO_MAIN
 
 // ==== 7 HARNESS ==================================================================================
-// One executable a build: it makes inputs, checks the kernel against reference.cpp, times it, and
-// prints one CSV row per shape. CSV alone goes to stdout, words to stderr.
-
-#include <algorithm>
-#include <cerrno>
-#include <cfloat>
-#include <csignal>
-#include <cstdlib>
-#include <fstream>
-#include <functional>
-#include <memory>
-#include <string>
-#include <utility>
-#include <vector>
-
-#include <unistd.h>
-
-#include "reference.cpp"
+// Checks the kernel (check.cu, against reference.cpp), times it, and prints a CSV row for each problem. CSV
+// alone goes to stdout, words to stderr. It knows of the build what `Line` says and no more, so that CMake
+// compiles it once (SDPA_HARNESS_ONLY) and each line without it (SDPA_LINE_ONLY); `nvcc sdpa.cu` takes both
+// together. tests/sweep.cu adds harder inputs, layouts and checks.
+//
+// In this order: the line, timing, the GPU, a run and its row, the command line, main.
 
 #ifndef SDPA_CONFIG_NAME
 #define SDPA_CONFIG_NAME custom
 #endif
+
+namespace SDPA_NAMESPACE {
+namespace {
+
+// ---- the line: a build as the harness sees it ----
+
+struct Knob {
+  const char *name, *value, *meaning;
+  bool changed;  // from its default
+};
+
+struct Line {
+  const char *name, *family, *archs;
+  const Knob* knobs;
+  int knob_count, D, vec_width, barriers_per_tile;
+  bool is_bf16, is_cublas, is_wgmma, has_queue, is_tuned;
+  TunedTile tiles[TILES];  // one, or those that it may take
+  int tile_count;
+  TunedTile (*tile_of)(const SdpaParams&);
+  KernelFacts (*facts_of)(const SdpaParams&);
+  SdpaStatus (*forward)(const SdpaParams&, cudaStream_t);
+};
+
+}  // namespace
+}  // namespace SDPA_NAMESPACE
+
+extern "C" const void* sdpa_line();  // a Line
+
+#ifndef SDPA_HARNESS_ONLY
+
+namespace SDPA_NAMESPACE {
+namespace {
+
+constexpr Knob all_knobs[] = {
+#define SDPA_KNOB_ROW(name, fallback, member, values, meaning) \
+  {#name, name##_text, meaning, name##_changed},
+    SDPA_KNOBS(SDPA_KNOB_ROW)};
+
+TunedTile tile_of(const SdpaParams& p) {
+  if (Build::use_tuned) return TUNED_TILES[choose_tile(p)];
+  TunedTile t{};
+  t.head_dim = Build::head_dim, t.block_m = Build::block_m, t.block_n = Build::block_n;
+  t.num_warps = Build::num_warps, t.stages = Build::stages, t.split_kv = Build::split_kv;
+  return t;
+}
+
+Line describe_build() {
+  Line l{};
+  l.name = SDPA_TEXT(SDPA_CONFIG_NAME), l.family = family_name;
+  l.archs = SDPA_TEXT(__CUDA_ARCH_LIST__);  // the macro is nvcc's
+  l.knobs = all_knobs, l.knob_count = sizeof all_knobs / sizeof all_knobs[0];
+  l.D = Build::head_dim, l.vec_width = Build::vec_width;
+  l.barriers_per_tile = barriers_per_tile<Build>();
+  l.is_bf16 = Build::is_bf16, l.is_cublas = is_cublas, l.is_wgmma = is_wgmma;
+  l.has_queue = Build::use_persistent_cta, l.is_tuned = Build::use_tuned;
+  for (const TunedTile& t : TUNED_TILES) {
+    if (tile_fits(t)) l.tiles[l.tile_count++] = t;
+  }
+  if (!Build::use_tuned) l.tiles[l.tile_count++] = tile_of({});
+  l.tile_of = tile_of, l.facts_of = kernel_facts, l.forward = sdpa_forward;
+  return l;
+}
+
+}  // namespace
+}  // namespace SDPA_NAMESPACE
+
+extern "C" const void* sdpa_line() {
+  static const SDPA_NAMESPACE::Line line = SDPA_NAMESPACE::describe_build();
+  return &line;
+}
+
+#endif  // SDPA_HARNESS_ONLY
+#ifndef SDPA_LINE_ONLY
+
+#include <cerrno>
+#include <csignal>
+#include <cstdlib>
+#include <fstream>
+
+#include "check.cu"
 
 // Linked in by CMake, so that a new commit relinks but does not recompile; absent in a plain build.
 extern "C" __attribute__((weak)) const char* sdpa_git_sha();
@@ -4464,1073 +4532,15 @@ extern "C" __attribute__((weak)) const char* sdpa_git_sha();
 namespace SDPA_NAMESPACE {
 namespace {
 
-using std::string;
-using std::vector;
-
 enum ExitCode { exit_pass = 0, exit_wrong = 1, exit_usage = 2, exit_cuda = 3, exit_skipped = 77 };
 
-struct CudaError {
-  string text;
-};
-struct TooLarge : CudaError {};  // for this GPU's memory
+const char* const causal_names[] = {"off", "br", "tl"};  // by reference::Mask, by Causal
 
-void require(cudaError_t error, const char* what) {
-  if (error != cudaSuccess) throw CudaError{string(what) + ": " + cudaGetErrorString(error)};
-}
-
-template <class... Values> string format(const char* pattern, Values... values) {
-  char text[512];
-  snprintf(text, sizeof text, pattern, values...);
-  return text;
-}
-
-#ifdef SDPA_SIMT
-constexpr bool has_clock = false;
-#else
-constexpr bool has_clock = true;  // a GPU, not the CPU backend
-#endif
-
-// ---- problems ----
-
-struct Problem {
-  string shape = "mission";
-  int B = 1, Hq = 8, Hkv = 8, Sq = 512, Sk = 512;
-  Causal causal = Causal::off;
-  string layout = "bhsd", dist = "normal";
-  float scale = 0;  // 0 means 1/sqrt(D)
-  uint64_t seed = 0;
-  int max_ctas = 0;  // of the launches but the first, whose results are checked
-};
-
-const Problem named_shapes[] = {{"small", 1, 1, 1, 32, 32},
-                                {"mission", 1, 8, 8, 512, 512},
-                                {"mission2", 2, 8, 8, 512, 512},
-                                {"long", 1, 8, 8, 2048, 2048}};
-const char* const causal_names[] = {"off", "br", "tl"};
-const char* const layouts[] = {"bhsd",     "bshd", "packed",    "padded",  "zero",
-                               "reversed", "far",  "far_heads", "far_rows"};
-enum class Dist { normal, outliers, large, nonfinite, huge, stairs, uniform };
-const char* const dists[] = {"normal", "outliers", "large",  "nonfinite",
-                             "huge",   "stairs",   "uniform"};
-
-template <size_t N> int index_in(const char* const (&names)[N], const string& name) {
-  for (size_t i = 0; i < N; i++) {
-    if (name == names[i]) return int(i);
-  }
-  return -1;
-}
-
-// "a, b or c"
-template <size_t N> string one_of(const char* const (&names)[N]) {
-  string text = names[0];
-  for (size_t i = 1; i < N; i++) text += (i + 1 < N ? ", " : " or ") + string(names[i]);
-  return text;
-}
-
-reference::Problem reference_problem(const Problem& p, const float* Q, const float* K,
-                                     const float* V) {
-  const double scale = p.scale == 0 ? 1 / std::sqrt(double(Build::head_dim)) : double(p.scale);
-  const auto mask = p.causal == Causal::bottom_right ? reference::Mask::bottom_right
-                    : p.causal == Causal::top_left   ? reference::Mask::top_left
-                                                     : reference::Mask::none;
-  return {p.B, p.Hq, p.Hkv, p.Sq, p.Sk, Build::head_dim, mask, scale, Q, K, V};
-}
-
-// Two products, each a multiply and an add for every visible pair and element of D.
-double flops_of(const Problem& p) {
-  return 4.0 * Build::head_dim * p.B * p.Hq *
-         reference::visible_pairs(reference_problem(p, nullptr, nullptr, nullptr));
-}
-
-// ---- inputs: the same bits on every machine ----
-
-enum class Tensor { Q, K, V };
-
-uint64_t mix(uint64_t x) {  // splitmix64's output function: a bijection that scatters every bit
-  x += 0x9e3779b97f4a7c15u;
-  x = (x ^ (x >> 30)) * 0xbf58476d1ce4e5b9u;
-  x = (x ^ (x >> 27)) * 0x94d049bb133111ebu;
-  return x ^ (x >> 31);
-}
-
-// N(0,1) by the central limit theorem: the sum of 12 uniform 16-bit integers has variance
-// 12 * (2^32 - 1) / 12, so that dividing by 2^16 leaves a variance of 1. All of it is exact.
-float normal(uint64_t seed, Tensor tensor, uint64_t index) {
-  const uint64_t stream = mix(seed * 4 + uint64_t(tensor));
-  int sum = 0;
-  for (uint64_t n = 0; n < 3; n++) {
-    const uint64_t word = mix(stream + 3 * index + n);
-    sum +=
-        int(word & 0xffff) + int(word >> 16 & 0xffff) + int(word >> 32 & 0xffff) + int(word >> 48);
-  }
-  return float(sum - 12 * 65535 / 2) / 65536.0f;
-}
-
-// Logits up to what the type allows, each exact in fp32 whatever the order of the sum: a row of Q or K is
-// 0 and +-2^e with an exponent of its own. In a quarter of the key heads all of Q and K is one constant
-// instead, so that O is the mean of V.
-float huge_input(uint64_t seed, Tensor tensor, uint64_t kv_head, uint64_t row, uint64_t index) {
-  const uint64_t of_head = mix(mix(seed + 33) + kv_head);
-  if (of_head % 4 == 0) return float(1000 * (1 + of_head / 4 % 60));
-  constexpr int low = Build::is_bf16 ? -59 : -14, high = Build::is_bf16 ? 59 : 15;
-  const uint64_t stream = mix(seed * 4 + uint64_t(tensor) + 44);
-  const int sign = int(mix(mix(stream) + index) % 3) - 1;
-  return std::ldexp(float(sign), low + int(mix(stream + row) % (high - low + 1)));
-}
-
-// The logit of key k is about 20 * k at the default scale, of odd seeds -20 * k (k below 2^15): O is the
-// last, or the first, row of V that the query sees. k has three digits to base 32 in K, whose values are
-// in Q; the other elements are noise of -1, 0 and 1 that moves no logit by as much. S is a whole number.
-float stairs_input(uint64_t seed, Tensor tensor, int64_t s, int d, float noise) {
-  if (d >= 3) return float((noise > 0.5f) - (noise < -0.5f));
-  if (tensor == Tensor::Q) return float(32 << 5 * d);
-  const int step = int(std::lround(20 * std::sqrt(double(Build::head_dim)) / 32));
-  return float((seed % 2 ? -step : step) * int(s >> 5 * d & 31));
-}
-
-// [B,H,S,D] contiguous, rounded to Element. outliers: one in 256 is 10 times as large. large: Q and
-// K times 16, so that logits have a standard deviation of 256. uniform: every logit is 0, and V has a
-// mean of 1, which a sum that loses small addends misses.
-vector<float> make_input(const Problem& p, Tensor tensor) {
-  const bool of_query = tensor == Tensor::Q, of_value = tensor == Tensor::V;
-  const Dist dist = Dist(index_in(dists, p.dist));
-  const size_t heads = size_t(p.B) * (of_query ? p.Hq : p.Hkv), S = of_query ? p.Sq : p.Sk;
-  const size_t D = Build::head_dim, per_head = S * D;
-  const auto value = [&](size_t head, size_t i) {
-    const float x = normal(p.seed, tensor, i);
-    switch (dist) {
-      case Dist::outliers:
-        return mix(mix(p.seed + 77) + i) % 256 ? x : x * 10;
-      case Dist::large:
-        return of_value ? x : x * 16;
-      case Dist::huge:
-        return of_value
-                   ? x
-                   : huge_input(p.seed, tensor, of_query ? head / (p.Hq / p.Hkv) : head, i / D, i);
-      case Dist::stairs:
-        return of_value ? x : stairs_input(p.seed, tensor, int64_t(i / D % S), int(i % D), x);
-      case Dist::uniform:
-        return of_query ? 0.0f : of_value ? 1 + x / 8 : x;
-      default:
-        return x;
-    }
-  };
-  vector<float> x(heads * per_head);
-  const size_t distinct = p.layout == "zero" ? std::min<size_t>(heads, 1) : heads;
-  reference::parallel_for(distinct, [&](size_t head) {
-    for (size_t i = head * per_head; i < (head + 1) * per_head; i++) {
-      x[i] = to_float(to_element(value(head, i)));
-    }
-  });
-  // nonfinite: NaN or +inf in a few elements of Q, and in one element of K or V of most heads.
-  const float bad[2] = {NAN, INFINITY};
-  for (size_t head = 0; head < distinct && dist == Dist::nonfinite && per_head > 0; head++) {
-    const uint64_t r = mix(mix(p.seed + 99) + head * 4 + uint64_t(tensor));
-    const size_t at = head * per_head + r / 16 % per_head;
-    if (tensor == Tensor::Q ? r % 2 == 0 : r % 16 < 4) x[at] = bad[r / 8 % 2];
-  }
-  for (size_t head = distinct; head < heads; head++) {
-    std::copy_n(x.begin(), per_head, x.begin() + head * per_head);
-  }
-  return x;
-}
-
-// ---- layouts: where a [B,H,S,D] tensor lies in device memory ----
-
-struct Placement {
-  Strides strides;
-  int64_t first = 0;  // element (0,0,0,0), counted from the lowest one
-  double span = 0;    // elements from the lowest to the highest; a problem may pass any integer
-  // The rows of [B,H,S] are stored in pieces of so many rows and so many elements. What lies between
-  // pieces, in layouts that are far apart, is gigabytes that nobody touches.
-  int64_t piece_rows = 1, piece_span = Build::head_dim;
-};
-
-// packed: Q, K and V as views of [B,S,Hq+2Hkv,D]. padded: rows and heads VEC_WIDTH apart, the least
-// alignment that the build accepts. zero: all batches and heads of an input are one [S,D]. reversed:
-// rows and heads of the inputs run backwards. far, far_heads, far_rows: batches, heads or rows over 2^31
-// elements apart.
-Placement place(const Problem& p, char tensor) {  // tensor: 'Q', 'K', 'V' or 'O'
-  const bool of_query = tensor == 'Q' || tensor == 'O', is_input = tensor != 'O';
-  const int64_t D = Build::head_dim, H = of_query ? p.Hq : p.Hkv, S = of_query ? p.Sq : p.Sk;
-  const auto nested = [&](int64_t row, int64_t head_gap, int64_t batch_gap) {
-    const int64_t head = S * row + head_gap;
-    return Strides{H * head + batch_gap, head, row};
-  };
-  constexpr int64_t pad = Build::vec_width, far = int64_t(1) << 31;
-  Placement at;
-  at.strides = nested(D, 0, 0);
-  int together = 3;  // of row, head and batch: the dimensions inside a piece
-  if (p.layout == "bshd" || (p.layout == "packed" && !is_input)) {
-    at.strides = {S * H * D, D, H * D};
-  } else if (p.layout == "packed") {
-    const int64_t row = (p.Hq + 2 * int64_t(p.Hkv)) * D;
-    at.strides = {S * row, D, row};
-  } else if (p.layout == "padded") {
-    at.strides = nested(D + pad, pad, pad);
-  } else if (p.layout == "zero" && is_input) {
-    at.strides = {0, 0, D};
-  } else if (p.layout == "reversed" && is_input) {
-    at.strides = {H * S * D, -S * D, -D};
-  } else if (p.layout == "far") {
-    at.strides = nested(D, 0, far), together = 2;
-  } else if (p.layout == "far_heads") {
-    at.strides = nested(D, far, 0), together = 1;
-  } else if (p.layout == "far_rows") {
-    at.strides = nested(D + far, 0, 0), together = 0;
-  }
-
-  const struct {
-    int64_t size, stride;
-  } dims[] = {{S, at.strides.row}, {H, at.strides.head}, {p.B, at.strides.batch}};
-  at.span = double(D);
-  for (int i = 0; i < 3; i++) {
-    if (dims[i].size == 0) {  // no element
-      at.first = 0, at.span = 0, at.piece_rows = 0, at.piece_span = 0;
-      break;
-    }
-    const int64_t steps = dims[i].size - 1, stride = dims[i].stride;
-    at.span += double(steps) * double(std::abs(stride));
-    if (stride < 0) at.first -= steps * stride;
-    if (i < together) at.piece_rows *= dims[i].size, at.piece_span += steps * std::abs(stride);
-  }
-  return at;
-}
-
-constexpr int64_t GUARD = 256;  // elements before and after a piece that nobody may touch
-
-// A tensor in device memory. Guards, and gaps between rows, hold 0xff bytes (a NaN).
-class DeviceTensor {
- public:
-  DeviceTensor(const Problem& p, char name) : at(place(p, name)), name_(name) {
-    H_ = name == 'Q' || name == 'O' ? p.Hq : p.Hkv;
-    S_ = name == 'Q' || name == 'O' ? p.Sq : p.Sk;
-    rows_ = at.piece_rows ? p.B * H_ * S_ : 0;
-  }
-  ~DeviceTensor() { cudaFree(base_); }
-  DeviceTensor(const DeviceTensor&) = delete;
-  DeviceTensor& operator=(const DeviceTensor&) = delete;
-
-  double bytes() const { return (2 * GUARD + at.span) * sizeof(Element); }
-  Element* data() const { return base_ + GUARD + at.first; }
-  void allocate() {
-    require(cudaMalloc(&base_, words() * sizeof(uint4)), "allocating a tensor on the GPU");
-  }
-  // The allocation in words of 16 bytes, guards and gaps included.
-  size_t words() const { return (size_t(bytes()) + sizeof(uint4) - 1) / sizeof(uint4); }
-  uint4* allocation() const { return reinterpret_cast<uint4*>(base_); }
-  void poison() {
-    for (int64_t row = 0; row < end(); row += step()) {
-      require(cudaMemset(base_ + start(row), 0xff, piece_elements() * sizeof(Element)),
-              "poisoning a tensor");
-    }
-  }
-
-  void upload(vector<uint16_t> x) {  // the bits of [B,H,S,D]
-    held_ = std::move(x);
-    for (int64_t row = 0; row < end(); row += step()) {
-      const vector<uint16_t> piece = image(row, held_);
-      require(cudaMemcpy(base_ + start(row), piece.data(), piece.size() * sizeof(Element),
-                         cudaMemcpyHostToDevice),
-              "copying an input to the GPU");
-    }
-  }
-
-  // The bits of [B,H,S,D]. Sets `trouble` to a sentence if something else was written.
-  vector<uint16_t> download(string& trouble) const {
-    vector<uint16_t> x(rows_ * D);
-    for (int64_t row = 0; row < end(); row += step()) {
-      const vector<uint16_t> piece = fetch(row);
-      for_each_row(row,
-                   [&](int64_t r, int64_t offset) { std::copy_n(&piece[offset], D, &x[r * D]); });
-      expect_surroundings(row, piece, trouble);
-    }
-    return x;
-  }
-
-  // Sets `trouble` to a sentence if the tensor, its gaps or guards are not as upload() left them.
-  void expect_unchanged(string& trouble) const {
-    for (int64_t row = 0; row < end(); row += step()) {
-      const vector<uint16_t> piece = fetch(row);
-      std::atomic<bool> same{true};
-      for_each_row(row, [&](int64_t r, int64_t offset) {
-        if (memcmp(&piece[offset], &held_[r * D], D * sizeof(Element))) same = false;
-      });
-      expect_surroundings(row, piece, trouble);
-      if (!same && trouble.empty()) trouble = format("the kernel wrote into %c", name_);
-    }
-  }
-
-  const Placement at;
-
- private:
-  static constexpr int64_t D = Build::head_dim;
-
-  // Pieces are named by their first row. A tensor without elements has one of guards alone.
-  int64_t step() const { return std::max<int64_t>(1, at.piece_rows); }
-  int64_t end() const { return std::max<int64_t>(1, rows_); }
-  size_t piece_elements() const { return size_t(at.piece_span + 2 * GUARD); }
-  int64_t start(int64_t row) const {  // of the guard before the piece; it is all of it or rises
-    return at.piece_rows == rows_ ? 0 : place_of(row);
-  }
-  int64_t place_of(int64_t row) const {
-    const int64_t b = row / S_ / H_, h = row / S_ % H_, s = row % S_;
-    return at.first + b * at.strides.batch + h * at.strides.head + s * at.strides.row;
-  }
-  // visit(row number in [B,H,S], offset of its first element in the piece), on all cores
-  template <class Visit> void for_each_row(int64_t piece, const Visit& visit) const {
-    constexpr int64_t block = 2048;
-    reference::parallel_for(size_t((at.piece_rows + block - 1) / block), [&](size_t n) {
-      const int64_t first = piece + int64_t(n) * block;
-      const int64_t last = std::min(first + block, piece + at.piece_rows);
-      for (int64_t row = first; row < last; row++) {
-        visit(row, GUARD + place_of(row) - start(piece));
-      }
-    });
-  }
-  vector<uint16_t> image(int64_t piece, const vector<uint16_t>& x) const {
-    vector<uint16_t> elements(piece_elements(), uint16_t(0xffff));
-    for_each_row(piece, [&](int64_t row, int64_t offset) {
-      std::copy_n(&x[row * D], D, &elements[offset]);
-    });
-    return elements;
-  }
-  vector<uint16_t> fetch(int64_t piece) const {
-    vector<uint16_t> elements(piece_elements());
-    require(cudaMemcpy(elements.data(), base_ + start(piece), elements.size() * sizeof(Element),
-                       cudaMemcpyDeviceToHost),
-            "copying a tensor from the GPU");
-    return elements;
-  }
-  // Sets `trouble` to a sentence if a guard of the piece or a gap between its rows was written.
-  void expect_surroundings(int64_t piece, const vector<uint16_t>& got, string& trouble) const {
-    const auto written = [](uint16_t bits) { return bits != 0xffff; };
-    const char* where = nullptr;
-    if (std::any_of(got.begin(), got.begin() + GUARD, written)) where = "before";
-    if (std::any_of(got.end() - GUARD, got.end(), written)) where = "after";
-    if (!where && at.piece_span > at.piece_rows * D) {  // there are gaps
-      vector<uint16_t> gaps = got;
-      for_each_row(
-          piece, [&](int64_t, int64_t offset) { std::fill_n(&gaps[offset], D, uint16_t(0xffff)); });
-      if (std::any_of(gaps.begin(), gaps.end(), written)) where = "between the rows of";
-    }
-    if (where && trouble.empty()) trouble = format("the kernel wrote %s %c", where, name_);
-  }
-
-  char name_;
-  int64_t H_, S_, rows_;
-  Element* base_ = nullptr;
-  vector<uint16_t> held_;  // what upload() put in
-};
-
-struct DeviceBytes {  // plain device memory
-  void* data = nullptr;
-  explicit DeviceBytes(size_t bytes) {
-    require(cudaMalloc(&data, bytes ? bytes : 1), "allocating memory on the GPU");
-  }
-  ~DeviceBytes() { cudaFree(data); }
-  DeviceBytes(const DeviceBytes&) = delete;
-  DeviceBytes& operator=(const DeviceBytes&) = delete;
-};
-
-// Device memory between two guards of GUARD bytes of 0xff.
-class GuardedBytes {
- public:
-  GuardedBytes(const char* name, size_t bytes, int fill)
-      : name_(name), bytes_(bytes), all_(bytes + 2 * GUARD) {
-    require(cudaMemset(all_.data, 0xff, bytes + 2 * GUARD), "poisoning memory");
-    set(fill);
-  }
-  void* data() const { return static_cast<char*>(all_.data) + GUARD; }
-  void set(int byte) { require(cudaMemset(data(), byte, bytes_), "filling memory on the GPU"); }
-  template <class T> vector<T> download() const { return fetch<T>(GUARD, bytes_); }
-  void expect_guards(string& trouble) const {
-    for (size_t at : {size_t(0), GUARD + bytes_}) {
-      for (unsigned char byte : fetch<unsigned char>(at, GUARD)) {
-        if (byte != 0xff && trouble.empty()) {
-          trouble = format("the kernel wrote %s %s", at ? "after" : "before", name_);
-        }
-      }
-    }
-  }
-
- private:
-  template <class T> vector<T> fetch(size_t at, size_t bytes) const {
-    vector<T> x(bytes / sizeof(T));
-    require(cudaMemcpy(x.data(), static_cast<char*>(all_.data) + at, bytes, cudaMemcpyDeviceToHost),
-            "copying from the GPU");
-    return x;
-  }
-
-  const char* name_;
-  size_t bytes_;
-  DeviceBytes all_;
-};
-
-// ---- the witness: every row on the GPU by another kernel ----
-// Sections 4 to 6 have no part in it: it has its own mask, heads and strides. All of it is fp32. It goes
-// over the keys twice: m = max of S, then P = exp((S - m) * scale), l = sum of P, O = P @ V / l.
-
-struct WitnessArgs {
-  const Element *Q, *K, *V;
-  Strides q, k, v;
-  int Hq, Hkv, Sq, Sk;
-  int first_head;  // counted over batches: b * Hq + h
-  int diagonal;    // key k is visible to query q if k - q <= diagonal
-  float scale;
-  float *O, *LSE;  // [heads,Sq,D] and [heads,Sq] from first_head on
-};
-
-struct WitnessShared {
-  static constexpr int D = Build::head_dim, ROWS = 32, KEYS = 32, THREADS = 128;
-  static constexpr int PITCH = D + 4;  // float4 of neighbouring rows lie in different banks
-  float Q[ROWS][PITCH], KV[KEYS][PITCH];
-  float P[ROWS][KEYS + 4];
-  float m[ROWS], l[ROWS];
-};
-
-// tile_s[r] = row x0 + r of x, zeros past the end.
-__device__ void witness_load(float (*tile_s)[WitnessShared::PITCH], const Element* x,
-                             int64_t row_stride, int x0, int rows) {
-  using W = WitnessShared;
-  static_assert(W::ROWS == W::KEYS, "one tile shape for Q, K and V");
-#pragma unroll 16
-  for (int i = threadIdx.x; i < W::ROWS * W::D; i += W::THREADS) {
-    const int r = i / W::D, d = i % W::D;
-    tile_s[r][d] = x0 + r < rows ? float(x[(x0 + r) * row_stride + d]) : 0.0f;
-  }
-}
-
-// A CTA takes 32 query rows. A thread has a key and 8 rows of S, and R rows of C columns of O.
-__global__ void __launch_bounds__(WitnessShared::THREADS) witness(WitnessArgs a) {
-  using W = WitnessShared;
-  constexpr int COLS = W::D < W::THREADS ? W::D : W::THREADS, C = W::D / COLS;
-  constexpr int R = W::ROWS * COLS / W::THREADS, S_ROWS = W::ROWS * W::KEYS / W::THREADS;
-  W& s = dynamic_shared<W>();
-  const int tid = threadIdx.x, row_tiles = (a.Sq + W::ROWS - 1) / W::ROWS;
-  const int head = a.first_head + int(blockIdx.x) / row_tiles;
-  const int q0 = int(blockIdx.x) % row_tiles * W::ROWS;
-  const int b = head / a.Hq, h = head % a.Hq, h_kv = h / (a.Hq / a.Hkv);
-  const Element* const K_g = a.K + b * a.k.batch + h_kv * a.k.head;
-  const Element* const V_g = a.V + b * a.v.batch + h_kv * a.v.head;
-  const int key = tid % W::KEYS, s_row = tid / W::KEYS * S_ROWS;
-  const int col = tid % COLS, o_row = tid / COLS * R;
-
-  // S[i] = Q[q0 + s_row + i] @ K[k0 + key], -inf where that key is not visible
-  float S[S_ROWS];
-  const auto scores = [&](int k0) {
-    __syncthreads();  // KV and P are still being read
-    witness_load(s.KV, K_g, a.k.row, k0, a.Sk);
-    __syncthreads();
-    for (int i = 0; i < S_ROWS; i++) S[i] = 0;
-#pragma unroll 4
-    for (int d = 0; d < W::D; d += 4) {
-      const float4 k = *reinterpret_cast<const float4*>(&s.KV[key][d]);
-#pragma unroll
-      for (int i = 0; i < S_ROWS; i++) {
-        const float4 q = *reinterpret_cast<const float4*>(&s.Q[s_row + i][d]);
-        S[i] = fmaf(q.x, k.x, fmaf(q.y, k.y, fmaf(q.z, k.z, fmaf(q.w, k.w, S[i]))));
-      }
-    }
-    for (int i = 0; i < S_ROWS; i++) {
-      const int q = q0 + s_row + i;
-      if (k0 + key >= a.Sk || k0 + key - q > a.diagonal) S[i] = -INFINITY;
-    }
-  };
-
-  witness_load(s.Q, a.Q + b * a.q.batch + h * a.q.head, a.q.row, q0, a.Sq);
-  float m[S_ROWS], l[S_ROWS];
-  for (int i = 0; i < S_ROWS; i++) m[i] = -INFINITY, l[i] = 0;
-  for (int k0 = 0; k0 < a.Sk; k0 += W::KEYS) {
-    scores(k0);
-    for (int i = 0; i < S_ROWS; i++) m[i] = fmaxf(m[i], S[i]);
-  }
-  for (int i = 0; i < S_ROWS; i++) s.P[s_row + i][key] = m[i];
-  __syncthreads();
-  if (tid < W::ROWS) {
-    s.m[tid] = -INFINITY;
-    for (int k = 0; k < W::KEYS; k++) s.m[tid] = fmaxf(s.m[tid], s.P[tid][k]);
-  }
-  __syncthreads();
-  for (int i = 0; i < S_ROWS; i++) m[i] = s.m[s_row + i];
-
-  float O[R][C] = {};
-  for (int k0 = 0; k0 < a.Sk; k0 += W::KEYS) {
-    scores(k0);
-    for (int i = 0; i < S_ROWS; i++) {
-      const float P = S[i] == -INFINITY ? 0.0f : expf((S[i] - m[i]) * a.scale);
-      s.P[s_row + i][key] = P;
-      l[i] += P;
-    }
-    __syncthreads();  // K is still being read
-    witness_load(s.KV, V_g, a.v.row, k0, a.Sk);
-    __syncthreads();
-    float tile_O[R][C] = {};  // summed apart: fewer roundings of the long sum
-#pragma unroll 2
-    for (int k = 0; k < W::KEYS; k += 4) {
-#pragma unroll
-      for (int c = 0; c < C; c++) {
-        float v[4];
-        for (int j = 0; j < 4; j++) v[j] = s.KV[k + j][col + c * COLS];
-#pragma unroll
-        for (int r = 0; r < R; r++) {
-          const float4 P = *reinterpret_cast<const float4*>(&s.P[o_row + r][k]);
-          tile_O[r][c] =
-              fmaf(P.x, v[0], fmaf(P.y, v[1], fmaf(P.z, v[2], fmaf(P.w, v[3], tile_O[r][c]))));
-        }
-      }
-    }
-#pragma unroll
-    for (int r = 0; r < R; r++) {
-      for (int c = 0; c < C; c++) O[r][c] += tile_O[r][c];
-    }
-  }
-  __syncthreads();  // P is still being read
-  for (int i = 0; i < S_ROWS; i++) s.P[s_row + i][key] = l[i];
-  __syncthreads();
-  const int64_t first_row = int64_t(head - a.first_head) * a.Sq + q0;
-  if (tid < W::ROWS) {
-    s.l[tid] = 0;
-    for (int k = 0; k < W::KEYS; k++) s.l[tid] += s.P[tid][k];
-    if (q0 + tid < a.Sq) a.LSE[first_row + tid] = s.m[tid] * a.scale + logf(s.l[tid]);
-  }
-  __syncthreads();
-#pragma unroll
-  for (int r = 0; r < R; r++) {
-    const float sum = s.l[o_row + r];
-    for (int c = 0; c < C && q0 + o_row + r < a.Sq; c++) {
-      a.O[(first_row + o_row + r) * W::D + col + c * COLS] = sum == 0 ? 0.0f : O[r][c] / sum;
-    }
-  }
-}
-
-// O [heads,Sq,D] and LSE [heads,Sq] of query heads [first, first + heads), counted over batches.
-void launch_witness(const SdpaParams& p, int first, int heads, float* O, float* LSE) {
-  const int diagonal = p.causal == Causal::off            ? p.Sk
-                       : p.causal == Causal::bottom_right ? p.Sk - p.Sq
-                                                          : 0;
-  const float scale = p.scale == 0 ? float(1 / std::sqrt(double(Build::head_dim))) : p.scale;
-  const WitnessArgs args{p.Q,  p.K,  p.V,   p.q,      p.k,   p.v, p.Hq, p.Hkv,
-                         p.Sq, p.Sk, first, diagonal, scale, O,   LSE};
-  require(cudaFuncSetAttribute(witness, cudaFuncAttributeMaxDynamicSharedMemorySize,
-                               int(sizeof(WitnessShared))),
-          "giving the witness its shared memory");
-  cudaLaunchConfig_t config{};
-  config.gridDim = dim3(heads * ((p.Sq + WitnessShared::ROWS - 1) / WitnessShared::ROWS));
-  config.blockDim = dim3(WitnessShared::THREADS);
-  config.dynamicSmemBytes = sizeof(WitnessShared);
-  require(cudaLaunchKernelEx(&config, witness, args), "launching the witness");
-}
-
-// ---- a kernel that writes the inputs of the kernel behind it ----
-
-struct Copies {
-  struct {
-    uint4* to;
-    const uint4* from;
-    size_t words;
-  } tensors[3];
-  uint32_t flipped;  // bits of each 32
-};
-
-// Lets the next kernel start before anything is copied.
-__global__ void copy_tensors(Copies c) {
-#if defined(SDPA_SIMT) || (defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 900)
-  griddepcontrol_launch_dependents();
-#endif
-  for (const auto& t : c.tensors) {
-    for (size_t i = blockIdx.x * blockDim.x + threadIdx.x; i < t.words;
-         i += gridDim.x * blockDim.x) {
-      uint4 x = t.from[i];
-      x.x ^= c.flipped, x.y ^= c.flipped, x.z ^= c.flipped, x.w ^= c.flipped;
-      st_global_v4(&t.to[i], x);
-    }
-  }
-}
-
-void launch_copies(const Copies& c) {
-  cudaLaunchConfig_t config{};
-  // Few, so that the next kernel has room beside them.
-  config.gridDim = dim3(has_clock ? 64 : 1), config.blockDim = dim3(has_clock ? 256 : 32);
-  require(cudaLaunchKernelEx(&config, copy_tensors, c), "launching a copy of the inputs");
-}
-
-// ---- self-check ----
-
-struct Tolerance {
-  double rel_rms;  // of rms(error) / rms(reference)
-  double max_abs;  // of the largest error, times max(1, largest |reference|)
-  double lse;      // of an error of LSE, times max(1, |reference|) of that row
-};
-// By element type, not by build: a few times the rounding of O itself.
-constexpr Tolerance tolerance =
-    Build::is_bf16 ? Tolerance{8e-3, 8e-3, 1e-3} : Tolerance{1e-3, 1e-3, 1e-3};
-
-// Of the sum of (|got| - |ref|) over O, in units of the last place: an O that is truncated, not rounded,
-// has -0.5. Judged from so many rows and elements on, since the errors of a row go together: the
-// rounding of its few weights is in all of them.
-constexpr double bias_limit = 0.25;
-constexpr long bias_rows = 32, bias_elements = 256;
-
-// A unit in the last place of an Element like x; 0 where that is not a normal number.
-inline double ulp(double x) {
-  constexpr int mantissa_bits = Build::is_bf16 ? 7 : 10;
-  constexpr double smallest = Build::is_bf16 ? 0x1p-126 : 0x1p-14,
-                   largest = Build::is_bf16 ? 0x1p127 : 65504;
-  x = std::fabs(x);
-  return x >= smallest && x <= largest ? std::ldexp(1.0, std::ilogb(x) - mantissa_bits) : 0;
-}
-
-// Collects rows of results and compares them with what they must be. Every comparison is written so
-// that NaN fails.
-class Comparison {
- public:
-  long rows = 0;
-  double rel_rms = 0, max_abs_err = 0, lse_err = 0;
-  bool judges_rounding = true;
-
-  void add(const reference::Row& at, const reference::Result& want, const float* O, float LSE) {
-    add(at, want.O.data(), want.LSE, want.open.data(), O, LSE, int(want.O.size()));
-  }
-  // open[d]: NaN is right as well as want_O[d]; null: nowhere.
-  template <class Real>
-  void add(const reference::Row& at, const Real* want_O, double want_LSE, const char* open,
-           const float* O, float LSE, int D = Build::head_dim) {
-    rows++;
-    for (int d = 0; d < D; d++) {
-      const double ref = want_O[d], got = O[d];
-      if (std::isnan(got) && open && open[d]) continue;
-      const double err = distance(ref, got);
-      squares_err_ += err * err;
-      const double unit = ulp(ref);
-      if (unit > 0 && std::isfinite(got)) {
-        signed_err_ += std::fabs(got) - std::fabs(ref), units_ += unit, bias_elements_++;
-      }
-      if (std::isfinite(ref)) {
-        squares_ref_ += ref * ref;
-        max_ref_ = std::max(max_ref_, std::fabs(ref));
-      }
-      if (!(err <= max_abs_err)) {
-        max_abs_err = err;
-        worst_ = format("O(b=%d,h=%d,q=%d,d=%d) ref=%.9g got=%.9g err=%.3g", at.b, at.h, at.q, d,
-                        ref, got, err);
-      }
-    }
-    if (std::fabs(want_LSE) > double(FLT_MAX)) want_LSE = std::copysign(INFINITY, want_LSE);
-    const double size = std::isfinite(want_LSE) ? std::max(1.0, std::fabs(want_LSE)) : 1.0;
-    const double err = distance(want_LSE, LSE) / size;
-    max_lse_ = std::max(max_lse_, size);
-    if (!(err <= lse_err)) {
-      lse_err = err;
-      worst_lse_ = format("LSE(b=%d,h=%d,q=%d) ref=%.9g got=%.9g relative err=%.3g", at.b, at.h,
-                          at.q, want_LSE, double(LSE), err);
-    }
-  }
-
-  void merge(const Comparison& other) {  // which has other rows
-    rows += other.rows;
-    squares_err_ += other.squares_err_, squares_ref_ += other.squares_ref_;
-    signed_err_ += other.signed_err_, units_ += other.units_;
-    bias_elements_ += other.bias_elements_;
-    max_ref_ = std::max(max_ref_, other.max_ref_), max_lse_ = std::max(max_lse_, other.max_lse_);
-    if (!(other.max_abs_err <= max_abs_err)) {
-      max_abs_err = other.max_abs_err, worst_ = other.worst_;
-    }
-    if (!(other.lse_err <= lse_err)) lse_err = other.lse_err, worst_lse_ = other.worst_lse_;
-  }
-
-  double largest_lse() const { return max_lse_; }
-
-  // Mean signed error of O in units of the last place, each element by the size of its unit.
-  double bias() const { return units_ > 0 ? signed_err_ / units_ : 0; }
-
-  // Empty, or a sentence with the worst element and the limit that it broke.
-  string verdict(const Tolerance& tol) {
-    rel_rms = squares_err_ == 0 ? 0 : std::sqrt(squares_err_ / squares_ref_);
-    const double abs_limit = tol.max_abs * std::max(1.0, max_ref_);
-    if (!(max_abs_err <= abs_limit)) return worst_ + format(" tol=%.3g", abs_limit);
-    if (!(rel_rms <= tol.rel_rms)) {
-      return format("rel_rms=%.3g tol=%.3g; worst ", rel_rms, tol.rel_rms) + worst_;
-    }
-    if (!(lse_err <= tol.lse)) return worst_lse_ + format(" tol=%.3g", tol.lse);
-    if (judges_rounding && rows >= bias_rows && bias_elements_ >= bias_elements &&
-        !(std::fabs(bias()) <= bias_limit)) {
-      return format(
-          "O is not rounded to nearest: its mean error is %.3g units of the last place, tol=%.3g",
-          bias(), bias_limit);
-    }
-    return "";
-  }
-
- private:
-  // |ref - got|; 0 for the same infinity or two NaNs; infinity where only one is NaN or infinite.
-  static double distance(double ref, double got) {
-    if (std::isnan(ref) && std::isnan(got)) return 0;
-    if (ref == got) return 0;
-    const double err = std::fabs(ref - got);
-    return std::isnan(err) ? double(INFINITY) : err;
-  }
-
-  double squares_err_ = 0, squares_ref_ = 0, max_ref_ = 0, max_lse_ = 1;
-  double signed_err_ = 0, units_ = 0;
-  long bias_elements_ = 0;
-  string worst_, worst_lse_;
-};
-
-// The rows to compare, in order: all, if that is affordable. Otherwise of every work item of
-// `item_rows` rows at least one, chosen by a hash, and of the first and last head those beside the edges of
-// items, and in the first and last item those beside the edges of groups of 64 rows.
-vector<reference::Row> rows_to_check(const Problem& p, int item_rows, double affordable_macs) {
-  vector<reference::Row> rows;
-  const double all = double(p.B) * p.Hq * p.Sq, macs_per_row = 2.0 * p.Sk * Build::head_dim;
-  const double affordable = macs_per_row > 0 ? affordable_macs / macs_per_row : all;
-  const bool sampled = all > affordable;
-  const double items = double(p.B) * p.Hq * ((p.Sq + item_rows - 1) / item_rows);
-  const int wanted_of_item = int(std::min(double(item_rows), std::max(1.0, affordable / items)));
-  for (int b = 0; b < p.B; b++) {
-    for (int h = 0; h < p.Hq; h++) {
-      const bool at_end = (b == 0 && h == 0) || (b == p.B - 1 && h == p.Hq - 1);
-      for (int q0 = 0; q0 < p.Sq; q0 += item_rows) {
-        const int end = std::min(q0 + item_rows, p.Sq);
-        vector<int> of_item;
-        if (sampled) {
-          for (int n = 0; n < wanted_of_item; n++) {
-            const uint64_t place = (uint64_t(b) * p.Hq + h) * p.Sq + q0;
-            of_item.push_back(q0 + int(mix(mix(mix(p.seed + 55) + place) + n) % (end - q0)));
-          }
-        }
-        for (int q = q0; q < end; q++) {
-          const bool of_group = (q0 == 0 || end == p.Sq) && (q % 64 == 0 || q % 64 == 63);
-          const bool edge = q == q0 || q == end - 1 || of_group;
-          if (!sampled || (at_end && edge)) of_item.push_back(q);
-        }
-        std::sort(of_item.begin(), of_item.end());
-        of_item.erase(std::unique(of_item.begin(), of_item.end()), of_item.end());
-        for (int q : of_item) rows.push_back({b, h, q});
-      }
-    }
-  }
-  return rows;
-}
-
-vector<uint16_t> bits_of_elements(const vector<float>& x) {
-  vector<uint16_t> bits(x.size());
-  constexpr size_t block = 1 << 16;
-  reference::parallel_for((x.size() + block - 1) / block, [&](size_t n) {
-    for (size_t i = n * block; i < std::min(x.size(), (n + 1) * block); i++) {
-      const Element e = to_element(x[i]);
-      memcpy(&bits[i], static_cast<const void*>(&e), sizeof e);
-    }
-  });
-  return bits;
-}
-
-float float_of_element(uint16_t bits) {
-  Element e;
-  memcpy(static_cast<void*>(&e), &bits, sizeof e);
-  return to_float(e);
-}
-
-struct Figures {  // of checks: the worst errors, and over how many rows
-  double rel_rms = 0, max_abs_err = 0, lse_err = 0;
-  long rows_checked = 0, rows_witnessed = 0;  // compared with the reference, with the witness
-
-  void include(const Comparison& c) {
-    rel_rms = std::max(rel_rms, c.rel_rms);
-    max_abs_err = std::max(max_abs_err, c.max_abs_err);
-    lse_err = std::max(lse_err, c.lse_err);
-  }
-};
-
-// A problem on the GPU, ready to launch.
-class Instance {
- public:
-  explicit Instance(const Problem& p) : problem(p), Q_(p, 'Q'), K_(p, 'K'), V_(p, 'V'), O_(p, 'O') {
-    size_t free_bytes = 0, total_bytes = 0;
-    require(cudaMemGetInfo(&free_bytes, &total_bytes), "asking for free GPU memory");
-    const double need = Q_.bytes() + K_.bytes() + V_.bytes() + O_.bytes() + 4.0 * p.B * p.Hq * p.Sq;
-    // Inputs as floats and as elements, outputs twice, and of one tensor what it holds and must hold.
-    const double q_bytes = 2.0 * p.B * p.Hq * p.Sq * Build::head_dim;
-    const double host_need = 7 * q_bytes + 12.0 * p.B * p.Hkv * p.Sk * Build::head_dim;
-    const double host_bytes = double(sysconf(_SC_PHYS_PAGES)) * double(sysconf(_SC_PAGESIZE));
-    if (host_need > host_bytes) {
-      throw CudaError{format("checking the problem needs %.1f GB of host memory of %.1f GB",
-                             host_need * 1e-9, host_bytes * 1e-9)};
-    }
-    if (need > double(free_bytes)) {
-      throw TooLarge{{format("the problem needs %.1f GB of GPU memory and %.1f GB are free",
-                             need * 1e-9, free_bytes * 1e-9)}};
-    }
-    for (DeviceTensor* t : {&Q_, &K_, &V_, &O_}) t->allocate();
-    lse_.reset(new GuardedBytes("LSE", size_t(p.B) * p.Hq * p.Sq * sizeof(float), 0xff));
-    params.Q = Q_.data(), params.K = K_.data(), params.V = V_.data(), params.O = O_.data();
-    params.LSE = static_cast<float*>(lse_->data());
-    params.B = p.B, params.Hq = p.Hq, params.Hkv = p.Hkv, params.Sq = p.Sq, params.Sk = p.Sk;
-    params.D = Build::head_dim;
-    params.q = Q_.at.strides, params.k = K_.at.strides, params.v = V_.at.strides;
-    params.o = O_.at.strides;
-    params.scale = p.scale, params.causal = p.causal, params.max_ctas = p.max_ctas;
-    workspace_.reset(new GuardedBytes("the workspace", sdpa_workspace_bytes(params), 0));
-    params.workspace = workspace_->data();
-  }
-
-  void set_inputs(uint64_t seed) {
-    problem.seed = seed;
-    q_ = make_input(problem, Tensor::Q), k_ = make_input(problem, Tensor::K);
-    v_ = make_input(problem, Tensor::V);
-    Q_.upload(bits_of_elements(q_)), K_.upload(bits_of_elements(k_));
-    V_.upload(bits_of_elements(v_));
-  }
-
-  // Launches once. Returns a sentence if something but the outputs was written.
-  string run_once() {
-    poison();
-    launch();
-    string trouble = collect();
-    for (const DeviceTensor* t : {&Q_, &K_, &V_}) t->expect_unchanged(trouble);
-    return trouble;
-  }
-
-  // Compares the outputs of a run with the reference, and those of more runs with its bits: the one
-  // with as many CTAs as are resident, the others with max_ctas, on which no bit may depend. Returns a
-  // sentence on failure.
-  string check(Figures& figures, int repeats) {
-    params.max_ctas = 0;
-    string trouble = run_once();
-    params.max_ctas = problem.max_ctas;
-    if (trouble.empty()) trouble = compare(figures);
-    checked_ = got_;
-    const bool chained = trouble.empty() && check_chain(trouble);  // the first repeat
-    for (int n = chained ? 1 : 0; n < repeats && trouble.empty(); n++) {
-      trouble = check_again("of two runs on the same inputs differs");
-    }
-    return trouble;
-  }
-
-  // Another run must give the bits of the checked one; else a sentence.
-  string check_again(const char* sentence) {
-    const string trouble = run_once();
-    return trouble.empty() ? difference(sentence) : trouble;
-  }
-  // Of launches since poison() the last must have left the bits of the checked run; else a sentence.
-  string check_last(const char* sentence) {
-    const string trouble = collect();
-    return trouble.empty() ? difference(sentence) : trouble;
-  }
-  void poison() {
-    O_.poison();
-    lse_->set(0xff);
-  }
-
-  Problem problem;
-  SdpaParams params{};
-
- private:
-  struct Outputs {
-    vector<uint16_t> O;  // bits of [B,Hq,Sq,D]
-    vector<uint32_t> LSE;
-  };
-
-  void launch() { launch(params); }
-  static void launch(const SdpaParams& p) {
-    const SdpaStatus status = sdpa_forward(p, 0);
-    if (!status.ok()) throw CudaError{status.text};
-  }
-
-  // Three kernels with no synchronisation in between: one writes Q, K and V, then O = attention(Q, K, V),
-  // then O2 = attention(O, K, V). O must have the bits of the checked run, and O2 those of the same launch
-  // after a synchronisation. Returns false if there is no memory for it; `trouble` is a sentence on failure.
-  bool check_chain(string& trouble) {
-    DeviceTensor O2(problem, 'O');
-    const double need = Q_.bytes() + K_.bytes() + V_.bytes() + O2.bytes();
-    size_t free_bytes = 0, total_bytes = 0;
-    require(cudaMemGetInfo(&free_bytes, &total_bytes), "asking for free GPU memory");
-    if (problem.layout.compare(0, 3, "far") == 0 || need > double(free_bytes)) return false;
-    O2.allocate();
-    SdpaParams second = params;
-    second.Q = params.O, second.q = params.o, second.O = O2.data(), second.LSE = nullptr;
-    O2.poison();
-    launch(second);  // O is that of the checked run
-    require(cudaDeviceSynchronize(), "running the kernel");
-    const vector<uint16_t> want = O2.download(trouble);
-    if (!trouble.empty()) return true;
-
-    const DeviceTensor* const inputs[] = {&Q_, &K_, &V_};
-    std::unique_ptr<DeviceBytes> copies[3];
-    Copies save{}, write{};
-    for (int i = 0; i < 3; i++) {
-      const size_t words = inputs[i]->words();
-      copies[i].reset(new DeviceBytes(words * sizeof(uint4)));
-      uint4* const copy = static_cast<uint4*>(copies[i]->data);
-      save.tensors[i] = {copy, inputs[i]->allocation(), words};
-      write.tensors[i] = {inputs[i]->allocation(), copy, words};
-    }
-    launch_copies(save);
-    write.flipped = 0x80408040;  // what the inputs hold before the chain: other finite numbers
-    launch_copies(write);
-    O2.poison(), poison();
-    require(cudaDeviceSynchronize(), "preparing a chain of kernels");
-
-    write.flipped = 0;
-    launch_copies(write);
-    launch();
-    launch(second);
-    const char* const sentence = "in a chain of kernels differs";
-    trouble = check_last(sentence);
-    const vector<uint16_t> got = O2.download(trouble);
-    if (trouble.empty()) trouble = difference("O of the second kernel", want, got, sentence);
-    return true;
-  }
-
-  // Waits, and fetches the outputs into got_. Returns a sentence if anything around them or around the
-  // workspace was written, or if the workspace is not as the next launch must find it.
-  string collect() {
-    require(cudaDeviceSynchronize(), "running the kernel");
-    string trouble;
-    got_.O = O_.download(trouble);
-    got_.LSE = lse_->download<uint32_t>();
-    lse_->expect_guards(trouble), workspace_->expect_guards(trouble);
-    if (is_cublas || !trouble.empty()) return trouble;
-    for (uint32_t word : workspace_->download<uint32_t>()) {
-      if (word) return format("the kernel left %u in the workspace, which must be zero", word);
-    }
-    return "";
-  }
-
-  // Empty if got_ has the bits of checked_.
-  string difference(const char* sentence) const {
-    if (checked_.LSE != got_.LSE) return string("LSE ") + sentence;
-    return difference("O", checked_.O, got_.O, sentence);
-  }
-  string difference(const char* name, const vector<uint16_t>& want, const vector<uint16_t>& got,
-                    const char* sentence) const {
-    const size_t i = std::mismatch(got.begin(), got.end(), want.begin()).first - got.begin();
-    if (i == got.size()) return "";
-    return name + where(i) +
-           format(" %s: %.9g and %.9g", sentence, double(float_of_element(want[i])),
-                  double(float_of_element(got[i])));
-  }
-
-  string compare(Figures& figures) {
-    const Problem& p = problem;
-    for (size_t i = 0; i < got_.O.size(); i++) {
-      if (got_.O[i] == 0xffff) return string("O") + where(i) + " was never written";
-    }
-    const size_t all_rows = size_t(p.B) * p.Hq * p.Sq;
-    for (size_t row = 0; row < all_rows; row++) {
-      if (got_.LSE[row] == ~0u) {
-        return string("LSE") + where(row * Build::head_dim) + " was never written";
-      }
-    }
-    const vector<reference::Row> rows = rows_to_check(p, kernel_facts(params).item_rows, 1.5e9);
-    const vector<reference::Result> want =
-        reference::attend(reference_problem(p, q_.data(), k_.data(), v_.data()), rows);
-    Comparison comparison;
-    comparison.judges_rounding = judges_rounding();
-    for (size_t i = 0; i < rows.size(); i++) compare_row(comparison, rows[i], want[i]);
-    const string trouble = comparison.verdict(tolerance);
-    figures.include(comparison);
-    figures.rows_checked += comparison.rows;
-    if (!trouble.empty() || rows.size() == all_rows || p.dist == "nonfinite") return trouble;
-    return has_clock ? compare_with_witness(figures, rows, want) : all_finite();
-  }
-
-  // Every row with the witness, and the witness with the reference on the rows of `sample`.
-  string compare_with_witness(Figures& figures, const vector<reference::Row>& sample,
-                              const vector<reference::Result>& want) {
-    constexpr size_t D = Build::head_dim;
-    const size_t S = problem.Sq, heads = size_t(problem.B) * problem.Hq;
-    const size_t most_heads = std::min(heads, std::max<size_t>(1, (size_t(1) << 26) / (S * D)));
-    const DeviceBytes O_g(most_heads * S * D * sizeof(float)),
-        LSE_g(most_heads * S * sizeof(float));
-    vector<float> O(most_heads * S * D), LSE(most_heads * S);
-    Comparison with_reference, with_witness;
-    with_reference.judges_rounding = false, with_witness.judges_rounding = judges_rounding();
-    size_t next = 0;  // of the sample, which is in order
-    for (size_t first = 0; first < heads; first += most_heads) {
-      const size_t count = std::min(most_heads, heads - first);
-      launch_witness(params, int(first), int(count), static_cast<float*>(O_g.data),
-                     static_cast<float*>(LSE_g.data));
-      require(cudaMemcpy(O.data(), O_g.data, count * S * D * sizeof(float), cudaMemcpyDeviceToHost),
-              "running the witness");
-      require(cudaMemcpy(LSE.data(), LSE_g.data, count * S * sizeof(float), cudaMemcpyDeviceToHost),
-              "running the witness");
-      for (size_t row; next < sample.size(); next++) {
-        row = row_number(sample[next]) - first * S;
-        if (row >= count * S) break;
-        with_reference.add(sample[next], want[next], &O[row * D], LSE[row]);
-      }
-      vector<Comparison> of_head(count);
-      reference::parallel_for(count, [&](size_t i) {
-        const int b = int(first + i) / problem.Hq, h = int(first + i) % problem.Hq;
-        for (size_t q = 0; q < S; q++) {
-          const size_t row = i * S + q;
-          compare_row(of_head[i], {b, h, int(q)}, &O[row * D], LSE[row], nullptr);
-        }
-      });
-      for (const Comparison& c : of_head) with_witness.merge(c);
-    }
-    // Sums in fp32 lose with the size of the logits.
-    const double limit = 1e-5 * std::min(30.0, std::max(1.0, with_reference.largest_lse() / 32));
-    string trouble = with_reference.verdict({limit, limit, limit});
-    if (!trouble.empty()) return "the witness is wrong: " + trouble;
-    trouble = with_witness.verdict(tolerance);
-    figures.include(with_witness);
-    figures.rows_witnessed += with_witness.rows;
-    return trouble.empty() ? "" : "against the witness: " + trouble;
-  }
-
-  // cuBLAS has its own rounding of O, and of P after the division by its sum; tensor cores truncate their
-  // sums, which adds up over very many keys.
-  bool judges_rounding() const { return !is_cublas && problem.Sk <= 1 << 14; }
-
-  string all_finite() const {
-    for (size_t i = 0; i < got_.O.size(); i++) {
-      if (!std::isfinite(float_of_element(got_.O[i]))) {
-        return string("O") + where(i) + " is not finite";
-      }
-    }
-    return "";
-  }
-
-  size_t row_number(const reference::Row& at) const {  // in [B,Hq,Sq]
-    return (size_t(at.b) * problem.Hq + at.h) * problem.Sq + at.q;
-  }
-  // Adds one row of the outputs to a comparison, with what it must be.
-  template <class... Wanted>
-  void compare_row(Comparison& comparison, const reference::Row& at, const Wanted&... want) const {
-    constexpr int D = Build::head_dim;
-    const size_t row = row_number(at);
-    float O[D];
-    for (int d = 0; d < D; d++) O[d] = float_of_element(got_.O[row * D + d]);
-    comparison.add(at, want..., O, float_of(got_.LSE[row]));
-  }
-
-  string where(size_t i) const {
-    const size_t D = Build::head_dim, S = problem.Sq, H = problem.Hq;
-    return format("(b=%d,h=%d,q=%d,d=%d)", int(i / D / S / H), int(i / D / S % H), int(i / D % S),
-                  int(i % D));
-  }
-
-  DeviceTensor Q_, K_, V_, O_;
-  std::unique_ptr<GuardedBytes> lse_, workspace_;
-  vector<float> q_, k_, v_;  // the inputs, rounded
-  Outputs got_, checked_;    // of the last run, and of the one that was compared
-};
-
-// ---- timing on a GPU, counters on the CPU backend ----
-
-struct Options {
-  vector<Problem> problems;
-  vector<uint64_t> seeds;
-  int warmup = 20, iterations = 100, repeats = 1;
-  bool check_only = false, time_only = false, config = false, header = false, help = false,
-       shape_given = false;
-  string error;  // one sentence
-};
+// ---- timing ----
 
 struct Timing {
-  double p50_us, p90_us, p99_us, min_us, graph_us, graph_lo_us, graph_hi_us, cold_us, clock_mhz;
+  double p50_us = 0, p90_us = 0, p99_us = 0, min_us = 0, graph_us = 0, graph_lo_us = 0,
+         graph_hi_us = 0, cold_us = 0, clock_mhz = 0;
   string trouble;  // a sentence, if a series of launches left other bits than the checked run
 };
 
@@ -5540,96 +4550,9 @@ inline double percentile(vector<double> samples, double fraction) {  // nearest 
   return samples[size_t(std::max(1.0, rank)) - 1];
 }
 
-// Bounds that hold the median of what was sampled with 95%: the samples whose ranks are 1.96 standard
-// deviations of a binomial(n, 1/2) from the middle (David and Nagaraja, Order Statistics, 7.1).
-inline void median_interval(vector<double> samples, double& low, double& high) {
-  std::sort(samples.begin(), samples.end());
-  const double n = double(samples.size());
-  const size_t skipped = size_t(std::max(0.0, (n - 1.96 * std::sqrt(n)) / 2));
-  low = samples[skipped], high = samples[samples.size() - 1 - skipped];
-}
-
-struct TileCounters {  // of one K/V tile, as executed; empty texts on a GPU
-  string barriers, bank_conflicts, global_bytes, by_site;
-};
-
 #ifdef SDPA_SIMT
-// Sets the order in which threads run. Returns a sentence if `text` names none.
-string set_schedule(const string& text) {
-  const string random = "random:";
-  simt::schedule = {};
-  simt::schedule.alternate = false;
-  if (text == "forward") return "";
-  if (text == "reverse") {
-    simt::schedule.order = simt::Order::reverse;
-    return "";
-  }
-  if (text.compare(0, random.size(), random) || text.size() == random.size() ||
-      text.find_first_not_of("0123456789", random.size()) != string::npos) {
-    return "want forward, reverse or random:SEED with a number for SEED";
-  }
-  simt::schedule.order = simt::Order::random;
-  simt::schedule.seed = std::strtoull(text.c_str() + random.size(), nullptr, 10);
-  return "";
-}
-
-Timing time_kernel(Instance&, const Options&) { return {}; }
-
-// What one more K/V tile adds to a launch of one CTA: barriers that its first thread passes, bytes from
-// global memory, and bank conflicts: wavefronts of shared memory beyond those that the bytes need. Of a
-// build that chooses its tile by the problem, nothing.
-TileCounters count_tile() {
-  if (Build::use_tuned) return {};
-  constexpr int groups = Build::split_kv;  // each takes a tile more
-  const auto count = [](int tiles) {
-    Problem p;
-    p.B = p.Hq = p.Hkv = 1, p.Sq = Build::block_m, p.Sk = tiles * groups * Build::block_n;
-    Instance instance(p);
-    instance.set_inputs(0);
-    simt::take_counters();
-    instance.run_once();
-    return simt::take_counters();
-  };
-  const simt::Counters less = count(4), more = count(5);
-  TileCounters c;
-  uint64_t conflicts = 0;
-  for (const auto& site : more.shared) {
-    const auto before = less.shared.find(site.first);
-    const simt::AccessCount none{};
-    const simt::AccessCount& old = before == less.shared.end() ? none : before->second;
-    if (site.second.accesses == old.accesses) continue;
-    conflicts += site.second.conflicts - old.conflicts;
-    c.by_site += format("  %6llu accesses, %6llu conflicts  %s\n",
-                        (unsigned long long)(site.second.accesses - old.accesses) / groups,
-                        (unsigned long long)(site.second.conflicts - old.conflicts) / groups,
-                        site.second.where.c_str());
-  }
-  c.barriers = std::to_string(more.barriers - less.barriers);
-  c.bank_conflicts = std::to_string(conflicts / groups);
-  c.global_bytes = std::to_string((more.global_bytes - less.global_bytes) / groups);
-  return c;
-}
+Timing time_kernel(Instance&, int, int) { return {}; }
 #else
-TileCounters count_tile() { return {}; }
-string set_schedule(const string&) { return "only the CPU backend has one; a GPU has its own"; }
-
-struct Event {
-  cudaEvent_t event;
-  Event() { require(cudaEventCreate(&event), "creating an event"); }
-  ~Event() { cudaEventDestroy(event); }
-};
-
-// Microseconds of GPU time from before work() to after it.
-double time_us(cudaStream_t stream, const std::function<void()>& work) {
-  static Event begin, end;
-  require(cudaEventRecord(begin.event, stream), "recording an event");
-  work();
-  require(cudaEventRecord(end.event, stream), "recording an event");
-  require(cudaEventSynchronize(end.event), "running the kernel");
-  float ms = 0;
-  require(cudaEventElapsedTime(&ms, begin.event, end.event), "reading an event");
-  return 1e3 * ms;
-}
 
 // Cycles of one SM and nanoseconds of the same stretch, some 300 us long.
 __global__ void count_clocks(long long* cycles_and_ns) {
@@ -5645,215 +4568,182 @@ __global__ void count_clocks(long long* cycles_and_ns) {
   cycles_and_ns[1] = now_ns() - ns;
 }
 
-Timing time_kernel(Instance& instance, const Options& o) {
-  constexpr int launches_per_graph = 20, most_replays = 1000;
-  // An H200 clocks a kernel that draws much power down as it warms up: replays of 0.1 s before the
-  // measured ones bring the figures of processes from within 1% of each other to 0.3%.
-  constexpr double warm_up_us = 100e3, replayed_us = 30e3;
-  const int replays = std::min(o.iterations, 15), cold_runs = std::min(o.iterations, 20);
-  cudaStream_t stream;
-  require(cudaStreamCreateWithFlags(&stream, cudaStreamNonBlocking), "creating a stream");
-  const auto launch = [&] {
-    const SdpaStatus status = sdpa_forward(instance.params, stream);
-    if (!status.ok()) throw CudaError{status.text};
-  };
-  Timing t{};
-  // Around each series: the outputs are poisoned before, and what its last launch left is compared.
-  const auto begin_series = [&] {
-    require(cudaStreamSynchronize(stream), "running the kernel");
-    if (!o.time_only) instance.poison();
+class Timer {
+ public:
+  Timing t;
+
+  explicit Timer(Instance& instance)
+      : instance_(instance), clocks_("the clock", 2 * sizeof(long long)) {
+    require(cudaStreamCreateWithFlags(&stream_, cudaStreamNonBlocking), "creating a stream");
+    require(cudaEventCreate(&begin_), "creating an event");
+    require(cudaEventCreate(&end_), "creating an event");
+  }
+  ~Timer() { cudaEventDestroy(begin_), cudaEventDestroy(end_), cudaStreamDestroy(stream_); }
+
+  // A pair of events around each launch, and then some back to back.
+  void time_launches(int warmup, int iterations) {
+    vector<double> us;
+    checked("in the last of several launches differs", [&] {
+      for (int i = 0; i < warmup; i++) launch();
+      for (int i = 0; i < iterations; i++) us.push_back(time_us([&] { launch(); }));
+      for (int i = 0; i < 3; i++) launch();
+    });
+    t.p50_us = percentile(us, 0.5), t.p90_us = percentile(us, 0.9);
+    t.p99_us = percentile(us, 0.99), t.min_us = percentile(us, 0);
+  }
+
+  // A launch's share of a replayed graph: the kernel without what a launch costs.
+  void time_graph(int least_replays) {
+    constexpr int launches = 20, most_replays = 1000;
+    // An H200 clocks a kernel that draws much power down as it warms up: replays of 0.1 s before the
+    // measured ones bring the figures of processes from within 1% of each other to 0.3%.
+    constexpr double warm_up_us = 100e3, replayed_us = 30e3;
+    cudaGraph_t graph;
+    cudaGraphExec_t executable;
+    require(cudaStreamBeginCapture(stream_, cudaStreamCaptureModeThreadLocal), "capturing a graph");
+    for (int i = 0; i < launches; i++) launch();
+    require(cudaStreamEndCapture(stream_, &graph), "capturing a graph");
+    require(cudaGraphInstantiate(&executable, graph, 0), "instantiating a graph");
+    const auto replay = [&] { require(cudaGraphLaunch(executable, stream_), "replaying a graph"); };
+    vector<double> us;
+    checked("in the last replay of the graph differs", [&] {
+      for (double spent = 0; spent < warm_up_us;) spent += time_us(replay);
+      double spent = 0;
+      for (int i = 0; i < least_replays || (spent < replayed_us && i < most_replays); i++) {
+        us.push_back(time_us(replay) / launches), spent += us.back() * launches;
+      }
+      replay();
+      t.clock_mhz = clock_mhz();  // right behind the load, before clocks change
+    });
+    // Bounds that hold the median with 95%: the samples whose ranks are 1.96 standard deviations of a
+    // binomial(n, 1/2) from the middle (David and Nagaraja, Order Statistics, 7.1).
+    std::sort(us.begin(), us.end());
+    const double n = double(us.size());
+    const size_t skipped = size_t(std::max(0.0, (n - 1.96 * std::sqrt(n)) / 2));
+    t.graph_us = percentile(us, 0.5);
+    t.graph_lo_us = us[skipped], t.graph_hi_us = us[us.size() - 1 - skipped];
+    require(cudaGraphExecDestroy(executable), "destroying a graph");
+    require(cudaGraphDestroy(graph), "destroying a graph");
+  }
+
+  // Each launch after the L2 cache was filled with something else.
+  void time_cold(int iterations) {
+    const size_t bytes = 4 * size_t(device_attribute(cudaDevAttrL2CacheSize, 0)) + (32 << 20);
+    const Guarded other("what flushes L2", bytes);
+    vector<double> us;
+    checked("in the last launch with a cold L2 differs", [&] {
+      for (int i = 0; i < iterations; i++) {
+        require(cudaMemsetAsync(other.data(), i, bytes, stream_), "flushing L2");
+        us.push_back(time_us([&] { launch(); }));
+      }
+    });
+    t.cold_us = percentile(us, 0.5);
+  }
+
+ private:
+  void launch() { Instance::launch(instance_.params, stream_); }
+
+  // Runs the series; what its last launch left must have the bits of the checked run.
+  template <class Series> void checked(const char* sentence, const Series& series) {
+    instance_.poison();
     require(cudaDeviceSynchronize(), "poisoning the outputs");  // on another stream
-  };
-  const auto end_series = [&](const char* sentence) {
-    if (!o.time_only && t.trouble.empty()) t.trouble = instance.check_last(sentence);
-  };
-  begin_series();
-  for (int i = 0; i < o.warmup; i++) launch();
-  vector<double> samples;
-  for (int i = 0; i < o.iterations && !o.time_only; i++) {
-    samples.push_back(time_us(stream, launch));
+    series();
+    if (t.trouble.empty()) t.trouble = instance_.check_last(sentence);
   }
-  if (!samples.empty()) {
-    t.p50_us = percentile(samples, 0.5), t.p90_us = percentile(samples, 0.9);
-    t.p99_us = percentile(samples, 0.99), t.min_us = percentile(samples, 0);
+  // Microseconds of GPU time from before work() to after it.
+  template <class Work> double time_us(const Work& work) {
+    require(cudaEventRecord(begin_, stream_), "recording an event");
+    work();
+    require(cudaEventRecord(end_, stream_), "recording an event");
+    require(cudaEventSynchronize(end_), "running the kernel");
+    float ms = 0;
+    require(cudaEventElapsedTime(&ms, begin_, end_), "reading an event");
+    return 1e3 * ms;
   }
-  for (int i = 0; i < 3 && !o.time_only; i++) launch();  // back to back
-  end_series("in the last of several launches differs");
-
-  cudaGraph_t graph;
-  cudaGraphExec_t replay;
-  require(cudaStreamBeginCapture(stream, cudaStreamCaptureModeThreadLocal), "capturing a graph");
-  for (int i = 0; i < launches_per_graph; i++) launch();
-  require(cudaStreamEndCapture(stream, &graph), "capturing a graph");
-  require(cudaGraphInstantiate(&replay, graph, 0), "instantiating a graph");
-  const auto replay_graph = [&] { require(cudaGraphLaunch(replay, stream), "replaying a graph"); };
-  samples.clear();
-  begin_series();
-  for (double us = 0; us < warm_up_us;) us += time_us(stream, replay_graph);
-  double total_us = 0;
-  for (int i = 0; i < replays || (total_us < replayed_us && i < most_replays); i++) {
-    const double us = time_us(stream, replay_graph);
-    total_us += us;
-    samples.push_back(us / launches_per_graph);
+  double clock_mhz() {
+    count_clocks<<<1, 1, 0, stream_>>>(clocks_.data<long long>());
+    require(cudaStreamSynchronize(stream_), "reading the clock");
+    const vector<long long> c = clocks_.fetch<long long>(clocks_.bytes);
+    return c[1] ? 1e3 * double(c[0]) / double(c[1]) : 0;
   }
-  t.graph_us = percentile(samples, 0.5);
-  median_interval(samples, t.graph_lo_us, t.graph_hi_us);
-  DeviceBytes clocks(2 * sizeof(long long));  // read right behind the load, before clocks change
-  replay_graph();
-  count_clocks<<<1, 1, 0, stream>>>(static_cast<long long*>(clocks.data));
-  long long cycles_and_ns[2] = {};
-  require(cudaMemcpyAsync(cycles_and_ns, clocks.data, sizeof cycles_and_ns, cudaMemcpyDeviceToHost,
-                          stream),
-          "reading the clock");
-  require(cudaStreamSynchronize(stream), "reading the clock");
-  t.clock_mhz = cycles_and_ns[1] ? 1e3 * double(cycles_and_ns[0]) / double(cycles_and_ns[1]) : 0;
-  end_series("in the last replay of the graph differs");
-  require(cudaGraphExecDestroy(replay), "destroying a graph");
-  require(cudaGraphDestroy(graph), "destroying a graph");
 
-  if (o.time_only) {
-    require(cudaStreamDestroy(stream), "destroying a stream");
-    return t;
-  }
-  int device = 0, l2_bytes = 0;
-  require(cudaGetDevice(&device), "asking for the device");
-  require(cudaDeviceGetAttribute(&l2_bytes, cudaDevAttrL2CacheSize, device), "asking for L2");
-  const size_t flush_bytes = 4 * size_t(l2_bytes) + (32 << 20);
-  DeviceBytes flush(flush_bytes);
-  samples.clear();
-  begin_series();
-  for (int i = 0; i < cold_runs; i++) {
-    require(cudaMemsetAsync(flush.data, i, flush_bytes, stream), "flushing L2");
-    samples.push_back(time_us(stream, launch));
-  }
-  t.cold_us = percentile(samples, 0.5);
-  end_series("in the last launch with a cold L2 differs");
-  require(cudaStreamDestroy(stream), "destroying a stream");
-  return t;
-}
-
-#endif  // SDPA_SIMT
-
-// ---- the row ----
-
-// The columns, in their order; new ones come last.
-// clang-format off
-#define SDPA_COLUMNS(X) \
-  X(config) X(family) X(shape) X(status) X(check) X(p50_us) X(p90_us) X(p99_us) X(min_us) \
-  X(graph_us) X(cold_us) X(tflops) X(rel_rms) X(max_abs_err) X(rows_checked) X(B) X(Hq) \
-  X(Hkv) X(Sq) X(Sk) X(D) X(dtype) X(causal) X(seed) X(regs) X(spill_bytes) X(smem_bytes) \
-  X(ctas_per_sm) X(barriers_per_tile) X(device) X(sm) X(clock_mhz) X(cuda) X(driver) \
-  X(git_sha) X(knobs) X(note) X(layout) X(dist) X(lse_err) X(barriers_executed) \
-  X(bank_conflicts_per_tile) X(global_bytes_per_tile) X(graph_lo_us) X(graph_hi_us) \
-  X(max_ctas) X(rows_witnessed)
-// clang-format on
-
-struct CsvRow {
-#define SDPA_COLUMN(name) string name;
-  SDPA_COLUMNS(SDPA_COLUMN)
+  Instance& instance_;
+  const Guarded clocks_;
+  cudaStream_t stream_;
+  cudaEvent_t begin_, end_;
 };
 
-void print_header() {
-#define SDPA_COLUMN_NAME(name) "," #name
-  puts(&(SDPA_COLUMNS(SDPA_COLUMN_NAME))[1]);
+Timing time_kernel(Instance& instance, int warmup, int iterations) {
+  Timer timer(instance);
+  timer.time_launches(warmup, iterations);
+  timer.time_graph(std::min(iterations, 15));
+  timer.time_cold(std::min(iterations, 20));
+  if (timer.t.trouble.empty()) {
+    timer.t.trouble = instance.check_again("in the run after timing differs");
+  }
+  return timer.t;
 }
+#endif  // SDPA_SIMT
 
-void print_row(const CsvRow& row) {
-  string line;
-  const auto add = [&](string value) {
-    for (char& c : value) {
-      if (c == ',' || c == '\n' || c == '"') c = ';';
-    }
-    line += (line.empty() ? "" : ",") + value;
-  };
-#define SDPA_COLUMN_VALUE(name) add(row.name);
-  SDPA_COLUMNS(SDPA_COLUMN_VALUE)
-  puts(line.c_str());
-  fflush(stdout);  // whatever happens next, this row is out
-}
+// ---- the GPU ----
 
-// Whether all that was printed has arrived; says so if not.
-bool stdout_is_written() {
-  if (fflush(stdout) == 0 && !ferror(stdout)) return true;
-  fprintf(stderr, "sdpa: stdout cannot be written to (%s), so rows are lost\n", strerror(errno));
-  return false;
-}
-
-string effective_knobs() {
-  string text;
-#define SDPA_KNOB_TEXT(name, fallback, member, values, meaning) \
-  text += (text.empty() ? "" : " ") + string(#name "=") + name##_text;
-  SDPA_KNOBS(SDPA_KNOB_TEXT)
-  return text;
-}
+struct Device {
+  string name, sm, driver;
+  string missing;                             // why nothing can run here; empty if it can
+  double matrix_flops = 0, memory_bytes = 0;  // a second at most; 0: not known
+};
 
 string driver_version() {
   std::ifstream file("/proc/driver/nvidia/version");
   string word;
   while (file >> word) {
-    if (word.find('.') != string::npos && word.find_first_not_of("0123456789.") == string::npos) {
-      return word;
-    }
+    const bool number = word.find_first_not_of("0123456789.") == string::npos;
+    if (number && word.find('.') != string::npos) return word;
   }
   return "";
 }
 
-struct Device {
-  string name, sm, driver;
-  string missing;  // why nothing can run here; empty if it can
-  TileCounters tile;
-};
-
-struct Resources {  // of a kernel on this GPU; but for the last empty on the CPU backend
-  string regs, spill_bytes, ctas_per_sm, shared_bytes;
-};
-
-Resources resources_of(const KernelFacts& k, const Device& device) {
-  Resources r;
-  r.shared_bytes = std::to_string(k.shared_bytes);
-  if (!has_clock || !device.missing.empty()) return r;
-  cudaFuncAttributes attributes;
-  int ctas_per_sm = 0;
-  require(cudaFuncGetAttributes(&attributes, k.kernel), "asking for the kernel's registers");
-  require(cudaFuncSetAttribute(k.kernel, cudaFuncAttributeMaxDynamicSharedMemorySize,
-                               int(k.shared_bytes)),
-          "setting the kernel's shared memory");
-  require(cudaOccupancyMaxActiveBlocksPerMultiprocessor(&ctas_per_sm, k.kernel, k.threads,
-                                                        k.shared_bytes),
-          "asking for occupancy");
-  r.regs = std::to_string(attributes.numRegs);
-  r.spill_bytes = std::to_string(attributes.localSizeBytes);
-  r.ctas_per_sm = std::to_string(ctas_per_sm);
-  return r;
+#ifdef SDPA_SIMT
+void find_peaks(Device&, const cudaDeviceProp&) {}
+#else
+void find_peaks(Device& d, const cudaDeviceProp& prop) {
+  const struct {
+    int sm, flops;  // per SM and clock: dense 16-bit products with fp32 sums (GeForce: half of it)
+  } rates[] = {{75, 1024}, {80, 2048},  {86, 1024}, {89, 1024},
+               {90, 4096}, {100, 8192}, {120, 1024}};
+  for (const auto& rate : rates) {
+    if (rate.sm != prop.major * 10 + prop.minor) continue;
+    d.matrix_flops =
+        1e3 * rate.flops * prop.multiProcessorCount * device_attribute(cudaDevAttrClockRate, 0);
+  }
+  d.memory_bytes = 2e3 * device_attribute(cudaDevAttrMemoryClockRate, 0) * prop.memoryBusWidth / 8;
 }
+#endif  // SDPA_SIMT
 
 Device find_device() {
   Device d;
   int count = 0;
   cudaError_t error = cudaGetDeviceCount(&count);
   if (error != cudaSuccess || count == 0) {
-    const bool no_driver = driver_version().empty();
-    d.missing = error == cudaSuccess || error == cudaErrorNoDevice || no_driver
-                    ? "no CUDA GPU in this machine"
-                    : string("no usable CUDA GPU: ") + cudaGetErrorString(error);
+    const bool none =
+        error == cudaSuccess || error == cudaErrorNoDevice || driver_version().empty();
+    d.missing = none ? "no CUDA GPU in this machine"
+                     : string("no usable CUDA GPU: ") + cudaGetErrorString(error);
     return d;
   }
   cudaDeviceProp prop;
   require(cudaGetDeviceProperties(&prop, 0), "asking for the GPU's properties");
   d.name = prop.name;
-  if (!has_clock) {
-    d.tile = count_tile();
-    return d;
-  }
-  d.sm = format("%d%d", prop.major, prop.minor);
-  d.driver = driver_version();
-  const KernelFacts k = kernel_facts({});
+  if (!has_clock) return d;
+  d.sm = to_string(prop.major) + to_string(prop.minor), d.driver = driver_version();
+  find_peaks(d, prop);
+  const KernelFacts k = line.facts_of({});
   cudaFuncAttributes attributes;
   error = cudaFuncGetAttributes(&attributes, k.kernel);
   if (error != cudaSuccess) {
     cudaGetLastError();
     d.missing = format("built for sm_%s and this GPU is sm_%s (%s); build again on this machine",
-                       SDPA_TEXT(__CUDA_ARCH_LIST__), d.sm.c_str(), cudaGetErrorString(error));
+                       line.archs, d.sm.c_str(), cudaGetErrorString(error));
   } else if (k.shared_bytes > prop.sharedMemPerBlockOptin) {
     d.missing = format("needs %zu bytes of shared memory a CTA and this GPU has %zu",
                        k.shared_bytes, prop.sharedMemPerBlockOptin);
@@ -5861,416 +4751,392 @@ Device find_device() {
   return d;
 }
 
-// ---- command line ----
-
-const char usage[] =
-    "usage: sdpa [--shape small|mission|mission2|long|B,Hq,Hkv,Sq,Sk]... [--causal br|tl]\n"
-    "            [--dist normal|outliers|large|nonfinite|huge|stairs|uniform] [--scale X]\n"
-    "            [--layout bhsd|bshd|packed|padded|zero|reversed|far|far_heads|far_rows]\n"
-    "            [--seeds 0,1,2] [--sweep N] [--iters N] [--warmup N] [--repeats N] [--max-ctas "
-    "N]\n"
-    "            [--check-only | --time-only] [--schedule forward|reverse|random:SEED]\n"
-    "            [--config] [--header] [--help]\n"
-    "  --shape    the problem (default mission); repeat it for more rows\n"
-    "  --causal   br: the last query sees the last key; tl: query q sees keys 0..q\n"
-    "  --dist     normal, or: outliers and large (logits), nonfinite; huge: logits up to what the "
-    "type\n"
-    "             allows; stairs: each row is one row of V; uniform: every logit is 0\n"
-    "  --layout   how the tensors lie; zero: all heads of an input are one, reversed: rows and "
-    "heads run\n"
-    "             backwards; far, far_heads, far_rows: batches, heads, rows over 2^31 elements "
-    "apart\n"
-    "  --sweep N  N random problems instead, checked and not timed; --seeds picks the series\n"
-    "  --repeats N  launches whose results must have the bits of the checked one (default 1)\n"
-    "  --max-ctas N  USE_PERSISTENT_CTA=1: launch at most N CTAs (0, the default: as many as are\n"
-    "             resident); the checked launch is not limited, and the others must have its bits\n"
-    "  --time-only  graph_us alone, without the checks: for a build that has passed them\n"
-    "  --schedule the order of the threads on the CPU backend (default: forward and reverse in "
-    "turn)\n"
-    "  --header   print the CSV header first (alone if no --shape is given)\n"
-    "  --config   print the knobs of this build and stop\n"
-    "exit: 0 pass, 1 wrong result, 2 bad usage, 3 CUDA error, 77 skipped (all of it)\n";
-
-// Whole numbers separated by commas, each in [low, high]; false if `text` is anything else.
-bool parse_numbers(const string& text, long long low, long long high, vector<long long>& numbers) {
-  numbers.clear();
-  size_t at = 0;
-  while (at <= text.size()) {
-    const size_t comma = std::min(text.find(',', at), text.size());
-    const string word = text.substr(at, comma - at);
-    if (word.empty() || word.size() > 18) return false;
-    if (word.find_first_not_of("0123456789") != string::npos) return false;
-    numbers.push_back(std::atoll(word.c_str()));
-    if (numbers.back() < low || numbers.back() > high) return false;
-    at = comma + 1;
-  }
-  return true;
-}
-
-bool parse_shape(const string& text, Problem& p, string& error) {
-  for (const Problem& named : named_shapes) {
-    if (text == named.shape) {
-      p = named;
-      return true;
-    }
-  }
-  vector<long long> n;
-  string sizes = text;
-  std::replace(sizes.begin(), sizes.end(), 'x', ',');  // as rows have them
-  if (!parse_numbers(sizes, 0, 1 << 30, n) || n.size() != 5) {
-    error = "--shape " + text +
-            ": want small, mission, mission2, long or five sizes "
-            "B,Hq,Hkv,Sq,Sk from 0 to 2^30, such as 1,8,2,512,512";
-    return false;
-  }
-  p.B = int(n[0]), p.Hq = int(n[1]), p.Hkv = int(n[2]), p.Sq = int(n[3]), p.Sk = int(n[4]);
-  if (p.Hq && (p.Hkv == 0 || p.Hq % p.Hkv)) {
-    error = "--shape " + text + ": Hq must be a multiple of Hkv";
-    return false;
-  }
-  p.shape = format("%dx%dx%dx%dx%d", p.B, p.Hq, p.Hkv, p.Sq, p.Sk);
-  return true;
-}
-
-struct TileSize {
-  int item_rows, keys;
+struct Resources {  // of a kernel on this GPU
+  int regs = 0, spill_bytes = 0, ctas_per_sm = 0;
 };
 
-// Of this build, or of every tile that it may take.
-vector<TileSize> tile_sizes() {
-  vector<TileSize> sizes;
-  for (const TunedTile& t : TUNED_TILES) {
-    if (tile_fits(t)) sizes.push_back({t.block_m, t.block_n});
+Resources resources_of(const KernelFacts& k) {
+  cudaFuncAttributes attributes;
+  Resources r;
+  require(cudaFuncGetAttributes(&attributes, k.kernel), "asking for the kernel's registers");
+  require(cudaFuncSetAttribute(k.kernel, cudaFuncAttributeMaxDynamicSharedMemorySize,
+                               int(k.shared_bytes)),
+          "setting the kernel's shared memory");
+  require(cudaOccupancyMaxActiveBlocksPerMultiprocessor(&r.ctas_per_sm, k.kernel, k.threads,
+                                                        k.shared_bytes),
+          "asking for occupancy");
+  r.regs = attributes.numRegs, r.spill_bytes = int(attributes.localSizeBytes);
+  return r;
+}
+
+// ---- a run of a problem, and its row ----
+
+// Two products, each a multiply and an add for every visible pair and element of D.
+double flops_of(const Problem& p) { return 4.0 * p.D * p.B * p.Hq * reference::visible_pairs(p); }
+
+struct Run {
+  Problem problem;
+  vector<uint64_t> seeds;
+  KernelFacts kernel{};
+  Resources resources;
+  string status = "ok", check, note;
+  Figures figures;
+  Timing timing;
+  ExitCode exit = exit_pass;
+
+  bool timed() const { return timing.graph_us > 0; }
+  double tflops() const { return flops_of(problem) / timing.graph_us * 1e-6; }
+  // The least time that the products take at the rate of the matrix units, and that Q, K, V and O take at the
+  // rate of the memory, each moved once. The longer one binds.
+  double matrix_us(const Device& d) const { return flops_of(problem) / d.matrix_flops * 1e6; }
+  double memory_us(const Device& d) const {
+    return 4.0 * line.D * double(rows_of(problem, Tensor::Q) + rows_of(problem, Tensor::K)) /
+           d.memory_bytes * 1e6;
   }
-  if (sizes.empty()) sizes.push_back({Build::block_m, Build::block_n});
-  return sizes;
+  bool memory_binds(const Device& d) const { return memory_us(d) > matrix_us(d); }
+  double share_of_peak(const Device& d) const {
+    return std::max(memory_us(d), matrix_us(d)) / timing.graph_us;
+  }
+};
+
+string knob_texts(bool changed_alone) {
+  string text;
+  for (const Knob* k = line.knobs; k < line.knobs + line.knob_count; k++) {
+    if (changed_alone && !k->changed) continue;
+    text += (text.empty() ? "" : " ") + string(k->name) + "=" + k->value;
+  }
+  return text;
 }
 
-// TMA takes no strides of 0 or less, cuBLAS no rows that run backwards.
-bool takes_layout(const string& layout) {
-  return !(is_wgmma && (layout == "zero" || layout == "reversed")) &&
-         !(is_cublas && layout == "reversed");
+struct Column {
+  const char* name;
+  string value;
+};
+
+// The columns in their order; new ones come last.
+vector<Column> columns(const Run& r, const Device& d) {
+  const Problem& p = r.problem;
+  const Timing& t = r.timing;
+  const Figures& f = r.figures;
+  const bool on_gpu = r.resources.regs > 0,
+             has_peak = r.timed() && d.matrix_flops > 0 && d.memory_bytes > 0;
+  const auto us = [&](double x) { return r.timed() ? format("%.3f", x) : ""; };
+  const auto error = [&](double x) { return r.check.empty() ? "" : format("%.3g", x); };
+  const auto rows = [&](long n) { return r.check.empty() ? "" : to_string(n); };
+  const auto of_gpu = [&](int x) { return on_gpu ? to_string(x) : ""; };
+  string seeds;
+  for (uint64_t seed : r.seeds) seeds += (seeds.empty() ? "" : "+") + to_string(seed);
+  // clang-format off
+  return {
+      {"config", line.name}, {"family", line.family}, {"shape", p.shape}, {"status", r.status},
+      {"check", r.check}, {"p50_us", us(t.p50_us)}, {"p90_us", us(t.p90_us)}, {"p99_us", us(t.p99_us)},
+      {"min_us", us(t.min_us)}, {"graph_us", us(t.graph_us)}, {"cold_us", us(t.cold_us)},
+      {"tflops", r.timed() ? format("%.2f", r.tflops()) : ""}, {"rel_rms", error(f.rel_rms)},
+      {"max_abs_err", error(f.max_abs_err)}, {"rows_checked", rows(f.rows_checked)},
+      {"B", to_string(p.B)}, {"Hq", to_string(p.Hq)}, {"Hkv", to_string(p.Hkv)},
+      {"Sq", to_string(p.Sq)}, {"Sk", to_string(p.Sk)}, {"D", to_string(line.D)}, {"dtype", type.name},
+      {"causal", causal_names[int(p.mask)]}, {"seed", seeds}, {"regs", of_gpu(r.resources.regs)},
+      {"spill_bytes", of_gpu(r.resources.spill_bytes)},
+      {"smem_bytes", to_string(r.kernel.shared_bytes)},
+      {"ctas_per_sm", of_gpu(r.resources.ctas_per_sm)},
+      {"barriers_per_tile", to_string(line.barriers_per_tile)}, {"device", d.name}, {"sm", d.sm},
+      {"clock_mhz", r.timed() ? format("%.0f", t.clock_mhz) : ""},
+      {"cuda", has_clock ? format("%d.%d", CUDART_VERSION / 1000, CUDART_VERSION % 1000 / 10) : ""},
+      {"driver", d.driver}, {"git_sha", sdpa_git_sha ? sdpa_git_sha() : "unknown"},
+      {"knobs", knob_texts(false)}, {"note", r.note}, {"layout", p.layout}, {"dist", p.dist},
+      {"lse_err", error(f.lse_err)}, {"graph_lo_us", us(t.graph_lo_us)},
+      {"graph_hi_us", us(t.graph_hi_us)}, {"max_ctas", to_string(p.max_ctas)},
+      {"rows_witnessed", rows(f.rows_witnessed)},
+      {"peak_share", has_peak ? format("%.3f", r.share_of_peak(d)) : ""},
+      {"bound", has_peak ? r.memory_binds(d) ? "memory" : "matrix" : ""}};
+  // clang-format on
 }
 
-// Random small problems over the whole contract; number n of a series of a build is the same everywhere.
-Problem sweep_problem(uint64_t series, uint64_t n) {
-  uint64_t state = mix(mix(series + 11) + n);
-  const auto draw = [&](int size) { return int((state = mix(state)) % uint64_t(size)); };
-  const vector<TileSize> tiles = tile_sizes();
-  const TileSize tile = tiles[draw(int(tiles.size()))];
-  const auto draw_size = [&](int unit) {  // half of them beside an edge of tiles or of 64 rows
-    if (draw(2)) return draw(301);
-    if (draw(2)) unit = 64;
-    return (1 + draw(std::max(1, 300 / unit))) * unit - 1 + draw(3);
+void print_csv(const vector<Column>& columns, bool header) {
+  string text;
+  for (const Column& c : columns) {
+    string cell = header ? c.name : c.value;
+    std::replace_if(
+        cell.begin(), cell.end(), [](char x) { return strchr(",\n\"", x) && x; }, ';');
+    text += (text.empty() ? "" : ",") + cell;
+  }
+  puts(text.c_str());
+  fflush(stdout);  // whatever happens next, this row is out
+}
+
+// For who reads along: stdout is a terminal.
+void print_block(const Run& r, const Device& d) {
+  const Problem& p = r.problem;
+  const Figures& f = r.figures;
+  const reference::Tolerance& tol = type.tolerance;
+  const string changed = knob_texts(true);
+  fprintf(stderr, "sdpa_%s (%s) on %s\n", line.name, line.family, d.name.c_str());
+  fprintf(stderr, "  problem  %s: B=%d Hq=%d Hkv=%d Sq=%d Sk=%d D=%d %s, causal %s\n",
+          p.shape.c_str(), p.B, p.Hq, p.Hkv, p.Sq, p.Sk, line.D, type.name,
+          causal_names[int(p.mask)]);
+  fprintf(stderr, "  knobs    %s\n", changed.empty() ? "all at their defaults" : changed.c_str());
+  if (!r.check.empty()) {
+    fprintf(stderr, "  check    %s: %ld rows against the reference, %ld against the witness\n",
+            r.check.c_str(), f.rows_checked, f.rows_witnessed);
+    fprintf(stderr,
+            "           rel_rms %.2g (limit %.2g), max_abs_err %.2g (%.2g), lse_err %.2g (%.2g)\n",
+            f.rel_rms, tol.rel_rms, f.max_abs_err, tol.max_abs, f.lse_err, tol.lse);
+  }
+  if (!r.timed()) return;
+  fprintf(stderr, "  time     %.2f us a launch (median), %.2f us in a graph\n", r.timing.p50_us,
+          r.timing.graph_us);
+  fprintf(stderr, "  speed    %.1f TFLOP/s", r.tflops());
+  if (d.matrix_flops > 0 && d.memory_bytes > 0) {
+    fprintf(stderr, ", %.1f%% of what the %s allows (%.0f TFLOP/s, %.2f TB/s)",
+            100 * r.share_of_peak(d), r.memory_binds(d) ? "memory" : "matrix units",
+            d.matrix_flops * 1e-12, d.memory_bytes * 1e-12);
+  }
+  fprintf(stderr, "\n");
+}
+
+// ---- the command line ----
+
+struct Options {
+  vector<Problem> problems;
+  vector<uint64_t> seeds;  // none: each problem has its own
+  Problem common;          // what all of them share
+  int warmup = 20, iterations = 100, repeats = 1;
+  bool check_only = false, config = false, header = false, help = false, shape_given = false;
+  int passed = 0;  // problems
+};
+
+struct Option {
+  const char *name, *value, *help;            // value: its name in the help; "" of a flag
+  std::function<string(const string&)> take;  // returns what is wanted instead, or ""
+};
+
+// Whole numbers separated by commas, each in [low, high]; none if `text` is anything else.
+vector<long long> parse_numbers(const string& text, long long low, long long high) {
+  vector<long long> numbers;
+  for (size_t at = 0; at <= text.size();) {
+    const size_t comma = std::min(text.find(',', at), text.size());
+    const string word = text.substr(at, comma - at);
+    if (word.empty() || word.size() > 18) return {};
+    if (word.find_first_not_of("0123456789") != string::npos) return {};
+    numbers.push_back(std::atoll(word.c_str()));
+    if (numbers.back() < low || numbers.back() > high) return {};
+    at = comma + 1;
+  }
+  return numbers;
+}
+
+const struct {
+  const char *name, *sizes;
+} named_shapes[] = {{"small", "1,1,1,32,32"},
+                    {"mission", "1,8,8,512,512"},
+                    {"mission2", "2,8,8,512,512"},
+                    {"long", "1,8,8,2048,2048"}};
+
+string parse_shape(const string& text, Problem& p) {
+  string sizes = text;
+  for (const auto& named : named_shapes) {
+    if (text == named.name) sizes = named.sizes;
+  }
+  const bool is_named = sizes != text;
+  std::replace(sizes.begin(), sizes.end(), 'x', ',');  // as rows have them
+  const vector<long long> n = parse_numbers(sizes, 0, 1 << 30);
+  if (n.size() != 5) {
+    return "want small, mission, mission2, long or five sizes B,Hq,Hkv,Sq,Sk from 0 to 2^30, "
+           "such as 1,8,2,512,512";
+  }
+  p.B = int(n[0]), p.Hq = int(n[1]), p.Hkv = int(n[2]), p.Sq = int(n[3]), p.Sk = int(n[4]);
+  p.shape = is_named ? text : format("%dx%dx%dx%dx%d", p.B, p.Hq, p.Hkv, p.Sq, p.Sk);
+  return p.Hq && (p.Hkv == 0 || p.Hq % p.Hkv) ? "Hq must be a multiple of Hkv" : "";
+}
+
+vector<Option> options_of(Options& o) {
+  const auto count = [](int& value, int least) {
+    return [&value, least](const string& text) {
+      const vector<long long> n = parse_numbers(text, least, 1000000);
+      if (n.size() == 1) value = int(n[0]);
+      return n.size() == 1 ? "" : format("want a whole number from %d to 1000000", least);
+    };
   };
-  Problem p;
-  p.B = 1 + draw(3), p.Hkv = 1 + draw(3);
-  const int ratio = 1 + draw(8);
-  p.Sq = draw_size(tile.item_rows), p.Sk = draw(4) ? draw_size(tile.keys) : p.Sq;
-  if (draw(8) == 0) p.Sq = 1;
-  if (draw(16) == 0) p.Sk = 0;
-  constexpr double most_pairs = 5e5;  // which the CPU backend takes less than a second for
-  const double pairs = double(p.Hkv) * ratio * p.Sq * p.Sk;
-  if (pairs * p.B > most_pairs) p.B = 1;
-  if (pairs > most_pairs) p.Hkv = 1;
-  p.Hq = p.Hkv * ratio;
-  p.causal = Causal(draw(3));
-  p.layout = layouts[draw(6)];
-  if (!takes_layout(p.layout)) p.layout = "padded";
-  if (draw(32) == 0) {  // far apart, and no larger than 36 GB
-    p.layout = layouts[6 + draw(3)];
-    p.B = p.layout == "far" ? 2 : 1;
-    p.Hq = p.Hkv = p.layout == "far_heads" ? 2 : 1;
-    if (p.layout == "far_rows") p.Sq = 2 + draw(2), p.Sk = 2 + draw(2);
-  }
-  p.dist = dists[draw(2) ? 0 : draw(7)];
-  const bool exact = p.dist == "huge" || p.dist == "stairs";
-  if (exact &&
-      draw(2) == 0) {  // up to 1e10 or down to 1e-10; bf16's huge logits leave no room above
-    p.scale = 1;
-    for (int digits = 4 + draw(7); digits > 0; digits--) p.scale *= 10;
-    if (draw(2) || (p.dist == "huge" && Build::is_bf16)) p.scale = 1 / p.scale;
-  }
-  // Larger logits still would measure fp32 itself: at 10^4 the last bit of S moves P by 1e-3.
-  if (draw(4) == 0 && !exact && p.dist != "large") p.scale = 0.05f * float(1 + draw(10));
-  p.shape = format("%dx%dx%dx%dx%d", p.B, p.Hq, p.Hkv, p.Sq, p.Sk);
-  p.seed = n;
-  return p;
+  const auto flag = [](bool& value) {
+    return [&value](const string&) { return value = true, ""; };
+  };
+  return {
+      {"--shape", "S", "small, mission (the default), mission2, long or B,Hq,Hkv,Sq,Sk; repeatable",
+       [](const string& text) {
+         Problem p;
+         return parse_shape(text, p);
+       }},
+      {"--causal", "br|tl|off", "br: the last query sees the last key; tl: query q sees keys 0..q",
+       [&o](const string& text) {
+         const auto names = std::begin(causal_names), end = std::end(causal_names);
+         const auto found = std::find(names, end, text);
+         if (found != end) o.common.mask = reference::Mask(found - names);
+         return found != end ? "" : "want br (bottom-right), tl or off";
+       }},
+      {"--dist", "D", "inputs: normal (the default), outliers, large (logits) or uniform (logits)",
+       [&o](const string& text) {
+         string names;
+         for (const reference::Dist& d : reference::dists) names += string(" ") + d.name;
+         if (reference::dist_named(text)) o.common.dist = text;
+         return reference::dist_named(text) ? "" : "want one of" + names;
+       }},
+      {"--scale", "X", "of the logits (default: 1/sqrt(D))",
+       [&o](const string& text) {
+         char* end = nullptr;
+         o.common.scale = std::strtof(text.c_str(), &end);
+         const bool good =
+             !text.empty() && !*end && o.common.scale > 0 && !std::isinf(o.common.scale);
+         return good ? "" : "want a number greater than 0";
+       }},
+      {"--seeds", "0,1,2", "of the inputs (default 0); the check is done for each",
+       [&o](const string& text) {
+         const vector<long long> n = parse_numbers(text, 0, 1ll << 40);
+         o.seeds.assign(n.begin(), n.end());
+         return n.empty() ? "want whole numbers separated by commas, such as 0,1" : "";
+       }},
+      {"--iters", "N", "timed launches (default 100)", count(o.iterations, 1)},
+      {"--warmup", "N", "launches before these (default 20)", count(o.warmup, 0)},
+      {"--repeats", "N", "launches that must leave the bits of the checked one (default 1)",
+       count(o.repeats, 1)},
+      {"--max-ctas", "N",
+       "USE_PERSISTENT_CTA=1: CTAs of all launches but the checked one (0: all that fit)",
+       count(o.common.max_ctas, 0)},
+      {"--check-only", "", "time nothing", flag(o.check_only)},
+      {"--config", "", "print the knobs of this build and stop", flag(o.config)},
+      {"--header", "", "print the CSV header first (alone without --shape)", flag(o.header)},
+      {"--help", "", "print this and stop", flag(o.help)}};
 }
+
+// Returns a sentence if the arguments are refused.
+string parse(const vector<Option>& options, const vector<string>& args, Options& o) {
+  vector<string> given, shapes;
+  for (size_t i = 0; i < args.size(); i++) {
+    const string& name = args[i];
+    const auto option = std::find_if(options.begin(), options.end(),
+                                     [&](const Option& x) { return name == x.name; });
+    if (option == options.end()) return name + ": no such option; --help lists them";
+    if (*option->value && i + 1 == args.size()) return name + ": its value is missing";
+    const bool again = std::count(given.begin(), given.end(), name);
+    if (again && name != "--shape") return name + " is given twice";
+    given.push_back(name);
+    const string value = *option->value ? args[++i] : "", wanted = option->take(value);
+    if (name == "--shape") shapes.push_back(value);
+    if (!wanted.empty()) return name + " " + value + ": " + wanted;
+  }
+  if (o.common.max_ctas && !line.has_queue) {
+    return "--max-ctas: in this build every tile has a CTA of its own; build with "
+           "USE_PERSISTENT_CTA=1 or drop it";
+  }
+  o.shape_given = !shapes.empty();
+  if (shapes.empty()) shapes.push_back("mission");
+  for (const string& shape : shapes) {
+    o.problems.push_back(o.common);
+    parse_shape(shape, o.problems.back());
+  }
+  return "";
+}
+
+void print_help(const vector<Option>& options) {
+  puts("usage: sdpa [OPTION]...");
+  for (const Option& o : options) {
+    printf("  %-26s %s\n", (string(o.name) + " " + o.value).c_str(), o.help);
+  }
+  puts("exit: 0 pass, 1 wrong result, 2 bad usage, 3 CUDA error, 77 skipped (all of it)");
+}
+
+void print_config(const Device& d) {
+  printf("config %s, family %s\n", line.name, line.family);
+  for (const Knob* k = line.knobs; k < line.knobs + line.knob_count; k++) {
+    printf("  %-24s %-6s %-12s %s\n", k->name, k->value, k->changed ? "" : "(default)", k->meaning);
+  }
+  const string changed = knob_texts(true);
+  printf("changed: %s\n",
+         changed.empty() ? "nothing, all knobs are at their defaults" : changed.c_str());
+  const KernelFacts k = line.facts_of({});
+  printf("threads %d, shared memory %zu bytes, %d CTA barriers per K/V tile\n", k.threads,
+         k.shared_bytes, line.barriers_per_tile);
+  if (!d.missing.empty()) printf("here: %s\n", d.missing.c_str());
+  if (!has_clock || !d.missing.empty()) return;
+  const Resources r = resources_of(k);
+  printf("on %s: %d registers, %d bytes spilled, %d CTAs per SM\n", d.name.c_str(), r.regs,
+         r.spill_bytes, r.ctas_per_sm);
+}
+
+// ---- main ----
 
 // The options that repeat this one problem.
 string command_of(const Problem& p) {
   string text = format("--check-only --shape %d,%d,%d,%d,%d --seeds %llu", p.B, p.Hq, p.Hkv, p.Sq,
                        p.Sk, (unsigned long long)p.seed);
-  if (p.causal != Causal::off) text += string(" --causal ") + causal_names[int(p.causal)];
+  if (p.mask != reference::Mask::none) text += string(" --causal ") + causal_names[int(p.mask)];
   if (p.layout != "bhsd") text += " --layout " + p.layout;
   if (p.dist != "normal") text += " --dist " + p.dist;
-  if (p.scale != 0) text += format(" --scale %.9g", double(p.scale));
+  if (p.scale != 0) text += format(" --scale %.9g", p.scale);
   if (p.max_ctas != 0) text += format(" --max-ctas %d", p.max_ctas);
   return text;
 }
 
-Options parse_options(const vector<string>& args) {
-  const struct {
-    const char* name;
-    bool Options::*member;
-  } flags[] = {{"--check-only", &Options::check_only},
-               {"--time-only", &Options::time_only},
-               {"--config", &Options::config},
-               {"--header", &Options::header},
-               {"--help", &Options::help},
-               {"-h", &Options::help}};
-  Options o;
-  vector<string> shapes, given;
-  Problem common;
-  int sweep = 0;
-  string drawn;  // an option for what a sweep draws itself
-  vector<long long> numbers;
-  const struct {
-    const char* name;
-    int least;
-    int& value;
-  } counts[] = {{"--sweep", 1, sweep},
-                {"--iters", 1, o.iterations},
-                {"--warmup", 0, o.warmup},
-                {"--repeats", 1, o.repeats},
-                {"--max-ctas", 0, common.max_ctas}};
-  const auto refuse = [&](const string& sentence) {
-    o.error = sentence;
-    return o;
-  };
-  for (size_t i = 0; i < args.size(); i++) {
-    const string& name = args[i];
-    const auto flag = std::find_if(std::begin(flags), std::end(flags),
-                                   [&](const auto& f) { return name == f.name; });
-    if (flag != std::end(flags)) {
-      o.*flag->member = true;
-      continue;
-    }
-    const char* const with_value[] = {"--shape",  "--causal",   "--seeds",   "--dist",
-                                      "--scale",  "--layout",   "--sweep",   "--iters",
-                                      "--warmup", "--schedule", "--repeats", "--max-ctas"};
-    const char* const drawn_by_sweep[] = {"--shape", "--causal", "--dist", "--layout", "--scale"};
-    if (index_in(with_value, name) < 0) return refuse(name + ": no such option; --help lists them");
-    if (i + 1 == args.size()) return refuse(name + ": its value is missing");
-    const string& value = args[++i];
-    if (index_in(drawn_by_sweep, name) >= 0) drawn = name;
-    if (name != "--shape" && std::count(given.begin(), given.end(), name)) {
-      return refuse(name + " is given twice");
-    }
-    given.push_back(name);
-    if (name == "--shape") {
-      shapes.push_back(value);
-    } else if (name == "--causal") {
-      const int n = index_in(causal_names, value);
-      if (n < 0) return refuse("--causal " + value + ": want br (bottom-right), tl or off");
-      common.causal = Causal(n);
-    } else if (name == "--dist") {
-      if (index_in(dists, value) < 0) {
-        return refuse("--dist " + value + ": want " + one_of(dists));
-      }
-      common.dist = value;
-    } else if (name == "--layout") {
-      if (index_in(layouts, value) < 0) {
-        return refuse("--layout " + value + ": want " + one_of(layouts));
-      }
-      common.layout = value;
-    } else if (name == "--schedule") {
-      const string sentence = set_schedule(value);
-      if (!sentence.empty()) return refuse("--schedule " + value + ": " + sentence);
-    } else if (name == "--scale") {
-      char* end = nullptr;
-      common.scale = std::strtof(value.c_str(), &end);
-      if (value.empty() || *end || !(common.scale > 0) || std::isinf(common.scale)) {
-        return refuse("--scale " + value + ": want a number greater than 0");
-      }
-    } else if (name == "--seeds") {
-      if (!parse_numbers(value, 0, 1ll << 40, numbers)) {
-        return refuse("--seeds " + value + ": want whole numbers separated by commas, such as 0,1");
-      }
-      o.seeds.assign(numbers.begin(), numbers.end());
-    } else {
-      const auto count = std::find_if(std::begin(counts), std::end(counts),
-                                      [&](const auto& c) { return name == c.name; });
-      if (!parse_numbers(value, count->least, 1000000, numbers) || numbers.size() != 1) {
-        return refuse(name + " " + value +
-                      format(": want a whole number from %d to 1000000", count->least));
-      }
-      count->value = int(numbers[0]);
-    }
+// Checks and times; what happened stands in the run.
+void measure(Run& r, const Options& o) {
+  Instance instance(r.problem);
+  string trouble;
+  for (uint64_t seed : r.seeds) {
+    instance.set_inputs(r.problem.seed = seed);
+    trouble = instance.check(r.figures, o.repeats);
+    if (!trouble.empty()) break;
   }
-  if (common.max_ctas && !Build::use_persistent_cta) {
-    return refuse(
-        "--max-ctas: in this build every tile has a CTA of its own; build with "
-        "USE_PERSISTENT_CTA=1 or drop it");
+  if (trouble.empty() && has_clock && !o.check_only) {
+    r.timing = time_kernel(instance, o.warmup, o.iterations);
+    trouble = r.timing.trouble;
   }
-  if (sweep && !drawn.empty()) return refuse("--sweep draws its own problems; drop " + drawn);
-  if (o.time_only && (o.check_only || sweep)) {
-    return refuse(
-        "--time-only: it leaves out the checks that --check-only and --sweep ask for; drop "
-        "one of them");
-  }
-  if (o.time_only && !has_clock) {
-    return refuse("--time-only: the CPU backend times nothing; build for a GPU or drop it");
-  }
-  if (o.seeds.empty()) o.seeds.push_back(0);
-  o.shape_given = sweep || !shapes.empty();
-  if (shapes.empty()) shapes.push_back("mission");
-  for (const string& shape : shapes) {
-    Problem p;
-    if (!parse_shape(shape, p, o.error)) return o;
-    p.causal = common.causal, p.layout = common.layout, p.dist = common.dist;
-    p.scale = common.scale, p.max_ctas = common.max_ctas;
-    o.problems.push_back(p);
-  }
-  if (sweep) {
-    o.problems.clear();
-    o.check_only = true;
-    for (long long n = 0; n < sweep; n++) {
-      o.problems.push_back(sweep_problem(o.seeds[0], n));
-      o.problems.back().max_ctas = common.max_ctas;
-    }
-  }
-  if (sweep) o.seeds.clear();  // each problem has its own
-  return o;
+  r.check = trouble.empty() ? "PASS" : "FAIL";
+  if (!trouble.empty()) r.note = trouble, r.exit = exit_wrong;
 }
 
-// ---- one row, start to end ----
-
-ExitCode run_problem(const Problem& p, const vector<uint64_t>& seeds, const Options& o,
-                     const Device& device) {
-  CsvRow row;
-  row.config = SDPA_TEXT(SDPA_CONFIG_NAME), row.family = family_name, row.status = "ok";
-  row.shape = p.shape, row.layout = p.layout, row.dist = p.dist;
-  row.B = std::to_string(p.B), row.Hq = std::to_string(p.Hq), row.Hkv = std::to_string(p.Hkv);
-  row.Sq = std::to_string(p.Sq), row.Sk = std::to_string(p.Sk);
-  row.D = std::to_string(Build::head_dim), row.dtype = Build::is_bf16 ? "bf16" : "fp16";
-  row.causal = causal_names[int(p.causal)], row.max_ctas = std::to_string(p.max_ctas);
-  for (uint64_t seed : seeds) row.seed += (row.seed.empty() ? "" : "+") + std::to_string(seed);
-  SdpaParams sizes{};
-  sizes.B = p.B, sizes.Hq = p.Hq, sizes.Hkv = p.Hkv, sizes.Sq = p.Sq, sizes.Sk = p.Sk;
-  sizes.causal = p.causal;
-  const Resources resources = resources_of(kernel_facts(sizes), device);
-  row.regs = resources.regs, row.spill_bytes = resources.spill_bytes;
-  row.smem_bytes = resources.shared_bytes, row.ctas_per_sm = resources.ctas_per_sm;
-  if constexpr (Build::use_tuned) {
-    const TunedTile& t = TUNED_TILES[choose_tile(sizes)];
-    row.note = format("tile BLOCK_M=%d BLOCK_N=%d STAGES=%d SPLIT_KV=%d", t.block_m, t.block_n,
-                      t.stages, t.split_kv);
-  }
-  row.barriers_per_tile = std::to_string(barriers_per_tile<Build>());
-  row.device = device.name, row.sm = device.sm, row.driver = device.driver;
-  if (has_clock) row.cuda = format("%d.%d", CUDART_VERSION / 1000, CUDART_VERSION % 1000 / 10);
-  row.git_sha = sdpa_git_sha ? sdpa_git_sha() : "unknown";
-  row.knobs = effective_knobs();
-  row.barriers_executed = device.tile.barriers,
-  row.bank_conflicts_per_tile = device.tile.bank_conflicts;
-  row.global_bytes_per_tile = device.tile.global_bytes;
-  ExitCode exit = exit_pass;
-  string trouble;
-  Problem repeat = p;  // with the seed in hand, for the command that repeats a failure
+// One problem, start to end.
+ExitCode run_problem(const Problem& p, const Options& o, const Device& device) {
+  Run r;
+  r.problem = p, r.seeds = o.seeds.empty() ? vector<uint64_t>{p.seed} : o.seeds;
+  const auto stop = [&](const char* status, const string& sentence, ExitCode exit) {
+    r.status = status, r.note = sentence, r.exit = exit;
+  };
   try {
+    SdpaParams sizes{};
+    sizes.B = p.B, sizes.Hq = p.Hq, sizes.Hkv = p.Hkv, sizes.Sq = p.Sq, sizes.Sk = p.Sk;
+    sizes.causal = Causal(int(p.mask));
+    r.kernel = line.facts_of(sizes);
+    if (line.is_tuned) {
+      const TunedTile t = line.tile_of(sizes);
+      r.note = format("tile BLOCK_M=%d BLOCK_N=%d STAGES=%d SPLIT_KV=%d", t.block_m, t.block_n,
+                      t.stages, t.split_kv);
+    }
     if (!device.missing.empty()) {
-      row.status = "skipped", row.note = device.missing;
-      exit = exit_skipped;
+      stop("skipped", device.missing, exit_skipped);
     } else {
-      Instance instance(p);
-      Figures figures;
-      for (uint64_t seed : seeds) {
-        instance.set_inputs(repeat.seed = seed);
-        if (o.time_only) break;
-        trouble = instance.check(figures, o.repeats);
-        if (!trouble.empty()) break;
-      }
-      if (trouble.empty() && has_clock && !o.check_only) {
-        const Timing t = time_kernel(instance, o);
-        if (!o.time_only) {
-          row.p50_us = format("%.3f", t.p50_us), row.p90_us = format("%.3f", t.p90_us);
-          row.p99_us = format("%.3f", t.p99_us), row.min_us = format("%.3f", t.min_us);
-          row.cold_us = format("%.3f", t.cold_us);
-        }
-        row.graph_us = format("%.3f", t.graph_us);
-        row.graph_lo_us = format("%.3f", t.graph_lo_us);
-        row.graph_hi_us = format("%.3f", t.graph_hi_us);
-        row.tflops = format("%.2f", flops_of(p) / t.graph_us * 1e-6);
-        row.clock_mhz = format("%.0f", t.clock_mhz);
-        trouble = t.trouble;
-        if (!o.time_only && trouble.empty()) {
-          trouble = instance.check_again("in the run after timing differs");
-        }
-      }
-      if (!o.time_only) {
-        row.check = trouble.empty() ? "PASS" : "FAIL";
-        if (!trouble.empty()) row.note = trouble;
-        row.rel_rms = format("%.3g", figures.rel_rms);
-        row.max_abs_err = format("%.3g", figures.max_abs_err);
-        row.lse_err = format("%.3g", figures.lse_err);
-        row.rows_checked = std::to_string(figures.rows_checked);
-        row.rows_witnessed = std::to_string(figures.rows_witnessed);
-      }
-      if (!trouble.empty()) exit = exit_wrong;
+      if (has_clock) r.resources = resources_of(r.kernel);
+      measure(r, o);
     }
   } catch (const TooLarge& error) {
-    row.status = "skipped", row.note = error.text, row.check = "";
-    exit = exit_skipped;
+    stop("skipped", error.text, exit_skipped);
   } catch (const CudaError& error) {
-    row.status = "error", row.note = error.text, row.check = "";
-    exit = exit_cuda;
+    stop("error", error.text, exit_cuda);
   } catch (const std::bad_alloc&) {
-    row.status = "error", row.note = "the problem does not fit in this machine's memory";
-    row.check = "";
-    exit = exit_cuda;
+    stop("error", "the problem does not fit in this machine's memory", exit_cuda);
   }
-  if (exit != exit_pass) {
-    fprintf(stderr, "sdpa_%s: %s %s: %s\n", row.config.c_str(),
-            row.check == "FAIL" ? "FAIL" : row.status.c_str(), row.shape.c_str(), row.note.c_str());
-    if (exit == exit_wrong) fprintf(stderr, "repeat with: %s\n", command_of(repeat).c_str());
+  if (isatty(STDOUT_FILENO)) print_block(r, device);
+  if (r.exit != exit_pass) {
+    fprintf(stderr, "sdpa_%s: %s %s: %s\n", line.name,
+            r.check == "FAIL" ? "FAIL" : r.status.c_str(), p.shape.c_str(), r.note.c_str());
   }
-  print_row(row);
-  return exit;
+  if (r.exit == exit_wrong) fprintf(stderr, "repeat with: %s\n", command_of(r.problem).c_str());
+  print_csv(columns(r, device), false);
+  return r.exit;
 }
 
-void print_config(const Device& device) {
-  printf("config %s, family %s\n", SDPA_TEXT(SDPA_CONFIG_NAME), family_name);
-#define SDPA_KNOB_LINE(name, fallback, member, values, meaning) \
-  printf("  %-24s %-6s %-12s %s\n", #name, name##_text, name##_changed ? "" : "(default)", meaning);
-  SDPA_KNOBS(SDPA_KNOB_LINE)
-  string changed;
-#define SDPA_KNOB_CHANGED(name, fallback, member, values, meaning) \
-  if (name##_changed) changed += string(" " #name "=") + name##_text;
-  SDPA_KNOBS(SDPA_KNOB_CHANGED)
-  printf("changed:%s\n",
-         changed.empty() ? " nothing, all knobs are at their defaults" : changed.c_str());
-  const KernelFacts k = kernel_facts({});
-  const Resources resources = resources_of(k, device);
-  printf("threads %d, shared memory %zu bytes, %d CTA barriers per K/V tile\n", k.threads,
-         k.shared_bytes, barriers_per_tile<Build>());
-  if (!has_clock && Build::use_tuned) {
-    printf("the tile is chosen for each problem; its row's note has it\n");
-  } else if (!has_clock) {
-    printf(
-        "one K/V tile on the CPU backend: %s barriers, %s bytes read from global memory, %s bank "
-        "conflicts\n%s",
-        device.tile.barriers.c_str(), device.tile.global_bytes.c_str(),
-        device.tile.bank_conflicts.c_str(), device.tile.by_site.c_str());
-  } else if (device.missing.empty()) {
-    printf("on %s: %s registers, %s bytes spilled, %s CTAs per SM\n", device.name.c_str(),
-           resources.regs.c_str(), resources.spill_bytes.c_str(), resources.ctas_per_sm.c_str());
-  } else {
-    printf("here: %s\n", device.missing.c_str());
-  }
-}
-
-int run(const Options& o) {
-  if (!o.error.empty()) {
-    fprintf(stderr, "sdpa: %s\n", o.error.c_str());
-    return exit_usage;
-  }
-  if (o.help) {
-    fputs(usage, stdout);
-    return exit_pass;
-  }
-  if (o.header) print_header();
+// All that the arguments ask for. Sets o.passed.
+ExitCode run(Options& o, const vector<Option>& options) {
+  if (o.help) return print_help(options), exit_pass;
+  if (o.header) print_csv(columns({}, {}), true);
   if (o.header && !o.shape_given && !o.config) return exit_pass;
   Device device;
   try {
@@ -6278,20 +5144,30 @@ int run(const Options& o) {
   } catch (const CudaError& error) {
     device.missing = error.text;
   }
-  if (o.config) {
-    print_config(device);
-    return exit_pass;
-  }
+  if (o.config) return print_config(device), exit_pass;
+  if (!o.header && isatty(STDOUT_FILENO)) print_csv(columns({}, {}), true);
   int counts[128] = {};
   for (const Problem& p : o.problems) {
-    const vector<uint64_t> seeds = o.seeds.empty() ? vector<uint64_t>{p.seed} : o.seeds;
-    counts[run_problem(p, seeds, o, device)]++;
+    counts[run_problem(p, o, device)]++;
     if (ferror(stdout)) break;
   }
-  for (ExitCode exit : {exit_wrong, exit_cuda, exit_pass, exit_skipped}) {
+  o.passed = counts[exit_pass];
+  for (ExitCode exit : {exit_wrong, exit_cuda, exit_pass}) {
     if (counts[exit]) return exit;
   }
-  return exit_pass;
+  return exit_skipped;
+}
+
+int refuse(const string& sentence) {
+  fprintf(stderr, "sdpa: %s\n", sentence.c_str());
+  return exit_usage;
+}
+
+// The exit code, unless rows were lost on their way.
+int finish(ExitCode exit) {
+  if (fflush(stdout) == 0 && !ferror(stdout)) return exit;
+  fprintf(stderr, "sdpa: stdout cannot be written to (%s), so rows are lost\n", strerror(errno));
+  return exit_cuda;
 }
 
 }  // namespace
@@ -6300,8 +5176,11 @@ int run(const Options& o) {
 int main(int argc, char** argv) {
   using namespace SDPA_NAMESPACE;
   signal(SIGPIPE, SIG_IGN);  // a reader that has gone is told like a full disk
-  const int exit = run(parse_options({argv + 1, argv + argc}));
-  return stdout_is_written() ? exit : exit_cuda;
+  Options o;
+  const std::vector<Option> options = options_of(o);
+  const std::string refusal = parse(options, {argv + 1, argv + argc}, o);
+  return refusal.empty() ? finish(run(o, options)) : refuse(refusal);
 }
 
+#endif  // SDPA_LINE_ONLY
 #endif  // SDPA_NO_MAIN

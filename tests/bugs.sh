@@ -14,28 +14,8 @@ jobs=$(nproc)
 ln -s "$PWD/simt" "$work/simt"
 cp reference.cpp tests/contract.cu tests/expect.h "$work/"
 sed -i 's~"../reference.cpp"~"reference.cpp"~' "$work/contract.cu"
-# Two objects make an executable: the bug's kernels, and the harness of the clean sdpa.cu, which is compiled
-# once for each set of knobs and reaches the kernels by this function.
-sed -e '/^\/\/ ==== COPY TO HERE/,$ s~sdpa_forward(~forward_under_test(~' -e '/^\/\/ ==== COPY TO HERE/r /dev/stdin' \
-  sdpa.cu >"$work/harness.cu" <<'EOF'
-extern "C" void forward_of_bug(const void* params, void* stream, void* status);
-namespace SDPA_NAMESPACE {
-inline SdpaStatus forward_under_test(const SdpaParams& p, cudaStream_t stream) {
-  SdpaStatus status;
-  forward_of_bug(&p, stream, &status);
-  return status;
-}
-}  // namespace SDPA_NAMESPACE
-EOF
-cat >"$work/bug.cu" <<'EOF'
-#define SDPA_NO_MAIN
-#define SDPA_NAMESPACE bugged
-#include SDPA_SOURCE
-extern "C" void forward_of_bug(const void* params, void* stream, void* status) {
-  *static_cast<bugged::SdpaStatus*>(status) =
-      bugged::sdpa_forward(*static_cast<const bugged::SdpaParams*>(params), stream);
-}
-EOF
+# Two objects make an executable: the bug's line, and the harness of the clean sdpa.cu with what tests/sweep.cu
+# adds, which is compiled once.
 
 # Not optimised: a bug takes longer to compile than to run.
 flags=(-std=c++17 -O0 -march=native -ffp-contract=off -ftrivial-auto-var-init=pattern -w -pthread
@@ -50,7 +30,7 @@ compiler() {
   esac
   "${CXX:-g++}" "${flags[@]}" "${sanitize[@]}" "${@:2}"
 }
-# prepare KIND: the engine, and the standard headers, compiled once, since every bug includes them.
+# prepare KIND: the engine, the standard headers, which every bug includes, and the harness.
 prepare() {
   local macro=()
   case $1 in
@@ -61,7 +41,8 @@ prepare() {
   "${CXX:-g++}" -std=c++17 -O2 -march=native -ffp-contract=off "${macro[@]}" -c simt/engine.cpp \
     -o "$work/engine_$1.o" &
   grep -hE '^#include <([a-z_]+|unistd\.h)>' sdpa.cu reference.cpp | sort -u >"$work/$1/standard.h"
-  compiler "$1" -x c++-header "$work/$1/standard.h" -o "$work/$1/standard.h.gch" && wait $!
+  compiler "$1" -x c++-header "$work/$1/standard.h" -o "$work/$1/standard.h.gch" &&
+    compiled "$1" "" "$work/harness_$1.o" tests/sweep.cu && wait $!
 }
 
 # kind_of NET: the compiler's
@@ -77,24 +58,15 @@ compiled() {
   read -ra knob_list <<<"$2"
   compiler "$1" "${knob_list[@]/#/-D}" -include "$work/$1/standard.h" -x c++ -c "${@:4}" -o "$3"
 }
-# harness KIND "KNOBS": its object, by whoever wants it first
-harness() {
-  local object
-  object=$work/harness_$(md5sum <<<"$1|$2" | cut -c1-16).o
-  (
-    flock 9
-    [ -e "$object" ] || compiled "$1" "$2" "$object" "$work/harness.cu"
-  ) 9>"$object.lock" && echo "$object"
-}
 # built SOURCE KIND "KNOBS" "OPTIONS" EXE: or why not. With the options "@contract [NAME]" it is
 # tests/contract.cu with the SOURCE, run for the test NAME.
 built() {
-  local program=$work/bug.cu objects=("$5.o" "$work/engine_$2.o")
-  [[ $4 != @contract* ]] || program=$work/contract.cu
-  {
-    if [ "$program" = "$work/bug.cu" ]; then objects+=("$(harness "$2" "$3")"); fi
-    compiled "$2" "$3" "$5.o" "-DSDPA_SOURCE=\"$(realpath "$1")\"" "$program" && compiler "$2" "${objects[@]}" -o "$5"
-  } 2>"$5.log" && return
+  local source=(-DSDPA_LINE_ONLY "$1") objects=("$work/harness_$2.o" "$5.o" "$work/engine_$2.o")
+  if [[ $4 = @contract* ]]; then
+    source=("-DSDPA_SOURCE=\"$(realpath "$1")\"" "$work/contract.cu")
+    objects=("${objects[@]:1}")
+  fi
+  { compiled "$2" "$3" "$5.o" "${source[@]}" && compiler "$2" "${objects[@]}" -o "$5"; } 2>"$5.log" && return
   echo "does not compile: $(grep -m1 error "$5.log")"
   return 1
 }
@@ -197,7 +169,7 @@ bug ws_queue_skips_item    check   "$ws USE_PERSISTENT_CTA=1"  "--shape 1,2,2,70
 mma="USE_MMA_SYNC=1 VEC_WIDTH=8 SWIZZLE_XOR=1 USE_CP_ASYNC=1 STAGES=2 BLOCK_M=32 NUM_WARPS=2"
 split="$mma NUM_WARPS=4 SPLIT_KV=2 USE_LAZY_MAX=1"
 bug mma_wrong_lane         check   "$mma"   "--shape small"  's~key = lane / 16 \* 8 \+ lane % 8~key = lane % 16~'
-bug mma_swizzle_mismatch   backend  "$mma"   "--shape small"  's~\(at \^ c % xored~(at + c % xored~'
+bug mma_swizzle_mismatch   check   "$mma"   "--shape small"  's~\(at \^ c % xored~(at + c % xored~'
 bug mma_no_barrier         thread  "$mma"   "--shape 1,1,1,32,150"  's~^ *sync_for<B, Hazard::kv_written>\(\);~~'
 bug mma_wait_older_group   check   "$mma"   "--shape 1,1,1,32,150"  's~copies_last \? B::stages - 2~copies_last ? B::stages - 1~'
 bug mma_queue_skips_item   check   "$mma USE_PERSISTENT_CTA=1"  "--shape 1,2,2,70,20"  's~work_item<B>\(a, drawn_s\)~work_item<B>(a, drawn_s == 2 ? 1 : drawn_s)~'

@@ -1,9 +1,8 @@
 // Tests of everything that needs no GPU: knob parsing, inputs, reference, comparison, command line,
-// and the polynomial exp2. Includes the whole tool; the kernel is compiled but not launched.
-#define main sdpa_main
+// and the polynomial exp2. Includes the whole tool, with what sweep.cu adds.
 #define VEC_WIDTH 8
-#include "../sdpa.cu"
-#undef main
+#define SWEEP_NO_MAIN
+#include "sweep.cu"
 
 #include <array>
 #include <mutex>
@@ -12,6 +11,11 @@
 #include "expect.h"
 
 using namespace SDPA_NAMESPACE;
+using reference::Comparison;
+using reference::dist_named;
+using reference::fp16;
+using reference::normal;
+using reference::ulp;
 
 #define EXPECT_NEAR(a, b, tol) EXPECT(std::fabs((a) - (b)) <= (tol))
 
@@ -39,6 +43,11 @@ static void test_barrier_counts() {
   EXPECT((barriers_per_tile<Policy<1>>() == 2 && barriers_per_tile<Policy<0>>() == 0));
 }
 
+static std::vector<float> make_input(const Problem& p, Tensor tensor) {
+  return reference::make_input(p, tensor, *dist_named(p.dist), p.seed, p.same_heads,
+                               [](float x) { return element_value(element_bits(x)); });
+}
+
 // Golden values from an independent model of the generator (exact: sums of integers over 2^16).
 static void test_inputs() {
   EXPECT(normal(0, Tensor::Q, 0) == 0.54412841796875f);
@@ -48,7 +57,7 @@ static void test_inputs() {
   EXPECT(normal(7, Tensor::Q, (uint64_t(1) << 33) + 5) == 1.49176025390625f);
   EXPECT(normal(uint64_t(1) << 40, Tensor::V, 3) == 0.106292724609375f);
   Problem p;
-  p.shape = "100x1x1x64x64", p.B = 100, p.Hq = p.Hkv = 1, p.Sq = p.Sk = 64;
+  p.B = 100, p.Hq = p.Hkv = 1, p.Sq = p.Sk = 64;
   const auto moments = [&](Tensor tensor) {
     double sum = 0, squares = 0;
     const std::vector<float> x = make_input(p, tensor);
@@ -65,14 +74,21 @@ static void test_inputs() {
   p.dist = "uniform";
   EXPECT(moments(Tensor::Q).second == 0);
   EXPECT_NEAR(moments(Tensor::V).first, 1, 0.01);
-  EXPECT(huge_input(0, Tensor::Q, 0, 5, 321) == 20000);  // a head of one constant
-  EXPECT(huge_input(0, Tensor::K, 1, 77, 4931) == 12000);
-  EXPECT(huge_input(7, Tensor::K, 2, 9, 636) == -0x1p-8f);
-  EXPECT(huge_input(0, Tensor::Q, 3, 5, 321) == -0.5f);
-  EXPECT(stairs_input(0, Tensor::Q, 9, 0, 7) == 32 && stairs_input(0, Tensor::Q, 9, 2, 7) == 32768);
-  EXPECT(stairs_input(0, Tensor::K, 1057, 1, 7) == 5 &&
-         stairs_input(0, Tensor::K, 9, 3, 7) == 1 &&
-         stairs_input(0, Tensor::K, 9, 3, -0.4f) == 0);
+  const auto value = [&](float (*of)(const InputAt&), uint64_t seed, Tensor tensor, InputAt at) {
+    return of({p, seed, tensor, at.index, at.head, at.row, at.d, at.x});
+  };
+  const auto at = [&](uint64_t index, uint64_t head, uint64_t row, uint64_t d, float x) {
+    return InputAt{p, 0, Tensor::Q, index, head, row, d, x};
+  };
+  EXPECT(value(huge, 0, Tensor::Q, at(321, 0, 5, 1, 0)) == 20000);  // a head of one constant
+  EXPECT(value(huge, 0, Tensor::K, at(4931, 1, 13, 3, 0)) == 12000);
+  EXPECT(value(huge, 7, Tensor::K, at(636, 2, 9, 60, 0)) == -0x1p-8f);
+  EXPECT(value(huge, 0, Tensor::Q, at(321, 3, 5, 1, 0)) == -0.5f);
+  EXPECT(value(stairs, 0, Tensor::Q, at(0, 0, 9, 0, 7)) == 32);
+  EXPECT(value(stairs, 0, Tensor::Q, at(0, 0, 9, 2, 7)) == 32768);
+  EXPECT(value(stairs, 0, Tensor::K, at(0, 0, 1057, 1, 7)) == 5);
+  EXPECT(value(stairs, 0, Tensor::K, at(0, 0, 9, 3, 7)) == 1);
+  EXPECT(value(stairs, 0, Tensor::K, at(0, 0, 9, 3, -0.4f)) == 0);
   p.dist = "stairs";  // every element is exact, and neighbouring logits are 20 apart
   const auto q = make_input(p, Tensor::Q), k = make_input(p, Tensor::K);
   for (int i = 1; i < 64; i++) {
@@ -177,7 +193,7 @@ static void test_reference() {
 // The verdict on one row of outputs against one row of reference.
 static std::string verdict(std::vector<double> ref, double ref_lse, std::vector<float> got,
                            float got_lse, std::vector<char> open = {}) {
-  Comparison c;
+  Comparison c(fp16, true);
   open.resize(ref.size());
   c.add({0, 1, 2}, {ref, ref_lse, open}, got.data(), got_lse);
   return c.verdict({1e-3, 1e-3, 1e-3});
@@ -205,31 +221,31 @@ static void test_comparison() {
   // Long rows have small outputs: zeros pass any absolute limit, so the relative one must catch them.
   EXPECT(verdict({5e-4, -4e-4}, 9, {0, 0}, 9).find("rel_rms=1 ") == 0);
   // What poison leaves behind, for each type.
-  EXPECT(std::isnan(float_of_element(0xffff)));
-  EXPECT(verdict({1}, 0, {float_of_element(0xffff)}, 0) != "");
+  EXPECT(std::isnan(element_value(0xffff)));
+  EXPECT(verdict({1}, 0, {element_value(0xffff)}, 0) != "");
   EXPECT(std::isnan(float_of(~0u)));
 }
 
 // What rounds O: to nearest passes, towards zero or away from it does not, from 32 rows on.
 static void test_rounding() {
-  EXPECT(ulp(1.0) == 0x1p-10 && ulp(-1.99) == 0x1p-10 && ulp(0.5) == 0x1p-11);
-  EXPECT(ulp(0) == 0 && ulp(0x1p-15) == 0 && ulp(1e6) == 0 && ulp(NAN) == 0 && ulp(INFINITY) == 0);
+  EXPECT(ulp(fp16, 1.0) == 0x1p-10 && ulp(fp16, -1.99) == 0x1p-10 && ulp(fp16, 0.5) == 0x1p-11);
+  for (double x : {0.0, 0x1p-15, 1e6, double(NAN), double(INFINITY)}) EXPECT(ulp(fp16, x) == 0);
   const auto judged = [](int rows, int direction) {
-    Comparison c;
+    Comparison c(fp16, true);
     for (int q = 0; q < rows; q++) {
       std::vector<double> ref(64);
       std::vector<float> got(64);
       for (int d = 0; d < 64; d++) {
         ref[d] = normal(q, Tensor::V, d) / 8;
         got[d] = to_float(to_element(float(ref[d])));
-        const double unit = std::copysign(ulp(ref[d]), ref[d]);
+        const double unit = std::copysign(ulp(fp16, ref[d]), ref[d]);
         const bool inward = std::fabs(got[d]) < std::fabs(ref[d]);
         if (direction > 0 && inward) got[d] += float(unit);
         if (direction < 0 && !inward) got[d] -= float(unit);
       }
       c.add({0, 0, q}, {ref, 0, std::vector<char>(64)}, got.data(), 0);
     }
-    return c.verdict(tolerance);
+    return c.verdict(fp16.tolerance);
   };
   EXPECT(judged(32, 0) == "" && judged(400, 0) == "");
   EXPECT(judged(32, -1).find("O is not rounded to nearest: its mean error is -0.") == 0);
@@ -239,10 +255,14 @@ static void test_rounding() {
 
 static void test_rows_to_check() {
   Problem p;
-  EXPECT(rows_to_check(p, 384, 1e12).size() == 8 * 512);
+  const auto rows_to_check = [&](int item_rows, double macs) {
+    return reference::rows_to_check(p, 0, item_rows, macs);
+  };
+  p.B = 1, p.Hq = p.Hkv = 8, p.Sq = p.Sk = 512;
+  EXPECT(rows_to_check(384, 1e12).size() == 8 * 512);
   p.B = 3, p.Sq = 2000, p.Sk = 100000;
   for (int item_rows : {32, 256, 384, 2048}) {
-    const auto rows = rows_to_check(p, item_rows, 1.0);
+    const auto rows = rows_to_check(item_rows, 1.0);
     const int items = (p.Sq + item_rows - 1) / item_rows;
     std::set<std::array<int, 3>> seen, items_seen;
     for (const auto& row : rows) {
@@ -261,10 +281,10 @@ static void test_rows_to_check() {
     }
     EXPECT(int(rows.size()) <= 3 * 8 * items + 2 * (2 * items + 2 * 32 + 1));
   }
-  EXPECT(rows_to_check(p, 256, 5e9).size() >= 300);  // 390 rows, less those drawn twice
+  EXPECT(rows_to_check(256, 5e9).size() >= 300);  // 390 rows, less those drawn twice
   // README's largest problem, 2.2e12 FLOP, takes 16 cores half a second.
   p.B = 1, p.Hq = p.Hkv = 32, p.Sq = p.Sk = 16384;
-  EXPECT(double(rows_to_check(p, 256, 1.5e9).size()) * p.Sk * 64 * 2 < 7e9);
+  EXPECT(double(rows_to_check(256, 1.5e9).size()) * p.Sk * 64 * 2 < 7e9);
 }
 
 // Where each layout puts a tensor: no two rows of O overlap, inputs lie as the layout says, and what is
@@ -273,38 +293,39 @@ static void test_layouts() {
   constexpr int64_t D = Build::head_dim, far = int64_t(1) << 31;
   Problem p;
   p.B = 2, p.Hq = 4, p.Hkv = 2, p.Sq = 3, p.Sk = 5;
-  const auto placed = [&](const char* layout, char tensor) {
+  const auto placed = [&](const char* layout, Tensor tensor) {
     p.layout = layout;
     return place(p, tensor);
   };
-  EXPECT(same_strides(placed("bhsd", 'K').strides, {2 * 5 * D, 5 * D, D}));
-  EXPECT(same_strides(placed("bshd", 'Q').strides, {3 * 4 * D, D, 4 * D}));
-  EXPECT(same_strides(placed("packed", 'V').strides, {5 * 8 * D, D, 8 * D}));
-  EXPECT(same_strides(placed("padded", 'K').strides,
+  EXPECT(same_strides(placed("bhsd", Tensor::K).strides, {2 * 5 * D, 5 * D, D}));
+  EXPECT(same_strides(placed("bshd", Tensor::Q).strides, {3 * 4 * D, D, 4 * D}));
+  EXPECT(same_strides(placed("packed", Tensor::V).strides, {5 * 8 * D, D, 8 * D}));
+  EXPECT(same_strides(placed("padded", Tensor::K).strides,
                       {2 * (5 * (D + 8) + 8) + 8, 5 * (D + 8) + 8, D + 8}));
-  EXPECT(same_strides(placed("zero", 'K').strides, {0, 0, D}));
-  EXPECT(same_strides(placed("zero", 'O').strides, {4 * 3 * D, 3 * D, D}));
-  EXPECT(same_strides(placed("reversed", 'K').strides, {2 * 5 * D, -5 * D, -D}));
-  EXPECT(same_strides(placed("reversed", 'O').strides, {4 * 3 * D, 3 * D, D}));
-  EXPECT(same_strides(placed("far", 'K').strides, {2 * 5 * D + far, 5 * D, D}));
-  EXPECT(same_strides(placed("far_heads", 'K').strides, {2 * (5 * D + far), 5 * D + far, D}));
-  EXPECT(same_strides(placed("far_rows", 'K').strides, {10 * (D + far), 5 * (D + far), D + far}));
-  EXPECT(placed("reversed", 'K').first == 9 * D && placed("reversed", 'K').span == 20 * D);
-  EXPECT(placed("zero", 'K').span == 5 * D && placed("zero", 'K').piece_span == 5 * D);
-  EXPECT(placed("far", 'K').piece_rows == 10 && placed("far", 'K').piece_span == 10 * D);
-  EXPECT(placed("far_heads", 'K').piece_rows == 5 && placed("far_rows", 'K').piece_rows == 1);
+  EXPECT(same_strides(placed("zero", Tensor::K).strides, {0, 0, D}));
+  EXPECT(same_strides(placed("zero", Tensor::O).strides, {4 * 3 * D, 3 * D, D}));
+  EXPECT(same_strides(placed("reversed", Tensor::K).strides, {2 * 5 * D, -5 * D, -D}));
+  EXPECT(same_strides(placed("reversed", Tensor::O).strides, {4 * 3 * D, 3 * D, D}));
+  EXPECT(same_strides(placed("far", Tensor::K).strides, {2 * 5 * D + far, 5 * D, D}));
+  EXPECT(same_strides(placed("far_heads", Tensor::K).strides, {2 * (5 * D + far), 5 * D + far, D}));
+  EXPECT(same_strides(placed("far_rows", Tensor::K).strides, {10 * (D + far), 5 * (D + far), D + far}));
+  EXPECT(placed("reversed", Tensor::K).first == 9 * D && placed("reversed", Tensor::K).span == 20 * D);
+  EXPECT(placed("zero", Tensor::K).span == 5 * D && placed("zero", Tensor::K).piece_span == 5 * D);
+  EXPECT(placed("far", Tensor::K).piece_rows == 10 && placed("far", Tensor::K).piece_span == 10 * D);
+  EXPECT(placed("far_heads", Tensor::K).piece_rows == 5 && placed("far_rows", Tensor::K).piece_rows == 1);
   for (const char* layout : layouts) {
     p.layout = layout;
-    DeviceTensor K(p, 'K');
-    K.allocate();
-    const std::vector<uint16_t> x = bits_of_elements(make_input(p, Tensor::K));
-    K.upload(x);
+    p.same_heads = p.layout == "zero";
+    const auto K = make_placed_tensor(p, Tensor::K);
+    const Bits x = bits_of_elements(make_input(p, Tensor::K));
+    K->write(x);
     std::string trouble;
-    EXPECT(K.download(trouble) == x && trouble == "");
+    EXPECT(K->read(trouble) == x && trouble == "");
     for (size_t row = 0; row < 2 * 2 * 5; row++) {
-      const Strides& s = K.at.strides;
+      const Strides& s = K->strides;
       const int64_t b = row / 10, h = row / 5 % 2, k = row % 5;
-      EXPECT(!memcmp(K.data() + b * s.batch + h * s.head + k * s.row, &x[row * D], D * 2));
+      const uint16_t* const first = static_cast<uint16_t*>(K->first());
+      EXPECT(!memcmp(first + b * s.batch + h * s.head + k * s.row, &x[row * D], D * 2));
     }
   }
 }
@@ -314,6 +335,7 @@ static void test_guards() {
   const auto found = [](const char* layout, void (*write)(const SdpaParams&)) {
     Problem p;
     p.B = 2, p.Hq = p.Hkv = 2, p.Sq = 5, p.Sk = 7, p.layout = layout;
+    make_tensor = make_placed_tensor;
     Instance instance(p);
     instance.set_inputs(0);
     EXPECT(instance.run_once() == "");
@@ -326,7 +348,7 @@ static void test_guards() {
   constexpr int D = Build::head_dim;
   EXPECT(found("bhsd", [](const SdpaParams& p) { set_element(p.K - 1); }) ==
          "the kernel wrote before K");
-  EXPECT(found("bshd", [](const SdpaParams& p) { set_element(p.V + 2 * 2 * 7 * D + GUARD - 1); }) ==
+  EXPECT(found("bshd", [](const SdpaParams& p) { set_element(p.V + 2 * 2 * 7 * D + MARGIN - 1); }) ==
          "the kernel wrote after V");
   EXPECT(found("padded", [](const SdpaParams& p) { set_element(p.Q + D); }) ==
          "the kernel wrote between the rows of Q");
@@ -345,34 +367,32 @@ static void test_witness() {
   constexpr int D = Build::head_dim;
   struct Case {
     const char *shape, *layout, *dist;
-    Causal causal;
+    reference::Mask mask;
     float scale;
   };
-  const Case cases[] = {{"1,1,1,40,70", "bhsd", "normal", Causal::off, 0},
-                        {"2,4,2,33,31", "packed", "outliers", Causal::bottom_right, 0.2f},
-                        {"1,6,2,31,65", "padded", "normal", Causal::top_left, 0},
-                        {"1,2,1,70,20", "bshd", "large", Causal::bottom_right, 0},
-                        {"1,2,1,3,0", "bhsd", "normal", Causal::off, 0},
-                        {"2,4,2,33,70", "bhsd", "huge", Causal::bottom_right, 0},
-                        {"2,4,2,33,70", "bhsd", "huge", Causal::off, 1e10f},
-                        {"1,2,2,65,65", "bshd", "stairs", Causal::bottom_right, 0},
-                        {"1,2,2,33,300", "bhsd", "uniform", Causal::top_left, 0}};
+  using reference::Mask;
+  const Case cases[] = {{"1,1,1,40,70", "bhsd", "normal", Mask::none, 0},
+                        {"2,4,2,33,31", "packed", "outliers", Mask::bottom_right, 0.2f},
+                        {"1,6,2,31,65", "padded", "normal", Mask::top_left, 0},
+                        {"1,2,1,70,20", "bshd", "large", Mask::bottom_right, 0},
+                        {"1,2,1,3,0", "bhsd", "normal", Mask::none, 0},
+                        {"2,4,2,33,70", "bhsd", "huge", Mask::bottom_right, 0},
+                        {"2,4,2,33,70", "bhsd", "huge", Mask::none, 1e10f},
+                        {"1,2,2,65,65", "bshd", "stairs", Mask::bottom_right, 0},
+                        {"1,2,2,33,300", "bhsd", "uniform", Mask::top_left, 0}};
   for (const Case& c : cases) {
     Problem p;
-    std::string error;
-    EXPECT(parse_shape(c.shape, p, error));
-    p.layout = c.layout, p.dist = c.dist, p.causal = c.causal, p.scale = c.scale;
+    EXPECT(parse_shape(c.shape, p) == "");
+    p.layout = c.layout, p.dist = c.dist, p.mask = c.mask, p.scale = c.scale;
     Instance instance(p);
     instance.set_inputs(3);
-    const auto Q = make_input(instance.problem, Tensor::Q),
-               K = make_input(instance.problem, Tensor::K);
-    const auto V = make_input(instance.problem, Tensor::V);
-    const auto rows = rows_to_check(p, 32, 1e12);
-    const auto want = reference::attend(reference_problem(p, Q.data(), K.data(), V.data()), rows);
+    const auto rows = reference::rows_to_check(p, 0, 32, 1e12);
+    const auto want = reference::attend(instance.problem, rows);
     const int heads = p.B * p.Hq, first = heads / 2;  // the second half alone
     std::vector<float> O(size_t(heads - first) * p.Sq * D), LSE(size_t(heads - first) * p.Sq);
-    launch_witness(instance.params, first, heads - first, O.data(), LSE.data());
-    Comparison comparison;
+    EXPECT(launch_witness<__half>(instance.params, first, heads - first, O.data(), LSE.data()) ==
+           cudaSuccess);
+    Comparison comparison(fp16, true);
     for (size_t i = size_t(first) * p.Sq; i < rows.size(); i++) {
       const size_t row = i - size_t(first) * p.Sq;
       comparison.add(rows[i], want[i], &O[row * D], LSE[row]);
@@ -384,18 +404,27 @@ static void test_witness() {
   }
 }
 
-static Options parse(std::vector<std::string> args) { return parse_options(args); }
+static SweepOptions parse(const std::vector<std::string>& args, std::string& refusal) {
+  SweepOptions o;
+  refusal = parse_sweep(sweep_options(o), args, o);
+  return o;
+}
 
 static void test_command_line() {
-  EXPECT(parse({}).problems.size() == 1 && parse({}).problems[0].shape == "mission");
-  const Options o = parse({"--shape", "small", "--shape", "2,8,4,100,37", "--causal", "tl",
-                           "--seeds", "3,4", "--dist", "large", "--iters", "7", "--warmup", "0",
-                           "--layout", "packed", "--check-only", "--scale", "0.5"});
-  EXPECT(o.error == "" && o.problems.size() == 2 && o.problems[1].Sk == 37);
+  std::string refusal;
+  const auto parsed = [&](const std::vector<std::string>& args) { return parse(args, refusal); };
+  EXPECT(parsed({}).problems.size() == 1 && parsed({}).problems[0].shape == "mission");
+  EXPECT(parsed({}).problems[0].Hq == 8 && !parsed({}).shape_given);
+  const Options o =
+      parsed({"--shape", "small", "--shape", "2,8,4,100,37", "--causal", "tl", "--seeds", "3,4",
+              "--dist", "large", "--iters", "7", "--warmup", "0", "--layout", "packed",
+              "--check-only", "--scale", "0.5"});
+  EXPECT(refusal == "" && o.problems.size() == 2 && o.problems[1].Sk == 37 && o.shape_given);
   EXPECT(o.problems[1].shape == "2x8x4x100x37" && o.problems[0].Sq == 32);
-  EXPECT(o.problems[0].causal == Causal::top_left && o.problems[1].layout == "packed");
+  EXPECT(o.problems[0].shape == "small" && parsed({"--shape", "1x8x8x64x64"}).problems[0].Sq == 64);
+  EXPECT(o.problems[0].mask == reference::Mask::top_left && o.problems[1].layout == "packed");
   EXPECT(o.seeds == std::vector<uint64_t>({3, 4}) && o.iterations == 7 && o.warmup == 0);
-  EXPECT(o.check_only && o.problems[1].dist == "large" && o.problems[0].scale == 0.5f);
+  EXPECT(o.check_only && o.problems[1].dist == "large" && o.problems[0].scale == 0.5);
   const struct {
     std::vector<std::string> args;
     const char* sentence;
@@ -413,10 +442,10 @@ static void test_command_line() {
       {{"--seeds", "1,,2"}, "--seeds 1,,2: want whole numbers separated by commas, such as 0,1"},
       {{"--seeds", ""}, "--seeds : want whole numbers"},
       {{"--dist", "gauss"},
-       "--dist gauss: want normal, outliers, large, nonfinite, huge, stairs or uniform"},
+       "--dist gauss: want one of normal outliers large uniform nonfinite huge stairs"},
       {{"--layout", "hsbd"},
-       "--layout hsbd: want bhsd, bshd, packed, padded, zero, reversed, far, far_heads or "
-       "far_rows"},
+       "--layout hsbd: want one of bhsd bshd packed padded zero reversed far far_heads far_rows"},
+      {{"--schedule", "random:"}, "--schedule random:: want forward, reverse or random:SEED"},
       {{"--scale", "0"}, "--scale 0: want a number greater than 0"},
       {{"--scale", "nan"}, "--scale nan: want a number greater than 0"},
       {{"--iters", "0"}, "--iters 0: want a whole number from 1 to 1000000"},
@@ -425,13 +454,16 @@ static void test_command_line() {
        "--max-ctas: in this build every tile has a CTA of its own; build with"},
       {{"--warmup", "x"}, "--warmup x: want a whole number from 0 to 1000000"},
       {{"--sweep", "5", "--shape", "small"}, "--sweep draws its own problems; drop --shape"},
+      {{"--causal", "br", "--causal", "tl"}, "--causal is given twice"},
+      {{"--sweep", "0"}, "--sweep 0: want a whole number from 1 to 1000000"},
       {{"--causal", "br", "--sweep", "5"}, "--sweep draws its own problems; drop --causal"},
       {{"--sweep", "5", "--dist", "huge"}, "--sweep draws its own problems; drop --dist"},
       {{"--sweep", "5", "--layout", "bhsd"}, "--sweep draws its own problems; drop --layout"},
       {{"--sweep", "5", "--scale", "1"}, "--sweep draws its own problems; drop --scale"},
   };
   for (const auto& r : refused) {
-    const std::string error = parse(r.args).error;
+    std::string error;
+    parse(r.args, error);
     if (error.find(r.sentence) != 0)
       fprintf(stderr, "got: %s\nfor: %s\n", error.c_str(), r.sentence);
     EXPECT(error.find(r.sentence) == 0);
@@ -449,13 +481,13 @@ static void test_command_line() {
     for (size_t at = 0, end; (end = text.find(' ', at)) != std::string::npos; at = end + 1) {
       words.push_back(text.substr(at, end - at));
     }
-    const Options o2 = parse(words);
-    EXPECT(o2.error == "" && o2.seeds.size() == 1 && o2.seeds[0] == p.seed);
+    const Options o2 = parsed(words);
+    EXPECT(refusal == "" && o2.seeds.size() == 1 && o2.seeds[0] == p.seed);
     const Problem& q = o2.problems[0];
     EXPECT(q.B == p.B && q.Hq == p.Hq && q.Hkv == p.Hkv && q.Sq == p.Sq && q.Sk == p.Sk);
-    EXPECT(q.causal == p.causal && q.layout == p.layout && q.dist == p.dist && q.scale == p.scale);
+    EXPECT(q.mask == p.mask && q.layout == p.layout && q.dist == p.dist && q.scale == p.scale);
   }
-  EXPECT(kinds.size() == std::size(dists) + std::size(layouts) && ratios.size() == 8);
+  EXPECT(kinds.size() == reference::dists.size() + std::size(layouts) && ratios.size() == 8);
   EXPECT(takes_layout("far") && takes_layout("zero") && takes_layout("reversed"));
 }
 
@@ -602,6 +634,7 @@ static void test_tile_choice() {
 }
 
 int main() {
+  add_dists();
   test_knob_text();
   test_divisor();
   test_tile_choice();

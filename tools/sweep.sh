@@ -47,14 +47,14 @@ sweep_command() {
     [ "$selected" = yes ] && [ "$expect" = PASS ] && names+=("$name $series")
   done <"$build/configs.tsv"
   [ ${#names[@]} -gt 0 ] || refuse "sweep: --only $only: no line of configs.txt has such a name"
-  build_selected ${#names[@]}
+  build_selected ${#names[@]} sdpa_sweeps
 
   local folder=$build/sweep
   rm -rf "$folder"
   mkdir -p "$folder"
   # shellcheck disable=SC2016  # the inner shell expands them
   printf '%s\n' "${names[@]}" |
-    xargs -P "$at_once" -L1 sh -c '"$1/sdpa_$3" --header --sweep "$2" --seeds "$4" >"$1/sweep/$3.csv" 2>"$1/sweep/$3.err"; echo "swept $3" >&2' \
+    xargs -P "$at_once" -L1 sh -c '"$1/sweep_$3" --header --sweep "$2" --seeds "$4" >"$1/sweep/$3.csv" 2>"$1/sweep/$3.err"; echo "swept $3" >&2' \
       sh "$build" "$count"
   # A line without an executable has no rows, and so fewer than were wanted.
   local counts=$folder.csv

@@ -1,0 +1,159 @@
+// Tensors that do not lie as [B,H,S,D]: other orders, gaps, strides of 0 and below, and dimensions that are
+// gigabytes apart. Included by sweep.cu after sdpa.cu.
+
+namespace SDPA_NAMESPACE {
+namespace {
+
+const char* const layouts[] = {"bhsd",     "bshd", "packed",    "padded",  "zero",
+                               "reversed", "far",  "far_heads", "far_rows"};
+
+// TMA takes no strides of 0 or less, cuBLAS no rows that run backwards.
+bool takes_layout(const string& layout) {
+  return !(line.is_wgmma && (layout == "zero" || layout == "reversed")) &&
+         !(line.is_cublas && layout == "reversed");
+}
+
+struct Placement {
+  Strides strides;
+  int64_t first = 0;  // element (0,0,0,0), counted from the lowest one
+  int64_t span = 0;   // elements from the lowest to the highest
+  // The rows of [B,H,S] are stored in pieces of so many rows and so many elements. What lies between
+  // pieces, in layouts that are far apart, is gigabytes that nobody touches.
+  int64_t piece_rows = 1, piece_span = line.D;
+};
+
+// packed: Q, K and V as views of [B,S,Hq+2Hkv,D]. padded: rows and heads VEC_WIDTH apart, the least
+// alignment that the build accepts. zero: all batches and heads of an input are one [S,D]. reversed:
+// rows and heads of the inputs run backwards. far, far_heads, far_rows: batches, heads or rows over 2^31
+// elements apart.
+Placement place(const Problem& p, Tensor tensor) {
+  const bool is_input = tensor != Tensor::O;
+  const int64_t D = line.D, H = of_query(tensor) ? p.Hq : p.Hkv, S = of_query(tensor) ? p.Sq : p.Sk;
+  const auto nested = [&](int64_t row, int64_t head_gap, int64_t batch_gap) {
+    const int64_t head = S * row + head_gap;
+    return Strides{H * head + batch_gap, head, row};
+  };
+  const int64_t pad = line.vec_width, far = int64_t(1) << 31;
+  Placement at;
+  at.strides = nested(D, 0, 0);
+  int together = 3;  // of row, head and batch: the dimensions inside a piece
+  if (p.layout == "bshd" || (p.layout == "packed" && !is_input)) {
+    at.strides = {S * H * D, D, H * D};
+  } else if (p.layout == "packed") {
+    const int64_t row = (p.Hq + 2 * int64_t(p.Hkv)) * D;
+    at.strides = {S * row, D, row};
+  } else if (p.layout == "padded") {
+    at.strides = nested(D + pad, pad, pad);
+  } else if (p.layout == "zero" && is_input) {
+    at.strides = {0, 0, D};
+  } else if (p.layout == "reversed" && is_input) {
+    at.strides = {H * S * D, -S * D, -D};
+  } else if (p.layout == "far") {
+    at.strides = nested(D, 0, far), together = 2;
+  } else if (p.layout == "far_heads") {
+    at.strides = nested(D, far, 0), together = 1;
+  } else if (p.layout == "far_rows") {
+    at.strides = nested(D + far, 0, 0), together = 0;
+  }
+
+  const struct {
+    int64_t size, stride;
+  } dims[] = {{S, at.strides.row}, {H, at.strides.head}, {p.B, at.strides.batch}};
+  at.span = D;
+  for (int i = 0; i < 3; i++) {
+    if (dims[i].size == 0) {  // no element
+      at.first = 0, at.span = 0, at.piece_rows = 0, at.piece_span = 0;
+      break;
+    }
+    const int64_t steps = dims[i].size - 1, stride = dims[i].stride;
+    at.span += steps * std::abs(stride);
+    if (stride < 0) at.first -= steps * stride;
+    if (i < together) at.piece_rows *= dims[i].size, at.piece_span += steps * std::abs(stride);
+  }
+  return at;
+}
+
+constexpr int64_t MARGIN = GUARD / sizeof(uint16_t);  // elements around a piece that hold 0xff like the guards
+
+// Guards, margins of pieces and gaps between rows hold 0xff bytes.
+class PlacedTensor : public DeviceTensor {
+ public:
+  const Placement at;
+
+  PlacedTensor(const Problem& p, Tensor tensor, const Placement& at)
+      : DeviceTensor(p, tensor, size_t(2 * MARGIN + at.span)), at(at) {
+    strides = at.strides;
+    H_ = of_query(tensor) ? p.Hq : p.Hkv;
+    S_ = of_query(tensor) ? p.Sq : p.Sk;
+    rows_ = at.piece_rows ? int64_t(rows_of(p, tensor)) : 0;
+  }
+
+  void* first() const override { return data<uint16_t>() + MARGIN + at.first; }
+  void poison() override { write({}); }
+  void write(const Bits& x) override {  // nothing: poison alone
+    for (int64_t row = 0; row < end(); row += step()) {
+      Bits piece(piece_elements(), uint16_t(0xffff));
+      if (!x.empty()) {
+        for_each_row(row, [&](int64_t r, int64_t at) { std::copy_n(&x[r * D], D, &piece[at]); });
+      }
+      store(piece, offset(row));
+    }
+  }
+  Bits read(string& trouble) const override {
+    Bits x(rows_ * D);
+    for (int64_t row = 0; row < end(); row += step()) {
+      Bits piece = fetch<uint16_t>(piece_elements() * sizeof(uint16_t), offset(row));
+      for_each_row(row, [&](int64_t r, int64_t at) { std::copy_n(&piece[at], D, &x[r * D]); });
+      // What is left without the rows must be as it was.
+      for_each_row(row, [&](int64_t, int64_t at) { std::fill_n(&piece[at], D, uint16_t(0xffff)); });
+      expect_poison(piece, trouble);
+    }
+    expect_guards(trouble);
+    return x;
+  }
+
+ private:
+  // Pieces are named by their first row. A tensor without elements has one of margins alone.
+  int64_t step() const { return std::max<int64_t>(1, at.piece_rows); }
+  int64_t end() const { return std::max<int64_t>(1, rows_); }
+  size_t piece_elements() const { return size_t(at.piece_span + 2 * MARGIN); }
+  int64_t start(int64_t row) const {  // of the margin before the piece; it is all of it or rises
+    return at.piece_rows == rows_ ? 0 : place_of(row);
+  }
+  ptrdiff_t offset(int64_t row) const { return start(row) * ptrdiff_t(sizeof(uint16_t)); }
+  int64_t place_of(int64_t row) const {
+    const int64_t b = row / S_ / H_, h = row / S_ % H_, s = row % S_;
+    return at.first + b * strides.batch + h * strides.head + s * strides.row;
+  }
+  // visit(row number in [B,H,S], offset of its first element in the piece), on all cores
+  template <class Visit> void for_each_row(int64_t piece, const Visit& visit) const {
+    constexpr int64_t block = 2048;
+    reference::parallel_for(size_t((at.piece_rows + block - 1) / block), [&](size_t n) {
+      const int64_t first = piece + int64_t(n) * block;
+      const int64_t last = std::min(first + block, piece + at.piece_rows);
+      for (int64_t row = first; row < last; row++) {
+        visit(row, MARGIN + place_of(row) - start(piece));
+      }
+    });
+  }
+  void expect_poison(const Bits& piece, string& trouble) const {
+    const auto written = [](uint16_t bits) { return bits != 0xffff; };
+    const auto at = std::find_if(piece.begin(), piece.end(), written);
+    if (at == piece.end() || !trouble.empty()) return;
+    const bool before = at - piece.begin() < MARGIN, after = piece.end() - at <= MARGIN;
+    trouble = string("the kernel wrote ") +
+              (before ? "before " : after ? "after " : "between the rows of ") + name;
+  }
+
+  const int64_t D = line.D;
+  int64_t H_, S_, rows_;
+};
+
+std::unique_ptr<DeviceTensor> make_placed_tensor(const Problem& p, Tensor tensor) {
+  const Placement at = place(p, tensor);
+  if (double(at.span) * sizeof(uint16_t) > 1e15) throw TooLarge{{"no GPU has so much memory"}};
+  return std::make_unique<PlacedTensor>(p, tensor, at);
+}
+
+}  // namespace
+}  // namespace SDPA_NAMESPACE

@@ -1,0 +1,327 @@
+// The self-check of sdpa.cu with what only tests need: random problems, inputs and layouts that are hard in one
+// way each, kernels that follow each other, the order of the threads and the counters of the CPU backend.
+// Linked to a line it is sweep_NAME, which takes all options of sdpa_NAME and these:
+//   --sweep N      N random problems, checked and not timed; --seeds picks the series
+//   --layout L     how the tensors lie
+//   --schedule S   CPU backend: the order of the threads
+//   --tile         CPU backend: what one more K/V tile costs, and whether the barriers are those declared
+#ifndef SWEEP_NO_MAIN  // tests/unit.cu has the line and a main of its own
+#define SDPA_HARNESS_ONLY
+#define SDPA_NAMESPACE sweep
+#endif
+#define main sdpa_main
+#include "../sdpa.cu"
+#undef main
+
+#include "layouts.h"
+
+namespace SDPA_NAMESPACE {
+namespace {
+
+using reference::Dist;
+using reference::InputAt;
+using reference::mix;
+
+// ---- inputs ----
+
+// Logits up to what the type allows, each exact in fp32 whatever the order of the sum: a row of Q or K is
+// 0 and +-2^e with an exponent of its own. In a quarter of the key heads all of Q and K is one constant
+// instead, so that O is the mean of V.
+float huge(const InputAt& i) {
+  if (i.tensor == Tensor::V) return i.x;
+  const reference::Problem& p = i.problem;
+  const uint64_t kv_head = i.tensor == Tensor::Q ? i.head / (p.Hq / p.Hkv) : i.head;
+  const uint64_t of_head = mix(mix(i.seed + 33) + kv_head);
+  if (of_head % 4 == 0) return float(1000 * (1 + of_head / 4 % 60));
+  const int low = line.is_bf16 ? -59 : -14, high = line.is_bf16 ? 59 : 15;
+  const uint64_t stream = mix(i.seed * 4 + uint64_t(i.tensor) + 44);
+  const int sign = int(mix(mix(stream) + i.index) % 3) - 1;
+  return std::ldexp(float(sign), low + int(mix(stream + i.index / p.D) % (high - low + 1)));
+}
+
+// The logit of key k is about 20 * k at the default scale, of odd seeds -20 * k (k below 2^15): O is the
+// last, or the first, row of V that the query sees. k has three digits to base 32 in K, whose values are
+// in Q; the other elements are noise of -1, 0 and 1 that moves no logit by as much. S is a whole number.
+float stairs(const InputAt& i) {
+  if (i.tensor == Tensor::V) return i.x;
+  if (i.d >= 3) return float((i.x > 0.5f) - (i.x < -0.5f));
+  if (i.tensor == Tensor::Q) return float(32 << 5 * i.d);
+  const int step = int(std::lround(20 * std::sqrt(double(i.problem.D)) / 32));
+  return float((i.seed % 2 ? -step : step) * int(i.row >> 5 * i.d & 31));
+}
+
+// NaN or +inf in an element of most heads of Q, and of a quarter of those of K and V.
+float nonfinite(const InputAt& i) {
+  const size_t heads = heads_of(i.problem, i.tensor);
+  const uint64_t per_head = rows_of(i.problem, i.tensor) / heads * i.problem.D;
+  const uint64_t r = mix(mix(i.seed + 99) + i.head * 4 + uint64_t(i.tensor));
+  const bool bad = i.tensor == Tensor::Q ? r % 2 == 0 : r % 16 < 4;
+  if (!bad || i.index != i.head * per_head + r / 16 % per_head) return i.x;
+  return r / 8 % 2 ? float(INFINITY) : float(NAN);
+}
+
+void add_dists() {
+  for (const Dist& d : {Dist{"nonfinite", nonfinite}, {"huge", huge}, {"stairs", stairs}}) {
+    reference::dists.push_back(d);
+  }
+}
+
+// ---- kernels that follow each other ----
+
+struct Copies {
+  struct {
+    uint4* to;
+    const uint4* from;
+    size_t words;
+  } tensors[3];
+  uint32_t flipped;  // bits of each 32
+};
+
+// Writes the inputs of the kernel behind it, which it lets start before anything is copied.
+__global__ void copy_tensors(Copies c) {
+#if defined(SDPA_SIMT) || (defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 900)
+  griddepcontrol_launch_dependents();
+#endif
+  for (const auto& t : c.tensors) {
+    for (size_t i = blockIdx.x * blockDim.x + threadIdx.x; i < t.words;
+         i += gridDim.x * blockDim.x) {
+      uint4 x = t.from[i];
+      x.x ^= c.flipped, x.y ^= c.flipped, x.z ^= c.flipped, x.w ^= c.flipped;
+      st_global_v4(&t.to[i], x);
+    }
+  }
+}
+
+void launch_copies(const Copies& c) {
+  cudaLaunchConfig_t config{};
+  // Few, so that the next kernel has room beside them.
+  config.gridDim = dim3(has_clock ? 64 : 1), config.blockDim = dim3(has_clock ? 256 : 32);
+  require(cudaLaunchKernelEx(&config, copy_tensors, c), "launching a copy of the inputs");
+}
+
+// Three kernels with no synchronisation in between: one writes Q, K and V, then O = attention(Q, K, V),
+// then O2 = attention(O, K, V). O must have the bits of the checked run, and O2 those of the same launch
+// after a synchronisation; else a sentence.
+string check_chain(Instance& instance) {
+  if (instance.problem.layout.compare(0, 3, "far") == 0) return "";  // gigabytes to copy
+  const auto O2 = make_tensor(instance.problem, Tensor::O);
+  SdpaParams second = instance.params;
+  second.Q = instance.params.O, second.q = instance.params.o, second.LSE = nullptr;
+  second.O = static_cast<decltype(second.O)>(O2->first());
+  O2->poison();
+  Instance::launch(second);  // O is that of the checked run
+  require(cudaDeviceSynchronize(), "running the kernel");
+  string trouble;
+  const Bits want = O2->read(trouble);
+  if (!trouble.empty()) return trouble;
+
+  std::unique_ptr<Guarded> copies[3];
+  Copies save{}, write{};
+  for (int t = 0; t < 3; t++) {
+    const Guarded& tensor = *instance.tensors[t];
+    const size_t words = (tensor.bytes + GUARD) / sizeof(uint4);  // some of the guard behind it
+    copies[t].reset(new Guarded("a copy", words * sizeof(uint4)));
+    save.tensors[t] = {copies[t]->data<uint4>(), tensor.data<uint4>(), words};
+    write.tensors[t] = {tensor.data<uint4>(), copies[t]->data<uint4>(), words};
+  }
+  launch_copies(save);
+  write.flipped = 0x80408040;  // what the inputs hold before the chain: other finite numbers
+  launch_copies(write);
+  O2->poison(), instance.poison();
+  require(cudaDeviceSynchronize(), "preparing a chain of kernels");
+
+  write.flipped = 0;
+  launch_copies(write);
+  Instance::launch(instance.params);
+  Instance::launch(second);
+  const char* const sentence = "in a chain of kernels differs";
+  trouble = instance.check_last(sentence);
+  const Bits got = O2->read(trouble);
+  return trouble.empty() ? instance.difference("O of the second kernel", want, got, sentence)
+                         : trouble;
+}
+
+// ---- the CPU backend ----
+
+#ifdef SDPA_SIMT
+// Sets the order in which threads run. Returns a sentence if `text` names none.
+string set_schedule(const string& text) {
+  const string random = "random:", digits = "0123456789";
+  simt::schedule = {};
+  simt::schedule.alternate = false;
+  if (text == "reverse") simt::schedule.order = simt::Order::reverse;
+  if (text == "forward" || text == "reverse") return "";
+  if (text.compare(0, random.size(), random) || text.size() == random.size() ||
+      text.find_first_not_of(digits, random.size()) != string::npos) {
+    return "want forward, reverse or random:SEED with a number for SEED";
+  }
+  simt::schedule.order = simt::Order::random;
+  simt::schedule.seed = std::strtoull(text.c_str() + random.size(), nullptr, 10);
+  return "";
+}
+
+simt::Counters count_tiles(int tiles) {
+  const TunedTile& t = line.tiles[0];
+  Problem p;
+  p.B = p.Hq = p.Hkv = 1, p.Sq = t.block_m, p.Sk = tiles * t.split_kv * t.block_n;
+  Instance instance(p);
+  instance.set_inputs(0);
+  simt::take_counters();
+  instance.run_once();
+  return simt::take_counters();
+}
+
+// What one more K/V tile adds to a launch of one CTA: barriers that its first thread passes, bytes from
+// global memory, and bank conflicts: wavefronts of shared memory beyond those that the bytes need.
+ExitCode print_tile() {
+  if (line.is_tuned) return puts("the tile is chosen for each problem"), exit_pass;
+  const int groups = line.tiles[0].split_kv;  // each takes a tile more
+  const simt::Counters less = count_tiles(4), more = count_tiles(5);
+  string sites;
+  uint64_t conflicts = 0;
+  for (const auto& site : more.shared) {
+    const auto before = less.shared.find(site.first);
+    const simt::AccessCount old = before == less.shared.end() ? simt::AccessCount{} : before->second;
+    if (site.second.accesses == old.accesses) continue;
+    conflicts += site.second.conflicts - old.conflicts;
+    sites += format("  %6llu accesses, %6llu conflicts  %s\n",
+                    (unsigned long long)(site.second.accesses - old.accesses) / groups,
+                    (unsigned long long)(site.second.conflicts - old.conflicts) / groups,
+                    site.second.where.c_str());
+  }
+  const int barriers = int(more.barriers - less.barriers);
+  printf("a K/V tile of %s: %d barriers, %llu bytes from global memory, %llu bank conflicts\n%s",
+         line.name, barriers, (unsigned long long)(more.global_bytes - less.global_bytes) / groups,
+         (unsigned long long)conflicts / groups, sites.c_str());
+  if (barriers == line.barriers_per_tile) return exit_pass;
+  fprintf(stderr, "sweep: the code declares %d barriers for a tile\n", line.barriers_per_tile);
+  return exit_wrong;
+}
+#else
+string set_schedule(const string&) { return "only the CPU backend has one; a GPU has its own"; }
+ExitCode print_tile() {
+  fprintf(stderr, "sweep: --tile: only the CPU backend counts; configure with -DSDPA_CPU=ON\n");
+  return exit_usage;
+}
+#endif
+
+// ---- random problems ----
+
+// Random small problems over the whole contract; number n of a series of a build is the same everywhere.
+Problem sweep_problem(uint64_t series, uint64_t n) {
+  uint64_t state = mix(mix(series + 11) + n);
+  const auto draw = [&](int size) { return int((state = mix(state)) % uint64_t(size)); };
+  const TunedTile& tile = line.tiles[draw(line.tile_count)];
+  const auto draw_size = [&](int unit) {  // half of them beside an edge of tiles or of 64 rows
+    if (draw(2)) return draw(301);
+    if (draw(2)) unit = 64;
+    return (1 + draw(std::max(1, 300 / unit))) * unit - 1 + draw(3);
+  };
+  Problem p;
+  p.B = 1 + draw(3), p.Hkv = 1 + draw(3);
+  const int ratio = 1 + draw(8);
+  p.Sq = draw_size(tile.block_m), p.Sk = draw(4) ? draw_size(tile.block_n) : p.Sq;
+  if (draw(8) == 0) p.Sq = 1;
+  if (draw(16) == 0) p.Sk = 0;
+  constexpr double most_pairs = 5e5;  // which the CPU backend takes less than a second for
+  const double pairs = double(p.Hkv) * ratio * p.Sq * p.Sk;
+  if (pairs * p.B > most_pairs) p.B = 1;
+  if (pairs > most_pairs) p.Hkv = 1;
+  p.Hq = p.Hkv * ratio;
+  p.mask = reference::Mask(draw(3));
+  p.layout = layouts[draw(6)];
+  if (!takes_layout(p.layout)) p.layout = "padded";
+  if (draw(32) == 0) {  // far apart, and no larger than 36 GB
+    p.layout = layouts[6 + draw(3)];
+    p.B = p.layout == "far" ? 2 : 1;
+    p.Hq = p.Hkv = p.layout == "far_heads" ? 2 : 1;
+    if (p.layout == "far_rows") p.Sq = 2 + draw(2), p.Sk = 2 + draw(2);
+  }
+  p.same_heads = p.layout == "zero";
+  p.dist = reference::dists[draw(2) ? 0 : draw(int(reference::dists.size()))].name;
+  const bool exact = p.dist == "huge" || p.dist == "stairs";
+  if (exact && draw(2) == 0) {  // up to 1e10 or down to 1e-10; bf16's huge logits leave no room above
+    float scale = 1;
+    for (int digits = 4 + draw(7); digits > 0; digits--) scale *= 10;
+    p.scale = draw(2) || (p.dist == "huge" && line.is_bf16) ? 1 / scale : scale;
+  }
+  // Larger logits still would measure fp32 itself: at 10^4 the last bit of S moves P by 1e-3.
+  if (draw(4) == 0 && !exact && p.dist != "large") p.scale = 0.05f * float(1 + draw(10));
+  p.shape = format("%dx%dx%dx%dx%d", p.B, p.Hq, p.Hkv, p.Sq, p.Sk);
+  p.seed = n;
+  return p;
+}
+
+// ---- the command line ----
+
+struct SweepOptions : Options {
+  int sweep = 0;
+  bool tile = false;
+};
+
+vector<Option> sweep_options(SweepOptions& o) {
+  vector<Option> options = options_of(o);
+  const vector<Option> more = {
+      {"--sweep", "N", "N random problems instead, checked and not timed; --seeds picks the series",
+       [&o](const string& text) {
+         const vector<long long> n = parse_numbers(text, 1, 1000000);
+         if (n.size() == 1) o.sweep = int(n[0]);
+         return n.size() == 1 ? "" : "want a whole number from 1 to 1000000";
+       }},
+      {"--layout", "L",
+       "how the tensors lie; zero: all heads of an input are one; reversed: rows and heads of inputs run "
+       "backwards; far, far_heads, far_rows: batches, heads or rows over 2^31 elements apart",
+       [&o](const string& text) {
+         string names;
+         for (const char* name : layouts) {
+           names += string(" ") + name;
+           if (text == name) o.common.layout = text, o.common.same_heads = text == "zero";
+         }
+         return o.common.layout == text ? "" : "want one of" + names;
+       }},
+      {"--schedule", "S", "CPU backend: forward, reverse or random:SEED (default: the first two in turn)",
+       set_schedule},
+      {"--tile", "", "CPU backend: count what one more K/V tile costs, and stop",
+       [&o](const string&) { return o.tile = true, ""; }}};
+  options.insert(options.end(), more.begin(), more.end());
+  return options;
+}
+
+string parse_sweep(const vector<Option>& options, const vector<string>& args, SweepOptions& o) {
+  const string refusal = parse(options, args, o);
+  if (!refusal.empty() || !o.sweep) return refusal;
+  for (const char* drawn : {"--shape", "--causal", "--dist", "--layout", "--scale"}) {
+    if (std::count(args.begin(), args.end(), drawn)) {
+      return string("--sweep draws its own problems; drop ") + drawn;
+    }
+  }
+  o.check_only = o.shape_given = true;
+  o.problems.clear();
+  for (int n = 0; n < o.sweep; n++) {
+    o.problems.push_back(sweep_problem(o.seeds.empty() ? 0 : o.seeds[0], n));
+    o.problems.back().max_ctas = o.common.max_ctas;
+  }
+  o.seeds.clear();  // each problem has its own
+  return "";
+}
+
+}  // namespace
+}  // namespace SDPA_NAMESPACE
+
+#ifndef SWEEP_NO_MAIN
+int main(int argc, char** argv) {
+  using namespace SDPA_NAMESPACE;
+  signal(SIGPIPE, SIG_IGN);
+  make_tensor = make_placed_tensor;
+  check_more = check_chain;
+  add_dists();
+  SweepOptions o;
+  const std::vector<Option> options = sweep_options(o);
+  const std::string refusal = parse_sweep(options, {argv + 1, argv + argc}, o);
+  if (!refusal.empty()) return refuse(refusal);
+  if (o.tile) return finish(print_tile());
+  const ExitCode exit = run(o, options);
+  if (o.sweep) fprintf(stderr, "%d of %d passed\n", o.passed, o.sweep);
+  return finish(exit);
+}
+#endif  // SWEEP_NO_MAIN
