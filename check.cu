@@ -164,7 +164,7 @@ struct WitnessArgs {
   Strides q, k, v;
   int Hq, Hkv, Sq, Sk;
   int first_head;  // counted over batches: b * Hq + h
-  int diagonal;    // key k is visible to query q if k - q <= diagonal
+  int least, most;  // key k is visible to query q if least <= k - q <= most
   float scale;
   float *O, *LSE;  // [heads,Sq,D] and [heads,Sq] from first_head on
 };
@@ -214,7 +214,8 @@ __global__ void __launch_bounds__(WitnessShared<D>::THREADS) witness(WitnessArgs
     }
     float S = (sum.x + sum.y) + (sum.z + sum.w);
     for (int n = 1; n < W::LANES; n *= 2) S += __shfl_xor_sync(0xffffffffu, S, n);
-    return k0 + j < a.Sk && k0 + j - q_row <= a.diagonal ? S : -INFINITY;
+    const int distance = k0 + j - q_row;
+    return k0 + j < a.Sk && distance >= a.least && distance <= a.most ? S : -INFINITY;
   };
   for (int k0 = 0; k0 < a.Sk; k0 += W::KEYS) {
     __syncthreads();  // hazard: K still being read
@@ -263,12 +264,13 @@ template <class T, int D> cudaError_t launch_witness(const WitnessArgs& a, int h
 // O [heads,Sq,D] and LSE [heads,Sq] of query heads [first, first + heads), counted over batches.
 template <class T>
 cudaError_t launch_witness(const SdpaParams& p, int first, int heads, float* O, float* LSE) {
-  const int diagonal = p.causal == Causal::off            ? p.Sk
-                       : p.causal == Causal::bottom_right ? p.Sk - p.Sq
-                                                          : 0;
+  const int own = p.causal == Causal::bottom_right ? p.Sk - p.Sq : 0, none = 2000000000;
+  const int right = p.causal == Causal::off ? p.window_right : 0;
+  const int least = p.window_left < 0 ? -none : own - p.window_left;
+  const int most = right < 0 ? none : own + right;
   const float scale = p.scale == 0 ? float(1 / std::sqrt(double(p.D))) : p.scale;
-  const WitnessArgs a{p.Q,  p.K,  p.V,   p.q,      p.k,   p.v, p.Hq, p.Hkv,
-                      p.Sq, p.Sk, first, diagonal, scale, O,   LSE};
+  const WitnessArgs a{p.Q,  p.K,  p.V,   p.q,   p.k,  p.v,   p.Hq, p.Hkv,
+                      p.Sq, p.Sk, first, least, most, scale, O,    LSE};
   return p.D == 64    ? launch_witness<T, 64>(a, heads)
          : p.D == 128 ? launch_witness<T, 128>(a, heads)
                       : launch_witness<T, 256>(a, heads);
@@ -316,6 +318,7 @@ class Instance {
     params.LSE = lse_->data<float>();
     params.B = p.B, params.Hq = p.Hq, params.Hkv = p.Hkv, params.Sq = p.Sq, params.Sk = p.Sk;
     params.D = line.D, params.scale = float(p.scale), params.causal = Causal(int(p.mask));
+    params.window_left = p.window_left, params.window_right = p.window_right;
     workspace_.reset(new Guarded("the workspace", line.facts_of(params).workspace_bytes(params)));
     workspace_->fill(0);
     params.workspace = workspace_->data();

@@ -31,6 +31,8 @@ struct Problem {
   const float *Q, *K, *V;  // contiguous [B,Hq,Sq,D], [B,Hkv,Sk,D], [B,Hkv,Sk,D], already rounded to
                            // the type that the kernel reads
   int window_left = -1, window_right = -1;  // keys to each side of the query's own position; -1: all
+
+  bool has_window() const { return window_left >= 0 || window_right >= 0; }
 };
 
 // Runs body(i) for i in [0, n) on all cores.

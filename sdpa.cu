@@ -3943,7 +3943,7 @@ template <class B> struct WgmmaColumns {
       }
       add_to_partial(O, alpha, round == item.rounds - 1);
     }
-    barrier_sync(15, B::warpgroups * 128);  // hazard: partial results written
+    barrier_sync(1 + B::split_kv, B::warpgroups * 128);  // hazard: partial results written
     merge_partials(item);
   }
 };
@@ -4848,7 +4848,8 @@ vector<Column> columns(const Run& r, const Device& d) {
       {"graph_hi_us", us(t.graph_hi_us)}, {"max_ctas", to_string(p.max_ctas)},
       {"rows_witnessed", rows(f.rows_witnessed)},
       {"peak_share", has_peak ? format("%.3f", r.share_of_peak(d)) : ""},
-      {"bound", has_peak ? r.memory_binds(d) ? "memory" : "matrix" : ""}};
+      {"bound", has_peak ? r.memory_binds(d) ? "memory" : "matrix" : ""},
+      {"window", p.has_window() ? format("%d:%d", p.window_left, p.window_right) : ""}};
   // clang-format on
 }
 
@@ -4871,9 +4872,11 @@ void print_block(const Run& r, const Device& d) {
   const reference::Tolerance& tol = type.tolerance;
   const string changed = knob_texts(true);
   fprintf(stderr, "sdpa_%s (%s) on %s\n", line.name, line.family, d.name.c_str());
-  fprintf(stderr, "  problem  %s: B=%d Hq=%d Hkv=%d Sq=%d Sk=%d D=%d %s, causal %s\n",
+  const string window =
+      p.has_window() ? format(", window %d,%d", p.window_left, p.window_right) : "";
+  fprintf(stderr, "  problem  %s: B=%d Hq=%d Hkv=%d Sq=%d Sk=%d D=%d %s, causal %s%s\n",
           p.shape.c_str(), p.B, p.Hq, p.Hkv, p.Sq, p.Sk, line.D, type.name,
-          causal_names[int(p.mask)]);
+          causal_names[int(p.mask)], window.c_str());
   fprintf(stderr, "  knobs    %s\n", changed.empty() ? "all at their defaults" : changed.c_str());
   if (!r.check.empty()) {
     fprintf(stderr, "  check    %s: %ld rows against the reference, %ld against the witness\n",
@@ -4916,8 +4919,9 @@ vector<long long> parse_numbers(const string& text, long long low, long long hig
   for (size_t at = 0; at <= text.size();) {
     const size_t comma = std::min(text.find(',', at), text.size());
     const string word = text.substr(at, comma - at);
-    if (word.empty() || word.size() > 18) return {};
-    if (word.find_first_not_of("0123456789") != string::npos) return {};
+    const size_t sign = word[0] == '-';
+    if (word.size() == sign || word.size() > 18) return {};
+    if (word.find_first_not_of("0123456789", sign) != string::npos) return {};
     numbers.push_back(std::atoll(word.c_str()));
     if (numbers.back() < low || numbers.back() > high) return {};
     at = comma + 1;
@@ -4939,9 +4943,9 @@ string parse_shape(const string& text, Problem& p) {
   }
   const bool is_named = sizes != text;
   std::replace(sizes.begin(), sizes.end(), 'x', ',');  // as rows have them
-  const vector<long long> n = parse_numbers(sizes, 0, 1 << 30);
+  const vector<long long> n = parse_numbers(sizes, 0, most_rows);
   if (n.size() != 5) {
-    return "want small, mission, mission2, long or five sizes B,Hq,Hkv,Sq,Sk from 0 to 2^30, "
+    return "want small, mission, mission2, long or five sizes B,Hq,Hkv,Sq,Sk from 0 to 10^9, "
            "such as 1,8,2,512,512";
   }
   p.B = int(n[0]), p.Hq = int(n[1]), p.Hkv = int(n[2]), p.Sq = int(n[3]), p.Sk = int(n[4]);
@@ -4972,6 +4976,12 @@ vector<Option> options_of(Options& o) {
          const auto found = std::find(names, end, text);
          if (found != end) o.common.mask = reference::Mask(found - names);
          return found != end ? "" : "want br (bottom-right), tl or off";
+       }},
+      {"--window", "L,R", "a query sees L keys before its own position and R behind it; -1: no limit",
+       [&o](const string& text) {
+         const vector<long long> n = parse_numbers(text, -1, most_rows);
+         if (n.size() == 2) o.common.window_left = int(n[0]), o.common.window_right = int(n[1]);
+         return n.size() == 2 ? "" : "want two numbers from -1 to 10^9, such as 1024,0";
        }},
       {"--dist", "D", "inputs: normal (the default), outliers, large (logits) or uniform (logits)",
        [&o](const string& text) {
@@ -5069,6 +5079,7 @@ string command_of(const Problem& p) {
   string text = format("--check-only --shape %d,%d,%d,%d,%d --seeds %llu", p.B, p.Hq, p.Hkv, p.Sq,
                        p.Sk, (unsigned long long)p.seed);
   if (p.mask != reference::Mask::none) text += string(" --causal ") + causal_names[int(p.mask)];
+  if (p.has_window()) text += format(" --window %d,%d", p.window_left, p.window_right);
   if (p.layout != "bhsd") text += " --layout " + p.layout;
   if (p.dist != "normal") text += " --dist " + p.dist;
   if (p.scale != 0) text += format(" --scale %.9g", p.scale);
@@ -5104,6 +5115,7 @@ ExitCode run_problem(const Problem& p, const Options& o, const Device& device) {
     SdpaParams sizes{};
     sizes.B = p.B, sizes.Hq = p.Hq, sizes.Hkv = p.Hkv, sizes.Sq = p.Sq, sizes.Sk = p.Sk;
     sizes.causal = Causal(int(p.mask));
+    sizes.window_left = p.window_left, sizes.window_right = p.window_right;
     r.kernel = line.facts_of(sizes);
     if (line.is_tuned) {
       const TunedTile t = line.tile_of(sizes);

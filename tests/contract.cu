@@ -302,8 +302,12 @@ static void test_errors() {
 static void test_sizes() {
   const Attention a(1, 1, 1, 40, 30);
   SdpaParams p = a.p;
-  p.Sq = p.Sk = 1 << 30, p.causal = Causal::bottom_right;
+  p.Sq = p.Sk = 1000000000, p.causal = Causal::bottom_right;
   EXPECT(kernel_facts(p).threads > 0);  // chosen without overflow
+  p.Sk = 0, p.window_left = 1000000000;
+  EXPECT(kernel_facts(p).threads > 0);
+  p.Sq = 1, p.Sk = 1000000000, p.causal = Causal::off, p.window_right = 1000000000;
+  EXPECT(kernel_facts(p).threads > 0);
   p = a.p, p.scale = 3e38f;
   EXPECT(begins(a.forward(p), "scale=3e+38 times log2(e) is no float"));
   p = a.p, p.B = 1 << 15, p.Hq = p.Hkv = 1 << 12;

@@ -229,6 +229,10 @@ Problem sweep_problem(uint64_t series, uint64_t n) {
   if (pairs > most_pairs) p.Hkv = 1;
   p.Hq = p.Hkv * ratio;
   p.mask = reference::Mask(draw(3));
+  if (draw(3) == 0) {
+    p.window_left = draw(5) ? draw(1 + draw(300)) : -1;
+    p.window_right = draw(5) ? draw(1 + draw(300)) : -1;
+  }
   p.layout = layouts[draw(6)];
   if (!takes_layout(p.layout)) p.layout = "padded";
   if (draw(32) == 0) {  // far apart, and no larger than 36 GB
@@ -290,7 +294,7 @@ vector<Option> sweep_options(SweepOptions& o) {
 string parse_sweep(const vector<Option>& options, const vector<string>& args, SweepOptions& o) {
   const string refusal = parse(options, args, o);
   if (!refusal.empty() || !o.sweep) return refusal;
-  for (const char* drawn : {"--shape", "--causal", "--dist", "--layout", "--scale"}) {
+  for (const char* drawn : {"--shape", "--causal", "--window", "--dist", "--layout", "--scale"}) {
     if (std::count(args.begin(), args.end(), drawn)) {
       return string("--sweep draws its own problems; drop ") + drawn;
     }

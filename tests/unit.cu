@@ -140,6 +140,15 @@ static void test_reference() {
     EXPECT(a.row(0, 0, 0).O[0] == 0 && a.row(0, 0, 0).LSE == 0);
     EXPECT_NEAR(a.row(0, 0, 1).O[0], 0.5, 1e-15);
     EXPECT(reference::visible_pairs(a.p) == 1 + 2 + 3);
+    a.p.window_left = 1;  // and no more than the key before its own
+    EXPECT_NEAR(a.row(0, 0, 2).O[0], (1 + 4) / 2.0, 1e-15);
+    EXPECT(reference::visible_pairs(a.p) == 1 + 2 + 2);
+    a.p.mask = Mask::none, a.p.window_right = 0;  // the same, by the window alone
+    EXPECT_NEAR(a.row(0, 0, 2).O[0], (1 + 4) / 2.0, 1e-15);
+    a.p.window_left = -1, a.p.window_right = 2;
+    EXPECT(a.row(0, 0, 0).O[0] == (0 + 1 + 4) / 3.0 && a.row(0, 0, 2).LSE == std::log(5.0));
+    a.p.mask = Mask::bottom_right, a.p.window_left = 0;  // each its own key, 2 further than with top-left
+    EXPECT(a.row(0, 0, 1).O[0] == 9 && reference::visible_pairs(a.p) == 3);
   }
   {  // one logit far above the rest: O is that row of V, LSE that logit
     SmallAttention a(1, 1, 1, 1, 4, Mask::none, 0.5);
@@ -433,7 +442,7 @@ static void test_command_line() {
       {{"--shape"}, "--shape: its value is missing"},
       {{"--shape", "1,2,3"},
        "--shape 1,2,3: want small, mission, mission2, long or five sizes "
-       "B,Hq,Hkv,Sq,Sk from 0 to 2^30, such as 1,8,2,512,512"},
+       "B,Hq,Hkv,Sq,Sk from 0 to 10^9, such as 1,8,2,512,512"},
       {{"--shape", "1,8,3,64,64"}, "--shape 1,8,3,64,64: Hq must be a multiple of Hkv"},
       {{"--shape", "1,8,0,64,64"}, "--shape 1,8,0,64,64: Hq must be a multiple of Hkv"},
       {{"--shape", "-1,8,8,64,64"}, "--shape -1,8,8,64,64: want small"},
@@ -521,11 +530,13 @@ static void test_preconditions() {
   EXPECT(refusal([](SdpaParams& p) { p.D = 96; }) ==
          "D=96, but this build has HEAD_DIM=64; use a build for that D");
   EXPECT(refusal([](SdpaParams& p) { p.Hkv = 3; }) == "Hq=4 is not a multiple of Hkv=3");
-  EXPECT(refusal([](SdpaParams& p) { p.Sk = -1; }) == "Sk=-1 is outside [0, 2^30]");
+  EXPECT(refusal([](SdpaParams& p) { p.Sk = -1; }) == "Sk=-1 is outside [0, 10^9]");
   EXPECT(refusal([](SdpaParams& p) { p.scale = -1; }) ==
          "scale=-1 is not a positive number (0 means 1/sqrt(D))");
   EXPECT(refusal([](SdpaParams& p) { p.scale = NAN; }).find("scale=nan is not") == 0);
   EXPECT(refusal([](SdpaParams& p) { p.causal = Causal(7); }).find("causal=7 is none of") == 0);
+  EXPECT(refusal([](SdpaParams& p) { p.window_left = -2; }) ==
+         "window_left=-2 is outside [-1, 10^9]; -1 means no limit");
   EXPECT(refusal([](SdpaParams& p) { p.max_ctas = -1; }) ==
          "max_ctas=-1 is negative; 0 means as many CTAs as are resident");
   EXPECT(
