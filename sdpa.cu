@@ -4939,9 +4939,9 @@ string parse_shape(const string& text, Problem& p) {
   }
   const bool is_named = sizes != text;
   std::replace(sizes.begin(), sizes.end(), 'x', ',');  // as rows have them
-  const vector<long long> n = parse_numbers(sizes, 0, 1 << 30);
+  const vector<long long> n = parse_numbers(sizes, 0, 1000000000);
   if (n.size() != 5) {
-    return "want small, mission, mission2, long or five sizes B,Hq,Hkv,Sq,Sk from 0 to 2^30, "
+    return "want small, mission, mission2, long or five sizes B,Hq,Hkv,Sq,Sk from 0 to 10^9, "
            "such as 1,8,2,512,512";
   }
   p.B = int(n[0]), p.Hq = int(n[1]), p.Hkv = int(n[2]), p.Sq = int(n[3]), p.Sk = int(n[4]);

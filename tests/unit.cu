@@ -433,7 +433,7 @@ static void test_command_line() {
       {{"--shape"}, "--shape: its value is missing"},
       {{"--shape", "1,2,3"},
        "--shape 1,2,3: want small, mission, mission2, long or five sizes "
-       "B,Hq,Hkv,Sq,Sk from 0 to 2^30, such as 1,8,2,512,512"},
+       "B,Hq,Hkv,Sq,Sk from 0 to 10^9, such as 1,8,2,512,512"},
       {{"--shape", "1,8,3,64,64"}, "--shape 1,8,3,64,64: Hq must be a multiple of Hkv"},
       {{"--shape", "1,8,0,64,64"}, "--shape 1,8,0,64,64: Hq must be a multiple of Hkv"},
       {{"--shape", "-1,8,8,64,64"}, "--shape -1,8,8,64,64: want small"},
@@ -521,7 +521,7 @@ static void test_preconditions() {
   EXPECT(refusal([](SdpaParams& p) { p.D = 96; }) ==
          "D=96, but this build has HEAD_DIM=64; use a build for that D");
   EXPECT(refusal([](SdpaParams& p) { p.Hkv = 3; }) == "Hq=4 is not a multiple of Hkv=3");
-  EXPECT(refusal([](SdpaParams& p) { p.Sk = -1; }) == "Sk=-1 is outside [0, 2^30]");
+  EXPECT(refusal([](SdpaParams& p) { p.Sk = -1; }) == "Sk=-1 is outside [0, 10^9]");
   EXPECT(refusal([](SdpaParams& p) { p.scale = -1; }) ==
          "scale=-1 is not a positive number (0 means 1/sqrt(D))");
   EXPECT(refusal([](SdpaParams& p) { p.scale = NAN; }).find("scale=nan is not") == 0);
