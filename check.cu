@@ -120,10 +120,10 @@ class Guarded {
   // Sets `trouble` to a sentence if a guard was written.
   void expect_guards(string& trouble) const {
     const vector<char> poison(GUARD, char(0xff));
-    if (!trouble.empty()) return;
-    if (fetch<char>(GUARD, -ptrdiff_t(GUARD)) != poison)
-      trouble = "the kernel wrote before " + name;
-    if (fetch<char>(GUARD, ptrdiff_t(bytes)) != poison) trouble = "the kernel wrote after " + name;
+    const bool before = fetch<char>(GUARD, -ptrdiff_t(GUARD)) != poison;
+    const bool after = fetch<char>(GUARD, ptrdiff_t(bytes)) != poison;
+    if (trouble.empty() && before) trouble = "the kernel wrote before " + name;
+    if (trouble.empty() && after) trouble = "the kernel wrote after " + name;
   }
 
   const string name;
@@ -300,8 +300,9 @@ class Instance {
  public:
   explicit Instance(const Problem& p) : problem(p) {
     // Inputs as floats and as elements, outputs twice, and of one tensor what it holds and must hold.
+    // In double: a problem may have any sizes.
     const double host_need =
-        (14.0 * double(rows_of(p, Tensor::Q)) + 12.0 * double(rows_of(p, Tensor::K))) * line.D;
+        (14.0 * p.B * p.Hq * p.Sq + 12.0 * p.B * p.Hkv * p.Sk) * double(line.D);
     const double host_bytes = double(sysconf(_SC_PHYS_PAGES)) * double(sysconf(_SC_PAGESIZE));
     if (host_need > host_bytes) {
       throw CudaError{format("checking the problem needs %.1f GB of host memory of %.1f GB",

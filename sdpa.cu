@@ -4878,6 +4878,7 @@ void print_block(const Run& r, const Device& d) {
           p.shape.c_str(), p.B, p.Hq, p.Hkv, p.Sq, p.Sk, line.D, type.name,
           causal_names[int(p.mask)], window.c_str());
   fprintf(stderr, "  knobs    %s\n", changed.empty() ? "all at their defaults" : changed.c_str());
+  if (r.exit == exit_pass && !r.note.empty()) fprintf(stderr, "  note     %s\n", r.note.c_str());
   if (!r.check.empty()) {
     fprintf(stderr, "  check    %s: %ld rows against the reference, %ld against the witness\n",
             r.check.c_str(), f.rows_checked, f.rows_witnessed);
@@ -5135,12 +5136,14 @@ ExitCode run_problem(const Problem& p, const Options& o, const Device& device) {
   } catch (const std::bad_alloc&) {
     stop("error", "the problem does not fit in this machine's memory", exit_cuda);
   }
-  if (isatty(STDOUT_FILENO)) print_block(r, device);
+  const bool reader = isatty(STDOUT_FILENO);
+  if (reader) print_block(r, device);
   if (r.exit != exit_pass) {
     fprintf(stderr, "sdpa_%s: %s %s: %s\n", line.name,
             r.check == "FAIL" ? "FAIL" : r.status.c_str(), p.shape.c_str(), r.note.c_str());
   }
   if (r.exit == exit_wrong) fprintf(stderr, "repeat with: %s\n", command_of(r.problem).c_str());
+  if (reader && !o.header) print_csv(columns(r, device), true);
   print_csv(columns(r, device), false);
   return r.exit;
 }
@@ -5157,7 +5160,6 @@ ExitCode run(Options& o, const vector<Option>& options) {
     device.missing = error.text;
   }
   if (o.config) return print_config(device), exit_pass;
-  if (!o.header && isatty(STDOUT_FILENO)) print_csv(columns({}, {}), true);
   int counts[128] = {};
   for (const Problem& p : o.problems) {
     counts[run_problem(p, o, device)]++;
