@@ -183,29 +183,34 @@ def bugs_section(words):
 # ---- the pages ----
 
 def replaced(text, name, body):
-    """TEXT with BODY between the markers of NAME, or unchanged if it has none."""
+    """TEXT with BODY between the markers of NAME."""
     return re.sub(rf"(<!-- {name}:begin[^\n]*-->\n).*?(<!-- {name}:end -->)", lambda m: m[1] + body + m[2], text,
                   flags=re.S)
 
 
 def put(root, sections):
     """Writes the SECTIONS into the pages that have their markers."""
-    found = set()
+    pages = {}
+    missing = set(sections)
     for path in (root / "README.md", *sorted((root / "docs").glob("*.md"))):
-        old = text = path.read_text(encoding="utf-8")
+        pages[path] = path.read_text(encoding="utf-8")
         for name, body in sections.items():
-            found |= {name} if f"<!-- {name}:begin" in text else set()
-            text = replaced(text, name, body)
-        if text != old:
+            if f"<!-- {name}:begin" in pages[path]:
+                missing.discard(name)
+                pages[path] = replaced(pages[path], name, body)
+    if missing:
+        raise Refusal(f"no page has the markers of {', '.join(sorted(missing))}")
+    for path, text in pages.items():
+        if text != path.read_text(encoding="utf-8"):
             write(path, text)
-    if found != set(sections):
-        raise Refusal(f"no page has the markers of {', '.join(sorted(set(sections) - found))}")
 
 
 def kept_sentences(root):
     """{line: the last cell of its row} of the ladder's tables."""
     path = root / "docs/LADDER.md"
-    return dict(re.findall(r"^\| (\w+) \|.*\| ([^|]*) \|$", path.read_text(encoding="utf-8"), re.M)) if path.is_file() else {}
+    text = path.read_text(encoding="utf-8") if path.is_file() else ""
+    section = re.search("<!-- ladder:begin.*?<!-- ladder:end -->", text, re.S)
+    return dict(re.findall(r"^\| (\w+) \|(?:[^|\n]*\|){3} ([^|\n]*) \|$", section[0], re.M)) if section else {}
 
 
 def drawn(root, named=()):
