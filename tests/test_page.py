@@ -1,5 +1,5 @@
 """README.md and docs/: their figures are those of results/, their links lead somewhere, their commands work word for word."""
-import csv
+import json
 import os
 import re
 import shlex
@@ -7,6 +7,7 @@ import shutil
 import subprocess
 import sys
 import xml.etree.ElementTree as xml
+from html import unescape
 from pathlib import Path
 
 import pytest
@@ -14,6 +15,7 @@ import pytest
 ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT / "tools"))
 from report_rows import newest  # noqa: E402
+from test_report import CHROMIUM, HARNESS  # noqa: E402
 
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
 README = (ROOT / "README.md").read_text(encoding="utf-8")
@@ -106,6 +108,26 @@ def test_links_and_lengths():
             assert "After this page you " in text.split("\n\n")[1], f"{page.name} does not say what one knows after it"
 
 
+@pytest.mark.skipif(not CHROMIUM, reason="chromium is missing; install it with: sudo apt-get install chromium")
+def test_pictures_in_a_browser(tmp_path):
+    """At 400 pixels no text of a picture lies on another one or is too small."""
+    pictures = sorted((ROOT / "results").glob("*.svg"))
+    overlaps = HARNESS[HARNESS.index("function overlaps"):HARNESS.index("function examine")]
+    page = tmp_path / "page.html"
+    page.write_text("<body style='width:400px'><style>svg{width:400px;height:auto;display:block}</style>"
+                    + "".join(picture.read_text(encoding="utf-8") for picture in pictures)
+                    + f"""<pre></pre><script>{overlaps}
+const svgs = [...document.querySelectorAll("svg")], texts = [...document.querySelectorAll("svg text")];
+document.querySelector("pre").textContent = JSON.stringify({{svgs: svgs.length, overlaps: svgs.flatMap(overlaps),
+  least: Math.min(...texts.map(t => t.getBoundingClientRect().height))}});
+</script>""", encoding="utf-8")
+    done = subprocess.run([CHROMIUM, "--headless", "--no-sandbox", "--disable-gpu", "--disable-dev-shm-usage",
+                           f"--user-data-dir={tmp_path}/profile", "--virtual-time-budget=5000", "--dump-dom", page.as_uri()],
+                          capture_output=True, text=True, check=False, timeout=100)
+    found = json.loads(unescape(re.search("<pre>(.*?)</pre>", done.stdout, re.S)[1]))
+    assert found["svgs"] == len(pictures) and found["overlaps"] == [] and found["least"] >= 9
+
+
 # ---- a sample: which files are shown, and how ----
 
 @pytest.fixture(name="sample")
@@ -154,6 +176,12 @@ def test_sample(sample):
     assert "799" in bars and not any("racy" in bar for bar in bars)
     before = {path: path.read_bytes() for path in sample.rglob("*.md")}
     assert draw(sample).returncode == 0 and before == {path: path.read_bytes() for path in before}
+    picture = results / "ablation-wmma_all.svg"
+    drawn = texts(picture)
+    picture.unlink()
+    draw_one = f"import page; page.draw_ablation('results/ablation/{name}-wmma_all.csv')"  # what `ablate --svg` does
+    subprocess.run([sys.executable, "-c", draw_one], cwd=sample, env={**os.environ, "PYTHONPATH": "tools"}, check=True)
+    assert texts(picture) == drawn
     draw(sample, str(results / "2026-01-01-Sample-GPU-11.csv"))  # a file that is named is taken
     assert "not_the_newest" in (sample / "docs/LADDER.md").read_text(encoding="utf-8")
 
@@ -205,7 +233,7 @@ def commands():
 def needs_time_or_gpu(command):
     """Commands that time something, or take minutes on the CPU: their words are checked instead."""
     words = command.split()
-    return "--shape" in words or command.startswith("build/") or words[1:2] in (["ab"], ["ablate"], ["profile"], ["test"])
+    return "--shape" in words or words[0].startswith("build/") or words[1:2] in (["ab"], ["ablate"], ["profile"], ["test"])
 
 
 @pytest.fixture(name="clone", scope="module")
@@ -219,7 +247,7 @@ def make_clone(tmp_path_factory):
 
 
 def test_commands_that_need_no_gpu(clone):
-    run = [c for c in commands() if not needs_time_or_gpu(c) and not c.startswith("nvcc")]
+    run = [c for c in commands() if not needs_time_or_gpu(c) and not c.startswith(("nvcc", "cmake"))]
     assert len(run) >= 4
     for command in run:
         with_lines = {} if "extract" in command else {"SDPA_CONFIGS": str(clone / "one.txt")}
@@ -233,7 +261,9 @@ def test_compile_commands(clone):
     if not shutil.which("nvcc", path=path):
         pytest.skip("nvcc is missing")
     run = [c for c in commands() if c.startswith("nvcc")]
-    assert len(run) >= 2 and (clone / "my_kernel.cu").is_file()
+    # Of the whole build the first half: that every line compiles is tested by compiling every line.
+    run += [c.split(" && ")[0] for c in commands() if c.startswith("cmake")]
+    assert len(run) >= 3 and (clone / "my_kernel.cu").is_file()
     for command in run:
         done = sh(command, clone, PATH=path)
         assert done.returncode == 0, command + ":\n" + done.stdout + done.stderr

@@ -9,7 +9,6 @@ prints what each knob is worth. The rows go to results/ablation/DATE-DEVICE-NAME
 exit: 0 all builds pass their checks, 1 one does not, 2 bad usage, 3 one could not be run
 """
 import itertools
-import os
 import re
 import sys
 

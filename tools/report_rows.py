@@ -2,7 +2,6 @@
 import csv
 import re
 import shutil
-import statistics
 import subprocess
 from dataclasses import dataclass
 from pathlib import Path
