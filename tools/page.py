@@ -84,17 +84,19 @@ def ladder_section(source, configs, sentences):
     for row in source.rows:
         row_of[row["config"]] = row  # of long, the last problem
     text, drawings = [], {}
-    for family, us in ladders(source).items():
+    found = ladders(source)
+    us = {name: at for lines in found.values() for name, at in lines.items()}
+    for family, lines in found.items():
         pictures = []
         for shape in ("mission", "long"):
-            rungs = rungs_at(us, base, shape)
+            rungs = rungs_at(lines, base, shape, us)
             if len(rungs) > 1:
                 name = f"ladder-{re.sub('[^a-zA-Z0-9]+', '-', family)}-{shape}.svg"
                 drawings[name] = standalone(steps(rungs, f"Steps of the {family} lines at {shape}"))
                 pictures.append(picture(name, f"Steps of the {family} lines at {shape}", "../"))
-        text.append(f"### {family}\n\n" + "".join(pictures))
+        text += [f"### {family}\n"] + (["".join(pictures)] if pictures else [])
         rows = []
-        for name, at in us.items():
+        for name, at in lines.items():
             before = us.get(base[name], {})
             step = f"{base[name]}: {' '.join(difference(row_of[base[name]], row_of[name]))}" if base[name] else None
             times = [short(at[s]) + (f" ({before[s] / at[s]:.2f}x)" if s in before else "") if s in at else None

@@ -118,18 +118,20 @@ def ladder_section(source, configs):
     """Time of each line, as a step from the line that it builds on, at mission and long."""
     base, parts = bases(source, configs), []
     row_of = {row["config"]: row for row in source.rows}
-    for family, us in ladders(source).items():
-        us = {name: at for name, at in us.items() if at}
-        if len(us) < 2:
+    found = ladders(source)
+    us = {name: at for lines in found.values() for name, at in lines.items()}
+    for family, lines in found.items():
+        lines = {name: at for name, at in lines.items() if at}
+        if len(lines) < 2:
             continue
         cells, rows = [], []
         for shape in ("mission", "long"):
-            rungs = rungs_at(us, base, shape)
+            rungs = rungs_at(lines, base, shape, us)
             if rungs:
                 drawing = steps(rungs, f"Steps of the {alt(family)} lines at {shape}")
                 example = next(row for row in source.rows if row["shape"] == shape and row["B"])
                 cells.append(figure(f"{family} at {sizes(example)}", drawing, source))
-        for name, at in us.items():
+        for name, at in lines.items():
             row = [name, base[name] or "", " ".join(difference(row_of[base[name]], row_of[name]) if base[name] else [])]
             before = us.get(base[name], {})
             for shape in ("mission", "long"):

@@ -219,9 +219,9 @@ def ladders(source):
     return found
 
 
-def rungs_at(us, base, shape):
-    """(line, its base's µs or None, its µs) of the lines of a ladder that have a time at SHAPE."""
-    return [(name, us.get(base[name], {}).get(shape), at[shape]) for name, at in us.items() if shape in at]
+def rungs_at(lines, base, shape, us):
+    """(line, its base's µs or None, its µs) of those LINES that have a time at SHAPE; US: of all lines, any ladder's."""
+    return [(name, us.get(base[name], {}).get(shape), us[name][shape]) for name in lines if shape in us[name]]
 
 
 def ablated(source):
