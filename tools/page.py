@@ -241,11 +241,10 @@ def main():
         if words == ["--bugs"]:
             put(ROOT, {"bugs": bugs_section(sys.stdin)})
             return 0
-        named = [Path(word).resolve() for word in words]
-        for path in named:
-            if not path.is_file():
-                raise Refusal(f"{path}: no such file")
-        sections, pictures = drawn(ROOT, named)
+        for word in words:
+            if not Path(word).is_file():
+                raise Refusal(f"{word}: no such file")
+        sections, pictures = drawn(ROOT, [Path(word).resolve() for word in words])
         put(ROOT, sections)
         for name, text in pictures.items():
             write(ROOT / "results" / name, text)
