@@ -136,7 +136,7 @@ def make_sample(tmp_path):
     shutil.copytree(ROOT / "tests/data/results", tmp_path / "results")
     (tmp_path / "docs").mkdir()
     old = "| mma_split4 |  |  |  | by hand |\n"
-    sections = {"README.md": ["results"], "docs/LADDER.md": ["ladder", "ablation"], "docs/HOPPER.md": ["rungs"]}
+    sections = {"README.md": ["results"], "docs/LADDER.md": ["ladder", "ablation"], "docs/HOPPER.md": ["rungs", "rested"]}
     for name, parts in sections.items():
         (tmp_path / name).write_text("".join(f"before {p}\n<!-- {p}:begin -->\nold\n{old}"
                                              f"<!-- {p}:end -->\nafter {p}\n" for p in parts), encoding="utf-8")
@@ -170,6 +170,8 @@ def test_sample(sample):
                  "| USE_WARP_SPECIALIZATION=0 SYNC_POLICY=2 | 31.4 | +113% | 144 | +62% |",
                  "`SYNC_POLICY=5` is not legal alone: SYNC_POLICY=5 needs the producer warps gone"):
         assert line in ladder, line
+    hopper = (sample / "docs/HOPPER.md").read_text(encoding="utf-8")
+    assert "| 1,8,8,512,512,64 fp16 | 84 |" in hopper and "None on this GPU yet: `tools/peers.py --rested`" in hopper
     assert not re.search("not_the_newest|Other GPU|OLDER|old", readme + ladder)
     assert not (results / "ablation-gone.svg").exists()
     bars = texts(results / "ladder-scalar-long.svg")
@@ -219,7 +221,7 @@ def test_refusals(sample):
     page = sample / "docs/HOPPER.md"
     page.write_text("no markers\n", encoding="utf-8")
     before[page] = page.read_bytes()
-    refuses("no page has the markers of rungs")
+    refuses("no page has the markers of rested, rungs")
 
 
 # ---- commands, word for word ----

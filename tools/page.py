@@ -169,6 +169,11 @@ def rested_section(source):
             + provenance(source, "../")}, {}
 
 
+def none_yet(name, command):
+    """A section for which results/ has no file."""
+    return {name: f"None on this GPU yet: `{command}` measures it.\n"}, {}
+
+
 def bugs_section(words):
     """The outcome of tests/bugs.sh: which net catches which bugs."""
     caught, missed = collections.defaultdict(list), []
@@ -224,9 +229,9 @@ def drawn(root, named=()):
         raise Refusal(f"{main.path} has no row with a time for mission or long; measure on a GPU with ./run_all.sh")
     parts = [results_section(found.get("peers", [main])[-1]),
              ladder_section(main, root / "configs.txt", kept_sentences(root)),
-             ablation_section(found.get("ablation", []))]
-    parts += [section(found[kind][-1]) for kind, section in (("peers", rungs_section), ("rested", rested_section))
-              if kind in found]
+             ablation_section(found["ablation"]) if "ablation" in found else none_yet("ablation", "./run_all.sh ablate"),
+             rungs_section(found["peers"][-1]) if "peers" in found else none_yet("rungs", "tools/peers.py --suite"),
+             rested_section(found["rested"][-1]) if "rested" in found else none_yet("rested", "tools/peers.py --rested")]
     sections, pictures = ({k: v for part in parts for k, v in part[i].items()} for i in (0, 1))
     return sections, pictures
 
