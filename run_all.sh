@@ -31,7 +31,7 @@ usage: ./run_all.sh [--cpu] [--only REGEX] [--shape S]... [--csv] [-- OPTION...]
   -- OPTION...    more options for every executable, such as -- --causal br --seeds 0,1,2
   test            build and run the tests; under the sanitizers one line of each kind, or all
   extract         print the kernel of one line without knobs, to paste it; extract --help has the rest
-  results         redraw README.md's tables and results/*.svg from the newest CSVs of results/, or from these
+  results         redraw the tables of README.md and docs/, and results/*.svg, from the newest CSVs or from these
   report          write results/report.html, a page to filter and share; needs python3-matplotlib
 environment: SDPA_BUILD_DIR (default build), SDPA_ARCHS (such as "80-real"), SDPA_CONFIGS, JOBS
 exit: 0 all lines did what they should, 1 a line did not, 2 bad usage or a missing tool
@@ -473,7 +473,7 @@ case ${1-} in
     ;;
   list) list_lines "${@:2}" ;;
   test) shift; run_tests "$@" ;;
-  results) shift; exec tools/results_page.sh "$@" ;;
+  results) shift; need_python matplotlib; exec "$python" tools/page.py "$@" ;;
   report) shift; need_python matplotlib; exec "$python" tools/report.py "$@" ;;
   *) main_job "$@" ;;
 esac

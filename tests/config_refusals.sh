@@ -87,7 +87,7 @@ expect 2 "--shape 1,3,2,8,8: want small, mission" ./run_all.sh --cpu --shape mis
 expect 2 "JOBS=abc: want a number of processes" env JOBS=abc ./run_all.sh --cpu
 expect 2 "gates: --only zzz: no line of configs.txt has such a name" env SDPA_CONFIGS="$PWD/configs.txt" ./run_all.sh gates --only zzz
 expect 0 "usage: ./run_all.sh test [--all-lines]" ./run_all.sh test --help
-expect 0 "usage: tools/results_page.sh [CSV" ./run_all.sh results --help
+expect 0 "usage: ./run_all.sh results [CSV" ./run_all.sh results --help
 [ -z "$(find "$dir" -maxdepth 1 -name 'none*')" ] || { echo "something was built before the arguments were judged"; failed=1; }
 expect 2 "/proc/none-cpu: no folder that can be written to" env SDPA_BUILD_DIR=/proc/none ./run_all.sh --cpu
 export SDPA_BUILD_DIR="$dir/build"

@@ -9,9 +9,7 @@ prints what each knob is worth. The rows go to results/ablation/DATE-DEVICE-NAME
 exit: 0 all builds pass their checks, 1 one does not, 2 bad usage, 3 one could not be run
 """
 import itertools
-import os
 import re
-import subprocess
 import sys
 
 import builds
@@ -85,6 +83,8 @@ def main():
     parser.add_argument("--causal", default="off", choices=engine.CAUSAL)
     parser.add_argument("--svg", action="store_true")
     options = engine.parse_options(parser, sys.argv[1:], __doc__)
+    if options.svg:
+        import page  # before anything is measured, since it needs matplotlib
     found = builds.parse_contenders(options.names)
     if len(found) != 1 or isinstance(found[0], builds.Torch):
         raise Refused("one line at a time" if found else "which line?")
@@ -116,8 +116,7 @@ def main():
         table.add(config=one.target, status="error", note=sentence)
     print(f"rows: {table.name}", file=sys.stderr)
     if options.svg:
-        with open(os.path.join(builds.ROOT, "results", f"ablation-{line.name}.svg"), "w") as out:
-            subprocess.run(["tools/svg.sh", "ablation", table.name], cwd=builds.ROOT, stdout=out, check=True)
+        page.draw_ablation(table.name)
     return 0 if all(passed) else 1
 
 

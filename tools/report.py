@@ -15,11 +15,11 @@ import sys
 from pathlib import Path
 
 from report_page import alt, charts, digits, figure, fold, measured, provenance, rate, span, table, whole, write
-from report_rows import (PEERS, Refusal, bases, controls, difference, every_file, fastest, newest, number,
-                         peer, problem, taken_away, timed)
+from report_rows import (PEERS, Refusal, ablated, bases, controls, difference, every_file, fastest, ladders, newest,
+                         number, peer, problem, rungs_at, timed)
 
 try:
-    from report_charts import fit, groups, intervals, roofline, samples, steps
+    from report_charts import groups, intervals, roofline, samples, steps, waterfall
 except ImportError as missing:
     print(f"report.py: {missing.name} is missing; install it with: sudo apt-get install python3-matplotlib "
           "(or: python3 -m pip install matplotlib)", file=sys.stderr)
@@ -114,39 +114,31 @@ def peers_section(sources):
             + table(headers, rows) + provenance(peers, main))
 
 
-def ladder_name(row):
-    """The ladder that a row's line stands in: its family, of which wgmma has two."""
-    return row["family"] + ("" if row["family"] != "wgmma" else ", D = 64" if row["D"] == "64" else ", D > 64")
-
-
 def ladder_section(source, configs):
     """Time of each line, as a step from the line that it builds on, at mission and long."""
-    base, row_of = bases(source, configs), {}
-    us = {"mission": {}, "long": {}}
-    families = collections.defaultdict(dict)
-    for row, t in timed(source):
-        if row["shape"] in us:
-            us[row["shape"]][row["config"]] = t
-            row_of[row["config"]] = row
-            families[ladder_name(row)][row["config"]] = row
-    parts = []
-    for family, names in families.items():
-        if len(names) < 2:
+    base, parts = bases(source, configs), []
+    row_of = {row["config"]: row for row in source.rows}
+    found = ladders(source)
+    us = {name: at for lines in found.values() for name, at in lines.items()}
+    for family, lines in found.items():
+        lines = {name: at for name, at in lines.items() if at}
+        if len(lines) < 2:
             continue
         cells, rows = [], []
-        for shape, at in us.items():
-            rungs = [(name, at.get(base[name]), at[name]) for name in names if name in at]
+        for shape in ("mission", "long"):
+            rungs = rungs_at(lines, base, shape, us)
             if rungs:
                 drawing = steps(rungs, f"Steps of the {alt(family)} lines at {shape}")
                 example = next(row for row in source.rows if row["shape"] == shape and row["B"])
                 cells.append(figure(f"{family} at {sizes(example)}", drawing, source))
-        for name in names:
+        for name, at in lines.items():
             row = [name, base[name] or "", " ".join(difference(row_of[base[name]], row_of[name]) if base[name] else [])]
-            for at in us.values():
-                known = name in at and base[name] in at
-                row += [at.get(name), f"{at[base[name]] / at[name]:.2f}" if known else None]
+            before = us.get(base[name], {})
+            for shape in ("mission", "long"):
+                row += [at.get(shape), f"{before[shape] / at[shape]:.2f}" if shape in at and shape in before else None]
             rows.append(row)
-        headers = ["line", "its base", "what it changes"] + [t for s in us for t in (f"#{s}, µs", "#base / line")]
+        headers = ["line", "its base", "what it changes"]
+        headers += [t for shape in ("mission", "long") for t in (f"#{shape}, µs", "#base / line")]
         cells.append("<div>" + table(headers, rows) + provenance(source) + "</div>")
         parts.append(f"<h3>{html.escape(family)}</h3>\n" + charts(cells))
     if not parts:
@@ -166,26 +158,13 @@ def ablation_section(sources):
 
 def ablation(source):
     """The chart of one line's ablation, or "" where the whole line has no time."""
-    full = source.rows[0]["config"]
-    us = collections.defaultdict(dict)
-    for row, t in timed(source):
-        us[row["config"]][row["shape"]] = t
-    full_us = us.pop(full, {})
-    changes = []
-    for config, times in us.items():
-        bars = [(shape, t / full_us[shape], f"{100 * (t / full_us[shape] - 1):+.0f}% ({digits(t, 3)} µs)")
-                for shape, t in times.items() if shape in full_us]
-        if bars:
-            changes.append((taken_away(config, full), bars))
-    if not changes:
+    full, whole, changes, refused = ablated(source)
+    drawing = waterfall(full, whole, changes)
+    if not drawing:
         return ""
-    changes.sort(key=lambda change: -max(bar[1] for bar in change[1]))
-    note = f"{full} takes " + ", ".join(f"{digits(t, 3)} µs at {shape}" for shape, t in full_us.items()) + "."
-    refused = [taken_away(row["config"], full) for row in source.rows if row["config"] not in {full, *us}]
+    note = f"{full} takes " + ", ".join(f"{digits(t, 3)} µs at {shape}" for shape, t in whole.items()) + "."
     if refused:
-        note += f" Not legal alone: {', '.join(dict.fromkeys(refused))}."
-    drawing = groups(changes, list(full_us), f"Ablation of {alt(full)}",
-                     f"time as a multiple of {fit(full, 36)}, log axis", origin=1, log=True)
+        note += f" Not legal alone: {', '.join(refused)}."
     return figure(f"{full}, one change taken back each", drawing, source, note=note)
 
 

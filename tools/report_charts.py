@@ -1,4 +1,4 @@
-"""The charts of results/report.html, drawn by matplotlib as SVG to stand in a page.
+"""The charts of results/report.html, README.md and docs/, drawn by matplotlib as SVG.
 
 Every chart is 380 units wide, a phone's width, and as high as its rows need. Colour is never alone: bars
 differ in their pattern, points in their marker, and each has its value beside it.
@@ -51,6 +51,14 @@ def svg(figure, label):
     text = re.sub(r"<(?:path|use|text) [^>]*>", lambda tag: re.sub(
         r"\d+\.\d{2,}", lambda m: f"{float(m[0]):.1f}", tag[0]), text)
     return re.sub(r">\s+<", "><", re.sub(r"\s*\n\s*", " ", text))
+
+
+def standalone(drawing):
+    """A chart of svg() as a file of its own; its white ground makes it the same picture on a dark page."""
+    drawing = re.sub(r'(id="|#)c\d+-', r"\1", drawing)
+    width, height = re.search(r'viewBox="0 0 ([\d.]+) ([\d.]+)"', drawing).groups()
+    return drawing.replace("<svg ", '<svg xmlns="http://www.w3.org/2000/svg" xmlns:xlink="http://www.w3.org/1999/xlink" '
+                           f'width="{width}" height="{height}" font-family="system-ui,Arial,sans-serif" ', 1) + "\n"
 
 
 def canvas(left, heights, bottoms=34, top=6, right=8):
@@ -154,6 +162,46 @@ def groups(titles_and_bars, series, label, xlabel, origin=0.0, log=False):
                                         edgecolor=INK, linewidth=0.5, label=name) for i, name in enumerate(series)]
     figure.legend(handles=handles, loc="upper left", bbox_to_anchor=(0, 1), ncol=len(series), frameon=False,
                   fontsize=9.5, handlelength=1.6, columnspacing=1.2, borderpad=0.1)
+    return svg(figure, label)
+
+
+def waterfall(full, whole, changes):
+    """What each change of an ablation costs, the dearest first; "" where no time can be compared."""
+    bars = []
+    for change, us in changes.items():
+        ratios = [(shape, t / whole[shape], f"{100 * (t / whole[shape] - 1):+.0f}% ({short(t)} µs)")
+                  for shape, t in us.items() if shape in whole]
+        if ratios:
+            bars.append((change, ratios))
+    bars.sort(key=lambda bar: -max(ratio for _, ratio, _ in bar[1]))
+    return bars and groups(bars, list(whole), f"Ablation of {full}", f"time as a multiple of {fit(full, 36)}, log axis",
+                           origin=1, log=True)
+
+
+def against(rows, series, label, xlabel):
+    """A row per problem, a marker per contender. ROWS: (title, {contender: value}, text at the end of the row).
+
+    The first of SERIES is filled, and a line joins it to the best of the others.
+    """
+    left = 10 + 5.1 * max(len(title) for title, _, _ in rows)
+    figure, (axes,) = canvas(left, [19 * len(rows) + 4], top=24, right=40)
+    axes.set_xlim(0, 1.04 * max(value for _, values, _ in rows for value in values.values()))
+    axes.set_ylim(len(rows) - 0.4, -0.6)
+    for y, (_, values, text) in enumerate(rows):
+        axes.axhline(y, color=GRID, linewidth=0.6)
+        ours, others = values.get(series[0]), [values[name] for name in series[1:] if name in values]
+        if ours and others:
+            axes.plot([max(others), ours], [y, y], color=INK, linewidth=1.6)
+        axes.annotate(text, (1, y), (6, 0), xycoords=axes.get_yaxis_transform(), textcoords="offset points", va="center",
+                      fontsize=9.5, fontweight="bold")
+    for name, marker, fill in zip(series, "oD^s*", [SERIES[0][0]] + ["white"] * 4):
+        at = [(values[name], y) for y, (_, values, _) in enumerate(rows) if name in values]
+        axes.plot(*zip(*at), marker, color=INK, markerfacecolor=fill, markersize=6, markeredgewidth=0.9, label=name)
+    axes.set_yticks(range(len(rows)), [title for title, _, _ in rows])
+    axes.tick_params(axis="y", length=0, labelcolor=INK)
+    axes.set_xlabel(xlabel)
+    figure.legend(loc="upper left", bbox_to_anchor=(0, 1), ncol=len(series), frameon=False, fontsize=9.5,
+                  handletextpad=0.2, columnspacing=1.2, borderpad=0.1)
     return svg(figure, label)
 
 

@@ -2,7 +2,6 @@
 import csv
 import re
 import shutil
-import statistics
 import subprocess
 from dataclasses import dataclass
 from pathlib import Path
@@ -100,15 +99,16 @@ def number(source, row, column):
         raise Refusal(f"{source.path} has {text!r} in its column {column}, which is no number") from None
 
 
-def newest(results):
-    """The newest Source of every kind and name, as {kind: [Source]}."""
-    mains = sorted(results.glob("[0-9]*.csv"), key=by_name)
+def newest(results, named=()):
+    """The newest Source of every kind and name, as {kind: [Source]}; a NAMED file is taken for the newest of its kind."""
+    folders = {about[0] for about in KINDS.values() if about[0]}
+    mains = sorted(results.glob("[0-9]*.csv"), key=by_name) + [p for p in named if p.parent.name not in folders]
     if not mains:
         raise Refusal(f"{results} has no CSV of lines (DATE-DEVICE.csv); measure first with ./run_all.sh")
     found = {"lines": [read(mains[-1], ["lines"])]}
     last = {}
-    for path in sorted(results.glob("*/*.csv"), key=by_name):
-        if device_slug(path).startswith(device_slug(mains[-1])):
+    for path in sorted(results.glob("*/*.csv"), key=by_name) + [p for p in named if p.parent.name in folders]:
+        if path in named or device_slug(path).startswith(device_slug(mains[-1])):
             last[path.parent.name, device_slug(path)] = path
     for (folder, _), path in sorted(last.items()):
         kinds = [kind for kind, about in KINDS.items() if about[0] == folder]
@@ -201,6 +201,41 @@ def difference(old, new):
     """The knobs of row NEW whose values are not those of row OLD, as NAME=VALUE."""
     before = set(old["knobs"].split())
     return [knob for knob in new["knobs"].split() if knob not in before]
+
+
+def ladders(source):
+    """{ladder: {line: {shape: µs}}} of mission and long, in the order of the rows; wgmma has two ladders."""
+    found = {}
+    for row in source.rows:
+        family = row["family"]
+        if family == "wgmma":
+            family += " D=64" if row["D"] == "64" else " D=128, 256"
+        if row["family"]:
+            found.setdefault(family, {}).setdefault(row["config"], {})
+    for row, us in timed(source):
+        for lines in found.values():
+            if row["config"] in lines and row["shape"] in ("mission", "long"):
+                lines[row["config"]][row["shape"]] = us
+    return found
+
+
+def rungs_at(lines, base, shape, us):
+    """(line, its base's µs or None, its µs) of those LINES that have a time at SHAPE; US: of all lines, any ladder's."""
+    return [(name, us.get(base[name], {}).get(shape), us[name][shape]) for name in lines if shape in us[name]]
+
+
+def ablated(source):
+    """(line, {shape: its µs}, {change: {shape: µs}}, {change that is not legal or wrong: why})."""
+    full = source.rows[0]["config"]
+    whole, changes, refused = {}, {}, {}
+    for row, us in timed(source):
+        into = whole if row["config"] == full else changes.setdefault(taken_away(row["config"], full), {})
+        into[row["shape"]] = us
+    for row in source.rows:
+        change = taken_away(row["config"], full)
+        if row["config"] != full and change not in changes:
+            refused[change] = row["note"] or f"{row['status']} {row['check']}".strip()
+    return full, whole, changes, refused
 
 
 def taken_away(config, full):

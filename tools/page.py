@@ -1,0 +1,267 @@
+#!/usr/bin/env python3
+"""usage: ./run_all.sh results [CSV]...
+       tests/bugs.sh | tools/page.py --bugs
+Redraws what stands between <!-- NAME:begin --> and <!-- NAME:end --> in README.md and docs/, and results/*.svg, from
+the CSVs of results/: those that are named, else the newest of each kind by its name. The last column of the ladder's
+tables is written by hand and stays. --bugs: the table of injected bugs in docs/TESTING.md, from stdin.
+exit: 0, 2 bad usage or a file that cannot be read
+"""
+import collections
+import re
+import sys
+from pathlib import Path
+
+from report_page import write
+from report_rows import (PEERS, Refusal, ablated, bases, controls, difference, fastest, ladders, newest, number, peer,
+                         problem, read, rungs_at, timed)
+
+try:
+    from report_charts import against, short, standalone, steps, waterfall
+except ImportError as missing:
+    print(f"page.py: {missing.name} is missing; install it with: python3 -m pip install matplotlib", file=sys.stderr)
+    sys.exit(2)
+
+ROOT = Path(__file__).resolve().parent.parent
+OURS = "fastest line"
+
+
+# ---- Markdown ----
+
+def table(headers, rows):
+    """A table; a header that begins with # is of numbers. None is an empty cell."""
+    def line(cells):
+        return "| " + " | ".join("" if cell is None else str(cell) for cell in cells) + " |"
+    rule = "|" + "|".join("--:" if header[:1] == "#" else "---" for header in headers) + "|"
+    return "\n".join([line(header.lstrip("#") for header in headers), rule, *map(line, rows)]) + "\n"
+
+
+def picture(name, words, up="", width=380):
+    """An image of results/ in a page that is UP from the top folder."""
+    return f'<img src="{up}results/{name}" width="{width}" alt="{words}">\n'
+
+
+def provenance(source, up=""):
+    """What a file's rows were measured on, and a link to it."""
+    gpu, driver, cuda, commit, date = source.measured_on()
+    return (f"{gpu}, driver {driver}, CUDA {cuda}, commit {commit}, {date}: "
+            f"[{source.name}]({up}{source.name})\n")
+
+
+def short_rate(source, row):
+    """A row's TFLOP/s without a fraction."""
+    return f"{number(source, row, 'tflops') or 0:.0f}"
+
+
+# ---- the sections: each returns {section: Markdown} and {picture: SVG} ----
+
+def results_section(source):
+    """README's table and picture: the fastest line of each problem beside the peers."""
+    best = {what: at for what, at in fastest([source]).items() if "line" in at and at["shape"] != "small"}
+    names = list(dict.fromkeys(n for at in best.values() for n in at if n not in ("shape", "line")))
+    rows, drawn = [], []
+    for what, at in best.items():
+        us, row, _ = at["line"]
+        others = [at[name][0] if name in at else None for name in names]
+        least = min(filter(None, others), default=None)
+        name = f"{at['shape']}: " if at["shape"].isalnum() and at["shape"][0].isalpha() else ""
+        rows.append([name + what, row["config"], short(us), short_rate(source, row), *(t and short(t) for t in others),
+                     least and f"{least / us:.2f}x"])
+        values = {OURS: number(source, row, "tflops") or 0}
+        values.update((n, number(source, at[n][1], "tflops") or 0) for n in names if n in at)
+        drawn.append((what.replace(" fp16", ""), values, f"{least / us:.2f}x" if least else ""))
+    headers = ["problem (B,Hq,Hkv,Sq,Sk,D)", "fastest line", "#µs", "#TFLOP/s", *(f"#{n}, µs" for n in names),
+               "#times as fast"]
+    torch = next((row["note"] for row in source.rows if peer(row) and row["note"]), "")
+    words = "One run" + (f"; the peers through {torch}" if torch else "") + ". " + provenance(source)
+    chart = against(drawn, [OURS, *names], "TFLOP/s of the fastest line and of peers on each problem",
+                    "TFLOP/s; right: times the best peer")
+    return {"results": table(headers, rows) + "\n" + words}, {"peers.svg": standalone(chart)}
+
+
+def ladder_section(source, configs, sentences):
+    """Every line of configs.txt beside its base, in tables with SENTENCES, and pictures of the steps."""
+    base, racy, row_of = bases(source, configs), controls(source), {}
+    for row in source.rows:
+        row_of[row["config"]] = row  # of long, the last problem
+    text, drawings = [], {}
+    found = ladders(source)
+    us = {name: at for lines in found.values() for name, at in lines.items()}
+    for family, lines in found.items():
+        pictures = []
+        for shape in ("mission", "long"):
+            rungs = rungs_at(lines, base, shape, us)
+            if len(rungs) > 1:
+                name = f"ladder-{re.sub('[^a-zA-Z0-9]+', '-', family)}-{shape}.svg"
+                drawings[name] = standalone(steps(rungs, f"Steps of the {family} lines at {shape}"))
+                pictures.append(picture(name, f"Steps of the {family} lines at {shape}", "../"))
+        text += [f"### {family}\n"] + (["".join(pictures)] if pictures else [])
+        rows = []
+        for name, at in lines.items():
+            before = us.get(base[name], {})
+            step = f"{base[name]}: {' '.join(difference(row_of[base[name]], row_of[name]))}" if base[name] else None
+            times = [short(at[s]) + (f" ({before[s] / at[s]:.2f}x)" if s in before else "") if s in at else None
+                     for s in ("mission", "long")]
+            rows.append([name, step, *times, sentences.get(name)])
+        text.append(table(["line", "step from: what it changes", "#mission µs (gain)", "#long µs (gain)", "what it shows"],
+                          rows))
+    rows = []
+    for name, row in row_of.items():
+        check = "FAIL, as it must" if name in racy else row["check"] if row["status"] == "ok" else row["status"]
+        bytes_ = number(source, row, "smem_bytes")
+        rows.append([name, check, row["dtype"], row["D"], row["tflops"], row["regs"],
+                     None if bytes_ is None else f"{bytes_ / 1024:.1f}", row["ctas_per_sm"], row["barriers_per_tile"]])
+    text.append(f"<details><summary>What each of the {len(rows)} lines takes of an SM</summary>\n\n" + table(
+        ["line", "check", "type", "#D", "#TFLOP/s at long", "#registers", "#shared KB", "#CTAs per SM", "#barriers per tile"],
+        rows) + "\n</details>\n")
+    return {"ladder": "\n".join(text) + "\n" + provenance(source, "../")}, drawings
+
+
+def ablation_section(sources):
+    """A picture and a table of each line's ablation."""
+    text, drawings = [], {}
+    for source in sources:
+        full, whole, changes, refused = ablated(source)
+        drawing = waterfall(full, whole, changes)
+        if not drawing:
+            raise Refusal(f"{source.path} has no row with a time for {full}, or none without one of its knobs")
+        drawings[f"ablation-{full}.svg"] = standalone(drawing)
+        rows = [[full] + [cell for t in whole.values() for cell in (short(t), None)]]
+        for change, us in changes.items():
+            cells = [(short(us[s]), f"{100 * (us[s] / t - 1):+.0f}%") if s in us else (None, None) for s, t in whole.items()]
+            rows.append([change, *(cell for pair in cells for cell in pair)])
+        headers = ["taken back", *(h for shape in whole for h in (f"#{shape} µs", "#costs"))]
+        text += [f"### {full}\n", picture(f"ablation-{full}.svg", f"What each knob of {full} is worth", "../", 480),
+                 table(headers, rows)]
+        text += [f"`{change}` is not legal alone: {why}\n" for change, why in refused.items()]
+        text.append(provenance(source, "../"))
+    return {"ablation": "\n".join(text)}, drawings
+
+
+def draw_ablation(name):
+    """The picture of one CSV of results/ablation/, for `ablate --svg`."""
+    _, drawings = ablation_section([read(ROOT / name, ["ablation"])])
+    for picture_name, text in drawings.items():
+        write(ROOT / "results" / picture_name, text)
+
+
+def rungs_section(source):
+    """TFLOP/s of every wgmma line at the peers' problems: a row a problem, a table per head size."""
+    tables = collections.defaultdict(lambda: collections.defaultdict(dict))
+    for row, _ in timed(source):
+        if not peer(row):
+            tables[row["D"]][problem(row)][row["config"]] = short_rate(source, row)
+    text = []
+    for rates in tables.values():
+        lines = list(dict.fromkeys(name for at in rates.values() for name in at))
+        if len(lines) > 1:
+            text.append(table(["TFLOP/s", *("#" + name for name in lines)],
+                              [[what, *(at.get(name) for name in lines)] for what, at in rates.items()]))
+    return {"rungs": "\n".join(text) + "\n" + provenance(source, "../")}, {}
+
+
+def rested_section(source):
+    """TFLOP/s of the fastest line and the peers in the first milliseconds after a rest."""
+    best = {what: at for what, at in fastest([source]).items() if "line" in at}
+    names = [n for n in PEERS.values() if any(n in at for at in best.values())]
+    rows = [[what, at["line"][1]["config"], short_rate(source, at["line"][1]),
+             *(short_rate(source, at[n][1]) if n in at else None for n in names)] for what, at in best.items()]
+    return {"rested": table(["problem", "fastest line", "#TFLOP/s", *(f"#{n}" for n in names)], rows) + "\n"
+            + provenance(source, "../")}, {}
+
+
+def none_yet(name, command):
+    """A section for which results/ has no file."""
+    return {name: f"None on this GPU yet: `{command}` measures it.\n"}, {}
+
+
+def bugs_section(words):
+    """The outcome of tests/bugs.sh: which net catches which bugs."""
+    caught, missed = collections.defaultdict(list), []
+    for line in words:
+        name, verdict, net, *_ = [*line.split(), "", "", ""]
+        if verdict in ("caught", "MISSED"):
+            (missed if verdict == "MISSED" else caught[net.partition(":")[0]]).append(name.replace("_", " "))
+    if not caught:
+        raise Refusal("stdin has no line of tests/bugs.sh")
+    rows = [[net, len(names), ", ".join(names)] for net, names in caught.items()]
+    return table(["net", "#bugs", "which"], rows) + (f"\nMissed: {', '.join(missed)}\n" if missed else "")
+
+
+# ---- the pages ----
+
+def replaced(text, name, body):
+    """TEXT with BODY between the markers of NAME."""
+    return re.sub(rf"(<!-- {name}:begin[^\n]*-->\n).*?(<!-- {name}:end -->)", lambda m: m[1] + body + m[2], text,
+                  flags=re.S)
+
+
+def put(root, sections):
+    """Writes the SECTIONS into the pages that have their markers."""
+    pages = {}
+    missing = set(sections)
+    for path in (root / "README.md", *sorted((root / "docs").glob("*.md"))):
+        pages[path] = path.read_text(encoding="utf-8")
+        for name, body in sections.items():
+            if f"<!-- {name}:begin" in pages[path]:
+                missing.discard(name)
+                pages[path] = replaced(pages[path], name, body)
+    if missing:
+        raise Refusal(f"no page has the markers of {', '.join(sorted(missing))}")
+    for path, text in pages.items():
+        if text != path.read_text(encoding="utf-8"):
+            write(path, text)
+
+
+def kept_sentences(root):
+    """{line: the last cell of its row} of the ladder's tables."""
+    path = root / "docs/LADDER.md"
+    text = path.read_text(encoding="utf-8") if path.is_file() else ""
+    section = re.search("<!-- ladder:begin.*?<!-- ladder:end -->", text, re.S)
+    return dict(re.findall(r"^\| (\w+) \|(?:[^|\n]*\|){3} ([^|\n]*) \|$", section[0], re.M)) if section else {}
+
+
+def drawn(root, named=()):
+    """All sections and pictures of the CSVs of results/."""
+    results = root / "results"
+    found = newest(results, named)
+    main = found["lines"][-1]
+    if not any(row["shape"] in ("mission", "long") for row, _ in timed(main)):
+        raise Refusal(f"{main.path} has no row with a time for mission or long; measure on a GPU with ./run_all.sh")
+    parts = [results_section(found.get("peers", [main])[-1]),
+             ladder_section(main, root / "configs.txt", kept_sentences(root)),
+             ablation_section(found["ablation"]) if "ablation" in found else none_yet("ablation", "./run_all.sh ablate"),
+             rungs_section(found["peers"][-1]) if "peers" in found else none_yet("rungs", "tools/peers.py --suite"),
+             rested_section(found["rested"][-1]) if "rested" in found else none_yet("rested", "tools/peers.py --rested")]
+    sections, pictures = ({k: v for part in parts for k, v in part[i].items()} for i in (0, 1))
+    return sections, pictures
+
+
+def main():
+    """The command line. Returns the exit code."""
+    words = sys.argv[1:]
+    if {"-h", "--help"} & set(words):
+        print(__doc__, end="")
+        return 0
+    try:
+        if words == ["--bugs"]:
+            put(ROOT, {"bugs": bugs_section(sys.stdin)})
+            return 0
+        for word in words:
+            if not Path(word).is_file():
+                raise Refusal(f"{word}: no such file")
+        sections, pictures = drawn(ROOT, [Path(word).resolve() for word in words])
+        put(ROOT, sections)
+        for name, text in pictures.items():
+            write(ROOT / "results" / name, text)
+        for path in (ROOT / "results").glob("*.svg"):  # of a line without ablation any more, for one
+            if path.name not in pictures:
+                path.unlink()
+    except (Refusal, OSError) as error:
+        print(f"page.py: {error}", file=sys.stderr)
+        return 2
+    print(f"drawn: {', '.join(sections)}; {', '.join(pictures)}", file=sys.stderr)
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
