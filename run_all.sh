@@ -348,11 +348,18 @@ main_job() {
   tty_line "building ${#names[@]} lines, $jobs at once"
   build_selected ${#names[@]}
 
-  local rows=$build/rows.csv
+  local rows=$build/rows.csv run=$build/run
+  rm -rf "$run"
+  mkdir "$run"
   : >"$rows"
-  : >"$build/line.csv"
+  # run_line NAME: its rows, words and exit status go to files of $run.
+  run_line() {
+    local status=0
+    "$build/sdpa_$1" "${shapes[@]}" ${more[@]+"${more[@]}"} >"$run/$1.csv" 2>"$run/$1.err" || status=$?
+    echo $status >"$run/$1.status"
+  }
   # Every row is on disk as soon as it is measured.
-  trap 'end_line; cat "$build/line.csv" >>"$rows"; say "stopped; rows: $(from_caller "$(keep_rows "$rows")")"; exit 130' INT TERM
+  trap 'end_line; cat "$run/$name.csv" >>"$rows" 2>/dev/null; say "stopped; rows: $(from_caller "$(keep_rows "$rows")")"; exit 130' INT TERM
   for i in "${!names[@]}"; do
     [ -x "$build/sdpa_${names[i]}" ] && header=$("$build/sdpa_${names[i]}" --header) && break
   done
@@ -363,6 +370,15 @@ main_job() {
     [ -n "$header" ] && error_row "${bad_names[i]}" "${bad_sentences[i]}" >>"$rows"
   done
   local since=$SECONDS
+  if [ $cpu = 1 ]; then  # nothing is timed, so that several lines may run at once
+    for i in "${!names[@]}"; do
+      [ -x "$build/sdpa_${names[i]}" ] || continue
+      [ "$i" -lt "$jobs" ] || wait -n
+      progress running $((i + 1)) ${#names[@]} "${names[i]}" "$since"
+      run_line "${names[i]}" &
+    done
+    wait
+  fi
   for i in "${!names[@]}"; do
     name=${names[i]}
     local exe=$build/sdpa_$name status
@@ -375,30 +391,31 @@ main_job() {
       [ -n "$header" ] && error_row "$name" "$(compiler_words "$name")" >>"$rows"
       continue
     fi
-    progress running $((i + 1)) ${#names[@]} "$name" "$since"
-    "$exe" "${shapes[@]}" ${more[@]+"${more[@]}"} >"$build/line.csv" 2>"$build/line.err"
-    status=$?
-    if [ "${expects[i]}" = FAIL ] && [ $status -le 1 ]; then
+    if [ $cpu = 0 ]; then
+      progress running $((i + 1)) ${#names[@]} "$name" "$since"
+      run_line "$name"
+    fi
+    status=$(cat "$run/$name.status")
+    if [ "${expects[i]}" = FAIL ] && [ "$status" -le 1 ]; then
       local by='the check'
-      if [ $status -eq 0 ] && racecheck_reports "$exe"; then status=1 by='racecheck (the check passed by luck)'; fi
-      if [ $status -eq 1 ]; then
+      if [ "$status" -eq 0 ] && racecheck_reports "$exe"; then status=1 by='racecheck (the check passed by luck)'; fi
+      if [ "$status" -eq 1 ]; then
         status=0
         awk -F, -v OFS=, -v header="$header" -v note="expected failure, reported by $by" '
           BEGIN { n = split(header, c, ","); for (j = 1; j <= n; j++) at[c[j]] = j; gsub(/,/, ";", note) }
           $at["check"] == "FAIL" || note ~ /racecheck/ { $at["note"] = note }
-          { print }' "$build/line.csv" >>"$rows"
+          { print }' "$run/$name.csv" >>"$rows"
       else
         status=1
         say "sdpa_$name was expected to fail and passed"
-        cat "$build/line.csv" >>"$rows"
+        cat "$run/$name.csv" >>"$rows"
       fi
     else
-      if [ $status -ne 77 ] && [ -s "$build/line.err" ]; then end_line; cat "$build/line.err" >&2; fi
-      cat "$build/line.csv" >>"$rows"
+      if [ "$status" -ne 77 ] && [ -s "$run/$name.err" ]; then end_line; cat "$run/$name.err" >&2; fi
+      cat "$run/$name.csv" >>"$rows"
     fi
-    : >"$build/line.csv"
-    if [ $status -eq 2 ]; then refuse "the executables refuse these options"; fi
-    if [ $status -ne 0 ] && [ $status -ne 77 ]; then failed=1 wrong=$((wrong + 1)); fi
+    if [ "$status" -eq 2 ]; then refuse "the executables refuse these options"; fi
+    if [ "$status" -ne 0 ] && [ "$status" -ne 77 ]; then failed=1 wrong=$((wrong + 1)); fi
   done
   end_line
   trap - INT TERM
