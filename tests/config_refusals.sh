@@ -64,6 +64,7 @@ export SDPA_CONFIGS="$dir/bad.txt" SDPA_BUILD_DIR="$dir/build"
 status=$?
 [ $status = 1 ] || { echo "run_all.sh exited with $status, want 1"; failed=1; }
 for sentence in "${sentences[@]}"; do has "$dir/err" "$sentence"; done
+has "$dir/err" "lines checked on the CPU backend, "
 [ "$(grep -c 'bad.txt:23' "$dir/err")" = 1 ] || { echo "a knob given four times is told more than once"; failed=1; }
 [ "$(grep -c 'static_assert\|static assertion' "$dir/err")" = 0 ] || { echo "a refusal comes with the compiler's words"; failed=1; }
 has "$dir/err" "bad.txt:13: sdpa_illegal does not compile: HEAD_DIM: not a legal value; it takes one of: 64 128 256. Type HEAD_DIM=64"
@@ -79,6 +80,8 @@ has "$dir/out.csv" "no knob is called BLOK_N"
 expect 2 "--only zzz: no line of configs.txt has such a name" env SDPA_CONFIGS="$PWD/configs.txt" ./run_all.sh --cpu --only zzz
 expect 2 "--only (: not a regular expression" ./run_all.sh --cpu --only '('
 expect 2 "--frob: no such option or command" ./run_all.sh --frob
+expect 2 "list nobody: no line of configs.txt has such a name" env SDPA_CONFIGS="$PWD/configs.txt" ./run_all.sh list nobody
+expect 0 "scalar_vec4 any GPU scalar_vec2 VEC_WIDTH=4" env SDPA_CONFIGS="$PWD/configs.txt" ./run_all.sh list '^scalar_vec'
 expect 2 "--shape: its value is missing" ./run_all.sh --shape
 # These are judged before anything is built.
 export SDPA_BUILD_DIR="$dir/none"
