@@ -3720,7 +3720,7 @@ template <class B> struct WgmmaColumnsLoader {
     if (a.keys.Sk > 0) {
       const int at[5] = {0, first_key_of<B>(item, round, slice), 0, item.h_kv, item.b};
       mbarrier_arrive_expect_tx(full, B::block_n * B::head_dim * sizeof(Element));
-      copy(tile_s, map, at, full, evict_last);
+      copy(tile_s, map, at, full, B::pack_gqa ? evict_first : evict_last);
     } else {
       mbarrier_arrive(full);  // nothing to load: every score of this tile is masked
     }
@@ -4013,6 +4013,7 @@ template <class B> struct WgmmaColumns {
       O.first_col = i % parts * 4;
       clear(O);
       body(i / parts, O);
+      if (!B::pack_gqa && B::block_m * parts <= B::warpgroups * 128) break;
     }
   }
   static __device__ __forceinline__ void add(RowPart& O, const float4& x, float weight) {
