@@ -213,7 +213,8 @@ SDPA_REFUSE(!is_wgmma && (USE_PING_PONG_changed || OVERLAP_changed || SKIP_MASKE
             "USE_PING_PONG, OVERLAP, SKIP_MASKED, SWAP_AB and USE_TUNED: only the wgmma kernel has "
             "them; add USE_WGMMA=1 or drop them");
 SDPA_REFUSE(!Build::swap_ab && (PACK_GQA_changed || SPLIT_CTAS_changed),
-            "PACK_GQA and SPLIT_CTAS: only the transposed wgmma kernel has them; add SWAP_AB=1 or drop them");
+            "PACK_GQA and SPLIT_CTAS: only the transposed wgmma kernel has them; add SWAP_AB=1 or "
+            "drop them");
 SDPA_REFUSE(Build::use_tuned &&
                 (USE_WARP_SPECIALIZATION_changed || OVERLAP_changed || USE_LAZY_MAX_changed),
             "USE_TUNED=1: USE_WARP_SPECIALIZATION, OVERLAP and USE_LAZY_MAX go with the tile; "
@@ -405,9 +406,9 @@ static_assert(check_rows<0>(), "");
 using Element = std::conditional<Build::is_bf16, __nv_bfloat16, __half>::type;
 
 enum class Causal : int {  // the own position of query q among the keys; it sees none after it
-  off,           // q, and it sees all keys
-  bottom_right,  // q + Sk - Sq
-  top_left,      // q
+  off,                     // q, and it sees all keys
+  bottom_right,            // q + Sk - Sq
+  top_left,                // q
 };
 
 struct Strides {  // in elements; a row's D elements are contiguous
@@ -431,8 +432,9 @@ struct SdpaParams {
                               // one per stream
   int max_ctas = 0;           // USE_PERSISTENT_CTA=1: launch at most so many CTAs,
                               // which leaves SMs to other kernels; 0: as many as are resident
-  int window_left = -1, window_right = -1;  // keys that a query sees on each side of its own position;
-                                            // -1: no limit
+  int window_left = -1,
+      window_right = -1;  // keys that a query sees on each side of its own position;
+                          // -1: no limit
 };
 // A row that sees no key (or only keys of logit -inf) gives O = 0 and LSE = -inf. NaN and inf come
 // out as the formula has them, but whether NaN or inf in V at a key that is masked reaches the row
@@ -546,18 +548,19 @@ struct Divisor {
 
 struct KernelArgs {  // SdpaParams with what every CTA would otherwise compute again
   // What an item is found from; together it costs one miss of the constant cache.
-  alignas(64) int unmasked_rounds;  // without a mask: of tiles over all keys, at least 1; with one: 0
-  uint32_t work_items;              // B * q_heads * q_blocks
-  Divisor q_blocks;                 // ceil(Sq / BLOCK_M), or with PACK_GQA of item_queries
-  Divisor q_heads;                  // Hq / item_heads
-  Divisor q_heads_per_kv;           // Hq / Hkv
-  Divisor items_in_l2;              // heads_in_l2 * q_blocks
-  uint32_t heads_in_l2;             // query heads whose K and V take half of L2, at least 1
-  float scale_log2;                 // scale * log2(e): softmax is taken in powers of 2
-  Divisor item_queries;             // PACK_GQA: of so many queries an item has so many heads
+  alignas(
+      64) int unmasked_rounds;  // without a mask: of tiles over all keys, at least 1; with one: 0
+  uint32_t work_items;          // B * q_heads * q_blocks
+  Divisor q_blocks;             // ceil(Sq / BLOCK_M), or with PACK_GQA of item_queries
+  Divisor q_heads;              // Hq / item_heads
+  Divisor q_heads_per_kv;       // Hq / Hkv
+  Divisor items_in_l2;          // heads_in_l2 * q_blocks
+  uint32_t heads_in_l2;         // query heads whose K and V take half of L2, at least 1
+  float scale_log2;             // scale * log2(e): softmax is taken in powers of 2
+  Divisor item_queries;         // PACK_GQA: of so many queries an item has so many heads
   int item_heads = 1;
-  Divisor ranges;                   // SPLIT_CTAS: CTAs of an item
-  TileBounds tiles;                 // of mask_rows queries and BLOCK_N keys
+  Divisor ranges;    // SPLIT_CTAS: CTAs of an item
+  TileBounds tiles;  // of mask_rows queries and BLOCK_N keys
   KeyBounds keys;
   SdpaParams p;
   std::conditional<is_wgmma, TensorMaps, NoTensorMaps>::type maps;
@@ -1434,7 +1437,8 @@ template <class B>
 __device__ __forceinline__ WorkItem tile_of(const KernelArgs& a, uint32_t head, uint32_t block) {
   const int heads = B::pack_gqa ? a.item_heads : 1;
   const int queries = B::pack_gqa ? int(a.item_queries.divisor) : B::block_m;
-  return {int(a.q_heads.divide(head)), int(a.q_heads.remainder(head)) * heads, int(block) * queries};
+  return {int(a.q_heads.divide(head)), int(a.q_heads.remainder(head)) * heads,
+          int(block) * queries};
 }
 
 // Item number -> tile. Without a mask the q-blocks of a head follow each other and share its K and
@@ -2635,7 +2639,7 @@ template <class B> constexpr int wgmma_rows = B::swap_ab ? B::block_m : 64;
 struct alignas(16) WgmmaItem : WorkItem {
   int h_kv, first_key, rounds;  // no rounds: there are no more items
 };
-template <class B> constexpr int round_keys = B::split_kv * B::block_n;
+template <class B> constexpr int round_keys = B::split_kv* B::block_n;
 template <class B>
 __device__ __forceinline__ int first_key_of(const WgmmaItem& item, int round, int slice) {
   return item.first_key + (round * B::split_kv + slice) * B::block_n;
@@ -2711,10 +2715,11 @@ inline cudaError_t find_tensor_map_encoder(void** function,
 #endif
 
 // Describes a 16-bit tensor to TMA: sizes (innermost first), byte strides of all dimensions but the
-// innermost (multiples of 16), the box that one copy moves. 128-byte swizzle, zeros outside.
+// innermost (multiples of 16), the box that one copy moves. 128-byte swizzle, zeros outside. L2 fetches 256
+// bytes at once, or 128 of what is read once: there 256 take 8% longer.
 inline cudaError_t encode_tensor_map(CUtensorMap& map, int rank, const void* base,
                                      const uint64_t* sizes, const uint64_t* strides_bytes,
-                                     const uint32_t* box, bool bf16) {
+                                     const uint32_t* box, bool bf16, bool read_once = false) {
   thread_local void* encoder = nullptr;  // looked for until it is found
   if (!encoder) {
     cudaDriverEntryPointQueryResult found;
@@ -2733,7 +2738,8 @@ inline cudaError_t encode_tensor_map(CUtensorMap& map, int rank, const void* bas
   const CUresult result = reinterpret_cast<decltype(&cuTensorMapEncodeTiled)>(encoder)(
       &map, bf16 ? CU_TENSOR_MAP_DATA_TYPE_BFLOAT16 : CU_TENSOR_MAP_DATA_TYPE_FLOAT16,
       cuuint32_t(rank), const_cast<void*>(base), dims, strides, boxes, steps,
-      CU_TENSOR_MAP_INTERLEAVE_NONE, CU_TENSOR_MAP_SWIZZLE_128B, CU_TENSOR_MAP_L2_PROMOTION_L2_256B,
+      CU_TENSOR_MAP_INTERLEAVE_NONE, CU_TENSOR_MAP_SWIZZLE_128B,
+      read_once ? CU_TENSOR_MAP_L2_PROMOTION_L2_128B : CU_TENSOR_MAP_L2_PROMOTION_L2_256B,
       CU_TENSOR_MAP_FLOAT_OOB_FILL_NONE);
   return result == CUDA_SUCCESS ? cudaSuccess : cudaErrorInvalidValue;
 }
@@ -2798,7 +2804,8 @@ template <class B> SdpaStatus encode_tensor_maps(KernelArgs& a) {
       sizes[2] = uint64_t(t.H), strides[1] = bytes[1], sizes[3] = panels, strides[2] = 128;
       box[1] = a.item_queries.divisor, box[2] = uint32_t(a.item_heads), box[3] = 1;
     }
-    const cudaError_t error = encode_tensor_map(t.map, 5, t.base, sizes, strides, box, B::is_bf16);
+    const cudaError_t error =
+        encode_tensor_map(t.map, 5, t.base, sizes, strides, box, B::is_bf16, B::pack_gqa);
     if (error != cudaSuccess) {
       return failure(error, "the driver makes no tensor map of %s: %s", t.name,
                      cudaGetErrorString(error));
@@ -3168,10 +3175,10 @@ template <class B> struct WgmmaConsumer {
   Output O;
   float m[ROWS], l[ROWS];
   StageRing<Shared::Q_STAGES> q_ring;
-  StageRing<B::stages> ring;       // where K and V of this tile are
-  int k0 = 0, last_k0 = 0;         // first keys of this tile and of the last one
-  int q = 0;                       // the warpgroup's first query
-  bool accumulates = false;        // an earlier tile of the item has begun O
+  StageRing<B::stages> ring;  // where K and V of this tile are
+  int k0 = 0, last_k0 = 0;    // first keys of this tile and of the last one
+  int q = 0;                  // the warpgroup's first query
+  bool accumulates = false;   // an earlier tile of the item has begun O
   // USE_LAZY_MAX: tiles with k0 in [stale_from, stale_from + stale_keys) may take the maximum that is there.
   int stale_from = 0;
   uint32_t stale_keys = 0;
@@ -3246,8 +3253,8 @@ template <class B> struct WgmmaConsumer {
     const WgmmaItem& item = s.item[q_ring.stage];
     const uint32_t tid = thread_index_anew() % 128, lane = tid % 32;
     const int row = tid / 32 * 16 + lane % 16;
-    const Element* const K_g = p.K + item.b * p.k.batch + item.h_kv * p.k.head +
-                               (k0 + lane / 4) * p.k.row + lane % 4 * 2;
+    const Element* const K_g =
+        p.K + item.b * p.k.batch + item.h_kv * p.k.head + (k0 + lane / 4) * p.k.row + lane % 4 * 2;
 #pragma unroll
     for (int n = 0; n < B::block_n / 8; n++) {
       float* const c = S.x.d + 4 * n;
@@ -3368,8 +3375,7 @@ template <class B> struct WgmmaConsumer {
   // stale exponentials (before the exact ones), and round P beside the other half, which pays at D=128 and
   // 256. More of them, or two that split the keys, do better with all exponentials in one piece.
   __device__ __forceinline__ void overlapped(const WgmmaTurns<B>& turns) {
-    constexpr bool pv_ends_halfway =
-        B::use_lazy_max && B::warpgroups == 2 && B::split_kv == 1;
+    constexpr bool pv_ends_halfway = B::use_lazy_max && B::warpgroups == 2 && B::split_kv == 1;
     typename Shared::Tiles& t = s.slice[slice];
     Scores S;
     Probabilities P;
@@ -3520,7 +3526,7 @@ __device__ __forceinline__ void store_share(const float (&share)[COLS / 4],
     for (int i = 0; i < 4; i++) o[i] = pack(share[8 * n + 2 * i], share[8 * n + 2 * i + 1]);
     stmatrix_x4<false>(shared_address(&out_s[lane % 8][n * 32 + lane / 8 * 8]), o);
   }
-  __syncwarp();  // hazard: written by all lanes
+  __syncwarp();                                               // hazard: written by all lanes
   constexpr int TIMES = COLS / 32, ROWS_AT_ONCE = 8 / TIMES;  // 32 lanes times 8 elements
   const int row = lane / (COLS / 8), col = lane % (COLS / 8) * 8;
   uint4 o[TIMES];  // all loaded before the first is stored: loads would wait behind the stores
@@ -3634,7 +3640,8 @@ template <class B> struct WgmmaColumnsShared {
   };
   struct Partial {
     static constexpr int ROWS = B::block_m;
-    alignas(16) float O[ROWS][B::head_dim + 4];  // 4: against bank conflicts where lanes lie along d
+    alignas(
+        16) float O[ROWS][B::head_dim + 4];  // 4: against bank conflicts where lanes lie along d
     float2 m_l[ROWS];
     float of_warp[4][ROWS > 32 ? ROWS / 32 : 1][32];  // maxima or sums for the other warps
   };
@@ -4041,7 +4048,7 @@ template <class B> struct WgmmaColumns {
     uint32_t* const counters = static_cast<uint32_t*>(a.p.workspace);
     WgmmaRange<B>* const parts = reinterpret_cast<WgmmaRange<B>*>(
         static_cast<unsigned char*>(a.p.workspace) + range_counter_bytes);
-    merge_slices([&](int row, const RowPart& O, const float (&m)[1], const float (&l)[1]) {
+    merge_slices([&](int row, const RowPart& O, const float(&m)[1], const float(&l)[1]) {
       WgmmaRange<B>& mine = parts[blockIdx.x];
       st_global(&mine.O[row][O.first_col], float4{O.x[0][0], O.x[0][1], O.x[0][2], O.x[0][3]});
       if (O.first_col == 0) st_global(&mine.m_l[row], float2{m[0], l[0]});
@@ -4095,7 +4102,7 @@ template <class B> struct WgmmaColumns {
     if (B::split_ctas != 1 && a.ranges.divisor > 1) {
       merge_ranges(item);
     } else {
-      merge_slices([&](int row, const RowPart& O, const float (&m)[1], const float (&l)[1]) {
+      merge_slices([&](int row, const RowPart& O, const float(&m)[1], const float(&l)[1]) {
         store_output<B>(O, m, l, a, row_item(item, row));
       });
     }
@@ -4450,7 +4457,8 @@ template <class B> SdpaStatus forward(const SdpaParams& p, cudaStream_t stream) 
                    items.queries, most);
   }
   if (items.ranges > 1 && items.count > most_split_items) {
-    return failure(cudaErrorInvalidValue, "SPLIT_CTAS=%d takes %u items at most, and here are %lld; split the batch",
+    return failure(cudaErrorInvalidValue,
+                   "SPLIT_CTAS=%d takes %u items at most, and here are %lld; split the batch",
                    items.ranges, most_split_items, (long long)items.count);
   }
   const int q_blocks = (p.Sq + items.queries - 1) / items.queries;
@@ -4489,9 +4497,9 @@ struct KernelFacts {
 
 template <class B> KernelFacts facts() {
   using Kernel = KernelOf<B, B::family>;
-  return {forward<B>, reinterpret_cast<const void*>(+Kernel::kernel),
-          B::threads, shared_bytes<B>,
-          B::block_m, Kernel::workspace_bytes,
+  return {forward<B>,          reinterpret_cast<const void*>(+Kernel::kernel),
+          B::threads,          shared_bytes<B>,
+          B::block_m,          Kernel::workspace_bytes,
           Kernel::zeroed_bytes};
 }
 
@@ -5153,7 +5161,8 @@ vector<Option> options_of(Options& o) {
          if (found != end) o.common.mask = reference::Mask(found - names);
          return found != end ? "" : "want br (bottom-right), tl or off";
        }},
-      {"--window", "L,R", "a query sees L keys before its own position and R behind it; -1: no limit",
+      {"--window", "L,R",
+       "a query sees L keys before its own position and R behind it; -1: no limit",
        [&o](const string& text) {
          const vector<long long> n = parse_numbers(text, -1, most_rows);
          if (n.size() == 2) o.common.window_left = int(n[0]), o.common.window_right = int(n[1]);
