@@ -407,8 +407,8 @@ class Instance {
     got.O = at(Tensor::O).read(trouble);
     got.LSE = lse_->fetch<uint32_t>(lse_->bytes);
     lse_->expect_guards(trouble), workspace_->expect_guards(trouble);
-    if (line.is_cublas || !trouble.empty()) return trouble;
-    for (uint32_t word : workspace_->fetch<uint32_t>(workspace_->bytes)) {
+    if (!trouble.empty()) return trouble;
+    for (uint32_t word : workspace_->fetch<uint32_t>(line.facts_of(params).zeroed_bytes)) {
       if (word) return format("the kernel left %u in the workspace, which must be zero", word);
     }
     return "";

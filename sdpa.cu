@@ -83,6 +83,8 @@ namespace {  // two builds in one program must not share their constants and ker
   X(OVERLAP, 0, overlap, "0 1", "wgmma: softmax beside P @ V of the tile before") \
   X(SKIP_MASKED, 0, skip_masked, "0 1", "wgmma: a warpgroup leaves out tiles of which its rows see nothing") \
   X(SWAP_AB, 0, swap_ab, "0 1", "wgmma: S.T = K @ Q.T, keys as its 64 rows: 16, 32 or 64 query rows a CTA") \
+  X(PACK_GQA, 0, pack_gqa, "0 1", "SWAP_AB: the query heads of a key head are rows of one tile") \
+  X(SPLIT_CTAS, 1, split_ctas, "0..256", "SWAP_AB: CTAs that share the keys of a tile; 0: by the problem; workspace") \
   X(USE_TUNED, 0, use_tuned, "0 1", "wgmma: the tile by the problem, from TUNED_TILES; knobs typed besides narrow it") \
   X(USE_CUBLAS, 0, use_cublas, "0 1", "cuBLAS, S and P in global memory: the unfused baseline; link to it") \
   X(USE_WARP_SPECIALIZATION, 0, use_warp_specialization, "0 1", "producer warps copy, consumer warps compute") \
@@ -210,6 +212,9 @@ SDPA_REFUSE(!is_wgmma && (USE_PING_PONG_changed || OVERLAP_changed || SKIP_MASKE
                           SWAP_AB_changed || USE_TUNED_changed),
             "USE_PING_PONG, OVERLAP, SKIP_MASKED, SWAP_AB and USE_TUNED: only the wgmma kernel has "
             "them; add USE_WGMMA=1 or drop them");
+SDPA_REFUSE(!Build::swap_ab && (PACK_GQA_changed || SPLIT_CTAS_changed),
+            "PACK_GQA and SPLIT_CTAS: only the transposed wgmma kernel has them; add SWAP_AB=1 or "
+            "drop them");
 SDPA_REFUSE(Build::use_tuned &&
                 (USE_WARP_SPECIALIZATION_changed || OVERLAP_changed || USE_LAZY_MAX_changed),
             "USE_TUNED=1: USE_WARP_SPECIALIZATION, OVERLAP and USE_LAZY_MAX go with the tile; "
@@ -401,9 +406,9 @@ static_assert(check_rows<0>(), "");
 using Element = std::conditional<Build::is_bf16, __nv_bfloat16, __half>::type;
 
 enum class Causal : int {  // the own position of query q among the keys; it sees none after it
-  off,           // q, and it sees all keys
-  bottom_right,  // q + Sk - Sq
-  top_left,      // q
+  off,                     // q, and it sees all keys
+  bottom_right,            // q + Sk - Sq
+  top_left,                // q
 };
 
 struct Strides {  // in elements; a row's D elements are contiguous
@@ -423,12 +428,13 @@ struct SdpaParams {
   float scale = 0;         // 0 means 1/sqrt(D)
   Causal causal = Causal::off;
   void* workspace = nullptr;  // sdpa_workspace_bytes() of device memory, 256-byte aligned, zeroed
-                              // once before the first launch (each launch leaves it zero, but for
-                              // cuBLAS, which does not care); one per stream
+                              // once before the first launch, whatever the problems after it;
+                              // one per stream
   int max_ctas = 0;           // USE_PERSISTENT_CTA=1: launch at most so many CTAs,
                               // which leaves SMs to other kernels; 0: as many as are resident
-  int window_left = -1, window_right = -1;  // keys that a query sees on each side of its own position;
-                                            // -1: no limit
+  int window_left = -1,
+      window_right = -1;  // keys that a query sees on each side of its own position;
+                          // -1: no limit
 };
 // A row that sees no key (or only keys of logit -inf) gives O = 0 and LSE = -inf. NaN and inf come
 // out as the formula has them, but whether NaN or inf in V at a key that is masked reaches the row
@@ -542,15 +548,19 @@ struct Divisor {
 
 struct KernelArgs {  // SdpaParams with what every CTA would otherwise compute again
   // What an item is found from; together it costs one miss of the constant cache.
-  alignas(64) int unmasked_rounds;  // without a mask: of tiles over all keys, at least 1; with one: 0
-  uint32_t work_items;              // B * Hq * q_blocks
-  Divisor q_blocks;                 // ceil(Sq / BLOCK_M)
-  Divisor q_heads;                  // Hq
-  Divisor q_heads_per_kv;           // Hq / Hkv
-  Divisor items_in_l2;              // heads_in_l2 * q_blocks
-  uint32_t heads_in_l2;             // query heads whose K and V take half of L2, at least 1
-  float scale_log2;                 // scale * log2(e): softmax is taken in powers of 2
-  TileBounds tiles;                 // of mask_rows queries and BLOCK_N keys
+  alignas(
+      64) int unmasked_rounds;  // without a mask: of tiles over all keys, at least 1; with one: 0
+  uint32_t work_items;          // B * q_heads * q_blocks
+  Divisor q_blocks;             // ceil(Sq / BLOCK_M), or with PACK_GQA of item_queries
+  Divisor q_heads;              // Hq / item_heads
+  Divisor q_heads_per_kv;       // Hq / Hkv
+  Divisor items_in_l2;          // heads_in_l2 * q_blocks
+  uint32_t heads_in_l2;         // query heads whose K and V take half of L2, at least 1
+  float scale_log2;             // scale * log2(e): softmax is taken in powers of 2
+  Divisor item_queries;         // PACK_GQA: of so many queries an item has so many heads
+  int item_heads = 1;
+  Divisor ranges;    // SPLIT_CTAS: CTAs of an item
+  TileBounds tiles;  // of mask_rows queries and BLOCK_N keys
   KeyBounds keys;
   SdpaParams p;
   std::conditional<is_wgmma, TensorMaps, NoTensorMaps>::type maps;
@@ -602,6 +612,10 @@ template <class T> __device__ __forceinline__ T ld_global(const void* src_g) {
 // For data that nobody writes during the kernel's life, which began before griddepcontrol_wait().
 template <class T> __device__ __forceinline__ T ld_global_nc(const void* src_g) {
   return __ldg(static_cast<const T*>(src_g));
+}
+// Of the L2 cache: what another SM wrote.
+template <class T> __device__ __forceinline__ T ld_global_cg(const void* src_g) {
+  return __ldcg(static_cast<const T*>(src_g));
 }
 template <class T> __device__ __forceinline__ void st_global(void* dst_g, T value) {
   *static_cast<T*>(dst_g) = value;
@@ -1421,7 +1435,10 @@ __device__ __forceinline__ void store_output(const View& O, const float (&m)[Vie
 // Rows of number `block` of a head, counted through all batches.
 template <class B>
 __device__ __forceinline__ WorkItem tile_of(const KernelArgs& a, uint32_t head, uint32_t block) {
-  return {int(a.q_heads.divide(head)), int(a.q_heads.remainder(head)), int(block) * B::block_m};
+  const int heads = B::pack_gqa ? a.item_heads : 1;
+  const int queries = B::pack_gqa ? int(a.item_queries.divisor) : B::block_m;
+  return {int(a.q_heads.divide(head)), int(a.q_heads.remainder(head)) * heads,
+          int(block) * queries};
 }
 
 // Item number -> tile. Without a mask the q-blocks of a head follow each other and share its K and
@@ -1434,7 +1451,7 @@ template <class B> __device__ __forceinline__ WorkItem work_item(const KernelArg
   } else {
     const uint32_t part = a.items_in_l2.divide(i), j = a.items_in_l2.remainder(i);
     const uint32_t first = part * a.heads_in_l2;
-    const uint32_t count = min(a.heads_in_l2, a.p.B * a.p.Hq - first);
+    const uint32_t count = min(a.heads_in_l2, a.p.B * a.q_heads.divisor - first);
     head = first + j % count, block = a.q_blocks.divisor - 1 - j / count;
   }
   return tile_of<B>(a, head, block);
@@ -1825,14 +1842,70 @@ SdpaStatus launch_kernel(const KernelArgs& a, uint32_t items, cudaStream_t strea
   return error == cudaSuccess ? SdpaStatus{} : cuda_failure(error, "launching the kernel");
 }
 
-// What most kernels have: nothing to prepare, one launch, a workspace for the queue alone.
+// What most kernels have: nothing to prepare, one launch, a workspace for the queue alone, which is zero again
+// after every launch.
 template <class B> struct OneLaunch {
+  static constexpr size_t zeroed_bytes = has_queue ? sizeof(uint32_t) : 0;
   static SdpaStatus prepare(KernelArgs&) { return {}; }
   static SdpaStatus launch(const KernelArgs& a, cudaStream_t stream) {
-    return launch_kernel<B>(a, a.work_items, stream);
+    return launch_kernel<B>(a, a.work_items * a.ranges.divisor, stream);
   }
-  static size_t workspace_bytes(const SdpaParams&) { return has_queue ? sizeof(uint32_t) : 0; }
+  static size_t workspace_bytes(const SdpaParams&) { return zeroed_bytes; }
 };
+
+// Of the current device; `otherwise` where there is none.
+int device_attribute(cudaDeviceAttr attribute, int otherwise) {
+  int device = 0, value = 0;
+  const bool known = cudaGetDevice(&device) == cudaSuccess &&
+                     cudaDeviceGetAttribute(&value, attribute, device) == cudaSuccess;
+  return known ? value : otherwise;
+}
+
+constexpr uint32_t most_split_items = 16384;  // SPLIT_CTAS: each has a counter in the workspace
+constexpr size_t range_counter_bytes = most_split_items * sizeof(uint32_t);
+
+// How a problem's rows and keys are dealt to CTAs.
+struct Items {
+  int heads = 1, queries;  // query heads of an item, and queries of each
+  int64_t count;           // of items
+  int ranges = 1;          // CTAs to an item
+};
+
+// SPLIT_CTAS=0: as many ranges as take the least time, in waves of the CTAs that are resident, if what a range costs
+// besides is four rounds, and none is longer than 65,536 keys: sums over more lose small addends.
+template <class B> int ranges_of(const SdpaParams& p, const Items& items) {
+  const int sms = device_attribute(cudaDevAttrMultiProcessorCount, 132);
+  const int64_t resident = int64_t(sms) * (shared_bytes<B> > 113 * 1024 ? 1 : 2);
+  const KeyBounds bounds(p);
+  const int keys = bounds.end(p.Sq - 1) - bounds.begin(p.Sq - 1), round = B::split_kv * B::block_n;
+  const int64_t rounds = keys > 0 ? (int64_t(keys) + round - 1) / round : 1;
+  const int64_t least = (int64_t(keys) + 65535) / 65536;
+  int64_t best = 1, best_cost = -1;
+  for (int64_t n = least > 1 ? least : 1; n <= 256 && n <= rounds; n++) {
+    const int64_t waves = (items.count * n + resident - 1) / resident;
+    const int64_t cost = waves * ((rounds + n - 1) / n + 4);
+    if (best_cost < 0 || cost < best_cost) best = n, best_cost = cost;
+  }
+  return items.count <= most_split_items ? int(best) : 1;
+}
+
+template <class B> Items items_of(const SdpaParams& p) {
+  Items items;
+  const int group = p.Hkv > 0 ? p.Hq / p.Hkv : 1;
+  while (B::pack_gqa && items.heads < B::block_m && items.heads < group) {  // the next divisor
+    int next = items.heads + 1;
+    while (group % next) next++;
+    if (next > B::block_m) break;
+    items.heads = next;
+  }
+  items.queries = B::block_m / items.heads;
+  if (B::pack_gqa && p.Sq < items.queries) items.queries = p.Sq > 0 ? p.Sq : 1;
+  const int64_t blocks = (int64_t(p.Sq) + items.queries - 1) / items.queries;
+  items.count = int64_t(p.B) * (p.Hq / items.heads) * blocks;
+  if (B::split_ctas > 1) items.ranges = B::split_ctas;
+  if (B::split_ctas == 0 && items.count > 0) items.ranges = ranges_of<B>(p, items);
+  return items;
+}
 
 // ==== 5 KERNELS ==================================================================================
 
@@ -2566,7 +2639,7 @@ template <class B> constexpr int wgmma_rows = B::swap_ab ? B::block_m : 64;
 struct alignas(16) WgmmaItem : WorkItem {
   int h_kv, first_key, rounds;  // no rounds: there are no more items
 };
-template <class B> constexpr int round_keys = B::split_kv * B::block_n;
+template <class B> constexpr int round_keys = B::split_kv* B::block_n;
 template <class B>
 __device__ __forceinline__ int first_key_of(const WgmmaItem& item, int round, int slice) {
   return item.first_key + (round * B::split_kv + slice) * B::block_n;
@@ -2583,7 +2656,8 @@ __device__ __forceinline__ WgmmaItem wgmma_item(const KernelArgs& a, uint32_t i)
   } else {
     static_cast<WorkItem&>(item) = work_item<B>(a, i);
     if (EARLY) item.q0 -= (int(a.q_blocks.divisor) * B::block_m - a.p.Sq) / 64 * 64;
-    const KeyRange keys = a.keys.of_rows(max(item.q0, 0), min(item.q0 + B::block_m, a.p.Sq) - 1);
+    const int queries = B::pack_gqa ? int(a.item_queries.divisor) : B::block_m;
+    const KeyRange keys = a.keys.of_rows(max(item.q0, 0), min(item.q0 + queries, a.p.Sq) - 1);
     item.first_key = keys.begin;
     item.rounds = max((keys.end - keys.begin + round_keys<B> - 1) / round_keys<B>, 1);
   }
@@ -2641,10 +2715,11 @@ inline cudaError_t find_tensor_map_encoder(void** function,
 #endif
 
 // Describes a 16-bit tensor to TMA: sizes (innermost first), byte strides of all dimensions but the
-// innermost (multiples of 16), the box that one copy moves. 128-byte swizzle, zeros outside.
+// innermost (multiples of 16), the box that one copy moves. 128-byte swizzle, zeros outside. L2 fetches 256
+// bytes at once, or 128 of what is read once: there 256 take 8% longer.
 inline cudaError_t encode_tensor_map(CUtensorMap& map, int rank, const void* base,
                                      const uint64_t* sizes, const uint64_t* strides_bytes,
-                                     const uint32_t* box, bool bf16) {
+                                     const uint32_t* box, bool bf16, bool read_once = false) {
   thread_local void* encoder = nullptr;  // looked for until it is found
   if (!encoder) {
     cudaDriverEntryPointQueryResult found;
@@ -2663,7 +2738,8 @@ inline cudaError_t encode_tensor_map(CUtensorMap& map, int rank, const void* bas
   const CUresult result = reinterpret_cast<decltype(&cuTensorMapEncodeTiled)>(encoder)(
       &map, bf16 ? CU_TENSOR_MAP_DATA_TYPE_BFLOAT16 : CU_TENSOR_MAP_DATA_TYPE_FLOAT16,
       cuuint32_t(rank), const_cast<void*>(base), dims, strides, boxes, steps,
-      CU_TENSOR_MAP_INTERLEAVE_NONE, CU_TENSOR_MAP_SWIZZLE_128B, CU_TENSOR_MAP_L2_PROMOTION_L2_256B,
+      CU_TENSOR_MAP_INTERLEAVE_NONE, CU_TENSOR_MAP_SWIZZLE_128B,
+      read_once ? CU_TENSOR_MAP_L2_PROMOTION_L2_128B : CU_TENSOR_MAP_L2_PROMOTION_L2_256B,
       CU_TENSOR_MAP_FLOAT_OOB_FILL_NONE);
   return result == CUDA_SUCCESS ? cudaSuccess : cudaErrorInvalidValue;
 }
@@ -2678,8 +2754,10 @@ bool same_tensors(const SdpaParams& a, const SdpaParams& b) {
          same_strides(a.k, b.k) && same_strides(a.v, b.v) && same_strides(a.o, b.o);
 }
 
-// This thread's last ones, if the tensors are the same.
-template <class B> SdpaStatus encode_tensor_maps(TensorMaps& maps, const SdpaParams& p) {
+// Those of this thread's last call, if the tensors are the same.
+template <class B> SdpaStatus encode_tensor_maps(KernelArgs& a) {
+  TensorMaps& maps = a.maps;
+  const SdpaParams& p = a.p;
   thread_local SdpaParams last{};
   thread_local TensorMaps last_maps;
   if (same_tensors(last, p)) {
@@ -2719,10 +2797,15 @@ template <class B> SdpaStatus encode_tensor_maps(TensorMaps& maps, const SdpaPar
                        t.name, dims[i].name, (long long)dims[i].stride);
       }
     }
-    const uint64_t sizes[5] = {64, uint64_t(t.S), panels, uint64_t(t.H), uint64_t(p.B)};
-    const uint64_t strides[4] = {bytes[0], 128, bytes[1], bytes[2]};
-    const uint32_t box[5] = {64, t.rows, t.panels, 1, 1};
-    const cudaError_t error = encode_tensor_map(t.map, 5, t.base, sizes, strides, box, B::is_bf16);
+    uint64_t sizes[5] = {64, uint64_t(t.S), panels, uint64_t(t.H), uint64_t(p.B)};
+    uint64_t strides[4] = {bytes[0], 128, bytes[1], bytes[2]};
+    uint32_t box[5] = {64, t.rows, t.panels, 1, 1};
+    if (B::pack_gqa && &t.map == &maps.q) {  // heads before panels, so that they are rows of one
+      sizes[2] = uint64_t(t.H), strides[1] = bytes[1], sizes[3] = panels, strides[2] = 128;
+      box[1] = a.item_queries.divisor, box[2] = uint32_t(a.item_heads), box[3] = 1;
+    }
+    const cudaError_t error =
+        encode_tensor_map(t.map, 5, t.base, sizes, strides, box, B::is_bf16, B::pack_gqa);
     if (error != cudaSuccess) {
       return failure(error, "the driver makes no tensor map of %s: %s", t.name,
                      cudaGetErrorString(error));
@@ -2738,10 +2821,9 @@ template <class B>
 constexpr Wgmma wgmma_kernel = B::swap_ab                   ? Wgmma::columns
                                : B::use_warp_specialization ? Wgmma::roles
                                                             : Wgmma::plain;
-template <class B, Wgmma K> struct WgmmaKernel;  // Shared and kernel
-template <class B>
-struct KernelOf<B, Family::wgmma> : OneLaunch<B>, WgmmaKernel<B, wgmma_kernel<B>> {
-  static SdpaStatus prepare(KernelArgs& a) { return encode_tensor_maps<B>(a.maps, a.p); }
+template <class B, Wgmma K> struct WgmmaKernel;  // Shared, kernel, and what differs from OneLaunch
+template <class B> struct KernelOf<B, Family::wgmma> : WgmmaKernel<B, wgmma_kernel<B>> {
+  static SdpaStatus prepare(KernelArgs& a) { return encode_tensor_maps<B>(a); }
 };
 
 // ---- 5d the plain kernel (wgmma and USE_WARP_SPECIALIZATION = 0 and SWAP_AB = 0) ----
@@ -2847,7 +2929,7 @@ __global__ void __launch_bounds__(B::threads, 1)
   store_output<B>(O, m, l, a, item);
 }
 
-template <class B> struct WgmmaKernel<B, Wgmma::plain> {
+template <class B> struct WgmmaKernel<B, Wgmma::plain> : OneLaunch<B> {
   using Shared = WgmmaPlainShared<B>;
   static constexpr auto kernel = sdpa_wgmma_plain<B>;
 };
@@ -3093,10 +3175,10 @@ template <class B> struct WgmmaConsumer {
   Output O;
   float m[ROWS], l[ROWS];
   StageRing<Shared::Q_STAGES> q_ring;
-  StageRing<B::stages> ring;       // where K and V of this tile are
-  int k0 = 0, last_k0 = 0;         // first keys of this tile and of the last one
-  int q = 0;                       // the warpgroup's first query
-  bool accumulates = false;        // an earlier tile of the item has begun O
+  StageRing<B::stages> ring;  // where K and V of this tile are
+  int k0 = 0, last_k0 = 0;    // first keys of this tile and of the last one
+  int q = 0;                  // the warpgroup's first query
+  bool accumulates = false;   // an earlier tile of the item has begun O
   // USE_LAZY_MAX: tiles with k0 in [stale_from, stale_from + stale_keys) may take the maximum that is there.
   int stale_from = 0;
   uint32_t stale_keys = 0;
@@ -3171,8 +3253,8 @@ template <class B> struct WgmmaConsumer {
     const WgmmaItem& item = s.item[q_ring.stage];
     const uint32_t tid = thread_index_anew() % 128, lane = tid % 32;
     const int row = tid / 32 * 16 + lane % 16;
-    const Element* const K_g = p.K + item.b * p.k.batch + item.h_kv * p.k.head +
-                               (k0 + lane / 4) * p.k.row + lane % 4 * 2;
+    const Element* const K_g =
+        p.K + item.b * p.k.batch + item.h_kv * p.k.head + (k0 + lane / 4) * p.k.row + lane % 4 * 2;
 #pragma unroll
     for (int n = 0; n < B::block_n / 8; n++) {
       float* const c = S.x.d + 4 * n;
@@ -3293,8 +3375,7 @@ template <class B> struct WgmmaConsumer {
   // stale exponentials (before the exact ones), and round P beside the other half, which pays at D=128 and
   // 256. More of them, or two that split the keys, do better with all exponentials in one piece.
   __device__ __forceinline__ void overlapped(const WgmmaTurns<B>& turns) {
-    constexpr bool pv_ends_halfway =
-        B::use_lazy_max && B::warpgroups == 2 && B::split_kv == 1;
+    constexpr bool pv_ends_halfway = B::use_lazy_max && B::warpgroups == 2 && B::split_kv == 1;
     typename Shared::Tiles& t = s.slice[slice];
     Scores S;
     Probabilities P;
@@ -3425,7 +3506,7 @@ __global__ void __launch_bounds__(B::threads, 1) sdpa_wgmma(const __grid_constan
   }
 }
 
-template <class B> struct WgmmaKernel<B, Wgmma::roles> {
+template <class B> struct WgmmaKernel<B, Wgmma::roles> : OneLaunch<B> {
   using Shared = WgmmaShared<B>;
   static constexpr auto kernel = sdpa_wgmma<B>;
 };
@@ -3445,7 +3526,7 @@ __device__ __forceinline__ void store_share(const float (&share)[COLS / 4],
     for (int i = 0; i < 4; i++) o[i] = pack(share[8 * n + 2 * i], share[8 * n + 2 * i + 1]);
     stmatrix_x4<false>(shared_address(&out_s[lane % 8][n * 32 + lane / 8 * 8]), o);
   }
-  __syncwarp();  // hazard: written by all lanes
+  __syncwarp();                                               // hazard: written by all lanes
   constexpr int TIMES = COLS / 32, ROWS_AT_ONCE = 8 / TIMES;  // 32 lanes times 8 elements
   const int row = lane / (COLS / 8), col = lane % (COLS / 8) * 8;
   uint4 o[TIMES];  // all loaded before the first is stored: loads would wait behind the stores
@@ -3526,13 +3607,13 @@ template <class B> __device__ __forceinline__ void merge_slices(WgmmaConsumer<B>
 
 // ---- 5e wgmma, transposed: few query rows, keys as the 64 rows (wgmma and SWAP_AB, USE_TUNED) ----
 
-// Of one row the columns that fall to one of LANES threads: 4, and 4 again every 4 * LANES.
-template <int WIDTH, int LANES> struct RowShare {  // [1][WIDTH]
-  static constexpr int ROWS = 1, COLS = WIDTH / LANES, RUN = 4;
+// Four neighbouring columns of a row.
+struct RowPart {  // [1][4]
+  static constexpr int ROWS = 1, COLS = 4, RUN = 4;
   float x[ROWS][COLS];
-  int first_row, first_col;
-  __device__ int row(int) const { return first_row; }
-  __device__ int col(int j) const { return first_col + j / 4 * 4 * LANES + j % 4; }
+  int first_col;
+  __device__ int row(int) const { return 0; }
+  __device__ int col(int j) const { return first_col + j; }
 };
 
 // S.T = K @ Q.T and O.T = V.T @ P.T: so keys and d are the rows of the products, of which wgmma wants 64, and
@@ -3546,7 +3627,9 @@ template <int WIDTH, int LANES> struct RowShare {  // [1][WIDTH]
 //     O, of the slice, comes to shared memory
 //   O / l of all slices
 //
-// For items of a round or two: warps of the slice load its tiles, and nothing overlaps.
+// Warps of the slice load its tiles, and nothing overlaps but copies. PACK_GQA: the rows of a tile are item_queries
+// queries of one head, then those of the next head that has the same key head. SPLIT_CTAS: an item's rounds are
+// dealt to several CTAs, and the last one to end merges what all have left in the workspace.
 
 template <class B> struct WgmmaColumnsShared {
   struct Tiles {
@@ -3557,7 +3640,8 @@ template <class B> struct WgmmaColumnsShared {
   };
   struct Partial {
     static constexpr int ROWS = B::block_m;
-    alignas(16) float O[ROWS][B::head_dim + 4];  // 4: against bank conflicts where lanes lie along d
+    alignas(
+        16) float O[ROWS][B::head_dim + 4];  // 4: against bank conflicts where lanes lie along d
     float2 m_l[ROWS];
     float of_warp[4][ROWS > 32 ? ROWS / 32 : 1][32];  // maxima or sums for the other warps
   };
@@ -3566,6 +3650,13 @@ template <class B> struct WgmmaColumnsShared {
   Partial partial[B::split_kv];
   WgmmaItem item;
   uint64_t q_full;  // Q has landed, the item is known
+  bool is_last;     // SPLIT_CTAS: this CTA merges the ranges
+};
+
+// What a CTA leaves in the workspace, behind a counter for each item, of the CTAs that have left theirs.
+template <class B> struct alignas(256) WgmmaRange {
+  float O[B::block_m][B::head_dim];
+  float2 m_l[B::block_m];
 };
 
 // The copies of a slice's warps: one loads K and one V, all at once, since a warp is busy with a copy for some 100
@@ -3581,7 +3672,16 @@ template <class B> struct WgmmaColumnsLoader {
 
   __device__ WgmmaColumnsLoader(WgmmaColumnsShared<B>& s_, const KernelArgs& a_, int warp_)
       : s(s_), a(a_), slice(warp_ / 4), warp(warp_ % 4) {
-    if (loads_tiles() || loads_q()) item = wgmma_item<B>(a, blockIdx.x);
+    if (loads_tiles() || loads_q()) item = find_item();
+  }
+  __device__ __forceinline__ WgmmaItem find_item() const {
+    if (B::split_ctas == 1) return wgmma_item<B>(a, blockIdx.x);
+    WgmmaItem item = wgmma_item<B>(a, a.ranges.divide(blockIdx.x));
+    const uint32_t range = a.ranges.remainder(blockIdx.x), rounds = uint32_t(item.rounds);
+    const int first = int(a.ranges.divide(rounds * range));
+    item.rounds = int(a.ranges.divide(rounds * (range + 1))) - first;
+    item.first_key += first * round_keys<B>;
+    return item;
   }
   __device__ bool loads_tiles() const { return warp < 2; }
   __device__ bool loads_q() const { return warp == 2 && slice == 0; }
@@ -3597,10 +3697,20 @@ template <class B> struct WgmmaColumnsLoader {
   }
   __device__ __forceinline__ void load_q() {
     if (!loads_q() || !issues) return;
-    const int at[5] = {0, item.q0, 0, item.h, item.b};
     s.item = item;
-    mbarrier_arrive_expect_tx(&s.q_full, sizeof s.Q);
-    copy(s.Q, &tensor_maps<B>(a).q, at, &s.q_full, evict_first);
+    if (B::pack_gqa) {
+      constexpr int panels = B::head_dim / 64;
+      const int rows = a.item_heads * int(a.item_queries.divisor);
+      mbarrier_arrive_expect_tx(&s.q_full, panels * rows * 64 * sizeof(Element));
+      for (int panel = 0; panel < panels; panel++) {
+        const int at[5] = {0, item.q0, item.h, panel, item.b};
+        copy(s.Q + panel * B::block_m * 64, &tensor_maps<B>(a).q, at, &s.q_full, evict_first);
+      }
+    } else {
+      const int at[5] = {0, item.q0, 0, item.h, item.b};
+      mbarrier_arrive_expect_tx(&s.q_full, sizeof s.Q);
+      copy(s.Q, &tensor_maps<B>(a).q, at, &s.q_full, evict_first);
+    }
   }
   // Its tile of a round of the item, once the stage is empty; past the last key zeros.
   __device__ __forceinline__ void load_tile(int round) {
@@ -3617,7 +3727,7 @@ template <class B> struct WgmmaColumnsLoader {
     if (a.keys.Sk > 0) {
       const int at[5] = {0, first_key_of<B>(item, round, slice), 0, item.h_kv, item.b};
       mbarrier_arrive_expect_tx(full, B::block_n * B::head_dim * sizeof(Element));
-      copy(tile_s, map, at, full, evict_last);
+      copy(tile_s, map, at, full, B::pack_gqa ? evict_first : evict_last);
     } else {
       mbarrier_arrive(full);  // nothing to load: every score of this tile is masked
     }
@@ -3655,6 +3765,12 @@ template <class B> struct WgmmaColumns {
         V_s(uniform(shared_address(s.slice[slice].V[0]))) {}
 
   __device__ int column(int i) const { return i / 2 * 8 + lane % 4 * 2 + i % 2; }
+  // The head and the query of a row of the tile, as an item of one row.
+  __device__ __forceinline__ WorkItem row_item(const WorkItem& item, int row) const {
+    if (!B::pack_gqa) return {item.b, item.h, item.q0 + row};
+    return {item.b, item.h + int(a.item_queries.divide(uint32_t(row))),
+            item.q0 + int(a.item_queries.remainder(uint32_t(row)))};
+  }
   __device__ void sync() const { barrier_sync(1 + slice, 128); }  // all warps of the slice
   __device__ void release(uint64_t* empty) {
     __syncwarp();
@@ -3708,7 +3824,8 @@ template <class B> struct WgmmaColumns {
     const int k = k0 + int(warp * 16 + lane / 4);
 #pragma unroll
     for (int i = 0; i < COLS; i++) {
-      const int begin = a.keys.begin(q0 + column(i)) - k, end = a.keys.end(q0 + column(i)) - k;
+      const int q = row_item({0, 0, q0}, column(i)).q0;
+      const int begin = a.keys.begin(q) - k, end = a.keys.end(q) - k;
 #pragma unroll
       for (int n = 0; n < 2 * KEY_BLOCKS; n++) {
         const uint32_t j = n / 2 * 64 + n % 2 * 8 - begin;
@@ -3894,34 +4011,71 @@ template <class B> struct WgmmaColumns {
     }
   }
 
-  // O / l and LSE of all slices together, in a fixed order, straight to global memory.
-  __device__ __forceinline__ void merge_partials(const WorkItem& item) const {
-    constexpr int rows = B::block_m, threads = B::warpgroups * 128;
-    constexpr int LANES =  // threads to a row
-        threads / rows * 4 < B::head_dim ? threads / rows : B::head_dim / 4;
-    if (rows * LANES < threads && thread >= rows * LANES) return;
-    RowShare<B::head_dim, LANES> O;
-    O.first_row = thread / LANES, O.first_col = thread % LANES * 4;
-    clear(O);
-    float m[1], l[1], weight[B::split_kv];
-    float2 m_l[B::split_kv];
-#pragma unroll
-    for (int n = 0; n < B::split_kv; n++) {
-      m_l[n] = ld_shared<float2>(&s.partial[n].m_l[O.first_row]);
+  // body(row, RowPart) for every four columns of the tile's rows.
+  template <class Body> __device__ __forceinline__ void for_each_part(const Body& body) const {
+    constexpr int parts = B::head_dim / 4;
+    const int rows = B::pack_gqa ? a.item_heads * int(a.item_queries.divisor) : B::block_m;
+    for (int i = int(thread); i < rows * parts; i += B::warpgroups * 128) {
+      RowPart O;
+      O.first_col = i % parts * 4;
+      clear(O);
+      body(i / parts, O);
+      if (!B::pack_gqa && B::block_m * parts <= B::warpgroups * 128) break;
     }
-    merge_weights<B>(m_l, a.scale_log2, weight, m[0], l[0]);
+  }
+  static __device__ __forceinline__ void add(RowPart& O, const float4& x, float weight) {
+    O.x[0][0] = fmaf(x.x, weight, O.x[0][0]), O.x[0][1] = fmaf(x.y, weight, O.x[0][1]);
+    O.x[0][2] = fmaf(x.z, weight, O.x[0][2]), O.x[0][3] = fmaf(x.w, weight, O.x[0][3]);
+  }
+  // O, m and l of all slices together, in a fixed order: to put(row, O, m, l).
+  template <class Put> __device__ __forceinline__ void merge_slices(const Put& put) const {
+    for_each_part([&](int row, RowPart& O) {
+      float m[1], l[1], weight[B::split_kv];
+      float2 m_l[B::split_kv];
 #pragma unroll
-    for (int n = 0; n < B::split_kv; n++) {
+      for (int n = 0; n < B::split_kv; n++) m_l[n] = ld_shared<float2>(&s.partial[n].m_l[row]);
+      merge_weights<B>(m_l, a.scale_log2, weight, m[0], l[0]);
 #pragma unroll
-      for (int j = 0; j < O.COLS; j += 4) {
-        const float4 x = ld_shared<float4>(&s.partial[n].O[O.first_row][O.col(j)]);
-        O.x[0][j] = fmaf(x.x, weight[n], O.x[0][j]);
-        O.x[0][j + 1] = fmaf(x.y, weight[n], O.x[0][j + 1]);
-        O.x[0][j + 2] = fmaf(x.z, weight[n], O.x[0][j + 2]);
-        O.x[0][j + 3] = fmaf(x.w, weight[n], O.x[0][j + 3]);
+      for (int n = 0; n < B::split_kv; n++) {
+        add(O, ld_shared<float4>(&s.partial[n].O[row][O.first_col]), weight[n]);
       }
-    }
-    store_output<B>(O, m, l, a, item);
+      put(row, O, m, l);
+    });
+  }
+  // SPLIT_CTAS: this CTA's part to the workspace; if it is the last one of the item, all of them, in their order,
+  // to global memory.
+  __device__ __forceinline__ void merge_ranges(const WorkItem& item) const {
+    uint32_t* const counters = static_cast<uint32_t*>(a.p.workspace);
+    WgmmaRange<B>* const parts = reinterpret_cast<WgmmaRange<B>*>(
+        static_cast<unsigned char*>(a.p.workspace) + range_counter_bytes);
+    merge_slices([&](int row, const RowPart& O, const float(&m)[1], const float(&l)[1]) {
+      WgmmaRange<B>& mine = parts[blockIdx.x];
+      st_global(&mine.O[row][O.first_col], float4{O.x[0][0], O.x[0][1], O.x[0][2], O.x[0][3]});
+      if (O.first_col == 0) st_global(&mine.m_l[row], float2{m[0], l[0]});
+    });
+    const uint32_t ranges = a.ranges.divisor, number = a.ranges.divide(blockIdx.x);
+    __threadfence();  // what this thread has written, before the count
+    __syncthreads();  // hazard: written by all threads
+    if (thread == 0) s.is_last = atomicInc(&counters[number], ranges - 1) == ranges - 1;
+    __syncthreads();  // hazard: counted by thread 0
+    if (!s.is_last) return;
+    __threadfence();  // the counts, before what other CTAs have written is read
+    const WgmmaRange<B>* const first = parts + number * ranges;
+    for_each_part([&](int row, RowPart& O) {
+      float m[1] = {-INFINITY}, l[1] = {0};
+#pragma unroll 8
+      for (uint32_t n = 0; n < ranges; n++) {
+        m[0] = fmaxf(m[0], ld_global_cg<float2>(&first[n].m_l[row]).x);
+      }
+#pragma unroll 8
+      for (uint32_t n = 0; n < ranges; n++) {
+        const float2 m_l = ld_global_cg<float2>(&first[n].m_l[row]);
+        const float weight = softmax_exp2<B>((m_l.x - finite_max(m[0])) * a.scale_log2);
+        l[0] = fmaf(m_l.y, weight, l[0]);
+        add(O, ld_global_cg<float4>(&first[n].O[row][O.first_col]), weight);
+      }
+      store_output<B>(O, m, l, a, row_item(item, row));
+    });
   }
 
   // The item, by way of the warp's copies.
@@ -3930,6 +4084,7 @@ template <class B> struct WgmmaColumns {
     const WgmmaItem item = s.item;
 #pragma unroll
     for (int r = 0; r < OWN; r++) m[r] = -INFINITY, l[r] = 0;
+    if (B::split_ctas != 1 && item.rounds == 0) clear_partial();
     for (int round = item.rounds - 1; round >= 0; round--, ring.advance()) {
       Output O;
       float alpha[OWN];
@@ -3944,7 +4099,21 @@ template <class B> struct WgmmaColumns {
       add_to_partial(O, alpha, round == item.rounds - 1);
     }
     barrier_sync(1 + B::split_kv, B::warpgroups * 128);  // hazard: partial results written
-    merge_partials(item);
+    if (B::split_ctas != 1 && a.ranges.divisor > 1) {
+      merge_ranges(item);
+    } else {
+      merge_slices([&](int row, const RowPart& O, const float(&m)[1], const float(&l)[1]) {
+        store_output<B>(O, m, l, a, row_item(item, row));
+      });
+    }
+  }
+  // Of a range without a key.
+  __device__ __forceinline__ void clear_partial() {
+    auto& partial = s.partial[slice];
+    for (int row = int(thread % 128); row < B::block_m; row += 128) {
+      st_shared(&partial.m_l[row], float2{-INFINITY, 0});
+      for (float& x : partial.O[row]) st_shared(&x, 0.0f);
+    }
   }
 };
 
@@ -3980,9 +4149,16 @@ __global__ void __launch_bounds__(B::threads, 1)
   WgmmaColumns<B>(s, a, threadIdx.x).run(loader);
 }
 
-template <class B> struct WgmmaKernel<B, Wgmma::columns> {
+template <class B> struct WgmmaKernel<B, Wgmma::columns> : OneLaunch<B> {
   using Shared = WgmmaColumnsShared<B>;
   static constexpr auto kernel = sdpa_wgmma_columns<B>;
+  static constexpr size_t zeroed_bytes =
+      B::split_ctas == 1 ? OneLaunch<B>::zeroed_bytes : range_counter_bytes;
+  static size_t workspace_bytes(const SdpaParams& p) {
+    if (B::split_ctas == 1) return zeroed_bytes;
+    const Items items = items_of<B>(p);
+    return zeroed_bytes + size_t(items.count) * items.ranges * sizeof(WgmmaRange<B>);
+  }
 };
 
 // ---- 5f cuBLAS: the unfused baseline, S and P in global memory (cublas) ----
@@ -4137,6 +4313,7 @@ template <class B> struct KernelOf<B, Family::cublas> : OneLaunch<B> {
   static SdpaStatus launch(const KernelArgs& a, cudaStream_t stream) {
     return launch_cublas<B>(a, stream);
   }
+  static constexpr size_t zeroed_bytes = 0;
   static size_t workspace_bytes(const SdpaParams& p) { return CublasWorkspace(p).bytes; }
 };
 
@@ -4181,8 +4358,9 @@ float log2_scale(const SdpaParams& p) {  // scale * log2(e)
   return float(scale * 1.4426950408889634);
 }
 
-// S and P of cuBLAS want more than a counter of a queue.
-constexpr size_t WORKSPACE_ALIGNMENT = is_cublas ? 256 : sizeof(uint32_t);
+// S and P of cuBLAS and partial results want more than a counter of a queue.
+constexpr bool splits_keys = Build::split_ctas != 1;
+constexpr size_t WORKSPACE_ALIGNMENT = is_cublas || splits_keys ? 256 : sizeof(uint32_t);
 
 SdpaStatus check_params(const SdpaParams& p) {
   const struct {
@@ -4269,35 +4447,35 @@ SdpaParams without_idle_strides(SdpaParams p) {
   return p;
 }
 
-// Of the current device; `otherwise` where there is none.
-int device_attribute(cudaDeviceAttr attribute, int otherwise) {
-  int device = 0, value = 0;
-  const bool known = cudaGetDevice(&device) == cudaSuccess &&
-                     cudaDeviceGetAttribute(&value, attribute, device) == cudaSuccess;
-  return known ? value : otherwise;
-}
-
 template <class B> SdpaStatus forward(const SdpaParams& p, cudaStream_t stream) {
-  KernelArgs a(p, B::mask_rows, B::block_n);
+  const Items items = items_of<B>(p);
+  KernelArgs a(p, B::pack_gqa ? items.queries : B::mask_rows, B::block_n);
   a.scale_log2 = log2_scale(p);
-  const int q_blocks = (p.Sq + B::block_m - 1) / B::block_m;
   constexpr int most = 2147483647;  // of a grid
-  if (double(p.B) * p.Hq * q_blocks > most) {
+  if (double(items.count) * items.ranges > most) {
     return failure(cudaErrorInvalidValue, "B*Hq*ceil(Sq/%d) is over %d tiles; split the batch",
-                   B::block_m, most);
+                   items.queries, most);
   }
-  a.work_items = uint32_t(p.B) * p.Hq * q_blocks;
+  if (items.ranges > 1 && items.count > most_split_items) {
+    return failure(cudaErrorInvalidValue,
+                   "SPLIT_CTAS=%d takes %u items at most, and here are %lld; split the batch",
+                   items.ranges, most_split_items, (long long)items.count);
+  }
+  const int q_blocks = (p.Sq + items.queries - 1) / items.queries;
+  a.work_items = uint32_t(items.count);
+  a.item_queries = Divisor(uint32_t(items.queries)), a.item_heads = items.heads;
+  a.ranges = Divisor(uint32_t(items.ranges));
   const double kv_bytes = 2.0 * p.Sk * p.D * sizeof(Element);  // of a key head
   const double l2_bytes = device_attribute(cudaDevAttrL2CacheSize, 60 << 20);
   // The 8/15 are 32 MB of an H200's 60.
   const double heads = kv_bytes > 0 ? l2_bytes * 8 / 15 / kv_bytes * p.Hq / p.Hkv : 1e9;
-  const double all_heads = double(p.B) * p.Hq;
+  const double all_heads = double(p.B) * p.Hq / items.heads;
   a.heads_in_l2 = uint32_t(heads < 1 ? 1 : heads > all_heads ? all_heads : heads);
   constexpr int64_t round_keys = B::split_kv * B::block_n;
   const int rounds = p.Sk > 0 ? int((p.Sk + round_keys - 1) / round_keys) : 1;
   a.unmasked_rounds = a.keys.all() ? rounds : 0;
   a.q_blocks = Divisor(uint32_t(q_blocks));
-  a.q_heads = Divisor(uint32_t(p.Hq));
+  a.q_heads = Divisor(uint32_t(p.Hq / items.heads));
   a.q_heads_per_kv = Divisor(uint32_t(p.Hq / p.Hkv));
   a.items_in_l2 = Divisor(a.heads_in_l2 * uint32_t(q_blocks));
 
@@ -4314,13 +4492,15 @@ struct KernelFacts {
   size_t shared_bytes;
   int item_rows;  // query rows of a work item
   size_t (*workspace_bytes)(const SdpaParams&);
+  size_t zeroed_bytes;  // of the workspace: zero before a launch and after it
 };
 
 template <class B> KernelFacts facts() {
   using Kernel = KernelOf<B, B::family>;
-  return {forward<B>, reinterpret_cast<const void*>(+Kernel::kernel),
-          B::threads, shared_bytes<B>,
-          B::block_m, Kernel::workspace_bytes};
+  return {forward<B>,          reinterpret_cast<const void*>(+Kernel::kernel),
+          B::threads,          shared_bytes<B>,
+          B::block_m,          Kernel::workspace_bytes,
+          Kernel::zeroed_bytes};
 }
 
 // Of the kernel that takes this problem.
@@ -4413,10 +4593,13 @@ inline SdpaStatus sdpa_forward(const SdpaParams& params, cudaStream_t stream) {
   SdpaStatus status = check_params(params);
   if (!status.ok() || !params.B || !params.Hq || !params.Sq) return status;
   const SdpaParams p = without_idle_strides(params);
-  if ((has_queue || is_cublas) && !p.workspace) {
+  if ((has_queue || is_cublas || splits_keys) && !p.workspace) {
     return failure(cudaErrorInvalidValue,
                    "workspace is null, but this build keeps %s there; give it %zu zeroed bytes",
-                   is_cublas ? "S and P" : "its queue", sdpa_workspace_bytes(p));
+                   is_cublas     ? "S and P"
+                   : splits_keys ? "partial results"
+                                 : "its queue",
+                   sdpa_workspace_bytes(p));
   }
   // The status tells of an error, so that none stays behind as the thread's last one, unless the caller had
   // left one there, which would go with it.
@@ -4978,7 +5161,8 @@ vector<Option> options_of(Options& o) {
          if (found != end) o.common.mask = reference::Mask(found - names);
          return found != end ? "" : "want br (bottom-right), tl or off";
        }},
-      {"--window", "L,R", "a query sees L keys before its own position and R behind it; -1: no limit",
+      {"--window", "L,R",
+       "a query sees L keys before its own position and R behind it; -1: no limit",
        [&o](const string& text) {
          const vector<long long> n = parse_numbers(text, -1, most_rows);
          if (n.size() == 2) o.common.window_left = int(n[0]), o.common.window_right = int(n[1]);

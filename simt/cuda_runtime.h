@@ -116,6 +116,16 @@ inline unsigned atomicAdd(unsigned* address, unsigned value, SIMT_CALLER) {
   simt::note_global_write(address, sizeof *address);
   return __atomic_fetch_add(address, value, __ATOMIC_RELAXED);
 }
+inline unsigned atomicInc(unsigned* address, unsigned last, SIMT_CALLER) {  // to 0 behind `last`
+  simt::check_global(address, sizeof *address, at);
+  simt::note_global_write(address, sizeof *address);
+  unsigned old = __atomic_load_n(address, __ATOMIC_RELAXED);
+  while (!__atomic_compare_exchange_n(address, &old, old >= last ? 0 : old + 1, false, __ATOMIC_ACQ_REL,
+                                      __ATOMIC_RELAXED)) {
+  }
+  return old;
+}
+inline void __threadfence() { __atomic_thread_fence(__ATOMIC_SEQ_CST); }
 inline unsigned atomicExch(unsigned* address, unsigned value, SIMT_CALLER) {
   simt::check_global(address, sizeof *address, at);
   simt::note_global_write(address, sizeof *address);

@@ -32,6 +32,9 @@ template <class T> inline T ld_global_nc(const void* src_g, SIMT_CALLER) {
   return ld_global<T>(src_g, at);
 }
 
+template <class T> inline T ld_global_cg(const void* src_g, SIMT_CALLER) {
+  return ld_global<T>(src_g, at);
+}
 template <class T> inline void st_global(void* dst_g, T value, SIMT_CALLER) {
   simt::check_global(dst_g, sizeof(T), at);
   simt::note_global_write(dst_g, sizeof(T));

@@ -798,8 +798,8 @@ def verdict_row(bench, series, base, key, verdict):
 
 def row_columns():
     """The columns of the executables' rows."""
-    listed = re.search(r"#define SDPA_COLUMNS\(X\)(.*?[^\\])\n", Tree().read("sdpa.cu"), re.DOTALL)
-    return re.findall(r"X\((\w+)\)", listed[1])
+    listed = re.search(r"vector<Column> columns\(.*?  return \{(.*?)\n\}", Tree().read("sdpa.cu"), re.DOTALL)
+    return re.findall(r'\{"(\w+)", ', listed[1])
 
 
 def result_row(bench, key, facts=None, series=None):
