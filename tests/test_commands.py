@@ -3,10 +3,14 @@ executables refuse, each in one sentence, before anything is built.  usage: pyth
 import csv
 import os
 import subprocess
+import sys
 
 import pytest
 
 ROOT = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))
+sys.path.insert(0, os.path.join(ROOT, "tools"))
+import engine  # noqa: E402
+
 RUN_ALL = os.path.join(ROOT, "run_all.sh")
 BAD = """# a comment
 good1 BLOCK_N=64 VEC_WIDTH=8 gate:regs<=128 gate:step-over=good2:1.05@mission  # and another
@@ -57,7 +61,8 @@ SENTENCES = ["bad.txt:" + sentence for sentence in SENTENCES.splitlines()]
 
 def run(*command, cwd=ROOT, **environment):
     """Exit code, stdout and stderr, however the lines of that are broken."""
-    done = subprocess.run(command, capture_output=True, text=True, cwd=cwd, env={**os.environ, **environment}, stdin=subprocess.DEVNULL)
+    done = subprocess.run(command, capture_output=True, text=True, cwd=cwd, env={**os.environ, **environment},
+                          stdin=subprocess.DEVNULL)
     return done.returncode, done.stdout, " ".join(done.stderr.split())
 
 
@@ -68,6 +73,7 @@ def built(tmp_path_factory):
     (folder / "bad.txt").write_text(BAD)
     code, out, err = run(RUN_ALL, "--cpu", "--csv", "--shape", "small", "--", "--check-only", SDPA_CONFIGS=str(folder / "bad.txt"),
                          SDPA_BUILD_DIR=str(folder / "build"))
+    run("cmake", "--build", str(folder / "build-cpu"), "--target", "sweep_good2")
     return folder, code, out, err
 
 
@@ -86,6 +92,7 @@ def test_run_all_names_them_too_and_builds_the_good_lines(built):
             in err)
     header, *rows = list(csv.reader(out.splitlines()))
     assert ",".join(header) + "\n" == run(folder / "build-cpu" / "sdpa_good1", "--header")[1]
+    assert header == engine.row_columns()
     names = [row[0] for row in rows]
     assert {len(row) for row in rows} == {len(header)} and "no knob is called BLOK_N" in out
     assert names.count("good1") == 2, "one of them is the double's"
@@ -140,19 +147,20 @@ def test_a_link_from_another_folder(built):
 
 # ---- an executable ----
 
-@pytest.mark.parametrize("name,words,code,sentence", [
-    ("good1", "--frob", 2, "sdpa: --frob: no such option; --help lists them"),
-    ("good2", "--config", 0, "SYNC_POLICY 1"),
-    ("good3", "--config", 0, "changed: BLOCK_N=64 VEC_WIDTH=4 SYNC_POLICY=2"),
-    ("good3", "--config", 0, "VEC_WIDTH 4"), ("good3", "--config", 0, "SYNC_POLICY 2"), ("good3", "--config", 0, "BLOCK_N 64"),
-    ("good2", "--check-only --causal off --shape 1x1x1x8x8", 0, "1x1x1x8x8,ok,PASS"),
-    *[("good2", f"{option} {value} {option} {value}", 2, f"sdpa: {option} is given twice") for option, value in (
-        ("--causal", "br"), ("--dist", "normal"), ("--layout", "packed"), ("--scale", "1"), ("--seeds", "1"), ("--sweep", "2"),
-        ("--iters", "2"))],
-    *[("good2", f"--sweep 2 {option} {value}", 2, f"sdpa: --sweep draws its own problems; drop {option}") for option, value in (
+@pytest.mark.parametrize("program,words,code,sentence", [
+    ("sdpa_good1", "--frob", 2, "sdpa: --frob: no such option; --help lists them"),
+    ("sdpa_good2", "--config", 0, "SYNC_POLICY 1"),
+    ("sdpa_good3", "--config", 0, "changed: BLOCK_N=64 VEC_WIDTH=4 SYNC_POLICY=2"),
+    *[("sdpa_good3", "--config", 0, knob) for knob in ("VEC_WIDTH 4", "SYNC_POLICY 2", "BLOCK_N 64")],
+    ("sdpa_good2", "--check-only --causal off --shape 1x1x1x8x8", 0, "1x1x1x8x8,ok,PASS"),
+    *[("sdpa_good2", f"{option} {value} {option} {value}", 2, f"{option} is given twice") for option, value in (
+        ("--causal", "br"), ("--dist", "normal"), ("--scale", "1"), ("--seeds", "1"), ("--iters", "2"))],
+    *[("sweep_good2", f"{option} {value} {option} {value}", 2, f"{option} is given twice") for option, value in (
+        ("--sweep", "2"), ("--layout", "packed"))],
+    *[("sweep_good2", f"--sweep 2 {option} {value}", 2, f"--sweep draws its own problems; drop {option}") for option, value in (
         ("--shape", "small"), ("--causal", "br"), ("--dist", "large"), ("--layout", "packed"), ("--scale", "1"))]])
-def test_an_executable(built, name, words, code, sentence):
-    found, out, err = run(built[0] / "build-cpu" / ("sdpa_" + name), *words.split())
+def test_a_program(built, program, words, code, sentence):
+    found, out, err = run(built[0] / "build-cpu" / program, *words.split())
     assert found == code and sentence in " ".join(out.split()) + err
 
 

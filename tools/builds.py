@@ -334,7 +334,7 @@ def show_progress():
 
 
 def build_one(line, archs, program):
-    sources = {path: line.tree.read(path) or "" for path in ("sdpa.cu", "reference.cpp", program)}
+    sources = {path: line.tree.read(path) or "" for path in ("sdpa.cu", "reference.cpp", "witness.cu", program)}
     archs = [line.knob("arch")] if line.knob("arch") else archs
     options = [*NVCC_OPTIONS, *(f"-gencode=arch=compute_{arch},code=sm_{arch}" for arch in archs),
                "-DSDPA_CONFIG_NAME=" + line.target, *sorted(definitions(line.words))]

@@ -101,7 +101,7 @@ def compiled(lines, archs):
     kernels = {}
     for line, one in builds.build(lines, *archs, progress=builds.show_progress()).items():
         if re.search("cublas_v2.h|-lcublas", one.trouble):
-            print(f"{line.name} is left out: it needs cuBLAS, a part of the CUDA Toolkit that is not installed here", file=sys.stderr)
+            print(f"{line.name} is left out: it needs cuBLAS, a part of the CUDA Toolkit that is not here", file=sys.stderr)
         else:
             kernels[line.name] = (line.gates, one.trouble or builds.facts(one))
     return kernels

@@ -10,6 +10,7 @@ results/sweep/DATE-DEVICE.csv. The rows of all problems are in BUILD/sweep/NAME.
 exit: 0 all passed, 1 some did not, 2 bad usage
 """
 import csv
+import itertools
 import os
 import shutil
 import subprocess
@@ -68,7 +69,8 @@ def main():
     os.makedirs(folder)
     paths = {name: os.path.join(folder, name) for name in names}
     with ThreadPoolExecutor(at_once) as pool:
-        list(pool.map(lambda name: sweep(os.path.join(build, "sweep_" + name), paths[name], count, numbers[name]), names))
+        executables = [os.path.join(build, "sweep_" + name) for name in names]
+        list(pool.map(sweep, executables, paths.values(), itertools.repeat(count), map(numbers.get, names)))
     # A line without an executable has no rows, and so fewer than were wanted.
     counts = [tally(name, numbers[name], paths[name]) for name in names]
     path = engine.results_path("sweep", gpu.name, new=True) if gpu else folder + ".csv"
