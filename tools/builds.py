@@ -98,6 +98,18 @@ class Tree:
         return path
 
     @functools.lru_cache(None)
+    def sources(self, program):
+        """{path: text} of a program and what it includes by name."""
+        found, wanted = {}, [program]
+        for path in wanted:
+            text = self.read(path)
+            if text is not None and path not in found:
+                found[path] = text
+                wanted += [os.path.normpath(os.path.join(os.path.dirname(path), include))
+                           for include in re.findall(r'^#include "(.*)"', text, re.MULTILINE)]
+        return found
+
+    @functools.lru_cache(None)
     def read_configs(self):
         """{name: ConfigLine} of configs.txt, as tools/configs.cmake reads it, and what it says of bad lines."""
         own = "" if self.sha else os.environ.get("SDPA_CONFIGS", "")
@@ -334,7 +346,7 @@ def show_progress():
 
 
 def build_one(line, archs, program):
-    sources = {path: line.tree.read(path) or "" for path in ("sdpa.cu", "reference.cpp", "witness.cu", program)}
+    sources = line.tree.sources(program)
     archs = [line.knob("arch")] if line.knob("arch") else archs
     options = [*NVCC_OPTIONS, *(f"-gencode=arch=compute_{arch},code=sm_{arch}" for arch in archs),
                "-DSDPA_CONFIG_NAME=" + line.target, *sorted(definitions(line.words))]
@@ -344,7 +356,7 @@ def build_one(line, archs, program):
         folder = os.path.join(os.path.dirname(os.path.dirname(os.path.realpath(nvcc()))), "lib64")
         options += ["-lcublas", "-Xlinker=-rpath=" + folder]
     version = run([nvcc(), "--version"]).stdout
-    folder = os.path.join(BUILD, "engine", digest(*sources.values()))
+    folder = os.path.join(BUILD, "engine", digest(*sources, *sources.values()))
     for path, text in sources.items():
         path = os.path.join(folder, path)
         if not os.path.exists(path):

@@ -83,8 +83,8 @@ extract_sections() {
       knob[rows] = word[1]; member[rows] = word[3]
       if (!(knob[rows] in value)) value[knob[rows]] = word[2]
     }
-    # A banner begins a section, which is kept or not.
-    /^ *\/\/ (----|====) / {
+    # A banner in the first column begins a section, which is kept or not.
+    /^\/\/ (----|====) / {
       condition = ""
       if (match($0, /\([^()]*\) (----|====)/)) {
         condition = substr($0, RSTART + 1, RLENGTH - 7)
