@@ -90,12 +90,12 @@ class Builder:
         return self.compile("plain", "-O2", *ENGINE[kind], "-c", os.path.join(ROOT, "simt", "engine.cpp"), "-o", f"engine_{kind}.o")
 
     def headers(self, kind):
-        """The standard headers, which every bug includes, compiled."""
+        """The headers of others, which every bug includes, compiled."""
         os.mkdir(self.path(kind))
-        found = re.findall(r"^#include <[a-z_]+>|^#include <unistd\.h>", self.source, re.MULTILINE)
-        self.write(f"{kind}/standard.h", "\n".join(found) + "\n")
-        self.compile(kind, "-x", "c++-header", f"{kind}/standard.h", "-o", f"{kind}/standard.h.gch")
-        return f"{kind}/standard.h"
+        found = re.findall(r"^#include <[\w.]+>", self.source, re.MULTILINE)
+        self.write(f"{kind}/headers.h", "\n".join(found) + "\n")
+        self.compile(kind, "-x", "c++-header", f"{kind}/headers.h", "-o", f"{kind}/headers.h.gch")
+        return f"{kind}/headers.h"
 
     def object(self, kind, knobs, program, name, *words):
         return self.compile(kind, *("-D" + knob for knob in knobs.split()), "-include", self.headers(kind), *words, "-x", "c++",

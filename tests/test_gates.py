@@ -120,6 +120,15 @@ def built(*changes):
 
 
 @needs_nvcc
+def test_device_code_alone_tells_the_same():
+    lines = builds.parse_contenders(["mma_lazy", "hopper"])
+    whole, alone = (builds.build(lines, "80", "90a", kind=kind) for kind in ("-shared", "-fatbin"))
+    for line in lines:
+        a, b = (dataclasses.replace(builds.facts(built[line]), path="") for built in (whole, alone))
+        assert a == b and min(a.threads, a.shared_bytes, a.block_m) > 0
+
+
+@needs_nvcc
 def test_a_default_spelt_out_is_a_duplicate_and_a_changed_byte_is_seen():
     a, twin, other = (builds.facts(built(*knobs)) for knobs in
                       (["VEC_WIDTH=8"], ["VEC_WIDTH=8", "STAGES=1"], ["VEC_WIDTH=8", "SYNC_POLICY=1"]))
@@ -135,8 +144,8 @@ def test_a_default_spelt_out_is_a_duplicate_and_a_changed_byte_is_seen():
 @needs_nvcc
 def test_a_library_has_the_functions_that_a_caller_loads():
     with open(built().path, "rb") as file:
-        names = builds.symbol_sizes(dict(builds.sections(file.read())))
-    assert all(names.get(name) for name in builds.LIBRARY_FUNCTIONS)
+        names = builds.symbols(file.read(), ".dynsym", ".dynstr")
+    assert all(names[name][1] for name in builds.LIBRARY_FUNCTIONS)
 
 
 @needs_nvcc

@@ -320,14 +320,14 @@ class Built:
     log: str = ""
 
 
-def build(lines, *archs, program=LIBRARY, progress=lambda done, count, name: None):
-    """{line: Built} for all of these lines, as libraries or as the program that includes sdpa.cu, compiled for these
-    architectures unless the line names its own."""
+def build(lines, *archs, program=LIBRARY, kind="-shared", progress=lambda done, count, name: None):
+    """{line: Built} for all of these lines, as libraries, as device code alone (kind="-fatbin") or as another program that
+    includes sdpa.cu (kind=""), compiled for these architectures unless the line names its own."""
     if not nvcc():
         raise Refused("nvcc is missing; install the CUDA Toolkit 12.4 or newer, or put its bin folder on PATH")
     lines, built = list(dict.fromkeys(lines)), {}
     with ThreadPoolExecutor(JOBS) as pool:
-        for one in pool.map(functools.partial(build_one, archs=archs, program=program), lines):
+        for one in pool.map(functools.partial(build_one, archs=archs, program=program, kind=kind), lines):
             built[one.line] = one
             progress(len(built), len(lines), one.line.text)
     return built
@@ -345,14 +345,14 @@ def show_progress():
     return show
 
 
-def build_one(line, archs, program):
+def build_one(line, archs, program, kind):
     sources = line.tree.sources(program)
     archs = [line.knob("arch")] if line.knob("arch") else archs
     options = [*NVCC_OPTIONS, *(f"-gencode=arch=compute_{arch},code=sm_{arch}" for arch in archs),
-               "-DSDPA_CONFIG_NAME=" + line.target, *sorted(definitions(line.words))]
-    if program == LIBRARY:
-        options += ["-shared", "-Xcompiler=-fPIC,-fno-gnu-unique"]
-    if line.family == "cublas":
+               "-DSDPA_CONFIG_NAME=" + line.target, *sorted(definitions(line.words)), *filter(None, [kind])]
+    if kind == "-shared":
+        options.append("-Xcompiler=-fPIC,-fno-gnu-unique")
+    if line.family == "cublas" and kind != "-fatbin":
         folder = os.path.join(os.path.dirname(os.path.dirname(os.path.realpath(nvcc()))), "lib64")
         options += ["-lcublas", "-Xlinker=-rpath=" + folder]
     version = run([nvcc(), "--version"]).stdout
@@ -458,11 +458,10 @@ class Facts:
 def facts(built):
     with open(built.path, "rb") as file:
         data = file.read()
-    sizes = symbol_sizes(dict(sections(data)))
     code = machine_code(data)
     launcher = [built.line.tree.program().encode(), " ".join(built.line.effective_knobs()).encode()]
     sums = [hashlib.sha256(b"\0".join(parts)).hexdigest() for parts in (code, code + launcher)]
-    launch = [sizes.get("sdpa_library_" + name, 0) for name in ("threads", "smem_bytes", "block_m")]
+    launch = next(filter(None, map(constant, embedded(data))), None) or sizes_of_older_commits(data)
     return Facts(*ptxas_report(built.log), *launch, sum(map(len, code)), *sums, built.path)
 
 
@@ -493,19 +492,31 @@ def sections(elf):
 
 def embedded(data):
     """The ELF files inside a file: the device code, for each architecture."""
-    at = data.find(b"\x7fELF", 1)
+    at = data.find(b"\x7fELF", 1)  # what stands at 0 is the host's
     while at > 0:
         if data[at + 18:at + 20] == b"\xbe\0":  # EM_CUDA
             yield data[at:]
         at = data.find(b"\x7fELF", at + 1)
 
 
-def symbol_sizes(host):
-    """{symbol: its size}: tools/library.cu says what is launched by the sizes of symbols."""
-    names, sizes = host[".dynstr"], {}
-    for name, _, _, _, _, size in struct.iter_unpack("<IBBHQQ", host[".dynsym"]):
-        sizes[names[name:names.index(b"\0", name)].decode()] = size
-    return sizes
+def symbols(elf, table=".symtab", names=".strtab"):
+    """{symbol: (its value, its size)}."""
+    parts = dict(sections(elf))
+    text = parts[names]
+    return {text[name:text.index(b"\0", name)].decode(): (value, size)
+            for name, _, _, _, value, size in struct.iter_unpack("<IBBHQQ", parts[table])}
+
+
+def constant(cubin):
+    """sdpa_library_launch: threads, bytes of shared memory, BLOCK_M; None where there is none."""
+    at, _ = symbols(cubin).get("sdpa_library_launch", (None, 0))
+    return None if at is None else struct.unpack_from("<3i", dict(sections(cubin))[".nv.constant3"], at)
+
+
+def sizes_of_older_commits(data):
+    """The same where tools/library.cu says it by the sizes of symbols."""
+    found = symbols(data, ".dynsym", ".dynstr")
+    return [found.get("sdpa_library_" + name, (0, 0))[1] for name in ("threads", "smem_bytes", "block_m")]
 
 
 MIX = {"tensor": r"HMMA|HGMMA|QGMMA|IMMA", "MUFU": "MUFU", "FFMA": "FFMA", "LDS": r"LDSM?[. ]", "BAR": "BAR|SYNCS"}

@@ -99,7 +99,7 @@ def report(found):
 def compiled(lines, archs):
     """{name: (its gates, its builds.Facts or the sentence why it has none)}."""
     kernels = {}
-    for line, one in builds.build(lines, *archs, progress=builds.show_progress()).items():
+    for line, one in builds.build(lines, *archs, kind="-fatbin", progress=builds.show_progress()).items():
         if re.search("cublas_v2.h|-lcublas", one.trouble):
             print(f"{line.name} is left out: it needs cuBLAS, a part of the CUDA Toolkit that is not here", file=sys.stderr)
         else:

@@ -112,7 +112,7 @@ def main():
                       "./run_all.sh --cpu)")
     if not shutil.which("ncu"):
         raise Refused("ncu is missing; it is Nsight Compute of the CUDA Toolkit, put its folder on PATH")
-    built = builds.build(lines, gpu.arch, program="sdpa.cu")[line]
+    built = builds.build(lines, gpu.arch, program="sdpa.cu", kind="")[line]
     if built.trouble:
         raise Refused(f"{line.text}: {built.trouble}")
     command = [built.path, "--check-only", "--shape", options.shape, *argv[split + 1:]]

@@ -79,7 +79,7 @@ def main():
     if not gpu:
         raise Refused("it runs kernels side by side and there is no GPU here; run it on a machine with one")
     all_lines = [one for line in lines for one in (line, *variants(line).values())]
-    built = builds.build(all_lines, gpu.arch, program="tools/stress.cu", progress=builds.show_progress())
+    built = builds.build(all_lines, gpu.arch, program="tools/stress.cu", kind="", progress=builds.show_progress())
     print("config,case,problem,repeats,check", flush=True)
     return max(code for line in lines for code in stress(line, built, repeats))  # 3 is worse than 1
 
