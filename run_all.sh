@@ -476,6 +476,7 @@ run_tests() {
     -h|--help)
       say "usage: ./run_all.sh test [--all-lines] [CTEST OPTION...]"
       say "  builds and runs the tests: on the CPU backend, under the sanitizers, and with nvcc where it is"
+      say "  it installs what they need and is missing (on a terminal it asks): compilers, CMake, Python with its packages"
       say "  --all-lines   under the sanitizers all lines, not one of each kind; first"
       say "  CTEST OPTION  such as -R unit, for one test, or -N, to list them"
       return 0

@@ -2,6 +2,7 @@
 executables refuse, each in one sentence, before anything is built.  usage: python3 -m pytest tests/test_commands.py"""
 import csv
 import os
+import pty
 import subprocess
 import sys
 
@@ -143,6 +144,41 @@ def test_a_link_from_another_folder(built):
     code, _, err = run("./link", "--cpu", "--only", "^good2$", "--shape", "small", cwd=folder, SDPA_CONFIGS="bad.txt",
                        SDPA_BUILD_DIR=str(folder / "build"))
     assert code == 1 and "rows: build-cpu/rows.csv" in err  # 1: the bad lines
+
+
+# ---- tools that are missing ----
+
+@pytest.fixture
+def bare(tmp_path):
+    """A PATH without cmake, whose root can install it by an apt-get that writes down its words."""
+    for folder in ("/usr/local/bin", "/usr/bin", "/bin"):
+        for name in os.listdir(folder):
+            if name not in ("cmake", "apt-get", "id") and not (tmp_path / name).exists():
+                (tmp_path / name).symlink_to(os.path.join(folder, name))
+    for name, text in (("apt-get", f"echo $* >>{tmp_path}/log; ln -sf /bin/false {tmp_path}/cmake"), ("id", "echo 0")):
+        (tmp_path / name).write_text(f"#!/bin/sh\n{text}\n")
+        (tmp_path / name).chmod(0o755)
+    return tmp_path, dict(PATH=str(tmp_path), SDPA_BUILD_DIR=str(tmp_path / "build"))
+
+
+def test_a_missing_tool_is_installed_and_named(bare):
+    folder, environment = bare
+    code, _, err = run(RUN_ALL, "--cpu", **environment)
+    assert code == 2 and "installing cmake (apt-get)" in err and "CMake could not configure" in err
+    assert (folder / "log").read_text() == "update\ninstall -y --no-install-recommends cmake\n"
+
+
+@pytest.mark.parametrize("answer,is_installed", [("n", False), ("", False), ("y", True)])
+def test_on_a_terminal_it_asks_before(bare, answer, is_installed):
+    folder, environment = bare
+    ours, theirs = pty.openpty()
+    os.write(ours, answer.encode() + b"\n")
+    done = subprocess.Popen([RUN_ALL, "--cpu"], stdin=theirs, stdout=subprocess.DEVNULL, stderr=theirs,
+                            env={**os.environ, **environment})
+    assert done.wait() == 2
+    said = os.read(ours, 10000).decode()
+    assert "May I install cmake (apt-get)? [y/N]" in said and (folder / "log").exists() == is_installed
+    assert is_installed or "cmake is missing; install it with: sudo apt-get install cmake" in said
 
 
 # ---- an executable ----
