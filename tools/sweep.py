@@ -60,9 +60,10 @@ def main():
     if not gpu and not options.cpu:
         print("There is no GPU here: sweeping on the CPU backend.", file=sys.stderr)
     build = builds.BUILD + ("" if gpu else "-cpu")
+    configs = os.path.join(builds.ROOT, os.environ.get("SDPA_CONFIGS") or "configs.txt")
     builds.cmake_build(build, target="sdpa_sweeps", keep_going=True, progress=builds.show_progress(),
-                       SDPA_CPU="OFF" if gpu else "ON", SDPA_KEEP_GOING="ON", SDPA_ONLY=options.only, SDPA_ARCHS=os.environ.get("SDPA_ARCHS", ""),
-                       SDPA_CONFIGS=os.path.join(builds.ROOT, os.environ.get("SDPA_CONFIGS", "configs.txt")))
+                       SDPA_CPU="OFF" if gpu else "ON", SDPA_KEEP_GOING="ON", SDPA_ONLY=options.only, SDPA_CONFIGS=configs,
+                       SDPA_ARCHS=os.environ.get("SDPA_ARCHS", ""))
 
     folder = os.path.join(build, "sweep")
     shutil.rmtree(folder, ignore_errors=True)
