@@ -87,6 +87,7 @@ def test_cmake_refuses_the_file_and_names_every_bad_line(tmp_path):
 def test_run_all_names_them_too_and_builds_the_good_lines(built):
     folder, code, out, err = built
     assert code == 1 and not [sentence for sentence in SENTENCES if sentence not in err]
+    assert "lines checked on the CPU backend, " in err
     assert err.count("bad.txt:23") == 1, "a knob given four times is told more than once"
     assert "static_assert" not in err and "static assertion" not in err, "a refusal comes with the compiler's words"
     assert ("bad.txt:13: sdpa_illegal does not compile: HEAD_DIM: not a legal value; it takes one of: 64 128 256. Type HEAD_DIM=64"
@@ -110,11 +111,13 @@ def test_run_all_names_them_too_and_builds_the_good_lines(built):
     ("--shape", 2, "--shape: its value is missing"),
     ("--cpu --only good1 --shape huge", 2, "--shape huge: want small, mission"),
     ("--cpu --shape mission --shape 1,3,2,8,8", 2, "--shape 1,3,2,8,8: want small, mission"),
+    ("list nobody", 2, "list nobody: no line of configs.txt has such a name"),
+    ("list ^scalar_vec", 0, "scalar_vec4 any GPU scalar_vec2 VEC_WIDTH=4"),
     ("test --help", 0, "usage: ./run_all.sh test [--all-lines]"),
     ("results --help", 0, "usage: ")])
 def test_arguments_are_judged_before_anything_is_built(tmp_path, words, code, sentence):
     found, out, err = run(RUN_ALL, *words.split(), SDPA_BUILD_DIR=str(tmp_path / "none"))
-    assert found == code and sentence in out + err
+    assert found == code and sentence in " ".join(out.split()) + err
     assert "zzz" in words or not list(tmp_path.iterdir())  # names are read by CMake
 
 
