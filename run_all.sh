@@ -41,7 +41,7 @@ EOF
 say() { printf '%s\n' "$*" >&2; }
 refuse() { say "run_all.sh: $*"; exit 2; }
 
-build=${SDPA_BUILD_DIR:-build}
+build=${SDPA_BUILD_DIR:-build} base_build=${SDPA_BUILD_DIR:-build}
 jobs=${JOBS:-$(nproc 2>/dev/null || echo 2)}
 [[ $jobs =~ ^[1-9][0-9]{0,3}$ ]] || refuse "JOBS=$jobs: want a number of processes from 1 to 9999"
 # progress WHAT DONE COUNT NAME SINCE: "built 7 of 81, 3 min left: scalar_vec8"; begun at SINCE, in $SECONDS.
@@ -56,31 +56,54 @@ end_line() { if [ -t 2 ]; then printf '\n' >&2; fi; }
 # from_caller PATH: the path as it is called where the command was typed.
 from_caller() { realpath --relative-to="$caller" -- "$1"; }
 
-# need COMMAND PACKAGE: a tool, installed when that is possible without asking.
-need() {
-  command -v "$1" >/dev/null && return
-  if [ "$(id -u)" = 0 ] && command -v apt-get >/dev/null; then
-    say "installing $2 (for $1)"
-    { apt-get update && apt-get install -y --no-install-recommends "$2"; } >/dev/null 2>&1
-    command -v "$1" >/dev/null && return
-  fi
-  refuse "$1 is missing; install it with: sudo apt-get install $2"
+# may_install WHAT: says so, or asks where somebody can answer.
+may_install() {
+  local answer
+  if ! [ -t 0 ] || ! [ -t 2 ]; then say "installing $1"; return; fi
+  read -rp "May I install $1? [y/N] " answer
+  [[ $answer = [yY]* ]]
 }
 
-# need_python MODULE...: sets $python to one that has them, installed when that is possible without asking.
-need_python() {
+# apt_install PACKAGE...: as root, or by sudo if somebody can type the password.
+apt_install() {
+  local as_root=()
+  command -v apt-get >/dev/null || return
+  if [ "$(id -u)" != 0 ]; then
+    if ! [ -t 0 ] || ! command -v sudo >/dev/null; then return 1; fi
+    as_root=(sudo)
+  fi
+  may_install "$* (apt-get)" || return
+  ${as_root[@]+"${as_root[@]}"} apt-get update >/dev/null &&
+    DEBIAN_FRONTEND=noninteractive ${as_root[@]+"${as_root[@]}"} apt-get install -y --no-install-recommends "$@" >/dev/null
+}
+
+# need COMMAND PACKAGE: a tool, installed if that is possible.
+need() {
+  command -v "$1" >/dev/null || { apt_install "$2" && command -v "$1" >/dev/null; } ||
+    refuse "$1 is missing; install it with: sudo apt-get install $2"
+}
+
+# find_python MODULE...: sets $python to one that has them, installed if that is possible.
+find_python() {
   local find='import importlib.util, sys; sys.exit(any(not importlib.util.find_spec(m) for m in sys.argv[1:]))'
-  local try
-  for try in found installed; do
-    for python in python3 /usr/bin/python3; do  # Debian's modules are not those of another one on PATH
+  local try venv=$base_build/venv
+  for try in found apt pip; do
+    case $try in
+      apt) apt_install python3 "${@/#/python3-}" ;;
+      pip)
+        command -v python3 >/dev/null && may_install "$* (pip, into $venv)" &&
+          python3 -m venv --system-site-packages "$venv" && "$venv/bin/python3" -m pip install --quiet "$@" >&2
+        ;;
+    esac
+    for python in python3 "$venv/bin/python3" /usr/bin/python3; do  # Debian's modules are not those of another one on PATH
       command -v "$python" >/dev/null && "$python" -c "$find" "$@" && return
     done
-    if [ "$try" = installed ] || [ "$(id -u)" != 0 ]; then break; fi
-    say "installing $* (for python3)"
-    python3 -m pip install --quiet "$@" >/dev/null 2>&1 ||
-      { apt-get update && apt-get install -y --no-install-recommends python3 "${@/#/python3-}"; } >/dev/null 2>&1
   done
-  refuse "python3 lacks one of $*; install them with: python3 -m pip install $*"
+  return 1
+}
+
+need_python() {
+  find_python "$@" || refuse "python3 lacks one of $*; install them with: python3 -m pip install $*"
 }
 
 need_tools() {
@@ -448,17 +471,28 @@ test_in() {
 }
 
 run_tests() {
-  local base=$build failed=0
+  local base=$build failed=0 tool missing=()
   case ${1-} in
     -h|--help)
       say "usage: ./run_all.sh test [--all-lines] [CTEST OPTION...]"
       say "  builds and runs the tests: on the CPU backend, under the sanitizers, and with nvcc where it is"
+      say "  it installs what they need and is missing (on a terminal it asks): compilers, CMake, Python with its packages"
       say "  --all-lines   under the sanitizers all lines, not one of each kind; first"
       say "  CTEST OPTION  such as -R unit, for one test, or -N, to list them"
       return 0
       ;;
   esac
+  # Of these the tests can do without; what they cannot do then is skipped.
+  for tool in git shellcheck chromium; do
+    command -v "$tool" >/dev/null || missing+=("$tool")
+  done
+  [ ${#missing[@]} = 0 ] || apt_install "${missing[@]}" || say "---- tests: without ${missing[*]}"
   need_tools
+  if find_python matplotlib numpy pytest scipy; then
+    export PYTHON=$python
+  else
+    say "---- tests: those in Python are left out; they need: python3 -m pip install matplotlib numpy pytest scipy"
+  fi
   # Under the sanitizers one line of each kind, or with --all-lines all of them.
   local kinds='^(scalar_(sync2|async3|racy)|wmma_(all|racy)|mma_(lazy3|split4)'
   kinds+='|wgmma_(192x128|split2)|hopper|cublas)$'
@@ -477,17 +511,12 @@ run_tests() {
 }
 
 case ${1-} in
-  ab|ablate|fit)
+  ab|ablate|fit|gates|profile|stress|sweep)
     need_python numpy scipy
+    [ "$1" = profile ] && set -- ncu "${@:2}"  # a module of Python is called profile
     exec "$python" "tools/$1.py" "${@:2}"
     ;;
-  extract|gates|profile|stress|sweep)
-    command=$1
-    shift
-    # shellcheck disable=SC1090  # tools/extract.sh and so on
-    . "tools/$command.sh"
-    "${command}_command" "$@"
-    ;;
+  extract) shift; . tools/extract.sh; extract_command "$@" ;;
   list) list_lines "${@:2}" ;;
   test) shift; run_tests "$@" ;;
   results) shift; need_python matplotlib; exec "$python" tools/page.py "$@" ;;

@@ -1371,7 +1371,7 @@ template <int LANES> __device__ __forceinline__ float row_sum(float x) {
   return x;
 }
 
-// ---- merge of partial results (SPLIT_KV > 1, SWAP_AB) ----
+// ---- merge of partial results (mma, SPLIT_KV > 1, SWAP_AB) ----
 
 // A row's O, m and l over N parts of its keys become those over all of them: O is the sum of O[n] *
 // weight[n], with weight[n] = 2^((m[n] - m) * scale_log2) and m the largest. m_l[n] = {m[n], l[n]}

@@ -3,7 +3,7 @@
 # none has, or if every test was skipped.  usage: tests/pytest.sh FILE...
 set -u
 cd "$(dirname "$0")" || exit 1
-for python in python3 /usr/bin/python3; do
+for python in "${PYTHON:-python3}" /usr/bin/python3; do
   "$python" -c 'import matplotlib, pytest, scipy' 2>/dev/null || continue
   out=$("$python" -m pytest -q -rs -p no:cacheprovider "$@" 2>&1)
   status=$?

@@ -45,7 +45,7 @@ def parse(argv, default_shapes):
     parser.add_argument("--sustained", action="store_true")
     parser.add_argument("--budget")
     options = engine.parse_options(parser, argv, __doc__)
-    budget = options.budget and number("--budget", options.budget)
+    budget = options.budget and engine.number("--budget", options.budget)
     contenders = builds.parse_contenders(options.words)
     if len(contenders) == 1 and getattr(contenders[0], "changes", ()):
         contenders.insert(0, builds.Line(contenders[0].tree, contenders[0].name))
@@ -62,12 +62,6 @@ def parse(argv, default_shapes):
             raise Refused(f"--shape {text}: the contenders compute D={D} {dtype}")
     pace = engine.SUSTAINED if options.sustained else engine.PACE
     return contenders, [[p.typed(D, dtype) for p in pair] for pair in problems], pace, budget
-
-
-def number(option, text):
-    if not text.isdigit() or not 0 < int(text) < 1000000:
-        raise Refused(f"{option} {text}: want a whole number from 1")
-    return int(text)
 
 
 def one_type(contenders):
@@ -214,12 +208,9 @@ def cpu_executables(lines):
         configs = os.path.join(folder, "configs.txt")
         os.makedirs(folder, exist_ok=True)
         builds.replace_file(configs, "".join(f"{line.target} {' '.join(line.words)}\n" for line in own))
-        for step in (["-S", tree.folder(), "-B", folder, "-DSDPA_CPU=ON", "-DSDPA_CONFIGS=" + configs],
-                     ["--build", folder, "-j", str(builds.JOBS), "--target", "sdpa_selected"]):
-            done = builds.run(["cmake", *step])
-            if done.returncode:
-                raise Refused(f"{tree} does not build for the CPU backend: "
-                              f"{builds.compiler_words(done.stdout + done.stderr)}")
+        done = builds.cmake_build(folder, tree.folder(), SDPA_CPU="ON", SDPA_CONFIGS=configs)
+        if done.returncode:
+            raise Refused(f"{tree} does not build for the CPU backend: {builds.compiler_words(done.stdout + done.stderr)}")
         executables.update({line: os.path.join(folder, "sdpa_" + line.target) for line in own})
     return executables
 

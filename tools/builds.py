@@ -13,18 +13,20 @@ import re
 import shutil
 import struct
 import subprocess
+import sys
 import tempfile
 import threading
+import time
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 ROOT = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))
 BUILD = os.path.join(ROOT, os.environ.get("SDPA_BUILD_DIR", "build"))
 JOBS = int(os.environ.get("JOBS", os.cpu_count() or 2))
 TORCH_BACKENDS = {"cudnn": "CUDNN_ATTENTION", "flash": "FLASH_ATTENTION", "efficient": "EFFICIENT_ATTENTION",
                   "math": "MATH"}
-NVCC_OPTIONS = ("-O3 -DNDEBUG -std=c++17 -shared -Xcompiler=-fPIC,-fno-gnu-unique --no-compress "
-                "-Xptxas=-v").split()
+NVCC_OPTIONS = "-O3 -DNDEBUG -std=c++17 --no-compress -Xptxas=-v".split()
+LIBRARY = "tools/library.cu"
 LIBRARY_FUNCTIONS = ("sdpa_library_params_bytes", "sdpa_library_workspace_bytes", "sdpa_library_forward")
 
 
@@ -96,8 +98,20 @@ class Tree:
         return path
 
     @functools.lru_cache(None)
-    def config_lines(self):
-        """{name: ConfigLine} of configs.txt, as tools/configs.cmake reads it."""
+    def sources(self, program):
+        """{path: text} of a program and what it includes by name."""
+        found, wanted = {}, [program]
+        for path in wanted:
+            text = self.read(path)
+            if text is not None and path not in found:
+                found[path] = text
+                wanted += [os.path.normpath(os.path.join(os.path.dirname(path), include))
+                           for include in re.findall(r'^#include "(.*)"', text, re.MULTILINE)]
+        return found
+
+    @functools.lru_cache(None)
+    def read_configs(self):
+        """{name: ConfigLine} of configs.txt, as tools/configs.cmake reads it, and what it says of bad lines."""
         own = "" if self.sha else os.environ.get("SDPA_CONFIGS", "")
         text = self.read(own or "configs.txt")
         if text is None:
@@ -114,7 +128,10 @@ class Tree:
         for line in done.stdout.splitlines():
             name, base, expect, arch, knobs, gates = line.split("\t")
             lines[name] = ConfigLine(base, expect, arch, knobs.split(), gates.split())
-        return lines
+        return lines, done.stderr.strip()
+
+    def config_lines(self):
+        return self.read_configs()[0]
 
     def lines(self):
         """{name: its words but the gates}."""
@@ -194,6 +211,10 @@ class Line:
         return sorted(word for word in changed(defaults, self.words) if word.split("=")[0] in self.tree.knobs())
 
     @property
+    def gates(self):
+        return self.tree.config_lines()[self.name].gates
+
+    @property
     def D(self):
         return int(self.knob("HEAD_DIM", 64))
 
@@ -251,6 +272,17 @@ def parse_contenders(words):
     return found
 
 
+def lines_named(pattern):
+    """The lines of configs.txt whose name matches --only's regular expression."""
+    try:
+        found = [Line(tree, name) for tree in [Tree()] for name in tree.config_lines() if re.search(pattern, name)]
+    except re.error:
+        raise Refused(f"--only {pattern}: not a regular expression") from None
+    if not found:
+        raise Refused(f"--only {pattern}: no line of configs.txt has such a name")
+    return found
+
+
 def change_line(line, word):
     """The line with one knob more changed."""
     knob = word.split("=")[0]
@@ -288,41 +320,56 @@ class Built:
     log: str = ""
 
 
-def build(lines, arch, progress=lambda done, count, name: None):
-    """{line: Built} for all of these lines, compiled for one architecture unless the line names its own."""
+def build(lines, *archs, program=LIBRARY, kind="-shared", progress=lambda done, count, name: None):
+    """{line: Built} for all of these lines, as libraries, as device code alone (kind="-fatbin") or as another program that
+    includes sdpa.cu (kind=""), compiled for these architectures unless the line names its own."""
     if not nvcc():
         raise Refused("nvcc is missing; install the CUDA Toolkit 12.4 or newer, or put its bin folder on PATH")
     lines, built = list(dict.fromkeys(lines)), {}
     with ThreadPoolExecutor(JOBS) as pool:
-        for one in pool.map(functools.partial(build_one, arch=arch), lines):
+        for one in pool.map(functools.partial(build_one, archs=archs, program=program, kind=kind), lines):
             built[one.line] = one
             progress(len(built), len(lines), one.line.text)
     return built
 
 
-def build_one(line, arch):
-    sources = {path: line.tree.read(path) for path in ("sdpa.cu", "tools/library.cu")}
-    arch = line.knob("arch", arch)
-    options = NVCC_OPTIONS + [f"-gencode=arch=compute_{arch},code=sm_{arch}", *sorted(definitions(line.words))]
-    if line.family == "cublas":
+def show_progress():
+    """For build() and cmake_build(): "built 7 of 81, 30 s left: NAME" on stderr, on a terminal in one place."""
+    since, is_terminal = time.monotonic(), sys.stderr.isatty()
+
+    def show(done, count, name):
+        left = (time.monotonic() - since) * (count - done) / done
+        text = f"built {done} of {count}{f', {left:.0f} s left' if left >= 5 else ''}: {name}"
+        print(*(("\r\033[K", text) if is_terminal else (text,)), sep="", end="" if is_terminal and done < count else "\n",
+              file=sys.stderr, flush=True)
+    return show
+
+
+def build_one(line, archs, program, kind):
+    sources = line.tree.sources(program)
+    archs = [line.knob("arch")] if line.knob("arch") else archs
+    options = [*NVCC_OPTIONS, *(f"-gencode=arch=compute_{arch},code=sm_{arch}" for arch in archs),
+               "-DSDPA_CONFIG_NAME=" + line.target, *sorted(definitions(line.words)), *filter(None, [kind])]
+    if kind == "-shared":
+        options.append("-Xcompiler=-fPIC,-fno-gnu-unique")
+    if line.family == "cublas" and kind != "-fatbin":
         folder = os.path.join(os.path.dirname(os.path.dirname(os.path.realpath(nvcc()))), "lib64")
         options += ["-lcublas", "-Xlinker=-rpath=" + folder]
     version = run([nvcc(), "--version"]).stdout
-    folder = os.path.join(BUILD, "engine", digest(*sources.values()))
+    folder = os.path.join(BUILD, "engine", digest(*sources, *sources.values()))
     for path, text in sources.items():
         path = os.path.join(folder, path)
         if not os.path.exists(path):
             os.makedirs(os.path.dirname(path), exist_ok=True)
             replace_file(path, text)
-    path = os.path.join(folder, f"{line.target[:60]}-{digest(version, *options)}.so")
+    path = os.path.join(folder, f"{line.target[:60]}-{digest(version, program, *options)}.so")
     if not os.path.exists(path):
         new = own_name(path)
-        compiled = run([nvcc(), *options, "tools/library.cu", "-o", new], cwd=folder)
+        compiled = run([nvcc(), *options, program, "-o", new], cwd=folder)
         replace_file(path + ".log", compiled.stdout + compiled.stderr)
         if compiled.returncode:
             return Built(line, trouble=compiler_words(compiled.stdout + compiled.stderr))
         os.rename(new, path)
-    instruction_mix(path)  # reads the code for a second, and is kept
     return Built(line, path, log=open(path + ".log").read())
 
 
@@ -339,6 +386,28 @@ def host_library():
             raise Refused(f"tools/library.cu does not compile: {compiler_words(compiled.stderr)}", 3)
         os.rename(new, path)
     return path
+
+
+def cmake_build(folder, source=ROOT, target="sdpa_selected", keep_going=False, progress=lambda done, count, name: None, **options):
+    """Builds the lines that the options select in a folder by CMake. Returns the finished process."""
+    has_ninja = shutil.which("ninja") and not os.path.exists(os.path.join(folder, "CMakeCache.txt"))
+    done = run(["cmake", "-S", source, "-B", folder, *(["-G", "Ninja"] if has_ninja else []),
+                *(f"-D{name}={value}" for name, value in options.items())])
+    if done.returncode:
+        raise Refused(f"CMake could not configure {folder}: {' '.join(done.stderr.split())[:300]}")
+    with open(os.path.join(folder, "configs.tsv")) as file:
+        count = sum(line.split("\t")[2] == "yes" for line in file)
+    with open(os.path.join(folder, "CMakeCache.txt")) as file:
+        endless = "-k0" if "CMAKE_GENERATOR:INTERNAL=Ninja" in file.read() else "-k"
+    command = ["cmake", "--build", folder, "-j", str(JOBS), "--target", target, *(["--", endless] if keep_going else [])]
+    process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
+    lines, linked = [], 0
+    for line in process.stdout:
+        lines.append(line)
+        if re.search("Linking .* executable", line):
+            linked += 1
+            progress(linked, count, line.split("executable ")[1].partition("_")[2].strip())
+    return subprocess.CompletedProcess(command, process.wait(), "".join(lines), "")
 
 
 def replace_file(path, text):
@@ -371,23 +440,43 @@ class Facts:
     """Read from a library and from what ptxas said of it."""
     registers: int = 0
     spilled: int = 0
+    archs: tuple = ()
+    wgmma: tuple = ()  # ptxas's codes where wgmma is not as written: C7510 serialized, C7519 an arrive put in
+    threads: int = 0
     shared_bytes: int = 0
+    block_m: int = 0
     code_bytes: int = 0
-    mix: dict = field(default_factory=dict)
-    same: str = ""  # equal if the machine code is, and with it the program that launches it
+    code: str = ""  # equal if the machine code is
+    same: str = ""  # equal if that is, and the program that launches it
+    path: str = ""
+
+    @property
+    def mix(self):
+        return instruction_mix(self.path) if self.path else {}
 
 
 def facts(built):
-    used = [int(n) for n in re.findall(r"Used (\d+) registers", built.log)]
-    spilled = [int(a) + int(b) for a, b in
-               re.findall(r"(\d+) bytes spill stores, (\d+) bytes spill loads", built.log)]
-    data = open(built.path, "rb").read()
-    sizes = symbol_sizes(dict(sections(data)))
-    code = [section for cubin in embedded(data) for name, section in sections(cubin) if name.startswith(".text.")]
+    with open(built.path, "rb") as file:
+        data = file.read()
+    code = machine_code(data)
     launcher = [built.line.tree.program().encode(), " ".join(built.line.effective_knobs()).encode()]
-    return Facts(max(used, default=0), max(spilled, default=0), sizes.get("sdpa_library_smem_bytes", 0),
-                 sum(map(len, code)), instruction_mix(built.path),
-                 hashlib.sha256(b"\0".join(code + launcher)).hexdigest())
+    sums = [hashlib.sha256(b"\0".join(parts)).hexdigest() for parts in (code, code + launcher)]
+    launch = next(filter(None, map(constant, embedded(data))), None) or sizes_of_older_commits(data)
+    return Facts(*ptxas_report(built.log), *launch, sum(map(len, code)), *sums, built.path)
+
+
+def ptxas_report(log):
+    """The most registers and bytes spilled of its kernels, their architectures, and the codes of what it says of wgmma."""
+    registers = [int(n) for n in re.findall(r"Used (\d+) registers", log)]
+    spilled = [int(a) + int(b) for a, b in re.findall(r"(\d+) bytes spill stores, (\d+) bytes spill loads", log)]
+    archs = re.findall(r"Compiling entry function .* for 'sm_(\w+)'", log)
+    codes = re.findall(r"\((C75\d\d)\)", log)
+    return max(registers, default=0), max(spilled, default=0), tuple(sorted(set(archs))), tuple(sorted(set(codes)))
+
+
+def machine_code(data):
+    """The instructions in an object file or a library. Names, line numbers and checksums of the source lie elsewhere."""
+    return [section for cubin in embedded(data) for name, section in sections(cubin) if name.startswith(".text.")]
 
 
 def sections(elf):
@@ -403,26 +492,38 @@ def sections(elf):
 
 def embedded(data):
     """The ELF files inside a file: the device code, for each architecture."""
-    at = data.find(b"\x7fELF", 1)
+    at = data.find(b"\x7fELF", 1)  # what stands at 0 is the host's
     while at > 0:
         if data[at + 18:at + 20] == b"\xbe\0":  # EM_CUDA
             yield data[at:]
         at = data.find(b"\x7fELF", at + 1)
 
 
-def symbol_sizes(host):
-    """{symbol: its size}: tools/library.cu says what is launched by the sizes of symbols."""
-    names, sizes = host[".dynstr"], {}
-    for name, _, _, _, _, size in struct.iter_unpack("<IBBHQQ", host[".dynsym"]):
-        sizes[names[name:names.index(b"\0", name)].decode()] = size
-    return sizes
+def symbols(elf, table=".symtab", names=".strtab"):
+    """{symbol: (its value, its size)}."""
+    parts = dict(sections(elf))
+    text = parts[names]
+    return {text[name:text.index(b"\0", name)].decode(): (value, size)
+            for name, _, _, _, value, size in struct.iter_unpack("<IBBHQQ", parts[table])}
+
+
+def constant(cubin):
+    """sdpa_library_launch: threads, bytes of shared memory, BLOCK_M; None where there is none."""
+    at, _ = symbols(cubin).get("sdpa_library_launch", (None, 0))
+    return None if at is None else struct.unpack_from("<3i", dict(sections(cubin))[".nv.constant3"], at)
+
+
+def sizes_of_older_commits(data):
+    """The same where tools/library.cu says it by the sizes of symbols."""
+    found = symbols(data, ".dynsym", ".dynstr")
+    return [found.get("sdpa_library_" + name, (0, 0))[1] for name in ("threads", "smem_bytes", "block_m")]
 
 
 MIX = {"tensor": r"HMMA|HGMMA|QGMMA|IMMA", "MUFU": "MUFU", "FFMA": "FFMA", "LDS": r"LDSM?[. ]", "BAR": "BAR|SYNCS"}
 
 
 def instruction_mix(path):
-    """How many instructions of each kind its kernels have; nothing where cuobjdump is missing."""
+    """How many instructions of each kind its kernels have; nothing where cuobjdump is missing. It reads for a second."""
     if os.path.exists(path + ".mix"):
         return json.load(open(path + ".mix"))
     if not shutil.which("cuobjdump"):

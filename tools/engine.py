@@ -874,6 +874,12 @@ def parse_options(parser, argv, usage=""):
     return options
 
 
+def number(option, text, least=1, most=999999):
+    if not re.fullmatch("[0-9]{1,9}", text) or not least <= int(text) <= most:
+        raise Refused(f"{option} {text}: want a whole number from {least} to {most}")
+    return int(text)
+
+
 def command(name, main):
     """Runs a sub-command: what it refuses is one sentence."""
     try:

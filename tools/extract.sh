@@ -1,7 +1,6 @@
 # shellcheck shell=bash
 # ./run_all.sh extract: one line's sections of sdpa.cu with its numbers. run_all.sh sources this file; say,
 # refuse, need and assertion_words are its functions.
-. tools/derived.sh
 
 extract_usage() {
   cat <<'EOT'
@@ -13,6 +12,18 @@ the line. A section whose banner names families or knobs, as in `// ---- cp.asyn
 where the line has none of them.
 environment: SDPA_CONFIGS, CXX
 EOT
+}
+
+# line_words NAME: the words of a line without its gates; refuses a NAME that is not there.
+line_words() {
+  local file=${SDPA_CONFIGS:-configs.txt} lines
+  need cmake cmake
+  [ -r "$file" ] || refuse "$file: there is no such file; it lists one line a build"
+  lines=$(cmake -DCONFIGS="$file" -P tools/configs.cmake) || exit 2
+  awk -F'\t' -v name="$1" '
+    $1 == name { print $5 ($4 == "" ? "" : " arch=" $4) ($3 == "FAIL" ? " expect=FAIL" : ""); found = 1; exit }
+    END { exit !found }' <<<"$lines" ||
+    refuse "$1: no line of $file has that name; it has: $(cut -f1 <<<"$lines" | paste -sd' ')"
 }
 
 # extract_sections NAMESPACE WORDS: reads sdpa.cu, prints the file.
@@ -72,8 +83,8 @@ extract_sections() {
       knob[rows] = word[1]; member[rows] = word[3]
       if (!(knob[rows] in value)) value[knob[rows]] = word[2]
     }
-    # A banner begins a section, which is kept or not.
-    /^ *\/\/ (----|====) / {
+    # A banner in the first column begins a section, which is kept or not.
+    /^\/\/ (----|====) / {
       condition = ""
       if (match($0, /\([^()]*\) (----|====)/)) {
         condition = substr($0, RSTART + 1, RLENGTH - 7)
@@ -98,7 +109,7 @@ extract_sections() {
 }
 
 extract_command() {
-  local name='' namespace='' words='' word arch sentence
+  local name='' namespace='' words='' word line arch=90a sentence
   while [ $# -gt 0 ]; do
     case $1 in
       --namespace)
@@ -114,10 +125,9 @@ extract_command() {
     shift
   done
   [ -n "$name" ] || refuse "extract: which line?"
-  derive "$name"
-  arch=90a
+  line=$(line_words "$name") || exit 2
   local definitions=()
-  for word in $derived_words; do
+  for word in $line; do
     case $word in
       arch=*) arch=${word#*=} ;;
       expect=*) say "extract: $name is marked $word: it is there to be found wrong" ;;

@@ -82,7 +82,7 @@ class Model:
 
     def clocks(self, tile, problem, sms):
         p = engine.SdpaParams(B=problem.B, Hq=problem.Hq, Hkv=problem.Hkv, Sq=problem.Sq, Sk=problem.Sk, D=problem.D,
-                              causal=engine.CAUSAL.index(problem.causal))
+                              causal=engine.CAUSAL.index(problem.causal), window_left=-1, window_right=-1)
         return self.library.sdpa_library_tile_clocks(ctypes.byref(tile), ctypes.byref(p), sms)
 
     def choose(self, tiles, problem, sms):

@@ -34,8 +34,9 @@ double sdpa_library_tile_clocks(const sdpa::TunedTile* tile, const sdpa::SdpaPar
   return sdpa::tuned_clocks(*tile, *p, sms);
 }
 
-// The launch as sizes of symbols, which `nm -S` reads out of an object file.
-char sdpa_library_threads[sdpa::FirstBuild::threads];
-char sdpa_library_smem_bytes[sizeof(sdpa::SharedOf<sdpa::FirstBuild>)];
-char sdpa_library_block_m[sdpa::FirstBuild::block_m];
+// The launch: threads, bytes of shared memory, BLOCK_M. In the device code, so that gates can read it from a build
+// without host code.
+__constant__ int sdpa_library_launch[3] = {
+    sdpa::FirstBuild::threads, int(sizeof(sdpa::SharedOf<sdpa::FirstBuild>)),
+    sdpa::FirstBuild::block_m};
 }

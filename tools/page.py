@@ -1,6 +1,6 @@
 #!/usr/bin/env python3
 """usage: ./run_all.sh results [CSV]...
-       tests/bugs.sh | tools/page.py --bugs
+       tests/bugs.py | tools/page.py --bugs
 Redraws what stands between <!-- NAME:begin --> and <!-- NAME:end --> in README.md and docs/, and results/*.svg, from
 the CSVs of results/: those that are named, else the newest of each kind by its name. The last column of the ladder's
 tables is written by hand and stays. --bugs: the table of injected bugs in docs/TESTING.md, from stdin.
@@ -175,14 +175,14 @@ def none_yet(name, command):
 
 
 def bugs_section(words):
-    """The outcome of tests/bugs.sh: which net catches which bugs."""
+    """The outcome of tests/bugs.py: which net catches which bugs."""
     caught, missed = collections.defaultdict(list), []
     for line in words:
         name, verdict, net, *_ = [*line.split(), "", "", ""]
         if verdict in ("caught", "MISSED"):
             (missed if verdict == "MISSED" else caught[net.partition(":")[0]]).append(name.replace("_", " "))
     if not caught:
-        raise Refusal("stdin has no line of tests/bugs.sh")
+        raise Refusal("stdin has no line of tests/bugs.py")
     rows = [[net, len(names), ", ".join(names)] for net, names in caught.items()]
     return table(["net", "#bugs", "which"], rows) + (f"\nMissed: {', '.join(missed)}\n" if missed else "")
 

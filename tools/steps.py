@@ -1,8 +1,7 @@
-#!/usr/bin/env python3
-"""usage: ./run_all.sh gates --time [--only REGEX]     (it runs this first)
-Times the claims of configs.txt, gate:step-over=NAME:FACTOR[@SHAPE]: each line in turns with the one that it
-claims to be FACTOR times as fast as, on SHAPE, or mission and long. Writes results/steps/DATE-DEVICE.csv and
-prints its name."""
+"""The speed claims of configs.txt, gate:step-over=NAME:FACTOR[@SHAPE]: a line is timed in turns with the one that it
+claims to be FACTOR times as fast as, on SHAPE, or mission and long. `./run_all.sh gates --time` does so, into
+results/steps/DATE-DEVICE.csv."""
+import os
 import re
 import sys
 
@@ -12,12 +11,16 @@ import engine
 COLUMNS = "line over shape speed_up low high pairs thrown_out line_us over_us device driver git_sha".split()
 
 
+def parse_claims(gates):
+    """(the other, FACTOR, SHAPE or "") of each claim among a line's gates."""
+    return re.findall(r"gate:step-over=(\w+):([\d.]+)(?:@(\w+))?", " ".join(gates))
+
+
 def claims(only):
-    """(line, the other, shape) of each gate:step-over of the lines whose names match."""
-    for name, line in builds.Tree().config_lines().items():
-        for other, shape in re.findall(r"gate:step-over=(\w+):[\d.]+(?:@(\w+))?", " ".join(line.gates)):
-            if re.search(only, name):
-                yield from ((name, other, one) for one in ([shape] if shape else ["mission", "long"]))
+    """(line, the other, shape) of each claim of the lines whose names match."""
+    for line in builds.lines_named(only):
+        for other, _, shape in parse_claims(line.gates):
+            yield from ((line.name, other, one) for one in ([shape] if shape else ["mission", "long"]))
 
 
 def time_claim(gpu, kernels, shape):
@@ -37,12 +40,13 @@ def time_claim(gpu, kernels, shape):
     return row
 
 
-def main():
+def time_claims(only):
+    """Times the claims of the lines whose names match; the path of the rows."""
     gpu = engine.find_gpu()
     if not gpu:
         raise builds.Refused("--time needs a GPU, and there is none here; without it the claims are judged by the newest "
                              "of results/steps")
-    wanted = list(claims(sys.argv[1] if sys.argv[1:] else ""))
+    wanted = list(claims(only))
     names = list(dict.fromkeys(name for line, other, _ in wanted for name in (other, line)))
     lines = dict(zip(names, builds.parse_contenders(names)))
     lines = {name: line for name, line in lines.items() if line.knob("arch", gpu.arch) == gpu.arch}
@@ -56,9 +60,4 @@ def main():
                 table.add(**row)
             else:
                 print(f"gates: {name} over {other} at {shape}: one of them is wrong, so neither gets a time", file=sys.stderr)
-    print(table.name)
-    return 0
-
-
-if __name__ == "__main__":
-    engine.command("gates", main)
+    return os.path.join(builds.ROOT, table.name)

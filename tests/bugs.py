@@ -1,0 +1,195 @@
+#!/usr/bin/env python3
+"""The checker checked: each bug of tests/bugs.txt is put into a copy of sdpa.cu, built for the CPU backend, and must be caught
+by the net named beside it. Each set of knobs and options is also run without a bug, and must pass.
+usage: tests/bugs.py [REGEX]"""
+import functools
+import os
+import re
+import shlex
+import string
+import subprocess
+import sys
+import tempfile
+import threading
+from collections import defaultdict
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+
+ROOT = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))
+# Not optimised: a bug takes longer to compile than to run.
+FLAGS = ["-std=c++17", "-O0", "-march=native", "-ffp-contract=off", "-ftrivial-auto-var-init=pattern", "-w", "-pthread",
+         "-I" + ROOT, "-I" + os.path.join(ROOT, "simt")]
+SANITIZE = {"plain": [], "thread": ["-fsanitize=thread", "-g1"],
+            "address": ["-fsanitize=address,undefined", "-fno-sanitize-recover=undefined", "-g1"]}
+ENGINE = {"plain": [], "thread": ["-DSIMT_TSAN"], "address": ["-DSIMT_ASAN"]}
+class Broken(Exception):
+    """Why there is no executable."""
+
+
+@dataclass(frozen=True)
+class Bug:
+    name: str
+    net: str
+    knobs: str
+    options: str
+    script: str
+
+    @property
+    def kind(self):
+        return self.net if self.net in SANITIZE else "plain"
+
+
+def read_bugs(path):
+    sets = {}
+    with open(path) as file:
+        for line in file:
+            words = shlex.split(line) if not line.startswith("#") else []
+            if len(words) == 1:
+                name, _, knobs = words[0].partition("=")
+                sets[name] = string.Template(knobs).substitute(sets)
+            elif words:
+                name, net, knobs, options, script = words
+                yield Bug(name, net, string.Template(knobs).substitute(sets), options, script)
+
+
+def once(function):
+    """As functools.cache, but threads that want the same wait for the first of them."""
+    locks = defaultdict(threading.Lock)
+    cached = functools.lru_cache(None)(function)
+
+    def call(*arguments):
+        with locks[arguments]:
+            return cached(*arguments)
+    return call
+
+
+class Builder:
+    """Executables in a folder."""
+
+    def __init__(self, folder):
+        self.folder = folder
+        with open(os.path.join(ROOT, "sdpa.cu")) as file:
+            self.source = file.read()
+        self.engine, self.headers, self.harness = once(self.engine), once(self.headers), once(self.harness)
+
+    def path(self, name):
+        return os.path.join(self.folder, name)
+
+    def write(self, name, text):
+        with open(self.path(name), "w") as file:
+            file.write(text)
+
+    def compile(self, kind, *words):
+        done = subprocess.run([os.environ.get("CXX", "g++"), *FLAGS, *SANITIZE[kind], *words], cwd=self.folder,
+                              capture_output=True, text=True)
+        if done.returncode:
+            raise Broken("does not compile: " + (re.findall(".*error.*", done.stderr) or [done.stderr])[0])
+        return words[-1]
+
+    def engine(self, kind):
+        return self.compile("plain", "-O2", *ENGINE[kind], "-c", os.path.join(ROOT, "simt", "engine.cpp"), "-o", f"engine_{kind}.o")
+
+    def headers(self, kind):
+        """The headers of others, which every bug includes, compiled."""
+        os.mkdir(self.path(kind))
+        found = re.findall(r"^#include <[\w.]+>", self.source, re.MULTILINE)
+        self.write(f"{kind}/headers.h", "\n".join(found) + "\n")
+        self.compile(kind, "-x", "c++-header", f"{kind}/headers.h", "-o", f"{kind}/headers.h.gch")
+        return f"{kind}/headers.h"
+
+    def object(self, kind, knobs, program, name, *words):
+        return self.compile(kind, *("-D" + knob for knob in knobs.split()), "-include", self.headers(kind), *words, "-x", "c++",
+                            "-c", program, "-o", name)
+
+    def harness(self, kind):
+        """The self-check of the clean sdpa.cu with what tests/sweep.cu adds, which knows nothing of a line's knobs."""
+        return self.object(kind, "", os.path.join(ROOT, "tests", "sweep.cu"), f"harness_{kind}.o")
+
+    def executable(self, source, kind, knobs, is_contract, name):
+        """The harness with the line of this source, or tests/contract.cu with it."""
+        if is_contract:
+            program = [os.path.join(ROOT, "tests", "contract.cu"), f'-DSDPA_SOURCE="{self.path(source)}"']
+        else:
+            program = [source, "-DSDPA_LINE_ONLY"]
+        objects = [self.object(kind, knobs, program[0], name + ".o", program[1]), self.engine(kind)]
+        self.compile(kind, *objects, *([] if is_contract else [self.harness(kind)]), "-o", name)
+        return self.path(name)
+
+    def bugged(self, bug):
+        """The executable with the bug."""
+        done = subprocess.run(["sed", "-E", bug.script], input=self.source, capture_output=True, text=True)
+        if done.stdout == self.source or done.returncode:
+            raise Broken("no line of sdpa.cu matches its edit" + done.stderr)
+        self.write(bug.name + ".cu", done.stdout)
+        return self.executable(bug.name + ".cu", bug.kind, bug.knobs, bug.options.startswith("@"), bug.name)
+
+
+def outcome(executable, options):
+    """"NET: evidence", or "nothing"."""
+    is_contract = options.startswith("@contract")
+    words = options.split()[1:] if is_contract else ["--check-only", *options.split()]
+    try:
+        done = subprocess.run([executable, *words], stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, errors="replace",
+                              timeout=120)
+    except subprocess.TimeoutExpired:
+        return "no end after 120 s"
+    code, out = done.returncode, done.stdout
+    address = re.search("AddressSanitizer: [a-z-]*|runtime error: .*", out)
+    if "ThreadSanitizer: data race" in out:
+        return "thread: data race"
+    if address:
+        return "address: " + address.group()
+    if code == 1 and is_contract:
+        return "check: " + "".join(re.findall("not true: .*", out)[:1])
+    backend = re.search("^simt: (.*)", out, re.MULTILINE)
+    if backend:
+        return "backend: " + backend.group(1)
+    if code == 1:
+        return "check: " + "".join(re.findall(": FAIL [^:]*: (.*)", out)[:1])
+    return "nothing" if code == 0 else f"exit {code}: {out.splitlines()[:1]}"
+
+
+def try_bug(builder, bug):
+    """Whether it is caught, and a line that says by what."""
+    try:
+        found = outcome(builder.bugged(bug), bug.options)
+    except Broken as error:
+        found = str(error)
+    caught = found.startswith(bug.net + ": ")
+    return caught, f"{bug.name:<26} {'caught' if caught else 'MISSED':<7} {found[:110]}"
+
+
+def try_clean(builder, number, build, options):
+    """Runs a build without a bug with each of the options; a line for each that does not pass."""
+    kind, knobs, is_contract = build
+    try:
+        executable = builder.executable(os.path.join(ROOT, "sdpa.cu"), kind, knobs, is_contract, f"clean{number}")
+        found = {one: outcome(executable, one) for one in sorted(options)}
+    except Broken as error:
+        found = {"": str(error)}
+    return [f"without a bug ({kind}; {knobs}; {one}): {words}" for one, words in found.items() if words != "nothing"]
+
+
+def main():
+    only = sys.argv[1] if sys.argv[1:] else ""
+    bugs = [bug for bug in read_bugs(os.path.join(ROOT, "tests", "bugs.txt")) if re.search(only, bug.name)]
+    if not bugs:
+        print(f"bugs.py: no bug has a name like {only}")
+        return 2
+    clean = defaultdict(set)
+    for bug in bugs:
+        clean[bug.kind, bug.knobs, bug.options.startswith("@")].add(bug.options)
+    with tempfile.TemporaryDirectory() as folder, ThreadPoolExecutor(os.cpu_count()) as pool:
+        builder = Builder(folder)
+        tried = [pool.submit(try_bug, builder, bug) for bug in bugs]
+        passed = [pool.submit(try_clean, builder, number, *one) for number, one in enumerate(clean.items())]
+        results = [future.result() for future in tried]
+        failed = sum((future.result() for future in passed), [])
+    print("\n".join([text for _, text in results] + failed))
+    caught = sum(was_caught for was_caught, _ in results)
+    print(f"{caught} of {len(bugs)} bugs caught")
+    return 0 if caught == len(bugs) and not failed else 1
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,211 @@
+"""A broken configs.txt: every problem is named with file and line, and the good lines go on. And what ./run_all.sh and the
+executables refuse, each in one sentence, before anything is built.  usage: python3 -m pytest tests/test_commands.py"""
+import csv
+import os
+import pty
+import subprocess
+import sys
+
+import pytest
+
+ROOT = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))
+sys.path.insert(0, os.path.join(ROOT, "tools"))
+import engine  # noqa: E402
+
+RUN_ALL = os.path.join(ROOT, "run_all.sh")
+BAD = """# a comment
+good1 BLOCK_N=64 VEC_WIDTH=8 gate:regs<=128 gate:step-over=good2:1.05@mission  # and another
+typo BLOK_N=64
+good1 VEC_WIDTH=8
+novalue BLOCK_N
+novalue2 BLOCK_N=
+9lives VEC_WIDTH=8
+semi;colon VEC_WIDTH=8
+chars VEC_WIDTH=8;rm
+twice BLOCK_N=32 BLOCK_N=64
+maybe expect=PERHAPS
+where arch=hopper
+illegal HEAD_DIM=96
+gated1 gate:regs=120
+gated2 gate:spill<=16
+good2 VEC_WIDTH=4 SYNC_POLICY=1
+baseless : good3 VEC_WIDTH=4
+nobase :
+again : good1 BLOCK_N=64
+good3 : good2 SYNC_POLICY=2 BLOCK_N=64
+selected VEC_WIDTH=8
+a234567890123456789012345678901234567890123456789012345678901 VEC_WIDTH=8
+often BLOCK_N=32 BLOCK_N=32 BLOCK_N=32 BLOCK_N=32
+unknown WARP_COLOUR=3
+"""
+SENTENCES = """3: no knob is called BLOK_N; did you mean BLOCK_N?
+4: the name good1 is taken by an earlier line
+5: BLOCK_N has no value: write BLOCK_N=VALUE
+6: BLOCK_N has no value: write BLOCK_N=VALUE
+7: '9lives' is no name: it starts with a letter and has letters, digits and _ only
+8: 'semi?colon' is no name
+9: 'VEC_WIDTH=8?rm' is not KNOB=VALUE (letters, digits and _ only)
+10: BLOCK_N is given twice
+11: expect=PERHAPS: want expect=PASS or expect=FAIL
+12: arch=hopper: want a CUDA architecture, as in arch=90a
+14: 'gate:regs=120' is no gate; want gate:regs<=N, gate:smem<=BYTES, gate:spill<=BYTES:WHY
+15: 'gate:spill<=16' is no gate
+17: 'good3' is no earlier line; want NAME : BASE KNOB=VALUE ...
+18: '' is no earlier line; want NAME : BASE KNOB=VALUE ...
+19: good1 has BLOCK_N=64 already
+21: 'selected' is no name for a line: the build uses it
+22: 'a234567890123456789012345678901234567890123456789012345678901' is no name for a line
+23: BLOCK_N is given twice
+24: no knob is called WARP_COLOUR; the knobs are HEAD_DIM DTYPE BLOCK_M BLOCK_N NUM_WARPS"""
+SENTENCES = ["bad.txt:" + sentence for sentence in SENTENCES.splitlines()]
+
+
+def run(*command, cwd=ROOT, **environment):
+    """Exit code, stdout and stderr, however the lines of that are broken."""
+    done = subprocess.run(command, capture_output=True, text=True, cwd=cwd, env={**os.environ, **environment},
+                          stdin=subprocess.DEVNULL)
+    return done.returncode, done.stdout, " ".join(done.stderr.split())
+
+
+@pytest.fixture(scope="module")
+def built(tmp_path_factory):
+    """A folder with bad.txt, and what ./run_all.sh made of it: built in build-cpu."""
+    folder = tmp_path_factory.mktemp("bad")
+    (folder / "bad.txt").write_text(BAD)
+    code, out, err = run(RUN_ALL, "--cpu", "--csv", "--shape", "small", "--", "--check-only", SDPA_CONFIGS=str(folder / "bad.txt"),
+                         SDPA_BUILD_DIR=str(folder / "build"))
+    run("cmake", "--build", str(folder / "build-cpu"), "--target", "sweep_good2")
+    return folder, code, out, err
+
+
+def test_cmake_refuses_the_file_and_names_every_bad_line(tmp_path):
+    (tmp_path / "bad.txt").write_text(BAD)
+    code, _, err = run("cmake", "-S", ROOT, "-B", str(tmp_path / "cmake"), "-DSDPA_CPU=ON", f"-DSDPA_CONFIGS={tmp_path}/bad.txt")
+    assert code and not [sentence for sentence in SENTENCES if sentence not in err]
+
+
+def test_run_all_names_them_too_and_builds_the_good_lines(built):
+    folder, code, out, err = built
+    assert code == 1 and not [sentence for sentence in SENTENCES if sentence not in err]
+    assert "lines checked on the CPU backend, " in err
+    assert err.count("bad.txt:23") == 1, "a knob given four times is told more than once"
+    assert "static_assert" not in err and "static assertion" not in err, "a refusal comes with the compiler's words"
+    assert ("bad.txt:13: sdpa_illegal does not compile: HEAD_DIM: not a legal value; it takes one of: 64 128 256. Type HEAD_DIM=64"
+            in err)
+    header, *rows = list(csv.reader(out.splitlines()))
+    assert ",".join(header) + "\n" == run(folder / "build-cpu" / "sdpa_good1", "--header")[1]
+    assert header == engine.row_columns()
+    names = [row[0] for row in rows]
+    assert {len(row) for row in rows} == {len(header)} and "no knob is called BLOK_N" in out
+    assert names.count("good1") == 2, "one of them is the double's"
+    assert [names.count(name) for name in ("good2", "good3", "illegal", "typo")] == [1] * 4
+
+
+# ---- ./run_all.sh ----
+
+@pytest.mark.parametrize("words,code,sentence", [
+    ("--cpu --only zzz", 2, "--only zzz: no line of configs.txt has such a name"),
+    ("--cpu --only (", 2, "--only (: not a regular expression"),
+    ("--cpu --only [", 2, "--only [: not a regular expression"),
+    ("--frob", 2, "--frob: no such option or command"),
+    ("--shape", 2, "--shape: its value is missing"),
+    ("--cpu --only good1 --shape huge", 2, "--shape huge: want small, mission"),
+    ("--cpu --shape mission --shape 1,3,2,8,8", 2, "--shape 1,3,2,8,8: want small, mission"),
+    ("list nobody", 2, "list nobody: no line of configs.txt has such a name"),
+    ("list ^scalar_vec", 0, "scalar_vec4 any GPU scalar_vec2 VEC_WIDTH=4"),
+    ("test --help", 0, "usage: ./run_all.sh test [--all-lines]"),
+    ("results --help", 0, "usage: ")])
+def test_arguments_are_judged_before_anything_is_built(tmp_path, words, code, sentence):
+    found, out, err = run(RUN_ALL, *words.split(), SDPA_BUILD_DIR=str(tmp_path / "none"))
+    assert found == code and sentence in " ".join(out.split()) + err
+    assert "zzz" in words or not list(tmp_path.iterdir())  # names are read by CMake
+
+
+def test_environment(tmp_path):
+    assert "JOBS=abc: want a number of processes" in run(RUN_ALL, "--cpu", JOBS="abc")[2]
+    assert "/proc/none-cpu: no folder that can be written to" in run(RUN_ALL, "--cpu", SDPA_BUILD_DIR="/proc/none")[2]
+    build = dict(SDPA_BUILD_DIR=str(tmp_path / "build"))
+    (tmp_path / "empty.txt").write_text("# nothing\n")
+    sentence = "empty.txt: no configuration in it; a line is NAME KNOB=VALUE ..."
+    code, _, err = run(RUN_ALL, "--cpu", SDPA_CONFIGS=str(tmp_path / "empty.txt"), **build)
+    assert code == 2 and sentence in err
+    # A relative name is looked for where the command was typed.
+    code, _, err = run(RUN_ALL, "--cpu", SDPA_CONFIGS="empty.txt", cwd=tmp_path, **build)
+    assert code == 2 and sentence in err
+    code, _, err = run(RUN_ALL, "--cpu", SDPA_CONFIGS=str(tmp_path / "missing.txt"), **build)
+    assert code == 2 and "missing.txt: there is no such file" in err
+
+
+def test_what_sdpa_configs_said_last_is_not_remembered(built):
+    code, _, err = run(RUN_ALL, "--cpu", "--only", "^good1", SDPA_BUILD_DIR=str(built[0] / "build"), SDPA_CONFIGS="")
+    assert code == 2 and "--only ^good1: no line of configs.txt has such a name" in err
+
+
+def test_a_link_from_another_folder(built):
+    folder = built[0]
+    (folder / "link").symlink_to(RUN_ALL)
+    code, _, err = run("./link", "--cpu", "--only", "^good2$", "--shape", "small", cwd=folder, SDPA_CONFIGS="bad.txt",
+                       SDPA_BUILD_DIR=str(folder / "build"))
+    assert code == 1 and "rows: build-cpu/rows.csv" in err  # 1: the bad lines
+
+
+# ---- tools that are missing ----
+
+@pytest.fixture
+def bare(tmp_path):
+    """A PATH without cmake, whose root can install it by an apt-get that writes down its words."""
+    for folder in ("/usr/local/bin", "/usr/bin", "/bin"):
+        for name in os.listdir(folder):
+            if name not in ("cmake", "apt-get", "id") and not (tmp_path / name).exists():
+                (tmp_path / name).symlink_to(os.path.join(folder, name))
+    for name, text in (("apt-get", f"echo $* >>{tmp_path}/log; ln -sf /bin/false {tmp_path}/cmake"), ("id", "echo 0")):
+        (tmp_path / name).write_text(f"#!/bin/sh\n{text}\n")
+        (tmp_path / name).chmod(0o755)
+    return tmp_path, dict(PATH=str(tmp_path), SDPA_BUILD_DIR=str(tmp_path / "build"))
+
+
+def test_a_missing_tool_is_installed_and_named(bare):
+    folder, environment = bare
+    code, _, err = run(RUN_ALL, "--cpu", **environment)
+    assert code == 2 and "installing cmake (apt-get)" in err and "CMake could not configure" in err
+    assert (folder / "log").read_text() == "update\ninstall -y --no-install-recommends cmake\n"
+
+
+@pytest.mark.parametrize("answer,is_installed", [("n", False), ("", False), ("y", True)])
+def test_on_a_terminal_it_asks_before(bare, answer, is_installed):
+    folder, environment = bare
+    ours, theirs = pty.openpty()
+    os.write(ours, answer.encode() + b"\n")
+    done = subprocess.Popen([RUN_ALL, "--cpu"], stdin=theirs, stdout=subprocess.DEVNULL, stderr=theirs,
+                            env={**os.environ, **environment})
+    assert done.wait() == 2
+    said = os.read(ours, 10000).decode()
+    assert "May I install cmake (apt-get)? [y/N]" in said and (folder / "log").exists() == is_installed
+    assert is_installed or "cmake is missing; install it with: sudo apt-get install cmake" in said
+
+
+# ---- an executable ----
+
+@pytest.mark.parametrize("program,words,code,sentence", [
+    ("sdpa_good1", "--frob", 2, "sdpa: --frob: no such option; --help lists them"),
+    ("sdpa_good2", "--config", 0, "SYNC_POLICY 1"),
+    ("sdpa_good3", "--config", 0, "changed: BLOCK_N=64 VEC_WIDTH=4 SYNC_POLICY=2"),
+    *[("sdpa_good3", "--config", 0, knob) for knob in ("VEC_WIDTH 4", "SYNC_POLICY 2", "BLOCK_N 64")],
+    ("sdpa_good2", "--check-only --causal off --shape 1x1x1x8x8", 0, "1x1x1x8x8,ok,PASS"),
+    *[("sdpa_good2", f"{option} {value} {option} {value}", 2, f"{option} is given twice") for option, value in (
+        ("--causal", "br"), ("--dist", "normal"), ("--scale", "1"), ("--seeds", "1"), ("--iters", "2"))],
+    *[("sweep_good2", f"{option} {value} {option} {value}", 2, f"{option} is given twice") for option, value in (
+        ("--sweep", "2"), ("--layout", "packed"))],
+    *[("sweep_good2", f"--sweep 2 {option} {value}", 2, f"--sweep draws its own problems; drop {option}") for option, value in (
+        ("--shape", "small"), ("--causal", "br"), ("--dist", "large"), ("--layout", "packed"), ("--scale", "1"))]])
+def test_a_program(built, program, words, code, sentence):
+    found, out, err = run(built[0] / "build-cpu" / program, *words.split())
+    assert found == code and sentence in " ".join(out.split()) + err
+
+
+def test_rows_that_go_nowhere(built):
+    with open("/dev/full", "w") as full:
+        done = subprocess.run([built[0] / "build-cpu" / "sdpa_good2", "--check-only", "--shape", "small"], stdout=full,
+                              stderr=subprocess.PIPE, text=True)
+    assert done.returncode == 3
+    assert "stdout cannot be written to (No space left on device), so rows are lost" in done.stderr

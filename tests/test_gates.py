@@ -1,0 +1,157 @@
+"""./run_all.sh gates: what it reads, what it makes of it, and every line of configs.txt by its own gates.
+usage: python3 -m pytest tests/test_gates.py"""
+import dataclasses
+import glob
+import os
+import re
+import sys
+
+import pytest
+
+ROOT = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))
+sys.path.insert(0, os.path.join(ROOT, "tools"))
+import builds  # noqa: E402
+import gates  # noqa: E402
+
+ROWS = [dict(line=line, over=over, shape="mission", low="1.222", high="1.278") for line, over in
+        (("faster", "good"), ("not_faster", "good"), ("perhaps", "good"), ("unmeasured", "good"), ("wrong", "spills"))]
+
+
+def report(arch, registers, stores=0, loads=0):
+    return f"""ptxas info    : 0 bytes gmem
+ptxas info    : Compiling entry function '_ZN4sdpa8sdpa_mmaIiEEvS_' for '{arch}'
+ptxas info    : Function properties for _ZN4sdpa8sdpa_mmaIiEEvS_
+    16 bytes stack frame, {stores} bytes spill stores, {loads} bytes spill loads
+ptxas info    : Used {registers} registers, used 5 barriers, 16 bytes cumulative stack size
+"""
+
+
+def facts(log, code, threads=128, shared=50000, block_m=64):
+    return builds.Facts(*builds.ptxas_report(log), threads, shared, block_m, code=code)
+
+
+SERIAL = "ptxas info : (C7510) Potential Performance Loss: wgmma.mma_async instructions are serialized due to...\n"
+SPLIT = "ptxas info : (C7519) warpgroup.arrive is injected in around line 7 by compiler to allow use of registers...\n"
+KERNELS = {
+    "good": ([], facts(report("sm_80", 120) + report("sm_90a", 128), 1)),
+    "spills": ([], facts(report("sm_80", 255) + report("sm_90a", 255, 8, 12), 2)),
+    "spills_why": (["gate:spill<=20:two_words_of_16_tiles"], facts(report("sm_90a", 255, 8, 12), 3)),
+    "registers": ([], facts(report("sm_90a", 136), 4, threads=512)),
+    "own_limit": (["gate:regs<=100"], facts(report("sm_90a", 101), 5)),
+    "shared": ([], facts(report("sm_89", 64), 6, shared=101377)),
+    "shared_90": ([], facts(report("sm_90a", 64), 7, shared=101377)),
+    "shared_own": (["gate:smem<=40000"], facts(report("sm_90a", 64), 8, shared=40001)),
+    "serial": ([], facts(report("sm_90a", 64) + SERIAL, 9, shared=4000)),
+    "split": ([], facts(report("sm_90a", 64) + SPLIT, 9, shared=4100)),
+    "twin": ([], facts(report("sm_80", 120), 1)),
+    "not_twin": ([], facts(report("sm_80", 120), 1, block_m=32)),
+    "broken": ([], "sdpa.cu(7): error: words"),
+    "silent": ([], facts("", 10)),
+    "faster": (["gate:step-over=good:1.10"], facts(report("sm_80", 64), 11)),
+    "not_faster": (["gate:step-over=good:1.30@mission"], facts(report("sm_80", 64), 12)),
+    "perhaps": (["gate:step-over=good:1.25@mission"], facts(report("sm_80", 64), 13)),
+    "unmeasured": (["gate:step-over=good:1.10@long"], facts(report("sm_80", 64), 14)),
+    "wrong": (["gate:step-over=good:1.10"], facts(report("sm_80", 64), 15)),
+}
+
+
+def judged(names, rows=ROWS):
+    return list(gates.judge({name: KERNELS[name] for name in names}, rows))
+
+
+@pytest.mark.parametrize("line,gate,wanted,found,verdict", [
+    ("good", "bytes spilled", "<= 0", "0", "ok"),
+    ("good", "registers", "<= 255", "128", "ok"),
+    ("good", "shared bytes", "<= 101376", "50000", "ok"),
+    ("spills", "bytes spilled", "<= 0", "20", "FAIL"),
+    ("spills_why", "bytes spilled", "<= 20", "20 (two_words_of_16_tiles)", "ok"),
+    ("registers", "registers", "<= 128", "136", "FAIL"),
+    ("own_limit", "registers", "<= 100", "101", "FAIL"),
+    ("shared", "shared bytes", "<= 101376", "101377", "FAIL"),
+    ("shared_90", "shared bytes", "<= 232448", "101377", "ok"),
+    ("shared_own", "shared bytes", "<= 40000", "40001", "FAIL"),
+    ("serial", "wgmma as written", "yes", "no: C7510", "FAIL"),
+    ("split", "wgmma as written", "yes", "no: C7519", "FAIL"),
+    ("twin", "duplicate", "its own code", "all of good's", "FAIL"),
+    ("broken", "compiles", "yes", "no: sdpa.cu(7): error: words", "FAIL"),
+    ("silent", "ptxas report", "one", "none", "FAIL"),
+    ("faster", "over good", ">= 1.10", "1.222 to 1.278", "ok"),
+    ("not_faster", "over good at mission", ">= 1.30", "1.222 to 1.278", "FAIL"),
+    ("perhaps", "over good at mission", ">= 1.25", "1.222 to 1.278", "UNCLEAR"),
+    ("unmeasured", "over good at long", ">= 1.10", "not timed", "UNCLEAR"),
+    ("wrong", "over good", ">= 1.10", "not timed", "UNCLEAR"),
+])
+def test_a_gate(line, gate, wanted, found, verdict):
+    assert gates.Found(line, gate, wanted, found, verdict) in judged(KERNELS)
+
+
+def test_nothing_else_fails(capsys):
+    failed = [one for one in judged(KERNELS) if one.verdict == "FAIL"]
+    assert len(failed) == 11 and not {"good", "not_twin"} & {one.line for one in failed}
+    assert gates.report(failed) == 1 and "A GATE FAILED" in capsys.readouterr().out
+    assert gates.report(judged(["good", "faster", "shared_90"])) == 0
+    assert "3 lines, no gate failed" in capsys.readouterr().out
+    assert gates.report([]) == 1
+    assert judged(["faster"], None)[-1].found == "not timed: gates --time"
+
+
+@pytest.mark.parametrize("words,sentence", [
+    (["--frob"], "--frob: no such option"), (["--only", "("], "--only (: not a regular expression"),
+    (["--only", "nosuch"], "--only nosuch: no line of configs.txt has such a name"), (["--only"], "--only: its value is missing"),
+    (["--steps", "/no/such.csv"], "/no/such.csv: there is no such file")])
+def test_refusals(words, sentence, monkeypatch):
+    monkeypatch.setattr(sys, "argv", ["gates", *words])
+    with pytest.raises(builds.Refused) as refused:
+        gates.main()
+    assert str(refused.value) == sentence and refused.value.code == 2
+
+
+# ---- with nvcc ----
+
+needs_nvcc = pytest.mark.skipif(not builds.nvcc(), reason="nvcc is missing")
+TREE = builds.Tree()
+
+
+def built(*changes):
+    line = builds.Line(TREE, "scalar_minimal", changes)
+    one, = builds.build([line], "90a").values()
+    assert not one.trouble
+    return one
+
+
+@needs_nvcc
+def test_device_code_alone_tells_the_same():
+    lines = builds.parse_contenders(["mma_lazy", "hopper"])
+    whole, alone = (builds.build(lines, "80", "90a", kind=kind) for kind in ("-shared", "-fatbin"))
+    for line in lines:
+        a, b = (dataclasses.replace(builds.facts(built[line]), path="") for built in (whole, alone))
+        assert a == b and min(a.threads, a.shared_bytes, a.block_m) > 0
+
+
+@needs_nvcc
+def test_a_default_spelt_out_is_a_duplicate_and_a_changed_byte_is_seen():
+    a, twin, other = (builds.facts(built(*knobs)) for knobs in
+                      (["VEC_WIDTH=8"], ["VEC_WIDTH=8", "STAGES=1"], ["VEC_WIDTH=8", "SYNC_POLICY=1"]))
+    assert a.threads == 128 and a.block_m == 32 and a.shared_bytes > 1000 and a.archs == ("90a",)
+    assert dataclasses.replace(a, same="", path="") == dataclasses.replace(twin, same="", path="") and a.code != other.code
+    with open(a.path, "rb") as file:
+        data = bytearray(file.read())
+    code, = builds.machine_code(data)
+    data[data.index(code) + 100] ^= 0xff
+    assert builds.machine_code(data) != [code]
+
+
+@needs_nvcc
+def test_a_library_has_the_functions_that_a_caller_loads():
+    with open(built().path, "rb") as file:
+        names = builds.symbols(file.read(), ".dynsym", ".dynstr")
+    assert all(names[name][1] for name in builds.LIBRARY_FUNCTIONS)
+
+
+@needs_nvcc
+def test_every_line_keeps_to_its_gates(monkeypatch, capsys):
+    monkeypatch.setattr(sys, "argv", ["gates"])
+    code = gates.main()
+    assert code == 0, capsys.readouterr().out
+    steps = glob.glob(os.path.join(ROOT, "results", "steps", "*.csv"))
+    assert not steps or re.search("over .* ok$", capsys.readouterr().out, re.MULTILINE)

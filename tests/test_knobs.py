@@ -1,0 +1,132 @@
+"""Section 1 of sdpa.cu is plain C++: compiled alone with illegal knobs it says the sentence, and with legal ones it compiles.
+And a line of each kind is C++ to clang++ as well as to g++.  usage: python3 -m pytest tests/test_knobs.py"""
+import os
+import shutil
+import subprocess
+import sys
+from concurrent.futures import ThreadPoolExecutor
+
+import pytest
+
+ROOT = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))
+sys.path.insert(0, os.path.join(ROOT, "tools"))
+import builds  # noqa: E402
+
+SECTION = "//" + builds.Tree().read("sdpa.cu").split("// ==== 1 KNOBS")[1].split("// ==== 2 PROBLEM")[0]
+WGMMA = "USE_WGMMA=1 VEC_WIDTH=8"
+TUNED = WGMMA + " USE_TUNED=1"
+SETS = {"@wmma": "USE_WMMA=1 BLOCK_M=64", "@wgmma": WGMMA + " USE_WARP_SPECIALIZATION=1", "@plain": WGMMA, "@tuned": TUNED,
+        "@swap": WGMMA + " SWAP_AB=1 BLOCK_N=64"}
+
+
+def refusal(knobs, section=SECTION):
+    """The sentence with which these knobs are refused; None if they compile."""
+    for name, words in SETS.items():
+        knobs = knobs.replace(name, words)
+    done = subprocess.run([os.environ.get("CXX", "g++"), "-std=c++17", "-fsyntax-only", *("-D" + knob for knob in knobs.split()),
+                           "-x", "c++", "-"], input=section, capture_output=True, text=True)
+    return done.stderr if done.returncode else None
+
+
+@pytest.mark.parametrize("knobs", [
+    "",
+    "HEAD_DIM=128 DTYPE=BF16 BLOCK_M=64 BLOCK_N=48 NUM_WARPS=8",
+    "USE_CP_ASYNC=1 STAGES=3 VEC_WIDTH=2 USE_WMMA=0 STAGES=3",
+    "@wmma USE_WMMA_PV=1 BLOCK_N=48",
+    "USE_CUBLAS=1 NUM_WARPS=8 HEAD_DIM=128 DTYPE=BF16",
+    "@wmma USE_WARP_SPECIALIZATION=1 NUM_PRODUCER_WARPS=2 SYNC_POLICY=1 STAGES=3",
+    "USE_MMA_SYNC=1 BLOCK_M=64 NUM_WARPS=4",
+    "USE_MMA_SYNC=1 BLOCK_M=64 NUM_WARPS=8 SPLIT_KV=2 USE_LAZY_MAX=1",
+    "@wgmma BLOCK_M=192 NUM_WARPS=12 BLOCK_N=96 STAGES=3 OVERLAP=1 USE_PING_PONG=1 USE_LAZY_MAX=1",
+    "@wgmma BLOCK_M=128 NUM_WARPS=8 USE_PERSISTENT_CTA=1",
+    "@plain BLOCK_M=64 STAGES=2",
+    "@tuned",
+    "@tuned HEAD_DIM=128 USE_PING_PONG=1",
+    "@tuned SWAP_AB=1",
+    "@swap BLOCK_M=32 BLOCK_N=128 NUM_WARPS=16 SPLIT_KV=4",
+    "@swap BLOCK_M=16 NUM_WARPS=4 STAGES=2 HEAD_DIM=128 USE_FAST_EXP=1",
+    "@tuned STAGES=4",
+    "@plain BLOCK_M=64",
+])
+def test_accepted(knobs):
+    assert refusal(knobs) is None
+
+
+@pytest.mark.parametrize("knobs,sentence", [
+    ("HEAD_DIM=96", "HEAD_DIM: not a legal value; it takes one of: 64 128 256. Type HEAD_DIM=64"),
+    ("HEAD_DIM", "HEAD_DIM: not a legal value"),
+    ("HEAD_DIM=", "HEAD_DIM: not a legal value"),
+    ("DTYPE=FP32", "DTYPE: not a legal value; it takes one of: FP16 BF16. Type DTYPE=FP16"),
+    ("USE_FAST_EXP=ON", "USE_FAST_EXP: not a legal value; it takes one of: 0 1. Type USE_FAST_EXP=0"),
+    ("NUM_WARPS=17", "NUM_WARPS: not a legal value; it takes one of: 1..16. Type NUM_WARPS=4"),
+    ("SYNC_POLICY=3", "SYNC_POLICY: not a legal value; it takes one of: 5 2 1 0"),
+    ("VEC_WIDTH=3", "VEC_WIDTH: not a legal value; it takes one of: 1 2 4 8"),
+    ("STAGES=5", "STAGES: not a legal value; it takes one of: 1..4"),
+    ("BLOCK_M=24", "a multiple of 4*NUM_WARPS; type BLOCK_M=64 NUM_WARPS=4"),
+    ("BLOCK_N=20", "it must be a multiple of 8; type BLOCK_N=64"),
+    ("BLOCK_M=256 BLOCK_N=64", "over 176 registers and spill; type a smaller BLOCK_M or more NUM_WARPS"),
+    ("STAGES=2", "STAGES does nothing without cp.async or producer warps; add USE_CP_ASYNC=1 or drop"),
+    ("USE_CP_ASYNC=1", "VEC_WIDTH=1 is 2 bytes; type VEC_WIDTH=8"),
+    ("USE_WMMA_PV=1", "P @ V goes to wmma only where Q @ K.T does; add USE_WMMA=1 or drop it"),
+    ("@wmma USE_MMA_SYNC=1", "a build has one kernel; keep one of them"),
+    ("USE_CUBLAS=1 USE_MMA_SYNC=1", "a build has one kernel; keep one of them"),
+    ("USE_CUBLAS=1 VEC_WIDTH=8", "USE_CUBLAS=1: of the knobs for tiles and copies none has an effect"),
+    ("@wmma NUM_WARPS=2", "BLOCK_M must be 16*NUM_WARPS; type BLOCK_M=64 NUM_WARPS=4"),
+    ("@wmma BLOCK_N=40", "wmma takes keys by 16, so it must be a multiple of 16; type BLOCK_N=64"),
+    ("@wmma USE_WARP_SPECIALIZATION=1", "so every warp must keep its rows; type SYNC_POLICY=1"),
+    ("USE_WARP_SPECIALIZATION=1", "only the wmma and wgmma kernels have producer warps; add USE_WMMA=1 or"),
+    ("@wmma NUM_PRODUCER_WARPS=2", "producer warps only with USE_WARP_SPECIALIZATION=1"),
+    ("@wmma USE_LAZY_MAX=1", "USE_LAZY_MAX=1: only the mma.sync and wgmma kernels have it"),
+    ("SPLIT_KV=2", "SPLIT_KV: only the mma.sync and wgmma kernels have it"),
+    ("USE_MMA_SYNC=1 BLOCK_M=32", "16 or 32 times NUM_WARPS/SPLIT_KV; type BLOCK_M=128 NUM_WARPS=4"),
+    ("USE_MMA_SYNC=1 BLOCK_M=96 NUM_WARPS=3 SPLIT_KV=2", "NUM_WARPS must be a multiple of SPLIT_KV; type SPLIT_KV=2 NUM_WARPS=8"),
+    ("SPLIT_KV=3", "SPLIT_KV: not a legal value; it takes one of: 1 2 4"),
+    ("USE_MMA_SYNC=1 BLOCK_M=64 BLOCK_N=40", "must be a multiple of 16; type BLOCK_N=64"),
+    ("USE_MMA_SYNC=1 BLOCK_M=64 SYNC_POLICY=1", "so the policy does nothing; drop SYNC_POLICY"),
+    ("@plain BLOCK_M=64 NUM_WARPS=16 SPLIT_KV=4",
+     "the plain wgmma kernel has none of them; add USE_WARP_SPECIALIZATION=1 or drop them"),
+    ("@wgmma BLOCK_M=64 NUM_WARPS=8", "a warpgroup has 4 warps and 64 query rows"),
+    ("@wgmma BLOCK_M=64 BLOCK_N=40", "wgmma takes keys by 16"),
+    ("USE_WGMMA=1 USE_WARP_SPECIALIZATION=1 BLOCK_M=64", "type VEC_WIDTH=8"),
+    ("@plain BLOCK_M=64 OVERLAP=1", "the plain wgmma kernel has none of them; add USE_WARP_SPECIALIZATION=1"),
+    ("@wgmma BLOCK_M=64 NUM_WARPS=8 SPLIT_KV=2 USE_PERSISTENT_CTA=1", "in the wgmma kernel not with SPLIT_KV"),
+    ("@tuned BLOCK_N=80", "no row of TUNED_TILES has all the knobs"),
+    ("@tuned OVERLAP=1", "go with the tile"),
+    ("@wgmma BLOCK_M=128 NUM_WARPS=8 SKIP_MASKED=1 USE_PING_PONG=1", "must run the same rounds"),
+    ("@wgmma BLOCK_M=256 NUM_WARPS=16 BLOCK_N=32 STAGES=2 SKIP_MASKED=1", "would skip more tiles than can be in flight"),
+    ("@swap BLOCK_M=32 NUM_WARPS=16 SPLIT_KV=2", "every warpgroup has a slice of the keys"),
+    ("@swap BLOCK_M=128 NUM_WARPS=16 SPLIT_KV=4", "every warpgroup has a slice of the keys"),
+    ("@swap BLOCK_N=96 BLOCK_M=32", "every warpgroup has a slice of the keys"),
+    ("@swap BLOCK_M=64 HEAD_DIM=256 NUM_WARPS=16 SPLIT_KV=4", "would leave too few of its registers"),
+    ("@swap BLOCK_M=32 USE_LAZY_MAX=1", "for a round or two of few rows"),
+    ("@swap BLOCK_M=32 USE_WARP_SPECIALIZATION=1", "for a round or two of few rows"),
+    ("SWAP_AB=1", "only the wgmma kernel has them; add USE_WGMMA=1 or drop them"),
+    ("@wgmma BLOCK_M=64 SWIZZLE_XOR=1", "have no effect on it; drop them"),
+    ("OVERLAP=1", "only the wgmma kernel has them; add USE_WGMMA=1 or drop them"),
+])
+def test_refused(knobs, sentence):
+    assert sentence in (refusal(knobs) or "it is accepted")
+
+
+def test_rows_of_the_table_are_judged_like_typed_knobs():
+    table = "constexpr TunedTile TUNED_TILES[] = {\n"
+    section = SECTION.replace(table, table + "    {64, 192, 64, 8, 2, 1, producer_warpgroup, 1, 1, 1},\n")
+    assert "a warpgroup has 4 warps and 64 query rows, so BLOCK_M must be" in refusal("@tuned", section)
+    assert refusal("@plain BLOCK_M=64", section) is None
+
+
+KINDS = """scalar_minimal scalar_sync2 scalar_persistent scalar_fast_exp scalar_bf16 wmma_qk wmma_pv wmma_ws2 wmma_all mma_lazy3
+mma_split4 mma_fast_exp mma_d256 cublas wgmma_plain wgmma_ws wgmma_overlap wgmma_d128_turns wgmma_d128_causal wgmma_split2
+wgmma_swap32 wgmma_d256 hopper"""
+
+
+@pytest.mark.skipif(not shutil.which("clang++"), reason="clang++ is missing")
+def test_clang():
+    lines = builds.Tree().lines()
+
+    def compiled(name):
+        part = ["-DSDPA_LINE_ONLY", *builds.definitions(lines[name])] if name else ["-DSDPA_HARNESS_ONLY"]
+        return builds.run(["clang++", "-std=c++17", "-fsyntax-only", "-w", "-Isimt", *part, "-x", "c++", "sdpa.cu"], cwd=ROOT)
+    with ThreadPoolExecutor(builds.JOBS) as pool:
+        for done in pool.map(compiled, ["", *KINDS.split()]):
+            assert done.returncode == 0, done.stderr

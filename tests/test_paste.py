@@ -1,0 +1,82 @@
+"""README's example of pasting, word for word, as a program: with its knobs and with those of one line of each family, some of
+which need a workspace; beside it a second build out of the marked region. On the CPU backend it runs, by nvcc it compiles
+and, where there is a GPU, runs.  usage: python3 -m pytest tests/test_paste.py"""
+import os
+import re
+import subprocess
+import sys
+
+import pytest
+
+ROOT = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))
+sys.path.insert(0, os.path.join(ROOT, "tools"))
+import builds  # noqa: E402
+
+TREE = builds.Tree()
+HEAD, BODY = re.search(r"^## Paste it.*?```cpp\n(.*?#include \"sdpa.cu\"\n)(.*?)```", TREE.read("README.md"),
+                       re.DOTALL | re.MULTILINE).groups()
+CPU = [os.environ.get("CXX", "g++"), "-march=native", "-ffp-contract=off", "-pthread", "-I" + os.path.join(ROOT, "simt")]
+FAMILIES = "README scalar_persistent wmma_persistent mma_persistent wgmma_persistent wgmma_swap32 hopper cublas".split()
+PROGRAM = """%s
+#include <vector>
+
+int run_second_build();  // paste_second.cu; 0 if its result is right
+
+int main() {
+  // Q = 0 gives equal weights: every row of O is the mean of V, here the mean of 0..99 in each head.
+  const int B = 1, H = 2, S = 100;
+  const cudaStream_t stream = 0;
+  const size_t n = size_t(B) * H * S * 64;
+  std::vector<__half> zeros(n, __half(0.0f)), host(n);
+  for (size_t i = 0; i < n; i++) host[i] = __half(float(i / 64 %% S));
+  __half *Q = nullptr, *K = nullptr, *V = nullptr, *O = nullptr;
+  for (__half** tensor : {&Q, &K, &V, &O}) {
+    if (cudaMalloc(tensor, n * sizeof(__half)) != cudaSuccess) return 77;
+    cudaMemcpy(*tensor, tensor == &V ? host.data() : zeros.data(), n * sizeof(__half), cudaMemcpyHostToDevice);
+  }
+%s
+  if (cudaMemcpy(host.data(), O, n * sizeof(__half), cudaMemcpyDeviceToHost) != cudaSuccess) return 1;
+  for (__half x : host) {
+    if (!(std::fabs(float(x) - 49.5f) <= 0.05f)) return printf("O has %%g, want 49.5\\n", double(float(x))), 1;
+  }
+  return run_second_build();
+}
+"""
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    """One with the example's programs and the second build's source."""
+    path = tmp_path_factory.mktemp("paste")
+    text = TREE.read("sdpa.cu")
+    (path / "pasted_region.cuh").write_text(text[text.index("// ==== COPY FROM HERE"):text.index("// ==== COPY TO HERE")])
+    for name in FAMILIES:
+        knobs = [] if name == "README" else [word.replace("=", " ") for word in TREE.config_lines()[name].knobs]
+        head = "\n".join(["#define SDPA_NO_MAIN", *("#define " + knob for knob in knobs), '#include "sdpa.cu"']) if knobs else HEAD
+        (path / f"{name}.cu").write_text(PROGRAM % (head, BODY))
+    subprocess.run([*CPU, "-O1", "-std=c++17", "-c", os.path.join(ROOT, "simt", "engine.cpp"), "-o", "engine.o"], cwd=path,
+                   check=True)
+    return path
+
+
+def compiled(folder, name, *command):
+    second = os.path.join(ROOT, "tests", "paste_second.cu")
+    done = subprocess.run([*command, "-std=c++17", "-w", "-I" + ROOT, "-I.", f"{name}.cu", second, "-o", name], cwd=folder,
+                          capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    return subprocess.run([folder / name], capture_output=True, text=True)
+
+
+@pytest.mark.parametrize("name", FAMILIES)
+def test_on_the_cpu_backend(folder, name):
+    done = compiled(folder, name, *CPU, "engine.o", "-x", "c++")
+    assert done.returncode == 0, done.stdout + done.stderr
+
+
+@pytest.mark.skipif(not builds.nvcc(), reason="nvcc is missing")
+@pytest.mark.parametrize("name", FAMILIES)
+def test_by_nvcc(folder, name):
+    arch = "90a" if "wgmma" in name or name == "hopper" else "80"
+    done = compiled(folder, name, builds.nvcc(), f"-gencode=arch=compute_{arch},code=sm_{arch}",
+                    *(["-lcublas"] if name == "cublas" else []))
+    assert done.returncode in (0, 77), done.stdout + done.stderr

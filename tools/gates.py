@@ -1,0 +1,133 @@
+#!/usr/bin/env python3
+"""usage: ./run_all.sh gates [--only REGEX] [--time | --steps CSV]
+Compiles the kernel of every line for sm_80, sm_89 and sm_90a (or SDPA_ARCHS) and prints what is asked of
+it and what was found: spills, registers, shared memory, wgmma not as written; lines whose machine code and
+launch are another line's; and speed claims, judged by what was measured of them. Needs nvcc, no GPU.
+  --only REGEX   only the lines whose name matches
+  --time         time the claims first, on this machine's GPU, into results/steps/DATE-DEVICE.csv
+  --steps CSV    what judges gate:step-over (default: the newest of results/steps)
+In configs.txt: gate:regs<=N  gate:smem<=BYTES  gate:spill<=BYTES:WHY  gate:step-over=NAME:FACTOR[@SHAPE]
+exit: 0 no gate failed, 1 one did, 2 bad usage or a missing tool
+"""
+import csv
+import glob
+import os
+import re
+import sys
+from dataclasses import dataclass
+
+import builds
+import engine
+import steps
+from builds import Refused
+
+
+@dataclass(frozen=True)
+class Found:
+    """One gate of a line, and what was found."""
+    line: str
+    gate: str
+    wanted: str
+    found: str
+    verdict: str
+
+    def __str__(self):
+        return f"{self.line:<24} {self.gate:<28} {self.wanted:<16} {self.found:<28} {self.verdict}"
+
+
+def judge(kernels, rows):
+    """Found of each gate of each line. kernels: {name: (its gates, its builds.Facts or the sentence why it has none)}; rows:
+    what tools/steps.py measured, None if nothing."""
+    owners = {}
+    for name, (gates, facts) in kernels.items():
+        if isinstance(facts, str):
+            yield Found(name, "compiles", "yes", "no: " + facts, "FAIL")
+            continue
+        if not facts.registers:
+            yield Found(name, "ptxas report", "one", "none", "FAIL")
+            continue
+        yield from judge_resources(name, gates, facts)
+        if facts.wgmma:
+            yield Found(name, "wgmma as written", "yes", "no: " + " ".join(facts.wgmma), "FAIL")
+        owner = owners.setdefault((facts.code, facts.threads, facts.shared_bytes, facts.block_m), name)
+        if owner != name:
+            yield Found(name, "duplicate", "its own code", f"all of {owner}'s", "FAIL")
+        yield from judge_claims(name, gates, rows)
+
+
+def judge_resources(name, gates, facts):
+    own = dict(gate[5:].split("<=", 1) for gate in gates if "<=" in gate)
+    spill, _, why = own.get("spill", "0").partition(":")
+    # A warp takes registers in units of 256, so a thread's share is a multiple of 8.
+    registers = min(65536 // facts.threads // 8 * 8, 255)
+    shared = 99 * 1024 if any(arch.startswith("8") for arch in facts.archs) else 227 * 1024  # 99 KB: sm_89
+    for gate, limit, found, reason in (("bytes spilled", spill, facts.spilled, f" ({why})" if why else ""),
+                                       ("registers", own.get("regs", registers), facts.registers, ""),
+                                       ("shared bytes", own.get("smem", shared), facts.shared_bytes, "")):
+        yield Found(name, gate, f"<= {limit}", f"{found}{reason}", "ok" if found <= int(limit) else "FAIL")
+
+
+def judge_claims(name, gates, rows):
+    for other, factor, shape in steps.parse_claims(gates):
+        gate = f"over {other}" + (f" at {shape}" if shape else "")
+        fitting = [row for row in rows or () if (row["line"], row["over"]) == (name, other) and shape in ("", row["shape"])]
+        for row in fitting:
+            low, high = float(row["low"]), float(row["high"])
+            verdict = "ok" if low >= float(factor) else "FAIL" if high < float(factor) else "UNCLEAR"
+            yield Found(name, gate, f">= {factor}", f"{row['low']} to {row['high']}", verdict)
+        if not fitting:
+            yield Found(name, gate, f">= {factor}", "not timed: gates --time" if rows is None else "not timed", "UNCLEAR")
+
+
+def newest_steps():
+    found = glob.glob(os.path.join(builds.ROOT, "results", "steps", "*.csv"))
+    return max(found, key=lambda path: [int(n) for n in re.findall(r"\d+", os.path.basename(path))], default=None)
+
+
+def report(found):
+    """Prints the table; the exit code."""
+    print(f"{'line':<24} {'gate':<28} {'wanted':<16} found")
+    failed, names = False, set()
+    for one in found:
+        print(one)
+        failed |= one.verdict == "FAIL"
+        names.add(one.line)
+    print(f"{len(names)} lines, {'A GATE FAILED' if failed else 'no gate failed'}")
+    return 1 if failed or not names else 0
+
+
+def compiled(lines, archs):
+    """{name: (its gates, its builds.Facts or the sentence why it has none)}."""
+    kernels = {}
+    for line, one in builds.build(lines, *archs, kind="-fatbin", progress=builds.show_progress()).items():
+        if re.search("cublas_v2.h|-lcublas", one.trouble):
+            print(f"{line.name} is left out: it needs cuBLAS, a part of the CUDA Toolkit that is not here", file=sys.stderr)
+        else:
+            kernels[line.name] = (line.gates, one.trouble or builds.facts(one))
+    return kernels
+
+
+def main():
+    parser = engine.new_parser()
+    parser.add_argument("--only", default="")
+    parser.add_argument("--time", action="store_true")
+    parser.add_argument("--steps")
+    options = engine.parse_options(parser, sys.argv[1:], __doc__)
+    if options.steps and not os.path.exists(options.steps):
+        raise Refused(f"{options.steps}: there is no such file")
+    lines = builds.lines_named(options.only)
+    bad_lines = builds.Tree().read_configs()[1]
+    if bad_lines:
+        print(bad_lines, file=sys.stderr)
+    path = options.steps or (steps.time_claims(options.only) if options.time else newest_steps())
+    kernels = compiled(lines, re.findall(r"\d+a?", os.environ.get("SDPA_ARCHS", "")) or ["80", "89", "90a"])
+    rows = None
+    if path:
+        print(f"speed claims are judged by {os.path.relpath(path)}", file=sys.stderr)
+        with open(path, newline="") as file:
+            rows = list(csv.DictReader(file))
+    return report(judge(kernels, rows)) or bool(bad_lines)
+
+
+if __name__ == "__main__":
+    engine.command("gates", main)

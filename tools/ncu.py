@@ -1,0 +1,142 @@
+#!/usr/bin/env python3
+"""usage: ./run_all.sh profile NAME [KNOB=VALUE...] [--shape S] [-- EXECUTABLE-OPTION...]
+Runs the kernel of the line NAME once under ncu (Nsight Compute) with the counters that matter for
+attention, and prints in ten lines what binds it and how far it is from that limit.
+  --shape S   the problem (default long)
+exit: 0, 1 the kernel gives wrong results, 2 bad usage, no ncu, or no right to read the counters
+"""
+import csv
+import os
+import re
+import shutil
+import sys
+
+import builds
+import engine
+from builds import Refused
+
+STALLS = """barrier branch_resolving dispatch_stall drain gmma imc_miss lg_throttle long_scoreboard math_pipe_throttle
+membar mio_throttle no_instruction not_selected selected short_scoreboard sleeping wait""".split()
+STALLED = "smsp__average_warps_issue_stalled_{}_per_issue_active.ratio"
+OF_PEAK = ".pct_of_peak_sustained_elapsed"
+WAVES = "l1tex__data_pipe_lsu_wavefronts_mem_shared.sum"
+UNITS = {"tensor pipe": "sm__pipe_tensor_cycles_active.avg" + OF_PEAK,
+         "XU (MUFU)": "sm__inst_executed_pipe_xu.avg" + OF_PEAK,
+         "FMA pipes": "sm__pipe_fma_cycles_active.avg" + OF_PEAK,
+         "ALU": "sm__pipe_alu_cycles_active.avg" + OF_PEAK,
+         "issue slots": "smsp__issue_active.avg.pct_of_peak_sustained_active",
+         "shared memory": WAVES + OF_PEAK,
+         "L2": "lts__throughput.avg" + OF_PEAK,
+         "DRAM": "gpu__dram_throughput.avg" + OF_PEAK}
+METRICS = [*UNITS.values(), *map(STALLED.format, STALLS), WAVES, "l1tex__data_bank_conflicts_pipe_lsu_mem_shared.sum",
+           "gpu__time_duration.sum", "sm__cycles_elapsed.avg.per_second", "lts__t_bytes.sum", "dram__bytes_read.sum",
+           "dram__bytes_write.sum", "sm__warps_active.avg.per_cycle_active"]
+# mma.sync cannot fill Hopper's tensor pipe: it stops at 2640 of wgmma's 4096 FLOP per clock and SM (6.2 clocks per
+# m16n8k16 and scheduler; measured with independent instructions alone).
+MMA_SYNC_REACH = 2640 / 4096
+PREFIXES = {"T": 1e12, "G": 1e9, "M": 1e6, "K": 1e3, "us": 1e3, "ms": 1e6}  # ncu chooses them by itself; times in ns
+
+
+class Counters:
+    """What `ncu --csv --page raw` printed: words, then a line of names, one of units, one of values."""
+
+    def __init__(self, text):
+        rows = list(csv.reader(text[text.index('"ID"'):].splitlines())) if '"ID"' in text else []
+        if len(rows) < 3:
+            raise ValueError("no counters")
+        self.values = {name: (float(value.replace(",", "")), unit) for name, unit, value in zip(*rows[:3])
+                       if re.fullmatch(r"[\d,.]+", value)}
+
+    def __getitem__(self, name):
+        return self.values.get(name, (0.0, ""))[0]
+
+    def scaled(self, name):
+        """In bytes, Hz or ns."""
+        value, unit = self.values.get(name, (0.0, ""))
+        return value * next((factor for prefix, factor in PREFIXES.items() if unit.startswith(prefix)), 1)
+
+
+def verdict(row, counters):
+    """The ten lines. row: the executable's."""
+    sizes = {name: int(row[name]) for name in ("B", "Hq", "Hkv", "Sq", "Sk", "D")}
+    limited = row["sm"].startswith("9") and row["family"] in ("mma", "wmma")
+    reach = MMA_SYNC_REACH if limited else 1.0
+    tensor, dram = counters[UNITS["tensor pipe"]], counters[UNITS["DRAM"]]
+    use = {unit: counters[name] / (reach if unit == "tensor pipe" else 1) for unit, name in UNITS.items()}
+    busiest = max(use, key=use.get)
+    rows = {name: sizes["B"] * sizes["H" + name] * sizes["S" + side] for name, side in (("q", "q"), ("kv", "k"))}
+    tensors = 2 * sizes["D"] * 2 * (rows["q"] + rows["kv"]) + 4 * rows["q"]
+    l2, moved = counters.scaled("lts__t_bytes.sum"), sum(counters.scaled(f"dram__bytes_{way}.sum") for way in ("read", "write"))
+    conflicts = counters["l1tex__data_bank_conflicts_pipe_lsu_mem_shared.sum"] / (counters[WAVES] or 1)
+    stalls = {reason: counters[STALLED.format(reason)] for reason in STALLS}
+    total = sum(stalls.values()) or 1
+    waits = [f"{reason} {100 * stalls[reason] / total:.0f}%"
+             for reason in sorted(set(STALLS) - {"selected"}, key=lambda reason: -stalls[reason])[:3]]
+    mask = "" if row["causal"] == "off" else " causal " + row["causal"]
+    of_reach = f"{tensor / reach:.0f}% of what mma.sync can reach on Hopper ({100 * reach:.1f}%)" if limited else ""
+    return [
+        f"{row['config']} at {row['shape']}{mask} on {row['device']}: {counters.scaled('gpu__time_duration.sum') / 1e3:.2f} us "
+        f"under ncu, SM at {counters.scaled('sm__cycles_elapsed.avg.per_second') / 1e6:.0f} MHz",
+        f"  tensor pipe    {tensor:5.1f}%  {of_reach}",
+        f"  XU (MUFU)      {use['XU (MUFU)']:5.1f}%",
+        f"  FMA, ALU       {use['FMA pipes']:5.1f}%  {use['ALU']:.1f}%",
+        f"  issue slots    {use['issue slots']:5.1f}%  {counters['sm__warps_active.avg.per_cycle_active']:.1f} warps on an SM",
+        f"  shared memory  {use['shared memory']:5.1f}%  {100 * conflicts:.1f}% of its wavefronts are bank conflicts",
+        f"  L2             {use['L2']:5.1f}%  {l2 / 1e6:.1f} MB, {l2 / tensors:.1f} times the tensors",
+        f"  DRAM           {dram:5.1f}%  {moved / 1e6:.1f} MB, {moved / tensors:.2f} of the {tensors / 1e6:.1f} MB of the tensors",
+        f"  warps wait for         {', '.join(waits)}",
+        f"  gates                  tensor pipe >= 50%: {'yes' if tensor >= 50 else 'no'}; "
+        f"DRAM < 50%: {'yes' if dram < 50 else 'no'}",
+        f"  bound by               {busiest}, at {use[busiest]:.0f}% of its limit" if use[busiest] >= 80 else
+        f"  bound by               latency: the busiest unit is the {busiest} at {use[busiest]:.0f}% of its limit; "
+        f"warps wait for {waits[0]}"]
+
+
+def main():
+    argv = sys.argv[1:]
+    split = argv.index("--") if "--" in argv else len(argv)
+    parser = engine.new_parser()
+    parser.add_argument("words", nargs="*")
+    parser.add_argument("--shape", default="long")
+    options = engine.parse_options(parser, argv[:split], __doc__)
+    lines = builds.parse_contenders(options.words)
+    if len(lines) != 1 or isinstance(lines[0], builds.Torch):
+        raise Refused("one line at a time" if lines else "which line?")
+    line, = lines
+    if line.family == "cublas":
+        raise Refused(f"{line.text} runs three kernels, two of them cuBLAS's; use ncu itself")
+    engine.parse_problem(options.shape)
+    gpu = engine.find_gpu()
+    if not gpu:
+        raise Refused("it times kernels and there is no GPU here; run it on a machine with one (check without times: "
+                      "./run_all.sh --cpu)")
+    if not shutil.which("ncu"):
+        raise Refused("ncu is missing; it is Nsight Compute of the CUDA Toolkit, put its folder on PATH")
+    built = builds.build(lines, gpu.arch, program="sdpa.cu", kind="")[line]
+    if built.trouble:
+        raise Refused(f"{line.text}: {built.trouble}")
+    command = [built.path, "--check-only", "--shape", options.shape, *argv[split + 1:]]
+    checked = builds.run([*command, "--header"])
+    if checked.returncode == 1:
+        raise Refused(f"{line.text} gives wrong results, so there is nothing to profile", 1)
+    if checked.returncode:
+        raise Refused(f"{line.text} does not run on this problem: {checked.stderr.strip()}")
+    # The second launch: the first one finds L2 cold.
+    done = builds.run(["ncu", "--clock-control", "none", "--csv", "--page", "raw", "--metrics", ",".join(METRICS),
+                       "--kernel-name", "regex:sdpa_", "--launch-skip", "1", "--launch-count", "1", *command])
+    if "ERR_NVGPUCTRPERM" in done.stdout + done.stderr:
+        raise Refused("this user may not read the GPU's counters (ERR_NVGPUCTRPERM): run as root, or load the driver with "
+                      "NVreg_RestrictProfilingToAdminUsers=0")
+    try:
+        counters = Counters(done.stdout)
+    except ValueError:
+        report = os.path.join(builds.BUILD, "ncu.csv")
+        builds.replace_file(report, done.stdout + done.stderr)
+        words = re.findall("^==.*", done.stdout + done.stderr, re.MULTILINE)[-1:]
+        raise Refused(f"ncu gave no counters: {''.join(words)} (all its words: {report})") from None
+    print("\n".join(verdict(next(csv.DictReader(checked.stdout.splitlines())), counters)))
+    return 0
+
+
+if __name__ == "__main__":
+    engine.command("profile", main)
