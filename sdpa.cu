@@ -2535,16 +2535,13 @@ __global__ void __launch_bounds__(B::threads, 1) sdpa_mma(const __grid_constant_
     const int q = item.q0 + warp * WARP_ROWS;
     // Every group takes part in every round, the last one perhaps without a tile.
     for (int round = t.keys.begin; round < t.keys.end; round += t.ADVANCE) {
-      const int k0 = round + group * B::block_n;
-      // Ahead of the barrier, which hides the time they take.
-      const bool seen = q < p.Sq && k0 < t.keys.end && a.tiles.touch(q, k0);
-      const bool clean = a.tiles.cover(q, k0), stale = rows.stale_max_will_do && clean;
-      const int stage = feed.acquire(k0);
-      if (seen) {
+      const int k0 = round + group * B::block_n, stage = feed.acquire(k0);
+      if (q < p.Sq && k0 < t.keys.end && a.tiles.touch(q, k0)) {
+        const bool clean = a.tiles.cover(q, k0);
         const Element* const K_s = s.in.group[group].K[stage];
         const Element* const V_s = s.in.group[group].V[stage];
         bool done = false;
-        if (stale) {
+        if (rows.stale_max_will_do && clean) {
           done = rows.attend_by_stale_max(Q, K_s, a.scale_log2, lane);
         }
         if (!done) rows.attend_by_exact_max(Q, K_s, a, s.item.q0, k0, clean, lane);
@@ -2755,8 +2752,7 @@ bool same_tensors(const SdpaParams& a, const SdpaParams& b) {
 }
 
 // Those of this thread's last call, if the tensors are the same.
-template <class B> SdpaStatus encode_tensor_maps(KernelArgs& a) {
-  TensorMaps& maps = a.maps;
+template <class B, class Maps> SdpaStatus encode_tensor_maps(Maps& maps, const KernelArgs& a) {
   const SdpaParams& p = a.p;
   thread_local SdpaParams last{};
   thread_local TensorMaps last_maps;
@@ -2823,7 +2819,7 @@ constexpr Wgmma wgmma_kernel = B::swap_ab                   ? Wgmma::columns
                                                             : Wgmma::plain;
 template <class B, Wgmma K> struct WgmmaKernel;  // Shared, kernel, and what differs from OneLaunch
 template <class B> struct KernelOf<B, Family::wgmma> : WgmmaKernel<B, wgmma_kernel<B>> {
-  static SdpaStatus prepare(KernelArgs& a) { return encode_tensor_maps<B>(a); }
+  static SdpaStatus prepare(KernelArgs& a) { return encode_tensor_maps<B>(a.maps, a); }
 };
 
 // ---- 5d the plain kernel (wgmma and USE_WARP_SPECIALIZATION = 0 and SWAP_AB = 0) ----
