@@ -175,6 +175,12 @@ simt::Counters count_tiles(int tiles) {
 // global memory, and bank conflicts: wavefronts of shared memory beyond those that the bytes need.
 ExitCode print_tile() {
   if (line.is_tuned) return puts("the tile is chosen for each problem"), exit_pass;
+  for (int i = 0; i < line.knob_count; i++) {
+    const Knob& knob = line.knobs[i];
+    if (knob.name == string("SPLIT_CTAS") && knob.changed) {
+      return puts("one more tile may go to one more CTA"), exit_pass;
+    }
+  }
   const int groups = line.tiles[0].split_kv;  // each takes a tile more
   const simt::Counters less = count_tiles(4), more = count_tiles(5);
   string sites;

@@ -352,6 +352,8 @@ def build_one(line, archs, program, kind):
                "-DSDPA_CONFIG_NAME=" + line.target, *sorted(definitions(line.words)), *filter(None, [kind])]
     if kind == "-shared":
         options.append("-Xcompiler=-fPIC,-fno-gnu-unique")
+    if kind == "-fatbin":
+        options.append("-DSDPA_DEVICE_CODE_ALONE")
     if line.family == "cublas" and kind != "-fatbin":
         folder = os.path.join(os.path.dirname(os.path.dirname(os.path.realpath(nvcc()))), "lib64")
         options += ["-lcublas", "-Xlinker=-rpath=" + folder]
@@ -461,7 +463,7 @@ def facts(built):
     code = machine_code(data)
     launcher = [built.line.tree.program().encode(), " ".join(built.line.effective_knobs()).encode()]
     sums = [hashlib.sha256(b"\0".join(parts)).hexdigest() for parts in (code, code + launcher)]
-    launch = next(filter(None, map(constant, embedded(data))), None) or sizes_of_older_commits(data)
+    launch = next(filter(None, map(constant, embedded(data))), None) or sizes_of_symbols(data)
     return Facts(*ptxas_report(built.log), *launch, sum(map(len, code)), *sums, built.path)
 
 
@@ -508,13 +510,13 @@ def symbols(elf, table=".symtab", names=".strtab"):
 
 
 def constant(cubin):
-    """sdpa_library_launch: threads, bytes of shared memory, BLOCK_M; None where there is none."""
+    """Threads, bytes of shared memory and BLOCK_M of device code alone; None of a library."""
     at, _ = symbols(cubin).get("sdpa_library_launch", (None, 0))
     return None if at is None else struct.unpack_from("<3i", dict(sections(cubin))[".nv.constant3"], at)
 
 
-def sizes_of_older_commits(data):
-    """The same where tools/library.cu says it by the sizes of symbols."""
+def sizes_of_symbols(data):
+    """The same of a library, which says it by the sizes of symbols."""
     found = symbols(data, ".dynsym", ".dynstr")
     return [found.get("sdpa_library_" + name, (0, 0))[1] for name in ("threads", "smem_bytes", "block_m")]
 

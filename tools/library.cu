@@ -34,9 +34,15 @@ double sdpa_library_tile_clocks(const sdpa::TunedTile* tile, const sdpa::SdpaPar
   return sdpa::tuned_clocks(*tile, *p, sms);
 }
 
-// The launch: threads, bytes of shared memory, BLOCK_M. In the device code, so that gates can read it from a build
-// without host code.
+// The launch: threads, bytes of shared memory, BLOCK_M. Of a library as the sizes of symbols; of device code alone as
+// a constant, which a library must not have: a launch from a module with constants takes 0.4 us longer.
+#ifdef SDPA_DEVICE_CODE_ALONE
 __constant__ int sdpa_library_launch[3] = {
     sdpa::FirstBuild::threads, int(sizeof(sdpa::SharedOf<sdpa::FirstBuild>)),
     sdpa::FirstBuild::block_m};
+#else
+char sdpa_library_threads[sdpa::FirstBuild::threads];
+char sdpa_library_smem_bytes[sizeof(sdpa::SharedOf<sdpa::FirstBuild>)];
+char sdpa_library_block_m[sdpa::FirstBuild::block_m];
+#endif
 }
