@@ -4203,11 +4203,8 @@ template <class B> __global__ void __launch_bounds__(B::threads, 1) sdpa_cublas(
   if (p.LSE && lane == 0) p.LSE[row] = fmaf(m, a.scale_log2 * ln2, ln2 * log2f(l));
 }
 
-// Three steps: S = Q @ K.T by cuBLAS, P = softmax(S) by sdpa_cublas, O = P @ V by cuBLAS. cuBLAS counts
-// rows and columns the other way round, so that it sees S.T = K @ Q.T and O.T = V.T @ P.T. One of its
-// calls takes all heads of a batch, or with grouped queries those that share a key head.
-template <class B> SdpaStatus launch_cublas(const KernelArgs& a, cudaStream_t stream) {
-  const SdpaParams& p = a.p;
+// cuBLAS takes no rows that overlap or run backwards.
+SdpaStatus check_cublas_rows(const SdpaParams& p) {
   const struct {
     const char* name;
     int rows;
@@ -4223,6 +4220,16 @@ template <class B> SdpaStatus launch_cublas(const KernelArgs& a, cudaStream_t st
           t.name, (long long)t.stride);
     }
   }
+  return {};
+}
+
+// Three steps: S = Q @ K.T by cuBLAS, P = softmax(S) by sdpa_cublas, O = P @ V by cuBLAS. cuBLAS counts
+// rows and columns the other way round, so that it sees S.T = K @ Q.T and O.T = V.T @ P.T. One of its
+// calls takes all heads of a batch, or with grouped queries those that share a key head.
+template <class B> SdpaStatus launch_cublas(const KernelArgs& a, cudaStream_t stream) {
+  const SdpaParams& p = a.p;
+  const SdpaStatus taken = check_cublas_rows(p);
+  if (!taken.ok()) return taken;
   const auto leading = [&](const Strides& s) { return s.row > p.D ? s.row : int64_t(p.D); };
   const int64_t rows = int64_t(p.B) * p.Hq * p.Sq;
   const int64_t softmax_ctas = (rows + Build::num_warps - 1) / Build::num_warps;
