@@ -101,7 +101,7 @@ def short(t):
 
 def steps(rungs, label):
     """A ladder: each line's time, with a bar from the time of its base. RUNGS: (name, base µs or None, µs)."""
-    left = 8 + 5.7 * max(len(name) for name, _, _ in rungs)
+    left = 8 + 6.3 * max(len(name) for name, _, _ in rungs)
     figure, (axes,) = canvas(left, [ROW * len(rungs) + 6])
     times = [t for _, base, us in rungs for t in (base, us) if t]
     low, high = min(times) / 1.12, max(times)
