@@ -259,11 +259,6 @@ template <class B> constexpr bool check() {
   SDPA_REFUSE(wgmma && B::skip_masked && (!B::use_warp_specialization || B::use_ping_pong),
               "SKIP_MASKED=1: warpgroups that take turns or load tiles must run the same rounds; "
               "add USE_WARP_SPECIALIZATION=1 and drop USE_PING_PONG");
-  // One that waits for the first tile it sees has yet to release V of those before, so that the others can
-  // go no further than STAGES tiles, and K is loaded as far ahead of them.
-  SDPA_REFUSE(wgmma && B::skip_masked && B::block_m - 64 > 2 * B::stages * B::split_kv * B::block_n,
-              "SKIP_MASKED=1: a warpgroup would skip more tiles than can be in flight; type more "
-              "STAGES or a larger BLOCK_N");
   SDPA_REFUSE(wgmma && B::swap_ab &&
                   (B::num_warps != 4 * B::split_kv || B::block_n % 64 != 0 ||
                    (B::block_m != 16 && B::block_m != 32 && B::block_m != 64)),
@@ -3004,7 +2999,7 @@ enum WgmmaBarrier {
   partials = 9,  // of all slices are written
 };
 
-// Whether a warpgroup without rows of its own leaves the tiles to the others; a mask then may be uneven.
+// Whether a warpgroup without rows of its own leaves the tensor cores to the others.
 template <class B> constexpr bool wgmma_may_pass = B::split_kv == 1 && !B::use_ping_pong;
 
 // How the registers of a CTA are dealt: all threads start with the same number, then the warpgroup that

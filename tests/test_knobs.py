@@ -93,7 +93,6 @@ def test_accepted(knobs):
     ("@tuned BLOCK_N=80", "no row of TUNED_TILES has all the knobs"),
     ("@tuned OVERLAP=1", "go with the tile"),
     ("@wgmma BLOCK_M=128 NUM_WARPS=8 SKIP_MASKED=1 USE_PING_PONG=1", "must run the same rounds"),
-    ("@wgmma BLOCK_M=256 NUM_WARPS=16 BLOCK_N=32 STAGES=2 SKIP_MASKED=1", "would skip more tiles than can be in flight"),
     ("@swap BLOCK_M=32 NUM_WARPS=16 SPLIT_KV=2", "every warpgroup has a slice of the keys"),
     ("@swap BLOCK_M=128 NUM_WARPS=16 SPLIT_KV=4", "every warpgroup has a slice of the keys"),
     ("@swap BLOCK_N=96 BLOCK_M=32", "every warpgroup has a slice of the keys"),
