@@ -550,7 +550,7 @@ struct KernelArgs {  // SdpaParams with what every CTA would otherwise compute a
   Divisor q_heads;              // Hq / item_heads
   Divisor q_heads_per_kv;       // Hq / Hkv
   Divisor items_in_l2;          // heads_in_l2 * q_blocks
-  uint32_t heads_in_l2;         // query heads whose K and V take half of L2, at least 1
+  uint32_t heads_in_l2;         // of q_heads: whose K and V take half of L2, at least 1
   float scale_log2;             // scale * log2(e): softmax is taken in powers of 2
   Divisor item_queries;         // PACK_GQA: of so many queries an item has so many heads
   int item_heads = 1;
@@ -1570,9 +1570,6 @@ template <int N> struct StageRing {
   __device__ void advance() {
     if (++stage == N) stage = 0, parity ^= 1;
   }
-  __device__ void retreat() {
-    if (stage-- == 0) stage = N - 1, parity ^= 1;
-  }
 };
 
 __device__ __forceinline__ void mbarrier_spin(uint64_t* barrier_s, int parity) {
@@ -1867,14 +1864,14 @@ struct Items {
 };
 
 // SPLIT_CTAS=0: as many ranges as take the least time, in waves of the CTAs that are resident, if what a range costs
-// besides is four rounds, and none is longer than 65,536 keys: sums over more lose small addends.
+// besides is four rounds, and none is longer than 65,536 keys where 256 ranges suffice: long sums lose small addends.
 template <class B> int ranges_of(const SdpaParams& p, const Items& items) {
   const int sms = device_attribute(cudaDevAttrMultiProcessorCount, 132);
   const int64_t resident = int64_t(sms) * (shared_bytes<B> > 113 * 1024 ? 1 : 2);
   const KeyBounds bounds(p);
   const int keys = bounds.end(p.Sq - 1) - bounds.begin(p.Sq - 1), round = B::split_kv * B::block_n;
   const int64_t rounds = keys > 0 ? (int64_t(keys) + round - 1) / round : 1;
-  const int64_t least = (int64_t(keys) + 65535) / 65536;
+  const int64_t least = min((keys + 65535) / 65536, 256);
   int64_t best = 1, best_cost = -1;
   for (int64_t n = least > 1 ? least : 1; n <= 256 && n <= rounds; n++) {
     const int64_t waves = (items.count * n + resident - 1) / resident;
@@ -3317,7 +3314,7 @@ template <class B> struct WgmmaConsumer {
       done = softmax.add_to(l);
       if (!done) multiply_qk_again(S);
     }
-    float alpha[ROWS];  // three conditions, since of one nvcc makes moves of P
+    float alpha[ROWS];  // three conditions: under one, nvcc puts P into the registers of S
     if (!done) softmax_by_exact_max(S, alpha);
     if (!done) scale_output(alpha);
     if (!done) pack_all(P, S);
@@ -3668,9 +3665,11 @@ template <class B> struct WgmmaColumnsLoader {
   __device__ __forceinline__ WgmmaItem find_item() const {
     if (B::split_ctas == 1) return wgmma_item<B>(a, blockIdx.x);
     WgmmaItem item = wgmma_item<B>(a, a.ranges.divide(blockIdx.x));
-    const uint32_t range = a.ranges.remainder(blockIdx.x), rounds = uint32_t(item.rounds);
-    const int first = int(a.ranges.divide(rounds * range));
-    item.rounds = int(a.ranges.divide(rounds * (range + 1))) - first;
+    const int range = int(a.ranges.remainder(blockIdx.x));
+    const int each = int(a.ranges.divide(uint32_t(item.rounds)));
+    const int rest = int(a.ranges.remainder(uint32_t(item.rounds)));  // ranges with one more
+    const int first = each * range + min(range, rest);
+    item.rounds = each + (range < rest);
     item.first_key += first * round_keys<B>;
     return item;
   }
@@ -4466,7 +4465,8 @@ template <class B> SdpaStatus forward(const SdpaParams& p, cudaStream_t stream) 
   const double kv_bytes = 2.0 * p.Sk * p.D * sizeof(Element);  // of a key head
   const double l2_bytes = device_attribute(cudaDevAttrL2CacheSize, 60 << 20);
   // The 8/15 are 32 MB of an H200's 60.
-  const double heads = kv_bytes > 0 ? l2_bytes * 8 / 15 / kv_bytes * p.Hq / p.Hkv : 1e9;
+  const double heads =
+      kv_bytes > 0 ? l2_bytes * 8 / 15 / kv_bytes * p.Hq / p.Hkv / items.heads : 1e9;
   const double all_heads = double(p.B) * p.Hq / items.heads;
   a.heads_in_l2 = uint32_t(heads < 1 ? 1 : heads > all_heads ? all_heads : heads);
   constexpr int64_t round_keys = B::split_kv * B::block_n;
