@@ -25,7 +25,11 @@ using std::to_string;
 using std::vector;
 
 const Line& line = *static_cast<const Line*>(sdpa_line());
-const reference::Type& type = line.is_bf16 ? reference::bf16 : reference::fp16;
+const reference::Type& type_of(DType t) {
+  return t == DType::bf16 ? reference::bf16 : reference::fp16;
+}
+const reference::Type &input_type = type_of(line.input), &output_type = type_of(line.output);
+const reference::Tolerance tolerance = max(input_type.tolerance, output_type.tolerance);
 
 #ifdef SDPA_SIMT
 constexpr bool has_clock = false;
@@ -64,12 +68,14 @@ template <class T> float value_as(uint16_t bits) {
   memcpy(static_cast<void*>(&element), &bits, sizeof bits);
   return static_cast<float>(element);
 }
-uint16_t element_bits(float x) {
-  return line.is_bf16 ? bits_as<__nv_bfloat16>(x) : bits_as<__half>(x);
+uint16_t element_bits(float x) {  // of an input
+  return line.input == DType::bf16 ? bits_as<__nv_bfloat16>(x) : bits_as<__half>(x);
 }
-float element_value(uint16_t bits) {
-  return line.is_bf16 ? value_as<__nv_bfloat16>(bits) : value_as<__half>(bits);
+float element_value(DType t, uint16_t bits) {
+  return t == DType::bf16 ? value_as<__nv_bfloat16>(bits) : value_as<__half>(bits);
 }
+float input_value(uint16_t bits) { return element_value(line.input, bits); }
+float output_value(uint16_t bits) { return element_value(line.output, bits); }
 
 using Bits = vector<uint16_t>;  // of elements, in the order [B,H,S,D]
 
@@ -163,7 +169,7 @@ struct WitnessArgs {
   const void *Q, *K, *V;
   Strides q, k, v;
   int Hq, Hkv, Sq, Sk;
-  int first_head;  // counted over batches: b * Hq + h
+  int first_head;   // counted over batches: b * Hq + h
   int least, most;  // key k is visible to query q if least <= k - q <= most
   float scale;
   float *O, *LSE;  // [heads,Sq,D] and [heads,Sq] from first_head on
@@ -330,7 +336,7 @@ class Instance {
     for (int t = 0; t < 3; t++) {
       inputs_[t] =
           make_input(problem, Tensor(t), *reference::dist_named(problem.dist), seed,
-                     problem.same_heads, [](float x) { return element_value(element_bits(x)); });
+                     problem.same_heads, [](float x) { return input_value(element_bits(x)); });
       tensors[t]->write(held_[t] = bits_of_elements(inputs_[t]));
     }
     problem.Q = inputs_[0].data(), problem.K = inputs_[1].data(), problem.V = inputs_[2].data();
@@ -386,8 +392,8 @@ class Instance {
     const size_t i = std::mismatch(other.begin(), other.end(), want.begin()).first - other.begin();
     if (i == other.size()) return "";
     return name + where(i) +
-           format(" %s: %.9g and %.9g", sentence, double(element_value(want[i])),
-                  double(element_value(other[i])));
+           format(" %s: %.9g and %.9g", sentence, double(output_value(want[i])),
+                  double(output_value(other[i])));
   }
 
   Problem problem;
@@ -431,12 +437,12 @@ class Instance {
     const Problem& p = problem;
     const auto rows = reference::rows_to_check(p, p.seed, line.facts_of(params).item_rows, 1.5e9);
     const auto want = reference::attend(p, rows);
-    reference::Comparison comparison(type, judges_rounding());
+    reference::Comparison comparison(output_type, judges_rounding());
     for (size_t i = 0; i < rows.size(); i++) {
       const Row row = output_row(rows[i]);
       comparison.add(rows[i], want[i], row.O, row.LSE);
     }
-    const string trouble = comparison.verdict(type.tolerance);
+    const string trouble = comparison.verdict(tolerance);
     figures.include(comparison);
     figures.rows_checked += comparison.rows;
     if (!trouble.empty() || rows.size() == got.LSE.size() || problem.dist == "nonfinite")
@@ -451,11 +457,13 @@ class Instance {
     const size_t most_heads = std::min(heads, std::max<size_t>(1, (size_t(1) << 26) / (S * D)));
     const Guarded O_g("O of the witness", most_heads * S * D * sizeof(float));
     const Guarded LSE_g("LSE of the witness", most_heads * S * sizeof(float));
-    reference::Comparison with_reference(type, false), with_witness(type, judges_rounding());
+    reference::Comparison with_reference(output_type, false),
+        with_witness(output_type, judges_rounding());
     size_t next = 0;  // of the sample, which is in order
     for (size_t first = 0; first < heads; first += most_heads) {
       const size_t count = std::min(most_heads, heads - first);
-      const auto launch = line.is_bf16 ? launch_witness<__nv_bfloat16> : launch_witness<__half>;
+      const auto launch =
+          line.input == DType::bf16 ? launch_witness<__nv_bfloat16> : launch_witness<__half>;
       require(launch(params, int(first), int(count), O_g.data<float>(), LSE_g.data<float>()),
               "launching the witness");
       const vector<float> O = O_g.fetch<float>(count * S * D * sizeof(float));
@@ -465,7 +473,7 @@ class Instance {
         if (row >= count * S) break;
         with_reference.add(sample[next], want[next], &O[row * D], LSE[row]);
       }
-      vector<reference::Comparison> of_head(count, reference::Comparison(type, false));
+      vector<reference::Comparison> of_head(count, reference::Comparison(output_type, false));
       reference::parallel_for(count, [&](size_t i) {
         const int b = int(first + i) / problem.Hq, h = int(first + i) % problem.Hq;
         for (size_t row = i * S; row < (i + 1) * S; row++) {
@@ -480,19 +488,22 @@ class Instance {
     const double limit = 1e-5 * std::min(30.0, std::max(1.0, with_reference.largest_lse / 32));
     string trouble = with_reference.verdict({limit, limit, limit});
     if (!trouble.empty()) return "the witness is wrong: " + trouble;
-    trouble = with_witness.verdict(type.tolerance);
+    trouble = with_witness.verdict(tolerance);
     figures.include(with_witness);
     figures.rows_witnessed += with_witness.rows;
     return trouble.empty() ? "" : "against the witness: " + trouble;
   }
 
   // cuBLAS has its own rounding of O, and of P after the division by its sum; tensor cores truncate their
-  // sums, which adds up over very many keys.
-  bool judges_rounding() const { return !line.is_cublas && problem.Sk <= 1 << 14; }
+  // sums, which adds up over very many keys; P of a coarser type than O hides how O was rounded.
+  bool judges_rounding() const {
+    return !line.is_cublas && problem.Sk <= 1 << 14 &&
+           input_type.mantissa_bits >= output_type.mantissa_bits;
+  }
 
   string all_finite() const {
     for (size_t i = 0; i < got.O.size(); i++) {
-      if (!std::isfinite(element_value(got.O[i]))) return "O" + where(i) + " is not finite";
+      if (!std::isfinite(output_value(got.O[i]))) return "O" + where(i) + " is not finite";
     }
     return "";
   }
@@ -503,7 +514,7 @@ class Instance {
   Row output_row(const reference::Row& at) const {
     const size_t n = row_number(at);
     Row row;
-    for (int d = 0; d < line.D; d++) row.O[d] = element_value(got.O[n * line.D + d]);
+    for (int d = 0; d < line.D; d++) row.O[d] = output_value(got.O[n * line.D + d]);
     row.LSE = float_of(got.LSE[n]);
     return row;
   }

@@ -264,6 +264,9 @@ struct Tolerance {
   double max_abs;  // of the largest error, times max(1, largest |reference|)
   double lse;      // of an error of LSE, times max(1, |reference|) of that row
 };
+inline Tolerance max(const Tolerance& a, const Tolerance& b) {
+  return {std::max(a.rel_rms, b.rel_rms), std::max(a.max_abs, b.max_abs), std::max(a.lse, b.lse)};
+}
 
 // An element type. Its tolerance is a few times the rounding of O itself.
 struct Type {

@@ -62,7 +62,8 @@ namespace {  // two builds in one program must not share their constants and ker
 // clang-format off
 #define SDPA_KNOBS(X)                                                                             \
   X(HEAD_DIM, 64, head_dim, "64 128 256", "D; every row of Q, K, V and O has this many elements") \
-  X(DTYPE, FP16, dtype, "FP16 BF16", "type of Q, K, V and O; sums are fp32") \
+  X(DTYPE, FP16, dtype, "FP16 BF16", "type of Q, K and V; sums are fp32") \
+  X(OUT_DTYPE, AUTO, out_dtype, "AUTO FP16 BF16", "type of O; AUTO: DTYPE") \
   X(BLOCK_M, 32, block_m, "4..256", "query rows of a tile: more reuse of K and V, fewer CTAs") \
   X(BLOCK_N, 32, block_n, "8..256", "key rows of a tile: fewer barriers, more shared memory") \
   X(NUM_WARPS, 4, num_warps, "1..16", "warps of a CTA that compute; they share the tile's query rows") \
@@ -153,6 +154,7 @@ struct Typed {
 // ---- what follows from the knobs ----
 
 enum class Family { scalar, wmma, mma, wgmma, cublas };
+enum class DType { fp16, bf16 };  // in the order of DTYPE's values
 
 // Of knobs that were typed, or that stand in a row of TUNED_TILES.
 template <class Knobs> struct Derived : Knobs {
@@ -161,7 +163,8 @@ template <class Knobs> struct Derived : Knobs {
                                    : Knobs::use_wgmma  ? Family::wgmma
                                    : Knobs::use_cublas ? Family::cublas
                                                        : Family::scalar;
-  static constexpr bool is_bf16 = Knobs::dtype == 1;
+  static constexpr DType input = DType(Knobs::dtype);  // of Q, K and V
+  static constexpr DType output = Knobs::out_dtype == 0 ? input : DType(Knobs::out_dtype - 1);
   static constexpr int producer_threads = !Knobs::use_warp_specialization ? 0  // that only copy
                                           : family == Family::wgmma
                                               ? 128
@@ -202,6 +205,10 @@ SDPA_REFUSE(is_cublas &&
                  USE_CP_ASYNC_changed || SWIZZLE_XOR_changed || USE_PERSISTENT_CTA_changed),
             "USE_CUBLAS=1: of the knobs for tiles and copies none has an effect on cuBLAS; keep "
             "HEAD_DIM, DTYPE, NUM_WARPS and USE_FAST_EXP");
+SDPA_REFUSE(OUT_DTYPE_changed&& DType(Build::out_dtype - 1) == Build::input,
+            "OUT_DTYPE: O has the type of Q, K and V anyway; drop OUT_DTYPE");
+SDPA_REFUSE(OUT_DTYPE_changed&& is_cublas,
+            "OUT_DTYPE: cuBLAS writes the type that it reads; drop OUT_DTYPE or USE_CUBLAS");
 SDPA_REFUSE(USE_WMMA_PV_changed && !is_wmma,
             "USE_WMMA_PV=1: P @ V goes to wmma only where Q @ K.T does; add USE_WMMA=1 or drop it");
 SDPA_REFUSE(is_wgmma && (SYNC_POLICY_changed || USE_CP_ASYNC_changed || SWIZZLE_XOR_changed ||
@@ -398,7 +405,13 @@ static_assert(check_rows<0>(), "");
 
 // ==== 2 PROBLEM ==================================================================================
 
-using Element = std::conditional<Build::is_bf16, __nv_bfloat16, __half>::type;
+// clang-format off
+template <DType> struct ElementOf;
+template <> struct ElementOf<DType::fp16> { using type = __half; };
+template <> struct ElementOf<DType::bf16> { using type = __nv_bfloat16; };
+// clang-format on
+using Input = ElementOf<Build::input>::type;    // of Q, K and V
+using Output = ElementOf<Build::output>::type;  // of O
 
 enum class Causal : int {  // the own position of query q among the keys; it sees none after it
   off,                     // q, and it sees all keys
@@ -411,10 +424,10 @@ struct Strides {  // in elements; a row's D elements are contiguous
 };
 
 struct SdpaParams {
-  const Element* Q;        // [B,Hq,Sq,D]
-  const Element* K;        // [B,Hkv,Sk,D]
-  const Element* V;        // [B,Hkv,Sk,D]
-  Element* O;              // [B,Hq,Sq,D], written whole; no element of it may alias an input
+  const Input* Q;          // [B,Hq,Sq,D]
+  const Input* K;          // [B,Hkv,Sk,D]
+  const Input* V;          // [B,Hkv,Sk,D]
+  Output* O;               // [B,Hq,Sq,D], written whole; no element of it may alias an input
   float* LSE = nullptr;    // [B,Hq,Sq] contiguous, aligned to 4 bytes, natural logarithm, or null
   int B, Hq, Hkv, Sq, Sk;  // Hq a multiple of Hkv; query head h reads key head h / (Hq / Hkv)
   int D;                   // must equal HEAD_DIM
@@ -1019,9 +1032,11 @@ __device__ __forceinline__ void griddepcontrol_launch_dependents() {
 
 // ---- element types and vectors ----
 
-__host__ __device__ __forceinline__ float to_float(Element x) { return static_cast<float>(x); }
+__host__ __device__ __forceinline__ float to_float(Input x) { return static_cast<float>(x); }
 // To nearest, ties to even.
-__host__ __device__ __forceinline__ Element to_element(float x) { return static_cast<Element>(x); }
+template <class E> __host__ __device__ __forceinline__ E rounded(float x) {
+  return static_cast<E>(x);
+}
 
 // clang-format off
 template <int BYTES> struct VectorType;
@@ -1037,8 +1052,8 @@ constexpr int CHUNK =
 // ---- pairs (mma, wgmma) ----
 
 // Two values of a row, rounded, as one register of an mma.sync operand.
-__device__ __forceinline__ uint32_t pack(float low, float high) {
-  const Element e[2] = {to_element(low), to_element(high)};
+template <class E> __device__ __forceinline__ uint32_t pack(float low, float high) {
+  const E e[2] = {rounded<E>(low), rounded<E>(high)};
   uint32_t word;
   memcpy(&word, e, sizeof word);
   return word;
@@ -1107,13 +1122,13 @@ template <class B> struct TileCopy {
         col(tid % PER_ROW * B::vec_width) {}
 
   // This thread's first vector of a tile whose rows begin at tensor.
-  __device__ __forceinline__ const Element* first(const Element* tensor, int64_t row_stride) const {
+  __device__ __forceinline__ const Input* first(const Input* tensor, int64_t row_stride) const {
     return tensor + row * row_stride + col;
   }
   // dst_s [ROWS][D] = a tile of which src_g is this thread's first vector, and of which `rows` rows
   // exist from that one on; the others zero. With USE_CP_ASYNC the data is there only after a wait.
   template <int ROWS>
-  __device__ __forceinline__ void copy(Element* dst_s, const Element* src_g, int64_t row_stride,
+  __device__ __forceinline__ void copy(Input* dst_s, const Input* src_g, int64_t row_stride,
                                        int rows) const {
     constexpr int unrolled = B::use_cp_async ? 16 : 8;  // a plain load in flight takes registers
 #pragma unroll unrolled
@@ -1122,7 +1137,7 @@ template <class B> struct TileCopy {
 #pragma unroll
       for (int c = 0; c < B::head_dim; c += col_step) {
         if (B::head_dim % col_step != 0 && col + c >= B::head_dim) break;
-        VectorCopy<B::use_cp_async>::template copy<B::vec_width * sizeof(Element)>(
+        VectorCopy<B::use_cp_async>::template copy<B::vec_width * sizeof(Input)>(
             dst_s + tile_offset<B>(row + r, col + c), src_g + c, r < rows);
       }
     }
@@ -1404,9 +1419,9 @@ __device__ __forceinline__ void store_output(const View& O, const float (&m)[Vie
                                              const float (&l)[View::ROWS], const KernelArgs& a,
                                              const WorkItem& item) {
   constexpr int width = B::vec_width < View::RUN ? B::vec_width : View::RUN;
-  using Vector = typename VectorType<width * sizeof(Element)>::type;
+  using Vector = typename VectorType<width * sizeof(Output)>::type;
   const SdpaParams& p = a.p;
-  Element* const O_g = p.O + item.b * p.o.batch + item.h * p.o.head;
+  Output* const O_g = p.O + item.b * p.o.batch + item.h * p.o.head;
 #pragma unroll
   for (int i = 0; i < View::ROWS; i++) {
     const int q = item.q0 + O.row(i);
@@ -1414,9 +1429,11 @@ __device__ __forceinline__ void store_output(const View& O, const float (&m)[Vie
     const float inverse = rcp_approx_ftz(l[i]);
 #pragma unroll
     for (int j = 0; j < View::COLS; j += width) {
-      Element e[width];
+      Output e[width];
 #pragma unroll
-      for (int n = 0; n < width; n++) e[n] = to_element(l[i] == 0.0f ? 0 : O.x[i][j + n] * inverse);
+      for (int n = 0; n < width; n++) {
+        e[n] = rounded<Output>(l[i] == 0.0f ? 0 : O.x[i][j + n] * inverse);
+      }
       Vector x;
       memcpy(&x, e, sizeof x);
       st_global(O_g + q * p.o.row + O.col(j), x);
@@ -1488,10 +1505,10 @@ template <class B> struct ItemTiles {
       B::split_kv * B::block_n;  // keys from one tile of a group to its next
   const SdpaParams& p;
   const WorkItem& item;
-  TileCopy<B> mine;          // this thread's share of the group's copies
-  const Element *K_g, *V_g;  // its first vector of the next tile
-  KeyRange keys;             // of the item's rows
-  int first_key;             // of the group
+  TileCopy<B> mine;        // this thread's share of the group's copies
+  const Input *K_g, *V_g;  // its first vector of the next tile
+  KeyRange keys;           // of the item's rows
+  int first_key;           // of the group
 
   __device__ __forceinline__ ItemTiles(const KernelArgs& a, const WorkItem& item_, int group,
                                        int tid, int nthreads)
@@ -1504,10 +1521,10 @@ template <class B> struct ItemTiles {
   }
   // ROWS query rows of the item from first_row on, to Q_s, by nthreads threads.
   template <int ROWS>
-  __device__ __forceinline__ void copy_q(Element* Q_s, int first_row, int tid, int nthreads) const {
+  __device__ __forceinline__ void copy_q(Input* Q_s, int first_row, int tid, int nthreads) const {
     const TileCopy<B> share(tid, nthreads);
     const int q = item.q0 + first_row;
-    const Element* const Q_g = p.Q + item.b * p.q.batch + item.h * p.q.head + q * p.q.row;
+    const Input* const Q_g = p.Q + item.b * p.q.batch + item.h * p.q.head + q * p.q.row;
     share.template copy<ROWS>(Q_s, share.first(Q_g, p.q.row), p.q.row, p.Sq - q - share.row);
   }
   // The next K and V tile, at key k0, into its stage; past the end nothing.
@@ -1580,9 +1597,9 @@ __device__ __forceinline__ void mbarrier_spin(uint64_t* barrier_s, int parity) {
 // ---- scores in shared memory (scalar, wmma) ----
 
 // x[0..7] = the 8 elements at src_s, which is 16-byte aligned.
-__device__ __forceinline__ void load_chunk(float (&x)[CHUNK], const Element* src_s) {
+__device__ __forceinline__ void load_chunk(float (&x)[CHUNK], const Input* src_s) {
   const uint4 chunk = ld_shared<uint4>(src_s);
-  Element e[CHUNK];
+  Input e[CHUNK];
   memcpy(e, &chunk, sizeof chunk);
 #pragma unroll
   for (int i = 0; i < CHUNK; i++) x[i] = to_float(e[i]);
@@ -1636,11 +1653,11 @@ __device__ __forceinline__ void load_scores(View& S, const float* P_s, int strid
 }
 
 template <class B> struct ScalarShared {
-  static constexpr int P_STRIDE = B::block_n + 8;  // 4 rows of lanes fall into 4 groups of 8 banks
-  Element Q[B::block_m * TILE_STRIDE<B>];          // [BLOCK_M][D]
-  Element K[B::stages][B::block_n * TILE_STRIDE<B>];  // [BLOCK_N][D]
-  Element V[B::stages][B::block_n * TILE_STRIDE<B>];  // [BLOCK_N][D]
-  float P[B::block_m * P_STRIDE];                     // [BLOCK_M][BLOCK_N]: S, then P in its place
+  static constexpr int P_STRIDE = B::block_n + 8;   // 4 rows of lanes fall into 4 groups of 8 banks
+  Input Q[B::block_m * TILE_STRIDE<B>];             // [BLOCK_M][D]
+  Input K[B::stages][B::block_n * TILE_STRIDE<B>];  // [BLOCK_N][D]
+  Input V[B::stages][B::block_n * TILE_STRIDE<B>];  // [BLOCK_N][D]
+  float P[B::block_m * P_STRIDE];                   // [BLOCK_M][BLOCK_N]: S, then P in its place
   float m[B::block_m], l[B::block_m], alpha[B::block_m];  // used where rows change hands
   uint32_t drawn;                                         // TileQueue
 
@@ -1652,7 +1669,7 @@ template <class B> struct ScalarShared {
 template <class B>
 __device__ __forceinline__ void scalar_pv(ScalarOutput<B>& O,
                                           const float (&alpha)[ScalarOutput<B>::ROWS],
-                                          const float* P_s, const Element* V_s) {
+                                          const float* P_s, const Input* V_s) {
   using View = ScalarOutput<B>;
   constexpr int KEYS = 4;  // one 16-byte read of P
   scale_rows(O, alpha);
@@ -1905,8 +1922,7 @@ template <class B> Items items_of(const SdpaParams& p) {
 
 // S = Q @ K.T   [BLOCK_M][BLOCK_N]
 template <class B>
-__device__ __forceinline__ void scalar_qk(ScalarScores<B>& S, const Element* Q_s,
-                                          const Element* K_s) {
+__device__ __forceinline__ void scalar_qk(ScalarScores<B>& S, const Input* Q_s, const Input* K_s) {
   using View = ScalarScores<B>;
   clear(S);
 #pragma unroll 2
@@ -1973,14 +1989,14 @@ template <class B> struct KernelOf<B, Family::scalar> : OneLaunch<B> {
 // ---- 5b wmma: products on tensor cores, S and P in shared memory (wmma) ----
 
 namespace wmma = nvcuda::wmma;
-template <class Use, class Layout> using Operand = wmma::fragment<Use, 16, 16, 16, Element, Layout>;
+template <class Use, class Layout> using Operand = wmma::fragment<Use, 16, 16, 16, Input, Layout>;
 using Accumulator = wmma::fragment<wmma::accumulator, 16, 16, 16, float>;
 
 template <class B> struct WmmaShared : ScalarShared<B> {
   static constexpr int P16_STRIDE =
       B::block_n + 8;  // 8 neighbouring rows fall into 8 groups of banks
   alignas(32)
-      Element P16[B::use_wmma_pv ? B::block_m * P16_STRIDE : 1];  // P for wmma, [BLOCK_M][BLOCK_N]
+      Input P16[B::use_wmma_pv ? B::block_m * P16_STRIDE : 1];  // P for wmma, [BLOCK_M][BLOCK_N]
   uint64_t full[B::stages], empty[B::stages];  // mbarriers: tile landed, tile read by all consumers
 
   __device__ void store_probabilities(const ScalarScores<B>& S) {
@@ -2037,7 +2053,7 @@ __device__ __forceinline__ void wmma_produce(WmmaShared<B>& s, ItemTiles<B>& t,
 template <class B>
 __device__ __forceinline__ void wmma_qk(
     float* S_s, const Operand<wmma::matrix_a, wmma::row_major> (&Q)[B::head_dim / 16],
-    const Element* K_s) {
+    const Input* K_s) {
 #pragma unroll
   for (int n = 0; n < B::block_n; n += 16) {
     Accumulator S;
@@ -2074,8 +2090,8 @@ template <class B> struct WmmaOutput {
   }
 
   // O = O * alpha + P @ V   [16][D]; alpha_s [16], P_s [16][P16_STRIDE]
-  __device__ __forceinline__ void multiply(const float* alpha_s, const Element* P_s,
-                                           const Element* V_s) {
+  __device__ __forceinline__ void multiply(const float* alpha_s, const Input* P_s,
+                                           const Input* V_s) {
     float alpha[Accumulator::num_elements];
 #pragma unroll
     for (int e = 0; e < Accumulator::num_elements; e++)
@@ -2140,7 +2156,7 @@ __device__ __forceinline__ void wmma_consume(WmmaShared<B>& s, const KernelArgs&
   O.first_col = lane % COL_LANES * CHUNK;
 
   // A warp copies its own rows of Q.
-  Element* const Q_s = s.Q + tile_offset<B>(first_row, 0);
+  Input* const Q_s = s.Q + tile_offset<B>(first_row, 0);
   t.template copy_q<16>(Q_s, first_row, lane, 32);
   VectorCopy<B::use_cp_async>::commit();
   VectorCopy<B::use_cp_async>::template wait<0>();
@@ -2249,8 +2265,8 @@ template <class B, int WIDTH> struct MmaRuns {
 template <class B>
 __device__ __forceinline__ SharedAddress tile_step(SharedAddress at, int r, int c) {
   constexpr int xored = B::head_dim > 128 ? 8 * CHUNK : B::head_dim;
-  return (at ^ c % xored * int(sizeof(Element))) +
-         (r * B::head_dim + c / xored * xored) * int(sizeof(Element));
+  return (at ^ c % xored * int(sizeof(Input))) +
+         (r * B::head_dim + c / xored * xored) * int(sizeof(Input));
 }
 
 // What a group of warps has summed over its keys, element by element of its threads' accumulators.
@@ -2262,11 +2278,11 @@ template <class B> struct MmaPartial {
 
 template <class B> struct MmaShared {
   struct Tiles {
-    Element K[B::stages][B::block_n * B::head_dim];  // [BLOCK_N][D]
-    Element V[B::stages][B::block_n * B::head_dim];  // [BLOCK_N][D]
+    Input K[B::stages][B::block_n * B::head_dim];  // [BLOCK_N][D]
+    Input V[B::stages][B::block_n * B::head_dim];  // [BLOCK_N][D]
   };
   struct Inputs {
-    Element Q[B::block_m * B::head_dim];  // [BLOCK_M][D]
+    Input Q[B::block_m * B::head_dim];  // [BLOCK_M][D]
     Tiles group[B::split_kv];
   };
   static constexpr int PARTIALS = B::split_kv > 1 ? B::split_kv - 1 : 1;
@@ -2294,7 +2310,7 @@ template <class B> struct MmaQueries {
     for (int m = 0; m < M_TILES; m++) ldmatrix_x4<false>(a[m], tile_step<B>(at, 16 * m, 16 * step));
   }
   // Q_s is there now.
-  __device__ void start(const Element* Q_s, int warp, int lane) {
+  __device__ void start(const Input* Q_s, int warp, int lane) {
     at = shared_address(Q_s + tile_offset<B>(warp * 16 * M_TILES + lane % 16, lane / 16 * 8));
 #pragma unroll
     for (int step = 0; step < KEPT; step++) read(kept[step], step);
@@ -2317,17 +2333,17 @@ __device__ __forceinline__ void multiply_columns(
 #pragma unroll
   for (int m = 0; m < T.M_TILES; m++) {
     auto &top = T.x[2 * m], &bottom = T.x[2 * m + 1];
-    mma_m16n8k16<Element>(top[4 * n], top[4 * n + 1], bottom[4 * n], bottom[4 * n + 1], a[m], b[0],
-                          b[1]);
-    mma_m16n8k16<Element>(top[4 * n + 2], top[4 * n + 3], bottom[4 * n + 2], bottom[4 * n + 3],
-                          a[m], b[2], b[3]);
+    mma_m16n8k16<Input>(top[4 * n], top[4 * n + 1], bottom[4 * n], bottom[4 * n + 1], a[m], b[0],
+                        b[1]);
+    mma_m16n8k16<Input>(top[4 * n + 2], top[4 * n + 3], bottom[4 * n + 2], bottom[4 * n + 3], a[m],
+                        b[2], b[3]);
   }
 }
 
 // S = Q @ K.T   [16 * M_TILES][BLOCK_N] of a warp
 template <class B>
 __device__ __forceinline__ void mma_qk(MmaAccumulator<B, B::block_n>& S, const MmaQueries<B>& Q,
-                                       const Element* K_s, int lane) {
+                                       const Input* K_s, int lane) {
   // ldmatrix of 16 keys by 16 d gives b0 and b1 of two column tiles.
   const int key = lane / 16 * 8 + lane % 8, d = lane / 8 % 2 * 8;
   const SharedAddress at = shared_address(K_s + tile_offset<B>(key, d));
@@ -2355,10 +2371,10 @@ template <class B> struct MmaProbabilities {
 #pragma unroll
     for (int m = 0; m < M_TILES; m++) {
       const auto &top = P.x[2 * m], &bottom = P.x[2 * m + 1];
-      a[step][m][0] = pack(top[4 * step], top[4 * step + 1]);
-      a[step][m][1] = pack(bottom[4 * step], bottom[4 * step + 1]);
-      a[step][m][2] = pack(top[4 * step + 2], top[4 * step + 3]);
-      a[step][m][3] = pack(bottom[4 * step + 2], bottom[4 * step + 3]);
+      a[step][m][0] = pack<Input>(top[4 * step], top[4 * step + 1]);
+      a[step][m][1] = pack<Input>(bottom[4 * step], bottom[4 * step + 1]);
+      a[step][m][2] = pack<Input>(top[4 * step + 2], top[4 * step + 3]);
+      a[step][m][3] = pack<Input>(bottom[4 * step + 2], bottom[4 * step + 3]);
     }
   }
 };
@@ -2366,7 +2382,7 @@ template <class B> struct MmaProbabilities {
 // O += P @ V for the 16 keys from 16 * step   [16 * M_TILES][D] of a warp
 template <class B>
 __device__ __forceinline__ void mma_pv(MmaAccumulator<B, B::head_dim>& O,
-                                       const MmaProbabilities<B>& P, const Element* V_s, int step,
+                                       const MmaProbabilities<B>& P, const Input* V_s, int step,
                                        int lane) {
   const SharedAddress at = shared_address(V_s + tile_offset<B>(lane % 16, lane / 16 * 8));
 #pragma unroll
@@ -2380,9 +2396,9 @@ __device__ __forceinline__ void mma_pv(MmaAccumulator<B, B::head_dim>& O,
 // The state of a warp's rows: sums over the tiles so far, and P of the last tile.
 template <class B> struct MmaRows {
   using Scores = MmaAccumulator<B, B::block_n>;
-  using Output = MmaAccumulator<B, B::head_dim>;
-  static constexpr int ROWS = Output::ROWS;
-  Output O;
+  using Sums = MmaAccumulator<B, B::head_dim>;
+  static constexpr int ROWS = Sums::ROWS;
+  Sums O;
   MmaProbabilities<B> P;
   float m[ROWS], l[ROWS];
   bool stale_max_will_do = false;  // USE_LAZY_MAX: softmax_shift() said so of all rows of the warp
@@ -2395,13 +2411,13 @@ template <class B> struct MmaRows {
   }
 
   // O += P @ V
-  __device__ void multiply(const Element* V_s, int lane) {
+  __device__ void multiply(const Input* V_s, int lane) {
 #pragma unroll
     for (int step = 0; step < P.STEPS; step++) mma_pv<B>(O, P, V_s, step, lane);
   }
 
   // P of a tile without mask, by a stale maximum, if that will do.
-  __device__ bool attend_by_stale_max(const MmaQueries<B>& Q, const Element* K_s, float scale_log2,
+  __device__ bool attend_by_stale_max(const MmaQueries<B>& Q, const Input* K_s, float scale_log2,
                                       int lane) {
     Scores S;
     mma_qk<B>(S, Q, K_s, lane);
@@ -2413,8 +2429,8 @@ template <class B> struct MmaRows {
     return softmax.add_to(l);
   }
   // P of the item's tile at key k0, masked unless it is clean; O and l brought to its maximum.
-  __device__ void attend_by_exact_max(const MmaQueries<B>& Q, const Element* K_s,
-                                      const KernelArgs& a, int q0, int k0, bool clean, int lane) {
+  __device__ void attend_by_exact_max(const MmaQueries<B>& Q, const Input* K_s, const KernelArgs& a,
+                                      int q0, int k0, bool clean, int lane) {
     Scores S;
     S.first_row = O.first_row, S.first_col = O.first_col;
     mma_qk<B>(S, Q, K_s, lane);
@@ -2431,7 +2447,7 @@ template <class B> struct MmaRows {
   // Every row's l is that of all its lanes afterwards.
   __device__ void finish() {
 #pragma unroll
-    for (int i = 0; i < ROWS; i++) l[i] = row_sum<Output::LANES>(l[i]);
+    for (int i = 0; i < ROWS; i++) l[i] = row_sum<Sums::LANES>(l[i]);
   }
 
   __device__ void store(MmaPartial<B>& partial, int tid) const {
@@ -2530,8 +2546,8 @@ __global__ void __launch_bounds__(B::threads, 1) sdpa_mma(const __grid_constant_
       const int k0 = round + group * B::block_n, stage = feed.acquire(k0);
       if (q < p.Sq && k0 < t.keys.end && a.tiles.touch(q, k0)) {
         const bool clean = a.tiles.cover(q, k0);
-        const Element* const K_s = s.in.group[group].K[stage];
-        const Element* const V_s = s.in.group[group].V[stage];
+        const Input* const K_s = s.in.group[group].K[stage];
+        const Input* const V_s = s.in.group[group].V[stage];
         bool done = false;
         if (rows.stale_max_will_do && clean) {
           done = rows.attend_by_stale_max(Q, K_s, a.scale_log2, lane);
@@ -2610,11 +2626,11 @@ __device__ __forceinline__ uint64_t descriptor_at(uint64_t descriptor, int bytes
 }
 
 // 16 columns of P, rounded: their accumulators are the A operand as they stand.
-template <class View>
+template <class E, class View>
 __device__ __forceinline__ void pack_step(uint32_t (&out)[4], const View& P, int step) {
 #pragma unroll
   for (int i = 0; i < 4; i++) {
-    out[i] = pack(P.x.d[8 * step + 2 * i], P.x.d[8 * step + 2 * i + 1]);
+    out[i] = pack<E>(P.x.d[8 * step + 2 * i], P.x.d[8 * step + 2 * i + 1]);
   }
 }
 // Cache policies of loads: Q is read once, K and V by many CTAs.
@@ -2662,8 +2678,8 @@ __device__ __forceinline__ void wgmma_qk(WgmmaAccumulator<B::block_n>& S, uint64
 #pragma unroll
   for (int step = 0; step < B::head_dim / 16; step++) {
     const int panel = step / 4, bytes = step % 4 * 32;
-    wgmma_ss<Element, B::block_n, 0>(S.x.d, descriptor_at(Q, panel * 64 * 128 + bytes),
-                                     descriptor_at(K, panel * B::block_n * 128 + bytes), step > 0);
+    wgmma_ss<Input, B::block_n, 0>(S.x.d, descriptor_at(Q, panel * 64 * 128 + bytes),
+                                   descriptor_at(K, panel * B::block_n * 128 + bytes), step > 0);
   }
   wgmma_commit_group();
 }
@@ -2676,8 +2692,8 @@ __device__ __forceinline__ void wgmma_pv(WgmmaAccumulator<B::head_dim>& O,
   wgmma_fence();
 #pragma unroll
   for (int step = 0; step < B::block_n / 16; step++) {
-    wgmma_rs<Element, B::head_dim, 1>(O.x.d, P[step], descriptor_at(V, step * 16 * 128),
-                                      step > 0 || accumulate);
+    wgmma_rs<Input, B::head_dim, 1>(O.x.d, P[step], descriptor_at(V, step * 16 * 128),
+                                    step > 0 || accumulate);
   }
   wgmma_commit_group();
 }
@@ -2703,12 +2719,12 @@ inline cudaError_t find_tensor_map_encoder(void** function,
 }
 #endif
 
-// Describes a 16-bit tensor to TMA: sizes (innermost first), byte strides of all dimensions but the
+// Describes a tensor of 16-bit elements to TMA: sizes (innermost first), byte strides of all dimensions but the
 // innermost (multiples of 16), the box that one copy moves. 128-byte swizzle, zeros outside. L2 fetches 256
 // bytes at once, or 128 of what is read once: there 256 take 8% longer.
 inline cudaError_t encode_tensor_map(CUtensorMap& map, int rank, const void* base,
                                      const uint64_t* sizes, const uint64_t* strides_bytes,
-                                     const uint32_t* box, bool bf16, bool read_once = false) {
+                                     const uint32_t* box, bool read_once = false) {
   thread_local void* encoder = nullptr;  // looked for until it is found
   if (!encoder) {
     cudaDriverEntryPointQueryResult found;
@@ -2725,9 +2741,8 @@ inline cudaError_t encode_tensor_map(CUtensorMap& map, int rank, const void* bas
     strides[i] = i + 1 < rank ? strides_bytes[i] : 0;
   }
   const CUresult result = reinterpret_cast<decltype(&cuTensorMapEncodeTiled)>(encoder)(
-      &map, bf16 ? CU_TENSOR_MAP_DATA_TYPE_BFLOAT16 : CU_TENSOR_MAP_DATA_TYPE_FLOAT16,
-      cuuint32_t(rank), const_cast<void*>(base), dims, strides, boxes, steps,
-      CU_TENSOR_MAP_INTERLEAVE_NONE, CU_TENSOR_MAP_SWIZZLE_128B,
+      &map, CU_TENSOR_MAP_DATA_TYPE_UINT16, cuuint32_t(rank), const_cast<void*>(base), dims,
+      strides, boxes, steps, CU_TENSOR_MAP_INTERLEAVE_NONE, CU_TENSOR_MAP_SWIZZLE_128B,
       read_once ? CU_TENSOR_MAP_L2_PROMOTION_L2_128B : CU_TENSOR_MAP_L2_PROMOTION_L2_256B,
       CU_TENSOR_MAP_FLOAT_OOB_FILL_NONE);
   return result == CUDA_SUCCESS ? cudaSuccess : cudaErrorInvalidValue;
@@ -2777,7 +2792,7 @@ template <class B, class Maps> SdpaStatus encode_tensor_maps(Maps& maps, const K
     } dims[] = {{"row", t.S, t.s.row}, {"head", t.H, t.s.head}, {"batch", p.B, t.s.batch}};
     uint64_t bytes[3];
     for (int i = 0; i < 3; i++) {
-      bytes[i] = dims[i].size > 1 ? uint64_t(dims[i].stride) * sizeof(Element) : 16;
+      bytes[i] = dims[i].size > 1 ? uint64_t(dims[i].stride) * sizeof(Input) : 16;
       if (dims[i].size > 1 && (dims[i].stride <= 0 || bytes[i] >= uint64_t(1) << 40)) {
         return failure(cudaErrorInvalidValue,
                        "%s has a %s stride of %lld elements, and TMA takes strides from 1 to 2^40 "
@@ -2792,8 +2807,7 @@ template <class B, class Maps> SdpaStatus encode_tensor_maps(Maps& maps, const K
       sizes[2] = uint64_t(t.H), strides[1] = bytes[1], sizes[3] = panels, strides[2] = 128;
       box[1] = a.item_queries.divisor, box[2] = uint32_t(a.item_heads), box[3] = 1;
     }
-    const cudaError_t error =
-        encode_tensor_map(t.map, 5, t.base, sizes, strides, box, B::is_bf16, B::pack_gqa);
+    const cudaError_t error = encode_tensor_map(t.map, 5, t.base, sizes, strides, box, B::pack_gqa);
     if (error != cudaSuccess) {
       return failure(error, "the driver makes no tensor map of %s: %s", t.name,
                      cudaGetErrorString(error));
@@ -2825,10 +2839,10 @@ template <class B> struct KernelOf<B, Family::wgmma> : WgmmaKernel<B, wgmma_kern
 //   O / l
 
 template <class B> struct WgmmaPlainShared {
-  alignas(1024) Element Q[B::warpgroups][64 * B::head_dim];      // [64][D] each
-  alignas(1024) Element K[B::stages][B::block_n * B::head_dim];  // [BLOCK_N][D]
-  alignas(1024) Element V[B::stages][B::block_n * B::head_dim];  // [BLOCK_N][D]
-  uint64_t q_full, full[B::stages];                              // mbarriers: landed
+  alignas(1024) Input Q[B::warpgroups][64 * B::head_dim];      // [64][D] each
+  alignas(1024) Input K[B::stages][B::block_n * B::head_dim];  // [BLOCK_N][D]
+  alignas(1024) Input V[B::stages][B::block_n * B::head_dim];  // [BLOCK_N][D]
+  uint64_t q_full, full[B::stages];                            // mbarriers: landed
 };
 
 // By one thread: K and V of a tile, which will be announced at their stage's mbarrier.
@@ -2898,7 +2912,7 @@ __global__ void __launch_bounds__(B::threads, 1)
     scale_rows(O, alpha);
     uint32_t P[STEPS][4];
 #pragma unroll
-    for (int step = 0; step < STEPS; step++) pack_step(P[step], S, step), hold(P[step]);
+    for (int step = 0; step < STEPS; step++) pack_step<Input>(P[step], S, step), hold(P[step]);
 
     // O = O + P @ V   [64][D]
     const uint64_t V =
@@ -2946,16 +2960,16 @@ template <class B> struct WgmmaShared {
     static constexpr int COLS = B::split_kv > 2 ? B::head_dim * 2 / B::split_kv : B::head_dim;
     float4 O[B::split_kv][B::split_kv > 1 ? B::split_kv - 1 : 1][COLS / 16][128];
     float2 m_l[B::split_kv][64];
-    alignas(16) Element out[B::split_kv][4][8][COLS + 8];  // 8: against bank conflicts
+    alignas(16) Output out[B::split_kv][4][8][COLS + 8];  // 8: against bank conflicts
   };
   struct Nothing {};
   struct Tiles {
-    alignas(1024) Element K[B::stages][B::block_n * B::head_dim];  // [BLOCK_N][D]
-    alignas(1024) Element V[B::stages][B::block_n * B::head_dim];  // [BLOCK_N][D]
+    alignas(1024) Input K[B::stages][B::block_n * B::head_dim];  // [BLOCK_N][D]
+    alignas(1024) Input V[B::stages][B::block_n * B::head_dim];  // [BLOCK_N][D]
     // Full: the tile has landed. Empty: every warp of the slice has read it.
     uint64_t k_full[B::stages], k_empty[B::stages], v_full[B::stages], v_empty[B::stages];
   };
-  alignas(1024) Element Q[Q_STAGES][ROW_GROUPS][64 * B::head_dim];  // afterwards O on its way out
+  alignas(1024) Input Q[Q_STAGES][ROW_GROUPS][64 * B::head_dim];  // afterwards O on its way out
   Tiles slice[B::split_kv];
   typename std::conditional<(B::split_kv > 1), Partial[ROW_GROUPS], Nothing>::type partial;
   WgmmaItem item[Q_STAGES];  // whose Q it is
@@ -3051,13 +3065,13 @@ template <class B> struct WgmmaProducer {
   }
   // A slice's tile of K or V in a round, once its stage is empty; past the last key zeros.
   __device__ __forceinline__ void load(const WgmmaItem& item, int round, int slice,
-                                       const CUtensorMap* map, Element* tile_s, uint64_t* full,
+                                       const CUtensorMap* map, Input* tile_s, uint64_t* full,
                                        uint64_t* empty) {
     mbarrier_wait(empty, ring.parity ^ 1);
     if (!issues) return;
     if (a.keys.Sk > 0) {
       const int at[5] = {0, first_key_of<B>(item, round, slice), 0, item.h_kv, item.b};
-      mbarrier_arrive_expect_tx(full, B::block_n * B::head_dim * sizeof(Element));
+      mbarrier_arrive_expect_tx(full, B::block_n * B::head_dim * sizeof(Input));
       cp_async_bulk_tensor_load(tile_s, map, at, full, evict_last);
     } else {
       mbarrier_arrive(full);  // nothing to load: every score of this tile is masked
@@ -3152,15 +3166,15 @@ template <class B> struct WgmmaTurns<B, true> {
 template <class B> struct WgmmaConsumer {
   using Shared = WgmmaShared<B>;
   using Scores = WgmmaAccumulator<B::block_n>;
-  using Output = WgmmaAccumulator<B::head_dim>;
-  static constexpr int ROWS = Output::ROWS, STEPS = B::block_n / 16;
+  using Sums = WgmmaAccumulator<B::head_dim>;
+  static constexpr int ROWS = Sums::ROWS, STEPS = B::block_n / 16;
   using Probabilities = uint32_t[STEPS][4];  // rounded, A operands of 16 keys each
 
   Shared& s;
   const KernelArgs& a;
   const int lane, warpgroup, slice, row_group;
   const uint64_t Q, K, V;  // descriptors of the first stages; of Q of the warpgroup's rows
-  Output O;
+  Sums O;
   float m[ROWS], l[ROWS];
   StageRing<Shared::Q_STAGES> q_ring;
   StageRing<B::stages> ring;  // where K and V of this tile are
@@ -3241,7 +3255,7 @@ template <class B> struct WgmmaConsumer {
     const WgmmaItem& item = s.item[q_ring.stage];
     const uint32_t tid = thread_index_anew() % 128, lane = tid % 32;
     const int row = tid / 32 * 16 + lane % 16;
-    const Element* const K_g =
+    const Input* const K_g =
         p.K + item.b * p.k.batch + item.h_kv * p.k.head + (k0 + lane / 4) * p.k.row + lane % 4 * 2;
 #pragma unroll
     for (int n = 0; n < B::block_n / 8; n++) {
@@ -3252,9 +3266,9 @@ template <class B> struct WgmmaConsumer {
         uint32_t q[4];
         ldmatrix_x4<false>(q, shared_address(s.Q[q_ring.stage][row_group] +
                                              panel_offset<64>(row, d + lane / 16 * 8)));
-        const Element* const k = K_g + 8 * n * p.k.row + d;
-        mma_m16n8k16<Element>(c[0], c[1], c[2], c[3], q, ld_global<uint32_t>(k),
-                              ld_global<uint32_t>(k + 8));
+        const Input* const k = K_g + 8 * n * p.k.row + d;
+        mma_m16n8k16<Input>(c[0], c[1], c[2], c[3], q, ld_global<uint32_t>(k),
+                            ld_global<uint32_t>(k + 8));
       }
     }
   }
@@ -3296,7 +3310,7 @@ template <class B> struct WgmmaConsumer {
   // (C7519), and the wait for the next scores takes in the first of these too.
   static __device__ __forceinline__ void pack_all(Probabilities& out, const Scores& P) {
 #pragma unroll
-    for (int step = 0; step < STEPS; step++) pack_step(out[step], P, step), hold(out[step]);
+    for (int step = 0; step < STEPS; step++) pack_step<Input>(out[step], P, step), hold(out[step]);
   }
 
   // P of the scores S, rounded, and O brought to its maximum, when the P @ V before has ended: end_last_pv()
@@ -3429,7 +3443,7 @@ template <class B> struct WgmmaConsumer {
       memcpy(part.x.d, O.x.d + 8 * n, sizeof part.x.d);
       scale_rows(part, inverse);
       uint32_t o[4];
-      pack_step(o, part, 0);
+      pack_step<Output>(o, part, 0);
       const int at = panel_offset<64>(first_row + lane % 16, n * 16 + lane / 16 * 8);
       stmatrix_x4<false>(shared_address(s.Q[stage][row_group] + at), o);
     }
@@ -3459,7 +3473,7 @@ template <class B> struct WgmmaConsumer {
           serial(turns);
         }
 #pragma unroll
-        for (int i = 0; i < ROWS; i++) l[i] = row_sum<Output::LANES>(l[i]);
+        for (int i = 0; i < ROWS; i++) l[i] = row_sum<Sums::LANES>(l[i]);
         if constexpr (B::split_kv > 1) {
           merge_slices(*this);
         } else {
@@ -3505,13 +3519,13 @@ template <class B> struct WgmmaKernel<B, Wgmma::roles> : OneLaunch<B> {
 // the item's head from which they are.
 template <int COLS>
 __device__ __forceinline__ void store_share(const float (&share)[COLS / 4],
-                                            Element (&out_s)[8][COLS + 8], Element* O_g, int q,
+                                            Output (&out_s)[8][COLS + 8], Output* O_g, int q,
                                             const SdpaParams& p, uint32_t lane) {
 #pragma unroll
   for (int n = 0; n < COLS / 32; n++) {
     uint32_t o[4];
 #pragma unroll
-    for (int i = 0; i < 4; i++) o[i] = pack(share[8 * n + 2 * i], share[8 * n + 2 * i + 1]);
+    for (int i = 0; i < 4; i++) o[i] = pack<Output>(share[8 * n + 2 * i], share[8 * n + 2 * i + 1]);
     stmatrix_x4<false>(shared_address(&out_s[lane % 8][n * 32 + lane / 8 * 8]), o);
   }
   __syncwarp();                                               // hazard: written by all lanes
@@ -3588,7 +3602,7 @@ template <class B> __device__ __forceinline__ void merge_slices(WgmmaConsumer<B>
     for (int j = 0; j < COLS / 4; j++) share[j] = 0;
   }
   const int q = item.q0 + c.row_group * 64;
-  Element* const O_g = a.p.O + item.b * a.p.o.batch + item.h * a.p.o.head + slice / 2 * COLS;
+  Output* const O_g = a.p.O + item.b * a.p.o.batch + item.h * a.p.o.head + slice / 2 * COLS;
   store_share<COLS>(share, partial.out[slice][warp], O_g, q + first_row, a.p, lane);
   if (lane % 4 == 0 && slice < 2 && q + row < a.p.Sq) store_lse(m, l, a, item, q + row);
 }
@@ -3621,8 +3635,8 @@ struct RowPart {  // [1][4]
 
 template <class B> struct WgmmaColumnsShared {
   struct Tiles {
-    alignas(1024) Element K[B::stages][B::block_n * B::head_dim];  // [BLOCK_N][D], afterwards P
-    alignas(1024) Element V[B::stages][B::block_n * B::head_dim];  // [BLOCK_N][D]
+    alignas(1024) Input K[B::stages][B::block_n * B::head_dim];  // [BLOCK_N][D], afterwards P
+    alignas(1024) Input V[B::stages][B::block_n * B::head_dim];  // [BLOCK_N][D]
     // Full: the tile has landed. Empty: every warp of the slice has read it.
     uint64_t k_full[B::stages], v_full[B::stages], empty[B::stages];
   };
@@ -3633,7 +3647,7 @@ template <class B> struct WgmmaColumnsShared {
     float2 m_l[ROWS];
     float of_warp[4][ROWS > 32 ? ROWS / 32 : 1][32];  // maxima or sums for the other warps
   };
-  alignas(1024) Element Q[B::block_m * B::head_dim];  // [BLOCK_M][D]
+  alignas(1024) Input Q[B::block_m * B::head_dim];  // [BLOCK_M][D]
   Tiles slice[B::split_kv];
   Partial partial[B::split_kv];
   WgmmaItem item;
@@ -3691,7 +3705,7 @@ template <class B> struct WgmmaColumnsLoader {
     if (B::pack_gqa) {
       constexpr int panels = B::head_dim / 64;
       const int rows = a.item_heads * int(a.item_queries.divisor);
-      mbarrier_arrive_expect_tx(&s.q_full, panels * rows * 64 * sizeof(Element));
+      mbarrier_arrive_expect_tx(&s.q_full, panels * rows * 64 * sizeof(Input));
       for (int panel = 0; panel < panels; panel++) {
         const int at[5] = {0, item.q0, item.h, panel, item.b};
         copy(s.Q + panel * B::block_m * 64, &tensor_maps<B>(a).q, at, &s.q_full, evict_first);
@@ -3710,13 +3724,13 @@ template <class B> struct WgmmaColumnsLoader {
     if (warp == 1) load(round, &tensor_maps<B>(a).v, t.V[stage], &t.v_full[stage]);
     ring.advance();
   }
-  __device__ __forceinline__ void load(int round, const CUtensorMap* map, Element* tile_s,
+  __device__ __forceinline__ void load(int round, const CUtensorMap* map, Input* tile_s,
                                        uint64_t* full) {
     mbarrier_wait(&s.slice[slice].empty[ring.stage], ring.parity ^ 1);
     if (!issues) return;
     if (a.keys.Sk > 0) {
       const int at[5] = {0, first_key_of<B>(item, round, slice), 0, item.h_kv, item.b};
-      mbarrier_arrive_expect_tx(full, B::block_n * B::head_dim * sizeof(Element));
+      mbarrier_arrive_expect_tx(full, B::block_n * B::head_dim * sizeof(Input));
       copy(tile_s, map, at, full, B::pack_gqa ? evict_first : evict_last);
     } else {
       mbarrier_arrive(full);  // nothing to load: every score of this tile is masked
@@ -3731,7 +3745,7 @@ template <class B> struct WgmmaColumns {
   // Element 4j + 2h + e of a block: row 16 * warp + lane / 4 + 8h, column 8j + lane % 4 * 2 + e, which is
   // number 2j + e of the thread.
   using Scores = float[KEY_BLOCKS][B::block_m / 2];  // S.T, then P.T
-  using Output = float[D_BLOCKS][B::block_m / 2];    // O.T
+  using Sums = float[D_BLOCKS][B::block_m / 2];      // O.T
   // Of the COLS columns that 8 lanes share, each owns OWN: m and l are kept there.
   static constexpr int COLS = B::block_m / 4, OWN = COLS > 8 ? COLS / 8 : 1;
 
@@ -3779,9 +3793,9 @@ template <class B> struct WgmmaColumns {
 #pragma unroll
       for (int step = 0; step < B::head_dim / 16; step++) {
         const int panel = step / 4, bytes = step % 4 * 32;
-        wgmma_ss<Element, B::block_m, 0>(S[block],
-                                         K + ((panel * B::block_n + block * 64) * 128 + bytes) / 16,
-                                         Q + (panel * B::block_m * 128 + bytes) / 16, step > 0);
+        wgmma_ss<Input, B::block_m, 0>(S[block],
+                                       K + ((panel * B::block_n + block * 64) * 128 + bytes) / 16,
+                                       Q + (panel * B::block_m * 128 + bytes) / 16, step > 0);
       }
     }
     wgmma_commit_group();
@@ -3790,7 +3804,7 @@ template <class B> struct WgmmaColumns {
     for (int block = 0; block < KEY_BLOCKS; block++) hold(S[block]);
   }
   // O.T = V.T @ P.T of this round, begun, with P in the place of K.   [D][BLOCK_M]
-  __device__ __forceinline__ void start_vp(Output& O) {
+  __device__ __forceinline__ void start_vp(Sums& O) {
     const uint64_t P = wgmma_descriptor(K_s + ring.stage * sizeof s.slice[0].K[0], 16, 1024);
     const uint64_t V = wgmma_descriptor(V_s + ring.stage * sizeof s.slice[0].V[0], 16, 1024);
 #pragma unroll
@@ -3801,9 +3815,8 @@ template <class B> struct WgmmaColumns {
       const int panel = step / 4, bytes = step % 4 * 32;
 #pragma unroll
       for (int block = 0; block < D_BLOCKS; block++) {
-        wgmma_ss<Element, B::block_m, 0, 1>(O[block],
-                                            V + (block * B::block_n + step * 16) * 128 / 16,
-                                            P + (panel * B::block_m * 128 + bytes) / 16, step > 0);
+        wgmma_ss<Input, B::block_m, 0, 1>(O[block], V + (block * B::block_n + step * 16) * 128 / 16,
+                                          P + (panel * B::block_m * 128 + bytes) / 16, step > 0);
       }
     }
     wgmma_commit_group();
@@ -3921,15 +3934,15 @@ template <class B> struct WgmmaColumns {
 #pragma unroll
       for (int block = 0; block < KEY_BLOCKS; block++) {
         const float* const x = S[block] + q / 2;
-        const uint32_t p[4] = {pack(x[0], x[1]), pack(x[2], x[3]), pack(x[4], x[5]),
-                               pack(x[6], x[7])};
+        const uint32_t p[4] = {pack<Input>(x[0], x[1]), pack<Input>(x[2], x[3]),
+                               pack<Input>(x[4], x[5]), pack<Input>(x[6], x[7])};
         stmatrix_x4<true>(P_s + (block * B::block_m + q) * 128, p);
       }
     }
   }
 
   // The tile at key k0, the item's last one or not; its O.T is begun.
-  __device__ __forceinline__ void step(Output& O, float (&alpha)[OWN], int q0, int k0, bool last) {
+  __device__ __forceinline__ void step(Sums& O, float (&alpha)[OWN], int q0, int k0, bool last) {
     const auto larger = [](float x, float y) { return fmaxf(x, y); };
     const auto sum_of = [](float x, float y) { return x + y; };
     typename Shared::Tiles& t = s.slice[slice];
@@ -3975,7 +3988,7 @@ template <class B> struct WgmmaColumns {
     }
   }
   // The sum of the rounds is kept in shared memory, since a thread has no registers for S and O at once.
-  __device__ __forceinline__ void add_to_partial(Output& O, const float (&alpha)[OWN], bool first) {
+  __device__ __forceinline__ void add_to_partial(Sums& O, const float (&alpha)[OWN], bool first) {
     float* const O_s = &s.partial[slice].O[column(0)][warp * 16 + lane / 4];
     constexpr int stride = sizeof s.partial[0].O[0] / sizeof(float);
     const auto place = [&](int i, int n) {
@@ -4076,7 +4089,7 @@ template <class B> struct WgmmaColumns {
     for (int r = 0; r < OWN; r++) m[r] = -INFINITY, l[r] = 0;
     if (B::split_ctas != 1 && item.rounds == 0) clear_partial();
     for (int round = item.rounds - 1; round >= 0; round--, ring.advance()) {
-      Output O;
+      Sums O;
       float alpha[OWN];
       step(O, alpha, item.q0, first_key_of<B>(item, round, slice), round == 0);
       wgmma_wait_group<0>();
@@ -4160,8 +4173,8 @@ struct CublasWorkspace {  // where things lie in SdpaParams::workspace, in bytes
   __host__ __device__ explicit CublasWorkspace(const SdpaParams& p) {
     const size_t elements = size_t(p.B) * p.Hq * p.Sq * p.Sk;
     scores = cublas_bytes;                                                  // float [B,Hq,Sq,Sk]
-    probabilities = scores + (elements * sizeof(float) + 255) / 256 * 256;  // Element, likewise
-    bytes = probabilities + elements * sizeof(Element);
+    probabilities = scores + (elements * sizeof(float) + 255) / 256 * 256;  // Input, likewise
+    bytes = probabilities + elements * sizeof(Input);
   }
 };
 
@@ -4176,7 +4189,7 @@ template <class B> __global__ void __launch_bounds__(B::threads, 1) sdpa_cublas(
   unsigned char* const workspace = static_cast<unsigned char*>(p.workspace);
   const CublasWorkspace at(p);
   const float* const S = reinterpret_cast<const float*>(workspace + at.scores) + row * p.Sk;
-  Element* const P = reinterpret_cast<Element*>(workspace + at.probabilities) + row * p.Sk;
+  Input* const P = reinterpret_cast<Input*>(workspace + at.probabilities) + row * p.Sk;
   const int q = int(row % p.Sq), begin = a.keys.begin(q), end = a.keys.end(q);
 
   float m = -INFINITY, l = 0;
@@ -4191,7 +4204,7 @@ template <class B> __global__ void __launch_bounds__(B::threads, 1) sdpa_cublas(
   const float inverse = l == 0.0f ? 0.0f : 1.0f / l;
   for (int k = lane; k < p.Sk; k += 32) {
     const float t = k >= begin && k < end ? (S[k] - m) * a.scale_log2 : -INFINITY;
-    P[k] = to_element(softmax_exp2<B>(t) * inverse);
+    P[k] = rounded<Input>(softmax_exp2<B>(t) * inverse);
   }
   constexpr float ln2 = 0.693147180559945f;
   if (p.LSE && lane == 0) p.LSE[row] = fmaf(m, a.scale_log2 * ln2, ln2 * log2f(l));
@@ -4250,8 +4263,8 @@ template <class B> SdpaStatus launch_cublas(const KernelArgs& a, cudaStream_t st
   const CublasWorkspace at(p);
   unsigned char* const workspace = static_cast<unsigned char*>(p.workspace);
   float* const S = reinterpret_cast<float*>(workspace + at.scores);
-  Element* const P = reinterpret_cast<Element*>(workspace + at.probabilities);
-  constexpr cudaDataType type = Build::is_bf16 ? CUDA_R_16BF : CUDA_R_16F;
+  Input* const P = reinterpret_cast<Input*>(workspace + at.probabilities);
+  constexpr cudaDataType type = Build::input == DType::bf16 ? CUDA_R_16BF : CUDA_R_16F;
   const float one = 1, zero = 0;
   const bool grouped = p.Hq != p.Hkv;
   const int groups = grouped ? p.Hkv : 1, heads = p.Hq / groups;
@@ -4291,8 +4304,8 @@ template <class B> SdpaStatus launch_cublas(const KernelArgs& a, cudaStream_t st
     for (int b = 0; b < p.B; b++) {
       for (int h = 0; h < p.Hq; h++) {
         const cudaError_t zeroing =
-            cudaMemset2DAsync(p.O + b * p.o.batch + h * p.o.head, leading(p.o) * sizeof(Element), 0,
-                              p.D * sizeof(Element), p.Sq, stream);
+            cudaMemset2DAsync(p.O + b * p.o.batch + h * p.o.head, leading(p.o) * sizeof(Output), 0,
+                              p.D * sizeof(Output), p.Sq, stream);
         if (zeroing != cudaSuccess) return cuda_failure(zeroing, "zeroing O");
       }
     }
@@ -4324,11 +4337,11 @@ SdpaStatus check_tensor(const char* name, const void* pointer, const Strides& s,
                         int64_t H, int64_t S, bool written) {
   constexpr int64_t vec = Build::vec_width;
   if (!pointer) return failure(cudaErrorInvalidValue, "%s is a null pointer", name);
-  if (reinterpret_cast<uintptr_t>(pointer) % (vec * sizeof(Element))) {
+  if (reinterpret_cast<uintptr_t>(pointer) % (vec * sizeof(Input))) {
     return failure(cudaErrorInvalidValue,
                    "%s is not aligned to %d bytes as VEC_WIDTH=%d needs; align it or build with a "
                    "smaller VEC_WIDTH",
-                   name, int(vec * sizeof(Element)), int(vec));
+                   name, int(vec * sizeof(Input)), int(vec));
   }
   const struct {
     const char* name;
@@ -4462,7 +4475,7 @@ template <class B> SdpaStatus forward(const SdpaParams& p, cudaStream_t stream) 
   a.work_items = uint32_t(items.count);
   a.item_queries = Divisor(uint32_t(items.queries)), a.item_heads = items.heads;
   a.ranges = Divisor(uint32_t(items.ranges));
-  const double kv_bytes = 2.0 * p.Sk * p.D * sizeof(Element);  // of a key head
+  const double kv_bytes = 2.0 * p.Sk * p.D * sizeof(Input);  // of a key head
   const double l2_bytes = device_attribute(cudaDevAttrL2CacheSize, 60 << 20);
   // The 8/15 are 32 MB of an H200's 60.
   const double heads =
@@ -4641,7 +4654,8 @@ struct Line {
   const char *name, *family, *archs;
   const Knob* knobs;
   int knob_count, D, vec_width, barriers_per_tile;
-  bool is_bf16, is_cublas, is_wgmma, has_queue, is_tuned;
+  DType input, output;
+  bool is_cublas, is_wgmma, has_queue, is_tuned;
   TunedTile tiles[TILES];  // one, or those that it may take
   int tile_count;
   TunedTile (*tile_of)(const SdpaParams&);
@@ -4679,7 +4693,7 @@ Line describe_build() {
   l.knobs = all_knobs, l.knob_count = sizeof all_knobs / sizeof all_knobs[0];
   l.D = Build::head_dim, l.vec_width = Build::vec_width;
   l.barriers_per_tile = barriers_per_tile<Build>();
-  l.is_bf16 = Build::is_bf16, l.is_cublas = is_cublas, l.is_wgmma = is_wgmma;
+  l.input = Build::input, l.output = Build::output, l.is_cublas = is_cublas, l.is_wgmma = is_wgmma;
   l.has_queue = Build::use_persistent_cta, l.is_tuned = Build::use_tuned;
   for (const TunedTile& t : TUNED_TILES) {
     if (tile_fits(t)) l.tiles[l.tile_count++] = t;
@@ -5015,7 +5029,7 @@ vector<Column> columns(const Run& r, const Device& d) {
       {"tflops", r.timed() ? format("%.2f", r.tflops()) : ""}, {"rel_rms", error(f.rel_rms)},
       {"max_abs_err", error(f.max_abs_err)}, {"rows_checked", rows(f.rows_checked)},
       {"B", to_string(p.B)}, {"Hq", to_string(p.Hq)}, {"Hkv", to_string(p.Hkv)},
-      {"Sq", to_string(p.Sq)}, {"Sk", to_string(p.Sk)}, {"D", to_string(line.D)}, {"dtype", type.name},
+      {"Sq", to_string(p.Sq)}, {"Sk", to_string(p.Sk)}, {"D", to_string(line.D)}, {"dtype", input_type.name},
       {"causal", causal_names[int(p.mask)]}, {"seed", seeds}, {"regs", of_gpu(r.resources.regs)},
       {"spill_bytes", of_gpu(r.resources.spill_bytes)},
       {"smem_bytes", to_string(r.kernel.shared_bytes)},
@@ -5030,7 +5044,8 @@ vector<Column> columns(const Run& r, const Device& d) {
       {"rows_witnessed", rows(f.rows_witnessed)},
       {"peak_share", has_peak ? format("%.3f", r.share_of_peak(d)) : ""},
       {"bound", has_peak ? r.memory_binds(d) ? "memory" : "matrix" : ""},
-      {"window", p.has_window() ? format("%d:%d", p.window_left, p.window_right) : ""}};
+      {"window", p.has_window() ? format("%d:%d", p.window_left, p.window_right) : ""},
+      {"out_dtype", output_type.name}};
   // clang-format on
 }
 
@@ -5050,13 +5065,13 @@ void print_csv(const vector<Column>& columns, bool header) {
 void print_block(const Run& r, const Device& d) {
   const Problem& p = r.problem;
   const Figures& f = r.figures;
-  const reference::Tolerance& tol = type.tolerance;
+  const reference::Tolerance& tol = tolerance;
   const string changed = knob_texts(true);
   fprintf(stderr, "sdpa_%s (%s) on %s\n", line.name, line.family, d.name.c_str());
   const string window =
       p.has_window() ? format(", window %d,%d", p.window_left, p.window_right) : "";
   fprintf(stderr, "  problem  %s: B=%d Hq=%d Hkv=%d Sq=%d Sk=%d D=%d %s, causal %s%s\n",
-          p.shape.c_str(), p.B, p.Hq, p.Hkv, p.Sq, p.Sk, line.D, type.name,
+          p.shape.c_str(), p.B, p.Hq, p.Hkv, p.Sq, p.Sk, line.D, input_type.name,
           causal_names[int(p.mask)], window.c_str());
   fprintf(stderr, "  knobs    %s\n", changed.empty() ? "all at their defaults" : changed.c_str());
   if (r.exit == exit_pass && !r.note.empty()) fprintf(stderr, "  note     %s\n", r.note.c_str());

@@ -252,7 +252,7 @@ static std::vector<float> run_hopper(HopperKernel kernel, std::string& report, i
   }
   const uint64_t sizes[3] = {64, ROWS, HEADS}, strides[2] = {ROW_STRIDE * 2, ROWS * ROW_STRIDE * 2};
   const uint32_t box[3] = {64, BOX, 1};
-  EXPECT(encode_tensor_map(a.map, 3, a.tensor, sizes, strides, box, false) == cudaSuccess);
+  EXPECT(encode_tensor_map(a.map, 3, a.tensor, sizes, strides, box) == cudaSuccess);
   cudaLaunchConfig_t launch{};
   launch.gridDim = dim3(1), launch.blockDim = dim3(threads);
   launch.dynamicSmemBytes = sizeof(HopperScratch);
@@ -416,8 +416,8 @@ static void test_tma_loads() {
         const uint64_t strides[4] = {ROW_STRIDE * 2, 10 * ROW_STRIDE * 2, 16,
                                      ROWS * ROW_STRIDE * 2};
         const uint32_t box[5] = {64, 4, 2, 1, 1};
-        encode_tensor_map(four, 4, a.tensor, sizes, strides, box, true);
-        encode_tensor_map(five, 5, a.tensor, sizes, strides, box, true);
+        encode_tensor_map(four, 4, a.tensor, sizes, strides, box);
+        encode_tensor_map(five, 5, a.tensor, sizes, strides, box);
         if (threadIdx.x == 0) {
           mbarrier_arrive_expect_tx(&s.barriers[0], 2 * 4 * 2 * 128 + 64);
           cp_async_bulk_tensor_load<4>(s.a, &four, {0, 7, 2, 0}, &s.barriers[0], 0);
@@ -577,7 +577,7 @@ static void test_tma_reports() {
     CUtensorMap map;
     const uint64_t sizes[6] = {64, size, 1, 1, 1, 1}, strides[5] = {stride, 256, 256, 256, 256};
     const uint32_t box[6] = {box0, box1, 1, 1, 1, 1};
-    return encode_tensor_map(map, rank, base, sizes, strides, box, false) == cudaSuccess;
+    return encode_tensor_map(map, rank, base, sizes, strides, box) == cudaSuccess;
   };
   EXPECT(encode(3, memory, 8, 128, 64, 8));
   EXPECT(encode(5, memory, 8, 128, 64, 256));

@@ -577,10 +577,10 @@ static void encode_maps(Args& a) {
   const uint64_t sizes_5d[5] = {64, ROWS / 4, 2, 2, HEADS};
   const uint64_t strides_5d[4] = {row, head / 2, head / 4, head};
   const uint32_t box_5d[5] = {64, 4, 2, 2, 1};
-  if (encode_tensor_map(a.map_3d, 3, a.tensor, sizes_3d, strides_3d, box_3d, false) !=
+  if (encode_tensor_map(a.map_3d, 3, a.tensor, sizes_3d, strides_3d, box_3d) !=
           cudaSuccess ||
-      encode_tensor_map(a.map_4d, 4, a.tensor, sizes_4d, strides_4d, box_4d, true) != cudaSuccess ||
-      encode_tensor_map(a.map_5d, 5, a.tensor, sizes_5d, strides_5d, box_5d, false) !=
+      encode_tensor_map(a.map_4d, 4, a.tensor, sizes_4d, strides_4d, box_4d) != cudaSuccess ||
+      encode_tensor_map(a.map_5d, 5, a.tensor, sizes_5d, strides_5d, box_5d) !=
           cudaSuccess) {
     printf("no tensor map\n");
     failed = true;

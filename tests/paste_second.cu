@@ -11,26 +11,26 @@
 int run_second_build() {
   using namespace attention128;
   const int S = 50, D = 128;
-  const std::vector<Element> ones(S * D, Element(1.0f));
-  std::vector<Element> O(S * D);
+  const std::vector<Input> ones(S * D, Input(1.0f));
+  std::vector<Output> O(S * D);
   SdpaParams p{};
-  Element* Q = nullptr;
-  cudaMalloc(&Q, ones.size() * sizeof(Element));
-  cudaMalloc(&p.O, ones.size() * sizeof(Element));
+  Input* Q = nullptr;
+  cudaMalloc(&Q, ones.size() * sizeof(Input));
+  cudaMalloc(&p.O, ones.size() * sizeof(Output));
   cudaMalloc(&p.workspace, sdpa_workspace_bytes(p));
   cudaMemset(p.workspace, 0, sdpa_workspace_bytes(p));
-  cudaMemcpy(Q, ones.data(), ones.size() * sizeof(Element), cudaMemcpyHostToDevice);
+  cudaMemcpy(Q, ones.data(), ones.size() * sizeof(Input), cudaMemcpyHostToDevice);
   p.Q = p.K = p.V = Q;  // all ones, so O is all ones
   p.B = p.Hq = p.Hkv = 1, p.Sq = p.Sk = S, p.D = D;
   p.q = p.k = p.v = p.o = {S * D, S * D, D};
   for (int run = 0; run < 2; run++) {  // the second run needs the queue that the first one reset
-    cudaMemset(p.O, 0xff, O.size() * sizeof(Element));
+    cudaMemset(p.O, 0xff, O.size() * sizeof(Output));
     if (!sdpa_forward(p, 0).ok()) return 1;
-    if (cudaMemcpy(O.data(), p.O, O.size() * sizeof(Element), cudaMemcpyDeviceToHost) !=
+    if (cudaMemcpy(O.data(), p.O, O.size() * sizeof(Output), cudaMemcpyDeviceToHost) !=
         cudaSuccess) {
       return 1;
     }
-    for (Element x : O) {
+    for (Output x : O) {
       if (!(std::fabs(float(x) - 1.0f) <= 0.01f)) return 1;
     }
   }

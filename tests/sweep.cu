@@ -33,7 +33,8 @@ float huge(const InputAt& i) {
   const uint64_t kv_head = i.tensor == Tensor::Q ? i.head / (p.Hq / p.Hkv) : i.head;
   const uint64_t of_head = mix(mix(i.seed + 33) + kv_head);
   if (of_head % 4 == 0) return float(1000 * (1 + of_head / 4 % 60));
-  const int low = line.is_bf16 ? -59 : -14, high = line.is_bf16 ? 59 : 15;
+  const bool bf16 = line.input == DType::bf16;
+  const int low = bf16 ? -59 : -14, high = bf16 ? 59 : 15;
   const uint64_t stream = mix(i.seed * 4 + uint64_t(i.tensor) + 44);
   const int sign = int(mix(mix(stream) + i.index) % 3) - 1;
   return std::ldexp(float(sign), low + int(mix(stream + i.index / p.D) % (high - low + 1)));
@@ -104,9 +105,11 @@ void launch_copies(const Copies& c) {
 // after a synchronisation; else a sentence.
 string check_chain(Instance& instance) {
   if (instance.problem.layout.compare(0, 3, "far") == 0) return "";  // gigabytes to copy
+  if (line.input != line.output) return "";                          // O is no Q
   const auto O2 = make_tensor(instance.problem, Tensor::O);
   SdpaParams second = instance.params;
-  second.Q = instance.params.O, second.q = instance.params.o, second.LSE = nullptr;
+  second.Q = reinterpret_cast<const Input*>(instance.params.O), second.q = instance.params.o,
+  second.LSE = nullptr;
   second.O = static_cast<decltype(second.O)>(O2->first());
   O2->poison();
   Instance::launch(second);  // O is that of the checked run
@@ -187,7 +190,8 @@ ExitCode print_tile() {
   uint64_t conflicts = 0;
   for (const auto& site : more.shared) {
     const auto before = less.shared.find(site.first);
-    const simt::AccessCount old = before == less.shared.end() ? simt::AccessCount{} : before->second;
+    const simt::AccessCount old =
+        before == less.shared.end() ? simt::AccessCount{} : before->second;
     if (site.second.accesses == old.accesses) continue;
     conflicts += site.second.conflicts - old.conflicts;
     sites += format("  %6llu accesses, %6llu conflicts  %s\n",
@@ -250,10 +254,11 @@ Problem sweep_problem(uint64_t series, uint64_t n) {
   p.same_heads = p.layout == "zero";
   p.dist = reference::dists[draw(2) ? 0 : draw(int(reference::dists.size()))].name;
   const bool exact = p.dist == "huge" || p.dist == "stairs";
-  if (exact && draw(2) == 0) {  // up to 1e10 or down to 1e-10; bf16's huge logits leave no room above
+  if (exact &&
+      draw(2) == 0) {  // up to 1e10 or down to 1e-10; bf16's huge logits leave no room above
     float scale = 1;
     for (int digits = 4 + draw(7); digits > 0; digits--) scale *= 10;
-    p.scale = draw(2) || (p.dist == "huge" && line.is_bf16) ? 1 / scale : scale;
+    p.scale = draw(2) || (p.dist == "huge" && line.input == DType::bf16) ? 1 / scale : scale;
   }
   // Larger logits still would measure fp32 itself: at 10^4 the last bit of S moves P by 1e-3.
   if (draw(4) == 0 && !exact && p.dist != "large") p.scale = 0.05f * float(1 + draw(10));
@@ -279,7 +284,8 @@ vector<Option> sweep_options(SweepOptions& o) {
          return n.size() == 1 ? "" : "want a whole number from 1 to 1000000";
        }},
       {"--layout", "L",
-       "how the tensors lie; zero: all heads of an input are one; reversed: rows and heads of inputs run "
+       "how the tensors lie; zero: all heads of an input are one; reversed: rows and heads of "
+       "inputs run "
        "backwards; far, far_heads, far_rows: batches, heads or rows over 2^31 elements apart",
        [&o](const string& text) {
          string names;
@@ -289,7 +295,8 @@ vector<Option> sweep_options(SweepOptions& o) {
          }
          return o.common.layout == text ? "" : "want one of" + names;
        }},
-      {"--schedule", "S", "CPU backend: forward, reverse or random:SEED (default: the first two in turn)",
+      {"--schedule", "S",
+       "CPU backend: forward, reverse or random:SEED (default: the first two in turn)",
        set_schedule},
       {"--tile", "", "CPU backend: count what one more K/V tile costs, and stop",
        [&o](const string&) { return o.tile = true, ""; }}};

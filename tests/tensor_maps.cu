@@ -22,19 +22,19 @@ using namespace SDPA_NAMESPACE;
 // tensor there are two, of other values, one TENSOR apart.
 constexpr int64_t ROW = 72, HEAD = 6000, BATCH = 40000, TENSOR = 140000;
 
-static Element* two_tensors(uint32_t seed) {
-  std::vector<Element> x(2 * TENSOR);
-  for (Element& e : x) {
+static Input* two_tensors(uint32_t seed) {
+  std::vector<Input> x(2 * TENSOR);
+  for (Input& e : x) {
     seed = seed * 1664525 + 1013904223;
-    e = to_element(float(int32_t(seed)) / float(1 << 30));  // in [-2, 2]
+    e = rounded<Input>(float(int32_t(seed)) / float(1 << 30));  // in [-2, 2]
   }
-  Element* x_g = nullptr;
-  EXPECT(cudaMalloc(&x_g, x.size() * sizeof(Element)) == cudaSuccess);
-  cudaMemcpy(x_g, x.data(), x.size() * sizeof(Element), cudaMemcpyHostToDevice);
+  Input* x_g = nullptr;
+  EXPECT(cudaMalloc(&x_g, x.size() * sizeof(Input)) == cudaSuccess);
+  cudaMemcpy(x_g, x.data(), x.size() * sizeof(Input), cudaMemcpyHostToDevice);
   return x_g;
 }
 
-static Element* O_memory;  // two of them
+static Output* O_memory;  // two of them
 
 // All the memory of both O after the last of these calls, made one after the other in a thread of their own.
 // It is poisoned before each, so that an element that is missing and one that is too much are seen.
@@ -43,11 +43,11 @@ static std::vector<uint16_t> O_after(std::initializer_list<SdpaParams> calls) {
   std::thread([&] {
     SdpaStatus status;
     for (const SdpaParams& p : calls) {
-      cudaMemset(O_memory, 0xff, O.size() * sizeof(Element));
+      cudaMemset(O_memory, 0xff, O.size() * sizeof(Output));
       status = sdpa_forward(p, /*stream=*/0);
     }
     EXPECT(status.ok());
-    cudaMemcpy(O.data(), O_memory, O.size() * sizeof(Element), cudaMemcpyDeviceToHost);
+    cudaMemcpy(O.data(), O_memory, O.size() * sizeof(Output), cudaMemcpyDeviceToHost);
   }).join();
   return O;
 }
@@ -86,11 +86,12 @@ static const struct {
 
 int main() {
   SdpaParams base{};
-  Element* const V = two_tensors(3);
-  base.Q = two_tensors(1), base.K = two_tensors(2), base.V = V, base.O = O_memory = two_tensors(4);
+  Input* const V = two_tensors(3);
+  base.Q = two_tensors(1), base.K = two_tensors(2), base.V = V,
+  base.O = O_memory = reinterpret_cast<Output*>(two_tensors(4));
   base.B = 2, base.Hq = 4, base.Hkv = 2, base.Sq = 50, base.Sk = 20, base.D = Build::head_dim;
   base.q = base.k = base.v = base.o = {BATCH, HEAD, ROW};
-  const Element inf = to_element(INFINITY);  // behind the last key: 0 * inf = NaN, were it loaded
+  const Input inf = rounded<Input>(INFINITY);  // behind the last key: 0 * inf = NaN, were it loaded
   cudaMemcpy(V + base.Sk * ROW, &inf, sizeof inf, cudaMemcpyHostToDevice);
 
   const std::vector<uint16_t> O = O_after({base});

@@ -57,6 +57,8 @@ def test_accepted(knobs):
     ("HEAD_DIM", "HEAD_DIM: not a legal value"),
     ("HEAD_DIM=", "HEAD_DIM: not a legal value"),
     ("DTYPE=FP32", "DTYPE: not a legal value; it takes one of: FP16 BF16. Type DTYPE=FP16"),
+    ("OUT_DTYPE=FP16", "O has the type of Q, K and V anyway; drop OUT_DTYPE"),
+    ("USE_CUBLAS=1 OUT_DTYPE=BF16", "cuBLAS writes the type that it reads; drop OUT_DTYPE or USE_CUBLAS"),
     ("USE_FAST_EXP=ON", "USE_FAST_EXP: not a legal value; it takes one of: 0 1. Type USE_FAST_EXP=0"),
     ("NUM_WARPS=17", "NUM_WARPS: not a legal value; it takes one of: 1..16. Type NUM_WARPS=4"),
     ("SYNC_POLICY=3", "SYNC_POLICY: not a legal value; it takes one of: 5 2 1 0"),

@@ -246,7 +246,7 @@ static void test_rounding() {
       std::vector<float> got(64);
       for (int d = 0; d < 64; d++) {
         ref[d] = normal(q, Tensor::V, d) / 8;
-        got[d] = to_float(to_element(float(ref[d])));
+        got[d] = float(rounded<Output>(float(ref[d])));
         const double unit = std::copysign(ulp(fp16, ref[d]), ref[d]);
         const bool inward = std::fabs(got[d]) < std::fabs(ref[d]);
         if (direction > 0 && inward) got[d] += float(unit);
@@ -351,8 +351,8 @@ static void test_guards() {
     write(instance.params);
     return instance.run_once();
   };
-  static const auto set_element = [](const Element* x) {
-    *const_cast<Element*>(x) = to_element(3);
+  static const auto set_element = [](const Input* x) {
+    *const_cast<Input*>(x) = rounded<Input>(3);
   };
   constexpr int D = Build::head_dim;
   EXPECT(found("bhsd", [](const SdpaParams& p) { set_element(p.K - 1); }) ==
@@ -509,9 +509,9 @@ static void test_percentile() {
 
 static SdpaParams valid_params() {
   SdpaParams p{};
-  static Element buffer[64];
+  static Input buffer[64];
   p.Q = p.K = p.V = p.O =
-      reinterpret_cast<Element*>((reinterpret_cast<uintptr_t>(buffer) + 15) / 16 * 16);
+      reinterpret_cast<Input*>((reinterpret_cast<uintptr_t>(buffer) + 15) / 16 * 16);
   p.B = 2, p.Hq = 4, p.Hkv = 2, p.Sq = 3, p.Sk = 5, p.D = Build::head_dim;
   p.q = p.k = p.v = p.o = {4096, 1024, Build::head_dim};
   return p;

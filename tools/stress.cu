@@ -82,15 +82,15 @@ const Problem problems[] = {{1, 8, 8, 512, 512, Causal::off},
 #endif
 
 // Sums of four bytes of a hash: logits of some width, and no two rows alike.
-std::vector<Element> make_input(size_t elements, uint32_t seed) {
-  std::vector<Element> x(elements);
+std::vector<Input> make_input(size_t elements, uint32_t seed) {
+  std::vector<Input> x(elements);
   for (size_t i = 0; i < elements; i++) {
     uint32_t h = uint32_t(i) * 2654435761u ^ seed * 0x9e3779b9u;
     h = (h ^ h >> 16) * 0x85ebca6bu;
     h = (h ^ h >> 13) * 0xc2b2ae35u;
     h ^= h >> 16;
     const uint32_t sum = (h & 255) + (h >> 8 & 255) + (h >> 16 & 255) + (h >> 24);
-    x[i] = to_element((float(sum) - 510.0f) / 148.0f);  // a standard deviation of 1
+    x[i] = rounded<Input>((float(sum) - 510.0f) / 148.0f);  // a standard deviation of 1
   }
   return x;
 }
@@ -142,7 +142,7 @@ class Run {
     K_.upload(make_input(kv_elements_, 2));
     V_.upload(make_input(kv_elements_, 3));
     params_.Q = Q_.data(), params_.K = K_.data(), params_.V = V_.data();
-    params_.O = reinterpret_cast<Element*>(got_.data());
+    params_.O = reinterpret_cast<Output*>(got_.data());
     params_.LSE = reinterpret_cast<float*>(got_.data() + o_words_);
     params_.B = p.B, params_.Hq = p.Hq, params_.Hkv = p.Hkv, params_.Sq = p.Sq, params_.Sk = p.Sk;
     params_.D = int(D), params_.causal = p.causal;
@@ -208,7 +208,7 @@ class Run {
   const Problem p_;
   const int repeats_;
   const size_t rows_, kv_elements_, o_words_;
-  DeviceArray<Element> Q_, K_, V_;
+  DeviceArray<Input> Q_, K_, V_;
   DeviceArray<uint32_t> got_, want_;  // O, two elements a word, and behind it LSE
   DeviceArray<uint32_t> found_;       // a pair for each repeat; freeing it would wait for the hog
   std::unique_ptr<DeviceArray<unsigned char>> workspace_;
