@@ -34,6 +34,7 @@
 
 #include <cuda.h>
 #include <cuda_bf16.h>
+#include <cuda_fp8.h>
 #include <cuda_fp16.h>
 #include <cuda_runtime.h>
 #include <mma.h>
@@ -62,12 +63,12 @@ namespace {  // two builds in one program must not share their constants and ker
 // clang-format off
 #define SDPA_KNOBS(X)                                                                             \
   X(HEAD_DIM, 64, head_dim, "64 128 256", "D; every row of Q, K, V and O has this many elements") \
-  X(DTYPE, FP16, dtype, "FP16 BF16", "type of Q, K and V; sums are fp32") \
-  X(OUT_DTYPE, AUTO, out_dtype, "AUTO FP16 BF16", "type of O; AUTO: DTYPE") \
+  X(DTYPE, FP16, dtype, "FP16 BF16 FP8_E4M3 U8", "type of Q, K and V; sums are fp32") \
+  X(OUT_DTYPE, AUTO, out_dtype, "AUTO FP16 BF16", "type of O; AUTO: DTYPE, or FP16 where that has 8 bits") \
   X(BLOCK_M, 32, block_m, "4..256", "query rows of a tile: more reuse of K and V, fewer CTAs") \
   X(BLOCK_N, 32, block_n, "8..256", "key rows of a tile: fewer barriers, more shared memory") \
   X(NUM_WARPS, 4, num_warps, "1..16", "warps of a CTA that compute; they share the tile's query rows") \
-  X(VEC_WIDTH, 1, vec_width, "1 2 4 8", "elements per global access; pointers and strides must be multiples") \
+  X(VEC_WIDTH, 1, vec_width, "1 2 4 8 16", "elements per global access; pointers and strides must be multiples") \
   X(SYNC_POLICY, 5, sync_policy, "5 2 1 0", "CTA barriers per K/V tile: 5 six, 2 four, 1 two, 0 none (racy)") \
   X(USE_CP_ASYNC, 0, use_cp_async, "0 1", "copy with cp.async, which needs no registers and can run ahead") \
   X(STAGES, 1, stages, "1..4", "K/V tiles in flight (cp.async or producers); each costs shared memory") \
@@ -83,6 +84,7 @@ namespace {  // two builds in one program must not share their constants and ker
   X(USE_PING_PONG, 0, use_ping_pong, "0 1", "wgmma: warpgroups take turns at the tensor cores") \
   X(OVERLAP, 0, overlap, "0 1", "wgmma: softmax beside P @ V of the tile before") \
   X(SKIP_MASKED, 0, skip_masked, "0 1", "wgmma: a warpgroup leaves out tiles of which its rows see nothing") \
+  X(FP8_FLUSH, 4, fp8_flush, "0 1 2 4", "wgmma, FP8_E4M3: P @ V of so many tiles is added to O in fp32; 0: all of it") \
   X(SWAP_AB, 0, swap_ab, "0 1", "wgmma: S.T = K @ Q.T, keys as its 64 rows: 16, 32 or 64 query rows a CTA") \
   X(PACK_GQA, 0, pack_gqa, "0 1", "SWAP_AB: the query heads of a key head are rows of one tile") \
   X(SPLIT_CTAS, 1, split_ctas, "0..256", "SWAP_AB: CTAs that share the keys of a tile; 0: by the problem; workspace") \
@@ -154,7 +156,7 @@ struct Typed {
 // ---- what follows from the knobs ----
 
 enum class Family { scalar, wmma, mma, wgmma, cublas };
-enum class DType { fp16, bf16 };  // in the order of DTYPE's values
+enum class DType { fp16, bf16, e4m3, u8 };  // in the order of DTYPE's values
 
 // Of knobs that were typed, or that stand in a row of TUNED_TILES.
 template <class Knobs> struct Derived : Knobs {
@@ -164,7 +166,10 @@ template <class Knobs> struct Derived : Knobs {
                                    : Knobs::use_cublas ? Family::cublas
                                                        : Family::scalar;
   static constexpr DType input = DType(Knobs::dtype);  // of Q, K and V
-  static constexpr DType output = Knobs::out_dtype == 0 ? input : DType(Knobs::out_dtype - 1);
+  static constexpr bool is_8bit = input == DType::e4m3 || input == DType::u8;
+  static constexpr DType output = Knobs::out_dtype != 0 ? DType(Knobs::out_dtype - 1)
+                                  : is_8bit             ? DType::fp16
+                                                        : input;
   static constexpr int producer_threads = !Knobs::use_warp_specialization ? 0  // that only copy
                                           : family == Family::wgmma
                                               ? 128
@@ -205,8 +210,9 @@ SDPA_REFUSE(is_cublas &&
                  USE_CP_ASYNC_changed || SWIZZLE_XOR_changed || USE_PERSISTENT_CTA_changed),
             "USE_CUBLAS=1: of the knobs for tiles and copies none has an effect on cuBLAS; keep "
             "HEAD_DIM, DTYPE, NUM_WARPS and USE_FAST_EXP");
-SDPA_REFUSE(OUT_DTYPE_changed&& DType(Build::out_dtype - 1) == Build::input,
-            "OUT_DTYPE: O has the type of Q, K and V anyway; drop OUT_DTYPE");
+SDPA_REFUSE(OUT_DTYPE_changed&& DType(Build::out_dtype - 1) ==
+                (Build::is_8bit ? DType::fp16 : Build::input),
+            "OUT_DTYPE: O has that type anyway; drop OUT_DTYPE");
 SDPA_REFUSE(OUT_DTYPE_changed&& is_cublas,
             "OUT_DTYPE: cuBLAS writes the type that it reads; drop OUT_DTYPE or USE_CUBLAS");
 SDPA_REFUSE(USE_WMMA_PV_changed && !is_wmma,
@@ -237,6 +243,16 @@ SDPA_REFUSE(!is_mma && !is_wgmma && USE_LAZY_MAX_changed,
             "drop it");
 SDPA_REFUSE(!is_mma && !is_wgmma && SPLIT_KV_changed,
             "SPLIT_KV: only the mma.sync and wgmma kernels have it; add USE_MMA_SYNC=1 or drop it");
+SDPA_REFUSE(
+    Build::is_8bit&& is_cublas,
+    "DTYPE: the cuBLAS path multiplies 16-bit elements; type DTYPE=FP16 or drop USE_CUBLAS");
+SDPA_REFUSE(Build::input == DType::e4m3 && is_wmma,
+            "DTYPE=FP8_E4M3: nvcuda::wmma has no e4m3; drop USE_WMMA or type DTYPE=U8");
+SDPA_REFUSE(
+    Build::is_8bit&& is_mma,
+    "DTYPE: the mma.sync kernel multiplies 16-bit elements; type DTYPE=FP16 or drop USE_MMA_SYNC");
+SDPA_REFUSE(Build::input == DType::u8 && (is_wmma || is_wgmma),
+            "DTYPE=U8: this kernel has no step that makes fp16 of it; drop USE_WMMA or USE_WGMMA");
 SDPA_REFUSE(is_mma&& SYNC_POLICY_changed,
             "SYNC_POLICY: in the mma.sync kernel every warp owns its rows and the copies alone "
             "need a barrier, so the policy does nothing; drop SYNC_POLICY");
@@ -253,9 +269,9 @@ template <class B> constexpr bool check() {
       "be 16*NUM_WARPS/SPLIT_KV; type BLOCK_M=128 NUM_WARPS=8");
   SDPA_REFUSE(wgmma && B::block_n % 16 != 0,
               "BLOCK_N: wgmma takes keys by 16, so it must be a multiple of 16; type BLOCK_N=128");
-  SDPA_REFUSE(wgmma && B::vec_width != 8,
+  SDPA_REFUSE(wgmma && B::vec_width != (B::is_8bit ? 16 : 8),
               "VEC_WIDTH: TMA wants addresses and strides that are multiples of 16 bytes; type "
-              "VEC_WIDTH=8");
+              "VEC_WIDTH=8, or 16 with an 8-bit DTYPE");
   SDPA_REFUSE(wgmma && !B::use_warp_specialization &&
                   (B::overlap || B::use_persistent_cta || B::use_ping_pong || B::use_lazy_max ||
                    (B::split_kv > 1 && !B::swap_ab)),
@@ -311,8 +327,10 @@ template <class B> constexpr bool check() {
                   B::stages > 1,
               "STAGES: plain copies finish before the next one starts, so STAGES does nothing "
               "without cp.async or producer warps; add USE_CP_ASYNC=1 or drop STAGES");
-  SDPA_REFUSE(B::vec_width == 1 && B::use_cp_async,
-              "USE_CP_ASYNC=1: cp.async moves 4, 8 or 16 bytes and VEC_WIDTH=1 is 2 bytes; type "
+  SDPA_REFUSE(!B::is_8bit && B::vec_width == 16,
+              "VEC_WIDTH=16: an access has up to 16 bytes, and these are 32; type VEC_WIDTH=8");
+  SDPA_REFUSE(B::use_cp_async && B::vec_width * (B::is_8bit ? 1 : 2) < 4,
+              "USE_CP_ASYNC=1: cp.async moves 4, 8 or 16 bytes, and this VEC_WIDTH is less; type "
               "VEC_WIDTH=8");
   return true;
 }
@@ -409,9 +427,13 @@ static_assert(check_rows<0>(), "");
 template <DType> struct ElementOf;
 template <> struct ElementOf<DType::fp16> { using type = __half; };
 template <> struct ElementOf<DType::bf16> { using type = __nv_bfloat16; };
+template <> struct ElementOf<DType::e4m3> { using type = __nv_fp8_e4m3; };
+template <> struct ElementOf<DType::u8> { using type = uint8_t; };
 // clang-format on
 using Input = ElementOf<Build::input>::type;    // of Q, K and V
 using Output = ElementOf<Build::output>::type;  // of O
+using Half =
+    std::conditional<Build::is_8bit, __half, Input>::type;  // of products of 16-bit numbers
 
 enum class Causal : int {  // the own position of query q among the keys; it sees none after it
   off,                     // q, and it sees all keys
@@ -421,6 +443,15 @@ enum class Causal : int {  // the own position of query q among the keys; it see
 
 struct Strides {  // in elements; a row's D elements are contiguous
   int64_t batch, head, row;
+};
+
+// Factors of 8-bit tensors: an element of head (b, h) stands for itself times factor[b * batch + h * head].
+// An element u of DTYPE=U8 itself is (u - 128) / 127 * 448.
+struct Descale {
+  const float* factor = nullptr;  // in device memory; null: 1
+  int64_t batch = 0, head = 0;    // strides, in floats
+
+  __device__ float of(int b, int h) const { return factor ? factor[b * batch + h * head] : 1.0f; }
 };
 
 struct SdpaParams {
@@ -443,6 +474,7 @@ struct SdpaParams {
   int window_left = -1,
       window_right = -1;  // keys that a query sees on each side of its own position;
                           // -1: no limit
+  Descale q_descale, k_descale, v_descale;  // 8-bit DTYPE: by query head, and by key head
 };
 // A row that sees no key (or only keys of logit -inf) gives O = 0 and LSE = -inf. NaN and inf come
 // out as the formula has them, but whether NaN or inf in V at a key that is masked reaches the row
@@ -564,7 +596,7 @@ struct KernelArgs {  // SdpaParams with what every CTA would otherwise compute a
   Divisor q_heads_per_kv;       // Hq / Hkv
   Divisor items_in_l2;          // heads_in_l2 * q_blocks
   uint32_t heads_in_l2;         // of q_heads: whose K and V take half of L2, at least 1
-  float scale_log2;             // scale * log2(e): softmax is taken in powers of 2
+  float scale_log2;             // log2_scale(): softmax is taken in powers of 2
   Divisor item_queries;         // PACK_GQA: of so many queries an item has so many heads
   int item_heads = 1;
   Divisor ranges;    // SPLIT_CTAS: CTAs of an item
@@ -906,10 +938,11 @@ template <int N> __device__ __forceinline__ void forget(float (&d)[N]) {
 // K-major, one line per row: stride_bytes from 8 rows to the next 8; the next 16 of K are 32 bytes
 // further in the line; leading_bytes has no meaning. MN-major, one line per k, 64 rows or columns to
 // a line: stride_bytes from 8 k to the next 8, leading_bytes from 64 rows or columns to the next 64.
+// A stride of 512 means lines of 64 bytes: bits 4-5 are XORed with bits 7-8, and atoms have 512 bytes.
 __device__ __forceinline__ uint64_t wgmma_descriptor(SharedAddress start, int leading_bytes,
                                                      int stride_bytes) {
   return uint64_t((start & 0x3ffff) >> 4) | uint64_t(leading_bytes >> 4) << 16 |
-         uint64_t(stride_bytes >> 4) << 32 | uint64_t(1) << 62;
+         uint64_t(stride_bytes >> 4) << 32 | uint64_t(stride_bytes == 512 ? 2 : 1) << 62;
 }
 
 // SDPA_D<R>(F): F(1) ... F(R - 1), for the numbers of R accumulators.
@@ -952,47 +985,82 @@ __device__ __forceinline__ uint64_t wgmma_descriptor(SharedAddress start, int le
   X(240, 120, 121, 122, 123, 124, 125, 126) \
   X(256, 128, 129, 130, 131, 132, 133, 134)
 // clang-format off
-#define SDPA_WGMMA(type, n, r, r1, r2, a_text, immediates, ...)                               \
-  asm volatile(                                                                               \
-      "{ .reg .pred p; setp.ne.b32 p, %" #r ", 0; "                                           \
-      "wgmma.mma_async.sync.aligned.m64n" #n "k16.f32." type "." type                         \
-      " {%0" SDPA_D##r(SDPA_D_TEXT) "}, " a_text ", %" #r1 ", p, " immediates ", %" #r2 "; }" \
-      : "+f"(d[0]) SDPA_D##r(SDPA_D_OPERAND)                                                  \
+#define SDPA_WGMMA(types, n, r, r1, a_text, immediates, ...)                        \
+  asm volatile(                                                                     \
+      "{ .reg .pred p; setp.ne.b32 p, %" #r ", 0; "                                 \
+      "wgmma.mma_async.sync.aligned.m64n" #n types                                  \
+      " {%0" SDPA_D##r(SDPA_D_TEXT) "}, " a_text ", %" #r1 ", p, " immediates "; }" \
+      : "+f"(d[0]) SDPA_D##r(SDPA_D_OPERAND)                                        \
       : "r"(int(accumulate)), "l"(b), "n"(TRANS_B), __VA_ARGS__)
 // clang-format on
 
 // D = A @ B (+ D if accumulate), [64][16] @ [16][N], E __half or __nv_bfloat16. Lane 4g + q of warp
 // w: d[i] is row 16w + g + 8 * (i / 2 % 2), column 8 * (i / 4) + 2q + i % 2. B is [N][16] (K-major),
 // with TRANS_B [16][N] (MN-major), A [64][16] (K-major), with TRANS_A [16][64]; both are descriptors.
+// With E __nv_fp8_e4m3 K is 32, both are K-major, and sums keep 14 bits, truncated.
 template <class E, int N, int TRANS_B, int TRANS_A = 0>
 __device__ __forceinline__ void wgmma_ss(float (&d)[N / 2], uint64_t a, uint64_t b,
                                          bool accumulate) {
   static_assert(N >= 16 && N <= 256 && N % 16 == 0, "wgmma: N is a multiple of 16 up to 256");
-#define SDPA_WGMMA_SS(n, r, r1, r2, r3, r4, r5, r6)                                 \
-  if constexpr (N == n && std::is_same<E, __half>::value) {                         \
-    SDPA_WGMMA("f16", n, r, r1, r2, "%" #r3, "1, 1, %" #r4, "l"(a), "n"(TRANS_A));  \
-  } else if constexpr (N == n) {                                                    \
-    SDPA_WGMMA("bf16", n, r, r1, r2, "%" #r3, "1, 1, %" #r4, "l"(a), "n"(TRANS_A)); \
+#define SDPA_WGMMA_SS(n, r, r1, r2, r3, r4, r5, r6)                                     \
+  if constexpr (N == n && std::is_same<E, __half>::value) {                             \
+    SDPA_WGMMA("k16.f32.f16.f16", n, r, r1, "%" #r3, "1, 1, %" #r4 ", %" #r2, "l"(a),   \
+               "n"(TRANS_A));                                                           \
+  } else if constexpr (N == n && std::is_same<E, __nv_bfloat16>::value) {               \
+    SDPA_WGMMA("k16.f32.bf16.bf16", n, r, r1, "%" #r3, "1, 1, %" #r4 ", %" #r2, "l"(a), \
+               "n"(TRANS_A));                                                           \
+  } else if constexpr (N == n) {                                                        \
+    SDPA_WGMMA("k32.f32.e4m3.e4m3", n, r, r1, "%" #r3, "1, 1", "l"(a));                 \
   }
   SDPA_WGMMA_SHAPES(SDPA_WGMMA_SS)
 #undef SDPA_WGMMA_SS
 }
 // The same with A in registers. Lane 4g + q of warp w: a[0], a[1] are k = 2q, 2q + 1 of rows
-// 16w + g and 16w + g + 8; a[2], a[3] the same 8 k further.
+// 16w + g and 16w + g + 8; a[2], a[3] the same 8 k further. e4m3: k = 4q ... 4q + 3, and 16 k further.
 template <class E, int N, int TRANS_B>
 __device__ __forceinline__ void wgmma_rs(float (&d)[N / 2], const uint32_t (&a)[4], uint64_t b,
                                          bool accumulate) {
   static_assert(N >= 16 && N <= 256 && N % 16 == 0, "wgmma: N is a multiple of 16 up to 256");
-#define SDPA_WGMMA_RS(n, r, r1, r2, r3, r4, r5, r6)                                                \
-  if constexpr (N == n && std::is_same<E, __half>::value) {                                        \
-    SDPA_WGMMA("f16", n, r, r1, r2, "{%" #r3 ", %" #r4 ", %" #r5 ", %" #r6 "}", "1, 1", "r"(a[0]), \
-               "r"(a[1]), "r"(a[2]), "r"(a[3]));                                                   \
-  } else if constexpr (N == n) {                                                                   \
-    SDPA_WGMMA("bf16", n, r, r1, r2, "{%" #r3 ", %" #r4 ", %" #r5 ", %" #r6 "}", "1, 1",           \
-               "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]));                                        \
+#define SDPA_WGMMA_RS(n, r, r1, r2, r3, r4, r5, r6)                                               \
+  if constexpr (N == n && std::is_same<E, __half>::value) {                                       \
+    SDPA_WGMMA("k16.f32.f16.f16", n, r, r1, "{%" #r3 ", %" #r4 ", %" #r5 ", %" #r6 "}",           \
+               "1, 1, %" #r2, "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]));                        \
+  } else if constexpr (N == n && std::is_same<E, __nv_bfloat16>::value) {                         \
+    SDPA_WGMMA("k16.f32.bf16.bf16", n, r, r1, "{%" #r3 ", %" #r4 ", %" #r5 ", %" #r6 "}",         \
+               "1, 1, %" #r2, "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]));                        \
+  } else if constexpr (N == n) {                                                                  \
+    SDPA_WGMMA("k32.f32.e4m3.e4m3", n, r, r1, "{%" #r3 ", %" #r4 ", %" #r5 ", %" #r6 "}", "1, 1", \
+               "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]));                                       \
   }
   SDPA_WGMMA_SHAPES(SDPA_WGMMA_RS)
 #undef SDPA_WGMMA_RS
+}
+
+// Four numbers in e4m3, `a` in the low byte, to nearest even; beyond 448 they are 448, and NaN is NaN.
+__device__ __forceinline__ uint32_t cvt_rn_satfinite_e4m3x4(float a, float b, float c, float d) {
+  uint32_t out;
+  asm("{ .reg .b16 low, high; cvt.rn.satfinite.e4m3x2.f32 low, %2, %1; "
+      "cvt.rn.satfinite.e4m3x2.f32 high, %4, %3; mov.b32 %0, {low, high}; }"
+      : "=r"(out)
+      : "f"(a), "f"(b), "f"(c), "f"(d));
+  return out;
+}
+
+// Bytes of the eight of b, a (a the low ones), by the four digits of the selector.
+__device__ __forceinline__ uint32_t prmt(uint32_t a, uint32_t b, uint32_t selector) {
+  return __byte_perm(a, b, selector);
+}
+
+// As mma_m16n8k16, with K = 32: a[0], a[1] hold k = 4q ... 4q + 3 of rows g and g + 8, a[2], a[3] the same 16 k
+// further; b0 holds k = 4q ... 4q + 3 of column g, b1 the same 16 k further.
+__device__ __forceinline__ void mma_m16n8k32_e4m3(float& d0, float& d1, float& d2, float& d3,
+                                                  const uint32_t (&a)[4], uint32_t b0,
+                                                  uint32_t b1) {
+  asm volatile(
+      "mma.sync.aligned.m16n8k32.row.col.f32.e4m3.e4m3.f32 {%0, %1, %2, %3}, "
+      "{%4, %5, %6, %7}, {%8, %9}, {%0, %1, %2, %3};"
+      : "+f"(d0), "+f"(d1), "+f"(d2), "+f"(d3)
+      : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b0), "r"(b1));
 }
 
 // By all warps of a warpgroup: gives registers above N back to the CTA, or waits for up to N.
@@ -1032,7 +1100,10 @@ __device__ __forceinline__ void griddepcontrol_launch_dependents() {
 
 // ---- element types and vectors ----
 
-__host__ __device__ __forceinline__ float to_float(Input x) { return static_cast<float>(x); }
+// But for the factor that goes into the scale, or into 1 / l.
+__host__ __device__ __forceinline__ float to_float(Input x) {
+  return static_cast<float>(x) - (Build::input == DType::u8 ? 128 : 0);
+}
 // To nearest, ties to even.
 template <class E> __host__ __device__ __forceinline__ E rounded(float x) {
   return static_cast<E>(x);
@@ -1040,14 +1111,14 @@ template <class E> __host__ __device__ __forceinline__ E rounded(float x) {
 
 // clang-format off
 template <int BYTES> struct VectorType;
+template <> struct VectorType<1> { using type = unsigned char; };
 template <> struct VectorType<2> { using type = unsigned short; };
 template <> struct VectorType<4> { using type = unsigned int; };
 template <> struct VectorType<8> { using type = uint2; };
 template <> struct VectorType<16> { using type = uint4; };
 // clang-format on
 
-constexpr int CHUNK =
-    8;  // elements in 16 bytes, the unit of shared-memory reads and of the swizzle
+constexpr int CHUNK = 16 / sizeof(Input);  // elements in 16 bytes, the unit of the swizzle
 
 // ---- pairs (mma, wgmma) ----
 
@@ -1063,15 +1134,18 @@ template <class E> __device__ __forceinline__ uint32_t pack(float low, float hig
 
 // Elements from one row of a tile to the next. With D alone all rows start in bank 0, and accesses to
 // one column of different rows collide. Against that SWIZZLE_XOR=1 XORs the 16-byte chunk index with
-// the row, which spreads any 8 neighbouring rows over all 32 banks; but wmma wants a fixed stride, so
-// there it makes rows 16 bytes longer, to the same effect.
+// the row, which spreads any 8 neighbouring rows over all 32 banks (with the pair of rows, if these have 64
+// bytes); but wmma wants a fixed stride, so there it makes rows 16 bytes longer, to the same effect.
 template <class B> constexpr bool pads_rows = B::swizzle_xor&& B::family == Family::wmma;
 template <class B> constexpr int TILE_STRIDE = B::head_dim + (pads_rows<B> ? CHUNK : 0);
 
 // Offset in elements of (row, col) in a tile.
 template <class B> __device__ __forceinline__ int tile_offset(int row, int col) {
   // Unsigned: only so is it plain to the compiler that rows 8 apart are swizzled alike.
-  if constexpr (B::swizzle_xor && !pads_rows<B>) col ^= (static_cast<unsigned>(row) % 8) * CHUNK;
+  constexpr unsigned together = B::head_dim < 8 * CHUNK ? 2 : 1;  // rows in 128 bytes
+  if constexpr (B::swizzle_xor && !pads_rows<B>) {
+    col ^= static_cast<unsigned>(row) / together % (8 / together) * CHUNK;
+  }
   return row * TILE_STRIDE<B> + col;
 }
 
@@ -1266,8 +1340,13 @@ template <class B> __device__ __forceinline__ float softmax_exp2(float t) {
   }
 }
 
+// P is 2^p_log2 times what the formula has, and so is l: e4m3 begins at 2^-9 and ends at 448. With 8 for 3 a
+// stale maximum would not last; with 0 the error of long rows grows.
+template <class B>
+constexpr float p_log2 = B::input == DType::e4m3&& B::family != Family::scalar ? 3 : 0;
+
 // USE_LAZY_MAX: row sums of P up to which an old maximum will do. The largest fp16 is 65504.
-constexpr float lazy_limit = 4096;
+template <class B> constexpr float lazy_limit = B::input == DType::e4m3 ? 448 : 4096;
 
 // The maximum to subtract: 0 for a row with no visible key yet, so that -inf - -inf never happens.
 __device__ __forceinline__ float finite_max(float m) { return m == -INFINITY ? 0.0f : m; }
@@ -1298,7 +1377,7 @@ constexpr float shift_limit = 1024;
 // shift_limit the rounding of that product would show (near 2^31 it is a factor of 2^64 in P): there S
 // becomes S - m, which is exact near the maximum, and m_log2 is 0. Whether every m may be kept as a stale
 // maximum: it is a score, and within the limit.
-template <class View>
+template <class B, class View>
 __device__ __forceinline__ bool softmax_shift(View& S, float scale_log2,
                                               const float (&m)[View::ROWS],
                                               float (&m_log2)[View::ROWS]) {
@@ -1306,10 +1385,10 @@ __device__ __forceinline__ bool softmax_shift(View& S, float scale_log2,
 #pragma unroll
   for (int i = 0; i < View::ROWS; i++) {
     const float shift = finite_max(m[i]);
-    m_log2[i] = shift * scale_log2;
+    m_log2[i] = shift * scale_log2 - p_log2<B>;
     if (m[i] == -INFINITY) may_be_kept = false;
     if (fabsf(m_log2[i]) <= shift_limit) continue;
-    may_be_kept = false, m_log2[i] = 0;
+    may_be_kept = false, m_log2[i] = -p_log2<B>;
 #pragma unroll
     for (int j = 0; j < View::COLS; j++) S.x[i][j] -= shift;
   }
@@ -1338,7 +1417,7 @@ __device__ __forceinline__ bool softmax_sum(View& S, float scale_log2, const flo
                                             const float (&alpha)[View::ROWS],
                                             float (&l)[View::ROWS]) {
   float m_log2[View::ROWS], sum[View::ROWS] = {};
-  const bool may_be_kept = softmax_shift(S, scale_log2, m, m_log2);
+  const bool may_be_kept = softmax_shift<B>(S, scale_log2, m, m_log2);
   softmax_exp<B>(S, 0, View::COLS, scale_log2, m_log2, sum);
 #pragma unroll
   for (int i = 0; i < View::ROWS; i++) l[i] = fmaf(l[i], alpha[i], sum[i]);
@@ -1356,7 +1435,7 @@ template <class B, int ROWS> struct StaleSoftmax {
   __device__ __forceinline__ StaleSoftmax(const float (&m)[ROWS], float scale_log2_)
       : scale_log2(scale_log2_) {
 #pragma unroll
-    for (int i = 0; i < ROWS; i++) m_log2[i] = m[i] * scale_log2, sum[i] = 0;
+    for (int i = 0; i < ROWS; i++) m_log2[i] = m[i] * scale_log2 - p_log2<B>, sum[i] = 0;
   }
   // P in the place of the columns [first, last) of S.
   template <class View> __device__ __forceinline__ void exp(View& S, int first, int last) {
@@ -1367,7 +1446,7 @@ template <class B, int ROWS> struct StaleSoftmax {
     float all = 0;
 #pragma unroll
     for (int i = 0; i < ROWS; i++) all += sum[i];
-    if (!__all_sync(0xffffffffu, all <= lazy_limit)) return false;
+    if (!__all_sync(0xffffffffu, all <= lazy_limit<B>)) return false;
 #pragma unroll
     for (int i = 0; i < ROWS; i++) l[i] += sum[i];
     return true;
@@ -1400,13 +1479,31 @@ __device__ __forceinline__ void merge_weights(const float2 (&m_l)[N], float scal
 
 // ---- epilogue ----
 
+// What to_float() counts as 1.
+template <class B> constexpr float element_unit = B::input == DType::u8 ? 448.0f / 127 : 1;
+
+// The scale of an item's scores, with the factors of its heads, times log2(e); and the factor of its V.
+template <class B>
+__device__ __forceinline__ float item_scale_log2(const KernelArgs& a, const WorkItem& item) {
+  if constexpr (!B::is_8bit) return a.scale_log2;
+  const int h_kv = int(a.q_heads_per_kv.divide(item.h));
+  return a.scale_log2 * a.p.q_descale.of(item.b, item.h) * a.p.k_descale.of(item.b, h_kv);
+}
+template <class B>
+__device__ __forceinline__ float item_v_descale(const KernelArgs& a, const WorkItem& item) {
+  if constexpr (!B::is_8bit) return 1;
+  return element_unit<B> * a.p.v_descale.of(item.b, int(a.q_heads_per_kv.divide(item.h)));
+}
+
 // LSE = ln2 * (m * scale_log2 + log2 l) of query q, if it is wanted. m * scale_log2 alone may overflow.
+template <class B>
 __device__ __forceinline__ void store_lse(float m, float l, const KernelArgs& a,
                                           const WorkItem& item, int q) {
   constexpr float ln2 = 0.693147180559945f;
   if (a.p.LSE) {
     const int64_t row = (static_cast<int64_t>(item.b) * a.p.Hq + item.h) * a.p.Sq + q;
-    st_global(a.p.LSE + row, fmaf(finite_max(m), a.scale_log2 * ln2, ln2 * lg2_approx_ftz(l)));
+    const float log2_l = lg2_approx_ftz(l) - p_log2<B>;
+    st_global(a.p.LSE + row, fmaf(finite_max(m), item_scale_log2<B>(a, item) * ln2, ln2 * log2_l));
   }
 }
 
@@ -1426,7 +1523,7 @@ __device__ __forceinline__ void store_output(const View& O, const float (&m)[Vie
   for (int i = 0; i < View::ROWS; i++) {
     const int q = item.q0 + O.row(i);
     if (q >= p.Sq) continue;
-    const float inverse = rcp_approx_ftz(l[i]);
+    const float inverse = rcp_approx_ftz(l[i]) * item_v_descale<B>(a, item);
 #pragma unroll
     for (int j = 0; j < View::COLS; j += width) {
       Output e[width];
@@ -1438,7 +1535,7 @@ __device__ __forceinline__ void store_output(const View& O, const float (&m)[Vie
       memcpy(&x, e, sizeof x);
       st_global(O_g + q * p.o.row + O.col(j), x);
     }
-    if (O.col(0) == 0) store_lse(m[i], l[i], a, item, q);  // the first lane of the row
+    if (O.col(0) == 0) store_lse<B>(m[i], l[i], a, item, q);  // the first lane of the row
   }
 }
 
@@ -1596,13 +1693,15 @@ __device__ __forceinline__ void mbarrier_spin(uint64_t* barrier_s, int parity) {
 
 // ---- scores in shared memory (scalar, wmma) ----
 
-// x[0..7] = the 8 elements at src_s, which is 16-byte aligned.
-__device__ __forceinline__ void load_chunk(float (&x)[CHUNK], const Input* src_s) {
-  const uint4 chunk = ld_shared<uint4>(src_s);
-  Input e[CHUNK];
-  memcpy(e, &chunk, sizeof chunk);
+constexpr int RUN_READ = 8;  // neighbouring elements of a row that a lane reads at once
+
+// x = the elements at src_s, which is aligned to their size.
+__device__ __forceinline__ void load_run(float (&x)[RUN_READ], const Input* src_s) {
+  const auto run = ld_shared<VectorType<RUN_READ * sizeof(Input)>::type>(src_s);
+  Input e[RUN_READ];
+  memcpy(e, &run, sizeof run);
 #pragma unroll
-  for (int i = 0; i < CHUNK; i++) x[i] = to_float(e[i]);
+  for (int i = 0; i < RUN_READ; i++) x[i] = to_float(e[i]);
 }
 
 // The scalar family's lanes: 4 along the rows, 8 along the columns.
@@ -1618,16 +1717,14 @@ template <class B> struct ScalarScores {
   __device__ int col(int j) const { return first_col + COL_LANES * j; }
 };
 
-// O [BLOCK_M][D], the same rows as a warp's own scores. A lane has whole 16-byte chunks.
+// O [BLOCK_M][D], the same rows as a warp's own scores. A lane has whole runs of columns.
 template <class B> struct ScalarOutput {
   static constexpr int ROWS = ScalarScores<B>::ROWS, COLS = B::head_dim / COL_LANES;
-  static constexpr int RUN = CHUNK;  // neighbouring x that are neighbouring d
+  static constexpr int RUN = RUN_READ;  // neighbouring x that are neighbouring d
   float x[ROWS][COLS];
   int first_row, first_col;
   __device__ int row(int i) const { return first_row + ROW_LANES * i; }
-  __device__ int col(int j) const {
-    return first_col + j / CHUNK * (COL_LANES * CHUNK) + j % CHUNK;
-  }
+  __device__ int col(int j) const { return first_col + j / RUN * (COL_LANES * RUN) + j % RUN; }
 };
 
 template <class T, class View>
@@ -1684,11 +1781,11 @@ __device__ __forceinline__ void scalar_pv(ScalarOutput<B>& O,
 #pragma unroll
     for (int n = 0; n < KEYS; n++) {
 #pragma unroll
-      for (int j = 0; j < View::COLS; j += CHUNK) {
-        float v[CHUNK];
-        load_chunk(v, V_s + tile_offset<B>(k + n, O.col(j)));
+      for (int j = 0; j < View::COLS; j += RUN_READ) {
+        float v[RUN_READ];
+        load_run(v, V_s + tile_offset<B>(k + n, O.col(j)));
 #pragma unroll
-        for (int e = 0; e < CHUNK; e++) {
+        for (int e = 0; e < RUN_READ; e++) {
 #pragma unroll
           for (int i = 0; i < View::ROWS; i++) {
             O.x[i][j + e] = fmaf(p[i][n], v[e], O.x[i][j + e]);
@@ -1926,16 +2023,16 @@ __device__ __forceinline__ void scalar_qk(ScalarScores<B>& S, const Input* Q_s, 
   using View = ScalarScores<B>;
   clear(S);
 #pragma unroll 2
-  for (int d = 0; d < B::head_dim; d += CHUNK) {
-    float q[View::ROWS][CHUNK];
+  for (int d = 0; d < B::head_dim; d += RUN_READ) {
+    float q[View::ROWS][RUN_READ];
 #pragma unroll
-    for (int i = 0; i < View::ROWS; i++) load_chunk(q[i], Q_s + tile_offset<B>(S.row(i), d));
+    for (int i = 0; i < View::ROWS; i++) load_run(q[i], Q_s + tile_offset<B>(S.row(i), d));
 #pragma unroll
     for (int j = 0; j < View::COLS; j++) {
-      float k[CHUNK];
-      load_chunk(k, K_s + tile_offset<B>(S.col(j), d));
+      float k[RUN_READ];
+      load_run(k, K_s + tile_offset<B>(S.col(j), d));
 #pragma unroll
-      for (int e = 0; e < CHUNK; e++) {
+      for (int e = 0; e < RUN_READ; e++) {
 #pragma unroll
         for (int i = 0; i < View::ROWS; i++) S.x[i][j] = fmaf(q[i][e], k[e], S.x[i][j]);
       }
@@ -1953,7 +2050,7 @@ __global__ void __launch_bounds__(B::threads, 1) sdpa_scalar(const __grid_consta
   S.first_row = O.first_row = warp * (B::block_m / B::num_warps) + lane / COL_LANES;
   S.row_step = ROW_LANES;
   S.first_col = lane % COL_LANES;
-  O.first_col = lane % COL_LANES * CHUNK;
+  O.first_col = lane % COL_LANES * O.RUN;
 
   Scheduler<B> scheduler;
   for (WorkItem item; scheduler.template next<B>(a, s.drawn, item);) {
@@ -1964,13 +2061,14 @@ __global__ void __launch_bounds__(B::threads, 1) sdpa_scalar(const __grid_consta
     clear(O);
     TileSoftmax<B, ScalarShared<B>> softmax;
     softmax.start(s, S);
+    const float scale_log2 = item_scale_log2<B>(a, item);
 
     for (int k0 = t.keys.begin; k0 < t.keys.end; k0 += B::block_n) {
       const int stage = feed.acquire(k0);
       scalar_qk<B>(S, s.Q, s.K[stage]);
       if (!a.tiles.cover(item.q0, k0)) mask_scores(S, a.keys, item.q0, k0);
       float alpha[O.ROWS];
-      softmax.step(s, S, a.scale_log2, alpha);
+      softmax.step(s, S, scale_log2, alpha);
       scalar_pv<B>(O, alpha, s.P, s.V[stage]);
       feed.release();
     }
@@ -1989,7 +2087,7 @@ template <class B> struct KernelOf<B, Family::scalar> : OneLaunch<B> {
 // ---- 5b wmma: products on tensor cores, S and P in shared memory (wmma) ----
 
 namespace wmma = nvcuda::wmma;
-template <class Use, class Layout> using Operand = wmma::fragment<Use, 16, 16, 16, Input, Layout>;
+template <class Use, class Layout> using Operand = wmma::fragment<Use, 16, 16, 16, Half, Layout>;
 using Accumulator = wmma::fragment<wmma::accumulator, 16, 16, 16, float>;
 
 template <class B> struct WmmaShared : ScalarShared<B> {
@@ -2153,7 +2251,7 @@ __device__ __forceinline__ void wmma_consume(WmmaShared<B>& s, const KernelArgs&
   S.first_row = O.first_row = first_row + lane / COL_LANES;
   S.row_step = ROW_LANES;
   S.first_col = lane % COL_LANES;
-  O.first_col = lane % COL_LANES * CHUNK;
+  O.first_col = lane % COL_LANES * O.RUN;
 
   // A warp copies its own rows of Q.
   Input* const Q_s = s.Q + tile_offset<B>(first_row, 0);
@@ -2719,12 +2817,13 @@ inline cudaError_t find_tensor_map_encoder(void** function,
 }
 #endif
 
-// Describes a tensor of 16-bit elements to TMA: sizes (innermost first), byte strides of all dimensions but the
-// innermost (multiples of 16), the box that one copy moves. 128-byte swizzle, zeros outside. L2 fetches 256
+// Describes a tensor of elements of 1 or 2 bytes to TMA: sizes (innermost first), byte strides of all dimensions but the
+// innermost (multiples of 16), the box that one copy moves, whose lines have 128 or 64 bytes and are swizzled. Zeros outside. L2 fetches 256
 // bytes at once, or 128 of what is read once: there 256 take 8% longer.
 inline cudaError_t encode_tensor_map(CUtensorMap& map, int rank, const void* base,
                                      const uint64_t* sizes, const uint64_t* strides_bytes,
-                                     const uint32_t* box, bool read_once = false) {
+                                     const uint32_t* box, int element_bytes = 2,
+                                     bool read_once = false) {
   thread_local void* encoder = nullptr;  // looked for until it is found
   if (!encoder) {
     cudaDriverEntryPointQueryResult found;
@@ -2741,8 +2840,10 @@ inline cudaError_t encode_tensor_map(CUtensorMap& map, int rank, const void* bas
     strides[i] = i + 1 < rank ? strides_bytes[i] : 0;
   }
   const CUresult result = reinterpret_cast<decltype(&cuTensorMapEncodeTiled)>(encoder)(
-      &map, CU_TENSOR_MAP_DATA_TYPE_UINT16, cuuint32_t(rank), const_cast<void*>(base), dims,
-      strides, boxes, steps, CU_TENSOR_MAP_INTERLEAVE_NONE, CU_TENSOR_MAP_SWIZZLE_128B,
+      &map, element_bytes == 1 ? CU_TENSOR_MAP_DATA_TYPE_UINT8 : CU_TENSOR_MAP_DATA_TYPE_UINT16,
+      cuuint32_t(rank), const_cast<void*>(base), dims, strides, boxes, steps,
+      CU_TENSOR_MAP_INTERLEAVE_NONE,
+      box[0] * element_bytes == 64 ? CU_TENSOR_MAP_SWIZZLE_64B : CU_TENSOR_MAP_SWIZZLE_128B,
       read_once ? CU_TENSOR_MAP_L2_PROMOTION_L2_128B : CU_TENSOR_MAP_L2_PROMOTION_L2_256B,
       CU_TENSOR_MAP_FLOAT_OOB_FILL_NONE);
   return result == CUDA_SUCCESS ? cudaSuccess : cudaErrorInvalidValue;
@@ -2807,7 +2908,8 @@ template <class B, class Maps> SdpaStatus encode_tensor_maps(Maps& maps, const K
       sizes[2] = uint64_t(t.H), strides[1] = bytes[1], sizes[3] = panels, strides[2] = 128;
       box[1] = a.item_queries.divisor, box[2] = uint32_t(a.item_heads), box[3] = 1;
     }
-    const cudaError_t error = encode_tensor_map(t.map, 5, t.base, sizes, strides, box, B::pack_gqa);
+    const cudaError_t error =
+        encode_tensor_map(t.map, 5, t.base, sizes, strides, box, sizeof(Input), B::pack_gqa);
     if (error != cudaSuccess) {
       return failure(error, "the driver makes no tensor map of %s: %s", t.name,
                      cudaGetErrorString(error));
@@ -3435,7 +3537,7 @@ template <class B> struct WgmmaConsumer {
 #pragma unroll
     for (int i = 0; i < ROWS; i++) {
       const int row = q + first_row + int(lane) / 4 + 8 * i;
-      if (lane % 4 == 0 && row < a.p.Sq) store_lse(m[i], l[i], a, item, row);
+      if (lane % 4 == 0 && row < a.p.Sq) store_lse<B>(m[i], l[i], a, item, row);
     }
 #pragma unroll
     for (int n = 0; n < B::head_dim / 16; n++) {
@@ -3604,7 +3706,7 @@ template <class B> __device__ __forceinline__ void merge_slices(WgmmaConsumer<B>
   const int q = item.q0 + c.row_group * 64;
   Output* const O_g = a.p.O + item.b * a.p.o.batch + item.h * a.p.o.head + slice / 2 * COLS;
   store_share<COLS>(share, partial.out[slice][warp], O_g, q + first_row, a.p, lane);
-  if (lane % 4 == 0 && slice < 2 && q + row < a.p.Sq) store_lse(m, l, a, item, q + row);
+  if (lane % 4 == 0 && slice < 2 && q + row < a.p.Sq) store_lse<B>(m, l, a, item, q + row);
 }
 
 // ---- 5e wgmma, transposed: few query rows, keys as the 64 rows (wgmma and SWAP_AB, USE_TUNED) ----
@@ -4336,12 +4438,13 @@ template <class B> struct KernelOf<B, Family::cublas> : OneLaunch<B> {
 SdpaStatus check_tensor(const char* name, const void* pointer, const Strides& s, int64_t B,
                         int64_t H, int64_t S, bool written) {
   constexpr int64_t vec = Build::vec_width;
+  const int alignment = min(int(vec) * int(written ? sizeof(Output) : sizeof(Input)), 16);
   if (!pointer) return failure(cudaErrorInvalidValue, "%s is a null pointer", name);
-  if (reinterpret_cast<uintptr_t>(pointer) % (vec * sizeof(Input))) {
+  if (reinterpret_cast<uintptr_t>(pointer) % alignment) {
     return failure(cudaErrorInvalidValue,
                    "%s is not aligned to %d bytes as VEC_WIDTH=%d needs; align it or build with a "
                    "smaller VEC_WIDTH",
-                   name, int(vec * sizeof(Input)), int(vec));
+                   name, alignment, int(vec));
   }
   const struct {
     const char* name;
@@ -4363,9 +4466,9 @@ SdpaStatus check_tensor(const char* name, const void* pointer, const Strides& s,
   return {};
 }
 
-float log2_scale(const SdpaParams& p) {  // scale * log2(e)
+float log2_scale(const SdpaParams& p) {  // scale * log2(e), of products of to_float()
   const double scale = p.scale == 0 ? 1 / std::sqrt(double(p.D)) : double(p.scale);
-  return float(scale * 1.4426950408889634);
+  return float(scale * 1.4426950408889634 * element_unit<Build> * element_unit<Build>);
 }
 
 // S and P of cuBLAS and partial results want more than a counter of a queue.
@@ -4425,6 +4528,21 @@ SdpaStatus check_params(const SdpaParams& p) {
   }
   if (reinterpret_cast<uintptr_t>(p.LSE) % sizeof(float)) {
     return failure(cudaErrorInvalidValue, "LSE is not aligned to %d bytes", int(sizeof(float)));
+  }
+  const struct {
+    const char* name;
+    const Descale& of;
+  } descales[] = {{"q", p.q_descale}, {"k", p.k_descale}, {"v", p.v_descale}};
+  for (const auto& d : descales) {
+    if (d.of.factor && !Build::is_8bit) {
+      return failure(cudaErrorInvalidValue,
+                     "%s_descale is given, but elements of 16 bits have no factor; set it to null",
+                     d.name);
+    }
+    if (reinterpret_cast<uintptr_t>(d.of.factor) % sizeof(float)) {
+      return failure(cudaErrorInvalidValue, "%s_descale is not aligned to %d bytes", d.name,
+                     int(sizeof(float)));
+    }
   }
   if (reinterpret_cast<uintptr_t>(p.workspace) % WORKSPACE_ALIGNMENT) {
     return failure(cudaErrorInvalidValue, "workspace is not aligned to %d bytes",
