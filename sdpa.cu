@@ -1388,7 +1388,7 @@ __device__ __forceinline__ bool softmax_shift(View& S, float scale_log2,
     m_log2[i] = shift * scale_log2 - p_log2<B>;
     if (m[i] == -INFINITY) may_be_kept = false;
     if (fabsf(m_log2[i]) <= shift_limit) continue;
-    may_be_kept = false, m_log2[i] = -p_log2<B>;
+    may_be_kept = false, m_log2[i] = 0 - p_log2<B>;
 #pragma unroll
     for (int j = 0; j < View::COLS; j++) S.x[i][j] -= shift;
   }
