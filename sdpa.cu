@@ -170,6 +170,9 @@ template <class Knobs> struct Derived : Knobs {
   static constexpr DType output = Knobs::out_dtype != 0 ? DType(Knobs::out_dtype - 1)
                                   : is_8bit             ? DType::fp16
                                                         : input;
+  // fp16 is made of U8, while a tile is copied or (USE_CP_ASYNC) afterwards.
+  static constexpr bool converts = input == DType::u8 && family != Family::scalar;
+  static constexpr bool converts_tiles = converts && Knobs::use_cp_async;
   static constexpr int producer_threads = !Knobs::use_warp_specialization ? 0  // that only copy
                                           : family == Family::wgmma
                                               ? 128
@@ -248,11 +251,11 @@ SDPA_REFUSE(
     "DTYPE: the cuBLAS path multiplies 16-bit elements; type DTYPE=FP16 or drop USE_CUBLAS");
 SDPA_REFUSE(Build::input == DType::e4m3 && is_wmma,
             "DTYPE=FP8_E4M3: nvcuda::wmma has no e4m3; drop USE_WMMA or type DTYPE=U8");
-SDPA_REFUSE(
-    Build::is_8bit&& is_mma,
-    "DTYPE: the mma.sync kernel multiplies 16-bit elements; type DTYPE=FP16 or drop USE_MMA_SYNC");
-SDPA_REFUSE(Build::input == DType::u8 && (is_wmma || is_wgmma),
-            "DTYPE=U8: this kernel has no step that makes fp16 of it; drop USE_WMMA or USE_WGMMA");
+SDPA_REFUSE(Build::input == DType::e4m3 && is_mma,
+            "DTYPE=FP8_E4M3: the mma.sync kernel multiplies 16-bit elements; type DTYPE=U8 or drop "
+            "USE_MMA_SYNC");
+SDPA_REFUSE(Build::input == DType::u8 && is_wgmma,
+            "DTYPE=U8: the wgmma kernel has no step that makes fp16 of it; drop USE_WGMMA");
 SDPA_REFUSE(is_mma&& SYNC_POLICY_changed,
             "SYNC_POLICY: in the mma.sync kernel every warp owns its rows and the copies alone "
             "need a barrier, so the policy does nothing; drop SYNC_POLICY");
@@ -329,6 +332,10 @@ template <class B> constexpr bool check() {
               "without cp.async or producer warps; add USE_CP_ASYNC=1 or drop STAGES");
   SDPA_REFUSE(!B::is_8bit && B::vec_width == 16,
               "VEC_WIDTH=16: an access has up to 16 bytes, and these are 32; type VEC_WIDTH=8");
+  SDPA_REFUSE(B::converts && B::vec_width < 8,
+              "DTYPE=U8: fp16 is made of 8 elements at a time; type VEC_WIDTH=16");
+  SDPA_REFUSE(B::converts && B::use_cp_async && B::use_warp_specialization,
+              "USE_CP_ASYNC=1: producer warps make fp16 of U8 in registers; drop USE_CP_ASYNC");
   SDPA_REFUSE(B::use_cp_async && B::vec_width * (B::is_8bit ? 1 : 2) < 4,
               "USE_CP_ASYNC=1: cp.async moves 4, 8 or 16 bytes, and this VEC_WIDTH is less; type "
               "VEC_WIDTH=8");
@@ -432,6 +439,8 @@ template <> struct ElementOf<DType::u8> { using type = uint8_t; };
 // clang-format on
 using Input = ElementOf<Build::input>::type;    // of Q, K and V
 using Output = ElementOf<Build::output>::type;  // of O
+// Of the tiles of Q, K and V in shared memory.
+using Element = std::conditional<Build::input == DType::u8 && !is_scalar, __half, Input>::type;
 using Half =
     std::conditional<Build::is_8bit, __half, Input>::type;  // of products of 16-bit numbers
 
@@ -1051,6 +1060,13 @@ __device__ __forceinline__ uint32_t prmt(uint32_t a, uint32_t b, uint32_t select
   return __byte_perm(a, b, selector);
 }
 
+// a - b of two numbers in fp16 each.
+__device__ __forceinline__ uint32_t sub_f16x2(uint32_t a, uint32_t b) {
+  uint32_t difference;
+  asm("sub.f16x2 %0, %1, %2;" : "=r"(difference) : "r"(a), "r"(b));
+  return difference;
+}
+
 // As mma_m16n8k16, with K = 32: a[0], a[1] hold k = 4q ... 4q + 3 of rows g and g + 8, a[2], a[3] the same 16 k
 // further; b0 holds k = 4q ... 4q + 3 of column g, b1 the same 16 k further.
 __device__ __forceinline__ void mma_m16n8k32_e4m3(float& d0, float& d1, float& d2, float& d3,
@@ -1101,8 +1117,8 @@ __device__ __forceinline__ void griddepcontrol_launch_dependents() {
 // ---- element types and vectors ----
 
 // But for the factor that goes into the scale, or into 1 / l.
-__host__ __device__ __forceinline__ float to_float(Input x) {
-  return static_cast<float>(x) - (Build::input == DType::u8 ? 128 : 0);
+__host__ __device__ __forceinline__ float to_float(Element x) {
+  return static_cast<float>(x) - (std::is_same<Element, uint8_t>::value ? 128 : 0);
 }
 // To nearest, ties to even.
 template <class E> __host__ __device__ __forceinline__ E rounded(float x) {
@@ -1118,7 +1134,7 @@ template <> struct VectorType<8> { using type = uint2; };
 template <> struct VectorType<16> { using type = uint4; };
 // clang-format on
 
-constexpr int CHUNK = 16 / sizeof(Input);  // elements in 16 bytes, the unit of the swizzle
+constexpr int CHUNK = 16 / sizeof(Element);  // elements in 16 bytes, the unit of the swizzle
 
 // ---- pairs (mma, wgmma) ----
 
@@ -1199,22 +1215,72 @@ template <class B> struct TileCopy {
   __device__ __forceinline__ const Input* first(const Input* tensor, int64_t row_stride) const {
     return tensor + row * row_stride + col;
   }
-  // dst_s [ROWS][D] = a tile of which src_g is this thread's first vector, and of which `rows` rows
-  // exist from that one on; the others zero. With USE_CP_ASYNC the data is there only after a wait.
-  template <int ROWS>
-  __device__ __forceinline__ void copy(Input* dst_s, const Input* src_g, int64_t row_stride,
-                                       int rows) const {
+  // move(row, column, its place in the tensor, whether it exists) for this thread's vectors of a tile, of which src
+  // is the first, and of which `rows` rows exist from that one on.
+  template <int ROWS, class Move>
+  __device__ __forceinline__ void each_vector(const Input* src, int64_t row_stride, int rows,
+                                              const Move& move) const {
     constexpr int unrolled = B::use_cp_async ? 16 : 8;  // a plain load in flight takes registers
 #pragma unroll unrolled
-    for (int r = 0; r < ROWS; r += row_step, src_g += row_step * row_stride) {
+    for (int r = 0; r < ROWS; r += row_step, src += row_step * row_stride) {
       if ((ROWS % row_step != 0 && row + r >= ROWS) || row >= row_step) break;
 #pragma unroll
       for (int c = 0; c < B::head_dim; c += col_step) {
         if (B::head_dim % col_step != 0 && col + c >= B::head_dim) break;
-        VectorCopy<B::use_cp_async>::template copy<B::vec_width * sizeof(Input)>(
-            dst_s + tile_offset<B>(row + r, col + c), src_g + c, r < rows);
+        move(row + r, col + c, src + c, r < rows);
       }
     }
+  }
+  // dst_s [ROWS][D] = the tile, zeros where it does not exist. With USE_CP_ASYNC the data is there only after a
+  // wait.
+  template <int ROWS>
+  __device__ __forceinline__ void copy(Input* dst_s, const Input* src_g, int64_t row_stride,
+                                       int rows) const {
+    each_vector<ROWS>(src_g, row_stride, rows, [&](int r, int c, const Input* from_g, bool valid) {
+      const int place = B::converts ? r * B::head_dim + c : tile_offset<B>(r, c);
+      VectorCopy<B::use_cp_async>::template copy<B::vec_width * sizeof(Input)>(dst_s + place,
+                                                                               from_g, valid);
+    });
+  }
+
+  // ---- U8: the fp16 that the products take ----
+
+  using Vector = typename VectorType<B::vec_width * sizeof(Input)>::type;
+
+  // 16 bits 0x6400 | u are the number 1024 + u.
+  static __device__ __forceinline__ void store_halves(Half* dst_s, int row, int column,
+                                                      const Vector& vector) {
+    uint32_t words[sizeof vector / 4];
+    memcpy(words, &vector, sizeof vector);
+#pragma unroll
+    for (int i = 0; i < B::vec_width / 4; i += 2) {
+      uint32_t pairs[4];
+#pragma unroll
+      for (int n = 0; n < 4; n++) {
+        const uint32_t biased = prmt(words[i + n / 2], 0x64646464, n % 2 ? 0x4342 : 0x4140);
+        pairs[n] = sub_f16x2(biased, 0x64806480);  // 1024 + 128
+      }
+      uint4 chunk;
+      memcpy(&chunk, pairs, sizeof chunk);
+      st_shared(dst_s + tile_offset<B>(row, column + 4 * i), chunk);
+    }
+  }
+  template <int ROWS>
+  __device__ __forceinline__ void copy_converted(Half* dst_s, const Input* src_g,
+                                                 int64_t row_stride, int rows) const {
+    each_vector<ROWS>(src_g, row_stride, rows, [&](int r, int c, const Input* from_g, bool valid) {
+      Vector vector{};
+      if (valid) vector = ld_global_nc<Vector>(from_g);
+      store_halves(dst_s, r, c, vector);
+    });
+  }
+  // Of a tile that copy() has brought. Each thread converts what it copied itself, so that its own wait is enough.
+  template <int ROWS>
+  __device__ __forceinline__ void convert(Half* dst_s, const Input* src_s) const {
+    each_vector<ROWS>(first(src_s, B::head_dim), B::head_dim, ROWS,
+                      [&](int r, int c, const Input* from_s, bool) {
+                        store_halves(dst_s, r, c, ld_shared<Vector>(from_s));
+                      });
   }
 };
 
@@ -1235,7 +1301,7 @@ constexpr int HAZARDS = 6;
 // leaves a row with one warp, so that only the tiles themselves are shared; producer warps hand those over by
 // mbarriers. Policy 0 has none: racy.
 // mma: a warp always keeps its rows. With two stages or more the barrier that says that a tile is
-// written says as well that the tile before it is read.
+// written says as well that the tile before it is read; not where fp16 of every tile has the same place.
 // wgmma: a warp keeps its rows as well, and the plain kernel has one barrier, before a tile is overwritten. With
 // SWAP_AB rows are keys, and a query's column is spread over the warps of its slice.
 template <class B> __host__ __device__ constexpr bool needs_cta_barrier(Hazard h) {
@@ -1245,7 +1311,8 @@ template <class B> __host__ __device__ constexpr bool needs_cta_barrier(Hazard h
     return !B::use_warp_specialization && h == Hazard::tile_read;
   }
   if (B::family == Family::mma) {
-    return h == Hazard::kv_written || (h == Hazard::tile_read && B::stages == 1);
+    return h == Hazard::kv_written ||
+           (h == Hazard::tile_read && (B::stages == 1 || B::converts_tiles));
   }
   if (B::use_warp_specialization) return false;
   if (B::sync_policy == 5) return true;
@@ -1495,6 +1562,16 @@ __device__ __forceinline__ float item_v_descale(const KernelArgs& a, const WorkI
   return element_unit<B> * a.p.v_descale.of(item.b, int(a.q_heads_per_kv.divide(item.h)));
 }
 
+// item_scale_log2() for the length of an item. Of 16 bits it is read where it is used, which takes no register.
+template <class B> struct ItemScale {
+  const KernelArgs& a;
+  const float of_8bit;
+
+  __device__ __forceinline__ ItemScale(const KernelArgs& a_, const WorkItem& item)
+      : a(a_), of_8bit(B::is_8bit ? item_scale_log2<B>(a, item) : 0) {}
+  __device__ __forceinline__ operator float() const { return B::is_8bit ? of_8bit : a.scale_log2; }
+};
+
 // LSE = ln2 * (m * scale_log2 + log2 l) of query q, if it is wanted. m * scale_log2 alone may overflow.
 template <class B>
 __device__ __forceinline__ void store_lse(float m, float l, const KernelArgs& a,
@@ -1502,8 +1579,8 @@ __device__ __forceinline__ void store_lse(float m, float l, const KernelArgs& a,
   constexpr float ln2 = 0.693147180559945f;
   if (a.p.LSE) {
     const int64_t row = (static_cast<int64_t>(item.b) * a.p.Hq + item.h) * a.p.Sq + q;
-    const float log2_l = lg2_approx_ftz(l) - p_log2<B>;
-    st_global(a.p.LSE + row, fmaf(finite_max(m), item_scale_log2<B>(a, item) * ln2, ln2 * log2_l));
+    st_global(a.p.LSE + row, fmaf(finite_max(m), item_scale_log2<B>(a, item) * ln2,
+                                  ln2 * (lg2_approx_ftz(l) - p_log2<B>)));
   }
 }
 
@@ -1595,6 +1672,15 @@ struct TileQueue {
   }
 };
 
+// Tiles in flight, where products read other ones, of which there is one.
+template <class B, bool = B::converts_tiles> struct TilesAsCopied {};
+template <class B> struct TilesAsCopied<B, true> {
+  struct {
+    Input K[B::stages][B::block_n * B::head_dim], V[B::stages][B::block_n * B::head_dim];
+  } copied;
+};
+template <class B> constexpr int TILE_STAGES = B::converts_tiles ? 1 : B::stages;
+
 // What a group of warps (by default the CTA) needs to know of its item, and the copies that every
 // kernel starts from. Of the K/V tiles, group g takes number g, SPLIT_KV + g, ...
 template <class B> struct ItemTiles {
@@ -1618,20 +1704,42 @@ template <class B> struct ItemTiles {
   }
   // ROWS query rows of the item from first_row on, to Q_s, by nthreads threads.
   template <int ROWS>
-  __device__ __forceinline__ void copy_q(Input* Q_s, int first_row, int tid, int nthreads) const {
+  __device__ __forceinline__ void copy_q(Element* Q_s, int first_row, int tid, int nthreads) const {
     const TileCopy<B> share(tid, nthreads);
     const int q = item.q0 + first_row;
     const Input* const Q_g = p.Q + item.b * p.q.batch + item.h * p.q.head + q * p.q.row;
-    share.template copy<ROWS>(Q_s, share.first(Q_g, p.q.row), p.q.row, p.Sq - q - share.row);
+    copy_tile<ROWS>(share, Q_s, share.first(Q_g, p.q.row), p.q.row, p.Sq - q - share.row);
+  }
+  template <int ROWS, class T>
+  static __device__ __forceinline__ void copy_tile(const TileCopy<B>& share, T* dst_s,
+                                                   const Input* src_g, int64_t row_stride,
+                                                   int rows) {
+    if constexpr (std::is_same<T, Input>::value) {
+      share.template copy<ROWS>(dst_s, src_g, row_stride, rows);
+    } else {
+      share.template copy_converted<ROWS>(dst_s, src_g, row_stride, rows);
+    }
   }
   // The next K and V tile, at key k0, into its stage; past the end nothing.
   template <class Shared> __device__ __forceinline__ void copy_kv(Shared& s, int stage, int k0) {
     if (k0 < keys.end) {
       const int rows = keys.end - k0 - mine.row;
-      mine.template copy<B::block_n>(s.K[stage], K_g, p.k.row, rows);
-      mine.template copy<B::block_n>(s.V[stage], V_g, p.v.row, rows);
+      auto& to = as_copied(s);
+      copy_tile<B::block_n>(mine, to.K[stage], K_g, p.k.row, rows);
+      copy_tile<B::block_n>(mine, to.V[stage], V_g, p.v.row, rows);
       K_g += ADVANCE * p.k.row, V_g += ADVANCE * p.v.row;
     }
+  }
+  template <class Shared> static __device__ __forceinline__ auto& as_copied(Shared& s) {
+    if constexpr (B::converts_tiles) {
+      return s.copied;
+    } else {
+      return s;
+    }
+  }
+  template <class Shared> __device__ __forceinline__ void convert_kv(Shared& s, int stage) const {
+    mine.template convert<B::block_n>(s.K[0], s.copied.K[stage]);
+    mine.template convert<B::block_n>(s.V[0], s.copied.V[stage]);
   }
 };
 
@@ -1661,9 +1769,10 @@ template <class B, class Shared> struct CopyTogether {
     sync_for<B, Hazard::q_written>();
     if constexpr (!copies_last) copy_ahead(k0);
     VectorCopy<B::use_cp_async>::template wait<copies_last ? B::stages - 2 : B::stages - 1>();
+    if constexpr (B::converts_tiles) t.convert_kv(s, stage);
     sync_for<B, Hazard::kv_written>();
     if constexpr (copies_last) copy_ahead(k0);
-    return stage;
+    return B::converts_tiles ? 0 : stage;
   }
   // The tile STAGES - 1 further, in the stage before.
   __device__ __forceinline__ void copy_ahead(int k0) {
@@ -1696,9 +1805,9 @@ __device__ __forceinline__ void mbarrier_spin(uint64_t* barrier_s, int parity) {
 constexpr int RUN_READ = 8;  // neighbouring elements of a row that a lane reads at once
 
 // x = the elements at src_s, which is aligned to their size.
-__device__ __forceinline__ void load_run(float (&x)[RUN_READ], const Input* src_s) {
-  const auto run = ld_shared<VectorType<RUN_READ * sizeof(Input)>::type>(src_s);
-  Input e[RUN_READ];
+__device__ __forceinline__ void load_run(float (&x)[RUN_READ], const Element* src_s) {
+  const auto run = ld_shared<VectorType<RUN_READ * sizeof(Element)>::type>(src_s);
+  Element e[RUN_READ];
   memcpy(e, &run, sizeof run);
 #pragma unroll
   for (int i = 0; i < RUN_READ; i++) x[i] = to_float(e[i]);
@@ -1749,12 +1858,12 @@ __device__ __forceinline__ void load_scores(View& S, const float* P_s, int strid
   }
 }
 
-template <class B> struct ScalarShared {
-  static constexpr int P_STRIDE = B::block_n + 8;   // 4 rows of lanes fall into 4 groups of 8 banks
-  Input Q[B::block_m * TILE_STRIDE<B>];             // [BLOCK_M][D]
-  Input K[B::stages][B::block_n * TILE_STRIDE<B>];  // [BLOCK_N][D]
-  Input V[B::stages][B::block_n * TILE_STRIDE<B>];  // [BLOCK_N][D]
-  float P[B::block_m * P_STRIDE];                   // [BLOCK_M][BLOCK_N]: S, then P in its place
+template <class B> struct ScalarShared : TilesAsCopied<B> {
+  static constexpr int P_STRIDE = B::block_n + 8;  // 4 rows of lanes fall into 4 groups of 8 banks
+  Element Q[B::block_m * TILE_STRIDE<B>];          // [BLOCK_M][D]
+  Element K[TILE_STAGES<B>][B::block_n * TILE_STRIDE<B>];  // [BLOCK_N][D]
+  Element V[TILE_STAGES<B>][B::block_n * TILE_STRIDE<B>];  // [BLOCK_N][D]
+  float P[B::block_m * P_STRIDE];  // [BLOCK_M][BLOCK_N]: S, then P in its place
   float m[B::block_m], l[B::block_m], alpha[B::block_m];  // used where rows change hands
   uint32_t drawn;                                         // TileQueue
 
@@ -1766,7 +1875,7 @@ template <class B> struct ScalarShared {
 template <class B>
 __device__ __forceinline__ void scalar_pv(ScalarOutput<B>& O,
                                           const float (&alpha)[ScalarOutput<B>::ROWS],
-                                          const float* P_s, const Input* V_s) {
+                                          const float* P_s, const Element* V_s) {
   using View = ScalarOutput<B>;
   constexpr int KEYS = 4;  // one 16-byte read of P
   scale_rows(O, alpha);
@@ -2019,7 +2128,8 @@ template <class B> Items items_of(const SdpaParams& p) {
 
 // S = Q @ K.T   [BLOCK_M][BLOCK_N]
 template <class B>
-__device__ __forceinline__ void scalar_qk(ScalarScores<B>& S, const Input* Q_s, const Input* K_s) {
+__device__ __forceinline__ void scalar_qk(ScalarScores<B>& S, const Element* Q_s,
+                                          const Element* K_s) {
   using View = ScalarScores<B>;
   clear(S);
 #pragma unroll 2
@@ -2061,7 +2171,7 @@ __global__ void __launch_bounds__(B::threads, 1) sdpa_scalar(const __grid_consta
     clear(O);
     TileSoftmax<B, ScalarShared<B>> softmax;
     softmax.start(s, S);
-    const float scale_log2 = item_scale_log2<B>(a, item);
+    const ItemScale<B> scale_log2(a, item);
 
     for (int k0 = t.keys.begin; k0 < t.keys.end; k0 += B::block_n) {
       const int stage = feed.acquire(k0);
@@ -2094,7 +2204,7 @@ template <class B> struct WmmaShared : ScalarShared<B> {
   static constexpr int P16_STRIDE =
       B::block_n + 8;  // 8 neighbouring rows fall into 8 groups of banks
   alignas(32)
-      Input P16[B::use_wmma_pv ? B::block_m * P16_STRIDE : 1];  // P for wmma, [BLOCK_M][BLOCK_N]
+      Element P16[B::use_wmma_pv ? B::block_m * P16_STRIDE : 1];  // P for wmma, [BLOCK_M][BLOCK_N]
   uint64_t full[B::stages], empty[B::stages];  // mbarriers: tile landed, tile read by all consumers
 
   __device__ void store_probabilities(const ScalarScores<B>& S) {
@@ -2151,7 +2261,7 @@ __device__ __forceinline__ void wmma_produce(WmmaShared<B>& s, ItemTiles<B>& t,
 template <class B>
 __device__ __forceinline__ void wmma_qk(
     float* S_s, const Operand<wmma::matrix_a, wmma::row_major> (&Q)[B::head_dim / 16],
-    const Input* K_s) {
+    const Element* K_s) {
 #pragma unroll
   for (int n = 0; n < B::block_n; n += 16) {
     Accumulator S;
@@ -2188,8 +2298,8 @@ template <class B> struct WmmaOutput {
   }
 
   // O = O * alpha + P @ V   [16][D]; alpha_s [16], P_s [16][P16_STRIDE]
-  __device__ __forceinline__ void multiply(const float* alpha_s, const Input* P_s,
-                                           const Input* V_s) {
+  __device__ __forceinline__ void multiply(const float* alpha_s, const Element* P_s,
+                                           const Element* V_s) {
     float alpha[Accumulator::num_elements];
 #pragma unroll
     for (int e = 0; e < Accumulator::num_elements; e++)
@@ -2254,7 +2364,7 @@ __device__ __forceinline__ void wmma_consume(WmmaShared<B>& s, const KernelArgs&
   O.first_col = lane % COL_LANES * O.RUN;
 
   // A warp copies its own rows of Q.
-  Input* const Q_s = s.Q + tile_offset<B>(first_row, 0);
+  Element* const Q_s = s.Q + tile_offset<B>(first_row, 0);
   t.template copy_q<16>(Q_s, first_row, lane, 32);
   VectorCopy<B::use_cp_async>::commit();
   VectorCopy<B::use_cp_async>::template wait<0>();
@@ -2273,6 +2383,7 @@ __device__ __forceinline__ void wmma_consume(WmmaShared<B>& s, const KernelArgs&
   }
   TileSoftmax<B, WmmaShared<B>> softmax;
   softmax.start(s, S);
+  const ItemScale<B> scale_log2(a, item);
 
   for (int k0 = t.keys.begin; k0 < t.keys.end; k0 += B::block_n) {
     const int stage = feed.acquire(k0);
@@ -2281,7 +2392,7 @@ __device__ __forceinline__ void wmma_consume(WmmaShared<B>& s, const KernelArgs&
     load_scores(S, s.P, s.P_STRIDE);
     if (!a.tiles.cover(item.q0, k0)) mask_scores(S, a.keys, item.q0, k0);
     float alpha[O.ROWS];
-    softmax.step(s, S, a.scale_log2, alpha);
+    softmax.step(s, S, scale_log2, alpha);
     if constexpr (B::use_wmma_pv) {
       sums.multiply(s.alpha + first_row, s.P16 + first_row * s.P16_STRIDE, s.V[stage]);
     } else {
@@ -2363,8 +2474,8 @@ template <class B, int WIDTH> struct MmaRuns {
 template <class B>
 __device__ __forceinline__ SharedAddress tile_step(SharedAddress at, int r, int c) {
   constexpr int xored = B::head_dim > 128 ? 8 * CHUNK : B::head_dim;
-  return (at ^ c % xored * int(sizeof(Input))) +
-         (r * B::head_dim + c / xored * xored) * int(sizeof(Input));
+  return (at ^ c % xored * int(sizeof(Element))) +
+         (r * B::head_dim + c / xored * xored) * int(sizeof(Element));
 }
 
 // What a group of warps has summed over its keys, element by element of its threads' accumulators.
@@ -2375,12 +2486,12 @@ template <class B> struct MmaPartial {
 };
 
 template <class B> struct MmaShared {
-  struct Tiles {
-    Input K[B::stages][B::block_n * B::head_dim];  // [BLOCK_N][D]
-    Input V[B::stages][B::block_n * B::head_dim];  // [BLOCK_N][D]
+  struct Tiles : TilesAsCopied<B> {
+    Element K[TILE_STAGES<B>][B::block_n * B::head_dim];  // [BLOCK_N][D]
+    Element V[TILE_STAGES<B>][B::block_n * B::head_dim];  // [BLOCK_N][D]
   };
   struct Inputs {
-    Input Q[B::block_m * B::head_dim];  // [BLOCK_M][D]
+    Element Q[B::block_m * B::head_dim];  // [BLOCK_M][D]
     Tiles group[B::split_kv];
   };
   static constexpr int PARTIALS = B::split_kv > 1 ? B::split_kv - 1 : 1;
@@ -2408,7 +2519,7 @@ template <class B> struct MmaQueries {
     for (int m = 0; m < M_TILES; m++) ldmatrix_x4<false>(a[m], tile_step<B>(at, 16 * m, 16 * step));
   }
   // Q_s is there now.
-  __device__ void start(const Input* Q_s, int warp, int lane) {
+  __device__ void start(const Element* Q_s, int warp, int lane) {
     at = shared_address(Q_s + tile_offset<B>(warp * 16 * M_TILES + lane % 16, lane / 16 * 8));
 #pragma unroll
     for (int step = 0; step < KEPT; step++) read(kept[step], step);
@@ -2431,17 +2542,17 @@ __device__ __forceinline__ void multiply_columns(
 #pragma unroll
   for (int m = 0; m < T.M_TILES; m++) {
     auto &top = T.x[2 * m], &bottom = T.x[2 * m + 1];
-    mma_m16n8k16<Input>(top[4 * n], top[4 * n + 1], bottom[4 * n], bottom[4 * n + 1], a[m], b[0],
-                        b[1]);
-    mma_m16n8k16<Input>(top[4 * n + 2], top[4 * n + 3], bottom[4 * n + 2], bottom[4 * n + 3], a[m],
-                        b[2], b[3]);
+    mma_m16n8k16<Element>(top[4 * n], top[4 * n + 1], bottom[4 * n], bottom[4 * n + 1], a[m], b[0],
+                          b[1]);
+    mma_m16n8k16<Element>(top[4 * n + 2], top[4 * n + 3], bottom[4 * n + 2], bottom[4 * n + 3],
+                          a[m], b[2], b[3]);
   }
 }
 
 // S = Q @ K.T   [16 * M_TILES][BLOCK_N] of a warp
 template <class B>
 __device__ __forceinline__ void mma_qk(MmaAccumulator<B, B::block_n>& S, const MmaQueries<B>& Q,
-                                       const Input* K_s, int lane) {
+                                       const Element* K_s, int lane) {
   // ldmatrix of 16 keys by 16 d gives b0 and b1 of two column tiles.
   const int key = lane / 16 * 8 + lane % 8, d = lane / 8 % 2 * 8;
   const SharedAddress at = shared_address(K_s + tile_offset<B>(key, d));
@@ -2469,10 +2580,10 @@ template <class B> struct MmaProbabilities {
 #pragma unroll
     for (int m = 0; m < M_TILES; m++) {
       const auto &top = P.x[2 * m], &bottom = P.x[2 * m + 1];
-      a[step][m][0] = pack<Input>(top[4 * step], top[4 * step + 1]);
-      a[step][m][1] = pack<Input>(bottom[4 * step], bottom[4 * step + 1]);
-      a[step][m][2] = pack<Input>(top[4 * step + 2], top[4 * step + 3]);
-      a[step][m][3] = pack<Input>(bottom[4 * step + 2], bottom[4 * step + 3]);
+      a[step][m][0] = pack<Element>(top[4 * step], top[4 * step + 1]);
+      a[step][m][1] = pack<Element>(bottom[4 * step], bottom[4 * step + 1]);
+      a[step][m][2] = pack<Element>(top[4 * step + 2], top[4 * step + 3]);
+      a[step][m][3] = pack<Element>(bottom[4 * step + 2], bottom[4 * step + 3]);
     }
   }
 };
@@ -2480,7 +2591,7 @@ template <class B> struct MmaProbabilities {
 // O += P @ V for the 16 keys from 16 * step   [16 * M_TILES][D] of a warp
 template <class B>
 __device__ __forceinline__ void mma_pv(MmaAccumulator<B, B::head_dim>& O,
-                                       const MmaProbabilities<B>& P, const Input* V_s, int step,
+                                       const MmaProbabilities<B>& P, const Element* V_s, int step,
                                        int lane) {
   const SharedAddress at = shared_address(V_s + tile_offset<B>(lane % 16, lane / 16 * 8));
 #pragma unroll
@@ -2509,13 +2620,13 @@ template <class B> struct MmaRows {
   }
 
   // O += P @ V
-  __device__ void multiply(const Input* V_s, int lane) {
+  __device__ void multiply(const Element* V_s, int lane) {
 #pragma unroll
     for (int step = 0; step < P.STEPS; step++) mma_pv<B>(O, P, V_s, step, lane);
   }
 
   // P of a tile without mask, by a stale maximum, if that will do.
-  __device__ bool attend_by_stale_max(const MmaQueries<B>& Q, const Input* K_s, float scale_log2,
+  __device__ bool attend_by_stale_max(const MmaQueries<B>& Q, const Element* K_s, float scale_log2,
                                       int lane) {
     Scores S;
     mma_qk<B>(S, Q, K_s, lane);
@@ -2527,15 +2638,16 @@ template <class B> struct MmaRows {
     return softmax.add_to(l);
   }
   // P of the item's tile at key k0, masked unless it is clean; O and l brought to its maximum.
-  __device__ void attend_by_exact_max(const MmaQueries<B>& Q, const Input* K_s, const KernelArgs& a,
-                                      int q0, int k0, bool clean, int lane) {
+  __device__ void attend_by_exact_max(const MmaQueries<B>& Q, const Element* K_s,
+                                      const ItemScale<B>& scale_log2, int q0, int k0, bool clean,
+                                      int lane) {
     Scores S;
     S.first_row = O.first_row, S.first_col = O.first_col;
     mma_qk<B>(S, Q, K_s, lane);
-    if (!clean) mask_scores(S, a.keys, q0, k0);
+    if (!clean) mask_scores(S, scale_log2.a.keys, q0, k0);
     float alpha[ROWS];
-    softmax_max<B>(S, a.scale_log2, m, alpha);
-    const bool may_be_kept = softmax_sum<B>(S, a.scale_log2, m, alpha, l);
+    softmax_max<B>(S, scale_log2, m, alpha);
+    const bool may_be_kept = softmax_sum<B>(S, scale_log2, m, alpha, l);
     if (B::use_lazy_max) stale_max_will_do = __all_sync(0xffffffffu, may_be_kept);
     scale_rows(O, alpha);
 #pragma unroll
@@ -2636,6 +2748,7 @@ __global__ void __launch_bounds__(B::threads, 1) sdpa_mma(const __grid_constant_
     Q.start(s.in.Q, warp, lane);
     MmaRows<B> rows;
     rows.start(warp * WARP_ROWS + lane / 4, lane % 4 * 2);
+    const ItemScale<B> scale_log2(a, item);
 
     // A mask leaves some warps of the CTA less to do than others.
     const int q = item.q0 + warp * WARP_ROWS;
@@ -2644,13 +2757,13 @@ __global__ void __launch_bounds__(B::threads, 1) sdpa_mma(const __grid_constant_
       const int k0 = round + group * B::block_n, stage = feed.acquire(k0);
       if (q < p.Sq && k0 < t.keys.end && a.tiles.touch(q, k0)) {
         const bool clean = a.tiles.cover(q, k0);
-        const Input* const K_s = s.in.group[group].K[stage];
-        const Input* const V_s = s.in.group[group].V[stage];
+        const Element* const K_s = s.in.group[group].K[stage];
+        const Element* const V_s = s.in.group[group].V[stage];
         bool done = false;
         if (rows.stale_max_will_do && clean) {
-          done = rows.attend_by_stale_max(Q, K_s, a.scale_log2, lane);
+          done = rows.attend_by_stale_max(Q, K_s, scale_log2, lane);
         }
-        if (!done) rows.attend_by_exact_max(Q, K_s, a, s.item.q0, k0, clean, lane);
+        if (!done) rows.attend_by_exact_max(Q, K_s, scale_log2, s.item.q0, k0, clean, lane);
         rows.multiply(V_s, lane);
       }
       feed.release();
@@ -2662,7 +2775,7 @@ __global__ void __launch_bounds__(B::threads, 1) sdpa_mma(const __grid_constant_
       if (group > 0) rows.store(s.partial[group - 1], tid);
       __syncthreads();  // hazard: partial results written
       if (group > 0) continue;
-      rows.merge(s.partial, a.scale_log2, tid);
+      rows.merge(s.partial, scale_log2, tid);
     }
     MmaRuns<B, B::head_dim> runs;
     deal_runs<B>(runs, rows.O, lane);

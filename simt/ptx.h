@@ -259,6 +259,15 @@ inline uint32_t prmt(uint32_t a, uint32_t b, uint32_t selector) {
   return out;
 }
 
+inline uint32_t sub_f16x2(uint32_t a, uint32_t b) {
+  uint32_t out = 0;
+  for (int shift : {0, 16}) {
+    const float x = simt::half_to_float(uint16_t(a >> shift)), y = simt::half_to_float(uint16_t(b >> shift));
+    out |= uint32_t(simt::float_to_half(x - y)) << shift;
+  }
+  return out;
+}
+
 inline uint32_t thread_index_anew() { return threadIdx.x; }
 
 // ---- barriers ----
