@@ -63,7 +63,7 @@ namespace {  // two builds in one program must not share their constants and ker
 // clang-format off
 #define SDPA_KNOBS(X)                                                                             \
   X(HEAD_DIM, 64, head_dim, "64 128 256", "D; every row of Q, K, V and O has this many elements") \
-  X(DTYPE, FP16, dtype, "FP16 BF16 FP8_E4M3", "type of Q, K and V; sums are fp32") \
+  X(DTYPE, FP16, dtype, "FP16 BF16 FP8_E4M3 U8", "type of Q, K and V; sums are fp32") \
   X(OUT_DTYPE, AUTO, out_dtype, "AUTO FP16 BF16", "type of O; AUTO: DTYPE, or FP16 where that has 8 bits") \
   X(BLOCK_M, 32, block_m, "4..256", "query rows of a tile: more reuse of K and V, fewer CTAs") \
   X(BLOCK_N, 32, block_n, "8..256", "key rows of a tile: fewer barriers, more shared memory") \
@@ -156,7 +156,7 @@ struct Typed {
 // ---- what follows from the knobs ----
 
 enum class Family { scalar, wmma, mma, wgmma, cublas };
-enum class DType { fp16, bf16, e4m3 };  // in the order of DTYPE's values
+enum class DType { fp16, bf16, e4m3, u8 };  // in the order of DTYPE's values
 
 // Of knobs that were typed, or that stand in a row of TUNED_TILES.
 template <class Knobs> struct Derived : Knobs {
@@ -166,10 +166,13 @@ template <class Knobs> struct Derived : Knobs {
                                    : Knobs::use_cublas ? Family::cublas
                                                        : Family::scalar;
   static constexpr DType input = DType(Knobs::dtype);  // of Q, K and V
-  static constexpr bool is_8bit = input == DType::e4m3;
+  static constexpr bool is_e4m3 = input == DType::e4m3, is_8bit = is_e4m3 || input == DType::u8;
   static constexpr DType output = Knobs::out_dtype != 0 ? DType(Knobs::out_dtype - 1)
                                   : is_8bit             ? DType::fp16
                                                         : input;
+  // fp16 is made of U8, while a tile is copied or (USE_CP_ASYNC) afterwards.
+  static constexpr bool converts = input == DType::u8 && family != Family::scalar;
+  static constexpr bool converts_tiles = converts && Knobs::use_cp_async;
   static constexpr int producer_threads = !Knobs::use_warp_specialization ? 0  // that only copy
                                           : family == Family::wgmma
                                               ? 128
@@ -210,8 +213,9 @@ SDPA_REFUSE(is_cublas &&
                  USE_CP_ASYNC_changed || SWIZZLE_XOR_changed || USE_PERSISTENT_CTA_changed),
             "USE_CUBLAS=1: of the knobs for tiles and copies none has an effect on cuBLAS; keep "
             "HEAD_DIM, DTYPE, NUM_WARPS and USE_FAST_EXP");
-SDPA_REFUSE(OUT_DTYPE_changed&& DType(Build::out_dtype - 1) == Build::input,
-            "OUT_DTYPE: O has the type of Q, K and V anyway; drop OUT_DTYPE");
+SDPA_REFUSE(OUT_DTYPE_changed&& DType(Build::out_dtype - 1) ==
+                (Build::is_8bit ? DType::fp16 : Build::input),
+            "OUT_DTYPE: O has that type anyway; drop OUT_DTYPE");
 SDPA_REFUSE(OUT_DTYPE_changed&& is_cublas,
             "OUT_DTYPE: cuBLAS writes the type that it reads; drop OUT_DTYPE or USE_CUBLAS");
 SDPA_REFUSE(USE_WMMA_PV_changed && !is_wmma,
@@ -242,6 +246,21 @@ SDPA_REFUSE(!is_mma && !is_wgmma && USE_LAZY_MAX_changed,
             "drop it");
 SDPA_REFUSE(!is_mma && !is_wgmma && SPLIT_KV_changed,
             "SPLIT_KV: only the mma.sync and wgmma kernels have it; add USE_MMA_SYNC=1 or drop it");
+SDPA_REFUSE(
+    Build::is_8bit&& is_cublas,
+    "DTYPE: the cuBLAS path multiplies 16-bit elements; type DTYPE=FP16 or drop USE_CUBLAS");
+SDPA_REFUSE(Build::is_e4m3&& is_wmma,
+            "DTYPE=FP8_E4M3: nvcuda::wmma has no e4m3; drop USE_WMMA or type DTYPE=U8");
+SDPA_REFUSE(Build::is_e4m3&& is_mma,
+            "DTYPE=FP8_E4M3: the mma.sync kernel multiplies 16-bit elements; type DTYPE=U8 or drop "
+            "USE_MMA_SYNC");
+SDPA_REFUSE(FP8_FLUSH_changed && !(is_wgmma && Build::is_e4m3),
+            "FP8_FLUSH: only the wgmma kernel with DTYPE=FP8_E4M3 has sums of 14 bits; drop it");
+SDPA_REFUSE(Build::is_e4m3&& is_wgmma&& Build::use_tuned,
+            "USE_TUNED=1: TUNED_TILES has no row for DTYPE=FP8_E4M3; type BLOCK_M=192 BLOCK_N=64 "
+            "NUM_WARPS=12 STAGES=4 USE_WARP_SPECIALIZATION=1");
+SDPA_REFUSE(Build::input == DType::u8 && is_wgmma,
+            "DTYPE=U8: the wgmma kernel has no step that makes fp16 of it; drop USE_WGMMA");
 SDPA_REFUSE(is_mma&& SYNC_POLICY_changed,
             "SYNC_POLICY: in the mma.sync kernel every warp owns its rows and the copies alone "
             "need a barrier, so the policy does nothing; drop SYNC_POLICY");
@@ -258,6 +277,10 @@ template <class B> constexpr bool check() {
       "be 16*NUM_WARPS/SPLIT_KV; type BLOCK_M=128 NUM_WARPS=8");
   SDPA_REFUSE(wgmma && B::block_n % 16 != 0,
               "BLOCK_N: wgmma takes keys by 16, so it must be a multiple of 16; type BLOCK_N=128");
+  SDPA_REFUSE(wgmma && B::is_e4m3 &&
+                  (!B::use_warp_specialization || B::split_kv > 1 || B::block_n % 32 != 0),
+              "DTYPE=FP8_E4M3: producer warps transpose V, of 32 keys at a time; type "
+              "USE_WARP_SPECIALIZATION=1 SPLIT_KV=1 BLOCK_N=64");
   SDPA_REFUSE(wgmma && B::vec_width != (B::is_8bit ? 16 : 8),
               "VEC_WIDTH: TMA wants addresses and strides that are multiples of 16 bytes; type "
               "VEC_WIDTH=8, or 16 with an 8-bit DTYPE");
@@ -316,8 +339,14 @@ template <class B> constexpr bool check() {
                   B::stages > 1,
               "STAGES: plain copies finish before the next one starts, so STAGES does nothing "
               "without cp.async or producer warps; add USE_CP_ASYNC=1 or drop STAGES");
-  SDPA_REFUSE(B::vec_width == 1 && B::use_cp_async,
-              "USE_CP_ASYNC=1: cp.async moves 4, 8 or 16 bytes and VEC_WIDTH=1 is 2 bytes; type "
+  SDPA_REFUSE(!B::is_8bit && B::vec_width == 16,
+              "VEC_WIDTH=16: an access has up to 16 bytes, and these are 32; type VEC_WIDTH=8");
+  SDPA_REFUSE(B::converts && B::vec_width < 8,
+              "DTYPE=U8: fp16 is made of 8 elements at a time; type VEC_WIDTH=16");
+  SDPA_REFUSE(B::converts && B::use_cp_async && B::use_warp_specialization,
+              "USE_CP_ASYNC=1: producer warps make fp16 of U8 in registers; drop USE_CP_ASYNC");
+  SDPA_REFUSE(B::use_cp_async && B::vec_width * (B::is_8bit ? 1 : 2) < 4,
+              "USE_CP_ASYNC=1: cp.async moves 4, 8 or 16 bytes, and this VEC_WIDTH is less; type "
               "VEC_WIDTH=8");
   return true;
 }
@@ -415,9 +444,12 @@ template <DType> struct ElementOf;
 template <> struct ElementOf<DType::fp16> { using type = __half; };
 template <> struct ElementOf<DType::bf16> { using type = __nv_bfloat16; };
 template <> struct ElementOf<DType::e4m3> { using type = __nv_fp8_e4m3; };
+template <> struct ElementOf<DType::u8> { using type = uint8_t; };
 // clang-format on
 using Input = ElementOf<Build::input>::type;    // of Q, K and V
 using Output = ElementOf<Build::output>::type;  // of O
+// Of the tiles of Q, K and V in shared memory.
+using Element = std::conditional<Build::input == DType::u8 && !is_scalar, __half, Input>::type;
 using Half =
     std::conditional<Build::is_8bit, __half, Input>::type;  // of products of 16-bit numbers
 
@@ -432,13 +464,12 @@ struct Strides {  // in elements; a row's D elements are contiguous
 };
 
 // Factors of 8-bit tensors: an element of head (b, h) stands for itself times factor[b * batch + h * head].
+// An element u of DTYPE=U8 itself is (u - 128) / 127 * 448.
 struct Descale {
-  const float* factor = nullptr;  // null: 1
+  const float* factor = nullptr;  // in device memory; null: 1
   int64_t batch = 0, head = 0;    // strides, in floats
 
-  __device__ float of(int b, int h) const {
-    return factor ? __ldg(factor + b * batch + h * head) : 1.0f;
-  }
+  __device__ float of(int b, int h) const { return factor ? factor[b * batch + h * head] : 1.0f; }
 };
 
 struct SdpaParams {
@@ -461,7 +492,7 @@ struct SdpaParams {
   int window_left = -1,
       window_right = -1;  // keys that a query sees on each side of its own position;
                           // -1: no limit
-  Descale q_descale, k_descale, v_descale;  // DTYPE=FP8_E4M3: by query head, and by key head
+  Descale q_descale, k_descale, v_descale;  // 8-bit DTYPE: by query head, and by key head
 };
 // A row that sees no key (or only keys of logit -inf) gives O = 0 and LSE = -inf. NaN and inf come
 // out as the formula has them, but whether NaN or inf in V at a key that is masked reaches the row
@@ -583,7 +614,7 @@ struct KernelArgs {  // SdpaParams with what every CTA would otherwise compute a
   Divisor q_heads_per_kv;       // Hq / Hkv
   Divisor items_in_l2;          // heads_in_l2 * q_blocks
   uint32_t heads_in_l2;         // of q_heads: whose K and V take half of L2, at least 1
-  float scale_log2;             // scale * log2(e): softmax is taken in powers of 2
+  float scale_log2;             // log2_scale(): softmax is taken in powers of 2
   Divisor item_queries;         // PACK_GQA: of so many queries an item has so many heads
   int item_heads = 1;
   Divisor ranges;    // SPLIT_CTAS: CTAs of an item
@@ -1038,6 +1069,13 @@ __device__ __forceinline__ uint32_t prmt(uint32_t a, uint32_t b, uint32_t select
   return __byte_perm(a, b, selector);
 }
 
+// a - b of two numbers in fp16 each.
+__device__ __forceinline__ uint32_t sub_f16x2(uint32_t a, uint32_t b) {
+  uint32_t difference;
+  asm("sub.f16x2 %0, %1, %2;" : "=r"(difference) : "r"(a), "r"(b));
+  return difference;
+}
+
 // As mma_m16n8k16, with K = 32: a[0], a[1] hold k = 4q ... 4q + 3 of rows g and g + 8, a[2], a[3] the same 16 k
 // further; b0 holds k = 4q ... 4q + 3 of column g, b1 the same 16 k further.
 __device__ __forceinline__ void mma_m16n8k32_e4m3(float& d0, float& d1, float& d2, float& d3,
@@ -1087,7 +1125,10 @@ __device__ __forceinline__ void griddepcontrol_launch_dependents() {
 
 // ---- element types and vectors ----
 
-__host__ __device__ __forceinline__ float to_float(Input x) { return static_cast<float>(x); }
+// But for the factor that goes into the scale, or into 1 / l.
+__host__ __device__ __forceinline__ float to_float(Element x) {
+  return static_cast<float>(x) - (std::is_same<Element, uint8_t>::value ? 128 : 0);
+}
 // To nearest, ties to even.
 template <class E> __host__ __device__ __forceinline__ E rounded(float x) {
   return static_cast<E>(x);
@@ -1095,14 +1136,14 @@ template <class E> __host__ __device__ __forceinline__ E rounded(float x) {
 
 // clang-format off
 template <int BYTES> struct VectorType;
+template <> struct VectorType<1> { using type = unsigned char; };
 template <> struct VectorType<2> { using type = unsigned short; };
 template <> struct VectorType<4> { using type = unsigned int; };
 template <> struct VectorType<8> { using type = uint2; };
 template <> struct VectorType<16> { using type = uint4; };
 // clang-format on
 
-constexpr int CHUNK =
-    8;  // elements in 16 bytes, the unit of shared-memory reads and of the swizzle
+constexpr int CHUNK = 16 / sizeof(Element);  // elements in 16 bytes, the unit of the swizzle
 
 // ---- pairs (mma, wgmma) ----
 
@@ -1118,15 +1159,18 @@ template <class E> __device__ __forceinline__ uint32_t pack(float low, float hig
 
 // Elements from one row of a tile to the next. With D alone all rows start in bank 0, and accesses to
 // one column of different rows collide. Against that SWIZZLE_XOR=1 XORs the 16-byte chunk index with
-// the row, which spreads any 8 neighbouring rows over all 32 banks; but wmma wants a fixed stride, so
-// there it makes rows 16 bytes longer, to the same effect.
+// the row, which spreads any 8 neighbouring rows over all 32 banks (with the pair of rows, if these have 64
+// bytes); but wmma wants a fixed stride, so there it makes rows 16 bytes longer, to the same effect.
 template <class B> constexpr bool pads_rows = B::swizzle_xor&& B::family == Family::wmma;
 template <class B> constexpr int TILE_STRIDE = B::head_dim + (pads_rows<B> ? CHUNK : 0);
 
 // Offset in elements of (row, col) in a tile.
 template <class B> __device__ __forceinline__ int tile_offset(int row, int col) {
   // Unsigned: only so is it plain to the compiler that rows 8 apart are swizzled alike.
-  if constexpr (B::swizzle_xor && !pads_rows<B>) col ^= (static_cast<unsigned>(row) % 8) * CHUNK;
+  constexpr unsigned together = B::head_dim < 8 * CHUNK ? 2 : 1;  // rows in 128 bytes
+  if constexpr (B::swizzle_xor && !pads_rows<B>) {
+    col ^= static_cast<unsigned>(row) / together % (8 / together) * CHUNK;
+  }
   return row * TILE_STRIDE<B> + col;
 }
 
@@ -1180,22 +1224,72 @@ template <class B> struct TileCopy {
   __device__ __forceinline__ const Input* first(const Input* tensor, int64_t row_stride) const {
     return tensor + row * row_stride + col;
   }
-  // dst_s [ROWS][D] = a tile of which src_g is this thread's first vector, and of which `rows` rows
-  // exist from that one on; the others zero. With USE_CP_ASYNC the data is there only after a wait.
-  template <int ROWS>
-  __device__ __forceinline__ void copy(Input* dst_s, const Input* src_g, int64_t row_stride,
-                                       int rows) const {
+  // move(row, column, its place in the tensor, whether it exists) for this thread's vectors of a tile, of which src
+  // is the first, and of which `rows` rows exist from that one on.
+  template <int ROWS, class Move>
+  __device__ __forceinline__ void each_vector(const Input* src, int64_t row_stride, int rows,
+                                              const Move& move) const {
     constexpr int unrolled = B::use_cp_async ? 16 : 8;  // a plain load in flight takes registers
 #pragma unroll unrolled
-    for (int r = 0; r < ROWS; r += row_step, src_g += row_step * row_stride) {
+    for (int r = 0; r < ROWS; r += row_step, src += row_step * row_stride) {
       if ((ROWS % row_step != 0 && row + r >= ROWS) || row >= row_step) break;
 #pragma unroll
       for (int c = 0; c < B::head_dim; c += col_step) {
         if (B::head_dim % col_step != 0 && col + c >= B::head_dim) break;
-        VectorCopy<B::use_cp_async>::template copy<B::vec_width * sizeof(Input)>(
-            dst_s + tile_offset<B>(row + r, col + c), src_g + c, r < rows);
+        move(row + r, col + c, src + c, r < rows);
       }
     }
+  }
+  // dst_s [ROWS][D] = the tile, zeros where it does not exist. With USE_CP_ASYNC the data is there only after a
+  // wait.
+  template <int ROWS>
+  __device__ __forceinline__ void copy(Input* dst_s, const Input* src_g, int64_t row_stride,
+                                       int rows) const {
+    each_vector<ROWS>(src_g, row_stride, rows, [&](int r, int c, const Input* from_g, bool valid) {
+      const int place = B::converts ? r * B::head_dim + c : tile_offset<B>(r, c);
+      VectorCopy<B::use_cp_async>::template copy<B::vec_width * sizeof(Input)>(dst_s + place,
+                                                                               from_g, valid);
+    });
+  }
+
+  // ---- U8: the fp16 that the products take ----
+
+  using Vector = typename VectorType<B::vec_width * sizeof(Input)>::type;
+
+  // 16 bits 0x6400 | u are the number 1024 + u.
+  static __device__ __forceinline__ void store_halves(Half* dst_s, int row, int column,
+                                                      const Vector& vector) {
+    uint32_t words[sizeof vector / 4];
+    memcpy(words, &vector, sizeof vector);
+#pragma unroll
+    for (int i = 0; i < B::vec_width / 4; i += 2) {
+      uint32_t pairs[4];
+#pragma unroll
+      for (int n = 0; n < 4; n++) {
+        const uint32_t biased = prmt(words[i + n / 2], 0x64646464, n % 2 ? 0x4342 : 0x4140);
+        pairs[n] = sub_f16x2(biased, 0x64806480);  // 1024 + 128
+      }
+      uint4 chunk;
+      memcpy(&chunk, pairs, sizeof chunk);
+      st_shared(dst_s + tile_offset<B>(row, column + 4 * i), chunk);
+    }
+  }
+  template <int ROWS>
+  __device__ __forceinline__ void copy_converted(Half* dst_s, const Input* src_g,
+                                                 int64_t row_stride, int rows) const {
+    each_vector<ROWS>(src_g, row_stride, rows, [&](int r, int c, const Input* from_g, bool valid) {
+      Vector vector{};
+      if (valid) vector = ld_global_nc<Vector>(from_g);
+      store_halves(dst_s, r, c, vector);
+    });
+  }
+  // Of a tile that copy() has brought. Each thread converts what it copied itself, so that its own wait is enough.
+  template <int ROWS>
+  __device__ __forceinline__ void convert(Half* dst_s, const Input* src_s) const {
+    each_vector<ROWS>(first(src_s, B::head_dim), B::head_dim, ROWS,
+                      [&](int r, int c, const Input* from_s, bool) {
+                        store_halves(dst_s, r, c, ld_shared<Vector>(from_s));
+                      });
   }
 };
 
@@ -1216,7 +1310,7 @@ constexpr int HAZARDS = 6;
 // leaves a row with one warp, so that only the tiles themselves are shared; producer warps hand those over by
 // mbarriers. Policy 0 has none: racy.
 // mma: a warp always keeps its rows. With two stages or more the barrier that says that a tile is
-// written says as well that the tile before it is read.
+// written says as well that the tile before it is read; not where fp16 of every tile has the same place.
 // wgmma: a warp keeps its rows as well, and the plain kernel has one barrier, before a tile is overwritten. With
 // SWAP_AB rows are keys, and a query's column is spread over the warps of its slice.
 template <class B> __host__ __device__ constexpr bool needs_cta_barrier(Hazard h) {
@@ -1226,7 +1320,8 @@ template <class B> __host__ __device__ constexpr bool needs_cta_barrier(Hazard h
     return !B::use_warp_specialization && h == Hazard::tile_read;
   }
   if (B::family == Family::mma) {
-    return h == Hazard::kv_written || (h == Hazard::tile_read && B::stages == 1);
+    return h == Hazard::kv_written ||
+           (h == Hazard::tile_read && (B::stages == 1 || B::converts_tiles));
   }
   if (B::use_warp_specialization) return false;
   if (B::sync_policy == 5) return true;
@@ -1323,10 +1418,11 @@ template <class B> __device__ __forceinline__ float softmax_exp2(float t) {
 
 // P is 2^p_log2 times what the formula has, and so is l: e4m3 begins at 2^-9 and ends at 448. With 8 for 3 a
 // stale maximum would not last; with 0 the error of long rows grows.
-template <class B> constexpr float p_log2 = B::input == DType::e4m3 ? 3 : 0;
+template <class B>
+constexpr float p_log2 = B::input == DType::e4m3&& B::family != Family::scalar ? 3 : 0;
 
 // USE_LAZY_MAX: row sums of P up to which an old maximum will do. The largest fp16 is 65504.
-template <class B> constexpr float lazy_limit = B::input == DType::e4m3 ? 448 : 4096;
+template <class B> constexpr float lazy_limit = B::is_e4m3 ? 448 : 4096;
 
 // The maximum to subtract: 0 for a row with no visible key yet, so that -inf - -inf never happens.
 __device__ __forceinline__ float finite_max(float m) { return m == -INFINITY ? 0.0f : m; }
@@ -1368,7 +1464,7 @@ __device__ __forceinline__ bool softmax_shift(View& S, float scale_log2,
     m_log2[i] = shift * scale_log2 - p_log2<B>;
     if (m[i] == -INFINITY) may_be_kept = false;
     if (fabsf(m_log2[i]) <= shift_limit) continue;
-    may_be_kept = false, m_log2[i] = -p_log2<B>;
+    may_be_kept = false, m_log2[i] = 0 - p_log2<B>;
 #pragma unroll
     for (int j = 0; j < View::COLS; j++) S.x[i][j] -= shift;
   }
@@ -1459,6 +1555,9 @@ __device__ __forceinline__ void merge_weights(const float2 (&m_l)[N], float scal
 
 // ---- epilogue ----
 
+// What to_float() counts as 1.
+template <class B> constexpr float element_unit = B::input == DType::u8 ? 448.0f / 127 : 1;
+
 // The scale of an item's scores, with the factors of its heads, times log2(e); and the factor of its V.
 template <class B>
 __device__ __forceinline__ float item_scale_log2(const KernelArgs& a, const WorkItem& item) {
@@ -1469,8 +1568,18 @@ __device__ __forceinline__ float item_scale_log2(const KernelArgs& a, const Work
 template <class B>
 __device__ __forceinline__ float item_v_descale(const KernelArgs& a, const WorkItem& item) {
   if constexpr (!B::is_8bit) return 1;
-  return a.p.v_descale.of(item.b, int(a.q_heads_per_kv.divide(item.h)));
+  return element_unit<B> * a.p.v_descale.of(item.b, int(a.q_heads_per_kv.divide(item.h)));
 }
+
+// item_scale_log2() for the length of an item. Of 16 bits it is read where it is used, which takes no register.
+template <class B> struct ItemScale {
+  const KernelArgs& a;
+  const float of_8bit;
+
+  __device__ __forceinline__ ItemScale(const KernelArgs& a_, const WorkItem& item)
+      : a(a_), of_8bit(B::is_8bit ? item_scale_log2<B>(a, item) : 0) {}
+  __device__ __forceinline__ operator float() const { return B::is_8bit ? of_8bit : a.scale_log2; }
+};
 
 // LSE = ln2 * (m * scale_log2 + log2 l) of query q, if it is wanted. m * scale_log2 alone may overflow.
 template <class B>
@@ -1572,6 +1681,15 @@ struct TileQueue {
   }
 };
 
+// Tiles in flight, where products read other ones, of which there is one.
+template <class B, bool = B::converts_tiles> struct TilesAsCopied {};
+template <class B> struct TilesAsCopied<B, true> {
+  struct {
+    Input K[B::stages][B::block_n * B::head_dim], V[B::stages][B::block_n * B::head_dim];
+  } copied;
+};
+template <class B> constexpr int TILE_STAGES = B::converts_tiles ? 1 : B::stages;
+
 // What a group of warps (by default the CTA) needs to know of its item, and the copies that every
 // kernel starts from. Of the K/V tiles, group g takes number g, SPLIT_KV + g, ...
 template <class B> struct ItemTiles {
@@ -1595,20 +1713,42 @@ template <class B> struct ItemTiles {
   }
   // ROWS query rows of the item from first_row on, to Q_s, by nthreads threads.
   template <int ROWS>
-  __device__ __forceinline__ void copy_q(Input* Q_s, int first_row, int tid, int nthreads) const {
+  __device__ __forceinline__ void copy_q(Element* Q_s, int first_row, int tid, int nthreads) const {
     const TileCopy<B> share(tid, nthreads);
     const int q = item.q0 + first_row;
     const Input* const Q_g = p.Q + item.b * p.q.batch + item.h * p.q.head + q * p.q.row;
-    share.template copy<ROWS>(Q_s, share.first(Q_g, p.q.row), p.q.row, p.Sq - q - share.row);
+    copy_tile<ROWS>(share, Q_s, share.first(Q_g, p.q.row), p.q.row, p.Sq - q - share.row);
+  }
+  template <int ROWS, class T>
+  static __device__ __forceinline__ void copy_tile(const TileCopy<B>& share, T* dst_s,
+                                                   const Input* src_g, int64_t row_stride,
+                                                   int rows) {
+    if constexpr (std::is_same<T, Input>::value) {
+      share.template copy<ROWS>(dst_s, src_g, row_stride, rows);
+    } else {
+      share.template copy_converted<ROWS>(dst_s, src_g, row_stride, rows);
+    }
   }
   // The next K and V tile, at key k0, into its stage; past the end nothing.
   template <class Shared> __device__ __forceinline__ void copy_kv(Shared& s, int stage, int k0) {
     if (k0 < keys.end) {
       const int rows = keys.end - k0 - mine.row;
-      mine.template copy<B::block_n>(s.K[stage], K_g, p.k.row, rows);
-      mine.template copy<B::block_n>(s.V[stage], V_g, p.v.row, rows);
+      auto& to = as_copied(s);
+      copy_tile<B::block_n>(mine, to.K[stage], K_g, p.k.row, rows);
+      copy_tile<B::block_n>(mine, to.V[stage], V_g, p.v.row, rows);
       K_g += ADVANCE * p.k.row, V_g += ADVANCE * p.v.row;
     }
+  }
+  template <class Shared> static __device__ __forceinline__ auto& as_copied(Shared& s) {
+    if constexpr (B::converts_tiles) {
+      return s.copied;
+    } else {
+      return s;
+    }
+  }
+  template <class Shared> __device__ __forceinline__ void convert_kv(Shared& s, int stage) const {
+    mine.template convert<B::block_n>(s.K[0], s.copied.K[stage]);
+    mine.template convert<B::block_n>(s.V[0], s.copied.V[stage]);
   }
 };
 
@@ -1638,9 +1778,10 @@ template <class B, class Shared> struct CopyTogether {
     sync_for<B, Hazard::q_written>();
     if constexpr (!copies_last) copy_ahead(k0);
     VectorCopy<B::use_cp_async>::template wait<copies_last ? B::stages - 2 : B::stages - 1>();
+    if constexpr (B::converts_tiles) t.convert_kv(s, stage);
     sync_for<B, Hazard::kv_written>();
     if constexpr (copies_last) copy_ahead(k0);
-    return stage;
+    return B::converts_tiles ? 0 : stage;
   }
   // The tile STAGES - 1 further, in the stage before.
   __device__ __forceinline__ void copy_ahead(int k0) {
@@ -1670,13 +1811,15 @@ __device__ __forceinline__ void mbarrier_spin(uint64_t* barrier_s, int parity) {
 
 // ---- scores in shared memory (scalar, wmma) ----
 
-// x[0..7] = the 8 elements at src_s, which is 16-byte aligned.
-__device__ __forceinline__ void load_chunk(float (&x)[CHUNK], const Input* src_s) {
-  const uint4 chunk = ld_shared<uint4>(src_s);
-  Input e[CHUNK];
-  memcpy(e, &chunk, sizeof chunk);
+constexpr int RUN_READ = 8;  // neighbouring elements of a row that a lane reads at once
+
+// x = the elements at src_s, which is aligned to their size.
+__device__ __forceinline__ void load_run(float (&x)[RUN_READ], const Element* src_s) {
+  const auto run = ld_shared<VectorType<RUN_READ * sizeof(Element)>::type>(src_s);
+  Element e[RUN_READ];
+  memcpy(e, &run, sizeof run);
 #pragma unroll
-  for (int i = 0; i < CHUNK; i++) x[i] = to_float(e[i]);
+  for (int i = 0; i < RUN_READ; i++) x[i] = to_float(e[i]);
 }
 
 // The scalar family's lanes: 4 along the rows, 8 along the columns.
@@ -1692,16 +1835,14 @@ template <class B> struct ScalarScores {
   __device__ int col(int j) const { return first_col + COL_LANES * j; }
 };
 
-// O [BLOCK_M][D], the same rows as a warp's own scores. A lane has whole 16-byte chunks.
+// O [BLOCK_M][D], the same rows as a warp's own scores. A lane has whole runs of columns.
 template <class B> struct ScalarOutput {
   static constexpr int ROWS = ScalarScores<B>::ROWS, COLS = B::head_dim / COL_LANES;
-  static constexpr int RUN = CHUNK;  // neighbouring x that are neighbouring d
+  static constexpr int RUN = RUN_READ;  // neighbouring x that are neighbouring d
   float x[ROWS][COLS];
   int first_row, first_col;
   __device__ int row(int i) const { return first_row + ROW_LANES * i; }
-  __device__ int col(int j) const {
-    return first_col + j / CHUNK * (COL_LANES * CHUNK) + j % CHUNK;
-  }
+  __device__ int col(int j) const { return first_col + j / RUN * (COL_LANES * RUN) + j % RUN; }
 };
 
 template <class T, class View>
@@ -1726,12 +1867,12 @@ __device__ __forceinline__ void load_scores(View& S, const float* P_s, int strid
   }
 }
 
-template <class B> struct ScalarShared {
-  static constexpr int P_STRIDE = B::block_n + 8;   // 4 rows of lanes fall into 4 groups of 8 banks
-  Input Q[B::block_m * TILE_STRIDE<B>];             // [BLOCK_M][D]
-  Input K[B::stages][B::block_n * TILE_STRIDE<B>];  // [BLOCK_N][D]
-  Input V[B::stages][B::block_n * TILE_STRIDE<B>];  // [BLOCK_N][D]
-  float P[B::block_m * P_STRIDE];                   // [BLOCK_M][BLOCK_N]: S, then P in its place
+template <class B> struct ScalarShared : TilesAsCopied<B> {
+  static constexpr int P_STRIDE = B::block_n + 8;  // 4 rows of lanes fall into 4 groups of 8 banks
+  Element Q[B::block_m * TILE_STRIDE<B>];          // [BLOCK_M][D]
+  Element K[TILE_STAGES<B>][B::block_n * TILE_STRIDE<B>];  // [BLOCK_N][D]
+  Element V[TILE_STAGES<B>][B::block_n * TILE_STRIDE<B>];  // [BLOCK_N][D]
+  float P[B::block_m * P_STRIDE];  // [BLOCK_M][BLOCK_N]: S, then P in its place
   float m[B::block_m], l[B::block_m], alpha[B::block_m];  // used where rows change hands
   uint32_t drawn;                                         // TileQueue
 
@@ -1743,7 +1884,7 @@ template <class B> struct ScalarShared {
 template <class B>
 __device__ __forceinline__ void scalar_pv(ScalarOutput<B>& O,
                                           const float (&alpha)[ScalarOutput<B>::ROWS],
-                                          const float* P_s, const Input* V_s) {
+                                          const float* P_s, const Element* V_s) {
   using View = ScalarOutput<B>;
   constexpr int KEYS = 4;  // one 16-byte read of P
   scale_rows(O, alpha);
@@ -1758,11 +1899,11 @@ __device__ __forceinline__ void scalar_pv(ScalarOutput<B>& O,
 #pragma unroll
     for (int n = 0; n < KEYS; n++) {
 #pragma unroll
-      for (int j = 0; j < View::COLS; j += CHUNK) {
-        float v[CHUNK];
-        load_chunk(v, V_s + tile_offset<B>(k + n, O.col(j)));
+      for (int j = 0; j < View::COLS; j += RUN_READ) {
+        float v[RUN_READ];
+        load_run(v, V_s + tile_offset<B>(k + n, O.col(j)));
 #pragma unroll
-        for (int e = 0; e < CHUNK; e++) {
+        for (int e = 0; e < RUN_READ; e++) {
 #pragma unroll
           for (int i = 0; i < View::ROWS; i++) {
             O.x[i][j + e] = fmaf(p[i][n], v[e], O.x[i][j + e]);
@@ -1996,20 +2137,21 @@ template <class B> Items items_of(const SdpaParams& p) {
 
 // S = Q @ K.T   [BLOCK_M][BLOCK_N]
 template <class B>
-__device__ __forceinline__ void scalar_qk(ScalarScores<B>& S, const Input* Q_s, const Input* K_s) {
+__device__ __forceinline__ void scalar_qk(ScalarScores<B>& S, const Element* Q_s,
+                                          const Element* K_s) {
   using View = ScalarScores<B>;
   clear(S);
 #pragma unroll 2
-  for (int d = 0; d < B::head_dim; d += CHUNK) {
-    float q[View::ROWS][CHUNK];
+  for (int d = 0; d < B::head_dim; d += RUN_READ) {
+    float q[View::ROWS][RUN_READ];
 #pragma unroll
-    for (int i = 0; i < View::ROWS; i++) load_chunk(q[i], Q_s + tile_offset<B>(S.row(i), d));
+    for (int i = 0; i < View::ROWS; i++) load_run(q[i], Q_s + tile_offset<B>(S.row(i), d));
 #pragma unroll
     for (int j = 0; j < View::COLS; j++) {
-      float k[CHUNK];
-      load_chunk(k, K_s + tile_offset<B>(S.col(j), d));
+      float k[RUN_READ];
+      load_run(k, K_s + tile_offset<B>(S.col(j), d));
 #pragma unroll
-      for (int e = 0; e < CHUNK; e++) {
+      for (int e = 0; e < RUN_READ; e++) {
 #pragma unroll
         for (int i = 0; i < View::ROWS; i++) S.x[i][j] = fmaf(q[i][e], k[e], S.x[i][j]);
       }
@@ -2027,7 +2169,7 @@ __global__ void __launch_bounds__(B::threads, 1) sdpa_scalar(const __grid_consta
   S.first_row = O.first_row = warp * (B::block_m / B::num_warps) + lane / COL_LANES;
   S.row_step = ROW_LANES;
   S.first_col = lane % COL_LANES;
-  O.first_col = lane % COL_LANES * CHUNK;
+  O.first_col = lane % COL_LANES * O.RUN;
 
   Scheduler<B> scheduler;
   for (WorkItem item; scheduler.template next<B>(a, s.drawn, item);) {
@@ -2038,13 +2180,14 @@ __global__ void __launch_bounds__(B::threads, 1) sdpa_scalar(const __grid_consta
     clear(O);
     TileSoftmax<B, ScalarShared<B>> softmax;
     softmax.start(s, S);
+    const ItemScale<B> scale_log2(a, item);
 
     for (int k0 = t.keys.begin; k0 < t.keys.end; k0 += B::block_n) {
       const int stage = feed.acquire(k0);
       scalar_qk<B>(S, s.Q, s.K[stage]);
       if (!a.tiles.cover(item.q0, k0)) mask_scores(S, a.keys, item.q0, k0);
       float alpha[O.ROWS];
-      softmax.step(s, S, a.scale_log2, alpha);
+      softmax.step(s, S, scale_log2, alpha);
       scalar_pv<B>(O, alpha, s.P, s.V[stage]);
       feed.release();
     }
@@ -2070,7 +2213,7 @@ template <class B> struct WmmaShared : ScalarShared<B> {
   static constexpr int P16_STRIDE =
       B::block_n + 8;  // 8 neighbouring rows fall into 8 groups of banks
   alignas(32)
-      Input P16[B::use_wmma_pv ? B::block_m * P16_STRIDE : 1];  // P for wmma, [BLOCK_M][BLOCK_N]
+      Element P16[B::use_wmma_pv ? B::block_m * P16_STRIDE : 1];  // P for wmma, [BLOCK_M][BLOCK_N]
   uint64_t full[B::stages], empty[B::stages];  // mbarriers: tile landed, tile read by all consumers
 
   __device__ void store_probabilities(const ScalarScores<B>& S) {
@@ -2127,7 +2270,7 @@ __device__ __forceinline__ void wmma_produce(WmmaShared<B>& s, ItemTiles<B>& t,
 template <class B>
 __device__ __forceinline__ void wmma_qk(
     float* S_s, const Operand<wmma::matrix_a, wmma::row_major> (&Q)[B::head_dim / 16],
-    const Input* K_s) {
+    const Element* K_s) {
 #pragma unroll
   for (int n = 0; n < B::block_n; n += 16) {
     Accumulator S;
@@ -2164,8 +2307,8 @@ template <class B> struct WmmaOutput {
   }
 
   // O = O * alpha + P @ V   [16][D]; alpha_s [16], P_s [16][P16_STRIDE]
-  __device__ __forceinline__ void multiply(const float* alpha_s, const Input* P_s,
-                                           const Input* V_s) {
+  __device__ __forceinline__ void multiply(const float* alpha_s, const Element* P_s,
+                                           const Element* V_s) {
     float alpha[Accumulator::num_elements];
 #pragma unroll
     for (int e = 0; e < Accumulator::num_elements; e++)
@@ -2227,10 +2370,10 @@ __device__ __forceinline__ void wmma_consume(WmmaShared<B>& s, const KernelArgs&
   S.first_row = O.first_row = first_row + lane / COL_LANES;
   S.row_step = ROW_LANES;
   S.first_col = lane % COL_LANES;
-  O.first_col = lane % COL_LANES * CHUNK;
+  O.first_col = lane % COL_LANES * O.RUN;
 
   // A warp copies its own rows of Q.
-  Input* const Q_s = s.Q + tile_offset<B>(first_row, 0);
+  Element* const Q_s = s.Q + tile_offset<B>(first_row, 0);
   t.template copy_q<16>(Q_s, first_row, lane, 32);
   VectorCopy<B::use_cp_async>::commit();
   VectorCopy<B::use_cp_async>::template wait<0>();
@@ -2249,6 +2392,7 @@ __device__ __forceinline__ void wmma_consume(WmmaShared<B>& s, const KernelArgs&
   }
   TileSoftmax<B, WmmaShared<B>> softmax;
   softmax.start(s, S);
+  const ItemScale<B> scale_log2(a, item);
 
   for (int k0 = t.keys.begin; k0 < t.keys.end; k0 += B::block_n) {
     const int stage = feed.acquire(k0);
@@ -2257,7 +2401,7 @@ __device__ __forceinline__ void wmma_consume(WmmaShared<B>& s, const KernelArgs&
     load_scores(S, s.P, s.P_STRIDE);
     if (!a.tiles.cover(item.q0, k0)) mask_scores(S, a.keys, item.q0, k0);
     float alpha[O.ROWS];
-    softmax.step(s, S, a.scale_log2, alpha);
+    softmax.step(s, S, scale_log2, alpha);
     if constexpr (B::use_wmma_pv) {
       sums.multiply(s.alpha + first_row, s.P16 + first_row * s.P16_STRIDE, s.V[stage]);
     } else {
@@ -2339,8 +2483,8 @@ template <class B, int WIDTH> struct MmaRuns {
 template <class B>
 __device__ __forceinline__ SharedAddress tile_step(SharedAddress at, int r, int c) {
   constexpr int xored = B::head_dim > 128 ? 8 * CHUNK : B::head_dim;
-  return (at ^ c % xored * int(sizeof(Input))) +
-         (r * B::head_dim + c / xored * xored) * int(sizeof(Input));
+  return (at ^ c % xored * int(sizeof(Element))) +
+         (r * B::head_dim + c / xored * xored) * int(sizeof(Element));
 }
 
 // What a group of warps has summed over its keys, element by element of its threads' accumulators.
@@ -2351,12 +2495,12 @@ template <class B> struct MmaPartial {
 };
 
 template <class B> struct MmaShared {
-  struct Tiles {
-    Input K[B::stages][B::block_n * B::head_dim];  // [BLOCK_N][D]
-    Input V[B::stages][B::block_n * B::head_dim];  // [BLOCK_N][D]
+  struct Tiles : TilesAsCopied<B> {
+    Element K[TILE_STAGES<B>][B::block_n * B::head_dim];  // [BLOCK_N][D]
+    Element V[TILE_STAGES<B>][B::block_n * B::head_dim];  // [BLOCK_N][D]
   };
   struct Inputs {
-    Input Q[B::block_m * B::head_dim];  // [BLOCK_M][D]
+    Element Q[B::block_m * B::head_dim];  // [BLOCK_M][D]
     Tiles group[B::split_kv];
   };
   static constexpr int PARTIALS = B::split_kv > 1 ? B::split_kv - 1 : 1;
@@ -2384,7 +2528,7 @@ template <class B> struct MmaQueries {
     for (int m = 0; m < M_TILES; m++) ldmatrix_x4<false>(a[m], tile_step<B>(at, 16 * m, 16 * step));
   }
   // Q_s is there now.
-  __device__ void start(const Input* Q_s, int warp, int lane) {
+  __device__ void start(const Element* Q_s, int warp, int lane) {
     at = shared_address(Q_s + tile_offset<B>(warp * 16 * M_TILES + lane % 16, lane / 16 * 8));
 #pragma unroll
     for (int step = 0; step < KEPT; step++) read(kept[step], step);
@@ -2407,17 +2551,17 @@ __device__ __forceinline__ void multiply_columns(
 #pragma unroll
   for (int m = 0; m < T.M_TILES; m++) {
     auto &top = T.x[2 * m], &bottom = T.x[2 * m + 1];
-    mma_m16n8k16<Input>(top[4 * n], top[4 * n + 1], bottom[4 * n], bottom[4 * n + 1], a[m], b[0],
-                        b[1]);
-    mma_m16n8k16<Input>(top[4 * n + 2], top[4 * n + 3], bottom[4 * n + 2], bottom[4 * n + 3], a[m],
-                        b[2], b[3]);
+    mma_m16n8k16<Element>(top[4 * n], top[4 * n + 1], bottom[4 * n], bottom[4 * n + 1], a[m], b[0],
+                          b[1]);
+    mma_m16n8k16<Element>(top[4 * n + 2], top[4 * n + 3], bottom[4 * n + 2], bottom[4 * n + 3],
+                          a[m], b[2], b[3]);
   }
 }
 
 // S = Q @ K.T   [16 * M_TILES][BLOCK_N] of a warp
 template <class B>
 __device__ __forceinline__ void mma_qk(MmaAccumulator<B, B::block_n>& S, const MmaQueries<B>& Q,
-                                       const Input* K_s, int lane) {
+                                       const Element* K_s, int lane) {
   // ldmatrix of 16 keys by 16 d gives b0 and b1 of two column tiles.
   const int key = lane / 16 * 8 + lane % 8, d = lane / 8 % 2 * 8;
   const SharedAddress at = shared_address(K_s + tile_offset<B>(key, d));
@@ -2445,10 +2589,10 @@ template <class B> struct MmaProbabilities {
 #pragma unroll
     for (int m = 0; m < M_TILES; m++) {
       const auto &top = P.x[2 * m], &bottom = P.x[2 * m + 1];
-      a[step][m][0] = pack<Input>(top[4 * step], top[4 * step + 1]);
-      a[step][m][1] = pack<Input>(bottom[4 * step], bottom[4 * step + 1]);
-      a[step][m][2] = pack<Input>(top[4 * step + 2], top[4 * step + 3]);
-      a[step][m][3] = pack<Input>(bottom[4 * step + 2], bottom[4 * step + 3]);
+      a[step][m][0] = pack<Element>(top[4 * step], top[4 * step + 1]);
+      a[step][m][1] = pack<Element>(bottom[4 * step], bottom[4 * step + 1]);
+      a[step][m][2] = pack<Element>(top[4 * step + 2], top[4 * step + 3]);
+      a[step][m][3] = pack<Element>(bottom[4 * step + 2], bottom[4 * step + 3]);
     }
   }
 };
@@ -2456,7 +2600,7 @@ template <class B> struct MmaProbabilities {
 // O += P @ V for the 16 keys from 16 * step   [16 * M_TILES][D] of a warp
 template <class B>
 __device__ __forceinline__ void mma_pv(MmaAccumulator<B, B::head_dim>& O,
-                                       const MmaProbabilities<B>& P, const Input* V_s, int step,
+                                       const MmaProbabilities<B>& P, const Element* V_s, int step,
                                        int lane) {
   const SharedAddress at = shared_address(V_s + tile_offset<B>(lane % 16, lane / 16 * 8));
 #pragma unroll
@@ -2485,13 +2629,13 @@ template <class B> struct MmaRows {
   }
 
   // O += P @ V
-  __device__ void multiply(const Input* V_s, int lane) {
+  __device__ void multiply(const Element* V_s, int lane) {
 #pragma unroll
     for (int step = 0; step < P.STEPS; step++) mma_pv<B>(O, P, V_s, step, lane);
   }
 
   // P of a tile without mask, by a stale maximum, if that will do.
-  __device__ bool attend_by_stale_max(const MmaQueries<B>& Q, const Input* K_s, float scale_log2,
+  __device__ bool attend_by_stale_max(const MmaQueries<B>& Q, const Element* K_s, float scale_log2,
                                       int lane) {
     Scores S;
     mma_qk<B>(S, Q, K_s, lane);
@@ -2503,15 +2647,16 @@ template <class B> struct MmaRows {
     return softmax.add_to(l);
   }
   // P of the item's tile at key k0, masked unless it is clean; O and l brought to its maximum.
-  __device__ void attend_by_exact_max(const MmaQueries<B>& Q, const Input* K_s, const KernelArgs& a,
-                                      int q0, int k0, bool clean, int lane) {
+  __device__ void attend_by_exact_max(const MmaQueries<B>& Q, const Element* K_s,
+                                      const ItemScale<B>& scale_log2, int q0, int k0, bool clean,
+                                      int lane) {
     Scores S;
     S.first_row = O.first_row, S.first_col = O.first_col;
     mma_qk<B>(S, Q, K_s, lane);
-    if (!clean) mask_scores(S, a.keys, q0, k0);
+    if (!clean) mask_scores(S, scale_log2.a.keys, q0, k0);
     float alpha[ROWS];
-    softmax_max<B>(S, a.scale_log2, m, alpha);
-    const bool may_be_kept = softmax_sum<B>(S, a.scale_log2, m, alpha, l);
+    softmax_max<B>(S, scale_log2, m, alpha);
+    const bool may_be_kept = softmax_sum<B>(S, scale_log2, m, alpha, l);
     if (B::use_lazy_max) stale_max_will_do = __all_sync(0xffffffffu, may_be_kept);
     scale_rows(O, alpha);
 #pragma unroll
@@ -2612,6 +2757,7 @@ __global__ void __launch_bounds__(B::threads, 1) sdpa_mma(const __grid_constant_
     Q.start(s.in.Q, warp, lane);
     MmaRows<B> rows;
     rows.start(warp * WARP_ROWS + lane / 4, lane % 4 * 2);
+    const ItemScale<B> scale_log2(a, item);
 
     // A mask leaves some warps of the CTA less to do than others.
     const int q = item.q0 + warp * WARP_ROWS;
@@ -2620,13 +2766,13 @@ __global__ void __launch_bounds__(B::threads, 1) sdpa_mma(const __grid_constant_
       const int k0 = round + group * B::block_n, stage = feed.acquire(k0);
       if (q < p.Sq && k0 < t.keys.end && a.tiles.touch(q, k0)) {
         const bool clean = a.tiles.cover(q, k0);
-        const Input* const K_s = s.in.group[group].K[stage];
-        const Input* const V_s = s.in.group[group].V[stage];
+        const Element* const K_s = s.in.group[group].K[stage];
+        const Element* const V_s = s.in.group[group].V[stage];
         bool done = false;
         if (rows.stale_max_will_do && clean) {
-          done = rows.attend_by_stale_max(Q, K_s, a.scale_log2, lane);
+          done = rows.attend_by_stale_max(Q, K_s, scale_log2, lane);
         }
-        if (!done) rows.attend_by_exact_max(Q, K_s, a, s.item.q0, k0, clean, lane);
+        if (!done) rows.attend_by_exact_max(Q, K_s, scale_log2, s.item.q0, k0, clean, lane);
         rows.multiply(V_s, lane);
       }
       feed.release();
@@ -2638,7 +2784,7 @@ __global__ void __launch_bounds__(B::threads, 1) sdpa_mma(const __grid_constant_
       if (group > 0) rows.store(s.partial[group - 1], tid);
       __syncthreads();  // hazard: partial results written
       if (group > 0) continue;
-      rows.merge(s.partial, a.scale_log2, tid);
+      rows.merge(s.partial, scale_log2, tid);
     }
     MmaRuns<B, B::head_dim> runs;
     deal_runs<B>(runs, rows.O, lane);
@@ -2794,7 +2940,7 @@ __device__ __forceinline__ void wgmma_qk(WgmmaAccumulator<B::block_n>& S, uint64
   wgmma_commit_group();
 }
 // The same with Q of 8 bits in registers, where there is room: an instruction would read as much of Q as of K.
-template <class B> constexpr bool Q_IN_REGISTERS = B::is_8bit&& B::warpgroups < 4;
+template <class B> constexpr bool Q_IN_REGISTERS = B::is_e4m3&& B::warpgroups < 4;
 template <class B> using WgmmaQueries = uint32_t[ROW_BYTES<B> / STEP_BYTES][4];
 template <class B>
 __device__ __forceinline__ void wgmma_qk(WgmmaAccumulator<B::block_n>& S, const WgmmaQueries<B>& Q,
@@ -2814,7 +2960,7 @@ __device__ __forceinline__ void wgmma_qk(WgmmaAccumulator<B::block_n>& S, const 
 // V of 8 bits is [D][keys] in panels of 128 keys, or of 64 where a tile has no more.
 template <class B> constexpr int V_LINE = B::block_n > 64 ? 128 : 64;
 template <class B> constexpr int V_KEYS = (B::block_n + V_LINE<B> - 1) / V_LINE<B>* V_LINE<B>;
-template <class B> constexpr bool FLUSHES = B::is_8bit&& B::fp8_flush > 0;
+template <class B> constexpr bool FLUSHES = B::is_e4m3&& B::fp8_flush > 0;
 
 // P of a tile, rounded, as A operands.
 template <class B> constexpr int STEP_KEYS = STEP_BYTES / int(sizeof(Input));
@@ -2831,10 +2977,10 @@ __device__ __forceinline__ void wgmma_pv(WgmmaAccumulator<B::head_dim>& O,
 #pragma unroll
   for (int step = 0; step < B::block_n / STEP_KEYS<B>; step++) {
     constexpr int steps = V_LINE<B> / STEP_BYTES;  // of a panel of 8 bits
-    const int bytes = B::is_8bit
+    const int bytes = B::is_e4m3
                           ? step / steps * B::head_dim * V_LINE<B> + step % steps * STEP_BYTES
                           : step * STEP_KEYS<B> * 128;
-    wgmma_rs<Input, B::head_dim, !B::is_8bit>(O.x.d, P[step], descriptor_at(V, bytes),
+    wgmma_rs<Input, B::head_dim, !B::is_e4m3>(O.x.d, P[step], descriptor_at(V, bytes),
                                               step > 0 || accumulate);
   }
   wgmma_commit_group();
@@ -2927,7 +3073,7 @@ template <class B, class Maps> SdpaStatus encode_tensor_maps(Maps& maps, const K
                  {"O", maps.o, p.O, p.Sq, p.Hq, p.o, group_rows, panels}};
   for (const auto& t : tensors) {
     // No key: nothing is loaded, but the kernel prefetches the map. O of 8-bit inputs is stored without one.
-    if (t.S == 0 || (B::is_8bit && &t.map == &maps.o)) {
+    if (t.S == 0 || (B::is_e4m3 && &t.map == &maps.o)) {
       t.map = maps.q;
       continue;
     }
@@ -3129,7 +3275,7 @@ template <class B> struct WgmmaShared {
   alignas(1024)
       Input Q[Q_BUFFERS][ROW_GROUPS][64 * B::head_dim];  // 16 bits: afterwards O on its way out
   Tiles slice[B::split_kv];
-  typename std::conditional<B::is_8bit, Transposed, Nothing>::type transposed;
+  typename std::conditional<B::is_e4m3, Transposed, Nothing>::type transposed;
   typename std::conditional<FLUSHES<B>, Flushed[ROW_GROUPS], Nothing>::type flushed;
   typename std::conditional<(B::split_kv > 1), Partial[ROW_GROUPS], Nothing>::type partial;
   WgmmaItem item[Q_STAGES];  // whose Q it is
@@ -3138,7 +3284,7 @@ template <class B> struct WgmmaShared {
 
   // Where P @ V finds V.
   __device__ __forceinline__ auto& v_tiles(int n) {
-    if constexpr (B::is_8bit) {
+    if constexpr (B::is_e4m3) {
       return transposed;
     } else {
       return slice[n];
@@ -3158,16 +3304,16 @@ template <class B> struct WgmmaShared {
     }
     if (warp == 2 && threadIdx.x % 32 == 0) {
       for (int stage = 0; stage < Q_STAGES; stage++) {
-        mbarrier_init(&q_empty[stage], B::is_8bit ? B::num_warps : 1);
+        mbarrier_init(&q_empty[stage], B::is_e4m3 ? B::num_warps : 1);
         for (uint64_t& done : o_done[stage]) mbarrier_init(&done, 4);
       }
       for (Tiles& t : slice) {
         for (int n = 0; n < B::stages; n++) {
           mbarrier_init(&t.k_empty[n], B::group_warps);
-          mbarrier_init(&t.v_empty[n], B::is_8bit ? TRANSPOSERS : B::group_warps);
+          mbarrier_init(&t.v_empty[n], B::is_e4m3 ? TRANSPOSERS : B::group_warps);
         }
       }
-      if constexpr (B::is_8bit) {
+      if constexpr (B::is_e4m3) {
         for (int n = 0; n < B::stages; n++) {
           mbarrier_init(&transposed.v_full[n], TRANSPOSERS);
           mbarrier_init(&transposed.v_empty[n], B::group_warps);
@@ -3192,7 +3338,7 @@ template <class B> constexpr bool wgmma_may_pass = B::split_kv == 1 && !B::use_p
 // copies gives away what it does not need. setmaxnreg counts in eights.
 template <class B> struct WgmmaRegisters {
   static constexpr int at_start = 65536 / B::threads / 8 * 8;
-  static constexpr int producer = B::is_8bit || B::warpgroups > 2 ? 32 : 24;
+  static constexpr int producer = B::is_e4m3 || B::warpgroups > 2 ? 32 : 24;
   static constexpr int spare = at_start * (B::warpgroups + 1) - producer;
   static constexpr int consumer = spare / B::warpgroups < 240 ? spare / B::warpgroups / 8 * 8 : 240;
   // One warpgroup that computes has enough as it is.
@@ -3316,7 +3462,7 @@ template <class B> struct WgmmaProducer {
     const int slice = warp / slice_warps, part = warp % slice_warps;
     if (slice < B::split_kv) {
       load_items(slice, part == 0, part == slice_warps - 1, warp == 0);
-    } else if constexpr (B::is_8bit) {
+    } else if constexpr (B::is_e4m3) {
       transpose_items(warp - 2);
     } else if (B::split_kv == 1 && threadIdx.x == 64) {
       store_items();
@@ -3353,7 +3499,7 @@ template <class B> struct WgmmaProducer {
     to += panel_byte<B::head_dim, V_LINE<B>>(part * 16 + lane % 16, lane / 16 * 16);
 #pragma unroll
     for (int key = 0; key < B::block_n; key += 32) {
-      const int line = (to ^ key % V_LINE<B>)+key / V_LINE<B> * B::head_dim * V_LINE<B>;
+      const SharedAddress line = (to ^ key % V_LINE<B>)+key / V_LINE<B> * B::head_dim * V_LINE<B>;
 #pragma unroll
       for (int d0 = 0; d0 < B::head_dim; d0 += STEP * AT_ONCE) {
         uint32_t v[AT_ONCE][4];  // loads wait behind stores
@@ -3433,7 +3579,7 @@ template <class B> struct WgmmaConsumer {
         Q(wgmma_descriptor(uniform(shared_address(s.Q[0][row_group])), 16, PANEL_ATOM<B>)),
         K(wgmma_descriptor(uniform(shared_address(s.slice[slice].K[0])), 16, PANEL_ATOM<B>)),
         V(wgmma_descriptor(uniform(shared_address(s.v_tiles(slice).V[0])), B::block_n * 128,
-                           B::is_8bit ? 8 * V_LINE<B> : 1024)) {}
+                           B::is_e4m3 ? 8 * V_LINE<B> : 1024)) {}
 
   // ---- which tiles ----
 
@@ -3556,7 +3702,7 @@ template <class B> struct WgmmaConsumer {
           q[i] = word(Q_g, min(row + i % 2 * 8, last_row), p.q.row, byte + i / 2 * 16);
         }
         for (int i = 0; i < 2; i++) k[i] = word(K_g, k0 + lane / 4 + 8 * n, p.k.row, byte + i * 16);
-        if constexpr (B::is_8bit) {
+        if constexpr (B::is_e4m3) {
           mma_m16n8k32_e4m3(c[0], c[1], c[2], c[3], q, k[0], k[1]);
         } else {
           mma_m16n8k16<Input>(c[0], c[1], c[2], c[3], q, k[0], k[1]);
@@ -3571,7 +3717,7 @@ template <class B> struct WgmmaConsumer {
   __device__ __forceinline__ void take_some_score_as_max(const Scores& S) {
     if (!B::use_lazy_max || has_mask()) return;
     float alpha[ROWS];
-    softmax_max<B, Scores, B::is_8bit ? S.COLS : 4>(S, scale(), m, alpha);
+    softmax_max<B, Scores, B::is_e4m3 ? S.COLS : 4>(S, scale(), m, alpha);
     keep_max(fmaxf(fabsf(m[0]), fabsf(m[1])) * scale() <= shift_limit);
   }
   __device__ __forceinline__ bool has_mask() const { return !a.tiles.cover(q, k0); }
@@ -3599,7 +3745,7 @@ template <class B> struct WgmmaConsumer {
     if (__all_sync(0xffffffffu, alpha[0] == 1 && alpha[1] == 1)) return;
     scale_rows(O, alpha);
   }
-  __device__ __forceinline__ float scale() const { return B::is_8bit ? scale_log2 : a.scale_log2; }
+  __device__ __forceinline__ float scale() const { return B::is_e4m3 ? scale_log2 : a.scale_log2; }
   // P rounded. Held before the fence: else nvcc rounds some after it, ptxas splits P @ V into two groups
   // (C7519), and the wait for the next scores takes in the first of these too.
   static __device__ __forceinline__ void pack_all(Probabilities& out, const Scores& P) {
@@ -3661,7 +3807,7 @@ template <class B> struct WgmmaConsumer {
       StaleSoftmax<B, ROWS> softmax(m, scale());
       softmax.exp(S, 0, S.COLS);
       done = softmax.add_to(l), scales = !done;
-      if (B::is_8bit && !done) done = raise_max(S, softmax, alpha);
+      if (B::is_e4m3 && !done) done = raise_max(S, softmax, alpha);
       if (!done) multiply_qk_again(S);
     }
     if (!done) softmax_by_exact_max(S, alpha);
@@ -3699,7 +3845,7 @@ template <class B> struct WgmmaConsumer {
   // 256. More of them, or two that split the keys, do better with all exponentials in one piece.
   __device__ __forceinline__ void overlapped(const WgmmaTurns<B>& turns) {
     constexpr bool pv_ends_halfway =
-        B::use_lazy_max && B::warpgroups == 2 && B::split_kv == 1 && !B::is_8bit;
+        B::use_lazy_max && B::warpgroups == 2 && B::split_kv == 1 && !B::is_e4m3;
     typename Shared::Tiles& t = s.slice[slice];
     auto& v = s.v_tiles(slice);
     Scores S;
@@ -3799,7 +3945,7 @@ template <class B> struct WgmmaConsumer {
         k0 = uniform(first_key_of<B>(item, own.end - 1, slice));
         last_k0 = uniform(first_key_of<B>(item, own.first, slice));
         accumulates = false, stale_keys = 0;
-        if constexpr (B::is_8bit) scale_log2 = item_scale_log2<B>(a, item);
+        if constexpr (B::is_e4m3) scale_log2 = item_scale_log2<B>(a, item);
         tiles_in_O = 0, has_flushed = false;
 #pragma unroll
         for (int i = 0; i < ROWS; i++) m[i] = flushed_m[i] = -INFINITY, l[i] = 0;
@@ -3815,7 +3961,7 @@ template <class B> struct WgmmaConsumer {
         }
         if constexpr (B::split_kv > 1) {
           merge_slices(*this);
-        } else if constexpr (B::is_8bit) {
+        } else if constexpr (B::is_e4m3) {
           store_columns();
         } else {
           write_output();
@@ -3824,7 +3970,7 @@ template <class B> struct WgmmaConsumer {
       if (B::skip_masked) let_pass(own_rounds(item, rounds).first);
       // With Q in registers the next item but one waits for its successor's Q.
       if (!Q_IN_REGISTERS<B>) {
-        release(B::is_8bit ? &s.q_empty[q_ring.stage] : &s.o_done[q_ring.stage][row_group]);
+        release(B::is_e4m3 ? &s.q_empty[q_ring.stage] : &s.o_done[q_ring.stage][row_group]);
       }
       q_ring.advance();
     } while (B::use_persistent_cta);
@@ -4680,12 +4826,13 @@ template <class B> struct KernelOf<B, Family::cublas> : OneLaunch<B> {
 SdpaStatus check_tensor(const char* name, const void* pointer, const Strides& s, int64_t B,
                         int64_t H, int64_t S, bool written) {
   constexpr int64_t vec = Build::vec_width;
+  const int alignment = min(int(vec) * int(written ? sizeof(Output) : sizeof(Input)), 16);
   if (!pointer) return failure(cudaErrorInvalidValue, "%s is a null pointer", name);
-  if (reinterpret_cast<uintptr_t>(pointer) % (vec * sizeof(Input))) {
+  if (reinterpret_cast<uintptr_t>(pointer) % alignment) {
     return failure(cudaErrorInvalidValue,
                    "%s is not aligned to %d bytes as VEC_WIDTH=%d needs; align it or build with a "
                    "smaller VEC_WIDTH",
-                   name, int(vec * sizeof(Input)), int(vec));
+                   name, alignment, int(vec));
   }
   const struct {
     const char* name;
@@ -4707,9 +4854,9 @@ SdpaStatus check_tensor(const char* name, const void* pointer, const Strides& s,
   return {};
 }
 
-float log2_scale(const SdpaParams& p) {  // scale * log2(e)
+float log2_scale(const SdpaParams& p) {  // scale * log2(e), of products of to_float()
   const double scale = p.scale == 0 ? 1 / std::sqrt(double(p.D)) : double(p.scale);
-  return float(scale * 1.4426950408889634);
+  return float(scale * 1.4426950408889634 * element_unit<Build> * element_unit<Build>);
 }
 
 // S and P of cuBLAS and partial results want more than a counter of a queue.
@@ -4769,6 +4916,21 @@ SdpaStatus check_params(const SdpaParams& p) {
   }
   if (reinterpret_cast<uintptr_t>(p.LSE) % sizeof(float)) {
     return failure(cudaErrorInvalidValue, "LSE is not aligned to %d bytes", int(sizeof(float)));
+  }
+  const struct {
+    const char* name;
+    const Descale& of;
+  } descales[] = {{"q", p.q_descale}, {"k", p.k_descale}, {"v", p.v_descale}};
+  for (const auto& d : descales) {
+    if (d.of.factor && !Build::is_8bit) {
+      return failure(cudaErrorInvalidValue,
+                     "%s_descale is given, but elements of 16 bits have no factor; set it to null",
+                     d.name);
+    }
+    if (reinterpret_cast<uintptr_t>(d.of.factor) % sizeof(float)) {
+      return failure(cudaErrorInvalidValue, "%s_descale is not aligned to %d bytes", d.name,
+                     int(sizeof(float)));
+    }
   }
   if (reinterpret_cast<uintptr_t>(p.workspace) % WORKSPACE_ALIGNMENT) {
     return failure(cudaErrorInvalidValue, "workspace is not aligned to %d bytes",

@@ -59,14 +59,6 @@ template <int N, bool TRANS> __device__ void stmatrix(void* row_s, const uint32_
   }
 }
 
-__device__ void mma_m16n8k32_e4m3(float (&d)[4], const uint32_t (&a)[4], const uint32_t (&b)[2]) {
-  asm volatile(
-      "mma.sync.aligned.m16n8k32.row.col.f32.e4m3.e4m3.f32 {%0,%1,%2,%3}, {%4,%5,%6,%7}, "
-      "{%8,%9}, {%0,%1,%2,%3};"
-      : "+f"(d[0]), "+f"(d[1]), "+f"(d[2]), "+f"(d[3])
-      : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b[0]), "r"(b[1]));
-}
-
 // sdpa.cu has those of rank 5.
 template <int RANK>
 __device__ void cp_async_bulk_tensor_load(void* dst_s, const CUtensorMap* map, const int (&c)[RANK],
@@ -211,7 +203,7 @@ __global__ void test_mma_e4m3(const Args a) {
   for (int i = 0; i < 4; i++) x[i] = packed_e4m3(threadIdx.x * 4 + i);
   for (int i = 0; i < 2; i++) y[i] = packed_e4m3(threadIdx.x * 9 + i + 500);
   for (int i = 0; i < 4; i++) d[i] = float(small(threadIdx.x + i * 3));
-  mma_m16n8k32_e4m3(d, x, y);
+  mma_m16n8k32_e4m3(d[0], d[1], d[2], d[3], x, y[0], y[1]);
   for (int i = 0; i < 4; i++) a.out[threadIdx.x * WORDS + i] = bits_of(d[i]);
 }
 
