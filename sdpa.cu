@@ -2748,7 +2748,7 @@ __device__ __forceinline__ void deal_runs(MmaRuns<B, WIDTH>& R, const MmaAccumul
                                           int lane) {
   const int q = lane % 4;
   R.first_row = O.first_row, R.first_col = q * R.RUN;
-  if constexpr (R.RUN == 4) {
+  if constexpr (MmaRuns<B, WIDTH>::RUN == 4) {
     memcpy(R.x, O.x, sizeof R.x);
   } else {
 #pragma unroll
