@@ -84,7 +84,7 @@ namespace {  // two builds in one program must not share their constants and ker
   X(USE_PING_PONG, 0, use_ping_pong, "0 1", "wgmma: warpgroups take turns at the tensor cores") \
   X(OVERLAP, 0, overlap, "0 1", "wgmma: softmax beside P @ V of the tile before") \
   X(SKIP_MASKED, 0, skip_masked, "0 1", "wgmma: a warpgroup leaves out tiles of which its rows see nothing") \
-  X(FP8_FLUSH, 4, fp8_flush, "0 1 2 4", "wgmma, FP8_E4M3: P @ V of so many tiles is added to O in fp32; 0: all of it") \
+  X(FP8_FLUSH, 8, fp8_flush, "0 1 2 4 8 16", "wgmma, FP8_E4M3: after so many tiles P @ V is added to O in fp32; 0: never") \
   X(SWAP_AB, 0, swap_ab, "0 1", "wgmma: S.T = K @ Q.T, keys as its 64 rows: 16, 32 or 64 query rows a CTA") \
   X(PACK_GQA, 0, pack_gqa, "0 1", "SWAP_AB: the query heads of a key head are rows of one tile") \
   X(SPLIT_CTAS, 1, split_ctas, "0..256", "SWAP_AB: CTAs that share the keys of a tile; 0: by the problem; workspace") \
@@ -166,7 +166,7 @@ template <class Knobs> struct Derived : Knobs {
                                    : Knobs::use_cublas ? Family::cublas
                                                        : Family::scalar;
   static constexpr DType input = DType(Knobs::dtype);  // of Q, K and V
-  static constexpr bool is_8bit = input == DType::e4m3 || input == DType::u8;
+  static constexpr bool is_e4m3 = input == DType::e4m3, is_8bit = is_e4m3 || input == DType::u8;
   static constexpr DType output = Knobs::out_dtype != 0 ? DType(Knobs::out_dtype - 1)
                                   : is_8bit             ? DType::fp16
                                                         : input;
@@ -249,8 +249,13 @@ SDPA_REFUSE(!is_mma && !is_wgmma && SPLIT_KV_changed,
 SDPA_REFUSE(
     Build::is_8bit&& is_cublas,
     "DTYPE: the cuBLAS path multiplies 16-bit elements; type DTYPE=FP16 or drop USE_CUBLAS");
-SDPA_REFUSE(Build::input == DType::e4m3 && is_wmma,
+SDPA_REFUSE(Build::is_e4m3&& is_wmma,
             "DTYPE=FP8_E4M3: nvcuda::wmma has no e4m3; drop USE_WMMA or type DTYPE=U8");
+SDPA_REFUSE(FP8_FLUSH_changed && !(is_wgmma && Build::is_e4m3),
+            "FP8_FLUSH: only the wgmma kernel with DTYPE=FP8_E4M3 has sums of 14 bits; drop it");
+SDPA_REFUSE(Build::is_e4m3&& is_wgmma&& Build::use_tuned,
+            "USE_TUNED=1: TUNED_TILES has no row for DTYPE=FP8_E4M3; type BLOCK_M=192 BLOCK_N=64 "
+            "NUM_WARPS=12 STAGES=4 USE_WARP_SPECIALIZATION=1");
 SDPA_REFUSE(Build::input == DType::u8 && is_wgmma,
             "DTYPE=U8: the wgmma kernel has no step that makes fp16 of it; drop USE_WGMMA");
 SDPA_REFUSE(is_mma&& SYNC_POLICY_changed,
@@ -269,6 +274,10 @@ template <class B> constexpr bool check() {
       "be 16*NUM_WARPS/SPLIT_KV; type BLOCK_M=128 NUM_WARPS=8");
   SDPA_REFUSE(wgmma && B::block_n % 16 != 0,
               "BLOCK_N: wgmma takes keys by 16, so it must be a multiple of 16; type BLOCK_N=128");
+  SDPA_REFUSE(wgmma && B::is_e4m3 &&
+                  (!B::use_warp_specialization || B::split_kv > 1 || B::block_n % 32 != 0),
+              "DTYPE=FP8_E4M3: producer warps transpose V, of 32 keys at a time; type "
+              "USE_WARP_SPECIALIZATION=1 SPLIT_KV=1 BLOCK_N=64");
   SDPA_REFUSE(wgmma && B::vec_width != (B::is_8bit ? 16 : 8),
               "VEC_WIDTH: TMA wants addresses and strides that are multiples of 16 bytes; type "
               "VEC_WIDTH=8, or 16 with an 8-bit DTYPE");
@@ -323,7 +332,7 @@ template <class B> constexpr bool check() {
   SDPA_REFUSE(
       mma && B::block_n % 16 != 0,
       "BLOCK_N: mma.sync takes keys by 16, so it must be a multiple of 16; type BLOCK_N=64");
-  SDPA_REFUSE(mma && B::input == DType::e4m3 && B::block_n % 32 != 0,
+  SDPA_REFUSE(mma && B::is_e4m3 && B::block_n % 32 != 0,
               "BLOCK_N: mma.sync takes keys of e4m3 by 32, so it must be a multiple of 32; type "
               "BLOCK_N=64");
   SDPA_REFUSE(B::family != Family::wgmma && !B::use_cp_async && !B::use_warp_specialization &&
@@ -635,7 +644,7 @@ struct KernelArgs {  // SdpaParams with what every CTA would otherwise compute a
 #endif
 #endif  // USE_WGMMA
 #if defined(__CUDA_ARCH__) && __CUDA_ARCH__ < 890
-static_assert(!(is_mma && Build::input == DType::e4m3),
+static_assert(!(is_mma && Build::is_e4m3),
               "DTYPE=FP8_E4M3: mma.sync takes e4m3 from sm_89 on; type -arch=sm_89 or DTYPE=U8");
 #endif
 
@@ -1413,11 +1422,10 @@ template <class B> __device__ __forceinline__ float softmax_exp2(float t) {
 
 // P is 2^p_log2 times what the formula has, and so is l: e4m3 begins at 2^-9 and ends at 448. With 8 for 3 a
 // stale maximum would not last; with 0 the error of long rows grows.
-template <class B>
-constexpr float p_log2 = B::input == DType::e4m3&& B::family != Family::scalar ? 3 : 0;
+template <class B> constexpr float p_log2 = B::is_e4m3&& B::family != Family::scalar ? 3 : 0;
 
 // USE_LAZY_MAX: row sums of P up to which an old maximum will do. The largest fp16 is 65504.
-template <class B> constexpr float lazy_limit = B::input == DType::e4m3 ? 448 : 4096;
+template <class B> constexpr float lazy_limit = B::is_e4m3 ? 448 : 4096;
 
 // The maximum to subtract: 0 for a row with no visible key yet, so that -inf - -inf never happens.
 __device__ __forceinline__ float finite_max(float m) { return m == -INFINITY ? 0.0f : m; }
@@ -1583,8 +1591,8 @@ __device__ __forceinline__ void store_lse(float m, float l, const KernelArgs& a,
   constexpr float ln2 = 0.693147180559945f;
   if (a.p.LSE) {
     const int64_t row = (static_cast<int64_t>(item.b) * a.p.Hq + item.h) * a.p.Sq + q;
-    st_global(a.p.LSE + row, fmaf(finite_max(m), item_scale_log2<B>(a, item) * ln2,
-                                  ln2 * (lg2_approx_ftz(l) - p_log2<B>)));
+    const float log2_l = lg2_approx_ftz(l) - p_log2<B>;
+    st_global(a.p.LSE + row, fmaf(finite_max(m), item_scale_log2<B>(a, item) * ln2, ln2 * log2_l));
   }
 }
 
@@ -2466,7 +2474,7 @@ template <class B, int WIDTH> struct MmaAccumulator {  // [16 * M_TILES of BLOCK
 // 16, as P @ V leaves them.
 template <class B, int WIDTH> struct MmaRuns {
   static constexpr int ROWS = MmaAccumulator<B, WIDTH>::ROWS, COLS = WIDTH / 4;
-  static constexpr int RUN = B::input == DType::e4m3 ? 4 : 8;
+  static constexpr int RUN = B::is_e4m3 ? 4 : 8;
   float x[ROWS][COLS];
   int first_row, first_col;
   __device__ int row(int i) const { return first_row + 8 * i; }
@@ -2864,14 +2872,43 @@ template <int WIDTH> struct WgmmaAccumulator {  // [64][WIDTH]
   __device__ int col(int j) const { return first_col + j / 2 * 8 + j % 2; }
 };
 
+// O of 8 bits, whose V has of every 16 d the even ones first.
+template <int WIDTH> struct WgmmaColumnsOfFour {  // [64][WIDTH]
+  static constexpr int ROWS = 2, COLS = WIDTH / 4, LANES = 4, RUN = 4;
+  struct Elements {
+    float d[WIDTH / 2];
+    struct Row {
+      const float* first;
+      __device__ float operator[](int j) const { return first[j / 4 * 8 + j % 2 * 4 + j / 2 % 2]; }
+    };
+    __device__ Row operator[](int i) const { return {d + 2 * i}; }
+  };
+  Elements x;
+  int first_row, first_col;
+  __device__ int row(int i) const { return first_row + 8 * i; }
+  __device__ int col(int j) const { return first_col + j / 4 * 16 + j % 4; }
+};
+
 // x of lane 0. For an x that is the same in all lanes: so the compiler knows, and keeps what follows
 // from it in uniform registers, where wgmma wants its descriptors.
 __device__ __forceinline__ int uniform(int x) { return __shfl_sync(0xffffffffu, x, 0); }
 
-// Where element (row, column) of a tile in panels of [ROWS][64] lies.
+// Bytes of a tile's panels: [rows][128], or [rows][64] where rows have no more.
+template <class B> constexpr int ROW_BYTES = B::head_dim* int(sizeof(Input));
+template <class B> constexpr int PANEL_BYTES = ROW_BYTES<B> < 128 ? ROW_BYTES<B> : 128;
+template <class B> constexpr int PANEL_ATOM = 8 * PANEL_BYTES<B>;  // 8 lines of a panel
+constexpr int STEP_BYTES = 32;                                     // of K that an instruction takes
+
+// Where a byte of a row of a tile in panels of ROWS lines of LINE bytes lies.
+template <int ROWS, int LINE = 128>
+__device__ __forceinline__ uint32_t panel_byte(uint32_t row, uint32_t byte) {
+  const uint32_t swizzled = byte / 16 % (LINE / 16) ^ row / (128 / LINE) % (LINE / 16);
+  return (byte / LINE * ROWS + row) * LINE + swizzled * 16 + byte % 16;
+}
+// The same for elements of 16 bits.
 template <int ROWS>
 __device__ __forceinline__ uint32_t panel_offset(uint32_t row, uint32_t column) {
-  return (column / 64 * ROWS + row) * 64 + (column / 8 % 8 ^ row % 8) * 8 + column % 8;
+  return panel_byte<ROWS>(row, column * 2) / 2;
 }
 
 // mbarrier_spin() where the hardware can put the thread to sleep meanwhile.
@@ -2890,12 +2927,18 @@ __device__ __forceinline__ uint64_t descriptor_at(uint64_t descriptor, int bytes
   return (descriptor & ~uint64_t(0xffffffff)) | uint32_t(uint32_t(descriptor) + bytes / 16);
 }
 
-// 16 columns of P, rounded: their accumulators are the A operand as they stand.
+// 16 columns of P, rounded: their accumulators are the A operand as they stand. Of e4m3 32 columns, of which V
+// must have the keys in another order: the operand's k = 4q + r of 16 is column r / 2 * 8 + 2q + r % 2.
 template <class E, class View>
 __device__ __forceinline__ void pack_step(uint32_t (&out)[4], const View& P, int step) {
 #pragma unroll
   for (int i = 0; i < 4; i++) {
-    out[i] = pack<E>(P.x.d[8 * step + 2 * i], P.x.d[8 * step + 2 * i + 1]);
+    if constexpr (sizeof(E) == 1) {
+      const float* const d = P.x.d + 16 * step + i / 2 * 8 + i % 2 * 2;
+      out[i] = cvt_rn_satfinite_e4m3x4(d[0], d[1], d[4], d[5]);
+    } else {
+      out[i] = pack<E>(P.x.d[8 * step + 2 * i], P.x.d[8 * step + 2 * i + 1]);
+    }
   }
 }
 // Cache policies of loads: Q is read once, K and V by many CTAs.
@@ -2941,24 +2984,57 @@ __device__ __forceinline__ void wgmma_qk(WgmmaAccumulator<B::block_n>& S, uint64
   forget(S.x.d);
   wgmma_fence();
 #pragma unroll
-  for (int step = 0; step < B::head_dim / 16; step++) {
-    const int panel = step / 4, bytes = step % 4 * 32;
-    wgmma_ss<Input, B::block_n, 0>(S.x.d, descriptor_at(Q, panel * 64 * 128 + bytes),
-                                   descriptor_at(K, panel * B::block_n * 128 + bytes), step > 0);
+  for (int step = 0; step < ROW_BYTES<B> / STEP_BYTES; step++) {
+    constexpr int steps = PANEL_BYTES<B> / STEP_BYTES;  // of a panel
+    const int lines = step / steps * PANEL_BYTES<B>, bytes = step % steps * STEP_BYTES;
+    wgmma_ss<Input, B::block_n, 0>(S.x.d, descriptor_at(Q, lines * 64 + bytes),
+                                   descriptor_at(K, lines * B::block_n + bytes), step > 0);
   }
   wgmma_commit_group();
 }
-// O = P @ V (+ O if accumulate), begun; V [BLOCK_N][D] is that of the descriptor.   [64][D]
+// The same with Q of 8 bits in registers, where there is room: an instruction would read as much of Q as of K.
+template <class B> constexpr bool Q_IN_REGISTERS = B::is_e4m3&& B::warpgroups < 4;
+template <class B> using WgmmaQueries = uint32_t[ROW_BYTES<B> / STEP_BYTES][4];
+template <class B>
+__device__ __forceinline__ void wgmma_qk(WgmmaAccumulator<B::block_n>& S, const WgmmaQueries<B>& Q,
+                                         uint64_t K) {
+  forget(S.x.d);
+  wgmma_fence();
+#pragma unroll
+  for (int step = 0; step < ROW_BYTES<B> / STEP_BYTES; step++) {
+    constexpr int steps = PANEL_BYTES<B> / STEP_BYTES;  // of a panel
+    const int lines = step / steps * PANEL_BYTES<B>, bytes = step % steps * STEP_BYTES;
+    wgmma_rs<Input, B::block_n, 0>(S.x.d, Q[step], descriptor_at(K, lines * B::block_n + bytes),
+                                   step > 0);
+  }
+  wgmma_commit_group();
+}
+
+// V of 8 bits is [D][keys] in panels of 128 keys, or of 64 where a tile has no more.
+template <class B> constexpr int V_LINE = B::block_n > 64 ? 128 : 64;
+template <class B> constexpr int V_KEYS = (B::block_n + V_LINE<B> - 1) / V_LINE<B>* V_LINE<B>;
+template <class B> constexpr bool FLUSHES = B::is_e4m3&& B::fp8_flush > 0;
+
+// P of a tile, rounded, as A operands.
+template <class B> constexpr int STEP_KEYS = STEP_BYTES / int(sizeof(Input));
+template <class B> using WgmmaProbabilities = uint32_t[B::block_n / STEP_KEYS<B>][4];
+
+// O = P @ V (+ O if accumulate), begun. V is that of the descriptor: [BLOCK_N][D], or of 8 bits [D][BLOCK_N].
+//   [64][D]
 template <class B>
 __device__ __forceinline__ void wgmma_pv(WgmmaAccumulator<B::head_dim>& O,
-                                         const uint32_t (&P)[B::block_n / 16][4], uint64_t V,
+                                         const WgmmaProbabilities<B>& P, uint64_t V,
                                          bool accumulate) {
   hold(O.x.d);
   wgmma_fence();
 #pragma unroll
-  for (int step = 0; step < B::block_n / 16; step++) {
-    wgmma_rs<Input, B::head_dim, 1>(O.x.d, P[step], descriptor_at(V, step * 16 * 128),
-                                    step > 0 || accumulate);
+  for (int step = 0; step < B::block_n / STEP_KEYS<B>; step++) {
+    constexpr int steps = V_LINE<B> / STEP_BYTES;  // of a panel of 8 bits
+    const int bytes = B::is_e4m3
+                          ? step / steps * B::head_dim * V_LINE<B> + step % steps * STEP_BYTES
+                          : step * STEP_KEYS<B> * 128;
+    wgmma_rs<Input, B::head_dim, !B::is_e4m3>(O.x.d, P[step], descriptor_at(V, bytes),
+                                              step > 0 || accumulate);
   }
   wgmma_commit_group();
 }
@@ -3035,7 +3111,7 @@ template <class B, class Maps> SdpaStatus encode_tensor_maps(Maps& maps, const K
     maps = last_maps;
     return {};
   }
-  constexpr uint32_t panels = B::head_dim / 64;
+  constexpr uint32_t panels = ROW_BYTES<B> / PANEL_BYTES<B>, panel = B::head_dim / panels;
   constexpr uint32_t group_rows = wgmma_rows<B>;
   const struct {
     const char* name;
@@ -3049,7 +3125,8 @@ template <class B, class Maps> SdpaStatus encode_tensor_maps(Maps& maps, const K
                  {"V", maps.v, p.V, p.Sk, p.Hkv, p.v, B::block_n, panels},
                  {"O", maps.o, p.O, p.Sq, p.Hq, p.o, group_rows, panels}};
   for (const auto& t : tensors) {
-    if (t.S == 0) {  // no key: nothing is loaded, but the kernel prefetches the map
+    // No key: nothing is loaded, but the kernel prefetches the map. O of 8-bit inputs is stored without one.
+    if (t.S == 0 || (B::is_e4m3 && &t.map == &maps.o)) {
       t.map = maps.q;
       continue;
     }
@@ -3068,11 +3145,12 @@ template <class B, class Maps> SdpaStatus encode_tensor_maps(Maps& maps, const K
                        t.name, dims[i].name, (long long)dims[i].stride);
       }
     }
-    uint64_t sizes[5] = {64, uint64_t(t.S), panels, uint64_t(t.H), uint64_t(p.B)};
-    uint64_t strides[4] = {bytes[0], 128, bytes[1], bytes[2]};
-    uint32_t box[5] = {64, t.rows, t.panels, 1, 1};
+    uint64_t sizes[5] = {panel, uint64_t(t.S), panels, uint64_t(t.H), uint64_t(p.B)};
+    uint64_t strides[4] = {bytes[0], PANEL_BYTES<B>, bytes[1], bytes[2]};
+    uint32_t box[5] = {panel, t.rows, t.panels, 1, 1};
     if (B::pack_gqa && &t.map == &maps.q) {  // heads before panels, so that they are rows of one
-      sizes[2] = uint64_t(t.H), strides[1] = bytes[1], sizes[3] = panels, strides[2] = 128;
+      sizes[2] = uint64_t(t.H), strides[1] = bytes[1], sizes[3] = panels;
+      strides[2] = PANEL_BYTES<B>;
       box[1] = a.item_queries.divisor, box[2] = uint32_t(a.item_heads), box[3] = 1;
     }
     const cudaError_t error =
@@ -3128,7 +3206,6 @@ __device__ __forceinline__ void load_tile(WgmmaPlainShared<B>& s, const KernelAr
 template <class B>
 __global__ void __launch_bounds__(B::threads, 1)
     sdpa_wgmma_plain(const __grid_constant__ KernelArgs a) {
-  constexpr int STEPS = B::block_n / 16;
   const SdpaParams& p = a.p;
   WgmmaPlainShared<B>& s = dynamic_shared<WgmmaPlainShared<B>>();
   const int tid = threadIdx.x, lane = tid % 32, group = uniform(tid / 128);
@@ -3179,9 +3256,10 @@ __global__ void __launch_bounds__(B::threads, 1)
     softmax_max<B>(S, a.scale_log2, m, alpha);
     softmax_sum<B>(S, a.scale_log2, m, alpha, l);
     scale_rows(O, alpha);
-    uint32_t P[STEPS][4];
+    WgmmaProbabilities<B> P;
 #pragma unroll
-    for (int step = 0; step < STEPS; step++) pack_step<Input>(P[step], S, step), hold(P[step]);
+    for (int step = 0; step < B::block_n / 16; step++)
+      pack_step<Input>(P[step], S, step), hold(P[step]);
 
     // O = O + P @ V   [64][D]
     const uint64_t V =
@@ -3221,7 +3299,11 @@ template <class B> struct WgmmaKernel<B, Wgmma::plain> : OneLaunch<B> {
 
 template <class B> struct WgmmaShared {
   static constexpr int ROW_GROUPS = B::block_m / 64;
-  static constexpr int Q_STAGES = B::use_persistent_cta && B::head_dim <= 128 ? 2 : 1;
+  // Of items: Q of the next one is loaded beside an item. Where Q is read into registers, one buffer will do.
+  static constexpr int Q_STAGES =
+      B::use_persistent_cta && (B::head_dim <= 128 || Q_IN_REGISTERS<B>) ? 2 : 1;
+  static constexpr int Q_BUFFERS = Q_IN_REGISTERS<B> ? 1 : Q_STAGES;
+  static constexpr int TRANSPOSERS = 2;  // warps
   // What the slices' warpgroups with the same rows have for each other: of O, for every slice from every
   // other one, what each thread has of what the slice finishes. Of a warp's 16 rows even slices finish the
   // first 8, odd ones the others; two that finish the same rows halve their columns.
@@ -3235,15 +3317,32 @@ template <class B> struct WgmmaShared {
   struct Tiles {
     alignas(1024) Input K[B::stages][B::block_n * B::head_dim];  // [BLOCK_N][D]
     alignas(1024) Input V[B::stages][B::block_n * B::head_dim];  // [BLOCK_N][D]
-    // Full: the tile has landed. Empty: every warp of the slice has read it.
+    // Full: the tile has landed. Empty: all who read it have done so.
     uint64_t k_full[B::stages], k_empty[B::stages], v_full[B::stages], v_empty[B::stages];
   };
-  alignas(1024) Input Q[Q_STAGES][ROW_GROUPS][64 * B::head_dim];  // afterwards O on its way out
+  struct Transposed {                                           // 8 bits
+    alignas(1024) Input V[B::stages][V_KEYS<B> * B::head_dim];  // [D][BLOCK_N]
+    uint64_t v_full[B::stages], v_empty[B::stages];
+  };
+  using Flushed = float4[B::head_dim / 8][128];  // FP8_FLUSH: of a warpgroup, thread by thread
+  alignas(1024)
+      Input Q[Q_BUFFERS][ROW_GROUPS][64 * B::head_dim];  // 16 bits: afterwards O on its way out
   Tiles slice[B::split_kv];
+  typename std::conditional<B::is_e4m3, Transposed, Nothing>::type transposed;
+  typename std::conditional<FLUSHES<B>, Flushed[ROW_GROUPS], Nothing>::type flushed;
   typename std::conditional<(B::split_kv > 1), Partial[ROW_GROUPS], Nothing>::type partial;
   WgmmaItem item[Q_STAGES];  // whose Q it is
   // Full: Q has landed, the item is known. Done: every warp has written its O over Q. Empty: O is out.
   uint64_t q_full[Q_STAGES], o_done[Q_STAGES][ROW_GROUPS], q_empty[Q_STAGES];
+
+  // Where P @ V finds V.
+  __device__ __forceinline__ auto& v_tiles(int n) {
+    if constexpr (B::is_e4m3) {
+      return transposed;
+    } else {
+      return slice[n];
+    }
+  }
 
   // By two threads, ahead of a barrier.
   __device__ __forceinline__ void init_mbarriers(int warp) {
@@ -3258,13 +3357,19 @@ template <class B> struct WgmmaShared {
     }
     if (warp == 2 && threadIdx.x % 32 == 0) {
       for (int stage = 0; stage < Q_STAGES; stage++) {
-        mbarrier_init(&q_empty[stage], 1);
+        mbarrier_init(&q_empty[stage], B::is_e4m3 ? B::num_warps : 1);
         for (uint64_t& done : o_done[stage]) mbarrier_init(&done, 4);
       }
       for (Tiles& t : slice) {
         for (int n = 0; n < B::stages; n++) {
           mbarrier_init(&t.k_empty[n], B::group_warps);
-          mbarrier_init(&t.v_empty[n], B::group_warps);
+          mbarrier_init(&t.v_empty[n], B::is_e4m3 ? TRANSPOSERS : B::group_warps);
+        }
+      }
+      if constexpr (B::is_e4m3) {
+        for (int n = 0; n < B::stages; n++) {
+          mbarrier_init(&transposed.v_full[n], TRANSPOSERS);
+          mbarrier_init(&transposed.v_empty[n], B::group_warps);
         }
       }
       fence_mbarrier_init();
@@ -3286,7 +3391,7 @@ template <class B> constexpr bool wgmma_may_pass = B::split_kv == 1 && !B::use_p
 // copies gives away what it does not need. setmaxnreg counts in eights.
 template <class B> struct WgmmaRegisters {
   static constexpr int at_start = 65536 / B::threads / 8 * 8;
-  static constexpr int producer = B::warpgroups > 2 ? 32 : 24;
+  static constexpr int producer = B::is_e4m3 || B::warpgroups > 2 ? 32 : 24;
   static constexpr int spare = at_start * (B::warpgroups + 1) - producer;
   static constexpr int consumer = spare / B::warpgroups < 240 ? spare / B::warpgroups / 8 * 8 : 240;
   // One warpgroup that computes has enough as it is.
@@ -3301,6 +3406,7 @@ template <class B> struct WgmmaProducer {
   const bool issues = threadIdx.x % 32 == 0;
   StageRing<B::stages> ring;
   StageRing<Shared::Q_STAGES> q_ring;
+  StageRing<Shared::Q_STAGES> last_q{Shared::Q_STAGES - 1, 1};  // of the item before
 
   __device__ WgmmaProducer(Shared& s_, const KernelArgs& a_) : s(s_), a(a_) {}
 
@@ -3313,13 +3419,19 @@ template <class B> struct WgmmaProducer {
   __device__ __forceinline__ void start_item(const WgmmaItem& item) {
     const int stage = q_ring.stage;
     uint64_t* const full = &s.q_full[stage];
-    if (B::use_persistent_cta) mbarrier_wait(&s.q_empty[stage], q_ring.parity ^ 1);
+    if constexpr (Q_IN_REGISTERS<B>) {
+      if (B::use_persistent_cta) mbarrier_wait(&s.q_empty[last_q.stage], last_q.parity);
+      last_q = q_ring;
+    } else {
+      if (B::use_persistent_cta) mbarrier_wait(&s.q_empty[stage], q_ring.parity ^ 1);
+    }
     if (issues) {
       s.item[stage] = item;
       mbarrier_arrive_expect_tx(full, item.rounds > 0 ? sizeof s.Q[0] : 0);
       for (int group = 0; item.rounds > 0 && group < s.ROW_GROUPS; group++) {
         const int at[5] = {0, item.q0 + group * 64, 0, item.h, item.b};
-        cp_async_bulk_tensor_load(s.Q[stage][group], &tensor_maps<B>(a).q, at, full, evict_first);
+        cp_async_bulk_tensor_load(s.Q[stage % s.Q_BUFFERS][group], &tensor_maps<B>(a).q, at, full,
+                                  evict_first);
       }
     }
     q_ring.advance();
@@ -3403,8 +3515,59 @@ template <class B> struct WgmmaProducer {
     const int slice = warp / slice_warps, part = warp % slice_warps;
     if (slice < B::split_kv) {
       load_items(slice, part == 0, part == slice_warps - 1, warp == 0);
+    } else if constexpr (B::is_e4m3) {
+      transpose_items(warp - 2);
     } else if (B::split_kv == 1 && threadIdx.x == 64) {
       store_items();
+    }
+  }
+
+  // ---- 8 bits: V with its keys in lines, since wgmma transposes no bytes ----
+
+  // The tiles of all items. Warp `part` of these has every other 16 of d.
+  __device__ __forceinline__ void transpose_items(int part) {
+    auto& to = s.transposed;
+    auto& from = s.slice[0];
+    while (true) {
+      const WgmmaItem item = follow_item();
+      if (item.rounds == 0) break;
+      for (int round = 0; round < item.rounds; round++, ring.advance()) {
+        const int n = ring.stage;
+        mbarrier_wait(&to.v_empty[n], ring.parity ^ 1);
+        mbarrier_wait(&from.v_full[n], ring.parity);
+        transpose(shared_address(to.V[n]), shared_address(from.V[n]), part);
+        fence_proxy_async();  // what was written before P @ V reads it, what was read before TMA writes it
+        __syncwarp();
+        if (issues) mbarrier_arrive(&from.v_empty[n]), mbarrier_arrive(&to.v_full[n]);
+      }
+      if (!B::use_persistent_cta) break;
+    }
+  }
+  // 16 d and 32 keys at a time. ldmatrix gives a lane bytes of d = 2g and 2g + 1 of two keys; prmt parts them, and so
+  // the keys come in pack_step()'s order. Of 16 d the even ones come first: their lines lie in different banks.
+  static __device__ __forceinline__ void transpose(SharedAddress to, SharedAddress from, int part) {
+    constexpr int LINE = PANEL_BYTES<B>, STEP = 16 * Shared::TRANSPOSERS, AT_ONCE = 2;
+    const uint32_t lane = threadIdx.x % 32;
+    from += panel_byte<B::block_n, LINE>(lane, part * 16);
+    to += panel_byte<B::head_dim, V_LINE<B>>(part * 16 + lane % 16, lane / 16 * 16);
+#pragma unroll
+    for (int key = 0; key < B::block_n; key += 32) {
+      const SharedAddress line = (to ^ key % V_LINE<B>)+key / V_LINE<B> * B::head_dim * V_LINE<B>;
+#pragma unroll
+      for (int d0 = 0; d0 < B::head_dim; d0 += STEP * AT_ONCE) {
+        uint32_t v[AT_ONCE][4];  // loads wait behind stores
+#pragma unroll
+        for (int n = 0; n < AT_ONCE; n++) {  // the swizzle is an XOR of low bits, and so is a step
+          const int d = d0 + n * STEP;
+          ldmatrix_x4<true>(v[n], (from ^ d % LINE) + (d / LINE * B::block_n + key) * LINE);
+        }
+#pragma unroll
+        for (int n = 0; n < AT_ONCE; n++) {
+          const uint32_t out[4] = {prmt(v[n][0], v[n][1], 0x6420), prmt(v[n][0], v[n][1], 0x7531),
+                                   prmt(v[n][2], v[n][3], 0x6420), prmt(v[n][2], v[n][3], 0x7531)};
+          stmatrix_x4<false>(line + (d0 + n * STEP) * V_LINE<B>, out);
+        }
+      }
     }
   }
 };
@@ -3436,8 +3599,8 @@ template <class B> struct WgmmaConsumer {
   using Shared = WgmmaShared<B>;
   using Scores = WgmmaAccumulator<B::block_n>;
   using Sums = WgmmaAccumulator<B::head_dim>;
-  static constexpr int ROWS = Sums::ROWS, STEPS = B::block_n / 16;
-  using Probabilities = uint32_t[STEPS][4];  // rounded, A operands of 16 keys each
+  static constexpr int ROWS = Sums::ROWS;
+  using Probabilities = WgmmaProbabilities<B>;
 
   Shared& s;
   const KernelArgs& a;
@@ -3450,6 +3613,11 @@ template <class B> struct WgmmaConsumer {
   int k0 = 0, last_k0 = 0;    // first keys of this tile and of the last one
   int q = 0;                  // the warpgroup's first query
   bool accumulates = false;   // an earlier tile of the item has begun O
+  float scale_log2;           // of the item
+  WgmmaQueries<B> queries;    // 8 bits
+  int tiles_in_O = 0;         // FP8_FLUSH: since O began anew
+  bool has_flushed = false;   // something is in shared memory...
+  float flushed_m[ROWS];      // ... relative to these maxima
   // USE_LAZY_MAX: tiles with k0 in [stale_from, stale_from + stale_keys) may take the maximum that is there.
   int stale_from = 0;
   uint32_t stale_keys = 0;
@@ -3461,9 +3629,10 @@ template <class B> struct WgmmaConsumer {
         warpgroup(uniform(thread / 128)),
         slice(warpgroup / Shared::ROW_GROUPS),
         row_group(warpgroup % Shared::ROW_GROUPS),
-        Q(wgmma_descriptor(uniform(shared_address(s.Q[0][row_group])), 16, 1024)),
-        K(wgmma_descriptor(uniform(shared_address(s.slice[slice].K[0])), 16, 1024)),
-        V(wgmma_descriptor(uniform(shared_address(s.slice[slice].V[0])), B::block_n * 128, 1024)) {}
+        Q(wgmma_descriptor(uniform(shared_address(s.Q[0][row_group])), 16, PANEL_ATOM<B>)),
+        K(wgmma_descriptor(uniform(shared_address(s.slice[slice].K[0])), 16, PANEL_ATOM<B>)),
+        V(wgmma_descriptor(uniform(shared_address(s.v_tiles(slice).V[0])), B::block_n * 128,
+                           B::is_e4m3 ? 8 * V_LINE<B> : 1024)) {}
 
   // ---- which tiles ----
 
@@ -3485,11 +3654,12 @@ template <class B> struct WgmmaConsumer {
   // Tiles that this warpgroup does not need. It may release no stage before it is full.
   __device__ __forceinline__ void let_pass(int tiles) {
     typename Shared::Tiles& t = s.slice[slice];
+    auto& v = s.v_tiles(slice);
     for (; tiles > 0; tiles--, ring.advance()) {
       mbarrier_wait(&t.k_full[ring.stage], ring.parity);
       release(&t.k_empty[ring.stage]);
-      mbarrier_wait(&t.v_full[ring.stage], ring.parity);
-      release(&t.v_empty[ring.stage]);
+      mbarrier_wait(&v.v_full[ring.stage], ring.parity);
+      release(&v.v_empty[ring.stage]);
     }
   }
   __device__ __forceinline__ void release(uint64_t* empty) {
@@ -3503,41 +3673,93 @@ template <class B> struct WgmmaConsumer {
   __device__ __forceinline__ void begin_qk(Scores& S, const StageRing<B::stages>& at,
                                            bool k_is_there) {
     if (!k_is_there) mbarrier_wait(&s.slice[slice].k_full[at.stage], at.parity);
-    wgmma_qk<B>(S, descriptor_at(Q, q_ring.stage * int(sizeof s.Q[0])),
-                descriptor_at(K, at.stage * int(sizeof s.slice[0].K[0])));
+    const uint64_t K_at = descriptor_at(K, at.stage * int(sizeof s.slice[0].K[0]));
+    if constexpr (Q_IN_REGISTERS<B>) {
+      wgmma_qk<B>(S, queries, K_at);
+    } else {
+      wgmma_qk<B>(S, descriptor_at(Q, q_ring.stage * int(sizeof s.Q[0])), K_at);
+    }
+  }
+  // Q of the item, whose buffer is free then.
+  __device__ __forceinline__ void load_queries() {
+    const uint32_t tid = thread_index_anew() % 128;
+    const SharedAddress Q_s = shared_address(s.Q[0][row_group]);
+#pragma unroll
+    for (int step = 0; step < ROW_BYTES<B> / STEP_BYTES; step++) {
+      const uint32_t row = tid / 32 * 16 + tid % 16, byte = step * STEP_BYTES + tid / 16 % 2 * 16;
+      ldmatrix_x4<false>(queries[step], Q_s + panel_byte<64, PANEL_BYTES<B>>(row, byte));
+    }
+    release(&s.q_empty[q_ring.stage]);
   }
   // O += P @ V, begun.   [64][D]
   __device__ __forceinline__ void begin_pv(const Probabilities& P, bool v_is_there) {
-    if (!v_is_there) mbarrier_wait(&s.slice[slice].v_full[ring.stage], ring.parity);
-    wgmma_pv<B>(O, P, descriptor_at(V, ring.stage * int(sizeof s.slice[0].V[0])), accumulates);
+    if (!v_is_there) mbarrier_wait(&s.v_tiles(slice).v_full[ring.stage], ring.parity);
+    wgmma_pv<B>(O, P, descriptor_at(V, ring.stage * int(sizeof s.v_tiles(0).V[0])), accumulates);
     accumulates = true;
   }
   // Of the tile whose V is in that stage.
   __device__ __forceinline__ void end_pv(int stage) {
     wgmma_wait_group<0>(), hold(O.x.d);
-    release(&s.slice[slice].v_empty[stage]);
+    release(&s.v_tiles(slice).v_empty[stage]);
   }
-  // S = Q @ K.T once more, of this warp alone, by mma.sync and with K from global memory: its tile may
-  // be overwritten by now. Rare, so short rather than fast.
+  // FP8_FLUSH: after so many tiles what O holds goes to shared memory, and O begins anew.
+  __device__ __forceinline__ void flush_when_due() {
+    if constexpr (FLUSHES<B>) {
+      if (++tiles_in_O < B::fp8_flush) return;
+      add_flushed([](float4& place, const float4& sum) { st_shared(&place, sum); });
+#pragma unroll
+      for (int i = 0; i < ROWS; i++) flushed_m[i] = m[i];
+      tiles_in_O = 0, has_flushed = true, accumulates = false;
+    }
+  }
+  // O += what was flushed, four elements at a time, each of which goes to put() with its place.
+  template <class Put> __device__ __forceinline__ void add_flushed(const Put& put) {
+    const uint32_t tid = thread_index_anew() % 128;
+    float factor[ROWS];
+#pragma unroll
+    for (int i = 0; i < ROWS; i++) {
+      factor[i] = softmax_exp2<B>((flushed_m[i] - finite_max(m[i])) * scale());
+    }
+#pragma unroll
+    for (int n = 0; n < B::head_dim / 8; n++) {
+      float4 x{}, &place = s.flushed[row_group][n][tid];
+      float* const d = O.x.d + 4 * n;
+      if (has_flushed) x = ld_shared<float4>(&place);
+      x = {fmaf(x.x, factor[0], d[0]), fmaf(x.y, factor[0], d[1]), fmaf(x.z, factor[1], d[2]),
+           fmaf(x.w, factor[1], d[3])};
+      put(place, x), memcpy(d, &x, sizeof x);
+    }
+  }
+  // S = Q @ K.T once more, of this warp alone, by mma.sync and from global memory: the tile may be overwritten by
+  // now. Rare, so short rather than fast.
   __device__ __forceinline__ void multiply_qk_again(Scores& S) const {
     const SdpaParams& p = a.p;
     const WgmmaItem& item = s.item[q_ring.stage];
     const uint32_t tid = thread_index_anew() % 128, lane = tid % 32;
-    const int row = tid / 32 * 16 + lane % 16;
-    const Input* const K_g =
-        p.K + item.b * p.k.batch + item.h_kv * p.k.head + (k0 + lane / 4) * p.k.row + lane % 4 * 2;
+    const Input* const Q_g = p.Q + item.b * p.q.batch + item.h * p.q.head;
+    const Input* const K_g = p.K + item.b * p.k.batch + item.h_kv * p.k.head;
+    const auto word = [&](const Input* tensor, int row, int64_t stride, int byte) {
+      return ld_global<uint32_t>(reinterpret_cast<const char*>(tensor + row * stride) + byte +
+                                 lane % 4 * 4);
+    };
+    const int row = q + tid / 32 * 16 + lane / 4, last_row = p.Sq - 1;
 #pragma unroll
     for (int n = 0; n < B::block_n / 8; n++) {
       float* const c = S.x.d + 4 * n;
       c[0] = c[1] = c[2] = c[3] = 0;
 #pragma unroll 1
-      for (int d = 0; d < B::head_dim; d += 16) {
-        uint32_t q[4];
-        ldmatrix_x4<false>(q, shared_address(s.Q[q_ring.stage][row_group] +
-                                             panel_offset<64>(row, d + lane / 16 * 8)));
-        const Input* const k = K_g + 8 * n * p.k.row + d;
-        mma_m16n8k16<Input>(c[0], c[1], c[2], c[3], q, ld_global<uint32_t>(k),
-                            ld_global<uint32_t>(k + 8));
+      for (int byte = 0; byte < ROW_BYTES<B>; byte += STEP_BYTES) {
+        uint32_t q[4], k[2];
+#pragma unroll
+        for (int i = 0; i < 4; i++) {
+          q[i] = word(Q_g, min(row + i % 2 * 8, last_row), p.q.row, byte + i / 2 * 16);
+        }
+        for (int i = 0; i < 2; i++) k[i] = word(K_g, k0 + lane / 4 + 8 * n, p.k.row, byte + i * 16);
+        if constexpr (B::is_e4m3) {
+          mma_m16n8k32_e4m3(c[0], c[1], c[2], c[3], q, k[0], k[1]);
+        } else {
+          mma_m16n8k16<Input>(c[0], c[1], c[2], c[3], q, k[0], k[1]);
+        }
       }
     }
   }
@@ -3548,8 +3770,8 @@ template <class B> struct WgmmaConsumer {
   __device__ __forceinline__ void take_some_score_as_max(const Scores& S) {
     if (!B::use_lazy_max || has_mask()) return;
     float alpha[ROWS];
-    softmax_max<B, Scores, 4>(S, a.scale_log2, m, alpha);
-    keep_max(fmaxf(fabsf(m[0]), fabsf(m[1])) * a.scale_log2 <= shift_limit);
+    softmax_max<B, Scores, B::is_e4m3 ? S.COLS : 4>(S, scale(), m, alpha);
+    keep_max(fmaxf(fabsf(m[0]), fabsf(m[1])) * scale() <= shift_limit);
   }
   __device__ __forceinline__ bool has_mask() const { return !a.tiles.cover(q, k0); }
   // From here on tiles without mask may take the m that is there, if that will do for all rows of the warp.
@@ -3569,17 +3791,21 @@ template <class B> struct WgmmaConsumer {
       S.first_row = tid / 32 * 16 + tid % 32 / 4, S.first_col = tid % 4 * 2;
       mask_scores(S, a.keys, q, k0);
     }
-    softmax_max<B>(S, a.scale_log2, m, alpha);
-    keep_max(softmax_sum<B>(S, a.scale_log2, m, alpha, l));
+    softmax_max<B>(S, scale(), m, alpha);
+    keep_max(softmax_sum<B>(S, scale(), m, alpha, l));
   }
   __device__ __forceinline__ void scale_output(const float (&alpha)[ROWS]) {
-    if (!__all_sync(0xffffffffu, alpha[0] == 1 && alpha[1] == 1)) scale_rows(O, alpha);
+    if (__all_sync(0xffffffffu, alpha[0] == 1 && alpha[1] == 1)) return;
+    scale_rows(O, alpha);
   }
+  __device__ __forceinline__ float scale() const { return B::is_e4m3 ? scale_log2 : a.scale_log2; }
   // P rounded. Held before the fence: else nvcc rounds some after it, ptxas splits P @ V into two groups
   // (C7519), and the wait for the next scores takes in the first of these too.
   static __device__ __forceinline__ void pack_all(Probabilities& out, const Scores& P) {
 #pragma unroll
-    for (int step = 0; step < STEPS; step++) pack_step<Input>(out[step], P, step), hold(out[step]);
+    for (int step = 0; step < B::block_n / STEP_KEYS<B>; step++) {
+      pack_step<Input>(out[step], P, step), hold(out[step]);
+    }
   }
 
   // P of the scores S, rounded, and O brought to its maximum, when the P @ V before has ended: end_last_pv()
@@ -3588,7 +3814,7 @@ template <class B> struct WgmmaConsumer {
   __device__ __forceinline__ void attend(Scores& S, Probabilities& P, const End& end_last_pv) {
     const bool stale = may_take_stale_max();
     bool done = false;
-    StaleSoftmax<B, ROWS> softmax(m, a.scale_log2);
+    StaleSoftmax<B, ROWS> softmax(m, scale());
     if (stale) softmax.exp(S, 0, FIRST);
     end_last_pv();
     if (stale) {
@@ -3602,21 +3828,44 @@ template <class B> struct WgmmaConsumer {
     if (!done) scale_output(alpha);
     if (!done) pack_all(P, S);
   }
+  // What a stale maximum was too small for, without its scores: m grows until no P is over 2^p_log2. alpha is a
+  // power of two. False if some P has overflowed, and nothing is done.
+  __device__ __forceinline__ bool raise_max(Scores& P, StaleSoftmax<B, ROWS>& softmax,
+                                            float (&alpha)[ROWS]) {
+    if (!__all_sync(0xffffffffu, softmax.sum[0] + softmax.sum[1] < INFINITY)) return false;
+#pragma unroll
+    for (int i = 0; i < ROWS; i++) {
+      float largest = 1;
+#pragma unroll
+      for (int j = 0; j < P.COLS; j++) largest = fmaxf(largest, P.x[i][j]);
+      largest = fmaxf(largest, __shfl_xor_sync(0xffffffffu, largest, 1));
+      largest = fmaxf(largest, __shfl_xor_sync(0xffffffffu, largest, 2));
+      const int log2_largest = int(bits_of(largest) >> 23) - 127 + 1;
+      const int step = max(log2_largest - int(p_log2<B>), 0);
+      alpha[i] = float_of(uint32_t(127 - step) << 23);
+      m[i] += float(step) / scale();
+      l[i] = (l[i] + softmax.sum[i]) * alpha[i];
+#pragma unroll
+      for (int j = 0; j < P.COLS; j++) P.x[i][j] *= alpha[i];
+    }
+    return true;
+  }
   // The same with the whole softmax beside the P @ V before.
   template <class End>
   __device__ __forceinline__ void attend_beside_pv(Scores& S, Probabilities& P,
                                                    const End& end_last_pv) {
-    bool done = false;
+    bool done = false, scales = true;
     float alpha[ROWS];
     if (may_take_stale_max()) {
-      StaleSoftmax<B, ROWS> softmax(m, a.scale_log2);
+      StaleSoftmax<B, ROWS> softmax(m, scale());
       softmax.exp(S, 0, S.COLS);
-      done = softmax.add_to(l);
+      done = softmax.add_to(l), scales = !done;
+      if (B::is_e4m3 && !done) done = raise_max(S, softmax, alpha);
       if (!done) multiply_qk_again(S);
     }
     if (!done) softmax_by_exact_max(S, alpha);
     end_last_pv();
-    if (!done) scale_output(alpha);
+    if (scales) scale_output(alpha);
     pack_all(P, S);
   }
 
@@ -3624,18 +3873,20 @@ template <class B> struct WgmmaConsumer {
 
   __device__ __forceinline__ void serial(const WgmmaTurns<B>& turns) {
     typename Shared::Tiles& t = s.slice[slice];
+    auto& v = s.v_tiles(slice);
     Scores S;
     Probabilities P;
-    for (;; k0 -= round_keys<B>) {
+    for (bool first = true;; first = false, k0 -= round_keys<B>) {
       begin_qk(S, ring, false), wgmma_wait_group<0>(), hold(S.x.d);
       release(&t.k_empty[ring.stage]);
-      const bool v_is_there = mbarrier_peek_parity(&t.v_full[ring.stage], ring.parity);
-      if (!accumulates) take_some_score_as_max(S);
+      const bool v_is_there = mbarrier_peek_parity(&v.v_full[ring.stage], ring.parity);
+      if (first) take_some_score_as_max(S);
       attend<S.COLS>(S, P, [] {});
       turns.begin();
       begin_pv(P, v_is_there);
       turns.end();
       end_pv(ring.stage);
+      flush_when_due();
       ring.advance();
       if (k0 == last_k0) break;
     }
@@ -3646,15 +3897,17 @@ template <class B> struct WgmmaConsumer {
   // stale exponentials (before the exact ones), and round P beside the other half, which pays at D=128 and
   // 256. More of them, or two that split the keys, do better with all exponentials in one piece.
   __device__ __forceinline__ void overlapped(const WgmmaTurns<B>& turns) {
-    constexpr bool pv_ends_halfway = B::use_lazy_max && B::warpgroups == 2 && B::split_kv == 1;
+    constexpr bool pv_ends_halfway =
+        B::use_lazy_max && B::warpgroups == 2 && B::split_kv == 1 && !B::is_e4m3;
     typename Shared::Tiles& t = s.slice[slice];
+    auto& v = s.v_tiles(slice);
     Scores S;
     Probabilities P;
     int last_stage = 0;  // V of the P @ V before
     const auto end_last_pv = [&] {
       wgmma_wait_group<0>(), hold(O.x.d), hold(S.x.d);  // of S nothing is rounded before
       __syncwarp();
-      if (lane == 0 && accumulates) mbarrier_arrive(&t.v_empty[last_stage]);
+      if (lane == 0 && accumulates) mbarrier_arrive(&v.v_empty[last_stage]);
     };
     begin_qk(S, ring, false), wgmma_wait_group<0>(), hold(S.x.d);
     take_some_score_as_max(S);
@@ -3664,12 +3917,13 @@ template <class B> struct WgmmaConsumer {
       next.advance();
       // The next K and this V have mostly landed; to ask takes time, which the softmax hides.
       const bool k_is_there = mbarrier_peek_parity(&t.k_full[next.stage], next.parity);
-      const bool v_is_there = mbarrier_peek_parity(&t.v_full[ring.stage], ring.parity);
+      const bool v_is_there = mbarrier_peek_parity(&v.v_full[ring.stage], ring.parity);
       if constexpr (pv_ends_halfway) {
         attend<S.COLS / 2>(S, P, end_last_pv);
       } else {
         attend_beside_pv(S, P, end_last_pv);
       }
+      if (accumulates) flush_when_due();
       turns.begin();
       if (k0 != last_k0) begin_qk(S, next, k_is_there);
       begin_pv(P, v_is_there);
@@ -3683,6 +3937,15 @@ template <class B> struct WgmmaConsumer {
 
   // ---- items ----
 
+  // 8 bits: O / l and LSE from registers, where a thread has four neighbouring columns.
+  __device__ __forceinline__ void store_columns() {
+    const uint32_t tid = thread_index_anew() % 128, lane = tid % 32;
+    WgmmaColumnsOfFour<B::head_dim> four;
+    four.first_row = q - s.item[q_ring.stage].q0 + tid / 32 * 16 + lane / 4;
+    four.first_col = lane % 4 * 4;
+    memcpy(four.x.d, O.x.d, sizeof O.x.d);
+    store_output<B>(four, m, l, a, s.item[q_ring.stage]);
+  }
   // O / l, rounded, in the place of Q, which nobody reads any more, and LSE.
   __device__ __forceinline__ void write_output() {
     const uint32_t tid = thread_index_anew() % 128, lane = tid % 32;
@@ -3729,13 +3992,16 @@ template <class B> struct WgmmaConsumer {
       if (rounds == 0) break;
       q = uniform(item.q0 + row_group * 64);
       const Rounds own = own_rounds(item, rounds);
+      if constexpr (Q_IN_REGISTERS<B>) load_queries();
       let_pass(rounds - own.end);
       if (own.end > 0) {
         k0 = uniform(first_key_of<B>(item, own.end - 1, slice));
         last_k0 = uniform(first_key_of<B>(item, own.first, slice));
         accumulates = false, stale_keys = 0;
+        if constexpr (B::is_e4m3) scale_log2 = item_scale_log2<B>(a, item);
+        tiles_in_O = 0, has_flushed = false;
 #pragma unroll
-        for (int i = 0; i < ROWS; i++) m[i] = -INFINITY, l[i] = 0;
+        for (int i = 0; i < ROWS; i++) m[i] = flushed_m[i] = -INFINITY, l[i] = 0;
         if constexpr (B::overlap) {
           overlapped(turns);
         } else {
@@ -3743,14 +4009,22 @@ template <class B> struct WgmmaConsumer {
         }
 #pragma unroll
         for (int i = 0; i < ROWS; i++) l[i] = row_sum<Sums::LANES>(l[i]);
+        if constexpr (FLUSHES<B>) {
+          if (has_flushed) add_flushed([](float4&, const float4&) {});
+        }
         if constexpr (B::split_kv > 1) {
           merge_slices(*this);
+        } else if constexpr (B::is_e4m3) {
+          store_columns();
         } else {
           write_output();
         }
       }
       if (B::skip_masked) let_pass(own_rounds(item, rounds).first);
-      release(&s.o_done[q_ring.stage][row_group]);
+      // With Q in registers the next item but one waits for its successor's Q.
+      if (!Q_IN_REGISTERS<B>) {
+        release(B::is_e4m3 ? &s.q_empty[q_ring.stage] : &s.o_done[q_ring.stage][row_group]);
+      }
       q_ring.advance();
     } while (B::use_persistent_cta);
     turns.leave();
