@@ -220,7 +220,7 @@ inline Result attend(const Problem& p, const Row& row) {
     sum += weight;
     for (int d = 0; d < D; d++) result.O[d] += weight * double(V[k * D + d]);
   }
-  for (int d = 0; d < D; d++) result.O[d] *= v_factor / sum;
+  for (int d = 0; d < D; d++) result.O[d] = result.O[d] / sum * v_factor;
   result.LSE = max + std::log(sum);
   return result;
 }

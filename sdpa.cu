@@ -251,9 +251,6 @@ SDPA_REFUSE(
     "DTYPE: the cuBLAS path multiplies 16-bit elements; type DTYPE=FP16 or drop USE_CUBLAS");
 SDPA_REFUSE(Build::is_e4m3&& is_wmma,
             "DTYPE=FP8_E4M3: nvcuda::wmma has no e4m3; drop USE_WMMA or type DTYPE=U8");
-SDPA_REFUSE(Build::is_e4m3&& is_mma,
-            "DTYPE=FP8_E4M3: the mma.sync kernel multiplies 16-bit elements; type DTYPE=U8 or drop "
-            "USE_MMA_SYNC");
 SDPA_REFUSE(FP8_FLUSH_changed && !(is_wgmma && Build::is_e4m3),
             "FP8_FLUSH: only the wgmma kernel with DTYPE=FP8_E4M3 has sums of 14 bits; drop it");
 SDPA_REFUSE(Build::is_e4m3&& is_wgmma&& Build::use_tuned,
@@ -335,6 +332,9 @@ template <class B> constexpr bool check() {
   SDPA_REFUSE(
       mma && B::block_n % 16 != 0,
       "BLOCK_N: mma.sync takes keys by 16, so it must be a multiple of 16; type BLOCK_N=64");
+  SDPA_REFUSE(mma && B::is_e4m3 && B::block_n % 32 != 0,
+              "BLOCK_N: mma.sync takes keys of e4m3 by 32, so it must be a multiple of 32; type "
+              "BLOCK_N=64");
   SDPA_REFUSE(B::family != Family::wgmma && !B::use_cp_async && !B::use_warp_specialization &&
                   B::stages > 1,
               "STAGES: plain copies finish before the next one starts, so STAGES does nothing "
@@ -643,6 +643,10 @@ struct KernelArgs {  // SdpaParams with what every CTA would otherwise compute a
 #error "the wgmma kernel needs an H100 or H200; type -gencode arch=compute_90a,code=sm_90a"
 #endif
 #endif  // USE_WGMMA
+#if defined(__CUDA_ARCH__) && __CUDA_ARCH__ < 890
+static_assert(!(is_mma && Build::is_e4m3),
+              "DTYPE=FP8_E4M3: mma.sync takes e4m3 from sm_89 on; type -arch=sm_89 or DTYPE=U8");
+#endif
 
 // Dynamic shared memory of the CTA, aligned to 1024 bytes.
 template <class T> __device__ __forceinline__ T& dynamic_shared() {
@@ -1418,8 +1422,7 @@ template <class B> __device__ __forceinline__ float softmax_exp2(float t) {
 
 // P is 2^p_log2 times what the formula has, and so is l: e4m3 begins at 2^-9 and ends at 448. With 8 for 3 a
 // stale maximum would not last; with 0 the error of long rows grows.
-template <class B>
-constexpr float p_log2 = B::input == DType::e4m3&& B::family != Family::scalar ? 3 : 0;
+template <class B> constexpr float p_log2 = B::is_e4m3&& B::family != Family::scalar ? 3 : 0;
 
 // USE_LAZY_MAX: row sums of P up to which an old maximum will do. The largest fp16 is 65504.
 template <class B> constexpr float lazy_limit = B::is_e4m3 ? 448 : 4096;
@@ -2467,13 +2470,15 @@ template <class B, int WIDTH> struct MmaAccumulator {  // [16 * M_TILES of BLOCK
   __device__ int col(int j) const { return first_col + j / 2 * 8 + j % 2; }
 };
 
-// The same rows after the quad has dealt its columns anew: a lane has 8 neighbouring ones of 32.
+// The same rows after the quad has dealt its columns anew: a lane has 8 neighbouring ones of 32; with e4m3 4 of
+// 16, as P @ V leaves them.
 template <class B, int WIDTH> struct MmaRuns {
-  static constexpr int ROWS = MmaAccumulator<B, WIDTH>::ROWS, COLS = WIDTH / 4, RUN = 8;
+  static constexpr int ROWS = MmaAccumulator<B, WIDTH>::ROWS, COLS = WIDTH / 4;
+  static constexpr int RUN = B::is_e4m3 ? 4 : 8;
   float x[ROWS][COLS];
   int first_row, first_col;
   __device__ int row(int i) const { return first_row + 8 * i; }
-  __device__ int col(int j) const { return first_col + j / 8 * 32 + j % 8; }
+  __device__ int col(int j) const { return first_col + j / RUN * 4 * RUN + j % RUN; }
 };
 
 // The address of (row + r, col + c) of a tile from `at`, that of (row, col), where r is a multiple of 8
@@ -2513,23 +2518,36 @@ template <class B> struct MmaShared {
   uint32_t drawn;  // TileQueue
 };
 
-// The warp's query rows as A operands, 16 columns a step. As many steps as O and S leave registers for
+// An mma.sync takes 32 bytes of each row of A and of each column of B.
+constexpr int MMA_K = 2 * CHUNK;
+template <class E>
+__device__ __forceinline__ void mma(float& d0, float& d1, float& d2, float& d3,
+                                    const uint32_t (&a)[4], uint32_t b0, uint32_t b1) {
+  if constexpr (sizeof(E) == 1) {
+    mma_m16n8k32_e4m3(d0, d1, d2, d3, a, b0, b1);
+  } else {
+    mma_m16n8k16<E>(d0, d1, d2, d3, a, b0, b1);
+  }
+}
+
+// The warp's query rows as A operands, MMA_K columns a step. As many steps as O and S leave registers for
 // are kept for the whole item; each use reads the others again.
 template <class B> struct MmaQueries {
-  static constexpr int M_TILES = MmaAccumulator<B, 8>::M_TILES, STEPS = B::head_dim / 16;
+  static constexpr int M_TILES = MmaAccumulator<B, 8>::M_TILES, STEPS = B::head_dim / MMA_K;
   static constexpr int O_AND_S = M_TILES * (B::head_dim + B::block_n) / 2;  // registers
   static constexpr int ROOM = O_AND_S < 184 ? (184 - O_AND_S) / (4 * M_TILES) : 0;
   static constexpr int KEPT = ROOM < STEPS ? ROOM : STEPS;
   uint32_t kept[KEPT ? KEPT : 1][M_TILES][4];
-  SharedAddress at;  // of this lane's row in the first 16x16 block
+  SharedAddress at;  // of this lane's row in the first 16 rows and MMA_K columns
 
   __device__ void read(uint32_t (&a)[M_TILES][4], int step) const {
 #pragma unroll
-    for (int m = 0; m < M_TILES; m++) ldmatrix_x4<false>(a[m], tile_step<B>(at, 16 * m, 16 * step));
+    for (int m = 0; m < M_TILES; m++)
+      ldmatrix_x4<false>(a[m], tile_step<B>(at, 16 * m, MMA_K * step));
   }
   // Q_s is there now.
   __device__ void start(const Element* Q_s, int warp, int lane) {
-    at = shared_address(Q_s + tile_offset<B>(warp * 16 * M_TILES + lane % 16, lane / 16 * 8));
+    at = shared_address(Q_s + tile_offset<B>(warp * 16 * M_TILES + lane % 16, lane / 16 * CHUNK));
 #pragma unroll
     for (int step = 0; step < KEPT; step++) read(kept[step], step);
   }
@@ -2551,10 +2569,9 @@ __device__ __forceinline__ void multiply_columns(
 #pragma unroll
   for (int m = 0; m < T.M_TILES; m++) {
     auto &top = T.x[2 * m], &bottom = T.x[2 * m + 1];
-    mma_m16n8k16<Element>(top[4 * n], top[4 * n + 1], bottom[4 * n], bottom[4 * n + 1], a[m], b[0],
-                          b[1]);
-    mma_m16n8k16<Element>(top[4 * n + 2], top[4 * n + 3], bottom[4 * n + 2], bottom[4 * n + 3],
-                          a[m], b[2], b[3]);
+    mma<Element>(top[4 * n], top[4 * n + 1], bottom[4 * n], bottom[4 * n + 1], a[m], b[0], b[1]);
+    mma<Element>(top[4 * n + 2], top[4 * n + 3], bottom[4 * n + 2], bottom[4 * n + 3], a[m], b[2],
+                 b[3]);
   }
 }
 
@@ -2562,52 +2579,84 @@ __device__ __forceinline__ void multiply_columns(
 template <class B>
 __device__ __forceinline__ void mma_qk(MmaAccumulator<B, B::block_n>& S, const MmaQueries<B>& Q,
                                        const Element* K_s, int lane) {
-  // ldmatrix of 16 keys by 16 d gives b0 and b1 of two column tiles.
-  const int key = lane / 16 * 8 + lane % 8, d = lane / 8 % 2 * 8;
+  // ldmatrix of 16 keys by MMA_K d gives b0 and b1 of two column tiles.
+  const int key = lane / 16 * 8 + lane % 8, d = lane / 8 % 2 * CHUNK;
   const SharedAddress at = shared_address(K_s + tile_offset<B>(key, d));
   clear(S);
 #pragma unroll
-  for (int step = 0; step < B::head_dim / 16; step++) {
+  for (int step = 0; step < B::head_dim / MMA_K; step++) {
     uint32_t q[MmaAccumulator<B, B::block_n>::M_TILES][4];
     Q.get(q, step);
 #pragma unroll
     for (int n = 0; n < B::block_n / 16; n++) {
       uint32_t k[4];
-      ldmatrix_x4<false>(k, tile_step<B>(at, 16 * n, 16 * step));
+      ldmatrix_x4<false>(k, tile_step<B>(at, 16 * n, MMA_K * step));
       multiply_columns<B>(S, n, q, k);
     }
   }
 }
 
-// P, rounded, as A operands: the accumulators of 16 columns of P are the A operand of 16 keys, so
-// that nothing moves between lanes.
+// P, rounded, as A operands: the accumulators of MMA_K columns of P are the A operand of as many keys, so
+// that nothing moves between lanes. With e4m3 the operand's k = 4q + i (and 16 + 4q + i) is then key
+// i / 2 * 8 + 2q + i % 2 (and 16 more).
 template <class B> struct MmaProbabilities {
-  static constexpr int M_TILES = MmaAccumulator<B, 8>::M_TILES, STEPS = B::block_n / 16;
+  static constexpr int M_TILES = MmaAccumulator<B, 8>::M_TILES, STEPS = B::block_n / MMA_K;
+  static constexpr int COLS = MMA_K / 4;  // of a lane, in a step
   uint32_t a[STEPS][M_TILES][4];
 
   __device__ void pack_step(const MmaAccumulator<B, B::block_n>& P, int step) {
 #pragma unroll
     for (int m = 0; m < M_TILES; m++) {
-      const auto &top = P.x[2 * m], &bottom = P.x[2 * m + 1];
-      a[step][m][0] = pack<Element>(top[4 * step], top[4 * step + 1]);
-      a[step][m][1] = pack<Element>(bottom[4 * step], bottom[4 * step + 1]);
-      a[step][m][2] = pack<Element>(top[4 * step + 2], top[4 * step + 3]);
-      a[step][m][3] = pack<Element>(bottom[4 * step + 2], bottom[4 * step + 3]);
+#pragma unroll
+      for (int i = 0; i < 4; i++) {
+        const float* const x = &P.x[2 * m + i % 2][COLS * step + COLS / 2 * (i / 2)];
+        if constexpr (sizeof(Element) == 1) {
+          a[step][m][i] = cvt_rn_satfinite_e4m3x4(x[0], x[1], x[2], x[3]);
+        } else {
+          a[step][m][i] = pack<Element>(x[0], x[1]);
+        }
+      }
     }
   }
 };
 
-// O += P @ V for the 16 keys from 16 * step   [16 * M_TILES][D] of a warp
+// The same for e4m3, of which ldmatrix transposes pairs: a register has bytes d = 2g and 2g + 1 of two keys. prmt
+// parts them into the even and the odd d, with the keys in the order of P. So a lane has 4 neighbouring d of 16.
+template <class B>
+__device__ __forceinline__ void mma_pv_e4m3(MmaAccumulator<B, B::head_dim>& O,
+                                            const MmaProbabilities<B>& P, const Element* V_s,
+                                            int step, int lane) {
+  const SharedAddress at = shared_address(V_s + tile_offset<B>(lane, 0));
+#pragma unroll
+  for (int n = 0; n < B::head_dim / 16; n++) {
+    uint32_t v[4];  // of keys 0 ... 7, 8 ... 15, 16 ... 23, 24 ... 31
+    ldmatrix_x4<true>(v, tile_step<B>(at, MMA_K * step, 16 * n));
+    const uint32_t even[2] = {prmt(v[0], v[1], 0x6420), prmt(v[2], v[3], 0x6420)};
+    const uint32_t odd[2] = {prmt(v[0], v[1], 0x7531), prmt(v[2], v[3], 0x7531)};
+#pragma unroll
+    for (int m = 0; m < O.M_TILES; m++) {
+      float *const top = O.x[2 * m] + 4 * n, *const bottom = O.x[2 * m + 1] + 4 * n;
+      mma<Element>(top[0], top[2], bottom[0], bottom[2], P.a[step][m], even[0], even[1]);
+      mma<Element>(top[1], top[3], bottom[1], bottom[3], P.a[step][m], odd[0], odd[1]);
+    }
+  }
+}
+
+// O += P @ V for the MMA_K keys from MMA_K * step   [16 * M_TILES][D] of a warp
 template <class B>
 __device__ __forceinline__ void mma_pv(MmaAccumulator<B, B::head_dim>& O,
                                        const MmaProbabilities<B>& P, const Element* V_s, int step,
                                        int lane) {
-  const SharedAddress at = shared_address(V_s + tile_offset<B>(lane % 16, lane / 16 * 8));
+  if constexpr (sizeof(Element) == 1) {
+    mma_pv_e4m3<B>(O, P, V_s, step, lane);
+  } else {
+    const SharedAddress at = shared_address(V_s + tile_offset<B>(lane % 16, lane / 16 * 8));
 #pragma unroll
-  for (int n = 0; n < B::head_dim / 16; n++) {
-    uint32_t v[4];
-    ldmatrix_x4<true>(v, tile_step<B>(at, 16 * step, 16 * n));
-    multiply_columns<B>(O, n, P.a[step], v);
+    for (int n = 0; n < B::head_dim / 16; n++) {
+      uint32_t v[4];
+      ldmatrix_x4<true>(v, tile_step<B>(at, 16 * step, 16 * n));
+      multiply_columns<B>(O, n, P.a[step], v);
+    }
   }
 }
 
@@ -2642,7 +2691,7 @@ template <class B> struct MmaRows {
     StaleSoftmax<B, ROWS> softmax(m, scale_log2);
 #pragma unroll
     for (int step = 0; step < P.STEPS; step++) {
-      softmax.exp(S, 4 * step, 4 * step + 4), P.pack_step(S, step);
+      softmax.exp(S, P.COLS * step, P.COLS * (step + 1)), P.pack_step(S, step);
     }
     return softmax.add_to(l);
   }
@@ -2706,31 +2755,35 @@ template <class B, int WIDTH>
 __device__ __forceinline__ void deal_runs(MmaRuns<B, WIDTH>& R, const MmaAccumulator<B, WIDTH>& O,
                                           int lane) {
   const int q = lane % 4;
-  R.first_row = O.first_row, R.first_col = q * 8;
+  R.first_row = O.first_row, R.first_col = q * R.RUN;
+  if constexpr (MmaRuns<B, WIDTH>::RUN == 4) {
+    memcpy(R.x, O.x, sizeof R.x);
+  } else {
 #pragma unroll
-  for (int i = 0; i < R.ROWS; i++) {
+    for (int i = 0; i < R.ROWS; i++) {
 #pragma unroll
-    for (int j = 0; j < R.COLS; j += 8) {
-      // pairs[t] are columns 8t + 2q and 8t + 2q + 1. After the exchange with lane q ^ step, bit
-      // `step` of t tells whose pair it is instead of which 8 columns it comes from.
-      float pairs[4][2];
-      memcpy(pairs, &O.x[i][j], sizeof pairs);
+      for (int j = 0; j < R.COLS; j += 8) {
+        // pairs[t] are columns 8t + 2q and 8t + 2q + 1. After the exchange with lane q ^ step, bit
+        // `step` of t tells whose pair it is instead of which 8 columns it comes from.
+        float pairs[4][2];
+        memcpy(pairs, &O.x[i][j], sizeof pairs);
 #pragma unroll
-      for (int step = 1; step <= 2; step *= 2) {
-        const bool odd = q & step;
+        for (int step = 1; step <= 2; step *= 2) {
+          const bool odd = q & step;
 #pragma unroll
-        for (int t = 0; t < 4; t++) {
-          if (t & step) continue;
+          for (int t = 0; t < 4; t++) {
+            if (t & step) continue;
 #pragma unroll
-          for (int e = 0; e < 2; e++) {
-            float& mine = pairs[t][e];
-            float& theirs = pairs[t + step][e];
-            const float received = __shfl_xor_sync(0xffffffffu, odd ? mine : theirs, step);
-            (odd ? mine : theirs) = received;
+            for (int e = 0; e < 2; e++) {
+              float& mine = pairs[t][e];
+              float& theirs = pairs[t + step][e];
+              const float received = __shfl_xor_sync(0xffffffffu, odd ? mine : theirs, step);
+              (odd ? mine : theirs) = received;
+            }
           }
         }
+        memcpy(&R.x[i][j], pairs, sizeof pairs);
       }
-      memcpy(&R.x[i][j], pairs, sizeof pairs);
     }
   }
 }
