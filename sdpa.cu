@@ -2872,23 +2872,6 @@ template <int WIDTH> struct WgmmaAccumulator {  // [64][WIDTH]
   __device__ int col(int j) const { return first_col + j / 2 * 8 + j % 2; }
 };
 
-// O of 8 bits, whose V has of every 16 d the even ones first.
-template <int WIDTH> struct WgmmaColumnsOfFour {  // [64][WIDTH]
-  static constexpr int ROWS = 2, COLS = WIDTH / 4, LANES = 4, RUN = 4;
-  struct Elements {
-    float d[WIDTH / 2];
-    struct Row {
-      const float* first;
-      __device__ float operator[](int j) const { return first[j / 4 * 8 + j % 2 * 4 + j / 2 % 2]; }
-    };
-    __device__ Row operator[](int i) const { return {d + 2 * i}; }
-  };
-  Elements x;
-  int first_row, first_col;
-  __device__ int row(int i) const { return first_row + 8 * i; }
-  __device__ int col(int j) const { return first_col + j / 4 * 16 + j % 4; }
-};
-
 // x of lane 0. For an x that is the same in all lanes: so the compiler knows, and keeps what follows
 // from it in uniform registers, where wgmma wants its descriptors.
 __device__ __forceinline__ int uniform(int x) { return __shfl_sync(0xffffffffu, x, 0); }
@@ -2992,28 +2975,9 @@ __device__ __forceinline__ void wgmma_qk(WgmmaAccumulator<B::block_n>& S, uint64
   }
   wgmma_commit_group();
 }
-// The same with Q of 8 bits in registers, where there is room: an instruction would read as much of Q as of K.
-template <class B> constexpr bool Q_IN_REGISTERS = B::is_e4m3&& B::warpgroups < 4;
-template <class B> using WgmmaQueries = uint32_t[ROW_BYTES<B> / STEP_BYTES][4];
-template <class B>
-__device__ __forceinline__ void wgmma_qk(WgmmaAccumulator<B::block_n>& S, const WgmmaQueries<B>& Q,
-                                         uint64_t K) {
-  forget(S.x.d);
-  wgmma_fence();
-#pragma unroll
-  for (int step = 0; step < ROW_BYTES<B> / STEP_BYTES; step++) {
-    constexpr int steps = PANEL_BYTES<B> / STEP_BYTES;  // of a panel
-    const int lines = step / steps * PANEL_BYTES<B>, bytes = step % steps * STEP_BYTES;
-    wgmma_rs<Input, B::block_n, 0>(S.x.d, Q[step], descriptor_at(K, lines * B::block_n + bytes),
-                                   step > 0);
-  }
-  wgmma_commit_group();
-}
-
 // V of 8 bits is [D][keys] in panels of 128 keys, or of 64 where a tile has no more.
 template <class B> constexpr int V_LINE = B::block_n > 64 ? 128 : 64;
 template <class B> constexpr int V_KEYS = (B::block_n + V_LINE<B> - 1) / V_LINE<B>* V_LINE<B>;
-template <class B> constexpr bool FLUSHES = B::is_e4m3&& B::fp8_flush > 0;
 
 // P of a tile, rounded, as A operands.
 template <class B> constexpr int STEP_KEYS = STEP_BYTES / int(sizeof(Input));
@@ -3297,13 +3261,20 @@ template <class B> struct WgmmaKernel<B, Wgmma::plain> : OneLaunch<B> {
 // room for two. Where there are too few items for all SMs, slices of the keys (SPLIT_KV) go to different
 // warpgroups, which merge what they have.
 
+// What e4m3 has besides, in a section of its own.
+template <class B, bool = B::is_e4m3> struct WgmmaE4m3 {
+  static constexpr bool q_in_registers = false;
+  struct Shared {};
+  struct State {};  // of a warpgroup
+};
+
 template <class B> struct WgmmaShared {
   static constexpr int ROW_GROUPS = B::block_m / 64;
   // Of items: Q of the next one is loaded beside an item. Where Q is read into registers, one buffer will do.
+  static constexpr bool Q_IN_REGISTERS = WgmmaE4m3<B>::q_in_registers;
   static constexpr int Q_STAGES =
-      B::use_persistent_cta && (B::head_dim <= 128 || Q_IN_REGISTERS<B>) ? 2 : 1;
-  static constexpr int Q_BUFFERS = Q_IN_REGISTERS<B> ? 1 : Q_STAGES;
-  static constexpr int TRANSPOSERS = 2;  // warps
+      B::use_persistent_cta && (B::head_dim <= 128 || Q_IN_REGISTERS) ? 2 : 1;
+  static constexpr int Q_BUFFERS = Q_IN_REGISTERS ? 1 : Q_STAGES;
   // What the slices' warpgroups with the same rows have for each other: of O, for every slice from every
   // other one, what each thread has of what the slice finishes. Of a warp's 16 rows even slices finish the
   // first 8, odd ones the others; two that finish the same rows halve their columns.
@@ -3320,16 +3291,10 @@ template <class B> struct WgmmaShared {
     // Full: the tile has landed. Empty: all who read it have done so.
     uint64_t k_full[B::stages], k_empty[B::stages], v_full[B::stages], v_empty[B::stages];
   };
-  struct Transposed {                                           // 8 bits
-    alignas(1024) Input V[B::stages][V_KEYS<B> * B::head_dim];  // [D][BLOCK_N]
-    uint64_t v_full[B::stages], v_empty[B::stages];
-  };
-  using Flushed = float4[B::head_dim / 8][128];  // FP8_FLUSH: of a warpgroup, thread by thread
   alignas(1024)
       Input Q[Q_BUFFERS][ROW_GROUPS][64 * B::head_dim];  // 16 bits: afterwards O on its way out
   Tiles slice[B::split_kv];
-  typename std::conditional<B::is_e4m3, Transposed, Nothing>::type transposed;
-  typename std::conditional<FLUSHES<B>, Flushed[ROW_GROUPS], Nothing>::type flushed;
+  typename WgmmaE4m3<B>::Shared e4m3;
   typename std::conditional<(B::split_kv > 1), Partial[ROW_GROUPS], Nothing>::type partial;
   WgmmaItem item[Q_STAGES];  // whose Q it is
   // Full: Q has landed, the item is known. Done: every warp has written its O over Q. Empty: O is out.
@@ -3338,7 +3303,7 @@ template <class B> struct WgmmaShared {
   // Where P @ V finds V.
   __device__ __forceinline__ auto& v_tiles(int n) {
     if constexpr (B::is_e4m3) {
-      return transposed;
+      return e4m3;
     } else {
       return slice[n];
     }
@@ -3363,13 +3328,11 @@ template <class B> struct WgmmaShared {
       for (Tiles& t : slice) {
         for (int n = 0; n < B::stages; n++) {
           mbarrier_init(&t.k_empty[n], B::group_warps);
-          mbarrier_init(&t.v_empty[n], B::is_e4m3 ? TRANSPOSERS : B::group_warps);
-        }
-      }
-      if constexpr (B::is_e4m3) {
-        for (int n = 0; n < B::stages; n++) {
-          mbarrier_init(&transposed.v_full[n], TRANSPOSERS);
-          mbarrier_init(&transposed.v_empty[n], B::group_warps);
+          if constexpr (B::is_e4m3) {
+            WgmmaE4m3<B>::init_mbarriers(t, e4m3, n);
+          } else {
+            mbarrier_init(&t.v_empty[n], B::group_warps);
+          }
         }
       }
       fence_mbarrier_init();
@@ -3419,7 +3382,7 @@ template <class B> struct WgmmaProducer {
   __device__ __forceinline__ void start_item(const WgmmaItem& item) {
     const int stage = q_ring.stage;
     uint64_t* const full = &s.q_full[stage];
-    if constexpr (Q_IN_REGISTERS<B>) {
+    if constexpr (s.Q_IN_REGISTERS) {
       if (B::use_persistent_cta) mbarrier_wait(&s.q_empty[last_q.stage], last_q.parity);
       last_q = q_ring;
     } else {
@@ -3516,58 +3479,9 @@ template <class B> struct WgmmaProducer {
     if (slice < B::split_kv) {
       load_items(slice, part == 0, part == slice_warps - 1, warp == 0);
     } else if constexpr (B::is_e4m3) {
-      transpose_items(warp - 2);
+      WgmmaE4m3<B>::transpose_items(*this, warp - 2);
     } else if (B::split_kv == 1 && threadIdx.x == 64) {
       store_items();
-    }
-  }
-
-  // ---- 8 bits: V with its keys in lines, since wgmma transposes no bytes ----
-
-  // The tiles of all items. Warp `part` of these has every other 16 of d.
-  __device__ __forceinline__ void transpose_items(int part) {
-    auto& to = s.transposed;
-    auto& from = s.slice[0];
-    while (true) {
-      const WgmmaItem item = follow_item();
-      if (item.rounds == 0) break;
-      for (int round = 0; round < item.rounds; round++, ring.advance()) {
-        const int n = ring.stage;
-        mbarrier_wait(&to.v_empty[n], ring.parity ^ 1);
-        mbarrier_wait(&from.v_full[n], ring.parity);
-        transpose(shared_address(to.V[n]), shared_address(from.V[n]), part);
-        fence_proxy_async();  // what was written before P @ V reads it, what was read before TMA writes it
-        __syncwarp();
-        if (issues) mbarrier_arrive(&from.v_empty[n]), mbarrier_arrive(&to.v_full[n]);
-      }
-      if (!B::use_persistent_cta) break;
-    }
-  }
-  // 16 d and 32 keys at a time. ldmatrix gives a lane bytes of d = 2g and 2g + 1 of two keys; prmt parts them, and so
-  // the keys come in pack_step()'s order. Of 16 d the even ones come first: their lines lie in different banks.
-  static __device__ __forceinline__ void transpose(SharedAddress to, SharedAddress from, int part) {
-    constexpr int LINE = PANEL_BYTES<B>, STEP = 16 * Shared::TRANSPOSERS, AT_ONCE = B::warpgroups > 2 ? 2 : 1;
-    const uint32_t lane = threadIdx.x % 32;
-    from += panel_byte<B::block_n, LINE>(lane, part * 16);
-    to += panel_byte<B::head_dim, V_LINE<B>>(part * 16 + lane % 16, lane / 16 * 16);
-#pragma unroll
-    for (int key = 0; key < B::block_n; key += 32) {
-      const SharedAddress line = (to ^ key % V_LINE<B>)+key / V_LINE<B> * B::head_dim * V_LINE<B>;
-#pragma unroll
-      for (int d0 = 0; d0 < B::head_dim; d0 += STEP * AT_ONCE) {
-        uint32_t v[AT_ONCE][4];  // loads wait behind stores
-#pragma unroll
-        for (int n = 0; n < AT_ONCE; n++) {  // the swizzle is an XOR of low bits, and so is a step
-          const int d = d0 + n * STEP;
-          ldmatrix_x4<true>(v[n], (from ^ d % LINE) + (d / LINE * B::block_n + key) * LINE);
-        }
-#pragma unroll
-        for (int n = 0; n < AT_ONCE; n++) {
-          const uint32_t out[4] = {prmt(v[n][0], v[n][1], 0x6420), prmt(v[n][0], v[n][1], 0x7531),
-                                   prmt(v[n][2], v[n][3], 0x6420), prmt(v[n][2], v[n][3], 0x7531)};
-          stmatrix_x4<false>(line + (d0 + n * STEP) * V_LINE<B>, out);
-        }
-      }
     }
   }
 };
@@ -3614,10 +3528,7 @@ template <class B> struct WgmmaConsumer {
   int q = 0;                  // the warpgroup's first query
   bool accumulates = false;   // an earlier tile of the item has begun O
   float scale_log2;           // of the item
-  WgmmaQueries<B> queries;    // 8 bits
-  int tiles_in_O = 0;         // FP8_FLUSH: since O began anew
-  bool has_flushed = false;   // something is in shared memory...
-  float flushed_m[ROWS];      // ... relative to these maxima
+  typename WgmmaE4m3<B>::State e4m3;
   // USE_LAZY_MAX: tiles with k0 in [stale_from, stale_from + stale_keys) may take the maximum that is there.
   int stale_from = 0;
   uint32_t stale_keys = 0;
@@ -3674,22 +3585,11 @@ template <class B> struct WgmmaConsumer {
                                            bool k_is_there) {
     if (!k_is_there) mbarrier_wait(&s.slice[slice].k_full[at.stage], at.parity);
     const uint64_t K_at = descriptor_at(K, at.stage * int(sizeof s.slice[0].K[0]));
-    if constexpr (Q_IN_REGISTERS<B>) {
-      wgmma_qk<B>(S, queries, K_at);
+    if constexpr (Shared::Q_IN_REGISTERS) {
+      WgmmaE4m3<B>::begin_qk(S, e4m3.queries, K_at);
     } else {
       wgmma_qk<B>(S, descriptor_at(Q, q_ring.stage * int(sizeof s.Q[0])), K_at);
     }
-  }
-  // Q of the item, whose buffer is free then.
-  __device__ __forceinline__ void load_queries() {
-    const uint32_t tid = thread_index_anew() % 128;
-    const SharedAddress Q_s = shared_address(s.Q[0][row_group]);
-#pragma unroll
-    for (int step = 0; step < ROW_BYTES<B> / STEP_BYTES; step++) {
-      const uint32_t row = tid / 32 * 16 + tid % 16, byte = step * STEP_BYTES + tid / 16 % 2 * 16;
-      ldmatrix_x4<false>(queries[step], Q_s + panel_byte<64, PANEL_BYTES<B>>(row, byte));
-    }
-    release(&s.q_empty[q_ring.stage]);
   }
   // O += P @ V, begun.   [64][D]
   __device__ __forceinline__ void begin_pv(const Probabilities& P, bool v_is_there) {
@@ -3701,34 +3601,6 @@ template <class B> struct WgmmaConsumer {
   __device__ __forceinline__ void end_pv(int stage) {
     wgmma_wait_group<0>(), hold(O.x.d);
     release(&s.v_tiles(slice).v_empty[stage]);
-  }
-  // FP8_FLUSH: after so many tiles what O holds goes to shared memory, and O begins anew.
-  __device__ __forceinline__ void flush_when_due() {
-    if constexpr (FLUSHES<B>) {
-      if (++tiles_in_O < B::fp8_flush) return;
-      add_flushed([](float4& place, const float4& sum) { st_shared(&place, sum); });
-#pragma unroll
-      for (int i = 0; i < ROWS; i++) flushed_m[i] = m[i];
-      tiles_in_O = 0, has_flushed = true, accumulates = false;
-    }
-  }
-  // O += what was flushed, four elements at a time, each of which goes to put() with its place.
-  template <class Put> __device__ __forceinline__ void add_flushed(const Put& put) {
-    const uint32_t tid = thread_index_anew() % 128;
-    float factor[ROWS];
-#pragma unroll
-    for (int i = 0; i < ROWS; i++) {
-      factor[i] = softmax_exp2<B>((flushed_m[i] - finite_max(m[i])) * scale());
-    }
-#pragma unroll
-    for (int n = 0; n < B::head_dim / 8; n++) {
-      float4 x{}, &place = s.flushed[row_group][n][tid];
-      float* const d = O.x.d + 4 * n;
-      if (has_flushed) x = ld_shared<float4>(&place);
-      x = {fmaf(x.x, factor[0], d[0]), fmaf(x.y, factor[0], d[1]), fmaf(x.z, factor[1], d[2]),
-           fmaf(x.w, factor[1], d[3])};
-      put(place, x), memcpy(d, &x, sizeof x);
-    }
   }
   // S = Q @ K.T once more, of this warp alone, by mma.sync and from global memory: the tile may be overwritten by
   // now. Rare, so short rather than fast.
@@ -3886,7 +3758,7 @@ template <class B> struct WgmmaConsumer {
       begin_pv(P, v_is_there);
       turns.end();
       end_pv(ring.stage);
-      flush_when_due();
+      if constexpr (B::is_e4m3) WgmmaE4m3<B>::flush_when_due(*this);
       ring.advance();
       if (k0 == last_k0) break;
     }
@@ -3923,7 +3795,9 @@ template <class B> struct WgmmaConsumer {
       } else {
         attend_beside_pv(S, P, end_last_pv);
       }
-      if (accumulates) flush_when_due();
+      if constexpr (B::is_e4m3) {
+        if (accumulates) WgmmaE4m3<B>::flush_when_due(*this);
+      }
       turns.begin();
       if (k0 != last_k0) begin_qk(S, next, k_is_there);
       begin_pv(P, v_is_there);
@@ -3937,15 +3811,6 @@ template <class B> struct WgmmaConsumer {
 
   // ---- items ----
 
-  // 8 bits: O / l and LSE from registers, where a thread has four neighbouring columns.
-  __device__ __forceinline__ void store_columns() {
-    const uint32_t tid = thread_index_anew() % 128, lane = tid % 32;
-    WgmmaColumnsOfFour<B::head_dim> four;
-    four.first_row = q - s.item[q_ring.stage].q0 + tid / 32 * 16 + lane / 4;
-    four.first_col = lane % 4 * 4;
-    memcpy(four.x.d, O.x.d, sizeof O.x.d);
-    store_output<B>(four, m, l, a, s.item[q_ring.stage]);
-  }
   // O / l, rounded, in the place of Q, which nobody reads any more, and LSE.
   __device__ __forceinline__ void write_output() {
     const uint32_t tid = thread_index_anew() % 128, lane = tid % 32;
@@ -3992,16 +3857,15 @@ template <class B> struct WgmmaConsumer {
       if (rounds == 0) break;
       q = uniform(item.q0 + row_group * 64);
       const Rounds own = own_rounds(item, rounds);
-      if constexpr (Q_IN_REGISTERS<B>) load_queries();
+      if constexpr (Shared::Q_IN_REGISTERS) WgmmaE4m3<B>::load_queries(*this);
       let_pass(rounds - own.end);
       if (own.end > 0) {
         k0 = uniform(first_key_of<B>(item, own.end - 1, slice));
         last_k0 = uniform(first_key_of<B>(item, own.first, slice));
         accumulates = false, stale_keys = 0;
-        if constexpr (B::is_e4m3) scale_log2 = item_scale_log2<B>(a, item);
-        tiles_in_O = 0, has_flushed = false;
+        if constexpr (B::is_e4m3) scale_log2 = item_scale_log2<B>(a, item), e4m3.start();
 #pragma unroll
-        for (int i = 0; i < ROWS; i++) m[i] = flushed_m[i] = -INFINITY, l[i] = 0;
+        for (int i = 0; i < ROWS; i++) m[i] = -INFINITY, l[i] = 0;
         if constexpr (B::overlap) {
           overlapped(turns);
         } else {
@@ -4009,20 +3873,17 @@ template <class B> struct WgmmaConsumer {
         }
 #pragma unroll
         for (int i = 0; i < ROWS; i++) l[i] = row_sum<Sums::LANES>(l[i]);
-        if constexpr (FLUSHES<B>) {
-          if (has_flushed) add_flushed([](float4&, const float4&) {});
-        }
         if constexpr (B::split_kv > 1) {
           merge_slices(*this);
         } else if constexpr (B::is_e4m3) {
-          store_columns();
+          WgmmaE4m3<B>::store(*this);
         } else {
           write_output();
         }
       }
       if (B::skip_masked) let_pass(own_rounds(item, rounds).first);
       // With Q in registers the next item but one waits for its successor's Q.
-      if (!Q_IN_REGISTERS<B>) {
+      if (!Shared::Q_IN_REGISTERS) {
         release(B::is_e4m3 ? &s.q_empty[q_ring.stage] : &s.o_done[q_ring.stage][row_group]);
       }
       q_ring.advance();
@@ -4149,6 +4010,182 @@ template <class B> __device__ __forceinline__ void merge_slices(WgmmaConsumer<B>
   store_share<COLS>(share, partial.out[slice][warp], O_g, q + first_row, a.p, lane);
   if (lane % 4 == 0 && slice < 2 && q + row < a.p.Sq) store_lse<B>(m, l, a, item, q + row);
 }
+
+// ---- 5d e4m3: Q in registers, V transposed, sums in fp32 (wgmma and DTYPE = FP8_E4M3) ----
+//
+// wgmma transposes no bytes, so two of the producer warps do: V's keys come to lie in lines. It adds products in 14
+// bits, so that O would stop to grow after some thousand keys; after FP8_FLUSH tiles what O holds goes to shared
+// memory, and O begins anew.
+
+// O of 8 bits, whose V has of every 16 d the even ones first.
+template <int WIDTH> struct WgmmaColumnsOfFour {  // [64][WIDTH]
+  static constexpr int ROWS = 2, COLS = WIDTH / 4, LANES = 4, RUN = 4;
+  struct Elements {
+    float d[WIDTH / 2];
+    struct Row {
+      const float* first;
+      __device__ float operator[](int j) const { return first[j / 4 * 8 + j % 2 * 4 + j / 2 % 2]; }
+    };
+    __device__ Row operator[](int i) const { return {d + 2 * i}; }
+  };
+  Elements x;
+  int first_row, first_col;
+  __device__ int row(int i) const { return first_row + 8 * i; }
+  __device__ int col(int j) const { return first_col + j / 4 * 16 + j % 4; }
+};
+
+template <class B> struct WgmmaE4m3<B, true> {
+  // Where there is room: an instruction would read as much of Q as of K.
+  static constexpr bool q_in_registers = B::warpgroups<4, flushes = B::fp8_flush> 0;
+  static constexpr int TRANSPOSERS = 2;  // warps
+  using Scores = WgmmaAccumulator<B::block_n>;
+  using Queries = uint32_t[ROW_BYTES<B> / STEP_BYTES][4];  // A operands
+  using Flushed = float4[B::head_dim / 8][128];            // of a warpgroup, thread by thread
+
+  struct Shared {
+    alignas(1024) Input V[B::stages][V_KEYS<B> * B::head_dim];  // [D][BLOCK_N]
+    typename std::conditional<flushes, Flushed[B::warpgroups], char>::type flushed;
+    uint64_t v_full[B::stages], v_empty[B::stages];
+  };
+  struct State {
+    Queries queries;
+    int tiles;        // of which O has the products
+    bool has_more;    // in shared memory...
+    float more_m[2];  // ... relative to these maxima
+
+    __device__ void start() { tiles = 0, has_more = false, more_m[0] = more_m[1] = -INFINITY; }
+  };
+
+  template <class Tiles>
+  static __device__ __forceinline__ void init_mbarriers(Tiles& landed, Shared& s, int stage) {
+    mbarrier_init(&landed.v_empty[stage], TRANSPOSERS);
+    mbarrier_init(&s.v_full[stage], TRANSPOSERS);
+    mbarrier_init(&s.v_empty[stage], B::num_warps);
+  }
+
+  // ---- Q ----
+
+  // Of the item, whose buffer is free then.
+  template <class Consumer> static __device__ __forceinline__ void load_queries(Consumer& c) {
+    const uint32_t tid = thread_index_anew() % 128;
+    const SharedAddress Q_s = shared_address(c.s.Q[0][c.row_group]);
+#pragma unroll
+    for (int step = 0; step < ROW_BYTES<B> / STEP_BYTES; step++) {
+      const uint32_t row = tid / 32 * 16 + tid % 16, byte = step * STEP_BYTES + tid / 16 % 2 * 16;
+      ldmatrix_x4<false>(c.e4m3.queries[step], Q_s + panel_byte<64, PANEL_BYTES<B>>(row, byte));
+    }
+    c.release(&c.s.q_empty[c.q_ring.stage]);
+  }
+  // S = Q @ K.T, begun.   [64][BLOCK_N]
+  static __device__ __forceinline__ void begin_qk(Scores& S, const Queries& Q, uint64_t K) {
+    forget(S.x.d);
+    wgmma_fence();
+#pragma unroll
+    for (int step = 0; step < ROW_BYTES<B> / STEP_BYTES; step++) {
+      constexpr int steps = PANEL_BYTES<B> / STEP_BYTES;  // of a panel
+      const int lines = step / steps * PANEL_BYTES<B>, bytes = step % steps * STEP_BYTES;
+      wgmma_rs<Input, B::block_n, 0>(S.x.d, Q[step], descriptor_at(K, lines * B::block_n + bytes),
+                                     step > 0);
+    }
+    wgmma_commit_group();
+  }
+
+  // ---- V ----
+
+  // The tiles of all items. Warp `part` of these has every other 16 of d.
+  template <class Producer>
+  static __device__ __forceinline__ void transpose_items(Producer& p, int part) {
+    Shared& to = p.s.e4m3;
+    auto& from = p.s.slice[0];
+    while (true) {
+      const WgmmaItem item = p.follow_item();
+      if (item.rounds == 0) break;
+      for (int round = 0; round < item.rounds; round++, p.ring.advance()) {
+        const int n = p.ring.stage;
+        mbarrier_wait(&to.v_empty[n], p.ring.parity ^ 1);
+        mbarrier_wait(&from.v_full[n], p.ring.parity);
+        transpose(shared_address(to.V[n]), shared_address(from.V[n]), part);
+        fence_proxy_async();  // what was written before P @ V reads it, what was read before TMA writes it
+        __syncwarp();
+        if (p.issues) mbarrier_arrive(&from.v_empty[n]), mbarrier_arrive(&to.v_full[n]);
+      }
+      if (!B::use_persistent_cta) break;
+    }
+  }
+  // 16 d and 32 keys at a time. ldmatrix gives a lane bytes of d = 2g and 2g + 1 of two keys; prmt parts them, and so
+  // the keys come in pack_step()'s order. Of 16 d the even ones come first: their lines lie in different banks.
+  static __device__ __forceinline__ void transpose(SharedAddress to, SharedAddress from, int part) {
+    constexpr int LINE = PANEL_BYTES<B>, STEP = 16 * TRANSPOSERS,
+                  AT_ONCE = B::warpgroups > 2 ? 2 : 1;
+    const uint32_t lane = threadIdx.x % 32;
+    from += panel_byte<B::block_n, LINE>(lane, part * 16);
+    to += panel_byte<B::head_dim, V_LINE<B>>(part * 16 + lane % 16, lane / 16 * 16);
+#pragma unroll
+    for (int key = 0; key < B::block_n; key += 32) {
+      const SharedAddress line = (to ^ key % V_LINE<B>)+key / V_LINE<B> * B::head_dim * V_LINE<B>;
+#pragma unroll
+      for (int d0 = 0; d0 < B::head_dim; d0 += STEP * AT_ONCE) {
+        uint32_t v[AT_ONCE][4];  // loads wait behind stores
+#pragma unroll
+        for (int n = 0; n < AT_ONCE; n++) {  // the swizzle is an XOR of low bits, and so is a step
+          const int d = d0 + n * STEP;
+          ldmatrix_x4<true>(v[n], (from ^ d % LINE) + (d / LINE * B::block_n + key) * LINE);
+        }
+#pragma unroll
+        for (int n = 0; n < AT_ONCE; n++) {
+          const uint32_t out[4] = {prmt(v[n][0], v[n][1], 0x6420), prmt(v[n][0], v[n][1], 0x7531),
+                                   prmt(v[n][2], v[n][3], 0x6420), prmt(v[n][2], v[n][3], 0x7531)};
+          stmatrix_x4<false>(line + (d0 + n * STEP) * V_LINE<B>, out);
+        }
+      }
+    }
+  }
+
+  // ---- O ----
+
+  // After FP8_FLUSH tiles what O holds goes to shared memory.
+  template <class Consumer> static __device__ __forceinline__ void flush_when_due(Consumer& c) {
+    if constexpr (flushes) {
+      if (++c.e4m3.tiles < B::fp8_flush) return;
+      add_flushed(c, [](float4* place, const float4& sum) { st_shared(place, sum); });
+      c.e4m3.tiles = 0, c.e4m3.has_more = true, c.accumulates = false;
+      for (int i = 0; i < 2; i++) c.e4m3.more_m[i] = c.m[i];
+    }
+  }
+  // O += what was flushed, four elements at a time, each of which goes to put() with its place.
+  template <class Consumer, class Put>
+  static __device__ __forceinline__ void add_flushed(Consumer& c, const Put& put) {
+    const uint32_t tid = thread_index_anew() % 128;
+    float factor[2];
+#pragma unroll
+    for (int i = 0; i < 2; i++) {
+      factor[i] = softmax_exp2<B>((c.e4m3.more_m[i] - finite_max(c.m[i])) * c.scale());
+    }
+#pragma unroll
+    for (int n = 0; n < B::head_dim / 8; n++) {
+      float4* const place = &c.s.e4m3.flushed[c.row_group][n][tid];
+      float* const d = c.O.x.d + 4 * n;
+      float4 x{};
+      if (c.e4m3.has_more) x = ld_shared<float4>(place);
+      x = {fmaf(x.x, factor[0], d[0]), fmaf(x.y, factor[0], d[1]), fmaf(x.z, factor[1], d[2]),
+           fmaf(x.w, factor[1], d[3])};
+      put(place, x), memcpy(d, &x, sizeof x);
+    }
+  }
+  // O / l and LSE, from registers: a thread has four neighbouring columns.
+  template <class Consumer> static __device__ __forceinline__ void store(Consumer& c) {
+    if constexpr (flushes) {
+      if (c.e4m3.has_more) add_flushed(c, [](float4*, const float4&) {});
+    }
+    const uint32_t tid = thread_index_anew() % 128, lane = tid % 32;
+    const WorkItem& item = c.s.item[c.q_ring.stage];
+    WgmmaColumnsOfFour<B::head_dim> four;
+    four.first_row = c.q - item.q0 + tid / 32 * 16 + lane / 4;
+    four.first_col = lane % 4 * 4;
+    memcpy(four.x.d, c.O.x.d, sizeof four.x.d);
+    store_output<B>(four, c.m, c.l, c.a, item);
+  }
+};
 
 // ---- 5e wgmma, transposed: few query rows, keys as the 64 rows (wgmma and SWAP_AB, USE_TUNED) ----
 
