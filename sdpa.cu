@@ -1591,8 +1591,8 @@ __device__ __forceinline__ void store_lse(float m, float l, const KernelArgs& a,
   constexpr float ln2 = 0.693147180559945f;
   if (a.p.LSE) {
     const int64_t row = (static_cast<int64_t>(item.b) * a.p.Hq + item.h) * a.p.Sq + q;
-    const float log2_l = lg2_approx_ftz(l) - p_log2<B>;
-    st_global(a.p.LSE + row, fmaf(finite_max(m), item_scale_log2<B>(a, item) * ln2, ln2 * log2_l));
+    st_global(a.p.LSE + row, fmaf(finite_max(m), item_scale_log2<B>(a, item) * ln2,
+                                  ln2 * (lg2_approx_ftz(l) - p_log2<B>)));
   }
 }
 
