@@ -3391,7 +3391,7 @@ template <class B> constexpr bool wgmma_may_pass = B::split_kv == 1 && !B::use_p
 // copies gives away what it does not need. setmaxnreg counts in eights.
 template <class B> struct WgmmaRegisters {
   static constexpr int at_start = 65536 / B::threads / 8 * 8;
-  static constexpr int producer = B::is_e4m3 || B::warpgroups > 2 ? 32 : 24;
+  static constexpr int producer = B::warpgroups > 2 ? 32 : 24;
   static constexpr int spare = at_start * (B::warpgroups + 1) - producer;
   static constexpr int consumer = spare / B::warpgroups < 240 ? spare / B::warpgroups / 8 * 8 : 240;
   // One warpgroup that computes has enough as it is.
@@ -3546,7 +3546,7 @@ template <class B> struct WgmmaProducer {
   // 16 d and 32 keys at a time. ldmatrix gives a lane bytes of d = 2g and 2g + 1 of two keys; prmt parts them, and so
   // the keys come in pack_step()'s order. Of 16 d the even ones come first: their lines lie in different banks.
   static __device__ __forceinline__ void transpose(SharedAddress to, SharedAddress from, int part) {
-    constexpr int LINE = PANEL_BYTES<B>, STEP = 16 * Shared::TRANSPOSERS, AT_ONCE = 2;
+    constexpr int LINE = PANEL_BYTES<B>, STEP = 16 * Shared::TRANSPOSERS, AT_ONCE = B::warpgroups > 2 ? 2 : 1;
     const uint32_t lane = threadIdx.x % 32;
     from += panel_byte<B::block_n, LINE>(lane, part * 16);
     to += panel_byte<B::head_dim, V_LINE<B>>(part * 16 + lane % 16, lane / 16 * 16);
