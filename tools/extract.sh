@@ -76,7 +76,7 @@ extract_sections() {
     /^\/\/ ==== COPY FROM HERE/ { copying = keep = 1; next }
     /^\/\/ ==== COPY TO HERE/ { exit }
     !copying { next }
-    /^  X\([A-Z_]+, / {
+    /^  X\([A-Z0-9_]+, / {
       match($0, /"[^"]*"/); rows++
       values[rows] = substr($0, RSTART + 1, RLENGTH - 2)
       split($1 " " $2 " " $3, word, " "); gsub(/X\(|,/, "", word[1]); sub(",", "", word[2]); sub(",", "", word[3])
