@@ -290,7 +290,7 @@ list_lines() {
         split(knob[i], pair, "="); value[pair[1]] = pair[2]; has[$1, pair[1]] = pair[2]
         if (!(($2, pair[1]) in has) || has[$2, pair[1]] != pair[2]) step = step " " knob[i]
       }
-      needs = value["USE_WGMMA"] ? "sm_90a" : value["USE_CUBLAS"] ? "cuBLAS" : \
+      needs = value["USE_WGMMA"] ? "sm_90a" : $4 ~ /^[0-9]+$/ ? "sm_" $4 : value["USE_CUBLAS"] ? "cuBLAS" : \
               value["USE_MMA_SYNC"] || value["USE_CP_ASYNC"] ? "sm_80" : "any GPU"
       if ($3 == "FAIL") needs = needs ", must fail"
       if ($1 !~ only) next

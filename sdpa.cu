@@ -733,6 +733,18 @@ __host__ __device__ __forceinline__ float float_of(uint32_t bits) {
   return x;
 }
 
+// Bytes of the eight of b, a (a the low ones), by the four digits of the selector.
+__device__ __forceinline__ uint32_t prmt(uint32_t a, uint32_t b, uint32_t selector) {
+  return __byte_perm(a, b, selector);
+}
+
+// a - b of two numbers in fp16 each.
+__device__ __forceinline__ uint32_t sub_f16x2(uint32_t a, uint32_t b) {
+  uint32_t difference;
+  asm("sub.f16x2 %0, %1, %2;" : "=r"(difference) : "r"(a), "r"(b));
+  return difference;
+}
+
 // ---- cp.async (USE_CP_ASYNC) ----
 
 // cp.async of BYTES (4, 8, 16); when !valid, reads nothing and writes zeros.
@@ -838,6 +850,28 @@ __device__ __forceinline__ void mma_m16n8k16(float& d0, float& d1, float& d2, fl
         : "+f"(d0), "+f"(d1), "+f"(d2), "+f"(d3)
         : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b0), "r"(b1));
   }
+}
+
+// As mma_m16n8k16, with K = 32: a[0], a[1] hold k = 4q ... 4q + 3 of rows g and g + 8, a[2], a[3] the same 16 k
+// further; b0 holds k = 4q ... 4q + 3 of column g, b1 the same 16 k further.
+__device__ __forceinline__ void mma_m16n8k32_e4m3(float& d0, float& d1, float& d2, float& d3,
+                                                  const uint32_t (&a)[4], uint32_t b0,
+                                                  uint32_t b1) {
+  asm volatile(
+      "mma.sync.aligned.m16n8k32.row.col.f32.e4m3.e4m3.f32 {%0, %1, %2, %3}, "
+      "{%4, %5, %6, %7}, {%8, %9}, {%0, %1, %2, %3};"
+      : "+f"(d0), "+f"(d1), "+f"(d2), "+f"(d3)
+      : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b0), "r"(b1));
+}
+
+// Four numbers in e4m3, `a` in the low byte, to nearest even; beyond 448 they are 448, and NaN is NaN.
+__device__ __forceinline__ uint32_t cvt_rn_satfinite_e4m3x4(float a, float b, float c, float d) {
+  uint32_t out;
+  asm("{ .reg .b16 low, high; cvt.rn.satfinite.e4m3x2.f32 low, %2, %1; "
+      "cvt.rn.satfinite.e4m3x2.f32 high, %4, %3; mov.b32 %0, {low, high}; }"
+      : "=r"(out)
+      : "f"(a), "f"(b), "f"(c), "f"(d));
+  return out;
 }
 
 // ---- sm_90a (wgmma) ----
@@ -1056,40 +1090,6 @@ __device__ __forceinline__ void wgmma_rs(float (&d)[N / 2], const uint32_t (&a)[
   }
   SDPA_WGMMA_SHAPES(SDPA_WGMMA_RS)
 #undef SDPA_WGMMA_RS
-}
-
-// Four numbers in e4m3, `a` in the low byte, to nearest even; beyond 448 they are 448, and NaN is NaN.
-__device__ __forceinline__ uint32_t cvt_rn_satfinite_e4m3x4(float a, float b, float c, float d) {
-  uint32_t out;
-  asm("{ .reg .b16 low, high; cvt.rn.satfinite.e4m3x2.f32 low, %2, %1; "
-      "cvt.rn.satfinite.e4m3x2.f32 high, %4, %3; mov.b32 %0, {low, high}; }"
-      : "=r"(out)
-      : "f"(a), "f"(b), "f"(c), "f"(d));
-  return out;
-}
-
-// Bytes of the eight of b, a (a the low ones), by the four digits of the selector.
-__device__ __forceinline__ uint32_t prmt(uint32_t a, uint32_t b, uint32_t selector) {
-  return __byte_perm(a, b, selector);
-}
-
-// a - b of two numbers in fp16 each.
-__device__ __forceinline__ uint32_t sub_f16x2(uint32_t a, uint32_t b) {
-  uint32_t difference;
-  asm("sub.f16x2 %0, %1, %2;" : "=r"(difference) : "r"(a), "r"(b));
-  return difference;
-}
-
-// As mma_m16n8k16, with K = 32: a[0], a[1] hold k = 4q ... 4q + 3 of rows g and g + 8, a[2], a[3] the same 16 k
-// further; b0 holds k = 4q ... 4q + 3 of column g, b1 the same 16 k further.
-__device__ __forceinline__ void mma_m16n8k32_e4m3(float& d0, float& d1, float& d2, float& d3,
-                                                  const uint32_t (&a)[4], uint32_t b0,
-                                                  uint32_t b1) {
-  asm volatile(
-      "mma.sync.aligned.m16n8k32.row.col.f32.e4m3.e4m3.f32 {%0, %1, %2, %3}, "
-      "{%4, %5, %6, %7}, {%8, %9}, {%0, %1, %2, %3};"
-      : "+f"(d0), "+f"(d1), "+f"(d2), "+f"(d3)
-      : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b0), "r"(b1));
 }
 
 // By all warps of a warpgroup: gives registers above N back to the CTA, or waits for up to N.
@@ -1591,8 +1591,8 @@ __device__ __forceinline__ void store_lse(float m, float l, const KernelArgs& a,
   constexpr float ln2 = 0.693147180559945f;
   if (a.p.LSE) {
     const int64_t row = (static_cast<int64_t>(item.b) * a.p.Hq + item.h) * a.p.Sq + q;
-    const float log2_l = lg2_approx_ftz(l) - p_log2<B>;
-    st_global(a.p.LSE + row, fmaf(finite_max(m), item_scale_log2<B>(a, item) * ln2, ln2 * log2_l));
+    st_global(a.p.LSE + row, fmaf(finite_max(m), item_scale_log2<B>(a, item) * ln2,
+                                  ln2 * (lg2_approx_ftz(l) - p_log2<B>)));
   }
 }
 

@@ -422,6 +422,11 @@ def test_what_a_gpu_cannot_run_is_refused(repository, monkeypatch):
     gpu.arch = "80"
     with pytest.raises(builds.Refused, match="kept is a line for sm_90a alone, and Fake is sm_80"):
         engine.load(line, gpu, {})
+    repository("configs.txt", "newer arch=89\n")
+    line, = builds.parse_contenders(["newer"])
+    with pytest.raises(builds.Refused, match="newer is a line for sm_89 and newer, and Fake is sm_80"):
+        engine.load(line, gpu, {})
+    assert line.archs(["80", "89", "90a", "100"]) == ["89", "90a", "100"] and line.archs(["80"]) == ["89"]
     monkeypatch.setitem(sys.modules, "torch", None)
     with pytest.raises(builds.Refused, match="torch:flash: PyTorch is missing; install it with: pip install torch"):
         engine.load(builds.Torch("flash"), gpu, {})

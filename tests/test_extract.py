@@ -45,8 +45,8 @@ def test_machine_code_is_the_lines(texts, tmp_path):
 
     def code(name, one):
         (tmp_path / f"{name}.cu").write_text(texts[name])
-        archs = [one.line.knob("arch")] if one.line.knob("arch") else ARCHS
-        done = builds.run([builds.nvcc(), *builds.NVCC_OPTIONS, *(f"-gencode=arch=compute_{arch},code=sm_{arch}" for arch in archs),
+        done = builds.run([builds.nvcc(), *builds.NVCC_OPTIONS, *(f"-gencode=arch=compute_{arch},code=sm_{arch}"
+                                                                for arch in one.line.archs(ARCHS)),
                            "-c", f"{name}.cu", "-o", f"{name}.o"], cwd=tmp_path)
         assert done.returncode == 0, done.stderr
         return builds.machine_code((tmp_path / f"{name}.o").read_bytes())

@@ -130,7 +130,7 @@ def main():
         raise builds.Refused("there is no GPU here, so nothing can be tried")
     cases = [case for case in trials() if not only or case[0] in only]
     lines = dict(zip((case[1] for case in cases), builds.parse_contenders([case[1] for case in cases])))
-    runs_here = {name: line for name, line in lines.items() if line.knob("arch", gpu.arch) == gpu.arch}
+    runs_here = {name: line for name, line in lines.items() if line.runs_on(gpu.arch)}
     built = builds.build(runs_here.values(), gpu.arch)
     kernels = {}
     for name, line in runs_here.items():

@@ -33,7 +33,7 @@ def removals(line):
 
 def together(knob, sentence, back):
     """What may go along with a knob that cannot go alone: what the refusal says to type, or one or two others."""
-    advice = re.findall(r"[A-Z_]+=[A-Z0-9_]+", sentence.partition("type ")[2])
+    advice = re.findall(r"[A-Z][A-Z0-9_]*=[A-Z0-9_]+", sentence.partition("type ")[2])
     if advice and knob.split("=")[0] not in [word.split("=")[0] for word in advice]:
         yield [knob, *advice]
     others = [other for other in back if other != knob]

@@ -205,6 +205,15 @@ class Line:
     def knob(self, name, otherwise=""):
         return dict(word.split("=", 1) for word in self.words).get(name, otherwise)
 
+    def runs_on(self, arch):
+        """Of GPUs: an arch=89 runs on newer ones as well, an arch=90a on that alone."""
+        own = self.knob("arch")
+        return own in ("", arch) or own.isdigit() and int(arch.strip("a")) > int(own)
+
+    def archs(self, wanted):
+        """What it is compiled for, of these architectures, or if it runs on none of them."""
+        return [arch for arch in wanted if self.runs_on(arch)] or [self.knob("arch")]
+
     def effective_knobs(self):
         """Every knob with its value, also those that keep their defaults."""
         defaults = [f"{knob}={value}" for knob, value in self.tree.knobs().items()]
@@ -347,8 +356,7 @@ def show_progress():
 
 def build_one(line, archs, program, kind):
     sources = line.tree.sources(program)
-    archs = [line.knob("arch")] if line.knob("arch") else archs
-    options = [*NVCC_OPTIONS, *(f"-gencode=arch=compute_{arch},code=sm_{arch}" for arch in archs),
+    options = [*NVCC_OPTIONS, *(f"-gencode=arch=compute_{arch},code=sm_{arch}" for arch in line.archs(archs)),
                "-DSDPA_CONFIG_NAME=" + line.target, *sorted(definitions(line.words)), *filter(None, [kind])]
     if kind == "-shared":
         options.append("-Xcompiler=-fPIC,-fno-gnu-unique")

@@ -364,9 +364,10 @@ def load(contender, gpu, built):
     """A contender in this process; built has the libraries of lines."""
     if isinstance(contender, Torch):
         return LoadedTorch(contender, gpu)
-    arch = contender.knob("arch", gpu.arch)
-    if arch != gpu.arch:
-        raise Refused(f"{contender.text} is a line for sm_{arch} alone, and {gpu.name} is sm_{gpu.arch}")
+    if not contender.runs_on(gpu.arch):
+        arch = contender.knob("arch")
+        others = "and newer" if arch.isdigit() else "alone"
+        raise Refused(f"{contender.text} is a line for sm_{arch} {others}, and {gpu.name} is sm_{gpu.arch}")
     if built[contender].trouble:
         raise Refused(f"{contender.text} does not compile: {built[contender].trouble}")
     return LoadedLine(contender, built[contender].path)

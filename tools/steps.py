@@ -49,7 +49,7 @@ def time_claims(only):
     wanted = list(claims(only))
     names = list(dict.fromkeys(name for line, other, _ in wanted for name in (other, line)))
     lines = dict(zip(names, builds.parse_contenders(names)))
-    lines = {name: line for name, line in lines.items() if line.knob("arch", gpu.arch) == gpu.arch}
+    lines = {name: line for name, line in lines.items() if line.runs_on(gpu.arch)}
     built = builds.build(lines.values(), gpu.arch)
     loaded = {name: engine.load(line, gpu, built) for name, line in lines.items()}
     table = engine.Table(engine.results_path("steps", gpu.name, new=True), COLUMNS)
