@@ -5128,10 +5128,16 @@ vector<long long> parse_numbers(const string& text, long long low, long long hig
 
 const struct {
   const char *name, *sizes;
-} named_shapes[] = {{"small", "1,1,1,32,32"},
-                    {"mission", "1,8,8,512,512"},
-                    {"mission2", "2,8,8,512,512"},
-                    {"long", "1,8,8,2048,2048"}};
+} named_shapes[] = {{"small", "1,1,1,32,32"},      {"mission", "1,8,8,512,512"},
+                    {"mission2", "2,8,8,512,512"}, {"long", "1,8,8,2048,2048"},
+                    {"decode", "32,32,8,1,8192"},  {"decode1", "1,32,8,1,32768"},
+                    {"chunk", "1,32,8,256,8192"}};
+
+string shape_names() {  // small, mission, ...
+  string names;
+  for (const auto& named : named_shapes) names += (names.empty() ? "" : ", ") + string(named.name);
+  return names;
+}
 
 string parse_shape(const string& text, Problem& p) {
   string sizes = text;
@@ -5142,8 +5148,8 @@ string parse_shape(const string& text, Problem& p) {
   std::replace(sizes.begin(), sizes.end(), 'x', ',');  // as rows have them
   const vector<long long> n = parse_numbers(sizes, 0, most_rows);
   if (n.size() != 5) {
-    return "want small, mission, mission2, long or five sizes B,Hq,Hkv,Sq,Sk from 0 to 10^9, "
-           "such as 1,8,2,512,512";
+    return "want " + shape_names() +
+           " or five sizes B,Hq,Hkv,Sq,Sk from 0 to 10^9, such as 1,8,2,512,512";
   }
   p.B = int(n[0]), p.Hq = int(n[1]), p.Hkv = int(n[2]), p.Sq = int(n[3]), p.Sk = int(n[4]);
   p.shape = is_named ? text : format("%dx%dx%dx%dx%d", p.B, p.Hq, p.Hkv, p.Sq, p.Sk);
@@ -5162,7 +5168,9 @@ vector<Option> options_of(Options& o) {
     return [&value](const string&) { return value = true, ""; };
   };
   return {
-      {"--shape", "S", "small, mission (the default), mission2, long or B,Hq,Hkv,Sq,Sk; repeatable",
+      {"--shape", "S",
+       "B,Hq,Hkv,Sq,Sk, small, mission (the default), mission2, long, decode, decode1 or chunk; "
+       "repeatable",
        [](const string& text) {
          Problem p;
          return parse_shape(text, p);
