@@ -587,6 +587,12 @@ struct KernelArgs {  // SdpaParams with what every CTA would otherwise compute a
 // these parts.
 constexpr uint32_t most_split_items = 16384;
 constexpr size_t range_counter_bytes = most_split_items * sizeof(uint32_t);
+// Keys that a warp's tensor cores sum over at once (carry_sums() says why). A problem with more: the workspace has a slot for each CTA, for carry_sums().
+constexpr int most_keys_at_once = 65536;
+template <class B> constexpr bool carries_sums = B::family == Family::mma && !B::pack_gqa;
+constexpr size_t slot_offset = 256;
+template <class B>
+constexpr size_t slot_bytes = B::block_m* B::split_kv*(B::head_dim + 2 * 4) * sizeof(float);
 template <class B> struct alignas(256) RangePartial {
   float O[B::block_m][B::head_dim];
   float2 m_l[B::block_m];
@@ -1415,7 +1421,7 @@ template <int LANES> __device__ __forceinline__ float row_sum(float x) {
   return x;
 }
 
-// ---- merge of partial results (mma, SPLIT_KV > 1, SWAP_AB) ----
+// ---- merge of partial results (mma, wgmma) ----
 
 // A row's O, m and l over N parts of its keys become those over all of them: O is the sum of O[n] *
 // weight[n], with weight[n] = 2^((m[n] - m) * scale_log2) and m the largest. m_l[n] = {m[n], l[n]}
@@ -1429,6 +1435,37 @@ __device__ __forceinline__ void merge_weights(const float2 (&m_l)[N], float scal
   for (int n = 0; n < N; n++) {
     weight[n] = softmax_exp2<B>((m_l[n].x - finite_max(m)) * scale_log2);
     l = fmaf(m_l[n].y, weight[n], l);
+  }
+}
+
+// ---- rows of many keys (mma, wgmma) ----
+
+// Tensor cores cut off what they add to an accumulator: of equal addends a sum over 524,288 keys comes out 0.13% low. So
+// a warp sums over most_keys_at_once, and merges such sums by way of its CTA's slot in the workspace.
+// O, m and l of the last keys become those of all keys so far: the slot's, unless these are the first, and these. They
+// go to the slot, unless these are the last. A thread has its own floats there, O.x[i] behind m[i] and l[i].
+template <class B, class View>
+__device__ __forceinline__ void carry_sums(View& O, float (&m)[View::ROWS], float (&l)[View::ROWS],
+                                           const KernelArgs& a, int thread, bool first, bool last) {
+  constexpr int threads = B::num_warps * 32;
+  unsigned char* const slots = static_cast<unsigned char*>(a.p.workspace) + slot_offset;
+  float* const slot = reinterpret_cast<float*>(slots + blockIdx.x * slot_bytes<B>) + thread;
+#pragma unroll
+  for (int i = 0; i < View::ROWS; i++) {
+    float* const x = slot + i * (View::COLS + 2) * threads;
+    if (!first) {
+      const float2 m_l[2] = {{ld_global<float>(x), ld_global<float>(x + threads)}, {m[i], l[i]}};
+      float weight[2];
+      merge_weights<B>(m_l, a.scale_log2, weight, m[i], l[i]);
+#pragma unroll
+      for (int j = 0; j < View::COLS; j++) {
+        O.x[i][j] = fmaf(ld_global<float>(x + (j + 2) * threads), weight[0], O.x[i][j] * weight[1]);
+      }
+    }
+    if (last) continue;
+    st_global(x, m[i]), st_global(x + threads, l[i]);
+#pragma unroll
+    for (int j = 0; j < View::COLS; j++) st_global(x + (j + 2) * threads, O.x[i][j]);
   }
 }
 
@@ -2032,13 +2069,18 @@ struct Items {
   int ranges = 1;          // CTAs to an item
 };
 
+// CTAs that the GPU holds at once, by their shared memory, of which the system takes 1 KB for each.
+template <class B> int64_t most_resident_ctas() {
+  const int sms = device_attribute(cudaDevAttrMultiProcessorCount, 132);
+  const int shared = device_attribute(cudaDevAttrMaxSharedMemoryPerMultiprocessor, 228 << 10);
+  const int ctas = shared / int(shared_bytes<B> + 1024);
+  return int64_t(sms) * (ctas > 1 ? ctas : 1);
+}
+
 // SPLIT_CTAS=0: as many ranges as take the least time, in waves of the CTAs that are resident, if what a range costs
 // besides is four rounds, and none is longer than 65,536 keys where 256 ranges suffice: long sums lose small addends.
 template <class B> int ranges_of(const SdpaParams& p, const Items& items) {
-  const int sms = device_attribute(cudaDevAttrMultiProcessorCount, 132);
-  const int shared = device_attribute(cudaDevAttrMaxSharedMemoryPerMultiprocessor, 228 << 10);
-  const int ctas = shared / int(shared_bytes<B> + 1024);  // of an SM; the system takes 1 KB of each
-  const int64_t resident = int64_t(sms) * (ctas > 1 ? ctas : 1);
+  const int64_t resident = most_resident_ctas<B>();
   const KeyBounds bounds(p);
   const int keys = bounds.end(p.Sq - 1) - bounds.begin(p.Sq - 1), round = B::split_kv * B::block_n;
   const int64_t rounds = keys > 0 ? (int64_t(keys) + round - 1) / round : 1;
@@ -2081,9 +2123,13 @@ template <class B> struct OneLaunch {
     return launch_kernel<B>(a, a.work_items * a.ranges.divisor, stream);
   }
   static size_t workspace_bytes(const SdpaParams& p) {
-    if (B::split_ctas == 1) return zeroed_bytes;
     const Items items = items_of<B>(p);
-    return zeroed_bytes + size_t(items.count) * items.ranges * sizeof(RangePartial<B>);
+    if (B::split_ctas != 1) {
+      return zeroed_bytes + size_t(items.count) * items.ranges * sizeof(RangePartial<B>);
+    }
+    if (!carries_sums<B> || p.Sk <= most_keys_at_once) return zeroed_bytes;
+    const int64_t most = B::use_persistent_cta ? most_resident_ctas<B>() : items.count;
+    return slot_offset + size_t(items.count < most ? items.count : most) * slot_bytes<B>;
   }
 };
 
@@ -2468,6 +2514,7 @@ template <class B> struct MmaShared {
     typename MmaPartials<B>::type partial;  // afterwards
   };
   WorkItem item;   // the CTA's: not in registers, which are for S and O
+  int part_end;    // of the keys that are summed at once
   uint32_t drawn;  // TileQueue
 };
 
@@ -2577,10 +2624,10 @@ template <class B> struct MmaRows {
   Sums O;
   MmaProbabilities<B> P;
   float m[ROWS], l[ROWS];
-  bool stale_max_will_do = false;  // USE_LAZY_MAX: softmax_shift() said so of all rows of the warp
+  bool stale_max_will_do;  // USE_LAZY_MAX: softmax_shift() said so of all rows of the warp
 
   __device__ void start(int first_row, int first_col) {
-    O.first_row = first_row, O.first_col = first_col;
+    O.first_row = first_row, O.first_col = first_col, stale_max_will_do = false;
     clear(O);
 #pragma unroll
     for (int i = 0; i < ROWS; i++) m[i] = -INFINITY, l[i] = 0;
@@ -2755,33 +2802,47 @@ __global__ void __launch_bounds__(B::threads, 1) sdpa_mma(const __grid_constant_
     } else {
       t.template copy_q<B::block_m>(s.in.Q, 0, threadIdx.x, B::threads);
     }
-    if (threadIdx.x == 0) s.item = item;
+    constexpr int AT_ONCE = most_keys_at_once / B::block_n * t.ADVANCE;
+    if (threadIdx.x == 0) {
+      s.item = item;
+      s.part_end = !carries_sums<B> ? t.keys.end : min(t.keys.begin + AT_ONCE, t.keys.end);
+    }
     VectorCopy<B::use_cp_async>::commit();
     CopyTogether<B, typename MmaShared<B>::Tiles> feed(s.in.group[group], t);
     VectorCopy<B::use_cp_async>::template wait<B::stages - 1>();
     __syncthreads();  // hazard: Q copied by all warps, s.item written by thread 0
     MmaQueries<B> Q;
-    Q.start(s.in.Q, warp, lane);
     MmaRows<B> rows;
-    rows.start(warp * WARP_ROWS + lane / 4, lane % 4 * 2);
 
     // A mask leaves some warps of the CTA less to do than others.
     const int q = item.q0 + (B::pack_gqa ? 0 : warp * WARP_ROWS);
-    // Every group takes part in every round, the last one perhaps without a tile.
-    for (int round = t.keys.begin; round < t.keys.end; round += t.ADVANCE) {
-      const int k0 = round + group * B::block_n, stage = feed.acquire(k0);
-      if (q < p.Sq && k0 < t.keys.end && a.tiles.touch(q, k0)) {
-        const bool clean = a.tiles.cover(q, k0);
-        const Input* const K_s = s.in.group[group].K[stage];
-        const Input* const V_s = s.in.group[group].V[stage];
-        bool done = false;
-        if (rows.stale_max_will_do && clean) {
-          done = rows.attend_by_stale_max(Q, K_s, a.scale_log2, lane);
+    for (int round = t.keys.begin;;) {
+      Q.start(s.in.Q, warp, lane);
+      rows.start(warp * WARP_ROWS + lane / 4, lane % 4 * 2);
+      // Every group takes part in every round, the last one perhaps without a tile.
+      for (; round < s.part_end; round += t.ADVANCE) {
+        const int k0 = round + group * B::block_n, stage = feed.acquire(k0);
+        if (q < p.Sq && k0 < t.keys.end && a.tiles.touch(q, k0)) {
+          const bool clean = a.tiles.cover(q, k0);
+          const Input* const K_s = s.in.group[group].K[stage];
+          const Input* const V_s = s.in.group[group].V[stage];
+          bool done = false;
+          if (rows.stale_max_will_do && clean) {
+            done = rows.attend_by_stale_max(Q, K_s, a.scale_log2, lane);
+          }
+          if (!done) rows.attend_by_exact_max(Q, K_s, a, s.item.q0, k0, clean, lane);
+          rows.multiply(V_s, lane);
         }
-        if (!done) rows.attend_by_exact_max(Q, K_s, a, s.item.q0, k0, clean, lane);
-        rows.multiply(V_s, lane);
+        feed.release();
       }
-      feed.release();
+      const int begin = t.keys.begin, end = t.keys.end;
+      if (!carries_sums<B> || end - begin <= AT_ONCE) break;
+      const bool first = round - begin <= AT_ONCE, last = round >= end;
+      carry_sums<B>(rows.O, rows.m, rows.l, a, threadIdx.x, first, last);
+      if (last) break;
+      __syncthreads();  // hazard: s.part_end still being read
+      if (threadIdx.x == 0) s.part_end = min(round + AT_ONCE, t.keys.end);
+      __syncthreads();  // hazard: s.part_end just written
     }
 
     rows.finish();
@@ -4726,12 +4787,14 @@ inline SdpaStatus sdpa_forward(const SdpaParams& params, cudaStream_t stream) {
   SdpaStatus status = check_params(params);
   if (!status.ok() || !params.B || !params.Hq || !params.Sq) return status;
   const SdpaParams p = without_idle_strides(params);
-  if ((has_queue || is_cublas || splits_keys) && !p.workspace) {
+  const bool may_need_it = has_queue || is_cublas || splits_keys || p.Sk > most_keys_at_once;
+  if (may_need_it && !p.workspace && sdpa_workspace_bytes(p) > 0) {
     return failure(cudaErrorInvalidValue,
                    "workspace is null, but this build keeps %s there; give it %zu zeroed bytes",
                    is_cublas     ? "S and P"
                    : splits_keys ? "partial results"
-                                 : "its queue",
+                   : has_queue   ? "its queue"
+                                 : "sums of many keys",
                    sdpa_workspace_bytes(p));
   }
   // The status tells of an error, so that none stays behind as the thread's last one, unless the caller had
