@@ -587,9 +587,13 @@ struct KernelArgs {  // SdpaParams with what every CTA would otherwise compute a
 // these parts.
 constexpr uint32_t most_split_items = 16384;
 constexpr size_t range_counter_bytes = most_split_items * sizeof(uint32_t);
-// Keys that a warp's tensor cores sum over at once (carry_sums() says why). A problem with more: the workspace has a slot for each CTA, for carry_sums().
+// Keys that a warp's tensor cores sum over at once (carry_sums() says why). Of a problem with more every CTA has a slot in
+// the workspace.
 constexpr int most_keys_at_once = 65536;
 template <class B> constexpr bool carries_sums = B::family == Family::mma && !B::pack_gqa;
+template <class B>  // of all groups of warps, in whole tiles
+constexpr int keys_at_once =
+    (most_keys_at_once + B::block_n - 1) / B::block_n* B::block_n* B::split_kv;
 constexpr size_t slot_offset = 256;
 template <class B>
 constexpr size_t slot_bytes = B::block_m* B::split_kv*(B::head_dim + 2 * 4) * sizeof(float);
@@ -2802,10 +2806,9 @@ __global__ void __launch_bounds__(B::threads, 1) sdpa_mma(const __grid_constant_
     } else {
       t.template copy_q<B::block_m>(s.in.Q, 0, threadIdx.x, B::threads);
     }
-    constexpr int AT_ONCE = most_keys_at_once / B::block_n * t.ADVANCE;
     if (threadIdx.x == 0) {
       s.item = item;
-      s.part_end = !carries_sums<B> ? t.keys.end : min(t.keys.begin + AT_ONCE, t.keys.end);
+      s.part_end = !carries_sums<B> ? t.keys.end : min(t.keys.begin + keys_at_once<B>, t.keys.end);
     }
     VectorCopy<B::use_cp_async>::commit();
     CopyTogether<B, typename MmaShared<B>::Tiles> feed(s.in.group[group], t);
@@ -2836,12 +2839,12 @@ __global__ void __launch_bounds__(B::threads, 1) sdpa_mma(const __grid_constant_
         feed.release();
       }
       const int begin = t.keys.begin, end = t.keys.end;
-      if (!carries_sums<B> || end - begin <= AT_ONCE) break;
-      const bool first = round - begin <= AT_ONCE, last = round >= end;
+      if (!carries_sums<B> || end - begin <= keys_at_once<B>) break;
+      const bool first = round - begin <= keys_at_once<B>, last = round >= end;
       carry_sums<B>(rows.O, rows.m, rows.l, a, threadIdx.x, first, last);
       if (last) break;
       __syncthreads();  // hazard: s.part_end still being read
-      if (threadIdx.x == 0) s.part_end = min(round + AT_ONCE, t.keys.end);
+      if (threadIdx.x == 0) s.part_end = min(round + keys_at_once<B>, t.keys.end);
       __syncthreads();  // hazard: s.part_end just written
     }
 
