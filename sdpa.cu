@@ -179,6 +179,7 @@ template <class Knobs> struct Derived : Knobs {
                                    : family == Family::wgmma && Knobs::use_warp_specialization
                                        ? 64
                                        : Knobs::block_m;
+  static constexpr bool many_keys = false;  // of ManyKeys
 };
 
 // The template argument of every kernel and block.
@@ -591,6 +592,9 @@ constexpr size_t range_counter_bytes = most_split_items * sizeof(uint32_t);
 // the workspace.
 constexpr int most_keys_at_once = 65536;
 template <class B> constexpr bool carries_sums = B::family == Family::mma && !B::pack_gqa;
+template <class B> struct ManyKeys : B {  // the build for such a problem
+  static constexpr bool many_keys = true;
+};
 template <class B>  // of all groups of warps, in whole tiles
 constexpr int keys_at_once =
     (most_keys_at_once + B::block_n - 1) / B::block_n* B::block_n* B::split_kv;
@@ -1473,6 +1477,19 @@ __device__ __forceinline__ void carry_sums(View& O, float (&m)[View::ROWS], floa
   }
 }
 
+// O, m and l of rows over the keys of an item, of which sum(begin, end) leaves those over a part there.
+template <class B, class Rows, class Sum>
+__device__ __forceinline__ void sum_parts(Rows& rows, const KeyRange& keys, const KernelArgs& a,
+                                          const Sum& sum) {
+  for (int begin = keys.begin, end;; begin = end) {
+    end = min(begin + keys_at_once<B>, keys.end);
+    sum(begin, end);
+    const bool first = begin == keys.begin, last = end >= keys.end;
+    carry_sums<B>(rows.O, rows.m, rows.l, a, threadIdx.x, first, last);
+    if (last) break;
+  }
+}
+
 // ---- epilogue ----
 
 // LSE = ln2 * (m * scale_log2 + log2 l) of query q, if it is wanted. m * scale_log2 alone may overflow.
@@ -2131,7 +2148,7 @@ template <class B> struct OneLaunch {
     if (B::split_ctas != 1) {
       return zeroed_bytes + size_t(items.count) * items.ranges * sizeof(RangePartial<B>);
     }
-    if (!carries_sums<B> || p.Sk <= most_keys_at_once) return zeroed_bytes;
+    if (!B::many_keys) return zeroed_bytes;
     const int64_t most = B::use_persistent_cta ? most_resident_ctas<B>() : items.count;
     return slot_offset + size_t(items.count < most ? items.count : most) * slot_bytes<B>;
   }
@@ -2518,7 +2535,6 @@ template <class B> struct MmaShared {
     typename MmaPartials<B>::type partial;  // afterwards
   };
   WorkItem item;   // the CTA's: not in registers, which are for S and O
-  int part_end;    // of the keys that are summed at once
   uint32_t drawn;  // TileQueue
 };
 
@@ -2806,24 +2822,20 @@ __global__ void __launch_bounds__(B::threads, 1) sdpa_mma(const __grid_constant_
     } else {
       t.template copy_q<B::block_m>(s.in.Q, 0, threadIdx.x, B::threads);
     }
-    if (threadIdx.x == 0) {
-      s.item = item;
-      s.part_end = !carries_sums<B> ? t.keys.end : min(t.keys.begin + keys_at_once<B>, t.keys.end);
-    }
+    if (threadIdx.x == 0) s.item = item;
     VectorCopy<B::use_cp_async>::commit();
     CopyTogether<B, typename MmaShared<B>::Tiles> feed(s.in.group[group], t);
     VectorCopy<B::use_cp_async>::template wait<B::stages - 1>();
     __syncthreads();  // hazard: Q copied by all warps, s.item written by thread 0
     MmaQueries<B> Q;
     MmaRows<B> rows;
-
     // A mask leaves some warps of the CTA less to do than others.
     const int q = item.q0 + (B::pack_gqa ? 0 : warp * WARP_ROWS);
-    for (int round = t.keys.begin;;) {
+    // Every group takes part in every round, the last one perhaps without a tile.
+    const auto sum_keys = [&](int begin, int end) {
       Q.start(s.in.Q, warp, lane);
       rows.start(warp * WARP_ROWS + lane / 4, lane % 4 * 2);
-      // Every group takes part in every round, the last one perhaps without a tile.
-      for (; round < s.part_end; round += t.ADVANCE) {
+      for (int round = begin; round < end; round += t.ADVANCE) {
         const int k0 = round + group * B::block_n, stage = feed.acquire(k0);
         if (q < p.Sq && k0 < t.keys.end && a.tiles.touch(q, k0)) {
           const bool clean = a.tiles.cover(q, k0);
@@ -2838,14 +2850,11 @@ __global__ void __launch_bounds__(B::threads, 1) sdpa_mma(const __grid_constant_
         }
         feed.release();
       }
-      const int begin = t.keys.begin, end = t.keys.end;
-      if (!carries_sums<B> || end - begin <= keys_at_once<B>) break;
-      const bool first = round - begin <= keys_at_once<B>, last = round >= end;
-      carry_sums<B>(rows.O, rows.m, rows.l, a, threadIdx.x, first, last);
-      if (last) break;
-      __syncthreads();  // hazard: s.part_end still being read
-      if (threadIdx.x == 0) s.part_end = min(round + keys_at_once<B>, t.keys.end);
-      __syncthreads();  // hazard: s.part_end just written
+    };
+    if constexpr (B::many_keys) {
+      sum_parts<B>(rows, t.keys, a, sum_keys);
+    } else {
+      sum_keys(t.keys.begin, t.keys.end);
     }
 
     rows.finish();
@@ -4700,9 +4709,16 @@ template <class B> KernelFacts facts() {
           Kernel::zeroed_bytes};
 }
 
+template <class B> KernelFacts facts(const SdpaParams& p) {
+  if constexpr (carries_sums<B>) {
+    if (p.Sk > most_keys_at_once) return facts<ManyKeys<B>>();
+  }
+  return facts<B>();
+}
+
 // Of the kernel that takes this problem.
 template <class B, bool TUNED = B::use_tuned> struct KernelChoice {
-  static KernelFacts of(const SdpaParams&) { return facts<B>(); }
+  static KernelFacts of(const SdpaParams& p) { return facts<B>(p); }
 };
 
 // ---- the choice of a tile (USE_TUNED) ----
@@ -4751,18 +4767,18 @@ int choose_tile(const SdpaParams& p) {
 }
 
 // Of tile number `tile`, which is N or comes after it.
-template <int N> KernelFacts tuned_facts(int tile) {
+template <int N> KernelFacts tuned_facts(const SdpaParams& p, int tile) {
   if constexpr (N < TILES) {
     if constexpr (tile_fits(TUNED_TILES[N])) {
-      if (tile == N) return facts<TunedBuild<N>>();
+      if (tile == N) return facts<TunedBuild<N>>(p);
     }
-    return tuned_facts<N + 1>(tile);
+    return tuned_facts<N + 1>(p, tile);
   }
   return {};
 }
 
 template <class B> struct KernelChoice<B, true> {
-  static KernelFacts of(const SdpaParams& p) { return tuned_facts<0>(choose_tile(p)); }
+  static KernelFacts of(const SdpaParams& p) { return tuned_facts<0>(p, choose_tile(p)); }
 };
 
 // ---- for the harness (typed) ----
