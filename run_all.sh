@@ -26,7 +26,7 @@ usage: ./run_all.sh [--cpu] [--only REGEX] [--shape S]... [--csv] [-- OPTION...]
                   the rows go to results/DATE-DEVICE.csv. Without a GPU: on the CPU backend
   --cpu           check the lines on the CPU backend, on small and mission; nothing is timed
   --only REGEX    only the lines whose name matches
-  --shape S       small, mission, mission2, long or B,Hq,Hkv,Sq,Sk; repeatable
+  --shape S       small, mission, mission2, long, decode, decode1, chunk or B,Hq,Hkv,Sq,Sk; repeatable
   --csv           print the rows as CSV on stdout instead of the table
   -- OPTION...    more options for every executable, such as -- --causal br --seeds 0,1,2
   test            build and run the tests; under the sanitizers one line of each kind, or all
@@ -318,13 +318,13 @@ keep_rows() {
 
 # judge_shape S: before anything is built.
 judge_shape() {
-  case $1 in small|mission|mission2|long) return ;; esac
+  case $1 in small|mission|mission2|long|decode|decode1|chunk) return ;; esac
   if [[ $1 =~ ^[1-9][0-9]*([,x][1-9][0-9]*){4}$ ]]; then
     local sizes
     IFS=,x read -ra sizes <<<"$1"
     [ $((sizes[1] % sizes[2])) != 0 ] || return 0
   fi
-  refuse "--shape $1: want small, mission, mission2, long or B,Hq,Hkv,Sq,Sk with Hq a multiple of Hkv"
+  refuse "--shape $1: want small, mission, mission2, long, decode, decode1, chunk or B,Hq,Hkv,Sq,Sk with Hq a multiple of Hkv"
 }
 
 main_job() {

@@ -86,8 +86,8 @@ namespace {  // two builds in one program must not share their constants and ker
   X(SKIP_MASKED, 0, skip_masked, "0 1", "wgmma: a warpgroup leaves out tiles of which its rows see nothing") \
   X(FP8_FLUSH, 8, fp8_flush, "0 1 2 4 8 16", "wgmma, FP8_E4M3: after so many tiles P @ V is added to O in fp32; 0: never") \
   X(SWAP_AB, 0, swap_ab, "0 1", "wgmma: S.T = K @ Q.T, keys as its 64 rows: 16, 32 or 64 query rows a CTA") \
-  X(PACK_GQA, 0, pack_gqa, "0 1", "SWAP_AB: the query heads of a key head are rows of one tile") \
-  X(SPLIT_CTAS, 1, split_ctas, "0..256", "SWAP_AB: CTAs that share the keys of a tile; 0: by the problem; workspace") \
+  X(PACK_GQA, 0, pack_gqa, "0 1", "mma, SWAP_AB: the query heads of a key head are rows of one tile") \
+  X(SPLIT_CTAS, 1, split_ctas, "0..256", "PACK_GQA: CTAs that share the keys of a tile; 0: by the problem; workspace") \
   X(USE_TUNED, 0, use_tuned, "0 1", "wgmma: the tile by the problem, from TUNED_TILES; knobs typed besides narrow it") \
   X(USE_CUBLAS, 0, use_cublas, "0 1", "cuBLAS, S and P in global memory: the unfused baseline; link to it") \
   X(USE_WARP_SPECIALIZATION, 0, use_warp_specialization, "0 1", "producer warps copy, consumer warps compute") \
@@ -187,6 +187,7 @@ template <class Knobs> struct Derived : Knobs {
                                    : family == Family::wgmma && Knobs::use_warp_specialization
                                        ? 64
                                        : Knobs::block_m;
+  static constexpr bool many_keys = false;  // of ManyKeys
 };
 
 // The template argument of every kernel and block.
@@ -228,9 +229,19 @@ SDPA_REFUSE(!is_wgmma && (USE_PING_PONG_changed || OVERLAP_changed || SKIP_MASKE
                           SWAP_AB_changed || USE_TUNED_changed),
             "USE_PING_PONG, OVERLAP, SKIP_MASKED, SWAP_AB and USE_TUNED: only the wgmma kernel has "
             "them; add USE_WGMMA=1 or drop them");
-SDPA_REFUSE(!Build::swap_ab && (PACK_GQA_changed || SPLIT_CTAS_changed),
-            "PACK_GQA and SPLIT_CTAS: only the transposed wgmma kernel has them; add SWAP_AB=1 or "
-            "drop them");
+SDPA_REFUSE(
+    !Build::swap_ab && !is_mma && (PACK_GQA_changed || SPLIT_CTAS_changed),
+    "PACK_GQA and SPLIT_CTAS: only the mma.sync kernel and the transposed wgmma kernel have "
+    "them; add USE_MMA_SYNC=1 or SWAP_AB=1 or drop them");
+SDPA_REFUSE(is_mma && !Build::pack_gqa && SPLIT_CTAS_changed,
+            "SPLIT_CTAS: in the mma.sync kernel it goes with PACK_GQA; add PACK_GQA=1 or drop it");
+SDPA_REFUSE(is_mma&& Build::pack_gqa&& USE_PERSISTENT_CTA_changed,
+            "PACK_GQA=1: in the mma.sync kernel every item has CTAs of its own; drop "
+            "USE_PERSISTENT_CTA or PACK_GQA");
+SDPA_REFUSE(
+    Build::is_8bit && (PACK_GQA_changed || SPLIT_CTAS_changed),
+    "PACK_GQA and SPLIT_CTAS: they merge rows of one scale, and with an 8-bit DTYPE heads have "
+    "their own; drop them");
 SDPA_REFUSE(Build::use_tuned &&
                 (USE_WARP_SPECIALIZATION_changed || OVERLAP_changed || USE_LAZY_MAX_changed),
             "USE_TUNED=1: USE_WARP_SPECIALIZATION, OVERLAP and USE_LAZY_MAX go with the tile; "
@@ -627,6 +638,28 @@ struct KernelArgs {  // SdpaParams with what every CTA would otherwise compute a
       : tiles(KeyBounds(problem), rows, keys_of_tile), keys(problem), p(problem) {}
 };
 
+// SPLIT_CTAS: the workspace is a counter for each item, of the CTAs that have left their part of it, and then
+// these parts.
+constexpr uint32_t most_split_items = 16384;
+constexpr size_t range_counter_bytes = most_split_items * sizeof(uint32_t);
+// Keys that a warp's tensor cores sum over at once (carry_sums() says why). Of a problem with more every CTA has a slot in
+// the workspace.
+constexpr int most_keys_at_once = 65536;
+template <class B> constexpr bool carries_sums = B::family == Family::mma && !B::pack_gqa;
+template <class B> struct ManyKeys : B {  // the build for such a problem
+  static constexpr bool many_keys = true;
+};
+template <class B>  // of all groups of warps, in whole tiles
+constexpr int keys_at_once =
+    (most_keys_at_once + B::block_n - 1) / B::block_n* B::block_n* B::split_kv;
+constexpr size_t slot_offset = 256;
+template <class B>
+constexpr size_t slot_bytes = B::block_m* B::split_kv*(B::head_dim + 2 * 4) * sizeof(float);
+template <class B> struct alignas(256) RangePartial {
+  float O[B::block_m][B::head_dim];
+  float2 m_l[B::block_m];
+};
+
 // ==== 3 PTX ======================================================================================
 // One function per instruction, named after it, with no policy inside. Pointers into shared memory
 // are generic pointers; the functions convert them.
@@ -681,6 +714,16 @@ template <class T> __device__ __forceinline__ T ld_global_cg(const void* src_g) 
 }
 template <class T> __device__ __forceinline__ void st_global(void* dst_g, T value) {
   *static_cast<T*>(dst_g) = value;
+}
+// atom.inc: counts up, from `last` on to 0; gives what was there. What this thread and those before it at a barrier
+// have written is there for who reads behind a later one.
+__device__ __forceinline__ uint32_t atom_inc_acq_rel(uint32_t* counter_g, uint32_t last) {
+  uint32_t old;
+  asm volatile("atom.acq_rel.gpu.global.inc.u32 %0, [%1], %2;"
+               : "=r"(old)
+               : "l"(counter_g), "r"(last)
+               : "memory");
+  return old;
 }
 __device__ __forceinline__ float ex2_approx_ftz(float x) {
   float y;
@@ -1341,7 +1384,9 @@ template <class B> constexpr int barriers_per_tile() {
 }
 
 template <class B, Hazard H> __device__ __forceinline__ void sync_for() {
-  if constexpr (needs_cta_barrier<B>(H) && B::split_kv > 1) {
+  if constexpr (needs_cta_barrier<B>(H) && B::group_threads == 32) {
+    __syncwarp();
+  } else if constexpr (needs_cta_barrier<B>(H) && B::split_kv > 1) {
 #pragma unroll
     for (int group = 0; group < B::split_kv; group++) {  // barriers have numbers, not variables
       if (threadIdx.x / B::group_threads == group) barrier_sync(1 + group, B::group_threads);
@@ -1378,13 +1423,20 @@ __device__ __forceinline__ void scale_rows(View& T, const float (&factor)[View::
 
 // ---- mask ----
 
-// S = -inf where key k0 + j is not visible to query q0 + r.
-template <class View>
-__device__ __forceinline__ void mask_scores(View& S, const KeyBounds& keys, int q0, int k0) {
+// The query of row r of a tile that begins with query q0. PACK_GQA: the rows are item_queries queries of one head,
+// then those of the next head that has the same key head.
+template <class B> __device__ __forceinline__ int query_of(const KernelArgs& a, int q0, int r) {
+  return q0 + (B::pack_gqa ? int(a.item_queries.remainder(uint32_t(r))) : r);
+}
+
+// S = -inf where key k0 + j is not visible to the query of row r.
+template <class B, class View>
+__device__ __forceinline__ void mask_scores(View& S, const KernelArgs& a, int q0, int k0) {
+  const KeyBounds& keys = a.keys;
   const auto mask = [&](const auto& hidden) {
 #pragma unroll
     for (int i = 0; i < View::ROWS; i++) {
-      const int q = q0 + S.row(i);
+      const int q = query_of<B>(a, q0, S.row(i));
 #pragma unroll
       for (int j = 0; j < View::COLS; j++) {
         if (hidden(S.col(j), q)) S.x[i][j] = -INFINITY;
@@ -1539,24 +1591,7 @@ template <int LANES> __device__ __forceinline__ float row_sum(float x) {
   return x;
 }
 
-// ---- merge of partial results (mma, SPLIT_KV > 1, SWAP_AB) ----
-
-// A row's O, m and l over N parts of its keys become those over all of them: O is the sum of O[n] *
-// weight[n], with weight[n] = 2^((m[n] - m) * scale_log2) and m the largest. m_l[n] = {m[n], l[n]}
-template <class B, int N>
-__device__ __forceinline__ void merge_weights(const float2 (&m_l)[N], float scale_log2,
-                                              float (&weight)[N], float& m, float& l) {
-  m = m_l[0].x, l = 0;
-#pragma unroll
-  for (int n = 1; n < N; n++) m = fmaxf(m, m_l[n].x);
-#pragma unroll
-  for (int n = 0; n < N; n++) {
-    weight[n] = softmax_exp2<B>((m_l[n].x - finite_max(m)) * scale_log2);
-    l = fmaf(m_l[n].y, weight[n], l);
-  }
-}
-
-// ---- epilogue ----
+// ---- the scale of an item ----
 
 // What to_float() counts as 1.
 template <class B> constexpr float element_unit = B::input == DType::u8 ? 448.0f / 127 : 1;
@@ -1583,6 +1618,71 @@ template <class B> struct ItemScale {
       : a(a_), of_8bit(B::is_8bit ? item_scale_log2<B>(a, item) : 0) {}
   __device__ __forceinline__ operator float() const { return B::is_8bit ? of_8bit : a.scale_log2; }
 };
+
+// ---- merge of partial results (mma, wgmma) ----
+
+// A row's O, m and l over N parts of its keys become those over all of them: O is the sum of O[n] *
+// weight[n], with weight[n] = 2^((m[n] - m) * scale_log2) and m the largest. m_l[n] = {m[n], l[n]}
+template <class B, int N>
+__device__ __forceinline__ void merge_weights(const float2 (&m_l)[N], float scale_log2,
+                                              float (&weight)[N], float& m, float& l) {
+  m = m_l[0].x, l = 0;
+#pragma unroll
+  for (int n = 1; n < N; n++) m = fmaxf(m, m_l[n].x);
+#pragma unroll
+  for (int n = 0; n < N; n++) {
+    weight[n] = softmax_exp2<B>((m_l[n].x - finite_max(m)) * scale_log2);
+    l = fmaf(m_l[n].y, weight[n], l);
+  }
+}
+
+// ---- rows of many keys (mma, wgmma) ----
+
+// Tensor cores cut off what they add to an accumulator: of equal addends a sum over 524,288 keys comes out 0.13% low. So
+// a warp sums over most_keys_at_once, and merges such sums by way of its CTA's slot in the workspace.
+// O, m and l of the last keys become those of all keys so far: the slot's, unless these are the first, and these. They
+// go to the slot, unless these are the last. A thread has its own floats there, O.x[i] behind m[i] and l[i].
+template <class B, class View>
+__device__ __forceinline__ void carry_sums(View& O, float (&m)[View::ROWS], float (&l)[View::ROWS],
+                                           const ItemScale<B>& scale_log2, int thread, bool first,
+                                           bool last) {
+  const KernelArgs& a = scale_log2.a;
+  constexpr int threads = B::num_warps * 32;
+  unsigned char* const slots = static_cast<unsigned char*>(a.p.workspace) + slot_offset;
+  float* const slot = reinterpret_cast<float*>(slots + blockIdx.x * slot_bytes<B>) + thread;
+#pragma unroll
+  for (int i = 0; i < View::ROWS; i++) {
+    float* const x = slot + i * (View::COLS + 2) * threads;
+    if (!first) {
+      const float2 m_l[2] = {{ld_global<float>(x), ld_global<float>(x + threads)}, {m[i], l[i]}};
+      float weight[2];
+      merge_weights<B>(m_l, scale_log2, weight, m[i], l[i]);
+#pragma unroll
+      for (int j = 0; j < View::COLS; j++) {
+        O.x[i][j] = fmaf(ld_global<float>(x + (j + 2) * threads), weight[0], O.x[i][j] * weight[1]);
+      }
+    }
+    if (last) continue;
+    st_global(x, m[i]), st_global(x + threads, l[i]);
+#pragma unroll
+    for (int j = 0; j < View::COLS; j++) st_global(x + (j + 2) * threads, O.x[i][j]);
+  }
+}
+
+// O, m and l of rows over the keys of an item, of which sum(begin, end) leaves those over a part there.
+template <class B, class Rows, class Sum>
+__device__ __forceinline__ void sum_parts(Rows& rows, const KeyRange& keys,
+                                          const ItemScale<B>& scale_log2, const Sum& sum) {
+  for (int begin = keys.begin, end;; begin = end) {
+    end = min(begin + keys_at_once<B>, keys.end);
+    sum(begin, end);
+    const bool first = begin == keys.begin, last = end >= keys.end;
+    carry_sums<B>(rows.O, rows.m, rows.l, scale_log2, threadIdx.x, first, last);
+    if (last) break;
+  }
+}
+
+// ---- epilogue ----
 
 // LSE = ln2 * (m * scale_log2 + log2 l) of query q, if it is wanted. m * scale_log2 alone may overflow.
 template <class B>
@@ -1628,6 +1728,123 @@ __device__ __forceinline__ void store_output(const View& O, const float (&m)[Vie
   }
 }
 
+// ---- rows of several heads, keys of several CTAs (SWAP_AB, PACK_GQA) ----
+// What follows is done on rows in shared memory: groups of warps have left there O, m and l of their keys.
+
+// Four neighbouring columns of a row.
+struct RowPart {  // [1][4]
+  static constexpr int ROWS = 1, COLS = 4, RUN = 4;
+  float x[ROWS][COLS];
+  int first_col;
+  __device__ int row(int) const { return 0; }
+  __device__ int col(int j) const { return first_col + j; }
+};
+
+template <class B> struct RowsPartial {
+  alignas(16) float O[B::block_m][B::head_dim + 4];  // 4: against bank conflicts
+  float2 m_l[B::block_m];
+};
+
+// The head and the query of a row of the tile, as an item of one row.
+template <class B>
+__device__ __forceinline__ WorkItem row_item(const KernelArgs& a, const WorkItem& item, int row) {
+  const int heads = B::pack_gqa ? int(a.item_queries.divide(uint32_t(row))) : 0;
+  return {item.b, item.h + heads, query_of<B>(a, item.q0, row)};
+}
+
+// body(row, RowPart) for every four columns of the tile's rows, by all threads.
+template <class B, class Body>
+__device__ __forceinline__ void for_each_part(const KernelArgs& a, int thread, const Body& body) {
+  constexpr int parts = B::head_dim / 4, threads = B::num_warps * 32;
+  const int rows = B::pack_gqa ? a.item_heads * int(a.item_queries.divisor) : B::block_m;
+  for (int i = thread; i < rows * parts; i += threads) {
+    RowPart O;
+    O.first_col = i % parts * 4;
+    clear(O);
+    body(i / parts, O);
+    if (!B::pack_gqa && B::block_m * parts <= threads) break;
+  }
+}
+
+__device__ __forceinline__ void add(RowPart& O, const float4& x, float weight) {
+  O.x[0][0] = fmaf(x.x, weight, O.x[0][0]), O.x[0][1] = fmaf(x.y, weight, O.x[0][1]);
+  O.x[0][2] = fmaf(x.z, weight, O.x[0][2]), O.x[0][3] = fmaf(x.w, weight, O.x[0][3]);
+}
+
+// O, m and l of all groups together, in a fixed order: to put(row, O, m, l).
+template <class B, class Partial, class Put>
+__device__ __forceinline__ void merge_groups(const Partial (&partial_s)[B::split_kv],
+                                             const KernelArgs& a, int thread, const Put& put) {
+  for_each_part<B>(a, thread, [&](int row, RowPart& O) {
+    float m[1], l[1], weight[B::split_kv];
+    float2 m_l[B::split_kv];
+#pragma unroll
+    for (int n = 0; n < B::split_kv; n++) m_l[n] = ld_shared<float2>(&partial_s[n].m_l[row]);
+    merge_weights<B>(m_l, a.scale_log2, weight, m[0], l[0]);
+#pragma unroll
+    for (int n = 0; n < B::split_kv; n++) {
+      add(O, ld_shared<float4>(&partial_s[n].O[row][O.first_col]), weight[n]);
+    }
+    put(row, O, m, l);
+  });
+}
+
+// O, m and l of all ranges together, in a fixed order: so many at a time, all of them loaded at once.
+template <class B>
+__device__ __forceinline__ void merge_ranges(const RangePartial<B>* parts, const KernelArgs& a,
+                                             const WorkItem& item, int thread) {
+  constexpr int many = 16;
+  const int ranges = int(a.ranges.divisor);
+  for_each_part<B>(a, thread, [&](int row, RowPart& O) {
+    float m[1] = {-INFINITY}, l[1] = {0};
+    for (int first = 0; first < ranges; first += many) {
+      float2 m_l[1 + many] = {{m[0], l[0]}};
+      float4 x[many];
+      float weight[1 + many];
+#pragma unroll
+      for (int n = 0; n < many; n++) {
+        const RangePartial<B>& part = parts[min(first + n, ranges - 1)];
+        m_l[1 + n] = ld_global_cg<float2>(&part.m_l[row]);
+        x[n] = ld_global_cg<float4>(&part.O[row][O.first_col]);
+        if (first + n >= ranges) m_l[1 + n] = {-INFINITY, 0}, x[n] = {};
+      }
+      merge_weights<B>(m_l, a.scale_log2, weight, m[0], l[0]);
+#pragma unroll
+      for (int j = 0; j < 4; j++) O.x[0][j] *= weight[0];
+#pragma unroll
+      for (int n = 0; n < many; n++) add(O, x[n], weight[1 + n]);
+    }
+    store_output<B>(O, m, l, a, row_item<B>(a, item, row));
+  });
+}
+
+// O / l and LSE of the item's rows to global memory. SPLIT_CTAS: O, m and l of this CTA's keys to the workspace; then
+// the last CTA of the item, of those that come here, stores what all have left.
+template <class B, class Partial>
+__device__ __forceinline__ void store_rows(const Partial (&partial_s)[B::split_kv],
+                                           const KernelArgs& a, const WorkItem& item, int thread,
+                                           bool& is_last_s) {
+  if (B::split_ctas == 1 || a.ranges.divisor == 1) {
+    merge_groups<B>(partial_s, a, thread, [&](int row, const auto& O, auto& m, auto& l) {
+      store_output<B>(O, m, l, a, row_item<B>(a, item, row));
+    });
+    return;
+  }
+  uint32_t* const counters = static_cast<uint32_t*>(a.p.workspace);
+  RangePartial<B>* const parts = reinterpret_cast<RangePartial<B>*>(
+      static_cast<unsigned char*>(a.p.workspace) + range_counter_bytes);
+  merge_groups<B>(partial_s, a, thread, [&](int row, const auto& O, auto& m, auto& l) {
+    RangePartial<B>& mine = parts[blockIdx.x];
+    st_global(&mine.O[row][O.first_col], float4{O.x[0][0], O.x[0][1], O.x[0][2], O.x[0][3]});
+    if (O.first_col == 0) st_global(&mine.m_l[row], float2{m[0], l[0]});
+  });
+  const uint32_t ranges = a.ranges.divisor, number = a.ranges.divide(blockIdx.x);
+  __syncthreads();  // hazard: written by all threads
+  if (thread == 0) is_last_s = atom_inc_acq_rel(&counters[number], ranges - 1) == ranges - 1;
+  __syncthreads();  // hazard: counted by thread 0
+  if (is_last_s) merge_ranges<B>(parts + number * ranges, a, item, thread);
+}
+
 // ---- work scheduling ----
 
 // Rows of number `block` of a head, counted through all batches.
@@ -1655,13 +1872,22 @@ template <class B> __device__ __forceinline__ WorkItem work_item(const KernelArg
   return tile_of<B>(a, head, block);
 }
 
+// The part of an item's rounds that this CTA takes: SPLIT_CTAS deals them out.
+__device__ __forceinline__ KeyRange range_of_rounds(const KernelArgs& a, int rounds) {
+  const int range = int(a.ranges.remainder(blockIdx.x));
+  const int each = int(a.ranges.divide(uint32_t(rounds)));
+  const int rest = int(a.ranges.remainder(uint32_t(rounds)));  // ranges with one more
+  const int first = each * range + min(range, rest);
+  return {first, first + each + (range < rest)};
+}
+
 // ---- items and copies of the whole CTA (scalar, wmma, mma) ----
 
 struct OneTilePerCta {
   bool done = false;
   template <class B> __device__ bool next(const KernelArgs& a, uint32_t&, WorkItem& item) {
     if (done) return false;
-    item = work_item<B>(a, blockIdx.x);
+    item = work_item<B>(a, B::split_ctas == 1 ? blockIdx.x : a.ranges.divide(blockIdx.x));
     return done = true;
   }
 };
@@ -1709,7 +1935,13 @@ template <class B> struct ItemTiles {
                                        int tid, int nthreads)
       : p(a.p), item(item_), mine(tid, nthreads) {
     const int h_kv = item.h / (p.Hq / p.Hkv);
-    keys = a.keys.of_rows(item.q0, min(item.q0 + B::block_m, p.Sq) - 1);
+    const int queries = B::pack_gqa ? int(a.item_queries.divisor) : B::block_m;
+    keys = a.keys.of_rows(item.q0, min(item.q0 + queries, p.Sq) - 1);
+    if (B::split_ctas != 1) {
+      const int rounds = max((keys.end - keys.begin + ADVANCE - 1) / ADVANCE, 0);
+      const KeyRange part = range_of_rounds(a, rounds);
+      keys = {keys.begin + part.begin * ADVANCE, min(keys.begin + part.end * ADVANCE, keys.end)};
+    }
     first_key = keys.begin + group * B::block_n;
     K_g = mine.first(p.K + item.b * p.k.batch + h_kv * p.k.head + first_key * p.k.row, p.k.row);
     V_g = mine.first(p.V + item.b * p.v.batch + h_kv * p.v.head + first_key * p.v.row, p.v.row);
@@ -2069,17 +2301,6 @@ SdpaStatus launch_kernel(const KernelArgs& a, uint32_t items, cudaStream_t strea
   return error == cudaSuccess ? SdpaStatus{} : cuda_failure(error, "launching the kernel");
 }
 
-// What most kernels have: nothing to prepare, one launch, a workspace for the queue alone, which is zero again
-// after every launch.
-template <class B> struct OneLaunch {
-  static constexpr size_t zeroed_bytes = has_queue ? sizeof(uint32_t) : 0;
-  static SdpaStatus prepare(KernelArgs&) { return {}; }
-  static SdpaStatus launch(const KernelArgs& a, cudaStream_t stream) {
-    return launch_kernel<B>(a, a.work_items * a.ranges.divisor, stream);
-  }
-  static size_t workspace_bytes(const SdpaParams&) { return zeroed_bytes; }
-};
-
 // Of the current device; `otherwise` where there is none.
 int device_attribute(cudaDeviceAttr attribute, int otherwise) {
   int device = 0, value = 0;
@@ -2088,9 +2309,6 @@ int device_attribute(cudaDeviceAttr attribute, int otherwise) {
   return known ? value : otherwise;
 }
 
-constexpr uint32_t most_split_items = 16384;  // SPLIT_CTAS: each has a counter in the workspace
-constexpr size_t range_counter_bytes = most_split_items * sizeof(uint32_t);
-
 // How a problem's rows and keys are dealt to CTAs.
 struct Items {
   int heads = 1, queries;  // query heads of an item, and queries of each
@@ -2098,11 +2316,18 @@ struct Items {
   int ranges = 1;          // CTAs to an item
 };
 
+// CTAs that the GPU holds at once, by their shared memory, of which the system takes 1 KB for each.
+template <class B> int64_t most_resident_ctas() {
+  const int sms = device_attribute(cudaDevAttrMultiProcessorCount, 132);
+  const int shared = device_attribute(cudaDevAttrMaxSharedMemoryPerMultiprocessor, 228 << 10);
+  const int ctas = shared / int(shared_bytes<B> + 1024);
+  return int64_t(sms) * (ctas > 1 ? ctas : 1);
+}
+
 // SPLIT_CTAS=0: as many ranges as take the least time, in waves of the CTAs that are resident, if what a range costs
 // besides is four rounds, and none is longer than 65,536 keys where 256 ranges suffice: long sums lose small addends.
 template <class B> int ranges_of(const SdpaParams& p, const Items& items) {
-  const int sms = device_attribute(cudaDevAttrMultiProcessorCount, 132);
-  const int64_t resident = int64_t(sms) * (shared_bytes<B> > 113 * 1024 ? 1 : 2);
+  const int64_t resident = most_resident_ctas<B>();
   const KeyBounds bounds(p);
   const int keys = bounds.end(p.Sq - 1) - bounds.begin(p.Sq - 1), round = B::split_kv * B::block_n;
   const int64_t rounds = keys > 0 ? (int64_t(keys) + round - 1) / round : 1;
@@ -2133,6 +2358,27 @@ template <class B> Items items_of(const SdpaParams& p) {
   if (B::split_ctas == 0 && items.count > 0) items.ranges = ranges_of<B>(p, items);
   return items;
 }
+
+// What most kernels have: nothing to prepare, one launch, a workspace for the queue or the ranges, whose counters are
+// zero again after every launch.
+template <class B> struct OneLaunch {
+  static constexpr size_t zeroed_bytes = B::split_ctas != 1 ? range_counter_bytes
+                                         : has_queue        ? sizeof(uint32_t)
+                                                            : 0;
+  static SdpaStatus prepare(KernelArgs&) { return {}; }
+  static SdpaStatus launch(const KernelArgs& a, cudaStream_t stream) {
+    return launch_kernel<B>(a, a.work_items * a.ranges.divisor, stream);
+  }
+  static size_t workspace_bytes(const SdpaParams& p) {
+    const Items items = items_of<B>(p);
+    if (B::split_ctas != 1) {
+      return zeroed_bytes + size_t(items.count) * items.ranges * sizeof(RangePartial<B>);
+    }
+    if (!B::many_keys) return zeroed_bytes;
+    const int64_t most = B::use_persistent_cta ? most_resident_ctas<B>() : items.count;
+    return slot_offset + size_t(items.count < most ? items.count : most) * slot_bytes<B>;
+  }
+};
 
 // ==== 5 KERNELS ==================================================================================
 
@@ -2188,7 +2434,7 @@ __global__ void __launch_bounds__(B::threads, 1) sdpa_scalar(const __grid_consta
     for (int k0 = t.keys.begin; k0 < t.keys.end; k0 += B::block_n) {
       const int stage = feed.acquire(k0);
       scalar_qk<B>(S, s.Q, s.K[stage]);
-      if (!a.tiles.cover(item.q0, k0)) mask_scores(S, a.keys, item.q0, k0);
+      if (!a.tiles.cover(item.q0, k0)) mask_scores<B>(S, a, item.q0, k0);
       float alpha[O.ROWS];
       softmax.step(s, S, scale_log2, alpha);
       scalar_pv<B>(O, alpha, s.P, s.V[stage]);
@@ -2402,7 +2648,7 @@ __device__ __forceinline__ void wmma_consume(WmmaShared<B>& s, const KernelArgs&
     wmma_qk<B>(S_s, Q, s.K[stage]);
     __syncwarp();  // hazard: S written by the other lanes
     load_scores(S, s.P, s.P_STRIDE);
-    if (!a.tiles.cover(item.q0, k0)) mask_scores(S, a.keys, item.q0, k0);
+    if (!a.tiles.cover(item.q0, k0)) mask_scores<B>(S, a, item.q0, k0);
     float alpha[O.ROWS];
     softmax.step(s, S, scale_log2, alpha);
     if constexpr (B::use_wmma_pv) {
@@ -2499,6 +2745,13 @@ template <class B> struct MmaPartial {
   float2 m_l[View::ROWS][B::group_threads];
 };
 
+template <class B> struct MmaPacked;  // PACK_GQA: how Q comes and O leaves
+// Of every group but the first.
+template <class B, bool PACKED = B::pack_gqa> struct MmaPartials {
+  static constexpr int OTHERS = B::split_kv > 1 ? B::split_kv - 1 : 1;
+  using type = typename std::conditional<(B::split_kv > 1), MmaPartial<B>[OTHERS], char>::type;
+};
+
 template <class B> struct MmaShared {
   struct Tiles : TilesAsCopied<B> {
     Element K[TILE_STAGES<B>][B::block_n * B::head_dim];  // [BLOCK_N][D]
@@ -2508,11 +2761,9 @@ template <class B> struct MmaShared {
     Element Q[B::block_m * B::head_dim];  // [BLOCK_M][D]
     Tiles group[B::split_kv];
   };
-  static constexpr int PARTIALS = B::split_kv > 1 ? B::split_kv - 1 : 1;
   union {
     Inputs in;
-    // Afterwards, with SPLIT_KV, the sums of every group but the first.
-    typename std::conditional<(B::split_kv > 1), MmaPartial<B>[PARTIALS], char>::type partial;
+    typename MmaPartials<B>::type partial;  // afterwards
   };
   WorkItem item;   // the CTA's: not in registers, which are for S and O
   uint32_t drawn;  // TileQueue
@@ -2668,10 +2919,10 @@ template <class B> struct MmaRows {
   Sums O;
   MmaProbabilities<B> P;
   float m[ROWS], l[ROWS];
-  bool stale_max_will_do = false;  // USE_LAZY_MAX: softmax_shift() said so of all rows of the warp
+  bool stale_max_will_do;  // USE_LAZY_MAX: softmax_shift() said so of all rows of the warp
 
   __device__ void start(int first_row, int first_col) {
-    O.first_row = first_row, O.first_col = first_col;
+    O.first_row = first_row, O.first_col = first_col, stale_max_will_do = false;
     clear(O);
 #pragma unroll
     for (int i = 0; i < ROWS; i++) m[i] = -INFINITY, l[i] = 0;
@@ -2702,7 +2953,7 @@ template <class B> struct MmaRows {
     Scores S;
     S.first_row = O.first_row, S.first_col = O.first_col;
     mma_qk<B>(S, Q, K_s, lane);
-    if (!clean) mask_scores(S, scale_log2.a.keys, q0, k0);
+    if (!clean) mask_scores<B>(S, scale_log2.a, q0, k0);
     float alpha[ROWS];
     softmax_max<B>(S, scale_log2, m, alpha);
     const bool may_be_kept = softmax_sum<B>(S, scale_log2, m, alpha, l);
@@ -2788,6 +3039,52 @@ __device__ __forceinline__ void deal_runs(MmaRuns<B, WIDTH>& R, const MmaAccumul
   }
 }
 
+// ---- 5c rows of several heads (mma and PACK_GQA) ----
+
+template <class B> struct MmaPartials<B, true> {
+  struct type {
+    RowsPartial<B> of_group[B::split_kv];
+    bool is_last;
+  };
+};
+
+template <class B> struct MmaPacked {
+  static __device__ __forceinline__ void copy_q(MmaShared<B>& s, const ItemTiles<B>& t,
+                                                const KernelArgs& a) {
+    constexpr int per_row = TileCopy<B>::PER_ROW;
+    const SdpaParams& p = a.p;
+    const int rows = a.item_heads * int(a.item_queries.divisor);
+    for (int i = threadIdx.x; i < B::block_m * per_row; i += B::threads) {
+      const int row = i / per_row, col = i % per_row * B::vec_width;
+      const WorkItem from = row_item<B>(a, t.item, row);
+      VectorCopy<B::use_cp_async>::template copy<B::vec_width * sizeof(Input)>(
+          s.in.Q + tile_offset<B>(row, col),
+          p.Q + from.b * p.q.batch + from.h * p.q.head + from.q0 * p.q.row + col,
+          row < rows && from.q0 < p.Sq);
+    }
+  }
+  static __device__ __forceinline__ void store(MmaShared<B>& s, const MmaRows<B>& rows,
+                                               const KernelArgs& a, int group, int lane) {
+    MmaRuns<B, B::head_dim> runs;
+    deal_runs<B>(runs, rows.O, lane);
+    __syncthreads();  // hazard: the partial results take the place of Q, K and V
+    RowsPartial<B>& mine = s.partial.of_group[group];
+#pragma unroll
+    for (int i = 0; i < runs.ROWS; i++) {
+      const auto& x = runs.x[i];
+#pragma unroll
+      for (int j = 0; j < runs.COLS; j += 4) {
+        st_shared(&mine.O[runs.row(i)][runs.col(j)], float4{x[j], x[j + 1], x[j + 2], x[j + 3]});
+      }
+      if (runs.col(0) == 0) st_shared(&mine.m_l[runs.row(i)], float2{rows.m[i], rows.l[i]});
+    }
+    __syncthreads();  // hazard: partial results written
+    store_rows<B>(s.partial.of_group, a, s.item, threadIdx.x, s.partial.is_last);
+  }
+};
+
+// ---- 5c the kernel (mma) ----
+
 template <class B>
 __global__ void __launch_bounds__(B::threads, 1) sdpa_mma(const __grid_constant__ KernelArgs a) {
   const SdpaParams& p = a.p;
@@ -2800,48 +3097,62 @@ __global__ void __launch_bounds__(B::threads, 1) sdpa_mma(const __grid_constant_
   Scheduler<B> scheduler;
   for (WorkItem item; scheduler.template next<B>(a, s.drawn, item);) {
     const ItemTiles<B> t(a, item, group, tid, B::group_threads);
-    t.template copy_q<B::block_m>(s.in.Q, 0, threadIdx.x, B::threads);
+    if constexpr (B::pack_gqa) {
+      MmaPacked<B>::copy_q(s, t, a);
+    } else {
+      t.template copy_q<B::block_m>(s.in.Q, 0, threadIdx.x, B::threads);
+    }
     if (threadIdx.x == 0) s.item = item;
     VectorCopy<B::use_cp_async>::commit();
     CopyTogether<B, typename MmaShared<B>::Tiles> feed(s.in.group[group], t);
     VectorCopy<B::use_cp_async>::template wait<B::stages - 1>();
     __syncthreads();  // hazard: Q copied by all warps, s.item written by thread 0
     MmaQueries<B> Q;
-    Q.start(s.in.Q, warp, lane);
     MmaRows<B> rows;
-    rows.start(warp * WARP_ROWS + lane / 4, lane % 4 * 2);
     const ItemScale<B> scale_log2(a, item);
-
     // A mask leaves some warps of the CTA less to do than others.
-    const int q = item.q0 + warp * WARP_ROWS;
+    const int q = item.q0 + (B::pack_gqa ? 0 : warp * WARP_ROWS);
     // Every group takes part in every round, the last one perhaps without a tile.
-    for (int round = t.keys.begin; round < t.keys.end; round += t.ADVANCE) {
-      const int k0 = round + group * B::block_n, stage = feed.acquire(k0);
-      if (q < p.Sq && k0 < t.keys.end && a.tiles.touch(q, k0)) {
-        const bool clean = a.tiles.cover(q, k0);
-        const Element* const K_s = s.in.group[group].K[stage];
-        const Element* const V_s = s.in.group[group].V[stage];
-        bool done = false;
-        if (rows.stale_max_will_do && clean) {
-          done = rows.attend_by_stale_max(Q, K_s, scale_log2, lane);
+    const auto sum_keys = [&](int begin, int end) {
+      Q.start(s.in.Q, warp, lane);
+      rows.start(warp * WARP_ROWS + lane / 4, lane % 4 * 2);
+      for (int round = begin; round < end; round += t.ADVANCE) {
+        const int k0 = round + group * B::block_n, stage = feed.acquire(k0);
+        if (q < p.Sq && k0 < t.keys.end && a.tiles.touch(q, k0)) {
+          const bool clean = a.tiles.cover(q, k0);
+          const Element* const K_s = s.in.group[group].K[stage];
+          const Element* const V_s = s.in.group[group].V[stage];
+          bool done = false;
+          if (rows.stale_max_will_do && clean) {
+            done = rows.attend_by_stale_max(Q, K_s, scale_log2, lane);
+          }
+          if (!done) rows.attend_by_exact_max(Q, K_s, scale_log2, s.item.q0, k0, clean, lane);
+          rows.multiply(V_s, lane);
         }
-        if (!done) rows.attend_by_exact_max(Q, K_s, scale_log2, s.item.q0, k0, clean, lane);
-        rows.multiply(V_s, lane);
+        feed.release();
       }
-      feed.release();
+    };
+    if constexpr (B::many_keys) {
+      sum_parts<B>(rows, t.keys, scale_log2, sum_keys);
+    } else {
+      sum_keys(t.keys.begin, t.keys.end);
     }
 
     rows.finish();
-    if constexpr (B::split_kv > 1) {
-      __syncthreads();  // hazard: the partial results take the place of Q, K and V
-      if (group > 0) rows.store(s.partial[group - 1], tid);
-      __syncthreads();  // hazard: partial results written
-      if (group > 0) continue;
-      rows.merge(s.partial, scale_log2, tid);
+    if constexpr (B::pack_gqa) {
+      MmaPacked<B>::store(s, rows, a, group, lane);
+    } else {
+      if constexpr (B::split_kv > 1) {
+        __syncthreads();  // hazard: the partial results take the place of Q, K and V
+        if (group > 0) rows.store(s.partial[group - 1], tid);
+        __syncthreads();  // hazard: partial results written
+        if (group > 0) continue;
+        rows.merge(s.partial, scale_log2, tid);
+      }
+      MmaRuns<B, B::head_dim> runs;
+      deal_runs<B>(runs, rows.O, lane);
+      store_output<B>(runs, rows.m, rows.l, a, s.item);
     }
-    MmaRuns<B, B::head_dim> runs;
-    deal_runs<B>(runs, rows.O, lane);
-    store_output<B>(runs, rows.m, rows.l, a, s.item);
   }
 }
 
@@ -3216,7 +3527,7 @@ __global__ void __launch_bounds__(B::threads, 1)
 
     // P, and O brought to its maximum
     float alpha[2];
-    if (!a.tiles.cover(item.q0, k0)) mask_scores(S, a.keys, item.q0, k0);
+    if (!a.tiles.cover(item.q0, k0)) mask_scores<B>(S, a, item.q0, k0);
     softmax_max<B>(S, a.scale_log2, m, alpha);
     softmax_sum<B>(S, a.scale_log2, m, alpha, l);
     scale_rows(O, alpha);
@@ -3661,7 +3972,7 @@ template <class B> struct WgmmaConsumer {
     if (has_mask()) {
       const uint32_t tid = thread_index_anew() % 128;
       S.first_row = tid / 32 * 16 + tid % 32 / 4, S.first_col = tid % 4 * 2;
-      mask_scores(S, a.keys, q, k0);
+      mask_scores<B>(S, a, q, k0);
     }
     softmax_max<B>(S, scale(), m, alpha);
     keep_max(softmax_sum<B>(S, scale(), m, alpha, l));
@@ -4189,15 +4500,6 @@ template <class B> struct WgmmaE4m3<B, true> {
 
 // ---- 5e wgmma, transposed: few query rows, keys as the 64 rows (wgmma and SWAP_AB, USE_TUNED) ----
 
-// Four neighbouring columns of a row.
-struct RowPart {  // [1][4]
-  static constexpr int ROWS = 1, COLS = 4, RUN = 4;
-  float x[ROWS][COLS];
-  int first_col;
-  __device__ int row(int) const { return 0; }
-  __device__ int col(int j) const { return first_col + j; }
-};
-
 // S.T = K @ Q.T and O.T = V.T @ P.T: so keys and d are the rows of the products, of which wgmma wants 64, and
 // query rows the columns, of which 16 will do. Every warpgroup has a slice of the keys:
 //
@@ -4220,11 +4522,8 @@ template <class B> struct WgmmaColumnsShared {
     // Full: the tile has landed. Empty: every warp of the slice has read it.
     uint64_t k_full[B::stages], v_full[B::stages], empty[B::stages];
   };
-  struct Partial {
+  struct Partial : RowsPartial<B> {
     static constexpr int ROWS = B::block_m;
-    alignas(
-        16) float O[ROWS][B::head_dim + 4];  // 4: against bank conflicts where lanes lie along d
-    float2 m_l[ROWS];
     float of_warp[4][ROWS > 32 ? ROWS / 32 : 1][32];  // maxima or sums for the other warps
   };
   alignas(1024) Input Q[B::block_m * B::head_dim];  // [BLOCK_M][D]
@@ -4232,13 +4531,7 @@ template <class B> struct WgmmaColumnsShared {
   Partial partial[B::split_kv];
   WgmmaItem item;
   uint64_t q_full;  // Q has landed, the item is known
-  bool is_last;     // SPLIT_CTAS: this CTA merges the ranges
-};
-
-// What a CTA leaves in the workspace, behind a counter for each item, of the CTAs that have left theirs.
-template <class B> struct alignas(256) WgmmaRange {
-  float O[B::block_m][B::head_dim];
-  float2 m_l[B::block_m];
+  bool is_last;     // for store_rows()
 };
 
 // The copies of a slice's warps: one loads K and one V, all at once, since a warp is busy with a copy for some 100
@@ -4259,12 +4552,8 @@ template <class B> struct WgmmaColumnsLoader {
   __device__ __forceinline__ WgmmaItem find_item() const {
     if (B::split_ctas == 1) return wgmma_item<B>(a, blockIdx.x);
     WgmmaItem item = wgmma_item<B>(a, a.ranges.divide(blockIdx.x));
-    const int range = int(a.ranges.remainder(blockIdx.x));
-    const int each = int(a.ranges.divide(uint32_t(item.rounds)));
-    const int rest = int(a.ranges.remainder(uint32_t(item.rounds)));  // ranges with one more
-    const int first = each * range + min(range, rest);
-    item.rounds = each + (range < rest);
-    item.first_key += first * round_keys<B>;
+    const KeyRange part = range_of_rounds(a, item.rounds);
+    item.first_key += part.begin * round_keys<B>, item.rounds = part.end - part.begin;
     return item;
   }
   __device__ bool loads_tiles() const { return warp < 2; }
@@ -4349,12 +4638,6 @@ template <class B> struct WgmmaColumns {
         V_s(uniform(shared_address(s.slice[slice].V[0]))) {}
 
   __device__ int column(int i) const { return i / 2 * 8 + lane % 4 * 2 + i % 2; }
-  // The head and the query of a row of the tile, as an item of one row.
-  __device__ __forceinline__ WorkItem row_item(const WorkItem& item, int row) const {
-    if (!B::pack_gqa) return {item.b, item.h, item.q0 + row};
-    return {item.b, item.h + int(a.item_queries.divide(uint32_t(row))),
-            item.q0 + int(a.item_queries.remainder(uint32_t(row)))};
-  }
   __device__ void sync() const { barrier_sync(1 + slice, 128); }  // all warps of the slice
   __device__ void release(uint64_t* empty) {
     __syncwarp();
@@ -4407,7 +4690,7 @@ template <class B> struct WgmmaColumns {
     const int k = k0 + int(warp * 16 + lane / 4);
 #pragma unroll
     for (int i = 0; i < COLS; i++) {
-      const int q = row_item({0, 0, q0}, column(i)).q0;
+      const int q = query_of<B>(a, q0, column(i));
       const int begin = a.keys.begin(q) - k, end = a.keys.end(q) - k;
 #pragma unroll
       for (int n = 0; n < 2 * KEY_BLOCKS; n++) {
@@ -4594,73 +4877,6 @@ template <class B> struct WgmmaColumns {
     }
   }
 
-  // body(row, RowPart) for every four columns of the tile's rows.
-  template <class Body> __device__ __forceinline__ void for_each_part(const Body& body) const {
-    constexpr int parts = B::head_dim / 4;
-    const int rows = B::pack_gqa ? a.item_heads * int(a.item_queries.divisor) : B::block_m;
-    for (int i = int(thread); i < rows * parts; i += B::warpgroups * 128) {
-      RowPart O;
-      O.first_col = i % parts * 4;
-      clear(O);
-      body(i / parts, O);
-      if (!B::pack_gqa && B::block_m * parts <= B::warpgroups * 128) break;
-    }
-  }
-  static __device__ __forceinline__ void add(RowPart& O, const float4& x, float weight) {
-    O.x[0][0] = fmaf(x.x, weight, O.x[0][0]), O.x[0][1] = fmaf(x.y, weight, O.x[0][1]);
-    O.x[0][2] = fmaf(x.z, weight, O.x[0][2]), O.x[0][3] = fmaf(x.w, weight, O.x[0][3]);
-  }
-  // O, m and l of all slices together, in a fixed order: to put(row, O, m, l).
-  template <class Put> __device__ __forceinline__ void merge_slices(const Put& put) const {
-    for_each_part([&](int row, RowPart& O) {
-      float m[1], l[1], weight[B::split_kv];
-      float2 m_l[B::split_kv];
-#pragma unroll
-      for (int n = 0; n < B::split_kv; n++) m_l[n] = ld_shared<float2>(&s.partial[n].m_l[row]);
-      merge_weights<B>(m_l, a.scale_log2, weight, m[0], l[0]);
-#pragma unroll
-      for (int n = 0; n < B::split_kv; n++) {
-        add(O, ld_shared<float4>(&s.partial[n].O[row][O.first_col]), weight[n]);
-      }
-      put(row, O, m, l);
-    });
-  }
-  // SPLIT_CTAS: this CTA's part to the workspace; if it is the last one of the item, all of them, in their order,
-  // to global memory.
-  __device__ __forceinline__ void merge_ranges(const WorkItem& item) const {
-    uint32_t* const counters = static_cast<uint32_t*>(a.p.workspace);
-    WgmmaRange<B>* const parts = reinterpret_cast<WgmmaRange<B>*>(
-        static_cast<unsigned char*>(a.p.workspace) + range_counter_bytes);
-    merge_slices([&](int row, const RowPart& O, const float(&m)[1], const float(&l)[1]) {
-      WgmmaRange<B>& mine = parts[blockIdx.x];
-      st_global(&mine.O[row][O.first_col], float4{O.x[0][0], O.x[0][1], O.x[0][2], O.x[0][3]});
-      if (O.first_col == 0) st_global(&mine.m_l[row], float2{m[0], l[0]});
-    });
-    const uint32_t ranges = a.ranges.divisor, number = a.ranges.divide(blockIdx.x);
-    __threadfence();  // what this thread has written, before the count
-    __syncthreads();  // hazard: written by all threads
-    if (thread == 0) s.is_last = atomicInc(&counters[number], ranges - 1) == ranges - 1;
-    __syncthreads();  // hazard: counted by thread 0
-    if (!s.is_last) return;
-    __threadfence();  // the counts, before what other CTAs have written is read
-    const WgmmaRange<B>* const first = parts + number * ranges;
-    for_each_part([&](int row, RowPart& O) {
-      float m[1] = {-INFINITY}, l[1] = {0};
-#pragma unroll 8
-      for (uint32_t n = 0; n < ranges; n++) {
-        m[0] = fmaxf(m[0], ld_global_cg<float2>(&first[n].m_l[row]).x);
-      }
-#pragma unroll 8
-      for (uint32_t n = 0; n < ranges; n++) {
-        const float2 m_l = ld_global_cg<float2>(&first[n].m_l[row]);
-        const float weight = softmax_exp2<B>((m_l.x - finite_max(m[0])) * a.scale_log2);
-        l[0] = fmaf(m_l.y, weight, l[0]);
-        add(O, ld_global_cg<float4>(&first[n].O[row][O.first_col]), weight);
-      }
-      store_output<B>(O, m, l, a, row_item(item, row));
-    });
-  }
-
   // The item, by way of the warp's copies.
   __device__ __forceinline__ void run(WgmmaColumnsLoader<B>& loader) {
     mbarrier_wait(&s.q_full, 0);
@@ -4682,13 +4898,7 @@ template <class B> struct WgmmaColumns {
       add_to_partial(O, alpha, round == item.rounds - 1);
     }
     barrier_sync(1 + B::split_kv, B::warpgroups * 128);  // hazard: partial results written
-    if (B::split_ctas != 1 && a.ranges.divisor > 1) {
-      merge_ranges(item);
-    } else {
-      merge_slices([&](int row, const RowPart& O, const float(&m)[1], const float(&l)[1]) {
-        store_output<B>(O, m, l, a, row_item(item, row));
-      });
-    }
+    store_rows<B>(s.partial, a, item, int(thread), s.is_last);
   }
   // Of a range without a key.
   __device__ __forceinline__ void clear_partial() {
@@ -4735,13 +4945,6 @@ __global__ void __launch_bounds__(B::threads, 1)
 template <class B> struct WgmmaKernel<B, Wgmma::columns> : OneLaunch<B> {
   using Shared = WgmmaColumnsShared<B>;
   static constexpr auto kernel = sdpa_wgmma_columns<B>;
-  static constexpr size_t zeroed_bytes =
-      B::split_ctas == 1 ? OneLaunch<B>::zeroed_bytes : range_counter_bytes;
-  static size_t workspace_bytes(const SdpaParams& p) {
-    if (B::split_ctas == 1) return zeroed_bytes;
-    const Items items = items_of<B>(p);
-    return zeroed_bytes + size_t(items.count) * items.ranges * sizeof(WgmmaRange<B>);
-  }
 };
 
 // ---- 5f cuBLAS: the unfused baseline, S and P in global memory (cublas) ----
@@ -5110,9 +5313,16 @@ template <class B> KernelFacts facts() {
           Kernel::zeroed_bytes};
 }
 
+template <class B> KernelFacts facts(const SdpaParams& p) {
+  if constexpr (carries_sums<B>) {
+    if (p.Sk > most_keys_at_once) return facts<ManyKeys<B>>();
+  }
+  return facts<B>();
+}
+
 // Of the kernel that takes this problem.
 template <class B, bool TUNED = B::use_tuned> struct KernelChoice {
-  static KernelFacts of(const SdpaParams&) { return facts<B>(); }
+  static KernelFacts of(const SdpaParams& p) { return facts<B>(p); }
 };
 
 // ---- the choice of a tile (USE_TUNED) ----
@@ -5161,18 +5371,18 @@ int choose_tile(const SdpaParams& p) {
 }
 
 // Of tile number `tile`, which is N or comes after it.
-template <int N> KernelFacts tuned_facts(int tile) {
+template <int N> KernelFacts tuned_facts(const SdpaParams& p, int tile) {
   if constexpr (N < TILES) {
     if constexpr (tile_fits(TUNED_TILES[N])) {
-      if (tile == N) return facts<TunedBuild<N>>();
+      if (tile == N) return facts<TunedBuild<N>>(p);
     }
-    return tuned_facts<N + 1>(tile);
+    return tuned_facts<N + 1>(p, tile);
   }
   return {};
 }
 
 template <class B> struct KernelChoice<B, true> {
-  static KernelFacts of(const SdpaParams& p) { return tuned_facts<0>(choose_tile(p)); }
+  static KernelFacts of(const SdpaParams& p) { return tuned_facts<0>(p, choose_tile(p)); }
 };
 
 // ---- for the harness (typed) ----
@@ -5200,12 +5410,14 @@ inline SdpaStatus sdpa_forward(const SdpaParams& params, cudaStream_t stream) {
   SdpaStatus status = check_params(params);
   if (!status.ok() || !params.B || !params.Hq || !params.Sq) return status;
   const SdpaParams p = without_idle_strides(params);
-  if ((has_queue || is_cublas || splits_keys) && !p.workspace) {
+  const bool may_need_it = has_queue || is_cublas || splits_keys || p.Sk > most_keys_at_once;
+  if (may_need_it && !p.workspace && sdpa_workspace_bytes(p) > 0) {
     return failure(cudaErrorInvalidValue,
                    "workspace is null, but this build keeps %s there; give it %zu zeroed bytes",
                    is_cublas     ? "S and P"
                    : splits_keys ? "partial results"
-                                 : "its queue",
+                   : has_queue   ? "its queue"
+                                 : "sums of many keys",
                    sdpa_workspace_bytes(p));
   }
   // The status tells of an error, so that none stays behind as the thread's last one, unless the caller had
@@ -5724,10 +5936,16 @@ vector<long long> parse_numbers(const string& text, long long low, long long hig
 
 const struct {
   const char *name, *sizes;
-} named_shapes[] = {{"small", "1,1,1,32,32"},
-                    {"mission", "1,8,8,512,512"},
-                    {"mission2", "2,8,8,512,512"},
-                    {"long", "1,8,8,2048,2048"}};
+} named_shapes[] = {{"small", "1,1,1,32,32"},      {"mission", "1,8,8,512,512"},
+                    {"mission2", "2,8,8,512,512"}, {"long", "1,8,8,2048,2048"},
+                    {"decode", "32,32,8,1,8192"},  {"decode1", "1,32,8,1,32768"},
+                    {"chunk", "1,32,8,256,8192"}};
+
+string shape_names() {  // small, mission, ...
+  string names;
+  for (const auto& named : named_shapes) names += (names.empty() ? "" : ", ") + string(named.name);
+  return names;
+}
 
 string parse_shape(const string& text, Problem& p) {
   string sizes = text;
@@ -5738,8 +5956,8 @@ string parse_shape(const string& text, Problem& p) {
   std::replace(sizes.begin(), sizes.end(), 'x', ',');  // as rows have them
   const vector<long long> n = parse_numbers(sizes, 0, most_rows);
   if (n.size() != 5) {
-    return "want small, mission, mission2, long or five sizes B,Hq,Hkv,Sq,Sk from 0 to 10^9, "
-           "such as 1,8,2,512,512";
+    return "want " + shape_names() +
+           " or five sizes B,Hq,Hkv,Sq,Sk from 0 to 10^9, such as 1,8,2,512,512";
   }
   p.B = int(n[0]), p.Hq = int(n[1]), p.Hkv = int(n[2]), p.Sq = int(n[3]), p.Sk = int(n[4]);
   p.shape = is_named ? text : format("%dx%dx%dx%dx%d", p.B, p.Hq, p.Hkv, p.Sq, p.Sk);
@@ -5758,7 +5976,9 @@ vector<Option> options_of(Options& o) {
     return [&value](const string&) { return value = true, ""; };
   };
   return {
-      {"--shape", "S", "small, mission (the default), mission2, long or B,Hq,Hkv,Sq,Sk; repeatable",
+      {"--shape", "S",
+       "B,Hq,Hkv,Sq,Sk, small, mission (the default), mission2, long, decode, decode1 or chunk; "
+       "repeatable",
        [](const string& text) {
          Problem p;
          return parse_shape(text, p);

@@ -117,16 +117,6 @@ inline unsigned atomicAdd(unsigned* address, unsigned value, SIMT_CALLER) {
   simt::note_global_write(address, sizeof *address);
   return __atomic_fetch_add(address, value, __ATOMIC_RELAXED);
 }
-inline unsigned atomicInc(unsigned* address, unsigned last, SIMT_CALLER) {  // to 0 behind `last`
-  simt::check_global(address, sizeof *address, at);
-  simt::note_global_write(address, sizeof *address);
-  unsigned old = __atomic_load_n(address, __ATOMIC_RELAXED);
-  while (!__atomic_compare_exchange_n(address, &old, old >= last ? 0 : old + 1, false, __ATOMIC_ACQ_REL,
-                                      __ATOMIC_RELAXED)) {
-  }
-  return old;
-}
-inline void __threadfence() { __atomic_thread_fence(__ATOMIC_SEQ_CST); }
 inline unsigned atomicExch(unsigned* address, unsigned value, SIMT_CALLER) {
   simt::check_global(address, sizeof *address, at);
   simt::note_global_write(address, sizeof *address);
@@ -156,7 +146,11 @@ using cudaStream_t = void*;
 enum { cudaStreamNonBlocking = 1 };
 enum cudaMemcpyKind { cudaMemcpyHostToDevice, cudaMemcpyDeviceToHost };
 enum cudaFuncAttribute { cudaFuncAttributeMaxDynamicSharedMemorySize };
-enum cudaDeviceAttr { cudaDevAttrMultiProcessorCount, cudaDevAttrL2CacheSize };
+enum cudaDeviceAttr {
+  cudaDevAttrMultiProcessorCount,
+  cudaDevAttrL2CacheSize,
+  cudaDevAttrMaxSharedMemoryPerMultiprocessor
+};
 struct cudaDeviceProp {
   char name[64];
   int major, minor;
@@ -251,7 +245,10 @@ inline cudaError_t cudaDeviceGetAttribute(int* value, cudaDeviceAttr attribute, 
   SIMT_MAY_FAIL
   if (!simt::is_device(device)) return simt::result(cudaErrorInvalidDevice);
   const int sms = device == 0 ? 3 : 5;
-  return *value = attribute == cudaDevAttrL2CacheSize ? 120 << 10 : sms, cudaSuccess;
+  *value = attribute == cudaDevAttrL2CacheSize                        ? 120 << 10
+           : attribute == cudaDevAttrMaxSharedMemoryPerMultiprocessor ? 228 << 10
+                                                                      : sms;
+  return cudaSuccess;
 }
 
 template <class F> cudaError_t cudaFuncGetAttributes(cudaFuncAttributes* a, F) {

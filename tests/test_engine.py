@@ -222,6 +222,7 @@ def test_problems():
     assert (p.shape, p.Hkv, p.Sk, p.D, p.dtype, p.causal) == ("2x8x4x100x70", 4, 70, 128, "bf16", "br")
     assert p.visible()[0] == 0 and p.visible()[99] == 70 and p.visible()[30] == 1
     assert engine.parse_problem("mission").typed(64, "fp16").flops() == 4 * 64 * 8 * 512 * 512
+    assert engine.parse_problem("decode1").Sk == 32768
     for text in ("huge", "1,2,3,4", "1,3,2,8,8", "1,1,1,0,8", "mission,64,fp8", "mission,64,fp16,up"):
         with pytest.raises(builds.Refused, match="want small, mission"):
             engine.parse_problem(text)

@@ -9,8 +9,8 @@ first contender, and each of the others is compared with it. A contender is
 Both are checked first; then they take turns in one process until the interval decides: FASTER or SLOWER (all
 of it beyond 0.3% and 30 ns), SAME (all of it within 0.5% or 30 ns), or UNCLEAR when time is up or the GPU is
 shared. Without a GPU: the check on the CPU backend and what the compiler says, without times.
-  --shape S      the problem: small, mission, mission2, long or B,Hq,Hkv,Sq,Sk; repeatable; default mission and
-                 long, without a GPU small and mission
+  --shape S      the problem: a name of ./run_all.sh --help or B,Hq,Hkv,Sq,Sk; repeatable; default mission and long,
+                 without a GPU small and mission
   --b-shape S    B's problem, where it is not A's (as many as --shape)
   --causal C     off, br or tl
   --sustained    turns of 0.3 s instead of 10 ms. At the power limit short turns share one clock, and what is

@@ -24,7 +24,8 @@ import numpy as np
 from builds import ROOT, Refused, TORCH_BACKENDS, Torch, Tree, run
 
 SHAPES = {"small": (1, 1, 1, 32, 32), "mission": (1, 8, 8, 512, 512), "mission2": (2, 8, 8, 512, 512),
-          "long": (1, 8, 8, 2048, 2048)}
+          "long": (1, 8, 8, 2048, 2048), "decode": (32, 32, 8, 1, 8192), "decode1": (1, 32, 8, 1, 32768),
+          "chunk": (1, 32, 8, 256, 8192)}
 CAUSAL = ("off", "br", "tl")
 
 
@@ -65,7 +66,7 @@ class Problem:
 
 
 def parse_problem(text, causal="off"):
-    """small, mission, mission2, long or B,Hq,Hkv,Sq,Sk; behind these if wanted ,D ,DTYPE and ,CAUSAL."""
+    """A name of SHAPES or B,Hq,Hkv,Sq,Sk; behind these if wanted ,D ,DTYPE and ,CAUSAL."""
     words = text.split(",")
     count = 1 if words[0] in SHAPES else 5
     rest = words[count:]
@@ -77,8 +78,8 @@ def parse_problem(text, causal="off"):
     dtype, own_causal = (rest[1:] + ["", ""])[:2]
     if (len(sizes) != 5 or min(sizes) < 1 or sizes[1] % sizes[2] or len(rest) > 3 or
             dtype not in ("", "fp16", "bf16") or own_causal not in ("",) + CAUSAL):
-        raise Refused(f"--shape {text}: want small, mission, mission2, long or B,Hq,Hkv,Sq,Sk with Hq a multiple of "
-                      "Hkv, then if wanted ,D ,fp16|bf16 ,off|br|tl")
+        raise Refused(f"--shape {text}: want {', '.join(SHAPES)} or B,Hq,Hkv,Sq,Sk with Hq a multiple "
+                      "of Hkv, then if wanted ,D ,fp16|bf16 ,off|br|tl")
     return Problem("x".join(words[:count]), *sizes, D, dtype, own_causal or causal)
 
 

@@ -5,7 +5,7 @@ usage: tools/peers.py CONTENDER... [--shape PROBLEM]... [--suite] [--rested] > C
 
   CONTENDER  as for ab: a line of configs.txt with or without KNOB=VALUE..., COMMIT:LINE, or torch:cudnn,
              torch:flash, torch:efficient, torch:math (default: all four of these)
-  --shape    small, mission, mission2, long or B,Hq,Hkv,Sq,Sk, and behind these if wanted ,D ,DTYPE and
+  --shape    a name of ./run_all.sh --help or B,Hq,Hkv,Sq,Sk, and behind it if wanted ,D ,DTYPE and
              ,CAUSAL, as in 4,32,32,4096,4096,64,fp16,br; only lines with that D and DTYPE take part.
              Repeatable; default mission, mission2 and long
   --suite    the problems of README's table
