@@ -1,22 +1,31 @@
 // What a round over a K/V tile costs the kernel of a line without a grid around it: one CTA alone, then as many as the
-// GPU holds, each with one item, all on the same K and V, which stay in L2. `./run_all.sh micro` builds and runs it.
-// Prints a JSON object: [clocks of a round, clocks of an item besides] for one SM and for all. A clock is clock64's,
-// counted right behind each load. On the CPU backend it counts instead: barriers, bytes from global memory and bank
-// conflicts of a round.
+// GPU holds, each with one item, all on the same K and V, which stay in L2. A library, which `./run_all.sh micro` builds
+// and calls: sdpa_micro() gives a JSON object, with [clocks of a round, clocks of an item besides] for one SM and for
+// all. A clock is clock64's, counted right behind each load. On the CPU backend it counts instead: barriers, bytes from
+// global memory and bank conflicts of a round.
 #define SDPA_NO_MAIN
 #include "../sdpa.cu"
 
 #include <algorithm>
+#include <string>
 
 namespace SDPA_NAMESPACE {
 namespace {
 
 using B = Build;
 
+struct Trouble {  // as a sentence
+  std::string text;
+};
+
 void require(cudaError_t error, const char* what) {
-  if (error == cudaSuccess) return;
-  fprintf(stderr, "micro: %s: %s\n", what, cudaGetErrorString(error));
-  exit(3);
+  if (error != cudaSuccess) throw Trouble{std::string(what) + ": " + cudaGetErrorString(error)};
+}
+
+template <class... Values> std::string format(const char* text, Values... values) {
+  char buffer[256];
+  snprintf(buffer, sizeof buffer, text, values...);
+  return buffer;
 }
 
 // One item to each of `heads`, of so many rounds, and memory for it.
@@ -41,7 +50,7 @@ SdpaParams make_problem(int heads, int rounds) {
 
 void launch(const SdpaParams& p) {
   const SdpaStatus status = sdpa_forward(p, nullptr);
-  if (!status.ok()) fprintf(stderr, "micro: %s\n", status.text), exit(3);
+  if (!status.ok()) throw Trouble{status.text};
 }
 
 void free_problem(const SdpaParams& p) {
@@ -68,12 +77,12 @@ unsigned long long conflicts(const simt::Counters& counters) {
   return sum;
 }
 
-void print() {
+std::string measure() {
   const simt::Counters less = count(4), more = count(5);
-  printf("{\"barriers\": %llu, \"global_bytes\": %llu, \"conflicts\": %llu}\n",
-         (unsigned long long)(more.barriers - less.barriers),
-         (unsigned long long)(more.global_bytes - less.global_bytes),
-         conflicts(more) - conflicts(less));
+  return format("{\"barriers\": %llu, \"global_bytes\": %llu, \"conflicts\": %llu}",
+                (unsigned long long)(more.barriers - less.barriers),
+                (unsigned long long)(more.global_bytes - less.global_bytes),
+                conflicts(more) - conflicts(less));
 }
 
 #else
@@ -116,14 +125,14 @@ double clocks(int heads, int rounds) {
   return least;
 }
 
-void print_clocks(const char* name, int heads) {
+std::string round_and_item(int heads) {
   constexpr int few = 32, many = 96;
   const double less = clocks(heads, few), more = clocks(heads, many);
   const double round = (more - less) / (many - few);
-  printf("\"%s\": [%.1f, %.1f], ", name, round, less - few * round);
+  return format("[%.1f, %.1f]", round, less - few * round);
 }
 
-void print() {
+std::string measure() {
   const SdpaParams p = make_problem(1, 1);
   launch(p);
   require(cudaDeviceSynchronize(), "running the kernel");
@@ -134,11 +143,10 @@ void print() {
                                                         facts.shared_bytes),
           "asking for the occupancy");
   free_problem(p);
-  printf("{");
-  print_clocks("one_sm", 1);
-  print_clocks("all_sms", sms * ctas_per_sm);
-  printf("\"sms\": %d, \"ctas_per_sm\": %d, \"shared_bytes\": %zu}\n", sms, ctas_per_sm,
-         facts.shared_bytes);
+  return "{\"one_sm\": " + round_and_item(1) + ", \"all_sms\": " +
+         round_and_item(sms * ctas_per_sm) +
+         format(", \"sms\": %d, \"ctas_per_sm\": %d, \"shared_bytes\": %zu}", sms, ctas_per_sm,
+                facts.shared_bytes);
 }
 
 #endif
@@ -146,4 +154,13 @@ void print() {
 }  // namespace
 }  // namespace SDPA_NAMESPACE
 
-int main() { SDPA_NAMESPACE::print(); }
+// Returns 0 with the object in text, or 1 with a sentence.
+extern "C" int sdpa_micro(char* text, size_t bytes) {
+  try {
+    snprintf(text, bytes, "%s", SDPA_NAMESPACE::measure().c_str());
+    return 0;
+  } catch (const SDPA_NAMESPACE::Trouble& trouble) {
+    snprintf(text, bytes, "%s", trouble.text.c_str());
+    return 1;
+  }
+}

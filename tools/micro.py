@@ -3,7 +3,7 @@
 What a round over a K/V tile costs the kernel of each legal tile, without the grid around it: clocks of one CTA alone and
 of as many as the GPU holds, on keys that stay in L2. Tiles have the sizes that the family's lines have in any combination
 that sdpa.cu does not refuse, and the other knobs of LINE. Prints the K tiles that should be the fastest for a problem, by
-waves of CTAs times rounds, and writes results/micro/DATE-DEVICE-NAME.json, from which `tune --micro` starts. Without a
+waves of CTAs times rounds, and writes results/micro/DATE-DEVICE-NAME.json, from which `tune` starts. Without a
 GPU it counts barriers, bytes from global memory and bank conflicts of a round on the CPU backend instead.
   --family F     scalar, wmma, mma or wgmma; default wgmma
   --from LINE    the line that has the other knobs; default the family's first of this D
@@ -14,14 +14,18 @@ GPU it counts barriers, bytes from global memory and bank conflicts of a round o
   --only REGEX   these lines of configs.txt instead of tiles
 exit: 0, 2 bad usage, 3 a tile could not be run
 """
+import ctypes
 import json
 import math
 import os
+import re
 import sys
 from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
 
 import builds
 import engine
+import report_rows
 from builds import Refused
 from search import CHOOSERS, Space, base_line, family_lines, identity, parse_line
 
@@ -50,29 +54,29 @@ def measurable(line):
 def measure(lines, gpu):
     """A tile {line, family, D, knobs, registers, and what tools/micro.cu prints} of each line that can be built and run."""
     if gpu:
-        built = builds.build(lines, gpu.arch, program=PROGRAM, kind="", progress=builds.show_progress()).values()
+        built = builds.build(lines, gpu.arch, program=PROGRAM, progress=builds.show_progress()).values()
     else:
         with ThreadPoolExecutor(builds.JOBS) as pool:
-            built = list(pool.map(host_program, lines))
+            built = list(pool.map(host_library, lines))
     for one in built:
-        done = None if one.trouble else builds.run(["timeout", "60", one.path])
-        if one.trouble or done.returncode:
-            print(f"micro: {one.line.text}: {one.trouble or done.stderr.strip() or f'exit code {done.returncode}'}", file=sys.stderr)
+        text = ctypes.create_string_buffer(1024)
+        if one.trouble or ctypes.CDLL(one.path).sdpa_micro(text, ctypes.c_size_t(1024)):
+            print(f"micro: {one.line.text}: {one.trouble or text.value.decode()}", file=sys.stderr)
             continue
         registers, spilled, *_ = builds.ptxas_report(one.log)
         yield dict(line=one.line.text, family=one.line.family, D=one.line.D, knobs=identity(one.line), registers=registers,
-                   spilled=spilled, **json.loads(done.stdout))
+                   spilled=spilled, **json.loads(text.value))
 
 
-def host_program(line):
-    """tools/micro.cu built for the CPU backend."""
+def host_library(line):
+    """tools/micro.cu for the CPU backend."""
     sources = (PROGRAM, "sdpa.cu", "simt/engine.cpp")
     path = os.path.join(builds.BUILD, "engine",
-                        f"micro-{builds.digest(*(line.tree.read(source) for source in sources), *sorted(line.words))}")
+                        f"micro-{builds.digest(*(line.tree.read(source) for source in sources), *sorted(line.words))}.so")
     if not os.path.exists(path):
         os.makedirs(os.path.dirname(path), exist_ok=True)
         new = builds.own_name(path)
-        compiled = builds.run([os.environ.get("CXX", "g++"), "-std=c++17", "-O1", "-w", "-pthread", "-Isimt",
+        compiled = builds.run([os.environ.get("CXX", "g++"), "-std=c++17", "-O1", "-w", "-pthread", "-fPIC", "-shared", "-Isimt",
                                *builds.definitions(line.words), "-x", "c++", PROGRAM, sources[2], "-o", new], cwd=builds.ROOT)
         if compiled.returncode:
             return builds.Built(line, trouble=builds.compiler_words(compiled.stderr))
@@ -101,6 +105,13 @@ def read(path):
             return json.load(file)["tiles"]
     except (OSError, ValueError, KeyError, TypeError):
         raise Refused(f"{path}: want a file that ./run_all.sh micro wrote") from None
+
+
+def newest(device, family, D):
+    """The newest file of tiles that this GPU has for the family and D; None if there is none."""
+    device = re.sub("[^A-Za-z0-9]+", "-", device)
+    files = Path(builds.ROOT, "results", "micro").glob(f"????-??-??-{device}-{family}-D{D}*.json")
+    return max(files, key=report_rows.by_name, default=None)
 
 
 def seeds(path, space, problem, count):

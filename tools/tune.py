@@ -15,7 +15,8 @@ the best so far. At the end `ab` compares the best with LINE, or with the best l
   --budget MIN    minutes in all, also those of earlier runs of the same command; default 8
   --fix KNOB=V    the knob keeps this value; V,V...: takes one of these; repeatable
   --seed N        of the search; default 0
-  --micro JSON    starts from the best of what ./run_all.sh micro wrote as well; --top K of them (default 8)
+  --micro JSON    starts from the best tiles of this file of ./run_all.sh micro as well, --top K of them (default 8);
+                  default the newest of results/micro for this GPU, family and D
   --log FILE      default results/tune/DATE-DEVICE-NAME.jsonl. The same command again goes on from there
   --dry-run       walks the search without a GPU, by a cost model fitted to the newest rows of results/
   --all           every combination of the fixed knobs' values instead of a search; the others stay as LINE has them
@@ -392,8 +393,9 @@ def tune(options):
     space.base = next(filter(space.breeds, starts), starts[0])
     if options.all and space.count() > MOST:
         raise Refused(f"--all: {space.count()} combinations are more than {MOST}; give fewer values")
-    seeds = micro.seeds(options.micro, space, problems[0], options.top) if options.micro else []
     device = gpu.name if gpu else "none"
+    tiles = options.micro or micro.newest(device, line.family, problems[0].D)
+    seeds = micro.seeds(tiles, space, problems[0], options.top) if tiles else []
     log = Log(log_path(options, device, space, problems), dict(
         tune=1, problems=[[str(p), p.D, p.dtype] for p in problems], base=space.base.text, space=space.values, all=options.all,
         starts=[line.text for line in starts + seeds], seed=options.seed, gpu=device,

@@ -127,9 +127,11 @@ def evaluations_needed(space, records, queue, seed, at_random):
 
 def replay(options):
     """Prints how many of a list's candidates the search judges, with each kind of start, beside random search."""
-    (header, *_), records = [read_log(options.replay)[0][:1] or [{}]][0], candidates(read_log(options.replay)[0])
-    if not header.get("all") or not any("score" in record for record in records):
+    log, _ = read_log(options.replay)
+    records = candidates(log)
+    if not any("score" in record for record in records) or not log[0]["all"]:
         raise Refused(f"{options.replay}: want the log of tune --all")
+    header = log[0]
     tree = builds.Tree()
     name, D, dtype = header["problems"][0]
     shape, _, causal = name.partition(" ")
@@ -138,8 +140,9 @@ def replay(options):
     lines = space.starts(problem)
     kinds = {"random search": ([], True), f"from {space.base.name}": (lines[:1], False),
              "from the family's lines": (lines, False)}
-    if options.micro:
-        best = micro.seeds(options.micro, space, problem, options.top)
+    tiles = options.micro or micro.newest(header["gpu"], space.base.family, D)
+    if tiles:
+        best = micro.seeds(tiles, space, problem, options.top)
         kinds[f"from {space.base.name}, micro's {options.top}"] = (lines[:1] + best, False)
         kinds[f"from the lines, micro's {options.top}"] = (lines + best, False)
     fit = sum("score" in record for record in records)
