@@ -181,7 +181,7 @@ class Log:
         self.file.truncate(size)
         if not found:
             self.add(header)
-        elif found[0] != json.loads(json.dumps(header)):
+        elif found[0] != header:
             raise Refused(f"{path} is the log of another search; name another file or remove it")
         self.records = found[1:]
 

@@ -44,7 +44,7 @@ import micro
 import report_rows
 import tune_report
 from builds import Line, Refused
-from search import AHEAD, CHOOSERS, FATES, Log, Space, State, base_line, family_lines, identity, parse_line, search
+from search import AHEAD, CHOOSERS, FATES, Log, Space, State, base_line, family_lines, identity, parse_line, read_log, search
 
 SEEDS = (0, 1, 2)
 SMALL, RAGGED = "small", "2,4,2,197,131"
@@ -332,19 +332,16 @@ class ModelJudge:
 
 # ---- a search from its beginning to its result ----
 
-def log_path(options, device, space, problems):
+def log_path(options, header, space, problems):
     """The newest log of the same search, else a new one."""
     if options.log:
         return options.log
     name = "-".join([space.base.family, f"D{problems[0].D}", problems[0].dtype,
-                     *(str(p).replace(" ", "-") for p in problems), *(["all"] if options.all else []),
-                     *([f"seed{options.seed}"] if options.seed else [])])
-    if options.dry_run:
-        return os.path.join(builds.BUILD, "tune", name + ".jsonl")
-    path = engine.results_path("tune", device, name, ending=".jsonl")
-    older = Path(path).parent.glob("*" + os.path.basename(path)[10:-6] + "*.jsonl")
-    same = [one for one in older if re.fullmatch(r"(-\d+)?", one.stem[len(Path(path).stem):])]
-    return str(max(same, key=report_rows.by_name, default=path))
+                     *(str(p).replace(" ", "-") for p in problems), *(["all"] if options.all else [])])
+    folder = os.path.join(builds.BUILD, "tune") if options.dry_run else "tune"
+    new = Path(engine.results_path(folder, header["gpu"], name, new=True, ending=".jsonl"))
+    same = [one for one in new.parent.glob(f"*-{name}*.jsonl") if read_log(one)[0][:1] == [header]]
+    return str(max(same, key=report_rows.by_name, default=new))
 
 
 class Screen:
@@ -396,10 +393,10 @@ def tune(options):
     device = gpu.name if gpu else "none"
     tiles = options.micro or micro.newest(device, line.family, problems[0].D)
     seeds = micro.seeds(tiles, space, problems[0], options.top) if tiles else []
-    log = Log(log_path(options, device, space, problems), dict(
-        tune=1, problems=[[str(p), p.D, p.dtype] for p in problems], base=space.base.text, space=space.values, all=options.all,
-        starts=[line.text for line in starts + seeds], seed=options.seed, gpu=device,
-        program=builds.digest(space.tree.program()) if gpu else ""))
+    header = dict(tune=1, problems=[[str(p), p.D, p.dtype] for p in problems], base=space.base.text, space=space.values,
+                  all=options.all, starts=[line.text for line in starts + seeds], seed=options.seed, gpu=device,
+                  driver=gpu.nvml.driver if gpu else "", program=builds.digest(space.tree.program()))
+    log = Log(log_path(options, header, space, problems), header)
 
     def restart(record):
         log.add(record)
