@@ -137,7 +137,7 @@ class Late:
                                   Late()])
 def test_a_wrong_candidate_is_never_an_elite(judged, harm):
     wrong = line_of("scalar_vec8", "SYNC_POLICY=0")
-    lines = [line_of("scalar_vec8"), wrong, line_of("scalar_sync1")]
+    lines = [line_of("scalar_minimal"), wrong, line_of("scalar_sync1")]
     state, _ = judged(lines, lambda line: 10.0 if line is wrong else 20.0, lambda line: harm if line is wrong else None)
     assert fates(state)[1] == "wrong" and search.identity(wrong) not in [state.best, *state.elites]
     assert fates(state)[2] in ("elite", "slower")

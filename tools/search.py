@@ -228,11 +228,11 @@ class State:
     records: dict = field(default_factory=dict)
     lines: dict = field(default_factory=dict)
     elites: list = field(default_factory=list)  # identities of the best that breed
-    best: str = ""
+    best: str = None  # ("" is the line without knobs)
 
     def judged(self, score, line):
         """Whether a line with this time over the first one's is an elite; a chooser is one if it is the best."""
-        if not self.best or score < self.records[self.best]["score"]:
+        if self.best is None or score < self.records[self.best]["score"]:
             return "elite"
         worst = self.records[self.elites[-1]]["score"] if len(self.elites) == ELITES else math.inf
         return "elite" if self.space.breeds(line) and score < worst else "slower"
@@ -245,7 +245,7 @@ class State:
             by_score = lambda key: self.records[key]["score"]  # noqa: E731
             if self.space.breeds(line):
                 self.elites = sorted([*self.elites, key], key=by_score)[:ELITES]
-            self.best = min(filter(None, (self.best, key)), key=by_score)
+            self.best = min((one for one in (self.best, key) if one is not None), key=by_score)
 
     def counts(self):
         return collections.Counter(record["fate"] for record in self.records.values())

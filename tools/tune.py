@@ -148,7 +148,7 @@ class GpuJudge:
         if records:
             self.began -= records[-1]["spent_s"]
             self.spills = records[0].get("spilled")
-        if state.best:
+        if state.best is not None:
             line = state.lines[state.best]
             kernel = engine.load(line, self.gpu, builds.build([line], self.gpu.arch))
             for problem, bench in self.benches.items():
@@ -243,19 +243,19 @@ class GpuJudge:
             log, times[str(problem)] = self.beside_champion(bench, key)
             logs.append(log)
         else:
-            score = math.exp(np.mean(logs)) * (state.records[self.champion]["score"] if self.champion else 1)
+            score = math.exp(np.mean(logs)) * (1 if self.champion is None else state.records[self.champion]["score"])
             record.update(fate=state.judged(score, line), score=round(score, 5), us=times)
             if record["fate"] == "elite" and any(bench.changed_bits(key) for bench in self.benches.values()):
                 record.update(fate="wrong", sentence="its last replay left other bits than the run that was checked")
         leaves = key
-        if record["fate"] == "elite" and (not self.champion or score < state.records[self.champion]["score"]):
+        if record["fate"] == "elite" and (self.champion is None or score < state.records[self.champion]["score"]):
             leaves, self.champion = self.champion, key
         for bench in self.benches.values():
             bench.drop(leaves)
 
     def beside_champion(self, bench, key):
         """The logarithm of its time over the champion's, and its time in us."""
-        names = [name for name in (self.champion, key) if name]
+        names = [key] if self.champion is None else [self.champion, key]
         series = engine.Series(self.gpu, {name: bench.graphs[name] for name in names}, engine.PACE)
         for blocks, slower in DROPS:
             while len(series.blocks) < blocks:
@@ -348,7 +348,7 @@ class Screen:
     """Time left, the best so far and counts by fate: on a terminal in one line, else a line for each new best."""
 
     def __init__(self, judge, end_s):
-        self.judge, self.end_s, self.best = judge, end_s, ""
+        self.judge, self.end_s, self.best = judge, end_s, None
 
     def show(self, state):
         left = max(0, self.end_s - self.judge.seconds())
@@ -422,7 +422,7 @@ def tune(options):
 
 def result(gpu, log, state, starts, problems):
     """Prints what was found, and how it compares with the best of the lines that it started from."""
-    if not state.best:
+    if state.best is None:
         raise Refused(f"no candidate passed; why stands in {log.path}", 1)
     timed = [line for line in starts if "score" in state.records.get(identity(line), {})]
     best = state.lines[state.best]

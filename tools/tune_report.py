@@ -119,7 +119,7 @@ def evaluations_needed(space, records, queue, seed, at_random):
     """How many candidates a search judges until it has one within 2% of the best of the list."""
     judge, state = ListJudge(records), State(space)
     goal = min(record["score"] for record in records if "score" in record) / WITHIN
-    reached = lambda: bool(state.best) and state.records[state.best]["score"] <= goal  # noqa: E731
+    reached = lambda: state.best is not None and state.records[state.best]["score"] <= goal  # noqa: E731
     search(state, judge, NoLog(), queue, np.random.default_rng(seed), lambda: not reached(), lambda state: None,
            at_random=at_random)
     return judge.evaluations if reached() else math.inf
