@@ -311,6 +311,8 @@ def test_the_search_beats_random_search(tmp_path):
     fix = [word for knob in ("BLOCK_M=16,32,64,128,256", "BLOCK_N=32,48,64,96,128", "NUM_WARPS=2,4,8", "STAGES=1,2,3",
                              "SPLIT_KV=1,2,4") for word in ("--fix", knob)]
     assert dry(tmp_path / "all.jsonl", "--all", "--budget", "60", *fix)[0] == 0
+    knobs = [record["knobs"] for record in records_of(tmp_path / "all.jsonl")[1:]]
+    assert len(knobs) == len(set(knobs)) > 200
     found = replayed(tmp_path / "all.jsonl")
     assert found["from mma_lazy"][0] >= 15 and found["random search"][0] <= 8, found
 

@@ -272,8 +272,9 @@ class State:
 def search(state, judge, log, queue, rng, goes_on, show, ahead=AHEAD, at_random=False, breed=True):
     """Judges the lines of queue, then those that breeding proposes, while goes_on(); the next `ahead` of them are
     compiled meanwhile, in parallel."""
-    queue = collections.deque(line for line in queue if identity(line) not in state.seen)
-    state.seen.update(map(identity, queue))
+    new = {identity(line): line for line in queue if identity(line) not in state.seen}
+    queue = collections.deque(new.values())
+    state.seen.update(new)
     waiting = collections.deque()
     with ThreadPoolExecutor(builds.JOBS) as pool:
         try:
