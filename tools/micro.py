@@ -120,8 +120,8 @@ def seeds(path, space, problem, count):
     found = {}
     for tile in sorted(own, key=lambda tile: predict(tile, problem)):
         line = parse_line(space.tree, tile["line"])
-        line = space.line(space.knobs(line))
         if all(space.knob(line, name) in values for name, values in space.values.items()):
+            line = space.line(space.knobs(line))
             found.setdefault(identity(line), line)
     return list(found.values())[:count]
 

@@ -1,6 +1,7 @@
 #!/usr/bin/env python3
 """usage: ./run_all.sh tune [--family F|--from LINE] [--shape S]... [--causal M] [--dtype T] [--head-dim D] [OPTION...]
        ./run_all.sh tune --all --from LINE --fix KNOB=V,V... [--shape S] [OPTION...]
+       ./run_all.sh tune --table [--head-dim D] [--budget MIN]
        ./run_all.sh tune --replay LOG [--runs N]
        ./run_all.sh tune --export t4|svg LOG
 Searches the best line for a problem on this GPU. It starts from LINE and the lines of configs.txt of its family, keeps
@@ -20,6 +21,8 @@ the best so far. At the end `ab` compares the best with LINE, or with the best l
   --log FILE      default results/tune/DATE-DEVICE-NAME.jsonl. The same command again goes on from there
   --dry-run       walks the search without a GPU, by a cost model fitted to the newest rows of results/
   --all           every combination of the fixed knobs' values instead of a search; the others stay as LINE has them
+  --table         a wgmma tile for each problem of `fit`, MIN minutes for all; tiles that are 2% quicker than those of
+                  TUNED_TILES go to `fit`, which prints the table with them
   --replay LOG    the search over the candidates of an --all log, N times (default 20), beside random search
   --export WHAT   t4: a log in the T4 results format of the autotuning community; svg: its picture beside it
 exit: 0, 1 the best is wrong at last, 2 bad usage, 3 the GPU or the disk failed, 130 Ctrl-C
@@ -40,6 +43,7 @@ import numpy as np
 import ab
 import builds
 import engine
+import fit
 import micro
 import report_rows
 import tune_report
@@ -52,6 +56,7 @@ DROPS = ((1, 0.05), (3, 0.01), (6, math.inf))  # after so many blocks: slower by
 ENDLESS_S = 60  # a candidate that takes longer never ends
 CANDIDATE_S = 6  # one takes about so long to compile and time
 VERDICT_SHARE = 0.15  # of the budget
+WORTH = 0.02  # by so much a tile must be quicker than those of TUNED_TILES to be a row of it
 MOST = 20000  # combinations of --all
 
 
@@ -73,6 +78,7 @@ def parse():
     parser.add_argument("--export", choices=("t4", "svg"))
     parser.add_argument("--dry-run", action="store_true")
     parser.add_argument("--all", action="store_true")
+    parser.add_argument("--table", action="store_true")
     options = engine.parse_options(parser, sys.argv[1:], __doc__)
     for name, least in (("seed", 0), ("top", 1), ("runs", 1)):
         setattr(options, name, engine.number("--" + name, getattr(options, name), least))
@@ -376,10 +382,15 @@ def paste(line):
     return " ".join([f"{line.family}_tuned : {best[0].name}", *best[1]]) if best[1] else f"{best[0].name} is a line already"
 
 
-def tune(options):
+def find_gpu(options):
     gpu = None if options.dry_run else engine.find_gpu()
     if not gpu and not options.dry_run:
         raise Refused("it times kernels and there is no GPU here; --dry-run, --replay and --export need none")
+    return gpu
+
+
+def run_search(options, gpu, more=()):
+    """From what was asked to the end of the search: its log and state, the lines that it started from, and the problems."""
     line = base_line(options, gpu.arch if gpu else "90a")
     problems = parse_problems(options, line)
     fixed = parse_fixed(options, line)
@@ -392,7 +403,7 @@ def tune(options):
         raise Refused(f"--all: {space.count()} combinations are more than {MOST}; give fewer values")
     device = gpu.name if gpu else "none"
     tiles = options.micro or micro.newest(device, line.family, problems[0].D)
-    seeds = micro.seeds(tiles, space, problems[0], options.top) if tiles else []
+    seeds = [*more, *(micro.seeds(tiles, space, problems[0], options.top) if tiles else [])]
     header = dict(tune=1, problems=[[str(p), p.D, p.dtype] for p in problems], base=space.base.text, space=space.values,
                   all=options.all, starts=[line.text for line in starts + seeds], seed=options.seed, gpu=device,
                   driver=gpu.nvml.driver if gpu else "", program=builds.digest(space.tree.program()))
@@ -417,7 +428,7 @@ def tune(options):
         raise Refused(f"stopped; the same command goes on from {log.path}", 130)
     if sys.stderr.isatty():
         print(file=sys.stderr)
-    return result(gpu, log, state, starts[:1] if options.base else starts, problems)
+    return log, state, starts[:1] if options.base else starts, problems
 
 
 def result(gpu, log, state, starts, problems):
@@ -455,13 +466,46 @@ def verdict(gpu, log, start, best, problems):
                      words=f"{problem}: {ab.sentence_of('B', verdicts['B'])}", at=now()))
 
 
+# ---- the table of tiles ----
+
+def table(options):
+    """Searches a tile for each problem of `fit`, beside TUNED_TILES, and lets `fit` judge those that are worth a row."""
+    gpu, model, tree = find_gpu(options), fit.Model(), builds.loadable(builds.Tree())
+    D = int(options.head_dim or 64)
+    own = [tile for tile in model.tiles if tile.head_dim == D]
+    options.family, options.head_dim, options.budget_s = "wgmma", str(D), options.budget_s / (2 * len(fit.SHAPES))
+    options.base, options.fix = None, [*options.fix, "USE_FAST_EXP=0", "PACK_GQA=0", "SPLIT_CTAS=1"]
+    lines = [builds.Line(tree, "hopper", ("USE_TUNED=0", *tile.knobs.split())) for tile in own]
+    new = {}
+    for causal in ("off", "br"):
+        for shape in fit.SHAPES:
+            options.shape, options.causal = [shape], causal
+            _, state, _, _ = run_search(options, gpu, lines)
+            scores = {key: record["score"] for key, record in state.records.items() if "score" in record and record["fate"] != "wrong"}
+            in_table = min((scores[key] for key in map(identity, lines) if key in scores), default=math.inf)
+            best = next((key for key in sorted(scores, key=scores.get) if fit.Tile.of(state.lines[key])), None)
+            gain = in_table / scores[best] - 1 if best is not None else 0
+            tile = fit.Tile.of(state.lines[best]) if gain > WORTH else None
+            print(f"{shape:<24} {causal:<3}  " + (f"{100 * gain:+.1f}%  {tile.knobs}" if tile else "TUNED_TILES has the best"))
+            if tile:
+                new[tile.knobs] = tile
+    if gpu and new:
+        tiles = [*own, *new.values()]
+        rows = engine.Table(engine.results_path("fit", gpu.name, new=True), fit.COLUMNS)
+        fit.print_fit(model, tiles, fit.measure(gpu, tiles, rows))
+    return 0
+
+
 def main():
     options = parse()
     if options.export:
         return tune_report.export(options.logs[0], options.export)
     if options.replay:
         return tune_report.replay(options)
-    return tune(options)
+    if options.table:
+        return table(options)
+    gpu = find_gpu(options)
+    return result(gpu, *run_search(options, gpu))
 
 
 if __name__ == "__main__":
