@@ -12,6 +12,8 @@ usage: ./run_all.sh [--cpu] [--only REGEX] [--shape S]... [--csv] [-- OPTION...]
        ./run_all.sh ab NAME KNOB=VALUE...    is the line faster with these knobs? ab --help
        ./run_all.sh ab main~20:NAME NAME     is it faster than it was? or than another line?
        ./run_all.sh ablate NAME [--svg]      what each knob of a line is worth. ablate --help
+       ./run_all.sh tune [--shape S]...      the best line for a problem on this GPU. tune --help
+       ./run_all.sh micro [--family F]       what a round over a tile costs. micro --help
        ./run_all.sh fit [--check]            does TUNED_TILES choose well on this GPU? fit --help
        ./run_all.sh list [REGEX]             the lines, the step of each over its base, what it needs
        ./run_all.sh gates [--only REGEX]     registers, spills, shared memory, duplicates, steps
@@ -511,7 +513,7 @@ run_tests() {
 }
 
 case ${1-} in
-  ab|ablate|fit|gates|profile|stress|sweep)
+  ab|ablate|fit|gates|micro|profile|stress|sweep|tune)
     need_python numpy scipy
     [ "$1" = profile ] && set -- ncu "${@:2}"  # a module of Python is called profile
     exec "$python" "tools/$1.py" "${@:2}"

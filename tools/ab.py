@@ -106,7 +106,7 @@ def drop_equal(contenders, facts):
 # ---- with a GPU ----
 
 def time_problem(gpu, kernels, problems, pace, budget, samples, verdicts):
-    """Checks, times and judges the contenders of one problem; prints it."""
+    """Checks, times and judges the contenders of one problem; prints it. {key: Verdict} of all but A."""
     bench = engine.Bench(gpu, kernels, problems)
     for key, sentence in bench.skipped.items():
         raise Refused(f"{key} ({kernels[key].text}) cannot compute {problems[key]}: {sentence}", 3)
@@ -133,6 +133,7 @@ def time_problem(gpu, kernels, problems, pace, budget, samples, verdicts):
     if pace is engine.PACE and series.at_power_limit():
         print("  The power limit binds, and all had one clock. --sustained gives each the one that its power leads to.")
     bench.close()
+    return found
 
 
 def sentence_of(key, v):
@@ -146,6 +147,7 @@ def sentence_of(key, v):
 
 
 def with_gpu(gpu, contenders, problems, pace, budget):
+    """{key: Verdict} of each problem in which the contenders differ."""
     keys = dict(zip(LETTERS, contenders))
     lines = {key: line for key, line in keys.items() if isinstance(line, builds.Line)}
     built = builds.build(lines.values(), gpu.arch)
@@ -157,17 +159,19 @@ def with_gpu(gpu, contenders, problems, pace, budget):
     samples = engine.Samples(engine.results_path("ab", gpu.name, kind + "samples"),
                              f"{datetime.datetime.now():%H%M%S}-{os.getpid()}")
     verdicts = engine.Table(engine.results_path("ab", gpu.name, kind + "ab"), engine.VERDICT_COLUMNS)
+    found = {}
     try:
         for a, b in problems:
             chosen = drop_equal(keys, facts) if a == b else list(keys)
             if len(chosen) > 1:
-                time_problem(gpu, {key: kernels[key] for key in chosen},
-                             {key: a if key == "A" else b for key in chosen}, pace, budget, samples, verdicts)
+                found[a] = time_problem(gpu, {key: kernels[key] for key in chosen},
+                                        {key: a if key == "A" else b for key in chosen}, pace, budget, samples, verdicts)
     except engine.CudaError as error:
         raise Refused(f"{error}; what was measured until then is in {samples.name}", 3)
     except KeyboardInterrupt:
         raise Refused(f"stopped; what was measured until then is in {samples.name}", 130)
     say(f"samples: {samples.name}")
+    return found
 
 
 def print_names(keys):

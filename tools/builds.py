@@ -5,6 +5,7 @@ Everything that was typed is judged before anything is compiled. A library is co
 tools/library.cu and sdpa.cu of its commit, with the same options for all, and kept under BUILD/engine by what
 it was compiled from.
 """
+import difflib
 import functools
 import hashlib
 import json
@@ -25,6 +26,7 @@ BUILD = os.path.join(ROOT, os.environ.get("SDPA_BUILD_DIR", "build"))
 JOBS = int(os.environ.get("JOBS", os.cpu_count() or 2))
 TORCH_BACKENDS = {"cudnn": "CUDNN_ATTENTION", "flash": "FLASH_ATTENTION", "efficient": "EFFICIENT_ATTENTION",
                   "math": "MATH"}
+FAMILIES = {"wmma": "USE_WMMA", "mma": "USE_MMA_SYNC", "wgmma": "USE_WGMMA", "cublas": "USE_CUBLAS"}  # else scalar
 NVCC_OPTIONS = "-O3 -DNDEBUG -std=c++17 --no-compress -Xptxas=-v".split()
 LIBRARY = "tools/library.cu"
 LIBRARY_FUNCTIONS = ("sdpa_library_params_bytes", "sdpa_library_workspace_bytes", "sdpa_library_forward")
@@ -137,10 +139,15 @@ class Tree:
         """{name: its words but the gates}."""
         return {name: line.words for name, line in self.config_lines().items()}
 
-    @functools.lru_cache(None)
     def knobs(self):
         """{knob: default}, from the rows of SDPA_KNOBS."""
-        return dict(re.findall(r"^  X\(([A-Z][A-Z_0-9]+), ([A-Z0-9_]*),", self.read("sdpa.cu") or "", re.MULTILINE))
+        return {knob: default for knob, (default, _) in self.knob_rows().items()}
+
+    @functools.lru_cache(None)
+    def knob_rows(self):
+        """{knob: (default, its legal values as SDPA_KNOBS writes them)}."""
+        rows = re.findall(r'^  X\(([A-Z][A-Z_0-9]+), ([A-Z0-9_]*),[^"\n]*"([^"\n]*)"', self.read("sdpa.cu") or "", re.MULTILINE)
+        return {knob: (default, values) for knob, default, values in rows}
 
     def refusal(self, words):
         """The sentence with which section 1 of sdpa.cu refuses these knobs; "" if it does not."""
@@ -233,8 +240,7 @@ class Line:
 
     @property
     def family(self):
-        kinds = {"USE_WMMA": "wmma", "USE_MMA_SYNC": "mma", "USE_WGMMA": "wgmma", "USE_CUBLAS": "cublas"}
-        return next((kinds[knob] for knob in kinds if self.knob(knob) == "1"), "scalar")
+        return next((family for family, knob in FAMILIES.items() if self.knob(knob) == "1"), "scalar")
 
 
 @dataclass(frozen=True)
@@ -298,7 +304,9 @@ def change_line(line, word):
     if knob in ("expect", "arch") or not re.fullmatch(r"[A-Za-z_]\w*=[A-Za-z0-9_]+", word):
         raise Refused(f"{word} is no knob")
     if knob not in line.tree.knobs():
-        raise Refused(f"{word}: no knob is called {knob} in {line.tree}; the knobs are {' '.join(line.tree.knobs())}")
+        near = difflib.get_close_matches(knob, line.tree.knobs(), 1, 0.8)
+        hint = f"did you mean {near[0]}?" if near else f"the knobs are {' '.join(line.tree.knobs())}"
+        raise Refused(f"{word}: no knob is called {knob} in {line.tree}; {hint}")
     return Line(line.tree, line.name, tuple(changed(line.changes, [word])))
 
 

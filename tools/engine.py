@@ -528,9 +528,9 @@ REPLAY_US, LONGEST_REPLAY_US = 500, 2.5e3
 class Bench:
     """Contenders that are checked and captured. Their keys are the caller's; problems has one for each."""
 
-    def __init__(self, gpu, kernels, problems):
+    def __init__(self, gpu, kernels, problems, seed=0):
         self.gpu, self.kernels, self.problems = gpu, kernels, problems
-        self.tensors = Tensors(gpu, list(problems.values()))
+        self.tensors = Tensors(gpu, list(problems.values()), seed)
         self.references, self.checks, self.graphs, self.skipped, self.outputs = {}, {}, {}, {}, {}
         for key, kernel in kernels.items():
             try:
@@ -538,7 +538,8 @@ class Bench:
             except CudaError as error:
                 self.skipped[key] = str(error)
 
-    def add(self, key, kernel, problem):
+    def run(self, kernel, problem):
+        """One launch: its check, O and LSE, and the function that launches it with the workspace that it wants."""
         if problem not in self.references:
             self.references[problem] = Reference(problem, self.tensors)
         launch, outputs, workspace = kernel.prepare(self.gpu, self.tensors, problem)
@@ -546,8 +547,10 @@ class Bench:
         self.poison(problem)
         launch()
         O, LSE = self.read(problem, outputs)
-        self.checks[key] = self.references[problem].check(O, LSE)
-        self.outputs[key] = O, LSE
+        return self.references[problem].check(O, LSE), (O, LSE), launch, workspace
+
+    def add(self, key, kernel, problem):
+        self.checks[key], self.outputs[key], launch, workspace = self.run(kernel, problem)
         times, _ = self.gpu.time(launch, 3)
         launches = max(LAUNCHES, min(math.ceil(REPLAY_US / min(times)), 400))
         while launches > 1 and launches * min(times) > LONGEST_REPLAY_US:
@@ -556,6 +559,13 @@ class Bench:
         graph = Graph(enqueue, launches, 1.0, workspace, close)
         graph.replay_us = min(self.gpu.replay(graph, 2)[0])
         self.graphs[key] = graph
+
+    def drop(self, key):
+        """Forgets a contender, however far it came."""
+        if key in self.graphs:
+            self.graphs.pop(key).close()
+        for table in (self.kernels, self.problems, self.checks, self.outputs):
+            table.pop(key, None)
 
     def fit_to_time(self):
         """The graphs of contenders that passed, in the order of their keys."""
@@ -764,12 +774,12 @@ def decide(series, budget_s):
 
 # ---- what is written down ----
 
-def results_path(folder, device, suffix="", new=False):
+def results_path(folder, device, suffix="", new=False, ending=".csv"):
     """results/FOLDER/DATE-DEVICE[-SUFFIX].csv; new: a numbered one if that exists."""
     name = "-".join(filter(None, [datetime.date.today().isoformat(), re.sub("[^A-Za-z0-9]+", "-", device), suffix]))
     os.makedirs(os.path.join(ROOT, "results", folder), exist_ok=True)
     for number in itertools.count(1):
-        path = os.path.join(ROOT, "results", folder, name + (f"-{number}" if number > 1 else "") + ".csv")
+        path = os.path.join(ROOT, "results", folder, name + (f"-{number}" if number > 1 else "") + ending)
         if not new or not os.path.exists(path):
             return path
 

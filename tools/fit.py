@@ -32,6 +32,7 @@ long 1,2,2,8192,8192 1,4,4,4096,4096 8,16,16,512,512 4,8,8,1024,1024 2,16,16,204
 PACE, BLOCKS = engine.Pace(50e3, 10e3), 2
 COLUMNS = ("D dtype shape B Hq Hkv Sq Sk causal tile us lo_us hi_us clock_mhz check device sms driver cuda "
            "git_sha").split()
+NEW_COSTS = (5000, 6, 6)  # of a tile before it is fitted
 WORST_LOSS, MEAN_LOSS = 0.05, 0.01
 MODEL_ERROR, PRIOR, SPREAD, ROUNDS = 0.01, 0.1, 0.4, 300  # of fit_choices(), in logarithms; generations of its search
 
@@ -55,6 +56,14 @@ class Tile(ctypes.Structure):
         sizes = [f"{knob}={getattr(self, name)}" for knob, (name, _) in zip(self.KNOBS, self._fields_)]
         flags = [f"{knob}=1" for bit, _, knob in self.SCHEDULE if self.schedule & bit]
         return " ".join(sizes + flags + ([] if self.schedule & 32 else ["USE_LAZY_MAX=1"]))
+
+    @classmethod
+    def of(cls, line):
+        """The row of a line, at costs that are still to be fitted; None if none can be that line."""
+        numbers = [int(line.knob(knob, line.tree.knobs()[knob])) for knob in cls.KNOBS]
+        tile = cls(*numbers, sum(bit for bit, _, knob in cls.SCHEDULE if line.knob(knob) == "1"), *NEW_COSTS)
+        twin = builds.Line(line.tree, "hopper", ("USE_TUNED=0", *tile.knobs.split(), f"DTYPE={line.knob('DTYPE', 'FP16')}"))
+        return tile if twin.effective_knobs() == line.effective_knobs() else None
 
     @property
     def costs(self):
@@ -278,10 +287,15 @@ def main():
         table = engine.Table(engine.results_path("fit", gpu.name, new=True), COLUMNS)
         rows = measure(gpu, tiles, table)
         print(f"rows: {table.name}", file=sys.stderr)
-    rows = [row for row in rows if not dims or int(row["D"]) in dims]
+    print_fit(model, model.tiles, [row for row in rows if not dims or int(row["D"]) in dims])
+    return 0
+
+
+def print_fit(model, tiles, rows):
+    """Fits those of the tiles that rows have times of; prints what they choose, and the table to paste."""
     times, sms = by_problem(rows), int(rows[0]["sms"])
     timed = {knobs for us in times.values() for knobs in us}
-    tiles = [tile for tile in model.tiles if tile.knobs in timed]
+    tiles = [tile for tile in tiles if tile.knobs in timed]
     mhz = max(float(row["clock_mhz"]) for row in rows if row["clock_mhz"])
     fitted = [tile for D in sorted({tile.head_dim for tile in tiles})
               for tile in fit_choices(model, [tile for tile in tiles if tile.head_dim == D], times, sms, mhz)]
@@ -290,7 +304,6 @@ def main():
     print(f"\n// For {rows[0]['device']}, fitted by ./run_all.sh fit:")
     for tile in fitted:
         print(tile.row())
-    return 0
 
 
 if __name__ == "__main__":

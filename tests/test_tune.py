@@ -1,0 +1,324 @@
+"""./run_all.sh tune without a GPU: its space, its gates on a fake GPU, a log that survives, exports, and how good the
+search is on lists that a GPU measured. usage: python3 -m pytest tests/test_tune.py"""
+import glob
+import importlib.util
+import json
+import math
+import os
+import re
+import resource
+import signal
+import subprocess
+import sys
+import time
+
+import numpy as np
+import pytest
+
+ROOT = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))
+sys.path.insert(0, os.path.join(ROOT, "tools"))
+import builds  # noqa: E402
+import engine  # noqa: E402
+import search  # noqa: E402
+import tune  # noqa: E402
+import tune_report  # noqa: E402
+from test_engine import FakeGpu, FakeKernel  # noqa: E402
+
+LISTS = sorted(glob.glob(os.path.join(ROOT, "results", "tune", "*-all.jsonl")))
+
+
+def line_of(*words):
+    return search.parse_line(builds.Tree(), " ".join(words))
+
+
+def run(*words, **options):
+    done = subprocess.run([sys.executable, os.path.join(ROOT, "tools", "tune.py"), *words], capture_output=True, text=True,
+                          **options)
+    return done.returncode, done.stdout, done.stderr
+
+
+def dry(log, *words, **options):
+    return run("--dry-run", "--from", "mma_lazy", "--log", str(log), *words, **options)
+
+
+def records_of(log):
+    return [json.loads(line) for line in open(log)]
+
+
+# ---- the space ----
+
+def test_the_space_is_asked_of_the_code():
+    space = search.Space(line_of("scalar_sync1"), {})
+    assert space.values["SYNC_POLICY"] == ["5", "2", "1"]  # 0 is the negative control's
+    assert {"96", "192"} <= set(space.values["BLOCK_N"]) and not {"USE_WMMA", "SPLIT_KV", "HEAD_DIM"} & set(space.values)
+    space = search.Space(line_of("wgmma_ws"), {"BLOCK_M": ["64", "128"]})
+    assert "USE_FAST_EXP" in space.free  # legal, though no wgmma line of configs.txt has it
+    assert space.values["BLOCK_M"] == ["64", "128"] and "SWIZZLE_XOR" not in space.free
+
+
+def test_lines_that_fit_have_the_problems_type():
+    problem = engine.parse_problem("long").typed(128, "bf16")
+    starts = search.Space(line_of("mma_lazy"), {"STAGES": ["2"]}).starts(problem)
+    assert len(starts) > 3 and all((one.D, one.dtype, one.knob("STAGES")) == (128, "bf16", "2") for one in starts)
+    starts = search.Space(line_of("mma_lazy"), {"BLOCK_M": ["16"]}).starts(problem)  # of which no line is legal
+    assert len(starts) == 1 and not starts[0].tree.refusal(starts[0].words) and starts[0].knob("BLOCK_M") == "16"
+
+
+def test_a_line_to_paste_is_the_candidate(tmp_path, monkeypatch):
+    line = line_of("mma_lazy", "BLOCK_M=64", "SPLIT_KV=2", "STAGES=3")
+    text = tune.paste(line)
+    assert text == "mma_tuned : mma_split2 STAGES=3"
+    with open(os.path.join(ROOT, "configs.txt")) as file:
+        (tmp_path / "configs.txt").write_text(file.read() + text + "\n")
+    monkeypatch.setenv("SDPA_CONFIGS", str(tmp_path / "configs.txt"))
+    assert search.identity(builds.Line(builds.Tree(), "mma_tuned")) == search.identity(line)
+    assert tune.paste(line_of("mma_lazy")) == "mma_lazy is a line already"
+
+
+# ---- the gates, on a fake GPU ----
+
+class Gpu(FakeGpu):
+    def attribute(self, which):
+        return 232448
+
+
+@pytest.fixture
+def judged(monkeypatch):
+    """Judges lines whose kernel takes us(line) and is harmed by harm(line); the state and the judge."""
+    def judge(lines, us=lambda line: 20.0, harm=lambda line: None, facts=lambda line: builds.Facts(100, 0, shared_bytes=9)):
+        monkeypatch.setattr(builds, "build_one", lambda line, *_: builds.Built(
+            line, trouble="error: no" if line.knob("STAGES") == "4" else ""))
+        monkeypatch.setattr(builds, "facts", lambda built: facts(built.line))
+        monkeypatch.setattr(engine, "load", lambda line, *_: FakeKernel(harm(line) or (lambda O, LSE: None), us(line), line))
+        monkeypatch.setattr(engine, "RANDOM_BLOCK", 1 << 20)
+        problem = engine.parse_problem("1,2,2,40,70").typed(64, "fp16")
+        state, gpu = search.State(search.Space(lines[0], {}, True)), Gpu()
+        judge = tune.GpuJudge(gpu, [problem], lambda record: None)
+        for line in lines:
+            record = judge.judge(line, judge.prepare(line), state)
+            state.add(line, json.loads(json.dumps(record)))
+        return state, judge
+    return judge
+
+
+def fates(state):
+    return [record["fate"] for record in state.records.values()]
+
+
+def test_gates_in_order(judged):
+    base = line_of("mma_lazy")
+    lines = [base, *(line_of("mma_lazy", word) for word in ("BLOCK_N=40", "STAGES=4", "BLOCK_N=32", "BLOCK_N=96", "STAGES=3"))]
+    spills = lambda line: builds.Facts(100, 8 * (line.knob("BLOCK_N") == "32"),  # noqa: E731
+                                       shared_bytes=300000 if line.knob("BLOCK_N") == "96" else 9)
+    state, judge = judged(lines, lambda line: 18.0 if line.knob("STAGES") == "3" else 20.0, facts=spills)
+    assert fates(state) == ["elite", "refused", "compile", "gate", "gate", "elite"]
+    last = state.records[state.best]
+    assert last["score"] == pytest.approx(0.9, abs=0.005) and last["gpu"] == "Fake" and last["registers"] == 100
+    assert state.lines[state.best].text == "mma_lazy STAGES=3" and judge.champion == state.best
+    assert [len(bench.graphs) for bench in judge.benches.values()] == [1]  # of the champion alone
+
+
+def random_elements(O, LSE):
+    O[..., 0] = np.random.default_rng().integers(0, 0x3000)
+
+
+class Late:
+    """Right until the last replay: a race that the checks do not meet."""
+    def __init__(self):
+        self.runs = 0
+
+    def __call__(self, O, LSE):
+        self.runs += 1
+        if self.runs > 15:
+            O[0, 0, 0, 0] ^= 1
+
+
+@pytest.mark.parametrize("harm", [random_elements, lambda O, LSE: O.fill(0), lambda O, LSE: O.__setitem__((0, -1, -1, 5), 0xffff),
+                                  Late()])
+def test_a_wrong_candidate_is_never_an_elite(judged, harm):
+    wrong = line_of("scalar_vec8", "SYNC_POLICY=0")
+    lines = [line_of("scalar_minimal"), wrong, line_of("scalar_sync1")]
+    state, _ = judged(lines, lambda line: 10.0 if line is wrong else 20.0, lambda line: harm if line is wrong else None)
+    assert fates(state)[1] == "wrong" and search.identity(wrong) not in [state.best, *state.elites]
+    assert fates(state)[2] in ("elite", "slower")
+
+
+def test_what_breaks_the_gpu_is_wrong_and_restarts(judged, monkeypatch):
+    lost = []
+
+    class Broken(FakeKernel):
+        def prepare(self, gpu, tensors, problem):
+            gpu.synchronize = self.fail
+            self.fail()
+
+        def fail(self):
+            raise engine.CudaError("an illegal memory access was encountered")
+    state, judge = judged([line_of("mma_lazy")])
+    judge.restart = lost.append
+    monkeypatch.setattr(engine, "load", lambda line, *_: Broken())
+    line = line_of("mma_lazy", "STAGES=3")
+    assert judge.judge(line, judge.prepare(line), state)["fate"] == "wrong"
+    assert lost[0]["line"] == line.text and "illegal memory access" in lost[0]["sentence"] and lost[0]["spent_s"] >= 0
+
+
+def test_what_is_plainly_slower_is_dropped_early(judged):
+    state, judge = judged([line_of("mma_lazy")])
+    bench, = judge.benches.values()
+    problem, turns = list(judge.benches)[0], []
+    for us in (26.0, 20.1):
+        judge.admit(bench, "B", FakeKernel(us=us), problem)
+        now = judge.gpu.now
+        assert judge.beside_champion(bench, "B")[0] == pytest.approx(math.log(us / 20), abs=0.01)
+        turns.append(judge.gpu.now - now)
+        bench.drop("B")
+    assert turns[1] > 4 * turns[0]
+
+
+# ---- the log ----
+
+def test_a_killed_search_goes_on(tmp_path):
+    log = tmp_path / "log.jsonl"
+    process = subprocess.Popen([sys.executable, os.path.join(ROOT, "tools", "tune.py"), "--dry-run", "--from", "mma_lazy",
+                                "--log", str(log), "--budget", "1"], stderr=subprocess.DEVNULL)
+    while not log.exists() or log.read_bytes().count(b"\n") < 20:
+        time.sleep(0.01)
+    process.send_signal(signal.SIGKILL)
+    process.wait()
+    kept = log.read_bytes().rpartition(b"\n")[0] + b"\n"
+    log.write_bytes(kept + b'{"knobs": "BLOCK_M=12')  # what a kill in the middle of a line leaves
+    code, out, err = dry(log, "--budget", "1")
+    assert code == 0 and "to paste into configs.txt" in out, err
+    assert log.read_bytes().startswith(kept)
+    knobs = [record["knobs"] for record in records_of(log)[1:]]
+    assert len(knobs) == len(set(knobs)) > 40
+    before = log.read_bytes()
+    assert dry(log, "--budget", "1")[1] == out and log.read_bytes() == before  # the same command measures nothing twice
+
+
+def test_a_full_disk_leaves_a_valid_log(tmp_path):
+    path, (soft, hard) = str(tmp_path / "log.jsonl"), resource.getrlimit(resource.RLIMIT_FSIZE)
+    log = search.Log(path, dict(tune=1))
+    resource.setrlimit(resource.RLIMIT_FSIZE, (100, hard))
+    try:
+        with pytest.raises(builds.Refused, match="cannot be written: .* is valid, and the same command goes on") as refused:
+            for n in range(50):
+                log.add(dict(knobs=f"A={n}", fate="refused"))
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
+    assert refused.value.code == 3 and [record["knobs"] for record in records_of(path)[1:]] == [f"A={i}" for i in range(n)]
+    assert n > 0 and search.Log(path, dict(tune=1)).records == records_of(path)[1:]
+
+
+def test_refused_candidates_say_why_and_elites_are_legal(tmp_path):
+    assert dry(tmp_path / "log.jsonl", "--budget", "0.5", "--seed", "3")[0] == 0
+    records, tree = records_of(tmp_path / "log.jsonl")[1:], builds.Tree()
+    assert {record["fate"] for record in records} >= {"refused", "slower", "elite"}
+    for record in records:
+        line = search.parse_line(tree, record["line"])
+        assert search.identity(line) == record["knobs"]
+        assert tree.refusal(line.words) == (record["sentence"] if record["fate"] == "refused" else "")
+
+
+@pytest.mark.parametrize("words,sentence", [
+    (["--fix", "BLOCK_Q=3"], "no knob is called BLOCK_Q in the working tree; did you mean BLOCK_N?"),
+    (["--fix", "BLOCK_M=5000"], "--fix BLOCK_M=5000: BLOCK_M: not a legal value"),
+    (["--fix", "BLOCK_M=64", "--fix", "BLOCK_M=32"], "--fix BLOCK_M=32 contradicts --fix BLOCK_M=64"),
+    (["--family", "mma", "--fix", "USE_WGMMA=1"], "--fix USE_WGMMA=1 contradicts the family, mma"),
+    (["--from", "mma_lazy", "--fix", "NUM_WARPS=7", "--fix", "BLOCK_M=64"], "the space is empty: BLOCK_M and NUM_WARPS"),
+    (["--budget", "0.05"], "--budget 0.05: 3 s are less than the 6 s that a candidate takes"),
+    (["--budget", "soon"], "--budget soon: want minutes"), (["--family", "frob"], "--family frob: want scalar"),
+    (["--from", "nobody"], "nobody: no line of configs.txt has that name"), (["--head-dim", "96"], "--head-dim 96: want one of"),
+    (["--from", "mma_lazy", "--family", "wmma"], "--from mma_lazy is of the family mma; drop"), (["--frob"], "--frob: no such"),
+    (["--shape", "long,64,fp16", "--head-dim", "128"], "--shape long has D=64 fp16, and 128 fp16 is asked for"),
+    (["--all"], "--all wants --from LINE"), (["--export", "t4"], "--export takes one log"), (["x"], "x: only --export takes"),
+    (["--export", "t4", "/no/such"], "/no/such: there is no such file"), (["--replay", "/no/such"], "there is no such file"),
+    (["--log", os.path.join(ROOT, "configs.txt")], "configs.txt: want a log that ./run_all.sh tune wrote"),
+    (["--micro", os.path.join(ROOT, "configs.txt")], "want a file that ./run_all.sh micro wrote"),
+    (["--log", "/proc/no/log"], "/proc/no/log cannot be written"),
+])
+def test_refusals(words, sentence):
+    code, out, err = run("--dry-run", *words)
+    assert code in (2, 3) and sentence in err and err.count("\n") == 1 and not out, err
+
+
+def test_without_a_gpu():
+    if engine.find_gpu() is None:
+        assert run()[::2] == (2, "tune: it times kernels and there is no GPU here; --dry-run, --replay and --export need none\n")
+
+
+# ---- what is made of a log ----
+
+T4_RESULT = {"type": "object", "required": ["configuration", "times", "invalidity", "correctness"], "properties": {
+    "timestamp": {"type": "string"}, "configuration": {"type": "object"}, "objectives": {"type": "array"},
+    "times": {"type": "object", "properties": {
+        **{name: {"type": "number"} for name in ("compilation_time", "framework", "search_algorithm", "validation")},
+        "runtimes": {"type": "array"}}},
+    "invalidity": {"enum": ["timeout", "compile", "runtime", "correctness", "constraints", "correct"]},
+    "correctness": {"type": "number"},
+    "measurements": {"type": "array", "items": {"type": "object", "properties": {
+        "name": {"type": "string"}, "value": {"type": ["number", "string", "array"]}, "unit": {"type": "string"}}}}}}
+# The T4 results schema, 1.0.0, in our words; where Kernel Tuner is installed its own file judges as well.
+T4 = {"type": "object", "properties": {"schema_version": {"type": "string", "pattern": r"^\d+\.\d+\.\d+$"},
+                                       "results": {"type": "array", "items": T4_RESULT}}}
+
+
+def t4_schemas():
+    yield T4
+    tuner = importlib.util.find_spec("kernel_tuner")
+    for path in glob.glob(os.path.join(os.path.dirname(tuner.origin), "schema/T4/*/results-schema.json")) if tuner else []:
+        with open(path) as file:
+            yield json.load(file)
+
+
+@pytest.mark.parametrize("log", ["dry", *LISTS])
+def test_t4(log, tmp_path):
+    jsonschema = pytest.importorskip("jsonschema")
+    if log == "dry":
+        log = tmp_path / "log.jsonl"
+        dry(log, "--budget", "0.2")
+    code, out, _ = run("--export", "t4", str(log))
+    exported = json.loads(out)
+    for schema in t4_schemas():
+        jsonschema.validate(exported, schema)
+    own = tune_report.candidates(records_of(log))
+    assert code == 0 and len(exported["results"]) == len(own) > 5
+    assert {one["invalidity"] for one in exported["results"]} >= {"correct"}
+    assert exported["results"][0]["configuration"]["USE_MMA_SYNC" if "mma" in own[0]["line"][:3] else "USE_WGMMA"] == "1"
+
+
+def test_which_knob_mattered_and_the_picture(tmp_path):
+    pytest.importorskip("matplotlib")
+    scores = {"A=1 B=1": 1.0, "A=1 B=2": 1.02, "A=2 B=1": 1.5, "B=2": 1.6}
+    records = [{"tune": 1}, *(dict(knobs=knobs, fate="elite", score=score) for knobs, score in scores.items()),
+               dict(knobs="A=3", fate="refused")]
+    assert tune_report.matters(records) == pytest.approx({"A=1": 0.5, "B=1": 0.02})
+    (tmp_path / "log.jsonl").write_text("".join(json.dumps(record) + "\n" for record in records))
+    code, out, err = run("--export", "svg", str(tmp_path / "log.jsonl"))
+    assert code == 0 and "A=1" in open(out.strip()).read(), err
+
+
+# ---- how good the search is ----
+
+def replayed(log, *words):
+    """{search: (runs within 15% of the list, runs)}."""
+    code, out, err = run("--replay", str(log), *words)
+    assert code == 0, err
+    return {kind: (int(good), int(all_)) for kind, good, all_ in re.findall(r"^(\S.*?) {2,}.*?(\d+) of (\d+)$", out, re.M)}
+
+
+def test_the_search_beats_random_search(tmp_path):
+    """On a list by the cost model."""
+    fix = [word for knob in ("BLOCK_M=16,32,64,128,256", "BLOCK_N=32,48,64,96,128", "NUM_WARPS=2,4,8", "STAGES=1,2,3",
+                             "SPLIT_KV=1,2,4") for word in ("--fix", knob)]
+    assert dry(tmp_path / "all.jsonl", "--all", "--budget", "60", *fix)[0] == 0
+    knobs = [record["knobs"] for record in records_of(tmp_path / "all.jsonl")[1:]]
+    assert len(knobs) == len(set(knobs)) > 200
+    found = replayed(tmp_path / "all.jsonl")
+    assert found["from mma_lazy"][0] >= 15 and found["random search"][0] <= 8, found
+
+
+@pytest.mark.parametrize("log", LISTS)
+def test_the_search_on_measured_lists(log):
+    found = replayed(log)
+    good, runs = found["from the family's lines"]
+    assert good >= 18 and runs == 20 and found["random search"][0] < good, found

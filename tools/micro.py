@@ -1,0 +1,185 @@
+#!/usr/bin/env python3
+"""usage: ./run_all.sh micro [--family F|--from LINE] [--head-dim D] [--shape S] [--causal C] [--top K] [--only REGEX]
+What a round over a K/V tile costs the kernel of each legal tile, without the grid around it: clocks of one CTA alone and
+of as many as the GPU holds, on keys that stay in L2. Tiles have the sizes that the family's lines have in any combination
+that sdpa.cu does not refuse, and the other knobs of LINE. Prints the K tiles that should be the fastest for a problem, by
+waves of CTAs times rounds, and writes results/micro/DATE-DEVICE-NAME.json, from which `tune` starts. Without a
+GPU it counts barriers, bytes from global memory and bank conflicts of a round on the CPU backend instead.
+  --family F     scalar, wmma, mma or wgmma; default wgmma
+  --from LINE    the line that has the other knobs; default the family's first of this D
+  --head-dim D   64, 128 or 256; default LINE's
+  --shape S      the problem, as for ab; default long
+  --causal C     off, br or tl
+  --top K        so many tiles are printed; default 10
+  --only REGEX   these lines of configs.txt instead of tiles
+exit: 0, 2 bad usage, 3 a tile could not be run
+"""
+import ctypes
+import json
+import math
+import os
+import re
+import sys
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+import builds
+import engine
+import report_rows
+from builds import Refused
+from search import CHOOSERS, Space, base_line, family_lines, identity, parse_line
+
+PROGRAM = "tools/micro.cu"
+GRID_ONLY = {"PACK_GQA": "0", "SPLIT_CTAS": "1"}  # with other values the grid deals the keys
+
+
+# ---- what is measured ----
+
+def tiles(line, D):
+    """The line with every combination of sizes that lines of its family type."""
+    lines = family_lines(line.tree, line.family)
+    sizes = {knob: sorted({one.knob(knob, default) for one in lines}, key=int)
+             for knob, (default, legal) in line.tree.knob_rows().items()
+             if default.isdigit() and legal != "0 1" and knob not in ("HEAD_DIM", *GRID_ONLY)}
+    space = Space(line, {knob: values for knob, values in sizes.items() if len(values) > 1}, True)
+    space.base = space.line({"HEAD_DIM": str(D)})
+    return list({identity(one): one for one in space.all()}.values())
+
+
+def measurable(line):
+    defaults = line.tree.knobs()
+    return line.family != "cublas" and all(line.knob(knob, defaults[knob]) == defaults[knob] for knob in (*CHOOSERS, *GRID_ONLY))
+
+
+def measure(lines, gpu):
+    """A tile {line, family, D, knobs, registers, and what tools/micro.cu prints} of each line that can be built and run."""
+    if gpu:
+        built = builds.build(lines, gpu.arch, program=PROGRAM, progress=builds.show_progress()).values()
+    else:
+        with ThreadPoolExecutor(builds.JOBS) as pool:
+            built = list(pool.map(host_library, lines))
+    for one in built:
+        text = ctypes.create_string_buffer(1024)
+        if one.trouble or ctypes.CDLL(one.path).sdpa_micro(text, ctypes.c_size_t(1024)):
+            print(f"micro: {one.line.text}: {one.trouble or text.value.decode()}", file=sys.stderr)
+            continue
+        registers, spilled, *_ = builds.ptxas_report(one.log)
+        yield dict(line=one.line.text, family=one.line.family, D=one.line.D, knobs=identity(one.line), registers=registers,
+                   spilled=spilled, **json.loads(text.value))
+
+
+def host_library(line):
+    """tools/micro.cu for the CPU backend."""
+    sources = (PROGRAM, "sdpa.cu", "simt/engine.cpp")
+    path = os.path.join(builds.BUILD, "engine",
+                        f"micro-{builds.digest(*(line.tree.read(source) for source in sources), *sorted(line.words))}.so")
+    if not os.path.exists(path):
+        os.makedirs(os.path.dirname(path), exist_ok=True)
+        new = builds.own_name(path)
+        compiled = builds.run([os.environ.get("CXX", "g++"), "-std=c++17", "-O1", "-w", "-pthread", "-fPIC", "-shared", "-Isimt",
+                               *builds.definitions(line.words), "-x", "c++", PROGRAM, sources[2], "-o", new], cwd=builds.ROOT)
+        if compiled.returncode:
+            return builds.Built(line, trouble=builds.compiler_words(compiled.stderr))
+        os.rename(new, path)
+    return builds.Built(line, path)
+
+
+# ---- what it says of a problem ----
+
+def knob(tile, name, default):
+    return int(dict(word.split("=") for word in tile["knobs"].split()).get(name, default))
+
+
+def predict(tile, problem):
+    """Clocks of the problem: waves of items, each of so many rounds."""
+    rows, keys = knob(tile, "BLOCK_M", 32), knob(tile, "BLOCK_N", 32) * knob(tile, "SPLIT_KV", 1)
+    waves = math.ceil(problem.B * problem.Hq * math.ceil(problem.Sq / rows) / (tile["sms"] * tile["ctas_per_sm"]))
+    rounds = math.ceil(problem.Sk / keys) if problem.causal == "off" else problem.visible().mean() / keys + 0.5
+    round_clocks, item_clocks = tile["all_sms"]
+    return waves * (item_clocks + rounds * round_clocks)
+
+
+def read(path):
+    try:
+        with open(path) as file:
+            return json.load(file)["tiles"]
+    except (OSError, ValueError, KeyError, TypeError):
+        raise Refused(f"{path}: want a file that ./run_all.sh micro wrote") from None
+
+
+def newest(device, family, D):
+    """The newest file of tiles that this GPU has for the family and D; None if there is none."""
+    device = re.sub("[^A-Za-z0-9]+", "-", device)
+    files = Path(builds.ROOT, "results", "micro").glob(f"????-??-??-{device}-{family}-D{D}*.json")
+    return max(files, key=report_rows.by_name, default=None)
+
+
+def seeds(path, space, problem, count):
+    """The lines of a search's space that should be the fastest for the problem."""
+    own = [tile for tile in read(path) if (tile["family"], tile["D"]) == (space.base.family, problem.D) and "all_sms" in tile]
+    found = {}
+    for tile in sorted(own, key=lambda tile: predict(tile, problem)):
+        line = parse_line(space.tree, tile["line"])
+        if all(space.knob(line, name) in values for name, values in space.values.items()):
+            line = space.line(space.knobs(line))
+            found.setdefault(identity(line), line)
+    return list(found.values())[:count]
+
+
+def table(found, problem, top):
+    """The best tiles, with a row of figures each."""
+    print(f"{problem}: the first {min(top, len(found))} of {len(found)} tiles, by waves * (item + rounds * round)")
+    print(f"{'clocks':>10} {'round, 1 SM':>11} {'all SMs':>8} {'a score':>8} {'item':>7} {'CTAs/SM':>7} {'regs':>4}  line")
+    for tile in sorted(found, key=lambda tile: predict(tile, problem))[:top]:
+        scores = knob(tile, "BLOCK_M", 32) * knob(tile, "BLOCK_N", 32) * knob(tile, "SPLIT_KV", 1) * tile["ctas_per_sm"]
+        print(f"{predict(tile, problem):10.0f} {tile['one_sm'][0]:11.0f} {tile['all_sms'][0]:8.0f} "
+              f"{tile['all_sms'][0] / scores:8.4f} {tile['all_sms'][1]:7.0f} {tile['ctas_per_sm']:7} {tile['registers']:4}  "
+              f"{tile['line']}")
+
+
+def counts(found, top):
+    """Without a GPU: those with the fewest bytes and conflicts to a score."""
+    per_score = lambda tile, name: tile[name] / (knob(tile, "BLOCK_M", 32) * knob(tile, "BLOCK_N", 32) * knob(tile, "SPLIT_KV", 1))  # noqa: E731
+    print(f"{'bytes/score':>11} {'conflicts/score':>15} {'barriers':>8}  line")
+    for tile in sorted(found, key=lambda tile: (per_score(tile, "global_bytes"), per_score(tile, "conflicts")))[:top]:
+        print(f"{per_score(tile, 'global_bytes'):11.3f} {per_score(tile, 'conflicts'):15.3f} {tile['barriers']:8}  {tile['line']}")
+
+
+def main():
+    parser = engine.new_parser()
+    for name in ("family", "head-dim", "only"):
+        parser.add_argument("--" + name)
+    parser.add_argument("--from", dest="base")
+    parser.add_argument("--shape", default="long")
+    parser.add_argument("--causal", default="off", choices=engine.CAUSAL)
+    parser.add_argument("--top", default="10")
+    options = engine.parse_options(parser, sys.argv[1:], __doc__)
+    top, problem = engine.number("--top", options.top), engine.parse_problem(options.shape, options.causal)
+    if options.only:
+        lines, name = [line for line in builds.lines_named(options.only) if measurable(line)], "lines"
+    else:
+        line = base_line(options)
+        D = int(options.head_dim or line.D)
+        lines, name = [one for one in tiles(line, D) if measurable(one)], f"{line.family}-D{D}"
+    if not lines:
+        raise Refused("none of these lines has a tile of its own")
+    gpu = engine.find_gpu()
+    if not gpu:
+        print("There is no GPU here: counts of the CPU backend instead of clocks.", file=sys.stderr)
+    lines = [line for line in lines if not gpu or line.knob("arch", gpu.arch) == gpu.arch]
+    found = list(measure(lines, gpu))
+    if not found:
+        raise Refused("none of the tiles could be run", 3)
+    if not gpu:
+        counts(found, top)
+        return 0
+    path = engine.results_path("micro", gpu.name, name, new=True, ending=".json")
+    builds.replace_file(path, json.dumps(dict(device=gpu.name, driver=gpu.nvml.driver, cuda=gpu.cuda, commit=engine.git_sha(),
+                                              tiles=found), indent=1) + "\n")
+    table(found, problem, top)
+    print(f"tiles: {os.path.relpath(path, builds.ROOT)}", file=sys.stderr)
+    return 0
+
+
+if __name__ == "__main__":
+    engine.command("micro", main)
