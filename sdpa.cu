@@ -3913,36 +3913,27 @@ template <class B> struct WgmmaConsumer {
     wgmma_wait_group<0>(), hold(O.x.d);
     release(&s.v_tiles(slice).v_empty[stage]);
   }
-  // S = Q @ K.T once more, of this warp alone, by mma.sync and from global memory: the tile may be overwritten by
-  // now. Rare, so short rather than fast.
+  // S = Q @ K.T once more, of this warp alone, by mma.sync and with K from global memory: its tile may
+  // be overwritten by now. Rare, so short rather than fast.
   __device__ __forceinline__ void multiply_qk_again(Scores& S) const {
     const SdpaParams& p = a.p;
     const WgmmaItem& item = s.item[q_ring.stage];
     const uint32_t tid = thread_index_anew() % 128, lane = tid % 32;
-    const Input* const Q_g = p.Q + item.b * p.q.batch + item.h * p.q.head;
-    const Input* const K_g = p.K + item.b * p.k.batch + item.h_kv * p.k.head;
-    const auto word = [&](const Input* tensor, int row, int64_t stride, int byte) {
-      return ld_global<uint32_t>(reinterpret_cast<const char*>(tensor + row * stride) + byte +
-                                 lane % 4 * 4);
-    };
-    const int row = q + tid / 32 * 16 + lane / 4, last_row = p.Sq - 1;
+    const int row = tid / 32 * 16 + lane % 16;
+    const Input* const K_g =
+        p.K + item.b * p.k.batch + item.h_kv * p.k.head + (k0 + lane / 4) * p.k.row + lane % 4 * 2;
 #pragma unroll
     for (int n = 0; n < B::block_n / 8; n++) {
       float* const c = S.x.d + 4 * n;
       c[0] = c[1] = c[2] = c[3] = 0;
 #pragma unroll 1
-      for (int byte = 0; byte < ROW_BYTES<B>; byte += STEP_BYTES) {
-        uint32_t q[4], k[2];
-#pragma unroll
-        for (int i = 0; i < 4; i++) {
-          q[i] = word(Q_g, min(row + i % 2 * 8, last_row), p.q.row, byte + i / 2 * 16);
-        }
-        for (int i = 0; i < 2; i++) k[i] = word(K_g, k0 + lane / 4 + 8 * n, p.k.row, byte + i * 16);
-        if constexpr (B::is_e4m3) {
-          mma_m16n8k32_e4m3(c[0], c[1], c[2], c[3], q, k[0], k[1]);
-        } else {
-          mma_m16n8k16<Input>(c[0], c[1], c[2], c[3], q, k[0], k[1]);
-        }
+      for (int d = 0; d < B::head_dim; d += 16) {
+        uint32_t q[4];
+        ldmatrix_x4<false>(q, shared_address(s.Q[q_ring.stage][row_group] +
+                                             panel_offset<64>(row, d + lane / 16 * 8)));
+        const Input* const k = K_g + 8 * n * p.k.row + d;
+        mma_m16n8k16<Input>(c[0], c[1], c[2], c[3], q, ld_global<uint32_t>(k),
+                            ld_global<uint32_t>(k + 8));
       }
     }
   }
@@ -4011,44 +4002,26 @@ template <class B> struct WgmmaConsumer {
     if (!done) scale_output(alpha);
     if (!done) pack_all(P, S);
   }
-  // What a stale maximum was too small for, without its scores: m grows until no P is over 2^p_log2. alpha is a
-  // power of two. False if some P has overflowed, and nothing is done.
-  __device__ __forceinline__ bool raise_max(Scores& P, StaleSoftmax<B, ROWS>& softmax,
-                                            float (&alpha)[ROWS]) {
-    if (!__all_sync(0xffffffffu, softmax.sum[0] + softmax.sum[1] < INFINITY)) return false;
-#pragma unroll
-    for (int i = 0; i < ROWS; i++) {
-      float largest = 1;
-#pragma unroll
-      for (int j = 0; j < P.COLS; j++) largest = fmaxf(largest, P.x[i][j]);
-      largest = fmaxf(largest, __shfl_xor_sync(0xffffffffu, largest, 1));
-      largest = fmaxf(largest, __shfl_xor_sync(0xffffffffu, largest, 2));
-      const int log2_largest = int(bits_of(largest) >> 23) - 127 + 1;
-      const int step = max(log2_largest - int(p_log2<B>), 0);
-      alpha[i] = float_of(uint32_t(127 - step) << 23);
-      m[i] += float(step) / scale();
-      l[i] = (l[i] + softmax.sum[i]) * alpha[i];
-#pragma unroll
-      for (int j = 0; j < P.COLS; j++) P.x[i][j] *= alpha[i];
-    }
-    return true;
-  }
   // The same with the whole softmax beside the P @ V before.
   template <class End>
   __device__ __forceinline__ void attend_beside_pv(Scores& S, Probabilities& P,
                                                    const End& end_last_pv) {
-    bool done = false, scales = true;
+    bool stale = false, raised = false;
     float alpha[ROWS];
     if (may_take_stale_max()) {
       StaleSoftmax<B, ROWS> softmax(m, scale());
       softmax.exp(S, 0, S.COLS);
-      done = softmax.add_to(l), scales = !done;
-      if (B::is_e4m3 && !done) done = raise_max(S, softmax, alpha);
-      if (!done) multiply_qk_again(S);
+      stale = softmax.add_to(l);
+      if constexpr (B::is_e4m3) {
+        if (!stale) raised = WgmmaE4m3<B>::raise_max(*this, S, softmax, alpha);
+        if (!stale && !raised) WgmmaE4m3<B>::multiply_qk_again(*this, S);
+      } else {
+        if (!stale) multiply_qk_again(S);
+      }
     }
-    if (!done) softmax_by_exact_max(S, alpha);
+    if (!stale && !raised) softmax_by_exact_max(S, alpha);
     end_last_pv();
-    if (scales) scale_output(alpha);
+    if (!stale) scale_output(alpha);
     pack_all(P, S);
   }
 
@@ -4448,6 +4421,63 @@ template <class B> struct WgmmaE4m3<B, true> {
                                    prmt(v[n][2], v[n][3], 0x6420), prmt(v[n][2], v[n][3], 0x7531)};
           stmatrix_x4<false>(line + (d0 + n * STEP) * V_LINE<B>, out);
         }
+      }
+    }
+  }
+
+  // ---- where a stale maximum was too small ----
+
+  // What a stale maximum was too small for, without its scores: m grows until no P is over 2^p_log2. alpha is a
+  // power of two. False if some P has overflowed, and nothing is done.
+  template <class Consumer>
+  static __device__ __forceinline__ bool raise_max(Consumer& c, Scores& P,
+                                                   const StaleSoftmax<B, 2>& softmax,
+                                                   float (&alpha)[2]) {
+    if (!__all_sync(0xffffffffu, softmax.sum[0] + softmax.sum[1] < INFINITY)) return false;
+#pragma unroll
+    for (int i = 0; i < 2; i++) {
+      float largest = 1;
+#pragma unroll
+      for (int j = 0; j < P.COLS; j++) largest = fmaxf(largest, P.x[i][j]);
+      largest = fmaxf(largest, __shfl_xor_sync(0xffffffffu, largest, 1));
+      largest = fmaxf(largest, __shfl_xor_sync(0xffffffffu, largest, 2));
+      const int log2_largest = int(bits_of(largest) >> 23) - 127 + 1;
+      const int step = max(log2_largest - int(p_log2<B>), 0);
+      alpha[i] = float_of(uint32_t(127 - step) << 23);
+      c.m[i] += float(step) / c.scale();
+      c.l[i] = (c.l[i] + softmax.sum[i]) * alpha[i];
+#pragma unroll
+      for (int j = 0; j < P.COLS; j++) P.x[i][j] *= alpha[i];
+    }
+    return true;
+  }
+  // S = Q @ K.T once more, as the consumer's own, but with Q from global memory as well.
+  template <class Consumer>
+  static __device__ __forceinline__ void multiply_qk_again(const Consumer& c, Scores& S) {
+    const SdpaParams& p = c.a.p;
+    const WgmmaItem& item = c.s.item[c.q_ring.stage];
+    const uint32_t tid = thread_index_anew() % 128, lane = tid % 32;
+    const Input* const Q_g = p.Q + item.b * p.q.batch + item.h * p.q.head;
+    const Input* const K_g = p.K + item.b * p.k.batch + item.h_kv * p.k.head;
+    const auto word = [&](const Input* tensor, int row, int64_t stride, int byte) {
+      return ld_global<uint32_t>(reinterpret_cast<const char*>(tensor + row * stride) + byte +
+                                 lane % 4 * 4);
+    };
+    const int row = c.q + tid / 32 * 16 + lane / 4, last_row = p.Sq - 1;
+#pragma unroll
+    for (int n = 0; n < B::block_n / 8; n++) {
+      float* const d = S.x.d + 4 * n;
+      d[0] = d[1] = d[2] = d[3] = 0;
+#pragma unroll 1
+      for (int byte = 0; byte < ROW_BYTES<B>; byte += STEP_BYTES) {
+        uint32_t q[4], k[2];
+#pragma unroll
+        for (int i = 0; i < 4; i++) {
+          q[i] = word(Q_g, min(row + i % 2 * 8, last_row), p.q.row, byte + i / 2 * 16);
+        }
+        for (int i = 0; i < 2; i++)
+          k[i] = word(K_g, c.k0 + lane / 4 + 8 * n, p.k.row, byte + i * 16);
+        mma_m16n8k32_e4m3(d[0], d[1], d[2], d[3], q, k[0], k[1]);
       }
     }
   }
