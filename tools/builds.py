@@ -207,7 +207,7 @@ class Line:
 
     @property
     def words(self):
-        return changed(self.tree.lines()[self.name], self.changes)
+        return changed(self.tree.config_lines()[self.name].words, self.changes)
 
     def knob(self, name, otherwise=""):
         return dict(word.split("=", 1) for word in self.words).get(name, otherwise)

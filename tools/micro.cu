@@ -143,8 +143,8 @@ std::string measure() {
                                                         facts.shared_bytes),
           "asking for the occupancy");
   free_problem(p);
-  return "{\"one_sm\": " + round_and_item(1) + ", \"all_sms\": " +
-         round_and_item(sms * ctas_per_sm) +
+  return "{\"one_sm\": " + round_and_item(1) +
+         ", \"all_sms\": " + round_and_item(sms * ctas_per_sm) +
          format(", \"sms\": %d, \"ctas_per_sm\": %d, \"shared_bytes\": %zu}", sms, ctas_per_sm,
                 facts.shared_bytes);
 }

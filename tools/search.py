@@ -4,6 +4,7 @@ candidate is the caller's (tools/tune.py): a GPU, a cost model, or times that we
 A candidate is a Line: a line of configs.txt with knobs changed. Two are the same if their effective knobs are.
 """
 import collections
+import functools
 import itertools
 import json
 import math
@@ -20,6 +21,8 @@ PROBLEMS_OWN = ("HEAD_DIM", "DTYPE", "OUT_DTYPE")
 CHOOSERS = ("USE_TUNED",)  # lines that choose their tile when they run compete, but have no tile to breed
 ELITES = 3
 TRIES = 200
+CHILDREN = 16  # of which the most promising is judged
+FAR, REACH, NOISE = 2, 4, 0.05  # steps of a knob, of all knobs together, and what no knob explains, for expected()
 AHEAD = 8  # candidates that wait in line while one is timed
 FATES = ("refused", "compile", "gate", "wrong", "slower", "elite")
 
@@ -149,6 +152,7 @@ class Space:
             return [line for line, sentence in zip(lines, pool.map(self.refusal, lines)) if not sentence]
 
 
+@functools.lru_cache(None)
 def identity(line):
     """The knobs that are not at their defaults."""
     defaults = line.tree.knobs()
@@ -227,6 +231,7 @@ class State:
     seen: set = field(default_factory=set)  # proposed
     records: dict = field(default_factory=dict)
     lines: dict = field(default_factory=dict)
+    places: dict = field(default_factory=dict)
     elites: list = field(default_factory=list)  # identities of the best that breed
     best: str = None  # ("" is the line without knobs)
 
@@ -240,7 +245,7 @@ class State:
     def add(self, line, record):
         key = identity(line)
         self.seen.add(key)
-        self.records[key], self.lines[key] = record, line
+        self.records[key], self.lines[key], self.places[key] = record, line, self.place(line)
         if record["fate"] == "elite":
             by_score = lambda key: self.records[key]["score"]  # noqa: E731
             if self.space.breeds(line):
@@ -251,22 +256,48 @@ class State:
         return collections.Counter(record["fate"] for record in self.records.values())
 
     def propose(self, rng, at_random=False):
-        """A candidate that nobody proposed before: of the elites, or any. None if none is found."""
+        """A candidate that nobody proposed before: of some children of the elites the one that is expected to be the
+        fastest, or any. None if none is found."""
+        children = {}
         for attempt in range(1000):
             if at_random or not self.elites or attempt >= 300:
                 knobs = self.space.random(rng)
             else:
                 parents = [self.space.knobs(self.lines[key]) for key in self.elites]
-                weights = [1 / (rank + 1) for rank in range(len(parents))]
-                one, other = rng.choice(len(parents), 2, p=[weight / sum(weights) for weight in weights])
+                one, other = rng.integers(len(parents), size=2)
                 knobs = parents[one] if rng.random() < 0.7 else self.space.crossed(rng, parents[one], parents[other])
                 if knobs in parents or rng.random() < 0.3:
                     knobs = self.space.mutated(rng, knobs)
             line = self.space.line(knobs)
             if identity(line) not in self.seen:
-                self.seen.add(identity(line))
-                return line
-        return None
+                children[identity(line)] = line
+            if len(children) == (1 if at_random or not self.elites else CHILDREN) or children and attempt >= 300:
+                break
+        if not children:
+            return None
+        key = list(children)[int(np.argmin(self.expected(children.values()))) if len(children) > 1 else 0]
+        self.seen.add(key)
+        return children[key]
+
+    def expected(self, lines):
+        """The logarithms of the lines' scores that a Gaussian process expects from the candidates that were compiled; those
+        without a time count as the slowest. Two candidates are the more alike the fewer steps their knobs are apart."""
+        compiled = {key: record for key, record in self.records.items() if record["fate"] != "refused"}
+        scores = np.array([math.log(record["score"]) if record["fate"] in ("slower", "elite") else math.nan
+                           for record in compiled.values()])
+        scores[np.isnan(scores)] = np.nanmax(scores)
+        known, new = np.array([self.places[key] for key in compiled]), np.array([self.place(line) for line in lines])
+        alike = lambda a, b: np.exp(-np.minimum(abs(a[:, None] - b[None]), FAR).sum(2) / REACH)  # noqa: E731
+        weights = np.linalg.solve(alike(known, known) + NOISE * np.eye(len(known)), scores - scores.mean())
+        return scores.mean() + alike(new, known) @ weights
+
+    def place(self, line):
+        """Of each knob the number of its value."""
+        found = []
+        for knob in self.space.free:
+            values, value = self.space.values[knob], self.space.knob(line, knob)
+            found.append(values.index(value) if value in values else 0)
+        return found
 
 
 def search(state, judge, log, queue, rng, goes_on, show, ahead=AHEAD, at_random=False, breed=True):

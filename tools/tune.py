@@ -47,7 +47,7 @@ import fit
 import micro
 import report_rows
 import tune_report
-from builds import Line, Refused
+from builds import Refused
 from search import AHEAD, CHOOSERS, FATES, Log, Space, State, base_line, family_lines, identity, parse_line, read_log, search
 
 SEEDS = (0, 1, 2)
