@@ -287,8 +287,8 @@ struct Type {
 };
 constexpr Type fp16{"fp16", 10, 0x1p-14, 65504, {1e-3, 1e-3, 1e-3}};
 constexpr Type bf16{"bf16", 7, 0x1p-126, 0x1p127, {8e-3, 8e-3, 1e-3}};
-// Types of inputs alone. With e4m3 the weights have 3 bits of mantissa, and the logits are sums of 14 bits; with u8
-// the weights are fp16.
+// Types of inputs alone. The weights have 3 bits of mantissa with e4m3, and wgmma's sums of its products 14 bits;
+// with u8 they are fp16.
 constexpr Type e4m3{"e4m3", 3, 0x1p-6, 448, {4e-2, 6e-2, 4e-3}};
 constexpr Type u8{"u8", 10, 1, 127, {1.5e-3, 2e-3, 1e-3}};
 
