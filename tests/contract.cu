@@ -128,7 +128,7 @@ static void test_pointers() {
   EXPECT(refusal([](SdpaParams& p) { p.V = nullptr; }) == "V is a null pointer");
   EXPECT(refusal([](SdpaParams& p) { p.O = nullptr; }) == "O is a null pointer");
   constexpr int element = sizeof(Input), vec = Build::vec_width;
-  for (int bytes = element / 2; bytes < vec * element; bytes *= 2) {
+  for (int bytes = element == 1 ? 1 : element / 2; bytes < vec * element; bytes *= 2) {
     EXPECT(begins(refusal([&](SdpaParams& p) { p.Q = moved(p.Q, bytes); }), "Q is not aligned to"));
     EXPECT(begins(refusal([&](SdpaParams& p) { p.K = moved(p.K, bytes); }), "K is not aligned to"));
     EXPECT(begins(refusal([&](SdpaParams& p) { p.V = moved(p.V, bytes); }), "V is not aligned to"));
@@ -137,6 +137,14 @@ static void test_pointers() {
   for (int bytes = 1; bytes < 4; bytes++) {
     EXPECT(refusal([&](SdpaParams& p) { p.LSE = moved(p.LSE, bytes); }) ==
            "LSE is not aligned to 4 bytes");
+  }
+  static const float factors[2] = {};
+  for (Descale SdpaParams::*d :
+       {&SdpaParams::q_descale, &SdpaParams::k_descale, &SdpaParams::v_descale}) {
+    const std::string no = refusal([&](SdpaParams& p) { (p.*d).factor = moved(factors, 2); });
+    EXPECT(contains(no, Build::is_8bit
+                            ? "_descale is not aligned to 4 bytes"
+                            : "_descale is given, but elements of 16 bits have no factor"));
   }
   if (sdpa_workspace_bytes(a.p)) {
     EXPECT(begins(refusal([](SdpaParams& p) { p.workspace = nullptr; }), "workspace is null"));
