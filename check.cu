@@ -26,7 +26,9 @@ using std::vector;
 
 const Line& line = *static_cast<const Line*>(sdpa_line());
 const reference::Type& type_of(DType t) {
-  return t == DType::bf16 ? reference::bf16 : reference::fp16;
+  constexpr const reference::Type* types[] = {&reference::fp16, &reference::bf16, &reference::e4m3,
+                                              &reference::u8};
+  return *types[int(t)];
 }
 const reference::Type &input_type = type_of(line.input), &output_type = type_of(line.output);
 const reference::Tolerance tolerance = max(input_type.tolerance, output_type.tolerance);
@@ -53,40 +55,82 @@ struct Problem : reference::Problem {
   uint64_t seed = 0;
   int max_ctas = 0;         // of the launches but the first, whose results are checked
   bool same_heads = false;  // every head of an input is the first one
+  // Factors of 8-bit inputs: one to a head, with gaps between them as well, one to a tensor, or none.
+  string descale = "heads";
 
   Problem() : reference::Problem{} { D = line.D; }
 };
 
-template <class T> uint16_t bits_as(float x) {
-  const T element = static_cast<T>(x);
-  uint16_t bits;
-  memcpy(&bits, static_cast<const void*>(&element), sizeof bits);
-  return bits;
-}
-template <class T> float value_as(uint16_t bits) {
-  T element;
-  memcpy(static_cast<void*>(&element), &bits, sizeof bits);
-  return static_cast<float>(element);
-}
-uint16_t element_bits(float x) {  // of an input
-  return line.input == DType::bf16 ? bits_as<__nv_bfloat16>(x) : bits_as<__half>(x);
+// Of a number as an element of the type, without its factor; and the number. A byte is in the low half.
+uint16_t element_bits(DType t, float x) {
+  const auto bits_of = [](auto element) {
+    uint16_t bits = 0;
+    memcpy(&bits, static_cast<const void*>(&element), sizeof element);
+    return bits;
+  };
+  switch (t) {
+    case DType::bf16:
+      return bits_of(static_cast<__nv_bfloat16>(x));
+    case DType::e4m3:
+      return bits_of(static_cast<__nv_fp8_e4m3>(x));
+    case DType::u8:
+      return uint16_t(128 + std::lround(std::fmin(std::fmax(x, -128), 127)));
+    default:
+      return bits_of(static_cast<__half>(x));
+  }
 }
 float element_value(DType t, uint16_t bits) {
-  return t == DType::bf16 ? value_as<__nv_bfloat16>(bits) : value_as<__half>(bits);
+  const auto value_of = [&](auto element) {
+    memcpy(static_cast<void*>(&element), &bits, sizeof element);
+    return static_cast<float>(element);
+  };
+  switch (t) {
+    case DType::bf16:
+      return value_of(__nv_bfloat16());
+    case DType::e4m3:
+      return value_of(__nv_fp8_e4m3());
+    case DType::u8:
+      return float(bits) - 128;
+    default:
+      return value_of(__half());
+  }
 }
-float input_value(uint16_t bits) { return element_value(line.input, bits); }
 float output_value(uint16_t bits) { return element_value(line.output, bits); }
+
+size_t element_bytes(DType t) { return t == DType::e4m3 || t == DType::u8 ? 1 : 2; }
+// What 1 stands for in U8, whose elements are multiples of it.
+double unit_of(DType t) { return t == DType::u8 ? 448.0 / 127 : 1; }
 
 using Bits = vector<uint16_t>;  // of elements, in the order [B,H,S,D]
 
-Bits bits_of_elements(const vector<float>& x) {
-  Bits bits(x.size());
+// Calls f(i) for i in [0, n) on all cores.
+template <class F> void for_all(size_t n, const F& f) {
   constexpr size_t block = 1 << 16;
-  reference::parallel_for((x.size() + block - 1) / block, [&](size_t n) {
-    const size_t end = std::min(x.size(), (n + 1) * block);
-    for (size_t i = n * block; i < end; i++) bits[i] = element_bits(x[i]);
+  reference::parallel_for((n + block - 1) / block, [&](size_t part) {
+    for (size_t i = part * block; i < std::min(n, (part + 1) * block); i++) f(i);
+  });
+}
+
+// x / step in the type of the inputs, as bits and, in the place of x, as numbers.
+Bits round_to_elements(vector<float>& x, float step) {
+  Bits bits(x.size());
+  for_all(x.size(), [&](size_t i) {
+    bits[i] = element_bits(line.input, x[i] / step);
+    x[i] = element_value(line.input, bits[i]);
   });
   return bits;
+}
+
+// A power of 2 by which 8-bit elements are multiplied to have the range of x.
+float step_for(const vector<float>& x) {
+  if (element_bytes(line.input) == 2) return 1;
+  float largest = 0;
+  for (float value : x) {
+    if (std::isfinite(value)) largest = std::max(largest, std::fabs(value));
+  }
+  const float range = line.input == DType::u8 ? 127 : 448;
+  const float step = largest > 0 ? std::exp2(std::ceil(std::log2(largest / range))) : 1;
+  return line.input == DType::u8 ? step : std::max(step, 1.0f);
 }
 
 // ---- tensors in device memory ----
@@ -143,7 +187,7 @@ class Guarded {
 class DeviceTensor : public Guarded {
  public:
   DeviceTensor(const Problem& p, Tensor t, size_t elements)
-      : Guarded(string(1, "QKVO"[int(t)]), elements * sizeof(uint16_t)) {
+      : Guarded(string(1, "QKVO"[int(t)]), elements * bytes_of(t)), element_bytes(bytes_of(t)) {
     const int64_t S = of_query(t) ? p.Sq : p.Sk, H = of_query(t) ? p.Hq : p.Hkv;
     strides = {H * S * line.D, S * line.D, line.D};
   }
@@ -151,14 +195,74 @@ class DeviceTensor : public Guarded {
 
   virtual void* first() const { return data(); }  // element (0,0,0,0)
   virtual void poison() { fill(0xff); }
-  virtual void write(const Bits& x) { store(x); }
+  virtual void write(const Bits& x) { store_elements(x); }
   // Sets `trouble` to a sentence if anything but the elements was written.
   virtual Bits read(string& trouble) const {
     expect_guards(trouble);
-    return fetch<uint16_t>(bytes);
+    return fetch_elements(bytes / element_bytes);
   }
 
   Strides strides;
+
+ protected:
+  // Elements of the allocation from the first-th on.
+  void store_elements(const Bits& x, ptrdiff_t first = 0) {
+    if (element_bytes == 2) return store(x, 2 * first);
+    store(vector<uint8_t>(x.begin(), x.end()), first);
+  }
+  Bits fetch_elements(size_t count, ptrdiff_t first = 0) const {
+    if (element_bytes == 2) return fetch<uint16_t>(2 * count, 2 * first);
+    const vector<uint8_t> x = fetch<uint8_t>(count, first);
+    return {x.begin(), x.end()};
+  }
+
+  const size_t element_bytes;
+
+ private:
+  static size_t bytes_of(Tensor t) {
+    return SDPA_NAMESPACE::element_bytes(t == Tensor::O ? line.output : line.input);
+  }
+};
+
+// The factors of an input's heads.
+class DeviceFactors : public Guarded {
+ public:
+  DeviceFactors(const Problem& p, Tensor t)
+      : Guarded("a factor", p.descale == "none" ? 0 : elements(p, t) * sizeof(float)),
+        tensor_(t),
+        heads_(of_query(t) ? p.Hq : p.Hkv),
+        batches_(p.B) {
+    descale.factor = p.descale == "none" ? nullptr : data<float>();
+    if (p.descale == "heads") descale.head = 1, descale.batch = heads_;
+    if (p.descale == "gaps") descale.head = 2, descale.batch = 2 * heads_ + 3;
+  }
+  // About `step`, different for every one. Returns what the elements are multiplied with, by head.
+  vector<double> set(float step, uint64_t seed) {
+    const double unit = unit_of(line.input);
+    vector<float> x(bytes / sizeof(float), NAN);
+    vector<double> of_heads;
+    for (int head = 0; head < batches_ * heads_; head++) {
+      double factor = 1;
+      if (descale.factor) {
+        const size_t at = head / heads_ * descale.batch + head % heads_ * descale.head;
+        const uint64_t r = reference::mix(reference::mix(seed + 66 + int(tensor_)) + at);
+        factor = x[at] = float(step / unit * (0.75 + 0.75 * double(r % 1024) / 1024));
+      }
+      of_heads.push_back(factor * unit);
+    }
+    store(x);
+    return of_heads;
+  }
+
+  Descale descale;
+
+ private:
+  static size_t elements(const Problem& p, Tensor t) {
+    const size_t heads = heads_of(p, t);
+    return p.descale == "shared" ? 1 : p.descale == "gaps" ? 2 * heads + 3 * p.B : heads;
+  }
+  Tensor tensor_;
+  int64_t heads_, batches_;
 };
 
 // ---- the witness: every row on the GPU by another kernel ----
@@ -172,8 +276,18 @@ struct WitnessArgs {
   int first_head;   // counted over batches: b * Hq + h
   int least, most;  // key k is visible to query q if least <= k - q <= most
   float scale;
+  Descale q_factor, k_factor, v_factor;
+  float v_unit;
   float *O, *LSE;  // [heads,Sq,D] and [heads,Sq] from first_head on
 };
+
+inline __device__ float number(__half x) { return float(x); }
+inline __device__ float number(__nv_bfloat16 x) { return float(x); }
+inline __device__ float number(__nv_fp8_e4m3 x) { return float(x); }
+inline __device__ float number(uint8_t x) { return float(x) - 128; }
+inline __device__ float factor(const Descale& d, int b, int h) {
+  return d.factor ? d.factor[b * d.batch + h * d.head] : 1;
+}
 
 // A thread has 64 elements of a query row, and its neighbours the others. Tiles of K and V are in shared
 // memory, the parts of a row 4 floats apart, so that neighbours read from different banks.
@@ -188,7 +302,7 @@ template <int D> struct WitnessShared {
   static __device__ void load(TileRow* tile, const T* x, int64_t row_stride, int k0, int rows) {
     for (int i = threadIdx.x; i < KEYS * D; i += THREADS) {
       const int j = i / D, d = i % D;
-      tile[j][d / SLICE][d % SLICE] = k0 + j < rows ? float(x[(k0 + j) * row_stride + d]) : 0.0f;
+      tile[j][d / SLICE][d % SLICE] = k0 + j < rows ? number(x[(k0 + j) * row_stride + d]) : 0.0f;
     }
   }
 };
@@ -207,7 +321,9 @@ __global__ void __launch_bounds__(WitnessShared<D>::THREADS) witness(WitnessArgs
   const int q_row = row < a.Sq ? row : a.Sq - 1;  // threads past the end work for nothing
   float q[W::SLICE], O[W::SLICE] = {}, m = -INFINITY, l = 0;
 #pragma unroll
-  for (int d = 0; d < W::SLICE; d++) q[d] = float(Q_g[q_row * a.q.row + slice * W::SLICE + d]);
+  for (int d = 0; d < W::SLICE; d++) q[d] = number(Q_g[q_row * a.q.row + slice * W::SLICE + d]);
+  const float scale = a.scale * factor(a.q_factor, b, h) * factor(a.k_factor, b, h_kv);
+  const float v_factor = a.v_unit * factor(a.v_factor, b, h_kv);
 
   // Q[q_row] @ K[k0 + j], -inf where that key is not visible
   const auto score = [&](int k0, int j) {
@@ -237,7 +353,7 @@ __global__ void __launch_bounds__(WitnessShared<D>::THREADS) witness(WitnessArgs
     float tile_O[W::SLICE] = {}, tile_l = 0;  // summed apart: fewer roundings of the long sum
 #pragma unroll 1
     for (int j = 0; j < W::KEYS; j++) {
-      const float S = score(k0, j), P = S == -INFINITY ? 0.0f : expf((S - m) * a.scale);
+      const float S = score(k0, j), P = S == -INFINITY ? 0.0f : expf((S - m) * scale);
       tile_l += P;
 #pragma unroll
       for (int d = 0; d < W::SLICE; d++) tile_O[d] = fmaf(P, s.V[j][slice][d], tile_O[d]);
@@ -248,10 +364,10 @@ __global__ void __launch_bounds__(WitnessShared<D>::THREADS) witness(WitnessArgs
   }
   if (row >= a.Sq) return;
   const int64_t out = int64_t(of_grid) * a.Sq + row;
-  if (slice == 0) a.LSE[out] = m * a.scale + logf(l);
+  if (slice == 0) a.LSE[out] = m * scale + logf(l);
 #pragma unroll
   for (int d = 0; d < W::SLICE; d++) {
-    a.O[out * D + slice * W::SLICE + d] = l == 0 ? 0.0f : O[d] / l;
+    a.O[out * D + slice * W::SLICE + d] = l == 0 ? 0.0f : O[d] / l * v_factor;
   }
 }
 
@@ -274,9 +390,11 @@ cudaError_t launch_witness(const SdpaParams& p, int first, int heads, float* O, 
   const int right = p.causal == Causal::off ? p.window_right : 0;
   const int least = p.window_left < 0 ? -none : own - p.window_left;
   const int most = right < 0 ? none : own + right;
-  const float scale = p.scale == 0 ? float(1 / std::sqrt(double(p.D))) : p.scale;
-  const WitnessArgs a{p.Q,  p.K,  p.V,   p.q,   p.k,  p.v,   p.Hq, p.Hkv,
-                      p.Sq, p.Sk, first, least, most, scale, O,    LSE};
+  const double unit = unit_of(line.input);
+  const double scale = (p.scale == 0 ? 1 / std::sqrt(double(p.D)) : p.scale) * unit * unit;
+  const WitnessArgs a{p.Q,         p.K,         p.V,         p.q,         p.k,   p.v,  p.Hq,
+                      p.Hkv,       p.Sq,        p.Sk,        first,       least, most, float(scale),
+                      p.q_descale, p.k_descale, p.v_descale, float(unit), O,     LSE};
   return p.D == 64    ? launch_witness<T, 64>(a, heads)
          : p.D == 128 ? launch_witness<T, 128>(a, heads)
                       : launch_witness<T, 256>(a, heads);
@@ -323,6 +441,11 @@ class Instance {
     set(params.Q, params.q, Tensor::Q), set(params.K, params.k, Tensor::K);
     set(params.V, params.v, Tensor::V), set(params.O, params.o, Tensor::O);
     params.LSE = lse_->data<float>();
+    Descale* const descales[] = {&params.q_descale, &params.k_descale, &params.v_descale};
+    for (int t = 0; t < 3 && element_bytes(line.input) == 1; t++) {
+      factors_[t].reset(new DeviceFactors(p, Tensor(t)));
+      *descales[t] = factors_[t]->descale;
+    }
     params.B = p.B, params.Hq = p.Hq, params.Hkv = p.Hkv, params.Sq = p.Sq, params.Sk = p.Sk;
     params.D = line.D, params.scale = float(p.scale), params.causal = Causal(int(p.mask));
     params.window_left = p.window_left, params.window_right = p.window_right;
@@ -333,11 +456,14 @@ class Instance {
 
   void set_inputs(uint64_t seed) {
     problem.seed = seed;
+    vector<double>* const factors[] = {&problem.q_factor, &problem.k_factor, &problem.v_factor};
     for (int t = 0; t < 3; t++) {
-      inputs_[t] =
-          make_input(problem, Tensor(t), *reference::dist_named(problem.dist), seed,
-                     problem.same_heads, [](float x) { return input_value(element_bits(x)); });
-      tensors[t]->write(held_[t] = bits_of_elements(inputs_[t]));
+      vector<float>& x = inputs_[t];
+      x = make_input(problem, Tensor(t), *reference::dist_named(problem.dist), seed,
+                     problem.same_heads);
+      const float step = problem.descale == "none" ? float(unit_of(line.input)) : step_for(x);
+      if (factors_[t]) *factors[t] = factors_[t]->set(step, seed);
+      tensors[t]->write(held_[t] = round_to_elements(x, step));
     }
     problem.Q = inputs_[0].data(), problem.K = inputs_[1].data(), problem.V = inputs_[2].data();
   }
@@ -462,8 +588,10 @@ class Instance {
     size_t next = 0;  // of the sample, which is in order
     for (size_t first = 0; first < heads; first += most_heads) {
       const size_t count = std::min(most_heads, heads - first);
-      const auto launch =
-          line.input == DType::bf16 ? launch_witness<__nv_bfloat16> : launch_witness<__half>;
+      constexpr decltype(&launch_witness<__half>) launches[] = {
+          launch_witness<__half>, launch_witness<__nv_bfloat16>, launch_witness<__nv_fp8_e4m3>,
+          launch_witness<uint8_t>};
+      const auto launch = launches[int(line.input)];
       require(launch(params, int(first), int(count), O_g.data<float>(), LSE_g.data<float>()),
               "launching the witness");
       const vector<float> O = O_g.fetch<float>(count * S * D * sizeof(float));
@@ -528,8 +656,9 @@ class Instance {
   }
 
   std::unique_ptr<Guarded> lse_, workspace_;
-  vector<float> inputs_[3];  // Q, K, V, rounded
-  Bits held_[3];             // what they are in device memory
+  std::unique_ptr<DeviceFactors> factors_[3];  // of Q, K and V with 8 bits
+  vector<float> inputs_[3];                    // Q, K, V, rounded
+  Bits held_[3];                               // what they are in device memory
 };
 
 }  // namespace

@@ -30,7 +30,10 @@ struct Problem {
   double scale;            // 0 means 1/sqrt(D)
   const float *Q, *K, *V;  // contiguous [B,Hq,Sq,D], [B,Hkv,Sk,D], [B,Hkv,Sk,D], already rounded to
                            // the type that the kernel reads
-  int window_left = -1, window_right = -1;  // keys to each side of the query's own position; -1: all
+  int window_left = -1,
+      window_right = -1;  // keys to each side of the query's own position; -1: all
+  // By head, over all batches: what Q, K and V are to be multiplied with. Empty: 1.
+  std::vector<double> q_factor, k_factor, v_factor;
 
   bool has_window() const { return window_left >= 0 || window_right >= 0; }
 };
@@ -110,9 +113,9 @@ inline const Dist* dist_named(const std::string& name) {
   return nullptr;
 }
 
-// [B,H,S,D]. same_heads: every head is the first one.
+// [B,H,S,D], not rounded to a type. same_heads: every head is the first one.
 inline std::vector<float> make_input(const Problem& p, Tensor tensor, const Dist& dist,
-                                     uint64_t seed, bool same_heads, float (*rounded)(float)) {
+                                     uint64_t seed, bool same_heads) {
   const size_t heads = heads_of(p, tensor), D = p.D;
   const size_t per_head = heads ? rows_of(p, tensor) / heads * D : 0;
   std::vector<float> x(heads * per_head);
@@ -121,7 +124,7 @@ inline std::vector<float> make_input(const Problem& p, Tensor tensor, const Dist
     for (size_t i = 0; i < per_head; i++) {
       const size_t index = head * per_head + i;
       const InputAt at{p, seed, tensor, index, head, i / D, i % D, normal(seed, tensor, index)};
-      x[h * per_head + i] = rounded(dist.value(at));
+      x[h * per_head + i] = dist.value(at);
     }
   });
   return x;
@@ -177,12 +180,18 @@ inline double dot(const float* x, const float* y, int n) {  // n a multiple of 8
 // One row. A row whose every visible logit is -inf (or that sees no key) gives O = 0, LSE = -inf.
 inline Result attend(const Problem& p, const Row& row) {
   const int h_kv = row.h / (p.Hq / p.Hkv), D = p.D;
-  const float* const Q = p.Q + (((size_t)row.b * p.Hq + row.h) * p.Sq + row.q) * D;
-  const float* const K = p.K + ((size_t)row.b * p.Hkv + h_kv) * p.Sk * D;
-  const float* const V = p.V + ((size_t)row.b * p.Hkv + h_kv) * p.Sk * D;
   const size_t first = first_key(p, row.q), end = past_last_key(p, row.q);
   const double infinity = std::numeric_limits<double>::infinity();
-  const double scale = p.scale == 0 ? 1 / std::sqrt(double(D)) : p.scale;
+  const size_t head = size_t(row.b) * p.Hq + row.h, kv_head = size_t(row.b) * p.Hkv + h_kv;
+  const auto factor = [](const std::vector<double>& of_heads, size_t h) {
+    return of_heads.empty() ? 1.0 : of_heads[h];
+  };
+  const double scale = (p.scale == 0 ? 1 / std::sqrt(double(D)) : p.scale) *
+                       factor(p.q_factor, head) * factor(p.k_factor, kv_head);
+  const double v_factor = factor(p.v_factor, kv_head);
+  const float* const Q = p.Q + (head * p.Sq + row.q) * D;
+  const float* const K = p.K + kv_head * p.Sk * D;
+  const float* const V = p.V + kv_head * p.Sk * D;
 
   Result result{std::vector<double>(D, 0.0), -infinity, std::vector<char>(D, 0)};
   const auto leave_open = [&](size_t k) {
@@ -211,7 +220,7 @@ inline Result attend(const Problem& p, const Row& row) {
     sum += weight;
     for (int d = 0; d < D; d++) result.O[d] += weight * double(V[k * D + d]);
   }
-  for (int d = 0; d < D; d++) result.O[d] /= sum;
+  for (int d = 0; d < D; d++) result.O[d] = result.O[d] / sum * v_factor;
   result.LSE = max + std::log(sum);
   return result;
 }
@@ -268,7 +277,8 @@ inline Tolerance max(const Tolerance& a, const Tolerance& b) {
   return {std::max(a.rel_rms, b.rel_rms), std::max(a.max_abs, b.max_abs), std::max(a.lse, b.lse)};
 }
 
-// An element type. Its tolerance is a few times the rounding of O itself.
+// An element type, with the mantissa of the weights that go with it. Its tolerance is a few times the rounding of O
+// and of the weights.
 struct Type {
   const char* name;
   int mantissa_bits;
@@ -277,6 +287,10 @@ struct Type {
 };
 constexpr Type fp16{"fp16", 10, 0x1p-14, 65504, {1e-3, 1e-3, 1e-3}};
 constexpr Type bf16{"bf16", 7, 0x1p-126, 0x1p127, {8e-3, 8e-3, 1e-3}};
+// Types of inputs alone. The weights have 3 bits of mantissa with e4m3, and wgmma's sums of its products 14 bits;
+// with u8 they are fp16.
+constexpr Type e4m3{"e4m3", 3, 0x1p-6, 448, {4e-2, 6e-2, 4e-3}};
+constexpr Type u8{"u8", 10, 1, 127, {1.5e-3, 2e-3, 1e-3}};
 
 // A unit in the last place of an element like x; 0 where that is not a normal number.
 inline double ulp(const Type& type, double x) {

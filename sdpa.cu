@@ -34,6 +34,7 @@
 
 #include <cuda.h>
 #include <cuda_bf16.h>
+#include <cuda_fp8.h>
 #include <cuda_fp16.h>
 #include <cuda_runtime.h>
 #include <mma.h>
@@ -62,12 +63,12 @@ namespace {  // two builds in one program must not share their constants and ker
 // clang-format off
 #define SDPA_KNOBS(X)                                                                             \
   X(HEAD_DIM, 64, head_dim, "64 128 256", "D; every row of Q, K, V and O has this many elements") \
-  X(DTYPE, FP16, dtype, "FP16 BF16", "type of Q, K and V; sums are fp32") \
-  X(OUT_DTYPE, AUTO, out_dtype, "AUTO FP16 BF16", "type of O; AUTO: DTYPE") \
+  X(DTYPE, FP16, dtype, "FP16 BF16 FP8_E4M3 U8", "type of Q, K and V; sums are fp32") \
+  X(OUT_DTYPE, AUTO, out_dtype, "AUTO FP16 BF16", "type of O; AUTO: DTYPE, or FP16 where that has 8 bits") \
   X(BLOCK_M, 32, block_m, "4..256", "query rows of a tile: more reuse of K and V, fewer CTAs") \
   X(BLOCK_N, 32, block_n, "8..256", "key rows of a tile: fewer barriers, more shared memory") \
   X(NUM_WARPS, 4, num_warps, "1..16", "warps of a CTA that compute; they share the tile's query rows") \
-  X(VEC_WIDTH, 1, vec_width, "1 2 4 8", "elements per global access; pointers and strides must be multiples") \
+  X(VEC_WIDTH, 1, vec_width, "1 2 4 8 16", "elements per global access; pointers and strides must be multiples") \
   X(SYNC_POLICY, 5, sync_policy, "5 2 1 0", "CTA barriers per K/V tile: 5 six, 2 four, 1 two, 0 none (racy)") \
   X(USE_CP_ASYNC, 0, use_cp_async, "0 1", "copy with cp.async, which needs no registers and can run ahead") \
   X(STAGES, 1, stages, "1..4", "K/V tiles in flight (cp.async or producers); each costs shared memory") \
@@ -83,6 +84,7 @@ namespace {  // two builds in one program must not share their constants and ker
   X(USE_PING_PONG, 0, use_ping_pong, "0 1", "wgmma: warpgroups take turns at the tensor cores") \
   X(OVERLAP, 0, overlap, "0 1", "wgmma: softmax beside P @ V of the tile before") \
   X(SKIP_MASKED, 0, skip_masked, "0 1", "wgmma: a warpgroup leaves out tiles of which its rows see nothing") \
+  X(FP8_FLUSH, 8, fp8_flush, "0 1 2 4 8 16", "wgmma, FP8_E4M3: after so many tiles P @ V is added to O in fp32; 0: never") \
   X(SWAP_AB, 0, swap_ab, "0 1", "wgmma: S.T = K @ Q.T, keys as its 64 rows: 16, 32 or 64 query rows a CTA") \
   X(PACK_GQA, 0, pack_gqa, "0 1", "mma, SWAP_AB: the query heads of a key head are rows of one tile") \
   X(SPLIT_CTAS, 1, split_ctas, "0..256", "PACK_GQA: CTAs that share the keys of a tile; 0: by the problem; workspace") \
@@ -154,7 +156,7 @@ struct Typed {
 // ---- what follows from the knobs ----
 
 enum class Family { scalar, wmma, mma, wgmma, cublas };
-enum class DType { fp16, bf16 };  // in the order of DTYPE's values
+enum class DType { fp16, bf16, e4m3, u8 };  // in the order of DTYPE's values
 
 // Of knobs that were typed, or that stand in a row of TUNED_TILES.
 template <class Knobs> struct Derived : Knobs {
@@ -164,7 +166,13 @@ template <class Knobs> struct Derived : Knobs {
                                    : Knobs::use_cublas ? Family::cublas
                                                        : Family::scalar;
   static constexpr DType input = DType(Knobs::dtype);  // of Q, K and V
-  static constexpr DType output = Knobs::out_dtype == 0 ? input : DType(Knobs::out_dtype - 1);
+  static constexpr bool is_e4m3 = input == DType::e4m3, is_8bit = is_e4m3 || input == DType::u8;
+  static constexpr DType output = Knobs::out_dtype != 0 ? DType(Knobs::out_dtype - 1)
+                                  : is_8bit             ? DType::fp16
+                                                        : input;
+  // fp16 is made of U8, while a tile is copied or (USE_CP_ASYNC) afterwards.
+  static constexpr bool converts = input == DType::u8 && family != Family::scalar;
+  static constexpr bool converts_tiles = converts && Knobs::use_cp_async;
   static constexpr int producer_threads = !Knobs::use_warp_specialization ? 0  // that only copy
                                           : family == Family::wgmma
                                               ? 128
@@ -206,8 +214,9 @@ SDPA_REFUSE(is_cublas &&
                  USE_CP_ASYNC_changed || SWIZZLE_XOR_changed || USE_PERSISTENT_CTA_changed),
             "USE_CUBLAS=1: of the knobs for tiles and copies none has an effect on cuBLAS; keep "
             "HEAD_DIM, DTYPE, NUM_WARPS and USE_FAST_EXP");
-SDPA_REFUSE(OUT_DTYPE_changed&& DType(Build::out_dtype - 1) == Build::input,
-            "OUT_DTYPE: O has the type of Q, K and V anyway; drop OUT_DTYPE");
+SDPA_REFUSE(OUT_DTYPE_changed&& DType(Build::out_dtype - 1) ==
+                (Build::is_8bit ? DType::fp16 : Build::input),
+            "OUT_DTYPE: O has that type anyway; drop OUT_DTYPE");
 SDPA_REFUSE(OUT_DTYPE_changed&& is_cublas,
             "OUT_DTYPE: cuBLAS writes the type that it reads; drop OUT_DTYPE or USE_CUBLAS");
 SDPA_REFUSE(USE_WMMA_PV_changed && !is_wmma,
@@ -226,6 +235,9 @@ SDPA_REFUSE(
     "them; add USE_MMA_SYNC=1 or SWAP_AB=1 or drop them");
 SDPA_REFUSE(is_mma && !Build::pack_gqa && SPLIT_CTAS_changed,
             "SPLIT_CTAS: in the mma.sync kernel it goes with PACK_GQA; add PACK_GQA=1 or drop it");
+SDPA_REFUSE(Build::is_8bit&& PACK_GQA_changed,
+            "PACK_GQA=1: an 8-bit DTYPE has a factor for each query head, and a tile has one; type "
+            "DTYPE=FP16 or drop PACK_GQA");
 SDPA_REFUSE(is_mma&& Build::pack_gqa&& USE_PERSISTENT_CTA_changed,
             "PACK_GQA=1: in the mma.sync kernel every item has CTAs of its own; drop "
             "USE_PERSISTENT_CTA or PACK_GQA");
@@ -244,6 +256,18 @@ SDPA_REFUSE(!is_mma && !is_wgmma && USE_LAZY_MAX_changed,
             "drop it");
 SDPA_REFUSE(!is_mma && !is_wgmma && SPLIT_KV_changed,
             "SPLIT_KV: only the mma.sync and wgmma kernels have it; add USE_MMA_SYNC=1 or drop it");
+SDPA_REFUSE(
+    Build::is_8bit&& is_cublas,
+    "DTYPE: the cuBLAS path multiplies 16-bit elements; type DTYPE=FP16 or drop USE_CUBLAS");
+SDPA_REFUSE(Build::is_e4m3&& is_wmma,
+            "DTYPE=FP8_E4M3: nvcuda::wmma has no e4m3; drop USE_WMMA or type DTYPE=U8");
+SDPA_REFUSE(FP8_FLUSH_changed && !(is_wgmma && Build::is_e4m3),
+            "FP8_FLUSH: only the wgmma kernel with DTYPE=FP8_E4M3 has sums of 14 bits; drop it");
+SDPA_REFUSE(Build::is_e4m3&& is_wgmma&& Build::use_tuned,
+            "USE_TUNED=1: TUNED_TILES has no row for DTYPE=FP8_E4M3; type BLOCK_M=192 BLOCK_N=64 "
+            "NUM_WARPS=12 STAGES=4 USE_WARP_SPECIALIZATION=1");
+SDPA_REFUSE(Build::input == DType::u8 && is_wgmma,
+            "DTYPE=U8: the wgmma kernel has no step that makes fp16 of it; drop USE_WGMMA");
 SDPA_REFUSE(is_mma&& SYNC_POLICY_changed,
             "SYNC_POLICY: in the mma.sync kernel every warp owns its rows and the copies alone "
             "need a barrier, so the policy does nothing; drop SYNC_POLICY");
@@ -260,9 +284,13 @@ template <class B> constexpr bool check() {
       "be 16*NUM_WARPS/SPLIT_KV; type BLOCK_M=128 NUM_WARPS=8");
   SDPA_REFUSE(wgmma && B::block_n % 16 != 0,
               "BLOCK_N: wgmma takes keys by 16, so it must be a multiple of 16; type BLOCK_N=128");
-  SDPA_REFUSE(wgmma && B::vec_width != 8,
+  SDPA_REFUSE(wgmma && B::is_e4m3 &&
+                  (!B::use_warp_specialization || B::split_kv > 1 || B::block_n % 32 != 0),
+              "DTYPE=FP8_E4M3: producer warps transpose V, of 32 keys at a time; type "
+              "USE_WARP_SPECIALIZATION=1 SPLIT_KV=1 BLOCK_N=64");
+  SDPA_REFUSE(wgmma && B::vec_width != (B::is_8bit ? 16 : 8),
               "VEC_WIDTH: TMA wants addresses and strides that are multiples of 16 bytes; type "
-              "VEC_WIDTH=8");
+              "VEC_WIDTH=8, or 16 with an 8-bit DTYPE");
   SDPA_REFUSE(wgmma && !B::use_warp_specialization &&
                   (B::overlap || B::use_persistent_cta || B::use_ping_pong || B::use_lazy_max ||
                    (B::split_kv > 1 && !B::swap_ab)),
@@ -314,12 +342,21 @@ template <class B> constexpr bool check() {
   SDPA_REFUSE(
       mma && B::block_n % 16 != 0,
       "BLOCK_N: mma.sync takes keys by 16, so it must be a multiple of 16; type BLOCK_N=64");
+  SDPA_REFUSE(mma && B::is_e4m3 && B::block_n % 32 != 0,
+              "BLOCK_N: mma.sync takes keys of e4m3 by 32, so it must be a multiple of 32; type "
+              "BLOCK_N=64");
   SDPA_REFUSE(B::family != Family::wgmma && !B::use_cp_async && !B::use_warp_specialization &&
                   B::stages > 1,
               "STAGES: plain copies finish before the next one starts, so STAGES does nothing "
               "without cp.async or producer warps; add USE_CP_ASYNC=1 or drop STAGES");
-  SDPA_REFUSE(B::vec_width == 1 && B::use_cp_async,
-              "USE_CP_ASYNC=1: cp.async moves 4, 8 or 16 bytes and VEC_WIDTH=1 is 2 bytes; type "
+  SDPA_REFUSE(!B::is_8bit && B::vec_width == 16,
+              "VEC_WIDTH=16: an access has up to 16 bytes, and these are 32; type VEC_WIDTH=8");
+  SDPA_REFUSE(B::converts && B::vec_width < 8,
+              "DTYPE=U8: fp16 is made of 8 elements at a time; type VEC_WIDTH=16");
+  SDPA_REFUSE(B::converts && B::use_cp_async && B::use_warp_specialization,
+              "USE_CP_ASYNC=1: producer warps make fp16 of U8 in registers; drop USE_CP_ASYNC");
+  SDPA_REFUSE(B::use_cp_async && B::vec_width * (B::is_8bit ? 1 : 2) < 4,
+              "USE_CP_ASYNC=1: cp.async moves 4, 8 or 16 bytes, and this VEC_WIDTH is less; type "
               "VEC_WIDTH=8");
   return true;
 }
@@ -416,9 +453,15 @@ static_assert(check_rows<0>(), "");
 template <DType> struct ElementOf;
 template <> struct ElementOf<DType::fp16> { using type = __half; };
 template <> struct ElementOf<DType::bf16> { using type = __nv_bfloat16; };
+template <> struct ElementOf<DType::e4m3> { using type = __nv_fp8_e4m3; };
+template <> struct ElementOf<DType::u8> { using type = uint8_t; };
 // clang-format on
 using Input = ElementOf<Build::input>::type;    // of Q, K and V
 using Output = ElementOf<Build::output>::type;  // of O
+// Of the tiles of Q, K and V in shared memory.
+using Element = std::conditional<Build::input == DType::u8 && !is_scalar, __half, Input>::type;
+using Half =
+    std::conditional<Build::is_8bit, __half, Input>::type;  // of products of 16-bit numbers
 
 enum class Causal : int {  // the own position of query q among the keys; it sees none after it
   off,                     // q, and it sees all keys
@@ -428,6 +471,15 @@ enum class Causal : int {  // the own position of query q among the keys; it see
 
 struct Strides {  // in elements; a row's D elements are contiguous
   int64_t batch, head, row;
+};
+
+// Factors of 8-bit tensors: an element of head (b, h) stands for itself times factor[b * batch + h * head].
+// An element u of DTYPE=U8 itself is (u - 128) / 127 * 448.
+struct Descale {
+  const float* factor = nullptr;  // in device memory; null: 1
+  int64_t batch = 0, head = 0;    // strides, in floats
+
+  __device__ float of(int b, int h) const { return factor ? factor[b * batch + h * head] : 1.0f; }
 };
 
 struct SdpaParams {
@@ -450,6 +502,7 @@ struct SdpaParams {
   int window_left = -1,
       window_right = -1;  // keys that a query sees on each side of its own position;
                           // -1: no limit
+  Descale q_descale, k_descale, v_descale;  // 8-bit DTYPE: by query head, and by key head
 };
 // A row that sees no key (or only keys of logit -inf) gives O = 0 and LSE = -inf. NaN and inf come
 // out as the formula has them, but whether NaN or inf in V at a key that is masked reaches the row
@@ -571,7 +624,7 @@ struct KernelArgs {  // SdpaParams with what every CTA would otherwise compute a
   Divisor q_heads_per_kv;       // Hq / Hkv
   Divisor items_in_l2;          // heads_in_l2 * q_blocks
   uint32_t heads_in_l2;         // of q_heads: whose K and V take half of L2, at least 1
-  float scale_log2;             // scale * log2(e): softmax is taken in powers of 2
+  float scale_log2;             // log2_scale(): softmax is taken in powers of 2
   Divisor item_queries;         // PACK_GQA: of so many queries an item has so many heads
   int item_heads = 1;
   Divisor ranges;    // SPLIT_CTAS: CTAs of an item
@@ -622,6 +675,10 @@ template <class B> struct alignas(256) RangePartial {
 #error "the wgmma kernel needs an H100 or H200; type -gencode arch=compute_90a,code=sm_90a"
 #endif
 #endif  // USE_WGMMA
+#if defined(__CUDA_ARCH__) && __CUDA_ARCH__ < 890
+static_assert(!(is_mma && Build::is_e4m3),
+              "DTYPE=FP8_E4M3: mma.sync takes e4m3 from sm_89 on; type -arch=sm_89 or DTYPE=U8");
+#endif
 
 // Dynamic shared memory of the CTA, aligned to 1024 bytes.
 template <class T> __device__ __forceinline__ T& dynamic_shared() {
@@ -945,10 +1002,11 @@ template <int N> __device__ __forceinline__ void forget(float (&d)[N]) {
 // K-major, one line per row: stride_bytes from 8 rows to the next 8; the next 16 of K are 32 bytes
 // further in the line; leading_bytes has no meaning. MN-major, one line per k, 64 rows or columns to
 // a line: stride_bytes from 8 k to the next 8, leading_bytes from 64 rows or columns to the next 64.
+// A stride of 512 means lines of 64 bytes: bits 4-5 are XORed with bits 7-8, and atoms have 512 bytes.
 __device__ __forceinline__ uint64_t wgmma_descriptor(SharedAddress start, int leading_bytes,
                                                      int stride_bytes) {
   return uint64_t((start & 0x3ffff) >> 4) | uint64_t(leading_bytes >> 4) << 16 |
-         uint64_t(stride_bytes >> 4) << 32 | uint64_t(1) << 62;
+         uint64_t(stride_bytes >> 4) << 32 | uint64_t(stride_bytes == 512 ? 2 : 1) << 62;
 }
 
 // SDPA_D<R>(F): F(1) ... F(R - 1), for the numbers of R accumulators.
@@ -991,47 +1049,89 @@ __device__ __forceinline__ uint64_t wgmma_descriptor(SharedAddress start, int le
   X(240, 120, 121, 122, 123, 124, 125, 126) \
   X(256, 128, 129, 130, 131, 132, 133, 134)
 // clang-format off
-#define SDPA_WGMMA(type, n, r, r1, r2, a_text, immediates, ...)                               \
-  asm volatile(                                                                               \
-      "{ .reg .pred p; setp.ne.b32 p, %" #r ", 0; "                                           \
-      "wgmma.mma_async.sync.aligned.m64n" #n "k16.f32." type "." type                         \
-      " {%0" SDPA_D##r(SDPA_D_TEXT) "}, " a_text ", %" #r1 ", p, " immediates ", %" #r2 "; }" \
-      : "+f"(d[0]) SDPA_D##r(SDPA_D_OPERAND)                                                  \
+#define SDPA_WGMMA(types, n, r, r1, a_text, immediates, ...)                        \
+  asm volatile(                                                                     \
+      "{ .reg .pred p; setp.ne.b32 p, %" #r ", 0; "                                 \
+      "wgmma.mma_async.sync.aligned.m64n" #n types                                  \
+      " {%0" SDPA_D##r(SDPA_D_TEXT) "}, " a_text ", %" #r1 ", p, " immediates "; }" \
+      : "+f"(d[0]) SDPA_D##r(SDPA_D_OPERAND)                                        \
       : "r"(int(accumulate)), "l"(b), "n"(TRANS_B), __VA_ARGS__)
 // clang-format on
 
 // D = A @ B (+ D if accumulate), [64][16] @ [16][N], E __half or __nv_bfloat16. Lane 4g + q of warp
 // w: d[i] is row 16w + g + 8 * (i / 2 % 2), column 8 * (i / 4) + 2q + i % 2. B is [N][16] (K-major),
 // with TRANS_B [16][N] (MN-major), A [64][16] (K-major), with TRANS_A [16][64]; both are descriptors.
+// With E __nv_fp8_e4m3 K is 32, both are K-major, and sums keep 14 bits, truncated.
 template <class E, int N, int TRANS_B, int TRANS_A = 0>
 __device__ __forceinline__ void wgmma_ss(float (&d)[N / 2], uint64_t a, uint64_t b,
                                          bool accumulate) {
   static_assert(N >= 16 && N <= 256 && N % 16 == 0, "wgmma: N is a multiple of 16 up to 256");
-#define SDPA_WGMMA_SS(n, r, r1, r2, r3, r4, r5, r6)                                 \
-  if constexpr (N == n && std::is_same<E, __half>::value) {                         \
-    SDPA_WGMMA("f16", n, r, r1, r2, "%" #r3, "1, 1, %" #r4, "l"(a), "n"(TRANS_A));  \
-  } else if constexpr (N == n) {                                                    \
-    SDPA_WGMMA("bf16", n, r, r1, r2, "%" #r3, "1, 1, %" #r4, "l"(a), "n"(TRANS_A)); \
+#define SDPA_WGMMA_SS(n, r, r1, r2, r3, r4, r5, r6)                                     \
+  if constexpr (N == n && std::is_same<E, __half>::value) {                             \
+    SDPA_WGMMA("k16.f32.f16.f16", n, r, r1, "%" #r3, "1, 1, %" #r4 ", %" #r2, "l"(a),   \
+               "n"(TRANS_A));                                                           \
+  } else if constexpr (N == n && std::is_same<E, __nv_bfloat16>::value) {               \
+    SDPA_WGMMA("k16.f32.bf16.bf16", n, r, r1, "%" #r3, "1, 1, %" #r4 ", %" #r2, "l"(a), \
+               "n"(TRANS_A));                                                           \
+  } else if constexpr (N == n) {                                                        \
+    SDPA_WGMMA("k32.f32.e4m3.e4m3", n, r, r1, "%" #r3, "1, 1", "l"(a));                 \
   }
   SDPA_WGMMA_SHAPES(SDPA_WGMMA_SS)
 #undef SDPA_WGMMA_SS
 }
 // The same with A in registers. Lane 4g + q of warp w: a[0], a[1] are k = 2q, 2q + 1 of rows
-// 16w + g and 16w + g + 8; a[2], a[3] the same 8 k further.
+// 16w + g and 16w + g + 8; a[2], a[3] the same 8 k further. e4m3: k = 4q ... 4q + 3, and 16 k further.
 template <class E, int N, int TRANS_B>
 __device__ __forceinline__ void wgmma_rs(float (&d)[N / 2], const uint32_t (&a)[4], uint64_t b,
                                          bool accumulate) {
   static_assert(N >= 16 && N <= 256 && N % 16 == 0, "wgmma: N is a multiple of 16 up to 256");
-#define SDPA_WGMMA_RS(n, r, r1, r2, r3, r4, r5, r6)                                                \
-  if constexpr (N == n && std::is_same<E, __half>::value) {                                        \
-    SDPA_WGMMA("f16", n, r, r1, r2, "{%" #r3 ", %" #r4 ", %" #r5 ", %" #r6 "}", "1, 1", "r"(a[0]), \
-               "r"(a[1]), "r"(a[2]), "r"(a[3]));                                                   \
-  } else if constexpr (N == n) {                                                                   \
-    SDPA_WGMMA("bf16", n, r, r1, r2, "{%" #r3 ", %" #r4 ", %" #r5 ", %" #r6 "}", "1, 1",           \
-               "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]));                                        \
+#define SDPA_WGMMA_RS(n, r, r1, r2, r3, r4, r5, r6)                                               \
+  if constexpr (N == n && std::is_same<E, __half>::value) {                                       \
+    SDPA_WGMMA("k16.f32.f16.f16", n, r, r1, "{%" #r3 ", %" #r4 ", %" #r5 ", %" #r6 "}",           \
+               "1, 1, %" #r2, "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]));                        \
+  } else if constexpr (N == n && std::is_same<E, __nv_bfloat16>::value) {                         \
+    SDPA_WGMMA("k16.f32.bf16.bf16", n, r, r1, "{%" #r3 ", %" #r4 ", %" #r5 ", %" #r6 "}",         \
+               "1, 1, %" #r2, "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]));                        \
+  } else if constexpr (N == n) {                                                                  \
+    SDPA_WGMMA("k32.f32.e4m3.e4m3", n, r, r1, "{%" #r3 ", %" #r4 ", %" #r5 ", %" #r6 "}", "1, 1", \
+               "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]));                                       \
   }
   SDPA_WGMMA_SHAPES(SDPA_WGMMA_RS)
 #undef SDPA_WGMMA_RS
+}
+
+// Four numbers in e4m3, `a` in the low byte, to nearest even; beyond 448 they are 448, and NaN is NaN.
+__device__ __forceinline__ uint32_t cvt_rn_satfinite_e4m3x4(float a, float b, float c, float d) {
+  uint32_t out;
+  asm("{ .reg .b16 low, high; cvt.rn.satfinite.e4m3x2.f32 low, %2, %1; "
+      "cvt.rn.satfinite.e4m3x2.f32 high, %4, %3; mov.b32 %0, {low, high}; }"
+      : "=r"(out)
+      : "f"(a), "f"(b), "f"(c), "f"(d));
+  return out;
+}
+
+// Bytes of the eight of b, a (a the low ones), by the four digits of the selector.
+__device__ __forceinline__ uint32_t prmt(uint32_t a, uint32_t b, uint32_t selector) {
+  return __byte_perm(a, b, selector);
+}
+
+// a - b of two numbers in fp16 each.
+__device__ __forceinline__ uint32_t sub_f16x2(uint32_t a, uint32_t b) {
+  uint32_t difference;
+  asm("sub.f16x2 %0, %1, %2;" : "=r"(difference) : "r"(a), "r"(b));
+  return difference;
+}
+
+// As mma_m16n8k16, with K = 32: a[0], a[1] hold k = 4q ... 4q + 3 of rows g and g + 8, a[2], a[3] the same 16 k
+// further; b0 holds k = 4q ... 4q + 3 of column g, b1 the same 16 k further.
+__device__ __forceinline__ void mma_m16n8k32_e4m3(float& d0, float& d1, float& d2, float& d3,
+                                                  const uint32_t (&a)[4], uint32_t b0,
+                                                  uint32_t b1) {
+  asm volatile(
+      "mma.sync.aligned.m16n8k32.row.col.f32.e4m3.e4m3.f32 {%0, %1, %2, %3}, "
+      "{%4, %5, %6, %7}, {%8, %9}, {%0, %1, %2, %3};"
+      : "+f"(d0), "+f"(d1), "+f"(d2), "+f"(d3)
+      : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b0), "r"(b1));
 }
 
 // By all warps of a warpgroup: gives registers above N back to the CTA, or waits for up to N.
@@ -1071,7 +1171,10 @@ __device__ __forceinline__ void griddepcontrol_launch_dependents() {
 
 // ---- element types and vectors ----
 
-__host__ __device__ __forceinline__ float to_float(Input x) { return static_cast<float>(x); }
+// But for the factor that goes into the scale, or into 1 / l.
+__host__ __device__ __forceinline__ float to_float(Element x) {
+  return static_cast<float>(x) - (std::is_same<Element, uint8_t>::value ? 128 : 0);
+}
 // To nearest, ties to even.
 template <class E> __host__ __device__ __forceinline__ E rounded(float x) {
   return static_cast<E>(x);
@@ -1079,14 +1182,14 @@ template <class E> __host__ __device__ __forceinline__ E rounded(float x) {
 
 // clang-format off
 template <int BYTES> struct VectorType;
+template <> struct VectorType<1> { using type = unsigned char; };
 template <> struct VectorType<2> { using type = unsigned short; };
 template <> struct VectorType<4> { using type = unsigned int; };
 template <> struct VectorType<8> { using type = uint2; };
 template <> struct VectorType<16> { using type = uint4; };
 // clang-format on
 
-constexpr int CHUNK =
-    8;  // elements in 16 bytes, the unit of shared-memory reads and of the swizzle
+constexpr int CHUNK = 16 / sizeof(Element);  // elements in 16 bytes, the unit of the swizzle
 
 // ---- pairs (mma, wgmma) ----
 
@@ -1102,15 +1205,18 @@ template <class E> __device__ __forceinline__ uint32_t pack(float low, float hig
 
 // Elements from one row of a tile to the next. With D alone all rows start in bank 0, and accesses to
 // one column of different rows collide. Against that SWIZZLE_XOR=1 XORs the 16-byte chunk index with
-// the row, which spreads any 8 neighbouring rows over all 32 banks; but wmma wants a fixed stride, so
-// there it makes rows 16 bytes longer, to the same effect.
+// the row, which spreads any 8 neighbouring rows over all 32 banks (with the pair of rows, if these have 64
+// bytes); but wmma wants a fixed stride, so there it makes rows 16 bytes longer, to the same effect.
 template <class B> constexpr bool pads_rows = B::swizzle_xor&& B::family == Family::wmma;
 template <class B> constexpr int TILE_STRIDE = B::head_dim + (pads_rows<B> ? CHUNK : 0);
 
 // Offset in elements of (row, col) in a tile.
 template <class B> __device__ __forceinline__ int tile_offset(int row, int col) {
   // Unsigned: only so is it plain to the compiler that rows 8 apart are swizzled alike.
-  if constexpr (B::swizzle_xor && !pads_rows<B>) col ^= (static_cast<unsigned>(row) % 8) * CHUNK;
+  constexpr unsigned together = B::head_dim < 8 * CHUNK ? 2 : 1;  // rows in 128 bytes
+  if constexpr (B::swizzle_xor && !pads_rows<B>) {
+    col ^= static_cast<unsigned>(row) / together % (8 / together) * CHUNK;
+  }
   return row * TILE_STRIDE<B> + col;
 }
 
@@ -1164,22 +1270,72 @@ template <class B> struct TileCopy {
   __device__ __forceinline__ const Input* first(const Input* tensor, int64_t row_stride) const {
     return tensor + row * row_stride + col;
   }
-  // dst_s [ROWS][D] = a tile of which src_g is this thread's first vector, and of which `rows` rows
-  // exist from that one on; the others zero. With USE_CP_ASYNC the data is there only after a wait.
-  template <int ROWS>
-  __device__ __forceinline__ void copy(Input* dst_s, const Input* src_g, int64_t row_stride,
-                                       int rows) const {
+  // move(row, column, its place in the tensor, whether it exists) for this thread's vectors of a tile, of which src
+  // is the first, and of which `rows` rows exist from that one on.
+  template <int ROWS, class Move>
+  __device__ __forceinline__ void each_vector(const Input* src, int64_t row_stride, int rows,
+                                              const Move& move) const {
     constexpr int unrolled = B::use_cp_async ? 16 : 8;  // a plain load in flight takes registers
 #pragma unroll unrolled
-    for (int r = 0; r < ROWS; r += row_step, src_g += row_step * row_stride) {
+    for (int r = 0; r < ROWS; r += row_step, src += row_step * row_stride) {
       if ((ROWS % row_step != 0 && row + r >= ROWS) || row >= row_step) break;
 #pragma unroll
       for (int c = 0; c < B::head_dim; c += col_step) {
         if (B::head_dim % col_step != 0 && col + c >= B::head_dim) break;
-        VectorCopy<B::use_cp_async>::template copy<B::vec_width * sizeof(Input)>(
-            dst_s + tile_offset<B>(row + r, col + c), src_g + c, r < rows);
+        move(row + r, col + c, src + c, r < rows);
       }
     }
+  }
+  // dst_s [ROWS][D] = the tile, zeros where it does not exist. With USE_CP_ASYNC the data is there only after a
+  // wait.
+  template <int ROWS>
+  __device__ __forceinline__ void copy(Input* dst_s, const Input* src_g, int64_t row_stride,
+                                       int rows) const {
+    each_vector<ROWS>(src_g, row_stride, rows, [&](int r, int c, const Input* from_g, bool valid) {
+      const int place = B::converts ? r * B::head_dim + c : tile_offset<B>(r, c);
+      VectorCopy<B::use_cp_async>::template copy<B::vec_width * sizeof(Input)>(dst_s + place,
+                                                                               from_g, valid);
+    });
+  }
+
+  // ---- U8: the fp16 that the products take ----
+
+  using Vector = typename VectorType<B::vec_width * sizeof(Input)>::type;
+
+  // 16 bits 0x6400 | u are the number 1024 + u.
+  static __device__ __forceinline__ void store_halves(Half* dst_s, int row, int column,
+                                                      const Vector& vector) {
+    uint32_t words[sizeof vector / 4];
+    memcpy(words, &vector, sizeof vector);
+#pragma unroll
+    for (int i = 0; i < B::vec_width / 4; i += 2) {
+      uint32_t pairs[4];
+#pragma unroll
+      for (int n = 0; n < 4; n++) {
+        const uint32_t biased = prmt(words[i + n / 2], 0x64646464, n % 2 ? 0x4342 : 0x4140);
+        pairs[n] = sub_f16x2(biased, 0x64806480);  // 1024 + 128
+      }
+      uint4 chunk;
+      memcpy(&chunk, pairs, sizeof chunk);
+      st_shared(dst_s + tile_offset<B>(row, column + 4 * i), chunk);
+    }
+  }
+  template <int ROWS>
+  __device__ __forceinline__ void copy_converted(Half* dst_s, const Input* src_g,
+                                                 int64_t row_stride, int rows) const {
+    each_vector<ROWS>(src_g, row_stride, rows, [&](int r, int c, const Input* from_g, bool valid) {
+      Vector vector{};
+      if (valid) vector = ld_global_nc<Vector>(from_g);
+      store_halves(dst_s, r, c, vector);
+    });
+  }
+  // Of a tile that copy() has brought. Each thread converts what it copied itself, so that its own wait is enough.
+  template <int ROWS>
+  __device__ __forceinline__ void convert(Half* dst_s, const Input* src_s) const {
+    each_vector<ROWS>(first(src_s, B::head_dim), B::head_dim, ROWS,
+                      [&](int r, int c, const Input* from_s, bool) {
+                        store_halves(dst_s, r, c, ld_shared<Vector>(from_s));
+                      });
   }
 };
 
@@ -1200,7 +1356,7 @@ constexpr int HAZARDS = 6;
 // leaves a row with one warp, so that only the tiles themselves are shared; producer warps hand those over by
 // mbarriers. Policy 0 has none: racy.
 // mma: a warp always keeps its rows. With two stages or more the barrier that says that a tile is
-// written says as well that the tile before it is read.
+// written says as well that the tile before it is read; not where fp16 of every tile has the same place.
 // wgmma: a warp keeps its rows as well, and the plain kernel has one barrier, before a tile is overwritten. With
 // SWAP_AB rows are keys, and a query's column is spread over the warps of its slice.
 template <class B> __host__ __device__ constexpr bool needs_cta_barrier(Hazard h) {
@@ -1210,7 +1366,8 @@ template <class B> __host__ __device__ constexpr bool needs_cta_barrier(Hazard h
     return !B::use_warp_specialization && h == Hazard::tile_read;
   }
   if (B::family == Family::mma) {
-    return h == Hazard::kv_written || (h == Hazard::tile_read && B::stages == 1);
+    return h == Hazard::kv_written ||
+           (h == Hazard::tile_read && (B::stages == 1 || B::converts_tiles));
   }
   if (B::use_warp_specialization) return false;
   if (B::sync_policy == 5) return true;
@@ -1314,8 +1471,12 @@ template <class B> __device__ __forceinline__ float softmax_exp2(float t) {
   }
 }
 
+// P is 2^p_log2 times what the formula has, and so is l: e4m3 begins at 2^-9 and ends at 448. With 8 for 3 a
+// stale maximum would not last; with 0 the error of long rows grows.
+template <class B> constexpr float p_log2 = B::is_e4m3&& B::family != Family::scalar ? 3 : 0;
+
 // USE_LAZY_MAX: row sums of P up to which an old maximum will do. The largest fp16 is 65504.
-constexpr float lazy_limit = 4096;
+template <class B> constexpr float lazy_limit = B::is_e4m3 ? 448 : 4096;
 
 // The maximum to subtract: 0 for a row with no visible key yet, so that -inf - -inf never happens.
 __device__ __forceinline__ float finite_max(float m) { return m == -INFINITY ? 0.0f : m; }
@@ -1346,7 +1507,7 @@ constexpr float shift_limit = 1024;
 // shift_limit the rounding of that product would show (near 2^31 it is a factor of 2^64 in P): there S
 // becomes S - m, which is exact near the maximum, and m_log2 is 0. Whether every m may be kept as a stale
 // maximum: it is a score, and within the limit.
-template <class View>
+template <class B, class View>
 __device__ __forceinline__ bool softmax_shift(View& S, float scale_log2,
                                               const float (&m)[View::ROWS],
                                               float (&m_log2)[View::ROWS]) {
@@ -1354,10 +1515,10 @@ __device__ __forceinline__ bool softmax_shift(View& S, float scale_log2,
 #pragma unroll
   for (int i = 0; i < View::ROWS; i++) {
     const float shift = finite_max(m[i]);
-    m_log2[i] = shift * scale_log2;
+    m_log2[i] = shift * scale_log2 - p_log2<B>;
     if (m[i] == -INFINITY) may_be_kept = false;
     if (fabsf(m_log2[i]) <= shift_limit) continue;
-    may_be_kept = false, m_log2[i] = 0;
+    may_be_kept = false, m_log2[i] = 0 - p_log2<B>;
 #pragma unroll
     for (int j = 0; j < View::COLS; j++) S.x[i][j] -= shift;
   }
@@ -1386,7 +1547,7 @@ __device__ __forceinline__ bool softmax_sum(View& S, float scale_log2, const flo
                                             const float (&alpha)[View::ROWS],
                                             float (&l)[View::ROWS]) {
   float m_log2[View::ROWS], sum[View::ROWS] = {};
-  const bool may_be_kept = softmax_shift(S, scale_log2, m, m_log2);
+  const bool may_be_kept = softmax_shift<B>(S, scale_log2, m, m_log2);
   softmax_exp<B>(S, 0, View::COLS, scale_log2, m_log2, sum);
 #pragma unroll
   for (int i = 0; i < View::ROWS; i++) l[i] = fmaf(l[i], alpha[i], sum[i]);
@@ -1404,7 +1565,7 @@ template <class B, int ROWS> struct StaleSoftmax {
   __device__ __forceinline__ StaleSoftmax(const float (&m)[ROWS], float scale_log2_)
       : scale_log2(scale_log2_) {
 #pragma unroll
-    for (int i = 0; i < ROWS; i++) m_log2[i] = m[i] * scale_log2, sum[i] = 0;
+    for (int i = 0; i < ROWS; i++) m_log2[i] = m[i] * scale_log2 - p_log2<B>, sum[i] = 0;
   }
   // P in the place of the columns [first, last) of S.
   template <class View> __device__ __forceinline__ void exp(View& S, int first, int last) {
@@ -1415,7 +1576,7 @@ template <class B, int ROWS> struct StaleSoftmax {
     float all = 0;
 #pragma unroll
     for (int i = 0; i < ROWS; i++) all += sum[i];
-    if (!__all_sync(0xffffffffu, all <= lazy_limit)) return false;
+    if (!__all_sync(0xffffffffu, all <= lazy_limit<B>)) return false;
 #pragma unroll
     for (int i = 0; i < ROWS; i++) l[i] += sum[i];
     return true;
@@ -1454,7 +1615,8 @@ __device__ __forceinline__ void merge_weights(const float2 (&m_l)[N], float scal
 // go to the slot, unless these are the last. A thread has its own floats there, O.x[i] behind m[i] and l[i].
 template <class B, class View>
 __device__ __forceinline__ void carry_sums(View& O, float (&m)[View::ROWS], float (&l)[View::ROWS],
-                                           const KernelArgs& a, int thread, bool first, bool last) {
+                                           const KernelArgs& a, float scale_log2, int thread,
+                                           bool first, bool last) {
   constexpr int threads = B::num_warps * 32;
   unsigned char* const slots = static_cast<unsigned char*>(a.p.workspace) + slot_offset;
   float* const slot = reinterpret_cast<float*>(slots + blockIdx.x * slot_bytes<B>) + thread;
@@ -1464,7 +1626,7 @@ __device__ __forceinline__ void carry_sums(View& O, float (&m)[View::ROWS], floa
     if (!first) {
       const float2 m_l[2] = {{ld_global<float>(x), ld_global<float>(x + threads)}, {m[i], l[i]}};
       float weight[2];
-      merge_weights<B>(m_l, a.scale_log2, weight, m[i], l[i]);
+      merge_weights<B>(m_l, scale_log2, weight, m[i], l[i]);
 #pragma unroll
       for (int j = 0; j < View::COLS; j++) {
         O.x[i][j] = fmaf(ld_global<float>(x + (j + 2) * threads), weight[0], O.x[i][j] * weight[1]);
@@ -1480,25 +1642,53 @@ __device__ __forceinline__ void carry_sums(View& O, float (&m)[View::ROWS], floa
 // O, m and l of rows over the keys of an item, of which sum(begin, end) leaves those over a part there.
 template <class B, class Rows, class Sum>
 __device__ __forceinline__ void sum_parts(Rows& rows, const KeyRange& keys, const KernelArgs& a,
-                                          const Sum& sum) {
+                                          float scale_log2, const Sum& sum) {
   for (int begin = keys.begin, end;; begin = end) {
     end = min(begin + keys_at_once<B>, keys.end);
     sum(begin, end);
     const bool first = begin == keys.begin, last = end >= keys.end;
-    carry_sums<B>(rows.O, rows.m, rows.l, a, threadIdx.x, first, last);
+    carry_sums<B>(rows.O, rows.m, rows.l, a, scale_log2, threadIdx.x, first, last);
     if (last) break;
   }
 }
 
 // ---- epilogue ----
 
+// What to_float() counts as 1.
+template <class B> constexpr float element_unit = B::input == DType::u8 ? 448.0f / 127 : 1;
+
+// The scale of an item's scores, with the factors of its heads, times log2(e); and the factor of its V.
+template <class B>
+__device__ __forceinline__ float item_scale_log2(const KernelArgs& a, const WorkItem& item) {
+  if constexpr (!B::is_8bit) return a.scale_log2;
+  const int h_kv = int(a.q_heads_per_kv.divide(item.h));
+  return a.scale_log2 * a.p.q_descale.of(item.b, item.h) * a.p.k_descale.of(item.b, h_kv);
+}
+template <class B>
+__device__ __forceinline__ float item_v_descale(const KernelArgs& a, const WorkItem& item) {
+  if constexpr (!B::is_8bit) return 1;
+  return element_unit<B> * a.p.v_descale.of(item.b, int(a.q_heads_per_kv.divide(item.h)));
+}
+
+// item_scale_log2() for the length of an item. Of 16 bits it is read where it is used, which takes no register.
+template <class B> struct ItemScale {
+  const KernelArgs& a;
+  const float of_8bit;
+
+  __device__ __forceinline__ ItemScale(const KernelArgs& a_, const WorkItem& item)
+      : a(a_), of_8bit(B::is_8bit ? item_scale_log2<B>(a, item) : 0) {}
+  __device__ __forceinline__ operator float() const { return B::is_8bit ? of_8bit : a.scale_log2; }
+};
+
 // LSE = ln2 * (m * scale_log2 + log2 l) of query q, if it is wanted. m * scale_log2 alone may overflow.
+template <class B>
 __device__ __forceinline__ void store_lse(float m, float l, const KernelArgs& a,
                                           const WorkItem& item, int q) {
   constexpr float ln2 = 0.693147180559945f;
   if (a.p.LSE) {
     const int64_t row = (static_cast<int64_t>(item.b) * a.p.Hq + item.h) * a.p.Sq + q;
-    st_global(a.p.LSE + row, fmaf(finite_max(m), a.scale_log2 * ln2, ln2 * lg2_approx_ftz(l)));
+    const float log2_l = lg2_approx_ftz(l) - p_log2<B>;
+    st_global(a.p.LSE + row, fmaf(finite_max(m), item_scale_log2<B>(a, item) * ln2, ln2 * log2_l));
   }
 }
 
@@ -1518,7 +1708,7 @@ __device__ __forceinline__ void store_output(const View& O, const float (&m)[Vie
   for (int i = 0; i < View::ROWS; i++) {
     const int q = item.q0 + O.row(i);
     if (q >= p.Sq) continue;
-    const float inverse = rcp_approx_ftz(l[i]);
+    const float inverse = rcp_approx_ftz(l[i]) * item_v_descale<B>(a, item);
 #pragma unroll
     for (int j = 0; j < View::COLS; j += width) {
       Output e[width];
@@ -1530,7 +1720,7 @@ __device__ __forceinline__ void store_output(const View& O, const float (&m)[Vie
       memcpy(&x, e, sizeof x);
       st_global(O_g + q * p.o.row + O.col(j), x);
     }
-    if (O.col(0) == 0) store_lse(m[i], l[i], a, item, q);  // the first lane of the row
+    if (O.col(0) == 0) store_lse<B>(m[i], l[i], a, item, q);  // the first lane of the row
   }
 }
 
@@ -1716,6 +1906,15 @@ struct TileQueue {
   }
 };
 
+// Tiles in flight, where products read other ones, of which there is one.
+template <class B, bool = B::converts_tiles> struct TilesAsCopied {};
+template <class B> struct TilesAsCopied<B, true> {
+  struct {
+    Input K[B::stages][B::block_n * B::head_dim], V[B::stages][B::block_n * B::head_dim];
+  } copied;
+};
+template <class B> constexpr int TILE_STAGES = B::converts_tiles ? 1 : B::stages;
+
 // What a group of warps (by default the CTA) needs to know of its item, and the copies that every
 // kernel starts from. Of the K/V tiles, group g takes number g, SPLIT_KV + g, ...
 template <class B> struct ItemTiles {
@@ -1745,20 +1944,42 @@ template <class B> struct ItemTiles {
   }
   // ROWS query rows of the item from first_row on, to Q_s, by nthreads threads.
   template <int ROWS>
-  __device__ __forceinline__ void copy_q(Input* Q_s, int first_row, int tid, int nthreads) const {
+  __device__ __forceinline__ void copy_q(Element* Q_s, int first_row, int tid, int nthreads) const {
     const TileCopy<B> share(tid, nthreads);
     const int q = item.q0 + first_row;
     const Input* const Q_g = p.Q + item.b * p.q.batch + item.h * p.q.head + q * p.q.row;
-    share.template copy<ROWS>(Q_s, share.first(Q_g, p.q.row), p.q.row, p.Sq - q - share.row);
+    copy_tile<ROWS>(share, Q_s, share.first(Q_g, p.q.row), p.q.row, p.Sq - q - share.row);
+  }
+  template <int ROWS, class T>
+  static __device__ __forceinline__ void copy_tile(const TileCopy<B>& share, T* dst_s,
+                                                   const Input* src_g, int64_t row_stride,
+                                                   int rows) {
+    if constexpr (std::is_same<T, Input>::value) {
+      share.template copy<ROWS>(dst_s, src_g, row_stride, rows);
+    } else {
+      share.template copy_converted<ROWS>(dst_s, src_g, row_stride, rows);
+    }
   }
   // The next K and V tile, at key k0, into its stage; past the end nothing.
   template <class Shared> __device__ __forceinline__ void copy_kv(Shared& s, int stage, int k0) {
     if (k0 < keys.end) {
       const int rows = keys.end - k0 - mine.row;
-      mine.template copy<B::block_n>(s.K[stage], K_g, p.k.row, rows);
-      mine.template copy<B::block_n>(s.V[stage], V_g, p.v.row, rows);
+      auto& to = as_copied(s);
+      copy_tile<B::block_n>(mine, to.K[stage], K_g, p.k.row, rows);
+      copy_tile<B::block_n>(mine, to.V[stage], V_g, p.v.row, rows);
       K_g += ADVANCE * p.k.row, V_g += ADVANCE * p.v.row;
     }
+  }
+  template <class Shared> static __device__ __forceinline__ auto& as_copied(Shared& s) {
+    if constexpr (B::converts_tiles) {
+      return s.copied;
+    } else {
+      return s;
+    }
+  }
+  template <class Shared> __device__ __forceinline__ void convert_kv(Shared& s, int stage) const {
+    mine.template convert<B::block_n>(s.K[0], s.copied.K[stage]);
+    mine.template convert<B::block_n>(s.V[0], s.copied.V[stage]);
   }
 };
 
@@ -1788,9 +2009,10 @@ template <class B, class Shared> struct CopyTogether {
     sync_for<B, Hazard::q_written>();
     if constexpr (!copies_last) copy_ahead(k0);
     VectorCopy<B::use_cp_async>::template wait<copies_last ? B::stages - 2 : B::stages - 1>();
+    if constexpr (B::converts_tiles) t.convert_kv(s, stage);
     sync_for<B, Hazard::kv_written>();
     if constexpr (copies_last) copy_ahead(k0);
-    return stage;
+    return B::converts_tiles ? 0 : stage;
   }
   // The tile STAGES - 1 further, in the stage before.
   __device__ __forceinline__ void copy_ahead(int k0) {
@@ -1820,13 +2042,15 @@ __device__ __forceinline__ void mbarrier_spin(uint64_t* barrier_s, int parity) {
 
 // ---- scores in shared memory (scalar, wmma) ----
 
-// x[0..7] = the 8 elements at src_s, which is 16-byte aligned.
-__device__ __forceinline__ void load_chunk(float (&x)[CHUNK], const Input* src_s) {
-  const uint4 chunk = ld_shared<uint4>(src_s);
-  Input e[CHUNK];
-  memcpy(e, &chunk, sizeof chunk);
+constexpr int RUN_READ = 8;  // neighbouring elements of a row that a lane reads at once
+
+// x = the elements at src_s, which is aligned to their size.
+__device__ __forceinline__ void load_run(float (&x)[RUN_READ], const Element* src_s) {
+  const auto run = ld_shared<VectorType<RUN_READ * sizeof(Element)>::type>(src_s);
+  Element e[RUN_READ];
+  memcpy(e, &run, sizeof run);
 #pragma unroll
-  for (int i = 0; i < CHUNK; i++) x[i] = to_float(e[i]);
+  for (int i = 0; i < RUN_READ; i++) x[i] = to_float(e[i]);
 }
 
 // The scalar family's lanes: 4 along the rows, 8 along the columns.
@@ -1842,16 +2066,14 @@ template <class B> struct ScalarScores {
   __device__ int col(int j) const { return first_col + COL_LANES * j; }
 };
 
-// O [BLOCK_M][D], the same rows as a warp's own scores. A lane has whole 16-byte chunks.
+// O [BLOCK_M][D], the same rows as a warp's own scores. A lane has whole runs of columns.
 template <class B> struct ScalarOutput {
   static constexpr int ROWS = ScalarScores<B>::ROWS, COLS = B::head_dim / COL_LANES;
-  static constexpr int RUN = CHUNK;  // neighbouring x that are neighbouring d
+  static constexpr int RUN = RUN_READ;  // neighbouring x that are neighbouring d
   float x[ROWS][COLS];
   int first_row, first_col;
   __device__ int row(int i) const { return first_row + ROW_LANES * i; }
-  __device__ int col(int j) const {
-    return first_col + j / CHUNK * (COL_LANES * CHUNK) + j % CHUNK;
-  }
+  __device__ int col(int j) const { return first_col + j / RUN * (COL_LANES * RUN) + j % RUN; }
 };
 
 template <class T, class View>
@@ -1876,12 +2098,12 @@ __device__ __forceinline__ void load_scores(View& S, const float* P_s, int strid
   }
 }
 
-template <class B> struct ScalarShared {
-  static constexpr int P_STRIDE = B::block_n + 8;   // 4 rows of lanes fall into 4 groups of 8 banks
-  Input Q[B::block_m * TILE_STRIDE<B>];             // [BLOCK_M][D]
-  Input K[B::stages][B::block_n * TILE_STRIDE<B>];  // [BLOCK_N][D]
-  Input V[B::stages][B::block_n * TILE_STRIDE<B>];  // [BLOCK_N][D]
-  float P[B::block_m * P_STRIDE];                   // [BLOCK_M][BLOCK_N]: S, then P in its place
+template <class B> struct ScalarShared : TilesAsCopied<B> {
+  static constexpr int P_STRIDE = B::block_n + 8;  // 4 rows of lanes fall into 4 groups of 8 banks
+  Element Q[B::block_m * TILE_STRIDE<B>];          // [BLOCK_M][D]
+  Element K[TILE_STAGES<B>][B::block_n * TILE_STRIDE<B>];  // [BLOCK_N][D]
+  Element V[TILE_STAGES<B>][B::block_n * TILE_STRIDE<B>];  // [BLOCK_N][D]
+  float P[B::block_m * P_STRIDE];  // [BLOCK_M][BLOCK_N]: S, then P in its place
   float m[B::block_m], l[B::block_m], alpha[B::block_m];  // used where rows change hands
   uint32_t drawn;                                         // TileQueue
 
@@ -1893,7 +2115,7 @@ template <class B> struct ScalarShared {
 template <class B>
 __device__ __forceinline__ void scalar_pv(ScalarOutput<B>& O,
                                           const float (&alpha)[ScalarOutput<B>::ROWS],
-                                          const float* P_s, const Input* V_s) {
+                                          const float* P_s, const Element* V_s) {
   using View = ScalarOutput<B>;
   constexpr int KEYS = 4;  // one 16-byte read of P
   scale_rows(O, alpha);
@@ -1908,11 +2130,11 @@ __device__ __forceinline__ void scalar_pv(ScalarOutput<B>& O,
 #pragma unroll
     for (int n = 0; n < KEYS; n++) {
 #pragma unroll
-      for (int j = 0; j < View::COLS; j += CHUNK) {
-        float v[CHUNK];
-        load_chunk(v, V_s + tile_offset<B>(k + n, O.col(j)));
+      for (int j = 0; j < View::COLS; j += RUN_READ) {
+        float v[RUN_READ];
+        load_run(v, V_s + tile_offset<B>(k + n, O.col(j)));
 #pragma unroll
-        for (int e = 0; e < CHUNK; e++) {
+        for (int e = 0; e < RUN_READ; e++) {
 #pragma unroll
           for (int i = 0; i < View::ROWS; i++) {
             O.x[i][j + e] = fmaf(p[i][n], v[e], O.x[i][j + e]);
@@ -2160,20 +2382,21 @@ template <class B> struct OneLaunch {
 
 // S = Q @ K.T   [BLOCK_M][BLOCK_N]
 template <class B>
-__device__ __forceinline__ void scalar_qk(ScalarScores<B>& S, const Input* Q_s, const Input* K_s) {
+__device__ __forceinline__ void scalar_qk(ScalarScores<B>& S, const Element* Q_s,
+                                          const Element* K_s) {
   using View = ScalarScores<B>;
   clear(S);
 #pragma unroll 2
-  for (int d = 0; d < B::head_dim; d += CHUNK) {
-    float q[View::ROWS][CHUNK];
+  for (int d = 0; d < B::head_dim; d += RUN_READ) {
+    float q[View::ROWS][RUN_READ];
 #pragma unroll
-    for (int i = 0; i < View::ROWS; i++) load_chunk(q[i], Q_s + tile_offset<B>(S.row(i), d));
+    for (int i = 0; i < View::ROWS; i++) load_run(q[i], Q_s + tile_offset<B>(S.row(i), d));
 #pragma unroll
     for (int j = 0; j < View::COLS; j++) {
-      float k[CHUNK];
-      load_chunk(k, K_s + tile_offset<B>(S.col(j), d));
+      float k[RUN_READ];
+      load_run(k, K_s + tile_offset<B>(S.col(j), d));
 #pragma unroll
-      for (int e = 0; e < CHUNK; e++) {
+      for (int e = 0; e < RUN_READ; e++) {
 #pragma unroll
         for (int i = 0; i < View::ROWS; i++) S.x[i][j] = fmaf(q[i][e], k[e], S.x[i][j]);
       }
@@ -2191,7 +2414,7 @@ __global__ void __launch_bounds__(B::threads, 1) sdpa_scalar(const __grid_consta
   S.first_row = O.first_row = warp * (B::block_m / B::num_warps) + lane / COL_LANES;
   S.row_step = ROW_LANES;
   S.first_col = lane % COL_LANES;
-  O.first_col = lane % COL_LANES * CHUNK;
+  O.first_col = lane % COL_LANES * O.RUN;
 
   Scheduler<B> scheduler;
   for (WorkItem item; scheduler.template next<B>(a, s.drawn, item);) {
@@ -2202,13 +2425,14 @@ __global__ void __launch_bounds__(B::threads, 1) sdpa_scalar(const __grid_consta
     clear(O);
     TileSoftmax<B, ScalarShared<B>> softmax;
     softmax.start(s, S);
+    const ItemScale<B> scale_log2(a, item);
 
     for (int k0 = t.keys.begin; k0 < t.keys.end; k0 += B::block_n) {
       const int stage = feed.acquire(k0);
       scalar_qk<B>(S, s.Q, s.K[stage]);
       if (!a.tiles.cover(item.q0, k0)) mask_scores<B>(S, a, item.q0, k0);
       float alpha[O.ROWS];
-      softmax.step(s, S, a.scale_log2, alpha);
+      softmax.step(s, S, scale_log2, alpha);
       scalar_pv<B>(O, alpha, s.P, s.V[stage]);
       feed.release();
     }
@@ -2227,14 +2451,14 @@ template <class B> struct KernelOf<B, Family::scalar> : OneLaunch<B> {
 // ---- 5b wmma: products on tensor cores, S and P in shared memory (wmma) ----
 
 namespace wmma = nvcuda::wmma;
-template <class Use, class Layout> using Operand = wmma::fragment<Use, 16, 16, 16, Input, Layout>;
+template <class Use, class Layout> using Operand = wmma::fragment<Use, 16, 16, 16, Half, Layout>;
 using Accumulator = wmma::fragment<wmma::accumulator, 16, 16, 16, float>;
 
 template <class B> struct WmmaShared : ScalarShared<B> {
   static constexpr int P16_STRIDE =
       B::block_n + 8;  // 8 neighbouring rows fall into 8 groups of banks
   alignas(32)
-      Input P16[B::use_wmma_pv ? B::block_m * P16_STRIDE : 1];  // P for wmma, [BLOCK_M][BLOCK_N]
+      Element P16[B::use_wmma_pv ? B::block_m * P16_STRIDE : 1];  // P for wmma, [BLOCK_M][BLOCK_N]
   uint64_t full[B::stages], empty[B::stages];  // mbarriers: tile landed, tile read by all consumers
 
   __device__ void store_probabilities(const ScalarScores<B>& S) {
@@ -2291,7 +2515,7 @@ __device__ __forceinline__ void wmma_produce(WmmaShared<B>& s, ItemTiles<B>& t,
 template <class B>
 __device__ __forceinline__ void wmma_qk(
     float* S_s, const Operand<wmma::matrix_a, wmma::row_major> (&Q)[B::head_dim / 16],
-    const Input* K_s) {
+    const Element* K_s) {
 #pragma unroll
   for (int n = 0; n < B::block_n; n += 16) {
     Accumulator S;
@@ -2328,8 +2552,8 @@ template <class B> struct WmmaOutput {
   }
 
   // O = O * alpha + P @ V   [16][D]; alpha_s [16], P_s [16][P16_STRIDE]
-  __device__ __forceinline__ void multiply(const float* alpha_s, const Input* P_s,
-                                           const Input* V_s) {
+  __device__ __forceinline__ void multiply(const float* alpha_s, const Element* P_s,
+                                           const Element* V_s) {
     float alpha[Accumulator::num_elements];
 #pragma unroll
     for (int e = 0; e < Accumulator::num_elements; e++)
@@ -2391,10 +2615,10 @@ __device__ __forceinline__ void wmma_consume(WmmaShared<B>& s, const KernelArgs&
   S.first_row = O.first_row = first_row + lane / COL_LANES;
   S.row_step = ROW_LANES;
   S.first_col = lane % COL_LANES;
-  O.first_col = lane % COL_LANES * CHUNK;
+  O.first_col = lane % COL_LANES * O.RUN;
 
   // A warp copies its own rows of Q.
-  Input* const Q_s = s.Q + tile_offset<B>(first_row, 0);
+  Element* const Q_s = s.Q + tile_offset<B>(first_row, 0);
   t.template copy_q<16>(Q_s, first_row, lane, 32);
   VectorCopy<B::use_cp_async>::commit();
   VectorCopy<B::use_cp_async>::template wait<0>();
@@ -2413,6 +2637,7 @@ __device__ __forceinline__ void wmma_consume(WmmaShared<B>& s, const KernelArgs&
   }
   TileSoftmax<B, WmmaShared<B>> softmax;
   softmax.start(s, S);
+  const ItemScale<B> scale_log2(a, item);
 
   for (int k0 = t.keys.begin; k0 < t.keys.end; k0 += B::block_n) {
     const int stage = feed.acquire(k0);
@@ -2421,7 +2646,7 @@ __device__ __forceinline__ void wmma_consume(WmmaShared<B>& s, const KernelArgs&
     load_scores(S, s.P, s.P_STRIDE);
     if (!a.tiles.cover(item.q0, k0)) mask_scores<B>(S, a, item.q0, k0);
     float alpha[O.ROWS];
-    softmax.step(s, S, a.scale_log2, alpha);
+    softmax.step(s, S, scale_log2, alpha);
     if constexpr (B::use_wmma_pv) {
       sums.multiply(s.alpha + first_row, s.P16 + first_row * s.P16_STRIDE, s.V[stage]);
     } else {
@@ -2487,13 +2712,15 @@ template <class B, int WIDTH> struct MmaAccumulator {  // [16 * M_TILES of BLOCK
   __device__ int col(int j) const { return first_col + j / 2 * 8 + j % 2; }
 };
 
-// The same rows after the quad has dealt its columns anew: a lane has 8 neighbouring ones of 32.
+// The same rows after the quad has dealt its columns anew: a lane has 8 neighbouring ones of 32; with e4m3 4 of
+// 16, as P @ V leaves them.
 template <class B, int WIDTH> struct MmaRuns {
-  static constexpr int ROWS = MmaAccumulator<B, WIDTH>::ROWS, COLS = WIDTH / 4, RUN = 8;
+  static constexpr int ROWS = MmaAccumulator<B, WIDTH>::ROWS, COLS = WIDTH / 4;
+  static constexpr int RUN = B::is_e4m3 ? 4 : 8;
   float x[ROWS][COLS];
   int first_row, first_col;
   __device__ int row(int i) const { return first_row + 8 * i; }
-  __device__ int col(int j) const { return first_col + j / 8 * 32 + j % 8; }
+  __device__ int col(int j) const { return first_col + j / RUN * 4 * RUN + j % RUN; }
 };
 
 // The address of (row + r, col + c) of a tile from `at`, that of (row, col), where r is a multiple of 8
@@ -2503,8 +2730,8 @@ template <class B, int WIDTH> struct MmaRuns {
 template <class B>
 __device__ __forceinline__ SharedAddress tile_step(SharedAddress at, int r, int c) {
   constexpr int xored = B::head_dim > 128 ? 8 * CHUNK : B::head_dim;
-  return (at ^ c % xored * int(sizeof(Input))) +
-         (r * B::head_dim + c / xored * xored) * int(sizeof(Input));
+  return (at ^ c % xored * int(sizeof(Element))) +
+         (r * B::head_dim + c / xored * xored) * int(sizeof(Element));
 }
 
 // What a group of warps has summed over its keys, element by element of its threads' accumulators.
@@ -2522,12 +2749,12 @@ template <class B, bool PACKED = B::pack_gqa> struct MmaPartials {
 };
 
 template <class B> struct MmaShared {
-  struct Tiles {
-    Input K[B::stages][B::block_n * B::head_dim];  // [BLOCK_N][D]
-    Input V[B::stages][B::block_n * B::head_dim];  // [BLOCK_N][D]
+  struct Tiles : TilesAsCopied<B> {
+    Element K[TILE_STAGES<B>][B::block_n * B::head_dim];  // [BLOCK_N][D]
+    Element V[TILE_STAGES<B>][B::block_n * B::head_dim];  // [BLOCK_N][D]
   };
   struct Inputs {
-    Input Q[B::block_m * B::head_dim];  // [BLOCK_M][D]
+    Element Q[B::block_m * B::head_dim];  // [BLOCK_M][D]
     Tiles group[B::split_kv];
   };
   union {
@@ -2538,23 +2765,36 @@ template <class B> struct MmaShared {
   uint32_t drawn;  // TileQueue
 };
 
-// The warp's query rows as A operands, 16 columns a step. As many steps as O and S leave registers for
+// An mma.sync takes 32 bytes of each row of A and of each column of B.
+constexpr int MMA_K = 2 * CHUNK;
+template <class E>
+__device__ __forceinline__ void mma(float& d0, float& d1, float& d2, float& d3,
+                                    const uint32_t (&a)[4], uint32_t b0, uint32_t b1) {
+  if constexpr (sizeof(E) == 1) {
+    mma_m16n8k32_e4m3(d0, d1, d2, d3, a, b0, b1);
+  } else {
+    mma_m16n8k16<E>(d0, d1, d2, d3, a, b0, b1);
+  }
+}
+
+// The warp's query rows as A operands, MMA_K columns a step. As many steps as O and S leave registers for
 // are kept for the whole item; each use reads the others again.
 template <class B> struct MmaQueries {
-  static constexpr int M_TILES = MmaAccumulator<B, 8>::M_TILES, STEPS = B::head_dim / 16;
+  static constexpr int M_TILES = MmaAccumulator<B, 8>::M_TILES, STEPS = B::head_dim / MMA_K;
   static constexpr int O_AND_S = M_TILES * (B::head_dim + B::block_n) / 2;  // registers
   static constexpr int ROOM = O_AND_S < 184 ? (184 - O_AND_S) / (4 * M_TILES) : 0;
   static constexpr int KEPT = ROOM < STEPS ? ROOM : STEPS;
   uint32_t kept[KEPT ? KEPT : 1][M_TILES][4];
-  SharedAddress at;  // of this lane's row in the first 16x16 block
+  SharedAddress at;  // of this lane's row in the first 16 rows and MMA_K columns
 
   __device__ void read(uint32_t (&a)[M_TILES][4], int step) const {
 #pragma unroll
-    for (int m = 0; m < M_TILES; m++) ldmatrix_x4<false>(a[m], tile_step<B>(at, 16 * m, 16 * step));
+    for (int m = 0; m < M_TILES; m++)
+      ldmatrix_x4<false>(a[m], tile_step<B>(at, 16 * m, MMA_K * step));
   }
   // Q_s is there now.
-  __device__ void start(const Input* Q_s, int warp, int lane) {
-    at = shared_address(Q_s + tile_offset<B>(warp * 16 * M_TILES + lane % 16, lane / 16 * 8));
+  __device__ void start(const Element* Q_s, int warp, int lane) {
+    at = shared_address(Q_s + tile_offset<B>(warp * 16 * M_TILES + lane % 16, lane / 16 * CHUNK));
 #pragma unroll
     for (int step = 0; step < KEPT; step++) read(kept[step], step);
   }
@@ -2576,63 +2816,94 @@ __device__ __forceinline__ void multiply_columns(
 #pragma unroll
   for (int m = 0; m < T.M_TILES; m++) {
     auto &top = T.x[2 * m], &bottom = T.x[2 * m + 1];
-    mma_m16n8k16<Input>(top[4 * n], top[4 * n + 1], bottom[4 * n], bottom[4 * n + 1], a[m], b[0],
-                        b[1]);
-    mma_m16n8k16<Input>(top[4 * n + 2], top[4 * n + 3], bottom[4 * n + 2], bottom[4 * n + 3], a[m],
-                        b[2], b[3]);
+    mma<Element>(top[4 * n], top[4 * n + 1], bottom[4 * n], bottom[4 * n + 1], a[m], b[0], b[1]);
+    mma<Element>(top[4 * n + 2], top[4 * n + 3], bottom[4 * n + 2], bottom[4 * n + 3], a[m], b[2],
+                 b[3]);
   }
 }
 
 // S = Q @ K.T   [16 * M_TILES][BLOCK_N] of a warp
 template <class B>
 __device__ __forceinline__ void mma_qk(MmaAccumulator<B, B::block_n>& S, const MmaQueries<B>& Q,
-                                       const Input* K_s, int lane) {
-  // ldmatrix of 16 keys by 16 d gives b0 and b1 of two column tiles.
-  const int key = lane / 16 * 8 + lane % 8, d = lane / 8 % 2 * 8;
+                                       const Element* K_s, int lane) {
+  // ldmatrix of 16 keys by MMA_K d gives b0 and b1 of two column tiles.
+  const int key = lane / 16 * 8 + lane % 8, d = lane / 8 % 2 * CHUNK;
   const SharedAddress at = shared_address(K_s + tile_offset<B>(key, d));
   clear(S);
 #pragma unroll
-  for (int step = 0; step < B::head_dim / 16; step++) {
+  for (int step = 0; step < B::head_dim / MMA_K; step++) {
     uint32_t q[MmaAccumulator<B, B::block_n>::M_TILES][4];
     Q.get(q, step);
 #pragma unroll
     for (int n = 0; n < B::block_n / 16; n++) {
       uint32_t k[4];
-      ldmatrix_x4<false>(k, tile_step<B>(at, 16 * n, 16 * step));
+      ldmatrix_x4<false>(k, tile_step<B>(at, 16 * n, MMA_K * step));
       multiply_columns<B>(S, n, q, k);
     }
   }
 }
 
-// P, rounded, as A operands: the accumulators of 16 columns of P are the A operand of 16 keys, so
-// that nothing moves between lanes.
+// P, rounded, as A operands: the accumulators of MMA_K columns of P are the A operand of as many keys, so
+// that nothing moves between lanes. With e4m3 the operand's k = 4q + i (and 16 + 4q + i) is then key
+// i / 2 * 8 + 2q + i % 2 (and 16 more).
 template <class B> struct MmaProbabilities {
-  static constexpr int M_TILES = MmaAccumulator<B, 8>::M_TILES, STEPS = B::block_n / 16;
+  static constexpr int M_TILES = MmaAccumulator<B, 8>::M_TILES, STEPS = B::block_n / MMA_K;
+  static constexpr int COLS = MMA_K / 4;  // of a lane, in a step
   uint32_t a[STEPS][M_TILES][4];
 
   __device__ void pack_step(const MmaAccumulator<B, B::block_n>& P, int step) {
 #pragma unroll
     for (int m = 0; m < M_TILES; m++) {
-      const auto &top = P.x[2 * m], &bottom = P.x[2 * m + 1];
-      a[step][m][0] = pack<Input>(top[4 * step], top[4 * step + 1]);
-      a[step][m][1] = pack<Input>(bottom[4 * step], bottom[4 * step + 1]);
-      a[step][m][2] = pack<Input>(top[4 * step + 2], top[4 * step + 3]);
-      a[step][m][3] = pack<Input>(bottom[4 * step + 2], bottom[4 * step + 3]);
+#pragma unroll
+      for (int i = 0; i < 4; i++) {
+        const float* const x = &P.x[2 * m + i % 2][COLS * step + COLS / 2 * (i / 2)];
+        if constexpr (sizeof(Element) == 1) {
+          a[step][m][i] = cvt_rn_satfinite_e4m3x4(x[0], x[1], x[2], x[3]);
+        } else {
+          a[step][m][i] = pack<Element>(x[0], x[1]);
+        }
+      }
     }
   }
 };
 
-// O += P @ V for the 16 keys from 16 * step   [16 * M_TILES][D] of a warp
+// The same for e4m3, of which ldmatrix transposes pairs: a register has bytes d = 2g and 2g + 1 of two keys. prmt
+// parts them into the even and the odd d, with the keys in the order of P. So a lane has 4 neighbouring d of 16.
 template <class B>
-__device__ __forceinline__ void mma_pv(MmaAccumulator<B, B::head_dim>& O,
-                                       const MmaProbabilities<B>& P, const Input* V_s, int step,
-                                       int lane) {
-  const SharedAddress at = shared_address(V_s + tile_offset<B>(lane % 16, lane / 16 * 8));
+__device__ __forceinline__ void mma_pv_e4m3(MmaAccumulator<B, B::head_dim>& O,
+                                            const MmaProbabilities<B>& P, const Element* V_s,
+                                            int step, int lane) {
+  const SharedAddress at = shared_address(V_s + tile_offset<B>(lane, 0));
 #pragma unroll
   for (int n = 0; n < B::head_dim / 16; n++) {
-    uint32_t v[4];
-    ldmatrix_x4<true>(v, tile_step<B>(at, 16 * step, 16 * n));
-    multiply_columns<B>(O, n, P.a[step], v);
+    uint32_t v[4];  // of keys 0 ... 7, 8 ... 15, 16 ... 23, 24 ... 31
+    ldmatrix_x4<true>(v, tile_step<B>(at, MMA_K * step, 16 * n));
+    const uint32_t even[2] = {prmt(v[0], v[1], 0x6420), prmt(v[2], v[3], 0x6420)};
+    const uint32_t odd[2] = {prmt(v[0], v[1], 0x7531), prmt(v[2], v[3], 0x7531)};
+#pragma unroll
+    for (int m = 0; m < O.M_TILES; m++) {
+      float *const top = O.x[2 * m] + 4 * n, *const bottom = O.x[2 * m + 1] + 4 * n;
+      mma<Element>(top[0], top[2], bottom[0], bottom[2], P.a[step][m], even[0], even[1]);
+      mma<Element>(top[1], top[3], bottom[1], bottom[3], P.a[step][m], odd[0], odd[1]);
+    }
+  }
+}
+
+// O += P @ V for the MMA_K keys from MMA_K * step   [16 * M_TILES][D] of a warp
+template <class B>
+__device__ __forceinline__ void mma_pv(MmaAccumulator<B, B::head_dim>& O,
+                                       const MmaProbabilities<B>& P, const Element* V_s, int step,
+                                       int lane) {
+  if constexpr (sizeof(Element) == 1) {
+    mma_pv_e4m3<B>(O, P, V_s, step, lane);
+  } else {
+    const SharedAddress at = shared_address(V_s + tile_offset<B>(lane % 16, lane / 16 * 8));
+#pragma unroll
+    for (int n = 0; n < B::head_dim / 16; n++) {
+      uint32_t v[4];
+      ldmatrix_x4<true>(v, tile_step<B>(at, 16 * step, 16 * n));
+      multiply_columns<B>(O, n, P.a[step], v);
+    }
   }
 }
 
@@ -2654,33 +2925,34 @@ template <class B> struct MmaRows {
   }
 
   // O += P @ V
-  __device__ void multiply(const Input* V_s, int lane) {
+  __device__ void multiply(const Element* V_s, int lane) {
 #pragma unroll
     for (int step = 0; step < P.STEPS; step++) mma_pv<B>(O, P, V_s, step, lane);
   }
 
   // P of a tile without mask, by a stale maximum, if that will do.
-  __device__ bool attend_by_stale_max(const MmaQueries<B>& Q, const Input* K_s, float scale_log2,
+  __device__ bool attend_by_stale_max(const MmaQueries<B>& Q, const Element* K_s, float scale_log2,
                                       int lane) {
     Scores S;
     mma_qk<B>(S, Q, K_s, lane);
     StaleSoftmax<B, ROWS> softmax(m, scale_log2);
 #pragma unroll
     for (int step = 0; step < P.STEPS; step++) {
-      softmax.exp(S, 4 * step, 4 * step + 4), P.pack_step(S, step);
+      softmax.exp(S, P.COLS * step, P.COLS * (step + 1)), P.pack_step(S, step);
     }
     return softmax.add_to(l);
   }
   // P of the item's tile at key k0, masked unless it is clean; O and l brought to its maximum.
-  __device__ void attend_by_exact_max(const MmaQueries<B>& Q, const Input* K_s, const KernelArgs& a,
-                                      int q0, int k0, bool clean, int lane) {
+  __device__ void attend_by_exact_max(const MmaQueries<B>& Q, const Element* K_s,
+                                      const ItemScale<B>& scale_log2, int q0, int k0, bool clean,
+                                      int lane) {
     Scores S;
     S.first_row = O.first_row, S.first_col = O.first_col;
     mma_qk<B>(S, Q, K_s, lane);
-    if (!clean) mask_scores<B>(S, a, q0, k0);
+    if (!clean) mask_scores<B>(S, scale_log2.a, q0, k0);
     float alpha[ROWS];
-    softmax_max<B>(S, a.scale_log2, m, alpha);
-    const bool may_be_kept = softmax_sum<B>(S, a.scale_log2, m, alpha, l);
+    softmax_max<B>(S, scale_log2, m, alpha);
+    const bool may_be_kept = softmax_sum<B>(S, scale_log2, m, alpha, l);
     if (B::use_lazy_max) stale_max_will_do = __all_sync(0xffffffffu, may_be_kept);
     scale_rows(O, alpha);
 #pragma unroll
@@ -2730,31 +3002,35 @@ template <class B, int WIDTH>
 __device__ __forceinline__ void deal_runs(MmaRuns<B, WIDTH>& R, const MmaAccumulator<B, WIDTH>& O,
                                           int lane) {
   const int q = lane % 4;
-  R.first_row = O.first_row, R.first_col = q * 8;
+  R.first_row = O.first_row, R.first_col = q * R.RUN;
+  if constexpr (MmaRuns<B, WIDTH>::RUN == 4) {
+    memcpy(R.x, O.x, sizeof R.x);
+  } else {
 #pragma unroll
-  for (int i = 0; i < R.ROWS; i++) {
+    for (int i = 0; i < R.ROWS; i++) {
 #pragma unroll
-    for (int j = 0; j < R.COLS; j += 8) {
-      // pairs[t] are columns 8t + 2q and 8t + 2q + 1. After the exchange with lane q ^ step, bit
-      // `step` of t tells whose pair it is instead of which 8 columns it comes from.
-      float pairs[4][2];
-      memcpy(pairs, &O.x[i][j], sizeof pairs);
+      for (int j = 0; j < R.COLS; j += 8) {
+        // pairs[t] are columns 8t + 2q and 8t + 2q + 1. After the exchange with lane q ^ step, bit
+        // `step` of t tells whose pair it is instead of which 8 columns it comes from.
+        float pairs[4][2];
+        memcpy(pairs, &O.x[i][j], sizeof pairs);
 #pragma unroll
-      for (int step = 1; step <= 2; step *= 2) {
-        const bool odd = q & step;
+        for (int step = 1; step <= 2; step *= 2) {
+          const bool odd = q & step;
 #pragma unroll
-        for (int t = 0; t < 4; t++) {
-          if (t & step) continue;
+          for (int t = 0; t < 4; t++) {
+            if (t & step) continue;
 #pragma unroll
-          for (int e = 0; e < 2; e++) {
-            float& mine = pairs[t][e];
-            float& theirs = pairs[t + step][e];
-            const float received = __shfl_xor_sync(0xffffffffu, odd ? mine : theirs, step);
-            (odd ? mine : theirs) = received;
+            for (int e = 0; e < 2; e++) {
+              float& mine = pairs[t][e];
+              float& theirs = pairs[t + step][e];
+              const float received = __shfl_xor_sync(0xffffffffu, odd ? mine : theirs, step);
+              (odd ? mine : theirs) = received;
+            }
           }
         }
+        memcpy(&R.x[i][j], pairs, sizeof pairs);
       }
-      memcpy(&R.x[i][j], pairs, sizeof pairs);
     }
   }
 }
@@ -2829,6 +3105,7 @@ __global__ void __launch_bounds__(B::threads, 1) sdpa_mma(const __grid_constant_
     __syncthreads();  // hazard: Q copied by all warps, s.item written by thread 0
     MmaQueries<B> Q;
     MmaRows<B> rows;
+    const ItemScale<B> scale_log2(a, item);
     // A mask leaves some warps of the CTA less to do than others.
     const int q = item.q0 + (B::pack_gqa ? 0 : warp * WARP_ROWS);
     // Every group takes part in every round, the last one perhaps without a tile.
@@ -2839,20 +3116,20 @@ __global__ void __launch_bounds__(B::threads, 1) sdpa_mma(const __grid_constant_
         const int k0 = round + group * B::block_n, stage = feed.acquire(k0);
         if (q < p.Sq && k0 < t.keys.end && a.tiles.touch(q, k0)) {
           const bool clean = a.tiles.cover(q, k0);
-          const Input* const K_s = s.in.group[group].K[stage];
-          const Input* const V_s = s.in.group[group].V[stage];
+          const Element* const K_s = s.in.group[group].K[stage];
+          const Element* const V_s = s.in.group[group].V[stage];
           bool done = false;
           if (rows.stale_max_will_do && clean) {
-            done = rows.attend_by_stale_max(Q, K_s, a.scale_log2, lane);
+            done = rows.attend_by_stale_max(Q, K_s, scale_log2, lane);
           }
-          if (!done) rows.attend_by_exact_max(Q, K_s, a, s.item.q0, k0, clean, lane);
+          if (!done) rows.attend_by_exact_max(Q, K_s, scale_log2, s.item.q0, k0, clean, lane);
           rows.multiply(V_s, lane);
         }
         feed.release();
       }
     };
     if constexpr (B::many_keys) {
-      sum_parts<B>(rows, t.keys, a, sum_keys);
+      sum_parts<B>(rows, t.keys, a, scale_log2, sum_keys);
     } else {
       sum_keys(t.keys.begin, t.keys.end);
     }
@@ -2866,7 +3143,7 @@ __global__ void __launch_bounds__(B::threads, 1) sdpa_mma(const __grid_constant_
         if (group > 0) rows.store(s.partial[group - 1], tid);
         __syncthreads();  // hazard: partial results written
         if (group > 0) continue;
-        rows.merge(s.partial, a.scale_log2, tid);
+        rows.merge(s.partial, scale_log2, tid);
       }
       MmaRuns<B, B::head_dim> runs;
       deal_runs<B>(runs, rows.O, lane);
@@ -2902,14 +3179,43 @@ template <int WIDTH> struct WgmmaAccumulator {  // [64][WIDTH]
   __device__ int col(int j) const { return first_col + j / 2 * 8 + j % 2; }
 };
 
+// O of 8 bits, whose V has of every 16 d the even ones first.
+template <int WIDTH> struct WgmmaColumnsOfFour {  // [64][WIDTH]
+  static constexpr int ROWS = 2, COLS = WIDTH / 4, LANES = 4, RUN = 4;
+  struct Elements {
+    float d[WIDTH / 2];
+    struct Row {
+      const float* first;
+      __device__ float operator[](int j) const { return first[j / 4 * 8 + j % 2 * 4 + j / 2 % 2]; }
+    };
+    __device__ Row operator[](int i) const { return {d + 2 * i}; }
+  };
+  Elements x;
+  int first_row, first_col;
+  __device__ int row(int i) const { return first_row + 8 * i; }
+  __device__ int col(int j) const { return first_col + j / 4 * 16 + j % 4; }
+};
+
 // x of lane 0. For an x that is the same in all lanes: so the compiler knows, and keeps what follows
 // from it in uniform registers, where wgmma wants its descriptors.
 __device__ __forceinline__ int uniform(int x) { return __shfl_sync(0xffffffffu, x, 0); }
 
-// Where element (row, column) of a tile in panels of [ROWS][64] lies.
+// Bytes of a tile's panels: [rows][128], or [rows][64] where rows have no more.
+template <class B> constexpr int ROW_BYTES = B::head_dim* int(sizeof(Input));
+template <class B> constexpr int PANEL_BYTES = ROW_BYTES<B> < 128 ? ROW_BYTES<B> : 128;
+template <class B> constexpr int PANEL_ATOM = 8 * PANEL_BYTES<B>;  // 8 lines of a panel
+constexpr int STEP_BYTES = 32;                                     // of K that an instruction takes
+
+// Where a byte of a row of a tile in panels of ROWS lines of LINE bytes lies.
+template <int ROWS, int LINE = 128>
+__device__ __forceinline__ uint32_t panel_byte(uint32_t row, uint32_t byte) {
+  const uint32_t swizzled = byte / 16 % (LINE / 16) ^ row / (128 / LINE) % (LINE / 16);
+  return (byte / LINE * ROWS + row) * LINE + swizzled * 16 + byte % 16;
+}
+// The same for elements of 16 bits.
 template <int ROWS>
 __device__ __forceinline__ uint32_t panel_offset(uint32_t row, uint32_t column) {
-  return (column / 64 * ROWS + row) * 64 + (column / 8 % 8 ^ row % 8) * 8 + column % 8;
+  return panel_byte<ROWS>(row, column * 2) / 2;
 }
 
 // mbarrier_spin() where the hardware can put the thread to sleep meanwhile.
@@ -2928,12 +3234,18 @@ __device__ __forceinline__ uint64_t descriptor_at(uint64_t descriptor, int bytes
   return (descriptor & ~uint64_t(0xffffffff)) | uint32_t(uint32_t(descriptor) + bytes / 16);
 }
 
-// 16 columns of P, rounded: their accumulators are the A operand as they stand.
+// 16 columns of P, rounded: their accumulators are the A operand as they stand. Of e4m3 32 columns, of which V
+// must have the keys in another order: the operand's k = 4q + r of 16 is column r / 2 * 8 + 2q + r % 2.
 template <class E, class View>
 __device__ __forceinline__ void pack_step(uint32_t (&out)[4], const View& P, int step) {
 #pragma unroll
   for (int i = 0; i < 4; i++) {
-    out[i] = pack<E>(P.x.d[8 * step + 2 * i], P.x.d[8 * step + 2 * i + 1]);
+    if constexpr (sizeof(E) == 1) {
+      const float* const d = P.x.d + 16 * step + i / 2 * 8 + i % 2 * 2;
+      out[i] = cvt_rn_satfinite_e4m3x4(d[0], d[1], d[4], d[5]);
+    } else {
+      out[i] = pack<E>(P.x.d[8 * step + 2 * i], P.x.d[8 * step + 2 * i + 1]);
+    }
   }
 }
 // Cache policies of loads: Q is read once, K and V by many CTAs.
@@ -2979,24 +3291,57 @@ __device__ __forceinline__ void wgmma_qk(WgmmaAccumulator<B::block_n>& S, uint64
   forget(S.x.d);
   wgmma_fence();
 #pragma unroll
-  for (int step = 0; step < B::head_dim / 16; step++) {
-    const int panel = step / 4, bytes = step % 4 * 32;
-    wgmma_ss<Input, B::block_n, 0>(S.x.d, descriptor_at(Q, panel * 64 * 128 + bytes),
-                                   descriptor_at(K, panel * B::block_n * 128 + bytes), step > 0);
+  for (int step = 0; step < ROW_BYTES<B> / STEP_BYTES; step++) {
+    constexpr int steps = PANEL_BYTES<B> / STEP_BYTES;  // of a panel
+    const int lines = step / steps * PANEL_BYTES<B>, bytes = step % steps * STEP_BYTES;
+    wgmma_ss<Input, B::block_n, 0>(S.x.d, descriptor_at(Q, lines * 64 + bytes),
+                                   descriptor_at(K, lines * B::block_n + bytes), step > 0);
   }
   wgmma_commit_group();
 }
-// O = P @ V (+ O if accumulate), begun; V [BLOCK_N][D] is that of the descriptor.   [64][D]
+// The same with Q of 8 bits in registers, where there is room: an instruction would read as much of Q as of K.
+template <class B> constexpr bool Q_IN_REGISTERS = B::is_e4m3&& B::warpgroups < 4;
+template <class B> using WgmmaQueries = uint32_t[ROW_BYTES<B> / STEP_BYTES][4];
+template <class B>
+__device__ __forceinline__ void wgmma_qk(WgmmaAccumulator<B::block_n>& S, const WgmmaQueries<B>& Q,
+                                         uint64_t K) {
+  forget(S.x.d);
+  wgmma_fence();
+#pragma unroll
+  for (int step = 0; step < ROW_BYTES<B> / STEP_BYTES; step++) {
+    constexpr int steps = PANEL_BYTES<B> / STEP_BYTES;  // of a panel
+    const int lines = step / steps * PANEL_BYTES<B>, bytes = step % steps * STEP_BYTES;
+    wgmma_rs<Input, B::block_n, 0>(S.x.d, Q[step], descriptor_at(K, lines * B::block_n + bytes),
+                                   step > 0);
+  }
+  wgmma_commit_group();
+}
+
+// V of 8 bits is [D][keys] in panels of 128 keys, or of 64 where a tile has no more.
+template <class B> constexpr int V_LINE = B::block_n > 64 ? 128 : 64;
+template <class B> constexpr int V_KEYS = (B::block_n + V_LINE<B> - 1) / V_LINE<B>* V_LINE<B>;
+template <class B> constexpr bool FLUSHES = B::is_e4m3&& B::fp8_flush > 0;
+
+// P of a tile, rounded, as A operands.
+template <class B> constexpr int STEP_KEYS = STEP_BYTES / int(sizeof(Input));
+template <class B> using WgmmaProbabilities = uint32_t[B::block_n / STEP_KEYS<B>][4];
+
+// O = P @ V (+ O if accumulate), begun. V is that of the descriptor: [BLOCK_N][D], or of 8 bits [D][BLOCK_N].
+//   [64][D]
 template <class B>
 __device__ __forceinline__ void wgmma_pv(WgmmaAccumulator<B::head_dim>& O,
-                                         const uint32_t (&P)[B::block_n / 16][4], uint64_t V,
+                                         const WgmmaProbabilities<B>& P, uint64_t V,
                                          bool accumulate) {
   hold(O.x.d);
   wgmma_fence();
 #pragma unroll
-  for (int step = 0; step < B::block_n / 16; step++) {
-    wgmma_rs<Input, B::head_dim, 1>(O.x.d, P[step], descriptor_at(V, step * 16 * 128),
-                                    step > 0 || accumulate);
+  for (int step = 0; step < B::block_n / STEP_KEYS<B>; step++) {
+    constexpr int steps = V_LINE<B> / STEP_BYTES;  // of a panel of 8 bits
+    const int bytes = B::is_e4m3
+                          ? step / steps * B::head_dim * V_LINE<B> + step % steps * STEP_BYTES
+                          : step * STEP_KEYS<B> * 128;
+    wgmma_rs<Input, B::head_dim, !B::is_e4m3>(O.x.d, P[step], descriptor_at(V, bytes),
+                                              step > 0 || accumulate);
   }
   wgmma_commit_group();
 }
@@ -3022,12 +3367,13 @@ inline cudaError_t find_tensor_map_encoder(void** function,
 }
 #endif
 
-// Describes a tensor of 16-bit elements to TMA: sizes (innermost first), byte strides of all dimensions but the
-// innermost (multiples of 16), the box that one copy moves. 128-byte swizzle, zeros outside. L2 fetches 256
+// Describes a tensor of elements of 1 or 2 bytes to TMA: sizes (innermost first), byte strides of all dimensions but the
+// innermost (multiples of 16), the box that one copy moves, whose lines have 128 or 64 bytes and are swizzled. Zeros outside. L2 fetches 256
 // bytes at once, or 128 of what is read once: there 256 take 8% longer.
 inline cudaError_t encode_tensor_map(CUtensorMap& map, int rank, const void* base,
                                      const uint64_t* sizes, const uint64_t* strides_bytes,
-                                     const uint32_t* box, bool read_once = false) {
+                                     const uint32_t* box, int element_bytes = 2,
+                                     bool read_once = false) {
   thread_local void* encoder = nullptr;  // looked for until it is found
   if (!encoder) {
     cudaDriverEntryPointQueryResult found;
@@ -3044,8 +3390,10 @@ inline cudaError_t encode_tensor_map(CUtensorMap& map, int rank, const void* bas
     strides[i] = i + 1 < rank ? strides_bytes[i] : 0;
   }
   const CUresult result = reinterpret_cast<decltype(&cuTensorMapEncodeTiled)>(encoder)(
-      &map, CU_TENSOR_MAP_DATA_TYPE_UINT16, cuuint32_t(rank), const_cast<void*>(base), dims,
-      strides, boxes, steps, CU_TENSOR_MAP_INTERLEAVE_NONE, CU_TENSOR_MAP_SWIZZLE_128B,
+      &map, element_bytes == 1 ? CU_TENSOR_MAP_DATA_TYPE_UINT8 : CU_TENSOR_MAP_DATA_TYPE_UINT16,
+      cuuint32_t(rank), const_cast<void*>(base), dims, strides, boxes, steps,
+      CU_TENSOR_MAP_INTERLEAVE_NONE,
+      box[0] * element_bytes == 64 ? CU_TENSOR_MAP_SWIZZLE_64B : CU_TENSOR_MAP_SWIZZLE_128B,
       read_once ? CU_TENSOR_MAP_L2_PROMOTION_L2_128B : CU_TENSOR_MAP_L2_PROMOTION_L2_256B,
       CU_TENSOR_MAP_FLOAT_OOB_FILL_NONE);
   return result == CUDA_SUCCESS ? cudaSuccess : cudaErrorInvalidValue;
@@ -3070,7 +3418,7 @@ template <class B, class Maps> SdpaStatus encode_tensor_maps(Maps& maps, const K
     maps = last_maps;
     return {};
   }
-  constexpr uint32_t panels = B::head_dim / 64;
+  constexpr uint32_t panels = ROW_BYTES<B> / PANEL_BYTES<B>, panel = B::head_dim / panels;
   constexpr uint32_t group_rows = wgmma_rows<B>;
   const struct {
     const char* name;
@@ -3084,7 +3432,8 @@ template <class B, class Maps> SdpaStatus encode_tensor_maps(Maps& maps, const K
                  {"V", maps.v, p.V, p.Sk, p.Hkv, p.v, B::block_n, panels},
                  {"O", maps.o, p.O, p.Sq, p.Hq, p.o, group_rows, panels}};
   for (const auto& t : tensors) {
-    if (t.S == 0) {  // no key: nothing is loaded, but the kernel prefetches the map
+    // No key: nothing is loaded, but the kernel prefetches the map. O of 8-bit inputs is stored without one.
+    if (t.S == 0 || (B::is_e4m3 && &t.map == &maps.o)) {
       t.map = maps.q;
       continue;
     }
@@ -3103,14 +3452,16 @@ template <class B, class Maps> SdpaStatus encode_tensor_maps(Maps& maps, const K
                        t.name, dims[i].name, (long long)dims[i].stride);
       }
     }
-    uint64_t sizes[5] = {64, uint64_t(t.S), panels, uint64_t(t.H), uint64_t(p.B)};
-    uint64_t strides[4] = {bytes[0], 128, bytes[1], bytes[2]};
-    uint32_t box[5] = {64, t.rows, t.panels, 1, 1};
+    uint64_t sizes[5] = {panel, uint64_t(t.S), panels, uint64_t(t.H), uint64_t(p.B)};
+    uint64_t strides[4] = {bytes[0], PANEL_BYTES<B>, bytes[1], bytes[2]};
+    uint32_t box[5] = {panel, t.rows, t.panels, 1, 1};
     if (B::pack_gqa && &t.map == &maps.q) {  // heads before panels, so that they are rows of one
-      sizes[2] = uint64_t(t.H), strides[1] = bytes[1], sizes[3] = panels, strides[2] = 128;
+      sizes[2] = uint64_t(t.H), strides[1] = bytes[1], sizes[3] = panels;
+      strides[2] = PANEL_BYTES<B>;
       box[1] = a.item_queries.divisor, box[2] = uint32_t(a.item_heads), box[3] = 1;
     }
-    const cudaError_t error = encode_tensor_map(t.map, 5, t.base, sizes, strides, box, B::pack_gqa);
+    const cudaError_t error =
+        encode_tensor_map(t.map, 5, t.base, sizes, strides, box, sizeof(Input), B::pack_gqa);
     if (error != cudaSuccess) {
       return failure(error, "the driver makes no tensor map of %s: %s", t.name,
                      cudaGetErrorString(error));
@@ -3162,7 +3513,6 @@ __device__ __forceinline__ void load_tile(WgmmaPlainShared<B>& s, const KernelAr
 template <class B>
 __global__ void __launch_bounds__(B::threads, 1)
     sdpa_wgmma_plain(const __grid_constant__ KernelArgs a) {
-  constexpr int STEPS = B::block_n / 16;
   const SdpaParams& p = a.p;
   WgmmaPlainShared<B>& s = dynamic_shared<WgmmaPlainShared<B>>();
   const int tid = threadIdx.x, lane = tid % 32, group = uniform(tid / 128);
@@ -3213,9 +3563,10 @@ __global__ void __launch_bounds__(B::threads, 1)
     softmax_max<B>(S, a.scale_log2, m, alpha);
     softmax_sum<B>(S, a.scale_log2, m, alpha, l);
     scale_rows(O, alpha);
-    uint32_t P[STEPS][4];
+    WgmmaProbabilities<B> P;
 #pragma unroll
-    for (int step = 0; step < STEPS; step++) pack_step<Input>(P[step], S, step), hold(P[step]);
+    for (int step = 0; step < B::block_n / 16; step++)
+      pack_step<Input>(P[step], S, step), hold(P[step]);
 
     // O = O + P @ V   [64][D]
     const uint64_t V =
@@ -3255,7 +3606,11 @@ template <class B> struct WgmmaKernel<B, Wgmma::plain> : OneLaunch<B> {
 
 template <class B> struct WgmmaShared {
   static constexpr int ROW_GROUPS = B::block_m / 64;
-  static constexpr int Q_STAGES = B::use_persistent_cta && B::head_dim <= 128 ? 2 : 1;
+  // Of items: Q of the next one is loaded beside an item. Where Q is read into registers, one buffer will do.
+  static constexpr int Q_STAGES =
+      B::use_persistent_cta && (B::head_dim <= 128 || Q_IN_REGISTERS<B>) ? 2 : 1;
+  static constexpr int Q_BUFFERS = Q_IN_REGISTERS<B> ? 1 : Q_STAGES;
+  static constexpr int TRANSPOSERS = 2;  // warps
   // What the slices' warpgroups with the same rows have for each other: of O, for every slice from every
   // other one, what each thread has of what the slice finishes. Of a warp's 16 rows even slices finish the
   // first 8, odd ones the others; two that finish the same rows halve their columns.
@@ -3269,15 +3624,32 @@ template <class B> struct WgmmaShared {
   struct Tiles {
     alignas(1024) Input K[B::stages][B::block_n * B::head_dim];  // [BLOCK_N][D]
     alignas(1024) Input V[B::stages][B::block_n * B::head_dim];  // [BLOCK_N][D]
-    // Full: the tile has landed. Empty: every warp of the slice has read it.
+    // Full: the tile has landed. Empty: all who read it have done so.
     uint64_t k_full[B::stages], k_empty[B::stages], v_full[B::stages], v_empty[B::stages];
   };
-  alignas(1024) Input Q[Q_STAGES][ROW_GROUPS][64 * B::head_dim];  // afterwards O on its way out
+  struct Transposed {                                           // 8 bits
+    alignas(1024) Input V[B::stages][V_KEYS<B> * B::head_dim];  // [D][BLOCK_N]
+    uint64_t v_full[B::stages], v_empty[B::stages];
+  };
+  using Flushed = float4[B::head_dim / 8][128];  // FP8_FLUSH: of a warpgroup, thread by thread
+  alignas(1024)
+      Input Q[Q_BUFFERS][ROW_GROUPS][64 * B::head_dim];  // 16 bits: afterwards O on its way out
   Tiles slice[B::split_kv];
+  typename std::conditional<B::is_e4m3, Transposed, Nothing>::type transposed;
+  typename std::conditional<FLUSHES<B>, Flushed[ROW_GROUPS], Nothing>::type flushed;
   typename std::conditional<(B::split_kv > 1), Partial[ROW_GROUPS], Nothing>::type partial;
   WgmmaItem item[Q_STAGES];  // whose Q it is
   // Full: Q has landed, the item is known. Done: every warp has written its O over Q. Empty: O is out.
   uint64_t q_full[Q_STAGES], o_done[Q_STAGES][ROW_GROUPS], q_empty[Q_STAGES];
+
+  // Where P @ V finds V.
+  __device__ __forceinline__ auto& v_tiles(int n) {
+    if constexpr (B::is_e4m3) {
+      return transposed;
+    } else {
+      return slice[n];
+    }
+  }
 
   // By two threads, ahead of a barrier.
   __device__ __forceinline__ void init_mbarriers(int warp) {
@@ -3292,13 +3664,19 @@ template <class B> struct WgmmaShared {
     }
     if (warp == 2 && threadIdx.x % 32 == 0) {
       for (int stage = 0; stage < Q_STAGES; stage++) {
-        mbarrier_init(&q_empty[stage], 1);
+        mbarrier_init(&q_empty[stage], B::is_e4m3 ? B::num_warps : 1);
         for (uint64_t& done : o_done[stage]) mbarrier_init(&done, 4);
       }
       for (Tiles& t : slice) {
         for (int n = 0; n < B::stages; n++) {
           mbarrier_init(&t.k_empty[n], B::group_warps);
-          mbarrier_init(&t.v_empty[n], B::group_warps);
+          mbarrier_init(&t.v_empty[n], B::is_e4m3 ? TRANSPOSERS : B::group_warps);
+        }
+      }
+      if constexpr (B::is_e4m3) {
+        for (int n = 0; n < B::stages; n++) {
+          mbarrier_init(&transposed.v_full[n], TRANSPOSERS);
+          mbarrier_init(&transposed.v_empty[n], B::group_warps);
         }
       }
       fence_mbarrier_init();
@@ -3335,6 +3713,7 @@ template <class B> struct WgmmaProducer {
   const bool issues = threadIdx.x % 32 == 0;
   StageRing<B::stages> ring;
   StageRing<Shared::Q_STAGES> q_ring;
+  StageRing<Shared::Q_STAGES> last_q{Shared::Q_STAGES - 1, 1};  // of the item before
 
   __device__ WgmmaProducer(Shared& s_, const KernelArgs& a_) : s(s_), a(a_) {}
 
@@ -3347,13 +3726,19 @@ template <class B> struct WgmmaProducer {
   __device__ __forceinline__ void start_item(const WgmmaItem& item) {
     const int stage = q_ring.stage;
     uint64_t* const full = &s.q_full[stage];
-    if (B::use_persistent_cta) mbarrier_wait(&s.q_empty[stage], q_ring.parity ^ 1);
+    if constexpr (Q_IN_REGISTERS<B>) {
+      if (B::use_persistent_cta) mbarrier_wait(&s.q_empty[last_q.stage], last_q.parity);
+      last_q = q_ring;
+    } else {
+      if (B::use_persistent_cta) mbarrier_wait(&s.q_empty[stage], q_ring.parity ^ 1);
+    }
     if (issues) {
       s.item[stage] = item;
       mbarrier_arrive_expect_tx(full, item.rounds > 0 ? sizeof s.Q[0] : 0);
       for (int group = 0; item.rounds > 0 && group < s.ROW_GROUPS; group++) {
         const int at[5] = {0, item.q0 + group * 64, 0, item.h, item.b};
-        cp_async_bulk_tensor_load(s.Q[stage][group], &tensor_maps<B>(a).q, at, full, evict_first);
+        cp_async_bulk_tensor_load(s.Q[stage % s.Q_BUFFERS][group], &tensor_maps<B>(a).q, at, full,
+                                  evict_first);
       }
     }
     q_ring.advance();
@@ -3437,8 +3822,60 @@ template <class B> struct WgmmaProducer {
     const int slice = warp / slice_warps, part = warp % slice_warps;
     if (slice < B::split_kv) {
       load_items(slice, part == 0, part == slice_warps - 1, warp == 0);
+    } else if constexpr (B::is_e4m3) {
+      transpose_items(warp - 2);
     } else if (B::split_kv == 1 && threadIdx.x == 64) {
       store_items();
+    }
+  }
+
+  // ---- 8 bits: V with its keys in lines, since wgmma transposes no bytes ----
+
+  // The tiles of all items. Warp `part` of these has every other 16 of d.
+  __device__ __forceinline__ void transpose_items(int part) {
+    auto& to = s.transposed;
+    auto& from = s.slice[0];
+    while (true) {
+      const WgmmaItem item = follow_item();
+      if (item.rounds == 0) break;
+      for (int round = 0; round < item.rounds; round++, ring.advance()) {
+        const int n = ring.stage;
+        mbarrier_wait(&to.v_empty[n], ring.parity ^ 1);
+        mbarrier_wait(&from.v_full[n], ring.parity);
+        transpose(shared_address(to.V[n]), shared_address(from.V[n]), part);
+        fence_proxy_async();  // what was written before P @ V reads it, what was read before TMA writes it
+        __syncwarp();
+        if (issues) mbarrier_arrive(&from.v_empty[n]), mbarrier_arrive(&to.v_full[n]);
+      }
+      if (!B::use_persistent_cta) break;
+    }
+  }
+  // 16 d and 32 keys at a time. ldmatrix gives a lane bytes of d = 2g and 2g + 1 of two keys; prmt parts them, and so
+  // the keys come in pack_step()'s order. Of 16 d the even ones come first: their lines lie in different banks.
+  static __device__ __forceinline__ void transpose(SharedAddress to, SharedAddress from, int part) {
+    constexpr int LINE = PANEL_BYTES<B>, STEP = 16 * Shared::TRANSPOSERS,
+                  AT_ONCE = B::warpgroups > 2 ? 2 : 1;
+    const uint32_t lane = threadIdx.x % 32;
+    from += panel_byte<B::block_n, LINE>(lane, part * 16);
+    to += panel_byte<B::head_dim, V_LINE<B>>(part * 16 + lane % 16, lane / 16 * 16);
+#pragma unroll
+    for (int key = 0; key < B::block_n; key += 32) {
+      const SharedAddress line = (to ^ key % V_LINE<B>)+key / V_LINE<B> * B::head_dim * V_LINE<B>;
+#pragma unroll
+      for (int d0 = 0; d0 < B::head_dim; d0 += STEP * AT_ONCE) {
+        uint32_t v[AT_ONCE][4];  // loads wait behind stores
+#pragma unroll
+        for (int n = 0; n < AT_ONCE; n++) {  // the swizzle is an XOR of low bits, and so is a step
+          const int d = d0 + n * STEP;
+          ldmatrix_x4<true>(v[n], (from ^ d % LINE) + (d / LINE * B::block_n + key) * LINE);
+        }
+#pragma unroll
+        for (int n = 0; n < AT_ONCE; n++) {
+          const uint32_t out[4] = {prmt(v[n][0], v[n][1], 0x6420), prmt(v[n][0], v[n][1], 0x7531),
+                                   prmt(v[n][2], v[n][3], 0x6420), prmt(v[n][2], v[n][3], 0x7531)};
+          stmatrix_x4<false>(line + (d0 + n * STEP) * V_LINE<B>, out);
+        }
+      }
     }
   }
 };
@@ -3470,8 +3907,8 @@ template <class B> struct WgmmaConsumer {
   using Shared = WgmmaShared<B>;
   using Scores = WgmmaAccumulator<B::block_n>;
   using Sums = WgmmaAccumulator<B::head_dim>;
-  static constexpr int ROWS = Sums::ROWS, STEPS = B::block_n / 16;
-  using Probabilities = uint32_t[STEPS][4];  // rounded, A operands of 16 keys each
+  static constexpr int ROWS = Sums::ROWS;
+  using Probabilities = WgmmaProbabilities<B>;
 
   Shared& s;
   const KernelArgs& a;
@@ -3484,6 +3921,11 @@ template <class B> struct WgmmaConsumer {
   int k0 = 0, last_k0 = 0;    // first keys of this tile and of the last one
   int q = 0;                  // the warpgroup's first query
   bool accumulates = false;   // an earlier tile of the item has begun O
+  float scale_log2;           // of the item
+  WgmmaQueries<B> queries;    // 8 bits
+  int tiles_in_O = 0;         // FP8_FLUSH: since O began anew
+  bool has_flushed = false;   // something is in shared memory...
+  float flushed_m[ROWS];      // ... relative to these maxima
   // USE_LAZY_MAX: tiles with k0 in [stale_from, stale_from + stale_keys) may take the maximum that is there.
   int stale_from = 0;
   uint32_t stale_keys = 0;
@@ -3495,9 +3937,10 @@ template <class B> struct WgmmaConsumer {
         warpgroup(uniform(thread / 128)),
         slice(warpgroup / Shared::ROW_GROUPS),
         row_group(warpgroup % Shared::ROW_GROUPS),
-        Q(wgmma_descriptor(uniform(shared_address(s.Q[0][row_group])), 16, 1024)),
-        K(wgmma_descriptor(uniform(shared_address(s.slice[slice].K[0])), 16, 1024)),
-        V(wgmma_descriptor(uniform(shared_address(s.slice[slice].V[0])), B::block_n * 128, 1024)) {}
+        Q(wgmma_descriptor(uniform(shared_address(s.Q[0][row_group])), 16, PANEL_ATOM<B>)),
+        K(wgmma_descriptor(uniform(shared_address(s.slice[slice].K[0])), 16, PANEL_ATOM<B>)),
+        V(wgmma_descriptor(uniform(shared_address(s.v_tiles(slice).V[0])), B::block_n * 128,
+                           B::is_e4m3 ? 8 * V_LINE<B> : 1024)) {}
 
   // ---- which tiles ----
 
@@ -3519,11 +3962,12 @@ template <class B> struct WgmmaConsumer {
   // Tiles that this warpgroup does not need. It may release no stage before it is full.
   __device__ __forceinline__ void let_pass(int tiles) {
     typename Shared::Tiles& t = s.slice[slice];
+    auto& v = s.v_tiles(slice);
     for (; tiles > 0; tiles--, ring.advance()) {
       mbarrier_wait(&t.k_full[ring.stage], ring.parity);
       release(&t.k_empty[ring.stage]);
-      mbarrier_wait(&t.v_full[ring.stage], ring.parity);
-      release(&t.v_empty[ring.stage]);
+      mbarrier_wait(&v.v_full[ring.stage], ring.parity);
+      release(&v.v_empty[ring.stage]);
     }
   }
   __device__ __forceinline__ void release(uint64_t* empty) {
@@ -3537,41 +3981,93 @@ template <class B> struct WgmmaConsumer {
   __device__ __forceinline__ void begin_qk(Scores& S, const StageRing<B::stages>& at,
                                            bool k_is_there) {
     if (!k_is_there) mbarrier_wait(&s.slice[slice].k_full[at.stage], at.parity);
-    wgmma_qk<B>(S, descriptor_at(Q, q_ring.stage * int(sizeof s.Q[0])),
-                descriptor_at(K, at.stage * int(sizeof s.slice[0].K[0])));
+    const uint64_t K_at = descriptor_at(K, at.stage * int(sizeof s.slice[0].K[0]));
+    if constexpr (Q_IN_REGISTERS<B>) {
+      wgmma_qk<B>(S, queries, K_at);
+    } else {
+      wgmma_qk<B>(S, descriptor_at(Q, q_ring.stage * int(sizeof s.Q[0])), K_at);
+    }
+  }
+  // Q of the item, whose buffer is free then.
+  __device__ __forceinline__ void load_queries() {
+    const uint32_t tid = thread_index_anew() % 128;
+    const SharedAddress Q_s = shared_address(s.Q[0][row_group]);
+#pragma unroll
+    for (int step = 0; step < ROW_BYTES<B> / STEP_BYTES; step++) {
+      const uint32_t row = tid / 32 * 16 + tid % 16, byte = step * STEP_BYTES + tid / 16 % 2 * 16;
+      ldmatrix_x4<false>(queries[step], Q_s + panel_byte<64, PANEL_BYTES<B>>(row, byte));
+    }
+    release(&s.q_empty[q_ring.stage]);
   }
   // O += P @ V, begun.   [64][D]
   __device__ __forceinline__ void begin_pv(const Probabilities& P, bool v_is_there) {
-    if (!v_is_there) mbarrier_wait(&s.slice[slice].v_full[ring.stage], ring.parity);
-    wgmma_pv<B>(O, P, descriptor_at(V, ring.stage * int(sizeof s.slice[0].V[0])), accumulates);
+    if (!v_is_there) mbarrier_wait(&s.v_tiles(slice).v_full[ring.stage], ring.parity);
+    wgmma_pv<B>(O, P, descriptor_at(V, ring.stage * int(sizeof s.v_tiles(0).V[0])), accumulates);
     accumulates = true;
   }
   // Of the tile whose V is in that stage.
   __device__ __forceinline__ void end_pv(int stage) {
     wgmma_wait_group<0>(), hold(O.x.d);
-    release(&s.slice[slice].v_empty[stage]);
+    release(&s.v_tiles(slice).v_empty[stage]);
   }
-  // S = Q @ K.T once more, of this warp alone, by mma.sync and with K from global memory: its tile may
-  // be overwritten by now. Rare, so short rather than fast.
+  // FP8_FLUSH: after so many tiles what O holds goes to shared memory, and O begins anew.
+  __device__ __forceinline__ void flush_when_due() {
+    if constexpr (FLUSHES<B>) {
+      if (++tiles_in_O < B::fp8_flush) return;
+      add_flushed([](float4& place, const float4& sum) { st_shared(&place, sum); });
+#pragma unroll
+      for (int i = 0; i < ROWS; i++) flushed_m[i] = m[i];
+      tiles_in_O = 0, has_flushed = true, accumulates = false;
+    }
+  }
+  // O += what was flushed, four elements at a time, each of which goes to put() with its place.
+  template <class Put> __device__ __forceinline__ void add_flushed(const Put& put) {
+    const uint32_t tid = thread_index_anew() % 128;
+    float factor[ROWS];
+#pragma unroll
+    for (int i = 0; i < ROWS; i++) {
+      factor[i] = softmax_exp2<B>((flushed_m[i] - finite_max(m[i])) * scale());
+    }
+#pragma unroll
+    for (int n = 0; n < B::head_dim / 8; n++) {
+      float4 x{}, &place = s.flushed[row_group][n][tid];
+      float* const d = O.x.d + 4 * n;
+      if (has_flushed) x = ld_shared<float4>(&place);
+      x = {fmaf(x.x, factor[0], d[0]), fmaf(x.y, factor[0], d[1]), fmaf(x.z, factor[1], d[2]),
+           fmaf(x.w, factor[1], d[3])};
+      put(place, x), memcpy(d, &x, sizeof x);
+    }
+  }
+  // S = Q @ K.T once more, of this warp alone, by mma.sync and from global memory: the tile may be overwritten by
+  // now. Rare, so short rather than fast.
   __device__ __forceinline__ void multiply_qk_again(Scores& S) const {
     const SdpaParams& p = a.p;
     const WgmmaItem& item = s.item[q_ring.stage];
     const uint32_t tid = thread_index_anew() % 128, lane = tid % 32;
-    const int row = tid / 32 * 16 + lane % 16;
-    const Input* const K_g =
-        p.K + item.b * p.k.batch + item.h_kv * p.k.head + (k0 + lane / 4) * p.k.row + lane % 4 * 2;
+    const Input* const Q_g = p.Q + item.b * p.q.batch + item.h * p.q.head;
+    const Input* const K_g = p.K + item.b * p.k.batch + item.h_kv * p.k.head;
+    const auto word = [&](const Input* tensor, int row, int64_t stride, int byte) {
+      return ld_global<uint32_t>(reinterpret_cast<const char*>(tensor + row * stride) + byte +
+                                 lane % 4 * 4);
+    };
+    const int row = q + tid / 32 * 16 + lane / 4, last_row = p.Sq - 1;
 #pragma unroll
     for (int n = 0; n < B::block_n / 8; n++) {
       float* const c = S.x.d + 4 * n;
       c[0] = c[1] = c[2] = c[3] = 0;
 #pragma unroll 1
-      for (int d = 0; d < B::head_dim; d += 16) {
-        uint32_t q[4];
-        ldmatrix_x4<false>(q, shared_address(s.Q[q_ring.stage][row_group] +
-                                             panel_offset<64>(row, d + lane / 16 * 8)));
-        const Input* const k = K_g + 8 * n * p.k.row + d;
-        mma_m16n8k16<Input>(c[0], c[1], c[2], c[3], q, ld_global<uint32_t>(k),
-                            ld_global<uint32_t>(k + 8));
+      for (int byte = 0; byte < ROW_BYTES<B>; byte += STEP_BYTES) {
+        uint32_t q[4], k[2];
+#pragma unroll
+        for (int i = 0; i < 4; i++) {
+          q[i] = word(Q_g, min(row + i % 2 * 8, last_row), p.q.row, byte + i / 2 * 16);
+        }
+        for (int i = 0; i < 2; i++) k[i] = word(K_g, k0 + lane / 4 + 8 * n, p.k.row, byte + i * 16);
+        if constexpr (B::is_e4m3) {
+          mma_m16n8k32_e4m3(c[0], c[1], c[2], c[3], q, k[0], k[1]);
+        } else {
+          mma_m16n8k16<Input>(c[0], c[1], c[2], c[3], q, k[0], k[1]);
+        }
       }
     }
   }
@@ -3582,8 +4078,8 @@ template <class B> struct WgmmaConsumer {
   __device__ __forceinline__ void take_some_score_as_max(const Scores& S) {
     if (!B::use_lazy_max || has_mask()) return;
     float alpha[ROWS];
-    softmax_max<B, Scores, 4>(S, a.scale_log2, m, alpha);
-    keep_max(fmaxf(fabsf(m[0]), fabsf(m[1])) * a.scale_log2 <= shift_limit);
+    softmax_max<B, Scores, B::is_e4m3 ? S.COLS : 4>(S, scale(), m, alpha);
+    keep_max(fmaxf(fabsf(m[0]), fabsf(m[1])) * scale() <= shift_limit);
   }
   __device__ __forceinline__ bool has_mask() const { return !a.tiles.cover(q, k0); }
   // From here on tiles without mask may take the m that is there, if that will do for all rows of the warp.
@@ -3603,17 +4099,21 @@ template <class B> struct WgmmaConsumer {
       S.first_row = tid / 32 * 16 + tid % 32 / 4, S.first_col = tid % 4 * 2;
       mask_scores<B>(S, a, q, k0);
     }
-    softmax_max<B>(S, a.scale_log2, m, alpha);
-    keep_max(softmax_sum<B>(S, a.scale_log2, m, alpha, l));
+    softmax_max<B>(S, scale(), m, alpha);
+    keep_max(softmax_sum<B>(S, scale(), m, alpha, l));
   }
   __device__ __forceinline__ void scale_output(const float (&alpha)[ROWS]) {
-    if (!__all_sync(0xffffffffu, alpha[0] == 1 && alpha[1] == 1)) scale_rows(O, alpha);
+    if (__all_sync(0xffffffffu, alpha[0] == 1 && alpha[1] == 1)) return;
+    scale_rows(O, alpha);
   }
+  __device__ __forceinline__ float scale() const { return B::is_e4m3 ? scale_log2 : a.scale_log2; }
   // P rounded. Held before the fence: else nvcc rounds some after it, ptxas splits P @ V into two groups
   // (C7519), and the wait for the next scores takes in the first of these too.
   static __device__ __forceinline__ void pack_all(Probabilities& out, const Scores& P) {
 #pragma unroll
-    for (int step = 0; step < STEPS; step++) pack_step<Input>(out[step], P, step), hold(out[step]);
+    for (int step = 0; step < B::block_n / STEP_KEYS<B>; step++) {
+      pack_step<Input>(out[step], P, step), hold(out[step]);
+    }
   }
 
   // P of the scores S, rounded, and O brought to its maximum, when the P @ V before has ended: end_last_pv()
@@ -3622,7 +4122,7 @@ template <class B> struct WgmmaConsumer {
   __device__ __forceinline__ void attend(Scores& S, Probabilities& P, const End& end_last_pv) {
     const bool stale = may_take_stale_max();
     bool done = false;
-    StaleSoftmax<B, ROWS> softmax(m, a.scale_log2);
+    StaleSoftmax<B, ROWS> softmax(m, scale());
     if (stale) softmax.exp(S, 0, FIRST);
     end_last_pv();
     if (stale) {
@@ -3636,21 +4136,44 @@ template <class B> struct WgmmaConsumer {
     if (!done) scale_output(alpha);
     if (!done) pack_all(P, S);
   }
+  // What a stale maximum was too small for, without its scores: m grows until no P is over 2^p_log2. alpha is a
+  // power of two. False if some P has overflowed, and nothing is done.
+  __device__ __forceinline__ bool raise_max(Scores& P, StaleSoftmax<B, ROWS>& softmax,
+                                            float (&alpha)[ROWS]) {
+    if (!__all_sync(0xffffffffu, softmax.sum[0] + softmax.sum[1] < INFINITY)) return false;
+#pragma unroll
+    for (int i = 0; i < ROWS; i++) {
+      float largest = 1;
+#pragma unroll
+      for (int j = 0; j < P.COLS; j++) largest = fmaxf(largest, P.x[i][j]);
+      largest = fmaxf(largest, __shfl_xor_sync(0xffffffffu, largest, 1));
+      largest = fmaxf(largest, __shfl_xor_sync(0xffffffffu, largest, 2));
+      const int log2_largest = int(bits_of(largest) >> 23) - 127 + 1;
+      const int step = max(log2_largest - int(p_log2<B>), 0);
+      alpha[i] = float_of(uint32_t(127 - step) << 23);
+      m[i] += float(step) / scale();
+      l[i] = (l[i] + softmax.sum[i]) * alpha[i];
+#pragma unroll
+      for (int j = 0; j < P.COLS; j++) P.x[i][j] *= alpha[i];
+    }
+    return true;
+  }
   // The same with the whole softmax beside the P @ V before.
   template <class End>
   __device__ __forceinline__ void attend_beside_pv(Scores& S, Probabilities& P,
                                                    const End& end_last_pv) {
-    bool done = false;
+    bool done = false, scales = true;
     float alpha[ROWS];
     if (may_take_stale_max()) {
-      StaleSoftmax<B, ROWS> softmax(m, a.scale_log2);
+      StaleSoftmax<B, ROWS> softmax(m, scale());
       softmax.exp(S, 0, S.COLS);
-      done = softmax.add_to(l);
+      done = softmax.add_to(l), scales = !done;
+      if (B::is_e4m3 && !done) done = raise_max(S, softmax, alpha);
       if (!done) multiply_qk_again(S);
     }
     if (!done) softmax_by_exact_max(S, alpha);
     end_last_pv();
-    if (!done) scale_output(alpha);
+    if (scales) scale_output(alpha);
     pack_all(P, S);
   }
 
@@ -3658,18 +4181,20 @@ template <class B> struct WgmmaConsumer {
 
   __device__ __forceinline__ void serial(const WgmmaTurns<B>& turns) {
     typename Shared::Tiles& t = s.slice[slice];
+    auto& v = s.v_tiles(slice);
     Scores S;
     Probabilities P;
-    for (;; k0 -= round_keys<B>) {
+    for (bool first = true;; first = false, k0 -= round_keys<B>) {
       begin_qk(S, ring, false), wgmma_wait_group<0>(), hold(S.x.d);
       release(&t.k_empty[ring.stage]);
-      const bool v_is_there = mbarrier_peek_parity(&t.v_full[ring.stage], ring.parity);
-      if (!accumulates) take_some_score_as_max(S);
+      const bool v_is_there = mbarrier_peek_parity(&v.v_full[ring.stage], ring.parity);
+      if (first) take_some_score_as_max(S);
       attend<S.COLS>(S, P, [] {});
       turns.begin();
       begin_pv(P, v_is_there);
       turns.end();
       end_pv(ring.stage);
+      flush_when_due();
       ring.advance();
       if (k0 == last_k0) break;
     }
@@ -3680,15 +4205,17 @@ template <class B> struct WgmmaConsumer {
   // stale exponentials (before the exact ones), and round P beside the other half, which pays at D=128 and
   // 256. More of them, or two that split the keys, do better with all exponentials in one piece.
   __device__ __forceinline__ void overlapped(const WgmmaTurns<B>& turns) {
-    constexpr bool pv_ends_halfway = B::use_lazy_max && B::warpgroups == 2 && B::split_kv == 1;
+    constexpr bool pv_ends_halfway =
+        B::use_lazy_max && B::warpgroups == 2 && B::split_kv == 1 && !B::is_e4m3;
     typename Shared::Tiles& t = s.slice[slice];
+    auto& v = s.v_tiles(slice);
     Scores S;
     Probabilities P;
     int last_stage = 0;  // V of the P @ V before
     const auto end_last_pv = [&] {
       wgmma_wait_group<0>(), hold(O.x.d), hold(S.x.d);  // of S nothing is rounded before
       __syncwarp();
-      if (lane == 0 && accumulates) mbarrier_arrive(&t.v_empty[last_stage]);
+      if (lane == 0 && accumulates) mbarrier_arrive(&v.v_empty[last_stage]);
     };
     begin_qk(S, ring, false), wgmma_wait_group<0>(), hold(S.x.d);
     take_some_score_as_max(S);
@@ -3698,12 +4225,13 @@ template <class B> struct WgmmaConsumer {
       next.advance();
       // The next K and this V have mostly landed; to ask takes time, which the softmax hides.
       const bool k_is_there = mbarrier_peek_parity(&t.k_full[next.stage], next.parity);
-      const bool v_is_there = mbarrier_peek_parity(&t.v_full[ring.stage], ring.parity);
+      const bool v_is_there = mbarrier_peek_parity(&v.v_full[ring.stage], ring.parity);
       if constexpr (pv_ends_halfway) {
         attend<S.COLS / 2>(S, P, end_last_pv);
       } else {
         attend_beside_pv(S, P, end_last_pv);
       }
+      if (accumulates) flush_when_due();
       turns.begin();
       if (k0 != last_k0) begin_qk(S, next, k_is_there);
       begin_pv(P, v_is_there);
@@ -3717,6 +4245,15 @@ template <class B> struct WgmmaConsumer {
 
   // ---- items ----
 
+  // 8 bits: O / l and LSE from registers, where a thread has four neighbouring columns.
+  __device__ __forceinline__ void store_columns() {
+    const uint32_t tid = thread_index_anew() % 128, lane = tid % 32;
+    WgmmaColumnsOfFour<B::head_dim> four;
+    four.first_row = q - s.item[q_ring.stage].q0 + tid / 32 * 16 + lane / 4;
+    four.first_col = lane % 4 * 4;
+    memcpy(four.x.d, O.x.d, sizeof O.x.d);
+    store_output<B>(four, m, l, a, s.item[q_ring.stage]);
+  }
   // O / l, rounded, in the place of Q, which nobody reads any more, and LSE.
   __device__ __forceinline__ void write_output() {
     const uint32_t tid = thread_index_anew() % 128, lane = tid % 32;
@@ -3738,7 +4275,7 @@ template <class B> struct WgmmaConsumer {
 #pragma unroll
     for (int i = 0; i < ROWS; i++) {
       const int row = q + first_row + int(lane) / 4 + 8 * i;
-      if (lane % 4 == 0 && row < a.p.Sq) store_lse(m[i], l[i], a, item, row);
+      if (lane % 4 == 0 && row < a.p.Sq) store_lse<B>(m[i], l[i], a, item, row);
     }
 #pragma unroll
     for (int n = 0; n < B::head_dim / 16; n++) {
@@ -3763,13 +4300,16 @@ template <class B> struct WgmmaConsumer {
       if (rounds == 0) break;
       q = uniform(item.q0 + row_group * 64);
       const Rounds own = own_rounds(item, rounds);
+      if constexpr (Q_IN_REGISTERS<B>) load_queries();
       let_pass(rounds - own.end);
       if (own.end > 0) {
         k0 = uniform(first_key_of<B>(item, own.end - 1, slice));
         last_k0 = uniform(first_key_of<B>(item, own.first, slice));
         accumulates = false, stale_keys = 0;
+        if constexpr (B::is_e4m3) scale_log2 = item_scale_log2<B>(a, item);
+        tiles_in_O = 0, has_flushed = false;
 #pragma unroll
-        for (int i = 0; i < ROWS; i++) m[i] = -INFINITY, l[i] = 0;
+        for (int i = 0; i < ROWS; i++) m[i] = flushed_m[i] = -INFINITY, l[i] = 0;
         if constexpr (B::overlap) {
           overlapped(turns);
         } else {
@@ -3777,14 +4317,22 @@ template <class B> struct WgmmaConsumer {
         }
 #pragma unroll
         for (int i = 0; i < ROWS; i++) l[i] = row_sum<Sums::LANES>(l[i]);
+        if constexpr (FLUSHES<B>) {
+          if (has_flushed) add_flushed([](float4&, const float4&) {});
+        }
         if constexpr (B::split_kv > 1) {
           merge_slices(*this);
+        } else if constexpr (B::is_e4m3) {
+          store_columns();
         } else {
           write_output();
         }
       }
       if (B::skip_masked) let_pass(own_rounds(item, rounds).first);
-      release(&s.o_done[q_ring.stage][row_group]);
+      // With Q in registers the next item but one waits for its successor's Q.
+      if (!Q_IN_REGISTERS<B>) {
+        release(B::is_e4m3 ? &s.q_empty[q_ring.stage] : &s.o_done[q_ring.stage][row_group]);
+      }
       q_ring.advance();
     } while (B::use_persistent_cta);
     turns.leave();
@@ -3907,7 +4455,7 @@ template <class B> __device__ __forceinline__ void merge_slices(WgmmaConsumer<B>
   const int q = item.q0 + c.row_group * 64;
   Output* const O_g = a.p.O + item.b * a.p.o.batch + item.h * a.p.o.head + slice / 2 * COLS;
   store_share<COLS>(share, partial.out[slice][warp], O_g, q + first_row, a.p, lane);
-  if (lane % 4 == 0 && slice < 2 && q + row < a.p.Sq) store_lse(m, l, a, item, q + row);
+  if (lane % 4 == 0 && slice < 2 && q + row < a.p.Sq) store_lse<B>(m, l, a, item, q + row);
 }
 
 // ---- 5e wgmma, transposed: few query rows, keys as the 64 rows (wgmma and SWAP_AB, USE_TUNED) ----
@@ -4531,12 +5079,13 @@ template <class B> struct KernelOf<B, Family::cublas> : OneLaunch<B> {
 SdpaStatus check_tensor(const char* name, const void* pointer, const Strides& s, int64_t B,
                         int64_t H, int64_t S, bool written) {
   constexpr int64_t vec = Build::vec_width;
+  const int alignment = min(int(vec) * int(written ? sizeof(Output) : sizeof(Input)), 16);
   if (!pointer) return failure(cudaErrorInvalidValue, "%s is a null pointer", name);
-  if (reinterpret_cast<uintptr_t>(pointer) % (vec * sizeof(Input))) {
+  if (reinterpret_cast<uintptr_t>(pointer) % alignment) {
     return failure(cudaErrorInvalidValue,
                    "%s is not aligned to %d bytes as VEC_WIDTH=%d needs; align it or build with a "
                    "smaller VEC_WIDTH",
-                   name, int(vec * sizeof(Input)), int(vec));
+                   name, alignment, int(vec));
   }
   const struct {
     const char* name;
@@ -4558,9 +5107,9 @@ SdpaStatus check_tensor(const char* name, const void* pointer, const Strides& s,
   return {};
 }
 
-float log2_scale(const SdpaParams& p) {  // scale * log2(e)
+float log2_scale(const SdpaParams& p) {  // scale * log2(e), of products of to_float()
   const double scale = p.scale == 0 ? 1 / std::sqrt(double(p.D)) : double(p.scale);
-  return float(scale * 1.4426950408889634);
+  return float(scale * 1.4426950408889634 * element_unit<Build> * element_unit<Build>);
 }
 
 // S and P of cuBLAS and partial results want more than a counter of a queue.
@@ -4620,6 +5169,21 @@ SdpaStatus check_params(const SdpaParams& p) {
   }
   if (reinterpret_cast<uintptr_t>(p.LSE) % sizeof(float)) {
     return failure(cudaErrorInvalidValue, "LSE is not aligned to %d bytes", int(sizeof(float)));
+  }
+  const struct {
+    const char* name;
+    const Descale& of;
+  } descales[] = {{"q", p.q_descale}, {"k", p.k_descale}, {"v", p.v_descale}};
+  for (const auto& d : descales) {
+    if (d.of.factor && !Build::is_8bit) {
+      return failure(cudaErrorInvalidValue,
+                     "%s_descale is given, but elements of 16 bits have no factor; set it to null",
+                     d.name);
+    }
+    if (reinterpret_cast<uintptr_t>(d.of.factor) % sizeof(float)) {
+      return failure(cudaErrorInvalidValue, "%s_descale is not aligned to %d bytes", d.name,
+                     int(sizeof(float)));
+    }
   }
   if (reinterpret_cast<uintptr_t>(p.workspace) % WORKSPACE_ALIGNMENT) {
     return failure(cudaErrorInvalidValue, "workspace is not aligned to %d bytes",

@@ -3,6 +3,7 @@
 #include "engine.h"
 
 #include "cuda.h"
+#include "cuda_fp8.h"
 
 #include <pthread.h>
 #include <sys/mman.h>
@@ -209,7 +210,7 @@ struct Transfer {  // a bulk load in flight
   Fiber* issuer;
   Site at;
   unsigned char* dst;
-  bool swizzled;
+  int swizzle;  // bytes, 0: none
   std::vector<std::pair<unsigned char*, int>> pieces;  // in global memory, null: zeros
   int bytes;
   uint64_t* barrier;

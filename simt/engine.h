@@ -110,9 +110,13 @@ void bulk_wait(int groups, bool read_only);
 void note_write(const void* dst, int bytes);
 void fence_proxy_async();
 
-struct Product {  // one wgmma of a thread: d (+)= A @ B, [64][16] @ [16][n]
+enum class Element { fp16, bf16, e4m3 };  // of matrices
+
+// One wgmma of a thread: d (+)= A @ B, [64][K] @ [K][n], where K elements have 32 bytes.
+struct Product {
   int n;
-  bool bf16, trans_a, trans_b, accumulate;
+  Element element;
+  bool trans_a, trans_b, accumulate;
   float* d;           // [n / 2]
   const uint32_t* a;  // [4], or null: descriptor a_s
   uint64_t a_s, b_s;

@@ -96,9 +96,9 @@ void check_marks(uint64_t offset, int bytes, Site at) {
 
 // ---- bulk copies ----
 
-unsigned char* swizzle(unsigned char* address) {
-  const uintptr_t bits = reinterpret_cast<uintptr_t>(address);
-  return reinterpret_cast<unsigned char*>(bits ^ (bits >> 7 & 7) << 4);
+// Lines of 128 bytes: bits 4-6 of an address are XORed with bits 7-9; of 64: bits 4-5 with bits 7-8.
+uint64_t swizzle(uint64_t address, int line_bytes) {
+  return address ^ (address >> 7 & (line_bytes / 16 - 1)) << 4;
 }
 
 using Pieces = std::vector<std::pair<unsigned char*, int>>;
@@ -109,8 +109,9 @@ Pieces pieces_of(const CUtensorMap_st& map, const int* c, Site at) {
   uint32_t i[5] = {};
   const auto add = [&](unsigned char* start, int elements) {
     if (elements <= 0) return;
-    if (start) check_global_range(start, 2 * elements, at);
-    pieces.push_back({start, 2 * elements});
+    const int bytes = elements * int(map.stride[0]);
+    if (start) check_global_range(start, bytes, at);
+    pieces.push_back({start, bytes});
   };
   for (;;) {
     bool inside = true;
@@ -127,7 +128,7 @@ Pieces pieces_of(const CUtensorMap_st& map, const int* c, Site at) {
     if (inside) {
       unsigned char* const start = const_cast<unsigned char*>(map.base) + offset;
       add(nullptr, int(before));
-      add(start + 2 * (c[0] + before), int(until - before));
+      add(start + (c[0] + before) * int64_t(map.stride[0]), int(until - before));
       add(nullptr, int(row - until));
     } else {
       add(nullptr, int(row));
@@ -139,13 +140,16 @@ Pieces pieces_of(const CUtensorMap_st& map, const int* c, Site at) {
 }
 
 // Calls f(address in shared memory, address in global memory or null, bytes) for each part of the
-// copy that is in one piece on both sides.
-template <class F> void for_parts(unsigned char* shared, bool swizzled, const Pieces& pieces, F f) {
+// copy that is in one piece on both sides. Lines in shared memory have line_bytes; 0: they are not swizzled.
+template <class F>
+void for_parts(unsigned char* shared, int line_bytes, const Pieces& pieces, F f) {
   for (const auto& piece : pieces) {
     for (int done = 0; done < piece.second;) {
       const int in_chunk = 16 - int(reinterpret_cast<uintptr_t>(shared) % 16);
-      const int bytes = swizzled ? std::min(piece.second - done, in_chunk) : piece.second;
-      f(swizzled ? swizzle(shared) : shared, piece.first ? piece.first + done : nullptr, bytes);
+      const int bytes = line_bytes ? std::min(piece.second - done, in_chunk) : piece.second;
+      const uint64_t place = swizzle(reinterpret_cast<uintptr_t>(shared), line_bytes);
+      f(line_bytes ? reinterpret_cast<unsigned char*>(place) : shared,
+        piece.first ? piece.first + done : nullptr, bytes);
       shared += bytes, done += bytes;
     }
   }
@@ -163,15 +167,18 @@ void check_map(const CUtensorMap_st* map, int rank, const int* coordinates, cons
   if (map->rank != rank) {
     fail(at, "a tensor map of %d dimensions is used with %d coordinates", map->rank, rank);
   }
-  if (map->box[0] != 64) {  // how narrower rows lie under the swizzle is not modelled
-    fail(at, "the rows of this box have %u bytes; the CPU backend has rows of 128 bytes only",
-         2 * map->box[0]);
+  const uint32_t element_bytes = uint32_t(map->stride[0]), line_bytes = map->swizzle_bytes;
+  if (map->box[0] * element_bytes != line_bytes) {  // how narrower rows lie is not modelled
+    fail(at, "the rows of this box have %u bytes; the CPU backend has rows of %u bytes only",
+         map->box[0] * element_bytes, line_bytes);
   }
-  if (coordinates[0] % 8) {  // an H200 stops the kernel with "illegal instruction"
+  if (coordinates[0] * int(element_bytes) % 16) {  // an H200 stops with "illegal instruction"
     fail(at, "the innermost coordinate is %d elements, which is no multiple of 16 bytes",
          coordinates[0]);
   }
-  check_shared_range(shared, map->box_bytes(), 1024, "TMA with the 128-byte swizzle", at);
+  check_shared_range(
+      shared, map->box_bytes(), 8 * line_bytes,
+      line_bytes == 64 ? "TMA with the 64-byte swizzle" : "TMA with the 128-byte swizzle", at);
 }
 
 void start_load(Transfer t) {
@@ -187,7 +194,7 @@ void start_load(Transfer t) {
       if (piece.first) b.counters.global_bytes += piece.second;
     }
   }
-  for_parts(t.dst, t.swizzled, t.pieces, [&](unsigned char* s, unsigned char*, int bytes) {
+  for_parts(t.dst, t.swizzle, t.pieces, [&](unsigned char* s, unsigned char*, int bytes) {
     memset(s, 0xff, bytes);
     const size_t offset = s - b.shared;
     std::fill(b.marks.begin() + offset / 4, b.marks.begin() + (offset + bytes + 3) / 4, Mark{});
@@ -204,7 +211,7 @@ void land_one(Runner& c) {
   if (c.order == Order::random) i = c.draw() % c.in_flight.size();
   const Transfer t = std::move(c.in_flight[i]);
   c.in_flight.erase(c.in_flight.begin() + i);
-  for_parts(t.dst, t.swizzled, t.pieces, [](unsigned char* s, unsigned char* g, int bytes) {
+  for_parts(t.dst, t.swizzle, t.pieces, [](unsigned char* s, unsigned char* g, int bytes) {
     if (g) {
       memcpy(s, g, bytes);
     } else {
@@ -227,6 +234,8 @@ void land_one(Runner& c) {
   m.store(t.barrier, c);
 }
 
+int swizzle_of(const BulkStore& store) { return store.map ? store.map->swizzle_bytes : 0; }
+
 void start_store(BulkStore store) {
   if (self->stores.empty()) self->stores.emplace_back();
   self->stores.back().push_back(std::move(store));
@@ -240,7 +249,7 @@ void read_shared(BulkStore& store) {
   for (const auto& piece : store.pieces) bytes += piece.second;
   store.data.resize(bytes);
   unsigned char* to = store.data.data();
-  for_parts(const_cast<unsigned char*>(store.src), store.map != nullptr, store.pieces,
+  for_parts(const_cast<unsigned char*>(store.src), swizzle_of(store), store.pieces,
             [&](unsigned char* s, unsigned char*, int n) {
               memcpy(to, s, n);
               to += n;
@@ -325,16 +334,18 @@ void remember(std::vector<Known>& known, const void* registers, int words) {
 int row_of(int t, int i) { return t / 32 * 16 + t % 32 / 4 + i / 2 % 2 * 8; }
 int column_of(int t, int i) { return i / 4 * 8 + t % 4 * 2 + i % 2; }
 
-// A 16-bit matrix in shared memory behind a descriptor. A line is 128 swizzled bytes: 64 k of a row,
-// or (MN-major) 64 rows or columns of a k.
+// A matrix in shared memory behind a descriptor. A line is 128 swizzled bytes (or 64): those of a row, or
+// (MN-major) 64 rows or columns of a k. k counts 16-bit words, of which a product takes 16.
 struct Operand {
+  int line_bytes;
   uint64_t start;  // of the atom that the matrix begins in, as an offset
   int in_line;     // bytes
   uint64_t leading, stride;
 
   explicit Operand(uint64_t descriptor)
-      : start((descriptor & 0x3fff) << 4 & ~uint64_t(127)),
-        in_line(int(descriptor << 4 & 127)),
+      : line_bytes(descriptor >> 62 == 2 ? 64 : 128),
+        start((descriptor & 0x3fff) << 4 & ~uint64_t(line_bytes - 1)),
+        in_line(int(descriptor << 4 & uint64_t(line_bytes - 1))),
         leading((descriptor >> 16 & 0x3fff) << 4),
         stride((descriptor >> 32 & 0x3fff) << 4) {}
 
@@ -342,34 +353,40 @@ struct Operand {
   uint64_t offset_of(int r, int k, bool mn_major) const {
     const int line = mn_major ? k : r, along = mn_major ? r % 64 : k;
     const uint64_t panel = mn_major ? r / 64 * leading : 0;
-    const int chunk = (in_line + 2 * along) / 16;
-    return start + panel + line / 8 * stride + line % 8 * 128 + ((chunk ^ line % 8) << 4);
+    const int in_chunks = (in_line + 2 * along) / 16 * 16;
+    return swizzle(start + panel + line / 8 * stride + line % 8 * line_bytes + in_chunks,
+                   line_bytes);
   }
 };
 
 void check_descriptor(const char* name, uint64_t descriptor, int rows, bool mn_major, Site at) {
   const Operand o(descriptor);
   const int mode = int(descriptor >> 62), in_line_bytes = 2 * (mn_major ? std::min(rows, 64) : 16);
-  if (mode != 1) fail(at, "descriptor %s: swizzle mode %d, want 1 (128 bytes)", name, mode);
+  if (mode != 1 && (mode != 2 || mn_major)) {
+    fail(at, "descriptor %s: swizzle mode %d, want 1 (128 bytes), or K-major 2 (64 bytes)", name,
+         mode);
+  }
   if (descriptor & 0x3fffc000c000c000) {
     fail(at, "descriptor %s: %016llx has bits that are none of start, leading, stride, swizzle",
          name, (unsigned long long)descriptor);
   }
-  if (o.start % 1024) {
+  const uint64_t atom_bytes = 8 * uint64_t(o.line_bytes);
+  if (o.start % atom_bytes) {
     fail(at, "descriptor %s: the start %llu is in line %d of an atom of 8 lines, want line 0", name,
-         (unsigned long long)o.start, int(o.start / 128 % 8));
+         (unsigned long long)o.start, int(o.start % atom_bytes) / o.line_bytes);
   }
-  if (o.stride % 1024 || (mn_major && rows > 64 && o.leading % 1024)) {
-    fail(at, "descriptor %s: stride %llu and leading %llu bytes are not both multiples of 1024",
-         name, (unsigned long long)o.stride, (unsigned long long)o.leading);
+  if (o.stride % atom_bytes || (mn_major && rows > 64 && o.leading % 1024)) {
+    fail(at, "descriptor %s: stride %llu and leading %llu bytes are not both multiples of %llu",
+         name, (unsigned long long)o.stride, (unsigned long long)o.leading,
+         (unsigned long long)atom_bytes);
   }
-  if (o.in_line + in_line_bytes > 128) {
-    fail(at, "descriptor %s: %d bytes from byte %d of a line of 128", name, in_line_bytes,
-         o.in_line);
+  if (o.in_line + in_line_bytes > o.line_bytes) {
+    fail(at, "descriptor %s: %d bytes from byte %d of a line of %d", name, in_line_bytes, o.in_line,
+         o.line_bytes);
   }
   const int lines = mn_major ? 16 : rows;
   const uint64_t panels = mn_major ? (rows + 63) / 64 : 1;
-  const uint64_t end = o.start + (panels - 1) * o.leading + (lines / 8 - 1) * o.stride + 1024;
+  const uint64_t end = o.start + (panels - 1) * o.leading + (lines / 8 - 1) * o.stride + atom_bytes;
   if (end > self->shared_bytes) {
     fail(at, "descriptor %s: the matrix ends at offset %llu of shared memory, which has %zu", name,
          (unsigned long long)end, self->shared_bytes);
@@ -407,6 +424,57 @@ void to_floats(const uint16_t* from, float* to, int count, bool bf16) {
   }
 }
 
+// Of e4m3: the bytes of words [rows][columns] as [2 * rows][columns], or as [rows][2 * columns].
+void to_floats_e4m3(const uint16_t* from, float* to, int rows, int columns, bool by_rows) {
+  static const std::vector<float> values = [] {
+    std::vector<float> v(256);
+    for (int i = 0; i < 256; i++) v[i] = e4m3_to_float(uint8_t(i));
+    return v;
+  }();
+  for (int r = 0; r < rows; r++) {
+    for (int c = 0; c < columns; c++) {
+      const uint16_t word = from[r * columns + c];
+      float* const low = to + 2 * r * columns + (by_rows ? c : 2 * c);
+      low[0] = values[word & 0xff], low[by_rows ? columns : 1] = values[word >> 8];
+    }
+  }
+}
+
+// sum [64][n] (+)= A [64][32] @ B [32][n], as Hopper adds products of e4m3: all 32 and the sum so far are
+// truncated to 14 bits, counted from the highest bit of the largest of them, and added exactly; the result is
+// truncated to 14 bits of its own. So 2^p + 1 is 2^p from p = 14 on.
+void multiply_add_e4m3(float* sum, const float* A, const float* B, int n, bool accumulate) {
+  constexpr int LANES = 8;
+  using Row = float __attribute__((vector_size(4 * LANES), aligned(4)));
+  using Bits = int32_t __attribute__((vector_size(4 * LANES), aligned(4)));
+  constexpr int exponent_bits = 0x7f800000, smallest = 64 << 23, thirteen = 13 << 23;
+  for (int i = 0; i < 64; i++) {
+    for (int j = 0; j < n; j += LANES) {
+      Row d = {}, terms[33];
+      if (accumulate) memcpy(&d, sum + i * n + j, sizeof d);
+      terms[32] = d;
+      Bits largest = Bits{} + smallest;
+      for (int k = 0; k < 33; k++) {
+        if (k < 32) {
+          memcpy(&terms[k], B + k * n + j, sizeof d);
+          terms[k] *= A[i * 32 + k];
+        }
+        const Bits exponent = (Bits)terms[k] & exponent_bits;
+        largest = exponent > largest ? exponent : largest;
+      }
+      const Row unit = (Row)(largest - thirteen), inverse = (Row)((254 << 23) - largest + thirteen);
+      Row plain = {};  // for NaN and infinity
+      Bits total = {};
+      for (const Row& term : terms) {
+        plain += term, total += __builtin_convertvector(term * inverse, Bits);
+      }
+      const Row result = __builtin_convertvector(total, Row) * unit;
+      d = largest == exponent_bits ? plain : (Row)((Bits)result & ~0x3ff);
+      memcpy(sum + i * n + j, &d, sizeof d);
+    }
+  }
+}
+
 // sum [64][n] (+)= A [64][16] @ B [16][n]: fp32, each element adds its products in the order of k.
 void multiply_add(float* sum, const float* A, const float* B, int n, bool accumulate) {
   using Row = float __attribute__((vector_size(32), aligned(4)));
@@ -437,7 +505,7 @@ void compute(Block& b, Warpgroup& w, Step& step) {
     observe_operand(b, p.b_s, p.n, p.trans_b);
   });
   static thread_local uint16_t a16[64 * 16], b16[16 * 256];
-  static thread_local float a32[64 * 16], b32[16 * 256];
+  static thread_local float a32[64 * 32], b32[32 * 256];
   if (p.a) {
     for (int t = 0; t < 128; t++) {
       const Step::RegistersOfA& a = step.a[t];
@@ -477,9 +545,15 @@ void compute(Block& b, Warpgroup& w, Step& step) {
       for (int k = 0; k < 16; k++) b16[k * p.n + j] = row[k];
     }
   }
-  to_floats(a16, a32, 64 * 16, p.bf16);
-  to_floats(b16, b32, 16 * p.n, p.bf16);
-  multiply_add(step.chain->sum.data(), a32, b32, p.n, p.accumulate);
+  float* const sum = step.chain->sum.data();
+  if (p.element == Element::e4m3) {
+    to_floats_e4m3(a16, a32, 64, 16, false);
+    to_floats_e4m3(b16, b32, 16, p.n, true);
+    return multiply_add_e4m3(sum, a32, b32, p.n, p.accumulate);
+  }
+  to_floats(a16, a32, 64 * 16, p.element == Element::bf16);
+  to_floats(b16, b32, 16 * p.n, p.element == Element::bf16);
+  multiply_add(sum, a32, b32, p.n, p.accumulate);
 }
 
 // The results of a chain appear.
@@ -602,8 +676,13 @@ void bulk_load(void* dst, const void* src, uint32_t bytes, uint64_t* barrier, Si
   check_global_range(src, bytes, at);
   check_shared(barrier, 8, at);
   unsigned char* const from = static_cast<unsigned char*>(const_cast<void*>(src));
-  start_load({&fiber_of(self), at, static_cast<unsigned char*>(dst), false, {{from, int(bytes)}},
-              int(bytes), barrier});
+  start_load({&fiber_of(self),
+              at,
+              static_cast<unsigned char*>(dst),
+              0,
+              {{from, int(bytes)}},
+              int(bytes),
+              barrier});
 }
 
 void prefetch_tensormap(const CUtensorMap_st* map, Site at) {
@@ -623,8 +702,8 @@ void tensor_load(void* dst, const CUtensorMap_st* map, const int* c, int rank, u
   const int bytes = int(map->box_bytes());
   observe_write(dst, bytes);
   const Unobserved unobserved;
-  start_load({&fiber_of(self), at, static_cast<unsigned char*>(dst), true, std::move(pieces), bytes,
-              barrier});
+  start_load({&fiber_of(self), at, static_cast<unsigned char*>(dst), map->swizzle_bytes,
+              std::move(pieces), bytes, barrier});
 }
 
 void bulk_store(void* dst, const void* src, uint32_t bytes, Site at) {
@@ -671,7 +750,7 @@ void bulk_wait(int groups, bool read_only) {
       if (!store.has_read) {
         void*& proxy = self->block->proxies.back();
         observe_as(proxy, &store, [&] {
-          for_parts(const_cast<unsigned char*>(store.src), store.map != nullptr, store.pieces,
+          for_parts(const_cast<unsigned char*>(store.src), swizzle_of(store), store.pieces,
                     [](unsigned char* s, unsigned char*, int bytes) { observe_read(s, bytes); });
         });
         acquire(&proxy);
@@ -724,7 +803,7 @@ void wgmma(const Product& p, Site at) {
     step.chain->left++;
   }
   const Product& other = step.product;
-  if (other.bf16 != p.bf16 || other.trans_a != p.trans_a || other.trans_b != p.trans_b ||
+  if (other.element != p.element || other.trans_a != p.trans_a || other.trans_b != p.trans_b ||
       !other.a != !p.a || other.accumulate != p.accumulate || (!p.a && other.a_s != p.a_s) ||
       other.b_s != p.b_s) {
     fail(at, "divergent warpgroup: other threads gave other descriptors or another scale-d");

@@ -51,22 +51,27 @@ template <int N> inline void forget(float (&d)[N]) {
 inline uint64_t wgmma_descriptor(SharedAddress start, int leading_bytes, int stride_bytes) {
   const uint64_t offset = start - shared_address(simt::self->shared);
   return (offset & 0x3ffff) >> 4 | uint64_t(leading_bytes >> 4) << 16 |
-         uint64_t(stride_bytes >> 4) << 32 | uint64_t(1) << 62;
+         uint64_t(stride_bytes >> 4) << 32 | uint64_t(stride_bytes == 512 ? 2 : 1) << 62;
 }
+
+template <class E>
+constexpr simt::Element element_of = std::is_same<E, __nv_fp8_e4m3>::value   ? simt::Element::e4m3
+                                     : std::is_same<E, __nv_bfloat16>::value ? simt::Element::bf16
+                                                                             : simt::Element::fp16;
 
 // Keep d, and a of wgmma_rs, in place until the wait: the results go there, and a is read there.
 template <class E, int N, int TRANS_B, int TRANS_A = 0>
 inline void wgmma_ss(float (&d)[N / 2], uint64_t a, uint64_t b, bool accumulate, SIMT_CALLER) {
   static_assert(N >= 16 && N <= 256 && N % 16 == 0, "wgmma: N is a multiple of 16 up to 256");
-  constexpr bool bf16 = std::is_same<E, __nv_bfloat16>::value;
-  simt::wgmma({N, bf16, TRANS_A != 0, TRANS_B != 0, accumulate, d, nullptr, a, b}, at);
+  static_assert(sizeof(E) == 2 || !(TRANS_A || TRANS_B), "wgmma transposes 16-bit elements only");
+  simt::wgmma({N, element_of<E>, TRANS_A != 0, TRANS_B != 0, accumulate, d, nullptr, a, b}, at);
 }
 template <class E, int N, int TRANS_B>
 inline void wgmma_rs(float (&d)[N / 2], const uint32_t (&a)[4], uint64_t b, bool accumulate,
                      SIMT_CALLER) {
   static_assert(N >= 16 && N <= 256 && N % 16 == 0, "wgmma: N is a multiple of 16 up to 256");
-  constexpr bool bf16 = std::is_same<E, __nv_bfloat16>::value;
-  simt::wgmma({N, bf16, false, TRANS_B != 0, accumulate, d, a, 0, b}, at);
+  static_assert(sizeof(E) == 2 || !TRANS_B, "wgmma transposes 16-bit elements only");
+  simt::wgmma({N, element_of<E>, false, TRANS_B != 0, accumulate, d, a, 0, b}, at);
 }
 
 template <int N> inline void setmaxnreg_dec(SIMT_CALLER) { simt::setmaxnreg(N, false, at); }

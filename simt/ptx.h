@@ -223,13 +223,7 @@ template <class E> struct ElementOfWord {
 };
 
 struct E4m3OfWord {
-  float operator()(uint32_t word, int e) const {
-    const int byte = word >> 8 * e & 0xff, exponent = byte >> 3 & 15, mantissa = byte & 7;
-    if ((byte & 0x7f) == 0x7f) return canonical_nan();
-    const float value = exponent ? std::ldexp(float(8 + mantissa), exponent - 10)
-                                 : std::ldexp(float(mantissa), -9);
-    return byte & 0x80 ? -value : value;
-  }
+  float operator()(uint32_t word, int e) const { return simt::e4m3_to_float(word >> 8 * e & 0xff); }
 };
 
 // D += A @ B, [16][16] @ [16][8], E __half or __nv_bfloat16.
@@ -246,12 +240,41 @@ inline void mma_m16n8k16(float& d0, float& d1, float& d2, float& d3, const uint3
 }
 
 // D += A @ B, [16][32] @ [32][8], e4m3.
-inline void mma_m16n8k32_e4m3(float (&d)[4], const uint32_t (&a)[4], const uint32_t (&b)[2],
-                              SIMT_CALLER) {
+inline void mma_m16n8k32_e4m3(float& d0, float& d1, float& d2, float& d3, const uint32_t (&a)[4],
+                              uint32_t b0, uint32_t b1, SIMT_CALLER) {
+  float d[4] = {d0, d1, d2, d3};
+  const uint32_t b[2] = {b0, b1};
   MmaArgs mine{d, a, b};
   simt::warp_collective(~0u, &mine, [](void* const args[32], unsigned) {
     multiply_matrices<32, 4>(args, E4m3OfWord());
   }, at);
+  d0 = d[0], d1 = d[1], d2 = d[2], d3 = d[3];
+}
+
+inline uint32_t cvt_rn_satfinite_e4m3x4(float a, float b, float c, float d) {
+  return simt::float_to_e4m3(a) | simt::float_to_e4m3(b) << 8 | simt::float_to_e4m3(c) << 16 |
+         uint32_t(simt::float_to_e4m3(d)) << 24;
+}
+
+// Bytes of the eight of b, a (a the low ones), by the four digits of the selector: 8 of a digit repeats the
+// byte's sign instead.
+inline uint32_t prmt(uint32_t a, uint32_t b, uint32_t selector) {
+  const uint64_t bytes = uint64_t(b) << 32 | a;
+  uint32_t out = 0;
+  for (int i = 0; i < 4; i++) {
+    const uint32_t digit = selector >> 4 * i & 15, byte = uint32_t(bytes >> digit % 8 * 8) & 0xff;
+    out |= (digit < 8 ? byte : byte & 0x80 ? 0xff : 0) << 8 * i;
+  }
+  return out;
+}
+
+inline uint32_t sub_f16x2(uint32_t a, uint32_t b) {
+  uint32_t out = 0;
+  for (int shift : {0, 16}) {
+    const float x = simt::half_to_float(uint16_t(a >> shift)), y = simt::half_to_float(uint16_t(b >> shift));
+    out |= uint32_t(simt::float_to_half(x - y)) << shift;
+  }
+  return out;
 }
 
 inline uint32_t thread_index_anew() { return threadIdx.x; }

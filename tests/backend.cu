@@ -683,13 +683,6 @@ template <int N, int TRANS_B> static uint64_t descriptor_b(HopperScratch& s, int
 static int row_of(int tid, int i) { return tid / 32 * 16 + tid % 32 / 4 + i / 2 % 2 * 8; }
 static int column_of(int tid, int i) { return i / 4 * 8 + tid % 4 * 2 + i % 2; }
 
-template <class E> static uint32_t pack(float x, float y) {
-  const E e[2] = {E(x), E(y)};
-  uint32_t word;
-  memcpy(&word, e, sizeof word);
-  return word;
-}
-
 template <class E, int N, int TRANS_B, bool RS, int TRANS_A>
 static void multiply(const HopperArgs a) {
   HopperScratch& s = dynamic_shared<HopperScratch>();

@@ -59,14 +59,6 @@ template <int N, bool TRANS> __device__ void stmatrix(void* row_s, const uint32_
   }
 }
 
-__device__ void mma_m16n8k32_e4m3(float (&d)[4], const uint32_t (&a)[4], const uint32_t (&b)[2]) {
-  asm volatile(
-      "mma.sync.aligned.m16n8k32.row.col.f32.e4m3.e4m3.f32 {%0,%1,%2,%3}, {%4,%5,%6,%7}, "
-      "{%8,%9}, {%0,%1,%2,%3};"
-      : "+f"(d[0]), "+f"(d[1]), "+f"(d[2]), "+f"(d[3])
-      : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b[0]), "r"(b[1]));
-}
-
 // sdpa.cu has those of rank 5.
 template <int RANK>
 __device__ void cp_async_bulk_tensor_load(void* dst_s, const CUtensorMap* map, const int (&c)[RANK],
@@ -135,6 +127,7 @@ struct Args {
   uint32_t* counter;
   uint16_t* tensor;                    // [HEADS][ROWS][ROW_STRIDE], words 0, 1, ...
   CUtensorMap map_3d, map_4d, map_5d;  // of its first 64 columns
+  CUtensorMap map_bytes;               // of their first 64 bytes
 };
 constexpr int HEADS = 3, ROWS = 40, ROW_STRIDE = 80;
 
@@ -211,7 +204,7 @@ __global__ void test_mma_e4m3(const Args a) {
   for (int i = 0; i < 4; i++) x[i] = packed_e4m3(threadIdx.x * 4 + i);
   for (int i = 0; i < 2; i++) y[i] = packed_e4m3(threadIdx.x * 9 + i + 500);
   for (int i = 0; i < 4; i++) d[i] = float(small(threadIdx.x + i * 3));
-  mma_m16n8k32_e4m3(d, x, y);
+  mma_m16n8k32_e4m3(d[0], d[1], d[2], d[3], x, y[0], y[1]);
   for (int i = 0; i < 4; i++) a.out[threadIdx.x * WORDS + i] = bits_of(d[i]);
 }
 
@@ -540,6 +533,91 @@ __global__ void test_wgmma(const __grid_constant__ Args a) {
   a.out[tid * 2 + 1] = bits_of(d[N / 2 - 1] + 0.0f);
 }
 
+// The same of e4m3, 32 k a step, in lines of LINE bytes. Before the last round the sum is 2^14, so that it shows how
+// many bits a sum has.
+template <int N, int LINE, bool RS> __global__ void test_wgmma_e4m3(const __grid_constant__ Args a) {
+  HopperScratch& s = hopper_scratch();
+  const int tid = threadIdx.x, lane = tid % 32;
+  const auto byte = [](uint8_t* panel, int r, int k) {  // of line r
+    return panel + r * LINE + (k / 16 ^ r * LINE / 128 % (LINE / 16)) * 16 + k % 16;
+  };
+  const auto value_a = [](int r, int k) { return uint8_t(e4m3(small((r * 64 + k) * 3 + 1))); };
+  for (int i = tid; i < 64 * 64; i += 128) st_shared(byte(s.a, i / 64, i % 64), value_a(i / 64, i % 64));
+  for (int i = tid; i < 64 * N; i += 128) {
+    st_shared(byte(s.b, i / 64, i % 64), uint8_t(e4m3(small(i * 5 + 2))));
+  }
+  fence_proxy_async();
+  __syncthreads();
+  float d[N / 2];
+  uint32_t x[2][4];
+  for (int step = 0; step < 2; step++) {
+    for (int i = 0; i < 4; i++) {
+      const int row = tid / 32 * 16 + lane / 4 + i % 2 * 8;
+      const int k = step * 32 + lane % 4 * 4 + i / 2 * 16;
+      x[step][i] = 0;
+      for (int n = 0; n < 4; n++) x[step][i] |= uint32_t(value_a(row, k + n)) << 8 * n;
+    }
+  }
+#pragma unroll
+  for (int i = 0; i < N / 2; i++) d[i] = float(small(tid * 11 + i));
+  const uint64_t da = wgmma_descriptor(shared_address(s.a), 16, 8 * LINE);
+  const uint64_t db = wgmma_descriptor(shared_address(s.b), 16, 8 * LINE);
+  uint32_t hash = 2166136261u;
+#pragma unroll
+  for (int round = 0; round < 3; round++) {
+    if (round == 2) {
+#pragma unroll
+      for (int i = 0; i < N / 2; i++) d[i] = 16384;
+    }
+    hold(d);
+    wgmma_fence();
+#pragma unroll
+    for (int step = 0; step < 2; step++) {
+      const bool accumulate = round != 1 || step > 0;
+      if constexpr (RS) {
+        wgmma_rs<__nv_fp8_e4m3, N, 0>(d, x[step], db + 2 * step, accumulate);
+      } else {
+        wgmma_ss<__nv_fp8_e4m3, N, 0>(d, da + 2 * step, db + 2 * step, accumulate);
+      }
+    }
+    wgmma_commit_group();
+    wgmma_wait_group<0>();
+    hold(d);
+#pragma unroll
+    for (int i = 0; i < N / 2; i++) hash = (hash ^ bits_of(d[i] + 0.0f)) * 16777619u;
+  }
+  a.out[tid * 2] = hash;
+  a.out[tid * 2 + 1] = bits_of(d[N / 2 - 1] + 0.0f);
+}
+
+// Conversions and bytes in registers.
+__global__ void test_bytes(const __grid_constant__ Args a) {
+  const uint32_t tid = threadIdx.x;
+  for (uint32_t i = 0; i < 16; i++) {
+    const uint32_t n = tid * 16 + i;
+    const float x = float_of((n << 20) ^ (n * 0x9e3779b9u >> 12)), y = float(small(n)) * 0.0009765625f;
+    a.out[tid * WORDS + i] = cvt_rn_satfinite_e4m3x4(x, y, -x, float(small(n)) * 64.5f);
+    a.out[tid * WORDS + 16 + i] = prmt(n * 0x01234567u, n * 0x89abcdefu, n * 0x1357u & 0x7777);
+    const uint32_t u = prmt(n * 0x01234567u, 0x64646464, i % 2 ? 0x4342 : 0x4140);
+    a.out[tid * WORDS + 32 + i] = sub_f16x2(u, 0x64806480);
+  }
+}
+
+// A box of bytes in lines of 64.
+__global__ void test_tma_load_bytes(const __grid_constant__ Args a) {
+  HopperScratch& s = hopper_scratch();
+  if (threadIdx.x == 0) {
+    mbarrier_arrive_expect_tx(&s.barriers[0], 2 * 1024);
+    cp_async_bulk_tensor_load<3>(s.a, &a.map_bytes, {-16, 30, 1}, &s.barriers[0], 0x12f0000000000000);
+    cp_async_bulk_tensor_load<3>(s.a + 1024, &a.map_bytes, {16, 7, 0}, &s.barriers[0],
+                                 0x12f0000000000000);
+  }
+  wait_for(&s.barriers[0], 0);
+  for (int i = 0; i < 4; i++) {
+    a.out[threadIdx.x * 4 + i] = ld_shared<uint32_t>(s.a + 4 * (threadIdx.x * 4 + i));
+  }
+}
+
 template <bool TRANS> __global__ void test_stmatrix_x4(const __grid_constant__ Args a) {
   HopperScratch& s = hopper_scratch();
   uint32_t r[4];
@@ -577,7 +655,10 @@ static void encode_maps(Args& a) {
   const uint64_t sizes_5d[5] = {64, ROWS / 4, 2, 2, HEADS};
   const uint64_t strides_5d[4] = {row, head / 2, head / 4, head};
   const uint32_t box_5d[5] = {64, 4, 2, 2, 1};
-  if (encode_tensor_map(a.map_3d, 3, a.tensor, sizes_3d, strides_3d, box_3d) !=
+  const uint64_t sizes_bytes[3] = {64, ROWS, HEADS};
+  if (encode_tensor_map(a.map_bytes, 3, a.tensor, sizes_bytes, strides_3d, box_3d, 1) !=
+          cudaSuccess ||
+      encode_tensor_map(a.map_3d, 3, a.tensor, sizes_3d, strides_3d, box_3d) !=
           cudaSuccess ||
       encode_tensor_map(a.map_4d, 4, a.tensor, sizes_4d, strides_4d, box_4d) != cudaSuccess ||
       encode_tensor_map(a.map_5d, 5, a.tensor, sizes_5d, strides_5d, box_5d) !=
@@ -642,6 +723,10 @@ template <int N> static void run_wgmma(const char* name) {
   run_one("_rs_fp16_mn", test_wgmma<__half, N, 1, true>);
   run_one("_rs_bf16_k", test_wgmma<__nv_bfloat16, N, 0, true>);
   run_one("_rs_bf16_mn", test_wgmma<__nv_bfloat16, N, 1, true>);
+  run_one("_ss_e4m3_128", test_wgmma_e4m3<N, 128, false>);
+  run_one("_ss_e4m3_64", test_wgmma_e4m3<N, 64, false>);
+  run_one("_rs_e4m3_128", test_wgmma_e4m3<N, 128, true>);
+  run_one("_rs_e4m3_64", test_wgmma_e4m3<N, 64, true>);
 }
 
 int main(int argc, char** argv) {
@@ -678,6 +763,8 @@ int main(int argc, char** argv) {
   run("conversions_fp16", test_conversions<__half>);
   run("conversions_bf16", test_conversions<__nv_bfloat16>);
   run("arithmetic", test_arithmetic);
+  run("bytes", test_bytes);
+  run("tma_load_bytes", test_tma_load_bytes, 128, 512);
   run("tma_load_3d", test_tma_load<3>, 128, 2048);
   run("tma_load_4d", test_tma_load<4>, 128, 2048);
   run("tma_load_5d", test_tma_load<5>, 128, 2048);

@@ -73,7 +73,7 @@ Placement place(const Problem& p, Tensor tensor) {
   return at;
 }
 
-constexpr int64_t MARGIN = GUARD / sizeof(uint16_t);  // elements around a piece that hold 0xff like the guards
+constexpr int64_t MARGIN = GUARD / 2;  // elements around a piece that hold 0xff like the guards
 
 // Guards, margins of pieces and gaps between rows hold 0xff bytes.
 class PlacedTensor : public DeviceTensor {
@@ -88,24 +88,24 @@ class PlacedTensor : public DeviceTensor {
     rows_ = at.piece_rows ? int64_t(rows_of(p, tensor)) : 0;
   }
 
-  void* first() const override { return data<uint16_t>() + MARGIN + at.first; }
+  void* first() const override { return data() + (MARGIN + at.first) * int64_t(element_bytes); }
   void poison() override { write({}); }
   void write(const Bits& x) override {  // nothing: poison alone
     for (int64_t row = 0; row < end(); row += step()) {
-      Bits piece(piece_elements(), uint16_t(0xffff));
+      Bits piece(piece_elements(), POISON);
       if (!x.empty()) {
         for_each_row(row, [&](int64_t r, int64_t at) { std::copy_n(&x[r * D], D, &piece[at]); });
       }
-      store(piece, offset(row));
+      store_elements(piece, start(row));
     }
   }
   Bits read(string& trouble) const override {
     Bits x(rows_ * D);
     for (int64_t row = 0; row < end(); row += step()) {
-      Bits piece = fetch<uint16_t>(piece_elements() * sizeof(uint16_t), offset(row));
+      Bits piece = fetch_elements(piece_elements(), start(row));
       for_each_row(row, [&](int64_t r, int64_t at) { std::copy_n(&piece[at], D, &x[r * D]); });
       // What is left without the rows must be as it was.
-      for_each_row(row, [&](int64_t, int64_t at) { std::fill_n(&piece[at], D, uint16_t(0xffff)); });
+      for_each_row(row, [&](int64_t, int64_t at) { std::fill_n(&piece[at], D, POISON); });
       expect_poison(piece, trouble);
     }
     expect_guards(trouble);
@@ -120,7 +120,6 @@ class PlacedTensor : public DeviceTensor {
   int64_t start(int64_t row) const {  // of the margin before the piece; it is all of it or rises
     return at.piece_rows == rows_ ? 0 : place_of(row);
   }
-  ptrdiff_t offset(int64_t row) const { return start(row) * ptrdiff_t(sizeof(uint16_t)); }
   int64_t place_of(int64_t row) const {
     const int64_t b = row / S_ / H_, h = row / S_ % H_, s = row % S_;
     return at.first + b * strides.batch + h * strides.head + s * strides.row;
@@ -137,15 +136,19 @@ class PlacedTensor : public DeviceTensor {
     });
   }
   void expect_poison(const Bits& piece, string& trouble) const {
-    const auto written = [](uint16_t bits) { return bits != 0xffff; };
+    const auto written = [&](uint16_t bits) { return bits != POISON; };
     const auto at = std::find_if(piece.begin(), piece.end(), written);
     if (at == piece.end() || !trouble.empty()) return;
     const bool before = at - piece.begin() < MARGIN, after = piece.end() - at <= MARGIN;
     trouble = string("the kernel wrote ") +
-              (before ? "before " : after ? "after " : "between the rows of ") + name;
+              (before  ? "before "
+               : after ? "after "
+                       : "between the rows of ") +
+              name;
   }
 
   const int64_t D = line.D;
+  const uint16_t POISON = element_bytes == 1 ? 0xff : 0xffff;
   int64_t H_, S_, rows_;
 };
 

@@ -3,6 +3,7 @@
 // Linked to a line it is sweep_NAME, which takes all options of sdpa_NAME and these:
 //   --sweep N      N random problems, checked and not timed; --seeds picks the series
 //   --layout L     how the tensors lie
+//   --descale D    what factors 8-bit inputs have
 //   --schedule S   CPU backend: the order of the threads
 //   --tile         CPU backend: what one more K/V tile costs, and whether the barriers are those declared
 #ifndef SWEEP_NO_MAIN  // tests/unit.cu has the line and a main of its own
@@ -29,12 +30,13 @@ using reference::mix;
 // instead, so that O is the mean of V.
 float huge(const InputAt& i) {
   if (i.tensor == Tensor::V) return i.x;
+  const bool bytes = element_bytes(line.input) == 1;
   const reference::Problem& p = i.problem;
   const uint64_t kv_head = i.tensor == Tensor::Q ? i.head / (p.Hq / p.Hkv) : i.head;
   const uint64_t of_head = mix(mix(i.seed + 33) + kv_head);
-  if (of_head % 4 == 0) return float(1000 * (1 + of_head / 4 % 60));
+  if (of_head % 4 == 0) return float((bytes ? 8 : 1000) * (1 + of_head / 4 % (bytes ? 15 : 60)));
   const bool bf16 = line.input == DType::bf16;
-  const int low = bf16 ? -59 : -14, high = bf16 ? 59 : 15;
+  const int low = bf16 ? -59 : bytes ? 0 : -14, high = bf16 ? 59 : bytes ? 6 : 15;
   const uint64_t stream = mix(i.seed * 4 + uint64_t(i.tensor) + 44);
   const int sign = int(mix(mix(stream) + i.index) % 3) - 1;
   return std::ldexp(float(sign), low + int(mix(stream + i.index / p.D) % (high - low + 1)));
@@ -43,8 +45,14 @@ float huge(const InputAt& i) {
 // The logit of key k is about 20 * k at the default scale, of odd seeds -20 * k (k below 2^15): O is the
 // last, or the first, row of V that the query sees. k has three digits to base 32 in K, whose values are
 // in Q; the other elements are noise of -1, 0 and 1 that moves no logit by as much. S is a whole number.
+// Of 8 bits the digits are to base 8 (k below 2^9) and in all elements, so that none is over 127.
 float stairs(const InputAt& i) {
   if (i.tensor == Tensor::V) return i.x;
+  if (element_bytes(line.input) == 1) {
+    const int place = int(i.d % 3);
+    if (i.tensor == Tensor::Q) return float(1 << 3 * place);
+    return float((i.seed % 2 ? -8 : 8) * int(i.row >> 3 * place & 7));
+  }
   if (i.d >= 3) return float((i.x > 0.5f) - (i.x < -0.5f));
   if (i.tensor == Tensor::Q) return float(32 << 5 * i.d);
   const int step = int(std::lround(20 * std::sqrt(double(i.problem.D)) / 32));
@@ -217,6 +225,9 @@ ExitCode print_tile() {
 
 // ---- random problems ----
 
+constexpr int DESCALES = 4;
+const char* const descales[DESCALES] = {"heads", "gaps", "shared", "none"};
+
 // Random small problems over the whole contract; number n of a series of a build is the same everywhere.
 Problem sweep_problem(uint64_t series, uint64_t n) {
   uint64_t state = mix(mix(series + 11) + n);
@@ -252,7 +263,10 @@ Problem sweep_problem(uint64_t series, uint64_t n) {
     if (p.layout == "far_rows") p.Sq = 2 + draw(2), p.Sk = 2 + draw(2);
   }
   p.same_heads = p.layout == "zero";
+  if (element_bytes(line.input) == 1) p.descale = descales[draw(2) ? 0 : draw(DESCALES)];
   p.dist = reference::dists[draw(2) ? 0 : draw(int(reference::dists.size()))].name;
+  // Sums of 14 bits move logits of hundreds by more than the limits allow.
+  if (p.dist == "large" && line.is_wgmma && line.input == DType::e4m3) p.dist = "outliers";
   const bool exact = p.dist == "huge" || p.dist == "stairs";
   if (exact &&
       draw(2) == 0) {  // up to 1e10 or down to 1e-10; bf16's huge logits leave no room above
@@ -294,6 +308,16 @@ vector<Option> sweep_options(SweepOptions& o) {
            if (text == name) o.common.layout = text, o.common.same_heads = text == "zero";
          }
          return o.common.layout == text ? "" : "want one of" + names;
+       }},
+      {"--descale", "D",
+       "factors of 8-bit inputs: heads: one to a head; gaps: with others between them; shared: one "
+       "to "
+       "a tensor; none",
+       [&o](const string& text) {
+         for (const char* name : descales) {
+           if (text == name) o.common.descale = text;
+         }
+         return o.common.descale == text ? "" : "want heads, gaps, shared or none";
        }},
       {"--schedule", "S",
        "CPU backend: forward, reverse or random:SEED (default: the first two in turn)",

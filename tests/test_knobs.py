@@ -47,6 +47,11 @@ def refusal(knobs, section=SECTION):
     "@swap BLOCK_M=16 NUM_WARPS=4 STAGES=2 HEAD_DIM=128 USE_FAST_EXP=1",
     "@tuned STAGES=4",
     "@plain BLOCK_M=64",
+    "DTYPE=U8",
+    "DTYPE=FP8_E4M3 OUT_DTYPE=BF16 USE_CP_ASYNC=1 VEC_WIDTH=4",
+    "@wmma DTYPE=U8 VEC_WIDTH=16 SYNC_POLICY=1 USE_WARP_SPECIALIZATION=1 STAGES=3",
+    "USE_MMA_SYNC=1 BLOCK_M=64 BLOCK_N=48 DTYPE=U8 USE_CP_ASYNC=1 VEC_WIDTH=8 STAGES=2",
+    "USE_MMA_SYNC=1 BLOCK_M=64 BLOCK_N=96 DTYPE=FP8_E4M3 USE_LAZY_MAX=1",
 ])
 def test_accepted(knobs):
     assert refusal(knobs) is None
@@ -56,19 +61,28 @@ def test_accepted(knobs):
     ("HEAD_DIM=96", "HEAD_DIM: not a legal value; it takes one of: 64 128 256. Type HEAD_DIM=64"),
     ("HEAD_DIM", "HEAD_DIM: not a legal value"),
     ("HEAD_DIM=", "HEAD_DIM: not a legal value"),
-    ("DTYPE=FP32", "DTYPE: not a legal value; it takes one of: FP16 BF16. Type DTYPE=FP16"),
-    ("OUT_DTYPE=FP16", "O has the type of Q, K and V anyway; drop OUT_DTYPE"),
+    ("DTYPE=FP32", "DTYPE: not a legal value; it takes one of: FP16 BF16 FP8_E4M3 U8. Type DTYPE=FP16"),
+    ("OUT_DTYPE=FP16", "O has that type anyway; drop OUT_DTYPE"),
+    ("DTYPE=U8 OUT_DTYPE=FP16", "O has that type anyway; drop OUT_DTYPE"),
     ("USE_CUBLAS=1 OUT_DTYPE=BF16", "cuBLAS writes the type that it reads; drop OUT_DTYPE or USE_CUBLAS"),
     ("USE_FAST_EXP=ON", "USE_FAST_EXP: not a legal value; it takes one of: 0 1. Type USE_FAST_EXP=0"),
     ("NUM_WARPS=17", "NUM_WARPS: not a legal value; it takes one of: 1..16. Type NUM_WARPS=4"),
     ("SYNC_POLICY=3", "SYNC_POLICY: not a legal value; it takes one of: 5 2 1 0"),
-    ("VEC_WIDTH=3", "VEC_WIDTH: not a legal value; it takes one of: 1 2 4 8"),
+    ("VEC_WIDTH=3", "VEC_WIDTH: not a legal value; it takes one of: 1 2 4 8 16"),
     ("STAGES=5", "STAGES: not a legal value; it takes one of: 1..4"),
     ("BLOCK_M=24", "a multiple of 4*NUM_WARPS; type BLOCK_M=64 NUM_WARPS=4"),
     ("BLOCK_N=20", "it must be a multiple of 8; type BLOCK_N=64"),
     ("BLOCK_M=256 BLOCK_N=64", "over 176 registers and spill; type a smaller BLOCK_M or more NUM_WARPS"),
     ("STAGES=2", "STAGES does nothing without cp.async or producer warps; add USE_CP_ASYNC=1 or drop"),
-    ("USE_CP_ASYNC=1", "VEC_WIDTH=1 is 2 bytes; type VEC_WIDTH=8"),
+    ("VEC_WIDTH=16", "an access has up to 16 bytes, and these are 32; type VEC_WIDTH=8"),
+    ("USE_CP_ASYNC=1", "and this VEC_WIDTH is less; type VEC_WIDTH=8"),
+    ("USE_CP_ASYNC=1 DTYPE=FP8_E4M3 VEC_WIDTH=2", "and this VEC_WIDTH is less; type VEC_WIDTH=8"),
+    ("USE_CUBLAS=1 DTYPE=U8", "the cuBLAS path multiplies 16-bit elements; type DTYPE=FP16 or drop USE_CUBLAS"),
+    ("@wmma DTYPE=FP8_E4M3", "nvcuda::wmma has no e4m3; drop USE_WMMA or type DTYPE=U8"),
+    ("@wmma DTYPE=U8 VEC_WIDTH=4", "fp16 is made of 8 elements at a time; type VEC_WIDTH=16"),
+    ("@wmma DTYPE=U8 VEC_WIDTH=16 SYNC_POLICY=1 USE_WARP_SPECIALIZATION=1 USE_CP_ASYNC=1",
+     "producer warps make fp16 of U8 in registers; drop USE_CP_ASYNC"),
+    ("USE_MMA_SYNC=1 BLOCK_M=64 BLOCK_N=48 DTYPE=FP8_E4M3", "it must be a multiple of 32; type BLOCK_N=64"),
     ("USE_WMMA_PV=1", "P @ V goes to wmma only where Q @ K.T does; add USE_WMMA=1 or drop it"),
     ("@wmma USE_MMA_SYNC=1", "a build has one kernel; keep one of them"),
     ("USE_CUBLAS=1 USE_MMA_SYNC=1", "a build has one kernel; keep one of them"),
@@ -116,9 +130,9 @@ def test_rows_of_the_table_are_judged_like_typed_knobs():
     assert refusal("@plain BLOCK_M=64", section) is None
 
 
-KINDS = """scalar_minimal scalar_sync2 scalar_persistent scalar_fast_exp scalar_bf16 wmma_qk wmma_pv wmma_ws2 wmma_all mma_lazy3
-mma_split4 mma_fast_exp mma_d256 cublas wgmma_plain wgmma_ws wgmma_overlap wgmma_d128_turns wgmma_d128_causal wgmma_split2
-wgmma_swap32 wgmma_d256 hopper"""
+KINDS = """scalar_minimal scalar_sync2 scalar_persistent scalar_fast_exp scalar_bf16 scalar_u8 scalar_e4m3 wmma_qk wmma_pv
+wmma_ws2 wmma_u8 wmma_all mma_lazy3 mma_split4 mma_fast_exp mma_u8 mma_e4m3_d128 mma_d256 cublas wgmma_plain wgmma_ws
+wgmma_overlap wgmma_d128_turns wgmma_d128_causal wgmma_split2 wgmma_swap32 wgmma_d256 hopper"""
 
 
 @pytest.mark.skipif(not shutil.which("clang++"), reason="clang++ is missing")

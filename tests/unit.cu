@@ -44,8 +44,47 @@ static void test_barrier_counts() {
 }
 
 static std::vector<float> make_input(const Problem& p, Tensor tensor) {
-  return reference::make_input(p, tensor, *dist_named(p.dist), p.seed, p.same_heads,
-                               [](float x) { return element_value(element_bits(x)); });
+  auto x = reference::make_input(p, tensor, *dist_named(p.dist), p.seed, p.same_heads);
+  round_to_elements(x, 1);
+  return x;
+}
+
+// Elements of 8 bits: every one comes back, the next one at half the distance, and NaN.
+static void test_bytes() {
+  for (int bits = 0; bits < 256; bits++) {
+    EXPECT(element_value(DType::u8, bits) == bits - 128.0f);
+    EXPECT(element_bits(DType::u8, bits - 128.0f) == bits);
+    const float x = element_value(DType::e4m3, bits);
+    const int magnitude = bits & 0x7f;
+    if (magnitude == 0x7f) {
+      EXPECT(std::isnan(x));
+      continue;
+    }
+    const int exponent = magnitude >> 3, fraction = magnitude & 7;
+    const double want =
+        exponent ? std::ldexp(8 + fraction, exponent - 10) : std::ldexp(fraction, -9);
+    EXPECT(x == float(bits & 0x80 ? -want : want) && element_bits(DType::e4m3, x) == bits);
+    if (magnitude == 0x7e) continue;
+    const float next = element_value(DType::e4m3, bits + 1), middle = (x + next) / 2;
+    EXPECT(element_bits(DType::e4m3, middle) == bits + bits % 2);  // a tie, to the even one
+    EXPECT(element_bits(DType::e4m3, std::nextafter(middle, x)) == bits);
+    EXPECT(element_bits(DType::e4m3, std::nextafter(middle, next)) == bits + 1);
+  }
+  const float inf = INFINITY;
+  EXPECT(element_bits(DType::e4m3, 1e9f) == 0x7e && element_bits(DType::e4m3, -inf) == 0xfe);
+  EXPECT(element_bits(DType::e4m3, NAN) == 0x7f);
+  EXPECT(element_bits(DType::u8, 1e9f) == 255 && element_bits(DType::u8, -1e9f) == 0);
+  // The instructions, as the CPU backend has them.
+  EXPECT(cvt_rn_satfinite_e4m3x4(1, -2, 500, NAN) == 0x7f7ec038);
+  EXPECT(prmt(0x03020100, 0x07060504, 0x6420) == 0x06040200);
+  EXPECT(prmt(0x03020100, 0x07060504, 0x7531) == 0x07050301);
+  EXPECT(prmt(0x00ff7f80, 0, 0xba98) == 0x00ff00ff);
+  for (int u = 0; u < 256; u++) {
+    const uint32_t pair = prmt(u | (255 - u) << 8, 0x64646464, 0x4140);
+    const uint32_t halves = sub_f16x2(pair, 0x64806480);
+    EXPECT(simt::half_to_float(uint16_t(halves)) == float(u - 128));
+    EXPECT(simt::half_to_float(uint16_t(halves >> 16)) == float(127 - u));
+  }
 }
 
 // Golden values from an independent model of the generator (exact: sums of integers over 2^16).
@@ -147,7 +186,8 @@ static void test_reference() {
     EXPECT_NEAR(a.row(0, 0, 2).O[0], (1 + 4) / 2.0, 1e-15);
     a.p.window_left = -1, a.p.window_right = 2;
     EXPECT(a.row(0, 0, 0).O[0] == (0 + 1 + 4) / 3.0 && a.row(0, 0, 2).LSE == std::log(5.0));
-    a.p.mask = Mask::bottom_right, a.p.window_left = 0;  // each its own key, 2 further than with top-left
+    a.p.mask = Mask::bottom_right,
+    a.p.window_left = 0;  // each its own key, 2 further than with top-left
     EXPECT(a.row(0, 0, 1).O[0] == 9 && reference::visible_pairs(a.p) == 3);
   }
   {  // one logit far above the rest: O is that row of V, LSE that logit
@@ -156,6 +196,15 @@ static void test_reference() {
     for (int k = 0; k < 4; k++) a.V[k * 8 + 7] = float(k + 1);
     EXPECT_NEAR(a.row(0, 0, 0).O[7], 3.0, 1e-12);
     EXPECT_NEAR(a.row(0, 0, 0).LSE, 1000.0, 1e-12);
+  }
+  {  // factors: of Q by query head, of K and V by key head
+    SmallAttention a(2, 4, 2, 1, 1, Mask::none);
+    std::fill(a.Q.begin(), a.Q.end(), 1), std::fill(a.K.begin(), a.K.end(), 1);
+    std::fill(a.V.begin(), a.V.end(), 1);
+    for (int h = 0; h < 8; h++) a.p.q_factor.push_back(h + 1);
+    a.p.k_factor = {1, 10, 100, 1000}, a.p.v_factor = {2, 3, 4, 5};
+    EXPECT(a.row(0, 1, 0).LSE == 8 * 2 && a.row(0, 1, 0).O[0] == 2);
+    EXPECT(a.row(1, 2, 0).LSE == 8 * 7 * 1000 && a.row(1, 2, 0).O[0] == 5);
   }
   {  // two keys by hand: logits log(3) and 0 give weights 3/4 and 1/4
     SmallAttention a(1, 1, 1, 1, 2, Mask::none, std::log(3.0));
@@ -230,8 +279,8 @@ static void test_comparison() {
   // Long rows have small outputs: zeros pass any absolute limit, so the relative one must catch them.
   EXPECT(verdict({5e-4, -4e-4}, 9, {0, 0}, 9).find("rel_rms=1 ") == 0);
   // What poison leaves behind, for each type.
-  EXPECT(std::isnan(element_value(0xffff)));
-  EXPECT(verdict({1}, 0, {element_value(0xffff)}, 0) != "");
+  EXPECT(std::isnan(output_value(0xffff)));
+  EXPECT(verdict({1}, 0, {output_value(0xffff)}, 0) != "");
   EXPECT(std::isnan(float_of(~0u)));
 }
 
@@ -317,16 +366,21 @@ static void test_layouts() {
   EXPECT(same_strides(placed("reversed", Tensor::O).strides, {4 * 3 * D, 3 * D, D}));
   EXPECT(same_strides(placed("far", Tensor::K).strides, {2 * 5 * D + far, 5 * D, D}));
   EXPECT(same_strides(placed("far_heads", Tensor::K).strides, {2 * (5 * D + far), 5 * D + far, D}));
-  EXPECT(same_strides(placed("far_rows", Tensor::K).strides, {10 * (D + far), 5 * (D + far), D + far}));
-  EXPECT(placed("reversed", Tensor::K).first == 9 * D && placed("reversed", Tensor::K).span == 20 * D);
+  EXPECT(same_strides(placed("far_rows", Tensor::K).strides,
+                      {10 * (D + far), 5 * (D + far), D + far}));
+  EXPECT(placed("reversed", Tensor::K).first == 9 * D &&
+         placed("reversed", Tensor::K).span == 20 * D);
   EXPECT(placed("zero", Tensor::K).span == 5 * D && placed("zero", Tensor::K).piece_span == 5 * D);
-  EXPECT(placed("far", Tensor::K).piece_rows == 10 && placed("far", Tensor::K).piece_span == 10 * D);
-  EXPECT(placed("far_heads", Tensor::K).piece_rows == 5 && placed("far_rows", Tensor::K).piece_rows == 1);
+  EXPECT(placed("far", Tensor::K).piece_rows == 10 &&
+         placed("far", Tensor::K).piece_span == 10 * D);
+  EXPECT(placed("far_heads", Tensor::K).piece_rows == 5 &&
+         placed("far_rows", Tensor::K).piece_rows == 1);
   for (const char* layout : layouts) {
     p.layout = layout;
     p.same_heads = p.layout == "zero";
     const auto K = make_placed_tensor(p, Tensor::K);
-    const Bits x = bits_of_elements(make_input(p, Tensor::K));
+    auto values = make_input(p, Tensor::K);
+    const Bits x = round_to_elements(values, 1);
     K->write(x);
     std::string trouble;
     EXPECT(K->read(trouble) == x && trouble == "");
@@ -357,8 +411,9 @@ static void test_guards() {
   constexpr int D = Build::head_dim;
   EXPECT(found("bhsd", [](const SdpaParams& p) { set_element(p.K - 1); }) ==
          "the kernel wrote before K");
-  EXPECT(found("bshd", [](const SdpaParams& p) { set_element(p.V + 2 * 2 * 7 * D + MARGIN - 1); }) ==
-         "the kernel wrote after V");
+  EXPECT(found("bshd", [](const SdpaParams& p) {
+           set_element(p.V + 2 * 2 * 7 * D + MARGIN - 1);
+         }) == "the kernel wrote after V");
   EXPECT(found("padded", [](const SdpaParams& p) { set_element(p.Q + D); }) ==
          "the kernel wrote between the rows of Q");
   EXPECT(found("packed", [](const SdpaParams& p) { set_element(p.V + p.v.batch + p.v.row); }) ==
@@ -424,10 +479,9 @@ static void test_command_line() {
   const auto parsed = [&](const std::vector<std::string>& args) { return parse(args, refusal); };
   EXPECT(parsed({}).problems.size() == 1 && parsed({}).problems[0].shape == "mission");
   EXPECT(parsed({}).problems[0].Hq == 8 && !parsed({}).shape_given);
-  const Options o =
-      parsed({"--shape", "small", "--shape", "2,8,4,100,37", "--causal", "tl", "--seeds", "3,4",
-              "--dist", "large", "--iters", "7", "--warmup", "0", "--layout", "packed",
-              "--check-only", "--scale", "0.5"});
+  const Options o = parsed({"--shape", "small", "--shape", "2,8,4,100,37", "--causal", "tl",
+                            "--seeds", "3,4", "--dist", "large", "--iters", "7", "--warmup", "0",
+                            "--layout", "packed", "--check-only", "--scale", "0.5"});
   EXPECT(refusal == "" && o.problems.size() == 2 && o.problems[1].Sk == 37 && o.shape_given);
   EXPECT(o.problems[1].shape == "2x8x4x100x37" && o.problems[0].Sq == 32);
   EXPECT(o.problems[0].shape == "small" && parsed({"--shape", "1x8x8x64x64"}).problems[0].Sq == 64);
@@ -632,7 +686,8 @@ static void test_tile_choice() {
   EXPECT(rows(1, 8, 2048, 2048, Causal::off) == 128);  // 256 of 64 rows would be two waves
   EXPECT(rows(1, 32, 16384, 16384, Causal::off) == 256);
   EXPECT(rows(4, 32, 4096, 4096, Causal::off) == 256);
-  EXPECT(rows(66, 1, 384, 8192, Causal::off) == 256);  // one wave of 132, though 2 * 256 rows are too many
+  EXPECT(rows(66, 1, 384, 8192, Causal::off) ==
+         256);  // one wave of 132, though 2 * 256 rows are too many
   EXPECT(rows(4, 32, 4096, 4096, Causal::bottom_right) == 256);
   EXPECT(rows(8, 32, 1024, 1024, Causal::bottom_right) == 256);  // 384 leave a third over
   EXPECT(rows(132, 1, 64, 4096, Causal::top_left) == 64);
@@ -650,6 +705,7 @@ int main() {
   test_divisor();
   test_tile_choice();
   test_barrier_counts();
+  test_bytes();
   test_inputs();
   test_reference();
   test_comparison();

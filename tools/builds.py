@@ -248,7 +248,7 @@ def parse_contenders(words):
     """Contenders in the order in which they are typed: a name begins one, KNOB=VALUE changes it."""
     found, trees = [], {}
     for word in words:
-        if "=" in word and re.match(r"[A-Za-z_]+=", word):
+        if "=" in word and re.match(r"[A-Za-z_]\w*=", word):
             if not found or isinstance(found[-1], Torch):
                 raise Refused(f"{word}: a changed knob stands behind the line that it changes")
             found[-1] = change_line(found[-1], word)
@@ -286,7 +286,7 @@ def lines_named(pattern):
 def change_line(line, word):
     """The line with one knob more changed."""
     knob = word.split("=")[0]
-    if knob in ("expect", "arch") or not re.fullmatch(r"[A-Za-z_]+=[A-Za-z0-9_]+", word):
+    if knob in ("expect", "arch") or not re.fullmatch(r"[A-Za-z_]\w*=[A-Za-z0-9_]+", word):
         raise Refused(f"{word} is no knob")
     if knob not in line.tree.knobs():
         raise Refused(f"{word}: no knob is called {knob} in {line.tree}; the knobs are {' '.join(line.tree.knobs())}")

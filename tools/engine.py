@@ -259,13 +259,18 @@ class Strides(ctypes.Structure):
     _fields_ = [(name, ctypes.c_int64) for name in ("batch", "head", "row")]
 
 
+class Descale(ctypes.Structure):
+    _fields_ = [("factor", ctypes.c_void_p), ("batch", ctypes.c_int64), ("head", ctypes.c_int64)]
+
+
 class SdpaParams(ctypes.Structure):
     """sdpa.cu's SdpaParams, member by member. An older commit has the first of them: members are appended only."""
     _fields_ = ([(name, ctypes.c_void_p) for name in ("Q", "K", "V", "O", "LSE")] +
                 [(name, ctypes.c_int) for name in ("B", "Hq", "Hkv", "Sq", "Sk", "D")] +
                 [(name, Strides) for name in "qkvo"] +
                 [("scale", ctypes.c_float), ("causal", ctypes.c_int), ("workspace", ctypes.c_void_p),
-                 ("max_ctas", ctypes.c_int), ("window_left", ctypes.c_int), ("window_right", ctypes.c_int)])
+                 ("max_ctas", ctypes.c_int), ("window_left", ctypes.c_int), ("window_right", ctypes.c_int)] +
+                [(f"{name}_descale", Descale) for name in "qkv"])
 
 
 def is_prefix(size):

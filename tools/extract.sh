@@ -76,7 +76,7 @@ extract_sections() {
     /^\/\/ ==== COPY FROM HERE/ { copying = keep = 1; next }
     /^\/\/ ==== COPY TO HERE/ { exit }
     !copying { next }
-    /^  X\([A-Z_]+, / {
+    /^  X\([A-Z_0-9]+, / {
       match($0, /"[^"]*"/); rows++
       values[rows] = substr($0, RSTART + 1, RLENGTH - 2)
       split($1 " " $2 " " $3, word, " "); gsub(/X\(|,/, "", word[1]); sub(",", "", word[2]); sub(",", "", word[3])
@@ -88,7 +88,7 @@ extract_sections() {
       condition = ""
       if (match($0, /\([^()]*\) (----|====)/)) {
         condition = substr($0, RSTART + 1, RLENGTH - 7)
-        if (condition !~ /^(typed|scalar|wmma|mma|wgmma|cublas|[A-Z_]+)/) condition = ""
+        if (condition !~ /^(typed|scalar|wmma|mma|wgmma|cublas|[A-Z_0-9]+)/) condition = ""
       }
       if (/what follows from the knobs/) {
         family = value["USE_MMA_SYNC"] == 1 ? "mma" : value["USE_WMMA"] == 1 ? "wmma" : \
