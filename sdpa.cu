@@ -235,6 +235,9 @@ SDPA_REFUSE(
     "them; add USE_MMA_SYNC=1 or SWAP_AB=1 or drop them");
 SDPA_REFUSE(is_mma && !Build::pack_gqa && SPLIT_CTAS_changed,
             "SPLIT_CTAS: in the mma.sync kernel it goes with PACK_GQA; add PACK_GQA=1 or drop it");
+SDPA_REFUSE(Build::is_8bit&& PACK_GQA_changed,
+            "PACK_GQA=1: an 8-bit DTYPE has a factor for each query head, and a tile has one; type "
+            "DTYPE=FP16 or drop PACK_GQA");
 SDPA_REFUSE(is_mma&& Build::pack_gqa&& USE_PERSISTENT_CTA_changed,
             "PACK_GQA=1: in the mma.sync kernel every item has CTAs of its own; drop "
             "USE_PERSISTENT_CTA or PACK_GQA");
@@ -2324,19 +2327,24 @@ template <class B> int64_t most_resident_ctas() {
   return int64_t(sms) * (ctas > 1 ? ctas : 1);
 }
 
-// SPLIT_CTAS=0: as many ranges as take the least time, in waves of the CTAs that are resident, if what a range costs
-// besides is four rounds, and none is longer than 65,536 keys where 256 ranges suffice: long sums lose small addends.
+// SPLIT_CTAS=0: as many ranges as take the least time, counted in KB that an SM reads meanwhile: its rounds, 64 KB for
+// each wave of CTAs that starts, and 24 KB for each 16 ranges that the last CTA of an item loads at once (fitted to an
+// H200). None is longer than most_keys_at_once where 256 ranges suffice.
 template <class B> int ranges_of(const SdpaParams& p, const Items& items) {
+  constexpr int round = B::split_kv * B::block_n, round_kb = round * B::head_dim / 256;
+  const int64_t sms = device_attribute(cudaDevAttrMultiProcessorCount, 132);
   const int64_t resident = most_resident_ctas<B>();
   const KeyBounds bounds(p);
-  const int keys = bounds.end(p.Sq - 1) - bounds.begin(p.Sq - 1), round = B::split_kv * B::block_n;
-  const int64_t rounds = keys > 0 ? (int64_t(keys) + round - 1) / round : 1;
-  const int64_t least = min((keys + 65535) / 65536, 256);
-  int64_t best = 1, best_cost = -1;
-  for (int64_t n = least > 1 ? least : 1; n <= 256 && n <= rounds; n++) {
-    const int64_t waves = (items.count * n + resident - 1) / resident;
-    const int64_t cost = waves * ((rounds + n - 1) / n + 4);
-    if (best_cost < 0 || cost < best_cost) best = n, best_cost = cost;
+  const int keys = bounds.end(p.Sq - 1) - bounds.begin(p.Sq - 1);
+  const auto shares = [](int64_t n, int64_t of) { return (n + of - 1) / of; };
+  const int64_t rounds = keys > 0 ? shares(keys, round) : 1;
+  const int64_t least = min(int(shares(keys > 0 ? keys : 1, most_keys_at_once)), 256);
+  int64_t best = 1, best_kb = -1;
+  for (int64_t n = least; n <= 256 && n <= rounds; n++) {
+    const int64_t ctas = items.count * n, merges = n > 1 ? shares(n, 16) : 0;
+    const int64_t kb = shares(ctas, sms) * shares(rounds, n) * round_kb +
+                       64 * shares(ctas, resident) + 24 * merges;
+    if (best_kb < 0 || kb < best_kb) best = n, best_kb = kb;
   }
   return items.count <= most_split_items ? int(best) : 1;
 }
