@@ -3701,7 +3701,7 @@ template <class B> struct WgmmaProducer {
   __device__ __forceinline__ void start_item(const WgmmaItem& item) {
     const int stage = q_ring.stage;
     uint64_t* const full = &s.q_full[stage];
-    if constexpr (s.Q_IN_REGISTERS) {
+    if constexpr (Shared::Q_IN_REGISTERS) {
       if (B::use_persistent_cta) mbarrier_wait(&s.q_empty[last_q.stage], last_q.parity);
       last_q = q_ring;
     } else {

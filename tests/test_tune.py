@@ -60,8 +60,8 @@ def test_lines_that_fit_have_the_problems_type():
     problem = engine.parse_problem("long").typed(128, "bf16")
     starts = search.Space(line_of("mma_lazy"), {"STAGES": ["2"]}).starts(problem)
     assert len(starts) > 3 and all((one.D, one.dtype, one.knob("STAGES")) == (128, "bf16", "2") for one in starts)
-    starts = search.Space(line_of("mma_lazy"), {"BLOCK_M": ["16"]}).starts(problem)  # of which no line is legal
-    assert len(starts) == 1 and not starts[0].tree.refusal(starts[0].words) and starts[0].knob("BLOCK_M") == "16"
+    starts = search.Space(line_of("mma_lazy"), {"BLOCK_M": ["48"]}).starts(problem)  # of which no line is legal
+    assert len(starts) == 1 and not starts[0].tree.refusal(starts[0].words) and starts[0].knob("BLOCK_M") == "48"
 
 
 def test_a_line_to_paste_is_the_candidate(tmp_path, monkeypatch):
