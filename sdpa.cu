@@ -241,14 +241,10 @@ SDPA_REFUSE(Build::is_8bit&& PACK_GQA_changed,
 SDPA_REFUSE(is_mma&& Build::pack_gqa&& USE_PERSISTENT_CTA_changed,
             "PACK_GQA=1: in the mma.sync kernel every item has CTAs of its own; drop "
             "USE_PERSISTENT_CTA or PACK_GQA");
-SDPA_REFUSE(
-    Build::is_8bit && (PACK_GQA_changed || SPLIT_CTAS_changed),
-    "PACK_GQA and SPLIT_CTAS: they merge rows of one scale, and with an 8-bit DTYPE heads have "
-    "their own; drop them");
-SDPA_REFUSE(Build::use_tuned &&
-                (USE_WARP_SPECIALIZATION_changed || OVERLAP_changed || USE_LAZY_MAX_changed),
-            "USE_TUNED=1: USE_WARP_SPECIALIZATION, OVERLAP and USE_LAZY_MAX go with the tile; "
-            "drop these knobs");
+SDPA_REFUSE(Build::use_tuned && (USE_WARP_SPECIALIZATION_changed || OVERLAP_changed ||
+                                 USE_LAZY_MAX_changed || PACK_GQA_changed || SPLIT_CTAS_changed),
+            "USE_TUNED=1: USE_WARP_SPECIALIZATION, OVERLAP, USE_LAZY_MAX, PACK_GQA and SPLIT_CTAS "
+            "go with the tile; drop these knobs");
 SDPA_REFUSE(USE_WARP_SPECIALIZATION_changed && !is_wmma && !is_wgmma,
             "USE_WARP_SPECIALIZATION=1: only the wmma and wgmma kernels have producer warps; add "
             "USE_WMMA=1 or drop it");
@@ -378,6 +374,7 @@ enum Schedule {
   ping_pong = 8,
   skip_masked = 16,
   swap_ab = 32,
+  packed = 64,  // PACK_GQA=1 SPLIT_CTAS=0
 };
 struct TunedTile {
   int head_dim, block_m, block_n, num_warps, stages, split_kv;
@@ -392,10 +389,15 @@ constexpr TunedTile TUNED_TILES[] = {
     {64, 128, 64, 16, 4, 2, overlap | ping_pong, 5660, 9.15, 9.47},
     {64, 256, 64, 16, 4, 1, overlap | persistent | ping_pong, 6610, 10.1, 8.69},
     {64, 256, 64, 16, 3, 1, overlap | persistent | skip_masked, 4740, 8.4, 9.16},
+    {64, 16, 128, 4, 3, 1, swap_ab | packed, 5500, 1.25, 1.25},
+    {64, 32, 128, 4, 2, 1, swap_ab | packed, 5500, 2.5, 2.5},
     {128, 64, 64, 8, 2, 2, overlap, 4320, 4.78, 4.21},
     {128, 128, 128, 8, 2, 1, overlap | persistent | ping_pong, 5850, 6.2, 5.84},
     {128, 192, 64, 12, 4, 1, overlap | persistent | skip_masked, 5960, 5.75, 5.8},
+    {128, 16, 64, 4, 3, 1, swap_ab | packed, 5500, 0.62, 0.62},
+    {128, 32, 64, 4, 2, 1, swap_ab | packed, 5500, 1.2, 1.2},
     {256, 128, 64, 8, 2, 1, overlap | skip_masked, 3000, 3.6, 3.6},
+    {256, 16, 64, 4, 3, 1, swap_ab | packed, 5500, 0.31, 0.31},
 };
 constexpr int TILES = sizeof TUNED_TILES / sizeof TUNED_TILES[0];
 
@@ -409,7 +411,9 @@ template <int N> struct TileKnobs : Typed {
                         use_persistent_cta = tile.has(persistent),
                         use_ping_pong = tile.has(ping_pong),
                         skip_masked = tile.has(Schedule::skip_masked),
-                        swap_ab = tile.has(Schedule::swap_ab), use_lazy_max = !swap_ab;
+                        swap_ab = tile.has(Schedule::swap_ab), use_lazy_max = !swap_ab,
+                        pack_gqa = tile.has(packed);
+  static constexpr int split_ctas = pack_gqa ? 0 : 1;
 };
 template <int N> using TunedBuild = Derived<TileKnobs<N>>;
 
@@ -2349,19 +2353,25 @@ template <class B> int ranges_of(const SdpaParams& p, const Items& items) {
   return items.count <= most_split_items ? int(best) : 1;
 }
 
-template <class B> Items items_of(const SdpaParams& p) {
+// Tiles of BLOCK_M rows, without ranges.
+Items items_of_tile(const SdpaParams& p, int block_m, bool pack_gqa) {
   Items items;
   const int group = p.Hkv > 0 ? p.Hq / p.Hkv : 1;
-  while (B::pack_gqa && items.heads < B::block_m && items.heads < group) {  // the next divisor
+  while (pack_gqa && items.heads < block_m && items.heads < group) {  // the next divisor
     int next = items.heads + 1;
     while (group % next) next++;
-    if (next > B::block_m) break;
+    if (next > block_m) break;
     items.heads = next;
   }
-  items.queries = B::block_m / items.heads;
-  if (B::pack_gqa && p.Sq < items.queries) items.queries = p.Sq > 0 ? p.Sq : 1;
+  items.queries = block_m / items.heads;
+  if (pack_gqa && p.Sq < items.queries) items.queries = p.Sq > 0 ? p.Sq : 1;
   const int64_t blocks = (int64_t(p.Sq) + items.queries - 1) / items.queries;
   items.count = int64_t(p.B) * (p.Hq / items.heads) * blocks;
+  return items;
+}
+
+template <class B> Items items_of(const SdpaParams& p) {
+  Items items = items_of_tile(p, B::block_m, B::pack_gqa);
   if (B::split_ctas > 1) items.ranges = B::split_ctas;
   if (B::split_ctas == 0 && items.count > 0) items.ranges = ranges_of<B>(p, items);
   return items;
@@ -5191,7 +5201,7 @@ float log2_scale(const SdpaParams& p) {  // scale * log2(e), of products of to_f
 }
 
 // S and P of cuBLAS and partial results want more than a counter of a queue.
-constexpr bool splits_keys = Build::split_ctas != 1;
+constexpr bool splits_keys = Build::split_ctas != 1 || Build::use_tuned;
 constexpr size_t WORKSPACE_ALIGNMENT = is_cublas || splits_keys ? 256 : sizeof(uint32_t);
 
 SdpaStatus check_params(const SdpaParams& p) {
@@ -5371,11 +5381,16 @@ template <class B, bool TUNED = B::use_tuned> struct KernelChoice {
 // average, and of the tiles on its edge half.
 double tuned_clocks(const TunedTile& t, const SdpaParams& p, int sms) {
   const KeyBounds bounds(p);
-  const double items = double(p.B) * p.Hq * ((p.Sq + t.block_m - 1) / t.block_m);
+  const double items = double(items_of_tile(p, t.block_m, t.has(packed)).count);
   const int round_keys = t.block_n * t.split_kv;
   const auto whole_rounds = [&](int keys) {
     return double((keys + round_keys - 1) / round_keys) * round_keys;
   };
+  if (t.has(packed)) {  // ranges of keys keep all SMs busy, with a round at least
+    const double keys = whole_rounds(bounds.end(p.Sq - 1) - bounds.begin(p.Sq - 1));
+    const double rate = bounds.all() ? t.scores_per_clock : t.causal_scores_per_clock;
+    return t.item_clocks + t.block_m * std::fmax(items * keys / sms, round_keys) / rate;
+  }
   if (bounds.all()) {
     const double keys = whole_rounds(p.Sk);
     return std::ceil(items / sms) * (t.item_clocks + t.block_m * keys / t.scores_per_clock);

@@ -28,7 +28,9 @@ from builds import Refused
 
 SHAPES = """1,8,8,128,128 1,8,8,256,256 mission mission2 1,8,8,512,8192 1,8,8,768,768 1,8,8,1024,1024 1,16,16,1000,1777
 long 1,2,2,8192,8192 1,4,4,4096,4096 8,16,16,512,512 4,8,8,1024,1024 2,16,16,2048,2048 16,16,16,1024,1024
-4,16,16,4096,4096 4,32,32,4096,4096""".split()
+4,16,16,4096,4096 4,32,32,4096,4096
+decode decode1 8,32,8,1,2048 1,32,8,1,4096 128,32,8,1,1024 1,16,16,1,8192 8,32,8,4,8192 8,32,8,8,8192 chunk""".split()
+FEW_ROWS = 64  # of a key head
 PACE, BLOCKS = engine.Pace(50e3, 10e3), 2
 COLUMNS = ("D dtype shape B Hq Hkv Sq Sk causal tile us lo_us hi_us clock_mhz check device sms driver cuda "
            "git_sha").split()
@@ -48,14 +50,23 @@ class Tile(ctypes.Structure):
     KNOBS = ("HEAD_DIM", "BLOCK_M", "BLOCK_N", "NUM_WARPS", "STAGES", "SPLIT_KV")
     SCHEDULE = ((1, "producer_warpgroup", "USE_WARP_SPECIALIZATION"), (2, "overlap", "OVERLAP"),
                 (4, "persistent", "USE_PERSISTENT_CTA"), (8, "ping_pong", "USE_PING_PONG"),
-                (16, "skip_masked", "SKIP_MASKED"), (32, "swap_ab", "SWAP_AB"))
+                (16, "skip_masked", "SKIP_MASKED"), (32, "swap_ab", "SWAP_AB"), (64, "packed", "PACK_GQA"))
 
     @property
     def knobs(self):
         """What a line types to be this tile alone."""
         sizes = [f"{knob}={getattr(self, name)}" for knob, (name, _) in zip(self.KNOBS, self._fields_)]
         flags = [f"{knob}=1" for bit, _, knob in self.SCHEDULE if self.schedule & bit]
-        return " ".join(sizes + flags + ([] if self.schedule & 32 else ["USE_LAZY_MAX=1"]))
+        rest = ["SPLIT_CTAS=0"] if self.packed else [] if self.schedule & 32 else ["USE_LAZY_MAX=1"]
+        return " ".join(sizes + flags + rest)
+
+    @property
+    def packed(self):
+        return bool(self.schedule & 64)
+
+    def suits(self, problem):
+        """Whether it is timed on the problem: those that pack heads are for few rows."""
+        return problem.D == self.head_dim and not (self.packed and problem.Hq // problem.Hkv * problem.Sq > FEW_ROWS)
 
     @classmethod
     def of(cls, line):
@@ -112,7 +123,7 @@ def measure(gpu, tiles, table):
     for number, problem in enumerate(problems):
         if sys.stderr.isatty():
             print(f"\r{number + 1} of {len(problems)} problems", end="", file=sys.stderr)
-        own = {knobs: kernel for knobs, kernel in kernels.items() if problem.fits(kernel.line)}
+        own = {tile.knobs: kernels[tile.knobs] for tile in tiles if tile.suits(problem)}
         bench = engine.Bench(gpu, own, dict.fromkeys(own, problem))
         for knobs, sentence in bench.skipped.items():
             raise Refused(f"{knobs}: cannot run {problem}: {sentence}", 3)
@@ -217,7 +228,7 @@ def losses(model, tiles, times, sms):
 
 def short(tile):
     """A name for a column."""
-    marks = "".join(mark for bit, mark in ((8, "p"), (16, "s"), (32, "t")) if tile.schedule & bit)
+    marks = "".join(mark for bit, mark in ((8, "p"), (16, "s"), (32, "t"), (64, "g")) if tile.schedule & bit)
     return f"{tile.block_m}x{tile.block_n}x{tile.split_kv}{marks}"
 
 
@@ -234,7 +245,7 @@ def print_choices(tiles, times, tables):
         lost = [loss for _, loss in found.values()]
         print(f"{title}: the quickest on {sum(loss == 0 for loss in lost)} of {len(lost)} problems, loses "
               f"{100 * np.mean(lost):.2f}% on average and {100 * max(lost):.1f}% at most")
-    print("(tile: BLOCK_M x BLOCK_N x SPLIT_KV; p ping-pong, s skips the mask, t transposed)")
+    print("(tile: BLOCK_M x BLOCK_N x SPLIT_KV; p ping-pong, s skips the mask, t transposed, g heads as rows)")
 
 
 def check(model, path):
@@ -244,7 +255,7 @@ def check(model, path):
     timed = {knobs for us in times.values() for knobs in us}
     tiles = [tile for tile in model.tiles if tile.head_dim in {problem.D for problem in times}]
     for tile in tiles:
-        if tile.knobs not in timed:
+        if tile.knobs not in timed and any(map(tile.suits, times)):
             print(f"never timed: {tile.knobs}; run ./run_all.sh fit on {rows[0]['device']}")
             passed = False
     found = losses(model, tiles, times, sms)
