@@ -134,7 +134,7 @@ constexpr int HEADS = 3, ROWS = 40, ROW_STRIDE = 80;
 __device__ int small(int i) { return (i * 7 + 3) % 17 - 8; }  // integers from -8 to 8
 
 // Two 16-bit elements, or four e4m3 ones, of small integers in one register.
-template <class E> __device__ uint32_t packed(int i) {
+template <class E> __device__ uint32_t pair_of(int i) {
   E e[2] = {static_cast<E>(float(small(2 * i))), static_cast<E>(float(small(2 * i + 1)))};
   uint32_t word;
   memcpy(&word, e, sizeof word);
@@ -190,8 +190,8 @@ template <int N, bool TRANS> __global__ void test_stmatrix(const Args a) {
 template <class E> __global__ void test_mma(const Args a) {
   uint32_t x[4], y[2];
   float d[4];
-  for (int i = 0; i < 4; i++) x[i] = packed<E>(threadIdx.x * 4 + i);
-  for (int i = 0; i < 2; i++) y[i] = packed<E>(threadIdx.x * 9 + i + 500);
+  for (int i = 0; i < 4; i++) x[i] = pair_of<E>(threadIdx.x * 4 + i);
+  for (int i = 0; i < 2; i++) y[i] = pair_of<E>(threadIdx.x * 9 + i + 500);
   for (int i = 0; i < 4; i++) d[i] = float(small(threadIdx.x + i * 3));
   mma_m16n8k16<E>(d[0], d[1], d[2], d[3], x, y[0], y[1]);
   mma_m16n8k16<E>(d[0], d[1], d[2], d[3], x, y[0], y[1]);
