@@ -41,9 +41,8 @@ SdpaParams make_problem(int heads, int rounds) {
     require(cudaMemset(memory, 0, size_t(bytes)), "clearing memory");
     pointer = static_cast<std::remove_reference_t<decltype(pointer)>>(memory);
   };
-  const int64_t element = sizeof *p.Q;
-  allocate(p.Q, heads * q * element), allocate(p.O, heads * q * element);
-  allocate(p.K, k * element), allocate(p.V, k * element);
+  allocate(p.Q, heads * q * int64_t(sizeof *p.Q)), allocate(p.O, heads * q * int64_t(sizeof *p.O));
+  allocate(p.K, k * int64_t(sizeof *p.K)), allocate(p.V, k * int64_t(sizeof *p.V));
   allocate(p.workspace, int64_t(sdpa_workspace_bytes(p)) + 256);
   return p;
 }
