@@ -5769,8 +5769,9 @@ void find_peaks(Device& d, const cudaDeviceProp& prop) {
                {90, 4096}, {100, 8192}, {120, 1024}};
   for (const auto& rate : rates) {
     if (rate.sm != prop.major * 10 + prop.minor) continue;
-    d.matrix_flops =
-        1e3 * rate.flops * prop.multiProcessorCount * device_attribute(cudaDevAttrClockRate, 0);
+    const int in_16_bits = line.input == DType::e4m3 ? 2 : 1;  // products to one of 16-bit elements
+    d.matrix_flops = 1e3 * rate.flops * in_16_bits *
+                     prop.multiProcessorCount * device_attribute(cudaDevAttrClockRate, 0);
   }
   d.memory_bytes = 2e3 * device_attribute(cudaDevAttrMemoryClockRate, 0) * prop.memoryBusWidth / 8;
 }
@@ -5846,8 +5847,12 @@ struct Run {
   // rate of the memory, each moved once. The longer one binds.
   double matrix_us(const Device& d) const { return flops_of(problem) / d.matrix_flops * 1e6; }
   double memory_us(const Device& d) const {
-    return 4.0 * line.D * double(rows_of(problem, Tensor::Q) + rows_of(problem, Tensor::K)) /
-           d.memory_bytes * 1e6;
+    double bytes = 0;  // with D = 1
+    for (Tensor t : {Tensor::Q, Tensor::K, Tensor::V, Tensor::O}) {
+      const DType type = t == Tensor::O ? line.output : line.input;
+      bytes += double(rows_of(problem, t) * element_bytes(type));
+    }
+    return line.D * bytes / d.memory_bytes * 1e6;
   }
   bool memory_binds(const Device& d) const { return memory_us(d) > matrix_us(d); }
   double share_of_peak(const Device& d) const {
