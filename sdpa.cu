@@ -5770,8 +5770,8 @@ void find_peaks(Device& d, const cudaDeviceProp& prop) {
   for (const auto& rate : rates) {
     if (rate.sm != prop.major * 10 + prop.minor) continue;
     const int in_16_bits = line.input == DType::e4m3 ? 2 : 1;  // products to one of 16-bit elements
-    d.matrix_flops = 1e3 * rate.flops * in_16_bits *
-                     prop.multiProcessorCount * device_attribute(cudaDevAttrClockRate, 0);
+    d.matrix_flops = 1e3 * rate.flops * in_16_bits * prop.multiProcessorCount *
+                     device_attribute(cudaDevAttrClockRate, 0);
   }
   d.memory_bytes = 2e3 * device_attribute(cudaDevAttrMemoryClockRate, 0) * prop.memoryBusWidth / 8;
 }
