@@ -1430,8 +1430,16 @@ __device__ __forceinline__ void scale_rows(View& T, const float (&factor)[View::
 
 // ---- mask ----
 
-// The query of row r of a tile that begins with query q0. PACK_GQA: the rows are item_queries queries of one head,
-// then those of the next head that has the same key head.
+// Queries of an item, of each head, and its rows. PACK_GQA: the rows are so many queries of one head, then those of the
+// next head that has the same key head.
+template <class B> __device__ __forceinline__ int queries_of_item(const KernelArgs& a) {
+  return B::pack_gqa ? int(a.item_queries.divisor) : B::block_m;
+}
+template <class B> __device__ __forceinline__ int rows_of_item(const KernelArgs& a) {
+  return B::pack_gqa ? a.item_heads * int(a.item_queries.divisor) : B::block_m;
+}
+
+// The query of row r of a tile that begins with query q0.
 template <class B> __device__ __forceinline__ int query_of(const KernelArgs& a, int q0, int r) {
   return q0 + (B::pack_gqa ? int(a.item_queries.remainder(uint32_t(r))) : r);
 }
@@ -1763,7 +1771,7 @@ __device__ __forceinline__ WorkItem row_item(const KernelArgs& a, const WorkItem
 template <class B, class Body>
 __device__ __forceinline__ void for_each_part(const KernelArgs& a, int thread, const Body& body) {
   constexpr int parts = B::head_dim / 4, threads = B::num_warps * 32;
-  const int rows = B::pack_gqa ? a.item_heads * int(a.item_queries.divisor) : B::block_m;
+  const int rows = rows_of_item<B>(a);
   for (int i = thread; i < rows * parts; i += threads) {
     RowPart O;
     O.first_col = i % parts * 4;
@@ -1858,9 +1866,8 @@ __device__ __forceinline__ void store_rows(const Partial (&partial_s)[B::split_k
 template <class B>
 __device__ __forceinline__ WorkItem tile_of(const KernelArgs& a, uint32_t head, uint32_t block) {
   const int heads = B::pack_gqa ? a.item_heads : 1;
-  const int queries = B::pack_gqa ? int(a.item_queries.divisor) : B::block_m;
   return {int(a.q_heads.divide(head)), int(a.q_heads.remainder(head)) * heads,
-          int(block) * queries};
+          int(block) * queries_of_item<B>(a)};
 }
 
 // Item number -> tile. Without a mask the q-blocks of a head follow each other and share its K and
@@ -1942,8 +1949,7 @@ template <class B> struct ItemTiles {
                                        int tid, int nthreads)
       : p(a.p), item(item_), mine(tid, nthreads) {
     const int h_kv = item.h / (p.Hq / p.Hkv);
-    const int queries = B::pack_gqa ? int(a.item_queries.divisor) : B::block_m;
-    keys = a.keys.of_rows(item.q0, min(item.q0 + queries, p.Sq) - 1);
+    keys = a.keys.of_rows(item.q0, min(item.q0 + queries_of_item<B>(a), p.Sq) - 1);
     if (B::split_ctas != 1) {
       const int rounds = max((keys.end - keys.begin + ADVANCE - 1) / ADVANCE, 0);
       const KeyRange part = range_of_rounds(a, rounds);
@@ -3071,7 +3077,7 @@ template <class B> struct MmaPacked {
                                                 const KernelArgs& a) {
     constexpr int per_row = TileCopy<B>::PER_ROW;
     const SdpaParams& p = a.p;
-    const int rows = a.item_heads * int(a.item_queries.divisor);
+    const int rows = rows_of_item<B>(a);
     for (int i = threadIdx.x; i < B::block_m * per_row; i += B::threads) {
       const int row = i / per_row, col = i % per_row * B::vec_width;
       const WorkItem from = row_item<B>(a, t.item, row);
@@ -3281,8 +3287,8 @@ __device__ __forceinline__ WgmmaItem wgmma_item(const KernelArgs& a, uint32_t i)
   } else {
     static_cast<WorkItem&>(item) = work_item<B>(a, i);
     if (EARLY) item.q0 -= (int(a.q_blocks.divisor) * B::block_m - a.p.Sq) / 64 * 64;
-    const int queries = B::pack_gqa ? int(a.item_queries.divisor) : B::block_m;
-    const KeyRange keys = a.keys.of_rows(max(item.q0, 0), min(item.q0 + queries, a.p.Sq) - 1);
+    const int last = min(item.q0 + queries_of_item<B>(a), a.p.Sq) - 1;
+    const KeyRange keys = a.keys.of_rows(max(item.q0, 0), last);
     item.first_key = keys.begin;
     item.rounds = max((keys.end - keys.begin + round_keys<B> - 1) / round_keys<B>, 1);
   }
@@ -4621,7 +4627,7 @@ template <class B> struct WgmmaColumnsLoader {
     s.item = item;
     if (B::pack_gqa) {
       constexpr int panels = B::head_dim / 64;
-      const int rows = a.item_heads * int(a.item_queries.divisor);
+      const int rows = rows_of_item<B>(a);
       mbarrier_arrive_expect_tx(&s.q_full, panels * rows * 64 * sizeof(Input));
       for (int panel = 0; panel < panels; panel++) {
         const int at[5] = {0, item.q0, item.h, panel, item.b};
