@@ -12,6 +12,7 @@ import subprocess
 import sys
 import time
 
+import jsonschema
 import numpy as np
 import pytest
 
@@ -272,7 +273,6 @@ def t4_schemas():
 
 @pytest.mark.parametrize("log", ["dry", *LISTS])
 def test_t4(log, tmp_path):
-    jsonschema = pytest.importorskip("jsonschema")
     if log == "dry":
         log = tmp_path / "log.jsonl"
         dry(log, "--budget", "0.2")
