@@ -477,6 +477,15 @@ __global__ void test_bulk_load(const __grid_constant__ Args a) {
   }
 }
 
+// Ends a group of products; their sums go into the hash.
+template <int N> __device__ __forceinline__ void end_products(float (&d)[N], uint32_t& hash) {
+  wgmma_commit_group();
+  wgmma_wait_group<0>();
+  hold(d);
+#pragma unroll
+  for (int i = 0; i < N; i++) hash = (hash ^ bits_of(d[i] + 0.0f)) * 16777619u;
+}
+
 // D = A @ B in four steps of 16 k, on top of what was there and then once more without it.
 template <class E, int N, int TRANS_B, bool RS, int TRANS_A = 0>
 __global__ void test_wgmma(const __grid_constant__ Args a) {
@@ -523,11 +532,7 @@ __global__ void test_wgmma(const __grid_constant__ Args a) {
                                          db + k * (TRANS_B ? 128 : 2), accumulate);
       }
     }
-    wgmma_commit_group();
-    wgmma_wait_group<0>();
-    hold(d);
-#pragma unroll
-    for (int i = 0; i < N / 2; i++) hash = (hash ^ bits_of(d[i] + 0.0f)) * 16777619u;
+    end_products(d, hash);
   }
   a.out[tid * 2] = hash;
   a.out[tid * 2 + 1] = bits_of(d[N / 2 - 1] + 0.0f);
@@ -535,14 +540,16 @@ __global__ void test_wgmma(const __grid_constant__ Args a) {
 
 // The same of e4m3, 32 k a step, in lines of LINE bytes. Before the last round the sum is 2^14, so that it shows how
 // many bits a sum has.
-template <int N, int LINE, bool RS> __global__ void test_wgmma_e4m3(const __grid_constant__ Args a) {
+template <int N, int LINE, bool RS>
+__global__ void test_wgmma_e4m3(const __grid_constant__ Args a) {
   HopperScratch& s = hopper_scratch();
   const int tid = threadIdx.x, lane = tid % 32;
   const auto byte = [](uint8_t* panel, int r, int k) {  // of line r
     return panel + r * LINE + (k / 16 ^ r * LINE / 128 % (LINE / 16)) * 16 + k % 16;
   };
   const auto value_a = [](int r, int k) { return uint8_t(e4m3(small((r * 64 + k) * 3 + 1))); };
-  for (int i = tid; i < 64 * 64; i += 128) st_shared(byte(s.a, i / 64, i % 64), value_a(i / 64, i % 64));
+  for (int i = tid; i < 64 * 64; i += 128)
+    st_shared(byte(s.a, i / 64, i % 64), value_a(i / 64, i % 64));
   for (int i = tid; i < 64 * N; i += 128) {
     st_shared(byte(s.b, i / 64, i % 64), uint8_t(e4m3(small(i * 5 + 2))));
   }
@@ -580,11 +587,7 @@ template <int N, int LINE, bool RS> __global__ void test_wgmma_e4m3(const __grid
         wgmma_ss<__nv_fp8_e4m3, N, 0>(d, da + 2 * step, db + 2 * step, accumulate);
       }
     }
-    wgmma_commit_group();
-    wgmma_wait_group<0>();
-    hold(d);
-#pragma unroll
-    for (int i = 0; i < N / 2; i++) hash = (hash ^ bits_of(d[i] + 0.0f)) * 16777619u;
+    end_products(d, hash);
   }
   a.out[tid * 2] = hash;
   a.out[tid * 2 + 1] = bits_of(d[N / 2 - 1] + 0.0f);
@@ -595,7 +598,8 @@ __global__ void test_bytes(const __grid_constant__ Args a) {
   const uint32_t tid = threadIdx.x;
   for (uint32_t i = 0; i < 16; i++) {
     const uint32_t n = tid * 16 + i;
-    const float x = float_of((n << 20) ^ (n * 0x9e3779b9u >> 12)), y = float(small(n)) * 0.0009765625f;
+    const float x = float_of((n << 20) ^ (n * 0x9e3779b9u >> 12)),
+                y = float(small(n)) * 0.0009765625f;
     a.out[tid * WORDS + i] = cvt_rn_satfinite_e4m3x4(x, y, -x, float(small(n)) * 64.5f);
     a.out[tid * WORDS + 16 + i] = prmt(n * 0x01234567u, n * 0x89abcdefu, n * 0x1357u & 0x7777);
     const uint32_t u = prmt(n * 0x01234567u, 0x64646464, i % 2 ? 0x4342 : 0x4140);
@@ -608,7 +612,8 @@ __global__ void test_tma_load_bytes(const __grid_constant__ Args a) {
   HopperScratch& s = hopper_scratch();
   if (threadIdx.x == 0) {
     mbarrier_arrive_expect_tx(&s.barriers[0], 2 * 1024);
-    cp_async_bulk_tensor_load<3>(s.a, &a.map_bytes, {-16, 30, 1}, &s.barriers[0], 0x12f0000000000000);
+    cp_async_bulk_tensor_load<3>(s.a, &a.map_bytes, {-16, 30, 1}, &s.barriers[0],
+                                 0x12f0000000000000);
     cp_async_bulk_tensor_load<3>(s.a + 1024, &a.map_bytes, {16, 7, 0}, &s.barriers[0],
                                  0x12f0000000000000);
   }
@@ -658,11 +663,9 @@ static void encode_maps(Args& a) {
   const uint64_t sizes_bytes[3] = {64, ROWS, HEADS};
   if (encode_tensor_map(a.map_bytes, 3, a.tensor, sizes_bytes, strides_3d, box_3d, 1) !=
           cudaSuccess ||
-      encode_tensor_map(a.map_3d, 3, a.tensor, sizes_3d, strides_3d, box_3d) !=
-          cudaSuccess ||
+      encode_tensor_map(a.map_3d, 3, a.tensor, sizes_3d, strides_3d, box_3d) != cudaSuccess ||
       encode_tensor_map(a.map_4d, 4, a.tensor, sizes_4d, strides_4d, box_4d) != cudaSuccess ||
-      encode_tensor_map(a.map_5d, 5, a.tensor, sizes_5d, strides_5d, box_5d) !=
-          cudaSuccess) {
+      encode_tensor_map(a.map_5d, 5, a.tensor, sizes_5d, strides_5d, box_5d) != cudaSuccess) {
     printf("no tensor map\n");
     failed = true;
   }
