@@ -198,6 +198,15 @@ template <class E> __global__ void test_mma(const Args a) {
   for (int i = 0; i < 4; i++) a.out[threadIdx.x * WORDS + i] = bits_of(d[i]);
 }
 
+__global__ void test_mma_f16(const Args a) {
+  uint32_t x[4], y[2], d[2];
+  for (int i = 0; i < 4; i++) x[i] = pair_of<__half>(threadIdx.x * 4 + i);
+  for (int i = 0; i < 2; i++) y[i] = pair_of<__half>(threadIdx.x * 9 + i + 500);
+  for (int i = 0; i < 2; i++) d[i] = pair_of<__half>(threadIdx.x * 3 + i);
+  for (int i = 0; i < 2; i++) mma_m16n8k16_f16(d[0], d[1], x, y[0], y[1]);
+  for (int i = 0; i < 2; i++) a.out[threadIdx.x * WORDS + i] = d[i];
+}
+
 __global__ void test_mma_e4m3(const Args a) {
   uint32_t x[4], y[2];
   float d[4];
@@ -209,7 +218,8 @@ __global__ void test_mma_e4m3(const Args a) {
 }
 
 // C = A @ B (+ C), B by rows or by columns, through shared memory with a stride of 24.
-template <class E, class LayoutB> __global__ void test_wmma(const Args a) {
+// Where an element of a fragment of fp32 has its place, one of fp16 sums (class Sum) has it as well.
+template <class E, class LayoutB, class Sum = float> __global__ void test_wmma(const Args a) {
   namespace wmma = nvcuda::wmma;
   Scratch& s = dynamic_shared<Scratch>();
   E* const A = reinterpret_cast<E*>(s.bytes);
@@ -224,18 +234,19 @@ template <class E, class LayoutB> __global__ void test_wmma(const Args a) {
   if (threadIdx.x < 32) {
     wmma::fragment<wmma::matrix_a, 16, 16, 16, E, wmma::row_major> fa;
     wmma::fragment<wmma::matrix_b, 16, 16, 16, E, LayoutB> fb;
-    wmma::fragment<wmma::accumulator, 16, 16, 16, float> fc, sum;
+    wmma::fragment<wmma::accumulator, 16, 16, 16, float> fc;
+    wmma::fragment<wmma::accumulator, 16, 16, 16, Sum> sum;
     wmma::load_matrix_sync(fa, A, 24);
     wmma::load_matrix_sync(fb, B, 24);
     wmma::load_matrix_sync(fc, C, 24, wmma::mem_row_major);
-    wmma::fill_fragment(sum, 2.0f);
-    for (int i = 0; i < sum.num_elements; i++) sum.x[i] += fc.x[i];
+    wmma::fill_fragment(sum, Sum(2.0f));
+    for (int i = 0; i < sum.num_elements; i++) sum.x[i] = Sum(float(sum.x[i]) + fc.x[i]);
     wmma::mma_sync(sum, fa, fb, sum);
-    wmma::store_matrix_sync(C, sum, 24, wmma::mem_col_major);
+    wmma::store_matrix_sync(reinterpret_cast<Sum*>(C), sum, 24, wmma::mem_col_major);
   }
   __syncthreads();
   for (int i = threadIdx.x; i < 16 * 24; i += THREADS) {
-    a.out[threadIdx.x * WORDS + i / THREADS] = bits_of(C[i]);
+    a.out[threadIdx.x * WORDS + i / THREADS] = bits_of(float(reinterpret_cast<Sum*>(C)[i]));
   }
 }
 
@@ -752,9 +763,11 @@ int main(int argc, char** argv) {
   run("stmatrix_x4_trans", test_stmatrix<4, true>);
   run("mma_m16n8k16_fp16", test_mma<__half>);
   run("mma_m16n8k16_bf16", test_mma<__nv_bfloat16>);
+  run("mma_m16n8k16_f16", test_mma_f16);
   run("mma_m16n8k32_e4m3", test_mma_e4m3);
   run("wmma_fp16_row", test_wmma<__half, row_major>);
   run("wmma_fp16_col", test_wmma<__half, col_major>);
+  run("wmma_fp16_sums", test_wmma<__half, row_major, __half>);
   run("wmma_bf16_row", test_wmma<__nv_bfloat16, row_major>);
   run("wmma_bf16_col", test_wmma<__nv_bfloat16, col_major>);
   run("shuffles_and_votes", test_shuffles);
