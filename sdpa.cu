@@ -293,9 +293,9 @@ template <class B> constexpr bool check() {
   SDPA_REFUSE(wgmma && B::block_n % 16 != 0,
               "BLOCK_N: wgmma takes keys by 16, so it must be a multiple of 16; type BLOCK_N=128");
   SDPA_REFUSE(wgmma && B::is_e4m3 &&
-                  (!B::use_warp_specialization || B::split_kv > 1 || B::block_n % 32 != 0),
-              "DTYPE=FP8_E4M3: producer warps transpose V, of 32 keys at a time; type "
-              "USE_WARP_SPECIALIZATION=1 SPLIT_KV=1 BLOCK_N=64");
+                  (!B::use_warp_specialization || B::split_kv > 2 || B::block_n % 32 != 0),
+              "DTYPE=FP8_E4M3: two producer warps transpose V, of 32 keys at a time; type "
+              "USE_WARP_SPECIALIZATION=1 SPLIT_KV=2 BLOCK_N=64");
   SDPA_REFUSE(wgmma && B::vec_width != (B::is_8bit ? 16 : 8),
               "VEC_WIDTH: TMA wants addresses and strides that are multiples of 16 bytes; type "
               "VEC_WIDTH=8, or 16 with an 8-bit DTYPE");
@@ -1646,10 +1646,15 @@ __device__ __forceinline__ float item_v_descale(const KernelArgs& a, const WorkI
 // item_scale_log2() for the length of an item. Of 16 bits it is read where it is used, which takes no register.
 template <class B> struct ItemScale {
   const KernelArgs& a;
-  const float of_8bit;
+  float of_8bit = 0;
 
-  __device__ __forceinline__ ItemScale(const KernelArgs& a_, const WorkItem& item)
-      : a(a_), of_8bit(B::is_8bit ? item_scale_log2<B>(a, item) : 0) {}
+  __device__ __forceinline__ explicit ItemScale(const KernelArgs& a_) : a(a_) {}
+  __device__ __forceinline__ ItemScale(const KernelArgs& a_, const WorkItem& item) : a(a_) {
+    start(item);
+  }
+  __device__ __forceinline__ void start(const WorkItem& item) {
+    if (B::is_8bit) of_8bit = item_scale_log2<B>(a, item);
+  }
   __device__ __forceinline__ operator float() const { return B::is_8bit ? of_8bit : a.scale_log2; }
 };
 
@@ -3386,17 +3391,23 @@ __device__ __forceinline__ WgmmaItem wgmma_item(const KernelArgs& a, uint32_t i)
   return item;
 }
 
-// S = Q @ K.T of a warpgroup, begun; Q [64][D] and K [BLOCK_N][D] are those of the descriptors.   [64][BLOCK_N]
-template <class B>
-__device__ __forceinline__ void wgmma_qk(WgmmaAccumulator<B::block_n>& S, uint64_t Q, uint64_t K) {
+// S = Q @ K.T of a warpgroup, begun. Q [64][D] is that of a descriptor, or A operands in registers; K [BLOCK_N][D] that
+// of a descriptor.   [64][BLOCK_N]
+template <class B, class Queries>
+__device__ __forceinline__ void wgmma_qk(WgmmaAccumulator<B::block_n>& S, const Queries& Q,
+                                         uint64_t K) {
   forget(S.x.d);
   wgmma_fence();
 #pragma unroll
   for (int step = 0; step < ROW_BYTES<B> / STEP_BYTES; step++) {
     constexpr int steps = PANEL_BYTES<B> / STEP_BYTES;  // of a panel
     const int lines = step / steps * PANEL_BYTES<B>, bytes = step % steps * STEP_BYTES;
-    wgmma_ss<Input, B::block_n, 0>(S.x.d, descriptor_at(Q, lines * 64 + bytes),
-                                   descriptor_at(K, lines * B::block_n + bytes), step > 0);
+    const uint64_t K_at = descriptor_at(K, lines * B::block_n + bytes);
+    if constexpr (std::is_same<Queries, uint64_t>::value) {
+      wgmma_ss<Input, B::block_n, 0>(S.x.d, descriptor_at(Q, lines * 64 + bytes), K_at, step > 0);
+    } else {
+      wgmma_rs<Input, B::block_n, 0>(S.x.d, Q[step], K_at, step > 0);
+    }
   }
   wgmma_commit_group();
 }
@@ -3728,7 +3739,7 @@ template <class B> struct WgmmaShared {
   // Where P @ V finds V.
   __device__ __forceinline__ auto& v_tiles(int n) {
     if constexpr (B::is_e4m3) {
-      return e4m3;
+      return e4m3.slice[n];
     } else {
       return slice[n];
     }
@@ -3750,11 +3761,12 @@ template <class B> struct WgmmaShared {
         mbarrier_init(&q_empty[stage], B::is_e4m3 ? B::num_warps : 1);
         for (uint64_t& done : o_done[stage]) mbarrier_init(&done, 4);
       }
-      for (Tiles& t : slice) {
+      for (int i = 0; i < B::split_kv; i++) {
+        Tiles& t = slice[i];
         for (int n = 0; n < B::stages; n++) {
           mbarrier_init(&t.k_empty[n], B::group_warps);
           if constexpr (B::is_e4m3) {
-            WgmmaE4m3<B>::init_mbarriers(t, e4m3, n);
+            WgmmaE4m3<B>::init_mbarriers(t, e4m3.slice[i], n);
           } else {
             mbarrier_init(&t.v_empty[n], B::group_warps);
           }
@@ -3899,12 +3911,12 @@ template <class B> struct WgmmaProducer {
     } while (B::use_persistent_cta);
   }
   __device__ __forceinline__ void run(int warp) {
-    constexpr int slice_warps = B::split_kv < 4 ? 2 : 1;
+    constexpr int slice_warps = B::split_kv < (B::is_e4m3 ? 2 : 4) ? 2 : 1;
     const int slice = warp / slice_warps, part = warp % slice_warps;
     if (slice < B::split_kv) {
       load_items(slice, part == 0, part == slice_warps - 1, warp == 0);
     } else if constexpr (B::is_e4m3) {
-      WgmmaE4m3<B>::transpose_items(*this, warp - 2);
+      WgmmaE4m3<B>::transpose_items(*this, (warp - 2) % B::split_kv, (warp - 2) / B::split_kv);
     } else if (B::split_kv == 1 && threadIdx.x == 64) {
       store_items();
     }
@@ -3952,7 +3964,7 @@ template <class B> struct WgmmaConsumer {
   int k0 = 0, last_k0 = 0;    // first keys of this tile and of the last one
   int q = 0;                  // the warpgroup's first query
   bool accumulates = false;   // an earlier tile of the item has begun O
-  float scale_log2;           // of the item
+  ItemScale<B> scale_log2;    // of the item
   typename WgmmaE4m3<B>::State e4m3;
   // USE_LAZY_MAX: tiles with k0 in [stale_from, stale_from + stale_keys) may take the maximum that is there.
   int stale_from = 0;
@@ -3968,7 +3980,8 @@ template <class B> struct WgmmaConsumer {
         Q(wgmma_descriptor(uniform(shared_address(s.Q[0][row_group])), 16, PANEL_ATOM<B>)),
         K(wgmma_descriptor(uniform(shared_address(s.slice[slice].K[0])), 16, PANEL_ATOM<B>)),
         V(wgmma_descriptor(uniform(shared_address(s.v_tiles(slice).V[0])), B::block_n * 128,
-                           B::is_e4m3 ? 8 * V_LINE<B> : 1024)) {}
+                           B::is_e4m3 ? 8 * V_LINE<B> : 1024)),
+        scale_log2(a_) {}
 
   // ---- which tiles ----
 
@@ -4011,7 +4024,7 @@ template <class B> struct WgmmaConsumer {
     if (!k_is_there) mbarrier_wait(&s.slice[slice].k_full[at.stage], at.parity);
     const uint64_t K_at = descriptor_at(K, at.stage * int(sizeof s.slice[0].K[0]));
     if constexpr (Shared::Q_IN_REGISTERS) {
-      WgmmaE4m3<B>::begin_qk(S, e4m3.queries, K_at);
+      wgmma_qk<B>(S, e4m3.queries, K_at);
     } else {
       wgmma_qk<B>(S, descriptor_at(Q, q_ring.stage * int(sizeof s.Q[0])), K_at);
     }
@@ -4030,24 +4043,28 @@ template <class B> struct WgmmaConsumer {
   // S = Q @ K.T once more, of this warp alone, by mma.sync and with K from global memory: its tile may
   // be overwritten by now. Rare, so short rather than fast.
   __device__ __forceinline__ void multiply_qk_again(Scores& S) const {
-    const SdpaParams& p = a.p;
-    const WgmmaItem& item = s.item[q_ring.stage];
-    const uint32_t tid = thread_index_anew() % 128, lane = tid % 32;
-    const int row = tid / 32 * 16 + lane % 16;
-    const Input* const K_g =
-        p.K + item.b * p.k.batch + item.h_kv * p.k.head + (k0 + lane / 4) * p.k.row + lane % 4 * 2;
+    if constexpr (B::is_e4m3) {
+      WgmmaE4m3<B>::multiply_qk_again(*this, S);
+    } else {
+      const SdpaParams& p = a.p;
+      const WgmmaItem& item = s.item[q_ring.stage];
+      const uint32_t tid = thread_index_anew() % 128, lane = tid % 32;
+      const int row = tid / 32 * 16 + lane % 16;
+      const Input* const K_g = p.K + item.b * p.k.batch + item.h_kv * p.k.head +
+                               (k0 + lane / 4) * p.k.row + lane % 4 * 2;
 #pragma unroll
-    for (int n = 0; n < B::block_n / 8; n++) {
-      float* const c = S.x.d + 4 * n;
-      c[0] = c[1] = c[2] = c[3] = 0;
+      for (int n = 0; n < B::block_n / 8; n++) {
+        float* const c = S.x.d + 4 * n;
+        c[0] = c[1] = c[2] = c[3] = 0;
 #pragma unroll 1
-      for (int d = 0; d < B::head_dim; d += 16) {
-        uint32_t q[4];
-        ldmatrix_x4<false>(q, shared_address(s.Q[q_ring.stage][row_group] +
-                                             panel_offset<64>(row, d + lane / 16 * 8)));
-        const Input* const k = K_g + 8 * n * p.k.row + d;
-        mma_m16n8k16<Input>(c[0], c[1], c[2], c[3], q, ld_global<uint32_t>(k),
-                            ld_global<uint32_t>(k + 8));
+        for (int d = 0; d < B::head_dim; d += 16) {
+          uint32_t q[4];
+          ldmatrix_x4<false>(q, shared_address(s.Q[q_ring.stage][row_group] +
+                                               panel_offset<64>(row, d + lane / 16 * 8)));
+          const Input* const k = K_g + 8 * n * p.k.row + d;
+          mma_m16n8k16<Input>(c[0], c[1], c[2], c[3], q, ld_global<uint32_t>(k),
+                              ld_global<uint32_t>(k + 8));
+        }
       }
     }
   }
@@ -4058,8 +4075,8 @@ template <class B> struct WgmmaConsumer {
   __device__ __forceinline__ void take_some_score_as_max(const Scores& S) {
     if (!B::use_lazy_max || has_mask()) return;
     float alpha[ROWS];
-    softmax_max<B, Scores, B::is_e4m3 ? S.COLS : 4>(S, scale(), m, alpha);
-    keep_max(fmaxf(fabsf(m[0]), fabsf(m[1])) * scale() <= shift_limit);
+    softmax_max<B, Scores, B::is_e4m3 ? S.COLS : 4>(S, scale_log2, m, alpha);
+    keep_max(fmaxf(fabsf(m[0]), fabsf(m[1])) * scale_log2 <= shift_limit);
   }
   __device__ __forceinline__ bool has_mask() const { return !a.tiles.cover(q, k0); }
   // From here on tiles without mask may take the m that is there, if that will do for all rows of the warp.
@@ -4079,14 +4096,14 @@ template <class B> struct WgmmaConsumer {
       S.first_row = tid / 32 * 16 + tid % 32 / 4, S.first_col = tid % 4 * 2;
       mask_scores<B>(S, a, q, k0);
     }
-    softmax_max<B>(S, scale(), m, alpha);
-    keep_max(softmax_sum<B>(S, scale(), m, alpha, l));
+    softmax_max<B>(S, scale_log2, m, alpha);
+    keep_max(softmax_sum<B>(S, scale_log2, m, alpha, l));
   }
   __device__ __forceinline__ void scale_output(const float (&alpha)[ROWS]) {
     if (__all_sync(0xffffffffu, alpha[0] == 1 && alpha[1] == 1)) return;
     scale_rows(O, alpha);
+    if constexpr (B::is_e4m3) WgmmaE4m3<B>::scale_flushed(*this, alpha);
   }
-  __device__ __forceinline__ float scale() const { return B::is_e4m3 ? scale_log2 : a.scale_log2; }
   // P rounded. Held before the fence: else nvcc rounds some after it, ptxas splits P @ V into two groups
   // (C7519), and the wait for the next scores takes in the first of these too.
   static __device__ __forceinline__ void pack_all(Probabilities& out, const Scores& P) {
@@ -4102,7 +4119,7 @@ template <class B> struct WgmmaConsumer {
   __device__ __forceinline__ void attend(Scores& S, Probabilities& P, const End& end_last_pv) {
     const bool stale = may_take_stale_max();
     bool done = false;
-    StaleSoftmax<B, ROWS> softmax(m, scale());
+    StaleSoftmax<B, ROWS> softmax(m, scale_log2);
     if (stale) softmax.exp(S, 0, FIRST);
     end_last_pv();
     if (stale) {
@@ -4120,20 +4137,15 @@ template <class B> struct WgmmaConsumer {
   template <class End>
   __device__ __forceinline__ void attend_beside_pv(Scores& S, Probabilities& P,
                                                    const End& end_last_pv) {
-    bool stale = false, raised = false;
+    bool stale = false;
     float alpha[ROWS];
     if (may_take_stale_max()) {
-      StaleSoftmax<B, ROWS> softmax(m, scale());
+      StaleSoftmax<B, ROWS> softmax(m, scale_log2);
       softmax.exp(S, 0, S.COLS);
       stale = softmax.add_to(l);
-      if constexpr (B::is_e4m3) {
-        if (!stale) raised = WgmmaE4m3<B>::raise_max(*this, S, softmax, alpha);
-        if (!stale && !raised) WgmmaE4m3<B>::multiply_qk_again(*this, S);
-      } else {
-        if (!stale) multiply_qk_again(S);
-      }
+      if (!stale) multiply_qk_again(S);
     }
-    if (!stale && !raised) softmax_by_exact_max(S, alpha);
+    if (!stale) softmax_by_exact_max(S, alpha);
     end_last_pv();
     if (!stale) scale_output(alpha);
     pack_all(P, S);
@@ -4168,7 +4180,7 @@ template <class B> struct WgmmaConsumer {
   // 256. More of them, or two that split the keys, do better with all exponentials in one piece.
   __device__ __forceinline__ void overlapped(const WgmmaTurns<B>& turns) {
     constexpr bool pv_ends_halfway =
-        B::use_lazy_max && B::warpgroups == 2 && B::split_kv == 1 && !B::is_e4m3;
+        B::use_lazy_max && B::warpgroups == 2 && B::split_kv == 1;
     typename Shared::Tiles& t = s.slice[slice];
     auto& v = s.v_tiles(slice);
     Scores S;
@@ -4188,16 +4200,18 @@ template <class B> struct WgmmaConsumer {
       // The next K and this V have mostly landed; to ask takes time, which the softmax hides.
       const bool k_is_there = mbarrier_peek_parity(&t.k_full[next.stage], next.parity);
       const bool v_is_there = mbarrier_peek_parity(&v.v_full[ring.stage], ring.parity);
-      if constexpr (pv_ends_halfway) {
+      if constexpr (B::is_e4m3) {
+        WgmmaE4m3<B>::attend(*this, S, P, end_last_pv);
+      } else if constexpr (pv_ends_halfway) {
         attend<S.COLS / 2>(S, P, end_last_pv);
       } else {
         attend_beside_pv(S, P, end_last_pv);
       }
+      turns.begin();
+      if (k0 != last_k0) begin_qk(S, next, k_is_there);
       if constexpr (B::is_e4m3) {
         if (accumulates) WgmmaE4m3<B>::flush_when_due(*this);
       }
-      turns.begin();
-      if (k0 != last_k0) begin_qk(S, next, k_is_there);
       begin_pv(P, v_is_there);
       turns.end();
       last_stage = ring.stage, ring = next;
@@ -4261,7 +4275,8 @@ template <class B> struct WgmmaConsumer {
         k0 = uniform(first_key_of<B>(item, own.end - 1, slice));
         last_k0 = uniform(first_key_of<B>(item, own.first, slice));
         accumulates = false, stale_keys = 0;
-        if constexpr (B::is_e4m3) scale_log2 = item_scale_log2<B>(a, item), e4m3.start();
+        scale_log2.start(item);
+        if constexpr (B::is_e4m3) e4m3.tiles = 0;
 #pragma unroll
         for (int i = 0; i < ROWS; i++) m[i] = -INFINITY, l[i] = 0;
         if constexpr (B::overlap) {
@@ -4271,6 +4286,7 @@ template <class B> struct WgmmaConsumer {
         }
 #pragma unroll
         for (int i = 0; i < ROWS; i++) l[i] = row_sum<Sums::LANES>(l[i]);
+        if constexpr (B::is_e4m3) WgmmaE4m3<B>::add_flushed(*this);
         if constexpr (B::split_kv > 1) {
           merge_slices(*this);
         } else if constexpr (B::is_e4m3) {
@@ -4361,7 +4377,7 @@ template <class B> __device__ __forceinline__ void merge_slices(WgmmaConsumer<B>
 #pragma unroll
     for (int v = 0; v < COLS / 16; v++) {
       const float* const part = c.O.x.d + to / 2 * COLS / 2 + v * 8 + to % 2 * 2;
-      const float4 x = {part[0], part[1], part[4], part[5]};
+      const float4 x = {part[0], part[B::is_e4m3 ? 4 : 1], part[B::is_e4m3 ? 1 : 4], part[5]};
       if (to == slice) {
         memcpy(share + 4 * v, &x, sizeof x);
       } else {
@@ -4383,8 +4399,8 @@ template <class B> __device__ __forceinline__ void merge_slices(WgmmaConsumer<B>
     m_l[n + 1] = ld_shared<float2>(&partial.m_l[n + (n >= slice)][row]);
   }
   float weight[OTHERS + 1], m, l;
-  merge_weights<B>(m_l, a.scale_log2, weight, m, l);
-  const float inverse = l == 0 ? 0 : rcp_approx_ftz(l);
+  merge_weights<B>(m_l, c.scale_log2, weight, m, l);
+  const float inverse = l == 0 ? 0 : rcp_approx_ftz(l) * item_v_descale<B>(a, item);
 #pragma unroll
   for (int n = 0; n <= OTHERS; n++) weight[n] *= inverse;
 #pragma unroll
@@ -4405,7 +4421,16 @@ template <class B> __device__ __forceinline__ void merge_slices(WgmmaConsumer<B>
   }
   const int q = item.q0 + c.row_group * 64;
   Output* const O_g = a.p.O + item.b * a.p.o.batch + item.h * a.p.o.head + slice / 2 * COLS;
-  store_share<COLS>(share, partial.out[slice][warp], O_g, q + first_row, a.p, lane);
+  if constexpr (B::is_e4m3) {  // a thread has four neighbouring columns
+#pragma unroll
+    for (int v = 0; v < COLS / 16 && q + row < a.p.Sq; v++) {
+      const float* const x = share + 4 * v;
+      st_global(O_g + (q + row) * a.p.o.row + 16 * v + lane % 4 * 4,
+                uint2{pack<Output>(x[0], x[1]), pack<Output>(x[2], x[3])});
+    }
+  } else {
+    store_share<COLS>(share, partial.out[slice][warp], O_g, q + first_row, a.p, lane);
+  }
   if (lane % 4 == 0 && slice < 2 && q + row < a.p.Sq) store_lse<B>(m, l, a, item, q + row);
 }
 
@@ -4435,30 +4460,29 @@ template <int WIDTH> struct WgmmaColumnsOfFour {  // [64][WIDTH]
 template <class B> struct WgmmaE4m3<B, true> {
   // Where there is room: an instruction would read as much of Q as of K.
   static constexpr bool q_in_registers = B::warpgroups<4, flushes = B::fp8_flush> 0;
-  static constexpr int TRANSPOSERS = 2;  // warps
+  static constexpr int TRANSPOSERS = 2 / B::split_kv;  // warps of a slice
   using Scores = WgmmaAccumulator<B::block_n>;
   using Queries = uint32_t[ROW_BYTES<B> / STEP_BYTES][4];  // A operands
   using Flushed = float4[B::head_dim / 8][128];            // of a warpgroup, thread by thread
 
-  struct Shared {
+  struct Tiles {
     alignas(1024) Input V[B::stages][V_KEYS<B> * B::head_dim];  // [D][BLOCK_N]
-    typename std::conditional<flushes, Flushed[B::warpgroups], char>::type flushed;
     uint64_t v_full[B::stages], v_empty[B::stages];
+  };
+  struct Shared {
+    Tiles slice[B::split_kv];
+    typename std::conditional<flushes, Flushed[B::warpgroups], char>::type flushed;
   };
   struct State {
     Queries queries;
-    int tiles;        // of which O has the products
-    bool has_more;    // in shared memory...
-    float more_m[2];  // ... relative to these maxima
-
-    __device__ void start() { tiles = 0, has_more = false, more_m[0] = more_m[1] = -INFINITY; }
+    int tiles;  // whose P @ V has ended
   };
 
-  template <class Tiles>
-  static __device__ __forceinline__ void init_mbarriers(Tiles& landed, Shared& s, int stage) {
+  template <class Landed>
+  static __device__ __forceinline__ void init_mbarriers(Landed& landed, Tiles& t, int stage) {
     mbarrier_init(&landed.v_empty[stage], TRANSPOSERS);
-    mbarrier_init(&s.v_full[stage], TRANSPOSERS);
-    mbarrier_init(&s.v_empty[stage], B::num_warps);
+    mbarrier_init(&t.v_full[stage], TRANSPOSERS);
+    mbarrier_init(&t.v_empty[stage], B::group_warps);
   }
 
   // ---- Q ----
@@ -4474,27 +4498,14 @@ template <class B> struct WgmmaE4m3<B, true> {
     }
     c.release(&c.s.q_empty[c.q_ring.stage]);
   }
-  // S = Q @ K.T, begun.   [64][BLOCK_N]
-  static __device__ __forceinline__ void begin_qk(Scores& S, const Queries& Q, uint64_t K) {
-    forget(S.x.d);
-    wgmma_fence();
-#pragma unroll
-    for (int step = 0; step < ROW_BYTES<B> / STEP_BYTES; step++) {
-      constexpr int steps = PANEL_BYTES<B> / STEP_BYTES;  // of a panel
-      const int lines = step / steps * PANEL_BYTES<B>, bytes = step % steps * STEP_BYTES;
-      wgmma_rs<Input, B::block_n, 0>(S.x.d, Q[step], descriptor_at(K, lines * B::block_n + bytes),
-                                     step > 0);
-    }
-    wgmma_commit_group();
-  }
 
   // ---- V ----
 
-  // The tiles of all items. Warp `part` of these has every other 16 of d.
+  // A slice's tiles of all items. Of two warps each has every other 16 of d.
   template <class Producer>
-  static __device__ __forceinline__ void transpose_items(Producer& p, int part) {
-    Shared& to = p.s.e4m3;
-    auto& from = p.s.slice[0];
+  static __device__ __forceinline__ void transpose_items(Producer& p, int slice, int part) {
+    Tiles& to = p.s.e4m3.slice[slice];
+    auto& from = p.s.slice[slice];
     while (true) {
       const WgmmaItem item = p.follow_item();
       if (item.rounds == 0) break;
@@ -4539,6 +4550,37 @@ template <class B> struct WgmmaE4m3<B, true> {
     }
   }
 
+  // ---- the softmax ----
+
+  // As attend_beside_pv() of the consumer, but P is rounded beside the exponentials, and in registers of its own, since
+  // the P @ V before has its operands in those of P.
+  template <class Consumer, class End>
+  static __device__ __forceinline__ void attend(Consumer& c, Scores& S, WgmmaProbabilities<B>& P,
+                                                const End& end_last_pv) {
+    WgmmaProbabilities<B> next;
+    bool stale = false, raised = false;
+    float alpha[2];
+    if (c.may_take_stale_max()) {
+      StaleSoftmax<B, 2> softmax(c.m, c.scale_log2);
+#pragma unroll
+      for (int step = 0; step < B::block_n / STEP_BYTES; step++) {
+        softmax.exp(S, 8 * step, 8 * step + 8);
+        pack_step<Input>(next[step], S, step);
+      }
+      stale = softmax.add_to(c.l);
+      if (!stale) raised = raise_max(c, S, softmax, alpha);
+      if (!stale && !raised) c.multiply_qk_again(S);
+    }
+    if (!stale && !raised) c.softmax_by_exact_max(S, alpha);
+    if (!stale) c.pack_all(next, S);
+    end_last_pv();
+    if (!stale) c.scale_output(alpha);
+#pragma unroll
+    for (int step = 0; step < B::block_n / STEP_BYTES; step++) {
+      memcpy(P[step], next[step], sizeof P[step]), hold(P[step]);
+    }
+  }
+
   // ---- where a stale maximum was too small ----
 
   // What a stale maximum was too small for, without its scores: m grows until no P is over 2^p_log2. alpha is a
@@ -4558,7 +4600,7 @@ template <class B> struct WgmmaE4m3<B, true> {
       const int log2_largest = int(bits_of(largest) >> 23) - 127 + 1;
       const int step = max(log2_largest - int(p_log2<B>), 0);
       alpha[i] = float_of(uint32_t(127 - step) << 23);
-      c.m[i] += float(step) / c.scale();
+      c.m[i] += float(step) / c.scale_log2;
       c.l[i] = (c.l[i] + softmax.sum[i]) * alpha[i];
 #pragma unroll
       for (int j = 0; j < P.COLS; j++) P.x[i][j] *= alpha[i];
@@ -4598,40 +4640,66 @@ template <class B> struct WgmmaE4m3<B, true> {
 
   // ---- O ----
 
-  // After FP8_FLUSH tiles what O holds goes to shared memory.
+  // After FP8_FLUSH tiles what O holds goes to shared memory, relative to the same maximum: of one part of its columns
+  // after the other, since Q @ K.T of the next tile hides as much.
+  static constexpr int FLUSHES = 4;
+  static __device__ constexpr int flush_after(int part) { return part * B::fp8_flush / FLUSHES; }
+
   template <class Consumer> static __device__ __forceinline__ void flush_when_due(Consumer& c) {
     if constexpr (flushes) {
-      if (++c.e4m3.tiles < B::fp8_flush) return;
-      add_flushed(c, [](float4* place, const float4& sum) { st_shared(place, sum); });
-      c.e4m3.tiles = 0, c.e4m3.has_more = true, c.accumulates = false;
-      for (int i = 0; i < 2; i++) c.e4m3.more_m[i] = c.m[i];
+      c.e4m3.tiles++;
+#pragma unroll
+      for (int part = 0; part < FLUSHES; part++) {
+        if (c.e4m3.tiles % B::fp8_flush != flush_after(part)) continue;
+        const bool first = c.e4m3.tiles <= B::fp8_flush;
+        with_flushed(c, part, [&](float4* place, float (&d)[4]) {
+          if (!first) add(d, ld_shared<float4>(place));
+          st_shared(place, float4{d[0], d[1], d[2], d[3]});
+          d[0] = d[1] = d[2] = d[3] = 0;
+        });
+      }
     }
   }
-  // O += what was flushed, four elements at a time, each of which goes to put() with its place.
-  template <class Consumer, class Put>
-  static __device__ __forceinline__ void add_flushed(Consumer& c, const Put& put) {
+  // O += what was flushed.
+  template <class Consumer> static __device__ __forceinline__ void add_flushed(Consumer& c) {
+    with_all_flushed(c, [](float4* place, float (&d)[4]) { add(d, ld_shared<float4>(place)); });
+  }
+  // What was flushed gets another maximum, as O does.
+  template <class Consumer>
+  static __device__ __forceinline__ void scale_flushed(Consumer& c, const float (&alpha)[2]) {
+    with_all_flushed(c, [&](float4* place, float (&)[4]) {
+      const float4 x = ld_shared<float4>(place);
+      st_shared(place, float4{x.x * alpha[0], x.y * alpha[0], x.z * alpha[1], x.w * alpha[1]});
+    });
+  }
+  static __device__ __forceinline__ void add(float (&d)[4], const float4& x) {
+    d[0] += x.x, d[1] += x.y, d[2] += x.z, d[3] += x.w;
+  }
+  // Calls what(place, d) for four elements d of O at a time, and their place in shared memory.
+  template <class Consumer, class What>
+  static __device__ __forceinline__ void with_flushed(Consumer& c, int part, const What& what) {
+    constexpr int fours = B::head_dim / 8 / FLUSHES;
     const uint32_t tid = thread_index_anew() % 128;
-    float factor[2];
 #pragma unroll
-    for (int i = 0; i < 2; i++) {
-      factor[i] = softmax_exp2<B>((c.e4m3.more_m[i] - finite_max(c.m[i])) * c.scale());
+    for (int n = part * fours; n < (part + 1) * fours; n++) {
+      float d[4];
+      memcpy(d, c.O.x.d + 4 * n, sizeof d);
+      what(&c.s.e4m3.flushed[c.warpgroup][n][tid], d);
+      memcpy(c.O.x.d + 4 * n, d, sizeof d);
     }
+  }
+  template <class Consumer, class What>
+  static __device__ __forceinline__ void with_all_flushed(Consumer& c, const What& what) {
+    if constexpr (flushes) {
 #pragma unroll
-    for (int n = 0; n < B::head_dim / 8; n++) {
-      float4* const place = &c.s.e4m3.flushed[c.row_group][n][tid];
-      float* const d = c.O.x.d + 4 * n;
-      float4 x{};
-      if (c.e4m3.has_more) x = ld_shared<float4>(place);
-      x = {fmaf(x.x, factor[0], d[0]), fmaf(x.y, factor[0], d[1]), fmaf(x.z, factor[1], d[2]),
-           fmaf(x.w, factor[1], d[3])};
-      put(place, x), memcpy(d, &x, sizeof x);
+      for (int part = 0; part < FLUSHES; part++) {
+        const int first = flush_after(part) > 0 ? flush_after(part) : B::fp8_flush;
+        if (c.e4m3.tiles >= first) with_flushed(c, part, what);
+      }
     }
   }
   // O / l and LSE, from registers: a thread has four neighbouring columns.
   template <class Consumer> static __device__ __forceinline__ void store(Consumer& c) {
-    if constexpr (flushes) {
-      if (c.e4m3.has_more) add_flushed(c, [](float4*, const float4&) {});
-    }
     const uint32_t tid = thread_index_anew() % 128, lane = tid % 32;
     const WorkItem& item = c.s.item[c.q_ring.stage];
     WgmmaColumnsOfFour<B::head_dim> four;
