@@ -3699,8 +3699,9 @@ template <class B> struct WgmmaKernel<B, Wgmma::plain> : OneLaunch<B> {
 
 // What e4m3 has besides, in a section of its own.
 template <class B, bool = B::is_e4m3> struct WgmmaE4m3 {
-  static constexpr bool q_in_registers = false;
+  static constexpr bool q_in_registers = false, flushes = false, q_in_flushed = false;
   struct Shared {};
+  struct Flushed {};
   struct State {};  // of a warpgroup
 };
 
@@ -3711,6 +3712,7 @@ template <class B> struct WgmmaShared {
   static constexpr int Q_STAGES =
       B::use_persistent_cta && (B::head_dim <= 128 || Q_IN_REGISTERS) ? 2 : 1;
   static constexpr int Q_BUFFERS = Q_IN_REGISTERS ? 1 : Q_STAGES;
+  static constexpr bool Q_IN_FLUSHED = WgmmaE4m3<B>::q_in_flushed;
   // What the slices' warpgroups with the same rows have for each other: of O, for every slice from every
   // other one, what each thread has of what the slice finishes. Of a warp's 16 rows even slices finish the
   // first 8, odd ones the others; two that finish the same rows halve their columns.
@@ -3727,15 +3729,32 @@ template <class B> struct WgmmaShared {
     // Full: the tile has landed. Empty: all who read it have done so.
     uint64_t k_full[B::stages], k_empty[B::stages], v_full[B::stages], v_empty[B::stages];
   };
-  alignas(1024)
-      Input Q[Q_BUFFERS][ROW_GROUPS][64 * B::head_dim];  // 16 bits: afterwards O on its way out
+  using Queries = Input[ROW_GROUPS][64 * B::head_dim];  // 16 bits: afterwards O on its way out
+  using Flushed = typename WgmmaE4m3<B>::Flushed[B::warpgroups];
+  alignas(1024) typename std::conditional<Q_IN_FLUSHED, Flushed, Queries[Q_BUFFERS]>::type Q;
   Tiles slice[B::split_kv];
   typename WgmmaE4m3<B>::Shared e4m3;
   typename std::conditional<(B::split_kv > 1), Partial[ROW_GROUPS], Nothing>::type partial;
   WgmmaItem item[Q_STAGES];  // whose Q it is
   // Full: Q has landed, the item is known. Done: every warp has written its O over Q. Empty: O is out.
   uint64_t q_full[Q_STAGES], o_done[Q_STAGES][ROW_GROUPS], q_empty[Q_STAGES];
+  typename std::conditional<WgmmaE4m3<B>::flushes && !Q_IN_FLUSHED, Flushed, Nothing>::type
+      flushed_sums;
 
+  __device__ __forceinline__ Input* queries(int stage, int row_group) {
+    if constexpr (Q_IN_FLUSHED) {
+      return reinterpret_cast<Input*>(Q[row_group]);
+    } else {
+      return Q[stage % Q_BUFFERS][row_group];
+    }
+  }
+  __device__ __forceinline__ auto& flushed(int warpgroup) {
+    if constexpr (Q_IN_FLUSHED) {
+      return Q[warpgroup];
+    } else {
+      return flushed_sums[warpgroup];
+    }
+  }
   // Where P @ V finds V.
   __device__ __forceinline__ auto& v_tiles(int n) {
     if constexpr (B::is_e4m3) {
@@ -3827,10 +3846,10 @@ template <class B> struct WgmmaProducer {
     }
     if (issues) {
       s.item[stage] = item;
-      mbarrier_arrive_expect_tx(full, item.rounds > 0 ? sizeof s.Q[0] : 0);
+      mbarrier_arrive_expect_tx(full, item.rounds > 0 ? sizeof(typename Shared::Queries) : 0);
       for (int group = 0; item.rounds > 0 && group < s.ROW_GROUPS; group++) {
         const int at[5] = {0, item.q0 + group * 64, 0, item.h, item.b};
-        cp_async_bulk_tensor_load(s.Q[stage % s.Q_BUFFERS][group], &tensor_maps<B>(a).q, at, full,
+        cp_async_bulk_tensor_load(s.queries(stage, group), &tensor_maps<B>(a).q, at, full,
                                   evict_first);
       }
     }
@@ -3977,7 +3996,7 @@ template <class B> struct WgmmaConsumer {
         warpgroup(uniform(thread / 128)),
         slice(warpgroup / Shared::ROW_GROUPS),
         row_group(warpgroup % Shared::ROW_GROUPS),
-        Q(wgmma_descriptor(uniform(shared_address(s.Q[0][row_group])), 16, PANEL_ATOM<B>)),
+        Q(wgmma_descriptor(uniform(shared_address(s.queries(0, row_group))), 16, PANEL_ATOM<B>)),
         K(wgmma_descriptor(uniform(shared_address(s.slice[slice].K[0])), 16, PANEL_ATOM<B>)),
         V(wgmma_descriptor(uniform(shared_address(s.v_tiles(slice).V[0])), B::block_n * 128,
                            B::is_e4m3 ? 8 * V_LINE<B> : 1024)),
@@ -4297,7 +4316,8 @@ template <class B> struct WgmmaConsumer {
       }
       if (B::skip_masked) let_pass(own_rounds(item, rounds).first);
       // With Q in registers the next item but one waits for its successor's Q.
-      if (!Shared::Q_IN_REGISTERS) {
+      if (Shared::Q_IN_FLUSHED) fence_proxy_async();  // read before TMA writes it
+      if (!Shared::Q_IN_REGISTERS || Shared::Q_IN_FLUSHED) {
         release(B::is_e4m3 ? &s.q_empty[q_ring.stage] : &s.o_done[q_ring.stage][row_group]);
       }
       q_ring.advance();
@@ -4460,6 +4480,8 @@ template <int WIDTH> struct WgmmaColumnsOfFour {  // [64][WIDTH]
 template <class B> struct WgmmaE4m3<B, true> {
   // Where there is room: an instruction would read as much of Q as of K.
   static constexpr bool q_in_registers = B::warpgroups<4, flushes = B::fp8_flush> 0;
+  // Where shared memory has no room for both: nothing is flushed before Q is read.
+  static constexpr bool q_in_flushed = q_in_registers && flushes && B::head_dim == 256;
   static constexpr int TRANSPOSERS = 2 / B::split_kv;  // warps of a slice
   using Scores = WgmmaAccumulator<B::block_n>;
   using Queries = uint32_t[ROW_BYTES<B> / STEP_BYTES][4];  // A operands
@@ -4471,11 +4493,10 @@ template <class B> struct WgmmaE4m3<B, true> {
   };
   struct Shared {
     Tiles slice[B::split_kv];
-    typename std::conditional<flushes, Flushed[B::warpgroups], char>::type flushed;
   };
   struct State {
     Queries queries;
-    int tiles;  // whose P @ V has ended
+    uint32_t tiles;  // whose P @ V has ended
   };
 
   template <class Landed>
@@ -4490,13 +4511,13 @@ template <class B> struct WgmmaE4m3<B, true> {
   // Of the item, whose buffer is free then.
   template <class Consumer> static __device__ __forceinline__ void load_queries(Consumer& c) {
     const uint32_t tid = thread_index_anew() % 128;
-    const SharedAddress Q_s = shared_address(c.s.Q[0][c.row_group]);
+    const SharedAddress Q_s = shared_address(c.s.queries(0, c.row_group));
 #pragma unroll
     for (int step = 0; step < ROW_BYTES<B> / STEP_BYTES; step++) {
       const uint32_t row = tid / 32 * 16 + tid % 16, byte = step * STEP_BYTES + tid / 16 % 2 * 16;
       ldmatrix_x4<false>(c.e4m3.queries[step], Q_s + panel_byte<64, PANEL_BYTES<B>>(row, byte));
     }
-    c.release(&c.s.q_empty[c.q_ring.stage]);
+    if (!q_in_flushed) c.release(&c.s.q_empty[c.q_ring.stage]);
   }
 
   // ---- V ----
@@ -4558,21 +4579,25 @@ template <class B> struct WgmmaE4m3<B, true> {
   static __device__ __forceinline__ void attend(Consumer& c, Scores& S, WgmmaProbabilities<B>& P,
                                                 const End& end_last_pv) {
     WgmmaProbabilities<B> next;
-    bool stale = false, raised = false;
     float alpha[2];
-    if (c.may_take_stale_max()) {
-      StaleSoftmax<B, 2> softmax(c.m, c.scale_log2);
+    const bool may_be_stale = c.may_take_stale_max();
+    bool stale = may_be_stale;
+    StaleSoftmax<B, 2> softmax(c.m, c.scale_log2);
+    if (may_be_stale) {
 #pragma unroll
       for (int step = 0; step < B::block_n / STEP_BYTES; step++) {
         softmax.exp(S, 8 * step, 8 * step + 8);
         pack_step<Input>(next[step], S, step);
       }
       stale = softmax.add_to(c.l);
-      if (!stale) raised = raise_max(c, S, softmax, alpha);
-      if (!stale && !raised) c.multiply_qk_again(S);
     }
-    if (!stale && !raised) c.softmax_by_exact_max(S, alpha);
-    if (!stale) c.pack_all(next, S);
+    if (!stale) {
+      if (!may_be_stale || !raise_max(c, S, softmax, alpha)) {
+        if (may_be_stale) c.multiply_qk_again(S);
+        c.softmax_by_exact_max(S, alpha);
+      }
+      c.pack_all(next, S);
+    }
     end_last_pv();
     if (!stale) c.scale_output(alpha);
 #pragma unroll
@@ -4643,7 +4668,9 @@ template <class B> struct WgmmaE4m3<B, true> {
   // After FP8_FLUSH tiles what O holds goes to shared memory, relative to the same maximum: of one part of its columns
   // after the other, since Q @ K.T of the next tile hides as much.
   static constexpr int FLUSHES = 4;
-  static __device__ constexpr int flush_after(int part) { return part * B::fp8_flush / FLUSHES; }
+  static __device__ constexpr uint32_t flush_after(int part) {
+    return part * B::fp8_flush / FLUSHES;
+  }
 
   template <class Consumer> static __device__ __forceinline__ void flush_when_due(Consumer& c) {
     if constexpr (flushes) {
@@ -4684,7 +4711,7 @@ template <class B> struct WgmmaE4m3<B, true> {
     for (int n = part * fours; n < (part + 1) * fours; n++) {
       float d[4];
       memcpy(d, c.O.x.d + 4 * n, sizeof d);
-      what(&c.s.e4m3.flushed[c.warpgroup][n][tid], d);
+      what(&c.s.flushed(c.warpgroup)[n][tid], d);
       memcpy(c.O.x.d + 4 * n, d, sizeof d);
     }
   }
@@ -4693,7 +4720,7 @@ template <class B> struct WgmmaE4m3<B, true> {
     if constexpr (flushes) {
 #pragma unroll
       for (int part = 0; part < FLUSHES; part++) {
-        const int first = flush_after(part) > 0 ? flush_after(part) : B::fp8_flush;
+        const uint32_t first = flush_after(part) > 0 ? flush_after(part) : B::fp8_flush;
         if (c.e4m3.tiles >= first) with_flushed(c, part, what);
       }
     }
