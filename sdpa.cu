@@ -6139,7 +6139,7 @@ void print_block(const Run& r, const Device& d) {
             r.check.c_str(), f.rows_checked, f.rows_witnessed);
     fprintf(stderr,
             "           rel_rms %.2g (limit %.2g), max_abs_err %.2g (%.2g), lse_err %.2g (%.2g)\n",
-            f.rel_rms, tol.rel_rms, f.max_abs_err, tol.max_abs, f.lse_err, tol.lse);
+            f.rel_rms, f.rel_rms_limit, f.max_abs_err, tol.max_abs, f.lse_err, tol.lse);
   }
   if (!r.timed()) return;
   fprintf(stderr, "  time     %.2f us a launch (median), %.2f us in a graph\n", r.timing.p50_us,
