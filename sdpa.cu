@@ -245,9 +245,10 @@ SDPA_REFUSE(is_mma&& Build::pack_gqa&& USE_PERSISTENT_CTA_changed,
             "PACK_GQA=1: in the mma.sync kernel every item has CTAs of its own; drop "
             "USE_PERSISTENT_CTA or PACK_GQA");
 SDPA_REFUSE(Build::use_tuned && (USE_WARP_SPECIALIZATION_changed || OVERLAP_changed ||
-                                 USE_LAZY_MAX_changed || PACK_GQA_changed || SPLIT_CTAS_changed),
-            "USE_TUNED=1: USE_WARP_SPECIALIZATION, OVERLAP, USE_LAZY_MAX, PACK_GQA and SPLIT_CTAS "
-            "go with the tile; drop these knobs");
+                                 USE_LAZY_MAX_changed || PACK_GQA_changed || SPLIT_CTAS_changed ||
+                                 FP8_FLUSH_changed),
+            "USE_TUNED=1: USE_WARP_SPECIALIZATION, OVERLAP, USE_LAZY_MAX, PACK_GQA, SPLIT_CTAS and "
+            "FP8_FLUSH go with the tile; drop these knobs");
 SDPA_REFUSE(USE_WARP_SPECIALIZATION_changed && !is_wmma && !is_wgmma,
             "USE_WARP_SPECIALIZATION=1: only the wmma and wgmma kernels have producer warps; add "
             "USE_WMMA=1 or drop it");
@@ -266,9 +267,6 @@ SDPA_REFUSE(Build::is_e4m3&& is_wmma,
             "DTYPE=FP8_E4M3: nvcuda::wmma has no e4m3; drop USE_WMMA or type DTYPE=U8");
 SDPA_REFUSE(FP8_FLUSH_changed && !(is_wgmma && Build::is_e4m3),
             "FP8_FLUSH: only the wgmma kernel with DTYPE=FP8_E4M3 has sums of 14 bits; drop it");
-SDPA_REFUSE(Build::is_e4m3&& is_wgmma&& Build::use_tuned,
-            "USE_TUNED=1: TUNED_TILES has no row for DTYPE=FP8_E4M3; type BLOCK_M=192 BLOCK_N=64 "
-            "NUM_WARPS=12 STAGES=4 USE_WARP_SPECIALIZATION=1");
 SDPA_REFUSE(Build::input == DType::u8 && is_wgmma,
             "DTYPE=U8: the wgmma kernel has no step that makes fp16 of it; drop USE_WGMMA");
 SDPA_REFUSE(FP16_ACC_changed && ((!is_mma && !is_wmma) || Build::input != DType::fp16),
@@ -407,11 +405,27 @@ constexpr TunedTile TUNED_TILES[] = {
     {256, 128, 64, 8, 2, 1, overlap | skip_masked, 3000, 3.6, 3.6},
     {256, 16, 64, 4, 3, 1, swap_ab | packed, 5500, 0.31, 0.31},
 };
-constexpr int TILES = sizeof TUNED_TILES / sizeof TUNED_TILES[0];
+// The same for DTYPE=FP8_E4M3; O is flushed after 1,024 keys.
+constexpr TunedTile E4M3_TILES[] = {
+    {64, 64, 128, 8, 3, 2, overlap, 4160, 9, 8},
+    {64, 128, 64, 16, 4, 2, overlap | ping_pong, 5660, 10, 10},
+    {64, 192, 128, 12, 4, 1, overlap | persistent | skip_masked, 4740, 11, 11},
+    {128, 64, 64, 8, 2, 2, overlap, 4320, 6, 6},
+    {128, 192, 64, 12, 4, 1, overlap | persistent | skip_masked, 5960, 8, 8},
+    {256, 128, 64, 8, 2, 1, overlap | persistent | skip_masked, 5000, 5, 5},
+};
+constexpr int TILES =
+    (Build::is_e4m3 ? sizeof E4M3_TILES : sizeof TUNED_TILES) / sizeof(TunedTile);  // of the type
+constexpr int MOST_TILES = sizeof TUNED_TILES / sizeof(TunedTile);
+static_assert(TILES <= MOST_TILES, "");
+
+constexpr const TunedTile& tuned_tile(int n) {
+  return Build::is_e4m3 ? E4M3_TILES[n] : TUNED_TILES[n];
+}
 
 // A row as if it had been typed.
 template <int N> struct TileKnobs : Typed {
-  static constexpr TunedTile tile = TUNED_TILES[N < TILES ? N : 0];
+  static constexpr TunedTile tile = tuned_tile(N < TILES ? N : 0);
   static constexpr int head_dim = tile.head_dim, block_m = tile.block_m, block_n = tile.block_n;
   static constexpr int num_warps = tile.num_warps, stages = tile.stages, split_kv = tile.split_kv;
   static constexpr bool use_tuned = false, use_warp_specialization = tile.has(producer_warpgroup),
@@ -421,7 +435,7 @@ template <int N> struct TileKnobs : Typed {
                         skip_masked = tile.has(Schedule::skip_masked),
                         swap_ab = tile.has(Schedule::swap_ab), use_lazy_max = !swap_ab,
                         pack_gqa = tile.has(packed);
-  static constexpr int split_ctas = pack_gqa ? 0 : 1;
+  static constexpr int split_ctas = pack_gqa ? 0 : 1, fp8_flush = 1024 / tile.block_n;
 };
 template <int N> using TunedBuild = Derived<TileKnobs<N>>;
 
@@ -444,7 +458,7 @@ constexpr bool tile_fits(const TunedTile& t) {
 
 constexpr int first_tile_that_fits() {
   int n = 0;
-  while (n < TILES && !tile_fits(TUNED_TILES[n])) n++;
+  while (n < TILES && !tile_fits(tuned_tile(n))) n++;
   return n;
 }
 
@@ -5606,8 +5620,8 @@ int choose_tile(const SdpaParams& p) {
   const int sms = device_attribute(cudaDevAttrMultiProcessorCount, 132);
   int best = first_tile_that_fits();
   for (int n = best + 1; n < TILES; n++) {
-    if (tile_fits(TUNED_TILES[n]) &&
-        tuned_clocks(TUNED_TILES[n], p, sms) < tuned_clocks(TUNED_TILES[best], p, sms)) {
+    if (tile_fits(tuned_tile(n)) &&
+        tuned_clocks(tuned_tile(n), p, sms) < tuned_clocks(tuned_tile(best), p, sms)) {
       best = n;
     }
   }
@@ -5617,7 +5631,7 @@ int choose_tile(const SdpaParams& p) {
 // Of tile number `tile`, which is N or comes after it.
 template <int N> KernelFacts tuned_facts(const SdpaParams& p, int tile) {
   if constexpr (N < TILES) {
-    if constexpr (tile_fits(TUNED_TILES[N])) {
+    if constexpr (tile_fits(tuned_tile(N))) {
       if (tile == N) return facts<TunedBuild<N>>(p);
     }
     return tuned_facts<N + 1>(p, tile);
@@ -5709,7 +5723,7 @@ struct Line {
   DType input, output;
   int fp16_acc;  // bits: of Q @ K.T, of P @ V
   bool is_cublas, is_wgmma, has_queue, is_tuned;
-  TunedTile tiles[TILES];  // one, or those that it may take
+  TunedTile tiles[MOST_TILES];  // one, or those that it may take
   int tile_count;
   TunedTile (*tile_of)(const SdpaParams&);
   KernelFacts (*facts_of)(const SdpaParams&);
@@ -5732,7 +5746,7 @@ constexpr Knob all_knobs[] = {
     SDPA_KNOBS(SDPA_KNOB_ROW)};
 
 TunedTile tile_of(const SdpaParams& p) {
-  if (Build::use_tuned) return TUNED_TILES[choose_tile(p)];
+  if (Build::use_tuned) return tuned_tile(choose_tile(p));
   TunedTile t{};
   t.head_dim = Build::head_dim, t.block_m = Build::block_m, t.block_n = Build::block_n;
   t.num_warps = Build::num_warps, t.stages = Build::stages, t.split_kv = Build::split_kv;
@@ -5749,8 +5763,8 @@ Line describe_build() {
   l.input = Build::input, l.output = Build::output, l.fp16_acc = Build::fp16_acc;
   l.is_cublas = is_cublas, l.is_wgmma = is_wgmma;
   l.has_queue = Build::use_persistent_cta, l.is_tuned = Build::use_tuned;
-  for (const TunedTile& t : TUNED_TILES) {
-    if (tile_fits(t)) l.tiles[l.tile_count++] = t;
+  for (int n = 0; n < TILES; n++) {
+    if (tile_fits(tuned_tile(n))) l.tiles[l.tile_count++] = tuned_tile(n);
   }
   if (!Build::use_tuned) l.tiles[l.tile_count++] = tile_of({});
   l.tile_of = tile_of, l.facts_of = kernel_facts, l.forward = sdpa_forward;
