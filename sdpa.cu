@@ -4240,11 +4240,11 @@ template <class B> struct WgmmaConsumer {
       } else {
         attend_beside_pv(S, P, end_last_pv);
       }
-      turns.begin();
-      if (k0 != last_k0) begin_qk(S, next, k_is_there);
       if constexpr (B::is_e4m3) {
         if (accumulates) WgmmaE4m3<B>::flush_when_due(*this);
       }
+      turns.begin();
+      if (k0 != last_k0) begin_qk(S, next, k_is_there);
       begin_pv(P, v_is_there);
       turns.end();
       last_stage = ring.stage, ring = next;
@@ -4309,7 +4309,7 @@ template <class B> struct WgmmaConsumer {
         last_k0 = uniform(first_key_of<B>(item, own.first, slice));
         accumulates = false, stale_keys = 0;
         scale_log2.start(item);
-        if constexpr (B::is_e4m3) e4m3.tiles = 0;
+        if constexpr (B::is_e4m3) WgmmaE4m3<B>::start_item(*this, own.end - own.first);
 #pragma unroll
         for (int i = 0; i < ROWS; i++) m[i] = -INFINITY, l[i] = 0;
         if constexpr (B::overlap) {
@@ -4510,7 +4510,7 @@ template <class B> struct WgmmaE4m3<B, true> {
   };
   struct State {
     Queries queries;
-    uint32_t tiles;  // whose P @ V has ended
+    uint32_t tiles;  // of which a flush comes after FP8_FLUSH
   };
 
   template <class Landed>
@@ -4679,63 +4679,50 @@ template <class B> struct WgmmaE4m3<B, true> {
 
   // ---- O ----
 
-  // After FP8_FLUSH tiles what O holds goes to shared memory, relative to the same maximum: of one part of its columns
-  // after the other, since Q @ K.T of the next tile hides as much.
-  static constexpr int FLUSHES = 4;
-  static __device__ constexpr uint32_t flush_after(int part) {
-    return part * B::fp8_flush / FLUSHES;
-  }
-
+  // After FP8_FLUSH tiles what O holds is added to what is in shared memory, which has the same maximum.
   template <class Consumer> static __device__ __forceinline__ void flush_when_due(Consumer& c) {
     if constexpr (flushes) {
-      c.e4m3.tiles++;
-#pragma unroll
-      for (int part = 0; part < FLUSHES; part++) {
-        if (c.e4m3.tiles % B::fp8_flush != flush_after(part)) continue;
-        const bool first = c.e4m3.tiles <= B::fp8_flush;
-        with_flushed(c, part, [&](float4* place, float (&d)[4]) {
-          if (!first) add(d, ld_shared<float4>(place));
-          st_shared(place, float4{d[0], d[1], d[2], d[3]});
-          d[0] = d[1] = d[2] = d[3] = 0;
-        });
-      }
+      if (++c.e4m3.tiles % B::fp8_flush != 0) return;
+      const bool first = c.e4m3.tiles == B::fp8_flush;
+      with_flushed(c, [&](float4* place, float* d) {
+        if (!first) add(d, ld_shared<float4>(place));
+        st_shared(place, float4{d[0], d[1], d[2], d[3]});
+      });
+      c.accumulates = false;
     }
+  }
+  // Warpgroups flush at different times: at once each would wait for shared memory as long as all of them do. Items of
+  // few tiles need no flush.
+  template <class Consumer>
+  static __device__ __forceinline__ void start_item(Consumer& c, int rounds) {
+    const bool few = rounds <= B::fp8_flush;
+    c.e4m3.tiles = few ? 0 : c.warpgroup * B::fp8_flush / B::warpgroups;
   }
   // O += what was flushed.
   template <class Consumer> static __device__ __forceinline__ void add_flushed(Consumer& c) {
-    with_all_flushed(c, [](float4* place, float (&d)[4]) { add(d, ld_shared<float4>(place)); });
+    if (c.e4m3.tiles < B::fp8_flush) return;
+    with_flushed(c, [](float4* place, float* d) { add(d, ld_shared<float4>(place)); });
   }
   // What was flushed gets another maximum, as O does.
   template <class Consumer>
   static __device__ __forceinline__ void scale_flushed(Consumer& c, const float (&alpha)[2]) {
-    with_all_flushed(c, [&](float4* place, float (&)[4]) {
+    if (c.e4m3.tiles < B::fp8_flush) return;
+    with_flushed(c, [&](float4* place, float*) {
       const float4 x = ld_shared<float4>(place);
       st_shared(place, float4{x.x * alpha[0], x.y * alpha[0], x.z * alpha[1], x.w * alpha[1]});
     });
   }
-  static __device__ __forceinline__ void add(float (&d)[4], const float4& x) {
+  static __device__ __forceinline__ void add(float* d, const float4& x) {
     d[0] += x.x, d[1] += x.y, d[2] += x.z, d[3] += x.w;
   }
   // Calls what(place, d) for four elements d of O at a time, and their place in shared memory.
   template <class Consumer, class What>
-  static __device__ __forceinline__ void with_flushed(Consumer& c, int part, const What& what) {
-    constexpr int fours = B::head_dim / 8 / FLUSHES;
-    const uint32_t tid = thread_index_anew() % 128;
-#pragma unroll
-    for (int n = part * fours; n < (part + 1) * fours; n++) {
-      float d[4];
-      memcpy(d, c.O.x.d + 4 * n, sizeof d);
-      what(&c.s.flushed(c.warpgroup)[n][tid], d);
-      memcpy(c.O.x.d + 4 * n, d, sizeof d);
-    }
-  }
-  template <class Consumer, class What>
-  static __device__ __forceinline__ void with_all_flushed(Consumer& c, const What& what) {
+  static __device__ __forceinline__ void with_flushed(Consumer& c, const What& what) {
     if constexpr (flushes) {
+      const uint32_t tid = thread_index_anew() % 128;
 #pragma unroll
-      for (int part = 0; part < FLUSHES; part++) {
-        const uint32_t first = flush_after(part) > 0 ? flush_after(part) : B::fp8_flush;
-        if (c.e4m3.tiles >= first) with_flushed(c, part, what);
+      for (int n = 0; n < B::head_dim / 8; n++) {
+        what(&c.s.flushed(c.warpgroup)[n][tid], c.O.x.d + 4 * n);
       }
     }
   }
