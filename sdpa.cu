@@ -3713,7 +3713,8 @@ template <class B> struct WgmmaKernel<B, Wgmma::plain> : OneLaunch<B> {
 
 // What e4m3 has besides, in a section of its own.
 template <class B, bool = B::is_e4m3> struct WgmmaE4m3 {
-  static constexpr bool q_in_registers = false, flushes = false, q_in_flushed = false;
+  static constexpr bool q_in_registers = false, flushes = false, q_in_flushed = false,
+                        flushes_beside_qk = false;
   struct Shared {};
   struct Flushed {};
   struct State {};  // of a warpgroup
@@ -3824,7 +3825,7 @@ template <class B> constexpr bool wgmma_may_pass = B::split_kv == 1 && !B::use_p
 // copies gives away what it does not need. setmaxnreg counts in eights.
 template <class B> struct WgmmaRegisters {
   static constexpr int at_start = 65536 / B::threads / 8 * 8;
-  static constexpr int producer = B::warpgroups > 2 ? 32 : 24;
+  static constexpr int producer = B::warpgroups > 2 ? 32 : B::is_e4m3 ? 40 : 24;
   static constexpr int spare = at_start * (B::warpgroups + 1) - producer;
   static constexpr int consumer = spare / B::warpgroups < 240 ? spare / B::warpgroups / 8 * 8 : 240;
   // One warpgroup that computes has enough as it is.
@@ -4240,11 +4241,14 @@ template <class B> struct WgmmaConsumer {
       } else {
         attend_beside_pv(S, P, end_last_pv);
       }
-      if constexpr (B::is_e4m3) {
+      if constexpr (WgmmaE4m3<B>::flushes && !WgmmaE4m3<B>::flushes_beside_qk) {
         if (accumulates) WgmmaE4m3<B>::flush_when_due(*this);
       }
       turns.begin();
       if (k0 != last_k0) begin_qk(S, next, k_is_there);
+      if constexpr (WgmmaE4m3<B>::flushes && WgmmaE4m3<B>::flushes_beside_qk) {
+        if (accumulates) WgmmaE4m3<B>::flush_when_due(*this);
+      }
       begin_pv(P, v_is_there);
       turns.end();
       last_stage = ring.stage, ring = next;
@@ -4309,7 +4313,7 @@ template <class B> struct WgmmaConsumer {
         last_k0 = uniform(first_key_of<B>(item, own.first, slice));
         accumulates = false, stale_keys = 0;
         scale_log2.start(item);
-        if constexpr (B::is_e4m3) WgmmaE4m3<B>::start_item(*this, own.end - own.first);
+        if constexpr (B::is_e4m3) e4m3.tiles = 0;
 #pragma unroll
         for (int i = 0; i < ROWS; i++) m[i] = -INFINITY, l[i] = 0;
         if constexpr (B::overlap) {
@@ -4496,6 +4500,8 @@ template <class B> struct WgmmaE4m3<B, true> {
   static constexpr bool q_in_registers = B::warpgroups<4, flushes = B::fp8_flush> 0;
   // Where shared memory has no room for both: nothing is flushed before Q is read.
   static constexpr bool q_in_flushed = q_in_registers && flushes && B::head_dim == 256;
+  // Of D=256 a flush is beside Q @ K.T, which gains 3%; of fewer columns it comes before, else P @ V would wait.
+  static constexpr bool flushes_beside_qk = B::head_dim == 256;
   static constexpr int TRANSPOSERS = 2 / B::split_kv;  // warps of a slice
   using Scores = WgmmaAccumulator<B::block_n>;
   using Queries = uint32_t[ROW_BYTES<B> / STEP_BYTES][4];  // A operands
@@ -4510,7 +4516,7 @@ template <class B> struct WgmmaE4m3<B, true> {
   };
   struct State {
     Queries queries;
-    uint32_t tiles;  // of which a flush comes after FP8_FLUSH
+    uint32_t tiles;  // whose P @ V has ended
   };
 
   template <class Landed>
@@ -4559,8 +4565,9 @@ template <class B> struct WgmmaE4m3<B, true> {
   // 16 d and 32 keys at a time. ldmatrix gives a lane bytes of d = 2g and 2g + 1 of two keys; prmt parts them, and so
   // the keys come in pack_step()'s order. Of 16 d the even ones come first: their lines lie in different banks.
   static __device__ __forceinline__ void transpose(SharedAddress to, SharedAddress from, int part) {
-    constexpr int LINE = PANEL_BYTES<B>, STEP = 16 * TRANSPOSERS,
-                  AT_ONCE = B::warpgroups > 2 ? 2 : 1;
+    constexpr int LINE = PANEL_BYTES<B>, STEP = 16 * TRANSPOSERS;
+    constexpr int MOST = B::warpgroups == 2 && B::split_kv == 1 ? 4 : 2;  // by registers; loads wait behind stores
+    constexpr int AT_ONCE = B::head_dim / STEP < MOST ? B::head_dim / STEP : MOST;
     const uint32_t lane = threadIdx.x % 32;
     from += panel_byte<B::block_n, LINE>(lane, part * 16);
     to += panel_byte<B::head_dim, V_LINE<B>>(part * 16 + lane % 16, lane / 16 * 16);
@@ -4569,7 +4576,7 @@ template <class B> struct WgmmaE4m3<B, true> {
       const SharedAddress line = (to ^ key % V_LINE<B>)+key / V_LINE<B> * B::head_dim * V_LINE<B>;
 #pragma unroll
       for (int d0 = 0; d0 < B::head_dim; d0 += STEP * AT_ONCE) {
-        uint32_t v[AT_ONCE][4];  // loads wait behind stores
+        uint32_t v[AT_ONCE][4];
 #pragma unroll
         for (int n = 0; n < AT_ONCE; n++) {  // the swizzle is an XOR of low bits, and so is a step
           const int d = d0 + n * STEP;
@@ -4690,13 +4697,6 @@ template <class B> struct WgmmaE4m3<B, true> {
       });
       c.accumulates = false;
     }
-  }
-  // Warpgroups flush at different times: at once each would wait for shared memory as long as all of them do. Items of
-  // few tiles need no flush.
-  template <class Consumer>
-  static __device__ __forceinline__ void start_item(Consumer& c, int rounds) {
-    const bool few = rounds <= B::fp8_flush;
-    c.e4m3.tiles = few ? 0 : c.warpgroup * B::fp8_flush / B::warpgroups;
   }
   // O += what was flushed.
   template <class Consumer> static __device__ __forceinline__ void add_flushed(Consumer& c) {
