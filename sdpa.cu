@@ -4198,11 +4198,11 @@ template <class B> struct WgmmaConsumer {
       const bool v_is_there = mbarrier_peek_parity(&v.v_full[ring.stage], ring.parity);
       if (first) take_some_score_as_max(S);
       attend<S.COLS>(S, P, [] {});
+      if constexpr (B::is_e4m3) WgmmaE4m3<B>::flush_when_due(*this);
       turns.begin();
       begin_pv(P, v_is_there);
       turns.end();
       end_pv(ring.stage);
-      if constexpr (B::is_e4m3) WgmmaE4m3<B>::flush_when_due(*this);
       ring.advance();
       if (k0 == last_k0) break;
     }
@@ -4241,14 +4241,11 @@ template <class B> struct WgmmaConsumer {
       } else {
         attend_beside_pv(S, P, end_last_pv);
       }
-      if constexpr (WgmmaE4m3<B>::flushes && !WgmmaE4m3<B>::flushes_beside_qk) {
-        if (accumulates) WgmmaE4m3<B>::flush_when_due(*this);
-      }
+      constexpr bool flushes = WgmmaE4m3<B>::flushes, beside_qk = WgmmaE4m3<B>::flushes_beside_qk;
+      if constexpr (flushes && !beside_qk) WgmmaE4m3<B>::flush_when_due(*this);
       turns.begin();
       if (k0 != last_k0) begin_qk(S, next, k_is_there);
-      if constexpr (WgmmaE4m3<B>::flushes && WgmmaE4m3<B>::flushes_beside_qk) {
-        if (accumulates) WgmmaE4m3<B>::flush_when_due(*this);
-      }
+      if constexpr (flushes && beside_qk) WgmmaE4m3<B>::flush_when_due(*this);
       begin_pv(P, v_is_there);
       turns.end();
       last_stage = ring.stage, ring = next;
@@ -4686,10 +4683,11 @@ template <class B> struct WgmmaE4m3<B, true> {
 
   // ---- O ----
 
-  // After FP8_FLUSH tiles what O holds is added to what is in shared memory, which has the same maximum.
+  // After FP8_FLUSH tiles, and before the P @ V of another, what O holds is added to what is in shared memory, which has
+  // the same maximum.
   template <class Consumer> static __device__ __forceinline__ void flush_when_due(Consumer& c) {
     if constexpr (flushes) {
-      if (++c.e4m3.tiles % B::fp8_flush != 0) return;
+      if (!c.accumulates || ++c.e4m3.tiles % B::fp8_flush != 0) return;
       const bool first = c.e4m3.tiles == B::fp8_flush;
       with_flushed(c, [&](float4* place, float* d) {
         if (!first) add(d, ld_shared<float4>(place));

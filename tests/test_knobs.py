@@ -108,6 +108,8 @@ def test_accepted(knobs):
     ("@wgmma BLOCK_M=64 NUM_WARPS=8 SPLIT_KV=2 USE_PERSISTENT_CTA=1", "in the wgmma kernel not with SPLIT_KV"),
     ("@tuned BLOCK_N=80", "no row of TUNED_TILES has all the knobs"),
     ("@tuned OVERLAP=1", "go with the tile"),
+    ("@tuned DTYPE=FP8_E4M3 FP8_FLUSH=4", "FP8_FLUSH go with the tile"),
+    ("@wgmma BLOCK_M=64 NUM_WARPS=16 SPLIT_KV=4 DTYPE=FP8_E4M3", "type USE_WARP_SPECIALIZATION=1 SPLIT_KV=2 BLOCK_N=64"),
     ("@wgmma BLOCK_M=128 NUM_WARPS=8 SKIP_MASKED=1 USE_PING_PONG=1", "must run the same rounds"),
     ("@swap BLOCK_M=32 NUM_WARPS=16 SPLIT_KV=2", "every warpgroup has a slice of the keys"),
     ("@swap BLOCK_M=128 NUM_WARPS=16 SPLIT_KV=4", "every warpgroup has a slice of the keys"),
