@@ -16,6 +16,7 @@ sys.path.insert(0, os.path.join(ROOT, "tools"))
 import ab  # noqa: E402
 import ab_trial  # noqa: E402
 import ablate  # noqa: E402
+import accuracy  # noqa: E402
 import builds  # noqa: E402
 import engine  # noqa: E402
 import peers  # noqa: E402
@@ -342,6 +343,8 @@ def test_a_real_line_through_its_library(tmp_path, name, dtype):
     bench = engine.Bench(gpu, {"A": kernel, "B": kernel}, dict(zip("AB", problems)))
     assert not bench.skipped and all(check.passed for check in bench.checks.values()), (bench.skipped, bench.checks)
     assert dtype == "fp16" or bench.checks["A"].rel_rms < {"e4m3": 2e-3, "u8": 1e-3}[dtype]  # P is not rounded to it
+    for row in accuracy.rows_of(gpu, [kernel], 64, dtype, 96):
+        assert float(row["rel_rms"]) < 2e-3 and abs(float(row.get("mean", 1)) - 1) < 2e-4, row
     wrong = engine.parse_problem(f"1,1,1,32,32,128,{dtype}")
     assert "HEAD_DIM" in engine.Bench(gpu, {"A": kernel}, {"A": wrong}).skipped["A"]
 
