@@ -652,7 +652,10 @@ constexpr size_t range_counter_bytes = most_split_items * sizeof(uint32_t);
 // Keys that a warp's tensor cores sum over at once (carry_sums() says why). Of a problem with more every CTA has a slot in
 // the workspace.
 constexpr int most_keys_at_once = 65536;
-template <class B> constexpr bool carries_sums = B::family == Family::mma && !B::pack_gqa;
+template <class B>
+constexpr bool carries_sums = (B::family == Family::mma && !B::pack_gqa) ||
+                              (B::family == Family::wgmma && B::use_warp_specialization &&
+                               !B::is_e4m3);
 template <class B> struct ManyKeys : B {  // the build for such a problem
   static constexpr bool many_keys = true;
 };
@@ -4309,6 +4312,30 @@ template <class B> struct WgmmaConsumer {
     fence_proxy_async();
   }
 
+  // O, m and l of the tiles from k0 down to last_k0.
+  __device__ __forceinline__ void sum_keys(const WgmmaTurns<B>& turns) {
+    accumulates = false, stale_keys = 0;
+    tiles_in_O = 0, has_flushed = false;
+#pragma unroll
+    for (int i = 0; i < ROWS; i++) m[i] = flushed_m[i] = -INFINITY, l[i] = 0;
+    if constexpr (B::overlap) {
+      overlapped(turns);
+    } else {
+      serial(turns);
+    }
+  }
+  // The same, of keys_at_once at a time.
+  __device__ __forceinline__ void sum_parts(const WgmmaTurns<B>& turns) {
+    const int all_k0 = last_k0, thread = int(threadIdx.x) - B::producer_threads;
+    for (bool first = true;; first = false, k0 -= round_keys<B>) {
+      last_k0 = max(k0 - keys_at_once<B> + round_keys<B>, all_k0);
+      sum_keys(turns);
+      const bool last = last_k0 == all_k0;
+      carry_sums<B>(O, m, l, a, a.scale_log2, thread, first, last);
+      if (last) break;
+    }
+  }
+
   // All items.
   __device__ __forceinline__ void run() {
     const WgmmaTurns<B> turns(warpgroup);
@@ -4324,15 +4351,11 @@ template <class B> struct WgmmaConsumer {
       if (own.end > 0) {
         k0 = uniform(first_key_of<B>(item, own.end - 1, slice));
         last_k0 = uniform(first_key_of<B>(item, own.first, slice));
-        accumulates = false, stale_keys = 0;
         if constexpr (B::is_e4m3) scale_log2 = item_scale_log2<B>(a, item);
-        tiles_in_O = 0, has_flushed = false;
-#pragma unroll
-        for (int i = 0; i < ROWS; i++) m[i] = flushed_m[i] = -INFINITY, l[i] = 0;
-        if constexpr (B::overlap) {
-          overlapped(turns);
+        if constexpr (B::many_keys) {
+          sum_parts(turns);
         } else {
-          serial(turns);
+          sum_keys(turns);
         }
 #pragma unroll
         for (int i = 0; i < ROWS; i++) l[i] = row_sum<Sums::LANES>(l[i]);
