@@ -652,7 +652,9 @@ constexpr size_t range_counter_bytes = most_split_items * sizeof(uint32_t);
 // Keys that a warp's tensor cores sum over at once (carry_sums() says why). Of a problem with more every CTA has a slot in
 // the workspace.
 constexpr int most_keys_at_once = 65536;
-template <class B> constexpr bool carries_sums = B::family == Family::mma && !B::pack_gqa;
+template <class B>
+constexpr bool carries_sums = (B::family == Family::mma && !B::pack_gqa) ||
+                              (B::family == Family::wgmma && !B::swap_ab && !B::is_e4m3);
 template <class B> struct ManyKeys : B {  // the build for such a problem
   static constexpr bool many_keys = true;
 };
@@ -3564,6 +3566,14 @@ __global__ void __launch_bounds__(B::threads, 1)
     if (tid == 0 && tile + B::stages < tiles) {
       load_tile(s, a, stage, k0 + B::stages * B::block_n, h_kv, item.b);
     }
+    if constexpr (B::many_keys) {
+      constexpr int part = keys_at_once<B> / B::block_n;
+      const bool last = tile + 1 == tiles;
+      if ((tile + 1) % part == 0 || last) {
+        carry_sums<B>(O, m, l, ItemScale<B>(a, item), tid, tile < part, last);
+        if (!last) clear(O), m[0] = m[1] = -INFINITY, l[0] = l[1] = 0;
+      }
+    }
   }
 
 #pragma unroll
@@ -4149,6 +4159,29 @@ template <class B> struct WgmmaConsumer {
     fence_proxy_async();
   }
 
+  // O, m and l of the tiles from k0 down to last_k0.
+  __device__ __forceinline__ void sum_keys(const WgmmaTurns<B>& turns) {
+    accumulates = false, stale_keys = 0;
+#pragma unroll
+    for (int i = 0; i < ROWS; i++) m[i] = -INFINITY, l[i] = 0;
+    if constexpr (B::overlap) {
+      overlapped(turns);
+    } else {
+      serial(turns);
+    }
+  }
+  // The same, of keys_at_once at a time.
+  __device__ __forceinline__ void sum_parts(const WgmmaTurns<B>& turns) {
+    const int all_k0 = last_k0, thread = int(threadIdx.x) - B::producer_threads;
+    for (bool first = true;; first = false, k0 -= round_keys<B>) {
+      last_k0 = max(k0 - keys_at_once<B> + round_keys<B>, all_k0);
+      sum_keys(turns);
+      const bool last = last_k0 == all_k0;
+      carry_sums<B>(O, m, l, ItemScale<B>(a, s.item[q_ring.stage]), thread, first, last);
+      if (last) break;
+    }
+  }
+
   // All items.
   __device__ __forceinline__ void run() {
     const WgmmaTurns<B> turns(warpgroup);
@@ -4164,14 +4197,11 @@ template <class B> struct WgmmaConsumer {
       if (own.end > 0) {
         k0 = uniform(first_key_of<B>(item, own.end - 1, slice));
         last_k0 = uniform(first_key_of<B>(item, own.first, slice));
-        accumulates = false, stale_keys = 0;
         if constexpr (B::is_e4m3) scale_log2 = item_scale_log2<B>(a, item), e4m3.start();
-#pragma unroll
-        for (int i = 0; i < ROWS; i++) m[i] = -INFINITY, l[i] = 0;
-        if constexpr (B::overlap) {
-          overlapped(turns);
+        if constexpr (B::many_keys) {
+          sum_parts(turns);
         } else {
-          serial(turns);
+          sum_keys(turns);
         }
 #pragma unroll
         for (int i = 0; i < ROWS; i++) l[i] = row_sum<Sums::LANES>(l[i]);
