@@ -170,8 +170,12 @@ template <class Knobs> struct Derived : Knobs {
   static constexpr DType output = Knobs::out_dtype != 0 ? DType(Knobs::out_dtype - 1)
                                   : is_8bit             ? DType::fp16
                                                         : input;
+  // Products take fp16, made of the 8 bits of each operand as it is read.
+  static constexpr bool converts_operands =
+      is_8bit && family == Family::mma && Knobs::pack_gqa;
   // fp16 is made of U8, while a tile is copied or (USE_CP_ASYNC) afterwards.
-  static constexpr bool converts = input == DType::u8 && family != Family::scalar;
+  static constexpr bool converts =
+      input == DType::u8 && family != Family::scalar && !converts_operands;
   static constexpr bool converts_tiles = converts && Knobs::use_cp_async;
   static constexpr int producer_threads = !Knobs::use_warp_specialization ? 0  // that only copy
                                           : family == Family::wgmma
@@ -235,9 +239,6 @@ SDPA_REFUSE(
     "them; add USE_MMA_SYNC=1 or SWAP_AB=1 or drop them");
 SDPA_REFUSE(is_mma && !Build::pack_gqa && SPLIT_CTAS_changed,
             "SPLIT_CTAS: in the mma.sync kernel it goes with PACK_GQA; add PACK_GQA=1 or drop it");
-SDPA_REFUSE(Build::is_8bit&& PACK_GQA_changed,
-            "PACK_GQA=1: an 8-bit DTYPE has a factor for each query head, and a tile has one; type "
-            "DTYPE=FP16 or drop PACK_GQA");
 SDPA_REFUSE(is_mma&& Build::pack_gqa&& USE_PERSISTENT_CTA_changed,
             "PACK_GQA=1: in the mma.sync kernel every item has CTAs of its own; drop "
             "USE_PERSISTENT_CTA or PACK_GQA");
@@ -342,7 +343,7 @@ template <class B> constexpr bool check() {
   SDPA_REFUSE(
       mma && B::block_n % 16 != 0,
       "BLOCK_N: mma.sync takes keys by 16, so it must be a multiple of 16; type BLOCK_N=64");
-  SDPA_REFUSE(mma && B::is_e4m3 && B::block_n % 32 != 0,
+  SDPA_REFUSE(mma && B::is_e4m3 && !B::pack_gqa && B::block_n % 32 != 0,
               "BLOCK_N: mma.sync takes keys of e4m3 by 32, so it must be a multiple of 32; type "
               "BLOCK_N=64");
   SDPA_REFUSE(B::family != Family::wgmma && !B::use_cp_async && !B::use_warp_specialization &&
@@ -467,7 +468,7 @@ template <> struct ElementOf<DType::u8> { using type = uint8_t; };
 using Input = ElementOf<Build::input>::type;    // of Q, K and V
 using Output = ElementOf<Build::output>::type;  // of O
 // Of the tiles of Q, K and V in shared memory.
-using Element = std::conditional<Build::input == DType::u8 && !is_scalar, __half, Input>::type;
+using Element = std::conditional<Build::converts, __half, Input>::type;
 using Half =
     std::conditional<Build::is_8bit, __half, Input>::type;  // of products of 16-bit numbers
 
@@ -788,6 +789,13 @@ __host__ __device__ __forceinline__ float float_of(uint32_t bits) {
 // Bytes of the eight of b, a (a the low ones), by the four digits of the selector.
 __device__ __forceinline__ uint32_t prmt(uint32_t a, uint32_t b, uint32_t selector) {
   return __byte_perm(a, b, selector);
+}
+
+// Two numbers in e4m3, the low 16 bits, as fp16.
+__device__ __forceinline__ uint32_t cvt_rn_f16x2_e4m3x2(uint32_t x) {
+  uint32_t pair;
+  asm("cvt.rn.f16x2.e4m3x2 %0, %1;" : "=r"(pair) : "h"(uint16_t(x)));
+  return pair;
 }
 
 // a - b of two numbers in fp16 each.
@@ -1483,10 +1491,13 @@ template <class B> __device__ __forceinline__ float softmax_exp2(float t) {
 
 // P is 2^p_log2 times what the formula has, and so is l: e4m3 begins at 2^-9 and ends at 448. With 8 for 3 a
 // stale maximum would not last; with 0 the error of long rows grows.
-template <class B> constexpr float p_log2 = B::is_e4m3&& B::family != Family::scalar ? 3 : 0;
+template <class B>
+constexpr bool rounds_p_to_e4m3 =
+    B::is_e4m3 && B::family != Family::scalar && !B::converts_operands;
+template <class B> constexpr float p_log2 = rounds_p_to_e4m3<B> ? 3 : 0;
 
 // USE_LAZY_MAX: row sums of P up to which an old maximum will do. The largest fp16 is 65504.
-template <class B> constexpr float lazy_limit = B::is_e4m3 ? 448 : 4096;
+template <class B> constexpr float lazy_limit = rounds_p_to_e4m3<B> ? 448 : 4096;
 
 // The maximum to subtract: 0 for a row with no visible key yet, so that -inf - -inf never happens.
 __device__ __forceinline__ float finite_max(float m) { return m == -INFINITY ? 0.0f : m; }
@@ -1605,12 +1616,14 @@ template <int LANES> __device__ __forceinline__ float row_sum(float x) {
 // What to_float() counts as 1.
 template <class B> constexpr float element_unit = B::input == DType::u8 ? 448.0f / 127 : 1;
 
-// The scale of an item's scores, with the factors of its heads, times log2(e); and the factor of its V.
+// The scale of an item's scores, with the factors of its heads, times log2(e); and the factor of its V. Scores of
+// several query heads (PACK_GQA) have been multiplied by the factor of theirs.
 template <class B>
 __device__ __forceinline__ float item_scale_log2(const KernelArgs& a, const WorkItem& item) {
   if constexpr (!B::is_8bit) return a.scale_log2;
   const int h_kv = int(a.q_heads_per_kv.divide(item.h));
-  return a.scale_log2 * a.p.q_descale.of(item.b, item.h) * a.p.k_descale.of(item.b, h_kv);
+  const float q_descale = B::pack_gqa ? 1 : a.p.q_descale.of(item.b, item.h);
+  return a.scale_log2 * q_descale * a.p.k_descale.of(item.b, h_kv);
 }
 template <class B>
 __device__ __forceinline__ float item_v_descale(const KernelArgs& a, const WorkItem& item) {
@@ -1783,13 +1796,14 @@ __device__ __forceinline__ void add(RowPart& O, const float4& x, float weight) {
 // O, m and l of all groups together, in a fixed order: to put(row, O, m, l).
 template <class B, class Partial, class Put>
 __device__ __forceinline__ void merge_groups(const Partial (&partial_s)[B::split_kv],
-                                             const KernelArgs& a, int thread, const Put& put) {
-  for_each_part<B>(a, thread, [&](int row, RowPart& O) {
+                                             const ItemScale<B>& scale_log2, int thread,
+                                             const Put& put) {
+  for_each_part<B>(scale_log2.a, thread, [&](int row, RowPart& O) {
     float m[1], l[1], weight[B::split_kv];
     float2 m_l[B::split_kv];
 #pragma unroll
     for (int n = 0; n < B::split_kv; n++) m_l[n] = ld_shared<float2>(&partial_s[n].m_l[row]);
-    merge_weights<B>(m_l, a.scale_log2, weight, m[0], l[0]);
+    merge_weights<B>(m_l, scale_log2, weight, m[0], l[0]);
 #pragma unroll
     for (int n = 0; n < B::split_kv; n++) {
       add(O, ld_shared<float4>(&partial_s[n].O[row][O.first_col]), weight[n]);
@@ -1804,6 +1818,7 @@ __device__ __forceinline__ void merge_ranges(const RangePartial<B>* parts, const
                                              const WorkItem& item, int thread) {
   constexpr int many = 16;
   const int ranges = int(a.ranges.divisor);
+  const ItemScale<B> scale_log2(a, item);
   for_each_part<B>(a, thread, [&](int row, RowPart& O) {
     float m[1] = {-INFINITY}, l[1] = {0};
     for (int first = 0; first < ranges; first += many) {
@@ -1817,7 +1832,7 @@ __device__ __forceinline__ void merge_ranges(const RangePartial<B>* parts, const
         x[n] = ld_global_cg<float4>(&part.O[row][O.first_col]);
         if (first + n >= ranges) m_l[1 + n] = {-INFINITY, 0}, x[n] = {};
       }
-      merge_weights<B>(m_l, a.scale_log2, weight, m[0], l[0]);
+      merge_weights<B>(m_l, scale_log2, weight, m[0], l[0]);
 #pragma unroll
       for (int j = 0; j < 4; j++) O.x[0][j] *= weight[0];
 #pragma unroll
@@ -1833,8 +1848,9 @@ template <class B, class Partial>
 __device__ __forceinline__ void store_rows(const Partial (&partial_s)[B::split_kv],
                                            const KernelArgs& a, const WorkItem& item, int thread,
                                            bool& is_last_s) {
+  const ItemScale<B> scale_log2(a, item);
   if (B::split_ctas == 1 || a.ranges.divisor == 1) {
-    merge_groups<B>(partial_s, a, thread, [&](int row, const auto& O, auto& m, auto& l) {
+    merge_groups<B>(partial_s, scale_log2, thread, [&](int row, const auto& O, auto& m, auto& l) {
       store_output<B>(O, m, l, a, row_item<B>(a, item, row));
     });
     return;
@@ -1842,7 +1858,7 @@ __device__ __forceinline__ void store_rows(const Partial (&partial_s)[B::split_k
   uint32_t* const counters = static_cast<uint32_t*>(a.p.workspace);
   RangePartial<B>* const parts = reinterpret_cast<RangePartial<B>*>(
       static_cast<unsigned char*>(a.p.workspace) + range_counter_bytes);
-  merge_groups<B>(partial_s, a, thread, [&](int row, const auto& O, auto& m, auto& l) {
+  merge_groups<B>(partial_s, scale_log2, thread, [&](int row, const auto& O, auto& m, auto& l) {
     RangePartial<B>& mine = parts[blockIdx.x];
     st_global(&mine.O[row][O.first_col], float4{O.x[0][0], O.x[0][1], O.x[0][2], O.x[0][3]});
     if (O.first_col == 0) st_global(&mine.m_l[row], float2{m[0], l[0]});
@@ -2337,7 +2353,7 @@ template <class B> int64_t most_resident_ctas() {
 // each wave of CTAs that starts, and 24 KB for each 16 ranges that the last CTA of an item loads at once (fitted to an
 // H200). None is longer than most_keys_at_once where 256 ranges suffice.
 template <class B> int ranges_of(const SdpaParams& p, const Items& items) {
-  constexpr int round = B::split_kv * B::block_n, round_kb = round * B::head_dim / 256;
+  constexpr int round = B::split_kv * B::block_n, round_kb = round * B::head_dim * int(sizeof(Input)) / 512;
   const int64_t sms = device_attribute(cudaDevAttrMultiProcessorCount, 132);
   const int64_t resident = most_resident_ctas<B>();
   const KeyBounds bounds(p);
@@ -2736,11 +2752,11 @@ template <class B, int WIDTH> struct MmaAccumulator {  // [16 * M_TILES of BLOCK
   __device__ int col(int j) const { return first_col + j / 2 * 8 + j % 2; }
 };
 
-// The same rows after the quad has dealt its columns anew: a lane has 8 neighbouring ones of 32; with e4m3 4 of
+// The same rows after the quad has dealt its columns anew: a lane has 8 neighbouring ones of 32; of 8-bit V 4 of
 // 16, as P @ V leaves them.
 template <class B, int WIDTH> struct MmaRuns {
   static constexpr int ROWS = MmaAccumulator<B, WIDTH>::ROWS, COLS = WIDTH / 4;
-  static constexpr int RUN = B::is_e4m3 ? 4 : 8;
+  static constexpr int RUN = sizeof(Element) == 1 ? 4 : 8;
   float x[ROWS][COLS];
   int first_row, first_col;
   __device__ int row(int i) const { return first_row + 8 * i; }
@@ -2789,15 +2805,38 @@ template <class B> struct MmaShared {
   uint32_t drawn;  // TileQueue
 };
 
-// An mma.sync takes 32 bytes of each row of A and of each column of B.
+// Four elements of 8 bits as two pairs of fp16. 16 bits 0x6400 | u are the number 1024 + u.
+template <class B>
+__device__ __forceinline__ void make_halves(uint32_t (&pairs)[2], uint32_t bytes) {
+#pragma unroll
+  for (int n = 0; n < 2; n++) {
+    if constexpr (B::is_e4m3) {
+      pairs[n] = cvt_rn_f16x2_e4m3x2(bytes >> 16 * n);
+    } else {
+      pairs[n] = sub_f16x2(prmt(bytes, 0x64646464, n ? 0x4342 : 0x4140), 0x64806480);  // 1024 + 128
+    }
+  }
+}
+
+// A step takes 32 bytes of each row of A and of each column of B. Their fp16 (converts_operands) are two products:
+// the first has k = 4q ... 4q + 3 of the lane's registers, the second the same 16 k further.
 constexpr int MMA_K = 2 * CHUNK;
-template <class E>
+template <class B> constexpr int A_REGISTERS = B::converts_operands ? 8 : 4;
+template <class B>
 __device__ __forceinline__ void mma(float& d0, float& d1, float& d2, float& d3,
-                                    const uint32_t (&a)[4], uint32_t b0, uint32_t b1) {
-  if constexpr (sizeof(E) == 1) {
+                                    const uint32_t (&a)[A_REGISTERS<B>], uint32_t b0, uint32_t b1) {
+  if constexpr (B::converts_operands) {
+    const uint32_t b[2] = {b0, b1};
+#pragma unroll
+    for (int n = 0; n < 2; n++) {
+      uint32_t pairs[2], part[4];
+      make_halves<B>(pairs, b[n]), memcpy(part, a + 4 * n, sizeof part);
+      mma_m16n8k16<Half>(d0, d1, d2, d3, part, pairs[0], pairs[1]);
+    }
+  } else if constexpr (sizeof(Element) == 1) {
     mma_m16n8k32_e4m3(d0, d1, d2, d3, a, b0, b1);
   } else {
-    mma_m16n8k16<E>(d0, d1, d2, d3, a, b0, b1);
+    mma_m16n8k16<Element>(d0, d1, d2, d3, a, b0, b1);
   }
 }
 
@@ -2806,15 +2845,28 @@ __device__ __forceinline__ void mma(float& d0, float& d1, float& d2, float& d3,
 template <class B> struct MmaQueries {
   static constexpr int M_TILES = MmaAccumulator<B, 8>::M_TILES, STEPS = B::head_dim / MMA_K;
   static constexpr int O_AND_S = M_TILES * (B::head_dim + B::block_n) / 2;  // registers
-  static constexpr int ROOM = O_AND_S < 184 ? (184 - O_AND_S) / (4 * M_TILES) : 0;
+  static constexpr int REGISTERS = A_REGISTERS<B>;  // of a step and 16 rows
+  static constexpr int ROOM = O_AND_S < 184 ? (184 - O_AND_S) / (REGISTERS * M_TILES) : 0;
   static constexpr int KEPT = ROOM < STEPS ? ROOM : STEPS;
-  uint32_t kept[KEPT ? KEPT : 1][M_TILES][4];
+  uint32_t kept[KEPT ? KEPT : 1][M_TILES][REGISTERS];
   SharedAddress at;  // of this lane's row in the first 16 rows and MMA_K columns
 
-  __device__ void read(uint32_t (&a)[M_TILES][4], int step) const {
+  __device__ void read(uint32_t (&a)[M_TILES][REGISTERS], int step) const {
 #pragma unroll
-    for (int m = 0; m < M_TILES; m++)
-      ldmatrix_x4<false>(a[m], tile_step<B>(at, 16 * m, MMA_K * step));
+    for (int m = 0; m < M_TILES; m++) {
+      const SharedAddress from = tile_step<B>(at, 16 * m, MMA_K * step);
+      if constexpr (B::converts_operands) {
+        uint32_t bytes[4], pairs[2];
+        ldmatrix_x4<false>(bytes, from);
+#pragma unroll
+        for (int i = 0; i < 4; i++) {  // rows g and g + 8 of 16 k, then of the next
+          make_halves<B>(pairs, bytes[i]);
+          a[m][i / 2 * 4 + i % 2] = pairs[0], a[m][i / 2 * 4 + i % 2 + 2] = pairs[1];
+        }
+      } else {
+        ldmatrix_x4<false>(a[m], from);
+      }
+    }
   }
   // Q_s is there now.
   __device__ void start(const Element* Q_s, int warp, int lane) {
@@ -2822,7 +2874,7 @@ template <class B> struct MmaQueries {
 #pragma unroll
     for (int step = 0; step < KEPT; step++) read(kept[step], step);
   }
-  __device__ void get(uint32_t (&a)[M_TILES][4], int step) const {
+  __device__ void get(uint32_t (&a)[M_TILES][REGISTERS], int step) const {
     if (step < KEPT) {
       memcpy(a, kept[step], sizeof a);
     } else {
@@ -2835,14 +2887,14 @@ template <class B> struct MmaQueries {
 // two registers for each 8 columns.
 template <class B, int WIDTH>
 __device__ __forceinline__ void multiply_columns(
-    MmaAccumulator<B, WIDTH>& T, int n, const uint32_t (&a)[MmaAccumulator<B, WIDTH>::M_TILES][4],
+    MmaAccumulator<B, WIDTH>& T, int n,
+    const uint32_t (&a)[MmaAccumulator<B, WIDTH>::M_TILES][A_REGISTERS<B>],
     const uint32_t (&b)[4]) {
 #pragma unroll
   for (int m = 0; m < T.M_TILES; m++) {
     auto &top = T.x[2 * m], &bottom = T.x[2 * m + 1];
-    mma<Element>(top[4 * n], top[4 * n + 1], bottom[4 * n], bottom[4 * n + 1], a[m], b[0], b[1]);
-    mma<Element>(top[4 * n + 2], top[4 * n + 3], bottom[4 * n + 2], bottom[4 * n + 3], a[m], b[2],
-                 b[3]);
+    mma<B>(top[4 * n], top[4 * n + 1], bottom[4 * n], bottom[4 * n + 1], a[m], b[0], b[1]);
+    mma<B>(top[4 * n + 2], top[4 * n + 3], bottom[4 * n + 2], bottom[4 * n + 3], a[m], b[2], b[3]);
   }
 }
 
@@ -2856,7 +2908,7 @@ __device__ __forceinline__ void mma_qk(MmaAccumulator<B, B::block_n>& S, const M
   clear(S);
 #pragma unroll
   for (int step = 0; step < B::head_dim / MMA_K; step++) {
-    uint32_t q[MmaAccumulator<B, B::block_n>::M_TILES][4];
+    uint32_t q[MmaAccumulator<B, B::block_n>::M_TILES][A_REGISTERS<B>];
     Q.get(q, step);
 #pragma unroll
     for (int n = 0; n < B::block_n / 16; n++) {
@@ -2867,12 +2919,13 @@ __device__ __forceinline__ void mma_qk(MmaAccumulator<B, B::block_n>& S, const M
   }
 }
 
-// P, rounded, as A operands: the accumulators of MMA_K columns of P are the A operand of as many keys, so
+// P, rounded, as A operands: the accumulators of 32 bytes of P are the A operand of as many keys, so
 // that nothing moves between lanes. With e4m3 the operand's k = 4q + i (and 16 + 4q + i) is then key
 // i / 2 * 8 + 2q + i % 2 (and 16 more).
 template <class B> struct MmaProbabilities {
-  static constexpr int M_TILES = MmaAccumulator<B, 8>::M_TILES, STEPS = B::block_n / MMA_K;
-  static constexpr int COLS = MMA_K / 4;  // of a lane, in a step
+  static constexpr int M_TILES = MmaAccumulator<B, 8>::M_TILES;
+  static constexpr int KEYS = rounds_p_to_e4m3<B> ? 32 : 16;  // of a step
+  static constexpr int STEPS = B::block_n / KEYS, COLS = KEYS / 4;  // of a lane, in a step
   uint32_t a[STEPS][M_TILES][4];
 
   __device__ void pack_step(const MmaAccumulator<B, B::block_n>& P, int step) {
@@ -2881,10 +2934,11 @@ template <class B> struct MmaProbabilities {
 #pragma unroll
       for (int i = 0; i < 4; i++) {
         const float* const x = &P.x[2 * m + i % 2][COLS * step + COLS / 2 * (i / 2)];
-        if constexpr (sizeof(Element) == 1) {
+        if constexpr (rounds_p_to_e4m3<B>) {
           a[step][m][i] = cvt_rn_satfinite_e4m3x4(x[0], x[1], x[2], x[3]);
         } else {
-          a[step][m][i] = pack<Element>(x[0], x[1]);
+          a[step][m][i] =
+              pack<typename std::conditional<B::converts_operands, Half, Element>::type>(x[0], x[1]);
         }
       }
     }
@@ -2907,18 +2961,45 @@ __device__ __forceinline__ void mma_pv_e4m3(MmaAccumulator<B, B::head_dim>& O,
 #pragma unroll
     for (int m = 0; m < O.M_TILES; m++) {
       float *const top = O.x[2 * m] + 4 * n, *const bottom = O.x[2 * m + 1] + 4 * n;
-      mma<Element>(top[0], top[2], bottom[0], bottom[2], P.a[step][m], even[0], even[1]);
-      mma<Element>(top[1], top[3], bottom[1], bottom[3], P.a[step][m], odd[0], odd[1]);
+      mma<B>(top[0], top[2], bottom[0], bottom[2], P.a[step][m], even[0], even[1]);
+      mma<B>(top[1], top[3], bottom[1], bottom[3], P.a[step][m], odd[0], odd[1]);
     }
   }
 }
 
-// O += P @ V for the MMA_K keys from MMA_K * step   [16 * M_TILES][D] of a warp
+// The same with P in fp16: of the 16 keys from 16 * step.
+template <class B>
+__device__ __forceinline__ void mma_pv_halves(MmaAccumulator<B, B::head_dim>& O,
+                                              const MmaProbabilities<B>& P, const Element* V_s,
+                                              int step, int lane) {
+  const SharedAddress at = shared_address(V_s + tile_offset<B>(lane % 16, lane / 16 * CHUNK));
+#pragma unroll
+  for (int n = 0; n < B::head_dim / 16; n += 2) {
+    uint32_t v[4];  // of 16 d keys 0 ... 7, 8 ... 15, and of the next
+    ldmatrix_x4<true>(v, tile_step<B>(at, 16 * step, 16 * n));
+#pragma unroll
+    for (int next = 0; next < 2; next++) {
+      uint32_t low[2], high[2];  // keys; the even d and the odd d
+      make_halves<B>(low, prmt(v[2 * next], 0, 0x3120));
+      make_halves<B>(high, prmt(v[2 * next + 1], 0, 0x3120));
+#pragma unroll
+      for (int m = 0; m < O.M_TILES; m++) {
+        float *const top = O.x[2 * m] + 4 * (n + next), *const bottom = O.x[2 * m + 1] + 4 * (n + next);
+        mma_m16n8k16<Half>(top[0], top[2], bottom[0], bottom[2], P.a[step][m], low[0], high[0]);
+        mma_m16n8k16<Half>(top[1], top[3], bottom[1], bottom[3], P.a[step][m], low[1], high[1]);
+      }
+    }
+  }
+}
+
+// O += P @ V for the keys of a step   [16 * M_TILES][D] of a warp
 template <class B>
 __device__ __forceinline__ void mma_pv(MmaAccumulator<B, B::head_dim>& O,
                                        const MmaProbabilities<B>& P, const Element* V_s, int step,
                                        int lane) {
-  if constexpr (sizeof(Element) == 1) {
+  if constexpr (B::converts_operands) {
+    mma_pv_halves<B>(O, P, V_s, step, lane);
+  } else if constexpr (sizeof(Element) == 1) {
     mma_pv_e4m3<B>(O, P, V_s, step, lane);
   } else {
     const SharedAddress at = shared_address(V_s + tile_offset<B>(lane % 16, lane / 16 * 8));
@@ -2939,6 +3020,7 @@ template <class B> struct MmaRows {
   Sums O;
   MmaProbabilities<B> P;
   float m[ROWS], l[ROWS];
+  float q_descale[B::converts_operands ? ROWS : 1];  // of the rows' heads
   bool stale_max_will_do;  // USE_LAZY_MAX: softmax_shift() said so of all rows of the warp
 
   __device__ void start(int first_row, int first_col) {
@@ -2954,11 +3036,16 @@ template <class B> struct MmaRows {
     for (int step = 0; step < P.STEPS; step++) mma_pv<B>(O, P, V_s, step, lane);
   }
 
+  // S = Q @ K.T, with the factors of several heads.
+  __device__ void multiply_qk(Scores& S, const MmaQueries<B>& Q, const Element* K_s, int lane) {
+    mma_qk<B>(S, Q, K_s, lane);
+    if constexpr (B::converts_operands) scale_rows(S, q_descale);
+  }
   // P of a tile without mask, by a stale maximum, if that will do.
   __device__ bool attend_by_stale_max(const MmaQueries<B>& Q, const Element* K_s, float scale_log2,
                                       int lane) {
     Scores S;
-    mma_qk<B>(S, Q, K_s, lane);
+    multiply_qk(S, Q, K_s, lane);
     StaleSoftmax<B, ROWS> softmax(m, scale_log2);
 #pragma unroll
     for (int step = 0; step < P.STEPS; step++) {
@@ -2972,7 +3059,7 @@ template <class B> struct MmaRows {
                                       int lane) {
     Scores S;
     S.first_row = O.first_row, S.first_col = O.first_col;
-    mma_qk<B>(S, Q, K_s, lane);
+    multiply_qk(S, Q, K_s, lane);
     if (!clean) mask_scores<B>(S, scale_log2.a, q0, k0);
     float alpha[ROWS];
     softmax_max<B>(S, scale_log2, m, alpha);
@@ -3083,6 +3170,15 @@ template <class B> struct MmaPacked {
           row < rows && from.q0 < p.Sq);
     }
   }
+  // Rows that the tile does not have get any.
+  static __device__ __forceinline__ void read_factors(MmaRows<B>& rows, const KernelArgs& a,
+                                                      const WorkItem& item) {
+#pragma unroll
+    for (int i = 0; i < rows.ROWS; i++) {
+      const WorkItem of = row_item<B>(a, item, rows.O.row(i));
+      rows.q_descale[i] = a.p.q_descale.of(of.b, min(of.h, a.p.Hq - 1));
+    }
+  }
   static __device__ __forceinline__ void store(MmaShared<B>& s, const MmaRows<B>& rows,
                                                const KernelArgs& a, int group, int lane) {
     MmaRuns<B, B::head_dim> runs;
@@ -3136,6 +3232,7 @@ __global__ void __launch_bounds__(B::threads, 1) sdpa_mma(const __grid_constant_
     const auto sum_keys = [&](int begin, int end) {
       Q.start(s.in.Q, warp, lane);
       rows.start(warp * WARP_ROWS + lane / 4, lane % 4 * 2);
+      if constexpr (B::converts_operands) MmaPacked<B>::read_factors(rows, a, s.item);
       for (int round = begin; round < end; round += t.ADVANCE) {
         const int k0 = round + group * B::block_n, stage = feed.acquire(k0);
         if (q < p.Sq && k0 < t.keys.end && a.tiles.touch(q, k0)) {
