@@ -1440,8 +1440,16 @@ __device__ __forceinline__ void scale_rows(View& T, const float (&factor)[View::
 
 // ---- mask ----
 
-// The query of row r of a tile that begins with query q0. PACK_GQA: the rows are item_queries queries of one head,
-// then those of the next head that has the same key head.
+// Queries of an item, of each head, and its rows. PACK_GQA: the rows are so many queries of one head, then those of the
+// next head that has the same key head.
+template <class B> __device__ __forceinline__ int queries_of_item(const KernelArgs& a) {
+  return B::pack_gqa ? int(a.item_queries.divisor) : B::block_m;
+}
+template <class B> __device__ __forceinline__ int rows_of_item(const KernelArgs& a) {
+  return B::pack_gqa ? a.item_heads * int(a.item_queries.divisor) : B::block_m;
+}
+
+// The query of row r of a tile that begins with query q0.
 template <class B> __device__ __forceinline__ int query_of(const KernelArgs& a, int q0, int r) {
   return q0 + (B::pack_gqa ? int(a.item_queries.remainder(uint32_t(r))) : r);
 }
@@ -1778,7 +1786,7 @@ __device__ __forceinline__ WorkItem row_item(const KernelArgs& a, const WorkItem
 template <class B, class Body>
 __device__ __forceinline__ void for_each_part(const KernelArgs& a, int thread, const Body& body) {
   constexpr int parts = B::head_dim / 4, threads = B::num_warps * 32;
-  const int rows = B::pack_gqa ? a.item_heads * int(a.item_queries.divisor) : B::block_m;
+  const int rows = rows_of_item<B>(a);
   for (int i = thread; i < rows * parts; i += threads) {
     RowPart O;
     O.first_col = i % parts * 4;
@@ -1876,9 +1884,8 @@ __device__ __forceinline__ void store_rows(const Partial (&partial_s)[B::split_k
 template <class B>
 __device__ __forceinline__ WorkItem tile_of(const KernelArgs& a, uint32_t head, uint32_t block) {
   const int heads = B::pack_gqa ? a.item_heads : 1;
-  const int queries = B::pack_gqa ? int(a.item_queries.divisor) : B::block_m;
   return {int(a.q_heads.divide(head)), int(a.q_heads.remainder(head)) * heads,
-          int(block) * queries};
+          int(block) * queries_of_item<B>(a)};
 }
 
 // Item number -> tile. Without a mask the q-blocks of a head follow each other and share its K and
@@ -1960,8 +1967,7 @@ template <class B> struct ItemTiles {
                                        int tid, int nthreads)
       : p(a.p), item(item_), mine(tid, nthreads) {
     const int h_kv = item.h / (p.Hq / p.Hkv);
-    const int queries = B::pack_gqa ? int(a.item_queries.divisor) : B::block_m;
-    keys = a.keys.of_rows(item.q0, min(item.q0 + queries, p.Sq) - 1);
+    keys = a.keys.of_rows(item.q0, min(item.q0 + queries_of_item<B>(a), p.Sq) - 1);
     if (B::split_ctas != 1) {
       const int rounds = max((keys.end - keys.begin + ADVANCE - 1) / ADVANCE, 0);
       const KeyRange part = range_of_rounds(a, rounds);
@@ -3160,7 +3166,7 @@ template <class B> struct MmaPacked {
                                                 const KernelArgs& a) {
     constexpr int per_row = TileCopy<B>::PER_ROW;
     const SdpaParams& p = a.p;
-    const int rows = a.item_heads * int(a.item_queries.divisor);
+    const int rows = rows_of_item<B>(a);
     for (int i = threadIdx.x; i < B::block_m * per_row; i += B::threads) {
       const int row = i / per_row, col = i % per_row * B::vec_width;
       const WorkItem from = row_item<B>(a, t.item, row);
@@ -3380,8 +3386,8 @@ __device__ __forceinline__ WgmmaItem wgmma_item(const KernelArgs& a, uint32_t i)
   } else {
     static_cast<WorkItem&>(item) = work_item<B>(a, i);
     if (EARLY) item.q0 -= (int(a.q_blocks.divisor) * B::block_m - a.p.Sq) / 64 * 64;
-    const int queries = B::pack_gqa ? int(a.item_queries.divisor) : B::block_m;
-    const KeyRange keys = a.keys.of_rows(max(item.q0, 0), min(item.q0 + queries, a.p.Sq) - 1);
+    const int last = min(item.q0 + queries_of_item<B>(a), a.p.Sq) - 1;
+    const KeyRange keys = a.keys.of_rows(max(item.q0, 0), last);
     item.first_key = keys.begin;
     item.rounds = max((keys.end - keys.begin + round_keys<B> - 1) / round_keys<B>, 1);
   }
@@ -4748,7 +4754,7 @@ template <class B> struct WgmmaColumnsLoader {
     s.item = item;
     if (B::pack_gqa) {
       constexpr int panels = B::head_dim / 64;
-      const int rows = a.item_heads * int(a.item_queries.divisor);
+      const int rows = rows_of_item<B>(a);
       mbarrier_arrive_expect_tx(&s.q_full, panels * rows * 64 * sizeof(Input));
       for (int panel = 0; panel < panels; panel++) {
         const int at[5] = {0, item.q0, item.h, panel, item.b};
@@ -5896,8 +5902,9 @@ void find_peaks(Device& d, const cudaDeviceProp& prop) {
                {90, 4096}, {100, 8192}, {120, 1024}};
   for (const auto& rate : rates) {
     if (rate.sm != prop.major * 10 + prop.minor) continue;
-    d.matrix_flops =
-        1e3 * rate.flops * prop.multiProcessorCount * device_attribute(cudaDevAttrClockRate, 0);
+    const int in_16_bits = line.input == DType::e4m3 ? 2 : 1;  // products to one of 16-bit elements
+    d.matrix_flops = 1e3 * rate.flops * in_16_bits * prop.multiProcessorCount *
+                     device_attribute(cudaDevAttrClockRate, 0);
   }
   d.memory_bytes = 2e3 * device_attribute(cudaDevAttrMemoryClockRate, 0) * prop.memoryBusWidth / 8;
 }
@@ -5973,8 +5980,12 @@ struct Run {
   // rate of the memory, each moved once. The longer one binds.
   double matrix_us(const Device& d) const { return flops_of(problem) / d.matrix_flops * 1e6; }
   double memory_us(const Device& d) const {
-    return 4.0 * line.D * double(rows_of(problem, Tensor::Q) + rows_of(problem, Tensor::K)) /
-           d.memory_bytes * 1e6;
+    double bytes = 0;  // with D = 1
+    for (Tensor t : {Tensor::Q, Tensor::K, Tensor::V, Tensor::O}) {
+      const DType type = t == Tensor::O ? line.output : line.input;
+      bytes += double(rows_of(problem, t) * element_bytes(type));
+    }
+    return line.D * bytes / d.memory_bytes * 1e6;
   }
   bool memory_binds(const Device& d) const { return memory_us(d) > matrix_us(d); }
   double share_of_peak(const Device& d) const {
