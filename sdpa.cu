@@ -85,7 +85,7 @@ namespace {  // two builds in one program must not share their constants and ker
   X(OVERLAP, 0, overlap, "0 1", "wgmma: softmax beside P @ V of the tile before") \
   X(SKIP_MASKED, 0, skip_masked, "0 1", "wgmma: a warpgroup leaves out tiles of which its rows see nothing") \
   X(FP8_FLUSH, 8, fp8_flush, "0 1 2 4 8 16", "wgmma, FP8_E4M3: after so many tiles P @ V is added to O in fp32; 0: never") \
-  X(SWAP_AB, 0, swap_ab, "0 1", "wgmma: S.T = K @ Q.T, keys as its 64 rows: 16, 32 or 64 query rows a CTA") \
+  X(SWAP_AB, 0, swap_ab, "0 1", "wgmma: S.T = K @ Q.T, keys as its 64 rows: 8, 16, 32 or 64 query rows a CTA") \
   X(PACK_GQA, 0, pack_gqa, "0 1", "mma, SWAP_AB: the query heads of a key head are rows of one tile") \
   X(SPLIT_CTAS, 1, split_ctas, "0..256", "PACK_GQA: CTAs that share the keys of a tile; 0: by the problem; workspace") \
   X(USE_TUNED, 0, use_tuned, "0 1", "wgmma: the tile by the problem, from TUNED_TILES; knobs typed besides narrow it") \
@@ -304,9 +304,9 @@ template <class B> constexpr bool check() {
               "add USE_WARP_SPECIALIZATION=1 and drop USE_PING_PONG");
   SDPA_REFUSE(wgmma && B::swap_ab &&
                   (B::num_warps != 4 * B::split_kv || B::block_n % 64 != 0 ||
-                   (B::block_m != 16 && B::block_m != 32 && B::block_m != 64)),
+                   (B::block_m != 8 && B::block_m != 16 && B::block_m != 32 && B::block_m != 64)),
               "SWAP_AB=1: every warpgroup has a slice of the keys, by 64, and all of them the same "
-              "16, 32 or 64 query rows; type BLOCK_M=32 BLOCK_N=128 NUM_WARPS=16 SPLIT_KV=4");
+              "8, 16, 32 or 64 query rows; type BLOCK_M=32 BLOCK_N=128 NUM_WARPS=16 SPLIT_KV=4");
   SDPA_REFUSE(wgmma && B::swap_ab &&
                   (B::block_n + B::head_dim) / 64 * B::block_m / 2 > (B::num_warps > 8 ? 96 : 192),
               "SWAP_AB=1: a thread's part of S and O would leave too few of its registers for the "
@@ -1062,7 +1062,8 @@ __device__ __forceinline__ uint64_t wgmma_descriptor(SharedAddress start, int le
 }
 
 // SDPA_D<R>(F): F(1) ... F(R - 1), for the numbers of R accumulators.
-#define SDPA_D8(F) F(1) F(2) F(3) F(4) F(5) F(6) F(7)
+#define SDPA_D4(F) F(1) F(2) F(3)
+#define SDPA_D8(F) SDPA_D4(F) F(4) F(5) F(6) F(7)
 #define SDPA_D16(F) SDPA_D8(F) F(8) F(9) F(10) F(11) F(12) F(13) F(14) F(15)
 #define SDPA_D24(F) SDPA_D16(F) F(16) F(17) F(18) F(19) F(20) F(21) F(22) F(23)
 #define SDPA_D32(F) SDPA_D24(F) F(24) F(25) F(26) F(27) F(28) F(29) F(30) F(31)
@@ -1084,6 +1085,7 @@ __device__ __forceinline__ uint64_t wgmma_descriptor(SharedAddress start, int le
 // 0 ... R - 1. Operand R is scale-d, R + 1 descriptor B, R + 2 imm-trans-b, R + 3 ... are A, as a
 // descriptor with imm-trans-a after it.
 #define SDPA_WGMMA_SHAPES(X)                \
+  X(8, 4, 5, 6, 7, 8, 9, 10)                \
   X(16, 8, 9, 10, 11, 12, 13, 14)           \
   X(32, 16, 17, 18, 19, 20, 21, 22)         \
   X(48, 24, 25, 26, 27, 28, 29, 30)         \
@@ -1117,7 +1119,7 @@ __device__ __forceinline__ uint64_t wgmma_descriptor(SharedAddress start, int le
 template <class E, int N, int TRANS_B, int TRANS_A = 0>
 __device__ __forceinline__ void wgmma_ss(float (&d)[N / 2], uint64_t a, uint64_t b,
                                          bool accumulate) {
-  static_assert(N >= 16 && N <= 256 && N % 16 == 0, "wgmma: N is a multiple of 16 up to 256");
+  static_assert(N == 8 || (N <= 256 && N % 16 == 0), "wgmma: N is 8 or a multiple of 16 up to 256");
 #define SDPA_WGMMA_SS(n, r, r1, r2, r3, r4, r5, r6)                                     \
   if constexpr (N == n && std::is_same<E, __half>::value) {                             \
     SDPA_WGMMA("k16.f32.f16.f16", n, r, r1, "%" #r3, "1, 1, %" #r4 ", %" #r2, "l"(a),   \
@@ -1136,7 +1138,7 @@ __device__ __forceinline__ void wgmma_ss(float (&d)[N / 2], uint64_t a, uint64_t
 template <class E, int N, int TRANS_B>
 __device__ __forceinline__ void wgmma_rs(float (&d)[N / 2], const uint32_t (&a)[4], uint64_t b,
                                          bool accumulate) {
-  static_assert(N >= 16 && N <= 256 && N % 16 == 0, "wgmma: N is a multiple of 16 up to 256");
+  static_assert(N == 8 || (N <= 256 && N % 16 == 0), "wgmma: N is 8 or a multiple of 16 up to 256");
 #define SDPA_WGMMA_RS(n, r, r1, r2, r3, r4, r5, r6)                                               \
   if constexpr (N == n && std::is_same<E, __half>::value) {                                       \
     SDPA_WGMMA("k16.f32.f16.f16", n, r, r1, "{%" #r3 ", %" #r4 ", %" #r5 ", %" #r6 "}",           \
@@ -4882,7 +4884,7 @@ template <class B> struct WgmmaColumns {
   }
 
   // Two lanes meet: each gives half of the columns away and gets the other's part of those that it keeps.
-  // The last of 4 columns is kept by both.
+  // The last of 2 or 4 columns is kept by both.
   template <int DISTANCE, class Combine>
   __device__ __forceinline__ void combine_pair(float (&x)[COLS], Combine combine) const {
     constexpr bool halve = COLS * DISTANCE >= 32;
@@ -4961,13 +4963,15 @@ template <class B> struct WgmmaColumns {
 
   // P of the scores S in their place, and rounded in the place of K.
   __device__ __forceinline__ void write_p(Scores& S, const float (&m_log2)[OWN]) {
+    constexpr int columns = B::block_m < 16 ? 8 : 16;  // of 8, both halves of the warp store the same
     const SharedAddress P_s = shared_address(
         s.slice[slice].K[ring.stage] +
-        panel_offset<B::block_m>(lane / 16 * 8 + lane % 8, warp * 16 + lane / 8 % 2 * 8));
+        panel_offset<B::block_m>((columns == 8 ? 0 : lane / 16 * 8) + lane % 8,
+                                 warp * 16 + lane / 8 % 2 * 8));
 #pragma unroll
-    for (int q = 0; q < B::block_m; q += 16) {
+    for (int q = 0; q < B::block_m; q += columns) {
 #pragma unroll
-      for (int i = q / 4; i < q / 4 + 4; i++) {
+      for (int i = q / 4; i < (q + columns) / 4; i++) {
         const float column_m_log2 = from_owner(m_log2, i);
 #pragma unroll
         for (int n = 0; n < 2 * KEY_BLOCKS; n++) {
@@ -4978,8 +4982,9 @@ template <class B> struct WgmmaColumns {
 #pragma unroll
       for (int block = 0; block < KEY_BLOCKS; block++) {
         const float* const x = S[block] + q / 2;
+        constexpr int y = columns / 2 - 4;
         const uint32_t p[4] = {pack<Input>(x[0], x[1]), pack<Input>(x[2], x[3]),
-                               pack<Input>(x[4], x[5]), pack<Input>(x[6], x[7])};
+                               pack<Input>(x[y], x[y + 1]), pack<Input>(x[y + 2], x[y + 3])};
         stmatrix_x4<true>(P_s + (block * B::block_m + q) * 128, p);
       }
     }
@@ -5025,8 +5030,8 @@ template <class B> struct WgmmaColumns {
     if (warp != 0) return;
 #pragma unroll
     for (int r = 0; r < OWN; r++) {
-      const int i = int(lane) / 4 * COLS / 8 + r;  // with 4 columns two lanes own the same
-      if (COLS >= 8 || lane / 4 % 2 == 0) {
+      const int i = int(lane) / 4 * COLS / 8 + r;  // with 4 columns two lanes own the same, with 2 four
+      if (COLS >= 8 || lane / 4 % (8 / COLS) == 0) {
         st_shared(&s.partial[slice].m_l[column(i)], float2{m[r], l[r]});
       }
     }

@@ -777,6 +777,7 @@ int main(int argc, char** argv) {
   run("stmatrix_x4_address", test_stmatrix_x4<false>, 128, 128 * 12);
   run("stmatrix_x4_address_trans", test_stmatrix_x4<true>, 128, 128 * 12);
   run("setmaxnreg", test_setmaxnreg, 384, 384);
+  run_wgmma<8>("wgmma_n8");
   run_wgmma<16>("wgmma_n16");
   run_wgmma<32>("wgmma_n32");
   run_wgmma<64>("wgmma_n64");
