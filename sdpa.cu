@@ -88,7 +88,7 @@ namespace {  // two builds in one program must not share their constants and ker
   X(SWAP_AB, 0, swap_ab, "0 1", "wgmma: S.T = K @ Q.T, keys as its 64 rows: 8, 16, 32 or 64 query rows a CTA") \
   X(PACK_GQA, 0, pack_gqa, "0 1", "mma, SWAP_AB: the query heads of a key head are rows of one tile") \
   X(SPLIT_CTAS, 1, split_ctas, "0..256", "PACK_GQA: CTAs that share the keys of a tile; 0: by the problem; workspace") \
-  X(USE_TUNED, 0, use_tuned, "0 1", "wgmma: the tile by the problem, from TUNED_TILES; knobs typed besides narrow it") \
+  X(USE_TUNED, 0, use_tuned, "0 1", "mma, wgmma: the tile by the problem, from TUNED_TILES; knobs typed besides narrow it") \
   X(USE_CUBLAS, 0, use_cublas, "0 1", "cuBLAS, S and P in global memory: the unfused baseline; link to it") \
   X(USE_WARP_SPECIALIZATION, 0, use_warp_specialization, "0 1", "producer warps copy, consumer warps compute") \
   X(NUM_PRODUCER_WARPS, 1, num_producer_warps, "1 2 4", "warps that only copy")
@@ -230,9 +230,18 @@ SDPA_REFUSE(is_wgmma && (SYNC_POLICY_changed || USE_CP_ASYNC_changed || SWIZZLE_
             "USE_WGMMA=1: SYNC_POLICY, USE_CP_ASYNC, SWIZZLE_XOR and NUM_PRODUCER_WARPS have no "
             "effect on it; drop them");
 SDPA_REFUSE(!is_wgmma && (USE_PING_PONG_changed || OVERLAP_changed || SKIP_MASKED_changed ||
-                          SWAP_AB_changed || USE_TUNED_changed),
-            "USE_PING_PONG, OVERLAP, SKIP_MASKED, SWAP_AB and USE_TUNED: only the wgmma kernel has "
-            "them; add USE_WGMMA=1 or drop them");
+                          SWAP_AB_changed),
+            "USE_PING_PONG, OVERLAP, SKIP_MASKED and SWAP_AB: only the wgmma kernel has them; add "
+            "USE_WGMMA=1 or drop them");
+SDPA_REFUSE(!is_wgmma && !is_mma && USE_TUNED_changed,
+            "USE_TUNED=1: TUNED_TILES has tiles of mma.sync and wgmma; add USE_MMA_SYNC=1 or "
+            "USE_WGMMA=1 or drop it");
+SDPA_REFUSE(is_mma&& Build::use_tuned && !(Build::use_cp_async && Build::swizzle_xor),
+            "USE_TUNED=1: the tiles of mma.sync have stages and swizzled rows; add USE_CP_ASYNC=1 "
+            "SWIZZLE_XOR=1");
+SDPA_REFUSE(is_mma&& Build::use_tuned&& Build::is_8bit,
+            "USE_TUNED=1: TUNED_TILES has no row for an 8-bit DTYPE and mma.sync; type BLOCK_M=128 "
+            "BLOCK_N=64 STAGES=2 or DTYPE=FP16");
 SDPA_REFUSE(
     !Build::swap_ab && !is_mma && (PACK_GQA_changed || SPLIT_CTAS_changed),
     "PACK_GQA and SPLIT_CTAS: only the mma.sync kernel and the transposed wgmma kernel have "
@@ -276,9 +285,8 @@ SDPA_REFUSE(is_mma&& SYNC_POLICY_changed,
 // What cannot work, typed or in a row of TUNED_TILES.
 template <class B> constexpr bool check() {
   constexpr bool scalar = B::family == Family::scalar, wmma = B::family == Family::wmma,
-                 mma = B::family == Family::mma,
-                 wgmma = B::family == Family::wgmma &&
-                         !B::use_tuned;  // whose rows are judged one by one
+                 mma = B::family == Family::mma && !B::use_tuned,  // whose rows are judged one by one
+                 wgmma = B::family == Family::wgmma && !B::use_tuned;
   SDPA_REFUSE(
       wgmma && !B::swap_ab && (B::group_warps % 4 != 0 || B::block_m != 16 * B::group_warps),
       "BLOCK_M and NUM_WARPS: a warpgroup has 4 warps and 64 query rows, so BLOCK_M must "
@@ -365,7 +373,7 @@ static_assert(check<Build>(), "");
 
 // ---- tuned tiles (USE_TUNED) ----
 
-// A tile of the wgmma kernel with its schedule, and what an item costs an SM: item_clocks, and one more
+// A tile of the mma.sync or the wgmma kernel with its schedule, and what an item costs an SM: item_clocks, and one more
 // for every scores_per_clock scores. Fitted to the times of whole problems on an H200 (./run_all.sh fit), to put
 // the tiles in order; not measured one by one.
 enum Schedule {
@@ -376,6 +384,7 @@ enum Schedule {
   skip_masked = 16,
   swap_ab = 32,
   packed = 64,  // PACK_GQA=1 SPLIT_CTAS=0
+  mma_sync = 128,
 };
 struct TunedTile {
   int head_dim, block_m, block_n, num_warps, stages, split_kv;
@@ -399,6 +408,18 @@ constexpr TunedTile TUNED_TILES[] = {
     {128, 32, 64, 4, 2, 1, swap_ab | packed, 5500, 1.2, 1.2},
     {256, 128, 64, 8, 2, 1, overlap | skip_masked, 3000, 3.6, 3.6},
     {256, 16, 64, 4, 3, 1, swap_ab | packed, 5500, 0.31, 0.31},
+    {64, 32, 32, 8, 2, 4, mma_sync, 4000, 4.0, 4.0},
+    {64, 64, 64, 8, 2, 2, mma_sync, 4500, 5.0, 5.0},
+    {64, 64, 64, 4, 2, 2, mma_sync, 5000, 5.5, 5.5},
+    {64, 128, 64, 4, 3, 1, mma_sync, 5000, 6.0, 6.0},
+    {64, 16, 32, 4, 3, 4, packed | mma_sync, 5500, 1.25, 1.25},
+    {64, 32, 32, 4, 3, 4, packed | mma_sync, 5500, 2.5, 2.5},
+    {128, 64, 32, 8, 2, 2, mma_sync, 5000, 2.7, 2.7},
+    {128, 128, 64, 4, 2, 1, mma_sync, 6000, 3.2, 3.2},
+    {128, 16, 16, 4, 2, 4, packed | mma_sync, 5500, 0.62, 0.62},
+    {128, 32, 16, 4, 2, 4, packed | mma_sync, 5500, 1.2, 1.2},
+    {256, 64, 64, 4, 1, 1, mma_sync, 6000, 1.5, 1.5},
+    {256, 16, 16, 2, 2, 2, packed | mma_sync, 5500, 0.31, 0.31},
 };
 constexpr int TILES = sizeof TUNED_TILES / sizeof TUNED_TILES[0];
 
@@ -422,7 +443,7 @@ template <int N> using TunedBuild = Derived<TileKnobs<N>>;
 
 // Whether this build may take the tile: the knobs that were typed are its.
 constexpr bool tile_fits(const TunedTile& t) {
-  return Build::use_tuned && t.head_dim == Build::head_dim &&
+  return Build::use_tuned && t.has(mma_sync) == is_mma && t.head_dim == Build::head_dim &&
          (!BLOCK_M_changed || t.block_m == Build::block_m) &&
          (!BLOCK_N_changed || t.block_n == Build::block_n) &&
          (!NUM_WARPS_changed || t.num_warps == Build::num_warps) &&
@@ -449,7 +470,10 @@ SDPA_REFUSE(
     "or USE_TUNED");
 
 template <int N> constexpr bool check_rows() {
-  if constexpr (Build::use_tuned && N < TILES) return check<TunedBuild<N>>() && check_rows<N + 1>();
+  if constexpr (Build::use_tuned && N < TILES) {
+    if constexpr (TUNED_TILES[N].has(mma_sync) == is_mma) check<TunedBuild<N>>();
+    return check_rows<N + 1>();
+  }
   return true;
 }
 static_assert(check_rows<0>(), "");
@@ -3154,7 +3178,7 @@ __device__ __forceinline__ void deal_runs(MmaRuns<B, WIDTH>& R, const MmaAccumul
   }
 }
 
-// ---- 5c rows of several heads (mma and PACK_GQA) ----
+// ---- 5c rows of several heads (mma and PACK_GQA, USE_TUNED) ----
 
 template <class B> struct MmaPartials<B, true> {
   struct type {

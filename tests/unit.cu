@@ -674,7 +674,7 @@ static const TunedTile& tile_of_d64(int B, int H, int Sq, int Sk, Causal causal)
   p.B = B, p.Hq = p.Hkv = H, p.Sq = Sq, p.Sk = Sk, p.causal = causal;
   const TunedTile* best = &TUNED_TILES[0];
   for (const TunedTile& t : TUNED_TILES) {
-    if (t.head_dim == 64 && tuned_clocks(t, p, 132) < tuned_clocks(*best, p, 132)) best = &t;
+    if (t.head_dim == 64 && !t.has(mma_sync) && tuned_clocks(t, p, 132) < tuned_clocks(*best, p, 132)) best = &t;
   }
   return *best;
 }
