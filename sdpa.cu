@@ -677,7 +677,8 @@ constexpr size_t range_counter_bytes = most_split_items * sizeof(uint32_t);
 // the workspace.
 constexpr int most_keys_at_once = 65536;
 template <class B>
-constexpr bool carries_sums = (B::family == Family::mma && !B::pack_gqa) ||
+constexpr bool carries_sums = (B::family == Family::wmma && B::use_wmma_pv) ||
+                              (B::family == Family::mma && !B::pack_gqa) ||
                               (B::family == Family::wgmma && !B::swap_ab && !B::is_e4m3);
 template <class B> struct ManyKeys : B {  // the build for such a problem
   static constexpr bool many_keys = true;
@@ -687,7 +688,8 @@ constexpr int keys_at_once =
     (most_keys_at_once + B::block_n - 1) / B::block_n* B::block_n* B::split_kv;
 constexpr size_t slot_offset = 256;
 template <class B>
-constexpr size_t slot_bytes = B::block_m* B::split_kv*(B::head_dim + 2 * 4) * sizeof(float);
+constexpr size_t slot_bytes =  // m and l in 8 lanes at most
+    B::block_m * B::split_kv * (B::head_dim + 2 * 8) * sizeof(float);
 // What a thread leaves: four columns of a row of O, and its m and l. A word has the bits of two floats, flipped: no sum
 // is the NaN with all bits set, so 0, of which the workspace is full between launches, is the word that has not come.
 struct alignas(16) Words {
@@ -1687,7 +1689,7 @@ template <class B> struct ItemScale {
   __device__ __forceinline__ operator float() const { return B::is_8bit ? of_8bit : a.scale_log2; }
 };
 
-// ---- merge of partial results (mma, wgmma) ----
+// ---- merge of partial results (wmma, mma, wgmma) ----
 
 // A row's O, m and l over N parts of its keys become those over all of them: O is the sum of O[n] *
 // weight[n], with weight[n] = 2^((m[n] - m) * scale_log2) and m the largest. m_l[n] = {m[n], l[n]}
@@ -1704,7 +1706,7 @@ __device__ __forceinline__ void merge_weights(const float2 (&m_l)[N], float scal
   }
 }
 
-// ---- rows of many keys (mma, wgmma) ----
+// ---- rows of many keys (wmma, mma, wgmma) ----
 
 // Tensor cores cut off what they add to an accumulator: of equal addends a sum over 524,288 keys comes out 0.13% low. So
 // a warp sums over most_keys_at_once, and merges such sums by way of its CTA's slot in the workspace.
@@ -2721,7 +2723,11 @@ __device__ __forceinline__ void wmma_consume(WmmaShared<B>& s, const KernelArgs&
   float* const S_s = s.P + first_row * s.P_STRIDE;
 
   ScalarScores<B> S;
-  ScalarOutput<B> O;
+  struct {
+    ScalarOutput<B> O;
+    float m[ScalarOutput<B>::ROWS], l[ScalarOutput<B>::ROWS];
+  } rows;
+  auto& O = rows.O;
   S.first_row = O.first_row = first_row + lane / COL_LANES;
   S.row_step = ROW_LANES;
   S.first_col = lane % COL_LANES;
@@ -2739,36 +2745,41 @@ __device__ __forceinline__ void wmma_consume(WmmaShared<B>& s, const KernelArgs&
     wmma::load_matrix_sync(Q[d / 16], Q_s + d, TILE_STRIDE<B>);
   }
 
-  WmmaOutput<B> sums;
-  if constexpr (B::use_wmma_pv) {
-    sums.start(S_s, lane);
-  } else {
-    clear(O);
-  }
-  TileSoftmax<B, WmmaShared<B>> softmax;
-  softmax.start(s, S);
   const ItemScale<B> scale_log2(a, item);
-
-  for (int k0 = t.keys.begin; k0 < t.keys.end; k0 += B::block_n) {
-    const int stage = feed.acquire(k0);
-    wmma_qk<B>(S_s, Q, s.K[stage]);
-    __syncwarp();  // hazard: S written by the other lanes
-    load_scores(S, s.P, s.P_STRIDE);
-    if (!a.tiles.cover(item.q0, k0)) mask_scores<B>(S, a, item.q0, k0);
-    float alpha[O.ROWS];
-    softmax.step(s, S, scale_log2, alpha);
+  const auto sum_keys = [&](int begin, int end) {
+    WmmaOutput<B> sums;
     if constexpr (B::use_wmma_pv) {
-      sums.multiply(s.alpha + first_row, s.P16 + first_row * s.P16_STRIDE, s.V[stage]);
+      sums.start(S_s, lane);
     } else {
-      scalar_pv<B>(O, alpha, s.P, s.V[stage]);
+      clear(O);
     }
-    feed.release();
+    TileSoftmax<B, WmmaShared<B>> softmax;
+    softmax.start(s, S);
+    for (int k0 = begin; k0 < end; k0 += B::block_n) {
+      const int stage = feed.acquire(k0);
+      wmma_qk<B>(S_s, Q, s.K[stage]);
+      __syncwarp();  // hazard: S written by the other lanes
+      load_scores(S, s.P, s.P_STRIDE);
+      if (!a.tiles.cover(item.q0, k0)) mask_scores<B>(S, a, item.q0, k0);
+      float alpha[O.ROWS];
+      softmax.step(s, S, scale_log2, alpha);
+      if constexpr (B::use_wmma_pv) {
+        sums.multiply(s.alpha + first_row, s.P16 + first_row * s.P16_STRIDE, s.V[stage]);
+      } else {
+        scalar_pv<B>(O, alpha, s.P, s.V[stage]);
+      }
+      feed.release();
+    }
+    if constexpr (B::use_wmma_pv) sums.finish(O, S_s, first_row);
+    softmax.finish(s, S, rows.m, rows.l);
+    if (B::many_keys && B::sync_policy != 1) __syncthreads();  // hazard: m and l read by all warps
+  };
+  if constexpr (B::many_keys) {
+    sum_parts<B>(rows, t.keys, scale_log2, sum_keys);
+  } else {
+    sum_keys(t.keys.begin, t.keys.end);
   }
-
-  if constexpr (B::use_wmma_pv) sums.finish(O, S_s, first_row);
-  float m[O.ROWS], l[O.ROWS];
-  softmax.finish(s, S, m, l);
-  store_output<B>(O, m, l, a, item);
+  store_output<B>(O, rows.m, rows.l, a, item);
 }
 
 template <class B>
