@@ -2761,7 +2761,7 @@ __device__ __forceinline__ void wmma_consume(WmmaShared<B>& s, const KernelArgs&
       __syncwarp();  // hazard: S written by the other lanes
       load_scores(S, s.P, s.P_STRIDE);
       if (!a.tiles.cover(item.q0, k0)) mask_scores<B>(S, a, item.q0, k0);
-      float alpha[O.ROWS];
+      float alpha[ScalarOutput<B>::ROWS];
       softmax.step(s, S, scale_log2, alpha);
       if constexpr (B::use_wmma_pv) {
         sums.multiply(s.alpha + first_row, s.P16 + first_row * s.P16_STRIDE, s.V[stage]);
