@@ -540,8 +540,7 @@ class Instance {
     got.LSE = lse_->fetch<uint32_t>(lse_->bytes);
     lse_->expect_guards(trouble), workspace_->expect_guards(trouble);
     if (!trouble.empty()) return trouble;
-    if (!line.facts_of(params).leaves_zeros) return "";
-    for (uint32_t word : workspace_->fetch<uint32_t>(workspace_->bytes)) {
+    for (uint32_t word : workspace_->fetch<uint32_t>(line.facts_of(params).zeroed_bytes)) {
       if (word) return format("the kernel left %u in the workspace, which must be zero", word);
     }
     return "";

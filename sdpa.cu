@@ -405,21 +405,22 @@ constexpr TunedTile TUNED_TILES[] = {
     {128, 128, 128, 8, 2, 1, overlap | persistent | ping_pong, 5850, 6.2, 5.84},
     {128, 192, 64, 12, 4, 1, overlap | persistent | skip_masked, 5960, 5.75, 5.8},
     {128, 16, 64, 4, 3, 1, swap_ab | packed, 5500, 0.62, 0.62},
+    {128, 16, 64, 4, 2, 1, swap_ab | packed, 8500, 0.632, 0.632},
     {128, 32, 64, 4, 2, 1, swap_ab | packed, 5500, 1.2, 1.2},
     {256, 128, 64, 8, 2, 1, overlap | skip_masked, 3000, 3.6, 3.6},
     {256, 16, 64, 4, 3, 1, swap_ab | packed, 5500, 0.31, 0.31},
-    {64, 32, 32, 8, 2, 4, mma_sync, 4000, 4.0, 4.0},
-    {64, 64, 64, 8, 2, 2, mma_sync, 4500, 5.0, 5.0},
-    {64, 64, 64, 4, 2, 2, mma_sync, 5000, 5.5, 5.5},
-    {64, 128, 64, 4, 3, 1, mma_sync, 5000, 6.0, 6.0},
-    {64, 16, 32, 4, 3, 4, packed | mma_sync, 5500, 1.25, 1.25},
-    {64, 32, 32, 4, 3, 4, packed | mma_sync, 5500, 2.5, 2.5},
-    {128, 64, 32, 8, 2, 2, mma_sync, 5000, 2.7, 2.7},
-    {128, 128, 64, 4, 2, 1, mma_sync, 6000, 3.2, 3.2},
-    {128, 16, 16, 4, 2, 4, packed | mma_sync, 5500, 0.62, 0.62},
-    {128, 32, 16, 4, 2, 4, packed | mma_sync, 5500, 1.2, 1.2},
-    {256, 64, 64, 4, 1, 1, mma_sync, 6000, 1.5, 1.5},
-    {256, 16, 16, 2, 2, 2, packed | mma_sync, 5500, 0.31, 0.31},
+    {64, 32, 32, 8, 2, 4, mma_sync, 4490, 4.85, 4.77},
+    {64, 64, 64, 8, 2, 2, mma_sync, 4880, 4.5, 3.45},
+    {64, 64, 64, 4, 2, 2, mma_sync, 7970, 5.58, 4.15},
+    {64, 128, 64, 4, 3, 1, mma_sync, 1890, 3.93, 4.19},
+    {64, 16, 32, 4, 3, 4, packed | mma_sync, 8550, 1.1, 0.987},
+    {64, 32, 32, 4, 3, 4, packed | mma_sync, 10500, 2.07, 1.9},
+    {128, 64, 32, 8, 2, 2, mma_sync, 6610, 2.29, 2.29},
+    {128, 128, 64, 4, 2, 1, mma_sync, 3600, 2.7, 2.57},
+    {128, 16, 16, 4, 2, 4, packed | mma_sync, 6940, 0.478, 0.466},
+    {128, 32, 16, 4, 2, 4, packed | mma_sync, 10000, 0.92, 0.914},
+    {256, 64, 64, 4, 1, 1, mma_sync, 9560, 1.25, 0.983},
+    {256, 16, 16, 2, 2, 2, packed | mma_sync, 19400, 0.234, 0.213},
 };
 constexpr int TILES = sizeof TUNED_TILES / sizeof TUNED_TILES[0];
 
@@ -670,7 +671,8 @@ struct KernelArgs {  // SdpaParams with what every CTA would otherwise compute a
       : tiles(KeyBounds(problem), rows, keys_of_tile), keys(problem), p(problem) {}
 };
 
-// SPLIT_CTAS: the workspace is a counter for each item, of the CTAs that have begun, and then what they leave.
+// SPLIT_CTAS: the workspace is a counter for each item, of the CTAs that have left their part of it, and then
+// these parts.
 constexpr uint32_t most_split_items = 16384;
 constexpr size_t range_counter_bytes = most_split_items * sizeof(uint32_t);
 // Keys that a warp's tensor cores sum over at once (carry_sums() says why). Of a problem with more every CTA has a slot in
@@ -690,14 +692,9 @@ constexpr size_t slot_offset = 256;
 template <class B>
 constexpr size_t slot_bytes =  // m and l in 8 lanes at most
     B::block_m * B::split_kv * (B::head_dim + 2 * 8) * sizeof(float);
-// What a thread leaves: four columns of a row of O, and its m and l. A word has the bits of two floats, flipped: no sum
-// is the NaN with all bits set, so 0, of which the workspace is full between launches, is the word that has not come.
-struct alignas(16) Words {
-  uint64_t low, high;
-};
 template <class B> struct alignas(256) RangePartial {
-  Words O[B::block_m][B::head_dim / 4];
-  uint64_t m_l[B::block_m][B::head_dim / 4];
+  float O[B::block_m][B::head_dim];
+  float2 m_l[B::block_m];
 };
 
 // ==== 3 PTX ======================================================================================
@@ -748,30 +745,22 @@ template <class T> __device__ __forceinline__ T ld_global(const void* src_g) {
 template <class T> __device__ __forceinline__ T ld_global_nc(const void* src_g) {
   return __ldg(static_cast<const T*>(src_g));
 }
+// Of the L2 cache: what another SM wrote.
+template <class T> __device__ __forceinline__ T ld_global_cg(const void* src_g) {
+  return __ldcg(static_cast<const T*>(src_g));
+}
 template <class T> __device__ __forceinline__ void st_global(void* dst_g, T value) {
   *static_cast<T*>(dst_g) = value;
 }
-// Words of 64 bits, of which other SMs see each whole, sooner or later, and nothing else before or after it.
-__device__ __forceinline__ uint64_t ld_relaxed(const uint64_t* src_g) {
-  uint64_t value;
-  asm volatile("ld.relaxed.gpu.global.b64 %0, [%1];" : "=l"(value) : "l"(src_g) : "memory");
-  return value;
-}
-__device__ __forceinline__ void st_relaxed(uint64_t* dst_g, uint64_t value) {
-  asm volatile("st.relaxed.gpu.global.b64 [%0], %1;" ::"l"(dst_g), "l"(value) : "memory");
-}
-__device__ __forceinline__ Words ld_relaxed(const Words* src_g) {
-  Words value;
-  asm volatile("ld.relaxed.gpu.global.v2.b64 {%0, %1}, [%2];"
-               : "=l"(value.low), "=l"(value.high)
-               : "l"(src_g)
+// atom.inc: counts up, from `last` on to 0; gives what was there. What this thread and those before it at a barrier
+// have written is there for who reads behind a later one.
+__device__ __forceinline__ uint32_t atom_inc_acq_rel(uint32_t* counter_g, uint32_t last) {
+  uint32_t old;
+  asm volatile("atom.acq_rel.gpu.global.inc.u32 %0, [%1], %2;"
+               : "=r"(old)
+               : "l"(counter_g), "r"(last)
                : "memory");
-  return value;
-}
-__device__ __forceinline__ void st_relaxed(Words* dst_g, Words value) {
-  asm volatile("st.relaxed.gpu.global.v2.b64 [%0], {%1, %2};" ::"l"(dst_g), "l"(value.low),
-               "l"(value.high)
-               : "memory");
+  return old;
 }
 __device__ __forceinline__ float ex2_approx_ftz(float x) {
   float y;
@@ -1711,7 +1700,7 @@ __device__ __forceinline__ void merge_weights(const float2 (&m_l)[N], float scal
 // Tensor cores cut off what they add to an accumulator: of equal addends a sum over 524,288 keys comes out 0.13% low. So
 // a warp sums over most_keys_at_once, and merges such sums by way of its CTA's slot in the workspace.
 // O, m and l of the last keys become those of all keys so far: the slot's, unless these are the first, and these. They
-// go to the slot, which is zero again behind the last ones. A thread has its own floats there, O.x[i] behind m[i] and l[i].
+// go to the slot, which is zero again behind the last ones: counters of another tile may lie there. A thread has its own floats there, O.x[i] behind m[i] and l[i].
 template <class B, class View>
 __device__ __forceinline__ void carry_sums(View& O, float (&m)[View::ROWS], float (&l)[View::ROWS],
                                            const ItemScale<B>& scale_log2, int thread, bool first,
@@ -1836,13 +1825,6 @@ __device__ __forceinline__ void for_each_part(const KernelArgs& a, int thread, c
   }
 }
 
-__device__ __forceinline__ uint64_t word_of(float x, float y) {
-  return ~(uint64_t(bits_of(y)) << 32 | bits_of(x));
-}
-__device__ __forceinline__ float2 floats_of(uint64_t word) {
-  return {float_of(uint32_t(~word)), float_of(uint32_t(~word >> 32))};
-}
-
 __device__ __forceinline__ void add(RowPart& O, const float4& x, float weight) {
   O.x[0][0] = fmaf(x.x, weight, O.x[0][0]), O.x[0][1] = fmaf(x.y, weight, O.x[0][1]);
   O.x[0][2] = fmaf(x.z, weight, O.x[0][2]), O.x[0][3] = fmaf(x.w, weight, O.x[0][3]);
@@ -1867,83 +1849,62 @@ __device__ __forceinline__ void merge_groups(const Partial (&partial_s)[B::split
   });
 }
 
-// O, m and l of a row's columns over all ranges, in their order: this CTA's as they are, the others' when they have
-// come; so many at a time, all of them asked for at once. Their places are as empty afterwards as before.
+// O, m and l of all ranges together, in a fixed order: so many at a time, all of them loaded at once.
 template <class B>
-__device__ __forceinline__ void merge_ranges(RangePartial<B>* parts,
-                                             const ItemScale<B>& scale_log2, int row, RowPart& O,
-                                             float (&m)[1], float (&l)[1]) {
+__device__ __forceinline__ void merge_ranges(const RangePartial<B>* parts, const KernelArgs& a,
+                                             const WorkItem& item, int thread) {
   constexpr int many = 16;
-  const int ranges = int(scale_log2.a.ranges.divisor);
-  const int own = int(scale_log2.a.ranges.remainder(blockIdx.x)), column = O.first_col / 4;
-  const float4 own_O{O.x[0][0], O.x[0][1], O.x[0][2], O.x[0][3]};
-  const float2 own_m_l{m[0], l[0]};
-  clear(O), m[0] = -INFINITY, l[0] = 0;
-  for (int first = 0; first < ranges; first += many) {
-    Words words[many];
-    uint64_t row_words[many];
+  const int ranges = int(a.ranges.divisor);
+  const ItemScale<B> scale_log2(a, item);
+  for_each_part<B>(a, thread, [&](int row, RowPart& O) {
+    float m[1] = {-INFINITY}, l[1] = {0};
+    for (int first = 0; first < ranges; first += many) {
+      float2 m_l[1 + many] = {{m[0], l[0]}};
+      float4 x[many];
+      float weight[1 + many];
 #pragma unroll
-    for (int n = 0; n < many; n++) {
-      const RangePartial<B>& part = parts[min(first + n, ranges - 1)];
-      words[n] = ld_relaxed(&part.O[row][column]), row_words[n] = ld_relaxed(&part.m_l[row][column]);
+      for (int n = 0; n < many; n++) {
+        const RangePartial<B>& part = parts[min(first + n, ranges - 1)];
+        m_l[1 + n] = ld_global_cg<float2>(&part.m_l[row]);
+        x[n] = ld_global_cg<float4>(&part.O[row][O.first_col]);
+        if (first + n >= ranges) m_l[1 + n] = {-INFINITY, 0}, x[n] = {};
+      }
+      merge_weights<B>(m_l, scale_log2, weight, m[0], l[0]);
+#pragma unroll
+      for (int j = 0; j < 4; j++) O.x[0][j] *= weight[0];
+#pragma unroll
+      for (int n = 0; n < many; n++) add(O, x[n], weight[1 + n]);
     }
-    float2 m_l[1 + many] = {{m[0], l[0]}};
-    float4 x[many];
-    float weight[1 + many];
-#pragma unroll
-    for (int n = 0; n < many; n++) {
-      const int range = first + n;
-      m_l[1 + n] = {-INFINITY, 0}, x[n] = {};
-      if (range == own) m_l[1 + n] = own_m_l, x[n] = own_O;
-      if (range == own || range >= ranges) continue;
-      Words* const O_g = &parts[range].O[row][column];
-      uint64_t* const m_l_g = &parts[range].m_l[row][column];
-      while (!words[n].low || !words[n].high) words[n] = ld_relaxed(O_g);
-      while (!row_words[n]) row_words[n] = ld_relaxed(m_l_g);
-      st_relaxed(O_g, Words{}), st_relaxed(m_l_g, 0);
-      const float2 low = floats_of(words[n].low), high = floats_of(words[n].high);
-      x[n] = {low.x, low.y, high.x, high.y}, m_l[1 + n] = floats_of(row_words[n]);
-    }
-    merge_weights<B>(m_l, scale_log2, weight, m[0], l[0]);
-#pragma unroll
-    for (int j = 0; j < 4; j++) O.x[0][j] *= weight[0];
-#pragma unroll
-    for (int n = 0; n < many; n++) add(O, x[n], weight[1 + n]);
-  }
+    store_output<B>(O, m, l, a, row_item<B>(a, item, row));
+  });
 }
 
-// SPLIT_CTAS: how many CTAs of this item have begun before this one; by one thread. The last one merges: those for
-// which it waits are running.
-template <class B> __device__ __forceinline__ uint32_t take_ticket(const KernelArgs& a) {
-  if (B::split_ctas == 1 || a.ranges.divisor == 1) return 0;
-  uint32_t* const counters = static_cast<uint32_t*>(a.p.workspace);
-  return atomicInc(&counters[a.ranges.divide(blockIdx.x)], a.ranges.divisor - 1);
-}
-
-// O / l and LSE of the item's rows to global memory. SPLIT_CTAS: O, m and l of this CTA's keys to the workspace, or of
-// all keys to O.
+// O / l and LSE of the item's rows to global memory. SPLIT_CTAS: O, m and l of this CTA's keys to the workspace; then
+// the last CTA of the item, of those that come here, stores what all have left.
 template <class B, class Partial>
 __device__ __forceinline__ void store_rows(const Partial (&partial_s)[B::split_kv],
                                            const KernelArgs& a, const WorkItem& item, int thread,
-                                           uint32_t ticket) {
+                                           bool& is_last_s) {
   const ItemScale<B> scale_log2(a, item);
-  const int ranges = int(a.ranges.divisor);
-  const bool splits = B::split_ctas != 1 && ranges > 1, merges = ticket + 1 == ranges;
-  RangePartial<B>* const parts =
-      reinterpret_cast<RangePartial<B>*>(static_cast<unsigned char*>(a.p.workspace) +
-                                         range_counter_bytes) +
-      blockIdx.x - a.ranges.remainder(blockIdx.x);
-  merge_groups<B>(partial_s, scale_log2, thread, [&](int row, RowPart& O, auto& m, auto& l) {
-    if (splits && !merges) {
-      RangePartial<B>& mine = parts[a.ranges.remainder(blockIdx.x)];
-      const auto& x = O.x[0];
-      st_relaxed(&mine.O[row][O.first_col / 4], {word_of(x[0], x[1]), word_of(x[2], x[3])});
-      st_relaxed(&mine.m_l[row][O.first_col / 4], word_of(m[0], l[0]));
-      return;
-    }
-    if (splits) merge_ranges<B>(parts, scale_log2, row, O, m, l);
-    store_output<B>(O, m, l, a, row_item<B>(a, item, row));
+  if (B::split_ctas == 1 || a.ranges.divisor == 1) {
+    merge_groups<B>(partial_s, scale_log2, thread, [&](int row, const auto& O, auto& m, auto& l) {
+      store_output<B>(O, m, l, a, row_item<B>(a, item, row));
+    });
+    return;
+  }
+  uint32_t* const counters = static_cast<uint32_t*>(a.p.workspace);
+  RangePartial<B>* const parts = reinterpret_cast<RangePartial<B>*>(
+      static_cast<unsigned char*>(a.p.workspace) + range_counter_bytes);
+  merge_groups<B>(partial_s, scale_log2, thread, [&](int row, const auto& O, auto& m, auto& l) {
+    RangePartial<B>& mine = parts[blockIdx.x];
+    st_global(&mine.O[row][O.first_col], float4{O.x[0][0], O.x[0][1], O.x[0][2], O.x[0][3]});
+    if (O.first_col == 0) st_global(&mine.m_l[row], float2{m[0], l[0]});
   });
+  const uint32_t ranges = a.ranges.divisor, number = a.ranges.divide(blockIdx.x);
+  __syncthreads();  // hazard: written by all threads
+  if (thread == 0) is_last_s = atom_inc_acq_rel(&counters[number], ranges - 1) == ranges - 1;
+  __syncthreads();  // hazard: counted by thread 0
+  if (is_last_s) merge_ranges<B>(parts + number * ranges, a, item, thread);
 }
 
 // ---- work scheduling ----
@@ -2469,10 +2430,13 @@ template <class B> Items items_of(const SdpaParams& p) {
   return items;
 }
 
-// What most kernels have: nothing to prepare, one launch, a workspace for the queue, the ranges or sums of many keys,
-// which is zero again after every launch.
+// What most kernels have: nothing to prepare, one launch, a workspace for the queue or the ranges, whose counters are
+// zero again after every launch.
 template <class B> struct OneLaunch {
-  static constexpr bool leaves_zeros = true;
+  static constexpr size_t zeroed_bytes = B::split_ctas != 1 ? range_counter_bytes
+                                         : B::many_keys     ? slot_offset + slot_bytes<B>
+                                         : has_queue        ? sizeof(uint32_t)
+                                                            : 0;
   static SdpaStatus prepare(KernelArgs&) { return {}; }
   static SdpaStatus launch(const KernelArgs& a, cudaStream_t stream) {
     return launch_kernel<B>(a, a.work_items * a.ranges.divisor, stream);
@@ -2480,9 +2444,9 @@ template <class B> struct OneLaunch {
   static size_t workspace_bytes(const SdpaParams& p) {
     const Items items = items_of<B>(p);
     if (B::split_ctas != 1) {
-      return range_counter_bytes + size_t(items.count) * items.ranges * sizeof(RangePartial<B>);
+      return zeroed_bytes + size_t(items.count) * items.ranges * sizeof(RangePartial<B>);
     }
-    if (!B::many_keys) return has_queue ? sizeof(uint32_t) : 0;
+    if (!B::many_keys) return zeroed_bytes;
     const int64_t most = B::use_persistent_cta ? most_resident_ctas<B>() : items.count;
     return slot_offset + size_t(items.count < most ? items.count : most) * slot_bytes<B>;
   }
@@ -2883,7 +2847,7 @@ template <class B> struct MmaShared {
     typename MmaPartials<B>::type partial;  // afterwards
   };
   WorkItem item;   // the CTA's: not in registers, which are for S and O
-  uint32_t drawn;  // TileQueue; PACK_GQA: take_ticket()
+  uint32_t drawn;  // TileQueue
 };
 
 // Four elements of 8 bits as two pairs of fp16. 16 bits 0x6400 | u are the number 1024 + u.
@@ -3230,7 +3194,10 @@ __device__ __forceinline__ void deal_runs(MmaRuns<B, WIDTH>& R, const MmaAccumul
 // ---- 5c rows of several heads (mma and PACK_GQA, USE_TUNED) ----
 
 template <class B> struct MmaPartials<B, true> {
-  using type = RowsPartial<B>[B::split_kv];
+  struct type {
+    RowsPartial<B> of_group[B::split_kv];
+    bool is_last;
+  };
 };
 
 template <class B> struct MmaPacked {
@@ -3262,7 +3229,7 @@ template <class B> struct MmaPacked {
     MmaRuns<B, B::head_dim> runs;
     deal_runs<B>(runs, rows.O, lane);
     __syncthreads();  // hazard: the partial results take the place of Q, K and V
-    RowsPartial<B>& mine = s.partial[group];
+    RowsPartial<B>& mine = s.partial.of_group[group];
 #pragma unroll
     for (int i = 0; i < runs.ROWS; i++) {
       const auto& x = runs.x[i];
@@ -3273,7 +3240,7 @@ template <class B> struct MmaPacked {
       if (runs.col(0) == 0) st_shared(&mine.m_l[runs.row(i)], float2{rows.m[i], rows.l[i]});
     }
     __syncthreads();  // hazard: partial results written
-    store_rows<B>(s.partial, a, s.item, threadIdx.x, s.drawn);
+    store_rows<B>(s.partial.of_group, a, s.item, threadIdx.x, s.partial.is_last);
   }
 };
 
@@ -3297,7 +3264,6 @@ __global__ void __launch_bounds__(B::threads, 1) sdpa_mma(const __grid_constant_
       t.template copy_q<B::block_m>(s.in.Q, 0, threadIdx.x, B::threads);
     }
     if (threadIdx.x == 0) s.item = item;
-    if (B::pack_gqa && threadIdx.x == 0) s.drawn = take_ticket<B>(a);
     VectorCopy<B::use_cp_async>::commit();
     CopyTogether<B, typename MmaShared<B>::Tiles> feed(s.in.group[group], t);
     VectorCopy<B::use_cp_async>::template wait<B::stages - 1>();
@@ -4785,7 +4751,7 @@ template <class B> struct WgmmaColumnsShared {
   Partial partial[B::split_kv];
   WgmmaItem item;
   uint64_t q_full;  // Q has landed, the item is known
-  uint32_t ticket;
+  bool is_last;     // for store_rows()
 };
 
 // The copies of a slice's warps: one loads K and one V, all at once, since a warp is busy with a copy for some 100
@@ -5136,7 +5102,6 @@ template <class B> struct WgmmaColumns {
 
   // The item, by way of the warp's copies.
   __device__ __forceinline__ void run(WgmmaColumnsLoader<B>& loader) {
-    if (B::split_ctas != 1 && thread == 0) s.ticket = take_ticket<B>(a);
     mbarrier_wait(&s.q_full, 0);
     const WgmmaItem item = s.item;
 #pragma unroll
@@ -5156,7 +5121,7 @@ template <class B> struct WgmmaColumns {
       add_to_partial(O, alpha, round == item.rounds - 1);
     }
     barrier_sync(1 + B::split_kv, B::warpgroups * 128);  // hazard: partial results written
-    store_rows<B>(s.partial, a, item, int(thread), s.ticket);
+    store_rows<B>(s.partial, a, item, int(thread), s.is_last);
   }
   // Of a range without a key.
   __device__ __forceinline__ void clear_partial() {
@@ -5364,7 +5329,7 @@ template <class B> struct KernelOf<B, Family::cublas> : OneLaunch<B> {
   static SdpaStatus launch(const KernelArgs& a, cudaStream_t stream) {
     return launch_cublas<B>(a, stream);
   }
-  static constexpr bool leaves_zeros = false;
+  static constexpr size_t zeroed_bytes = 0;
   static size_t workspace_bytes(const SdpaParams& p) { return CublasWorkspace(p).bytes; }
 };
 
@@ -5560,7 +5525,7 @@ struct KernelFacts {
   size_t shared_bytes;
   int item_rows;  // query rows of a work item
   size_t (*workspace_bytes)(const SdpaParams&);
-  bool leaves_zeros;  // the workspace is zero before a launch and after it
+  size_t zeroed_bytes;  // of the workspace: zero before a launch and after it
 };
 
 template <class B> KernelFacts facts() {
@@ -5568,7 +5533,7 @@ template <class B> KernelFacts facts() {
   return {forward<B>,          reinterpret_cast<const void*>(+Kernel::kernel),
           B::threads,          shared_bytes<B>,
           B::block_m,          Kernel::workspace_bytes,
-          Kernel::leaves_zeros};
+          Kernel::zeroed_bytes};
 }
 
 template <class B> KernelFacts facts(const SdpaParams& p) {

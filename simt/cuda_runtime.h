@@ -9,7 +9,6 @@
 #include <cstdio>
 #include <cstdlib>
 #include <cstring>
-#include <thread>
 #include <tuple>
 #include <utility>
 
@@ -117,15 +116,6 @@ inline unsigned atomicAdd(unsigned* address, unsigned value, SIMT_CALLER) {
   simt::check_global(address, sizeof *address, at);
   simt::note_global_write(address, sizeof *address);
   return __atomic_fetch_add(address, value, __ATOMIC_RELAXED);
-}
-inline unsigned atomicInc(unsigned* address, unsigned last, SIMT_CALLER) {
-  simt::check_global(address, sizeof *address, at);
-  simt::note_global_write(address, sizeof *address);
-  unsigned old = __atomic_load_n(address, __ATOMIC_RELAXED);
-  while (!__atomic_compare_exchange_n(address, &old, old >= last ? 0 : old + 1, false, __ATOMIC_RELAXED,
-                                      __ATOMIC_RELAXED)) {
-  }
-  return old;
 }
 inline unsigned atomicExch(unsigned* address, unsigned value, SIMT_CALLER) {
   simt::check_global(address, sizeof *address, at);

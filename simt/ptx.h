@@ -32,31 +32,22 @@ template <class T> inline T ld_global_nc(const void* src_g, SIMT_CALLER) {
   return ld_global<T>(src_g, at);
 }
 
+template <class T> inline T ld_global_cg(const void* src_g, SIMT_CALLER) {
+  return ld_global<T>(src_g, at);
+}
 template <class T> inline void st_global(void* dst_g, T value, SIMT_CALLER) {
   simt::check_global(dst_g, sizeof(T), at);
   simt::note_global_write(dst_g, sizeof(T));
   *static_cast<T*>(dst_g) = value;
 }
-// What another CTA writes comes late: a word is 0 every third time.
-inline uint64_t ld_relaxed(const uint64_t* src_g, SIMT_CALLER) {
-  static std::atomic<uint32_t> calls{0}, misses{0};
-  simt::check_global(src_g, sizeof *src_g, at);
-  const uint64_t value = ++calls % 3 ? __atomic_load_n(src_g, __ATOMIC_RELAXED) : 0;
-  if (value) misses = 0;
-  if (!value && ++misses > 1000) std::this_thread::yield();
-  if (misses > 20000000) simt::fail(at, "nobody writes a word for which this thread waits");
-  return value;
-}
-inline void st_relaxed(uint64_t* dst_g, uint64_t value, SIMT_CALLER) {
-  simt::check_global(dst_g, sizeof *dst_g, at);
-  simt::note_global_write(dst_g, sizeof *dst_g);
-  __atomic_store_n(dst_g, value, __ATOMIC_RELAXED);
-}
-inline Words ld_relaxed(const Words* src_g, SIMT_CALLER) {
-  return {ld_relaxed(&src_g->low, at), ld_relaxed(&src_g->high, at)};
-}
-inline void st_relaxed(Words* dst_g, Words value, SIMT_CALLER) {
-  st_relaxed(&dst_g->low, value.low, at), st_relaxed(&dst_g->high, value.high, at);
+inline uint32_t atom_inc_acq_rel(uint32_t* counter_g, uint32_t last, SIMT_CALLER) {
+  simt::check_global(counter_g, sizeof *counter_g, at);
+  simt::note_global_write(counter_g, sizeof *counter_g);
+  uint32_t old = __atomic_load_n(counter_g, __ATOMIC_RELAXED);
+  while (!__atomic_compare_exchange_n(counter_g, &old, old >= last ? 0 : old + 1, false, __ATOMIC_ACQ_REL,
+                                      __ATOMIC_RELAXED)) {
+  }
+  return old;
 }
 inline void st_global_v4(void* dst_g, uint4 value, SIMT_CALLER) { st_global(dst_g, value, at); }
 
