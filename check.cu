@@ -31,7 +31,8 @@ const reference::Type& type_of(DType t) {
   return *types[int(t)];
 }
 const reference::Type &input_type = type_of(line.input), &output_type = type_of(line.output);
-const reference::Tolerance tolerance = max(input_type.tolerance, output_type.tolerance);
+const reference::Tolerance of_types = max(input_type.tolerance, output_type.tolerance),
+                           tolerance = line.fp16_acc ? max(of_types, reference::fp16_sums) : of_types;
 
 #ifdef SDPA_SIMT
 constexpr bool has_clock = false;
@@ -623,9 +624,9 @@ class Instance {
   }
 
   // cuBLAS has its own rounding of O, and of P after the division by its sum; tensor cores truncate their
-  // sums, which adds up over very many keys; P of a coarser type than O hides how O was rounded.
+  // sums, which adds up over very many keys; P of a coarser type than O, and sums in fp16, hide how O was rounded.
   bool judges_rounding() const {
-    return !line.is_cublas && problem.Sk <= 1 << 14 &&
+    return !line.is_cublas && !line.fp16_acc && problem.Sk <= 1 << 14 &&
            input_type.mantissa_bits >= output_type.mantissa_bits;
   }
 

@@ -292,6 +292,9 @@ constexpr Type bf16{"bf16", 7, 0x1p-126, 0x1p127, {8e-3, 8e-3, 1e-3}};
 constexpr Type e4m3{"e4m3", 3, 0x1p-6, 448, {4e-2, 6e-2, 4e-3}};
 constexpr Type u8{"u8", 10, 1, 127, {1.5e-3, 2e-3, 1e-3}};
 
+// Of sums in fp16: a logit of 32 to 64 has 5 binary digits behind the point, and rounds D / 16 times.
+constexpr Tolerance fp16_sums{5e-3, 5e-3, 5e-3};
+
 // A unit in the last place of an element like x; 0 where that is not a normal number.
 inline double ulp(const Type& type, double x) {
   x = std::fabs(x);

@@ -490,10 +490,10 @@ run_tests() {
   done
   [ ${#missing[@]} = 0 ] || apt_install "${missing[@]}" || say "---- tests: without ${missing[*]}"
   need_tools
-  if find_python matplotlib numpy pytest scipy; then
+  if find_python jsonschema matplotlib numpy pytest scipy; then
     export PYTHON=$python
   else
-    say "---- tests: those in Python are left out; they need: python3 -m pip install matplotlib numpy pytest scipy"
+    say "---- tests: those in Python are left out; they need: python3 -m pip install jsonschema matplotlib numpy pytest scipy"
   fi
   # Under the sanitizers one line of each kind, or with --all-lines all of them.
   local kinds='^(scalar_(sync2|async3|e4m3|racy)|wmma_(all|u8|racy)|mma_(lazy3|split4|u8|e4m3_d128)'

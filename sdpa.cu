@@ -80,6 +80,7 @@ namespace {  // two builds in one program must not share their constants and ker
   X(USE_WMMA, 0, use_wmma, "0 1", "nvcuda::wmma for Q @ K.T") \
   X(USE_WMMA_PV, 0, use_wmma_pv, "0 1", "nvcuda::wmma for P @ V") \
   X(USE_MMA_SYNC, 0, use_mma_sync, "0 1", "mma.sync and ldmatrix") \
+  X(FP16_ACC, NONE, fp16_acc, "NONE QK PV BOTH", "wmma, mma: sums of a tile's products in fp16, which Ada adds twice as fast") \
   X(USE_WGMMA, 0, use_wgmma, "0 1", "wgmma and TMA (sm_90a)") \
   X(USE_PING_PONG, 0, use_ping_pong, "0 1", "wgmma: warpgroups take turns at the tensor cores") \
   X(OVERLAP, 0, overlap, "0 1", "wgmma: softmax beside P @ V of the tile before") \
@@ -173,6 +174,8 @@ template <class Knobs> struct Derived : Knobs {
   // Products take fp16, made of the 8 bits of each operand as it is read.
   static constexpr bool converts_operands =
       is_8bit && family == Family::mma && Knobs::pack_gqa;
+  // FP16_ACC: S, and what a tile adds to O.
+  static constexpr bool qk_in_fp16 = Knobs::fp16_acc & 1, pv_in_fp16 = Knobs::fp16_acc & 2;
   // fp16 is made of U8, while a tile is copied or (USE_CP_ASYNC) afterwards.
   static constexpr bool converts =
       input == DType::u8 && family != Family::scalar && !converts_operands;
@@ -278,6 +281,11 @@ SDPA_REFUSE(Build::is_e4m3&& is_wgmma&& Build::use_tuned,
             "NUM_WARPS=12 STAGES=4 USE_WARP_SPECIALIZATION=1");
 SDPA_REFUSE(Build::input == DType::u8 && is_wgmma,
             "DTYPE=U8: the wgmma kernel has no step that makes fp16 of it; drop USE_WGMMA");
+SDPA_REFUSE(FP16_ACC_changed && ((!is_mma && !is_wmma) || Build::input != DType::fp16),
+            "FP16_ACC: only the wmma and mma.sync kernels with DTYPE=FP16 have such sums; add "
+            "USE_MMA_SYNC=1 or drop it");
+SDPA_REFUSE(Build::pv_in_fp16&& is_wmma && !Build::use_wmma_pv,
+            "FP16_ACC=PV: P @ V is on the FMA pipes; add USE_WMMA_PV=1 or type FP16_ACC=QK");
 SDPA_REFUSE(is_mma&& SYNC_POLICY_changed,
             "SYNC_POLICY: in the mma.sync kernel every warp owns its rows and the copies alone "
             "need a barrier, so the policy does nothing; drop SYNC_POLICY");
@@ -938,6 +946,16 @@ __device__ __forceinline__ void mma_m16n8k16(float& d0, float& d1, float& d2, fl
   }
 }
 
+// As mma_m16n8k16 in fp16, with D in fp16 as well: d0 holds columns 2q and 2q + 1 of row g, d1 of row g + 8.
+__device__ __forceinline__ void mma_m16n8k16_f16(uint32_t& d0, uint32_t& d1, const uint32_t (&a)[4],
+                                                 uint32_t b0, uint32_t b1) {
+  asm volatile(
+      "mma.sync.aligned.m16n8k16.row.col.f16.f16.f16.f16 {%0, %1}, {%2, %3, %4, %5}, {%6, %7}, "
+      "{%0, %1};"
+      : "+r"(d0), "+r"(d1)
+      : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b0), "r"(b1));
+}
+
 // As mma_m16n8k16, with K = 32: a[0], a[1] hold k = 4q ... 4q + 3 of rows g and g + 8, a[2], a[3] the same 16 k
 // further; b0 holds k = 4q ... 4q + 3 of column g, b1 the same 16 k further.
 __device__ __forceinline__ void mma_m16n8k32_e4m3(float& d0, float& d1, float& d2, float& d3,
@@ -1532,8 +1550,9 @@ constexpr bool rounds_p_to_e4m3 =
     B::is_e4m3 && B::family != Family::scalar && !B::converts_operands;
 template <class B> constexpr float p_log2 = rounds_p_to_e4m3<B> ? 3 : 0;
 
-// USE_LAZY_MAX: row sums of P up to which an old maximum will do. The largest fp16 is 65504.
-template <class B> constexpr float lazy_limit = rounds_p_to_e4m3<B> ? 448 : 4096;
+// USE_LAZY_MAX: row sums of P up to which an old maximum will do. The largest fp16 is 65504; what is summed in fp16
+// is P times V.
+template <class B> constexpr float lazy_limit = rounds_p_to_e4m3<B> || B::pv_in_fp16 ? 448 : 4096;
 
 // The maximum to subtract: 0 for a row with no visible key yet, so that -inf - -inf never happens.
 __device__ __forceinline__ float finite_max(float m) { return m == -INFINITY ? 0.0f : m; }
@@ -2150,13 +2169,13 @@ __device__ __forceinline__ void store_scores(T* P_s, int stride, const View& S) 
   }
 }
 
-template <class View>
-__device__ __forceinline__ void load_scores(View& S, const float* P_s, int stride) {
+template <class T, class View>
+__device__ __forceinline__ void load_scores(View& S, const T* P_s, int stride) {
 #pragma unroll
   for (int i = 0; i < View::ROWS; i++) {
 #pragma unroll
     for (int j = 0; j < View::COLS; j++) {
-      S.x[i][j] = ld_shared<float>(P_s + S.row(i) * stride + S.col(j));
+      S.x[i][j] = static_cast<float>(ld_shared<T>(P_s + S.row(i) * stride + S.col(j)));
     }
   }
 }
@@ -2527,7 +2546,12 @@ template <class B> struct KernelOf<B, Family::scalar> : OneLaunch<B> {
 
 namespace wmma = nvcuda::wmma;
 template <class Use, class Layout> using Operand = wmma::fragment<Use, 16, 16, 16, Half, Layout>;
-using Accumulator = wmma::fragment<wmma::accumulator, 16, 16, 16, float>;
+template <class T> using AccumulatorOf = wmma::fragment<wmma::accumulator, 16, 16, 16, T>;
+using Accumulator = AccumulatorOf<float>;
+// Of S in shared memory, where rows of fp16 lie as far apart as rows of fp32.
+template <class B> using WmmaScore = typename std::conditional<B::qk_in_fp16, __half, float>::type;
+template <class B>
+constexpr int SCORE_STRIDE = ScalarShared<B>::P_STRIDE* int(sizeof(float) / sizeof(WmmaScore<B>));
 
 template <class B> struct WmmaShared : ScalarShared<B> {
   static constexpr int P16_STRIDE =
@@ -2589,19 +2613,19 @@ __device__ __forceinline__ void wmma_produce(WmmaShared<B>& s, ItemTiles<B>& t,
 // S = Q @ K.T   [16][BLOCK_N] of a warp, to shared memory
 template <class B>
 __device__ __forceinline__ void wmma_qk(
-    float* S_s, const Operand<wmma::matrix_a, wmma::row_major> (&Q)[B::head_dim / 16],
+    WmmaScore<B>* S_s, const Operand<wmma::matrix_a, wmma::row_major> (&Q)[B::head_dim / 16],
     const Element* K_s) {
 #pragma unroll
   for (int n = 0; n < B::block_n; n += 16) {
-    Accumulator S;
-    wmma::fill_fragment(S, 0.0f);
+    AccumulatorOf<WmmaScore<B>> S;
+    wmma::fill_fragment(S, WmmaScore<B>(0.0f));
 #pragma unroll
     for (int d = 0; d < B::head_dim; d += 16) {
       Operand<wmma::matrix_b, wmma::col_major> K;
       wmma::load_matrix_sync(K, K_s + tile_offset<B>(n, d), TILE_STRIDE<B>);
       wmma::mma_sync(S, Q[d / 16], K, S);
     }
-    wmma::store_matrix_sync(S_s + n, S, ScalarShared<B>::P_STRIDE, wmma::mem_row_major);
+    wmma::store_matrix_sync(S_s + n, S, SCORE_STRIDE<B>, wmma::mem_row_major);
   }
 }
 
@@ -2638,6 +2662,24 @@ template <class B> struct WmmaOutput {
 #pragma unroll
       for (int e = 0; e < Accumulator::num_elements; e++) x[n].x[e] *= alpha[e];
     }
+    if constexpr (B::pv_in_fp16) {
+      AccumulatorOf<__half> of_tile[B::head_dim / 16];
+#pragma unroll
+      for (auto& part : of_tile) wmma::fill_fragment(part, __half(0.0f));
+      add_products(of_tile, P_s, V_s);
+#pragma unroll
+      for (int n = 0; n < B::head_dim / 16; n++) {
+#pragma unroll
+        for (int e = 0; e < Accumulator::num_elements; e++) x[n].x[e] += float(of_tile[n].x[e]);
+      }
+    } else {
+      add_products(x, P_s, V_s);
+    }
+  }
+  // sums += P @ V. In fp16 an element has the place that it has in fp32 (tests/conformance.cu sees to it).
+  template <class Sums>
+  static __device__ __forceinline__ void add_products(Sums& sums, const Element* P_s,
+                                                      const Element* V_s) {
 #pragma unroll
     for (int k = 0; k < B::block_n; k += 16) {
       Operand<wmma::matrix_a, wmma::row_major> P;
@@ -2646,7 +2688,7 @@ template <class B> struct WmmaOutput {
       for (int d = 0; d < B::head_dim; d += 16) {
         Operand<wmma::matrix_b, wmma::row_major> V;
         wmma::load_matrix_sync(V, V_s + tile_offset<B>(k, d), TILE_STRIDE<B>);
-        wmma::mma_sync(x[d / 16], P, V, x[d / 16]);
+        wmma::mma_sync(sums[d / 16], P, V, sums[d / 16]);
       }
     }
   }
@@ -2720,9 +2762,10 @@ __device__ __forceinline__ void wmma_consume(WmmaShared<B>& s, const KernelArgs&
     softmax.start(s, S);
     for (int k0 = begin; k0 < end; k0 += B::block_n) {
       const int stage = feed.acquire(k0);
-      wmma_qk<B>(S_s, Q, s.K[stage]);
+      wmma_qk<B>(reinterpret_cast<WmmaScore<B>*>(S_s), Q, s.K[stage]);
       __syncwarp();  // hazard: S written by the other lanes
-      load_scores(S, s.P, s.P_STRIDE);
+      load_scores(S, reinterpret_cast<const WmmaScore<B>*>(s.P), SCORE_STRIDE<B>);
+      if (B::qk_in_fp16) __syncwarp();  // hazard: S read by the lanes in whose place P comes
       if (!a.tiles.cover(item.q0, k0)) mask_scores<B>(S, a, item.q0, k0);
       float alpha[ScalarOutput<B>::ROWS];
       softmax.step(s, S, scale_log2, alpha);
@@ -2794,6 +2837,25 @@ template <class B, int WIDTH> struct MmaAccumulator {  // [16 * M_TILES of BLOCK
   int first_row, first_col;
   __device__ int row(int i) const { return first_row + 8 * i; }
   __device__ int col(int j) const { return first_col + j / 2 * 8 + j % 2; }
+};
+
+// FP16_ACC: the same in fp16, two neighbouring columns to a register.
+template <class B, int WIDTH> struct MmaHalves {
+  static constexpr int M_TILES = MmaAccumulator<B, WIDTH>::M_TILES;
+  static constexpr int ROWS = 2 * M_TILES, COLS = WIDTH / 8;
+  uint32_t x[ROWS][COLS];
+
+  __device__ __forceinline__ void add_to(MmaAccumulator<B, WIDTH>& T) const {
+#pragma unroll
+    for (int i = 0; i < ROWS; i++) {
+#pragma unroll
+      for (int j = 0; j < COLS; j++) {
+        __half pair[2];
+        memcpy(pair, &x[i][j], sizeof pair);
+        T.x[i][2 * j] += float(pair[0]), T.x[i][2 * j + 1] += float(pair[1]);
+      }
+    }
+  }
 };
 
 // The same rows after the quad has dealt its columns anew: a lane has 8 neighbouring ones of 32; of 8-bit V 4 of
@@ -2942,6 +3004,31 @@ __device__ __forceinline__ void multiply_columns(
   }
 }
 
+template <class B, int WIDTH>
+__device__ __forceinline__ void multiply_columns(
+    MmaHalves<B, WIDTH>& T, int n, const uint32_t (&a)[MmaHalves<B, WIDTH>::M_TILES][4],
+    const uint32_t (&b)[4]) {
+#pragma unroll
+  for (int m = 0; m < T.M_TILES; m++) {
+    auto &top = T.x[2 * m], &bottom = T.x[2 * m + 1];
+    mma_m16n8k16_f16(top[2 * n], bottom[2 * n], a[m], b[0], b[1]);
+    mma_m16n8k16_f16(top[2 * n + 1], bottom[2 * n + 1], a[m], b[2], b[3]);
+  }
+}
+
+// T += A @ B by body(T), or with HALVES by way of sums of their own in fp16.
+template <class B, bool HALVES, int WIDTH, class Body>
+__device__ __forceinline__ void sum_products(MmaAccumulator<B, WIDTH>& T, const Body& body) {
+  if constexpr (HALVES) {
+    MmaHalves<B, WIDTH> sums;
+    clear(sums);
+    body(sums);
+    sums.add_to(T);
+  } else {
+    body(T);
+  }
+}
+
 // S = Q @ K.T   [16 * M_TILES][BLOCK_N] of a warp
 template <class B>
 __device__ __forceinline__ void mma_qk(MmaAccumulator<B, B::block_n>& S, const MmaQueries<B>& Q,
@@ -2950,17 +3037,19 @@ __device__ __forceinline__ void mma_qk(MmaAccumulator<B, B::block_n>& S, const M
   const int key = lane / 16 * 8 + lane % 8, d = lane / 8 % 2 * CHUNK;
   const SharedAddress at = shared_address(K_s + tile_offset<B>(key, d));
   clear(S);
+  sum_products<B, B::qk_in_fp16>(S, [&](auto& sums) {
 #pragma unroll
-  for (int step = 0; step < B::head_dim / MMA_K; step++) {
-    uint32_t q[MmaAccumulator<B, B::block_n>::M_TILES][A_REGISTERS<B>];
-    Q.get(q, step);
+    for (int step = 0; step < B::head_dim / MMA_K; step++) {
+      uint32_t q[MmaAccumulator<B, B::block_n>::M_TILES][A_REGISTERS<B>];
+      Q.get(q, step);
 #pragma unroll
-    for (int n = 0; n < B::block_n / 16; n++) {
-      uint32_t k[4];
-      ldmatrix_x4<false>(k, tile_step<B>(at, 16 * n, MMA_K * step));
-      multiply_columns<B>(S, n, q, k);
+      for (int n = 0; n < B::block_n / 16; n++) {
+        uint32_t k[4];
+        ldmatrix_x4<false>(k, tile_step<B>(at, 16 * n, MMA_K * step));
+        multiply_columns<B>(sums, n, q, k);
+      }
     }
-  }
+  });
 }
 
 // P, rounded, as A operands: the accumulators of 32 bytes of P are the A operand of as many keys, so
@@ -3037,10 +3126,9 @@ __device__ __forceinline__ void mma_pv_halves(MmaAccumulator<B, B::head_dim>& O,
 }
 
 // O += P @ V for the keys of a step   [16 * M_TILES][D] of a warp
-template <class B>
-__device__ __forceinline__ void mma_pv(MmaAccumulator<B, B::head_dim>& O,
-                                       const MmaProbabilities<B>& P, const Element* V_s, int step,
-                                       int lane) {
+template <class B, class Sums>
+__device__ __forceinline__ void mma_pv(Sums& O, const MmaProbabilities<B>& P, const Element* V_s,
+                                       int step, int lane) {
   if constexpr (B::converts_operands) {
     mma_pv_halves<B>(O, P, V_s, step, lane);
   } else if constexpr (sizeof(Element) == 1) {
@@ -3076,8 +3164,10 @@ template <class B> struct MmaRows {
 
   // O += P @ V
   __device__ void multiply(const Element* V_s, int lane) {
+    sum_products<B, B::pv_in_fp16>(O, [&](auto& sums) {
 #pragma unroll
-    for (int step = 0; step < P.STEPS; step++) mma_pv<B>(O, P, V_s, step, lane);
+      for (int step = 0; step < P.STEPS; step++) mma_pv<B>(sums, P, V_s, step, lane);
+    });
   }
 
   // S = Q @ K.T, with the factors of several heads.
@@ -5690,6 +5780,7 @@ struct Line {
   const Knob* knobs;
   int knob_count, D, vec_width, barriers_per_tile;
   DType input, output;
+  int fp16_acc;  // bits: of Q @ K.T, of P @ V
   bool is_cublas, is_wgmma, has_queue, is_tuned;
   TunedTile tiles[TILES];  // one, or those that it may take
   int tile_count;
@@ -5728,7 +5819,8 @@ Line describe_build() {
   l.knobs = all_knobs, l.knob_count = sizeof all_knobs / sizeof all_knobs[0];
   l.D = Build::head_dim, l.vec_width = Build::vec_width;
   l.barriers_per_tile = barriers_per_tile<Build>();
-  l.input = Build::input, l.output = Build::output, l.is_cublas = is_cublas, l.is_wgmma = is_wgmma;
+  l.input = Build::input, l.output = Build::output, l.fp16_acc = Build::fp16_acc;
+  l.is_cublas = is_cublas, l.is_wgmma = is_wgmma;
   l.has_queue = Build::use_persistent_cta, l.is_tuned = Build::use_tuned;
   for (const TunedTile& t : TUNED_TILES) {
     if (tile_fits(t)) l.tiles[l.tile_count++] = t;

@@ -65,10 +65,10 @@ template <class T> void count(const T* tile, unsigned ldm, simt::Site at) {
 
 inline void meet(simt::Site at) { simt::warp_collective(~0u, nullptr, nullptr, at); }
 
-template <class T> struct MmaArgs {
+template <class T, class Sum> struct MmaArgs {
   const T *a, *b;
-  const float* c;
-  float* d;
+  const Sum* c;
+  Sum* d;
 };
 
 }  // namespace detail
@@ -114,20 +114,20 @@ void fill_fragment(fragment<Use, 16, 16, 16, T, Layout>& f, T value) {
   for (T& x : f.x) x = value;
 }
 
-// D = A @ B + C
-template <class T, class LayoutA, class LayoutB>
-__attribute__((noinline)) void mma_sync(fragment<accumulator, 16, 16, 16, float>& d,
+// D = A @ B + C, rounded once if D is in fp16
+template <class T, class Sum, class LayoutA, class LayoutB>
+__attribute__((noinline)) void mma_sync(fragment<accumulator, 16, 16, 16, Sum>& d,
               const fragment<matrix_a, 16, 16, 16, T, LayoutA>& a,
               const fragment<matrix_b, 16, 16, 16, T, LayoutB>& b,
-              const fragment<accumulator, 16, 16, 16, float>& c, SIMT_CALLER) {
-  detail::MmaArgs<T> mine{a.x, b.x, c.x, d.x};
+              const fragment<accumulator, 16, 16, 16, Sum>& c, SIMT_CALLER) {
+  detail::MmaArgs<T, Sum> mine{a.x, b.x, c.x, d.x};
   simt::warp_collective(~0u, &mine, [](void* const args[32], unsigned) {
     float A[16][16], B[16][16], D[16][16];
     for (int lane = 0; lane < 32; lane++) {
-      const auto& m = *static_cast<const detail::MmaArgs<T>*>(args[lane]);
+      const auto& m = *static_cast<const detail::MmaArgs<T, Sum>*>(args[lane]);
       for (int i = 0; i < 8; i++) {
         const int r = detail::row_of(lane, i), col = detail::col_of(lane, i);
-        A[r][col] = float(m.a[i]), B[r][col] = float(m.b[i]), D[r][col] = m.c[i];
+        A[r][col] = float(m.a[i]), B[r][col] = float(m.b[i]), D[r][col] = float(m.c[i]);
       }
     }
     for (int i = 0; i < 16; i++) {
@@ -136,8 +136,8 @@ __attribute__((noinline)) void mma_sync(fragment<accumulator, 16, 16, 16, float>
       }
     }
     for (int lane = 0; lane < 32; lane++) {
-      const auto& m = *static_cast<const detail::MmaArgs<T>*>(args[lane]);
-      for (int i = 0; i < 8; i++) m.d[i] = D[detail::row_of(lane, i)][detail::col_of(lane, i)];
+      const auto& m = *static_cast<const detail::MmaArgs<T, Sum>*>(args[lane]);
+      for (int i = 0; i < 8; i++) m.d[i] = Sum(D[detail::row_of(lane, i)][detail::col_of(lane, i)]);
     }
   }, at);
 }

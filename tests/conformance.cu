@@ -198,6 +198,15 @@ template <class E> __global__ void test_mma(const Args a) {
   for (int i = 0; i < 4; i++) a.out[threadIdx.x * WORDS + i] = bits_of(d[i]);
 }
 
+__global__ void test_mma_f16(const Args a) {
+  uint32_t x[4], y[2], d[2];
+  for (int i = 0; i < 4; i++) x[i] = pair_of<__half>(threadIdx.x * 4 + i);
+  for (int i = 0; i < 2; i++) y[i] = pair_of<__half>(threadIdx.x * 9 + i + 500);
+  for (int i = 0; i < 2; i++) d[i] = pair_of<__half>(threadIdx.x * 3 + i);
+  for (int i = 0; i < 2; i++) mma_m16n8k16_f16(d[0], d[1], x, y[0], y[1]);
+  for (int i = 0; i < 2; i++) a.out[threadIdx.x * WORDS + i] = d[i];
+}
+
 __global__ void test_mma_e4m3(const Args a) {
   uint32_t x[4], y[2];
   float d[4];
@@ -209,7 +218,8 @@ __global__ void test_mma_e4m3(const Args a) {
 }
 
 // C = A @ B (+ C), B by rows or by columns, through shared memory with a stride of 24.
-template <class E, class LayoutB> __global__ void test_wmma(const Args a) {
+// Where an element of a fragment of fp32 has its place, one of fp16 sums (class Sum) has it as well.
+template <class E, class LayoutB, class Sum = float> __global__ void test_wmma(const Args a) {
   namespace wmma = nvcuda::wmma;
   Scratch& s = dynamic_shared<Scratch>();
   E* const A = reinterpret_cast<E*>(s.bytes);
@@ -224,18 +234,19 @@ template <class E, class LayoutB> __global__ void test_wmma(const Args a) {
   if (threadIdx.x < 32) {
     wmma::fragment<wmma::matrix_a, 16, 16, 16, E, wmma::row_major> fa;
     wmma::fragment<wmma::matrix_b, 16, 16, 16, E, LayoutB> fb;
-    wmma::fragment<wmma::accumulator, 16, 16, 16, float> fc, sum;
+    wmma::fragment<wmma::accumulator, 16, 16, 16, float> fc;
+    wmma::fragment<wmma::accumulator, 16, 16, 16, Sum> sum;
     wmma::load_matrix_sync(fa, A, 24);
     wmma::load_matrix_sync(fb, B, 24);
     wmma::load_matrix_sync(fc, C, 24, wmma::mem_row_major);
-    wmma::fill_fragment(sum, 2.0f);
-    for (int i = 0; i < sum.num_elements; i++) sum.x[i] += fc.x[i];
+    wmma::fill_fragment(sum, Sum(2.0f));
+    for (int i = 0; i < sum.num_elements; i++) sum.x[i] = Sum(float(sum.x[i]) + fc.x[i]);
     wmma::mma_sync(sum, fa, fb, sum);
-    wmma::store_matrix_sync(C, sum, 24, wmma::mem_col_major);
+    wmma::store_matrix_sync(reinterpret_cast<Sum*>(C), sum, 24, wmma::mem_col_major);
   }
   __syncthreads();
   for (int i = threadIdx.x; i < 16 * 24; i += THREADS) {
-    a.out[threadIdx.x * WORDS + i / THREADS] = bits_of(C[i]);
+    a.out[threadIdx.x * WORDS + i / THREADS] = bits_of(float(reinterpret_cast<Sum*>(C)[i]));
   }
 }
 
@@ -477,6 +488,15 @@ __global__ void test_bulk_load(const __grid_constant__ Args a) {
   }
 }
 
+// Ends a group of products; their sums go into the hash.
+template <int N> __device__ __forceinline__ void end_products(float (&d)[N], uint32_t& hash) {
+  wgmma_commit_group();
+  wgmma_wait_group<0>();
+  hold(d);
+#pragma unroll
+  for (int i = 0; i < N; i++) hash = (hash ^ bits_of(d[i] + 0.0f)) * 16777619u;
+}
+
 // D = A @ B in four steps of 16 k, on top of what was there and then once more without it.
 template <class E, int N, int TRANS_B, bool RS, int TRANS_A = 0>
 __global__ void test_wgmma(const __grid_constant__ Args a) {
@@ -523,11 +543,7 @@ __global__ void test_wgmma(const __grid_constant__ Args a) {
                                          db + k * (TRANS_B ? 128 : 2), accumulate);
       }
     }
-    wgmma_commit_group();
-    wgmma_wait_group<0>();
-    hold(d);
-#pragma unroll
-    for (int i = 0; i < N / 2; i++) hash = (hash ^ bits_of(d[i] + 0.0f)) * 16777619u;
+    end_products(d, hash);
   }
   a.out[tid * 2] = hash;
   a.out[tid * 2 + 1] = bits_of(d[N / 2 - 1] + 0.0f);
@@ -535,14 +551,16 @@ __global__ void test_wgmma(const __grid_constant__ Args a) {
 
 // The same of e4m3, 32 k a step, in lines of LINE bytes. Before the last round the sum is 2^14, so that it shows how
 // many bits a sum has.
-template <int N, int LINE, bool RS> __global__ void test_wgmma_e4m3(const __grid_constant__ Args a) {
+template <int N, int LINE, bool RS>
+__global__ void test_wgmma_e4m3(const __grid_constant__ Args a) {
   HopperScratch& s = hopper_scratch();
   const int tid = threadIdx.x, lane = tid % 32;
   const auto byte = [](uint8_t* panel, int r, int k) {  // of line r
     return panel + r * LINE + (k / 16 ^ r * LINE / 128 % (LINE / 16)) * 16 + k % 16;
   };
   const auto value_a = [](int r, int k) { return uint8_t(e4m3(small((r * 64 + k) * 3 + 1))); };
-  for (int i = tid; i < 64 * 64; i += 128) st_shared(byte(s.a, i / 64, i % 64), value_a(i / 64, i % 64));
+  for (int i = tid; i < 64 * 64; i += 128)
+    st_shared(byte(s.a, i / 64, i % 64), value_a(i / 64, i % 64));
   for (int i = tid; i < 64 * N; i += 128) {
     st_shared(byte(s.b, i / 64, i % 64), uint8_t(e4m3(small(i * 5 + 2))));
   }
@@ -580,11 +598,7 @@ template <int N, int LINE, bool RS> __global__ void test_wgmma_e4m3(const __grid
         wgmma_ss<__nv_fp8_e4m3, N, 0>(d, da + 2 * step, db + 2 * step, accumulate);
       }
     }
-    wgmma_commit_group();
-    wgmma_wait_group<0>();
-    hold(d);
-#pragma unroll
-    for (int i = 0; i < N / 2; i++) hash = (hash ^ bits_of(d[i] + 0.0f)) * 16777619u;
+    end_products(d, hash);
   }
   a.out[tid * 2] = hash;
   a.out[tid * 2 + 1] = bits_of(d[N / 2 - 1] + 0.0f);
@@ -595,7 +609,8 @@ __global__ void test_bytes(const __grid_constant__ Args a) {
   const uint32_t tid = threadIdx.x;
   for (uint32_t i = 0; i < 16; i++) {
     const uint32_t n = tid * 16 + i;
-    const float x = float_of((n << 20) ^ (n * 0x9e3779b9u >> 12)), y = float(small(n)) * 0.0009765625f;
+    const float x = float_of((n << 20) ^ (n * 0x9e3779b9u >> 12)),
+                y = float(small(n)) * 0.0009765625f;
     a.out[tid * WORDS + i] = cvt_rn_satfinite_e4m3x4(x, y, -x, float(small(n)) * 64.5f);
     a.out[tid * WORDS + 16 + i] = prmt(n * 0x01234567u, n * 0x89abcdefu, n * 0x1357u & 0x7777);
     const uint32_t u = prmt(n * 0x01234567u, 0x64646464, i % 2 ? 0x4342 : 0x4140);
@@ -610,7 +625,8 @@ __global__ void test_tma_load_bytes(const __grid_constant__ Args a) {
   HopperScratch& s = hopper_scratch();
   if (threadIdx.x == 0) {
     mbarrier_arrive_expect_tx(&s.barriers[0], 2 * 1024);
-    cp_async_bulk_tensor_load<3>(s.a, &a.map_bytes, {-16, 30, 1}, &s.barriers[0], 0x12f0000000000000);
+    cp_async_bulk_tensor_load<3>(s.a, &a.map_bytes, {-16, 30, 1}, &s.barriers[0],
+                                 0x12f0000000000000);
     cp_async_bulk_tensor_load<3>(s.a + 1024, &a.map_bytes, {16, 7, 0}, &s.barriers[0],
                                  0x12f0000000000000);
   }
@@ -660,11 +676,9 @@ static void encode_maps(Args& a) {
   const uint64_t sizes_bytes[3] = {64, ROWS, HEADS};
   if (encode_tensor_map(a.map_bytes, 3, a.tensor, sizes_bytes, strides_3d, box_3d, 1) !=
           cudaSuccess ||
-      encode_tensor_map(a.map_3d, 3, a.tensor, sizes_3d, strides_3d, box_3d) !=
-          cudaSuccess ||
+      encode_tensor_map(a.map_3d, 3, a.tensor, sizes_3d, strides_3d, box_3d) != cudaSuccess ||
       encode_tensor_map(a.map_4d, 4, a.tensor, sizes_4d, strides_4d, box_4d) != cudaSuccess ||
-      encode_tensor_map(a.map_5d, 5, a.tensor, sizes_5d, strides_5d, box_5d) !=
-          cudaSuccess) {
+      encode_tensor_map(a.map_5d, 5, a.tensor, sizes_5d, strides_5d, box_5d) != cudaSuccess) {
     printf("no tensor map\n");
     failed = true;
   }
@@ -751,9 +765,11 @@ int main(int argc, char** argv) {
   run("stmatrix_x4_trans", test_stmatrix<4, true>);
   run("mma_m16n8k16_fp16", test_mma<__half>);
   run("mma_m16n8k16_bf16", test_mma<__nv_bfloat16>);
+  run("mma_m16n8k16_f16", test_mma_f16);
   run("mma_m16n8k32_e4m3", test_mma_e4m3);
   run("wmma_fp16_row", test_wmma<__half, row_major>);
   run("wmma_fp16_col", test_wmma<__half, col_major>);
+  run("wmma_fp16_sums", test_wmma<__half, row_major, __half>);
   run("wmma_bf16_row", test_wmma<__nv_bfloat16, row_major>);
   run("wmma_bf16_col", test_wmma<__nv_bfloat16, col_major>);
   run("shuffles_and_votes", test_shuffles);

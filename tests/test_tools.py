@@ -142,19 +142,12 @@ def test_a_sweep_on_the_cpu_backend():
     ("sweep --jobs 100", "sweep: --jobs 100: want a whole number from 1 to 99"),
     ("sweep --series x", "sweep: --series x: want a whole number from 0"),
     ("sweep --only nosuch", "sweep: --only nosuch: no line of configs.txt has such a name"),
-    ("sweep --only [", "sweep: --only [: not a regular expression")])
+    ("sweep --only [", "sweep: --only [: not a regular expression"),
+    pytest.param("stress", "stress: it runs kernels side by side and there is no GPU here", marks=needs_no_gpu),
+    pytest.param("profile wmma_all", "profile: it times kernels and there is no GPU here", marks=needs_no_gpu),
+    pytest.param("gates --time", "gates: --time needs a GPU", marks=needs_no_gpu),
+    pytest.param("ablate wmma_all", "ablate: it times kernels and there is no GPU here", marks=needs_no_gpu)])
 def test_refusals(words, sentence):
-    code, out, err = run_all(*words.split())
-    assert code == 2 and err.startswith(sentence) and err.count("\n") == 1 and not out
-
-
-@needs_no_gpu
-@pytest.mark.parametrize("words,sentence", [
-    ("stress", "stress: it runs kernels side by side and there is no GPU here"),
-    ("profile wmma_all", "profile: it times kernels and there is no GPU here"),
-    ("gates --time", "gates: --time needs a GPU"),
-    ("ablate wmma_all", "ablate: it times kernels and there is no GPU here")])
-def test_without_a_gpu(words, sentence):
     code, out, err = run_all(*words.split())
     assert code == 2 and err.startswith(sentence) and err.count("\n") == 1 and not out
 

@@ -12,6 +12,7 @@ import subprocess
 import sys
 import time
 
+import jsonschema
 import numpy as np
 import pytest
 
@@ -272,7 +273,6 @@ def t4_schemas():
 
 @pytest.mark.parametrize("log", ["dry", *LISTS])
 def test_t4(log, tmp_path):
-    jsonschema = pytest.importorskip("jsonschema")
     if log == "dry":
         log = tmp_path / "log.jsonl"
         dry(log, "--budget", "0.2")
@@ -299,11 +299,12 @@ def test_which_knob_mattered_and_the_picture(tmp_path):
 
 # ---- how good the search is ----
 
-def replayed(log, *words):
-    """{search: (runs within 15% of the list, runs)}."""
-    code, out, err = run("--replay", str(log), *words)
+def replayed(log):
+    """{search: (median, 18 of 20, runs of 20 within 15% of the list)}."""
+    code, out, err = run("--replay", str(log))
     assert code == 0, err
-    return {kind: (int(good), int(all_)) for kind, good, all_ in re.findall(r"^(\S.*?) {2,}.*?(\d+) of (\d+)$", out, re.M)}
+    rows = re.findall(r"^(\S.*?) {2,}(\d+) +(\d+) +[\d.]+% +(\d+) of 20$", out, re.M)
+    return {kind: tuple(map(int, figures)) for kind, *figures in rows}
 
 
 def test_the_search_beats_random_search(tmp_path):
@@ -314,11 +315,13 @@ def test_the_search_beats_random_search(tmp_path):
     knobs = [record["knobs"] for record in records_of(tmp_path / "all.jsonl")[1:]]
     assert len(knobs) == len(set(knobs)) > 200
     found = replayed(tmp_path / "all.jsonl")
-    assert found["from mma_lazy"][0] >= 18 and found["random search"][0] <= 10, found
+    assert found["from mma_lazy"][2] >= 18 and found["random search"][2] <= 10, found
 
 
 @pytest.mark.parametrize("log", LISTS)
 def test_the_search_on_measured_lists(log):
     found = replayed(log)
-    good, runs = found["from the family's lines"]
-    assert good >= 18 and runs == 20 and found["random search"][0] < good, found
+    assert found["from the family's lines"][2] >= 18 and found["random search"][2] <= 9, found
+    with open(os.path.join(ROOT, "docs", "TUNING.md")) as file:
+        page = file.read()
+    assert all(f"| {median} | {most} | {good} of 20 |" in page for median, most, good in found.values()), found

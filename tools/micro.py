@@ -3,8 +3,8 @@
 What a round over a K/V tile costs the kernel of each legal tile, without the grid around it: clocks of one CTA alone and
 of as many as the GPU holds, on keys that stay in L2. Tiles have the sizes that the family's lines have in any combination
 that sdpa.cu does not refuse, and the other knobs of LINE. Prints the K tiles that should be the fastest for a problem, by
-waves of CTAs times rounds, and writes results/micro/DATE-DEVICE-NAME.json, from which `tune` starts. Without a
-GPU it counts barriers, bytes from global memory and bank conflicts of a round on the CPU backend instead.
+waves of CTAs times rounds, and writes results/micro/DATE-DEVICE-NAME.json, from which `tune` starts. Barriers, bytes from
+global memory and bank conflicts of a round are counted on the CPU backend: of the K tiles, or without a GPU of all.
   --family F     scalar, wmma, mma or wgmma; default wgmma
   --from LINE    the line that has the other knobs; default the family's first of this D
   --head-dim D   64, 128 or 256; default LINE's
@@ -30,6 +30,7 @@ from builds import Refused
 from search import CHOOSERS, Space, base_line, family_lines, identity, parse_line
 
 PROGRAM = "tools/micro.cu"
+COUNTS = ("barriers", "global_bytes", "conflicts")  # of a round, on the CPU backend
 GRID_ONLY = {"PACK_GQA": "0", "SPLIT_CTAS": "1"}  # with other values the grid deals the keys
 
 
@@ -126,15 +127,16 @@ def seeds(path, space, problem, count):
     return list(found.values())[:count]
 
 
-def table(found, problem, top):
-    """The best tiles, with a row of figures each."""
-    print(f"{problem}: the first {min(top, len(found))} of {len(found)} tiles, by waves * (item + rounds * round)")
-    print(f"{'clocks':>10} {'round, 1 SM':>11} {'all SMs':>8} {'a score':>8} {'item':>7} {'CTAs/SM':>7} {'regs':>4}  line")
-    for tile in sorted(found, key=lambda tile: predict(tile, problem))[:top]:
+def table(best, problem, count):
+    """The best of `count` tiles, with a row of figures each."""
+    print(f"{problem}: the first {len(best)} of {count} tiles, by waves * (item + rounds * round)")
+    print(f"{'clocks':>10} {'round, 1 SM':>11} {'all SMs':>8} {'a score':>8} {'item':>7} {'CTAs/SM':>7} {'regs':>4} {'barriers':>8} "
+          f"{'conflicts':>9}  line")
+    for tile in best:
         scores = knob(tile, "BLOCK_M", 32) * knob(tile, "BLOCK_N", 32) * knob(tile, "SPLIT_KV", 1) * tile["ctas_per_sm"]
         print(f"{predict(tile, problem):10.0f} {tile['one_sm'][0]:11.0f} {tile['all_sms'][0]:8.0f} "
-              f"{tile['all_sms'][0] / scores:8.4f} {tile['all_sms'][1]:7.0f} {tile['ctas_per_sm']:7} {tile['registers']:4}  "
-              f"{tile['line']}")
+              f"{tile['all_sms'][0] / scores:8.4f} {tile['all_sms'][1]:7.0f} {tile['ctas_per_sm']:7} {tile['registers']:4} "
+              f"{tile.get('barriers', ''):>8} {tile.get('conflicts', ''):>9}  {tile['line']}")
 
 
 def counts(found, top):
@@ -173,10 +175,14 @@ def main():
     if not gpu:
         counts(found, top)
         return 0
+    best = sorted(found, key=lambda tile: predict(tile, problem))[:top]
+    counted = {tile["line"]: tile for tile in measure([parse_line(lines[0].tree, tile["line"]) for tile in best], None)}
+    for tile in best:
+        tile.update({name: counted[tile["line"]][name] for name in COUNTS if tile["line"] in counted})
     path = engine.results_path("micro", gpu.name, name, new=True, ending=".json")
     builds.replace_file(path, json.dumps(dict(device=gpu.name, driver=gpu.nvml.driver, cuda=gpu.cuda, commit=engine.git_sha(),
                                               tiles=found), indent=1) + "\n")
-    table(found, problem, top)
+    table(best, problem, len(found))
     print(f"tiles: {os.path.relpath(path, builds.ROOT)}", file=sys.stderr)
     return 0
 

@@ -85,10 +85,7 @@ class Space:
 
     def accepts(self, knob, values):
         """Whether the base may have another value of the knob."""
-        return any(not self.refusal(self.line({knob: value})) for value in values if self.knob(self.base, knob) != value)
-
-    def refusal(self, line):
-        return line.tree.refusal(line.words)
+        return any(not refusal(self.line({knob: value})) for value in values if self.knob(self.base, knob) != value)
 
     def knob(self, line, knob):
         return line.knob(knob, self.tree.knobs()[knob])
@@ -107,14 +104,14 @@ class Space:
         for line in [self.base, *family_lines(self.tree, self.base.family)]:
             fixed = {knob: values[0] for knob, values in self.fixed.items() if self.knob(line, knob) not in values}
             line = self.line({**own, **fixed}, line)
-            if identity(line) not in found and not self.refusal(line):
+            if identity(line) not in found and not refusal(line):
                 found[identity(line)] = line
         if not found:
             base, rng = self.line({**own, **{knob: values[0] for knob, values in self.fixed.items()}}), np.random.default_rng(0)
             tries = [self.line(self.mutated(rng, self.knobs(base)), base) for _ in range(TRIES)]
-            sentences = [self.refusal(line) for line in tries]
+            sentences = [refusal(line) for line in tries]
             if all(sentences):
-                raise Refused(f"the space is empty: {self.refusal(base)}")
+                raise Refused(f"the space is empty: {refusal(base)}")
             return [tries[sentences.index("")]]
         return list(found.values())
 
@@ -149,7 +146,12 @@ class Space:
         lines = [self.line(dict(zip(self.free, values)))
                  for values in itertools.product(*(self.values[knob] for knob in self.free))]
         with ThreadPoolExecutor(builds.JOBS) as pool:
-            return [line for line, sentence in zip(lines, pool.map(self.refusal, lines)) if not sentence]
+            return [line for line, sentence in zip(lines, pool.map(refusal, lines)) if not sentence]
+
+
+@functools.lru_cache(None)
+def refusal(line):
+    return line.tree.refusal(line.words)
 
 
 @functools.lru_cache(None)
@@ -255,12 +257,12 @@ class State:
     def counts(self):
         return collections.Counter(record["fate"] for record in self.records.values())
 
-    def propose(self, rng, at_random=False):
-        """A candidate that nobody proposed before: of some children of the elites the one that is expected to be the
-        fastest, or any. None if none is found."""
+    def propose(self, rng):
+        """Candidates that nobody proposed before, some children of the elites or any, the one first that is expected to be the
+        fastest."""
         children = {}
         for attempt in range(1000):
-            if at_random or not self.elites or attempt >= 300:
+            if not self.elites or attempt >= 300:
                 knobs = self.space.random(rng)
             else:
                 parents = [self.space.knobs(self.lines[key]) for key in self.elites]
@@ -271,13 +273,10 @@ class State:
             line = self.space.line(knobs)
             if identity(line) not in self.seen:
                 children[identity(line)] = line
-            if len(children) == (1 if at_random or not self.elites else CHILDREN) or children and attempt >= 300:
+            if len(children) == (CHILDREN if self.elites else 1) or children and attempt >= 300:
                 break
-        if not children:
-            return None
-        key = list(children)[int(np.argmin(self.expected(children.values()))) if len(children) > 1 else 0]
-        self.seen.add(key)
-        return children[key]
+        lines = list(children.values())
+        return [lines[i] for i in np.argsort(self.expected(lines), kind="stable")] if len(lines) > 1 else lines
 
     def expected(self, lines):
         """The logarithms of the lines' scores that a Gaussian process expects from the candidates that were compiled; those
@@ -300,27 +299,42 @@ class State:
         return found
 
 
-def search(state, judge, log, queue, rng, goes_on, show, ahead=AHEAD, at_random=False, breed=True):
+def search(state, judge, log, queue, rng, goes_on, show, ahead=AHEAD, breed=True):
     """Judges the lines of queue, then those that breeding proposes, while goes_on(); the next `ahead` of them are
-    compiled meanwhile, in parallel."""
+    compiled meanwhile, in parallel. What sdpa.cu refuses ends before it waits in line."""
     new = {identity(line): line for line in queue if identity(line) not in state.seen}
     queue = collections.deque(new.values())
     state.seen.update(new)
     waiting = collections.deque()
+
+    def end(line, prepared):
+        record = {"knobs": identity(line), "line": line.text, **judge.judge(line, prepared, state)}
+        log.add(record)
+        state.add(line, record)
+        show(state)
+
+    def legal_child():
+        while breed and goes_on():
+            children = state.propose(rng)
+            if not children:
+                return None
+            for line in children:
+                state.seen.add(identity(line))
+                if not judge.refusal(line):
+                    return line
+                end(line, judge.prepare(line))
+        return None
     with ThreadPoolExecutor(builds.JOBS) as pool:
         try:
             while True:
                 while len(waiting) < ahead and goes_on():
-                    line = queue.popleft() if queue else state.propose(rng, at_random) if breed else None
+                    line = queue.popleft() if queue else legal_child()
                     if not line:
                         break
                     waiting.append((line, pool.submit(judge.prepare, line)))
                 if not waiting or not goes_on():
                     return
                 line, prepared = waiting.popleft()
-                record = {"knobs": identity(line), "line": line.text, **judge.judge(line, prepared.result(), state)}
-                log.add(record)
-                state.add(line, record)
-                show(state)
+                end(line, prepared.result())
         finally:
             pool.shutdown(cancel_futures=True)

@@ -48,7 +48,7 @@ import micro
 import report_rows
 import tune_report
 from builds import Refused
-from search import AHEAD, CHOOSERS, FATES, Log, Space, State, base_line, family_lines, identity, parse_line, read_log, search
+from search import AHEAD, CHOOSERS, FATES, Log, Space, State, base_line, family_lines, identity, parse_line, read_log, refusal, search
 
 SEEDS = (0, 1, 2)
 SMALL, RAGGED = "small", "2,4,2,197,131"
@@ -164,9 +164,11 @@ class GpuJudge:
     def seconds(self):
         return time.monotonic() - self.began
 
+    refusal = staticmethod(refusal)
+
     def prepare(self, line):
         """The first gates: a record with what stops the candidate, and its library if nothing does."""
-        sentence = line.tree.refusal(line.words)
+        sentence = self.refusal(line)
         if sentence:
             return dict(fate="refused", sentence=sentence), None
         began = time.monotonic()
@@ -319,8 +321,10 @@ class ModelJudge:
     def seconds(self):
         return self.spent_s
 
+    refusal = staticmethod(refusal)
+
     def prepare(self, line):
-        sentence = line.tree.refusal(line.words)
+        sentence = self.refusal(line)
         if sentence:
             return dict(fate="refused", sentence=sentence)
         if any(line.knob(knob, "0") != "0" for knob in CHOOSERS):

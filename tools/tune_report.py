@@ -100,6 +100,9 @@ class ListJudge:
     def __init__(self, records):
         self.known, self.evaluations = {record["knobs"]: record for record in records}, 0
 
+    def refusal(self, line):
+        return identity(line) not in self.known
+
     def prepare(self, line):
         return self.known.get(identity(line), dict(fate="refused"))
 
@@ -115,13 +118,15 @@ class NoLog:
         pass
 
 
-def evaluations_needed(space, records, queue, seed, at_random):
-    """How many candidates a search judges until it has one within 2% of the best of the list."""
+def evaluations_needed(space, records, queue, seed):
+    """How many candidates a search judges until it has one within 2% of the best of the list; without a queue one that takes
+    the list at random."""
     judge, state = ListJudge(records), State(space)
     goal = min(record["score"] for record in records if "score" in record) / WITHIN
     reached = lambda: state.best is not None and state.records[state.best]["score"] <= goal  # noqa: E731
-    search(state, judge, NoLog(), queue, np.random.default_rng(seed), lambda: not reached(), lambda state: None,
-           at_random=at_random)
+    rng = np.random.default_rng(seed)
+    search(state, judge, NoLog(), queue or [parse_line(space.tree, records[i]["line"]) for i in rng.permutation(len(records))],
+           rng, lambda: not reached(), lambda state: None, breed=bool(queue))
     return judge.evaluations if reached() else math.inf
 
 
@@ -138,19 +143,18 @@ def replay(options):
     problem = engine.parse_problem(shape.replace("x", ","), causal or "off").typed(D, dtype)
     space = Space(parse_line(tree, header["base"]), header["space"], True)
     lines = space.starts(problem)
-    kinds = {"random search": ([], True), f"from {space.base.name}": (lines[:1], False),
-             "from the family's lines": (lines, False)}
+    kinds = {"random search": [], f"from {space.base.name}": lines[:1], "from the family's lines": lines}
     tiles = options.micro or micro.newest(header["gpu"], space.base.family, D)
     if tiles:
         best = micro.seeds(tiles, space, problem, options.top)
-        kinds[f"from {space.base.name}, micro's {options.top}"] = (lines[:1] + best, False)
-        kinds[f"from the lines, micro's {options.top}"] = (lines + best, False)
+        kinds[f"from {space.base.name}, micro's {options.top}"] = lines[:1] + best
+        kinds[f"from the lines, micro's {options.top}"] = lines + best
     fit = sum("score" in record for record in records)
     print(f"{name}, {space.base.family}, D={D} {dtype}: {len(records)} candidates, {fit} of them fit to time; judged until one "
           f"is within {100 - 100 * WITHIN:.0f}% of the best")
     print(f"{'search':<36} {'median':>6} {'18 of 20':>8} {'of the list':>11}  within {100 * SHARE:.0f}%")
-    for kind, (queue, at_random) in kinds.items():
-        needed = sorted(evaluations_needed(space, records, queue, seed, at_random) for seed in range(options.runs))
+    for kind, queue in kinds.items():
+        needed = sorted(evaluations_needed(space, records, queue, seed) for seed in range(options.runs))
         most = needed[math.ceil(RUNS_OF_20 / 20 * len(needed)) - 1]
         print(f"{kind:<36} {np.median(needed):6.0f} {most:8.0f} {100 * most / fit:10.1f}%  "
               f"{sum(n <= SHARE * fit for n in needed)} of {len(needed)}")
