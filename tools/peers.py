@@ -9,6 +9,7 @@ usage: tools/peers.py CONTENDER... [--shape PROBLEM]... [--suite] [--drawn N [--
              ,CAUSAL, as in 4,32,32,4096,4096,64,fp16,br; only lines with that D and DTYPE take part.
              Repeatable; default mission, mission2 and long
   --suite    the problems of README's table
+  --e4m3     the problems of e4m3 in docs/HOPPER.md, where torch:cudnn is cuDNN's own front end (nvidia-cudnn-frontend)
   --drawn    N problems drawn at random: sizes log-uniform, D, type, mask and heads to a key head uniform, a quarter of
              them with one query row; --seed (default 0) picks the series
   --rested   the first 10 ms, at least a replay, after a rest of 0.3 s, before the power limit is reached
@@ -35,6 +36,11 @@ SUITE = """mission,64 mission2,64 long,64
 1,16,16,16384,16384,128,fp16 1,16,16,16384,16384,128,fp16,br
 1,32,8,8192,8192,128,bf16,br 1,16,16,1000,1777,128,fp16
 1,8,8,16384,16384,256,fp16 1,8,8,16384,16384,256,fp16,br""".split()
+E4M3 = """1,16,16,16384,16384,128,e4m3 1,16,16,16384,16384,128,e4m3,br
+4,16,16,4096,4096,128,e4m3 4,16,16,4096,4096,128,e4m3,br
+16,16,16,1024,1024,128,e4m3 16,16,16,1024,1024,128,e4m3,br
+1,8,8,16384,16384,256,e4m3 4,32,32,4096,4096,64,e4m3 4,32,32,4096,4096,64,e4m3,br
+1,32,32,16384,16384,64,e4m3 long,64,e4m3""".split()
 
 
 DRAWN = engine.Pace(40e3, 10e3)  # shorter turns, since there are many
@@ -72,7 +78,7 @@ def run_problem(gpu, kernels, problem, facts, rested, pace=None):
     bench = engine.Bench(gpu, kernels, dict.fromkeys(kernels, problem))
     pace, blocks = (engine.RESTED, 1) if rested else pace or (engine.STEADY, 2)
     series = engine.measure(gpu, bench.fit_to_time(), pace, blocks)
-    values = {key: engine.as_values(O, problem.dtype, np.float32) for key, (O, _) in bench.outputs.items()}
+    values = {key: engine.as_values(O, bench.outputs[key].dtype, np.float32) for key, (O, _) in bench.results.items()}
     peers = {kernels[key].line.label: O for key, O in values.items() if isinstance(kernels[key].line, builds.Torch)}
     for key, kernel in kernels.items():
         row = engine.result_row(bench, key, facts.get(key), series)
@@ -93,6 +99,7 @@ def main():
     parser.add_argument("--suite", action="store_true")
     parser.add_argument("--drawn", default="0")
     parser.add_argument("--seed", default="0")
+    parser.add_argument("--e4m3", action="store_true")
     parser.add_argument("--rested", action="store_true")
     options = engine.parse_options(parser, sys.argv[1:], __doc__)
     contenders = builds.parse_contenders(options.contenders)
@@ -101,7 +108,8 @@ def main():
         raise builds.Refused("which line?")
     peers = [one for one in contenders if isinstance(one, builds.Torch)] or \
             [builds.Torch(backend) for backend in builds.TORCH_BACKENDS]
-    problems = [engine.parse_problem(text) for text in options.shape + (SUITE if options.suite else [])]
+    problems = [engine.parse_problem(text) for text in options.shape + (SUITE if options.suite else []) + (
+        E4M3 if options.e4m3 else [])]
     drawn = draw(engine.number("--drawn", options.drawn, 0), engine.number("--seed", options.seed, 0))
     problems = problems + drawn or [engine.parse_problem(text) for text in ("mission", "mission2", "long")]
     gpu = engine.find_gpu()

@@ -11,7 +11,7 @@ the best so far. At the end `ab` compares the best with LINE, or with the best l
   --family F      scalar, wmma, mma or wgmma; default the one of --from, or wgmma where the GPU has it, else mma
   --shape S       the problem, as for ab; several: the geometric mean of their times counts; default long
   --causal M      off, br or tl
-  --dtype T       fp16 or bf16; default LINE's
+  --dtype T       fp16, bf16, e4m3 or u8; default LINE's
   --head-dim D    64, 128 or 256; default LINE's
   --budget MIN    minutes in all, also those of earlier runs of the same command; default 8
   --fix KNOB=V    the knob keeps this value; V,V...: takes one of these; repeatable
