@@ -573,6 +573,14 @@ def test_ablate_ranks_what_is_left(lines, tmp_path, capsys):
     assert rows[1]["config"] == "kept__STAGES_1" and abs(float(rows[1]["graph_us"]) - 30) < 1
 
 
+def test_problems_are_drawn_by_their_seed():
+    drawn = peers.draw(100, 1)
+    assert drawn == peers.draw(100, 1) != peers.draw(100, 2) and str(drawn[1]) == "4x9x9x1484x1484 br"
+    assert {(p.D, p.dtype) for p in drawn} == {(D, dtype) for D in (64, 128, 256) for dtype in ("fp16", "bf16")}
+    assert all(p.Sq == p.Sk for p in drawn if p.causal != "off") and 10 < sum(p.Sq == 1 for p in drawn) < 50
+    assert {p.Hq // p.Hkv for p in drawn} == {1, 4, 8} and {p.causal for p in drawn} == {"off", "br"}
+
+
 def test_peers_have_times_and_no_check(lines):
     torch = FakeKernel(us=40.0)
     torch.torch = type("torch", (), {"__version__": "2.0"})

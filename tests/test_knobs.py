@@ -134,7 +134,7 @@ def test_rows_of_the_table_are_judged_like_typed_knobs():
 
 
 KINDS = """scalar_minimal scalar_sync2 scalar_persistent scalar_fast_exp scalar_bf16 scalar_u8 scalar_e4m3 wmma_qk wmma_pv
-wmma_ws2 wmma_u8 wmma_all mma_lazy3 mma_split4 mma_fast_exp mma_u8 mma_e4m3_d128 mma_d256 cublas wgmma_plain wgmma_ws
+wmma_ws2 wmma_u8 wmma_all mma_lazy3 mma_split4 mma_fast_exp mma_u8 mma_e4m3_d128 mma_d256 mma_decode_u8_d128 ampere cublas wgmma_plain wgmma_ws
 wgmma_overlap wgmma_d128_turns wgmma_d128_causal wgmma_split2 wgmma_swap32 wgmma_d256 hopper"""
 
 

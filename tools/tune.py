@@ -479,7 +479,7 @@ def table(options):
     own = [tile for tile in model.tiles if tile.head_dim == D]
     options.family, options.head_dim, options.budget_s = "wgmma", str(D), options.budget_s / (2 * len(fit.SHAPES))
     options.base, options.fix = None, [*options.fix, "USE_FAST_EXP=0", "PACK_GQA=0", "SPLIT_CTAS=1"]
-    lines = [builds.Line(tree, "hopper", ("USE_TUNED=0", *tile.knobs.split())) for tile in own]
+    lines = [tile.line(tree) for tile in own]
     new = {}
     for causal in ("off", "br"):
         for shape in fit.SHAPES:
