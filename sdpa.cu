@@ -172,8 +172,7 @@ template <class Knobs> struct Derived : Knobs {
                                   : is_8bit             ? DType::fp16
                                                         : input;
   // Products take fp16, made of the 8 bits of each operand as it is read.
-  static constexpr bool converts_operands =
-      is_8bit && family == Family::mma && Knobs::pack_gqa;
+  static constexpr bool converts_operands = is_8bit && family == Family::mma && Knobs::pack_gqa;
   // FP16_ACC: S, and what a tile adds to O.
   static constexpr bool qk_in_fp16 = Knobs::fp16_acc & 1, pv_in_fp16 = Knobs::fp16_acc & 2;
   // fp16 is made of U8, while a tile is copied or (USE_CP_ASYNC) afterwards.
@@ -293,8 +292,9 @@ SDPA_REFUSE(is_mma&& SYNC_POLICY_changed,
 // What cannot work, typed or in a row of TUNED_TILES.
 template <class B> constexpr bool check() {
   constexpr bool scalar = B::family == Family::scalar, wmma = B::family == Family::wmma,
-                 mma = B::family == Family::mma && !B::use_tuned,  // whose rows are judged one by one
-                 wgmma = B::family == Family::wgmma && !B::use_tuned;
+                 mma =
+                     B::family == Family::mma && !B::use_tuned,  // whose rows are judged one by one
+      wgmma = B::family == Family::wgmma && !B::use_tuned;
   SDPA_REFUSE(
       wgmma && !B::swap_ab && (B::group_warps % 4 != 0 || B::block_m != 16 * B::group_warps),
       "BLOCK_M and NUM_WARPS: a warpgroup has 4 warps and 64 query rows, so BLOCK_M must "
@@ -698,7 +698,7 @@ constexpr int keys_at_once =
 constexpr size_t slot_offset = 256;
 template <class B>
 constexpr size_t slot_bytes =  // m and l in 8 lanes at most
-    B::block_m * B::split_kv * (B::head_dim + 2 * 8) * sizeof(float);
+    B::block_m* B::split_kv*(B::head_dim + 2 * 8) * sizeof(float);
 template <class B> struct alignas(256) RangePartial {
   float O[B::block_m][B::head_dim];
   float2 m_l[B::block_m];
@@ -1546,8 +1546,7 @@ template <class B> __device__ __forceinline__ float softmax_exp2(float t) {
 // P is 2^p_log2 times what the formula has, and so is l: e4m3 begins at 2^-9 and ends at 448. With 8 for 3 a
 // stale maximum would not last; with 0 the error of long rows grows.
 template <class B>
-constexpr bool rounds_p_to_e4m3 =
-    B::is_e4m3 && B::family != Family::scalar && !B::converts_operands;
+constexpr bool rounds_p_to_e4m3 = B::is_e4m3&& B::family != Family::scalar && !B::converts_operands;
 template <class B> constexpr float p_log2 = rounds_p_to_e4m3<B> ? 3 : 0;
 
 // USE_LAZY_MAX: row sums of P up to which an old maximum will do. The largest fp16 is 65504; what is summed in fp16
@@ -2406,7 +2405,8 @@ template <class B> int64_t most_resident_ctas() {
 // each wave of CTAs that starts, and 24 KB for each 16 ranges that the last CTA of an item loads at once (fitted to an
 // H200). None is longer than most_keys_at_once where 256 ranges suffice.
 template <class B> int ranges_of(const SdpaParams& p, const Items& items) {
-  constexpr int round = B::split_kv * B::block_n, round_kb = round * B::head_dim * int(sizeof(Input)) / 512;
+  constexpr int round = B::split_kv * B::block_n,
+                round_kb = round * B::head_dim * int(sizeof(Input)) / 512;
   const int64_t sms = device_attribute(cudaDevAttrMultiProcessorCount, 132);
   const int64_t resident = most_resident_ctas<B>();
   const KeyBounds bounds(p);
@@ -2951,7 +2951,7 @@ __device__ __forceinline__ void mma(float& d0, float& d1, float& d2, float& d3,
 template <class B> struct MmaQueries {
   static constexpr int M_TILES = MmaAccumulator<B, 8>::M_TILES, STEPS = B::head_dim / MMA_K;
   static constexpr int O_AND_S = M_TILES * (B::head_dim + B::block_n) / 2;  // registers
-  static constexpr int REGISTERS = A_REGISTERS<B>;  // of a step and 16 rows
+  static constexpr int REGISTERS = A_REGISTERS<B>;                          // of a step and 16 rows
   static constexpr int ROOM = O_AND_S < 184 ? (184 - O_AND_S) / (REGISTERS * M_TILES) : 0;
   static constexpr int KEPT = ROOM < STEPS ? ROOM : STEPS;
   uint32_t kept[KEPT ? KEPT : 1][M_TILES][REGISTERS];
@@ -3057,7 +3057,7 @@ __device__ __forceinline__ void mma_qk(MmaAccumulator<B, B::block_n>& S, const M
 // i / 2 * 8 + 2q + i % 2 (and 16 more).
 template <class B> struct MmaProbabilities {
   static constexpr int M_TILES = MmaAccumulator<B, 8>::M_TILES;
-  static constexpr int KEYS = rounds_p_to_e4m3<B> ? 32 : 16;  // of a step
+  static constexpr int KEYS = rounds_p_to_e4m3<B> ? 32 : 16;        // of a step
   static constexpr int STEPS = B::block_n / KEYS, COLS = KEYS / 4;  // of a lane, in a step
   uint32_t a[STEPS][M_TILES][4];
 
@@ -3071,7 +3071,8 @@ template <class B> struct MmaProbabilities {
           a[step][m][i] = cvt_rn_satfinite_e4m3x4(x[0], x[1], x[2], x[3]);
         } else {
           a[step][m][i] =
-              pack<typename std::conditional<B::converts_operands, Half, Element>::type>(x[0], x[1]);
+              pack<typename std::conditional<B::converts_operands, Half, Element>::type>(x[0],
+                                                                                         x[1]);
         }
       }
     }
@@ -3117,7 +3118,8 @@ __device__ __forceinline__ void mma_pv_halves(MmaAccumulator<B, B::head_dim>& O,
       make_halves<B>(high, prmt(v[2 * next + 1], 0, 0x3120));
 #pragma unroll
       for (int m = 0; m < O.M_TILES; m++) {
-        float *const top = O.x[2 * m] + 4 * (n + next), *const bottom = O.x[2 * m + 1] + 4 * (n + next);
+        float *const top = O.x[2 * m] + 4 * (n + next), *const bottom =
+                                                            O.x[2 * m + 1] + 4 * (n + next);
         mma_m16n8k16<Half>(top[0], top[2], bottom[0], bottom[2], P.a[step][m], low[0], high[0]);
         mma_m16n8k16<Half>(top[1], top[3], bottom[1], bottom[3], P.a[step][m], low[1], high[1]);
       }
@@ -5089,11 +5091,12 @@ template <class B> struct WgmmaColumns {
 
   // P of the scores S in their place, and rounded in the place of K.
   __device__ __forceinline__ void write_p(Scores& S, const float (&m_log2)[OWN]) {
-    constexpr int columns = B::block_m < 16 ? 8 : 16;  // of 8, both halves of the warp store the same
-    const SharedAddress P_s = shared_address(
-        s.slice[slice].K[ring.stage] +
-        panel_offset<B::block_m>((columns == 8 ? 0 : lane / 16 * 8) + lane % 8,
-                                 warp * 16 + lane / 8 % 2 * 8));
+    constexpr int columns =
+        B::block_m < 16 ? 8 : 16;  // of 8, both halves of the warp store the same
+    const SharedAddress P_s =
+        shared_address(s.slice[slice].K[ring.stage] +
+                       panel_offset<B::block_m>((columns == 8 ? 0 : lane / 16 * 8) + lane % 8,
+                                                warp * 16 + lane / 8 % 2 * 8));
 #pragma unroll
     for (int q = 0; q < B::block_m; q += columns) {
 #pragma unroll
@@ -5156,7 +5159,8 @@ template <class B> struct WgmmaColumns {
     if (warp != 0) return;
 #pragma unroll
     for (int r = 0; r < OWN; r++) {
-      const int i = int(lane) / 4 * COLS / 8 + r;  // with 4 columns two lanes own the same, with 2 four
+      const int i =
+          int(lane) / 4 * COLS / 8 + r;  // with 4 columns two lanes own the same, with 2 four
       if (COLS >= 8 || lane / 4 % (8 / COLS) == 0) {
         st_shared(&s.partial[slice].m_l[column(i)], float2{m[r], l[r]});
       }
