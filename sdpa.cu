@@ -86,10 +86,10 @@ namespace {  // two builds in one program must not share their constants and ker
   X(OVERLAP, 0, overlap, "0 1", "wgmma: softmax beside P @ V of the tile before") \
   X(SKIP_MASKED, 0, skip_masked, "0 1", "wgmma: a warpgroup leaves out tiles of which its rows see nothing") \
   X(FP8_FLUSH, 8, fp8_flush, "0 1 2 4 8 16", "wgmma, FP8_E4M3: after so many tiles P @ V is added to O in fp32; 0: never") \
-  X(SWAP_AB, 0, swap_ab, "0 1", "wgmma: S.T = K @ Q.T, keys as its 64 rows: 16, 32 or 64 query rows a CTA") \
+  X(SWAP_AB, 0, swap_ab, "0 1", "wgmma: S.T = K @ Q.T, keys as its 64 rows: 8, 16, 32 or 64 query rows a CTA") \
   X(PACK_GQA, 0, pack_gqa, "0 1", "mma, SWAP_AB: the query heads of a key head are rows of one tile") \
   X(SPLIT_CTAS, 1, split_ctas, "0..256", "PACK_GQA: CTAs that share the keys of a tile; 0: by the problem; workspace") \
-  X(USE_TUNED, 0, use_tuned, "0 1", "wgmma: the tile by the problem, from TUNED_TILES; knobs typed besides narrow it") \
+  X(USE_TUNED, 0, use_tuned, "0 1", "mma, wgmma: the tile by the problem, from TUNED_TILES; knobs typed besides narrow it") \
   X(USE_CUBLAS, 0, use_cublas, "0 1", "cuBLAS, S and P in global memory: the unfused baseline; link to it") \
   X(USE_WARP_SPECIALIZATION, 0, use_warp_specialization, "0 1", "producer warps copy, consumer warps compute") \
   X(NUM_PRODUCER_WARPS, 1, num_producer_warps, "1 2 4", "warps that only copy")
@@ -171,10 +171,13 @@ template <class Knobs> struct Derived : Knobs {
   static constexpr DType output = Knobs::out_dtype != 0 ? DType(Knobs::out_dtype - 1)
                                   : is_8bit             ? DType::fp16
                                                         : input;
+  // Products take fp16, made of the 8 bits of each operand as it is read.
+  static constexpr bool converts_operands = is_8bit && family == Family::mma && Knobs::pack_gqa;
   // FP16_ACC: S, and what a tile adds to O.
   static constexpr bool qk_in_fp16 = Knobs::fp16_acc & 1, pv_in_fp16 = Knobs::fp16_acc & 2;
   // fp16 is made of U8, while a tile is copied or (USE_CP_ASYNC) afterwards.
-  static constexpr bool converts = input == DType::u8 && family != Family::scalar;
+  static constexpr bool converts =
+      input == DType::u8 && family != Family::scalar && !converts_operands;
   static constexpr bool converts_tiles = converts && Knobs::use_cp_async;
   static constexpr int producer_threads = !Knobs::use_warp_specialization ? 0  // that only copy
                                           : family == Family::wgmma
@@ -229,18 +232,24 @@ SDPA_REFUSE(is_wgmma && (SYNC_POLICY_changed || USE_CP_ASYNC_changed || SWIZZLE_
             "USE_WGMMA=1: SYNC_POLICY, USE_CP_ASYNC, SWIZZLE_XOR and NUM_PRODUCER_WARPS have no "
             "effect on it; drop them");
 SDPA_REFUSE(!is_wgmma && (USE_PING_PONG_changed || OVERLAP_changed || SKIP_MASKED_changed ||
-                          SWAP_AB_changed || USE_TUNED_changed),
-            "USE_PING_PONG, OVERLAP, SKIP_MASKED, SWAP_AB and USE_TUNED: only the wgmma kernel has "
-            "them; add USE_WGMMA=1 or drop them");
+                          SWAP_AB_changed),
+            "USE_PING_PONG, OVERLAP, SKIP_MASKED and SWAP_AB: only the wgmma kernel has them; add "
+            "USE_WGMMA=1 or drop them");
+SDPA_REFUSE(!is_wgmma && !is_mma && USE_TUNED_changed,
+            "USE_TUNED=1: TUNED_TILES has tiles of mma.sync and wgmma; add USE_MMA_SYNC=1 or "
+            "USE_WGMMA=1 or drop it");
+SDPA_REFUSE(is_mma&& Build::use_tuned && !(Build::use_cp_async && Build::swizzle_xor),
+            "USE_TUNED=1: the tiles of mma.sync have stages and swizzled rows; add USE_CP_ASYNC=1 "
+            "SWIZZLE_XOR=1");
+SDPA_REFUSE(is_mma&& Build::use_tuned&& Build::is_8bit,
+            "USE_TUNED=1: TUNED_TILES has no row for an 8-bit DTYPE and mma.sync; type BLOCK_M=128 "
+            "BLOCK_N=64 STAGES=2 or DTYPE=FP16");
 SDPA_REFUSE(
     !Build::swap_ab && !is_mma && (PACK_GQA_changed || SPLIT_CTAS_changed),
     "PACK_GQA and SPLIT_CTAS: only the mma.sync kernel and the transposed wgmma kernel have "
     "them; add USE_MMA_SYNC=1 or SWAP_AB=1 or drop them");
 SDPA_REFUSE(is_mma && !Build::pack_gqa && SPLIT_CTAS_changed,
             "SPLIT_CTAS: in the mma.sync kernel it goes with PACK_GQA; add PACK_GQA=1 or drop it");
-SDPA_REFUSE(Build::is_8bit&& PACK_GQA_changed,
-            "PACK_GQA=1: an 8-bit DTYPE has a factor for each query head, and a tile has one; type "
-            "DTYPE=FP16 or drop PACK_GQA");
 SDPA_REFUSE(is_mma&& Build::pack_gqa&& USE_PERSISTENT_CTA_changed,
             "PACK_GQA=1: in the mma.sync kernel every item has CTAs of its own; drop "
             "USE_PERSISTENT_CTA or PACK_GQA");
@@ -281,9 +290,9 @@ SDPA_REFUSE(is_mma&& SYNC_POLICY_changed,
 // What cannot work, typed or in a row of TUNED_TILES.
 template <class B> constexpr bool check() {
   constexpr bool scalar = B::family == Family::scalar, wmma = B::family == Family::wmma,
-                 mma = B::family == Family::mma,
-                 wgmma = B::family == Family::wgmma &&
-                         !B::use_tuned;  // whose rows are judged one by one
+                 mma =
+                     B::family == Family::mma && !B::use_tuned,  // whose rows are judged one by one
+      wgmma = B::family == Family::wgmma && !B::use_tuned;
   SDPA_REFUSE(
       wgmma && !B::swap_ab && (B::group_warps % 4 != 0 || B::block_m != 16 * B::group_warps),
       "BLOCK_M and NUM_WARPS: a warpgroup has 4 warps and 64 query rows, so BLOCK_M must "
@@ -309,9 +318,9 @@ template <class B> constexpr bool check() {
               "add USE_WARP_SPECIALIZATION=1 and drop USE_PING_PONG");
   SDPA_REFUSE(wgmma && B::swap_ab &&
                   (B::num_warps != 4 * B::split_kv || B::block_n % 64 != 0 ||
-                   (B::block_m != 16 && B::block_m != 32 && B::block_m != 64)),
+                   (B::block_m != 8 && B::block_m != 16 && B::block_m != 32 && B::block_m != 64)),
               "SWAP_AB=1: every warpgroup has a slice of the keys, by 64, and all of them the same "
-              "16, 32 or 64 query rows; type BLOCK_M=32 BLOCK_N=128 NUM_WARPS=16 SPLIT_KV=4");
+              "8, 16, 32 or 64 query rows; type BLOCK_M=32 BLOCK_N=128 NUM_WARPS=16 SPLIT_KV=4");
   SDPA_REFUSE(wgmma && B::swap_ab &&
                   (B::block_n + B::head_dim) / 64 * B::block_m / 2 > (B::num_warps > 8 ? 96 : 192),
               "SWAP_AB=1: a thread's part of S and O would leave too few of its registers for the "
@@ -348,7 +357,7 @@ template <class B> constexpr bool check() {
   SDPA_REFUSE(
       mma && B::block_n % 16 != 0,
       "BLOCK_N: mma.sync takes keys by 16, so it must be a multiple of 16; type BLOCK_N=64");
-  SDPA_REFUSE(mma && B::is_e4m3 && B::block_n % 32 != 0,
+  SDPA_REFUSE(mma && B::is_e4m3 && !B::pack_gqa && B::block_n % 32 != 0,
               "BLOCK_N: mma.sync takes keys of e4m3 by 32, so it must be a multiple of 32; type "
               "BLOCK_N=64");
   SDPA_REFUSE(B::family != Family::wgmma && !B::use_cp_async && !B::use_warp_specialization &&
@@ -370,7 +379,7 @@ static_assert(check<Build>(), "");
 
 // ---- tuned tiles (USE_TUNED) ----
 
-// A tile of the wgmma kernel with its schedule, and what an item costs an SM: item_clocks, and one more
+// A tile of the mma.sync or the wgmma kernel with its schedule, and what an item costs an SM: item_clocks, and one more
 // for every scores_per_clock scores. Fitted to the times of whole problems on an H200 (./run_all.sh fit), to put
 // the tiles in order; not measured one by one.
 enum Schedule {
@@ -381,6 +390,7 @@ enum Schedule {
   skip_masked = 16,
   swap_ab = 32,
   packed = 64,  // PACK_GQA=1 SPLIT_CTAS=0
+  mma_sync = 128,
 };
 struct TunedTile {
   int head_dim, block_m, block_n, num_warps, stages, split_kv;
@@ -401,11 +411,23 @@ constexpr TunedTile TUNED_TILES[] = {
     {128, 128, 128, 8, 2, 1, overlap | persistent | ping_pong, 5850, 6.2, 5.84},
     {128, 192, 64, 12, 4, 1, overlap | persistent | skip_masked, 5960, 5.75, 5.8},
     {128, 16, 64, 4, 3, 1, swap_ab | packed, 5500, 0.62, 0.62},
+    {128, 16, 64, 4, 2, 1, swap_ab | packed, 8500, 0.632, 0.632},
     {128, 32, 64, 4, 2, 1, swap_ab | packed, 5500, 1.2, 1.2},
     {256, 128, 64, 8, 2, 1, overlap | skip_masked, 3000, 3.6, 3.6},
     {256, 16, 64, 4, 3, 1, swap_ab | packed, 5500, 0.31, 0.31},
+    {64, 32, 32, 8, 2, 4, mma_sync, 3430, 5.26, 4.54},
+    {64, 64, 64, 4, 2, 2, mma_sync, 9470, 6.36, 4.24},
+    {64, 128, 64, 4, 3, 1, mma_sync, 1890, 4.08, 4.33},
+    {64, 16, 32, 4, 3, 4, packed | mma_sync, 8560, 1.1, 0.987},
+    {64, 32, 32, 4, 3, 4, packed | mma_sync, 10500, 2.08, 1.9},
+    {128, 64, 32, 8, 2, 2, mma_sync, 6610, 2.29, 2.29},
+    {128, 128, 64, 4, 2, 1, mma_sync, 3600, 2.7, 2.57},
+    {128, 16, 16, 4, 2, 4, packed | mma_sync, 6940, 0.478, 0.466},
+    {128, 32, 16, 4, 2, 4, packed | mma_sync, 10000, 0.92, 0.914},
+    {256, 64, 64, 4, 1, 1, mma_sync, 9560, 1.25, 0.983},
+    {256, 16, 16, 2, 2, 2, packed | mma_sync, 19400, 0.234, 0.213},
 };
-// The same for DTYPE=FP8_E4M3; O is flushed after 1,024 keys.
+// The same for the wgmma kernel with DTYPE=FP8_E4M3; O is flushed after 1,024 keys.
 constexpr TunedTile E4M3_TILES[] = {
     {64, 64, 128, 8, 3, 2, overlap, 4160, 9, 8},
     {64, 128, 64, 16, 4, 2, overlap | ping_pong, 5660, 10, 10},
@@ -414,13 +436,11 @@ constexpr TunedTile E4M3_TILES[] = {
     {128, 192, 64, 12, 4, 1, overlap | persistent | skip_masked, 5960, 8, 8},
     {256, 128, 64, 8, 2, 1, overlap | persistent | skip_masked, 5000, 5, 5},
 };
-constexpr int TILES =
-    (Build::is_e4m3 ? sizeof E4M3_TILES : sizeof TUNED_TILES) / sizeof(TunedTile);  // of the type
+constexpr bool has_e4m3_tiles = is_wgmma && Build::is_e4m3;
 constexpr int MOST_TILES = sizeof TUNED_TILES / sizeof(TunedTile);
-static_assert(TILES <= MOST_TILES, "");
-
+constexpr int TILES = has_e4m3_tiles ? sizeof E4M3_TILES / sizeof(TunedTile) : MOST_TILES;
 constexpr const TunedTile& tuned_tile(int n) {
-  return Build::is_e4m3 ? E4M3_TILES[n] : TUNED_TILES[n];
+  return has_e4m3_tiles ? E4M3_TILES[n] : TUNED_TILES[n];
 }
 
 // A row as if it had been typed.
@@ -435,7 +455,8 @@ template <int N> struct TileKnobs : Typed {
                         skip_masked = tile.has(Schedule::skip_masked),
                         swap_ab = tile.has(Schedule::swap_ab), use_lazy_max = !swap_ab,
                         pack_gqa = tile.has(packed);
-  static constexpr int split_ctas = pack_gqa ? 0 : 1, fp8_flush = 1024 / tile.block_n;
+  static constexpr int split_ctas = pack_gqa ? 0 : 1;
+  static constexpr int fp8_flush = has_e4m3_tiles ? 1024 / tile.block_n : Typed::fp8_flush;
 };
 template <int N> using TunedBuild = Derived<TileKnobs<N>>;
 
@@ -443,7 +464,7 @@ template <int N> using TunedBuild = Derived<TileKnobs<N>>;
 
 // Whether this build may take the tile: the knobs that were typed are its.
 constexpr bool tile_fits(const TunedTile& t) {
-  return Build::use_tuned && t.head_dim == Build::head_dim &&
+  return Build::use_tuned && t.has(mma_sync) == is_mma && t.head_dim == Build::head_dim &&
          (!BLOCK_M_changed || t.block_m == Build::block_m) &&
          (!BLOCK_N_changed || t.block_n == Build::block_n) &&
          (!NUM_WARPS_changed || t.num_warps == Build::num_warps) &&
@@ -470,7 +491,10 @@ SDPA_REFUSE(
     "or USE_TUNED");
 
 template <int N> constexpr bool check_rows() {
-  if constexpr (Build::use_tuned && N < TILES) return check<TunedBuild<N>>() && check_rows<N + 1>();
+  if constexpr (Build::use_tuned && N < TILES) {
+    if constexpr (tuned_tile(N).has(mma_sync) == is_mma) check<TunedBuild<N>>();
+    return check_rows<N + 1>();
+  }
   return true;
 }
 static_assert(check_rows<0>(), "");
@@ -489,7 +513,7 @@ template <> struct ElementOf<DType::u8> { using type = uint8_t; };
 using Input = ElementOf<Build::input>::type;    // of Q, K and V
 using Output = ElementOf<Build::output>::type;  // of O
 // Of the tiles of Q, K and V in shared memory.
-using Element = std::conditional<Build::input == DType::u8 && !is_scalar, __half, Input>::type;
+using Element = std::conditional<Build::converts, __half, Input>::type;
 using Half =
     std::conditional<Build::is_8bit, __half, Input>::type;  // of products of 16-bit numbers
 
@@ -674,7 +698,10 @@ constexpr size_t range_counter_bytes = most_split_items * sizeof(uint32_t);
 // Keys that a warp's tensor cores sum over at once (carry_sums() says why). Of a problem with more every CTA has a slot in
 // the workspace.
 constexpr int most_keys_at_once = 65536;
-template <class B> constexpr bool carries_sums = B::family == Family::mma && !B::pack_gqa;
+template <class B>
+constexpr bool carries_sums = (B::family == Family::wmma && B::use_wmma_pv) ||
+                              (B::family == Family::mma && !B::pack_gqa) ||
+                              (B::family == Family::wgmma && !B::swap_ab && !B::is_e4m3);
 template <class B> struct ManyKeys : B {  // the build for such a problem
   static constexpr bool many_keys = true;
 };
@@ -683,7 +710,8 @@ constexpr int keys_at_once =
     (most_keys_at_once + B::block_n - 1) / B::block_n* B::block_n* B::split_kv;
 constexpr size_t slot_offset = 256;
 template <class B>
-constexpr size_t slot_bytes = B::block_m* B::split_kv*(B::head_dim + 2 * 4) * sizeof(float);
+constexpr size_t slot_bytes =  // m and l in 8 lanes at most
+    B::block_m* B::split_kv*(B::head_dim + 2 * 8) * sizeof(float);
 template <class B> struct alignas(256) RangePartial {
   float O[B::block_m][B::head_dim];
   float2 m_l[B::block_m];
@@ -808,6 +836,13 @@ __host__ __device__ __forceinline__ float float_of(uint32_t bits) {
 // Bytes of the eight of b, a (a the low ones), by the four digits of the selector.
 __device__ __forceinline__ uint32_t prmt(uint32_t a, uint32_t b, uint32_t selector) {
   return __byte_perm(a, b, selector);
+}
+
+// Two numbers in e4m3, the low 16 bits, as fp16.
+__device__ __forceinline__ uint32_t cvt_rn_f16x2_e4m3x2(uint32_t x) {
+  uint32_t pair;
+  asm("cvt.rn.f16x2.e4m3x2 %0, %1;" : "=r"(pair) : "h"(uint16_t(x)));
+  return pair;
 }
 
 // a - b of two numbers in fp16 each.
@@ -1084,7 +1119,8 @@ __device__ __forceinline__ uint64_t wgmma_descriptor(SharedAddress start, int le
 }
 
 // SDPA_D<R>(F): F(1) ... F(R - 1), for the numbers of R accumulators.
-#define SDPA_D8(F) F(1) F(2) F(3) F(4) F(5) F(6) F(7)
+#define SDPA_D4(F) F(1) F(2) F(3)
+#define SDPA_D8(F) SDPA_D4(F) F(4) F(5) F(6) F(7)
 #define SDPA_D16(F) SDPA_D8(F) F(8) F(9) F(10) F(11) F(12) F(13) F(14) F(15)
 #define SDPA_D24(F) SDPA_D16(F) F(16) F(17) F(18) F(19) F(20) F(21) F(22) F(23)
 #define SDPA_D32(F) SDPA_D24(F) F(24) F(25) F(26) F(27) F(28) F(29) F(30) F(31)
@@ -1106,6 +1142,7 @@ __device__ __forceinline__ uint64_t wgmma_descriptor(SharedAddress start, int le
 // 0 ... R - 1. Operand R is scale-d, R + 1 descriptor B, R + 2 imm-trans-b, R + 3 ... are A, as a
 // descriptor with imm-trans-a after it.
 #define SDPA_WGMMA_SHAPES(X)                \
+  X(8, 4, 5, 6, 7, 8, 9, 10)                \
   X(16, 8, 9, 10, 11, 12, 13, 14)           \
   X(32, 16, 17, 18, 19, 20, 21, 22)         \
   X(48, 24, 25, 26, 27, 28, 29, 30)         \
@@ -1139,7 +1176,7 @@ __device__ __forceinline__ uint64_t wgmma_descriptor(SharedAddress start, int le
 template <class E, int N, int TRANS_B, int TRANS_A = 0>
 __device__ __forceinline__ void wgmma_ss(float (&d)[N / 2], uint64_t a, uint64_t b,
                                          bool accumulate) {
-  static_assert(N >= 16 && N <= 256 && N % 16 == 0, "wgmma: N is a multiple of 16 up to 256");
+  static_assert(N == 8 || (N <= 256 && N % 16 == 0), "wgmma: N is 8 or a multiple of 16 up to 256");
 #define SDPA_WGMMA_SS(n, r, r1, r2, r3, r4, r5, r6)                                     \
   if constexpr (N == n && std::is_same<E, __half>::value) {                             \
     SDPA_WGMMA("k16.f32.f16.f16", n, r, r1, "%" #r3, "1, 1, %" #r4 ", %" #r2, "l"(a),   \
@@ -1158,7 +1195,7 @@ __device__ __forceinline__ void wgmma_ss(float (&d)[N / 2], uint64_t a, uint64_t
 template <class E, int N, int TRANS_B>
 __device__ __forceinline__ void wgmma_rs(float (&d)[N / 2], const uint32_t (&a)[4], uint64_t b,
                                          bool accumulate) {
-  static_assert(N >= 16 && N <= 256 && N % 16 == 0, "wgmma: N is a multiple of 16 up to 256");
+  static_assert(N == 8 || (N <= 256 && N % 16 == 0), "wgmma: N is 8 or a multiple of 16 up to 256");
 #define SDPA_WGMMA_RS(n, r, r1, r2, r3, r4, r5, r6)                                               \
   if constexpr (N == n && std::is_same<E, __half>::value) {                                       \
     SDPA_WGMMA("k16.f32.f16.f16", n, r, r1, "{%" #r3 ", %" #r4 ", %" #r5 ", %" #r6 "}",           \
@@ -1521,11 +1558,13 @@ template <class B> __device__ __forceinline__ float softmax_exp2(float t) {
 
 // P is 2^p_log2 times what the formula has, and so is l: e4m3 begins at 2^-9 and ends at 448. With 8 for 3 a
 // stale maximum would not last; with 0 the error of long rows grows.
-template <class B> constexpr float p_log2 = B::is_e4m3&& B::family != Family::scalar ? 3 : 0;
+template <class B>
+constexpr bool rounds_p_to_e4m3 = B::is_e4m3&& B::family != Family::scalar && !B::converts_operands;
+template <class B> constexpr float p_log2 = rounds_p_to_e4m3<B> ? 3 : 0;
 
 // USE_LAZY_MAX: row sums of P up to which an old maximum will do. The largest fp16 is 65504; what is summed in fp16
 // is P times V.
-template <class B> constexpr float lazy_limit = B::is_e4m3 || B::pv_in_fp16 ? 448 : 4096;
+template <class B> constexpr float lazy_limit = rounds_p_to_e4m3<B> || B::pv_in_fp16 ? 448 : 4096;
 
 // The maximum to subtract: 0 for a row with no visible key yet, so that -inf - -inf never happens.
 __device__ __forceinline__ float finite_max(float m) { return m == -INFINITY ? 0.0f : m; }
@@ -1644,12 +1683,14 @@ template <int LANES> __device__ __forceinline__ float row_sum(float x) {
 // What to_float() counts as 1.
 template <class B> constexpr float element_unit = B::input == DType::u8 ? 448.0f / 127 : 1;
 
-// The scale of an item's scores, with the factors of its heads, times log2(e); and the factor of its V.
+// The scale of an item's scores, with the factors of its heads, times log2(e); and the factor of its V. Scores of
+// several query heads (PACK_GQA) have been multiplied by the factor of theirs.
 template <class B>
 __device__ __forceinline__ float item_scale_log2(const KernelArgs& a, const WorkItem& item) {
   if constexpr (!B::is_8bit) return a.scale_log2;
   const int h_kv = int(a.q_heads_per_kv.divide(item.h));
-  return a.scale_log2 * a.p.q_descale.of(item.b, item.h) * a.p.k_descale.of(item.b, h_kv);
+  const float q_descale = B::pack_gqa ? 1 : a.p.q_descale.of(item.b, item.h);
+  return a.scale_log2 * q_descale * a.p.k_descale.of(item.b, h_kv);
 }
 template <class B>
 __device__ __forceinline__ float item_v_descale(const KernelArgs& a, const WorkItem& item) {
@@ -1672,7 +1713,7 @@ template <class B> struct ItemScale {
   __device__ __forceinline__ operator float() const { return B::is_8bit ? of_8bit : a.scale_log2; }
 };
 
-// ---- merge of partial results (mma, wgmma) ----
+// ---- merge of partial results (wmma, mma, wgmma) ----
 
 // A row's O, m and l over N parts of its keys become those over all of them: O is the sum of O[n] *
 // weight[n], with weight[n] = 2^((m[n] - m) * scale_log2) and m the largest. m_l[n] = {m[n], l[n]}
@@ -1689,12 +1730,12 @@ __device__ __forceinline__ void merge_weights(const float2 (&m_l)[N], float scal
   }
 }
 
-// ---- rows of many keys (mma, wgmma) ----
+// ---- rows of many keys (wmma, mma, wgmma) ----
 
 // Tensor cores cut off what they add to an accumulator: of equal addends a sum over 524,288 keys comes out 0.13% low. So
 // a warp sums over most_keys_at_once, and merges such sums by way of its CTA's slot in the workspace.
 // O, m and l of the last keys become those of all keys so far: the slot's, unless these are the first, and these. They
-// go to the slot, unless these are the last. A thread has its own floats there, O.x[i] behind m[i] and l[i].
+// go to the slot, which is zero again behind the last ones: counters of another tile may lie there. A thread has its own floats there, O.x[i] behind m[i] and l[i].
 template <class B, class View>
 __device__ __forceinline__ void carry_sums(View& O, float (&m)[View::ROWS], float (&l)[View::ROWS],
                                            const ItemScale<B>& scale_log2, int thread, bool first,
@@ -1715,10 +1756,10 @@ __device__ __forceinline__ void carry_sums(View& O, float (&m)[View::ROWS], floa
         O.x[i][j] = fmaf(ld_global<float>(x + (j + 2) * threads), weight[0], O.x[i][j] * weight[1]);
       }
     }
-    if (last) continue;
-    st_global(x, m[i]), st_global(x + threads, l[i]);
+    if (first && last) continue;
+    st_global(x, last ? 0 : m[i]), st_global(x + threads, last ? 0 : l[i]);
 #pragma unroll
-    for (int j = 0; j < View::COLS; j++) st_global(x + (j + 2) * threads, O.x[i][j]);
+    for (int j = 0; j < View::COLS; j++) st_global(x + (j + 2) * threads, last ? 0 : O.x[i][j]);
   }
 }
 
@@ -1827,13 +1868,14 @@ __device__ __forceinline__ void add(RowPart& O, const float4& x, float weight) {
 // O, m and l of all groups together, in a fixed order: to put(row, O, m, l).
 template <class B, class Partial, class Put>
 __device__ __forceinline__ void merge_groups(const Partial (&partial_s)[B::split_kv],
-                                             const KernelArgs& a, int thread, const Put& put) {
-  for_each_part<B>(a, thread, [&](int row, RowPart& O) {
+                                             const ItemScale<B>& scale_log2, int thread,
+                                             const Put& put) {
+  for_each_part<B>(scale_log2.a, thread, [&](int row, RowPart& O) {
     float m[1], l[1], weight[B::split_kv];
     float2 m_l[B::split_kv];
 #pragma unroll
     for (int n = 0; n < B::split_kv; n++) m_l[n] = ld_shared<float2>(&partial_s[n].m_l[row]);
-    merge_weights<B>(m_l, a.scale_log2, weight, m[0], l[0]);
+    merge_weights<B>(m_l, scale_log2, weight, m[0], l[0]);
 #pragma unroll
     for (int n = 0; n < B::split_kv; n++) {
       add(O, ld_shared<float4>(&partial_s[n].O[row][O.first_col]), weight[n]);
@@ -1848,6 +1890,7 @@ __device__ __forceinline__ void merge_ranges(const RangePartial<B>* parts, const
                                              const WorkItem& item, int thread) {
   constexpr int many = 16;
   const int ranges = int(a.ranges.divisor);
+  const ItemScale<B> scale_log2(a, item);
   for_each_part<B>(a, thread, [&](int row, RowPart& O) {
     float m[1] = {-INFINITY}, l[1] = {0};
     for (int first = 0; first < ranges; first += many) {
@@ -1861,7 +1904,7 @@ __device__ __forceinline__ void merge_ranges(const RangePartial<B>* parts, const
         x[n] = ld_global_cg<float4>(&part.O[row][O.first_col]);
         if (first + n >= ranges) m_l[1 + n] = {-INFINITY, 0}, x[n] = {};
       }
-      merge_weights<B>(m_l, a.scale_log2, weight, m[0], l[0]);
+      merge_weights<B>(m_l, scale_log2, weight, m[0], l[0]);
 #pragma unroll
       for (int j = 0; j < 4; j++) O.x[0][j] *= weight[0];
 #pragma unroll
@@ -1877,8 +1920,9 @@ template <class B, class Partial>
 __device__ __forceinline__ void store_rows(const Partial (&partial_s)[B::split_kv],
                                            const KernelArgs& a, const WorkItem& item, int thread,
                                            bool& is_last_s) {
+  const ItemScale<B> scale_log2(a, item);
   if (B::split_ctas == 1 || a.ranges.divisor == 1) {
-    merge_groups<B>(partial_s, a, thread, [&](int row, const auto& O, auto& m, auto& l) {
+    merge_groups<B>(partial_s, scale_log2, thread, [&](int row, const auto& O, auto& m, auto& l) {
       store_output<B>(O, m, l, a, row_item<B>(a, item, row));
     });
     return;
@@ -1886,7 +1930,7 @@ __device__ __forceinline__ void store_rows(const Partial (&partial_s)[B::split_k
   uint32_t* const counters = static_cast<uint32_t*>(a.p.workspace);
   RangePartial<B>* const parts = reinterpret_cast<RangePartial<B>*>(
       static_cast<unsigned char*>(a.p.workspace) + range_counter_bytes);
-  merge_groups<B>(partial_s, a, thread, [&](int row, const auto& O, auto& m, auto& l) {
+  merge_groups<B>(partial_s, scale_log2, thread, [&](int row, const auto& O, auto& m, auto& l) {
     RangePartial<B>& mine = parts[blockIdx.x];
     st_global(&mine.O[row][O.first_col], float4{O.x[0][0], O.x[0][1], O.x[0][2], O.x[0][3]});
     if (O.first_col == 0) st_global(&mine.m_l[row], float2{m[0], l[0]});
@@ -2379,7 +2423,8 @@ template <class B> int64_t most_resident_ctas() {
 // each wave of CTAs that starts, and 24 KB for each 16 ranges that the last CTA of an item loads at once (fitted to an
 // H200). None is longer than most_keys_at_once where 256 ranges suffice.
 template <class B> int ranges_of(const SdpaParams& p, const Items& items) {
-  constexpr int round = B::split_kv * B::block_n, round_kb = round * B::head_dim / 256;
+  constexpr int round = B::split_kv * B::block_n,
+                round_kb = round * B::head_dim * int(sizeof(Input)) / 512;
   const int64_t sms = device_attribute(cudaDevAttrMultiProcessorCount, 132);
   const int64_t resident = most_resident_ctas<B>();
   const KeyBounds bounds(p);
@@ -2425,6 +2470,7 @@ template <class B> Items items_of(const SdpaParams& p) {
 // zero again after every launch.
 template <class B> struct OneLaunch {
   static constexpr size_t zeroed_bytes = B::split_ctas != 1 ? range_counter_bytes
+                                         : B::many_keys     ? slot_offset + slot_bytes<B>
                                          : has_queue        ? sizeof(uint32_t)
                                                             : 0;
   static SdpaStatus prepare(KernelArgs&) { return {}; }
@@ -2700,7 +2746,11 @@ __device__ __forceinline__ void wmma_consume(WmmaShared<B>& s, const KernelArgs&
   float* const S_s = s.P + first_row * s.P_STRIDE;
 
   ScalarScores<B> S;
-  ScalarOutput<B> O;
+  struct {
+    ScalarOutput<B> O;
+    float m[ScalarOutput<B>::ROWS], l[ScalarOutput<B>::ROWS];
+  } rows;
+  auto& O = rows.O;
   S.first_row = O.first_row = first_row + lane / COL_LANES;
   S.row_step = ROW_LANES;
   S.first_col = lane % COL_LANES;
@@ -2718,37 +2768,42 @@ __device__ __forceinline__ void wmma_consume(WmmaShared<B>& s, const KernelArgs&
     wmma::load_matrix_sync(Q[d / 16], Q_s + d, TILE_STRIDE<B>);
   }
 
-  WmmaOutput<B> sums;
-  if constexpr (B::use_wmma_pv) {
-    sums.start(S_s, lane);
-  } else {
-    clear(O);
-  }
-  TileSoftmax<B, WmmaShared<B>> softmax;
-  softmax.start(s, S);
   const ItemScale<B> scale_log2(a, item);
-
-  for (int k0 = t.keys.begin; k0 < t.keys.end; k0 += B::block_n) {
-    const int stage = feed.acquire(k0);
-    wmma_qk<B>(reinterpret_cast<WmmaScore<B>*>(S_s), Q, s.K[stage]);
-    __syncwarp();  // hazard: S written by the other lanes
-    load_scores(S, reinterpret_cast<const WmmaScore<B>*>(s.P), SCORE_STRIDE<B>);
-    if (B::qk_in_fp16) __syncwarp();  // hazard: S read by the lanes in whose place P comes
-    if (!a.tiles.cover(item.q0, k0)) mask_scores<B>(S, a, item.q0, k0);
-    float alpha[O.ROWS];
-    softmax.step(s, S, scale_log2, alpha);
+  const auto sum_keys = [&](int begin, int end) {
+    WmmaOutput<B> sums;
     if constexpr (B::use_wmma_pv) {
-      sums.multiply(s.alpha + first_row, s.P16 + first_row * s.P16_STRIDE, s.V[stage]);
+      sums.start(S_s, lane);
     } else {
-      scalar_pv<B>(O, alpha, s.P, s.V[stage]);
+      clear(O);
     }
-    feed.release();
+    TileSoftmax<B, WmmaShared<B>> softmax;
+    softmax.start(s, S);
+    for (int k0 = begin; k0 < end; k0 += B::block_n) {
+      const int stage = feed.acquire(k0);
+      wmma_qk<B>(reinterpret_cast<WmmaScore<B>*>(S_s), Q, s.K[stage]);
+      __syncwarp();  // hazard: S written by the other lanes
+      load_scores(S, reinterpret_cast<const WmmaScore<B>*>(s.P), SCORE_STRIDE<B>);
+      if (B::qk_in_fp16) __syncwarp();  // hazard: S read by the lanes in whose place P comes
+      if (!a.tiles.cover(item.q0, k0)) mask_scores<B>(S, a, item.q0, k0);
+      float alpha[ScalarOutput<B>::ROWS];
+      softmax.step(s, S, scale_log2, alpha);
+      if constexpr (B::use_wmma_pv) {
+        sums.multiply(s.alpha + first_row, s.P16 + first_row * s.P16_STRIDE, s.V[stage]);
+      } else {
+        scalar_pv<B>(O, alpha, s.P, s.V[stage]);
+      }
+      feed.release();
+    }
+    if constexpr (B::use_wmma_pv) sums.finish(O, S_s, first_row);
+    softmax.finish(s, S, rows.m, rows.l);
+    if (B::many_keys && B::sync_policy != 1) __syncthreads();  // hazard: m and l read by all warps
+  };
+  if constexpr (B::many_keys) {
+    sum_parts<B>(rows, t.keys, scale_log2, sum_keys);
+  } else {
+    sum_keys(t.keys.begin, t.keys.end);
   }
-
-  if constexpr (B::use_wmma_pv) sums.finish(O, S_s, first_row);
-  float m[O.ROWS], l[O.ROWS];
-  softmax.finish(s, S, m, l);
-  store_output<B>(O, m, l, a, item);
+  store_output<B>(O, rows.m, rows.l, a, item);
 }
 
 template <class B>
@@ -2821,11 +2876,11 @@ template <class B, int WIDTH> struct MmaHalves {
   }
 };
 
-// The same rows after the quad has dealt its columns anew: a lane has 8 neighbouring ones of 32; with e4m3 4 of
+// The same rows after the quad has dealt its columns anew: a lane has 8 neighbouring ones of 32; of 8-bit V 4 of
 // 16, as P @ V leaves them.
 template <class B, int WIDTH> struct MmaRuns {
   static constexpr int ROWS = MmaAccumulator<B, WIDTH>::ROWS, COLS = WIDTH / 4;
-  static constexpr int RUN = B::is_e4m3 ? 4 : 8;
+  static constexpr int RUN = sizeof(Element) == 1 ? 4 : 8;
   float x[ROWS][COLS];
   int first_row, first_col;
   __device__ int row(int i) const { return first_row + 8 * i; }
@@ -2874,15 +2929,38 @@ template <class B> struct MmaShared {
   uint32_t drawn;  // TileQueue
 };
 
-// An mma.sync takes 32 bytes of each row of A and of each column of B.
+// Four elements of 8 bits as two pairs of fp16. 16 bits 0x6400 | u are the number 1024 + u.
+template <class B>
+__device__ __forceinline__ void make_halves(uint32_t (&pairs)[2], uint32_t bytes) {
+#pragma unroll
+  for (int n = 0; n < 2; n++) {
+    if constexpr (B::is_e4m3) {
+      pairs[n] = cvt_rn_f16x2_e4m3x2(bytes >> 16 * n);
+    } else {
+      pairs[n] = sub_f16x2(prmt(bytes, 0x64646464, n ? 0x4342 : 0x4140), 0x64806480);  // 1024 + 128
+    }
+  }
+}
+
+// A step takes 32 bytes of each row of A and of each column of B. Their fp16 (converts_operands) are two products:
+// the first has k = 4q ... 4q + 3 of the lane's registers, the second the same 16 k further.
 constexpr int MMA_K = 2 * CHUNK;
-template <class E>
+template <class B> constexpr int A_REGISTERS = B::converts_operands ? 8 : 4;
+template <class B>
 __device__ __forceinline__ void mma(float& d0, float& d1, float& d2, float& d3,
-                                    const uint32_t (&a)[4], uint32_t b0, uint32_t b1) {
-  if constexpr (sizeof(E) == 1) {
+                                    const uint32_t (&a)[A_REGISTERS<B>], uint32_t b0, uint32_t b1) {
+  if constexpr (B::converts_operands) {
+    const uint32_t b[2] = {b0, b1};
+#pragma unroll
+    for (int n = 0; n < 2; n++) {
+      uint32_t pairs[2], part[4];
+      make_halves<B>(pairs, b[n]), memcpy(part, a + 4 * n, sizeof part);
+      mma_m16n8k16<Half>(d0, d1, d2, d3, part, pairs[0], pairs[1]);
+    }
+  } else if constexpr (sizeof(Element) == 1) {
     mma_m16n8k32_e4m3(d0, d1, d2, d3, a, b0, b1);
   } else {
-    mma_m16n8k16<E>(d0, d1, d2, d3, a, b0, b1);
+    mma_m16n8k16<Element>(d0, d1, d2, d3, a, b0, b1);
   }
 }
 
@@ -2891,15 +2969,28 @@ __device__ __forceinline__ void mma(float& d0, float& d1, float& d2, float& d3,
 template <class B> struct MmaQueries {
   static constexpr int M_TILES = MmaAccumulator<B, 8>::M_TILES, STEPS = B::head_dim / MMA_K;
   static constexpr int O_AND_S = M_TILES * (B::head_dim + B::block_n) / 2;  // registers
-  static constexpr int ROOM = O_AND_S < 184 ? (184 - O_AND_S) / (4 * M_TILES) : 0;
+  static constexpr int REGISTERS = A_REGISTERS<B>;                          // of a step and 16 rows
+  static constexpr int ROOM = O_AND_S < 184 ? (184 - O_AND_S) / (REGISTERS * M_TILES) : 0;
   static constexpr int KEPT = ROOM < STEPS ? ROOM : STEPS;
-  uint32_t kept[KEPT ? KEPT : 1][M_TILES][4];
+  uint32_t kept[KEPT ? KEPT : 1][M_TILES][REGISTERS];
   SharedAddress at;  // of this lane's row in the first 16 rows and MMA_K columns
 
-  __device__ void read(uint32_t (&a)[M_TILES][4], int step) const {
+  __device__ void read(uint32_t (&a)[M_TILES][REGISTERS], int step) const {
 #pragma unroll
-    for (int m = 0; m < M_TILES; m++)
-      ldmatrix_x4<false>(a[m], tile_step<B>(at, 16 * m, MMA_K * step));
+    for (int m = 0; m < M_TILES; m++) {
+      const SharedAddress from = tile_step<B>(at, 16 * m, MMA_K * step);
+      if constexpr (B::converts_operands) {
+        uint32_t bytes[4], pairs[2];
+        ldmatrix_x4<false>(bytes, from);
+#pragma unroll
+        for (int i = 0; i < 4; i++) {  // rows g and g + 8 of 16 k, then of the next
+          make_halves<B>(pairs, bytes[i]);
+          a[m][i / 2 * 4 + i % 2] = pairs[0], a[m][i / 2 * 4 + i % 2 + 2] = pairs[1];
+        }
+      } else {
+        ldmatrix_x4<false>(a[m], from);
+      }
+    }
   }
   // Q_s is there now.
   __device__ void start(const Element* Q_s, int warp, int lane) {
@@ -2907,7 +2998,7 @@ template <class B> struct MmaQueries {
 #pragma unroll
     for (int step = 0; step < KEPT; step++) read(kept[step], step);
   }
-  __device__ void get(uint32_t (&a)[M_TILES][4], int step) const {
+  __device__ void get(uint32_t (&a)[M_TILES][REGISTERS], int step) const {
     if (step < KEPT) {
       memcpy(a, kept[step], sizeof a);
     } else {
@@ -2920,14 +3011,14 @@ template <class B> struct MmaQueries {
 // two registers for each 8 columns.
 template <class B, int WIDTH>
 __device__ __forceinline__ void multiply_columns(
-    MmaAccumulator<B, WIDTH>& T, int n, const uint32_t (&a)[MmaAccumulator<B, WIDTH>::M_TILES][4],
+    MmaAccumulator<B, WIDTH>& T, int n,
+    const uint32_t (&a)[MmaAccumulator<B, WIDTH>::M_TILES][A_REGISTERS<B>],
     const uint32_t (&b)[4]) {
 #pragma unroll
   for (int m = 0; m < T.M_TILES; m++) {
     auto &top = T.x[2 * m], &bottom = T.x[2 * m + 1];
-    mma<Element>(top[4 * n], top[4 * n + 1], bottom[4 * n], bottom[4 * n + 1], a[m], b[0], b[1]);
-    mma<Element>(top[4 * n + 2], top[4 * n + 3], bottom[4 * n + 2], bottom[4 * n + 3], a[m], b[2],
-                 b[3]);
+    mma<B>(top[4 * n], top[4 * n + 1], bottom[4 * n], bottom[4 * n + 1], a[m], b[0], b[1]);
+    mma<B>(top[4 * n + 2], top[4 * n + 3], bottom[4 * n + 2], bottom[4 * n + 3], a[m], b[2], b[3]);
   }
 }
 
@@ -2967,7 +3058,7 @@ __device__ __forceinline__ void mma_qk(MmaAccumulator<B, B::block_n>& S, const M
   sum_products<B, B::qk_in_fp16>(S, [&](auto& sums) {
 #pragma unroll
     for (int step = 0; step < B::head_dim / MMA_K; step++) {
-      uint32_t q[MmaAccumulator<B, B::block_n>::M_TILES][4];
+      uint32_t q[MmaAccumulator<B, B::block_n>::M_TILES][A_REGISTERS<B>];
       Q.get(q, step);
 #pragma unroll
       for (int n = 0; n < B::block_n / 16; n++) {
@@ -2979,12 +3070,13 @@ __device__ __forceinline__ void mma_qk(MmaAccumulator<B, B::block_n>& S, const M
   });
 }
 
-// P, rounded, as A operands: the accumulators of MMA_K columns of P are the A operand of as many keys, so
+// P, rounded, as A operands: the accumulators of 32 bytes of P are the A operand of as many keys, so
 // that nothing moves between lanes. With e4m3 the operand's k = 4q + i (and 16 + 4q + i) is then key
 // i / 2 * 8 + 2q + i % 2 (and 16 more).
 template <class B> struct MmaProbabilities {
-  static constexpr int M_TILES = MmaAccumulator<B, 8>::M_TILES, STEPS = B::block_n / MMA_K;
-  static constexpr int COLS = MMA_K / 4;  // of a lane, in a step
+  static constexpr int M_TILES = MmaAccumulator<B, 8>::M_TILES;
+  static constexpr int KEYS = rounds_p_to_e4m3<B> ? 32 : 16;        // of a step
+  static constexpr int STEPS = B::block_n / KEYS, COLS = KEYS / 4;  // of a lane, in a step
   uint32_t a[STEPS][M_TILES][4];
 
   __device__ void pack_step(const MmaAccumulator<B, B::block_n>& P, int step) {
@@ -2993,10 +3085,12 @@ template <class B> struct MmaProbabilities {
 #pragma unroll
       for (int i = 0; i < 4; i++) {
         const float* const x = &P.x[2 * m + i % 2][COLS * step + COLS / 2 * (i / 2)];
-        if constexpr (sizeof(Element) == 1) {
+        if constexpr (rounds_p_to_e4m3<B>) {
           a[step][m][i] = cvt_rn_satfinite_e4m3x4(x[0], x[1], x[2], x[3]);
         } else {
-          a[step][m][i] = pack<Element>(x[0], x[1]);
+          a[step][m][i] =
+              pack<typename std::conditional<B::converts_operands, Half, Element>::type>(x[0],
+                                                                                         x[1]);
         }
       }
     }
@@ -3019,17 +3113,45 @@ __device__ __forceinline__ void mma_pv_e4m3(MmaAccumulator<B, B::head_dim>& O,
 #pragma unroll
     for (int m = 0; m < O.M_TILES; m++) {
       float *const top = O.x[2 * m] + 4 * n, *const bottom = O.x[2 * m + 1] + 4 * n;
-      mma<Element>(top[0], top[2], bottom[0], bottom[2], P.a[step][m], even[0], even[1]);
-      mma<Element>(top[1], top[3], bottom[1], bottom[3], P.a[step][m], odd[0], odd[1]);
+      mma<B>(top[0], top[2], bottom[0], bottom[2], P.a[step][m], even[0], even[1]);
+      mma<B>(top[1], top[3], bottom[1], bottom[3], P.a[step][m], odd[0], odd[1]);
     }
   }
 }
 
-// O += P @ V for the MMA_K keys from MMA_K * step   [16 * M_TILES][D] of a warp
+// The same with P in fp16: of the 16 keys from 16 * step.
+template <class B>
+__device__ __forceinline__ void mma_pv_halves(MmaAccumulator<B, B::head_dim>& O,
+                                              const MmaProbabilities<B>& P, const Element* V_s,
+                                              int step, int lane) {
+  const SharedAddress at = shared_address(V_s + tile_offset<B>(lane % 16, lane / 16 * CHUNK));
+#pragma unroll
+  for (int n = 0; n < B::head_dim / 16; n += 2) {
+    uint32_t v[4];  // of 16 d keys 0 ... 7, 8 ... 15, and of the next
+    ldmatrix_x4<true>(v, tile_step<B>(at, 16 * step, 16 * n));
+#pragma unroll
+    for (int next = 0; next < 2; next++) {
+      uint32_t low[2], high[2];  // keys; the even d and the odd d
+      make_halves<B>(low, prmt(v[2 * next], 0, 0x3120));
+      make_halves<B>(high, prmt(v[2 * next + 1], 0, 0x3120));
+#pragma unroll
+      for (int m = 0; m < O.M_TILES; m++) {
+        float *const top = O.x[2 * m] + 4 * (n + next), *const bottom =
+                                                            O.x[2 * m + 1] + 4 * (n + next);
+        mma_m16n8k16<Half>(top[0], top[2], bottom[0], bottom[2], P.a[step][m], low[0], high[0]);
+        mma_m16n8k16<Half>(top[1], top[3], bottom[1], bottom[3], P.a[step][m], low[1], high[1]);
+      }
+    }
+  }
+}
+
+// O += P @ V for the keys of a step   [16 * M_TILES][D] of a warp
 template <class B, class Sums>
 __device__ __forceinline__ void mma_pv(Sums& O, const MmaProbabilities<B>& P, const Element* V_s,
                                        int step, int lane) {
-  if constexpr (sizeof(Element) == 1) {
+  if constexpr (B::converts_operands) {
+    mma_pv_halves<B>(O, P, V_s, step, lane);
+  } else if constexpr (sizeof(Element) == 1) {
     mma_pv_e4m3<B>(O, P, V_s, step, lane);
   } else {
     const SharedAddress at = shared_address(V_s + tile_offset<B>(lane % 16, lane / 16 * 8));
@@ -3050,6 +3172,7 @@ template <class B> struct MmaRows {
   Sums O;
   MmaProbabilities<B> P;
   float m[ROWS], l[ROWS];
+  float q_descale[B::converts_operands ? ROWS : 1];  // of the rows' heads
   bool stale_max_will_do;  // USE_LAZY_MAX: softmax_shift() said so of all rows of the warp
 
   __device__ void start(int first_row, int first_col) {
@@ -3067,11 +3190,16 @@ template <class B> struct MmaRows {
     });
   }
 
+  // S = Q @ K.T, with the factors of several heads.
+  __device__ void multiply_qk(Scores& S, const MmaQueries<B>& Q, const Element* K_s, int lane) {
+    mma_qk<B>(S, Q, K_s, lane);
+    if constexpr (B::converts_operands) scale_rows(S, q_descale);
+  }
   // P of a tile without mask, by a stale maximum, if that will do.
   __device__ bool attend_by_stale_max(const MmaQueries<B>& Q, const Element* K_s, float scale_log2,
                                       int lane) {
     Scores S;
-    mma_qk<B>(S, Q, K_s, lane);
+    multiply_qk(S, Q, K_s, lane);
     StaleSoftmax<B, ROWS> softmax(m, scale_log2);
 #pragma unroll
     for (int step = 0; step < P.STEPS; step++) {
@@ -3085,7 +3213,7 @@ template <class B> struct MmaRows {
                                       int lane) {
     Scores S;
     S.first_row = O.first_row, S.first_col = O.first_col;
-    mma_qk<B>(S, Q, K_s, lane);
+    multiply_qk(S, Q, K_s, lane);
     if (!clean) mask_scores<B>(S, scale_log2.a, q0, k0);
     float alpha[ROWS];
     softmax_max<B>(S, scale_log2, m, alpha);
@@ -3172,7 +3300,7 @@ __device__ __forceinline__ void deal_runs(MmaRuns<B, WIDTH>& R, const MmaAccumul
   }
 }
 
-// ---- 5c rows of several heads (mma and PACK_GQA) ----
+// ---- 5c rows of several heads (mma and PACK_GQA, USE_TUNED) ----
 
 template <class B> struct MmaPartials<B, true> {
   struct type {
@@ -3194,6 +3322,15 @@ template <class B> struct MmaPacked {
           s.in.Q + tile_offset<B>(row, col),
           p.Q + from.b * p.q.batch + from.h * p.q.head + from.q0 * p.q.row + col,
           row < rows && from.q0 < p.Sq);
+    }
+  }
+  // Rows that the tile does not have get any.
+  static __device__ __forceinline__ void read_factors(MmaRows<B>& rows, const KernelArgs& a,
+                                                      const WorkItem& item) {
+#pragma unroll
+    for (int i = 0; i < rows.ROWS; i++) {
+      const WorkItem of = row_item<B>(a, item, rows.O.row(i));
+      rows.q_descale[i] = a.p.q_descale.of(of.b, min(of.h, a.p.Hq - 1));
     }
   }
   static __device__ __forceinline__ void store(MmaShared<B>& s, const MmaRows<B>& rows,
@@ -3249,6 +3386,7 @@ __global__ void __launch_bounds__(B::threads, 1) sdpa_mma(const __grid_constant_
     const auto sum_keys = [&](int begin, int end) {
       Q.start(s.in.Q, warp, lane);
       rows.start(warp * WARP_ROWS + lane / 4, lane % 4 * 2);
+      if constexpr (B::converts_operands) MmaPacked<B>::read_factors(rows, a, s.item);
       for (int round = begin; round < end; round += t.ADVANCE) {
         const int k0 = round + group * B::block_n, stage = feed.acquire(k0);
         if (q < p.Sq && k0 < t.keys.end && a.tiles.touch(q, k0)) {
@@ -3684,6 +3822,14 @@ __global__ void __launch_bounds__(B::threads, 1)
     __syncthreads();  // hazard: K and V read by all warps
     if (tid == 0 && tile + B::stages < tiles) {
       load_tile(s, a, stage, k0 + B::stages * B::block_n, h_kv, item.b);
+    }
+    if constexpr (B::many_keys) {
+      constexpr int part = keys_at_once<B> / B::block_n;
+      const bool last = tile + 1 == tiles;
+      if ((tile + 1) % part == 0 || last) {
+        carry_sums<B>(O, m, l, ItemScale<B>(a, item), tid, tile < part, last);
+        if (!last) clear(O), m[0] = m[1] = -INFINITY, l[0] = l[1] = 0;
+      }
     }
   }
 
@@ -4293,6 +4439,30 @@ template <class B> struct WgmmaConsumer {
     fence_proxy_async();
   }
 
+  // O, m and l of the tiles from k0 down to last_k0.
+  __device__ __forceinline__ void sum_keys(const WgmmaTurns<B>& turns) {
+    accumulates = false, stale_keys = 0;
+#pragma unroll
+    for (int i = 0; i < ROWS; i++) m[i] = -INFINITY, l[i] = 0;
+    if constexpr (B::is_e4m3) e4m3.tiles = 0;
+    if constexpr (B::overlap) {
+      overlapped(turns);
+    } else {
+      serial(turns);
+    }
+  }
+  // The same, of keys_at_once at a time.
+  __device__ __forceinline__ void sum_parts(const WgmmaTurns<B>& turns) {
+    const int all_k0 = last_k0, thread = int(threadIdx.x) - B::producer_threads;
+    for (bool first = true;; first = false, k0 -= round_keys<B>) {
+      last_k0 = max(k0 - keys_at_once<B> + round_keys<B>, all_k0);
+      sum_keys(turns);
+      const bool last = last_k0 == all_k0;
+      carry_sums<B>(O, m, l, scale_log2, thread, first, last);
+      if (last) break;
+    }
+  }
+
   // All items.
   __device__ __forceinline__ void run() {
     const WgmmaTurns<B> turns(warpgroup);
@@ -4308,15 +4478,11 @@ template <class B> struct WgmmaConsumer {
       if (own.end > 0) {
         k0 = uniform(first_key_of<B>(item, own.end - 1, slice));
         last_k0 = uniform(first_key_of<B>(item, own.first, slice));
-        accumulates = false, stale_keys = 0;
         scale_log2.start(item);
-        if constexpr (B::is_e4m3) e4m3.tiles = 0;
-#pragma unroll
-        for (int i = 0; i < ROWS; i++) m[i] = -INFINITY, l[i] = 0;
-        if constexpr (B::overlap) {
-          overlapped(turns);
+        if constexpr (B::many_keys) {
+          sum_parts(turns);
         } else {
-          serial(turns);
+          sum_keys(turns);
         }
 #pragma unroll
         for (int i = 0; i < ROWS; i++) l[i] = row_sum<Sums::LANES>(l[i]);
@@ -4939,7 +5105,7 @@ template <class B> struct WgmmaColumns {
   }
 
   // Two lanes meet: each gives half of the columns away and gets the other's part of those that it keeps.
-  // The last of 4 columns is kept by both.
+  // The last of 2 or 4 columns is kept by both.
   template <int DISTANCE, class Combine>
   __device__ __forceinline__ void combine_pair(float (&x)[COLS], Combine combine) const {
     constexpr bool halve = COLS * DISTANCE >= 32;
@@ -5018,13 +5184,16 @@ template <class B> struct WgmmaColumns {
 
   // P of the scores S in their place, and rounded in the place of K.
   __device__ __forceinline__ void write_p(Scores& S, const float (&m_log2)[OWN]) {
-    const SharedAddress P_s = shared_address(
-        s.slice[slice].K[ring.stage] +
-        panel_offset<B::block_m>(lane / 16 * 8 + lane % 8, warp * 16 + lane / 8 % 2 * 8));
+    constexpr int columns =
+        B::block_m < 16 ? 8 : 16;  // of 8, both halves of the warp store the same
+    const SharedAddress P_s =
+        shared_address(s.slice[slice].K[ring.stage] +
+                       panel_offset<B::block_m>((columns == 8 ? 0 : lane / 16 * 8) + lane % 8,
+                                                warp * 16 + lane / 8 % 2 * 8));
 #pragma unroll
-    for (int q = 0; q < B::block_m; q += 16) {
+    for (int q = 0; q < B::block_m; q += columns) {
 #pragma unroll
-      for (int i = q / 4; i < q / 4 + 4; i++) {
+      for (int i = q / 4; i < (q + columns) / 4; i++) {
         const float column_m_log2 = from_owner(m_log2, i);
 #pragma unroll
         for (int n = 0; n < 2 * KEY_BLOCKS; n++) {
@@ -5035,8 +5204,9 @@ template <class B> struct WgmmaColumns {
 #pragma unroll
       for (int block = 0; block < KEY_BLOCKS; block++) {
         const float* const x = S[block] + q / 2;
+        constexpr int y = columns / 2 - 4;
         const uint32_t p[4] = {pack<Input>(x[0], x[1]), pack<Input>(x[2], x[3]),
-                               pack<Input>(x[4], x[5]), pack<Input>(x[6], x[7])};
+                               pack<Input>(x[y], x[y + 1]), pack<Input>(x[y + 2], x[y + 3])};
         stmatrix_x4<true>(P_s + (block * B::block_m + q) * 128, p);
       }
     }
@@ -5082,8 +5252,9 @@ template <class B> struct WgmmaColumns {
     if (warp != 0) return;
 #pragma unroll
     for (int r = 0; r < OWN; r++) {
-      const int i = int(lane) / 4 * COLS / 8 + r;  // with 4 columns two lanes own the same
-      if (COLS >= 8 || lane / 4 % 2 == 0) {
+      const int i =
+          int(lane) / 4 * COLS / 8 + r;  // with 4 columns two lanes own the same, with 2 four
+      if (COLS >= 8 || lane / 4 % (8 / COLS) == 0) {
         st_shared(&s.partial[slice].m_l[column(i)], float2{m[r], l[r]});
       }
     }

@@ -19,6 +19,8 @@
 #include <list>
 #include <memory>
 #include <mutex>
+#include <numeric>
+#include <random>
 #include <thread>
 #include <utility>
 
@@ -1122,7 +1124,8 @@ bool launch(const Launch& l, void (*body)(const void*), const void* args) {
   launch_failed = false;
   const Index3& n = l.grid_dim;
   const uint64_t ctas = uint64_t(n.x) * n.y * n.z;
-  const uint64_t cores = std::max(1u, std::thread::hardware_concurrency());
+  // Two at least: CTAs run beside each other on any machine.
+  const uint64_t cores = std::max(2u, std::thread::hardware_concurrency());
   const int workers = int(std::max<uint64_t>(1, std::min(cores, ctas)));
   std::unique_ptr<Withheld> withheld;
   const std::pair<int, const void*> stream(l.device, l.stream);
@@ -1131,6 +1134,12 @@ bool launch(const Launch& l, void (*body)(const void*), const void* args) {
   if (withheld) withheld->workers = workers;
   std::vector<Range> writes;
   std::atomic<uint64_t> next{0};
+  std::vector<uint64_t> order_of_ctas(ctas);
+  std::iota(order_of_ctas.begin(), order_of_ctas.end(), 0);
+  if (order == Order::reverse) std::reverse(order_of_ctas.begin(), order_of_ctas.end());
+  if (order == Order::random) {
+    std::shuffle(order_of_ctas.begin(), order_of_ctas.end(), std::mt19937_64(schedule.seed));
+  }
   const auto work = [&] {
     Worker worker;
     grid = {l.grid_dim, l.block_dim, l.device};
@@ -1141,7 +1150,7 @@ bool launch(const Launch& l, void (*body)(const void*), const void* args) {
     c.body = body, c.args = args, c.order = order;
     c.withheld = withheld.get();
     for (uint64_t i; !launch_failed && (i = next++) < ctas;) {
-      const uint64_t at = order == Order::forward ? i : ctas - 1 - i;
+      const uint64_t at = order_of_ctas[i];
       c.random = (schedule.seed + 1) * 0x9e3779b97f4a7c15u + at;
       run_block(c, {unsigned(at % n.x), unsigned(at / n.x % n.y), unsigned(at / n.x / n.y)},
                 l.shared_bytes, at == 0);

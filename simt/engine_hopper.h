@@ -475,22 +475,23 @@ void multiply_add_e4m3(float* sum, const float* A, const float* B, int n, bool a
   }
 }
 
-// sum [64][n] (+)= A [64][16] @ B [16][n]: fp32, each element adds its products in the order of k.
-void multiply_add(float* sum, const float* A, const float* B, int n, bool accumulate) {
+// sum [64][n] (+)= A [64][16] @ B [16][n]: fp32, each element adds its products in the order of k. n is a multiple of
+// 8 * WIDE.
+template <int WIDE> void multiply_add(float* sum, const float* A, const float* B, int n, bool accumulate) {
   using Row = float __attribute__((vector_size(32), aligned(4)));
   constexpr int ROWS = 4;
-  for (int j = 0; j < n; j += 16) {
+  for (int j = 0; j < n; j += 8 * WIDE) {
     for (int i = 0; i < 64; i += ROWS) {
-      Row d[ROWS][2] = {};
+      Row d[ROWS][WIDE] = {};
       if (accumulate) {
         for (int r = 0; r < ROWS; r++) memcpy(d[r], sum + (i + r) * n + j, sizeof d[r]);
       }
       for (int k = 0; k < 16; k++) {
-        Row b[2];
+        Row b[WIDE];
         memcpy(b, B + k * n + j, sizeof b);
         for (int r = 0; r < ROWS; r++) {
           const float a = A[(i + r) * 16 + k];
-          d[r][0] += a * b[0], d[r][1] += a * b[1];
+          for (int w = 0; w < WIDE; w++) d[r][w] += a * b[w];
         }
       }
       for (int r = 0; r < ROWS; r++) memcpy(sum + (i + r) * n + j, d[r], sizeof d[r]);
@@ -553,7 +554,7 @@ void compute(Block& b, Warpgroup& w, Step& step) {
   }
   to_floats(a16, a32, 64 * 16, p.element == Element::bf16);
   to_floats(b16, b32, 16 * p.n, p.element == Element::bf16);
-  multiply_add(sum, a32, b32, p.n, p.accumulate);
+  (p.n == 8 ? multiply_add<1> : multiply_add<2>)(sum, a32, b32, p.n, p.accumulate);
 }
 
 // The results of a chain appear.

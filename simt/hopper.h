@@ -62,14 +62,14 @@ constexpr simt::Element element_of = std::is_same<E, __nv_fp8_e4m3>::value   ? s
 // Keep d, and a of wgmma_rs, in place until the wait: the results go there, and a is read there.
 template <class E, int N, int TRANS_B, int TRANS_A = 0>
 inline void wgmma_ss(float (&d)[N / 2], uint64_t a, uint64_t b, bool accumulate, SIMT_CALLER) {
-  static_assert(N >= 16 && N <= 256 && N % 16 == 0, "wgmma: N is a multiple of 16 up to 256");
+  static_assert(N == 8 || (N <= 256 && N % 16 == 0), "wgmma: N is 8 or a multiple of 16 up to 256");
   static_assert(sizeof(E) == 2 || !(TRANS_A || TRANS_B), "wgmma transposes 16-bit elements only");
   simt::wgmma({N, element_of<E>, TRANS_A != 0, TRANS_B != 0, accumulate, d, nullptr, a, b}, at);
 }
 template <class E, int N, int TRANS_B>
 inline void wgmma_rs(float (&d)[N / 2], const uint32_t (&a)[4], uint64_t b, bool accumulate,
                      SIMT_CALLER) {
-  static_assert(N >= 16 && N <= 256 && N % 16 == 0, "wgmma: N is a multiple of 16 up to 256");
+  static_assert(N == 8 || (N <= 256 && N % 16 == 0), "wgmma: N is 8 or a multiple of 16 up to 256");
   static_assert(sizeof(E) == 2 || !TRANS_B, "wgmma transposes 16-bit elements only");
   simt::wgmma({N, element_of<E>, false, TRANS_B != 0, accumulate, d, a, 0, b}, at);
 }

@@ -280,6 +280,11 @@ inline uint32_t prmt(uint32_t a, uint32_t b, uint32_t selector) {
   return out;
 }
 
+inline uint32_t cvt_rn_f16x2_e4m3x2(uint32_t x) {
+  return simt::float_to_half(simt::e4m3_to_float(uint8_t(x))) |
+         uint32_t(simt::float_to_half(simt::e4m3_to_float(uint8_t(x >> 8)))) << 16;
+}
+
 inline uint32_t sub_f16x2(uint32_t a, uint32_t b) {
   uint32_t out = 0;
   for (int shift : {0, 16}) {

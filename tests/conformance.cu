@@ -615,6 +615,8 @@ __global__ void test_bytes(const __grid_constant__ Args a) {
     a.out[tid * WORDS + 16 + i] = prmt(n * 0x01234567u, n * 0x89abcdefu, n * 0x1357u & 0x7777);
     const uint32_t u = prmt(n * 0x01234567u, 0x64646464, i % 2 ? 0x4342 : 0x4140);
     a.out[tid * WORDS + 32 + i] = sub_f16x2(u, 0x64806480);
+    const uint32_t pair = n % 127 | n * 5 % 127 << 8 | (n & 0x40) << 1 | (n & 0x80) << 8;
+    a.out[tid * WORDS + 48 + i] = cvt_rn_f16x2_e4m3x2(pair);
   }
 }
 
@@ -791,6 +793,7 @@ int main(int argc, char** argv) {
   run("stmatrix_x4_address", test_stmatrix_x4<false>, 128, 128 * 12);
   run("stmatrix_x4_address_trans", test_stmatrix_x4<true>, 128, 128 * 12);
   run("setmaxnreg", test_setmaxnreg, 384, 384);
+  run_wgmma<8>("wgmma_n8");
   run_wgmma<16>("wgmma_n16");
   run_wgmma<32>("wgmma_n32");
   run_wgmma<64>("wgmma_n64");

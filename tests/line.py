@@ -59,7 +59,12 @@ def numbers():
     for schedule in ("forward", "reverse"):
         expect_pass(f"--shape small {ragged} --causal br --schedule {schedule}")
     expect_pass(f"{ragged} {short} --causal br --dist stairs --layout packed --schedule random:1")
-    expect_pass(f"{ragged} --causal tl --dist huge --layout padded --schedule random:2")
+    huge = f"{ragged} --causal tl --dist huge --layout padded --schedule random:2"
+    fp16_sums = " FP16_ACC=NONE " not in run("--shape small")[1]
+    if not fp16_sums:
+        expect_pass(huge)
+    elif run(huge)[0] != 1:
+        fail("sums beyond 65504 are not reported")
     expect_pass("--shape 1,2,1,33,70 --layout bshd --dist nonfinite")
     out = expect_pass("--shape 1,1,1,33,300 --dist uniform")
     # TMA takes no strides of 0 or less, cuBLAS no rows that run backwards.
@@ -69,7 +74,7 @@ def numbers():
     expect_pass(f"--shape 2,3,1,9,30 --layout {shared} --dist stairs --seeds 1 --causal tl")
     same_bits(out, [1, 2, 7])
     if SANITIZER == "none":
-        expect_pass("--shape 1,3,1,100,300 --causal br --dist large --schedule random:3")
+        expect_pass(f"--shape 1,3,1,100,300 --causal br --dist {'normal' if fp16_sums else 'large'} --schedule random:3")
         expect_pass("--shape 2,2,2,3,5 --layout far_rows")
         # The barriers of a K/V tile, as executed, are those that the code declares.
         expect_pass("--tile")

@@ -16,6 +16,7 @@ sys.path.insert(0, os.path.join(ROOT, "tools"))
 import ab  # noqa: E402
 import ab_trial  # noqa: E402
 import ablate  # noqa: E402
+import accuracy  # noqa: E402
 import builds  # noqa: E402
 import engine  # noqa: E402
 import peers  # noqa: E402
@@ -228,9 +229,16 @@ def test_problems():
             engine.parse_problem(text)
 
 
-def test_rounding_to_bf16():
+def test_rounding():
     values = np.array([1.0, 1 + 2.0 ** -8, 1 + 3 * 2.0 ** -8, -3.14159, 1e-3], np.float32)
     assert list(engine.as_values(engine.as_bits(values, "bf16"), "bf16")[:3]) == [1.0, 1.0, 1 + 2.0 ** -6]
+    codes = np.array([code for code in range(256) if code & 127 != 127], np.uint8)
+    assert (engine.as_bits(engine.as_values(codes, "e4m3", np.float32), "e4m3") == codes).all()
+    values = np.array([1, 1.0625, 1.0626, 1.1875, -1.1875, 2 ** -9, 2 ** -10, 1.5 * 2 ** -9, 447, 1e6, 3.3], np.float32)
+    want = [1, 1, 1.125, 1.25, -1.25, 2 ** -9, 0, 2 ** -8, 448, 448, 3.25]
+    assert list(engine.as_values(engine.as_bits(values, "e4m3"), "e4m3")) == want
+    assert list(engine.as_bits(np.array([0, 4, -4, 9, -9, 4 / 127], np.float32), "u8")) == [128, 255, 1, 255, 0, 129]
+    assert list(engine.as_values(np.array([255, 0], np.uint8), "u8")) == pytest.approx([4, -4 * 128 / 127])
 
 
 class FakeKernel:
@@ -241,6 +249,8 @@ class FakeKernel:
         self.harm, self.us, self.line = harm, us, line
 
     def prepare(self, gpu, tensors, p):
+        out = "fp16" if p.dtype in engine.FACTORS else p.dtype
+
         def launch():
             O = np.zeros((p.B, p.Hq, p.Sq, p.D))
             LSE = np.zeros((p.B, p.Hq, p.Sq), np.float32)
@@ -252,12 +262,13 @@ class FakeKernel:
                         w = np.exp(s[q, :keys])
                         O[b, h, q] = w @ tensors.rows("V", p, b, kv)[:keys] / w.sum() if keys else 0
                         LSE[b, h, q] = math.log(w.sum()) if keys else -math.inf
-            bits = engine.as_bits(O.astype(np.float32).ravel(), p.dtype).reshape(O.shape)
+            bits = engine.as_bits(O.astype(np.float32).ravel(), out).reshape(O.shape)
             self.harm(bits, LSE)
             gpu.upload(tensors.address["O"], bits.ravel())
             gpu.upload(tensors.address["LSE"], LSE.ravel())
         self.O = lambda gpu: gpu.memory[tensors.address["O"]]
-        return launch, (tensors.address["O"], tensors.address["LSE"]), (0, 0)
+        outputs = engine.Outputs(tensors.address["O"], tensors.address["LSE"], out, engine.LIMITS[p.dtype])
+        return launch, outputs, (0, 0)
 
     def capture(self, gpu, launch, launches):
         def enqueue():
@@ -273,7 +284,8 @@ def check_of(harm, shape="1,4,2,70,90,64,fp16,br"):
     return bench.checks["A"]
 
 
-@pytest.mark.parametrize("shape", ["1,4,2,70,90,64,fp16,br", "2,2,1,90,40,64,bf16,br", "1,1,1,1,5,128,fp16,tl"])
+@pytest.mark.parametrize("shape", ["1,4,2,70,90,64,fp16,br", "2,2,1,90,40,64,bf16,br", "1,1,1,1,5,128,fp16,tl",
+                                   "1,2,1,40,50,64,e4m3,br"])
 def test_a_right_kernel_passes(shape):
     check = check_of(lambda O, LSE: None, shape)
     assert check.passed and check.rel_rms < 8e-3 and check.rows, check
@@ -318,18 +330,22 @@ class HostGpu(FakeGpu):
         return lambda: 20.0, lambda: None
 
 
-def test_a_real_line_through_its_library(tmp_path):
+@pytest.mark.parametrize("name,dtype", [("scalar_vec8", "fp16"), ("scalar_e4m3", "e4m3"), ("scalar_u8", "u8")])
+def test_a_real_line_through_its_library(tmp_path, name, dtype):
     (tmp_path / "shim.cu").write_text(SHIM)
+    line, = builds.parse_contenders([name])
     subprocess.run(["g++", "-std=c++17", "-O0", "-march=native", "-ffp-contract=off", "-ftrivial-auto-var-init=pattern",
-                    "-w", "-pthread", "-fPIC", "-shared", "-I" + ROOT, f"-I{ROOT}/simt", "-DVEC_WIDTH=8", "-x", "c++",
+                    "-w", "-pthread", "-fPIC", "-shared", "-I" + ROOT, f"-I{ROOT}/simt", *builds.definitions(line.words), "-x", "c++",
                     tmp_path / "shim.cu", f"{ROOT}/simt/engine.cpp", "-o", tmp_path / "line.so"], check=True)
-    line, = builds.parse_contenders(["scalar_vec8"])
     kernel = engine.LoadedLine(line, str(tmp_path / "line.so"))
     gpu = HostGpu(kernel.library)
-    problems = [engine.parse_problem(text) for text in ("1,4,2,70,90,64,fp16,br", "1,4,2,40,50,64,fp16,tl")]
+    problems = [engine.parse_problem(f"{text},64,{dtype},{causal}") for text, causal in (("1,4,2,70,90", "br"), ("1,4,2,40,50", "tl"))]
     bench = engine.Bench(gpu, {"A": kernel, "B": kernel}, dict(zip("AB", problems)))
     assert not bench.skipped and all(check.passed for check in bench.checks.values()), (bench.skipped, bench.checks)
-    wrong = engine.parse_problem("1,1,1,32,32,128,fp16")
+    assert dtype == "fp16" or bench.checks["A"].rel_rms < {"e4m3": 2e-3, "u8": 1e-3}[dtype]  # P is not rounded to it
+    for row in accuracy.rows_of(gpu, [kernel], 64, dtype, 96):
+        assert float(row["rel_rms"]) < 2e-3 and abs(float(row.get("mean", 1)) - 1) < 2e-4, row
+    wrong = engine.parse_problem(f"1,1,1,32,32,128,{dtype}")
     assert "HEAD_DIM" in engine.Bench(gpu, {"A": kernel}, {"A": wrong}).skipped["A"]
 
 
@@ -555,6 +571,14 @@ def test_ablate_ranks_what_is_left(lines, tmp_path, capsys):
     assert "X=1 " in out and "gets no time: O(" in out
     assert [row["check"] for row in rows] == ["PASS", "PASS", "FAIL"] and rows[2]["graph_us"] == ""
     assert rows[1]["config"] == "kept__STAGES_1" and abs(float(rows[1]["graph_us"]) - 30) < 1
+
+
+def test_problems_are_drawn_by_their_seed():
+    drawn = peers.draw(100, 1)
+    assert drawn == peers.draw(100, 1) != peers.draw(100, 2) and str(drawn[1]) == "4x9x9x1484x1484 br"
+    assert {(p.D, p.dtype) for p in drawn} == {(D, dtype) for D in (64, 128, 256) for dtype in ("fp16", "bf16")}
+    assert all(p.Sq == p.Sk for p in drawn if p.causal != "off") and 10 < sum(p.Sq == 1 for p in drawn) < 50
+    assert {p.Hq // p.Hkv for p in drawn} == {1, 4, 8} and {p.causal for p in drawn} == {"off", "br"}
 
 
 def test_peers_have_times_and_no_check(lines):

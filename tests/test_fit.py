@@ -55,13 +55,13 @@ def run(*words):
 def test_rows_are_printed_as_they_stand_in_sdpa_cu(model):
     text = builds.Tree().read("sdpa.cu")
     table = re.search(r"constexpr TunedTile TUNED_TILES\[\] = \{\n(.*?)\n\};", text, re.DOTALL).group(1)
-    assert "\n".join(tile.row() for tile in model.tiles) == table
+    assert "\n".join(tile.row() for tile in model.tiles + fit.Model(mma=True).tiles) == table
 
 
 def test_a_tile_is_a_line(model):
     tree = builds.Tree()
-    for tile in model.tiles:
-        line = builds.Line(tree, "hopper", ("USE_TUNED=0", *tile.knobs.split()))
+    for tile in model.tiles + fit.Model(mma=True).tiles:
+        line = tile.line(tree)
         assert tree.refusal(line.words) == "" and line.D == tile.head_dim
 
 

@@ -65,6 +65,9 @@ def test_accepted(knobs):
     ("OUT_DTYPE=FP16", "O has that type anyway; drop OUT_DTYPE"),
     ("DTYPE=U8 OUT_DTYPE=FP16", "O has that type anyway; drop OUT_DTYPE"),
     ("USE_CUBLAS=1 OUT_DTYPE=BF16", "cuBLAS writes the type that it reads; drop OUT_DTYPE or USE_CUBLAS"),
+    ("FP16_ACC=QK", "FP16_ACC: only the wmma and mma.sync kernels with DTYPE=FP16 have such sums"),
+    ("USE_MMA_SYNC=1 DTYPE=BF16 FP16_ACC=QK", "FP16_ACC: only the wmma and mma.sync kernels with DTYPE=FP16"),
+    ("USE_WMMA=1 BLOCK_M=64 FP16_ACC=PV", "FP16_ACC=PV: P @ V is on the FMA pipes; add USE_WMMA_PV=1"),
     ("USE_FAST_EXP=ON", "USE_FAST_EXP: not a legal value; it takes one of: 0 1. Type USE_FAST_EXP=0"),
     ("NUM_WARPS=17", "NUM_WARPS: not a legal value; it takes one of: 1..16. Type NUM_WARPS=4"),
     ("SYNC_POLICY=3", "SYNC_POLICY: not a legal value; it takes one of: 5 2 1 0"),
@@ -133,7 +136,7 @@ def test_rows_of_the_table_are_judged_like_typed_knobs():
 
 
 KINDS = """scalar_minimal scalar_sync2 scalar_persistent scalar_fast_exp scalar_bf16 scalar_u8 scalar_e4m3 wmma_qk wmma_pv
-wmma_ws2 wmma_u8 wmma_all mma_lazy3 mma_split4 mma_fast_exp mma_u8 mma_e4m3_d128 mma_d256 cublas wgmma_plain wgmma_ws
+wmma_ws2 wmma_u8 wmma_all mma_lazy3 mma_split4 mma_fast_exp mma_u8 mma_e4m3_d128 mma_d256 mma_decode_u8_d128 ampere cublas wgmma_plain wgmma_ws
 wgmma_overlap wgmma_d128_turns wgmma_d128_causal wgmma_split2 wgmma_swap32 wgmma_d256 hopper"""
 
 

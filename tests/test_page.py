@@ -136,7 +136,7 @@ def make_sample(tmp_path):
     shutil.copytree(ROOT / "tests/data/results", tmp_path / "results")
     (tmp_path / "docs").mkdir()
     old = "| mma_split4 |  |  |  | by hand |\n"
-    sections = {"README.md": ["results"], "docs/LADDER.md": ["ladder", "ablation"], "docs/HOPPER.md": ["rungs", "rested"]}
+    sections = {"README.md": ["results"], "docs/LADDER.md": ["ladder", "ablation"], "docs/HOPPER.md": ["rungs", "rested", "e4m3", "accuracy"]}
     for name, parts in sections.items():
         (tmp_path / name).write_text("".join(f"before {p}\n<!-- {p}:begin -->\nold\n{old}"
                                              f"<!-- {p}:end -->\nafter {p}\n" for p in parts), encoding="utf-8")
@@ -188,6 +188,32 @@ def test_sample(sample):
     assert "not_the_newest" in (sample / "docs/LADDER.md").read_text(encoding="utf-8")
 
 
+def test_e4m3_tables(sample):
+    (sample / "results/e4m3").mkdir()
+    (sample / "results/accuracy").mkdir()
+    peers = (sample / "results/peers/2026-01-02-Sample-GPU.csv").read_text(encoding="utf-8").splitlines()
+    names = peers[0].split(",") + ["rel_rms"]
+    row = dict.fromkeys(names, "") | dict(zip("B Hq Hkv Sq Sk D".split(), "1 8 8 2048 2048 64".split())) | dict(
+        shape="long", dtype="e4m3", causal="off", status="ok", device="Sample GPU")
+    rows = [dict(row, config="wgmma_e4m3", check="PASS", graph_us="25", tflops="343.6", rel_rms="0.026"),
+            dict(row, config="slower", check="PASS", graph_us="30", tflops="286.3", rel_rms="0.025"),
+            dict(row, config="torch_cudnn", graph_us="24.6", tflops="349.2", rel_rms="0.038")]
+    (sample / "results/e4m3/2026-01-02-Sample-GPU.csv").write_text(
+        "\n".join([",".join(names), *(",".join(one[name] for name in names) for one in rows)]) + "\n", encoding="utf-8")
+    (sample / "results/accuracy/2026-01-02-Sample-GPU.csv").write_text(
+        "contender,input,D,dtype,Sk,rel_rms,mean\nwgmma_e4m3,\"N(0,1)\",64,e4m3,1024,0.0261,\n"
+        "wgmma_e4m3,equal logits,64,e4m3,1024,0.0301,0.99999\n"
+        "torch:cudnn,equal logits,64,e4m3,16384,0.3,0.705\n", encoding="utf-8")
+    done = draw(sample)
+    assert done.returncode == 0, done.stderr
+    page = (sample / "docs/HOPPER.md").read_text(encoding="utf-8")
+    for line in ("| problem | fastest line | TFLOP/s | cuDNN | rel_rms | cuDNN's, O in e4m3 |",
+                 "| 1,8,8,2048,2048,64 e4m3 | wgmma_e4m3 | 344 | 349 | 0.026 | 0.038 |",
+                 "| contender | what | 1,024 keys | 16,384 keys |", "| `wgmma_e4m3` D=64 e4m3 | rel_rms | 0.0261 |  |",
+                 "| `torch:cudnn` D=64 e4m3 | mean of O |  | 0.705 |"):
+        assert line in page, page
+
+
 def test_bugs_table(sample):
     page = sample / "docs/TESTING.md"
     page.write_text("<!-- bugs:begin -->\n<!-- bugs:end -->\n", encoding="utf-8")
@@ -221,7 +247,7 @@ def test_refusals(sample):
     page = sample / "docs/HOPPER.md"
     page.write_text("no markers\n", encoding="utf-8")
     before[page] = page.read_bytes()
-    refuses("no page has the markers of rested, rungs")
+    refuses("no page has the markers of accuracy, e4m3, rested, rungs")
 
 
 # ---- commands, word for word ----

@@ -76,6 +76,7 @@ static void test_bytes() {
   EXPECT(element_bits(DType::u8, 1e9f) == 255 && element_bits(DType::u8, -1e9f) == 0);
   // The instructions, as the CPU backend has them.
   EXPECT(cvt_rn_satfinite_e4m3x4(1, -2, 500, NAN) == 0x7f7ec038);
+  EXPECT(cvt_rn_f16x2_e4m3x2(0xffff017e) == 0x18005f00);  // 2^-9 and 448
   EXPECT(prmt(0x03020100, 0x07060504, 0x6420) == 0x06040200);
   EXPECT(prmt(0x03020100, 0x07060504, 0x7531) == 0x07050301);
   EXPECT(prmt(0x00ff7f80, 0, 0xba98) == 0x00ff00ff);
@@ -700,7 +701,7 @@ static const TunedTile& tile_of_d64(int B, int H, int Sq, int Sk, Causal causal)
   p.B = B, p.Hq = p.Hkv = H, p.Sq = Sq, p.Sk = Sk, p.causal = causal;
   const TunedTile* best = &TUNED_TILES[0];
   for (const TunedTile& t : TUNED_TILES) {
-    if (t.head_dim == 64 && tuned_clocks(t, p, 132) < tuned_clocks(*best, p, 132)) best = &t;
+    if (t.head_dim == 64 && !t.has(mma_sync) && tuned_clocks(t, p, 132) < tuned_clocks(*best, p, 132)) best = &t;
   }
   return *best;
 }

@@ -236,7 +236,13 @@ class Line:
 
     @property
     def dtype(self):
-        return self.knob("DTYPE", "FP16").lower()
+        """As rows have it."""
+        return self.knob("DTYPE", "FP16").lower().replace("fp8_", "")
+
+    @property
+    def out_dtype(self):
+        own = self.knob("OUT_DTYPE", "AUTO").lower()
+        return own if own != "auto" else self.dtype if self.dtype in ("fp16", "bf16") else "fp16"
 
     @property
     def family(self):

@@ -38,7 +38,7 @@ extract_sections() {
         for (j = 1; j <= count; j++) {
           split(any[j], word, " ")
           if (word[1] == family) ok = 1
-          else if (value["USE_TUNED"] == 1 && word[1] ~ /^(SPLIT_KV|SWAP_AB)$/) ok = 1  # of some tile
+          else if (value["USE_TUNED"] == 1 && word[1] ~ /^(SPLIT_KV|SWAP_AB|PACK_GQA)$/) ok = 1  # of some tile
           else if (word[2] == ">") ok = ok || value[word[1]] + 0 > word[3] + 0
           else if (word[2] == "=") ok = ok || value[word[1]] == word[3]
           else if (word[1] in value) ok = ok || value[word[1]] == 1
@@ -66,6 +66,7 @@ extract_sections() {
     function put_fits(    i, sizes) {
       put("// Whether this build may take the tile.")
       put("constexpr bool tile_fits(const TunedTile& t) {")
+      put("  if (t.has(mma_sync) != is_mma) return false;")
       sizes = " HEAD_DIM BLOCK_M BLOCK_N NUM_WARPS STAGES SPLIT_KV "
       for (i = 1; i <= rows; i++) {
         if (sizes !~ (" " knob[i] " ") || (knob[i] != "HEAD_DIM" && words !~ (knob[i] "="))) continue

@@ -1,11 +1,12 @@
 #!/usr/bin/env python3
-"""usage: ./run_all.sh fit [--head-dim D]... [--from CSV]
+"""usage: ./run_all.sh fit [--head-dim D]... [--mma] [--from CSV]
        ./run_all.sh fit --check [CSV]...
 Does TUNED_TILES choose well, and would other costs choose better? Times every tile of the table, as a line of its own,
 on a list of problems; fits the costs of sdpa.cu's model to the times; prints for each problem the tiles that both
 tables choose, the quickest one, and what the choices lose; and prints the rows with the fitted costs, to paste. A GPU
-other than the one of sdpa.cu's table gets its own table so. The times go to results/fit/DATE-DEVICE.csv.
+other than the one of sdpa.cu's table gets its own table so. The times go to results/fit/DATE-DEVICE[-mma].csv.
   --head-dim D   64, 128 or 256; repeatable; default all that have two tiles or more
+  --mma          the tiles of mma.sync (`ampere`) instead of those of wgmma (`hopper`)
   --from CSV     fits to these rows and measures nothing
   --check        judges the table in sdpa.cu by rows of results/fit (default: the newest), and measures nothing
 exit: 0, 1 with --check: the table chooses badly (above 5% lost on a problem, or 1% on average) or a tile was never
@@ -50,19 +51,28 @@ class Tile(ctypes.Structure):
     KNOBS = ("HEAD_DIM", "BLOCK_M", "BLOCK_N", "NUM_WARPS", "STAGES", "SPLIT_KV")
     SCHEDULE = ((1, "producer_warpgroup", "USE_WARP_SPECIALIZATION"), (2, "overlap", "OVERLAP"),
                 (4, "persistent", "USE_PERSISTENT_CTA"), (8, "ping_pong", "USE_PING_PONG"),
-                (16, "skip_masked", "SKIP_MASKED"), (32, "swap_ab", "SWAP_AB"), (64, "packed", "PACK_GQA"))
+                (16, "skip_masked", "SKIP_MASKED"), (32, "swap_ab", "SWAP_AB"), (64, "packed", "PACK_GQA"),
+                (128, "mma_sync", "USE_MMA_SYNC"))
 
     @property
     def knobs(self):
         """What a line types to be this tile alone."""
         sizes = [f"{knob}={getattr(self, name)}" for knob, (name, _) in zip(self.KNOBS, self._fields_)]
         flags = [f"{knob}=1" for bit, _, knob in self.SCHEDULE if self.schedule & bit]
-        rest = ["SPLIT_CTAS=0"] if self.packed else [] if self.schedule & 32 else ["USE_LAZY_MAX=1"]
+        rest = ["SPLIT_CTAS=0"] * self.packed + ["USE_LAZY_MAX=1"] * (not self.schedule & 32)
         return " ".join(sizes + flags + rest)
 
     @property
     def packed(self):
         return bool(self.schedule & 64)
+
+    @property
+    def mma(self):
+        return bool(self.schedule & 128)
+
+    def line(self, tree, *words):
+        """The line that is this tile alone."""
+        return builds.Line(tree, "ampere" if self.mma else "hopper", ("USE_TUNED=0", *self.knobs.split(), *words))
 
     def suits(self, problem):
         """Whether it is timed on the problem: those that pack heads are for few rows."""
@@ -73,7 +83,7 @@ class Tile(ctypes.Structure):
         """The row of a line, at costs that are still to be fitted; None if none can be that line."""
         numbers = [int(line.knob(knob, line.tree.knobs()[knob])) for knob in cls.KNOBS]
         tile = cls(*numbers, sum(bit for bit, _, knob in cls.SCHEDULE if line.knob(knob) == "1"), *NEW_COSTS)
-        twin = builds.Line(line.tree, "hopper", ("USE_TUNED=0", *tile.knobs.split(), f"DTYPE={line.knob('DTYPE', 'FP16')}"))
+        twin = tile.line(line.tree, f"DTYPE={line.knob('DTYPE', 'FP16')}")
         return tile if twin.effective_knobs() == line.effective_knobs() else None
 
     @property
@@ -91,14 +101,14 @@ class Tile(ctypes.Structure):
 
 
 class Model:
-    """The tiles of sdpa.cu and the cost model that chooses, out of sdpa.cu itself, compiled for the host."""
+    """The tiles of a family and the cost model that chooses, out of sdpa.cu itself, compiled for the host."""
 
-    def __init__(self):
+    def __init__(self, mma=False):
         self.library = ctypes.CDLL(builds.host_library())
         self.library.sdpa_library_tile_clocks.restype = ctypes.c_double
         first = ctypes.POINTER(Tile)()
         count = self.library.sdpa_library_tiles(ctypes.byref(first))
-        self.tiles = [first[i] for i in range(count)]
+        self.tiles = [first[i] for i in range(count) if first[i].mma == mma]
 
     def clocks(self, tile, problem, sms):
         p = engine.SdpaParams(B=problem.B, Hq=problem.Hq, Hkv=problem.Hkv, Sq=problem.Sq, Sk=problem.Sk, D=problem.D,
@@ -115,7 +125,7 @@ class Model:
 def measure(gpu, tiles, table):
     """Times these tiles on every problem; rows go to the table. Returns them."""
     tree, rows = builds.loadable(builds.Tree()), []
-    lines = {tile.knobs: builds.Line(tree, "hopper", ("USE_TUNED=0", *tile.knobs.split())) for tile in tiles}
+    lines = {tile.knobs: tile.line(tree) for tile in tiles}
     built = builds.build(lines.values(), gpu.arch)
     kernels = {knobs: engine.load(line, gpu, built) for knobs, line in lines.items()}
     problems = [engine.parse_problem(shape, causal).typed(D, "fp16")
@@ -153,11 +163,11 @@ def read_rows(path):
     return rows
 
 
-def newest():
+def newest(mma):
     files = Path(builds.ROOT, "results", "fit").glob("*.csv")
-    path = max(files, key=report_rows.by_name, default=None)
+    path = max((file for file in files if ("-mma" in file.name) == mma), key=report_rows.by_name, default=None)
     if not path:
-        raise Refused("results/fit has no rows; measure them with: ./run_all.sh fit")
+        raise Refused("results/fit has no rows; measure them with: ./run_all.sh fit" + " --mma" * mma)
     return path
 
 
@@ -248,9 +258,10 @@ def print_choices(tiles, times, tables):
     print("(tile: BLOCK_M x BLOCK_N x SPLIT_KV; p ping-pong, s skips the mask, t transposed, g heads as rows)")
 
 
-def check(model, path):
+def check(path):
     """Judges the table in sdpa.cu by committed rows."""
     rows = read_rows(path)
+    model = Model("USE_MMA_SYNC=1" in rows[0]["tile"])
     times, sms, passed = by_problem(rows), int(rows[0]["sms"]), True
     timed = {knobs for us in times.values() for knobs in us}
     tiles = [tile for tile in model.tiles if tile.head_dim in {problem.D for problem in times}]
@@ -277,6 +288,7 @@ def main():
     parser.add_argument("--head-dim", action="append")
     parser.add_argument("--from", dest="rows")
     parser.add_argument("--check", action="store_true")
+    parser.add_argument("--mma", action="store_true")
     options = engine.parse_options(parser, sys.argv[1:], __doc__)
     if options.csv and not options.check:
         raise Refused(f"{options.csv[0]}: only --check takes files by themselves; fit to one with --from")
@@ -284,18 +296,18 @@ def main():
     if 0 in dims:
         raise Refused(f"--head-dim {options.head_dim[dims.index(0)]}: want 64, 128 or 256")
     if options.check:
-        return 0 if all([check(Model(), path) for path in options.csv or [newest()]]) else 1
+        return 0 if all([check(path) for path in options.csv or [newest(options.mma)]]) else 1
 
+    model = Model(options.mma)
     if options.rows:
-        rows, model = read_rows(options.rows), Model()
+        rows = read_rows(options.rows)
     else:
         gpu = engine.find_gpu()
         if not gpu:
             raise Refused("it times kernels and there is no GPU here; --from CSV and --check need none")
-        model = Model()
         count = {D: sum(tile.head_dim == D for tile in model.tiles) for D in (64, 128, 256)}
         tiles = [tile for tile in model.tiles if tile.head_dim in (dims or [D for D in count if count[D] > 1])]
-        table = engine.Table(engine.results_path("fit", gpu.name, new=True), COLUMNS)
+        table = engine.Table(engine.results_path("fit", gpu.name, "mma" * options.mma, new=True), COLUMNS)
         rows = measure(gpu, tiles, table)
         print(f"rows: {table.name}", file=sys.stderr)
     print_fit(model, model.tiles, [row for row in rows if not dims or int(row["D"]) in dims])

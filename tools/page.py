@@ -169,6 +169,32 @@ def rested_section(source):
             + provenance(source, "../")}, {}
 
 
+def e4m3_section(source):
+    """TFLOP/s of every e4m3 line and of cuDNN, with the error of the fastest line and of cuDNN."""
+    rates, errors = collections.defaultdict(dict), collections.defaultdict(dict)
+    for row, us in timed(source):
+        name = PEERS.get(row["config"], row["config"])
+        rates[problem(row)][name], errors[problem(row)][name] = (us, short_rate(source, row)), row["rel_rms"]
+    ours = {what: min((n for n in at if n not in PEERS.values()), key=lambda n: at[n][0]) for what, at in rates.items()}
+    rows = [[what, ours[what], at[ours[what]][1], at.get("cuDNN", ("", None))[1], errors[what][ours[what]], errors[what].get("cuDNN")]
+            for what, at in rates.items()]
+    headers = ["problem", "fastest line", "#TFLOP/s", "#cuDNN", "#rel_rms", "#cuDNN's, O in e4m3"]
+    return {"e4m3": table(headers, rows) + "\n" + provenance(source, "../")}, {}
+
+
+def accuracy_section(source):
+    """Errors by the number of keys: a row for each contender and measure."""
+    keys = source.values("Sk")
+    cells = collections.defaultdict(dict)
+    for row in source.rows:
+        name = f"`{row['contender']}` D={row['D']} {row['dtype']}"
+        what, value = ("rel_rms", row["rel_rms"]) if row["input"] == "N(0,1)" else ("mean of O", row["mean"])
+        cells[name, what][row["Sk"]] = value
+    rows = [[name, what, *(at.get(key) for key in keys)] for (name, what), at in sorted(cells.items(), key=lambda item: item[0][1])]
+    return {"accuracy": table(["contender", "what", *(f"#{int(key):,} keys" for key in keys)], rows) + "\n"
+            + provenance(source, "../")}, {}
+
+
 def none_yet(name, command):
     """A section for which results/ has no file."""
     return {name: f"None on this GPU yet: `{command}` measures it.\n"}, {}
@@ -231,7 +257,9 @@ def drawn(root, named=()):
              ladder_section(main, root / "configs.txt", kept_sentences(root)),
              ablation_section(found["ablation"]) if "ablation" in found else none_yet("ablation", "./run_all.sh ablate"),
              rungs_section(found["peers"][-1]) if "peers" in found else none_yet("rungs", "tools/peers.py --suite"),
-             rested_section(found["rested"][-1]) if "rested" in found else none_yet("rested", "tools/peers.py --rested")]
+             rested_section(found["rested"][-1]) if "rested" in found else none_yet("rested", "tools/peers.py --rested"),
+             e4m3_section(found["e4m3"][-1]) if "e4m3" in found else none_yet("e4m3", "tools/peers.py --e4m3"),
+             accuracy_section(found["accuracy"][-1]) if "accuracy" in found else none_yet("accuracy", "tools/accuracy.py")]
     sections, pictures = ({k: v for part in parts for k, v in part[i].items()} for i in (0, 1))
     return sections, pictures
 

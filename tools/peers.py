@@ -1,7 +1,7 @@
 #!/usr/bin/env python3
 """Times contenders against PyTorch's SDPA backends: one process, one run, the same tensors.
 
-usage: tools/peers.py CONTENDER... [--shape PROBLEM]... [--suite] [--rested] > CSV
+usage: tools/peers.py CONTENDER... [--shape PROBLEM]... [--suite] [--drawn N [--seed S]] [--rested] > CSV
 
   CONTENDER  as for ab: a line of configs.txt with or without KNOB=VALUE..., COMMIT:LINE, or torch:cudnn,
              torch:flash, torch:efficient, torch:math (default: all four of these)
@@ -9,6 +9,9 @@ usage: tools/peers.py CONTENDER... [--shape PROBLEM]... [--suite] [--rested] > C
              ,CAUSAL, as in 4,32,32,4096,4096,64,fp16,br; only lines with that D and DTYPE take part.
              Repeatable; default mission, mission2 and long
   --suite    the problems of README's table
+  --e4m3     the problems of e4m3 in docs/HOPPER.md, where torch:cudnn is cuDNN's own front end (nvidia-cudnn-frontend)
+  --drawn    N problems drawn at random: sizes log-uniform, D, type, mask and heads to a key head uniform, a quarter of
+             them with one query row; --seed (default 0) picks the series
   --rested   the first 10 ms, at least a replay, after a rest of 0.3 s, before the power limit is reached
 
 Prints rows with the columns of the executables: per problem each line, then each peer. graph_us is one launch's
@@ -17,6 +20,7 @@ A line's note has its largest difference to each peer, and for fp16 on mission w
 exit: 0, 1 a line is wrong, 2 bad usage
 """
 import csv
+import math
 import sys
 
 import numpy as np
@@ -32,6 +36,31 @@ SUITE = """mission,64 mission2,64 long,64
 1,16,16,16384,16384,128,fp16 1,16,16,16384,16384,128,fp16,br
 1,32,8,8192,8192,128,bf16,br 1,16,16,1000,1777,128,fp16
 1,8,8,16384,16384,256,fp16 1,8,8,16384,16384,256,fp16,br""".split()
+E4M3 = """1,16,16,16384,16384,128,e4m3 1,16,16,16384,16384,128,e4m3,br
+4,16,16,4096,4096,128,e4m3 4,16,16,4096,4096,128,e4m3,br
+16,16,16,1024,1024,128,e4m3 16,16,16,1024,1024,128,e4m3,br
+1,8,8,16384,16384,256,e4m3 4,32,32,4096,4096,64,e4m3 4,32,32,4096,4096,64,e4m3,br
+1,32,32,16384,16384,64,e4m3 long,64,e4m3""".split()
+
+
+DRAWN = engine.Pace(40e3, 10e3)  # shorter turns, since there are many
+MOST_ELEMENTS, MOST_FLOPS = 3 << 26, 2e12  # of a drawn problem
+
+
+def draw(count, seed):
+    """So many problems of this series. A mask goes with Sq = Sk alone, since PyTorch's is_causal is top-left."""
+    rng, found = np.random.default_rng(seed), []
+
+    def size(low, high):
+        return round(math.exp(rng.uniform(math.log(low), math.log(high))))
+    while len(found) < count:
+        B, Hkv, group, Sk, kind = size(1, 64), size(1, 16), int(rng.choice([1, 4, 8])), size(64, 65536), rng.integers(4)
+        Sq = (Sk, Sk, 1, size(1, 16384))[kind]
+        causal = "br" if kind == 1 else "off"
+        D, dtype, Hq = int(rng.choice([64, 128, 256])), str(rng.choice(["fp16", "bf16"])), Hkv * group
+        if B * D * max(Hq * Sq, Hkv * Sk) <= MOST_ELEMENTS and 4 * B * Hq * Sq * Sk * D <= MOST_FLOPS:
+            found.append(engine.parse_problem(f"{B},{Hq},{Hkv},{Sq},{Sk},{D},{dtype},{causal}"))
+    return found
 
 
 def against_peers(own, peers, problem):
@@ -43,13 +72,13 @@ def against_peers(own, peers, problem):
     return notes
 
 
-def run_problem(gpu, kernels, problem, facts, rested):
+def run_problem(gpu, kernels, problem, facts, rested, pace=None):
     """Rows of all contenders for one problem."""
     kernels = {key: kernel for key, kernel in kernels.items() if problem.fits(kernel.line)}
     bench = engine.Bench(gpu, kernels, dict.fromkeys(kernels, problem))
-    pace, blocks = (engine.RESTED, 1) if rested else (engine.STEADY, 2)
+    pace, blocks = (engine.RESTED, 1) if rested else pace or (engine.STEADY, 2)
     series = engine.measure(gpu, bench.fit_to_time(), pace, blocks)
-    values = {key: engine.as_values(O, problem.dtype, np.float32) for key, (O, _) in bench.outputs.items()}
+    values = {key: engine.as_values(O, bench.outputs[key].dtype, np.float32) for key, (O, _) in bench.results.items()}
     peers = {kernels[key].line.label: O for key, O in values.items() if isinstance(kernels[key].line, builds.Torch)}
     for key, kernel in kernels.items():
         row = engine.result_row(bench, key, facts.get(key), series)
@@ -68,6 +97,9 @@ def main():
     parser.add_argument("contenders", nargs="*")
     parser.add_argument("--shape", action="append", default=[])
     parser.add_argument("--suite", action="store_true")
+    parser.add_argument("--drawn", default="0")
+    parser.add_argument("--seed", default="0")
+    parser.add_argument("--e4m3", action="store_true")
     parser.add_argument("--rested", action="store_true")
     options = engine.parse_options(parser, sys.argv[1:], __doc__)
     contenders = builds.parse_contenders(options.contenders)
@@ -76,8 +108,10 @@ def main():
         raise builds.Refused("which line?")
     peers = [one for one in contenders if isinstance(one, builds.Torch)] or \
             [builds.Torch(backend) for backend in builds.TORCH_BACKENDS]
-    problems = [engine.parse_problem(text) for text in options.shape + (SUITE if options.suite else [])]
-    problems = problems or [engine.parse_problem(text) for text in ("mission", "mission2", "long")]
+    problems = [engine.parse_problem(text) for text in options.shape + (SUITE if options.suite else []) + (
+        E4M3 if options.e4m3 else [])]
+    drawn = draw(engine.number("--drawn", options.drawn, 0), engine.number("--seed", options.seed, 0))
+    problems = problems + drawn or [engine.parse_problem(text) for text in ("mission", "mission2", "long")]
     gpu = engine.find_gpu()
     if not gpu:
         raise builds.Refused("it times kernels and there is no GPU here")
@@ -94,7 +128,8 @@ def main():
         if not kinds:
             print(f"peers.py: no line for D={problem.D} {problem.dtype}: {problem} is left out", file=sys.stderr)
         for kind in kinds:
-            for row in run_problem(gpu, kernels, problem.typed(*kind), facts, options.rested):
+            for row in run_problem(gpu, kernels, problem.typed(*kind), facts, options.rested,
+                                   (DRAWN, 1) if problem in drawn else None):
                 failed |= row.get("check") == "FAIL"
                 out.writerow({name: str(value).replace(",", ";") for name, value in row.items()})
             sys.stdout.flush()

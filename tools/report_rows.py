@@ -13,6 +13,8 @@ RUN = ("config", "family", "shape", "status", "check", "graph_us", "tflops", "B"
 KINDS = {
     "lines": ("", RUN, "./run_all.sh"),
     "peers": ("peers", RUN, "tools/peers.py LINE... --shape S..."),
+    "e4m3": ("e4m3", (*RUN, "rel_rms"), "tools/peers.py LINE... --e4m3"),
+    "accuracy": ("accuracy", ("contender", "input", "D", "dtype", "Sk", "rel_rms", "mean"), "tools/accuracy.py LINE..."),
     "ablation": ("ablation", RUN, "./run_all.sh ablate LINE"),
     "rested": ("rested", RUN, "tools/peers.py --rested LINE... --shape S..."),
     "samples": ("ab", ("comparison", "contender", "problem", "turn", "replay", "us", "clock_mhz", "throttle"),

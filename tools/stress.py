@@ -1,6 +1,6 @@
 #!/usr/bin/env python3
 """usage: ./run_all.sh stress [NAME...] [--repeats N]
-Runs these lines of configs.txt (by default those with USE_WGMMA=1) N times on each of three problems and
+Runs these lines of configs.txt (by default those with USE_WGMMA=1 or SPLIT_CTAS=0) N times on each of three problems and
 compares O and LSE bit by bit with those of a first run. CSV on stdout, one row a case:
 config,case,problem,repeats,check, which is PASS or FAIL. The cases:
   alone       the same launch again
@@ -8,7 +8,7 @@ config,case,problem,repeats,check, which is PASS or FAIL. The cases:
   beside      beside a kernel that keeps an eighth of the SMs and the memory busy; what it moved meanwhile
               stands on stderr
   stages_N    the line with STAGES=2, 3 or 4, whose bits must be the line's; one that cannot be built is
-              named on stderr
+              named on stderr. Not of lines with SPLIT_CTAS=0, which deal the keys by the CTAs that fit
   --repeats N  runs of each case (default 1000)
 exit: 0 all bits are the same, 1 some are not, 2 bad usage, 3 something could not be run
 """
@@ -28,6 +28,8 @@ def say(sentence):
 def variants(line):
     """{case: the line with other STAGES}, whose bits must be the line's."""
     own = line.knob("STAGES", "1")
+    if line.knob("SPLIT_CTAS") == "0":
+        return {}
     return {f"stages_{stages}": builds.Line(line.tree, line.name, tuple(builds.changed(line.changes, [f"STAGES={stages}"])))
             for stages in "234" if stages != own}
 
@@ -70,11 +72,12 @@ def main():
     parser.add_argument("--repeats", default="1000")
     options = engine.parse_options(parser, sys.argv[1:], __doc__)
     repeats = engine.number("--repeats", options.repeats)
-    lines = builds.parse_contenders(options.names) or [line for line in builds.lines_named("") if line.knob("USE_WGMMA") == "1"]
+    lines = builds.parse_contenders(options.names) or [line for line in builds.lines_named("") 
+                                                           if line.knob("USE_WGMMA") == "1" or line.knob("SPLIT_CTAS") == "0"]
     if any(isinstance(line, builds.Torch) for line in lines):
         raise Refused("it runs lines of configs.txt")
     if not lines:
-        raise Refused("no line of configs.txt has USE_WGMMA=1; name the lines")
+        raise Refused("no line of configs.txt has USE_WGMMA=1 or SPLIT_CTAS=0; name the lines")
     gpu = engine.find_gpu()
     if not gpu:
         raise Refused("it runs kernels side by side and there is no GPU here; run it on a machine with one")

@@ -11,7 +11,7 @@ the best so far. At the end `ab` compares the best with LINE, or with the best l
   --family F      scalar, wmma, mma or wgmma; default the one of --from, or wgmma where the GPU has it, else mma
   --shape S       the problem, as for ab; several: the geometric mean of their times counts; default long
   --causal M      off, br or tl
-  --dtype T       fp16 or bf16; default LINE's
+  --dtype T       fp16, bf16, e4m3 or u8; default LINE's
   --head-dim D    64, 128 or 256; default LINE's
   --budget MIN    minutes in all, also those of earlier runs of the same command; default 8
   --fix KNOB=V    the knob keeps this value; V,V...: takes one of these; repeatable
@@ -479,7 +479,7 @@ def table(options):
     own = [tile for tile in model.tiles if tile.head_dim == D]
     options.family, options.head_dim, options.budget_s = "wgmma", str(D), options.budget_s / (2 * len(fit.SHAPES))
     options.base, options.fix = None, [*options.fix, "USE_FAST_EXP=0", "PACK_GQA=0", "SPLIT_CTAS=1"]
-    lines = [builds.Line(tree, "hopper", ("USE_TUNED=0", *tile.knobs.split())) for tile in own]
+    lines = [tile.line(tree) for tile in own]
     new = {}
     for causal in ("off", "br"):
         for shape in fit.SHAPES:

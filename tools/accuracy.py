@@ -1,0 +1,90 @@
+#!/usr/bin/env python3
+"""How far O is off by the number of keys: of N(0,1) inputs, and of equal logits, which show what a sum loses.
+
+usage: tools/accuracy.py CONTENDER... [--keys N,N...]
+
+  CONTENDER  as for ab: a line of configs.txt with or without KNOB=VALUE..., or torch:cudnn, which takes part in every
+             type that the lines have
+  --keys     default 1024,4096,16384,65536,131072
+
+Each problem has one batch, 2 heads and 256 queries. CSV on stdout, a row for each contender, input and number of keys, which is also
+kept as results/accuracy/DATE-DEVICE.csv: rel_rms, the rms error over the rms of the reference in float64 for rows of all groups of 64, and
+for equal logits (Q is 0, V from 1 to 2) the mean of O over the mean of V. A peer's O has the type of its inputs.
+exit: 0, 2 bad usage, 3 the GPU failed
+"""
+import csv
+import sys
+
+import numpy as np
+
+import builds
+import engine
+from builds import Refused
+
+HEADS, QUERIES = 2, 256
+COLUMNS = "contender input D dtype Sk rel_rms mean device driver cuda git_sha".split()
+
+
+class EqualLogits(engine.Tensors):
+    """Q is 0 and V from 1 to 2."""
+
+    def draw(self, rng, name, count):
+        if name == "Q":
+            return np.zeros(count, np.float32)
+        return 1 + rng.random(count, np.float32) if name == "V" else super().draw(rng, name, count)
+
+
+class EqualBench(engine.Bench):
+    make_tensors = EqualLogits
+
+
+def rows_of(gpu, kernels, D, dtype, keys):
+    """A row for each contender and kind of input."""
+    problem = engine.Problem(f"1x{HEADS}x{HEADS}x{QUERIES}x{keys}", 1, HEADS, HEADS, QUERIES, keys, D, dtype)
+    facts = dict(D=D, dtype=dtype, Sk=keys, device=gpu.name, driver=gpu.nvml.driver, cuda=gpu.cuda, git_sha=engine.git_sha())
+    for kind, make in (("N(0,1)", engine.Bench), ("equal logits", EqualBench)):
+        bench = make(gpu, {}, {"": problem})
+        for kernel in kernels:
+            try:
+                check, (O, _), outputs, *_ = bench.run(kernel, problem)
+            except engine.CudaError as error:
+                print(f"accuracy.py: {kernel.text}: {error}", file=sys.stderr)
+                continue
+            row = dict(facts, contender=kernel.text, input=kind, rel_rms=f"{check.rel_rms:.4f}")
+            if kind != "N(0,1)":
+                true = np.concatenate([bench.tensors.rows("V", problem, 0, h) for h in range(HEADS)]).mean()
+                row["mean"] = f"{engine.as_values(O, outputs.dtype).mean() / true:.5f}"
+            yield row
+        bench.close()
+
+
+def main():
+    parser = engine.new_parser()
+    parser.add_argument("contenders", nargs="*")
+    parser.add_argument("--keys", default="1024,4096,16384,65536,131072")
+    options = engine.parse_options(parser, sys.argv[1:], __doc__)
+    contenders = builds.parse_contenders(options.contenders)
+    lines = [one for one in contenders if isinstance(one, builds.Line)]
+    if not lines:
+        raise Refused("which line?")
+    keys = [engine.number("--keys", word) for word in options.keys.split(",")]
+    gpu = engine.find_gpu()
+    if not gpu:
+        raise Refused("it runs kernels and there is no GPU here")
+    built = builds.build(lines, gpu.arch)
+    kernels = [engine.load(one, gpu, built) for one in contenders]
+    kept = engine.Table(engine.results_path("accuracy", gpu.name, new=True), COLUMNS)
+    out = csv.DictWriter(sys.stdout, COLUMNS, lineterminator="\n", restval="")
+    out.writeheader()
+    for D, dtype in sorted({(line.D, line.dtype) for line in lines}):
+        own = [kernel for kernel in kernels if kernel.line.D in (None, D) and kernel.line.dtype in (None, dtype)]
+        for count in keys:
+            for row in rows_of(gpu, own, D, dtype, count):
+                out.writerow(row)
+                kept.add(**row)
+            sys.stdout.flush()
+    return 0
+
+
+if __name__ == "__main__":
+    engine.command("accuracy.py", main)
