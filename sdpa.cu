@@ -3939,7 +3939,7 @@ template <class B> constexpr bool wgmma_may_pass = B::split_kv == 1 && !B::use_p
 // copies gives away what it does not need. setmaxnreg counts in eights.
 template <class B> struct WgmmaRegisters {
   static constexpr int at_start = 65536 / B::threads / 8 * 8;
-  static constexpr int producer = B::warpgroups > 2 || B::converts ? 32 : 24;
+  static constexpr int producer = B::converts && B::warpgroups < 4 ? 56 : B::warpgroups > 2 ? 32 : 24;
   static constexpr int spare = at_start * (B::warpgroups + 1) - producer;
   static constexpr int consumer = spare / B::warpgroups < 240 ? spare / B::warpgroups / 8 * 8 : 240;
   // One warpgroup that computes has enough as it is.
@@ -4881,7 +4881,9 @@ template <class B> struct WgmmaU8 {
   // [ROWS][D] of fp16, in place: bytes are overwritten by those of their own row or of later ones. A lane has 16 bytes
   // of one of 8 rows, which become two chunks; neither reads nor writes collide.
   template <int ROWS> static __device__ __forceinline__ void convert(Element* tile_s) {
-    constexpr int LINE = B::head_dim < 128 ? 64 : 128, PIECES = LINE / 64, AT_ONCE = 2 / PIECES;
+    constexpr int LINE = B::head_dim < 128 ? 64 : 128, PIECES = LINE / 64;
+    constexpr int MOST = (B::warpgroups < 4 ? 8 : 2) / PIECES;  // whose bytes registers can hold
+    constexpr int AT_ONCE = ROWS / 8 % MOST == 0 ? MOST : 2 / PIECES;
     unsigned char* const to = reinterpret_cast<unsigned char*>(tile_s);
     unsigned char* const from = to + ROWS * B::head_dim;
     const uint32_t lane = thread_index_anew() % 32, row = lane % 8, piece = lane / 8;
