@@ -3939,7 +3939,9 @@ template <class B> constexpr bool wgmma_may_pass = B::split_kv == 1 && !B::use_p
 // copies gives away what it does not need. setmaxnreg counts in eights.
 template <class B> struct WgmmaRegisters {
   static constexpr int at_start = 65536 / B::threads / 8 * 8;
-  static constexpr int producer = B::converts && B::warpgroups < 4 ? 56 : B::warpgroups > 2 ? 32 : 24;
+  static constexpr int producer = B::converts && B::warpgroups == 3    ? 56
+                                  : B::converts || B::warpgroups > 2 ? 32
+                                                                     : 24;
   static constexpr int spare = at_start * (B::warpgroups + 1) - producer;
   static constexpr int consumer = spare / B::warpgroups < 240 ? spare / B::warpgroups / 8 * 8 : 240;
   // One warpgroup that computes has enough as it is.
@@ -4858,7 +4860,7 @@ template <class B> struct WgmmaU8 {
     const auto pass_on = [&](uint64_t* full) {
       fence_proxy_async();  // what was written before wgmma reads it, what was read before TMA writes it
       __syncwarp();
-      if (p.issues) mbarrier_arrive(full);
+      if (thread_index_anew() % 32 == 0) mbarrier_arrive(full);
     };
     do {
       const int stage = p.q_ring.stage;
@@ -4882,7 +4884,7 @@ template <class B> struct WgmmaU8 {
   // of one of 8 rows, which become two chunks; neither reads nor writes collide.
   template <int ROWS> static __device__ __forceinline__ void convert(Element* tile_s) {
     constexpr int LINE = B::head_dim < 128 ? 64 : 128, PIECES = LINE / 64;
-    constexpr int MOST = (B::warpgroups < 4 ? 8 : 2) / PIECES;  // whose bytes registers can hold
+    constexpr int MOST = (B::warpgroups == 3 ? 8 : 2) / PIECES;  // as registers can hold
     constexpr int AT_ONCE = ROWS / 8 % MOST == 0 ? MOST : 2 / PIECES;
     unsigned char* const to = reinterpret_cast<unsigned char*>(tile_s);
     unsigned char* const from = to + ROWS * B::head_dim;
