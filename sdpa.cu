@@ -3939,7 +3939,7 @@ template <class B> constexpr bool wgmma_may_pass = B::split_kv == 1 && !B::use_p
 // copies gives away what it does not need. setmaxnreg counts in eights.
 template <class B> struct WgmmaRegisters {
   static constexpr int at_start = 65536 / B::threads / 8 * 8;
-  static constexpr int producer = B::converts && B::warpgroups == 3    ? 56
+  static constexpr int producer = B::converts && B::warpgroups == 3  ? 56
                                   : B::converts || B::warpgroups > 2 ? 32
                                                                      : 24;
   static constexpr int spare = at_start * (B::warpgroups + 1) - producer;
