@@ -404,11 +404,12 @@ cudaError_t launch_witness(const SdpaParams& p, int first, int heads, float* O, 
 // ---- Instance: a problem on the GPU, ready to launch and to check ----
 
 struct Figures {  // of checks: the worst errors, and over how many rows
-  double rel_rms = 0, max_abs_err = 0, lse_err = 0;
+  double rel_rms = 0, rel_rms_limit = 0, max_abs_err = 0, lse_err = 0;
   long rows_checked = 0, rows_witnessed = 0;  // compared with the reference, with the witness
 
   void include(const reference::Comparison& c) {
     rel_rms = std::max(rel_rms, c.rel_rms);
+    rel_rms_limit = std::max(rel_rms_limit, c.rel_rms_limit);
     max_abs_err = std::max(max_abs_err, c.max_abs_err);
     lse_err = std::max(lse_err, c.lse_err);
   }

@@ -272,9 +272,22 @@ struct Tolerance {
   double rel_rms;  // of rms(error) / rms(reference)
   double max_abs;  // of the largest error, times max(1, largest |reference|)
   double lse;      // of an error of LSE, times max(1, |reference|) of that row
+  int weight_bits = 53;  // of the weights' mantissa, where their rounding is most of the error
+
+  // The limit of rel_rms over so many rows. A row may have one weight that counts; rounding moves it by
+  // 1 / (2^(bits+1) + 1) of itself at most. So rel_rms^2 is the mean over rows of squares up to most^2, whose
+  // mean over all weights is u = 0.541 * 2^(-2 bits) / 12, with a standard deviation of 1.04 u, if the logarithms of
+  // weights are spread evenly. Five deviations of the mean of few rows may be more than rel_rms.
+  double rel_rms_of(double rows_that_count) const {
+    const double most = 1 / (std::ldexp(1.0, weight_bits + 1) + 1);
+    const double u = std::ldexp(0.541 / 12, -2 * weight_bits);
+    const double few = std::sqrt(u * (1 + 5 * 1.04 / std::sqrt(rows_that_count)));
+    return std::max(rel_rms, std::min(few, most));
+  }
 };
 inline Tolerance max(const Tolerance& a, const Tolerance& b) {
-  return {std::max(a.rel_rms, b.rel_rms), std::max(a.max_abs, b.max_abs), std::max(a.lse, b.lse)};
+  return {std::max(a.rel_rms, b.rel_rms), std::max(a.max_abs, b.max_abs), std::max(a.lse, b.lse),
+          std::min(a.weight_bits, b.weight_bits)};
 }
 
 // An element type, with the mantissa of the weights that go with it. Its tolerance is a few times the rounding of O
@@ -289,7 +302,7 @@ constexpr Type fp16{"fp16", 10, 0x1p-14, 65504, {1e-3, 1e-3, 1e-3}};
 constexpr Type bf16{"bf16", 7, 0x1p-126, 0x1p127, {8e-3, 8e-3, 1e-3}};
 // Types of inputs alone. With e4m3 the weights have 3 bits of mantissa, and the logits are sums of 14 bits; with u8
 // the weights are fp16.
-constexpr Type e4m3{"e4m3", 3, 0x1p-6, 448, {4e-2, 6e-2, 4e-3}};
+constexpr Type e4m3{"e4m3", 3, 0x1p-6, 448, {4e-2, 6e-2, 4e-3, 3}};
 constexpr Type u8{"u8", 10, 1, 127, {1.5e-3, 2e-3, 1e-3}};
 
 // Of sums in fp16: a logit of 32 to 64 has 5 binary digits behind the point, and rounds D / 16 times.
@@ -329,7 +342,7 @@ class Comparison {
       : type_(&type), judges_rounding_(judges_rounding) {}
 
   long rows = 0;
-  double rel_rms = 0, max_abs_err = 0, lse_err = 0, largest_lse = 1;
+  double rel_rms = 0, rel_rms_limit = 0, max_abs_err = 0, lse_err = 0, largest_lse = 1;
 
   void add(const Row& at, const Result& want, const float* O, float LSE) {
     add(at, int(want.O.size()), want.O.data(), want.LSE, want.open.data(), O, LSE);
@@ -339,9 +352,11 @@ class Comparison {
   void add(const Row& at, int D, const Real* want_O, double want_LSE, const char* open,
            const float* O, float LSE) {
     rows++;
+    const double squares_before = squares_ref_;
     for (int d = 0; d < D; d++) {
       if (!(std::isnan(O[d]) && open && open[d])) add_element(at, d, want_O[d], O[d]);
     }
+    squares_of_rows_ += std::pow(squares_ref_ - squares_before, 2);
     if (std::fabs(want_LSE) > double(FLT_MAX)) want_LSE = std::copysign(INFINITY, want_LSE);
     const double size = std::isfinite(want_LSE) ? std::max(1.0, std::fabs(want_LSE)) : 1.0;
     const double err = distance(want_LSE, LSE) / size;
@@ -356,6 +371,7 @@ class Comparison {
   void merge(const Comparison& other) {  // which has other rows
     rows += other.rows, bias_elements_ += other.bias_elements_;
     squares_err_ += other.squares_err_, squares_ref_ += other.squares_ref_;
+    squares_of_rows_ += other.squares_of_rows_;
     signed_err_ += other.signed_err_, units_ += other.units_;
     max_ref_ = std::max(max_ref_, other.max_ref_);
     largest_lse = std::max(largest_lse, other.largest_lse);
@@ -366,11 +382,14 @@ class Comparison {
   // Empty, or a sentence with the worst element and the limit that it broke.
   std::string verdict(const Tolerance& tol) {
     rel_rms = squares_err_ == 0 ? 0 : std::sqrt(squares_err_ / squares_ref_);
+    // Equal rows count whole, rows that are small beside others hardly (Kish's effective sample size).
+    rel_rms_limit = tol.rel_rms_of(
+        squares_of_rows_ > 0 ? squares_ref_ * squares_ref_ / squares_of_rows_ : double(rows));
     const double abs_limit = tol.max_abs * std::max(1.0, max_ref_);
     const double bias = units_ > 0 ? signed_err_ / units_ : 0;
     if (!(max_abs_err <= abs_limit)) return worst_ + format(" tol=%.3g", abs_limit);
-    if (!(rel_rms <= tol.rel_rms)) {
-      return format("rel_rms=%.3g tol=%.3g; worst ", rel_rms, tol.rel_rms) + worst_;
+    if (!(rel_rms <= rel_rms_limit)) {
+      return format("rel_rms=%.3g tol=%.3g; worst ", rel_rms, rel_rms_limit) + worst_;
     }
     if (!(lse_err <= tol.lse)) return worst_lse_ + format(" tol=%.3g", tol.lse);
     if (judges_rounding_ && rows >= bias_rows && bias_elements_ >= bias_elements &&
@@ -403,6 +422,7 @@ class Comparison {
   const Type* type_;
   bool judges_rounding_;
   double squares_err_ = 0, squares_ref_ = 0, max_ref_ = 0;
+  double squares_of_rows_ = 0;         // the squares of the rows' parts of squares_ref_
   double signed_err_ = 0, units_ = 0;  // of elements that have a unit in the last place
   long bias_elements_ = 0;
   std::string worst_, worst_lse_;

@@ -253,10 +253,11 @@ SDPA_REFUSE(is_mma && !Build::pack_gqa && SPLIT_CTAS_changed,
 SDPA_REFUSE(is_mma&& Build::pack_gqa&& USE_PERSISTENT_CTA_changed,
             "PACK_GQA=1: in the mma.sync kernel every item has CTAs of its own; drop "
             "USE_PERSISTENT_CTA or PACK_GQA");
-SDPA_REFUSE(Build::use_tuned && (USE_WARP_SPECIALIZATION_changed || OVERLAP_changed ||
-                                 USE_LAZY_MAX_changed || PACK_GQA_changed || SPLIT_CTAS_changed),
-            "USE_TUNED=1: USE_WARP_SPECIALIZATION, OVERLAP, USE_LAZY_MAX, PACK_GQA and SPLIT_CTAS "
-            "go with the tile; drop these knobs");
+SDPA_REFUSE(Build::use_tuned &&
+                (USE_WARP_SPECIALIZATION_changed || OVERLAP_changed || USE_LAZY_MAX_changed ||
+                 PACK_GQA_changed || SPLIT_CTAS_changed || FP8_FLUSH_changed),
+            "USE_TUNED=1: USE_WARP_SPECIALIZATION, OVERLAP, USE_LAZY_MAX, PACK_GQA, SPLIT_CTAS and "
+            "FP8_FLUSH go with the tile; drop these knobs");
 SDPA_REFUSE(USE_WARP_SPECIALIZATION_changed && !is_wmma && !is_wgmma,
             "USE_WARP_SPECIALIZATION=1: only the wmma and wgmma kernels have producer warps; add "
             "USE_WMMA=1 or drop it");
@@ -275,8 +276,8 @@ SDPA_REFUSE(Build::is_e4m3&& is_wmma,
             "DTYPE=FP8_E4M3: nvcuda::wmma has no e4m3; drop USE_WMMA or type DTYPE=U8");
 SDPA_REFUSE(FP8_FLUSH_changed && !(is_wgmma && Build::is_e4m3),
             "FP8_FLUSH: only the wgmma kernel with DTYPE=FP8_E4M3 has sums of 14 bits; drop it");
-SDPA_REFUSE(Build::is_8bit&& is_wgmma&& Build::use_tuned,
-            "USE_TUNED=1: TUNED_TILES has no row for an 8-bit DTYPE; type BLOCK_M=192 BLOCK_N=64 "
+SDPA_REFUSE(Build::input == DType::u8 && is_wgmma && Build::use_tuned,
+            "USE_TUNED=1: TUNED_TILES has no row for DTYPE=U8; type BLOCK_M=192 BLOCK_N=64 "
             "NUM_WARPS=12 STAGES=4 USE_WARP_SPECIALIZATION=1");
 SDPA_REFUSE(FP16_ACC_changed && ((!is_mma && !is_wmma) || Build::input != DType::fp16),
             "FP16_ACC: only the wmma and mma.sync kernels with DTYPE=FP16 have such sums; add "
@@ -300,9 +301,9 @@ template <class B> constexpr bool check() {
   SDPA_REFUSE(wgmma && B::block_n % 16 != 0,
               "BLOCK_N: wgmma takes keys by 16, so it must be a multiple of 16; type BLOCK_N=128");
   SDPA_REFUSE(wgmma && B::is_e4m3 &&
-                  (!B::use_warp_specialization || B::split_kv > 1 || B::block_n % 32 != 0),
-              "DTYPE=FP8_E4M3: producer warps transpose V, of 32 keys at a time; type "
-              "USE_WARP_SPECIALIZATION=1 SPLIT_KV=1 BLOCK_N=64");
+                  (!B::use_warp_specialization || B::split_kv > 2 || B::block_n % 32 != 0),
+              "DTYPE=FP8_E4M3: two producer warps transpose V, of 32 keys at a time; type "
+              "USE_WARP_SPECIALIZATION=1 SPLIT_KV=2 BLOCK_N=64");
   SDPA_REFUSE(wgmma && B::converts && (!B::use_warp_specialization || B::split_kv > 1),
               "DTYPE=U8: producer warps make fp16 of it, for one slice of the keys; type "
               "USE_WARP_SPECIALIZATION=1 SPLIT_KV=1");
@@ -430,11 +431,25 @@ constexpr TunedTile TUNED_TILES[] = {
     {256, 64, 64, 4, 1, 1, mma_sync, 9560, 1.25, 0.983},
     {256, 16, 16, 2, 2, 2, packed | mma_sync, 19400, 0.234, 0.213},
 };
-constexpr int TILES = sizeof TUNED_TILES / sizeof TUNED_TILES[0];
+// The same for the wgmma kernel with DTYPE=FP8_E4M3; O is flushed after 1,024 keys.
+constexpr TunedTile E4M3_TILES[] = {
+    {64, 64, 128, 8, 3, 2, overlap, 4160, 9, 8},
+    {64, 128, 64, 16, 4, 2, overlap | ping_pong, 5660, 10, 10},
+    {64, 192, 128, 12, 4, 1, overlap | persistent | skip_masked, 4740, 11, 11},
+    {128, 64, 64, 8, 2, 2, overlap, 4320, 6, 6},
+    {128, 192, 64, 12, 4, 1, overlap | persistent | skip_masked, 5960, 8, 8},
+    {256, 128, 64, 8, 2, 1, overlap | persistent | skip_masked, 5000, 5, 5},
+};
+constexpr bool has_e4m3_tiles = is_wgmma && Build::is_e4m3;
+constexpr int MOST_TILES = sizeof TUNED_TILES / sizeof(TunedTile);
+constexpr int TILES = has_e4m3_tiles ? sizeof E4M3_TILES / sizeof(TunedTile) : MOST_TILES;
+constexpr const TunedTile& tuned_tile(int n) {
+  return has_e4m3_tiles ? E4M3_TILES[n] : TUNED_TILES[n];
+}
 
 // A row as if it had been typed.
 template <int N> struct TileKnobs : Typed {
-  static constexpr TunedTile tile = TUNED_TILES[N < TILES ? N : 0];
+  static constexpr TunedTile tile = tuned_tile(N < TILES ? N : 0);
   static constexpr int head_dim = tile.head_dim, block_m = tile.block_m, block_n = tile.block_n;
   static constexpr int num_warps = tile.num_warps, stages = tile.stages, split_kv = tile.split_kv;
   static constexpr bool use_tuned = false, use_warp_specialization = tile.has(producer_warpgroup),
@@ -445,6 +460,7 @@ template <int N> struct TileKnobs : Typed {
                         swap_ab = tile.has(Schedule::swap_ab), use_lazy_max = !swap_ab,
                         pack_gqa = tile.has(packed);
   static constexpr int split_ctas = pack_gqa ? 0 : 1;
+  static constexpr int fp8_flush = has_e4m3_tiles ? 1024 / tile.block_n : Typed::fp8_flush;
 };
 template <int N> using TunedBuild = Derived<TileKnobs<N>>;
 
@@ -467,7 +483,7 @@ constexpr bool tile_fits(const TunedTile& t) {
 
 constexpr int first_tile_that_fits() {
   int n = 0;
-  while (n < TILES && !tile_fits(TUNED_TILES[n])) n++;
+  while (n < TILES && !tile_fits(tuned_tile(n))) n++;
   return n;
 }
 
@@ -480,7 +496,7 @@ SDPA_REFUSE(
 
 template <int N> constexpr bool check_rows() {
   if constexpr (Build::use_tuned && N < TILES) {
-    if constexpr (TUNED_TILES[N].has(mma_sync) == is_mma) check<TunedBuild<N>>();
+    if constexpr (tuned_tile(N).has(mma_sync) == is_mma) check<TunedBuild<N>>();
     return check_rows<N + 1>();
   }
   return true;
@@ -1692,10 +1708,15 @@ __device__ __forceinline__ float item_v_descale(const KernelArgs& a, const WorkI
 // item_scale_log2() for the length of an item. Of 16 bits it is read where it is used, which takes no register.
 template <class B> struct ItemScale {
   const KernelArgs& a;
-  const float of_8bit;
+  float of_8bit = 0;
 
-  __device__ __forceinline__ ItemScale(const KernelArgs& a_, const WorkItem& item)
-      : a(a_), of_8bit(B::is_8bit ? item_scale_log2<B>(a, item) : 0) {}
+  __device__ __forceinline__ explicit ItemScale(const KernelArgs& a_) : a(a_) {}
+  __device__ __forceinline__ ItemScale(const KernelArgs& a_, const WorkItem& item) : a(a_) {
+    start(item);
+  }
+  __device__ __forceinline__ void start(const WorkItem& item) {
+    if (B::is_8bit) of_8bit = item_scale_log2<B>(a, item);
+  }
   __device__ __forceinline__ operator float() const { return B::is_8bit ? of_8bit : a.scale_log2; }
 };
 
@@ -3529,17 +3550,23 @@ __device__ __forceinline__ WgmmaItem wgmma_item(const KernelArgs& a, uint32_t i)
   return item;
 }
 
-// S = Q @ K.T of a warpgroup, begun; Q [64][D] and K [BLOCK_N][D] are those of the descriptors.   [64][BLOCK_N]
-template <class B>
-__device__ __forceinline__ void wgmma_qk(WgmmaAccumulator<B::block_n>& S, uint64_t Q, uint64_t K) {
+// S = Q @ K.T of a warpgroup, begun. Q [64][D] is that of a descriptor, or A operands in registers; K [BLOCK_N][D] that
+// of a descriptor.   [64][BLOCK_N]
+template <class B, class Queries>
+__device__ __forceinline__ void wgmma_qk(WgmmaAccumulator<B::block_n>& S, const Queries& Q,
+                                         uint64_t K) {
   forget(S.x.d);
   wgmma_fence();
 #pragma unroll
   for (int step = 0; step < ROW_BYTES<B> / STEP_BYTES; step++) {
     constexpr int steps = PANEL_BYTES<B> / STEP_BYTES;  // of a panel
     const int lines = step / steps * PANEL_BYTES<B>, bytes = step % steps * STEP_BYTES;
-    wgmma_ss<Element, B::block_n, 0>(S.x.d, descriptor_at(Q, lines * 64 + bytes),
-                                     descriptor_at(K, lines * B::block_n + bytes), step > 0);
+    const uint64_t K_at = descriptor_at(K, lines * B::block_n + bytes);
+    if constexpr (std::is_same<Queries, uint64_t>::value) {
+      wgmma_ss<Element, B::block_n, 0>(S.x.d, descriptor_at(Q, lines * 64 + bytes), K_at, step > 0);
+    } else {
+      wgmma_rs<Element, B::block_n, 0>(S.x.d, Q[step], K_at, step > 0);
+    }
   }
   wgmma_commit_group();
 }
@@ -3840,8 +3867,10 @@ template <class B> struct WgmmaKernel<B, Wgmma::plain> : OneLaunch<B> {
 
 // What e4m3 has besides, in a section of its own.
 template <class B, bool = B::is_e4m3> struct WgmmaE4m3 {
-  static constexpr bool q_in_registers = false;
+  static constexpr bool q_in_registers = false, flushes = false, q_in_flushed = false,
+                        flushes_beside_qk = false;
   struct Shared {};
+  struct Flushed {};
   struct State {};  // of a warpgroup
 };
 
@@ -3854,6 +3883,7 @@ template <class B> struct WgmmaShared {
   static constexpr int Q_STAGES =
       B::use_persistent_cta && (B::head_dim <= 128 || Q_IN_REGISTERS) ? 2 : 1;
   static constexpr int Q_BUFFERS = Q_IN_REGISTERS ? 1 : Q_STAGES;
+  static constexpr bool Q_IN_FLUSHED = WgmmaE4m3<B>::q_in_flushed;
   // What the slices' warpgroups with the same rows have for each other: of O, for every slice from every
   // other one, what each thread has of what the slice finishes. Of a warp's 16 rows even slices finish the
   // first 8, odd ones the others; two that finish the same rows halve their columns.
@@ -3871,8 +3901,9 @@ template <class B> struct WgmmaShared {
     uint64_t k_full[B::stages], k_empty[B::stages], v_full[B::stages], v_empty[B::stages];
     uint64_t k_landed[B::stages], v_landed[B::stages];  // U8: ahead of full, which says fp16
   };
-  alignas(1024)
-      Element Q[Q_BUFFERS][ROW_GROUPS][64 * B::head_dim];  // 16 bits: afterwards O on its way out
+  using Queries = Element[ROW_GROUPS][64 * B::head_dim];  // 16 bits: afterwards O on its way out
+  using Flushed = typename WgmmaE4m3<B>::Flushed[B::warpgroups];
+  alignas(1024) typename std::conditional<Q_IN_FLUSHED, Flushed, Queries[Q_BUFFERS]>::type Q;
   Tiles slice[B::split_kv];
   typename WgmmaE4m3<B>::Shared e4m3;
   typename std::conditional<(B::split_kv > 1), Partial[ROW_GROUPS], Nothing>::type partial;
@@ -3880,11 +3911,27 @@ template <class B> struct WgmmaShared {
   // Full: Q has landed, the item is known. Done: every warp has written its O over Q. Empty: O is out.
   uint64_t q_full[Q_STAGES], o_done[Q_STAGES][ROW_GROUPS], q_empty[Q_STAGES];
   uint64_t q_landed[Q_STAGES];  // U8
+  typename std::conditional<WgmmaE4m3<B>::flushes && !Q_IN_FLUSHED, Flushed, Nothing>::type
+      flushed_sums;
 
+  __device__ __forceinline__ Element* queries(int stage, int row_group) {
+    if constexpr (Q_IN_FLUSHED) {
+      return reinterpret_cast<Element*>(Q[row_group]);
+    } else {
+      return Q[stage % Q_BUFFERS][row_group];
+    }
+  }
+  __device__ __forceinline__ auto& flushed(int warpgroup) {
+    if constexpr (Q_IN_FLUSHED) {
+      return Q[warpgroup];
+    } else {
+      return flushed_sums[warpgroup];
+    }
+  }
   // Where P @ V finds V.
   __device__ __forceinline__ auto& v_tiles(int n) {
     if constexpr (B::is_e4m3) {
-      return e4m3;
+      return e4m3.slice[n];
     } else {
       return slice[n];
     }
@@ -3910,11 +3957,12 @@ template <class B> struct WgmmaShared {
         mbarrier_init(&q_empty[stage], B::is_e4m3 ? B::num_warps : 1);
         for (uint64_t& done : o_done[stage]) mbarrier_init(&done, 4);
       }
-      for (Tiles& t : slice) {
+      for (int i = 0; i < B::split_kv; i++) {
+        Tiles& t = slice[i];
         for (int n = 0; n < B::stages; n++) {
           mbarrier_init(&t.k_empty[n], B::group_warps);
           if constexpr (B::is_e4m3) {
-            WgmmaE4m3<B>::init_mbarriers(t, e4m3, n);
+            WgmmaE4m3<B>::init_mbarriers(t, e4m3.slice[i], n);
           } else {
             mbarrier_init(&t.v_empty[n], B::group_warps);
           }
@@ -3941,6 +3989,7 @@ template <class B> struct WgmmaRegisters {
   static constexpr int at_start = 65536 / B::threads / 8 * 8;
   static constexpr int producer = B::converts && B::warpgroups == 3  ? 56
                                   : B::converts || B::warpgroups > 2 ? 32
+                                  : B::is_e4m3                       ? 40
                                                                      : 24;
   static constexpr int spare = at_start * (B::warpgroups + 1) - producer;
   static constexpr int consumer = spare / B::warpgroups < 240 ? spare / B::warpgroups / 8 * 8 : 240;
@@ -3985,8 +4034,8 @@ template <class B> struct WgmmaProducer {
       mbarrier_arrive_expect_tx(full, item.rounds > 0 ? B::block_m * ROW_SIZE : 0);
       for (int group = 0; item.rounds > 0 && group < s.ROW_GROUPS; group++) {
         const int at[5] = {0, item.q0 + group * 64, 0, item.h, item.b};
-        cp_async_bulk_tensor_load(landing<64>(s.Q[stage % s.Q_BUFFERS][group]),
-                                  &tensor_maps<B>(a).q, at, full, evict_first);
+        cp_async_bulk_tensor_load(landing<64>(s.queries(stage, group)), &tensor_maps<B>(a).q, at,
+                                  full, evict_first);
       }
     }
     q_ring.advance();
@@ -4068,12 +4117,12 @@ template <class B> struct WgmmaProducer {
     } while (B::use_persistent_cta);
   }
   __device__ __forceinline__ void run(int warp) {
-    constexpr int slice_warps = B::split_kv < 4 && !B::converts ? 2 : 1;
+    constexpr int slice_warps = B::split_kv < (B::is_e4m3 ? 2 : 4) && !B::converts ? 2 : 1;
     const int slice = warp / slice_warps, part = warp % slice_warps;
     if (slice < B::split_kv) {
       load_items(slice, part == 0, part == slice_warps - 1, warp == 0);
     } else if constexpr (B::is_e4m3) {
-      WgmmaE4m3<B>::transpose_items(*this, warp - 2);
+      WgmmaE4m3<B>::transpose_items(*this, (warp - 2) % B::split_kv, (warp - 2) / B::split_kv);
     } else if (B::split_kv == 1 && threadIdx.x == (B::converts ? 32 : 64)) {
       store_items();
     } else if constexpr (B::converts) {
@@ -4123,7 +4172,7 @@ template <class B> struct WgmmaConsumer {
   int k0 = 0, last_k0 = 0;    // first keys of this tile and of the last one
   int q = 0;                  // the warpgroup's first query
   bool accumulates = false;   // an earlier tile of the item has begun O
-  float scale_log2;           // of the item
+  ItemScale<B> scale_log2;    // of the item
   typename WgmmaE4m3<B>::State e4m3;
   // USE_LAZY_MAX: tiles with k0 in [stale_from, stale_from + stale_keys) may take the maximum that is there.
   int stale_from = 0;
@@ -4136,10 +4185,11 @@ template <class B> struct WgmmaConsumer {
         warpgroup(uniform(thread / 128)),
         slice(warpgroup / Shared::ROW_GROUPS),
         row_group(warpgroup % Shared::ROW_GROUPS),
-        Q(wgmma_descriptor(uniform(shared_address(s.Q[0][row_group])), 16, PANEL_ATOM<B>)),
+        Q(wgmma_descriptor(uniform(shared_address(s.queries(0, row_group))), 16, PANEL_ATOM<B>)),
         K(wgmma_descriptor(uniform(shared_address(s.slice[slice].K[0])), 16, PANEL_ATOM<B>)),
         V(wgmma_descriptor(uniform(shared_address(s.v_tiles(slice).V[0])), B::block_n * 128,
-                           B::is_e4m3 ? 8 * V_LINE<B> : 1024)) {}
+                           B::is_e4m3 ? 8 * V_LINE<B> : 1024)),
+        scale_log2(a_) {}
 
   // ---- which tiles ----
 
@@ -4182,7 +4232,7 @@ template <class B> struct WgmmaConsumer {
     if (!k_is_there) mbarrier_wait(&s.slice[slice].k_full[at.stage], at.parity);
     const uint64_t K_at = descriptor_at(K, at.stage * int(sizeof s.slice[0].K[0]));
     if constexpr (Shared::Q_IN_REGISTERS) {
-      WgmmaE4m3<B>::begin_qk(S, e4m3.queries, K_at);
+      wgmma_qk<B>(S, e4m3.queries, K_at);
     } else {
       wgmma_qk<B>(S, descriptor_at(Q, q_ring.stage * int(sizeof s.Q[0])), K_at);
     }
@@ -4209,23 +4259,27 @@ template <class B> struct WgmmaConsumer {
   // S = Q @ K.T once more, of this warp alone, by mma.sync and with K from global memory: its tile may
   // be overwritten by now. Rare, so short rather than fast.
   __device__ __forceinline__ void multiply_qk_again(Scores& S) const {
-    const SdpaParams& p = a.p;
-    const WgmmaItem& item = s.item[q_ring.stage];
-    const uint32_t tid = thread_index_anew() % 128, lane = tid % 32;
-    const int row = tid / 32 * 16 + lane % 16;
-    const Input* const K_g =
-        p.K + item.b * p.k.batch + item.h_kv * p.k.head + (k0 + lane / 4) * p.k.row + lane % 4 * 2;
+    if constexpr (B::is_e4m3) {
+      WgmmaE4m3<B>::multiply_qk_again(*this, S);
+    } else {
+      const SdpaParams& p = a.p;
+      const WgmmaItem& item = s.item[q_ring.stage];
+      const uint32_t tid = thread_index_anew() % 128, lane = tid % 32;
+      const int row = tid / 32 * 16 + lane % 16;
+      const Input* const K_g = p.K + item.b * p.k.batch + item.h_kv * p.k.head +
+                               (k0 + lane / 4) * p.k.row + lane % 4 * 2;
 #pragma unroll
-    for (int n = 0; n < B::block_n / 8; n++) {
-      float* const c = S.x.d + 4 * n;
-      c[0] = c[1] = c[2] = c[3] = 0;
+      for (int n = 0; n < B::block_n / 8; n++) {
+        float* const c = S.x.d + 4 * n;
+        c[0] = c[1] = c[2] = c[3] = 0;
 #pragma unroll 1
-      for (int d = 0; d < B::head_dim; d += 16) {
-        uint32_t q[4];
-        ldmatrix_x4<false>(q, shared_address(s.Q[q_ring.stage][row_group] +
-                                             panel_offset<64>(row, d + lane / 16 * 8)));
-        const Input* const k = K_g + 8 * n * p.k.row + d;
-        mma_m16n8k16<Element>(c[0], c[1], c[2], c[3], q, pair_of(k), pair_of(k + 8));
+        for (int d = 0; d < B::head_dim; d += 16) {
+          uint32_t q[4];
+          ldmatrix_x4<false>(q, shared_address(s.Q[q_ring.stage][row_group] +
+                                               panel_offset<64>(row, d + lane / 16 * 8)));
+          const Input* const k = K_g + 8 * n * p.k.row + d;
+          mma_m16n8k16<Element>(c[0], c[1], c[2], c[3], q, pair_of(k), pair_of(k + 8));
+        }
       }
     }
   }
@@ -4236,8 +4290,8 @@ template <class B> struct WgmmaConsumer {
   __device__ __forceinline__ void take_some_score_as_max(const Scores& S) {
     if (!B::use_lazy_max || has_mask()) return;
     float alpha[ROWS];
-    softmax_max<B, Scores, B::is_e4m3 ? S.COLS : 4>(S, scale(), m, alpha);
-    keep_max(fmaxf(fabsf(m[0]), fabsf(m[1])) * scale() <= shift_limit);
+    softmax_max<B, Scores, B::is_e4m3 ? S.COLS : 4>(S, scale_log2, m, alpha);
+    keep_max(fmaxf(fabsf(m[0]), fabsf(m[1])) * scale_log2 <= shift_limit);
   }
   __device__ __forceinline__ bool has_mask() const { return !a.tiles.cover(q, k0); }
   // From here on tiles without mask may take the m that is there, if that will do for all rows of the warp.
@@ -4257,14 +4311,14 @@ template <class B> struct WgmmaConsumer {
       S.first_row = tid / 32 * 16 + tid % 32 / 4, S.first_col = tid % 4 * 2;
       mask_scores<B>(S, a, q, k0);
     }
-    softmax_max<B>(S, scale(), m, alpha);
-    keep_max(softmax_sum<B>(S, scale(), m, alpha, l));
+    softmax_max<B>(S, scale_log2, m, alpha);
+    keep_max(softmax_sum<B>(S, scale_log2, m, alpha, l));
   }
   __device__ __forceinline__ void scale_output(const float (&alpha)[ROWS]) {
     if (__all_sync(0xffffffffu, alpha[0] == 1 && alpha[1] == 1)) return;
     scale_rows(O, alpha);
+    if constexpr (B::is_e4m3) WgmmaE4m3<B>::scale_flushed(*this, alpha);
   }
-  __device__ __forceinline__ float scale() const { return B::is_8bit ? scale_log2 : a.scale_log2; }
   // P rounded. Held before the fence: else nvcc rounds some after it, ptxas splits P @ V into two groups
   // (C7519), and the wait for the next scores takes in the first of these too.
   static __device__ __forceinline__ void pack_all(Probabilities& out, const Scores& P) {
@@ -4280,7 +4334,7 @@ template <class B> struct WgmmaConsumer {
   __device__ __forceinline__ void attend(Scores& S, Probabilities& P, const End& end_last_pv) {
     const bool stale = may_take_stale_max();
     bool done = false;
-    StaleSoftmax<B, ROWS> softmax(m, scale());
+    StaleSoftmax<B, ROWS> softmax(m, scale_log2);
     if (stale) softmax.exp(S, 0, FIRST);
     end_last_pv();
     if (stale) {
@@ -4298,20 +4352,15 @@ template <class B> struct WgmmaConsumer {
   template <class End>
   __device__ __forceinline__ void attend_beside_pv(Scores& S, Probabilities& P,
                                                    const End& end_last_pv) {
-    bool stale = false, raised = false;
+    bool stale = false;
     float alpha[ROWS];
     if (may_take_stale_max()) {
-      StaleSoftmax<B, ROWS> softmax(m, scale());
+      StaleSoftmax<B, ROWS> softmax(m, scale_log2);
       softmax.exp(S, 0, S.COLS);
       stale = softmax.add_to(l);
-      if constexpr (B::is_e4m3) {
-        if (!stale) raised = WgmmaE4m3<B>::raise_max(*this, S, softmax, alpha);
-        if (!stale && !raised) WgmmaE4m3<B>::multiply_qk_again(*this, S);
-      } else {
-        if (!stale) multiply_qk_again(S);
-      }
+      if (!stale) multiply_qk_again(S);
     }
-    if (!stale && !raised) softmax_by_exact_max(S, alpha);
+    if (!stale) softmax_by_exact_max(S, alpha);
     end_last_pv();
     if (!stale) scale_output(alpha);
     pack_all(P, S);
@@ -4330,11 +4379,11 @@ template <class B> struct WgmmaConsumer {
       const bool v_is_there = mbarrier_peek_parity(&v.v_full[ring.stage], ring.parity);
       if (first) take_some_score_as_max(S);
       attend<S.COLS>(S, P, [] {});
+      if constexpr (B::is_e4m3) WgmmaE4m3<B>::flush_when_due(*this);
       turns.begin();
       begin_pv(P, v_is_there);
       turns.end();
       end_pv(ring.stage);
-      if constexpr (B::is_e4m3) WgmmaE4m3<B>::flush_when_due(*this);
       ring.advance();
       if (k0 == last_k0) break;
     }
@@ -4345,8 +4394,7 @@ template <class B> struct WgmmaConsumer {
   // stale exponentials (before the exact ones), and round P beside the other half, which pays at D=128 and
   // 256. More of them, or two that split the keys, do better with all exponentials in one piece.
   __device__ __forceinline__ void overlapped(const WgmmaTurns<B>& turns) {
-    constexpr bool pv_ends_halfway =
-        B::use_lazy_max && B::warpgroups == 2 && B::split_kv == 1 && !B::is_e4m3;
+    constexpr bool pv_ends_halfway = B::use_lazy_max && B::warpgroups == 2 && B::split_kv == 1;
     typename Shared::Tiles& t = s.slice[slice];
     auto& v = s.v_tiles(slice);
     Scores S;
@@ -4366,16 +4414,18 @@ template <class B> struct WgmmaConsumer {
       // The next K and this V have mostly landed; to ask takes time, which the softmax hides.
       const bool k_is_there = mbarrier_peek_parity(&t.k_full[next.stage], next.parity);
       const bool v_is_there = mbarrier_peek_parity(&v.v_full[ring.stage], ring.parity);
-      if constexpr (pv_ends_halfway) {
+      if constexpr (B::is_e4m3) {
+        WgmmaE4m3<B>::attend(*this, S, P, end_last_pv);
+      } else if constexpr (pv_ends_halfway) {
         attend<S.COLS / 2>(S, P, end_last_pv);
       } else {
         attend_beside_pv(S, P, end_last_pv);
       }
-      if constexpr (B::is_e4m3) {
-        if (accumulates) WgmmaE4m3<B>::flush_when_due(*this);
-      }
+      constexpr bool flushes = WgmmaE4m3<B>::flushes, beside_qk = WgmmaE4m3<B>::flushes_beside_qk;
+      if constexpr (flushes && !beside_qk) WgmmaE4m3<B>::flush_when_due(*this);
       turns.begin();
       if (k0 != last_k0) begin_qk(S, next, k_is_there);
+      if constexpr (flushes && beside_qk) WgmmaE4m3<B>::flush_when_due(*this);
       begin_pv(P, v_is_there);
       turns.end();
       last_stage = ring.stage, ring = next;
@@ -4430,6 +4480,7 @@ template <class B> struct WgmmaConsumer {
     accumulates = false, stale_keys = 0;
 #pragma unroll
     for (int i = 0; i < ROWS; i++) m[i] = -INFINITY, l[i] = 0;
+    if constexpr (B::is_e4m3) e4m3.tiles = 0;
     if constexpr (B::overlap) {
       overlapped(turns);
     } else {
@@ -4443,7 +4494,7 @@ template <class B> struct WgmmaConsumer {
       last_k0 = max(k0 - keys_at_once<B> + round_keys<B>, all_k0);
       sum_keys(turns);
       const bool last = last_k0 == all_k0;
-      carry_sums<B>(O, m, l, ItemScale<B>(a, s.item[q_ring.stage]), thread, first, last);
+      carry_sums<B>(O, m, l, scale_log2, thread, first, last);
       if (last) break;
     }
   }
@@ -4463,8 +4514,7 @@ template <class B> struct WgmmaConsumer {
       if (own.end > 0) {
         k0 = uniform(first_key_of<B>(item, own.end - 1, slice));
         last_k0 = uniform(first_key_of<B>(item, own.first, slice));
-        if constexpr (B::is_8bit) scale_log2 = item_scale_log2<B>(a, item);
-        if constexpr (B::is_e4m3) e4m3.start();
+        scale_log2.start(item);
         if constexpr (B::many_keys) {
           sum_parts(turns);
         } else {
@@ -4472,6 +4522,7 @@ template <class B> struct WgmmaConsumer {
         }
 #pragma unroll
         for (int i = 0; i < ROWS; i++) l[i] = row_sum<Sums::LANES>(l[i]);
+        if constexpr (B::is_e4m3) WgmmaE4m3<B>::add_flushed(*this);
         if constexpr (B::split_kv > 1) {
           merge_slices(*this);
         } else if constexpr (B::is_e4m3) {
@@ -4482,7 +4533,8 @@ template <class B> struct WgmmaConsumer {
       }
       if (B::skip_masked) let_pass(own_rounds(item, rounds).first);
       // With Q in registers the next item but one waits for its successor's Q.
-      if (!Shared::Q_IN_REGISTERS) {
+      if (Shared::Q_IN_FLUSHED) fence_proxy_async();  // read before TMA writes it
+      if (!Shared::Q_IN_REGISTERS || Shared::Q_IN_FLUSHED) {
         release(B::is_e4m3 ? &s.q_empty[q_ring.stage] : &s.o_done[q_ring.stage][row_group]);
       }
       q_ring.advance();
@@ -4562,7 +4614,7 @@ template <class B> __device__ __forceinline__ void merge_slices(WgmmaConsumer<B>
 #pragma unroll
     for (int v = 0; v < COLS / 16; v++) {
       const float* const part = c.O.x.d + to / 2 * COLS / 2 + v * 8 + to % 2 * 2;
-      const float4 x = {part[0], part[1], part[4], part[5]};
+      const float4 x = {part[0], part[B::is_e4m3 ? 4 : 1], part[B::is_e4m3 ? 1 : 4], part[5]};
       if (to == slice) {
         memcpy(share + 4 * v, &x, sizeof x);
       } else {
@@ -4584,8 +4636,8 @@ template <class B> __device__ __forceinline__ void merge_slices(WgmmaConsumer<B>
     m_l[n + 1] = ld_shared<float2>(&partial.m_l[n + (n >= slice)][row]);
   }
   float weight[OTHERS + 1], m, l;
-  merge_weights<B>(m_l, a.scale_log2, weight, m, l);
-  const float inverse = l == 0 ? 0 : rcp_approx_ftz(l);
+  merge_weights<B>(m_l, c.scale_log2, weight, m, l);
+  const float inverse = l == 0 ? 0 : rcp_approx_ftz(l) * item_v_descale<B>(a, item);
 #pragma unroll
   for (int n = 0; n <= OTHERS; n++) weight[n] *= inverse;
 #pragma unroll
@@ -4606,7 +4658,16 @@ template <class B> __device__ __forceinline__ void merge_slices(WgmmaConsumer<B>
   }
   const int q = item.q0 + c.row_group * 64;
   Output* const O_g = a.p.O + item.b * a.p.o.batch + item.h * a.p.o.head + slice / 2 * COLS;
-  store_share<COLS>(share, partial.out[slice][warp], O_g, q + first_row, a.p, lane);
+  if constexpr (B::is_e4m3) {  // a thread has four neighbouring columns
+#pragma unroll
+    for (int v = 0; v < COLS / 16 && q + row < a.p.Sq; v++) {
+      const float* const x = share + 4 * v;
+      st_global(O_g + (q + row) * a.p.o.row + 16 * v + lane % 4 * 4,
+                uint2{pack<Output>(x[0], x[1]), pack<Output>(x[2], x[3])});
+    }
+  } else {
+    store_share<COLS>(share, partial.out[slice][warp], O_g, q + first_row, a.p, lane);
+  }
   if (lane % 4 == 0 && slice < 2 && q + row < a.p.Sq) store_lse<B>(m, l, a, item, q + row);
 }
 
@@ -4636,30 +4697,32 @@ template <int WIDTH> struct WgmmaColumnsOfFour {  // [64][WIDTH]
 template <class B> struct WgmmaE4m3<B, true> {
   // Where there is room: an instruction would read as much of Q as of K.
   static constexpr bool q_in_registers = B::warpgroups<4, flushes = B::fp8_flush> 0;
-  static constexpr int TRANSPOSERS = 2;  // warps
+  // Where shared memory has no room for both: nothing is flushed before Q is read.
+  static constexpr bool q_in_flushed = q_in_registers && flushes && B::head_dim == 256;
+  // Of D=256 a flush is beside Q @ K.T, which gains 3%; of fewer columns it comes before, else P @ V would wait.
+  static constexpr bool flushes_beside_qk = B::head_dim == 256;
+  static constexpr int TRANSPOSERS = 2 / B::split_kv;  // warps of a slice
   using Scores = WgmmaAccumulator<B::block_n>;
   using Queries = uint32_t[ROW_BYTES<B> / STEP_BYTES][4];  // A operands
   using Flushed = float4[B::head_dim / 8][128];            // of a warpgroup, thread by thread
 
-  struct Shared {
+  struct Tiles {
     alignas(1024) Input V[B::stages][V_KEYS<B> * B::head_dim];  // [D][BLOCK_N]
-    typename std::conditional<flushes, Flushed[B::warpgroups], char>::type flushed;
     uint64_t v_full[B::stages], v_empty[B::stages];
+  };
+  struct Shared {
+    Tiles slice[B::split_kv];
   };
   struct State {
     Queries queries;
-    int tiles;        // of which O has the products
-    bool has_more;    // in shared memory...
-    float more_m[2];  // ... relative to these maxima
-
-    __device__ void start() { tiles = 0, has_more = false, more_m[0] = more_m[1] = -INFINITY; }
+    uint32_t tiles;  // whose P @ V has ended
   };
 
-  template <class Tiles>
-  static __device__ __forceinline__ void init_mbarriers(Tiles& landed, Shared& s, int stage) {
+  template <class Landed>
+  static __device__ __forceinline__ void init_mbarriers(Landed& landed, Tiles& t, int stage) {
     mbarrier_init(&landed.v_empty[stage], TRANSPOSERS);
-    mbarrier_init(&s.v_full[stage], TRANSPOSERS);
-    mbarrier_init(&s.v_empty[stage], B::num_warps);
+    mbarrier_init(&t.v_full[stage], TRANSPOSERS);
+    mbarrier_init(&t.v_empty[stage], B::group_warps);
   }
 
   // ---- Q ----
@@ -4667,35 +4730,22 @@ template <class B> struct WgmmaE4m3<B, true> {
   // Of the item, whose buffer is free then.
   template <class Consumer> static __device__ __forceinline__ void load_queries(Consumer& c) {
     const uint32_t tid = thread_index_anew() % 128;
-    const SharedAddress Q_s = shared_address(c.s.Q[0][c.row_group]);
+    const SharedAddress Q_s = shared_address(c.s.queries(0, c.row_group));
 #pragma unroll
     for (int step = 0; step < ROW_BYTES<B> / STEP_BYTES; step++) {
       const uint32_t row = tid / 32 * 16 + tid % 16, byte = step * STEP_BYTES + tid / 16 % 2 * 16;
       ldmatrix_x4<false>(c.e4m3.queries[step], Q_s + panel_byte<64, PANEL_BYTES<B>>(row, byte));
     }
-    c.release(&c.s.q_empty[c.q_ring.stage]);
-  }
-  // S = Q @ K.T, begun.   [64][BLOCK_N]
-  static __device__ __forceinline__ void begin_qk(Scores& S, const Queries& Q, uint64_t K) {
-    forget(S.x.d);
-    wgmma_fence();
-#pragma unroll
-    for (int step = 0; step < ROW_BYTES<B> / STEP_BYTES; step++) {
-      constexpr int steps = PANEL_BYTES<B> / STEP_BYTES;  // of a panel
-      const int lines = step / steps * PANEL_BYTES<B>, bytes = step % steps * STEP_BYTES;
-      wgmma_rs<Input, B::block_n, 0>(S.x.d, Q[step], descriptor_at(K, lines * B::block_n + bytes),
-                                     step > 0);
-    }
-    wgmma_commit_group();
+    if (!q_in_flushed) c.release(&c.s.q_empty[c.q_ring.stage]);
   }
 
   // ---- V ----
 
-  // The tiles of all items. Warp `part` of these has every other 16 of d.
+  // A slice's tiles of all items. Of two warps each has every other 16 of d.
   template <class Producer>
-  static __device__ __forceinline__ void transpose_items(Producer& p, int part) {
-    Shared& to = p.s.e4m3;
-    auto& from = p.s.slice[0];
+  static __device__ __forceinline__ void transpose_items(Producer& p, int slice, int part) {
+    Tiles& to = p.s.e4m3.slice[slice];
+    auto& from = p.s.slice[slice];
     while (true) {
       const WgmmaItem item = p.follow_item();
       if (item.rounds == 0) break;
@@ -4714,8 +4764,10 @@ template <class B> struct WgmmaE4m3<B, true> {
   // 16 d and 32 keys at a time. ldmatrix gives a lane bytes of d = 2g and 2g + 1 of two keys; prmt parts them, and so
   // the keys come in pack_step()'s order. Of 16 d the even ones come first: their lines lie in different banks.
   static __device__ __forceinline__ void transpose(SharedAddress to, SharedAddress from, int part) {
-    constexpr int LINE = PANEL_BYTES<B>, STEP = 16 * TRANSPOSERS,
-                  AT_ONCE = B::warpgroups > 2 ? 2 : 1;
+    constexpr int LINE = PANEL_BYTES<B>, STEP = 16 * TRANSPOSERS;
+    constexpr int MOST =
+        B::warpgroups == 2 && B::split_kv == 1 ? 4 : 2;  // by registers; loads wait behind stores
+    constexpr int AT_ONCE = B::head_dim / STEP < MOST ? B::head_dim / STEP : MOST;
     const uint32_t lane = threadIdx.x % 32;
     from += panel_byte<B::block_n, LINE>(lane, part * 16);
     to += panel_byte<B::head_dim, V_LINE<B>>(part * 16 + lane % 16, lane / 16 * 16);
@@ -4724,7 +4776,7 @@ template <class B> struct WgmmaE4m3<B, true> {
       const SharedAddress line = (to ^ key % V_LINE<B>)+key / V_LINE<B> * B::head_dim * V_LINE<B>;
 #pragma unroll
       for (int d0 = 0; d0 < B::head_dim; d0 += STEP * AT_ONCE) {
-        uint32_t v[AT_ONCE][4];  // loads wait behind stores
+        uint32_t v[AT_ONCE][4];
 #pragma unroll
         for (int n = 0; n < AT_ONCE; n++) {  // the swizzle is an XOR of low bits, and so is a step
           const int d = d0 + n * STEP;
@@ -4737,6 +4789,41 @@ template <class B> struct WgmmaE4m3<B, true> {
           stmatrix_x4<false>(line + (d0 + n * STEP) * V_LINE<B>, out);
         }
       }
+    }
+  }
+
+  // ---- the softmax ----
+
+  // As attend_beside_pv() of the consumer, but P is rounded beside the exponentials, and in registers of its own, since
+  // the P @ V before has its operands in those of P.
+  template <class Consumer, class End>
+  static __device__ __forceinline__ void attend(Consumer& c, Scores& S, WgmmaProbabilities<B>& P,
+                                                const End& end_last_pv) {
+    WgmmaProbabilities<B> next;
+    float alpha[2];
+    const bool may_be_stale = c.may_take_stale_max();
+    bool stale = may_be_stale;
+    StaleSoftmax<B, 2> softmax(c.m, c.scale_log2);
+    if (may_be_stale) {
+#pragma unroll
+      for (int step = 0; step < B::block_n / STEP_BYTES; step++) {
+        softmax.exp(S, 8 * step, 8 * step + 8);
+        pack_step<Input>(next[step], S, step);
+      }
+      stale = softmax.add_to(c.l);
+    }
+    if (!stale) {
+      if (!may_be_stale || !raise_max(c, S, softmax, alpha)) {
+        if (may_be_stale) c.multiply_qk_again(S);
+        c.softmax_by_exact_max(S, alpha);
+      }
+      c.pack_all(next, S);
+    }
+    end_last_pv();
+    if (!stale) c.scale_output(alpha);
+#pragma unroll
+    for (int step = 0; step < B::block_n / STEP_BYTES; step++) {
+      memcpy(P[step], next[step], sizeof P[step]), hold(P[step]);
     }
   }
 
@@ -4759,7 +4846,7 @@ template <class B> struct WgmmaE4m3<B, true> {
       const int log2_largest = int(bits_of(largest) >> 23) - 127 + 1;
       const int step = max(log2_largest - int(p_log2<B>), 0);
       alpha[i] = float_of(uint32_t(127 - step) << 23);
-      c.m[i] += float(step) / c.scale();
+      c.m[i] += float(step) / c.scale_log2;
       c.l[i] = (c.l[i] + softmax.sum[i]) * alpha[i];
 #pragma unroll
       for (int j = 0; j < P.COLS; j++) P.x[i][j] *= alpha[i];
@@ -4799,40 +4886,49 @@ template <class B> struct WgmmaE4m3<B, true> {
 
   // ---- O ----
 
-  // After FP8_FLUSH tiles what O holds goes to shared memory.
+  // After FP8_FLUSH tiles, and before the P @ V of another, what O holds is added to what is in shared memory, which has
+  // the same maximum.
   template <class Consumer> static __device__ __forceinline__ void flush_when_due(Consumer& c) {
     if constexpr (flushes) {
-      if (++c.e4m3.tiles < B::fp8_flush) return;
-      add_flushed(c, [](float4* place, const float4& sum) { st_shared(place, sum); });
-      c.e4m3.tiles = 0, c.e4m3.has_more = true, c.accumulates = false;
-      for (int i = 0; i < 2; i++) c.e4m3.more_m[i] = c.m[i];
+      if (!c.accumulates || ++c.e4m3.tiles % B::fp8_flush != 0) return;
+      const bool first = c.e4m3.tiles == B::fp8_flush;
+      with_flushed(c, [&](float4* place, float* d) {
+        if (!first) add(d, ld_shared<float4>(place));
+        st_shared(place, float4{d[0], d[1], d[2], d[3]});
+      });
+      c.accumulates = false;
     }
   }
-  // O += what was flushed, four elements at a time, each of which goes to put() with its place.
-  template <class Consumer, class Put>
-  static __device__ __forceinline__ void add_flushed(Consumer& c, const Put& put) {
-    const uint32_t tid = thread_index_anew() % 128;
-    float factor[2];
+  // O += what was flushed.
+  template <class Consumer> static __device__ __forceinline__ void add_flushed(Consumer& c) {
+    if (c.e4m3.tiles < B::fp8_flush) return;
+    with_flushed(c, [](float4* place, float* d) { add(d, ld_shared<float4>(place)); });
+  }
+  // What was flushed gets another maximum, as O does.
+  template <class Consumer>
+  static __device__ __forceinline__ void scale_flushed(Consumer& c, const float (&alpha)[2]) {
+    if (c.e4m3.tiles < B::fp8_flush) return;
+    with_flushed(c, [&](float4* place, float*) {
+      const float4 x = ld_shared<float4>(place);
+      st_shared(place, float4{x.x * alpha[0], x.y * alpha[0], x.z * alpha[1], x.w * alpha[1]});
+    });
+  }
+  static __device__ __forceinline__ void add(float* d, const float4& x) {
+    d[0] += x.x, d[1] += x.y, d[2] += x.z, d[3] += x.w;
+  }
+  // Calls what(place, d) for four elements d of O at a time, and their place in shared memory.
+  template <class Consumer, class What>
+  static __device__ __forceinline__ void with_flushed(Consumer& c, const What& what) {
+    if constexpr (flushes) {
+      const uint32_t tid = thread_index_anew() % 128;
 #pragma unroll
-    for (int i = 0; i < 2; i++) {
-      factor[i] = softmax_exp2<B>((c.e4m3.more_m[i] - finite_max(c.m[i])) * c.scale());
-    }
-#pragma unroll
-    for (int n = 0; n < B::head_dim / 8; n++) {
-      float4* const place = &c.s.e4m3.flushed[c.row_group][n][tid];
-      float* const d = c.O.x.d + 4 * n;
-      float4 x{};
-      if (c.e4m3.has_more) x = ld_shared<float4>(place);
-      x = {fmaf(x.x, factor[0], d[0]), fmaf(x.y, factor[0], d[1]), fmaf(x.z, factor[1], d[2]),
-           fmaf(x.w, factor[1], d[3])};
-      put(place, x), memcpy(d, &x, sizeof x);
+      for (int n = 0; n < B::head_dim / 8; n++) {
+        what(&c.s.flushed(c.warpgroup)[n][tid], c.O.x.d + 4 * n);
+      }
     }
   }
   // O / l and LSE, from registers: a thread has four neighbouring columns.
   template <class Consumer> static __device__ __forceinline__ void store(Consumer& c) {
-    if constexpr (flushes) {
-      if (c.e4m3.has_more) add_flushed(c, [](float4*, const float4&) {});
-    }
     const uint32_t tid = thread_index_anew() % 128, lane = tid % 32;
     const WorkItem& item = c.s.item[c.q_ring.stage];
     WgmmaColumnsOfFour<B::head_dim> four;
@@ -5794,8 +5890,8 @@ int choose_tile(const SdpaParams& p) {
   const int sms = device_attribute(cudaDevAttrMultiProcessorCount, 132);
   int best = first_tile_that_fits();
   for (int n = best + 1; n < TILES; n++) {
-    if (tile_fits(TUNED_TILES[n]) &&
-        tuned_clocks(TUNED_TILES[n], p, sms) < tuned_clocks(TUNED_TILES[best], p, sms)) {
+    if (tile_fits(tuned_tile(n)) &&
+        tuned_clocks(tuned_tile(n), p, sms) < tuned_clocks(tuned_tile(best), p, sms)) {
       best = n;
     }
   }
@@ -5805,7 +5901,7 @@ int choose_tile(const SdpaParams& p) {
 // Of tile number `tile`, which is N or comes after it.
 template <int N> KernelFacts tuned_facts(const SdpaParams& p, int tile) {
   if constexpr (N < TILES) {
-    if constexpr (tile_fits(TUNED_TILES[N])) {
+    if constexpr (tile_fits(tuned_tile(N))) {
       if (tile == N) return facts<TunedBuild<N>>(p);
     }
     return tuned_facts<N + 1>(p, tile);
@@ -5897,7 +5993,7 @@ struct Line {
   DType input, output;
   int fp16_acc;  // bits: of Q @ K.T, of P @ V
   bool is_cublas, is_wgmma, has_queue, is_tuned;
-  TunedTile tiles[TILES];  // one, or those that it may take
+  TunedTile tiles[MOST_TILES];  // one, or those that it may take
   int tile_count;
   TunedTile (*tile_of)(const SdpaParams&);
   KernelFacts (*facts_of)(const SdpaParams&);
@@ -5920,7 +6016,7 @@ constexpr Knob all_knobs[] = {
     SDPA_KNOBS(SDPA_KNOB_ROW)};
 
 TunedTile tile_of(const SdpaParams& p) {
-  if (Build::use_tuned) return TUNED_TILES[choose_tile(p)];
+  if (Build::use_tuned) return tuned_tile(choose_tile(p));
   TunedTile t{};
   t.head_dim = Build::head_dim, t.block_m = Build::block_m, t.block_n = Build::block_n;
   t.num_warps = Build::num_warps, t.stages = Build::stages, t.split_kv = Build::split_kv;
@@ -5937,8 +6033,8 @@ Line describe_build() {
   l.input = Build::input, l.output = Build::output, l.fp16_acc = Build::fp16_acc;
   l.is_cublas = is_cublas, l.is_wgmma = is_wgmma;
   l.has_queue = Build::use_persistent_cta, l.is_tuned = Build::use_tuned;
-  for (const TunedTile& t : TUNED_TILES) {
-    if (tile_fits(t)) l.tiles[l.tile_count++] = t;
+  for (int n = 0; n < TILES; n++) {
+    if (tile_fits(tuned_tile(n))) l.tiles[l.tile_count++] = tuned_tile(n);
   }
   if (!Build::use_tuned) l.tiles[l.tile_count++] = tile_of({});
   l.tile_of = tile_of, l.facts_of = kernel_facts, l.forward = sdpa_forward;
@@ -6327,7 +6423,7 @@ void print_block(const Run& r, const Device& d) {
             r.check.c_str(), f.rows_checked, f.rows_witnessed);
     fprintf(stderr,
             "           rel_rms %.2g (limit %.2g), max_abs_err %.2g (%.2g), lse_err %.2g (%.2g)\n",
-            f.rel_rms, tol.rel_rms, f.max_abs_err, tol.max_abs, f.lse_err, tol.lse);
+            f.rel_rms, f.rel_rms_limit, f.max_abs_err, tol.max_abs, f.lse_err, tol.lse);
   }
   if (!r.timed()) return;
   fprintf(stderr, "  time     %.2f us a launch (median), %.2f us in a graph\n", r.timing.p50_us,

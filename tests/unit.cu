@@ -312,6 +312,33 @@ static void test_rounding() {
   EXPECT(judged(31, -1) == "");
 }
 
+// Of few rows with weights of 3 bits one error may be all there is; of many rows the same is wrong, and of types with
+// more bits no limit depends on the rows.
+static void test_few_rows() {
+  const auto judged = [](int rows, double error, double others = 1) {
+    Comparison c(fp16, false);
+    for (int q = 0; q < rows; q++) {
+      std::vector<double> ref(64);
+      std::vector<float> got(64);
+      for (int d = 0; d < 64; d++) {
+        ref[d] = normal(0, Tensor::V, d) / 2 * (q == 0 ? 1 : others);
+        got[d] = float(ref[d] * (1 + error));
+      }
+      c.add({0, 0, q}, {ref, 0, std::vector<char>(64)}, got.data(), 0);
+    }
+    return c.verdict(reference::e4m3.tolerance);
+  };
+  EXPECT(judged(1, 0.058) == "" && judged(1, 0.06).find("rel_rms=0.06 tol=0.0588") == 0);
+  EXPECT(judged(8, 0.0422) == "" && judged(8, 0.046).find("rel_rms=0.046 tol=0.0447") == 0);
+  EXPECT(judged(2000, 0.0395) == "");
+  for (int rows : {20, 100, 2000}) EXPECT(judged(rows, 0.0422).find("rel_rms=0.0422 tol=0.04;") == 0);
+  EXPECT(judged(2000, 0.0422, 1e-3) == "");  // in truth one row
+  for (const reference::Type& type : {fp16, reference::bf16, reference::u8}) {
+    for (double rows : {1.0, 3.0, 1e6}) EXPECT(type.tolerance.rel_rms_of(rows) == type.tolerance.rel_rms);
+  }
+  for (double rows : {17.0, 1e3, 1e9}) EXPECT(reference::e4m3.tolerance.rel_rms_of(rows) == 4e-2);
+}
+
 static void test_rows_to_check() {
   Problem p;
   const auto rows_to_check = [&](int item_rows, double macs) {
@@ -711,6 +738,7 @@ int main() {
   test_reference();
   test_comparison();
   test_rounding();
+  test_few_rows();
   test_rows_to_check();
   test_layouts();
   test_guards();
