@@ -253,9 +253,9 @@ SDPA_REFUSE(is_mma && !Build::pack_gqa && SPLIT_CTAS_changed,
 SDPA_REFUSE(is_mma&& Build::pack_gqa&& USE_PERSISTENT_CTA_changed,
             "PACK_GQA=1: in the mma.sync kernel every item has CTAs of its own; drop "
             "USE_PERSISTENT_CTA or PACK_GQA");
-SDPA_REFUSE(Build::use_tuned && (USE_WARP_SPECIALIZATION_changed || OVERLAP_changed ||
-                                 USE_LAZY_MAX_changed || PACK_GQA_changed || SPLIT_CTAS_changed ||
-                                 FP8_FLUSH_changed),
+SDPA_REFUSE(Build::use_tuned &&
+                (USE_WARP_SPECIALIZATION_changed || OVERLAP_changed || USE_LAZY_MAX_changed ||
+                 PACK_GQA_changed || SPLIT_CTAS_changed || FP8_FLUSH_changed),
             "USE_TUNED=1: USE_WARP_SPECIALIZATION, OVERLAP, USE_LAZY_MAX, PACK_GQA, SPLIT_CTAS and "
             "FP8_FLUSH go with the tile; drop these knobs");
 SDPA_REFUSE(USE_WARP_SPECIALIZATION_changed && !is_wmma && !is_wgmma,
@@ -276,8 +276,9 @@ SDPA_REFUSE(Build::is_e4m3&& is_wmma,
             "DTYPE=FP8_E4M3: nvcuda::wmma has no e4m3; drop USE_WMMA or type DTYPE=U8");
 SDPA_REFUSE(FP8_FLUSH_changed && !(is_wgmma && Build::is_e4m3),
             "FP8_FLUSH: only the wgmma kernel with DTYPE=FP8_E4M3 has sums of 14 bits; drop it");
-SDPA_REFUSE(Build::input == DType::u8 && is_wgmma,
-            "DTYPE=U8: the wgmma kernel has no step that makes fp16 of it; drop USE_WGMMA");
+SDPA_REFUSE(Build::input == DType::u8 && is_wgmma && Build::use_tuned,
+            "USE_TUNED=1: TUNED_TILES has no row for DTYPE=U8; type BLOCK_M=192 BLOCK_N=64 "
+            "NUM_WARPS=12 STAGES=4 USE_WARP_SPECIALIZATION=1");
 SDPA_REFUSE(FP16_ACC_changed && ((!is_mma && !is_wmma) || Build::input != DType::fp16),
             "FP16_ACC: only the wmma and mma.sync kernels with DTYPE=FP16 have such sums; add "
             "USE_MMA_SYNC=1 or drop it");
@@ -303,6 +304,9 @@ template <class B> constexpr bool check() {
                   (!B::use_warp_specialization || B::split_kv > 2 || B::block_n % 32 != 0),
               "DTYPE=FP8_E4M3: two producer warps transpose V, of 32 keys at a time; type "
               "USE_WARP_SPECIALIZATION=1 SPLIT_KV=2 BLOCK_N=64");
+  SDPA_REFUSE(wgmma && B::converts && (!B::use_warp_specialization || B::split_kv > 1),
+              "DTYPE=U8: producer warps make fp16 of it, for one slice of the keys; type "
+              "USE_WARP_SPECIALIZATION=1 SPLIT_KV=1");
   SDPA_REFUSE(wgmma && B::vec_width != (B::is_8bit ? 16 : 8),
               "VEC_WIDTH: TMA wants addresses and strides that are multiples of 16 bytes; type "
               "VEC_WIDTH=8, or 16 with an 8-bit DTYPE");
@@ -1279,6 +1283,17 @@ template <class E> __device__ __forceinline__ uint32_t pack(float low, float hig
   return word;
 }
 
+// ---- fp16 of bytes (wmma, mma, wgmma and DTYPE = U8) ----
+
+// u - 128 of two bytes of a word, the low or the high ones. 16 bits 0x6400 | u are the number 1024 + u.
+__device__ __forceinline__ uint32_t halves_of_bytes(uint32_t word, bool high) {
+  return sub_f16x2(prmt(word, 0x64646464, high ? 0x4342 : 0x4140), 0x64806480);  // 1024 + 128
+}
+__device__ __forceinline__ uint4 halves_of_bytes(uint32_t low, uint32_t high) {
+  return {halves_of_bytes(low, false), halves_of_bytes(low, true), halves_of_bytes(high, false),
+          halves_of_bytes(high, true)};
+}
+
 // ---- tiles in shared memory (scalar, wmma, mma) ----
 
 // Elements from one row of a tile to the next. With D alone all rows start in bank 0, and accesses to
@@ -1380,21 +1395,13 @@ template <class B> struct TileCopy {
 
   using Vector = typename VectorType<B::vec_width * sizeof(Input)>::type;
 
-  // 16 bits 0x6400 | u are the number 1024 + u.
   static __device__ __forceinline__ void store_halves(Half* dst_s, int row, int column,
                                                       const Vector& vector) {
     uint32_t words[sizeof vector / 4];
     memcpy(words, &vector, sizeof vector);
 #pragma unroll
     for (int i = 0; i < B::vec_width / 4; i += 2) {
-      uint32_t pairs[4];
-#pragma unroll
-      for (int n = 0; n < 4; n++) {
-        const uint32_t biased = prmt(words[i + n / 2], 0x64646464, n % 2 ? 0x4342 : 0x4140);
-        pairs[n] = sub_f16x2(biased, 0x64806480);  // 1024 + 128
-      }
-      uint4 chunk;
-      memcpy(&chunk, pairs, sizeof chunk);
+      const uint4 chunk = halves_of_bytes(words[i], words[i + 1]);
       st_shared(dst_s + tile_offset<B>(row, column + 4 * i), chunk);
     }
   }
@@ -3460,7 +3467,7 @@ template <int WIDTH> struct WgmmaAccumulator {  // [64][WIDTH]
 __device__ __forceinline__ int uniform(int x) { return __shfl_sync(0xffffffffu, x, 0); }
 
 // Bytes of a tile's panels: [rows][128], or [rows][64] where rows have no more.
-template <class B> constexpr int ROW_BYTES = B::head_dim* int(sizeof(Input));
+template <class B> constexpr int ROW_BYTES = B::head_dim* int(sizeof(Element));
 template <class B> constexpr int PANEL_BYTES = ROW_BYTES<B> < 128 ? ROW_BYTES<B> : 128;
 template <class B> constexpr int PANEL_ATOM = 8 * PANEL_BYTES<B>;  // 8 lines of a panel
 constexpr int STEP_BYTES = 32;                                     // of K that an instruction takes
@@ -3557,9 +3564,9 @@ __device__ __forceinline__ void wgmma_qk(WgmmaAccumulator<B::block_n>& S, const 
     const int lines = step / steps * PANEL_BYTES<B>, bytes = step % steps * STEP_BYTES;
     const uint64_t K_at = descriptor_at(K, lines * B::block_n + bytes);
     if constexpr (std::is_same<Queries, uint64_t>::value) {
-      wgmma_ss<Input, B::block_n, 0>(S.x.d, descriptor_at(Q, lines * 64 + bytes), K_at, step > 0);
+      wgmma_ss<Element, B::block_n, 0>(S.x.d, descriptor_at(Q, lines * 64 + bytes), K_at, step > 0);
     } else {
-      wgmma_rs<Input, B::block_n, 0>(S.x.d, Q[step], K_at, step > 0);
+      wgmma_rs<Element, B::block_n, 0>(S.x.d, Q[step], K_at, step > 0);
     }
   }
   wgmma_commit_group();
@@ -3569,7 +3576,7 @@ template <class B> constexpr int V_LINE = B::block_n > 64 ? 128 : 64;
 template <class B> constexpr int V_KEYS = (B::block_n + V_LINE<B> - 1) / V_LINE<B>* V_LINE<B>;
 
 // P of a tile, rounded, as A operands.
-template <class B> constexpr int STEP_KEYS = STEP_BYTES / int(sizeof(Input));
+template <class B> constexpr int STEP_KEYS = STEP_BYTES / int(sizeof(Element));
 template <class B> using WgmmaProbabilities = uint32_t[B::block_n / STEP_KEYS<B>][4];
 
 // O = P @ V (+ O if accumulate), begun. V is that of the descriptor: [BLOCK_N][D], or of 8 bits [D][BLOCK_N].
@@ -3586,8 +3593,8 @@ __device__ __forceinline__ void wgmma_pv(WgmmaAccumulator<B::head_dim>& O,
     const int bytes = B::is_e4m3
                           ? step / steps * B::head_dim * V_LINE<B> + step % steps * STEP_BYTES
                           : step * STEP_KEYS<B> * 128;
-    wgmma_rs<Input, B::head_dim, !B::is_e4m3>(O.x.d, P[step], descriptor_at(V, bytes),
-                                              step > 0 || accumulate);
+    wgmma_rs<Element, B::head_dim, !B::is_e4m3>(O.x.d, P[step], descriptor_at(V, bytes),
+                                                step > 0 || accumulate);
   }
   wgmma_commit_group();
 }
@@ -3664,7 +3671,6 @@ template <class B, class Maps> SdpaStatus encode_tensor_maps(Maps& maps, const K
     maps = last_maps;
     return {};
   }
-  constexpr uint32_t panels = ROW_BYTES<B> / PANEL_BYTES<B>, panel = B::head_dim / panels;
   constexpr uint32_t group_rows = wgmma_rows<B>;
   const struct {
     const char* name;
@@ -3672,13 +3678,13 @@ template <class B, class Maps> SdpaStatus encode_tensor_maps(Maps& maps, const K
     const void* base;
     int S, H;
     const Strides& s;
-    uint32_t rows, panels;
-  } tensors[] = {{"Q", maps.q, p.Q, p.Sq, p.Hq, p.q, group_rows, panels},
-                 {"K", maps.k, p.K, p.Sk, p.Hkv, p.k, B::block_n, panels},
-                 {"V", maps.v, p.V, p.Sk, p.Hkv, p.v, B::block_n, panels},
-                 {"O", maps.o, p.O, p.Sq, p.Hq, p.o, group_rows, panels}};
+    uint32_t rows, element_bytes;
+  } tensors[] = {{"Q", maps.q, p.Q, p.Sq, p.Hq, p.q, group_rows, sizeof(Input)},
+                 {"K", maps.k, p.K, p.Sk, p.Hkv, p.k, B::block_n, sizeof(Input)},
+                 {"V", maps.v, p.V, p.Sk, p.Hkv, p.v, B::block_n, sizeof(Input)},
+                 {"O", maps.o, p.O, p.Sq, p.Hq, p.o, group_rows, sizeof(Output)}};
   for (const auto& t : tensors) {
-    // No key: nothing is loaded, but the kernel prefetches the map. O of 8-bit inputs is stored without one.
+    // No key: nothing is loaded, but the kernel prefetches the map. O of e4m3 is stored without one.
     if (t.S == 0 || (B::is_e4m3 && &t.map == &maps.o)) {
       t.map = maps.q;
       continue;
@@ -3690,7 +3696,7 @@ template <class B, class Maps> SdpaStatus encode_tensor_maps(Maps& maps, const K
     } dims[] = {{"row", t.S, t.s.row}, {"head", t.H, t.s.head}, {"batch", p.B, t.s.batch}};
     uint64_t bytes[3];
     for (int i = 0; i < 3; i++) {
-      bytes[i] = dims[i].size > 1 ? uint64_t(dims[i].stride) * sizeof(Input) : 16;
+      bytes[i] = dims[i].size > 1 ? uint64_t(dims[i].stride) * t.element_bytes : 16;
       if (dims[i].size > 1 && (dims[i].stride <= 0 || bytes[i] >= uint64_t(1) << 40)) {
         return failure(cudaErrorInvalidValue,
                        "%s has a %s stride of %lld elements, and TMA takes strides from 1 to 2^40 "
@@ -3698,16 +3704,18 @@ template <class B, class Maps> SdpaStatus encode_tensor_maps(Maps& maps, const K
                        t.name, dims[i].name, (long long)dims[i].stride);
       }
     }
+    const uint32_t panel_bytes = min(B::head_dim * int(t.element_bytes), 128);
+    const uint32_t panel = panel_bytes / t.element_bytes, panels = B::head_dim / panel;
     uint64_t sizes[5] = {panel, uint64_t(t.S), panels, uint64_t(t.H), uint64_t(p.B)};
-    uint64_t strides[4] = {bytes[0], PANEL_BYTES<B>, bytes[1], bytes[2]};
-    uint32_t box[5] = {panel, t.rows, t.panels, 1, 1};
+    uint64_t strides[4] = {bytes[0], panel_bytes, bytes[1], bytes[2]};
+    uint32_t box[5] = {panel, t.rows, panels, 1, 1};
     if (B::pack_gqa && &t.map == &maps.q) {  // heads before panels, so that they are rows of one
       sizes[2] = uint64_t(t.H), strides[1] = bytes[1], sizes[3] = panels;
-      strides[2] = PANEL_BYTES<B>;
+      strides[2] = panel_bytes;
       box[1] = a.item_queries.divisor, box[2] = uint32_t(a.item_heads), box[3] = 1;
     }
     const cudaError_t error =
-        encode_tensor_map(t.map, 5, t.base, sizes, strides, box, sizeof(Input), B::pack_gqa);
+        encode_tensor_map(t.map, 5, t.base, sizes, strides, box, t.element_bytes, B::pack_gqa);
     if (error != cudaSuccess) {
       return failure(error, "the driver makes no tensor map of %s: %s", t.name,
                      cudaGetErrorString(error));
@@ -3867,6 +3875,8 @@ template <class B, bool = B::is_e4m3> struct WgmmaE4m3 {
   struct State {};  // of a warpgroup
 };
 
+template <class B> struct WgmmaU8;  // likewise
+
 template <class B> struct WgmmaShared {
   static constexpr int ROW_GROUPS = B::block_m / 64;
   // Of items: Q of the next one is loaded beside an item. Where Q is read into registers, one buffer will do.
@@ -3886,12 +3896,13 @@ template <class B> struct WgmmaShared {
   };
   struct Nothing {};
   struct Tiles {
-    alignas(1024) Input K[B::stages][B::block_n * B::head_dim];  // [BLOCK_N][D]
-    alignas(1024) Input V[B::stages][B::block_n * B::head_dim];  // [BLOCK_N][D]
+    alignas(1024) Element K[B::stages][B::block_n * B::head_dim];  // [BLOCK_N][D]
+    alignas(1024) Element V[B::stages][B::block_n * B::head_dim];  // [BLOCK_N][D]
     // Full: the tile has landed. Empty: all who read it have done so.
     uint64_t k_full[B::stages], k_empty[B::stages], v_full[B::stages], v_empty[B::stages];
+    uint64_t k_landed[B::stages], v_landed[B::stages];  // U8: ahead of full, which says fp16
   };
-  using Queries = Input[ROW_GROUPS][64 * B::head_dim];  // 16 bits: afterwards O on its way out
+  using Queries = Element[ROW_GROUPS][64 * B::head_dim];  // 16 bits: afterwards O on its way out
   using Flushed = typename WgmmaE4m3<B>::Flushed[B::warpgroups];
   alignas(1024) typename std::conditional<Q_IN_FLUSHED, Flushed, Queries[Q_BUFFERS]>::type Q;
   Tiles slice[B::split_kv];
@@ -3900,12 +3911,13 @@ template <class B> struct WgmmaShared {
   WgmmaItem item[Q_STAGES];  // whose Q it is
   // Full: Q has landed, the item is known. Done: every warp has written its O over Q. Empty: O is out.
   uint64_t q_full[Q_STAGES], o_done[Q_STAGES][ROW_GROUPS], q_empty[Q_STAGES];
+  uint64_t q_landed[Q_STAGES];  // U8
   typename std::conditional<WgmmaE4m3<B>::flushes && !Q_IN_FLUSHED, Flushed, Nothing>::type
       flushed_sums;
 
-  __device__ __forceinline__ Input* queries(int stage, int row_group) {
+  __device__ __forceinline__ Element* queries(int stage, int row_group) {
     if constexpr (Q_IN_FLUSHED) {
-      return reinterpret_cast<Input*>(Q[row_group]);
+      return reinterpret_cast<Element*>(Q[row_group]);
     } else {
       return Q[stage % Q_BUFFERS][row_group];
     }
@@ -3929,11 +3941,15 @@ template <class B> struct WgmmaShared {
   // By two threads, ahead of a barrier.
   __device__ __forceinline__ void init_mbarriers(int warp) {
     if (warp == 1 && threadIdx.x % 32 == 0) {
-      for (uint64_t& full : q_full) mbarrier_init(&full, 1);
+      for (uint64_t& full : q_full) mbarrier_init(&full, B::converts ? 2 : 1);
       for (Tiles& t : slice) {
         for (int n = 0; n < B::stages; n++) {
           mbarrier_init(&t.k_full[n], 1), mbarrier_init(&t.v_full[n], 1);
+          if (B::converts) mbarrier_init(&t.k_landed[n], 1), mbarrier_init(&t.v_landed[n], 1);
         }
+      }
+      for (uint64_t& landed : q_landed) {
+        if (B::converts) mbarrier_init(&landed, 1);
       }
       fence_mbarrier_init();
     }
@@ -3972,7 +3988,10 @@ template <class B> constexpr bool wgmma_may_pass = B::split_kv == 1 && !B::use_p
 // copies gives away what it does not need. setmaxnreg counts in eights.
 template <class B> struct WgmmaRegisters {
   static constexpr int at_start = 65536 / B::threads / 8 * 8;
-  static constexpr int producer = B::warpgroups > 2 ? 32 : B::is_e4m3 ? 40 : 24;
+  static constexpr int producer = B::converts && B::warpgroups == 3  ? 56
+                                  : B::converts || B::warpgroups > 2 ? 32
+                                  : B::is_e4m3                       ? 40
+                                                                     : 24;
   static constexpr int spare = at_start * (B::warpgroups + 1) - producer;
   static constexpr int consumer = spare / B::warpgroups < 240 ? spare / B::warpgroups / 8 * 8 : 240;
   // One warpgroup that computes has enough as it is.
@@ -3996,10 +4015,15 @@ template <class B> struct WgmmaProducer {
     if (B::use_persistent_cta && i >= a.work_items) return {};
     return wgmma_item<B, wgmma_may_pass<B>>(a, i);
   }
+  static constexpr uint32_t ROW_SIZE = B::head_dim * sizeof(Input);  // in bytes
+  // Where a tile lands: in its place, or bytes of which fp16 will be made in the second half of that.
+  template <int ROWS> static __device__ __forceinline__ Element* landing(Element* tile_s) {
+    return tile_s + (B::converts ? ROWS * B::head_dim / 2 : 0);
+  }
   // Q of an item, and the word to the others.
   __device__ __forceinline__ void start_item(const WgmmaItem& item) {
     const int stage = q_ring.stage;
-    uint64_t* const full = &s.q_full[stage];
+    uint64_t* const full = B::converts ? &s.q_landed[stage] : &s.q_full[stage];
     if constexpr (Shared::Q_IN_REGISTERS) {
       if (B::use_persistent_cta) mbarrier_wait(&s.q_empty[last_q.stage], last_q.parity);
       last_q = q_ring;
@@ -4008,11 +4032,11 @@ template <class B> struct WgmmaProducer {
     }
     if (issues) {
       s.item[stage] = item;
-      mbarrier_arrive_expect_tx(full, item.rounds > 0 ? sizeof(typename Shared::Queries) : 0);
+      mbarrier_arrive_expect_tx(full, item.rounds > 0 ? B::block_m * ROW_SIZE : 0);
       for (int group = 0; item.rounds > 0 && group < s.ROW_GROUPS; group++) {
         const int at[5] = {0, item.q0 + group * 64, 0, item.h, item.b};
-        cp_async_bulk_tensor_load(s.queries(stage, group), &tensor_maps<B>(a).q, at, full,
-                                  evict_first);
+        cp_async_bulk_tensor_load(landing<64>(s.queries(stage, group)), &tensor_maps<B>(a).q, at,
+                                  full, evict_first);
       }
     }
     q_ring.advance();
@@ -4027,14 +4051,14 @@ template <class B> struct WgmmaProducer {
   }
   // A slice's tile of K or V in a round, once its stage is empty; past the last key zeros.
   __device__ __forceinline__ void load(const WgmmaItem& item, int round, int slice,
-                                       const CUtensorMap* map, Input* tile_s, uint64_t* full,
+                                       const CUtensorMap* map, Element* tile_s, uint64_t* full,
                                        uint64_t* empty) {
     mbarrier_wait(empty, ring.parity ^ 1);
     if (!issues) return;
     if (a.keys.Sk > 0) {
       const int at[5] = {0, first_key_of<B>(item, round, slice), 0, item.h_kv, item.b};
       mbarrier_arrive_expect_tx(full, B::block_n * B::head_dim * sizeof(Input));
-      cp_async_bulk_tensor_load(tile_s, map, at, full, evict_last);
+      cp_async_bulk_tensor_load(landing<B::block_n>(tile_s), map, at, full, evict_last);
     } else {
       mbarrier_arrive(full);  // nothing to load: every score of this tile is masked
     }
@@ -4061,10 +4085,12 @@ template <class B> struct WgmmaProducer {
       for (int round = item.rounds - 1; round >= 0; round--, ring.advance()) {
         const int n = ring.stage;
         if (loads_k) {
-          load(item, round, slice, &tensor_maps<B>(a).k, t.K[n], &t.k_full[n], &t.k_empty[n]);
+          load(item, round, slice, &tensor_maps<B>(a).k, t.K[n],
+               B::converts ? &t.k_landed[n] : &t.k_full[n], &t.k_empty[n]);
         }
         if (loads_v) {
-          load(item, round, slice, &tensor_maps<B>(a).v, t.V[n], &t.v_full[n], &t.v_empty[n]);
+          load(item, round, slice, &tensor_maps<B>(a).v, t.V[n],
+               B::converts ? &t.v_landed[n] : &t.v_full[n], &t.v_empty[n]);
         }
       }
       if (!B::use_persistent_cta) break;
@@ -4092,14 +4118,16 @@ template <class B> struct WgmmaProducer {
     } while (B::use_persistent_cta);
   }
   __device__ __forceinline__ void run(int warp) {
-    constexpr int slice_warps = B::split_kv < (B::is_e4m3 ? 2 : 4) ? 2 : 1;
+    constexpr int slice_warps = B::split_kv < (B::is_e4m3 ? 2 : 4) && !B::converts ? 2 : 1;
     const int slice = warp / slice_warps, part = warp % slice_warps;
     if (slice < B::split_kv) {
       load_items(slice, part == 0, part == slice_warps - 1, warp == 0);
     } else if constexpr (B::is_e4m3) {
       WgmmaE4m3<B>::transpose_items(*this, (warp - 2) % B::split_kv, (warp - 2) / B::split_kv);
-    } else if (B::split_kv == 1 && threadIdx.x == 64) {
+    } else if (B::split_kv == 1 && threadIdx.x == (B::converts ? 32 : 64)) {
       store_items();
+    } else if constexpr (B::converts) {
+      if (warp >= 2) WgmmaU8<B>::convert_items(*this, warp - 2);
     }
   }
 };
@@ -4221,6 +4249,14 @@ template <class B> struct WgmmaConsumer {
     wgmma_wait_group<0>(), hold(O.x.d);
     release(&s.v_tiles(slice).v_empty[stage]);
   }
+  // Two neighbouring elements, as products take them.
+  static __device__ __forceinline__ uint32_t pair_of(const Input* x_g) {
+    if constexpr (B::converts) {
+      return halves_of_bytes(ld_global<uint16_t>(x_g), false);
+    } else {
+      return ld_global<uint32_t>(x_g);
+    }
+  }
   // S = Q @ K.T once more, of this warp alone, by mma.sync and with K from global memory: its tile may
   // be overwritten by now. Rare, so short rather than fast.
   __device__ __forceinline__ void multiply_qk_again(Scores& S) const {
@@ -4243,8 +4279,7 @@ template <class B> struct WgmmaConsumer {
           ldmatrix_x4<false>(q, shared_address(s.Q[q_ring.stage][row_group] +
                                                panel_offset<64>(row, d + lane / 16 * 8)));
           const Input* const k = K_g + 8 * n * p.k.row + d;
-          mma_m16n8k16<Input>(c[0], c[1], c[2], c[3], q, ld_global<uint32_t>(k),
-                              ld_global<uint32_t>(k + 8));
+          mma_m16n8k16<Element>(c[0], c[1], c[2], c[3], q, pair_of(k), pair_of(k + 8));
         }
       }
     }
@@ -4290,7 +4325,7 @@ template <class B> struct WgmmaConsumer {
   static __device__ __forceinline__ void pack_all(Probabilities& out, const Scores& P) {
 #pragma unroll
     for (int step = 0; step < B::block_n / STEP_KEYS<B>; step++) {
-      pack_step<Input>(out[step], P, step), hold(out[step]);
+      pack_step<Element>(out[step], P, step), hold(out[step]);
     }
   }
 
@@ -4360,8 +4395,7 @@ template <class B> struct WgmmaConsumer {
   // stale exponentials (before the exact ones), and round P beside the other half, which pays at D=128 and
   // 256. More of them, or two that split the keys, do better with all exponentials in one piece.
   __device__ __forceinline__ void overlapped(const WgmmaTurns<B>& turns) {
-    constexpr bool pv_ends_halfway =
-        B::use_lazy_max && B::warpgroups == 2 && B::split_kv == 1;
+    constexpr bool pv_ends_halfway = B::use_lazy_max && B::warpgroups == 2 && B::split_kv == 1;
     typename Shared::Tiles& t = s.slice[slice];
     auto& v = s.v_tiles(slice);
     Scores S;
@@ -4411,7 +4445,9 @@ template <class B> struct WgmmaConsumer {
     barrier_sync(q_read + warpgroup, 128);                      // hazard: Q read by all its warps
     float inverse[ROWS];
 #pragma unroll
-    for (int i = 0; i < ROWS; i++) inverse[i] = l[i] == 0 ? 0 : rcp_approx_ftz(l[i]);
+    for (int i = 0; i < ROWS; i++) {
+      inverse[i] = l[i] == 0 ? 0 : rcp_approx_ftz(l[i]) * item_v_descale<B>(a, s.item[stage]);
+    }
     if (l[0] == 0 || l[1] == 0) {  // a row without a visible key is 0, whatever V is
 #pragma unroll
       for (int i = 0; i < ROWS; i++) {
@@ -4730,7 +4766,8 @@ template <class B> struct WgmmaE4m3<B, true> {
   // the keys come in pack_step()'s order. Of 16 d the even ones come first: their lines lie in different banks.
   static __device__ __forceinline__ void transpose(SharedAddress to, SharedAddress from, int part) {
     constexpr int LINE = PANEL_BYTES<B>, STEP = 16 * TRANSPOSERS;
-    constexpr int MOST = B::warpgroups == 2 && B::split_kv == 1 ? 4 : 2;  // by registers; loads wait behind stores
+    constexpr int MOST =
+        B::warpgroups == 2 && B::split_kv == 1 ? 4 : 2;  // by registers; loads wait behind stores
     constexpr int AT_ONCE = B::head_dim / STEP < MOST ? B::head_dim / STEP : MOST;
     const uint32_t lane = threadIdx.x % 32;
     from += panel_byte<B::block_n, LINE>(lane, part * 16);
@@ -4900,6 +4937,83 @@ template <class B> struct WgmmaE4m3<B, true> {
     four.first_col = lane % 4 * 4;
     memcpy(four.x.d, c.O.x.d, sizeof four.x.d);
     store_output<B>(four, c.m, c.l, c.a, item);
+  }
+};
+
+// ---- 5d U8: fp16 made of bytes where they land (wgmma and DTYPE = U8) ----
+//
+// Bytes land in the second half of the place that their fp16 takes. Two producer warps make fp16 of them, one of K, one
+// of V, each of every other 64 rows of Q; consumers see the tiles of 16 bits.
+
+template <class B> struct WgmmaU8 {
+  using Shared = WgmmaShared<B>;
+  static constexpr int CONVERTERS = 2;  // warps
+
+  // The tiles of all items.
+  template <class Producer>
+  static __device__ __forceinline__ void convert_items(Producer& p, int part) {
+    Shared& s = p.s;
+    auto& t = s.slice[0];
+    const auto pass_on = [&](uint64_t* full) {
+      fence_proxy_async();  // what was written before wgmma reads it, what was read before TMA writes it
+      __syncwarp();
+      if (thread_index_anew() % 32 == 0) mbarrier_arrive(full);
+    };
+    do {
+      const int stage = p.q_ring.stage;
+      mbarrier_wait(&s.q_landed[stage], p.q_ring.parity);
+      const int rounds = s.item[stage].rounds;
+      for (int group = part; rounds > 0 && group < s.ROW_GROUPS; group += CONVERTERS) {
+        convert<64>(s.Q[stage][group]);
+      }
+      pass_on(&s.q_full[stage]);
+      if (rounds == 0) break;
+      for (int round = 0; round < rounds; round++, p.ring.advance()) {
+        const int n = p.ring.stage;
+        mbarrier_wait(part ? &t.v_landed[n] : &t.k_landed[n], p.ring.parity);
+        convert<B::block_n>(part ? t.V[n] : t.K[n]);
+        pass_on(part ? &t.v_full[n] : &t.k_full[n]);
+      }
+      p.q_ring.advance();
+    } while (B::use_persistent_cta);
+  }
+  // [ROWS][D] of fp16, in place: bytes are overwritten by those of their own row or of later ones. A lane has 16 bytes
+  // of one of 8 rows, which become two chunks; neither reads nor writes collide.
+  template <int ROWS> static __device__ __forceinline__ void convert(Element* tile_s) {
+    constexpr int LINE = B::head_dim < 128 ? 64 : 128, PIECES = LINE / 64;
+    constexpr int MOST = (B::warpgroups == 3 ? 8 : 2) / PIECES;  // as registers can hold
+    constexpr int AT_ONCE = ROWS / 8 % MOST == 0 ? MOST : 2 / PIECES;
+    unsigned char* const to = reinterpret_cast<unsigned char*>(tile_s);
+    unsigned char* const from = to + ROWS * B::head_dim;
+    const uint32_t lane = thread_index_anew() % 32, row = lane % 8, piece = lane / 8;
+    const uint32_t from_byte = panel_byte<ROWS, LINE>(row, piece * 16);
+    const uint32_t to_byte = panel_byte<ROWS>(row, piece * 32);
+#pragma unroll
+    for (int panel = 0; panel < B::head_dim / LINE; panel++) {
+#pragma unroll 1
+      for (int r = 0; r < ROWS; r += 8 * AT_ONCE) {
+        uint4 v[AT_ONCE][PIECES];
+#pragma unroll
+        for (int i = 0; i < AT_ONCE; i++) {
+#pragma unroll
+          for (int n = 0; n < PIECES; n++) {
+            const int line = panel * ROWS + r + 8 * i;
+            v[i][n] = ld_shared<uint4>(from + line * LINE + (from_byte ^ n * 64));
+          }
+        }
+        __syncwarp();  // hazard: read by all lanes before one overwrites it
+#pragma unroll
+        for (int i = 0; i < AT_ONCE; i++) {
+#pragma unroll
+          for (int n = 0; n < PIECES; n++) {
+            const int line = (panel * PIECES + n) * ROWS + r + 8 * i;
+            const uint4 x = v[i][n];
+            st_shared(to + line * 128 + to_byte, halves_of_bytes(x.x, x.y));
+            st_shared(to + line * 128 + (to_byte ^ 16), halves_of_bytes(x.z, x.w));
+          }
+        }
+      }
+    }
   }
 };
 

@@ -52,6 +52,7 @@ def refusal(knobs, section=SECTION):
     "@wmma DTYPE=U8 VEC_WIDTH=16 SYNC_POLICY=1 USE_WARP_SPECIALIZATION=1 STAGES=3",
     "USE_MMA_SYNC=1 BLOCK_M=64 BLOCK_N=48 DTYPE=U8 USE_CP_ASYNC=1 VEC_WIDTH=8 STAGES=2",
     "USE_MMA_SYNC=1 BLOCK_M=64 BLOCK_N=96 DTYPE=FP8_E4M3 USE_LAZY_MAX=1",
+    "USE_WGMMA=1 DTYPE=U8 VEC_WIDTH=16 BLOCK_M=64 BLOCK_N=48 USE_WARP_SPECIALIZATION=1",
 ])
 def test_accepted(knobs):
     assert refusal(knobs) is None
@@ -106,6 +107,8 @@ def test_accepted(knobs):
      "the plain wgmma kernel has none of them; add USE_WARP_SPECIALIZATION=1 or drop them"),
     ("@wgmma BLOCK_M=64 NUM_WARPS=8", "a warpgroup has 4 warps and 64 query rows"),
     ("@wgmma BLOCK_M=64 BLOCK_N=40", "wgmma takes keys by 16"),
+    ("USE_WGMMA=1 DTYPE=U8 VEC_WIDTH=16 BLOCK_M=64", "producer warps make fp16 of it, for one slice of the keys"),
+    ("USE_WGMMA=1 DTYPE=U8 VEC_WIDTH=16 USE_TUNED=1", "TUNED_TILES has no row for DTYPE=U8"),
     ("USE_WGMMA=1 USE_WARP_SPECIALIZATION=1 BLOCK_M=64", "type VEC_WIDTH=8"),
     ("@plain BLOCK_M=64 OVERLAP=1", "the plain wgmma kernel has none of them; add USE_WARP_SPECIALIZATION=1"),
     ("@wgmma BLOCK_M=64 NUM_WARPS=8 SPLIT_KV=2 USE_PERSISTENT_CTA=1", "in the wgmma kernel not with SPLIT_KV"),
@@ -137,7 +140,8 @@ def test_rows_of_the_table_are_judged_like_typed_knobs():
 
 KINDS = """scalar_minimal scalar_sync2 scalar_persistent scalar_fast_exp scalar_bf16 scalar_u8 scalar_e4m3 wmma_qk wmma_pv
 wmma_ws2 wmma_u8 wmma_all mma_lazy3 mma_split4 mma_fast_exp mma_u8 mma_e4m3_d128 mma_d256 mma_decode_u8_d128 ampere cublas wgmma_plain wgmma_ws
-wgmma_overlap wgmma_d128_turns wgmma_d128_causal wgmma_split2 wgmma_swap32 wgmma_d256 hopper"""
+wgmma_overlap wgmma_d128_turns wgmma_d128_causal wgmma_split2 wgmma_swap32 wgmma_u8_d128 wgmma_d256
+hopper"""
 
 
 @pytest.mark.skipif(not shutil.which("clang++"), reason="clang++ is missing")
