@@ -630,9 +630,10 @@ class Instance {
   }
 
   // cuBLAS has its own rounding of O, and of P after the division by its sum; tensor cores truncate their
-  // sums, which adds up over very many keys; P of a coarser type than O, and sums in fp16, hide how O was rounded.
+  // sums, which adds up over very many keys; P of a coarser type than O, and sums in fp16, hide how O was rounded; of u8
+  // a single weight is often no power of two, and its own rounding shows in all of a row.
   bool judges_rounding() const {
-    return !line.is_cublas && !line.fp16_acc && problem.Sk <= 1 << 14 &&
+    return !line.is_cublas && !line.fp16_acc && line.input != DType::u8 && problem.Sk <= 1 << 14 &&
            input_type.mantissa_bits >= output_type.mantissa_bits;
   }
 

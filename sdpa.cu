@@ -4795,37 +4795,26 @@ template <class B> struct WgmmaE4m3<B, true> {
 
   // ---- the softmax ----
 
-  // As attend_beside_pv() of the consumer, but P is rounded beside the exponentials, and in registers of its own, since
-  // the P @ V before has its operands in those of P.
+  // As attend_beside_pv() of the consumer, but where a stale maximum was too small it is raised first. P is rounded only
+  // when the P @ V before has ended: ptxas takes an operand's registers for free while wgmma still reads them.
   template <class Consumer, class End>
   static __device__ __forceinline__ void attend(Consumer& c, Scores& S, WgmmaProbabilities<B>& P,
                                                 const End& end_last_pv) {
-    WgmmaProbabilities<B> next;
     float alpha[2];
     const bool may_be_stale = c.may_take_stale_max();
     bool stale = may_be_stale;
     StaleSoftmax<B, 2> softmax(c.m, c.scale_log2);
     if (may_be_stale) {
-#pragma unroll
-      for (int step = 0; step < B::block_n / STEP_BYTES; step++) {
-        softmax.exp(S, 8 * step, 8 * step + 8);
-        pack_step<Input>(next[step], S, step);
-      }
+      softmax.exp(S, 0, S.COLS);
       stale = softmax.add_to(c.l);
     }
-    if (!stale) {
-      if (!may_be_stale || !raise_max(c, S, softmax, alpha)) {
-        if (may_be_stale) c.multiply_qk_again(S);
-        c.softmax_by_exact_max(S, alpha);
-      }
-      c.pack_all(next, S);
+    if (!stale && (!may_be_stale || !raise_max(c, S, softmax, alpha))) {
+      if (may_be_stale) c.multiply_qk_again(S);
+      c.softmax_by_exact_max(S, alpha);
     }
     end_last_pv();
     if (!stale) c.scale_output(alpha);
-#pragma unroll
-    for (int step = 0; step < B::block_n / STEP_BYTES; step++) {
-      memcpy(P[step], next[step], sizeof P[step]), hold(P[step]);
-    }
+    c.pack_all(P, S);
   }
 
   // ---- where a stale maximum was too small ----
@@ -5456,8 +5445,16 @@ __global__ void __launch_bounds__(B::threads, 1)
     }
     fence_mbarrier_init();
   }
+  if (B::pack_gqa) {  // rows that no query fills: what lies there decides how others are rounded
+    const int rows = rows_of_item<B>(a), chunks = (B::block_m - rows) * 8;
+    for (int i = threadIdx.x; i < B::head_dim / 64 * chunks; i += B::threads) {
+      Input* const empty = s.Q + (i / chunks * B::block_m + rows) * 64;
+      st_shared(reinterpret_cast<uint4*>(empty) + i % chunks, uint4{});
+    }
+    fence_proxy_async();
+  }
   WgmmaColumnsLoader<B> loader(s, a, warp);
-  __syncthreads();  // hazard: mbarriers initialised by two threads
+  __syncthreads();  // hazard: mbarriers initialised by two threads, rows emptied by all
   loader.load_q();
   for (int n = 1; n <= B::stages && n <= loader.item.rounds; n++) {
     loader.load_tile(loader.item.rounds - n);

@@ -341,7 +341,7 @@ class LoadedTorch:
             raise Refused(f"{self.text}: PyTorch is missing; install it with: pip install torch") from None
         if not torch.cuda.is_available():
             raise Refused(f"{self.text}: PyTorch sees no GPU")
-        self.torch = torch
+        self.torch, self.kept = torch, []  # what cuDNN's graphs use, for as long as this process lives
         torch.cuda.set_stream(torch.cuda.ExternalStream(gpu.stream.value))
 
     def tensor(self, address, shape, dtype):
@@ -411,10 +411,10 @@ class LoadedTorch:
         new = lambda count, value, dtype: self.torch.full((count,), value, dtype=dtype, device="cuda")  # noqa: E731
         self.output = new(p.B * p.Hq * p.Sq * p.D, 0x7f, self.torch.uint8)
         places = {**{inputs[name]: tensors.address[name] for name in "QKV"}, O: self.output.data_ptr()}
-        self.kept = [new(1, value, self.torch.float32) for value in (*scales.values(), 0.0, 0.0)]
-        places.update({one: kept.data_ptr() for one, kept in zip((*factors.values(), *largest), self.kept)})
+        scalars = [new(1, value, self.torch.float32) for value in (*scales.values(), 0.0, 0.0)]
+        places.update({one: scalar.data_ptr() for one, scalar in zip((*factors.values(), *largest), scalars)})
         workspace = new(max(graph.get_workspace_size(), 1), 0, self.torch.uint8)
-        self.kept += [workspace, handle]
+        self.kept += [graph, handle, scalars, workspace, self.output]
 
         def launch():
             graph.execute(places, workspace.data_ptr(), handle=handle)
