@@ -40,7 +40,7 @@ REPORT = [("gpu__time_duration.sum", "us", "1,500.00"), ("sm__cycles_elapsed.avg
 
 def verdict(family):
     out = io.StringIO()
-    csv.writer(out, quoting=csv.QUOTE_ALL).writerows(zip(*[("ID", "", "0"), *REPORT]))
+    csv.writer(out, quoting=csv.QUOTE_ALL).writerows(zip(*[("ID", "", "0"), ("Host Name", "", "127.0.0.1"), *REPORT]))
     row = dict(zip("config,family,shape,B,Hq,Hkv,Sq,Sk,D,sm,device,causal".split(","),
                    f"line,{family},mission,1,2,1,512,512,64,90,GPU,br".split(",")))
     return ncu.verdict(row, ncu.Counters("==PROF== words\n" + out.getvalue()))

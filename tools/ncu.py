@@ -45,7 +45,7 @@ class Counters:
         if len(rows) < 3:
             raise ValueError("no counters")
         self.values = {name: (float(value.replace(",", "")), unit) for name, unit, value in zip(*rows[:3])
-                       if re.fullmatch(r"[\d,.]+", value)}
+                       if re.fullmatch(r"[\d,]+(\.\d+)?", value)}
 
     def __getitem__(self, name):
         return self.values.get(name, (0.0, ""))[0]
