@@ -1283,7 +1283,7 @@ template <class E> __device__ __forceinline__ uint32_t pack(float low, float hig
   return word;
 }
 
-// ---- fp16 of bytes (wmma, mma, wgmma and DTYPE = U8) ----
+// ---- fp16 of bytes (wmma, mma, wgmma) ----
 
 // u - 128 of two bytes of a word, the low or the high ones. 16 bits 0x6400 | u are the number 1024 + u.
 __device__ __forceinline__ uint32_t halves_of_bytes(uint32_t word, bool high) {
