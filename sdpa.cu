@@ -385,7 +385,7 @@ static_assert(check<Build>(), "");
 
 // A tile of the mma.sync or the wgmma kernel with its schedule, and what an item costs an SM: item_clocks, and one more
 // for every scores_per_clock scores. Fitted to the times of whole problems on an H200 (./run_all.sh fit), to put
-// the tiles in order; not measured one by one.
+// the tiles in order; not measured one by one. Of wgmma's packed tiles they are estimates.
 enum Schedule {
   producer_warpgroup = 1,            // USE_WARP_SPECIALIZATION
   overlap = 2 | producer_warpgroup,  // which it needs
@@ -431,7 +431,7 @@ constexpr TunedTile TUNED_TILES[] = {
     {256, 64, 64, 4, 1, 1, mma_sync, 9560, 1.25, 0.983},
     {256, 16, 16, 2, 2, 2, packed | mma_sync, 19400, 0.234, 0.213},
 };
-// The same for the wgmma kernel with DTYPE=FP8_E4M3; O is flushed after 1,024 keys.
+// The same for the wgmma kernel with DTYPE=FP8_E4M3, estimated; O is flushed after 1,024 keys.
 constexpr TunedTile E4M3_TILES[] = {
     {64, 64, 128, 8, 3, 2, overlap, 4990, 8.1, 7.45},
     {64, 128, 64, 16, 4, 2, overlap | ping_pong, 6010, 9.93, 9.08},
@@ -1743,7 +1743,8 @@ __device__ __forceinline__ void merge_weights(const float2 (&m_l)[N], float scal
 // Tensor cores cut off what they add to an accumulator: of equal addends a sum over 524,288 keys comes out 0.13% low. So
 // a warp sums over most_keys_at_once, and merges such sums by way of its CTA's slot in the workspace.
 // O, m and l of the last keys become those of all keys so far: the slot's, unless these are the first, and these. They
-// go to the slot, which is zero again behind the last ones: counters of another tile may lie there. A thread has its own floats there, O.x[i] behind m[i] and l[i].
+// go to the slot, which is zero again behind the last ones: counters of another tile may lie there. A thread has its
+// own floats there, O.x[i] behind m[i] and l[i].
 template <class B, class View>
 __device__ __forceinline__ void carry_sums(View& O, float (&m)[View::ROWS], float (&l)[View::ROWS],
                                            const ItemScale<B>& scale_log2, int thread, bool first,
@@ -2937,7 +2938,7 @@ template <class B> struct MmaShared {
   uint32_t drawn;  // TileQueue
 };
 
-// Four elements of 8 bits as two pairs of fp16. 16 bits 0x6400 | u are the number 1024 + u.
+// Four elements of 8 bits as two pairs of fp16.
 template <class B>
 __device__ __forceinline__ void make_halves(uint32_t (&pairs)[2], uint32_t bytes) {
 #pragma unroll
@@ -2945,7 +2946,7 @@ __device__ __forceinline__ void make_halves(uint32_t (&pairs)[2], uint32_t bytes
     if constexpr (B::is_e4m3) {
       pairs[n] = cvt_rn_f16x2_e4m3x2(bytes >> 16 * n);
     } else {
-      pairs[n] = sub_f16x2(prmt(bytes, 0x64646464, n ? 0x4342 : 0x4140), 0x64806480);  // 1024 + 128
+      pairs[n] = halves_of_bytes(bytes, n == 1);
     }
   }
 }
@@ -4700,7 +4701,7 @@ template <class B> struct WgmmaE4m3<B, true> {
   static constexpr bool q_in_registers = B::warpgroups<4, flushes = B::fp8_flush> 0;
   // Where shared memory has no room for both: nothing is flushed before Q is read.
   static constexpr bool q_in_flushed = q_in_registers && flushes && B::head_dim == 256;
-  // Of D=256 a flush is beside Q @ K.T, which gains 3%; of fewer columns it comes before, else P @ V would wait.
+  // Of D=256 a flush is beside Q @ K.T; of fewer columns it comes before, else P @ V would wait.
   static constexpr bool flushes_beside_qk = B::head_dim == 256;
   static constexpr int TRANSPOSERS = 2 / B::split_kv;  // warps of a slice
   using Scores = WgmmaAccumulator<B::block_n>;
@@ -6056,6 +6057,9 @@ extern "C" const void* sdpa_line() {
 #include <fstream>
 
 #include "check.cu"
+#ifndef SDPA_SIMT
+#include "clock.cu"
+#endif
 
 // Linked in by CMake, so that a new commit relinks but does not recompile; absent in a plain build.
 extern "C" __attribute__((weak)) const char* sdpa_git_sha();
@@ -6084,20 +6088,6 @@ inline double percentile(vector<double> samples, double fraction) {  // nearest 
 #ifdef SDPA_SIMT
 Timing time_kernel(Instance&, int, int) { return {}; }
 #else
-
-// Cycles of one SM and nanoseconds of the same stretch, some 300 us long.
-__global__ void count_clocks(long long* cycles_and_ns) {
-  const auto now_ns = [] {
-    long long ns;
-    asm volatile("mov.u64 %0, %globaltimer;" : "=l"(ns));
-    return ns;
-  };
-  const long long ns = now_ns(), cycles = clock64();
-  while (now_ns() - ns < 300000) {
-  }
-  cycles_and_ns[0] = clock64() - cycles;
-  cycles_and_ns[1] = now_ns() - ns;
-}
 
 class Timer {
  public:

@@ -5,6 +5,9 @@
 // global memory and bank conflicts of a round.
 #define SDPA_NO_MAIN
 #include "../sdpa.cu"
+#ifndef SDPA_SIMT
+#include "../clock.cu"
+#endif
 
 #include <algorithm>
 #include <string>
@@ -85,19 +88,6 @@ std::string measure() {
 }
 
 #else
-
-// Cycles of one SM and nanoseconds of the same stretch.
-__global__ void count_clocks(long long* cycles_and_ns) {
-  const auto now_ns = [] {
-    long long ns;
-    asm volatile("mov.u64 %0, %globaltimer;" : "=l"(ns));
-    return ns;
-  };
-  const long long ns = now_ns(), cycles = clock64();
-  while (now_ns() - ns < 100000) {
-  }
-  cycles_and_ns[0] = clock64() - cycles, cycles_and_ns[1] = now_ns() - ns;
-}
 
 // Of a launch, the least of some series.
 double clocks(int heads, int rounds) {
