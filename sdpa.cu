@@ -6619,6 +6619,7 @@ string command_of(const Problem& p) {
   if (p.has_window()) text += format(" --window %d,%d", p.window_left, p.window_right);
   if (p.layout != "bhsd") text += " --layout " + p.layout;
   if (p.dist != "normal") text += " --dist " + p.dist;
+  if (p.descale != "heads") text += " --descale " + p.descale;
   if (p.scale != 0) text += format(" --scale %.9g", p.scale);
   if (p.max_ctas != 0) text += format(" --max-ctas %d", p.max_ctas);
   return text;
