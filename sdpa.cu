@@ -1195,7 +1195,24 @@ __device__ __forceinline__ void wgmma_ss(float (&d)[N / 2], uint64_t a, uint64_t
   SDPA_WGMMA_SHAPES(SDPA_WGMMA_SS)
 #undef SDPA_WGMMA_SS
 }
-// The same with A in registers. Lane 4g + q of warp w: a[0], a[1] are k = 2q, 2q + 1 of rows
+// D = A @ B (+ D if accumulate) of integers, [64][32] @ [32][N]: A is signed, B is not, both are K-major.
+template <int N>
+__device__ __forceinline__ void wgmma_ss_s8_u8(int (&d)[N / 2], uint64_t a, uint64_t b,
+                                               bool accumulate) {
+#define SDPA_D_INTEGER(i) , "+r"(d[i])
+#define SDPA_WGMMA_S8_U8(n, r, r1, r2, ...)                                                     \
+  if constexpr (N == n) {                                                                       \
+    asm volatile("{ .reg .pred p; setp.ne.b32 p, %" #r                                          \
+                 ", 0; wgmma.mma_async.sync.aligned.m64n" #n "k32.s32.s8.u8 {%0" SDPA_D##r(     \
+                     SDPA_D_TEXT) "}, %" #r2 ", %" #r1 ", p; }"                                 \
+                 : "+r"(d[0]) SDPA_D##r(SDPA_D_INTEGER)                                         \
+                 : "r"(int(accumulate)), "l"(b), "l"(a));                                       \
+  }
+  SDPA_WGMMA_SHAPES(SDPA_WGMMA_S8_U8)
+#undef SDPA_WGMMA_S8_U8
+#undef SDPA_D_INTEGER
+}
+// The same as wgmma_ss with A in registers. Lane 4g + q of warp w: a[0], a[1] are k = 2q, 2q + 1 of rows
 // 16w + g and 16w + g + 8; a[2], a[3] the same 8 k further. e4m3: k = 4q ... 4q + 3, and 16 k further.
 template <class E, int N, int TRANS_B>
 __device__ __forceinline__ void wgmma_rs(float (&d)[N / 2], const uint32_t (&a)[4], uint64_t b,
@@ -1286,12 +1303,30 @@ template <class E> __device__ __forceinline__ uint32_t pack(float low, float hig
 // ---- fp16 of bytes (wmma, mma, wgmma) ----
 
 // u - 128 of two bytes of a word, the low or the high ones. 16 bits 0x6400 | u are the number 1024 + u.
-__device__ __forceinline__ uint32_t halves_of_bytes(uint32_t word, bool high) {
-  return sub_f16x2(prmt(word, 0x64646464, high ? 0x4342 : 0x4140), 0x64806480);  // 1024 + 128
+constexpr uint32_t halves_of_1152 = 0x64806480;
+__device__ __forceinline__ uint32_t halves_of_bytes(uint32_t word, bool high,
+                                                    uint32_t zero = halves_of_1152) {
+  return sub_f16x2(prmt(word, 0x64646464, high ? 0x4342 : 0x4140), zero);
 }
 __device__ __forceinline__ uint4 halves_of_bytes(uint32_t low, uint32_t high) {
   return {halves_of_bytes(low, false), halves_of_bytes(low, true), halves_of_bytes(high, false),
           halves_of_bytes(high, true)};
+}
+
+// ---- fp16 of four elements (mma, wgmma) ----
+
+// As two pairs. What is 0 of U8 is 128, or 0 where `zero` is 0x64006400.
+template <class B>
+__device__ __forceinline__ void make_halves(uint32_t (&pairs)[2], uint32_t bytes,
+                                            uint32_t zero = halves_of_1152) {
+#pragma unroll
+  for (int n = 0; n < 2; n++) {
+    if constexpr (B::is_e4m3) {
+      pairs[n] = cvt_rn_f16x2_e4m3x2(bytes >> 16 * n);
+    } else {
+      pairs[n] = halves_of_bytes(bytes, n == 1, zero);
+    }
+  }
 }
 
 // ---- tiles in shared memory (scalar, wmma, mma) ----
@@ -2938,19 +2973,6 @@ template <class B> struct MmaShared {
   uint32_t drawn;  // TileQueue
 };
 
-// Four elements of 8 bits as two pairs of fp16.
-template <class B>
-__device__ __forceinline__ void make_halves(uint32_t (&pairs)[2], uint32_t bytes) {
-#pragma unroll
-  for (int n = 0; n < 2; n++) {
-    if constexpr (B::is_e4m3) {
-      pairs[n] = cvt_rn_f16x2_e4m3x2(bytes >> 16 * n);
-    } else {
-      pairs[n] = halves_of_bytes(bytes, n == 1);
-    }
-  }
-}
-
 // A step takes 32 bytes of each row of A and of each column of B. Their fp16 (converts_operands) are two products:
 // the first has k = 4q ... 4q + 3 of the lane's registers, the second the same 16 k further.
 constexpr int MMA_K = 2 * CHUNK;
@@ -3468,7 +3490,7 @@ template <int WIDTH> struct WgmmaAccumulator {  // [64][WIDTH]
 __device__ __forceinline__ int uniform(int x) { return __shfl_sync(0xffffffffu, x, 0); }
 
 // Bytes of a tile's panels: [rows][128], or [rows][64] where rows have no more.
-template <class B> constexpr int ROW_BYTES = B::head_dim* int(sizeof(Element));
+template <class B> constexpr int ROW_BYTES = B::head_dim* int(sizeof(Input));
 template <class B> constexpr int PANEL_BYTES = ROW_BYTES<B> < 128 ? ROW_BYTES<B> : 128;
 template <class B> constexpr int PANEL_ATOM = 8 * PANEL_BYTES<B>;  // 8 lines of a panel
 constexpr int STEP_BYTES = 32;                                     // of K that an instruction takes
@@ -3564,10 +3586,13 @@ __device__ __forceinline__ void wgmma_qk(WgmmaAccumulator<B::block_n>& S, const 
     constexpr int steps = PANEL_BYTES<B> / STEP_BYTES;  // of a panel
     const int lines = step / steps * PANEL_BYTES<B>, bytes = step % steps * STEP_BYTES;
     const uint64_t K_at = descriptor_at(K, lines * B::block_n + bytes);
-    if constexpr (std::is_same<Queries, uint64_t>::value) {
-      wgmma_ss<Element, B::block_n, 0>(S.x.d, descriptor_at(Q, lines * 64 + bytes), K_at, step > 0);
+    if constexpr (!std::is_same<Queries, uint64_t>::value) {
+      wgmma_rs<Input, B::block_n, 0>(S.x.d, Q[step], K_at, step > 0);
+    } else if constexpr (B::converts) {
+      wgmma_ss_s8_u8<B::block_n>(reinterpret_cast<int(&)[B::block_n / 2]>(S.x.d),
+                                 descriptor_at(Q, lines * 64 + bytes), K_at, step > 0);
     } else {
-      wgmma_rs<Element, B::block_n, 0>(S.x.d, Q[step], K_at, step > 0);
+      wgmma_ss<Input, B::block_n, 0>(S.x.d, descriptor_at(Q, lines * 64 + bytes), K_at, step > 0);
     }
   }
   wgmma_commit_group();
@@ -3897,11 +3922,11 @@ template <class B> struct WgmmaShared {
   };
   struct Nothing {};
   struct Tiles {
-    alignas(1024) Element K[B::stages][B::block_n * B::head_dim];  // [BLOCK_N][D]
+    alignas(1024) Input K[B::stages][B::block_n * B::head_dim];    // [BLOCK_N][D]
     alignas(1024) Element V[B::stages][B::block_n * B::head_dim];  // [BLOCK_N][D]
     // Full: the tile has landed. Empty: all who read it have done so.
     uint64_t k_full[B::stages], k_empty[B::stages], v_full[B::stages], v_empty[B::stages];
-    uint64_t k_landed[B::stages], v_landed[B::stages];  // U8: ahead of full, which says fp16
+    uint64_t v_landed[B::stages];  // U8: ahead of full, which says fp16
   };
   using Queries = Element[ROW_GROUPS][64 * B::head_dim];  // 16 bits: afterwards O on its way out
   using Flushed = typename WgmmaE4m3<B>::Flushed[B::warpgroups];
@@ -3946,7 +3971,7 @@ template <class B> struct WgmmaShared {
       for (Tiles& t : slice) {
         for (int n = 0; n < B::stages; n++) {
           mbarrier_init(&t.k_full[n], 1), mbarrier_init(&t.v_full[n], 1);
-          if (B::converts) mbarrier_init(&t.k_landed[n], 1), mbarrier_init(&t.v_landed[n], 1);
+          if (B::converts) mbarrier_init(&t.v_landed[n], 1);
         }
       }
       for (uint64_t& landed : q_landed) {
@@ -4016,11 +4041,6 @@ template <class B> struct WgmmaProducer {
     if (B::use_persistent_cta && i >= a.work_items) return {};
     return wgmma_item<B, wgmma_may_pass<B>>(a, i);
   }
-  static constexpr uint32_t ROW_SIZE = B::head_dim * sizeof(Input);  // in bytes
-  // Where a tile lands: in its place, or bytes of which fp16 will be made in the second half of that.
-  template <int ROWS> static __device__ __forceinline__ Element* landing(Element* tile_s) {
-    return tile_s + (B::converts ? ROWS * B::head_dim / 2 : 0);
-  }
   // Q of an item, and the word to the others.
   __device__ __forceinline__ void start_item(const WgmmaItem& item) {
     const int stage = q_ring.stage;
@@ -4033,11 +4053,11 @@ template <class B> struct WgmmaProducer {
     }
     if (issues) {
       s.item[stage] = item;
-      mbarrier_arrive_expect_tx(full, item.rounds > 0 ? B::block_m * ROW_SIZE : 0);
+      mbarrier_arrive_expect_tx(full, item.rounds > 0 ? B::block_m * ROW_BYTES<B> : 0);
       for (int group = 0; item.rounds > 0 && group < s.ROW_GROUPS; group++) {
         const int at[5] = {0, item.q0 + group * 64, 0, item.h, item.b};
-        cp_async_bulk_tensor_load(landing<64>(s.queries(stage, group)), &tensor_maps<B>(a).q, at,
-                                  full, evict_first);
+        cp_async_bulk_tensor_load(s.queries(stage, group), &tensor_maps<B>(a).q, at, full,
+                                  evict_first);
       }
     }
     q_ring.advance();
@@ -4052,14 +4072,14 @@ template <class B> struct WgmmaProducer {
   }
   // A slice's tile of K or V in a round, once its stage is empty; past the last key zeros.
   __device__ __forceinline__ void load(const WgmmaItem& item, int round, int slice,
-                                       const CUtensorMap* map, Element* tile_s, uint64_t* full,
+                                       const CUtensorMap* map, void* tile_s, uint64_t* full,
                                        uint64_t* empty) {
     mbarrier_wait(empty, ring.parity ^ 1);
     if (!issues) return;
     if (a.keys.Sk > 0) {
       const int at[5] = {0, first_key_of<B>(item, round, slice), 0, item.h_kv, item.b};
       mbarrier_arrive_expect_tx(full, B::block_n * B::head_dim * sizeof(Input));
-      cp_async_bulk_tensor_load(landing<B::block_n>(tile_s), map, at, full, evict_last);
+      cp_async_bulk_tensor_load(tile_s, map, at, full, evict_last);
     } else {
       mbarrier_arrive(full);  // nothing to load: every score of this tile is masked
     }
@@ -4086,11 +4106,11 @@ template <class B> struct WgmmaProducer {
       for (int round = item.rounds - 1; round >= 0; round--, ring.advance()) {
         const int n = ring.stage;
         if (loads_k) {
-          load(item, round, slice, &tensor_maps<B>(a).k, t.K[n],
-               B::converts ? &t.k_landed[n] : &t.k_full[n], &t.k_empty[n]);
+          load(item, round, slice, &tensor_maps<B>(a).k, t.K[n], &t.k_full[n], &t.k_empty[n]);
         }
         if (loads_v) {
-          load(item, round, slice, &tensor_maps<B>(a).v, t.V[n],
+          constexpr int landing = B::converts ? B::block_n * B::head_dim / 2 : 0;
+          load(item, round, slice, &tensor_maps<B>(a).v, t.V[n] + landing,
                B::converts ? &t.v_landed[n] : &t.v_full[n], &t.v_empty[n]);
         }
       }
@@ -4250,19 +4270,11 @@ template <class B> struct WgmmaConsumer {
     wgmma_wait_group<0>(), hold(O.x.d);
     release(&s.v_tiles(slice).v_empty[stage]);
   }
-  // Two neighbouring elements, as products take them.
-  static __device__ __forceinline__ uint32_t pair_of(const Input* x_g) {
-    if constexpr (B::converts) {
-      return halves_of_bytes(ld_global<uint16_t>(x_g), false);
-    } else {
-      return ld_global<uint32_t>(x_g);
-    }
-  }
   // S = Q @ K.T once more, of this warp alone, by mma.sync and with K from global memory: its tile may
   // be overwritten by now. Rare, so short rather than fast.
   __device__ __forceinline__ void multiply_qk_again(Scores& S) const {
-    if constexpr (B::is_e4m3) {
-      WgmmaE4m3<B>::multiply_qk_again(*this, S);
+    if constexpr (B::is_8bit) {
+      multiply_bytes_again(*this, S);
     } else {
       const SdpaParams& p = a.p;
       const WgmmaItem& item = s.item[q_ring.stage];
@@ -4280,7 +4292,8 @@ template <class B> struct WgmmaConsumer {
           ldmatrix_x4<false>(q, shared_address(s.Q[q_ring.stage][row_group] +
                                                panel_offset<64>(row, d + lane / 16 * 8)));
           const Input* const k = K_g + 8 * n * p.k.row + d;
-          mma_m16n8k16<Element>(c[0], c[1], c[2], c[3], q, pair_of(k), pair_of(k + 8));
+          mma_m16n8k16<Element>(c[0], c[1], c[2], c[3], q, ld_global<uint32_t>(k),
+                                ld_global<uint32_t>(k + 8));
         }
       }
     }
@@ -4377,6 +4390,7 @@ template <class B> struct WgmmaConsumer {
     Probabilities P;
     for (bool first = true;; first = false, k0 -= round_keys<B>) {
       begin_qk(S, ring, false), wgmma_wait_group<0>(), hold(S.x.d);
+      if constexpr (B::converts) WgmmaU8<B>::to_floats(S);
       release(&t.k_empty[ring.stage]);
       const bool v_is_there = mbarrier_peek_parity(&v.v_full[ring.stage], ring.parity);
       if (first) take_some_score_as_max(S);
@@ -4408,6 +4422,7 @@ template <class B> struct WgmmaConsumer {
       if (lane == 0 && accumulates) mbarrier_arrive(&v.v_empty[last_stage]);
     };
     begin_qk(S, ring, false), wgmma_wait_group<0>(), hold(S.x.d);
+    if constexpr (B::converts) WgmmaU8<B>::to_floats(S);
     take_some_score_as_max(S);
     for (;; k0 -= round_keys<B>) {
       release(&t.k_empty[ring.stage]);
@@ -4433,6 +4448,7 @@ template <class B> struct WgmmaConsumer {
       last_stage = ring.stage, ring = next;
       wgmma_wait_group<1>(), hold(S.x.d);
       if (k0 == last_k0) break;
+      if constexpr (B::converts) WgmmaU8<B>::to_floats(S);
     }
     end_pv(last_stage);
   }
@@ -4462,7 +4478,9 @@ template <class B> struct WgmmaConsumer {
 #pragma unroll
     for (int i = 0; i < ROWS; i++) {
       const int row = q + first_row + int(lane) / 4 + 8 * i;
-      if (lane % 4 == 0 && row < a.p.Sq) store_lse<B>(m[i], l[i], a, item, row);
+      float largest = m[i];
+      if constexpr (B::converts) largest -= WgmmaU8<B>::score_of_key_128(a, item, row);
+      if (lane % 4 == 0 && row < a.p.Sq) store_lse<B>(largest, l[i], a, item, row);
     }
 #pragma unroll
     for (int n = 0; n < B::head_dim / 16; n++) {
@@ -4673,6 +4691,39 @@ template <class B> __device__ __forceinline__ void merge_slices(WgmmaConsumer<B>
   if (lane % 4 == 0 && slice < 2 && q + row < a.p.Sq) store_lse<B>(m, l, a, item, q + row);
 }
 
+// ---- 5d scores of 8 bits once more (wgmma and DTYPE = FP8_E4M3, DTYPE = U8) ----
+
+// As the consumer's multiply_qk_again(), with Q from global memory as well: 16 columns a step, in fp16, which has all
+// numbers of 8 bits. Lane q of 4 has columns 4q ... 4q + 3 of both, so that their order does not matter.
+template <class B>
+__device__ __forceinline__ void multiply_bytes_again(const WgmmaConsumer<B>& c,
+                                                     WgmmaAccumulator<B::block_n>& S) {
+  const SdpaParams& p = c.a.p;
+  const WgmmaItem& item = c.s.item[c.q_ring.stage];
+  const uint32_t tid = thread_index_anew() % 128, lane = tid % 32;
+  const int row = c.q + tid / 32 * 16 + lane / 4, last_row = p.Sq - 1;
+  const Input* const Q_g = p.Q + item.b * p.q.batch + item.h * p.q.head + lane % 4 * 4;
+  const Input* const K_g = p.K + item.b * p.k.batch + item.h_kv * p.k.head + lane % 4 * 4;
+  constexpr uint32_t k_zero = 0x64006400;  // U8: wgmma takes K as it is
+#pragma unroll
+  for (int n = 0; n < B::block_n / 8; n++) {
+    float* const x = S.x.d + 4 * n;
+    x[0] = x[1] = x[2] = x[3] = 0;
+#pragma unroll 1
+    for (int d = 0; d < B::head_dim; d += 16) {
+      uint32_t q[4], k[2];
+#pragma unroll
+      for (int i = 0; i < 2; i++) {
+        const Input* const row_g = Q_g + min(row + 8 * i, last_row) * p.q.row;
+        make_halves<B>(k, ld_global<uint32_t>(row_g + d)), q[i] = k[0], q[i + 2] = k[1];
+      }
+      const Input* const row_g = K_g + (c.k0 + lane / 4 + 8 * n) * p.k.row;
+      make_halves<B>(k, ld_global<uint32_t>(row_g + d), k_zero);
+      mma_m16n8k16<Half>(x[0], x[1], x[2], x[3], q, k[0], k[1]);
+    }
+  }
+}
+
 // ---- 5d e4m3: Q in registers, V transposed, sums in fp32 (wgmma and DTYPE = FP8_E4M3) ----
 //
 // wgmma transposes no bytes, so two of the producer warps do: V's keys come to lie in lines. It adds products in 14
@@ -4844,36 +4895,6 @@ template <class B> struct WgmmaE4m3<B, true> {
     }
     return true;
   }
-  // S = Q @ K.T once more, as the consumer's own, but with Q from global memory as well.
-  template <class Consumer>
-  static __device__ __forceinline__ void multiply_qk_again(const Consumer& c, Scores& S) {
-    const SdpaParams& p = c.a.p;
-    const WgmmaItem& item = c.s.item[c.q_ring.stage];
-    const uint32_t tid = thread_index_anew() % 128, lane = tid % 32;
-    const Input* const Q_g = p.Q + item.b * p.q.batch + item.h * p.q.head;
-    const Input* const K_g = p.K + item.b * p.k.batch + item.h_kv * p.k.head;
-    const auto word = [&](const Input* tensor, int row, int64_t stride, int byte) {
-      return ld_global<uint32_t>(reinterpret_cast<const char*>(tensor + row * stride) + byte +
-                                 lane % 4 * 4);
-    };
-    const int row = c.q + tid / 32 * 16 + lane / 4, last_row = p.Sq - 1;
-#pragma unroll
-    for (int n = 0; n < B::block_n / 8; n++) {
-      float* const d = S.x.d + 4 * n;
-      d[0] = d[1] = d[2] = d[3] = 0;
-#pragma unroll 1
-      for (int byte = 0; byte < ROW_BYTES<B>; byte += STEP_BYTES) {
-        uint32_t q[4], k[2];
-#pragma unroll
-        for (int i = 0; i < 4; i++) {
-          q[i] = word(Q_g, min(row + i % 2 * 8, last_row), p.q.row, byte + i / 2 * 16);
-        }
-        for (int i = 0; i < 2; i++)
-          k[i] = word(K_g, c.k0 + lane / 4 + 8 * n, p.k.row, byte + i * 16);
-        mma_m16n8k32_e4m3(d[0], d[1], d[2], d[3], q, k[0], k[1]);
-      }
-    }
-  }
 
   // ---- O ----
 
@@ -4930,16 +4951,18 @@ template <class B> struct WgmmaE4m3<B, true> {
   }
 };
 
-// ---- 5d U8: fp16 made of bytes where they land (wgmma and DTYPE = U8) ----
+// ---- 5d U8: Q @ K.T of integers, fp16 made of V (wgmma and DTYPE = U8) ----
 //
-// Bytes land in the second half of the place that their fp16 takes. Two producer warps make fp16 of them, one of K, one
-// of V, each of every other 64 rows of Q; consumers see the tiles of 16 bits.
+// Q @ K.T is exact: Q as q - 128, which two producer warps make of it, and K as it is. So a row's scores are too large by
+// 128 times the sum of its q - 128, which P does not show and LSE must not. Of V these warps make fp16: its bytes land
+// in the second half of the place that this takes.
 
 template <class B> struct WgmmaU8 {
   using Shared = WgmmaShared<B>;
+  using Scores = WgmmaAccumulator<B::block_n>;
   static constexpr int CONVERTERS = 2;  // warps
 
-  // The tiles of all items.
+  // Every other 64 rows of Q, and every other tile of V, of all items.
   template <class Producer>
   static __device__ __forceinline__ void convert_items(Producer& p, int part) {
     Shared& s = p.s;
@@ -4954,18 +4977,29 @@ template <class B> struct WgmmaU8 {
       mbarrier_wait(&s.q_landed[stage], p.q_ring.parity);
       const int rounds = s.item[stage].rounds;
       for (int group = part; rounds > 0 && group < s.ROW_GROUPS; group += CONVERTERS) {
-        convert<64>(s.Q[stage][group]);
+        subtract_128(s.Q[stage][group]);
       }
       pass_on(&s.q_full[stage]);
       if (rounds == 0) break;
       for (int round = 0; round < rounds; round++, p.ring.advance()) {
         const int n = p.ring.stage;
-        mbarrier_wait(part ? &t.v_landed[n] : &t.k_landed[n], p.ring.parity);
-        convert<B::block_n>(part ? t.V[n] : t.K[n]);
-        pass_on(part ? &t.v_full[n] : &t.k_full[n]);
+        mbarrier_wait(&t.v_landed[n], p.ring.parity);  // each in turn: a wait knows the parity alone
+        if (round % CONVERTERS != part) continue;
+        convert<B::block_n>(t.V[n]);
+        pass_on(&t.v_full[n]);
       }
       p.q_ring.advance();
     } while (B::use_persistent_cta);
+  }
+  // 64 rows of Q: signed bytes.
+  static __device__ __forceinline__ void subtract_128(Element* rows_s) {
+    unsigned char* const bytes = reinterpret_cast<unsigned char*>(rows_s);
+#pragma unroll 4
+    for (uint32_t i = thread_index_anew() % 32 * 16; i < 64 * ROW_BYTES<B>; i += 512) {
+      const uint4 x = ld_shared<uint4>(bytes + i);
+      constexpr uint32_t sign = 0x80808080;
+      st_shared(bytes + i, uint4{x.x ^ sign, x.y ^ sign, x.z ^ sign, x.w ^ sign});
+    }
   }
   // [ROWS][D] of fp16, in place: bytes are overwritten by those of their own row or of later ones. A lane has 16 bytes
   // of one of 8 rows, which become two chunks; neither reads nor writes collide.
@@ -5004,6 +5038,27 @@ template <class B> struct WgmmaU8 {
         }
       }
     }
+  }
+
+  // ---- scores ----
+
+  static __device__ __forceinline__ void to_floats(Scores& S) {
+#pragma unroll
+    for (float& x : S.x.d) x = float(int(bits_of(x)));
+  }
+  // Of a query, where keys count from 0: by so much all its scores are too large. 0 without LSE.
+  static __device__ __forceinline__ float score_of_key_128(const KernelArgs& a,
+                                                           const WgmmaItem& item, int q) {
+    const SdpaParams& p = a.p;
+    if (!p.LSE || q >= p.Sq) return 0;
+    const Input* const row_g = p.Q + item.b * p.q.batch + item.h * p.q.head + q * p.q.row;
+    uint32_t sums = 0;  // two of 16 bits
+#pragma unroll 4
+    for (int d = 0; d < B::head_dim; d += 4) {
+      const uint32_t word = ld_global<uint32_t>(row_g + d);
+      sums += (word & 0xff00ff) + (word >> 8 & 0xff00ff);
+    }
+    return 128.0f * (int(sums & 0xffff) + int(sums >> 16) - 128 * B::head_dim);
   }
 };
 

@@ -110,7 +110,7 @@ void bulk_wait(int groups, bool read_only);
 void note_write(const void* dst, int bytes);
 void fence_proxy_async();
 
-enum class Element { fp16, bf16, e4m3 };  // of matrices
+enum class Element { fp16, bf16, e4m3, s8_u8 };  // of matrices; s8_u8: of A and of B, sums are integers
 
 // One wgmma of a thread: d (+)= A @ B, [64][K] @ [K][n], where K elements have 32 bytes.
 struct Product {
