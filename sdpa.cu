@@ -385,7 +385,7 @@ static_assert(check<Build>(), "");
 
 // A tile of the mma.sync or the wgmma kernel with its schedule, and what an item costs an SM: item_clocks, and one more
 // for every scores_per_clock scores. Fitted to the times of whole problems on an H200 (./run_all.sh fit), to put
-// the tiles in order; not measured one by one. Of wgmma's packed tiles they are estimates.
+// the tiles in order; not measured one by one.
 enum Schedule {
   producer_warpgroup = 1,            // USE_WARP_SPECIALIZATION
   overlap = 2 | producer_warpgroup,  // which it needs
@@ -404,21 +404,27 @@ struct TunedTile {
   constexpr bool has(Schedule s) const { return (schedule & s) == s; }
 };
 constexpr TunedTile TUNED_TILES[] = {
-    {64, 64, 128, 8, 2, 2, producer_warpgroup, 4160, 7.47, 6.5},
-    {64, 32, 128, 16, 1, 4, swap_ab, 3060, 3.44, 3.35},
-    {64, 128, 64, 16, 4, 2, overlap | ping_pong, 5660, 9.15, 9.47},
-    {64, 256, 64, 16, 4, 1, overlap | persistent | ping_pong, 6610, 10.1, 8.69},
-    {64, 256, 64, 16, 3, 1, overlap | persistent | skip_masked, 4740, 8.4, 9.16},
-    {64, 16, 128, 4, 3, 1, swap_ab | packed, 5500, 1.25, 1.25},
-    {64, 32, 128, 4, 2, 1, swap_ab | packed, 5500, 2.5, 2.5},
-    {128, 64, 64, 8, 2, 2, overlap, 4320, 4.78, 4.21},
-    {128, 128, 128, 8, 2, 1, overlap | persistent | ping_pong, 5850, 6.2, 5.84},
-    {128, 192, 64, 12, 4, 1, overlap | persistent | skip_masked, 5960, 5.75, 5.8},
-    {128, 16, 64, 4, 3, 1, swap_ab | packed, 5500, 0.62, 0.62},
-    {128, 16, 64, 4, 2, 1, swap_ab | packed, 8500, 0.632, 0.632},
-    {128, 32, 64, 4, 2, 1, swap_ab | packed, 5500, 1.2, 1.2},
-    {256, 128, 64, 8, 2, 1, overlap | skip_masked, 3000, 3.6, 3.6},
-    {256, 16, 64, 4, 3, 1, swap_ab | packed, 5500, 0.31, 0.31},
+    {64, 64, 128, 8, 2, 2, producer_warpgroup, 3000, 7.13, 6.39},
+    {64, 32, 128, 16, 1, 4, swap_ab, 3270, 4.12, 3.73},
+    {64, 128, 64, 16, 4, 2, overlap | ping_pong, 5990, 8.84, 8.8},
+    {64, 256, 64, 16, 4, 1, overlap | persistent | ping_pong, 4370, 9.45, 8.02},
+    {64, 256, 64, 16, 3, 1, overlap | persistent | skip_masked, 4150, 8.47, 8.91},
+    {64, 64, 64, 4, 2, 1, overlap | persistent, 1630, 4.1, 3.91},
+    {64, 8, 128, 4, 3, 1, swap_ab | packed, 1810, 0.638, 0.605},
+    {64, 16, 128, 8, 2, 2, swap_ab | packed, 7000, 1.2, 1.15},
+    {64, 32, 128, 8, 2, 2, swap_ab | packed, 8620, 2.21, 2.12},
+    {128, 64, 64, 8, 2, 2, overlap, 3980, 4.32, 4.17},
+    {128, 128, 128, 8, 2, 1, overlap | persistent | ping_pong, 4820, 5.08, 5.5},
+    {128, 192, 64, 12, 4, 1, overlap | persistent | skip_masked, 3270, 4.6, 5.45},
+    {128, 64, 64, 4, 2, 1, overlap | persistent, 2280, 2.79, 2.71},
+    {128, 8, 128, 4, 2, 1, swap_ab | packed, 2250, 0.381, 0.363},
+    {128, 16, 64, 8, 2, 2, swap_ab | packed, 7000, 0.82, 0.6},
+    {128, 32, 64, 8, 2, 2, swap_ab | packed, 12100, 1.11, 0.935},
+    {256, 128, 64, 8, 2, 1, overlap | skip_masked, 11300, 3.73, 3.56},
+    {256, 64, 64, 4, 2, 1, overlap, 7120, 2.11, 2.24},
+    {256, 8, 64, 4, 2, 1, swap_ab | packed, 4170, 0.219, 0.231},
+    {256, 16, 64, 4, 2, 1, swap_ab | packed, 16900, 0.293, 0.343},
+    {256, 32, 64, 4, 2, 1, swap_ab | packed, 9550, 0.341, 0.365},
     {64, 32, 32, 8, 2, 4, mma_sync, 3430, 5.26, 4.54},
     {64, 64, 64, 4, 2, 2, mma_sync, 9470, 6.36, 4.24},
     {64, 128, 64, 4, 3, 1, mma_sync, 1890, 4.08, 4.33},
