@@ -4279,8 +4279,10 @@ template <class B> struct WgmmaConsumer {
   // S = Q @ K.T once more, of this warp alone, by mma.sync and with K from global memory: its tile may
   // be overwritten by now. Rare, so short rather than fast.
   __device__ __forceinline__ void multiply_qk_again(Scores& S) const {
-    if constexpr (B::is_8bit) {
-      multiply_bytes_again(*this, S);
+    if constexpr (B::is_e4m3) {
+      WgmmaE4m3<B>::multiply_qk_again(*this, S);
+    } else if constexpr (B::converts) {
+      WgmmaU8<B>::multiply_qk_again(*this, S);
     } else {
       const SdpaParams& p = a.p;
       const WgmmaItem& item = s.item[q_ring.stage];
@@ -4697,39 +4699,6 @@ template <class B> __device__ __forceinline__ void merge_slices(WgmmaConsumer<B>
   if (lane % 4 == 0 && slice < 2 && q + row < a.p.Sq) store_lse<B>(m, l, a, item, q + row);
 }
 
-// ---- 5d scores of 8 bits once more (wgmma and DTYPE = FP8_E4M3, DTYPE = U8) ----
-
-// As the consumer's multiply_qk_again(), with Q from global memory as well: 16 columns a step, in fp16, which has all
-// numbers of 8 bits. Lane q of 4 has columns 4q ... 4q + 3 of both, so that their order does not matter.
-template <class B>
-__device__ __forceinline__ void multiply_bytes_again(const WgmmaConsumer<B>& c,
-                                                     WgmmaAccumulator<B::block_n>& S) {
-  const SdpaParams& p = c.a.p;
-  const WgmmaItem& item = c.s.item[c.q_ring.stage];
-  const uint32_t tid = thread_index_anew() % 128, lane = tid % 32;
-  const int row = c.q + tid / 32 * 16 + lane / 4, last_row = p.Sq - 1;
-  const Input* const Q_g = p.Q + item.b * p.q.batch + item.h * p.q.head + lane % 4 * 4;
-  const Input* const K_g = p.K + item.b * p.k.batch + item.h_kv * p.k.head + lane % 4 * 4;
-  constexpr uint32_t k_zero = 0x64006400;  // U8: wgmma takes K as it is
-#pragma unroll
-  for (int n = 0; n < B::block_n / 8; n++) {
-    float* const x = S.x.d + 4 * n;
-    x[0] = x[1] = x[2] = x[3] = 0;
-#pragma unroll 1
-    for (int d = 0; d < B::head_dim; d += 16) {
-      uint32_t q[4], k[2];
-#pragma unroll
-      for (int i = 0; i < 2; i++) {
-        const Input* const row_g = Q_g + min(row + 8 * i, last_row) * p.q.row;
-        make_halves<B>(k, ld_global<uint32_t>(row_g + d)), q[i] = k[0], q[i + 2] = k[1];
-      }
-      const Input* const row_g = K_g + (c.k0 + lane / 4 + 8 * n) * p.k.row;
-      make_halves<B>(k, ld_global<uint32_t>(row_g + d), k_zero);
-      mma_m16n8k16<Half>(x[0], x[1], x[2], x[3], q, k[0], k[1]);
-    }
-  }
-}
-
 // ---- 5d e4m3: Q in registers, V transposed, sums in fp32 (wgmma and DTYPE = FP8_E4M3) ----
 //
 // wgmma transposes no bytes, so two of the producer warps do: V's keys come to lie in lines. It adds products in 14
@@ -4902,6 +4871,37 @@ template <class B> struct WgmmaE4m3<B, true> {
     return true;
   }
 
+  // S = Q @ K.T once more, as the consumer's own, but with Q from global memory as well.
+  template <class Consumer>
+  static __device__ __forceinline__ void multiply_qk_again(const Consumer& c, Scores& S) {
+    const SdpaParams& p = c.a.p;
+    const WgmmaItem& item = c.s.item[c.q_ring.stage];
+    const uint32_t tid = thread_index_anew() % 128, lane = tid % 32;
+    const Input* const Q_g = p.Q + item.b * p.q.batch + item.h * p.q.head;
+    const Input* const K_g = p.K + item.b * p.k.batch + item.h_kv * p.k.head;
+    const auto word = [&](const Input* tensor, int row, int64_t stride, int byte) {
+      return ld_global<uint32_t>(reinterpret_cast<const char*>(tensor + row * stride) + byte +
+                                 lane % 4 * 4);
+    };
+    const int row = c.q + tid / 32 * 16 + lane / 4, last_row = p.Sq - 1;
+#pragma unroll
+    for (int n = 0; n < B::block_n / 8; n++) {
+      float* const d = S.x.d + 4 * n;
+      d[0] = d[1] = d[2] = d[3] = 0;
+#pragma unroll 1
+      for (int byte = 0; byte < ROW_BYTES<B>; byte += STEP_BYTES) {
+        uint32_t q[4], k[2];
+#pragma unroll
+        for (int i = 0; i < 4; i++) {
+          q[i] = word(Q_g, min(row + i % 2 * 8, last_row), p.q.row, byte + i / 2 * 16);
+        }
+        for (int i = 0; i < 2; i++)
+          k[i] = word(K_g, c.k0 + lane / 4 + 8 * n, p.k.row, byte + i * 16);
+        mma_m16n8k32_e4m3(d[0], d[1], d[2], d[3], q, k[0], k[1]);
+      }
+    }
+  }
+
   // ---- O ----
 
   // After FP8_FLUSH tiles, and before the P @ V of another, what O holds is added to what is in shared memory, which has
@@ -5051,6 +5051,35 @@ template <class B> struct WgmmaU8 {
   static __device__ __forceinline__ void to_floats(Scores& S) {
 #pragma unroll
     for (float& x : S.x.d) x = float(int(bits_of(x)));
+  }
+  // S = Q @ K.T once more, as the consumer's own, but in fp16 and with Q from global memory as well. Lane q of 4 has columns
+  // 4q ... 4q + 3 of both, so that their order does not matter.
+  template <class Consumer>
+  static __device__ __forceinline__ void multiply_qk_again(const Consumer& c, Scores& S) {
+    const SdpaParams& p = c.a.p;
+    const WgmmaItem& item = c.s.item[c.q_ring.stage];
+    const uint32_t tid = thread_index_anew() % 128, lane = tid % 32;
+    const int row = c.q + tid / 32 * 16 + lane / 4, last_row = p.Sq - 1;
+    const Input* const Q_g = p.Q + item.b * p.q.batch + item.h * p.q.head + lane % 4 * 4;
+    const Input* const K_g = p.K + item.b * p.k.batch + item.h_kv * p.k.head + lane % 4 * 4;
+    constexpr uint32_t k_zero = 0x64006400;  // wgmma takes K as it is
+#pragma unroll
+    for (int n = 0; n < B::block_n / 8; n++) {
+      float* const x = S.x.d + 4 * n;
+      x[0] = x[1] = x[2] = x[3] = 0;
+#pragma unroll 1
+      for (int d = 0; d < B::head_dim; d += 16) {
+        uint32_t q[4], k[2];
+#pragma unroll
+        for (int i = 0; i < 2; i++) {
+          const Input* const row_g = Q_g + min(row + 8 * i, last_row) * p.q.row;
+          make_halves<B>(k, ld_global<uint32_t>(row_g + d)), q[i] = k[0], q[i + 2] = k[1];
+        }
+        const Input* const row_g = K_g + (c.k0 + lane / 4 + 8 * n) * p.k.row;
+        make_halves<B>(k, ld_global<uint32_t>(row_g + d), k_zero);
+        mma_m16n8k16<Half>(x[0], x[1], x[2], x[3], q, k[0], k[1]);
+      }
+    }
   }
   // Of a query, where keys count from 0: by so much all its scores are too large. 0 without LSE.
   static __device__ __forceinline__ float score_of_key_128(const KernelArgs& a,
