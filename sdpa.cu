@@ -404,22 +404,20 @@ struct TunedTile {
   constexpr bool has(Schedule s) const { return (schedule & s) == s; }
 };
 constexpr TunedTile TUNED_TILES[] = {
-    {64, 64, 128, 8, 2, 2, producer_warpgroup, 3000, 7.13, 6.39},
-    {64, 32, 128, 16, 1, 4, swap_ab, 3270, 4.12, 3.73},
-    {64, 128, 64, 16, 4, 2, overlap | ping_pong, 5990, 8.84, 8.8},
-    {64, 256, 64, 16, 4, 1, overlap | persistent | ping_pong, 4370, 9.45, 8.02},
-    {64, 256, 64, 16, 3, 1, overlap | persistent | skip_masked, 4150, 8.47, 8.91},
-    {64, 64, 64, 4, 2, 1, overlap | persistent, 1630, 4.1, 3.91},
-    {64, 8, 128, 4, 3, 1, swap_ab | packed, 1810, 0.638, 0.605},
-    {64, 16, 128, 8, 2, 2, swap_ab | packed, 7000, 1.2, 1.15},
-    {64, 32, 128, 8, 2, 2, swap_ab | packed, 8620, 2.21, 2.12},
-    {128, 64, 64, 8, 2, 2, overlap, 3980, 4.32, 4.17},
-    {128, 128, 128, 8, 2, 1, overlap | persistent | ping_pong, 4820, 5.08, 5.5},
-    {128, 192, 64, 12, 4, 1, overlap | persistent | skip_masked, 3270, 4.6, 5.45},
-    {128, 64, 64, 4, 2, 1, overlap | persistent, 2280, 2.79, 2.71},
-    {128, 8, 128, 4, 2, 1, swap_ab | packed, 2250, 0.381, 0.363},
-    {128, 16, 64, 8, 2, 2, swap_ab | packed, 7000, 0.82, 0.6},
-    {128, 32, 64, 8, 2, 2, swap_ab | packed, 12100, 1.11, 0.935},
+    {64, 64, 128, 8, 2, 2, producer_warpgroup, 2760, 6.79, 6.09},
+    {64, 32, 128, 16, 1, 4, swap_ab, 2570, 5.56, 3.58},
+    {64, 128, 64, 16, 4, 2, overlap | ping_pong, 6770, 8.33, 9.28},
+    {64, 256, 64, 16, 4, 1, overlap | persistent | ping_pong, 4700, 8.71, 7.83},
+    {64, 256, 64, 16, 3, 1, overlap | persistent | skip_masked, 7230, 8.6, 9.94},
+    {64, 64, 64, 4, 2, 1, overlap | persistent, 1490, 3.45, 3.63},
+    {64, 16, 128, 8, 2, 2, swap_ab | packed, 708, 1.41, 1.3},
+    {64, 32, 128, 8, 2, 2, swap_ab | packed, 9240, 3.07, 2.12},
+    {128, 64, 64, 8, 2, 2, overlap, 4670, 3.58, 3.7},
+    {128, 128, 128, 8, 2, 1, overlap | persistent | ping_pong, 4630, 5.04, 5.04},
+    {128, 192, 64, 12, 4, 1, overlap | persistent | skip_masked, 2640, 4.19, 5.01},
+    {128, 64, 64, 4, 2, 1, overlap | persistent, 1480, 2.42, 2.16},
+    {128, 16, 64, 8, 2, 2, swap_ab | packed, 1020, 0.612, 0.549},
+    {128, 32, 64, 8, 2, 2, swap_ab | packed, 15700, 1.47, 1.32},
     {256, 128, 64, 8, 2, 1, overlap | skip_masked, 11300, 3.73, 3.56},
     {256, 64, 64, 4, 2, 1, overlap, 7120, 2.11, 2.24},
     {256, 8, 64, 4, 2, 1, swap_ab | packed, 4170, 0.219, 0.231},
@@ -5969,6 +5967,7 @@ double tuned_clocks(const TunedTile& t, const SdpaParams& p, int sms) {
     const int seen = bounds.end(q) - bounds.begin(q);
     keys += double(seen) / samples, most_keys = std::fmax(most_keys, whole_rounds(seen));
   }
+  keys = std::fmin(keys, whole_rounds(p.Sk));
   return std::fmax(t.item_clocks + clocks_per_key * most_keys,
                    items / sms * (t.item_clocks + clocks_per_key * keys));
 }
