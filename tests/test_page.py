@@ -136,7 +136,7 @@ def make_sample(tmp_path):
     shutil.copytree(ROOT / "tests/data/results", tmp_path / "results")
     (tmp_path / "docs").mkdir()
     old = "| mma_split4 |  |  |  | by hand |\n"
-    sections = {"README.md": ["results"], "docs/LADDER.md": ["ladder", "ablation"], "docs/HOPPER.md": ["rungs", "rested", "e4m3", "accuracy"]}
+    sections = {"README.md": ["results"], "docs/LADDER.md": ["ladder", "ablation"], "docs/HOPPER.md": ["rungs", "rested", "decode", "e4m3", "accuracy"]}
     for name, parts in sections.items():
         (tmp_path / name).write_text("".join(f"before {p}\n<!-- {p}:begin -->\nold\n{old}"
                                              f"<!-- {p}:end -->\nafter {p}\n" for p in parts), encoding="utf-8")
@@ -247,7 +247,7 @@ def test_refusals(sample):
     page = sample / "docs/HOPPER.md"
     page.write_text("no markers\n", encoding="utf-8")
     before[page] = page.read_bytes()
-    refuses("no page has the markers of accuracy, e4m3, rested, rungs")
+    refuses("no page has the markers of accuracy, decode, e4m3, rested, rungs")
 
 
 # ---- commands, word for word ----

@@ -7,6 +7,7 @@ tables is written by hand and stays. --bugs: the table of injected bugs in docs/
 exit: 0, 2 bad usage or a file that cannot be read
 """
 import collections
+import math
 import re
 import sys
 from pathlib import Path
@@ -72,7 +73,8 @@ def results_section(source):
     headers = ["problem (B,Hq,Hkv,Sq,Sk,D)", "fastest line", "#µs", "#TFLOP/s", *(f"#{n}, µs" for n in names),
                "#times as fast"]
     torch = next((row["note"] for row in source.rows if peer(row) and row["note"]), "")
-    words = "One run" + (f"; the peers through {torch}" if torch else "") + ". " + provenance(source)
+    runs = len(source.values("git_sha"))
+    words = ("One run" if runs == 1 else f"{runs} runs") + (f"; the peers through {torch}" if torch else "") + ". " + provenance(source)
     chart = against(drawn, [OURS, *names], "TFLOP/s of the fastest line and of peers on each problem",
                     "TFLOP/s; right: times the best peer")
     return {"results": table(headers, rows) + "\n" + words}, {"peers.svg": standalone(chart)}
@@ -182,6 +184,24 @@ def e4m3_section(source):
     return {"e4m3": table(headers, rows) + "\n" + provenance(source, "../")}, {}
 
 
+def decode_section(source):
+    """Few query rows: the fastest line of each family and cuDNN, and the rate at which the fastest reads K and V."""
+    times = collections.defaultdict(dict)
+    for row, us in timed(source):
+        family = PEERS.get(row["config"], row["family"])
+        times[problem(row)].setdefault(family, (us, row))
+        times[problem(row)][family] = min(times[problem(row)][family], (us, row), key=lambda found: found[0])
+    rows = []
+    for what, at in times.items():
+        cells = [at.get(family, (None, None)) for family in ("wgmma", "mma", "cuDNN")]
+        us, row = min((cell for cell in cells[:2] if cell[0]), key=lambda cell: cell[0])
+        bytes_ = math.prod(int(row[name]) for name in ("B", "Hkv", "Sk", "D")) * 2 * (1 if "8" in row["dtype"] else 2)
+        rows.append([what, *(short(t) if t else None for t, _ in cells), f"{bytes_ / us / 1e6:.2f}",
+                     f"{cells[2][0] / us:.2f}x" if cells[2][0] else None])
+    headers = ["problem", "#wgmma, µs", "#mma.sync, µs", "#cuDNN, µs", "#K and V, TB/s", "#times as fast"]
+    return {"decode": table(headers, rows) + "\n" + provenance(source, "../")}, {}
+
+
 def accuracy_section(source):
     """Errors by the number of keys: a row for each contender and measure."""
     keys = source.values("Sk")
@@ -259,6 +279,7 @@ def drawn(root, named=()):
              rungs_section(found["peers"][-1]) if "peers" in found else none_yet("rungs", "tools/peers.py --suite"),
              rested_section(found["rested"][-1]) if "rested" in found else none_yet("rested", "tools/peers.py --rested"),
              e4m3_section(found["e4m3"][-1]) if "e4m3" in found else none_yet("e4m3", "tools/peers.py --e4m3"),
+             decode_section(found["decode"][-1]) if "decode" in found else none_yet("decode", "tools/peers.py LINE... --shape S..."),
              accuracy_section(found["accuracy"][-1]) if "accuracy" in found else none_yet("accuracy", "tools/accuracy.py")]
     sections, pictures = ({k: v for part in parts for k, v in part[i].items()} for i in (0, 1))
     return sections, pictures

@@ -14,6 +14,7 @@ KINDS = {
     "lines": ("", RUN, "./run_all.sh"),
     "peers": ("peers", RUN, "tools/peers.py LINE... --shape S..."),
     "e4m3": ("e4m3", (*RUN, "rel_rms"), "tools/peers.py LINE... --e4m3"),
+    "decode": ("decode", RUN, "tools/peers.py LINE... --shape S..."),
     "accuracy": ("accuracy", ("contender", "input", "D", "dtype", "Sk", "rel_rms", "mean"), "tools/accuracy.py LINE..."),
     "ablation": ("ablation", RUN, "./run_all.sh ablate LINE"),
     "rested": ("rested", RUN, "tools/peers.py --rested LINE... --shape S..."),
