@@ -42,6 +42,9 @@
 #include <cublas_v2.h>
 #endif  // USE_CUBLAS
 
+// Before a loop: it is unrolled, so that the arrays that it indexes stay in registers.
+#define SDPA_UNROLL _Pragma("unroll")
+
 #ifndef SDPA_NAMESPACE  // rename it to hold two builds in one program
 #define SDPA_NAMESPACE sdpa
 #endif
@@ -1099,20 +1102,17 @@ template <int N> __device__ __forceinline__ void wgmma_wait_group() {
 }
 // Keeps the compiler from moving uses of these registers across this point.
 template <int N> __device__ __forceinline__ void hold(float (&d)[N]) {
-#pragma unroll
-  for (int i = 0; i < N; i++) asm volatile("" : "+f"(d[i])::"memory");
+  SDPA_UNROLL for (int i = 0; i < N; i++) asm volatile("" : "+f"(d[i])::"memory");
 }
 template <int N> __device__ __forceinline__ void hold(uint32_t (&r)[N]) {
-#pragma unroll
-  for (int i = 0; i < N; i++) asm volatile("" : "+r"(r[i])::"memory");
+  SDPA_UNROLL for (int i = 0; i < N; i++) asm volatile("" : "+r"(r[i])::"memory");
 }
 __device__ __forceinline__ void hold(const CUtensorMap*& map) {
   asm volatile("" : "+l"(map)::"memory");
 }
 // The same for registers whose values nobody wants any more: until they are written they are free.
 template <int N> __device__ __forceinline__ void forget(float (&d)[N]) {
-#pragma unroll
-  for (int i = 0; i < N; i++) asm volatile("" : "=f"(d[i])::"memory");
+  SDPA_UNROLL for (int i = 0; i < N; i++) asm volatile("" : "=f"(d[i])::"memory");
 }
 
 // A 16-bit matrix in shared memory with the 128-byte swizzle: bits 4-6 of an address are XORed with
@@ -1323,8 +1323,7 @@ __device__ __forceinline__ uint4 halves_of_bytes(uint32_t low, uint32_t high) {
 template <class B>
 __device__ __forceinline__ void make_halves(uint32_t (&pairs)[2], uint32_t bytes,
                                             uint32_t zero = halves_of_1152) {
-#pragma unroll
-  for (int n = 0; n < 2; n++) {
+  SDPA_UNROLL for (int n = 0; n < 2; n++) {
     if constexpr (B::is_e4m3) {
       pairs[n] = cvt_rn_f16x2_e4m3x2(bytes >> 16 * n);
     } else {
@@ -1411,8 +1410,7 @@ template <class B> struct TileCopy {
 #pragma unroll unrolled
     for (int r = 0; r < ROWS; r += row_step, src += row_step * row_stride) {
       if ((ROWS % row_step != 0 && row + r >= ROWS) || row >= row_step) break;
-#pragma unroll
-      for (int c = 0; c < B::head_dim; c += col_step) {
+      SDPA_UNROLL for (int c = 0; c < B::head_dim; c += col_step) {
         if (B::head_dim % col_step != 0 && col + c >= B::head_dim) break;
         move(row + r, col + c, src + c, r < rows);
       }
@@ -1438,8 +1436,7 @@ template <class B> struct TileCopy {
                                                       const Vector& vector) {
     uint32_t words[sizeof vector / 4];
     memcpy(words, &vector, sizeof vector);
-#pragma unroll
-    for (int i = 0; i < B::vec_width / 4; i += 2) {
+    SDPA_UNROLL for (int i = 0; i < B::vec_width / 4; i += 2) {
       const uint4 chunk = halves_of_bytes(words[i], words[i + 1]);
       st_shared(dst_s + tile_offset<B>(row, column + 4 * i), chunk);
     }
@@ -1510,8 +1507,8 @@ template <class B, Hazard H> __device__ __forceinline__ void sync_for() {
   if constexpr (needs_cta_barrier<B>(H) && B::group_threads == 32) {
     __syncwarp();
   } else if constexpr (needs_cta_barrier<B>(H) && B::split_kv > 1) {
-#pragma unroll
-    for (int group = 0; group < B::split_kv; group++) {  // barriers have numbers, not variables
+    // barriers have numbers, not variables
+    SDPA_UNROLL for (int group = 0; group < B::split_kv; group++) {
       if (threadIdx.x / B::group_threads == group) barrier_sync(1 + group, B::group_threads);
     }
   } else if constexpr (needs_cta_barrier<B>(H)) {
@@ -1527,20 +1524,16 @@ template <class B, Hazard H> __device__ __forceinline__ void sync_for() {
 // share the same rows. Mask, softmax and epilogue are written on views alone.
 
 template <class View> __device__ __forceinline__ void clear(View& T) {
-#pragma unroll
-  for (int i = 0; i < View::ROWS; i++) {
-#pragma unroll
-    for (int j = 0; j < View::COLS; j++) T.x[i][j] = 0;
+  SDPA_UNROLL for (int i = 0; i < View::ROWS; i++) {
+    SDPA_UNROLL for (int j = 0; j < View::COLS; j++) T.x[i][j] = 0;
   }
 }
 
 // T = T * factor, by rows.   factor [ROWS]
 template <class View>
 __device__ __forceinline__ void scale_rows(View& T, const float (&factor)[View::ROWS]) {
-#pragma unroll
-  for (int i = 0; i < View::ROWS; i++) {
-#pragma unroll
-    for (int j = 0; j < View::COLS; j++) T.x[i][j] *= factor[i];
+  SDPA_UNROLL for (int i = 0; i < View::ROWS; i++) {
+    SDPA_UNROLL for (int j = 0; j < View::COLS; j++) T.x[i][j] *= factor[i];
   }
 }
 
@@ -1565,11 +1558,9 @@ template <class B, class View>
 __device__ __forceinline__ void mask_scores(View& S, const KernelArgs& a, int q0, int k0) {
   const KeyBounds& keys = a.keys;
   const auto mask = [&](const auto& hidden) {
-#pragma unroll
-    for (int i = 0; i < View::ROWS; i++) {
+    SDPA_UNROLL for (int i = 0; i < View::ROWS; i++) {
       const int q = query_of<B>(a, q0, S.row(i));
-#pragma unroll
-      for (int j = 0; j < View::COLS; j++) {
+      SDPA_UNROLL for (int j = 0; j < View::COLS; j++) {
         if (hidden(S.col(j), q)) S.x[i][j] = -INFINITY;
       }
     }
@@ -1621,13 +1612,10 @@ __device__ __forceinline__ float finite_max(float m) { return m == -INFINITY ? 0
 template <class B, class View, int COLS = View::COLS>
 __device__ __forceinline__ void softmax_max(const View& S, float scale_log2, float (&m)[View::ROWS],
                                             float (&alpha)[View::ROWS]) {
-#pragma unroll
-  for (int i = 0; i < View::ROWS; i++) {
+  SDPA_UNROLL for (int i = 0; i < View::ROWS; i++) {
     float m_new = m[i];
-#pragma unroll
-    for (int j = 0; j < COLS; j++) m_new = fmaxf(m_new, S.x[i][j]);
-#pragma unroll
-    for (int lane = 1; lane < View::LANES; lane *= 2) {
+    SDPA_UNROLL for (int j = 0; j < COLS; j++) m_new = fmaxf(m_new, S.x[i][j]);
+    SDPA_UNROLL for (int lane = 1; lane < View::LANES; lane *= 2) {
       m_new = fmaxf(m_new, __shfl_xor_sync(0xffffffffu, m_new, lane));
     }
     alpha[i] = softmax_exp2<B>((m[i] - finite_max(m_new)) * scale_log2);
@@ -1647,15 +1635,13 @@ __device__ __forceinline__ bool softmax_shift(View& S, float scale_log2,
                                               const float (&m)[View::ROWS],
                                               float (&m_log2)[View::ROWS]) {
   bool may_be_kept = true;
-#pragma unroll
-  for (int i = 0; i < View::ROWS; i++) {
+  SDPA_UNROLL for (int i = 0; i < View::ROWS; i++) {
     const float shift = finite_max(m[i]);
     m_log2[i] = shift * scale_log2 - p_log2<B>;
     if (m[i] == -INFINITY) may_be_kept = false;
     if (fabsf(m_log2[i]) <= shift_limit) continue;
     may_be_kept = false, m_log2[i] = 0 - p_log2<B>;
-#pragma unroll
-    for (int j = 0; j < View::COLS; j++) S.x[i][j] -= shift;
+    SDPA_UNROLL for (int j = 0; j < View::COLS; j++) S.x[i][j] -= shift;
   }
   return may_be_kept;
 }
@@ -1665,10 +1651,8 @@ template <class B, class View>
 __device__ __forceinline__ void softmax_exp(View& S, int first, int last, float scale_log2,
                                             const float (&m_log2)[View::ROWS],
                                             float (&sum)[View::ROWS]) {
-#pragma unroll
-  for (int i = 0; i < View::ROWS; i++) {
-#pragma unroll
-    for (int j = first; j < last; j++) {
+  SDPA_UNROLL for (int i = 0; i < View::ROWS; i++) {
+    SDPA_UNROLL for (int j = first; j < last; j++) {
       S.x[i][j] = softmax_exp2<B>(fmaf(S.x[i][j], scale_log2, -m_log2[i]));
       sum[i] += S.x[i][j];
     }
@@ -1684,8 +1668,7 @@ __device__ __forceinline__ bool softmax_sum(View& S, float scale_log2, const flo
   float m_log2[View::ROWS], sum[View::ROWS] = {};
   const bool may_be_kept = softmax_shift<B>(S, scale_log2, m, m_log2);
   softmax_exp<B>(S, 0, View::COLS, scale_log2, m_log2, sum);
-#pragma unroll
-  for (int i = 0; i < View::ROWS; i++) l[i] = fmaf(l[i], alpha[i], sum[i]);
+  SDPA_UNROLL for (int i = 0; i < View::ROWS; i++) l[i] = fmaf(l[i], alpha[i], sum[i]);
   return may_be_kept;
 }
 
@@ -1699,8 +1682,9 @@ template <class B, int ROWS> struct StaleSoftmax {
 
   __device__ __forceinline__ StaleSoftmax(const float (&m)[ROWS], float scale_log2_)
       : scale_log2(scale_log2_) {
-#pragma unroll
-    for (int i = 0; i < ROWS; i++) m_log2[i] = m[i] * scale_log2 - p_log2<B>, sum[i] = 0;
+    SDPA_UNROLL for (int i = 0; i < ROWS; i++) {
+      m_log2[i] = m[i] * scale_log2 - p_log2<B>, sum[i] = 0;
+    }
   }
   // P in the place of the columns [first, last) of S.
   template <class View> __device__ __forceinline__ void exp(View& S, int first, int last) {
@@ -1709,19 +1693,18 @@ template <class B, int ROWS> struct StaleSoftmax {
   // l += the sums, if none of the warp's is over the limit (or NaN); else P will not do.
   __device__ __forceinline__ bool add_to(float (&l)[ROWS]) const {
     float all = 0;
-#pragma unroll
-    for (int i = 0; i < ROWS; i++) all += sum[i];
+    SDPA_UNROLL for (int i = 0; i < ROWS; i++) all += sum[i];
     if (!__all_sync(0xffffffffu, all <= lazy_limit<B>)) return false;
-#pragma unroll
-    for (int i = 0; i < ROWS; i++) l[i] += sum[i];
+    SDPA_UNROLL for (int i = 0; i < ROWS; i++) l[i] += sum[i];
     return true;
   }
 };
 
 // The sum of x over the LANES lanes that share a row, in a fixed order.
 template <int LANES> __device__ __forceinline__ float row_sum(float x) {
-#pragma unroll
-  for (int lane = 1; lane < LANES; lane *= 2) x += __shfl_xor_sync(0xffffffffu, x, lane);
+  SDPA_UNROLL for (int lane = 1; lane < LANES; lane *= 2) {
+    x += __shfl_xor_sync(0xffffffffu, x, lane);
+  }
   return x;
 }
 
@@ -1768,10 +1751,8 @@ template <class B, int N>
 __device__ __forceinline__ void merge_weights(const float2 (&m_l)[N], float scale_log2,
                                               float (&weight)[N], float& m, float& l) {
   m = m_l[0].x, l = 0;
-#pragma unroll
-  for (int n = 1; n < N; n++) m = fmaxf(m, m_l[n].x);
-#pragma unroll
-  for (int n = 0; n < N; n++) {
+  SDPA_UNROLL for (int n = 1; n < N; n++) m = fmaxf(m, m_l[n].x);
+  SDPA_UNROLL for (int n = 0; n < N; n++) {
     weight[n] = softmax_exp2<B>((m_l[n].x - finite_max(m)) * scale_log2);
     l = fmaf(m_l[n].y, weight[n], l);
   }
@@ -1792,22 +1773,21 @@ __device__ __forceinline__ void carry_sums(View& O, float (&m)[View::ROWS], floa
   constexpr int threads = B::num_warps * 32;
   unsigned char* const slots = static_cast<unsigned char*>(a.p.workspace) + slot_offset;
   float* const slot = reinterpret_cast<float*>(slots + blockIdx.x * slot_bytes<B>) + thread;
-#pragma unroll
-  for (int i = 0; i < View::ROWS; i++) {
+  SDPA_UNROLL for (int i = 0; i < View::ROWS; i++) {
     float* const x = slot + i * (View::COLS + 2) * threads;
     if (!first) {
       const float2 m_l[2] = {{ld_global<float>(x), ld_global<float>(x + threads)}, {m[i], l[i]}};
       float weight[2];
       merge_weights<B>(m_l, scale_log2, weight, m[i], l[i]);
-#pragma unroll
-      for (int j = 0; j < View::COLS; j++) {
+      SDPA_UNROLL for (int j = 0; j < View::COLS; j++) {
         O.x[i][j] = fmaf(ld_global<float>(x + (j + 2) * threads), weight[0], O.x[i][j] * weight[1]);
       }
     }
     if (first && last) continue;
     st_global(x, last ? 0 : m[i]), st_global(x + threads, last ? 0 : l[i]);
-#pragma unroll
-    for (int j = 0; j < View::COLS; j++) st_global(x + (j + 2) * threads, last ? 0 : O.x[i][j]);
+    SDPA_UNROLL for (int j = 0; j < View::COLS; j++) {
+      st_global(x + (j + 2) * threads, last ? 0 : O.x[i][j]);
+    }
   }
 }
 
@@ -1850,16 +1830,13 @@ __device__ __forceinline__ void store_output(const View& O, const float (&m)[Vie
   using Vector = typename VectorType<width * sizeof(Output)>::type;
   const SdpaParams& p = a.p;
   Output* const O_g = p.O + item.b * p.o.batch + item.h * p.o.head;
-#pragma unroll
-  for (int i = 0; i < View::ROWS; i++) {
+  SDPA_UNROLL for (int i = 0; i < View::ROWS; i++) {
     const int q = item.q0 + O.row(i);
     if (q >= p.Sq) continue;
     const float inverse = rcp_approx_ftz(l[i]) * item_v_descale<B>(a, item);
-#pragma unroll
-    for (int j = 0; j < View::COLS; j += width) {
+    SDPA_UNROLL for (int j = 0; j < View::COLS; j += width) {
       Output e[width];
-#pragma unroll
-      for (int n = 0; n < width; n++) {
+      SDPA_UNROLL for (int n = 0; n < width; n++) {
         e[n] = rounded<Output>(l[i] == 0.0f ? 0 : O.x[i][j + n] * inverse);
       }
       Vector x;
@@ -1921,11 +1898,11 @@ __device__ __forceinline__ void merge_groups(const Partial (&partial_s)[B::split
   for_each_part<B>(scale_log2.a, thread, [&](int row, RowPart& O) {
     float m[1], l[1], weight[B::split_kv];
     float2 m_l[B::split_kv];
-#pragma unroll
-    for (int n = 0; n < B::split_kv; n++) m_l[n] = ld_shared<float2>(&partial_s[n].m_l[row]);
+    SDPA_UNROLL for (int n = 0; n < B::split_kv; n++) {
+      m_l[n] = ld_shared<float2>(&partial_s[n].m_l[row]);
+    }
     merge_weights<B>(m_l, scale_log2, weight, m[0], l[0]);
-#pragma unroll
-    for (int n = 0; n < B::split_kv; n++) {
+    SDPA_UNROLL for (int n = 0; n < B::split_kv; n++) {
       add(O, ld_shared<float4>(&partial_s[n].O[row][O.first_col]), weight[n]);
     }
     put(row, O, m, l);
@@ -1945,18 +1922,15 @@ __device__ __forceinline__ void merge_ranges(const RangePartial<B>* parts, const
       float2 m_l[1 + many] = {{m[0], l[0]}};
       float4 x[many];
       float weight[1 + many];
-#pragma unroll
-      for (int n = 0; n < many; n++) {
+      SDPA_UNROLL for (int n = 0; n < many; n++) {
         const RangePartial<B>& part = parts[min(first + n, ranges - 1)];
         m_l[1 + n] = ld_global_cg<float2>(&part.m_l[row]);
         x[n] = ld_global_cg<float4>(&part.O[row][O.first_col]);
         if (first + n >= ranges) m_l[1 + n] = {-INFINITY, 0}, x[n] = {};
       }
       merge_weights<B>(m_l, scale_log2, weight, m[0], l[0]);
-#pragma unroll
-      for (int j = 0; j < 4; j++) O.x[0][j] *= weight[0];
-#pragma unroll
-      for (int n = 0; n < many; n++) add(O, x[n], weight[1 + n]);
+      SDPA_UNROLL for (int j = 0; j < 4; j++) O.x[0][j] *= weight[0];
+      SDPA_UNROLL for (int n = 0; n < many; n++) add(O, x[n], weight[1 + n]);
     }
     store_output<B>(O, m, l, a, row_item<B>(a, item, row));
   });
@@ -2196,8 +2170,7 @@ __device__ __forceinline__ void load_run(float (&x)[RUN_READ], const Element* sr
   const auto run = ld_shared<VectorType<RUN_READ * sizeof(Element)>::type>(src_s);
   Element e[RUN_READ];
   memcpy(e, &run, sizeof run);
-#pragma unroll
-  for (int i = 0; i < RUN_READ; i++) x[i] = to_float(e[i]);
+  SDPA_UNROLL for (int i = 0; i < RUN_READ; i++) x[i] = to_float(e[i]);
 }
 
 // The scalar family's lanes: 4 along the rows, 8 along the columns.
@@ -2225,10 +2198,8 @@ template <class B> struct ScalarOutput {
 
 template <class T, class View>
 __device__ __forceinline__ void store_scores(T* P_s, int stride, const View& S) {
-#pragma unroll
-  for (int i = 0; i < View::ROWS; i++) {
-#pragma unroll
-    for (int j = 0; j < View::COLS; j++) {
+  SDPA_UNROLL for (int i = 0; i < View::ROWS; i++) {
+    SDPA_UNROLL for (int j = 0; j < View::COLS; j++) {
       st_shared(P_s + S.row(i) * stride + S.col(j), static_cast<T>(S.x[i][j]));
     }
   }
@@ -2236,10 +2207,8 @@ __device__ __forceinline__ void store_scores(T* P_s, int stride, const View& S) 
 
 template <class T, class View>
 __device__ __forceinline__ void load_scores(View& S, const T* P_s, int stride) {
-#pragma unroll
-  for (int i = 0; i < View::ROWS; i++) {
-#pragma unroll
-    for (int j = 0; j < View::COLS; j++) {
+  SDPA_UNROLL for (int i = 0; i < View::ROWS; i++) {
+    SDPA_UNROLL for (int j = 0; j < View::COLS; j++) {
       S.x[i][j] = static_cast<float>(ld_shared<T>(P_s + S.row(i) * stride + S.col(j)));
     }
   }
@@ -2269,21 +2238,16 @@ __device__ __forceinline__ void scalar_pv(ScalarOutput<B>& O,
 #pragma unroll 2
   for (int k = 0; k < B::block_n; k += KEYS) {
     float p[View::ROWS][KEYS];
-#pragma unroll
-    for (int i = 0; i < View::ROWS; i++) {
+    SDPA_UNROLL for (int i = 0; i < View::ROWS; i++) {
       const float4 x = ld_shared<float4>(P_s + O.row(i) * ScalarShared<B>::P_STRIDE + k);
       p[i][0] = x.x, p[i][1] = x.y, p[i][2] = x.z, p[i][3] = x.w;
     }
-#pragma unroll
-    for (int n = 0; n < KEYS; n++) {
-#pragma unroll
-      for (int j = 0; j < View::COLS; j += RUN_READ) {
+    SDPA_UNROLL for (int n = 0; n < KEYS; n++) {
+      SDPA_UNROLL for (int j = 0; j < View::COLS; j += RUN_READ) {
         float v[RUN_READ];
         load_run(v, V_s + tile_offset<B>(k + n, O.col(j)));
-#pragma unroll
-        for (int e = 0; e < RUN_READ; e++) {
-#pragma unroll
-          for (int i = 0; i < View::ROWS; i++) {
+        SDPA_UNROLL for (int e = 0; e < RUN_READ; e++) {
+          SDPA_UNROLL for (int i = 0; i < View::ROWS; i++) {
             O.x[i][j + e] = fmaf(p[i][n], v[e], O.x[i][j + e]);
           }
         }
@@ -2299,8 +2263,7 @@ template <class B, class Shared> struct WarpSoftmax {
   float m[ROWS], l[ROWS];
 
   __device__ void start(Shared&, const ScalarScores<B>&) {
-#pragma unroll
-    for (int i = 0; i < ROWS; i++) m[i] = -INFINITY, l[i] = 0;
+    SDPA_UNROLL for (int i = 0; i < ROWS; i++) m[i] = -INFINITY, l[i] = 0;
   }
   // S -> P in shared memory, and alpha where it is wanted there; alpha of this thread's rows.
   __device__ void step(Shared& s, ScalarScores<B>& S, float scale_log2, float (&alpha)[ROWS]) {
@@ -2313,8 +2276,7 @@ template <class B, class Shared> struct WarpSoftmax {
   // The final m and l of this thread's rows.
   __device__ void finish(Shared&, const ScalarScores<B>&, float (&m_out)[ROWS],
                          float (&l_out)[ROWS]) {
-#pragma unroll
-    for (int i = 0; i < ROWS; i++) m_out[i] = m[i], l_out[i] = row_sum<COL_LANES>(l[i]);
+    SDPA_UNROLL for (int i = 0; i < ROWS; i++) m_out[i] = m[i], l_out[i] = row_sum<COL_LANES>(l[i]);
   }
 };
 
@@ -2333,8 +2295,7 @@ template <class B, class Shared> struct CtaSoftmax {
   }
   __device__ void start(Shared& s, const ScalarScores<B>&) {
     const ScalarScores<B> S = dealt_rows();
-#pragma unroll
-    for (int i = 0; i < ROWS; i++) {
+    SDPA_UNROLL for (int i = 0; i < ROWS; i++) {
       if (S.first_col == 0) s.m[S.row(i)] = -INFINITY, s.l[S.row(i)] = 0;
     }
     __syncthreads();  // hazard: m and l read by other warps in finish() if there is no tile
@@ -2347,37 +2308,33 @@ template <class B, class Shared> struct CtaSoftmax {
     ScalarScores<B> S = dealt_rows();
     load_scores(S, s.P, s.P_STRIDE);
     float m[ROWS], l[ROWS], alpha[ROWS];
-#pragma unroll
-    for (int i = 0; i < ROWS; i++) m[i] = s.m[S.row(i)];
+    SDPA_UNROLL for (int i = 0; i < ROWS; i++) m[i] = s.m[S.row(i)];
     __syncwarp();  // hazard: m still being read by the row's other lanes
     softmax_max<B>(S, scale_log2, m, alpha);
-#pragma unroll
-    for (int i = 0; i < ROWS; i++) {
+    SDPA_UNROLL for (int i = 0; i < ROWS; i++) {
       if (S.first_col == 0) s.m[S.row(i)] = m[i], s.alpha[S.row(i)] = alpha[i];
     }
     sync_for<B, Hazard::max_written>();
 
-#pragma unroll
-    for (int i = 0; i < ROWS; i++) {
+    SDPA_UNROLL for (int i = 0; i < ROWS; i++) {
       m[i] = s.m[S.row(i)], alpha[i] = s.alpha[S.row(i)];
       l[i] = S.first_col == 0 ? s.l[S.row(i)] : 0.0f;
     }
     softmax_sum<B>(S, scale_log2, m, alpha, l);
     s.store_probabilities(S);
-#pragma unroll
-    for (int i = 0; i < ROWS; i++) {
+    SDPA_UNROLL for (int i = 0; i < ROWS; i++) {
       l[i] = row_sum<COL_LANES>(l[i]);
       if (S.first_col == 0) s.l[S.row(i)] = l[i];
     }
     sync_for<B, Hazard::sum_written>();
 
-#pragma unroll
-    for (int i = 0; i < ROWS; i++) alpha_own[i] = s.alpha[own.row(i)];
+    SDPA_UNROLL for (int i = 0; i < ROWS; i++) alpha_own[i] = s.alpha[own.row(i)];
   }
   __device__ void finish(Shared& s, const ScalarScores<B>& own, float (&m_out)[ROWS],
                          float (&l_out)[ROWS]) {
-#pragma unroll
-    for (int i = 0; i < ROWS; i++) m_out[i] = s.m[own.row(i)], l_out[i] = s.l[own.row(i)];
+    SDPA_UNROLL for (int i = 0; i < ROWS; i++) {
+      m_out[i] = s.m[own.row(i)], l_out[i] = s.l[own.row(i)];
+    }
   }
 };
 
@@ -2549,16 +2506,14 @@ __device__ __forceinline__ void scalar_qk(ScalarScores<B>& S, const Element* Q_s
 #pragma unroll 2
   for (int d = 0; d < B::head_dim; d += RUN_READ) {
     float q[View::ROWS][RUN_READ];
-#pragma unroll
-    for (int i = 0; i < View::ROWS; i++) load_run(q[i], Q_s + tile_offset<B>(S.row(i), d));
-#pragma unroll
-    for (int j = 0; j < View::COLS; j++) {
+    SDPA_UNROLL for (int i = 0; i < View::ROWS; i++) {
+      load_run(q[i], Q_s + tile_offset<B>(S.row(i), d));
+    }
+    SDPA_UNROLL for (int j = 0; j < View::COLS; j++) {
       float k[RUN_READ];
       load_run(k, K_s + tile_offset<B>(S.col(j), d));
-#pragma unroll
-      for (int e = 0; e < RUN_READ; e++) {
-#pragma unroll
-        for (int i = 0; i < View::ROWS; i++) S.x[i][j] = fmaf(q[i][e], k[e], S.x[i][j]);
+      SDPA_UNROLL for (int e = 0; e < RUN_READ; e++) {
+        SDPA_UNROLL for (int i = 0; i < View::ROWS; i++) S.x[i][j] = fmaf(q[i][e], k[e], S.x[i][j]);
       }
     }
   }
@@ -2636,8 +2591,7 @@ template <class B> struct WmmaShared : ScalarShared<B> {
   // WmmaOutput's rows are not those of the scores' lanes.
   __device__ void store_alpha(const ScalarScores<B>& S,
                               const float (&row_alpha)[ScalarScores<B>::ROWS]) {
-#pragma unroll
-    for (int i = 0; i < S.ROWS; i++) {
+    SDPA_UNROLL for (int i = 0; i < S.ROWS; i++) {
       if (S.first_col == 0) this->alpha[S.row(i)] = row_alpha[i];
     }
   }
@@ -2681,12 +2635,10 @@ template <class B>
 __device__ __forceinline__ void wmma_qk(
     WmmaScore<B>* S_s, const Operand<wmma::matrix_a, wmma::row_major> (&Q)[B::head_dim / 16],
     const Element* K_s) {
-#pragma unroll
-  for (int n = 0; n < B::block_n; n += 16) {
+  SDPA_UNROLL for (int n = 0; n < B::block_n; n += 16) {
     AccumulatorOf<WmmaScore<B>> S;
     wmma::fill_fragment(S, WmmaScore<B>(0.0f));
-#pragma unroll
-    for (int d = 0; d < B::head_dim; d += 16) {
+    SDPA_UNROLL for (int d = 0; d < B::head_dim; d += 16) {
       Operand<wmma::matrix_b, wmma::col_major> K;
       wmma::load_matrix_sync(K, K_s + tile_offset<B>(n, d), TILE_STRIDE<B>);
       wmma::mma_sync(S, Q[d / 16], K, S);
@@ -2709,34 +2661,29 @@ template <class B> struct WmmaOutput {
     __syncwarp();  // hazard: row numbers written by the other lanes
     Accumulator rows;
     wmma::load_matrix_sync(rows, scratch_s, ScalarShared<B>::P_STRIDE, wmma::mem_row_major);
-#pragma unroll
-    for (int e = 0; e < rows.num_elements; e++) row[e] = int(rows.x[e]);
+    SDPA_UNROLL for (int e = 0; e < rows.num_elements; e++) row[e] = int(rows.x[e]);
     __syncwarp();  // hazard: scratch_s read by the other lanes
-#pragma unroll
-    for (int n = 0; n < B::head_dim / 16; n++) wmma::fill_fragment(x[n], 0.0f);
+    SDPA_UNROLL for (int n = 0; n < B::head_dim / 16; n++) wmma::fill_fragment(x[n], 0.0f);
   }
 
   // O = O * alpha + P @ V   [16][D]; alpha_s [16], P_s [16][P16_STRIDE]
   __device__ __forceinline__ void multiply(const float* alpha_s, const Element* P_s,
                                            const Element* V_s) {
     float alpha[Accumulator::num_elements];
-#pragma unroll
-    for (int e = 0; e < Accumulator::num_elements; e++)
+    SDPA_UNROLL for (int e = 0; e < Accumulator::num_elements; e++) {
       alpha[e] = ld_shared<float>(alpha_s + row[e]);
-#pragma unroll
-    for (int n = 0; n < B::head_dim / 16; n++) {
-#pragma unroll
-      for (int e = 0; e < Accumulator::num_elements; e++) x[n].x[e] *= alpha[e];
+    }
+    SDPA_UNROLL for (int n = 0; n < B::head_dim / 16; n++) {
+      SDPA_UNROLL for (int e = 0; e < Accumulator::num_elements; e++) x[n].x[e] *= alpha[e];
     }
     if constexpr (B::pv_in_fp16) {
       AccumulatorOf<__half> of_tile[B::head_dim / 16];
-#pragma unroll
-      for (auto& part : of_tile) wmma::fill_fragment(part, __half(0.0f));
+      SDPA_UNROLL for (auto& part : of_tile) wmma::fill_fragment(part, __half(0.0f));
       add_products(of_tile, P_s, V_s);
-#pragma unroll
-      for (int n = 0; n < B::head_dim / 16; n++) {
-#pragma unroll
-        for (int e = 0; e < Accumulator::num_elements; e++) x[n].x[e] += float(of_tile[n].x[e]);
+      SDPA_UNROLL for (int n = 0; n < B::head_dim / 16; n++) {
+        SDPA_UNROLL for (int e = 0; e < Accumulator::num_elements; e++) {
+          x[n].x[e] += float(of_tile[n].x[e]);
+        }
       }
     } else {
       add_products(x, P_s, V_s);
@@ -2746,12 +2693,10 @@ template <class B> struct WmmaOutput {
   template <class Sums>
   static __device__ __forceinline__ void add_products(Sums& sums, const Element* P_s,
                                                       const Element* V_s) {
-#pragma unroll
-    for (int k = 0; k < B::block_n; k += 16) {
+    SDPA_UNROLL for (int k = 0; k < B::block_n; k += 16) {
       Operand<wmma::matrix_a, wmma::row_major> P;
       wmma::load_matrix_sync(P, P_s + k, WmmaShared<B>::P16_STRIDE);
-#pragma unroll
-      for (int d = 0; d < B::head_dim; d += 16) {
+      SDPA_UNROLL for (int d = 0; d < B::head_dim; d += 16) {
         Operand<wmma::matrix_b, wmma::row_major> V;
         wmma::load_matrix_sync(V, V_s + tile_offset<B>(k, d), TILE_STRIDE<B>);
         wmma::mma_sync(sums[d / 16], P, V, sums[d / 16]);
@@ -2762,20 +2707,16 @@ template <class B> struct WmmaOutput {
   // O as a view, BLOCK_N columns at a time through scratch_s [16][P_STRIDE], of this warp alone, whose
   // row 0 is the view's row first_row.
   __device__ void finish(ScalarOutput<B>& O, float* scratch_s, int first_row) const {
-#pragma unroll
-    for (int begin = 0; begin < B::head_dim; begin += B::block_n) {
+    SDPA_UNROLL for (int begin = 0; begin < B::head_dim; begin += B::block_n) {
       constexpr int stride = ScalarShared<B>::P_STRIDE;
       const int end = begin + B::block_n < B::head_dim ? begin + B::block_n : B::head_dim;
       __syncwarp();  // hazard: scratch_s still being read by the other lanes
-#pragma unroll
-      for (int d = begin; d < end; d += 16) {
+      SDPA_UNROLL for (int d = begin; d < end; d += 16) {
         wmma::store_matrix_sync(scratch_s + d - begin, x[d / 16], stride, wmma::mem_row_major);
       }
       __syncwarp();  // hazard: scratch_s written by the other lanes
-#pragma unroll
-      for (int i = 0; i < O.ROWS; i++) {
-#pragma unroll
-        for (int j = 0; j < O.COLS; j++) {
+      SDPA_UNROLL for (int i = 0; i < O.ROWS; i++) {
+        SDPA_UNROLL for (int j = 0; j < O.COLS; j++) {
           if (O.col(j) < begin || O.col(j) >= end) continue;
           O.x[i][j] =
               ld_shared<float>(scratch_s + (O.row(i) - first_row) * stride + O.col(j) - begin);
@@ -2811,8 +2752,7 @@ __device__ __forceinline__ void wmma_consume(WmmaShared<B>& s, const KernelArgs&
   VectorCopy<B::use_cp_async>::template wait<0>();
   __syncwarp();  // hazard: Q copied by the other lanes
   Operand<wmma::matrix_a, wmma::row_major> Q[B::head_dim / 16];
-#pragma unroll
-  for (int d = 0; d < B::head_dim; d += 16) {
+  SDPA_UNROLL for (int d = 0; d < B::head_dim; d += 16) {
     wmma::load_matrix_sync(Q[d / 16], Q_s + d, TILE_STRIDE<B>);
   }
 
@@ -2912,10 +2852,8 @@ template <class B, int WIDTH> struct MmaHalves {
   uint32_t x[ROWS][COLS];
 
   __device__ __forceinline__ void add_to(MmaAccumulator<B, WIDTH>& T) const {
-#pragma unroll
-    for (int i = 0; i < ROWS; i++) {
-#pragma unroll
-      for (int j = 0; j < COLS; j++) {
+    SDPA_UNROLL for (int i = 0; i < ROWS; i++) {
+      SDPA_UNROLL for (int j = 0; j < COLS; j++) {
         __half pair[2];
         memcpy(pair, &x[i][j], sizeof pair);
         T.x[i][2 * j] += float(pair[0]), T.x[i][2 * j + 1] += float(pair[1]);
@@ -2986,8 +2924,7 @@ __device__ __forceinline__ void mma(float& d0, float& d1, float& d2, float& d3,
                                     const uint32_t (&a)[A_REGISTERS<B>], uint32_t b0, uint32_t b1) {
   if constexpr (B::converts_operands) {
     const uint32_t b[2] = {b0, b1};
-#pragma unroll
-    for (int n = 0; n < 2; n++) {
+    SDPA_UNROLL for (int n = 0; n < 2; n++) {
       uint32_t pairs[2], part[4];
       make_halves<B>(pairs, b[n]), memcpy(part, a + 4 * n, sizeof part);
       mma_m16n8k16<Half>(d0, d1, d2, d3, part, pairs[0], pairs[1]);
@@ -3011,14 +2948,12 @@ template <class B> struct MmaQueries {
   SharedAddress at;  // of this lane's row in the first 16 rows and MMA_K columns
 
   __device__ void read(uint32_t (&a)[M_TILES][REGISTERS], int step) const {
-#pragma unroll
-    for (int m = 0; m < M_TILES; m++) {
+    SDPA_UNROLL for (int m = 0; m < M_TILES; m++) {
       const SharedAddress from = tile_step<B>(at, 16 * m, MMA_K * step);
       if constexpr (B::converts_operands) {
         uint32_t bytes[4], pairs[2];
         ldmatrix_x4<false>(bytes, from);
-#pragma unroll
-        for (int i = 0; i < 4; i++) {  // rows g and g + 8 of 16 k, then of the next
+        SDPA_UNROLL for (int i = 0; i < 4; i++) {  // rows g and g + 8 of 16 k, then of the next
           make_halves<B>(pairs, bytes[i]);
           a[m][i / 2 * 4 + i % 2] = pairs[0], a[m][i / 2 * 4 + i % 2 + 2] = pairs[1];
         }
@@ -3030,8 +2965,7 @@ template <class B> struct MmaQueries {
   // Q_s is there now.
   __device__ void start(const Element* Q_s, int warp, int lane) {
     at = shared_address(Q_s + tile_offset<B>(warp * 16 * M_TILES + lane % 16, lane / 16 * CHUNK));
-#pragma unroll
-    for (int step = 0; step < KEPT; step++) read(kept[step], step);
+    SDPA_UNROLL for (int step = 0; step < KEPT; step++) read(kept[step], step);
   }
   __device__ void get(uint32_t (&a)[M_TILES][REGISTERS], int step) const {
     if (step < KEPT) {
@@ -3049,8 +2983,7 @@ __device__ __forceinline__ void multiply_columns(
     MmaAccumulator<B, WIDTH>& T, int n,
     const uint32_t (&a)[MmaAccumulator<B, WIDTH>::M_TILES][A_REGISTERS<B>],
     const uint32_t (&b)[4]) {
-#pragma unroll
-  for (int m = 0; m < T.M_TILES; m++) {
+  SDPA_UNROLL for (int m = 0; m < T.M_TILES; m++) {
     auto &top = T.x[2 * m], &bottom = T.x[2 * m + 1];
     mma<B>(top[4 * n], top[4 * n + 1], bottom[4 * n], bottom[4 * n + 1], a[m], b[0], b[1]);
     mma<B>(top[4 * n + 2], top[4 * n + 3], bottom[4 * n + 2], bottom[4 * n + 3], a[m], b[2], b[3]);
@@ -3061,8 +2994,7 @@ template <class B, int WIDTH>
 __device__ __forceinline__ void multiply_columns(
     MmaHalves<B, WIDTH>& T, int n, const uint32_t (&a)[MmaHalves<B, WIDTH>::M_TILES][4],
     const uint32_t (&b)[4]) {
-#pragma unroll
-  for (int m = 0; m < T.M_TILES; m++) {
+  SDPA_UNROLL for (int m = 0; m < T.M_TILES; m++) {
     auto &top = T.x[2 * m], &bottom = T.x[2 * m + 1];
     mma_m16n8k16_f16(top[2 * n], bottom[2 * n], a[m], b[0], b[1]);
     mma_m16n8k16_f16(top[2 * n + 1], bottom[2 * n + 1], a[m], b[2], b[3]);
@@ -3091,12 +3023,10 @@ __device__ __forceinline__ void mma_qk(MmaAccumulator<B, B::block_n>& S, const M
   const SharedAddress at = shared_address(K_s + tile_offset<B>(key, d));
   clear(S);
   sum_products<B, B::qk_in_fp16>(S, [&](auto& sums) {
-#pragma unroll
-    for (int step = 0; step < B::head_dim / MMA_K; step++) {
+    SDPA_UNROLL for (int step = 0; step < B::head_dim / MMA_K; step++) {
       uint32_t q[MmaAccumulator<B, B::block_n>::M_TILES][A_REGISTERS<B>];
       Q.get(q, step);
-#pragma unroll
-      for (int n = 0; n < B::block_n / 16; n++) {
+      SDPA_UNROLL for (int n = 0; n < B::block_n / 16; n++) {
         uint32_t k[4];
         ldmatrix_x4<false>(k, tile_step<B>(at, 16 * n, MMA_K * step));
         multiply_columns<B>(sums, n, q, k);
@@ -3115,10 +3045,8 @@ template <class B> struct MmaProbabilities {
   uint32_t a[STEPS][M_TILES][4];
 
   __device__ void pack_step(const MmaAccumulator<B, B::block_n>& P, int step) {
-#pragma unroll
-    for (int m = 0; m < M_TILES; m++) {
-#pragma unroll
-      for (int i = 0; i < 4; i++) {
+    SDPA_UNROLL for (int m = 0; m < M_TILES; m++) {
+      SDPA_UNROLL for (int i = 0; i < 4; i++) {
         const float* const x = &P.x[2 * m + i % 2][COLS * step + COLS / 2 * (i / 2)];
         if constexpr (rounds_p_to_e4m3<B>) {
           a[step][m][i] = cvt_rn_satfinite_e4m3x4(x[0], x[1], x[2], x[3]);
@@ -3139,14 +3067,12 @@ __device__ __forceinline__ void mma_pv_e4m3(MmaAccumulator<B, B::head_dim>& O,
                                             const MmaProbabilities<B>& P, const Element* V_s,
                                             int step, int lane) {
   const SharedAddress at = shared_address(V_s + tile_offset<B>(lane, 0));
-#pragma unroll
-  for (int n = 0; n < B::head_dim / 16; n++) {
+  SDPA_UNROLL for (int n = 0; n < B::head_dim / 16; n++) {
     uint32_t v[4];  // of keys 0 ... 7, 8 ... 15, 16 ... 23, 24 ... 31
     ldmatrix_x4<true>(v, tile_step<B>(at, MMA_K * step, 16 * n));
     const uint32_t even[2] = {prmt(v[0], v[1], 0x6420), prmt(v[2], v[3], 0x6420)};
     const uint32_t odd[2] = {prmt(v[0], v[1], 0x7531), prmt(v[2], v[3], 0x7531)};
-#pragma unroll
-    for (int m = 0; m < O.M_TILES; m++) {
+    SDPA_UNROLL for (int m = 0; m < O.M_TILES; m++) {
       float *const top = O.x[2 * m] + 4 * n, *const bottom = O.x[2 * m + 1] + 4 * n;
       mma<B>(top[0], top[2], bottom[0], bottom[2], P.a[step][m], even[0], even[1]);
       mma<B>(top[1], top[3], bottom[1], bottom[3], P.a[step][m], odd[0], odd[1]);
@@ -3160,17 +3086,14 @@ __device__ __forceinline__ void mma_pv_halves(MmaAccumulator<B, B::head_dim>& O,
                                               const MmaProbabilities<B>& P, const Element* V_s,
                                               int step, int lane) {
   const SharedAddress at = shared_address(V_s + tile_offset<B>(lane % 16, lane / 16 * CHUNK));
-#pragma unroll
-  for (int n = 0; n < B::head_dim / 16; n += 2) {
+  SDPA_UNROLL for (int n = 0; n < B::head_dim / 16; n += 2) {
     uint32_t v[4];  // of 16 d keys 0 ... 7, 8 ... 15, and of the next
     ldmatrix_x4<true>(v, tile_step<B>(at, 16 * step, 16 * n));
-#pragma unroll
-    for (int next = 0; next < 2; next++) {
+    SDPA_UNROLL for (int next = 0; next < 2; next++) {
       uint32_t low[2], high[2];  // keys; the even d and the odd d
       make_halves<B>(low, prmt(v[2 * next], 0, 0x3120));
       make_halves<B>(high, prmt(v[2 * next + 1], 0, 0x3120));
-#pragma unroll
-      for (int m = 0; m < O.M_TILES; m++) {
+      SDPA_UNROLL for (int m = 0; m < O.M_TILES; m++) {
         float *const top = O.x[2 * m] + 4 * (n + next), *const bottom =
                                                             O.x[2 * m + 1] + 4 * (n + next);
         mma_m16n8k16<Half>(top[0], top[2], bottom[0], bottom[2], P.a[step][m], low[0], high[0]);
@@ -3190,8 +3113,7 @@ __device__ __forceinline__ void mma_pv(Sums& O, const MmaProbabilities<B>& P, co
     mma_pv_e4m3<B>(O, P, V_s, step, lane);
   } else {
     const SharedAddress at = shared_address(V_s + tile_offset<B>(lane % 16, lane / 16 * 8));
-#pragma unroll
-    for (int n = 0; n < B::head_dim / 16; n++) {
+    SDPA_UNROLL for (int n = 0; n < B::head_dim / 16; n++) {
       uint32_t v[4];
       ldmatrix_x4<true>(v, tile_step<B>(at, 16 * step, 16 * n));
       multiply_columns<B>(O, n, P.a[step], v);
@@ -3213,15 +3135,13 @@ template <class B> struct MmaRows {
   __device__ void start(int first_row, int first_col) {
     O.first_row = first_row, O.first_col = first_col, stale_max_will_do = false;
     clear(O);
-#pragma unroll
-    for (int i = 0; i < ROWS; i++) m[i] = -INFINITY, l[i] = 0;
+    SDPA_UNROLL for (int i = 0; i < ROWS; i++) m[i] = -INFINITY, l[i] = 0;
   }
 
   // O += P @ V
   __device__ void multiply(const Element* V_s, int lane) {
     sum_products<B, B::pv_in_fp16>(O, [&](auto& sums) {
-#pragma unroll
-      for (int step = 0; step < P.STEPS; step++) mma_pv<B>(sums, P, V_s, step, lane);
+      SDPA_UNROLL for (int step = 0; step < P.STEPS; step++) mma_pv<B>(sums, P, V_s, step, lane);
     });
   }
 
@@ -3236,8 +3156,7 @@ template <class B> struct MmaRows {
     Scores S;
     multiply_qk(S, Q, K_s, lane);
     StaleSoftmax<B, ROWS> softmax(m, scale_log2);
-#pragma unroll
-    for (int step = 0; step < P.STEPS; step++) {
+    SDPA_UNROLL for (int step = 0; step < P.STEPS; step++) {
       softmax.exp(S, P.COLS * step, P.COLS * (step + 1)), P.pack_step(S, step);
     }
     return softmax.add_to(l);
@@ -3255,40 +3174,34 @@ template <class B> struct MmaRows {
     const bool may_be_kept = softmax_sum<B>(S, scale_log2, m, alpha, l);
     if (B::use_lazy_max) stale_max_will_do = __all_sync(0xffffffffu, may_be_kept);
     scale_rows(O, alpha);
-#pragma unroll
-    for (int step = 0; step < P.STEPS; step++) P.pack_step(S, step);
+    SDPA_UNROLL for (int step = 0; step < P.STEPS; step++) P.pack_step(S, step);
   }
 
   // Every row's l is that of all its lanes afterwards.
   __device__ void finish() {
-#pragma unroll
-    for (int i = 0; i < ROWS; i++) l[i] = row_sum<Sums::LANES>(l[i]);
+    SDPA_UNROLL for (int i = 0; i < ROWS; i++) l[i] = row_sum<Sums::LANES>(l[i]);
   }
 
   __device__ void store(MmaPartial<B>& partial, int tid) const {
-#pragma unroll
-    for (int i = 0; i < ROWS; i++) {
+    SDPA_UNROLL for (int i = 0; i < ROWS; i++) {
       st_shared(&partial.m_l[i][tid], float2{m[i], l[i]});
-#pragma unroll
-      for (int j = 0; j < O.COLS; j++) st_shared(&partial.O[i][j][tid], O.x[i][j]);
+      SDPA_UNROLL for (int j = 0; j < O.COLS; j++) st_shared(&partial.O[i][j][tid], O.x[i][j]);
     }
   }
 
   // O, m and l of these keys and of the other groups'.
   template <int OTHERS>
   __device__ void merge(const MmaPartial<B> (&others)[OTHERS], float scale_log2, int tid) {
-#pragma unroll
-    for (int i = 0; i < ROWS; i++) {
+    SDPA_UNROLL for (int i = 0; i < ROWS; i++) {
       float2 m_l[OTHERS + 1] = {{m[i], l[i]}};
       float weight[OTHERS + 1];
-#pragma unroll
-      for (int n = 0; n < OTHERS; n++) m_l[n + 1] = ld_shared<float2>(&others[n].m_l[i][tid]);
+      SDPA_UNROLL for (int n = 0; n < OTHERS; n++) {
+        m_l[n + 1] = ld_shared<float2>(&others[n].m_l[i][tid]);
+      }
       merge_weights<B>(m_l, scale_log2, weight, m[i], l[i]);
-#pragma unroll
-      for (int j = 0; j < O.COLS; j++) {
+      SDPA_UNROLL for (int j = 0; j < O.COLS; j++) {
         O.x[i][j] *= weight[0];
-#pragma unroll
-        for (int n = 0; n < OTHERS; n++) {
+        SDPA_UNROLL for (int n = 0; n < OTHERS; n++) {
           O.x[i][j] = fmaf(ld_shared<float>(&others[n].O[i][j][tid]), weight[n + 1], O.x[i][j]);
         }
       }
@@ -3306,22 +3219,17 @@ __device__ __forceinline__ void deal_runs(MmaRuns<B, WIDTH>& R, const MmaAccumul
   if constexpr (MmaRuns<B, WIDTH>::RUN == 4) {
     memcpy(R.x, O.x, sizeof R.x);
   } else {
-#pragma unroll
-    for (int i = 0; i < R.ROWS; i++) {
-#pragma unroll
-      for (int j = 0; j < R.COLS; j += 8) {
+    SDPA_UNROLL for (int i = 0; i < R.ROWS; i++) {
+      SDPA_UNROLL for (int j = 0; j < R.COLS; j += 8) {
         // pairs[t] are columns 8t + 2q and 8t + 2q + 1. After the exchange with lane q ^ step, bit
         // `step` of t tells whose pair it is instead of which 8 columns it comes from.
         float pairs[4][2];
         memcpy(pairs, &O.x[i][j], sizeof pairs);
-#pragma unroll
-        for (int step = 1; step <= 2; step *= 2) {
+        SDPA_UNROLL for (int step = 1; step <= 2; step *= 2) {
           const bool odd = q & step;
-#pragma unroll
-          for (int t = 0; t < 4; t++) {
+          SDPA_UNROLL for (int t = 0; t < 4; t++) {
             if (t & step) continue;
-#pragma unroll
-            for (int e = 0; e < 2; e++) {
+            SDPA_UNROLL for (int e = 0; e < 2; e++) {
               float& mine = pairs[t][e];
               float& theirs = pairs[t + step][e];
               const float received = __shfl_xor_sync(0xffffffffu, odd ? mine : theirs, step);
@@ -3362,8 +3270,7 @@ template <class B> struct MmaPacked {
   // Rows that the tile does not have get any.
   static __device__ __forceinline__ void read_factors(MmaRows<B>& rows, const KernelArgs& a,
                                                       const WorkItem& item) {
-#pragma unroll
-    for (int i = 0; i < rows.ROWS; i++) {
+    SDPA_UNROLL for (int i = 0; i < rows.ROWS; i++) {
       const WorkItem of = row_item<B>(a, item, rows.O.row(i));
       rows.q_descale[i] = a.p.q_descale.of(of.b, min(of.h, a.p.Hq - 1));
     }
@@ -3374,11 +3281,9 @@ template <class B> struct MmaPacked {
     deal_runs<B>(runs, rows.O, lane);
     __syncthreads();  // hazard: the partial results take the place of Q, K and V
     RowsPartial<B>& mine = s.partial.of_group[group];
-#pragma unroll
-    for (int i = 0; i < runs.ROWS; i++) {
+    SDPA_UNROLL for (int i = 0; i < runs.ROWS; i++) {
       const auto& x = runs.x[i];
-#pragma unroll
-      for (int j = 0; j < runs.COLS; j += 4) {
+      SDPA_UNROLL for (int j = 0; j < runs.COLS; j += 4) {
         st_shared(&mine.O[runs.row(i)][runs.col(j)], float4{x[j], x[j + 1], x[j + 2], x[j + 3]});
       }
       if (runs.col(0) == 0) st_shared(&mine.m_l[runs.row(i)], float2{rows.m[i], rows.l[i]});
@@ -3531,8 +3436,7 @@ __device__ __forceinline__ uint64_t descriptor_at(uint64_t descriptor, int bytes
 // must have the keys in another order: the operand's k = 4q + r of 16 is column r / 2 * 8 + 2q + r % 2.
 template <class E, class View>
 __device__ __forceinline__ void pack_step(uint32_t (&out)[4], const View& P, int step) {
-#pragma unroll
-  for (int i = 0; i < 4; i++) {
+  SDPA_UNROLL for (int i = 0; i < 4; i++) {
     if constexpr (sizeof(E) == 1) {
       const float* const d = P.x.d + 16 * step + i / 2 * 8 + i % 2 * 2;
       out[i] = cvt_rn_satfinite_e4m3x4(d[0], d[1], d[4], d[5]);
@@ -3585,8 +3489,7 @@ __device__ __forceinline__ void wgmma_qk(WgmmaAccumulator<B::block_n>& S, const 
                                          uint64_t K) {
   forget(S.x.d);
   wgmma_fence();
-#pragma unroll
-  for (int step = 0; step < ROW_BYTES<B> / STEP_BYTES; step++) {
+  SDPA_UNROLL for (int step = 0; step < ROW_BYTES<B> / STEP_BYTES; step++) {
     constexpr int steps = PANEL_BYTES<B> / STEP_BYTES;  // of a panel
     const int lines = step / steps * PANEL_BYTES<B>, bytes = step % steps * STEP_BYTES;
     const uint64_t K_at = descriptor_at(K, lines * B::block_n + bytes);
@@ -3617,8 +3520,7 @@ __device__ __forceinline__ void wgmma_pv(WgmmaAccumulator<B::head_dim>& O,
                                          bool accumulate) {
   hold(O.x.d);
   wgmma_fence();
-#pragma unroll
-  for (int step = 0; step < B::block_n / STEP_KEYS<B>; step++) {
+  SDPA_UNROLL for (int step = 0; step < B::block_n / STEP_KEYS<B>; step++) {
     constexpr int steps = V_LINE<B> / STEP_BYTES;  // of a panel of 8 bits
     const int bytes = B::is_e4m3
                           ? step / steps * B::head_dim * V_LINE<B> + step % steps * STEP_BYTES
@@ -3848,9 +3750,9 @@ __global__ void __launch_bounds__(B::threads, 1)
     softmax_sum<B>(S, a.scale_log2, m, alpha, l);
     scale_rows(O, alpha);
     WgmmaProbabilities<B> P;
-#pragma unroll
-    for (int step = 0; step < B::block_n / 16; step++)
+    SDPA_UNROLL for (int step = 0; step < B::block_n / 16; step++) {
       pack_step<Input>(P[step], S, step), hold(P[step]);
+    }
 
     // O = O + P @ V   [64][D]
     const uint64_t V =
@@ -3872,8 +3774,7 @@ __global__ void __launch_bounds__(B::threads, 1)
     }
   }
 
-#pragma unroll
-  for (int i = 0; i < 2; i++) l[i] = row_sum<O.LANES>(l[i]);
+  SDPA_UNROLL for (int i = 0; i < 2; i++) l[i] = row_sum<O.LANES>(l[i]);
   store_output<B>(O, m, l, a, item);
 }
 
@@ -4288,8 +4189,7 @@ template <class B> struct WgmmaConsumer {
       const int row = tid / 32 * 16 + lane % 16;
       const Input* const K_g = p.K + item.b * p.k.batch + item.h_kv * p.k.head +
                                (k0 + lane / 4) * p.k.row + lane % 4 * 2;
-#pragma unroll
-      for (int n = 0; n < B::block_n / 8; n++) {
+      SDPA_UNROLL for (int n = 0; n < B::block_n / 8; n++) {
         float* const c = S.x.d + 4 * n;
         c[0] = c[1] = c[2] = c[3] = 0;
 #pragma unroll 1
@@ -4343,8 +4243,7 @@ template <class B> struct WgmmaConsumer {
   // P rounded. Held before the fence: else nvcc rounds some after it, ptxas splits P @ V into two groups
   // (C7519), and the wait for the next scores takes in the first of these too.
   static __device__ __forceinline__ void pack_all(Probabilities& out, const Scores& P) {
-#pragma unroll
-    for (int step = 0; step < B::block_n / STEP_KEYS<B>; step++) {
+    SDPA_UNROLL for (int step = 0; step < B::block_n / STEP_KEYS<B>; step++) {
       pack_step<Element>(out[step], P, step), hold(out[step]);
     }
   }
@@ -4467,29 +4366,24 @@ template <class B> struct WgmmaConsumer {
     const int first_row = tid / 32 * 16, stage = q_ring.stage;  // of the warp, in its group
     barrier_sync(q_read + warpgroup, 128);                      // hazard: Q read by all its warps
     float inverse[ROWS];
-#pragma unroll
-    for (int i = 0; i < ROWS; i++) {
+    SDPA_UNROLL for (int i = 0; i < ROWS; i++) {
       inverse[i] = l[i] == 0 ? 0 : rcp_approx_ftz(l[i]) * item_v_descale<B>(a, s.item[stage]);
     }
     if (l[0] == 0 || l[1] == 0) {  // a row without a visible key is 0, whatever V is
-#pragma unroll
-      for (int i = 0; i < ROWS; i++) {
-#pragma unroll
-        for (int j = 0; j < O.COLS; j++) {
+      SDPA_UNROLL for (int i = 0; i < ROWS; i++) {
+        SDPA_UNROLL for (int j = 0; j < O.COLS; j++) {
           if (l[i] == 0) O.x[i][j] = 0;
         }
       }
     }
     const WgmmaItem& item = s.item[stage];
-#pragma unroll
-    for (int i = 0; i < ROWS; i++) {
+    SDPA_UNROLL for (int i = 0; i < ROWS; i++) {
       const int row = q + first_row + int(lane) / 4 + 8 * i;
       float largest = m[i];
       if constexpr (B::converts) largest -= WgmmaU8<B>::score_of_key_128(a, item, row);
       if (lane % 4 == 0 && row < a.p.Sq) store_lse<B>(largest, l[i], a, item, row);
     }
-#pragma unroll
-    for (int n = 0; n < B::head_dim / 16; n++) {
+    SDPA_UNROLL for (int n = 0; n < B::head_dim / 16; n++) {
       WgmmaAccumulator<16> part;
       memcpy(part.x.d, O.x.d + 8 * n, sizeof part.x.d);
       scale_rows(part, inverse);
@@ -4504,8 +4398,7 @@ template <class B> struct WgmmaConsumer {
   // O, m and l of the tiles from k0 down to last_k0.
   __device__ __forceinline__ void sum_keys(const WgmmaTurns<B>& turns) {
     accumulates = false, stale_keys = 0;
-#pragma unroll
-    for (int i = 0; i < ROWS; i++) m[i] = -INFINITY, l[i] = 0;
+    SDPA_UNROLL for (int i = 0; i < ROWS; i++) m[i] = -INFINITY, l[i] = 0;
     if constexpr (B::is_e4m3) e4m3.tiles = 0;
     if constexpr (B::overlap) {
       overlapped(turns);
@@ -4546,8 +4439,7 @@ template <class B> struct WgmmaConsumer {
         } else {
           sum_keys(turns);
         }
-#pragma unroll
-        for (int i = 0; i < ROWS; i++) l[i] = row_sum<Sums::LANES>(l[i]);
+        SDPA_UNROLL for (int i = 0; i < ROWS; i++) l[i] = row_sum<Sums::LANES>(l[i]);
         if constexpr (B::is_e4m3) WgmmaE4m3<B>::add_flushed(*this);
         if constexpr (B::split_kv > 1) {
           merge_slices(*this);
@@ -4602,21 +4494,21 @@ template <int COLS>
 __device__ __forceinline__ void store_share(const float (&share)[COLS / 4],
                                             Output (&out_s)[8][COLS + 8], Output* O_g, int q,
                                             const SdpaParams& p, uint32_t lane) {
-#pragma unroll
-  for (int n = 0; n < COLS / 32; n++) {
+  SDPA_UNROLL for (int n = 0; n < COLS / 32; n++) {
     uint32_t o[4];
-#pragma unroll
-    for (int i = 0; i < 4; i++) o[i] = pack<Output>(share[8 * n + 2 * i], share[8 * n + 2 * i + 1]);
+    SDPA_UNROLL for (int i = 0; i < 4; i++) {
+      o[i] = pack<Output>(share[8 * n + 2 * i], share[8 * n + 2 * i + 1]);
+    }
     stmatrix_x4<false>(shared_address(&out_s[lane % 8][n * 32 + lane / 8 * 8]), o);
   }
   __syncwarp();                                               // hazard: written by all lanes
   constexpr int TIMES = COLS / 32, ROWS_AT_ONCE = 8 / TIMES;  // 32 lanes times 8 elements
   const int row = lane / (COLS / 8), col = lane % (COLS / 8) * 8;
   uint4 o[TIMES];  // all loaded before the first is stored: loads would wait behind the stores
-#pragma unroll
-  for (int i = 0; i < TIMES; i++) o[i] = ld_shared<uint4>(&out_s[row + i * ROWS_AT_ONCE][col]);
-#pragma unroll
-  for (int i = 0; i < TIMES; i++) {
+  SDPA_UNROLL for (int i = 0; i < TIMES; i++) {
+    o[i] = ld_shared<uint4>(&out_s[row + i * ROWS_AT_ONCE][col]);
+  }
+  SDPA_UNROLL for (int i = 0; i < TIMES; i++) {
     const int r = q + row + i * ROWS_AT_ONCE;
     if (r < p.Sq) st_global_v4(O_g + r * p.o.row + col, o[i]);
   }
@@ -4635,10 +4527,8 @@ template <class B> __device__ __forceinline__ void merge_slices(WgmmaConsumer<B>
   const int first_row = warp * 16 + slice % 2 * 8;  // of the 8 that it finishes
   const int row = first_row + lane / 4;             // of these the thread's
   float share[COLS / 4];
-#pragma unroll
-  for (int to = 0; to <= OTHERS; to++) {
-#pragma unroll
-    for (int v = 0; v < COLS / 16; v++) {
+  SDPA_UNROLL for (int to = 0; to <= OTHERS; to++) {
+    SDPA_UNROLL for (int v = 0; v < COLS / 16; v++) {
       const float* const part = c.O.x.d + to / 2 * COLS / 2 + v * 8 + to % 2 * 2;
       const float4 x = {part[0], part[B::is_e4m3 ? 4 : 1], part[B::is_e4m3 ? 1 : 4], part[5]};
       if (to == slice) {
@@ -4649,29 +4539,23 @@ template <class B> __device__ __forceinline__ void merge_slices(WgmmaConsumer<B>
     }
   }
   if (lane % 4 == 0) {
-#pragma unroll
-    for (int i = 0; i < 2; i++) {
+    SDPA_UNROLL for (int i = 0; i < 2; i++) {
       st_shared(&partial.m_l[slice][warp * 16 + lane / 4 + 8 * i], float2{c.m[i], c.l[i]});
     }
   }
   barrier_sync(partials, B::warpgroups * 128);  // hazard: partial results written
 
   float2 m_l[OTHERS + 1] = {slice % 2 == 0 ? float2{c.m[0], c.l[0]} : float2{c.m[1], c.l[1]}};
-#pragma unroll
-  for (int n = 0; n < OTHERS; n++) {
+  SDPA_UNROLL for (int n = 0; n < OTHERS; n++) {
     m_l[n + 1] = ld_shared<float2>(&partial.m_l[n + (n >= slice)][row]);
   }
   float weight[OTHERS + 1], m, l;
   merge_weights<B>(m_l, c.scale_log2, weight, m, l);
   const float inverse = l == 0 ? 0 : rcp_approx_ftz(l) * item_v_descale<B>(a, item);
-#pragma unroll
-  for (int n = 0; n <= OTHERS; n++) weight[n] *= inverse;
-#pragma unroll
-  for (int j = 0; j < COLS / 4; j++) share[j] *= weight[0];
-#pragma unroll
-  for (int n = 0; n < OTHERS; n++) {
-#pragma unroll
-    for (int v = 0; v < COLS / 16; v++) {
+  SDPA_UNROLL for (int n = 0; n <= OTHERS; n++) weight[n] *= inverse;
+  SDPA_UNROLL for (int j = 0; j < COLS / 4; j++) share[j] *= weight[0];
+  SDPA_UNROLL for (int n = 0; n < OTHERS; n++) {
+    SDPA_UNROLL for (int v = 0; v < COLS / 16; v++) {
       const float4 x = ld_shared<float4>(&partial.O[slice][n][v][tid]);
       float* const d = share + 4 * v;
       d[0] = fmaf(x.x, weight[n + 1], d[0]), d[1] = fmaf(x.y, weight[n + 1], d[1]);
@@ -4679,14 +4563,12 @@ template <class B> __device__ __forceinline__ void merge_slices(WgmmaConsumer<B>
     }
   }
   if (l == 0) {  // a row without a visible key is 0, whatever V is
-#pragma unroll
-    for (int j = 0; j < COLS / 4; j++) share[j] = 0;
+    SDPA_UNROLL for (int j = 0; j < COLS / 4; j++) share[j] = 0;
   }
   const int q = item.q0 + c.row_group * 64;
   Output* const O_g = a.p.O + item.b * a.p.o.batch + item.h * a.p.o.head + slice / 2 * COLS;
   if constexpr (B::is_e4m3) {  // a thread has four neighbouring columns
-#pragma unroll
-    for (int v = 0; v < COLS / 16 && q + row < a.p.Sq; v++) {
+    SDPA_UNROLL for (int v = 0; v < COLS / 16 && q + row < a.p.Sq; v++) {
       const float* const x = share + 4 * v;
       st_global(O_g + (q + row) * a.p.o.row + 16 * v + lane % 4 * 4,
                 uint2{pack<Output>(x[0], x[1]), pack<Output>(x[2], x[3])});
@@ -4757,8 +4639,7 @@ template <class B> struct WgmmaE4m3<B, true> {
   template <class Consumer> static __device__ __forceinline__ void load_queries(Consumer& c) {
     const uint32_t tid = thread_index_anew() % 128;
     const SharedAddress Q_s = shared_address(c.s.queries(0, c.row_group));
-#pragma unroll
-    for (int step = 0; step < ROW_BYTES<B> / STEP_BYTES; step++) {
+    SDPA_UNROLL for (int step = 0; step < ROW_BYTES<B> / STEP_BYTES; step++) {
       const uint32_t row = tid / 32 * 16 + tid % 16, byte = step * STEP_BYTES + tid / 16 % 2 * 16;
       ldmatrix_x4<false>(c.e4m3.queries[step], Q_s + panel_byte<64, PANEL_BYTES<B>>(row, byte));
     }
@@ -4797,19 +4678,16 @@ template <class B> struct WgmmaE4m3<B, true> {
     const uint32_t lane = threadIdx.x % 32;
     from += panel_byte<B::block_n, LINE>(lane, part * 16);
     to += panel_byte<B::head_dim, V_LINE<B>>(part * 16 + lane % 16, lane / 16 * 16);
-#pragma unroll
-    for (int key = 0; key < B::block_n; key += 32) {
+    SDPA_UNROLL for (int key = 0; key < B::block_n; key += 32) {
       const SharedAddress line = (to ^ key % V_LINE<B>)+key / V_LINE<B> * B::head_dim * V_LINE<B>;
-#pragma unroll
-      for (int d0 = 0; d0 < B::head_dim; d0 += STEP * AT_ONCE) {
+      SDPA_UNROLL for (int d0 = 0; d0 < B::head_dim; d0 += STEP * AT_ONCE) {
         uint32_t v[AT_ONCE][4];
-#pragma unroll
-        for (int n = 0; n < AT_ONCE; n++) {  // the swizzle is an XOR of low bits, and so is a step
+        // the swizzle is an XOR of low bits, and so is a step
+        SDPA_UNROLL for (int n = 0; n < AT_ONCE; n++) {
           const int d = d0 + n * STEP;
           ldmatrix_x4<true>(v[n], (from ^ d % LINE) + (d / LINE * B::block_n + key) * LINE);
         }
-#pragma unroll
-        for (int n = 0; n < AT_ONCE; n++) {
+        SDPA_UNROLL for (int n = 0; n < AT_ONCE; n++) {
           const uint32_t out[4] = {prmt(v[n][0], v[n][1], 0x6420), prmt(v[n][0], v[n][1], 0x7531),
                                    prmt(v[n][2], v[n][3], 0x6420), prmt(v[n][2], v[n][3], 0x7531)};
           stmatrix_x4<false>(line + (d0 + n * STEP) * V_LINE<B>, out);
@@ -4851,11 +4729,9 @@ template <class B> struct WgmmaE4m3<B, true> {
                                                    const StaleSoftmax<B, 2>& softmax,
                                                    float (&alpha)[2]) {
     if (!__all_sync(0xffffffffu, softmax.sum[0] + softmax.sum[1] < INFINITY)) return false;
-#pragma unroll
-    for (int i = 0; i < 2; i++) {
+    SDPA_UNROLL for (int i = 0; i < 2; i++) {
       float largest = 1;
-#pragma unroll
-      for (int j = 0; j < P.COLS; j++) largest = fmaxf(largest, P.x[i][j]);
+      SDPA_UNROLL for (int j = 0; j < P.COLS; j++) largest = fmaxf(largest, P.x[i][j]);
       largest = fmaxf(largest, __shfl_xor_sync(0xffffffffu, largest, 1));
       largest = fmaxf(largest, __shfl_xor_sync(0xffffffffu, largest, 2));
       const int log2_largest = int(bits_of(largest) >> 23) - 127 + 1;
@@ -4863,8 +4739,7 @@ template <class B> struct WgmmaE4m3<B, true> {
       alpha[i] = float_of(uint32_t(127 - step) << 23);
       c.m[i] += float(step) / c.scale_log2;
       c.l[i] = (c.l[i] + softmax.sum[i]) * alpha[i];
-#pragma unroll
-      for (int j = 0; j < P.COLS; j++) P.x[i][j] *= alpha[i];
+      SDPA_UNROLL for (int j = 0; j < P.COLS; j++) P.x[i][j] *= alpha[i];
     }
     return true;
   }
@@ -4882,15 +4757,13 @@ template <class B> struct WgmmaE4m3<B, true> {
                                  lane % 4 * 4);
     };
     const int row = c.q + tid / 32 * 16 + lane / 4, last_row = p.Sq - 1;
-#pragma unroll
-    for (int n = 0; n < B::block_n / 8; n++) {
+    SDPA_UNROLL for (int n = 0; n < B::block_n / 8; n++) {
       float* const d = S.x.d + 4 * n;
       d[0] = d[1] = d[2] = d[3] = 0;
 #pragma unroll 1
       for (int byte = 0; byte < ROW_BYTES<B>; byte += STEP_BYTES) {
         uint32_t q[4], k[2];
-#pragma unroll
-        for (int i = 0; i < 4; i++) {
+        SDPA_UNROLL for (int i = 0; i < 4; i++) {
           q[i] = word(Q_g, min(row + i % 2 * 8, last_row), p.q.row, byte + i / 2 * 16);
         }
         for (int i = 0; i < 2; i++)
@@ -4937,8 +4810,7 @@ template <class B> struct WgmmaE4m3<B, true> {
   static __device__ __forceinline__ void with_flushed(Consumer& c, const What& what) {
     if constexpr (flushes) {
       const uint32_t tid = thread_index_anew() % 128;
-#pragma unroll
-      for (int n = 0; n < B::head_dim / 8; n++) {
+      SDPA_UNROLL for (int n = 0; n < B::head_dim / 8; n++) {
         what(&c.s.flushed(c.warpgroup)[n][tid], c.O.x.d + 4 * n);
       }
     }
@@ -5016,24 +4888,19 @@ template <class B> struct WgmmaU8 {
     const uint32_t lane = thread_index_anew() % 32, row = lane % 8, piece = lane / 8;
     const uint32_t from_byte = panel_byte<ROWS, LINE>(row, piece * 16);
     const uint32_t to_byte = panel_byte<ROWS>(row, piece * 32);
-#pragma unroll
-    for (int panel = 0; panel < B::head_dim / LINE; panel++) {
+    SDPA_UNROLL for (int panel = 0; panel < B::head_dim / LINE; panel++) {
 #pragma unroll 1
       for (int r = 0; r < ROWS; r += 8 * AT_ONCE) {
         uint4 v[AT_ONCE][PIECES];
-#pragma unroll
-        for (int i = 0; i < AT_ONCE; i++) {
-#pragma unroll
-          for (int n = 0; n < PIECES; n++) {
+        SDPA_UNROLL for (int i = 0; i < AT_ONCE; i++) {
+          SDPA_UNROLL for (int n = 0; n < PIECES; n++) {
             const int line = panel * ROWS + r + 8 * i;
             v[i][n] = ld_shared<uint4>(from + line * LINE + (from_byte ^ n * 64));
           }
         }
         __syncwarp();  // hazard: read by all lanes before one overwrites it
-#pragma unroll
-        for (int i = 0; i < AT_ONCE; i++) {
-#pragma unroll
-          for (int n = 0; n < PIECES; n++) {
+        SDPA_UNROLL for (int i = 0; i < AT_ONCE; i++) {
+          SDPA_UNROLL for (int n = 0; n < PIECES; n++) {
             const int line = (panel * PIECES + n) * ROWS + r + 8 * i;
             const uint4 x = v[i][n];
             st_shared(to + line * 128 + to_byte, halves_of_bytes(x.x, x.y));
@@ -5047,8 +4914,7 @@ template <class B> struct WgmmaU8 {
   // ---- scores ----
 
   static __device__ __forceinline__ void to_floats(Scores& S) {
-#pragma unroll
-    for (float& x : S.x.d) x = float(int(bits_of(x)));
+    SDPA_UNROLL for (float& x : S.x.d) x = float(int(bits_of(x)));
   }
   // S = Q @ K.T once more, as the consumer's own, but in fp16 and with Q from global memory as well. Lane q of 4 has columns
   // 4q ... 4q + 3 of both, so that their order does not matter.
@@ -5061,15 +4927,13 @@ template <class B> struct WgmmaU8 {
     const Input* const Q_g = p.Q + item.b * p.q.batch + item.h * p.q.head + lane % 4 * 4;
     const Input* const K_g = p.K + item.b * p.k.batch + item.h_kv * p.k.head + lane % 4 * 4;
     constexpr uint32_t k_zero = 0x64006400;  // wgmma takes K as it is
-#pragma unroll
-    for (int n = 0; n < B::block_n / 8; n++) {
+    SDPA_UNROLL for (int n = 0; n < B::block_n / 8; n++) {
       float* const x = S.x.d + 4 * n;
       x[0] = x[1] = x[2] = x[3] = 0;
 #pragma unroll 1
       for (int d = 0; d < B::head_dim; d += 16) {
         uint32_t q[4], k[2];
-#pragma unroll
-        for (int i = 0; i < 2; i++) {
+        SDPA_UNROLL for (int i = 0; i < 2; i++) {
           const Input* const row_g = Q_g + min(row + 8 * i, last_row) * p.q.row;
           make_halves<B>(k, ld_global<uint32_t>(row_g + d)), q[i] = k[0], q[i + 2] = k[1];
         }
@@ -5245,13 +5109,10 @@ template <class B> struct WgmmaColumns {
   __device__ __forceinline__ void multiply_kq(Scores& S) {
     const uint64_t Q = wgmma_descriptor(Q_s, 16, 1024);
     const uint64_t K = wgmma_descriptor(K_s + ring.stage * sizeof s.slice[0].K[0], 16, 1024);
-#pragma unroll
-    for (int block = 0; block < KEY_BLOCKS; block++) forget(S[block]);
+    SDPA_UNROLL for (int block = 0; block < KEY_BLOCKS; block++) forget(S[block]);
     wgmma_fence();
-#pragma unroll
-    for (int block = 0; block < KEY_BLOCKS; block++) {
-#pragma unroll
-      for (int step = 0; step < B::head_dim / 16; step++) {
+    SDPA_UNROLL for (int block = 0; block < KEY_BLOCKS; block++) {
+      SDPA_UNROLL for (int step = 0; step < B::head_dim / 16; step++) {
         const int panel = step / 4, bytes = step % 4 * 32;
         wgmma_ss<Input, B::block_m, 0>(S[block],
                                        K + ((panel * B::block_n + block * 64) * 128 + bytes) / 16,
@@ -5260,21 +5121,17 @@ template <class B> struct WgmmaColumns {
     }
     wgmma_commit_group();
     wgmma_wait_group<0>();
-#pragma unroll
-    for (int block = 0; block < KEY_BLOCKS; block++) hold(S[block]);
+    SDPA_UNROLL for (int block = 0; block < KEY_BLOCKS; block++) hold(S[block]);
   }
   // O.T = V.T @ P.T of this round, begun, with P in the place of K.   [D][BLOCK_M]
   __device__ __forceinline__ void start_vp(Sums& O) {
     const uint64_t P = wgmma_descriptor(K_s + ring.stage * sizeof s.slice[0].K[0], 16, 1024);
     const uint64_t V = wgmma_descriptor(V_s + ring.stage * sizeof s.slice[0].V[0], 16, 1024);
-#pragma unroll
-    for (int block = 0; block < D_BLOCKS; block++) forget(O[block]);
+    SDPA_UNROLL for (int block = 0; block < D_BLOCKS; block++) forget(O[block]);
     wgmma_fence();
-#pragma unroll
-    for (int step = 0; step < B::block_n / 16; step++) {
+    SDPA_UNROLL for (int step = 0; step < B::block_n / 16; step++) {
       const int panel = step / 4, bytes = step % 4 * 32;
-#pragma unroll
-      for (int block = 0; block < D_BLOCKS; block++) {
+      SDPA_UNROLL for (int block = 0; block < D_BLOCKS; block++) {
         wgmma_ss<Input, B::block_m, 0, 1>(O[block], V + (block * B::block_n + step * 16) * 128 / 16,
                                           P + (panel * B::block_m * 128 + bytes) / 16, step > 0);
       }
@@ -5285,12 +5142,10 @@ template <class B> struct WgmmaColumns {
   // S.T = -inf where the key is not visible to the column's query.
   __device__ __forceinline__ void mask(Scores& S, int q0, int k0) const {
     const int k = k0 + int(warp * 16 + lane / 4);
-#pragma unroll
-    for (int i = 0; i < COLS; i++) {
+    SDPA_UNROLL for (int i = 0; i < COLS; i++) {
       const int q = query_of<B>(a, q0, column(i));
       const int begin = a.keys.begin(q) - k, end = a.keys.end(q) - k;
-#pragma unroll
-      for (int n = 0; n < 2 * KEY_BLOCKS; n++) {
+      SDPA_UNROLL for (int n = 0; n < 2 * KEY_BLOCKS; n++) {
         const uint32_t j = n / 2 * 64 + n % 2 * 8 - begin;
         if (j >= uint32_t(end - begin)) S[n / 2][i / 2 * 4 + n % 2 * 2 + i % 2] = -INFINITY;
       }
@@ -5304,8 +5159,7 @@ template <class B> struct WgmmaColumns {
     constexpr bool halve = COLS * DISTANCE >= 32;
     constexpr int kept = halve ? COLS * DISTANCE / 32 : 1;
     const uint32_t upper = 0 - lane / DISTANCE % 2;  // a mask: of a condition nvcc makes branches
-#pragma unroll
-    for (int i = 0; i < kept; i++) {
+    SDPA_UNROLL for (int i = 0; i < kept; i++) {
       const uint32_t low = bits_of(x[i]), high = bits_of(x[halve ? i + kept : i]);
       const uint32_t both = (low ^ high) & upper;
       const float theirs = __shfl_xor_sync(0xffffffffu, float_of(high ^ both), DISTANCE);
@@ -5316,11 +5170,9 @@ template <class B> struct WgmmaColumns {
   template <class Combine>
   __device__ __forceinline__ void combine_rows(float (&x)[COLS], const Scores& S,
                                                Combine combine) const {
-#pragma unroll
-    for (int i = 0; i < COLS; i++) {
+    SDPA_UNROLL for (int i = 0; i < COLS; i++) {
       x[i] = S[0][i / 2 * 4 + i % 2];
-#pragma unroll
-      for (int n = 1; n < 2 * KEY_BLOCKS; n++) {
+      SDPA_UNROLL for (int n = 1; n < 2 * KEY_BLOCKS; n++) {
         x[i] = combine(x[i], S[n / 2][i / 2 * 4 + n % 2 * 2 + i % 2]);
       }
     }
@@ -5331,21 +5183,19 @@ template <class B> struct WgmmaColumns {
   __device__ __forceinline__ void combine_lanes(float (&own)[OWN], float (&x)[COLS],
                                                 Combine combine) const {
     combine_pair<8>(x, combine), combine_pair<4>(x, combine);
-#pragma unroll
-    for (int r = 0; r < OWN; r++) own[r] = x[r];
+    SDPA_UNROLL for (int r = 0; r < OWN; r++) own[r] = x[r];
   }
   // own combined over the four warps, in a fixed order.
   template <class Combine>
   __device__ __forceinline__ void combine_warps(float (&own)[OWN], Combine combine) {
     auto& of_warp = s.partial[slice].of_warp;
-#pragma unroll
-    for (int r = 0; r < OWN; r++) st_shared(&of_warp[warp][r][lane], own[r]);
+    SDPA_UNROLL for (int r = 0; r < OWN; r++) st_shared(&of_warp[warp][r][lane], own[r]);
     sync();  // hazard: written by all warps
-#pragma unroll
-    for (int r = 0; r < OWN; r++) {
+    SDPA_UNROLL for (int r = 0; r < OWN; r++) {
       own[r] = ld_shared<float>(&of_warp[0][r][lane]);
-#pragma unroll
-      for (int n = 1; n < 4; n++) own[r] = combine(own[r], ld_shared<float>(&of_warp[n][r][lane]));
+      SDPA_UNROLL for (int n = 1; n < 4; n++) {
+        own[r] = combine(own[r], ld_shared<float>(&of_warp[n][r][lane]));
+      }
     }
   }
   // Column i of the thread, from the lane that owns it.
@@ -5357,22 +5207,18 @@ template <class B> struct WgmmaColumns {
   // if any of the warp's is beyond shift_limit.
   __device__ __forceinline__ void shift(Scores& S, float (&m_log2)[OWN]) const {
     bool within = true;
-#pragma unroll
-    for (int r = 0; r < OWN; r++) {
+    SDPA_UNROLL for (int r = 0; r < OWN; r++) {
       m_log2[r] = finite_max(m[r]) * a.scale_log2;
       within = within && fabsf(m_log2[r]) <= shift_limit;
     }
     if (__all_sync(0xffffffffu, within)) return;
-#pragma unroll
-    for (int i = 0; i < COLS; i++) {
+    SDPA_UNROLL for (int i = 0; i < COLS; i++) {
       const float column_m = finite_max(from_owner(m, i));
-#pragma unroll
-      for (int n = 0; n < 2 * KEY_BLOCKS; n++) {
+      SDPA_UNROLL for (int n = 0; n < 2 * KEY_BLOCKS; n++) {
         S[n / 2][i / 2 * 4 + n % 2 * 2 + i % 2] -= column_m;
       }
     }
-#pragma unroll
-    for (int r = 0; r < OWN; r++) m_log2[r] = 0;
+    SDPA_UNROLL for (int r = 0; r < OWN; r++) m_log2[r] = 0;
   }
 
   // P of the scores S in their place, and rounded in the place of K.
@@ -5383,19 +5229,15 @@ template <class B> struct WgmmaColumns {
         shared_address(s.slice[slice].K[ring.stage] +
                        panel_offset<B::block_m>((columns == 8 ? 0 : lane / 16 * 8) + lane % 8,
                                                 warp * 16 + lane / 8 % 2 * 8));
-#pragma unroll
-    for (int q = 0; q < B::block_m; q += columns) {
-#pragma unroll
-      for (int i = q / 4; i < (q + columns) / 4; i++) {
+    SDPA_UNROLL for (int q = 0; q < B::block_m; q += columns) {
+      SDPA_UNROLL for (int i = q / 4; i < (q + columns) / 4; i++) {
         const float column_m_log2 = from_owner(m_log2, i);
-#pragma unroll
-        for (int n = 0; n < 2 * KEY_BLOCKS; n++) {
+        SDPA_UNROLL for (int n = 0; n < 2 * KEY_BLOCKS; n++) {
           float& x = S[n / 2][i / 2 * 4 + n % 2 * 2 + i % 2];
           x = softmax_exp2<B>(fmaf(x, a.scale_log2, -column_m_log2));
         }
       }
-#pragma unroll
-      for (int block = 0; block < KEY_BLOCKS; block++) {
+      SDPA_UNROLL for (int block = 0; block < KEY_BLOCKS; block++) {
         const float* const x = S[block] + q / 2;
         constexpr int y = columns / 2 - 4;
         const uint32_t p[4] = {pack<Input>(x[0], x[1]), pack<Input>(x[2], x[3]),
@@ -5419,8 +5261,7 @@ template <class B> struct WgmmaColumns {
     float x[COLS], m_new[OWN], m_log2[OWN];
     combine_rows(x, S, larger), combine_lanes(m_new, x, larger);
     combine_warps(m_new, larger);  // from here on nobody reads K
-#pragma unroll
-    for (int r = 0; r < OWN; r++) {
+    SDPA_UNROLL for (int r = 0; r < OWN; r++) {
       m_new[r] = fmaxf(m[r], m_new[r]);
       alpha[r] = softmax_exp2<B>((m[r] - finite_max(m_new[r])) * a.scale_log2);
       m[r] = m_new[r];
@@ -5435,16 +5276,14 @@ template <class B> struct WgmmaColumns {
 
     float sum[OWN];  // beside V.T @ P.T
     combine_lanes(sum, x, sum_of);
-#pragma unroll
-    for (int r = 0; r < OWN; r++) l[r] = fmaf(l[r], alpha[r], sum[r]);
+    SDPA_UNROLL for (int r = 0; r < OWN; r++) l[r] = fmaf(l[r], alpha[r], sum[r]);
     if (last) finish_sums(sum_of);
   }
   // m and l of the slice.
   template <class Combine> __device__ __forceinline__ void finish_sums(Combine sum_of) {
     combine_warps(l, sum_of);
     if (warp != 0) return;
-#pragma unroll
-    for (int r = 0; r < OWN; r++) {
+    SDPA_UNROLL for (int r = 0; r < OWN; r++) {
       const int i =
           int(lane) / 4 * COLS / 8 + r;  // with 4 columns two lanes own the same, with 2 four
       if (COLS >= 8 || lane / 4 % (8 / COLS) == 0) {
@@ -5460,20 +5299,16 @@ template <class B> struct WgmmaColumns {
       return O_s + (i / 2 * 8 + i % 2) * stride + n / 2 * 64 + n % 2 * 8;
     };
     if (!first) {
-#pragma unroll
-      for (int i = 0; i < COLS; i++) {
+      SDPA_UNROLL for (int i = 0; i < COLS; i++) {
         const float factor = from_owner(alpha, i);
-#pragma unroll
-        for (int n = 0; n < 2 * D_BLOCKS; n++) {
+        SDPA_UNROLL for (int n = 0; n < 2 * D_BLOCKS; n++) {
           float& x = O[n / 2][i / 2 * 4 + n % 2 * 2 + i % 2];
           x = fmaf(ld_shared<float>(place(i, n)), factor, x);
         }
       }
     }
-#pragma unroll
-    for (int i = 0; i < COLS; i++) {
-#pragma unroll
-      for (int n = 0; n < 2 * D_BLOCKS; n++) {
+    SDPA_UNROLL for (int i = 0; i < COLS; i++) {
+      SDPA_UNROLL for (int n = 0; n < 2 * D_BLOCKS; n++) {
         st_shared(place(i, n), O[n / 2][i / 2 * 4 + n % 2 * 2 + i % 2]);
       }
     }
@@ -5483,16 +5318,14 @@ template <class B> struct WgmmaColumns {
   __device__ __forceinline__ void run(WgmmaColumnsLoader<B>& loader) {
     mbarrier_wait(&s.q_full, 0);
     const WgmmaItem item = s.item;
-#pragma unroll
-    for (int r = 0; r < OWN; r++) m[r] = -INFINITY, l[r] = 0;
+    SDPA_UNROLL for (int r = 0; r < OWN; r++) m[r] = -INFINITY, l[r] = 0;
     if (B::split_ctas != 1 && item.rounds == 0) clear_partial();
     for (int round = item.rounds - 1; round >= 0; round--, ring.advance()) {
       Sums O;
       float alpha[OWN];
       step(O, alpha, item.q0, first_key_of<B>(item, round, slice), round == 0);
       wgmma_wait_group<0>();
-#pragma unroll
-      for (int block = 0; block < D_BLOCKS; block++) hold(O[block]);
+      SDPA_UNROLL for (int block = 0; block < D_BLOCKS; block++) hold(O[block]);
       if (round >= B::stages) {
         release(&s.slice[slice].empty[ring.stage]);
         loader.load_tile(round - B::stages);
@@ -5587,8 +5420,7 @@ template <class B> __global__ void __launch_bounds__(B::threads, 1) sdpa_cublas(
 
   float m = -INFINITY, l = 0;
   for (int k = begin + lane; k < end; k += 32) m = fmaxf(m, S[k]);
-#pragma unroll
-  for (int other = 1; other < 32; other *= 2) {
+  SDPA_UNROLL for (int other = 1; other < 32; other *= 2) {
     m = fmaxf(m, __shfl_xor_sync(0xffffffffu, m, other));
   }
   m = finite_max(m);

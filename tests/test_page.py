@@ -214,6 +214,23 @@ def test_e4m3_tables(sample):
         assert line in page, page
 
 
+def test_decode_table(sample):
+    (sample / "results/decode").mkdir()
+    names = (sample / "results/peers/2026-01-02-Sample-GPU.csv").read_text(encoding="utf-8").splitlines()[0].split(",")
+    row = dict.fromkeys(names, "") | dict(zip("B Hq Hkv Sq Sk D".split(), "1 32 8 1 4096 128".split())) | dict(
+        shape="1x32x8x1x4096", dtype="bf16", causal="off", status="ok", device="Sample GPU", family="wgmma", check="PASS")
+    rows = [dict(row, config="slower", graph_us="9.5"), dict(row, config="wgmma_decode", graph_us="8"),
+            dict(row, config="mma_decode", family="mma", graph_us="9"),
+            dict(row, config="torch_cudnn", family="", check="", graph_us="12")]
+    (sample / "results/decode/2026-01-02-Sample-GPU.csv").write_text(
+        "\n".join([",".join(names), *(",".join(one[name] for name in names) for one in rows)]) + "\n", encoding="utf-8")
+    assert draw(sample).returncode == 0
+    page = (sample / "docs/HOPPER.md").read_text(encoding="utf-8")
+    for line in ("| problem | wgmma, µs | mma.sync, µs | cuDNN, µs | K and V, TB/s | times as fast |",
+                 "| 1,32,8,1,4096,128 bf16 | 8.00 | 9.00 | 12.0 | 2.10 | 1.50x |"):  # 2 * 8 * 4096 * 128 * 2 bytes in 8 us
+        assert line in page, page
+
+
 def test_bugs_table(sample):
     page = sample / "docs/TESTING.md"
     page.write_text("<!-- bugs:begin -->\n<!-- bugs:end -->\n", encoding="utf-8")

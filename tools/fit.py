@@ -39,7 +39,7 @@ COLUMNS = ("D dtype shape B Hq Hkv Sq Sk causal tile us lo_us hi_us clock_mhz ch
            "git_sha").split()
 NEW_COSTS = (5000, 6, 6)  # of a tile before it is fitted
 WORST_LOSS, MEAN_LOSS = 0.1, 0.01
-MODEL_ERROR, PRIOR, SPREAD, ROUNDS, SEARCHES = 0.01, 0.05, 0.8, 600, 2  # of fit_choices(), in logarithms; its searches
+MODEL_ERROR, PRIOR, WORST, SPREAD, ROUNDS, SEARCHES = 0.01, 0.015, 0.1, 0.8, 600, 4  # of fit_choices()
 
 
 # ---- sdpa.cu's table and its model ----
@@ -107,19 +107,28 @@ class Model:
 
     def __init__(self, mma=False):
         self.library = ctypes.CDLL(builds.host_library())
-        self.library.sdpa_library_tile_clocks.restype = ctypes.c_double
         first = ctypes.POINTER(Tile)()
         count = self.library.sdpa_library_tiles(ctypes.byref(first))
         self.tiles = [first[i] for i in range(count) if first[i].mma == mma]
 
-    def clocks(self, tile, problem, sms):
-        p = engine.SdpaParams(B=problem.B, Hq=problem.Hq, Hkv=problem.Hkv, Sq=problem.Sq, Sk=problem.Sk, D=problem.D,
-                              causal=engine.CAUSAL.index(problem.causal), window_left=-1, window_right=-1)
-        return self.library.sdpa_library_tile_clocks(ctypes.byref(tile), ctypes.byref(p), sms)
+    def clocks(self, tiles, problems, sms):
+        """[problem][tile]; problems: these, or what params() made of them."""
+        params = problems if isinstance(problems, ctypes.Array) else self.params(problems)
+        clocks = np.empty((len(params), len(tiles)))
+        self.library.sdpa_library_tile_clocks((Tile * len(tiles))(*tiles), len(tiles), params, len(params), sms,
+                                              clocks.ctypes.data_as(ctypes.c_void_p))
+        return clocks
+
+    @staticmethod
+    def params(problems):
+        """The problems as the model takes them."""
+        return (engine.SdpaParams * len(problems))(*(engine.SdpaParams(
+            B=one.B, Hq=one.Hq, Hkv=one.Hkv, Sq=one.Sq, Sk=one.Sk, D=one.D, causal=engine.CAUSAL.index(one.causal),
+            window_left=-1, window_right=-1) for one in problems))
 
     def choose(self, tiles, problem, sms):
         """The tile of the least cost; of equal ones the first, as choose_tile() has it."""
-        return min(tiles, key=lambda tile: self.clocks(tile, problem, sms))
+        return tiles[int(self.clocks(tiles, [problem], sms).argmin())]
 
 
 # ---- times ----
@@ -199,30 +208,33 @@ def fit_times(model, tile, times, sms, mhz):
     problems = [problem for problem in times if tile.knobs in times[problem]]
     clocks = np.array([times[problem][tile.knobs] * mhz for problem in problems])
     weights = np.array([min(times[problem].values()) / times[problem][tile.knobs] for problem in problems])
+    params = model.params(problems)
 
     def misses(logarithms):
-        candidate = with_costs(tile, np.exp(logarithms))
-        return weights * np.log([model.clocks(candidate, problem, sms) for problem in problems] / clocks)
+        return weights * np.log(model.clocks([with_costs(tile, np.exp(logarithms))], params, sms)[:, 0] / clocks)
     return optimize.least_squares(misses, np.log(tile.costs), loss="soft_l1", f_scale=0.05).x
 
 
 def fit_choices(model, tiles, times, sms, mhz):
-    """These tiles at costs for which the choices lose least: the mean over the problems of the loss of each tile,
-    weighted by how likely it is chosen if the model is off by MODEL_ERROR. The better of some searches by differential
-    evolution around the costs that explain the times best, from which a step of 10% has to save PRIOR / 100 on average."""
+    """These tiles at costs for which the choices lose least: the mean over the problems, and WORST of the largest, of the
+    loss of each tile, weighted by how likely it is chosen if the model is off by MODEL_ERROR. The better of some searches by
+    differential evolution around the costs that explain the times best, from which a step of 10% has to save PRIOR / 100
+    on average. A tile that does not suit a problem counts as one that takes twice as long."""
     from scipy import optimize
     problems = [problem for problem in times if problem.D == tiles[0].head_dim]
+    params = model.params(problems)
     us = np.array([[times[problem].get(tile.knobs, math.inf) for tile in tiles] for problem in problems])
-    loss = us / us.min(1, keepdims=True) - 1
+    loss = np.minimum(us / us.min(1, keepdims=True) - 1, 1)
+    unknown = np.array([[tile.suits(problem) for tile in tiles] for problem in problems]) & np.isinf(us)
     start = np.concatenate([fit_times(model, tile, times, sms, mhz) for tile in tiles])
 
     def expected_loss(logarithms):
         costs = np.exp(logarithms).reshape(len(tiles), -1)
-        candidates = [with_costs(tile, cost) for tile, cost in zip(tiles, costs)]
-        clocks = np.log([[model.clocks(tile, problem, sms) for tile in candidates] for problem in problems])
+        clocks = model.clocks([with_costs(tile, cost) for tile, cost in zip(tiles, costs)], params, sms)
+        clocks = np.log(np.where(unknown, math.inf, clocks))
         likely = np.exp((clocks.min(1, keepdims=True) - clocks) / MODEL_ERROR)
-        lost = (np.minimum(loss, 1) * likely).sum(1) / likely.sum(1)
-        return float(lost.mean() + PRIOR * ((logarithms - start) ** 2).mean())
+        lost = (loss * likely).sum(1) / likely.sum(1)
+        return float(lost.mean() + WORST * lost.max() + PRIOR * ((logarithms - start) ** 2).mean())
     bounds = [(x - SPREAD, x + SPREAD) for x in start]
     best = min((optimize.differential_evolution(expected_loss, bounds, x0=start, seed=seed, maxiter=ROUNDS, popsize=4,
                                                 tol=0, polish=False) for seed in range(SEARCHES)),

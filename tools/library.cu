@@ -24,14 +24,17 @@ int sdpa_library_forward(const sdpa::SdpaParams* p, cudaStream_t stream, char* t
   return status.code;
 }
 
-// The rows of TUNED_TILES, and the clocks that the cost model gives a problem with a tile, which need be none of
-// them. For tools/fit.py.
+// The rows of TUNED_TILES, and the clocks that the cost model gives problems with tiles, which need be none of them:
+// clocks[problem][tile]. For tools/fit.py.
 int sdpa_library_tiles(const sdpa::TunedTile** first) {
   *first = sdpa::TUNED_TILES;
   return sdpa::TILES;
 }
-double sdpa_library_tile_clocks(const sdpa::TunedTile* tile, const sdpa::SdpaParams* p, int sms) {
-  return sdpa::tuned_clocks(*tile, *p, sms);
+void sdpa_library_tile_clocks(const sdpa::TunedTile* tiles, int tile_count, const sdpa::SdpaParams* problems,
+                              int problem_count, int sms, double* clocks) {
+  for (int p = 0; p < problem_count; p++) {
+    for (int t = 0; t < tile_count; t++) *clocks++ = sdpa::tuned_clocks(tiles[t], problems[p], sms);
+  }
 }
 
 // The launch: threads, bytes of shared memory, BLOCK_M. Of a library as the sizes of symbols; of device code alone as
