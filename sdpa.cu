@@ -1384,6 +1384,8 @@ template <> struct VectorCopy<true> {
 
 // ---- copies of tiles (scalar, wmma, mma) ----
 
+template <class B> struct TileConversion;  // DTYPE=U8
+
 // How thread number tid of nthreads shares in copying tiles: it takes the vectors at (row + n *
 // row_step, col), so that its addresses are sums. A row may take several passes of all threads; of
 // threads that do not fill a row, the rest is idle.
@@ -1427,11 +1429,36 @@ template <class B> struct TileCopy {
                                                                                from_g, valid);
     });
   }
+};
 
-  // ---- U8: the fp16 that the products take ----
+// ---- copies of U8 (wmma, mma and DTYPE = U8) ----
+// A thread makes the fp16 that the products take of the vectors that it copies.
 
+template <class B> struct TileConversion {
   using Vector = typename VectorType<B::vec_width * sizeof(Input)>::type;
 
+  // dst_s [ROWS][D] = the tile, zeros where it does not exist.
+  template <int ROWS>
+  static __device__ __forceinline__ void copy(const TileCopy<B>& mine, Half* dst_s,
+                                              const Input* src_g, int64_t row_stride, int rows) {
+    const auto move = [&](int r, int c, const Input* from_g, bool valid) {
+      Vector vector{};
+      if (valid) vector = ld_global_nc<Vector>(from_g);
+      store_halves(dst_s, r, c, vector);
+    };
+    mine.template each_vector<ROWS>(src_g, row_stride, rows, move);
+  }
+  // Of a tile that TileCopy has brought. Each thread converts what it copied itself, so that its own wait is enough.
+  template <int ROWS>
+  static __device__ __forceinline__ void convert(const TileCopy<B>& mine, Half* dst_s,
+                                                 const Input* src_s) {
+    const auto move = [&](int r, int c, const Input* from_s, bool) {
+      store_halves(dst_s, r, c, ld_shared<Vector>(from_s));
+    };
+    mine.template each_vector<ROWS>(mine.first(src_s, B::head_dim), B::head_dim, ROWS, move);
+  }
+
+ private:
   static __device__ __forceinline__ void store_halves(Half* dst_s, int row, int column,
                                                       const Vector& vector) {
     uint32_t words[sizeof vector / 4];
@@ -1440,23 +1467,6 @@ template <class B> struct TileCopy {
       const uint4 chunk = halves_of_bytes(words[i], words[i + 1]);
       st_shared(dst_s + tile_offset<B>(row, column + 4 * i), chunk);
     }
-  }
-  template <int ROWS>
-  __device__ __forceinline__ void copy_converted(Half* dst_s, const Input* src_g,
-                                                 int64_t row_stride, int rows) const {
-    each_vector<ROWS>(src_g, row_stride, rows, [&](int r, int c, const Input* from_g, bool valid) {
-      Vector vector{};
-      if (valid) vector = ld_global_nc<Vector>(from_g);
-      store_halves(dst_s, r, c, vector);
-    });
-  }
-  // Of a tile that copy() has brought. Each thread converts what it copied itself, so that its own wait is enough.
-  template <int ROWS>
-  __device__ __forceinline__ void convert(Half* dst_s, const Input* src_s) const {
-    each_vector<ROWS>(first(src_s, B::head_dim), B::head_dim, ROWS,
-                      [&](int r, int c, const Input* from_s, bool) {
-                        store_halves(dst_s, r, c, ld_shared<Vector>(from_s));
-                      });
   }
 };
 
@@ -2078,7 +2088,7 @@ template <class B> struct ItemTiles {
     if constexpr (std::is_same<T, Input>::value) {
       share.template copy<ROWS>(dst_s, src_g, row_stride, rows);
     } else {
-      share.template copy_converted<ROWS>(dst_s, src_g, row_stride, rows);
+      TileConversion<B>::template copy<ROWS>(share, dst_s, src_g, row_stride, rows);
     }
   }
   // The next K and V tile, at key k0, into its stage; past the end nothing.
@@ -2099,8 +2109,8 @@ template <class B> struct ItemTiles {
     }
   }
   template <class Shared> __device__ __forceinline__ void convert_kv(Shared& s, int stage) const {
-    mine.template convert<B::block_n>(s.K[0], s.copied.K[stage]);
-    mine.template convert<B::block_n>(s.V[0], s.copied.V[stage]);
+    TileConversion<B>::template convert<B::block_n>(mine, s.K[0], s.copied.K[stage]);
+    TileConversion<B>::template convert<B::block_n>(mine, s.V[0], s.copied.V[stage]);
   }
 };
 
@@ -2845,23 +2855,6 @@ template <class B, int WIDTH> struct MmaAccumulator {  // [16 * M_TILES of BLOCK
   __device__ int col(int j) const { return first_col + j / 2 * 8 + j % 2; }
 };
 
-// FP16_ACC: the same in fp16, two neighbouring columns to a register.
-template <class B, int WIDTH> struct MmaHalves {
-  static constexpr int M_TILES = MmaAccumulator<B, WIDTH>::M_TILES;
-  static constexpr int ROWS = 2 * M_TILES, COLS = WIDTH / 8;
-  uint32_t x[ROWS][COLS];
-
-  __device__ __forceinline__ void add_to(MmaAccumulator<B, WIDTH>& T) const {
-    SDPA_UNROLL for (int i = 0; i < ROWS; i++) {
-      SDPA_UNROLL for (int j = 0; j < COLS; j++) {
-        __half pair[2];
-        memcpy(pair, &x[i][j], sizeof pair);
-        T.x[i][2 * j] += float(pair[0]), T.x[i][2 * j + 1] += float(pair[1]);
-      }
-    }
-  }
-};
-
 // The same rows after the quad has dealt its columns anew: a lane has 8 neighbouring ones of 32; of 8-bit V 4 of
 // 16, as P @ V leaves them.
 template <class B, int WIDTH> struct MmaRuns {
@@ -2915,33 +2908,34 @@ template <class B> struct MmaShared {
   uint32_t drawn;  // TileQueue
 };
 
-// A step takes 32 bytes of each row of A and of each column of B. Their fp16 (converts_operands) are two products:
-// the first has k = 4q ... 4q + 3 of the lane's registers, the second the same 16 k further.
+// A step takes 32 bytes of each row of A and of each column of B.
 constexpr int MMA_K = 2 * CHUNK;
-template <class B> constexpr int A_REGISTERS = B::converts_operands ? 8 : 4;
-template <class B>
-__device__ __forceinline__ void mma(float& d0, float& d1, float& d2, float& d3,
-                                    const uint32_t (&a)[A_REGISTERS<B>], uint32_t b0, uint32_t b1) {
-  if constexpr (B::converts_operands) {
-    const uint32_t b[2] = {b0, b1};
-    SDPA_UNROLL for (int n = 0; n < 2; n++) {
-      uint32_t pairs[2], part[4];
-      make_halves<B>(pairs, b[n]), memcpy(part, a + 4 * n, sizeof part);
-      mma_m16n8k16<Half>(d0, d1, d2, d3, part, pairs[0], pairs[1]);
-    }
-  } else if constexpr (sizeof(Element) == 1) {
-    mma_m16n8k32_e4m3(d0, d1, d2, d3, a, b0, b1);
-  } else {
+// Products of 16 bits; those of 8 bits, which have the same functions and pv(), are in a section of their own.
+template <class B, bool = sizeof(Element) == 1> struct MmaOperands {
+  static constexpr int REGISTERS = 4;  // of A, in a step of 16 rows
+  static constexpr int KEYS = 16;      // of P, in a step
+
+  // [16][8] += A @ B
+  static __device__ __forceinline__ void multiply(float& d0, float& d1, float& d2, float& d3,
+                                                  const uint32_t (&a)[4], uint32_t b0,
+                                                  uint32_t b1) {
     mma_m16n8k16<Element>(d0, d1, d2, d3, a, b0, b1);
   }
-}
-
+  // A of 16 rows.
+  static __device__ __forceinline__ void read(uint32_t (&a)[4], SharedAddress from) {
+    ldmatrix_x4<false>(a, from);
+  }
+  // P of a row's next columns, rounded.
+  static __device__ __forceinline__ uint32_t pack_p(const float* x) {
+    return pack<Element>(x[0], x[1]);
+  }
+};
 // The warp's query rows as A operands, MMA_K columns a step. As many steps as O and S leave registers for
 // are kept for the whole item; each use reads the others again.
 template <class B> struct MmaQueries {
   static constexpr int M_TILES = MmaAccumulator<B, 8>::M_TILES, STEPS = B::head_dim / MMA_K;
   static constexpr int O_AND_S = M_TILES * (B::head_dim + B::block_n) / 2;  // registers
-  static constexpr int REGISTERS = A_REGISTERS<B>;                          // of a step and 16 rows
+  static constexpr int REGISTERS = MmaOperands<B>::REGISTERS;
   static constexpr int ROOM = O_AND_S < 184 ? (184 - O_AND_S) / (REGISTERS * M_TILES) : 0;
   static constexpr int KEPT = ROOM < STEPS ? ROOM : STEPS;
   uint32_t kept[KEPT ? KEPT : 1][M_TILES][REGISTERS];
@@ -2949,17 +2943,7 @@ template <class B> struct MmaQueries {
 
   __device__ void read(uint32_t (&a)[M_TILES][REGISTERS], int step) const {
     SDPA_UNROLL for (int m = 0; m < M_TILES; m++) {
-      const SharedAddress from = tile_step<B>(at, 16 * m, MMA_K * step);
-      if constexpr (B::converts_operands) {
-        uint32_t bytes[4], pairs[2];
-        ldmatrix_x4<false>(bytes, from);
-        SDPA_UNROLL for (int i = 0; i < 4; i++) {  // rows g and g + 8 of 16 k, then of the next
-          make_halves<B>(pairs, bytes[i]);
-          a[m][i / 2 * 4 + i % 2] = pairs[0], a[m][i / 2 * 4 + i % 2 + 2] = pairs[1];
-        }
-      } else {
-        ldmatrix_x4<false>(a[m], from);
-      }
+      MmaOperands<B>::read(a[m], tile_step<B>(at, 16 * m, MMA_K * step));
     }
   }
   // Q_s is there now.
@@ -2981,26 +2965,16 @@ template <class B> struct MmaQueries {
 template <class B, int WIDTH>
 __device__ __forceinline__ void multiply_columns(
     MmaAccumulator<B, WIDTH>& T, int n,
-    const uint32_t (&a)[MmaAccumulator<B, WIDTH>::M_TILES][A_REGISTERS<B>],
+    const uint32_t (&a)[MmaAccumulator<B, WIDTH>::M_TILES][MmaOperands<B>::REGISTERS],
     const uint32_t (&b)[4]) {
   SDPA_UNROLL for (int m = 0; m < T.M_TILES; m++) {
-    auto &top = T.x[2 * m], &bottom = T.x[2 * m + 1];
-    mma<B>(top[4 * n], top[4 * n + 1], bottom[4 * n], bottom[4 * n + 1], a[m], b[0], b[1]);
-    mma<B>(top[4 * n + 2], top[4 * n + 3], bottom[4 * n + 2], bottom[4 * n + 3], a[m], b[2], b[3]);
+    float *const top = T.x[2 * m] + 4 * n, *const bottom = T.x[2 * m + 1] + 4 * n;
+    MmaOperands<B>::multiply(top[0], top[1], bottom[0], bottom[1], a[m], b[0], b[1]);
+    MmaOperands<B>::multiply(top[2], top[3], bottom[2], bottom[3], a[m], b[2], b[3]);
   }
 }
 
-template <class B, int WIDTH>
-__device__ __forceinline__ void multiply_columns(
-    MmaHalves<B, WIDTH>& T, int n, const uint32_t (&a)[MmaHalves<B, WIDTH>::M_TILES][4],
-    const uint32_t (&b)[4]) {
-  SDPA_UNROLL for (int m = 0; m < T.M_TILES; m++) {
-    auto &top = T.x[2 * m], &bottom = T.x[2 * m + 1];
-    mma_m16n8k16_f16(top[2 * n], bottom[2 * n], a[m], b[0], b[1]);
-    mma_m16n8k16_f16(top[2 * n + 1], bottom[2 * n + 1], a[m], b[2], b[3]);
-  }
-}
-
+template <class B, int WIDTH> struct MmaHalves;  // FP16_ACC
 // T += A @ B by body(T), or with HALVES by way of sums of their own in fp16.
 template <class B, bool HALVES, int WIDTH, class Body>
 __device__ __forceinline__ void sum_products(MmaAccumulator<B, WIDTH>& T, const Body& body) {
@@ -3024,7 +2998,7 @@ __device__ __forceinline__ void mma_qk(MmaAccumulator<B, B::block_n>& S, const M
   clear(S);
   sum_products<B, B::qk_in_fp16>(S, [&](auto& sums) {
     SDPA_UNROLL for (int step = 0; step < B::head_dim / MMA_K; step++) {
-      uint32_t q[MmaAccumulator<B, B::block_n>::M_TILES][A_REGISTERS<B>];
+      uint32_t q[MmaAccumulator<B, B::block_n>::M_TILES][MmaOperands<B>::REGISTERS];
       Q.get(q, step);
       SDPA_UNROLL for (int n = 0; n < B::block_n / 16; n++) {
         uint32_t k[4];
@@ -3036,11 +3010,10 @@ __device__ __forceinline__ void mma_qk(MmaAccumulator<B, B::block_n>& S, const M
 }
 
 // P, rounded, as A operands: the accumulators of 32 bytes of P are the A operand of as many keys, so
-// that nothing moves between lanes. With e4m3 the operand's k = 4q + i (and 16 + 4q + i) is then key
-// i / 2 * 8 + 2q + i % 2 (and 16 more).
+// that nothing moves between lanes.
 template <class B> struct MmaProbabilities {
   static constexpr int M_TILES = MmaAccumulator<B, 8>::M_TILES;
-  static constexpr int KEYS = rounds_p_to_e4m3<B> ? 32 : 16;        // of a step
+  static constexpr int KEYS = MmaOperands<B>::KEYS;
   static constexpr int STEPS = B::block_n / KEYS, COLS = KEYS / 4;  // of a lane, in a step
   uint32_t a[STEPS][M_TILES][4];
 
@@ -3048,69 +3021,18 @@ template <class B> struct MmaProbabilities {
     SDPA_UNROLL for (int m = 0; m < M_TILES; m++) {
       SDPA_UNROLL for (int i = 0; i < 4; i++) {
         const float* const x = &P.x[2 * m + i % 2][COLS * step + COLS / 2 * (i / 2)];
-        if constexpr (rounds_p_to_e4m3<B>) {
-          a[step][m][i] = cvt_rn_satfinite_e4m3x4(x[0], x[1], x[2], x[3]);
-        } else {
-          a[step][m][i] =
-              pack<typename std::conditional<B::converts_operands, Half, Element>::type>(x[0],
-                                                                                         x[1]);
-        }
+        a[step][m][i] = MmaOperands<B>::pack_p(x);
       }
     }
   }
 };
 
-// The same for e4m3, of which ldmatrix transposes pairs: a register has bytes d = 2g and 2g + 1 of two keys. prmt
-// parts them into the even and the odd d, with the keys in the order of P. So a lane has 4 neighbouring d of 16.
-template <class B>
-__device__ __forceinline__ void mma_pv_e4m3(MmaAccumulator<B, B::head_dim>& O,
-                                            const MmaProbabilities<B>& P, const Element* V_s,
-                                            int step, int lane) {
-  const SharedAddress at = shared_address(V_s + tile_offset<B>(lane, 0));
-  SDPA_UNROLL for (int n = 0; n < B::head_dim / 16; n++) {
-    uint32_t v[4];  // of keys 0 ... 7, 8 ... 15, 16 ... 23, 24 ... 31
-    ldmatrix_x4<true>(v, tile_step<B>(at, MMA_K * step, 16 * n));
-    const uint32_t even[2] = {prmt(v[0], v[1], 0x6420), prmt(v[2], v[3], 0x6420)};
-    const uint32_t odd[2] = {prmt(v[0], v[1], 0x7531), prmt(v[2], v[3], 0x7531)};
-    SDPA_UNROLL for (int m = 0; m < O.M_TILES; m++) {
-      float *const top = O.x[2 * m] + 4 * n, *const bottom = O.x[2 * m + 1] + 4 * n;
-      mma<B>(top[0], top[2], bottom[0], bottom[2], P.a[step][m], even[0], even[1]);
-      mma<B>(top[1], top[3], bottom[1], bottom[3], P.a[step][m], odd[0], odd[1]);
-    }
-  }
-}
-
-// The same with P in fp16: of the 16 keys from 16 * step.
-template <class B>
-__device__ __forceinline__ void mma_pv_halves(MmaAccumulator<B, B::head_dim>& O,
-                                              const MmaProbabilities<B>& P, const Element* V_s,
-                                              int step, int lane) {
-  const SharedAddress at = shared_address(V_s + tile_offset<B>(lane % 16, lane / 16 * CHUNK));
-  SDPA_UNROLL for (int n = 0; n < B::head_dim / 16; n += 2) {
-    uint32_t v[4];  // of 16 d keys 0 ... 7, 8 ... 15, and of the next
-    ldmatrix_x4<true>(v, tile_step<B>(at, 16 * step, 16 * n));
-    SDPA_UNROLL for (int next = 0; next < 2; next++) {
-      uint32_t low[2], high[2];  // keys; the even d and the odd d
-      make_halves<B>(low, prmt(v[2 * next], 0, 0x3120));
-      make_halves<B>(high, prmt(v[2 * next + 1], 0, 0x3120));
-      SDPA_UNROLL for (int m = 0; m < O.M_TILES; m++) {
-        float *const top = O.x[2 * m] + 4 * (n + next), *const bottom =
-                                                            O.x[2 * m + 1] + 4 * (n + next);
-        mma_m16n8k16<Half>(top[0], top[2], bottom[0], bottom[2], P.a[step][m], low[0], high[0]);
-        mma_m16n8k16<Half>(top[1], top[3], bottom[1], bottom[3], P.a[step][m], low[1], high[1]);
-      }
-    }
-  }
-}
-
 // O += P @ V for the keys of a step   [16 * M_TILES][D] of a warp
 template <class B, class Sums>
 __device__ __forceinline__ void mma_pv(Sums& O, const MmaProbabilities<B>& P, const Element* V_s,
                                        int step, int lane) {
-  if constexpr (B::converts_operands) {
-    mma_pv_halves<B>(O, P, V_s, step, lane);
-  } else if constexpr (sizeof(Element) == 1) {
-    mma_pv_e4m3<B>(O, P, V_s, step, lane);
+  if constexpr (sizeof(Element) == 1) {
+    MmaOperands<B>::pv(O, P.a[step], V_s, step, lane);
   } else {
     const SharedAddress at = shared_address(V_s + tile_offset<B>(lane % 16, lane / 16 * 8));
     SDPA_UNROLL for (int n = 0; n < B::head_dim / 16; n++) {
@@ -3242,6 +3164,130 @@ __device__ __forceinline__ void deal_runs(MmaRuns<B, WIDTH>& R, const MmaAccumul
     }
   }
 }
+
+// ---- 5c sums in fp16 (mma and FP16_ACC = QK, FP16_ACC = PV, FP16_ACC = BOTH) ----
+
+// MmaAccumulator in fp16, two neighbouring columns to a register.
+template <class B, int WIDTH> struct MmaHalves {
+  static constexpr int M_TILES = MmaAccumulator<B, WIDTH>::M_TILES;
+  static constexpr int ROWS = 2 * M_TILES, COLS = WIDTH / 8;
+  uint32_t x[ROWS][COLS];
+
+  __device__ __forceinline__ void add_to(MmaAccumulator<B, WIDTH>& T) const {
+    SDPA_UNROLL for (int i = 0; i < ROWS; i++) {
+      SDPA_UNROLL for (int j = 0; j < COLS; j++) {
+        __half pair[2];
+        memcpy(pair, &x[i][j], sizeof pair);
+        T.x[i][2 * j] += float(pair[0]), T.x[i][2 * j + 1] += float(pair[1]);
+      }
+    }
+  }
+};
+
+template <class B, int WIDTH>
+__device__ __forceinline__ void multiply_columns(
+    MmaHalves<B, WIDTH>& T, int n, const uint32_t (&a)[MmaHalves<B, WIDTH>::M_TILES][4],
+    const uint32_t (&b)[4]) {
+  SDPA_UNROLL for (int m = 0; m < T.M_TILES; m++) {
+    auto &top = T.x[2 * m], &bottom = T.x[2 * m + 1];
+    mma_m16n8k16_f16(top[2 * n], bottom[2 * n], a[m], b[0], b[1]);
+    mma_m16n8k16_f16(top[2 * n + 1], bottom[2 * n + 1], a[m], b[2], b[3]);
+  }
+}
+
+// ---- 5c operands of 8 bits (mma and DTYPE = FP8_E4M3, DTYPE = U8) ----
+
+// e4m3 as it is. Or (converts_operands) fp16 that is made of it, or of U8, in registers: a step is then two products; the
+// first has k = 4q ... 4q + 3 of the lane's bytes, the second the same 16 k further.
+template <class B> struct MmaOperands<B, true> {
+  static constexpr bool in_fp16 = B::converts_operands;
+  static constexpr int REGISTERS = in_fp16 ? 8 : 4, KEYS = in_fp16 ? 16 : 32;
+  using Sums = MmaAccumulator<B, B::head_dim>;
+  using P = uint32_t[Sums::M_TILES][4];
+
+  static __device__ __forceinline__ void multiply(float& d0, float& d1, float& d2, float& d3,
+                                                  const uint32_t (&a)[REGISTERS], uint32_t b0,
+                                                  uint32_t b1) {
+    if constexpr (in_fp16) {
+      const uint32_t b[2] = {b0, b1};
+      SDPA_UNROLL for (int n = 0; n < 2; n++) {
+        uint32_t pairs[2], part[4];
+        make_halves<B>(pairs, b[n]), memcpy(part, a + 4 * n, sizeof part);
+        mma_m16n8k16<Half>(d0, d1, d2, d3, part, pairs[0], pairs[1]);
+      }
+    } else {
+      mma_m16n8k32_e4m3(d0, d1, d2, d3, a, b0, b1);
+    }
+  }
+  static __device__ __forceinline__ void read(uint32_t (&a)[REGISTERS], SharedAddress from) {
+    if constexpr (in_fp16) {
+      uint32_t bytes[4], pairs[2];
+      ldmatrix_x4<false>(bytes, from);
+      SDPA_UNROLL for (int i = 0; i < 4; i++) {  // rows g and g + 8 of 16 k, then of the next
+        make_halves<B>(pairs, bytes[i]);
+        a[i / 2 * 4 + i % 2] = pairs[0], a[i / 2 * 4 + i % 2 + 2] = pairs[1];
+      }
+    } else {
+      ldmatrix_x4<false>(a, from);
+    }
+  }
+  // With e4m3 the operand's k = 4q + i (and 16 + 4q + i) is key i / 2 * 8 + 2q + i % 2 (and 16 more).
+  static __device__ __forceinline__ uint32_t pack_p(const float* x) {
+    if constexpr (in_fp16) {
+      return pack<Half>(x[0], x[1]);
+    } else {
+      return cvt_rn_satfinite_e4m3x4(x[0], x[1], x[2], x[3]);
+    }
+  }
+  // O += P @ V for the keys of a step. ldmatrix transposes pairs: a register has bytes d = 2g and 2g + 1 of two keys. prmt
+  // parts them into the even and the odd d, so that a lane has 4 neighbouring d of 16.
+  static __device__ __forceinline__ void pv(Sums& O, const P& p, const Element* V_s, int step,
+                                            int lane) {
+    if constexpr (in_fp16) {
+      pv_of_fp16(O, p, V_s, step, lane);
+    } else {
+      pv_of_e4m3(O, p, V_s, step, lane);
+    }
+  }
+
+ private:
+  // With the keys in the order of P.
+  static __device__ __forceinline__ void pv_of_e4m3(Sums& O, const P& p, const Element* V_s,
+                                                    int step, int lane) {
+    const SharedAddress at = shared_address(V_s + tile_offset<B>(lane, 0));
+    SDPA_UNROLL for (int n = 0; n < B::head_dim / 16; n++) {
+      uint32_t v[4];  // of keys 0 ... 7, 8 ... 15, 16 ... 23, 24 ... 31
+      ldmatrix_x4<true>(v, tile_step<B>(at, MMA_K * step, 16 * n));
+      const uint32_t even[2] = {prmt(v[0], v[1], 0x6420), prmt(v[2], v[3], 0x6420)};
+      const uint32_t odd[2] = {prmt(v[0], v[1], 0x7531), prmt(v[2], v[3], 0x7531)};
+      SDPA_UNROLL for (int m = 0; m < O.M_TILES; m++) {
+        float *const top = O.x[2 * m] + 4 * n, *const bottom = O.x[2 * m + 1] + 4 * n;
+        multiply(top[0], top[2], bottom[0], bottom[2], p[m], even[0], even[1]);
+        multiply(top[1], top[3], bottom[1], bottom[3], p[m], odd[0], odd[1]);
+      }
+    }
+  }
+
+  static __device__ __forceinline__ void pv_of_fp16(Sums& O, const P& p, const Element* V_s,
+                                                    int step, int lane) {
+    const SharedAddress at = shared_address(V_s + tile_offset<B>(lane % 16, lane / 16 * CHUNK));
+    SDPA_UNROLL for (int n = 0; n < B::head_dim / 16; n += 2) {
+      uint32_t v[4];  // of 16 d keys 0 ... 7, 8 ... 15, and of the next
+      ldmatrix_x4<true>(v, tile_step<B>(at, 16 * step, 16 * n));
+      SDPA_UNROLL for (int next = 0; next < 2; next++) {
+        uint32_t low[2], high[2];  // keys; the even d and the odd d
+        make_halves<B>(low, prmt(v[2 * next], 0, 0x3120));
+        make_halves<B>(high, prmt(v[2 * next + 1], 0, 0x3120));
+        SDPA_UNROLL for (int m = 0; m < O.M_TILES; m++) {
+          float* const top = O.x[2 * m] + 4 * (n + next);
+          float* const bottom = O.x[2 * m + 1] + 4 * (n + next);
+          mma_m16n8k16<Half>(top[0], top[2], bottom[0], bottom[2], p[m], low[0], high[0]);
+          mma_m16n8k16<Half>(top[1], top[3], bottom[1], bottom[3], p[m], low[1], high[1]);
+        }
+      }
+    }
+  }
+};
 
 // ---- 5c rows of several heads (mma and PACK_GQA, USE_TUNED) ----
 
