@@ -490,6 +490,8 @@ run_tests() {
   done
   [ ${#missing[@]} = 0 ] || apt_install "${missing[@]}" || say "---- tests: without ${missing[*]}"
   need_tools
+  echo '#include <doctest/doctest.h>' | "${CXX:-c++}" -x c++ -fsyntax-only - 2>/dev/null || apt_install doctest-dev ||
+    refuse "doctest is missing; install it with: sudo apt-get install doctest-dev"
   if find_python jsonschema matplotlib numpy pytest scipy; then
     export PYTHON=$python
   else

@@ -13,7 +13,7 @@
 #include <thread>
 #include <vector>
 
-#include "expect.h"
+#include <doctest/doctest.h>
 
 using namespace SDPA_NAMESPACE;
 
@@ -41,22 +41,27 @@ static std::vector<float> run(Kernel kernel, std::string& report) {
   return out;
 }
 
+// That the report has all these words.
+static void check_report(const char* what, const std::string& report,
+                         const std::vector<std::string>& words) {
+  CAPTURE(what);
+  CAPTURE(report);
+  for (const std::string& word : words) {
+    CAPTURE(word);
+    CHECK(report.find(word) != std::string::npos);
+  }
+}
+
 static void expect_report(const char* what, Kernel kernel, std::vector<std::string> words) {
   std::string report;
   run(kernel, report);
   words.push_back("block (");
   words.push_back(" lane ");
   words.push_back("backend.cu:");
-  for (const std::string& word : words) {
-    checks++;
-    if (report.find(word) == std::string::npos) {
-      failures++;
-      fprintf(stderr, "%s: no '%s' in the report: %s\n", what, word.c_str(), report.c_str());
-    }
-  }
+  check_report(what, report, words);
 }
 
-static void test_reports() {
+TEST_CASE("reports") {
   expect_report("deadlock",
                 [](const Args) {
                   Scratch& s = dynamic_shared<Scratch>();
@@ -158,14 +163,14 @@ static void test_reports() {
                 {"past the end of shared memory"});
 }
 
-static void test_poison() {
+TEST_CASE("poison") {
   std::string report;
   std::vector<float> out = run(
       [](const Args a) {  // shared memory that nobody wrote
         a.out[blockIdx.x * 64 + threadIdx.x] = dynamic_shared<Scratch>().x[threadIdx.x];
       },
       report);
-  for (int i = 0; i < 128; i++) EXPECT(std::isnan(out[i]));
+  for (int i = 0; i < 128; i++) CHECK(std::isnan(out[i]));
   out = run(
       [](const Args a) {  // a copy is not there before its wait, not even what was there before
         Scratch& s = dynamic_shared<Scratch>();
@@ -181,8 +186,8 @@ static void test_poison() {
         a.out[blockIdx.x * 64 + tid] = std::isnan(early) ? s.x[tid] : -1;
       },
       report);
-  EXPECT(report == "");
-  for (int i = 0; i < 128; i++) EXPECT(out[i] == 2);
+  CHECK(report == "");
+  for (int i = 0; i < 128; i++) CHECK(out[i] == 2);
 }
 
 // The order in which the threads of block 0 come by, as their numbers in out[128...].
@@ -198,7 +203,7 @@ static std::vector<float> order() {
   return {out.begin() + 128, out.begin() + 192};
 }
 
-static void test_schedules() {
+TEST_CASE("schedules") {
   simt::schedule.alternate = false;
   const std::vector<float> forward = order();
   simt::schedule.order = simt::Order::reverse;
@@ -208,8 +213,8 @@ static void test_schedules() {
   const std::vector<float> one = order(), one_again = order();
   simt::schedule.seed = 2;
   const std::vector<float> two = order();
-  for (int i = 0; i < 64; i++) EXPECT(forward[i] == i && reverse[i] == 63 - i);
-  EXPECT(one == one_again && one != two && one != forward);
+  for (int i = 0; i < 64; i++) CHECK((forward[i] == i && reverse[i] == 63 - i));
+  CHECK((one == one_again && one != two && one != forward));
   simt::schedule = {};
 }
 
@@ -252,7 +257,7 @@ static std::vector<float> run_hopper(HopperKernel kernel, std::string& report, i
   }
   const uint64_t sizes[3] = {64, ROWS, HEADS}, strides[2] = {ROW_STRIDE * 2, ROWS * ROW_STRIDE * 2};
   const uint32_t box[3] = {64, BOX, 1};
-  EXPECT(encode_tensor_map(a.map, 3, a.tensor, sizes, strides, box) == cudaSuccess);
+  CHECK(encode_tensor_map(a.map, 3, a.tensor, sizes, strides, box) == cudaSuccess);
   cudaLaunchConfig_t launch{};
   launch.gridDim = dim3(1), launch.blockDim = dim3(threads);
   launch.dynamicSmemBytes = sizeof(HopperScratch);
@@ -273,13 +278,7 @@ static void expect_hopper_report(const char* what, HopperKernel kernel,
     simt::schedule.alternate = false, simt::schedule.order = order;
     std::string report;
     run_hopper(kernel, report, threads);
-    for (const std::string& word : words) {
-      checks++;
-      if (report.find(word) == std::string::npos) {
-        failures++;
-        fprintf(stderr, "%s: no '%s' in the report: %s\n", what, word.c_str(), report.c_str());
-      }
-    }
+    check_report(what, report, words);
   }
   simt::schedule = schedule;
 }
@@ -332,18 +331,18 @@ static void load_boxes(const HopperArgs a) {
   }
 }
 
-static void test_tma_loads() {
+TEST_CASE("tma_loads") {
   under_all_orders([] {
     std::string report;
     const std::vector<float> out = run_hopper(load_boxes, report);
-    EXPECT(report == "");
+    CHECK(report == "");
     bool right = true;
     for (int i = 0; i < BOX * 64; i++) {
       const int r = i / 64, c = i % 64 - 8;
       right = right && out[i] == (c >= 0 && 30 + r < ROWS ? tensor_value(1, 30 + r, c) : 0.0f);
       right = right && out[1024 + i] == tensor_value(2, 3 + r, i % 64);
     }
-    EXPECT(right);
+    CHECK(right);
   });
 
   // Two loads with a barrier each: the wait for one says nothing about the other.
@@ -367,10 +366,10 @@ static void test_tma_loads() {
           a.out[128 + threadIdx.x] = float(s.b[threadIdx.x]);
         },
         report);
-    EXPECT(report == "" && out[128] == tensor_value(0, 0, 0));
+    CHECK((report == "" && out[128] == tensor_value(0, 0, 0)));
     (std::isnan(out[0]) ? late : early)++;
   });
-  EXPECT(early > 0 && late > 0);
+  CHECK((early > 0 && late > 0));
 
   // Phases: a ring of one stage, four times round.
   under_all_orders([] {
@@ -401,8 +400,8 @@ static void test_tma_loads() {
         report);
     float sum = 0;
     for (int i = 0; i < 4; i++) sum = sum * 8 + tensor_value(1, i * 4 + 1, 3);
-    EXPECT(report == "");
-    for (int t = 32; t < 128; t++) EXPECT(out[t] == sum);
+    CHECK(report == "");
+    for (int t = 32; t < 128; t++) CHECK(out[t] == sum);
   });
 
   // Ranks 4 and 5 and plain bulk copies.
@@ -432,7 +431,7 @@ static void test_tma_loads() {
         if (threadIdx.x < 32) a.out[1024 + threadIdx.x] = float(s.b[2048 + threadIdx.x]);
       },
       report);
-  EXPECT(report == "");
+  CHECK(report == "");
   bool right = true;
   for (int i = 0; i < 512; i++) {
     const int row = i / 64 % 4, ten = i / 256, c = i % 64;
@@ -440,10 +439,10 @@ static void test_tma_loads() {
     right = right && out[512 + i] == tensor_value(2, 10 + ten * 10 + 2 + row, c);
   }
   for (int i = 0; i < 32; i++) right = right && out[1024 + i] == tensor_value(0, 0, 16 + i);
-  EXPECT(right);
+  CHECK(right);
 }
 
-static void test_tma_reports() {
+TEST_CASE("tma_reports") {
   expect_hopper_report(
       "bytes that never come",
       [](const HopperArgs a) {
@@ -579,18 +578,18 @@ static void test_tma_reports() {
     const uint32_t box[6] = {box0, box1, 1, 1, 1, 1};
     return encode_tensor_map(map, rank, base, sizes, strides, box) == cudaSuccess;
   };
-  EXPECT(encode(3, memory, 8, 128, 64, 8));
-  EXPECT(encode(5, memory, 8, 128, 64, 256));
-  EXPECT(!encode(6, memory, 8, 128, 64, 8));
-  EXPECT(!encode(3, memory + 4, 8, 128, 64, 8));
-  EXPECT(!encode(3, nullptr, 8, 128, 64, 8));
-  EXPECT(!encode(3, memory, 0, 128, 64, 8));
-  EXPECT(!encode(3, memory, 8, 136, 64, 8));
-  EXPECT(!encode(3, memory, 8, uint64_t(1) << 40, 64, 8));
-  EXPECT(!encode(3, memory, 8, 128, 128, 8));
-  EXPECT(!encode(3, memory, 8, 128, 60, 8));
-  EXPECT(!encode(3, memory, 8, 128, 64, 257));
-  EXPECT(!encode(3, memory, 8, 128, 64, 0));
+  CHECK(encode(3, memory, 8, 128, 64, 8));
+  CHECK(encode(5, memory, 8, 128, 64, 256));
+  CHECK(!encode(6, memory, 8, 128, 64, 8));
+  CHECK(!encode(3, memory + 4, 8, 128, 64, 8));
+  CHECK(!encode(3, nullptr, 8, 128, 64, 8));
+  CHECK(!encode(3, memory, 0, 128, 64, 8));
+  CHECK(!encode(3, memory, 8, 136, 64, 8));
+  CHECK(!encode(3, memory, 8, uint64_t(1) << 40, 64, 8));
+  CHECK(!encode(3, memory, 8, 128, 128, 8));
+  CHECK(!encode(3, memory, 8, 128, 60, 8));
+  CHECK(!encode(3, memory, 8, 128, 64, 257));
+  CHECK(!encode(3, memory, 8, 128, 64, 0));
 }
 
 enum class Omit { nothing, fence, wait, read_wait, last_wait };
@@ -616,12 +615,12 @@ template <Omit WHAT, int ROW = 30> static void store_tile(const HopperArgs a) {
   }
 }
 
-static void test_tma_stores() {
+TEST_CASE("tma_stores") {
   under_all_orders([] {
     std::string report;
     std::vector<float> tensor;
     const std::vector<float> out = run_hopper(store_tile<Omit::nothing>, report, 128, &tensor);
-    EXPECT(report == "" && out[0] == tensor_value(1, 30, 1) && out[1] == 1);
+    CHECK((report == "" && out[0] == tensor_value(1, 30, 1) && out[1] == 1));
     bool right = true;
     for (int h = 0; h < HEADS; h++) {
       for (int r = 0; r < ROWS; r++) {
@@ -633,17 +632,16 @@ static void test_tma_stores() {
         }
       }
     }
-    EXPECT(right);
+    CHECK(right);
     // Without the last wait it is there at the end of the kernel, and not before.
     std::vector<float> at_end;
-    const std::vector<float> during =
-        run_hopper(store_tile<Omit::last_wait>, report, 128, &at_end);
-    EXPECT(report == "" && during[1] == tensor_value(1, 30, 1) && at_end == tensor);
+    const std::vector<float> during = run_hopper(store_tile<Omit::last_wait>, report, 128, &at_end);
+    CHECK((report == "" && during[1] == tensor_value(1, 30, 1) && at_end == tensor));
     // Overwritten before it was read: by thread 0, at the first place of the tile.
     tensor.clear();
     run_hopper(store_tile<Omit::read_wait>, report, 128, &tensor);
-    EXPECT(report == "" && tensor[(ROWS + 30) * ROW_STRIDE] == -5);
-    EXPECT(tensor[(ROWS + 35) * ROW_STRIDE + 1] == 5 * 64 + 1);
+    CHECK((report == "" && tensor[(ROWS + 30) * ROW_STRIDE] == -5));
+    CHECK(tensor[(ROWS + 35) * ROW_STRIDE + 1] == 5 * 64 + 1);
   });
   expect_hopper_report("no proxy fence", store_tile<Omit::fence>,
                        {"was written by warp ", "without a fence.proxy.async since"});
@@ -726,7 +724,7 @@ static void multiply(const HopperArgs a) {
 template <class E, int N, int TRANS_B, bool RS, int TRANS_A = 0> static void expect_product() {
   std::string report;
   const std::vector<float> out = run_hopper(multiply<E, N, TRANS_B, RS, TRANS_A>, report);
-  EXPECT(report == "");
+  CHECK(report == "");
   int wrong = 0;
   for (int i = 0; i < 64; i++) {
     for (int j = 0; j < N && i * N + j < OUT - 128; j++) {
@@ -735,8 +733,8 @@ template <class E, int N, int TRANS_B, bool RS, int TRANS_A = 0> static void exp
       wrong += out[i * N + j] != sum;
     }
   }
-  EXPECT(wrong == 0);
-  for (int t = 0; t < 128; t++) EXPECT(std::isnan(out[OUT - 128 + t]));
+  CHECK(wrong == 0);
+  for (int t = 0; t < 128; t++) CHECK(std::isnan(out[OUT - 128 + t]));
 }
 
 template <int N> static void expect_products() {
@@ -822,7 +820,7 @@ template <Break HOW> static void break_rules(const HopperArgs a) {
   a.out[tid] = d[0];
 }
 
-static void test_wgmma() {
+TEST_CASE("wgmma") {
   expect_products<16>();
   expect_products<32>();
   expect_products<64>();
@@ -831,7 +829,7 @@ static void test_wgmma() {
   expect_products<256>();
   std::string report;
   run_hopper(break_rules<Break::nothing>, report);
-  EXPECT(report == "");
+  CHECK(report == "");
   expect_hopper_report("no fence", break_rules<Break::no_fence>,
                        {"the first wgmma comes before any wgmma_fence"});
   expect_hopper_report("fence too early", break_rules<Break::fence_too_early>,
@@ -872,7 +870,7 @@ static void test_wgmma() {
                        {"was written by warp 0 lane 9 (thread 9) without a fence.proxy.async"});
   const float right = run_hopper(break_rules<Break::nothing>, report)[1];
   const float wrong = run_hopper(break_rules<Break::operand_overwritten>, report)[1];
-  EXPECT(report == "" && right != wrong);  // operands are read at the wait
+  CHECK((report == "" && right != wrong));  // operands are read at the wait
 
   // Two groups in flight: a wait for the older leaves the younger one's accumulators alone.
   const std::vector<float> out = run_hopper(
@@ -894,11 +892,11 @@ static void test_wgmma() {
         a.out[256 + threadIdx.x] = younger[3];
       },
       report);
-  EXPECT(report == "");
-  for (int t = 0; t < 128; t++) EXPECT(out[t] == out[256 + t] && std::isnan(out[128 + t]));
+  CHECK(report == "");
+  for (int t = 0; t < 128; t++) CHECK((out[t] == out[256 + t] && std::isnan(out[128 + t])));
 }
 
-static void test_registers() {
+TEST_CASE("registers") {
   std::string report;  // 384 threads start with 168 each
   under_all_orders([&] {
     run_hopper(
@@ -910,7 +908,7 @@ static void test_registers() {
           }
         },
         report, 384);
-    EXPECT(report == "");
+    CHECK(report == "");
   });
   expect_hopper_report(
       "too many registers",
@@ -959,15 +957,15 @@ template <bool STMATRIX, bool SYNC> static void exchange_rows(const HopperArgs a
   a.out[threadIdx.x] = right;
 }
 
-static void test_matrices() {
+TEST_CASE("matrices") {
   under_all_orders([] {
     std::string report;
     const auto all_right = [&](HopperKernel kernel) {
       const std::vector<float> out = run_hopper(kernel, report);
       return report == "" && std::count(out.begin(), out.begin() + 128, 1.0f) == 128;
     };
-    EXPECT(all_right(exchange_rows<true, true>) && all_right(exchange_rows<false, true>));
-    EXPECT(!all_right(exchange_rows<true, false>) && !all_right(exchange_rows<false, false>));
+    CHECK((all_right(exchange_rows<true, true>) && all_right(exchange_rows<false, true>)));
+    CHECK((!all_right(exchange_rows<true, false>) && !all_right(exchange_rows<false, false>)));
   });
 }
 
@@ -1089,7 +1087,7 @@ struct Chain : ChainArgs {
   }
 };
 
-static void test_dependent_launches() {
+TEST_CASE("dependent_launches") {
   int early = 0, late = 0;
   under_all_orders([&] {
     const bool random = simt::schedule.order == simt::Order::random;
@@ -1098,45 +1096,45 @@ static void test_dependent_launches() {
         Chain c;
         c.bulk = bulk;
         c.launch(first_of_chain, false).launch(second, dependent, stream).fetch();
-        EXPECT(c.report == "");
+        CHECK(c.report == "");
         return c.count_seen();
       };
       // A kernel that waits first, and one that need not wait.
-      EXPECT(after_first(second_of_chain<Early::nothing>, true, nullptr) == CHAIN);
-      EXPECT(after_first(second_of_chain<Early::read>, false, nullptr) == CHAIN);
+      CHECK(after_first(second_of_chain<Early::nothing>, true, nullptr) == CHAIN);
+      CHECK(after_first(second_of_chain<Early::read>, false, nullptr) == CHAIN);
       for (ChainKernel kernel : {second_of_chain<Early::read>, second_of_chain<Early::bulk_load>,
                                  second_of_chain<Early::cp_async>}) {
         int& seen = after_first(kernel, true, nullptr) < CHAIN ? early : late;
         seen++;
-        EXPECT(random || &seen == &early);
+        CHECK((random || &seen == &early));
       }
       for (ChainKernel kernel :
            {second_of_chain<Early::write>, second_of_chain<Early::bulk_store>}) {
         Chain c;
         c.bulk = bulk;
         c.launch(first_of_chain, false).launch(kernel, true).fetch();
-        EXPECT(c.report == "" && (random || c.count_kept() >= CHAIN_THREADS));  // too early: lost
+        CHECK((c.report == "" && (random || c.count_kept() >= CHAIN_THREADS)));  // too early: lost
       }
     }
     Chain drawn;
     drawn.launch(first_of_chain, false).launch(second_of_chain<Early::draw>, true).fetch();
-    EXPECT(drawn.report == "" && (random || drawn.drawn < 2 * CHAIN_CTAS));
+    CHECK((drawn.report == "" && (random || drawn.drawn < 2 * CHAIN_CTAS)));
     Chain again;
     again.launch(first_of_chain, true).launch(first_of_chain, false).fetch();
-    EXPECT(again.report == "" && again.drawn == 2 * CHAIN_CTAS);
+    CHECK((again.report == "" && again.drawn == 2 * CHAIN_CTAS));
     // Three in a row: what the first one has written is there when the second one has ended.
     Chain three;
     three.launch(first_of_chain, false).launch(second_of_chain<Early::nothing>, true);
     std::swap(three.data, three.seen);
     three.launch(second_of_chain<Early::nothing>, true).fetch();
-    EXPECT(three.report == "" && three.seen_after[7] == 28);
+    CHECK((three.report == "" && three.seen_after[7] == 28));
     // Nobody waits.
     Chain none;
     none.launch(first_of_chain, false).launch(second_of_chain<Early::nothing, false>, true).fetch();
-    EXPECT(none.report.find("no thread of a dependent launch has called griddepcontrol.wait") == 0);
-    EXPECT(none.count_kept() == CHAIN);
+    CHECK(none.report.find("no thread of a dependent launch has called griddepcontrol.wait") == 0);
+    CHECK(none.count_kept() == CHAIN);
   });
-  EXPECT(early > late);
+  CHECK(early > late);
 
   // Whatever synchronises ends the launches before.
   const auto seen_after = [](void (*synchronise)(Chain&)) {
@@ -1145,16 +1143,16 @@ static void test_dependent_launches() {
     synchronise(c);
     return c.launch(second_of_chain<Early::read, false>, true).fetch().count_seen();
   };
-  EXPECT(seen_after([](Chain&) {}) == 0);
-  EXPECT(seen_after([](Chain&) { cudaDeviceSynchronize(); }) == CHAIN);
-  EXPECT(seen_after([](Chain& c) { cudaMemset(c.seen, 0, 4); }) == CHAIN);
-  EXPECT(seen_after([](Chain& c) { cudaMemcpy(c.seen, c.data, 4, cudaMemcpyDeviceToHost); }) ==
-         CHAIN);
-  EXPECT(seen_after([](Chain&) {
-           float* other;
-           cudaMalloc(&other, 4);
-           cudaFree(other);
-         }) == CHAIN);
+  CHECK(seen_after([](Chain&) {}) == 0);
+  CHECK(seen_after([](Chain&) { cudaDeviceSynchronize(); }) == CHAIN);
+  CHECK(seen_after([](Chain& c) { cudaMemset(c.seen, 0, 4); }) == CHAIN);
+  CHECK(seen_after([](Chain& c) { cudaMemcpy(c.seen, c.data, 4, cudaMemcpyDeviceToHost); }) ==
+        CHAIN);
+  CHECK(seen_after([](Chain&) {
+          float* other;
+          cudaMalloc(&other, 4);
+          cudaFree(other);
+        }) == CHAIN);
   cudaStream_t one, two;
   cudaStreamCreateWithFlags(&one, cudaStreamNonBlocking);
   cudaStreamCreateWithFlags(&two, cudaStreamNonBlocking);
@@ -1163,98 +1161,98 @@ static void test_dependent_launches() {
     c.launch(first_of_chain, false, one);
     cudaStreamSynchronize(two);
     c.launch(second_of_chain<Early::read>, true, same ? one : two).fetch();
-    EXPECT((c.count_seen() == CHAIN) == !same);
+    CHECK((c.count_seen() == CHAIN) == !same);
   }
   Chain c;
   c.launch(first_of_chain, false, one);
   cudaStreamSynchronize(one);
   c.launch(second_of_chain<Early::read>, true, one).fetch();
-  EXPECT(c.count_seen() == CHAIN);
+  CHECK(c.count_seen() == CHAIN);
   cudaStreamDestroy(one);
   cudaStreamDestroy(two);
 }
 
 // ---- the runtime: devices, errors, host threads ----
 
-static void test_devices() {
+TEST_CASE("devices") {
   int count = 0, device = -1, value[2][2];
-  EXPECT(cudaGetDeviceCount(&count) == cudaSuccess && count == 2);
+  CHECK((cudaGetDeviceCount(&count) == cudaSuccess && count == 2));
   for (int i = 0; i < 2; i++) {
     cudaDeviceGetAttribute(&value[i][0], cudaDevAttrMultiProcessorCount, i);
     cudaDeviceGetAttribute(&value[i][1], cudaDevAttrL2CacheSize, i);
   }
-  EXPECT(value[0][0] == 3 && value[1][0] == 5 && value[0][1] == 120 << 10);
-  EXPECT(cudaSetDevice(2) == cudaErrorInvalidDevice && cudaGetDevice(&device) == cudaSuccess);
-  EXPECT(device == 0 && cudaGetLastError() == cudaErrorInvalidDevice);
+  CHECK((value[0][0] == 3 && value[1][0] == 5 && value[0][1] == 120 << 10));
+  CHECK((cudaSetDevice(2) == cudaErrorInvalidDevice && cudaGetDevice(&device) == cudaSuccess));
+  CHECK((device == 0 && cudaGetLastError() == cudaErrorInvalidDevice));
 
   // The current device is the thread's.
-  EXPECT(cudaSetDevice(1) == cudaSuccess);
+  CHECK(cudaSetDevice(1) == cudaSuccess);
   std::thread([&] { cudaGetDevice(&device); }).join();
-  EXPECT(device == 0);
+  CHECK(device == 0);
 
   // Each device has its memory.
   std::string report;
   const Kernel kernel = [](const Args a) { st_global(a.out + threadIdx.x, 1.0f); };
   run(kernel, report);
-  EXPECT(report == "");
+  CHECK(report == "");
   Args a{};
   cudaMalloc(&a.out, 256 * sizeof(float));
   cudaSetDevice(0);
   cudaLaunchConfig_t launch{};
   launch.gridDim = dim3(1), launch.blockDim = dim3(64);
-  EXPECT(cudaLaunchKernelEx(&launch, kernel, a) == cudaErrorLaunchFailure);
-  EXPECT(simt::last_report().find("are memory of device 1, and the kernel runs on device 0") !=
-         std::string::npos);
-  EXPECT(cudaGetLastError() == cudaErrorLaunchFailure);
+  CHECK(cudaLaunchKernelEx(&launch, kernel, a) == cudaErrorLaunchFailure);
+  CHECK(simt::last_report().find("are memory of device 1, and the kernel runs on device 0") !=
+        std::string::npos);
+  CHECK(cudaGetLastError() == cudaErrorLaunchFailure);
   cudaSetDevice(1);
-  EXPECT(cudaLaunchKernelEx(&launch, kernel, a) == cudaSuccess);
+  CHECK(cudaLaunchKernelEx(&launch, kernel, a) == cudaSuccess);
 
   // And each its own permission for much shared memory.
   launch.dynamicSmemBytes = 48 << 10;
-  EXPECT(cudaLaunchKernelEx(&launch, kernel, a) == cudaSuccess);
+  CHECK(cudaLaunchKernelEx(&launch, kernel, a) == cudaSuccess);
   launch.dynamicSmemBytes++;
-  EXPECT(cudaLaunchKernelEx(&launch, kernel, a) == cudaErrorInvalidValue);
-  EXPECT(cudaPeekAtLastError() == cudaErrorInvalidValue);
-  EXPECT(cudaGetLastError() == cudaErrorInvalidValue && cudaGetLastError() == cudaSuccess);
+  CHECK(cudaLaunchKernelEx(&launch, kernel, a) == cudaErrorInvalidValue);
+  CHECK(cudaPeekAtLastError() == cudaErrorInvalidValue);
+  CHECK((cudaGetLastError() == cudaErrorInvalidValue && cudaGetLastError() == cudaSuccess));
   const auto allow = [&](int bytes) {
     return cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, bytes);
   };
-  EXPECT(allow((227 << 10) + 1) == cudaErrorInvalidValue);
-  EXPECT(allow(64 << 10) == cudaSuccess);
-  EXPECT(cudaLaunchKernelEx(&launch, kernel, a) == cudaSuccess);
+  CHECK(allow((227 << 10) + 1) == cudaErrorInvalidValue);
+  CHECK(allow(64 << 10) == cudaSuccess);
+  CHECK(cudaLaunchKernelEx(&launch, kernel, a) == cudaSuccess);
   cudaFree(a.out);
   cudaSetDevice(0);
   cudaMalloc(&a.out, 256 * sizeof(float));
-  EXPECT(cudaLaunchKernelEx(&launch, kernel, a) == cudaErrorInvalidValue);
+  CHECK(cudaLaunchKernelEx(&launch, kernel, a) == cudaErrorInvalidValue);
   for (const dim3& grid : {dim3(0), dim3(0x80000000), dim3(1, 65536)}) {
     launch.gridDim = grid;
-    EXPECT(cudaLaunchKernelEx(&launch, kernel, a) == cudaErrorInvalidConfiguration);
+    CHECK(cudaLaunchKernelEx(&launch, kernel, a) == cudaErrorInvalidConfiguration);
   }
   launch.gridDim = dim3(1), launch.blockDim = dim3(1025);
-  EXPECT(cudaLaunchKernelEx(&launch, kernel, a) == cudaErrorInvalidConfiguration);
+  CHECK(cudaLaunchKernelEx(&launch, kernel, a) == cudaErrorInvalidConfiguration);
   cudaFree(a.out);
   cudaGetLastError();
 }
 
-static void test_planned_failures() {
+TEST_CASE("planned_failures") {
   int device = 0, blocks = 0;
   const Kernel kernel = [](const Args) {};
   simt::fail_next("cudaGetDevice", cudaErrorUnknown);
   simt::fail_next("cudaOccupancyMaxActiveBlocksPerMultiprocessor", cudaErrorInvalidValue, 1);
-  EXPECT(cudaGetDevice(&device) == cudaErrorUnknown && cudaGetDevice(&device) == cudaSuccess);
-  EXPECT(cudaGetLastError() == cudaErrorUnknown);
+  CHECK((cudaGetDevice(&device) == cudaErrorUnknown && cudaGetDevice(&device) == cudaSuccess));
+  CHECK(cudaGetLastError() == cudaErrorUnknown);
   for (int i = 0; i < 3; i++) {
-    EXPECT(cudaOccupancyMaxActiveBlocksPerMultiprocessor(&blocks, kernel, 32, 0) ==
-           (i == 1 ? cudaErrorInvalidValue : cudaSuccess));
+    CHECK(cudaOccupancyMaxActiveBlocksPerMultiprocessor(&blocks, kernel, 32, 0) ==
+          (i == 1 ? cudaErrorInvalidValue : cudaSuccess));
   }
   cudaGetLastError();
 }
 
-static void test_cublas() {
+TEST_CASE("cublas") {
   cublasHandle_t handle = nullptr;
   simt::fail_next("cublasCreate", CUBLAS_STATUS_ALLOC_FAILED);
-  EXPECT(cublasCreate(&handle) == CUBLAS_STATUS_ALLOC_FAILED && !handle);
-  EXPECT(cublasCreate(&handle) == CUBLAS_STATUS_SUCCESS);
+  CHECK((cublasCreate(&handle) == CUBLAS_STATUS_ALLOC_FAILED && !handle));
+  CHECK(cublasCreate(&handle) == CUBLAS_STATUS_SUCCESS);
   const float one = 1, A = 3, B = 5;
   float C = 0;
   const auto multiply = [&] {
@@ -1262,23 +1260,23 @@ static void test_cublas() {
         handle, CUBLAS_OP_N, CUBLAS_OP_N, 1, 1, 1, &one, &A, CUDA_R_32F, 1, 0, &B, CUDA_R_32F, 1, 0,
         &one, &C, CUDA_R_32F, 1, 0, 1, CUBLAS_COMPUTE_32F, CUBLAS_GEMM_DEFAULT);
   };
-  EXPECT(multiply() == CUBLAS_STATUS_SUCCESS && C == 15);
+  CHECK((multiply() == CUBLAS_STATUS_SUCCESS && C == 15));
   simt::fail_next("cublasGemmStridedBatchedEx_64", CUBLAS_STATUS_EXECUTION_FAILED);
-  EXPECT(multiply() == CUBLAS_STATUS_EXECUTION_FAILED && C == 15);
+  CHECK((multiply() == CUBLAS_STATUS_EXECUTION_FAILED && C == 15));
   cudaSetDevice(1);
-  EXPECT(multiply() == CUBLAS_STATUS_EXECUTION_FAILED && C == 15);
+  CHECK((multiply() == CUBLAS_STATUS_EXECUTION_FAILED && C == 15));
   cudaSetDevice(0);
-  EXPECT(cublasDestroy(handle) == CUBLAS_STATUS_SUCCESS);
+  CHECK(cublasDestroy(handle) == CUBLAS_STATUS_SUCCESS);
   fflush(stdout);
   const pid_t child = fork();
   if (child == 0) cublasDestroy(handle), _exit(0);
   int status = 0;
   waitpid(child, &status, 0);
-  EXPECT(WIFSIGNALED(status) && WTERMSIG(status) == SIGABRT);
+  CHECK((WIFSIGNALED(status) && WTERMSIG(status) == SIGABRT));
 }
 
 // Two host threads with tensors, launches and errors of their own.
-static void test_host_threads() {
+TEST_CASE("host_threads") {
   const auto work = [](int ctas, bool* right) {
     for (int i = 0; i < 20; i++) {
       Chain c;
@@ -1299,10 +1297,10 @@ static void test_host_threads() {
   std::thread other(work, 3, &right[1]);
   work(2, &right[0]);
   other.join();
-  EXPECT(right[0] && right[1]);
+  CHECK((right[0] && right[1]));
 }
 
-static void measure_wgmma() {
+TEST_CASE("measure_wgmma") {
   std::string report;
   const auto begin = std::chrono::steady_clock::now();
   run_hopper(
@@ -1324,7 +1322,7 @@ static void measure_wgmma() {
   printf("wgmma m64n128k16, in chains of 4: %.1f us a warpgroup\n", seconds / 2000 * 1e6);
 }
 
-static void measure() {
+TEST_CASE("measure") {
   const auto seconds = [](Kernel kernel) {
     const auto begin = std::chrono::steady_clock::now();
     std::string report;
@@ -1343,25 +1341,4 @@ static void measure() {
   });
   printf("mma.sync m16n8k16: %.2f us a warp; __syncthreads: %.0f ns a thread\n",
          mma / rounds / 2 * 1e6, barrier / rounds / 64 * 1e9);
-}
-
-int main() {
-  test_reports();
-  test_poison();
-  test_schedules();
-  test_tma_loads();
-  test_tma_reports();
-  test_tma_stores();
-  test_wgmma();
-  test_registers();
-  test_matrices();
-  test_dependent_launches();
-  test_devices();
-  test_planned_failures();
-  test_cublas();
-  test_host_threads();
-  measure();
-  measure_wgmma();
-  printf("%d checks, %d failed\n", checks, failures);
-  return failures != 0;
 }

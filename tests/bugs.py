@@ -71,6 +71,7 @@ class Builder:
         with open(os.path.join(ROOT, "sdpa.cu")) as file:
             self.source = file.read()
         self.engine, self.headers, self.harness = once(self.engine), once(self.headers), once(self.harness)
+        self.doctest = once(self.doctest)
 
     def path(self, name):
         return os.path.join(self.folder, name)
@@ -105,6 +106,10 @@ class Builder:
         """The self-check of the clean sdpa.cu with what tests/sweep.cu adds, which knows nothing of a line's knobs."""
         return self.object(kind, "", os.path.join(ROOT, "tests", "sweep.cu"), f"harness_{kind}.o")
 
+    def doctest(self, kind):
+        """main() of tests/contract.cu."""
+        return self.compile(kind, "-c", os.path.join(ROOT, "tests", "doctest_main.cpp"), "-o", f"doctest_{kind}.o")
+
     def executable(self, source, kind, knobs, is_contract, name):
         """The harness with the line of this source, or tests/contract.cu with it."""
         if is_contract:
@@ -112,7 +117,7 @@ class Builder:
         else:
             program = [source, "-DSDPA_LINE_ONLY"]
         objects = [self.object(kind, knobs, program[0], name + ".o", program[1]), self.engine(kind)]
-        self.compile(kind, *objects, *([] if is_contract else [self.harness(kind)]), "-o", name)
+        self.compile(kind, *objects, self.doctest(kind) if is_contract else self.harness(kind), "-o", name)
         return self.path(name)
 
     def bugged(self, bug):
@@ -127,7 +132,7 @@ class Builder:
 def outcome(executable, options):
     """"NET: evidence", or "nothing"."""
     is_contract = options.startswith("@contract")
-    words = options.split()[1:] if is_contract else ["--check-only", *options.split()]
+    words = ["--test-case=" + name for name in options.split()[1:]] if is_contract else ["--check-only", *options.split()]
     try:
         done = subprocess.run([executable, *words], stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, errors="replace",
                               timeout=120)
@@ -140,7 +145,7 @@ def outcome(executable, options):
     if address:
         return "address: " + address.group()
     if code == 1 and is_contract:
-        return "check: " + "".join(re.findall("not true: .*", out)[:1])
+        return "check: " + "".join(re.findall(r"CHECK\(.*\) is NOT correct", out)[:1])
     backend = re.search("^simt: (.*)", out, re.MULTILINE)
     if backend:
         return "backend: " + backend.group(1)

@@ -12,7 +12,7 @@
 #include <vector>
 
 #include "../reference.cpp"
-#include "expect.h"
+#include <doctest/doctest.h>
 
 using namespace SDPA_NAMESPACE;
 using std::string;
@@ -115,55 +115,55 @@ template <class T> static T* moved(T* pointer, int bytes) {
   return reinterpret_cast<T*>(reinterpret_cast<uintptr_t>(pointer) + bytes);
 }
 
-static void test_pointers() {
+TEST_CASE("pointers") {
   const Attention a(1, 2, 1, 40, 30);
-  EXPECT(a.forward() == "" && a.is_right());
+  CHECK((a.forward() == "" && a.is_right()));
   const auto refusal = [&](const auto& change) {
     SdpaParams p = a.p;
     change(p);
     return a.forward(p);
   };
-  EXPECT(refusal([](SdpaParams& p) { p.Q = nullptr; }) == "Q is a null pointer");
-  EXPECT(refusal([](SdpaParams& p) { p.K = nullptr; }) == "K is a null pointer");
-  EXPECT(refusal([](SdpaParams& p) { p.V = nullptr; }) == "V is a null pointer");
-  EXPECT(refusal([](SdpaParams& p) { p.O = nullptr; }) == "O is a null pointer");
+  CHECK(refusal([](SdpaParams& p) { p.Q = nullptr; }) == "Q is a null pointer");
+  CHECK(refusal([](SdpaParams& p) { p.K = nullptr; }) == "K is a null pointer");
+  CHECK(refusal([](SdpaParams& p) { p.V = nullptr; }) == "V is a null pointer");
+  CHECK(refusal([](SdpaParams& p) { p.O = nullptr; }) == "O is a null pointer");
   constexpr int element = sizeof(Input), vec = Build::vec_width;
   for (int bytes = element == 1 ? 1 : element / 2; bytes < vec * element; bytes *= 2) {
-    EXPECT(begins(refusal([&](SdpaParams& p) { p.Q = moved(p.Q, bytes); }), "Q is not aligned to"));
-    EXPECT(begins(refusal([&](SdpaParams& p) { p.K = moved(p.K, bytes); }), "K is not aligned to"));
-    EXPECT(begins(refusal([&](SdpaParams& p) { p.V = moved(p.V, bytes); }), "V is not aligned to"));
-    EXPECT(begins(refusal([&](SdpaParams& p) { p.O = moved(p.O, bytes); }), "O is not aligned to"));
+    CHECK(begins(refusal([&](SdpaParams& p) { p.Q = moved(p.Q, bytes); }), "Q is not aligned to"));
+    CHECK(begins(refusal([&](SdpaParams& p) { p.K = moved(p.K, bytes); }), "K is not aligned to"));
+    CHECK(begins(refusal([&](SdpaParams& p) { p.V = moved(p.V, bytes); }), "V is not aligned to"));
+    CHECK(begins(refusal([&](SdpaParams& p) { p.O = moved(p.O, bytes); }), "O is not aligned to"));
   }
   for (int bytes = 1; bytes < 4; bytes++) {
-    EXPECT(refusal([&](SdpaParams& p) { p.LSE = moved(p.LSE, bytes); }) ==
-           "LSE is not aligned to 4 bytes");
+    CHECK(refusal([&](SdpaParams& p) { p.LSE = moved(p.LSE, bytes); }) ==
+          "LSE is not aligned to 4 bytes");
   }
   static const float factors[2] = {};
   for (Descale SdpaParams::*d :
        {&SdpaParams::q_descale, &SdpaParams::k_descale, &SdpaParams::v_descale}) {
     const std::string no = refusal([&](SdpaParams& p) { (p.*d).factor = moved(factors, 2); });
-    EXPECT(contains(no, Build::is_8bit
-                            ? "_descale is not aligned to 4 bytes"
-                            : "_descale is given, but elements of 16 bits have no factor"));
+    CHECK(contains(no, Build::is_8bit
+                           ? "_descale is not aligned to 4 bytes"
+                           : "_descale is given, but elements of 16 bits have no factor"));
   }
   if (sdpa_workspace_bytes(a.p)) {
-    EXPECT(begins(refusal([](SdpaParams& p) { p.workspace = nullptr; }), "workspace is null"));
+    CHECK(begins(refusal([](SdpaParams& p) { p.workspace = nullptr; }), "workspace is null"));
     for (int bytes = 1; bytes < int(WORKSPACE_ALIGNMENT); bytes *= 2) {
-      EXPECT(begins(refusal([&](SdpaParams& p) {
-                      p.workspace = moved(static_cast<char*>(p.workspace), bytes);
-                    }),
-                    "workspace is not aligned to"));
+      CHECK(begins(refusal([&](SdpaParams& p) {
+                     p.workspace = moved(static_cast<char*>(p.workspace), bytes);
+                   }),
+                   "workspace is not aligned to"));
     }
   }
   // LSE is not wanted: nothing is written where it would be.
   SdpaParams p = a.p;
   p.LSE = nullptr;
-  EXPECT(a.forward(p) == "" && !a.is_right());
-  EXPECT(a.forward() == "" && a.is_right());
+  CHECK((a.forward(p) == "" && !a.is_right()));
+  CHECK((a.forward() == "" && a.is_right()));
 }
 
 // Strides of dimensions of size 1 may hold anything.
-static void test_idle_strides() {
+TEST_CASE("idle_strides") {
   const int64_t anything[] = {1, 12345677, -3, int64_t(1) << 62, -(int64_t(1) << 62)};
   const int shapes[][2] = {{40, 30}, {1, 30}, {40, 1}, {1, 1}};
   for (const auto& shape : shapes) {
@@ -173,16 +173,16 @@ static void test_idle_strides() {
       for (Strides* s : {&p.q, &p.k, &p.v, &p.o}) s->batch = s->head = x;
       if (p.Sq == 1) p.q.row = p.o.row = x;
       if (p.Sk == 1) p.k.row = p.v.row = x;
-      EXPECT(a.forward(p) == "" && a.is_right());
+      CHECK((a.forward(p) == "" && a.is_right()));
     }
   }
 }
 
 // The same memory with other sizes and strides: nothing of an earlier call is left.
-static void test_changed_tensors() {
+TEST_CASE("changed_tensors") {
   const Attention a(1, 2, 2, 40, 30);
   const auto bits = [&](const SdpaParams& p) {
-    EXPECT(a.forward(p) == "");
+    CHECK(a.forward(p) == "");
     vector<uint16_t> O(2 * 40 * size_t(a.p.D));
     cudaMemcpy(O.data(), a.p.O, O.size() * sizeof(Output), cudaMemcpyDeviceToHost);
     return O;
@@ -196,33 +196,33 @@ static void test_changed_tensors() {
     const vector<uint16_t> O = bits(p);
     vector<uint16_t> first_of_its_thread;
     std::thread([&] { first_of_its_thread = bits(p); }).join();
-    EXPECT(O == first_of_its_thread);
+    CHECK(O == first_of_its_thread);
   }
 }
 
-static void test_no_keys() {
+TEST_CASE("no_keys") {
   const Attention a(1, 2, 1, 40, 0);
   SdpaParams p = a.p;
   p.K = p.V = nullptr;
-  EXPECT(a.forward(p) == "" && a.is_right());
+  CHECK((a.forward(p) == "" && a.is_right()));
 }
 
 // max_ctas as seen in the grid.
-static void test_max_ctas() {
+TEST_CASE("max_ctas") {
   if (!Build::use_persistent_cta) return;
   const Attention a(2, 2, 1, 3 * Build::block_m, 30);
   SdpaParams p = a.p;
-  EXPECT(a.forward(p) == "" && a.is_right());
+  CHECK((a.forward(p) == "" && a.is_right()));
   const unsigned resident = simt::last_launch().grid_dim.x;
   for (int ctas : {1, 2, 3, 1000}) {
     p.max_ctas = ctas;
-    EXPECT(a.forward(p) == "" && a.is_right());
-    EXPECT(simt::last_launch().grid_dim.x == std::min(unsigned(ctas), resident));
+    CHECK((a.forward(p) == "" && a.is_right()));
+    CHECK(simt::last_launch().grid_dim.x == std::min(unsigned(ctas), resident));
   }
 }
 
 // Host threads that call at once with different tensors each get their own result.
-static void test_host_threads() {
+TEST_CASE("host_threads") {
   std::atomic<int> right{0};
   const auto work = [&](uint32_t seed) {
     const Attention first(1, 1, 1, 40, 30, Causal::off, seed);
@@ -233,47 +233,52 @@ static void test_host_threads() {
   };
   std::thread one(work, 100), other(work, 200);
   one.join(), other.join();
-  EXPECT(right == 12);
+  CHECK(right == 12);
 }
 
-static void test_devices() {
+TEST_CASE("devices") {
   for (int device : {0, 1, 0, 1}) {
-    EXPECT(cudaSetDevice(device) == cudaSuccess);
+    CHECK(cudaSetDevice(device) == cudaSuccess);
     const Attention a(1, 3, 1, 40, 70, Causal::bottom_right);
-    EXPECT(a.forward() == "" && a.is_right());
-    EXPECT(simt::last_launch().device == device);
+    CHECK((a.forward() == "" && a.is_right()));
+    CHECK(simt::last_launch().device == device);
   }
   cudaSetDevice(0);
 }
 
 // Errors are told by the status, and by nothing else.
-static void test_errors() {
+TEST_CASE("errors") {
   const Attention a(1, 1, 1, 40, 30);
   const auto failing = [&](const char* call, int error, int successes = 0) {
     simt::fail_next(call, error, successes);
     const string text = a.forward();
-    EXPECT(a.forward() == "" && a.is_right());  // it is not remembered
+    CHECK((a.forward() == "" && a.is_right()));  // it is not remembered
     return text;
   };
   const char* const set_attribute = "cudaFuncSetAttribute";
-  EXPECT(begins(failing(set_attribute, cudaErrorInvalidValue), "this GPU cannot run this build ("));
-  EXPECT(cudaPeekAtLastError() == cudaSuccess);
-  EXPECT(
+  CHECK(begins(failing(set_attribute, cudaErrorInvalidValue), "this GPU cannot run this build ("));
+  CHECK(cudaPeekAtLastError() == cudaSuccess);
+  CHECK(
       begins(failing(set_attribute, cudaErrorLaunchFailure), "an earlier call or kernel of this"));
+  if (!is_cublas) {
+    CHECK(begins(failing("cudaLaunchKernelEx", cudaErrorInvalidConfiguration),
+                 "launching the kernel failed"));
+    CHECK(cudaPeekAtLastError() == cudaSuccess);
+  }
   if (Build::use_persistent_cta) {
-    EXPECT(begins(failing("cudaOccupancyMaxActiveBlocksPerMultiprocessor", cudaErrorInvalidValue),
-                  "asking for the GPU's occupancy failed"));
-    EXPECT(cudaPeekAtLastError() == cudaSuccess);
+    CHECK(begins(failing("cudaOccupancyMaxActiveBlocksPerMultiprocessor", cudaErrorInvalidValue),
+                 "asking for the GPU's occupancy failed"));
+    CHECK(cudaPeekAtLastError() == cudaSuccess);
   }
   if (is_cublas) {
-    EXPECT(contains(failing("cublasGemmStridedBatchedEx_64", 13), "cuBLAS failed at Q @ K.T: "));
-    EXPECT(contains(failing("cublasGemmStridedBatchedEx_64", 13, 1), "cuBLAS failed at P @ V"));
+    CHECK(contains(failing("cublasGemmStridedBatchedEx_64", 13), "cuBLAS failed at Q @ K.T: "));
+    CHECK(contains(failing("cublasGemmStridedBatchedEx_64", 13, 1), "cuBLAS failed at P @ V"));
   }
   // What the caller left behind is still there, whether the call succeeds or not.
-  EXPECT(cudaSetDevice(99) == cudaErrorInvalidDevice);
-  EXPECT(a.forward() == "" && cudaPeekAtLastError() == cudaErrorInvalidDevice);
+  CHECK(cudaSetDevice(99) == cudaErrorInvalidDevice);
+  CHECK((a.forward() == "" && cudaPeekAtLastError() == cudaErrorInvalidDevice));
   simt::fail_next(set_attribute, cudaErrorInvalidValue);
-  EXPECT(a.forward() != "" && cudaPeekAtLastError() != cudaSuccess);
+  CHECK((a.forward() != "" && cudaPeekAtLastError() != cudaSuccess));
   cudaGetLastError();
 
   // What a host thread looks up at its first call is looked up again if that failed.
@@ -283,54 +288,54 @@ static void test_errors() {
       const Attention b(1, 1, 1, 40, 30);
       simt::fail_next(call, error);
       text = b.forward();
-      EXPECT(cudaPeekAtLastError() == cudaSuccess);
-      EXPECT(b.forward() == "" && b.is_right());
+      CHECK(cudaPeekAtLastError() == cudaSuccess);
+      CHECK((b.forward() == "" && b.is_right()));
       cudaSetDevice(1);  // a handle of cuBLAS is destroyed once
       const Attention c(1, 1, 1, 40, 30);
-      EXPECT(c.forward() == "" && c.is_right());
+      CHECK((c.forward() == "" && c.is_right()));
     }).join();
     return text;
   };
   if (is_wgmma) {
-    EXPECT(begins(first_call_failing("cudaGetDriverEntryPoint", cudaErrorInsufficientDriver),
-                  "the driver makes no tensor map of Q: "));
+    CHECK(begins(first_call_failing("cudaGetDriverEntryPoint", cudaErrorInsufficientDriver),
+                 "the driver makes no tensor map of Q: "));
   }
   if (is_cublas) {
-    EXPECT(begins(first_call_failing("cublasCreate", 1), "cuBLAS failed at Q @ K.T: "));
-    EXPECT(cudaSetDevice(0) == cudaSuccess && a.forward() == "");
+    CHECK(begins(first_call_failing("cublasCreate", 1), "cuBLAS failed at Q @ K.T: "));
+    CHECK((cudaSetDevice(0) == cudaSuccess && a.forward() == ""));
     simt::fail_next("cublasCreate", 1);
     cudaSetDevice(1);
     const Attention b(1, 1, 1, 40, 30);
-    EXPECT(begins(b.forward(), "cuBLAS failed at Q @ K.T: "));  // after the old handle has gone
-    EXPECT(b.forward() == "" && b.is_right());
+    CHECK(begins(b.forward(), "cuBLAS failed at Q @ K.T: "));  // after the old handle has gone
+    CHECK((b.forward() == "" && b.is_right()));
     cudaSetDevice(0);
   }
 }
 
 // Sizes at which 32 bits end.
-static void test_sizes() {
+TEST_CASE("sizes") {
   const Attention a(1, 1, 1, 40, 30);
   SdpaParams p = a.p;
   p.Sq = p.Sk = 1000000000, p.causal = Causal::bottom_right;
-  EXPECT(kernel_facts(p).threads > 0);  // chosen without overflow
+  CHECK(kernel_facts(p).threads > 0);  // chosen without overflow
   p.Sk = 0, p.window_left = 1000000000;
-  EXPECT(kernel_facts(p).threads > 0);
+  CHECK(kernel_facts(p).threads > 0);
   p.Sq = 1, p.Sk = 1000000000, p.causal = Causal::off, p.window_right = 1000000000;
-  EXPECT(kernel_facts(p).threads > 0);
+  CHECK(kernel_facts(p).threads > 0);
   p = a.p, p.scale = 3e38f;
-  EXPECT(begins(a.forward(p), "scale=3e+38 times log2(e) is no float"));
+  CHECK(begins(a.forward(p), "scale=3e+38 times log2(e) is no float"));
   p = a.p, p.B = 1 << 15, p.Hq = p.Hkv = 1 << 12;
   p.Sq = 16 * 512;  // 2^31 items or more
-  EXPECT(contains(a.forward(p), " tiles; split the batch"));
+  CHECK(contains(a.forward(p), " tiles; split the batch"));
   if (is_cublas) {  // 2^34 rows, a warp each
     p.B = 1 << 12, p.Hq = p.Hkv = 1 << 10, p.Sq = 1 << 12;
-    EXPECT(contains(a.forward(p), " is over 2^31-1 CTAs; split the batch"));
+    CHECK(contains(a.forward(p), " is over 2^31-1 CTAs; split the batch"));
   }
 }
 
 // One workspace, zeroed once, for problems of several sizes in turn; and a row does not depend on the batch around
 // it, where SPLIT_CTAS is fixed.
-static void test_workspace() {
+TEST_CASE("workspace") {
   const Attention a(1, 2, 1, 3, 300), b(3, 4, 2, 40, 500, Causal::bottom_right), c(1, 4, 1, 1, 30);
   const size_t bytes = std::max(sdpa_workspace_bytes(a.p), sdpa_workspace_bytes(b.p));
   void* workspace = nullptr;
@@ -340,42 +345,20 @@ static void test_workspace() {
     for (const Attention* problem : {&a, &b, &c}) {
       SdpaParams p = problem->p;
       p.workspace = workspace;
-      EXPECT(problem->forward(p) == "" && problem->is_right());
+      CHECK((problem->forward(p) == "" && problem->is_right()));
     }
   }
   SdpaParams p = b.p;
   p.workspace = workspace;
   const size_t elements = size_t(b.p.Hq) * b.p.Sq * b.p.D;  // of a batch
   vector<Output> together(elements), alone(elements);
-  EXPECT(b.forward(p) == "");
+  CHECK(b.forward(p) == "");
   cudaMemcpy(together.data(), p.O + elements, elements * sizeof(Output), cudaMemcpyDeviceToHost);
   p.B = 1, p.Q += p.q.batch, p.K += p.k.batch, p.V += p.v.batch;
-  EXPECT(b.forward(p) == "");
+  CHECK(b.forward(p) == "");
   cudaMemcpy(alone.data(), p.O, elements * sizeof(Output), cudaMemcpyDeviceToHost);
   if (Build::split_ctas != 0 && !Build::use_tuned) {
-    EXPECT(memcmp(together.data(), alone.data(), elements * sizeof(Output)) == 0);
+    CHECK(memcmp(together.data(), alone.data(), elements * sizeof(Output)) == 0);
   }
   cudaFree(workspace);
-}
-
-// contract [NAME]: all of it, or test_NAME alone.
-int main(int argc, char** argv) {
-  const struct {
-    const char* name;
-    void (*run)();
-  } tests[] = {{"pointers", test_pointers},
-               {"idle_strides", test_idle_strides},
-               {"changed_tensors", test_changed_tensors},
-               {"no_keys", test_no_keys},
-               {"max_ctas", test_max_ctas},
-               {"devices", test_devices},
-               {"errors", test_errors},
-               {"sizes", test_sizes},
-               {"workspace", test_workspace},
-               {"host_threads", test_host_threads}};
-  for (const auto& test : tests) {
-    if (argc < 2 || string(argv[1]) == test.name) test.run();
-  }
-  printf("%d checks, %d failed\n", checks, failures);
-  return failures != 0 || checks == 0;
 }

@@ -12,7 +12,7 @@
 #include "../tools/stress.cu"
 #undef main
 
-#include "expect.h"
+#include <doctest/doctest.h>
 
 using namespace SDPA_NAMESPACE;
 
@@ -27,41 +27,37 @@ static std::vector<uint32_t> compared(uint32_t n, uint32_t at, uint32_t flipped,
   got.upload(words);
   found.fill(0);
   launch_comparison({got.data(), want.data(), n, found.data()});
-  for (uint32_t word : got.download()) EXPECT(word == POISON);
+  for (uint32_t word : got.download()) CHECK(word == POISON);
   return found.download();
 }
 
-static void test_comparison() {
+TEST_CASE("comparison") {
   using Found = std::vector<uint32_t>;
-  EXPECT(compared(5000, 0, 0, 0) == Found({0, 0}));
-  EXPECT(compared(5000, 4999, 1, 0) == Found({1, 4999}));
-  EXPECT(compared(5000, 0, 0x80000000, 0) == Found({1, 0}));  // 0.0 and -0.0 are different bits
+  CHECK(compared(5000, 0, 0, 0) == Found({0, 0}));
+  CHECK(compared(5000, 4999, 1, 0) == Found({1, 4999}));
+  CHECK(compared(5000, 0, 0x80000000, 0) == Found({1, 0}));  // 0.0 and -0.0 are different bits
   const Found many = compared(1025, 700, 0x10, 324);
-  EXPECT(many[0] == 325 && many[1] >= 700);
+  CHECK((many[0] == 325 && many[1] >= 700));
 }
 
-static void test_command_line() {
+TEST_CASE("command_line") {
   const auto error = [](std::vector<const char*> words) {
     words.insert(words.begin(), "stress");
     return parse_options(int(words.size()), const_cast<char**>(words.data())).error;
   };
-  EXPECT(error({"--repeats", "20", "--save", "x"}) == "");
-  EXPECT(error({"--repeats", "0"}) == "--repeats 0: want a whole number from 1 to 999999");
-  EXPECT(error({"--repeats", "1.5"}) == "--repeats 1.5: want a whole number from 1 to 999999");
-  EXPECT(error({"--like"}) == "--like: its value is missing");
-  EXPECT(error({"--frob"}).find("--frob: no such option; it takes") == 0);
+  CHECK(error({"--repeats", "20", "--save", "x"}) == "");
+  CHECK(error({"--repeats", "0"}) == "--repeats 0: want a whole number from 1 to 999999");
+  CHECK(error({"--repeats", "1.5"}) == "--repeats 1.5: want a whole number from 1 to 999999");
+  CHECK(error({"--like"}) == "--like: its value is missing");
+  CHECK(error({"--frob"}).find("--frob: no such option; it takes") == 0);
 }
 
-int main() {
-  test_comparison();
-  test_command_line();
+TEST_CASE("run") {
   Options o;
   o.repeats = 2;
-  EXPECT(run(o) == 0);
+  CHECK(run(o) == 0);
   o.save = "no/such/folder/bits";
-  EXPECT(run(o) == 3);
+  CHECK(run(o) == 3);
   o.save = "", o.like = "no_such_file";
-  EXPECT(run(o) == 3);
-  printf("%d checks, %d failed\n", checks, failures);
-  return failures != 0;
+  CHECK(run(o) == 3);
 }

@@ -14,7 +14,7 @@
 #include <thread>
 #include <vector>
 
-#include "expect.h"
+#include <doctest/doctest.h>
 
 using namespace SDPA_NAMESPACE;
 
@@ -29,7 +29,7 @@ static Input* two_tensors(uint32_t seed) {
     e = rounded<Input>(float(int32_t(seed)) / float(1 << 30));  // in [-2, 2]
   }
   Input* x_g = nullptr;
-  EXPECT(cudaMalloc(&x_g, x.size() * sizeof(Input)) == cudaSuccess);
+  CHECK(cudaMalloc(&x_g, x.size() * sizeof(Input)) == cudaSuccess);
   cudaMemcpy(x_g, x.data(), x.size() * sizeof(Input), cudaMemcpyHostToDevice);
   return x_g;
 }
@@ -46,14 +46,14 @@ static std::vector<uint16_t> O_after(std::initializer_list<SdpaParams> calls) {
       cudaMemset(O_memory, 0xff, O.size() * sizeof(Output));
       status = sdpa_forward(p, /*stream=*/0);
     }
-    EXPECT(status.ok());
+    CHECK(status.ok());
     cudaMemcpy(O.data(), O_memory, O.size() * sizeof(Output), cudaMemcpyDeviceToHost);
   }).join();
   return O;
 }
 
 // What changes, one thing each. Sizes grow, since any map that is too small shows. One that is too large
-// shows in Sq and Sk alone, for which main() goes the way back as well.
+// shows in Sq and Sk alone, for which the test goes the way back as well.
 static const struct {
   const char* name;
   void (*change)(SdpaParams&);
@@ -84,7 +84,7 @@ static const struct {
     {"causal", [](SdpaParams& p) { p.causal = Causal::bottom_right; }},
 };
 
-int main() {
+TEST_CASE("tensor maps") {
   SdpaParams base{};
   Input* const V = two_tensors(3);
   base.Q = two_tensors(1), base.K = two_tensors(2), base.V = V,
@@ -95,21 +95,18 @@ int main() {
   cudaMemcpy(V + base.Sk * ROW, &inf, sizeof inf, cudaMemcpyHostToDevice);
 
   const std::vector<uint16_t> O = O_after({base});
-  EXPECT(O_after({base, base}) == O);
+  CHECK(O_after({base, base}) == O);
   for (const auto& c : changes) {
-    const int failures_before = failures;
+    CAPTURE(c.name);  // what changes
     SdpaParams changed = base;
     c.change(changed);
     const std::vector<uint16_t> fresh = O_after({changed});
-    EXPECT(fresh != O);
-    EXPECT(O_after({base, changed}) == fresh);
-    EXPECT(O_after({changed, base}) == O);
-    if (failures > failures_before) fprintf(stderr, "  where what changes is %s\n", c.name);
+    CHECK(fresh != O);
+    CHECK(O_after({base, changed}) == fresh);
+    CHECK(O_after({changed, base}) == O);
   }
   SdpaParams refused = base;  // after its map of Q is made
   refused.Q += TENSOR, refused.k.row = -ROW;
-  for (int n = 0; n < 2; n++) EXPECT(sdpa_forward(refused, 0).code == cudaErrorInvalidValue);
-  EXPECT(O_after({base, refused, base}) == O);
-  printf("%d checks, %d failed\n", checks, failures);
-  return failures != 0;
+  for (int n = 0; n < 2; n++) CHECK(sdpa_forward(refused, 0).code == cudaErrorInvalidValue);
+  CHECK(O_after({base, refused, base}) == O);
 }

@@ -8,7 +8,7 @@
 #include <mutex>
 #include <set>
 
-#include "expect.h"
+#include <doctest/doctest.h>
 
 using namespace SDPA_NAMESPACE;
 using reference::Comparison;
@@ -17,30 +17,32 @@ using reference::fp16;
 using reference::normal;
 using reference::ulp;
 
-#define EXPECT_NEAR(a, b, tol) EXPECT(std::fabs((a) - (b)) <= (tol))
+#define CHECK_NEAR(a, b, tol) CHECK(std::fabs((a) - (b)) <= (tol))
 
-static void test_knob_text() {
-  EXPECT(place_of("64", "64 128 256") == 0 && place_of("256", "64 128 256") == 2);
-  EXPECT(place_of("6", "64 128 256") < 0 && place_of("640", "64 128 256") < 0);
-  EXPECT(place_of("", "64 128") < 0 && place_of("64 128", "64 128 256x") < 0);
-  EXPECT(place_of("BF16", "FP16 BF16") == 1 && place_of("BF", "FP16 BF16") < 0);
-  EXPECT(place_of("4", "4..256") == 0 && place_of("256", "4..256") == 0);
-  EXPECT(place_of("3", "4..256") < 0 && place_of("257", "4..256") < 0 &&
-         place_of("ON", "1..16") < 0);
-  EXPECT(place_of("-1", "1..16") < 0 && place_of("8x", "1..16") < 0 && place_of("", "1..16") < 0);
-  EXPECT(place_of("99999999999999999999", "1..16") < 0);
-  EXPECT(number_of("48") == 48 && number_of("4..256") == 4 && number_of("x") == -1);
-  EXPECT(typed_value<true>("1", "0 1") && typed_value<false>("BF16", "FP16 BF16") == 1 &&
-         typed_value<false>("48", "4..256") == 48);
+static const bool has_dists = (add_dists(), true);
+
+TEST_CASE("knob_text") {
+  CHECK((place_of("64", "64 128 256") == 0 && place_of("256", "64 128 256") == 2));
+  CHECK((place_of("6", "64 128 256") < 0 && place_of("640", "64 128 256") < 0));
+  CHECK((place_of("", "64 128") < 0 && place_of("64 128", "64 128 256x") < 0));
+  CHECK((place_of("BF16", "FP16 BF16") == 1 && place_of("BF", "FP16 BF16") < 0));
+  CHECK((place_of("4", "4..256") == 0 && place_of("256", "4..256") == 0));
+  CHECK((place_of("3", "4..256") < 0 && place_of("257", "4..256") < 0 &&
+         place_of("ON", "1..16") < 0));
+  CHECK((place_of("-1", "1..16") < 0 && place_of("8x", "1..16") < 0 && place_of("", "1..16") < 0));
+  CHECK(place_of("99999999999999999999", "1..16") < 0);
+  CHECK((number_of("48") == 48 && number_of("4..256") == 4 && number_of("x") == -1));
+  CHECK((typed_value<true>("1", "0 1") && typed_value<false>("BF16", "FP16 BF16") == 1 &&
+         typed_value<false>("48", "4..256") == 48));
 }
 
 namespace {
 template <int POLICY> struct Policy : Build { static constexpr int sync_policy = POLICY; };
 }  // namespace
 
-static void test_barrier_counts() {
-  EXPECT((barriers_per_tile<Policy<5>>() == 6 && barriers_per_tile<Policy<2>>() == 4));
-  EXPECT((barriers_per_tile<Policy<1>>() == 2 && barriers_per_tile<Policy<0>>() == 0));
+TEST_CASE("barrier_counts") {
+  CHECK((barriers_per_tile<Policy<5>>() == 6 && barriers_per_tile<Policy<2>>() == 4));
+  CHECK((barriers_per_tile<Policy<1>>() == 2 && barriers_per_tile<Policy<0>>() == 0));
 }
 
 static std::vector<float> make_input(const Problem& p, Tensor tensor) {
@@ -50,52 +52,52 @@ static std::vector<float> make_input(const Problem& p, Tensor tensor) {
 }
 
 // Elements of 8 bits: every one comes back, the next one at half the distance, and NaN.
-static void test_bytes() {
+TEST_CASE("bytes") {
   for (int bits = 0; bits < 256; bits++) {
-    EXPECT(element_value(DType::u8, bits) == bits - 128.0f);
-    EXPECT(element_bits(DType::u8, bits - 128.0f) == bits);
+    CHECK(element_value(DType::u8, bits) == bits - 128.0f);
+    CHECK(element_bits(DType::u8, bits - 128.0f) == bits);
     const float x = element_value(DType::e4m3, bits);
     const int magnitude = bits & 0x7f;
     if (magnitude == 0x7f) {
-      EXPECT(std::isnan(x));
+      CHECK(std::isnan(x));
       continue;
     }
     const int exponent = magnitude >> 3, fraction = magnitude & 7;
     const double want =
         exponent ? std::ldexp(8 + fraction, exponent - 10) : std::ldexp(fraction, -9);
-    EXPECT(x == float(bits & 0x80 ? -want : want) && element_bits(DType::e4m3, x) == bits);
+    CHECK((x == float(bits & 0x80 ? -want : want) && element_bits(DType::e4m3, x) == bits));
     if (magnitude == 0x7e) continue;
     const float next = element_value(DType::e4m3, bits + 1), middle = (x + next) / 2;
-    EXPECT(element_bits(DType::e4m3, middle) == bits + bits % 2);  // a tie, to the even one
-    EXPECT(element_bits(DType::e4m3, std::nextafter(middle, x)) == bits);
-    EXPECT(element_bits(DType::e4m3, std::nextafter(middle, next)) == bits + 1);
+    CHECK(element_bits(DType::e4m3, middle) == bits + bits % 2);  // a tie, to the even one
+    CHECK(element_bits(DType::e4m3, std::nextafter(middle, x)) == bits);
+    CHECK(element_bits(DType::e4m3, std::nextafter(middle, next)) == bits + 1);
   }
   const float inf = INFINITY;
-  EXPECT(element_bits(DType::e4m3, 1e9f) == 0x7e && element_bits(DType::e4m3, -inf) == 0xfe);
-  EXPECT(element_bits(DType::e4m3, NAN) == 0x7f);
-  EXPECT(element_bits(DType::u8, 1e9f) == 255 && element_bits(DType::u8, -1e9f) == 0);
+  CHECK((element_bits(DType::e4m3, 1e9f) == 0x7e && element_bits(DType::e4m3, -inf) == 0xfe));
+  CHECK(element_bits(DType::e4m3, NAN) == 0x7f);
+  CHECK((element_bits(DType::u8, 1e9f) == 255 && element_bits(DType::u8, -1e9f) == 0));
   // The instructions, as the CPU backend has them.
-  EXPECT(cvt_rn_satfinite_e4m3x4(1, -2, 500, NAN) == 0x7f7ec038);
-  EXPECT(cvt_rn_f16x2_e4m3x2(0xffff017e) == 0x18005f00);  // 2^-9 and 448
-  EXPECT(prmt(0x03020100, 0x07060504, 0x6420) == 0x06040200);
-  EXPECT(prmt(0x03020100, 0x07060504, 0x7531) == 0x07050301);
-  EXPECT(prmt(0x00ff7f80, 0, 0xba98) == 0x00ff00ff);
+  CHECK(cvt_rn_satfinite_e4m3x4(1, -2, 500, NAN) == 0x7f7ec038);
+  CHECK(cvt_rn_f16x2_e4m3x2(0xffff017e) == 0x18005f00);  // 2^-9 and 448
+  CHECK(prmt(0x03020100, 0x07060504, 0x6420) == 0x06040200);
+  CHECK(prmt(0x03020100, 0x07060504, 0x7531) == 0x07050301);
+  CHECK(prmt(0x00ff7f80, 0, 0xba98) == 0x00ff00ff);
   for (int u = 0; u < 256; u++) {
     const uint32_t pair = prmt(u | (255 - u) << 8, 0x64646464, 0x4140);
     const uint32_t halves = sub_f16x2(pair, 0x64806480);
-    EXPECT(simt::half_to_float(uint16_t(halves)) == float(u - 128));
-    EXPECT(simt::half_to_float(uint16_t(halves >> 16)) == float(127 - u));
+    CHECK(simt::half_to_float(uint16_t(halves)) == float(u - 128));
+    CHECK(simt::half_to_float(uint16_t(halves >> 16)) == float(127 - u));
   }
 }
 
 // Golden values from an independent model of the generator (exact: sums of integers over 2^16).
-static void test_inputs() {
-  EXPECT(normal(0, Tensor::Q, 0) == 0.54412841796875f);
-  EXPECT(normal(0, Tensor::Q, 1) == -1.03558349609375f);
-  EXPECT(normal(0, Tensor::K, 0) == 0.471038818359375f);
-  EXPECT(normal(0, Tensor::V, 12345) == -0.40167236328125f);
-  EXPECT(normal(7, Tensor::Q, (uint64_t(1) << 33) + 5) == 1.49176025390625f);
-  EXPECT(normal(uint64_t(1) << 40, Tensor::V, 3) == 0.106292724609375f);
+TEST_CASE("inputs") {
+  CHECK(normal(0, Tensor::Q, 0) == 0.54412841796875f);
+  CHECK(normal(0, Tensor::Q, 1) == -1.03558349609375f);
+  CHECK(normal(0, Tensor::K, 0) == 0.471038818359375f);
+  CHECK(normal(0, Tensor::V, 12345) == -0.40167236328125f);
+  CHECK(normal(7, Tensor::Q, (uint64_t(1) << 33) + 5) == 1.49176025390625f);
+  CHECK(normal(uint64_t(1) << 40, Tensor::V, 3) == 0.106292724609375f);
   Problem p;
   p.B = 100, p.Hq = p.Hkv = 1, p.Sq = p.Sk = 64;
   const auto moments = [&](Tensor tensor) {
@@ -104,38 +106,38 @@ static void test_inputs() {
     for (float v : x) sum += v, squares += double(v) * v;
     return std::make_pair(sum / double(x.size()), squares / double(x.size()));
   };
-  EXPECT_NEAR(moments(Tensor::K).first, 0, 0.01);  // 409600 samples: standard error 0.0016
-  EXPECT_NEAR(moments(Tensor::K).second, 1, 0.02);
+  CHECK_NEAR(moments(Tensor::K).first, 0, 0.01);  // 409600 samples: standard error 0.0016
+  CHECK_NEAR(moments(Tensor::K).second, 1, 0.02);
   p.dist = "large";
-  EXPECT_NEAR(moments(Tensor::Q).second, 256, 6);
-  EXPECT_NEAR(moments(Tensor::V).second, 1, 0.02);
+  CHECK_NEAR(moments(Tensor::Q).second, 256, 6);
+  CHECK_NEAR(moments(Tensor::V).second, 1, 0.02);
   p.dist = "outliers";  // variance 1 + 99 / 256
-  EXPECT_NEAR(moments(Tensor::V).second, 1 + 99 / 256.0, 0.1);
+  CHECK_NEAR(moments(Tensor::V).second, 1 + 99 / 256.0, 0.1);
   p.dist = "uniform";
-  EXPECT(moments(Tensor::Q).second == 0);
-  EXPECT_NEAR(moments(Tensor::V).first, 1, 0.01);
+  CHECK(moments(Tensor::Q).second == 0);
+  CHECK_NEAR(moments(Tensor::V).first, 1, 0.01);
   const auto value = [&](float (*of)(const InputAt&), uint64_t seed, Tensor tensor, InputAt at) {
     return of({p, seed, tensor, at.index, at.head, at.row, at.d, at.x});
   };
   const auto at = [&](uint64_t index, uint64_t head, uint64_t row, uint64_t d, float x) {
     return InputAt{p, 0, Tensor::Q, index, head, row, d, x};
   };
-  EXPECT(value(huge, 0, Tensor::Q, at(321, 0, 5, 1, 0)) == 20000);  // a head of one constant
-  EXPECT(value(huge, 0, Tensor::K, at(4931, 1, 13, 3, 0)) == 12000);
-  EXPECT(value(huge, 7, Tensor::K, at(636, 2, 9, 60, 0)) == -0x1p-8f);
-  EXPECT(value(huge, 0, Tensor::Q, at(321, 3, 5, 1, 0)) == -0.5f);
-  EXPECT(value(stairs, 0, Tensor::Q, at(0, 0, 9, 0, 7)) == 32);
-  EXPECT(value(stairs, 0, Tensor::Q, at(0, 0, 9, 2, 7)) == 32768);
-  EXPECT(value(stairs, 0, Tensor::K, at(0, 0, 1057, 1, 7)) == 5);
-  EXPECT(value(stairs, 0, Tensor::K, at(0, 0, 9, 3, 7)) == 1);
-  EXPECT(value(stairs, 0, Tensor::K, at(0, 0, 9, 3, -0.4f)) == 0);
+  CHECK(value(huge, 0, Tensor::Q, at(321, 0, 5, 1, 0)) == 20000);  // a head of one constant
+  CHECK(value(huge, 0, Tensor::K, at(4931, 1, 13, 3, 0)) == 12000);
+  CHECK(value(huge, 7, Tensor::K, at(636, 2, 9, 60, 0)) == -0x1p-8f);
+  CHECK(value(huge, 0, Tensor::Q, at(321, 3, 5, 1, 0)) == -0.5f);
+  CHECK(value(stairs, 0, Tensor::Q, at(0, 0, 9, 0, 7)) == 32);
+  CHECK(value(stairs, 0, Tensor::Q, at(0, 0, 9, 2, 7)) == 32768);
+  CHECK(value(stairs, 0, Tensor::K, at(0, 0, 1057, 1, 7)) == 5);
+  CHECK(value(stairs, 0, Tensor::K, at(0, 0, 9, 3, 7)) == 1);
+  CHECK(value(stairs, 0, Tensor::K, at(0, 0, 9, 3, -0.4f)) == 0);
   p.dist = "stairs";  // every element is exact, and neighbouring logits are 20 apart
   const auto q = make_input(p, Tensor::Q), k = make_input(p, Tensor::K);
   for (int i = 1; i < 64; i++) {
     const auto logit = [&](int key) {
       return reference::dot(&q[0], &k[size_t(key) * Build::head_dim], Build::head_dim) / 8;
     };
-    EXPECT_NEAR(logit(i) - logit(i - 1), 20, 6);
+    CHECK_NEAR(logit(i) - logit(i - 1), 20, 6);
   }
   p.dist = "huge";
   const auto huge = make_input(p, Tensor::K);
@@ -144,11 +146,11 @@ static void test_inputs() {
     largest = std::max(largest, double(std::fabs(x)));
     if (x != 0) smallest = std::min(smallest, double(std::fabs(x)));
   }
-  EXPECT(largest > 30000 && largest < 65504 && smallest == 0x1p-14);
+  CHECK((largest > 30000 && largest < 65504 && smallest == 0x1p-14));
   p.dist = "nonfinite";
   int nan_rows = 0;
   for (float v : make_input(p, Tensor::K)) nan_rows += !std::isfinite(v);
-  EXPECT(nan_rows > 5 && nan_rows < 60);  // one element in about a quarter of 100 heads
+  CHECK((nan_rows > 5 && nan_rows < 60));  // one element in about a quarter of 100 heads
 }
 
 struct SmallAttention {  // one problem with its tensors, all zero at first
@@ -165,38 +167,38 @@ struct SmallAttention {  // one problem with its tensors, all zero at first
   }
 };
 
-static void test_reference() {
+TEST_CASE("reference") {
   using reference::Mask;
   {  // Q = 0: uniform weights, O is the mean of the visible V, LSE = log(number of visible keys)
     SmallAttention a(1, 1, 1, 3, 5, Mask::none);
     for (int k = 0; k < 5; k++) a.V[k * 8] = float(k * k);
-    EXPECT_NEAR(a.row(0, 0, 1).O[0], (0 + 1 + 4 + 9 + 16) / 5.0, 1e-15);
-    EXPECT_NEAR(a.row(0, 0, 1).LSE, std::log(5.0), 1e-15);
+    CHECK_NEAR(a.row(0, 0, 1).O[0], (0 + 1 + 4 + 9 + 16) / 5.0, 1e-15);
+    CHECK_NEAR(a.row(0, 0, 1).LSE, std::log(5.0), 1e-15);
     a.p.mask = Mask::bottom_right;  // the last of 3 queries sees all 5 keys, the first sees 3
-    EXPECT_NEAR(a.row(0, 0, 2).O[0], 6.0, 1e-15);
-    EXPECT_NEAR(a.row(0, 0, 0).O[0], (0 + 1 + 4) / 3.0, 1e-15);
-    EXPECT_NEAR(a.row(0, 0, 0).LSE, std::log(3.0), 1e-15);
+    CHECK_NEAR(a.row(0, 0, 2).O[0], 6.0, 1e-15);
+    CHECK_NEAR(a.row(0, 0, 0).O[0], (0 + 1 + 4) / 3.0, 1e-15);
+    CHECK_NEAR(a.row(0, 0, 0).LSE, std::log(3.0), 1e-15);
     a.p.mask = Mask::top_left;  // query 0 sees key 0 alone
-    EXPECT(a.row(0, 0, 0).O[0] == 0 && a.row(0, 0, 0).LSE == 0);
-    EXPECT_NEAR(a.row(0, 0, 1).O[0], 0.5, 1e-15);
-    EXPECT(reference::visible_pairs(a.p) == 1 + 2 + 3);
+    CHECK((a.row(0, 0, 0).O[0] == 0 && a.row(0, 0, 0).LSE == 0));
+    CHECK_NEAR(a.row(0, 0, 1).O[0], 0.5, 1e-15);
+    CHECK(reference::visible_pairs(a.p) == 1 + 2 + 3);
     a.p.window_left = 1;  // and no more than the key before its own
-    EXPECT_NEAR(a.row(0, 0, 2).O[0], (1 + 4) / 2.0, 1e-15);
-    EXPECT(reference::visible_pairs(a.p) == 1 + 2 + 2);
+    CHECK_NEAR(a.row(0, 0, 2).O[0], (1 + 4) / 2.0, 1e-15);
+    CHECK(reference::visible_pairs(a.p) == 1 + 2 + 2);
     a.p.mask = Mask::none, a.p.window_right = 0;  // the same, by the window alone
-    EXPECT_NEAR(a.row(0, 0, 2).O[0], (1 + 4) / 2.0, 1e-15);
+    CHECK_NEAR(a.row(0, 0, 2).O[0], (1 + 4) / 2.0, 1e-15);
     a.p.window_left = -1, a.p.window_right = 2;
-    EXPECT(a.row(0, 0, 0).O[0] == (0 + 1 + 4) / 3.0 && a.row(0, 0, 2).LSE == std::log(5.0));
+    CHECK((a.row(0, 0, 0).O[0] == (0 + 1 + 4) / 3.0 && a.row(0, 0, 2).LSE == std::log(5.0)));
     a.p.mask = Mask::bottom_right,
     a.p.window_left = 0;  // each its own key, 2 further than with top-left
-    EXPECT(a.row(0, 0, 1).O[0] == 9 && reference::visible_pairs(a.p) == 3);
+    CHECK((a.row(0, 0, 1).O[0] == 9 && reference::visible_pairs(a.p) == 3));
   }
   {  // one logit far above the rest: O is that row of V, LSE that logit
     SmallAttention a(1, 1, 1, 1, 4, Mask::none, 0.5);
     a.Q[3] = 40, a.K[2 * 8 + 3] = 50;
     for (int k = 0; k < 4; k++) a.V[k * 8 + 7] = float(k + 1);
-    EXPECT_NEAR(a.row(0, 0, 0).O[7], 3.0, 1e-12);
-    EXPECT_NEAR(a.row(0, 0, 0).LSE, 1000.0, 1e-12);
+    CHECK_NEAR(a.row(0, 0, 0).O[7], 3.0, 1e-12);
+    CHECK_NEAR(a.row(0, 0, 0).LSE, 1000.0, 1e-12);
   }
   {  // factors: of Q by query head, of K and V by key head
     SmallAttention a(2, 4, 2, 1, 1, Mask::none);
@@ -204,48 +206,48 @@ static void test_reference() {
     std::fill(a.V.begin(), a.V.end(), 1);
     for (int h = 0; h < 8; h++) a.p.q_factor.push_back(h + 1);
     a.p.k_factor = {1, 10, 100, 1000}, a.p.v_factor = {2, 3, 4, 5};
-    EXPECT(a.row(0, 1, 0).LSE == 8 * 2 && a.row(0, 1, 0).O[0] == 2);
-    EXPECT(a.row(1, 2, 0).LSE == 8 * 7 * 1000 && a.row(1, 2, 0).O[0] == 5);
+    CHECK((a.row(0, 1, 0).LSE == 8 * 2 && a.row(0, 1, 0).O[0] == 2));
+    CHECK((a.row(1, 2, 0).LSE == 8 * 7 * 1000 && a.row(1, 2, 0).O[0] == 5));
   }
   {  // two keys by hand: logits log(3) and 0 give weights 3/4 and 1/4
     SmallAttention a(1, 1, 1, 1, 2, Mask::none, std::log(3.0));
     a.Q[0] = 1, a.K[0] = 1;
     a.V[1] = 8, a.V[8 + 1] = -4;
-    EXPECT_NEAR(a.row(0, 0, 0).O[1], 0.75 * 8 - 0.25 * 4, 1e-14);
-    EXPECT_NEAR(a.row(0, 0, 0).LSE, std::log(4.0), 1e-15);
+    CHECK_NEAR(a.row(0, 0, 0).O[1], 0.75 * 8 - 0.25 * 4, 1e-14);
+    CHECK_NEAR(a.row(0, 0, 0).LSE, std::log(4.0), 1e-15);
   }
   {  // grouped queries: head h reads key head h / (Hq / Hkv), batches apart
     SmallAttention a(2, 6, 2, 1, 1, Mask::none);
     for (int i = 0; i < 4; i++) a.V[i * 8] = float(i);  // [b=0,h=0] [0,1] [1,0] [1,1]
     const int expected[2][6] = {{0, 0, 0, 1, 1, 1}, {2, 2, 2, 3, 3, 3}};
     for (int b = 0; b < 2; b++) {
-      for (int h = 0; h < 6; h++) EXPECT(a.row(b, h, 0).O[0] == expected[b][h]);
+      for (int h = 0; h < 6; h++) CHECK(a.row(b, h, 0).O[0] == expected[b][h]);
     }
   }
   {  // more queries than keys: bottom-right leaves the first rows without a key
     SmallAttention a(1, 1, 1, 5, 2, Mask::bottom_right);
     a.V.assign(16, 1.0f);
-    EXPECT(a.row(0, 0, 2).O[0] == 0 && a.row(0, 0, 2).LSE == -INFINITY);
-    EXPECT(a.row(0, 0, 3).O[0] == 1 && a.row(0, 0, 3).LSE == 0);
-    EXPECT(reference::visible_pairs(a.p) == 1 + 2);
+    CHECK((a.row(0, 0, 2).O[0] == 0 && a.row(0, 0, 2).LSE == -INFINITY));
+    CHECK((a.row(0, 0, 3).O[0] == 1 && a.row(0, 0, 3).LSE == 0));
+    CHECK(reference::visible_pairs(a.p) == 1 + 2);
   }
   {  // no keys at all
     SmallAttention a(1, 1, 1, 2, 0, Mask::none);
-    EXPECT(a.row(0, 0, 1).O[5] == 0 && a.row(0, 0, 1).LSE == -INFINITY);
+    CHECK((a.row(0, 0, 1).O[5] == 0 && a.row(0, 0, 1).LSE == -INFINITY));
   }
   {  // NaN and inf
     SmallAttention a(1, 1, 1, 2, 2, Mask::top_left);
     a.Q.assign(16, 1.0f);
     a.V[8 + 2] = NAN;  // at key 1: query 0 does not see it, query 1 does
-    EXPECT(a.row(0, 0, 0).O[2] == 0 && a.row(0, 0, 0).open[2] && !a.row(0, 0, 0).open[3]);
-    EXPECT(std::isnan(a.row(0, 0, 1).O[2]) && a.row(0, 0, 1).O[3] == 0);
+    CHECK((a.row(0, 0, 0).O[2] == 0 && a.row(0, 0, 0).open[2] && !a.row(0, 0, 0).open[3]));
+    CHECK((std::isnan(a.row(0, 0, 1).O[2]) && a.row(0, 0, 1).O[3] == 0));
     a.K[8] = INFINITY;  // a logit of +inf makes the row NaN, where it is seen
-    EXPECT(a.row(0, 0, 0).O[3] == 0 && std::isnan(a.row(0, 0, 1).O[3]));
-    EXPECT(std::isnan(a.row(0, 0, 1).LSE));
+    CHECK((a.row(0, 0, 0).O[3] == 0 && std::isnan(a.row(0, 0, 1).O[3])));
+    CHECK(std::isnan(a.row(0, 0, 1).LSE));
     a.K[0] = -INFINITY;  // every visible logit -inf: as if fully masked
-    EXPECT(a.row(0, 0, 0).O[3] == 0 && a.row(0, 0, 0).LSE == -INFINITY);
+    CHECK((a.row(0, 0, 0).O[3] == 0 && a.row(0, 0, 0).LSE == -INFINITY));
     a.K[0] = NAN;
-    EXPECT(std::isnan(a.row(0, 0, 0).O[3]) && std::isnan(a.row(0, 0, 0).LSE));
+    CHECK((std::isnan(a.row(0, 0, 0).O[3]) && std::isnan(a.row(0, 0, 0).LSE)));
   }
 }
 
@@ -258,37 +260,37 @@ static std::string verdict(std::vector<double> ref, double ref_lse, std::vector<
   return c.verdict({1e-3, 1e-3, 1e-3});
 }
 
-static void test_comparison() {
+TEST_CASE("comparison") {
   const double inf = INFINITY;
-  EXPECT(verdict({1, -2}, 3, {1, -2}, 3) == "");
-  EXPECT(verdict({1, -2}, 3, {1.0005f, -2.0005f}, 3.001f) == "");
-  EXPECT(verdict({1, -2}, 3, {1, -2.1f}, 3) ==
-         "O(b=0,h=1,q=2,d=1) ref=-2 got=-2.0999999 err=0.1 tol=0.002");
-  EXPECT(verdict({1, -2}, 3, {NAN, -2}, 3).find("got=nan err=inf") != std::string::npos);
-  EXPECT(verdict({1, -2}, 3, {1, -2}, NAN).find("LSE(b=0,h=1,q=2)") == 0);
-  EXPECT(verdict({1, -2}, 3, {1, float(inf)}, 3) != "");
-  EXPECT(verdict({1, inf}, 3, {1, float(inf)}, 3) == "");
-  EXPECT(verdict({1, inf}, 3, {1, -float(inf)}, 3) != "");
-  EXPECT(verdict({1, NAN}, NAN, {1, NAN}, NAN) == "");
-  EXPECT(verdict({1, NAN}, 3, {1, 0}, 3) != "");
-  EXPECT(verdict({1, 2}, 3, {1, NAN}, 3, {0, 1}) == "");     // open: NaN is right as well
-  EXPECT(verdict({1, 2}, 3, {1, 2.5f}, 3, {0, 1}) != "");    // but not another number
-  EXPECT(verdict({0, 0}, -inf, {0, 0}, float(-inf)) == "");  // fully masked
-  EXPECT(verdict({0, 0}, -inf, {0, 1e-6f}, float(-inf)) != "");
-  EXPECT(verdict({0, 0}, -inf, {0, 0}, 0) != "");
-  EXPECT(verdict({1, 1}, std::log(8.0), {1, 1}, 3) != "");  // LSE to base 2
+  CHECK(verdict({1, -2}, 3, {1, -2}, 3) == "");
+  CHECK(verdict({1, -2}, 3, {1.0005f, -2.0005f}, 3.001f) == "");
+  CHECK(verdict({1, -2}, 3, {1, -2.1f}, 3) ==
+        "O(b=0,h=1,q=2,d=1) ref=-2 got=-2.0999999 err=0.1 tol=0.002");
+  CHECK(verdict({1, -2}, 3, {NAN, -2}, 3).find("got=nan err=inf") != std::string::npos);
+  CHECK(verdict({1, -2}, 3, {1, -2}, NAN).find("LSE(b=0,h=1,q=2)") == 0);
+  CHECK(verdict({1, -2}, 3, {1, float(inf)}, 3) != "");
+  CHECK(verdict({1, inf}, 3, {1, float(inf)}, 3) == "");
+  CHECK(verdict({1, inf}, 3, {1, -float(inf)}, 3) != "");
+  CHECK(verdict({1, NAN}, NAN, {1, NAN}, NAN) == "");
+  CHECK(verdict({1, NAN}, 3, {1, 0}, 3) != "");
+  CHECK(verdict({1, 2}, 3, {1, NAN}, 3, {0, 1}) == "");     // open: NaN is right as well
+  CHECK(verdict({1, 2}, 3, {1, 2.5f}, 3, {0, 1}) != "");    // but not another number
+  CHECK(verdict({0, 0}, -inf, {0, 0}, float(-inf)) == "");  // fully masked
+  CHECK(verdict({0, 0}, -inf, {0, 1e-6f}, float(-inf)) != "");
+  CHECK(verdict({0, 0}, -inf, {0, 0}, 0) != "");
+  CHECK(verdict({1, 1}, std::log(8.0), {1, 1}, 3) != "");  // LSE to base 2
   // Long rows have small outputs: zeros pass any absolute limit, so the relative one must catch them.
-  EXPECT(verdict({5e-4, -4e-4}, 9, {0, 0}, 9).find("rel_rms=1 ") == 0);
+  CHECK(verdict({5e-4, -4e-4}, 9, {0, 0}, 9).find("rel_rms=1 ") == 0);
   // What poison leaves behind, for each type.
-  EXPECT(std::isnan(output_value(0xffff)));
-  EXPECT(verdict({1}, 0, {output_value(0xffff)}, 0) != "");
-  EXPECT(std::isnan(float_of(~0u)));
+  CHECK(std::isnan(output_value(0xffff)));
+  CHECK(verdict({1}, 0, {output_value(0xffff)}, 0) != "");
+  CHECK(std::isnan(float_of(~0u)));
 }
 
 // What rounds O: to nearest passes, towards zero or away from it does not, from 32 rows on.
-static void test_rounding() {
-  EXPECT(ulp(fp16, 1.0) == 0x1p-10 && ulp(fp16, -1.99) == 0x1p-10 && ulp(fp16, 0.5) == 0x1p-11);
-  for (double x : {0.0, 0x1p-15, 1e6, double(NAN), double(INFINITY)}) EXPECT(ulp(fp16, x) == 0);
+TEST_CASE("rounding") {
+  CHECK((ulp(fp16, 1.0) == 0x1p-10 && ulp(fp16, -1.99) == 0x1p-10 && ulp(fp16, 0.5) == 0x1p-11));
+  for (double x : {0.0, 0x1p-15, 1e6, double(NAN), double(INFINITY)}) CHECK(ulp(fp16, x) == 0);
   const auto judged = [](int rows, int direction) {
     Comparison c(fp16, true);
     for (int q = 0; q < rows; q++) {
@@ -306,15 +308,15 @@ static void test_rounding() {
     }
     return c.verdict(fp16.tolerance);
   };
-  EXPECT(judged(32, 0) == "" && judged(400, 0) == "");
-  EXPECT(judged(32, -1).find("O is not rounded to nearest: its mean error is -0.") == 0);
-  EXPECT(judged(32, 1).find("O is not rounded to nearest: its mean error is 0.") == 0);
-  EXPECT(judged(31, -1) == "");
+  CHECK((judged(32, 0) == "" && judged(400, 0) == ""));
+  CHECK(judged(32, -1).find("O is not rounded to nearest: its mean error is -0.") == 0);
+  CHECK(judged(32, 1).find("O is not rounded to nearest: its mean error is 0.") == 0);
+  CHECK(judged(31, -1) == "");
 }
 
 // Of few rows with weights of 3 bits one error may be all there is; of many rows the same is wrong, and of types with
 // more bits no limit depends on the rows.
-static void test_few_rows() {
+TEST_CASE("few_rows") {
   const auto judged = [](int rows, double error, double others = 1) {
     Comparison c(fp16, false);
     for (int q = 0; q < rows; q++) {
@@ -328,54 +330,56 @@ static void test_few_rows() {
     }
     return c.verdict(reference::e4m3.tolerance);
   };
-  EXPECT(judged(1, 0.058) == "" && judged(1, 0.06).find("rel_rms=0.06 tol=0.0588") == 0);
-  EXPECT(judged(8, 0.0422) == "" && judged(8, 0.046).find("rel_rms=0.046 tol=0.0447") == 0);
-  EXPECT(judged(2000, 0.0395) == "");
-  for (int rows : {20, 100, 2000}) EXPECT(judged(rows, 0.0422).find("rel_rms=0.0422 tol=0.04;") == 0);
-  EXPECT(judged(2000, 0.0422, 1e-3) == "");  // in truth one row
+  CHECK((judged(1, 0.058) == "" && judged(1, 0.06).find("rel_rms=0.06 tol=0.0588") == 0));
+  CHECK((judged(8, 0.0422) == "" && judged(8, 0.046).find("rel_rms=0.046 tol=0.0447") == 0));
+  CHECK(judged(2000, 0.0395) == "");
+  for (int rows : {20, 100, 2000})
+    CHECK(judged(rows, 0.0422).find("rel_rms=0.0422 tol=0.04;") == 0);
+  CHECK(judged(2000, 0.0422, 1e-3) == "");  // in truth one row
   for (const reference::Type& type : {fp16, reference::bf16, reference::u8}) {
-    for (double rows : {1.0, 3.0, 1e6}) EXPECT(type.tolerance.rel_rms_of(rows) == type.tolerance.rel_rms);
+    for (double rows : {1.0, 3.0, 1e6})
+      CHECK(type.tolerance.rel_rms_of(rows) == type.tolerance.rel_rms);
   }
-  for (double rows : {17.0, 1e3, 1e9}) EXPECT(reference::e4m3.tolerance.rel_rms_of(rows) == 4e-2);
+  for (double rows : {17.0, 1e3, 1e9}) CHECK(reference::e4m3.tolerance.rel_rms_of(rows) == 4e-2);
 }
 
-static void test_rows_to_check() {
+TEST_CASE("rows_to_check") {
   Problem p;
   const auto rows_to_check = [&](int item_rows, double macs) {
     return reference::rows_to_check(p, 0, item_rows, macs);
   };
   p.B = 1, p.Hq = p.Hkv = 8, p.Sq = p.Sk = 512;
-  EXPECT(rows_to_check(384, 1e12).size() == 8 * 512);
+  CHECK(rows_to_check(384, 1e12).size() == 8 * 512);
   p.B = 3, p.Sq = 2000, p.Sk = 100000;
   for (int item_rows : {32, 256, 384, 2048}) {
     const auto rows = rows_to_check(item_rows, 1.0);
     const int items = (p.Sq + item_rows - 1) / item_rows;
     std::set<std::array<int, 3>> seen, items_seen;
     for (const auto& row : rows) {
-      EXPECT(row.b >= 0 && row.b < 3 && row.h >= 0 && row.h < 8 && row.q >= 0 && row.q < 2000);
+      CHECK((row.b >= 0 && row.b < 3 && row.h >= 0 && row.h < 8 && row.q >= 0 && row.q < 2000));
       seen.insert({row.b, row.h, row.q});
       items_seen.insert({row.b, row.h, row.q / item_rows});
     }
-    EXPECT(seen.size() == rows.size() && int(items_seen.size()) == 3 * 8 * items);
+    CHECK((seen.size() == rows.size() && int(items_seen.size()) == 3 * 8 * items));
     for (int q = 0; q < 2000; q++) {
       const int r = q % item_rows, item = q / item_rows;
       const bool group_edge = q % 64 == 0 || q % 64 == 63;
       if (q == 1999 || r == 0 || r == item_rows - 1 ||
           (group_edge && (item == 0 || item == items - 1))) {
-        EXPECT(seen.count({0, 0, q}) && seen.count({2, 7, q}));
+        CHECK((seen.count({0, 0, q}) && seen.count({2, 7, q})));
       }
     }
-    EXPECT(int(rows.size()) <= 3 * 8 * items + 2 * (2 * items + 2 * 32 + 1));
+    CHECK(int(rows.size()) <= 3 * 8 * items + 2 * (2 * items + 2 * 32 + 1));
   }
-  EXPECT(rows_to_check(256, 5e9).size() >= 300);  // 390 rows, less those drawn twice
+  CHECK(rows_to_check(256, 5e9).size() >= 300);  // 390 rows, less those drawn twice
   // README's largest problem, 2.2e12 FLOP, takes 16 cores half a second.
   p.B = 1, p.Hq = p.Hkv = 32, p.Sq = p.Sk = 16384;
-  EXPECT(double(rows_to_check(256, 1.5e9).size()) * p.Sk * 64 * 2 < 7e9);
+  CHECK(double(rows_to_check(256, 1.5e9).size()) * p.Sk * 64 * 2 < 7e9);
 }
 
 // Where each layout puts a tensor: no two rows of O overlap, inputs lie as the layout says, and what is
 // uploaded comes back.
-static void test_layouts() {
+TEST_CASE("layouts") {
   constexpr int64_t D = Build::head_dim, far = int64_t(1) << 31;
   Problem p;
   p.B = 2, p.Hq = 4, p.Hkv = 2, p.Sq = 3, p.Sk = 5;
@@ -383,26 +387,26 @@ static void test_layouts() {
     p.layout = layout;
     return place(p, tensor);
   };
-  EXPECT(same_strides(placed("bhsd", Tensor::K).strides, {2 * 5 * D, 5 * D, D}));
-  EXPECT(same_strides(placed("bshd", Tensor::Q).strides, {3 * 4 * D, D, 4 * D}));
-  EXPECT(same_strides(placed("packed", Tensor::V).strides, {5 * 8 * D, D, 8 * D}));
-  EXPECT(same_strides(placed("padded", Tensor::K).strides,
-                      {2 * (5 * (D + 8) + 8) + 8, 5 * (D + 8) + 8, D + 8}));
-  EXPECT(same_strides(placed("zero", Tensor::K).strides, {0, 0, D}));
-  EXPECT(same_strides(placed("zero", Tensor::O).strides, {4 * 3 * D, 3 * D, D}));
-  EXPECT(same_strides(placed("reversed", Tensor::K).strides, {2 * 5 * D, -5 * D, -D}));
-  EXPECT(same_strides(placed("reversed", Tensor::O).strides, {4 * 3 * D, 3 * D, D}));
-  EXPECT(same_strides(placed("far", Tensor::K).strides, {2 * 5 * D + far, 5 * D, D}));
-  EXPECT(same_strides(placed("far_heads", Tensor::K).strides, {2 * (5 * D + far), 5 * D + far, D}));
-  EXPECT(same_strides(placed("far_rows", Tensor::K).strides,
-                      {10 * (D + far), 5 * (D + far), D + far}));
-  EXPECT(placed("reversed", Tensor::K).first == 9 * D &&
-         placed("reversed", Tensor::K).span == 20 * D);
-  EXPECT(placed("zero", Tensor::K).span == 5 * D && placed("zero", Tensor::K).piece_span == 5 * D);
-  EXPECT(placed("far", Tensor::K).piece_rows == 10 &&
-         placed("far", Tensor::K).piece_span == 10 * D);
-  EXPECT(placed("far_heads", Tensor::K).piece_rows == 5 &&
-         placed("far_rows", Tensor::K).piece_rows == 1);
+  CHECK(same_strides(placed("bhsd", Tensor::K).strides, {2 * 5 * D, 5 * D, D}));
+  CHECK(same_strides(placed("bshd", Tensor::Q).strides, {3 * 4 * D, D, 4 * D}));
+  CHECK(same_strides(placed("packed", Tensor::V).strides, {5 * 8 * D, D, 8 * D}));
+  CHECK(same_strides(placed("padded", Tensor::K).strides,
+                     {2 * (5 * (D + 8) + 8) + 8, 5 * (D + 8) + 8, D + 8}));
+  CHECK(same_strides(placed("zero", Tensor::K).strides, {0, 0, D}));
+  CHECK(same_strides(placed("zero", Tensor::O).strides, {4 * 3 * D, 3 * D, D}));
+  CHECK(same_strides(placed("reversed", Tensor::K).strides, {2 * 5 * D, -5 * D, -D}));
+  CHECK(same_strides(placed("reversed", Tensor::O).strides, {4 * 3 * D, 3 * D, D}));
+  CHECK(same_strides(placed("far", Tensor::K).strides, {2 * 5 * D + far, 5 * D, D}));
+  CHECK(same_strides(placed("far_heads", Tensor::K).strides, {2 * (5 * D + far), 5 * D + far, D}));
+  CHECK(same_strides(placed("far_rows", Tensor::K).strides,
+                     {10 * (D + far), 5 * (D + far), D + far}));
+  CHECK((placed("reversed", Tensor::K).first == 9 * D &&
+         placed("reversed", Tensor::K).span == 20 * D));
+  CHECK((placed("zero", Tensor::K).span == 5 * D && placed("zero", Tensor::K).piece_span == 5 * D));
+  CHECK(
+      (placed("far", Tensor::K).piece_rows == 10 && placed("far", Tensor::K).piece_span == 10 * D));
+  CHECK((placed("far_heads", Tensor::K).piece_rows == 5 &&
+         placed("far_rows", Tensor::K).piece_rows == 1));
   for (const char* layout : layouts) {
     p.layout = layout;
     p.same_heads = p.layout == "zero";
@@ -411,25 +415,25 @@ static void test_layouts() {
     const Bits x = round_to_elements(values, 1);
     K->write(x);
     std::string trouble;
-    EXPECT(K->read(trouble) == x && trouble == "");
+    CHECK((K->read(trouble) == x && trouble == ""));
     for (size_t row = 0; row < 2 * 2 * 5; row++) {
       const Strides& s = K->strides;
       const int64_t b = row / 10, h = row / 5 % 2, k = row % 5;
       const uint16_t* const first = static_cast<uint16_t*>(K->first());
-      EXPECT(!memcmp(first + b * s.batch + h * s.head + k * s.row, &x[row * D], D * 2));
+      CHECK(!memcmp(first + b * s.batch + h * s.head + k * s.row, &x[row * D], D * 2));
     }
   }
 }
 
 // Whatever but the outputs is written, the check names it.
-static void test_guards() {
+TEST_CASE("guards") {
   const auto found = [](const char* layout, void (*write)(const SdpaParams&)) {
     Problem p;
     p.B = 2, p.Hq = p.Hkv = 2, p.Sq = 5, p.Sk = 7, p.layout = layout;
     make_tensor = make_placed_tensor;
     Instance instance(p);
     instance.set_inputs(0);
-    EXPECT(instance.run_once() == "");
+    CHECK(instance.run_once() == "");
     write(instance.params);
     return instance.run_once();
   };
@@ -437,25 +441,23 @@ static void test_guards() {
     *const_cast<Input*>(x) = rounded<Input>(3);
   };
   constexpr int D = Build::head_dim;
-  EXPECT(found("bhsd", [](const SdpaParams& p) { set_element(p.K - 1); }) ==
-         "the kernel wrote before K");
-  EXPECT(found("bshd", [](const SdpaParams& p) {
-           set_element(p.V + 2 * 2 * 7 * D + MARGIN - 1);
-         }) == "the kernel wrote after V");
-  EXPECT(found("padded", [](const SdpaParams& p) { set_element(p.Q + D); }) ==
-         "the kernel wrote between the rows of Q");
-  EXPECT(found("packed", [](const SdpaParams& p) { set_element(p.V + p.v.batch + p.v.row); }) ==
-         "the kernel wrote into V");
-  EXPECT(found("bhsd", [](const SdpaParams& p) { p.LSE[-1] = 0; }) ==
-         "the kernel wrote before LSE");
-  EXPECT(found("bhsd", [](const SdpaParams& p) { p.LSE[2 * 2 * 5] = 0; }) ==
-         "the kernel wrote after LSE");
-  EXPECT(found("bhsd", [](const SdpaParams& p) { static_cast<char*>(p.workspace)[-1] = 0; }) ==
-         "the kernel wrote before the workspace");
+  CHECK(found("bhsd", [](const SdpaParams& p) { set_element(p.K - 1); }) ==
+        "the kernel wrote before K");
+  CHECK(found("bshd", [](const SdpaParams& p) { set_element(p.V + 2 * 2 * 7 * D + MARGIN - 1); }) ==
+        "the kernel wrote after V");
+  CHECK(found("padded", [](const SdpaParams& p) { set_element(p.Q + D); }) ==
+        "the kernel wrote between the rows of Q");
+  CHECK(found("packed", [](const SdpaParams& p) { set_element(p.V + p.v.batch + p.v.row); }) ==
+        "the kernel wrote into V");
+  CHECK(found("bhsd", [](const SdpaParams& p) { p.LSE[-1] = 0; }) == "the kernel wrote before LSE");
+  CHECK(found("bhsd", [](const SdpaParams& p) { p.LSE[2 * 2 * 5] = 0; }) ==
+        "the kernel wrote after LSE");
+  CHECK(found("bhsd", [](const SdpaParams& p) { static_cast<char*>(p.workspace)[-1] = 0; }) ==
+        "the kernel wrote before the workspace");
 }
 
 // The witness, which checks run on a GPU alone, against the reference.
-static void test_witness() {
+TEST_CASE("witness") {
   constexpr int D = Build::head_dim;
   struct Case {
     const char *shape, *layout, *dist;
@@ -474,7 +476,7 @@ static void test_witness() {
                         {"1,2,2,33,300", "bhsd", "uniform", Mask::top_left, 0}};
   for (const Case& c : cases) {
     Problem p;
-    EXPECT(parse_shape(c.shape, p) == "");
+    CHECK(parse_shape(c.shape, p) == "");
     p.layout = c.layout, p.dist = c.dist, p.mask = c.mask, p.scale = c.scale;
     Instance instance(p);
     instance.set_inputs(3);
@@ -482,8 +484,8 @@ static void test_witness() {
     const auto want = reference::attend(instance.problem, rows);
     const int heads = p.B * p.Hq, first = heads / 2;  // the second half alone
     std::vector<float> O(size_t(heads - first) * p.Sq * D), LSE(size_t(heads - first) * p.Sq);
-    EXPECT(launch_witness<__half>(instance.params, first, heads - first, O.data(), LSE.data()) ==
-           cudaSuccess);
+    CHECK(launch_witness<__half>(instance.params, first, heads - first, O.data(), LSE.data()) ==
+          cudaSuccess);
     Comparison comparison(fp16, true);
     for (size_t i = size_t(first) * p.Sq; i < rows.size(); i++) {
       const size_t row = i - size_t(first) * p.Sq;
@@ -491,7 +493,7 @@ static void test_witness() {
     }
     const double limit = std::string(c.dist) == "large" ? 1e-4 : 2e-6;
     const std::string trouble = comparison.verdict({limit, limit, limit});
-    EXPECT(trouble == "");
+    CHECK(trouble == "");
     if (trouble != "") fprintf(stderr, "%s %s: %s\n", c.shape, c.dist, trouble.c_str());
   }
 }
@@ -502,20 +504,21 @@ static SweepOptions parse(const std::vector<std::string>& args, std::string& ref
   return o;
 }
 
-static void test_command_line() {
+TEST_CASE("command_line") {
   std::string refusal;
   const auto parsed = [&](const std::vector<std::string>& args) { return parse(args, refusal); };
-  EXPECT(parsed({}).problems.size() == 1 && parsed({}).problems[0].shape == "mission");
-  EXPECT(parsed({}).problems[0].Hq == 8 && !parsed({}).shape_given);
+  CHECK((parsed({}).problems.size() == 1 && parsed({}).problems[0].shape == "mission"));
+  CHECK((parsed({}).problems[0].Hq == 8 && !parsed({}).shape_given));
   const Options o = parsed({"--shape", "small", "--shape", "2,8,4,100,37", "--causal", "tl",
                             "--seeds", "3,4", "--dist", "large", "--iters", "7", "--warmup", "0",
                             "--layout", "packed", "--check-only", "--scale", "0.5"});
-  EXPECT(refusal == "" && o.problems.size() == 2 && o.problems[1].Sk == 37 && o.shape_given);
-  EXPECT(o.problems[1].shape == "2x8x4x100x37" && o.problems[0].Sq == 32);
-  EXPECT(o.problems[0].shape == "small" && parsed({"--shape", "1x8x8x64x64"}).problems[0].Sq == 64);
-  EXPECT(o.problems[0].mask == reference::Mask::top_left && o.problems[1].layout == "packed");
-  EXPECT(o.seeds == std::vector<uint64_t>({3, 4}) && o.iterations == 7 && o.warmup == 0);
-  EXPECT(o.check_only && o.problems[1].dist == "large" && o.problems[0].scale == 0.5);
+  CHECK((refusal == "" && o.problems.size() == 2 && o.problems[1].Sk == 37 && o.shape_given));
+  CHECK((o.problems[1].shape == "2x8x4x100x37" && o.problems[0].Sq == 32));
+  CHECK(
+      (o.problems[0].shape == "small" && parsed({"--shape", "1x8x8x64x64"}).problems[0].Sq == 64));
+  CHECK((o.problems[0].mask == reference::Mask::top_left && o.problems[1].layout == "packed"));
+  CHECK((o.seeds == std::vector<uint64_t>({3, 4}) && o.iterations == 7 && o.warmup == 0));
+  CHECK((o.check_only && o.problems[1].dist == "large" && o.problems[0].scale == 0.5));
   const struct {
     std::vector<std::string> args;
     const char* sentence;
@@ -557,7 +560,7 @@ static void test_command_line() {
     parse(r.args, error);
     if (error.find(r.sentence) != 0)
       fprintf(stderr, "got: %s\nfor: %s\n", error.c_str(), r.sentence);
-    EXPECT(error.find(r.sentence) == 0);
+    CHECK(error.find(r.sentence) == 0);
   }
   // A problem of a sweep comes back from the command that is printed for it. Together they have every
   // kind of input, layout and ratio of heads.
@@ -566,27 +569,27 @@ static void test_command_line() {
   for (int n = 0; n < 400; n++) {
     const Problem p = sweep_problem(5, n);
     kinds.insert(p.dist), kinds.insert(p.layout), ratios.insert(p.Hq / p.Hkv);
-    EXPECT(p.Sq >= 0 && p.Sk >= 0 && double(p.B) * p.Hq * p.Sq * p.Sk < 2e6);
+    CHECK((p.Sq >= 0 && p.Sk >= 0 && double(p.B) * p.Hq * p.Sq * p.Sk < 2e6));
     std::vector<std::string> words;
     const std::string text = command_of(p) + " ";
     for (size_t at = 0, end; (end = text.find(' ', at)) != std::string::npos; at = end + 1) {
       words.push_back(text.substr(at, end - at));
     }
     const Options o2 = parsed(words);
-    EXPECT(refusal == "" && o2.seeds.size() == 1 && o2.seeds[0] == p.seed);
+    CHECK((refusal == "" && o2.seeds.size() == 1 && o2.seeds[0] == p.seed));
     const Problem& q = o2.problems[0];
-    EXPECT(q.B == p.B && q.Hq == p.Hq && q.Hkv == p.Hkv && q.Sq == p.Sq && q.Sk == p.Sk);
-    EXPECT(q.mask == p.mask && q.layout == p.layout && q.dist == p.dist && q.scale == p.scale);
+    CHECK((q.B == p.B && q.Hq == p.Hq && q.Hkv == p.Hkv && q.Sq == p.Sq && q.Sk == p.Sk));
+    CHECK((q.mask == p.mask && q.layout == p.layout && q.dist == p.dist && q.scale == p.scale));
   }
-  EXPECT(kinds.size() == reference::dists.size() + std::size(layouts) && ratios.size() == 8);
-  EXPECT(takes_layout("far") && takes_layout("zero") && takes_layout("reversed"));
+  CHECK((kinds.size() == reference::dists.size() + std::size(layouts) && ratios.size() == 8));
+  CHECK((takes_layout("far") && takes_layout("zero") && takes_layout("reversed")));
 }
 
-static void test_percentile() {
+TEST_CASE("percentile") {
   std::vector<double> x;
   for (int i = 100; i >= 1; i--) x.push_back(i);
-  EXPECT(percentile(x, 0) == 1 && percentile(x, 0.5) == 50 && percentile(x, 0.9) == 90);
-  EXPECT(percentile(x, 0.99) == 99 && percentile({7}, 0.99) == 7);
+  CHECK((percentile(x, 0) == 1 && percentile(x, 0.5) == 50 && percentile(x, 0.9) == 90));
+  CHECK((percentile(x, 0.99) == 99 && percentile({7}, 0.99) == 7));
 }
 
 static SdpaParams valid_params() {
@@ -599,55 +602,54 @@ static SdpaParams valid_params() {
   return p;
 }
 
-static void test_preconditions() {
-  EXPECT(check_params(valid_params()).ok());
+TEST_CASE("preconditions") {
+  CHECK(check_params(valid_params()).ok());
   const auto refusal = [](void (*change)(SdpaParams&)) {
     SdpaParams p = valid_params();
     change(p);
     const SdpaStatus status = sdpa_forward(p, 0);  // refuses before it asks for a GPU
-    EXPECT(status.code == cudaErrorInvalidValue);
+    CHECK(status.code == cudaErrorInvalidValue);
     return std::string(status.text);
   };
-  EXPECT(refusal([](SdpaParams& p) { p.Q = nullptr; }) == "Q is a null pointer");
-  EXPECT(refusal([](SdpaParams& p) { p.D = 96; }) ==
-         "D=96, but this build has HEAD_DIM=64; use a build for that D");
-  EXPECT(refusal([](SdpaParams& p) { p.Hkv = 3; }) == "Hq=4 is not a multiple of Hkv=3");
-  EXPECT(refusal([](SdpaParams& p) { p.Sk = -1; }) == "Sk=-1 is outside [0, 10^9]");
-  EXPECT(refusal([](SdpaParams& p) { p.scale = -1; }) ==
-         "scale=-1 is not a positive number (0 means 1/sqrt(D))");
-  EXPECT(refusal([](SdpaParams& p) { p.scale = NAN; }).find("scale=nan is not") == 0);
-  EXPECT(refusal([](SdpaParams& p) { p.causal = Causal(7); }).find("causal=7 is none of") == 0);
-  EXPECT(refusal([](SdpaParams& p) { p.window_left = -2; }) ==
-         "window_left=-2 is outside [-1, 10^9]; -1 means no limit");
-  EXPECT(refusal([](SdpaParams& p) { p.max_ctas = -1; }) ==
-         "max_ctas=-1 is negative; 0 means as many CTAs as are resident");
-  EXPECT(
-      refusal([](SdpaParams& p) { p.max_ctas = 8; }) ==
-      "max_ctas=8, but in this build every tile has a CTA of its own; set it to 0 or use a build "
-      "with USE_PERSISTENT_CTA=1");
-  EXPECT(refusal([](SdpaParams& p) { p.k.row = 65; }) ==
-         "K has a row stride of 65 elements, not a multiple of VEC_WIDTH=8; pad it or build with a "
-         "smaller VEC_WIDTH");
-  EXPECT(refusal([](SdpaParams& p) { p.V = p.V + 1; }).find("V is not aligned to 16 bytes") == 0);
-  EXPECT(refusal([](SdpaParams& p) { p.o.head = 0; }) ==
-         "O has a head stride of 0: its rows would overlap");
-  EXPECT(refusal([](SdpaParams& p) {
-           p.B = p.Hq = p.Hkv = 1 << 15;
-           p.Sq = 1 << 20;
-         }).find("B*Hq*ceil(Sq/32) is over 2147483647 tiles") == 0);
-  EXPECT(refusal([](SdpaParams& p) { p.O = nullptr; }) == "O is a null pointer");
+  CHECK(refusal([](SdpaParams& p) { p.Q = nullptr; }) == "Q is a null pointer");
+  CHECK(refusal([](SdpaParams& p) { p.D = 96; }) ==
+        "D=96, but this build has HEAD_DIM=64; use a build for that D");
+  CHECK(refusal([](SdpaParams& p) { p.Hkv = 3; }) == "Hq=4 is not a multiple of Hkv=3");
+  CHECK(refusal([](SdpaParams& p) { p.Sk = -1; }) == "Sk=-1 is outside [0, 10^9]");
+  CHECK(refusal([](SdpaParams& p) { p.scale = -1; }) ==
+        "scale=-1 is not a positive number (0 means 1/sqrt(D))");
+  CHECK(refusal([](SdpaParams& p) { p.scale = NAN; }).find("scale=nan is not") == 0);
+  CHECK(refusal([](SdpaParams& p) { p.causal = Causal(7); }).find("causal=7 is none of") == 0);
+  CHECK(refusal([](SdpaParams& p) { p.window_left = -2; }) ==
+        "window_left=-2 is outside [-1, 10^9]; -1 means no limit");
+  CHECK(refusal([](SdpaParams& p) { p.max_ctas = -1; }) ==
+        "max_ctas=-1 is negative; 0 means as many CTAs as are resident");
+  CHECK(refusal([](SdpaParams& p) { p.max_ctas = 8; }) ==
+        "max_ctas=8, but in this build every tile has a CTA of its own; set it to 0 or use a build "
+        "with USE_PERSISTENT_CTA=1");
+  CHECK(refusal([](SdpaParams& p) { p.k.row = 65; }) ==
+        "K has a row stride of 65 elements, not a multiple of VEC_WIDTH=8; pad it or build with a "
+        "smaller VEC_WIDTH");
+  CHECK(refusal([](SdpaParams& p) { p.V = p.V + 1; }).find("V is not aligned to 16 bytes") == 0);
+  CHECK(refusal([](SdpaParams& p) { p.o.head = 0; }) ==
+        "O has a head stride of 0: its rows would overlap");
+  CHECK(refusal([](SdpaParams& p) {
+          p.B = p.Hq = p.Hkv = 1 << 15;
+          p.Sq = 1 << 20;
+        }).find("B*Hq*ceil(Sq/32) is over 2147483647 tiles") == 0);
+  CHECK(refusal([](SdpaParams& p) { p.O = nullptr; }) == "O is a null pointer");
   SdpaParams p = valid_params();  // nothing to write: fine, whatever the pointers
   p.Sq = 0, p.Q = p.K = p.V = p.O = nullptr;
-  EXPECT(sdpa_forward(p, 0).ok());
+  CHECK(sdpa_forward(p, 0).ok());
 }
 
 // Every float in [-150, 0]. Where 2^t is a normal float the relative error is at most 1e-4; below,
 // the result is flushed to between 0 and the smallest normal.
-static void test_exp2() {
-  EXPECT(exp2_polynomial(0.0f) == 1 && exp2_polynomial(-0.0f) == 1);
-  EXPECT(exp2_polynomial(-INFINITY) == 0 && std::isnan(exp2_polynomial(NAN)));
-  EXPECT(exp2_polynomial(-1e30f) == 0);
-  for (int n = 0; n <= 126; n++) EXPECT(exp2_polynomial(float(-n)) == std::ldexp(1.0f, -n));
+TEST_CASE("exp2") {
+  CHECK((exp2_polynomial(0.0f) == 1 && exp2_polynomial(-0.0f) == 1));
+  CHECK((exp2_polynomial(-INFINITY) == 0 && std::isnan(exp2_polynomial(NAN))));
+  CHECK(exp2_polynomial(-1e30f) == 0);
+  for (int n = 0; n <= 126; n++) CHECK(exp2_polynomial(float(-n)) == std::ldexp(1.0f, -n));
   const uint32_t first = bits_of(-0.0f), last = bits_of(-150.0f), chunk = 1 << 20;
   std::mutex mutex;
   double worst = 0;
@@ -673,12 +675,12 @@ static void test_exp2() {
     flushed = flushed && chunk_flushed;
   });
   printf("exp2_polynomial: largest relative error %.3g over all floats in [-126, 0]\n", worst);
-  EXPECT(worst <= 1e-4);
-  EXPECT(flushed);
+  CHECK(worst <= 1e-4);
+  CHECK(flushed);
 }
 
 // Divisor against /, at every kind of divisor and beside its multiples.
-static void test_divisor() {
+TEST_CASE("divisor") {
   bool equal = true;
   for (uint64_t d = 1; d < 1u << 31; d = d < 1000 ? d + 1 : d * 17 / 16 + d % 3) {
     const Divisor divisor{uint32_t(d)};
@@ -692,7 +694,7 @@ static void test_divisor() {
     }
     equal = equal && divisor.divide(0x7fffffff) == 0x7fffffff / d;
   }
-  EXPECT(equal);
+  CHECK(equal);
 }
 
 // The tile of D=64 that is taken on an H200.
@@ -701,50 +703,28 @@ static const TunedTile& tile_of_d64(int B, int H, int Sq, int Sk, Causal causal)
   p.B = B, p.Hq = p.Hkv = H, p.Sq = Sq, p.Sk = Sk, p.causal = causal;
   const TunedTile* best = &TUNED_TILES[0];
   for (const TunedTile& t : TUNED_TILES) {
-    if (t.head_dim == 64 && !t.has(mma_sync) && tuned_clocks(t, p, 132) < tuned_clocks(*best, p, 132)) best = &t;
+    if (t.head_dim == 64 && !t.has(mma_sync) &&
+        tuned_clocks(t, p, 132) < tuned_clocks(*best, p, 132))
+      best = &t;
   }
   return *best;
 }
-static void test_tile_choice() {
+TEST_CASE("tile_choice") {
   const auto rows = [](int B, int H, int Sq, int Sk, Causal causal) {
     return tile_of_d64(B, H, Sq, Sk, causal).block_m;
   };
-  EXPECT(rows(1, 8, 512, 512, Causal::off) == 32);     // 128 tiles: no SM has two
-  EXPECT(rows(2, 8, 512, 512, Causal::off) == 64);     // 128
-  EXPECT(rows(1, 8, 2048, 2048, Causal::off) == 128);  // 256 of 64 rows would be two waves
-  EXPECT(rows(1, 32, 16384, 16384, Causal::off) == 256);
-  EXPECT(rows(4, 32, 4096, 4096, Causal::off) == 256);
-  EXPECT(rows(66, 1, 512, 8192, Causal::off) == 256);  // one wave of 132
-  EXPECT(rows(4, 32, 4096, 4096, Causal::bottom_right) == 256);
-  EXPECT(rows(8, 32, 1024, 1024, Causal::bottom_right) == 256);  // 384 leave a third over
-  EXPECT(rows(132, 1, 64, 4096, Causal::top_left) == 64);
-  EXPECT(rows(1, 8, 2048, 2048, Causal::bottom_right) == 64);  // 128 rows: the longest decides
-  EXPECT(rows(1, 8, 3072, 3072, Causal::bottom_right) == 128);
+  CHECK(rows(1, 8, 512, 512, Causal::off) == 32);     // 128 tiles: no SM has two
+  CHECK(rows(2, 8, 512, 512, Causal::off) == 64);     // 128
+  CHECK(rows(1, 8, 2048, 2048, Causal::off) == 128);  // 256 of 64 rows would be two waves
+  CHECK(rows(1, 32, 16384, 16384, Causal::off) == 256);
+  CHECK(rows(4, 32, 4096, 4096, Causal::off) == 256);
+  CHECK(rows(66, 1, 512, 8192, Causal::off) == 256);  // one wave of 132
+  CHECK(rows(4, 32, 4096, 4096, Causal::bottom_right) == 256);
+  CHECK(rows(8, 32, 1024, 1024, Causal::bottom_right) == 256);  // 384 leave a third over
+  CHECK(rows(132, 1, 64, 4096, Causal::top_left) == 64);
+  CHECK(rows(1, 8, 2048, 2048, Causal::bottom_right) == 64);  // 128 rows: the longest decides
+  CHECK(rows(1, 8, 3072, 3072, Causal::bottom_right) == 128);
   // Without a mask the one that takes turns, with one the one that leaves masked tiles out.
-  EXPECT(tile_of_d64(4, 32, 4096, 4096, Causal::off).has(ping_pong));
-  EXPECT(tile_of_d64(4, 32, 4096, 4096, Causal::bottom_right).has(skip_masked));
-}
-
-int main() {
-  add_dists();
-  test_knob_text();
-  test_divisor();
-  test_tile_choice();
-  test_barrier_counts();
-  test_bytes();
-  test_inputs();
-  test_reference();
-  test_comparison();
-  test_rounding();
-  test_few_rows();
-  test_rows_to_check();
-  test_layouts();
-  test_guards();
-  test_witness();
-  test_command_line();
-  test_percentile();
-  test_preconditions();
-  test_exp2();
-  printf("%d checks, %d failed\n", checks, failures);
-  return failures != 0;
+  CHECK(tile_of_d64(4, 32, 4096, 4096, Causal::off).has(ping_pong));
+  CHECK(tile_of_d64(4, 32, 4096, 4096, Causal::bottom_right).has(skip_masked));
 }
