@@ -707,8 +707,8 @@ struct KernelArgs {  // SdpaParams with what every CTA would otherwise compute a
 // these parts.
 constexpr uint32_t most_split_items = 16384;
 constexpr size_t range_counter_bytes = most_split_items * sizeof(uint32_t);
-// Keys that a warp's tensor cores sum over at once (carry_sums() says why). Of a problem with more every CTA has a slot in
-// the workspace.
+// Keys that a warp's tensor cores sum over at once (carry_sums() says why). Of a problem with more every CTA has a
+// slot in the workspace.
 constexpr int most_keys_at_once = 65536;
 template <class B>
 constexpr bool carries_sums = (B::family == Family::wmma && B::use_wmma_pv) ||
@@ -1204,13 +1204,12 @@ template <int N>
 __device__ __forceinline__ void wgmma_ss_s8_u8(int (&d)[N / 2], uint64_t a, uint64_t b,
                                                bool accumulate) {
 #define SDPA_D_INTEGER(i) , "+r"(d[i])
-#define SDPA_WGMMA_S8_U8(n, r, r1, r2, ...)                                                     \
-  if constexpr (N == n) {                                                                       \
-    asm volatile("{ .reg .pred p; setp.ne.b32 p, %" #r                                          \
-                 ", 0; wgmma.mma_async.sync.aligned.m64n" #n "k32.s32.s8.u8 {%0" SDPA_D##r(     \
-                     SDPA_D_TEXT) "}, %" #r2 ", %" #r1 ", p; }"                                 \
-                 : "+r"(d[0]) SDPA_D##r(SDPA_D_INTEGER)                                         \
-                 : "r"(int(accumulate)), "l"(b), "l"(a));                                       \
+#define SDPA_WGMMA_S8_U8(n, r, r1, r2, ...)                                                        \
+  if constexpr (N == n) {                                                                          \
+    asm volatile("{ .reg .pred p; setp.ne.b32 p, %" #r ", 0; wgmma.mma_async.sync.aligned.m64n" #n \
+                 "k32.s32.s8.u8 {%0" SDPA_D##r(SDPA_D_TEXT) "}, %" #r2 ", %" #r1 ", p; }"          \
+                 : "+r"(d[0])SDPA_D##r(SDPA_D_INTEGER)                                             \
+                 : "r"(int(accumulate)), "l"(b), "l"(a));                                          \
   }
   SDPA_WGMMA_SHAPES(SDPA_WGMMA_S8_U8)
 #undef SDPA_WGMMA_S8_U8
@@ -1770,11 +1769,12 @@ __device__ __forceinline__ void merge_weights(const float2 (&m_l)[N], float scal
 
 // ---- rows of many keys (wmma, mma, wgmma) ----
 
-// Tensor cores cut off what they add to an accumulator: of equal addends a sum over 524,288 keys comes out 0.13% low. So
-// a warp sums over most_keys_at_once, and merges such sums by way of its CTA's slot in the workspace.
-// O, m and l of the last keys become those of all keys so far: the slot's, unless these are the first, and these. They
-// go to the slot, which is zero again behind the last ones: counters of another tile may lie there. A thread has its
-// own floats there, O.x[i] behind m[i] and l[i].
+// Tensor cores cut off what they add to an accumulator: of equal addends a sum over 524,288 keys comes out 0.13% low.
+// So a warp sums over most_keys_at_once, and merges such sums by way of its CTA's slot in the workspace.
+
+// O, m and l of the last keys become those of all keys so far: the slot's, unless these are the first, and these.
+// They go to the slot, which is zero again behind the last ones: counters of another tile may lie there. A thread has
+// its own floats there, O.x[i] behind m[i] and l[i].
 template <class B, class View>
 __device__ __forceinline__ void carry_sums(View& O, float (&m)[View::ROWS], float (&l)[View::ROWS],
                                            const ItemScale<B>& scale_log2, int thread, bool first,
@@ -3197,8 +3197,8 @@ __device__ __forceinline__ void multiply_columns(
 
 // ---- 5c operands of 8 bits (mma and DTYPE = FP8_E4M3, DTYPE = U8) ----
 
-// e4m3 as it is. Or (converts_operands) fp16 that is made of it, or of U8, in registers: a step is then two products; the
-// first has k = 4q ... 4q + 3 of the lane's bytes, the second the same 16 k further.
+// e4m3 as it is. Or (converts_operands) fp16 that is made of it, or of U8, in registers: a step is then two products;
+// the first has k = 4q ... 4q + 3 of the lane's bytes, the second the same 16 k further.
 template <class B> struct MmaOperands<B, true> {
   static constexpr bool in_fp16 = B::converts_operands;
   static constexpr int REGISTERS = in_fp16 ? 8 : 4, KEYS = in_fp16 ? 16 : 32;
@@ -3239,8 +3239,8 @@ template <class B> struct MmaOperands<B, true> {
       return cvt_rn_satfinite_e4m3x4(x[0], x[1], x[2], x[3]);
     }
   }
-  // O += P @ V for the keys of a step. ldmatrix transposes pairs: a register has bytes d = 2g and 2g + 1 of two keys. prmt
-  // parts them into the even and the odd d, so that a lane has 4 neighbouring d of 16.
+  // O += P @ V for the keys of a step. ldmatrix transposes pairs: a register has bytes d = 2g and 2g + 1 of two keys.
+  // prmt parts them into the even and the odd d, so that a lane has 4 neighbouring d of 16.
   static __device__ __forceinline__ void pv(Sums& O, const P& p, const Element* V_s, int step,
                                             int lane) {
     if constexpr (in_fp16) {
@@ -3598,9 +3598,9 @@ inline cudaError_t find_tensor_map_encoder(void** function,
 }
 #endif
 
-// Describes a tensor of elements of 1 or 2 bytes to TMA: sizes (innermost first), byte strides of all dimensions but the
-// innermost (multiples of 16), the box that one copy moves, whose lines have 128 or 64 bytes and are swizzled. Zeros outside. L2 fetches 256
-// bytes at once, or 128 of what is read once: there 256 take 8% longer.
+// Describes a tensor of elements of 1 or 2 bytes to TMA: sizes (innermost first), byte strides of all dimensions but
+// the innermost (multiples of 16), the box that one copy moves, whose lines have 128 or 64 bytes and are swizzled.
+// Zeros outside. L2 fetches 256 bytes at once, or 128 of what is read once: there 256 take 8% longer.
 inline cudaError_t encode_tensor_map(CUtensorMap& map, int rank, const void* base,
                                      const uint64_t* sizes, const uint64_t* strides_bytes,
                                      const uint32_t* box, int element_bytes = 2,
@@ -3843,25 +3843,67 @@ template <class B> struct WgmmaKernel<B, Wgmma::plain> : OneLaunch<B> {
 // room for two. Where there are too few items for all SMs, slices of the keys (SPLIT_KV) go to different
 // warpgroups, which merge what they have.
 
-// What e4m3 has besides, in a section of its own.
-template <class B, bool = B::is_e4m3> struct WgmmaE4m3 {
+// What the type of Q, K and V changes. Here: nothing, of 16 bits. e4m3 and U8 have sections of their own.
+template <class B, DType = B::is_8bit ? B::input : DType::fp16> struct WgmmaInput {
   static constexpr bool q_in_registers = false, flushes = false, q_in_flushed = false,
                         flushes_beside_qk = false;
   struct Shared {};
   struct Flushed {};
   struct State {};  // of a warpgroup
-};
+  using Scores = WgmmaAccumulator<B::block_n>;
 
-template <class B> struct WgmmaU8;  // likewise
+  // The tiles in which P @ V finds V, and the mbarriers that say that it has been read.
+  template <class S> static __device__ __forceinline__ auto& v_tiles(S& s, int n) {
+    return s.slice[n];
+  }
+  template <class S> static __device__ __forceinline__ void init_v_empty(S& s, int n, int stage) {
+    mbarrier_init(&s.slice[n].v_empty[stage], B::group_warps);
+  }
+  // By a consumer, which is c: before an item's first scores; and in the order of the loop.
+  template <class C> static __device__ void load_queries(C&) {}
+  template <class C> static __device__ void start_sums(C&) {}
+  static __device__ void finish_scores(Scores&) {}  // U8: of integers
+  template <class C> static __device__ void flush_when_due(C&) {}
+  template <class C> static __device__ void scale_flushed(C&, const float (&)[2]) {}
+  template <class C> static __device__ void add_flushed(C&) {}
+  template <class C> static __device__ __forceinline__ void store(C& c) { c.write_output(); }
+  // By so much all scores of a query are too large.
+  static __device__ float excess(const KernelArgs&, const WorkItem&, int) { return 0; }
+
+  // S = Q @ K.T once more, of this warp alone, by mma.sync and with K from global memory: its tile may
+  // be overwritten by now. Rare, so short rather than fast.
+  template <class C>
+  static __device__ __forceinline__ void multiply_qk_again(const C& c, Scores& S) {
+    const SdpaParams& p = c.a.p;
+    const WgmmaItem& item = c.s.item[c.q_ring.stage];
+    const uint32_t tid = thread_index_anew() % 128, lane = tid % 32;
+    const int row = tid / 32 * 16 + lane % 16;
+    const Input* const K_g = p.K + item.b * p.k.batch + item.h_kv * p.k.head +
+                             (c.k0 + lane / 4) * p.k.row + lane % 4 * 2;
+    SDPA_UNROLL for (int n = 0; n < B::block_n / 8; n++) {
+      float* const d = S.x.d + 4 * n;
+      d[0] = d[1] = d[2] = d[3] = 0;
+#pragma unroll 1
+      for (int k = 0; k < B::head_dim; k += 16) {
+        uint32_t q[4];
+        ldmatrix_x4<false>(q, shared_address(c.s.Q[c.q_ring.stage][c.row_group] +
+                                             panel_offset<64>(row, k + lane / 16 * 8)));
+        const Input* const from = K_g + 8 * n * p.k.row + k;
+        mma_m16n8k16<Element>(d[0], d[1], d[2], d[3], q, ld_global<uint32_t>(from),
+                              ld_global<uint32_t>(from + 8));
+      }
+    }
+  }
+};
 
 template <class B> struct WgmmaShared {
   static constexpr int ROW_GROUPS = B::block_m / 64;
   // Of items: Q of the next one is loaded beside an item. Where Q is read into registers, one buffer will do.
-  static constexpr bool Q_IN_REGISTERS = WgmmaE4m3<B>::q_in_registers;
+  static constexpr bool Q_IN_REGISTERS = WgmmaInput<B>::q_in_registers;
   static constexpr int Q_STAGES =
       B::use_persistent_cta && (B::head_dim <= 128 || Q_IN_REGISTERS) ? 2 : 1;
   static constexpr int Q_BUFFERS = Q_IN_REGISTERS ? 1 : Q_STAGES;
-  static constexpr bool Q_IN_FLUSHED = WgmmaE4m3<B>::q_in_flushed;
+  static constexpr bool Q_IN_FLUSHED = WgmmaInput<B>::q_in_flushed;
   // What the slices' warpgroups with the same rows have for each other: of O, for every slice from every
   // other one, what each thread has of what the slice finishes. Of a warp's 16 rows even slices finish the
   // first 8, odd ones the others; two that finish the same rows halve their columns.
@@ -3880,16 +3922,16 @@ template <class B> struct WgmmaShared {
     uint64_t v_landed[B::stages];  // U8: ahead of full, which says fp16
   };
   using Queries = Element[ROW_GROUPS][64 * B::head_dim];  // 16 bits: afterwards O on its way out
-  using Flushed = typename WgmmaE4m3<B>::Flushed[B::warpgroups];
+  using Flushed = typename WgmmaInput<B>::Flushed[B::warpgroups];
   alignas(1024) typename std::conditional<Q_IN_FLUSHED, Flushed, Queries[Q_BUFFERS]>::type Q;
   Tiles slice[B::split_kv];
-  typename WgmmaE4m3<B>::Shared e4m3;
+  typename WgmmaInput<B>::Shared e4m3;
   typename std::conditional<(B::split_kv > 1), Partial[ROW_GROUPS], Nothing>::type partial;
   WgmmaItem item[Q_STAGES];  // whose Q it is
   // Full: Q has landed, the item is known. Done: every warp has written its O over Q. Empty: O is out.
   uint64_t q_full[Q_STAGES], o_done[Q_STAGES][ROW_GROUPS], q_empty[Q_STAGES];
   uint64_t q_landed[Q_STAGES];  // U8
-  typename std::conditional<WgmmaE4m3<B>::flushes && !Q_IN_FLUSHED, Flushed, Nothing>::type
+  typename std::conditional<WgmmaInput<B>::flushes && !Q_IN_FLUSHED, Flushed, Nothing>::type
       flushed_sums;
 
   __device__ __forceinline__ Element* queries(int stage, int row_group) {
@@ -3907,13 +3949,7 @@ template <class B> struct WgmmaShared {
     }
   }
   // Where P @ V finds V.
-  __device__ __forceinline__ auto& v_tiles(int n) {
-    if constexpr (B::is_e4m3) {
-      return e4m3.slice[n];
-    } else {
-      return slice[n];
-    }
-  }
+  __device__ __forceinline__ auto& v_tiles(int n) { return WgmmaInput<B>::v_tiles(*this, n); }
 
   // By two threads, ahead of a barrier.
   __device__ __forceinline__ void init_mbarriers(int warp) {
@@ -3939,11 +3975,7 @@ template <class B> struct WgmmaShared {
         Tiles& t = slice[i];
         for (int n = 0; n < B::stages; n++) {
           mbarrier_init(&t.k_empty[n], B::group_warps);
-          if constexpr (B::is_e4m3) {
-            WgmmaE4m3<B>::init_mbarriers(t, e4m3.slice[i], n);
-          } else {
-            mbarrier_init(&t.v_empty[n], B::group_warps);
-          }
+          WgmmaInput<B>::init_v_empty(*this, i, n);
         }
       }
       fence_mbarrier_init();
@@ -4095,11 +4127,11 @@ template <class B> struct WgmmaProducer {
     if (slice < B::split_kv) {
       load_items(slice, part == 0, part == slice_warps - 1, warp == 0);
     } else if constexpr (B::is_e4m3) {
-      WgmmaE4m3<B>::transpose_items(*this, (warp - 2) % B::split_kv, (warp - 2) / B::split_kv);
+      WgmmaInput<B>::transpose_items(*this, (warp - 2) % B::split_kv, (warp - 2) / B::split_kv);
     } else if (B::split_kv == 1 && threadIdx.x == (B::converts ? 32 : 64)) {
       store_items();
     } else if constexpr (B::converts) {
-      if (warp >= 2) WgmmaU8<B>::convert_items(*this, warp - 2);
+      if (warp >= 2) WgmmaInput<B>::convert_items(*this, warp - 2);
     }
   }
 };
@@ -4146,7 +4178,7 @@ template <class B> struct WgmmaConsumer {
   int q = 0;                  // the warpgroup's first query
   bool accumulates = false;   // an earlier tile of the item has begun O
   ItemScale<B> scale_log2;    // of the item
-  typename WgmmaE4m3<B>::State e4m3;
+  typename WgmmaInput<B>::State e4m3;
   // USE_LAZY_MAX: tiles with k0 in [stale_from, stale_from + stale_keys) may take the maximum that is there.
   int stale_from = 0;
   uint32_t stale_keys = 0;
@@ -4221,36 +4253,6 @@ template <class B> struct WgmmaConsumer {
     wgmma_wait_group<0>(), hold(O.x.d);
     release(&s.v_tiles(slice).v_empty[stage]);
   }
-  // S = Q @ K.T once more, of this warp alone, by mma.sync and with K from global memory: its tile may
-  // be overwritten by now. Rare, so short rather than fast.
-  __device__ __forceinline__ void multiply_qk_again(Scores& S) const {
-    if constexpr (B::is_e4m3) {
-      WgmmaE4m3<B>::multiply_qk_again(*this, S);
-    } else if constexpr (B::converts) {
-      WgmmaU8<B>::multiply_qk_again(*this, S);
-    } else {
-      const SdpaParams& p = a.p;
-      const WgmmaItem& item = s.item[q_ring.stage];
-      const uint32_t tid = thread_index_anew() % 128, lane = tid % 32;
-      const int row = tid / 32 * 16 + lane % 16;
-      const Input* const K_g = p.K + item.b * p.k.batch + item.h_kv * p.k.head +
-                               (k0 + lane / 4) * p.k.row + lane % 4 * 2;
-      SDPA_UNROLL for (int n = 0; n < B::block_n / 8; n++) {
-        float* const c = S.x.d + 4 * n;
-        c[0] = c[1] = c[2] = c[3] = 0;
-#pragma unroll 1
-        for (int d = 0; d < B::head_dim; d += 16) {
-          uint32_t q[4];
-          ldmatrix_x4<false>(q, shared_address(s.Q[q_ring.stage][row_group] +
-                                               panel_offset<64>(row, d + lane / 16 * 8)));
-          const Input* const k = K_g + 8 * n * p.k.row + d;
-          mma_m16n8k16<Element>(c[0], c[1], c[2], c[3], q, ld_global<uint32_t>(k),
-                                ld_global<uint32_t>(k + 8));
-        }
-      }
-    }
-  }
-
   // ---- the softmax ----
 
   // Of the item's first tile, if it has no mask, some score of a row will do for its maximum.
@@ -4284,7 +4286,7 @@ template <class B> struct WgmmaConsumer {
   __device__ __forceinline__ void scale_output(const float (&alpha)[ROWS]) {
     if (__all_sync(0xffffffffu, alpha[0] == 1 && alpha[1] == 1)) return;
     scale_rows(O, alpha);
-    if constexpr (B::is_e4m3) WgmmaE4m3<B>::scale_flushed(*this, alpha);
+    WgmmaInput<B>::scale_flushed(*this, alpha);
   }
   // P rounded. Held before the fence: else nvcc rounds some after it, ptxas splits P @ V into two groups
   // (C7519), and the wait for the next scores takes in the first of these too.
@@ -4307,7 +4309,7 @@ template <class B> struct WgmmaConsumer {
       softmax.exp(S, FIRST, S.COLS);
       pack_all(P, S);
       done = softmax.add_to(l);
-      if (!done) multiply_qk_again(S);
+      if (!done) WgmmaInput<B>::multiply_qk_again(*this, S);
     }
     float alpha[ROWS];  // three conditions: under one, nvcc puts P into the registers of S
     if (!done) softmax_by_exact_max(S, alpha);
@@ -4324,7 +4326,7 @@ template <class B> struct WgmmaConsumer {
       StaleSoftmax<B, ROWS> softmax(m, scale_log2);
       softmax.exp(S, 0, S.COLS);
       stale = softmax.add_to(l);
-      if (!stale) multiply_qk_again(S);
+      if (!stale) WgmmaInput<B>::multiply_qk_again(*this, S);
     }
     if (!stale) softmax_by_exact_max(S, alpha);
     end_last_pv();
@@ -4341,12 +4343,12 @@ template <class B> struct WgmmaConsumer {
     Probabilities P;
     for (bool first = true;; first = false, k0 -= round_keys<B>) {
       begin_qk(S, ring, false), wgmma_wait_group<0>(), hold(S.x.d);
-      if constexpr (B::converts) WgmmaU8<B>::to_floats(S);
+      WgmmaInput<B>::finish_scores(S);
       release(&t.k_empty[ring.stage]);
       const bool v_is_there = mbarrier_peek_parity(&v.v_full[ring.stage], ring.parity);
       if (first) take_some_score_as_max(S);
       attend<S.COLS>(S, P, [] {});
-      if constexpr (B::is_e4m3) WgmmaE4m3<B>::flush_when_due(*this);
+      WgmmaInput<B>::flush_when_due(*this);
       turns.begin();
       begin_pv(P, v_is_there);
       turns.end();
@@ -4373,7 +4375,7 @@ template <class B> struct WgmmaConsumer {
       if (lane == 0 && accumulates) mbarrier_arrive(&v.v_empty[last_stage]);
     };
     begin_qk(S, ring, false), wgmma_wait_group<0>(), hold(S.x.d);
-    if constexpr (B::converts) WgmmaU8<B>::to_floats(S);
+    WgmmaInput<B>::finish_scores(S);
     take_some_score_as_max(S);
     for (;; k0 -= round_keys<B>) {
       release(&t.k_empty[ring.stage]);
@@ -4383,23 +4385,23 @@ template <class B> struct WgmmaConsumer {
       const bool k_is_there = mbarrier_peek_parity(&t.k_full[next.stage], next.parity);
       const bool v_is_there = mbarrier_peek_parity(&v.v_full[ring.stage], ring.parity);
       if constexpr (B::is_e4m3) {
-        WgmmaE4m3<B>::attend(*this, S, P, end_last_pv);
+        WgmmaInput<B>::attend(*this, S, P, end_last_pv);
       } else if constexpr (pv_ends_halfway) {
         attend<S.COLS / 2>(S, P, end_last_pv);
       } else {
         attend_beside_pv(S, P, end_last_pv);
       }
-      constexpr bool flushes = WgmmaE4m3<B>::flushes, beside_qk = WgmmaE4m3<B>::flushes_beside_qk;
-      if constexpr (flushes && !beside_qk) WgmmaE4m3<B>::flush_when_due(*this);
+      constexpr bool flushes_beside_qk = WgmmaInput<B>::flushes_beside_qk;
+      if (!flushes_beside_qk) WgmmaInput<B>::flush_when_due(*this);
       turns.begin();
       if (k0 != last_k0) begin_qk(S, next, k_is_there);
-      if constexpr (flushes && beside_qk) WgmmaE4m3<B>::flush_when_due(*this);
+      if (flushes_beside_qk) WgmmaInput<B>::flush_when_due(*this);
       begin_pv(P, v_is_there);
       turns.end();
       last_stage = ring.stage, ring = next;
       wgmma_wait_group<1>(), hold(S.x.d);
       if (k0 == last_k0) break;
-      if constexpr (B::converts) WgmmaU8<B>::to_floats(S);
+      WgmmaInput<B>::finish_scores(S);
     }
     end_pv(last_stage);
   }
@@ -4425,8 +4427,7 @@ template <class B> struct WgmmaConsumer {
     const WgmmaItem& item = s.item[stage];
     SDPA_UNROLL for (int i = 0; i < ROWS; i++) {
       const int row = q + first_row + int(lane) / 4 + 8 * i;
-      float largest = m[i];
-      if constexpr (B::converts) largest -= WgmmaU8<B>::score_of_key_128(a, item, row);
+      const float largest = m[i] - WgmmaInput<B>::excess(a, item, row);
       if (lane % 4 == 0 && row < a.p.Sq) store_lse<B>(largest, l[i], a, item, row);
     }
     SDPA_UNROLL for (int n = 0; n < B::head_dim / 16; n++) {
@@ -4445,7 +4446,7 @@ template <class B> struct WgmmaConsumer {
   __device__ __forceinline__ void sum_keys(const WgmmaTurns<B>& turns) {
     accumulates = false, stale_keys = 0;
     SDPA_UNROLL for (int i = 0; i < ROWS; i++) m[i] = -INFINITY, l[i] = 0;
-    if constexpr (B::is_e4m3) e4m3.tiles = 0;
+    WgmmaInput<B>::start_sums(*this);
     if constexpr (B::overlap) {
       overlapped(turns);
     } else {
@@ -4474,7 +4475,7 @@ template <class B> struct WgmmaConsumer {
       if (rounds == 0) break;
       q = uniform(item.q0 + row_group * 64);
       const Rounds own = own_rounds(item, rounds);
-      if constexpr (Shared::Q_IN_REGISTERS) WgmmaE4m3<B>::load_queries(*this);
+      WgmmaInput<B>::load_queries(*this);
       let_pass(rounds - own.end);
       if (own.end > 0) {
         k0 = uniform(first_key_of<B>(item, own.end - 1, slice));
@@ -4486,13 +4487,11 @@ template <class B> struct WgmmaConsumer {
           sum_keys(turns);
         }
         SDPA_UNROLL for (int i = 0; i < ROWS; i++) l[i] = row_sum<Sums::LANES>(l[i]);
-        if constexpr (B::is_e4m3) WgmmaE4m3<B>::add_flushed(*this);
+        WgmmaInput<B>::add_flushed(*this);
         if constexpr (B::split_kv > 1) {
           merge_slices(*this);
-        } else if constexpr (B::is_e4m3) {
-          WgmmaE4m3<B>::store(*this);
         } else {
-          write_output();
+          WgmmaInput<B>::store(*this);
         }
       }
       if (B::skip_masked) let_pass(own_rounds(item, rounds).first);
@@ -4648,7 +4647,7 @@ template <int WIDTH> struct WgmmaColumnsOfFour {  // [64][WIDTH]
   __device__ int col(int j) const { return first_col + j / 4 * 16 + j % 4; }
 };
 
-template <class B> struct WgmmaE4m3<B, true> {
+template <class B> struct WgmmaInput<B, DType::e4m3> {
   // Where there is room: an instruction would read as much of Q as of K.
   static constexpr bool q_in_registers = B::warpgroups<4, flushes = B::fp8_flush> 0;
   // Where shared memory has no room for both: nothing is flushed before Q is read.
@@ -4672,17 +4671,20 @@ template <class B> struct WgmmaE4m3<B, true> {
     uint32_t tiles;  // whose P @ V has ended
   };
 
-  template <class Landed>
-  static __device__ __forceinline__ void init_mbarriers(Landed& landed, Tiles& t, int stage) {
-    mbarrier_init(&landed.v_empty[stage], TRANSPOSERS);
-    mbarrier_init(&t.v_full[stage], TRANSPOSERS);
-    mbarrier_init(&t.v_empty[stage], B::group_warps);
+  template <class S> static __device__ __forceinline__ auto& v_tiles(S& s, int n) {
+    return s.e4m3.slice[n];
+  }
+  template <class S> static __device__ __forceinline__ void init_v_empty(S& s, int n, int stage) {
+    mbarrier_init(&s.slice[n].v_empty[stage], TRANSPOSERS);
+    mbarrier_init(&s.e4m3.slice[n].v_full[stage], TRANSPOSERS);
+    mbarrier_init(&s.e4m3.slice[n].v_empty[stage], B::group_warps);
   }
 
   // ---- Q ----
 
   // Of the item, whose buffer is free then.
   template <class Consumer> static __device__ __forceinline__ void load_queries(Consumer& c) {
+    if (!q_in_registers) return;
     const uint32_t tid = thread_index_anew() % 128;
     const SharedAddress Q_s = shared_address(c.s.queries(0, c.row_group));
     SDPA_UNROLL for (int step = 0; step < ROW_BYTES<B> / STEP_BYTES; step++) {
@@ -4744,8 +4746,8 @@ template <class B> struct WgmmaE4m3<B, true> {
 
   // ---- the softmax ----
 
-  // As attend_beside_pv() of the consumer, but where a stale maximum was too small it is raised first. P is rounded only
-  // when the P @ V before has ended: ptxas takes an operand's registers for free while wgmma still reads them.
+  // As attend_beside_pv() of the consumer, but where a stale maximum was too small it is raised first. P is rounded
+  // only when the P @ V before has ended: ptxas takes an operand's registers for free while wgmma still reads them.
   template <class Consumer, class End>
   static __device__ __forceinline__ void attend(Consumer& c, Scores& S, WgmmaProbabilities<B>& P,
                                                 const End& end_last_pv) {
@@ -4758,7 +4760,7 @@ template <class B> struct WgmmaE4m3<B, true> {
       stale = softmax.add_to(c.l);
     }
     if (!stale && (!may_be_stale || !raise_max(c, S, softmax, alpha))) {
-      if (may_be_stale) c.multiply_qk_again(S);
+      if (may_be_stale) multiply_qk_again(c, S);
       c.softmax_by_exact_max(S, alpha);
     }
     end_last_pv();
@@ -4821,8 +4823,10 @@ template <class B> struct WgmmaE4m3<B, true> {
 
   // ---- O ----
 
-  // After FP8_FLUSH tiles, and before the P @ V of another, what O holds is added to what is in shared memory, which has
-  // the same maximum.
+  template <class Consumer> static __device__ void start_sums(Consumer& c) { c.e4m3.tiles = 0; }
+  static __device__ void finish_scores(Scores&) {}
+  // After FP8_FLUSH tiles, and before the P @ V of another, what O holds is added to what is in shared memory, which
+  // has the same maximum.
   template <class Consumer> static __device__ __forceinline__ void flush_when_due(Consumer& c) {
     if constexpr (flushes) {
       if (!c.accumulates || ++c.e4m3.tiles % B::fp8_flush != 0) return;
@@ -4875,19 +4879,18 @@ template <class B> struct WgmmaE4m3<B, true> {
 
 // ---- 5d U8: Q @ K.T of integers, fp16 made of V (wgmma and DTYPE = U8) ----
 //
-// Q @ K.T is exact: Q as q - 128, which two producer warps make of it, and K as it is. So a row's scores are too large by
-// 128 times the sum of its q - 128, which P does not show and LSE must not. Of V these warps make fp16: its bytes land
-// in the second half of the place that this takes.
+// Q @ K.T is exact: Q as q - 128, which two producer warps make of it, and K as it is. So a row's scores are too
+// large by 128 times the sum of its q - 128, which P does not show and LSE must not. Of V these warps make fp16: its
+// bytes land in the second half of the place that this takes.
 
-template <class B> struct WgmmaU8 {
-  using Shared = WgmmaShared<B>;
+template <class B> struct WgmmaInput<B, DType::u8> : WgmmaInput<B, DType::fp16> {
   using Scores = WgmmaAccumulator<B::block_n>;
   static constexpr int CONVERTERS = 2;  // warps
 
   // Every other 64 rows of Q, and every other tile of V, of all items.
   template <class Producer>
   static __device__ __forceinline__ void convert_items(Producer& p, int part) {
-    Shared& s = p.s;
+    auto& s = p.s;
     auto& t = s.slice[0];
     const auto pass_on = [&](uint64_t* full) {
       fence_proxy_async();  // what was written before wgmma reads it, what was read before TMA writes it
@@ -4905,7 +4908,8 @@ template <class B> struct WgmmaU8 {
       if (rounds == 0) break;
       for (int round = 0; round < rounds; round++, p.ring.advance()) {
         const int n = p.ring.stage;
-        mbarrier_wait(&t.v_landed[n], p.ring.parity);  // each in turn: a wait knows the parity alone
+        // each in turn: a wait knows the parity alone
+        mbarrier_wait(&t.v_landed[n], p.ring.parity);
         if (round % CONVERTERS != part) continue;
         convert<B::block_n>(t.V[n]);
         pass_on(&t.v_full[n]);
@@ -4959,11 +4963,12 @@ template <class B> struct WgmmaU8 {
 
   // ---- scores ----
 
-  static __device__ __forceinline__ void to_floats(Scores& S) {
+  // Of integers.
+  static __device__ __forceinline__ void finish_scores(Scores& S) {
     SDPA_UNROLL for (float& x : S.x.d) x = float(int(bits_of(x)));
   }
-  // S = Q @ K.T once more, as the consumer's own, but in fp16 and with Q from global memory as well. Lane q of 4 has columns
-  // 4q ... 4q + 3 of both, so that their order does not matter.
+  // S = Q @ K.T once more, as the consumer's own, but in fp16 and with Q from global memory as well. Lane q of 4 has
+  // columns 4q ... 4q + 3 of both, so that their order does not matter.
   template <class Consumer>
   static __device__ __forceinline__ void multiply_qk_again(const Consumer& c, Scores& S) {
     const SdpaParams& p = c.a.p;
@@ -4989,9 +4994,8 @@ template <class B> struct WgmmaU8 {
       }
     }
   }
-  // Of a query, where keys count from 0: by so much all its scores are too large. 0 without LSE.
-  static __device__ __forceinline__ float score_of_key_128(const KernelArgs& a,
-                                                           const WgmmaItem& item, int q) {
+  // Of a query, where keys count from 0. 0 without LSE, since P does not show it.
+  static __device__ __forceinline__ float excess(const KernelArgs& a, const WorkItem& item, int q) {
     const SdpaParams& p = a.p;
     if (!p.LSE || q >= p.Sq) return 0;
     const Input* const row_g = p.Q + item.b * p.q.batch + item.h * p.q.head + q * p.q.row;
