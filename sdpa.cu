@@ -438,15 +438,19 @@ constexpr TunedTile TUNED_TILES[] = {
     {256, 64, 64, 4, 1, 1, mma_sync, 9560, 1.25, 0.983},
     {256, 16, 16, 2, 2, 2, packed | mma_sync, 19400, 0.234, 0.213},
 };
-// The same for the wgmma kernel with DTYPE=FP8_E4M3, estimated; O is flushed after 1,024 keys.
+// The same for the wgmma kernel with DTYPE=FP8_E4M3, estimated; O is flushed after 1,024 keys. Few rows go to
+// mma.sync, since the transposed kernel takes no bytes.
 constexpr TunedTile E4M3_TILES[] = {
     {64, 64, 128, 8, 3, 2, overlap, 4990, 8.1, 7.45},
     {64, 128, 64, 16, 4, 2, overlap | ping_pong, 6010, 9.93, 9.08},
     {64, 192, 128, 12, 4, 1, overlap | persistent | skip_masked, 7340, 10.3, 9.9},
+    {64, 16, 64, 4, 3, 4, packed | mma_sync, 8560, 1.9, 1.8},
     {128, 64, 64, 8, 2, 2, overlap, 4140, 4.66, 4.24},
     {128, 128, 128, 8, 2, 1, overlap | persistent | ping_pong, 6170, 6.97, 7.03},
     {128, 192, 64, 12, 4, 1, overlap | persistent | skip_masked, 8540, 8.58, 7.73},
+    {128, 16, 32, 4, 3, 4, packed | mma_sync, 6940, 1.03, 1},
     {256, 128, 64, 8, 2, 1, overlap | persistent | skip_masked, 4990, 4.48, 4.4},
+    {256, 16, 32, 2, 2, 2, packed | mma_sync, 19400, 0.45, 0.42},
 };
 constexpr bool has_e4m3_tiles = is_wgmma && Build::is_e4m3;
 constexpr int MOST_TILES = sizeof TUNED_TILES / sizeof(TunedTile);
@@ -454,12 +458,17 @@ constexpr int TILES = has_e4m3_tiles ? sizeof E4M3_TILES / sizeof(TunedTile) : M
 constexpr const TunedTile& tuned_tile(int n) {
   return has_e4m3_tiles ? E4M3_TILES[n] : TUNED_TILES[n];
 }
+constexpr bool is_of_table(const TunedTile& t) {  // of those of the family
+  return has_e4m3_tiles || t.has(mma_sync) == is_mma;
+}
 
 // A row as if it had been typed.
 template <int N> struct TileKnobs : Typed {
   static constexpr TunedTile tile = tuned_tile(N < TILES ? N : 0);
   static constexpr int head_dim = tile.head_dim, block_m = tile.block_m, block_n = tile.block_n;
   static constexpr int num_warps = tile.num_warps, stages = tile.stages, split_kv = tile.split_kv;
+  static constexpr bool use_mma_sync = tile.has(mma_sync), use_wgmma = !use_mma_sync,
+                        use_cp_async = use_mma_sync, swizzle_xor = use_mma_sync;
   static constexpr bool use_tuned = false, use_warp_specialization = tile.has(producer_warpgroup),
                         overlap = tile.has(Schedule::overlap),
                         use_persistent_cta = tile.has(persistent),
@@ -476,7 +485,7 @@ template <int N> using TunedBuild = Derived<TileKnobs<N>>;
 
 // Whether this build may take the tile: the knobs that were typed are its.
 constexpr bool tile_fits(const TunedTile& t) {
-  return Build::use_tuned && t.has(mma_sync) == is_mma && t.head_dim == Build::head_dim &&
+  return Build::use_tuned && is_of_table(t) && t.head_dim == Build::head_dim &&
          (!BLOCK_M_changed || t.block_m == Build::block_m) &&
          (!BLOCK_N_changed || t.block_n == Build::block_n) &&
          (!NUM_WARPS_changed || t.num_warps == Build::num_warps) &&
@@ -504,7 +513,7 @@ SDPA_REFUSE(
 
 template <int N> constexpr bool check_rows() {
   if constexpr (Build::use_tuned && N < TILES) {
-    if constexpr (tuned_tile(N).has(mma_sync) == is_mma) check<TunedBuild<N>>();
+    if constexpr (is_of_table(tuned_tile(N))) check<TunedBuild<N>>();
     return check_rows<N + 1>();
   }
   return true;
@@ -2406,7 +2415,7 @@ SdpaStatus launch_kernel(const KernelArgs& a, uint32_t items, cudaStream_t strea
   early.id = cudaLaunchAttributeProgrammaticStreamSerialization;
   early.val.programmaticStreamSerializationAllowed = 1;
   launch.attrs = &early;
-  launch.numAttrs = is_wgmma;
+  launch.numAttrs = B::family == Family::wgmma;  // which waits for that one
   error = cudaLaunchKernelEx(&launch, kernel, a);
   return error == cudaSuccess ? SdpaStatus{} : cuda_failure(error, "launching the kernel");
 }

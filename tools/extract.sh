@@ -37,7 +37,7 @@ extract_sections() {
         count = split(part[i], any, ", "); ok = 0
         for (j = 1; j <= count; j++) {
           split(any[j], word, " ")
-          if (word[1] == family) ok = 1
+          if (word[1] == family || (mixed && word[1] ~ /^(mma|USE_CP_ASYNC)$/)) ok = 1
           else if (value["USE_TUNED"] == 1 && word[1] ~ /^(SPLIT_KV|SWAP_AB|PACK_GQA)$/) ok = 1  # of some tile
           else if (word[2] == ">") ok = ok || value[word[1]] + 0 > word[3] + 0
           else if (word[2] == "=") ok = ok || value[word[1]] == word[3]
@@ -66,7 +66,7 @@ extract_sections() {
     function put_fits(    i, sizes) {
       put("// Whether this build may take the tile.")
       put("constexpr bool tile_fits(const TunedTile& t) {")
-      put("  if (t.has(mma_sync) != is_mma) return false;")
+      put("  if (!is_of_table(t)) return false;")
       sizes = " HEAD_DIM BLOCK_M BLOCK_N NUM_WARPS STAGES SPLIT_KV "
       for (i = 1; i <= rows; i++) {
         if (sizes !~ (" " knob[i] " ") || (knob[i] != "HEAD_DIM" && words !~ (knob[i] "="))) continue
@@ -94,6 +94,7 @@ extract_sections() {
       if (/what follows from the knobs/) {
         family = value["USE_MMA_SYNC"] == 1 ? "mma" : value["USE_WMMA"] == 1 ? "wmma" : \
                  value["USE_WGMMA"] == 1 ? "wgmma" : value["USE_CUBLAS"] == 1 ? "cublas" : "scalar"
+        mixed = value["USE_TUNED"] == 1 && value["DTYPE"] == "FP8_E4M3"  # tiles of wgmma and of mma.sync
         put_knobs()
       }
       if (/tiles that the typed knobs leave/ && value["USE_TUNED"] == 1) put_fits()
