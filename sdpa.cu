@@ -533,10 +533,9 @@ template <> struct ElementOf<DType::u8> { using type = uint8_t; };
 // clang-format on
 using Input = ElementOf<Build::input>::type;    // of Q, K and V
 using Output = ElementOf<Build::output>::type;  // of O
-// Of the tiles of Q, K and V in shared memory.
+// Of their tiles in shared memory.
 using Element = std::conditional<Build::converts, __half, Input>::type;
-using Half =
-    std::conditional<Build::is_8bit, __half, Input>::type;  // of products of 16-bit numbers
+using Half = std::conditional<Build::is_8bit, __half, Input>::type;  // of 16-bit operands
 
 enum class Causal : int {  // the own position of query q among the keys; it sees none after it
   off,                     // q, and it sees all keys
@@ -640,8 +639,8 @@ struct KeyBounds {
   }
 };
 
-// The same for tiles of ROWS queries from q on and KEYS keys from k0 on, of which not all may exist: by k0 - q, so
-// that a kernel compares with numbers that the host knows.
+// KeyBounds of tiles of ROWS queries from q on and KEYS keys from k0 on, some of which may be past the end. Every
+// test compares k0 - q with a number that the host has computed.
 struct TileBounds {
   int touch_from, touch_to, cover_from, cover_to, whole_to;
 
@@ -651,11 +650,11 @@ struct TileBounds {
         cover_from(b.from + rows - 1),
         cover_to(b.to - keys),
         whole_to(b.Sk - keys) {}
-  // Whether one of the queries may see one of the keys.
+  // True if one of the queries may see one of the keys.
   __device__ __forceinline__ bool touch(int q, int k0) const {
     return k0 - q >= touch_from && k0 - q < touch_to;
   }
-  // Whether all of them see them all, so that there is nothing to mask.
+  // True if all queries see all keys, so that there is nothing to mask.
   __device__ __forceinline__ bool cover(int q, int k0) const {
     return k0 - q >= cover_from && k0 - q <= cover_to && k0 <= whole_to;
   }
@@ -690,7 +689,7 @@ struct Divisor {
 };
 
 struct KernelArgs {  // SdpaParams with what every CTA would otherwise compute again
-  // What an item is found from; together it costs one miss of the constant cache.
+  // The fields that locate an item: together they cost one miss of the constant cache.
   alignas(
       64) int unmasked_rounds;  // without a mask: of tiles over all keys, at least 1; with one: 0
   uint32_t work_items;          // B * q_heads * q_blocks
@@ -700,7 +699,7 @@ struct KernelArgs {  // SdpaParams with what every CTA would otherwise compute a
   Divisor items_in_l2;          // heads_in_l2 * q_blocks
   uint32_t heads_in_l2;         // of q_heads: whose K and V take half of L2, at least 1
   float scale_log2;             // log2_scale(): softmax is taken in powers of 2
-  Divisor item_queries;         // PACK_GQA: of so many queries an item has so many heads
+  Divisor item_queries;         // PACK_GQA: queries of an item per head, and heads
   int item_heads = 1;
   Divisor ranges;    // SPLIT_CTAS: CTAs of an item
   TileBounds tiles;  // of mask_rows queries and BLOCK_N keys
@@ -712,11 +711,11 @@ struct KernelArgs {  // SdpaParams with what every CTA would otherwise compute a
       : tiles(KeyBounds(problem), rows, keys_of_tile), keys(problem), p(problem) {}
 };
 
-// SPLIT_CTAS: the workspace is a counter for each item, of the CTAs that have left their part of it, and then
-// these parts.
+// SPLIT_CTAS: the workspace has a counter for each item, of the CTAs that have stored their partial result, and then
+// the partial results.
 constexpr uint32_t most_split_items = 16384;
 constexpr size_t range_counter_bytes = most_split_items * sizeof(uint32_t);
-// Keys that a warp's tensor cores sum over at once (carry_sums() says why). Of a problem with more every CTA has a
+// Most keys that a warp sums over in one accumulator (carry_sums() says why). If a problem has more, every CTA has a
 // slot in the workspace.
 constexpr int most_keys_at_once = 65536;
 template <class B>
@@ -782,19 +781,19 @@ template <class T> __device__ __forceinline__ void st_shared(void* dst_s, T valu
 template <class T> __device__ __forceinline__ T ld_global(const void* src_g) {
   return *static_cast<const T*>(src_g);
 }
-// For data that nobody writes during the kernel's life, which began before griddepcontrol_wait().
+// Only for data that nobody writes while this kernel runs, the time before griddepcontrol_wait() included.
 template <class T> __device__ __forceinline__ T ld_global_nc(const void* src_g) {
   return __ldg(static_cast<const T*>(src_g));
 }
-// Of the L2 cache: what another SM wrote.
+// Reads L2, not L1: for what another SM wrote.
 template <class T> __device__ __forceinline__ T ld_global_cg(const void* src_g) {
   return __ldcg(static_cast<const T*>(src_g));
 }
 template <class T> __device__ __forceinline__ void st_global(void* dst_g, T value) {
   *static_cast<T*>(dst_g) = value;
 }
-// atom.inc: counts up, from `last` on to 0; gives what was there. What this thread and those before it at a barrier
-// have written is there for who reads behind a later one.
+// atom.inc: counts up, after `last` from 0 again; returns the old value. Release and acquire: what this thread, and
+// those that it has met at a barrier, have written is visible to every thread that counts later.
 __device__ __forceinline__ uint32_t atom_inc_acq_rel(uint32_t* counter_g, uint32_t last) {
   uint32_t old;
   asm volatile("atom.acq_rel.gpu.global.inc.u32 %0, [%1], %2;"
@@ -854,12 +853,12 @@ __host__ __device__ __forceinline__ float float_of(uint32_t bits) {
   return x;
 }
 
-// Bytes of the eight of b, a (a the low ones), by the four digits of the selector.
+// Four bytes of the eight of (b, a), a the low ones, picked by the hexadecimal digits of the selector.
 __device__ __forceinline__ uint32_t prmt(uint32_t a, uint32_t b, uint32_t selector) {
   return __byte_perm(a, b, selector);
 }
 
-// Two numbers in e4m3, the low 16 bits, as fp16.
+// Converts two numbers in e4m3, the low 16 bits, to fp16.
 __device__ __forceinline__ uint32_t cvt_rn_f16x2_e4m3x2(uint32_t x) {
   uint32_t pair;
   asm("cvt.rn.f16x2.e4m3x2 %0, %1;" : "=r"(pair) : "h"(uint16_t(x)));
@@ -1016,14 +1015,14 @@ __device__ __forceinline__ uint32_t cvt_rn_satfinite_e4m3x4(float a, float b, fl
 // The async proxy: TMA and wgmma reach shared memory past the path that ordinary loads and stores
 // take (the generic proxy). What was written through the one is fenced before the other reads it.
 
-// threadIdx.x, read anew where it is needed: what follows from it takes no register meanwhile.
+// threadIdx.x, read again, so that what is computed from it takes no register in between.
 __device__ __forceinline__ uint32_t thread_index_anew() {
   uint32_t index;
   asm volatile("mov.u32 %0, %%tid.x;" : "=r"(index));
   return index;
 }
 
-// A vector that has been in registers for a while: nvcc would store its words one by one.
+// Stores 16 bytes at once. A plain store of words that come from different places nvcc may split.
 __device__ __forceinline__ void st_global_v4(void* dst_g, uint4 value) {
   asm volatile("st.global.v4.b32 [%0], {%1, %2, %3, %4};" ::"l"(dst_g), "r"(value.x), "r"(value.y),
                "r"(value.z), "r"(value.w)
@@ -1048,15 +1047,15 @@ __device__ __forceinline__ bool mbarrier_try_wait_parity(uint64_t* barrier_s, in
       : "memory");
   return complete;
 }
-// The same at once, for who has other things to do if it is not.
+// The same, and the thread is never suspended.
 __device__ __forceinline__ bool mbarrier_peek_parity(uint64_t* barrier_s, int parity) {
   return mbarrier_test_wait_parity(barrier_s, parity);
 }
-// By the thread that initialised mbarriers: the async proxy sees them.
+// Makes mbarriers that this thread has initialised visible to the async proxy.
 __device__ __forceinline__ void fence_mbarrier_init() {
   asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory");
 }
-// By the thread that wrote shared memory: the async proxy sees it.
+// Makes what this thread has written to shared memory visible to the async proxy.
 __device__ __forceinline__ void fence_proxy_async() {
   asm volatile("fence.proxy.async.shared::cta;" ::: "memory");
 }
@@ -1119,7 +1118,7 @@ template <int N> __device__ __forceinline__ void hold(uint32_t (&r)[N]) {
 __device__ __forceinline__ void hold(const CUtensorMap*& map) {
   asm volatile("" : "+l"(map)::"memory");
 }
-// The same for registers whose values nobody wants any more: until they are written they are free.
+// The same for registers whose values are dead: they are free until they are written.
 template <int N> __device__ __forceinline__ void forget(float (&d)[N]) {
   SDPA_UNROLL for (int i = 0; i < N; i++) asm volatile("" : "=f"(d[i])::"memory");
 }
@@ -1282,7 +1281,7 @@ __device__ __forceinline__ void griddepcontrol_launch_dependents() {
 
 // ---- element types and vectors ----
 
-// But for the factor that goes into the scale, or into 1 / l.
+// Without the descale factor, which goes into the scale or into 1 / l.
 __host__ __device__ __forceinline__ float to_float(Element x) {
   return static_cast<float>(x) - (std::is_same<Element, uint8_t>::value ? 128 : 0);
 }
@@ -1327,7 +1326,7 @@ __device__ __forceinline__ uint4 halves_of_bytes(uint32_t low, uint32_t high) {
 
 // ---- fp16 of four elements (mma, wgmma) ----
 
-// As two pairs. What is 0 of U8 is 128, or 0 where `zero` is 0x64006400.
+// Converts four bytes to two pairs of fp16. Of U8 it subtracts 128, or nothing where `zero` is 0x64006400.
 template <class B>
 __device__ __forceinline__ void make_halves(uint32_t (&pairs)[2], uint32_t bytes,
                                             uint32_t zero = halves_of_1152) {
@@ -1351,7 +1350,7 @@ template <class B> constexpr int TILE_STRIDE = B::head_dim + (pads_rows<B> ? CHU
 
 // Offset in elements of (row, col) in a tile.
 template <class B> __device__ __forceinline__ int tile_offset(int row, int col) {
-  // Unsigned: only so is it plain to the compiler that rows 8 apart are swizzled alike.
+  // Unsigned, so that the compiler sees that rows 8 apart are swizzled alike.
   constexpr unsigned together = B::head_dim < 8 * CHUNK ? 2 : 1;  // rows in 128 bytes
   if constexpr (B::swizzle_xor && !pads_rows<B>) {
     col ^= static_cast<unsigned>(row) / together % (8 / together) * CHUNK;
@@ -1394,9 +1393,9 @@ template <> struct VectorCopy<true> {
 
 template <class B> struct TileConversion;  // DTYPE=U8
 
-// How thread number tid of nthreads shares in copying tiles: it takes the vectors at (row + n *
-// row_step, col), so that its addresses are sums. A row may take several passes of all threads; of
-// threads that do not fill a row, the rest is idle.
+// What thread tid of nthreads copies of a tile: the vectors at (row + n * row_step, col), so that its
+// addresses advance by a constant. A row may take several passes of all threads. Threads that are left
+// over after whole rows are idle.
 template <class B> struct TileCopy {
   static constexpr int PER_ROW = B::head_dim / B::vec_width;
   int row_step, col_step, row, col;
@@ -1411,8 +1410,8 @@ template <class B> struct TileCopy {
   __device__ __forceinline__ const Input* first(const Input* tensor, int64_t row_stride) const {
     return tensor + row * row_stride + col;
   }
-  // move(row, column, its place in the tensor, whether it exists) for this thread's vectors of a tile, of which src
-  // is the first, and of which `rows` rows exist from that one on.
+  // Calls move(row, column, source, exists) for each of this thread's vectors of a tile. src is the first of them;
+  // `rows` rows exist from there on.
   template <int ROWS, class Move>
   __device__ __forceinline__ void each_vector(const Input* src, int64_t row_stride, int rows,
                                               const Move& move) const {
@@ -1440,7 +1439,7 @@ template <class B> struct TileCopy {
 };
 
 // ---- copies of U8 (wmma, mma and DTYPE = U8) ----
-// A thread makes the fp16 that the products take of the vectors that it copies.
+// A thread converts the vectors that it copies to the fp16 that the products take.
 
 template <class B> struct TileConversion {
   using Vector = typename VectorType<B::vec_width * sizeof(Input)>::type;
@@ -1456,7 +1455,7 @@ template <class B> struct TileConversion {
     };
     mine.template each_vector<ROWS>(src_g, row_stride, rows, move);
   }
-  // Of a tile that TileCopy has brought. Each thread converts what it copied itself, so that its own wait is enough.
+  // Converts a tile that TileCopy has brought. A thread converts what it copied itself, so its own wait suffices.
   template <int ROWS>
   static __device__ __forceinline__ void convert(const TileCopy<B>& mine, Half* dst_s,
                                                  const Input* src_s) {
@@ -1494,8 +1493,8 @@ constexpr int HAZARDS = 6;
 // nothing: Q is covered by the barrier for K and V, and m is read by the warp that wrote it. Policy 1
 // leaves a row with one warp, so that only the tiles themselves are shared; producer warps hand those over by
 // mbarriers. Policy 0 has none: racy.
-// mma: a warp always keeps its rows. With two stages or more the barrier that says that a tile is
-// written says as well that the tile before it is read; not where fp16 of every tile has the same place.
+// mma: a warp always keeps its rows. With two stages or more the barrier of kv_written also covers
+// tile_read of the tile before, except where all tiles are converted into the same place.
 // wgmma: a warp keeps its rows as well, and the plain kernel has one barrier, before a tile is overwritten. With
 // SWAP_AB rows are keys, and a query's column is spread over the warps of its slice.
 template <class B> __host__ __device__ constexpr bool needs_cta_barrier(Hazard h) {
@@ -1525,7 +1524,7 @@ template <class B, Hazard H> __device__ __forceinline__ void sync_for() {
   if constexpr (needs_cta_barrier<B>(H) && B::group_threads == 32) {
     __syncwarp();
   } else if constexpr (needs_cta_barrier<B>(H) && B::split_kv > 1) {
-    // barriers have numbers, not variables
+    // the number of a barrier is an immediate operand
     SDPA_UNROLL for (int group = 0; group < B::split_kv; group++) {
       if (threadIdx.x / B::group_threads == group) barrier_sync(1 + group, B::group_threads);
     }
@@ -1557,7 +1556,7 @@ __device__ __forceinline__ void scale_rows(View& T, const float (&factor)[View::
 
 // ---- mask ----
 
-// Queries of an item, of each head, and its rows. PACK_GQA: the rows are so many queries of one head, then those of the
+// Queries of an item per head, and rows of an item. PACK_GQA: the rows are the queries of one head, then those of the
 // next head that has the same key head.
 template <class B> __device__ __forceinline__ int queries_of_item(const KernelArgs& a) {
   return B::pack_gqa ? int(a.item_queries.divisor) : B::block_m;
@@ -1602,7 +1601,7 @@ __device__ __forceinline__ float exp2_polynomial(float t) {
   return power * float_of(bits_of(shifted) << 23);
 }
 
-// 2^t, by the polynomial if that is wanted.
+// 2^t, by the polynomial with USE_FAST_EXP.
 template <class B> __device__ __forceinline__ float softmax_exp2(float t) {
   if (B::use_fast_exp) {
     if constexpr (B::use_lazy_max) t = min_nan(t, 127.0f);  // elsewhere t is never over 0
@@ -1612,21 +1611,21 @@ template <class B> __device__ __forceinline__ float softmax_exp2(float t) {
   }
 }
 
-// P is 2^p_log2 times what the formula has, and so is l: e4m3 begins at 2^-9 and ends at 448. With 8 for 3 a
-// stale maximum would not last; with 0 the error of long rows grows.
+// P and l are 2^p_log2 times what the formula has, since e4m3 reaches from 2^-9 to 448. With 8 instead of 3 a
+// stale maximum would soon be too small; with 0 the error of long rows grows.
 template <class B>
 constexpr bool rounds_p_to_e4m3 = B::is_e4m3&& B::family != Family::scalar && !B::converts_operands;
 template <class B> constexpr float p_log2 = rounds_p_to_e4m3<B> ? 3 : 0;
 
-// USE_LAZY_MAX: row sums of P up to which an old maximum will do. The largest fp16 is 65504; what is summed in fp16
-// is P times V.
+// USE_LAZY_MAX: the largest row sum of a tile's P for which a stale maximum is kept. The largest fp16 is 65504, and
+// FP16_ACC sums P times V in it.
 template <class B> constexpr float lazy_limit = rounds_p_to_e4m3<B> || B::pv_in_fp16 ? 448 : 4096;
 
 // The maximum to subtract: 0 for a row with no visible key yet, so that -inf - -inf never happens.
 __device__ __forceinline__ float finite_max(float m) { return m == -INFINITY ? 0.0f : m; }
 
 // m' = max(m, row maximum of S);  alpha = 2^((m - m') * scale_log2).   m, alpha [ROWS]
-// COLS: of so many columns of every thread.
+// COLS: the first columns of every thread that count.
 template <class B, class View, int COLS = View::COLS>
 __device__ __forceinline__ void softmax_max(const View& S, float scale_log2, float (&m)[View::ROWS],
                                             float (&alpha)[View::ROWS]) {
@@ -1646,8 +1645,8 @@ constexpr float shift_limit = 1024;
 
 // m_log2 = m * scale_log2, for softmax_exp(), which subtracts it in the FMA that scales S. Beyond
 // shift_limit the rounding of that product would show (near 2^31 it is a factor of 2^64 in P): there S
-// becomes S - m, which is exact near the maximum, and m_log2 is 0. Whether every m may be kept as a stale
-// maximum: it is a score, and within the limit.
+// becomes S - m, which is exact near the maximum, and m_log2 is 0. Returns true if every m may be kept as
+// a stale maximum: it is a score, and within the limit.
 template <class B, class View>
 __device__ __forceinline__ bool softmax_shift(View& S, float scale_log2,
                                               const float (&m)[View::ROWS],
@@ -1690,10 +1689,10 @@ __device__ __forceinline__ bool softmax_sum(View& S, float scale_log2, const flo
   return may_be_kept;
 }
 
-// USE_LAZY_MAX: P and l relative to the m that is there: no maximum, no alpha, no rescaling of O, and an
-// exponential waits for its own score alone. Any m will do as long as P does not overflow; that P does not
-// vanish follows from m being a score of the row. A sum of positive numbers bounds the largest, so the sum
-// tells.   m, l [ROWS]
+// USE_LAZY_MAX: P and l relative to the stale maximum m: no new maximum, no alpha, no rescale of O, and an
+// exponential waits for its own score alone. m need not be the maximum as long as P does not overflow. P
+// does not vanish, since m is a score of the row. The sum of P bounds the largest P, so the sum decides.
+//   m, l [ROWS]
 template <class B, int ROWS> struct StaleSoftmax {
   const float scale_log2;
   float m_log2[ROWS], sum[ROWS];
@@ -1708,7 +1707,7 @@ template <class B, int ROWS> struct StaleSoftmax {
   template <class View> __device__ __forceinline__ void exp(View& S, int first, int last) {
     softmax_exp<B>(S, first, last, scale_log2, m_log2, sum);
   }
-  // l += the sums, if none of the warp's is over the limit (or NaN); else P will not do.
+  // Adds the sums to l. False, and l unchanged, if one of the warp's is over the limit or NaN: then P is of no use.
   __device__ __forceinline__ bool add_to(float (&l)[ROWS]) const {
     float all = 0;
     SDPA_UNROLL for (int i = 0; i < ROWS; i++) all += sum[i];
@@ -1728,7 +1727,7 @@ template <int LANES> __device__ __forceinline__ float row_sum(float x) {
 
 // ---- the scale of an item ----
 
-// What to_float() counts as 1.
+// The element that to_float() gives as 1.
 template <class B> constexpr float element_unit = B::input == DType::u8 ? 448.0f / 127 : 1;
 
 // The scale of an item's scores, with the factors of its heads, times log2(e); and the factor of its V. Scores of
@@ -1746,7 +1745,7 @@ __device__ __forceinline__ float item_v_descale(const KernelArgs& a, const WorkI
   return element_unit<B> * a.p.v_descale.of(item.b, int(a.q_heads_per_kv.divide(item.h)));
 }
 
-// item_scale_log2() for the length of an item. Of 16 bits it is read where it is used, which takes no register.
+// item_scale_log2() of an item. With 16 bits it is a kernel argument, read where it is used, and takes no register.
 template <class B> struct ItemScale {
   const KernelArgs& a;
   float of_8bit = 0;
@@ -1763,8 +1762,7 @@ template <class B> struct ItemScale {
 
 // ---- merge of partial results (wmma, mma, wgmma) ----
 
-// A row's O, m and l over N parts of its keys become those over all of them: O is the sum of O[n] *
-// weight[n], with weight[n] = 2^((m[n] - m) * scale_log2) and m the largest. m_l[n] = {m[n], l[n]}
+// Merges a row's O, m and l over N parts of its keys: O is the sum of O[n] * weight[n], with weight[n] = 2^((m[n] - m) * scale_log2) and m the largest. m_l[n] = {m[n], l[n]}
 template <class B, int N>
 __device__ __forceinline__ void merge_weights(const float2 (&m_l)[N], float scale_log2,
                                               float (&weight)[N], float& m, float& l) {
@@ -1781,9 +1779,9 @@ __device__ __forceinline__ void merge_weights(const float2 (&m_l)[N], float scal
 // Tensor cores cut off what they add to an accumulator: of equal addends a sum over 524,288 keys comes out 0.13% low.
 // So a warp sums over most_keys_at_once, and merges such sums by way of its CTA's slot in the workspace.
 
-// O, m and l of the last keys become those of all keys so far: the slot's, unless these are the first, and these.
-// They go to the slot, which is zero again behind the last ones: counters of another tile may lie there. A thread has
-// its own floats there, O.x[i] behind m[i] and l[i].
+// Merges O, m and l of the latest keys with those in the slot, unless these keys are the first, and stores the result
+// there. After the last keys the slot is zero again, since another tile's counters may lie there. A thread has floats
+// of its own in the slot: m[i], l[i] and O.x[i].
 template <class B, class View>
 __device__ __forceinline__ void carry_sums(View& O, float (&m)[View::ROWS], float (&l)[View::ROWS],
                                            const ItemScale<B>& scale_log2, int thread, bool first,
@@ -1810,7 +1808,7 @@ __device__ __forceinline__ void carry_sums(View& O, float (&m)[View::ROWS], floa
   }
 }
 
-// O, m and l of rows over the keys of an item, of which sum(begin, end) leaves those over a part there.
+// O, m and l of rows over an item's keys. sum(begin, end) computes them for a part of the keys, carry_sums() merges.
 template <class B, class Rows, class Sum>
 __device__ __forceinline__ void sum_parts(Rows& rows, const KeyRange& keys,
                                           const ItemScale<B>& scale_log2, const Sum& sum) {
@@ -1867,7 +1865,7 @@ __device__ __forceinline__ void store_output(const View& O, const float (&m)[Vie
 }
 
 // ---- rows of several heads, keys of several CTAs (SWAP_AB, PACK_GQA) ----
-// What follows is done on rows in shared memory: groups of warps have left there O, m and l of their keys.
+// The groups of warps have left O, m and l of their keys in shared memory, row by row.
 
 // Four neighbouring columns of a row.
 struct RowPart {  // [1][4]
@@ -1909,7 +1907,7 @@ __device__ __forceinline__ void add(RowPart& O, const float4& x, float weight) {
   O.x[0][2] = fmaf(x.z, weight, O.x[0][2]), O.x[0][3] = fmaf(x.w, weight, O.x[0][3]);
 }
 
-// O, m and l of all groups together, in a fixed order: to put(row, O, m, l).
+// Merges O, m and l of all groups in a fixed order, and calls put(row, O, m, l).
 template <class B, class Partial, class Put>
 __device__ __forceinline__ void merge_groups(const Partial (&partial_s)[B::split_kv],
                                              const ItemScale<B>& scale_log2, int thread,
@@ -1928,7 +1926,7 @@ __device__ __forceinline__ void merge_groups(const Partial (&partial_s)[B::split
   });
 }
 
-// O, m and l of all ranges together, in a fixed order: so many at a time, all of them loaded at once.
+// Merges O, m and l of all ranges in a fixed order, 16 at a time, whose loads are issued together.
 template <class B>
 __device__ __forceinline__ void merge_ranges(const RangePartial<B>* parts, const KernelArgs& a,
                                              const WorkItem& item, int thread) {
@@ -1955,8 +1953,8 @@ __device__ __forceinline__ void merge_ranges(const RangePartial<B>* parts, const
   });
 }
 
-// O / l and LSE of the item's rows to global memory. SPLIT_CTAS: O, m and l of this CTA's keys to the workspace; then
-// the last CTA of the item, of those that come here, stores what all have left.
+// Stores O / l and LSE of the item's rows. SPLIT_CTAS: a CTA stores O, m and l of its keys in the workspace; the last
+// CTA of the item to come here merges them all.
 template <class B, class Partial>
 __device__ __forceinline__ void store_rows(const Partial (&partial_s)[B::split_kv],
                                            const KernelArgs& a, const WorkItem& item, int thread,
@@ -2047,7 +2045,7 @@ struct TileQueue {
   }
 };
 
-// Tiles in flight, where products read other ones, of which there is one.
+// The tiles as they were copied, where products read one converted tile.
 template <class B, bool = B::converts_tiles> struct TilesAsCopied {};
 template <class B> struct TilesAsCopied<B, true> {
   struct {
@@ -2140,8 +2138,8 @@ template <class B, class Shared> struct CopyTogether {
       VectorCopy<B::use_cp_async>::commit();
     }
   }
-  // In the mma.sync kernel with two stages and more, who has come to the one barrier has read the
-  // tile before, so its stage is free after it. Elsewhere the barrier in release() says so.
+  // mma.sync with two stages or more: a warp that has come to this barrier has read the tile before,
+  // so the stage of that tile is free behind it. Elsewhere release() has a barrier for that.
   __device__ __forceinline__ int acquire(int k0) {
     constexpr bool copies_last =
         !needs_cta_barrier<B>(Hazard::tile_read) && B::family == Family::mma;
@@ -2154,7 +2152,7 @@ template <class B, class Shared> struct CopyTogether {
     if constexpr (copies_last) copy_ahead(k0);
     return B::converts_tiles ? 0 : stage;
   }
-  // The tile STAGES - 1 further, in the stage before.
+  // Copies the tile that is STAGES - 1 further into the stage before this one.
   __device__ __forceinline__ void copy_ahead(int k0) {
     t.copy_kv(s, stage == 0 ? B::stages - 1 : stage - 1, k0 + (B::stages - 1) * t.ADVANCE);
     VectorCopy<B::use_cp_async>::commit();
@@ -2864,8 +2862,8 @@ template <class B, int WIDTH> struct MmaAccumulator {  // [16 * M_TILES of BLOCK
   __device__ int col(int j) const { return first_col + j / 2 * 8 + j % 2; }
 };
 
-// The same rows after the quad has dealt its columns anew: a lane has 8 neighbouring ones of 32; of 8-bit V 4 of
-// 16, as P @ V leaves them.
+// The same rows after the quad has exchanged columns: a lane has 8 neighbouring ones of 32. With 8-bit V 4 of 16, as
+// P @ V leaves them.
 template <class B, int WIDTH> struct MmaRuns {
   static constexpr int ROWS = MmaAccumulator<B, WIDTH>::ROWS, COLS = WIDTH / 4;
   static constexpr int RUN = sizeof(Element) == 1 ? 4 : 8;
@@ -2886,7 +2884,7 @@ __device__ __forceinline__ SharedAddress tile_step(SharedAddress at, int r, int 
          (r * B::head_dim + c / xored * xored) * int(sizeof(Element));
 }
 
-// What a group of warps has summed over its keys, element by element of its threads' accumulators.
+// O, m and l of a group of warps over its keys, in the order of its threads' accumulators.
 template <class B> struct MmaPartial {
   using View = MmaAccumulator<B, B::head_dim>;
   float O[View::ROWS][View::COLS][B::group_threads];
@@ -2894,7 +2892,7 @@ template <class B> struct MmaPartial {
 };
 
 template <class B> struct MmaPacked;  // PACK_GQA: how Q comes and O leaves
-// Of every group but the first.
+// The partial results of every group but the first.
 template <class B, bool PACKED = B::pack_gqa> struct MmaPartials {
   static constexpr int OTHERS = B::split_kv > 1 ? B::split_kv - 1 : 1;
   using type = typename std::conditional<(B::split_kv > 1), MmaPartial<B>[OTHERS], char>::type;
@@ -2955,7 +2953,7 @@ template <class B> struct MmaQueries {
       MmaOperands<B>::read(a[m], tile_step<B>(at, 16 * m, MMA_K * step));
     }
   }
-  // Q_s is there now.
+  // Once Q has landed in Q_s.
   __device__ void start(const Element* Q_s, int warp, int lane) {
     at = shared_address(Q_s + tile_offset<B>(warp * 16 * M_TILES + lane % 16, lane / 16 * CHUNK));
     SDPA_UNROLL for (int step = 0; step < KEPT; step++) read(kept[step], step);
@@ -3081,7 +3079,7 @@ template <class B> struct MmaRows {
     mma_qk<B>(S, Q, K_s, lane);
     if constexpr (B::converts_operands) scale_rows(S, q_descale);
   }
-  // P of a tile without mask, by a stale maximum, if that will do.
+  // P of a tile without mask, by the stale maximum. False if that was too small.
   __device__ bool attend_by_stale_max(const MmaQueries<B>& Q, const Element* K_s, float scale_log2,
                                       int lane) {
     Scores S;
@@ -3108,7 +3106,7 @@ template <class B> struct MmaRows {
     SDPA_UNROLL for (int step = 0; step < P.STEPS; step++) P.pack_step(S, step);
   }
 
-  // Every row's l is that of all its lanes afterwards.
+  // Sums l over the lanes of each row.
   __device__ void finish() {
     SDPA_UNROLL for (int i = 0; i < ROWS; i++) l[i] = row_sum<Sums::LANES>(l[i]);
   }
@@ -3120,7 +3118,7 @@ template <class B> struct MmaRows {
     }
   }
 
-  // O, m and l of these keys and of the other groups'.
+  // Merges O, m and l with those of the other groups.
   template <int OTHERS>
   __device__ void merge(const MmaPartial<B> (&others)[OTHERS], float scale_log2, int tid) {
     SDPA_UNROLL for (int i = 0; i < ROWS; i++) {
@@ -3140,8 +3138,8 @@ template <class B> struct MmaRows {
   }
 };
 
-// A quad deals its columns anew: of every 32, lane q gives away what is not in [8q, 8q + 8) and gets
-// what is, in two exchanges of pairs of columns.
+// A quad exchanges columns: of every 32, lane q gives away what is not in [8q, 8q + 8) and gets what
+// is, in two exchanges of pairs of columns.
 template <class B, int WIDTH>
 __device__ __forceinline__ void deal_runs(MmaRuns<B, WIDTH>& R, const MmaAccumulator<B, WIDTH>& O,
                                           int lane) {
@@ -3322,7 +3320,7 @@ template <class B> struct MmaPacked {
           row < rows && from.q0 < p.Sq);
     }
   }
-  // Rows that the tile does not have get any.
+  // Rows past those of the tile get the factor of some head.
   static __device__ __forceinline__ void read_factors(MmaRows<B>& rows, const KernelArgs& a,
                                                       const WorkItem& item) {
     SDPA_UNROLL for (int i = 0; i < rows.ROWS; i++) {
@@ -3375,7 +3373,7 @@ __global__ void __launch_bounds__(B::threads, 1) sdpa_mma(const __grid_constant_
     MmaQueries<B> Q;
     MmaRows<B> rows;
     const ItemScale<B> scale_log2(a, item);
-    // A mask leaves some warps of the CTA less to do than others.
+    // With a mask some warps of the CTA have fewer tiles than others.
     const int q = item.q0 + (B::pack_gqa ? 0 : warp * WARP_ROWS);
     // Every group takes part in every round, the last one perhaps without a tile.
     const auto sum_keys = [&](int begin, int end) {
@@ -3482,7 +3480,7 @@ template <class B> __device__ __forceinline__ const auto& tensor_maps(const Kern
   return a.maps;
 }
 
-// The matrix so many bytes after the one that this describes; the sum stays within the address.
+// The descriptor of the matrix that begins so many bytes later; the sum stays within the address.
 __device__ __forceinline__ uint64_t descriptor_at(uint64_t descriptor, int bytes) {
   return (descriptor & ~uint64_t(0xffffffff)) | uint32_t(uint32_t(descriptor) + bytes / 16);
 }
@@ -3522,7 +3520,7 @@ __device__ __forceinline__ int first_key_of(const WgmmaItem& item, int round, in
 template <class B, bool EARLY = false>
 __device__ __forceinline__ WgmmaItem wgmma_item(const KernelArgs& a, uint32_t i) {
   WgmmaItem item;
-  if (a.unmasked_rounds > 0) {  // as work_item() has it, but without a look at anything else
+  if (a.unmasked_rounds > 0) {  // as work_item() has it, without reading other arguments
     static_cast<WorkItem&>(item) = tile_of<B>(a, a.q_blocks.divide(i), a.q_blocks.remainder(i));
     item.first_key = 0, item.rounds = a.unmasked_rounds;
   } else {
@@ -3642,14 +3640,14 @@ inline cudaError_t encode_tensor_map(CUtensorMap& map, int rank, const void* bas
 bool same_strides(const Strides& a, const Strides& b) {
   return a.batch == b.batch && a.head == b.head && a.row == b.row;
 }
-// Whether the tensors lie alike: all that tensor maps are made of.
+// True if addresses, sizes and strides are equal, which is all that tensor maps depend on.
 bool same_tensors(const SdpaParams& a, const SdpaParams& b) {
   return a.Q == b.Q && a.K == b.K && a.V == b.V && a.O == b.O && a.B == b.B && a.Hq == b.Hq &&
          a.Hkv == b.Hkv && a.Sq == b.Sq && a.Sk == b.Sk && same_strides(a.q, b.q) &&
          same_strides(a.k, b.k) && same_strides(a.v, b.v) && same_strides(a.o, b.o);
 }
 
-// Those of this thread's last call, if the tensors are the same.
+// Encodes the tensor maps, or takes those of this thread's last call if the tensors are the same.
 template <class B, class Maps> SdpaStatus encode_tensor_maps(Maps& maps, const KernelArgs& a) {
   const SdpaParams& p = a.p;
   thread_local SdpaParams last{};
@@ -3852,7 +3850,8 @@ template <class B> struct WgmmaKernel<B, Wgmma::plain> : OneLaunch<B> {
 // room for two. Where there are too few items for all SMs, slices of the keys (SPLIT_KV) go to different
 // warpgroups, which merge what they have.
 
-// What the type of Q, K and V changes. Here: nothing, of 16 bits. e4m3 and U8 have sections of their own.
+// What depends on the type of Q, K and V. Here 16 bits, for which most hooks do nothing; e4m3 and U8 have
+// specialisations in sections of their own.
 template <class B, DType = B::is_8bit ? B::input : DType::fp16> struct WgmmaInput {
   static constexpr bool q_in_registers = false, flushes = false, q_in_flushed = false,
                         flushes_beside_qk = false;
@@ -3868,15 +3867,15 @@ template <class B, DType = B::is_8bit ? B::input : DType::fp16> struct WgmmaInpu
   template <class S> static __device__ __forceinline__ void init_v_empty(S& s, int n, int stage) {
     mbarrier_init(&s.slice[n].v_empty[stage], B::group_warps);
   }
-  // By a consumer, which is c: before an item's first scores; and in the order of the loop.
+  // Consumer c calls these for every item, in this order.
   template <class C> static __device__ void load_queries(C&) {}
   template <class C> static __device__ void start_sums(C&) {}
-  static __device__ void finish_scores(Scores&) {}  // U8: of integers
+  static __device__ void finish_scores(Scores&) {}  // U8: wgmma leaves integers
   template <class C> static __device__ void flush_when_due(C&) {}
   template <class C> static __device__ void scale_flushed(C&, const float (&)[2]) {}
   template <class C> static __device__ void add_flushed(C&) {}
   template <class C> static __device__ __forceinline__ void store(C& c) { c.write_output(); }
-  // By so much all scores of a query are too large.
+  // U8: by how much all scores of a query are too large.
   static __device__ float excess(const KernelArgs&, const WorkItem&, int) { return 0; }
 
   // S = Q @ K.T once more, of this warp alone, by mma.sync and with K from global memory: its tile may
@@ -3907,15 +3906,15 @@ template <class B, DType = B::is_8bit ? B::input : DType::fp16> struct WgmmaInpu
 
 template <class B> struct WgmmaShared {
   static constexpr int ROW_GROUPS = B::block_m / 64;
-  // Of items: Q of the next one is loaded beside an item. Where Q is read into registers, one buffer will do.
+  // Q of the next item is loaded while an item is computed. Where Q goes to registers, one buffer suffices.
   static constexpr bool Q_IN_REGISTERS = WgmmaInput<B>::q_in_registers;
   static constexpr int Q_STAGES =
       B::use_persistent_cta && (B::head_dim <= 128 || Q_IN_REGISTERS) ? 2 : 1;
   static constexpr int Q_BUFFERS = Q_IN_REGISTERS ? 1 : Q_STAGES;
   static constexpr bool Q_IN_FLUSHED = WgmmaInput<B>::q_in_flushed;
-  // What the slices' warpgroups with the same rows have for each other: of O, for every slice from every
-  // other one, what each thread has of what the slice finishes. Of a warp's 16 rows even slices finish the
-  // first 8, odd ones the others; two that finish the same rows halve their columns.
+  // What slices with the same rows exchange. O[to][from] has, thread by thread, what slice `from` has summed
+  // of the part that slice `to` finishes. Of a warp's 16 rows even slices finish the first 8, odd ones the
+  // others; two that finish the same rows halve their columns.
   struct Partial {
     static constexpr int COLS = B::split_kv > 2 ? B::head_dim * 2 / B::split_kv : B::head_dim;
     float4 O[B::split_kv][B::split_kv > 1 ? B::split_kv - 1 : 1][COLS / 16][128];
@@ -3928,7 +3927,7 @@ template <class B> struct WgmmaShared {
     alignas(1024) Element V[B::stages][B::block_n * B::head_dim];  // [BLOCK_N][D]
     // Full: the tile has landed. Empty: all who read it have done so.
     uint64_t k_full[B::stages], k_empty[B::stages], v_full[B::stages], v_empty[B::stages];
-    uint64_t v_landed[B::stages];  // U8: ahead of full, which says fp16
+    uint64_t v_landed[B::stages];  // U8: bytes have landed; v_full: they are fp16
   };
   using Queries = Element[ROW_GROUPS][64 * B::head_dim];  // 16 bits: afterwards O on its way out
   using Flushed = typename WgmmaInput<B>::Flushed[B::warpgroups];
@@ -3937,7 +3936,7 @@ template <class B> struct WgmmaShared {
   typename WgmmaInput<B>::Shared e4m3;
   typename std::conditional<(B::split_kv > 1), Partial[ROW_GROUPS], Nothing>::type partial;
   WgmmaItem item[Q_STAGES];  // whose Q it is
-  // Full: Q has landed, the item is known. Done: every warp has written its O over Q. Empty: O is out.
+  // Full: Q has landed, and item is set. Done: every warp has written its O over Q. Empty: O has been stored.
   uint64_t q_full[Q_STAGES], o_done[Q_STAGES][ROW_GROUPS], q_empty[Q_STAGES];
   uint64_t q_landed[Q_STAGES];  // U8
   typename std::conditional<WgmmaInput<B>::flushes && !Q_IN_FLUSHED, Flushed, Nothing>::type
@@ -3960,7 +3959,7 @@ template <class B> struct WgmmaShared {
   // Where P @ V finds V.
   __device__ __forceinline__ auto& v_tiles(int n) { return WgmmaInput<B>::v_tiles(*this, n); }
 
-  // By two threads, ahead of a barrier.
+  // Two threads do it; a barrier of the CTA must follow.
   __device__ __forceinline__ void init_mbarriers(int warp) {
     if (warp == 1 && threadIdx.x % 32 == 0) {
       for (uint64_t& full : q_full) mbarrier_init(&full, B::converts ? 2 : 1);
@@ -3999,7 +3998,7 @@ enum WgmmaBarrier {
   partials = 9,  // of all slices are written
 };
 
-// Whether a warpgroup without rows of its own leaves the tensor cores to the others.
+// True if warpgroups before query 0 or past Sq skip the item's tiles.
 template <class B> constexpr bool wgmma_may_pass = B::split_kv == 1 && !B::use_ping_pong;
 
 // How the registers of a CTA are dealt: all threads start with the same number, then the warpgroup that
@@ -4016,7 +4015,7 @@ template <class B> struct WgmmaRegisters {
   static constexpr bool dealt = consumer > at_start;
 };
 
-// A warp that copies. Its lanes know the same, and one of them issues the copies.
+// A producer warp. All its lanes have the same state, and one of them issues the copies.
 template <class B> struct WgmmaProducer {
   using Shared = WgmmaShared<B>;
   Shared& s;
@@ -4033,7 +4032,7 @@ template <class B> struct WgmmaProducer {
     if (B::use_persistent_cta && i >= a.work_items) return {};
     return wgmma_item<B, wgmma_may_pass<B>>(a, i);
   }
-  // Q of an item, and the word to the others.
+  // Loads Q of an item and sets s.item; q_full tells the others.
   __device__ __forceinline__ void start_item(const WgmmaItem& item) {
     const int stage = q_ring.stage;
     uint64_t* const full = B::converts ? &s.q_landed[stage] : &s.q_full[stage];
@@ -4062,7 +4061,7 @@ template <class B> struct WgmmaProducer {
     q_ring.advance();
     return item;
   }
-  // A slice's tile of K or V in a round, once its stage is empty; past the last key zeros.
+  // Loads a slice's tile of K or V in a round, once its stage is empty; past the last key zeros.
   __device__ __forceinline__ void load(const WgmmaItem& item, int round, int slice,
                                        const CUtensorMap* map, void* tile_s, uint64_t* full,
                                        uint64_t* empty) {
@@ -4083,7 +4082,7 @@ template <class B> struct WgmmaProducer {
     uint32_t* const counter = static_cast<uint32_t*>(a.p.workspace);
     typename Shared::Tiles& t = s.slice[slice];
     WgmmaItem item = find_item(blockIdx.x);
-    griddepcontrol_wait();  // from here on memory is as the kernel before this one has left it
+    griddepcontrol_wait();  // the kernel before this one has ended, and its writes are visible
     while (true) {
       if (starts) start_item(item);
       if (!starts && B::use_persistent_cta) item = follow_item();
@@ -4110,8 +4109,8 @@ template <class B> struct WgmmaProducer {
       if (starts) item = find_item(gridDim.x + uniform(drawn));
     }
   }
-  // By one thread: O of all items from shared memory to global memory. Rows past Sq are left out, but a box
-  // must not begin before row 0.
+  // By one thread: stores O of all items from shared memory. TMA leaves out rows past Sq, but a box must not
+  // begin before row 0.
   __device__ __forceinline__ void store_items() {
     do {
       const int stage = q_ring.stage;
@@ -4188,7 +4187,7 @@ template <class B> struct WgmmaConsumer {
   bool accumulates = false;   // an earlier tile of the item has begun O
   ItemScale<B> scale_log2;    // of the item
   typename WgmmaInput<B>::State e4m3;
-  // USE_LAZY_MAX: tiles with k0 in [stale_from, stale_from + stale_keys) may take the maximum that is there.
+  // USE_LAZY_MAX: tiles with k0 in [stale_from, stale_from + stale_keys) may take the stale maximum.
   int stale_from = 0;
   uint32_t stale_keys = 0;
 
@@ -4222,7 +4221,7 @@ template <class B> struct WgmmaConsumer {
     const int end = min(max(past, 1), rounds);
     return {min((seen.begin - first_key) / round_keys<B>, end - 1), end};
   }
-  // Tiles that this warpgroup does not need. It may release no stage before it is full.
+  // Releases the stages of tiles that this warpgroup does not need, each once it is full.
   __device__ __forceinline__ void let_pass(int tiles) {
     typename Shared::Tiles& t = s.slice[slice];
     auto& v = s.v_tiles(slice);
@@ -4257,14 +4256,14 @@ template <class B> struct WgmmaConsumer {
     wgmma_pv<B>(O, P, descriptor_at(V, ring.stage * int(sizeof s.v_tiles(0).V[0])), accumulates);
     accumulates = true;
   }
-  // Of the tile whose V is in that stage.
+  // Waits for the P @ V whose V is in that stage, and releases it.
   __device__ __forceinline__ void end_pv(int stage) {
     wgmma_wait_group<0>(), hold(O.x.d);
     release(&s.v_tiles(slice).v_empty[stage]);
   }
   // ---- the softmax ----
 
-  // Of the item's first tile, if it has no mask, some score of a row will do for its maximum.
+  // First tile of an item, if it has no mask: some score of a row becomes its stale maximum.
   __device__ __forceinline__ void take_some_score_as_max(const Scores& S) {
     if (!B::use_lazy_max || has_mask()) return;
     float alpha[ROWS];
@@ -4272,7 +4271,7 @@ template <class B> struct WgmmaConsumer {
     keep_max(fmaxf(fabsf(m[0]), fabsf(m[1])) * scale_log2 <= shift_limit);
   }
   __device__ __forceinline__ bool has_mask() const { return !a.tiles.cover(q, k0); }
-  // From here on tiles without mask may take the m that is there, if that will do for all rows of the warp.
+  // From now on tiles without mask may take m as the stale maximum, if it will do for all rows of the warp.
   __device__ __forceinline__ void keep_max(bool will_do) {
     if (!B::use_lazy_max) return;
     const KeyRange covered = a.tiles.covered(q);
@@ -4282,7 +4281,7 @@ template <class B> struct WgmmaConsumer {
   __device__ __forceinline__ bool may_take_stale_max() const {
     return B::use_lazy_max && uint32_t(k0 - stale_from) < stale_keys;
   }
-  // P in the place of its scores, and l; O must be multiplied by alpha.
+  // P in the place of S, and l. The caller multiplies O by alpha.
   __device__ __forceinline__ void softmax_by_exact_max(Scores& S, float (&alpha)[ROWS]) {
     if (has_mask()) {
       const uint32_t tid = thread_index_anew() % 128;
@@ -4297,16 +4296,16 @@ template <class B> struct WgmmaConsumer {
     scale_rows(O, alpha);
     WgmmaInput<B>::scale_flushed(*this, alpha);
   }
-  // P rounded. Held before the fence: else nvcc rounds some after it, ptxas splits P @ V into two groups
-  // (C7519), and the wait for the next scores takes in the first of these too.
+  // Rounds P, and holds it before the fence. Otherwise nvcc rounds a part after it, ptxas splits P @ V into two
+  // groups (C7519), and the wait for the next scores waits for the first of these as well.
   static __device__ __forceinline__ void pack_all(Probabilities& out, const Scores& P) {
     SDPA_UNROLL for (int step = 0; step < B::block_n / STEP_KEYS<B>; step++) {
       pack_step<Element>(out[step], P, step), hold(out[step]);
     }
   }
 
-  // P of the scores S, rounded, and O brought to its maximum, when the P @ V before has ended: end_last_pv()
-  // comes behind the first FIRST columns of a stale softmax, or before an exact one.
+  // P of the scores S, rounded, and O rescaled to its maximum. end_last_pv() waits for the P @ V before: after
+  // the first FIRST columns of a stale softmax, or before an exact one.
   template <int FIRST, class End>
   __device__ __forceinline__ void attend(Scores& S, Probabilities& P, const End& end_last_pv) {
     const bool stale = may_take_stale_max();
@@ -4417,7 +4416,7 @@ template <class B> struct WgmmaConsumer {
 
   // ---- items ----
 
-  // O / l, rounded, in the place of Q, which nobody reads any more, and LSE.
+  // Writes O / l, rounded, over Q, which all warps have read, and stores LSE.
   __device__ __forceinline__ void write_output() {
     const uint32_t tid = thread_index_anew() % 128, lane = tid % 32;
     const int first_row = tid / 32 * 16, stage = q_ring.stage;  // of the warp, in its group
@@ -4504,7 +4503,7 @@ template <class B> struct WgmmaConsumer {
         }
       }
       if (B::skip_masked) let_pass(own_rounds(item, rounds).first);
-      // With Q in registers the next item but one waits for its successor's Q.
+      // Where Q goes to registers, load_queries() has released it, unless the flushed sums lie there.
       if (Shared::Q_IN_FLUSHED) fence_proxy_async();  // read before TMA writes it
       if (!Shared::Q_IN_REGISTERS || Shared::Q_IN_FLUSHED) {
         release(B::is_e4m3 ? &s.q_empty[q_ring.stage] : &s.o_done[q_ring.stage][row_group]);
@@ -4542,8 +4541,8 @@ template <class B> struct WgmmaKernel<B, Wgmma::roles> : OneLaunch<B> {
 
 // ---- 5d merge of slices (wgmma and USE_WARP_SPECIALIZATION, USE_TUNED and SPLIT_KV > 1) ----
 
-// Rounded, 8 rows from query q on, by way of shared memory, so that lanes store 16 bytes. O_g: the columns of
-// the item's head from which they are.
+// Rounds 8 rows from query q on, and stores them by way of shared memory, so that a lane stores 16 bytes. O_g: their
+// first column in the item's head.
 template <int COLS>
 __device__ __forceinline__ void store_share(const float (&share)[COLS / 4],
                                             Output (&out_s)[8][COLS + 8], Output* O_g, int q,
@@ -4568,7 +4567,7 @@ __device__ __forceinline__ void store_share(const float (&share)[COLS / 4],
   }
 }
 
-// O / l and LSE of all slices together, each of which finishes its part: its own sum first, then the others' in
+// Merges the slices, and stores O / l and LSE. Each slice finishes its part: its own sum first, then the others' in
 // their order.
 template <class B> __device__ __forceinline__ void merge_slices(WgmmaConsumer<B>& c) {
   using Shared = WgmmaShared<B>;
@@ -4576,7 +4575,7 @@ template <class B> __device__ __forceinline__ void merge_slices(WgmmaConsumer<B>
   const int slice = c.slice;
   typename Shared::Partial& partial = c.s.partial[c.row_group];
   constexpr int OTHERS = B::split_kv - 1, COLS = Shared::Partial::COLS;
-  const WorkItem item = c.s.item[0];  // ahead of the barrier, which hides what follows from it
+  const WorkItem item = c.s.item[0];  // read before the barrier, which hides the latency
   const uint32_t tid = thread_index_anew() % 128, lane = tid % 32, warp = tid / 32;
   const int first_row = warp * 16 + slice % 2 * 8;  // of the 8 that it finishes
   const int row = first_row + lane / 4;             // of these the thread's
@@ -4639,7 +4638,7 @@ template <class B> __device__ __forceinline__ void merge_slices(WgmmaConsumer<B>
 // bits, so that O would stop to grow after some thousand keys; after FP8_FLUSH tiles what O holds goes to shared
 // memory, and O begins anew.
 
-// O of 8 bits, whose V has of every 16 d the even ones first.
+// O as P @ V of 8 bits leaves it: V has the even d of every 16 first.
 template <int WIDTH> struct WgmmaColumnsOfFour {  // [64][WIDTH]
   static constexpr int ROWS = 2, COLS = WIDTH / 4, LANES = 4, RUN = 4;
   struct Elements {
@@ -4657,11 +4656,11 @@ template <int WIDTH> struct WgmmaColumnsOfFour {  // [64][WIDTH]
 };
 
 template <class B> struct WgmmaInput<B, DType::e4m3> {
-  // Where there is room: an instruction would read as much of Q as of K.
+  // Where there is room. From shared memory an instruction would read as much of Q as of K.
   static constexpr bool q_in_registers = B::warpgroups<4, flushes = B::fp8_flush> 0;
   // Where shared memory has no room for both: nothing is flushed before Q is read.
   static constexpr bool q_in_flushed = q_in_registers && flushes && B::head_dim == 256;
-  // Of D=256 a flush is beside Q @ K.T; of fewer columns it comes before, else P @ V would wait.
+  // At D=256 a flush runs beside Q @ K.T. With fewer columns it comes before, since P @ V would wait for it.
   static constexpr bool flushes_beside_qk = B::head_dim == 256;
   static constexpr int TRANSPOSERS = 2 / B::split_kv;  // warps of a slice
   using Scores = WgmmaAccumulator<B::block_n>;
@@ -4779,8 +4778,8 @@ template <class B> struct WgmmaInput<B, DType::e4m3> {
 
   // ---- where a stale maximum was too small ----
 
-  // What a stale maximum was too small for, without its scores: m grows until no P is over 2^p_log2. alpha is a
-  // power of two. False if some P has overflowed, and nothing is done.
+  // Raises m where the stale maximum was too small, without the scores: until no P is over 2^p_log2. alpha is a
+  // power of two. False, and nothing done, if some P has overflowed.
   template <class Consumer>
   static __device__ __forceinline__ bool raise_max(Consumer& c, Scores& P,
                                                    const StaleSoftmax<B, 2>& softmax,
@@ -4834,8 +4833,8 @@ template <class B> struct WgmmaInput<B, DType::e4m3> {
 
   template <class Consumer> static __device__ void start_sums(Consumer& c) { c.e4m3.tiles = 0; }
   static __device__ void finish_scores(Scores&) {}
-  // After FP8_FLUSH tiles, and before the P @ V of another, what O holds is added to what is in shared memory, which
-  // has the same maximum.
+  // After FP8_FLUSH tiles, and before the next P @ V, adds O to the sums in shared memory, which have the same
+  // maximum.
   template <class Consumer> static __device__ __forceinline__ void flush_when_due(Consumer& c) {
     if constexpr (flushes) {
       if (!c.accumulates || ++c.e4m3.tiles % B::fp8_flush != 0) return;
@@ -4852,7 +4851,7 @@ template <class B> struct WgmmaInput<B, DType::e4m3> {
     if (c.e4m3.tiles < B::fp8_flush) return;
     with_flushed(c, [](float4* place, float* d) { add(d, ld_shared<float4>(place)); });
   }
-  // What was flushed gets another maximum, as O does.
+  // Rescales what was flushed, as scale_rows() does O.
   template <class Consumer>
   static __device__ __forceinline__ void scale_flushed(Consumer& c, const float (&alpha)[2]) {
     if (c.e4m3.tiles < B::fp8_flush) return;
@@ -4896,7 +4895,7 @@ template <class B> struct WgmmaInput<B, DType::u8> : WgmmaInput<B, DType::fp16> 
   using Scores = WgmmaAccumulator<B::block_n>;
   static constexpr int CONVERTERS = 2;  // warps
 
-  // Every other 64 rows of Q, and every other tile of V, of all items.
+  // Converts every other 64 rows of Q, and every other tile of V, of all items.
   template <class Producer>
   static __device__ __forceinline__ void convert_items(Producer& p, int part) {
     auto& s = p.s;
@@ -4917,7 +4916,7 @@ template <class B> struct WgmmaInput<B, DType::u8> : WgmmaInput<B, DType::fp16> 
       if (rounds == 0) break;
       for (int round = 0; round < rounds; round++, p.ring.advance()) {
         const int n = p.ring.stage;
-        // each in turn: a wait knows the parity alone
+        // no phase is left out, since a wait knows the parity alone
         mbarrier_wait(&t.v_landed[n], p.ring.parity);
         if (round % CONVERTERS != part) continue;
         convert<B::block_n>(t.V[n]);
@@ -5003,7 +5002,7 @@ template <class B> struct WgmmaInput<B, DType::u8> : WgmmaInput<B, DType::fp16> 
       }
     }
   }
-  // Of a query, where keys count from 0. 0 without LSE, since P does not show it.
+  // 128 times the sum of q - 128 of a query; 0 without LSE, since P does not show it.
   static __device__ __forceinline__ float excess(const KernelArgs& a, const WorkItem& item, int q) {
     const SdpaParams& p = a.p;
     if (!p.LSE || q >= p.Sq) return 0;
@@ -5079,7 +5078,7 @@ template <class B> struct WgmmaColumnsLoader {
   __device__ bool loads_tiles() const { return warp < 2; }
   __device__ bool loads_q() const { return warp == 2 && slice == 0; }
 
-  // The warp's first copy waits for the kernel before this one, as late as can be.
+  // Before the warp's first copy: waits for the kernel before this one, as late as possible.
   __device__ __forceinline__ void copy(void* dst_s, const CUtensorMap* map, const int (&at)[5],
                                        uint64_t* full, uint64_t cache_policy) {
     if (!waited_for_last_kernel) {
@@ -5426,7 +5425,7 @@ __global__ void __launch_bounds__(B::threads, 1)
     }
     fence_mbarrier_init();
   }
-  if (B::pack_gqa) {  // rows that no query fills: what lies there decides how others are rounded
+  if (B::pack_gqa) {  // rows without a query are 0: what lies there would decide how others are rounded
     const int rows = rows_of_item<B>(a), chunks = (B::block_m - rows) * 8;
     for (int i = threadIdx.x; i < B::head_dim / 64 * chunks; i += B::threads) {
       Input* const empty = s.Q + (i / chunks * B::block_m + rows) * 64;
@@ -5743,7 +5742,7 @@ SdpaStatus check_params(const SdpaParams& p) {
   return status;
 }
 
-// What a stride of a dimension of size 1 holds is open (PyTorch leaves it so): 0 keeps it out of addresses.
+// A stride of a dimension of size 1 may hold anything, as PyTorch has it. 0 keeps it out of addresses.
 SdpaParams without_idle_strides(SdpaParams p) {
   const struct {
     Strides& s;
@@ -5927,8 +5926,8 @@ inline SdpaStatus sdpa_forward(const SdpaParams& params, cudaStream_t stream) {
                                  : "sums of many keys",
                    sdpa_workspace_bytes(p));
   }
-  // The status tells of an error, so that none stays behind as the thread's last one, unless the caller had
-  // left one there, which would go with it.
+  // The status alone tells of an error: the thread's last error is cleared, unless the caller had left one
+  // there, which would be lost.
   const bool clean = cudaPeekAtLastError() == cudaSuccess;
   status = kernel_facts(p).forward(p, stream);
   if (!status.ok() && clean) cudaGetLastError();
