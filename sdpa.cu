@@ -407,7 +407,7 @@ struct TunedTile {
   constexpr bool has(Schedule s) const { return (schedule & s) == s; }
 };
 constexpr TunedTile TUNED_TILES[] = {
-    {64, 64, 128, 8, 2, 2, producer_warpgroup, 2760, 6.79, 6.09},
+    {64, 64, 128, 8, 2, 2, producer_warpgroup, 2760, 6.6, 6.09},
     {64, 32, 128, 16, 1, 4, swap_ab, 2570, 5.56, 3.58},
     {64, 128, 64, 16, 4, 2, overlap | ping_pong, 6770, 8.33, 9.28},
     {64, 256, 64, 16, 4, 1, overlap | persistent | ping_pong, 4700, 8.71, 7.83},
@@ -4655,7 +4655,7 @@ template <int WIDTH> struct WgmmaColumnsOfFour {  // [64][WIDTH]
   __device__ int col(int j) const { return first_col + j / 4 * 16 + j % 4; }
 };
 
-template <class B> struct WgmmaInput<B, DType::e4m3> {
+template <class B> struct WgmmaInput<B, DType::e4m3> : WgmmaInput<B, DType::fp16> {
   // Where there is room. From shared memory an instruction would read as much of Q as of K.
   static constexpr bool q_in_registers = B::warpgroups<4, flushes = B::fp8_flush> 0;
   // Where shared memory has no room for both: nothing is flushed before Q is read.
@@ -4832,7 +4832,6 @@ template <class B> struct WgmmaInput<B, DType::e4m3> {
   // ---- O ----
 
   template <class Consumer> static __device__ void start_sums(Consumer& c) { c.e4m3.tiles = 0; }
-  static __device__ void finish_scores(Scores&) {}
   // After FP8_FLUSH tiles, and before the next P @ V, adds O to the sums in shared memory, which have the same
   // maximum.
   template <class Consumer> static __device__ __forceinline__ void flush_when_due(Consumer& c) {

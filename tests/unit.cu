@@ -718,12 +718,14 @@ TEST_CASE("tile_choice") {
   CHECK(rows(1, 8, 2048, 2048, Causal::off) == 128);  // 256 of 64 rows would be two waves
   CHECK(rows(1, 32, 16384, 16384, Causal::off) == 256);
   CHECK(rows(4, 32, 4096, 4096, Causal::off) == 256);
-  CHECK(rows(66, 1, 512, 8192, Causal::off) == 256);  // one wave of 132
+  // one wave of 132, though 2 * 256 rows are too many
+  CHECK(rows(66, 1, 384, 8192, Causal::off) == 256);
   CHECK(rows(4, 32, 4096, 4096, Causal::bottom_right) == 256);
   CHECK(rows(8, 32, 1024, 1024, Causal::bottom_right) == 256);  // 384 leave a third over
   CHECK(rows(132, 1, 64, 4096, Causal::top_left) == 64);
   CHECK(rows(1, 8, 2048, 2048, Causal::bottom_right) == 64);  // 128 rows: the longest decides
   CHECK(rows(1, 8, 3072, 3072, Causal::bottom_right) == 128);
+  CHECK(rows(4, 8, 512, 512, Causal::bottom_right) == 128);
   // Without a mask the one that takes turns, with one the one that leaves masked tiles out.
   CHECK(tile_of_d64(4, 32, 4096, 4096, Causal::off).has(ping_pong));
   CHECK(tile_of_d64(4, 32, 4096, 4096, Causal::bottom_right).has(skip_masked));

@@ -73,8 +73,7 @@ def results_section(source):
     headers = ["problem (B,Hq,Hkv,Sq,Sk,D)", "fastest line", "#µs", "#TFLOP/s", *(f"#{n}, µs" for n in names),
                "#times as fast"]
     torch = next((row["note"] for row in source.rows if peer(row) and row["note"]), "")
-    runs = len(source.values("git_sha"))
-    words = ("One run" if runs == 1 else f"{runs} runs") + (f"; the peers through {torch}" if torch else "") + ". " + provenance(source)
+    words = (f"The peers through {torch}. " if torch else "") + provenance(source)
     chart = against(drawn, [OURS, *names], "TFLOP/s of the fastest line and of peers on each problem",
                     "TFLOP/s; right: times the best peer")
     return {"results": table(headers, rows) + "\n" + words}, {"peers.svg": standalone(chart)}
@@ -188,14 +187,14 @@ def decode_section(source):
     """Few query rows: the fastest line of each family and cuDNN, and the rate at which the fastest reads K and V."""
     times = collections.defaultdict(dict)
     for row, us in timed(source):
-        family = PEERS.get(row["config"], row["family"])
-        times[problem(row)].setdefault(family, (us, row))
-        times[problem(row)][family] = min(times[problem(row)][family], (us, row), key=lambda found: found[0])
+        at, family = times[problem(row)], PEERS.get(row["config"], row["family"])
+        if family not in at or us < at[family][0]:
+            at[family] = us, row
     rows = []
     for what, at in times.items():
         cells = [at.get(family, (None, None)) for family in ("wgmma", "mma", "cuDNN")]
         us, row = min((cell for cell in cells[:2] if cell[0]), key=lambda cell: cell[0])
-        bytes_ = math.prod(int(row[name]) for name in ("B", "Hkv", "Sk", "D")) * 2 * (1 if "8" in row["dtype"] else 2)
+        bytes_ = math.prod(int(row[name]) for name in ("B", "Hkv", "Sk", "D")) * 2 * (1 if row["dtype"] in ("u8", "e4m3") else 2)
         rows.append([what, *(short(t) if t else None for t, _ in cells), f"{bytes_ / us / 1e6:.2f}",
                      f"{cells[2][0] / us:.2f}x" if cells[2][0] else None])
     headers = ["problem", "#wgmma, µs", "#mma.sync, µs", "#cuDNN, µs", "#K and V, TB/s", "#times as fast"]
