@@ -386,9 +386,9 @@ static_assert(check<Build>(), "");
 
 // ---- tuned tiles (USE_TUNED) ----
 
-// A tile of the mma.sync or the wgmma kernel with its schedule, and what an item costs an SM: item_clocks, and one more
-// for every scores_per_clock scores. Fitted to the times of whole problems on an H200 (./run_all.sh fit), to put
-// the tiles in order; not measured one by one.
+// A tile of the mma.sync or the wgmma kernel with its schedule, how many of its CTAs share an SM, and what an item costs
+// the SM: item_clocks, and one more for every scores_per_clock scores. The costs are fitted to the times of whole
+// problems on an H200 (./run_all.sh fit), to put the tiles in order; not measured one by one.
 enum Schedule {
   producer_warpgroup = 1,            // USE_WARP_SPECIALIZATION
   overlap = 2 | producer_warpgroup,  // which it needs
@@ -402,55 +402,57 @@ enum Schedule {
 struct TunedTile {
   int head_dim, block_m, block_n, num_warps, stages, split_kv;
   int schedule;  // of the above
+  int ctas;      // that share an SM
   double item_clocks, scores_per_clock, causal_scores_per_clock;
 
   constexpr bool has(Schedule s) const { return (schedule & s) == s; }
 };
 constexpr TunedTile TUNED_TILES[] = {
-    {64, 64, 128, 8, 2, 2, producer_warpgroup, 2760, 6.6, 6.09},
-    {64, 32, 128, 16, 1, 4, swap_ab, 2570, 5.56, 3.58},
-    {64, 128, 64, 16, 4, 2, overlap | ping_pong, 6770, 8.33, 9.28},
-    {64, 256, 64, 16, 4, 1, overlap | persistent | ping_pong, 4700, 8.71, 7.83},
-    {64, 256, 64, 16, 3, 1, overlap | persistent | skip_masked, 7230, 8.6, 9.94},
-    {64, 64, 64, 4, 2, 1, overlap | persistent, 1490, 3.45, 3.63},
-    {64, 16, 128, 8, 2, 2, swap_ab | packed, 708, 1.41, 1.3},
-    {64, 32, 128, 8, 2, 2, swap_ab | packed, 9240, 3.07, 2.12},
-    {128, 64, 64, 8, 2, 2, overlap, 4670, 3.58, 3.7},
-    {128, 128, 128, 8, 2, 1, overlap | persistent | ping_pong, 4630, 5.04, 5.04},
-    {128, 192, 64, 12, 4, 1, overlap | persistent | skip_masked, 2640, 4.19, 5.01},
-    {128, 64, 64, 4, 2, 1, overlap | persistent, 1480, 2.42, 2.16},
-    {128, 16, 64, 8, 2, 2, swap_ab | packed, 1020, 0.612, 0.549},
-    {128, 32, 64, 8, 2, 2, swap_ab | packed, 15700, 1.47, 1.32},
-    {256, 128, 64, 8, 2, 1, overlap | skip_masked, 11300, 3.73, 3.56},
-    {256, 64, 64, 4, 2, 1, overlap, 7120, 2.11, 2.24},
-    {256, 8, 64, 4, 2, 1, swap_ab | packed, 4170, 0.219, 0.231},
-    {256, 16, 64, 4, 2, 1, swap_ab | packed, 16900, 0.293, 0.343},
-    {256, 32, 64, 4, 2, 1, swap_ab | packed, 9550, 0.341, 0.365},
-    {64, 32, 32, 8, 2, 4, mma_sync, 3430, 5.26, 4.54},
-    {64, 64, 64, 4, 2, 2, mma_sync, 9470, 6.36, 4.24},
-    {64, 128, 64, 4, 3, 1, mma_sync, 1890, 4.08, 4.33},
-    {64, 16, 32, 4, 3, 4, packed | mma_sync, 8560, 1.1, 0.987},
-    {64, 32, 32, 4, 3, 4, packed | mma_sync, 10500, 2.08, 1.9},
-    {128, 64, 32, 8, 2, 2, mma_sync, 6610, 2.29, 2.29},
-    {128, 128, 64, 4, 2, 1, mma_sync, 3600, 2.7, 2.57},
-    {128, 16, 16, 4, 2, 4, packed | mma_sync, 6940, 0.478, 0.466},
-    {128, 32, 16, 4, 2, 4, packed | mma_sync, 10000, 0.92, 0.914},
-    {256, 64, 64, 4, 1, 1, mma_sync, 9560, 1.25, 0.983},
-    {256, 16, 16, 2, 2, 2, packed | mma_sync, 19400, 0.234, 0.213},
+    {64, 64, 128, 8, 2, 2, producer_warpgroup, 1, 2760, 6.6, 6.09},
+    {64, 32, 128, 16, 1, 4, swap_ab, 1, 2570, 5.56, 3.58},
+    {64, 128, 64, 16, 4, 2, overlap | ping_pong, 1, 6770, 8.33, 9.28},
+    {64, 256, 64, 16, 4, 1, overlap | persistent | ping_pong, 1, 4700, 8.71, 7.83},
+    {64, 256, 64, 16, 3, 1, overlap | persistent | skip_masked, 1, 7230, 8.6, 9.94},
+    {64, 64, 64, 4, 2, 1, overlap | persistent, 2, 1490, 3.45, 3.63},
+    {64, 16, 128, 8, 2, 2, swap_ab | packed, 1, 708, 1.41, 1.3},
+    {64, 16, 128, 4, 2, 1, swap_ab | packed, 3, 2000, 1.3, 1.2},
+    {64, 32, 128, 8, 2, 2, swap_ab | packed, 1, 9240, 3.07, 2.12},
+    {128, 64, 64, 8, 2, 2, overlap, 1, 4670, 3.58, 3.7},
+    {128, 128, 128, 8, 2, 1, overlap | persistent | ping_pong, 1, 4630, 5.04, 5.04},
+    {128, 192, 64, 12, 4, 1, overlap | persistent | skip_masked, 1, 2640, 4.19, 5.01},
+    {128, 64, 64, 4, 2, 1, overlap | persistent, 1, 1480, 2.42, 2.16},
+    {128, 16, 64, 8, 2, 2, swap_ab | packed, 1, 1020, 0.612, 0.549},
+    {128, 32, 64, 8, 2, 2, swap_ab | packed, 1, 15700, 1.47, 1.32},
+    {256, 128, 64, 8, 2, 1, overlap | persistent | skip_masked, 1, 11300, 3.73, 3.56},
+    {256, 64, 64, 4, 2, 1, overlap | persistent, 1, 7120, 2.11, 2.24},
+    {256, 8, 64, 4, 2, 1, swap_ab | packed, 1, 4170, 0.219, 0.231},
+    {256, 16, 64, 4, 2, 1, swap_ab | packed, 1, 16900, 0.293, 0.343},
+    {256, 32, 64, 4, 2, 1, swap_ab | packed, 1, 9550, 0.341, 0.365},
+    {64, 32, 32, 8, 2, 4, mma_sync, 2, 3430, 5.26, 4.54},
+    {64, 64, 64, 4, 2, 2, mma_sync, 2, 9470, 6.36, 4.24},
+    {64, 128, 64, 4, 3, 1, mma_sync, 2, 1890, 4.08, 4.33},
+    {64, 16, 32, 4, 3, 4, packed | mma_sync, 2, 8560, 1.1, 0.987},
+    {64, 32, 32, 4, 3, 4, packed | mma_sync, 2, 10500, 2.08, 1.9},
+    {128, 64, 32, 8, 2, 2, mma_sync, 1, 6610, 2.29, 2.29},
+    {128, 128, 64, 4, 2, 1, mma_sync, 2, 3600, 2.7, 2.57},
+    {128, 16, 16, 4, 2, 4, packed | mma_sync, 3, 6940, 0.478, 0.466},
+    {128, 32, 16, 4, 2, 4, packed | mma_sync, 3, 10000, 0.92, 0.914},
+    {256, 64, 64, 4, 1, 1, mma_sync, 2, 9560, 1.25, 0.983},
+    {256, 16, 16, 2, 2, 2, packed | mma_sync, 3, 19400, 0.234, 0.213},
 };
 // The same for the wgmma kernel with DTYPE=FP8_E4M3, estimated; O is flushed after 1,024 keys. Few rows go to
 // mma.sync, since the transposed kernel takes no bytes.
 constexpr TunedTile E4M3_TILES[] = {
-    {64, 64, 128, 8, 3, 2, overlap, 4990, 8.1, 7.45},
-    {64, 128, 64, 16, 4, 2, overlap | ping_pong, 6010, 9.93, 9.08},
-    {64, 192, 128, 12, 4, 1, overlap | persistent | skip_masked, 7340, 10.3, 9.9},
-    {64, 16, 64, 4, 3, 4, packed | mma_sync, 8560, 1.9, 1.8},
-    {128, 64, 64, 8, 2, 2, overlap, 4140, 4.66, 4.24},
-    {128, 128, 128, 8, 2, 1, overlap | persistent | ping_pong, 6170, 6.97, 7.03},
-    {128, 192, 64, 12, 4, 1, overlap | persistent | skip_masked, 8540, 8.58, 7.73},
-    {128, 16, 32, 4, 3, 4, packed | mma_sync, 6940, 1.03, 1},
-    {256, 128, 64, 8, 2, 1, overlap | persistent | skip_masked, 4990, 4.48, 4.4},
-    {256, 16, 32, 2, 2, 2, packed | mma_sync, 19400, 0.45, 0.42},
+    {64, 64, 128, 8, 3, 2, overlap, 1, 4990, 8.1, 7.45},
+    {64, 128, 64, 16, 4, 2, overlap | ping_pong, 1, 6010, 9.93, 9.08},
+    {64, 192, 128, 12, 4, 1, overlap | persistent | skip_masked, 1, 7340, 10.3, 9.9},
+    {64, 16, 64, 4, 3, 4, packed | mma_sync, 2, 8560, 1.9, 1.8},
+    {128, 64, 64, 8, 2, 2, overlap, 1, 4140, 4.66, 4.24},
+    {128, 128, 128, 8, 2, 1, overlap | persistent | ping_pong, 1, 6170, 6.97, 7.03},
+    {128, 192, 64, 12, 4, 1, overlap | persistent | skip_masked, 1, 8540, 8.58, 7.73},
+    {128, 16, 32, 4, 3, 4, packed | mma_sync, 2, 6940, 1.03, 1},
+    {256, 128, 64, 8, 2, 1, overlap | persistent | skip_masked, 1, 4990, 4.48, 4.4},
+    {256, 16, 32, 2, 2, 2, packed | mma_sync, 3, 19400, 0.45, 0.42},
 };
 constexpr bool has_e4m3_tiles = is_wgmma && Build::is_e4m3;
 constexpr int MOST_TILES = sizeof TUNED_TILES / sizeof(TunedTile);
@@ -2433,35 +2435,38 @@ struct Items {
   int ranges = 1;          // CTAs to an item
 };
 
-// CTAs that the GPU holds at once, by their shared memory, of which the system takes 1 KB for each.
-template <class B> int64_t most_resident_ctas() {
-  const int sms = device_attribute(cudaDevAttrMultiProcessorCount, 132);
+int sm_count() { return device_attribute(cudaDevAttrMultiProcessorCount, 132); }
+
+// CTAs that an SM holds at once, by their shared memory, of which the system takes 1 KB for each.
+template <class B> int most_resident_ctas() {
   const int shared = device_attribute(cudaDevAttrMaxSharedMemoryPerMultiprocessor, 228 << 10);
-  const int ctas = shared / int(shared_bytes<B> + 1024);
-  return int64_t(sms) * (ctas > 1 ? ctas : 1);
+  return max(shared / int(shared_bytes<B> + 1024), 1);
 }
 
-// SPLIT_CTAS=0: as many ranges as take the least time, counted in KB that an SM reads meanwhile: its rounds, 64 KB for
-// each wave of CTAs that starts, and 24 KB for each 16 ranges that the last CTA of an item loads at once (fitted to an
-// H200). None is longer than most_keys_at_once where 256 ranges suffice.
-template <class B> int ranges_of(const SdpaParams& p, const Items& items) {
-  constexpr int round = B::split_kv * B::block_n,
-                round_kb = round * B::head_dim * int(sizeof(Input)) / 512;
-  const int64_t sms = device_attribute(cudaDevAttrMultiProcessorCount, 132);
-  const int64_t resident = most_resident_ctas<B>();
+// Of K and V of a key head.
+double kb_of_keys(const SdpaParams& p, int keys) { return keys * p.D * sizeof(Input) / 512.0; }
+
+// SPLIT_CTAS=0: as many ranges as take the least time, counted in KB that an SM reads meanwhile: its rounds, 64 KB for each wave of CTAs that starts, `resident` to an SM, and 24 KB for each 16 ranges that the
+// last CTA of an item loads at once (fitted to an H200). None is longer than most_keys_at_once where 256 ranges suffice.
+struct Ranges {
+  int count;
+  double kb;
+};
+Ranges ranges_of(const SdpaParams& p, int64_t items, int round_keys, int resident, int sms) {
   const KeyBounds bounds(p);
-  const int keys = bounds.end(p.Sq - 1) - bounds.begin(p.Sq - 1);
-  const auto shares = [](int64_t n, int64_t of) { return (n + of - 1) / of; };
-  const int64_t rounds = keys > 0 ? shares(keys, round) : 1;
-  const int64_t least = min(int(shares(keys > 0 ? keys : 1, most_keys_at_once)), 256);
-  int64_t best = 1, best_kb = -1;
-  for (int64_t n = least; n <= 256 && n <= rounds; n++) {
-    const int64_t ctas = items.count * n, merges = n > 1 ? shares(n, 16) : 0;
-    const int64_t kb = shares(ctas, sms) * shares(rounds, n) * round_kb +
-                       64 * shares(ctas, resident) + 24 * merges;
-    if (best_kb < 0 || kb < best_kb) best = n, best_kb = kb;
+  const int keys = max(bounds.end(p.Sq - 1) - bounds.begin(p.Sq - 1), 1);
+  const auto shares = [](uint32_t n, uint32_t of) { return (n + of - 1) / of; };
+  const int rounds = int(shares(keys, round_keys));
+  const double round_kb = kb_of_keys(p, round_keys);
+  const int most = items <= most_split_items ? min(rounds, 256) : 1;
+  Ranges best{};
+  for (int n = min(int(shares(keys, most_keys_at_once)), most); n <= most; n++) {
+    const uint32_t ctas = uint32_t(items) * n, merges = n > 1 ? shares(n, 16) : 0;
+    const double kb = round_kb * shares(ctas, sms) * shares(rounds, n) +
+                      64.0 * shares(ctas, resident * sms) + 24.0 * merges;
+    if (best.count == 0 || kb < best.kb) best = {n, kb};
   }
-  return items.count <= most_split_items ? int(best) : 1;
+  return best;
 }
 
 // Tiles of BLOCK_M rows, without ranges.
@@ -2484,7 +2489,11 @@ Items items_of_tile(const SdpaParams& p, int block_m, bool pack_gqa) {
 template <class B> Items items_of(const SdpaParams& p) {
   Items items = items_of_tile(p, B::block_m, B::pack_gqa);
   if (B::split_ctas > 1) items.ranges = B::split_ctas;
-  if (B::split_ctas == 0 && items.count > 0) items.ranges = ranges_of<B>(p, items);
+  if (B::split_ctas == 0 && items.count > 0) {
+    const Ranges ranges = ranges_of(p, items.count, B::split_kv * B::block_n,
+                                    most_resident_ctas<B>(), sm_count());
+    items.ranges = ranges.count;
+  }
   return items;
 }
 
@@ -2505,7 +2514,7 @@ template <class B> struct OneLaunch {
       return zeroed_bytes + size_t(items.count) * items.ranges * sizeof(RangePartial<B>);
     }
     if (!B::many_keys) return zeroed_bytes;
-    const int64_t most = B::use_persistent_cta ? most_resident_ctas<B>() : items.count;
+    const int64_t most = B::use_persistent_cta ? most_resident_ctas<B>() * sm_count() : items.count;
     return slot_offset + size_t(items.count < most ? items.count : most) * slot_bytes<B>;
   }
 };
@@ -5826,27 +5835,29 @@ template <class B, bool TUNED = B::use_tuned> struct KernelChoice {
 
 // ---- the choice of a tile (USE_TUNED) ----
 
-// Clocks that the problem takes with this tile. A CTA per item comes in waves on the GPU's `sms`. With a
-// mask items differ in length, and each SM that is free takes the longest that is left: together they take
-// as long as the longest, or as all of them spread evenly. A mask leaves the keys that the rows see on
-// average, and of the tiles on its edge half.
+// Clocks that the problem takes with this tile. Items come in waves on the GPU's `sms`, t.ctas to each, which share its
+// rate; one alone has sole_rate of it. With a mask items differ in length, and each SM that is free takes the longest
+// that is left: together they take as long as the longest, or as all of them spread evenly. A mask leaves the keys that
+// the rows see on average, and of the tiles on its edge half.
 double tuned_clocks(const TunedTile& t, const SdpaParams& p, int sms) {
   const KeyBounds bounds(p);
-  const double items = double(items_of_tile(p, t.block_m, t.has(packed)).count);
+  const int64_t items = items_of_tile(p, t.block_m, t.has(packed)).count;
   const int round_keys = t.block_n * t.split_kv;
+  const double rate = bounds.all() ? t.scores_per_clock : t.causal_scores_per_clock;
+  const double clocks_per_key = t.block_m / rate, sole_rate = t.ctas > 1 ? 0.75 : 1;
+  if (t.has(packed)) {  // what its ranges take
+    const Ranges ranges = ranges_of(p, items, round_keys, t.ctas, sms);
+    return t.item_clocks + clocks_per_key * ranges.kb / kb_of_keys(p, 1);
+  }
   const auto whole_rounds = [&](int keys) {
     return double((keys + round_keys - 1) / round_keys) * round_keys;
   };
-  if (t.has(packed)) {  // ranges of keys keep all SMs busy, with a round at least
-    const double keys = whole_rounds(bounds.end(p.Sq - 1) - bounds.begin(p.Sq - 1));
-    const double rate = bounds.all() ? t.scores_per_clock : t.causal_scores_per_clock;
-    return t.item_clocks + t.block_m * std::fmax(items * keys / sms, round_keys) / rate;
-  }
+  const double items_per_sm = double(items) / sms;
   if (bounds.all()) {
-    const double keys = whole_rounds(p.Sk);
-    return std::ceil(items / sms) * (t.item_clocks + t.block_m * keys / t.scores_per_clock);
+    const double most_items = std::ceil(items_per_sm), waves = std::ceil(most_items / t.ctas);
+    return waves * t.item_clocks + clocks_per_key * whole_rounds(p.Sk) *
+                                       std::fmax(most_items, waves / sole_rate);
   }
-  const double clocks_per_key = t.block_m / t.causal_scores_per_clock;
   constexpr int samples = 16;
   const int edges = (bounds.to < p.Sk) + (bounds.from > -most_rows);
   double keys = edges * ((t.has(skip_masked) ? 64 : t.block_m) + round_keys) / 2.0;
@@ -5857,20 +5868,19 @@ double tuned_clocks(const TunedTile& t, const SdpaParams& p, int sms) {
     keys += double(seen) / samples, most_keys = std::fmax(most_keys, whole_rounds(seen));
   }
   keys = std::fmin(keys, whole_rounds(p.Sk));
-  return std::fmax(t.item_clocks + clocks_per_key * most_keys,
-                   items / sms * (t.item_clocks + clocks_per_key * keys));
+  return std::fmax(t.item_clocks + clocks_per_key * most_keys / sole_rate,
+                   items_per_sm * (t.item_clocks / t.ctas + clocks_per_key * keys));
 }
 
 // USE_TUNED: number of the quickest tile for the problem. Not by max_ctas, on which no bit of the result
 // may depend.
 int choose_tile(const SdpaParams& p) {
-  const int sms = device_attribute(cudaDevAttrMultiProcessorCount, 132);
   int best = first_tile_that_fits();
+  double best_clocks = tuned_clocks(tuned_tile(best), p, sm_count());
   for (int n = best + 1; n < TILES; n++) {
-    if (tile_fits(tuned_tile(n)) &&
-        tuned_clocks(tuned_tile(n), p, sms) < tuned_clocks(tuned_tile(best), p, sms)) {
-      best = n;
-    }
+    if (!tile_fits(tuned_tile(n))) continue;
+    const double clocks = tuned_clocks(tuned_tile(n), p, sm_count());
+    if (clocks < best_clocks) best = n, best_clocks = clocks;
   }
   return best;
 }

@@ -32,7 +32,8 @@ long 1,2,2,8192,8192 1,4,4,4096,4096 8,16,16,512,512 4,8,8,1024,1024 2,16,16,204
 4,16,16,4096,4096 4,32,32,4096,4096 1,16,16,16384,16384
 16,48,6,80,80 4,48,6,90,90 64,16,4,40,120 32,16,16,196,196 30,32,4,128,128 64,8,1,16,64 2,16,2,40,16000
 decode decode1 8,32,8,1,2048 1,32,8,1,4096 128,32,8,1,1024 1,16,16,1,8192 48,8,8,1,500 10,64,8,1,800 7,8,8,1,3000
-8,32,8,4,8192 8,32,8,8,8192 1,16,2,6,8000 chunk""".split()
+8,32,8,4,8192 8,32,8,8,8192 1,16,2,6,8000 chunk
+16,56,7,76,76 41,8,2,125,958 24,8,2,463,463 47,48,6,140,140 55,7,7,1,436 64,16,4,1,300""".split()
 FEW_ROWS = 1024  # of a key head
 PACE, BLOCKS = engine.Pace(50e3, 10e3), 2
 COLUMNS = ("D dtype shape B Hq Hkv Sq Sk causal tile us lo_us hi_us clock_mhz check device sms driver cuda "
@@ -47,7 +48,7 @@ MODEL_ERROR, PRIOR, WORST, SPREAD, ROUNDS, SEARCHES = 0.01, 0.015, 0.1, 0.8, 600
 class Tile(ctypes.Structure):
     """sdpa.cu's TunedTile, member by member."""
     _fields_ = ([(name, ctypes.c_int) for name in
-                 ("head_dim", "block_m", "block_n", "num_warps", "stages", "split_kv", "schedule")] +
+                 ("head_dim", "block_m", "block_n", "num_warps", "stages", "split_kv", "schedule", "ctas")] +
                 [(name, ctypes.c_double) for name in
                  ("item_clocks", "scores_per_clock", "causal_scores_per_clock")])
     KNOBS = ("HEAD_DIM", "BLOCK_M", "BLOCK_N", "NUM_WARPS", "STAGES", "SPLIT_KV")
@@ -99,7 +100,7 @@ class Tile(ctypes.Structure):
             words.remove("producer_warpgroup")  # which overlap stands for as well
         numbers = [getattr(self, name) for name, _ in self._fields_[:6]]
         costs = f"{self.item_clocks:g}, {self.scores_per_clock!r}, {self.causal_scores_per_clock!r}"
-        return f"    {{{', '.join(map(str, numbers))}, {' | '.join(words)}, {costs}}},"
+        return f"    {{{', '.join(map(str, numbers))}, {' | '.join(words)}, {self.ctas}, {costs}}},"
 
 
 class Model:
@@ -197,7 +198,7 @@ def by_problem(rows):
 
 def with_costs(tile, costs):
     """The same tile at other costs."""
-    return Tile(*(getattr(tile, name) for name, _ in Tile._fields_[:7]), *costs)
+    return Tile(*(getattr(tile, name) for name, _ in Tile._fields_[:8]), *costs)
 
 
 def fit_times(model, tile, times, sms, mhz):
