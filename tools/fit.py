@@ -39,6 +39,7 @@ PACE, BLOCKS = engine.Pace(50e3, 10e3), 2
 COLUMNS = ("D dtype shape B Hq Hkv Sq Sk causal tile us lo_us hi_us clock_mhz check device sms driver cuda "
            "git_sha").split()
 NEW_COSTS = (5000, 6, 6)  # of a tile before it is fitted
+LEAST_CLOCKS = 100  # of an item beside its scores
 WORST_LOSS, MEAN_LOSS = 0.05, 0.01
 MODEL_ERROR, PRIOR, WORST, SPREAD, ROUNDS, SEARCHES = 0.01, 0.015, 0.1, 0.8, 600, 4  # of fit_choices()
 
@@ -212,7 +213,8 @@ def fit_times(model, tile, times, sms, mhz):
 
     def misses(logarithms):
         return weights * np.log(model.clocks([with_costs(tile, np.exp(logarithms))], params, sms)[:, 0] / clocks)
-    return optimize.least_squares(misses, np.log(tile.costs), loss="soft_l1", f_scale=0.05).x
+    least = [math.log(LEAST_CLOCKS), -math.inf, -math.inf]
+    return optimize.least_squares(misses, np.log(tile.costs), bounds=(least, math.inf), loss="soft_l1", f_scale=0.05).x
 
 
 def fit_choices(model, tiles, times, sms, mhz):

@@ -24,10 +24,10 @@ int sdpa_library_forward(const sdpa::SdpaParams* p, cudaStream_t stream, char* t
   return status.code;
 }
 
-// The rows of TUNED_TILES, and the clocks that the cost model gives problems with tiles, which need be none of them:
+// The rows of the table of tiles, and the clocks that the cost model gives problems with tiles, which need be none of them:
 // clocks[problem][tile]. For tools/fit.py.
 int sdpa_library_tiles(const sdpa::TunedTile** first) {
-  *first = sdpa::TUNED_TILES;
+  *first = &sdpa::tuned_tile(0);
   return sdpa::TILES;
 }
 void sdpa_library_tile_clocks(const sdpa::TunedTile* tiles, int tile_count, const sdpa::SdpaParams* problems,
