@@ -408,37 +408,37 @@ struct TunedTile {
   constexpr bool has(Schedule s) const { return (schedule & s) == s; }
 };
 constexpr TunedTile TUNED_TILES[] = {
-    {64, 64, 128, 8, 2, 2, producer_warpgroup, 1, 4310, 7.73, 7.33},
-    {64, 32, 128, 16, 1, 4, swap_ab, 1, 3360, 3.71, 3.93},
-    {64, 128, 64, 16, 4, 2, overlap | ping_pong, 1, 5950, 8.75, 10.3},
-    {64, 256, 64, 16, 4, 1, overlap | persistent | ping_pong, 1, 3430, 10.3, 8.78},
-    {64, 256, 64, 16, 3, 1, overlap | persistent | skip_masked, 1, 5150, 10.2, 9.92},
-    {64, 64, 64, 4, 2, 1, overlap | persistent, 2, 3520, 6.29, 6.07},
-    {64, 16, 128, 8, 2, 2, swap_ab | packed, 1, 133, 1.72, 1.06},
-    {64, 16, 128, 4, 2, 1, swap_ab | packed, 3, 853, 1.54, 1.22},
-    {64, 32, 128, 8, 2, 2, swap_ab | packed, 1, 1400, 3.49, 2.46},
-    {128, 64, 64, 8, 2, 2, overlap, 1, 4790, 5.34, 4.64},
-    {128, 128, 128, 8, 2, 1, overlap | persistent | ping_pong, 1, 4450, 6.07, 5.8},
-    {128, 192, 64, 12, 4, 1, overlap | persistent | skip_masked, 1, 2660, 5.13, 5.75},
-    {128, 64, 64, 4, 2, 1, overlap | persistent, 1, 2170, 3.43, 3.05},
-    {128, 16, 64, 8, 2, 2, swap_ab | packed, 1, 100, 1.0, 0.938},
-    {128, 32, 64, 8, 2, 2, swap_ab | packed, 1, 1850, 1.25, 1.23},
-    {256, 128, 64, 8, 2, 1, overlap | persistent | skip_masked, 1, 9700, 3.99, 3.77},
-    {256, 64, 64, 4, 2, 1, overlap | persistent, 1, 6530, 2.41, 2.53},
-    {256, 8, 64, 4, 2, 1, swap_ab | packed, 1, 858, 0.247, 0.273},
-    {256, 16, 64, 4, 2, 1, swap_ab | packed, 1, 8830, 0.343, 0.409},
-    {256, 32, 64, 4, 2, 1, swap_ab | packed, 1, 8530, 0.513, 0.58},
-    {64, 32, 32, 8, 2, 4, mma_sync, 2, 6270, 5.07, 5.1},
-    {64, 64, 64, 4, 2, 2, mma_sync, 2, 7670, 5.89, 5.02},
-    {64, 128, 64, 4, 3, 1, mma_sync, 2, 6480, 6.18, 5.94},
-    {64, 16, 32, 4, 3, 4, packed | mma_sync, 2, 3150, 1.25, 1.14},
-    {64, 32, 32, 4, 3, 4, packed | mma_sync, 2, 4790, 2.32, 2.15},
-    {128, 64, 32, 8, 2, 2, mma_sync, 1, 6020, 2.48, 2.5},
-    {128, 128, 64, 4, 2, 1, mma_sync, 2, 9770, 3.61, 3.48},
-    {128, 16, 16, 4, 2, 4, packed | mma_sync, 3, 946, 0.548, 0.535},
-    {128, 32, 16, 4, 2, 4, packed | mma_sync, 3, 3880, 1.03, 1.03},
-    {256, 64, 64, 4, 1, 1, mma_sync, 2, 6260, 1.33, 1.23},
-    {256, 16, 16, 2, 2, 2, packed | mma_sync, 3, 12300, 0.266, 0.242},
+    {64, 64, 128, 8, 2, 2, producer_warpgroup, 1, 4080, 7.29, 7.22},
+    {64, 32, 128, 16, 1, 4, swap_ab, 1, 3170, 3.99, 3.78},
+    {64, 128, 64, 16, 4, 2, overlap | ping_pong, 1, 5720, 8.07, 10.4},
+    {64, 256, 64, 16, 4, 1, overlap | persistent | ping_pong, 1, 5130, 12.7, 8.53},
+    {64, 256, 64, 16, 3, 1, overlap | persistent | skip_masked, 1, 3020, 8.73, 10.4},
+    {64, 64, 64, 4, 2, 1, overlap | persistent, 2, 2720, 6.34, 5.26},
+    {64, 16, 128, 8, 2, 2, swap_ab | packed, 1, 106, 1.94, 1.75},
+    {64, 16, 128, 4, 2, 1, swap_ab | packed, 3, 533, 1.69, 1.84},
+    {64, 32, 128, 8, 2, 2, swap_ab | packed, 1, 724, 2.54, 3.11},
+    {128, 64, 64, 8, 2, 2, overlap, 1, 4470, 5.27, 4.26},
+    {128, 128, 128, 8, 2, 1, overlap | persistent | ping_pong, 1, 4260, 6.39, 5.63},
+    {128, 192, 64, 12, 4, 1, overlap | persistent | skip_masked, 1, 3000, 5.63, 5.63},
+    {128, 64, 64, 4, 2, 1, overlap | persistent, 1, 2020, 3.47, 2.93},
+    {128, 16, 64, 8, 2, 2, swap_ab | packed, 1, 100, 1.03, 0.95},
+    {128, 32, 64, 8, 2, 2, swap_ab | packed, 1, 2150, 1.24, 1.36},
+    {256, 128, 64, 8, 2, 1, overlap | persistent | skip_masked, 1, 8680, 3.83, 3.65},
+    {256, 64, 64, 4, 2, 1, overlap | persistent, 1, 6440, 2.58, 1.84},
+    {256, 8, 64, 4, 2, 1, swap_ab | packed, 1, 2430, 0.239, 0.302},
+    {256, 16, 64, 4, 2, 1, swap_ab | packed, 1, 15600, 0.388, 0.561},
+    {256, 32, 64, 4, 2, 1, swap_ab | packed, 1, 14000, 0.58, 0.747},
+    {64, 32, 32, 8, 2, 4, mma_sync, 2, 6260, 5.02, 5.0},
+    {64, 64, 64, 4, 2, 2, mma_sync, 2, 7360, 5.85, 4.88},
+    {64, 128, 64, 4, 3, 1, mma_sync, 2, 6440, 6.17, 5.92},
+    {64, 16, 32, 4, 3, 4, packed | mma_sync, 2, 2880, 1.21, 1.11},
+    {64, 32, 32, 4, 3, 4, packed | mma_sync, 2, 4540, 2.25, 2.07},
+    {128, 64, 32, 8, 2, 2, mma_sync, 1, 6060, 2.48, 2.52},
+    {128, 128, 64, 4, 2, 1, mma_sync, 2, 9550, 3.61, 3.44},
+    {128, 16, 16, 4, 2, 4, packed | mma_sync, 3, 901, 0.546, 0.502},
+    {128, 32, 16, 4, 2, 4, packed | mma_sync, 3, 3740, 1.03, 0.948},
+    {256, 64, 64, 4, 1, 1, mma_sync, 2, 5970, 1.32, 1.22},
+    {256, 16, 16, 2, 2, 2, packed | mma_sync, 3, 11600, 0.259, 0.238},
 };
 // The same for the wgmma kernel with DTYPE=FP8_E4M3, estimated; O is flushed after 1,024 keys. Few rows go to
 // mma.sync, since the transposed kernel takes no bytes.
@@ -2490,8 +2490,8 @@ template <class B> Items items_of(const SdpaParams& p) {
   Items items = items_of_tile(p, B::block_m, B::pack_gqa);
   if (B::split_ctas > 1) items.ranges = B::split_ctas;
   if (B::split_ctas == 0 && items.count > 0) {
-    const Ranges ranges = ranges_of(p, items.count, B::split_kv * B::block_n,
-                                    most_resident_ctas<B>(), sm_count());
+    const Ranges ranges =
+        ranges_of(p, items.count, B::split_kv * B::block_n, most_resident_ctas<B>(), sm_count());
     items.ranges = ranges.count;
   }
   return items;
@@ -5837,39 +5837,45 @@ template <class B, bool TUNED = B::use_tuned> struct KernelChoice {
 
 // Clocks that the problem takes with this tile. Items come in waves on the GPU's `sms`, t.ctas to each, which share its
 // rate; one alone has sole_rate of it. With a mask items differ in length, and each SM that is free takes the longest
-// that is left: together they take as long as the longest, or as all of them spread evenly. A mask leaves the keys that
-// the rows see on average, and of the tiles on its edge half.
+// that is left: together they take as long as the longest, or as all of them spread evenly, or as the waves would if
+// all were as short as the shortest. A mask leaves the keys that the rows see on average, and of the tiles on its edge
+// half; the rate is the more that under a mask, the more it hides.
 double tuned_clocks(const TunedTile& t, const SdpaParams& p, int sms) {
   const KeyBounds bounds(p);
-  const int64_t items = items_of_tile(p, t.block_m, t.has(packed)).count;
   const int round_keys = t.block_n * t.split_kv;
-  const double rate = bounds.all() ? t.scores_per_clock : t.causal_scores_per_clock;
-  const double clocks_per_key = t.block_m / rate, sole_rate = t.ctas > 1 ? 0.75 : 1;
+  const auto whole_rounds = [&](int keys) {
+    return double((keys + round_keys - 1) / round_keys) * round_keys;
+  };
+  constexpr int samples = 16;
+  double seen = 0, most_keys = whole_rounds(bounds.end(p.Sq - 1) - bounds.begin(p.Sq - 1));
+  double least_keys = most_keys;
+  for (int i = 0; i < samples; i++) {
+    const int q = int((2 * i + 1.0) / (2 * samples) * p.Sq);
+    const int of_row = bounds.end(q) - bounds.begin(q);
+    seen += double(of_row) / samples;
+    most_keys = std::fmax(most_keys, whole_rounds(of_row));
+    least_keys = std::fmin(least_keys, whole_rounds(of_row));
+  }
+  const double hidden =
+      std::fmin(2 * (1 - seen / max(p.Sk, 1)), 1);  // all: half of the keys or more
+  const double clocks_per_key =
+      t.block_m / (t.scores_per_clock + hidden * (t.causal_scores_per_clock - t.scores_per_clock));
+  const double sole_rate = t.ctas > 1 ? 0.75 : 1;
+  const int64_t items = items_of_tile(p, t.block_m, t.has(packed)).count;
   if (t.has(packed)) {  // what its ranges take
     const Ranges ranges = ranges_of(p, items, round_keys, t.ctas, sms);
     return t.item_clocks + clocks_per_key * ranges.kb / kb_of_keys(p, 1);
   }
-  const auto whole_rounds = [&](int keys) {
-    return double((keys + round_keys - 1) / round_keys) * round_keys;
-  };
-  const double items_per_sm = double(items) / sms;
-  if (bounds.all()) {
-    const double most_items = std::ceil(items_per_sm), waves = std::ceil(most_items / t.ctas);
-    return waves * t.item_clocks + clocks_per_key * whole_rounds(p.Sk) *
-                                       std::fmax(most_items, waves / sole_rate);
-  }
-  constexpr int samples = 16;
   const int edges = (bounds.to < p.Sk) + (bounds.from > -most_rows);
-  double keys = edges * ((t.has(skip_masked) ? 64 : t.block_m) + round_keys) / 2.0;
-  double most_keys = whole_rounds(bounds.end(p.Sq - 1) - bounds.begin(p.Sq - 1));
-  for (int i = 0; i < samples; i++) {
-    const int q = int((2 * i + 1.0) / (2 * samples) * p.Sq);
-    const int seen = bounds.end(q) - bounds.begin(q);
-    keys += double(seen) / samples, most_keys = std::fmax(most_keys, whole_rounds(seen));
-  }
-  keys = std::fmin(keys, whole_rounds(p.Sk));
-  return std::fmax(t.item_clocks + clocks_per_key * most_keys / sole_rate,
-                   items_per_sm * (t.item_clocks / t.ctas + clocks_per_key * keys));
+  const double edge_keys = ((t.has(skip_masked) ? 64 : t.block_m) + round_keys) / 2.0;
+  const double keys = std::fmin(seen + edges * edge_keys, whole_rounds(p.Sk));
+  const double items_per_sm = double(items) / sms, most_items = std::ceil(items_per_sm);
+  const double waves = std::ceil(most_items / t.ctas);
+  const double longest = t.item_clocks + clocks_per_key * most_keys / sole_rate;
+  const double spread = items_per_sm * (t.item_clocks / t.ctas + clocks_per_key * keys);
+  const double at_least = waves * t.item_clocks +
+                          clocks_per_key * least_keys * std::fmax(most_items, waves / sole_rate);
+  return std::fmax(std::fmax(longest, spread), at_least);
 }
 
 // USE_TUNED: number of the quickest tile for the problem. Not by max_ctas, on which no bit of the result

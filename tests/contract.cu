@@ -335,6 +335,21 @@ TEST_CASE("sizes") {
 
 // One workspace, zeroed once, for problems of several sizes in turn; and a row does not depend on the batch around
 // it, where SPLIT_CTAS is fixed.
+// The tiles that this build may take have no more CTAs on an SM than its shared memory holds, and those that pack heads
+// just as many: ranges of keys are dealt so.
+template <int N> static void check_ctas() {
+  if constexpr (N < TILES) {
+    if constexpr (tile_fits(tuned_tile(N))) {
+      constexpr TunedTile t = tuned_tile(N);
+      const int resident = most_resident_ctas<TunedBuild<N>>();
+      INFO(t.block_m << " x " << t.block_n << " x " << t.split_kv << ": " << resident);
+      CHECK((t.has(packed) ? t.ctas == resident : t.ctas <= resident));
+    }
+    check_ctas<N + 1>();
+  }
+}
+TEST_CASE("tile_ctas" * doctest::skip(!Build::use_tuned)) { check_ctas<0>(); }
+
 TEST_CASE("workspace") {
   const Attention a(1, 2, 1, 3, 300), b(3, 4, 2, 40, 500, Causal::bottom_right), c(1, 4, 1, 1, 30);
   const size_t bytes = std::max(sdpa_workspace_bytes(a.p), sdpa_workspace_bytes(b.p));

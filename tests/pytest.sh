@@ -5,6 +5,7 @@ set -u
 cd "$(dirname "$0")" || exit 1
 for python in "${PYTHON:-python3}" /usr/bin/python3; do
   "$python" -c 'import jsonschema, matplotlib, pytest, scipy' 2>/dev/null || continue
+  PATH=$(dirname "$(command -v "$python")"):$PATH  # the tools' #! line finds the same one
   out=$("$python" -m pytest -q -rs -p no:cacheprovider "$@" 2>&1)
   status=$?
   printf '%s\n' "$out"

@@ -700,7 +700,7 @@ TEST_CASE("divisor") {
 // The tile of D=64 that is taken on an H200.
 static const TunedTile& tile_of_d64(int B, int H, int Sq, int Sk, Causal causal) {
   SdpaParams p{};
-  p.B = B, p.Hq = p.Hkv = H, p.Sq = Sq, p.Sk = Sk, p.causal = causal;
+  p.B = B, p.Hq = p.Hkv = H, p.Sq = Sq, p.Sk = Sk, p.D = 64, p.causal = causal;
   const TunedTile* best = &TUNED_TILES[0];
   for (const TunedTile& t : TUNED_TILES) {
     if (t.head_dim == 64 && !t.has(mma_sync) &&
@@ -725,7 +725,9 @@ TEST_CASE("tile_choice") {
   CHECK(rows(132, 1, 64, 4096, Causal::top_left) == 64);
   CHECK(rows(1, 8, 2048, 2048, Causal::bottom_right) == 64);  // 128 rows: the longest decides
   CHECK(rows(1, 8, 3072, 3072, Causal::bottom_right) == 128);
-  CHECK(rows(4, 8, 512, 512, Causal::bottom_right) == 128);
+  CHECK(rows(4, 8, 1024, 1024, Causal::bottom_right) == 128);
+  CHECK(rows(47, 48, 140, 140, Causal::off) == 256);
+  CHECK(rows(16, 56, 76, 76, Causal::off) == 64);  // two of them share an SM
   // Without a mask the one that takes turns, with one the one that leaves masked tiles out.
   CHECK(tile_of_d64(4, 32, 4096, 4096, Causal::off).has(ping_pong));
   CHECK(tile_of_d64(4, 32, 4096, 4096, Causal::bottom_right).has(skip_masked));

@@ -15,10 +15,9 @@ exit: 0, 2 bad usage, 3 the GPU failed
 import csv
 import sys
 
-import numpy as np
-
 import builds
 import engine
+import numpy as np  # behind engine, which says what to do where it is missing
 from builds import Refused
 
 HEADS, QUERIES = 2, 256

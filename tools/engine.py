@@ -19,7 +19,11 @@ import sys
 import time
 from dataclasses import dataclass
 
-import numpy as np
+try:
+    import numpy as np
+except ImportError:
+    print(f"{os.path.basename(sys.argv[0])}: {sys.executable} lacks NumPy; install it with: pip install numpy", file=sys.stderr)
+    sys.exit(2)
 
 from builds import ROOT, Refused, TORCH_BACKENDS, Torch, Tree, run
 

@@ -29,7 +29,7 @@ from builds import Refused
 
 SHAPES = """1,8,8,128,128 1,8,8,256,256 mission mission2 1,8,8,512,8192 1,8,8,768,768 1,8,8,1024,1024 1,16,16,1000,1777
 long 1,2,2,8192,8192 1,4,4,4096,4096 8,16,16,512,512 4,8,8,1024,1024 2,16,16,2048,2048 16,16,16,1024,1024
-4,16,16,4096,4096 4,32,32,4096,4096 1,16,16,16384,16384
+4,16,16,4096,4096 4,32,32,4096,4096 1,16,16,16384,16384 1,32,32,16384,16384
 16,48,6,80,80 4,48,6,90,90 64,16,4,40,120 32,16,16,196,196 30,32,4,128,128 64,8,1,16,64 2,16,2,40,16000
 decode decode1 8,32,8,1,2048 1,32,8,1,4096 128,32,8,1,1024 1,16,16,1,8192 48,8,8,1,500 10,64,8,1,800 7,8,8,1,3000
 8,32,8,4,8192 8,32,8,8,8192 1,16,2,6,8000 chunk
@@ -39,7 +39,7 @@ PACE, BLOCKS = engine.Pace(50e3, 10e3), 2
 COLUMNS = ("D dtype shape B Hq Hkv Sq Sk causal tile us lo_us hi_us clock_mhz check device sms driver cuda "
            "git_sha").split()
 NEW_COSTS = (5000, 6, 6)  # of a tile before it is fitted
-LEAST_CLOCKS = 100  # of an item beside its scores
+LEAST, KEEP = np.log([100, 1e-3, 1e-3]), 0.01  # costs; residual of one that is e times what it was
 WORST_LOSS, MEAN_LOSS = 0.05, 0.01
 MODEL_ERROR, PRIOR, WORST, SPREAD, ROUNDS, SEARCHES = 0.01, 0.015, 0.1, 0.8, 600, 4  # of fit_choices()
 
@@ -204,7 +204,8 @@ def with_costs(tile, costs):
 
 def fit_times(model, tile, times, sms, mhz):
     """The logarithms of one tile's costs for which the model comes nearest to its times, in logarithms. A problem
-    on which the tile takes twice as long as the quickest one counts half, since there it is not chosen anyway."""
+    on which the tile takes twice as long as the quickest one counts half, since there it is not chosen anyway. A cost
+    on which no time depends stays."""
     from scipy import optimize
     problems = [problem for problem in times if tile.knobs in times[problem]]
     clocks = np.array([times[problem][tile.knobs] * mhz for problem in problems])
@@ -212,9 +213,10 @@ def fit_times(model, tile, times, sms, mhz):
     params = model.params(problems)
 
     def misses(logarithms):
-        return weights * np.log(model.clocks([with_costs(tile, np.exp(logarithms))], params, sms)[:, 0] / clocks)
-    least = [math.log(LEAST_CLOCKS), -math.inf, -math.inf]
-    return optimize.least_squares(misses, np.log(tile.costs), bounds=(least, math.inf), loss="soft_l1", f_scale=0.05).x
+        modelled = model.clocks([with_costs(tile, np.exp(logarithms))], params, sms)[:, 0]
+        return np.append(weights * np.log(modelled / clocks), KEEP * (logarithms - start))
+    start = np.maximum(np.log(tile.costs), LEAST)
+    return optimize.least_squares(misses, start, bounds=(LEAST - 1e-6, math.inf), loss="soft_l1", f_scale=0.05).x
 
 
 def fit_choices(model, tiles, times, sms, mhz):

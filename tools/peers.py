@@ -23,10 +23,9 @@ import csv
 import math
 import sys
 
-import numpy as np
-
 import builds
 import engine
+import numpy as np  # behind engine, which says what to do where it is missing
 
 SUITE = """mission,64 mission2,64 long,64
 4,32,32,4096,4096,64,fp16 4,32,32,4096,4096,64,fp16,br
