@@ -31,13 +31,17 @@ const reference::Type& type_of(DType t) {
   return *types[int(t)];
 }
 const reference::Type &input_type = type_of(line.input), &output_type = type_of(line.output);
-const reference::Tolerance tolerance = [] {
+// What an error may be with this softmax scale, of which 0 means 1/sqrt(D).
+reference::Tolerance tolerance_of(double scale) {
   reference::Tolerance t = max(input_type.tolerance, output_type.tolerance);
   if (line.fp16_acc) t = max(t, reference::fp16_sums);
-  // An e4m3 logit is a sum of D products, each of which wgmma cuts off: at D=256 twice as much is lost as at 128.
-  if (line.is_wgmma && line.input == DType::e4m3 && line.D > 128) t.lse *= line.D / 128.0;
+  // An e4m3 logit is the scale times a sum of D products, each of which wgmma cuts off: twice as much is lost at D=256
+  // as at 128, or at twice the scale.
+  if (line.is_wgmma && line.input == DType::e4m3) {
+    t.lse *= std::max(1.0, line.D / 128.0) * std::max(1.0, std::fabs(scale) * std::sqrt(line.D));
+  }
   return t;
-}();
+}
 
 #ifdef SDPA_SIMT
 constexpr bool has_clock = false;
@@ -575,7 +579,7 @@ class Instance {
       const Row row = output_row(rows[i]);
       comparison.add(rows[i], want[i], row.O, row.LSE);
     }
-    const string trouble = comparison.verdict(tolerance);
+    const string trouble = comparison.verdict(tolerance_of(problem.scale));
     figures.include(comparison);
     figures.rows_checked += comparison.rows;
     if (!trouble.empty() || rows.size() == got.LSE.size() || problem.dist == "nonfinite")
@@ -623,7 +627,7 @@ class Instance {
     const double limit = 1e-5 * std::min(30.0, std::max(1.0, with_reference.largest_lse / 32));
     string trouble = with_reference.verdict({limit, limit, limit});
     if (!trouble.empty()) return "the witness is wrong: " + trouble;
-    trouble = with_witness.verdict(tolerance);
+    trouble = with_witness.verdict(tolerance_of(problem.scale));
     figures.include(with_witness);
     figures.rows_witnessed += with_witness.rows;
     return trouble.empty() ? "" : "against the witness: " + trouble;
