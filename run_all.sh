@@ -155,7 +155,7 @@ build_selected() {
     esac
   done < <(cmake --build "$build" -j "$jobs" --target "${2:-sdpa_selected}" -- "$keep_going" 2>"$build/build.log")
   [ "$done" -gt 0 ] && end_line
-  return 0
+  [ ! -e "$build/log/harness.log.failed" ] || refuse "the harness, which all lines share, $(compiler_words harness)"
 }
 
 # The first refusal among a compiler's words; nvcc, clang++ and g++ say it each in their own way.
@@ -171,7 +171,7 @@ line_number() {
   echo "$(basename "$file"):$(grep -nm1 -E "^[[:space:]]*$1([[:space:]]|\$)" "$file" | cut -d: -f1)"
 }
 
-# The sentence to show for a line that did not compile.
+# compiler_words NAME: the sentence to show for a line that did not compile, or for the harness.
 compiler_words() {
   local log=$build/log/$1.log words
   words=$(assertion_words <"$log")

@@ -6390,7 +6390,7 @@ void print_csv(const vector<Column>& columns, bool header) {
 void print_block(const Run& r, const Device& d) {
   const Problem& p = r.problem;
   const Figures& f = r.figures;
-  const reference::Tolerance& tol = tolerance;
+  const reference::Tolerance tol = tolerance_of(p.scale);
   const string changed = knob_texts(true);
   fprintf(stderr, "sdpa_%s (%s) on %s\n", line.name, line.family, d.name.c_str());
   const string window =
