@@ -223,10 +223,10 @@ SDPA_REFUSE(is_cublas &&
                  USE_CP_ASYNC_changed || SWIZZLE_XOR_changed || USE_PERSISTENT_CTA_changed),
             "USE_CUBLAS=1: of the knobs for tiles and copies none has an effect on cuBLAS; keep "
             "HEAD_DIM, DTYPE, NUM_WARPS and USE_FAST_EXP");
-SDPA_REFUSE(OUT_DTYPE_changed&& DType(Build::out_dtype - 1) ==
+SDPA_REFUSE(OUT_DTYPE_changed && DType(Build::out_dtype - 1) ==
                 (Build::is_8bit ? DType::fp16 : Build::input),
             "OUT_DTYPE: O has that type anyway; drop OUT_DTYPE");
-SDPA_REFUSE(OUT_DTYPE_changed&& is_cublas,
+SDPA_REFUSE(OUT_DTYPE_changed && is_cublas,
             "OUT_DTYPE: cuBLAS writes the type that it reads; drop OUT_DTYPE or USE_CUBLAS");
 SDPA_REFUSE(USE_WMMA_PV_changed && !is_wmma,
             "USE_WMMA_PV=1: P @ V goes to wmma only where Q @ K.T does; add USE_WMMA=1 or drop it");
@@ -241,10 +241,10 @@ SDPA_REFUSE(!is_wgmma && (USE_PING_PONG_changed || OVERLAP_changed || SKIP_MASKE
 SDPA_REFUSE(!is_wgmma && !is_mma && USE_TUNED_changed,
             "USE_TUNED=1: TUNED_TILES has tiles of mma.sync and wgmma; add USE_MMA_SYNC=1 or "
             "USE_WGMMA=1 or drop it");
-SDPA_REFUSE(is_mma&& Build::use_tuned && !(Build::use_cp_async && Build::swizzle_xor),
+SDPA_REFUSE(is_mma && Build::use_tuned && !(Build::use_cp_async && Build::swizzle_xor),
             "USE_TUNED=1: the tiles of mma.sync have stages and swizzled rows; add USE_CP_ASYNC=1 "
             "SWIZZLE_XOR=1");
-SDPA_REFUSE(is_mma&& Build::use_tuned&& Build::is_8bit,
+SDPA_REFUSE(is_mma && Build::use_tuned && Build::is_8bit,
             "USE_TUNED=1: TUNED_TILES has no row for an 8-bit DTYPE and mma.sync; type BLOCK_M=128 "
             "BLOCK_N=64 STAGES=2 or DTYPE=FP16");
 SDPA_REFUSE(
@@ -253,7 +253,7 @@ SDPA_REFUSE(
     "them; add USE_MMA_SYNC=1 or SWAP_AB=1 or drop them");
 SDPA_REFUSE(is_mma && !Build::pack_gqa && SPLIT_CTAS_changed,
             "SPLIT_CTAS: in the mma.sync kernel it goes with PACK_GQA; add PACK_GQA=1 or drop it");
-SDPA_REFUSE(is_mma&& Build::pack_gqa&& USE_PERSISTENT_CTA_changed,
+SDPA_REFUSE(is_mma && Build::pack_gqa && USE_PERSISTENT_CTA_changed,
             "PACK_GQA=1: in the mma.sync kernel every item has CTAs of its own; drop "
             "USE_PERSISTENT_CTA or PACK_GQA");
 SDPA_REFUSE(Build::use_tuned &&
@@ -273,9 +273,9 @@ SDPA_REFUSE(!is_mma && !is_wgmma && USE_LAZY_MAX_changed,
 SDPA_REFUSE(!is_mma && !is_wgmma && SPLIT_KV_changed,
             "SPLIT_KV: only the mma.sync and wgmma kernels have it; add USE_MMA_SYNC=1 or drop it");
 SDPA_REFUSE(
-    Build::is_8bit&& is_cublas,
+    Build::is_8bit && is_cublas,
     "DTYPE: the cuBLAS path multiplies 16-bit elements; type DTYPE=FP16 or drop USE_CUBLAS");
-SDPA_REFUSE(Build::is_e4m3&& is_wmma,
+SDPA_REFUSE(Build::is_e4m3 && is_wmma,
             "DTYPE=FP8_E4M3: nvcuda::wmma has no e4m3; drop USE_WMMA or type DTYPE=U8");
 SDPA_REFUSE(FP8_FLUSH_changed && !(is_wgmma && Build::is_e4m3),
             "FP8_FLUSH: only the wgmma kernel with DTYPE=FP8_E4M3 has sums of 14 bits; drop it");
@@ -285,9 +285,9 @@ SDPA_REFUSE(Build::input == DType::u8 && is_wgmma && Build::use_tuned,
 SDPA_REFUSE(FP16_ACC_changed && ((!is_mma && !is_wmma) || Build::input != DType::fp16),
             "FP16_ACC: only the wmma and mma.sync kernels with DTYPE=FP16 have such sums; add "
             "USE_MMA_SYNC=1 or drop it");
-SDPA_REFUSE(Build::pv_in_fp16&& is_wmma && !Build::use_wmma_pv,
+SDPA_REFUSE(Build::pv_in_fp16 && is_wmma && !Build::use_wmma_pv,
             "FP16_ACC=PV: P @ V is on the FMA pipes; add USE_WMMA_PV=1 or type FP16_ACC=QK");
-SDPA_REFUSE(is_mma&& SYNC_POLICY_changed,
+SDPA_REFUSE(is_mma && SYNC_POLICY_changed,
             "SYNC_POLICY: in the mma.sync kernel every warp owns its rows and the copies alone "
             "need a barrier, so the policy does nothing; drop SYNC_POLICY");
 
@@ -509,7 +509,7 @@ constexpr int first_tile_that_fits() {
 // ---- refusals of rows (typed) ----
 
 SDPA_REFUSE(
-    Build::use_tuned&& first_tile_that_fits() == TILES,
+    Build::use_tuned && first_tile_that_fits() == TILES,
     "USE_TUNED=1: no row of TUNED_TILES has all the knobs that were typed besides; drop some "
     "or USE_TUNED");
 
@@ -729,11 +729,11 @@ template <class B> struct ManyKeys : B {  // the build for such a problem
 };
 template <class B>  // of all groups of warps, in whole tiles
 constexpr int keys_at_once =
-    (most_keys_at_once + B::block_n - 1) / B::block_n* B::block_n* B::split_kv;
+    (most_keys_at_once + B::block_n - 1) / B::block_n * B::block_n * B::split_kv;
 constexpr size_t slot_offset = 256;
 template <class B>
 constexpr size_t slot_bytes =  // m and l in 8 lanes at most
-    B::block_m* B::split_kv*(B::head_dim + 2 * 8) * sizeof(float);
+    B::block_m * B::split_kv * (B::head_dim + 2 * 8) * sizeof(float);
 template <class B> struct alignas(256) RangePartial {
   float O[B::block_m][B::head_dim];
   float2 m_l[B::block_m];
@@ -1347,7 +1347,7 @@ __device__ __forceinline__ void make_halves(uint32_t (&pairs)[2], uint32_t bytes
 // one column of different rows collide. Against that SWIZZLE_XOR=1 XORs the 16-byte chunk index with
 // the row, which spreads any 8 neighbouring rows over all 32 banks (with the pair of rows, if these have 64
 // bytes); but wmma wants a fixed stride, so there it makes rows 16 bytes longer, to the same effect.
-template <class B> constexpr bool pads_rows = B::swizzle_xor&& B::family == Family::wmma;
+template <class B> constexpr bool pads_rows = B::swizzle_xor && B::family == Family::wmma;
 template <class B> constexpr int TILE_STRIDE = B::head_dim + (pads_rows<B> ? CHUNK : 0);
 
 // Offset in elements of (row, col) in a tile.
@@ -1616,7 +1616,8 @@ template <class B> __device__ __forceinline__ float softmax_exp2(float t) {
 // P and l are 2^p_log2 times what the formula has, since e4m3 reaches from 2^-9 to 448. With 8 instead of 3 a
 // stale maximum would soon be too small; with 0 the error of long rows grows.
 template <class B>
-constexpr bool rounds_p_to_e4m3 = B::is_e4m3&& B::family != Family::scalar && !B::converts_operands;
+constexpr bool rounds_p_to_e4m3 =
+    B::is_e4m3 && B::family != Family::scalar && !B::converts_operands;
 template <class B> constexpr float p_log2 = rounds_p_to_e4m3<B> ? 3 : 0;
 
 // USE_LAZY_MAX: the largest row sum of a tile's P for which a stale maximum is kept. The largest fp16 is 65504, and
@@ -2598,7 +2599,7 @@ using Accumulator = AccumulatorOf<float>;
 // Of S in shared memory, where rows of fp16 lie as far apart as rows of fp32.
 template <class B> using WmmaScore = typename std::conditional<B::qk_in_fp16, __half, float>::type;
 template <class B>
-constexpr int SCORE_STRIDE = ScalarShared<B>::P_STRIDE* int(sizeof(float) / sizeof(WmmaScore<B>));
+constexpr int SCORE_STRIDE = ScalarShared<B>::P_STRIDE * int(sizeof(float) / sizeof(WmmaScore<B>));
 
 template <class B> struct WmmaShared : ScalarShared<B> {
   static constexpr int P16_STRIDE =
@@ -3461,7 +3462,7 @@ template <int WIDTH> struct WgmmaAccumulator {  // [64][WIDTH]
 __device__ __forceinline__ int uniform(int x) { return __shfl_sync(0xffffffffu, x, 0); }
 
 // Bytes of a tile's panels: [rows][128], or [rows][64] where rows have no more.
-template <class B> constexpr int ROW_BYTES = B::head_dim* int(sizeof(Input));
+template <class B> constexpr int ROW_BYTES = B::head_dim * int(sizeof(Input));
 template <class B> constexpr int PANEL_BYTES = ROW_BYTES<B> < 128 ? ROW_BYTES<B> : 128;
 template <class B> constexpr int PANEL_ATOM = 8 * PANEL_BYTES<B>;  // 8 lines of a panel
 constexpr int STEP_BYTES = 32;                                     // of K that an instruction takes
@@ -3518,7 +3519,7 @@ template <class B> constexpr int wgmma_rows = B::swap_ab ? B::block_m : 64;
 struct alignas(16) WgmmaItem : WorkItem {
   int h_kv, first_key, rounds;  // no rounds: there are no more items
 };
-template <class B> constexpr int round_keys = B::split_kv* B::block_n;
+template <class B> constexpr int round_keys = B::split_kv * B::block_n;
 template <class B>
 __device__ __forceinline__ int first_key_of(const WgmmaItem& item, int round, int slice) {
   return item.first_key + (round * B::split_kv + slice) * B::block_n;

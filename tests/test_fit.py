@@ -86,10 +86,12 @@ def test_check_tells_a_good_table_from_a_bad_one(model, tmp_path):
     assert code == 1 and "never timed: HEAD_DIM=64 BLOCK_M=64" in out
 
 
-def test_from_rows_prints_a_table_to_paste(model, tmp_path):
+def test_from_rows_prints_a_table_to_paste(model, tmp_path, monkeypatch, capsys):
     rows = write_rows(tmp_path / "rows.csv", model, model.tiles)
-    code, out, err = run("--from", rows, "--head-dim", "256")
-    assert code == 0, err
+    monkeypatch.setattr(fit, "ROUNDS", 20)
+    monkeypatch.setattr(sys, "argv", ["fit", "--from", rows, "--head-dim", "256"])
+    assert fit.main() == 0
+    out = capsys.readouterr().out
     pasted = re.findall(r"^    \{(256, .*)\},$", out, re.MULTILINE)
     assert len(pasted) == sum(tile.head_dim == 256 for tile in model.tiles)
     assert "fitted: the quickest on" in out and " 64 " not in out.split("\n")[1]

@@ -404,7 +404,7 @@ def host_library():
     if not os.path.exists(path):
         os.makedirs(os.path.dirname(path), exist_ok=True)
         new = own_name(path)
-        compiled = run([os.environ.get("CXX", "g++"), "-std=c++17", "-w", "-pthread", "-fPIC", "-shared", "-Isimt", "-x", "c++",
+        compiled = run([os.environ.get("CXX", "g++"), "-std=c++17", "-O1", "-w", "-pthread", "-fPIC", "-shared", "-Isimt", "-x", "c++",
                         sources[0], sources[2], "-o", new], cwd=ROOT)
         if compiled.returncode:
             raise Refused(f"tools/library.cu does not compile: {compiler_words(compiled.stderr)}", 3)
