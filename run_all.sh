@@ -141,8 +141,8 @@ configure() {
   fi
 }
 
-# build_selected COUNT [TARGET]: all lines that --only selected, whatever fails; progress for each. One
-# target for all of them, because make builds several targets one after the other.
+# build_selected COUNT: all lines that --only selected, whatever fails; progress for each. One target for all
+# of them, because make builds several targets one after the other.
 build_selected() {
   local keep_going=-k done=0 line since=$SECONDS
   grep -q '^CMAKE_GENERATOR:INTERNAL=Ninja' "$build/CMakeCache.txt" && keep_going=-k0
@@ -153,7 +153,7 @@ build_selected() {
         progress built $done "$1" "${line%%.dir/*}" "$since"
         ;;
     esac
-  done < <(cmake --build "$build" -j "$jobs" --target "${2:-sdpa_selected}" -- "$keep_going" 2>"$build/build.log")
+  done < <(cmake --build "$build" -j "$jobs" --target sdpa_selected -- "$keep_going" 2>"$build/build.log")
   [ "$done" -gt 0 ] && end_line
   [ ! -e "$build/log/harness.log.failed" ] || refuse "the harness, which all lines share, $(compiler_words harness)"
 }

@@ -3,6 +3,7 @@ executables refuse, each in one sentence, before anything is built.  usage: pyth
 import csv
 import os
 import pty
+import shutil
 import subprocess
 import sys
 
@@ -139,6 +140,16 @@ def test_environment(tmp_path):
 def test_what_sdpa_configs_said_last_is_not_remembered(built):
     code, _, err = run(RUN_ALL, "--cpu", "--only", "^good1", SDPA_BUILD_DIR=str(built[0] / "build"), SDPA_CONFIGS="")
     assert code == 2 and "--only ^good1: no line of configs.txt has such a name" in err
+
+
+def test_a_harness_that_does_not_compile_is_said_once(tmp_path):
+    there = tmp_path / "there"
+    shutil.copytree(ROOT, there, ignore=lambda folder, names: [
+        name for name in names if name in (".git", "results", "docs") or name.startswith("build")])
+    (there / "check.cu").write_text("#error no check today\n")
+    code, _, err = run(str(there / "run_all.sh"), "--cpu", "--only", "^scalar_(minimal|vec8)$", SDPA_BUILD_DIR=str(tmp_path / "b"))
+    assert code == 2 and err.count("no check today") == 1, err
+    assert "the harness, which all lines share, does not compile:" in err
 
 
 def test_a_link_from_another_folder(built):
