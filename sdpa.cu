@@ -4097,13 +4097,6 @@ template <class B> struct WgmmaProducer {
       if (starts) start_item(item);
       if (!starts && B::use_persistent_cta) item = follow_item();
       if (item.rounds == 0) break;
-      // The queue has the items after the first of every CTA; each is drawn for while the one before
-      // it is loaded, so that there are as many draws as items, and the last puts the counter back.
-      uint32_t drawn = 0;
-      if (B::use_persistent_cta && starts && issues) {
-        drawn = atomicAdd(counter, 1u);
-        if (drawn == a.work_items - 1) atomicExch(counter, 0u);
-      }
       for (int round = item.rounds - 1; round >= 0; round--, ring.advance()) {
         const int n = ring.stage;
         if (loads_k) {
@@ -4116,7 +4109,16 @@ template <class B> struct WgmmaProducer {
         }
       }
       if (!B::use_persistent_cta) break;
-      if (starts) item = find_item(gridDim.x + uniform(drawn));
+      if (!starts) continue;
+      // The queue has the items after the first of every CTA, so that there are as many draws as items, and
+      // the last puts the counter back. A CTA draws behind its item's last load: at the first, one with a
+      // long item would keep another from a CTA that is free before it.
+      uint32_t drawn = 0;
+      if (issues) {
+        drawn = atomicAdd(counter, 1u);
+        if (drawn == a.work_items - 1) atomicExch(counter, 0u);
+      }
+      item = find_item(gridDim.x + uniform(drawn));
     }
   }
   // By one thread: stores O of all items from shared memory. TMA leaves out rows past Sq, but a box must not
