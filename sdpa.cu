@@ -5842,7 +5842,8 @@ template <class B, bool TUNED = B::use_tuned> struct KernelChoice {
 // rate; one alone has sole_rate of it. With a mask items differ in length, and each SM that is free takes the longest
 // that is left: together they take as long as the longest, or as all of them spread evenly, or as the waves would if
 // all were as short as the shortest. A mask leaves the keys that the rows see on average, and of the tiles on its edge
-// half; the rate is the more that under a mask, the more it hides.
+// half; the rate is the more that under a mask, the more it hides. Items of one key head read its keys from memory
+// once, and no key passes faster than that.
 double tuned_clocks(const TunedTile& t, const SdpaParams& p, int sms) {
   const KeyBounds bounds(p);
   const int round_keys = t.block_n * t.split_kv;
@@ -5861,10 +5862,14 @@ double tuned_clocks(const TunedTile& t, const SdpaParams& p, int sms) {
   }
   const double hidden =
       std::fmin(2 * (1 - seen / max(p.Sk, 1)), 1);  // all: half of the keys or more
-  const double clocks_per_key =
-      t.block_m / (t.scores_per_clock + hidden * (t.causal_scores_per_clock - t.scores_per_clock));
-  const double sole_rate = t.ctas > 1 ? 0.75 : 1;
+  const double rate =
+      t.scores_per_clock + hidden * (t.causal_scores_per_clock - t.scores_per_clock);
   const int64_t items = items_of_tile(p, t.block_m, t.has(packed)).count;
+  constexpr double memory_bytes_per_clock = 32;  // of an SM among all; fitted too
+  const double bytes_per_key = 2.0 * t.head_dim * sizeof(Input) * p.B * p.Hkv / double(items);
+  const double clocks_per_key =
+      std::fmax(t.block_m / rate, bytes_per_key / memory_bytes_per_clock);
+  const double sole_rate = t.ctas > 1 ? 0.75 : 1;
   if (t.has(packed)) {  // what its ranges take
     const Ranges ranges = ranges_of(p, items, round_keys, t.ctas, sms);
     return t.item_clocks + clocks_per_key * ranges.kb / kb_of_keys(p, 1);
