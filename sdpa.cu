@@ -5865,7 +5865,7 @@ double tuned_clocks(const TunedTile& t, const SdpaParams& p, int sms) {
   const double rate =
       t.scores_per_clock + hidden * (t.causal_scores_per_clock - t.scores_per_clock);
   const int64_t items = items_of_tile(p, t.block_m, t.has(packed)).count;
-  constexpr double memory_bytes_per_clock = 32;  // of an SM among all; fitted too
+  constexpr double memory_bytes_per_clock = 31;  // of an SM among all; fitted too
   const double bytes_per_key = 2.0 * t.head_dim * sizeof(Input) * p.B * p.Hkv / double(items);
   const double clocks_per_key =
       std::fmax(t.block_m / rate, bytes_per_key / memory_bytes_per_clock);
