@@ -2031,16 +2031,12 @@ struct OneTilePerCta {
 };
 
 // Resident CTAs draw item numbers from the counter in the workspace. Every CTA draws one number
-// past the end, so the CTA that draws the very last of them knows that nobody will draw again, and
-// puts the counter back to 0 for the next launch.
+// past the end; the very last of these draws puts the counter back to 0 for the next launch.
 struct TileQueue {
   template <class B> __device__ bool next(const KernelArgs& a, uint32_t& drawn_s, WorkItem& item) {
     uint32_t* const counter = static_cast<uint32_t*>(a.p.workspace);
     __syncthreads();  // hazard: other warps still read drawn_s and the tiles of the last item
-    if (threadIdx.x == 0) {
-      drawn_s = atomicAdd(counter, 1u);
-      if (drawn_s == a.work_items + gridDim.x - 1) atomicExch(counter, 0u);
-    }
+    if (threadIdx.x == 0) drawn_s = atomicInc(counter, a.work_items + gridDim.x - 1);
     __syncthreads();  // hazard: drawn_s just written by thread 0
     if (drawn_s >= a.work_items) return false;
     item = work_item<B>(a, drawn_s);
@@ -4097,8 +4093,15 @@ template <class B> struct WgmmaProducer {
       if (starts) start_item(item);
       if (!starts && B::use_persistent_cta) item = follow_item();
       if (item.rounds == 0) break;
+      uint32_t drawn = 0;
       for (int round = item.rounds - 1; round >= 0; round--, ring.advance()) {
         const int n = ring.stage;
+        // The queue has the items after the first of every CTA, so that there are as many draws as items, and
+        // the last puts the counter back. A CTA draws ahead of its item's last loads, which wait for their stage
+        // anyway: sooner, and a long item would keep the next one from a CTA that is free first.
+        if (B::use_persistent_cta && starts && issues && round == 0) {
+          drawn = atomicInc(counter, a.work_items - 1);
+        }
         if (loads_k) {
           load(item, round, slice, &tensor_maps<B>(a).k, t.K[n], &t.k_full[n], &t.k_empty[n]);
         }
@@ -4109,16 +4112,7 @@ template <class B> struct WgmmaProducer {
         }
       }
       if (!B::use_persistent_cta) break;
-      if (!starts) continue;
-      // The queue has the items after the first of every CTA, so that there are as many draws as items, and
-      // the last puts the counter back. A CTA draws behind its item's last load: at the first, one with a
-      // long item would keep another from a CTA that is free before it.
-      uint32_t drawn = 0;
-      if (issues) {
-        drawn = atomicAdd(counter, 1u);
-        if (drawn == a.work_items - 1) atomicExch(counter, 0u);
-      }
-      item = find_item(gridDim.x + uniform(drawn));
+      if (starts) item = find_item(gridDim.x + uniform(drawn));
     }
   }
   // By one thread: stores O of all items from shared memory. TMA leaves out rows past Sq, but a box must not

@@ -117,10 +117,20 @@ inline unsigned atomicAdd(unsigned* address, unsigned value, SIMT_CALLER) {
   simt::note_global_write(address, sizeof *address);
   return __atomic_fetch_add(address, value, __ATOMIC_RELAXED);
 }
-inline unsigned atomicExch(unsigned* address, unsigned value, SIMT_CALLER) {
-  simt::check_global(address, sizeof *address, at);
-  simt::note_global_write(address, sizeof *address);
-  return __atomic_exchange_n(address, value, __ATOMIC_RELAXED);
+// Counts up, after `last` from 0 again; returns the old value.
+namespace simt {
+template <int ORDER> inline unsigned increment(unsigned* address, unsigned last, Site at) {
+  check_global(address, sizeof *address, at);
+  note_global_write(address, sizeof *address);
+  unsigned old = __atomic_load_n(address, __ATOMIC_RELAXED);
+  while (!__atomic_compare_exchange_n(address, &old, old >= last ? 0 : old + 1, false, ORDER,
+                                      __ATOMIC_RELAXED)) {
+  }
+  return old;
+}
+}  // namespace simt
+inline unsigned atomicInc(unsigned* address, unsigned last, SIMT_CALLER) {
+  return simt::increment<__ATOMIC_RELAXED>(address, last, at);
 }
 
 // ---- runtime API ----

@@ -41,13 +41,7 @@ template <class T> inline void st_global(void* dst_g, T value, SIMT_CALLER) {
   *static_cast<T*>(dst_g) = value;
 }
 inline uint32_t atom_inc_acq_rel(uint32_t* counter_g, uint32_t last, SIMT_CALLER) {
-  simt::check_global(counter_g, sizeof *counter_g, at);
-  simt::note_global_write(counter_g, sizeof *counter_g);
-  uint32_t old = __atomic_load_n(counter_g, __ATOMIC_RELAXED);
-  while (!__atomic_compare_exchange_n(counter_g, &old, old >= last ? 0 : old + 1, false, __ATOMIC_ACQ_REL,
-                                      __ATOMIC_RELAXED)) {
-  }
-  return old;
+  return simt::increment<__ATOMIC_ACQ_REL>(counter_g, last, at);
 }
 inline void st_global_v4(void* dst_g, uint4 value, SIMT_CALLER) { st_global(dst_g, value, at); }
 
