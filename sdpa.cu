@@ -388,7 +388,7 @@ static_assert(check<Build>(), "");
 
 // A tile of the mma.sync or the wgmma kernel with its schedule, how many of its CTAs share an SM, and what an item costs
 // the SM: item_clocks, and one more for every scores_per_clock scores. The costs are fitted to the times of whole
-// problems on an H200 (./run_all.sh fit), to put the tiles in order; not measured one by one.
+// problems on an H200 (./run_all.sh fit).
 enum Schedule {
   producer_warpgroup = 1,            // USE_WARP_SPECIALIZATION
   overlap = 2 | producer_warpgroup,  // which it needs
@@ -403,56 +403,56 @@ struct TunedTile {
   int head_dim, block_m, block_n, num_warps, stages, split_kv;
   int schedule;  // of the above
   int ctas;      // that share an SM
-  double item_clocks, scores_per_clock, causal_scores_per_clock;
+  double item_clocks, scores_per_clock;
 
   constexpr bool has(Schedule s) const { return (schedule & s) == s; }
 };
 constexpr TunedTile TUNED_TILES[] = {
-    {64, 64, 128, 8, 2, 2, producer_warpgroup, 1, 4220, 7.0, 6.07},
-    {64, 32, 128, 16, 1, 4, swap_ab, 1, 3570, 3.73, 3.5},
-    {64, 128, 64, 16, 4, 2, overlap | ping_pong, 1, 10200, 13.6, 7.26},
-    {64, 256, 64, 16, 4, 1, overlap | persistent | ping_pong, 1, 4830, 13.7, 6.83},
-    {64, 256, 64, 16, 3, 1, overlap | persistent | skip_masked, 1, 2580, 8.99, 7.05},
-    {64, 64, 64, 4, 2, 1, overlap | persistent, 2, 2760, 6.47, 4.38},
-    {64, 16, 128, 8, 2, 2, swap_ab | packed, 1, 97.1, 1.94, 1.57},
-    {64, 16, 128, 4, 2, 1, swap_ab | packed, 3, 591, 1.72, 1.52},
-    {64, 32, 128, 8, 2, 2, swap_ab | packed, 1, 714, 2.28, 2.82},
-    {128, 64, 64, 8, 2, 2, overlap, 1, 4340, 5.94, 4.41},
-    {128, 128, 128, 8, 2, 1, overlap | persistent | ping_pong, 1, 4670, 7.52, 5.6},
-    {128, 192, 64, 12, 4, 1, overlap | persistent | skip_masked, 1, 4020, 6.24, 6.21},
-    {128, 64, 64, 4, 2, 1, overlap | persistent, 1, 1680, 3.73, 3.03},
-    {128, 16, 64, 8, 2, 2, swap_ab | packed, 1, 98.8, 1.16, 1.03},
-    {128, 32, 64, 8, 2, 2, swap_ab | packed, 1, 2260, 1.31, 1.23},
-    {256, 128, 64, 8, 2, 1, overlap | persistent | skip_masked, 1, 8590, 2.88, 2.75},
-    {256, 64, 64, 4, 2, 1, overlap | persistent, 1, 6530, 1.69, 2.07},
-    {256, 8, 64, 4, 2, 1, swap_ab | packed, 1, 1410, 0.222, 0.233},
-    {256, 16, 64, 4, 2, 1, swap_ab | packed, 1, 13900, 0.312, 0.491},
-    {256, 32, 64, 4, 2, 1, swap_ab | packed, 1, 14700, 0.557, 0.683},
-    {64, 32, 32, 8, 2, 4, mma_sync, 2, 6260, 5.02, 5.0},
-    {64, 64, 64, 4, 2, 2, mma_sync, 2, 7360, 5.85, 4.88},
-    {64, 128, 64, 4, 3, 1, mma_sync, 2, 6440, 6.17, 5.92},
-    {64, 16, 32, 4, 3, 4, packed | mma_sync, 2, 2880, 1.21, 1.11},
-    {64, 32, 32, 4, 3, 4, packed | mma_sync, 2, 4540, 2.25, 2.07},
-    {128, 64, 32, 8, 2, 2, mma_sync, 1, 6060, 2.48, 2.52},
-    {128, 128, 64, 4, 2, 1, mma_sync, 2, 9550, 3.61, 3.44},
-    {128, 16, 16, 4, 2, 4, packed | mma_sync, 3, 901, 0.546, 0.502},
-    {128, 32, 16, 4, 2, 4, packed | mma_sync, 3, 3740, 1.03, 0.948},
-    {256, 64, 64, 4, 1, 1, mma_sync, 2, 5970, 1.32, 1.22},
-    {256, 16, 16, 2, 2, 2, packed | mma_sync, 3, 11600, 0.259, 0.238},
+    {64, 64, 128, 8, 2, 2, producer_warpgroup, 1, 5080, 6.94},
+    {64, 32, 128, 16, 1, 4, swap_ab, 1, 4040, 3.67},
+    {64, 128, 64, 16, 4, 2, overlap | ping_pong, 1, 6270, 9.25},
+    {64, 256, 64, 16, 4, 1, overlap | persistent | ping_pong, 1, 3300, 9.21},
+    {64, 256, 64, 16, 3, 1, overlap | persistent | skip_masked, 1, 2360, 9.0},
+    {64, 64, 64, 4, 2, 1, overlap | persistent, 2, 1560, 6.6},
+    {64, 16, 128, 8, 2, 2, swap_ab | packed, 1, 3500, 1.59},
+    {64, 16, 128, 4, 2, 1, swap_ab | packed, 3, 3200, 1.37},
+    {64, 32, 128, 8, 2, 2, swap_ab | packed, 1, 4080, 2.63},
+    {128, 64, 64, 8, 2, 2, overlap, 1, 5580, 4.78},
+    {128, 128, 128, 8, 2, 1, overlap | persistent | ping_pong, 1, 3370, 5.92},
+    {128, 192, 64, 12, 4, 1, overlap | persistent | skip_masked, 1, 2830, 5.51},
+    {128, 64, 64, 4, 2, 1, overlap | persistent, 1, 1760, 3.62},
+    {128, 16, 64, 8, 2, 2, swap_ab | packed, 1, 3540, 0.831},
+    {128, 32, 64, 8, 2, 2, swap_ab | packed, 1, 5160, 1.41},
+    {256, 128, 64, 8, 2, 1, overlap | persistent | skip_masked, 1, 7810, 2.8},
+    {256, 64, 64, 4, 2, 1, overlap | persistent, 1, 5370, 2.39},
+    {256, 8, 64, 4, 2, 1, swap_ab | packed, 1, 4760, 0.237},
+    {256, 16, 64, 4, 2, 1, swap_ab | packed, 1, 4910, 0.433},
+    {256, 32, 64, 4, 2, 1, swap_ab | packed, 1, 8010, 0.71},
+    {64, 32, 32, 8, 2, 4, mma_sync, 2, 7730, 4.54},
+    {64, 64, 64, 4, 2, 2, mma_sync, 2, 9100, 5.42},
+    {64, 128, 64, 4, 3, 1, mma_sync, 2, 7200, 5.53},
+    {64, 16, 32, 4, 3, 4, packed | mma_sync, 2, 6940, 1.58},
+    {64, 32, 32, 4, 3, 4, packed | mma_sync, 2, 8700, 3.04},
+    {128, 64, 32, 8, 2, 2, mma_sync, 1, 7150, 2.31},
+    {128, 128, 64, 4, 2, 1, mma_sync, 2, 9760, 3.2},
+    {128, 16, 16, 4, 2, 4, packed | mma_sync, 3, 5820, 0.704},
+    {128, 32, 16, 4, 2, 4, packed | mma_sync, 3, 8760, 1.44},
+    {256, 64, 64, 4, 1, 1, mma_sync, 2, 8520, 1.23},
+    {256, 16, 16, 2, 2, 2, packed | mma_sync, 3, 12500, 0.347},
 };
-// The same for the wgmma kernel with DTYPE=FP8_E4M3, estimated; O is flushed after 1,024 keys. Few rows go to
-// mma.sync, since the transposed kernel takes no bytes.
+// The same for the wgmma kernel with DTYPE=FP8_E4M3; O is flushed after 1,024 keys. Few rows go to mma.sync, since the
+// transposed kernel takes no bytes.
 constexpr TunedTile E4M3_TILES[] = {
-    {64, 64, 128, 8, 3, 2, overlap, 1, 4990, 8.1, 7.45},
-    {64, 128, 64, 16, 4, 2, overlap | ping_pong, 1, 6010, 9.93, 9.08},
-    {64, 192, 128, 12, 4, 1, overlap | persistent | skip_masked, 1, 7340, 10.3, 9.9},
-    {64, 16, 64, 4, 3, 4, packed | mma_sync, 2, 6300, 2.76, 2.57},
-    {128, 64, 64, 8, 2, 2, overlap, 1, 4600, 5.45, 4.96},
-    {128, 128, 128, 8, 2, 1, overlap | persistent | ping_pong, 1, 6170, 6.97, 7.03},
-    {128, 192, 64, 12, 4, 1, overlap | persistent | skip_masked, 1, 8540, 8.58, 7.73},
-    {128, 16, 32, 4, 3, 4, packed | mma_sync, 2, 10500, 1.49, 1.39},
-    {256, 128, 64, 8, 2, 1, overlap | persistent | skip_masked, 1, 12200, 6.91, 6.5},
-    {256, 16, 32, 2, 2, 2, packed | mma_sync, 3, 37200, 0.614, 0.571},
+    {64, 64, 128, 8, 3, 2, overlap, 1, 7260, 8.0},
+    {64, 128, 64, 16, 4, 2, overlap | ping_pong, 1, 8170, 10.6},
+    {64, 192, 128, 12, 4, 1, overlap | persistent | skip_masked, 1, 4210, 10.2},
+    {64, 16, 64, 4, 3, 4, packed | mma_sync, 2, 9340, 3.24},
+    {128, 64, 64, 8, 2, 2, overlap, 1, 6530, 5.81},
+    {128, 128, 128, 8, 2, 1, overlap | persistent | ping_pong, 1, 3300, 7.37},
+    {128, 192, 64, 12, 4, 1, overlap | persistent | skip_masked, 1, 3710, 7.09},
+    {128, 16, 32, 4, 3, 4, packed | mma_sync, 2, 11100, 1.66},
+    {256, 128, 64, 8, 2, 1, overlap | persistent | skip_masked, 1, 4640, 4.04},
+    {256, 16, 32, 2, 2, 2, packed | mma_sync, 3, 10300, 0.519},
 };
 constexpr bool has_e4m3_tiles = is_wgmma && Build::is_e4m3;
 constexpr int MOST_TILES = sizeof TUNED_TILES / sizeof(TunedTile);
@@ -2440,28 +2440,23 @@ template <class B> int most_resident_ctas() {
   return max(shared / int(shared_bytes<B> + 1024), 1);
 }
 
-// Of K and V of a key head.
-double kb_of_keys(const SdpaParams& p, int keys) { return keys * p.D * sizeof(Input) / 512.0; }
-
-// SPLIT_CTAS=0: as many ranges as take the least time, counted in KB that an SM reads meanwhile: its rounds, 64 KB for each wave of CTAs that starts, `resident` to an SM, and 24 KB for each 16 ranges that the
-// last CTA of an item loads at once (fitted to an H200). None is longer than most_keys_at_once where 256 ranges suffice.
-struct Ranges {
-  int count;
-  double kb;
-};
-Ranges ranges_of(const SdpaParams& p, int64_t items, int round_keys, int resident, int sms) {
+// SPLIT_CTAS=0: as many ranges as take the least time, counted in KB that an SM reads meanwhile: its rounds, 64 KB for
+// each wave of CTAs that starts, `resident` to an SM, and 24 KB for each 16 ranges that the last CTA of an item loads at
+// once (fitted to an H200). None is longer than most_keys_at_once where 256 ranges suffice.
+int ranges_of(const SdpaParams& p, int64_t items, int round_keys, int resident, int sms) {
   const KeyBounds bounds(p);
   const int keys = max(bounds.end(p.Sq - 1) - bounds.begin(p.Sq - 1), 1);
   const auto shares = [](uint32_t n, uint32_t of) { return (n + of - 1) / of; };
   const int rounds = int(shares(keys, round_keys));
-  const double round_kb = kb_of_keys(p, round_keys);
+  const double round_kb = round_keys * p.D * sizeof(Input) / 512.0;  // K and V
   const int most = items <= most_split_items ? min(rounds, 256) : 1;
-  Ranges best{};
+  int best = 0;
+  double best_kb = 0;
   for (int n = min(int(shares(keys, most_keys_at_once)), most); n <= most; n++) {
     const uint32_t ctas = uint32_t(items) * n, merges = n > 1 ? shares(n, 16) : 0;
     const double kb = round_kb * shares(ctas, sms) * shares(rounds, n) +
                       64.0 * shares(ctas, resident * sms) + 24.0 * merges;
-    if (best.count == 0 || kb < best.kb) best = {n, kb};
+    if (best == 0 || kb < best_kb) best = n, best_kb = kb;
   }
   return best;
 }
@@ -2487,9 +2482,8 @@ template <class B> Items items_of(const SdpaParams& p) {
   Items items = items_of_tile(p, B::block_m, B::pack_gqa);
   if (B::split_ctas > 1) items.ranges = B::split_ctas;
   if (B::split_ctas == 0 && items.count > 0) {
-    const Ranges ranges =
+    items.ranges =
         ranges_of(p, items.count, B::split_kv * B::block_n, most_resident_ctas<B>(), sm_count());
-    items.ranges = ranges.count;
   }
   return items;
 }
@@ -5832,52 +5826,88 @@ template <class B, bool TUNED = B::use_tuned> struct KernelChoice {
 
 // ---- the choice of a tile (USE_TUNED) ----
 
-// Clocks that the problem takes with this tile. Items come in waves on the GPU's `sms`, t.ctas to each, which share its
-// rate; one alone has sole_rate of it. With a mask items differ in length, and each SM that is free takes the longest
-// that is left: together they take as long as the longest, or as all of them spread evenly, or as the waves would if
-// all were as short as the shortest. A mask leaves the keys that the rows see on average, and of the tiles on its edge
-// half; the rate is the more that under a mask, the more it hides. Items of one key head read its keys from memory
-// once, and no key passes faster than that.
-double tuned_clocks(const TunedTile& t, const SdpaParams& p, int sms) {
+// Keys that an item takes, in whole rounds: the most, the least and on average.
+struct ItemKeys {
+  double most, least, mean;
+};
+ItemKeys item_keys(const TunedTile& t, const SdpaParams& p) {
   const KeyBounds bounds(p);
   const int round_keys = t.block_n * t.split_kv;
-  const auto whole_rounds = [&](int keys) {
+  const auto in_rounds = [&](int keys) {
     return double((keys + round_keys - 1) / round_keys) * round_keys;
   };
-  constexpr int samples = 16;
-  double seen = 0, most_keys = whole_rounds(bounds.end(p.Sq - 1) - bounds.begin(p.Sq - 1));
-  double least_keys = most_keys;
+  const auto seen_by = [&](int q) { return bounds.end(q) - bounds.begin(q); };
+  constexpr int samples = 16;  // of the rows
+  ItemKeys keys{};
+  keys.most = keys.least = std::fmax(in_rounds(seen_by(p.Sq - 1)), round_keys);
   for (int i = 0; i < samples; i++) {
-    const int q = int((2 * i + 1.0) / (2 * samples) * p.Sq);
-    const int of_row = bounds.end(q) - bounds.begin(q);
-    seen += double(of_row) / samples;
-    most_keys = std::fmax(most_keys, whole_rounds(of_row));
-    least_keys = std::fmin(least_keys, whole_rounds(of_row));
+    const int seen = seen_by(int((2 * i + 1.0) / (2 * samples) * p.Sq));
+    keys.mean += double(seen) / samples;
+    keys.most = std::fmax(keys.most, in_rounds(seen));
+    keys.least = std::fmin(keys.least, in_rounds(seen));
   }
-  const double hidden =
-      std::fmin(2 * (1 - seen / max(p.Sk, 1)), 1);  // all: half of the keys or more
-  const double rate =
-      t.scores_per_clock + hidden * (t.causal_scores_per_clock - t.scores_per_clock);
-  const int64_t items = items_of_tile(p, t.block_m, t.has(packed)).count;
-  constexpr double memory_bytes_per_clock = 31;  // of an SM among all; fitted too
-  const double bytes_per_key = 2.0 * t.head_dim * sizeof(Input) * p.B * p.Hkv / double(items);
-  const double clocks_per_key =
-      std::fmax(t.block_m / rate, bytes_per_key / memory_bytes_per_clock);
-  const double sole_rate = t.ctas > 1 ? 0.75 : 1;
-  if (t.has(packed)) {  // what its ranges take
-    const Ranges ranges = ranges_of(p, items, round_keys, t.ctas, sms);
-    return t.item_clocks + clocks_per_key * ranges.kb / kb_of_keys(p, 1);
-  }
+  // An edge of the mask costs half a tile more than is seen, and the time of 64 keys.
   const int edges = (bounds.to < p.Sk) + (bounds.from > -most_rows);
-  const double edge_keys = ((t.has(skip_masked) ? 64 : t.block_m) + round_keys) / 2.0;
-  const double keys = std::fmin(seen + edges * edge_keys, whole_rounds(p.Sk));
-  const double items_per_sm = double(items) / sms, most_items = std::ceil(items_per_sm);
-  const double waves = std::ceil(most_items / t.ctas);
-  const double longest = t.item_clocks + clocks_per_key * most_keys / sole_rate;
-  const double spread = items_per_sm * (t.item_clocks / t.ctas + clocks_per_key * keys);
-  const double at_least = waves * t.item_clocks +
-                          clocks_per_key * least_keys * std::fmax(most_items, waves / sole_rate);
-  return std::fmax(std::fmax(longest, spread), at_least);
+  const int edge_rows = t.has(skip_masked) ? 64 : t.block_m;
+  keys.mean = std::fmin(keys.mean + edges * ((edge_rows + round_keys) / 2.0 + 64), in_rounds(p.Sk));
+  return keys;
+}
+
+// Clocks that the problem takes with this tile on a GPU of `sms` SMs. Besides the tile's two costs it has a few numbers
+// that all tiles share, fitted to an H200 as well.
+double tuned_clocks(const TunedTile& t, const SdpaParams& p, int sms) {
+  const KeyBounds bounds(p);
+  const Items items = items_of_tile(p, t.block_m, t.has(packed));
+  const auto shares = [](int64_t n, int64_t of) { return double((n + of - 1) / of); };
+  ItemKeys keys = item_keys(t, p);
+
+  // Ranges: a CTA takes its share of the keys, and the last one of an item merges the results, 16 at a time.
+  double ctas = double(items.count), merge_clocks = 0;
+  if (t.has(packed)) {
+    const int round_keys = t.block_n * t.split_kv;
+    const int ranges = ranges_of(p, items.count, round_keys, t.ctas, sms);
+    const double share = shares(int64_t(keys.most) / round_keys, ranges) * round_keys / keys.most;
+    keys = {keys.most * share, keys.least * share, keys.mean * share};
+    ctas *= ranges;
+    const int parts = items.heads * items.queries * p.D / 4;
+    if (ranges > 1) {
+      merge_clocks = 500 + 2000 * shares(ranges, 16) * shares(parts, t.num_warps * 32);
+    }
+  }
+
+  // The clocks of a key. Where rows are skipped, one warpgroup alone takes half of the whole tile's time; with a mask
+  // warpgroups that take turns wait for each other at its edge.
+  double key_clocks = t.block_m / t.scores_per_clock;
+  if (t.has(ping_pong) && !bounds.all()) key_clocks *= 1.07;
+  if (t.has(skip_masked)) {
+    const double used = 64 * shares(max(p.Sq, 1), 64) / shares(max(p.Sq, 1), t.block_m);
+    key_clocks *= 0.5 + 0.5 * (used - 64) / (t.block_m - 64);
+  }
+
+  // CTAs come in waves, t.ctas to an SM, which share its rate; one alone has sole_rate of it. With a mask items differ in
+  // length, and each SM that is free takes the longest that is left. Together they take as long as the longest, beside the
+  // next one on its SM; or as all of them spread evenly; or as the waves would if all were as short as the shortest.
+  const double sole_rate = t.ctas > 1 ? 0.75 : 1;
+  const double ctas_per_sm = ctas / sms, most_ctas = std::ceil(ctas_per_sm);
+  const double waves = std::ceil(most_ctas / t.ctas);
+  double beside = 0;  // keys of the next one
+  if (t.ctas > 1 && ctas_per_sm > 1) beside = keys.most - (keys.most - keys.least) / ctas_per_sm;
+  const double longest = std::fmax(keys.most / sole_rate, beside * std::fmin(most_ctas, t.ctas) +
+                                                              (keys.most - beside) / sole_rate);
+  const double spread = ctas_per_sm * (t.item_clocks / t.ctas + key_clocks * keys.mean);
+  const double at_least =
+      waves * t.item_clocks + key_clocks * keys.least * std::fmax(most_ctas, waves / sole_rate);
+  const double compute =
+      std::fmax(t.item_clocks + key_clocks * longest, std::fmax(spread, at_least));
+
+  // K and V are read once: from L2, where they stay from launch to launch, or from memory. What is nearly as long as the
+  // rest delays it: hence the sum of fourth powers.
+  const int keys_read = bounds.end(p.Sq - 1) - bounds.begin(0);
+  const double bytes = 2.0 * sizeof(Input) * p.D * keys_read * p.B * p.Hkv;
+  const double read = bytes / sms / (bytes < 52e6 ? 22 : t.has(packed) ? 18 : 15);
+  const double work = compute + merge_clocks;
+  const double start = t.has(persistent) ? 3500 : -700;  // -700: while the launch before still runs
+  return start + std::sqrt(std::hypot(work * work, read * read));
 }
 
 // USE_TUNED: number of the quickest tile for the problem. Not by max_ctas, on which no bit of the result
