@@ -1943,10 +1943,11 @@ __device__ __forceinline__ void merge_ranges(const RangePartial<B>* parts, const
       float4 x[many];
       float weight[1 + many];
       SDPA_UNROLL for (int n = 0; n < many; n++) {
-        const RangePartial<B>& part = parts[min(first + n, ranges - 1)];
-        m_l[1 + n] = ld_global_cg<float2>(&part.m_l[row]);
-        x[n] = ld_global_cg<float4>(&part.O[row][O.first_col]);
-        if (first + n >= ranges) m_l[1 + n] = {-INFINITY, 0}, x[n] = {};
+        m_l[1 + n] = {-INFINITY, 0}, x[n] = {};
+        if (first + n < ranges) {
+          m_l[1 + n] = ld_global_cg<float2>(&parts[first + n].m_l[row]);
+          x[n] = ld_global_cg<float4>(&parts[first + n].O[row][O.first_col]);
+        }
       }
       merge_weights<B>(m_l, scale_log2, weight, m[0], l[0]);
       SDPA_UNROLL for (int j = 0; j < 4; j++) O.x[0][j] *= weight[0];
