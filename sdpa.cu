@@ -279,9 +279,6 @@ SDPA_REFUSE(Build::is_e4m3 && is_wmma,
             "DTYPE=FP8_E4M3: nvcuda::wmma has no e4m3; drop USE_WMMA or type DTYPE=U8");
 SDPA_REFUSE(FP8_FLUSH_changed && !(is_wgmma && Build::is_e4m3),
             "FP8_FLUSH: only the wgmma kernel with DTYPE=FP8_E4M3 has sums of 14 bits; drop it");
-SDPA_REFUSE(Build::input == DType::u8 && is_wgmma && Build::use_tuned,
-            "USE_TUNED=1: TUNED_TILES has no row for DTYPE=U8; type BLOCK_M=192 BLOCK_N=64 "
-            "NUM_WARPS=12 STAGES=4 USE_WARP_SPECIALIZATION=1");
 SDPA_REFUSE(FP16_ACC_changed && ((!is_mma && !is_wmma) || Build::input != DType::fp16),
             "FP16_ACC: only the wmma and mma.sync kernels with DTYPE=FP16 have such sums; add "
             "USE_MMA_SYNC=1 or drop it");
@@ -440,8 +437,8 @@ constexpr TunedTile TUNED_TILES[] = {
     {256, 64, 64, 4, 1, 1, mma_sync, 2, 8520, 1.23},
     {256, 16, 16, 2, 2, 2, packed | mma_sync, 3, 12500, 0.347},
 };
-// The same for the wgmma kernel with DTYPE=FP8_E4M3; O is flushed after 1,024 keys. Few rows go to mma.sync, since the
-// transposed kernel takes no bytes.
+// The same for 8 bits and USE_WGMMA=1. Few rows go to mma.sync, since the transposed kernel takes no bytes. With e4m3
+// wgmma flushes O after 1,024 keys.
 constexpr TunedTile E4M3_TILES[] = {
     {64, 64, 128, 8, 3, 2, overlap, 1, 7260, 8.0},
     {64, 128, 64, 16, 4, 2, overlap | ping_pong, 1, 8170, 10.6},
@@ -454,14 +451,24 @@ constexpr TunedTile E4M3_TILES[] = {
     {256, 128, 64, 8, 2, 1, overlap | persistent | skip_masked, 1, 4640, 4.04},
     {256, 16, 32, 2, 2, 2, packed | mma_sync, 3, 10300, 0.519},
 };
-constexpr bool has_e4m3_tiles = is_wgmma && Build::is_e4m3;
+constexpr TunedTile U8_TILES[] = {
+    {64, 256, 64, 16, 4, 1, overlap | ping_pong, 1, 12100, 9.2},
+    {64, 16, 64, 4, 3, 4, packed | mma_sync, 2, 9340, 3.24},
+    {128, 192, 64, 12, 4, 1, overlap | persistent | skip_masked, 1, 12000, 6.4},
+    {128, 16, 32, 4, 3, 4, packed | mma_sync, 2, 11100, 1.66},
+    {256, 128, 64, 8, 2, 1, overlap | persistent | skip_masked, 1, 12000, 2.8},
+    {256, 16, 32, 2, 2, 2, packed | mma_sync, 3, 10300, 0.519},
+};
+constexpr bool has_8bit_tiles = is_wgmma && Build::is_8bit;  // of both families
 constexpr int MOST_TILES = sizeof TUNED_TILES / sizeof(TunedTile);
-constexpr int TILES = has_e4m3_tiles ? sizeof E4M3_TILES / sizeof(TunedTile) : MOST_TILES;
+constexpr int TILES = !has_8bit_tiles  ? MOST_TILES
+                      : Build::is_e4m3 ? sizeof E4M3_TILES / sizeof(TunedTile)
+                                       : sizeof U8_TILES / sizeof(TunedTile);
 constexpr const TunedTile& tuned_tile(int n) {
-  return has_e4m3_tiles ? E4M3_TILES[n] : TUNED_TILES[n];
+  return !has_8bit_tiles ? TUNED_TILES[n] : Build::is_e4m3 ? E4M3_TILES[n] : U8_TILES[n];
 }
 constexpr bool is_of_table(const TunedTile& t) {  // of those of the family
-  return has_e4m3_tiles || t.has(mma_sync) == is_mma;
+  return has_8bit_tiles || t.has(mma_sync) == is_mma;
 }
 
 // A row as if it had been typed.
@@ -479,7 +486,7 @@ template <int N> struct TileKnobs : Typed {
                         swap_ab = tile.has(Schedule::swap_ab), use_lazy_max = !swap_ab,
                         pack_gqa = tile.has(packed);
   static constexpr int split_ctas = pack_gqa ? 0 : 1;
-  static constexpr int fp8_flush = has_e4m3_tiles ? 1024 / tile.block_n : Typed::fp8_flush;
+  static constexpr int fp8_flush = has_8bit_tiles ? 1024 / tile.block_n : Typed::fp8_flush;
 };
 template <int N> using TunedBuild = Derived<TileKnobs<N>>;
 
@@ -536,7 +543,7 @@ template <> struct ElementOf<DType::u8> { using type = uint8_t; };
 using Input = ElementOf<Build::input>::type;    // of Q, K and V
 using Output = ElementOf<Build::output>::type;  // of O
 // Of their tiles in shared memory.
-using Element = std::conditional<Build::converts, __half, Input>::type;
+template <class B> using Element = typename std::conditional<B::converts, __half, Input>::type;
 using Half = std::conditional<Build::is_8bit, __half, Input>::type;  // of 16-bit operands
 
 enum class Causal : int {  // the own position of query q among the keys; it sees none after it
@@ -1284,8 +1291,8 @@ __device__ __forceinline__ void griddepcontrol_launch_dependents() {
 // ---- element types and vectors ----
 
 // Without the descale factor, which goes into the scale or into 1 / l.
-__host__ __device__ __forceinline__ float to_float(Element x) {
-  return static_cast<float>(x) - (std::is_same<Element, uint8_t>::value ? 128 : 0);
+template <class E> __host__ __device__ __forceinline__ float to_float(E x) {
+  return static_cast<float>(x) - (std::is_same<E, uint8_t>::value ? 128 : 0);
 }
 // To nearest, ties to even.
 template <class E> __host__ __device__ __forceinline__ E rounded(float x) {
@@ -1301,7 +1308,8 @@ template <> struct VectorType<8> { using type = uint2; };
 template <> struct VectorType<16> { using type = uint4; };
 // clang-format on
 
-constexpr int CHUNK = 16 / sizeof(Element);  // elements in 16 bytes, the unit of the swizzle
+template <class B>
+constexpr int CHUNK = 16 / sizeof(Element<B>);  // elements in 16 bytes, the unit of the swizzle
 
 // ---- pairs (mma, wgmma) ----
 
@@ -1348,14 +1356,14 @@ __device__ __forceinline__ void make_halves(uint32_t (&pairs)[2], uint32_t bytes
 // the row, which spreads any 8 neighbouring rows over all 32 banks (with the pair of rows, if these have 64
 // bytes); but wmma wants a fixed stride, so there it makes rows 16 bytes longer, to the same effect.
 template <class B> constexpr bool pads_rows = B::swizzle_xor && B::family == Family::wmma;
-template <class B> constexpr int TILE_STRIDE = B::head_dim + (pads_rows<B> ? CHUNK : 0);
+template <class B> constexpr int TILE_STRIDE = B::head_dim + (pads_rows<B> ? CHUNK<B> : 0);
 
 // Offset in elements of (row, col) in a tile.
 template <class B> __device__ __forceinline__ int tile_offset(int row, int col) {
   // Unsigned, so that the compiler sees that rows 8 apart are swizzled alike.
-  constexpr unsigned together = B::head_dim < 8 * CHUNK ? 2 : 1;  // rows in 128 bytes
+  constexpr unsigned together = B::head_dim < 8 * CHUNK<B> ? 2 : 1;  // rows in 128 bytes
   if constexpr (B::swizzle_xor && !pads_rows<B>) {
-    col ^= static_cast<unsigned>(row) / together % (8 / together) * CHUNK;
+    col ^= static_cast<unsigned>(row) / together % (8 / together) * CHUNK<B>;
   }
   return row * TILE_STRIDE<B> + col;
 }
@@ -2082,7 +2090,8 @@ template <class B> struct ItemTiles {
   }
   // ROWS query rows of the item from first_row on, to Q_s, by nthreads threads.
   template <int ROWS>
-  __device__ __forceinline__ void copy_q(Element* Q_s, int first_row, int tid, int nthreads) const {
+  __device__ __forceinline__ void copy_q(Element<B>* Q_s, int first_row, int tid,
+                                         int nthreads) const {
     const TileCopy<B> share(tid, nthreads);
     const int q = item.q0 + first_row;
     const Input* const Q_g = p.Q + item.b * p.q.batch + item.h * p.q.head + q * p.q.row;
@@ -2183,9 +2192,9 @@ __device__ __forceinline__ void mbarrier_spin(uint64_t* barrier_s, int parity) {
 constexpr int RUN_READ = 8;  // neighbouring elements of a row that a lane reads at once
 
 // x = the elements at src_s, which is aligned to their size.
-__device__ __forceinline__ void load_run(float (&x)[RUN_READ], const Element* src_s) {
-  const auto run = ld_shared<VectorType<RUN_READ * sizeof(Element)>::type>(src_s);
-  Element e[RUN_READ];
+template <class E> __device__ __forceinline__ void load_run(float (&x)[RUN_READ], const E* src_s) {
+  const auto run = ld_shared<typename VectorType<RUN_READ * sizeof(E)>::type>(src_s);
+  E e[RUN_READ];
   memcpy(e, &run, sizeof run);
   SDPA_UNROLL for (int i = 0; i < RUN_READ; i++) x[i] = to_float(e[i]);
 }
@@ -2233,9 +2242,9 @@ __device__ __forceinline__ void load_scores(View& S, const T* P_s, int stride) {
 
 template <class B> struct ScalarShared : TilesAsCopied<B> {
   static constexpr int P_STRIDE = B::block_n + 8;  // 4 rows of lanes fall into 4 groups of 8 banks
-  Element Q[B::block_m * TILE_STRIDE<B>];          // [BLOCK_M][D]
-  Element K[TILE_STAGES<B>][B::block_n * TILE_STRIDE<B>];  // [BLOCK_N][D]
-  Element V[TILE_STAGES<B>][B::block_n * TILE_STRIDE<B>];  // [BLOCK_N][D]
+  Element<B> Q[B::block_m * TILE_STRIDE<B>];       // [BLOCK_M][D]
+  Element<B> K[TILE_STAGES<B>][B::block_n * TILE_STRIDE<B>];  // [BLOCK_N][D]
+  Element<B> V[TILE_STAGES<B>][B::block_n * TILE_STRIDE<B>];  // [BLOCK_N][D]
   float P[B::block_m * P_STRIDE];  // [BLOCK_M][BLOCK_N]: S, then P in its place
   float m[B::block_m], l[B::block_m], alpha[B::block_m];  // used where rows change hands
   uint32_t drawn;                                         // TileQueue
@@ -2248,7 +2257,7 @@ template <class B> struct ScalarShared : TilesAsCopied<B> {
 template <class B>
 __device__ __forceinline__ void scalar_pv(ScalarOutput<B>& O,
                                           const float (&alpha)[ScalarOutput<B>::ROWS],
-                                          const float* P_s, const Element* V_s) {
+                                          const float* P_s, const Element<B>* V_s) {
   using View = ScalarOutput<B>;
   constexpr int KEYS = 4;  // one 16-byte read of P
   scale_rows(O, alpha);
@@ -2517,8 +2526,8 @@ template <class B> struct OneLaunch {
 
 // S = Q @ K.T   [BLOCK_M][BLOCK_N]
 template <class B>
-__device__ __forceinline__ void scalar_qk(ScalarScores<B>& S, const Element* Q_s,
-                                          const Element* K_s) {
+__device__ __forceinline__ void scalar_qk(ScalarScores<B>& S, const Element<B>* Q_s,
+                                          const Element<B>* K_s) {
   using View = ScalarScores<B>;
   clear(S);
 #pragma unroll 2
@@ -2595,8 +2604,8 @@ constexpr int SCORE_STRIDE = ScalarShared<B>::P_STRIDE * int(sizeof(float) / siz
 template <class B> struct WmmaShared : ScalarShared<B> {
   static constexpr int P16_STRIDE =
       B::block_n + 8;  // 8 neighbouring rows fall into 8 groups of banks
-  alignas(32)
-      Element P16[B::use_wmma_pv ? B::block_m * P16_STRIDE : 1];  // P for wmma, [BLOCK_M][BLOCK_N]
+  alignas(32) Element<B> P16[B::use_wmma_pv ? B::block_m * P16_STRIDE
+                                            : 1];  // P for wmma, [BLOCK_M][BLOCK_N]
   uint64_t full[B::stages], empty[B::stages];  // mbarriers: tile landed, tile read by all consumers
 
   __device__ void store_probabilities(const ScalarScores<B>& S) {
@@ -2652,7 +2661,7 @@ __device__ __forceinline__ void wmma_produce(WmmaShared<B>& s, ItemTiles<B>& t,
 template <class B>
 __device__ __forceinline__ void wmma_qk(
     WmmaScore<B>* S_s, const Operand<wmma::matrix_a, wmma::row_major> (&Q)[B::head_dim / 16],
-    const Element* K_s) {
+    const Element<B>* K_s) {
   SDPA_UNROLL for (int n = 0; n < B::block_n; n += 16) {
     AccumulatorOf<WmmaScore<B>> S;
     wmma::fill_fragment(S, WmmaScore<B>(0.0f));
@@ -2685,8 +2694,8 @@ template <class B> struct WmmaOutput {
   }
 
   // O = O * alpha + P @ V   [16][D]; alpha_s [16], P_s [16][P16_STRIDE]
-  __device__ __forceinline__ void multiply(const float* alpha_s, const Element* P_s,
-                                           const Element* V_s) {
+  __device__ __forceinline__ void multiply(const float* alpha_s, const Element<B>* P_s,
+                                           const Element<B>* V_s) {
     float alpha[Accumulator::num_elements];
     SDPA_UNROLL for (int e = 0; e < Accumulator::num_elements; e++) {
       alpha[e] = ld_shared<float>(alpha_s + row[e]);
@@ -2709,8 +2718,8 @@ template <class B> struct WmmaOutput {
   }
   // sums += P @ V. In fp16 an element has the place that it has in fp32 (tests/conformance.cu sees to it).
   template <class Sums>
-  static __device__ __forceinline__ void add_products(Sums& sums, const Element* P_s,
-                                                      const Element* V_s) {
+  static __device__ __forceinline__ void add_products(Sums& sums, const Element<B>* P_s,
+                                                      const Element<B>* V_s) {
     SDPA_UNROLL for (int k = 0; k < B::block_n; k += 16) {
       Operand<wmma::matrix_a, wmma::row_major> P;
       wmma::load_matrix_sync(P, P_s + k, WmmaShared<B>::P16_STRIDE);
@@ -2764,7 +2773,7 @@ __device__ __forceinline__ void wmma_consume(WmmaShared<B>& s, const KernelArgs&
   O.first_col = lane % COL_LANES * O.RUN;
 
   // A warp copies its own rows of Q.
-  Element* const Q_s = s.Q + tile_offset<B>(first_row, 0);
+  Element<B>* const Q_s = s.Q + tile_offset<B>(first_row, 0);
   t.template copy_q<16>(Q_s, first_row, lane, 32);
   VectorCopy<B::use_cp_async>::commit();
   VectorCopy<B::use_cp_async>::template wait<0>();
@@ -2867,7 +2876,7 @@ template <class B, int WIDTH> struct MmaAccumulator {  // [16 * M_TILES of BLOCK
 // P @ V leaves them.
 template <class B, int WIDTH> struct MmaRuns {
   static constexpr int ROWS = MmaAccumulator<B, WIDTH>::ROWS, COLS = WIDTH / 4;
-  static constexpr int RUN = sizeof(Element) == 1 ? 4 : 8;
+  static constexpr int RUN = sizeof(Element<B>) == 1 ? 4 : 8;
   float x[ROWS][COLS];
   int first_row, first_col;
   __device__ int row(int i) const { return first_row + 8 * i; }
@@ -2880,9 +2889,9 @@ template <class B, int WIDTH> struct MmaRuns {
 // adding saves registers; at D=128 the few XORed addresses would stay in registers and spill.
 template <class B>
 __device__ __forceinline__ SharedAddress tile_step(SharedAddress at, int r, int c) {
-  constexpr int xored = B::head_dim > 128 ? 8 * CHUNK : B::head_dim;
-  return (at ^ c % xored * int(sizeof(Element))) +
-         (r * B::head_dim + c / xored * xored) * int(sizeof(Element));
+  constexpr int xored = B::head_dim > 128 ? 8 * CHUNK<B> : B::head_dim;
+  return (at ^ c % xored * int(sizeof(Element<B>))) +
+         (r * B::head_dim + c / xored * xored) * int(sizeof(Element<B>));
 }
 
 // O, m and l of a group of warps over its keys, in the order of its threads' accumulators.
@@ -2901,11 +2910,11 @@ template <class B, bool PACKED = B::pack_gqa> struct MmaPartials {
 
 template <class B> struct MmaShared {
   struct Tiles : TilesAsCopied<B> {
-    Element K[TILE_STAGES<B>][B::block_n * B::head_dim];  // [BLOCK_N][D]
-    Element V[TILE_STAGES<B>][B::block_n * B::head_dim];  // [BLOCK_N][D]
+    Element<B> K[TILE_STAGES<B>][B::block_n * B::head_dim];  // [BLOCK_N][D]
+    Element<B> V[TILE_STAGES<B>][B::block_n * B::head_dim];  // [BLOCK_N][D]
   };
   struct Inputs {
-    Element Q[B::block_m * B::head_dim];  // [BLOCK_M][D]
+    Element<B> Q[B::block_m * B::head_dim];  // [BLOCK_M][D]
     Tiles group[B::split_kv];
   };
   union {
@@ -2917,9 +2926,9 @@ template <class B> struct MmaShared {
 };
 
 // A step takes 32 bytes of each row of A and of each column of B.
-constexpr int MMA_K = 2 * CHUNK;
+template <class B> constexpr int MMA_K = 2 * CHUNK<B>;
 // Products of 16 bits; those of 8 bits, which have the same functions and pv(), are in a section of their own.
-template <class B, bool = sizeof(Element) == 1> struct MmaOperands {
+template <class B, bool = sizeof(Element<B>) == 1> struct MmaOperands {
   static constexpr int REGISTERS = 4;  // of A, in a step of 16 rows
   static constexpr int KEYS = 16;      // of P, in a step
 
@@ -2927,7 +2936,7 @@ template <class B, bool = sizeof(Element) == 1> struct MmaOperands {
   static __device__ __forceinline__ void multiply(float& d0, float& d1, float& d2, float& d3,
                                                   const uint32_t (&a)[4], uint32_t b0,
                                                   uint32_t b1) {
-    mma_m16n8k16<Element>(d0, d1, d2, d3, a, b0, b1);
+    mma_m16n8k16<Element<B>>(d0, d1, d2, d3, a, b0, b1);
   }
   // A of 16 rows.
   static __device__ __forceinline__ void read(uint32_t (&a)[4], SharedAddress from) {
@@ -2935,13 +2944,13 @@ template <class B, bool = sizeof(Element) == 1> struct MmaOperands {
   }
   // P of a row's next columns, rounded.
   static __device__ __forceinline__ uint32_t pack_p(const float* x) {
-    return pack<Element>(x[0], x[1]);
+    return pack<Element<B>>(x[0], x[1]);
   }
 };
 // The warp's query rows as A operands, MMA_K columns a step. As many steps as O and S leave registers for
 // are kept for the whole item; each use reads the others again.
 template <class B> struct MmaQueries {
-  static constexpr int M_TILES = MmaAccumulator<B, 8>::M_TILES, STEPS = B::head_dim / MMA_K;
+  static constexpr int M_TILES = MmaAccumulator<B, 8>::M_TILES, STEPS = B::head_dim / MMA_K<B>;
   static constexpr int O_AND_S = M_TILES * (B::head_dim + B::block_n) / 2;  // registers
   static constexpr int REGISTERS = MmaOperands<B>::REGISTERS;
   static constexpr int ROOM = O_AND_S < 184 ? (184 - O_AND_S) / (REGISTERS * M_TILES) : 0;
@@ -2951,12 +2960,13 @@ template <class B> struct MmaQueries {
 
   __device__ void read(uint32_t (&a)[M_TILES][REGISTERS], int step) const {
     SDPA_UNROLL for (int m = 0; m < M_TILES; m++) {
-      MmaOperands<B>::read(a[m], tile_step<B>(at, 16 * m, MMA_K * step));
+      MmaOperands<B>::read(a[m], tile_step<B>(at, 16 * m, MMA_K<B> * step));
     }
   }
   // Once Q has landed in Q_s.
-  __device__ void start(const Element* Q_s, int warp, int lane) {
-    at = shared_address(Q_s + tile_offset<B>(warp * 16 * M_TILES + lane % 16, lane / 16 * CHUNK));
+  __device__ void start(const Element<B>* Q_s, int warp, int lane) {
+    at =
+        shared_address(Q_s + tile_offset<B>(warp * 16 * M_TILES + lane % 16, lane / 16 * CHUNK<B>));
     SDPA_UNROLL for (int step = 0; step < KEPT; step++) read(kept[step], step);
   }
   __device__ void get(uint32_t (&a)[M_TILES][REGISTERS], int step) const {
@@ -2999,18 +3009,18 @@ __device__ __forceinline__ void sum_products(MmaAccumulator<B, WIDTH>& T, const 
 // S = Q @ K.T   [16 * M_TILES][BLOCK_N] of a warp
 template <class B>
 __device__ __forceinline__ void mma_qk(MmaAccumulator<B, B::block_n>& S, const MmaQueries<B>& Q,
-                                       const Element* K_s, int lane) {
+                                       const Element<B>* K_s, int lane) {
   // ldmatrix of 16 keys by MMA_K d gives b0 and b1 of two column tiles.
-  const int key = lane / 16 * 8 + lane % 8, d = lane / 8 % 2 * CHUNK;
+  const int key = lane / 16 * 8 + lane % 8, d = lane / 8 % 2 * CHUNK<B>;
   const SharedAddress at = shared_address(K_s + tile_offset<B>(key, d));
   clear(S);
   sum_products<B, B::qk_in_fp16>(S, [&](auto& sums) {
-    SDPA_UNROLL for (int step = 0; step < B::head_dim / MMA_K; step++) {
+    SDPA_UNROLL for (int step = 0; step < B::head_dim / MMA_K<B>; step++) {
       uint32_t q[MmaAccumulator<B, B::block_n>::M_TILES][MmaOperands<B>::REGISTERS];
       Q.get(q, step);
       SDPA_UNROLL for (int n = 0; n < B::block_n / 16; n++) {
         uint32_t k[4];
-        ldmatrix_x4<false>(k, tile_step<B>(at, 16 * n, MMA_K * step));
+        ldmatrix_x4<false>(k, tile_step<B>(at, 16 * n, MMA_K<B> * step));
         multiply_columns<B>(sums, n, q, k);
       }
     }
@@ -3037,9 +3047,9 @@ template <class B> struct MmaProbabilities {
 
 // O += P @ V for the keys of a step   [16 * M_TILES][D] of a warp
 template <class B, class Sums>
-__device__ __forceinline__ void mma_pv(Sums& O, const MmaProbabilities<B>& P, const Element* V_s,
+__device__ __forceinline__ void mma_pv(Sums& O, const MmaProbabilities<B>& P, const Element<B>* V_s,
                                        int step, int lane) {
-  if constexpr (sizeof(Element) == 1) {
+  if constexpr (sizeof(Element<B>) == 1) {
     MmaOperands<B>::pv(O, P.a[step], V_s, step, lane);
   } else {
     const SharedAddress at = shared_address(V_s + tile_offset<B>(lane % 16, lane / 16 * 8));
@@ -3069,20 +3079,20 @@ template <class B> struct MmaRows {
   }
 
   // O += P @ V
-  __device__ void multiply(const Element* V_s, int lane) {
+  __device__ void multiply(const Element<B>* V_s, int lane) {
     sum_products<B, B::pv_in_fp16>(O, [&](auto& sums) {
       SDPA_UNROLL for (int step = 0; step < P.STEPS; step++) mma_pv<B>(sums, P, V_s, step, lane);
     });
   }
 
   // S = Q @ K.T, with the factors of several heads.
-  __device__ void multiply_qk(Scores& S, const MmaQueries<B>& Q, const Element* K_s, int lane) {
+  __device__ void multiply_qk(Scores& S, const MmaQueries<B>& Q, const Element<B>* K_s, int lane) {
     mma_qk<B>(S, Q, K_s, lane);
     if constexpr (B::converts_operands) scale_rows(S, q_descale);
   }
   // P of a tile without mask, by the stale maximum. False if that was too small.
-  __device__ bool attend_by_stale_max(const MmaQueries<B>& Q, const Element* K_s, float scale_log2,
-                                      int lane) {
+  __device__ bool attend_by_stale_max(const MmaQueries<B>& Q, const Element<B>* K_s,
+                                      float scale_log2, int lane) {
     Scores S;
     multiply_qk(S, Q, K_s, lane);
     StaleSoftmax<B, ROWS> softmax(m, scale_log2);
@@ -3092,7 +3102,7 @@ template <class B> struct MmaRows {
     return softmax.add_to(l);
   }
   // P of the item's tile at key k0, masked unless it is clean; O and l brought to its maximum.
-  __device__ void attend_by_exact_max(const MmaQueries<B>& Q, const Element* K_s,
+  __device__ void attend_by_exact_max(const MmaQueries<B>& Q, const Element<B>* K_s,
                                       const ItemScale<B>& scale_log2, int q0, int k0, bool clean,
                                       int lane) {
     Scores S;
@@ -3249,7 +3259,7 @@ template <class B> struct MmaOperands<B, true> {
   }
   // O += P @ V for the keys of a step. ldmatrix transposes pairs: a register has bytes d = 2g and 2g + 1 of two keys.
   // prmt parts them into the even and the odd d, so that a lane has 4 neighbouring d of 16.
-  static __device__ __forceinline__ void pv(Sums& O, const P& p, const Element* V_s, int step,
+  static __device__ __forceinline__ void pv(Sums& O, const P& p, const Element<B>* V_s, int step,
                                             int lane) {
     if constexpr (in_fp16) {
       pv_of_fp16(O, p, V_s, step, lane);
@@ -3260,12 +3270,12 @@ template <class B> struct MmaOperands<B, true> {
 
  private:
   // With the keys in the order of P.
-  static __device__ __forceinline__ void pv_of_e4m3(Sums& O, const P& p, const Element* V_s,
+  static __device__ __forceinline__ void pv_of_e4m3(Sums& O, const P& p, const Element<B>* V_s,
                                                     int step, int lane) {
     const SharedAddress at = shared_address(V_s + tile_offset<B>(lane, 0));
     SDPA_UNROLL for (int n = 0; n < B::head_dim / 16; n++) {
       uint32_t v[4];  // of keys 0 ... 7, 8 ... 15, 16 ... 23, 24 ... 31
-      ldmatrix_x4<true>(v, tile_step<B>(at, MMA_K * step, 16 * n));
+      ldmatrix_x4<true>(v, tile_step<B>(at, MMA_K<B> * step, 16 * n));
       const uint32_t even[2] = {prmt(v[0], v[1], 0x6420), prmt(v[2], v[3], 0x6420)};
       const uint32_t odd[2] = {prmt(v[0], v[1], 0x7531), prmt(v[2], v[3], 0x7531)};
       SDPA_UNROLL for (int m = 0; m < O.M_TILES; m++) {
@@ -3276,9 +3286,9 @@ template <class B> struct MmaOperands<B, true> {
     }
   }
 
-  static __device__ __forceinline__ void pv_of_fp16(Sums& O, const P& p, const Element* V_s,
+  static __device__ __forceinline__ void pv_of_fp16(Sums& O, const P& p, const Element<B>* V_s,
                                                     int step, int lane) {
-    const SharedAddress at = shared_address(V_s + tile_offset<B>(lane % 16, lane / 16 * CHUNK));
+    const SharedAddress at = shared_address(V_s + tile_offset<B>(lane % 16, lane / 16 * CHUNK<B>));
     SDPA_UNROLL for (int n = 0; n < B::head_dim / 16; n += 2) {
       uint32_t v[4];  // of 16 d keys 0 ... 7, 8 ... 15, and of the next
       ldmatrix_x4<true>(v, tile_step<B>(at, 16 * step, 16 * n));
@@ -3385,8 +3395,8 @@ __global__ void __launch_bounds__(B::threads, 1) sdpa_mma(const __grid_constant_
         const int k0 = round + group * B::block_n, stage = feed.acquire(k0);
         if (q < p.Sq && k0 < t.keys.end && a.tiles.touch(q, k0)) {
           const bool clean = a.tiles.cover(q, k0);
-          const Element* const K_s = s.in.group[group].K[stage];
-          const Element* const V_s = s.in.group[group].V[stage];
+          const Element<B>* const K_s = s.in.group[group].K[stage];
+          const Element<B>* const V_s = s.in.group[group].V[stage];
           bool done = false;
           if (rows.stale_max_will_do && clean) {
             done = rows.attend_by_stale_max(Q, K_s, scale_log2, lane);
@@ -3563,7 +3573,7 @@ template <class B> constexpr int V_LINE = B::block_n > 64 ? 128 : 64;
 template <class B> constexpr int V_KEYS = (B::block_n + V_LINE<B> - 1) / V_LINE<B>* V_LINE<B>;
 
 // P of a tile, rounded, as A operands.
-template <class B> constexpr int STEP_KEYS = STEP_BYTES / int(sizeof(Element));
+template <class B> constexpr int STEP_KEYS = STEP_BYTES / int(sizeof(Element<B>));
 template <class B> using WgmmaProbabilities = uint32_t[B::block_n / STEP_KEYS<B>][4];
 
 // O = P @ V (+ O if accumulate), begun. V is that of the descriptor: [BLOCK_N][D], or of 8 bits [D][BLOCK_N].
@@ -3579,8 +3589,8 @@ __device__ __forceinline__ void wgmma_pv(WgmmaAccumulator<B::head_dim>& O,
     const int bytes = B::is_e4m3
                           ? step / steps * B::head_dim * V_LINE<B> + step % steps * STEP_BYTES
                           : step * STEP_KEYS<B> * 128;
-    wgmma_rs<Element, B::head_dim, !B::is_e4m3>(O.x.d, P[step], descriptor_at(V, bytes),
-                                                step > 0 || accumulate);
+    wgmma_rs<Element<B>, B::head_dim, !B::is_e4m3>(O.x.d, P[step], descriptor_at(V, bytes),
+                                                   step > 0 || accumulate);
   }
   wgmma_commit_group();
 }
@@ -3898,8 +3908,8 @@ template <class B, DType = B::is_8bit ? B::input : DType::fp16> struct WgmmaInpu
         ldmatrix_x4<false>(q, shared_address(c.s.Q[c.q_ring.stage][c.row_group] +
                                              panel_offset<64>(row, k + lane / 16 * 8)));
         const Input* const from = K_g + 8 * n * p.k.row + k;
-        mma_m16n8k16<Element>(d[0], d[1], d[2], d[3], q, ld_global<uint32_t>(from),
-                              ld_global<uint32_t>(from + 8));
+        mma_m16n8k16<Element<B>>(d[0], d[1], d[2], d[3], q, ld_global<uint32_t>(from),
+                                 ld_global<uint32_t>(from + 8));
       }
     }
   }
@@ -3925,12 +3935,12 @@ template <class B> struct WgmmaShared {
   struct Nothing {};
   struct Tiles {
     alignas(1024) Input K[B::stages][B::block_n * B::head_dim];    // [BLOCK_N][D]
-    alignas(1024) Element V[B::stages][B::block_n * B::head_dim];  // [BLOCK_N][D]
+    alignas(1024) Element<B> V[B::stages][B::block_n * B::head_dim];  // [BLOCK_N][D]
     // Full: the tile has landed. Empty: all who read it have done so.
     uint64_t k_full[B::stages], k_empty[B::stages], v_full[B::stages], v_empty[B::stages];
     uint64_t v_landed[B::stages];  // U8: bytes have landed; v_full: they are fp16
   };
-  using Queries = Element[ROW_GROUPS][64 * B::head_dim];  // 16 bits: afterwards O on its way out
+  using Queries = Element<B>[ROW_GROUPS][64 * B::head_dim];  // 16 bits: afterwards O on its way out
   using Flushed = typename WgmmaInput<B>::Flushed[B::warpgroups];
   alignas(1024) typename std::conditional<Q_IN_FLUSHED, Flushed, Queries[Q_BUFFERS]>::type Q;
   Tiles slice[B::split_kv];
@@ -3943,9 +3953,9 @@ template <class B> struct WgmmaShared {
   typename std::conditional<WgmmaInput<B>::flushes && !Q_IN_FLUSHED, Flushed, Nothing>::type
       flushed_sums;
 
-  __device__ __forceinline__ Element* queries(int stage, int row_group) {
+  __device__ __forceinline__ Element<B>* queries(int stage, int row_group) {
     if constexpr (Q_IN_FLUSHED) {
-      return reinterpret_cast<Element*>(Q[row_group]);
+      return reinterpret_cast<Element<B>*>(Q[row_group]);
     } else {
       return Q[stage % Q_BUFFERS][row_group];
     }
@@ -4301,7 +4311,7 @@ template <class B> struct WgmmaConsumer {
   // groups (C7519), and the wait for the next scores waits for the first of these as well.
   static __device__ __forceinline__ void pack_all(Probabilities& out, const Scores& P) {
     SDPA_UNROLL for (int step = 0; step < B::block_n / STEP_KEYS<B>; step++) {
-      pack_step<Element>(out[step], P, step), hold(out[step]);
+      pack_step<Element<B>>(out[step], P, step), hold(out[step]);
     }
   }
 
@@ -4926,7 +4936,7 @@ template <class B> struct WgmmaInput<B, DType::u8> : WgmmaInput<B, DType::fp16> 
     } while (B::use_persistent_cta);
   }
   // 64 rows of Q: signed bytes.
-  static __device__ __forceinline__ void subtract_128(Element* rows_s) {
+  static __device__ __forceinline__ void subtract_128(Element<B>* rows_s) {
     unsigned char* const bytes = reinterpret_cast<unsigned char*>(rows_s);
 #pragma unroll 4
     for (uint32_t i = thread_index_anew() % 32 * 16; i < 64 * ROW_BYTES<B>; i += 512) {
@@ -4937,7 +4947,7 @@ template <class B> struct WgmmaInput<B, DType::u8> : WgmmaInput<B, DType::fp16> 
   }
   // [ROWS][D] of fp16, in place: bytes are overwritten by those of their own row or of later ones. A lane has 16 bytes
   // of one of 8 rows, which become two chunks; neither reads nor writes collide.
-  template <int ROWS> static __device__ __forceinline__ void convert(Element* tile_s) {
+  template <int ROWS> static __device__ __forceinline__ void convert(Element<B>* tile_s) {
     constexpr int LINE = B::head_dim < 128 ? 64 : 128, PIECES = LINE / 64;
     constexpr int MOST = (B::warpgroups == 3 ? 8 : 2) / PIECES;  // as registers can hold
     constexpr int AT_ONCE = ROWS / 8 % MOST == 0 ? MOST : 2 / PIECES;

@@ -94,7 +94,7 @@ extract_sections() {
       if (/what follows from the knobs/) {
         family = value["USE_MMA_SYNC"] == 1 ? "mma" : value["USE_WMMA"] == 1 ? "wmma" : \
                  value["USE_WGMMA"] == 1 ? "wgmma" : value["USE_CUBLAS"] == 1 ? "cublas" : "scalar"
-        mixed = value["USE_TUNED"] == 1 && value["DTYPE"] == "FP8_E4M3"  # tiles of wgmma and of mma.sync
+        mixed = value["USE_TUNED"] == 1 && value["DTYPE"] ~ /^(FP8_E4M3|U8)$/  # tiles of wgmma and of mma.sync
         put_knobs()
       }
       if (/tiles that the typed knobs leave/ && value["USE_TUNED"] == 1) put_fits()
