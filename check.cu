@@ -65,7 +65,7 @@ struct Problem : reference::Problem {
   uint64_t seed = 0;
   int max_ctas = 0;         // of the launches but the first, whose results are checked
   bool same_heads = false;  // every head of an input is the first one
-  // Factors of 8-bit inputs: one to a head, with gaps between them as well, one to a tensor, or none.
+  // Factors of 8-bit inputs: one to a head, with gaps between them or zeros among them as well, one to a tensor, or none.
   string descale = "heads";
 
   Problem() : reference::Problem{} { D = line.D; }
@@ -243,10 +243,12 @@ class DeviceFactors : public Guarded {
         heads_(of_query(t) ? p.Hq : p.Hkv),
         batches_(p.B) {
     descale.factor = p.descale == "none" ? nullptr : data<float>();
-    if (p.descale == "heads") descale.head = 1, descale.batch = heads_;
+    if (p.descale == "heads" || p.descale == "zeros") descale.head = 1, descale.batch = heads_;
+    has_zeros_ = p.descale == "zeros";
     if (p.descale == "gaps") descale.head = 2, descale.batch = 2 * heads_ + 3;
   }
-  // About `step`, different for every one. Returns what the elements are multiplied with, by head.
+  // About `step`, different for every one; with "zeros" one in three is 0. Returns what the elements are multiplied
+  // with, by head.
   vector<double> set(float step, uint64_t seed) {
     const double unit = unit_of(line.input);
     vector<float> x(bytes / sizeof(float), NAN);
@@ -257,6 +259,7 @@ class DeviceFactors : public Guarded {
         const size_t at = head / heads_ * descale.batch + head % heads_ * descale.head;
         const uint64_t r = reference::mix(reference::mix(seed + 66 + int(tensor_)) + at);
         factor = x[at] = float(step / unit * (0.75 + 0.75 * double(r % 1024) / 1024));
+        if (has_zeros_ && r % 3 == 0) factor = x[at] = 0;
       }
       of_heads.push_back(factor * unit);
     }
@@ -273,6 +276,7 @@ class DeviceFactors : public Guarded {
   }
   Tensor tensor_;
   int64_t heads_, batches_;
+  bool has_zeros_ = false;
 };
 
 // ---- the witness: every row on the GPU by another kernel ----

@@ -103,10 +103,11 @@ constexpr bool text_equal(const char* a, const char* b) {
   return *a == *b;
 }
 
-constexpr int number_of(const char* text) {  // the value of a word of digits, else -1
+// The value of the digits before `end`, a blank or the end of the text; -1 if there is anything else.
+constexpr int number_of(const char* text, char end = ' ') {
   int value = 0;
   if (!*text) return -1;
-  for (; *text && *text != ' ' && *text != '.'; text++) {
+  for (; *text && *text != ' ' && *text != end; text++) {
     if (*text < '0' || *text > '9' || value > 99999) return -1;
     value = value * 10 + (*text - '0');
   }
@@ -118,7 +119,7 @@ constexpr int place_of(const char* value, const char* values) {
   for (const char* p = values; *p; p++) {
     if (p[0] == '.' && p[1] == '.') {
       const int n = number_of(value);
-      return n >= number_of(values) && n <= number_of(p + 2) ? 0 : -1;
+      return n >= number_of(values, '.') && n <= number_of(p + 2) ? 0 : -1;
     }
   }
   const char* word = values;
@@ -182,13 +183,13 @@ template <class Knobs> struct Derived : Knobs {
   static constexpr bool converts =
       input == DType::u8 && family != Family::scalar && !converts_operands;
   static constexpr bool converts_tiles = converts && Knobs::use_cp_async;
-  static constexpr int producer_threads = !Knobs::use_warp_specialization ? 0  // that only copy
+  // Threads of a CTA that only copy, and all; warps that share a slice of the keys.
+  static constexpr int producer_threads = !Knobs::use_warp_specialization ? 0
                                           : family == Family::wgmma
                                               ? 128
                                               : Knobs::num_producer_warps * 32;
-  static constexpr int threads = Knobs::num_warps * 32 + producer_threads;  // of a CTA
-  static constexpr int group_warps =
-      Knobs::num_warps / Knobs::split_kv;  // that share a slice of the keys
+  static constexpr int threads = Knobs::num_warps * 32 + producer_threads;
+  static constexpr int group_warps = Knobs::num_warps / Knobs::split_kv;
   static constexpr int group_threads = group_warps * 32;
   static constexpr int warpgroups = Knobs::num_warps / 4;  // that compute
   // Query rows that a mask spares a tile of keys together: a warp's, a warpgroup's or the CTA's.
@@ -202,9 +203,9 @@ template <class Knobs> struct Derived : Knobs {
 // The template argument of every kernel and block.
 using Build = Derived<Typed>;
 
-constexpr bool is_scalar = Build::family == Family::scalar, is_wmma = Build::family == Family::wmma,
-               is_mma = Build::family == Family::mma, is_cublas = Build::family == Family::cublas,
-               is_wgmma = Build::family == Family::wgmma;
+constexpr bool is_wmma = Build::family == Family::wmma, is_mma = Build::family == Family::mma,
+               is_wgmma = Build::family == Family::wgmma,
+               is_cublas = Build::family == Family::cublas;
 constexpr const char* family_name = is_wgmma    ? "wgmma"
                                     : is_mma    ? "mma"
                                     : is_wmma   ? "wmma"
@@ -290,10 +291,10 @@ SDPA_REFUSE(is_mma && SYNC_POLICY_changed,
 
 // What cannot work, typed or in a row of TUNED_TILES.
 template <class B> constexpr bool check() {
-  constexpr bool scalar = B::family == Family::scalar, wmma = B::family == Family::wmma,
-                 mma =
-                     B::family == Family::mma && !B::use_tuned,  // whose rows are judged one by one
-      wgmma = B::family == Family::wgmma && !B::use_tuned;
+  // The rows of a tuned build are judged one by one.
+  constexpr bool scalar = B::family == Family::scalar, wmma = B::family == Family::wmma;
+  constexpr bool mma = B::family == Family::mma && !B::use_tuned;
+  constexpr bool wgmma = B::family == Family::wgmma && !B::use_tuned;
   SDPA_REFUSE(
       wgmma && !B::swap_ab && (B::group_warps % 4 != 0 || B::block_m != 16 * B::group_warps),
       "BLOCK_M and NUM_WARPS: a warpgroup has 4 warps and 64 query rows, so BLOCK_M must "
@@ -317,6 +318,12 @@ template <class B> constexpr bool check() {
               "wgmma kernel has none of them; add USE_WARP_SPECIALIZATION=1 or drop them");
   SDPA_REFUSE(wgmma && B::use_persistent_cta && B::split_kv > 1,
               "USE_PERSISTENT_CTA=1: in the wgmma kernel not with SPLIT_KV; drop one of them");
+  SDPA_REFUSE(wgmma && !B::swap_ab && B::warpgroups == 1 && B::use_ping_pong,
+              "USE_PING_PONG=1: one warpgroup has no other to take turns with; drop it or type "
+              "BLOCK_M=128 NUM_WARPS=8");
+  SDPA_REFUSE(wgmma && B::skip_masked && B::block_m == 64,
+              "SKIP_MASKED=1: with BLOCK_M=64 every warpgroup has the item's rows, so it skips "
+              "nothing; drop it or type BLOCK_M=128 NUM_WARPS=8");
   SDPA_REFUSE(wgmma && B::skip_masked && (!B::use_warp_specialization || B::use_ping_pong),
               "SKIP_MASKED=1: warpgroups that take turns or load tiles must run the same rounds; "
               "add USE_WARP_SPECIALIZATION=1 and drop USE_PING_PONG");
@@ -383,9 +390,8 @@ static_assert(check<Build>(), "");
 
 // ---- tuned tiles (USE_TUNED) ----
 
-// A tile of the mma.sync or the wgmma kernel with its schedule, how many of its CTAs share an SM, and what an item costs
-// the SM: item_clocks, and one more for every scores_per_clock scores. The costs are fitted to the times of whole
-// problems on an H200 (./run_all.sh fit).
+// A tile of the mma.sync or the wgmma kernel, its schedule, and its cost on an SM: item_clocks an item, and a clock for
+// every scores_per_clock scores. The costs are fitted to the times of whole problems on an H200 (./run_all.sh fit).
 enum Schedule {
   producer_warpgroup = 1,            // USE_WARP_SPECIALIZATION
   overlap = 2 | producer_warpgroup,  // which it needs
@@ -546,10 +552,11 @@ using Output = ElementOf<Build::output>::type;  // of O
 template <class B> using Element = typename std::conditional<B::converts, __half, Input>::type;
 using Half = std::conditional<Build::is_8bit, __half, Input>::type;  // of 16-bit operands
 
-enum class Causal : int {  // the own position of query q among the keys; it sees none after it
-  off,                     // q, and it sees all keys
-  bottom_right,            // q + Sk - Sq
-  top_left,                // q
+// Query q's own position among the keys. With a mask it sees no key after it.
+enum class Causal : int {
+  off,           // q; all keys are visible
+  bottom_right,  // q + Sk - Sq: the last query sees the last key
+  top_left,      // q
 };
 
 struct Strides {  // in elements; a row's D elements are contiguous
@@ -559,7 +566,7 @@ struct Strides {  // in elements; a row's D elements are contiguous
 // Factors of 8-bit tensors: an element of head (b, h) stands for itself times factor[b * batch + h * head].
 // An element u of DTYPE=U8 itself is (u - 128) / 127 * 448.
 struct Descale {
-  const float* factor = nullptr;  // in device memory; null: 1
+  const float* factor = nullptr;  // in device memory, none negative; null: 1
   int64_t batch = 0, head = 0;    // strides, in floats
 
   __device__ float of(int b, int h) const { return factor ? factor[b * batch + h * head] : 1.0f; }
@@ -582,9 +589,8 @@ struct SdpaParams {
                               // one per stream
   int max_ctas = 0;           // USE_PERSISTENT_CTA=1: launch at most so many CTAs,
                               // which leaves SMs to other kernels; 0: as many as are resident
-  int window_left = -1,
-      window_right = -1;  // keys that a query sees on each side of its own position;
-                          // -1: no limit
+  int window_left = -1;       // keys that a query sees before its own position; -1: no limit
+  int window_right = -1;      // and after it
   Descale q_descale, k_descale, v_descale;  // 8-bit DTYPE: by query head, and by key head
 };
 // A row that sees no key (or only keys of logit -inf) gives O = 0 and LSE = -inf. NaN and inf come
@@ -640,6 +646,7 @@ struct KeyBounds {
     if (right >= 0) to = min(own + right + 1, p.Sk);
   }
   __host__ __device__ bool all() const { return from == -most_rows && to == Sk; }
+  // begin(q) <= end(q), and both grow with q.
   __host__ __device__ int begin(int q) const { return min(max(q + from, 0), Sk); }
   __host__ __device__ int end(int q) const { return min(max(q + to, 0), Sk); }
   // That some of the queries [first, last] see.
@@ -698,15 +705,15 @@ struct Divisor {
 };
 
 struct KernelArgs {  // SdpaParams with what every CTA would otherwise compute again
-  // The fields that locate an item: together they cost one miss of the constant cache.
-  alignas(
-      64) int unmasked_rounds;  // without a mask: of tiles over all keys, at least 1; with one: 0
+  // The fields that locate an item: together they cost one miss of the constant cache. Rounds over all keys, at least 1,
+  // if there is no mask; else 0.
+  alignas(64) int unmasked_rounds;
   uint32_t work_items;          // B * q_heads * q_blocks
   Divisor q_blocks;             // ceil(Sq / BLOCK_M), or with PACK_GQA of item_queries
   Divisor q_heads;              // Hq / item_heads
   Divisor q_heads_per_kv;       // Hq / Hkv
   Divisor items_in_l2;          // heads_in_l2 * q_blocks
-  uint32_t heads_in_l2;         // of q_heads: whose K and V take half of L2, at least 1
+  uint32_t heads_in_l2;         // of q_heads: whose K and V take 8/15 of L2, at least 1
   float scale_log2;             // log2_scale(): softmax is taken in powers of 2
   Divisor item_queries;         // PACK_GQA: queries of an item per head, and heads
   int item_heads = 1;
@@ -725,11 +732,11 @@ struct KernelArgs {  // SdpaParams with what every CTA would otherwise compute a
 constexpr uint32_t most_split_items = 16384;
 constexpr size_t range_counter_bytes = most_split_items * sizeof(uint32_t);
 // Most keys that a warp sums over in one accumulator (carry_sums() says why). If a problem has more, every CTA has a
-// slot in the workspace.
+// slot in the workspace; or with SPLIT_CTAS its ranges are short enough, as far as 256 of them suffice.
 constexpr int most_keys_at_once = 65536;
 template <class B>
 constexpr bool carries_sums = (B::family == Family::wmma && B::use_wmma_pv) ||
-                              (B::family == Family::mma && !B::pack_gqa) ||
+                              (B::family == Family::mma && B::split_ctas == 1) ||
                               (B::family == Family::wgmma && !B::swap_ab && !B::is_e4m3);
 template <class B> struct ManyKeys : B {  // the build for such a problem
   static constexpr bool many_keys = true;
@@ -1056,7 +1063,7 @@ __device__ __forceinline__ bool mbarrier_try_wait_parity(uint64_t* barrier_s, in
       : "memory");
   return complete;
 }
-// The same, and the thread is never suspended.
+// mbarrier_test_wait_parity, under a name of its own: there the CPU backend lets other threads run, here it must not.
 __device__ __forceinline__ bool mbarrier_peek_parity(uint64_t* barrier_s, int parity) {
   return mbarrier_test_wait_parity(barrier_s, parity);
 }
@@ -1506,7 +1513,7 @@ constexpr int HAZARDS = 6;
 // mma: a warp always keeps its rows. With two stages or more the barrier of kv_written also covers
 // tile_read of the tile before, except where all tiles are converted into the same place.
 // wgmma: a warp keeps its rows as well, and the plain kernel has one barrier, before a tile is overwritten. With
-// SWAP_AB rows are keys, and a query's column is spread over the warps of its slice.
+// SWAP_AB keys are rows, and a query's column is spread over its slice's warps, so that maxima and P cross a barrier each.
 template <class B> __host__ __device__ constexpr bool needs_cta_barrier(Hazard h) {
   if (B::family == Family::cublas) return false;
   if (B::family == Family::wgmma) {
@@ -1628,8 +1635,8 @@ constexpr bool rounds_p_to_e4m3 =
     B::is_e4m3 && B::family != Family::scalar && !B::converts_operands;
 template <class B> constexpr float p_log2 = rounds_p_to_e4m3<B> ? 3 : 0;
 
-// USE_LAZY_MAX: the largest row sum of a tile's P for which a stale maximum is kept. The largest fp16 is 65504, and
-// FP16_ACC sums P times V in it.
+// USE_LAZY_MAX: a stale maximum is kept while each thread's sum of P, over its part of the tile, is at most this; so
+// every P is. The largest fp16 is 65504, and FP16_ACC sums P times V in it.
 template <class B> constexpr float lazy_limit = rounds_p_to_e4m3<B> || B::pv_in_fp16 ? 448 : 4096;
 
 // The maximum to subtract: 0 for a row with no visible key yet, so that -inf - -inf never happens.
@@ -1748,7 +1755,8 @@ __device__ __forceinline__ float item_scale_log2(const KernelArgs& a, const Work
   if constexpr (!B::is_8bit) return a.scale_log2;
   const int h_kv = int(a.q_heads_per_kv.divide(item.h));
   const float q_descale = B::pack_gqa ? 1 : a.p.q_descale.of(item.b, item.h);
-  return a.scale_log2 * q_descale * a.p.k_descale.of(item.b, h_kv);
+  const float scale_log2 = a.scale_log2 * q_descale * a.p.k_descale.of(item.b, h_kv);
+  return max_nan(scale_log2, 1.2e-38f);  // of a factor of 0: -inf times the scale stays -inf
 }
 template <class B>
 __device__ __forceinline__ float item_v_descale(const KernelArgs& a, const WorkItem& item) {
@@ -1773,7 +1781,8 @@ template <class B> struct ItemScale {
 
 // ---- merge of partial results (wmma, mma, wgmma) ----
 
-// Merges a row's O, m and l over N parts of its keys: O is the sum of O[n] * weight[n], with weight[n] = 2^((m[n] - m) * scale_log2) and m the largest. m_l[n] = {m[n], l[n]}
+// Weights that merge a row's N partial results, and m and l of the merged row; O is the sum of O[n] * weight[n].
+//   m = max of m[n];  weight[n] = 2^((m[n] - m) * scale_log2);  l = sum of l[n] * weight[n];  m_l[n] = {m[n], l[n]}
 template <class B, int N>
 __device__ __forceinline__ void merge_weights(const float2 (&m_l)[N], float scale_log2,
                                               float (&weight)[N], float& m, float& l) {
@@ -1791,7 +1800,7 @@ __device__ __forceinline__ void merge_weights(const float2 (&m_l)[N], float scal
 // So a warp sums over most_keys_at_once, and merges such sums by way of its CTA's slot in the workspace.
 
 // Merges O, m and l of the latest keys with those in the slot, unless these keys are the first, and stores the result
-// there. After the last keys the slot is zero again, since another tile's counters may lie there. A thread has floats
+// there. After the last keys the slot is zeroed, since another launch's counters may lie there. A thread has floats
 // of its own in the slot: m[i], l[i] and O.x[i].
 template <class B, class View>
 __device__ __forceinline__ void carry_sums(View& O, float (&m)[View::ROWS], float (&l)[View::ROWS],
@@ -1834,7 +1843,7 @@ __device__ __forceinline__ void sum_parts(Rows& rows, const KeyRange& keys,
 
 // ---- epilogue ----
 
-// LSE = ln2 * (m * scale_log2 + log2 l) of query q, if it is wanted. m * scale_log2 alone may overflow.
+// LSE = ln2 * (m * scale_log2 + log2(l) - p_log2) of query q, if the caller wants it. m * scale_log2 alone may overflow.
 template <class B>
 __device__ __forceinline__ void store_lse(float m, float l, const KernelArgs& a,
                                           const WorkItem& item, int q) {
@@ -1995,7 +2004,7 @@ __device__ __forceinline__ void store_rows(const Partial (&partial_s)[B::split_k
 
 // ---- work scheduling ----
 
-// Rows of number `block` of a head, counted through all batches.
+// The item of q-block `block` in head number `head`, counted through all batches.
 template <class B>
 __device__ __forceinline__ WorkItem tile_of(const KernelArgs& a, uint32_t head, uint32_t block) {
   const int heads = B::pack_gqa ? a.item_heads : 1;
@@ -2147,8 +2156,8 @@ template <class B, class Shared> struct CopyTogether {
       VectorCopy<B::use_cp_async>::commit();
     }
   }
-  // mma.sync with two stages or more: a warp that has come to this barrier has read the tile before,
-  // so the stage of that tile is free behind it. Elsewhere release() has a barrier for that.
+  // mma.sync with two stages or more: a warp that passes this barrier knows that all warps have read the tile before,
+  // so that tile's stage is refilled behind it. Elsewhere release() has a barrier for that.
   __device__ __forceinline__ int acquire(int k0) {
     constexpr bool copies_last =
         !needs_cta_barrier<B>(Hazard::tile_read) && B::family == Family::mma;
@@ -2376,7 +2385,15 @@ template <class B> using SharedOf = typename KernelOf<B, B::family>::Shared;
 template <class B>
 constexpr size_t shared_bytes = std::is_empty<SharedOf<B>>::value ? 0 : sizeof(SharedOf<B>);
 
-constexpr bool has_queue = Build::use_persistent_cta || Build::use_tuned;  // in the workspace
+// The attribute of the current device, or `otherwise` if there is no device.
+int device_attribute(cudaDeviceAttr attribute, int otherwise) {
+  int device = 0, value = 0;
+  const bool known = cudaGetDevice(&device) == cudaSuccess &&
+                     cudaDeviceGetAttribute(&value, attribute, device) == cudaSuccess;
+  return known ? value : otherwise;
+}
+
+int sm_count() { return device_attribute(cudaDevAttrMultiProcessorCount, 132); }
 
 // One launch of the kernel: a CTA to each of `items`, or as many as are resident and asked for.
 template <class B>
@@ -2397,17 +2414,11 @@ SdpaStatus launch_kernel(const KernelArgs& a, uint32_t items, cudaStream_t strea
   if (error != cudaSuccess) return cuda_failure(error, "an earlier call or kernel of this process");
   uint32_t ctas = items;
   if (B::use_persistent_cta) {
-    int device = 0, sms = 0, ctas_per_sm = 0;
-    error = cudaGetDevice(&device);
-    if (error == cudaSuccess) {
-      error = cudaDeviceGetAttribute(&sms, cudaDevAttrMultiProcessorCount, device);
-    }
-    if (error == cudaSuccess) {
-      error = cudaOccupancyMaxActiveBlocksPerMultiprocessor(&ctas_per_sm, kernel, B::threads,
-                                                            shared_bytes<B>);
-    }
+    int ctas_per_sm = 0;
+    error = cudaOccupancyMaxActiveBlocksPerMultiprocessor(&ctas_per_sm, kernel, B::threads,
+                                                          shared_bytes<B>);
     if (error != cudaSuccess) return cuda_failure(error, "asking for the GPU's occupancy");
-    const uint32_t resident = uint32_t(sms) * uint32_t(ctas_per_sm > 0 ? ctas_per_sm : 1);
+    const uint32_t resident = uint32_t(sm_count()) * uint32_t(max(ctas_per_sm, 1));
     const uint32_t asked = uint32_t(a.p.max_ctas);
     const uint32_t most = asked > 0 && asked < resident ? asked : resident;
     if (ctas > most) ctas = most;
@@ -2427,22 +2438,12 @@ SdpaStatus launch_kernel(const KernelArgs& a, uint32_t items, cudaStream_t strea
   return error == cudaSuccess ? SdpaStatus{} : cuda_failure(error, "launching the kernel");
 }
 
-// Of the current device; `otherwise` where there is none.
-int device_attribute(cudaDeviceAttr attribute, int otherwise) {
-  int device = 0, value = 0;
-  const bool known = cudaGetDevice(&device) == cudaSuccess &&
-                     cudaDeviceGetAttribute(&value, attribute, device) == cudaSuccess;
-  return known ? value : otherwise;
-}
-
 // How a problem's rows and keys are dealt to CTAs.
 struct Items {
   int heads = 1, queries;  // query heads of an item, and queries of each
   int64_t count;           // of items
   int ranges = 1;          // CTAs to an item
 };
-
-int sm_count() { return device_attribute(cudaDevAttrMultiProcessorCount, 132); }
 
 // CTAs that an SM holds at once, by their shared memory, of which the system takes 1 KB for each.
 template <class B> int most_resident_ctas() {
@@ -2471,7 +2472,8 @@ int ranges_of(const SdpaParams& p, int64_t items, int round_keys, int resident, 
   return best;
 }
 
-// Tiles of BLOCK_M rows, without ranges.
+// How a problem is cut into items of block_m rows, in one range. PACK_GQA: an item has as many heads of a key head as
+// divide them and fit.
 Items items_of_tile(const SdpaParams& p, int block_m, bool pack_gqa) {
   Items items;
   const int group = p.Hkv > 0 ? p.Hq / p.Hkv : 1;
@@ -2501,10 +2503,10 @@ template <class B> Items items_of(const SdpaParams& p) {
 // What most kernels have: nothing to prepare, one launch, a workspace for the queue or the ranges, whose counters are
 // zero again after every launch.
 template <class B> struct OneLaunch {
-  static constexpr size_t zeroed_bytes = B::split_ctas != 1 ? range_counter_bytes
-                                         : B::many_keys     ? slot_offset + slot_bytes<B>
-                                         : has_queue        ? sizeof(uint32_t)
-                                                            : 0;
+  static constexpr size_t zeroed_bytes = B::split_ctas != 1      ? range_counter_bytes
+                                         : B::many_keys          ? slot_offset + slot_bytes<B>
+                                         : B::use_persistent_cta ? sizeof(uint32_t)
+                                                                 : 0;
   static SdpaStatus prepare(KernelArgs&) { return {}; }
   static SdpaStatus launch(const KernelArgs& a, cudaStream_t stream) {
     return launch_kernel<B>(a, a.work_items * a.ranges.divisor, stream);
@@ -2512,6 +2514,7 @@ template <class B> struct OneLaunch {
   static size_t workspace_bytes(const SdpaParams& p) {
     const Items items = items_of<B>(p);
     if (B::split_ctas != 1) {
+      if (items.ranges == 1) return zeroed_bytes;
       return zeroed_bytes + size_t(items.count) * items.ranges * sizeof(RangePartial<B>);
     }
     if (!B::many_keys) return zeroed_bytes;
@@ -2682,6 +2685,7 @@ template <class B> struct WmmaOutput {
 
   // scratch_s [16][P_STRIDE], of this warp alone
   __device__ void start(float* scratch_s, int lane) {
+    __syncwarp();  // hazard: read by the other lanes in finish() of the keys before
     for (int i = lane; i < 16 * 16; i += 32) {
       st_shared(scratch_s + i / 16 * ScalarShared<B>::P_STRIDE + i % 16, float(i / 16));
     }
@@ -2865,7 +2869,7 @@ template <class B> struct KernelOf<B, Family::wmma> : OneLaunch<B> {
 // lane 4g + q has rows g and g + 8 of each tile, columns 2q and 2q + 1 of every 8.
 template <class B, int WIDTH> struct MmaAccumulator {  // [16 * M_TILES of BLOCK_M][WIDTH]
   static constexpr int M_TILES = B::block_m / B::group_warps / 16;
-  static constexpr int ROWS = 2 * M_TILES, COLS = WIDTH / 4, LANES = 4, RUN = 2;
+  static constexpr int ROWS = 2 * M_TILES, COLS = WIDTH / 4, LANES = 4;
   float x[ROWS][COLS];
   int first_row, first_col;
   __device__ int row(int i) const { return first_row + 8 * i; }
@@ -3486,6 +3490,12 @@ __device__ __forceinline__ void mbarrier_wait(uint64_t* barrier_s, int parity) {
   }
 }
 
+// Once all lanes have come here.
+__device__ __forceinline__ void arrive_by_warp(uint64_t* barrier_s, uint32_t lane) {
+  __syncwarp();
+  if (lane == 0) mbarrier_arrive(barrier_s);
+}
+
 // A name that depends on B, since other families' KernelArgs have no maps.
 template <class B> __device__ __forceinline__ const auto& tensor_maps(const KernelArgs& a) {
   return a.maps;
@@ -3570,7 +3580,8 @@ __device__ __forceinline__ void wgmma_qk(WgmmaAccumulator<B::block_n>& S, const 
 }
 // V of 8 bits is [D][keys] in panels of 128 keys, or of 64 where a tile has no more.
 template <class B> constexpr int V_LINE = B::block_n > 64 ? 128 : 64;
-template <class B> constexpr int V_KEYS = (B::block_n + V_LINE<B> - 1) / V_LINE<B>* V_LINE<B>;
+template <class B>
+constexpr int V_KEYS = B::block_n > 64 ? (B::block_n + 127) / 128 * 128 : 64;  // in whole panels
 
 // P of a tile, rounded, as A operands.
 template <class B> constexpr int STEP_KEYS = STEP_BYTES / int(sizeof(Element<B>));
@@ -3850,14 +3861,14 @@ template <class B> struct WgmmaKernel<B, Wgmma::plain> : OneLaunch<B> {
 // ---- 5d the kernel with producer warps (wgmma and USE_WARP_SPECIALIZATION, USE_TUNED) ----
 //
 //   warps of the producer warpgroup           warpgroups that compute, 64 rows each
-//   for each item:                            for each item:
-//     Q, where O of an item before is out       for each tile, the last key first:
-//     for each tile, the last key first:          S = Q @ K.T          (OVERLAP: of the tile after)
-//       K, V, where all have read one before      P, m, l = softmax(S)
-//   one of them: O out, when it is written        O = O + P @ V
-//                                               O / l, rounded, in the place of Q
+//   for each item:                            for each item, once q_full:
+//     wait q_empty;  load Q                     for each tile, the last key first:
+//     for each tile, the last key first:          wait k_full;  S = Q @ K.T;  release K
+//       wait k_empty;  load K                     P, m, l = softmax(S)
+//       wait v_empty;  load V                     wait v_full;  O = O + P @ V;  release V
+//   one warp: wait o_done;  store O             O / l, rounded, in the place of Q;  signal o_done
 //
-// Tiles go through mbarriers. With persistent CTAs the loads go on from item to item, those of Q where there is
+// OVERLAP=1 begins S of the next tile before P @ V. With persistent CTAs the loads go on from item to item, those of Q where there is
 // room for two. Where there are too few items for all SMs, slices of the keys (SPLIT_KV) go to different
 // warpgroups, which merge what they have.
 
@@ -3944,7 +3955,7 @@ template <class B> struct WgmmaShared {
   using Flushed = typename WgmmaInput<B>::Flushed[B::warpgroups];
   alignas(1024) typename std::conditional<Q_IN_FLUSHED, Flushed, Queries[Q_BUFFERS]>::type Q;
   Tiles slice[B::split_kv];
-  typename WgmmaInput<B>::Shared e4m3;
+  typename WgmmaInput<B>::Shared of_input;
   typename std::conditional<(B::split_kv > 1), Partial[ROW_GROUPS], Nothing>::type partial;
   WgmmaItem item[Q_STAGES];  // whose Q it is
   // Full: Q has landed, and item is set. Done: every warp has written its O over Q. Empty: O has been stored.
@@ -4086,9 +4097,8 @@ template <class B> struct WgmmaProducer {
       mbarrier_arrive(full);  // nothing to load: every score of this tile is masked
     }
   }
-  // The tiles of all items. A warp loads K of a slice, and the first one Q as well, another V: they are needed
-  // at different times, and a copy that must wait for its stage would hold up the other kind. With four slices
-  // a warp has both.
+  // Loads the tiles of all items; warp 0 loads Q as well. One warp loads K of a slice and another V, since a copy that
+  // waits for its stage would hold up the other kind. Where warps are few (four slices, two of e4m3, U8) one loads both.
   __device__ __forceinline__ void load_items(int slice, bool loads_k, bool loads_v, bool starts) {
     uint32_t* const counter = static_cast<uint32_t*>(a.p.workspace);
     typename Shared::Tiles& t = s.slice[slice];
@@ -4197,7 +4207,7 @@ template <class B> struct WgmmaConsumer {
   int q = 0;                  // the warpgroup's first query
   bool accumulates = false;   // an earlier tile of the item has begun O
   ItemScale<B> scale_log2;    // of the item
-  typename WgmmaInput<B>::State e4m3;
+  typename WgmmaInput<B>::State of_input;
   // USE_LAZY_MAX: tiles with k0 in [stale_from, stale_from + stale_keys) may take the stale maximum.
   int stale_from = 0;
   uint32_t stale_keys = 0;
@@ -4243,10 +4253,7 @@ template <class B> struct WgmmaConsumer {
       release(&v.v_empty[ring.stage]);
     }
   }
-  __device__ __forceinline__ void release(uint64_t* empty) {
-    __syncwarp();
-    if (lane == 0) mbarrier_arrive(empty);
-  }
+  __device__ __forceinline__ void release(uint64_t* empty) { arrive_by_warp(empty, lane); }
 
   // ---- the products ----
 
@@ -4256,7 +4263,7 @@ template <class B> struct WgmmaConsumer {
     if (!k_is_there) mbarrier_wait(&s.slice[slice].k_full[at.stage], at.parity);
     const uint64_t K_at = descriptor_at(K, at.stage * int(sizeof s.slice[0].K[0]));
     if constexpr (Shared::Q_IN_REGISTERS) {
-      wgmma_qk<B>(S, e4m3.queries, K_at);
+      wgmma_qk<B>(S, of_input.queries, K_at);
     } else {
       wgmma_qk<B>(S, descriptor_at(Q, q_ring.stage * int(sizeof s.Q[0])), K_at);
     }
@@ -4651,7 +4658,7 @@ template <class B> __device__ __forceinline__ void merge_slices(WgmmaConsumer<B>
 
 // O as P @ V of 8 bits leaves it: V has the even d of every 16 first.
 template <int WIDTH> struct WgmmaColumnsOfFour {  // [64][WIDTH]
-  static constexpr int ROWS = 2, COLS = WIDTH / 4, LANES = 4, RUN = 4;
+  static constexpr int ROWS = 2, COLS = WIDTH / 4, RUN = 4;
   struct Elements {
     float d[WIDTH / 2];
     struct Row {
@@ -4668,7 +4675,8 @@ template <int WIDTH> struct WgmmaColumnsOfFour {  // [64][WIDTH]
 
 template <class B> struct WgmmaInput<B, DType::e4m3> : WgmmaInput<B, DType::fp16> {
   // Where there is room. From shared memory an instruction would read as much of Q as of K.
-  static constexpr bool q_in_registers = B::warpgroups<4, flushes = B::fp8_flush> 0;
+  static constexpr bool q_in_registers = (B::warpgroups < 4);
+  static constexpr bool flushes = (B::fp8_flush != 0);
   // Where shared memory has no room for both: nothing is flushed before Q is read.
   static constexpr bool q_in_flushed = q_in_registers && flushes && B::head_dim == 256;
   // At D=256 a flush runs beside Q @ K.T. With fewer columns it comes before, since P @ V would wait for it.
@@ -4691,12 +4699,12 @@ template <class B> struct WgmmaInput<B, DType::e4m3> : WgmmaInput<B, DType::fp16
   };
 
   template <class S> static __device__ __forceinline__ auto& v_tiles(S& s, int n) {
-    return s.e4m3.slice[n];
+    return s.of_input.slice[n];
   }
   template <class S> static __device__ __forceinline__ void init_v_empty(S& s, int n, int stage) {
     mbarrier_init(&s.slice[n].v_empty[stage], TRANSPOSERS);
-    mbarrier_init(&s.e4m3.slice[n].v_full[stage], TRANSPOSERS);
-    mbarrier_init(&s.e4m3.slice[n].v_empty[stage], B::group_warps);
+    mbarrier_init(&s.of_input.slice[n].v_full[stage], TRANSPOSERS);
+    mbarrier_init(&s.of_input.slice[n].v_empty[stage], B::group_warps);
   }
 
   // ---- Q ----
@@ -4708,9 +4716,11 @@ template <class B> struct WgmmaInput<B, DType::e4m3> : WgmmaInput<B, DType::fp16
     const SharedAddress Q_s = shared_address(c.s.queries(0, c.row_group));
     SDPA_UNROLL for (int step = 0; step < ROW_BYTES<B> / STEP_BYTES; step++) {
       const uint32_t row = tid / 32 * 16 + tid % 16, byte = step * STEP_BYTES + tid / 16 % 2 * 16;
-      ldmatrix_x4<false>(c.e4m3.queries[step], Q_s + panel_byte<64, PANEL_BYTES<B>>(row, byte));
+      ldmatrix_x4<false>(c.of_input.queries[step], Q_s + panel_byte<64, PANEL_BYTES<B>>(row, byte));
     }
-    if (!q_in_flushed) c.release(&c.s.q_empty[c.q_ring.stage]);
+    if (q_in_flushed) return;
+    fence_proxy_async();  // read before TMA writes it
+    c.release(&c.s.q_empty[c.q_ring.stage]);
   }
 
   // ---- V ----
@@ -4718,7 +4728,7 @@ template <class B> struct WgmmaInput<B, DType::e4m3> : WgmmaInput<B, DType::fp16
   // A slice's tiles of all items. Of two warps each has every other 16 of d.
   template <class Producer>
   static __device__ __forceinline__ void transpose_items(Producer& p, int slice, int part) {
-    Tiles& to = p.s.e4m3.slice[slice];
+    Tiles& to = p.s.of_input.slice[slice];
     auto& from = p.s.slice[slice];
     while (true) {
       const WgmmaItem item = p.follow_item();
@@ -4738,15 +4748,15 @@ template <class B> struct WgmmaInput<B, DType::e4m3> : WgmmaInput<B, DType::fp16
   // 16 d and 32 keys at a time. ldmatrix gives a lane bytes of d = 2g and 2g + 1 of two keys; prmt parts them, and so
   // the keys come in pack_step()'s order. Of 16 d the even ones come first: their lines lie in different banks.
   static __device__ __forceinline__ void transpose(SharedAddress to, SharedAddress from, int part) {
-    constexpr int LINE = PANEL_BYTES<B>, STEP = 16 * TRANSPOSERS;
+    constexpr int LINE = PANEL_BYTES<B>, LINE_V = V_LINE<B>, STEP = 16 * TRANSPOSERS;
     constexpr int MOST =
         B::warpgroups == 2 && B::split_kv == 1 ? 4 : 2;  // by registers; loads wait behind stores
     constexpr int AT_ONCE = B::head_dim / STEP < MOST ? B::head_dim / STEP : MOST;
     const uint32_t lane = threadIdx.x % 32;
     from += panel_byte<B::block_n, LINE>(lane, part * 16);
-    to += panel_byte<B::head_dim, V_LINE<B>>(part * 16 + lane % 16, lane / 16 * 16);
+    to += panel_byte<B::head_dim, LINE_V>(part * 16 + lane % 16, lane / 16 * 16);
     SDPA_UNROLL for (int key = 0; key < B::block_n; key += 32) {
-      const SharedAddress line = (to ^ key % V_LINE<B>)+key / V_LINE<B> * B::head_dim * V_LINE<B>;
+      const SharedAddress line = (to ^ key % LINE_V) + key / LINE_V * B::head_dim * LINE_V;
       SDPA_UNROLL for (int d0 = 0; d0 < B::head_dim; d0 += STEP * AT_ONCE) {
         uint32_t v[AT_ONCE][4];
         // the swizzle is an XOR of low bits, and so is a step
@@ -4757,7 +4767,7 @@ template <class B> struct WgmmaInput<B, DType::e4m3> : WgmmaInput<B, DType::fp16
         SDPA_UNROLL for (int n = 0; n < AT_ONCE; n++) {
           const uint32_t out[4] = {prmt(v[n][0], v[n][1], 0x6420), prmt(v[n][0], v[n][1], 0x7531),
                                    prmt(v[n][2], v[n][3], 0x6420), prmt(v[n][2], v[n][3], 0x7531)};
-          stmatrix_x4<false>(line + (d0 + n * STEP) * V_LINE<B>, out);
+          stmatrix_x4<false>(line + (d0 + n * STEP) * LINE_V, out);
         }
       }
     }
@@ -4842,13 +4852,13 @@ template <class B> struct WgmmaInput<B, DType::e4m3> : WgmmaInput<B, DType::fp16
 
   // ---- O ----
 
-  template <class Consumer> static __device__ void start_sums(Consumer& c) { c.e4m3.tiles = 0; }
+  template <class Consumer> static __device__ void start_sums(Consumer& c) { c.of_input.tiles = 0; }
   // After FP8_FLUSH tiles, and before the next P @ V, adds O to the sums in shared memory, which have the same
   // maximum.
   template <class Consumer> static __device__ __forceinline__ void flush_when_due(Consumer& c) {
     if constexpr (flushes) {
-      if (!c.accumulates || ++c.e4m3.tiles % B::fp8_flush != 0) return;
-      const bool first = c.e4m3.tiles == B::fp8_flush;
+      if (!c.accumulates || ++c.of_input.tiles % B::fp8_flush != 0) return;
+      const bool first = c.of_input.tiles == B::fp8_flush;
       with_flushed(c, [&](float4* place, float* d) {
         if (!first) add(d, ld_shared<float4>(place));
         st_shared(place, float4{d[0], d[1], d[2], d[3]});
@@ -4858,13 +4868,13 @@ template <class B> struct WgmmaInput<B, DType::e4m3> : WgmmaInput<B, DType::fp16
   }
   // O += what was flushed.
   template <class Consumer> static __device__ __forceinline__ void add_flushed(Consumer& c) {
-    if (c.e4m3.tiles < B::fp8_flush) return;
+    if (c.of_input.tiles < B::fp8_flush) return;
     with_flushed(c, [](float4* place, float* d) { add(d, ld_shared<float4>(place)); });
   }
   // Rescales what was flushed, as scale_rows() does O.
   template <class Consumer>
   static __device__ __forceinline__ void scale_flushed(Consumer& c, const float (&alpha)[2]) {
-    if (c.e4m3.tiles < B::fp8_flush) return;
+    if (c.of_input.tiles < B::fp8_flush) return;
     with_flushed(c, [&](float4* place, float*) {
       const float4 x = ld_shared<float4>(place);
       st_shared(place, float4{x.x * alpha[0], x.y * alpha[0], x.z * alpha[1], x.w * alpha[1]});
@@ -5167,11 +5177,12 @@ template <class B> struct WgmmaColumns {
         V_s(uniform(shared_address(s.slice[slice].V[0]))) {}
 
   __device__ int column(int i) const { return i / 2 * 8 + lane % 4 * 2 + i % 2; }
-  __device__ void sync() const { barrier_sync(1 + slice, 128); }  // all warps of the slice
-  __device__ void release(uint64_t* empty) {
-    __syncwarp();
-    if (lane == 0) mbarrier_arrive(empty);
+  // The thread's element of S.T or O.T in its column i and its row n.
+  template <class T> static __device__ __forceinline__ auto& element(T& x, int i, int n) {
+    return x[n / 2][i / 2 * 4 + n % 2 * 2 + i % 2];
   }
+  __device__ void sync() const { barrier_sync(1 + slice, 128); }  // all warps of the slice
+  __device__ void release(uint64_t* empty) { arrive_by_warp(empty, lane); }
 
   // S.T = K @ Q.T.   [BLOCK_N][BLOCK_M]
   __device__ __forceinline__ void multiply_kq(Scores& S) {
@@ -5215,7 +5226,7 @@ template <class B> struct WgmmaColumns {
       const int begin = a.keys.begin(q) - k, end = a.keys.end(q) - k;
       SDPA_UNROLL for (int n = 0; n < 2 * KEY_BLOCKS; n++) {
         const uint32_t j = n / 2 * 64 + n % 2 * 8 - begin;
-        if (j >= uint32_t(end - begin)) S[n / 2][i / 2 * 4 + n % 2 * 2 + i % 2] = -INFINITY;
+        if (j >= uint32_t(end - begin)) element(S, i, n) = -INFINITY;
       }
     }
   }
@@ -5234,19 +5245,19 @@ template <class B> struct WgmmaColumns {
       x[i] = combine(float_of(low ^ both), theirs);
     }
   }
-  // x = the thread's columns of S, combined over its own rows and those of the lane that it meets first...
+  // x[i] = column i of S, combined over the thread's rows and then with the lane 16 away.
   template <class Combine>
   __device__ __forceinline__ void combine_rows(float (&x)[COLS], const Scores& S,
                                                Combine combine) const {
     SDPA_UNROLL for (int i = 0; i < COLS; i++) {
-      x[i] = S[0][i / 2 * 4 + i % 2];
+      x[i] = element(S, i, 0);
       SDPA_UNROLL for (int n = 1; n < 2 * KEY_BLOCKS; n++) {
-        x[i] = combine(x[i], S[n / 2][i / 2 * 4 + n % 2 * 2 + i % 2]);
+        x[i] = combine(x[i], element(S, i, n));
       }
     }
     combine_pair<16>(x, combine);
   }
-  // ... and own = the columns that it owns, combined over all 8 lanes.
+  // own = the thread's own columns, combined over all 8 lanes; x is what combine_rows() gave.
   template <class Combine>
   __device__ __forceinline__ void combine_lanes(float (&own)[OWN], float (&x)[COLS],
                                                 Combine combine) const {
@@ -5282,9 +5293,7 @@ template <class B> struct WgmmaColumns {
     if (__all_sync(0xffffffffu, within)) return;
     SDPA_UNROLL for (int i = 0; i < COLS; i++) {
       const float column_m = finite_max(from_owner(m, i));
-      SDPA_UNROLL for (int n = 0; n < 2 * KEY_BLOCKS; n++) {
-        S[n / 2][i / 2 * 4 + n % 2 * 2 + i % 2] -= column_m;
-      }
+      SDPA_UNROLL for (int n = 0; n < 2 * KEY_BLOCKS; n++) { element(S, i, n) -= column_m; }
     }
     SDPA_UNROLL for (int r = 0; r < OWN; r++) m_log2[r] = 0;
   }
@@ -5301,7 +5310,7 @@ template <class B> struct WgmmaColumns {
       SDPA_UNROLL for (int i = q / 4; i < (q + columns) / 4; i++) {
         const float column_m_log2 = from_owner(m_log2, i);
         SDPA_UNROLL for (int n = 0; n < 2 * KEY_BLOCKS; n++) {
-          float& x = S[n / 2][i / 2 * 4 + n % 2 * 2 + i % 2];
+          float& x = element(S, i, n);
           x = softmax_exp2<B>(fmaf(x, a.scale_log2, -column_m_log2));
         }
       }
@@ -5315,7 +5324,7 @@ template <class B> struct WgmmaColumns {
     }
   }
 
-  // The tile at key k0, the item's last one or not; its O.T is begun.
+  // S.T, m, P.T and l of the tile at key k0; O.T = V.T @ P.T is begun. last: l is summed over the warps as well.
   __device__ __forceinline__ void step(Sums& O, float (&alpha)[OWN], int q0, int k0, bool last) {
     const auto larger = [](float x, float y) { return fmaxf(x, y); };
     const auto sum_of = [](float x, float y) { return x + y; };
@@ -5370,14 +5379,14 @@ template <class B> struct WgmmaColumns {
       SDPA_UNROLL for (int i = 0; i < COLS; i++) {
         const float factor = from_owner(alpha, i);
         SDPA_UNROLL for (int n = 0; n < 2 * D_BLOCKS; n++) {
-          float& x = O[n / 2][i / 2 * 4 + n % 2 * 2 + i % 2];
+          float& x = element(O, i, n);
           x = fmaf(ld_shared<float>(place(i, n)), factor, x);
         }
       }
     }
     SDPA_UNROLL for (int i = 0; i < COLS; i++) {
       SDPA_UNROLL for (int n = 0; n < 2 * D_BLOCKS; n++) {
-        st_shared(place(i, n), O[n / 2][i / 2 * 4 + n % 2 * 2 + i % 2]);
+        st_shared(place(i, n), element(O, i, n));
       }
     }
   }
@@ -5662,9 +5671,7 @@ float log2_scale(const SdpaParams& p) {  // scale * log2(e), of products of to_f
   return float(scale * 1.4426950408889634 * element_unit<Build> * element_unit<Build>);
 }
 
-// S and P of cuBLAS and partial results want more than a counter of a queue.
-constexpr bool splits_keys = Build::split_ctas != 1 || Build::use_tuned;
-constexpr size_t WORKSPACE_ALIGNMENT = is_cublas || splits_keys ? 256 : sizeof(uint32_t);
+constexpr size_t WORKSPACE_ALIGNMENT = 256;
 
 SdpaStatus check_params(const SdpaParams& p) {
   const struct {
@@ -5675,6 +5682,9 @@ SdpaStatus check_params(const SdpaParams& p) {
     if (size.value < 0 || size.value > most_rows) {
       return failure(cudaErrorInvalidValue, "%s=%d is outside [0, 10^9]", size.name, size.value);
     }
+  }
+  if (double(p.B) * p.Hq * p.Sq > 1e18) {
+    return failure(cudaErrorInvalidValue, "B*Hq*Sq is over 10^18 rows; split the batch");
   }
   if (p.D != Build::head_dim) {
     return failure(cudaErrorInvalidValue,
@@ -5712,10 +5722,11 @@ SdpaStatus check_params(const SdpaParams& p) {
                    "max_ctas=%d is negative; 0 means as many CTAs as are resident", p.max_ctas);
   }
   if (p.max_ctas > 0 && !Build::use_persistent_cta) {
-    return failure(cudaErrorInvalidValue,
-                   "max_ctas=%d, but in this build every tile has a CTA of its own; set it to 0 or "
-                   "use a build with USE_PERSISTENT_CTA=1",
-                   p.max_ctas);
+    return failure(
+        cudaErrorInvalidValue,
+        "max_ctas=%d, but only builds with USE_PERSISTENT_CTA=1 take it; set it to 0 or use "
+        "such a build",
+        p.max_ctas);
   }
   if (reinterpret_cast<uintptr_t>(p.LSE) % sizeof(float)) {
     return failure(cudaErrorInvalidValue, "LSE is not aligned to %d bytes", int(sizeof(float)));
@@ -5739,16 +5750,11 @@ SdpaStatus check_params(const SdpaParams& p) {
     return failure(cudaErrorInvalidValue, "workspace is not aligned to %d bytes",
                    int(WORKSPACE_ALIGNMENT));
   }
-  const bool no_output = !p.B || !p.Hq || !p.Sq;
-  SdpaStatus status;
-  if (!no_output) status = check_tensor("O", p.O, p.o, p.B, p.Hq, p.Sq, true);
-  if (!no_output && status.ok()) status = check_tensor("Q", p.Q, p.q, p.B, p.Hq, p.Sq, false);
-  if (!no_output && p.Sk && status.ok()) {
-    status = check_tensor("K", p.K, p.k, p.B, p.Hkv, p.Sk, false);
-  }
-  if (!no_output && p.Sk && status.ok()) {
-    status = check_tensor("V", p.V, p.v, p.B, p.Hkv, p.Sk, false);
-  }
+  if (!p.B || !p.Hq || !p.Sq) return {};
+  SdpaStatus status = check_tensor("O", p.O, p.o, p.B, p.Hq, p.Sq, true);
+  if (status.ok()) status = check_tensor("Q", p.Q, p.q, p.B, p.Hq, p.Sq, false);
+  if (status.ok() && p.Sk) status = check_tensor("K", p.K, p.k, p.B, p.Hkv, p.Sk, false);
+  if (status.ok() && p.Sk) status = check_tensor("V", p.V, p.v, p.B, p.Hkv, p.Sk, false);
   return status;
 }
 
@@ -5786,7 +5792,7 @@ template <class B> SdpaStatus forward(const SdpaParams& p, cudaStream_t stream) 
   a.ranges = Divisor(uint32_t(items.ranges));
   const double kv_bytes = 2.0 * p.Sk * p.D * sizeof(Input);  // of a key head
   const double l2_bytes = device_attribute(cudaDevAttrL2CacheSize, 60 << 20);
-  // The 8/15 are 32 MB of an H200's 60.
+  // 8/15 of L2: 32 MB of an H200's 60.
   const double heads =
       kv_bytes > 0 ? l2_bytes * 8 / 15 / kv_bytes * p.Hq / p.Hkv / items.heads : 1e9;
   const double all_heads = double(p.B) * p.Hq / items.heads;
@@ -5895,9 +5901,9 @@ double tuned_clocks(const TunedTile& t, const SdpaParams& p, int sms) {
     key_clocks *= 0.5 + 0.5 * (used - 64) / (t.block_m - 64);
   }
 
-  // CTAs come in waves, t.ctas to an SM, which share its rate; one alone has sole_rate of it. With a mask items differ in
-  // length, and each SM that is free takes the longest that is left. Together they take as long as the longest, beside the
-  // next one on its SM; or as all of them spread evenly; or as the waves would if all were as short as the shortest.
+  // CTAs come in waves of t.ctas to an SM, which share its rate; one alone has sole_rate of it. With a mask items differ
+  // in length, and a free SM takes the longest that is left. The time is the largest of three: the longest item beside
+  // the next one on its SM; all items spread evenly; the waves, if all items were as short as the shortest.
   const double sole_rate = t.ctas > 1 ? 0.75 : 1;
   const double ctas_per_sm = ctas / sms, most_ctas = std::ceil(ctas_per_sm);
   const double waves = std::ceil(most_ctas / t.ctas);
@@ -5911,8 +5917,8 @@ double tuned_clocks(const TunedTile& t, const SdpaParams& p, int sms) {
   const double compute =
       std::fmax(t.item_clocks + key_clocks * longest, std::fmax(spread, at_least));
 
-  // K and V are read once: from L2, where they stay from launch to launch, or from memory. What is nearly as long as the
-  // rest delays it: hence the sum of fourth powers.
+  // K and V are read once, from L2 (below 52 MB) or from memory. Reading and computing overlap unless they take nearly
+  // the same time: hence the sum of fourth powers.
   const int keys_read = bounds.end(p.Sq - 1) - bounds.begin(0);
   const double bytes = 2.0 * sizeof(Input) * p.D * keys_read * p.B * p.Hkv;
   const double read = bytes / sms / (bytes < 52e6 ? 22 : t.has(packed) ? 18 : 15);
@@ -5924,17 +5930,18 @@ double tuned_clocks(const TunedTile& t, const SdpaParams& p, int sms) {
 // USE_TUNED: number of the quickest tile for the problem. Not by max_ctas, on which no bit of the result
 // may depend.
 int choose_tile(const SdpaParams& p) {
+  const int sms = sm_count();
   int best = first_tile_that_fits();
-  double best_clocks = tuned_clocks(tuned_tile(best), p, sm_count());
+  double best_clocks = tuned_clocks(tuned_tile(best), p, sms);
   for (int n = best + 1; n < TILES; n++) {
     if (!tile_fits(tuned_tile(n))) continue;
-    const double clocks = tuned_clocks(tuned_tile(n), p, sm_count());
+    const double clocks = tuned_clocks(tuned_tile(n), p, sms);
     if (clocks < best_clocks) best = n, best_clocks = clocks;
   }
   return best;
 }
 
-// Of tile number `tile`, which is N or comes after it.
+// Facts of the kernel of tile number `tile`, which is N or greater.
 template <int N> KernelFacts tuned_facts(const SdpaParams& p, int tile) {
   if constexpr (N < TILES) {
     if constexpr (tile_fits(tuned_tile(N))) {
@@ -5974,15 +5981,11 @@ inline SdpaStatus sdpa_forward(const SdpaParams& params, cudaStream_t stream) {
   SdpaStatus status = check_params(params);
   if (!status.ok() || !params.B || !params.Hq || !params.Sq) return status;
   const SdpaParams p = without_idle_strides(params);
-  const bool may_need_it = has_queue || is_cublas || splits_keys || p.Sk > most_keys_at_once;
-  if (may_need_it && !p.workspace && sdpa_workspace_bytes(p) > 0) {
+  const size_t workspace_bytes = sdpa_workspace_bytes(p);
+  if (workspace_bytes > 0 && !p.workspace) {
     return failure(cudaErrorInvalidValue,
-                   "workspace is null, but this build keeps %s there; give it %zu zeroed bytes",
-                   is_cublas     ? "S and P"
-                   : splits_keys ? "partial results"
-                   : has_queue   ? "its queue"
-                                 : "sums of many keys",
-                   sdpa_workspace_bytes(p));
+                   "workspace is null, but this problem needs %zu zeroed bytes there",
+                   workspace_bytes);
   }
   // The status alone tells of an error: the thread's last error is cleared, unless the caller had left one
   // there, which would be lost.
@@ -6267,8 +6270,7 @@ void find_peaks(Device&, const cudaDeviceProp&) {}
 void find_peaks(Device& d, const cudaDeviceProp& prop) {
   const struct {
     int sm, flops;  // per SM and clock: dense 16-bit products with fp32 sums (GeForce: half of it)
-  } rates[] = {{75, 1024}, {80, 2048},  {86, 1024}, {89, 1024},
-               {90, 4096}, {100, 8192}, {120, 1024}};
+  } rates[] = {{80, 2048}, {86, 1024}, {89, 1024}, {90, 4096}, {100, 8192}, {120, 1024}};
   for (const auto& rate : rates) {
     if (rate.sm != prop.major * 10 + prop.minor) continue;
     const int in_16_bits = line.input == DType::e4m3 ? 2 : 1;  // products to one of 16-bit elements
@@ -6608,7 +6610,7 @@ string parse(const vector<Option>& options, const vector<string>& args, Options&
     if (!wanted.empty()) return name + " " + value + ": " + wanted;
   }
   if (o.common.max_ctas && !line.has_queue) {
-    return "--max-ctas: in this build every tile has a CTA of its own; build with "
+    return "--max-ctas: only builds with USE_PERSISTENT_CTA=1 take it; build with "
            "USE_PERSISTENT_CTA=1 or drop it";
   }
   o.shape_given = !shapes.empty();

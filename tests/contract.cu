@@ -327,14 +327,14 @@ TEST_CASE("sizes") {
   p = a.p, p.B = 1 << 15, p.Hq = p.Hkv = 1 << 12;
   p.Sq = 16 * 512;  // 2^31 items or more
   CHECK(contains(a.forward(p), " tiles; split the batch"));
+  p.B = p.Hq = p.Hkv = p.Sq = 1000000000;  // 10^27 rows are more than 64 bits count
+  CHECK(a.forward(p) == "B*Hq*Sq is over 10^18 rows; split the batch");
   if (is_cublas) {  // 2^34 rows, a warp each
     p.B = 1 << 12, p.Hq = p.Hkv = 1 << 10, p.Sq = 1 << 12;
     CHECK(contains(a.forward(p), " is over 2^31-1 CTAs; split the batch"));
   }
 }
 
-// One workspace, zeroed once, for problems of several sizes in turn; and a row does not depend on the batch around
-// it, where SPLIT_CTAS is fixed.
 // The tiles that this build may take have no more CTAs on an SM than its shared memory holds, and those that pack heads
 // just as many: ranges of keys are dealt so.
 template <int N> static void check_ctas() {
@@ -350,6 +350,8 @@ template <int N> static void check_ctas() {
 }
 TEST_CASE("tile_ctas" * doctest::skip(!Build::use_tuned)) { check_ctas<0>(); }
 
+// One workspace, zeroed once, for problems of several sizes in turn; and a row does not depend on the batch around
+// it, where SPLIT_CTAS is fixed.
 TEST_CASE("workspace") {
   const Attention a(1, 2, 1, 3, 300), b(3, 4, 2, 40, 500, Causal::bottom_right), c(1, 4, 1, 1, 30);
   const size_t bytes = std::max(sdpa_workspace_bytes(a.p), sdpa_workspace_bytes(b.p));

@@ -226,8 +226,8 @@ ExitCode print_tile() {
 
 // ---- random problems ----
 
-constexpr int DESCALES = 4;
-const char* const descales[DESCALES] = {"heads", "gaps", "shared", "none"};
+constexpr int DESCALES = 5;
+const char* const descales[DESCALES] = {"heads", "gaps", "shared", "none", "zeros"};
 
 // Random small problems over the whole contract; number n of a series of a build is the same everywhere.
 Problem sweep_problem(uint64_t series, uint64_t n) {
@@ -312,14 +312,13 @@ vector<Option> sweep_options(SweepOptions& o) {
          return o.common.layout == text ? "" : "want one of" + names;
        }},
       {"--descale", "D",
-       "factors of 8-bit inputs: heads: one to a head; gaps: with others between them; shared: one "
-       "to "
-       "a tensor; none",
+       "factors of 8-bit inputs: heads: one to a head; gaps: with others between them; zeros: some "
+       "are 0; shared: one to a tensor; none",
        [&o](const string& text) {
          for (const char* name : descales) {
            if (text == name) o.common.descale = text;
          }
-         return o.common.descale == text ? "" : "want heads, gaps, shared or none";
+         return o.common.descale == text ? "" : "want heads, gaps, zeros, shared or none";
        }},
       {"--schedule", "S",
        "CPU backend: forward, reverse or random:SEED (default: the first two in turn)",

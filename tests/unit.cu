@@ -31,7 +31,7 @@ TEST_CASE("knob_text") {
          place_of("ON", "1..16") < 0));
   CHECK((place_of("-1", "1..16") < 0 && place_of("8x", "1..16") < 0 && place_of("", "1..16") < 0));
   CHECK(place_of("99999999999999999999", "1..16") < 0);
-  CHECK((number_of("48") == 48 && number_of("4..256") == 4 && number_of("x") == -1));
+  CHECK((number_of("48") == 48 && number_of("4..256", '.') == 4 && number_of("4.5") == -1));
   CHECK((typed_value<true>("1", "0 1") && typed_value<false>("BF16", "FP16 BF16") == 1 &&
          typed_value<false>("48", "4..256") == 48));
 }
@@ -545,7 +545,7 @@ TEST_CASE("command_line") {
       {{"--iters", "0"}, "--iters 0: want a whole number from 1 to 1000000"},
       {{"--max-ctas", "-1"}, "--max-ctas -1: want a whole number from 0 to 1000000"},
       {{"--max-ctas", "8"},
-       "--max-ctas: in this build every tile has a CTA of its own; build with"},
+       "--max-ctas: only builds with USE_PERSISTENT_CTA=1 take it; build with"},
       {{"--warmup", "x"}, "--warmup x: want a whole number from 0 to 1000000"},
       {{"--sweep", "5", "--shape", "small"}, "--sweep draws its own problems; drop --shape"},
       {{"--causal", "br", "--causal", "tl"}, "--causal is given twice"},
@@ -625,8 +625,8 @@ TEST_CASE("preconditions") {
   CHECK(refusal([](SdpaParams& p) { p.max_ctas = -1; }) ==
         "max_ctas=-1 is negative; 0 means as many CTAs as are resident");
   CHECK(refusal([](SdpaParams& p) { p.max_ctas = 8; }) ==
-        "max_ctas=8, but in this build every tile has a CTA of its own; set it to 0 or use a build "
-        "with USE_PERSISTENT_CTA=1");
+        "max_ctas=8, but only builds with USE_PERSISTENT_CTA=1 take it; set it to 0 or use such a "
+        "build");
   CHECK(refusal([](SdpaParams& p) { p.k.row = 65; }) ==
         "K has a row stride of 65 elements, not a multiple of VEC_WIDTH=8; pad it or build with a "
         "smaller VEC_WIDTH");
