@@ -133,6 +133,11 @@ configure() {
   fi
   local generator=()
   if [ ! -e "$build/CMakeCache.txt" ] && command -v ninja >/dev/null; then generator=(-G Ninja); fi
+  # One job at a time in a folder; the lock ends with this process.
+  if command -v flock >/dev/null; then
+    exec 9>"$build/lock"
+    flock -n 9 || refuse "$build: another run_all.sh is at work there; wait, or set SDPA_BUILD_DIR to another folder"
+  fi
   # Both always, since CMake remembers what it was told last.
   if ! cmake -S . -B "$build" ${generator[@]+"${generator[@]}"} -DSDPA_ARCHS="${SDPA_ARCHS-}" -DSDPA_CONFIGS="${SDPA_CONFIGS:-$PWD/configs.txt}" "$@" \
       >"$build/configure.log" 2>&1; then
@@ -299,7 +304,8 @@ list_lines() {
       if (!found++) printf "%-24s %-20s %-24s %s\n", "line", "needs", "built on", "step"
       printf "%-24s %-20s %-24s%s\n", $1, needs, $2, step
     }
-    END { exit !found }' || refuse "list $1: no line of configs.txt has such a name"
+    END { exit !found }'
+  [ "${PIPESTATUS[1]}" != 1 ] || refuse "list ${1-}: no line of configs.txt has such a name"
 }
 
 # keep_rows ROWS [FOLDER NAME]: prints where the rows are now: in results/DATE-DEVICE.csv (with a folder:
@@ -321,7 +327,7 @@ keep_rows() {
 # judge_shape S: before anything is built.
 judge_shape() {
   case $1 in small|mission|mission2|long|decode|decode1|chunk) return ;; esac
-  if [[ $1 =~ ^[1-9][0-9]*([,x][1-9][0-9]*){4}$ ]]; then
+  if [[ $1 =~ ^[1-9][0-9]{0,8}([,x][1-9][0-9]{0,8}){2}([,x](0|[1-9][0-9]{0,8})){2}$ ]]; then
     local sizes
     IFS=,x read -ra sizes <<<"$1"
     [ $((sizes[1] % sizes[2])) != 0 ] || return 0
@@ -329,15 +335,30 @@ judge_shape() {
   refuse "--shape $1: want small, mission, mission2, long, decode, decode1, chunk or B,Hq,Hkv,Sq,Sk with Hq a multiple of Hkv"
 }
 
+# judge_more OPTION...: of those for every executable; what an executable prints instead of rows is no option for all.
+judge_more() {
+  local option
+  for option in "$@"; do
+    case $option in
+      -h|--help|--header|--config) refuse "-- $option: for one executable alone; type: build/sdpa_NAME $option" ;;
+    esac
+  done
+}
+
 main_job() {
   local only='' csv_only=0 cpu=0 shapes=() more=()
   while [ $# -gt 0 ]; do
     case $1 in
-      --only) [ $# -gt 1 ] || refuse "--only: its regular expression is missing"; only=$2; shift 2 ;;
+      --only)
+        [ $# -gt 1 ] || refuse "--only: its regular expression is missing"
+        [ -z "$only" ] || refuse "--only is given twice; write --only '$only|$2'"
+        only=$2
+        shift 2
+        ;;
       --shape) [ $# -gt 1 ] || refuse "--shape: its value is missing"; judge_shape "$2"; shapes+=(--shape "$2"); shift 2 ;;
       --csv) csv_only=1; shift ;;
       --cpu) cpu=1; shift ;;
-      --) shift; more=("$@"); break ;;
+      --) shift; judge_more "$@"; more=("$@"); break ;;
       -h|--help) usage; exit 0 ;;
       *) usage >&2; refuse "$1: no such option or command" ;;
     esac
@@ -356,7 +377,7 @@ main_job() {
   need_tools
   if [ $cpu = 1 ]; then build=$build-cpu; else need_nvcc; fi
   tty_line "reading configs.txt"
-  configure -DSDPA_KEEP_GOING=ON -DSDPA_ONLY="$only" -DSDPA_CPU=$cpu
+  configure -DSDPA_KEEP_GOING=ON -DSDPA_TESTS=OFF -DSDPA_ONLY="$only" -DSDPA_CPU=$cpu
   local names=() expects=() name expect failed=0 wrong=0 header='' csv i
   local selected
   while IFS=$'\t' read -r name expect selected _; do
@@ -447,9 +468,13 @@ main_job() {
 
   [ -n "$header" ] || refuse "no line of configs.txt could be built"
   csv=$(keep_rows "$rows")
-  if [ $csv_only = 1 ]; then cat "$csv"; else show_results "$csv"; fi
+  if ! { if [ $csv_only = 1 ]; then cat "$csv"; else show_results "$csv"; fi; }; then
+    say "stdout cannot be written to; the rows are in $(from_caller "$csv")"
+    exit 3
+  fi
   if [ $cpu = 1 ]; then
     say "${#names[@]} lines checked on the CPU backend, $wrong not as they should be; no times"
+    [ ${#bad_names[@]} = 0 ] || say "${#bad_names[@]} more lines could not be read"
   fi
   say "rows: $(from_caller "$csv")"
   exit $failed
@@ -514,16 +539,28 @@ run_tests() {
   return $failed
 }
 
+# name_files WORD...: sets $words to them, with files named from where the command was typed.
+name_files() {
+  local word before=''
+  words=()
+  for word in "$@"; do
+    if [[ $word != /* && ( $before = --output || $word =~ \.(csv|jsonl?|html)$ && -e $caller/$word ) ]]; then word=$caller/$word; fi
+    words+=("$word")
+    before=$word
+  done
+}
+
 case ${1-} in
   ab|ablate|fit|gates|micro|profile|stress|sweep|tune)
     need_python numpy scipy
     [ "$1" = profile ] && set -- ncu "${@:2}"  # a module of Python is called profile
-    exec "$python" "tools/$1.py" "${@:2}"
+    name_files "${@:2}"
+    exec "$python" "tools/$1.py" ${words[@]+"${words[@]}"}
     ;;
   extract) shift; . tools/extract.sh; extract_command "$@" ;;
   list) list_lines "${@:2}" ;;
   test) shift; run_tests "$@" ;;
-  results) shift; need_python matplotlib; exec "$python" tools/page.py "$@" ;;
-  report) shift; need_python matplotlib; exec "$python" tools/report.py "$@" ;;
+  results) need_python matplotlib; name_files "${@:2}"; exec "$python" tools/page.py ${words[@]+"${words[@]}"} ;;
+  report) need_python matplotlib; name_files "${@:2}"; exec "$python" tools/report.py ${words[@]+"${words[@]}"} ;;
   *) main_job "$@" ;;
 esac

@@ -1,6 +1,7 @@
 """A broken configs.txt: every problem is named with file and line, and the good lines go on. And what ./run_all.sh and the
 executables refuse, each in one sentence, before anything is built.  usage: python3 -m pytest tests/test_commands.py"""
 import csv
+import fcntl
 import os
 import pty
 import shutil
@@ -112,6 +113,9 @@ def test_run_all_names_them_too_and_builds_the_good_lines(built):
     ("--shape", 2, "--shape: its value is missing"),
     ("--cpu --only good1 --shape huge", 2, "--shape huge: want small, mission"),
     ("--cpu --shape mission --shape 1,3,2,8,8", 2, "--shape 1,3,2,8,8: want small, mission"),
+    ("--cpu --shape 2147483648,1,1,1,1", 2, "--shape 2147483648,1,1,1,1: want small, mission"),
+    ("--cpu --only a --only b", 2, "--only is given twice; write --only 'a|b'"),
+    ("--cpu -- --check-only --header", 2, "-- --header: for one executable alone; type: build/sdpa_NAME --header"),
     ("list nobody", 2, "list nobody: no line of configs.txt has such a name"),
     ("list ^scalar_vec", 0, "scalar_vec4 any GPU scalar_vec2 VEC_WIDTH=4"),
     ("test --help", 0, "usage: ./run_all.sh test [--all-lines]"),
@@ -152,6 +156,28 @@ def test_a_harness_that_does_not_compile_is_said_once(tmp_path):
     assert "the harness, which all lines share, does not compile:" in err
 
 
+def test_a_line_is_built_again_when_its_knobs_are_right_again(built):
+    folder = built[0]
+
+    def words_of(command, *words):
+        return run(RUN_ALL, *command.split(), *words, SDPA_CONFIGS=str(folder / "one.txt"), SDPA_BUILD_DIR=str(folder / "build"))
+    for knobs, right in (("VEC_WIDTH=2", True), ("VEC_WIDTH=2 HEAD_DIM=96", False), ("VEC_WIDTH=2", True)):
+        (folder / "one.txt").write_text(f"good2 {knobs}\n")
+        code, out, err = words_of("--cpu --csv --shape small -- --check-only")
+        assert (code, "small,ok,PASS" in out, "HEAD_DIM: not a legal value" in err) == (0 if right else 1, right, not right), err
+        if not right:
+            code, out, err = words_of("sweep 2 --cpu")
+            assert code == 1 and "good2 does not compile: HEAD_DIM: not a legal value" in err and "good2,1,0,0," in out
+
+
+def test_one_job_at_a_time_in_a_folder(built):
+    build = built[0] / "build-cpu"
+    with open(build / "lock", "w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        code, _, err = run(RUN_ALL, "--cpu", SDPA_BUILD_DIR=str(built[0] / "build"))
+    assert code == 2 and f"{build}: another run_all.sh is at work there; wait, or set SDPA_BUILD_DIR" in err
+
+
 def test_a_link_from_another_folder(built):
     folder = built[0]
     (folder / "link").symlink_to(RUN_ALL)
@@ -167,7 +193,7 @@ def bare(tmp_path):
     """A PATH without cmake, whose root can install it by an apt-get that writes down its words."""
     for folder in ("/usr/local/bin", "/usr/bin", "/bin"):
         for name in os.listdir(folder):
-            if name not in ("cmake", "apt-get", "id") and not (tmp_path / name).exists():
+            if name not in ("cmake", "apt-get", "id") and not os.path.lexists(tmp_path / name):
                 (tmp_path / name).symlink_to(os.path.join(folder, name))
     for name, text in (("apt-get", f"echo $* >>{tmp_path}/log; ln -sf /bin/false {tmp_path}/cmake"), ("id", "echo 0")):
         (tmp_path / name).write_text(f"#!/bin/sh\n{text}\n")
@@ -220,3 +246,8 @@ def test_rows_that_go_nowhere(built):
                               stderr=subprocess.PIPE, text=True)
     assert done.returncode == 3
     assert "stdout cannot be written to (No space left on device), so rows are lost" in done.stderr
+    with open("/dev/full", "w") as full:
+        done = subprocess.run([RUN_ALL, "--cpu", "--only", "^good2$", "--shape", "small", "--csv"], stdout=full, stderr=subprocess.PIPE,
+                              text=True, env={**os.environ, "SDPA_CONFIGS": str(built[0] / "bad.txt"),
+                                              "SDPA_BUILD_DIR": str(built[0] / "build")})
+    assert done.returncode == 3 and "stdout cannot be written to; the rows are in" in done.stderr

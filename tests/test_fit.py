@@ -110,11 +110,23 @@ def test_the_table_in_sdpa_cu_by_committed_rows():
     (["--check", os.path.join(ROOT, "configs.txt")], "configs.txt: want rows that ./run_all.sh fit wrote, with"),
     (["--head-dim", "96"], "fit: --head-dim 96: want 64, 128 or 256"),
     (["rows.csv"], "fit: rows.csv: only --check takes files by themselves"),
+    (["--check", "--head-dim", "64"], "fit: --check takes files by themselves and judges all of their rows"),
     (["--frob"], "fit: --frob: no such option"),
 ])
 def test_refusals(words, sentence):
     code, out, err = run(*words)
     assert code == 2 and sentence in err and err.count("\n") == 1 and not out
+
+
+@pytest.mark.parametrize("us", ["abc", "", "nan", "0", "-3"])
+def test_a_broken_number_is_refused(tmp_path, us):
+    rows = fit.read_rows(str(fit.newest(False)))
+    with open(tmp_path / "rows.csv", "w", newline="") as file:
+        out = csv.DictWriter(file, fit.COLUMNS)
+        out.writeheader()
+        out.writerows([rows[0], dict(rows[1], us=us)])
+    code, out, err = run("--check", str(tmp_path / "rows.csv"))
+    assert code == 2 and f"{tmp_path}/rows.csv: row 3 lacks a number or has one that is not positive" in err and not out
 
 
 def test_without_a_gpu():

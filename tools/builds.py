@@ -416,7 +416,7 @@ def cmake_build(folder, source=ROOT, target="sdpa_selected", keep_going=False, p
     """Builds the lines that the options select in a folder by CMake. Returns the finished process."""
     has_ninja = shutil.which("ninja") and not os.path.exists(os.path.join(folder, "CMakeCache.txt"))
     done = run(["cmake", "-S", source, "-B", folder, *(["-G", "Ninja"] if has_ninja else []),
-                *(f"-D{name}={value}" for name, value in options.items())])
+                "-DSDPA_TESTS=OFF", *(f"-D{name}={value}" for name, value in options.items())])
     if done.returncode:
         raise Refused(f"CMake could not configure {folder}: {' '.join(done.stderr.split())[:300]}")
     with open(os.path.join(folder, "configs.tsv")) as file:

@@ -1002,7 +1002,17 @@ def number(option, text, least=1, most=999999):
 def command(name, main):
     """Runs a sub-command: what it refuses is one sentence."""
     try:
-        sys.exit(main())
+        code = main()
+        sys.stdout.flush()
+        sys.exit(code)
+    except BrokenPipeError:
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # for what is flushed at the end
+        print(f"{name}: stdout is closed, so not all of it was printed", file=sys.stderr)
+        sys.exit(3)
+    except (OSError, UnicodeError) as error:
+        print(f"{name}: {error}", file=sys.stderr)
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        sys.exit(3)
     except Refused as error:
         print(f"{name}: {error}", file=sys.stderr)
         sys.exit(error.code)

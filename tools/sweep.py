@@ -26,8 +26,12 @@ COLUMNS = ["config", "series", "problems", "passed", "wrong", "errors", "skipped
 
 def sweep(executable, path, count, series):
     """Runs the random problems of one line, whose rows and words go to path.csv and path.err."""
+    logs = [os.path.join(os.path.dirname(executable), "log", name + ".log") for name in (os.path.basename(path), "sweep")]
     with open(path + ".csv", "w") as out, open(path + ".err", "w") as err:
-        if os.path.exists(executable):
+        failed = [log for log in logs if os.path.exists(log + ".failed")]
+        if failed:
+            print(os.path.basename(path), "does not compile:", builds.compiler_words(open(failed[0]).read()), file=err)
+        elif os.path.exists(executable):
             subprocess.run([executable, "--header", "--sweep", str(count), "--seeds", str(series)], stdout=out, stderr=err)
         else:
             print(executable, "was not built", file=err)
@@ -76,10 +80,11 @@ def main():
     counts = [tally(name, numbers[name], paths[name]) for name in names]
     path = engine.results_path("sweep", gpu.name, new=True) if gpu else folder + ".csv"
     with open(path, "w", newline="") as kept:
-        for file in (sys.stdout, kept):
+        for file in (kept, sys.stdout):
             out = csv.DictWriter(file, COLUMNS, lineterminator="\n")
             out.writeheader()
             out.writerows(counts)
+            file.flush()
     print("counts:", os.path.relpath(path), file=sys.stderr)
     words = [line for name in names for line in open(paths[name] + ".err").readlines()[:3]]
     print("".join(words[:20]), end="", file=sys.stderr)
