@@ -54,15 +54,18 @@ def run(*words):
 
 def test_rows_are_printed_as_they_stand_in_sdpa_cu(model):
     text = builds.Tree().read("sdpa.cu")
-    table = re.search(r"constexpr TunedTile TUNED_TILES\[\] = \{\n(.*?)\n\};", text, re.DOTALL).group(1)
-    assert "\n".join(tile.row() for tile in model.tiles + fit.Model(mma=True).tiles) == table
+    for array, tiles in (("TUNED", model.tiles + fit.Model("ampere").tiles), ("E4M3", fit.Model("hopper_e4m3").tiles),
+                         ("U8", fit.Model("hopper_u8").tiles)):
+        table = re.search(rf"constexpr TunedTile {array}_TILES\[\] = \{{\n(.*?)\n\}};", text, re.DOTALL).group(1)
+        assert "\n".join(tile.row() for tile in tiles) == table
 
 
 def test_a_tile_is_a_line(model):
     tree = builds.Tree()
-    for tile in model.tiles + fit.Model(mma=True).tiles:
-        line = tile.line(tree)
-        assert tree.refusal(line.words) == "" and line.D == tile.head_dim
+    for table in fit.TABLES:
+        for tile in fit.Model(table).tiles:
+            line = tile.line(tree, table=table)
+            assert tree.refusal(line.words) == "" and line.D == tile.head_dim
 
 
 def test_costs_are_found_that_choose_well(model, tmp_path):
@@ -101,13 +104,16 @@ def test_from_rows_prints_a_table_to_paste(model, tmp_path, monkeypatch, capsys)
 def test_the_table_in_sdpa_cu_by_committed_rows():
     if not os.path.isdir(os.path.join(ROOT, "results", "fit")):
         pytest.skip("results/fit has no rows")
-    code, out, err = run("--check")
-    assert code == 0, out + err
+    for table in ("hopper", "ampere", "hopper_e4m3"):
+        code, out, err = run("--table", table, "--check")
+        assert code == 0, out + err
 
 
 @pytest.mark.parametrize("words,sentence", [
     (["--check", "/no/such.csv"], "fit: /no/such.csv: there is no such file"),
     (["--check", os.path.join(ROOT, "configs.txt")], "configs.txt: want rows that ./run_all.sh fit wrote, with"),
+    (["--table", "wgmma"], "fit: --table wgmma: want one of hopper, ampere, hopper_e4m3, hopper_u8"),
+    (["--table", "hopper_u8", "--check"], "fit: results/fit has no rows of hopper_u8; measure them with: ./run_all.sh fit --table"),
     (["--head-dim", "96"], "fit: --head-dim 96: want 64, 128 or 256"),
     (["rows.csv"], "fit: rows.csv: only --check takes files by themselves"),
     (["--check", "--head-dim", "64"], "fit: --check takes files by themselves and judges all of their rows"),
@@ -120,7 +126,7 @@ def test_refusals(words, sentence):
 
 @pytest.mark.parametrize("us", ["abc", "", "nan", "0", "-3"])
 def test_a_broken_number_is_refused(tmp_path, us):
-    rows = fit.read_rows(str(fit.newest(False)))
+    rows = fit.read_rows(str(fit.newest("hopper")))
     with open(tmp_path / "rows.csv", "w", newline="") as file:
         out = csv.DictWriter(file, fit.COLUMNS)
         out.writeheader()

@@ -397,15 +397,15 @@ def build_one(line, archs, program, kind):
     return Built(line, path, log=open(path + ".log").read())
 
 
-def host_library():
-    """tools/library.cu compiled for the CPU backend, for what of sdpa.cu needs no GPU."""
+def host_library(*knobs):
+    """tools/library.cu with these knobs compiled for the CPU backend, for what of sdpa.cu needs no GPU."""
     sources = ("tools/library.cu", "sdpa.cu", "simt/engine.cpp")
-    path = os.path.join(BUILD, "engine", f"host-{digest(*(Tree().read(source) for source in sources))}.so")
+    path = os.path.join(BUILD, "engine", f"host-{digest(*knobs, *(Tree().read(source) for source in sources))}.so")
     if not os.path.exists(path):
         os.makedirs(os.path.dirname(path), exist_ok=True)
         new = own_name(path)
-        compiled = run([os.environ.get("CXX", "g++"), "-std=c++17", "-O1", "-w", "-pthread", "-fPIC", "-shared", "-Isimt", "-x", "c++",
-                        sources[0], sources[2], "-o", new], cwd=ROOT)
+        compiled = run([os.environ.get("CXX", "g++"), "-std=c++17", "-O1", "-w", "-pthread", "-fPIC", "-shared", "-Isimt",
+                        *("-D" + knob for knob in knobs), "-x", "c++", sources[0], sources[2], "-o", new], cwd=ROOT)
         if compiled.returncode:
             raise Refused(f"tools/library.cu does not compile: {compiler_words(compiled.stderr)}", 3)
         os.rename(new, path)

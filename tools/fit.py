@@ -1,12 +1,12 @@
 #!/usr/bin/env python3
-"""usage: ./run_all.sh fit [--head-dim D]... [--mma] [--from CSV]
-       ./run_all.sh fit --check [CSV]...
+"""usage: ./run_all.sh fit [--table LINE] [--head-dim D]... [--from CSV]
+       ./run_all.sh fit [--table LINE] --check [CSV]...
 Does TUNED_TILES choose well, and would other costs choose better? Times every tile of the table, as a line of its own,
 on a list of problems; fits the costs of sdpa.cu's model to the times; prints for each problem the tiles that both
 tables choose, the quickest one, and what the choices lose; and prints the rows with the fitted costs, to paste. A GPU
-other than the one of sdpa.cu's table gets its own table so. The times go to results/fit/DATE-DEVICE[-mma].csv.
+other than the one of sdpa.cu's table gets its own table so. The times go to results/fit/DATE-DEVICE[-LINE].csv.
+  --table LINE   whose tiles: hopper (the default), ampere (those of mma.sync), hopper_e4m3 or hopper_u8
   --head-dim D   64, 128 or 256; repeatable; default all that have two tiles or more
-  --mma          the tiles of mma.sync (`ampere`) instead of those of wgmma (`hopper`)
   --from CSV     fits to these rows and measures nothing
   --check        judges the table in sdpa.cu by rows of results/fit (default: the newest), and measures nothing
 exit: 0, 1 with --check: the table chooses badly (above 8% lost on a problem or 1% on average, or costs fitted to five
@@ -41,7 +41,10 @@ COLUMNS = ("D dtype shape B Hq Hkv Sq Sk causal tile us lo_us hi_us clock_mhz ch
            "git_sha").split()
 NEW_COSTS = (5000, 6)  # of a tile before it is fitted
 LEAST, KEEP = np.log([100, 1e-3]), 0.01  # costs; residual of one that is e times what it was
+SLOW = 2  # times the quickest tile: such times do not count
 WORST_LOSS, MEAN_LOSS, FOLDS = 0.08, 0.01, 6
+# Line with USE_TUNED=1: the type of its tables, and of which family the tiles are; None: of both.
+TABLES = {"hopper": ("fp16", "wgmma"), "ampere": ("fp16", "mma"), "hopper_e4m3": ("e4m3", None), "hopper_u8": ("u8", None)}
 
 
 # ---- sdpa.cu's table and its model ----
@@ -73,9 +76,14 @@ class Tile(ctypes.Structure):
     def mma(self):
         return bool(self.schedule & 128)
 
-    def line(self, tree, *words):
-        """The line that is this tile alone."""
-        return builds.Line(tree, "ampere" if self.mma else "hopper", ("USE_TUNED=0", *self.knobs.split(), *words))
+    def line(self, tree, *words, table=None):
+        """The line that is this tile alone, of the table of that line."""
+        base = table or ("ampere" if self.mma else "hopper")
+        if base == "hopper_e4m3" and not self.mma and self.block_n != 128:  # 8 tiles is the default
+            words = (f"FP8_FLUSH={1024 // self.block_n}", *words)
+        if self.mma and base != "ampere":
+            words = ("USE_WGMMA=0", "USE_CP_ASYNC=1", "SWIZZLE_XOR=1", *words)
+        return builds.Line(tree, base, ("USE_TUNED=0", *self.knobs.split(), *words))
 
     def suits(self, problem):
         """Whether it is timed on the problem: those that pack heads take long on many rows."""
@@ -104,13 +112,15 @@ class Tile(ctypes.Structure):
 
 
 class Model:
-    """The tiles of a family and the cost model that chooses, out of sdpa.cu itself, compiled for the host."""
+    """The tiles of a table and the cost model that chooses, out of sdpa.cu itself, compiled for the host."""
 
-    def __init__(self, mma=False):
-        self.library = ctypes.CDLL(builds.host_library())
+    def __init__(self, table="hopper"):
+        self.table, (self.dtype, family) = table, TABLES[table]
+        knobs = {"fp16": (), "e4m3": ("DTYPE=FP8_E4M3", "VEC_WIDTH=16"), "u8": ("DTYPE=U8", "VEC_WIDTH=16")}[self.dtype]
+        self.library = ctypes.CDLL(builds.host_library(*knobs))
         first = ctypes.POINTER(Tile)()
         count = self.library.sdpa_library_tiles(ctypes.byref(first))
-        self.tiles = [first[i] for i in range(count) if first[i].mma == mma]
+        self.tiles = [first[i] for i in range(count) if family in (None, "mma" if first[i].mma else "wgmma")]
 
     def clocks(self, tiles, params, sms):
         """[problem][tile], of the problems that params() was given."""
@@ -133,13 +143,13 @@ class Model:
 
 # ---- times ----
 
-def measure(gpu, tiles, table):
+def measure(gpu, model, tiles, table):
     """Times these tiles on every problem; rows go to the table. Returns them."""
     tree, rows = builds.loadable(builds.Tree()), []
-    lines = {tile.knobs: tile.line(tree) for tile in tiles}
+    lines = {tile.knobs: tile.line(tree, table=model.table) for tile in tiles}
     built = builds.build(lines.values(), gpu.arch)
     kernels = {knobs: engine.load(line, gpu, built) for knobs, line in lines.items()}
-    problems = [engine.parse_problem(shape, causal).typed(D, "fp16")
+    problems = [engine.parse_problem(shape, causal).typed(D, model.dtype)
                 for D in sorted({tile.head_dim for tile in tiles}) for causal in ("off", "br") for shape in SHAPES]
     problems = [one for one in problems if one.Sq > 1 or one.causal == "off"]  # a mask hides nothing from the last query
     for number, problem in enumerate(problems):
@@ -186,12 +196,14 @@ def read_rows(path):
     return rows
 
 
-def newest(mma):
-    files = Path(builds.ROOT, "results", "fit").glob("*.csv")
-    path = max((file for file in files if ("-mma" in file.name) == mma), key=report_rows.by_name, default=None)
-    if not path:
-        raise Refused("results/fit has no rows; measure them with: ./run_all.sh fit" + " --mma" * mma)
-    return path
+def newest(table):
+    """The newest rows of a table's tiles."""
+    def table_of(file):
+        return next((name for name in sorted(TABLES, key=len, reverse=True) if "-" + name in file.name), "hopper")
+    files = [file for file in Path(builds.ROOT, "results", "fit").glob("*.csv") if table_of(file) == table]
+    if not files:
+        raise Refused(f"results/fit has no rows of {table}; measure them with: ./run_all.sh fit --table {table}")
+    return max(files, key=report_rows.by_name)
 
 
 def most_mhz(rows):
@@ -218,12 +230,12 @@ def with_costs(tile, costs):
 
 def fit_costs(model, tiles, times, sms, mhz):
     """These tiles at the costs for which the model comes nearest to their times, in logarithms. A problem on which a tile
-    takes twice as long as the quickest one counts half for it, since there it is not chosen anyway. A cost on which no
-    time depends stays."""
+    takes twice as long as the quickest one counts half for it, and one on which it is SLOW not at all, since there it is
+    not chosen anyway. A cost on which no time depends stays."""
     from scipy import optimize
 
     def fitted(tile):
-        problems = [problem for problem in times if tile.knobs in times[problem]]
+        problems = [problem for problem, us in times.items() if us.get(tile.knobs, math.inf) < SLOW * min(us.values())]
         clocks = np.array([times[problem][tile.knobs] * mhz for problem in problems])
         weights = np.array([min(times[problem].values()) / times[problem][tile.knobs] for problem in problems])
         params = model.params(problems)
@@ -288,7 +300,9 @@ def print_losses(title, found):
 def check(path):
     """Judges the table in sdpa.cu by committed rows."""
     rows = read_rows(path)
-    model = Model("USE_MMA_SYNC=1" in rows[0]["tile"])
+    has_mma, dtype = any("USE_MMA_SYNC=1" in row["tile"] for row in rows), rows[0]["dtype"]
+    model = Model(next(name for name, (typed, family) in TABLES.items()
+                       if typed == dtype and family in (None, "mma" if has_mma else "wgmma")))
     times, sms, mhz, passed = by_problem(rows), int(rows[0]["sms"]), most_mhz(rows), True
     timed = {knobs for us in times.values() for knobs in us}
     tiles = [tile for tile in model.tiles if tile.head_dim in {problem.D for problem in times}]
@@ -318,8 +332,10 @@ def main():
     parser.add_argument("--head-dim", action="append")
     parser.add_argument("--from", dest="rows")
     parser.add_argument("--check", action="store_true")
-    parser.add_argument("--mma", action="store_true")
+    parser.add_argument("--table", default="hopper")
     options = engine.parse_options(parser, sys.argv[1:], __doc__)
+    if options.table not in TABLES:
+        raise Refused(f"--table {options.table}: want one of {', '.join(TABLES)}")
     if options.csv and not options.check:
         raise Refused(f"{options.csv[0]}: only --check takes files by themselves; fit to one with --from")
     dims = [int(D) if D in ("64", "128", "256") else 0 for D in options.head_dim or []]
@@ -328,9 +344,9 @@ def main():
     if options.check and (options.rows or dims):
         raise Refused("--check takes files by themselves and judges all of their rows; drop --from and --head-dim")
     if options.check:
-        return 0 if all([check(path) for path in options.csv or [newest(options.mma)]]) else 1
+        return 0 if all([check(path) for path in options.csv or [newest(options.table)]]) else 1
 
-    model = Model(options.mma)
+    model = Model(options.table)
     if options.rows:
         rows = read_rows(options.rows)
     else:
@@ -339,8 +355,9 @@ def main():
             raise Refused("it times kernels and there is no GPU here; --from CSV and --check need none")
         count = {D: sum(tile.head_dim == D for tile in model.tiles) for D in (64, 128, 256)}
         tiles = [tile for tile in model.tiles if tile.head_dim in (dims or [D for D in count if count[D] > 1])]
-        table = engine.Table(engine.results_path("fit", gpu.name, "mma" * options.mma, new=True), COLUMNS)
-        rows = measure(gpu, tiles, table)
+        name = "" if options.table == "hopper" else options.table
+        table = engine.Table(engine.results_path("fit", gpu.name, name, new=True), COLUMNS)
+        rows = measure(gpu, model, tiles, table)
         print(f"rows: {table.name}", file=sys.stderr)
     print_fit(model, model.tiles, [row for row in rows if not dims or int(row["D"]) in dims])
     return 0
