@@ -3868,9 +3868,9 @@ template <class B> struct WgmmaKernel<B, Wgmma::plain> : OneLaunch<B> {
 //       wait v_empty;  load V                     wait v_full;  O = O + P @ V;  release V
 //   one warp: wait o_done;  store O             O / l, rounded, in the place of Q;  signal o_done
 //
-// OVERLAP=1 begins S of the next tile before P @ V. With persistent CTAs the loads go on from item to item, those of Q where there is
-// room for two. Where there are too few items for all SMs, slices of the keys (SPLIT_KV) go to different
-// warpgroups, which merge what they have.
+// OVERLAP=1 begins S of the next tile before P @ V. With persistent CTAs the loads go on from item to item, those of
+// Q where there is room for two. Where there are too few items for all SMs, slices of the keys (SPLIT_KV) go to
+// different warpgroups, which merge what they have.
 
 // What depends on the type of Q, K and V. Here 16 bits, for which most hooks do nothing; e4m3 and U8 have
 // specialisations in sections of their own.
@@ -5293,7 +5293,7 @@ template <class B> struct WgmmaColumns {
     if (__all_sync(0xffffffffu, within)) return;
     SDPA_UNROLL for (int i = 0; i < COLS; i++) {
       const float column_m = finite_max(from_owner(m, i));
-      SDPA_UNROLL for (int n = 0; n < 2 * KEY_BLOCKS; n++) { element(S, i, n) -= column_m; }
+      SDPA_UNROLL for (int n = 0; n < 2 * KEY_BLOCKS; n++) element(S, i, n) -= column_m;
     }
     SDPA_UNROLL for (int r = 0; r < OWN; r++) m_log2[r] = 0;
   }
@@ -5981,11 +5981,10 @@ inline SdpaStatus sdpa_forward(const SdpaParams& params, cudaStream_t stream) {
   SdpaStatus status = check_params(params);
   if (!status.ok() || !params.B || !params.Hq || !params.Sq) return status;
   const SdpaParams p = without_idle_strides(params);
-  const size_t workspace_bytes = sdpa_workspace_bytes(p);
-  if (workspace_bytes > 0 && !p.workspace) {
+  if (!p.workspace && sdpa_workspace_bytes(p) > 0) {
     return failure(cudaErrorInvalidValue,
                    "workspace is null, but this problem needs %zu zeroed bytes there",
-                   workspace_bytes);
+                   sdpa_workspace_bytes(p));
   }
   // The status alone tells of an error: the thread's last error is cleared, unless the caller had left one
   // there, which would be lost.
