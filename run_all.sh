@@ -468,7 +468,9 @@ main_job() {
 
   [ -n "$header" ] || refuse "no line of configs.txt could be built"
   csv=$(keep_rows "$rows")
-  if ! { if [ $csv_only = 1 ]; then cat "$csv"; else show_results "$csv"; fi; }; then
+  local show="show_results"
+  [ $csv_only = 0 ] || show="cat"
+  if ! $show "$csv"; then
     say "stdout cannot be written to; the rows are in $(from_caller "$csv")"
     exit 3
   fi

@@ -31,7 +31,8 @@ TEST_CASE("knob_text") {
          place_of("ON", "1..16") < 0));
   CHECK((place_of("-1", "1..16") < 0 && place_of("8x", "1..16") < 0 && place_of("", "1..16") < 0));
   CHECK(place_of("99999999999999999999", "1..16") < 0);
-  CHECK((number_of("48") == 48 && number_of("4..256", '.') == 4 && number_of("4.5") == -1));
+  CHECK((number_of("48") == 48 && number_of("4..256", '.') == 4 && number_of("4.5") == -1 &&
+         number_of("x") == -1));
   CHECK((typed_value<true>("1", "0 1") && typed_value<false>("BF16", "FP16 BF16") == 1 &&
          typed_value<false>("48", "4..256") == 48));
 }
@@ -728,6 +729,7 @@ TEST_CASE("tile_choice") {
   CHECK(rows(4, 8, 1024, 1024, Causal::bottom_right) == 64);  // two of them share an SM
   CHECK(rows(47, 48, 140, 140, Causal::off) == 256);
   CHECK(rows(16, 56, 76, 76, Causal::off) == 64);  // two of them share an SM
-  // Of the two tiles of 256 rows the one that leaves masked tiles out.
+  // Without a mask the one that takes turns, with one the one that leaves masked tiles out.
+  CHECK(tile_of_d64(4, 32, 4096, 4096, Causal::off).has(ping_pong));
   CHECK(tile_of_d64(4, 32, 4096, 4096, Causal::bottom_right).has(skip_masked));
 }

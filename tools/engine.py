@@ -1005,13 +1005,10 @@ def command(name, main):
         code = main()
         sys.stdout.flush()
         sys.exit(code)
-    except BrokenPipeError:
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # for what is flushed at the end
-        print(f"{name}: stdout is closed, so not all of it was printed", file=sys.stderr)
-        sys.exit(3)
     except (OSError, UnicodeError) as error:
-        print(f"{name}: {error}", file=sys.stderr)
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        is_closed = isinstance(error, BrokenPipeError)
+        print(f"{name}: {'stdout is closed, so not all of it was printed' if is_closed else error}", file=sys.stderr)
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # for what Python flushes at the end
         sys.exit(3)
     except Refused as error:
         print(f"{name}: {error}", file=sys.stderr)
