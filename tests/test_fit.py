@@ -117,6 +117,8 @@ def test_the_table_in_sdpa_cu_by_committed_rows():
     (["--head-dim", "96"], "fit: --head-dim 96: want 64, 128 or 256"),
     (["rows.csv"], "fit: rows.csv: only --check takes files by themselves"),
     (["--check", "--head-dim", "64"], "fit: --check takes files by themselves and judges all of their rows"),
+    (["--check", "--drawn", "9"], "fit: --drawn measures; --check and --from do not"),
+    (["--drawn", "x"], "fit: --drawn x: want a whole number from 0 to"),
     (["--frob"], "fit: --frob: no such option"),
 ])
 def test_refusals(words, sentence):

@@ -1,14 +1,15 @@
 #!/usr/bin/env python3
-"""usage: ./run_all.sh fit [--table LINE] [--head-dim D]... [--from CSV]
+"""usage: ./run_all.sh fit [--table LINE] [--head-dim D]... [--drawn N [--seed S] | --from CSV]
        ./run_all.sh fit [--table LINE] --check [CSV]...
 Does TUNED_TILES choose well, and would other costs choose better? Times every tile of the table, as a line of its own,
 on a list of problems; fits the costs of sdpa.cu's model to the times; prints for each problem the tiles that both
 tables choose, the quickest one, and what the choices lose; and prints the rows with the fitted costs, to paste. A GPU
-other than the one of sdpa.cu's table gets its own table so. The times go to results/fit/DATE-DEVICE[-LINE].csv.
+other than the one of sdpa.cu's table gets its own table so. The times go to results/fit/DATE-DEVICE[-LINE][-drawn].csv.
   --table LINE   whose tiles: hopper (the default), ampere (those of mma.sync), hopper_e4m3 or hopper_u8
   --head-dim D   64, 128 or 256; repeatable; default all that have two tiles or more
+  --drawn N      not the list but N problems drawn at random, series S, as tools/peers.py draws them: a test of the table
   --from CSV     fits to these rows and measures nothing
-  --check        judges the table in sdpa.cu by rows of results/fit (default: the newest), and measures nothing
+  --check        judges the table in sdpa.cu by rows of results/fit (default: the newest of the list); measures nothing
 exit: 0, 1 with --check: the table chooses badly (above 8% lost on a problem or 1% on average, or costs fitted to five
 sixths of the problems above 1% on average on the others) or a tile was never timed, 2 bad usage, 3 a tile could not be run
 """
@@ -24,6 +25,7 @@ import numpy as np
 
 import builds
 import engine
+import peers
 import report_rows
 from builds import Refused
 
@@ -143,15 +145,19 @@ class Model:
 
 # ---- times ----
 
-def measure(gpu, model, tiles, table):
-    """Times these tiles on every problem; rows go to the table. Returns them."""
+def listed(dims, dtype):
+    """The problems of the list at each D, with and without a mask; which hides nothing from the last query."""
+    problems = [engine.parse_problem(shape, causal).typed(D, dtype)
+                for D in dims for causal in ("off", "br") for shape in SHAPES]
+    return [one for one in problems if one.Sq > 1 or one.causal == "off"]
+
+
+def measure(gpu, model, tiles, problems, table):
+    """Times those of the tiles that suit on every problem; rows go to the table. Returns them."""
     tree, rows = builds.loadable(builds.Tree()), []
     lines = {tile.knobs: tile.line(tree, table=model.table) for tile in tiles}
     built = builds.build(lines.values(), gpu.arch)
     kernels = {knobs: engine.load(line, gpu, built) for knobs, line in lines.items()}
-    problems = [engine.parse_problem(shape, causal).typed(D, model.dtype)
-                for D in sorted({tile.head_dim for tile in tiles}) for causal in ("off", "br") for shape in SHAPES]
-    problems = [one for one in problems if one.Sq > 1 or one.causal == "off"]  # a mask hides nothing from the last query
     for number, problem in enumerate(problems):
         if sys.stderr.isatty():
             print(f"\r{number + 1} of {len(problems)} problems", end="", file=sys.stderr)
@@ -197,10 +203,11 @@ def read_rows(path):
 
 
 def newest(table):
-    """The newest rows of a table's tiles."""
+    """The newest rows of a table's tiles on the list of problems."""
     def table_of(file):
         return next((name for name in sorted(TABLES, key=len, reverse=True) if "-" + name in file.name), "hopper")
-    files = [file for file in Path(builds.ROOT, "results", "fit").glob("*.csv") if table_of(file) == table]
+    files = [file for file in Path(builds.ROOT, "results", "fit").glob("*.csv")
+             if table_of(file) == table and "-drawn" not in file.name]
     if not files:
         raise Refused(f"results/fit has no rows of {table}; measure them with: ./run_all.sh fit --table {table}")
     return max(files, key=report_rows.by_name)
@@ -332,6 +339,8 @@ def main():
     parser.add_argument("--head-dim", action="append")
     parser.add_argument("--from", dest="rows")
     parser.add_argument("--check", action="store_true")
+    parser.add_argument("--drawn", default="0")
+    parser.add_argument("--seed", default="0")
     parser.add_argument("--table", default="hopper")
     options = engine.parse_options(parser, sys.argv[1:], __doc__)
     if options.table not in TABLES:
@@ -343,6 +352,9 @@ def main():
         raise Refused(f"--head-dim {options.head_dim[dims.index(0)]}: want 64, 128 or 256")
     if options.check and (options.rows or dims):
         raise Refused("--check takes files by themselves and judges all of their rows; drop --from and --head-dim")
+    drawn = peers.draw(engine.number("--drawn", options.drawn, 0), engine.number("--seed", options.seed, 0))
+    if drawn and (options.check or options.rows):
+        raise Refused("--drawn measures; --check and --from do not")
     if options.check:
         return 0 if all([check(path) for path in options.csv or [newest(options.table)]]) else 1
 
@@ -354,10 +366,15 @@ def main():
         if not gpu:
             raise Refused("it times kernels and there is no GPU here; --from CSV and --check need none")
         count = {D: sum(tile.head_dim == D for tile in model.tiles) for D in (64, 128, 256)}
-        tiles = [tile for tile in model.tiles if tile.head_dim in (dims or [D for D in count if count[D] > 1])]
-        name = "" if options.table == "hopper" else options.table
+        dims = dims or [D for D in count if count[D] > 1]
+        tiles = [tile for tile in model.tiles if tile.head_dim in dims]
+        problems = [one.typed(one.D, model.dtype) for one in drawn if one.D in dims] if drawn else listed(
+            dims, model.dtype)
+        if not problems:
+            raise Refused("none of the drawn problems has such a --head-dim")
+        name = "-".join(filter(None, (options.table != "hopper" and options.table, drawn and "drawn")))
         table = engine.Table(engine.results_path("fit", gpu.name, name, new=True), COLUMNS)
-        rows = measure(gpu, model, tiles, table)
+        rows = measure(gpu, model, tiles, problems, table)
         print(f"rows: {table.name}", file=sys.stderr)
     print_fit(model, model.tiles, [row for row in rows if not dims or int(row["D"]) in dims])
     return 0
