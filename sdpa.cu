@@ -4113,8 +4113,10 @@ template <class B> struct WgmmaProducer {
       mbarrier_arrive(full);  // nothing to load: every score of this tile is masked
     }
   }
-  // Loads the tiles of all items; warp 0 loads Q as well. One warp loads K of a slice and another V, since a copy that
-  // waits for its stage would hold up the other kind. Where warps are few (four slices, two of e4m3, U8) one loads both.
+  // Loads the tiles of all items. One warp loads K of a slice and another V, since a copy that waits for its stage would
+  // hold up the other kind. Where warps are few (four slices, two of e4m3, U8) one loads both. One warp of the first slice
+  // loads Q as well: the one of K, which then begins the next item early; or of a single item the one of V, so that Q and
+  // K, for which everything waits, are asked for at once and V after them.
   __device__ __forceinline__ void load_items(int slice, bool loads_k, bool loads_v, bool starts) {
     uint32_t* const counter = static_cast<uint32_t*>(a.p.workspace);
     typename Shared::Tiles& t = s.slice[slice];
@@ -4170,7 +4172,8 @@ template <class B> struct WgmmaProducer {
     constexpr int slice_warps = B::split_kv < (B::is_e4m3 ? 2 : 4) && !B::converts ? 2 : 1;
     const int slice = warp / slice_warps, part = warp % slice_warps;
     if (slice < B::split_kv) {
-      load_items(slice, part == 0, part == slice_warps - 1, warp == 0);
+      constexpr int starts = B::use_persistent_cta ? 0 : slice_warps - 1;
+      load_items(slice, part == 0, part == slice_warps - 1, warp == starts);
     } else if constexpr (B::is_e4m3) {
       WgmmaInput<B>::transpose_items(*this, (warp - 2) % B::split_kv, (warp - 2) / B::split_kv);
     } else if (B::split_kv == 1 && threadIdx.x == (B::converts ? 32 : 64)) {
