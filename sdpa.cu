@@ -420,12 +420,15 @@ constexpr TunedTile TUNED_TILES[] = {
     {64, 16, 128, 8, 2, 2, swap_ab | packed, 1, 3670, 1.6},
     {64, 16, 128, 4, 2, 1, swap_ab | packed, 3, 3180, 1.34},
     {64, 32, 128, 8, 2, 2, swap_ab | packed, 1, 4240, 2.6},
+    {64, 32, 128, 4, 2, 1, swap_ab | packed, 2, 4000, 2.2},
     {128, 64, 64, 8, 2, 2, overlap, 1, 5510, 4.74},
     {128, 128, 128, 8, 2, 1, overlap | persistent | ping_pong, 1, 3320, 5.86},
     {128, 192, 64, 12, 4, 1, overlap | persistent | skip_masked, 1, 2780, 5.44},
     {128, 64, 64, 4, 2, 1, overlap | persistent, 1, 1760, 3.62},
     {128, 16, 64, 8, 2, 2, swap_ab | packed, 1, 3610, 0.824},
     {128, 32, 64, 8, 2, 2, swap_ab | packed, 1, 5390, 1.42},
+    {128, 16, 64, 4, 2, 1, swap_ab | packed, 3, 3300, 0.7},
+    {128, 32, 64, 4, 2, 1, swap_ab | packed, 2, 4000, 1.2},
     {256, 128, 64, 8, 2, 1, overlap | persistent | skip_masked, 1, 7840, 2.82},
     {256, 64, 64, 4, 2, 1, overlap | persistent, 1, 5330, 2.37},
     {256, 8, 64, 4, 2, 1, swap_ab | packed, 1, 4870, 0.231},
@@ -731,6 +734,7 @@ struct KernelArgs {  // SdpaParams with what every CTA would otherwise compute a
 // the partial results.
 constexpr uint32_t most_split_items = 16384;
 constexpr size_t range_counter_bytes = most_split_items * sizeof(uint32_t);
+constexpr int few_ranges = 4;  // of an item, which are merged by several parts of rows at a time
 // Most keys that a warp sums over in one accumulator (carry_sums() says why). If a problem has more, every CTA has a
 // slot in the workspace; or with SPLIT_CTAS its ranges are short enough, as far as 256 of them suffice.
 constexpr int most_keys_at_once = 65536;
@@ -1962,32 +1966,48 @@ __device__ __forceinline__ void merge_groups(const Partial (&partial_s)[B::split
   });
 }
 
-// Merges O, m and l of all ranges in a fixed order, 16 at a time, whose loads are issued together.
-template <class B>
-__device__ __forceinline__ void merge_ranges(const RangePartial<B>* parts, const KernelArgs& a,
+// Merges O, m and l of all ranges in a fixed order. A thread loads so many of MANY ranges and PARTS parts of rows at once.
+template <class B, int MANY, int PARTS>
+__device__ __forceinline__ void merge_ranges(const RangePartial<B>* partial, const KernelArgs& a,
                                              const WorkItem& item, int thread) {
-  constexpr int many = 16;
-  const int ranges = int(a.ranges.divisor);
+  constexpr int columns = B::head_dim / 4, threads = B::num_warps * 32;
+  const int ranges = int(a.ranges.divisor), parts = rows_of_item<B>(a) * columns;
   const ItemScale<B> scale_log2(a, item);
-  for_each_part<B>(a, thread, [&](int row, RowPart& O) {
-    float m[1] = {-INFINITY}, l[1] = {0};
-    for (int first = 0; first < ranges; first += many) {
-      float2 m_l[1 + many] = {{m[0], l[0]}};
-      float4 x[many];
-      float weight[1 + many];
-      SDPA_UNROLL for (int n = 0; n < many; n++) {
-        m_l[1 + n] = {-INFINITY, 0}, x[n] = {};
-        if (first + n < ranges) {
-          m_l[1 + n] = ld_global_cg<float2>(&parts[first + n].m_l[row]);
-          x[n] = ld_global_cg<float4>(&parts[first + n].O[row][O.first_col]);
+  for (int part = thread; part < parts; part += PARTS * threads) {
+    RowPart O[PARTS];
+    float m[PARTS][1], l[PARTS][1];
+    const auto row_of = [&](int p) { return (part + p * threads) / columns; };
+    SDPA_UNROLL for (int p = 0; p < PARTS; p++) {
+      O[p].first_col = (part + p * threads) % columns * 4;
+      clear(O[p]), m[p][0] = -INFINITY, l[p][0] = 0;
+    }
+    for (int first = 0; first < ranges; first += MANY) {
+      float2 m_l[PARTS][1 + MANY];
+      float4 x[PARTS][MANY];
+      SDPA_UNROLL for (int p = 0; p < PARTS; p++) {
+        const int left = part + p * threads < parts ? ranges - first : 0;
+        m_l[p][0] = {m[p][0], l[p][0]};
+        SDPA_UNROLL for (int n = 0; n < MANY; n++) {
+          m_l[p][1 + n] = {-INFINITY, 0}, x[p][n] = {};
+          if (n < left) {
+            const RangePartial<B>& of = partial[first + n];
+            m_l[p][1 + n] = ld_global_cg<float2>(&of.m_l[row_of(p)]);
+            x[p][n] = ld_global_cg<float4>(&of.O[row_of(p)][O[p].first_col]);
+          }
         }
       }
-      merge_weights<B>(m_l, scale_log2, weight, m[0], l[0]);
-      SDPA_UNROLL for (int j = 0; j < 4; j++) O.x[0][j] *= weight[0];
-      SDPA_UNROLL for (int n = 0; n < many; n++) add(O, x[n], weight[1 + n]);
+      SDPA_UNROLL for (int p = 0; p < PARTS; p++) {
+        float weight[1 + MANY];
+        merge_weights<B>(m_l[p], scale_log2, weight, m[p][0], l[p][0]);
+        SDPA_UNROLL for (int j = 0; j < 4; j++) O[p].x[0][j] *= weight[0];
+        SDPA_UNROLL for (int n = 0; n < MANY; n++) add(O[p], x[p][n], weight[1 + n]);
+      }
     }
-    store_output<B>(O, m, l, a, row_item<B>(a, item, row));
-  });
+    SDPA_UNROLL for (int p = 0; p < PARTS; p++) {
+      if (part + p * threads >= parts) break;
+      store_output<B>(O[p], m[p], l[p], a, row_item<B>(a, item, row_of(p)));
+    }
+  }
 }
 
 // Stores O / l and LSE of the item's rows. SPLIT_CTAS: a CTA stores O, m and l of its keys in the workspace; the last
@@ -2015,7 +2035,12 @@ __device__ __forceinline__ void store_rows(const Partial (&partial_s)[B::split_k
   __syncthreads();  // hazard: written by all threads
   if (thread == 0) is_last_s = atom_inc_acq_rel(&counters[number], ranges - 1) == ranges - 1;
   __syncthreads();  // hazard: counted by thread 0
-  if (is_last_s) merge_ranges<B>(parts + number * ranges, a, item, thread);
+  if (!is_last_s) return;
+  if (ranges > few_ranges) {
+    merge_ranges<B, 16, 1>(parts + number * ranges, a, item, thread);
+  } else {
+    merge_ranges<B, 2, 4>(parts + number * ranges, a, item, thread);
+  }
 }
 
 // ---- work scheduling ----
@@ -2411,6 +2436,18 @@ int device_attribute(cudaDeviceAttr attribute, int otherwise) {
 
 int sm_count() { return device_attribute(cudaDevAttrMultiProcessorCount, 132); }
 
+// What an SM has for all of its CTAs, of which the system takes 1 KB for each.
+int shared_of_sm() { return device_attribute(cudaDevAttrMaxSharedMemoryPerMultiprocessor, 228 << 10); }
+
+// Bytes of shared memory that a CTA asks for. Where CTAs start before the launch before has ended, they go to the SMs
+// that have room, and not evenly: some would get three and others one. So CTAs of ranges ask for as much as leaves an SM
+// room for an even share of them alone.
+template <class B> size_t shared_bytes_of(uint32_t ctas) {
+  if (B::family != Family::wgmma || B::split_ctas == 1) return shared_bytes<B>;
+  const int share = int((ctas + sm_count() - 1) / sm_count());
+  return max(int(shared_bytes<B>), shared_of_sm() / share / 1024 * 1024 - 1024);
+}
+
 // One launch of the kernel: a CTA to each of `items`, or as many as are resident and asked for.
 template <class B>
 SdpaStatus launch_kernel(const KernelArgs& a, uint32_t items, cudaStream_t stream) {
@@ -2418,8 +2455,9 @@ SdpaStatus launch_kernel(const KernelArgs& a, uint32_t items, cudaStream_t strea
                 "BLOCK_M, BLOCK_N, HEAD_DIM and STAGES: the tiles need more than the 227 KB of "
                 "shared memory that a CTA can have; type a smaller BLOCK_N or fewer STAGES");
   constexpr auto kernel = KernelOf<B, B::family>::kernel;
-  cudaError_t error = cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize,
-                                           int(shared_bytes<B>));
+  const size_t bytes = shared_bytes_of<B>(items);
+  cudaError_t error =
+      cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, int(bytes));
   if (error == cudaErrorInvalidValue || error == cudaErrorInvalidDeviceFunction ||
       error == cudaErrorNoKernelImageForDevice) {
     return failure(error,
@@ -2442,7 +2480,7 @@ SdpaStatus launch_kernel(const KernelArgs& a, uint32_t items, cudaStream_t strea
   cudaLaunchConfig_t launch{};
   launch.gridDim = dim3(ctas);
   launch.blockDim = dim3(B::threads);
-  launch.dynamicSmemBytes = shared_bytes<B>;
+  launch.dynamicSmemBytes = bytes;
   launch.stream = stream;
   // A CTA may start before the kernel before this one has ended.
   cudaLaunchAttribute early{};
@@ -2461,28 +2499,37 @@ struct Items {
   int ranges = 1;          // CTAs to an item
 };
 
-// CTAs that an SM holds at once, by their shared memory, of which the system takes 1 KB for each.
+// CTAs that an SM holds at once, by their shared memory.
 template <class B> int most_resident_ctas() {
-  const int shared = device_attribute(cudaDevAttrMaxSharedMemoryPerMultiprocessor, 228 << 10);
-  return max(shared / int(shared_bytes<B> + 1024), 1);
+  return max(shared_of_sm() / int(shared_bytes<B> + 1024), 1);
+}
+
+// How often merge_ranges() waits for loads.
+int merge_steps(const Items& items, int D, int threads, int ranges) {
+  const auto shares = [](int n, int of) { return (n + of - 1) / of; };
+  if (ranges == 1) return 0;
+  const int parts = shares(items.heads * items.queries * (D / 4), threads);  // of a thread
+  return ranges > few_ranges ? shares(ranges, 16) * parts : shares(ranges, 2) * shares(parts, 4);
 }
 
 // SPLIT_CTAS=0: as many ranges as take the least time, counted in KB that an SM reads meanwhile: its rounds, 64 KB for
-// each wave of CTAs that starts, `resident` to an SM, and 24 KB for each 16 ranges that the last CTA of an item loads at
-// once (fitted to an H200). None is longer than most_keys_at_once where 256 ranges suffice.
-int ranges_of(const SdpaParams& p, int64_t items, int round_keys, int resident, int sms) {
+// each wave of CTAs that starts, `resident` to an SM, and 24 KB for each step of the merge (fitted to an H200). None is
+// longer than most_keys_at_once where 256 ranges suffice.
+int ranges_of(const SdpaParams& p, const Items& items, int round_keys, int threads, int resident,
+              int sms) {
   const KeyBounds bounds(p);
   const int keys = max(bounds.end(p.Sq - 1) - bounds.begin(p.Sq - 1), 1);
   const auto shares = [](uint32_t n, uint32_t of) { return (n + of - 1) / of; };
   const int rounds = int(shares(keys, round_keys));
   const double round_kb = round_keys * p.D * sizeof(Input) / 512.0;  // K and V
-  const int most = items <= most_split_items ? min(rounds, 256) : 1;
+  const int most = items.count <= most_split_items ? min(rounds, 256) : 1;
   int best = 0;
   double best_kb = 0;
   for (int n = min(int(shares(keys, most_keys_at_once)), most); n <= most; n++) {
-    const uint32_t ctas = uint32_t(items) * n, merges = n > 1 ? shares(n, 16) : 0;
+    const uint32_t ctas = uint32_t(items.count) * n;
     const double kb = round_kb * shares(ctas, sms) * shares(rounds, n) +
-                      64.0 * shares(ctas, resident * sms) + 24.0 * merges;
+                      64.0 * shares(ctas, resident * sms) +
+                      24.0 * merge_steps(items, p.D, threads, n);
     if (best == 0 || kb < best_kb) best = n, best_kb = kb;
   }
   return best;
@@ -2510,8 +2557,8 @@ template <class B> Items items_of(const SdpaParams& p) {
   Items items = items_of_tile(p, B::block_m, B::pack_gqa);
   if (B::split_ctas > 1) items.ranges = B::split_ctas;
   if (B::split_ctas == 0 && items.count > 0) {
-    items.ranges =
-        ranges_of(p, items.count, B::split_kv * B::block_n, most_resident_ctas<B>(), sm_count());
+    items.ranges = ranges_of(p, items, B::split_kv * B::block_n, B::num_warps * 32,
+                             most_resident_ctas<B>(), sm_count());
   }
   return items;
 }
@@ -5936,14 +5983,12 @@ double tuned_clocks(const TunedTile& t, const SdpaParams& p, int sms) {
   double ctas = double(items.count), merge_clocks = 0;
   if (t.has(packed)) {
     const int round_keys = t.block_n * t.split_kv;
-    const int ranges = ranges_of(p, items.count, round_keys, t.ctas, sms);
+    const int threads = t.num_warps * 32;
+    const int ranges = ranges_of(p, items, round_keys, threads, t.ctas, sms);
     const double share = shares(int64_t(keys.most) / round_keys, ranges) * round_keys / keys.most;
     keys = {keys.most * share, keys.least * share, keys.mean * share};
     ctas *= ranges;
-    const int parts = items.heads * items.queries * p.D / 4;
-    if (ranges > 1) {
-      merge_clocks = 500 + 2000 * shares(ranges, 16) * shares(parts, t.num_warps * 32);
-    }
+    if (ranges > 1) merge_clocks = 500 + 2000.0 * merge_steps(items, p.D, threads, ranges);
   }
 
   // The clocks of a key. Where rows are skipped, one warpgroup alone takes half of the whole tile's time; with a mask
