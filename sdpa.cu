@@ -465,16 +465,15 @@ constexpr TunedTile U8_TILES[] = {
     {256, 128, 64, 8, 2, 1, overlap | persistent | skip_masked, 1, 12000, 2.8},
     {256, 16, 32, 2, 2, 2, packed | mma_sync, 3, 10300, 0.519},
 };
-constexpr bool has_8bit_tiles = Build::is_8bit;  // of both families
 constexpr int MOST_TILES = sizeof TUNED_TILES / sizeof(TunedTile);
-constexpr int TILES = !has_8bit_tiles  ? MOST_TILES
+constexpr int TILES = !Build::is_8bit  ? MOST_TILES
                       : Build::is_e4m3 ? sizeof E4M3_TILES / sizeof(TunedTile)
                                        : sizeof U8_TILES / sizeof(TunedTile);
 constexpr const TunedTile& tuned_tile(int n) {
-  return !has_8bit_tiles ? TUNED_TILES[n] : Build::is_e4m3 ? E4M3_TILES[n] : U8_TILES[n];
+  return !Build::is_8bit ? TUNED_TILES[n] : Build::is_e4m3 ? E4M3_TILES[n] : U8_TILES[n];
 }
-constexpr bool is_of_table(const TunedTile& t) {  // of those of the family
-  return has_8bit_tiles || t.has(mma_sync) == is_mma;
+constexpr bool is_of_table(const TunedTile& t) {  // 16 bits: those of the family
+  return Build::is_8bit || t.has(mma_sync) == is_mma;
 }
 
 // A row as if it had been typed.
@@ -492,7 +491,7 @@ template <int N> struct TileKnobs : Typed {
                         swap_ab = tile.has(Schedule::swap_ab), use_lazy_max = !swap_ab,
                         pack_gqa = tile.has(packed);
   static constexpr int split_ctas = pack_gqa ? 0 : 1;
-  static constexpr int fp8_flush = has_8bit_tiles ? 1024 / tile.block_n : Typed::fp8_flush;
+  static constexpr int fp8_flush = Build::is_8bit ? 1024 / tile.block_n : Typed::fp8_flush;
 };
 template <int N> using TunedBuild = Derived<TileKnobs<N>>;
 

@@ -11,6 +11,8 @@ import signal
 import subprocess
 import sys
 import time
+import types
+from unittest import mock
 
 import jsonschema
 import numpy as np
@@ -295,6 +297,26 @@ def test_which_knob_mattered_and_the_picture(tmp_path):
     (tmp_path / "log.jsonl").write_text("".join(json.dumps(record) + "\n" for record in records))
     code, out, err = run("--export", "svg", str(tmp_path / "log.jsonl"))
     assert code == 0 and "A=1" in open(out.strip()).read(), err
+
+
+def test_a_tile_worth_a_row_goes_to_fit(monkeypatch):
+    """tune --table: its search finds a tile twice as quick as those of the table, and `fit` times it beside them."""
+    tried = []
+
+    def search_of(options, gpu, lines):
+        records = {search.identity(lines[0]): dict(score=2.0, fate="timed"), "new": dict(score=1.0, fate="timed")}
+        return None, types.SimpleNamespace(records=records, lines={"new": lines[1]}), None, None
+    monkeypatch.setattr(tune, "run_search", search_of)
+    monkeypatch.setattr(tune, "find_gpu", lambda options: FakeGpu())
+    monkeypatch.setattr(tune.fit, "SHAPES", ["mission"])
+    monkeypatch.setattr(tune.fit, "measure", mock.create_autospec(tune.fit.measure, side_effect=lambda *given: tried.append(given)))
+    monkeypatch.setattr(tune.fit, "print_fit", mock.create_autospec(tune.fit.print_fit))
+    monkeypatch.setattr(engine, "results_path", mock.create_autospec(engine.results_path))
+    monkeypatch.setattr(engine, "Table", mock.create_autospec(engine.Table))
+    assert tune.table(types.SimpleNamespace(head_dim="128", budget_s=60, fix=[])) == 0
+    (_, model, tiles, problems, _), = tried
+    assert {tile.head_dim for tile in tiles} == {problem.D for problem in problems} == {128}
+    assert {problem.causal for problem in problems} == {"off", "br"} and tiles[1].knobs == tiles[-1].knobs
 
 
 # ---- how good the search is ----

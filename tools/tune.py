@@ -496,7 +496,7 @@ def table(options):
     if gpu and new:
         tiles = [*own, *new.values()]
         rows = engine.Table(engine.results_path("fit", gpu.name, new=True), fit.COLUMNS)
-        fit.print_fit(model, tiles, fit.measure(gpu, model, tiles, rows))
+        fit.print_fit(model, tiles, fit.measure(gpu, model, tiles, fit.listed([D], model.dtype), rows))
     return 0
 
 
