@@ -312,8 +312,8 @@ template <class B> constexpr bool check() {
               "VEC_WIDTH: TMA wants addresses and strides that are multiples of 16 bytes; type "
               "VEC_WIDTH=8, or 16 with an 8-bit DTYPE");
   SDPA_REFUSE(wgmma && !B::use_warp_specialization &&
-                  (B::overlap || B::use_persistent_cta || B::use_ping_pong || B::use_lazy_max ||
-                   (B::split_kv > 1 && !B::swap_ab)),
+                  (B::overlap || B::use_persistent_cta || B::use_ping_pong ||
+                   (!B::swap_ab && (B::use_lazy_max || B::split_kv > 1))),
               "OVERLAP, USE_PERSISTENT_CTA, USE_PING_PONG, USE_LAZY_MAX and SPLIT_KV: the plain "
               "wgmma kernel has none of them; add USE_WARP_SPECIALIZATION=1 or drop them");
   SDPA_REFUSE(wgmma && B::use_persistent_cta && B::split_kv > 1,
@@ -333,15 +333,15 @@ template <class B> constexpr bool check() {
               "SWAP_AB=1: every warpgroup has a slice of the keys, by 64, and all of them the same "
               "8, 16, 32 or 64 query rows; type BLOCK_M=32 BLOCK_N=128 NUM_WARPS=16 SPLIT_KV=4");
   SDPA_REFUSE(wgmma && B::swap_ab &&
-                  (B::block_n + B::head_dim) / 64 * B::block_m / 2 > (B::num_warps > 8 ? 96 : 192),
-              "SWAP_AB=1: a thread's part of S and O would leave too few of its registers for the "
+                  (B::block_n + 2 * B::head_dim) / 64 * B::block_m / 2 >
+                      (B::num_warps > 8 ? 64 : 160),
+              "SWAP_AB=1: a thread's part of S and twice of O would leave too few of its registers for the "
               "rest; type a smaller BLOCK_M or BLOCK_N");
   SDPA_REFUSE(wgmma && B::swap_ab &&
                   (B::use_warp_specialization || B::overlap || B::use_ping_pong ||
-                   B::use_persistent_cta || B::skip_masked || B::use_lazy_max),
-              "SWAP_AB=1: for a round or two of few rows, so without USE_WARP_SPECIALIZATION, "
-              "OVERLAP, USE_PING_PONG, USE_PERSISTENT_CTA, SKIP_MASKED and USE_LAZY_MAX; drop "
-              "them");
+                   B::use_persistent_cta || B::skip_masked),
+              "SWAP_AB=1: its loop has an order of its own, without USE_WARP_SPECIALIZATION, "
+              "OVERLAP, USE_PING_PONG, USE_PERSISTENT_CTA and SKIP_MASKED; drop them");
   SDPA_REFUSE(wmma && B::use_warp_specialization && B::sync_policy != 1,
               "USE_WARP_SPECIALIZATION=1: a CTA barrier would stop the producers, so every warp "
               "must keep its rows; type SYNC_POLICY=1");
@@ -420,12 +420,15 @@ constexpr TunedTile TUNED_TILES[] = {
     {64, 16, 128, 8, 2, 2, swap_ab | packed, 1, 3670, 1.6},
     {64, 16, 128, 4, 2, 1, swap_ab | packed, 3, 3180, 1.34},
     {64, 32, 128, 8, 2, 2, swap_ab | packed, 1, 4240, 2.6},
+    {64, 32, 128, 4, 2, 1, swap_ab | packed, 2, 4000, 2.2},
     {128, 64, 64, 8, 2, 2, overlap, 1, 5510, 4.74},
     {128, 128, 128, 8, 2, 1, overlap | persistent | ping_pong, 1, 3320, 5.86},
     {128, 192, 64, 12, 4, 1, overlap | persistent | skip_masked, 1, 2780, 5.44},
     {128, 64, 64, 4, 2, 1, overlap | persistent, 1, 1760, 3.62},
     {128, 16, 64, 8, 2, 2, swap_ab | packed, 1, 3610, 0.824},
     {128, 32, 64, 8, 2, 2, swap_ab | packed, 1, 5390, 1.42},
+    {128, 16, 64, 4, 2, 1, swap_ab | packed, 3, 3300, 0.7},
+    {128, 32, 64, 4, 2, 1, swap_ab | packed, 2, 4000, 1.2},
     {256, 128, 64, 8, 2, 1, overlap | persistent | skip_masked, 1, 7840, 2.82},
     {256, 64, 64, 4, 2, 1, overlap | persistent, 1, 5330, 2.37},
     {256, 8, 64, 4, 2, 1, swap_ab | packed, 1, 4870, 0.231},
@@ -488,7 +491,7 @@ template <int N> struct TileKnobs : Typed {
                         use_persistent_cta = tile.has(persistent),
                         use_ping_pong = tile.has(ping_pong),
                         skip_masked = tile.has(Schedule::skip_masked),
-                        swap_ab = tile.has(Schedule::swap_ab), use_lazy_max = !swap_ab,
+                        swap_ab = tile.has(Schedule::swap_ab), use_lazy_max = true,
                         pack_gqa = tile.has(packed);
   static constexpr int split_ctas = pack_gqa ? 0 : 1;
   static constexpr int fp8_flush = Build::is_8bit ? 1024 / tile.block_n : Typed::fp8_flush;
@@ -730,6 +733,7 @@ struct KernelArgs {  // SdpaParams with what every CTA would otherwise compute a
 // the partial results.
 constexpr uint32_t most_split_items = 16384;
 constexpr size_t range_counter_bytes = most_split_items * sizeof(uint32_t);
+constexpr int few_ranges = 4;  // of an item, which are merged by several parts of rows at a time
 // Most keys that a warp sums over in one accumulator (carry_sums() says why). If a problem has more, every CTA has a
 // slot in the workspace; or with SPLIT_CTAS its ranges are short enough, as far as 256 of them suffice.
 constexpr int most_keys_at_once = 65536;
@@ -924,6 +928,18 @@ __device__ __forceinline__ void cp_async_mbarrier_arrive_noinc(uint64_t* barrier
 // A barrier number `id` (1 to 15; 0 is __syncthreads) for `threads` threads in whole warps.
 __device__ __forceinline__ void barrier_sync(int id, int threads) {
   asm volatile("barrier.sync.aligned %0, %1;" ::"r"(id), "r"(threads) : "memory");
+}
+
+// The same; true in all threads if `mine` is in all of them.
+__device__ __forceinline__ bool barrier_and(int id, int threads, bool mine) {
+  uint32_t all;
+  asm volatile(
+      "{ .reg .pred p, q; setp.ne.u32 p, %3, 0; barrier.red.and.aligned.pred q, %1, %2, p; "
+      "selp.b32 %0, 1, 0, q; }"
+      : "=r"(all)
+      : "r"(id), "r"(threads), "r"(uint32_t(mine))
+      : "memory");
+  return all;
 }
 
 // bar.arrive: counts these threads at barrier `id` and goes on; barrier_sync() of others waits.
@@ -1512,11 +1528,14 @@ constexpr int HAZARDS = 6;
 // mma: a warp always keeps its rows. With two stages or more the barrier of kv_written also covers
 // tile_read of the tile before, except where all tiles are converted into the same place.
 // wgmma: a warp keeps its rows as well, and the plain kernel has one barrier, before a tile is overwritten. With
-// SWAP_AB keys are rows, and a query's column is spread over its slice's warps, so that maxima and P cross a barrier each.
+// SWAP_AB keys are rows, and a query's column is spread over its slice's warps, so that P crosses a barrier, and so does
+// every new maximum.
 template <class B> __host__ __device__ constexpr bool needs_cta_barrier(Hazard h) {
   if (B::family == Family::cublas) return false;
   if (B::family == Family::wgmma) {
-    if (B::swap_ab) return h == Hazard::max_written || h == Hazard::sum_written;
+    if (B::swap_ab) {
+      return h == Hazard::sum_written || (h == Hazard::max_written && !B::use_lazy_max);
+    }
     return !B::use_warp_specialization && h == Hazard::tile_read;
   }
   if (B::family == Family::mma) {
@@ -1895,8 +1914,9 @@ struct RowPart {  // [1][4]
   __device__ int col(int j) const { return first_col + j; }
 };
 
+template <class B> constexpr int PARTIAL_STRIDE = B::head_dim + 4;  // 4: against bank conflicts
 template <class B> struct RowsPartial {
-  alignas(16) float O[B::block_m][B::head_dim + 4];  // 4: against bank conflicts
+  alignas(16) float O[B::block_m][PARTIAL_STRIDE<B>];
   float2 m_l[B::block_m];
 };
 
@@ -1945,32 +1965,48 @@ __device__ __forceinline__ void merge_groups(const Partial (&partial_s)[B::split
   });
 }
 
-// Merges O, m and l of all ranges in a fixed order, 16 at a time, whose loads are issued together.
-template <class B>
-__device__ __forceinline__ void merge_ranges(const RangePartial<B>* parts, const KernelArgs& a,
+// Merges O, m and l of all ranges in a fixed order. A thread loads so many of MANY ranges and PARTS parts of rows at once.
+template <class B, int MANY, int PARTS>
+__device__ __forceinline__ void merge_ranges(const RangePartial<B>* partial, const KernelArgs& a,
                                              const WorkItem& item, int thread) {
-  constexpr int many = 16;
-  const int ranges = int(a.ranges.divisor);
+  constexpr int columns = B::head_dim / 4, threads = B::num_warps * 32;
+  const int ranges = int(a.ranges.divisor), parts = rows_of_item<B>(a) * columns;
   const ItemScale<B> scale_log2(a, item);
-  for_each_part<B>(a, thread, [&](int row, RowPart& O) {
-    float m[1] = {-INFINITY}, l[1] = {0};
-    for (int first = 0; first < ranges; first += many) {
-      float2 m_l[1 + many] = {{m[0], l[0]}};
-      float4 x[many];
-      float weight[1 + many];
-      SDPA_UNROLL for (int n = 0; n < many; n++) {
-        m_l[1 + n] = {-INFINITY, 0}, x[n] = {};
-        if (first + n < ranges) {
-          m_l[1 + n] = ld_global_cg<float2>(&parts[first + n].m_l[row]);
-          x[n] = ld_global_cg<float4>(&parts[first + n].O[row][O.first_col]);
+  for (int part = thread; part < parts; part += PARTS * threads) {
+    RowPart O[PARTS];
+    float m[PARTS][1], l[PARTS][1];
+    const auto row_of = [&](int p) { return (part + p * threads) / columns; };
+    SDPA_UNROLL for (int p = 0; p < PARTS; p++) {
+      O[p].first_col = (part + p * threads) % columns * 4;
+      clear(O[p]), m[p][0] = -INFINITY, l[p][0] = 0;
+    }
+    for (int first = 0; first < ranges; first += MANY) {
+      float2 m_l[PARTS][1 + MANY];
+      float4 x[PARTS][MANY];
+      SDPA_UNROLL for (int p = 0; p < PARTS; p++) {
+        const int left = part + p * threads < parts ? ranges - first : 0;
+        m_l[p][0] = {m[p][0], l[p][0]};
+        SDPA_UNROLL for (int n = 0; n < MANY; n++) {
+          m_l[p][1 + n] = {-INFINITY, 0}, x[p][n] = {};
+          if (n < left) {
+            const RangePartial<B>& of = partial[first + n];
+            m_l[p][1 + n] = ld_global_cg<float2>(&of.m_l[row_of(p)]);
+            x[p][n] = ld_global_cg<float4>(&of.O[row_of(p)][O[p].first_col]);
+          }
         }
       }
-      merge_weights<B>(m_l, scale_log2, weight, m[0], l[0]);
-      SDPA_UNROLL for (int j = 0; j < 4; j++) O.x[0][j] *= weight[0];
-      SDPA_UNROLL for (int n = 0; n < many; n++) add(O, x[n], weight[1 + n]);
+      SDPA_UNROLL for (int p = 0; p < PARTS; p++) {
+        float weight[1 + MANY];
+        merge_weights<B>(m_l[p], scale_log2, weight, m[p][0], l[p][0]);
+        SDPA_UNROLL for (int j = 0; j < 4; j++) O[p].x[0][j] *= weight[0];
+        SDPA_UNROLL for (int n = 0; n < MANY; n++) add(O[p], x[p][n], weight[1 + n]);
+      }
     }
-    store_output<B>(O, m, l, a, row_item<B>(a, item, row));
-  });
+    SDPA_UNROLL for (int p = 0; p < PARTS; p++) {
+      if (part + p * threads >= parts) break;
+      store_output<B>(O[p], m[p], l[p], a, row_item<B>(a, item, row_of(p)));
+    }
+  }
 }
 
 // Stores O / l and LSE of the item's rows. SPLIT_CTAS: a CTA stores O, m and l of its keys in the workspace; the last
@@ -1998,7 +2034,12 @@ __device__ __forceinline__ void store_rows(const Partial (&partial_s)[B::split_k
   __syncthreads();  // hazard: written by all threads
   if (thread == 0) is_last_s = atom_inc_acq_rel(&counters[number], ranges - 1) == ranges - 1;
   __syncthreads();  // hazard: counted by thread 0
-  if (is_last_s) merge_ranges<B>(parts + number * ranges, a, item, thread);
+  if (!is_last_s) return;
+  if (ranges > few_ranges) {
+    merge_ranges<B, 16, 1>(parts + number * ranges, a, item, thread);
+  } else {
+    merge_ranges<B, 2, 4>(parts + number * ranges, a, item, thread);
+  }
 }
 
 // ---- work scheduling ----
@@ -2394,6 +2435,18 @@ int device_attribute(cudaDeviceAttr attribute, int otherwise) {
 
 int sm_count() { return device_attribute(cudaDevAttrMultiProcessorCount, 132); }
 
+// What an SM has for all of its CTAs, of which the system takes 1 KB for each.
+int shared_of_sm() { return device_attribute(cudaDevAttrMaxSharedMemoryPerMultiprocessor, 228 << 10); }
+
+// Bytes of shared memory that a CTA asks for. Where CTAs start before the launch before has ended, they go to the SMs
+// that have room, and not evenly: some would get three and others one. So CTAs of ranges ask for as much as leaves an SM
+// room for an even share of them alone.
+template <class B> size_t shared_bytes_of(uint32_t ctas) {
+  if (B::family != Family::wgmma || B::split_ctas == 1) return shared_bytes<B>;
+  const int share = int((ctas + sm_count() - 1) / sm_count());
+  return max(int(shared_bytes<B>), shared_of_sm() / share / 1024 * 1024 - 1024);
+}
+
 // One launch of the kernel: a CTA to each of `items`, or as many as are resident and asked for.
 template <class B>
 SdpaStatus launch_kernel(const KernelArgs& a, uint32_t items, cudaStream_t stream) {
@@ -2401,8 +2454,9 @@ SdpaStatus launch_kernel(const KernelArgs& a, uint32_t items, cudaStream_t strea
                 "BLOCK_M, BLOCK_N, HEAD_DIM and STAGES: the tiles need more than the 227 KB of "
                 "shared memory that a CTA can have; type a smaller BLOCK_N or fewer STAGES");
   constexpr auto kernel = KernelOf<B, B::family>::kernel;
-  cudaError_t error = cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize,
-                                           int(shared_bytes<B>));
+  const size_t bytes = shared_bytes_of<B>(items);
+  cudaError_t error =
+      cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, int(bytes));
   if (error == cudaErrorInvalidValue || error == cudaErrorInvalidDeviceFunction ||
       error == cudaErrorNoKernelImageForDevice) {
     return failure(error,
@@ -2425,7 +2479,7 @@ SdpaStatus launch_kernel(const KernelArgs& a, uint32_t items, cudaStream_t strea
   cudaLaunchConfig_t launch{};
   launch.gridDim = dim3(ctas);
   launch.blockDim = dim3(B::threads);
-  launch.dynamicSmemBytes = shared_bytes<B>;
+  launch.dynamicSmemBytes = bytes;
   launch.stream = stream;
   // A CTA may start before the kernel before this one has ended.
   cudaLaunchAttribute early{};
@@ -2444,28 +2498,37 @@ struct Items {
   int ranges = 1;          // CTAs to an item
 };
 
-// CTAs that an SM holds at once, by their shared memory, of which the system takes 1 KB for each.
+// CTAs that an SM holds at once, by their shared memory.
 template <class B> int most_resident_ctas() {
-  const int shared = device_attribute(cudaDevAttrMaxSharedMemoryPerMultiprocessor, 228 << 10);
-  return max(shared / int(shared_bytes<B> + 1024), 1);
+  return max(shared_of_sm() / int(shared_bytes<B> + 1024), 1);
+}
+
+// How often merge_ranges() waits for loads.
+int merge_steps(const Items& items, int D, int threads, int ranges) {
+  const auto shares = [](int n, int of) { return (n + of - 1) / of; };
+  if (ranges == 1) return 0;
+  const int parts = shares(items.heads * items.queries * (D / 4), threads);  // of a thread
+  return ranges > few_ranges ? shares(ranges, 16) * parts : shares(ranges, 2) * shares(parts, 4);
 }
 
 // SPLIT_CTAS=0: as many ranges as take the least time, counted in KB that an SM reads meanwhile: its rounds, 64 KB for
-// each wave of CTAs that starts, `resident` to an SM, and 24 KB for each 16 ranges that the last CTA of an item loads at
-// once (fitted to an H200). None is longer than most_keys_at_once where 256 ranges suffice.
-int ranges_of(const SdpaParams& p, int64_t items, int round_keys, int resident, int sms) {
+// each wave of CTAs that starts, `resident` to an SM, and 24 KB for each step of the merge (fitted to an H200). None is
+// longer than most_keys_at_once where 256 ranges suffice.
+int ranges_of(const SdpaParams& p, const Items& items, int round_keys, int threads, int resident,
+              int sms) {
   const KeyBounds bounds(p);
   const int keys = max(bounds.end(p.Sq - 1) - bounds.begin(p.Sq - 1), 1);
   const auto shares = [](uint32_t n, uint32_t of) { return (n + of - 1) / of; };
   const int rounds = int(shares(keys, round_keys));
   const double round_kb = round_keys * p.D * sizeof(Input) / 512.0;  // K and V
-  const int most = items <= most_split_items ? min(rounds, 256) : 1;
+  const int most = items.count <= most_split_items ? min(rounds, 256) : 1;
   int best = 0;
   double best_kb = 0;
   for (int n = min(int(shares(keys, most_keys_at_once)), most); n <= most; n++) {
-    const uint32_t ctas = uint32_t(items) * n, merges = n > 1 ? shares(n, 16) : 0;
+    const uint32_t ctas = uint32_t(items.count) * n;
     const double kb = round_kb * shares(ctas, sms) * shares(rounds, n) +
-                      64.0 * shares(ctas, resident * sms) + 24.0 * merges;
+                      64.0 * shares(ctas, resident * sms) +
+                      24.0 * merge_steps(items, p.D, threads, n);
     if (best == 0 || kb < best_kb) best = n, best_kb = kb;
   }
   return best;
@@ -2493,8 +2556,8 @@ template <class B> Items items_of(const SdpaParams& p) {
   Items items = items_of_tile(p, B::block_m, B::pack_gqa);
   if (B::split_ctas > 1) items.ranges = B::split_ctas;
   if (B::split_ctas == 0 && items.count > 0) {
-    items.ranges =
-        ranges_of(p, items.count, B::split_kv * B::block_n, most_resident_ctas<B>(), sm_count());
+    items.ranges = ranges_of(p, items, B::split_kv * B::block_n, B::num_warps * 32,
+                             most_resident_ctas<B>(), sm_count());
   }
   return items;
 }
@@ -4096,8 +4159,10 @@ template <class B> struct WgmmaProducer {
       mbarrier_arrive(full);  // nothing to load: every score of this tile is masked
     }
   }
-  // Loads the tiles of all items; warp 0 loads Q as well. One warp loads K of a slice and another V, since a copy that
-  // waits for its stage would hold up the other kind. Where warps are few (four slices, two of e4m3, U8) one loads both.
+  // Loads the tiles of all items. One warp loads K of a slice and another V, since a copy that waits for its stage would
+  // hold up the other kind. Where warps are few (four slices, two of e4m3, U8) one loads both. One warp of the first slice
+  // loads Q as well: the one of K, which then begins the next item early; or of a single item the one of V, so that Q and
+  // K, for which everything waits, are asked for at once and V after them.
   __device__ __forceinline__ void load_items(int slice, bool loads_k, bool loads_v, bool starts) {
     uint32_t* const counter = static_cast<uint32_t*>(a.p.workspace);
     typename Shared::Tiles& t = s.slice[slice];
@@ -4153,7 +4218,8 @@ template <class B> struct WgmmaProducer {
     constexpr int slice_warps = B::split_kv < (B::is_e4m3 ? 2 : 4) && !B::converts ? 2 : 1;
     const int slice = warp / slice_warps, part = warp % slice_warps;
     if (slice < B::split_kv) {
-      load_items(slice, part == 0, part == slice_warps - 1, warp == 0);
+      constexpr int starts = B::use_persistent_cta ? 0 : slice_warps - 1;
+      load_items(slice, part == 0, part == slice_warps - 1, warp == starts);
     } else if constexpr (B::is_e4m3) {
       WgmmaInput<B>::transpose_items(*this, (warp - 2) % B::split_kv, (warp - 2) / B::split_kv);
     } else if (B::split_kv == 1 && threadIdx.x == (B::converts ? 32 : 64)) {
@@ -5041,32 +5107,35 @@ template <class B> struct WgmmaInput<B, DType::u8> : WgmmaInput<B, DType::fp16> 
 // S.T = K @ Q.T and O.T = V.T @ P.T: so keys and d are the rows of the products, of which wgmma wants 64, and
 // query rows the columns, of which 16 will do. Every warpgroup has a slice of the keys:
 //
+//   S.T = K @ Q.T of the last tile
 //   for each tile of the slice, the last key first:
-//     S.T = K @ Q.T
 //     m, P.T = softmax(S.T)      a column is spread over 8 lanes of all four warps
-//     O.T = V.T @ P.T            P.T by way of K's place in shared memory
-//     the tile before goes where this one has been read
-//     O, of the slice, comes to shared memory
+//     V.T @ P.T                  P.T by way of shared memory
+//     S.T = K @ Q.T              of the next tile, beside it
+//     other tiles come where these have been read
+//     O.T += V.T @ P.T
 //   O / l of all slices
 //
-// Warps of the slice load its tiles, and nothing overlaps but copies. PACK_GQA: the rows of a tile are item_queries
-// queries of one head, then those of the next head that has the same key head. SPLIT_CTAS: an item's rounds are
-// dealt to several CTAs, and the last one to end merges what all have left in the workspace.
+// Warps of the slice load its tiles. USE_LAZY_MAX: with a stale maximum a tile takes one barrier, and every thread knows
+// m of its columns. PACK_GQA: the rows of a tile are item_queries queries of one head, then those of the next head that
+// has the same key head. SPLIT_CTAS: an item's rounds are dealt to several CTAs, and the last one to end merges what all
+// have left in the workspace.
 
 template <class B> struct WgmmaColumnsShared {
-  struct Tiles {
-    alignas(1024) Input K[B::stages][B::block_n * B::head_dim];  // [BLOCK_N][D], afterwards P
+  struct Slice {
+    union {
+      alignas(1024) Input K[B::stages][B::block_n * B::head_dim];  // [BLOCK_N][D]
+      float O[B::block_m][PARTIAL_STRIDE<B>];                      // after the last round
+    };
     alignas(1024) Input V[B::stages][B::block_n * B::head_dim];  // [BLOCK_N][D]
-    // Full: the tile has landed. Empty: every warp of the slice has read it.
-    uint64_t k_full[B::stages], v_full[B::stages], empty[B::stages];
-  };
-  struct Partial : RowsPartial<B> {
-    static constexpr int ROWS = B::block_m;
-    float of_warp[4][ROWS > 32 ? ROWS / 32 : 1][32];  // maxima or sums for the other warps
+    alignas(1024) Input P[B::block_n * B::block_m];              // [BLOCK_M][BLOCK_N]
+    float2 m_l[B::block_m];
+    float of_warp[4][B::block_m > 32 ? B::block_m / 32 : 1]
+                 [32];                              // maxima or sums for the other warps
+    uint64_t k_full[B::stages], v_full[B::stages];  // the tile has landed
   };
   alignas(1024) Input Q[B::block_m * B::head_dim];  // [BLOCK_M][D]
-  Tiles slice[B::split_kv];
-  Partial partial[B::split_kv];
+  Slice slice[B::split_kv];
   WgmmaItem item;
   uint64_t q_full;  // Q has landed, the item is known
   bool is_last;     // for store_rows()
@@ -5078,15 +5147,24 @@ template <class B> struct WgmmaColumnsLoader {
   WgmmaColumnsShared<B>& s;
   const KernelArgs& a;
   const int slice, warp;  // of the slice
-  const bool issues = threadIdx.x % 32 == 0;
-  bool waited_for_last_kernel = false;
   WgmmaItem item{};
-  StageRing<B::stages> ring;
+  bool waited_for_last_kernel = false;
 
   __device__ WgmmaColumnsLoader(WgmmaColumnsShared<B>& s_, const KernelArgs& a_, int warp_)
       : s(s_), a(a_), slice(warp_ / 4), warp(warp_ % 4) {
-    if (loads_tiles() || loads_q()) item = find_item();
+    if (loads_k() || loads_v() || loads_q())
+      item = find_item();  // of the other warps it has no rounds
   }
+  // After the first copies.
+  __device__ WgmmaColumnsLoader(WgmmaColumnsShared<B>& s_, const KernelArgs& a_, int warp_,
+                                const WgmmaItem& item_)
+      : s(s_),
+        a(a_),
+        slice(warp_ / 4),
+        warp(warp_ % 4),
+        item(item_),
+        waited_for_last_kernel(true) {}
+
   __device__ __forceinline__ WgmmaItem find_item() const {
     if (B::split_ctas == 1) return wgmma_item<B>(a, blockIdx.x);
     WgmmaItem item = wgmma_item<B>(a, a.ranges.divide(blockIdx.x));
@@ -5094,7 +5172,8 @@ template <class B> struct WgmmaColumnsLoader {
     item.first_key += part.begin * round_keys<B>, item.rounds = part.end - part.begin;
     return item;
   }
-  __device__ bool loads_tiles() const { return warp < 2; }
+  __device__ bool loads_k() const { return warp == 0; }
+  __device__ bool loads_v() const { return warp == 1; }
   __device__ bool loads_q() const { return warp == 2 && slice == 0; }
 
   // Before the warp's first copy: waits for the kernel before this one, as late as possible.
@@ -5106,8 +5185,9 @@ template <class B> struct WgmmaColumnsLoader {
     }
     cp_async_bulk_tensor_load(dst_s, map, at, full, cache_policy);
   }
+  __device__ static bool issues() { return threadIdx.x % 32 == 0; }
   __device__ __forceinline__ void load_q() {
-    if (!loads_q() || !issues) return;
+    if (!loads_q() || !issues()) return;
     s.item = item;
     if (B::pack_gqa) {
       constexpr int panels = B::head_dim / 64;
@@ -5123,18 +5203,24 @@ template <class B> struct WgmmaColumnsLoader {
       copy(s.Q, &tensor_maps<B>(a).q, at, &s.q_full, evict_first);
     }
   }
-  // Its tile of a round of the item, once the stage is empty; past the last key zeros.
-  __device__ __forceinline__ void load_tile(int round) {
-    typename WgmmaColumnsShared<B>::Tiles& t = s.slice[slice];
-    const int stage = ring.stage;
-    if (warp == 0) load(round, &tensor_maps<B>(a).k, t.K[stage], &t.k_full[stage]);
-    if (warp == 1) load(round, &tensor_maps<B>(a).v, t.V[stage], &t.v_full[stage]);
-    ring.advance();
+  // Its tile of a round of the item, into a stage that has been read; past the last key zeros.
+  __device__ __forceinline__ void load_tile(int round, int stage) {
+    typename WgmmaColumnsShared<B>::Slice& t = s.slice[slice];
+    if (loads_k()) load(round, &tensor_maps<B>(a).k, t.K[stage], &t.k_full[stage]);
+    if (loads_v()) load(round, &tensor_maps<B>(a).v, t.V[stage], &t.v_full[stage]);
+  }
+  // Into every stage. S waits for K, so the first V of a slice is asked for when the first K of every slice has been.
+  __device__ __forceinline__ void load_first_tiles() {
+    constexpr int k_asked_for = 1 + B::split_kv, threads = 2 * 32 * B::split_kv;
+    for (int n = 0; n < B::stages && n < item.rounds; n++) {
+      if (n == 0 && loads_v()) barrier_sync(k_asked_for, threads);
+      load_tile(item.rounds - 1 - n, n);
+      if (n == 0 && loads_k()) barrier_arrive(k_asked_for, threads);
+    }
   }
   __device__ __forceinline__ void load(int round, const CUtensorMap* map, Input* tile_s,
                                        uint64_t* full) {
-    mbarrier_wait(&s.slice[slice].empty[ring.stage], ring.parity ^ 1);
-    if (!issues) return;
+    if (!issues()) return;
     if (a.keys.Sk > 0) {
       const int at[5] = {0, first_key_of<B>(item, round, slice), 0, item.h_kv, item.b};
       mbarrier_arrive_expect_tx(full, B::block_n * B::head_dim * sizeof(Input));
@@ -5151,43 +5237,46 @@ template <class B> struct WgmmaColumns {
   static constexpr int KEY_BLOCKS = B::block_n / 64, D_BLOCKS = B::head_dim / 64;
   // Element 4j + 2h + e of a block: row 16 * warp + lane / 4 + 8h, column 8j + lane % 4 * 2 + e, which is
   // number 2j + e of the thread.
-  using Scores = float[KEY_BLOCKS][B::block_m / 2];  // S.T, then P.T
+  using Scores = float[KEY_BLOCKS][B::block_m / 2];  // S.T
   using Sums = float[D_BLOCKS][B::block_m / 2];      // O.T
-  // Of the COLS columns that 8 lanes share, each owns OWN: m and l are kept there.
+  // Of the COLS columns that 8 lanes share, each owns OWN, of which it finds the maximum.
   static constexpr int COLS = B::block_m / 4, OWN = COLS > 8 ? COLS / 8 : 1;
 
   Shared& s;
   const KernelArgs& a;
-  const uint32_t thread, lane, warp;  // warp of the warpgroup
-  const int slice;
-  const SharedAddress Q_s, K_s, V_s;  // of K and V the first stages
-  StageRing<B::stages> ring;
-  float m[OWN], l[OWN];  // l: of the keys that this warp has seen
+  const uint32_t lane = threadIdx.x % 32, warp = threadIdx.x / 32 % 4;  // of the warpgroup
+  const int slice = int(threadIdx.x / 128);
+  const SharedAddress Q_s, K_s, V_s, P_s;  // of K and V the first stages
+  StageRing<B::stages> ring;               // of the round
+  float m[OWN],
+      l[OWN];          // of the columns that the thread owns; l: of the keys that its warp has seen
+  float m_log2[COLS];  // m * scale_log2
+  bool m_may_be_kept = false;  // the same in all threads of the slice
 
-  __device__ WgmmaColumns(Shared& s_, const KernelArgs& a_, uint32_t thread_)
+  __device__ WgmmaColumns(Shared& s_, const KernelArgs& a_)
       : s(s_),
         a(a_),
-        thread(thread_),
-        lane(thread_ % 32),
-        warp(thread_ / 32 % 4),
-        slice(uniform(thread_ / 128)),
         Q_s(uniform(shared_address(s.Q))),
         K_s(uniform(shared_address(s.slice[slice].K[0]))),
-        V_s(uniform(shared_address(s.slice[slice].V[0]))) {}
+        V_s(uniform(shared_address(s.slice[slice].V[0]))),
+        P_s(uniform(shared_address(s.slice[slice].P))) {}
 
+  __device__ __forceinline__ typename Shared::Slice& mine() const { return s.slice[slice]; }
   __device__ int column(int i) const { return i / 2 * 8 + lane % 4 * 2 + i % 2; }
   // The thread's element of S.T or O.T in its column i and its row n.
   template <class T> static __device__ __forceinline__ auto& element(T& x, int i, int n) {
     return x[n / 2][i / 2 * 4 + n % 2 * 2 + i % 2];
   }
+  template <class T> static __device__ __forceinline__ void forget_all(T& x) {
+    SDPA_UNROLL for (auto& block : x) forget(block);
+  }
   __device__ void sync() const { barrier_sync(1 + slice, 128); }  // all warps of the slice
-  __device__ void release(uint64_t* empty) { arrive_by_warp(empty, lane); }
 
-  // S.T = K @ Q.T.   [BLOCK_N][BLOCK_M]
-  __device__ __forceinline__ void multiply_kq(Scores& S) {
+  // S.T = K @ Q.T of the tile there, begun.   [BLOCK_N][BLOCK_M]
+  __device__ __forceinline__ void start_kq(Scores& S, const StageRing<B::stages>& at) {
+    mbarrier_wait(&mine().k_full[at.stage], at.parity);
     const uint64_t Q = wgmma_descriptor(Q_s, 16, 1024);
-    const uint64_t K = wgmma_descriptor(K_s + ring.stage * sizeof s.slice[0].K[0], 16, 1024);
-    SDPA_UNROLL for (int block = 0; block < KEY_BLOCKS; block++) forget(S[block]);
+    const uint64_t K = wgmma_descriptor(K_s + at.stage * sizeof s.slice[0].K[0], 16, 1024);
     wgmma_fence();
     SDPA_UNROLL for (int block = 0; block < KEY_BLOCKS; block++) {
       SDPA_UNROLL for (int step = 0; step < B::head_dim / 16; step++) {
@@ -5198,23 +5287,34 @@ template <class B> struct WgmmaColumns {
       }
     }
     wgmma_commit_group();
-    wgmma_wait_group<0>();
-    SDPA_UNROLL for (int block = 0; block < KEY_BLOCKS; block++) hold(S[block]);
   }
-  // O.T = V.T @ P.T of this round, begun, with P in the place of K.   [D][BLOCK_M]
-  __device__ __forceinline__ void start_vp(Sums& O) {
-    const uint64_t P = wgmma_descriptor(K_s + ring.stage * sizeof s.slice[0].K[0], 16, 1024);
+  // VP = V.T @ P.T of this round, begun.   [D][BLOCK_M]
+  __device__ __forceinline__ void start_vp(Sums& VP) {
+    mbarrier_wait(&mine().v_full[ring.stage], ring.parity);
+    const uint64_t P = wgmma_descriptor(P_s, 16, 1024);
     const uint64_t V = wgmma_descriptor(V_s + ring.stage * sizeof s.slice[0].V[0], 16, 1024);
-    SDPA_UNROLL for (int block = 0; block < D_BLOCKS; block++) forget(O[block]);
     wgmma_fence();
     SDPA_UNROLL for (int step = 0; step < B::block_n / 16; step++) {
       const int panel = step / 4, bytes = step % 4 * 32;
       SDPA_UNROLL for (int block = 0; block < D_BLOCKS; block++) {
-        wgmma_ss<Input, B::block_m, 0, 1>(O[block], V + (block * B::block_n + step * 16) * 128 / 16,
+        wgmma_ss<Input, B::block_m, 0, 1>(VP[block],
+                                          V + (block * B::block_n + step * 16) * 128 / 16,
                                           P + (panel * B::block_m * 128 + bytes) / 16, step > 0);
       }
     }
     wgmma_commit_group();
+  }
+  // Until the products are done, of which one has read K of this round there, and the other P and V of the round before.
+  // A warpgroup's products are done for all of its warps at once, so that other tiles may come there.
+  __device__ __forceinline__ void finish_products(Scores& S, int round, int rounds,
+                                                  const StageRing<B::stages>& k_at) {
+    wgmma_wait_group<0>();
+    SDPA_UNROLL for (auto& block : S) hold(block);
+    const int next = round - B::stages + (warp == 1);  // of K, which warp 0 loads, or of V
+    if (warp < 2 && next >= 0 && next < rounds - B::stages) {
+      WgmmaColumnsLoader<B>(s, a, int(threadIdx.x / 32), s.item)
+          .load_tile(next, warp == 0 ? k_at.stage : ring.stage);
+    }
   }
 
   // S.T = -inf where the key is not visible to the column's query.
@@ -5244,19 +5344,7 @@ template <class B> struct WgmmaColumns {
       x[i] = combine(float_of(low ^ both), theirs);
     }
   }
-  // x[i] = column i of S, combined over the thread's rows and then with the lane 16 away.
-  template <class Combine>
-  __device__ __forceinline__ void combine_rows(float (&x)[COLS], const Scores& S,
-                                               Combine combine) const {
-    SDPA_UNROLL for (int i = 0; i < COLS; i++) {
-      x[i] = element(S, i, 0);
-      SDPA_UNROLL for (int n = 1; n < 2 * KEY_BLOCKS; n++) {
-        x[i] = combine(x[i], element(S, i, n));
-      }
-    }
-    combine_pair<16>(x, combine);
-  }
-  // own = the thread's own columns, combined over all 8 lanes; x is what combine_rows() gave.
+  // own = the columns that the thread owns, combined over the lanes that share them; x comes from combine_pair<16>().
   template <class Combine>
   __device__ __forceinline__ void combine_lanes(float (&own)[OWN], float (&x)[COLS],
                                                 Combine combine) const {
@@ -5266,158 +5354,177 @@ template <class B> struct WgmmaColumns {
   // own combined over the four warps, in a fixed order.
   template <class Combine>
   __device__ __forceinline__ void combine_warps(float (&own)[OWN], Combine combine) {
-    auto& of_warp = s.partial[slice].of_warp;
-    SDPA_UNROLL for (int r = 0; r < OWN; r++) st_shared(&of_warp[warp][r][lane], own[r]);
+    SDPA_UNROLL for (int r = 0; r < OWN; r++) st_shared(&mine().of_warp[warp][r][lane], own[r]);
     sync();  // hazard: written by all warps
     SDPA_UNROLL for (int r = 0; r < OWN; r++) {
-      own[r] = ld_shared<float>(&of_warp[0][r][lane]);
+      own[r] = ld_shared<float>(&mine().of_warp[0][r][lane]);
       SDPA_UNROLL for (int n = 1; n < 4; n++) {
-        own[r] = combine(own[r], ld_shared<float>(&of_warp[n][r][lane]));
+        own[r] = combine(own[r], ld_shared<float>(&mine().of_warp[n][r][lane]));
       }
     }
   }
+  static __device__ __forceinline__ float sum_of(float x, float y) { return x + y; }
+  static __device__ __forceinline__ float larger_of(float x, float y) { return fmaxf(x, y); }
   // Column i of the thread, from the lane that owns it.
   __device__ __forceinline__ float from_owner(const float (&own)[OWN], int i) const {
     return __shfl_sync(0xffffffffu, own[i % OWN], i * 8 / COLS * 4 + lane % 4);
   }
 
-  // As softmax_shift() has it, for the columns that the thread owns; S of all its columns becomes S - m
-  // if any of the warp's is beyond shift_limit.
-  __device__ __forceinline__ void shift(Scores& S, float (&m_log2)[OWN]) const {
-    bool within = true;
-    SDPA_UNROLL for (int r = 0; r < OWN; r++) {
-      m_log2[r] = finite_max(m[r]) * a.scale_log2;
-      within = within && fabsf(m_log2[r]) <= shift_limit;
-    }
-    if (__all_sync(0xffffffffu, within)) return;
+  // m' = max(m, column maxima of S), and l and O relative to it; FIRST: there are none yet. As softmax_shift(), but S of all
+  // columns becomes S - m if any of the warp's is beyond shift_limit.
+  template <bool FIRST> __device__ __forceinline__ void renew_max(Scores& S, Sums& O) {
+    float x[COLS], m_new[OWN], alpha[OWN], own_m_log2[OWN];
     SDPA_UNROLL for (int i = 0; i < COLS; i++) {
-      const float column_m = finite_max(from_owner(m, i));
-      SDPA_UNROLL for (int n = 0; n < 2 * KEY_BLOCKS; n++) element(S, i, n) -= column_m;
+      x[i] = element(S, i, 0);
+      SDPA_UNROLL for (int n = 1; n < 2 * KEY_BLOCKS; n++) x[i] = fmaxf(x[i], element(S, i, n));
     }
-    SDPA_UNROLL for (int r = 0; r < OWN; r++) m_log2[r] = 0;
+    combine_pair<16>(x, larger_of), combine_lanes(m_new, x, larger_of);
+    combine_warps(m_new, larger_of);
+    bool within = true, may_be_kept = true;
+    SDPA_UNROLL for (int r = 0; r < OWN; r++) {
+      if (!FIRST) {
+        m_new[r] = fmaxf(m[r], m_new[r]);
+        alpha[r] = softmax_exp2<B>((m[r] - finite_max(m_new[r])) * a.scale_log2);
+        l[r] *= alpha[r];
+      }
+      m[r] = m_new[r];
+      own_m_log2[r] = finite_max(m[r]) * a.scale_log2;
+      within = within && fabsf(own_m_log2[r]) <= shift_limit;
+      may_be_kept = may_be_kept && m[r] != -INFINITY;
+    }
+    if (!__all_sync(0xffffffffu, within)) {
+      SDPA_UNROLL for (int i = 0; i < COLS; i++) {
+        const float column_m = finite_max(from_owner(m, i));
+        SDPA_UNROLL for (int n = 0; n < 2 * KEY_BLOCKS; n++) element(S, i, n) -= column_m;
+      }
+      SDPA_UNROLL for (float& x_log2 : own_m_log2) x_log2 = 0;
+      may_be_kept = false;
+    }
+    m_may_be_kept = B::use_lazy_max && __all_sync(0xffffffffu, may_be_kept);
+    SDPA_UNROLL for (int i = 0; i < COLS; i++) {
+      m_log2[i] = from_owner(own_m_log2, i);
+      if (FIRST) continue;
+      const float factor = from_owner(alpha, i);
+      SDPA_UNROLL for (int n = 0; n < 2 * D_BLOCKS; n++) element(O, i, n) *= factor;
+    }
   }
-
-  // P of the scores S in their place, and rounded in the place of K.
-  __device__ __forceinline__ void write_p(Scores& S, const float (&m_log2)[OWN]) {
+  // P = 2^(S * scale_log2 - m_log2), rounded, in shared memory; sum: of the thread's part of each column. Whoever reads P
+  // waits for a barrier of the slice.
+  template <bool FIRST>
+  __device__ __forceinline__ void write_p(const Scores& S, float (&sum)[COLS]) {
     constexpr int columns =
         B::block_m < 16 ? 8 : 16;  // of 8, both halves of the warp store the same
-    const SharedAddress P_s =
-        shared_address(s.slice[slice].K[ring.stage] +
-                       panel_offset<B::block_m>((columns == 8 ? 0 : lane / 16 * 8) + lane % 8,
-                                                warp * 16 + lane / 8 % 2 * 8));
-    SDPA_UNROLL for (int q = 0; q < B::block_m; q += columns) {
-      SDPA_UNROLL for (int i = q / 4; i < (q + columns) / 4; i++) {
-        const float column_m_log2 = from_owner(m_log2, i);
-        SDPA_UNROLL for (int n = 0; n < 2 * KEY_BLOCKS; n++) {
-          float& x = element(S, i, n);
-          x = softmax_exp2<B>(fmaf(x, a.scale_log2, -column_m_log2));
+    constexpr int second = columns == 8 ? 0 : 2;
+    const SharedAddress P_at = shared_address(
+        mine().P + panel_offset<B::block_m>((columns == 8 ? 0 : lane / 16 * 8) + lane % 8,
+                                            warp * 16 + lane / 8 % 2 * 8));
+    SDPA_UNROLL for (float& x : sum) x = 0;
+    SDPA_UNROLL for (int block = 0; block < KEY_BLOCKS; block++) {
+      SDPA_UNROLL for (int q = 0; q < B::block_m; q += columns) {
+        uint32_t P[columns / 4];  // pairs of columns
+        SDPA_UNROLL for (int j = 0; j < columns / 4; j++) {
+          const int i = q / 4 + j / 2 * 2;
+          const float* const s = S[block] + q / 2 + 2 * j;
+          const float x = softmax_exp2<B>(fmaf(s[0], a.scale_log2, -m_log2[i]));
+          const float y = softmax_exp2<B>(fmaf(s[1], a.scale_log2, -m_log2[i + 1]));
+          sum[i] += x, sum[i + 1] += y;
+          P[j] = pack<Input>(x, y);
         }
-      }
-      SDPA_UNROLL for (int block = 0; block < KEY_BLOCKS; block++) {
-        const float* const x = S[block] + q / 2;
-        constexpr int y = columns / 2 - 4;
-        const uint32_t p[4] = {pack<Input>(x[0], x[1]), pack<Input>(x[2], x[3]),
-                               pack<Input>(x[y], x[y + 1]), pack<Input>(x[y + 2], x[y + 3])};
-        stmatrix_x4<true>(P_s + (block * B::block_m + q) * 128, p);
+        const uint32_t parts[4] = {P[0], P[1], P[second], P[second + 1]};
+        stmatrix_x4<true>(P_at + (block * B::block_m + q) * 128, parts);
       }
     }
-  }
-
-  // S.T, m, P.T and l of the tile at key k0; O.T = V.T @ P.T is begun. last: l is summed over the warps as well.
-  __device__ __forceinline__ void step(Sums& O, float (&alpha)[OWN], int q0, int k0, bool last) {
-    const auto larger = [](float x, float y) { return fmaxf(x, y); };
-    const auto sum_of = [](float x, float y) { return x + y; };
-    typename Shared::Tiles& t = s.slice[slice];
-    const bool clean = a.tiles.cover(q0, k0);
-    Scores S;
-    mbarrier_wait(&t.k_full[ring.stage], ring.parity);
-    multiply_kq(S);
-    if (!clean) mask(S, q0, k0);
-
-    float x[COLS], m_new[OWN], m_log2[OWN];
-    combine_rows(x, S, larger), combine_lanes(m_new, x, larger);
-    combine_warps(m_new, larger);  // from here on nobody reads K
-    SDPA_UNROLL for (int r = 0; r < OWN; r++) {
-      m_new[r] = fmaxf(m[r], m_new[r]);
-      alpha[r] = softmax_exp2<B>((m[r] - finite_max(m_new[r])) * a.scale_log2);
-      m[r] = m_new[r];
-    }
-    shift(S, m_log2);
-    write_p(S, m_log2);
-    combine_rows(x, S, sum_of);  // while P is being written
+    if (FIRST) combine_pair<16>(sum, sum_of);  // while P is being written
     fence_proxy_async();
-    mbarrier_wait(&t.v_full[ring.stage], ring.parity);
-    sync();  // hazard: P written by all warps
-    start_vp(O);
-
-    float sum[OWN];  // beside V.T @ P.T
-    combine_lanes(sum, x, sum_of);
-    SDPA_UNROLL for (int r = 0; r < OWN; r++) l[r] = fmaf(l[r], alpha[r], sum[r]);
-    if (last) finish_sums(sum_of);
   }
-  // m and l of the slice.
-  template <class Combine> __device__ __forceinline__ void finish_sums(Combine sum_of) {
+  // P of the scores S for all warps; m, l and O follow it, but l lacks the sums of P yet.
+  template <bool FIRST>
+  __device__ __forceinline__ void softmax(Scores& S, Sums& O, float (&sum)[COLS]) {
+    bool fits = false;
+    if (!FIRST && m_may_be_kept) {
+      write_p<FIRST>(S, sum);
+      float all = 0;
+      SDPA_UNROLL for (const float& x : sum) all += x;
+      fits = barrier_and(1 + slice, 128, all <= lazy_limit<B>);  // hazard: P written by all warps
+    }
+    if (!fits) {
+      renew_max<FIRST>(S, O);
+      write_p<FIRST>(S, sum);
+      sync();  // hazard: P written by all warps
+    }
+  }
+
+  // A round, of whose tile the scores are there: O.T += V.T @ P.T, and the scores of the next.
+  template <bool FIRST>
+  __device__ __forceinline__ void take_round(int round, const WgmmaItem& item, Scores& S, Sums& O) {
+    const int k0 = first_key_of<B>(item, round, slice);
+    if (!a.tiles.cover(item.q0, k0)) mask(S, item.q0, k0);
+    float sum[COLS];
+    softmax<FIRST>(S, O, sum);
+    Sums later;
+    Sums& VP = FIRST ? O : later;
+    forget_all(S), forget_all(VP);
+    start_vp(VP);
+    StageRing<B::stages> next = ring;
+    next.advance();
+    if (round > 0) start_kq(S, next);
+    float own_sum[OWN];  // beside the products
+    if (!FIRST) combine_pair<16>(sum, sum_of);
+    combine_lanes(own_sum, sum, sum_of);
+    SDPA_UNROLL for (int r = 0; r < OWN; r++) l[r] = FIRST ? own_sum[r] : l[r] + own_sum[r];
+    if (round == 0) write_m_l();
+    finish_products(S, round - 1, item.rounds, next);
+    ring = next;
+    SDPA_UNROLL for (auto& block : VP) hold(block);
+    if (!FIRST) add_sums(O, VP);
+  }
+  static __device__ __forceinline__ void add_sums(Sums& O, const Sums& VP) {
+    SDPA_UNROLL for (int block = 0; block < D_BLOCKS; block++) {
+      SDPA_UNROLL for (int j = 0; j < B::block_m / 2; j++) O[block][j] += VP[block][j];
+    }
+  }
+  // m and l of the slice, for the others.
+  __device__ __forceinline__ void write_m_l() {
     combine_warps(l, sum_of);
     if (warp != 0) return;
+    constexpr int owners = COLS < 8 ? 8 / COLS : 1;  // of a column
     SDPA_UNROLL for (int r = 0; r < OWN; r++) {
-      const int i =
-          int(lane) / 4 * COLS / 8 + r;  // with 4 columns two lanes own the same, with 2 four
-      if (COLS >= 8 || lane / 4 % (8 / COLS) == 0) {
-        st_shared(&s.partial[slice].m_l[column(i)], float2{m[r], l[r]});
-      }
+      const int i = int(lane) / 4 * COLS / 8 + r;
+      if (lane / 4 % owners == 0) st_shared(&mine().m_l[column(i)], float2{m[r], l[r]});
     }
   }
-  // The sum of the rounds is kept in shared memory, since a thread has no registers for S and O at once.
-  __device__ __forceinline__ void add_to_partial(Sums& O, const float (&alpha)[OWN], bool first) {
-    float* const O_s = &s.partial[slice].O[column(0)][warp * 16 + lane / 4];
-    constexpr int stride = sizeof s.partial[0].O[0] / sizeof(float);
-    const auto place = [&](int i, int n) {
-      return O_s + (i / 2 * 8 + i % 2) * stride + n / 2 * 64 + n % 2 * 8;
-    };
-    if (!first) {
-      SDPA_UNROLL for (int i = 0; i < COLS; i++) {
-        const float factor = from_owner(alpha, i);
-        SDPA_UNROLL for (int n = 0; n < 2 * D_BLOCKS; n++) {
-          float& x = element(O, i, n);
-          x = fmaf(ld_shared<float>(place(i, n)), factor, x);
-        }
-      }
-    }
+  // O of the slice, for the others, in the place of K, which nobody reads any more.
+  __device__ __forceinline__ void write_o(const Sums& O) {
     SDPA_UNROLL for (int i = 0; i < COLS; i++) {
       SDPA_UNROLL for (int n = 0; n < 2 * D_BLOCKS; n++) {
-        st_shared(place(i, n), element(O, i, n));
+        st_shared(&mine().O[column(i)][n / 2 * 64 + n % 2 * 8 + warp * 16 + lane / 4],
+                  element(O, i, n));
       }
     }
   }
 
-  // The item, by way of the warp's copies.
-  __device__ __forceinline__ void run(WgmmaColumnsLoader<B>& loader) {
+  // The item, whose first tiles are on their way.
+  __device__ __forceinline__ void run() {
     mbarrier_wait(&s.q_full, 0);
     const WgmmaItem item = s.item;
-    SDPA_UNROLL for (int r = 0; r < OWN; r++) m[r] = -INFINITY, l[r] = 0;
-    if (B::split_ctas != 1 && item.rounds == 0) clear_partial();
-    for (int round = item.rounds - 1; round >= 0; round--, ring.advance()) {
-      Sums O;
-      float alpha[OWN];
-      step(O, alpha, item.q0, first_key_of<B>(item, round, slice), round == 0);
-      wgmma_wait_group<0>();
-      SDPA_UNROLL for (int block = 0; block < D_BLOCKS; block++) hold(O[block]);
-      if (round >= B::stages) {
-        release(&s.slice[slice].empty[ring.stage]);
-        loader.load_tile(round - B::stages);
-      }
-      add_to_partial(O, alpha, round == item.rounds - 1);
+    Sums O;
+    int round = item.rounds - 1;
+    if (B::split_ctas == 1 || round >= 0) {
+      Scores S;
+      forget_all(S);
+      start_kq(S, ring);
+      finish_products(S, round, item.rounds, ring);
+      take_round<true>(round, item, S, O);
+      while (round-- > 0) take_round<false>(round, item, S, O);
+    } else {  // a range without a key
+      SDPA_UNROLL for (float& x : m) x = -INFINITY;
+      SDPA_UNROLL for (float& x : l) x = 0;
+      SDPA_UNROLL for (auto& block : O) { SDPA_UNROLL for (float& x : block) x = 0; }
+      write_m_l();
     }
+    write_o(O);
     barrier_sync(1 + B::split_kv, B::warpgroups * 128);  // hazard: partial results written
-    store_rows<B>(s.partial, a, item, int(thread), s.is_last);
-  }
-  // Of a range without a key.
-  __device__ __forceinline__ void clear_partial() {
-    auto& partial = s.partial[slice];
-    for (int row = int(thread % 128); row < B::block_m; row += 128) {
-      st_shared(&partial.m_l[row], float2{-INFINITY, 0});
-      for (float& x : partial.O[row]) st_shared(&x, 0.0f);
-    }
+    store_rows<B>(s.slice, a, item, int(threadIdx.x), s.is_last);
   }
 };
 
@@ -5438,10 +5545,6 @@ __global__ void __launch_bounds__(B::threads, 1)
   if (threadIdx.x == 64) {
     prefetch_tensormap(&tensor_maps<B>(a).q), prefetch_tensormap(&tensor_maps<B>(a).k),
         prefetch_tensormap(&tensor_maps<B>(a).v);
-    for (auto& t : s.slice) {
-      for (uint64_t& empty : t.empty) mbarrier_init(&empty, 4);
-    }
-    fence_mbarrier_init();
   }
   if (B::pack_gqa) {  // rows without a query are 0: what lies there would decide how others are rounded
     const int rows = rows_of_item<B>(a), chunks = (B::block_m - rows) * 8;
@@ -5454,11 +5557,9 @@ __global__ void __launch_bounds__(B::threads, 1)
   WgmmaColumnsLoader<B> loader(s, a, warp);
   __syncthreads();  // hazard: mbarriers initialised by two threads, rows emptied by all
   loader.load_q();
-  for (int n = 1; n <= B::stages && n <= loader.item.rounds; n++) {
-    loader.load_tile(loader.item.rounds - n);
-  }
+  loader.load_first_tiles();
   wait_then_let_next_kernel_start();
-  WgmmaColumns<B>(s, a, threadIdx.x).run(loader);
+  WgmmaColumns<B>(s, a).run();
 }
 
 template <class B> struct WgmmaKernel<B, Wgmma::columns> : OneLaunch<B> {
@@ -5881,14 +5982,12 @@ double tuned_clocks(const TunedTile& t, const SdpaParams& p, int sms) {
   double ctas = double(items.count), merge_clocks = 0;
   if (t.has(packed)) {
     const int round_keys = t.block_n * t.split_kv;
-    const int ranges = ranges_of(p, items.count, round_keys, t.ctas, sms);
+    const int threads = t.num_warps * 32;
+    const int ranges = ranges_of(p, items, round_keys, threads, t.ctas, sms);
     const double share = shares(int64_t(keys.most) / round_keys, ranges) * round_keys / keys.most;
     keys = {keys.most * share, keys.least * share, keys.mean * share};
     ctas *= ranges;
-    const int parts = items.heads * items.queries * p.D / 4;
-    if (ranges > 1) {
-      merge_clocks = 500 + 2000 * shares(ranges, 16) * shares(parts, t.num_warps * 32);
-    }
+    if (ranges > 1) merge_clocks = 500 + 2000.0 * merge_steps(items, p.D, threads, ranges);
   }
 
   // The clocks of a key. Where rows are skipped, one warpgroup alone takes half of the whole tile's time; with a mask

@@ -197,6 +197,7 @@ struct Meeting {  // of some lanes of a warp, in one collective
 struct Barrier {
   int count = 0, arrived = 0;
   bool open = false;  // somebody is here
+  bool all[2];        // votes of even times and of odd ones
   Site at{};
   std::vector<Fiber*> waiting;
   Clocks clocks;
@@ -785,12 +786,16 @@ void sync_threads(Site at) {
   reach(b.all, int(b.fibers.size()), true, "the block's barrier", at, true);
 }
 
-void named_barrier(int id, int count, bool wait_here, Site at) {
+bool named_barrier(int id, int count, bool wait_here, Site at, bool vote) {
   const Unobserved unobserved;
   if (id < 0 || id > 15) fail(at, "barrier %d: there are 0 to 15", id);
   if (count <= 0 || count % 32) fail(at, "barrier %d: %d threads is no multiple of a warp", id, count);
   if (self->linear == 0 && wait_here) self->block->counters.barriers++;
-  reach(self->block->named[id], count, wait_here, "a named barrier", at, false);
+  Barrier& barrier = self->block->named[id];
+  bool& all = barrier.all[barrier.clocks.odd];
+  all = vote && (all || !barrier.open);
+  reach(barrier, count, wait_here, "a named barrier", at, false);
+  return all;
 }
 
 void warp_collective(unsigned mask, void* mine, Collective compute, Site at) {

@@ -295,6 +295,9 @@ inline uint32_t thread_index_anew() { return threadIdx.x; }
 inline void barrier_sync(int id, int threads, SIMT_CALLER) {
   simt::named_barrier(id, threads, true, at);
 }
+inline bool barrier_and(int id, int threads, bool mine, SIMT_CALLER) {
+  return simt::named_barrier(id, threads, true, at, mine);
+}
 inline void barrier_arrive(int id, int threads, SIMT_CALLER) {
   simt::named_barrier(id, threads, false, at);
 }

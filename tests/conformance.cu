@@ -333,6 +333,7 @@ __global__ void test_barriers(const Args a) {
     barrier_sync(3, 64);
     sum += box[64 + (lane ^ 5)];
   }
+  sum += barrier_and(4, 64, true) * 7 + barrier_and(4, 64, tid != 41) * 11;
   a.out[tid * WORDS] = sum;
 }
 

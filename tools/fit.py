@@ -67,7 +67,7 @@ class Tile(ctypes.Structure):
         """What a line types to be this tile alone."""
         sizes = [f"{knob}={getattr(self, name)}" for knob, (name, _) in zip(self.KNOBS, self._fields_)]
         flags = [f"{knob}=1" for bit, _, knob in self.SCHEDULE if self.schedule & bit]
-        rest = ["SPLIT_CTAS=0"] * self.packed + ["USE_LAZY_MAX=1"] * (not self.schedule & 32)
+        rest = ["SPLIT_CTAS=0"] * self.packed + ["USE_LAZY_MAX=1"]
         return " ".join(sizes + flags + rest)
 
     @property
