@@ -5147,23 +5147,7 @@ template <class B> struct WgmmaColumnsLoader {
   WgmmaColumnsShared<B>& s;
   const KernelArgs& a;
   const int slice, warp;  // of the slice
-  WgmmaItem item{};
-  bool waited_for_last_kernel = false;
-
-  __device__ WgmmaColumnsLoader(WgmmaColumnsShared<B>& s_, const KernelArgs& a_, int warp_)
-      : s(s_), a(a_), slice(warp_ / 4), warp(warp_ % 4) {
-    if (loads_k() || loads_v() || loads_q())
-      item = find_item();  // of the other warps it has no rounds
-  }
-  // After the first copies.
-  __device__ WgmmaColumnsLoader(WgmmaColumnsShared<B>& s_, const KernelArgs& a_, int warp_,
-                                const WgmmaItem& item_)
-      : s(s_),
-        a(a_),
-        slice(warp_ / 4),
-        warp(warp_ % 4),
-        item(item_),
-        waited_for_last_kernel(true) {}
+  WgmmaItem item;         // without rounds in a warp that loads nothing
 
   __device__ __forceinline__ WgmmaItem find_item() const {
     if (B::split_ctas == 1) return wgmma_item<B>(a, blockIdx.x);
@@ -5175,56 +5159,58 @@ template <class B> struct WgmmaColumnsLoader {
   __device__ bool loads_k() const { return warp == 0; }
   __device__ bool loads_v() const { return warp == 1; }
   __device__ bool loads_q() const { return warp == 2 && slice == 0; }
+  __device__ bool loads() const { return loads_k() || loads_v() || loads_q(); }
 
-  // Before the warp's first copy: waits for the kernel before this one, as late as possible.
-  __device__ __forceinline__ void copy(void* dst_s, const CUtensorMap* map, const int (&at)[5],
-                                       uint64_t* full, uint64_t cache_policy) {
-    if (!waited_for_last_kernel) {
-      hold(map);  // the last thing to be had before the wait
-      griddepcontrol_wait(), waited_for_last_kernel = true;
-    }
-    cp_async_bulk_tensor_load(dst_s, map, at, full, cache_policy);
-  }
   __device__ static bool issues() { return threadIdx.x % 32 == 0; }
+  // Before the warp's first copy, by which all else that it needs is there.
+  static __device__ __forceinline__ void wait_for_last_kernel(const CUtensorMap*& map) {
+    hold(map);
+    griddepcontrol_wait();
+  }
   __device__ __forceinline__ void load_q() {
     if (!loads_q() || !issues()) return;
+    const CUtensorMap* map = &tensor_maps<B>(a).q;
     s.item = item;
     if (B::pack_gqa) {
       constexpr int panels = B::head_dim / 64;
       const int rows = rows_of_item<B>(a);
       mbarrier_arrive_expect_tx(&s.q_full, panels * rows * 64 * sizeof(Input));
+      wait_for_last_kernel(map);
       for (int panel = 0; panel < panels; panel++) {
         const int at[5] = {0, item.q0, item.h, panel, item.b};
-        copy(s.Q + panel * B::block_m * 64, &tensor_maps<B>(a).q, at, &s.q_full, evict_first);
+        cp_async_bulk_tensor_load(s.Q + panel * B::block_m * 64, map, at, &s.q_full, evict_first);
       }
     } else {
       const int at[5] = {0, item.q0, 0, item.h, item.b};
       mbarrier_arrive_expect_tx(&s.q_full, sizeof s.Q);
-      copy(s.Q, &tensor_maps<B>(a).q, at, &s.q_full, evict_first);
+      wait_for_last_kernel(map);
+      cp_async_bulk_tensor_load(s.Q, map, at, &s.q_full, evict_first);
     }
   }
-  // Its tile of a round of the item, into a stage that has been read; past the last key zeros.
-  __device__ __forceinline__ void load_tile(int round, int stage) {
+  // Its tile of a round of the item, into a stage that has been read; past the last key zeros. FIRST: of this warp.
+  template <bool FIRST> __device__ __forceinline__ void load_tile(int round, int stage) {
     typename WgmmaColumnsShared<B>::Slice& t = s.slice[slice];
-    if (loads_k()) load(round, &tensor_maps<B>(a).k, t.K[stage], &t.k_full[stage]);
-    if (loads_v()) load(round, &tensor_maps<B>(a).v, t.V[stage], &t.v_full[stage]);
+    if (loads_k()) load<FIRST>(round, &tensor_maps<B>(a).k, t.K[stage], &t.k_full[stage]);
+    if (loads_v()) load<FIRST>(round, &tensor_maps<B>(a).v, t.V[stage], &t.v_full[stage]);
   }
   // Into every stage. S waits for K, so the first V of a slice is asked for when the first K of every slice has been.
   __device__ __forceinline__ void load_first_tiles() {
     constexpr int k_asked_for = 1 + B::split_kv, threads = 2 * 32 * B::split_kv;
-    for (int n = 0; n < B::stages && n < item.rounds; n++) {
-      if (n == 0 && loads_v()) barrier_sync(k_asked_for, threads);
-      load_tile(item.rounds - 1 - n, n);
-      if (n == 0 && loads_k()) barrier_arrive(k_asked_for, threads);
-    }
+    if (item.rounds == 0) return;
+    if (loads_v()) barrier_sync(k_asked_for, threads);
+    load_tile<true>(item.rounds - 1, 0);
+    if (loads_k()) barrier_arrive(k_asked_for, threads);
+    for (int n = 1; n < B::stages && n < item.rounds; n++) load_tile<false>(item.rounds - 1 - n, n);
   }
+  template <bool FIRST>
   __device__ __forceinline__ void load(int round, const CUtensorMap* map, Input* tile_s,
-                                       uint64_t* full) {
+                                       uint64_t* full) const {
     if (!issues()) return;
     if (a.keys.Sk > 0) {
       const int at[5] = {0, first_key_of<B>(item, round, slice), 0, item.h_kv, item.b};
       mbarrier_arrive_expect_tx(full, B::block_n * B::head_dim * sizeof(Input));
-      copy(tile_s, map, at, full, B::pack_gqa ? evict_first : evict_last);
+      if (FIRST) wait_for_last_kernel(map);
+      cp_async_bulk_tensor_load(tile_s, map, at, full, B::pack_gqa ? evict_first : evict_last);
     } else {
       mbarrier_arrive(full);  // nothing to load: every score of this tile is masked
     }
@@ -5290,7 +5276,6 @@ template <class B> struct WgmmaColumns {
   }
   // VP = V.T @ P.T of this round, begun.   [D][BLOCK_M]
   __device__ __forceinline__ void start_vp(Sums& VP) {
-    mbarrier_wait(&mine().v_full[ring.stage], ring.parity);
     const uint64_t P = wgmma_descriptor(P_s, 16, 1024);
     const uint64_t V = wgmma_descriptor(V_s + ring.stage * sizeof s.slice[0].V[0], 16, 1024);
     wgmma_fence();
@@ -5312,8 +5297,8 @@ template <class B> struct WgmmaColumns {
     SDPA_UNROLL for (auto& block : S) hold(block);
     const int next = round - B::stages + (warp == 1);  // of K, which warp 0 loads, or of V
     if (warp < 2 && next >= 0 && next < rounds - B::stages) {
-      WgmmaColumnsLoader<B>(s, a, int(threadIdx.x / 32), s.item)
-          .load_tile(next, warp == 0 ? k_at.stage : ring.stage);
+      WgmmaColumnsLoader<B>{s, a, slice, int(warp), s.item}.template load_tile<false>(
+          next, warp == 0 ? k_at.stage : ring.stage);
     }
   }
 
@@ -5409,7 +5394,7 @@ template <class B> struct WgmmaColumns {
     }
   }
   // P = 2^(S * scale_log2 - m_log2), rounded, in shared memory; sum: of the thread's part of each column. Whoever reads P
-  // waits for a barrier of the slice.
+  // waits for a barrier of the slice; V is there before it.
   template <bool FIRST>
   __device__ __forceinline__ void write_p(const Scores& S, float (&sum)[COLS]) {
     constexpr int columns =
@@ -5436,6 +5421,7 @@ template <class B> struct WgmmaColumns {
     }
     if (FIRST) combine_pair<16>(sum, sum_of);  // while P is being written
     fence_proxy_async();
+    mbarrier_wait(&mine().v_full[ring.stage], ring.parity);
   }
   // P of the scores S for all warps; m, l and O follow it, but l lacks the sums of P yet.
   template <bool FIRST>
@@ -5554,7 +5540,8 @@ __global__ void __launch_bounds__(B::threads, 1)
     }
     fence_proxy_async();
   }
-  WgmmaColumnsLoader<B> loader(s, a, warp);
+  WgmmaColumnsLoader<B> loader{s, a, warp / 4, warp % 4, {}};
+  if (loader.loads()) loader.item = loader.find_item();
   __syncthreads();  // hazard: mbarriers initialised by two threads, rows emptied by all
   loader.load_q();
   loader.load_first_tiles();
