@@ -411,40 +411,39 @@ struct TunedTile {
   constexpr bool has(Schedule s) const { return (schedule & s) == s; }
 };
 constexpr TunedTile TUNED_TILES[] = {
-    {64, 64, 128, 8, 2, 2, producer_warpgroup, 1, 5140, 6.97},
-    {64, 32, 128, 16, 1, 4, swap_ab, 1, 4190, 3.66},
-    {64, 128, 64, 16, 4, 2, overlap | ping_pong, 1, 6170, 9.15},
-    {64, 256, 64, 16, 4, 1, overlap | persistent | ping_pong, 1, 3450, 9.08},
-    {64, 256, 64, 16, 3, 1, overlap | persistent | skip_masked, 1, 2300, 8.81},
-    {64, 64, 64, 4, 2, 1, overlap | persistent, 2, 1560, 6.6},
-    {64, 16, 128, 8, 2, 2, swap_ab | packed, 1, 3670, 1.6},
-    {64, 16, 128, 4, 2, 1, swap_ab | packed, 3, 3180, 1.34},
-    {64, 32, 128, 8, 2, 2, swap_ab | packed, 1, 4240, 2.6},
-    {64, 32, 128, 4, 2, 1, swap_ab | packed, 2, 4000, 2.2},
-    {128, 64, 64, 8, 2, 2, overlap, 1, 5510, 4.74},
-    {128, 128, 128, 8, 2, 1, overlap | persistent | ping_pong, 1, 3320, 5.86},
-    {128, 192, 64, 12, 4, 1, overlap | persistent | skip_masked, 1, 2780, 5.44},
-    {128, 64, 64, 4, 2, 1, overlap | persistent, 1, 1760, 3.62},
-    {128, 16, 64, 8, 2, 2, swap_ab | packed, 1, 3610, 0.824},
-    {128, 32, 64, 8, 2, 2, swap_ab | packed, 1, 5390, 1.42},
-    {128, 16, 64, 4, 2, 1, swap_ab | packed, 3, 3300, 0.7},
-    {128, 32, 64, 4, 2, 1, swap_ab | packed, 2, 4000, 1.2},
-    {256, 128, 64, 8, 2, 1, overlap | persistent | skip_masked, 1, 7840, 2.82},
-    {256, 64, 64, 4, 2, 1, overlap | persistent, 1, 5330, 2.37},
-    {256, 8, 64, 4, 2, 1, swap_ab | packed, 1, 4870, 0.231},
-    {256, 16, 64, 4, 2, 1, swap_ab | packed, 1, 6200, 0.44},
-    {256, 32, 64, 4, 2, 1, swap_ab | packed, 1, 9340, 0.752},
+    {64, 64, 128, 8, 2, 2, producer_warpgroup, 1, 5020, 6.86},
+    {64, 32, 128, 16, 1, 4, swap_ab, 1, 4710, 3.99},
+    {64, 128, 64, 16, 4, 2, overlap | ping_pong, 1, 6220, 9.23},
+    {64, 256, 64, 16, 4, 1, overlap | persistent | ping_pong, 1, 3470, 9.1},
+    {64, 256, 64, 16, 3, 1, overlap | persistent | skip_masked, 1, 2320, 8.88},
+    {64, 64, 64, 4, 2, 1, overlap | persistent, 2, 1560, 6.61},
+    {64, 16, 128, 8, 2, 2, swap_ab | packed, 1, 3940, 1.77},
+    {64, 16, 128, 4, 2, 1, swap_ab | packed, 3, 4090, 1.55},
+    {64, 32, 128, 8, 2, 2, swap_ab | packed, 1, 4520, 3.0},
+    {64, 32, 128, 4, 2, 1, swap_ab | packed, 2, 5290, 2.71},
+    {128, 64, 64, 8, 2, 2, overlap, 1, 5520, 4.75},
+    {128, 128, 128, 8, 2, 1, overlap | persistent | ping_pong, 1, 3390, 5.91},
+    {128, 192, 64, 12, 4, 1, overlap | persistent | skip_masked, 1, 2960, 5.5},
+    {128, 64, 64, 4, 2, 1, overlap | persistent, 1, 1780, 3.63},
+    {128, 16, 64, 8, 2, 2, swap_ab | packed, 1, 3820, 0.82},
+    {128, 32, 64, 8, 2, 2, swap_ab | packed, 1, 5220, 1.49},
+    {128, 16, 64, 4, 2, 1, swap_ab | packed, 3, 4710, 0.767},
+    {128, 32, 64, 4, 2, 1, swap_ab | packed, 2, 6570, 1.44},
+    {256, 128, 64, 8, 2, 1, overlap | persistent | skip_masked, 1, 7930, 2.85},
+    {256, 64, 64, 4, 2, 1, overlap | persistent, 1, 5360, 2.37},
+    {256, 8, 64, 4, 2, 1, swap_ab | packed, 1, 5000, 0.306},
+    {256, 32, 64, 4, 2, 1, swap_ab | packed, 1, 8240, 0.823},
     {64, 32, 32, 8, 2, 4, mma_sync, 2, 7720, 4.53},
     {64, 64, 64, 4, 2, 2, mma_sync, 2, 8960, 5.35},
     {64, 128, 64, 4, 3, 1, mma_sync, 2, 5970, 5.39},
-    {64, 16, 32, 4, 3, 4, packed | mma_sync, 2, 6940, 1.58},
-    {64, 32, 32, 4, 3, 4, packed | mma_sync, 2, 8700, 3.04},
+    {64, 16, 32, 4, 3, 4, packed | mma_sync, 2, 6840, 1.53},
+    {64, 32, 32, 4, 3, 4, packed | mma_sync, 2, 8600, 2.96},
     {128, 64, 32, 8, 2, 2, mma_sync, 1, 7000, 2.29},
     {128, 128, 64, 4, 2, 1, mma_sync, 2, 8960, 3.14},
-    {128, 16, 16, 4, 2, 4, packed | mma_sync, 3, 5820, 0.704},
-    {128, 32, 16, 4, 2, 4, packed | mma_sync, 3, 8760, 1.44},
+    {128, 16, 16, 4, 2, 4, packed | mma_sync, 3, 5640, 0.689},
+    {128, 32, 16, 4, 2, 4, packed | mma_sync, 3, 8520, 1.4},
     {256, 64, 64, 4, 1, 1, mma_sync, 2, 8140, 1.22},
-    {256, 16, 16, 2, 2, 2, packed | mma_sync, 3, 12500, 0.347},
+    {256, 16, 16, 2, 2, 2, packed | mma_sync, 3, 11600, 0.326},
 };
 // The same for 8 bits and USE_WGMMA=1. Few rows go to mma.sync, since the transposed kernel takes no bytes. With e4m3
 // wgmma flushes O after 1,024 keys.
@@ -5989,7 +5988,7 @@ double tuned_clocks(const TunedTile& t, const SdpaParams& p, int sms) {
   // CTAs come in waves of t.ctas to an SM, which share its rate; one alone has sole_rate of it. With a mask items differ
   // in length, and a free SM takes the longest that is left. The time is the largest of three: the longest item beside
   // the next one on its SM; all items spread evenly; the waves, if all items were as short as the shortest.
-  const double sole_rate = t.ctas > 1 ? 0.75 : 1;
+  const double sole_rate = t.ctas > 1 && !t.has(swap_ab) ? 0.75 : 1;
   const double ctas_per_sm = ctas / sms, most_ctas = std::ceil(ctas_per_sm);
   const double waves = std::ceil(most_ctas / t.ctas);
   double beside = 0;  // keys of the next one
