@@ -109,6 +109,12 @@ def test_the_table_in_sdpa_cu_by_committed_rows():
         assert code == 0, out + err
 
 
+def test_only_decode_whose_keys_just_fit_l2_may_be_lost():
+    at_edge = [shape for shape in ("10,64,8,1,800", "10,64,8,1,400", "10,64,8,1,1600", "10,64,8,2,800", "8,32,8,1,2048")
+               if fit.at_l2_edge(engine.parse_problem(shape).typed(128, "fp16"))]
+    assert at_edge == ["10,64,8,1,800"] and not fit.at_l2_edge(engine.parse_problem(at_edge[0]).typed(128, "u8"))
+
+
 @pytest.mark.parametrize("words,sentence", [
     (["--check", "/no/such.csv"], "fit: /no/such.csv: there is no such file"),
     (["--check", os.path.join(ROOT, "configs.txt")], "configs.txt: want rows that ./run_all.sh fit wrote, with"),
@@ -118,6 +124,7 @@ def test_the_table_in_sdpa_cu_by_committed_rows():
     (["rows.csv"], "fit: rows.csv: only --check takes files by themselves"),
     (["--check", "--head-dim", "64"], "fit: --check takes files by themselves and judges all of their rows"),
     (["--check", "--drawn", "9"], "fit: --drawn measures; --check and --from do not"),
+    (["--seed", "3"], "fit: --seed 3: it picks the series of --drawn N; type that as well"),
     (["--drawn", "x"], "fit: --drawn x: want a whole number from 0 to"),
     (["--frob"], "fit: --frob: no such option"),
 ])

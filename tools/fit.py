@@ -348,8 +348,7 @@ def main():
     parser.add_argument("--head-dim", action="append")
     parser.add_argument("--from", dest="rows")
     parser.add_argument("--check", action="store_true")
-    parser.add_argument("--drawn", default="0")
-    parser.add_argument("--seed", default="0")
+    peers.add_drawn(parser)
     parser.add_argument("--table", default="hopper")
     options = engine.parse_options(parser, sys.argv[1:], __doc__)
     if options.table not in TABLES:
@@ -361,7 +360,7 @@ def main():
         raise Refused(f"--head-dim {options.head_dim[dims.index(0)]}: want 64, 128 or 256")
     if options.check and (options.rows or dims):
         raise Refused("--check takes files by themselves and judges all of their rows; drop --from and --head-dim")
-    drawn = peers.draw(engine.number("--drawn", options.drawn, 0), engine.number("--seed", options.seed, 0))
+    drawn = peers.drawn_by(options)
     if drawn and (options.check or options.rows):
         raise Refused("--drawn measures; --check and --from do not")
     if options.check:

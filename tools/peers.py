@@ -62,6 +62,19 @@ def draw(count, seed):
     return found
 
 
+def drawn_by(options):
+    """The problems of --drawn and --seed, which add_drawn() declares."""
+    count = engine.number("--drawn", options.drawn, 0)
+    if options.seed and not count:
+        raise builds.Refused(f"--seed {options.seed}: it picks the series of --drawn N; type that as well")
+    return draw(count, engine.number("--seed", options.seed or "0", 0))
+
+
+def add_drawn(parser):
+    parser.add_argument("--drawn", default="0")
+    parser.add_argument("--seed")
+
+
 def against_peers(own, peers, problem):
     """What a line's O differs from each peer's, and for fp16 on mission whether all are close."""
     notes = [f"max diff to {name} {np.abs(own - other).max():.1e}" for name, other in peers.items()]
@@ -96,8 +109,7 @@ def main():
     parser.add_argument("contenders", nargs="*")
     parser.add_argument("--shape", action="append", default=[])
     parser.add_argument("--suite", action="store_true")
-    parser.add_argument("--drawn", default="0")
-    parser.add_argument("--seed", default="0")
+    add_drawn(parser)
     parser.add_argument("--e4m3", action="store_true")
     parser.add_argument("--rested", action="store_true")
     options = engine.parse_options(parser, sys.argv[1:], __doc__)
@@ -109,7 +121,7 @@ def main():
             [builds.Torch(backend) for backend in builds.TORCH_BACKENDS]
     problems = [engine.parse_problem(text) for text in options.shape + (SUITE if options.suite else []) + (
         E4M3 if options.e4m3 else [])]
-    drawn = draw(engine.number("--drawn", options.drawn, 0), engine.number("--seed", options.seed, 0))
+    drawn = drawn_by(options)
     problems = problems + drawn or [engine.parse_problem(text) for text in ("mission", "mission2", "long")]
     gpu = engine.find_gpu()
     if not gpu:
