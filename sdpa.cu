@@ -732,7 +732,7 @@ struct KernelArgs {  // SdpaParams with what every CTA would otherwise compute a
 // the partial results.
 constexpr uint32_t most_split_items = 16384;
 constexpr size_t range_counter_bytes = most_split_items * sizeof(uint32_t);
-constexpr int few_ranges = 4;  // of an item, which are merged by several parts of rows at a time
+constexpr int few_ranges = 4;  // up to here a thread merges four parts of rows at once, two ranges at a time
 // Most keys that a warp sums over in one accumulator (carry_sums() says why). If a problem has more, every CTA has a
 // slot in the workspace; or with SPLIT_CTAS its ranges are short enough, as far as 256 of them suffice.
 constexpr int most_keys_at_once = 65536;
@@ -929,7 +929,7 @@ __device__ __forceinline__ void barrier_sync(int id, int threads) {
   asm volatile("barrier.sync.aligned %0, %1;" ::"r"(id), "r"(threads) : "memory");
 }
 
-// The same; true in all threads if `mine` is in all of them.
+// The same; true if `mine` is true in all threads.
 __device__ __forceinline__ bool barrier_and(int id, int threads, bool mine) {
   uint32_t all;
   asm volatile(
@@ -1964,7 +1964,7 @@ __device__ __forceinline__ void merge_groups(const Partial (&partial_s)[B::split
   });
 }
 
-// Merges O, m and l of all ranges in a fixed order. A thread loads so many of MANY ranges and PARTS parts of rows at once.
+// Merges O, m and l of all ranges in a fixed order. A thread loads MANY ranges of PARTS parts of rows at once.
 template <class B, int MANY, int PARTS>
 __device__ __forceinline__ void merge_ranges(const RangePartial<B>* partial, const KernelArgs& a,
                                              const WorkItem& item, int thread) {
@@ -2437,9 +2437,9 @@ int sm_count() { return device_attribute(cudaDevAttrMultiProcessorCount, 132); }
 // What an SM has for all of its CTAs, of which the system takes 1 KB for each.
 int shared_of_sm() { return device_attribute(cudaDevAttrMaxSharedMemoryPerMultiprocessor, 228 << 10); }
 
-// Bytes of shared memory that a CTA asks for. Where CTAs start before the launch before has ended, they go to the SMs
-// that have room, and not evenly: some would get three and others one. So CTAs of ranges ask for as much as leaves an SM
-// room for an even share of them alone.
+// Bytes of shared memory that a CTA asks for. CTAs that start before the launch before has ended go to the SMs that
+// have room: some would get three and others one. So with SPLIT_CTAS each asks for so much that an SM has room for an
+// even share of them alone. Another kernel on the GPU then finds less room beside it.
 template <class B> size_t shared_bytes_of(uint32_t ctas) {
   if (B::family != Family::wgmma || B::split_ctas == 1) return shared_bytes<B>;
   const int share = int((ctas + sm_count() - 1) / sm_count());
@@ -2453,15 +2453,16 @@ SdpaStatus launch_kernel(const KernelArgs& a, uint32_t items, cudaStream_t strea
                 "BLOCK_M, BLOCK_N, HEAD_DIM and STAGES: the tiles need more than the 227 KB of "
                 "shared memory that a CTA can have; type a smaller BLOCK_N or fewer STAGES");
   constexpr auto kernel = KernelOf<B, B::family>::kernel;
-  const size_t bytes = shared_bytes_of<B>(items);
+  // The attribute is the kernel's, which other host threads launch as well: so it is the most that any launch asks for.
+  const size_t most = shared_bytes_of<B>(1);
   cudaError_t error =
-      cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, int(bytes));
+      cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, int(most));
   if (error == cudaErrorInvalidValue || error == cudaErrorInvalidDeviceFunction ||
       error == cudaErrorNoKernelImageForDevice) {
     return failure(error,
                    "this GPU cannot run this build (%zu bytes of shared memory a CTA, code "
                    "for its architecture): %s",
-                   shared_bytes<B>, cudaGetErrorString(error));
+                   most, cudaGetErrorString(error));
   }
   if (error != cudaSuccess) return cuda_failure(error, "an earlier call or kernel of this process");
   uint32_t ctas = items;
@@ -2478,7 +2479,7 @@ SdpaStatus launch_kernel(const KernelArgs& a, uint32_t items, cudaStream_t strea
   cudaLaunchConfig_t launch{};
   launch.gridDim = dim3(ctas);
   launch.blockDim = dim3(B::threads);
-  launch.dynamicSmemBytes = bytes;
+  launch.dynamicSmemBytes = shared_bytes_of<B>(items);
   launch.stream = stream;
   // A CTA may start before the kernel before this one has ended.
   cudaLaunchAttribute early{};
@@ -4158,10 +4159,10 @@ template <class B> struct WgmmaProducer {
       mbarrier_arrive(full);  // nothing to load: every score of this tile is masked
     }
   }
-  // Loads the tiles of all items. One warp loads K of a slice and another V, since a copy that waits for its stage would
-  // hold up the other kind. Where warps are few (four slices, two of e4m3, U8) one loads both. One warp of the first slice
-  // loads Q as well: the one of K, which then begins the next item early; or of a single item the one of V, so that Q and
-  // K, for which everything waits, are asked for at once and V after them.
+  // Loads the tiles of all items. One warp loads K of a slice and another V, since a copy that waits for its stage
+  // would hold up the other kind. Where warps are few (four slices, two of e4m3, U8) one loads both. One warp of the first
+  // slice loads Q as well: K's, which so begins the next item early; without a queue V's, so that Q and K are asked for
+  // at once.
   __device__ __forceinline__ void load_items(int slice, bool loads_k, bool loads_v, bool starts) {
     uint32_t* const counter = static_cast<uint32_t*>(a.p.workspace);
     typename Shared::Tiles& t = s.slice[slice];
@@ -5115,10 +5116,9 @@ template <class B> struct WgmmaInput<B, DType::u8> : WgmmaInput<B, DType::fp16> 
 //     O.T += V.T @ P.T
 //   O / l of all slices
 //
-// Warps of the slice load its tiles. USE_LAZY_MAX: with a stale maximum a tile takes one barrier, and every thread knows
-// m of its columns. PACK_GQA: the rows of a tile are item_queries queries of one head, then those of the next head that
-// has the same key head. SPLIT_CTAS: an item's rounds are dealt to several CTAs, and the last one to end merges what all
-// have left in the workspace.
+// Warps of the slice load its tiles. USE_LAZY_MAX: with a stale maximum a tile takes one barrier. PACK_GQA: the rows of
+// a tile are item_queries queries of one head, then those of the next head that has the same key head. SPLIT_CTAS: an
+// item's rounds are dealt to several CTAs, and the last one to end merges what all have left in the workspace.
 
 template <class B> struct WgmmaColumnsShared {
   struct Slice {
@@ -5140,8 +5140,8 @@ template <class B> struct WgmmaColumnsShared {
   bool is_last;     // for store_rows()
 };
 
-// The copies of a slice's warps: one loads K and one V, all at once, since a warp is busy with a copy for some 100
-// clocks; in the first slice another one loads Q. A whole warp calls, and one lane of it issues.
+// The copies of a slice's warps: one loads K and one V, since a copy keeps a warp busy for some 100 clocks; in the
+// first slice another one loads Q. A whole warp calls, and one lane of it issues.
 template <class B> struct WgmmaColumnsLoader {
   WgmmaColumnsShared<B>& s;
   const KernelArgs& a;
@@ -5161,7 +5161,7 @@ template <class B> struct WgmmaColumnsLoader {
   __device__ bool loads() const { return loads_k() || loads_v() || loads_q(); }
 
   __device__ static bool issues() { return threadIdx.x % 32 == 0; }
-  // Before the warp's first copy, by which all else that it needs is there.
+  // Right before the warp's first copy: as late as possible.
   static __device__ __forceinline__ void wait_for_last_kernel(const CUtensorMap*& map) {
     hold(map);
     griddepcontrol_wait();
@@ -5192,7 +5192,7 @@ template <class B> struct WgmmaColumnsLoader {
     if (loads_k()) load<FIRST>(round, &tensor_maps<B>(a).k, t.K[stage], &t.k_full[stage]);
     if (loads_v()) load<FIRST>(round, &tensor_maps<B>(a).v, t.V[stage], &t.v_full[stage]);
   }
-  // Into every stage. S waits for K, so the first V of a slice is asked for when the first K of every slice has been.
+  // Into every stage. V of every slice is asked for after K of all of them, since S comes first.
   __device__ __forceinline__ void load_first_tiles() {
     constexpr int k_asked_for = 1 + B::split_kv, threads = 2 * 32 * B::split_kv;
     if (item.rounds == 0) return;
@@ -5232,10 +5232,10 @@ template <class B> struct WgmmaColumns {
   const uint32_t lane = threadIdx.x % 32, warp = threadIdx.x / 32 % 4;  // of the warpgroup
   const int slice = int(threadIdx.x / 128);
   const SharedAddress Q_s, K_s, V_s, P_s;  // of K and V the first stages
-  StageRing<B::stages> ring;               // of the round
+  StageRing<B::stages> ring;               // of the round's K and V
   float m[OWN],
       l[OWN];          // of the columns that the thread owns; l: of the keys that its warp has seen
-  float m_log2[COLS];  // m * scale_log2
+  float m_log2[COLS];  // m * scale_log2; 0 where S has become S - m
   bool m_may_be_kept = false;  // the same in all threads of the slice
 
   __device__ WgmmaColumns(Shared& s_, const KernelArgs& a_)
@@ -5288,8 +5288,8 @@ template <class B> struct WgmmaColumns {
     }
     wgmma_commit_group();
   }
-  // Until the products are done, of which one has read K of this round there, and the other P and V of the round before.
-  // A warpgroup's products are done for all of its warps at once, so that other tiles may come there.
+  // Waits for both products, and loads other tiles in the place of K and of V that they have read. A warpgroup's
+  // products are done for all of its warps at once.
   __device__ __forceinline__ void finish_products(Scores& S, int round, int rounds,
                                                   const StageRing<B::stages>& k_at) {
     wgmma_wait_group<0>();
@@ -5354,8 +5354,8 @@ template <class B> struct WgmmaColumns {
     return __shfl_sync(0xffffffffu, own[i % OWN], i * 8 / COLS * 4 + lane % 4);
   }
 
-  // m' = max(m, column maxima of S), and l and O relative to it; FIRST: there are none yet. As softmax_shift(), but S of all
-  // columns becomes S - m if any of the warp's is beyond shift_limit.
+  // m' = max(m, column maxima of S), and l and O relative to it; FIRST: there are none yet. As softmax_shift(), but S of
+  // all columns becomes S - m if any of the warp's is beyond shift_limit.
   template <bool FIRST> __device__ __forceinline__ void renew_max(Scores& S, Sums& O) {
     float x[COLS], m_new[OWN], alpha[OWN], own_m_log2[OWN];
     SDPA_UNROLL for (int i = 0; i < COLS; i++) {
@@ -5392,8 +5392,8 @@ template <class B> struct WgmmaColumns {
       SDPA_UNROLL for (int n = 0; n < 2 * D_BLOCKS; n++) element(O, i, n) *= factor;
     }
   }
-  // P = 2^(S * scale_log2 - m_log2), rounded, in shared memory; sum: of the thread's part of each column. Whoever reads P
-  // waits for a barrier of the slice; V is there before it.
+  // P = 2^(S * scale_log2 - m_log2), rounded, in shared memory; sum: of the thread's part of each column. Whoever reads
+  // P waits for a barrier of the slice. V has landed.
   template <bool FIRST>
   __device__ __forceinline__ void write_p(const Scores& S, float (&sum)[COLS]) {
     constexpr int columns =
@@ -5422,7 +5422,8 @@ template <class B> struct WgmmaColumns {
     fence_proxy_async();
     mbarrier_wait(&mine().v_full[ring.stage], ring.parity);
   }
-  // P of the scores S for all warps; m, l and O follow it, but l lacks the sums of P yet.
+  // Writes P of the scores S, for all warps. Where the stale maximum does not fit, it renews m and rescales l and O. l
+  // lacks the sums of this P yet.
   template <bool FIRST>
   __device__ __forceinline__ void softmax(Scores& S, Sums& O, float (&sum)[COLS]) {
     bool fits = false;
@@ -5439,7 +5440,7 @@ template <class B> struct WgmmaColumns {
     }
   }
 
-  // A round, of whose tile the scores are there: O.T += V.T @ P.T, and the scores of the next.
+  // A round: S has its scores. O.T += V.T @ P.T, and S becomes the scores of the next one.
   template <bool FIRST>
   __device__ __forceinline__ void take_round(int round, const WgmmaItem& item, Scores& S, Sums& O) {
     const int k0 = first_key_of<B>(item, round, slice);
@@ -5461,9 +5462,7 @@ template <class B> struct WgmmaColumns {
     finish_products(S, round - 1, item.rounds, next);
     ring = next;
     SDPA_UNROLL for (auto& block : VP) hold(block);
-    if (!FIRST) add_sums(O, VP);
-  }
-  static __device__ __forceinline__ void add_sums(Sums& O, const Sums& VP) {
+    if (FIRST) return;
     SDPA_UNROLL for (int block = 0; block < D_BLOCKS; block++) {
       SDPA_UNROLL for (int j = 0; j < B::block_m / 2; j++) O[block][j] += VP[block][j];
     }
@@ -5541,7 +5540,7 @@ __global__ void __launch_bounds__(B::threads, 1)
   }
   WgmmaColumnsLoader<B> loader{s, a, warp / 4, warp % 4, {}};
   if (loader.loads()) loader.item = loader.find_item();
-  __syncthreads();  // hazard: mbarriers initialised by two threads, rows emptied by all
+  __syncthreads();  // hazard: mbarriers initialised by one thread, rows emptied by all
   loader.load_q();
   loader.load_first_tiles();
   wait_then_let_next_kernel_start();
@@ -5964,7 +5963,7 @@ double tuned_clocks(const TunedTile& t, const SdpaParams& p, int sms) {
   const auto shares = [](int64_t n, int64_t of) { return double((n + of - 1) / of); };
   ItemKeys keys = item_keys(t, p);
 
-  // Ranges: a CTA takes its share of the keys, and the last one of an item merges the results, 16 at a time.
+  // Ranges: a CTA takes its share of the keys, and the last one of an item merges the results.
   double ctas = double(items.count), merge_clocks = 0;
   if (t.has(packed)) {
     const int round_keys = t.block_n * t.split_kv;

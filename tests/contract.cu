@@ -236,6 +236,17 @@ TEST_CASE("host_threads") {
   CHECK(right == 12);
 }
 
+// What a launch may ask for is set for its kernel, which another thread may launch meanwhile for a problem with more or
+// fewer CTAs: so it is the same for both.
+TEST_CASE("shared_memory") {
+  const auto allowed = [](int batch) {
+    const Attention a(batch, 1, 1, 1, 30);
+    CHECK((a.forward() == "" && a.is_right()));
+    return simt::allowed_shared(KernelChoice<Build>::of(a.p).kernel, 0);
+  };
+  CHECK(allowed(1) == allowed(10));
+}
+
 TEST_CASE("devices") {
   for (int device : {0, 1, 0, 1}) {
     CHECK(cudaSetDevice(device) == cudaSuccess);

@@ -10,9 +10,9 @@ other than the one of sdpa.cu's table gets its own table so. The times go to res
   --drawn N      not the list but N problems drawn at random, series S, as tools/peers.py draws them: a test of the table
   --from CSV     fits to these rows and measures nothing
   --check        judges the table in sdpa.cu by rows of results/fit (default: the newest of the list); measures nothing
-exit: 0, 1 with --check: the table chooses badly (above 8% lost on a problem, unless its K and V just fill L2, or 1% on
-average, or costs fitted to five sixths of the problems above 1% on average on the others) or a tile was never timed,
-2 bad usage, 3 a tile could not be run
+exit: 0, 1 with --check: the table chooses badly (above 8% lost on a problem, unless it has one query and its K and V
+just fill L2, or 1% on average, or costs fitted to five sixths of the problems above 1% on average on the others) or a
+tile was never timed, 2 bad usage, 3 a tile could not be run
 """
 import csv
 import ctypes
@@ -46,8 +46,8 @@ NEW_COSTS = (5000, 6)  # of a tile before it is fitted
 LEAST, KEEP = np.log([100, 1e-3]), 0.01  # costs; residual of one that is e times what it was
 SLOW = 2  # times the quickest tile: such times do not count
 WORST_LOSS, MEAN_LOSS, FOLDS = 0.08, 0.01, 6
-# Bytes of K and V that just fit into an H200's L2 or do not: of one query there the time of a tile differs by up to 25%
-# from run to run, so that the loss of such a problem counts for the mean alone.
+# Between these bytes of K and V, which an H200's L2 just holds or not, the time of one query differs by up to 25% from
+# run to run: such a loss counts for the mean alone.
 L2_EDGE = 30e6, 55e6
 # Line with USE_TUNED=1: the type of its tables, and of which family the tiles are; None: of both.
 TABLES = {"hopper": ("fp16", "wgmma"), "ampere": ("fp16", "mma"), "hopper_e4m3": ("e4m3", None), "hopper_u8": ("u8", None)}
