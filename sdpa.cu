@@ -732,7 +732,7 @@ struct KernelArgs {  // SdpaParams with what every CTA would otherwise compute a
 // the partial results.
 constexpr uint32_t most_split_items = 16384;
 constexpr size_t range_counter_bytes = most_split_items * sizeof(uint32_t);
-constexpr int few_ranges = 4;  // up to here a thread merges four parts of rows at once, two ranges at a time
+constexpr int few_ranges = 4;  // up to here a thread merges 4 parts of rows at once, 2 ranges at a time
 // Most keys that a warp sums over in one accumulator (carry_sums() says why). If a problem has more, every CTA has a
 // slot in the workspace; or with SPLIT_CTAS its ranges are short enough, as far as 256 of them suffice.
 constexpr int most_keys_at_once = 65536;
@@ -2435,7 +2435,9 @@ int device_attribute(cudaDeviceAttr attribute, int otherwise) {
 int sm_count() { return device_attribute(cudaDevAttrMultiProcessorCount, 132); }
 
 // What an SM has for all of its CTAs, of which the system takes 1 KB for each.
-int shared_of_sm() { return device_attribute(cudaDevAttrMaxSharedMemoryPerMultiprocessor, 228 << 10); }
+int shared_of_sm() {
+  return device_attribute(cudaDevAttrMaxSharedMemoryPerMultiprocessor, 228 << 10);
+}
 
 // Bytes of shared memory that a CTA asks for. CTAs that start before the launch before has ended go to the SMs that
 // have room: some would get three and others one. So with SPLIT_CTAS each asks for so much that an SM has room for an
