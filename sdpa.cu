@@ -2434,6 +2434,9 @@ int device_attribute(cudaDeviceAttr attribute, int otherwise) {
 
 int sm_count() { return device_attribute(cudaDevAttrMultiProcessorCount, 132); }
 
+// How many shares of `of` there are in n, the last one perhaps not full.
+constexpr int64_t shares(int64_t n, int64_t of) { return (n + of - 1) / of; }
+
 // What an SM has for all of its CTAs, of which the system takes 1 KB for each.
 int shared_of_sm() {
   return device_attribute(cudaDevAttrMaxSharedMemoryPerMultiprocessor, 228 << 10);
@@ -2444,7 +2447,7 @@ int shared_of_sm() {
 // even share of them alone. Another kernel on the GPU then finds less room beside it.
 template <class B> size_t shared_bytes_of(uint32_t ctas) {
   if (B::family != Family::wgmma || B::split_ctas == 1) return shared_bytes<B>;
-  const int share = int((ctas + sm_count() - 1) / sm_count());
+  const int share = int(shares(ctas, sm_count()));
   return max(int(shared_bytes<B>), shared_of_sm() / share / 1024 * 1024 - 1024);
 }
 
@@ -2505,11 +2508,10 @@ template <class B> int most_resident_ctas() {
   return max(shared_of_sm() / int(shared_bytes<B> + 1024), 1);
 }
 
-// How often merge_ranges() waits for loads.
-int merge_steps(const Items& items, int D, int threads, int ranges) {
-  const auto shares = [](int n, int of) { return (n + of - 1) / of; };
+// How often merge_ranges(), as store_rows() calls it, waits for loads.
+int64_t merge_steps(const Items& items, int D, int threads, int ranges) {
   if (ranges == 1) return 0;
-  const int parts = shares(items.heads * items.queries * (D / 4), threads);  // of a thread
+  const int64_t parts = shares(items.heads * items.queries * (D / 4), threads);  // of a thread
   return ranges > few_ranges ? shares(ranges, 16) * parts : shares(ranges, 2) * shares(parts, 4);
 }
 
@@ -2520,7 +2522,6 @@ int ranges_of(const SdpaParams& p, const Items& items, int round_keys, int threa
               int sms) {
   const KeyBounds bounds(p);
   const int keys = max(bounds.end(p.Sq - 1) - bounds.begin(p.Sq - 1), 1);
-  const auto shares = [](uint32_t n, uint32_t of) { return (n + of - 1) / of; };
   const int rounds = int(shares(keys, round_keys));
   const double round_kb = round_keys * p.D * sizeof(Input) / 512.0;  // K and V
   const int most = items.count <= most_split_items ? min(rounds, 256) : 1;
@@ -4162,9 +4163,9 @@ template <class B> struct WgmmaProducer {
     }
   }
   // Loads the tiles of all items. One warp loads K of a slice and another V, since a copy that waits for its stage
-  // would hold up the other kind. Where warps are few (four slices, two of e4m3, U8) one loads both. One warp of the first
-  // slice loads Q as well: K's, which so begins the next item early; without a queue V's, so that Q and K are asked for
-  // at once.
+  // would hold up the other kind. Where warps are few (four slices, two of e4m3, U8) one loads both. One warp of the
+  // first slice loads Q as well: K's, which so begins the next item early; without a queue V's, so that Q and K are
+  // asked for at once.
   __device__ __forceinline__ void load_items(int slice, bool loads_k, bool loads_v, bool starts) {
     uint32_t* const counter = static_cast<uint32_t*>(a.p.workspace);
     typename Shared::Tiles& t = s.slice[slice];
@@ -5172,19 +5173,17 @@ template <class B> struct WgmmaColumnsLoader {
     if (!loads_q() || !issues()) return;
     const CUtensorMap* map = &tensor_maps<B>(a).q;
     s.item = item;
+    constexpr int panels = B::head_dim / 64;
+    const int rows = B::pack_gqa ? rows_of_item<B>(a) : B::block_m;
+    mbarrier_arrive_expect_tx(&s.q_full, panels * rows * 64 * sizeof(Input));
+    wait_for_last_kernel(map);
     if (B::pack_gqa) {
-      constexpr int panels = B::head_dim / 64;
-      const int rows = rows_of_item<B>(a);
-      mbarrier_arrive_expect_tx(&s.q_full, panels * rows * 64 * sizeof(Input));
-      wait_for_last_kernel(map);
       for (int panel = 0; panel < panels; panel++) {
         const int at[5] = {0, item.q0, item.h, panel, item.b};
         cp_async_bulk_tensor_load(s.Q + panel * B::block_m * 64, map, at, &s.q_full, evict_first);
       }
     } else {
       const int at[5] = {0, item.q0, 0, item.h, item.b};
-      mbarrier_arrive_expect_tx(&s.q_full, sizeof s.Q);
-      wait_for_last_kernel(map);
       cp_async_bulk_tensor_load(s.Q, map, at, &s.q_full, evict_first);
     }
   }
@@ -5962,7 +5961,6 @@ ItemKeys item_keys(const TunedTile& t, const SdpaParams& p) {
 double tuned_clocks(const TunedTile& t, const SdpaParams& p, int sms) {
   const KeyBounds bounds(p);
   const Items items = items_of_tile(p, t.block_m, t.has(packed));
-  const auto shares = [](int64_t n, int64_t of) { return double((n + of - 1) / of); };
   ItemKeys keys = item_keys(t, p);
 
   // Ranges: a CTA takes its share of the keys, and the last one of an item merges the results.
@@ -5982,12 +5980,12 @@ double tuned_clocks(const TunedTile& t, const SdpaParams& p, int sms) {
   double key_clocks = t.block_m / t.scores_per_clock;
   if (t.has(ping_pong) && !bounds.all()) key_clocks *= 1.07;
   if (t.has(skip_masked)) {
-    const double used = 64 * shares(max(p.Sq, 1), 64) / shares(max(p.Sq, 1), t.block_m);
+    const double used = 64.0 * shares(max(p.Sq, 1), 64) / shares(max(p.Sq, 1), t.block_m);
     key_clocks *= 0.5 + 0.5 * (used - 64) / (t.block_m - 64);
   }
 
-  // CTAs come in waves of t.ctas to an SM, which share its rate; one alone has sole_rate of it. With a mask items differ
-  // in length, and a free SM takes the longest that is left. The time is the largest of three: the longest item beside
+  // CTAs come in waves of t.ctas to an SM, which share its rate; one alone has sole_rate of it, with SWAP_AB all of it,
+  // since it waits more than it computes. With a mask items differ in length, and a free SM takes the longest that is left. The time is the largest of three: the longest item beside
   // the next one on its SM; all items spread evenly; the waves, if all items were as short as the shortest.
   const double sole_rate = t.ctas > 1 && !t.has(swap_ab) ? 0.75 : 1;
   const double ctas_per_sm = ctas / sms, most_ctas = std::ceil(ctas_per_sm);

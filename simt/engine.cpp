@@ -793,7 +793,7 @@ bool named_barrier(int id, int count, bool wait_here, Site at, bool vote) {
   if (self->linear == 0 && wait_here) self->block->counters.barriers++;
   Barrier& barrier = self->block->named[id];
   bool& all = barrier.all[barrier.clocks.odd];
-  all = vote && (all || !barrier.open);
+  all = vote && (!barrier.open || all);
   reach(barrier, count, wait_here, "a named barrier", at, false);
   return all;
 }
