@@ -67,6 +67,7 @@ struct Problem : reference::Problem {
   bool same_heads = false;  // every head of an input is the first one
   // Factors of 8-bit inputs: one to a head, with gaps between them or zeros among them as well, one to a tensor, or none.
   string descale = "heads";
+  string machine;  // --machine of tests/sweep.cu
 
   Problem() : reference::Problem{} { D = line.D; }
 };
@@ -434,6 +435,7 @@ class Instance;
 std::unique_ptr<DeviceTensor> (*make_tensor)(const Problem&, Tensor) =
     [](const Problem& p, Tensor t) { return std::make_unique<DeviceTensor>(p, t); };
 string (*check_more)(Instance&) = [](Instance&) { return string(); };  // a sentence on failure
+void (*set_machine)(const string&) = [](const string&) {};            // before anything is asked of the GPU
 
 class Instance {
  public:

@@ -733,9 +733,8 @@ struct KernelArgs {  // SdpaParams with what every CTA would otherwise compute a
 constexpr uint32_t most_split_items = 16384;
 constexpr size_t range_counter_bytes = most_split_items * sizeof(uint32_t);
 constexpr int few_ranges = 4;  // up to here a thread merges 4 parts of rows at once, 2 ranges at a time
-// Most keys that a warp sums over in one accumulator (carry_sums() says why). If a problem has more, every CTA has a
-// slot in the workspace; or with SPLIT_CTAS its ranges are short enough, as far as 256 of them suffice.
-constexpr int most_keys_at_once = 65536;
+// If a problem has more than most_keys_at_once keys, every CTA has a slot in the workspace; or with SPLIT_CTAS its ranges
+// are short enough, as far as 256 of them suffice.
 template <class B>
 constexpr bool carries_sums = (B::family == Family::wmma && B::use_wmma_pv) ||
                               (B::family == Family::mma && B::split_ctas == 1) ||
@@ -743,9 +742,6 @@ constexpr bool carries_sums = (B::family == Family::wmma && B::use_wmma_pv) ||
 template <class B> struct ManyKeys : B {  // the build for such a problem
   static constexpr bool many_keys = true;
 };
-template <class B>  // of all groups of warps, in whole tiles
-constexpr int keys_at_once =
-    (most_keys_at_once + B::block_n - 1) / B::block_n * B::block_n * B::split_kv;
 constexpr size_t slot_offset = 256;
 template <class B>
 constexpr size_t slot_bytes =  // m and l in 8 lanes at most
@@ -781,6 +777,10 @@ template <class T> __device__ __forceinline__ T& dynamic_shared() {
   extern __shared__ __align__(1024) unsigned char dynamic_shared_bytes[];
   return *reinterpret_cast<T*>(dynamic_shared_bytes);
 }
+
+// Most keys that a warp sums over in one accumulator, since tensor cores cut off what they add to it: of equal addends
+// a sum over 524,288 keys comes out 0.13% low.
+constexpr int most_keys_at_once = 65536;
 
 // An address in shared memory, for arithmetic that the compiler would do in 64 bits on a pointer.
 using SharedAddress = uint32_t;
@@ -1813,8 +1813,12 @@ __device__ __forceinline__ void merge_weights(const float2 (&m_l)[N], float scal
 
 // ---- rows of many keys (wmma, mma, wgmma) ----
 
-// Tensor cores cut off what they add to an accumulator: of equal addends a sum over 524,288 keys comes out 0.13% low.
-// So a warp sums over most_keys_at_once, and merges such sums by way of its CTA's slot in the workspace.
+// A warp sums over most_keys_at_once, and merges such sums by way of its CTA's slot in the workspace.
+
+template <class B>  // of all groups of warps, in whole tiles
+__host__ __device__ int keys_at_once() {
+  return (most_keys_at_once + B::block_n - 1) / B::block_n * B::block_n * B::split_kv;
+}
 
 // Merges O, m and l of the latest keys with those in the slot, unless these keys are the first, and stores the result
 // there. After the last keys the slot is zeroed, since another launch's counters may lie there. A thread has floats
@@ -1850,7 +1854,7 @@ template <class B, class Rows, class Sum>
 __device__ __forceinline__ void sum_parts(Rows& rows, const KeyRange& keys,
                                           const ItemScale<B>& scale_log2, const Sum& sum) {
   for (int begin = keys.begin, end;; begin = end) {
-    end = min(begin + keys_at_once<B>, keys.end);
+    end = min(begin + keys_at_once<B>(), keys.end);
     sum(begin, end);
     const bool first = begin == keys.begin, last = end >= keys.end;
     carry_sums<B>(rows.O, rows.m, rows.l, scale_log2, threadIdx.x, first, last);
@@ -3905,7 +3909,7 @@ __global__ void __launch_bounds__(B::threads, 1)
       load_tile(s, a, stage, k0 + B::stages * B::block_n, h_kv, item.b);
     }
     if constexpr (B::many_keys) {
-      constexpr int part = keys_at_once<B> / B::block_n;
+      const int part = keys_at_once<B>() / B::block_n;
       const bool last = tile + 1 == tiles;
       if ((tile + 1) % part == 0 || last) {
         carry_sums<B>(O, m, l, ItemScale<B>(a, item), tid, tile < part, last);
@@ -4551,7 +4555,7 @@ template <class B> struct WgmmaConsumer {
   __device__ __forceinline__ void sum_parts(const WgmmaTurns<B>& turns) {
     const int all_k0 = last_k0, thread = int(threadIdx.x) - B::producer_threads;
     for (bool first = true;; first = false, k0 -= round_keys<B>) {
-      last_k0 = max(k0 - keys_at_once<B> + round_keys<B>, all_k0);
+      last_k0 = max(k0 - keys_at_once<B>() + round_keys<B>, all_k0);
       sum_keys(turns);
       const bool last = last_k0 == all_k0;
       carry_sums<B>(O, m, l, scale_log2, thread, first, last);
@@ -6743,6 +6747,7 @@ string command_of(const Problem& p) {
   if (p.descale != "heads") text += " --descale " + p.descale;
   if (p.scale != 0) text += format(" --scale %.9g", p.scale);
   if (p.max_ctas != 0) text += format(" --max-ctas %d", p.max_ctas);
+  if (!p.machine.empty()) text += " --machine " + p.machine;
   return text;
 }
 
@@ -6771,6 +6776,7 @@ ExitCode run_problem(const Problem& p, const Options& o, const Device& device) {
     r.status = status, r.note = sentence, r.exit = exit;
   };
   try {
+    set_machine(p.machine);
     SdpaParams sizes{};
     sizes.B = p.B, sizes.Hq = p.Hq, sizes.Hkv = p.Hkv, sizes.Sq = p.Sq, sizes.Sk = p.Sk;
     sizes.causal = Causal(int(p.mask));

@@ -193,6 +193,7 @@ enum { cudaEnableDefault = 0 };
 namespace simt {
 
 constexpr int DEVICES = 2;
+constexpr int SHARED_OF_SM = 228 << 10, SHARED_OF_SYSTEM = 1 << 10;  // the latter for each CTA
 inline thread_local int current_device = 0;
 inline thread_local cudaError_t last_error = cudaSuccess;
 
@@ -249,15 +250,12 @@ inline cudaError_t cudaGetDeviceProperties(cudaDeviceProp* prop, int device) {
   *prop = {"CPU backend", 0, 0, 227 << 10};
   return cudaSuccess;
 }
-// Three or five SMs: few enough that a persistent grid is smaller than most problems. L2 holds K and V of
-// one or two heads of a few hundred keys.
 inline cudaError_t cudaDeviceGetAttribute(int* value, cudaDeviceAttr attribute, int device) {
   SIMT_MAY_FAIL
   if (!simt::is_device(device)) return simt::result(cudaErrorInvalidDevice);
-  const int sms = device == 0 ? 3 : 5;
-  *value = attribute == cudaDevAttrL2CacheSize                        ? 120 << 10
-           : attribute == cudaDevAttrMaxSharedMemoryPerMultiprocessor ? 228 << 10
-                                                                      : sms;
+  *value = attribute == cudaDevAttrL2CacheSize                        ? simt::gpu.l2_bytes
+           : attribute == cudaDevAttrMaxSharedMemoryPerMultiprocessor ? simt::SHARED_OF_SM
+                                                                      : simt::gpu.sms[device];
   return cudaSuccess;
 }
 
@@ -271,9 +269,10 @@ template <class F> cudaError_t cudaFuncSetAttribute(F kernel, cudaFuncAttribute,
   return cudaSuccess;
 }
 template <class F>
-cudaError_t cudaOccupancyMaxActiveBlocksPerMultiprocessor(int* blocks, F, int, size_t) {
+cudaError_t cudaOccupancyMaxActiveBlocksPerMultiprocessor(int* blocks, F, int, size_t shared_bytes) {
   SIMT_MAY_FAIL
-  return *blocks = 1, cudaSuccess;
+  const int fit = simt::SHARED_OF_SM / (int(shared_bytes) + simt::SHARED_OF_SYSTEM);
+  return *blocks = std::min(fit, simt::gpu.ctas_per_sm), cudaSuccess;
 }
 
 inline cudaError_t cudaStreamCreateWithFlags(cudaStream_t* stream, unsigned) {

@@ -4,7 +4,8 @@
 //
 // It is stricter than the hardware: asynchronous copies and products land as late as the rules allow,
 // a dependent launch starts before what the launch before it has written can be seen, shared memory
-// starts as NaN, warps do not run in lockstep, and threads run in the order that simt::schedule says.
+// starts as NaN or as large numbers, warps do not run in lockstep, and threads run in the order that
+// simt::schedule says.
 // What it finds it reports with block, warp, lane and source line, and the launch fails.
 #pragma once
 
@@ -169,6 +170,15 @@ void count_shared(const void* pointer, int bytes, Site at);
 void count_global(int bytes);
 
 // ---- the host's side; all of it may be called by several host threads at once ----
+
+// What the runtime says of the GPU, and where kernels end a sum. Tests change it between launches.
+struct Gpu {
+  int sms[2] = {3, 5};       // by device: a persistent grid is smaller than most problems
+  int l2_bytes = 120 << 10;  // holds K and V of one or two heads of a few hundred keys
+  int ctas_per_sm = 1;       // at most; shared memory may allow fewer
+  int keys_at_once = 65536;  // sdpa.cu's most_keys_at_once
+};
+extern Gpu gpu;
 
 enum class Order { forward, reverse, random };
 struct Schedule {

@@ -10,6 +10,8 @@ template <class T> inline T& dynamic_shared(SIMT_CALLER) {
   return *reinterpret_cast<T*>(simt::self->shared);
 }
 
+inline const int& most_keys_at_once = simt::gpu.keys_at_once;
+
 template <class T> inline T ld_shared(const void* src_s, SIMT_CALLER) {
   simt::check_shared(src_s, sizeof(T), at);
   if (simt::self->counting) simt::count_shared(src_s, sizeof(T), at);

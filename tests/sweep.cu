@@ -5,6 +5,7 @@
 //   --layout L     how the tensors lie
 //   --descale D    what factors 8-bit inputs have
 //   --schedule S   CPU backend: the order of the threads
+//   --machine M    CPU backend: the GPU that it plays, and where kernels end a sum
 //   --tile         CPU backend: what one more K/V tile costs, and whether the barriers are those declared
 #ifndef SWEEP_NO_MAIN  // tests/unit.cu has the line and a main of its own
 #define SDPA_HARNESS_ONLY
@@ -155,6 +156,13 @@ string check_chain(Instance& instance) {
 
 // ---- the CPU backend ----
 
+string value_of_knob(const char* name) {
+  for (const Knob* k = line.knobs; k < line.knobs + line.knob_count; k++) {
+    if (string(k->name) == name) return k->value;
+  }
+  return "";
+}
+
 #ifdef SDPA_SIMT
 // Sets the order in which threads run. Returns a sentence if `text` names none.
 string set_schedule(const string& text) {
@@ -172,6 +180,29 @@ string set_schedule(const string& text) {
   return "";
 }
 
+// SMS,L2_KB,CTAS,KEYS of simt::Gpu; "" has its defaults. Returns a sentence if `text` is anything else.
+string parse_machine(const string& text, simt::Gpu& gpu) {
+  gpu = {};
+  if (text.empty()) return "";
+  const vector<long long> n = parse_numbers(text, 1, 1000000);
+  if (n.size() != 4) return "want SMs, KB of L2, CTAs to an SM and keys to a sum, such as 132,61440,1,65536";
+  gpu.sms[0] = int(n[0]), gpu.l2_bytes = int(n[1]) << 10, gpu.ctas_per_sm = int(n[2]);
+  gpu.keys_at_once = int(n[3]);
+  return "";
+}
+string refuse_machine(const string& text) {
+  simt::Gpu gpu;
+  return parse_machine(text, gpu);
+}
+void play_machine(const string& text) { parse_machine(text, simt::gpu); }
+// Three of four random problems have a machine of their own.
+template <class Draw> string draw_machine(const Draw& draw) {
+  constexpr int sms[] = {1, 3, 16, 132}, l2_kb[] = {24, 120, 61440}, keys[] = {64, 200, 65536};
+  if (draw(4) == 0) return "";
+  const int at[] = {draw(4), draw(3), 1 + draw(3), draw(3)};
+  return format("%d,%d,%d,%d", sms[at[0]], l2_kb[at[1]], at[2], keys[at[3]]);
+}
+
 simt::Counters count_tiles(int tiles) {
   const TunedTile& t = line.tiles[0];
   Problem p;
@@ -187,12 +218,7 @@ simt::Counters count_tiles(int tiles) {
 // global memory, and bank conflicts: wavefronts of shared memory beyond those that the bytes need.
 ExitCode print_tile() {
   if (line.is_tuned) return puts("the tile is chosen for each problem"), exit_pass;
-  for (int i = 0; i < line.knob_count; i++) {
-    const Knob& knob = line.knobs[i];
-    if (knob.name == string("SPLIT_CTAS") && knob.changed) {
-      return puts("one more tile may go to one more CTA"), exit_pass;
-    }
-  }
+  if (value_of_knob("SPLIT_CTAS") != "1") return puts("one more tile may go to one more CTA"), exit_pass;
   const int groups = line.tiles[0].split_kv;  // each takes a tile more
   const simt::Counters less = count_tiles(4), more = count_tiles(5);
   string sites;
@@ -218,6 +244,9 @@ ExitCode print_tile() {
 }
 #else
 string set_schedule(const string&) { return "only the CPU backend has one; a GPU has its own"; }
+string refuse_machine(const string&) { return "only the CPU backend has one; a GPU is what it is"; }
+void play_machine(const string&) {}
+template <class Draw> string draw_machine(const Draw&) { return ""; }
 ExitCode print_tile() {
   fprintf(stderr, "sweep: --tile: only the CPU backend counts; configure with -DSDPA_CPU=ON\n");
   return exit_usage;
@@ -241,10 +270,16 @@ Problem sweep_problem(uint64_t series, uint64_t n) {
   };
   Problem p;
   p.B = 1 + draw(3), p.Hkv = 1 + draw(3);
-  const int ratio = 1 + draw(8);
+  int ratio = 1 + draw(8);
   p.Sq = draw_size(tile.block_m), p.Sk = draw(4) ? draw_size(tile.block_n) : p.Sq;
   if (draw(8) == 0) p.Sq = 1;
   if (draw(16) == 0) p.Sk = 0;
+  p.machine = draw_machine(draw);
+  if (line.is_tuned || value_of_knob("PACK_GQA") == "1") {
+    constexpr int ratios[] = {12, 24, 71};  // some larger than a tile
+    if (draw(4) == 0) ratio = ratios[draw(3)];
+    if (draw(3) == 0) p.Sq = 1 + draw(4), p.Sk = 1000 + draw(4001);
+  }
   constexpr double most_pairs = 5e5;  // which the CPU backend takes less than a second for
   const double pairs = double(p.Hkv) * ratio * p.Sq * p.Sk;
   if (pairs * p.B > most_pairs) p.B = 1;
@@ -278,6 +313,7 @@ Problem sweep_problem(uint64_t series, uint64_t n) {
   }
   // Larger logits still would measure fp32 itself: at 10^4 the last bit of S moves P by 1e-3.
   if (draw(4) == 0 && !exact && p.dist != "large") p.scale = 0.05f * float(1 + draw(10));
+  if (line.has_queue && draw(4) == 0) p.max_ctas = 1 + draw(5);
   p.shape = format("%dx%dx%dx%dx%d", p.B, p.Hq, p.Hkv, p.Sq, p.Sk);
   p.seed = n;
   return p;
@@ -323,6 +359,10 @@ vector<Option> sweep_options(SweepOptions& o) {
       {"--schedule", "S",
        "CPU backend: forward, reverse or random:SEED (default: the first two in turn)",
        set_schedule},
+      {"--machine", "SMS,L2_KB,CTAS,KEYS",
+       "CPU backend: SMs, L2, CTAs that an SM holds at most, and keys of which a sum is one "
+       "(default: 3,120,1,65536)",
+       [&o](const string& text) { return o.common.machine = text, refuse_machine(text); }},
       {"--tile", "", "CPU backend: count what one more K/V tile costs, and stop",
        [&o](const string&) { return o.tile = true, ""; }}};
   options.insert(options.end(), more.begin(), more.end());
@@ -332,7 +372,8 @@ vector<Option> sweep_options(SweepOptions& o) {
 string parse_sweep(const vector<Option>& options, const vector<string>& args, SweepOptions& o) {
   const string refusal = parse(options, args, o);
   if (!refusal.empty() || !o.sweep) return refusal;
-  for (const char* drawn : {"--shape", "--causal", "--window", "--dist", "--layout", "--scale"}) {
+  for (const char* drawn : {"--shape", "--causal", "--window", "--dist", "--layout", "--scale", "--max-ctas",
+                            "--machine"}) {
     if (std::count(args.begin(), args.end(), drawn)) {
       return string("--sweep draws its own problems; drop ") + drawn;
     }
@@ -341,7 +382,6 @@ string parse_sweep(const vector<Option>& options, const vector<string>& args, Sw
   o.problems.clear();
   for (int n = 0; n < o.sweep; n++) {
     o.problems.push_back(sweep_problem(o.seeds.empty() ? 0 : o.seeds[0], n));
-    o.problems.back().max_ctas = o.common.max_ctas;
   }
   o.seeds.clear();  // each problem has its own
   return "";
@@ -356,6 +396,7 @@ int main(int argc, char** argv) {
   signal(SIGPIPE, SIG_IGN);
   make_tensor = make_placed_tensor;
   check_more = check_chain;
+  set_machine = play_machine;
   add_dists();
   SweepOptions o;
   const std::vector<Option> options = sweep_options(o);
