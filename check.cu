@@ -72,6 +72,14 @@ struct Problem : reference::Problem {
   Problem() : reference::Problem{} { D = line.D; }
 };
 
+SdpaParams params_of(const Problem& p) {  // but for the tensors
+  SdpaParams params{};
+  params.B = p.B, params.Hq = p.Hq, params.Hkv = p.Hkv, params.Sq = p.Sq, params.Sk = p.Sk;
+  params.D = line.D, params.scale = float(p.scale), params.causal = Causal(int(p.mask));
+  params.window_left = p.window_left, params.window_right = p.window_right;
+  return params;
+}
+
 // Of a number as an element of the type, without its factor; and the number. A byte is in the low half.
 uint16_t element_bits(DType t, float x) {
   const auto bits_of = [](auto element) {
@@ -439,7 +447,7 @@ void (*set_machine)(const string&) = [](const string&) {};            // before 
 
 class Instance {
  public:
-  explicit Instance(const Problem& p) : problem(p) {
+  explicit Instance(const Problem& p) : problem(p), params(params_of(p)) {
     // Inputs as floats and as elements, outputs twice, and of one tensor what it holds and must hold.
     // In double: a problem may have any sizes.
     const double host_need =
@@ -463,9 +471,6 @@ class Instance {
       factors_[t].reset(new DeviceFactors(p, Tensor(t)));
       *descales[t] = factors_[t]->descale;
     }
-    params.B = p.B, params.Hq = p.Hq, params.Hkv = p.Hkv, params.Sq = p.Sq, params.Sk = p.Sk;
-    params.D = line.D, params.scale = float(p.scale), params.causal = Causal(int(p.mask));
-    params.window_left = p.window_left, params.window_right = p.window_right;
     workspace_.reset(new Guarded("the workspace", line.facts_of(params).workspace_bytes(params)));
     workspace_->fill(0);
     params.workspace = workspace_->data();
@@ -540,7 +545,7 @@ class Instance {
   }
 
   Problem problem;
-  SdpaParams params{};
+  SdpaParams params;
   std::unique_ptr<DeviceTensor> tensors[4];  // Q, K, V, O
   struct Outputs {
     Bits O;

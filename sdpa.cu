@@ -6777,10 +6777,7 @@ ExitCode run_problem(const Problem& p, const Options& o, const Device& device) {
   };
   try {
     set_machine(p.machine);
-    SdpaParams sizes{};
-    sizes.B = p.B, sizes.Hq = p.Hq, sizes.Hkv = p.Hkv, sizes.Sq = p.Sq, sizes.Sk = p.Sk;
-    sizes.causal = Causal(int(p.mask));
-    sizes.window_left = p.window_left, sizes.window_right = p.window_right;
+    const SdpaParams sizes = params_of(p);
     r.kernel = line.facts_of(sizes);
     if (line.is_tuned) {
       const TunedTile t = line.tile_of(sizes);

@@ -4,8 +4,8 @@
 //
 // It is stricter than the hardware: asynchronous copies and products land as late as the rules allow,
 // a dependent launch starts before what the launch before it has written can be seen, shared memory
-// starts as NaN or as large numbers, warps do not run in lockstep, and threads run in the order that
-// simt::schedule says.
+// starts as NaN, as large numbers or as zeros, warps do not run in lockstep, and threads run in the order
+// that simt::schedule says.
 // What it finds it reports with block, warp, lane and source line, and the launch fails.
 #pragma once
 

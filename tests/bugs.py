@@ -39,6 +39,14 @@ class Bug:
         return self.net if self.net in SANITIZE else "plain"
 
 
+def edits_of(script):
+    """The edits of a script, s~OLD~NEW~FLAGS between semicolons."""
+    edits = re.findall("s~[^~]*~[^~]*~[a-z0-9]*", script)
+    if re.sub(r"[;\s]", "", script) != re.sub(r"[;\s]", "", "".join(edits)):
+        raise Broken(f"not edits alone: {script}")
+    return edits
+
+
 def read_bugs(path):
     sets = {}
     with open(path) as file:
@@ -122,10 +130,13 @@ class Builder:
 
     def bugged(self, bug):
         """The executable with the bug."""
-        done = subprocess.run(["sed", "-E", bug.script], input=self.source, capture_output=True, text=True)
-        if done.stdout == self.source or done.returncode:
-            raise Broken("no line of sdpa.cu matches its edit" + done.stderr)
-        self.write(bug.name + ".cu", done.stdout)
+        source = self.source
+        for edit in edits_of(bug.script):
+            done = subprocess.run(["sed", "-E", edit], input=source, capture_output=True, text=True)
+            if done.stdout == source or done.returncode:
+                raise Broken(f"no line of sdpa.cu matches {edit}{done.stderr}")
+            source = done.stdout
+        self.write(bug.name + ".cu", source)
         return self.executable(bug.name + ".cu", bug.kind, bug.knobs, bug.options.startswith("@"), bug.name)
 
 

@@ -178,26 +178,47 @@ TEST_CASE("idle_strides") {
   }
 }
 
-// The same memory with other sizes and strides: nothing of an earlier call is left.
+// The same memory with other sizes, strides, heads, masks and tiles: nothing of an earlier call is left.
 TEST_CASE("changed_tensors") {
-  const Attention a(1, 2, 2, 40, 30);
+  const Attention a(1, 4, 4, 40, 60);
   const auto bits = [&](const SdpaParams& p) {
     CHECK(a.forward(p) == "");
-    vector<uint16_t> O(2 * 40 * size_t(a.p.D));
+    vector<Output> O(4 * 40 * size_t(a.p.D));
     cudaMemcpy(O.data(), a.p.O, O.size() * sizeof(Output), cudaMemcpyDeviceToHost);
     return O;
   };
-  SdpaParams shorter = a.p, other_way = a.p;  // [B,H,S,D], and the same as [B,S,H,D]
-  shorter.Sq = 20;
-  for (Strides* s : {&other_way.q, &other_way.k, &other_way.v, &other_way.o}) {
-    s->head = a.p.D, s->row = 2 * a.p.D;
+  using Change = void (*)(SdpaParams&);
+  const Change same = [](SdpaParams&) {};
+  const Change fewer_rows = [](SdpaParams& p) { p.Sq = 20; };
+  const Change fewer_keys = [](SdpaParams& p) { p.Sk = 33; };
+  const Change later_q = [](SdpaParams& p) { p.Sq = 20, p.Q += 20 * p.D; };
+  const Change later_o = [](SdpaParams& p) { p.Sq = 20, p.O += 20 * p.D; };
+  const Change later_k = [](SdpaParams& p) { p.Sk = 33, p.K += 20 * p.D; };
+  const Change one_tensor = [](SdpaParams& p) { p.V = p.K; };
+  const Change causal = [](SdpaParams& p) { p.causal = Causal::bottom_right; };
+  const Change window = [](SdpaParams& p) { p.window_left = 9, p.window_right = 3; };
+  const Change groups = [](SdpaParams& p) { p.Hkv = 2; };
+  const Change fewer_heads = [](SdpaParams& p) { p.Hkv = p.Hq = 2; };
+  const Change batches = [](SdpaParams& p) {
+    p.B = 2, p.Hq = p.Hkv = 2;
+    for (Strides* s : {&p.q, &p.k, &p.v, &p.o}) s->batch = 2 * s->head;
+  };
+  const Change other_way = [](SdpaParams& p) {  // [B,S,H,D]
+    for (Strides* s : {&p.q, &p.k, &p.v, &p.o}) s->head = p.D, s->row = 4 * p.D;
+  };
+  for (Change change : {same, fewer_rows, later_q, fewer_rows, later_o, same, fewer_keys, later_k, fewer_keys, same, one_tensor,
+                        same, causal, window, same, groups, fewer_heads, same, batches, same, other_way, same}) {
+    SdpaParams p = a.p;
+    change(p);
+    for (int sms : {1, 132}) {  // a tuned line takes another tile
+      simt::gpu.sms[0] = sms;
+      const vector<Output> O = bits(p);
+      vector<Output> first_of_its_thread;
+      std::thread([&] { first_of_its_thread = bits(p); }).join();
+      CHECK(memcmp(O.data(), first_of_its_thread.data(), O.size() * sizeof(Output)) == 0);
+    }
   }
-  for (const SdpaParams& p : {a.p, shorter, a.p, other_way}) {
-    const vector<uint16_t> O = bits(p);
-    vector<uint16_t> first_of_its_thread;
-    std::thread([&] { first_of_its_thread = bits(p); }).join();
-    CHECK(O == first_of_its_thread);
-  }
+  simt::gpu = {};
 }
 
 TEST_CASE("no_keys") {
@@ -343,6 +364,27 @@ TEST_CASE("sizes") {
   if (is_cublas) {  // 2^34 rows, a warp each
     p.B = 1 << 12, p.Hq = p.Hkv = 1 << 10, p.Sq = 1 << 12;
     CHECK(contains(a.forward(p), " is over 2^31-1 CTAs; split the batch"));
+  }
+}
+
+// Where a sum ends after 65,536 keys: another kernel, which carries it on, with a bounded workspace; or shorter ranges.
+TEST_CASE("many_keys") {
+  const auto problem = [](int B, int Sq, int Sk) {
+    SdpaParams p{};
+    p.B = B, p.Hq = p.Hkv = 3, p.Sq = Sq, p.Sk = Sk, p.D = Build::head_dim;
+    return p;
+  };
+  const auto kernel = [&](int Sk) { return kernel_facts(problem(2, 999, Sk)).kernel; };
+  const auto bytes = [&](int B, int Sk) { return sdpa_workspace_bytes(problem(B, 999, Sk)); };
+  CHECK((kernel(65537) != kernel(65536)) == ((is_wgmma || is_mma) && !Build::pack_gqa));
+  if (!is_cublas) {
+    CHECK((bytes(2, 1 << 20) >= bytes(2, 65537) && bytes(2, 65537) >= bytes(2, 65536)));
+    CHECK(bytes(2, 1 << 20) < size_t(1) << 30);
+  }
+  if (Build::pack_gqa) {
+    CHECK(items_of<Build>(problem(2, 1, 1 << 20)).ranges >= 16);
+    CHECK(items_of<Build>(problem(9000, 1, 1 << 20)).ranges == 1);  // 27,000 items have no counters
+    CHECK(sdpa_workspace_bytes(problem(9000, 1, 1 << 20)) == range_counter_bytes);
   }
 }
 

@@ -2,6 +2,7 @@
 // way each, kernels that follow each other, the order of the threads and the counters of the CPU backend.
 // Linked to a line it is sweep_NAME, which takes all options of sdpa_NAME and these:
 //   --sweep N      N random problems, checked and not timed; --seeds picks the series
+//   --edges        problems at the edges of the line's tiles, masks, sums and groups, likewise
 //   --layout L     how the tensors lie
 //   --descale D    what factors 8-bit inputs have
 //   --schedule S   CPU backend: the order of the threads
@@ -71,8 +72,17 @@ float nonfinite(const InputAt& i) {
   return r / 8 % 2 && line.input != DType::e4m3 ? float(INFINITY) : float(NAN);
 }
 
+// Logits about -100 at the default scale: 2^S is 0 unless a row's own maximum is subtracted.
+float negative(const InputAt& i) {
+  const float mean = 10 / std::pow(float(i.problem.D), 0.25f);
+  return i.tensor == Tensor::V ? i.x : i.tensor == Tensor::Q ? i.x / 2 + mean : i.x / 2 - mean;
+}
+
 void add_dists() {
-  for (const Dist& d : {Dist{"nonfinite", nonfinite}, {"huge", huge}, {"stairs", stairs}}) {
+  for (const Dist& d : {Dist{"nonfinite", nonfinite},
+                        {"huge", huge},
+                        {"stairs", stairs},
+                        {"negative", negative}}) {
     reference::dists.push_back(d);
   }
 }
@@ -258,11 +268,18 @@ ExitCode print_tile() {
 constexpr int DESCALES = 5;
 const char* const descales[DESCALES] = {"heads", "gaps", "shared", "none", "zeros"};
 
-// Random small problems over the whole contract; number n of a series of a build is the same everywhere.
-Problem sweep_problem(uint64_t series, uint64_t n) {
-  uint64_t state = mix(mix(series + 11) + n);
-  const auto draw = [&](int size) { return int((state = mix(state)) % uint64_t(size)); };
-  const TunedTile& tile = line.tiles[draw(line.tile_count)];
+bool packs_heads() { return line.is_tuned || value_of_knob("PACK_GQA") == "1"; }
+
+bool same_tile(const TunedTile& a, const TunedTile& b) {
+  return a.block_m == b.block_m && a.block_n == b.block_n && a.num_warps == b.num_warps && a.stages == b.stages &&
+         a.schedule == b.schedule;
+}
+bool takes_tile(const Problem& p, const TunedTile& t) {
+  play_machine(p.machine);
+  return same_tile(line.tile_of(params_of(p)), t);
+}
+
+template <class Draw> Problem draw_problem(const Draw& draw, const TunedTile& tile) {
   const auto draw_size = [&](int unit) {  // half of them beside an edge of tiles or of 64 rows
     if (draw(2)) return draw(301);
     if (draw(2)) unit = 64;
@@ -275,11 +292,12 @@ Problem sweep_problem(uint64_t series, uint64_t n) {
   if (draw(8) == 0) p.Sq = 1;
   if (draw(16) == 0) p.Sk = 0;
   p.machine = draw_machine(draw);
-  if (line.is_tuned || value_of_knob("PACK_GQA") == "1") {
+  if (packs_heads()) {
     constexpr int ratios[] = {12, 24, 71};  // some larger than a tile
     if (draw(4) == 0) ratio = ratios[draw(3)];
     if (draw(3) == 0) p.Sq = 1 + draw(4), p.Sk = 1000 + draw(4001);
   }
+  if (line.is_tuned && draw(4) == 0) p.Sq = 256, p.Sk = 1200 + draw(1500), p.Hkv = ratio = 1;
   constexpr double most_pairs = 5e5;  // which the CPU backend takes less than a second for
   const double pairs = double(p.Hkv) * ratio * p.Sq * p.Sk;
   if (pairs * p.B > most_pairs) p.B = 1;
@@ -315,15 +333,99 @@ Problem sweep_problem(uint64_t series, uint64_t n) {
   if (draw(4) == 0 && !exact && p.dist != "large") p.scale = 0.05f * float(1 + draw(10));
   if (line.has_queue && draw(4) == 0) p.max_ctas = 1 + draw(5);
   p.shape = format("%dx%dx%dx%dx%d", p.B, p.Hq, p.Hkv, p.Sq, p.Sk);
+  return p;
+}
+
+// Random small problems over the whole contract; number n of a series of a build is the same everywhere. A tuned line
+// takes its tiles in turn.
+Problem sweep_problem(uint64_t series, uint64_t n) {
+  uint64_t state = mix(mix(series + 11) + n);
+  const auto draw = [&](int size) { return int((state = mix(state)) % uint64_t(size)); };
+  const TunedTile& tile = line.tiles[(series + n) % line.tile_count];
+  Problem p = draw_problem(draw, tile);
+  for (int tries = 0; line.is_tuned && tries < 2000 && !takes_tile(p, tile); tries++) {
+    p = draw_problem(draw, tile);
+  }
   p.seed = n;
   return p;
+}
+
+// ---- problems at edges ----
+
+// Of one tile: what a random problem seldom meets.
+void add_edges(vector<Problem>& problems, int rows, int keys) {
+  using reference::Mask;
+  const auto add = [&](vector<int> sizes, Mask mask = Mask::none, const char* dist = "normal") -> Problem& {
+    Problem p;
+    p.B = sizes[0], p.Hq = sizes[1], p.Hkv = sizes[2], p.Sq = sizes[3], p.Sk = sizes[4];
+    p.mask = mask, p.dist = line.fp16_acc && string(dist) != "nonfinite" ? "normal" : dist;
+    p.shape = format("%dx%dx%dx%dx%d", p.B, p.Hq, p.Hkv, p.Sq, p.Sk);
+    p.seed = problems.size();
+    problems.push_back(p);
+    return problems.back();
+  };
+  // The last key of a tile is missing, in the second block of rows as well; O is the first row of V, or the last visible.
+  for (Mask mask : {Mask::none, Mask::bottom_right}) {
+    for (uint64_t seed : {0, 1}) add({1, 2, 1, rows + 3, 2 * keys - 1}, mask, "stairs").seed = seed;
+  }
+  // Rows and whole warpgroups that see no key; first keys far from key 0; both edges in one tile.
+  constexpr int windows[][2] = {{0, 5}, {20, 0}, {33, 20}, {-1, 7}, {9, -1}};
+  const int shapes[][2] = {{rows + 70, keys}, {40, keys + 150}, {rows + 3, rows + 50}};
+  int turn = 0;
+  for (Mask mask : {Mask::none, Mask::bottom_right, Mask::top_left}) {
+    for (const auto& window : windows) {
+      const auto& shape = shapes[turn++ % 3];
+      Problem& p = add({1, 2, 1, shape[0], shape[1]}, mask, turn % 2 ? "normal" : "uniform");
+      p.window_left = window[0], p.window_right = window[1];
+    }
+  }
+  // Many rows of few keys; infinities and NaN in several places; logits far below 0.
+  add({1, 1, 1, 700, 40}, Mask::bottom_right);
+  for (uint64_t seed : {1, 2, 3}) add({1, 4, 2, 20, 70}, Mask::none, "nonfinite").seed = seed;
+  add({1, 2, 2, 40, 200}, Mask::top_left, "negative");
+  // Of 8 bits: scores that are multiplied once more, with rows of several batches far apart; sums that are flushed once,
+  // once and for one key more, and twice.
+  if (element_bytes(line.input) == 1) {
+    Problem& p = add({2, 2, 1, 4, 300});
+    p.layout = "far_rows", p.dist = "stairs", p.seed = 1, p.scale = 0.02f;
+    for (int flushed : {1024, 1025, 2048, 2049}) add({1, 1, 1, 16, flushed}, Mask::none, "uniform");
+  }
+  if (line.family == string("scalar") || line.is_cublas) return;
+  // Sums in several parts, on GPUs with fewer CTAs than items and with more, and with two CTAs to an SM.
+  add({1, 3, 1, 40, 300}, Mask::none, "stairs").machine = "1,120,2,64";
+  add({1, 1, 1, rows, std::max(rows - 28, 1)}, Mask::bottom_right).machine = "3,120,1,64";
+  add({1, 3, 1, 40, 300}, Mask::bottom_right, "stairs").machine = "1,24,1,64";
+  add({1, 2, 1, 40, 300}, Mask::none, "negative").machine = "132,61440,3,64";
+  add({1, 2, 1, 40, 300}, Mask::bottom_right, "uniform").machine = "3,120,1,200";
+}
+// Heads of a group that do not fit a tile, ranges of many keys.
+void add_decode_edges(vector<Problem>& problems) {
+  constexpr int shapes[][5] = {
+      {2, 24, 2, 3, 70}, {1, 71, 1, 1, 90}, {2, 24, 1, 1, 1100}, {1, 8, 1, 1, 6000}, {1, 12, 1, 4, 1500}};
+  for (const auto& s : shapes) {
+    Problem p;
+    p.B = s[0], p.Hq = s[1], p.Hkv = s[2], p.Sq = s[3], p.Sk = s[4];
+    p.shape = format("%dx%dx%dx%dx%d", p.B, p.Hq, p.Hkv, p.Sq, p.Sk);
+    p.mask = reference::Mask(problems.size() % 2), p.seed = problems.size();
+    if (p.Sk > 1000) p.machine = "132,61440,1,65536";
+    problems.push_back(p);
+  }
+}
+
+vector<Problem> edge_problems() {
+  vector<Problem> problems;
+  const auto fewer_rows = [](const TunedTile& a, const TunedTile& b) { return a.block_m < b.block_m; };
+  const TunedTile& t = *std::max_element(line.tiles, line.tiles + line.tile_count, fewer_rows);
+  add_edges(problems, t.block_m, t.block_n * t.split_kv);
+  if (packs_heads()) add_decode_edges(problems);
+  return problems;
 }
 
 // ---- the command line ----
 
 struct SweepOptions : Options {
   int sweep = 0;
-  bool tile = false;
+  bool edges = false, tile = false;
 };
 
 vector<Option> sweep_options(SweepOptions& o) {
@@ -335,6 +437,8 @@ vector<Option> sweep_options(SweepOptions& o) {
          if (n.size() == 1) o.sweep = int(n[0]);
          return n.size() == 1 ? "" : "want a whole number from 1 to 1000000";
        }},
+      {"--edges", "", "problems at the edges of the line's tiles instead, checked and not timed",
+       [&o](const string&) { return o.edges = true, ""; }},
       {"--layout", "L",
        "how the tensors lie; zero: all heads of an input are one; reversed: rows and heads of "
        "inputs run "
@@ -371,15 +475,15 @@ vector<Option> sweep_options(SweepOptions& o) {
 
 string parse_sweep(const vector<Option>& options, const vector<string>& args, SweepOptions& o) {
   const string refusal = parse(options, args, o);
-  if (!refusal.empty() || !o.sweep) return refusal;
+  if (!refusal.empty() || (!o.sweep && !o.edges)) return refusal;
   for (const char* drawn : {"--shape", "--causal", "--window", "--dist", "--layout", "--scale", "--max-ctas",
                             "--machine"}) {
     if (std::count(args.begin(), args.end(), drawn)) {
-      return string("--sweep draws its own problems; drop ") + drawn;
+      return string("--sweep and --edges have their own problems; drop ") + drawn;
     }
   }
   o.check_only = o.shape_given = true;
-  o.problems.clear();
+  o.problems = o.edges ? edge_problems() : vector<Problem>();
   for (int n = 0; n < o.sweep; n++) {
     o.problems.push_back(sweep_problem(o.seeds.empty() ? 0 : o.seeds[0], n));
   }
@@ -403,8 +507,15 @@ int main(int argc, char** argv) {
   const std::string refusal = parse_sweep(options, {argv + 1, argv + argc}, o);
   if (!refusal.empty()) return refuse(refusal);
   if (o.tile) return finish(print_tile());
+  if (o.edges) check_more = [](Instance&) { return std::string(); };  // half the time
   const ExitCode exit = run(o, options);
-  if (o.sweep) fprintf(stderr, "%d of %d passed\n", o.passed, o.sweep);
+  const auto taken = [&](const TunedTile& t) {
+    return std::any_of(o.problems.begin(), o.problems.end(), [&](const Problem& p) { return takes_tile(p, t); });
+  };
+  const bool all_taken = line.is_tuned && std::all_of(line.tiles, line.tiles + line.tile_count, taken);
+  if (o.sweep || o.edges) {
+    fprintf(stderr, "%d of %d passed%s\n", o.passed, int(o.problems.size()), all_taken ? ", on every tile" : "");
+  }
   return finish(exit);
 }
 #endif  // SWEEP_NO_MAIN
