@@ -43,7 +43,8 @@ EOF
 say() { printf '%s\n' "$*" >&2; }
 refuse() { say "run_all.sh: $*"; exit 2; }
 
-build=${SDPA_BUILD_DIR:-build} base_build=${SDPA_BUILD_DIR:-build}
+build=${SDPA_BUILD_DIR:-build}
+venv=$(realpath -m -- "$build/venv")  # tests run its Python in other folders
 jobs=${JOBS:-$(nproc 2>/dev/null || echo 2)}
 [[ $jobs =~ ^[1-9][0-9]{0,3}$ ]] || refuse "JOBS=$jobs: want a number of processes from 1 to 9999"
 # progress WHAT DONE COUNT NAME SINCE: "built 7 of 81, 3 min left: scalar_vec8"; begun at SINCE, in $SECONDS.
@@ -85,23 +86,33 @@ need() {
     refuse "$1 is missing; install it with: sudo apt-get install $2"
 }
 
-# find_python MODULE...: sets $python to one that has them, installed if that is possible.
-find_python() {
-  local find='import importlib.util, sys; sys.exit(any(not importlib.util.find_spec(m) for m in sys.argv[1:]))'
-  local try venv=$base_build/venv
-  for try in found apt pip; do
-    case $try in
-      apt) apt_install python3 "${@/#/python3-}" ;;
-      pip)
-        command -v python3 >/dev/null && may_install "$* (pip, into $venv)" &&
-          python3 -m venv --system-site-packages "$venv" && "$venv/bin/python3" -m pip install --quiet "$@" >&2
-        ;;
-    esac
-    for python in python3 "$venv/bin/python3" /usr/bin/python3; do  # Debian's modules are not those of another one on PATH
-      command -v "$python" >/dev/null && "$python" -c "$find" "$@" && return
-    done
+# python_with MODULE...: sets $python to one that has them; a module may name its version, as in onnx==1.23.*
+python_with() {
+  local find='
+import fnmatch, importlib.metadata, importlib.util, sys
+for word in sys.argv[1:]:
+    module, _, version = word.partition("==")
+    if not importlib.util.find_spec(module): sys.exit(1)
+    if version and not fnmatch.fnmatch(importlib.metadata.version(module), version): sys.exit(1)'
+  for python in python3 "$venv/bin/python3" /usr/bin/python3; do  # Debian's modules are not those of another one on PATH
+    command -v "$python" >/dev/null && "$python" -c "$find" "$@" && return
   done
   return 1
+}
+
+# pip_install PYTHON MODULE...: what of them PYTHON lacks, into a venv beside it; sets $python to one that has them.
+pip_install() {
+  local base=$1
+  shift
+  command -v "$base" >/dev/null && may_install "$* (pip, into $venv)" || return
+  "$base" -c 'import ensurepip' 2>/dev/null || apt_install python3-venv  # which Debian's lacks
+  "$base" -m venv --system-site-packages --clear "$venv" && "$venv/bin/python3" -m pip install --quiet "$@" >&2
+  python_with "$@"
+}
+
+# find_python MODULE...: sets $python to one that has them, installed if that is possible.
+find_python() {
+  python_with "$@" || { apt_install python3 "${@/#/python3-}"; python_with "$@"; } || pip_install python3 "$@"
 }
 
 need_python() {
@@ -500,7 +511,7 @@ test_in() {
 }
 
 run_tests() {
-  local base=$build failed=0 tool missing=()
+  local base=$build failed=0 found tool missing=() modules=(jsonschema matplotlib numpy pytest scipy) onnx='onnx==1.23.*'
   case ${1-} in
     -h|--help)
       say "usage: ./run_all.sh test [--all-lines] [CTEST OPTION...]"
@@ -519,10 +530,16 @@ run_tests() {
   need_tools
   echo '#include <doctest/doctest.h>' | "${CXX:-c++}" -x c++ -fsyntax-only - 2>/dev/null || apt_install doctest-dev ||
     refuse "doctest is missing; install it with: sudo apt-get install doctest-dev"
-  if find_python jsonschema matplotlib numpy pytest scipy; then
+  if find_python "${modules[@]}"; then
+    # Not Debian's, which is older than its operator Attention.
+    found=$python
+    python_with "${modules[@]}" "$onnx" || pip_install "$found" "${modules[@]}" "$onnx" || {
+      say "---- tests: without ONNX's own cases, which need: python3 -m pip install '$onnx'"
+      python_with "${modules[@]}"
+    }
     export PYTHON=$python
   else
-    say "---- tests: those in Python are left out; they need: python3 -m pip install jsonschema matplotlib numpy pytest scipy"
+    say "---- tests: those in Python are left out; they need: python3 -m pip install ${modules[*]}"
   fi
   # Under the sanitizers one line of each kind, or with --all-lines all of them.
   local kinds='^(scalar_(sync2|async3|e4m3|racy)|wmma_(all|u8|racy)|mma_(lazy3|split4|u8|e4m3_d128)'

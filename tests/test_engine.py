@@ -304,12 +304,6 @@ def test_a_wrong_kernel_does_not(harm):
     assert not check.passed and check.sentence
 
 
-SHIM = """#include "tools/library.cu"
-extern "C" void* host_allocate(size_t bytes) { void* p; return cudaMalloc(&p, bytes) ? nullptr : p; }
-extern "C" void host_synchronize() { cudaDeviceSynchronize(); }
-"""
-
-
 class HostGpu(FakeGpu):
     """The CPU backend behind a line's library: its memory is a GPU's as far as the line knows."""
 
@@ -331,13 +325,9 @@ class HostGpu(FakeGpu):
 
 
 @pytest.mark.parametrize("name,dtype", [("scalar_vec8", "fp16"), ("scalar_e4m3", "e4m3"), ("scalar_u8", "u8")])
-def test_a_real_line_through_its_library(tmp_path, name, dtype):
-    (tmp_path / "shim.cu").write_text(SHIM)
+def test_a_real_line_through_its_library(name, dtype):
     line, = builds.parse_contenders([name])
-    subprocess.run(["g++", "-std=c++17", "-O0", "-march=native", "-ffp-contract=off", "-ftrivial-auto-var-init=pattern",
-                    "-w", "-pthread", "-fPIC", "-shared", "-I" + ROOT, f"-I{ROOT}/simt", *builds.definitions(line.words), "-x", "c++",
-                    tmp_path / "shim.cu", f"{ROOT}/simt/engine.cpp", "-o", tmp_path / "line.so"], check=True)
-    kernel = engine.LoadedLine(line, str(tmp_path / "line.so"))
+    kernel = engine.LoadedLine(line, builds.host_library(*line.words, program="tests/host_library.cu"))
     gpu = HostGpu(kernel.library)
     problems = [engine.parse_problem(f"{text},64,{dtype},{causal}") for text, causal in (("1,4,2,70,90", "br"), ("1,4,2,40,50", "tl"))]
     bench = engine.Bench(gpu, {"A": kernel, "B": kernel}, dict(zip("AB", problems)))

@@ -397,17 +397,19 @@ def build_one(line, archs, program, kind):
     return Built(line, path, log=open(path + ".log").read())
 
 
-def host_library(*knobs):
-    """tools/library.cu with these knobs compiled for the CPU backend, for what of sdpa.cu needs no GPU."""
-    sources = ("tools/library.cu", "sdpa.cu", "simt/engine.cpp")
-    path = os.path.join(BUILD, "engine", f"host-{digest(*knobs, *(Tree().read(source) for source in sources))}.so")
+def host_library(*knobs, program=LIBRARY):
+    """tools/library.cu, or a program that includes it, with these knobs compiled for the CPU backend."""
+    simt = ["simt/" + name for name in sorted(os.listdir(os.path.join(ROOT, "simt")))]
+    texts = [*Tree().sources(program).values(), *map(Tree().read, simt)]
+    path = os.path.join(BUILD, "engine", f"host-{digest(program, *knobs, *texts)}.so")
     if not os.path.exists(path):
         os.makedirs(os.path.dirname(path), exist_ok=True)
         new = own_name(path)
-        compiled = run([os.environ.get("CXX", "g++"), "-std=c++17", "-O1", "-w", "-pthread", "-fPIC", "-shared", "-Isimt",
-                        *("-D" + knob for knob in knobs), "-x", "c++", sources[0], sources[2], "-o", new], cwd=ROOT)
+        compiled = run([os.environ.get("CXX", "g++"), "-std=c++17", "-O1", "-ffp-contract=off",
+                        "-ftrivial-auto-var-init=pattern", "-w", "-pthread", "-fPIC", "-shared", "-Isimt",
+                        *definitions(knobs), "-x", "c++", program, "simt/engine.cpp", "-o", new], cwd=ROOT)
         if compiled.returncode:
-            raise Refused(f"tools/library.cu does not compile: {compiler_words(compiled.stderr)}", 3)
+            raise Refused(f"{program} does not compile: {compiler_words(compiled.stderr)}", 3)
         os.rename(new, path)
     return path
 

@@ -1,0 +1,12 @@
+// tools/library.cu for the CPU backend, with its "device memory" for a test in Python.
+#include "../tools/library.cu"
+
+extern "C" {
+
+void* host_allocate(size_t bytes) {
+  void* pointer;
+  return cudaMalloc(&pointer, bytes) ? nullptr : pointer;
+}
+void host_free(void* pointer) { cudaFree(pointer); }
+void host_synchronize() { cudaDeviceSynchronize(); }
+}

@@ -1,0 +1,238 @@
+"""The node tests that ONNX's package has of its Attention operator, run by lines of configs.txt on the CPU backend.
+
+A line gets a case's inputs rounded to its type. The expected output is what ONNX's reference computes of the same rounded
+inputs in float32: the outputs that ONNX stores are of inputs that were not rounded, and those in fp16 and bf16 were rounded
+after each step, which leaves them further from the truth than a line's. O must be as near as ONNX wants: within the case's
+rtol (1e-3) and atol (1e-7), in bf16 within the rtol of 2^-6 that ONNX's runner takes there. The stored outputs have to agree
+with the reference as nearly.
+D is padded with zeros to HEAD_DIM. Past keys and values are put in front of the new ones here; present_key and
+present_value, which are no more than that, are not compared. Batches with lengths of their own are a launch each.
+Of each case ONNX has a variant `_expanded` as well, with the same inputs and outputs, in which other operators stand for
+Attention.
+
+usage: python3 -m pytest tests/test_onnx.py
+       python3 tests/test_onnx.py              writes its table into docs/TESTING.md"""
+import ctypes
+import functools
+import math
+import os
+import sys
+from collections import defaultdict
+
+import numpy as np
+import pytest
+
+ROOT = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))
+sys.path.insert(0, os.path.join(ROOT, "tools"))
+import builds  # noqa: E402
+import engine  # noqa: E402
+import page  # noqa: E402
+
+onnx = pytest.importorskip("onnx", "1.23", reason="its cases come with PyPI's onnx: python3 -m pip install 'onnx==1.23.*'")
+import ml_dtypes  # noqa: E402
+import onnx.backend.test.case.node.attention  # noqa: E402,F401: makes the cases
+from onnx.backend.test.case import node as onnx_nodes  # noqa: E402
+from onnx.reference import ReferenceEvaluator  # noqa: E402
+
+# Of hopper two of its tiles, to compile less.
+LINES = ("scalar_minimal", "wmma_all", "mma_lazy", "hopper BLOCK_M=64", "mma_d128_bf16")
+TYPES = {"fp16": np.float16, "bf16": ml_dtypes.bfloat16}
+
+
+# ---- ONNX's cases ----
+
+class Case:
+    """One of ONNX's cases: attributes, inputs and outputs by their names in the operator's specification."""
+
+    def __init__(self, case):
+        node, = case.model.graph.node
+        inputs, outputs = case.data_sets[0]
+        self.name, self.model = case.name.removeprefix("test_attention_"), case.model
+        self.rtol, self.atol = case.rtol, case.atol
+        self.attributes = {one.name: onnx.helper.get_attribute_value(one) for one in node.attribute}
+        self.inputs = dict(zip(filter(None, node.input), inputs))
+        self.outputs = dict(zip(filter(None, node.output), outputs))
+
+    def left_out(self):
+        """Why it is not run; "" if it is."""
+        if "attn_mask" in self.inputs:
+            return "not ours: the mask is a tensor"
+        if "qk_matmul_output" in self.outputs:
+            return "not ours: Q @ K.T is an output"
+        return "not yet: softcap" if self.attributes.get("softcap") else ""
+
+    def launches(self, Sq, Sk, past):
+        """(batches, their keys, the key at which query 0 stands) of each launch."""
+        if "nonpad_kv_seqlen" not in self.inputs:
+            return [(slice(None), Sk, past)]
+        lengths = self.inputs["nonpad_kv_seqlen"].tolist()
+        # The last query stands at the last key.
+        return [(slice(b, b + 1), keys, keys - Sq) for b, keys in enumerate(lengths)]
+
+    def expected(self, dtype):
+        """Y by ONNX's reference in float32, of inputs rounded to a type."""
+        inputs = {name: x if x.dtype == np.int64 else x.astype(dtype).astype(np.float32)
+                  for name, x in self.inputs.items()}
+        return ReferenceEvaluator(self.model).run(None, inputs)[0]
+
+    def compare(self, Y, expected):
+        """Raises an AssertionError unless Y is within ONNX's tolerances."""
+        rtol = max(self.rtol, 2 ** -6) if Y.dtype == ml_dtypes.bfloat16 else self.rtol
+        np.testing.assert_allclose(Y.astype(np.float32), expected.astype(np.float32), rtol, self.atol)
+
+
+CASES = [Case(case) for case in onnx_nodes._NodeTestCases if case.model.graph.node[0].op_type == "Attention"]
+OURS = [case for case in CASES if not case.left_out()]
+
+
+# ---- a line ----
+
+def heads_of(x, heads):
+    """[B,H,S,D], of [B,S,H * D] as a view."""
+    return x if x.ndim == 4 else x.reshape(*x.shape[:2], heads, -1).swapaxes(1, 2)
+
+
+def visible(Sq, Sk, past, causal=0, left=-1, right=-1):
+    """How many keys in front no query sees, and what SdpaParams says of the rest. ONNX's query i stands at key past + i: it
+    sees those from there - left to there + right, if causal none behind it."""
+    if causal and past in (0, Sk - Sq):
+        return 0, dict(causal=engine.CAUSAL.index("br" if past else "tl"), window_left=left, window_right=-1)
+    right, unseen = 0 if causal else right, max(past - left, 0) if left >= 0 else 0
+    past -= unseen
+    return unseen, dict(window_left=left if left < 0 else left - past, window_right=right if right < 0 else right + past)
+
+
+class Line:
+    """A line's library, and arrays in what its CPU backend takes for device memory."""
+
+    def __init__(self, text):
+        self.line, = builds.parse_contenders(text.split())
+        path = builds.host_library(*self.line.words, program="tests/host_library.cu")
+        self.library = engine.LoadedLine(self.line, path).library
+        self.library.host_allocate.restype = ctypes.c_void_p
+        self.dtype, self.addresses = TYPES[self.line.dtype], []
+
+    def array(self, shape, dtype):
+        """Zeros in that memory."""
+        size = math.prod(shape) * np.dtype(dtype).itemsize
+        self.addresses.append(self.library.host_allocate(ctypes.c_size_t(size)))
+        array = np.frombuffer((ctypes.c_uint8 * size).from_address(self.addresses[-1]), np.uint8)
+        array.fill(0)
+        return array.view(dtype).reshape(shape)
+
+    def free(self):
+        while self.addresses:
+            self.library.host_free(ctypes.c_void_p(self.addresses.pop()))
+
+    def tensor(self, values, is_3d):
+        """The values padded to [B,H,S,HEAD_DIM]; those of a 3D case stand in the order [B,S,H,HEAD_DIM]."""
+        B, H, S, D = values.shape
+        order = (B, S, H) if is_3d else (B, H, S)
+        tensor = self.array((*order, self.line.D), self.dtype)
+        tensor = tensor.swapaxes(1, 2) if is_3d else tensor
+        tensor[..., :D] = values
+        return tensor
+
+    def launch(self, tensors, harm, **more):
+        Q, K = tensors["Q"], tensors["K"]
+        p = engine.SdpaParams(B=len(Q), Hq=Q.shape[1], Hkv=K.shape[1], Sq=Q.shape[2], Sk=K.shape[2], D=self.line.D, **more)
+        for name, tensor in tensors.items():
+            setattr(p, name, tensor.ctypes.data)
+            setattr(p, name.lower(), engine.Strides(*(stride // tensor.itemsize for stride in tensor.strides[:3])))
+        harm(p)
+        p.workspace = self.array((self.library.sdpa_library_workspace_bytes(ctypes.byref(p)),), np.uint8).ctypes.data
+        text = ctypes.create_string_buffer(256)
+        if self.library.sdpa_library_forward(ctypes.byref(p), None, text, ctypes.c_size_t(256)):
+            raise engine.CudaError(text.value.decode())
+
+    def run(self, case, harm=lambda p: None):
+        """Y of a case; harm changes the parameters of each launch."""
+        attributes, is_3d = case.attributes, case.inputs["Q"].ndim == 3
+        Q = heads_of(case.inputs["Q"], attributes.get("q_num_heads"))
+        K, V = (heads_of(case.inputs[name], attributes.get("kv_num_heads")) for name in "KV")
+        past = 0
+        if "past_key" in case.inputs:
+            past = case.inputs["past_key"].shape[2]
+            K, V = (np.concatenate((case.inputs[name], x), axis=2) for name, x in (("past_key", K), ("past_value", V)))
+        (B, _, Sq, D), Sk = Q.shape, K.shape[2]
+        unwritten = np.full((*Q.shape[:3], self.line.D), np.nan)
+        tensors = {name: self.tensor(values, is_3d) for name, values in zip("QKVO", (Q, K, V, unwritten))}
+        for batches, keys, past in case.launches(Sq, Sk, past):
+            first, mask = visible(Sq, keys, past, attributes.get("is_causal", 0), attributes.get("left_window_size", -1),
+                                  attributes.get("right_window_size", -1))
+            part = {name: x[batches, :, first:keys] if name in "KV" else x[batches] for name, x in tensors.items()}
+            self.launch(part, harm, scale=attributes.get("scale", D ** -0.5), **mask)
+        Y = tensors["O"][..., :V.shape[3]].copy()
+        self.free()
+        return Y.swapaxes(1, 2).reshape(B, Sq, -1) if is_3d else Y
+
+
+line_of = functools.cache(Line)
+
+
+@functools.cache
+def failures(line, harm=lambda p: None):
+    """{name: why} of the cases whose Y is wrong."""
+    found = {}
+    for case in OURS:
+        try:
+            case.compare(line.run(case, harm), case.expected(line.dtype))
+        except AssertionError as error:
+            found[case.name] = str(error)
+    return found
+
+
+# ---- the table ----
+
+def by_first_word(names):
+    """Names without the first words that they share."""
+    rests = defaultdict(list)
+    for first, _, rest in (name.replace("_", " ").partition(" ") for name in names):
+        rests[first].append(rest)
+    return "; ".join(f"{first}: {', '.join(names)}" for first, names in rests.items())
+
+
+def table():
+    """What docs/TESTING.md has."""
+    rows, left_out = [], defaultdict(list)
+    for text in LINES:
+        failed = failures(line_of(text))
+        rows.append([f"`{text}`", len(OURS) - len(failed), len(failed)])
+    for case in CASES:
+        left_out[case.left_out()].append(case.name)
+    reasons = [[why, len(names), by_first_word(names)] for why, names in sorted(left_out.items()) if why]
+    return page.table(["line", "#passed", "#failed"], rows) + "\n" + page.table(["left out", "#cases", "which"], reasons)
+
+
+# ---- the tests ----
+
+@pytest.mark.parametrize("text", LINES)
+def test_the_cases_of_onnx(text):
+    assert failures(line_of(text)) == {}
+
+
+def test_the_reference_gives_what_onnx_stores():
+    for case in OURS:
+        stored = case.outputs["Y"]
+        case.compare(case.expected(np.float32).astype(stored.dtype), stored)
+
+
+@pytest.mark.parametrize("change,wrong", [
+    (lambda p: dict(scale=1.25 * p.scale), 32),  # not where Q = 0, nor where a row has one key
+    (lambda p: dict(causal=-p.causal % 3), 17),  # the other causal mask
+    (lambda p: dict(window_left=-1, window_right=-1), 4),
+    (lambda p: dict(Hkv=1), 31)])  # not where there is one already
+def test_a_wrong_launch_fails(change, wrong):
+    def harm(p):
+        for name, value in change(p).items():
+            setattr(p, name, value)
+    assert len(failures(line_of(LINES[0]), harm)) == wrong
+
+
+def test_the_table_is_what_was_found():
+    text = (page.ROOT / "docs/TESTING.md").read_text(encoding="utf-8")
+    assert f"-->\n{table()}<!-- onnx:end -->" in text, "python3 tests/test_onnx.py writes it"
+
+
+if __name__ == "__main__":
+    page.put(page.ROOT, {"onnx": table()})
