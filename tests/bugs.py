@@ -3,6 +3,7 @@
 by the net named beside it. Each set of knobs and options is also run without a bug, and must pass.
 usage: tests/bugs.py [REGEX]"""
 import functools
+import itertools
 import os
 import re
 import shlex
@@ -33,6 +34,7 @@ class Bug:
     knobs: str
     options: str
     script: str
+    section: str  # of tests/bugs.txt
 
     @property
     def kind(self):
@@ -48,16 +50,17 @@ def edits_of(script):
 
 
 def read_bugs(path):
-    sets = {}
+    sets, section = {}, ""
     with open(path) as file:
         for line in file:
+            section = line.strip("#- \n") if line.startswith("# ----") else section
             words = shlex.split(line) if not line.startswith("#") else []
             if len(words) == 1:
                 name, _, knobs = words[0].partition("=")
                 sets[name] = string.Template(knobs).substitute(sets)
             elif words:
                 name, net, knobs, options, script = words
-                yield Bug(name, net, string.Template(knobs).substitute(sets), options, script)
+                yield Bug(name, net, string.Template(knobs).substitute(sets), options, script, section)
 
 
 def once(function):
@@ -201,7 +204,9 @@ def main():
         passed = [pool.submit(try_clean, builder, number, *one) for number, one in enumerate(clean.items())]
         results = [future.result() for future in tried]
         failed = sum((future.result() for future in passed), [])
-    print("\n".join([text for _, text in results] + failed))
+    for section, of_section in itertools.groupby(zip(bugs, results), lambda one: one[0].section):
+        print("# " + section, *(text for _, (_, text) in of_section), sep="\n")
+    print(*failed, sep="\n")
     caught = sum(was_caught for was_caught, _ in results)
     print(f"{caught} of {len(bugs)} bugs caught")
     return 0 if caught == len(bugs) and not failed else 1

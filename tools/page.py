@@ -220,16 +220,23 @@ def none_yet(name, command):
 
 
 def bugs_section(words):
-    """The outcome of tests/bugs.py: which net catches which bugs."""
-    caught, missed = collections.defaultdict(list), []
+    """The outcome of tests/bugs.py: how many bugs of which kind each net catches."""
+    kinds, missed, kind = collections.defaultdict(collections.Counter), [], ""
     for line in words:
         name, verdict, net, *_ = [*line.split(), "", "", ""]
-        if verdict in ("caught", "MISSED"):
-            (missed if verdict == "MISSED" else caught[net.partition(":")[0]]).append(name.replace("_", " "))
-    if not caught:
+        if name == "#":
+            kind = line[2:].strip()
+        elif verdict == "caught":
+            kinds[kind][net.partition(":")[0]] += 1
+        elif verdict == "MISSED":
+            missed.append(name)
+    if not kinds:
         raise Refusal("stdin has no line of tests/bugs.py")
-    rows = [[net, len(names), ", ".join(names)] for net, names in caught.items()]
-    return table(["net", "#bugs", "which"], rows) + (f"\nMissed: {', '.join(missed)}\n" if missed else "")
+    nets = ("check", "backend", "thread", "address")
+    rows = [[kind, *(count[net] or None for net in nets)] for kind, count in kinds.items()]
+    rows.append([f"all: {sum(sum(count.values()) for count in kinds.values())}",
+                 *(sum(count[net] for count in kinds.values()) for net in nets)])
+    return table(["bugs", *("#" + net for net in nets)], rows) + (f"\nMissed: {', '.join(missed)}\n" if missed else "")
 
 
 # ---- the pages ----
