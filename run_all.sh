@@ -303,8 +303,12 @@ list_lines() {
       if ($1 !~ only) next
       if (!found++) printf "%-24s %-20s %-24s %s\n", "line", "needs", "built on", "step"
       printf "%-24s %-20s %-24s%s\n", $1, needs, $2, step
+      if ($6 ~ /gate:also=120/) also = also " " $1
     }
-    END { exit !found }'
+    END {
+      if (also) print "sm_120 (RTX 50), compiled and gated, not timed:" also
+      exit !found
+    }'
   [ "${PIPESTATUS[1]}" != 1 ] || refuse "list ${1-}: no line of configs.txt has such a name"
 }
 
