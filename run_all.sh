@@ -20,6 +20,7 @@ usage: ./run_all.sh [--cpu] [--only REGEX] [--shape S]... [--csv] [-- OPTION...]
        ./run_all.sh profile NAME [--shape S] what binds a line's kernel, by ncu
        ./run_all.sh stress [NAME...]         the same bits whatever runs beside it? stress --help
        ./run_all.sh sweep [N]                random problems on every line, counted. sweep --help
+       ./run_all.sh sanitize [REGEX]         what NVIDIA's compute-sanitizer says. sanitize --help
        ./run_all.sh test [--all-lines] [CTEST OPTION...]
        ./run_all.sh extract NAME > my_kernel.cu
        ./run_all.sh results [CSV]...
@@ -557,7 +558,7 @@ name_files() {
 }
 
 case ${1-} in
-  ab|ablate|fit|gates|micro|profile|stress|sweep|tune)
+  ab|ablate|fit|gates|micro|profile|sanitize|stress|sweep|tune)
     need_python numpy scipy
     [ "$1" = profile ] && set -- ncu "${@:2}"  # a module of Python is called profile
     name_files "${@:2}"
