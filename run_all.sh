@@ -20,6 +20,7 @@ usage: ./run_all.sh [--cpu] [--only REGEX] [--shape S]... [--csv] [-- OPTION...]
        ./run_all.sh profile NAME [--shape S] what binds a line's kernel, by ncu
        ./run_all.sh stress [NAME...]         the same bits whatever runs beside it? stress --help
        ./run_all.sh sweep [N]                random problems on every line, counted. sweep --help
+       ./run_all.sh sanitize [REGEX]         what NVIDIA's compute-sanitizer says. sanitize --help
        ./run_all.sh test [--all-lines] [CTEST OPTION...]
        ./run_all.sh extract NAME > my_kernel.cu
        ./run_all.sh results [CSV]...
@@ -314,8 +315,12 @@ list_lines() {
       if ($1 !~ only) next
       if (!found++) printf "%-24s %-20s %-24s %s\n", "line", "needs", "built on", "step"
       printf "%-24s %-20s %-24s%s\n", $1, needs, $2, step
+      if ($6 ~ /gate:also=120/) also = also " " $1
     }
-    END { exit !found }'
+    END {
+      if (also) print "sm_120 (RTX 50), compiled and gated, not timed:" also
+      exit !found
+    }'
   [ "${PIPESTATUS[1]}" != 1 ] || refuse "list ${1-}: no line of configs.txt has such a name"
 }
 
@@ -570,7 +575,7 @@ name_files() {
 }
 
 case ${1-} in
-  ab|ablate|fit|gates|micro|profile|stress|sweep|tune)
+  ab|ablate|fit|gates|micro|profile|sanitize|stress|sweep|tune)
     need_python numpy scipy
     [ "$1" = profile ] && set -- ncu "${@:2}"  # a module of Python is called profile
     name_files "${@:2}"

@@ -2,8 +2,10 @@
 usage: python3 -m pytest tests/test_gates.py"""
 import dataclasses
 import glob
+import json
 import os
 import re
+import subprocess
 import sys
 
 import pytest
@@ -40,6 +42,7 @@ KERNELS = {
     "own_limit": (["gate:regs<=100"], facts(report("sm_90a", 101), 5)),
     "shared": ([], facts(report("sm_89", 64), 6, shared=101377)),
     "shared_90": ([], facts(report("sm_90a", 64), 7, shared=101377)),
+    "shared_120": ([], facts(report("sm_120", 64), 16, shared=101377)),
     "shared_own": (["gate:smem<=40000"], facts(report("sm_90a", 64), 8, shared=40001)),
     "serial": ([], facts(report("sm_90a", 64) + SERIAL, 9, shared=4000)),
     "split": ([], facts(report("sm_90a", 64) + SPLIT, 9, shared=4100)),
@@ -69,6 +72,7 @@ def judged(names, rows=ROWS):
     ("own_limit", "registers", "<= 100", "101", "FAIL"),
     ("shared", "shared bytes", "<= 101376", "101377", "FAIL"),
     ("shared_90", "shared bytes", "<= 232448", "101377", "ok"),
+    ("shared_120", "shared bytes", "<= 101376", "101377", "FAIL"),
     ("shared_own", "shared bytes", "<= 40000", "40001", "FAIL"),
     ("serial", "wgmma as written", "yes", "no: C7510", "FAIL"),
     ("split", "wgmma as written", "yes", "no: C7519", "FAIL"),
@@ -87,10 +91,12 @@ def test_a_gate(line, gate, wanted, found, verdict):
 
 def test_nothing_else_fails(capsys):
     failed = [one for one in judged(KERNELS) if one.verdict == "FAIL"]
-    assert len(failed) == 11 and not {"good", "not_twin"} & {one.line for one in failed}
+    assert len(failed) == 12 and not {"good", "not_twin"} & {one.line for one in failed}
     assert gates.report(failed) == 1 and "A GATE FAILED" in capsys.readouterr().out
     assert gates.report(judged(["good", "faster", "shared_90"])) == 0
     assert "3 lines, no gate failed" in capsys.readouterr().out
+    assert gates.report([dataclasses.replace(one, line=one.line + " sm_120") for one in judged(["good"])] + judged(["good"])) == 0
+    assert "\n1 lines, no gate failed" in capsys.readouterr().out
     assert gates.report([]) == 1
     assert judged(["faster"], None)[-1].found == "not timed: gates --time"
 
@@ -126,6 +132,38 @@ def test_device_code_alone_tells_the_same():
     for line in lines:
         a, b = (dataclasses.replace(builds.facts(built[line]), path="") for built in (whole, alone))
         assert a == b and min(a.threads, a.shared_bytes, a.block_m) > 0
+    first, = builds.build(builds.parse_contenders(["hopper", "BLOCK_M=64", "BLOCK_N=128"]), "90a", kind="-fatbin").values()
+    assert builds.facts(first).shared_bytes < b.shared_bytes  # of all tiles the most
+
+
+@needs_nvcc
+def test_some_lines_are_compiled_for_another_architecture_as_well(monkeypatch, capsys):
+    lines = builds.lines_named("")
+    assert list(gates.also_for(lines)) == ["120"]
+    assert {line.name for line in gates.also_for(lines)["120"]} == {"scalar_async2", "wmma_all"} | {
+        line.name for line in lines if line.name.startswith("ampere")}
+    line = builds.lines_named("^scalar_async2$")
+    kernels = gates.compiled(line, ["80"])
+    assert {name: found.archs for name, (_, found) in kernels.items()} == {"scalar_async2": ("80",), "scalar_async2 sm_120": ("120",)}
+    assert any("step-over" in gate for gate in kernels["scalar_async2"][0]) and not kernels["scalar_async2 sm_120"][0]
+    real = builds.run
+    monkeypatch.setattr(builds, "run", lambda command, **options: real(
+        ["echo", "compute_80 compute_90"] if "--list-gpu-arch" in command else command, **options))
+    assert list(gates.compiled(line, ["80"])) == ["scalar_async2"]
+    assert "sm_120 is left out: this nvcc does not know it" in capsys.readouterr().err
+
+
+@needs_nvcc
+def test_cmake_builds_for_an_rtx_50(tmp_path):
+    (tmp_path / "nvidia-smi").write_text("#!/bin/sh\necho 12.0\n")
+    (tmp_path / "nvidia-smi").chmod(0o755)
+    path = os.pathsep.join([str(tmp_path), os.path.dirname(builds.nvcc()), os.environ["PATH"]])
+    subprocess.run(["cmake", "-S", ROOT, "-B", tmp_path / "build", "-DCMAKE_EXPORT_COMPILE_COMMANDS=ON"], check=True,
+                   capture_output=True, env={**os.environ, "PATH": path, "SDPA_ARCHS": ""})
+    commands = [entry["command"] for entry in json.loads((tmp_path / "build" / "compile_commands.json").read_text())]
+    for name, arch in (("ampere", "120"), ("scalar_minimal", "120"), ("mma_e4m3_d128", "120"), ("hopper", "90a")):
+        command, = (command for command in commands if f"line_{name}.dir" in command)
+        assert re.findall(r"arch=compute_(\w+)", command) == [arch]
 
 
 @needs_nvcc

@@ -293,14 +293,14 @@ def parse_contenders(words):
     return found
 
 
-def lines_named(pattern):
-    """The lines of configs.txt whose name matches --only's regular expression."""
+def lines_named(pattern, option="--only"):
+    """The lines of configs.txt whose name matches an option's regular expression."""
     try:
         found = [Line(tree, name) for tree in [Tree()] for name in tree.config_lines() if re.search(pattern, name)]
     except re.error:
-        raise Refused(f"--only {pattern}: not a regular expression") from None
+        raise Refused(f"{option} {pattern}: not a regular expression") from None
     if not found:
-        raise Refused(f"--only {pattern}: no line of configs.txt has such a name")
+        raise Refused(f"{option} {pattern}: no line of configs.txt has such a name")
     return found
 
 

@@ -121,8 +121,9 @@ function(read_configs file source)
       if(word MATCHES "^gate:")
         if(NOT word MATCHES "^gate:(regs|smem)<=[0-9]+$" AND
            NOT word MATCHES "^gate:spill<=[0-9]+:[A-Za-z0-9_,.-]+$" AND
+           NOT word MATCHES "^gate:also=[0-9]+a?$" AND
            NOT word MATCHES "^gate:step-over=[A-Za-z0-9_]+:[0-9]+(\\.[0-9]+)?(@[A-Za-z0-9]+)?$")
-          bad_line("'${word}' is no gate; want gate:regs<=N, gate:smem<=BYTES, gate:spill<=BYTES:WHY or gate:step-over=NAME:FACTOR[@SHAPE]")
+          bad_line("'${word}' is no gate; want gate:regs<=N, gate:smem<=BYTES, gate:spill<=BYTES:WHY, gate:also=ARCH or gate:step-over=NAME:FACTOR[@SHAPE]")
         endif()
         list(APPEND gates ${word})
       elseif(word MATCHES "^([A-Za-z_][A-Za-z0-9_]*)=?$")

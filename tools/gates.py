@@ -1,12 +1,14 @@
 #!/usr/bin/env python3
 """usage: ./run_all.sh gates [--only REGEX] [--time | --steps CSV]
-Compiles the kernel of every line for sm_80, sm_89 and sm_90a (or SDPA_ARCHS) and prints what is asked of
-it and what was found: spills, registers, shared memory, wgmma not as written; lines whose machine code and
-launch are another line's; and speed claims, judged by what was measured of them. Needs nvcc, no GPU.
+Compiles the kernel of every line for sm_80, sm_89 and sm_90a (or SDPA_ARCHS), some for sm_120 as well, and
+prints what is asked of it and what was found: spills, registers, shared memory, wgmma not as written; lines
+whose machine code and launch are another line's; and speed claims, judged by what was measured of them.
+Needs nvcc, no GPU.
   --only REGEX   only the lines whose name matches
   --time         time the claims first, on this machine's GPU, into results/steps/DATE-DEVICE.csv
   --steps CSV    what judges gate:step-over (default: the newest of results/steps)
-In configs.txt: gate:regs<=N  gate:smem<=BYTES  gate:spill<=BYTES:WHY  gate:step-over=NAME:FACTOR[@SHAPE]
+In configs.txt: gate:regs<=N  gate:smem<=BYTES  gate:spill<=BYTES:WHY  gate:also=ARCH
+  gate:step-over=NAME:FACTOR[@SHAPE]
 exit: 0 no gate failed, 1 one did, 2 bad usage or a missing tool
 """
 import csv
@@ -60,7 +62,8 @@ def judge_resources(name, gates, facts):
     spill, _, why = own.get("spill", "0").partition(":")
     # A warp takes registers in units of 256, so a thread's share is a multiple of 8.
     registers = min(65536 // facts.threads // 8 * 8, 255)
-    shared = 99 * 1024 if any(arch.startswith("8") for arch in facts.archs) else 227 * 1024  # 99 KB: sm_89
+    has_less = any(arch.startswith(("8", "12")) for arch in facts.archs)  # sm_89, sm_120
+    shared = (99 if has_less else 227) * 1024
     for gate, limit, found, reason in (("bytes spilled", spill, facts.spilled, f" ({why})" if why else ""),
                                        ("registers", own.get("regs", registers), facts.registers, ""),
                                        ("shared bytes", own.get("smem", shared), facts.shared_bytes, "")):
@@ -91,20 +94,34 @@ def report(found):
     for one in found:
         print(one)
         failed |= one.verdict == "FAIL"
-        names.add(one.line)
+        names.add(one.line.split()[0])
     print(f"{len(names)} lines, {'A GATE FAILED' if failed else 'no gate failed'}")
     return 1 if failed or not names else 0
 
 
 def compiled(lines, archs):
-    """{name: (its gates, its builds.Facts or the sentence why it has none)}."""
+    """{name: (its gates, its builds.Facts or the sentence why it has none)}; for gate:also=ARCH "NAME sm_ARCH" too, since lines
+    whose machine code is compared must be compiled for the same architectures."""
     kernels = {}
     for line, one in builds.build(lines, *archs, kind="-fatbin", progress=builds.show_progress()).items():
         if re.search("cublas_v2.h|-lcublas", one.trouble):
             print(f"{line.name} is left out: it needs cuBLAS, a part of the CUDA Toolkit that is not here", file=sys.stderr)
         else:
             kernels[line.name] = (line.gates, one.trouble or builds.facts(one))
+    for arch, also in also_for(lines).items():
+        if f"compute_{arch}" not in builds.run([builds.nvcc(), "--list-gpu-arch"]).stdout.split():
+            print(f"sm_{arch} is left out: this nvcc does not know it", file=sys.stderr)
+            continue
+        for line, one in builds.build(also, arch, kind="-fatbin", progress=builds.show_progress()).items():
+            limits = [gate for gate in line.gates if "<=" in gate]
+            kernels[f"{line.name} sm_{arch}"] = (limits, one.trouble or builds.facts(one))
     return kernels
+
+
+def also_for(lines):
+    """{ARCH: the lines with gate:also=ARCH}."""
+    words = sorted({gate for line in lines for gate in line.gates if gate.startswith("gate:also=")})
+    return {word[10:]: [line for line in lines if word in line.gates] for word in words}
 
 
 def main():

@@ -5,6 +5,20 @@
 #define SDPA_NO_MAIN
 #include "../sdpa.cu"
 
+// Of the build, or of its tiles from number N on.
+template <int N = 0> constexpr size_t most_shared_bytes() {
+  if constexpr (!sdpa::Build::use_tuned) {
+    return sizeof(sdpa::SharedOf<sdpa::FirstBuild>);
+  } else if constexpr (N == sdpa::TILES) {
+    return 0;
+  } else if constexpr (!sdpa::tile_fits(sdpa::tuned_tile(N))) {
+    return most_shared_bytes<N + 1>();
+  } else {
+    constexpr size_t own = sizeof(sdpa::SharedOf<sdpa::TunedBuild<N>>);
+    return own > most_shared_bytes<N + 1>() ? own : most_shared_bytes<N + 1>();
+  }
+}
+
 extern "C" {
 
 // Bytes of SdpaParams, for a caller in another language to compare with its own idea of the struct.
@@ -37,15 +51,15 @@ void sdpa_library_tile_clocks(const sdpa::TunedTile* tiles, int tile_count, cons
   }
 }
 
-// The launch: threads, bytes of shared memory, BLOCK_M. Of a library as the sizes of symbols; of device code alone as
-// a constant, which a library leaves out: in the one run with it (79a1375) small kernels took 0.4 us longer.
+// The launch: threads, bytes of shared memory, BLOCK_M; with USE_TUNED those of its first tile, but the most bytes. Of a
+// library as the sizes of symbols; of device code alone as a constant, which a library leaves out: in the one run with
+// it (79a1375) small kernels took 0.4 us longer.
 #ifdef SDPA_DEVICE_CODE_ALONE
-__constant__ int sdpa_library_launch[3] = {
-    sdpa::FirstBuild::threads, int(sizeof(sdpa::SharedOf<sdpa::FirstBuild>)),
-    sdpa::FirstBuild::block_m};
+__constant__ int sdpa_library_launch[3] = {sdpa::FirstBuild::threads, int(most_shared_bytes()),
+                                           sdpa::FirstBuild::block_m};
 #else
 char sdpa_library_threads[sdpa::FirstBuild::threads];
-char sdpa_library_smem_bytes[sizeof(sdpa::SharedOf<sdpa::FirstBuild>)];
+char sdpa_library_smem_bytes[most_shared_bytes()];
 char sdpa_library_block_m[sdpa::FirstBuild::block_m];
 #endif
 }

@@ -1,0 +1,204 @@
+"""./run_all.sh sanitize: what it reads of compute-sanitizer's words, and what it makes of them; the program is a fake here.
+usage: python3 -m pytest tests/test_sanitize.py"""
+import os
+import sys
+
+import pytest
+
+ROOT = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))
+sys.path.insert(0, os.path.join(ROOT, "tools"))
+import builds  # noqa: E402
+import engine  # noqa: E402
+import sanitize  # noqa: E402
+from test_tools import needs_no_gpu, run_all  # noqa: E402
+
+TILE = "<sdpa::<unnamed>::Derived<sdpa::<unnamed>::TileKnobs<(int)%d>>>(sdpa::<unnamed>::KernelArgs)"
+KERNEL = "void sdpa::<unnamed>::sdpa_wgmma_columns" + TILE % 6
+KERNEL_5D = "void sdpa::<unnamed>::sdpa_wgmma" + TILE % 10
+PLAIN = "void sdpa::<unnamed>::sdpa_scalar<sdpa::<unnamed>::Typed>(sdpa::<unnamed>::KernelArgs)"
+START = "========= COMPUTE-SANITIZER\nconfig,status,check\nwgmma_swap32,ok,PASS\n"
+RACE = START + f"""========= Error: Race reported between Write access at {KERNEL}+0x5e10 in sdpa.cu:1
+=========     and Read access at {KERNEL}+0x5e60 in sdpa.cu:2 [1,024 hazards]
+=========     and Write access at {KERNEL}+0x5e10 in sdpa.cu:1 [96 hazards]
+=========
+========= Warning: Race reported between Read access at {PLAIN}+0x40
+=========     and Write access at {PLAIN}+0x90 [4 hazards]
+=========
+========= RACECHECK SUMMARY: 2 hazards displayed (1 error, 1 warning)
+"""
+HAZARDS = START + f"""========= Error: Potential RAW hazard detected at __shared__ 0x410 in block (0,0,0) :
+=========     Write Thread (31,0,0) at {PLAIN}+0xf0 in sdpa.cu:1
+=========     Read Thread (127,0,0) at {PLAIN}+0x280 in sdpa.cu:2
+=========     Current Value : 35
+=========
+========= Error: Potential RAW hazard detected at __shared__ 0x411 in block (11,0,0) :
+=========     Write Thread (1,0,0) at {PLAIN}+0xf0 in sdpa.cu:1
+=========     Read Thread (33,0,0) at {PLAIN}+0x280 in sdpa.cu:2
+=========
+========= RACECHECK SUMMARY: 2 hazards displayed (2 errors, 0 warnings)
+"""
+MEMORY = START + "".join(f"""========= Invalid __global__ write of size 4 bytes
+=========     at sdpa::<unnamed>::st_global<float>(void *, T1)+0x50 in sdpa.cu:1
+=========     by thread ({thread},0,0) in block (0,0,0)
+=========     Address 0x7f10fdca00{thread}1 is out of bounds
+=========     and is 1 bytes after the nearest allocation at 0x7f10fdca0000 of size 4 bytes
+=========         Device Frame: {PLAIN}+0x30 in sdpa.cu:2
+=========
+""" for thread in range(3)) + """========= Program hit cudaErrorLaunchFailure (error 719) due to "launch failure" on CUDA API call to cudaFree.
+=========
+========= ERROR SUMMARY: 4 errors
+"""
+SYNC = START + f"""========= Barrier error detected. Missing wait.
+=========     at sdpa::<unnamed>::mbarrier_arrive(unsigned long *)+0xbb10 in sdpa.cu:1
+=========     by thread (256,0,0) in block (0,0,0)
+=========     Barrier is located at shared address 0x30408
+=========         Device Frame: {KERNEL_5D}+0x4320 in sdpa.cu:2
+=========
+========= ERROR SUMMARY: 1 error
+"""
+OVERFLOW = START + ("========= Warning: Detected overflow of tracked cuda::barrier structures. Results might be incorrect. Try using "
+                    "--num-cuda-barriers to fix the issue\n========= ERROR SUMMARY: 0 errors\n")
+CLEAN = {"memcheck": START + "========= LEAK SUMMARY: 0 bytes leaked in 0 allocations\n========= ERROR SUMMARY: 0 errors\n",
+         "racecheck": START + "========= RACECHECK SUMMARY: 0 hazards displayed (0 errors, 0 warnings)\n",
+         "synccheck": START + "========= ERROR SUMMARY: 0 errors\n"}
+NOT_RUN = """========= COMPUTE-SANITIZER
+========= Error: Target application terminated before first instrumented API call
+========= Error: couldn't find exit code.
+"""
+FIRST = "sdpa.cu:1 `" + builds.Tree().read("sdpa.cu").splitlines()[0].strip()[:70] + "`"
+
+
+def test_reports_are_read():
+    (race, warning), promised = sanitize.parse(RACE)
+    assert promised == 2 and race.hazards == 1120 and race.offsets == ("0x5e10", "0x5e60", "0x5e10")
+    assert race.group.sentence == "Error: Race reported between Write access" and race.group.kernel == "sdpa_wgmma_columns tile 6"
+    assert race.group.places[0] == "Write sdpa_wgmma_columns " + FIRST
+    assert race.group.places[1].startswith("Read sdpa_wgmma_columns sdpa.cu:2")
+    assert warning.group.kernel == "sdpa_scalar" and warning.group.places == ("Read sdpa_scalar", "Write sdpa_scalar")
+    (one, other), promised = sanitize.parse(HAZARDS)  # of other threads and bytes
+    assert promised == 2 and one.group == other.group and one.group.places[0].startswith("Write sdpa_scalar sdpa.cu:1")
+    reports, promised = sanitize.parse(MEMORY)
+    assert promised == 4 and len(reports) == 4 and reports[0].group == reports[2].group
+    assert reports[0].group.places[0] == "st_global " + FIRST and reports[0].group.kernel == "sdpa_scalar"
+    assert "cudaErrorLaunchFailure" in reports[3].group.sentence
+    (sync,), promised = sanitize.parse(SYNC)
+    assert promised == 1 and sync.group.kernel == "sdpa_wgmma tile 10"
+    assert sync.group.places[0].startswith("mbarrier_arrive sdpa.cu:1")
+    assert [sanitize.parse(text) for text in CLEAN.values()] == 3 * [([], 0)]
+    assert sanitize.parse("") == ([], -1) and len(sanitize.parse(NOT_RUN)[0]) == 2
+
+
+def judged(name, tool, text, code=0):
+    line, = builds.parse_contenders([name])
+    run = sanitize.Run(line, "shape 1,6,2,130,300", tool)
+    sanitize.judge(run, text, code)
+    return run.verdict, run.reports, run.unexpected, "\n".join(run.words)
+
+
+@pytest.mark.parametrize("name,tool,text,code,verdict,words", [
+    ("scalar_sync1", "memcheck", CLEAN["memcheck"], 0, "PASS", ""),
+    ("scalar_sync1", "racecheck", CLEAN["racecheck"], 0, "PASS", ""),
+    ("wgmma", "synccheck", CLEAN["synccheck"], 77, "SKIPPED", ""),
+    ("wgmma", "synccheck", "", 77, "SKIPPED", ""),
+    ("scalar_sync1", "memcheck", MEMORY, 3, "FAIL", "3 times: Invalid __global__ write of size 4 bytes, in sdpa_scalar at 0x50"),
+    ("wgmma_swap32", "racecheck", RACE, 0, "FAIL", "1 times: 4 hazards: Warning: Race reported between Read access, in sdpa_scalar at"),
+    ("wgmma_swap32", "racecheck", HAZARDS, 0, "FAIL", "2 times: Error: Potential RAW hazard detected at __shared__ # in block #, in"),
+    ("hopper_d128_bf16", "synccheck", SYNC, 3, "PASS", ""),
+    ("wgmma", "synccheck", SYNC, 3, "FAIL", "1 times: Barrier error detected. Missing wait., in sdpa_wgmma tile 10 at 0xbb10/0x4320"),
+    ("wgmma", "synccheck", OVERFLOW, 0, "FAIL", "Detected overflow of tracked cuda::barrier structures"),
+    # what is no pass although nothing unexpected was read
+    ("scalar_sync1", "memcheck", START, 0, "FAIL", "there is no summary: wgmma_swap32,ok,PASS"),
+    ("scalar_sync1", "memcheck", "", 0, "FAIL", "there is no summary: it printed nothing"),
+    ("scalar_sync1", "memcheck", NOT_RUN, 255, "FAIL", "there is no summary"),
+    ("hopper_d128_bf16", "synccheck", SYNC.replace("1 error", "2 errors"), 3, "FAIL", "the summary counts 2 reports, and 1 were read"),
+    ("scalar_sync1", "synccheck", CLEAN["synccheck"], 1, "FAIL", "it ended with exit code 1"),
+    ("scalar_sync1", "racecheck", CLEAN["racecheck"], 124, "FAIL", "it ended with exit code 124"),
+    ("scalar_racy", "memcheck", CLEAN["memcheck"], 1, "PASS", ""),
+    ("scalar_racy", "racecheck", CLEAN["racecheck"], 1, "FAIL", "racecheck finds nothing in a line without barriers"),
+    ("scalar_racy", "racecheck", RACE, 1, "PASS", ""),
+], ids=lambda value: str(value)[-20:])
+def test_a_verdict(name, tool, text, code, verdict, words):
+    found, reports, unexpected, said = judged(name, tool, text, code)
+    assert found == verdict and words in said and bool(said) == (verdict == "FAIL")
+    assert reports == len(sanitize.parse(text)[0]) * (verdict != "SKIPPED") and (unexpected == 0 if verdict == "PASS" else True)
+
+
+def test_a_wrong_result_under_racecheck_is_not_excused_by_expected_reports():
+    lone = RACE[:RACE.index("========= Warning")] + "========= RACECHECK SUMMARY: 1 hazard displayed (1 error, 0 warnings)\n"
+    assert judged("wgmma_swap32", "racecheck", lone)[:3] == ("PASS", 1, 0)
+    assert judged("wgmma_swap32", "racecheck", lone, 1)[3] == "it ended with exit code 1"
+
+
+def test_what_is_expected_has_a_reason_and_lines():
+    names = builds.Tree().config_lines()
+    assert set(sanitize.KINDS.split()) <= set(names)
+    for row in sanitize.EXPECTED:
+        assert row.tool in sanitize.TOOLS and row.why and any(sanitize.re.search(row.lines, name) for name in names)
+    line, = builds.parse_contenders(["wgmma_swap32"])
+    run = sanitize.Run(line, "p", "racecheck")
+    assert [row.lines for row in sanitize.unmet(sanitize.EXPECTED, [run])] == ["^(wgmma_swap|wgmma_decode|hopper)"]
+    sanitize.judge(run, RACE, 0)
+    assert not sanitize.unmet(sanitize.EXPECTED, [run])
+
+
+@pytest.fixture
+def fakes(tmp_path, monkeypatch, capsys):
+    """Runs the command with a compute-sanitizer that prints this and ends so; the exit code, stdout and stderr."""
+    def run(text, code, *words, built=True):
+        (tmp_path / "text").write_text(text)
+        tool = tmp_path / "compute-sanitizer"
+        tool.write_text(f'#!/bin/sh\n[ "$1" = --version ] && echo Version 7 && exit\necho "$@" >>{tmp_path}/args\n'
+                        f"cat {tmp_path}/text\nexit {code}\n")
+        tool.chmod(0o755)
+        for name in ("scalar_sync1", "scalar_persistent", "scalar_racy"):
+            if built:
+                (tmp_path / f"sdpa_{name}").write_text("")
+        monkeypatch.setenv("PATH", f"{tmp_path}:{os.environ['PATH']}")
+        monkeypatch.setattr(builds, "BUILD", str(tmp_path))
+        monkeypatch.setattr(builds, "cmake_build", lambda *args, **options: None)
+        monkeypatch.setattr(engine, "find_gpu", lambda: True)
+        monkeypatch.setattr(sys, "argv", ["sanitize", *words])
+        return sanitize.main(), *capsys.readouterr()
+    return run
+
+
+def test_the_command(fakes, tmp_path):
+    code, out, err = fakes(CLEAN["memcheck"], 0, "^scalar_(sync1|persistent)$", "--tool", "memcheck")
+    assert code == 0 and err == "Version 7\n"
+    assert out.splitlines()[:2] == ["line,problem,tool,reports,unexpected,verdict",
+                                    'scalar_sync1,"shape 1,6,2,130,300",memcheck,0,0,PASS'] and out.count("PASS") == 6
+    args = (tmp_path / "args").read_text()
+    assert args.count("--max-ctas 2") == 3 and "--print-limit 0" in args and "--shape 2,2,1,33,70 --causal br" in args
+    log = (tmp_path / "sanitize" / "scalar_sync1-memcheck.log").read_text()
+    assert log.count("exit code 0") == 3 and CLEAN["memcheck"] in log
+
+
+def test_what_fails_and_what_could_not_run(fakes):
+    code, out, err = fakes(MEMORY, 3, "^scalar_sync1$")
+    assert code == 1 and out.count("4,4,FAIL") == 9
+    assert "memcheck of scalar_sync1, shape 1,6,2,130,300: 3 times: Invalid __global__ write" in err
+    code, out, err = fakes(RACE, 1, "^scalar_racy$", "--tool", "racecheck")
+    assert code == 0 and out.count("2,0,PASS") == 3 and err == "Version 7\n"
+    assert fakes(RACE, 1, "^scalar_racy$", "--tool", "racecheck", "--strict")[:2] == (1, out.replace("0,PASS", "2,FAIL"))
+    assert fakes(CLEAN["memcheck"], 77, "^scalar_sync1$", "--tool", "memcheck")[0] == 1  # nothing ran
+    code, out, err = fakes(CLEAN["memcheck"], 0, "^scalar_vec2$", "--tool", "memcheck", built=False)
+    assert code == 1 and "it was not built" in err and out.count("FAIL") == 3
+
+
+@pytest.mark.parametrize("words,sentence", [
+    ("nosuch", "sanitize: REGEX nosuch: no line of configs.txt has such a name"), ("[", "sanitize: REGEX [: not a regular expression"),
+    ("--frob", "sanitize: --frob: no such option"), ("--tool lint", "sanitize: --tool: invalid choice"),
+    ("--jobs 0", "sanitize: --jobs 0: want a whole number from 1 to 99"),
+    pytest.param("", "sanitize: it runs kernels on a GPU and there is none here", marks=needs_no_gpu)])
+def test_refusals(words, sentence):
+    code, out, err = run_all("sanitize", *words.split())
+    assert code == 2 and err.startswith(sentence) and err.count("\n") == 1 and not out
+
+
+def test_without_the_tool(monkeypatch):
+    monkeypatch.setattr(engine, "find_gpu", lambda: True)
+    monkeypatch.setattr(sanitize, "sanitizer", lambda: None)
+    monkeypatch.setattr(sys, "argv", ["sanitize"])
+    with pytest.raises(builds.Refused) as refused:
+        sanitize.main()
+    assert str(refused.value).startswith("compute-sanitizer is missing; ") and refused.value.code == 2

@@ -1,0 +1,268 @@
+#!/usr/bin/env python3
+"""usage: ./run_all.sh sanitize [REGEX] [--tool T] [--strict] [--jobs J]
+Runs NVIDIA's compute-sanitizer (memcheck, racecheck, synccheck) over a line of each kind of configs.txt, on three
+small problems. CSV on stdout, a row a run: its reports, those that nobody expects, and PASS, FAIL or SKIPPED (the
+line is for another GPU). What is expected, and why, is EXPECTED in tools/sanitize.py; docs/TESTING.md explains it.
+Each unexpected kind of report is listed on stderr; all words are in BUILD/sanitize/NAME-TOOL.log.
+  REGEX     the lines whose name matches, instead of one of each kind
+  --tool T  memcheck, racecheck or synccheck alone
+  --strict  nothing is expected, so that all is listed
+  --jobs J  runs at once (default 2)
+exit: 0 as expected, 1 something unexpected, 2 bad usage or a missing tool
+"""
+import csv
+import functools
+import os
+import re
+import shutil
+import subprocess
+import sys
+from collections import Counter
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+
+import builds
+import engine
+from builds import Refused
+
+# Of each family: plain, with copies ahead, with a queue, with roles, with slices of the keys; 8 bits; the negative controls.
+KINDS = """scalar_sync1 scalar_async2 scalar_persistent scalar_u8 wmma_all wmma_u8 mma_lazy mma_split4 mma_decode
+wgmma_plain wgmma wgmma_causal wgmma_split2 wgmma_swap32 wgmma_decode_d128 wgmma_e4m3_d128 hopper_d128_bf16 hopper_e4m3
+scalar_racy wmma_racy"""
+# More tiles than stages, and rows past the last tile; a mask; few rows, and several rounds of every slice.
+PROBLEMS = ("--shape 1,6,2,130,300", "--shape 2,2,1,33,70 --causal br", "--shape 1,8,2,4,1100")
+QUEUE = "--max-ctas 2"  # fewer CTAs than items
+# Unless told how many mbarriers a CTA has, these count those in the code, and may count too few.
+TOOLS = {"memcheck": [], "racecheck": ["--num-cuda-barriers", "128"], "synccheck": ["--num-cuda-barriers", "128"]}
+SECONDS = 300  # a run takes a few
+LISTED = 8     # kinds of unexpected reports of a run
+
+
+@dataclass(frozen=True)
+class Expected:
+    """Reports of a tool on lines, both regular expressions; `report` is searched in Group.text."""
+    tool: str
+    lines: str
+    report: str
+    why: str
+
+
+EXPECTED = (
+    Expected("racecheck", "_racy$", "Race reported", "a negative control: it has no barrier"),
+    Expected("racecheck", "^(wgmma_swap|wgmma_decode|hopper)", "Race reported.* in sdpa_wgmma_columns",
+             "barrier.sync or barrier.red stands between every store and load of what warps exchange"),
+    Expected("racecheck", "^(mma_split|ampere)", "Race reported.* in sdpa_mma",
+             "a named barrier of the group of warps stands between the copies of a tile and its reads"),
+    Expected("racecheck", "^(wgmma_split|hopper)", "Race reported.* in sdpa_wgmma(?!_)",
+             "one named barrier of all warps that compute stands between the stores and loads of a merge"),
+    Expected("synccheck", "^(wgmma_split2|hopper)", "Missing wait. in sdpa_wgmma(?!_)",
+             "with slices more warps arrive at o_done than it counts, and nobody waits: against PTX, without effect"),
+)
+
+
+# ---- what a tool has printed ----
+
+@dataclass(frozen=True)
+class Group:
+    """Reports that differ in threads, addresses and machine code alone."""
+    sentence: str
+    kernel: str
+    places: tuple  # in the source
+
+    @property
+    def text(self):
+        return f"{self.sentence} in {self.kernel}: {', '.join(self.places)}"
+
+
+@dataclass(frozen=True)
+class Report:
+    group: Group
+    offsets: tuple  # in the machine code
+    hazards: int    # of racecheck
+
+
+def parse(text):
+    """The Reports, and how many the summary counts; -1 if there is no summary. A report is a line of the tool with one blank
+    after the bars, and the lines with more that follow it."""
+    blocks, promised = [], -1
+    for line in text.splitlines():
+        words = re.match(r"=========( *)(.*)", line)
+        if not words or not words[2].strip():
+            continue
+        summary = re.match(r"(?:ERROR|RACECHECK) SUMMARY: ([\d,]+)", words[2])
+        if summary:
+            promised = max(promised, int(summary[1].replace(",", "")))
+        elif len(words[1]) > 1 and blocks:
+            blocks[-1].append(words[2])
+        elif not re.match("COMPUTE-SANITIZER|LEAK SUMMARY", words[2]):
+            blocks.append([words[2]])
+    return [read_report(block) for block in blocks], promised
+
+
+def read_report(lines):
+    """A Report of what stands behind the bars."""
+    text = "\n".join(lines)
+    sentence = re.sub(r" at (?!__).*", "", lines[0]) if "Race reported" in lines[0] else lines[0]
+    sentence = re.sub(r"0x[0-9a-f]+|\(\d+,\s*\d+,\s*\d+\)", "#", sentence).rstrip(" :")
+    kernels = re.findall(r"\b(sdpa_\w+)(?:<[^\n]*TileKnobs<\(int\)(\d+)>)?", text)
+    kernel, tile = kernels[-1] if kernels else ("", "")  # the outermost function comes last
+    places, offsets = [], []
+    for line in lines:
+        at = re.search(r"(?:\bat |Device Frame: *)(.*?)\+(0x[0-9a-f]+)(?: in (\S+?:\d+))?", line)
+        if at:
+            access = re.findall("Read|Write|Atomic", line[:at.start()])
+            places.append(" ".join([*access, place_name(at[1], at[3] or "")]))
+            offsets.append(at[2])
+    hazards = sum(int(n.replace(",", "")) for n in re.findall(r"\[([\d,]+) hazards?\]", text))
+    return Report(Group(sentence, kernel + (f" tile {tile}" if tile else ""), tuple(places)), tuple(offsets), hazards)
+
+
+def place_name(function, where):
+    """A function's last name, with file, line and what stands there."""
+    name = re.sub(r"[<(].*", "", function.replace("<unnamed>", "").replace("(anonymous namespace)", ""))
+    return " ".join(filter(None, [re.split(r"::| ", name)[-1], where, source_line(where)]))
+
+
+@functools.lru_cache(None)
+def source_line(where):
+    """A line of sdpa.cu; nothing of other files."""
+    number = re.fullmatch(r"(?:.*/)?sdpa\.cu:(\d+)", where)
+    lines = builds.Tree().read("sdpa.cu").splitlines()[int(number[1]) - 1:int(number[1])] if number else []
+    return f"`{lines[0].strip()[:70]}`" if lines else ""
+
+
+# ---- what is made of it ----
+
+def expected_by(rows, tool, name, group):
+    """The row that expects a group; None if none does."""
+    return next((row for row in rows if row.tool == tool and re.search(row.lines, name)
+                 and re.search(row.report, group.text)), None)
+
+
+@dataclass
+class Run:
+    """A line, a problem and a tool; what became of it."""
+    line: builds.Line
+    problem: str
+    tool: str
+    reports: int = 0
+    unexpected: int = 0
+    verdict: str = "PASS"
+    words: tuple = ()  # for stderr
+    met: tuple = ()    # rows of EXPECTED
+
+
+def judge(run, text, code, expected=EXPECTED):
+    """Fills in what became of a run that printed this and ended with this exit code."""
+    if code == 77:
+        run.verdict = "SKIPPED"
+        return
+    reports, promised = parse(text)
+    groups = Counter(one.group for one in reports)
+    rows = {group: expected_by(expected, run.tool, run.line.name, group) for group in groups}
+    unexpected = {group: count for group, count in groups.most_common() if not rows[group]}
+    run.reports, run.unexpected = len(reports), sum(unexpected.values())
+    run.met = tuple(row for row in rows.values() if row)
+    racy = run.line.knob("expect") == "FAIL"
+    troubles = [describe([one for one in reports if one.group == group]) for group in list(unexpected)[:LISTED]]
+    troubles += [f"and {len(unexpected) - LISTED} more kinds of reports"] * (len(unexpected) > LISTED)
+    if promised < 0:
+        troubles.append("there is no summary: " + (text.strip().splitlines() or ["it printed nothing"])[-1][:200])
+    elif promised > len(reports):
+        troubles.append(f"the summary counts {promised} reports, and {len(reports)} were read")
+    ends_early = run.tool != "racecheck" and reports  # the other tools end the process's work at an error
+    if code not in ((0, 1) if racy else (0,)) and not ends_early:
+        troubles.append(f"it ended with exit code {code}")
+    if racy and run.tool == "racecheck" and not reports:
+        troubles.append("racecheck finds nothing in a line without barriers")
+    run.verdict = "FAIL" if troubles else "PASS"
+    run.words = tuple(troubles)
+
+
+def describe(reports):
+    """What is said of the reports of a group."""
+    group, offsets = reports[0].group, reports[0].offsets
+    hazards = sum(one.hazards for one in reports)
+    what = f"{len(reports)} times: " + (f"{hazards} hazards: " if hazards else "")
+    where = f", in {group.kernel or 'no kernel'}" + (f" at {'/'.join(offsets)}" if offsets else "")
+    return "\n    ".join([what + group.sentence + where, *group.places])
+
+
+# ---- running ----
+
+def sanitizer():
+    """Where compute-sanitizer is; None if it is nowhere."""
+    home = os.path.join(os.environ.get("CUDA_HOME", "/usr/local/cuda"), "bin", "compute-sanitizer")
+    return shutil.which("compute-sanitizer") or (home if os.path.exists(home) else None)
+
+
+def run_line(build, expected, line, tool):
+    """The Runs of a line, whose words go to BUILD/sanitize/NAME-TOOL.log."""
+    executable = os.path.join(build, "sdpa_" + line.name)
+    failed = [name for name in (line.name, "harness") if os.path.exists(f"{build}/log/{name}.log.failed")]
+    queue = QUEUE.split() if line.knob("USE_PERSISTENT_CTA") == "1" else []
+    with open(os.path.join(build, "sanitize", f"{line.name}-{tool}.log"), "w") as log:
+        for problem in PROBLEMS:
+            run = Run(line, problem.replace("--", ""), tool)
+            if failed or not os.path.exists(executable):
+                run.verdict, run.words = "FAIL", (f"it was not built: see {build}/log",)
+            else:
+                command = [sanitizer(), "--tool", tool, "--print-limit", "0", "--check-exit-code", "no",
+                           "--show-backtrace", "device", *TOOLS[tool], executable, "--check-only", *problem.split(), *queue]
+                done = subprocess.run(["timeout", str(SECONDS), *command], stdout=subprocess.PIPE, stderr=subprocess.STDOUT,
+                                      text=True, errors="replace")
+                print("$", *command, f"\n{done.stdout}\nexit code {done.returncode}\n", file=log, flush=True)
+                judge(run, done.stdout, done.returncode, expected)
+            yield run
+
+
+def unmet(expected, runs):
+    """The rows for these runs that none of them met."""
+    return [row for row in expected if any(row.tool == run.tool and re.search(row.lines, run.line.name) for run in runs)
+            and not any(row in run.met for run in runs)]
+
+
+def named(lines):
+    """A regular expression for CMake."""
+    return f"^({'|'.join(line.name for line in lines)})$"
+
+
+def main():
+    parser = engine.new_parser()
+    parser.add_argument("regex", nargs="?", default=f"^({'|'.join(KINDS.split())})$")
+    parser.add_argument("--tool", choices=list(TOOLS))
+    parser.add_argument("--strict", action="store_true")
+    parser.add_argument("--jobs", default="2")
+    options = engine.parse_options(parser, sys.argv[1:], __doc__)
+    at_once = engine.number("--jobs", options.jobs, 1, 99)
+    lines, expected = builds.lines_named(options.regex, "REGEX"), () if options.strict else EXPECTED
+    if not engine.find_gpu():
+        raise Refused("it runs kernels on a GPU and there is none here; run it on a machine with one")
+    if not sanitizer():
+        raise Refused("compute-sanitizer is missing; it is a part of the CUDA Toolkit, or install it with: "
+                      "python3 -m pip install nvidia-cuda-sanitizer-api, and put its folder on PATH")
+    builds.cmake_build(builds.BUILD, keep_going=True, progress=builds.show_progress(), SDPA_CPU="OFF", SDPA_KEEP_GOING="ON",
+                       SDPA_ONLY=named(lines), SDPA_ARCHS=os.environ.get("SDPA_ARCHS", ""),
+                       SDPA_CONFIGS=os.path.join(builds.ROOT, os.environ.get("SDPA_CONFIGS") or "configs.txt"))
+    os.makedirs(os.path.join(builds.BUILD, "sanitize"), exist_ok=True)
+    print(builds.run([sanitizer(), "--version"]).stdout.strip().rpartition("\n")[2], file=sys.stderr)
+
+    out = csv.writer(sys.stdout, lineterminator="\n")
+    out.writerow("line problem tool reports unexpected verdict".split())
+    jobs = [(line, tool) for line in lines for tool in ([options.tool] if options.tool else TOOLS)]
+    runs = []
+    with ThreadPoolExecutor(at_once) as pool:
+        for of_job in pool.map(lambda job: list(run_line(builds.BUILD, expected, *job)), jobs):
+            for run in of_job:
+                out.writerow([run.line.name, run.problem, run.tool, run.reports, run.unexpected, run.verdict])
+                for words in run.words:
+                    print(f"{run.tool} of {run.line.name}, {run.problem}: {words}", file=sys.stderr)
+            sys.stdout.flush()
+            runs += of_job
+    for row in unmet(expected, runs):
+        print(f"no longer there: {row.tool} of {row.lines}: {row.report}", file=sys.stderr)
+    return 0 if any(run.verdict == "PASS" for run in runs) and all(run.verdict != "FAIL" for run in runs) else 1
+
+
+if __name__ == "__main__":
+    engine.command("sanitize", main)
