@@ -437,7 +437,6 @@ constexpr TunedTile TUNED_TILES[] = {
     {64, 64, 64, 4, 2, 2, mma_sync, 2, 8960, 5.35},
     {64, 128, 64, 4, 3, 1, mma_sync, 2, 5970, 5.39},
     {64, 16, 32, 4, 3, 4, packed | mma_sync, 2, 6840, 1.53},
-    {64, 32, 32, 4, 3, 4, packed | mma_sync, 2, 8600, 2.96},
     {128, 64, 32, 8, 2, 2, mma_sync, 1, 7000, 2.29},
     {128, 128, 64, 4, 2, 1, mma_sync, 2, 8960, 3.14},
     {128, 16, 16, 4, 2, 4, packed | mma_sync, 3, 5640, 0.689},
@@ -4593,9 +4592,10 @@ template <class B> struct WgmmaConsumer {
         }
       }
       if (B::skip_masked) let_pass(own_rounds(item, rounds).first);
-      // Where Q goes to registers, load_queries() has released it, unless the flushed sums lie there.
+      // With slices nobody waits. Where Q goes to registers, load_queries() has released it, unless the flushed sums lie
+      // there.
       if (Shared::Q_IN_FLUSHED) fence_proxy_async();  // read before TMA writes it
-      if (!Shared::Q_IN_REGISTERS || Shared::Q_IN_FLUSHED) {
+      if (B::split_kv == 1 && (!Shared::Q_IN_REGISTERS || Shared::Q_IN_FLUSHED)) {
         release(B::is_e4m3 ? &s.q_empty[q_ring.stage] : &s.o_done[q_ring.stage][row_group]);
       }
       q_ring.advance();

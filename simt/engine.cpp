@@ -564,22 +564,31 @@ void close_access(Block& b, const Access& access, int bytes, const Site& at) {
   count.conflicts += conflicts_of(access, bytes);
 }
 
-// The 8 bytes of an mbarrier. Poisoned memory has all bits set, which no initialised one has.
+// The 8 bytes of an mbarrier. Of poisoned memory `unused` is not 0, or nothing is expected.
 struct Mbarrier {
-  uint32_t pending : 12, expected : 12, phase : 1, unused : 7;
+  uint32_t pending : 12, expected : 12, phase : 1, unseen : 1, unused : 6;  // unseen: that the phase before has ended
   int32_t bytes;  // announced and not yet landed; negative when they land first
 
   static Mbarrier load(const uint64_t* word, Site at) {
     Mbarrier m;
     memcpy(&m, word, sizeof m);
-    if (m.unused) fail(at, "this mbarrier was never initialised");
+    if (m.unused || !m.expected) fail(at, "this mbarrier was never initialised");
     return m;
   }
   void store(uint64_t* word, Runner& c) {
     const bool complete = pending == 0 && bytes == 0;
-    if (complete) phase ^= 1, pending = expected;
+    if (complete) phase ^= 1, unseen = 1, pending = expected;
     memcpy(word, this, sizeof *this);
     if (complete) wake_pollers(c);
+  }
+  // Whether the phase of this parity has ended, which a thread has seen then.
+  static bool see(uint64_t* word, int parity) {
+    Mbarrier m;
+    memcpy(&m, word, sizeof m);
+    if (int(m.phase) == parity) return false;
+    m.unseen = 0;
+    memcpy(word, &m, sizeof m);
+    return true;
   }
   // For ThreadSanitizer, of the phases of one parity.
   static const void* clock(const uint64_t* word, int parity) {
@@ -591,6 +600,7 @@ static_assert(sizeof(Mbarrier) == 8, "an mbarrier is 8 bytes");
 void arrive(uint64_t* barrier, int expect_bytes, Site at) {
   Mbarrier m = Mbarrier::load(barrier, at);
   if (m.pending == 0) fail(at, "more arrivals at this mbarrier than the %d of a phase", m.expected);
+  if (m.unseen) fail(at, "this mbarrier enters a new phase, and no thread has waited for the end of the one before");
   release(Mbarrier::clock(barrier, m.phase));
   m.bytes += expect_bytes, m.pending--;
   if (m.pending == 0 && m.bytes < 0) {
@@ -889,9 +899,7 @@ void mbarrier_wait(uint64_t* barrier, int parity, Site at) {
   wait_until(
       [](const void* context) {
         const Phase& p = *static_cast<const Phase*>(context);
-        Mbarrier m;
-        memcpy(&m, p.barrier, sizeof m);
-        return int(m.phase) != p.parity;
+        return Mbarrier::see(p.barrier, p.parity);
       },
       &phase, "an mbarrier phase", at);
   f.mbarrier = nullptr;
@@ -901,7 +909,8 @@ void mbarrier_wait(uint64_t* barrier, int parity, Site at) {
 bool mbarrier_peek(uint64_t* barrier, int parity, Site at) {
   const Unobserved unobserved;
   check_shared(barrier, 8, at);
-  const bool complete = int(Mbarrier::load(barrier, at).phase) != parity;
+  Mbarrier::load(barrier, at);
+  const bool complete = Mbarrier::see(barrier, parity);
   if (complete) acquire(Mbarrier::clock(barrier, parity));
   return complete;
 }

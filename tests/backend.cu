@@ -126,6 +126,15 @@ TEST_CASE("reports") {
   expect_report("mbarrier without init",
                 [](const Args) { mbarrier_arrive(&dynamic_shared<Scratch>().barrier); },
                 {"this mbarrier was never initialised"});
+  expect_report("mbarrier that nobody waits for",
+                [](const Args) {
+                  Scratch& s = dynamic_shared<Scratch>();
+                  if (threadIdx.x == 0) mbarrier_init(&s.barrier, 64), fence_mbarrier_init();
+                  __syncthreads();
+                  mbarrier_arrive(&s.barrier);
+                  mbarrier_arrive(&s.barrier);
+                },
+                {"this mbarrier enters a new phase, and no thread has waited for the end of the one before"});
   expect_report("divergent warp",
                 [](const Args a) {
                   float x = 1;
@@ -165,12 +174,17 @@ TEST_CASE("reports") {
 
 TEST_CASE("poison") {
   std::string report;
-  std::vector<float> out = run(
-      [](const Args a) {  // shared memory that nobody wrote
-        a.out[blockIdx.x * 64 + threadIdx.x] = dynamic_shared<Scratch>().x[threadIdx.x];
-      },
-      report);
-  for (int i = 0; i < 128; i++) CHECK(std::isnan(out[i]));
+  std::vector<float> out;
+  const Kernel read_unwritten = [](const Args a) {
+    a.out[blockIdx.x * 64 + threadIdx.x] = dynamic_shared<Scratch>().x[threadIdx.x];
+  };
+  std::map<uint32_t, int> launches;
+  for (int n = 0; n < 6; n++) {
+    out = run(read_unwritten, report);
+    for (int i = 0; i < 128; i++) CHECK(bits_of(out[i]) == bits_of(out[0]));
+    launches[bits_of(out[0])]++;
+  }
+  CHECK(launches == std::map<uint32_t, int>{{0, 3}, {~0u, 1}, {0x7b7b7b7b, 1}, {0xfbfbfbfb, 1}});
   out = run(
       [](const Args a) {  // a copy is not there before its wait, not even what was there before
         Scratch& s = dynamic_shared<Scratch>();
@@ -1182,6 +1196,15 @@ TEST_CASE("devices") {
     cudaDeviceGetAttribute(&value[i][1], cudaDevAttrL2CacheSize, i);
   }
   CHECK((value[0][0] == 3 && value[1][0] == 5 && value[0][1] == 120 << 10));
+  simt::gpu.sms[0] = 132, simt::gpu.l2_bytes = 1, simt::gpu.ctas_per_sm = 4;
+  for (int shared_kb : {0, 60, 100}) {
+    int sms = 0, l2_bytes = 0, ctas = 0;
+    cudaDeviceGetAttribute(&sms, cudaDevAttrMultiProcessorCount, 0);
+    cudaDeviceGetAttribute(&l2_bytes, cudaDevAttrL2CacheSize, 0);
+    cudaOccupancyMaxActiveBlocksPerMultiprocessor(&ctas, Kernel(), 32, shared_kb << 10);
+    CHECK((sms == 132 && l2_bytes == 1 && ctas == (shared_kb == 0 ? 4 : shared_kb == 60 ? 3 : 2)));
+  }
+  simt::gpu = {};
   CHECK((cudaSetDevice(2) == cudaErrorInvalidDevice && cudaGetDevice(&device) == cudaSuccess));
   CHECK((device == 0 && cudaGetLastError() == cudaErrorInvalidDevice));
 
