@@ -309,7 +309,7 @@ list_lines() {
         split(knob[i], pair, "="); value[pair[1]] = pair[2]; has[$1, pair[1]] = pair[2]
         if (!(($2, pair[1]) in has) || has[$2, pair[1]] != pair[2]) step = step " " knob[i]
       }
-      needs = value["USE_WGMMA"] ? "sm_90a" : $4 ~ /^[0-9]+$/ ? "sm_" $4 : value["USE_CUBLAS"] ? "cuBLAS" : \
+      needs = value["USE_WGMMA"] ? "sm_90a" : $4 ~ /^[0-9]+$/ ? "sm_" $4 : \
               value["USE_MMA_SYNC"] || value["USE_CP_ASYNC"] ? "sm_80" : "any GPU"
       if ($3 == "FAIL") needs = needs ", must fail"
       if ($1 !~ only) next
@@ -547,8 +547,8 @@ run_tests() {
     say "---- tests: those in Python are left out; they need: python3 -m pip install ${modules[*]}"
   fi
   # Under the sanitizers one line of each kind, or with --all-lines all of them.
-  local kinds='^(scalar_(sync2|async3|e4m3|racy)|wmma_(all|u8|racy)|mma_(lazy3|split4|u8|e4m3_d128)'
-  kinds+='|wgmma_(192x128|split2)|hopper|cublas)$'
+  local kinds='^(scalar_(sync2|async3|e4m3|racy)|wmma_(all|u8|racy)|mma_(lazy3|split4|e4m3_d128)'
+  kinds+='|wgmma_(192x128|split2)|hopper)$'
   if [ "${1-}" = --all-lines ]; then kinds=; shift; fi
   test_in "$base-cpu" "the CPU backend" -DSDPA_CPU=ON -- "$@" || failed=1
   test_in "$base-asan" "AddressSanitizer and UBSan" -DSDPA_CPU=ON -DSDPA_SANITIZE=address "-DSDPA_ONLY=$kinds" -- "$@" || failed=1

@@ -16,7 +16,7 @@
 //           and sum of a row's softmax; alpha the factor that rescales what was summed so far.
 // Suffixes  _g global memory, _s shared memory, _bytes, _us, _log2 (a logarithm to base 2).
 //
-// Sections  1 KNOBS  2 PROBLEM  3 PTX  4 BLOCKS  5 KERNELS  6 LAUNCH | 7 HARNESS (not for copying)
+// Sections  1 KNOBS  2 PROBLEM  3 PTX  4 BLOCKS  5 KERNELS  6 LAUNCH; harness.cu makes a program of it.
 //           docs/READING.md has an order in which to read them.
 //
 // A new variant is a line in configs.txt. A new knob is a row of SDPA_KNOBS, a refusal where it has no
@@ -38,9 +38,6 @@
 #include <cuda_fp16.h>
 #include <cuda_runtime.h>
 #include <mma.h>
-#if USE_CUBLAS
-#include <cublas_v2.h>
-#endif  // USE_CUBLAS
 
 // Before a loop: it is unrolled, so that the arrays that it indexes stay in registers.
 #define SDPA_UNROLL _Pragma("unroll")
@@ -83,7 +80,7 @@ namespace {  // two builds in one program must not share their constants and ker
   X(USE_WMMA, 0, use_wmma, "0 1", "nvcuda::wmma for Q @ K.T") \
   X(USE_WMMA_PV, 0, use_wmma_pv, "0 1", "nvcuda::wmma for P @ V") \
   X(USE_MMA_SYNC, 0, use_mma_sync, "0 1", "mma.sync and ldmatrix") \
-  X(FP16_ACC, NONE, fp16_acc, "NONE QK PV BOTH", "wmma, mma: sums of a tile's products in fp16, which Ada adds twice as fast") \
+  X(FP16_ACC, NONE, fp16_acc, "NONE QK PV BOTH", "wmma: sums of a tile's products in fp16, which Ada adds twice as fast") \
   X(USE_WGMMA, 0, use_wgmma, "0 1", "wgmma and TMA (sm_90a)") \
   X(USE_PING_PONG, 0, use_ping_pong, "0 1", "wgmma: warpgroups take turns at the tensor cores") \
   X(OVERLAP, 0, overlap, "0 1", "wgmma: softmax beside P @ V of the tile before") \
@@ -93,7 +90,6 @@ namespace {  // two builds in one program must not share their constants and ker
   X(PACK_GQA, 0, pack_gqa, "0 1", "mma, SWAP_AB: the query heads of a key head are rows of one tile") \
   X(SPLIT_CTAS, 1, split_ctas, "0..256", "PACK_GQA: CTAs that share the keys of a tile; 0: by the problem; workspace") \
   X(USE_TUNED, 0, use_tuned, "0 1", "mma, wgmma: the tile by the problem, from TUNED_TILES; knobs typed besides narrow it") \
-  X(USE_CUBLAS, 0, use_cublas, "0 1", "cuBLAS, S and P in global memory: the unfused baseline; link to it") \
   X(USE_WARP_SPECIALIZATION, 0, use_warp_specialization, "0 1", "producer warps copy, consumer warps compute") \
   X(NUM_PRODUCER_WARPS, 1, num_producer_warps, "1 2 4", "warps that only copy")
 // clang-format on
@@ -160,7 +156,7 @@ struct Typed {
 
 // ---- what follows from the knobs ----
 
-enum class Family { scalar, wmma, mma, wgmma, cublas };
+enum class Family { scalar, wmma, mma, wgmma };
 enum class DType { fp16, bf16, e4m3, u8 };  // in the order of DTYPE's values
 
 // Of knobs that were typed, or that stand in a row of TUNED_TILES.
@@ -168,21 +164,18 @@ template <class Knobs> struct Derived : Knobs {
   static constexpr Family family = Knobs::use_mma_sync ? Family::mma
                                    : Knobs::use_wmma   ? Family::wmma
                                    : Knobs::use_wgmma  ? Family::wgmma
-                                   : Knobs::use_cublas ? Family::cublas
                                                        : Family::scalar;
   static constexpr DType input = DType(Knobs::dtype);  // of Q, K and V
   static constexpr bool is_e4m3 = input == DType::e4m3, is_8bit = is_e4m3 || input == DType::u8;
   static constexpr DType output = Knobs::out_dtype != 0 ? DType(Knobs::out_dtype - 1)
                                   : is_8bit             ? DType::fp16
                                                         : input;
-  // Products take fp16, made of the 8 bits of each operand as it is read.
-  static constexpr bool converts_operands = is_8bit && family == Family::mma && Knobs::pack_gqa;
+  // Products take fp16, made of each operand's e4m3 as it is read.
+  static constexpr bool converts_operands = is_e4m3 && family == Family::mma && Knobs::pack_gqa;
   // FP16_ACC: S, and what a tile adds to O.
   static constexpr bool qk_in_fp16 = Knobs::fp16_acc & 1, pv_in_fp16 = Knobs::fp16_acc & 2;
-  // fp16 is made of U8, while a tile is copied or (USE_CP_ASYNC) afterwards.
-  static constexpr bool converts =
-      input == DType::u8 && family != Family::scalar && !converts_operands;
-  static constexpr bool converts_tiles = converts && Knobs::use_cp_async;
+  // fp16 is made of U8 while a tile is copied.
+  static constexpr bool converts = input == DType::u8 && family == Family::wmma;
   // Threads of a CTA that only copy, and all; warps that share a slice of the keys.
   static constexpr int producer_threads = !Knobs::use_warp_specialization ? 0
                                           : family == Family::wgmma
@@ -204,31 +197,21 @@ template <class Knobs> struct Derived : Knobs {
 using Build = Derived<Typed>;
 
 constexpr bool is_wmma = Build::family == Family::wmma, is_mma = Build::family == Family::mma,
-               is_wgmma = Build::family == Family::wgmma,
-               is_cublas = Build::family == Family::cublas;
-constexpr const char* family_name = is_wgmma    ? "wgmma"
-                                    : is_mma    ? "mma"
-                                    : is_wmma   ? "wmma"
-                                    : is_cublas ? "cublas"
-                                                : "scalar";
+               is_wgmma = Build::family == Family::wgmma;
+constexpr const char* family_name = is_wgmma  ? "wgmma"
+                                    : is_mma  ? "mma"
+                                    : is_wmma ? "wmma"
+                                              : "scalar";
 
 // ---- refusals (typed) ----
 // Combinations that cannot work, or in which a knob would do nothing: what, why, what to type.
 
 #define SDPA_REFUSE(condition, sentence) static_assert(!(condition), sentence)
-SDPA_REFUSE(USE_WMMA_changed + USE_MMA_SYNC_changed + USE_WGMMA_changed + USE_CUBLAS_changed > 1,
-            "USE_WMMA=1, USE_MMA_SYNC=1, USE_WGMMA=1 and USE_CUBLAS=1: a build has one kernel; "
-            "keep one of them");
-SDPA_REFUSE(is_cublas &&
-                (BLOCK_M_changed || BLOCK_N_changed || VEC_WIDTH_changed || SYNC_POLICY_changed ||
-                 USE_CP_ASYNC_changed || SWIZZLE_XOR_changed || USE_PERSISTENT_CTA_changed),
-            "USE_CUBLAS=1: of the knobs for tiles and copies none has an effect on cuBLAS; keep "
-            "HEAD_DIM, DTYPE, NUM_WARPS and USE_FAST_EXP");
+SDPA_REFUSE(USE_WMMA_changed + USE_MMA_SYNC_changed + USE_WGMMA_changed > 1,
+            "USE_WMMA=1, USE_MMA_SYNC=1 and USE_WGMMA=1: a build has one kernel; keep one of them");
 SDPA_REFUSE(OUT_DTYPE_changed && DType(Build::out_dtype - 1) ==
                 (Build::is_8bit ? DType::fp16 : Build::input),
             "OUT_DTYPE: O has that type anyway; drop OUT_DTYPE");
-SDPA_REFUSE(OUT_DTYPE_changed && is_cublas,
-            "OUT_DTYPE: cuBLAS writes the type that it reads; drop OUT_DTYPE or USE_CUBLAS");
 SDPA_REFUSE(USE_WMMA_PV_changed && !is_wmma,
             "USE_WMMA_PV=1: P @ V goes to wmma only where Q @ K.T does; add USE_WMMA=1 or drop it");
 SDPA_REFUSE(is_wgmma && (SYNC_POLICY_changed || USE_CP_ASYNC_changed || SWIZZLE_XOR_changed ||
@@ -254,9 +237,8 @@ SDPA_REFUSE(
     "them; add USE_MMA_SYNC=1 or SWAP_AB=1 or drop them");
 SDPA_REFUSE(is_mma && !Build::pack_gqa && SPLIT_CTAS_changed,
             "SPLIT_CTAS: in the mma.sync kernel it goes with PACK_GQA; add PACK_GQA=1 or drop it");
-SDPA_REFUSE(is_mma && Build::pack_gqa && USE_PERSISTENT_CTA_changed,
-            "PACK_GQA=1: in the mma.sync kernel every item has CTAs of its own; drop "
-            "USE_PERSISTENT_CTA or PACK_GQA");
+SDPA_REFUSE(!is_wmma && !is_wgmma && USE_PERSISTENT_CTA_changed,
+            "USE_PERSISTENT_CTA=1: only the wmma and wgmma kernels have a queue; add USE_WMMA=1 or drop it");
 SDPA_REFUSE(Build::use_tuned &&
                 (USE_WARP_SPECIALIZATION_changed || OVERLAP_changed || USE_LAZY_MAX_changed ||
                  PACK_GQA_changed || SPLIT_CTAS_changed || FP8_FLUSH_changed),
@@ -273,16 +255,14 @@ SDPA_REFUSE(!is_mma && !is_wgmma && USE_LAZY_MAX_changed,
             "drop it");
 SDPA_REFUSE(!is_mma && !is_wgmma && SPLIT_KV_changed,
             "SPLIT_KV: only the mma.sync and wgmma kernels have it; add USE_MMA_SYNC=1 or drop it");
-SDPA_REFUSE(
-    Build::is_8bit && is_cublas,
-    "DTYPE: the cuBLAS path multiplies 16-bit elements; type DTYPE=FP16 or drop USE_CUBLAS");
 SDPA_REFUSE(Build::is_e4m3 && is_wmma,
             "DTYPE=FP8_E4M3: nvcuda::wmma has no e4m3; drop USE_WMMA or type DTYPE=U8");
+SDPA_REFUSE(Build::input == DType::u8 && (is_mma || is_wgmma),
+            "DTYPE=U8: only the scalar and wmma kernels take it; type DTYPE=FP8_E4M3 or USE_WMMA=1");
 SDPA_REFUSE(FP8_FLUSH_changed && !(is_wgmma && Build::is_e4m3),
             "FP8_FLUSH: only the wgmma kernel with DTYPE=FP8_E4M3 has sums of 14 bits; drop it");
-SDPA_REFUSE(FP16_ACC_changed && ((!is_mma && !is_wmma) || Build::input != DType::fp16),
-            "FP16_ACC: only the wmma and mma.sync kernels with DTYPE=FP16 have such sums; add "
-            "USE_MMA_SYNC=1 or drop it");
+SDPA_REFUSE(FP16_ACC_changed && (!is_wmma || Build::input != DType::fp16),
+            "FP16_ACC: only the wmma kernel with DTYPE=FP16 has such sums; add USE_WMMA=1 or drop it");
 SDPA_REFUSE(Build::pv_in_fp16 && is_wmma && !Build::use_wmma_pv,
             "FP16_ACC=PV: P @ V is on the FMA pipes; add USE_WMMA_PV=1 or type FP16_ACC=QK");
 SDPA_REFUSE(is_mma && SYNC_POLICY_changed,
@@ -305,9 +285,6 @@ template <class B> constexpr bool check() {
                   (!B::use_warp_specialization || B::split_kv > 2 || B::block_n % 32 != 0),
               "DTYPE=FP8_E4M3: two producer warps transpose V, of 32 keys at a time; type "
               "USE_WARP_SPECIALIZATION=1 SPLIT_KV=2 BLOCK_N=64");
-  SDPA_REFUSE(wgmma && B::converts && (!B::use_warp_specialization || B::split_kv > 1),
-              "DTYPE=U8: producer warps make fp16 of it, for one slice of the keys; type "
-              "USE_WARP_SPECIALIZATION=1 SPLIT_KV=1");
   SDPA_REFUSE(wgmma && B::vec_width != (B::is_8bit ? 16 : 8),
               "VEC_WIDTH: TMA wants addresses and strides that are multiples of 16 bytes; type "
               "VEC_WIDTH=8, or 16 with an 8-bit DTYPE");
@@ -379,8 +356,8 @@ template <class B> constexpr bool check() {
               "VEC_WIDTH=16: an access has up to 16 bytes, and these are 32; type VEC_WIDTH=8");
   SDPA_REFUSE(B::converts && B::vec_width < 8,
               "DTYPE=U8: fp16 is made of 8 elements at a time; type VEC_WIDTH=16");
-  SDPA_REFUSE(B::converts && B::use_cp_async && B::use_warp_specialization,
-              "USE_CP_ASYNC=1: producer warps make fp16 of U8 in registers; drop USE_CP_ASYNC");
+  SDPA_REFUSE(B::converts && B::use_cp_async,
+              "USE_CP_ASYNC=1: fp16 is made of U8 in registers; drop USE_CP_ASYNC");
   SDPA_REFUSE(B::use_cp_async && B::vec_width * (B::is_8bit ? 1 : 2) < 4,
               "USE_CP_ASYNC=1: cp.async moves 4, 8 or 16 bytes, and this VEC_WIDTH is less; type "
               "VEC_WIDTH=8");
@@ -444,8 +421,8 @@ constexpr TunedTile TUNED_TILES[] = {
     {256, 64, 64, 4, 1, 1, mma_sync, 2, 8140, 1.22},
     {256, 16, 16, 2, 2, 2, packed | mma_sync, 3, 11600, 0.326},
 };
-// The same for 8 bits and USE_WGMMA=1. Few rows go to mma.sync, since the transposed kernel takes no bytes. With e4m3
-// wgmma flushes O after 1,024 keys.
+// The same for e4m3 and USE_WGMMA=1. Few rows go to mma.sync, since the transposed kernel takes no bytes. wgmma flushes O
+// after 1,024 keys.
 constexpr TunedTile E4M3_TILES[] = {
     {64, 64, 128, 8, 3, 2, overlap, 1, 7260, 8.0},
     {64, 128, 64, 16, 4, 2, overlap | ping_pong, 1, 8080, 10.7},
@@ -458,20 +435,10 @@ constexpr TunedTile E4M3_TILES[] = {
     {256, 128, 64, 8, 2, 1, overlap | persistent | skip_masked, 1, 4030, 3.97},
     {256, 16, 32, 2, 2, 2, packed | mma_sync, 3, 7500, 0.511},
 };
-constexpr TunedTile U8_TILES[] = {
-    {64, 256, 64, 16, 4, 1, overlap | ping_pong, 1, 12100, 9.2},
-    {64, 16, 64, 4, 3, 4, packed | mma_sync, 2, 9340, 3.24},
-    {128, 192, 64, 12, 4, 1, overlap | persistent | skip_masked, 1, 12000, 6.4},
-    {128, 16, 32, 4, 3, 4, packed | mma_sync, 2, 11100, 1.66},
-    {256, 128, 64, 8, 2, 1, overlap | persistent | skip_masked, 1, 12000, 2.8},
-    {256, 16, 32, 2, 2, 2, packed | mma_sync, 3, 10300, 0.519},
-};
 constexpr int MOST_TILES = sizeof TUNED_TILES / sizeof(TunedTile);
-constexpr int TILES = !Build::is_8bit  ? MOST_TILES
-                      : Build::is_e4m3 ? sizeof E4M3_TILES / sizeof(TunedTile)
-                                       : sizeof U8_TILES / sizeof(TunedTile);
+constexpr int TILES = (Build::is_8bit ? sizeof E4M3_TILES : sizeof TUNED_TILES) / sizeof(TunedTile);
 constexpr const TunedTile& tuned_tile(int n) {
-  return !Build::is_8bit ? TUNED_TILES[n] : Build::is_e4m3 ? E4M3_TILES[n] : U8_TILES[n];
+  return Build::is_8bit ? E4M3_TILES[n] : TUNED_TILES[n];
 }
 constexpr bool is_of_table(const TunedTile& t) {  // 16 bits: those of the family
   return Build::is_8bit || t.has(mma_sync) == is_mma;
@@ -768,7 +735,7 @@ template <class B> struct alignas(256) RangePartial {
 #endif  // USE_WGMMA
 #if defined(__CUDA_ARCH__) && __CUDA_ARCH__ < 890
 static_assert(!(is_mma && Build::is_e4m3),
-              "DTYPE=FP8_E4M3: mma.sync takes e4m3 from sm_89 on; type -arch=sm_89 or DTYPE=U8");
+              "DTYPE=FP8_E4M3: mma.sync takes e4m3 from sm_89 on; type -arch=sm_89 or DTYPE=FP16");
 #endif
 
 // Dynamic shared memory of the CTA, aligned to 1024 bytes.
@@ -1008,16 +975,6 @@ __device__ __forceinline__ void mma_m16n8k16(float& d0, float& d1, float& d2, fl
   }
 }
 
-// As mma_m16n8k16 in fp16, with D in fp16 as well: d0 holds columns 2q and 2q + 1 of row g, d1 of row g + 8.
-__device__ __forceinline__ void mma_m16n8k16_f16(uint32_t& d0, uint32_t& d1, const uint32_t (&a)[4],
-                                                 uint32_t b0, uint32_t b1) {
-  asm volatile(
-      "mma.sync.aligned.m16n8k16.row.col.f16.f16.f16.f16 {%0, %1}, {%2, %3, %4, %5}, {%6, %7}, "
-      "{%0, %1};"
-      : "+r"(d0), "+r"(d1)
-      : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b0), "r"(b1));
-}
-
 // As mma_m16n8k16, with K = 32: a[0], a[1] hold k = 4q ... 4q + 3 of rows g and g + 8, a[2], a[3] the same 16 k
 // further; b0 holds k = 4q ... 4q + 3 of column g, b1 the same 16 k further.
 __device__ __forceinline__ void mma_m16n8k32_e4m3(float& d0, float& d1, float& d2, float& d3,
@@ -1236,22 +1193,6 @@ __device__ __forceinline__ void wgmma_ss(float (&d)[N / 2], uint64_t a, uint64_t
   SDPA_WGMMA_SHAPES(SDPA_WGMMA_SS)
 #undef SDPA_WGMMA_SS
 }
-// D = A @ B (+ D if accumulate) of integers, [64][32] @ [32][N]: A is signed, B is not, both are K-major.
-template <int N>
-__device__ __forceinline__ void wgmma_ss_s8_u8(int (&d)[N / 2], uint64_t a, uint64_t b,
-                                               bool accumulate) {
-#define SDPA_D_INTEGER(i) , "+r"(d[i])
-#define SDPA_WGMMA_S8_U8(n, r, r1, r2, ...)                                                        \
-  if constexpr (N == n) {                                                                          \
-    asm volatile("{ .reg .pred p; setp.ne.b32 p, %" #r ", 0; wgmma.mma_async.sync.aligned.m64n" #n \
-                 "k32.s32.s8.u8 {%0" SDPA_D##r(SDPA_D_TEXT) "}, %" #r2 ", %" #r1 ", p; }"          \
-                 : "+r"(d[0])SDPA_D##r(SDPA_D_INTEGER)                                             \
-                 : "r"(int(accumulate)), "l"(b), "l"(a));                                          \
-  }
-  SDPA_WGMMA_SHAPES(SDPA_WGMMA_S8_U8)
-#undef SDPA_WGMMA_S8_U8
-#undef SDPA_D_INTEGER
-}
 // The same as wgmma_ss with A in registers. Lane 4g + q of warp w: a[0], a[1] are k = 2q, 2q + 1 of rows
 // 16w + g and 16w + g + 8; a[2], a[3] the same 8 k further. e4m3: k = 4q ... 4q + 3, and 16 k further.
 template <class E, int N, int TRANS_B>
@@ -1341,32 +1282,16 @@ template <class E> __device__ __forceinline__ uint32_t pack(float low, float hig
   return word;
 }
 
-// ---- fp16 of bytes (wmma, mma, wgmma) ----
+// ---- fp16 of U8 (wmma and DTYPE = U8) ----
 
 // u - 128 of two bytes of a word, the low or the high ones. 16 bits 0x6400 | u are the number 1024 + u.
-constexpr uint32_t halves_of_1152 = 0x64806480;
-__device__ __forceinline__ uint32_t halves_of_bytes(uint32_t word, bool high,
-                                                    uint32_t zero = halves_of_1152) {
-  return sub_f16x2(prmt(word, 0x64646464, high ? 0x4342 : 0x4140), zero);
+__device__ __forceinline__ uint32_t halves_of_bytes(uint32_t word, bool high) {
+  constexpr uint32_t halves_of_1152 = 0x64806480;
+  return sub_f16x2(prmt(word, 0x64646464, high ? 0x4342 : 0x4140), halves_of_1152);
 }
 __device__ __forceinline__ uint4 halves_of_bytes(uint32_t low, uint32_t high) {
   return {halves_of_bytes(low, false), halves_of_bytes(low, true), halves_of_bytes(high, false),
           halves_of_bytes(high, true)};
-}
-
-// ---- fp16 of four elements (mma, wgmma) ----
-
-// Converts four bytes to two pairs of fp16. Of U8 it subtracts 128, or nothing where `zero` is 0x64006400.
-template <class B>
-__device__ __forceinline__ void make_halves(uint32_t (&pairs)[2], uint32_t bytes,
-                                            uint32_t zero = halves_of_1152) {
-  SDPA_UNROLL for (int n = 0; n < 2; n++) {
-    if constexpr (B::is_e4m3) {
-      pairs[n] = cvt_rn_f16x2_e4m3x2(bytes >> 16 * n);
-    } else {
-      pairs[n] = halves_of_bytes(bytes, n == 1, zero);
-    }
-  }
 }
 
 // ---- tiles in shared memory (scalar, wmma, mma) ----
@@ -1461,14 +1386,13 @@ template <class B> struct TileCopy {
   __device__ __forceinline__ void copy(Input* dst_s, const Input* src_g, int64_t row_stride,
                                        int rows) const {
     each_vector<ROWS>(src_g, row_stride, rows, [&](int r, int c, const Input* from_g, bool valid) {
-      const int place = B::converts ? r * B::head_dim + c : tile_offset<B>(r, c);
-      VectorCopy<B::use_cp_async>::template copy<B::vec_width * sizeof(Input)>(dst_s + place,
-                                                                               from_g, valid);
+      VectorCopy<B::use_cp_async>::template copy<B::vec_width * sizeof(Input)>(
+          dst_s + tile_offset<B>(r, c), from_g, valid);
     });
   }
 };
 
-// ---- copies of U8 (wmma, mma and DTYPE = U8) ----
+// ---- copies of U8 (wmma and DTYPE = U8) ----
 // A thread converts the vectors that it copies to the fp16 that the products take.
 
 template <class B> struct TileConversion {
@@ -1485,16 +1409,6 @@ template <class B> struct TileConversion {
     };
     mine.template each_vector<ROWS>(src_g, row_stride, rows, move);
   }
-  // Converts a tile that TileCopy has brought. A thread converts what it copied itself, so its own wait suffices.
-  template <int ROWS>
-  static __device__ __forceinline__ void convert(const TileCopy<B>& mine, Half* dst_s,
-                                                 const Input* src_s) {
-    const auto move = [&](int r, int c, const Input* from_s, bool) {
-      store_halves(dst_s, r, c, ld_shared<Vector>(from_s));
-    };
-    mine.template each_vector<ROWS>(mine.first(src_s, B::head_dim), B::head_dim, ROWS, move);
-  }
-
  private:
   static __device__ __forceinline__ void store_halves(Half* dst_s, int row, int column,
                                                       const Vector& vector) {
@@ -1524,12 +1438,11 @@ constexpr int HAZARDS = 6;
 // leaves a row with one warp, so that only the tiles themselves are shared; producer warps hand those over by
 // mbarriers. Policy 0 has none: racy.
 // mma: a warp always keeps its rows. With two stages or more the barrier of kv_written also covers
-// tile_read of the tile before, except where all tiles are converted into the same place.
+// tile_read of the tile before.
 // wgmma: a warp keeps its rows as well, and the plain kernel has one barrier, before a tile is overwritten. With
 // SWAP_AB keys are rows, and a query's column is spread over its slice's warps, so that P crosses a barrier, and so does
 // every new maximum.
 template <class B> __host__ __device__ constexpr bool needs_cta_barrier(Hazard h) {
-  if (B::family == Family::cublas) return false;
   if (B::family == Family::wgmma) {
     if (B::swap_ab) {
       return h == Hazard::sum_written || (h == Hazard::max_written && !B::use_lazy_max);
@@ -1538,7 +1451,7 @@ template <class B> __host__ __device__ constexpr bool needs_cta_barrier(Hazard h
   }
   if (B::family == Family::mma) {
     return h == Hazard::kv_written ||
-           (h == Hazard::tile_read && (B::stages == 1 || B::converts_tiles));
+           (h == Hazard::tile_read && B::stages == 1);
   }
   if (B::use_warp_specialization) return false;
   if (B::sync_policy == 5) return true;
@@ -1652,8 +1565,8 @@ constexpr bool rounds_p_to_e4m3 =
 template <class B> constexpr float p_log2 = rounds_p_to_e4m3<B> ? 3 : 0;
 
 // USE_LAZY_MAX: a stale maximum is kept while each thread's sum of P, over its part of the tile, is at most this; so
-// every P is. The largest fp16 is 65504, and FP16_ACC sums P times V in it.
-template <class B> constexpr float lazy_limit = rounds_p_to_e4m3<B> || B::pv_in_fp16 ? 448 : 4096;
+// every P is. The largest e4m3 is 448, the largest fp16 65504.
+template <class B> constexpr float lazy_limit = rounds_p_to_e4m3<B> ? 448 : 4096;
 
 // The maximum to subtract: 0 for a row with no visible key yet, so that -inf - -inf never happens.
 __device__ __forceinline__ float finite_max(float m) { return m == -INFINITY ? 0.0f : m; }
@@ -2081,37 +1994,10 @@ __device__ __forceinline__ KeyRange range_of_rounds(const KernelArgs& a, int rou
 
 // ---- items and copies of the whole CTA (scalar, wmma, mma) ----
 
-struct OneTilePerCta {
-  bool done = false;
-  template <class B> __device__ bool next(const KernelArgs& a, uint32_t&, WorkItem& item) {
-    if (done) return false;
-    item = work_item<B>(a, B::split_ctas == 1 ? blockIdx.x : a.ranges.divide(blockIdx.x));
-    return done = true;
-  }
-};
-
-// Resident CTAs draw item numbers from the counter in the workspace. Every CTA draws one number
-// past the end; the very last of these draws puts the counter back to 0 for the next launch.
-struct TileQueue {
-  template <class B> __device__ bool next(const KernelArgs& a, uint32_t& drawn_s, WorkItem& item) {
-    uint32_t* const counter = static_cast<uint32_t*>(a.p.workspace);
-    __syncthreads();  // hazard: other warps still read drawn_s and the tiles of the last item
-    if (threadIdx.x == 0) drawn_s = atomicInc(counter, a.work_items + gridDim.x - 1);
-    __syncthreads();  // hazard: drawn_s just written by thread 0
-    if (drawn_s >= a.work_items) return false;
-    item = work_item<B>(a, drawn_s);
-    return true;
-  }
-};
-
-// The tiles as they were copied, where products read one converted tile.
-template <class B, bool = B::converts_tiles> struct TilesAsCopied {};
-template <class B> struct TilesAsCopied<B, true> {
-  struct {
-    Input K[B::stages][B::block_n * B::head_dim], V[B::stages][B::block_n * B::head_dim];
-  } copied;
-};
-template <class B> constexpr int TILE_STAGES = B::converts_tiles ? 1 : B::stages;
+// The item of a CTA that has one alone.
+template <class B> __device__ __forceinline__ WorkItem item_of_cta(const KernelArgs& a) {
+  return work_item<B>(a, B::split_ctas == 1 ? blockIdx.x : a.ranges.divide(blockIdx.x));
+}
 
 // What a group of warps (by default the CTA) needs to know of its item, and the copies that every
 // kernel starts from. Of the K/V tiles, group g takes number g, SPLIT_KV + g, ...
@@ -2162,22 +2048,10 @@ template <class B> struct ItemTiles {
   template <class Shared> __device__ __forceinline__ void copy_kv(Shared& s, int stage, int k0) {
     if (k0 < keys.end) {
       const int rows = keys.end - k0 - mine.row;
-      auto& to = as_copied(s);
-      copy_tile<B::block_n>(mine, to.K[stage], K_g, p.k.row, rows);
-      copy_tile<B::block_n>(mine, to.V[stage], V_g, p.v.row, rows);
+      copy_tile<B::block_n>(mine, s.K[stage], K_g, p.k.row, rows);
+      copy_tile<B::block_n>(mine, s.V[stage], V_g, p.v.row, rows);
       K_g += ADVANCE * p.k.row, V_g += ADVANCE * p.v.row;
     }
-  }
-  template <class Shared> static __device__ __forceinline__ auto& as_copied(Shared& s) {
-    if constexpr (B::converts_tiles) {
-      return s.copied;
-    } else {
-      return s;
-    }
-  }
-  template <class Shared> __device__ __forceinline__ void convert_kv(Shared& s, int stage) const {
-    TileConversion<B>::template convert<B::block_n>(mine, s.K[0], s.copied.K[stage]);
-    TileConversion<B>::template convert<B::block_n>(mine, s.V[0], s.copied.V[stage]);
   }
 };
 
@@ -2207,10 +2081,9 @@ template <class B, class Shared> struct CopyTogether {
     sync_for<B, Hazard::q_written>();
     if constexpr (!copies_last) copy_ahead(k0);
     VectorCopy<B::use_cp_async>::template wait<copies_last ? B::stages - 2 : B::stages - 1>();
-    if constexpr (B::converts_tiles) t.convert_kv(s, stage);
     sync_for<B, Hazard::kv_written>();
     if constexpr (copies_last) copy_ahead(k0);
-    return B::converts_tiles ? 0 : stage;
+    return stage;
   }
   // Copies the tile that is STAGES - 1 further into the stage before this one.
   __device__ __forceinline__ void copy_ahead(int k0) {
@@ -2219,9 +2092,6 @@ template <class B, class Shared> struct CopyTogether {
   }
   __device__ __forceinline__ void release() { sync_for<B, Hazard::tile_read>(); }
 };
-
-template <class B>
-using Scheduler = typename std::conditional<B::use_persistent_cta, TileQueue, OneTilePerCta>::type;
 
 // ---- rings of stages (wmma, wgmma) ----
 
@@ -2291,14 +2161,13 @@ __device__ __forceinline__ void load_scores(View& S, const T* P_s, int stride) {
   }
 }
 
-template <class B> struct ScalarShared : TilesAsCopied<B> {
+template <class B> struct ScalarShared {
   static constexpr int P_STRIDE = B::block_n + 8;  // 4 rows of lanes fall into 4 groups of 8 banks
   Element<B> Q[B::block_m * TILE_STRIDE<B>];       // [BLOCK_M][D]
-  Element<B> K[TILE_STAGES<B>][B::block_n * TILE_STRIDE<B>];  // [BLOCK_N][D]
-  Element<B> V[TILE_STAGES<B>][B::block_n * TILE_STRIDE<B>];  // [BLOCK_N][D]
+  Element<B> K[B::stages][B::block_n * TILE_STRIDE<B>];  // [BLOCK_N][D]
+  Element<B> V[B::stages][B::block_n * TILE_STRIDE<B>];  // [BLOCK_N][D]
   float P[B::block_m * P_STRIDE];  // [BLOCK_M][BLOCK_N]: S, then P in its place
   float m[B::block_m], l[B::block_m], alpha[B::block_m];  // used where rows change hands
-  uint32_t drawn;                                         // TileQueue
 
   __device__ void store_probabilities(const ScalarScores<B>& S) { store_scores(P, P_STRIDE, S); }
   __device__ void store_alpha(const ScalarScores<B>&, const float (&)[ScalarScores<B>::ROWS]) {}
@@ -2425,7 +2294,7 @@ using TileSoftmax = typename std::conditional<B::sync_policy == 1, WarpSoftmax<B
 template <class B, Family F> struct KernelOf;
 template <class B> using SharedOf = typename KernelOf<B, B::family>::Shared;
 template <class B>
-constexpr size_t shared_bytes = std::is_empty<SharedOf<B>>::value ? 0 : sizeof(SharedOf<B>);
+constexpr size_t shared_bytes = sizeof(SharedOf<B>);
 
 // The attribute of the current device, or `otherwise` if there is no device.
 int device_attribute(cudaDeviceAttr attribute, int otherwise) {
@@ -2629,31 +2498,29 @@ __global__ void __launch_bounds__(B::threads, 1) sdpa_scalar(const __grid_consta
   S.first_col = lane % COL_LANES;
   O.first_col = lane % COL_LANES * O.RUN;
 
-  Scheduler<B> scheduler;
-  for (WorkItem item; scheduler.template next<B>(a, s.drawn, item);) {
-    const ItemTiles<B> t(a, item, 0, tid, B::threads);
-    t.template copy_q<B::block_m>(s.Q, 0, tid, B::threads);
-    CopyTogether<B, ScalarShared<B>> feed(s, t);
+  const WorkItem item = item_of_cta<B>(a);
+  const ItemTiles<B> t(a, item, 0, tid, B::threads);
+  t.template copy_q<B::block_m>(s.Q, 0, tid, B::threads);
+  CopyTogether<B, ScalarShared<B>> feed(s, t);
 
-    clear(O);
-    TileSoftmax<B, ScalarShared<B>> softmax;
-    softmax.start(s, S);
-    const ItemScale<B> scale_log2(a, item);
+  clear(O);
+  TileSoftmax<B, ScalarShared<B>> softmax;
+  softmax.start(s, S);
+  const ItemScale<B> scale_log2(a, item);
 
-    for (int k0 = t.keys.begin; k0 < t.keys.end; k0 += B::block_n) {
-      const int stage = feed.acquire(k0);
-      scalar_qk<B>(S, s.Q, s.K[stage]);
-      if (!a.tiles.cover(item.q0, k0)) mask_scores<B>(S, a, item.q0, k0);
-      float alpha[O.ROWS];
-      softmax.step(s, S, scale_log2, alpha);
-      scalar_pv<B>(O, alpha, s.P, s.V[stage]);
-      feed.release();
-    }
-
-    float m[O.ROWS], l[O.ROWS];
-    softmax.finish(s, S, m, l);
-    store_output<B>(O, m, l, a, item);
+  for (int k0 = t.keys.begin; k0 < t.keys.end; k0 += B::block_n) {
+    const int stage = feed.acquire(k0);
+    scalar_qk<B>(S, s.Q, s.K[stage]);
+    if (!a.tiles.cover(item.q0, k0)) mask_scores<B>(S, a, item.q0, k0);
+    float alpha[O.ROWS];
+    softmax.step(s, S, scale_log2, alpha);
+    scalar_pv<B>(O, alpha, s.P, s.V[stage]);
+    feed.release();
   }
+
+  float m[O.ROWS], l[O.ROWS];
+  softmax.finish(s, S, m, l);
+  store_output<B>(O, m, l, a, item);
 }
 
 template <class B> struct KernelOf<B, Family::scalar> : OneLaunch<B> {
@@ -2678,6 +2545,7 @@ template <class B> struct WmmaShared : ScalarShared<B> {
   alignas(32) Element<B> P16[B::use_wmma_pv ? B::block_m * P16_STRIDE
                                             : 1];  // P for wmma, [BLOCK_M][BLOCK_N]
   uint64_t full[B::stages], empty[B::stages];  // mbarriers: tile landed, tile read by all consumers
+  uint32_t drawn;                              // ItemQueue
 
   __device__ void store_probabilities(const ScalarScores<B>& S) {
     if constexpr (B::use_wmma_pv) {
@@ -2893,6 +2761,29 @@ __device__ __forceinline__ void wmma_consume(WmmaShared<B>& s, const KernelArgs&
   store_output<B>(O, rows.m, rows.l, a, item);
 }
 
+struct OneItemPerCta {
+  bool done = false;
+  template <class B> __device__ bool next(const KernelArgs& a, uint32_t&, WorkItem& item) {
+    if (done) return false;
+    item = item_of_cta<B>(a);
+    return done = true;
+  }
+};
+
+// Resident CTAs draw item numbers from the counter in the workspace. Every CTA draws one number
+// past the end; the very last of these draws puts the counter back to 0 for the next launch.
+struct ItemQueue {
+  template <class B> __device__ bool next(const KernelArgs& a, uint32_t& drawn_s, WorkItem& item) {
+    uint32_t* const counter = static_cast<uint32_t*>(a.p.workspace);
+    __syncthreads();  // hazard: other warps still read drawn_s and the tiles of the last item
+    if (threadIdx.x == 0) drawn_s = atomicInc(counter, a.work_items + gridDim.x - 1);
+    __syncthreads();  // hazard: drawn_s just written by thread 0
+    if (drawn_s >= a.work_items) return false;
+    item = work_item<B>(a, drawn_s);
+    return true;
+  }
+};
+
 template <class B>
 __global__ void __launch_bounds__(B::threads, 1) sdpa_wmma(const __grid_constant__ KernelArgs a) {
   WmmaShared<B>& s = dynamic_shared<WmmaShared<B>>();
@@ -2909,7 +2800,7 @@ __global__ void __launch_bounds__(B::threads, 1) sdpa_wmma(const __grid_constant
     __syncthreads();  // hazard: mbarriers just made by thread 0
   }
 
-  Scheduler<B> scheduler;
+  typename std::conditional<B::use_persistent_cta, ItemQueue, OneItemPerCta>::type scheduler;
   for (WorkItem item; scheduler.template next<B>(a, s.drawn, item);) {
     if constexpr (!B::use_warp_specialization) {
       const ItemTiles<B> t(a, item, 0, tid, consumers);
@@ -2981,9 +2872,9 @@ template <class B, bool PACKED = B::pack_gqa> struct MmaPartials {
 };
 
 template <class B> struct MmaShared {
-  struct Tiles : TilesAsCopied<B> {
-    Element<B> K[TILE_STAGES<B>][B::block_n * B::head_dim];  // [BLOCK_N][D]
-    Element<B> V[TILE_STAGES<B>][B::block_n * B::head_dim];  // [BLOCK_N][D]
+  struct Tiles {
+    Element<B> K[B::stages][B::block_n * B::head_dim];  // [BLOCK_N][D]
+    Element<B> V[B::stages][B::block_n * B::head_dim];  // [BLOCK_N][D]
   };
   struct Inputs {
     Element<B> Q[B::block_m * B::head_dim];  // [BLOCK_M][D]
@@ -2993,8 +2884,7 @@ template <class B> struct MmaShared {
     Inputs in;
     typename MmaPartials<B>::type partial;  // afterwards
   };
-  WorkItem item;   // the CTA's: not in registers, which are for S and O
-  uint32_t drawn;  // TileQueue
+  WorkItem item;  // the CTA's: not in registers, which are for S and O
 };
 
 // A step takes 32 bytes of each row of A and of each column of B.
@@ -3064,20 +2954,6 @@ __device__ __forceinline__ void multiply_columns(
   }
 }
 
-template <class B, int WIDTH> struct MmaHalves;  // FP16_ACC
-// T += A @ B by body(T), or with HALVES by way of sums of their own in fp16.
-template <class B, bool HALVES, int WIDTH, class Body>
-__device__ __forceinline__ void sum_products(MmaAccumulator<B, WIDTH>& T, const Body& body) {
-  if constexpr (HALVES) {
-    MmaHalves<B, WIDTH> sums;
-    clear(sums);
-    body(sums);
-    sums.add_to(T);
-  } else {
-    body(T);
-  }
-}
-
 // S = Q @ K.T   [16 * M_TILES][BLOCK_N] of a warp
 template <class B>
 __device__ __forceinline__ void mma_qk(MmaAccumulator<B, B::block_n>& S, const MmaQueries<B>& Q,
@@ -3086,17 +2962,15 @@ __device__ __forceinline__ void mma_qk(MmaAccumulator<B, B::block_n>& S, const M
   const int key = lane / 16 * 8 + lane % 8, d = lane / 8 % 2 * CHUNK<B>;
   const SharedAddress at = shared_address(K_s + tile_offset<B>(key, d));
   clear(S);
-  sum_products<B, B::qk_in_fp16>(S, [&](auto& sums) {
-    SDPA_UNROLL for (int step = 0; step < B::head_dim / MMA_K<B>; step++) {
-      uint32_t q[MmaAccumulator<B, B::block_n>::M_TILES][MmaOperands<B>::REGISTERS];
-      Q.get(q, step);
-      SDPA_UNROLL for (int n = 0; n < B::block_n / 16; n++) {
-        uint32_t k[4];
-        ldmatrix_x4<false>(k, tile_step<B>(at, 16 * n, MMA_K<B> * step));
-        multiply_columns<B>(sums, n, q, k);
-      }
+  SDPA_UNROLL for (int step = 0; step < B::head_dim / MMA_K<B>; step++) {
+    uint32_t q[MmaAccumulator<B, B::block_n>::M_TILES][MmaOperands<B>::REGISTERS];
+    Q.get(q, step);
+    SDPA_UNROLL for (int n = 0; n < B::block_n / 16; n++) {
+      uint32_t k[4];
+      ldmatrix_x4<false>(k, tile_step<B>(at, 16 * n, MMA_K<B> * step));
+      multiply_columns<B>(S, n, q, k);
     }
-  });
+  }
 }
 
 // P, rounded, as A operands: the accumulators of 32 bytes of P are the A operand of as many keys, so
@@ -3118,8 +2992,9 @@ template <class B> struct MmaProbabilities {
 };
 
 // O += P @ V for the keys of a step   [16 * M_TILES][D] of a warp
-template <class B, class Sums>
-__device__ __forceinline__ void mma_pv(Sums& O, const MmaProbabilities<B>& P, const Element<B>* V_s,
+template <class B>
+__device__ __forceinline__ void mma_pv(MmaAccumulator<B, B::head_dim>& O,
+                                       const MmaProbabilities<B>& P, const Element<B>* V_s,
                                        int step, int lane) {
   if constexpr (sizeof(Element<B>) == 1) {
     MmaOperands<B>::pv(O, P.a[step], V_s, step, lane);
@@ -3152,9 +3027,7 @@ template <class B> struct MmaRows {
 
   // O += P @ V
   __device__ void multiply(const Element<B>* V_s, int lane) {
-    sum_products<B, B::pv_in_fp16>(O, [&](auto& sums) {
-      SDPA_UNROLL for (int step = 0; step < P.STEPS; step++) mma_pv<B>(sums, P, V_s, step, lane);
-    });
+    SDPA_UNROLL for (int step = 0; step < P.STEPS; step++) mma_pv<B>(O, P, V_s, step, lane);
   }
 
   // S = Q @ K.T, with the factors of several heads.
@@ -3255,40 +3128,16 @@ __device__ __forceinline__ void deal_runs(MmaRuns<B, WIDTH>& R, const MmaAccumul
   }
 }
 
-// ---- 5c sums in fp16 (mma and FP16_ACC = QK, FP16_ACC = PV, FP16_ACC = BOTH) ----
+// ---- 5c operands of e4m3 (mma and DTYPE = FP8_E4M3) ----
 
-// MmaAccumulator in fp16, two neighbouring columns to a register.
-template <class B, int WIDTH> struct MmaHalves {
-  static constexpr int M_TILES = MmaAccumulator<B, WIDTH>::M_TILES;
-  static constexpr int ROWS = 2 * M_TILES, COLS = WIDTH / 8;
-  uint32_t x[ROWS][COLS];
+// e4m3 as it is. Or (converts_operands) fp16 that is made of it in registers: a step is then two products; the first has
+// k = 4q ... 4q + 3 of the lane's bytes, the second the same 16 k further.
 
-  __device__ __forceinline__ void add_to(MmaAccumulator<B, WIDTH>& T) const {
-    SDPA_UNROLL for (int i = 0; i < ROWS; i++) {
-      SDPA_UNROLL for (int j = 0; j < COLS; j++) {
-        __half pair[2];
-        memcpy(pair, &x[i][j], sizeof pair);
-        T.x[i][2 * j] += float(pair[0]), T.x[i][2 * j + 1] += float(pair[1]);
-      }
-    }
-  }
-};
-
-template <class B, int WIDTH>
-__device__ __forceinline__ void multiply_columns(
-    MmaHalves<B, WIDTH>& T, int n, const uint32_t (&a)[MmaHalves<B, WIDTH>::M_TILES][4],
-    const uint32_t (&b)[4]) {
-  SDPA_UNROLL for (int m = 0; m < T.M_TILES; m++) {
-    auto &top = T.x[2 * m], &bottom = T.x[2 * m + 1];
-    mma_m16n8k16_f16(top[2 * n], bottom[2 * n], a[m], b[0], b[1]);
-    mma_m16n8k16_f16(top[2 * n + 1], bottom[2 * n + 1], a[m], b[2], b[3]);
-  }
+// Converts four bytes to two pairs of fp16.
+__device__ __forceinline__ void make_halves(uint32_t (&pairs)[2], uint32_t bytes) {
+  SDPA_UNROLL for (int n = 0; n < 2; n++) pairs[n] = cvt_rn_f16x2_e4m3x2(bytes >> 16 * n);
 }
 
-// ---- 5c operands of 8 bits (mma and DTYPE = FP8_E4M3, DTYPE = U8) ----
-
-// e4m3 as it is. Or (converts_operands) fp16 that is made of it, or of U8, in registers: a step is then two products;
-// the first has k = 4q ... 4q + 3 of the lane's bytes, the second the same 16 k further.
 template <class B> struct MmaOperands<B, true> {
   static constexpr bool in_fp16 = B::converts_operands;
   static constexpr int REGISTERS = in_fp16 ? 8 : 4, KEYS = in_fp16 ? 16 : 32;
@@ -3302,7 +3151,7 @@ template <class B> struct MmaOperands<B, true> {
       const uint32_t b[2] = {b0, b1};
       SDPA_UNROLL for (int n = 0; n < 2; n++) {
         uint32_t pairs[2], part[4];
-        make_halves<B>(pairs, b[n]), memcpy(part, a + 4 * n, sizeof part);
+        make_halves(pairs, b[n]), memcpy(part, a + 4 * n, sizeof part);
         mma_m16n8k16<Half>(d0, d1, d2, d3, part, pairs[0], pairs[1]);
       }
     } else {
@@ -3314,7 +3163,7 @@ template <class B> struct MmaOperands<B, true> {
       uint32_t bytes[4], pairs[2];
       ldmatrix_x4<false>(bytes, from);
       SDPA_UNROLL for (int i = 0; i < 4; i++) {  // rows g and g + 8 of 16 k, then of the next
-        make_halves<B>(pairs, bytes[i]);
+        make_halves(pairs, bytes[i]);
         a[i / 2 * 4 + i % 2] = pairs[0], a[i / 2 * 4 + i % 2 + 2] = pairs[1];
       }
     } else {
@@ -3366,8 +3215,8 @@ template <class B> struct MmaOperands<B, true> {
       ldmatrix_x4<true>(v, tile_step<B>(at, 16 * step, 16 * n));
       SDPA_UNROLL for (int next = 0; next < 2; next++) {
         uint32_t low[2], high[2];  // keys; the even d and the odd d
-        make_halves<B>(low, prmt(v[2 * next], 0, 0x3120));
-        make_halves<B>(high, prmt(v[2 * next + 1], 0, 0x3120));
+        make_halves(low, prmt(v[2 * next], 0, 0x3120));
+        make_halves(high, prmt(v[2 * next + 1], 0, 0x3120));
         SDPA_UNROLL for (int m = 0; m < O.M_TILES; m++) {
           float* const top = O.x[2 * m] + 4 * (n + next);
           float* const bottom = O.x[2 * m + 1] + 4 * (n + next);
@@ -3440,66 +3289,64 @@ __global__ void __launch_bounds__(B::threads, 1) sdpa_mma(const __grid_constant_
   const int warp = tid / 32, lane = tid % 32;
   constexpr int WARP_ROWS = B::block_m / B::group_warps;
 
-  Scheduler<B> scheduler;
-  for (WorkItem item; scheduler.template next<B>(a, s.drawn, item);) {
-    const ItemTiles<B> t(a, item, group, tid, B::group_threads);
-    if constexpr (B::pack_gqa) {
-      MmaPacked<B>::copy_q(s, t, a);
-    } else {
-      t.template copy_q<B::block_m>(s.in.Q, 0, threadIdx.x, B::threads);
-    }
-    if (threadIdx.x == 0) s.item = item;
-    VectorCopy<B::use_cp_async>::commit();
-    CopyTogether<B, typename MmaShared<B>::Tiles> feed(s.in.group[group], t);
-    VectorCopy<B::use_cp_async>::template wait<B::stages - 1>();
-    __syncthreads();  // hazard: Q copied by all warps, s.item written by thread 0
-    MmaQueries<B> Q;
-    MmaRows<B> rows;
-    const ItemScale<B> scale_log2(a, item);
-    // With a mask some warps of the CTA have fewer tiles than others.
-    const int q = item.q0 + (B::pack_gqa ? 0 : warp * WARP_ROWS);
-    // Every group takes part in every round, the last one perhaps without a tile.
-    const auto sum_keys = [&](int begin, int end) {
-      Q.start(s.in.Q, warp, lane);
-      rows.start(warp * WARP_ROWS + lane / 4, lane % 4 * 2);
-      if constexpr (B::converts_operands) MmaPacked<B>::read_factors(rows, a, s.item);
-      for (int round = begin; round < end; round += t.ADVANCE) {
-        const int k0 = round + group * B::block_n, stage = feed.acquire(k0);
-        if (q < p.Sq && k0 < t.keys.end && a.tiles.touch(q, k0)) {
-          const bool clean = a.tiles.cover(q, k0);
-          const Element<B>* const K_s = s.in.group[group].K[stage];
-          const Element<B>* const V_s = s.in.group[group].V[stage];
-          bool done = false;
-          if (rows.stale_max_will_do && clean) {
-            done = rows.attend_by_stale_max(Q, K_s, scale_log2, lane);
-          }
-          if (!done) rows.attend_by_exact_max(Q, K_s, scale_log2, s.item.q0, k0, clean, lane);
-          rows.multiply(V_s, lane);
+  const WorkItem item = item_of_cta<B>(a);
+  const ItemTiles<B> t(a, item, group, tid, B::group_threads);
+  if constexpr (B::pack_gqa) {
+    MmaPacked<B>::copy_q(s, t, a);
+  } else {
+    t.template copy_q<B::block_m>(s.in.Q, 0, threadIdx.x, B::threads);
+  }
+  if (threadIdx.x == 0) s.item = item;
+  VectorCopy<B::use_cp_async>::commit();
+  CopyTogether<B, typename MmaShared<B>::Tiles> feed(s.in.group[group], t);
+  VectorCopy<B::use_cp_async>::template wait<B::stages - 1>();
+  __syncthreads();  // hazard: Q copied by all warps, s.item written by thread 0
+  MmaQueries<B> Q;
+  MmaRows<B> rows;
+  const ItemScale<B> scale_log2(a, item);
+  // With a mask some warps of the CTA have fewer tiles than others.
+  const int q = item.q0 + (B::pack_gqa ? 0 : warp * WARP_ROWS);
+  // Every group takes part in every round, the last one perhaps without a tile.
+  const auto sum_keys = [&](int begin, int end) {
+    Q.start(s.in.Q, warp, lane);
+    rows.start(warp * WARP_ROWS + lane / 4, lane % 4 * 2);
+    if constexpr (B::converts_operands) MmaPacked<B>::read_factors(rows, a, s.item);
+    for (int round = begin; round < end; round += t.ADVANCE) {
+      const int k0 = round + group * B::block_n, stage = feed.acquire(k0);
+      if (q < p.Sq && k0 < t.keys.end && a.tiles.touch(q, k0)) {
+        const bool clean = a.tiles.cover(q, k0);
+        const Element<B>* const K_s = s.in.group[group].K[stage];
+        const Element<B>* const V_s = s.in.group[group].V[stage];
+        bool done = false;
+        if (rows.stale_max_will_do && clean) {
+          done = rows.attend_by_stale_max(Q, K_s, scale_log2, lane);
         }
-        feed.release();
+        if (!done) rows.attend_by_exact_max(Q, K_s, scale_log2, s.item.q0, k0, clean, lane);
+        rows.multiply(V_s, lane);
       }
-    };
-    if constexpr (B::many_keys) {
-      sum_parts<B>(rows, t.keys, scale_log2, sum_keys);
-    } else {
-      sum_keys(t.keys.begin, t.keys.end);
+      feed.release();
     }
+  };
+  if constexpr (B::many_keys) {
+    sum_parts<B>(rows, t.keys, scale_log2, sum_keys);
+  } else {
+    sum_keys(t.keys.begin, t.keys.end);
+  }
 
-    rows.finish();
-    if constexpr (B::pack_gqa) {
-      MmaPacked<B>::store(s, rows, a, group, lane);
-    } else {
-      if constexpr (B::split_kv > 1) {
-        __syncthreads();  // hazard: the partial results take the place of Q, K and V
-        if (group > 0) rows.store(s.partial[group - 1], tid);
-        __syncthreads();  // hazard: partial results written
-        if (group > 0) continue;
-        rows.merge(s.partial, scale_log2, tid);
-      }
-      MmaRuns<B, B::head_dim> runs;
-      deal_runs<B>(runs, rows.O, lane);
-      store_output<B>(runs, rows.m, rows.l, a, s.item);
+  rows.finish();
+  if constexpr (B::pack_gqa) {
+    MmaPacked<B>::store(s, rows, a, group, lane);
+  } else {
+    if constexpr (B::split_kv > 1) {
+      __syncthreads();  // hazard: the partial results take the place of Q, K and V
+      if (group > 0) rows.store(s.partial[group - 1], tid);
+      __syncthreads();  // hazard: partial results written
+      if (group > 0) return;
+      rows.merge(s.partial, scale_log2, tid);
     }
+    MmaRuns<B, B::head_dim> runs;
+    deal_runs<B>(runs, rows.O, lane);
+    store_output<B>(runs, rows.m, rows.l, a, s.item);
   }
 }
 
@@ -3637,9 +3484,6 @@ __device__ __forceinline__ void wgmma_qk(WgmmaAccumulator<B::block_n>& S, const 
     const uint64_t K_at = descriptor_at(K, lines * B::block_n + bytes);
     if constexpr (!std::is_same<Queries, uint64_t>::value) {
       wgmma_rs<Input, B::block_n, 0>(S.x.d, Q[step], K_at, step > 0);
-    } else if constexpr (B::converts) {
-      wgmma_ss_s8_u8<B::block_n>(reinterpret_cast<int(&)[B::block_n / 2]>(S.x.d),
-                                 descriptor_at(Q, lines * 64 + bytes), K_at, step > 0);
     } else {
       wgmma_ss<Input, B::block_n, 0>(S.x.d, descriptor_at(Q, lines * 64 + bytes), K_at, step > 0);
     }
@@ -3940,9 +3784,9 @@ template <class B> struct WgmmaKernel<B, Wgmma::plain> : OneLaunch<B> {
 // Q where there is room for two. Where there are too few items for all SMs, slices of the keys (SPLIT_KV) go to
 // different warpgroups, which merge what they have.
 
-// What depends on the type of Q, K and V. Here 16 bits, for which most hooks do nothing; e4m3 and U8 have
-// specialisations in sections of their own.
-template <class B, DType = B::is_8bit ? B::input : DType::fp16> struct WgmmaInput {
+// What depends on the type of Q, K and V. Here 16 bits, for which most hooks do nothing; e4m3 has a specialisation in a
+// section of its own.
+template <class B, bool = B::is_e4m3> struct WgmmaInput {
   static constexpr bool q_in_registers = false, flushes = false, q_in_flushed = false,
                         flushes_beside_qk = false;
   struct Shared {};
@@ -3960,13 +3804,10 @@ template <class B, DType = B::is_8bit ? B::input : DType::fp16> struct WgmmaInpu
   // Consumer c calls these for every item, in this order.
   template <class C> static __device__ void load_queries(C&) {}
   template <class C> static __device__ void start_sums(C&) {}
-  static __device__ void finish_scores(Scores&) {}  // U8: wgmma leaves integers
   template <class C> static __device__ void flush_when_due(C&) {}
   template <class C> static __device__ void scale_flushed(C&, const float (&)[2]) {}
   template <class C> static __device__ void add_flushed(C&) {}
   template <class C> static __device__ __forceinline__ void store(C& c) { c.write_output(); }
-  // U8: by how much all scores of a query are too large.
-  static __device__ float excess(const KernelArgs&, const WorkItem&, int) { return 0; }
 
   // S = Q @ K.T once more, of this warp alone, by mma.sync and with K from global memory: its tile may
   // be overwritten by now. Rare, so short rather than fast.
@@ -4014,10 +3855,9 @@ template <class B> struct WgmmaShared {
   struct Nothing {};
   struct Tiles {
     alignas(1024) Input K[B::stages][B::block_n * B::head_dim];    // [BLOCK_N][D]
-    alignas(1024) Element<B> V[B::stages][B::block_n * B::head_dim];  // [BLOCK_N][D]
+    alignas(1024) Input V[B::stages][B::block_n * B::head_dim];    // [BLOCK_N][D]
     // Full: the tile has landed. Empty: all who read it have done so.
     uint64_t k_full[B::stages], k_empty[B::stages], v_full[B::stages], v_empty[B::stages];
-    uint64_t v_landed[B::stages];  // U8: bytes have landed; v_full: they are fp16
   };
   using Queries = Element<B>[ROW_GROUPS][64 * B::head_dim];  // 16 bits: afterwards O on its way out
   using Flushed = typename WgmmaInput<B>::Flushed[B::warpgroups];
@@ -4028,7 +3868,6 @@ template <class B> struct WgmmaShared {
   WgmmaItem item[Q_STAGES];  // whose Q it is
   // Full: Q has landed, and item is set. Done: every warp has written its O over Q. Empty: O has been stored.
   uint64_t q_full[Q_STAGES], o_done[Q_STAGES][ROW_GROUPS], q_empty[Q_STAGES];
-  uint64_t q_landed[Q_STAGES];  // U8
   typename std::conditional<WgmmaInput<B>::flushes && !Q_IN_FLUSHED, Flushed, Nothing>::type
       flushed_sums;
 
@@ -4052,15 +3891,11 @@ template <class B> struct WgmmaShared {
   // Two threads do it; a barrier of the CTA must follow.
   __device__ __forceinline__ void init_mbarriers(int warp) {
     if (warp == 1 && threadIdx.x % 32 == 0) {
-      for (uint64_t& full : q_full) mbarrier_init(&full, B::converts ? 2 : 1);
+      for (uint64_t& full : q_full) mbarrier_init(&full, 1);
       for (Tiles& t : slice) {
         for (int n = 0; n < B::stages; n++) {
           mbarrier_init(&t.k_full[n], 1), mbarrier_init(&t.v_full[n], 1);
-          if (B::converts) mbarrier_init(&t.v_landed[n], 1);
         }
-      }
-      for (uint64_t& landed : q_landed) {
-        if (B::converts) mbarrier_init(&landed, 1);
       }
       fence_mbarrier_init();
     }
@@ -4095,10 +3930,7 @@ template <class B> constexpr bool wgmma_may_pass = B::split_kv == 1 && !B::use_p
 // copies gives away what it does not need. setmaxnreg counts in eights.
 template <class B> struct WgmmaRegisters {
   static constexpr int at_start = 65536 / B::threads / 8 * 8;
-  static constexpr int producer = B::converts && B::warpgroups == 3  ? 56
-                                  : B::converts || B::warpgroups > 2 ? 32
-                                  : B::is_e4m3                       ? 40
-                                                                     : 24;
+  static constexpr int producer = B::warpgroups > 2 ? 32 : B::is_e4m3 ? 40 : 24;
   static constexpr int spare = at_start * (B::warpgroups + 1) - producer;
   static constexpr int consumer = spare / B::warpgroups < 240 ? spare / B::warpgroups / 8 * 8 : 240;
   // One warpgroup that computes has enough as it is.
@@ -4125,7 +3957,7 @@ template <class B> struct WgmmaProducer {
   // Loads Q of an item and sets s.item; q_full tells the others.
   __device__ __forceinline__ void start_item(const WgmmaItem& item) {
     const int stage = q_ring.stage;
-    uint64_t* const full = B::converts ? &s.q_landed[stage] : &s.q_full[stage];
+    uint64_t* const full = &s.q_full[stage];
     if constexpr (Shared::Q_IN_REGISTERS) {
       if (B::use_persistent_cta) mbarrier_wait(&s.q_empty[last_q.stage], last_q.parity);
       last_q = q_ring;
@@ -4166,7 +3998,7 @@ template <class B> struct WgmmaProducer {
     }
   }
   // Loads the tiles of all items. One warp loads K of a slice and another V, since a copy that waits for its stage
-  // would hold up the other kind. Where warps are few (four slices, two of e4m3, U8) one loads both. One warp of the
+  // would hold up the other kind. Where warps are few (four slices, two of e4m3) one loads both. One warp of the
   // first slice loads Q as well: K's, which so begins the next item early; without a queue V's, so that Q and K are
   // asked for at once.
   __device__ __forceinline__ void load_items(int slice, bool loads_k, bool loads_v, bool starts) {
@@ -4191,9 +4023,7 @@ template <class B> struct WgmmaProducer {
           load(item, round, slice, &tensor_maps<B>(a).k, t.K[n], &t.k_full[n], &t.k_empty[n]);
         }
         if (loads_v) {
-          constexpr int landing = B::converts ? B::block_n * B::head_dim / 2 : 0;
-          load(item, round, slice, &tensor_maps<B>(a).v, t.V[n] + landing,
-               B::converts ? &t.v_landed[n] : &t.v_full[n], &t.v_empty[n]);
+          load(item, round, slice, &tensor_maps<B>(a).v, t.V[n], &t.v_full[n], &t.v_empty[n]);
         }
       }
       if (!B::use_persistent_cta) break;
@@ -4221,17 +4051,15 @@ template <class B> struct WgmmaProducer {
     } while (B::use_persistent_cta);
   }
   __device__ __forceinline__ void run(int warp) {
-    constexpr int slice_warps = B::split_kv < (B::is_e4m3 ? 2 : 4) && !B::converts ? 2 : 1;
+    constexpr int slice_warps = B::split_kv < (B::is_e4m3 ? 2 : 4) ? 2 : 1;
     const int slice = warp / slice_warps, part = warp % slice_warps;
     if (slice < B::split_kv) {
       constexpr int starts = B::use_persistent_cta ? 0 : slice_warps - 1;
       load_items(slice, part == 0, part == slice_warps - 1, warp == starts);
     } else if constexpr (B::is_e4m3) {
       WgmmaInput<B>::transpose_items(*this, (warp - 2) % B::split_kv, (warp - 2) / B::split_kv);
-    } else if (B::split_kv == 1 && threadIdx.x == (B::converts ? 32 : 64)) {
+    } else if (B::split_kv == 1 && threadIdx.x == 64) {
       store_items();
-    } else if constexpr (B::converts) {
-      if (warp >= 2) WgmmaInput<B>::convert_items(*this, warp - 2);
     }
   }
 };
@@ -4440,7 +4268,6 @@ template <class B> struct WgmmaConsumer {
     Probabilities P;
     for (bool first = true;; first = false, k0 -= round_keys<B>) {
       begin_qk(S, ring, false), wgmma_wait_group<0>(), hold(S.x.d);
-      WgmmaInput<B>::finish_scores(S);
       release(&t.k_empty[ring.stage]);
       const bool v_is_there = mbarrier_peek_parity(&v.v_full[ring.stage], ring.parity);
       if (first) take_some_score_as_max(S);
@@ -4472,7 +4299,6 @@ template <class B> struct WgmmaConsumer {
       if (lane == 0 && accumulates) mbarrier_arrive(&v.v_empty[last_stage]);
     };
     begin_qk(S, ring, false), wgmma_wait_group<0>(), hold(S.x.d);
-    WgmmaInput<B>::finish_scores(S);
     take_some_score_as_max(S);
     for (;; k0 -= round_keys<B>) {
       release(&t.k_empty[ring.stage]);
@@ -4498,7 +4324,6 @@ template <class B> struct WgmmaConsumer {
       last_stage = ring.stage, ring = next;
       wgmma_wait_group<1>(), hold(S.x.d);
       if (k0 == last_k0) break;
-      WgmmaInput<B>::finish_scores(S);
     }
     end_pv(last_stage);
   }
@@ -4524,8 +4349,7 @@ template <class B> struct WgmmaConsumer {
     const WgmmaItem& item = s.item[stage];
     SDPA_UNROLL for (int i = 0; i < ROWS; i++) {
       const int row = q + first_row + int(lane) / 4 + 8 * i;
-      const float largest = m[i] - WgmmaInput<B>::excess(a, item, row);
-      if (lane % 4 == 0 && row < a.p.Sq) store_lse<B>(largest, l[i], a, item, row);
+      if (lane % 4 == 0 && row < a.p.Sq) store_lse<B>(m[i], l[i], a, item, row);
     }
     SDPA_UNROLL for (int n = 0; n < B::head_dim / 16; n++) {
       WgmmaAccumulator<16> part;
@@ -4745,7 +4569,7 @@ template <int WIDTH> struct WgmmaColumnsOfFour {  // [64][WIDTH]
   __device__ int col(int j) const { return first_col + j / 4 * 16 + j % 4; }
 };
 
-template <class B> struct WgmmaInput<B, DType::e4m3> : WgmmaInput<B, DType::fp16> {
+template <class B> struct WgmmaInput<B, true> : WgmmaInput<B, false> {
   // Where there is room. From shared memory an instruction would read as much of Q as of K.
   static constexpr bool q_in_registers = (B::warpgroups < 4);
   static constexpr bool flushes = (B::fp8_flush != 0);
@@ -4974,138 +4798,6 @@ template <class B> struct WgmmaInput<B, DType::e4m3> : WgmmaInput<B, DType::fp16
     four.first_col = lane % 4 * 4;
     memcpy(four.x.d, c.O.x.d, sizeof four.x.d);
     store_output<B>(four, c.m, c.l, c.a, item);
-  }
-};
-
-// ---- 5d U8: Q @ K.T of integers, fp16 made of V (wgmma and DTYPE = U8) ----
-//
-// Q @ K.T is exact: Q as q - 128, which two producer warps make of it, and K as it is. So a row's scores are too
-// large by 128 times the sum of its q - 128, which P does not show and LSE must not. Of V these warps make fp16: its
-// bytes land in the second half of the place that this takes.
-
-template <class B> struct WgmmaInput<B, DType::u8> : WgmmaInput<B, DType::fp16> {
-  using Scores = WgmmaAccumulator<B::block_n>;
-  static constexpr int CONVERTERS = 2;  // warps
-
-  // Converts every other 64 rows of Q, and every other tile of V, of all items.
-  template <class Producer>
-  static __device__ __forceinline__ void convert_items(Producer& p, int part) {
-    auto& s = p.s;
-    auto& t = s.slice[0];
-    const auto pass_on = [&](uint64_t* full) {
-      fence_proxy_async();  // what was written before wgmma reads it, what was read before TMA writes it
-      __syncwarp();
-      if (thread_index_anew() % 32 == 0) mbarrier_arrive(full);
-    };
-    do {
-      const int stage = p.q_ring.stage;
-      mbarrier_wait(&s.q_landed[stage], p.q_ring.parity);
-      const int rounds = s.item[stage].rounds;
-      for (int group = part; rounds > 0 && group < s.ROW_GROUPS; group += CONVERTERS) {
-        subtract_128(s.Q[stage][group]);
-      }
-      pass_on(&s.q_full[stage]);
-      if (rounds == 0) break;
-      for (int round = 0; round < rounds; round++, p.ring.advance()) {
-        const int n = p.ring.stage;
-        // no phase is left out, since a wait knows the parity alone
-        mbarrier_wait(&t.v_landed[n], p.ring.parity);
-        if (round % CONVERTERS != part) continue;
-        convert<B::block_n>(t.V[n]);
-        pass_on(&t.v_full[n]);
-      }
-      p.q_ring.advance();
-    } while (B::use_persistent_cta);
-  }
-  // 64 rows of Q: signed bytes.
-  static __device__ __forceinline__ void subtract_128(Element<B>* rows_s) {
-    unsigned char* const bytes = reinterpret_cast<unsigned char*>(rows_s);
-#pragma unroll 4
-    for (uint32_t i = thread_index_anew() % 32 * 16; i < 64 * ROW_BYTES<B>; i += 512) {
-      const uint4 x = ld_shared<uint4>(bytes + i);
-      constexpr uint32_t sign = 0x80808080;
-      st_shared(bytes + i, uint4{x.x ^ sign, x.y ^ sign, x.z ^ sign, x.w ^ sign});
-    }
-  }
-  // [ROWS][D] of fp16, in place: bytes are overwritten by those of their own row or of later ones. A lane has 16 bytes
-  // of one of 8 rows, which become two chunks; neither reads nor writes collide.
-  template <int ROWS> static __device__ __forceinline__ void convert(Element<B>* tile_s) {
-    constexpr int LINE = B::head_dim < 128 ? 64 : 128, PIECES = LINE / 64;
-    constexpr int MOST = (B::warpgroups == 3 ? 8 : 2) / PIECES;  // as registers can hold
-    constexpr int AT_ONCE = ROWS / 8 % MOST == 0 ? MOST : 2 / PIECES;
-    unsigned char* const to = reinterpret_cast<unsigned char*>(tile_s);
-    unsigned char* const from = to + ROWS * B::head_dim;
-    const uint32_t lane = thread_index_anew() % 32, row = lane % 8, piece = lane / 8;
-    const uint32_t from_byte = panel_byte<ROWS, LINE>(row, piece * 16);
-    const uint32_t to_byte = panel_byte<ROWS>(row, piece * 32);
-    SDPA_UNROLL for (int panel = 0; panel < B::head_dim / LINE; panel++) {
-#pragma unroll 1
-      for (int r = 0; r < ROWS; r += 8 * AT_ONCE) {
-        uint4 v[AT_ONCE][PIECES];
-        SDPA_UNROLL for (int i = 0; i < AT_ONCE; i++) {
-          SDPA_UNROLL for (int n = 0; n < PIECES; n++) {
-            const int line = panel * ROWS + r + 8 * i;
-            v[i][n] = ld_shared<uint4>(from + line * LINE + (from_byte ^ n * 64));
-          }
-        }
-        __syncwarp();  // hazard: read by all lanes before one overwrites it
-        SDPA_UNROLL for (int i = 0; i < AT_ONCE; i++) {
-          SDPA_UNROLL for (int n = 0; n < PIECES; n++) {
-            const int line = (panel * PIECES + n) * ROWS + r + 8 * i;
-            const uint4 x = v[i][n];
-            st_shared(to + line * 128 + to_byte, halves_of_bytes(x.x, x.y));
-            st_shared(to + line * 128 + (to_byte ^ 16), halves_of_bytes(x.z, x.w));
-          }
-        }
-      }
-    }
-  }
-
-  // ---- scores ----
-
-  // Of integers.
-  static __device__ __forceinline__ void finish_scores(Scores& S) {
-    SDPA_UNROLL for (float& x : S.x.d) x = float(int(bits_of(x)));
-  }
-  // S = Q @ K.T once more, as the consumer's own, but in fp16 and with Q from global memory as well. Lane q of 4 has
-  // columns 4q ... 4q + 3 of both, so that their order does not matter.
-  template <class Consumer>
-  static __device__ __forceinline__ void multiply_qk_again(const Consumer& c, Scores& S) {
-    const SdpaParams& p = c.a.p;
-    const WgmmaItem& item = c.s.item[c.q_ring.stage];
-    const uint32_t tid = thread_index_anew() % 128, lane = tid % 32;
-    const int row = c.q + tid / 32 * 16 + lane / 4, last_row = p.Sq - 1;
-    const Input* const Q_g = p.Q + item.b * p.q.batch + item.h * p.q.head + lane % 4 * 4;
-    const Input* const K_g = p.K + item.b * p.k.batch + item.h_kv * p.k.head + lane % 4 * 4;
-    constexpr uint32_t k_zero = 0x64006400;  // wgmma takes K as it is
-    SDPA_UNROLL for (int n = 0; n < B::block_n / 8; n++) {
-      float* const x = S.x.d + 4 * n;
-      x[0] = x[1] = x[2] = x[3] = 0;
-#pragma unroll 1
-      for (int d = 0; d < B::head_dim; d += 16) {
-        uint32_t q[4], k[2];
-        SDPA_UNROLL for (int i = 0; i < 2; i++) {
-          const Input* const row_g = Q_g + min(row + 8 * i, last_row) * p.q.row;
-          make_halves<B>(k, ld_global<uint32_t>(row_g + d)), q[i] = k[0], q[i + 2] = k[1];
-        }
-        const Input* const row_g = K_g + (c.k0 + lane / 4 + 8 * n) * p.k.row;
-        make_halves<B>(k, ld_global<uint32_t>(row_g + d), k_zero);
-        mma_m16n8k16<Half>(x[0], x[1], x[2], x[3], q, k[0], k[1]);
-      }
-    }
-  }
-  // 128 times the sum of q - 128 of a query; 0 without LSE, since P does not show it.
-  static __device__ __forceinline__ float excess(const KernelArgs& a, const WorkItem& item, int q) {
-    const SdpaParams& p = a.p;
-    if (!p.LSE || q >= p.Sq) return 0;
-    const Input* const row_g = p.Q + item.b * p.q.batch + item.h * p.q.head + q * p.q.row;
-    uint32_t sums = 0;  // two of 16 bits
-#pragma unroll 4
-    for (int d = 0; d < B::head_dim; d += 4) {
-      const uint32_t word = ld_global<uint32_t>(row_g + d);
-      sums += (word & 0xff00ff) + (word >> 8 & 0xff00ff);
-    }
-    return 128.0f * (int(sums & 0xffff) + int(sums >> 16) - 128 * B::head_dim);
   }
 };
 
@@ -5557,170 +5249,6 @@ template <class B> struct WgmmaKernel<B, Wgmma::columns> : OneLaunch<B> {
   static constexpr auto kernel = sdpa_wgmma_columns<B>;
 };
 
-// ---- 5f cuBLAS: the unfused baseline, S and P in global memory (cublas) ----
-
-#if USE_CUBLAS
-struct CublasWorkspace {  // where things lie in SdpaParams::workspace, in bytes
-  static constexpr size_t cublas_bytes = 32 << 20;  // what cuBLAS recommends for sm_90
-  size_t scores, probabilities, bytes;
-  __host__ __device__ explicit CublasWorkspace(const SdpaParams& p) {
-    const size_t elements = size_t(p.B) * p.Hq * p.Sq * p.Sk;
-    scores = cublas_bytes;                                                  // float [B,Hq,Sq,Sk]
-    probabilities = scores + (elements * sizeof(float) + 255) / 256 * 256;  // Input, likewise
-    bytes = probabilities + elements * sizeof(Input);
-  }
-};
-
-struct CublasShared {};
-
-// P[i,:] = softmax(scale * S[i,:] + mask) and LSE[i]: a warp to a query row.
-template <class B> __global__ void __launch_bounds__(B::threads, 1) sdpa_cublas(KernelArgs a) {
-  const SdpaParams& p = a.p;
-  const int lane = threadIdx.x % 32;
-  const int64_t row = int64_t(blockIdx.x) * B::num_warps + threadIdx.x / 32;
-  if (row >= int64_t(p.B) * p.Hq * p.Sq) return;
-  unsigned char* const workspace = static_cast<unsigned char*>(p.workspace);
-  const CublasWorkspace at(p);
-  const float* const S = reinterpret_cast<const float*>(workspace + at.scores) + row * p.Sk;
-  Input* const P = reinterpret_cast<Input*>(workspace + at.probabilities) + row * p.Sk;
-  const int q = int(row % p.Sq), begin = a.keys.begin(q), end = a.keys.end(q);
-
-  float m = -INFINITY, l = 0;
-  for (int k = begin + lane; k < end; k += 32) m = fmaxf(m, S[k]);
-  SDPA_UNROLL for (int other = 1; other < 32; other *= 2) {
-    m = fmaxf(m, __shfl_xor_sync(0xffffffffu, m, other));
-  }
-  m = finite_max(m);
-  for (int k = begin + lane; k < end; k += 32) l += softmax_exp2<B>((S[k] - m) * a.scale_log2);
-  l = row_sum<32>(l);
-  const float inverse = l == 0.0f ? 0.0f : 1.0f / l;
-  for (int k = lane; k < p.Sk; k += 32) {
-    const float t = k >= begin && k < end ? (S[k] - m) * a.scale_log2 : -INFINITY;
-    P[k] = rounded<Input>(softmax_exp2<B>(t) * inverse);
-  }
-  constexpr float ln2 = 0.693147180559945f;
-  if (p.LSE && lane == 0) p.LSE[row] = fmaf(m, a.scale_log2 * ln2, ln2 * log2f(l));
-}
-
-// cuBLAS takes no rows that overlap or run backwards.
-SdpaStatus check_cublas_rows(const SdpaParams& p) {
-  const struct {
-    const char* name;
-    int rows;
-    int64_t stride;
-  } tensors[] = {
-      {"Q", p.Sq, p.q.row}, {"K", p.Sk, p.k.row}, {"V", p.Sk, p.v.row}, {"O", p.Sq, p.o.row}};
-  for (const auto& t : tensors) {
-    if (t.rows > 1 && t.stride < p.D) {
-      return failure(
-          cudaErrorInvalidValue,
-          "%s has a row stride of %lld elements, and cuBLAS takes no rows that overlap or "
-          "run backwards; copy it or use a build without USE_CUBLAS",
-          t.name, (long long)t.stride);
-    }
-  }
-  return {};
-}
-
-// Three steps: S = Q @ K.T by cuBLAS, P = softmax(S) by sdpa_cublas, O = P @ V by cuBLAS. cuBLAS counts
-// rows and columns the other way round, so that it sees S.T = K @ Q.T and O.T = V.T @ P.T. One of its
-// calls takes all heads of a batch, or with grouped queries those that share a key head.
-template <class B> SdpaStatus launch_cublas(const KernelArgs& a, cudaStream_t stream) {
-  const SdpaParams& p = a.p;
-  const SdpaStatus taken = check_cublas_rows(p);
-  if (!taken.ok()) return taken;
-  const auto leading = [&](const Strides& s) { return s.row > p.D ? s.row : int64_t(p.D); };
-  const int64_t rows = int64_t(p.B) * p.Hq * p.Sq;
-  const int64_t softmax_ctas = (rows + Build::num_warps - 1) / Build::num_warps;
-  if (softmax_ctas > 2147483647) {  // before the first product, not after it
-    return failure(cudaErrorInvalidValue, "B*Hq*Sq/%d is over 2^31-1 CTAs; split the batch",
-                   Build::num_warps);
-  }
-
-  thread_local cublasHandle_t handle = nullptr;  // of this thread's current device
-  thread_local int handle_device = -1;
-  int device = 0;
-  const cudaError_t error = cudaGetDevice(&device);
-  if (error != cudaSuccess) return cuda_failure(error, "asking for the device");
-  cublasStatus_t cublas = CUBLAS_STATUS_SUCCESS;
-  if (device != handle_device) {
-    if (handle_device >= 0) cublasDestroy(handle);
-    cublas = cublasCreate(&handle);
-    handle_device = cublas == CUBLAS_STATUS_SUCCESS ? device : -1;
-  }
-  if (cublas == CUBLAS_STATUS_SUCCESS) cublas = cublasSetStream(handle, stream);
-  if (cublas == CUBLAS_STATUS_SUCCESS) {
-    cublas = cublasSetWorkspace(handle, p.workspace, CublasWorkspace::cublas_bytes);
-  }
-  const CublasWorkspace at(p);
-  unsigned char* const workspace = static_cast<unsigned char*>(p.workspace);
-  float* const S = reinterpret_cast<float*>(workspace + at.scores);
-  Input* const P = reinterpret_cast<Input*>(workspace + at.probabilities);
-  constexpr cudaDataType type = Build::input == DType::bf16 ? CUDA_R_16BF : CUDA_R_16F;
-  const float one = 1, zero = 0;
-  const bool grouped = p.Hq != p.Hkv;
-  const int groups = grouped ? p.Hkv : 1, heads = p.Hq / groups;
-  const auto for_each_call = [&](const auto& call) {
-    for (int b = 0; b < p.B; b++) {
-      for (int g = 0; g < groups && cublas == CUBLAS_STATUS_SUCCESS; g++) {
-        cublas = call(b, g, (int64_t(b) * p.Hq + g * heads) * p.Sq * p.Sk);
-      }
-    }
-  };
-  if (p.Sk) {
-    for_each_call([&](int b, int g, int64_t first_score) {
-      return cublasGemmStridedBatchedEx_64(
-          handle, CUBLAS_OP_T, CUBLAS_OP_N, p.Sk, p.Sq, p.D, &one,
-          p.K + b * p.k.batch + g * p.k.head, type, leading(p.k), grouped ? 0 : p.k.head,
-          p.Q + b * p.q.batch + g * heads * p.q.head, type, leading(p.q), p.q.head, &zero,
-          S + first_score, CUDA_R_32F, p.Sk, int64_t(p.Sq) * p.Sk, heads, CUBLAS_COMPUTE_32F,
-          CUBLAS_GEMM_DEFAULT);
-    });
-  }
-  const char* step = "Q @ K.T";
-  if (cublas == CUBLAS_STATUS_SUCCESS) {
-    const SdpaStatus status = launch_kernel<Build>(a, uint32_t(softmax_ctas), stream);
-    if (!status.ok()) return status;
-    step = "P @ V, so that O is not what it should be";
-  }
-  if (p.Sk) {
-    for_each_call([&](int b, int g, int64_t first_score) {
-      return cublasGemmStridedBatchedEx_64(
-          handle, CUBLAS_OP_N, CUBLAS_OP_N, p.D, p.Sq, p.Sk, &one,
-          p.V + b * p.v.batch + g * p.v.head, type, leading(p.v), grouped ? 0 : p.v.head,
-          P + first_score, type, p.Sk, int64_t(p.Sq) * p.Sk, &zero,
-          p.O + b * p.o.batch + g * heads * p.o.head, type, leading(p.o), p.o.head, heads,
-          CUBLAS_COMPUTE_32F, CUBLAS_GEMM_DEFAULT);
-    });
-  } else {  // no key: O = 0
-    for (int b = 0; b < p.B; b++) {
-      for (int h = 0; h < p.Hq; h++) {
-        const cudaError_t zeroing =
-            cudaMemset2DAsync(p.O + b * p.o.batch + h * p.o.head, leading(p.o) * sizeof(Output), 0,
-                              p.D * sizeof(Output), p.Sq, stream);
-        if (zeroing != cudaSuccess) return cuda_failure(zeroing, "zeroing O");
-      }
-    }
-  }
-  if (cublas != CUBLAS_STATUS_SUCCESS) {
-    return failure(cudaErrorUnknown, "cuBLAS failed at %s: %s", step,
-                   cublasGetStatusString(cublas));
-  }
-  return {};
-}
-
-template <class B> struct KernelOf<B, Family::cublas> : OneLaunch<B> {
-  using Shared = CublasShared;
-  static constexpr auto kernel = sdpa_cublas<B>;
-  static SdpaStatus launch(const KernelArgs& a, cudaStream_t stream) {
-    return launch_cublas<B>(a, stream);
-  }
-  static constexpr size_t zeroed_bytes = 0;
-  static size_t workspace_bytes(const SdpaParams& p) { return CublasWorkspace(p).bytes; }
-};
-
-#endif  // USE_CUBLAS
-
 // ==== 6 LAUNCH ===================================================================================
 
 // ---- the checks ----
@@ -6062,8 +5590,7 @@ inline size_t sdpa_workspace_bytes(const SdpaParams& p) {
 
 // O, LSE = attention(Q, K, V), enqueued on the stream of the current device. Returns without
 // waiting; never prints, never allocates. Refuses what this build cannot do, before anything is
-// launched. Safe inside stream capture. (USE_CUBLAS=1: the first call of a thread makes a cuBLAS
-// handle, which allocates, and must not be captured.)
+// launched. Safe inside stream capture.
 inline SdpaStatus sdpa_forward(const SdpaParams& params, cudaStream_t stream) {
   SdpaStatus status = check_params(params);
   if (!status.ok() || !params.B || !params.Hq || !params.Sq) return status;
@@ -6088,774 +5615,5 @@ inline SdpaStatus sdpa_forward(const SdpaParams& params, cudaStream_t stream) {
 // ==== COPY TO HERE ===============================================================================
 
 #ifndef SDPA_NO_MAIN
-
-// ==== 7 HARNESS ==================================================================================
-// Checks the kernel (check.cu, against reference.cpp), times it, and prints a CSV row for each problem. CSV
-// alone goes to stdout, words to stderr. It knows of the build what `Line` says and no more, so that CMake
-// compiles it once (SDPA_HARNESS_ONLY) and each line without it (SDPA_LINE_ONLY); `nvcc sdpa.cu` takes both
-// together. tests/sweep.cu adds harder inputs, layouts and checks.
-//
-// In this order: the line, timing, the GPU, a run and its row, the command line, main.
-
-#ifndef SDPA_CONFIG_NAME
-#define SDPA_CONFIG_NAME custom
+#include "harness.cu"
 #endif
-
-namespace SDPA_NAMESPACE {
-namespace {
-
-// ---- the line: a build as the harness sees it ----
-
-struct Knob {
-  const char *name, *value, *meaning;
-  bool changed;  // from its default
-};
-
-struct Line {
-  const char *name, *family, *archs;
-  const Knob* knobs;
-  int knob_count, D, vec_width, barriers_per_tile;
-  DType input, output;
-  int fp16_acc;  // bits: of Q @ K.T, of P @ V
-  bool is_cublas, is_wgmma, has_queue, is_tuned;
-  TunedTile tiles[MOST_TILES];  // one, or those that it may take
-  int tile_count;
-  TunedTile (*tile_of)(const SdpaParams&);
-  KernelFacts (*facts_of)(const SdpaParams&);
-  SdpaStatus (*forward)(const SdpaParams&, cudaStream_t);
-};
-
-}  // namespace
-}  // namespace SDPA_NAMESPACE
-
-extern "C" const void* sdpa_line();  // a Line
-
-#ifndef SDPA_HARNESS_ONLY
-
-namespace SDPA_NAMESPACE {
-namespace {
-
-constexpr Knob all_knobs[] = {
-#define SDPA_KNOB_ROW(name, fallback, member, values, meaning) \
-  {#name, name##_text, meaning, name##_changed},
-    SDPA_KNOBS(SDPA_KNOB_ROW)};
-
-TunedTile tile_of(const SdpaParams& p) {
-  if (Build::use_tuned) return tuned_tile(choose_tile(p));
-  TunedTile t{};
-  t.head_dim = Build::head_dim, t.block_m = Build::block_m, t.block_n = Build::block_n;
-  t.num_warps = Build::num_warps, t.stages = Build::stages, t.split_kv = Build::split_kv;
-  return t;
-}
-
-Line describe_build() {
-  Line l{};
-  l.name = SDPA_TEXT(SDPA_CONFIG_NAME), l.family = family_name;
-  l.archs = SDPA_TEXT(__CUDA_ARCH_LIST__);  // the macro is nvcc's
-  l.knobs = all_knobs, l.knob_count = sizeof all_knobs / sizeof all_knobs[0];
-  l.D = Build::head_dim, l.vec_width = Build::vec_width;
-  l.barriers_per_tile = barriers_per_tile<Build>();
-  l.input = Build::input, l.output = Build::output, l.fp16_acc = Build::fp16_acc;
-  l.is_cublas = is_cublas, l.is_wgmma = is_wgmma;
-  l.has_queue = Build::use_persistent_cta, l.is_tuned = Build::use_tuned;
-  for (int n = 0; n < TILES; n++) {
-    if (tile_fits(tuned_tile(n))) l.tiles[l.tile_count++] = tuned_tile(n);
-  }
-  if (!Build::use_tuned) l.tiles[l.tile_count++] = tile_of({});
-  l.tile_of = tile_of, l.facts_of = kernel_facts, l.forward = sdpa_forward;
-  return l;
-}
-
-}  // namespace
-}  // namespace SDPA_NAMESPACE
-
-extern "C" const void* sdpa_line() {
-  static const SDPA_NAMESPACE::Line line = SDPA_NAMESPACE::describe_build();
-  return &line;
-}
-
-#endif  // SDPA_HARNESS_ONLY
-#ifndef SDPA_LINE_ONLY
-
-#include <cerrno>
-#include <csignal>
-#include <cstdlib>
-#include <fstream>
-
-#include "check.cu"
-#ifndef SDPA_SIMT
-#include "clock.cu"
-#endif
-
-// Linked in by CMake, so that a new commit relinks but does not recompile; absent in a plain build.
-extern "C" __attribute__((weak)) const char* sdpa_git_sha();
-
-namespace SDPA_NAMESPACE {
-namespace {
-
-enum ExitCode { exit_pass = 0, exit_wrong = 1, exit_usage = 2, exit_cuda = 3, exit_skipped = 77 };
-
-const char* const causal_names[] = {"off", "br", "tl"};  // by reference::Mask, by Causal
-
-// ---- timing ----
-
-struct Timing {
-  double p50_us = 0, p90_us = 0, p99_us = 0, min_us = 0, graph_us = 0, graph_lo_us = 0,
-         graph_hi_us = 0, cold_us = 0, clock_mhz = 0;
-  string trouble;  // a sentence, if a series of launches left other bits than the checked run
-};
-
-inline double percentile(vector<double> samples, double fraction) {  // nearest rank
-  std::sort(samples.begin(), samples.end());
-  const double rank = std::ceil(fraction * double(samples.size()));
-  return samples[size_t(std::max(1.0, rank)) - 1];
-}
-
-#ifdef SDPA_SIMT
-Timing time_kernel(Instance&, int, int) { return {}; }
-#else
-
-class Timer {
- public:
-  Timing t;
-
-  explicit Timer(Instance& instance)
-      : instance_(instance), clocks_("the clock", 2 * sizeof(long long)) {
-    require(cudaStreamCreateWithFlags(&stream_, cudaStreamNonBlocking), "creating a stream");
-    require(cudaEventCreate(&begin_), "creating an event");
-    require(cudaEventCreate(&end_), "creating an event");
-  }
-  ~Timer() { cudaEventDestroy(begin_), cudaEventDestroy(end_), cudaStreamDestroy(stream_); }
-
-  // A pair of events around each launch, and then some back to back.
-  void time_launches(int warmup, int iterations) {
-    vector<double> us;
-    checked("in the last of several launches differs", [&] {
-      for (int i = 0; i < warmup; i++) launch();
-      for (int i = 0; i < iterations; i++) us.push_back(time_us([&] { launch(); }));
-      for (int i = 0; i < 3; i++) launch();
-    });
-    t.p50_us = percentile(us, 0.5), t.p90_us = percentile(us, 0.9);
-    t.p99_us = percentile(us, 0.99), t.min_us = percentile(us, 0);
-  }
-
-  // A launch's share of a replayed graph: the kernel without what a launch costs.
-  void time_graph(int least_replays) {
-    constexpr int launches = 20, most_replays = 1000;
-    // An H200 clocks a kernel that draws much power down as it warms up: replays of 0.1 s before the
-    // measured ones bring the figures of processes from within 1% of each other to 0.3%.
-    constexpr double warm_up_us = 100e3, replayed_us = 30e3;
-    cudaGraph_t graph;
-    cudaGraphExec_t executable;
-    require(cudaStreamBeginCapture(stream_, cudaStreamCaptureModeThreadLocal), "capturing a graph");
-    for (int i = 0; i < launches; i++) launch();
-    require(cudaStreamEndCapture(stream_, &graph), "capturing a graph");
-    require(cudaGraphInstantiate(&executable, graph, 0), "instantiating a graph");
-    const auto replay = [&] { require(cudaGraphLaunch(executable, stream_), "replaying a graph"); };
-    vector<double> us;
-    checked("in the last replay of the graph differs", [&] {
-      for (double spent = 0; spent < warm_up_us;) spent += time_us(replay);
-      double spent = 0;
-      for (int i = 0; i < least_replays || (spent < replayed_us && i < most_replays); i++) {
-        us.push_back(time_us(replay) / launches), spent += us.back() * launches;
-      }
-      replay();
-      t.clock_mhz = clock_mhz();  // right behind the load, before clocks change
-    });
-    // Bounds that hold the median with 95%: the samples whose ranks are 1.96 standard deviations of a
-    // binomial(n, 1/2) from the middle (David and Nagaraja, Order Statistics, 7.1).
-    std::sort(us.begin(), us.end());
-    const double n = double(us.size());
-    const size_t skipped = size_t(std::max(0.0, (n - 1.96 * std::sqrt(n)) / 2));
-    t.graph_us = percentile(us, 0.5);
-    t.graph_lo_us = us[skipped], t.graph_hi_us = us[us.size() - 1 - skipped];
-    require(cudaGraphExecDestroy(executable), "destroying a graph");
-    require(cudaGraphDestroy(graph), "destroying a graph");
-  }
-
-  // Each launch after the L2 cache was filled with something else.
-  void time_cold(int iterations) {
-    const size_t bytes = 4 * size_t(device_attribute(cudaDevAttrL2CacheSize, 0)) + (32 << 20);
-    const Guarded other("what flushes L2", bytes);
-    vector<double> us;
-    checked("in the last launch with a cold L2 differs", [&] {
-      for (int i = 0; i < iterations; i++) {
-        require(cudaMemsetAsync(other.data(), i, bytes, stream_), "flushing L2");
-        us.push_back(time_us([&] { launch(); }));
-      }
-    });
-    t.cold_us = percentile(us, 0.5);
-  }
-
- private:
-  void launch() { Instance::launch(instance_.params, stream_); }
-
-  // Runs the series; what its last launch left must have the bits of the checked run.
-  template <class Series> void checked(const char* sentence, const Series& series) {
-    instance_.poison();
-    require(cudaDeviceSynchronize(), "poisoning the outputs");  // on another stream
-    series();
-    if (t.trouble.empty()) t.trouble = instance_.check_last(sentence);
-  }
-  // Microseconds of GPU time from before work() to after it.
-  template <class Work> double time_us(const Work& work) {
-    require(cudaEventRecord(begin_, stream_), "recording an event");
-    work();
-    require(cudaEventRecord(end_, stream_), "recording an event");
-    require(cudaEventSynchronize(end_), "running the kernel");
-    float ms = 0;
-    require(cudaEventElapsedTime(&ms, begin_, end_), "reading an event");
-    return 1e3 * ms;
-  }
-  double clock_mhz() {
-    count_clocks<<<1, 1, 0, stream_>>>(clocks_.data<long long>());
-    require(cudaStreamSynchronize(stream_), "reading the clock");
-    const vector<long long> c = clocks_.fetch<long long>(clocks_.bytes);
-    return c[1] ? 1e3 * double(c[0]) / double(c[1]) : 0;
-  }
-
-  Instance& instance_;
-  const Guarded clocks_;
-  cudaStream_t stream_;
-  cudaEvent_t begin_, end_;
-};
-
-Timing time_kernel(Instance& instance, int warmup, int iterations) {
-  Timer timer(instance);
-  timer.time_launches(warmup, iterations);
-  timer.time_graph(std::min(iterations, 15));
-  timer.time_cold(std::min(iterations, 20));
-  if (timer.t.trouble.empty()) {
-    timer.t.trouble = instance.check_again("in the run after timing differs");
-  }
-  return timer.t;
-}
-#endif  // SDPA_SIMT
-
-// ---- the GPU ----
-
-struct Device {
-  string name, sm, driver;
-  string missing;                             // why nothing can run here; empty if it can
-  double matrix_flops = 0, memory_bytes = 0;  // a second at most; 0: not known
-};
-
-string driver_version() {
-  std::ifstream file("/proc/driver/nvidia/version");
-  string word;
-  while (file >> word) {
-    const bool number = word.find_first_not_of("0123456789.") == string::npos;
-    if (number && word.find('.') != string::npos) return word;
-  }
-  return "";
-}
-
-#ifdef SDPA_SIMT
-void find_peaks(Device&, const cudaDeviceProp&) {}
-#else
-void find_peaks(Device& d, const cudaDeviceProp& prop) {
-  const struct {
-    int sm, flops;  // per SM and clock: dense 16-bit products with fp32 sums (GeForce: half of it)
-  } rates[] = {{80, 2048}, {86, 1024}, {89, 1024}, {90, 4096}, {100, 8192}, {120, 1024}};
-  for (const auto& rate : rates) {
-    if (rate.sm != prop.major * 10 + prop.minor) continue;
-    const int in_16_bits = line.input == DType::e4m3 ? 2 : 1;  // products to one of 16-bit elements
-    d.matrix_flops = 1e3 * rate.flops * in_16_bits * prop.multiProcessorCount *
-                     device_attribute(cudaDevAttrClockRate, 0);
-  }
-  d.memory_bytes = 2e3 * device_attribute(cudaDevAttrMemoryClockRate, 0) * prop.memoryBusWidth / 8;
-}
-#endif  // SDPA_SIMT
-
-Device find_device() {
-  Device d;
-  int count = 0;
-  cudaError_t error = cudaGetDeviceCount(&count);
-  if (error != cudaSuccess || count == 0) {
-    const bool none =
-        error == cudaSuccess || error == cudaErrorNoDevice || driver_version().empty();
-    d.missing = none ? "no CUDA GPU in this machine"
-                     : string("no usable CUDA GPU: ") + cudaGetErrorString(error);
-    return d;
-  }
-  cudaDeviceProp prop;
-  require(cudaGetDeviceProperties(&prop, 0), "asking for the GPU's properties");
-  d.name = prop.name;
-  if (!has_clock) return d;
-  d.sm = to_string(prop.major) + to_string(prop.minor), d.driver = driver_version();
-  find_peaks(d, prop);
-  const KernelFacts k = line.facts_of({});
-  cudaFuncAttributes attributes;
-  error = cudaFuncGetAttributes(&attributes, k.kernel);
-  if (error != cudaSuccess) {
-    cudaGetLastError();
-    d.missing = format("built for sm_%s and this GPU is sm_%s (%s); build again on this machine",
-                       line.archs, d.sm.c_str(), cudaGetErrorString(error));
-  } else if (k.shared_bytes > prop.sharedMemPerBlockOptin) {
-    d.missing = format("needs %zu bytes of shared memory a CTA and this GPU has %zu",
-                       k.shared_bytes, prop.sharedMemPerBlockOptin);
-  }
-  return d;
-}
-
-struct Resources {  // of a kernel on this GPU
-  int regs = 0, spill_bytes = 0, ctas_per_sm = 0;
-};
-
-Resources resources_of(const KernelFacts& k) {
-  cudaFuncAttributes attributes;
-  Resources r;
-  require(cudaFuncGetAttributes(&attributes, k.kernel), "asking for the kernel's registers");
-  require(cudaFuncSetAttribute(k.kernel, cudaFuncAttributeMaxDynamicSharedMemorySize,
-                               int(k.shared_bytes)),
-          "setting the kernel's shared memory");
-  require(cudaOccupancyMaxActiveBlocksPerMultiprocessor(&r.ctas_per_sm, k.kernel, k.threads,
-                                                        k.shared_bytes),
-          "asking for occupancy");
-  r.regs = attributes.numRegs, r.spill_bytes = int(attributes.localSizeBytes);
-  return r;
-}
-
-// ---- a run of a problem, and its row ----
-
-// Two products, each a multiply and an add for every visible pair and element of D.
-double flops_of(const Problem& p) { return 4.0 * p.D * p.B * p.Hq * reference::visible_pairs(p); }
-
-struct Run {
-  Problem problem;
-  vector<uint64_t> seeds;
-  KernelFacts kernel{};
-  Resources resources;
-  string status = "ok", check, note;
-  Figures figures;
-  Timing timing;
-  ExitCode exit = exit_pass;
-
-  bool timed() const { return timing.graph_us > 0; }
-  double tflops() const { return flops_of(problem) / timing.graph_us * 1e-6; }
-  // The least time that the products take at the rate of the matrix units, and that Q, K, V and O take at the
-  // rate of the memory, each moved once. The longer one binds.
-  double matrix_us(const Device& d) const { return flops_of(problem) / d.matrix_flops * 1e6; }
-  double memory_us(const Device& d) const {
-    double bytes = 0;  // with D = 1
-    for (Tensor t : {Tensor::Q, Tensor::K, Tensor::V, Tensor::O}) {
-      const DType type = t == Tensor::O ? line.output : line.input;
-      bytes += double(rows_of(problem, t) * element_bytes(type));
-    }
-    return line.D * bytes / d.memory_bytes * 1e6;
-  }
-  bool memory_binds(const Device& d) const { return memory_us(d) > matrix_us(d); }
-  double share_of_peak(const Device& d) const {
-    return std::max(memory_us(d), matrix_us(d)) / timing.graph_us;
-  }
-};
-
-string knob_texts(bool changed_alone) {
-  string text;
-  for (const Knob* k = line.knobs; k < line.knobs + line.knob_count; k++) {
-    if (changed_alone && !k->changed) continue;
-    text += (text.empty() ? "" : " ") + string(k->name) + "=" + k->value;
-  }
-  return text;
-}
-
-struct Column {
-  const char* name;
-  string value;
-};
-
-// The columns in their order; new ones come last.
-vector<Column> columns(const Run& r, const Device& d) {
-  const Problem& p = r.problem;
-  const Timing& t = r.timing;
-  const Figures& f = r.figures;
-  const bool on_gpu = r.resources.regs > 0,
-             has_peak = r.timed() && d.matrix_flops > 0 && d.memory_bytes > 0;
-  const auto us = [&](double x) { return r.timed() ? format("%.3f", x) : ""; };
-  const auto error = [&](double x) { return r.check.empty() ? "" : format("%.3g", x); };
-  const auto rows = [&](long n) { return r.check.empty() ? "" : to_string(n); };
-  const auto of_gpu = [&](int x) { return on_gpu ? to_string(x) : ""; };
-  string seeds;
-  for (uint64_t seed : r.seeds) seeds += (seeds.empty() ? "" : "+") + to_string(seed);
-  // clang-format off
-  return {
-      {"config", line.name}, {"family", line.family}, {"shape", p.shape}, {"status", r.status},
-      {"check", r.check}, {"p50_us", us(t.p50_us)}, {"p90_us", us(t.p90_us)}, {"p99_us", us(t.p99_us)},
-      {"min_us", us(t.min_us)}, {"graph_us", us(t.graph_us)}, {"cold_us", us(t.cold_us)},
-      {"tflops", r.timed() ? format("%.2f", r.tflops()) : ""}, {"rel_rms", error(f.rel_rms)},
-      {"max_abs_err", error(f.max_abs_err)}, {"rows_checked", rows(f.rows_checked)},
-      {"B", to_string(p.B)}, {"Hq", to_string(p.Hq)}, {"Hkv", to_string(p.Hkv)},
-      {"Sq", to_string(p.Sq)}, {"Sk", to_string(p.Sk)}, {"D", to_string(line.D)}, {"dtype", input_type.name},
-      {"causal", causal_names[int(p.mask)]}, {"seed", seeds}, {"regs", of_gpu(r.resources.regs)},
-      {"spill_bytes", of_gpu(r.resources.spill_bytes)},
-      {"smem_bytes", to_string(r.kernel.shared_bytes)},
-      {"ctas_per_sm", of_gpu(r.resources.ctas_per_sm)},
-      {"barriers_per_tile", to_string(line.barriers_per_tile)}, {"device", d.name}, {"sm", d.sm},
-      {"clock_mhz", r.timed() ? format("%.0f", t.clock_mhz) : ""},
-      {"cuda", has_clock ? format("%d.%d", CUDART_VERSION / 1000, CUDART_VERSION % 1000 / 10) : ""},
-      {"driver", d.driver}, {"git_sha", sdpa_git_sha ? sdpa_git_sha() : "unknown"},
-      {"knobs", knob_texts(false)}, {"note", r.note}, {"layout", p.layout}, {"dist", p.dist},
-      {"lse_err", error(f.lse_err)}, {"graph_lo_us", us(t.graph_lo_us)},
-      {"graph_hi_us", us(t.graph_hi_us)}, {"max_ctas", to_string(p.max_ctas)},
-      {"rows_witnessed", rows(f.rows_witnessed)},
-      {"peak_share", has_peak ? format("%.3f", r.share_of_peak(d)) : ""},
-      {"bound", has_peak ? r.memory_binds(d) ? "memory" : "matrix" : ""},
-      {"window", p.has_window() ? format("%d:%d", p.window_left, p.window_right) : ""},
-      {"out_dtype", output_type.name}};
-  // clang-format on
-}
-
-void print_csv(const vector<Column>& columns, bool header) {
-  string text;
-  for (const Column& c : columns) {
-    string cell = header ? c.name : c.value;
-    std::replace_if(
-        cell.begin(), cell.end(), [](char x) { return strchr(",\n\"", x) && x; }, ';');
-    text += (text.empty() ? "" : ",") + cell;
-  }
-  puts(text.c_str());
-  fflush(stdout);  // whatever happens next, this row is out
-}
-
-// For who reads along: stdout is a terminal.
-void print_block(const Run& r, const Device& d) {
-  const Problem& p = r.problem;
-  const Figures& f = r.figures;
-  const reference::Tolerance tol = tolerance_of(p.scale);
-  const string changed = knob_texts(true);
-  fprintf(stderr, "sdpa_%s (%s) on %s\n", line.name, line.family, d.name.c_str());
-  const string window =
-      p.has_window() ? format(", window %d,%d", p.window_left, p.window_right) : "";
-  fprintf(stderr, "  problem  %s: B=%d Hq=%d Hkv=%d Sq=%d Sk=%d D=%d %s, causal %s%s\n",
-          p.shape.c_str(), p.B, p.Hq, p.Hkv, p.Sq, p.Sk, line.D, input_type.name,
-          causal_names[int(p.mask)], window.c_str());
-  fprintf(stderr, "  knobs    %s\n", changed.empty() ? "all at their defaults" : changed.c_str());
-  if (r.exit == exit_pass && !r.note.empty()) fprintf(stderr, "  note     %s\n", r.note.c_str());
-  if (!r.check.empty()) {
-    fprintf(stderr, "  check    %s: %ld rows against the reference, %ld against the witness\n",
-            r.check.c_str(), f.rows_checked, f.rows_witnessed);
-    fprintf(stderr,
-            "           rel_rms %.2g (limit %.2g), max_abs_err %.2g (%.2g), lse_err %.2g (%.2g)\n",
-            f.rel_rms, f.rel_rms_limit, f.max_abs_err, tol.max_abs, f.lse_err, tol.lse);
-  }
-  if (!r.timed()) return;
-  fprintf(stderr, "  time     %.2f us a launch (median), %.2f us in a graph\n", r.timing.p50_us,
-          r.timing.graph_us);
-  fprintf(stderr, "  speed    %.1f TFLOP/s", r.tflops());
-  if (d.matrix_flops > 0 && d.memory_bytes > 0) {
-    fprintf(stderr, ", %.1f%% of what the %s allows (%.0f TFLOP/s, %.2f TB/s)",
-            100 * r.share_of_peak(d), r.memory_binds(d) ? "memory" : "matrix units",
-            d.matrix_flops * 1e-12, d.memory_bytes * 1e-12);
-  }
-  fprintf(stderr, "\n");
-}
-
-// ---- the command line ----
-
-struct Options {
-  vector<Problem> problems;
-  vector<uint64_t> seeds;  // none: each problem has its own
-  Problem common;          // what all of them share
-  int warmup = 20, iterations = 100, repeats = 1;
-  bool check_only = false, config = false, header = false, help = false, shape_given = false;
-  int passed = 0;  // problems
-};
-
-struct Option {
-  const char *name, *value, *help;            // value: its name in the help; "" of a flag
-  std::function<string(const string&)> take;  // returns what is wanted instead, or ""
-};
-
-// Whole numbers separated by commas, each in [low, high]; none if `text` is anything else.
-vector<long long> parse_numbers(const string& text, long long low, long long high) {
-  vector<long long> numbers;
-  for (size_t at = 0; at <= text.size();) {
-    const size_t comma = std::min(text.find(',', at), text.size());
-    const string word = text.substr(at, comma - at);
-    const size_t sign = word[0] == '-';
-    if (word.size() == sign || word.size() > 18) return {};
-    if (word.find_first_not_of("0123456789", sign) != string::npos) return {};
-    numbers.push_back(std::atoll(word.c_str()));
-    if (numbers.back() < low || numbers.back() > high) return {};
-    at = comma + 1;
-  }
-  return numbers;
-}
-
-const struct {
-  const char *name, *sizes;
-} named_shapes[] = {{"small", "1,1,1,32,32"},      {"mission", "1,8,8,512,512"},
-                    {"mission2", "2,8,8,512,512"}, {"long", "1,8,8,2048,2048"},
-                    {"decode", "32,32,8,1,8192"},  {"decode1", "1,32,8,1,32768"},
-                    {"chunk", "1,32,8,256,8192"}};
-
-string shape_names() {  // small, mission, ...
-  string names;
-  for (const auto& named : named_shapes) names += (names.empty() ? "" : ", ") + string(named.name);
-  return names;
-}
-
-string parse_shape(const string& text, Problem& p) {
-  string sizes = text;
-  for (const auto& named : named_shapes) {
-    if (text == named.name) sizes = named.sizes;
-  }
-  const bool is_named = sizes != text;
-  std::replace(sizes.begin(), sizes.end(), 'x', ',');  // as rows have them
-  const vector<long long> n = parse_numbers(sizes, 0, most_rows);
-  if (n.size() != 5) {
-    return "want " + shape_names() +
-           " or five sizes B,Hq,Hkv,Sq,Sk from 0 to 10^9, such as 1,8,2,512,512";
-  }
-  p.B = int(n[0]), p.Hq = int(n[1]), p.Hkv = int(n[2]), p.Sq = int(n[3]), p.Sk = int(n[4]);
-  p.shape = is_named ? text : format("%dx%dx%dx%dx%d", p.B, p.Hq, p.Hkv, p.Sq, p.Sk);
-  return p.Hq && (p.Hkv == 0 || p.Hq % p.Hkv) ? "Hq must be a multiple of Hkv" : "";
-}
-
-vector<Option> options_of(Options& o) {
-  const auto count = [](int& value, int least) {
-    return [&value, least](const string& text) {
-      const vector<long long> n = parse_numbers(text, least, 1000000);
-      if (n.size() == 1) value = int(n[0]);
-      return n.size() == 1 ? "" : format("want a whole number from %d to 1000000", least);
-    };
-  };
-  const auto flag = [](bool& value) {
-    return [&value](const string&) { return value = true, ""; };
-  };
-  return {
-      {"--shape", "S",
-       "B,Hq,Hkv,Sq,Sk, small, mission (the default), mission2, long, decode, decode1 or chunk; "
-       "repeatable",
-       [](const string& text) {
-         Problem p;
-         return parse_shape(text, p);
-       }},
-      {"--causal", "br|tl|off", "br: the last query sees the last key; tl: query q sees keys 0..q",
-       [&o](const string& text) {
-         const auto names = std::begin(causal_names), end = std::end(causal_names);
-         const auto found = std::find(names, end, text);
-         if (found != end) o.common.mask = reference::Mask(found - names);
-         return found != end ? "" : "want br (bottom-right), tl or off";
-       }},
-      {"--window", "L,R",
-       "a query sees L keys before its own position and R behind it; -1: no limit",
-       [&o](const string& text) {
-         const vector<long long> n = parse_numbers(text, -1, most_rows);
-         if (n.size() == 2) o.common.window_left = int(n[0]), o.common.window_right = int(n[1]);
-         return n.size() == 2 ? "" : "want two numbers from -1 to 10^9, such as 1024,0";
-       }},
-      {"--dist", "D", "inputs: normal (the default), outliers, large (logits) or uniform (logits)",
-       [&o](const string& text) {
-         string names;
-         for (const reference::Dist& d : reference::dists) names += string(" ") + d.name;
-         if (reference::dist_named(text)) o.common.dist = text;
-         return reference::dist_named(text) ? "" : "want one of" + names;
-       }},
-      {"--scale", "X", "of the logits (default: 1/sqrt(D))",
-       [&o](const string& text) {
-         char* end = nullptr;
-         o.common.scale = std::strtof(text.c_str(), &end);
-         const bool good =
-             !text.empty() && !*end && o.common.scale > 0 && !std::isinf(o.common.scale);
-         return good ? "" : "want a number greater than 0";
-       }},
-      {"--seeds", "0,1,2", "of the inputs (default 0); the check is done for each",
-       [&o](const string& text) {
-         const vector<long long> n = parse_numbers(text, 0, 1ll << 40);
-         o.seeds.assign(n.begin(), n.end());
-         return n.empty() ? "want whole numbers separated by commas, such as 0,1" : "";
-       }},
-      {"--iters", "N", "timed launches (default 100)", count(o.iterations, 1)},
-      {"--warmup", "N", "launches before these (default 20)", count(o.warmup, 0)},
-      {"--repeats", "N", "launches that must leave the bits of the checked one (default 1)",
-       count(o.repeats, 1)},
-      {"--max-ctas", "N",
-       "USE_PERSISTENT_CTA=1: CTAs of all launches but the checked one (0: all that fit)",
-       count(o.common.max_ctas, 0)},
-      {"--check-only", "", "time nothing", flag(o.check_only)},
-      {"--config", "", "print the knobs of this build and stop", flag(o.config)},
-      {"--header", "", "print the CSV header first (alone without --shape)", flag(o.header)},
-      {"--help", "", "print this and stop", flag(o.help)}};
-}
-
-// Returns a sentence if the arguments are refused.
-string parse(const vector<Option>& options, const vector<string>& args, Options& o) {
-  vector<string> given, shapes;
-  for (size_t i = 0; i < args.size(); i++) {
-    const string& name = args[i];
-    const auto option = std::find_if(options.begin(), options.end(),
-                                     [&](const Option& x) { return name == x.name; });
-    if (option == options.end()) return name + ": no such option; --help lists them";
-    if (*option->value && i + 1 == args.size()) return name + ": its value is missing";
-    const bool again = std::count(given.begin(), given.end(), name);
-    if (again && name != "--shape") return name + " is given twice";
-    given.push_back(name);
-    const string value = *option->value ? args[++i] : "", wanted = option->take(value);
-    if (name == "--shape") shapes.push_back(value);
-    if (!wanted.empty()) return name + " " + value + ": " + wanted;
-  }
-  if (o.common.max_ctas && !line.has_queue) {
-    return "--max-ctas: only builds with USE_PERSISTENT_CTA=1 take it; build with "
-           "USE_PERSISTENT_CTA=1 or drop it";
-  }
-  o.shape_given = !shapes.empty();
-  if (shapes.empty()) shapes.push_back("mission");
-  for (const string& shape : shapes) {
-    o.problems.push_back(o.common);
-    parse_shape(shape, o.problems.back());
-  }
-  return "";
-}
-
-void print_help(const vector<Option>& options) {
-  puts("usage: sdpa [OPTION]...");
-  for (const Option& o : options) {
-    printf("  %-26s %s\n", (string(o.name) + " " + o.value).c_str(), o.help);
-  }
-  puts("exit: 0 pass, 1 wrong result, 2 bad usage, 3 CUDA error, 77 skipped (all of it)");
-}
-
-void print_config(const Device& d) {
-  printf("config %s, family %s\n", line.name, line.family);
-  for (const Knob* k = line.knobs; k < line.knobs + line.knob_count; k++) {
-    printf("  %-24s %-6s %-12s %s\n", k->name, k->value, k->changed ? "" : "(default)", k->meaning);
-  }
-  const string changed = knob_texts(true);
-  printf("changed: %s\n",
-         changed.empty() ? "nothing, all knobs are at their defaults" : changed.c_str());
-  const KernelFacts k = line.facts_of({});
-  printf("threads %d, shared memory %zu bytes, %d CTA barriers per K/V tile\n", k.threads,
-         k.shared_bytes, line.barriers_per_tile);
-  if (!d.missing.empty()) printf("here: %s\n", d.missing.c_str());
-  if (!has_clock || !d.missing.empty()) return;
-  const Resources r = resources_of(k);
-  printf("on %s: %d registers, %d bytes spilled, %d CTAs per SM\n", d.name.c_str(), r.regs,
-         r.spill_bytes, r.ctas_per_sm);
-}
-
-// ---- main ----
-
-// The options that repeat this one problem.
-string command_of(const Problem& p) {
-  string text = format("--check-only --shape %d,%d,%d,%d,%d --seeds %llu", p.B, p.Hq, p.Hkv, p.Sq,
-                       p.Sk, (unsigned long long)p.seed);
-  if (p.mask != reference::Mask::none) text += string(" --causal ") + causal_names[int(p.mask)];
-  if (p.has_window()) text += format(" --window %d,%d", p.window_left, p.window_right);
-  if (p.layout != "bhsd") text += " --layout " + p.layout;
-  if (p.dist != "normal") text += " --dist " + p.dist;
-  if (p.descale != "heads") text += " --descale " + p.descale;
-  if (p.scale != 0) text += format(" --scale %.9g", p.scale);
-  if (p.max_ctas != 0) text += format(" --max-ctas %d", p.max_ctas);
-  if (!p.machine.empty()) text += " --machine " + p.machine;
-  return text;
-}
-
-// Checks and times; what happened stands in the run.
-void measure(Run& r, const Options& o) {
-  Instance instance(r.problem);
-  string trouble;
-  for (uint64_t seed : r.seeds) {
-    instance.set_inputs(r.problem.seed = seed);
-    trouble = instance.check(r.figures, o.repeats);
-    if (!trouble.empty()) break;
-  }
-  if (trouble.empty() && has_clock && !o.check_only) {
-    r.timing = time_kernel(instance, o.warmup, o.iterations);
-    trouble = r.timing.trouble;
-  }
-  r.check = trouble.empty() ? "PASS" : "FAIL";
-  if (!trouble.empty()) r.note = trouble, r.exit = exit_wrong;
-}
-
-// One problem, start to end.
-ExitCode run_problem(const Problem& p, const Options& o, const Device& device) {
-  Run r;
-  r.problem = p, r.seeds = o.seeds.empty() ? vector<uint64_t>{p.seed} : o.seeds;
-  const auto stop = [&](const char* status, const string& sentence, ExitCode exit) {
-    r.status = status, r.note = sentence, r.exit = exit;
-  };
-  try {
-    set_machine(p.machine);
-    const SdpaParams sizes = params_of(p);
-    r.kernel = line.facts_of(sizes);
-    if (line.is_tuned) {
-      const TunedTile t = line.tile_of(sizes);
-      r.note = format("tile BLOCK_M=%d BLOCK_N=%d STAGES=%d SPLIT_KV=%d", t.block_m, t.block_n,
-                      t.stages, t.split_kv);
-    }
-    if (!device.missing.empty()) {
-      stop("skipped", device.missing, exit_skipped);
-    } else {
-      if (has_clock) r.resources = resources_of(r.kernel);
-      measure(r, o);
-    }
-  } catch (const TooLarge& error) {
-    stop("skipped", error.text, exit_skipped);
-  } catch (const CudaError& error) {
-    stop("error", error.text, exit_cuda);
-  } catch (const std::bad_alloc&) {
-    stop("error", "the problem does not fit in this machine's memory", exit_cuda);
-  }
-  const bool reader = isatty(STDOUT_FILENO);
-  if (reader) print_block(r, device);
-  if (r.exit != exit_pass) {
-    fprintf(stderr, "sdpa_%s: %s %s: %s\n", line.name,
-            r.check == "FAIL" ? "FAIL" : r.status.c_str(), p.shape.c_str(), r.note.c_str());
-  }
-  if (r.exit == exit_wrong) fprintf(stderr, "repeat with: %s\n", command_of(r.problem).c_str());
-  if (reader && !o.header) print_csv(columns(r, device), true);
-  print_csv(columns(r, device), false);
-  return r.exit;
-}
-
-// All that the arguments ask for. Sets o.passed.
-ExitCode run(Options& o, const vector<Option>& options) {
-  if (o.help) return print_help(options), exit_pass;
-  if (o.header) print_csv(columns({}, {}), true);
-  if (o.header && !o.shape_given && !o.config) return exit_pass;
-  Device device;
-  try {
-    device = find_device();
-  } catch (const CudaError& error) {
-    device.missing = error.text;
-  }
-  if (o.config) return print_config(device), exit_pass;
-  int counts[128] = {};
-  for (const Problem& p : o.problems) {
-    counts[run_problem(p, o, device)]++;
-    if (ferror(stdout)) break;
-  }
-  o.passed = counts[exit_pass];
-  for (ExitCode exit : {exit_wrong, exit_cuda, exit_pass}) {
-    if (counts[exit]) return exit;
-  }
-  return exit_skipped;
-}
-
-int refuse(const string& sentence) {
-  fprintf(stderr, "sdpa: %s\n", sentence.c_str());
-  return exit_usage;
-}
-
-// The exit code, unless rows were lost on their way.
-int finish(ExitCode exit) {
-  if (fflush(stdout) == 0 && !ferror(stdout)) return exit;
-  fprintf(stderr, "sdpa: stdout cannot be written to (%s), so rows are lost\n", strerror(errno));
-  return exit_cuda;
-}
-
-}  // namespace
-}  // namespace SDPA_NAMESPACE
-
-int main(int argc, char** argv) {
-  using namespace SDPA_NAMESPACE;
-  signal(SIGPIPE, SIG_IGN);  // a reader that has gone is told like a full disk
-  Options o;
-  const std::vector<Option> options = options_of(o);
-  const std::string refusal = parse(options, {argv + 1, argv + argc}, o);
-  return refusal.empty() ? finish(run(o, options)) : refuse(refusal);
-}
-
-#endif  // SDPA_LINE_ONLY
-#endif  // SDPA_NO_MAIN

@@ -301,15 +301,6 @@ inline cudaError_t cudaMemset(void* pointer, int value, size_t bytes) {
   if (bytes) memset(pointer, value, bytes);
   return cudaSuccess;
 }
-inline cudaError_t cudaMemset2DAsync(void* pointer, size_t pitch, int value, size_t width, size_t height,
-                                     cudaStream_t stream) {
-  SIMT_MAY_FAIL
-  simt::synchronise(stream);
-  for (size_t row = 0; row < height; row++) {
-    memset(static_cast<unsigned char*>(pointer) + row * pitch, value, width);
-  }
-  return cudaSuccess;
-}
 inline cudaError_t cudaMemcpy(void* dst, const void* src, size_t bytes, cudaMemcpyKind) {
   simt::synchronise();
   if (bytes) memcpy(dst, src, bytes);

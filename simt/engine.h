@@ -112,7 +112,7 @@ void bulk_wait(int groups, bool read_only);
 void note_write(const void* dst, int bytes);
 void fence_proxy_async();
 
-enum class Element { fp16, bf16, e4m3, s8_u8 };  // of matrices; s8_u8: of A and of B, sums are integers
+enum class Element { fp16, bf16, e4m3 };  // of matrices
 
 // One wgmma of a thread: d (+)= A @ B, [64][K] @ [K][n], where K elements have 32 bytes.
 struct Product {
@@ -212,7 +212,7 @@ void allow_shared(const void* kernel, int device, int bytes);
 int allowed_shared(const void* kernel, int device);
 
 // For tests of error paths: after `successes` more calls of the named function by this host thread, the
-// next one fails with this cudaError_t or cublasStatus_t and does nothing.
+// next one fails with this cudaError_t and does nothing.
 void fail_next(const char* function, int error, int successes = 0);
 int planned_failure(const char* function);  // of this call; 0: none
 

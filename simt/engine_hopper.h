@@ -475,20 +475,6 @@ void multiply_add_e4m3(float* sum, const float* A, const float* B, int n, bool a
   }
 }
 
-// The same of integers, of which two are in a word of A [64][16], signed, and of B [16][n].
-void multiply_add_s8_u8(float* sum, const uint16_t* A, const uint16_t* B, int n, bool accumulate) {
-  std::vector<int32_t> row(n);
-  for (int i = 0; i < 64; i++) {
-    if (accumulate) memcpy(row.data(), sum + i * n, n * sizeof row[0]);
-    if (!accumulate) std::fill(row.begin(), row.end(), 0);
-    for (int k = 0; k < 16; k++) {
-      const int low = int8_t(A[i * 16 + k] & 0xff), high = int8_t(A[i * 16 + k] >> 8);
-      for (int j = 0; j < n; j++) row[j] += low * (B[k * n + j] & 0xff) + high * (B[k * n + j] >> 8);
-    }
-    memcpy(sum + i * n, row.data(), n * sizeof row[0]);
-  }
-}
-
 // sum [64][n] (+)= A [64][16] @ B [16][n]: fp32, each element adds its products in the order of k. n is a multiple of
 // 8 * WIDE.
 template <int WIDE> void multiply_add(float* sum, const float* A, const float* B, int n, bool accumulate) {
@@ -565,9 +551,6 @@ void compute(Block& b, Warpgroup& w, Step& step) {
     to_floats_e4m3(a16, a32, 64, 16, false);
     to_floats_e4m3(b16, b32, 16, p.n, true);
     return multiply_add_e4m3(sum, a32, b32, p.n, p.accumulate);
-  }
-  if (p.element == Element::s8_u8) {
-    return multiply_add_s8_u8(sum, a16, b16, p.n, p.accumulate);
   }
   to_floats(a16, a32, 64 * 16, p.element == Element::bf16);
   to_floats(b16, b32, 16 * p.n, p.element == Element::bf16);

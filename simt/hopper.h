@@ -66,11 +66,6 @@ inline void wgmma_ss(float (&d)[N / 2], uint64_t a, uint64_t b, bool accumulate,
   static_assert(sizeof(E) == 2 || !(TRANS_A || TRANS_B), "wgmma transposes 16-bit elements only");
   simt::wgmma({N, element_of<E>, TRANS_A != 0, TRANS_B != 0, accumulate, d, nullptr, a, b}, at);
 }
-template <int N>
-inline void wgmma_ss_s8_u8(int (&d)[N / 2], uint64_t a, uint64_t b, bool accumulate, SIMT_CALLER) {
-  float* const registers = reinterpret_cast<float*>(d);
-  simt::wgmma({N, simt::Element::s8_u8, false, false, accumulate, registers, nullptr, a, b}, at);
-}
 template <class E, int N, int TRANS_B>
 inline void wgmma_rs(float (&d)[N / 2], const uint32_t (&a)[4], uint64_t b, bool accumulate,
                      SIMT_CALLER) {

@@ -235,18 +235,6 @@ inline void mma_m16n8k16(float& d0, float& d1, float& d2, float& d3, const uint3
   d0 = d[0], d1 = d[1], d2 = d[2], d3 = d[3];
 }
 
-// D in fp16: what 16 products add to a sum is rounded once.
-inline void mma_m16n8k16_f16(uint32_t& d0, uint32_t& d1, const uint32_t (&a)[4], uint32_t b0, uint32_t b1,
-                             SIMT_CALLER) {
-  const ElementOfWord<__half> of;
-  float d[4] = {of(d0, 0), of(d0, 1), of(d1, 0), of(d1, 1)};
-  mma_m16n8k16<__half>(d[0], d[1], d[2], d[3], a, b0, b1, at);
-  const auto rounded = [](float low, float high) {
-    return simt::float_to_half(low) | uint32_t(simt::float_to_half(high)) << 16;
-  };
-  d0 = rounded(d[0], d[1]), d1 = rounded(d[2], d[3]);
-}
-
 // D += A @ B, [16][32] @ [32][8], e4m3.
 inline void mma_m16n8k32_e4m3(float& d0, float& d1, float& d2, float& d3, const uint32_t (&a)[4],
                               uint32_t b0, uint32_t b1, SIMT_CALLER) {

@@ -3,7 +3,6 @@
 #define SDPA_NO_MAIN
 #include "../sdpa.cu"
 
-#include <cublas_v2.h>
 #include <mma.h>
 #include <sys/wait.h>
 #include <unistd.h>
@@ -1269,33 +1268,6 @@ TEST_CASE("planned_failures") {
           (i == 1 ? cudaErrorInvalidValue : cudaSuccess));
   }
   cudaGetLastError();
-}
-
-TEST_CASE("cublas") {
-  cublasHandle_t handle = nullptr;
-  simt::fail_next("cublasCreate", CUBLAS_STATUS_ALLOC_FAILED);
-  CHECK((cublasCreate(&handle) == CUBLAS_STATUS_ALLOC_FAILED && !handle));
-  CHECK(cublasCreate(&handle) == CUBLAS_STATUS_SUCCESS);
-  const float one = 1, A = 3, B = 5;
-  float C = 0;
-  const auto multiply = [&] {
-    return cublasGemmStridedBatchedEx_64(
-        handle, CUBLAS_OP_N, CUBLAS_OP_N, 1, 1, 1, &one, &A, CUDA_R_32F, 1, 0, &B, CUDA_R_32F, 1, 0,
-        &one, &C, CUDA_R_32F, 1, 0, 1, CUBLAS_COMPUTE_32F, CUBLAS_GEMM_DEFAULT);
-  };
-  CHECK((multiply() == CUBLAS_STATUS_SUCCESS && C == 15));
-  simt::fail_next("cublasGemmStridedBatchedEx_64", CUBLAS_STATUS_EXECUTION_FAILED);
-  CHECK((multiply() == CUBLAS_STATUS_EXECUTION_FAILED && C == 15));
-  cudaSetDevice(1);
-  CHECK((multiply() == CUBLAS_STATUS_EXECUTION_FAILED && C == 15));
-  cudaSetDevice(0);
-  CHECK(cublasDestroy(handle) == CUBLAS_STATUS_SUCCESS);
-  fflush(stdout);
-  const pid_t child = fork();
-  if (child == 0) cublasDestroy(handle), _exit(0);
-  int status = 0;
-  waitpid(child, &status, 0);
-  CHECK((WIFSIGNALED(status) && WTERMSIG(status) == SIGABRT));
 }
 
 // Two host threads with tensors, launches and errors of their own.

@@ -104,7 +104,8 @@ class Builder:
     def headers(self, kind):
         """The headers of others, which every bug includes, compiled."""
         os.mkdir(self.path(kind))
-        found = re.findall(r"^#include <[\w.]+>", self.source, re.MULTILINE)
+        with open(os.path.join(ROOT, "harness.cu")) as file:
+            found = re.findall(r"^#include <[\w.]+>", self.source + file.read(), re.MULTILINE)
         self.write(f"{kind}/headers.h", "\n".join(found) + "\n")
         self.compile(kind, "-x", "c++-header", f"{kind}/headers.h", "-o", f"{kind}/headers.h.gch")
         return f"{kind}/headers.h"

@@ -198,15 +198,6 @@ template <class E> __global__ void test_mma(const Args a) {
   for (int i = 0; i < 4; i++) a.out[threadIdx.x * WORDS + i] = bits_of(d[i]);
 }
 
-__global__ void test_mma_f16(const Args a) {
-  uint32_t x[4], y[2], d[2];
-  for (int i = 0; i < 4; i++) x[i] = pair_of<__half>(threadIdx.x * 4 + i);
-  for (int i = 0; i < 2; i++) y[i] = pair_of<__half>(threadIdx.x * 9 + i + 500);
-  for (int i = 0; i < 2; i++) d[i] = pair_of<__half>(threadIdx.x * 3 + i);
-  for (int i = 0; i < 2; i++) mma_m16n8k16_f16(d[0], d[1], x, y[0], y[1]);
-  for (int i = 0; i < 2; i++) a.out[threadIdx.x * WORDS + i] = d[i];
-}
-
 __global__ void test_mma_e4m3(const Args a) {
   uint32_t x[4], y[2];
   float d[4];
@@ -605,45 +596,6 @@ __global__ void test_wgmma_e4m3(const __grid_constant__ Args a) {
   a.out[tid * 2 + 1] = bits_of(d[N / 2 - 1] + 0.0f);
 }
 
-// The same of integers from all of their range, A signed and B not.
-template <int N, int LINE> __global__ void test_wgmma_s8_u8(const __grid_constant__ Args a) {
-  HopperScratch& s = hopper_scratch();
-  const int tid = threadIdx.x;
-  const auto byte = [](uint8_t* panel, int r, int k) {  // of line r
-    return panel + r * LINE + (k / 16 ^ r * LINE / 128 % (LINE / 16)) * 16 + k % 16;
-  };
-  for (int i = tid; i < 64 * 64; i += 128) {
-    st_shared(byte(s.a, i / 64, i % 64), uint8_t(i * 37 + i / 64 * 11 + 128));
-  }
-  for (int i = tid; i < 64 * N; i += 128) {
-    st_shared(byte(s.b, i / 64, i % 64), uint8_t(i * 29 + i / 64 * 7 + 200));
-  }
-  fence_proxy_async();
-  __syncthreads();
-  int d[N / 2];
-  auto& words = reinterpret_cast<uint32_t(&)[N / 2]>(d);
-#pragma unroll
-  for (int i = 0; i < N / 2; i++) d[i] = small(tid * 11 + i) * 1000003;
-  const uint64_t da = wgmma_descriptor(shared_address(s.a), 16, 8 * LINE);
-  const uint64_t db = wgmma_descriptor(shared_address(s.b), 16, 8 * LINE);
-  uint32_t hash = 2166136261u;
-#pragma unroll
-  for (int round = 0; round < 2; round++) {
-    hold(words);
-    wgmma_fence();
-#pragma unroll
-    for (int step = 0; step < 2; step++) {
-      wgmma_ss_s8_u8<N>(d, da + 2 * step, db + 2 * step, round == 0 || step > 0);
-    }
-    wgmma_commit_group();
-    wgmma_wait_group<0>(), hold(words);
-#pragma unroll
-    for (int i = 0; i < N / 2; i++) hash = (hash ^ words[i]) * 16777619u;
-  }
-  a.out[tid * 2] = hash;
-  a.out[tid * 2 + 1] = words[N / 2 - 1];
-}
-
 // Conversions and bytes in registers.
 __global__ void test_bytes(const __grid_constant__ Args a) {
   const uint32_t tid = threadIdx.x;
@@ -783,8 +735,6 @@ template <int N> static void run_wgmma(const char* name) {
   run_one("_ss_e4m3_64", test_wgmma_e4m3<N, 64, false>);
   run_one("_rs_e4m3_128", test_wgmma_e4m3<N, 128, true>);
   run_one("_rs_e4m3_64", test_wgmma_e4m3<N, 64, true>);
-  run_one("_ss_s8_u8_128", test_wgmma_s8_u8<N, 128>);
-  run_one("_ss_s8_u8_64", test_wgmma_s8_u8<N, 64>);
 }
 
 int main(int argc, char** argv) {
@@ -807,7 +757,6 @@ int main(int argc, char** argv) {
   run("stmatrix_x4_trans", test_stmatrix<4, true>);
   run("mma_m16n8k16_fp16", test_mma<__half>);
   run("mma_m16n8k16_bf16", test_mma<__nv_bfloat16>);
-  run("mma_m16n8k16_f16", test_mma_f16);
   run("mma_m16n8k32_e4m3", test_mma_e4m3);
   run("wmma_fp16_row", test_wmma<__half, row_major>);
   run("wmma_fp16_col", test_wmma<__half, col_major>);

@@ -7,10 +7,9 @@ namespace {
 const char* const layouts[] = {"bhsd",     "bshd", "packed",    "padded",  "zero",
                                "reversed", "far",  "far_heads", "far_rows"};
 
-// TMA takes no strides of 0 or less, cuBLAS no rows that run backwards.
+// TMA takes no strides of 0 or less.
 bool takes_layout(const string& layout) {
-  return !(line.is_wgmma && (layout == "zero" || layout == "reversed")) &&
-         !(line.is_cublas && layout == "reversed");
+  return !(line.is_wgmma && (layout == "zero" || layout == "reversed"));
 }
 
 struct Placement {

@@ -3,6 +3,8 @@
 #define SDPA_NAMESPACE attention128
 #define HEAD_DIM 128
 #define DTYPE BF16
+#define USE_WMMA 1
+#define NUM_WARPS 2
 #define USE_PERSISTENT_CTA 1
 #include "pasted_region.cuh"
 

@@ -1,8 +1,9 @@
 // tools/stress.cu on the CPU backend, where a GPU's neighbours are not to be had: its comparison sees every
 // bit, and the cases that are left pass.
-#define USE_MMA_SYNC 1
+#define USE_WMMA 1
+#define USE_WMMA_PV 1
 #define VEC_WIDTH 8
-#define SWIZZLE_XOR 1
+#define SYNC_POLICY 1
 #define USE_CP_ASYNC 1
 #define STAGES 2
 #define BLOCK_M 64

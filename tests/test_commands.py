@@ -150,7 +150,7 @@ def test_a_harness_that_does_not_compile_is_said_once(tmp_path):
     there = tmp_path / "there"
     shutil.copytree(ROOT, there, ignore=lambda folder, names: [
         name for name in names if name in (".git", "results", "docs") or name.startswith("build")])
-    (there / "check.cu").write_text("#error no check today\n")
+    (there / "harness.cu").write_text("#error no check today\n")
     code, _, err = run(str(there / "run_all.sh"), "--cpu", "--only", "^scalar_(minimal|vec8)$", SDPA_BUILD_DIR=str(tmp_path / "b"))
     assert code == 2 and err.count("no check today") == 1, err
     assert "the harness, which all lines share, does not compile:" in err
@@ -233,7 +233,7 @@ def test_on_a_terminal_it_asks_before(bare, answer, is_installed):
         ("--causal", "br"), ("--dist", "normal"), ("--scale", "1"), ("--seeds", "1"), ("--iters", "2"))],
     *[("sweep_good2", f"{option} {value} {option} {value}", 2, f"{option} is given twice") for option, value in (
         ("--sweep", "2"), ("--layout", "packed"))],
-    *[("sweep_good2", f"--sweep 2 {option} {value}", 2, f"--sweep draws its own problems; drop {option}") for option, value in (
+    *[("sweep_good2", f"--sweep 2 {option} {value}", 2, f"--sweep and --edges have their own problems; drop {option}") for option, value in (
         ("--shape", "small"), ("--causal", "br"), ("--dist", "large"), ("--layout", "packed"), ("--scale", "1"))]])
 def test_a_program(built, program, words, code, sentence):
     found, out, err = run(built[0] / "build-cpu" / program, *words.split())

@@ -371,11 +371,12 @@ def repository(tmp_path, monkeypatch):
 
 
 def test_contenders_are_found(repository):
-    a, b, c, d = builds.parse_contenders("HEAD:old STAGES=3 kept wide STAGES=4 torch:cudnn".split())
+    a, b, c, d, e = builds.parse_contenders("HEAD:old STAGES=3 kept wide STAGES=4 torch:cudnn cublas HEAD_DIM=128".split())
     assert (a.text, a.words, a.tree.sha != "", a.target) == ("HEAD:old STAGES=3", ["STAGES=3"], True, "old__STAGES_3")
     assert (b.text, b.words, b.tree.sha) == ("kept", ["STAGES=2"], "")
     assert (c.text, c.D, c.knob("STAGES")) == ("wide STAGES=4", 128, "4")
     assert d.text == "torch:cudnn"
+    assert (e.text, e.words, e.family, e.D) == ("cublas HEAD_DIM=128", ["HEAD_DIM=128"], "cublas", 128)
     assert a.effective_knobs() == ["HEAD_DIM=64", "STAGES=3"]
 
 
@@ -393,6 +394,7 @@ def test_comments_change_no_program(repository):
     ("gone:kept kept", "gone: git knows no such commit here"),
     ("HEAD:wide kept", "HEAD:wide: no line of configs.txt has that name; it has: old kept"),
     ("HEAD~1:old kept", "HEAD~1: its tools/library.cu has no sdpa_library_params_bytes"),
+    ("cublas STAGES=3", "STAGES=3: of the knobs cublas has DTYPE and HEAD_DIM"),
     ("nobody kept", "nobody: no line of configs.txt has that name; it has: kept wide"),
     ("kept FROB=1", "FROB=1: no knob is called FROB in the working tree; the knobs are STAGES HEAD_DIM"),
     ("kept arch=90a", "arch=90a is no knob"),

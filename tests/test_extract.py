@@ -14,7 +14,7 @@ sys.path.insert(0, os.path.join(ROOT, "tools"))
 import builds  # noqa: E402
 
 ARCHS = re.findall(r"\d+a?", os.environ.get("SDPA_ARCHS", "")) or ["80", "89", "90a"]
-LINES = "scalar_minimal wmma_all mma_lazy3 wgmma_plain wgmma_192x128 hopper cublas".split()
+LINES = "scalar_minimal wmma_all mma_lazy3 wgmma_plain wgmma_192x128 hopper".split()
 KNOBS = "|".join(builds.Tree().knobs())
 needs_nvcc = pytest.mark.skipif(not builds.nvcc(), reason="nvcc is missing")
 

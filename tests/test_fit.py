@@ -54,8 +54,7 @@ def run(*words):
 
 def test_rows_are_printed_as_they_stand_in_sdpa_cu(model):
     text = builds.Tree().read("sdpa.cu")
-    for array, tiles in (("TUNED", model.tiles + fit.Model("ampere").tiles), ("E4M3", fit.Model("hopper_e4m3").tiles),
-                         ("U8", fit.Model("hopper_u8").tiles)):
+    for array, tiles in (("TUNED", model.tiles + fit.Model("ampere").tiles), ("E4M3", fit.Model("hopper_e4m3").tiles)):
         table = re.search(rf"constexpr TunedTile {array}_TILES\[\] = \{{\n(.*?)\n\}};", text, re.DOTALL).group(1)
         assert "\n".join(tile.row() for tile in tiles) == table
 
@@ -113,14 +112,13 @@ def test_only_decode_whose_keys_just_fit_l2_may_lose_more():
     at_edge = [shape for shape in ("10,64,8,1,800", "10,64,8,1,400", "10,64,8,1,1600", "10,64,8,2,800", "8,32,8,1,2048")
                if fit.worst_loss(engine.parse_problem(shape).typed(128, "fp16")) > fit.WORST_LOSS]
     assert at_edge == ["10,64,8,1,800"]
-    assert fit.worst_loss(engine.parse_problem(at_edge[0]).typed(128, "u8")) == fit.WORST_LOSS
+    assert fit.worst_loss(engine.parse_problem(at_edge[0]).typed(128, "e4m3")) == fit.WORST_LOSS
 
 
 @pytest.mark.parametrize("words,sentence", [
     (["--check", "/no/such.csv"], "fit: /no/such.csv: there is no such file"),
     (["--check", os.path.join(ROOT, "configs.txt")], "configs.txt: want rows that ./run_all.sh fit wrote, with"),
-    (["--table", "wgmma"], "fit: --table wgmma: want one of hopper, ampere, hopper_e4m3, hopper_u8"),
-    (["--table", "hopper_u8", "--check"], "fit: results/fit has no rows of hopper_u8; measure them with: ./run_all.sh fit --table"),
+    (["--table", "wgmma"], "fit: --table wgmma: want one of hopper, ampere, hopper_e4m3"),
     (["--head-dim", "96"], "fit: --head-dim 96: want 64, 128 or 256"),
     (["rows.csv"], "fit: rows.csv: only --check takes files by themselves"),
     (["--check", "--head-dim", "64"], "fit: --check takes files by themselves and judges all of their rows"),

@@ -33,7 +33,6 @@ def refusal(knobs, section=SECTION):
     "HEAD_DIM=128 DTYPE=BF16 BLOCK_M=64 BLOCK_N=48 NUM_WARPS=8",
     "USE_CP_ASYNC=1 STAGES=3 VEC_WIDTH=2 USE_WMMA=0 STAGES=3",
     "@wmma USE_WMMA_PV=1 BLOCK_N=48",
-    "USE_CUBLAS=1 NUM_WARPS=8 HEAD_DIM=128 DTYPE=BF16",
     "@wmma USE_WARP_SPECIALIZATION=1 NUM_PRODUCER_WARPS=2 SYNC_POLICY=1 STAGES=3",
     "USE_MMA_SYNC=1 BLOCK_M=64 NUM_WARPS=4",
     "USE_MMA_SYNC=1 BLOCK_M=64 NUM_WARPS=8 SPLIT_KV=2 USE_LAZY_MAX=1",
@@ -50,9 +49,7 @@ def refusal(knobs, section=SECTION):
     "DTYPE=U8",
     "DTYPE=FP8_E4M3 OUT_DTYPE=BF16 USE_CP_ASYNC=1 VEC_WIDTH=4",
     "@wmma DTYPE=U8 VEC_WIDTH=16 SYNC_POLICY=1 USE_WARP_SPECIALIZATION=1 STAGES=3",
-    "USE_MMA_SYNC=1 BLOCK_M=64 BLOCK_N=48 DTYPE=U8 USE_CP_ASYNC=1 VEC_WIDTH=8 STAGES=2",
     "USE_MMA_SYNC=1 BLOCK_M=64 BLOCK_N=96 DTYPE=FP8_E4M3 USE_LAZY_MAX=1",
-    "USE_WGMMA=1 DTYPE=U8 VEC_WIDTH=16 BLOCK_M=64 BLOCK_N=48 USE_WARP_SPECIALIZATION=1",
 ])
 def test_accepted(knobs):
     assert refusal(knobs) is None
@@ -65,9 +62,8 @@ def test_accepted(knobs):
     ("DTYPE=FP32", "DTYPE: not a legal value; it takes one of: FP16 BF16 FP8_E4M3 U8. Type DTYPE=FP16"),
     ("OUT_DTYPE=FP16", "O has that type anyway; drop OUT_DTYPE"),
     ("DTYPE=U8 OUT_DTYPE=FP16", "O has that type anyway; drop OUT_DTYPE"),
-    ("USE_CUBLAS=1 OUT_DTYPE=BF16", "cuBLAS writes the type that it reads; drop OUT_DTYPE or USE_CUBLAS"),
-    ("FP16_ACC=QK", "FP16_ACC: only the wmma and mma.sync kernels with DTYPE=FP16 have such sums"),
-    ("USE_MMA_SYNC=1 DTYPE=BF16 FP16_ACC=QK", "FP16_ACC: only the wmma and mma.sync kernels with DTYPE=FP16"),
+    ("USE_MMA_SYNC=1 BLOCK_M=64 FP16_ACC=QK", "FP16_ACC: only the wmma kernel with DTYPE=FP16 has such sums"),
+    ("@wmma DTYPE=BF16 FP16_ACC=QK", "FP16_ACC: only the wmma kernel with DTYPE=FP16"),
     ("USE_WMMA=1 BLOCK_M=64 FP16_ACC=PV", "FP16_ACC=PV: P @ V is on the FMA pipes; add USE_WMMA_PV=1"),
     ("USE_FAST_EXP=ON", "USE_FAST_EXP: not a legal value; it takes one of: 0 1. Type USE_FAST_EXP=0"),
     ("NUM_WARPS=17", "NUM_WARPS: not a legal value; it takes one of: 1..16. Type NUM_WARPS=4"),
@@ -82,16 +78,13 @@ def test_accepted(knobs):
     ("VEC_WIDTH=16", "an access has up to 16 bytes, and these are 32; type VEC_WIDTH=8"),
     ("USE_CP_ASYNC=1", "and this VEC_WIDTH is less; type VEC_WIDTH=8"),
     ("USE_CP_ASYNC=1 DTYPE=FP8_E4M3 VEC_WIDTH=2", "and this VEC_WIDTH is less; type VEC_WIDTH=8"),
-    ("USE_CUBLAS=1 DTYPE=U8", "the cuBLAS path multiplies 16-bit elements; type DTYPE=FP16 or drop USE_CUBLAS"),
     ("@wmma DTYPE=FP8_E4M3", "nvcuda::wmma has no e4m3; drop USE_WMMA or type DTYPE=U8"),
     ("@wmma DTYPE=U8 VEC_WIDTH=4", "fp16 is made of 8 elements at a time; type VEC_WIDTH=16"),
     ("@wmma DTYPE=U8 VEC_WIDTH=16 SYNC_POLICY=1 USE_WARP_SPECIALIZATION=1 USE_CP_ASYNC=1",
-     "producer warps make fp16 of U8 in registers; drop USE_CP_ASYNC"),
+     "fp16 is made of U8 in registers; drop USE_CP_ASYNC"),
     ("USE_MMA_SYNC=1 BLOCK_M=64 BLOCK_N=48 DTYPE=FP8_E4M3", "it must be a multiple of 32; type BLOCK_N=64"),
     ("USE_WMMA_PV=1", "P @ V goes to wmma only where Q @ K.T does; add USE_WMMA=1 or drop it"),
     ("@wmma USE_MMA_SYNC=1", "a build has one kernel; keep one of them"),
-    ("USE_CUBLAS=1 USE_MMA_SYNC=1", "a build has one kernel; keep one of them"),
-    ("USE_CUBLAS=1 VEC_WIDTH=8", "USE_CUBLAS=1: of the knobs for tiles and copies none has an effect"),
     ("@wmma NUM_WARPS=2", "BLOCK_M must be 16*NUM_WARPS; type BLOCK_M=64 NUM_WARPS=4"),
     ("@wmma BLOCK_N=40", "wmma takes keys by 16, so it must be a multiple of 16; type BLOCK_N=64"),
     ("@wmma USE_WARP_SPECIALIZATION=1", "so every warp must keep its rows; type SYNC_POLICY=1"),
@@ -108,8 +101,8 @@ def test_accepted(knobs):
      "the plain wgmma kernel has none of them; add USE_WARP_SPECIALIZATION=1 or drop them"),
     ("@wgmma BLOCK_M=64 NUM_WARPS=8", "a warpgroup has 4 warps and 64 query rows"),
     ("@wgmma BLOCK_M=64 BLOCK_N=40", "wgmma takes keys by 16"),
-    ("USE_WGMMA=1 DTYPE=U8 VEC_WIDTH=16 BLOCK_M=64", "producer warps make fp16 of it, for one slice of the keys"),
-    ("USE_MMA_SYNC=1 USE_CP_ASYNC=1 SWIZZLE_XOR=1 DTYPE=U8 VEC_WIDTH=16 USE_TUNED=1", "no row for an 8-bit DTYPE and mma.sync"),
+    ("USE_WGMMA=1 DTYPE=U8 VEC_WIDTH=16 BLOCK_M=64", "only the scalar and wmma kernels take it"),
+    ("USE_MMA_SYNC=1 USE_CP_ASYNC=1 SWIZZLE_XOR=1 DTYPE=FP8_E4M3 VEC_WIDTH=16 USE_TUNED=1", "no row for an 8-bit DTYPE and mma.sync"),
     ("USE_WGMMA=1 USE_WARP_SPECIALIZATION=1 BLOCK_M=64", "type VEC_WIDTH=8"),
     ("@plain BLOCK_M=64 OVERLAP=1", "the plain wgmma kernel has none of them; add USE_WARP_SPECIALIZATION=1"),
     ("@wgmma BLOCK_M=64 NUM_WARPS=8 SPLIT_KV=2 USE_PERSISTENT_CTA=1", "in the wgmma kernel not with SPLIT_KV"),
@@ -140,9 +133,9 @@ def test_rows_of_the_table_are_judged_like_typed_knobs():
     assert refusal("@plain BLOCK_M=64", section) is None
 
 
-KINDS = """scalar_minimal scalar_sync2 scalar_persistent scalar_fast_exp scalar_bf16 scalar_u8 scalar_e4m3 wmma_qk wmma_pv
-wmma_ws2 wmma_u8 wmma_all mma_lazy3 mma_split4 mma_fast_exp mma_u8 mma_e4m3_d128 mma_d256 mma_decode_u8_d128 ampere cublas wgmma_plain wgmma_ws
-wgmma_overlap wgmma_d128_turns wgmma_d128_causal wgmma_split2 wgmma_swap32 wgmma_u8_d128 wgmma_d256
+KINDS = """scalar_minimal scalar_sync2 scalar_fast_exp scalar_bf16 scalar_u8 scalar_e4m3 wmma_qk wmma_pv
+wmma_ws2 wmma_u8 wmma_all mma_lazy3 mma_split4 mma_fast_exp mma_e4m3_d128 mma_d256 mma_decode_e4m3_d128 ampere wgmma_plain wgmma_ws
+wgmma_overlap wgmma_d128_turns wgmma_d128_causal wgmma_split2 wgmma_swap32 wgmma_d256
 hopper"""
 
 

@@ -158,7 +158,7 @@ def fakes(tmp_path, monkeypatch, capsys):
         tool.write_text(f'#!/bin/sh\n[ "$1" = --version ] && echo Version 7 && exit\necho "$@" >>{tmp_path}/args\n'
                         f"cat {tmp_path}/text\nexit {code}\n")
         tool.chmod(0o755)
-        for name in ("scalar_sync1", "scalar_persistent", "scalar_racy"):
+        for name in ("scalar_sync1", "wmma_persistent", "scalar_racy"):
             if built:
                 (tmp_path / f"sdpa_{name}").write_text("")
         monkeypatch.setenv("PATH", f"{tmp_path}:{os.environ['PATH']}")
@@ -171,7 +171,7 @@ def fakes(tmp_path, monkeypatch, capsys):
 
 
 def test_the_command(fakes, tmp_path):
-    code, out, err = fakes(CLEAN["memcheck"], 0, "^scalar_(sync1|persistent)$", "--tool", "memcheck")
+    code, out, err = fakes(CLEAN["memcheck"], 0, "^(scalar_sync1|wmma_persistent)$", "--tool", "memcheck")
     assert code == 0 and err == "Version 7\n"
     assert out.splitlines()[:2] == ["line,problem,tool,reports,unexpected,verdict",
                                     'scalar_sync1,"shape 1,6,2,130,300",memcheck,0,0,PASS'] and out.count("PASS") == 6

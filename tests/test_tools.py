@@ -134,7 +134,6 @@ def test_a_sweep_on_the_cpu_backend():
     ("profile wmma_all mma_lazy", "profile: one line at a time"),
     ("profile wmma_all --frob", "profile: --frob: no such option"),
     ("profile wmma_all --shape huge", "profile: --shape huge: want small, mission"),
-    ("profile cublas", "profile: cublas runs three kernels, two of them cuBLAS's; use ncu itself"),
     ("stress nobody", "stress: nobody: no line of configs.txt has that name"),
     ("stress --repeats 0", "stress: --repeats 0: want a whole number from 1 to 999999"),
     ("stress --frob", "stress: --frob: no such option"),

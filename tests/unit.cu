@@ -548,13 +548,13 @@ TEST_CASE("command_line") {
       {{"--max-ctas", "8"},
        "--max-ctas: only builds with USE_PERSISTENT_CTA=1 take it; build with"},
       {{"--warmup", "x"}, "--warmup x: want a whole number from 0 to 1000000"},
-      {{"--sweep", "5", "--shape", "small"}, "--sweep draws its own problems; drop --shape"},
+      {{"--sweep", "5", "--shape", "small"}, "--sweep and --edges have their own problems; drop --shape"},
       {{"--causal", "br", "--causal", "tl"}, "--causal is given twice"},
       {{"--sweep", "0"}, "--sweep 0: want a whole number from 1 to 1000000"},
-      {{"--causal", "br", "--sweep", "5"}, "--sweep draws its own problems; drop --causal"},
-      {{"--sweep", "5", "--dist", "huge"}, "--sweep draws its own problems; drop --dist"},
-      {{"--sweep", "5", "--layout", "bhsd"}, "--sweep draws its own problems; drop --layout"},
-      {{"--sweep", "5", "--scale", "1"}, "--sweep draws its own problems; drop --scale"},
+      {{"--causal", "br", "--sweep", "5"}, "--sweep and --edges have their own problems; drop --causal"},
+      {{"--sweep", "5", "--dist", "huge"}, "--sweep and --edges have their own problems; drop --dist"},
+      {{"--sweep", "5", "--layout", "bhsd"}, "--sweep and --edges have their own problems; drop --layout"},
+      {{"--sweep", "5", "--scale", "1"}, "--sweep and --edges have their own problems; drop --scale"},
   };
   for (const auto& r : refused) {
     std::string error;

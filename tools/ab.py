@@ -6,6 +6,7 @@ first contender, and each of the others is compared with it. A contender is
   NAME [KNOB=VALUE...]          a line of configs.txt, as it is here
   COMMIT:NAME [KNOB=VALUE...]   the line as that commit has it, as in main~20:hopper
   torch:cudnn                   a kernel of PyTorch: cudnn, flash, efficient or math
+  cublas [DTYPE=BF16]           the unfused baseline: both products by cuBLAS, S and P in global memory
 Both are checked first; then they take turns in one process until the interval decides: FASTER or SLOWER (all
 of it beyond 0.3% and 30 ns), SAME (all of it within 0.5% or 30 ns), or UNCLEAR when time is up or the GPU is
 shared. Without a GPU: the check on the CPU backend and what the compiler says, without times.
@@ -186,7 +187,7 @@ def without_gpu(contenders, problems):
     say("There is no GPU here: no times. The check runs on the CPU backend.")
     keys = dict(zip(LETTERS, contenders))
     print_names(keys)
-    lines = {key: line for key, line in keys.items() if isinstance(line, builds.Line)}
+    lines = {key: line for key, line in keys.items() if isinstance(line, builds.Line) and not isinstance(line, builds.Cublas)}
     if builds.nvcc():
         built = builds.build(lines.values(), "90a")
         for one in built.values():

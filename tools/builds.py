@@ -1,6 +1,7 @@
 """The lines of configs.txt, here or in another commit, as shared libraries; and what each takes of an SM.
 
-A contender is `LINE`, `LINE KNOB=VALUE...`, `COMMIT:LINE [KNOB=VALUE...]` or `torch:cudnn|flash|efficient|math`.
+A contender is `LINE`, `LINE KNOB=VALUE...`, `COMMIT:LINE [KNOB=VALUE...]`, `cublas [DTYPE=BF16] [HEAD_DIM=128]` or
+`torch:cudnn|flash|efficient|math`.
 Everything that was typed is judged before anything is compiled. A library is compiled by nvcc from
 tools/library.cu and sdpa.cu of its commit, with the same options for all, and kept under BUILD/engine by what
 it was compiled from.
@@ -28,7 +29,7 @@ TORCH_BACKENDS = {"cudnn": "CUDNN_ATTENTION", "flash": "FLASH_ATTENTION", "effic
                   "math": "MATH"}
 FAMILIES = {"wmma": "USE_WMMA", "mma": "USE_MMA_SYNC", "wgmma": "USE_WGMMA", "cublas": "USE_CUBLAS"}  # else scalar
 NVCC_OPTIONS = "-O3 -DNDEBUG -std=c++17 --no-compress -Xptxas=-v".split()
-LIBRARY = "tools/library.cu"
+LIBRARY, CUBLAS = "tools/library.cu", "tools/cublas.cu"
 LIBRARY_FUNCTIONS = ("sdpa_library_params_bytes", "sdpa_library_workspace_bytes", "sdpa_library_forward")
 
 
@@ -249,6 +250,15 @@ class Line:
         return next((family for family, knob in FAMILIES.items() if self.knob(knob) == "1"), "scalar")
 
 
+class Cublas(Line):
+    """The unfused baseline, tools/cublas.cu."""
+    family = "cublas"
+
+    @property
+    def words(self):
+        return list(self.changes)
+
+
 @dataclass(frozen=True)
 class Torch:
     """One of the kernels behind PyTorch's scaled_dot_product_attention."""
@@ -282,6 +292,9 @@ def parse_contenders(words):
             if commit not in trees:
                 trees[commit] = loadable(Tree(commit))
             lines = trees[commit].lines()
+            if word == "cublas":
+                found.append(Cublas(trees[commit], name))
+                continue
             if name not in lines:
                 raise Refused(f"{word}: no line of configs.txt has that name; it has: {' '.join(lines)}")
             found.append(Line(trees[commit], name))
@@ -313,7 +326,9 @@ def change_line(line, word):
         near = difflib.get_close_matches(knob, line.tree.knobs(), 1, 0.8)
         hint = f"did you mean {near[0]}?" if near else f"the knobs are {' '.join(line.tree.knobs())}"
         raise Refused(f"{word}: no knob is called {knob} in {line.tree}; {hint}")
-    return Line(line.tree, line.name, tuple(changed(line.changes, [word])))
+    if isinstance(line, Cublas) and knob not in ("DTYPE", "HEAD_DIM"):
+        raise Refused(f"{word}: of the knobs cublas has DTYPE and HEAD_DIM")
+    return type(line)(line.tree, line.name, tuple(changed(line.changes, [word])))
 
 
 def loadable(tree):
@@ -369,6 +384,7 @@ def show_progress():
 
 
 def build_one(line, archs, program, kind):
+    program = CUBLAS if isinstance(line, Cublas) and program == LIBRARY else program
     sources = line.tree.sources(program)
     options = [*NVCC_OPTIONS, *(f"-gencode=arch=compute_{arch},code=sm_{arch}" for arch in line.archs(archs)),
                "-DSDPA_CONFIG_NAME=" + line.target, *sorted(definitions(line.words)), *filter(None, [kind])]

@@ -916,7 +916,7 @@ def verdict_row(bench, series, base, key, verdict):
 
 def row_columns():
     """The columns of the executables' rows."""
-    listed = re.search(r"vector<Column> columns\(.*?  return \{(.*?)\n\}", Tree().read("sdpa.cu"), re.DOTALL)
+    listed = re.search(r"vector<Column> columns\(.*?  return \{(.*?)\n\}", Tree().read("harness.cu"), re.DOTALL)
     return re.findall(r'\{"(\w+)", ', listed[1])
 
 

@@ -89,12 +89,12 @@ extract_sections() {
       condition = ""
       if (match($0, /\([^()]*\) (----|====)/)) {
         condition = substr($0, RSTART + 1, RLENGTH - 7)
-        if (condition !~ /^(typed|scalar|wmma|mma|wgmma|cublas|[A-Z_0-9]+)/) condition = ""
+        if (condition !~ /^(typed|scalar|wmma|mma|wgmma|[A-Z_0-9]+)/) condition = ""
       }
       if (/what follows from the knobs/) {
         family = value["USE_MMA_SYNC"] == 1 ? "mma" : value["USE_WMMA"] == 1 ? "wmma" : \
-                 value["USE_WGMMA"] == 1 ? "wgmma" : value["USE_CUBLAS"] == 1 ? "cublas" : "scalar"
-        mixed = value["USE_TUNED"] == 1 && value["DTYPE"] ~ /^(FP8_E4M3|U8)$/  # tiles of wgmma and of mma.sync
+                 value["USE_WGMMA"] == 1 ? "wgmma" : "scalar"
+        mixed = value["USE_TUNED"] == 1 && value["DTYPE"] == "FP8_E4M3"  # tiles of wgmma and of mma.sync
         put_knobs()
       }
       if (/tiles that the typed knobs leave/ && value["USE_TUNED"] == 1) put_fits()
@@ -142,8 +142,7 @@ extract_command() {
   [ -z "$sentence" ] || refuse "extract: $name: $sentence"
   echo "// sdpa, line $name: $words"
   echo "// Made by: ./run_all.sh extract $name${namespace:+ --namespace $namespace}"
-  echo "// Compile: nvcc -O3 -std=c++17 -gencode arch=compute_$arch,code=sm_$arch -c my_kernel.cu$(
-    case " $words " in *' USE_CUBLAS=1 '*) echo ' (and link to cuBLAS)' ;; esac)"
+  echo "// Compile: nvcc -O3 -std=c++17 -gencode arch=compute_$arch,code=sm_$arch -c my_kernel.cu"
   echo "// Call:    ${namespace:-$name}::sdpa_forward(params, stream)"
   echo
   extract_sections "${namespace:-$name}" "$words"

@@ -5,7 +5,7 @@ Does TUNED_TILES choose well, and would other costs choose better? Times every t
 on a list of problems; fits the costs of sdpa.cu's model to the times; prints for each problem the tiles that both
 tables choose, the quickest one, and what the choices lose; and prints the rows with the fitted costs, to paste. A GPU
 other than the one of sdpa.cu's table gets its own table so. The times go to results/fit/DATE-DEVICE[-LINE][-drawn].csv.
-  --table LINE   whose tiles: hopper (the default), ampere (those of mma.sync), hopper_e4m3 or hopper_u8
+  --table LINE   whose tiles: hopper (the default), ampere (those of mma.sync) or hopper_e4m3
   --head-dim D   64, 128 or 256; repeatable; default all that have two tiles or more
   --drawn N      not the list but N problems drawn at random, series S, as tools/peers.py draws them: a test of the table
   --from CSV     fits to these rows and measures nothing
@@ -50,7 +50,7 @@ WORST_LOSS, MEAN_LOSS, FOLDS = 0.08, 0.01, 6
 # depends on what else lies in L2.
 L2_EDGE, WORST_LOSS_THERE = (30e6, 55e6), 0.25
 # Line with USE_TUNED=1: the type of its tables, and of which family the tiles are; None: of both.
-TABLES = {"hopper": ("fp16", "wgmma"), "ampere": ("fp16", "mma"), "hopper_e4m3": ("e4m3", None), "hopper_u8": ("u8", None)}
+TABLES = {"hopper": ("fp16", "wgmma"), "ampere": ("fp16", "mma"), "hopper_e4m3": ("e4m3", None)}
 
 
 # ---- sdpa.cu's table and its model ----
@@ -122,7 +122,7 @@ class Model:
 
     def __init__(self, table="hopper"):
         self.table, (self.dtype, family) = table, TABLES[table]
-        knobs = {"fp16": (), "e4m3": ("DTYPE=FP8_E4M3", "VEC_WIDTH=16"), "u8": ("DTYPE=U8", "VEC_WIDTH=16")}[self.dtype]
+        knobs = ("DTYPE=FP8_E4M3", "VEC_WIDTH=16") if self.dtype == "e4m3" else ()
         self.library = ctypes.CDLL(builds.host_library(*knobs))
         first = ctypes.POINTER(Tile)()
         count = self.library.sdpa_library_tiles(ctypes.byref(first))

@@ -49,7 +49,7 @@ def tiles(line, D):
 
 def measurable(line):
     defaults = line.tree.knobs()
-    return line.family != "cublas" and all(line.knob(knob, defaults[knob]) == defaults[knob] for knob in (*CHOOSERS, *GRID_ONLY))
+    return all(line.knob(knob, defaults[knob]) == defaults[knob] for knob in (*CHOOSERS, *GRID_ONLY))
 
 
 def measure(lines, gpu):
@@ -71,18 +71,10 @@ def measure(lines, gpu):
 
 def host_library(line):
     """tools/micro.cu for the CPU backend."""
-    sources = (PROGRAM, "sdpa.cu", "simt/engine.cpp")
-    path = os.path.join(builds.BUILD, "engine",
-                        f"micro-{builds.digest(*(line.tree.read(source) for source in sources), *sorted(line.words))}.so")
-    if not os.path.exists(path):
-        os.makedirs(os.path.dirname(path), exist_ok=True)
-        new = builds.own_name(path)
-        compiled = builds.run([os.environ.get("CXX", "g++"), "-std=c++17", "-O1", "-w", "-pthread", "-fPIC", "-shared", "-Isimt",
-                               *builds.definitions(line.words), "-x", "c++", PROGRAM, sources[2], "-o", new], cwd=builds.ROOT)
-        if compiled.returncode:
-            return builds.Built(line, trouble=builds.compiler_words(compiled.stderr))
-        os.rename(new, path)
-    return builds.Built(line, path)
+    try:
+        return builds.Built(line, builds.host_library(*line.words, program=PROGRAM))
+    except Refused as trouble:
+        return builds.Built(line, trouble=str(trouble))
 
 
 # ---- what it says of a problem ----

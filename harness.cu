@@ -1,0 +1,1453 @@
+// What makes a program of sdpa.cu, which includes this file unless SDPA_NO_MAIN is defined: it checks the kernel against
+// reference.cpp and, for every row of a large problem, against the witness, another kernel; times it; and prints a CSV row
+// for each problem. CSV alone goes to stdout, words to stderr. It knows of the build what `Line` says and no more, so that
+// CMake compiles it once (SDPA_HARNESS_ONLY) and each line without it (SDPA_LINE_ONLY); `nvcc sdpa.cu` takes both together.
+// tests/sweep.cu adds harder inputs, layouts and checks.
+//
+// In this order: the line, problems, tensors in device memory, the witness, Instance (a problem that can be launched and
+// checked), timing, the GPU, a run and its row, the command line, main.
+
+#ifndef SDPA_CONFIG_NAME
+#define SDPA_CONFIG_NAME custom
+#endif
+
+namespace SDPA_NAMESPACE {
+namespace {
+
+// ---- the line: a build as the harness sees it ----
+
+struct Knob {
+  const char *name, *value, *meaning;
+  bool changed;  // from its default
+};
+
+struct Line {
+  const char *name, *family, *archs;
+  const Knob* knobs;
+  int knob_count, D, vec_width, barriers_per_tile;
+  DType input, output;
+  int fp16_acc;  // bits: of Q @ K.T, of P @ V
+  bool is_wgmma, has_queue, is_tuned;
+  TunedTile tiles[MOST_TILES];  // one, or those that it may take
+  int tile_count;
+  TunedTile (*tile_of)(const SdpaParams&);
+  KernelFacts (*facts_of)(const SdpaParams&);
+  SdpaStatus (*forward)(const SdpaParams&, cudaStream_t);
+};
+
+}  // namespace
+}  // namespace SDPA_NAMESPACE
+
+extern "C" const void* sdpa_line();  // a Line
+
+#ifndef SDPA_HARNESS_ONLY
+
+namespace SDPA_NAMESPACE {
+namespace {
+
+constexpr Knob all_knobs[] = {
+#define SDPA_KNOB_ROW(name, fallback, member, values, meaning) \
+  {#name, name##_text, meaning, name##_changed},
+    SDPA_KNOBS(SDPA_KNOB_ROW)};
+
+TunedTile tile_of(const SdpaParams& p) {
+  if (Build::use_tuned) return tuned_tile(choose_tile(p));
+  TunedTile t{};
+  t.head_dim = Build::head_dim, t.block_m = Build::block_m, t.block_n = Build::block_n;
+  t.num_warps = Build::num_warps, t.stages = Build::stages, t.split_kv = Build::split_kv;
+  return t;
+}
+
+Line describe_build() {
+  Line l{};
+  l.name = SDPA_TEXT(SDPA_CONFIG_NAME), l.family = family_name;
+  l.archs = SDPA_TEXT(__CUDA_ARCH_LIST__);  // the macro is nvcc's
+  l.knobs = all_knobs, l.knob_count = sizeof all_knobs / sizeof all_knobs[0];
+  l.D = Build::head_dim, l.vec_width = Build::vec_width;
+  l.barriers_per_tile = barriers_per_tile<Build>();
+  l.input = Build::input, l.output = Build::output, l.fp16_acc = Build::fp16_acc;
+  l.is_wgmma = is_wgmma;
+  l.has_queue = Build::use_persistent_cta, l.is_tuned = Build::use_tuned;
+  for (int n = 0; n < TILES; n++) {
+    if (tile_fits(tuned_tile(n))) l.tiles[l.tile_count++] = tuned_tile(n);
+  }
+  if (!Build::use_tuned) l.tiles[l.tile_count++] = tile_of({});
+  l.tile_of = tile_of, l.facts_of = kernel_facts, l.forward = sdpa_forward;
+  return l;
+}
+
+}  // namespace
+}  // namespace SDPA_NAMESPACE
+
+extern "C" const void* sdpa_line() {
+  static const SDPA_NAMESPACE::Line line = SDPA_NAMESPACE::describe_build();
+  return &line;
+}
+
+#endif  // SDPA_HARNESS_ONLY
+#ifndef SDPA_LINE_ONLY
+
+#include <unistd.h>
+
+#include <algorithm>
+#include <cerrno>
+#include <csignal>
+#include <cstdlib>
+#include <fstream>
+#include <functional>
+#include <memory>
+#include <string>
+#include <vector>
+
+#include "reference.cpp"
+
+// Linked in by CMake, so that a new commit relinks but does not recompile; absent in a plain build.
+extern "C" __attribute__((weak)) const char* sdpa_git_sha();
+
+namespace SDPA_NAMESPACE {
+namespace {
+
+using reference::format;
+using reference::Tensor;
+using std::string;
+using std::to_string;
+using std::vector;
+
+const Line& line = *static_cast<const Line*>(sdpa_line());
+const reference::Type& type_of(DType t) {
+  constexpr const reference::Type* types[] = {&reference::fp16, &reference::bf16, &reference::e4m3,
+                                              &reference::u8};
+  return *types[int(t)];
+}
+const reference::Type &input_type = type_of(line.input), &output_type = type_of(line.output);
+// What an error may be with this softmax scale, of which 0 means 1/sqrt(D).
+reference::Tolerance tolerance_of(double scale) {
+  reference::Tolerance t = max(input_type.tolerance, output_type.tolerance);
+  if (line.fp16_acc) t = max(t, reference::fp16_sums);
+  // An e4m3 logit is the scale times a sum of D products, each of which wgmma cuts off: twice as much is lost at D=256
+  // as at 128, or at twice the scale.
+  if (line.is_wgmma && line.input == DType::e4m3) {
+    t.lse *= std::max(1.0, line.D / 128.0) * std::max(1.0, std::fabs(scale) * std::sqrt(line.D));
+  }
+  return t;
+}
+
+#ifdef SDPA_SIMT
+constexpr bool has_clock = false;
+#else
+constexpr bool has_clock = true;  // a GPU, not the CPU backend
+#endif
+
+struct CudaError {
+  string text;
+};
+struct TooLarge : CudaError {};  // for this GPU's memory
+
+void require(cudaError_t error, const char* what) {
+  if (error != cudaSuccess) throw CudaError{string(what) + ": " + cudaGetErrorString(error)};
+}
+
+// ---- problems and their elements ----
+
+struct Problem : reference::Problem {
+  string shape, dist = "normal", layout = "bhsd";
+  uint64_t seed = 0;
+  int max_ctas = 0;         // of the launches but the first, whose results are checked
+  bool same_heads = false;  // every head of an input is the first one
+  // Factors of 8-bit inputs: one to a head, with gaps between them or zeros among them as well, one to a tensor, or none.
+  string descale = "heads";
+  string machine;  // --machine of tests/sweep.cu
+
+  Problem() : reference::Problem{} { D = line.D; }
+};
+
+SdpaParams params_of(const Problem& p) {  // but for the tensors
+  SdpaParams params{};
+  params.B = p.B, params.Hq = p.Hq, params.Hkv = p.Hkv, params.Sq = p.Sq, params.Sk = p.Sk;
+  params.D = line.D, params.scale = float(p.scale), params.causal = Causal(int(p.mask));
+  params.window_left = p.window_left, params.window_right = p.window_right;
+  return params;
+}
+
+// Of a number as an element of the type, without its factor; and the number. A byte is in the low half.
+uint16_t element_bits(DType t, float x) {
+  const auto bits_of = [](auto element) {
+    uint16_t bits = 0;
+    memcpy(&bits, static_cast<const void*>(&element), sizeof element);
+    return bits;
+  };
+  switch (t) {
+    case DType::bf16:
+      return bits_of(static_cast<__nv_bfloat16>(x));
+    case DType::e4m3:
+      return bits_of(static_cast<__nv_fp8_e4m3>(x));
+    case DType::u8:
+      return uint16_t(128 + std::lround(std::fmin(std::fmax(x, -128), 127)));
+    default:
+      return bits_of(static_cast<__half>(x));
+  }
+}
+float element_value(DType t, uint16_t bits) {
+  const auto value_of = [&](auto element) {
+    memcpy(static_cast<void*>(&element), &bits, sizeof element);
+    return static_cast<float>(element);
+  };
+  switch (t) {
+    case DType::bf16:
+      return value_of(__nv_bfloat16());
+    case DType::e4m3:
+      return value_of(__nv_fp8_e4m3());
+    case DType::u8:
+      return float(bits) - 128;
+    default:
+      return value_of(__half());
+  }
+}
+float output_value(uint16_t bits) { return element_value(line.output, bits); }
+
+size_t element_bytes(DType t) { return t == DType::e4m3 || t == DType::u8 ? 1 : 2; }
+// What 1 stands for in U8, whose elements are multiples of it.
+double unit_of(DType t) { return t == DType::u8 ? 448.0 / 127 : 1; }
+
+using Bits = vector<uint16_t>;  // of elements, in the order [B,H,S,D]
+
+// Calls f(i) for i in [0, n) on all cores.
+template <class F> void for_all(size_t n, const F& f) {
+  constexpr size_t block = 1 << 16;
+  reference::parallel_for((n + block - 1) / block, [&](size_t part) {
+    for (size_t i = part * block; i < std::min(n, (part + 1) * block); i++) f(i);
+  });
+}
+
+// x / step in the type of the inputs, as bits and, in the place of x, as numbers.
+Bits round_to_elements(vector<float>& x, float step) {
+  Bits bits(x.size());
+  for_all(x.size(), [&](size_t i) {
+    bits[i] = element_bits(line.input, x[i] / step);
+    x[i] = element_value(line.input, bits[i]);
+  });
+  return bits;
+}
+
+// A power of 2 by which 8-bit elements are multiplied to have the range of x.
+float step_for(const vector<float>& x) {
+  if (element_bytes(line.input) == 2) return 1;
+  float largest = 0;
+  for (float value : x) {
+    if (std::isfinite(value)) largest = std::max(largest, std::fabs(value));
+  }
+  const float range = line.input == DType::u8 ? 127 : 448;
+  const float step = largest > 0 ? std::exp2(std::ceil(std::log2(largest / range))) : 1;
+  return line.input == DType::u8 ? step : std::max(step, 1.0f);
+}
+
+// ---- tensors in device memory ----
+
+constexpr size_t GUARD = 512;  // bytes before and after that nobody may touch; 0xff, a NaN
+
+// Device memory between guards.
+class Guarded {
+ public:
+  Guarded(const string& name, size_t bytes) : name(name), bytes(bytes) {
+    const cudaError_t error = cudaMalloc(&base_, bytes + 2 * GUARD);
+    if (error == cudaErrorMemoryAllocation) {
+      cudaGetLastError();
+      throw TooLarge{{format("%s needs %.1f GB of GPU memory, which is not free", name.c_str(),
+                             double(bytes) * 1e-9)}};
+    }
+    require(error, "allocating memory on the GPU");
+    require(cudaMemset(base_, 0xff, GUARD), "poisoning memory");
+    require(cudaMemset(base_ + GUARD + bytes, 0xff, GUARD), "poisoning memory");
+  }
+  virtual ~Guarded() { cudaFree(base_); }
+  Guarded(const Guarded&) = delete;
+  Guarded& operator=(const Guarded&) = delete;
+
+  template <class T = char> T* data() const { return reinterpret_cast<T*>(base_ + GUARD); }
+  void fill(int byte) { require(cudaMemset(data(), byte, bytes), "filling memory on the GPU"); }
+  template <class T> vector<T> fetch(size_t size, ptrdiff_t at = 0) const {  // of `size` bytes
+    vector<T> x(size / sizeof(T));
+    require(cudaMemcpy(x.data(), data() + at, size, cudaMemcpyDeviceToHost),
+            "copying from the GPU");
+    return x;
+  }
+  template <class T> void store(const vector<T>& x, ptrdiff_t at = 0) {
+    require(cudaMemcpy(data() + at, x.data(), x.size() * sizeof(T), cudaMemcpyHostToDevice),
+            "copying to the GPU");
+  }
+  // Sets `trouble` to a sentence if a guard was written.
+  void expect_guards(string& trouble) const {
+    const vector<char> poison(GUARD, char(0xff));
+    const bool before = fetch<char>(GUARD, -ptrdiff_t(GUARD)) != poison;
+    const bool after = fetch<char>(GUARD, ptrdiff_t(bytes)) != poison;
+    if (trouble.empty() && before) trouble = "the kernel wrote before " + name;
+    if (trouble.empty() && after) trouble = "the kernel wrote after " + name;
+  }
+
+  const string name;
+  const size_t bytes;
+
+ private:
+  char* base_ = nullptr;
+};
+
+// A tensor [B,H,S,D], contiguous; tests/sweep.cu has others.
+class DeviceTensor : public Guarded {
+ public:
+  DeviceTensor(const Problem& p, Tensor t, size_t elements)
+      : Guarded(string(1, "QKVO"[int(t)]), elements * bytes_of(t)), element_bytes(bytes_of(t)) {
+    const int64_t S = of_query(t) ? p.Sq : p.Sk, H = of_query(t) ? p.Hq : p.Hkv;
+    strides = {H * S * line.D, S * line.D, line.D};
+  }
+  DeviceTensor(const Problem& p, Tensor t) : DeviceTensor(p, t, rows_of(p, t) * line.D) {}
+
+  virtual void* first() const { return data(); }  // element (0,0,0,0)
+  virtual void poison() { fill(0xff); }
+  virtual void write(const Bits& x) { store_elements(x); }
+  // Sets `trouble` to a sentence if anything but the elements was written.
+  virtual Bits read(string& trouble) const {
+    expect_guards(trouble);
+    return fetch_elements(bytes / element_bytes);
+  }
+
+  Strides strides;
+
+ protected:
+  // Elements of the allocation from the first-th on.
+  void store_elements(const Bits& x, ptrdiff_t first = 0) {
+    if (element_bytes == 2) return store(x, 2 * first);
+    store(vector<uint8_t>(x.begin(), x.end()), first);
+  }
+  Bits fetch_elements(size_t count, ptrdiff_t first = 0) const {
+    if (element_bytes == 2) return fetch<uint16_t>(2 * count, 2 * first);
+    const vector<uint8_t> x = fetch<uint8_t>(count, first);
+    return {x.begin(), x.end()};
+  }
+
+  const size_t element_bytes;
+
+ private:
+  static size_t bytes_of(Tensor t) {
+    return SDPA_NAMESPACE::element_bytes(t == Tensor::O ? line.output : line.input);
+  }
+};
+
+// The factors of an input's heads.
+class DeviceFactors : public Guarded {
+ public:
+  DeviceFactors(const Problem& p, Tensor t)
+      : Guarded("a factor", p.descale == "none" ? 0 : elements(p, t) * sizeof(float)),
+        tensor_(t),
+        heads_(of_query(t) ? p.Hq : p.Hkv),
+        batches_(p.B) {
+    descale.factor = p.descale == "none" ? nullptr : data<float>();
+    if (p.descale == "heads" || p.descale == "zeros") descale.head = 1, descale.batch = heads_;
+    has_zeros_ = p.descale == "zeros";
+    if (p.descale == "gaps") descale.head = 2, descale.batch = 2 * heads_ + 3;
+  }
+  // About `step`, different for every one; with "zeros" one in three is 0. Returns what the elements are multiplied
+  // with, by head.
+  vector<double> set(float step, uint64_t seed) {
+    const double unit = unit_of(line.input);
+    vector<float> x(bytes / sizeof(float), NAN);
+    vector<double> of_heads;
+    for (int head = 0; head < batches_ * heads_; head++) {
+      double factor = 1;
+      if (descale.factor) {
+        const size_t at = head / heads_ * descale.batch + head % heads_ * descale.head;
+        const uint64_t r = reference::mix(reference::mix(seed + 66 + int(tensor_)) + at);
+        factor = x[at] = float(step / unit * (0.75 + 0.75 * double(r % 1024) / 1024));
+        if (has_zeros_ && r % 3 == 0) factor = x[at] = 0;
+      }
+      of_heads.push_back(factor * unit);
+    }
+    store(x);
+    return of_heads;
+  }
+
+  Descale descale;
+
+ private:
+  static size_t elements(const Problem& p, Tensor t) {
+    const size_t heads = heads_of(p, t);
+    return p.descale == "shared" ? 1 : p.descale == "gaps" ? 2 * heads + 3 * p.B : heads;
+  }
+  Tensor tensor_;
+  int64_t heads_, batches_;
+  bool has_zeros_ = false;
+};
+
+// ---- the witness: every row on the GPU by another kernel ----
+// Sections 4 to 6 have no part in it: it has its own mask, heads and strides. All of it is fp32. It goes
+// over the keys twice: m = max of S, then P = exp((S - m) * scale), l = sum of P, O = P @ V / l.
+
+struct WitnessArgs {
+  const void *Q, *K, *V;
+  Strides q, k, v;
+  int Hq, Hkv, Sq, Sk;
+  int first_head;   // counted over batches: b * Hq + h
+  int least, most;  // key k is visible to query q if least <= k - q <= most
+  float scale;
+  Descale q_factor, k_factor, v_factor;
+  float v_unit;
+  float *O, *LSE;  // [heads,Sq,D] and [heads,Sq] from first_head on
+};
+
+inline __device__ float number(__half x) { return float(x); }
+inline __device__ float number(__nv_bfloat16 x) { return float(x); }
+inline __device__ float number(__nv_fp8_e4m3 x) { return float(x); }
+inline __device__ float number(uint8_t x) { return float(x) - 128; }
+inline __device__ float factor(const Descale& d, int b, int h) {
+  return d.factor ? d.factor[b * d.batch + h * d.head] : 1;
+}
+
+// A thread has 64 elements of a query row, and its neighbours the others. Tiles of K and V are in shared
+// memory, the parts of a row 4 floats apart, so that neighbours read from different banks.
+template <int D> struct WitnessShared {
+  static constexpr int SLICE = 64, LANES = D / SLICE, KEYS = 32, THREADS = 128;
+  static constexpr int ROWS = THREADS / LANES;
+  using TileRow = float[LANES][SLICE + 4];
+  TileRow K[KEYS], V[KEYS];
+
+  // tile[j] = row k0 + j of x, zeros past the end
+  template <class T>
+  static __device__ void load(TileRow* tile, const T* x, int64_t row_stride, int k0, int rows) {
+    for (int i = threadIdx.x; i < KEYS * D; i += THREADS) {
+      const int j = i / D, d = i % D;
+      tile[j][d / SLICE][d % SLICE] = k0 + j < rows ? number(x[(k0 + j) * row_stride + d]) : 0.0f;
+    }
+  }
+};
+
+template <class T, int D>
+__global__ void __launch_bounds__(WitnessShared<D>::THREADS) witness(WitnessArgs a) {
+  using W = WitnessShared<D>;
+  W& s = dynamic_shared<W>();
+  const int row_tiles = (a.Sq + W::ROWS - 1) / W::ROWS, slice = threadIdx.x % W::LANES;
+  const int of_grid = int(blockIdx.x) / row_tiles, head = a.first_head + of_grid;
+  const int row = int(blockIdx.x) % row_tiles * W::ROWS + int(threadIdx.x) / W::LANES;
+  const int b = head / a.Hq, h = head % a.Hq, h_kv = h / (a.Hq / a.Hkv);
+  const T* const Q_g = static_cast<const T*>(a.Q) + b * a.q.batch + h * a.q.head;
+  const T* const K_g = static_cast<const T*>(a.K) + b * a.k.batch + h_kv * a.k.head;
+  const T* const V_g = static_cast<const T*>(a.V) + b * a.v.batch + h_kv * a.v.head;
+  const int q_row = row < a.Sq ? row : a.Sq - 1;  // threads past the end work for nothing
+  float q[W::SLICE], O[W::SLICE] = {}, m = -INFINITY, l = 0;
+#pragma unroll
+  for (int d = 0; d < W::SLICE; d++) q[d] = number(Q_g[q_row * a.q.row + slice * W::SLICE + d]);
+  const float scale = a.scale * factor(a.q_factor, b, h) * factor(a.k_factor, b, h_kv);
+  const float v_factor = a.v_unit * factor(a.v_factor, b, h_kv);
+
+  // Q[q_row] @ K[k0 + j], -inf where that key is not visible
+  const auto score = [&](int k0, int j) {
+    float4 sum{};
+#pragma unroll
+    for (int d = 0; d < W::SLICE; d += 4) {
+      const float4 k = *reinterpret_cast<const float4*>(&s.K[j][slice][d]);
+      sum.x = fmaf(q[d], k.x, sum.x), sum.y = fmaf(q[d + 1], k.y, sum.y);
+      sum.z = fmaf(q[d + 2], k.z, sum.z), sum.w = fmaf(q[d + 3], k.w, sum.w);
+    }
+    float S = (sum.x + sum.y) + (sum.z + sum.w);
+    for (int n = 1; n < W::LANES; n *= 2) S += __shfl_xor_sync(0xffffffffu, S, n);
+    const int distance = k0 + j - q_row;
+    return k0 + j < a.Sk && distance >= a.least && distance <= a.most ? S : -INFINITY;
+  };
+  for (int k0 = 0; k0 < a.Sk; k0 += W::KEYS) {
+    __syncthreads();  // hazard: K still being read
+    W::load(s.K, K_g, a.k.row, k0, a.Sk);
+    __syncthreads();
+#pragma unroll 1
+    for (int j = 0; j < W::KEYS; j++) m = fmaxf(m, score(k0, j));
+  }
+  for (int k0 = 0; k0 < a.Sk; k0 += W::KEYS) {
+    __syncthreads();  // hazard: K and V still being read
+    W::load(s.K, K_g, a.k.row, k0, a.Sk), W::load(s.V, V_g, a.v.row, k0, a.Sk);
+    __syncthreads();
+    float tile_O[W::SLICE] = {}, tile_l = 0;  // summed apart: fewer roundings of the long sum
+#pragma unroll 1
+    for (int j = 0; j < W::KEYS; j++) {
+      const float S = score(k0, j), P = S == -INFINITY ? 0.0f : expf((S - m) * scale);
+      tile_l += P;
+#pragma unroll
+      for (int d = 0; d < W::SLICE; d++) tile_O[d] = fmaf(P, s.V[j][slice][d], tile_O[d]);
+    }
+    l += tile_l;
+#pragma unroll
+    for (int d = 0; d < W::SLICE; d++) O[d] += tile_O[d];
+  }
+  if (row >= a.Sq) return;
+  const int64_t out = int64_t(of_grid) * a.Sq + row;
+  if (slice == 0) a.LSE[out] = m * scale + logf(l);
+#pragma unroll
+  for (int d = 0; d < W::SLICE; d++) {
+    a.O[out * D + slice * W::SLICE + d] = l == 0 ? 0.0f : O[d] / l * v_factor;
+  }
+}
+
+template <class T, int D> cudaError_t launch_witness(const WitnessArgs& a, int heads) {
+  using W = WitnessShared<D>;
+  const cudaError_t error = cudaFuncSetAttribute(
+      witness<T, D>, cudaFuncAttributeMaxDynamicSharedMemorySize, int(sizeof(W)));
+  if (error != cudaSuccess) return error;
+  cudaLaunchConfig_t config{};
+  config.gridDim = dim3(heads * ((a.Sq + W::ROWS - 1) / W::ROWS));
+  config.blockDim = dim3(W::THREADS);
+  config.dynamicSmemBytes = sizeof(W);
+  return cudaLaunchKernelEx(&config, witness<T, D>, a);
+}
+
+// O [heads,Sq,D] and LSE [heads,Sq] of query heads [first, first + heads), counted over batches.
+template <class T>
+cudaError_t launch_witness(const SdpaParams& p, int first, int heads, float* O, float* LSE) {
+  const int own = p.causal == Causal::bottom_right ? p.Sk - p.Sq : 0, none = 2000000000;
+  const int right = p.causal == Causal::off ? p.window_right : 0;
+  const int least = p.window_left < 0 ? -none : own - p.window_left;
+  const int most = right < 0 ? none : own + right;
+  const double unit = unit_of(line.input);
+  const double scale = (p.scale == 0 ? 1 / std::sqrt(double(p.D)) : p.scale) * unit * unit;
+  const WitnessArgs a{p.Q,         p.K,         p.V,         p.q,         p.k,   p.v,  p.Hq,
+                      p.Hkv,       p.Sq,        p.Sk,        first,       least, most, float(scale),
+                      p.q_descale, p.k_descale, p.v_descale, float(unit), O,     LSE};
+  return p.D == 64    ? launch_witness<T, 64>(a, heads)
+         : p.D == 128 ? launch_witness<T, 128>(a, heads)
+                      : launch_witness<T, 256>(a, heads);
+}
+
+// ---- Instance: a problem on the GPU, ready to launch and to check ----
+
+struct Figures {  // of checks: the worst errors, and over how many rows
+  double rel_rms = 0, rel_rms_limit = 0, max_abs_err = 0, lse_err = 0;
+  long rows_checked = 0, rows_witnessed = 0;  // compared with the reference, with the witness
+
+  void include(const reference::Comparison& c) {
+    rel_rms = std::max(rel_rms, c.rel_rms);
+    rel_rms_limit = std::max(rel_rms_limit, c.rel_rms_limit);
+    max_abs_err = std::max(max_abs_err, c.max_abs_err);
+    lse_err = std::max(lse_err, c.lse_err);
+  }
+};
+
+class Instance;
+
+// What tests/sweep.cu changes.
+std::unique_ptr<DeviceTensor> (*make_tensor)(const Problem&, Tensor) =
+    [](const Problem& p, Tensor t) { return std::make_unique<DeviceTensor>(p, t); };
+string (*check_more)(Instance&) = [](Instance&) { return string(); };  // a sentence on failure
+void (*set_machine)(const string&) = [](const string&) {};            // before anything is asked of the GPU
+
+class Instance {
+ public:
+  explicit Instance(const Problem& p) : problem(p), params(params_of(p)) {
+    // Inputs as floats and as elements, outputs twice, and of one tensor what it holds and must hold.
+    // In double: a problem may have any sizes.
+    const double host_need =
+        (14.0 * p.B * p.Hq * p.Sq + 12.0 * p.B * p.Hkv * p.Sk) * double(line.D);
+    const double host_bytes = double(sysconf(_SC_PHYS_PAGES)) * double(sysconf(_SC_PAGESIZE));
+    if (host_need > host_bytes) {
+      throw CudaError{format("checking the problem needs %.1f GB of host memory of %.1f GB",
+                             host_need * 1e-9, host_bytes * 1e-9)};
+    }
+    for (int t = 0; t < 4; t++) tensors[t] = make_tensor(p, Tensor(t));
+    lse_.reset(new Guarded("LSE", rows_of(p, Tensor::O) * sizeof(float)));
+    const auto set = [&](auto*& pointer, Strides& strides, Tensor t) {
+      pointer = static_cast<std::remove_reference_t<decltype(pointer)>>(at(t).first());
+      strides = at(t).strides;
+    };
+    set(params.Q, params.q, Tensor::Q), set(params.K, params.k, Tensor::K);
+    set(params.V, params.v, Tensor::V), set(params.O, params.o, Tensor::O);
+    params.LSE = lse_->data<float>();
+    Descale* const descales[] = {&params.q_descale, &params.k_descale, &params.v_descale};
+    for (int t = 0; t < 3 && element_bytes(line.input) == 1; t++) {
+      factors_[t].reset(new DeviceFactors(p, Tensor(t)));
+      *descales[t] = factors_[t]->descale;
+    }
+    workspace_.reset(new Guarded("the workspace", line.facts_of(params).workspace_bytes(params)));
+    workspace_->fill(0);
+    params.workspace = workspace_->data();
+  }
+
+  void set_inputs(uint64_t seed) {
+    problem.seed = seed;
+    vector<double>* const factors[] = {&problem.q_factor, &problem.k_factor, &problem.v_factor};
+    for (int t = 0; t < 3; t++) {
+      vector<float>& x = inputs_[t];
+      x = make_input(problem, Tensor(t), *reference::dist_named(problem.dist), seed,
+                     problem.same_heads);
+      const float step = problem.descale == "none" ? float(unit_of(line.input)) : step_for(x);
+      if (factors_[t]) *factors[t] = factors_[t]->set(step, seed);
+      tensors[t]->write(held_[t] = round_to_elements(x, step));
+    }
+    problem.Q = inputs_[0].data(), problem.K = inputs_[1].data(), problem.V = inputs_[2].data();
+  }
+
+  // Launches and compares the outputs with the reference, then launches `repeats` times more, which must
+  // leave the same bits: the first time with as many CTAs as are resident, then with max_ctas, on which
+  // no bit may depend. Returns a sentence on failure.
+  string check(Figures& figures, int repeats) {
+    params.max_ctas = 0;
+    string trouble = run_once();
+    params.max_ctas = problem.max_ctas;
+    if (trouble.empty()) trouble = compare(figures);
+    checked = got;
+    if (trouble.empty()) trouble = check_more(*this);
+    for (int n = 0; n < repeats && trouble.empty(); n++) {
+      trouble = check_again("of two runs on the same inputs differs");
+    }
+    return trouble;
+  }
+  // Another run must give the bits of the checked one; else a sentence.
+  string check_again(const char* sentence) {
+    const string trouble = run_once();
+    return trouble.empty() ? difference(sentence) : trouble;
+  }
+  // Of launches since poison() the last must have left the bits of the checked run; else a sentence.
+  string check_last(const char* sentence) {
+    const string trouble = collect();
+    return trouble.empty() ? difference(sentence) : trouble;
+  }
+
+  void poison() { at(Tensor::O).poison(), lse_->fill(0xff); }
+  static void launch(const SdpaParams& p, cudaStream_t stream = 0) {
+    const SdpaStatus status = line.forward(p, stream);
+    if (!status.ok()) throw CudaError{status.text};
+  }
+  // Launches once. Returns a sentence if something but the outputs was written.
+  string run_once() {
+    poison();
+    launch(params);
+    string trouble = collect();
+    for (int t = 0; t < 3; t++) {
+      const bool same = tensors[t]->read(trouble) == held_[t];
+      if (!same && trouble.empty()) trouble = "the kernel wrote into " + tensors[t]->name;
+    }
+    return trouble;
+  }
+
+  DeviceTensor& at(Tensor t) { return *tensors[int(t)]; }
+  // Empty, or the first element in which two results differ.
+  string difference(const char* name, const Bits& want, const Bits& other,
+                    const char* sentence) const {
+    const size_t i = std::mismatch(other.begin(), other.end(), want.begin()).first - other.begin();
+    if (i == other.size()) return "";
+    return name + where(i) +
+           format(" %s: %.9g and %.9g", sentence, double(output_value(want[i])),
+                  double(output_value(other[i])));
+  }
+
+  Problem problem;
+  SdpaParams params;
+  std::unique_ptr<DeviceTensor> tensors[4];  // Q, K, V, O
+  struct Outputs {
+    Bits O;
+    vector<uint32_t> LSE;
+  } got, checked;  // of the last run, and of the one that was compared
+
+ private:
+  // Waits, and fetches the outputs into `got`. Returns a sentence if anything around them or around the
+  // workspace was written, or if the workspace is not as the next launch must find it.
+  string collect() {
+    require(cudaDeviceSynchronize(), "running the kernel");
+    string trouble;
+    got.O = at(Tensor::O).read(trouble);
+    got.LSE = lse_->fetch<uint32_t>(lse_->bytes);
+    lse_->expect_guards(trouble), workspace_->expect_guards(trouble);
+    if (!trouble.empty()) return trouble;
+    for (uint32_t word : workspace_->fetch<uint32_t>(line.facts_of(params).zeroed_bytes)) {
+      if (word) return format("the kernel left %u in the workspace, which must be zero", word);
+    }
+    return "";
+  }
+
+  // Empty if `got` has the bits of `checked`.
+  string difference(const char* sentence) const {
+    if (checked.LSE != got.LSE) return string("LSE ") + sentence;
+    return difference("O", checked.O, got.O, sentence);
+  }
+
+  // `got` with the reference and, where that has not seen every row, with the witness.
+  string compare(Figures& figures) {
+    for (size_t i = 0; i < got.O.size(); i++) {
+      if (got.O[i] == 0xffff) return "O" + where(i) + " was never written";
+    }
+    for (size_t row = 0; row < got.LSE.size(); row++) {
+      if (got.LSE[row] == ~0u) return "LSE" + where(row * line.D) + " was never written";
+    }
+    const Problem& p = problem;
+    const auto rows = reference::rows_to_check(p, p.seed, line.facts_of(params).item_rows, 1.5e9);
+    const auto want = reference::attend(p, rows);
+    reference::Comparison comparison(output_type, judges_rounding());
+    for (size_t i = 0; i < rows.size(); i++) {
+      const Row row = output_row(rows[i]);
+      comparison.add(rows[i], want[i], row.O, row.LSE);
+    }
+    const string trouble = comparison.verdict(tolerance_of(problem.scale));
+    figures.include(comparison);
+    figures.rows_checked += comparison.rows;
+    if (!trouble.empty() || rows.size() == got.LSE.size() || problem.dist == "nonfinite")
+      return trouble;
+    return has_clock ? compare_with_witness(figures, rows, want) : all_finite();
+  }
+
+  // Every row with the witness, and the witness with the reference on the rows of `sample`.
+  string compare_with_witness(Figures& figures, const vector<reference::Row>& sample,
+                              const vector<reference::Result>& want) {
+    const size_t D = line.D, S = problem.Sq, heads = heads_of(problem, Tensor::O);
+    const size_t most_heads = std::min(heads, std::max<size_t>(1, (size_t(1) << 26) / (S * D)));
+    const Guarded O_g("O of the witness", most_heads * S * D * sizeof(float));
+    const Guarded LSE_g("LSE of the witness", most_heads * S * sizeof(float));
+    reference::Comparison with_reference(output_type, false),
+        with_witness(output_type, judges_rounding());
+    size_t next = 0;  // of the sample, which is in order
+    for (size_t first = 0; first < heads; first += most_heads) {
+      const size_t count = std::min(most_heads, heads - first);
+      constexpr decltype(&launch_witness<__half>) launches[] = {
+          launch_witness<__half>, launch_witness<__nv_bfloat16>, launch_witness<__nv_fp8_e4m3>,
+          launch_witness<uint8_t>};
+      const auto launch = launches[int(line.input)];
+      require(launch(params, int(first), int(count), O_g.data<float>(), LSE_g.data<float>()),
+              "launching the witness");
+      const vector<float> O = O_g.fetch<float>(count * S * D * sizeof(float));
+      const vector<float> LSE = LSE_g.fetch<float>(count * S * sizeof(float));
+      for (; next < sample.size(); next++) {
+        const size_t row = row_number(sample[next]) - first * S;
+        if (row >= count * S) break;
+        with_reference.add(sample[next], want[next], &O[row * D], LSE[row]);
+      }
+      vector<reference::Comparison> of_head(count, reference::Comparison(output_type, false));
+      reference::parallel_for(count, [&](size_t i) {
+        const int b = int(first + i) / problem.Hq, h = int(first + i) % problem.Hq;
+        for (size_t row = i * S; row < (i + 1) * S; row++) {
+          const reference::Row at{b, h, int(row - i * S)};
+          const Row ours = output_row(at);
+          of_head[i].add(at, line.D, &O[row * D], LSE[row], nullptr, ours.O, ours.LSE);
+        }
+      });
+      for (const reference::Comparison& c : of_head) with_witness.merge(c);
+    }
+    // Sums in fp32 lose with the size of the logits.
+    const double limit = 1e-5 * std::min(30.0, std::max(1.0, with_reference.largest_lse / 32));
+    string trouble = with_reference.verdict({limit, limit, limit});
+    if (!trouble.empty()) return "the witness is wrong: " + trouble;
+    trouble = with_witness.verdict(tolerance_of(problem.scale));
+    figures.include(with_witness);
+    figures.rows_witnessed += with_witness.rows;
+    return trouble.empty() ? "" : "against the witness: " + trouble;
+  }
+
+  // Tensor cores truncate their sums, which adds up over very many keys; P of a coarser type than O, and sums in fp16, hide
+  // how O was rounded; of u8 a single weight is often no power of two, and its own rounding shows in all of a row.
+  bool judges_rounding() const {
+    return !line.fp16_acc && line.input != DType::u8 && problem.Sk <= 1 << 14 &&
+           input_type.mantissa_bits >= output_type.mantissa_bits;
+  }
+
+  string all_finite() const {
+    for (size_t i = 0; i < got.O.size(); i++) {
+      if (!std::isfinite(output_value(got.O[i]))) return "O" + where(i) + " is not finite";
+    }
+    return "";
+  }
+
+  struct Row {
+    float O[256], LSE;
+  };
+  Row output_row(const reference::Row& at) const {
+    const size_t n = row_number(at);
+    Row row;
+    for (int d = 0; d < line.D; d++) row.O[d] = output_value(got.O[n * line.D + d]);
+    row.LSE = float_of(got.LSE[n]);
+    return row;
+  }
+  size_t row_number(const reference::Row& at) const {  // in [B,Hq,Sq]
+    return (size_t(at.b) * problem.Hq + at.h) * problem.Sq + at.q;
+  }
+  string where(size_t i) const {
+    const size_t D = line.D, S = problem.Sq, H = problem.Hq;
+    return format("(b=%d,h=%d,q=%d,d=%d)", int(i / D / S / H), int(i / D / S % H), int(i / D % S),
+                  int(i % D));
+  }
+
+  std::unique_ptr<Guarded> lse_, workspace_;
+  std::unique_ptr<DeviceFactors> factors_[3];  // of Q, K and V with 8 bits
+  vector<float> inputs_[3];                    // Q, K, V, rounded
+  Bits held_[3];                               // what they are in device memory
+};
+
+enum ExitCode { exit_pass = 0, exit_wrong = 1, exit_usage = 2, exit_cuda = 3, exit_skipped = 77 };
+
+const char* const causal_names[] = {"off", "br", "tl"};  // by reference::Mask, by Causal
+
+// ---- timing ----
+
+struct Timing {
+  double p50_us = 0, p90_us = 0, p99_us = 0, min_us = 0, graph_us = 0, graph_lo_us = 0,
+         graph_hi_us = 0, cold_us = 0, clock_mhz = 0;
+  string trouble;  // a sentence, if a series of launches left other bits than the checked run
+};
+
+inline double percentile(vector<double> samples, double fraction) {  // nearest rank
+  std::sort(samples.begin(), samples.end());
+  const double rank = std::ceil(fraction * double(samples.size()));
+  return samples[size_t(std::max(1.0, rank)) - 1];
+}
+
+#ifdef SDPA_SIMT
+Timing time_kernel(Instance&, int, int) { return {}; }
+#else
+
+// Cycles of one SM and nanoseconds of the same stretch, some 300 us long.
+__global__ void count_clocks(long long* cycles_and_ns) {
+  const auto now_ns = [] {
+    long long ns;
+    asm volatile("mov.u64 %0, %globaltimer;" : "=l"(ns));
+    return ns;
+  };
+  const long long ns = now_ns(), cycles = clock64();
+  while (now_ns() - ns < 300000) {
+  }
+  cycles_and_ns[0] = clock64() - cycles;
+  cycles_and_ns[1] = now_ns() - ns;
+}
+
+class Timer {
+ public:
+  Timing t;
+
+  explicit Timer(Instance& instance)
+      : instance_(instance), clocks_("the clock", 2 * sizeof(long long)) {
+    require(cudaStreamCreateWithFlags(&stream_, cudaStreamNonBlocking), "creating a stream");
+    require(cudaEventCreate(&begin_), "creating an event");
+    require(cudaEventCreate(&end_), "creating an event");
+  }
+  ~Timer() { cudaEventDestroy(begin_), cudaEventDestroy(end_), cudaStreamDestroy(stream_); }
+
+  // A pair of events around each launch, and then some back to back.
+  void time_launches(int warmup, int iterations) {
+    vector<double> us;
+    checked("in the last of several launches differs", [&] {
+      for (int i = 0; i < warmup; i++) launch();
+      for (int i = 0; i < iterations; i++) us.push_back(time_us([&] { launch(); }));
+      for (int i = 0; i < 3; i++) launch();
+    });
+    t.p50_us = percentile(us, 0.5), t.p90_us = percentile(us, 0.9);
+    t.p99_us = percentile(us, 0.99), t.min_us = percentile(us, 0);
+  }
+
+  // A launch's share of a replayed graph: the kernel without what a launch costs.
+  void time_graph(int least_replays) {
+    constexpr int launches = 20, most_replays = 1000;
+    // An H200 clocks a kernel that draws much power down as it warms up: replays of 0.1 s before the
+    // measured ones bring the figures of processes from within 1% of each other to 0.3%.
+    constexpr double warm_up_us = 100e3, replayed_us = 30e3;
+    cudaGraph_t graph;
+    cudaGraphExec_t executable;
+    require(cudaStreamBeginCapture(stream_, cudaStreamCaptureModeThreadLocal), "capturing a graph");
+    for (int i = 0; i < launches; i++) launch();
+    require(cudaStreamEndCapture(stream_, &graph), "capturing a graph");
+    require(cudaGraphInstantiate(&executable, graph, 0), "instantiating a graph");
+    const auto replay = [&] { require(cudaGraphLaunch(executable, stream_), "replaying a graph"); };
+    vector<double> us;
+    checked("in the last replay of the graph differs", [&] {
+      for (double spent = 0; spent < warm_up_us;) spent += time_us(replay);
+      double spent = 0;
+      for (int i = 0; i < least_replays || (spent < replayed_us && i < most_replays); i++) {
+        us.push_back(time_us(replay) / launches), spent += us.back() * launches;
+      }
+      replay();
+      t.clock_mhz = clock_mhz();  // right after the load, before clocks change
+    });
+    // Bounds that hold the median with 95%: the samples whose ranks are 1.96 standard deviations of a
+    // binomial(n, 1/2) from the middle (David and Nagaraja, Order Statistics, 7.1).
+    std::sort(us.begin(), us.end());
+    const double n = double(us.size());
+    const size_t skipped = size_t(std::max(0.0, (n - 1.96 * std::sqrt(n)) / 2));
+    t.graph_us = percentile(us, 0.5);
+    t.graph_lo_us = us[skipped], t.graph_hi_us = us[us.size() - 1 - skipped];
+    require(cudaGraphExecDestroy(executable), "destroying a graph");
+    require(cudaGraphDestroy(graph), "destroying a graph");
+  }
+
+  // Each launch after the L2 cache was filled with something else.
+  void time_cold(int iterations) {
+    const size_t bytes = 4 * size_t(device_attribute(cudaDevAttrL2CacheSize, 0)) + (32 << 20);
+    const Guarded other("what flushes L2", bytes);
+    vector<double> us;
+    checked("in the last launch with a cold L2 differs", [&] {
+      for (int i = 0; i < iterations; i++) {
+        require(cudaMemsetAsync(other.data(), i, bytes, stream_), "flushing L2");
+        us.push_back(time_us([&] { launch(); }));
+      }
+    });
+    t.cold_us = percentile(us, 0.5);
+  }
+
+ private:
+  void launch() { Instance::launch(instance_.params, stream_); }
+
+  // Runs the series; what its last launch left must have the bits of the checked run.
+  template <class Series> void checked(const char* sentence, const Series& series) {
+    instance_.poison();
+    require(cudaDeviceSynchronize(), "poisoning the outputs");  // on another stream
+    series();
+    if (t.trouble.empty()) t.trouble = instance_.check_last(sentence);
+  }
+  // Microseconds of GPU time from before work() to after it.
+  template <class Work> double time_us(const Work& work) {
+    require(cudaEventRecord(begin_, stream_), "recording an event");
+    work();
+    require(cudaEventRecord(end_, stream_), "recording an event");
+    require(cudaEventSynchronize(end_), "running the kernel");
+    float ms = 0;
+    require(cudaEventElapsedTime(&ms, begin_, end_), "reading an event");
+    return 1e3 * ms;
+  }
+  double clock_mhz() {
+    count_clocks<<<1, 1, 0, stream_>>>(clocks_.data<long long>());
+    require(cudaStreamSynchronize(stream_), "reading the clock");
+    const vector<long long> c = clocks_.fetch<long long>(clocks_.bytes);
+    return c[1] ? 1e3 * double(c[0]) / double(c[1]) : 0;
+  }
+
+  Instance& instance_;
+  const Guarded clocks_;
+  cudaStream_t stream_;
+  cudaEvent_t begin_, end_;
+};
+
+Timing time_kernel(Instance& instance, int warmup, int iterations) {
+  Timer timer(instance);
+  timer.time_launches(warmup, iterations);
+  timer.time_graph(std::min(iterations, 15));
+  timer.time_cold(std::min(iterations, 20));
+  if (timer.t.trouble.empty()) {
+    timer.t.trouble = instance.check_again("in the run after timing differs");
+  }
+  return timer.t;
+}
+#endif  // SDPA_SIMT
+
+// ---- the GPU ----
+
+struct Device {
+  string name, sm, driver;
+  string missing;                             // why nothing can run here; empty if it can
+  double matrix_flops = 0, memory_bytes = 0;  // a second at most; 0: not known
+};
+
+string driver_version() {
+  std::ifstream file("/proc/driver/nvidia/version");
+  string word;
+  while (file >> word) {
+    const bool number = word.find_first_not_of("0123456789.") == string::npos;
+    if (number && word.find('.') != string::npos) return word;
+  }
+  return "";
+}
+
+#ifdef SDPA_SIMT
+void find_peaks(Device&, const cudaDeviceProp&) {}
+#else
+void find_peaks(Device& d, const cudaDeviceProp& prop) {
+  const struct {
+    int sm, flops;  // per SM and clock: dense 16-bit products with fp32 sums (GeForce: half of it)
+  } rates[] = {{80, 2048}, {86, 1024}, {89, 1024}, {90, 4096}, {100, 8192}, {120, 1024}};
+  for (const auto& rate : rates) {
+    if (rate.sm != prop.major * 10 + prop.minor) continue;
+    const int in_16_bits = line.input == DType::e4m3 ? 2 : 1;  // products to one of 16-bit elements
+    d.matrix_flops = 1e3 * rate.flops * in_16_bits * prop.multiProcessorCount *
+                     device_attribute(cudaDevAttrClockRate, 0);
+  }
+  d.memory_bytes = 2e3 * device_attribute(cudaDevAttrMemoryClockRate, 0) * prop.memoryBusWidth / 8;
+}
+#endif  // SDPA_SIMT
+
+Device find_device() {
+  Device d;
+  int count = 0;
+  cudaError_t error = cudaGetDeviceCount(&count);
+  if (error != cudaSuccess || count == 0) {
+    const bool none =
+        error == cudaSuccess || error == cudaErrorNoDevice || driver_version().empty();
+    d.missing = none ? "no CUDA GPU in this machine"
+                     : string("no usable CUDA GPU: ") + cudaGetErrorString(error);
+    return d;
+  }
+  cudaDeviceProp prop;
+  require(cudaGetDeviceProperties(&prop, 0), "asking for the GPU's properties");
+  d.name = prop.name;
+  if (!has_clock) return d;
+  d.sm = to_string(prop.major) + to_string(prop.minor), d.driver = driver_version();
+  find_peaks(d, prop);
+  const KernelFacts k = line.facts_of({});
+  cudaFuncAttributes attributes;
+  error = cudaFuncGetAttributes(&attributes, k.kernel);
+  if (error != cudaSuccess) {
+    cudaGetLastError();
+    d.missing = format("built for sm_%s and this GPU is sm_%s (%s); build again on this machine",
+                       line.archs, d.sm.c_str(), cudaGetErrorString(error));
+  } else if (k.shared_bytes > prop.sharedMemPerBlockOptin) {
+    d.missing = format("needs %zu bytes of shared memory a CTA and this GPU has %zu",
+                       k.shared_bytes, prop.sharedMemPerBlockOptin);
+  }
+  return d;
+}
+
+struct Resources {  // of a kernel on this GPU
+  int regs = 0, spill_bytes = 0, ctas_per_sm = 0;
+};
+
+Resources resources_of(const KernelFacts& k) {
+  cudaFuncAttributes attributes;
+  Resources r;
+  require(cudaFuncGetAttributes(&attributes, k.kernel), "asking for the kernel's registers");
+  require(cudaFuncSetAttribute(k.kernel, cudaFuncAttributeMaxDynamicSharedMemorySize,
+                               int(k.shared_bytes)),
+          "setting the kernel's shared memory");
+  require(cudaOccupancyMaxActiveBlocksPerMultiprocessor(&r.ctas_per_sm, k.kernel, k.threads,
+                                                        k.shared_bytes),
+          "asking for occupancy");
+  r.regs = attributes.numRegs, r.spill_bytes = int(attributes.localSizeBytes);
+  return r;
+}
+
+// ---- a run of a problem, and its row ----
+
+// Two products, each a multiply and an add for every visible pair and element of D.
+double flops_of(const Problem& p) { return 4.0 * p.D * p.B * p.Hq * reference::visible_pairs(p); }
+
+struct Run {
+  Problem problem;
+  vector<uint64_t> seeds;
+  KernelFacts kernel{};
+  Resources resources;
+  string status = "ok", check, note;
+  Figures figures;
+  Timing timing;
+  ExitCode exit = exit_pass;
+
+  bool timed() const { return timing.graph_us > 0; }
+  double tflops() const { return flops_of(problem) / timing.graph_us * 1e-6; }
+  // The least time that the products take at the rate of the matrix units, and that Q, K, V and O take at the
+  // rate of the memory, each moved once. The longer one binds.
+  double matrix_us(const Device& d) const { return flops_of(problem) / d.matrix_flops * 1e6; }
+  double memory_us(const Device& d) const {
+    double bytes = 0;  // with D = 1
+    for (Tensor t : {Tensor::Q, Tensor::K, Tensor::V, Tensor::O}) {
+      const DType type = t == Tensor::O ? line.output : line.input;
+      bytes += double(rows_of(problem, t) * element_bytes(type));
+    }
+    return line.D * bytes / d.memory_bytes * 1e6;
+  }
+  bool memory_binds(const Device& d) const { return memory_us(d) > matrix_us(d); }
+  double share_of_peak(const Device& d) const {
+    return std::max(memory_us(d), matrix_us(d)) / timing.graph_us;
+  }
+};
+
+string knob_texts(bool changed_alone) {
+  string text;
+  for (const Knob* k = line.knobs; k < line.knobs + line.knob_count; k++) {
+    if (changed_alone && !k->changed) continue;
+    text += (text.empty() ? "" : " ") + string(k->name) + "=" + k->value;
+  }
+  return text;
+}
+
+struct Column {
+  const char* name;
+  string value;
+};
+
+// The columns in their order; new ones come last.
+vector<Column> columns(const Run& r, const Device& d) {
+  const Problem& p = r.problem;
+  const Timing& t = r.timing;
+  const Figures& f = r.figures;
+  const bool on_gpu = r.resources.regs > 0,
+             has_peak = r.timed() && d.matrix_flops > 0 && d.memory_bytes > 0;
+  const auto us = [&](double x) { return r.timed() ? format("%.3f", x) : ""; };
+  const auto error = [&](double x) { return r.check.empty() ? "" : format("%.3g", x); };
+  const auto rows = [&](long n) { return r.check.empty() ? "" : to_string(n); };
+  const auto of_gpu = [&](int x) { return on_gpu ? to_string(x) : ""; };
+  string seeds;
+  for (uint64_t seed : r.seeds) seeds += (seeds.empty() ? "" : "+") + to_string(seed);
+  // clang-format off
+  return {
+      {"config", line.name}, {"family", line.family}, {"shape", p.shape}, {"status", r.status},
+      {"check", r.check}, {"p50_us", us(t.p50_us)}, {"p90_us", us(t.p90_us)}, {"p99_us", us(t.p99_us)},
+      {"min_us", us(t.min_us)}, {"graph_us", us(t.graph_us)}, {"cold_us", us(t.cold_us)},
+      {"tflops", r.timed() ? format("%.2f", r.tflops()) : ""}, {"rel_rms", error(f.rel_rms)},
+      {"max_abs_err", error(f.max_abs_err)}, {"rows_checked", rows(f.rows_checked)},
+      {"B", to_string(p.B)}, {"Hq", to_string(p.Hq)}, {"Hkv", to_string(p.Hkv)},
+      {"Sq", to_string(p.Sq)}, {"Sk", to_string(p.Sk)}, {"D", to_string(line.D)}, {"dtype", input_type.name},
+      {"causal", causal_names[int(p.mask)]}, {"seed", seeds}, {"regs", of_gpu(r.resources.regs)},
+      {"spill_bytes", of_gpu(r.resources.spill_bytes)},
+      {"smem_bytes", to_string(r.kernel.shared_bytes)},
+      {"ctas_per_sm", of_gpu(r.resources.ctas_per_sm)},
+      {"barriers_per_tile", to_string(line.barriers_per_tile)}, {"device", d.name}, {"sm", d.sm},
+      {"clock_mhz", r.timed() ? format("%.0f", t.clock_mhz) : ""},
+      {"cuda", has_clock ? format("%d.%d", CUDART_VERSION / 1000, CUDART_VERSION % 1000 / 10) : ""},
+      {"driver", d.driver}, {"git_sha", sdpa_git_sha ? sdpa_git_sha() : "unknown"},
+      {"knobs", knob_texts(false)}, {"note", r.note}, {"layout", p.layout}, {"dist", p.dist},
+      {"lse_err", error(f.lse_err)}, {"graph_lo_us", us(t.graph_lo_us)},
+      {"graph_hi_us", us(t.graph_hi_us)}, {"max_ctas", to_string(p.max_ctas)},
+      {"rows_witnessed", rows(f.rows_witnessed)},
+      {"peak_share", has_peak ? format("%.3f", r.share_of_peak(d)) : ""},
+      {"bound", has_peak ? r.memory_binds(d) ? "memory" : "matrix" : ""},
+      {"window", p.has_window() ? format("%d:%d", p.window_left, p.window_right) : ""},
+      {"out_dtype", output_type.name}};
+  // clang-format on
+}
+
+void print_csv(const vector<Column>& columns, bool header) {
+  string text;
+  for (const Column& c : columns) {
+    string cell = header ? c.name : c.value;
+    std::replace_if(
+        cell.begin(), cell.end(), [](char x) { return strchr(",\n\"", x) && x; }, ';');
+    text += (text.empty() ? "" : ",") + cell;
+  }
+  puts(text.c_str());
+  fflush(stdout);  // whatever happens next, this row is out
+}
+
+// For who reads along: stdout is a terminal.
+void print_block(const Run& r, const Device& d) {
+  const Problem& p = r.problem;
+  const Figures& f = r.figures;
+  const reference::Tolerance tol = tolerance_of(p.scale);
+  const string changed = knob_texts(true);
+  fprintf(stderr, "sdpa_%s (%s) on %s\n", line.name, line.family, d.name.c_str());
+  const string window =
+      p.has_window() ? format(", window %d,%d", p.window_left, p.window_right) : "";
+  fprintf(stderr, "  problem  %s: B=%d Hq=%d Hkv=%d Sq=%d Sk=%d D=%d %s, causal %s%s\n",
+          p.shape.c_str(), p.B, p.Hq, p.Hkv, p.Sq, p.Sk, line.D, input_type.name,
+          causal_names[int(p.mask)], window.c_str());
+  fprintf(stderr, "  knobs    %s\n", changed.empty() ? "all at their defaults" : changed.c_str());
+  if (r.exit == exit_pass && !r.note.empty()) fprintf(stderr, "  note     %s\n", r.note.c_str());
+  if (!r.check.empty()) {
+    fprintf(stderr, "  check    %s: %ld rows against the reference, %ld against the witness\n",
+            r.check.c_str(), f.rows_checked, f.rows_witnessed);
+    fprintf(stderr,
+            "           rel_rms %.2g (limit %.2g), max_abs_err %.2g (%.2g), lse_err %.2g (%.2g)\n",
+            f.rel_rms, f.rel_rms_limit, f.max_abs_err, tol.max_abs, f.lse_err, tol.lse);
+  }
+  if (!r.timed()) return;
+  fprintf(stderr, "  time     %.2f us a launch (median), %.2f us in a graph\n", r.timing.p50_us,
+          r.timing.graph_us);
+  fprintf(stderr, "  speed    %.1f TFLOP/s", r.tflops());
+  if (d.matrix_flops > 0 && d.memory_bytes > 0) {
+    fprintf(stderr, ", %.1f%% of what the %s allows (%.0f TFLOP/s, %.2f TB/s)",
+            100 * r.share_of_peak(d), r.memory_binds(d) ? "memory" : "matrix units",
+            d.matrix_flops * 1e-12, d.memory_bytes * 1e-12);
+  }
+  fprintf(stderr, "\n");
+}
+
+// ---- the command line ----
+
+struct Options {
+  vector<Problem> problems;
+  vector<uint64_t> seeds;  // none: each problem has its own
+  Problem common;          // what all of them share
+  int warmup = 20, iterations = 100, repeats = 1;
+  bool check_only = false, config = false, header = false, help = false, shape_given = false;
+  int passed = 0;  // problems
+};
+
+struct Option {
+  const char *name, *value, *help;            // value: its name in the help; "" of a flag
+  std::function<string(const string&)> take;  // returns what is wanted instead, or ""
+};
+
+// Whole numbers separated by commas, each in [low, high]; none if `text` is anything else.
+vector<long long> parse_numbers(const string& text, long long low, long long high) {
+  vector<long long> numbers;
+  for (size_t at = 0; at <= text.size();) {
+    const size_t comma = std::min(text.find(',', at), text.size());
+    const string word = text.substr(at, comma - at);
+    const size_t sign = word[0] == '-';
+    if (word.size() == sign || word.size() > 18) return {};
+    if (word.find_first_not_of("0123456789", sign) != string::npos) return {};
+    numbers.push_back(std::atoll(word.c_str()));
+    if (numbers.back() < low || numbers.back() > high) return {};
+    at = comma + 1;
+  }
+  return numbers;
+}
+
+const struct {
+  const char *name, *sizes;
+} named_shapes[] = {{"small", "1,1,1,32,32"},      {"mission", "1,8,8,512,512"},
+                    {"mission2", "2,8,8,512,512"}, {"long", "1,8,8,2048,2048"},
+                    {"decode", "32,32,8,1,8192"},  {"decode1", "1,32,8,1,32768"},
+                    {"chunk", "1,32,8,256,8192"}};
+
+string shape_names() {  // small, mission, ...
+  string names;
+  for (const auto& named : named_shapes) names += (names.empty() ? "" : ", ") + string(named.name);
+  return names;
+}
+
+string parse_shape(const string& text, Problem& p) {
+  string sizes = text;
+  for (const auto& named : named_shapes) {
+    if (text == named.name) sizes = named.sizes;
+  }
+  const bool is_named = sizes != text;
+  std::replace(sizes.begin(), sizes.end(), 'x', ',');  // as rows have them
+  const vector<long long> n = parse_numbers(sizes, 0, most_rows);
+  if (n.size() != 5) {
+    return "want " + shape_names() +
+           " or five sizes B,Hq,Hkv,Sq,Sk from 0 to 10^9, such as 1,8,2,512,512";
+  }
+  p.B = int(n[0]), p.Hq = int(n[1]), p.Hkv = int(n[2]), p.Sq = int(n[3]), p.Sk = int(n[4]);
+  p.shape = is_named ? text : format("%dx%dx%dx%dx%d", p.B, p.Hq, p.Hkv, p.Sq, p.Sk);
+  return p.Hq && (p.Hkv == 0 || p.Hq % p.Hkv) ? "Hq must be a multiple of Hkv" : "";
+}
+
+vector<Option> options_of(Options& o) {
+  const auto count = [](int& value, int least) {
+    return [&value, least](const string& text) {
+      const vector<long long> n = parse_numbers(text, least, 1000000);
+      if (n.size() == 1) value = int(n[0]);
+      return n.size() == 1 ? "" : format("want a whole number from %d to 1000000", least);
+    };
+  };
+  const auto flag = [](bool& value) {
+    return [&value](const string&) { return value = true, ""; };
+  };
+  return {
+      {"--shape", "S",
+       "B,Hq,Hkv,Sq,Sk, small, mission (the default), mission2, long, decode, decode1 or chunk; "
+       "repeatable",
+       [](const string& text) {
+         Problem p;
+         return parse_shape(text, p);
+       }},
+      {"--causal", "br|tl|off", "br: the last query sees the last key; tl: query q sees keys 0..q",
+       [&o](const string& text) {
+         const auto names = std::begin(causal_names), end = std::end(causal_names);
+         const auto found = std::find(names, end, text);
+         if (found != end) o.common.mask = reference::Mask(found - names);
+         return found != end ? "" : "want br (bottom-right), tl or off";
+       }},
+      {"--window", "L,R",
+       "a query sees L keys before its own position and R behind it; -1: no limit",
+       [&o](const string& text) {
+         const vector<long long> n = parse_numbers(text, -1, most_rows);
+         if (n.size() == 2) o.common.window_left = int(n[0]), o.common.window_right = int(n[1]);
+         return n.size() == 2 ? "" : "want two numbers from -1 to 10^9, such as 1024,0";
+       }},
+      {"--dist", "D", "inputs: normal (the default), outliers, large (logits) or uniform (logits)",
+       [&o](const string& text) {
+         string names;
+         for (const reference::Dist& d : reference::dists) names += string(" ") + d.name;
+         if (reference::dist_named(text)) o.common.dist = text;
+         return reference::dist_named(text) ? "" : "want one of" + names;
+       }},
+      {"--scale", "X", "of the logits (default: 1/sqrt(D))",
+       [&o](const string& text) {
+         char* end = nullptr;
+         o.common.scale = std::strtof(text.c_str(), &end);
+         const bool good =
+             !text.empty() && !*end && o.common.scale > 0 && !std::isinf(o.common.scale);
+         return good ? "" : "want a number greater than 0";
+       }},
+      {"--seeds", "0,1,2", "of the inputs (default 0); the check is done for each",
+       [&o](const string& text) {
+         const vector<long long> n = parse_numbers(text, 0, 1ll << 40);
+         o.seeds.assign(n.begin(), n.end());
+         return n.empty() ? "want whole numbers separated by commas, such as 0,1" : "";
+       }},
+      {"--iters", "N", "timed launches (default 100)", count(o.iterations, 1)},
+      {"--warmup", "N", "launches before these (default 20)", count(o.warmup, 0)},
+      {"--repeats", "N", "launches that must leave the bits of the checked one (default 1)",
+       count(o.repeats, 1)},
+      {"--max-ctas", "N",
+       "USE_PERSISTENT_CTA=1: CTAs of all launches but the checked one (0: all that fit)",
+       count(o.common.max_ctas, 0)},
+      {"--check-only", "", "time nothing", flag(o.check_only)},
+      {"--config", "", "print the knobs of this build and stop", flag(o.config)},
+      {"--header", "", "print the CSV header first (alone without --shape)", flag(o.header)},
+      {"--help", "", "print this and stop", flag(o.help)}};
+}
+
+// Returns a sentence if the arguments are refused.
+string parse(const vector<Option>& options, const vector<string>& args, Options& o) {
+  vector<string> given, shapes;
+  for (size_t i = 0; i < args.size(); i++) {
+    const string& name = args[i];
+    const auto option = std::find_if(options.begin(), options.end(),
+                                     [&](const Option& x) { return name == x.name; });
+    if (option == options.end()) return name + ": no such option; --help lists them";
+    if (*option->value && i + 1 == args.size()) return name + ": its value is missing";
+    const bool again = std::count(given.begin(), given.end(), name);
+    if (again && name != "--shape") return name + " is given twice";
+    given.push_back(name);
+    const string value = *option->value ? args[++i] : "", wanted = option->take(value);
+    if (name == "--shape") shapes.push_back(value);
+    if (!wanted.empty()) return name + " " + value + ": " + wanted;
+  }
+  if (o.common.max_ctas && !line.has_queue) {
+    return "--max-ctas: only builds with USE_PERSISTENT_CTA=1 take it; build with "
+           "USE_PERSISTENT_CTA=1 or drop it";
+  }
+  o.shape_given = !shapes.empty();
+  if (shapes.empty()) shapes.push_back("mission");
+  for (const string& shape : shapes) {
+    o.problems.push_back(o.common);
+    parse_shape(shape, o.problems.back());
+  }
+  return "";
+}
+
+void print_help(const vector<Option>& options) {
+  puts("usage: sdpa [OPTION]...");
+  for (const Option& o : options) {
+    printf("  %-26s %s\n", (string(o.name) + " " + o.value).c_str(), o.help);
+  }
+  puts("exit: 0 pass, 1 wrong result, 2 bad usage, 3 CUDA error, 77 skipped (all of it)");
+}
+
+void print_config(const Device& d) {
+  printf("config %s, family %s\n", line.name, line.family);
+  for (const Knob* k = line.knobs; k < line.knobs + line.knob_count; k++) {
+    printf("  %-24s %-6s %-12s %s\n", k->name, k->value, k->changed ? "" : "(default)", k->meaning);
+  }
+  const string changed = knob_texts(true);
+  printf("changed: %s\n",
+         changed.empty() ? "nothing, all knobs are at their defaults" : changed.c_str());
+  const KernelFacts k = line.facts_of({});
+  printf("threads %d, shared memory %zu bytes, %d CTA barriers per K/V tile\n", k.threads,
+         k.shared_bytes, line.barriers_per_tile);
+  if (!d.missing.empty()) printf("here: %s\n", d.missing.c_str());
+  if (!has_clock || !d.missing.empty()) return;
+  const Resources r = resources_of(k);
+  printf("on %s: %d registers, %d bytes spilled, %d CTAs per SM\n", d.name.c_str(), r.regs,
+         r.spill_bytes, r.ctas_per_sm);
+}
+
+// ---- main ----
+
+// The options that repeat this one problem.
+string command_of(const Problem& p) {
+  string text = format("--check-only --shape %d,%d,%d,%d,%d --seeds %llu", p.B, p.Hq, p.Hkv, p.Sq,
+                       p.Sk, (unsigned long long)p.seed);
+  if (p.mask != reference::Mask::none) text += string(" --causal ") + causal_names[int(p.mask)];
+  if (p.has_window()) text += format(" --window %d,%d", p.window_left, p.window_right);
+  if (p.layout != "bhsd") text += " --layout " + p.layout;
+  if (p.dist != "normal") text += " --dist " + p.dist;
+  if (p.descale != "heads") text += " --descale " + p.descale;
+  if (p.scale != 0) text += format(" --scale %.9g", p.scale);
+  if (p.max_ctas != 0) text += format(" --max-ctas %d", p.max_ctas);
+  if (!p.machine.empty()) text += " --machine " + p.machine;
+  return text;
+}
+
+// Checks and times; what happened stands in the run.
+void measure(Run& r, const Options& o) {
+  Instance instance(r.problem);
+  string trouble;
+  for (uint64_t seed : r.seeds) {
+    instance.set_inputs(r.problem.seed = seed);
+    trouble = instance.check(r.figures, o.repeats);
+    if (!trouble.empty()) break;
+  }
+  if (trouble.empty() && has_clock && !o.check_only) {
+    r.timing = time_kernel(instance, o.warmup, o.iterations);
+    trouble = r.timing.trouble;
+  }
+  r.check = trouble.empty() ? "PASS" : "FAIL";
+  if (!trouble.empty()) r.note = trouble, r.exit = exit_wrong;
+}
+
+// One problem, start to end.
+ExitCode run_problem(const Problem& p, const Options& o, const Device& device) {
+  Run r;
+  r.problem = p, r.seeds = o.seeds.empty() ? vector<uint64_t>{p.seed} : o.seeds;
+  const auto stop = [&](const char* status, const string& sentence, ExitCode exit) {
+    r.status = status, r.note = sentence, r.exit = exit;
+  };
+  try {
+    set_machine(p.machine);
+    const SdpaParams sizes = params_of(p);
+    r.kernel = line.facts_of(sizes);
+    if (line.is_tuned) {
+      const TunedTile t = line.tile_of(sizes);
+      r.note = format("tile BLOCK_M=%d BLOCK_N=%d STAGES=%d SPLIT_KV=%d", t.block_m, t.block_n,
+                      t.stages, t.split_kv);
+    }
+    if (!device.missing.empty()) {
+      stop("skipped", device.missing, exit_skipped);
+    } else {
+      if (has_clock) r.resources = resources_of(r.kernel);
+      measure(r, o);
+    }
+  } catch (const TooLarge& error) {
+    stop("skipped", error.text, exit_skipped);
+  } catch (const CudaError& error) {
+    stop("error", error.text, exit_cuda);
+  } catch (const std::bad_alloc&) {
+    stop("error", "the problem does not fit in this machine's memory", exit_cuda);
+  }
+  const bool reader = isatty(STDOUT_FILENO);
+  if (reader) print_block(r, device);
+  if (r.exit != exit_pass) {
+    fprintf(stderr, "sdpa_%s: %s %s: %s\n", line.name,
+            r.check == "FAIL" ? "FAIL" : r.status.c_str(), p.shape.c_str(), r.note.c_str());
+  }
+  if (r.exit == exit_wrong) fprintf(stderr, "repeat with: %s\n", command_of(r.problem).c_str());
+  if (reader && !o.header) print_csv(columns(r, device), true);
+  print_csv(columns(r, device), false);
+  return r.exit;
+}
+
+// All that the arguments ask for. Sets o.passed.
+ExitCode run(Options& o, const vector<Option>& options) {
+  if (o.help) return print_help(options), exit_pass;
+  if (o.header) print_csv(columns({}, {}), true);
+  if (o.header && !o.shape_given && !o.config) return exit_pass;
+  Device device;
+  try {
+    device = find_device();
+  } catch (const CudaError& error) {
+    device.missing = error.text;
+  }
+  if (o.config) return print_config(device), exit_pass;
+  int counts[128] = {};
+  for (const Problem& p : o.problems) {
+    counts[run_problem(p, o, device)]++;
+    if (ferror(stdout)) break;
+  }
+  o.passed = counts[exit_pass];
+  for (ExitCode exit : {exit_wrong, exit_cuda, exit_pass}) {
+    if (counts[exit]) return exit;
+  }
+  return exit_skipped;
+}
+
+int refuse(const string& sentence) {
+  fprintf(stderr, "sdpa: %s\n", sentence.c_str());
+  return exit_usage;
+}
+
+// The exit code, unless rows were lost on their way.
+int finish(ExitCode exit) {
+  if (fflush(stdout) == 0 && !ferror(stdout)) return exit;
+  fprintf(stderr, "sdpa: stdout cannot be written to (%s), so rows are lost\n", strerror(errno));
+  return exit_cuda;
+}
+
+}  // namespace
+}  // namespace SDPA_NAMESPACE
+
+int main(int argc, char** argv) {
+  using namespace SDPA_NAMESPACE;
+  signal(SIGPIPE, SIG_IGN);  // a reader that has gone is told like a full disk
+  Options o;
+  const std::vector<Option> options = options_of(o);
+  const std::string refusal = parse(options, {argv + 1, argv + argc}, o);
+  return refusal.empty() ? finish(run(o, options)) : refuse(refusal);
+}
+
+#endif  // SDPA_LINE_ONLY
