@@ -1,11 +1,11 @@
-// What makes a program of sdpa.cu, which includes this file unless SDPA_NO_MAIN is defined: it checks the kernel against
-// reference.cpp and, for every row of a large problem, against the witness, another kernel; times it; and prints a CSV row
-// for each problem. CSV alone goes to stdout, words to stderr. It knows of the build what `Line` says and no more, so that
-// CMake compiles it once (SDPA_HARNESS_ONLY) and each line without it (SDPA_LINE_ONLY); `nvcc sdpa.cu` takes both together.
-// tests/sweep.cu adds harder inputs, layouts and checks.
+// What makes a program of sdpa.cu, which includes this file unless SDPA_NO_MAIN is defined: it checks the kernel
+// against reference.cpp and, for every row of a large problem, against the witness, another kernel; times it; and
+// prints a CSV row for each problem. CSV alone goes to stdout, words to stderr. It knows of the build what `Line` says
+// and no more, so that CMake compiles it once (SDPA_HARNESS_ONLY) and each line without it (SDPA_LINE_ONLY); `nvcc
+// sdpa.cu` takes both together. tests/sweep.cu adds harder inputs, layouts and checks.
 //
-// In this order: the line, problems, tensors in device memory, the witness, Instance (a problem that can be launched and
-// checked), timing, the GPU, a run and its row, the command line, main.
+// In this order: the line, problems, tensors in device memory, the witness, Instance (a problem that can be launched
+// and checked), timing, the GPU, a run and its row, the command line, main.
 
 #ifndef SDPA_CONFIG_NAME
 #define SDPA_CONFIG_NAME custom
@@ -154,7 +154,8 @@ struct Problem : reference::Problem {
   uint64_t seed = 0;
   int max_ctas = 0;         // of the launches but the first, whose results are checked
   bool same_heads = false;  // every head of an input is the first one
-  // Factors of 8-bit inputs: one to a head, with gaps between them or zeros among them as well, one to a tensor, or none.
+  // Factors of 8-bit inputs: one to a head, with gaps between them or zeros among them as well, one to a tensor, or
+  // none.
   string descale = "heads";
   string machine;  // --machine of tests/sweep.cu
 
@@ -733,8 +734,8 @@ class Instance {
     return trouble.empty() ? "" : "against the witness: " + trouble;
   }
 
-  // Tensor cores truncate their sums, which adds up over very many keys; P of a coarser type than O, and sums in fp16, hide
-  // how O was rounded; of u8 a single weight is often no power of two, and its own rounding shows in all of a row.
+  // Tensor cores truncate their sums, which adds up over very many keys; P of a coarser type than O, and sums in fp16,
+  // hide how O was rounded; of u8 a single weight is often no power of two, and its own rounding shows in all of a row.
   bool judges_rounding() const {
     return !line.fp16_acc && line.input != DType::u8 && problem.Sk <= 1 << 14 &&
            input_type.mantissa_bits >= output_type.mantissa_bits;

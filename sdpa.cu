@@ -80,16 +80,16 @@ namespace {  // two builds in one program must not share their constants and ker
   X(USE_WMMA, 0, use_wmma, "0 1", "nvcuda::wmma for Q @ K.T") \
   X(USE_WMMA_PV, 0, use_wmma_pv, "0 1", "nvcuda::wmma for P @ V") \
   X(USE_MMA_SYNC, 0, use_mma_sync, "0 1", "mma.sync and ldmatrix") \
-  X(FP16_ACC, NONE, fp16_acc, "NONE QK PV BOTH", "wmma: sums of a tile's products in fp16, which Ada adds twice as fast") \
+  X(FP16_ACC, NONE, fp16_acc, "NONE QK PV BOTH", "wmma: sums of a tile's products in fp16, twice as fast on Ada") \
   X(USE_WGMMA, 0, use_wgmma, "0 1", "wgmma and TMA (sm_90a)") \
   X(USE_PING_PONG, 0, use_ping_pong, "0 1", "wgmma: warpgroups take turns at the tensor cores") \
   X(OVERLAP, 0, overlap, "0 1", "wgmma: softmax beside P @ V of the tile before") \
   X(SKIP_MASKED, 0, skip_masked, "0 1", "wgmma: a warpgroup leaves out tiles of which its rows see nothing") \
-  X(FP8_FLUSH, 8, fp8_flush, "0 1 2 4 8 16", "wgmma, FP8_E4M3: after so many tiles P @ V is added to O in fp32; 0: never") \
+  X(FP8_FLUSH, 8, fp8_flush, "0 1 2 4 8 16", "wgmma, e4m3: after so many tiles P @ V is added to O in fp32; 0: never") \
   X(SWAP_AB, 0, swap_ab, "0 1", "wgmma: S.T = K @ Q.T, keys as its 64 rows: 8, 16, 32 or 64 query rows a CTA") \
   X(PACK_GQA, 0, pack_gqa, "0 1", "mma, SWAP_AB: the query heads of a key head are rows of one tile") \
   X(SPLIT_CTAS, 1, split_ctas, "0..256", "PACK_GQA: CTAs that share the keys of a tile; 0: by the problem; workspace") \
-  X(USE_TUNED, 0, use_tuned, "0 1", "mma, wgmma: the tile by the problem, from TUNED_TILES; knobs typed besides narrow it") \
+  X(USE_TUNED, 0, use_tuned, "0 1", "mma, wgmma: the tile by the problem, from TUNED_TILES; typed knobs narrow it") \
   X(USE_WARP_SPECIALIZATION, 0, use_warp_specialization, "0 1", "producer warps copy, consumer warps compute") \
   X(NUM_PRODUCER_WARPS, 1, num_producer_warps, "1 2 4", "warps that only copy")
 // clang-format on
@@ -421,8 +421,8 @@ constexpr TunedTile TUNED_TILES[] = {
     {256, 64, 64, 4, 1, 1, mma_sync, 2, 8140, 1.22},
     {256, 16, 16, 2, 2, 2, packed | mma_sync, 3, 11600, 0.326},
 };
-// The same for e4m3 and USE_WGMMA=1. Few rows go to mma.sync, since the transposed kernel takes no bytes. wgmma flushes O
-// after 1,024 keys.
+// The same for e4m3 and USE_WGMMA=1. Few rows go to mma.sync, since the transposed kernel takes no bytes. wgmma flushes
+// O after 1,024 keys.
 constexpr TunedTile E4M3_TILES[] = {
     {64, 64, 128, 8, 3, 2, overlap, 1, 7260, 8.0},
     {64, 128, 64, 16, 4, 2, overlap | ping_pong, 1, 8080, 10.7},
@@ -436,12 +436,12 @@ constexpr TunedTile E4M3_TILES[] = {
     {256, 16, 32, 2, 2, 2, packed | mma_sync, 3, 7500, 0.511},
 };
 constexpr int MOST_TILES = sizeof TUNED_TILES / sizeof(TunedTile);
-constexpr int TILES = (Build::is_8bit ? sizeof E4M3_TILES : sizeof TUNED_TILES) / sizeof(TunedTile);
+constexpr int TILES = (Build::is_e4m3 ? sizeof E4M3_TILES : sizeof TUNED_TILES) / sizeof(TunedTile);
 constexpr const TunedTile& tuned_tile(int n) {
-  return Build::is_8bit ? E4M3_TILES[n] : TUNED_TILES[n];
+  return Build::is_e4m3 ? E4M3_TILES[n] : TUNED_TILES[n];
 }
 constexpr bool is_of_table(const TunedTile& t) {  // 16 bits: those of the family
-  return Build::is_8bit || t.has(mma_sync) == is_mma;
+  return Build::is_e4m3 || t.has(mma_sync) == is_mma;
 }
 
 // A row as if it had been typed.
@@ -459,7 +459,7 @@ template <int N> struct TileKnobs : Typed {
                         swap_ab = tile.has(Schedule::swap_ab), use_lazy_max = true,
                         pack_gqa = tile.has(packed);
   static constexpr int split_ctas = pack_gqa ? 0 : 1;
-  static constexpr int fp8_flush = Build::is_8bit ? 1024 / tile.block_n : Typed::fp8_flush;
+  static constexpr int fp8_flush = Build::is_e4m3 ? 1024 / tile.block_n : Typed::fp8_flush;
 };
 template <int N> using TunedBuild = Derived<TileKnobs<N>>;
 
@@ -672,8 +672,8 @@ struct Divisor {
 };
 
 struct KernelArgs {  // SdpaParams with what every CTA would otherwise compute again
-  // The fields that locate an item: together they cost one miss of the constant cache. Rounds over all keys, at least 1,
-  // if there is no mask; else 0.
+  // The fields that locate an item: together they cost one miss of the constant cache. Rounds over all keys, at least
+  // 1, if there is no mask; else 0.
   alignas(64) int unmasked_rounds;
   uint32_t work_items;          // B * q_heads * q_blocks
   Divisor q_blocks;             // ceil(Sq / BLOCK_M), or with PACK_GQA of item_queries
@@ -699,8 +699,8 @@ struct KernelArgs {  // SdpaParams with what every CTA would otherwise compute a
 constexpr uint32_t most_split_items = 16384;
 constexpr size_t range_counter_bytes = most_split_items * sizeof(uint32_t);
 constexpr int few_ranges = 4;  // up to here a thread merges 4 parts of rows at once, 2 ranges at a time
-// If a problem has more than most_keys_at_once keys, every CTA has a slot in the workspace; or with SPLIT_CTAS its ranges
-// are short enough, as far as 256 of them suffice.
+// If a problem has more than most_keys_at_once keys, every CTA has a slot in the workspace; or with SPLIT_CTAS its
+// ranges are short enough, as far as 256 of them suffice.
 template <class B>
 constexpr bool carries_sums = (B::family == Family::wmma && B::use_wmma_pv) ||
                               (B::family == Family::mma && B::split_ctas == 1) ||
@@ -1440,8 +1440,8 @@ constexpr int HAZARDS = 6;
 // mma: a warp always keeps its rows. With two stages or more the barrier of kv_written also covers
 // tile_read of the tile before.
 // wgmma: a warp keeps its rows as well, and the plain kernel has one barrier, before a tile is overwritten. With
-// SWAP_AB keys are rows, and a query's column is spread over its slice's warps, so that P crosses a barrier, and so does
-// every new maximum.
+// SWAP_AB keys are rows, and a query's column is spread over its slice's warps, so that P crosses a barrier, and so
+// does every new maximum.
 template <class B> __host__ __device__ constexpr bool needs_cta_barrier(Hazard h) {
   if (B::family == Family::wgmma) {
     if (B::swap_ab) {
@@ -1761,22 +1761,28 @@ __device__ __forceinline__ void carry_sums(View& O, float (&m)[View::ROWS], floa
   }
 }
 
-// O, m and l of rows over an item's keys. sum(begin, end) computes them for a part of the keys, carry_sums() merges.
+// O, m and l of rows over an item's keys. sum(begin, end) computes them for all keys, or for a part of many, and
+// carry_sums() merges the parts.
 template <class B, class Rows, class Sum>
 __device__ __forceinline__ void sum_parts(Rows& rows, const KeyRange& keys,
                                           const ItemScale<B>& scale_log2, const Sum& sum) {
-  for (int begin = keys.begin, end;; begin = end) {
-    end = min(begin + keys_at_once<B>(), keys.end);
-    sum(begin, end);
-    const bool first = begin == keys.begin, last = end >= keys.end;
-    carry_sums<B>(rows.O, rows.m, rows.l, scale_log2, threadIdx.x, first, last);
-    if (last) break;
+  if constexpr (!B::many_keys) {
+    sum(keys.begin, keys.end);
+  } else {
+    for (int begin = keys.begin, end;; begin = end) {
+      end = min(begin + keys_at_once<B>(), keys.end);
+      sum(begin, end);
+      const bool first = begin == keys.begin, last = end >= keys.end;
+      carry_sums<B>(rows.O, rows.m, rows.l, scale_log2, threadIdx.x, first, last);
+      if (last) break;
+    }
   }
 }
 
 // ---- epilogue ----
 
-// LSE = ln2 * (m * scale_log2 + log2(l) - p_log2) of query q, if the caller wants it. m * scale_log2 alone may overflow.
+// LSE = ln2 * (m * scale_log2 + log2(l) - p_log2) of query q, if the caller wants it. m * scale_log2 alone may
+// overflow.
 template <class B>
 __device__ __forceinline__ void store_lse(float m, float l, const KernelArgs& a,
                                           const WorkItem& item, int q) {
@@ -2753,11 +2759,7 @@ __device__ __forceinline__ void wmma_consume(WmmaShared<B>& s, const KernelArgs&
     softmax.finish(s, S, rows.m, rows.l);
     if (B::many_keys && B::sync_policy != 1) __syncthreads();  // hazard: m and l read by all warps
   };
-  if constexpr (B::many_keys) {
-    sum_parts<B>(rows, t.keys, scale_log2, sum_keys);
-  } else {
-    sum_keys(t.keys.begin, t.keys.end);
-  }
+  sum_parts<B>(rows, t.keys, scale_log2, sum_keys);
   store_output<B>(O, rows.m, rows.l, a, item);
 }
 
@@ -3130,8 +3132,8 @@ __device__ __forceinline__ void deal_runs(MmaRuns<B, WIDTH>& R, const MmaAccumul
 
 // ---- 5c operands of e4m3 (mma and DTYPE = FP8_E4M3) ----
 
-// e4m3 as it is. Or (converts_operands) fp16 that is made of it in registers: a step is then two products; the first has
-// k = 4q ... 4q + 3 of the lane's bytes, the second the same 16 k further.
+// e4m3 as it is. Or (converts_operands) fp16 that is made of it in registers: a step is then two products; the first
+// has k = 4q ... 4q + 3 of the lane's bytes, the second the same 16 k further.
 
 // Converts four bytes to two pairs of fp16.
 __device__ __forceinline__ void make_halves(uint32_t (&pairs)[2], uint32_t bytes) {
@@ -3327,11 +3329,7 @@ __global__ void __launch_bounds__(B::threads, 1) sdpa_mma(const __grid_constant_
       feed.release();
     }
   };
-  if constexpr (B::many_keys) {
-    sum_parts<B>(rows, t.keys, scale_log2, sum_keys);
-  } else {
-    sum_keys(t.keys.begin, t.keys.end);
-  }
+  sum_parts<B>(rows, t.keys, scale_log2, sum_keys);
 
   rows.finish();
   if constexpr (B::pack_gqa) {
@@ -4374,15 +4372,19 @@ template <class B> struct WgmmaConsumer {
       serial(turns);
     }
   }
-  // The same, of keys_at_once at a time.
+  // The same; of many keys keys_at_once at a time.
   __device__ __forceinline__ void sum_parts(const WgmmaTurns<B>& turns) {
-    const int all_k0 = last_k0, thread = int(threadIdx.x) - B::producer_threads;
-    for (bool first = true;; first = false, k0 -= round_keys<B>) {
-      last_k0 = max(k0 - keys_at_once<B>() + round_keys<B>, all_k0);
+    if constexpr (!B::many_keys) {
       sum_keys(turns);
-      const bool last = last_k0 == all_k0;
-      carry_sums<B>(O, m, l, scale_log2, thread, first, last);
-      if (last) break;
+    } else {
+      const int all_k0 = last_k0, thread = int(threadIdx.x) - B::producer_threads;
+      for (bool first = true;; first = false, k0 -= round_keys<B>) {
+        last_k0 = max(k0 - keys_at_once<B>() + round_keys<B>, all_k0);
+        sum_keys(turns);
+        const bool last = last_k0 == all_k0;
+        carry_sums<B>(O, m, l, scale_log2, thread, first, last);
+        if (last) break;
+      }
     }
   }
 
@@ -4402,11 +4404,7 @@ template <class B> struct WgmmaConsumer {
         k0 = uniform(first_key_of<B>(item, own.end - 1, slice));
         last_k0 = uniform(first_key_of<B>(item, own.first, slice));
         scale_log2.start(item);
-        if constexpr (B::many_keys) {
-          sum_parts(turns);
-        } else {
-          sum_keys(turns);
-        }
+        sum_parts(turns);
         SDPA_UNROLL for (int i = 0; i < ROWS; i++) l[i] = row_sum<Sums::LANES>(l[i]);
         WgmmaInput<B>::add_flushed(*this);
         if constexpr (B::split_kv > 1) {
@@ -4416,9 +4414,9 @@ template <class B> struct WgmmaConsumer {
         }
       }
       if (B::skip_masked) let_pass(own_rounds(item, rounds).first);
-      // With slices nobody waits. Where Q goes to registers, load_queries() has released it, unless the flushed sums lie
-      // there.
       if (Shared::Q_IN_FLUSHED) fence_proxy_async();  // read before TMA writes it
+      // With slices nobody waits. Where Q goes to registers, load_queries() has released it, unless the flushed sums
+      // lie there.
       if (B::split_kv == 1 && (!Shared::Q_IN_REGISTERS || Shared::Q_IN_FLUSHED)) {
         release(B::is_e4m3 ? &s.q_empty[q_ring.stage] : &s.o_done[q_ring.stage][row_group]);
       }
@@ -5051,8 +5049,8 @@ template <class B> struct WgmmaColumns {
     return __shfl_sync(0xffffffffu, own[i % OWN], i * 8 / COLS * 4 + lane % 4);
   }
 
-  // m' = max(m, column maxima of S), and l and O relative to it; FIRST: there are none yet. As softmax_shift(), but S of
-  // all columns becomes S - m if any of the warp's is beyond shift_limit.
+  // m' = max(m, column maxima of S), and l and O relative to it; FIRST: there are none yet. As softmax_shift(), but S
+  // of all columns becomes S - m if any of the warp's is beyond shift_limit.
   template <bool FIRST> __device__ __forceinline__ void renew_max(Scores& S, Sums& O) {
     float x[COLS], m_new[OWN], alpha[OWN], own_m_log2[OWN];
     SDPA_UNROLL for (int i = 0; i < COLS; i++) {
@@ -5517,8 +5515,9 @@ double tuned_clocks(const TunedTile& t, const SdpaParams& p, int sms) {
   }
 
   // CTAs come in waves of t.ctas to an SM, which share its rate; one alone has sole_rate of it, with SWAP_AB all of it,
-  // since it waits more than it computes. With a mask items differ in length, and a free SM takes the longest that is left. The time is the largest of three: the longest item beside
-  // the next one on its SM; all items spread evenly; the waves, if all items were as short as the shortest.
+  // since it waits more than it computes. With a mask items differ in length, and a free SM takes the longest that is
+  // left. The time is the largest of three: the longest item beside the next one on its SM; all items spread evenly;
+  // the waves, if all items were as short as the shortest.
   const double sole_rate = t.ctas > 1 && !t.has(swap_ab) ? 0.75 : 1;
   const double ctas_per_sm = ctas / sms, most_ctas = std::ceil(ctas_per_sm);
   const double waves = std::ceil(most_ctas / t.ctas);

@@ -1133,8 +1133,8 @@ void synchronise(const void* stream) {
 bool launch(const Launch& l, void (*body)(const void*), const void* args) {
   const Lock lock(host_mutex);
   latest_launch = l;
-  // What shared memory holds at the start: NaN, then numbers of 61,296 and -61,296 in fp16, since fmaxf() drops NaN. Every
-  // other launch has zeros: where what is read changes a decision alone, its bits are others.
+  // What shared memory holds at the start: NaN, then numbers of 61,296 and -61,296 in fp16, since fmaxf() drops NaN.
+  // Every other launch has zeros: where what is read changes a decision alone, its bits are others.
   constexpr unsigned char poisons[] = {0xff, 0x7b, 0xfb};
   static int launches = 0;
   const unsigned char poison = launches % 2 ? 0 : poisons[launches / 2 % 3];

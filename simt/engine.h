@@ -78,8 +78,8 @@ extern thread_local Grid grid;
 
 // The barrier of the whole block. Threads at different sites, or gone, are a divergent barrier.
 void sync_threads(Site at);
-// bar.sync (wait) and bar.arrive (!wait) on barrier `id` of `count` threads. Of those that wait: whether `vote` is true in
-// all of them (bar.red.and).
+// bar.sync (wait) and bar.arrive (!wait) on barrier `id` of `count` threads. Of those that wait: whether `vote` is true
+// in all of them (bar.red.and).
 bool named_barrier(int id, int count, bool wait, Site at, bool vote = true);
 // The lanes of `mask` meet; the last to arrive runs compute(args) on all their arguments, indexed by
 // lane. Lanes that meet in different operations are reported.

@@ -206,8 +206,8 @@ TEST_CASE("changed_tensors") {
   const Change other_way = [](SdpaParams& p) {  // [B,S,H,D]
     for (Strides* s : {&p.q, &p.k, &p.v, &p.o}) s->head = p.D, s->row = 4 * p.D;
   };
-  for (Change change : {same, fewer_rows, later_q, fewer_rows, later_o, same, fewer_keys, later_k, fewer_keys, same, one_tensor,
-                        same, causal, window, same, groups, fewer_heads, same, batches, same, other_way, same}) {
+  for (Change change : {same, fewer_rows, later_q, fewer_rows, later_o, same, fewer_keys, later_k, fewer_keys, same,
+                        one_tensor, same, causal, window, same, groups, fewer_heads, same, batches, same, other_way, same}) {
     SdpaParams p = a.p;
     change(p);
     for (int sms : {1, 132}) {  // a tuned line takes another tile

@@ -61,8 +61,8 @@ float stairs(const InputAt& i) {
   return float((i.seed % 2 ? -step : step) * int(i.row >> 5 * i.d & 31));
 }
 
-// NaN or +inf in an element of most heads of Q, and of a quarter of those of K and V. e4m3 has no inf: in its place would
-// be 448, whose logits are past what sums of 14 bits resolve.
+// NaN or +inf in an element of most heads of Q, and of a quarter of those of K and V. e4m3 has no inf: in its place
+// would be 448, whose logits are past what sums of 14 bits resolve.
 float nonfinite(const InputAt& i) {
   const size_t heads = heads_of(i.problem, i.tensor);
   const uint64_t per_head = rows_of(i.problem, i.tensor) / heads * i.problem.D;
@@ -72,8 +72,8 @@ float nonfinite(const InputAt& i) {
   return r / 8 % 2 && line.input != DType::e4m3 ? float(INFINITY) : float(NAN);
 }
 
-// Logits about -100 at the default scale, of e4m3, whose P is 0 sooner, about -30: all of P is 0 unless a row's own maximum is
-// subtracted.
+// Logits about -100 at the default scale, of e4m3, whose P is 0 sooner, about -30: all of P is 0 unless a row's own
+// maximum is subtracted.
 float negative(const InputAt& i) {
   const float mean = std::sqrt(line.input == DType::e4m3 ? 30.0f : 100.0f) / std::pow(float(i.problem.D), 0.25f);
   return i.tensor == Tensor::V ? i.x : i.tensor == Tensor::Q ? i.x / 2 + mean : i.x / 2 - mean;
@@ -366,7 +366,8 @@ void add_edges(vector<Problem>& problems, int rows, int keys) {
     problems.push_back(p);
     return problems.back();
   };
-  // The last key of a tile is missing, in the second block of rows as well; O is the first row of V, or the last visible.
+  // The last key of a tile is missing, in the second block of rows as well; O is the first row of V, or the last
+  // visible.
   for (Mask mask : {Mask::none, Mask::bottom_right}) {
     for (uint64_t seed : {0, 1}) add({1, 2, 1, rows + 3, 2 * keys - 1}, mask, "stairs").seed = seed;
   }
@@ -385,8 +386,8 @@ void add_edges(vector<Problem>& problems, int rows, int keys) {
   add({1, 1, 1, 700, 40}, Mask::bottom_right);
   for (uint64_t seed : {1, 2, 3}) add({1, 4, 2, 20, 70}, Mask::none, "nonfinite").seed = seed;
   add({1, 2, 2, 40, 200}, Mask::top_left, "negative");
-  // Of 8 bits: scores that are multiplied once more, with rows of several batches far apart; sums that are flushed once,
-  // once and for one key more, and twice.
+  // Of 8 bits: scores that are multiplied once more, with rows of several batches far apart; sums that are flushed
+  // once, once and for one key more, and twice.
   if (element_bytes(line.input) == 1) {
     Problem& p = add({2, 2, 1, 4, 300});
     p.layout = "far_rows", p.dist = "stairs", p.seed = 1, p.scale = 0.02f;

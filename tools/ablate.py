@@ -86,7 +86,7 @@ def main():
     if options.svg:
         import page  # before anything is measured, since it needs matplotlib
     found = builds.parse_contenders(options.names)
-    if len(found) != 1 or isinstance(found[0], (builds.Torch, builds.Cublas)):
+    if len(found) != 1 or type(found[0]) is not builds.Line:
         raise Refused("one line at a time" if found else "which line?")
     line, = found
     problems = [engine.parse_problem(text, options.causal).typed(line.D, line.dtype)

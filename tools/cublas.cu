@@ -1,5 +1,6 @@
-// The unfused baseline as a contender of tools/engine.py: both products by cuBLAS, S and P in global memory. It has the C
-// functions of a line's library (tools/library.cu). `ab hopper cublas` times it, `cublas DTYPE=BF16 HEAD_DIM=128` likewise.
+// The unfused baseline as a contender of tools/engine.py: both products by cuBLAS, S and P in global memory. It has the
+// C functions of a line's library (tools/library.cu). `ab hopper cublas` times it, `cublas DTYPE=BF16 HEAD_DIM=128`
+// likewise.
 #define SDPA_NO_MAIN
 #include "../sdpa.cu"
 
@@ -49,8 +50,8 @@ __global__ void softmax_rows(SdpaParams p, KeyBounds keys, float scale_log2, con
   if (p.LSE && lane == 0) p.LSE[row] = fmaf(m, scale_log2 * ln2, ln2 * log2f(l));
 }
 
-// The products of all heads of a batch, or with grouped queries of those that share a key head, in one call each. cuBLAS
-// counts rows and columns the other way round, so that it sees S.T = K @ Q.T and O.T = V.T @ P.T.
+// The products of all heads of a batch, or with grouped queries of those that share a key head, in one call each.
+// cuBLAS counts rows and columns the other way round, so that it sees S.T = K @ Q.T and O.T = V.T @ P.T.
 struct Products {
   const SdpaParams& p;
   cublasHandle_t handle;
@@ -72,17 +73,18 @@ struct Products {
     const float one = 1, zero = 0;
     return for_each([&](int b, int g, int heads, bool grouped, int64_t first) {
       return cublasGemmStridedBatchedEx_64(
-          handle, CUBLAS_OP_T, CUBLAS_OP_N, p.Sk, p.Sq, p.D, &one, p.K + b * p.k.batch + g * p.k.head, type, leading(p.k),
-          grouped ? 0 : p.k.head, p.Q + b * p.q.batch + g * heads * p.q.head, type, leading(p.q), p.q.head, &zero, S + first,
-          CUDA_R_32F, p.Sk, int64_t(p.Sq) * p.Sk, heads, CUBLAS_COMPUTE_32F, CUBLAS_GEMM_DEFAULT);
+          handle, CUBLAS_OP_T, CUBLAS_OP_N, p.Sk, p.Sq, p.D, &one, p.K + b * p.k.batch + g * p.k.head, type,
+          leading(p.k), grouped ? 0 : p.k.head, p.Q + b * p.q.batch + g * heads * p.q.head, type, leading(p.q),
+          p.q.head, &zero, S + first, CUDA_R_32F, p.Sk, int64_t(p.Sq) * p.Sk, heads, CUBLAS_COMPUTE_32F,
+          CUBLAS_GEMM_DEFAULT);
     });
   }
   cublasStatus_t output(const Input* P) const {
     const float one = 1, zero = 0;
     return for_each([&](int b, int g, int heads, bool grouped, int64_t first) {
       return cublasGemmStridedBatchedEx_64(
-          handle, CUBLAS_OP_N, CUBLAS_OP_N, p.D, p.Sq, p.Sk, &one, p.V + b * p.v.batch + g * p.v.head, type, leading(p.v),
-          grouped ? 0 : p.v.head, P + first, type, p.Sk, int64_t(p.Sq) * p.Sk, &zero,
+          handle, CUBLAS_OP_N, CUBLAS_OP_N, p.D, p.Sq, p.Sk, &one, p.V + b * p.v.batch + g * p.v.head, type,
+          leading(p.v), grouped ? 0 : p.v.head, P + first, type, p.Sk, int64_t(p.Sq) * p.Sk, &zero,
           p.O + b * p.o.batch + g * heads * p.o.head, type, leading(p.o), p.o.head, heads, CUBLAS_COMPUTE_32F,
           CUBLAS_GEMM_DEFAULT);
     });
@@ -96,7 +98,9 @@ SdpaStatus cublas_forward(const SdpaParams& params, cudaStream_t stream) {
   const SdpaParams p = without_idle_strides(params);
   if (!p.Sk || !p.workspace) return failure(cudaErrorInvalidValue, "cublas wants keys, and a workspace");
   for (const Strides* s : {&p.q, &p.k, &p.v, &p.o}) {
-    if (s->row && s->row < p.D) return failure(cudaErrorInvalidValue, "cublas takes no rows that overlap or run backwards");
+    if (s->row && s->row < p.D) {
+      return failure(cudaErrorInvalidValue, "cublas takes no rows that overlap or run backwards");
+    }
   }
   thread_local cublasHandle_t handle = nullptr;
   cublasStatus_t done = handle ? CUBLAS_STATUS_SUCCESS : cublasCreate(&handle);

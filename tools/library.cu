@@ -8,13 +8,13 @@
 // Of the build, or of its tiles from number N on.
 template <int N = 0> constexpr size_t most_shared_bytes() {
   if constexpr (!sdpa::Build::use_tuned) {
-    return sizeof(sdpa::SharedOf<sdpa::FirstBuild>);
+    return sdpa::shared_bytes<sdpa::FirstBuild>;
   } else if constexpr (N == sdpa::TILES) {
     return 0;
   } else if constexpr (!sdpa::tile_fits(sdpa::tuned_tile(N))) {
     return most_shared_bytes<N + 1>();
   } else {
-    constexpr size_t own = sizeof(sdpa::SharedOf<sdpa::TunedBuild<N>>);
+    constexpr size_t own = sdpa::shared_bytes<sdpa::TunedBuild<N>>;
     return own > most_shared_bytes<N + 1>() ? own : most_shared_bytes<N + 1>();
   }
 }
@@ -38,8 +38,8 @@ int sdpa_library_forward(const sdpa::SdpaParams* p, cudaStream_t stream, char* t
   return status.code;
 }
 
-// The rows of the table of tiles, and the clocks that the cost model gives problems with tiles, which need be none of them:
-// clocks[problem][tile]. For tools/fit.py.
+// The rows of the table of tiles, and the clocks that the cost model gives problems with tiles, which need be none of
+// them: clocks[problem][tile]. For tools/fit.py.
 int sdpa_library_tiles(const sdpa::TunedTile** first) {
   *first = &sdpa::tuned_tile(0);
   return sdpa::TILES;
@@ -51,9 +51,9 @@ void sdpa_library_tile_clocks(const sdpa::TunedTile* tiles, int tile_count, cons
   }
 }
 
-// The launch: threads, bytes of shared memory, BLOCK_M; with USE_TUNED those of its first tile, but the most bytes. Of a
-// library as the sizes of symbols; of device code alone as a constant, which a library leaves out: in the one run with
-// it (79a1375) small kernels took 0.4 us longer.
+// The launch: threads, bytes of shared memory, BLOCK_M; with USE_TUNED those of its first tile, but the most bytes. Of
+// a library as the sizes of symbols; of device code alone as a constant, which a library leaves out: in the one run
+// with it (79a1375) small kernels took 0.4 us longer.
 #ifdef SDPA_DEVICE_CODE_ALONE
 __constant__ int sdpa_library_launch[3] = {sdpa::FirstBuild::threads, int(most_shared_bytes()),
                                            sdpa::FirstBuild::block_m};

@@ -1,8 +1,8 @@
 // What a round over a K/V tile costs the kernel of a line without a grid around it: one CTA alone, then as many as the
-// GPU holds, each with one item, all on the same K and V, which stay in L2. A library, which `./run_all.sh micro` builds
-// and calls: sdpa_micro() gives a JSON object, with [clocks of a round, clocks of an item besides] for one SM and for
-// all. A clock is clock64's, counted right behind each load. On the CPU backend it counts instead: barriers, bytes from
-// global memory and bank conflicts of a round.
+// GPU holds, each with one item, all on the same K and V, which stay in L2. A library, which `./run_all.sh micro`
+// builds and calls: sdpa_micro() gives a JSON object, with [clocks of a round, clocks of an item besides] for one SM
+// and for all. A clock is clock64's, counted right behind each load. On the CPU backend it counts instead: barriers,
+// bytes from global memory and bank conflicts of a round.
 #define main sdpa_main
 #include "../sdpa.cu"
 #undef main

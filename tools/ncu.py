@@ -100,9 +100,11 @@ def main():
     parser.add_argument("--shape", default="long")
     options = engine.parse_options(parser, argv[:split], __doc__)
     lines = builds.parse_contenders(options.words)
-    if len(lines) != 1 or isinstance(lines[0], (builds.Torch, builds.Cublas)):
+    if len(lines) != 1 or isinstance(lines[0], builds.Torch):
         raise Refused("one line at a time" if lines else "which line?")
     line, = lines
+    if line.family == "cublas":
+        raise Refused(f"{line.text} runs three kernels, two of them cuBLAS's; use ncu itself")
     engine.parse_problem(options.shape)
     gpu = engine.find_gpu()
     if not gpu:
