@@ -303,7 +303,9 @@ SdpaStatus cuda_failure(cudaError_t code, const char* what) {
 constexpr int most_rows = 1000000000;  // that a dimension may have
 
 // How many shares of `of` there are in n, the last one perhaps not full.
-__host__ __device__ constexpr int64_t shares(int64_t n, int64_t of) { return (n + of - 1) / of; }
+template <class T> __host__ __device__ constexpr T shares(T n, typename std::common_type<T>::type of) {
+  return (n + of - 1) / of;
+}
 
 struct TensorMaps {  // of tensors as [B][H][D/64][S][64]
   CUtensorMap q, k, v, o;
@@ -938,6 +940,17 @@ template <class E> __device__ __forceinline__ uint32_t pack(float low, float hig
   return word;
 }
 
+// mma of elements of that type: 16 of k if they have 16 bits, 32 if they have 8.
+template <class E>
+__device__ __forceinline__ void mma_32_bytes(float& d0, float& d1, float& d2, float& d3, const uint32_t (&a)[4],
+                                             uint32_t b0, uint32_t b1) {
+  if constexpr (sizeof(E) == 1) {
+    mma_m16n8k32_e4m3(d0, d1, d2, d3, a, b0, b1);
+  } else {
+    mma_m16n8k16<E>(d0, d1, d2, d3, a, b0, b1);
+  }
+}
+
 // ---- fp16 of U8 (wmma and DTYPE = U8) ----
 
 // u - 128 of two bytes of a word, the low or the high ones. 16 bits 0x6400 | u are the number 1024 + u.
@@ -1361,7 +1374,7 @@ __device__ __forceinline__ void merge_weights(const float2 (&m_l)[N], float scal
 
 template <class B>  // of all groups of warps, in whole tiles
 __host__ __device__ int keys_at_once() {
-  return (most_keys_at_once + B::block_n - 1) / B::block_n * B::block_n * B::split_kv;
+  return shares(most_keys_at_once, B::block_n) * B::block_n * B::split_kv;
 }
 
 // Merges O, m and l of the latest keys with those in the slot, unless these keys are the first, and stores the result
@@ -1422,6 +1435,19 @@ __device__ __forceinline__ void store_lse(float m, float l, const KernelArgs& a,
   }
 }
 
+// What O is multiplied by, of a row whose sum is l: 1 / l times the factor of V; 0 for a row without a visible key.
+template <class B>
+__device__ __forceinline__ float inverse_of_sum(float l, const KernelArgs& a, const WorkItem& item) {
+  return l == 0 ? 0 : rcp_approx_ftz(l) * item_v_descale<B>(a, item);
+}
+// O of rows without a visible key is 0, whatever V is.   l [ROWS]
+template <class View> __device__ __forceinline__ void clear_empty_rows(View& O, const float (&l)[View::ROWS]) {
+  SDPA_UNROLL for (int i = 0; i < View::ROWS; i++) {
+    if (l[i] != 0) continue;
+    SDPA_UNROLL for (int j = 0; j < View::COLS; j++) O.x[i][j] = 0;
+  }
+}
+
 // ---- stored from views (scalar, wmma, mma, wgmma) ----
 
 // O / l and LSE to global memory, rows past Sq left out. A row without a visible key is 0, whatever V is.
@@ -1436,7 +1462,7 @@ __device__ __forceinline__ void store_output(const View& O, const float (&m)[Vie
   SDPA_UNROLL for (int i = 0; i < View::ROWS; i++) {
     const int q = item.q0 + O.row(i);
     if (q >= p.Sq) continue;
-    const float inverse = rcp_approx_ftz(l[i]) * item_v_descale<B>(a, item);
+    const float inverse = inverse_of_sum<B>(l[i], a, item);
     SDPA_UNROLL for (int j = 0; j < View::COLS; j += width) {
       Output e[width];
       SDPA_UNROLL for (int n = 0; n < width; n++) {
@@ -1641,7 +1667,7 @@ template <class B> struct ItemTiles {
     const int h_kv = item.h / (p.Hq / p.Hkv);
     keys = a.keys.of_rows(item.q0, min(item.q0 + queries_of_item<B>(a), p.Sq) - 1);
     if (B::split_ctas != 1) {
-      const int rounds = max((keys.end - keys.begin + ADVANCE - 1) / ADVANCE, 0);
+      const int rounds = max(shares(keys.end - keys.begin, ADVANCE), 0);
       const KeyRange part = range_of_rounds(a, rounds);
       keys = {keys.begin + part.begin * ADVANCE, min(keys.begin + part.end * ADVANCE, keys.end)};
     }
@@ -2773,7 +2799,7 @@ template <int WIDTH> struct WgmmaAccumulator {  // [64][WIDTH]
 __device__ __forceinline__ int uniform(int x) { return __shfl_sync(0xffffffffu, x, 0); }
 
 // Bytes of a tile's panels: [rows][128], or [rows][64] where rows have no more.
-template <class B> constexpr int ROW_BYTES = B::head_dim* int(sizeof(Input));
+template <class B> constexpr int ROW_BYTES = int(sizeof(Input)) * B::head_dim;
 template <class B> constexpr int PANEL_BYTES = ROW_BYTES<B> < 128 ? ROW_BYTES<B> : 128;
 template <class B> constexpr int PANEL_ATOM = 8 * PANEL_BYTES<B>;  // 8 lines of a panel
 constexpr int STEP_BYTES = 32;                                     // of K that an instruction takes
@@ -2808,17 +2834,9 @@ __device__ __forceinline__ uint64_t descriptor_at(uint64_t descriptor, int bytes
   return (descriptor & ~uint64_t(0xffffffff)) | uint32_t(uint32_t(descriptor) + bytes / 16);
 }
 
-// 16 columns of P, rounded: their accumulators are the A operand as they stand. Of e4m3 32 columns, of which V
-// must have the keys in another order: the operand's k = 4q + r of 16 is column r / 2 * 8 + 2q + r % 2.
+// 16 columns of P, rounded: their accumulators are the A operand as they stand.
 template <class E, class View> __device__ __forceinline__ void pack_step(uint32_t (&out)[4], const View& P, int step) {
-  SDPA_UNROLL for (int i = 0; i < 4; i++) {
-    if constexpr (sizeof(E) == 1) {
-      const float* const d = P.x.d + 16 * step + i / 2 * 8 + i % 2 * 2;
-      out[i] = cvt_rn_satfinite_e4m3x4(d[0], d[1], d[4], d[5]);
-    } else {
-      out[i] = pack<E>(P.x.d[8 * step + 2 * i], P.x.d[8 * step + 2 * i + 1]);
-    }
-  }
+  SDPA_UNROLL for (int i = 0; i < 4; i++) out[i] = pack<E>(P.x.d[8 * step + 2 * i], P.x.d[8 * step + 2 * i + 1]);
 }
 // Cache policies of loads: Q is read once, K and V by many CTAs.
 constexpr uint64_t evict_first = 0x12f0000000000000, evict_last = 0x14f0000000000000;
@@ -2831,7 +2849,7 @@ template <class B> constexpr int wgmma_rows = B::swap_ab ? B::block_m : 64;
 struct alignas(16) WgmmaItem : WorkItem {
   int h_kv, first_key, rounds;  // no rounds: there are no more items
 };
-template <class B> constexpr int round_keys = B::split_kv* B::block_n;
+template <class B> constexpr int round_keys = B::block_n * B::split_kv;
 template <class B> __device__ __forceinline__ int first_key_of(const WgmmaItem& item, int round, int slice) {
   return item.first_key + (round * B::split_kv + slice) * B::block_n;
 }
@@ -2850,52 +2868,50 @@ __device__ __forceinline__ WgmmaItem wgmma_item(const KernelArgs& a, uint32_t i)
     const int last = min(item.q0 + queries_of_item<B>(a), a.p.Sq) - 1;
     const KeyRange keys = a.keys.of_rows(max(item.q0, 0), last);
     item.first_key = keys.begin;
-    item.rounds = max((keys.end - keys.begin + round_keys<B> - 1) / round_keys<B>, 1);
+    item.rounds = max(shares(keys.end - keys.begin, round_keys<B>), 1);
   }
   item.h_kv = int(a.q_heads_per_kv.divide(item.h));
   return item;
 }
 
-// S = Q @ K.T of a warpgroup, begun. Q [64][D] is that of a descriptor, or A operands in registers; K [BLOCK_N][D] that
-// of a descriptor.   [64][BLOCK_N]
-template <class B, class Queries>
-__device__ __forceinline__ void wgmma_qk(WgmmaAccumulator<B::block_n>& S, const Queries& Q, uint64_t K) {
+// Bytes from the beginning of a tile of ROWS rows to the next STEP_BYTES of them, number `step`.
+template <class B> constexpr int panel_step(int step, int rows) {
+  constexpr int steps = PANEL_BYTES<B> / STEP_BYTES;  // of a panel
+  return step / steps * PANEL_BYTES<B> * rows + step % steps * STEP_BYTES;
+}
+
+// S = Q @ K.T of a warpgroup, begun. Q [64][D] and K [BLOCK_N][D] are those of the descriptors.   [64][BLOCK_N]
+template <class B>
+__device__ __forceinline__ void wgmma_qk(WgmmaAccumulator<B::block_n>& S, uint64_t Q, uint64_t K) {
   forget(S.x.d);
   wgmma_fence();
   SDPA_UNROLL for (int step = 0; step < ROW_BYTES<B> / STEP_BYTES; step++) {
-    constexpr int steps = PANEL_BYTES<B> / STEP_BYTES;  // of a panel
-    const int lines = step / steps * PANEL_BYTES<B>, bytes = step % steps * STEP_BYTES;
-    const uint64_t K_at = descriptor_at(K, lines * B::block_n + bytes);
-    if constexpr (!std::is_same<Queries, uint64_t>::value) {
-      wgmma_rs<Input, B::block_n, 0>(S.x.d, Q[step], K_at, step > 0);
-    } else {
-      wgmma_ss<Input, B::block_n, 0>(S.x.d, descriptor_at(Q, lines * 64 + bytes), K_at, step > 0);
-    }
+    wgmma_ss<Input, B::block_n, 0>(S.x.d, descriptor_at(Q, panel_step<B>(step, 64)),
+                                   descriptor_at(K, panel_step<B>(step, B::block_n)), step > 0);
   }
   wgmma_commit_group();
 }
-// V of 8 bits is [D][keys] in panels of 128 keys, or of 64 where a tile has no more.
-template <class B> constexpr int V_LINE = B::block_n > 64 ? 128 : 64;
-template <class B> constexpr int V_KEYS = B::block_n > 64 ? (B::block_n + 127) / 128 * 128 : 64;  // in whole panels
 
 // P of a tile, rounded, as A operands.
-template <class B> constexpr int STEP_KEYS = STEP_BYTES / int(sizeof(Element<B>));
-template <class B> using WgmmaProbabilities = uint32_t[B::block_n / STEP_KEYS<B>][4];
+template <class B> using WgmmaProbabilities = uint32_t[B::block_n / 16][4];
 
-// O = P @ V (+ O if accumulate), begun. V is that of the descriptor: [BLOCK_N][D], or of 8 bits [D][BLOCK_N].
-//   [64][D]
+// O = P @ V (+ O if accumulate), begun. V [BLOCK_N][D] is that of the descriptor.   [64][D]
 template <class B>
 __device__ __forceinline__ void wgmma_pv(WgmmaAccumulator<B::head_dim>& O, const WgmmaProbabilities<B>& P, uint64_t V,
                                          bool accumulate) {
   hold(O.x.d);
   wgmma_fence();
-  SDPA_UNROLL for (int step = 0; step < B::block_n / STEP_KEYS<B>; step++) {
-    constexpr int steps = V_LINE<B> / STEP_BYTES;  // of a panel of 8 bits
-    const int bytes =
-        B::is_e4m3 ? step / steps * B::head_dim * V_LINE<B> + step % steps * STEP_BYTES : step * STEP_KEYS<B> * 128;
-    wgmma_rs<Element<B>, B::head_dim, !B::is_e4m3>(O.x.d, P[step], descriptor_at(V, bytes), step > 0 || accumulate);
+  SDPA_UNROLL for (int step = 0; step < B::block_n / 16; step++) {
+    wgmma_rs<Input, B::head_dim, 1>(O.x.d, P[step], descriptor_at(V, step * 16 * 128), step > 0 || accumulate);
   }
   wgmma_commit_group();
+}
+
+// By one warp, before the first copies.
+template <class B> __device__ __forceinline__ void prefetch_tensor_maps(const KernelArgs& a) {
+  if (threadIdx.x != 64) return;
+  prefetch_tensormap(&tensor_maps<B>(a).q), prefetch_tensormap(&tensor_maps<B>(a).k);
+  prefetch_tensormap(&tensor_maps<B>(a).v);
 }
 
 // Waits for the kernel before this one, then lets the CTAs of the next one come as these end. To let them
@@ -2978,8 +2994,8 @@ template <class B> SdpaStatus encode_tensor_maps(TensorMaps& maps, const KernelA
                  {"V", maps.v, p.V, p.Sk, p.Hkv, p.v, B::block_n, sizeof(Input)},
                  {"O", maps.o, p.O, p.Sq, p.Hq, p.o, group_rows, sizeof(Output)}};
   for (const auto& t : tensors) {
-    // No key: nothing is loaded, but the kernel prefetches the map. O of e4m3 is stored without one.
-    if (t.S == 0 || (B::is_e4m3 && &t.map == &maps.o)) {
+    // No key: nothing is loaded, but the kernel prefetches the map. Most kernels store O without one.
+    if (t.S == 0 || (B::path != Path::wgmma_roles && &t.map == &maps.o)) {
       t.map = maps.q;
       continue;
     }
@@ -3053,7 +3069,7 @@ __global__ void __launch_bounds__(B::threads, 1) sdpa_wgmma_plain(const __grid_c
   const WorkItem item = work_item<B>(a, blockIdx.x);
   const int h_kv = item.h / (p.Hq / p.Hkv);
   const KeyRange keys = a.keys.of_rows(item.q0, min(item.q0 + B::block_m, p.Sq) - 1);
-  const int tiles = (keys.end - keys.begin + B::block_n - 1) / B::block_n;
+  const int tiles = shares(keys.end - keys.begin, B::block_n);
 
   if (tid == 0) {
     mbarrier_init(&s.q_full, 1);
@@ -3130,7 +3146,7 @@ template <class B> struct KernelOf<B, Path::wgmma_plain> {
   static constexpr auto entry = sdpa_wgmma_plain<B>;
 };
 
-// ---- 5d the kernel with producer warps (wgmma and USE_WARP_SPECIALIZATION, USE_TUNED) ----
+// ---- 5d producers and consumers: what their kernels share (wgmma and USE_WARP_SPECIALIZATION, USE_TUNED) ----
 //
 //   warps of the producer warpgroup           warpgroups that compute, 64 rows each
 //   for each item:                            for each item, once q_full:
@@ -3141,186 +3157,91 @@ template <class B> struct KernelOf<B, Path::wgmma_plain> {
 //   one warp: wait o_done;  store O             O / l, rounded, in the place of Q;  signal o_done
 //
 // OVERLAP=1 begins S of the next tile before P @ V. With persistent CTAs the loads go on from item to item, those of
-// Q where there is room for two. Where there are too few items for all SMs, slices of the keys (SPLIT_KV) go to
+// Q where there is room for two. Where there are too few items for all SMs, two slices of the keys (SPLIT_KV) go to
 // different warpgroups, which merge what they have.
-
-// What depends on the type of Q, K and V. Here 16 bits, for which most hooks do nothing; e4m3 has a specialisation in a
-// section of its own.
-template <class B, bool = B::is_e4m3> struct WgmmaInput {
-  static constexpr bool q_in_registers = false, flushes = false, q_in_flushed = false, flushes_beside_qk = false;
-  struct Shared {};
-  struct Flushed {};
-  struct State {};  // of a warpgroup
-  using Scores = WgmmaAccumulator<B::block_n>;
-
-  // The tiles in which P @ V finds V, and the mbarriers that say that it has been read.
-  template <class S> static __device__ __forceinline__ auto& v_tiles(S& s, int n) { return s.slice[n]; }
-  template <class S> static __device__ __forceinline__ void init_v_empty(S& s, int n, int stage) {
-    mbarrier_init(&s.slice[n].v_empty[stage], B::group_warps);
-  }
-  // Consumer c calls these for every item, in this order.
-  template <class C> static __device__ void load_queries(C&) {}
-  template <class C> static __device__ void start_sums(C&) {}
-  template <class C> static __device__ void flush_when_due(C&) {}
-  template <class C> static __device__ void scale_flushed(C&, const float (&)[2]) {}
-  template <class C> static __device__ void add_flushed(C&) {}
-  template <class C> static __device__ __forceinline__ void store(C& c) { c.write_output(); }
-
-  // S = Q @ K.T once more, of this warp alone, by mma.sync and with K from global memory: its tile may
-  // be overwritten by now. Rare, so short rather than fast.
-  template <class C> static __device__ __forceinline__ void multiply_qk_again(const C& c, Scores& S) {
-    const SdpaParams& p = c.a.p;
-    const WgmmaItem& item = c.s.item[c.q_ring.stage];
-    const uint32_t tid = thread_index_anew() % 128, lane = tid % 32;
-    const int row = tid / 32 * 16 + lane % 16;
-    const Input* const K_g =
-        p.K + item.b * p.k.batch + item.h_kv * p.k.head + (c.k0 + lane / 4) * p.k.row + lane % 4 * 2;
-    SDPA_UNROLL for (int n = 0; n < B::block_n / 8; n++) {
-      float* const d = S.x.d + 4 * n;
-      d[0] = d[1] = d[2] = d[3] = 0;
-#pragma unroll 1
-      for (int k = 0; k < B::head_dim; k += 16) {
-        uint32_t q[4];
-        ldmatrix_x4<false>(
-            q, shared_address(c.s.Q[c.q_ring.stage][c.row_group] + panel_offset<64>(row, k + lane / 16 * 8)));
-        const Input* const from = K_g + 8 * n * p.k.row + k;
-        mma_m16n8k16<Element<B>>(d[0], d[1], d[2], d[3], q, ld_global<uint32_t>(from), ld_global<uint32_t>(from + 8));
-      }
-    }
-  }
-};
-
-template <class B> struct WgmmaShared {
-  static constexpr int ROW_GROUPS = B::block_m / 64;
-  // Q of the next item is loaded while an item is computed. Where Q goes to registers, one buffer suffices.
-  static constexpr bool Q_IN_REGISTERS = WgmmaInput<B>::q_in_registers;
-  static constexpr int Q_STAGES = B::use_persistent_cta && (B::head_dim <= 128 || Q_IN_REGISTERS) ? 2 : 1;
-  static constexpr int Q_BUFFERS = Q_IN_REGISTERS ? 1 : Q_STAGES;
-  static constexpr bool Q_IN_FLUSHED = WgmmaInput<B>::q_in_flushed;
-  // What slices with the same rows exchange. O[to][from] has, thread by thread, what slice `from` has summed
-  // of the part that slice `to` finishes. Of a warp's 16 rows even slices finish the first 8, odd ones the
-  // others; two that finish the same rows halve their columns.
-  struct Partial {
-    static constexpr int COLS = B::split_kv > 2 ? B::head_dim * 2 / B::split_kv : B::head_dim;
-    float4 O[B::split_kv][B::split_kv > 1 ? B::split_kv - 1 : 1][COLS / 16][128];
-    float2 m_l[B::split_kv][64];
-    alignas(16) Output out[B::split_kv][4][8][COLS + 8];  // 8: against bank conflicts
-  };
-  struct Nothing {};
-  struct Tiles {
-    alignas(1024) Input K[B::stages][B::block_n * B::head_dim];  // [BLOCK_N][D]
-    alignas(1024) Input V[B::stages][B::block_n * B::head_dim];  // [BLOCK_N][D]
-    // Full: the tile has landed. Empty: all who read it have done so.
-    uint64_t k_full[B::stages], k_empty[B::stages], v_full[B::stages], v_empty[B::stages];
-  };
-  using Queries = Element<B>[ROW_GROUPS][64 * B::head_dim];  // 16 bits: afterwards O on its way out
-  using Flushed = typename WgmmaInput<B>::Flushed[B::warpgroups];
-  alignas(1024) typename std::conditional<Q_IN_FLUSHED, Flushed, Queries[Q_BUFFERS]>::type Q;
-  Tiles slice[B::split_kv];
-  typename WgmmaInput<B>::Shared of_input;
-  typename std::conditional<(B::split_kv > 1), Partial[ROW_GROUPS], Nothing>::type partial;
-  WgmmaItem item[Q_STAGES];  // whose Q it is
-  // Full: Q has landed, and item is set. Done: every warp has written its O over Q. Empty: O has been stored.
-  uint64_t q_full[Q_STAGES], o_done[Q_STAGES][ROW_GROUPS], q_empty[Q_STAGES];
-  typename std::conditional<WgmmaInput<B>::flushes && !Q_IN_FLUSHED, Flushed, Nothing>::type flushed_sums;
-
-  __device__ __forceinline__ Element<B>* queries(int stage, int row_group) {
-    if constexpr (Q_IN_FLUSHED) {
-      return reinterpret_cast<Element<B>*>(Q[row_group]);
-    } else {
-      return Q[stage % Q_BUFFERS][row_group];
-    }
-  }
-  __device__ __forceinline__ auto& flushed(int warpgroup) {
-    if constexpr (Q_IN_FLUSHED) {
-      return Q[warpgroup];
-    } else {
-      return flushed_sums[warpgroup];
-    }
-  }
-  // Where P @ V finds V.
-  __device__ __forceinline__ auto& v_tiles(int n) { return WgmmaInput<B>::v_tiles(*this, n); }
-
-  // Two threads do it; a barrier of the CTA must follow.
-  __device__ __forceinline__ void init_mbarriers(int warp) {
-    if (warp == 1 && threadIdx.x % 32 == 0) {
-      for (uint64_t& full : q_full) mbarrier_init(&full, 1);
-      for (Tiles& t : slice) {
-        for (int n = 0; n < B::stages; n++) {
-          mbarrier_init(&t.k_full[n], 1), mbarrier_init(&t.v_full[n], 1);
-        }
-      }
-      fence_mbarrier_init();
-    }
-    if (warp == 2 && threadIdx.x % 32 == 0) {
-      for (int stage = 0; stage < Q_STAGES; stage++) {
-        mbarrier_init(&q_empty[stage], B::is_e4m3 ? B::num_warps : 1);
-        for (uint64_t& done : o_done[stage]) mbarrier_init(&done, 4);
-      }
-      for (int i = 0; i < B::split_kv; i++) {
-        Tiles& t = slice[i];
-        for (int n = 0; n < B::stages; n++) {
-          mbarrier_init(&t.k_empty[n], B::group_warps);
-          WgmmaInput<B>::init_v_empty(*this, i, n);
-        }
-      }
-      fence_mbarrier_init();
-    }
-  }
-};
 
 // Named barriers of the CTA; 0 is __syncthreads().
 enum WgmmaBarrier {
   turn = 1,      // and the next three: it is the warpgroup's turn at the tensor cores
   q_read = 5,    // and the next three: all warps of the warpgroup have read Q
-  partials = 9,  // of all slices are written
+  partials = 9,  // of both slices are written
 };
+
+// The stages of a slice's tiles. Full: the tile has landed. Empty: all who read it have done so.
+template <class B, int V_ELEMENTS = (B::block_n * B::head_dim)> struct TileRing {
+  alignas(1024) Input K[B::stages][B::block_n * B::head_dim];  // [BLOCK_N][D]
+  alignas(1024) Input V[B::stages][V_ELEMENTS];                // [BLOCK_N][D]
+  uint64_t k_full[B::stages], k_empty[B::stages], v_full[B::stages], v_empty[B::stages];
+
+  __device__ __forceinline__ void init_full(int v_arrivals) {
+    for (int n = 0; n < B::stages; n++) mbarrier_init(&k_full[n], 1), mbarrier_init(&v_full[n], v_arrivals);
+  }
+  __device__ __forceinline__ void init_empty() {
+    for (int n = 0; n < B::stages; n++) {
+      mbarrier_init(&k_empty[n], B::group_warps), mbarrier_init(&v_empty[n], B::group_warps);
+    }
+  }
+  // By a warp that computes: releases stages unread, each once it is full.
+  __device__ __forceinline__ void skip(StageRing<B::stages>& ring, int tiles, int lane) {
+    for (; tiles > 0; tiles--, ring.advance()) {
+      mbarrier_wait(&k_full[ring.stage], ring.parity);
+      arrive_by_warp(&k_empty[ring.stage], lane);
+      mbarrier_wait(&v_full[ring.stage], ring.parity);
+      arrive_by_warp(&v_empty[ring.stage], lane);
+    }
+  }
+};
+
+// What two slices with the same rows exchange. O[to] has, thread by thread, what the other slice has summed of the rows
+// that slice `to` finishes: of a warp's 16 rows slice 0 the first 8, slice 1 the others.
+template <class B> struct SlicePartial {
+  float4 O[2][B::head_dim / 16][128];
+  float2 m_l[2][64];
+  alignas(16) Output out[2][4][8][B::head_dim + 8];  // 8: against bank conflicts
+};
+struct Nothing {};
+template <class B>
+using SlicePartials = typename std::conditional<(B::split_kv > 1), SlicePartial<B>[B::block_m / 64], Nothing>::type;
 
 // True if warpgroups before query 0 or past Sq skip the item's tiles.
 template <class B> constexpr bool wgmma_may_pass = B::split_kv == 1 && !B::use_ping_pong;
 
 // How the registers of a CTA are dealt: all threads start with the same number, then the warpgroup that
 // copies gives away what it does not need. setmaxnreg counts in eights.
-template <class B> struct WgmmaRegisters {
+template <class B, int PRODUCER> struct WgmmaRegisters {
   static constexpr int at_start = 65536 / B::threads / 8 * 8;
-  static constexpr int producer = B::warpgroups > 2 ? 32 : B::is_e4m3 ? 40 : 24;
+  static constexpr int producer = B::warpgroups > 2 ? 32 : PRODUCER;
   static constexpr int spare = at_start * (B::warpgroups + 1) - producer;
   static constexpr int consumer = spare / B::warpgroups < 240 ? spare / B::warpgroups / 8 * 8 : 240;
   // One warpgroup that computes has enough as it is.
   static constexpr bool dealt = consumer > at_start;
 };
 
+// What a producer warp does; bits.
+enum WgmmaRole { idle = 0, load_k = 1, load_v = 2, store_o = 4, transpose_v = 8 };
+
 // A producer warp. All its lanes have the same state, and one of them issues the copies.
-template <class B> struct WgmmaProducer {
-  using Shared = WgmmaShared<B>;
+template <class B, class Shared> struct WgmmaProducer {
   Shared& s;
   const KernelArgs& a;
   const bool issues = threadIdx.x % 32 == 0;
   StageRing<B::stages> ring;
   StageRing<Shared::Q_STAGES> q_ring;
-  StageRing<Shared::Q_STAGES> last_q{Shared::Q_STAGES - 1, 1};  // of the item before
-
-  __device__ WgmmaProducer(Shared& s_, const KernelArgs& a_) : s(s_), a(a_) {}
 
   // Item number i; past the last item one without rounds.
   __device__ __forceinline__ WgmmaItem find_item(uint32_t i) const {
     if (B::use_persistent_cta && i >= a.work_items) return {};
     return wgmma_item<B, wgmma_may_pass<B>>(a, i);
   }
-  // Loads Q of an item and sets s.item; q_full tells the others.
-  __device__ __forceinline__ void start_item(const WgmmaItem& item) {
+  // Loads Q of an item, once `empty` is complete, and sets s.item; q_full tells the others.
+  __device__ __forceinline__ void start_item(const WgmmaItem& item, uint64_t* empty, int parity) {
     const int stage = q_ring.stage;
     uint64_t* const full = &s.q_full[stage];
-    if constexpr (Shared::Q_IN_REGISTERS) {
-      if (B::use_persistent_cta) mbarrier_wait(&s.q_empty[last_q.stage], last_q.parity);
-      last_q = q_ring;
-    } else {
-      if (B::use_persistent_cta) mbarrier_wait(&s.q_empty[stage], q_ring.parity ^ 1);
-    }
+    if (B::use_persistent_cta) mbarrier_wait(empty, parity);
     if (issues) {
       s.item[stage] = item;
       mbarrier_arrive_expect_tx(full, item.rounds > 0 ? B::block_m * ROW_BYTES<B> : 0);
-      for (int group = 0; item.rounds > 0 && group < s.ROW_GROUPS; group++) {
+      for (int group = 0; item.rounds > 0 && group < B::block_m / 64; group++) {
         const int at[5] = {0, item.q0 + group * 64, 0, item.h, item.b};
         cp_async_bulk_tensor_load(s.queries(stage, group), &tensor_maps<B>(a).q, at, full, evict_first);
       }
@@ -3348,17 +3269,17 @@ template <class B> struct WgmmaProducer {
       mbarrier_arrive(full);  // nothing to load: every score of this tile is masked
     }
   }
-  // Loads the tiles of all items. One warp loads K of a slice and another V, since a copy that waits for its stage
-  // would hold up the other kind. Where warps are few (four slices, two of e4m3) one loads both. One warp of the
-  // first slice loads Q as well: K's, which so begins the next item early; without a queue V's, so that Q and K are
-  // asked for at once.
-  __device__ __forceinline__ void load_items(int slice, bool loads_k, bool loads_v, bool starts) {
+  // Loads a slice's tiles of all items: K, or V to the stages of v, or both. A copy that waits for its stage would hold
+  // up the other kind: so one warp loads K and another V, where there are enough of them. The warp that starts an item,
+  // by start(item), is a loader as well.
+  template <class V, class Start>
+  __device__ __forceinline__ void load_items(int role, int slice, V& v, bool starts, const Start& start) {
     uint32_t* const counter = static_cast<uint32_t*>(a.p.workspace);
-    typename Shared::Tiles& t = s.slice[slice];
+    auto& t = s.slice[slice];
     WgmmaItem item = find_item(blockIdx.x);
     griddepcontrol_wait();  // the kernel before this one has ended, and its writes are visible
     while (true) {
-      if (starts) start_item(item);
+      if (starts) start(item);
       if (!starts && B::use_persistent_cta) item = follow_item();
       if (item.rounds == 0) break;
       uint32_t drawn = 0;
@@ -3367,50 +3288,12 @@ template <class B> struct WgmmaProducer {
         // The queue has the items after the first of every CTA, so that there are as many draws as items, and
         // the last puts the counter back. A CTA draws ahead of its item's last loads, which wait for their stage
         // anyway: sooner, and a long item would keep the next one from a CTA that is free first.
-        if (B::use_persistent_cta && starts && issues && round == 0) {
-          drawn = atomicInc(counter, a.work_items - 1);
-        }
-        if (loads_k) {
-          load(item, round, slice, &tensor_maps<B>(a).k, t.K[n], &t.k_full[n], &t.k_empty[n]);
-        }
-        if (loads_v) {
-          load(item, round, slice, &tensor_maps<B>(a).v, t.V[n], &t.v_full[n], &t.v_empty[n]);
-        }
+        if (B::use_persistent_cta && starts && issues && round == 0) drawn = atomicInc(counter, a.work_items - 1);
+        if (role & load_k) load(item, round, slice, &tensor_maps<B>(a).k, t.K[n], &t.k_full[n], &t.k_empty[n]);
+        if (role & load_v) load(item, round, slice, &tensor_maps<B>(a).v, v.V[n], &v.v_full[n], &v.v_empty[n]);
       }
       if (!B::use_persistent_cta) break;
       if (starts) item = find_item(gridDim.x + uniform(drawn));
-    }
-  }
-  // By one thread: stores O of all items from shared memory. TMA leaves out rows past Sq, but a box must not
-  // begin before row 0.
-  __device__ __forceinline__ void store_items() {
-    do {
-      const int stage = q_ring.stage;
-      mbarrier_wait(&s.q_full[stage], q_ring.parity);
-      const WgmmaItem& item = s.item[stage];
-      if (item.rounds == 0) break;
-      for (int group = 0; group < s.ROW_GROUPS; group++) {
-        mbarrier_wait(&s.o_done[stage][group], q_ring.parity);
-        const int at[5] = {0, item.q0 + group * 64, 0, item.h, item.b};
-        if (at[1] < 0) continue;
-        cp_async_bulk_tensor_store(&tensor_maps<B>(a).o, at, s.Q[stage][group]);
-        cp_async_bulk_commit_group();
-      }
-      cp_async_bulk_wait_group_read<0>();
-      mbarrier_arrive(&s.q_empty[stage]);
-      q_ring.advance();
-    } while (B::use_persistent_cta);
-  }
-  __device__ __forceinline__ void run(int warp) {
-    constexpr int slice_warps = B::split_kv < (B::is_e4m3 ? 2 : 4) ? 2 : 1;
-    const int slice = warp / slice_warps, part = warp % slice_warps;
-    if (slice < B::split_kv) {
-      constexpr int starts = B::use_persistent_cta ? 0 : slice_warps - 1;
-      load_items(slice, part == 0, part == slice_warps - 1, warp == starts);
-    } else if constexpr (B::is_e4m3) {
-      WgmmaInput<B>::transpose_items(*this, (warp - 2) % B::split_kv, (warp - 2) / B::split_kv);
-    } else if (B::split_kv == 1 && threadIdx.x == 64) {
-      store_items();
     }
   }
 };
@@ -3435,107 +3318,52 @@ template <class B> struct WgmmaTurns<B, true> {
   }
 };
 
-// A warpgroup that computes: O of 64 rows over its slice of the keys.
-template <class B> struct WgmmaConsumer {
-  using Shared = WgmmaShared<B>;
+// The item's rounds [first, end) that a warpgroup computes whose first query is q: all; SKIP_MASKED: those of which its
+// rows see something, and at least one; none if all its rows are before the first query or past the last one, so that
+// the others have the tensor cores to themselves.
+struct RoundRange {
+  int first, end;
+};
+template <class B>
+__device__ __forceinline__ RoundRange own_rounds(const KernelArgs& a, const WgmmaItem& item, int rounds, int q) {
+  if (wgmma_may_pass<B> && (q < 0 || q >= a.p.Sq)) return {0, 0};
+  if (!B::skip_masked) return {0, rounds};
+  const KeyRange seen = a.keys.of_rows(min(q, a.p.Sq - 1), min(q + 63, a.p.Sq - 1));
+  const int first_key = uniform(item.first_key);
+  const int end = min(max(shares(seen.end - first_key, round_keys<B>), 1), rounds);
+  return {min((seen.begin - first_key) / round_keys<B>, end - 1), end};
+}
+
+// The 64 rows of a warpgroup over its slice of the keys, in registers.
+template <class B> struct WgmmaRows {
   using Scores = WgmmaAccumulator<B::block_n>;
   using Sums = WgmmaAccumulator<B::head_dim>;
   static constexpr int ROWS = Sums::ROWS;
-  using Probabilities = WgmmaProbabilities<B>;
 
-  Shared& s;
   const KernelArgs& a;
-  const int lane, warpgroup, slice, row_group;
-  const uint64_t Q, K, V;  // descriptors of the first stages; of Q of the warpgroup's rows
   Sums O;
   float m[ROWS], l[ROWS];
-  StageRing<Shared::Q_STAGES> q_ring;
-  StageRing<B::stages> ring;  // where K and V of this tile are
-  int k0 = 0, last_k0 = 0;    // first keys of this tile and of the last one
-  int q = 0;                  // the warpgroup's first query
-  bool accumulates = false;   // an earlier tile of the item has begun O
-  ItemScale<B> scale_log2;    // of the item
-  typename WgmmaInput<B>::State of_input;
+  int q = 0, k0 = 0;         // first query, and first key of this tile
+  bool accumulates = false;  // an earlier tile of the item has begun O
+  ItemScale<B> scale_log2;   // of the item
   // USE_LAZY_MAX: tiles with k0 in [stale_from, stale_from + stale_keys) may take the stale maximum.
   int stale_from = 0;
   uint32_t stale_keys = 0;
 
-  __device__ WgmmaConsumer(Shared& s_, const KernelArgs& a_, int thread)
-      : s(s_),
-        a(a_),
-        lane(thread % 32),
-        warpgroup(uniform(thread / 128)),
-        slice(warpgroup / Shared::ROW_GROUPS),
-        row_group(warpgroup % Shared::ROW_GROUPS),
-        Q(wgmma_descriptor(uniform(shared_address(s.queries(0, row_group))), 16, PANEL_ATOM<B>)),
-        K(wgmma_descriptor(uniform(shared_address(s.slice[slice].K[0])), 16, PANEL_ATOM<B>)),
-        V(wgmma_descriptor(uniform(shared_address(s.v_tiles(slice).V[0])), B::block_n * 128,
-                           B::is_e4m3 ? 8 * V_LINE<B> : 1024)),
-        scale_log2(a_) {}
+  __device__ explicit WgmmaRows(const KernelArgs& a_) : a(a_), scale_log2(a_) {}
 
-  // ---- which tiles ----
-
-  // The item's rounds [first, end) are this warpgroup's: all; SKIP_MASKED: those of which its rows see something,
-  // and at least one; none if all its rows are before the first query or past the last one, so that the
-  // others have the tensor cores to themselves.
-  struct Rounds {
-    int first, end;
-  };
-  __device__ __forceinline__ Rounds own_rounds(const WgmmaItem& item, int rounds) const {
-    if (wgmma_may_pass<B> && (q < 0 || q >= a.p.Sq)) return {0, 0};
-    if (!B::skip_masked) return {0, rounds};
-    const KeyRange seen = a.keys.of_rows(min(q, a.p.Sq - 1), min(q + 63, a.p.Sq - 1));
-    const int first_key = uniform(item.first_key);
-    const int past = (seen.end - first_key + round_keys<B> - 1) / round_keys<B>;
-    const int end = min(max(past, 1), rounds);
-    return {min((seen.begin - first_key) / round_keys<B>, end - 1), end};
-  }
-  // Releases the stages of tiles that this warpgroup does not need, each once it is full.
-  __device__ __forceinline__ void let_pass(int tiles) {
-    typename Shared::Tiles& t = s.slice[slice];
-    auto& v = s.v_tiles(slice);
-    for (; tiles > 0; tiles--, ring.advance()) {
-      mbarrier_wait(&t.k_full[ring.stage], ring.parity);
-      release(&t.k_empty[ring.stage]);
-      mbarrier_wait(&v.v_full[ring.stage], ring.parity);
-      release(&v.v_empty[ring.stage]);
-    }
-  }
-  __device__ __forceinline__ void release(uint64_t* empty) { arrive_by_warp(empty, lane); }
-
-  // ---- the products ----
-
-  // S = Q @ K.T, begun.   [64][BLOCK_N]
-  __device__ __forceinline__ void begin_qk(Scores& S, const StageRing<B::stages>& at, bool k_is_there) {
-    if (!k_is_there) mbarrier_wait(&s.slice[slice].k_full[at.stage], at.parity);
-    const uint64_t K_at = descriptor_at(K, at.stage * int(sizeof s.slice[0].K[0]));
-    if constexpr (Shared::Q_IN_REGISTERS) {
-      wgmma_qk<B>(S, of_input.queries, K_at);
-    } else {
-      wgmma_qk<B>(S, descriptor_at(Q, q_ring.stage * int(sizeof s.Q[0])), K_at);
-    }
-  }
-  // O += P @ V, begun.   [64][D]
-  __device__ __forceinline__ void begin_pv(const Probabilities& P, bool v_is_there) {
-    if (!v_is_there) mbarrier_wait(&s.v_tiles(slice).v_full[ring.stage], ring.parity);
-    wgmma_pv<B>(O, P, descriptor_at(V, ring.stage * int(sizeof s.v_tiles(0).V[0])), accumulates);
-    accumulates = true;
-  }
-  // Waits for the P @ V whose V is in that stage, and releases it.
-  __device__ __forceinline__ void end_pv(int stage) {
-    wgmma_wait_group<0>(), hold(O.x.d);
-    release(&s.v_tiles(slice).v_empty[stage]);
-  }
-  // ---- the softmax ----
-
-  // First tile of an item, if it has no mask: some score of a row becomes its stale maximum.
-  __device__ __forceinline__ void take_some_score_as_max(const Scores& S) {
-    if (!B::use_lazy_max || has_mask()) return;
-    float alpha[ROWS];
-    softmax_max<B, Scores, B::is_e4m3 ? S.COLS : 4>(S, scale_log2, m, alpha);
-    keep_max(fmaxf(fabsf(m[0]), fabsf(m[1])) * scale_log2 <= shift_limit);
+  __device__ __forceinline__ void start() {
+    accumulates = false, stale_keys = 0;
+    SDPA_UNROLL for (int i = 0; i < ROWS; i++) m[i] = -INFINITY, l[i] = 0;
   }
   __device__ __forceinline__ bool has_mask() const { return !a.tiles.cover(q, k0); }
+  // First tile of an item, if it has no mask: some score of a row becomes its stale maximum, of the first COLS.
+  template <int COLS> __device__ __forceinline__ void take_some_score_as_max(const Scores& S) {
+    if (!B::use_lazy_max || has_mask()) return;
+    float alpha[ROWS];
+    softmax_max<B, Scores, COLS>(S, scale_log2, m, alpha);
+    keep_max(fmaxf(fabsf(m[0]), fabsf(m[1])) * scale_log2 <= shift_limit);
+  }
   // From now on tiles without mask may take m as the stale maximum, if it will do for all rows of the warp.
   __device__ __forceinline__ void keep_max(bool will_do) {
     if (!B::use_lazy_max) return;
@@ -3556,51 +3384,254 @@ template <class B> struct WgmmaConsumer {
     softmax_max<B>(S, scale_log2, m, alpha);
     keep_max(softmax_sum<B>(S, scale_log2, m, alpha, l));
   }
-  __device__ __forceinline__ void scale_output(const float (&alpha)[ROWS]) {
-    if (__all_sync(0xffffffffu, alpha[0] == 1 && alpha[1] == 1)) return;
-    scale_rows(O, alpha);
-    WgmmaInput<B>::scale_flushed(*this, alpha);
+  // The same, by the stale maximum where that will do: then it returns true, and O keeps its scale. recover(softmax)
+  // may still make P of what a stale maximum that was too small has left in S; it returns true if it could.
+  template <class Recover>
+  __device__ __forceinline__ bool softmax(Scores& S, float (&alpha)[ROWS], const WgmmaItem& item,
+                                          const Recover& recover) {
+    bool stale = false, recovered = false;
+    if (may_take_stale_max()) {
+      StaleSoftmax<B, ROWS> softmax(m, scale_log2);
+      softmax.exp(S, 0, S.COLS);
+      stale = softmax.add_to(l);
+      if (!stale) recovered = recover(softmax);
+      if (!stale && !recovered) multiply_qk_again(S, item);
+    }
+    if (!stale && !recovered) softmax_by_exact_max(S, alpha);
+    return stale;
+  }
+  // S = Q @ K.T once more, of this warp alone, by mma.sync and out of global memory: its tiles may be overwritten by
+  // now. Rare, so short rather than fast.
+  __device__ __forceinline__ void multiply_qk_again(Scores& S, const WgmmaItem& item) const {
+    const SdpaParams& p = a.p;
+    const uint32_t tid = thread_index_anew() % 128, lane = tid % 32;
+    const Input* const Q_g = p.Q + item.b * p.q.batch + item.h * p.q.head;
+    const Input* const K_g = p.K + item.b * p.k.batch + item.h_kv * p.k.head;
+    const auto word = [&](const Input* tensor, int row, int64_t stride, int byte) {
+      return ld_global<uint32_t>(reinterpret_cast<const char*>(tensor + row * stride) + byte + lane % 4 * 4);
+    };
+    const int row = q + tid / 32 * 16 + lane / 4, last_row = p.Sq - 1;
+    SDPA_UNROLL for (int n = 0; n < B::block_n / 8; n++) {
+      float* const d = S.x.d + 4 * n;
+      d[0] = d[1] = d[2] = d[3] = 0;
+#pragma unroll 1
+      for (int byte = 0; byte < ROW_BYTES<B>; byte += STEP_BYTES) {
+        uint32_t of_q[4], of_k[2];
+        SDPA_UNROLL for (int i = 0; i < 4; i++) {
+          of_q[i] = word(Q_g, min(row + i % 2 * 8, last_row), p.q.row, byte + i / 2 * 16);
+        }
+        SDPA_UNROLL for (int i = 0; i < 2; i++) of_k[i] = word(K_g, k0 + lane / 4 + 8 * n, p.k.row, byte + i * 16);
+        mma_32_bytes<Input>(d[0], d[1], d[2], d[3], of_q, of_k[0], of_k[1]);
+      }
+    }
+  }
+  // LSE of the item's rows.
+  __device__ __forceinline__ void store_lses(const WgmmaItem& item, uint32_t tid) const {
+    SDPA_UNROLL for (int i = 0; i < ROWS; i++) {
+      const int row = q + tid / 32 * 16 + tid % 32 / 4 + 8 * i;
+      if (tid % 4 == 0 && row < a.p.Sq) store_lse<B>(m[i], l[i], a, item, row);
+    }
+  }
+};
+
+// ---- 5d merge of slices (wgmma and USE_WARP_SPECIALIZATION, USE_TUNED and SPLIT_KV > 1) ----
+
+// Merges the slices' sums, its own first: each slice finishes half of the rows. Calls store(share, row), and stores LSE:
+// share[4v ... 4v + 3] are elements 0, 1, 4 and 5 of accumulator 8v of the finished rows, divided by l.
+template <class B, class Store>
+__device__ __forceinline__ void merge_slices(const WgmmaRows<B>& rows, SlicePartial<B>& partial, int slice,
+                                             const WorkItem& item, const Store& store) {
+  const uint32_t tid = thread_index_anew() % 128, lane = tid % 32, warp = tid / 32;
+  const int row = warp * 16 + slice * 8 + lane / 4;  // that the thread finishes
+  float share[B::head_dim / 4];
+  SDPA_UNROLL for (int to = 0; to < 2; to++) {
+    SDPA_UNROLL for (int v = 0; v < B::head_dim / 16; v++) {
+      const float* const part = rows.O.x.d + v * 8 + to * 2;
+      const float4 x = {part[0], part[1], part[4], part[5]};
+      if (to == slice) {
+        memcpy(share + 4 * v, &x, sizeof x);
+      } else {
+        st_shared(&partial.O[to][v][tid], x);
+      }
+    }
+  }
+  if (lane % 4 == 0) {
+    SDPA_UNROLL for (int i = 0; i < 2; i++) {
+      st_shared(&partial.m_l[slice][warp * 16 + lane / 4 + 8 * i], float2{rows.m[i], rows.l[i]});
+    }
+  }
+  barrier_sync(partials, B::warpgroups * 128);  // hazard: partial results written
+
+  const float2 own = slice == 0 ? float2{rows.m[0], rows.l[0]} : float2{rows.m[1], rows.l[1]};
+  const float2 m_l[2] = {own, ld_shared<float2>(&partial.m_l[1 - slice][row])};
+  float weight[2], m, l;
+  merge_weights<B>(m_l, rows.scale_log2, weight, m, l);
+  const float inverse = inverse_of_sum<B>(l, rows.a, item);
+  SDPA_UNROLL for (int v = 0; v < B::head_dim / 16; v++) {
+    const float4 x = ld_shared<float4>(&partial.O[slice][v][tid]);
+    const float others[4] = {x.x, x.y, x.z, x.w};
+    SDPA_UNROLL for (int i = 0; i < 4; i++) {
+      float& d = share[4 * v + i];
+      d = l == 0 ? 0 : fmaf(others[i], weight[1] * inverse, d * (weight[0] * inverse));
+    }
+  }
+  store(share, row);
+  if (lane % 4 == 0 && rows.q + row < rows.a.p.Sq) store_lse<B>(m, l, rows.a, item, rows.q + row);
+}
+
+// ---- 5d 16 bits: the kernel (wgmma and USE_WARP_SPECIALIZATION, USE_TUNED and DTYPE = FP16, DTYPE = BF16) ----
+
+template <class B> struct WgmmaShared {
+  // Q of the next item is loaded while an item is computed, if there is room.
+  static constexpr int ROW_GROUPS = B::block_m / 64, Q_STAGES = B::use_persistent_cta && B::head_dim <= 128 ? 2 : 1;
+  alignas(1024) Input Q[Q_STAGES][ROW_GROUPS][64 * B::head_dim];  // [64][D] each; afterwards O on its way out
+  TileRing<B> slice[B::split_kv];
+  SlicePartials<B> partial;
+  WgmmaItem item[Q_STAGES];  // whose Q it is
+  // Full: Q has landed, and item is set. Done: every warp has written its O over Q. Empty: O has been stored.
+  uint64_t q_full[Q_STAGES], o_done[Q_STAGES][ROW_GROUPS], q_empty[Q_STAGES];
+
+  __device__ __forceinline__ Input* queries(int stage, int row_group) { return Q[stage][row_group]; }
+  // Two threads do it; a barrier of the CTA must follow.
+  __device__ __forceinline__ void init_mbarriers(int warp) {
+    if (warp == 1 && threadIdx.x % 32 == 0) {
+      for (uint64_t& full : q_full) mbarrier_init(&full, 1);
+      for (auto& t : slice) t.init_full(1);
+      fence_mbarrier_init();
+    }
+    if (warp == 2 && threadIdx.x % 32 == 0) {
+      for (int stage = 0; stage < Q_STAGES; stage++) {
+        mbarrier_init(&q_empty[stage], 1);
+        for (uint64_t& done : o_done[stage]) mbarrier_init(&done, 4);
+      }
+      for (auto& t : slice) t.init_empty();
+      fence_mbarrier_init();
+    }
+  }
+};
+
+// The producer warpgroup. By one thread: stores O of all items from shared memory. TMA leaves out rows past Sq, but a
+// box must not begin before row 0.
+template <class B> __device__ __forceinline__ void wgmma_store_items(WgmmaShared<B>& s, const KernelArgs& a) {
+  StageRing<WgmmaShared<B>::Q_STAGES> q_ring;
+  do {
+    const int stage = q_ring.stage;
+    mbarrier_wait(&s.q_full[stage], q_ring.parity);
+    const WgmmaItem& item = s.item[stage];
+    if (item.rounds == 0) break;
+    for (int group = 0; group < s.ROW_GROUPS; group++) {
+      mbarrier_wait(&s.o_done[stage][group], q_ring.parity);
+      const int at[5] = {0, item.q0 + group * 64, 0, item.h, item.b};
+      if (at[1] < 0) continue;
+      cp_async_bulk_tensor_store(&tensor_maps<B>(a).o, at, s.Q[stage][group]);
+      cp_async_bulk_commit_group();
+    }
+    cp_async_bulk_wait_group_read<0>();
+    mbarrier_arrive(&s.q_empty[stage]);
+    q_ring.advance();
+  } while (B::use_persistent_cta);
+}
+template <class B> __device__ __forceinline__ void wgmma_produce(WgmmaShared<B>& s, const KernelArgs& a, int warp) {
+  // Two slices have two loaders each, and nobody stores: the slices do that themselves.
+  constexpr bool split = B::split_kv > 1;
+  constexpr int roles[4] = {load_k, load_v, split ? load_k : store_o, split ? load_v : idle};
+  // The loader of V begins an item, so that Q and K are asked for at once; with a queue that of K, which so begins the
+  // next item early.
+  constexpr int starts = B::use_persistent_cta ? 0 : 1;
+  const int role = roles[warp], slice = warp / 2;
+  if (role & (load_k | load_v)) {
+    WgmmaProducer<B, WgmmaShared<B>> p{s, a};
+    p.load_items(role, slice, s.slice[slice], warp == starts, [&](const WgmmaItem& item) {
+      p.start_item(item, &s.q_empty[p.q_ring.stage], p.q_ring.parity ^ 1);
+    });
+  } else if (role == store_o && threadIdx.x % 32 == 0) {
+    wgmma_store_items(s, a);
+  }
+}
+
+// A warpgroup that computes: O of 64 rows over its slice of the keys.
+template <class B> struct WgmmaConsumer {
+  using Shared = WgmmaShared<B>;
+  using Rows = WgmmaRows<B>;
+  using Scores = typename Rows::Scores;
+  using Probabilities = WgmmaProbabilities<B>;
+
+  Shared& s;
+  const KernelArgs& a;
+  const int lane, warpgroup, slice, row_group;
+  const uint64_t Q, K, V;  // descriptors of the first stages; of Q of the warpgroup's rows
+  Rows rows;
+  StageRing<Shared::Q_STAGES> q_ring;
+  StageRing<B::stages> ring;  // where K and V of this tile are
+  int last_k0 = 0;            // first key of the last tile
+
+  __device__ WgmmaConsumer(Shared& s_, const KernelArgs& a_, int thread)
+      : s(s_),
+        a(a_),
+        lane(thread % 32),
+        warpgroup(uniform(thread / 128)),
+        slice(warpgroup / Shared::ROW_GROUPS),
+        row_group(warpgroup % Shared::ROW_GROUPS),
+        Q(wgmma_descriptor(uniform(shared_address(s.Q[0][row_group])), 16, 1024)),
+        K(wgmma_descriptor(uniform(shared_address(s.slice[slice].K[0])), 16, 1024)),
+        V(wgmma_descriptor(uniform(shared_address(s.slice[slice].V[0])), B::block_n * 128, 1024)),
+        rows(a_) {}
+
+  // ---- the products ----
+
+  // S = Q @ K.T, begun.   [64][BLOCK_N]
+  __device__ __forceinline__ void begin_qk(Scores& S, const StageRing<B::stages>& at, bool k_is_there) {
+    if (!k_is_there) mbarrier_wait(&s.slice[slice].k_full[at.stage], at.parity);
+    wgmma_qk<B>(S, descriptor_at(Q, q_ring.stage * int(sizeof s.Q[0])),
+                descriptor_at(K, at.stage * int(sizeof s.slice[0].K[0])));
+  }
+  // O += P @ V, begun.   [64][D]
+  __device__ __forceinline__ void begin_pv(const Probabilities& P, bool v_is_there) {
+    if (!v_is_there) mbarrier_wait(&s.slice[slice].v_full[ring.stage], ring.parity);
+    wgmma_pv<B>(rows.O, P, descriptor_at(V, ring.stage * int(sizeof s.slice[0].V[0])), rows.accumulates);
+    rows.accumulates = true;
+  }
+  // Waits for the P @ V whose V is in that stage, and releases it.
+  __device__ __forceinline__ void end_pv(int stage) {
+    wgmma_wait_group<0>(), hold(rows.O.x.d);
+    arrive_by_warp(&s.slice[slice].v_empty[stage], lane);
+  }
+
+  // ---- the softmax ----
+
+  __device__ __forceinline__ void scale_output(const float (&alpha)[2]) {
+    if (!__all_sync(0xffffffffu, alpha[0] == 1 && alpha[1] == 1)) scale_rows(rows.O, alpha);
   }
   // Rounds P, and holds it before the fence. Otherwise nvcc rounds a part after it, ptxas splits P @ V into two
   // groups (C7519), and the wait for the next scores waits for the first of these as well.
   static __device__ __forceinline__ void pack_all(Probabilities& out, const Scores& P) {
-    SDPA_UNROLL for (int step = 0; step < B::block_n / STEP_KEYS<B>; step++) {
-      pack_step<Element<B>>(out[step], P, step), hold(out[step]);
-    }
+    SDPA_UNROLL for (int step = 0; step < B::block_n / 16; step++) pack_step<Input>(out[step], P, step), hold(out[step]);
   }
-
   // P of the scores S, rounded, and O rescaled to its maximum. end_last_pv() waits for the P @ V before: after
   // the first FIRST columns of a stale softmax, or before an exact one.
   template <int FIRST, class End>
   __device__ __forceinline__ void attend(Scores& S, Probabilities& P, const End& end_last_pv) {
-    const bool stale = may_take_stale_max();
+    const bool stale = rows.may_take_stale_max();
     bool done = false;
-    StaleSoftmax<B, ROWS> softmax(m, scale_log2);
+    StaleSoftmax<B, 2> softmax(rows.m, rows.scale_log2);
     if (stale) softmax.exp(S, 0, FIRST);
     end_last_pv();
     if (stale) {
       softmax.exp(S, FIRST, S.COLS);
       pack_all(P, S);
-      done = softmax.add_to(l);
-      if (!done) WgmmaInput<B>::multiply_qk_again(*this, S);
+      done = softmax.add_to(rows.l);
+      if (!done) rows.multiply_qk_again(S, s.item[q_ring.stage]);
     }
-    float alpha[ROWS];  // three conditions: under one, nvcc puts P into the registers of S
-    if (!done) softmax_by_exact_max(S, alpha);
+    float alpha[2];  // three conditions: under one, nvcc puts P into the registers of S
+    if (!done) rows.softmax_by_exact_max(S, alpha);
     if (!done) scale_output(alpha);
     if (!done) pack_all(P, S);
   }
   // The same with the whole softmax beside the P @ V before.
   template <class End>
   __device__ __forceinline__ void attend_beside_pv(Scores& S, Probabilities& P, const End& end_last_pv) {
-    bool stale = false;
-    float alpha[ROWS];
-    if (may_take_stale_max()) {
-      StaleSoftmax<B, ROWS> softmax(m, scale_log2);
-      softmax.exp(S, 0, S.COLS);
-      stale = softmax.add_to(l);
-      if (!stale) WgmmaInput<B>::multiply_qk_again(*this, S);
-    }
-    if (!stale) softmax_by_exact_max(S, alpha);
+    float alpha[2];
+    const bool stale = rows.softmax(S, alpha, s.item[q_ring.stage], [](const auto&) { return false; });
     end_last_pv();
     if (!stale) scale_output(alpha);
     pack_all(P, S);
@@ -3609,23 +3640,21 @@ template <class B> struct WgmmaConsumer {
   // ---- the loops over the tiles of an item ----
 
   __device__ __forceinline__ void serial(const WgmmaTurns<B>& turns) {
-    typename Shared::Tiles& t = s.slice[slice];
-    auto& v = s.v_tiles(slice);
+    TileRing<B>& t = s.slice[slice];
     Scores S;
     Probabilities P;
-    for (bool first = true;; first = false, k0 -= round_keys<B>) {
+    for (bool first = true;; first = false, rows.k0 -= round_keys<B>) {
       begin_qk(S, ring, false), wgmma_wait_group<0>(), hold(S.x.d);
-      release(&t.k_empty[ring.stage]);
-      const bool v_is_there = mbarrier_peek_parity(&v.v_full[ring.stage], ring.parity);
-      if (first) take_some_score_as_max(S);
+      arrive_by_warp(&t.k_empty[ring.stage], lane);
+      const bool v_is_there = mbarrier_peek_parity(&t.v_full[ring.stage], ring.parity);
+      if (first) rows.template take_some_score_as_max<4>(S);
       attend<S.COLS>(S, P, [] {});
-      WgmmaInput<B>::flush_when_due(*this);
       turns.begin();
       begin_pv(P, v_is_there);
       turns.end();
       end_pv(ring.stage);
       ring.advance();
-      if (k0 == last_k0) break;
+      if (rows.k0 == last_k0) break;
     }
   }
 
@@ -3635,86 +3664,45 @@ template <class B> struct WgmmaConsumer {
   // 256. More of them, or two that split the keys, do better with all exponentials in one piece.
   __device__ __forceinline__ void overlapped(const WgmmaTurns<B>& turns) {
     constexpr bool pv_ends_halfway = B::use_lazy_max && B::warpgroups == 2 && B::split_kv == 1;
-    typename Shared::Tiles& t = s.slice[slice];
-    auto& v = s.v_tiles(slice);
+    TileRing<B>& t = s.slice[slice];
     Scores S;
     Probabilities P;
     int last_stage = 0;  // V of the P @ V before
     const auto end_last_pv = [&] {
-      wgmma_wait_group<0>(), hold(O.x.d), hold(S.x.d);  // of S nothing is rounded before
+      wgmma_wait_group<0>(), hold(rows.O.x.d), hold(S.x.d);  // of S nothing is rounded before
       __syncwarp();
-      if (lane == 0 && accumulates) mbarrier_arrive(&v.v_empty[last_stage]);
+      if (lane == 0 && rows.accumulates) mbarrier_arrive(&t.v_empty[last_stage]);
     };
     begin_qk(S, ring, false), wgmma_wait_group<0>(), hold(S.x.d);
-    take_some_score_as_max(S);
-    for (;; k0 -= round_keys<B>) {
-      release(&t.k_empty[ring.stage]);
+    rows.template take_some_score_as_max<4>(S);
+    for (;; rows.k0 -= round_keys<B>) {
+      arrive_by_warp(&t.k_empty[ring.stage], lane);
       StageRing<B::stages> next = ring;
       next.advance();
       // The next K and this V have mostly landed; to ask takes time, which the softmax hides.
       const bool k_is_there = mbarrier_peek_parity(&t.k_full[next.stage], next.parity);
-      const bool v_is_there = mbarrier_peek_parity(&v.v_full[ring.stage], ring.parity);
-      if constexpr (B::is_e4m3) {
-        WgmmaInput<B>::attend(*this, S, P, end_last_pv);
-      } else if constexpr (pv_ends_halfway) {
+      const bool v_is_there = mbarrier_peek_parity(&t.v_full[ring.stage], ring.parity);
+      if constexpr (pv_ends_halfway) {
         attend<S.COLS / 2>(S, P, end_last_pv);
       } else {
         attend_beside_pv(S, P, end_last_pv);
       }
-      constexpr bool flushes_beside_qk = WgmmaInput<B>::flushes_beside_qk;
-      if (!flushes_beside_qk) WgmmaInput<B>::flush_when_due(*this);
       turns.begin();
-      if (k0 != last_k0) begin_qk(S, next, k_is_there);
-      if (flushes_beside_qk) WgmmaInput<B>::flush_when_due(*this);
+      if (rows.k0 != last_k0) begin_qk(S, next, k_is_there);
       begin_pv(P, v_is_there);
       turns.end();
       last_stage = ring.stage, ring = next;
       wgmma_wait_group<1>(), hold(S.x.d);
-      if (k0 == last_k0) break;
+      if (rows.k0 == last_k0) break;
     }
     end_pv(last_stage);
   }
 
   // ---- items ----
 
-  // Writes O / l, rounded, over Q, which all warps have read, and stores LSE.
-  __device__ __forceinline__ void write_output() {
-    const uint32_t tid = thread_index_anew() % 128, lane = tid % 32;
-    const int first_row = tid / 32 * 16, stage = q_ring.stage;  // of the warp, in its group
-    barrier_sync(q_read + warpgroup, 128);                      // hazard: Q read by all its warps
-    float inverse[ROWS];
-    SDPA_UNROLL for (int i = 0; i < ROWS; i++) {
-      inverse[i] = l[i] == 0 ? 0 : rcp_approx_ftz(l[i]) * item_v_descale<B>(a, s.item[stage]);
-    }
-    if (l[0] == 0 || l[1] == 0) {  // a row without a visible key is 0, whatever V is
-      SDPA_UNROLL for (int i = 0; i < ROWS; i++) {
-        SDPA_UNROLL for (int j = 0; j < O.COLS; j++) {
-          if (l[i] == 0) O.x[i][j] = 0;
-        }
-      }
-    }
-    const WgmmaItem& item = s.item[stage];
-    SDPA_UNROLL for (int i = 0; i < ROWS; i++) {
-      const int row = q + first_row + int(lane) / 4 + 8 * i;
-      if (lane % 4 == 0 && row < a.p.Sq) store_lse<B>(m[i], l[i], a, item, row);
-    }
-    SDPA_UNROLL for (int n = 0; n < B::head_dim / 16; n++) {
-      WgmmaAccumulator<16> part;
-      memcpy(part.x.d, O.x.d + 8 * n, sizeof part.x.d);
-      scale_rows(part, inverse);
-      uint32_t o[4];
-      pack_step<Output>(o, part, 0);
-      const int at = panel_offset<64>(first_row + lane % 16, n * 16 + lane / 16 * 8);
-      stmatrix_x4<false>(shared_address(s.Q[stage][row_group] + at), o);
-    }
-    fence_proxy_async();
-  }
-
-  // O, m and l of the tiles from k0 down to last_k0.
+  // O, m and l of the tiles from rows.k0 down to last_k0.
   __device__ __forceinline__ void sum_keys(const WgmmaTurns<B>& turns) {
-    accumulates = false, stale_keys = 0;
-    SDPA_UNROLL for (int i = 0; i < ROWS; i++) m[i] = -INFINITY, l[i] = 0;
-    WgmmaInput<B>::start_sums(*this);
+    rows.start();
     if constexpr (B::overlap) {
       overlapped(turns);
     } else {
@@ -3727,14 +3715,59 @@ template <class B> struct WgmmaConsumer {
       sum_keys(turns);
     } else {
       const int all_k0 = last_k0, thread = int(threadIdx.x) - B::producer_threads;
-      for (bool first = true;; first = false, k0 -= round_keys<B>) {
-        last_k0 = max(k0 - keys_at_once<B>() + round_keys<B>, all_k0);
+      for (bool first = true;; first = false, rows.k0 -= round_keys<B>) {
+        last_k0 = max(rows.k0 - keys_at_once<B>() + round_keys<B>, all_k0);
         sum_keys(turns);
         const bool last = last_k0 == all_k0;
-        carry_sums<B>(O, m, l, scale_log2, thread, first, last);
+        carry_sums<B>(rows.O, rows.m, rows.l, rows.scale_log2, thread, first, last);
         if (last) break;
       }
     }
+  }
+  // Writes O / l, rounded, over Q, which all warps have read, and stores LSE.
+  __device__ __forceinline__ void write_output() {
+    auto& O = rows.O;
+    const uint32_t tid = thread_index_anew() % 128, lane = tid % 32;
+    const int first_row = tid / 32 * 16, stage = q_ring.stage;  // of the warp, in its group
+    barrier_sync(q_read + warpgroup, 128);                      // hazard: Q read by all its warps
+    float inverse[2];
+    SDPA_UNROLL for (int i = 0; i < 2; i++) inverse[i] = inverse_of_sum<B>(rows.l[i], a, s.item[stage]);
+    clear_empty_rows(O, rows.l);
+    rows.store_lses(s.item[stage], tid);
+    SDPA_UNROLL for (int n = 0; n < B::head_dim / 16; n++) {
+      WgmmaAccumulator<16> part;
+      memcpy(part.x.d, O.x.d + 8 * n, sizeof part.x.d);
+      scale_rows(part, inverse);
+      uint32_t o[4];
+      pack_step<Output>(o, part, 0);
+      const int at = panel_offset<64>(first_row + lane % 16, n * 16 + lane / 16 * 8);
+      stmatrix_x4<false>(shared_address(s.Q[stage][row_group] + at), o);
+    }
+    fence_proxy_async();
+  }
+  // Stores the merged rows of both slices by way of shared memory, so that a lane stores 16 bytes.
+  __device__ __forceinline__ void merge_and_store() {
+    const WorkItem item = s.item[0];  // read before the barrier, which hides the latency
+    SlicePartial<B>& partial = s.partial[row_group];
+    merge_slices<B>(rows, partial, slice, item, [&](const float (&share)[B::head_dim / 4], int row) {
+      const uint32_t lane = thread_index_anew() % 32, warp = thread_index_anew() / 32 % 4;
+      auto& out_s = partial.out[slice][warp];
+      SDPA_UNROLL for (int n = 0; n < B::head_dim / 32; n++) {
+        uint32_t o[4];
+        SDPA_UNROLL for (int i = 0; i < 4; i++) o[i] = pack<Output>(share[8 * n + 2 * i], share[8 * n + 2 * i + 1]);
+        stmatrix_x4<false>(shared_address(&out_s[lane % 8][n * 32 + lane / 8 * 8]), o);
+      }
+      __syncwarp();                                    // hazard: written by all lanes
+      constexpr int TIMES = B::head_dim / 32, ROWS_AT_ONCE = 8 / TIMES;  // 32 lanes times 8 elements
+      const int first = lane / (B::head_dim / 8), col = lane % (B::head_dim / 8) * 8;
+      uint4 o[TIMES];  // all loaded before the first is stored: loads would wait behind the stores
+      SDPA_UNROLL for (int i = 0; i < TIMES; i++) o[i] = ld_shared<uint4>(&out_s[first + i * ROWS_AT_ONCE][col]);
+      Output* const O_g = a.p.O + item.b * a.p.o.batch + item.h * a.p.o.head + col;
+      SDPA_UNROLL for (int i = 0; i < TIMES; i++) {
+        const int r = rows.q + row - int(lane / 4) + first + i * ROWS_AT_ONCE;
+        if (r < a.p.Sq) st_global_v4(O_g + r * a.p.o.row, o[i]);
+      }
+    });
   }
 
   // All items.
@@ -3745,50 +3778,42 @@ template <class B> struct WgmmaConsumer {
       const WgmmaItem& item = s.item[q_ring.stage];
       const int rounds = uniform(item.rounds);
       if (rounds == 0) break;
-      q = uniform(item.q0 + row_group * 64);
-      const Rounds own = own_rounds(item, rounds);
-      WgmmaInput<B>::load_queries(*this);
-      let_pass(rounds - own.end);
+      rows.q = uniform(item.q0 + row_group * 64);
+      const RoundRange own = own_rounds<B>(a, item, rounds, rows.q);
+      s.slice[slice].skip(ring, rounds - own.end, lane);
       if (own.end > 0) {
-        k0 = uniform(first_key_of<B>(item, own.end - 1, slice));
+        rows.k0 = uniform(first_key_of<B>(item, own.end - 1, slice));
         last_k0 = uniform(first_key_of<B>(item, own.first, slice));
-        scale_log2.start(item);
+        rows.scale_log2.start(item);
         sum_parts(turns);
-        SDPA_UNROLL for (int i = 0; i < ROWS; i++) l[i] = row_sum<Sums::LANES>(l[i]);
-        WgmmaInput<B>::add_flushed(*this);
+        SDPA_UNROLL for (int i = 0; i < 2; i++) rows.l[i] = row_sum<Rows::Sums::LANES>(rows.l[i]);
         if constexpr (B::split_kv > 1) {
-          merge_slices(*this);
+          merge_and_store();
         } else {
-          WgmmaInput<B>::store(*this);
+          write_output();
         }
       }
-      if (B::skip_masked) let_pass(own_rounds(item, rounds).first);
-      if (Shared::Q_IN_FLUSHED) fence_proxy_async();  // read before TMA writes it
-      // With slices nobody waits. Where Q goes to registers, load_queries() has released it, unless the flushed sums
-      // lie there.
-      if (B::split_kv == 1 && (!Shared::Q_IN_REGISTERS || Shared::Q_IN_FLUSHED)) {
-        release(B::is_e4m3 ? &s.q_empty[q_ring.stage] : &s.o_done[q_ring.stage][row_group]);
-      }
+      if (B::skip_masked) s.slice[slice].skip(ring, own_rounds<B>(a, item, rounds, rows.q).first, lane);
+      if (B::split_kv == 1) arrive_by_warp(&s.o_done[q_ring.stage][row_group], lane);  // with slices nobody waits
       q_ring.advance();
     } while (B::use_persistent_cta);
     turns.leave();
   }
 };
 
-template <class B> __global__ void __launch_bounds__(B::threads, 1) sdpa_wgmma(const __grid_constant__ KernelArgs a) {
+template <class B>
+__global__ void __launch_bounds__(B::threads, 1) sdpa_wgmma(const __grid_constant__ KernelArgs a) {
   WgmmaShared<B>& s = dynamic_shared<WgmmaShared<B>>();
   const int warp = uniform(threadIdx.x / 32);
   s.init_mbarriers(warp);
-  if (threadIdx.x == 64) {
-    prefetch_tensormap(&tensor_maps<B>(a).q), prefetch_tensormap(&tensor_maps<B>(a).k),
-        prefetch_tensormap(&tensor_maps<B>(a).v);
-  }
+  prefetch_tensor_maps<B>(a);
   __syncthreads();  // hazard: mbarriers initialised by two threads
+  using Registers = WgmmaRegisters<B, 24>;
   if (warp < B::producer_threads / 32) {
-    if (WgmmaRegisters<B>::dealt) setmaxnreg_dec<WgmmaRegisters<B>::producer>();
-    WgmmaProducer<B>(s, a).run(warp);
+    if (Registers::dealt) setmaxnreg_dec<Registers::producer>();
+    wgmma_produce(s, a, warp);
   } else {
-    if (WgmmaRegisters<B>::dealt) setmaxnreg_inc<WgmmaRegisters<B>::consumer>();
+    if (Registers::dealt) setmaxnreg_inc<Registers::consumer>();
     wait_then_let_next_kernel_start();
     WgmmaConsumer<B>(s, a, threadIdx.x - B::producer_threads).run();
   }
@@ -3799,97 +3824,15 @@ template <class B> struct KernelOf<B, Path::wgmma_roles> {
   static constexpr auto entry = sdpa_wgmma<B>;
 };
 
-// ---- 5d merge of slices (wgmma and USE_WARP_SPECIALIZATION, USE_TUNED and SPLIT_KV > 1) ----
-
-// Rounds 8 rows from query q on, and stores them by way of shared memory, so that a lane stores 16 bytes. O_g: their
-// first column in the item's head.
-template <int COLS>
-__device__ __forceinline__ void store_share(const float (&share)[COLS / 4], Output (&out_s)[8][COLS + 8], Output* O_g,
-                                            int q, const SdpaParams& p, uint32_t lane) {
-  SDPA_UNROLL for (int n = 0; n < COLS / 32; n++) {
-    uint32_t o[4];
-    SDPA_UNROLL for (int i = 0; i < 4; i++) { o[i] = pack<Output>(share[8 * n + 2 * i], share[8 * n + 2 * i + 1]); }
-    stmatrix_x4<false>(shared_address(&out_s[lane % 8][n * 32 + lane / 8 * 8]), o);
-  }
-  __syncwarp();                                               // hazard: written by all lanes
-  constexpr int TIMES = COLS / 32, ROWS_AT_ONCE = 8 / TIMES;  // 32 lanes times 8 elements
-  const int row = lane / (COLS / 8), col = lane % (COLS / 8) * 8;
-  uint4 o[TIMES];  // all loaded before the first is stored: loads would wait behind the stores
-  SDPA_UNROLL for (int i = 0; i < TIMES; i++) { o[i] = ld_shared<uint4>(&out_s[row + i * ROWS_AT_ONCE][col]); }
-  SDPA_UNROLL for (int i = 0; i < TIMES; i++) {
-    const int r = q + row + i * ROWS_AT_ONCE;
-    if (r < p.Sq) st_global_v4(O_g + r * p.o.row + col, o[i]);
-  }
-}
-
-// Merges the slices, and stores O / l and LSE. Each slice finishes its part: its own sum first, then the others' in
-// their order.
-template <class B> __device__ __forceinline__ void merge_slices(WgmmaConsumer<B>& c) {
-  using Shared = WgmmaShared<B>;
-  const KernelArgs& a = c.a;
-  const int slice = c.slice;
-  typename Shared::Partial& partial = c.s.partial[c.row_group];
-  constexpr int OTHERS = B::split_kv - 1, COLS = Shared::Partial::COLS;
-  const WorkItem item = c.s.item[0];  // read before the barrier, which hides the latency
-  const uint32_t tid = thread_index_anew() % 128, lane = tid % 32, warp = tid / 32;
-  const int first_row = warp * 16 + slice % 2 * 8;  // of the 8 that it finishes
-  const int row = first_row + lane / 4;             // of these the thread's
-  float share[COLS / 4];
-  SDPA_UNROLL for (int to = 0; to <= OTHERS; to++) {
-    SDPA_UNROLL for (int v = 0; v < COLS / 16; v++) {
-      const float* const part = c.O.x.d + to / 2 * COLS / 2 + v * 8 + to % 2 * 2;
-      const float4 x = {part[0], part[B::is_e4m3 ? 4 : 1], part[B::is_e4m3 ? 1 : 4], part[5]};
-      if (to == slice) {
-        memcpy(share + 4 * v, &x, sizeof x);
-      } else {
-        st_shared(&partial.O[to][slice - (slice > to)][v][tid], x);
-      }
-    }
-  }
-  if (lane % 4 == 0) {
-    SDPA_UNROLL for (int i = 0; i < 2; i++) {
-      st_shared(&partial.m_l[slice][warp * 16 + lane / 4 + 8 * i], float2{c.m[i], c.l[i]});
-    }
-  }
-  barrier_sync(partials, B::warpgroups * 128);  // hazard: partial results written
-
-  float2 m_l[OTHERS + 1] = {slice % 2 == 0 ? float2{c.m[0], c.l[0]} : float2{c.m[1], c.l[1]}};
-  SDPA_UNROLL for (int n = 0; n < OTHERS; n++) { m_l[n + 1] = ld_shared<float2>(&partial.m_l[n + (n >= slice)][row]); }
-  float weight[OTHERS + 1], m, l;
-  merge_weights<B>(m_l, c.scale_log2, weight, m, l);
-  const float inverse = l == 0 ? 0 : rcp_approx_ftz(l) * item_v_descale<B>(a, item);
-  SDPA_UNROLL for (int n = 0; n <= OTHERS; n++) weight[n] *= inverse;
-  SDPA_UNROLL for (int j = 0; j < COLS / 4; j++) share[j] *= weight[0];
-  SDPA_UNROLL for (int n = 0; n < OTHERS; n++) {
-    SDPA_UNROLL for (int v = 0; v < COLS / 16; v++) {
-      const float4 x = ld_shared<float4>(&partial.O[slice][n][v][tid]);
-      float* const d = share + 4 * v;
-      d[0] = fmaf(x.x, weight[n + 1], d[0]), d[1] = fmaf(x.y, weight[n + 1], d[1]);
-      d[2] = fmaf(x.z, weight[n + 1], d[2]), d[3] = fmaf(x.w, weight[n + 1], d[3]);
-    }
-  }
-  if (l == 0) {  // a row without a visible key is 0, whatever V is
-    SDPA_UNROLL for (int j = 0; j < COLS / 4; j++) share[j] = 0;
-  }
-  const int q = item.q0 + c.row_group * 64;
-  Output* const O_g = a.p.O + item.b * a.p.o.batch + item.h * a.p.o.head + slice / 2 * COLS;
-  if constexpr (B::is_e4m3) {  // a thread has four neighbouring columns
-    SDPA_UNROLL for (int v = 0; v < COLS / 16 && q + row < a.p.Sq; v++) {
-      const float* const x = share + 4 * v;
-      st_global(O_g + (q + row) * a.p.o.row + 16 * v + lane % 4 * 4,
-                uint2{pack<Output>(x[0], x[1]), pack<Output>(x[2], x[3])});
-    }
-  } else {
-    store_share<COLS>(share, partial.out[slice][warp], O_g, q + first_row, a.p, lane);
-  }
-  if (lane % 4 == 0 && slice < 2 && q + row < a.p.Sq) store_lse<B>(m, l, a, item, q + row);
-}
-
 // ---- 5d e4m3: Q in registers, V transposed, sums in fp32 (wgmma and DTYPE = FP8_E4M3) ----
 //
 // wgmma transposes no bytes, so two of the producer warps do: V's keys come to lie in lines. It adds products in 14
 // bits, so that O would stop to grow after some thousand keys; after FP8_FLUSH tiles what O holds goes to shared
-// memory, and O begins anew.
+// memory, and O begins anew. Only the loop with OVERLAP=1 is here.
+
+// V transposed is [D][keys] in panels of 128 keys, or of 64 where a tile has no more.
+template <class B> constexpr int V_LINE = B::block_n > 64 ? 128 : 64;
+template <class B> constexpr int V_KEYS = int(shares(B::block_n, V_LINE<B>)) * V_LINE<B>;  // in whole panels
 
 // O as P @ V of 8 bits leaves it: V has the even d of every 16 first.
 template <int WIDTH> struct WgmmaColumnsOfFour {  // [64][WIDTH]
@@ -3908,71 +3851,79 @@ template <int WIDTH> struct WgmmaColumnsOfFour {  // [64][WIDTH]
   __device__ int col(int j) const { return first_col + j / 4 * 16 + j % 4; }
 };
 
-template <class B> struct WgmmaInput<B, true> : WgmmaInput<B, false> {
-  // Where there is room. From shared memory an instruction would read as much of Q as of K.
-  static constexpr bool q_in_registers = (B::warpgroups < 4);
-  static constexpr bool flushes = (B::fp8_flush != 0);
-  // Where shared memory has no room for both: nothing is flushed before Q is read.
-  static constexpr bool q_in_flushed = q_in_registers && flushes && B::head_dim == 256;
-  // At D=256 a flush runs beside Q @ K.T. With fewer columns it comes before, since P @ V would wait for it.
-  static constexpr bool flushes_beside_qk = B::head_dim == 256;
+template <class B> struct E4m3Shared {
+  static constexpr int ROW_GROUPS = B::block_m / 64, Q_STAGES = B::use_persistent_cta ? 2 : 1;
   static constexpr int TRANSPOSERS = 2 / B::split_kv;  // warps of a slice
-  using Scores = WgmmaAccumulator<B::block_n>;
-  using Queries = uint32_t[ROW_BYTES<B> / STEP_BYTES][4];  // A operands
-  using Flushed = float4[B::head_dim / 8][128];            // of a warpgroup, thread by thread
-
-  struct Tiles {
-    alignas(1024) Input V[B::stages][V_KEYS<B> * B::head_dim];  // [D][BLOCK_N]
+  // Where there is room. From shared memory an instruction would read as much of Q as of K.
+  static constexpr bool Q_IN_REGISTERS = B::warpgroups < 4, FLUSHES = B::fp8_flush != 0;
+  // Where shared memory has no room for both: nothing is flushed before Q is read.
+  static constexpr bool Q_IN_FLUSHED = Q_IN_REGISTERS && FLUSHES && B::head_dim == 256;
+  struct Landed {  // V as TMA brings it
+    alignas(1024) Input V[B::stages][B::block_n * B::head_dim];  // [BLOCK_N][D]
     uint64_t v_full[B::stages], v_empty[B::stages];
   };
-  struct Shared {
-    Tiles slice[B::split_kv];
-  };
-  struct State {
-    Queries queries;
-    uint32_t tiles;  // whose P @ V has ended
-  };
+  using Queries = Input[ROW_GROUPS][64 * B::head_dim];
+  using Flushed = float4[B::warpgroups][B::head_dim / 8][128];  // thread by thread
+  alignas(1024) typename std::conditional<Q_IN_FLUSHED, Flushed, Queries>::type Q;
+  TileRing<B, V_KEYS<B> * B::head_dim> slice[B::split_kv];  // V [D][BLOCK_N]
+  Landed landed[B::split_kv];
+  SlicePartials<B> partial;
+  WgmmaItem item[Q_STAGES];
+  // Full: Q has landed, and item is set. Empty: Q has been read.
+  uint64_t q_full[Q_STAGES], q_empty[Q_STAGES];
+  typename std::conditional<FLUSHES && !Q_IN_FLUSHED, Flushed, Nothing>::type flushed_sums;
 
-  template <class S> static __device__ __forceinline__ auto& v_tiles(S& s, int n) { return s.of_input.slice[n]; }
-  template <class S> static __device__ __forceinline__ void init_v_empty(S& s, int n, int stage) {
-    mbarrier_init(&s.slice[n].v_empty[stage], TRANSPOSERS);
-    mbarrier_init(&s.of_input.slice[n].v_full[stage], TRANSPOSERS);
-    mbarrier_init(&s.of_input.slice[n].v_empty[stage], B::group_warps);
-  }
-
-  // ---- Q ----
-
-  // Of the item, whose buffer is free then.
-  template <class Consumer> static __device__ __forceinline__ void load_queries(Consumer& c) {
-    if (!q_in_registers) return;
-    const uint32_t tid = thread_index_anew() % 128;
-    const SharedAddress Q_s = shared_address(c.s.queries(0, c.row_group));
-    SDPA_UNROLL for (int step = 0; step < ROW_BYTES<B> / STEP_BYTES; step++) {
-      const uint32_t row = tid / 32 * 16 + tid % 16, byte = step * STEP_BYTES + tid / 16 % 2 * 16;
-      ldmatrix_x4<false>(c.of_input.queries[step], Q_s + panel_byte<64, PANEL_BYTES<B>>(row, byte));
+  __device__ __forceinline__ Input* queries(int, int row_group) { return reinterpret_cast<Input*>(Q[row_group]); }
+  __device__ __forceinline__ auto& flushed(int warpgroup) {
+    if constexpr (Q_IN_FLUSHED) {
+      return Q[warpgroup];
+    } else {
+      return flushed_sums[warpgroup];
     }
-    if (q_in_flushed) return;
-    fence_proxy_async();  // read before TMA writes it
-    c.release(&c.s.q_empty[c.q_ring.stage]);
   }
+  // Two threads do it; a barrier of the CTA must follow.
+  __device__ __forceinline__ void init_mbarriers(int warp) {
+    if (warp == 1 && threadIdx.x % 32 == 0) {
+      for (uint64_t& full : q_full) mbarrier_init(&full, 1);
+      for (auto& t : slice) t.init_full(TRANSPOSERS);
+      for (Landed& t : landed) {
+        for (int n = 0; n < B::stages; n++) mbarrier_init(&t.v_full[n], 1), mbarrier_init(&t.v_empty[n], TRANSPOSERS);
+      }
+      fence_mbarrier_init();
+    }
+    if (warp == 2 && threadIdx.x % 32 == 0) {
+      for (uint64_t& empty : q_empty) mbarrier_init(&empty, B::num_warps);
+      for (auto& t : slice) t.init_empty();
+      fence_mbarrier_init();
+    }
+  }
+};
 
-  // ---- V ----
+// The producer warpgroup.
+template <class B> struct E4m3Producer : WgmmaProducer<B, E4m3Shared<B>> {
+  using Shared = E4m3Shared<B>;
+  using Base = WgmmaProducer<B, Shared>;
+  static constexpr int TRANSPOSERS = Shared::TRANSPOSERS;
+  StageRing<Shared::Q_STAGES> last_q{Shared::Q_STAGES - 1, 1};  // of the item before, whose Q lies in the one buffer
+
+  __device__ E4m3Producer(Shared& s, const KernelArgs& a) : Base{s, a} {}
 
   // A slice's tiles of all items. Of two warps each has every other 16 of d.
-  template <class Producer> static __device__ __forceinline__ void transpose_items(Producer& p, int slice, int part) {
-    Tiles& to = p.s.of_input.slice[slice];
-    auto& from = p.s.slice[slice];
+  __device__ __forceinline__ void transpose_items(int slice, int part) {
+    auto& to = this->s.slice[slice];
+    auto& from = this->s.landed[slice];
+    StageRing<B::stages>& ring = this->ring;
     while (true) {
-      const WgmmaItem item = p.follow_item();
+      const WgmmaItem item = this->follow_item();
       if (item.rounds == 0) break;
-      for (int round = 0; round < item.rounds; round++, p.ring.advance()) {
-        const int n = p.ring.stage;
-        mbarrier_wait(&to.v_empty[n], p.ring.parity ^ 1);
-        mbarrier_wait(&from.v_full[n], p.ring.parity);
+      for (int round = 0; round < item.rounds; round++, ring.advance()) {
+        const int n = ring.stage;
+        mbarrier_wait(&to.v_empty[n], ring.parity ^ 1);
+        mbarrier_wait(&from.v_full[n], ring.parity);
         transpose(shared_address(to.V[n]), shared_address(from.V[n]), part);
         fence_proxy_async();  // what was written before P @ V reads it, what was read before TMA writes it
         __syncwarp();
-        if (p.issues) mbarrier_arrive(&from.v_empty[n]), mbarrier_arrive(&to.v_full[n]);
+        if (this->issues) mbarrier_arrive(&from.v_empty[n]), mbarrier_arrive(&to.v_full[n]);
       }
       if (!B::use_persistent_cta) break;
     }
@@ -4004,37 +3955,120 @@ template <class B> struct WgmmaInput<B, true> : WgmmaInput<B, false> {
     }
   }
 
-  // ---- the softmax ----
+  __device__ __forceinline__ void run(int warp) {
+    constexpr int loads[2] = {B::split_kv > 1 ? load_k | load_v : load_k, B::split_kv > 1 ? load_k | load_v : load_v};
+    if (warp >= 2) return transpose_items((warp - 2) % B::split_kv, (warp - 2) / B::split_kv);
+    const int slice = warp % B::split_kv, starts = B::use_persistent_cta || B::split_kv > 1 ? 0 : 1;
+    this->load_items(loads[warp], slice, this->s.landed[slice], warp == starts, [&](const WgmmaItem& item) {
+      const StageRing<Shared::Q_STAGES> stage = this->q_ring;
+      this->start_item(item, &this->s.q_empty[last_q.stage], last_q.parity);
+      last_q = stage;
+    });
+  }
+};
 
-  // As attend_beside_pv() of the consumer, but where a stale maximum was too small it is raised first. P is rounded
-  // only when the P @ V before has ended: ptxas takes an operand's registers for free while wgmma still reads them.
-  template <class Consumer, class End>
-  static __device__ __forceinline__ void attend(Consumer& c, Scores& S, WgmmaProbabilities<B>& P,
-                                                const End& end_last_pv) {
-    float alpha[2];
-    const bool may_be_stale = c.may_take_stale_max();
-    bool stale = may_be_stale;
-    StaleSoftmax<B, 2> softmax(c.m, c.scale_log2);
-    if (may_be_stale) {
-      softmax.exp(S, 0, S.COLS);
-      stale = softmax.add_to(c.l);
+// A warpgroup that computes: O of 64 rows over its slice of the keys.
+template <class B> struct E4m3Consumer {
+  using Shared = E4m3Shared<B>;
+  using Rows = WgmmaRows<B>;
+  using Scores = typename Rows::Scores;
+  using Probabilities = uint32_t[B::block_n / 32][4];  // A operands
+
+  Shared& s;
+  const KernelArgs& a;
+  const int lane, warpgroup, slice, row_group;
+  const uint64_t Q, K, V;  // descriptors; of K and V of the first stages
+  uint32_t queries[ROW_BYTES<B> / STEP_BYTES][4];  // Q as A operands, if Q_IN_REGISTERS
+  Rows rows;
+  StageRing<Shared::Q_STAGES> q_ring;
+  StageRing<B::stages> ring;  // where K and V of this tile are
+  int last_k0 = 0;            // first key of the last tile
+  uint32_t tiles = 0;         // whose P @ V has ended
+
+  __device__ E4m3Consumer(Shared& s_, const KernelArgs& a_, int thread)
+      : s(s_),
+        a(a_),
+        lane(thread % 32),
+        warpgroup(uniform(thread / 128)),
+        slice(warpgroup / Shared::ROW_GROUPS),
+        row_group(warpgroup % Shared::ROW_GROUPS),
+        Q(wgmma_descriptor(uniform(shared_address(s.queries(0, row_group))), 16, PANEL_ATOM<B>)),
+        K(wgmma_descriptor(uniform(shared_address(s.slice[slice].K[0])), 16, PANEL_ATOM<B>)),
+        V(wgmma_descriptor(uniform(shared_address(s.slice[slice].V[0])), 16, 8 * V_LINE<B>)),
+        rows(a_) {}
+
+  // ---- the products ----
+
+  __device__ __forceinline__ void load_queries() {
+    const uint32_t tid = thread_index_anew() % 128;
+    const SharedAddress Q_s = shared_address(s.queries(0, row_group));
+    SDPA_UNROLL for (int step = 0; step < ROW_BYTES<B> / STEP_BYTES; step++) {
+      const uint32_t row = tid / 32 * 16 + tid % 16, byte = step * STEP_BYTES + tid / 16 % 2 * 16;
+      ldmatrix_x4<false>(queries[step], Q_s + panel_byte<64, PANEL_BYTES<B>>(row, byte));
     }
-    if (!stale && (!may_be_stale || !raise_max(c, S, softmax, alpha))) {
-      if (may_be_stale) multiply_qk_again(c, S);
-      c.softmax_by_exact_max(S, alpha);
+  }
+  // Q's buffer may be filled anew.
+  __device__ __forceinline__ void release_queries() {
+    fence_proxy_async();  // read before TMA writes it
+    arrive_by_warp(&s.q_empty[q_ring.stage], lane);
+  }
+  // S = Q @ K.T, begun.   [64][BLOCK_N]
+  __device__ __forceinline__ void begin_qk(Scores& S, const StageRing<B::stages>& at, bool k_is_there) {
+    if (!k_is_there) mbarrier_wait(&s.slice[slice].k_full[at.stage], at.parity);
+    const uint64_t K_at = descriptor_at(K, at.stage * int(sizeof s.slice[0].K[0]));
+    if constexpr (Shared::Q_IN_REGISTERS) {
+      forget(S.x.d);
+      wgmma_fence();
+      SDPA_UNROLL for (int step = 0; step < ROW_BYTES<B> / STEP_BYTES; step++) {
+        wgmma_rs<Input, B::block_n, 0>(S.x.d, queries[step], descriptor_at(K_at, panel_step<B>(step, B::block_n)), step > 0);
+      }
+      wgmma_commit_group();
+    } else {
+      wgmma_qk<B>(S, Q, K_at);
     }
-    end_last_pv();
-    if (!stale) c.scale_output(alpha);
-    c.pack_all(P, S);
+  }
+  // O += P @ V, begun.   [64][D]
+  __device__ __forceinline__ void begin_pv(const Probabilities& P, bool v_is_there) {
+    if (!v_is_there) mbarrier_wait(&s.slice[slice].v_full[ring.stage], ring.parity);
+    const uint64_t V_at = descriptor_at(V, ring.stage * int(sizeof s.slice[0].V[0]));
+    auto& O = rows.O;
+    hold(O.x.d);
+    wgmma_fence();
+    SDPA_UNROLL for (int step = 0; step < B::block_n / 32; step++) {
+      constexpr int steps = V_LINE<B> / STEP_BYTES;  // of a panel
+      const int bytes = step / steps * B::head_dim * V_LINE<B> + step % steps * STEP_BYTES;
+      wgmma_rs<Input, B::head_dim, 0>(O.x.d, P[step], descriptor_at(V_at, bytes), step > 0 || rows.accumulates);
+    }
+    wgmma_commit_group();
+    rows.accumulates = true;
   }
 
-  // ---- where a stale maximum was too small ----
+  // ---- the softmax ----
 
+  // As the other kernel's attend_beside_pv(), but where a stale maximum was too small it is raised first. P is rounded
+  // only when the P @ V before has ended: ptxas takes an operand's registers for free while wgmma still reads them.
+  template <class End> __device__ __forceinline__ void attend(Scores& S, Probabilities& P, const End& end_last_pv) {
+    float alpha[2];
+    const auto raise = [&](const auto& softmax) { return raise_max(S, softmax, alpha); };
+    const bool stale = rows.softmax(S, alpha, s.item[q_ring.stage], raise);
+    end_last_pv();
+    if (!stale && !__all_sync(0xffffffffu, alpha[0] == 1 && alpha[1] == 1)) {
+      scale_rows(rows.O, alpha);
+      scale_flushed(alpha);
+    }
+    // The accumulators of 32 columns are an A operand as they stand, but V must have the keys in another order: the
+    // operand's k = 4q + r of 16 is column r / 2 * 8 + 2q + r % 2.
+    SDPA_UNROLL for (int step = 0; step < B::block_n / 32; step++) {
+      SDPA_UNROLL for (int i = 0; i < 4; i++) {
+        const float* const d = S.x.d + 16 * step + i / 2 * 8 + i % 2 * 2;
+        P[step][i] = cvt_rn_satfinite_e4m3x4(d[0], d[1], d[4], d[5]);
+      }
+      hold(P[step]);
+    }
+  }
   // Raises m where the stale maximum was too small, without the scores: until no P is over 2^p_log2. alpha is a
   // power of two. False, and nothing done, if some P has overflowed.
-  template <class Consumer>
-  static __device__ __forceinline__ bool raise_max(Consumer& c, Scores& P, const StaleSoftmax<B, 2>& softmax,
-                                                   float (&alpha)[2]) {
+  __device__ __forceinline__ bool raise_max(Scores& P, const StaleSoftmax<B, 2>& softmax, float (&alpha)[2]) {
     if (!__all_sync(0xffffffffu, softmax.sum[0] + softmax.sum[1] < INFINITY)) return false;
     SDPA_UNROLL for (int i = 0; i < 2; i++) {
       float largest = 1;
@@ -4044,91 +4078,161 @@ template <class B> struct WgmmaInput<B, true> : WgmmaInput<B, false> {
       const int log2_largest = int(bits_of(largest) >> 23) - 127 + 1;
       const int step = max(log2_largest - int(p_log2<B>), 0);
       alpha[i] = float_of(uint32_t(127 - step) << 23);
-      c.m[i] += float(step) / c.scale_log2;
-      c.l[i] = (c.l[i] + softmax.sum[i]) * alpha[i];
+      rows.m[i] += float(step) / rows.scale_log2;
+      rows.l[i] = (rows.l[i] + softmax.sum[i]) * alpha[i];
       SDPA_UNROLL for (int j = 0; j < P.COLS; j++) P.x[i][j] *= alpha[i];
     }
     return true;
   }
 
-  // S = Q @ K.T once more, as the consumer's own, but with Q from global memory as well.
-  template <class Consumer> static __device__ __forceinline__ void multiply_qk_again(const Consumer& c, Scores& S) {
-    const SdpaParams& p = c.a.p;
-    const WgmmaItem& item = c.s.item[c.q_ring.stage];
-    const uint32_t tid = thread_index_anew() % 128, lane = tid % 32;
-    const Input* const Q_g = p.Q + item.b * p.q.batch + item.h * p.q.head;
-    const Input* const K_g = p.K + item.b * p.k.batch + item.h_kv * p.k.head;
-    const auto word = [&](const Input* tensor, int row, int64_t stride, int byte) {
-      return ld_global<uint32_t>(reinterpret_cast<const char*>(tensor + row * stride) + byte + lane % 4 * 4);
-    };
-    const int row = c.q + tid / 32 * 16 + lane / 4, last_row = p.Sq - 1;
-    SDPA_UNROLL for (int n = 0; n < B::block_n / 8; n++) {
-      float* const d = S.x.d + 4 * n;
-      d[0] = d[1] = d[2] = d[3] = 0;
-#pragma unroll 1
-      for (int byte = 0; byte < ROW_BYTES<B>; byte += STEP_BYTES) {
-        uint32_t q[4], k[2];
-        SDPA_UNROLL for (int i = 0; i < 4; i++) {
-          q[i] = word(Q_g, min(row + i % 2 * 8, last_row), p.q.row, byte + i / 2 * 16);
-        }
-        for (int i = 0; i < 2; i++) k[i] = word(K_g, c.k0 + lane / 4 + 8 * n, p.k.row, byte + i * 16);
-        mma_m16n8k32_e4m3(d[0], d[1], d[2], d[3], q, k[0], k[1]);
-      }
-    }
-  }
+  // ---- sums in shared memory ----
 
-  // ---- O ----
-
-  template <class Consumer> static __device__ void start_sums(Consumer& c) { c.of_input.tiles = 0; }
-  // After FP8_FLUSH tiles, and before the next P @ V, adds O to the sums in shared memory, which have the same
-  // maximum.
-  template <class Consumer> static __device__ __forceinline__ void flush_when_due(Consumer& c) {
-    if constexpr (flushes) {
-      if (!c.accumulates || ++c.of_input.tiles % B::fp8_flush != 0) return;
-      const bool first = c.of_input.tiles == B::fp8_flush;
-      with_flushed(c, [&](float4* place, float* d) {
-        if (!first) add(d, ld_shared<float4>(place));
-        st_shared(place, float4{d[0], d[1], d[2], d[3]});
-      });
-      c.accumulates = false;
+  // Calls what(place, d) for four elements d of O at a time, and their place in shared memory.
+  template <class What> __device__ __forceinline__ void with_flushed(const What& what) {
+    if constexpr (Shared::FLUSHES) {
+      const uint32_t tid = thread_index_anew() % 128;
+      SDPA_UNROLL for (int n = 0; n < B::head_dim / 8; n++) what(&s.flushed(warpgroup)[n][tid], rows.O.x.d + 4 * n);
     }
-  }
-  // O += what was flushed.
-  template <class Consumer> static __device__ __forceinline__ void add_flushed(Consumer& c) {
-    if (c.of_input.tiles < B::fp8_flush) return;
-    with_flushed(c, [](float4* place, float* d) { add(d, ld_shared<float4>(place)); });
-  }
-  // Rescales what was flushed, as scale_rows() does O.
-  template <class Consumer> static __device__ __forceinline__ void scale_flushed(Consumer& c, const float (&alpha)[2]) {
-    if (c.of_input.tiles < B::fp8_flush) return;
-    with_flushed(c, [&](float4* place, float*) {
-      const float4 x = ld_shared<float4>(place);
-      st_shared(place, float4{x.x * alpha[0], x.y * alpha[0], x.z * alpha[1], x.w * alpha[1]});
-    });
   }
   static __device__ __forceinline__ void add(float* d, const float4& x) {
     d[0] += x.x, d[1] += x.y, d[2] += x.z, d[3] += x.w;
   }
-  // Calls what(place, d) for four elements d of O at a time, and their place in shared memory.
-  template <class Consumer, class What>
-  static __device__ __forceinline__ void with_flushed(Consumer& c, const What& what) {
-    if constexpr (flushes) {
-      const uint32_t tid = thread_index_anew() % 128;
-      SDPA_UNROLL for (int n = 0; n < B::head_dim / 8; n++) {
-        what(&c.s.flushed(c.warpgroup)[n][tid], c.O.x.d + 4 * n);
-      }
+  // After FP8_FLUSH tiles, and before the next P @ V, adds O to the sums in shared memory, which have the same
+  // maximum.
+  __device__ __forceinline__ void flush_when_due() {
+    if (!Shared::FLUSHES || !rows.accumulates || ++tiles % B::fp8_flush != 0) return;
+    const bool first = tiles == B::fp8_flush;
+    with_flushed([&](float4* place, float* d) {
+      if (!first) add(d, ld_shared<float4>(place));
+      st_shared(place, float4{d[0], d[1], d[2], d[3]});
+    });
+    rows.accumulates = false;
+  }
+  // O += what was flushed.
+  __device__ __forceinline__ void add_flushed() {
+    if (tiles < B::fp8_flush) return;
+    with_flushed([](float4* place, float* d) { add(d, ld_shared<float4>(place)); });
+  }
+  // Rescales what was flushed, as scale_rows() does O.
+  __device__ __forceinline__ void scale_flushed(const float (&alpha)[2]) {
+    if (tiles < B::fp8_flush) return;
+    with_flushed([&](float4* place, float*) {
+      const float4 x = ld_shared<float4>(place);
+      st_shared(place, float4{x.x * alpha[0], x.y * alpha[0], x.z * alpha[1], x.w * alpha[1]});
+    });
+  }
+
+  // ---- items ----
+
+  // O, m and l of the tiles from rows.k0 down to last_k0; overlapped() of the other kernel, with flushes. At D=256 a
+  // flush runs beside Q @ K.T. With fewer columns it comes before, since P @ V would wait for it.
+  __device__ __forceinline__ void sum_keys(const WgmmaTurns<B>& turns) {
+    constexpr bool flushes_beside_qk = B::head_dim == 256;
+    auto& t = s.slice[slice];
+    Scores S;
+    Probabilities P;
+    int last_stage = 0;  // V of the P @ V before
+    const auto end_last_pv = [&] {
+      wgmma_wait_group<0>(), hold(rows.O.x.d), hold(S.x.d);
+      __syncwarp();
+      if (lane == 0 && rows.accumulates) mbarrier_arrive(&t.v_empty[last_stage]);
+    };
+    rows.start(), tiles = 0;
+    begin_qk(S, ring, false), wgmma_wait_group<0>(), hold(S.x.d);
+    rows.template take_some_score_as_max<Scores::COLS>(S);
+    for (;; rows.k0 -= round_keys<B>) {
+      arrive_by_warp(&t.k_empty[ring.stage], lane);
+      StageRing<B::stages> next = ring;
+      next.advance();
+      const bool k_is_there = mbarrier_peek_parity(&t.k_full[next.stage], next.parity);
+      const bool v_is_there = mbarrier_peek_parity(&t.v_full[ring.stage], ring.parity);
+      attend(S, P, end_last_pv);
+      if (!flushes_beside_qk) flush_when_due();
+      turns.begin();
+      if (rows.k0 != last_k0) begin_qk(S, next, k_is_there);
+      if (flushes_beside_qk) flush_when_due();
+      begin_pv(P, v_is_there);
+      turns.end();
+      last_stage = ring.stage, ring = next;
+      wgmma_wait_group<1>(), hold(S.x.d);
+      if (rows.k0 == last_k0) break;
     }
+    wgmma_wait_group<0>(), hold(rows.O.x.d);
+    arrive_by_warp(&t.v_empty[last_stage], lane);
+    SDPA_UNROLL for (int i = 0; i < 2; i++) rows.l[i] = row_sum<Rows::Sums::LANES>(rows.l[i]);
+    add_flushed();
   }
   // O / l and LSE, from registers: a thread has four neighbouring columns.
-  template <class Consumer> static __device__ __forceinline__ void store(Consumer& c) {
-    const uint32_t tid = thread_index_anew() % 128, lane = tid % 32;
-    const WorkItem& item = c.s.item[c.q_ring.stage];
-    WgmmaColumnsOfFour<B::head_dim> four;
-    four.first_row = c.q - item.q0 + tid / 32 * 16 + lane / 4;
-    four.first_col = lane % 4 * 4;
-    memcpy(four.x.d, c.O.x.d, sizeof four.x.d);
-    store_output<B>(four, c.m, c.l, c.a, item);
+  __device__ __forceinline__ void store() {
+    const WorkItem& item = s.item[q_ring.stage];
+    if constexpr (B::split_kv > 1) {
+      const WorkItem mine = item;  // read before the barrier, which hides the latency
+      merge_slices<B>(rows, s.partial[row_group], slice, mine, [&](const float (&share)[B::head_dim / 4], int row) {
+        Output* const O_g = a.p.O + mine.b * a.p.o.batch + mine.h * a.p.o.head + (rows.q + row) * a.p.o.row;
+        SDPA_UNROLL for (int v = 0; v < B::head_dim / 16 && rows.q + row < a.p.Sq; v++) {
+          const float* const x = share + 4 * v;
+          st_global(O_g + 16 * v + lane % 4 * 4, uint2{pack<Output>(x[0], x[2]), pack<Output>(x[1], x[3])});
+        }
+      });
+    } else {
+      const uint32_t tid = thread_index_anew() % 128;
+      WgmmaColumnsOfFour<B::head_dim> four;
+      four.first_row = rows.q - item.q0 + tid / 32 * 16 + tid % 32 / 4;
+      four.first_col = tid % 4 * 4;
+      memcpy(four.x.d, rows.O.x.d, sizeof four.x.d);
+      store_output<B>(four, rows.m, rows.l, a, item);
+    }
   }
+  // All items.
+  __device__ __forceinline__ void run() {
+    const WgmmaTurns<B> turns(warpgroup);
+    constexpr bool q_stays = !Shared::Q_IN_REGISTERS || Shared::Q_IN_FLUSHED;  // in its buffer, for the whole item
+    do {
+      mbarrier_wait(&s.q_full[q_ring.stage], q_ring.parity);
+      const WgmmaItem& item = s.item[q_ring.stage];
+      const int rounds = uniform(item.rounds);
+      if (rounds == 0) break;
+      rows.q = uniform(item.q0 + row_group * 64);
+      const RoundRange own = own_rounds<B>(a, item, rounds, rows.q);
+      if constexpr (Shared::Q_IN_REGISTERS) load_queries();
+      if (!q_stays) release_queries();
+      s.slice[slice].skip(ring, rounds - own.end, lane);
+      if (own.end > 0) {
+        rows.k0 = uniform(first_key_of<B>(item, own.end - 1, slice));
+        last_k0 = uniform(first_key_of<B>(item, own.first, slice));
+        rows.scale_log2.start(item);
+        sum_keys(turns);
+        store();
+      }
+      if (B::skip_masked) s.slice[slice].skip(ring, own_rounds<B>(a, item, rounds, rows.q).first, lane);
+      if (q_stays && B::split_kv == 1) release_queries();  // with slices nobody waits
+      q_ring.advance();
+    } while (B::use_persistent_cta);
+    turns.leave();
+  }
+};
+
+template <class B>
+__global__ void __launch_bounds__(B::threads, 1) sdpa_wgmma_e4m3(const __grid_constant__ KernelArgs a) {
+  E4m3Shared<B>& s = dynamic_shared<E4m3Shared<B>>();
+  const int warp = uniform(threadIdx.x / 32);
+  s.init_mbarriers(warp);
+  prefetch_tensor_maps<B>(a);
+  __syncthreads();  // hazard: mbarriers initialised by two threads
+  using Registers = WgmmaRegisters<B, 40>;
+  if (warp < B::producer_threads / 32) {
+    if (Registers::dealt) setmaxnreg_dec<Registers::producer>();
+    E4m3Producer<B>(s, a).run(warp);
+  } else {
+    if (Registers::dealt) setmaxnreg_inc<Registers::consumer>();
+    wait_then_let_next_kernel_start();
+    E4m3Consumer<B>(s, a, threadIdx.x - B::producer_threads).run();
+  }
+}
+
+template <class B> struct KernelOf<B, Path::wgmma_e4m3> {
+  using Shared = E4m3Shared<B>;
+  static constexpr auto entry = sdpa_wgmma_e4m3<B>;
 };
 
 // ---- 5e wgmma, transposed: few query rows, keys as the 64 rows (wgmma and SWAP_AB, USE_TUNED) ----
@@ -4541,10 +4645,7 @@ __global__ void __launch_bounds__(B::threads, 1) sdpa_wgmma_columns(const __grid
     }
     fence_mbarrier_init();
   }
-  if (threadIdx.x == 64) {
-    prefetch_tensormap(&tensor_maps<B>(a).q), prefetch_tensormap(&tensor_maps<B>(a).k),
-        prefetch_tensormap(&tensor_maps<B>(a).v);
-  }
+  prefetch_tensor_maps<B>(a);
   if (B::pack_gqa) {  // rows without a query are 0: what lies there would decide how others are rounded
     const int rows = rows_of_item<B>(a), chunks = (B::block_m - rows) * 8;
     for (int i = threadIdx.x; i < B::head_dim / 64 * chunks; i += B::threads) {
