@@ -1635,6 +1635,11 @@ template <class B> __device__ __forceinline__ WorkItem work_item(const KernelArg
   return tile_of<B>(a, head, block);
 }
 
+// Of a CTA that has one item alone.
+template <class B> __device__ __forceinline__ uint32_t item_number_of_cta(const KernelArgs& a) {
+  return B::split_ctas == 1 ? blockIdx.x : a.ranges.divide(blockIdx.x);
+}
+
 // The part of an item's rounds that this CTA takes: SPLIT_CTAS deals them out.
 __device__ __forceinline__ KeyRange range_of_rounds(const KernelArgs& a, int rounds) {
   const int range = int(a.ranges.remainder(blockIdx.x));
@@ -1648,7 +1653,7 @@ __device__ __forceinline__ KeyRange range_of_rounds(const KernelArgs& a, int rou
 
 // The item of a CTA that has one alone.
 template <class B> __device__ __forceinline__ WorkItem item_of_cta(const KernelArgs& a) {
-  return work_item<B>(a, B::split_ctas == 1 ? blockIdx.x : a.ranges.divide(blockIdx.x));
+  return work_item<B>(a, item_number_of_cta<B>(a));
 }
 
 // What a group of warps (by default the CTA) needs to know of its item, and the copies that every
@@ -2870,8 +2875,31 @@ __device__ __forceinline__ WgmmaItem wgmma_item(const KernelArgs& a, uint32_t i)
     item.first_key = keys.begin;
     item.rounds = max(shares(keys.end - keys.begin, round_keys<B>), 1);
   }
+  if (B::split_ctas != 1) {
+    const KeyRange part = range_of_rounds(a, item.rounds);
+    item.first_key += part.begin * round_keys<B>, item.rounds = part.end - part.begin;
+  }
   item.h_kv = int(a.q_heads_per_kv.divide(item.h));
   return item;
+}
+
+// Right before a warp's first copy, as late as possible: the kernel before this one has ended.
+__device__ __forceinline__ void wait_before_copy(const CUtensorMap*& map) {
+  hold(map);
+  griddepcontrol_wait();
+}
+// By one thread: loads a slice's tile of K or V in a round; past the last key zeros. FIRST: it is the warp's first copy.
+template <class B, bool FIRST>
+__device__ __forceinline__ void load_round(const KernelArgs& a, const WgmmaItem& item, int round, int slice,
+                                           const CUtensorMap* map, void* tile_s, uint64_t* full, uint64_t policy) {
+  if (a.keys.Sk > 0) {
+    const int at[5] = {0, first_key_of<B>(item, round, slice), 0, item.h_kv, item.b};
+    mbarrier_arrive_expect_tx(full, B::block_n * B::head_dim * sizeof(Input));
+    if (FIRST) wait_before_copy(map);
+    cp_async_bulk_tensor_load(tile_s, map, at, full, policy);
+  } else {
+    mbarrier_arrive(full);  // nothing to load: every score of this tile is masked
+  }
 }
 
 // Bytes from the beginning of a tile of ROWS rows to the next STEP_BYTES of them, number `step`.
@@ -3256,18 +3284,11 @@ template <class B, class Shared> struct WgmmaProducer {
     q_ring.advance();
     return item;
   }
-  // Loads a slice's tile of K or V in a round, once its stage is empty; past the last key zeros.
+  // Loads a slice's tile of K or V in a round, once its stage is empty.
   __device__ __forceinline__ void load(const WgmmaItem& item, int round, int slice, const CUtensorMap* map,
                                        void* tile_s, uint64_t* full, uint64_t* empty) {
     mbarrier_wait(empty, ring.parity ^ 1);
-    if (!issues) return;
-    if (a.keys.Sk > 0) {
-      const int at[5] = {0, first_key_of<B>(item, round, slice), 0, item.h_kv, item.b};
-      mbarrier_arrive_expect_tx(full, B::block_n * B::head_dim * sizeof(Input));
-      cp_async_bulk_tensor_load(tile_s, map, at, full, evict_last);
-    } else {
-      mbarrier_arrive(full);  // nothing to load: every score of this tile is masked
-    }
+    if (issues) load_round<B, false>(a, item, round, slice, map, tile_s, full, evict_last);
   }
   // Loads a slice's tiles of all items: K, or V to the stages of v, or both. A copy that waits for its stage would hold
   // up the other kind: so one warp loads K and another V, where there are enough of them. The warp that starts an item,
@@ -4262,8 +4283,8 @@ template <class B> struct WgmmaColumnsShared {
     alignas(1024) Input V[B::stages][B::block_n * B::head_dim];  // [BLOCK_N][D]
     alignas(1024) Input P[B::block_n * B::block_m];              // [BLOCK_M][BLOCK_N]
     float2 m_l[B::block_m];
-    float of_warp[4][B::block_m > 32 ? B::block_m / 32 : 1][32];  // maxima or sums for the other warps
-    uint64_t k_full[B::stages], v_full[B::stages];                // the tile has landed
+    float of_warp[4][32];                           // maxima or sums for the other warps
+    uint64_t k_full[B::stages], v_full[B::stages];  // the tile has landed
   };
   alignas(1024) Input Q[B::block_m * B::head_dim];  // [BLOCK_M][D]
   Slice slice[B::split_kv];
@@ -4280,24 +4301,12 @@ template <class B> struct WgmmaColumnsLoader {
   const int slice, warp;  // of the slice
   WgmmaItem item;         // without rounds in a warp that loads nothing
 
-  __device__ __forceinline__ WgmmaItem find_item() const {
-    if (B::split_ctas == 1) return wgmma_item<B>(a, blockIdx.x);
-    WgmmaItem item = wgmma_item<B>(a, a.ranges.divide(blockIdx.x));
-    const KeyRange part = range_of_rounds(a, item.rounds);
-    item.first_key += part.begin * round_keys<B>, item.rounds = part.end - part.begin;
-    return item;
-  }
   __device__ bool loads_k() const { return warp == 0; }
   __device__ bool loads_v() const { return warp == 1; }
   __device__ bool loads_q() const { return warp == 2 && slice == 0; }
   __device__ bool loads() const { return loads_k() || loads_v() || loads_q(); }
 
   __device__ static bool issues() { return threadIdx.x % 32 == 0; }
-  // Right before the warp's first copy: as late as possible.
-  static __device__ __forceinline__ void wait_for_last_kernel(const CUtensorMap*& map) {
-    hold(map);
-    griddepcontrol_wait();
-  }
   __device__ __forceinline__ void load_q() {
     if (!loads_q() || !issues()) return;
     const CUtensorMap* map = &tensor_maps<B>(a).q;
@@ -4305,7 +4314,7 @@ template <class B> struct WgmmaColumnsLoader {
     constexpr int panels = B::head_dim / 64;
     const int rows = B::pack_gqa ? rows_of_item<B>(a) : B::block_m;
     mbarrier_arrive_expect_tx(&s.q_full, panels * rows * 64 * sizeof(Input));
-    wait_for_last_kernel(map);
+    wait_before_copy(map);
     if (B::pack_gqa) {
       for (int panel = 0; panel < panels; panel++) {
         const int at[5] = {0, item.q0, item.h, panel, item.b};
@@ -4333,15 +4342,35 @@ template <class B> struct WgmmaColumnsLoader {
   }
   template <bool FIRST>
   __device__ __forceinline__ void load(int round, const CUtensorMap* map, Input* tile_s, uint64_t* full) const {
-    if (!issues()) return;
-    if (a.keys.Sk > 0) {
-      const int at[5] = {0, first_key_of<B>(item, round, slice), 0, item.h_kv, item.b};
-      mbarrier_arrive_expect_tx(full, B::block_n * B::head_dim * sizeof(Input));
-      if (FIRST) wait_for_last_kernel(map);
-      cp_async_bulk_tensor_load(tile_s, map, at, full, B::pack_gqa ? evict_first : evict_last);
-    } else {
-      mbarrier_arrive(full);  // nothing to load: every score of this tile is masked
-    }
+    if (issues()) load_round<B, FIRST>(a, item, round, slice, map, tile_s, full, B::pack_gqa ? evict_first : evict_last);
+  }
+};
+
+// What a warpgroup computes of S.T or O.T, as rows of queries: a thread has ROWS queries, and of each COLS keys or d.
+//
+//            query 8i + 2(t % 4), 8i + 2(t % 4) + 1     lane t of warp w; element d[block][4i + 2h + e]
+//   key 64 block + 16w + t / 4 + 8h                      is x[2i + e][2 block + h]
+//
+// 8 lanes (t, t + 4, ... t + 28) of each of the four warps have the same queries.
+template <class B, int BLOCKS> struct WgmmaColumnsView {
+  static constexpr int ROWS = B::block_m / 4, COLS = 2 * BLOCKS;
+  struct Elements {
+    float d[BLOCKS][B::block_m / 2];
+    struct Row {
+      float* first;
+      __device__ float& operator[](int j) const { return first[j / 2 * (B::block_m / 2) + j % 2 * 2]; }
+    };
+    __device__ Row operator[](int i) const { return {const_cast<float*>(d[0]) + i / 2 * 4 + i % 2}; }
+  };
+  Elements x;
+
+  static __device__ int row(int i) { return i / 2 * 8 + threadIdx.x % 4 * 2 + i % 2; }
+  static __device__ int col(int j) { return j / 2 * 64 + j % 2 * 8 + threadIdx.x / 32 % 4 * 16 + threadIdx.x % 32 / 4; }
+  __device__ __forceinline__ void forget_all() {
+    SDPA_UNROLL for (auto& block : x.d) forget(block);
+  }
+  __device__ __forceinline__ void hold_all() {
+    SDPA_UNROLL for (auto& block : x.d) hold(block);
   }
 };
 
@@ -4349,12 +4378,9 @@ template <class B> struct WgmmaColumnsLoader {
 template <class B> struct WgmmaColumns {
   using Shared = WgmmaColumnsShared<B>;
   static constexpr int KEY_BLOCKS = B::block_n / 64, D_BLOCKS = B::head_dim / 64;
-  // Element 4j + 2h + e of a block: row 16 * warp + lane / 4 + 8h, column 8j + lane % 4 * 2 + e, which is
-  // number 2j + e of the thread.
-  using Scores = float[KEY_BLOCKS][B::block_m / 2];  // S.T
-  using Sums = float[D_BLOCKS][B::block_m / 2];      // O.T
-  // Of the COLS columns that 8 lanes share, each owns OWN, of which it finds the maximum.
-  static constexpr int COLS = B::block_m / 4, OWN = COLS > 8 ? COLS / 8 : 1;
+  using Scores = WgmmaColumnsView<B, KEY_BLOCKS>;  // S.T
+  using Sums = WgmmaColumnsView<B, D_BLOCKS>;      // O.T
+  static constexpr int ROWS = Scores::ROWS;        // 4 or 8
 
   Shared& s;
   const KernelArgs& a;
@@ -4362,9 +4388,8 @@ template <class B> struct WgmmaColumns {
   const int slice = int(threadIdx.x / 128);
   const SharedAddress Q_s, K_s, V_s, P_s;  // of K and V the first stages
   StageRing<B::stages> ring;               // of the round's K and V
-  float m[OWN],
-      l[OWN];                  // of the columns that the thread owns; l: of the keys that its warp has seen
-  float m_log2[COLS];          // m * scale_log2; 0 where S has become S - m
+  float m, l;          // of the query that the thread owns; l: of the keys that its warp has seen
+  float m_log2[ROWS];  // m * scale_log2; 0 where S has become S - m
   bool m_may_be_kept = false;  // the same in all threads of the slice
 
   __device__ WgmmaColumns(Shared& s_, const KernelArgs& a_)
@@ -4376,15 +4401,9 @@ template <class B> struct WgmmaColumns {
         P_s(uniform(shared_address(s.slice[slice].P))) {}
 
   __device__ __forceinline__ typename Shared::Slice& mine() const { return s.slice[slice]; }
-  __device__ int column(int i) const { return i / 2 * 8 + lane % 4 * 2 + i % 2; }
-  // The thread's element of S.T or O.T in its column i and its row n.
-  template <class T> static __device__ __forceinline__ auto& element(T& x, int i, int n) {
-    return x[n / 2][i / 2 * 4 + n % 2 * 2 + i % 2];
-  }
-  template <class T> static __device__ __forceinline__ void forget_all(T& x) {
-    SDPA_UNROLL for (auto& block : x) forget(block);
-  }
   __device__ void sync() const { barrier_sync(1 + slice, 128); }  // all warps of the slice
+
+  // ---- the products ----
 
   // S.T = K @ Q.T of the tile there, begun.   [BLOCK_N][BLOCK_M]
   __device__ __forceinline__ void start_kq(Scores& S, const StageRing<B::stages>& at) {
@@ -4394,9 +4413,8 @@ template <class B> struct WgmmaColumns {
     wgmma_fence();
     SDPA_UNROLL for (int block = 0; block < KEY_BLOCKS; block++) {
       SDPA_UNROLL for (int step = 0; step < B::head_dim / 16; step++) {
-        const int panel = step / 4, bytes = step % 4 * 32;
-        wgmma_ss<Input, B::block_m, 0>(S[block], K + ((panel * B::block_n + block * 64) * 128 + bytes) / 16,
-                                       Q + (panel * B::block_m * 128 + bytes) / 16, step > 0);
+        const int K_step = panel_step<B>(step, B::block_n) + block * 64 * 128;
+        wgmma_ss<Input, B::block_m, 0>(S.x.d[block], K + K_step / 16, Q + panel_step<B>(step, B::block_m) / 16, step > 0);
       }
     }
     wgmma_commit_group();
@@ -4407,10 +4425,9 @@ template <class B> struct WgmmaColumns {
     const uint64_t V = wgmma_descriptor(V_s + ring.stage * sizeof s.slice[0].V[0], 16, 1024);
     wgmma_fence();
     SDPA_UNROLL for (int step = 0; step < B::block_n / 16; step++) {
-      const int panel = step / 4, bytes = step % 4 * 32;
       SDPA_UNROLL for (int block = 0; block < D_BLOCKS; block++) {
-        wgmma_ss<Input, B::block_m, 0, 1>(VP[block], V + (block * B::block_n + step * 16) * 128 / 16,
-                                          P + (panel * B::block_m * 128 + bytes) / 16, step > 0);
+        wgmma_ss<Input, B::block_m, 0, 1>(VP.x.d[block], V + (block * B::block_n + step * 16) * 128 / 16,
+                                          P + panel_step<B>(step, B::block_m) / 16, step > 0);
       }
     }
     wgmma_commit_group();
@@ -4419,7 +4436,7 @@ template <class B> struct WgmmaColumns {
   // products are done for all of its warps at once.
   __device__ __forceinline__ void finish_products(Scores& S, int round, int rounds, const StageRing<B::stages>& k_at) {
     wgmma_wait_group<0>();
-    SDPA_UNROLL for (auto& block : S) hold(block);
+    S.hold_all();
     const int next = round - B::stages + (warp == 1);  // of K, which warp 0 loads, or of V
     if (warp < 2 && next >= 0 && next < rounds - B::stages) {
       WgmmaColumnsLoader<B>{s, a, slice, int(warp), s.item}.template load_tile<false>(
@@ -4427,25 +4444,15 @@ template <class B> struct WgmmaColumns {
     }
   }
 
-  // S.T = -inf where the key is not visible to the column's query.
-  __device__ __forceinline__ void mask(Scores& S, int q0, int k0) const {
-    const int k = k0 + int(warp * 16 + lane / 4);
-    SDPA_UNROLL for (int i = 0; i < COLS; i++) {
-      const int q = query_of<B>(a, q0, column(i));
-      const int begin = a.keys.begin(q) - k, end = a.keys.end(q) - k;
-      SDPA_UNROLL for (int n = 0; n < 2 * KEY_BLOCKS; n++) {
-        const uint32_t j = n / 2 * 64 + n % 2 * 8 - begin;
-        if (j >= uint32_t(end - begin)) element(S, i, n) = -INFINITY;
-      }
-    }
-  }
+  // ---- maxima and sums of the queries ----
+  // 8 lanes combine what they have of ROWS queries. Two lanes at a distance of 16, then of 8 and 4 meet: each gives half
+  // of the queries away and gets the other's part of those that it keeps, until it owns one; of 16 query rows two lanes
+  // own the same.
 
-  // Two lanes meet: each gives half of the columns away and gets the other's part of those that it keeps.
-  // The last of 2 or 4 columns is kept by both.
   template <int DISTANCE, class Combine>
-  __device__ __forceinline__ void combine_pair(float (&x)[COLS], Combine combine) const {
-    constexpr bool halve = COLS * DISTANCE >= 32;
-    constexpr int kept = halve ? COLS * DISTANCE / 32 : 1;
+  __device__ __forceinline__ void combine_pair(float (&x)[ROWS], Combine combine) const {
+    constexpr bool halve = ROWS * DISTANCE >= 32;
+    constexpr int kept = halve ? ROWS * DISTANCE / 32 : 1;
     const uint32_t upper = 0 - lane / DISTANCE % 2;  // a mask: of a condition nvcc makes branches
     SDPA_UNROLL for (int i = 0; i < kept; i++) {
       const uint32_t low = bits_of(x[i]), high = bits_of(x[halve ? i + kept : i]);
@@ -4454,90 +4461,82 @@ template <class B> struct WgmmaColumns {
       x[i] = combine(float_of(low ^ both), theirs);
     }
   }
-  // own = the columns that the thread owns, combined over the lanes that share them; x comes from combine_pair<16>().
-  template <class Combine>
-  __device__ __forceinline__ void combine_lanes(float (&own)[OWN], float (&x)[COLS], Combine combine) const {
+  // Of the own query; x comes from combine_pair<16>().
+  template <class Combine> __device__ __forceinline__ float combine_lanes(float (&x)[ROWS], Combine combine) const {
     combine_pair<8>(x, combine), combine_pair<4>(x, combine);
-    SDPA_UNROLL for (int r = 0; r < OWN; r++) own[r] = x[r];
+    return x[0];
   }
-  // own combined over the four warps, in a fixed order.
-  template <class Combine> __device__ __forceinline__ void combine_warps(float (&own)[OWN], Combine combine) {
-    SDPA_UNROLL for (int r = 0; r < OWN; r++) st_shared(&mine().of_warp[warp][r][lane], own[r]);
+  // Of the own query over the four warps, in a fixed order.
+  template <class Combine> __device__ __forceinline__ float combine_warps(float own, Combine combine) {
+    st_shared(&mine().of_warp[warp][lane], own);
     sync();  // hazard: written by all warps
-    SDPA_UNROLL for (int r = 0; r < OWN; r++) {
-      own[r] = ld_shared<float>(&mine().of_warp[0][r][lane]);
-      SDPA_UNROLL for (int n = 1; n < 4; n++) {
-        own[r] = combine(own[r], ld_shared<float>(&mine().of_warp[n][r][lane]));
-      }
-    }
+    own = ld_shared<float>(&mine().of_warp[0][lane]);
+    SDPA_UNROLL for (int n = 1; n < 4; n++) own = combine(own, ld_shared<float>(&mine().of_warp[n][lane]));
+    return own;
   }
   static __device__ __forceinline__ float sum_of(float x, float y) { return x + y; }
   static __device__ __forceinline__ float larger_of(float x, float y) { return fmaxf(x, y); }
-  // Column i of the thread, from the lane that owns it.
-  __device__ __forceinline__ float from_owner(const float (&own)[OWN], int i) const {
-    return __shfl_sync(0xffffffffu, own[i % OWN], i * 8 / COLS * 4 + lane % 4);
+  __device__ __forceinline__ float column_max(const Scores& S) {
+    float x[ROWS];
+    SDPA_UNROLL for (int i = 0; i < ROWS; i++) {
+      x[i] = S.x[i][0];
+      SDPA_UNROLL for (int j = 1; j < S.COLS; j++) x[i] = fmaxf(x[i], S.x[i][j]);
+    }
+    combine_pair<16>(x, larger_of);
+    return combine_warps(combine_lanes(x, larger_of), larger_of);
+  }
+  // Query i of the thread, from the lane that owns it.
+  __device__ __forceinline__ float from_owner(float own, int i) const {
+    return __shfl_sync(0xffffffffu, own, i * 8 / ROWS * 4 + lane % 4);
   }
 
+  // ---- the softmax ----
+
   // m' = max(m, column maxima of S), and l and O relative to it; FIRST: there are none yet. As softmax_shift(), but S
-  // of all columns becomes S - m if any of the warp's is beyond shift_limit.
+  // of all queries becomes S - m if any of the warp's is beyond shift_limit.
   template <bool FIRST> __device__ __forceinline__ void renew_max(Scores& S, Sums& O) {
-    float x[COLS], m_new[OWN], alpha[OWN], own_m_log2[OWN];
-    SDPA_UNROLL for (int i = 0; i < COLS; i++) {
-      x[i] = element(S, i, 0);
-      SDPA_UNROLL for (int n = 1; n < 2 * KEY_BLOCKS; n++) x[i] = fmaxf(x[i], element(S, i, n));
+    float m_new = column_max(S), alpha;
+    if (!FIRST) {
+      m_new = fmaxf(m, m_new);
+      alpha = softmax_exp2<B>((m - finite_max(m_new)) * a.scale_log2);
+      l *= alpha;
     }
-    combine_pair<16>(x, larger_of), combine_lanes(m_new, x, larger_of);
-    combine_warps(m_new, larger_of);
-    bool within = true, may_be_kept = true;
-    SDPA_UNROLL for (int r = 0; r < OWN; r++) {
-      if (!FIRST) {
-        m_new[r] = fmaxf(m[r], m_new[r]);
-        alpha[r] = softmax_exp2<B>((m[r] - finite_max(m_new[r])) * a.scale_log2);
-        l[r] *= alpha[r];
+    m = m_new;
+    float own_m_log2 = finite_max(m) * a.scale_log2;
+    bool may_be_kept = m != -INFINITY;
+    if (!__all_sync(0xffffffffu, fabsf(own_m_log2) <= shift_limit)) {
+      SDPA_UNROLL for (int i = 0; i < ROWS; i++) {
+        const float row_m = finite_max(from_owner(m, i));
+        SDPA_UNROLL for (int j = 0; j < S.COLS; j++) S.x[i][j] -= row_m;
       }
-      m[r] = m_new[r];
-      own_m_log2[r] = finite_max(m[r]) * a.scale_log2;
-      within = within && fabsf(own_m_log2[r]) <= shift_limit;
-      may_be_kept = may_be_kept && m[r] != -INFINITY;
-    }
-    if (!__all_sync(0xffffffffu, within)) {
-      SDPA_UNROLL for (int i = 0; i < COLS; i++) {
-        const float column_m = finite_max(from_owner(m, i));
-        SDPA_UNROLL for (int n = 0; n < 2 * KEY_BLOCKS; n++) element(S, i, n) -= column_m;
-      }
-      SDPA_UNROLL for (float& x_log2 : own_m_log2) x_log2 = 0;
-      may_be_kept = false;
+      own_m_log2 = 0, may_be_kept = false;
     }
     m_may_be_kept = B::use_lazy_max && __all_sync(0xffffffffu, may_be_kept);
-    SDPA_UNROLL for (int i = 0; i < COLS; i++) {
+    SDPA_UNROLL for (int i = 0; i < ROWS; i++) {
       m_log2[i] = from_owner(own_m_log2, i);
       if (FIRST) continue;
       const float factor = from_owner(alpha, i);
-      SDPA_UNROLL for (int n = 0; n < 2 * D_BLOCKS; n++) element(O, i, n) *= factor;
+      SDPA_UNROLL for (int j = 0; j < O.COLS; j++) O.x[i][j] *= factor;
     }
   }
-  // P = 2^(S * scale_log2 - m_log2), rounded, in shared memory; sum: of the thread's part of each column. Whoever reads
+  // P = 2^(S * scale_log2 - m_log2), rounded, in shared memory; sum: of the thread's part of each query. Whoever reads
   // P waits for a barrier of the slice. V has landed.
-  template <bool FIRST> __device__ __forceinline__ void write_p(const Scores& S, float (&sum)[COLS]) {
-    constexpr int columns = B::block_m < 16 ? 8 : 16;  // of 8, both halves of the warp store the same
-    constexpr int second = columns == 8 ? 0 : 2;
-    const SharedAddress P_at =
-        shared_address(mine().P + panel_offset<B::block_m>((columns == 8 ? 0 : lane / 16 * 8) + lane % 8,
-                                                           warp * 16 + lane / 8 % 2 * 8));
+  template <bool FIRST> __device__ __forceinline__ void write_p(const Scores& S, float (&sum)[ROWS]) {
+    const SharedAddress P_at = shared_address(
+        mine().P + panel_offset<B::block_m>(lane / 16 * 8 + lane % 8, warp * 16 + lane / 8 % 2 * 8));
     SDPA_UNROLL for (float& x : sum) x = 0;
     SDPA_UNROLL for (int block = 0; block < KEY_BLOCKS; block++) {
-      SDPA_UNROLL for (int q = 0; q < B::block_m; q += columns) {
-        uint32_t P[columns / 4];  // pairs of columns
-        SDPA_UNROLL for (int j = 0; j < columns / 4; j++) {
+      SDPA_UNROLL for (int q = 0; q < B::block_m; q += 16) {
+        uint32_t P[4];  // pairs of queries
+        SDPA_UNROLL for (int j = 0; j < 4; j++) {
           const int i = q / 4 + j / 2 * 2;
-          const float* const s = S[block] + q / 2 + 2 * j;
+          const float* const s = S.x.d[block] + q / 2 + 2 * j;
           const float x = softmax_exp2<B>(fmaf(s[0], a.scale_log2, -m_log2[i]));
           const float y = softmax_exp2<B>(fmaf(s[1], a.scale_log2, -m_log2[i + 1]));
           sum[i] += x, sum[i + 1] += y;
           P[j] = pack<Input>(x, y);
         }
-        const uint32_t parts[4] = {P[0], P[1], P[second], P[second + 1]};
-        stmatrix_x4<true>(P_at + (block * B::block_m + q) * 128, parts);
+        stmatrix_x4<true>(P_at + (block * B::block_m + q) * 128, P);
       }
     }
     if (FIRST) combine_pair<16>(sum, sum_of);  // while P is being written
@@ -4546,7 +4545,7 @@ template <class B> struct WgmmaColumns {
   }
   // Writes P of the scores S, for all warps. Where the stale maximum does not fit, it renews m and rescales l and O. l
   // lacks the sums of this P yet.
-  template <bool FIRST> __device__ __forceinline__ void softmax(Scores& S, Sums& O, float (&sum)[COLS]) {
+  template <bool FIRST> __device__ __forceinline__ void softmax(Scores& S, Sums& O, float (&sum)[ROWS]) {
     bool fits = false;
     if (!FIRST && m_may_be_kept) {
       write_p<FIRST>(S, sum);
@@ -4561,49 +4560,45 @@ template <class B> struct WgmmaColumns {
     }
   }
 
+  // ---- rounds ----
+
   // A round: S has its scores. O.T += V.T @ P.T, and S becomes the scores of the next one.
   template <bool FIRST>
   __device__ __forceinline__ void take_round(int round, const WgmmaItem& item, Scores& S, Sums& O) {
     const int k0 = first_key_of<B>(item, round, slice);
-    if (!a.tiles.cover(item.q0, k0)) mask(S, item.q0, k0);
-    float sum[COLS];
+    if (!a.tiles.cover(item.q0, k0)) mask_scores<B>(S, a, item.q0, k0);
+    float sum[ROWS];
     softmax<FIRST>(S, O, sum);
     Sums later;
     Sums& VP = FIRST ? O : later;
-    forget_all(S), forget_all(VP);
+    S.forget_all(), VP.forget_all();
     start_vp(VP);
     StageRing<B::stages> next = ring;
     next.advance();
     if (round > 0) start_kq(S, next);
-    float own_sum[OWN];  // beside the products
-    if (!FIRST) combine_pair<16>(sum, sum_of);
-    combine_lanes(own_sum, sum, sum_of);
-    SDPA_UNROLL for (int r = 0; r < OWN; r++) l[r] = FIRST ? own_sum[r] : l[r] + own_sum[r];
+    if (!FIRST) combine_pair<16>(sum, sum_of);  // beside the products
+    const float own_sum = combine_lanes(sum, sum_of);
+    l = FIRST ? own_sum : l + own_sum;
     if (round == 0) write_m_l();
     finish_products(S, round - 1, item.rounds, next);
     ring = next;
-    SDPA_UNROLL for (auto& block : VP) hold(block);
+    VP.hold_all();
     if (FIRST) return;
     SDPA_UNROLL for (int block = 0; block < D_BLOCKS; block++) {
-      SDPA_UNROLL for (int j = 0; j < B::block_m / 2; j++) O[block][j] += VP[block][j];
+      SDPA_UNROLL for (int j = 0; j < B::block_m / 2; j++) O.x.d[block][j] += VP.x.d[block][j];
     }
   }
   // m and l of the slice, for the others.
   __device__ __forceinline__ void write_m_l() {
-    combine_warps(l, sum_of);
-    if (warp != 0) return;
-    constexpr int owners = COLS < 8 ? 8 / COLS : 1;  // of a column
-    SDPA_UNROLL for (int r = 0; r < OWN; r++) {
-      const int i = int(lane) / 4 * COLS / 8 + r;
-      if (lane / 4 % owners == 0) st_shared(&mine().m_l[column(i)], float2{m[r], l[r]});
-    }
+    l = combine_warps(l, sum_of);
+    constexpr int owners = 8 / ROWS;  // of a query
+    const int i = int(lane) / 4 / owners;
+    if (warp == 0 && lane / 4 % owners == 0) st_shared(&mine().m_l[Scores::row(i)], float2{m, l});
   }
   // O of the slice, for the others, in the place of K, which nobody reads any more.
   __device__ __forceinline__ void write_o(const Sums& O) {
-    SDPA_UNROLL for (int i = 0; i < COLS; i++) {
-      SDPA_UNROLL for (int n = 0; n < 2 * D_BLOCKS; n++) {
-        st_shared(&mine().O[column(i)][n / 2 * 64 + n % 2 * 8 + warp * 16 + lane / 4], element(O, i, n));
-      }
+    SDPA_UNROLL for (int i = 0; i < ROWS; i++) {
+      SDPA_UNROLL for (int j = 0; j < O.COLS; j++) st_shared(&mine().O[O.row(i)][O.col(j)], O.x[i][j]);
     }
   }
 
@@ -4615,15 +4610,14 @@ template <class B> struct WgmmaColumns {
     int round = item.rounds - 1;
     if (B::split_ctas == 1 || round >= 0) {
       Scores S;
-      forget_all(S);
+      S.forget_all();
       start_kq(S, ring);
       finish_products(S, round, item.rounds, ring);
       take_round<true>(round, item, S, O);
       while (round-- > 0) take_round<false>(round, item, S, O);
     } else {  // a range without a key
-      SDPA_UNROLL for (float& x : m) x = -INFINITY;
-      SDPA_UNROLL for (float& x : l) x = 0;
-      SDPA_UNROLL for (auto& block : O) { SDPA_UNROLL for (float& x : block) x = 0; }
+      m = -INFINITY, l = 0;
+      clear(O);
       write_m_l();
     }
     write_o(O);
@@ -4655,7 +4649,7 @@ __global__ void __launch_bounds__(B::threads, 1) sdpa_wgmma_columns(const __grid
     fence_proxy_async();
   }
   WgmmaColumnsLoader<B> loader{s, a, warp / 4, warp % 4, {}};
-  if (loader.loads()) loader.item = loader.find_item();
+  if (loader.loads()) loader.item = wgmma_item<B>(a, item_number_of_cta<B>(a));
   __syncthreads();  // hazard: mbarriers initialised by one thread, rows emptied by all
   loader.load_q();
   loader.load_first_tiles();

@@ -6,7 +6,7 @@
 #include "../sdpa.cu"
 
 // Of the build, or of its tiles from row N on.
-template <int N> constexpr size_t most_shared_bytes<sdpa::FirstBuild::row>() {
+template <int N> constexpr size_t most_shared_bytes() {
   constexpr size_t own = sdpa::shared_bytes<sdpa::BuildOf<N>>;
   if constexpr (N >= 0 && sdpa::next_tile(N + 1) < sdpa::TUNED_TILES.count) {
     constexpr size_t others = most_shared_bytes<sdpa::next_tile(N + 1)>();
