@@ -2903,7 +2903,7 @@ __device__ __forceinline__ void load_round(const KernelArgs& a, const WgmmaItem&
 }
 
 // Bytes from the beginning of a tile of ROWS rows to the next STEP_BYTES of them, number `step`.
-template <class B> constexpr int panel_step(int step, int rows) {
+template <class B> __host__ __device__ constexpr int panel_step(int step, int rows) {
   constexpr int steps = PANEL_BYTES<B> / STEP_BYTES;  // of a panel
   return step / steps * PANEL_BYTES<B> * rows + step % steps * STEP_BYTES;
 }
