@@ -49,6 +49,15 @@ constexpr Knob all_knobs[] = {
 #define SDPA_KNOB_ROW(name, fallback, member, values, families, meaning) {#name, name##_text, meaning, name##_changed},
     SDPA_KNOBS(SDPA_KNOB_ROW)};
 
+// Barriers of a CTA, or of a group of warps, per K/V tile.
+int barriers_per_tile() {
+  constexpr int of_policy[] = {0, 2, 4, 0, 0, 6};
+  if (is_mma) return Build::stages > 1 ? 1 : 2;
+  if (is_wgmma && Build::swap_ab) return Build::use_lazy_max ? 1 : 2;
+  if (Build::use_warp_specialization) return 0;
+  return is_wgmma ? 1 : of_policy[Build::sync_policy];
+}
+
 TunedTile tile_of(const SdpaParams& p) {
   return Build::use_tuned ? TUNED_TILES.first[choose_tile(p)] : TunedTile{};
 }
@@ -59,7 +68,7 @@ Line describe_build() {
   l.archs = SDPA_TEXT(__CUDA_ARCH_LIST__);  // the macro is nvcc's
   l.knobs = all_knobs, l.knob_count = sizeof all_knobs / sizeof all_knobs[0];
   l.D = Build::head_dim, l.vec_width = Build::vec_width;
-  l.barriers_per_tile = barriers_per_tile<Build>();
+  l.barriers_per_tile = barriers_per_tile();
   l.input = Build::input, l.output = Build::output, l.fp16_acc = Build::fp16_acc;
   l.is_wgmma = is_wgmma;
   l.has_queue = Build::use_persistent_cta, l.is_tuned = Build::use_tuned;

@@ -47,6 +47,8 @@
 #define SDPA_NAMESPACE sdpa
 #endif
 
+#pragma GCC diagnostic push
+#pragma GCC diagnostic ignored "-Wunknown-pragmas"  // nvcc's own, for g++
 #pragma nv_diag_push
 #pragma nv_diag_suppress 177  // unused: a build takes only the parts that its knobs select
 
@@ -100,6 +102,8 @@ constexpr bool text_equal(const char* a, const char* b) {
   return *a == *b;
 }
 
+// ---- texts of values (typed, USE_TUNED) ----
+
 // The value of the digits before `end`, a blank or the end of the text; -1 if there is anything else.
 constexpr int number_of(const char* text, char end = ' ') {
   int value = 0;
@@ -129,6 +133,8 @@ constexpr int place_of(const char* value, const char* values) {
   }
   return -1;
 }
+
+// ---- the knobs as typed (typed) ----
 
 // A knob nobody defined expands to its own name: that is how it gets its default.
 #define SDPA_TEXT_AS_IS(...) #__VA_ARGS__
@@ -791,8 +797,7 @@ __device__ __forceinline__ uint64_t wgmma_descriptor(SharedAddress start, int le
 }
 
 // SDPA_D<R>(F): F(1) ... F(R - 1), for the numbers of R accumulators.
-#define SDPA_D4(F) F(1) F(2) F(3)
-#define SDPA_D8(F) SDPA_D4(F) F(4) F(5) F(6) F(7)
+#define SDPA_D8(F) F(1) F(2) F(3) F(4) F(5) F(6) F(7)
 #define SDPA_D16(F) SDPA_D8(F) F(8) F(9) F(10) F(11) F(12) F(13) F(14) F(15)
 #define SDPA_D24(F) SDPA_D16(F) F(16) F(17) F(18) F(19) F(20) F(21) F(22) F(23)
 #define SDPA_D32(F) SDPA_D24(F) F(24) F(25) F(26) F(27) F(28) F(29) F(30) F(31)
@@ -813,25 +818,14 @@ __device__ __forceinline__ uint64_t wgmma_descriptor(SharedAddress start, int le
 // X(N, R, the R of N plus 1 ... 6): N columns are R = N / 2 accumulators of a thread, operands
 // 0 ... R - 1. Operand R is scale-d, R + 1 descriptor B, R + 2 imm-trans-b, R + 3 ... are A, as a
 // descriptor with imm-trans-a after it.
-#define SDPA_WGMMA_SHAPES(X)                \
-  X(8, 4, 5, 6, 7, 8, 9, 10)                \
-  X(16, 8, 9, 10, 11, 12, 13, 14)           \
-  X(32, 16, 17, 18, 19, 20, 21, 22)         \
-  X(48, 24, 25, 26, 27, 28, 29, 30)         \
-  X(64, 32, 33, 34, 35, 36, 37, 38)         \
-  X(80, 40, 41, 42, 43, 44, 45, 46)         \
-  X(96, 48, 49, 50, 51, 52, 53, 54)         \
-  X(112, 56, 57, 58, 59, 60, 61, 62)        \
-  X(128, 64, 65, 66, 67, 68, 69, 70)        \
-  X(144, 72, 73, 74, 75, 76, 77, 78)        \
-  X(160, 80, 81, 82, 83, 84, 85, 86)        \
-  X(176, 88, 89, 90, 91, 92, 93, 94)        \
-  X(192, 96, 97, 98, 99, 100, 101, 102)     \
-  X(208, 104, 105, 106, 107, 108, 109, 110) \
-  X(224, 112, 113, 114, 115, 116, 117, 118) \
-  X(240, 120, 121, 122, 123, 124, 125, 126) \
-  X(256, 128, 129, 130, 131, 132, 133, 134)
 // clang-format off
+#define SDPA_WGMMA_SHAPES(X) \
+  X(16, 8, 9, 10, 11, 12, 13, 14) X(32, 16, 17, 18, 19, 20, 21, 22) X(48, 24, 25, 26, 27, 28, 29, 30) \
+  X(64, 32, 33, 34, 35, 36, 37, 38) X(80, 40, 41, 42, 43, 44, 45, 46) X(96, 48, 49, 50, 51, 52, 53, 54) \
+  X(112, 56, 57, 58, 59, 60, 61, 62) X(128, 64, 65, 66, 67, 68, 69, 70) X(144, 72, 73, 74, 75, 76, 77, 78) \
+  X(160, 80, 81, 82, 83, 84, 85, 86) X(176, 88, 89, 90, 91, 92, 93, 94) X(192, 96, 97, 98, 99, 100, 101, 102) \
+  X(208, 104, 105, 106, 107, 108, 109, 110) X(224, 112, 113, 114, 115, 116, 117, 118) \
+  X(240, 120, 121, 122, 123, 124, 125, 126) X(256, 128, 129, 130, 131, 132, 133, 134)
 #define SDPA_WGMMA(types, n, r, r1, a_text, immediates, ...)                        \
   asm volatile(                                                                     \
       "{ .reg .pred p; setp.ne.b32 p, %" #r ", 0; "                                 \
@@ -847,7 +841,7 @@ __device__ __forceinline__ uint64_t wgmma_descriptor(SharedAddress start, int le
 // With E __nv_fp8_e4m3 K is 32, both are K-major, and sums keep 14 bits, truncated.
 template <class E, int N, int TRANS_B, int TRANS_A = 0>
 __device__ __forceinline__ void wgmma_ss(float (&d)[N / 2], uint64_t a, uint64_t b, bool accumulate) {
-  static_assert(N == 8 || (N <= 256 && N % 16 == 0), "wgmma: N is 8 or a multiple of 16 up to 256");
+  static_assert(N <= 256 && N % 16 == 0, "wgmma: N is a multiple of 16 up to 256");
 #define SDPA_WGMMA_SS(n, r, r1, r2, r3, r4, r5, r6)                                                    \
   if constexpr (N == n && std::is_same<E, __half>::value) {                                            \
     SDPA_WGMMA("k16.f32.f16.f16", n, r, r1, "%" #r3, "1, 1, %" #r4 ", %" #r2, "l"(a), "n"(TRANS_A));   \
@@ -863,7 +857,7 @@ __device__ __forceinline__ void wgmma_ss(float (&d)[N / 2], uint64_t a, uint64_t
 // 16w + g and 16w + g + 8; a[2], a[3] the same 8 k further. e4m3: k = 4q ... 4q + 3, and 16 k further.
 template <class E, int N, int TRANS_B>
 __device__ __forceinline__ void wgmma_rs(float (&d)[N / 2], const uint32_t (&a)[4], uint64_t b, bool accumulate) {
-  static_assert(N == 8 || (N <= 256 && N % 16 == 0), "wgmma: N is 8 or a multiple of 16 up to 256");
+  static_assert(N <= 256 && N % 16 == 0, "wgmma: N is a multiple of 16 up to 256");
 #define SDPA_WGMMA_RS(n, r, r1, r2, r3, r4, r5, r6)                                                                 \
   if constexpr (N == n && std::is_same<E, __half>::value) {                                                         \
     SDPA_WGMMA("k16.f32.f16.f16", n, r, r1, "{%" #r3 ", %" #r4 ", %" #r5 ", %" #r6 "}", "1, 1, %" #r2, "r"(a[0]),   \
@@ -912,12 +906,27 @@ __device__ __forceinline__ void griddepcontrol_launch_dependents() {
 
 // ---- element types and vectors ----
 
-// Without the descale factor, which goes into the scale or into 1 / l.
+// Without the descale factor, which goes into the scale or into 1 / l. By functions, since a program may be compiled
+// without the conversions of the 16-bit types, as PyTorch's extensions are.
 template <class E> __host__ __device__ __forceinline__ float to_float(E x) {
-  return static_cast<float>(x) - (std::is_same<E, uint8_t>::value ? 128 : 0);
+  if constexpr (std::is_same<E, __half>::value) {
+    return __half2float(x);
+  } else if constexpr (std::is_same<E, __nv_bfloat16>::value) {
+    return __bfloat162float(x);
+  } else {
+    return static_cast<float>(x) - (std::is_same<E, uint8_t>::value ? 128 : 0);
+  }
 }
 // To nearest, ties to even.
-template <class E> __host__ __device__ __forceinline__ E rounded(float x) { return static_cast<E>(x); }
+template <class E> __host__ __device__ __forceinline__ E rounded(float x) {
+  if constexpr (std::is_same<E, __half>::value) {
+    return __float2half_rn(x);
+  } else if constexpr (std::is_same<E, __nv_bfloat16>::value) {
+    return __float2bfloat16_rn(x);
+  } else {
+    return static_cast<E>(x);
+  }
+}
 
 // clang-format off
 template <int BYTES> struct VectorType;
@@ -1085,61 +1094,20 @@ template <class B> struct TileConversion {
 };
 
 // ---- barriers ----
+// SYNC_POLICY, of the scalar and wmma kernels: 5 puts a CTA barrier at every hazard of the tile loop. 2 drops the two that
+// guard nothing: Q is covered by the barrier for K and V, and m is read by the warp that wrote it. 1 leaves a row with
+// one warp, so that only the tiles themselves are shared. 0 has none: racy. In the other kernels a warp keeps its rows.
 
-enum class Hazard {  // what a barrier of the tile loop stands for, in the order of the loop
-  q_written,         // Q tile copied by all warps
-  kv_written,        // K and V tiles copied by all warps
-  s_written,         // S tile in shared memory, rows about to change hands
-  max_written,       // m and alpha of the rows
-  sum_written,       // l of the rows and P, rows about to change hands again
-  tile_read,         // K, V and P read by all warps, about to be overwritten
-};
-constexpr int HAZARDS = 6;
-
-// scalar, wmma: policy 5 puts a CTA barrier at every hazard. Policy 2 drops the two that guard
-// nothing: Q is covered by the barrier for K and V, and m is read by the warp that wrote it. Policy 1
-// leaves a row with one warp, so that only the tiles themselves are shared; producer warps hand those over by
-// mbarriers. Policy 0 has none: racy.
-// mma: a warp always keeps its rows. With two stages or more the barrier of kv_written also covers
-// tile_read of the tile before.
-// wgmma: a warp keeps its rows as well, and the plain kernel has one barrier, before a tile is overwritten. With
-// SWAP_AB keys are rows, and a query's column is spread over its slice's warps, so that P crosses a barrier, and so
-// does every new maximum.
-template <class B> __host__ __device__ constexpr bool needs_cta_barrier(Hazard h) {
-  if (B::family == Family::wgmma) {
-    if (B::swap_ab) {
-      return h == Hazard::sum_written || (h == Hazard::max_written && !B::use_lazy_max);
-    }
-    return !B::use_warp_specialization && h == Hazard::tile_read;
-  }
-  if (B::family == Family::mma) {
-    return h == Hazard::kv_written || (h == Hazard::tile_read && B::stages == 1);
-  }
-  if (B::use_warp_specialization) return false;
-  if (B::sync_policy == 5) return true;
-  if (B::sync_policy == 2) return h != Hazard::q_written && h != Hazard::max_written;
-  if (B::sync_policy == 1) return h == Hazard::kv_written || h == Hazard::tile_read;
-  return false;
-}
-
-template <class B> constexpr int barriers_per_tile() {
-  int n = 0;
-  for (int h = 0; h < HAZARDS; h++) n += needs_cta_barrier<B>(static_cast<Hazard>(h));
-  return n;
-}
-
-template <class B, Hazard H> __device__ __forceinline__ void sync_for() {
-  if constexpr (needs_cta_barrier<B>(H) && B::group_threads == 32) {
+// A barrier of the warps that share a slice of the keys if GROUP, else of the warp alone.
+template <class B, bool GROUP> __device__ __forceinline__ void group_sync() {
+  if constexpr (!GROUP || B::group_threads == 32) {
     __syncwarp();
-  } else if constexpr (needs_cta_barrier<B>(H) && B::split_kv > 1) {
-    // the number of a barrier is an immediate operand
+  } else if constexpr (B::split_kv > 1) {  // the number of a barrier is an immediate operand
     SDPA_UNROLL for (int group = 0; group < B::split_kv; group++) {
       if (threadIdx.x / B::group_threads == group) barrier_sync(1 + group, B::group_threads);
     }
-  } else if constexpr (needs_cta_barrier<B>(H)) {
-    __syncthreads();
   } else {
-    __syncwarp();
+    __syncthreads();
   }
 }
 
@@ -1183,12 +1151,13 @@ __device__ __forceinline__ void mask_scores(View& S, const KernelArgs& a, int q0
     SDPA_UNROLL for (int i = 0; i < View::ROWS; i++) {
       const int q = query_of<B>(a, q0, S.row(i));
       SDPA_UNROLL for (int j = 0; j < View::COLS; j++) {
-        if (hidden(S.col(j), q)) S.x[i][j] = -INFINITY;
+        if (hidden(S.col(j) - S.col(0), q)) S.x[i][j] = -INFINITY;
       }
     }
   };
-  mask([&](int j, int q) { return j >= keys.end(q) - k0; });
-  if (keys.from > -most_rows) mask([&](int j, int q) { return j < keys.begin(q) - k0; });
+  const int k = k0 + S.col(0);
+  mask([&](int j, int q) { return j >= keys.end(q) - k; });
+  if (keys.from > -most_rows) mask([&](int j, int q) { return j < keys.begin(q) - k; });
 }
 
 // ---- online softmax ----
@@ -1717,6 +1686,9 @@ template <class B, class Shared> struct CopyTogether {
   ItemTiles<B> t;
   Shared& s;
   int stage = B::stages - 1;  // of the tile acquired last
+  // mma.sync with two stages or more: a warp that passes the barrier of acquire() knows that all warps have read the tile
+  // before, so that tile's stage is refilled after it. Elsewhere release() has a barrier for that.
+  static constexpr bool COPIES_LAST = B::family == Family::mma && B::stages > 1;
 
   // Begins with the tiles before the first acquire(), as one group of copies each.
   __device__ __forceinline__ CopyTogether(Shared& s_, const ItemTiles<B>& t_) : t(t_), s(s_) {
@@ -1725,16 +1697,13 @@ template <class B, class Shared> struct CopyTogether {
       VectorCopy<B::use_cp_async>::commit();
     }
   }
-  // mma.sync with two stages or more: a warp that passes this barrier knows that all warps have read the tile before,
-  // so that tile's stage is refilled behind it. Elsewhere release() has a barrier for that.
   __device__ __forceinline__ int acquire(int k0) {
-    constexpr bool copies_last = !needs_cta_barrier<B>(Hazard::tile_read) && B::family == Family::mma;
     stage = stage + 1 == B::stages ? 0 : stage + 1;
-    sync_for<B, Hazard::q_written>();
-    if constexpr (!copies_last) copy_ahead(k0);
-    VectorCopy<B::use_cp_async>::template wait<copies_last ? B::stages - 2 : B::stages - 1>();
-    sync_for<B, Hazard::kv_written>();
-    if constexpr (copies_last) copy_ahead(k0);
+    group_sync<B, (B::family != Family::mma && B::sync_policy == 5)>();  // hazard: Q copied by all warps
+    if constexpr (!COPIES_LAST) copy_ahead(k0);
+    VectorCopy<B::use_cp_async>::template wait<COPIES_LAST ? B::stages - 2 : B::stages - 1>();
+    group_sync<B, (B::sync_policy >= 1)>();  // hazard: K and V copied by all warps
+    if constexpr (COPIES_LAST) copy_ahead(k0);
     return stage;
   }
   // Copies the tile that is STAGES - 1 further into the stage before this one.
@@ -1742,7 +1711,9 @@ template <class B, class Shared> struct CopyTogether {
     t.copy_kv(s, stage == 0 ? B::stages - 1 : stage - 1, k0 + (B::stages - 1) * t.ADVANCE);
     VectorCopy<B::use_cp_async>::commit();
   }
-  __device__ __forceinline__ void release() { sync_for<B, Hazard::tile_read>(); }
+  __device__ __forceinline__ void release() {
+    group_sync<B, (!COPIES_LAST && B::sync_policy >= 1)>();  // hazard: K, V and P read by all warps, about to change
+  }
 };
 
 // ---- rings of stages (wmma, wgmma) ----
@@ -1798,7 +1769,7 @@ template <class B> struct ScalarOutput {
 template <class T, class View> __device__ __forceinline__ void store_scores(T* P_s, int stride, const View& S) {
   SDPA_UNROLL for (int i = 0; i < View::ROWS; i++) {
     SDPA_UNROLL for (int j = 0; j < View::COLS; j++) {
-      st_shared(P_s + S.row(i) * stride + S.col(j), static_cast<T>(S.x[i][j]));
+      st_shared(P_s + S.row(i) * stride + S.col(j), rounded<T>(S.x[i][j]));
     }
   }
 }
@@ -1806,7 +1777,7 @@ template <class T, class View> __device__ __forceinline__ void store_scores(T* P
 template <class T, class View> __device__ __forceinline__ void load_scores(View& S, const T* P_s, int stride) {
   SDPA_UNROLL for (int i = 0; i < View::ROWS; i++) {
     SDPA_UNROLL for (int j = 0; j < View::COLS; j++) {
-      S.x[i][j] = static_cast<float>(ld_shared<T>(P_s + S.row(i) * stride + S.col(j)));
+      S.x[i][j] = to_float(ld_shared<T>(P_s + S.row(i) * stride + S.col(j)));
     }
   }
 }
@@ -1864,7 +1835,7 @@ template <class B, class Shared> struct WarpSoftmax {
     softmax_sum<B>(S, scale_log2, m, alpha, l);
     s.store_probabilities(S);
     s.store_alpha(S, alpha);
-    sync_for<B, Hazard::sum_written>();
+    __syncwarp();  // hazard: P and alpha written by the other lanes
   }
   // The final m and l of this thread's rows.
   __device__ void finish(Shared&, const ScalarScores<B>&, float (&m_out)[ROWS], float (&l_out)[ROWS]) {
@@ -1894,7 +1865,7 @@ template <class B, class Shared> struct CtaSoftmax {
   }
   __device__ void step(Shared& s, const ScalarScores<B>& own, float scale_log2, float (&alpha_own)[ROWS]) {
     store_scores(s.P, s.P_STRIDE, own);
-    sync_for<B, Hazard::s_written>();
+    group_sync<B, (B::sync_policy >= 2)>();  // hazard: S written, its rows about to change hands
 
     ScalarScores<B> S = dealt_rows();
     load_scores(S, s.P, s.P_STRIDE);
@@ -1905,7 +1876,7 @@ template <class B, class Shared> struct CtaSoftmax {
     SDPA_UNROLL for (int i = 0; i < ROWS; i++) {
       if (S.first_col == 0) s.m[S.row(i)] = m[i], s.alpha[S.row(i)] = alpha[i];
     }
-    sync_for<B, Hazard::max_written>();
+    group_sync<B, (B::sync_policy == 5)>();  // hazard: m and alpha of the rows written
 
     SDPA_UNROLL for (int i = 0; i < ROWS; i++) {
       m[i] = s.m[S.row(i)], alpha[i] = s.alpha[S.row(i)];
@@ -1917,7 +1888,7 @@ template <class B, class Shared> struct CtaSoftmax {
       l[i] = row_sum<COL_LANES>(l[i]);
       if (S.first_col == 0) s.l[S.row(i)] = l[i];
     }
-    sync_for<B, Hazard::sum_written>();
+    group_sync<B, (B::sync_policy >= 2)>();  // hazard: l and P written, rows about to change hands again
 
     SDPA_UNROLL for (int i = 0; i < ROWS; i++) alpha_own[i] = s.alpha[own.row(i)];
   }
@@ -2070,7 +2041,7 @@ __device__ __forceinline__ void wmma_qk(WmmaScore<B>* S_s,
                                         const Element<B>* K_s) {
   SDPA_UNROLL for (int n = 0; n < B::block_n; n += 16) {
     AccumulatorOf<WmmaScore<B>> S;
-    wmma::fill_fragment(S, WmmaScore<B>(0.0f));
+    wmma::fill_fragment(S, rounded<WmmaScore<B>>(0));
     SDPA_UNROLL for (int d = 0; d < B::head_dim; d += 16) {
       Operand<wmma::matrix_b, wmma::col_major> K;
       wmma::load_matrix_sync(K, K_s + tile_offset<B>(n, d), TILE_STRIDE<B>);
@@ -2109,10 +2080,10 @@ template <class B> struct WmmaOutput {
     }
     if constexpr (B::pv_in_fp16) {
       AccumulatorOf<__half> of_tile[B::head_dim / 16];
-      SDPA_UNROLL for (auto& part : of_tile) wmma::fill_fragment(part, __half(0.0f));
+      SDPA_UNROLL for (auto& part : of_tile) wmma::fill_fragment(part, rounded<__half>(0));
       add_products(of_tile, P_s, V_s);
       SDPA_UNROLL for (int n = 0; n < B::head_dim / 16; n++) {
-        SDPA_UNROLL for (int e = 0; e < Accumulator::num_elements; e++) { x[n].x[e] += float(of_tile[n].x[e]); }
+        SDPA_UNROLL for (int e = 0; e < Accumulator::num_elements; e++) { x[n].x[e] += to_float(of_tile[n].x[e]); }
       }
     } else {
       add_products(x, P_s, V_s);
@@ -3246,7 +3217,7 @@ template <class B, int PRODUCER> struct WgmmaRegisters {
 };
 
 // What a producer warp does; bits.
-enum WgmmaRole { idle = 0, load_k = 1, load_v = 2, store_o = 4, transpose_v = 8 };
+enum WgmmaRole { idle = 0, load_k = 1, load_v = 2, store_o = 4 };
 
 // A producer warp. All its lanes have the same state, and one of them issues the copies.
 template <class B, class Shared> struct WgmmaProducer {
@@ -3410,15 +3381,17 @@ template <class B> struct WgmmaRows {
   template <class Recover>
   __device__ __forceinline__ bool softmax(Scores& S, float (&alpha)[ROWS], const WgmmaItem& item,
                                           const Recover& recover) {
-    bool stale = false, recovered = false;
-    if (may_take_stale_max()) {
-      StaleSoftmax<B, ROWS> softmax(m, scale_log2);
-      softmax.exp(S, 0, S.COLS);
-      stale = softmax.add_to(l);
-      if (!stale) recovered = recover(softmax);
-      if (!stale && !recovered) multiply_qk_again(S, item);
+    const bool may_be_stale = may_take_stale_max();
+    bool stale = may_be_stale;
+    StaleSoftmax<B, ROWS> of_stale(m, scale_log2);
+    if (may_be_stale) {
+      of_stale.exp(S, 0, S.COLS);
+      stale = of_stale.add_to(l);
     }
-    if (!stale && !recovered) softmax_by_exact_max(S, alpha);
+    if (!stale && !(may_be_stale && recover(of_stale))) {
+      if (may_be_stale) multiply_qk_again(S, item);
+      softmax_by_exact_max(S, alpha);
+    }
     return stale;
   }
   // S = Q @ K.T once more, of this warp alone, by mma.sync and out of global memory: its tiles may be overwritten by
@@ -3554,12 +3527,14 @@ template <class B> __device__ __forceinline__ void wgmma_store_items(WgmmaShared
 }
 template <class B> __device__ __forceinline__ void wgmma_produce(WgmmaShared<B>& s, const KernelArgs& a, int warp) {
   // Two slices have two loaders each, and nobody stores: the slices do that themselves.
-  constexpr bool split = B::split_kv > 1;
-  constexpr int roles[4] = {load_k, load_v, split ? load_k : store_o, split ? load_v : idle};
+  const int role = warp == 0         ? load_k
+                   : warp == 1       ? load_v
+                   : B::split_kv > 1 ? (warp == 2 ? load_k : load_v)
+                                     : (warp == 2 ? store_o : idle);
   // The loader of V begins an item, so that Q and K are asked for at once; with a queue that of K, which so begins the
   // next item early.
   constexpr int starts = B::use_persistent_cta ? 0 : 1;
-  const int role = roles[warp], slice = warp / 2;
+  const int slice = warp / 2;
   if (role & (load_k | load_v)) {
     WgmmaProducer<B, WgmmaShared<B>> p{s, a};
     p.load_items(role, slice, s.slice[slice], warp == starts, [&](const WgmmaItem& item) {
@@ -3977,10 +3952,10 @@ template <class B> struct E4m3Producer : WgmmaProducer<B, E4m3Shared<B>> {
   }
 
   __device__ __forceinline__ void run(int warp) {
-    constexpr int loads[2] = {B::split_kv > 1 ? load_k | load_v : load_k, B::split_kv > 1 ? load_k | load_v : load_v};
     if (warp >= 2) return transpose_items((warp - 2) % B::split_kv, (warp - 2) / B::split_kv);
     const int slice = warp % B::split_kv, starts = B::use_persistent_cta || B::split_kv > 1 ? 0 : 1;
-    this->load_items(loads[warp], slice, this->s.landed[slice], warp == starts, [&](const WgmmaItem& item) {
+    const int role = B::split_kv > 1 ? load_k | load_v : warp == 0 ? load_k : load_v;
+    this->load_items(role, slice, this->s.landed[slice], warp == starts, [&](const WgmmaItem& item) {
       const StageRing<Shared::Q_STAGES> stage = this->q_ring;
       this->start_item(item, &this->s.q_empty[last_q.stage], last_q.parity);
       last_q = stage;
@@ -4583,9 +4558,10 @@ template <class B> struct WgmmaColumns {
     finish_products(S, round - 1, item.rounds, next);
     ring = next;
     VP.hold_all();
-    if (FIRST) return;
-    SDPA_UNROLL for (int block = 0; block < D_BLOCKS; block++) {
-      SDPA_UNROLL for (int j = 0; j < B::block_m / 2; j++) O.x.d[block][j] += VP.x.d[block][j];
+    if constexpr (!FIRST) {
+      SDPA_UNROLL for (int block = 0; block < D_BLOCKS; block++) {
+        SDPA_UNROLL for (int j = 0; j < B::block_m / 2; j++) O.x.d[block][j] += VP.x.d[block][j];
+      }
     }
   }
   // m and l of the slice, for the others.
@@ -5361,6 +5337,7 @@ using FirstBuild = BuildOf<Build::use_tuned ? next_tile(0) : -1>;
 }  // namespace SDPA_NAMESPACE
 
 #pragma nv_diag_pop
+#pragma GCC diagnostic pop
 
 // ==== COPY TO HERE ===============================================================================
 
