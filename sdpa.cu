@@ -273,16 +273,14 @@ struct SdpaParams {
   int window_right = -1;                    // and after it
   Descale q_descale, k_descale, v_descale;  // 8-bit DTYPE: by query head, and by key head
 };
-// A row that sees no key (or only keys of logit -inf) gives O = 0 and LSE = -inf. NaN and inf come
-// out as the formula has them, but whether NaN or inf in V at a key that is masked reaches the row
-// (as 0 * inf = NaN) is open, since kernels multiply whole tiles. Logits may have any finite value that
-// a float can hold. The sums of P @ V are floats too and divided by the row sum of P last, so that a row
-// comes out right while that sum, which is at most 2^12 * Sk, times max|V| stays below 3.4e38 (with
-// DTYPE=BF16 and V beyond 1e30 it may not).
-// The wgmma kernel starts before the kernel before it in the stream has ended, and waits for it before it
-// touches memory. It lets the next one start likewise, if that is launched with the attribute
-// cudaLaunchAttributeProgrammaticStreamSerialization: such a kernel must wait as well
-// (cudaGridDependencySynchronize) before it reads O or writes an input.
+// A row that sees no key (or only keys of logit -inf) gives O = 0 and LSE = -inf. NaN and inf come out as the formula
+// has them, but whether NaN or inf in V at a key that is masked reaches the row (as 0 * inf = NaN) is open, since
+// kernels multiply whole tiles. Logits may have any finite value that a float can hold. The sums of P @ V are floats
+// too and divided by the row sum of P last, so that a row comes out right while that sum, which is at most 2^12 * Sk,
+// times max|V| stays below 3.4e38 (with DTYPE=BF16 and V beyond 1e30 it may not). The wgmma kernel starts before the
+// kernel before it in the stream has ended, and waits for it before it touches memory. It lets the next one start
+// likewise, if that is launched with the attribute cudaLaunchAttributeProgrammaticStreamSerialization: such a kernel
+// must wait as well (cudaGridDependencySynchronize) before it reads O or writes an input.
 
 struct SdpaStatus {
   cudaError_t code = cudaSuccess;  // cudaErrorInvalidValue: the problem was refused
@@ -785,11 +783,10 @@ template <int N> __device__ __forceinline__ void forget(float (&d)[N]) {
   SDPA_UNROLL for (int i = 0; i < N; i++) asm volatile("" : "=f"(d[i])::"memory");
 }
 
-// A 16-bit matrix in shared memory with the 128-byte swizzle: bits 4-6 of an address are XORed with
-// bits 7-9. Atoms of 8 lines of 128 bytes start at multiples of 1024 bytes.
-// K-major, one line per row: stride_bytes from 8 rows to the next 8; the next 16 of K are 32 bytes
-// further in the line; leading_bytes has no meaning. MN-major, one line per k, 64 rows or columns to
-// a line: stride_bytes from 8 k to the next 8, leading_bytes from 64 rows or columns to the next 64.
+// A 16-bit matrix in shared memory with the 128-byte swizzle: bits 4-6 of an address are XORed with bits 7-9. Atoms of
+// 8 lines of 128 bytes start at multiples of 1024 bytes. K-major, one line per row: stride_bytes from 8 rows to the
+// next 8; the next 16 of K are 32 bytes further in the line; leading_bytes has no meaning. MN-major, one line per k, 64
+// rows or columns to a line: stride_bytes from 8 k to the next 8, leading_bytes from 64 rows or columns to the next 64.
 // A stride of 512 means lines of 64 bytes: bits 4-5 are XORed with bits 7-8, and atoms have 512 bytes.
 __device__ __forceinline__ uint64_t wgmma_descriptor(SharedAddress start, int leading_bytes, int stride_bytes) {
   return uint64_t((start & 0x3ffff) >> 4) | uint64_t(leading_bytes >> 4) << 16 | uint64_t(stride_bytes >> 4) << 32 |
@@ -815,9 +812,8 @@ __device__ __forceinline__ uint64_t wgmma_descriptor(SharedAddress start, int le
 #define SDPA_D128(F) SDPA_D120(F) F(120) F(121) F(122) F(123) F(124) F(125) F(126) F(127)
 #define SDPA_D_TEXT(i) ", %" #i
 #define SDPA_D_OPERAND(i) , "+f"(d[i])
-// X(N, R, the R of N plus 1 ... 6): N columns are R = N / 2 accumulators of a thread, operands
-// 0 ... R - 1. Operand R is scale-d, R + 1 descriptor B, R + 2 imm-trans-b, R + 3 ... are A, as a
-// descriptor with imm-trans-a after it.
+// X(N, R, the R of N plus 1 ... 6): N columns are R = N / 2 accumulators of a thread, operands 0 ... R - 1. Operand R
+// is scale-d, R + 1 descriptor B, R + 2 imm-trans-b, R + 3 ... are A, as a descriptor with imm-trans-a after it.
 // clang-format off
 #define SDPA_WGMMA_SHAPES(X) \
   X(16, 8, 9, 10, 11, 12, 13, 14) X(32, 16, 17, 18, 19, 20, 21, 22) X(48, 24, 25, 26, 27, 28, 29, 30) \
@@ -1022,9 +1018,8 @@ template <> struct VectorCopy<true> {
 
 template <class B> struct TileConversion;  // DTYPE=U8
 
-// What thread tid of nthreads copies of a tile: the vectors at (row + n * row_step, col), so that its
-// addresses advance by a constant. A row may take several passes of all threads. Threads that are left
-// over after whole rows are idle.
+// What thread tid of nthreads copies of a tile: the vectors at (row + n * row_step, col), so that its addresses advance
+// by a constant. A row may take several passes of all threads. Threads that are left over after whole rows are idle.
 template <class B> struct TileCopy {
   static constexpr int PER_ROW = B::head_dim / B::vec_width;
   int row_step, col_step, row, col;
@@ -1053,8 +1048,7 @@ template <class B> struct TileCopy {
       }
     }
   }
-  // dst_s [ROWS][D] = the tile, zeros where it does not exist. With USE_CP_ASYNC the data is there only after a
-  // wait.
+  // dst_s [ROWS][D] = the tile, zeros where it does not exist. With USE_CP_ASYNC the data is there only after a wait.
   template <int ROWS>
   __device__ __forceinline__ void copy(Input* dst_s, const Input* src_g, int64_t row_stride, int rows) const {
     each_vector<ROWS>(src_g, row_stride, rows, [&](int r, int c, const Input* from_g, bool valid) {
@@ -3428,6 +3422,60 @@ template <class B> struct WgmmaRows {
   }
 };
 
+// A warpgroup that computes: 64 rows over its slice of the keys. Each kernel has products, loops and stores of its own.
+template <class B, class Shared> struct WgmmaConsumer {
+  using Rows = WgmmaRows<B>;
+  using Scores = typename Rows::Scores;
+  static constexpr int ROW_GROUPS = B::block_m / 64;
+  Shared& s;
+  const KernelArgs& a;
+  const int lane, warpgroup, slice, row_group;
+  const uint64_t Q, K, V;  // descriptors of the first stages; of Q of the warpgroup's rows
+  Rows rows;
+  StageRing<Shared::Q_STAGES> q_ring;
+  StageRing<B::stages> ring;  // where K and V of this tile are
+  int last_k0 = 0;            // first key of the last tile
+
+  __device__ WgmmaConsumer(Shared& s_, const KernelArgs& a_, int thread, int v_leading_bytes, int v_stride_bytes)
+      : s(s_),
+        a(a_),
+        lane(thread % 32),
+        warpgroup(uniform(thread / 128)),
+        slice(warpgroup / ROW_GROUPS),
+        row_group(warpgroup % ROW_GROUPS),
+        Q(wgmma_descriptor(uniform(shared_address(s.queries(0, row_group))), 16, PANEL_ATOM<B>)),
+        K(wgmma_descriptor(uniform(shared_address(s.slice[slice].K[0])), 16, PANEL_ATOM<B>)),
+        V(wgmma_descriptor(uniform(shared_address(s.slice[slice].V[0])), v_leading_bytes, v_stride_bytes)),
+        rows(a_) {}
+
+  __device__ __forceinline__ const WgmmaItem& item() const { return s.item[q_ring.stage]; }
+  // All items: begin(), compute(turns) of those that have rows of this warpgroup, end().
+  template <class Begin, class Compute, class End>
+  __device__ __forceinline__ void run_items(const Begin& begin, const Compute& compute, const End& end) {
+    const WgmmaTurns<B> turns(warpgroup);
+    auto& t = s.slice[slice];
+    do {
+      mbarrier_wait(&s.q_full[q_ring.stage], q_ring.parity);
+      const int rounds = uniform(item().rounds);
+      if (rounds == 0) break;
+      rows.q = uniform(item().q0 + row_group * 64);
+      const RoundRange own = own_rounds<B>(a, item(), rounds, rows.q);
+      begin();
+      t.skip(ring, rounds - own.end, lane);
+      if (own.end > 0) {
+        rows.k0 = uniform(first_key_of<B>(item(), own.end - 1, slice));
+        last_k0 = uniform(first_key_of<B>(item(), own.first, slice));
+        rows.scale_log2.start(item());
+        compute(turns);
+      }
+      if (B::skip_masked) t.skip(ring, own_rounds<B>(a, item(), rounds, rows.q).first, lane);
+      end();
+      q_ring.advance();
+    } while (B::use_persistent_cta);
+    turns.leave();
+  }
+};
+
 // ---- 5d merge of slices (wgmma and USE_WARP_SPECIALIZATION, USE_TUNED and SPLIT_KV > 1) ----
 
 // Merges the slices' sums, its own first: each slice finishes half of the rows. Calls store(share, row), and stores LSE:
@@ -3545,46 +3593,27 @@ template <class B> __device__ __forceinline__ void wgmma_produce(WgmmaShared<B>&
   }
 }
 
-// A warpgroup that computes: O of 64 rows over its slice of the keys.
-template <class B> struct WgmmaConsumer {
-  using Shared = WgmmaShared<B>;
-  using Rows = WgmmaRows<B>;
-  using Scores = typename Rows::Scores;
+template <class B> struct Wgmma16Consumer : WgmmaConsumer<B, WgmmaShared<B>> {
+  using Base = WgmmaConsumer<B, WgmmaShared<B>>;
+  using Scores = typename Base::Scores;
   using Probabilities = WgmmaProbabilities<B>;
+  using Base::a, Base::s, Base::lane, Base::slice, Base::row_group, Base::rows, Base::ring, Base::q_ring, Base::last_k0;
 
-  Shared& s;
-  const KernelArgs& a;
-  const int lane, warpgroup, slice, row_group;
-  const uint64_t Q, K, V;  // descriptors of the first stages; of Q of the warpgroup's rows
-  Rows rows;
-  StageRing<Shared::Q_STAGES> q_ring;
-  StageRing<B::stages> ring;  // where K and V of this tile are
-  int last_k0 = 0;            // first key of the last tile
-
-  __device__ WgmmaConsumer(Shared& s_, const KernelArgs& a_, int thread)
-      : s(s_),
-        a(a_),
-        lane(thread % 32),
-        warpgroup(uniform(thread / 128)),
-        slice(warpgroup / Shared::ROW_GROUPS),
-        row_group(warpgroup % Shared::ROW_GROUPS),
-        Q(wgmma_descriptor(uniform(shared_address(s.Q[0][row_group])), 16, 1024)),
-        K(wgmma_descriptor(uniform(shared_address(s.slice[slice].K[0])), 16, 1024)),
-        V(wgmma_descriptor(uniform(shared_address(s.slice[slice].V[0])), B::block_n * 128, 1024)),
-        rows(a_) {}
+  __device__ Wgmma16Consumer(WgmmaShared<B>& s_, const KernelArgs& a_, int thread)
+      : Base(s_, a_, thread, B::block_n * 128, 1024) {}
 
   // ---- the products ----
 
   // S = Q @ K.T, begun.   [64][BLOCK_N]
   __device__ __forceinline__ void begin_qk(Scores& S, const StageRing<B::stages>& at, bool k_is_there) {
     if (!k_is_there) mbarrier_wait(&s.slice[slice].k_full[at.stage], at.parity);
-    wgmma_qk<B>(S, descriptor_at(Q, q_ring.stage * int(sizeof s.Q[0])),
-                descriptor_at(K, at.stage * int(sizeof s.slice[0].K[0])));
+    wgmma_qk<B>(S, descriptor_at(Base::Q, q_ring.stage * int(sizeof s.Q[0])),
+                descriptor_at(Base::K, at.stage * int(sizeof s.slice[0].K[0])));
   }
   // O += P @ V, begun.   [64][D]
   __device__ __forceinline__ void begin_pv(const Probabilities& P, bool v_is_there) {
     if (!v_is_there) mbarrier_wait(&s.slice[slice].v_full[ring.stage], ring.parity);
-    wgmma_pv<B>(rows.O, P, descriptor_at(V, ring.stage * int(sizeof s.slice[0].V[0])), rows.accumulates);
+    wgmma_pv<B>(rows.O, P, descriptor_at(Base::V, ring.stage * int(sizeof s.slice[0].V[0])), rows.accumulates);
     rows.accumulates = true;
   }
   // Waits for the P @ V whose V is in that stage, and releases it.
@@ -3616,7 +3645,7 @@ template <class B> struct WgmmaConsumer {
       softmax.exp(S, FIRST, S.COLS);
       pack_all(P, S);
       done = softmax.add_to(rows.l);
-      if (!done) rows.multiply_qk_again(S, s.item[q_ring.stage]);
+      if (!done) rows.multiply_qk_again(S, Base::item());
     }
     float alpha[2];  // three conditions: under one, nvcc puts P into the registers of S
     if (!done) rows.softmax_by_exact_max(S, alpha);
@@ -3627,7 +3656,7 @@ template <class B> struct WgmmaConsumer {
   template <class End>
   __device__ __forceinline__ void attend_beside_pv(Scores& S, Probabilities& P, const End& end_last_pv) {
     float alpha[2];
-    const bool stale = rows.softmax(S, alpha, s.item[q_ring.stage], [](const auto&) { return false; });
+    const bool stale = rows.softmax(S, alpha, Base::item(), [](const auto&) { return false; });
     end_last_pv();
     if (!stale) scale_output(alpha);
     pack_all(P, S);
@@ -3725,7 +3754,7 @@ template <class B> struct WgmmaConsumer {
     auto& O = rows.O;
     const uint32_t tid = thread_index_anew() % 128, lane = tid % 32;
     const int first_row = tid / 32 * 16, stage = q_ring.stage;  // of the warp, in its group
-    barrier_sync(q_read + warpgroup, 128);                      // hazard: Q read by all its warps
+    barrier_sync(q_read + Base::warpgroup, 128);                      // hazard: Q read by all its warps
     float inverse[2];
     SDPA_UNROLL for (int i = 0; i < 2; i++) inverse[i] = inverse_of_sum<B>(rows.l[i], a, s.item[stage]);
     clear_empty_rows(O, rows.l);
@@ -3766,34 +3795,19 @@ template <class B> struct WgmmaConsumer {
     });
   }
 
-  // All items.
   __device__ __forceinline__ void run() {
-    const WgmmaTurns<B> turns(warpgroup);
-    do {
-      mbarrier_wait(&s.q_full[q_ring.stage], q_ring.parity);
-      const WgmmaItem& item = s.item[q_ring.stage];
-      const int rounds = uniform(item.rounds);
-      if (rounds == 0) break;
-      rows.q = uniform(item.q0 + row_group * 64);
-      const RoundRange own = own_rounds<B>(a, item, rounds, rows.q);
-      s.slice[slice].skip(ring, rounds - own.end, lane);
-      if (own.end > 0) {
-        rows.k0 = uniform(first_key_of<B>(item, own.end - 1, slice));
-        last_k0 = uniform(first_key_of<B>(item, own.first, slice));
-        rows.scale_log2.start(item);
-        sum_parts(turns);
-        SDPA_UNROLL for (int i = 0; i < 2; i++) rows.l[i] = row_sum<Rows::Sums::LANES>(rows.l[i]);
-        if constexpr (B::split_kv > 1) {
-          merge_and_store();
-        } else {
-          write_output();
-        }
+    const auto compute = [&](const WgmmaTurns<B>& turns) {
+      sum_parts(turns);
+      SDPA_UNROLL for (int i = 0; i < 2; i++) rows.l[i] = row_sum<Base::Rows::Sums::LANES>(rows.l[i]);
+      if constexpr (B::split_kv > 1) {
+        merge_and_store();
+      } else {
+        write_output();
       }
-      if (B::skip_masked) s.slice[slice].skip(ring, own_rounds<B>(a, item, rounds, rows.q).first, lane);
-      if (B::split_kv == 1) arrive_by_warp(&s.o_done[q_ring.stage][row_group], lane);  // with slices nobody waits
-      q_ring.advance();
-    } while (B::use_persistent_cta);
-    turns.leave();
+    };
+    Base::run_items([] {}, compute, [&] {  // with slices nobody waits
+      if (B::split_kv == 1) arrive_by_warp(&s.o_done[q_ring.stage][row_group], lane);
+    });
   }
 };
 
@@ -3811,7 +3825,7 @@ __global__ void __launch_bounds__(B::threads, 1) sdpa_wgmma(const __grid_constan
   } else {
     if (Registers::dealt) setmaxnreg_inc<Registers::consumer>();
     wait_then_let_next_kernel_start();
-    WgmmaConsumer<B>(s, a, threadIdx.x - B::producer_threads).run();
+    Wgmma16Consumer<B>(s, a, threadIdx.x - B::producer_threads).run();
   }
 }
 
@@ -3963,35 +3977,16 @@ template <class B> struct E4m3Producer : WgmmaProducer<B, E4m3Shared<B>> {
   }
 };
 
-// A warpgroup that computes: O of 64 rows over its slice of the keys.
-template <class B> struct E4m3Consumer {
+template <class B> struct E4m3Consumer : WgmmaConsumer<B, E4m3Shared<B>> {
   using Shared = E4m3Shared<B>;
-  using Rows = WgmmaRows<B>;
-  using Scores = typename Rows::Scores;
+  using Base = WgmmaConsumer<B, Shared>;
+  using Scores = typename Base::Scores;
   using Probabilities = uint32_t[B::block_n / 32][4];  // A operands
-
-  Shared& s;
-  const KernelArgs& a;
-  const int lane, warpgroup, slice, row_group;
-  const uint64_t Q, K, V;  // descriptors; of K and V of the first stages
+  using Base::a, Base::s, Base::lane, Base::slice, Base::row_group, Base::rows, Base::ring, Base::q_ring, Base::last_k0;
   uint32_t queries[ROW_BYTES<B> / STEP_BYTES][4];  // Q as A operands, if Q_IN_REGISTERS
-  Rows rows;
-  StageRing<Shared::Q_STAGES> q_ring;
-  StageRing<B::stages> ring;  // where K and V of this tile are
-  int last_k0 = 0;            // first key of the last tile
-  uint32_t tiles = 0;         // whose P @ V has ended
+  uint32_t tiles = 0;                              // whose P @ V has ended
 
-  __device__ E4m3Consumer(Shared& s_, const KernelArgs& a_, int thread)
-      : s(s_),
-        a(a_),
-        lane(thread % 32),
-        warpgroup(uniform(thread / 128)),
-        slice(warpgroup / Shared::ROW_GROUPS),
-        row_group(warpgroup % Shared::ROW_GROUPS),
-        Q(wgmma_descriptor(uniform(shared_address(s.queries(0, row_group))), 16, PANEL_ATOM<B>)),
-        K(wgmma_descriptor(uniform(shared_address(s.slice[slice].K[0])), 16, PANEL_ATOM<B>)),
-        V(wgmma_descriptor(uniform(shared_address(s.slice[slice].V[0])), 16, 8 * V_LINE<B>)),
-        rows(a_) {}
+  __device__ E4m3Consumer(Shared& s_, const KernelArgs& a_, int thread) : Base(s_, a_, thread, 16, 8 * V_LINE<B>) {}
 
   // ---- the products ----
 
@@ -4011,7 +4006,7 @@ template <class B> struct E4m3Consumer {
   // S = Q @ K.T, begun.   [64][BLOCK_N]
   __device__ __forceinline__ void begin_qk(Scores& S, const StageRing<B::stages>& at, bool k_is_there) {
     if (!k_is_there) mbarrier_wait(&s.slice[slice].k_full[at.stage], at.parity);
-    const uint64_t K_at = descriptor_at(K, at.stage * int(sizeof s.slice[0].K[0]));
+    const uint64_t K_at = descriptor_at(Base::K, at.stage * int(sizeof s.slice[0].K[0]));
     if constexpr (Shared::Q_IN_REGISTERS) {
       forget(S.x.d);
       wgmma_fence();
@@ -4020,13 +4015,13 @@ template <class B> struct E4m3Consumer {
       }
       wgmma_commit_group();
     } else {
-      wgmma_qk<B>(S, Q, K_at);
+      wgmma_qk<B>(S, Base::Q, K_at);
     }
   }
   // O += P @ V, begun.   [64][D]
   __device__ __forceinline__ void begin_pv(const Probabilities& P, bool v_is_there) {
     if (!v_is_there) mbarrier_wait(&s.slice[slice].v_full[ring.stage], ring.parity);
-    const uint64_t V_at = descriptor_at(V, ring.stage * int(sizeof s.slice[0].V[0]));
+    const uint64_t V_at = descriptor_at(Base::V, ring.stage * int(sizeof s.slice[0].V[0]));
     auto& O = rows.O;
     hold(O.x.d);
     wgmma_fence();
@@ -4046,7 +4041,7 @@ template <class B> struct E4m3Consumer {
   template <class End> __device__ __forceinline__ void attend(Scores& S, Probabilities& P, const End& end_last_pv) {
     float alpha[2];
     const auto raise = [&](const auto& softmax) { return raise_max(S, softmax, alpha); };
-    const bool stale = rows.softmax(S, alpha, s.item[q_ring.stage], raise);
+    const bool stale = rows.softmax(S, alpha, Base::item(), raise);
     end_last_pv();
     if (!stale && !__all_sync(0xffffffffu, alpha[0] == 1 && alpha[1] == 1)) {
       scale_rows(rows.O, alpha);
@@ -4087,14 +4082,13 @@ template <class B> struct E4m3Consumer {
   template <class What> __device__ __forceinline__ void with_flushed(const What& what) {
     if constexpr (Shared::FLUSHES) {
       const uint32_t tid = thread_index_anew() % 128;
-      SDPA_UNROLL for (int n = 0; n < B::head_dim / 8; n++) what(&s.flushed(warpgroup)[n][tid], rows.O.x.d + 4 * n);
+      SDPA_UNROLL for (int n = 0; n < B::head_dim / 8; n++) what(&s.flushed(Base::warpgroup)[n][tid], rows.O.x.d + 4 * n);
     }
   }
   static __device__ __forceinline__ void add(float* d, const float4& x) {
     d[0] += x.x, d[1] += x.y, d[2] += x.z, d[3] += x.w;
   }
-  // After FP8_FLUSH tiles, and before the next P @ V, adds O to the sums in shared memory, which have the same
-  // maximum.
+  // After FP8_FLUSH tiles, and before the next P @ V, adds O to the sums in shared memory, which have the same maximum.
   __device__ __forceinline__ void flush_when_due() {
     if (!Shared::FLUSHES || !rows.accumulates || ++tiles % B::fp8_flush != 0) return;
     const bool first = tiles == B::fp8_flush;
@@ -4155,12 +4149,12 @@ template <class B> struct E4m3Consumer {
     }
     wgmma_wait_group<0>(), hold(rows.O.x.d);
     arrive_by_warp(&t.v_empty[last_stage], lane);
-    SDPA_UNROLL for (int i = 0; i < 2; i++) rows.l[i] = row_sum<Rows::Sums::LANES>(rows.l[i]);
+    SDPA_UNROLL for (int i = 0; i < 2; i++) rows.l[i] = row_sum<Base::Rows::Sums::LANES>(rows.l[i]);
     add_flushed();
   }
   // O / l and LSE, from registers: a thread has four neighbouring columns.
   __device__ __forceinline__ void store() {
-    const WorkItem& item = s.item[q_ring.stage];
+    const WorkItem& item = Base::item();
     if constexpr (B::split_kv > 1) {
       const WorkItem mine = item;  // read before the barrier, which hides the latency
       merge_slices<B>(rows, s.partial[row_group], slice, mine, [&](const float (&share)[B::head_dim / 4], int row) {
@@ -4179,32 +4173,15 @@ template <class B> struct E4m3Consumer {
       store_output<B>(four, rows.m, rows.l, a, item);
     }
   }
-  // All items.
   __device__ __forceinline__ void run() {
-    const WgmmaTurns<B> turns(warpgroup);
     constexpr bool q_stays = !Shared::Q_IN_REGISTERS || Shared::Q_IN_FLUSHED;  // in its buffer, for the whole item
-    do {
-      mbarrier_wait(&s.q_full[q_ring.stage], q_ring.parity);
-      const WgmmaItem& item = s.item[q_ring.stage];
-      const int rounds = uniform(item.rounds);
-      if (rounds == 0) break;
-      rows.q = uniform(item.q0 + row_group * 64);
-      const RoundRange own = own_rounds<B>(a, item, rounds, rows.q);
+    const auto begin = [&] {
       if constexpr (Shared::Q_IN_REGISTERS) load_queries();
       if (!q_stays) release_queries();
-      s.slice[slice].skip(ring, rounds - own.end, lane);
-      if (own.end > 0) {
-        rows.k0 = uniform(first_key_of<B>(item, own.end - 1, slice));
-        last_k0 = uniform(first_key_of<B>(item, own.first, slice));
-        rows.scale_log2.start(item);
-        sum_keys(turns);
-        store();
-      }
-      if (B::skip_masked) s.slice[slice].skip(ring, own_rounds<B>(a, item, rounds, rows.q).first, lane);
+    };
+    Base::run_items(begin, [&](const WgmmaTurns<B>& turns) { sum_keys(turns), store(); }, [&] {
       if (q_stays && B::split_kv == 1) release_queries();  // with slices nobody waits
-      q_ring.advance();
-    } while (B::use_persistent_cta);
-    turns.leave();
+    });
   }
 };
 
@@ -4960,9 +4937,8 @@ SdpaParams without_idle_strides(SdpaParams p) {
 // Bytes of device memory that SdpaParams::workspace must have for this problem (0: none).
 static inline size_t sdpa_workspace_bytes(const SdpaParams& p) { return kernel_facts(p).workspace_bytes(p); }
 
-// O, LSE = attention(Q, K, V), enqueued on the stream of the current device. Returns without
-// waiting; never prints, never allocates. Refuses what this build cannot do, before anything is
-// launched. Safe inside stream capture.
+// O, LSE = attention(Q, K, V), enqueued on the stream of the current device. Returns without waiting; never prints,
+// never allocates. Refuses what this build cannot do, before anything is launched. Safe inside stream capture.
 static inline SdpaStatus sdpa_forward(const SdpaParams& params, cudaStream_t stream) {
   SdpaStatus status = check_params(params);
   if (!status.ok() || !params.B || !params.Hq || !params.Sq) return status;
