@@ -956,18 +956,6 @@ __device__ __forceinline__ void mma_32_bytes(float& d0, float& d1, float& d2, fl
   }
 }
 
-// ---- fp16 of U8 (wmma and DTYPE = U8) ----
-
-// u - 128 of two bytes of a word, the low or the high ones. 16 bits 0x6400 | u are the number 1024 + u.
-__device__ __forceinline__ uint32_t halves_of_bytes(uint32_t word, bool high) {
-  constexpr uint32_t halves_of_1152 = 0x64806480;
-  return sub_f16x2(prmt(word, 0x64646464, high ? 0x4342 : 0x4140), halves_of_1152);
-}
-__device__ __forceinline__ uint4 halves_of_bytes(uint32_t low, uint32_t high) {
-  return {halves_of_bytes(low, false), halves_of_bytes(low, true), halves_of_bytes(high, false),
-          halves_of_bytes(high, true)};
-}
-
 // ---- tiles in shared memory (scalar, wmma, mma) ----
 
 // Elements from one row of a tile to the next. With D alone all rows start in bank 0, and accesses to
@@ -1016,7 +1004,7 @@ template <> struct VectorCopy<true> {
 
 // ---- copies of tiles (scalar, wmma, mma) ----
 
-template <class B> struct TileConversion;  // DTYPE=U8
+struct ConvertingCopy;  // DTYPE=U8
 
 // What thread tid of nthreads copies of a tile: the vectors at (row + n * row_step, col), so that its addresses advance
 // by a constant. A row may take several passes of all threads. Threads that are left over after whole rows are idle.
@@ -1034,55 +1022,41 @@ template <class B> struct TileCopy {
   __device__ __forceinline__ const Input* first(const Input* tensor, int64_t row_stride) const {
     return tensor + row * row_stride + col;
   }
-  // Calls move(row, column, source, exists) for each of this thread's vectors of a tile. src is the first of them;
-  // `rows` rows exist from there on.
-  template <int ROWS, class Move>
-  __device__ __forceinline__ void each_vector(const Input* src, int64_t row_stride, int rows, const Move& move) const {
+  // dst_s [ROWS][D] = the tile, zeros where it does not exist. src_g is this thread's first vector; `rows` rows exist from
+  // there on. With USE_CP_ASYNC the data is there only after a wait.
+  template <int ROWS>
+  __device__ __forceinline__ void copy(Element<B>* dst_s, const Input* src_g, int64_t row_stride, int rows) const {
+    using Copy = typename std::conditional<B::converts, ConvertingCopy, VectorCopy<B::use_cp_async>>::type;
     constexpr int unrolled = B::use_cp_async ? 16 : 8;  // a plain load in flight takes registers
 #pragma unroll unrolled
-    for (int r = 0; r < ROWS; r += row_step, src += row_step * row_stride) {
+    for (int r = 0; r < ROWS; r += row_step, src_g += row_step * row_stride) {
       if ((ROWS % row_step != 0 && row + r >= ROWS) || row >= row_step) break;
       SDPA_UNROLL for (int c = 0; c < B::head_dim; c += col_step) {
         if (B::head_dim % col_step != 0 && col + c >= B::head_dim) break;
-        move(row + r, col + c, src + c, r < rows);
+        Copy::template copy<B::vec_width * sizeof(Input)>(dst_s + tile_offset<B>(row + r, col + c), src_g + c, r < rows);
       }
     }
-  }
-  // dst_s [ROWS][D] = the tile, zeros where it does not exist. With USE_CP_ASYNC the data is there only after a wait.
-  template <int ROWS>
-  __device__ __forceinline__ void copy(Input* dst_s, const Input* src_g, int64_t row_stride, int rows) const {
-    each_vector<ROWS>(src_g, row_stride, rows, [&](int r, int c, const Input* from_g, bool valid) {
-      VectorCopy<B::use_cp_async>::template copy<B::vec_width * sizeof(Input)>(dst_s + tile_offset<B>(r, c), from_g,
-                                                                               valid);
-    });
   }
 };
 
 // ---- copies of U8 (wmma and DTYPE = U8) ----
-// A thread converts the vectors that it copies to the fp16 that the products take.
 
-template <class B> struct TileConversion {
-  using Vector = typename VectorType<B::vec_width * sizeof(Input)>::type;
-
-  // dst_s [ROWS][D] = the tile, zeros where it does not exist.
-  template <int ROWS>
-  static __device__ __forceinline__ void copy(const TileCopy<B>& mine, Half* dst_s, const Input* src_g,
-                                              int64_t row_stride, int rows) {
-    const auto move = [&](int r, int c, const Input* from_g, bool valid) {
-      Vector vector{};
-      if (valid) vector = ld_global_nc<Vector>(from_g);
-      store_halves(dst_s, r, c, vector);
-    };
-    mine.template each_vector<ROWS>(src_g, row_stride, rows, move);
-  }
-
- private:
-  static __device__ __forceinline__ void store_halves(Half* dst_s, int row, int column, const Vector& vector) {
-    uint32_t words[sizeof vector / 4];
+// u - 128 of two bytes of a word, the low or the high ones. 16 bits 0x6400 | u are the number 1024 + u.
+__device__ __forceinline__ uint32_t halves_of_bytes(uint32_t word, bool high) {
+  constexpr uint32_t halves_of_1152 = 0x64806480;
+  return sub_f16x2(prmt(word, 0x64646464, high ? 0x4342 : 0x4140), halves_of_1152);
+}
+// Makes the fp16 that the products take of a vector of 8 elements or 16.
+struct ConvertingCopy {
+  template <int BYTES> __device__ static __forceinline__ void copy(void* dst_s, const void* src_g, bool valid) {
+    typename VectorType<BYTES>::type vector{};
+    if (valid) vector = ld_global_nc<decltype(vector)>(src_g);
+    uint32_t words[BYTES / 4];
     memcpy(words, &vector, sizeof vector);
-    SDPA_UNROLL for (int i = 0; i < B::vec_width / 4; i += 2) {
-      const uint4 chunk = halves_of_bytes(words[i], words[i + 1]);
-      st_shared(dst_s + tile_offset<B>(row, column + 4 * i), chunk);
+    SDPA_UNROLL for (int i = 0; i < BYTES / 4; i += 2) {
+      const uint32_t low = words[i], high = words[i + 1];
+      st_shared(static_cast<uint4*>(dst_s) + i / 2, uint4{halves_of_bytes(low, false), halves_of_bytes(low, true),
+                                                          halves_of_bytes(high, false), halves_of_bytes(high, true)});
     }
   }
 };
@@ -1649,23 +1623,14 @@ template <class B> struct ItemTiles {
     const TileCopy<B> share(tid, nthreads);
     const int q = item.q0 + first_row;
     const Input* const Q_g = p.Q + item.b * p.q.batch + item.h * p.q.head + q * p.q.row;
-    copy_tile<ROWS>(share, Q_s, share.first(Q_g, p.q.row), p.q.row, p.Sq - q - share.row);
-  }
-  template <int ROWS, class T>
-  static __device__ __forceinline__ void copy_tile(const TileCopy<B>& share, T* dst_s, const Input* src_g,
-                                                   int64_t row_stride, int rows) {
-    if constexpr (std::is_same<T, Input>::value) {
-      share.template copy<ROWS>(dst_s, src_g, row_stride, rows);
-    } else {
-      TileConversion<B>::template copy<ROWS>(share, dst_s, src_g, row_stride, rows);
-    }
+    share.template copy<ROWS>(Q_s, share.first(Q_g, p.q.row), p.q.row, p.Sq - q - share.row);
   }
   // The next K and V tile, at key k0, into its stage; past the end nothing.
   template <class Shared> __device__ __forceinline__ void copy_kv(Shared& s, int stage, int k0) {
     if (k0 < keys.end) {
       const int rows = keys.end - k0 - mine.row;
-      copy_tile<B::block_n>(mine, s.K[stage], K_g, p.k.row, rows);
-      copy_tile<B::block_n>(mine, s.V[stage], V_g, p.v.row, rows);
+      mine.template copy<B::block_n>(s.K[stage], K_g, p.k.row, rows);
+      mine.template copy<B::block_n>(s.V[stage], V_g, p.v.row, rows);
       K_g += ADVANCE * p.k.row, V_g += ADVANCE * p.v.row;
     }
   }
