@@ -5142,7 +5142,7 @@ SDPA_REFUSE(Build::use_tuned && next_tile(0) == TUNED_TILES.count,
 // Of the typed build, or of its tiles from row N on.
 template <int N> constexpr bool check_all() {
   if constexpr (N < 0) {
-    return check<Build>();
+    return check<BuildOf<N>>();
   } else if constexpr (N < TUNED_TILES.count) {
     return check<BuildOf<N>>() && check_all<next_tile(N + 1)>();
   }
