@@ -34,7 +34,7 @@ import onnx.backend.test.case.node.attention  # noqa: E402,F401: makes the cases
 from onnx.backend.test.case import node as onnx_nodes  # noqa: E402
 from onnx.reference import ReferenceEvaluator  # noqa: E402
 
-LINES = ("scalar_minimal", "wmma_all", "mma_lazy", "hopper", "mma_d128_bf16")
+LINES = ("scalar_minimal", "wmma_all", "mma_lazy", "hopper", "ampere_d128_bf16")
 TYPES = {"fp16": np.float16, "bf16": ml_dtypes.bfloat16}
 
 
