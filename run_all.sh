@@ -547,7 +547,7 @@ run_tests() {
     say "---- tests: those in Python are left out; they need: python3 -m pip install ${modules[*]}"
   fi
   # Under the sanitizers one line of each kind, or with --all-lines all of them.
-  local kinds='^(scalar_(sync2|async3|e4m3|racy)|wmma_(all|u8|racy)|mma_(lazy3|split4|e4m3_d128)'
+  local kinds='^(scalar_(sync2|async2|e4m3|racy)|wmma_(all|u8|racy)|mma_(lazy|split4|e4m3_d128)'
   kinds+='|wgmma_(192x128|split2)|hopper)$'
   if [ "${1-}" = --all-lines ]; then kinds=; shift; fi
   test_in "$base-cpu" "the CPU backend" -DSDPA_CPU=ON -- "$@" || failed=1

@@ -14,7 +14,7 @@ sys.path.insert(0, os.path.join(ROOT, "tools"))
 import builds  # noqa: E402
 
 ARCHS = re.findall(r"\d+a?", os.environ.get("SDPA_ARCHS", "")) or ["80", "89", "90a"]
-LINES = "scalar_minimal wmma_all mma_lazy3 wgmma_plain wgmma_192x128 hopper".split()
+LINES = "scalar_minimal wmma_all mma_lazy wgmma_plain wgmma_192x128 hopper".split()
 KNOBS = "|".join(builds.Tree().knobs())
 needs_nvcc = pytest.mark.skipif(not builds.nvcc(), reason="nvcc is missing")
 
@@ -75,7 +75,7 @@ int main() { return other::sdpa_forward({}, 0).ok() ? 0 : 1; }
 @pytest.mark.parametrize("words,sentence", [
     ("", "extract: which line?"),
     ("mma_lasy3", "mma_lasy3: no line of configs.txt has that name; it has: "),
-    ("mma_lazy mma_lazy3", "extract takes one line, and mma_lazy and mma_lazy3 are two"),
+    ("mma_lazy mma_split2", "extract takes one line, and mma_lazy and mma_split2 are two"),
     ("mma_lazy --frob", "extract: --frob: no such option"),
     ("mma_lazy --namespace", "extract: --namespace: its value is missing"),
     ("mma_lazy --namespace 1x", "extract: --namespace 1x: want a name of C++")])

@@ -140,9 +140,9 @@ def test_rows_of_the_table_are_judged_like_typed_knobs():
     assert refusal("@plain BLOCK_M=64", section) is None
 
 
-KINDS = """scalar_minimal scalar_sync2 scalar_fast_exp scalar_bf16 scalar_u8 scalar_e4m3 wmma_qk wmma_pv
-wmma_ws2 wmma_u8 wmma_all mma_lazy3 mma_split4 mma_fast_exp mma_e4m3_d128 mma_d256 mma_decode_e4m3_d128 ampere wgmma_plain wgmma_ws
-wgmma_overlap wgmma_d128_turns wgmma_d128_causal wgmma_split2 wgmma_swap32 wgmma_d256
+KINDS = """scalar_minimal scalar_sync2 scalar_bf16 scalar_u8 scalar_e4m3 wmma_qk wmma_pv
+wmma_ws2 wmma_u8 wmma_all mma_lazy mma_split4 mma_fast_exp mma_e4m3_d128 mma_d256 mma_decode_e4m3_d128 ampere wgmma_plain wgmma_ws
+wgmma_overlap wgmma_d128_tile128 wgmma_d128_causal wgmma_split2 wgmma_swap32 wgmma_d256
 hopper"""
 
 
