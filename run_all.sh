@@ -8,7 +8,7 @@ cd "$(dirname "$(readlink -f "${BASH_SOURCE[0]}")")" || exit 2
 
 usage() {
   cat <<'EOF'
-usage: ./run_all.sh [--cpu] [--only REGEX] [--shape S]... [--csv] [-- OPTION...]
+usage: ./run_all.sh [--cpu] [--only REGEX] [--shape S]... [--causal C] [--csv] [-- OPTION...]
        ./run_all.sh ab NAME KNOB=VALUE...    is the line faster with these knobs? ab --help
        ./run_all.sh ab main~20:NAME NAME     is it faster than it was? or than another line?
        ./run_all.sh ablate NAME [--svg]      what each knob of a line is worth. ablate --help
@@ -29,9 +29,10 @@ usage: ./run_all.sh [--cpu] [--only REGEX] [--shape S]... [--csv] [-- OPTION...]
                   the rows go to results/DATE-DEVICE.csv. Without a GPU: on the CPU backend
   --cpu           check the lines on the CPU backend, on small and mission; nothing is timed
   --only REGEX    only the lines whose name matches
-  --shape S       small, mission, mission2, long, decode, decode1, chunk or B,Hq,Hkv,Sq,Sk; repeatable
+  --shape S       small, mission, mission2, long, decode, decode1, chunk or B,Hq,Hkv,Sq,Sk[,D]; repeatable
+  --causal C      br: the last query sees the last key; tl: query q sees keys 0..q; or off
   --csv           print the rows as CSV on stdout instead of the table
-  -- OPTION...    more options for every executable, such as -- --causal br --seeds 0,1,2
+  -- OPTION...    more options for every executable, such as -- --window 128,0 --seeds 0,1,2
   test            build and run the tests; under the sanitizers one line of each kind, or all
   extract         print the kernel of one line without knobs, to paste it; extract --help has the rest
   results         redraw the tables of README.md and docs/, and results/*.svg, from the newest CSVs or from these
@@ -56,6 +57,7 @@ progress() {
 }
 tty_line() { if [ -t 2 ]; then printf '\r\033[K%s' "$*" >&2; else say "$*"; fi; }  # progress
 end_line() { if [ -t 2 ]; then printf '\n' >&2; fi; }
+lines() { if [ "$1" = 1 ]; then echo "1 line"; else echo "$1 lines"; fi; }
 
 # from_caller PATH: the path as it is called where the command was typed.
 from_caller() { realpath --relative-to="$caller" -- "$1"; }
@@ -158,10 +160,24 @@ configure() {
   fi
 }
 
+# stopped HOW_FAR: for a trap while something is built.
+stopped() {
+  end_line
+  say "stopped while building, $1; the same command goes on there, in $build"
+  exit 130
+}
+
+built_count() {
+  local name count=0
+  for name in "${names[@]}"; do [ ! -x "$build/sdpa_$name" ] || count=$((count + 1)); done
+  echo $count
+}
+
 # build_selected COUNT: all lines that --only selected, whatever fails; progress for each. One target for all
 # of them, because make builds several targets one after the other.
 build_selected() {
   local keep_going=-k done=0 line since=$SECONDS
+  trap 'stopped "$(lines "$(built_count)") of $1 built"' INT TERM
   grep -q '^CMAKE_GENERATOR:INTERNAL=Ninja' "$build/CMakeCache.txt" && keep_going=-k0
   while IFS= read -r line; do
     case $line in
@@ -254,6 +270,7 @@ show_results() {
       if (time[r] + 0 > longest[g]) longest[g] = time[r] + 0
     }
     END {
+      for (r in name) if (!seen[name[r]]++) names++
       if (timed) {
         printf "\n%s\n", paint(1, "the fastest line of each problem on " device)
         printf "%-28s %-24s %10s %8s %6s %-6s %9s\n", "problem", "line", "graph_us", "TFLOP/s", "peak", "of", "base"
@@ -267,7 +284,10 @@ show_results() {
         g = order[i]; n = 0; words = 0
         for (j = 1; j <= of_group[g]; j++) {
           r = member[g, j]
-          if (time[r] != "") list[++n] = r; else if (timed || verdict(r) !~ /^PASS|^FAIL\*/) silent[++words] = r
+          if (time[r] != "") { list[++n] = r; continue }
+          if (!timed && names > 20 && verdict(r) ~ /^PASS|^FAIL\*/) continue
+          said[r] = verdict(r) == "PASS" ? error[r] (note[r] == "" ? "" : ", " note[r]) : note[r]
+          if (!alike[g, verdict(r) == "skipped" ? said[r] : r]++) silent[++words] = r  # a reason to skip is told once
         }
         if (!n && !words) continue
         printf "\n%s\n", paint(1, g (g in base ? ", base " name[base[g]] : ""))
@@ -282,7 +302,9 @@ show_results() {
         }
         for (j = 1; j <= words; j++) {
           r = silent[j]; v = sprintf("%-7s", verdict(r))
-          printf "%-24s %s %.66s\n", name[r], v ~ /^PASS|^FAIL\*/ ? v : paint("1;31", v), note[r] == "" ? error[r] : note[r]
+          more = alike[g, said[r]] - 1
+          printf "%-24s %s %.66s\n", name[r] (more > 0 ? " and " more " more" : ""), \
+                 v ~ /^PASS|^FAIL\*/ ? v : paint("1;31", v), said[r]
         }
       }
       if (timed) {
@@ -321,7 +343,7 @@ list_lines() {
       if (also) print "sm_120 (RTX 50), compiled and gated, not timed:" also
       exit !found
     }'
-  [ "${PIPESTATUS[1]}" != 1 ] || refuse "list ${1-}: no line of configs.txt has such a name"
+  [ "${PIPESTATUS[1]}" != 1 ] || refuse "list ${1-}: no line of configs.txt has such a name; without it all are listed"
 }
 
 # keep_rows ROWS [FOLDER NAME]: prints where the rows are now: in results/DATE-DEVICE.csv (with a folder:
@@ -343,13 +365,15 @@ keep_rows() {
 # judge_shape S: before anything is built.
 judge_shape() {
   case $1 in small|mission|mission2|long|decode|decode1|chunk) return ;; esac
-  if [[ $1 =~ ^[1-9][0-9]{0,8}([,x][1-9][0-9]{0,8}){2}([,x](0|[1-9][0-9]{0,8})){2}$ ]]; then
+  if [[ $1 =~ ^[1-9][0-9]{0,8}([,x][1-9][0-9]{0,8}){2}([,x](0|[1-9][0-9]{0,8})){2}([,x][1-9][0-9]{0,8})?$ ]]; then
     local sizes
     IFS=,x read -ra sizes <<<"$1"
     [ $((sizes[1] % sizes[2])) != 0 ] || return 0
   fi
-  refuse "--shape $1: want small, mission, mission2, long, decode, decode1, chunk or B,Hq,Hkv,Sq,Sk with Hq a multiple of Hkv"
+  refuse "--shape $1: want small, mission, mission2, long, decode, decode1, chunk or B,Hq,Hkv,Sq,Sk[,D] with Hq a multiple of Hkv"
 }
+
+judge_causal() { [[ $1 =~ ^(off|br|tl)$ ]] || refuse "--causal $1: want br (bottom-right), tl (top-left) or off"; }
 
 # judge_more OPTION...: of those for every executable; what an executable prints instead of rows is no option for all.
 judge_more() {
@@ -362,7 +386,7 @@ judge_more() {
 }
 
 main_job() {
-  local only='' csv_only=0 cpu=0 shapes=() more=()
+  local only='' csv_only=0 cpu=0 shapes=() causal=() more=()
   while [ $# -gt 0 ]; do
     case $1 in
       --only)
@@ -372,6 +396,7 @@ main_job() {
         shift 2
         ;;
       --shape) [ $# -gt 1 ] || refuse "--shape: its value is missing"; judge_shape "$2"; shapes+=(--shape "$2"); shift 2 ;;
+      --causal) [ $# -gt 1 ] || refuse "--causal: its value is missing"; judge_causal "$2"; causal=(--causal "$2"); shift 2 ;;
       --csv) csv_only=1; shift ;;
       --cpu) cpu=1; shift ;;
       --) shift; judge_more "$@"; more=("$@"); break ;;
@@ -404,10 +429,10 @@ main_job() {
     bad_numbers+=("$number") bad_names+=("$name") bad_sentences+=("$sentence")
   done <"$build/bad_lines.txt"
   if [ ${#names[@]} -eq 0 ] && [ ${#bad_names[@]} -eq 0 ]; then
-    refuse "--only $only: no line of configs.txt has such a name"
+    refuse "--only $only: no line of configs.txt has such a name; ./run_all.sh list has them all"
   fi
 
-  tty_line "building ${#names[@]} lines, $jobs at once"
+  tty_line "building $(lines ${#names[@]}), $jobs at once"
   build_selected ${#names[@]}
 
   local rows=$build/rows.csv run=$build/run
@@ -417,7 +442,7 @@ main_job() {
   # run_line NAME: its rows, words and exit status go to files of $run.
   run_line() {
     local status=0
-    "$build/sdpa_$1" "${shapes[@]}" ${more[@]+"${more[@]}"} >"$run/$1.csv" 2>"$run/$1.err" || status=$?
+    "$build/sdpa_$1" "${shapes[@]}" ${causal[@]+"${causal[@]}"} ${more[@]+"${more[@]}"} >"$run/$1.csv" 2>"$run/$1.err" || status=$?
     echo $status >"$run/$1.status"
   }
   # Every row is on disk as soon as it is measured.
@@ -443,7 +468,7 @@ main_job() {
   fi
   for i in "${!names[@]}"; do
     name=${names[i]}
-    local exe=$build/sdpa_$name status
+    local exe=$build/sdpa_$name status words
     if [ -e "$build/log/$name.log.failed" ] || [ ! -x "$exe" ]; then
       failed=1 wrong=$((wrong + 1))
       say "$(line_number "$name"): sdpa_$name $(compiler_words "$name")"
@@ -473,7 +498,7 @@ main_job() {
         cat "$run/$name.csv" >>"$rows"
       fi
     else
-      if [ "$status" -ne 77 ] && [ -s "$run/$name.err" ]; then end_line; cat "$run/$name.err" >&2; fi
+      words=$(grep -v "^sdpa_$name: skipped " "$run/$name.err") && { end_line; say "$words"; }
       cat "$run/$name.csv" >>"$rows"
     fi
     if [ "$status" -eq 2 ]; then refuse "the executables refuse these options"; fi
@@ -491,8 +516,8 @@ main_job() {
     exit 3
   fi
   if [ $cpu = 1 ]; then
-    say "${#names[@]} lines checked on the CPU backend, $wrong not as they should be; no times"
-    [ ${#bad_names[@]} = 0 ] || say "${#bad_names[@]} more lines could not be read"
+    say "$(lines ${#names[@]}) checked on the CPU backend, $wrong not as they should be; no times"
+    [ ${#bad_names[@]} = 0 ] || say "$(lines ${#bad_names[@]}) more could not be read"
   fi
   say "rows: $(from_caller "$csv")"
   exit $failed
@@ -506,13 +531,30 @@ test_in() {
   while [ "$1" != -- ]; do options+=("$1"); shift; done
   shift
   say "---- tests: $what"
+  trap 'stopped "in the tests of $what"' INT TERM
   configure -DSDPA_TESTS=ON -DSDPA_KEEP_GOING=OFF -DSDPA_ONLY= "${options[@]}"
   if ! cmake --build "$build" -j "$jobs" >"$build/build.log" 2>&1; then
     tail -40 "$build/build.log" >&2
     say "the build failed; all of its words are in $build/build.log"
     return 1
   fi
+  trap - INT TERM
   ctest --test-dir "$build" --output-on-failure -j "$jobs" "$@"
+}
+
+# judge_ctest WORD...: ctest itself ignores an option that it does not know.
+judge_ctest() {
+  local word before='' known
+  known=$(ctest --help | grep -oE -- ' --?[A-Za-z][-A-Za-z0-9]*|,--?[A-Za-z][-A-Za-z0-9]*' | tr -d ' ,')
+  [ "${1-}" != --all-lines ] || shift
+  for word in "$@"; do
+    case $word in
+      -j[0-9]*) ;;
+      -*) grep -qxF -e "${word%%=*}" <<<"$known" || refuse "test $word: neither --all-lines, which comes first, nor an option of ctest" ;;
+      *) [[ $before = -* ]] || refuse "test $word: want an option of ctest before it, as in -R $word" ;;
+    esac
+    before=$word
+  done
 }
 
 run_tests() {
@@ -527,12 +569,13 @@ run_tests() {
       return 0
       ;;
   esac
+  need_tools
+  judge_ctest "$@"
   # Of these the tests can do without; what they cannot do then is skipped.
   for tool in git shellcheck chromium; do
     command -v "$tool" >/dev/null || missing+=("$tool")
   done
   [ ${#missing[@]} = 0 ] || apt_install "${missing[@]}" || say "---- tests: without ${missing[*]}"
-  need_tools
   echo '#include <doctest/doctest.h>' | "${CXX:-c++}" -x c++ -fsyntax-only - 2>/dev/null || apt_install doctest-dev ||
     refuse "doctest is missing; install it with: sudo apt-get install doctest-dev"
   if find_python "${modules[@]}"; then
