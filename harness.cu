@@ -1083,7 +1083,7 @@ vector<Column> columns(const Run& r, const Device& d) {
       {"tflops", r.timed() ? format("%.2f", r.tflops()) : ""}, {"rel_rms", error(f.rel_rms)},
       {"max_abs_err", error(f.max_abs_err)}, {"rows_checked", rows(f.rows_checked)},
       {"B", to_string(p.B)}, {"Hq", to_string(p.Hq)}, {"Hkv", to_string(p.Hkv)},
-      {"Sq", to_string(p.Sq)}, {"Sk", to_string(p.Sk)}, {"D", to_string(line.D)}, {"dtype", input_type.name},
+      {"Sq", to_string(p.Sq)}, {"Sk", to_string(p.Sk)}, {"D", to_string(p.D)}, {"dtype", input_type.name},
       {"causal", causal_names[int(p.mask)]}, {"seed", seeds}, {"regs", of_gpu(r.resources.regs)},
       {"spill_bytes", of_gpu(r.resources.spill_bytes)},
       {"smem_bytes", to_string(r.kernel.shared_bytes)},
@@ -1125,7 +1125,7 @@ void print_block(const Run& r, const Device& d) {
   const string window =
       p.has_window() ? format(", window %d,%d", p.window_left, p.window_right) : "";
   fprintf(stderr, "  problem  %s: B=%d Hq=%d Hkv=%d Sq=%d Sk=%d D=%d %s, causal %s%s\n",
-          p.shape.c_str(), p.B, p.Hq, p.Hkv, p.Sq, p.Sk, line.D, input_type.name,
+          p.shape.c_str(), p.B, p.Hq, p.Hkv, p.Sq, p.Sk, p.D, input_type.name,
           causal_names[int(p.mask)], window.c_str());
   fprintf(stderr, "  knobs    %s\n", changed.empty() ? "all at their defaults" : changed.c_str());
   if (r.exit == exit_pass && !r.note.empty()) fprintf(stderr, "  note     %s\n", r.note.c_str());
@@ -1201,11 +1201,12 @@ string parse_shape(const string& text, Problem& p) {
   const bool is_named = sizes != text;
   std::replace(sizes.begin(), sizes.end(), 'x', ',');  // as rows have them
   const vector<long long> n = parse_numbers(sizes, 0, most_rows);
-  if (n.size() != 5) {
+  if (n.size() != 5 && n.size() != 6) {
     return "want " + shape_names() +
-           " or five sizes B,Hq,Hkv,Sq,Sk from 0 to 10^9, such as 1,8,2,512,512";
+           " or sizes B,Hq,Hkv,Sq,Sk from 0 to 10^9 and if wanted D, such as 1,8,2,512,512 or 1,8,2,512,512,64";
   }
   p.B = int(n[0]), p.Hq = int(n[1]), p.Hkv = int(n[2]), p.Sq = int(n[3]), p.Sk = int(n[4]);
+  if (n.size() == 6) p.D = int(n[5]);
   p.shape = is_named ? text : format("%dx%dx%dx%dx%d", p.B, p.Hq, p.Hkv, p.Sq, p.Sk);
   return p.Hq && (p.Hkv == 0 || p.Hq % p.Hkv) ? "Hq must be a multiple of Hkv" : "";
 }
@@ -1223,7 +1224,7 @@ vector<Option> options_of(Options& o) {
   };
   return {
       {"--shape", "S",
-       "B,Hq,Hkv,Sq,Sk, small, mission (the default), mission2, long, decode, decode1 or chunk; "
+       "B,Hq,Hkv,Sq,Sk[,D], small, mission (the default), mission2, long, decode, decode1 or chunk; "
        "repeatable",
        [](const string& text) {
          Problem p;
@@ -1382,7 +1383,9 @@ ExitCode run_problem(const Problem& p, const Options& o, const Device& device) {
       r.note = format("tile BLOCK_M=%d BLOCK_N=%d STAGES=%d SPLIT_KV=%d", t.block_m, t.block_n,
                       t.stages, t.split_kv);
     }
-    if (!device.missing.empty()) {
+    if (p.D != line.D) {
+      stop("skipped", format("built with HEAD_DIM=%d and the shape has D=%d", line.D, p.D), exit_skipped);
+    } else if (!device.missing.empty()) {
       stop("skipped", device.missing, exit_skipped);
     } else {
       if (has_clock) r.resources = resources_of(r.kernel);

@@ -8,7 +8,7 @@ cd "$(dirname "$(readlink -f "${BASH_SOURCE[0]}")")" || exit 2
 
 usage() {
   cat <<'EOF'
-usage: ./run_all.sh [--cpu] [--only REGEX] [--shape S]... [--csv] [-- OPTION...]
+usage: ./run_all.sh [--cpu] [--only REGEX] [--shape S]... [--causal C] [--csv] [-- OPTION...]
        ./run_all.sh ab NAME KNOB=VALUE...    is the line faster with these knobs? ab --help
        ./run_all.sh ab main~20:NAME NAME     is it faster than it was? or than another line?
        ./run_all.sh ablate NAME [--svg]      what each knob of a line is worth. ablate --help
@@ -29,9 +29,10 @@ usage: ./run_all.sh [--cpu] [--only REGEX] [--shape S]... [--csv] [-- OPTION...]
                   the rows go to results/DATE-DEVICE.csv. Without a GPU: on the CPU backend
   --cpu           check the lines on the CPU backend, on small and mission; nothing is timed
   --only REGEX    only the lines whose name matches
-  --shape S       small, mission, mission2, long, decode, decode1, chunk or B,Hq,Hkv,Sq,Sk; repeatable
+  --shape S       small, mission, mission2, long, decode, decode1, chunk or B,Hq,Hkv,Sq,Sk[,D]; repeatable
+  --causal C      br: the last query sees the last key; tl: query q sees keys 0..q; or off
   --csv           print the rows as CSV on stdout instead of the table
-  -- OPTION...    more options for every executable, such as -- --causal br --seeds 0,1,2
+  -- OPTION...    more options for every executable, such as -- --window 128,0 --seeds 0,1,2
   test            build and run the tests; under the sanitizers one line of each kind, or all
   extract         print the kernel of one line without knobs, to paste it; extract --help has the rest
   results         redraw the tables of README.md and docs/, and results/*.svg, from the newest CSVs or from these
@@ -48,14 +49,15 @@ build=${SDPA_BUILD_DIR:-build}
 venv=$(realpath -m -- "$build/venv")  # tests run its Python in other folders
 jobs=${JOBS:-$(nproc 2>/dev/null || echo 2)}
 [[ $jobs =~ ^[1-9][0-9]{0,3}$ ]] || refuse "JOBS=$jobs: want a number of processes from 1 to 9999"
-# progress WHAT DONE COUNT NAME SINCE: "built 7 of 81, 3 min left: scalar_vec8"; begun at SINCE, in $SECONDS.
+# progress WHAT DONE COUNT NAME SINCE: "built 7 of 81, 130 s left: scalar_vec8"; begun at SINCE, in $SECONDS.
 progress() {
-  local left=$(((SECONDS - $5) * ($3 - $2) / ($2 > 0 ? $2 : 1))) text=''
-  if [ $left -ge 90 ]; then text=", $(((left + 30) / 60)) min left"; elif [ $left -ge 5 ]; then text=", $left s left"; fi
+  local left=$(((SECONDS - $5) * ($3 - $2) / $2)) text=''
+  [ $left -lt 5 ] || text=", $left s left"
   tty_line "$1 $2 of $3$text: $4"
 }
 tty_line() { if [ -t 2 ]; then printf '\r\033[K%s' "$*" >&2; else say "$*"; fi; }  # progress
 end_line() { if [ -t 2 ]; then printf '\n' >&2; fi; }
+lines() { if [ "$1" = 1 ]; then echo "1 line"; else echo "$1 lines"; fi; }
 
 # from_caller PATH: the path as it is called where the command was typed.
 from_caller() { realpath --relative-to="$caller" -- "$1"; }
@@ -70,15 +72,14 @@ may_install() {
 
 # apt_install PACKAGE...: as root, or by sudo if somebody can type the password.
 apt_install() {
-  local as_root=()
+  local apt=(env DEBIAN_FRONTEND=noninteractive apt-get)
   command -v apt-get >/dev/null || return
   if [ "$(id -u)" != 0 ]; then
     if ! [ -t 0 ] || ! command -v sudo >/dev/null; then return 1; fi
-    as_root=(sudo)
+    apt=(sudo "${apt[@]}")
   fi
-  may_install "$* (apt-get)" || return
-  ${as_root[@]+"${as_root[@]}"} apt-get update >/dev/null &&
-    DEBIAN_FRONTEND=noninteractive ${as_root[@]+"${as_root[@]}"} apt-get install -y --no-install-recommends "$@" >/dev/null
+  may_install "$* (apt-get)" && "${apt[@]}" update >/dev/null &&
+    "${apt[@]}" install -y --no-install-recommends "$@" >/dev/null
 }
 
 # need COMMAND PACKAGE: a tool, installed if that is possible.
@@ -95,7 +96,7 @@ for word in sys.argv[1:]:
     module, _, version = word.partition("==")
     if not importlib.util.find_spec(module): sys.exit(1)
     if version and not fnmatch.fnmatch(importlib.metadata.version(module), version): sys.exit(1)'
-  for python in python3 "$venv/bin/python3" /usr/bin/python3; do  # Debian's modules are not those of another one on PATH
+  for python in python3 "$venv/bin/python3" /usr/bin/python3; do  # the last: Debian's modules are its own
     command -v "$python" >/dev/null && "$python" -c "$find" "$@" && return
   done
   return 1
@@ -126,14 +127,9 @@ need_tools() {
   command -v ninja >/dev/null || need make make
 }
 
-need_nvcc() {
-  if ! command -v nvcc >/dev/null; then
-    if [ -x "${CUDA_HOME:-/usr/local/cuda}/bin/nvcc" ]; then
-      PATH=${CUDA_HOME:-/usr/local/cuda}/bin:$PATH
-    else
-      refuse "nvcc is missing; install the CUDA Toolkit 12.4 or newer, or put its bin folder on PATH"
-    fi
-  fi
+has_nvcc() {
+  PATH=$PATH:${CUDA_HOME:-/usr/local/cuda}/bin
+  command -v nvcc >/dev/null
 }
 
 has_gpu() { nvidia-smi -L 2>/dev/null | grep -q GPU; }
@@ -151,17 +147,31 @@ configure() {
     flock -n 9 || refuse "$build: another run_all.sh is at work there; wait, or set SDPA_BUILD_DIR to another folder"
   fi
   # Both always, since CMake remembers what it was told last.
-  if ! cmake -S . -B "$build" ${generator[@]+"${generator[@]}"} -DSDPA_ARCHS="${SDPA_ARCHS-}" -DSDPA_CONFIGS="${SDPA_CONFIGS:-$PWD/configs.txt}" "$@" \
-      >"$build/configure.log" 2>&1; then
+  if ! cmake -S . -B "$build" ${generator[@]+"${generator[@]}"} -DSDPA_ARCHS="${SDPA_ARCHS-}" \
+      -DSDPA_CONFIGS="${SDPA_CONFIGS:-$PWD/configs.txt}" "$@" >"$build/configure.log" 2>&1; then
     grep -A3 -E '^CMake Error|[Ee]rror:' "$build/configure.log" | head -20 >&2
     refuse "CMake could not configure; all of its words are in $build/configure.log"
   fi
+}
+
+# stopped HOW_FAR: for a trap while something is built.
+stopped() {
+  end_line
+  say "stopped while building, $1; the same command goes on there, in $build"
+  exit 130
+}
+
+built_count() {
+  local name count=0
+  for name in "${names[@]}"; do [ ! -x "$build/sdpa_$name" ] || count=$((count + 1)); done
+  echo $count
 }
 
 # build_selected COUNT: all lines that --only selected, whatever fails; progress for each. One target for all
 # of them, because make builds several targets one after the other.
 build_selected() {
   local keep_going=-k done=0 line since=$SECONDS
+  trap 'stopped "$(lines "$(built_count)") of $1 built"' INT TERM
   grep -q '^CMAKE_GENERATOR:INTERNAL=Ninja' "$build/CMakeCache.txt" && keep_going=-k0
   while IFS= read -r line; do
     case $line in
@@ -190,24 +200,18 @@ line_number() {
 
 # compiler_words NAME: the sentence to show for a line that did not compile, or for the harness.
 compiler_words() {
-  local log=$build/log/$1.log words
-  words=$(assertion_words <"$log")
-  [ -n "$words" ] || words=$(grep -m1 -E 'error|fatal' "$log")
-  [ -n "$words" ] || words=$(tail -1 "$log")
-  printf 'does not compile: %s' "$words"
+  local log=$build/log/$1.log
+  echo "does not compile: $( (assertion_words <"$log"; grep -E 'error|fatal' "$log"; tail -1 "$log") | head -1)"
 }
 
 # error_row NAME SENTENCE: a row for a line that never got an executable.
 error_row() {
-  awk -v name="$1" -v note="$2" -v header="$header" 'BEGIN {
-    gsub(/[,"]/, ";", note)
-    n = split(header, column, ",")
-    for (i = 1; i <= n; i++) {
-      value = column[i] == "config" ? name : column[i] == "status" ? "error" : \
-              column[i] == "note" ? note : ""
-      printf "%s%s", value, i < n ? "," : "\n"
-    }
-  }'
+  local column row=''
+  for column in ${header//,/ }; do
+    case $column in config) row+=$1 ;; status) row+=error ;; note) row+=${2//[,\"]/;} ;; esac
+    row+=,
+  done
+  echo "${row%,}"
 }
 
 # The racy negative control may pass by luck: then racecheck has the last word.
@@ -224,34 +228,37 @@ show_results() {
   [ -t 1 ] && colour=1
   awk -F, -v colour=$colour '
     function paint(code, text) { return colour ? "\033[" code "m" text "\033[0m" : text }
-    function verdict(r) {
-      if (note[r] ~ /^expected failure/) return "FAIL*"
-      return status[r] != "ok" ? status[r] : check[r]
+    function mark(r, width,    text) {
+      text = sprintf("%-" width "s", verdict[r])
+      return verdict[r] ~ /^PASS|^FAIL\*/ ? text : paint("1;31", text)
     }
-    function peak(r) { return share[r] == "" ? "" : sprintf("%.1f%%", 100 * share[r]) }
     function factor(r) { return base[group[r]] ? sprintf("%.2fx", time[base[group[r]]] / time[r]) : "" }
     function sort(list, n,    i, j, r) {  # by time; stable
       for (i = 2; i <= n; i++) {
         r = list[i]
-        for (j = i - 1; j >= 1 && time[list[j]] + 0 > time[r] + 0; j--) list[j + 1] = list[j]
+        for (j = i - 1; j >= 1 && time[list[j]] > time[r]; j--) list[j + 1] = list[j]
         list[j + 1] = r
       }
     }
     NR == 1 { for (i = 1; i <= NF; i++) at[$i] = i; next }
     {
-      r = ++rows
-      name[r] = $at["config"]; time[r] = $at["graph_us"]; tflops[r] = $at["tflops"]; status[r] = $at["status"]
-      check[r] = $at["check"]; note[r] = $at["note"]; share[r] = $at["peak_share"]; bound[r] = $at["bound"]
-      error[r] = "rel_rms " $at["rel_rms"] ", max_abs_err " $at["max_abs_err"]
-      shape[r] = $at["shape"]
+      r = ++rows; name[r] = $at["config"]; note = $at["note"]; bound[r] = $at["bound"]
+      verdict[r] = note ~ /^expected failure/ ? "FAIL*" : $at["status"] != "ok" ? $at["status"] : $at["check"]
+      errors = "rel_rms " $at["rel_rms"] ", max_abs_err " $at["max_abs_err"] (note == "" ? "" : ", ")
+      said[r] = (verdict[r] == "PASS" ? errors : "") note
+      peak = $at["peak_share"] == "" ? "" : sprintf("%.1f%%", 100 * $at["peak_share"])
+      figures[r] = sprintf("%10.2f %8.2f %6s", $at["graph_us"], $at["tflops"], peak)
       if ($at["device"] != "") device = $at["device"]
       g = $at["shape"] == "" ? "no executable" : \
           $at["shape"] ($at["causal"] == "off" ? "" : " causal " $at["causal"]) ", D=" $at["D"] " " $at["dtype"]
       if (!(g in of_group)) order[++groups] = g
       group[r] = g; member[g, ++of_group[g]] = r
-      if (time[r] != "") { if (!(g in base)) base[g] = r; timed++ }
-      if (check[r] == "PASS" && time[r] != "" && (!(g in best) || time[r] + 0 < time[best[g]] + 0)) best[g] = r
-      if (time[r] + 0 > longest[g]) longest[g] = time[r] + 0
+      if (!seen[name[r]]++) names++
+      if ($at["graph_us"] == "") next
+      time[r] = $at["graph_us"] + 0; timed++
+      if (!(g in base)) base[g] = r
+      if (verdict[r] == "PASS" && (!(g in best) || time[r] < time[best[g]])) best[g] = r
+      if (time[r] > longest[g]) longest[g] = time[r]
     }
     END {
       if (timed) {
@@ -259,30 +266,30 @@ show_results() {
         printf "%-28s %-24s %10s %8s %6s %-6s %9s\n", "problem", "line", "graph_us", "TFLOP/s", "peak", "of", "base"
         for (i = 1; i <= groups; i++) if (order[i] in best) {
           r = best[order[i]]
-          printf "%-28s %s %10.2f %8.2f %6s %-6s %9s\n", order[i], paint("1;32", sprintf("%-24s", name[r])), time[r], \
-                 tflops[r], peak(r), bound[r], factor(r)
+          printf "%-28s %s %s %-6s %9s\n", order[i], paint("1;32", sprintf("%-24s", name[r])), figures[r], bound[r], \
+                 factor(r)
         }
       }
       for (i = 1; i <= groups; i++) {
-        g = order[i]; n = 0; words = 0
+        g = order[i]; n = words = 0
         for (j = 1; j <= of_group[g]; j++) {
           r = member[g, j]
-          if (time[r] != "") list[++n] = r; else if (timed || verdict(r) !~ /^PASS|^FAIL\*/) silent[++words] = r
+          if (r in time) list[++n] = r
+          else if (timed || names <= 20 || verdict[r] !~ /^PASS|^FAIL\*/) {
+            if (!alike[g, verdict[r] == "skipped" ? said[r] : r]++) silent[++words] = r  # a reason to skip is told once
+          }
         }
         if (!n && !words) continue
         printf "\n%s\n", paint(1, g (g in base ? ", base " name[base[g]] : ""))
         if (n) printf "%-24s %-6s %10s %8s %6s %9s\n", "line", "check", "graph_us", "TFLOP/s", "peak", "of base"
         sort(list, n)
         for (j = 1; j <= n; j++) {
-          r = list[j]; bar = ""
-          for (k = 0; k < 28 * time[r] / longest[g]; k++) bar = bar "#"
-          v = sprintf("%-6s", verdict(r))
-          printf "%-24s %s %10.2f %8.2f %6s %9s %s\n", name[r], v ~ /^PASS|^FAIL\*/ ? v : paint("1;31", v), time[r], \
-                 tflops[r], peak(r), factor(r), bar
+          r = list[j]; bar = sprintf("%*s", int(28 * time[r] / longest[g] + 0.999), ""); gsub(/ /, "#", bar)
+          printf "%-24s %s %s %9s %s\n", name[r], mark(r, 6), figures[r], factor(r), bar
         }
         for (j = 1; j <= words; j++) {
-          r = silent[j]; v = sprintf("%-7s", verdict(r))
-          printf "%-24s %s %.66s\n", name[r], v ~ /^PASS|^FAIL\*/ ? v : paint("1;31", v), note[r] == "" ? error[r] : note[r]
+          r = silent[j]; more = alike[g, said[r]] - 1
+          printf "%-24s %s %.66s\n", name[r] (more > 0 ? " and " more " more" : ""), mark(r, 7), said[r]
         }
       }
       if (timed) {
@@ -297,7 +304,7 @@ show_results() {
 # list [REGEX]: the lines of configs.txt, the one step of each over its base, and what they need.
 list_lines() {
   case ${1-} in
-    -h|--help) say "usage: ./run_all.sh list [REGEX]: names of lines, what they need, and the step of each over its base"; exit 0 ;;
+    -h|--help) say "usage: ./run_all.sh list [REGEX]: lines, what they need, the step of each over its base"; exit 0 ;;
   esac
   echo | grep -qE -- "${1-}" 2>/dev/null
   [ $? -le 1 ] || refuse "list $1: not a regular expression"
@@ -321,7 +328,7 @@ list_lines() {
       if (also) print "sm_120 (RTX 50), compiled and gated, not timed:" also
       exit !found
     }'
-  [ "${PIPESTATUS[1]}" != 1 ] || refuse "list ${1-}: no line of configs.txt has such a name"
+  [ "${PIPESTATUS[1]}" != 1 ] || refuse "list ${1-}: no line of configs.txt has such a name; without it all are listed"
 }
 
 # keep_rows ROWS [FOLDER NAME]: prints where the rows are now: in results/DATE-DEVICE.csv (with a folder:
@@ -343,12 +350,13 @@ keep_rows() {
 # judge_shape S: before anything is built.
 judge_shape() {
   case $1 in small|mission|mission2|long|decode|decode1|chunk) return ;; esac
-  if [[ $1 =~ ^[1-9][0-9]{0,8}([,x][1-9][0-9]{0,8}){2}([,x](0|[1-9][0-9]{0,8})){2}$ ]]; then
+  if [[ $1 =~ ^[1-9][0-9]{0,8}([,x][1-9][0-9]{0,8}){2}([,x](0|[1-9][0-9]{0,8})){2}([,x][1-9][0-9]{0,8})?$ ]]; then
     local sizes
     IFS=,x read -ra sizes <<<"$1"
     [ $((sizes[1] % sizes[2])) != 0 ] || return 0
   fi
-  refuse "--shape $1: want small, mission, mission2, long, decode, decode1, chunk or B,Hq,Hkv,Sq,Sk with Hq a multiple of Hkv"
+  refuse "--shape $1: want small, mission, mission2, long, decode, decode1, chunk or B,Hq,Hkv,Sq,Sk[,D] with Hq a" \
+    "multiple of Hkv"
 }
 
 # judge_more OPTION...: of those for every executable; what an executable prints instead of rows is no option for all.
@@ -362,22 +370,21 @@ judge_more() {
 }
 
 main_job() {
-  local only='' csv_only=0 cpu=0 shapes=() more=()
+  local only='' show=show_results cpu=0 shapes=() more=()
   while [ $# -gt 0 ]; do
+    case $1 in --only|--shape|--causal) [ $# -gt 1 ] || refuse "$1: its value is missing" ;; esac
     case $1 in
-      --only)
-        [ $# -gt 1 ] || refuse "--only: its regular expression is missing"
-        [ -z "$only" ] || refuse "--only is given twice; write --only '$only|$2'"
-        only=$2
-        shift 2
-        ;;
-      --shape) [ $# -gt 1 ] || refuse "--shape: its value is missing"; judge_shape "$2"; shapes+=(--shape "$2"); shift 2 ;;
-      --csv) csv_only=1; shift ;;
-      --cpu) cpu=1; shift ;;
-      --) shift; judge_more "$@"; more=("$@"); break ;;
+      --only) [ -z "$only" ] || refuse "--only is given twice; write --only '$only|$2'"; only=$2; shift ;;
+      --shape) judge_shape "$2"; shapes+=(--shape "$2"); shift ;;
+      --causal) [[ $2 =~ ^(off|br|tl)$ ]] || refuse "--causal $2: want br (bottom-right), tl (top-left) or off"
+                more+=(--causal "$2"); shift ;;
+      --csv) show='cat' ;;
+      --cpu) cpu=1 ;;
+      --) judge_more "${@:2}"; more+=("${@:2}"); break ;;
       -h|--help) usage; exit 0 ;;
       *) usage >&2; refuse "$1: no such option or command" ;;
     esac
+    shift
   done
   if [ $cpu = 0 ] && ! has_gpu; then
     say "There is no GPU here: checking the kernels on the CPU backend, without times."
@@ -391,23 +398,22 @@ main_job() {
   [ $? -le 1 ] || refuse "--only $only: not a regular expression"
 
   need_tools
-  if [ $cpu = 1 ]; then build=$build-cpu; else need_nvcc; fi
+  if [ $cpu = 1 ]; then
+    build=$build-cpu
+  else
+    has_nvcc || refuse "nvcc is missing; install the CUDA Toolkit 12.4 or newer, or put its bin folder on PATH"
+  fi
   tty_line "reading configs.txt"
   configure -DSDPA_KEEP_GOING=ON -DSDPA_TESTS=OFF -DSDPA_ONLY="$only" -DSDPA_CPU=$cpu
-  local names=() expects=() name expect failed=0 wrong=0 header='' csv i
-  local selected
+  local names=() expects=() name expect selected sentence bad=0 failed=0 wrong=0 header='' csv i
   while IFS=$'\t' read -r name expect selected _; do
     [ "$selected" = yes ] && names+=("$name") && expects+=("$expect")
   done <"$build/configs.tsv"
-  local bad_numbers=() bad_names=() bad_sentences=() number sentence
-  while IFS=$'\t' read -r number name sentence; do
-    bad_numbers+=("$number") bad_names+=("$name") bad_sentences+=("$sentence")
-  done <"$build/bad_lines.txt"
-  if [ ${#names[@]} -eq 0 ] && [ ${#bad_names[@]} -eq 0 ]; then
-    refuse "--only $only: no line of configs.txt has such a name"
+  if [ ${#names[@]} -eq 0 ] && [ ! -s "$build/bad_lines.txt" ]; then
+    refuse "--only $only: no line of configs.txt has such a name; ./run_all.sh list has them all"
   fi
 
-  tty_line "building ${#names[@]} lines, $jobs at once"
+  tty_line "building $(lines ${#names[@]}), $jobs at once"
   build_selected ${#names[@]}
 
   local rows=$build/rows.csv run=$build/run
@@ -416,21 +422,21 @@ main_job() {
   : >"$rows"
   # run_line NAME: its rows, words and exit status go to files of $run.
   run_line() {
-    local status=0
-    "$build/sdpa_$1" "${shapes[@]}" ${more[@]+"${more[@]}"} >"$run/$1.csv" 2>"$run/$1.err" || status=$?
-    echo $status >"$run/$1.status"
+    "$build/sdpa_$1" "${shapes[@]}" ${more[@]+"${more[@]}"} >"$run/$1.csv" 2>"$run/$1.err"
+    echo $? >"$run/$1.status"
   }
   # Every row is on disk as soon as it is measured.
-  trap 'end_line; cat "$run/$name.csv" >>"$rows" 2>/dev/null; say "stopped; rows: $(from_caller "$(keep_rows "$rows")")"; exit 130' INT TERM
+  trap 'end_line; cat "$run/$name.csv" >>"$rows" 2>/dev/null
+        say "stopped; rows: $(from_caller "$(keep_rows "$rows")")"; exit 130' INT TERM
   for i in "${!names[@]}"; do
     [ -x "$build/sdpa_${names[i]}" ] && header=$("$build/sdpa_${names[i]}" --header) && break
   done
   [ -n "$header" ] && echo "$header" >"$rows"
-  for i in "${!bad_names[@]}"; do
-    say "${bad_sentences[i]}"
-    failed=1
-    [ -n "$header" ] && error_row "${bad_names[i]}" "${bad_sentences[i]}" >>"$rows"
-  done
+  while IFS=$'\t' read -r _ name sentence; do
+    say "$sentence"
+    failed=1 bad=$((bad + 1))
+    [ -n "$header" ] && error_row "$name" "$sentence" >>"$rows"
+  done <"$build/bad_lines.txt"
   local since=$SECONDS
   if [ $cpu = 1 ]; then  # nothing is timed, so that several lines may run at once
     for i in "${!names[@]}"; do
@@ -443,7 +449,7 @@ main_job() {
   fi
   for i in "${!names[@]}"; do
     name=${names[i]}
-    local exe=$build/sdpa_$name status
+    local exe=$build/sdpa_$name status words
     if [ -e "$build/log/$name.log.failed" ] || [ ! -x "$exe" ]; then
       failed=1 wrong=$((wrong + 1))
       say "$(line_number "$name"): sdpa_$name $(compiler_words "$name")"
@@ -473,66 +479,84 @@ main_job() {
         cat "$run/$name.csv" >>"$rows"
       fi
     else
-      if [ "$status" -ne 77 ] && [ -s "$run/$name.err" ]; then end_line; cat "$run/$name.err" >&2; fi
+      words=$(grep -v "^sdpa_$name: skipped " "$run/$name.err") && { end_line; say "$words"; }
       cat "$run/$name.csv" >>"$rows"
     fi
-    if [ "$status" -eq 2 ]; then refuse "the executables refuse these options"; fi
-    if [ "$status" -ne 0 ] && [ "$status" -ne 77 ]; then failed=1 wrong=$((wrong + 1)); fi
+    case $status in
+      0|77) ;;
+      2) refuse "the executables refuse these options" ;;
+      *) failed=1 wrong=$((wrong + 1)) ;;
+    esac
   done
   end_line
   trap - INT TERM
 
   [ -n "$header" ] || refuse "no line of configs.txt could be built"
   csv=$(keep_rows "$rows")
-  local show="show_results"
-  [ $csv_only = 0 ] || show="cat"
   if ! $show "$csv"; then
     say "stdout cannot be written to; the rows are in $(from_caller "$csv")"
     exit 3
   fi
   if [ $cpu = 1 ]; then
-    say "${#names[@]} lines checked on the CPU backend, $wrong not as they should be; no times"
-    [ ${#bad_names[@]} = 0 ] || say "${#bad_names[@]} more lines could not be read"
+    say "$(lines ${#names[@]}) checked on the CPU backend, $wrong not as they should be; no times"
+    [ $bad = 0 ] || say "$(lines $bad) more could not be read"
   fi
   say "rows: $(from_caller "$csv")"
   exit $failed
 }
 
-# test_in DIRECTORY WHAT CMAKE_OPTION... -- [CTEST OPTION...]: build and run one set of the tests.
+# test_in DIRECTORY WHAT CMAKE_OPTION...: build and run one set of the tests, those that ctest's $options select.
 test_in() {
-  local options=() what=$2
+  local what=$2
   build=$1
-  shift 2
-  while [ "$1" != -- ]; do options+=("$1"); shift; done
-  shift
   say "---- tests: $what"
-  configure -DSDPA_TESTS=ON -DSDPA_KEEP_GOING=OFF -DSDPA_ONLY= "${options[@]}"
+  trap 'stopped "in the tests of $what"' INT TERM
+  configure -DSDPA_TESTS=ON -DSDPA_KEEP_GOING=OFF -DSDPA_ONLY= "${@:3}"
   if ! cmake --build "$build" -j "$jobs" >"$build/build.log" 2>&1; then
     tail -40 "$build/build.log" >&2
     say "the build failed; all of its words are in $build/build.log"
     return 1
   fi
-  ctest --test-dir "$build" --output-on-failure -j "$jobs" "$@"
+  trap - INT TERM
+  ctest --test-dir "$build" --output-on-failure -j "$jobs" ${options[@]+"${options[@]}"}
+}
+
+# judge_ctest WORD...: ctest itself ignores an option that it does not know.
+judge_ctest() {
+  local word before='' known
+  known=$(ctest --help | grep -oE -- '[ ,]--?[A-Za-z][-A-Za-z0-9]*' | tr -d ' ,')
+  [ "${1-}" != --all-lines ] || shift
+  for word in "$@"; do
+    case $word in
+      -j[0-9]*) ;;
+      -*) grep -qxF -e "${word%%=*}" <<<"$known" ||
+            refuse "test $word: neither --all-lines, which comes first, nor an option of ctest" ;;
+      *) [[ $before = -* ]] || refuse "test $word: want an option of ctest before it, as in -R $word" ;;
+    esac
+    before=$word
+  done
 }
 
 run_tests() {
-  local base=$build failed=0 found tool missing=() modules=(jsonschema matplotlib numpy pytest scipy) onnx='onnx==1.23.*'
+  local base=$build failed=0 found tool missing=() onnx='onnx==1.23.*'
+  local modules=(jsonschema matplotlib numpy pytest scipy)
   case ${1-} in
     -h|--help)
       say "usage: ./run_all.sh test [--all-lines] [CTEST OPTION...]"
       say "  builds and runs the tests: on the CPU backend, under the sanitizers, and with nvcc where it is"
-      say "  it installs what they need and is missing (on a terminal it asks): compilers, CMake, Python with its packages"
+      say "  what they need and is missing is installed (on a terminal it asks): compilers, CMake, Python, its packages"
       say "  --all-lines   under the sanitizers all lines, not one of each kind; first"
       say "  CTEST OPTION  such as -R unit, for one test, or -N, to list them"
       return 0
       ;;
   esac
+  need_tools
+  judge_ctest "$@"
   # Of these the tests can do without; what they cannot do then is skipped.
   for tool in git shellcheck chromium; do
     command -v "$tool" >/dev/null || missing+=("$tool")
   done
   [ ${#missing[@]} = 0 ] || apt_install "${missing[@]}" || say "---- tests: without ${missing[*]}"
-  need_tools
   echo '#include <doctest/doctest.h>' | "${CXX:-c++}" -x c++ -fsyntax-only - 2>/dev/null || apt_install doctest-dev ||
     refuse "doctest is missing; install it with: sudo apt-get install doctest-dev"
   if find_python "${modules[@]}"; then
@@ -550,12 +574,12 @@ run_tests() {
   local kinds='^(scalar_(sync2|async2|e4m3|racy)|wmma_(all|u8|racy)|mma_(lazy|split4|e4m3_d128)'
   kinds+='|wgmma_(192x128|split2)|hopper)$'
   if [ "${1-}" = --all-lines ]; then kinds=; shift; fi
-  test_in "$base-cpu" "the CPU backend" -DSDPA_CPU=ON -- "$@" || failed=1
-  test_in "$base-asan" "AddressSanitizer and UBSan" -DSDPA_CPU=ON -DSDPA_SANITIZE=address "-DSDPA_ONLY=$kinds" -- "$@" || failed=1
-  test_in "$base-tsan" "ThreadSanitizer" -DSDPA_CPU=ON -DSDPA_SANITIZE=thread "-DSDPA_ONLY=$kinds" -- "$@" || failed=1
-  if command -v nvcc >/dev/null || [ -x "${CUDA_HOME:-/usr/local/cuda}/bin/nvcc" ]; then
-    need_nvcc
-    test_in "$base" "CUDA" -- "$@" || failed=1
+  local options=("$@") cpu=(-DSDPA_CPU=ON "-DSDPA_ONLY=$kinds")
+  test_in "$base-cpu" "the CPU backend" -DSDPA_CPU=ON || failed=1
+  test_in "$base-asan" "AddressSanitizer and UBSan" -DSDPA_SANITIZE=address "${cpu[@]}" || failed=1
+  test_in "$base-tsan" "ThreadSanitizer" -DSDPA_SANITIZE=thread "${cpu[@]}" || failed=1
+  if has_nvcc; then
+    test_in "$base" "CUDA" || failed=1
   else
     say "---- tests: CUDA: left out, nvcc is missing"
   fi
@@ -568,7 +592,9 @@ name_files() {
   local word before=''
   words=()
   for word in "$@"; do
-    if [[ $word != /* && ( $before = --output || $word =~ \.(csv|jsonl?|html)$ && -e $caller/$word ) ]]; then word=$caller/$word; fi
+    if [[ $word != /* && ( $before = --output || $word =~ \.(csv|jsonl?|html)$ && -e $caller/$word ) ]]; then
+      word=$caller/$word
+    fi
     words+=("$word")
     before=$word
   done

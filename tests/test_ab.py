@@ -20,6 +20,7 @@ def test_three_builds_of_a_line():
     assert "A and C" not in out and out.count("small: PASS on the CPU backend") == 3
     rows = {line[0]: line.split() for line in out.splitlines() if line[1:4] == "   "}
     assert rows["A"] == rows["A"][:1] + rows["B"][1:] and rows["C"][-1].endswith("*")  # code bytes
+    assert "\n* differs from A\n" in out
     assert int(rows["A"][1]) > 20 and int(rows["A"][3]) > 1000  # registers, shared bytes
 
 

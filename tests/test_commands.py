@@ -2,16 +2,21 @@
 executables refuse, each in one sentence, before anything is built.  usage: python3 -m pytest tests/test_commands.py"""
 import csv
 import fcntl
+import json
 import os
 import pty
+import re
 import shutil
+import signal
 import subprocess
 import sys
+import threading
 
 import pytest
 
 ROOT = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))
 sys.path.insert(0, os.path.join(ROOT, "tools"))
+import builds  # noqa: E402
 import engine  # noqa: E402
 
 RUN_ALL = os.path.join(ROOT, "run_all.sh")
@@ -114,6 +119,10 @@ def test_run_all_names_them_too_and_builds_the_good_lines(built):
     ("--cpu --only good1 --shape huge", 2, "--shape huge: want small, mission"),
     ("--cpu --shape mission --shape 1,3,2,8,8", 2, "--shape 1,3,2,8,8: want small, mission"),
     ("--cpu --shape 2147483648,1,1,1,1", 2, "--shape 2147483648,1,1,1,1: want small, mission"),
+    ("--cpu --shape 1,8,8,512,512,64,1", 2, "--shape 1,8,8,512,512,64,1: want small, mission"),
+    ("--cpu --causal yes", 2, "--causal yes: want br (bottom-right), tl (top-left) or off"),
+    ("test --allines", 2, "test --allines: neither --all-lines, which comes first, nor an option of ctest"),
+    ("test unit", 2, "test unit: want an option of ctest before it, as in -R unit"),
     ("--cpu --only a --only b", 2, "--only is given twice; write --only 'a|b'"),
     ("--cpu -- --check-only --header", 2, "-- --header: for one executable alone; type: build/sdpa_NAME --header"),
     ("list nobody", 2, "list nobody: no line of configs.txt has such a name"),
@@ -124,6 +133,50 @@ def test_arguments_are_judged_before_anything_is_built(tmp_path, words, code, se
     found, out, err = run(RUN_ALL, *words.split(), SDPA_BUILD_DIR=str(tmp_path / "none"))
     assert found == code and sentence in " ".join(out.split()) + err
     assert "zzz" in words or not list(tmp_path.iterdir())  # names are read by CMake
+
+
+def test_few_lines_without_times_are_shown_each(built):
+    """A shape with D is README's notation; lines of another D are told once."""
+    (built[0] / "few.txt").write_text("good2 VEC_WIDTH=4 SYNC_POLICY=1\nnear : good2 SYNC_POLICY=2\nwide : good2 HEAD_DIM=128\n")
+
+    def table(*words):
+        code, out, err = run(RUN_ALL, "--cpu", *words, SDPA_CONFIGS=str(built[0] / "few.txt"), SDPA_BUILD_DIR=str(built[0] / "build"))
+        assert code == 0, err
+        return [row.split() for row in out.splitlines() if row], err
+    rows, err = table("--shape", "1,2,2,20,20,128", "--causal", "br")
+    assert [row[0] for row in rows] == ["1x2x2x20x20", "good2", "wide"] and rows[0][1:] == ["causal", "br,", "D=128", "fp16"]
+    assert " ".join(rows[1][1:]) == "and 1 more skipped built with HEAD_DIM=64 and the shape has D=128"
+    assert rows[2][1:3] == ["PASS", "rel_rms"] and 0 < float(rows[2][3].rstrip(",")) < 1e-3
+    assert "3 lines checked on the CPU backend, 0 not as they should be" in err and "skipped" not in err
+    rows, err = table("--only", "good2", "--shape", "small")
+    assert rows[1][:3] == ["good2", "PASS", "rel_rms"] and "1 line checked on the CPU backend, 0 not" in err
+
+
+def test_ctrl_c_while_building(tmp_path):
+    (tmp_path / "two.txt").write_text("first VEC_WIDTH=4\nsecond VEC_WIDTH=8\n")
+    process = subprocess.Popen([RUN_ALL, "--cpu"], stderr=subprocess.PIPE, stdout=subprocess.DEVNULL, stdin=subprocess.DEVNULL, text=True,
+                               start_new_session=True, env={**os.environ, "SDPA_CONFIGS": str(tmp_path / "two.txt"), "JOBS": "1",
+                                                            "SDPA_BUILD_DIR": str(tmp_path / "build")})
+    for line in process.stderr:
+        if line.startswith("building"):
+            threading.Timer(3, os.killpg, (process.pid, signal.SIGINT)).start()
+            break
+    said = process.stderr.read()
+    assert process.wait() == 130, said
+    assert re.search(rf"stopped while building, [01] lines? of 2 built; the same command goes on there, in {tmp_path}/build-cpu", said)
+
+
+@pytest.mark.skipif(not builds.nvcc(), reason="nvcc is missing")
+def test_cmakes_own_variable_for_architectures(tmp_path):
+    def configured(value):
+        return run("cmake", "-S", ROOT, "-B", str(tmp_path), "-DCMAKE_CUDA_ARCHITECTURES=" + value, "-DCMAKE_EXPORT_COMPILE_COMMANDS=ON",
+                   "-DCMAKE_CUDA_COMPILER=" + builds.nvcc())
+    assert configured("86-real")[0] == 0
+    rows = json.loads((tmp_path / "compile_commands.json").read_text())
+    command, = [row["command"] for row in rows if "line_scalar_minimal.dir" in row["command"]]
+    assert "code=[sm_86]" in command and command.count("sm_") == 1
+    code, _, err = configured("every")
+    assert code and "CMAKE_CUDA_ARCHITECTURES=every: want native or a list such as 80-real;90a-real" in err
 
 
 def test_environment(tmp_path):
@@ -238,6 +291,16 @@ def test_on_a_terminal_it_asks_before(bare, answer, is_installed):
 def test_a_program(built, program, words, code, sentence):
     found, out, err = run(built[0] / "build-cpu" / program, *words.split())
     assert found == code and sentence in " ".join(out.split()) + err
+
+
+def test_on_a_terminal_it_tells_in_words(built):
+    ours, theirs = pty.openpty()
+    subprocess.run([built[0] / "build-cpu" / "sdpa_good2", "--shape", "1,1,1,8,8,64"], stdout=theirs, stderr=theirs, check=True)
+    said = os.read(ours, 100000).decode().split("\r\n")
+    assert said[0] == "sdpa_good2 (scalar) on CPU backend" and "Sq=8 Sk=8 D=64 fp16, causal off" in said[1]
+    words, header, row = " ".join(said[:-3]), *said[-3:-1]
+    assert "check    PASS: 8 rows" in words and "rel_rms" in words and "(limit 0.001)" in words
+    assert header.split(",") == engine.row_columns() and row.startswith("good2,scalar,1x1x1x8x8,ok,PASS,")
 
 
 def test_rows_that_go_nowhere(built):

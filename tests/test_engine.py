@@ -339,6 +339,30 @@ def test_a_real_line_through_its_library(name, dtype):
     assert "HEAD_DIM" in engine.Bench(gpu, {"A": kernel}, {"A": wrong}).skipped["A"]
 
 
+def test_defaults_of_a_library():
+    """A problem that names its tensors and sizes alone: all keys are seen, and the scale is 1/sqrt(D)."""
+    library = engine.ctypes.CDLL(builds.host_library("VEC_WIDTH=8", program="tests/host_library.cu"))
+    gpu, p, D = HostGpu(library), engine.SdpaParams(), 64
+    rng, row = np.random.default_rng(0), engine.Strides(0, 0, D)
+    arrays = {name: rng.standard_normal((rows, D)).astype(np.float16) for name, rows in (("Q", 5), ("K", 40), ("V", 40), ("O", 5))}
+    places = {name: gpu.allocate(array.nbytes) for name, array in arrays.items()}
+    for name, place in places.items():
+        engine.ctypes.memmove(place, arrays[name].ctypes.data, arrays[name].nbytes)
+
+    def forward():
+        for name, value in dict(places, B=1, Hq=1, Hkv=1, Sq=5, Sk=40, D=D, q=row, k=row, v=row, o=row).items():
+            setattr(p, name, value)
+        assert library.sdpa_library_forward(engine.ctypes.byref(p), None, None, engine.ctypes.c_size_t(0)) == 0
+        gpu.synchronize()
+        return np.frombuffer(engine.ctypes.string_at(places["O"], arrays["O"].nbytes), np.float16).reshape(5, D).astype(float)
+    scores = np.exp(arrays["Q"].astype(float) @ arrays["K"].T / 8)
+    want = scores @ arrays["V"] / scores.sum(1, keepdims=True)
+    assert np.abs(forward() - want).max() > 0.1, "zeros alone are the defaults now: who needs the function?"
+    engine.ctypes.memset(engine.ctypes.byref(p), 0x5a, engine.ctypes.sizeof(p))
+    library.sdpa_library_defaults(engine.ctypes.byref(p))
+    assert np.abs(forward() - want).max() < 2e-3
+
+
 # ---- contenders ----
 
 @pytest.fixture
@@ -392,10 +416,10 @@ def test_comments_change_no_program(repository):
 
 @pytest.mark.parametrize("words,sentence", [
     ("gone:kept kept", "gone: git knows no such commit here"),
-    ("HEAD:wide kept", "HEAD:wide: no line of configs.txt has that name; it has: old kept"),
+    ("HEAD:wide kept", "HEAD:wide: no line of configs.txt has that name; ./run_all.sh list has them all"),
     ("HEAD~1:old kept", "HEAD~1: its tools/library.cu has no sdpa_library_params_bytes"),
     ("cublas STAGES=3", "STAGES=3: of the knobs cublas has DTYPE and HEAD_DIM"),
-    ("nobody kept", "nobody: no line of configs.txt has that name; it has: kept wide"),
+    ("kepd wide", "kepd: no line of configs.txt has that name; did you mean kept?"),
     ("kept FROB=1", "FROB=1: no knob is called FROB in the working tree; the knobs are STAGES HEAD_DIM"),
     ("kept arch=90a", "arch=90a is no knob"),
     ("kept STAGES=", "STAGES= is no knob"),
@@ -408,7 +432,7 @@ def test_comments_change_no_program(repository):
     ("kept STAGES=3 --shape", "--shape: its value is missing"),
     ("kept STAGES=3 --frob", "--frob: no such option"),
     ("kept STAGES=3 --budget soon", "--budget soon: want a whole number from 1"),
-    ("kept STAGES=3 --shape mission,128", "--shape mission,128: the contenders compute D=64 fp16"),
+    ("kept STAGES=3 --shape mission,128", "--shape mission: D=128 fp16 is asked for, and the line has D=64 fp16"),
     ("kept STAGES=3 --b-shape 1,1,1,8,8", "give as many --b-shape as --shape"),
 ])
 def test_refusals(repository, words, sentence):

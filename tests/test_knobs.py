@@ -133,6 +133,17 @@ def test_refused(knobs, sentence):
     assert sentence in (refusal(knobs) or "it is accepted")
 
 
+@pytest.mark.parametrize("compiler,words", [("g++", "-fsyntax-only -Isimt -x c++"), ("clang++", "-fsyntax-only -w -Isimt -x c++"),
+                                            (builds.nvcc(), "-arch=sm_80 -cubin -o /dev/null")])
+def test_an_illegal_value_by_hand_is_one_sentence(compiler, words):
+    """The whole file as people compile it: what a compiler adds is where the sentence stands, not all of SDPA_KNOBS."""
+    if not compiler or not shutil.which(compiler):
+        pytest.skip("it is missing")
+    done = builds.run([compiler, "-std=c++17", "-DSYNC_POLICY=3", *words.split(), "sdpa.cu"], cwd=ROOT)
+    said = done.stdout + done.stderr
+    assert done.returncode and said.count("it takes one of: 5 2 1 0. Type SYNC_POLICY=5") == 1 and len(said) < 900, said
+
+
 def test_rows_of_the_table_are_judged_like_typed_knobs():
     table = "constexpr TunedTile HOPPER_TILES[] = {\n"
     section = SECTION.replace(table, table + '    tile(64, 192, 64, 8, 2, 1, "OVERLAP", 1, 1, 1),\n')

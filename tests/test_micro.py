@@ -4,8 +4,11 @@ import csv
 import glob
 import json
 import os
+import re
+import signal
 import subprocess
 import sys
+import threading
 
 import pytest
 
@@ -27,7 +30,7 @@ def run(*words):
 
 def test_without_a_gpu_it_counts():
     code, out, err = run("--only", "^(scalar_vec8|scalar_swizzle|wgmma_ws|hopper)$")
-    assert code == 0 and "counts of the CPU backend instead of clocks" in err, err
+    assert code == 0 and "built 3 of 3" in err, err
     rows = {row.split()[-1]: row.split()[:3] for row in out.splitlines()[1:]}
     # A tile of 32 x 32 scores reads K and V, 2 * 32 * 64 * 2 bytes; one of 192 x 96 2 * 96 * 64 * 2.
     assert rows == {"scalar_swizzle": ["8.000", "0.000", "2"], "scalar_vec8": ["8.000", rows["scalar_vec8"][1], "6"],
@@ -35,10 +38,21 @@ def test_without_a_gpu_it_counts():
     assert float(rows["scalar_vec8"][1]) > 1
 
 
+def test_it_says_at_once_what_it_does():
+    """The tiles of a family take minutes, of which the first seconds tell."""
+    micro = subprocess.Popen([os.path.join(ROOT, "run_all.sh"), "micro"], stdout=subprocess.DEVNULL, stderr=subprocess.PIPE,
+                             text=True, env={**os.environ, "CUDA_VISIBLE_DEVICES": ""}, start_new_session=True)
+    threading.Timer(10, os.killpg, (micro.pid, signal.SIGINT)).start()
+    said = micro.communicate()[1]
+    assert "there is no GPU here: the CPU backend counts barriers, bytes and conflicts instead of clocks" in said
+    assert re.search(r"asking the compiler which of \d\d+ combinations of sizes sdpa.cu allows", said) and "micro: stopped" in said
+
+
 @pytest.mark.parametrize("words,sentence", [
     (["--family", "frob"], "micro: --family frob: want scalar"), (["--only", "^hopper$"], "none of these lines has a tile"),
     (["--only", "("], "--only (: not a regular expression"), (["--top", "0"], "--top 0: want a whole number"),
-    (["--head-dim", "96"], "--head-dim 96: want one of 64 128 256"), (["--shape", "1"], "--shape 1: want small"),
+    (["--head-dim", "96"], "--head-dim 96: want one of 64 128 256"),
+    (["--head-dim", "64", "--shape", "mission,128"], "--shape mission: D=128 fp16 is asked for, and the line has D=64 fp16"), (["--shape", "1"], "--shape 1: want small"),
 ])
 def test_refusals(words, sentence):
     code, out, err = run(*words)

@@ -150,6 +150,25 @@ def test_figures_of_the_newest_rows(page):
         assert str(path.relative_to(ROOT)) in text
 
 
+def section(text, name):
+    return re.search(rf'<section id="{name}">.*?</section>', text, re.S)[0]
+
+
+def test_times_of_two_runs_are_not_compared(page):
+    """The table of peers is one file's alone, and the page opens on mission."""
+    text = page.read_text(encoding="utf-8")
+    peers = section(text, "peers")
+    (name,) = set(re.findall(r"<code>(results/[^<]*\.csv)</code>", peers))
+    assert name.startswith("results/peers/")
+    with open(ROOT / name, newline="", encoding="utf-8") as file:
+        own = [row for row in csv.DictReader(file) if row["graph_us"] and row["check"] == "PASS" and row["shape"] == "mission"]
+    us = min((float(row["graph_us"]), row["config"]) for row in own)
+    first = re.search(r"<tbody>\s*<tr><td>([^<]*)</td><td>([^<]*)</td><td[^>]*>([^<]*)</td>", peers)
+    assert first[1] == "1,8,8,512,512,64 fp16" and (float(first[3]), first[2]) == us
+    shapes = re.findall(r"<tr[^>]*><td[^>]*>\d+</td>(?:<td[^>]*>[^<]*</td>){5}<td>([^<]*)</td>", section(text, "ranked"))
+    assert shapes[0].endswith(" mission") and shapes.index(next(shape for shape in shapes if shape.endswith(" small"))) > 50
+
+
 def test_samples(page):
     text = page.read_text(encoding="utf-8")
     assert "mma_split4: 1.3000 [1.2990, 1.3020]" in text and "mma_lazy against mma_split4 at long" in text

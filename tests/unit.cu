@@ -527,8 +527,9 @@ TEST_CASE("command_line") {
       {{"--shap", "small"}, "--shap: no such option; --help lists them"},
       {{"--shape"}, "--shape: its value is missing"},
       {{"--shape", "1,2,3"},
-       "--shape 1,2,3: want small, mission, mission2, long, decode, decode1, chunk or five sizes "
-       "B,Hq,Hkv,Sq,Sk from 0 to 10^9, such as 1,8,2,512,512"},
+       "--shape 1,2,3: want small, mission, mission2, long, decode, decode1, chunk or sizes B,Hq,Hkv,Sq,Sk from 0 "
+       "to 10^9 and if wanted D, such as 1,8,2,512,512 or 1,8,2,512,512,64"},
+      {{"--shape", "1,8,8,64,64,64,1"}, "--shape 1,8,8,64,64,64,1: want small"},
       {{"--shape", "1,8,3,64,64"}, "--shape 1,8,3,64,64: Hq must be a multiple of Hkv"},
       {{"--shape", "1,8,0,64,64"}, "--shape 1,8,0,64,64: Hq must be a multiple of Hkv"},
       {{"--shape", "-1,8,8,64,64"}, "--shape -1,8,8,64,64: want small"},

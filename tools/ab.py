@@ -10,7 +10,7 @@ first contender, and each of the others is compared with it. A contender is
 Both are checked first; then they take turns in one process until the interval decides: FASTER or SLOWER (all
 of it beyond 0.3% and 30 ns), SAME (all of it within 0.5% or 30 ns), or UNCLEAR when time is up or the GPU is
 shared. Without a GPU: the check on the CPU backend and what the compiler says, without times.
-  --shape S      the problem: a name of ./run_all.sh --help or B,Hq,Hkv,Sq,Sk; repeatable; default mission and long,
+  --shape S      the problem: a name of ./run_all.sh --help or B,Hq,Hkv,Sq,Sk[,D]; repeatable; default mission and long,
                  without a GPU small and mission
   --b-shape S    B's problem, where it is not A's (as many as --shape)
   --causal C     off, br or tl
@@ -58,9 +58,6 @@ def parse(argv, default_shapes):
         raise Refused("give as many --b-shape as --shape")
     D, dtype = one_type(contenders)
     problems = [[engine.parse_problem(text, options.causal) for text in pair] for pair in zip(shapes, b_shapes)]
-    for text, problem in zip(shapes + b_shapes, [p for pair in zip(*problems) for p in pair]):
-        if problem.D not in (0, D) or problem.dtype not in ("", dtype):
-            raise Refused(f"--shape {text}: the contenders compute D={D} {dtype}")
     pace = engine.SUSTAINED if options.sustained else engine.PACE
     return contenders, [[p.typed(D, dtype) for p in pair] for pair in problems], pace, budget
 
@@ -90,6 +87,8 @@ def print_facts(facts):
     for key, row in rows.items():
         print("  ".join([f"{key:<10}"] + [
             f"{row.get(name, ''):>{len(name)}}" + ("*" if row.get(name) != first[name] else " ") for name in first]))
+    if any(row.get(name) != first[name] for row in rows.values() for name in first):
+        print("* differs from A")
     if "instructions" not in first:
         print("(no instruction mix: cuobjdump is not there)")
 

@@ -302,7 +302,7 @@ def parse_contenders(words):
                 found.append(Cublas(trees[commit], name))
                 continue
             if name not in lines:
-                raise Refused(f"{word}: no line of configs.txt has that name; it has: {' '.join(lines)}")
+                raise Refused(f"{word}: no line of configs.txt has that name; {nearest(name, lines) or './run_all.sh list has them all'}")
             found.append(Line(trees[commit], name))
     for line in found:
         if isinstance(line, Line) and line.changes:
@@ -310,6 +310,11 @@ def parse_contenders(words):
             if sentence:
                 raise Refused(f"{line.text}: {sentence}")
     return found
+
+
+def nearest(name, names):
+    """A question that names what is spelt most like it; "" if nothing is."""
+    return "".join(f"did you mean {near}?" for near in difflib.get_close_matches(name, names, 1, 0.7))
 
 
 def lines_named(pattern, option="--only"):
@@ -329,8 +334,7 @@ def change_line(line, word):
     if knob in ("expect", "arch") or not re.fullmatch(r"[A-Za-z_]\w*=[A-Za-z0-9_]+", word):
         raise Refused(f"{word} is no knob")
     if knob not in line.tree.knobs():
-        near = difflib.get_close_matches(knob, line.tree.knobs(), 1, 0.8)
-        hint = f"did you mean {near[0]}?" if near else f"the knobs are {' '.join(line.tree.knobs())}"
+        hint = nearest(knob, line.tree.knobs()) or f"the knobs are {' '.join(line.tree.knobs())}"
         raise Refused(f"{word}: no knob is called {knob} in {line.tree}; {hint}")
     if isinstance(line, Cublas) and knob not in ("DTYPE", "HEAD_DIM"):
         raise Refused(f"{word}: of the knobs cublas has DTYPE and HEAD_DIM")

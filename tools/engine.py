@@ -57,7 +57,9 @@ class Problem:
         return self.shape + ("" if self.causal == "off" else " " + self.causal)
 
     def typed(self, D, dtype):
-        """The problem with the D and the type of a line."""
+        """The problem with the D and the type of a line; refused if it names others."""
+        if self.D not in (0, D) or self.dtype not in ("", dtype):
+            raise Refused(f"--shape {self.shape}: D={self.D or D} {self.dtype or dtype} is asked for, and the line has D={D} {dtype}")
         return Problem(self.shape, self.B, self.Hq, self.Hkv, self.Sq, self.Sk, D, dtype, self.causal)
 
     def fits(self, line):

@@ -20,6 +20,9 @@ extern "C" {
 // Bytes of SdpaParams, for a caller in another language to compare with its own idea of the struct.
 size_t sdpa_library_params_bytes() { return sizeof(sdpa::SdpaParams); }
 
+// No tensor and no size, and else what SdpaParams says: of zeros alone a window of one key would come.
+void sdpa_library_defaults(sdpa::SdpaParams* p) { *p = {}; }
+
 // Bytes of device memory that p->workspace must have, zeroed once.
 size_t sdpa_library_workspace_bytes(const sdpa::SdpaParams* p) {
   return sdpa::sdpa_workspace_bytes(*p);

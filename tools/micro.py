@@ -34,6 +34,10 @@ COUNTS = ("barriers", "global_bytes", "conflicts")  # of a round, on the CPU bac
 GRID_ONLY = {"PACK_GQA": "0", "SPLIT_CTAS": "1"}  # with other values the grid deals the keys
 
 
+def say(sentence):
+    print(f"micro: {sentence}", file=sys.stderr, flush=True)
+
+
 # ---- what is measured ----
 
 def tiles(line, D):
@@ -44,6 +48,7 @@ def tiles(line, D):
              if default.isdigit() and legal != "0 1" and knob not in ("HEAD_DIM", *GRID_ONLY)}
     space = Space(line, {knob: values for knob, values in sizes.items() if len(values) > 1}, True)
     space.base = space.line({"HEAD_DIM": str(D)})
+    say(f"asking the compiler which of {space.count()} combinations of sizes sdpa.cu allows")
     return list({identity(one): one for one in space.all()}.values())
 
 
@@ -54,15 +59,18 @@ def measurable(line):
 
 def measure(lines, gpu):
     """A tile {line, family, D, knobs, registers, and what tools/micro.cu prints} of each line that can be built and run."""
+    progress, built = builds.show_progress(), []
     if gpu:
-        built = builds.build(lines, gpu.arch, program=PROGRAM, progress=builds.show_progress()).values()
+        built = builds.build(lines, gpu.arch, program=PROGRAM, progress=progress).values()
     else:
         with ThreadPoolExecutor(builds.JOBS) as pool:
-            built = list(pool.map(host_library, lines))
+            for one in pool.map(host_library, lines):
+                built.append(one)
+                progress(len(built), len(lines), one.line.text)
     for one in built:
         text = ctypes.create_string_buffer(1024)
         if one.trouble or ctypes.CDLL(one.path).sdpa_micro(text, ctypes.c_size_t(1024)):
-            print(f"micro: {one.line.text}: {one.trouble or text.value.decode()}", file=sys.stderr)
+            say(f"{one.line.text}: {one.trouble or text.value.decode()}")
             continue
         registers, spilled, *_ = builds.ptxas_report(one.log)
         yield dict(line=one.line.text, family=one.line.family, D=one.line.D, knobs=identity(one.line), registers=registers,
@@ -149,17 +157,17 @@ def main():
     parser.add_argument("--top", default="10")
     options = engine.parse_options(parser, sys.argv[1:], __doc__)
     top, problem = engine.number("--top", options.top), engine.parse_problem(options.shape, options.causal)
-    if options.only:
-        lines, name = [line for line in builds.lines_named(options.only) if measurable(line)], "lines"
-    else:
-        line = base_line(options)
-        D = int(options.head_dim or line.D)
-        lines, name = [one for one in tiles(line, D) if measurable(one)], f"{line.family}-D{D}"
+    options.head_dim = options.head_dim or str(problem.D or "")
+    lines = [line for line in builds.lines_named(options.only) if measurable(line)] if options.only else [base_line(options)]
     if not lines:
         raise Refused("none of these lines has a tile of its own")
-    gpu = engine.find_gpu()
+    line, name, gpu = lines[0], "lines", engine.find_gpu()
+    if not options.only:
+        problem = problem.typed(int(options.head_dim or line.D), line.dtype)
     if not gpu:
-        print("There is no GPU here: counts of the CPU backend instead of clocks.", file=sys.stderr)
+        say("there is no GPU here: the CPU backend counts barriers, bytes and conflicts instead of clocks")
+    if not options.only:
+        lines, name = [one for one in tiles(line, problem.D) if measurable(one)], f"{line.family}-D{problem.D}"
     lines = [line for line in lines if not gpu or line.knob("arch", gpu.arch) == gpu.arch]
     found = list(measure(lines, gpu))
     if not found:
@@ -175,7 +183,7 @@ def main():
     builds.replace_file(path, json.dumps(dict(device=gpu.name, driver=gpu.nvml.driver, cuda=gpu.cuda, commit=engine.git_sha(),
                                               tiles=found), indent=1) + "\n")
     table(best, problem, len(found))
-    print(f"tiles: {os.path.relpath(path, builds.ROOT)}", file=sys.stderr)
+    say(f"tiles: {os.path.relpath(path, builds.ROOT)}")
     return 0
 
 

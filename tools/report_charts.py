@@ -3,30 +3,38 @@
 Every chart is 380 units wide, a phone's width, and as high as its rows need. Colour is never alone: bars
 differ in their pattern, points in their marker, and each has its value beside it.
 """
+import html
 import io
 import itertools
 import math
+import os
 import re
+import sys
 
-import matplotlib
+try:
+    import matplotlib
+except ImportError as missing:
+    print(f"{os.path.basename(sys.argv[0])}: {missing.name} is missing; install it with: sudo apt-get install "
+          "python3-matplotlib (or: python3 -m pip install matplotlib)", file=sys.stderr)
+    sys.exit(2)
 from matplotlib import ticker
 from matplotlib.figure import Figure
 
+INK, DIM, GRID, EDGE = "#1f2328", "#57606a", "#e3e7eb", "#8c959f"
 matplotlib.use("svg")
 matplotlib.rcParams.update({
-    "svg.fonttype": "none", "svg.hashsalt": "sdpa", "font.size": 10, "hatch.linewidth": 0.6,
-    "axes.linewidth": 0.6, "axes.spines.top": False, "axes.spines.right": False, "text.color": "#1f2328",
-    "axes.labelcolor": "#1f2328", "xtick.color": "#57606a", "ytick.color": "#57606a", "axes.edgecolor": "#8c959f",
-    "xtick.labelsize": 9.5, "ytick.labelsize": 9.5, "axes.labelsize": 9.5})
+    "svg.fonttype": "none", "svg.hashsalt": "sdpa", "font.size": 9.5, "hatch.linewidth": 0.6, "text.color": INK,
+    "axes.linewidth": 0.6, "axes.spines.top": False, "axes.spines.right": False, "axes.labelcolor": INK,
+    "axes.edgecolor": EDGE, "axes.axisbelow": True, "grid.color": GRID, "grid.linewidth": 0.6, "xtick.color": DIM,
+    "ytick.color": DIM, "legend.frameon": False, "legend.handletextpad": 0.2, "legend.columnspacing": 1.2})
 
 WIDTH = 380
 ROW = 15
-INK, DIM, GRID = "#1f2328", "#57606a", "#e3e7eb"
 # Fill and pattern of the first, second, ... series of a chart.
 SERIES = [("#1f5fa8", ""), ("#f3d9a4", "////"), ("#ffffff", "||||"), ("#c7e3d4", "xxxx"), ("#e6d3ea", "----")]
 FASTER, SLOWER = ("#1f5fa8", ""), ("#f6c6b8", "////")
-MARKERS = {"scalar": ("s", "#8c959f"), "wmma": ("^", "#b36b00"), "mma": ("D", "#1f5fa8"),
-           "wgmma": ("o", "#00724f"), "cublas": ("P", "#8a4a86"), "peer": ("x", "#b3261e")}
+MARKERS = {"scalar": ("s", EDGE), "wmma": ("^", "#b36b00"), "mma": ("D", "#1f5fa8"), "wgmma": ("o", "#00724f"),
+           "cublas": ("P", "#8a4a86"), "peer": ("x", "#b3261e")}
 VERDICTS = {"SAME": "o", "FASTER": "<", "SLOWER": ">", "UNCLEAR": "D"}
 _ids = itertools.count(1)
 
@@ -40,7 +48,7 @@ def svg(figure, label):
     prefix = f"c{next(_ids)}-"
     text = re.sub(r"<metadata>.*?</metadata>|<!--.*?-->|<style[^>]*>.*?</style>", "", text, flags=re.S)
     text = re.sub(r'<svg [^>]*viewBox="([^"]*)"[^>]*>',
-                  rf'<svg viewBox="\1" role="img" aria-label="{label}">', text)
+                  lambda m: f'<svg viewBox="{m[1]}" role="img" aria-label="{html.escape(label)}">', text)
     used = set(re.findall(r'(?:href="#|url\(#)([^")]+)', text))
     text = re.sub(r' id="([^"]*)"', lambda m: f' id="{prefix}{m[1]}"' if m[1] in used else "", text)
     text = re.sub(r'(href="#|url\(#)', rf"\g<1>{prefix}", text)
@@ -58,33 +66,52 @@ def standalone(drawing):
     """A chart of svg() as a file of its own; its white ground makes it the same picture on a dark page."""
     drawing = re.sub(r'(id="|#)c\d+-', r"\1", drawing)
     width, height = re.search(r'viewBox="0 0 ([\d.]+) ([\d.]+)"', drawing).groups()
-    return drawing.replace("<svg ", '<svg xmlns="http://www.w3.org/2000/svg" xmlns:xlink="http://www.w3.org/1999/xlink" '
-                           f'width="{width}" height="{height}" font-family="system-ui,Arial,sans-serif" ', 1) + "\n"
+    return drawing.replace("<svg ", '<svg xmlns="http://www.w3.org/2000/svg" '
+                           f'xmlns:xlink="http://www.w3.org/1999/xlink" width="{width}" height="{height}" '
+                           'font-family="system-ui,Arial,sans-serif" ', 1) + "\n"
 
+
+# ---- parts ----
 
 def canvas(left, heights, bottoms=34, top=6, right=8):
     """A figure of axes one above the other, each as high as told, with LEFT units for the labels of rows."""
     total = top + sum(height + bottoms for height in heights)
-    figure = Figure(figsize=(WIDTH / 72, total / 72))
-    axes, y = [], total - top
+    figure, axes, y = Figure(figsize=(WIDTH / 72, total / 72)), [], total - top
     for height in heights:
         y -= height
         axes.append(figure.add_axes([left / WIDTH, y / total, (WIDTH - left - right) / WIDTH, height / total]))
         y -= bottoms
-    for a in axes:
-        a.set_axisbelow(True)
-        a.grid(axis="x", color=GRID, linewidth=0.6)
-        a.tick_params(length=3, width=0.6)
+        axes[-1].grid(axis="x")
+        axes[-1].tick_params(length=3, width=0.6)
     return figure, axes
+
+
+def name_rows(axes, names):
+    """Names at the left of rows 0, 1, ... from above; of none, what is in a row stands inside."""
+    if names:
+        axes.set_ylim(len(names) - 0.4, -0.6)
+    axes.set_yticks(range(len(names)), names)
+    axes.tick_params(axis="y", length=0, labelcolor=INK)
+    axes.spines["left"].set_visible(bool(names))
+
+
+def write(axes, text, at, right=0, **more):
+    """TEXT so many units right of a point, or with None as x at the left end."""
+    more.setdefault("va", "center" if right else "baseline")
+    if at[0] is None:
+        at, more["xycoords"] = (0, at[1]), axes.get_yaxis_transform()
+    axes.annotate(text, at, (right, more.pop("up", 0)), textcoords="offset points", **more)
+
+
+def legend(figure, count, **more):
+    """COUNT entries side by side, on top of a chart."""
+    figure.legend(loc="upper left", bbox_to_anchor=(0, 1), ncol=count, borderpad=0.1, **more)
 
 
 def log_ticks(axis, low, high, unit=""):
     """Plain numbers at 1, 2 and 5 times the powers of ten; more of them where the range is short."""
-    subs = (1, 2, 5) if high / low > 4 else (1, 1.5, 2, 3, 4, 5, 6, 8)
-    if high / low > 60:
-        subs = (1, 3)
-    if high / low > 1000:
-        subs = (1,)
+    ratio = high / low
+    subs = (1,) if ratio > 1000 else (1, 3) if ratio > 60 else (1, 2, 5) if ratio > 4 else (1, 1.5, 2, 3, 4, 5, 6, 8)
     axis.set_major_locator(ticker.LogLocator(subs=subs, numticks=20))
     axis.set_major_formatter(ticker.FuncFormatter(lambda x, _: f"{x:g}{unit}"))
     axis.set_minor_locator(ticker.NullLocator())
@@ -100,6 +127,8 @@ def short(t):
     return f"{t:.2f}" if t < 9.995 else f"{t:.1f}" if t < 99.95 else f"{t:.0f}"
 
 
+# ---- charts ----
+
 def steps(rungs, label):
     """A ladder: each line's time, with a bar from the time of its base. RUNGS: (name, base µs or None, µs)."""
     left = 8 + 6.3 * max(len(name) for name, _, _ in rungs)
@@ -109,17 +138,14 @@ def steps(rungs, label):
     axes.set_xscale("log")
     # The values stand right of the bars: room for 14 characters.
     axes.set_xlim(low, high * (high / low) ** (80 / (WIDTH - left - 88)))
-    axes.set_ylim(len(rungs) - 0.4, -0.6)
     for y, (_, base, us) in enumerate(rungs):
         if base:
             fill, hatch = FASTER if us <= base else SLOWER
             axes.barh(y, us - base, left=base, height=0.62, color=fill, hatch=hatch, edgecolor=INK, linewidth=0.5)
             axes.plot([base, base], [y - 0.42, y + 0.42], color=INK, linewidth=1)
         axes.plot(us, y, "o", color=INK, markersize=3.6)
-        words = short(us) + (f" ({base / us:.2f}x)" if base else "")
-        axes.annotate(words, (max(us, base or 0), y), (5, 0), textcoords="offset points", va="center", fontsize=9.5)
-    axes.set_yticks(range(len(rungs)), [name for name, _, _ in rungs])
-    axes.tick_params(axis="y", length=0, labelcolor=INK)
+        write(axes, short(us) + (f" ({base / us:.2f}x)" if base else ""), (max(us, base or 0), y), 5)
+    name_rows(axes, [name for name, _, _ in rungs])
     log_ticks(axes.xaxis, low, high)
     axes.set_xlabel("µs, log axis")
     return svg(figure, label)
@@ -141,28 +167,25 @@ def groups(titles_and_bars, series, label, xlabel, origin=0.0, log=False):
         log_ticks(axes.xaxis, low, high, "x")
     else:
         axes.set_xlim(0, max(values) * room)
+    name_rows(axes, [])
     axes.set_ylim(height, 0)
+    axes.spines["left"].set_visible(not origin)
+    axes.set_xlabel(xlabel)
+    styles = dict(zip(series, itertools.cycle([dict(facecolor=fill, hatch=hatch, edgecolor=INK, linewidth=0.5)
+                                               for fill, hatch in SERIES])))
     y = 0.0
     for title, bars in titles_and_bars:
-        axes.text(0, y + ROW - 3, fit(title, 56), transform=axes.get_yaxis_transform(), fontsize=9.5, fontweight="bold")
+        write(axes, fit(title, 56), (None, y + ROW - 3), fontweight="bold")
         y += ROW
         for name, value, text in bars:
-            fill, hatch = SERIES[series.index(name) % len(SERIES)]
-            axes.barh(y + 6.5, value - origin, left=origin, height=10.5, color=fill, hatch=hatch, edgecolor=INK,
-                      linewidth=0.5)
-            axes.annotate(text, (max(value, origin), y + 6.5), (4, 0), textcoords="offset points", va="center",
-                          fontsize=9.5)
+            axes.barh(y + 6.5, value - origin, left=origin, height=10.5, **styles[name])
+            write(axes, text, (max(value, origin), y + 6.5), 4)
             y += 13
         if origin:
             axes.plot([origin, origin], [y - 13 * len(bars) - 1, y + 1], color=INK, linewidth=0.8)
         y += 5
-    axes.set_yticks([])
-    axes.spines["left"].set_visible(not origin)
-    axes.set_xlabel(xlabel)
-    handles = [matplotlib.patches.Patch(facecolor=SERIES[i % len(SERIES)][0], hatch=SERIES[i % len(SERIES)][1],
-                                        edgecolor=INK, linewidth=0.5, label=name) for i, name in enumerate(series)]
-    figure.legend(handles=handles, loc="upper left", bbox_to_anchor=(0, 1), ncol=len(series), frameon=False,
-                  fontsize=9.5, handlelength=1.6, columnspacing=1.2, borderpad=0.1)
+    legend(figure, len(series), handlelength=1.6, handletextpad=0.8, handles=[
+        matplotlib.patches.Patch(label=name, **style) for name, style in styles.items()])
     return svg(figure, label)
 
 
@@ -186,23 +209,20 @@ def against(rows, series, label, xlabel):
     """
     left = 10 + 5.1 * max(len(title) for title, _, _ in rows)
     figure, (axes,) = canvas(left, [19 * len(rows) + 4], top=24, right=40)
-    axes.set_xlim(0, 1.04 * max(value for _, values, _ in rows for value in values.values()))
-    axes.set_ylim(len(rows) - 0.4, -0.6)
+    most = 1.04 * max(value for _, values, _ in rows for value in values.values())
+    axes.set_xlim(0, most)
     for y, (_, values, text) in enumerate(rows):
         axes.axhline(y, color=GRID, linewidth=0.6)
         ours, others = values.get(series[0]), [values[name] for name in series[1:] if name in values]
         if ours and others:
             axes.plot([max(others), ours], [y, y], color=INK, linewidth=1.6)
-        axes.annotate(text, (1, y), (6, 0), xycoords=axes.get_yaxis_transform(), textcoords="offset points", va="center",
-                      fontsize=9.5, fontweight="bold")
+        write(axes, text, (most, y), 6, fontweight="bold")
     for name, marker, fill in zip(series, "oD^s*", [SERIES[0][0]] + ["white"] * 4):
         at = [(values[name], y) for y, (_, values, _) in enumerate(rows) if name in values]
         axes.plot(*zip(*at), marker, color=INK, markerfacecolor=fill, markersize=6, markeredgewidth=0.9, label=name)
-    axes.set_yticks(range(len(rows)), [title for title, _, _ in rows])
-    axes.tick_params(axis="y", length=0, labelcolor=INK)
+    name_rows(axes, [title for title, _, _ in rows])
     axes.set_xlabel(xlabel)
-    figure.legend(loc="upper left", bbox_to_anchor=(0, 1), ncol=len(series), frameon=False, fontsize=9.5,
-                  handletextpad=0.2, columnspacing=1.2, borderpad=0.1)
+    legend(figure, len(series))
     return svg(figure, label)
 
 
@@ -217,28 +237,23 @@ def roofline(points, limits, bandwidth, label):
     if bandwidth:
         x_low = min(x_low, max(limits.values()) / bandwidth / 8)
     y_high = max(ys + list(limits.values())) * 1.6
-    axes.set_xscale("log")
-    axes.set_yscale("log")
-    axes.set_xlim(x_low, x_high)
-    axes.set_ylim(min(ys) / 1.6, y_high)
-    axes.grid(axis="y", color=GRID, linewidth=0.6)
+    axes.set(xscale="log", yscale="log", xlim=(x_low, x_high), ylim=(min(ys) / 1.6, y_high))
+    axes.grid(axis="y")
     for (name, limit), style in zip(limits.items(), ("-", "-.", ":")):
         ridge = limit / bandwidth
         axes.plot([x_low, ridge, x_high], [x_low * bandwidth, limit, limit], style, color=INK, linewidth=1.2)
-        axes.annotate(f"{name}: {limit:.0f} TFLOP/s", (x_high, limit), (-2, 4), textcoords="offset points", ha="right",
-                      fontsize=9.5)
+        write(axes, f"{name}: {limit:.0f} TFLOP/s", (x_high, limit), -2, up=4, ha="right", va="baseline")
     if bandwidth:
         x = max(limits.values()) / bandwidth / 5
-        axes.annotate(f"memory: {bandwidth:g} TB/s", (x, x * bandwidth), (6, -8), textcoords="offset points",
-                      fontsize=9.5)
+        write(axes, f"memory: {bandwidth:g} TB/s", (x, x * bandwidth), 6, up=-8, va="baseline")
     for family in dict.fromkeys(p[0] for p in points):
         marker, colour = MARKERS.get(family, ("*", INK))
         mine = [p for p in points if p[0] == family]
         axes.plot([p[1] for p in mine], [p[2] for p in mine], marker, color=colour, markersize=4.5, linestyle="none",
                   markerfacecolor="none" if marker != "x" else colour, markeredgewidth=1.1, label=family)
-    axes.legend(loc="lower right", fontsize=9.5, frameon=False, handletextpad=0.2, borderaxespad=0.2)
+    axes.legend(loc="lower right", borderaxespad=0.2)
     log_ticks(axes.xaxis, x_low, x_high)
-    log_ticks(axes.yaxis, *axes.get_ylim())
+    log_ticks(axes.yaxis, min(ys) / 1.6, y_high)
     axes.set_xlabel("FLOP per byte of Q, K, V and O, log axis")
     axes.set_ylabel("TFLOP/s, log axis", labelpad=1)
     return svg(figure, label)
@@ -248,11 +263,12 @@ def intervals(rows_by_title, label, xlabel, same=0.005):
     """Ratios with their intervals, in groups: (title, [(ratio, low, high, verdict)])."""
     height = sum(ROW + 9 * len(rows) + 4 for _, rows in rows_by_title)
     figure, (axes,) = canvas(8, [height], top=24)
+    name_rows(axes, [])
     axes.set_ylim(height, 0)
     axes.axvspan(1 - same, 1 + same, color="#eef1f4", linewidth=0)
     y, seen = 0.0, {}
     for title, rows in rows_by_title:
-        axes.text(0, y + ROW - 3, fit(title), transform=axes.get_yaxis_transform(), fontsize=9.5)
+        write(axes, fit(title), (None, y + ROW - 3))
         y += ROW
         axes.plot([1, 1], [y, y + 9 * len(rows)], color=INK, linewidth=0.8)
         for ratio, low, high, verdict in rows:
@@ -262,12 +278,9 @@ def intervals(rows_by_title, label, xlabel, same=0.005):
                                        markerfacecolor="white" if verdict == "SAME" else INK, linestyle="none")
             y += 4.5
         y += 4
-    axes.set_yticks([])
-    axes.spines["left"].set_visible(False)
     axes.xaxis.set_major_locator(ticker.MaxNLocator(6))
     axes.set_xlabel(xlabel)
-    figure.legend(seen.values(), seen.keys(), loc="upper left", bbox_to_anchor=(0, 1), ncol=len(seen), frameon=False,
-                  fontsize=9.5, handletextpad=0.2, columnspacing=1.2, borderpad=0.1)
+    legend(figure, len(seen), handles=seen.values(), labels=seen.keys())
     return svg(figure, label)
 
 
@@ -277,36 +290,32 @@ def samples(contenders, ratios, estimate, label, most=300):
     CONTENDERS: {name: [µs]}; RATIOS: {name: [ratio to the first]}; ESTIMATE: {name: (ratio, low, high)}.
     Of more than MOST samples every k-th has a tick; the box is of all.
     """
-    names, others = list(contenders), list(ratios)
-    figure, axes = canvas(8, [38 * len(names), 38 * len(others)] if others else [38 * len(names)], bottoms=36)
+    names, others, thin = list(contenders), list(ratios), {"linewidth": 0.8}
+    figure, axes = canvas(8, [38 * len(part) for part in (names, others) if part], bottoms=36)
     for y, name in enumerate(names):
         times = sorted(contenders[name])
         shown = times[::math.ceil(len(times) / most)]
-        axes[0].text(0, y - 0.22, f"{fit(name, 46)}, {len(times)} samples", fontsize=9.5,
-                     transform=axes[0].get_yaxis_transform())
+        write(axes[0], f"{fit(name, 46)}, {len(times)} samples", (None, y - 0.22))
         axes[0].boxplot(times, positions=[y + 0.08], vert=False, widths=0.34, whis=(5, 95), showfliers=False,
-                        manage_ticks=False, medianprops={"color": INK, "linewidth": 1.6},
-                        boxprops={"linewidth": 0.8}, whiskerprops={"linewidth": 0.8}, capprops={"linewidth": 0.8})
+                        manage_ticks=False, medianprops={"color": INK, "linewidth": 1.6}, boxprops=thin,
+                        whiskerprops=thin, capprops=thin)
         # One path for all ticks: x x gap, x x gap, ...
         axes[0].plot([x for t in shown for x in (t, t, math.nan)],
                      [v for _ in shown for v in (y + 0.3, y + 0.46, math.nan)], color=DIM, linewidth=0.5)
-    axes[0].set_ylim(len(names) - 0.45, -0.55)
     axes[0].set_xlabel("µs; box: quartiles and median, whiskers: 5 to 95%")
     for y, name in enumerate(others):
         ratio, low, high = estimate[name]
-        axes[1].text(0, y - 0.22, f"{fit(name, 36)}: {ratio:.4f} [{low:.4f}, {high:.4f}]", fontsize=9.5,
-                     transform=axes[1].get_yaxis_transform())
+        write(axes[1], f"{fit(name, 36)}: {ratio:.4f} [{low:.4f}, {high:.4f}]", (None, y - 0.22))
         axes[1].plot([1, 1], [y - 0.1, y + 0.5], color=INK, linewidth=0.8)
         axes[1].plot(ratios[name], [y + 0.34] * len(ratios[name]), "|", color=DIM, markersize=7, markeredgewidth=0.6)
         axes[1].plot([low, high], [y + 0.06] * 2, color=INK, linewidth=1.6)
         axes[1].plot(ratio, y + 0.06, "D", color=INK, markersize=5)
     if others:
         axes[1].axvspan(0.995, 1.005, color="#eef1f4", linewidth=0)
-        axes[1].set_ylim(len(others) - 0.45, -0.55)
         axes[1].set_xlabel(f"time as a multiple of {fit(names[0], 36)}, a tick per turn")
-    for a in axes:
-        a.set_yticks([])
-        a.spines["left"].set_visible(False)
+    for a, part in zip(axes, (names, others)):
+        name_rows(a, [])
+        a.set_ylim(len(part) - 0.45, -0.55)
         a.xaxis.set_major_locator(ticker.MaxNLocator(6))
         a.ticklabel_format(axis="x", useOffset=False)
     return svg(figure, label)

@@ -2,12 +2,11 @@
 import collections
 import html
 import math
-import os
 import re
 import string
-import tempfile
 from pathlib import Path
 
+from builds import replace_file as write  # noqa: F401, for page.py
 from report_rows import KINDS, number
 
 TEMPLATE = Path(__file__).with_name("report.html")
@@ -35,16 +34,14 @@ def cell(value):
     return "" if value is None else html.escape(digits(value) if isinstance(value, float) else str(value))
 
 
-def table(headers, rows, attributes="", first=lambda row: False, wide=()):
-    """A table in a box of its own scrolling. A header that begins with # is of numbers; WIDE columns wrap."""
-    kinds = ["n" if h[0] == "#" else "wide" if h in wide else "" for h in headers]
-    marks = [f' class="{kind}"' if kind else "" for kind in kinds]
-    head = "".join(f'<th scope="col"{m}>{html.escape(h.lstrip("#"))}</th>' for h, m in zip(headers, marks))
-    body = "\n".join(
-        f"<tr{' class=first' if first(row) else ''}>" + "".join(f"<td{m}>{cell(v)}</td>" for v, m in zip(row, marks))
-        + "</tr>" for row in rows)
+def table(headers, rows, *sources, attributes="", first=lambda row: False, wide=()):
+    """A table in a box of its own scrolling, and its provenance. A header with a # is of numbers; WIDE columns wrap."""
+    marks = [' class="n"' if header[0] == "#" else ' class="wide"' if header in wide else "" for header in headers]
+    head = "".join(f'<th scope="col"{mark}>{html.escape(text.lstrip("#"))}</th>' for text, mark in zip(headers, marks))
+    body = "\n".join(f"<tr{' class=first' if first(row) else ''}>" + "".join(
+        f"<td{mark}>{cell(value)}</td>" for value, mark in zip(row, marks)) + "</tr>" for row in rows)
     return (f'<div class="box" tabindex="0"><table {attributes}>\n<thead><tr>{head}</tr></thead>\n'
-            f"<tbody>\n{body}\n</tbody></table></div>")
+            f"<tbody>\n{body}\n</tbody></table></div>" + (provenance(*sources) if sources else ""))
 
 
 def measured(source):
@@ -80,33 +77,10 @@ def fold(summary, body):
     return f"<details><summary>{html.escape(summary)}</summary>\n{body}\n</details>"
 
 
-def alt(text):
-    """Text for an attribute."""
-    return html.escape(text, quote=True)
-
-
-def shared_styles(body):
-    """BODY with a class for each different style of the charts' elements, and the rules of these classes."""
+def page_of(title, body):
+    """The template with TITLE and BODY, and a class for each different style of the charts' elements."""
     classes = {}
     body = re.sub(r'style="([^"]*)"', lambda m: f'class="{classes.setdefault(m[1], f"s{len(classes)}")}"', body)
-    return body, "\n".join(f".{name} {{ {style} }}" for style, name in classes.items())
-
-
-def whole(title, body):
-    """The text of the file: the template with TITLE and BODY."""
-    body, styles = shared_styles(body)
-    return string.Template(TEMPLATE.read_text(encoding="utf-8")).substitute(title=html.escape(title), styles=styles,
-                                                                            body=body)
-
-
-def write(path, text):
-    """Puts TEXT at PATH whole or not at all."""
-    handle, temporary = tempfile.mkstemp(dir=path.parent, prefix=path.name, suffix=".tmp")
-    try:
-        with open(handle, "w", encoding="utf-8") as file:
-            file.write(text)
-        os.chmod(temporary, 0o644)
-        os.replace(temporary, path)
-    except BaseException:
-        os.unlink(temporary)
-        raise
+    styles = "\n".join(f".{name} {{ {style} }}" for style, name in classes.items())
+    template = string.Template(TEMPLATE.read_text(encoding="utf-8"))
+    return template.substitute(title=html.escape(title), styles=styles, body=body)

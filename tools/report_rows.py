@@ -2,9 +2,10 @@
 import csv
 import re
 import shutil
-import subprocess
 from dataclasses import dataclass
 from pathlib import Path
+
+from builds import Refused as Refusal, run
 
 RUN = ("config", "family", "shape", "status", "check", "graph_us", "tflops", "B", "Hq", "Hkv", "Sq", "Sk", "D",
        "dtype", "causal", "device", "git_sha", "knobs", "note")
@@ -15,7 +16,8 @@ KINDS = {
     "peers": ("peers", RUN, "tools/peers.py LINE... --shape S..."),
     "e4m3": ("e4m3", (*RUN, "rel_rms"), "tools/peers.py LINE... --e4m3"),
     "decode": ("decode", RUN, "tools/peers.py LINE... --shape S..."),
-    "accuracy": ("accuracy", ("contender", "input", "D", "dtype", "Sk", "rel_rms", "mean"), "tools/accuracy.py LINE..."),
+    "accuracy": ("accuracy", ("contender", "input", "D", "dtype", "Sk", "rel_rms", "mean"),
+                 "tools/accuracy.py LINE..."),
     "ablation": ("ablation", RUN, "./run_all.sh ablate LINE"),
     "rested": ("rested", RUN, "tools/peers.py --rested LINE... --shape S..."),
     "samples": ("ab", ("comparison", "contender", "problem", "turn", "replay", "us", "clock_mhz", "throttle"),
@@ -30,10 +32,6 @@ KINDS = {
 }
 PEERS = {"torch_cudnn": "cuDNN", "torch_flash": "FlashAttention-2", "torch_efficient": "memory-efficient",
          "torch_math": "PyTorch math"}
-
-
-class Refusal(Exception):
-    """What is wrong, in one sentence for the user."""
 
 
 # ---- reading ----
@@ -80,10 +78,8 @@ def read(path, kinds):
             rows, columns = list(reader), reader.fieldnames or []
     except (OSError, UnicodeDecodeError, csv.Error) as error:
         raise Refusal(f"{path} cannot be read: {error}") from error
-    for kind in kinds:
-        if set(KINDS[kind][1]) <= set(columns):
-            break
-    else:
+    kind = next((kind for kind in kinds if set(KINDS[kind][1]) <= set(columns)), None)
+    if not kind:
         missing = [c for c in KINDS[kinds[0]][1] if c not in columns]
         raise Refusal(f"{path} lacks the column{'s' if len(missing) > 1 else ''} {', '.join(missing)}; "
                       f"measure it again with {KINDS[kinds[0]][2]}, or delete it")
@@ -103,7 +99,7 @@ def number(source, row, column):
 
 
 def newest(results, named=()):
-    """The newest Source of every kind and name, as {kind: [Source]}; a NAMED file is taken for the newest of its kind."""
+    """{kind: [the newest Source of each name]}; a NAMED file is taken for the newest of its kind."""
     folders = {about[0] for about in KINDS.values() if about[0]}
     mains = sorted(results.glob("[0-9]*.csv"), key=by_name) + [p for p in named if p.parent.name not in folders]
     if not mains:
@@ -114,9 +110,8 @@ def newest(results, named=()):
         if path in named or device_slug(path).startswith(device_slug(mains[-1])):
             last[path.parent.name, device_slug(path)] = path
     for (folder, _), path in sorted(last.items()):
-        kinds = [kind for kind, about in KINDS.items() if about[0] == folder]
-        if kinds:
-            source = read(path, kinds)
+        if folder in folders:
+            source = read(path, [kind for kind, about in KINDS.items() if about[0] == folder])
             found.setdefault(source.kind, []).append(source)
     return found
 
@@ -176,27 +171,20 @@ def bases(source, configs):
     and head size that differs in the fewest knobs, the latest of these. A line that takes its tile by the problem
     has no knobs to compare.
     """
-    reader = Path(__file__).parent / "configs.cmake"
-    known = configs.is_file() and shutil.which("cmake")
-    lines = subprocess.run(["cmake", f"-DCONFIGS={configs}", "-P", reader], capture_output=True, text=True,
-                           check=False).stdout.splitlines() if known else []
-    named = {}
+    named, command = {}, ["cmake", f"-DCONFIGS={configs}", "-P", Path(__file__).parent / "configs.cmake"]
+    lines = run(command).stdout.splitlines() if configs.is_file() and shutil.which("cmake") else []
     for name, own, _, _, _, gates in (line.split("\t") for line in lines):
         step = re.search(r"gate:step-over=(\w+):", gates)
         if own or step:
             named[name] = own or step[1]
-    first = {}
-    for row in source.rows:
-        first.setdefault(row["config"], row)
-    base, earlier = {}, []
-    for name, row in first.items():
-        near = [(difference(first[other], row), other) for other in earlier
-                if first[other]["family"] == row["family"] and first[other]["D"] == row["D"]
-                and named.get(other) != name]
-        nearest = min(reversed(near), key=lambda n: len(n[0]))[1] if near else None
-        nearest = None if "USE_TUNED=1" in row["knobs"].split() else nearest
+    first, base = {row["config"]: row for row in reversed(source.rows)}, {}
+    for name in source.values("config"):
+        row, near = first[name], []
+        if "USE_TUNED=1" not in row["knobs"].split():
+            near = [other for other in reversed(base) if named.get(other) != name
+                    and all(first[other][column] == row[column] for column in ("family", "D"))]
+        nearest = min(near, key=lambda other: len(difference(first[other], row)), default=None)
         base[name] = named[name] if named.get(name) in first else nearest
-        earlier.append(name)
     return base
 
 
@@ -215,15 +203,15 @@ def ladders(source):
             family += " D=64" if row["D"] == "64" else " D=128, 256"
         if row["family"]:
             found.setdefault(family, {}).setdefault(row["config"], {})
+    of_line = {name: at for lines in found.values() for name, at in lines.items()}
     for row, us in timed(source):
-        for lines in found.values():
-            if row["config"] in lines and row["shape"] in ("mission", "long"):
-                lines[row["config"]][row["shape"]] = us
+        if row["shape"] in ("mission", "long") and row["config"] in of_line:
+            of_line[row["config"]][row["shape"]] = us
     return found
 
 
 def rungs_at(lines, base, shape, us):
-    """(line, its base's µs or None, its µs) of those LINES that have a time at SHAPE; US: of all lines, any ladder's."""
+    """(line, its base's µs or None, its µs) of those LINES that have a time at SHAPE; US: of any ladder's lines."""
     return [(name, us.get(base[name], {}).get(shape), us[name][shape]) for name in lines if shape in us[name]]
 
 
