@@ -162,7 +162,7 @@ class Folding:
                 parameters = node.child_by_field_name("parameters").named_children
                 defaults = [one.child_by_field_name("default_value") for one in parameters]
                 self.defaults[name_of(struct)] = [one and self.value(one) for one in defaults]
-        for node in descendants(root, "template_type"):
+        for node in descendants(root, "template_type", "template_function"):
             if node.parent.type != "struct_specifier":
                 self.uses[name_of(node)].append(self.arguments(node))
 
