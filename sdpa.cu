@@ -956,18 +956,6 @@ __device__ __forceinline__ void mma_32_bytes(float& d0, float& d1, float& d2, fl
   }
 }
 
-// ---- fp16 of U8 (wmma and DTYPE = U8) ----
-
-// u - 128 of two bytes of a word, the low or the high ones. 16 bits 0x6400 | u are the number 1024 + u.
-__device__ __forceinline__ uint32_t halves_of_bytes(uint32_t word, bool high) {
-  constexpr uint32_t halves_of_1152 = 0x64806480;
-  return sub_f16x2(prmt(word, 0x64646464, high ? 0x4342 : 0x4140), halves_of_1152);
-}
-__device__ __forceinline__ uint4 halves_of_bytes(uint32_t low, uint32_t high) {
-  return {halves_of_bytes(low, false), halves_of_bytes(low, true), halves_of_bytes(high, false),
-          halves_of_bytes(high, true)};
-}
-
 // ---- tiles in shared memory (scalar, wmma, mma) ----
 
 // Elements from one row of a tile to the next. With D alone all rows start in bank 0, and accesses to
@@ -1016,7 +1004,7 @@ template <> struct VectorCopy<true> {
 
 // ---- copies of tiles (scalar, wmma, mma) ----
 
-template <class B> struct TileConversion;  // DTYPE=U8
+struct ConvertingCopy;  // DTYPE=U8
 
 // What thread tid of nthreads copies of a tile: the vectors at (row + n * row_step, col), so that its addresses advance
 // by a constant. A row may take several passes of all threads. Threads that are left over after whole rows are idle.
@@ -1034,55 +1022,41 @@ template <class B> struct TileCopy {
   __device__ __forceinline__ const Input* first(const Input* tensor, int64_t row_stride) const {
     return tensor + row * row_stride + col;
   }
-  // Calls move(row, column, source, exists) for each of this thread's vectors of a tile. src is the first of them;
-  // `rows` rows exist from there on.
-  template <int ROWS, class Move>
-  __device__ __forceinline__ void each_vector(const Input* src, int64_t row_stride, int rows, const Move& move) const {
+  // dst_s [ROWS][D] = the tile, zeros where it does not exist. src_g is this thread's first vector; `rows` rows exist from
+  // there on. With USE_CP_ASYNC the data is there only after a wait.
+  template <int ROWS>
+  __device__ __forceinline__ void copy(Element<B>* dst_s, const Input* src_g, int64_t row_stride, int rows) const {
+    using Copy = typename std::conditional<B::converts, ConvertingCopy, VectorCopy<B::use_cp_async>>::type;
     constexpr int unrolled = B::use_cp_async ? 16 : 8;  // a plain load in flight takes registers
 #pragma unroll unrolled
-    for (int r = 0; r < ROWS; r += row_step, src += row_step * row_stride) {
+    for (int r = 0; r < ROWS; r += row_step, src_g += row_step * row_stride) {
       if ((ROWS % row_step != 0 && row + r >= ROWS) || row >= row_step) break;
       SDPA_UNROLL for (int c = 0; c < B::head_dim; c += col_step) {
         if (B::head_dim % col_step != 0 && col + c >= B::head_dim) break;
-        move(row + r, col + c, src + c, r < rows);
+        Copy::template copy<B::vec_width * sizeof(Input)>(dst_s + tile_offset<B>(row + r, col + c), src_g + c, r < rows);
       }
     }
-  }
-  // dst_s [ROWS][D] = the tile, zeros where it does not exist. With USE_CP_ASYNC the data is there only after a wait.
-  template <int ROWS>
-  __device__ __forceinline__ void copy(Input* dst_s, const Input* src_g, int64_t row_stride, int rows) const {
-    each_vector<ROWS>(src_g, row_stride, rows, [&](int r, int c, const Input* from_g, bool valid) {
-      VectorCopy<B::use_cp_async>::template copy<B::vec_width * sizeof(Input)>(dst_s + tile_offset<B>(r, c), from_g,
-                                                                               valid);
-    });
   }
 };
 
 // ---- copies of U8 (wmma and DTYPE = U8) ----
-// A thread converts the vectors that it copies to the fp16 that the products take.
 
-template <class B> struct TileConversion {
-  using Vector = typename VectorType<B::vec_width * sizeof(Input)>::type;
-
-  // dst_s [ROWS][D] = the tile, zeros where it does not exist.
-  template <int ROWS>
-  static __device__ __forceinline__ void copy(const TileCopy<B>& mine, Half* dst_s, const Input* src_g,
-                                              int64_t row_stride, int rows) {
-    const auto move = [&](int r, int c, const Input* from_g, bool valid) {
-      Vector vector{};
-      if (valid) vector = ld_global_nc<Vector>(from_g);
-      store_halves(dst_s, r, c, vector);
-    };
-    mine.template each_vector<ROWS>(src_g, row_stride, rows, move);
-  }
-
- private:
-  static __device__ __forceinline__ void store_halves(Half* dst_s, int row, int column, const Vector& vector) {
-    uint32_t words[sizeof vector / 4];
+// u - 128 of two bytes of a word, the low or the high ones. 16 bits 0x6400 | u are the number 1024 + u.
+__device__ __forceinline__ uint32_t halves_of_bytes(uint32_t word, bool high) {
+  constexpr uint32_t halves_of_1152 = 0x64806480;
+  return sub_f16x2(prmt(word, 0x64646464, high ? 0x4342 : 0x4140), halves_of_1152);
+}
+// Makes the fp16 that the products take of a vector of 8 elements or 16.
+struct ConvertingCopy {
+  template <int BYTES> __device__ static __forceinline__ void copy(void* dst_s, const void* src_g, bool valid) {
+    typename VectorType<BYTES>::type vector{};
+    if (valid) vector = ld_global_nc<decltype(vector)>(src_g);
+    uint32_t words[BYTES / 4];
     memcpy(words, &vector, sizeof vector);
-    SDPA_UNROLL for (int i = 0; i < B::vec_width / 4; i += 2) {
-      const uint4 chunk = halves_of_bytes(words[i], words[i + 1]);
-      st_shared(dst_s + tile_offset<B>(row, column + 4 * i), chunk);
+    SDPA_UNROLL for (int i = 0; i < BYTES / 4; i += 2) {
+      const uint32_t low = words[i], high = words[i + 1];
+      st_shared(static_cast<uint4*>(dst_s) + i / 2, uint4{halves_of_bytes(low, false), halves_of_bytes(low, true),
+                                                          halves_of_bytes(high, false), halves_of_bytes(high, true)});
     }
   }
 };
@@ -1413,6 +1387,15 @@ template <class View> __device__ __forceinline__ void clear_empty_rows(View& O, 
 
 // ---- stored from views (scalar, wmma, mma, wgmma) ----
 
+// Rows 8 apart of which each of 4 lanes has RUN neighbouring columns of every 4 * RUN.
+template <int HEIGHT, int WIDTH, int LENGTH> struct QuadRuns {
+  static constexpr int ROWS = HEIGHT, COLS = WIDTH / 4, RUN = LENGTH;
+  float x[ROWS][COLS];
+  int first_row, first_col;
+  __device__ int row(int i) const { return first_row + 8 * i; }
+  __device__ int col(int j) const { return first_col + j / RUN * 4 * RUN + j % RUN; }
+};
+
 // O / l and LSE to global memory, rows past Sq left out. A row without a visible key is 0, whatever V is.
 // m, l [ROWS] are final and the same in all lanes of a row.
 template <class B, class View>
@@ -1649,23 +1632,14 @@ template <class B> struct ItemTiles {
     const TileCopy<B> share(tid, nthreads);
     const int q = item.q0 + first_row;
     const Input* const Q_g = p.Q + item.b * p.q.batch + item.h * p.q.head + q * p.q.row;
-    copy_tile<ROWS>(share, Q_s, share.first(Q_g, p.q.row), p.q.row, p.Sq - q - share.row);
-  }
-  template <int ROWS, class T>
-  static __device__ __forceinline__ void copy_tile(const TileCopy<B>& share, T* dst_s, const Input* src_g,
-                                                   int64_t row_stride, int rows) {
-    if constexpr (std::is_same<T, Input>::value) {
-      share.template copy<ROWS>(dst_s, src_g, row_stride, rows);
-    } else {
-      TileConversion<B>::template copy<ROWS>(share, dst_s, src_g, row_stride, rows);
-    }
+    share.template copy<ROWS>(Q_s, share.first(Q_g, p.q.row), p.q.row, p.Sq - q - share.row);
   }
   // The next K and V tile, at key k0, into its stage; past the end nothing.
   template <class Shared> __device__ __forceinline__ void copy_kv(Shared& s, int stage, int k0) {
     if (k0 < keys.end) {
       const int rows = keys.end - k0 - mine.row;
-      copy_tile<B::block_n>(mine, s.K[stage], K_g, p.k.row, rows);
-      copy_tile<B::block_n>(mine, s.V[stage], V_g, p.v.row, rows);
+      mine.template copy<B::block_n>(s.K[stage], K_g, p.k.row, rows);
+      mine.template copy<B::block_n>(s.V[stage], V_g, p.v.row, rows);
       K_g += ADVANCE * p.k.row, V_g += ADVANCE * p.v.row;
     }
   }
@@ -2252,17 +2226,6 @@ template <class B, int WIDTH> struct MmaAccumulator {  // [16 * M_TILES of BLOCK
   __device__ int col(int j) const { return first_col + j / 2 * 8 + j % 2; }
 };
 
-// The same rows after the quad has exchanged columns: a lane has 8 neighbouring ones of 32. With 8-bit V 4 of 16, as
-// P @ V leaves them.
-template <class B, int WIDTH> struct MmaRuns {
-  static constexpr int ROWS = MmaAccumulator<B, WIDTH>::ROWS, COLS = WIDTH / 4;
-  static constexpr int RUN = sizeof(Element<B>) == 1 ? 4 : 8;
-  float x[ROWS][COLS];
-  int first_row, first_col;
-  __device__ int row(int i) const { return first_row + 8 * i; }
-  __device__ int col(int j) const { return first_col + j / RUN * 4 * RUN + j % RUN; }
-};
-
 // The address of (row + r, col + c) of a tile from `at`, that of (row, col), where r is a multiple of 8
 // and c has no bit in common with col: the swizzle is an XOR of the column's low bits, and so is this.
 // The high bits may be XORed as well or added, which an instruction does with its immediate. At D=256
@@ -2494,13 +2457,18 @@ template <class B> struct MmaRows {
   }
 };
 
+// A warp's rows as they are stored. 8-bit V: 4 columns of 16, as P @ V leaves them.
+template <class B>
+using MmaRuns =
+    QuadRuns<MmaAccumulator<B, B::head_dim>::ROWS, B::head_dim, sizeof(Element<B>) == 1 ? 4 : 8>;
+
 // A quad exchanges columns: of every 32, lane q gives away what is not in [8q, 8q + 8) and gets what
 // is, in two exchanges of pairs of columns.
-template <class B, int WIDTH>
-__device__ __forceinline__ void deal_runs(MmaRuns<B, WIDTH>& R, const MmaAccumulator<B, WIDTH>& O, int lane) {
+template <class B>
+__device__ __forceinline__ void deal_runs(MmaRuns<B>& R, const MmaAccumulator<B, B::head_dim>& O, int lane) {
   const int q = lane % 4;
   R.first_row = O.first_row, R.first_col = q * R.RUN;
-  if constexpr (MmaRuns<B, WIDTH>::RUN == 4) {
+  if constexpr (MmaRuns<B>::RUN == 4) {
     memcpy(R.x, O.x, sizeof R.x);
   } else {
     SDPA_UNROLL for (int i = 0; i < R.ROWS; i++) {
@@ -2654,7 +2622,7 @@ template <class B> struct MmaPacked {
   }
   static __device__ __forceinline__ void store(MmaShared<B>& s, const MmaRows<B>& rows, const KernelArgs& a, int group,
                                                int lane) {
-    MmaRuns<B, B::head_dim> runs;
+    MmaRuns<B> runs;
     deal_runs<B>(runs, rows.O, lane);
     __syncthreads();  // hazard: the partial results take the place of Q, K and V
     RowsPartial<B>& mine = s.partial.of_group[group];
@@ -2731,7 +2699,7 @@ template <class B> __global__ void __launch_bounds__(B::threads, 1) sdpa_mma(con
       if (group > 0) return;
       rows.merge(s.partial, scale_log2, tid);
     }
-    MmaRuns<B, B::head_dim> runs;
+    MmaRuns<B> runs;
     deal_runs<B>(runs, rows.O, lane);
     store_output<B>(runs, rows.m, rows.l, a, s.item);
   }
@@ -3844,23 +3812,6 @@ template <class B> struct KernelOf<B, Path::wgmma_roles> {
 template <class B> constexpr int V_LINE = B::block_n > 64 ? 128 : 64;
 template <class B> constexpr int V_KEYS = int(shares(B::block_n, V_LINE<B>)) * V_LINE<B>;  // in whole panels
 
-// O as P @ V of 8 bits leaves it: V has the even d of every 16 first.
-template <int WIDTH> struct WgmmaColumnsOfFour {  // [64][WIDTH]
-  static constexpr int ROWS = 2, COLS = WIDTH / 4, RUN = 4;
-  struct Elements {
-    float d[WIDTH / 2];
-    struct Row {
-      const float* first;
-      __device__ float operator[](int j) const { return first[j / 4 * 8 + j % 2 * 4 + j / 2 % 2]; }
-    };
-    __device__ Row operator[](int i) const { return {d + 2 * i}; }
-  };
-  Elements x;
-  int first_row, first_col;
-  __device__ int row(int i) const { return first_row + 8 * i; }
-  __device__ int col(int j) const { return first_col + j / 4 * 16 + j % 4; }
-};
-
 template <class B> struct E4m3Shared {
   static constexpr int ROW_GROUPS = B::block_m / 64, Q_STAGES = B::use_persistent_cta ? 2 : 1;
   static constexpr int TRANSPOSERS = 2 / B::split_kv;  // warps of a slice
@@ -4166,10 +4117,14 @@ template <class B> struct E4m3Consumer : WgmmaConsumer<B, E4m3Shared<B>> {
       });
     } else {
       const uint32_t tid = thread_index_anew() % 128;
-      WgmmaColumnsOfFour<B::head_dim> four;
+      QuadRuns<2, B::head_dim, 4> four;  // V has the even d of every 16 first
       four.first_row = rows.q - item.q0 + tid / 32 * 16 + tid % 32 / 4;
       four.first_col = tid % 4 * 4;
-      memcpy(four.x.d, rows.O.x.d, sizeof four.x.d);
+      SDPA_UNROLL for (int i = 0; i < four.ROWS; i++) {
+        SDPA_UNROLL for (int j = 0; j < four.COLS; j++) {
+          four.x[i][j] = rows.O.x.d[2 * i + j / 4 * 8 + j % 2 * 4 + j / 2 % 2];
+        }
+      }
       store_output<B>(four, rows.m, rows.l, a, item);
     }
   }
@@ -4280,8 +4235,12 @@ template <class B> struct WgmmaColumnsLoader {
   // Its tile of a round of the item, into a stage that has been read; past the last key zeros. FIRST: of this warp.
   template <bool FIRST> __device__ __forceinline__ void load_tile(int round, int stage) {
     typename WgmmaColumnsShared<B>::Slice& t = s.slice[slice];
-    if (loads_k()) load<FIRST>(round, &tensor_maps<B>(a).k, t.K[stage], &t.k_full[stage]);
-    if (loads_v()) load<FIRST>(round, &tensor_maps<B>(a).v, t.V[stage], &t.v_full[stage]);
+    constexpr uint64_t policy = B::pack_gqa ? evict_first : evict_last;
+    const auto load = [&](const CUtensorMap* map, Input* tile_s, uint64_t* full) {
+      if (issues()) load_round<B, FIRST>(a, item, round, slice, map, tile_s, full, policy);
+    };
+    if (loads_k()) load(&tensor_maps<B>(a).k, t.K[stage], &t.k_full[stage]);
+    if (loads_v()) load(&tensor_maps<B>(a).v, t.V[stage], &t.v_full[stage]);
   }
   // Into every stage. V of every slice is asked for after K of all of them, since S comes first.
   __device__ __forceinline__ void load_first_tiles() {
@@ -4291,10 +4250,6 @@ template <class B> struct WgmmaColumnsLoader {
     load_tile<true>(item.rounds - 1, 0);
     if (loads_k()) barrier_arrive(k_asked_for, threads);
     for (int n = 1; n < B::stages && n < item.rounds; n++) load_tile<false>(item.rounds - 1 - n, n);
-  }
-  template <bool FIRST>
-  __device__ __forceinline__ void load(int round, const CUtensorMap* map, Input* tile_s, uint64_t* full) const {
-    if (issues()) load_round<B, FIRST>(a, item, round, slice, map, tile_s, full, B::pack_gqa ? evict_first : evict_last);
   }
 };
 
@@ -4987,15 +4942,8 @@ SDPA_REFUSE(Build::pv_in_fp16 && !Build::use_wmma_pv,
             "FP16_ACC=PV: P @ V is on the FMA pipes; add USE_WMMA_PV=1 or type FP16_ACC=QK");
 
 // What cannot work, typed or in a row of a table.
-template <class B> constexpr bool check() {
-  constexpr bool scalar = B::family == Family::scalar, wmma = B::family == Family::wmma;
-  constexpr bool mma = B::family == Family::mma, wgmma = B::family == Family::wgmma;
-  constexpr bool roles = wgmma && B::use_warp_specialization && !B::swap_ab;
-  SDPA_REFUSE(!mma && !B::swap_ab && (B::pack_gqa || B::split_ctas != 1),
-              "PACK_GQA and SPLIT_CTAS: only the mma.sync kernel and the transposed wgmma kernel have them; add "
-              "USE_MMA_SYNC=1 or SWAP_AB=1 or drop them");
-  SDPA_REFUSE(mma && !B::pack_gqa && B::split_ctas != 1,
-              "SPLIT_CTAS: in the mma.sync kernel it goes with PACK_GQA; add PACK_GQA=1 or drop it");
+template <class B> constexpr bool check_wgmma() {
+  constexpr bool wgmma = B::family == Family::wgmma, roles = wgmma && B::use_warp_specialization && !B::swap_ab;
   SDPA_REFUSE(wgmma && !B::swap_ab && (B::group_warps % 4 != 0 || B::block_m != 16 * B::group_warps),
               "BLOCK_M and NUM_WARPS: a warpgroup has 4 warps and 64 query rows, so BLOCK_M must be "
               "16*NUM_WARPS/SPLIT_KV; type BLOCK_M=128 NUM_WARPS=8");
@@ -5037,6 +4985,16 @@ template <class B> constexpr bool check() {
                    B::skip_masked),
               "SWAP_AB=1: its loop has an order of its own, without USE_WARP_SPECIALIZATION, OVERLAP, USE_PING_PONG, "
               "USE_PERSISTENT_CTA and SKIP_MASKED; drop them");
+  return true;
+}
+template <class B> constexpr bool check() {
+  constexpr bool scalar = B::family == Family::scalar, wmma = B::family == Family::wmma;
+  constexpr bool mma = B::family == Family::mma, wgmma = B::family == Family::wgmma;
+  SDPA_REFUSE(!mma && !B::swap_ab && (B::pack_gqa || B::split_ctas != 1),
+              "PACK_GQA and SPLIT_CTAS: only the mma.sync kernel and the transposed wgmma kernel have them; add "
+              "USE_MMA_SYNC=1 or SWAP_AB=1 or drop them");
+  SDPA_REFUSE(mma && !B::pack_gqa && B::split_ctas != 1,
+              "SPLIT_CTAS: in the mma.sync kernel it goes with PACK_GQA; add PACK_GQA=1 or drop it");
   SDPA_REFUSE(wmma && B::use_warp_specialization && B::sync_policy != 1,
               "USE_WARP_SPECIALIZATION=1: a CTA barrier would stop the producers, so every warp must keep its rows; type "
               "SYNC_POLICY=1");
@@ -5073,7 +5031,7 @@ template <class B> constexpr bool check() {
   SDPA_REFUSE(B::converts && B::use_cp_async, "USE_CP_ASYNC=1: fp16 is made of U8 in registers; drop USE_CP_ASYNC");
   SDPA_REFUSE(B::use_cp_async && B::vec_width * (B::is_8bit ? 1 : 2) < 4,
               "USE_CP_ASYNC=1: cp.async moves 4, 8 or 16 bytes, and this VEC_WIDTH is less; type VEC_WIDTH=8");
-  return true;
+  return check_wgmma<B>();
 }
 
 // ---- tuned tiles (USE_TUNED) ----
