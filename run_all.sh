@@ -607,7 +607,12 @@ case ${1-} in
     name_files "${@:2}"
     exec "$python" "tools/$1.py" ${words[@]+"${words[@]}"}
     ;;
-  extract) shift; . tools/extract.sh; extract_command "$@" ;;
+  extract)
+    need cmake cmake
+    command -v "${CXX:-g++}" >/dev/null || need g++ g++
+    need_python tree_sitter tree_sitter_cpp
+    exec "$python" tools/extract.py "${@:2}"
+    ;;
   list) list_lines "${@:2}" ;;
   test) shift; run_tests "$@" ;;
   results) need_python matplotlib; name_files "${@:2}"; exec "$python" tools/page.py ${words[@]+"${words[@]}"} ;;
