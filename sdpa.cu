@@ -440,9 +440,8 @@ template <class B> struct ManyKeys : B {  // the build for such a problem
   static constexpr bool many_keys = true;
 };
 constexpr size_t slot_offset = 256;
-template <class B>
-constexpr size_t slot_bytes =  // m and l in 8 lanes at most
-    B::block_m* B::split_kv*(B::head_dim + 2 * 8) * sizeof(float);
+template <class B>  // m and l in 8 lanes at most
+constexpr size_t slot_bytes = sizeof(float) * B::block_m * B::split_kv * (B::head_dim + 2 * 8);
 template <class B> struct alignas(256) RangePartial {
   float O[B::block_m][B::head_dim];
   float2 m_l[B::block_m];
