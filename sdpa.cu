@@ -427,7 +427,7 @@ struct KernelArgs {  // SdpaParams with what every CTA would otherwise compute a
 // the partial results.
 constexpr uint32_t most_split_items = 16384;
 constexpr size_t range_counter_bytes = most_split_items * sizeof(uint32_t);
-constexpr int few_ranges = 4;  // up to here a thread merges 4 parts of rows at once, 2 ranges at a time
+constexpr int ranges_at_once = 16;  // that a thread merges
 // If a problem has more than most_keys_at_once keys, every CTA has a slot in the workspace; or with SPLIT_CTAS its
 // ranges are short enough, as far as 256 of them suffice.
 template <class B>
@@ -1468,47 +1468,34 @@ __device__ __forceinline__ void merge_groups(const Partial (&partial_s)[B::split
   }
 }
 
-// Merges O, m and l of all ranges in a fixed order. A thread loads MANY ranges of PARTS parts of rows at once.
-template <class B, int MANY, int PARTS>
+// Merges O, m and l of all ranges in a fixed order. A thread loads four columns of MANY ranges at once.
+template <class B>
 __device__ __forceinline__ void merge_ranges(const RangePartial<B>* partial, const KernelArgs& a, const WorkItem& item,
                                              int thread) {
-  constexpr int columns = B::head_dim / 4, threads = B::num_warps * 32;
+  constexpr int columns = B::head_dim / 4, threads = B::num_warps * 32, MANY = ranges_at_once;
   const int ranges = int(a.ranges.divisor), parts = rows_of_item<B>(a) * columns;
   const ItemScale<B> scale_log2(a, item);
-  for (int part = thread; part < parts; part += PARTS * threads) {
-    RowPart O[PARTS];
-    float m[PARTS][1], l[PARTS][1];
-    const auto row_of = [&](int p) { return (part + p * threads) / columns; };
-    SDPA_UNROLL for (int p = 0; p < PARTS; p++) {
-      O[p].first_row = 0, O[p].first_col = (part + p * threads) % columns * 4;
-      clear(O[p]), m[p][0] = -INFINITY, l[p][0] = 0;
-    }
+  for (int part = thread; part < parts; part += threads) {
+    const int row = part / columns;
+    RowPart O;
+    O.first_row = 0, O.first_col = part % columns * 4;
+    clear(O);
+    float m[1] = {-INFINITY}, l[1] = {0};
     for (int first = 0; first < ranges; first += MANY) {
-      float2 m_l[PARTS][1 + MANY];
-      float4 x[PARTS][MANY];
-      SDPA_UNROLL for (int p = 0; p < PARTS; p++) {
-        const int left = part + p * threads < parts ? ranges - first : 0;
-        m_l[p][0] = {m[p][0], l[p][0]};
-        SDPA_UNROLL for (int n = 0; n < MANY; n++) {
-          m_l[p][1 + n] = {-INFINITY, 0}, x[p][n] = {};
-          if (n < left) {
-            const RangePartial<B>& of = partial[first + n];
-            m_l[p][1 + n] = ld_global_cg<float2>(&of.m_l[row_of(p)]);
-            x[p][n] = ld_global_cg<float4>(&of.O[row_of(p)][O[p].first_col]);
-          }
-        }
+      float2 m_l[1 + MANY] = {{m[0], l[0]}};
+      float4 x[MANY];
+      SDPA_UNROLL for (int n = 0; n < MANY; n++) {
+        m_l[1 + n] = {-INFINITY, 0}, x[n] = {};
+        if (first + n >= ranges) continue;
+        m_l[1 + n] = ld_global_cg<float2>(&partial[first + n].m_l[row]);
+        x[n] = ld_global_cg<float4>(&partial[first + n].O[row][O.first_col]);
       }
-      SDPA_UNROLL for (int p = 0; p < PARTS; p++) {
-        float weight[1 + MANY];
-        merge_weights<B>(m_l[p], scale_log2, weight, m[p][0], l[p][0]);
-        SDPA_UNROLL for (int j = 0; j < 4; j++) O[p].x[0][j] *= weight[0];
-        SDPA_UNROLL for (int n = 0; n < MANY; n++) add(O[p], x[p][n], weight[1 + n]);
-      }
+      float weight[1 + MANY];
+      merge_weights<B>(m_l, scale_log2, weight, m[0], l[0]);
+      SDPA_UNROLL for (int j = 0; j < 4; j++) O.x[0][j] *= weight[0];
+      SDPA_UNROLL for (int n = 0; n < MANY; n++) add(O, x[n], weight[1 + n]);
     }
-    SDPA_UNROLL for (int p = 0; p < PARTS; p++) {
-      if (part + p * threads >= parts) break;
-      store_output<B>(O[p], m[p], l[p], a, row_item<B>(a, item, row_of(p)));
-    }
+    store_output<B>(O, m, l, a, row_item<B>(a, item, row));
   }
 }
 
@@ -1537,11 +1524,7 @@ __device__ __forceinline__ void store_rows(const Partial (&partial_s)[B::split_k
   if (thread == 0) is_last_s = atom_inc_acq_rel(&counters[number], ranges - 1) == ranges - 1;
   __syncthreads();  // hazard: counted by thread 0
   if (!is_last_s) return;
-  if (ranges > few_ranges) {
-    merge_ranges<B, 16, 1>(parts + number * ranges, a, item, thread);
-  } else {
-    merge_ranges<B, 2, 4>(parts + number * ranges, a, item, thread);
-  }
+  merge_ranges<B>(parts + number * ranges, a, item, thread);
 }
 
 // ---- work scheduling ----
@@ -4548,7 +4531,7 @@ struct Items {
 int64_t merge_steps(const Items& items, int D, int threads, int ranges) {
   if (ranges == 1) return 0;
   const int64_t parts = shares(items.heads * items.queries * (D / 4), threads);  // of a thread
-  return ranges > few_ranges ? shares(ranges, 16) * parts : shares(ranges, 2) * shares(parts, 4);
+  return shares(ranges, ranges_at_once) * parts;
 }
 
 // SPLIT_CTAS=0: as many ranges as take the least time, counted in KB that an SM reads meanwhile: its rounds, 64 KB for
