@@ -1098,8 +1098,10 @@ template <class View> __device__ __forceinline__ void scale_rows(View& T, const 
 
 // ---- mask ----
 
-// Queries of an item per head, and rows of an item. PACK_GQA: the rows are the queries of one head, then those of the
-// next head that has the same key head.
+// Queries of an item per head, and rows of an item. PACK_GQA: of n = item_queries and item_heads heads of a key head
+//
+//   row of the tile    0 ... n - 1           n ... 2n - 1          ...
+//   head, query        h, q0 ... q0 + n - 1  h + 1, q0 ... q0 + n - 1
 template <class B> __device__ __forceinline__ int queries_of_item(const KernelArgs& a) {
   return B::pack_gqa ? int(a.item_queries.divisor) : B::block_m;
 }
@@ -1127,6 +1129,11 @@ __device__ __forceinline__ void mask_scores(View& S, const KernelArgs& a, int q0
   const int k = k0 + S.col(0);
   mask([&](int j, int q) { return j >= keys.end(q) - k; });
   if (keys.from > -most_rows) mask([&](int j, int q) { return j < keys.begin(q) - k; });
+}
+// What happens to the scores of the item's tile at key k0 between Q @ K.T and the softmax.
+template <class B, class View>
+__device__ __forceinline__ void finish_scores(View& S, const KernelArgs& a, int q0, int k0) {
+  if (!a.tiles.cover(q0, k0)) mask_scores<B>(S, a, q0, k0);
 }
 
 // ---- online softmax ----
@@ -1893,7 +1900,7 @@ template <class B> __global__ void __launch_bounds__(B::threads, 1) sdpa_scalar(
   for (int k0 = t.keys.begin; k0 < t.keys.end; k0 += B::block_n) {
     const int stage = feed.acquire(k0);
     scalar_qk<B>(S, s.Q, s.K[stage]);
-    if (!a.tiles.cover(item.q0, k0)) mask_scores<B>(S, a, item.q0, k0);
+    finish_scores<B>(S, a, item.q0, k0);
     float alpha[O.ROWS];
     softmax.step(s, S, scale_log2, alpha);
     scalar_pv<B>(O, alpha, s.P, s.V[stage]);
@@ -2105,7 +2112,7 @@ __device__ __forceinline__ void wmma_consume(WmmaShared<B>& s, const KernelArgs&
       __syncwarp();  // hazard: S written by the other lanes
       load_scores(S, reinterpret_cast<const WmmaScore<B>*>(s.P), SCORE_STRIDE<B>);
       if (B::qk_in_fp16) __syncwarp();  // hazard: S read by the lanes in whose place P comes
-      if (!a.tiles.cover(item.q0, k0)) mask_scores<B>(S, a, item.q0, k0);
+      finish_scores<B>(S, a, item.q0, k0);
       float alpha[ScalarOutput<B>::ROWS];
       softmax.step(s, S, scale_log2, alpha);
       if constexpr (B::use_wmma_pv) {
@@ -2681,11 +2688,17 @@ template <class B> struct KernelOf<B, Path::mma> {
 };
 
 // ---- 5d wgmma: what its kernels share (wgmma) ----
-// A tile in shared memory is D/64 panels of [rows][64]: 128 bytes a row, swizzled, as TMA writes them and wgmma
-// reads them.
+// A tile in shared memory is D/64 panels of [rows][64]: lines of 128 bytes, in chunks of 16, swizzled, as TMA writes them
+// and wgmma reads them. Where the chunks of a line lie:
+//
+//   line 0 (8, 16, ...)   0 1 2 3 4 5 6 7        line 2   2 3 0 1 6 7 4 5
+//   line 1 (9, 17, ...)   1 0 3 2 5 4 7 6        line r   chunk c at c ^ r % 8
 
-// The wgmma family: a warpgroup has 64 rows, each warp 16 of them as above. The accumulators stand in
-// the order of the instruction.
+// A warpgroup has 64 rows, each warp w 16 of them. Lane 4g + q has, of every 8 columns, in the order of the instruction:
+//
+//   column            0 1    2 3    4 5    6 7   |  8 9  ...
+//   row 16w + g       q = 0  q = 1  q = 2  q = 3 |           d[0] d[1]  |  d[4] d[5]  ...
+//   row 16w + g + 8                              |           d[2] d[3]  |  d[6] d[7]  ...
 template <int WIDTH> struct WgmmaAccumulator {  // [64][WIDTH]
   static constexpr int ROWS = 2, COLS = WIDTH / 4, LANES = 4, RUN = 2;
   struct Elements {
@@ -3015,7 +3028,7 @@ __global__ void __launch_bounds__(B::threads, 1) sdpa_wgmma_plain(const __grid_c
 
     // P, and O brought to its maximum
     float alpha[2];
-    if (!a.tiles.cover(item.q0, k0)) mask_scores<B>(S, a, item.q0, k0);
+    finish_scores<B>(S, a, item.q0, k0);
     softmax_max<B>(S, a.scale_log2, m, alpha);
     softmax_sum<B>(S, a.scale_log2, m, alpha, l);
     scale_rows(O, alpha);
@@ -4404,7 +4417,7 @@ template <class B> struct WgmmaColumns {
   template <bool FIRST>
   __device__ __forceinline__ void take_round(int round, const WgmmaItem& item, Scores& S, Sums& O) {
     const int k0 = first_key_of<B>(item, round, slice);
-    if (!a.tiles.cover(item.q0, k0)) mask_scores<B>(S, a, item.q0, k0);
+    finish_scores<B>(S, a, item.q0, k0);
     float sum[ROWS];
     softmax<FIRST>(S, O, sum);
     Sums later;
