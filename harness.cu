@@ -28,7 +28,7 @@ struct Line {
   DType input, output;
   int fp16_acc;  // bits: of Q @ K.T, of P @ V
   bool is_wgmma, has_queue, is_tuned;
-  TunedTile tiles[MOST_TILES];  // one, or those that it may take
+  TunedTile tiles[32];  // one, or those that it may take
   int tile_count;
   TunedTile (*tile_of)(const SdpaParams&);
   KernelFacts (*facts_of)(const SdpaParams&);
@@ -46,16 +46,20 @@ namespace SDPA_NAMESPACE {
 namespace {
 
 constexpr Knob all_knobs[] = {
-#define SDPA_KNOB_ROW(name, fallback, member, values, meaning) \
-  {#name, name##_text, meaning, name##_changed},
+#define SDPA_KNOB_ROW(name, fallback, member, values, families, meaning) {#name, name##_text, meaning, name##_changed},
     SDPA_KNOBS(SDPA_KNOB_ROW)};
 
+// Barriers of a CTA, or of a group of warps, per K/V tile.
+int barriers_per_tile() {
+  constexpr int of_policy[] = {0, 2, 4, 0, 0, 6};
+  if (is_mma) return Build::stages > 1 ? 1 : 2;
+  if (is_wgmma && Build::swap_ab) return Build::use_lazy_max ? 1 : 2;
+  if (Build::use_warp_specialization) return 0;
+  return is_wgmma ? 1 : of_policy[Build::sync_policy];
+}
+
 TunedTile tile_of(const SdpaParams& p) {
-  if (Build::use_tuned) return tuned_tile(choose_tile(p));
-  TunedTile t{};
-  t.head_dim = Build::head_dim, t.block_m = Build::block_m, t.block_n = Build::block_n;
-  t.num_warps = Build::num_warps, t.stages = Build::stages, t.split_kv = Build::split_kv;
-  return t;
+  return Build::use_tuned ? TUNED_TILES.first[choose_tile(p)] : TunedTile{};
 }
 
 Line describe_build() {
@@ -64,12 +68,12 @@ Line describe_build() {
   l.archs = SDPA_TEXT(__CUDA_ARCH_LIST__);  // the macro is nvcc's
   l.knobs = all_knobs, l.knob_count = sizeof all_knobs / sizeof all_knobs[0];
   l.D = Build::head_dim, l.vec_width = Build::vec_width;
-  l.barriers_per_tile = barriers_per_tile<Build>();
+  l.barriers_per_tile = barriers_per_tile();
   l.input = Build::input, l.output = Build::output, l.fp16_acc = Build::fp16_acc;
   l.is_wgmma = is_wgmma;
   l.has_queue = Build::use_persistent_cta, l.is_tuned = Build::use_tuned;
-  for (int n = 0; n < TILES; n++) {
-    if (tile_fits(tuned_tile(n))) l.tiles[l.tile_count++] = tuned_tile(n);
+  for (int n = next_tile(0); n < TUNED_TILES.count; n = next_tile(n + 1)) {
+    l.tiles[l.tile_count++] = TUNED_TILES.first[n];
   }
   if (!Build::use_tuned) l.tiles[l.tile_count++] = tile_of({});
   l.tile_of = tile_of, l.facts_of = kernel_facts, l.forward = sdpa_forward;

@@ -571,7 +571,7 @@ run_tests() {
     say "---- tests: those in Python are left out; they need: python3 -m pip install ${modules[*]}"
   fi
   # Under the sanitizers one line of each kind, or with --all-lines all of them.
-  local kinds='^(scalar_(sync2|async3|e4m3|racy)|wmma_(all|u8|racy)|mma_(lazy3|split4|e4m3_d128)'
+  local kinds='^(scalar_(sync2|async2|e4m3|racy)|wmma_(all|u8|racy)|mma_(lazy|split4|e4m3_d128)'
   kinds+='|wgmma_(192x128|split2)|hopper)$'
   if [ "${1-}" = --all-lines ]; then kinds=; shift; fi
   local options=("$@") cpu=(-DSDPA_CPU=ON "-DSDPA_ONLY=$kinds")
@@ -607,7 +607,12 @@ case ${1-} in
     name_files "${@:2}"
     exec "$python" "tools/$1.py" ${words[@]+"${words[@]}"}
     ;;
-  extract) shift; . tools/extract.sh; extract_command "$@" ;;
+  extract)
+    need cmake cmake
+    command -v "${CXX:-g++}" >/dev/null || need g++ g++
+    need_python tree_sitter tree_sitter_cpp
+    exec "$python" tools/extract.py "${@:2}"
+    ;;
   list) list_lines "${@:2}" ;;
   test) shift; run_tests "$@" ;;
   results) need_python matplotlib; name_files "${@:2}"; exec "$python" tools/page.py ${words[@]+"${words[@]}"} ;;

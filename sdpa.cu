@@ -27,6 +27,7 @@
 // ==== COPY FROM HERE =============================================================================
 
 #include <cmath>
+#include <cstdarg>
 #include <cstdint>
 #include <cstdio>
 #include <cstring>
@@ -46,6 +47,8 @@
 #define SDPA_NAMESPACE sdpa
 #endif
 
+#pragma GCC diagnostic push
+#pragma GCC diagnostic ignored "-Wunknown-pragmas"  // nvcc's own, for g++
 #pragma nv_diag_push
 #pragma nv_diag_suppress 177  // unused: a build takes only the parts that its knobs select
 
@@ -56,48 +59,50 @@ namespace SDPA_NAMESPACE {
 namespace {  // two builds in one program must not share their constants and kernels
 
 // ---- the list of knobs (typed) ----
-// Name, default, member of Build, legal values ("a..b" is a range), meaning and cost. Set one with
-// -DNAME=VALUE. Nothing but this section reads a knob's macro; CMake and run_all.sh take the names from
-// these rows.
+// Name, default, member of Config, legal values ("a..b" is a range), the families in whose kernels it has an effect, meaning
+// and cost. Set one with -DNAME=VALUE. Nothing but this section reads a knob's macro; CMake and run_all.sh take the names
+// from these rows.
 
 // clang-format off
-#define SDPA_KNOBS(X)                                                                             \
-  X(HEAD_DIM, 64, head_dim, "64 128 256", "D; every row of Q, K, V and O has this many elements") \
-  X(DTYPE, FP16, dtype, "FP16 BF16 FP8_E4M3 U8", "type of Q, K and V; sums are fp32") \
-  X(OUT_DTYPE, AUTO, out_dtype, "AUTO FP16 BF16", "type of O; AUTO: DTYPE, or FP16 where that has 8 bits") \
-  X(BLOCK_M, 32, block_m, "4..256", "query rows of a tile: more reuse of K and V, fewer CTAs") \
-  X(BLOCK_N, 32, block_n, "8..256", "key rows of a tile: fewer barriers, more shared memory") \
-  X(NUM_WARPS, 4, num_warps, "1..16", "warps of a CTA that compute; they share the tile's query rows") \
-  X(VEC_WIDTH, 1, vec_width, "1 2 4 8 16", "elements per global access; pointers and strides must be multiples") \
-  X(SYNC_POLICY, 5, sync_policy, "5 2 1 0", "CTA barriers per K/V tile: 5 six, 2 four, 1 two, 0 none (racy)") \
-  X(USE_CP_ASYNC, 0, use_cp_async, "0 1", "copy with cp.async, which needs no registers and can run ahead") \
-  X(STAGES, 1, stages, "1..4", "K/V tiles in flight (cp.async or producers); each costs shared memory") \
-  X(SWIZZLE_XOR, 0, swizzle_xor, "0 1", "against bank conflicts: XOR-swizzled rows (wmma: padded rows)") \
-  X(USE_PERSISTENT_CTA, 0, use_persistent_cta, "0 1", "resident CTAs draw tiles from an atomic queue; workspace") \
-  X(USE_FAST_EXP, 0, use_fast_exp, "0 1", "2^x by a cubic on the FMA pipes (1e-4) instead of ex2.approx") \
-  X(USE_LAZY_MAX, 0, use_lazy_max, "0 1", "keep an old row maximum while it is near enough: no rescale of O") \
-  X(SPLIT_KV, 1, split_kv, "1 2 4", "groups of warps that split the keys and merge: for few, long rows") \
-  X(USE_WMMA, 0, use_wmma, "0 1", "nvcuda::wmma for Q @ K.T") \
-  X(USE_WMMA_PV, 0, use_wmma_pv, "0 1", "nvcuda::wmma for P @ V") \
-  X(USE_MMA_SYNC, 0, use_mma_sync, "0 1", "mma.sync and ldmatrix") \
-  X(FP16_ACC, NONE, fp16_acc, "NONE QK PV BOTH", "wmma: sums of a tile's products in fp16, twice as fast on Ada") \
-  X(USE_WGMMA, 0, use_wgmma, "0 1", "wgmma and TMA (sm_90a)") \
-  X(USE_PING_PONG, 0, use_ping_pong, "0 1", "wgmma: warpgroups take turns at the tensor cores") \
-  X(OVERLAP, 0, overlap, "0 1", "wgmma: softmax beside P @ V of the tile before") \
-  X(SKIP_MASKED, 0, skip_masked, "0 1", "wgmma: a warpgroup leaves out tiles of which its rows see nothing") \
-  X(FP8_FLUSH, 8, fp8_flush, "0 1 2 4 8 16", "wgmma, e4m3: after so many tiles P @ V is added to O in fp32; 0: never") \
-  X(SWAP_AB, 0, swap_ab, "0 1", "wgmma: S.T = K @ Q.T, keys as its 64 rows: 8, 16, 32 or 64 query rows a CTA") \
-  X(PACK_GQA, 0, pack_gqa, "0 1", "mma, SWAP_AB: the query heads of a key head are rows of one tile") \
-  X(SPLIT_CTAS, 1, split_ctas, "0..256", "PACK_GQA: CTAs that share the keys of a tile; 0: by the problem; workspace") \
-  X(USE_TUNED, 0, use_tuned, "0 1", "mma, wgmma: the tile by the problem, from TUNED_TILES; typed knobs narrow it") \
-  X(USE_WARP_SPECIALIZATION, 0, use_warp_specialization, "0 1", "producer warps copy, consumer warps compute") \
-  X(NUM_PRODUCER_WARPS, 1, num_producer_warps, "1 2 4", "warps that only copy")
+#define SDPA_KNOBS(X) \
+  X(HEAD_DIM, 64, head_dim, "64 128 256", "all", "D; every row of Q, K, V and O has this many elements") \
+  X(DTYPE, FP16, dtype, "FP16 BF16 FP8_E4M3 U8", "all", "type of Q, K and V; sums are fp32") \
+  X(OUT_DTYPE, AUTO, out_dtype, "AUTO FP16 BF16", "all", "type of O; AUTO: DTYPE, or FP16 where that has 8 bits") \
+  X(BLOCK_M, 32, block_m, "4..256", "all", "query rows of a tile: more reuse of K and V, fewer CTAs") \
+  X(BLOCK_N, 32, block_n, "8..256", "all", "key rows of a tile: fewer barriers, more shared memory") \
+  X(NUM_WARPS, 4, num_warps, "1..16", "all", "warps of a CTA that compute; they share the tile's query rows") \
+  X(VEC_WIDTH, 1, vec_width, "1 2 4 8 16", "all", "elements of a global access, of which strides are multiples") \
+  X(SYNC_POLICY, 5, sync_policy, "5 2 1 0", "scalar wmma", "CTA barriers a K/V tile: 5 six, 2 four, 1 two, 0 none (racy)") \
+  X(USE_CP_ASYNC, 0, use_cp_async, "0 1", "scalar wmma mma", "copies by cp.async: no registers, and tiles ahead") \
+  X(STAGES, 1, stages, "1..4", "all", "K/V tiles in flight (cp.async or producers); each costs shared memory") \
+  X(SWIZZLE_XOR, 0, swizzle_xor, "0 1", "scalar wmma mma", "no bank conflicts: XOR-swizzled rows (wmma: padded)") \
+  X(USE_PERSISTENT_CTA, 0, use_persistent_cta, "0 1", "wmma wgmma", "resident CTAs draw tiles from a queue; workspace") \
+  X(USE_FAST_EXP, 0, use_fast_exp, "0 1", "all", "2^x by a cubic on the FMA pipes (1e-4) instead of ex2.approx") \
+  X(USE_LAZY_MAX, 0, use_lazy_max, "0 1", "mma wgmma", "keeps a stale row maximum while it will do: no rescale of O") \
+  X(SPLIT_KV, 1, split_kv, "1 2 4", "mma wgmma", "groups of warps that split the keys and merge: for few, long rows") \
+  X(USE_WMMA, 0, use_wmma, "0 1", "all", "nvcuda::wmma for Q @ K.T") \
+  X(USE_WMMA_PV, 0, use_wmma_pv, "0 1", "wmma", "nvcuda::wmma for P @ V") \
+  X(USE_MMA_SYNC, 0, use_mma_sync, "0 1", "all", "mma.sync and ldmatrix") \
+  X(FP16_ACC, NONE, fp16_acc, "NONE QK PV BOTH", "wmma", "sums of a tile's products in fp16, twice as fast on Ada") \
+  X(USE_WGMMA, 0, use_wgmma, "0 1", "all", "wgmma and TMA (sm_90a)") \
+  X(USE_PING_PONG, 0, use_ping_pong, "0 1", "wgmma", "warpgroups take turns at the tensor cores") \
+  X(OVERLAP, 0, overlap, "0 1", "wgmma", "softmax beside P @ V of the tile before") \
+  X(SKIP_MASKED, 0, skip_masked, "0 1", "wgmma", "a warpgroup leaves out tiles of which its rows see nothing") \
+  X(FP8_FLUSH, 8, fp8_flush, "0 1 2 4 8 16", "wgmma", "e4m3: tiles after which P @ V is added to O in fp32; 0: never") \
+  X(SWAP_AB, 0, swap_ab, "0 1", "wgmma", "S.T = K @ Q.T, keys as its 64 rows: 16 or 32 query rows a CTA") \
+  X(PACK_GQA, 0, pack_gqa, "0 1", "mma wgmma", "mma, SWAP_AB: the query heads of a key head are rows of one tile") \
+  X(SPLIT_CTAS, 1, split_ctas, "0..256", "mma wgmma", "CTAs that share a tile's keys; 0: by the problem; workspace") \
+  X(USE_TUNED, 0, use_tuned, "0 1", "mma wgmma", "the tile by the problem, from a table; typed knobs narrow it") \
+  X(USE_WARP_SPECIALIZATION, 0, use_warp_specialization, "0 1", "wmma wgmma", "some warps copy, others compute") \
+  X(NUM_PRODUCER_WARPS, 1, num_producer_warps, "1 2 4", "wmma", "warps that only copy")
 // clang-format on
 
 constexpr bool text_equal(const char* a, const char* b) {
   while (*a && *a == *b) a++, b++;
   return *a == *b;
 }
+
+// ---- texts of values (typed, USE_TUNED) ----
 
 // The value of the digits before `end`, a blank or the end of the text; -1 if there is anything else.
 constexpr int number_of(const char* text, char end = ' ') {
@@ -129,378 +134,86 @@ constexpr int place_of(const char* value, const char* values) {
   return -1;
 }
 
+// ---- the knobs as typed (typed) ----
+
 // A knob nobody defined expands to its own name: that is how it gets its default.
 #define SDPA_TEXT_AS_IS(...) #__VA_ARGS__
 #define SDPA_TEXT(...) SDPA_TEXT_AS_IS(__VA_ARGS__)
-#define SDPA_KNOB(name, fallback, member, values, meaning)              \
-  constexpr const char* name##_text =                                   \
-      text_equal(SDPA_TEXT(name), #name) ? #fallback : SDPA_TEXT(name); \
-  constexpr bool name##_changed = !text_equal(name##_text, #fallback);  \
-  static_assert(place_of(name##_text, values) >= 0, #name               \
-                ": not a legal value; it takes one of: " values ". Type " #name "=" #fallback);
+#define SDPA_KNOB(name, fallback, member, values, families, meaning)                                    \
+  constexpr const char* name##_text = text_equal(SDPA_TEXT(name), #name) ? #fallback : SDPA_TEXT(name); \
+  constexpr bool name##_changed = !text_equal(name##_text, #fallback);                                  \
+  static_assert(place_of(name##_text, values) >= 0,                                                     \
+                #name ": not a legal value; it takes one of: " values ". Type " #name "=" #fallback);
 SDPA_KNOBS(SDPA_KNOB)
 
-// A knob's constant: a truth value where 0 and 1 are all it takes, else its number, or a word's place.
-template <bool FLAG> constexpr auto typed_value(const char* value, const char* values) {
-  if constexpr (FLAG) {
-    return number_of(value) == 1;
-  } else {
-    return number_of(value) < 0 ? place_of(value, values) : number_of(value);
-  }
+// A value's number: its own, or a word's place.
+constexpr int value_of(const char* value, const char* values) {
+  return number_of(value) < 0 ? place_of(value, values) : number_of(value);
 }
-#define SDPA_MEMBER(name, fallback, member, values, meaning) \
-  static constexpr auto member = typed_value<text_equal(values, "0 1")>(name##_text, values);
-struct Typed {
+#define SDPA_MEMBER(name, fallback, member, values, families, meaning) \
+  std::conditional<text_equal(values, "0 1"), bool, int>::type member = value_of(name##_text, values);
+struct Config {  // by default as typed
   SDPA_KNOBS(SDPA_MEMBER)
+};
+// -1: the knobs as typed; else a row of the table of tiles.
+template <int ROW> constexpr Config config_of();
+template <> constexpr Config config_of<-1>() { return {}; }
+#define SDPA_CONSTANT(name, fallback, member, values, families, meaning) static constexpr auto member = config.member;
+template <int ROW> struct Knobs {
+  static constexpr Config config = config_of<ROW>();
+  SDPA_KNOBS(SDPA_CONSTANT)
 };
 
 // ---- what follows from the knobs ----
 
 enum class Family { scalar, wmma, mma, wgmma };
+enum class Path { scalar, wmma, mma, wgmma_plain, wgmma_roles, wgmma_e4m3, wgmma_swapped };  // to a kernel
 enum class DType { fp16, bf16, e4m3, u8 };  // in the order of DTYPE's values
 
-// Of knobs that were typed, or that stand in a row of TUNED_TILES.
-template <class Knobs> struct Derived : Knobs {
-  static constexpr Family family = Knobs::use_mma_sync ? Family::mma
-                                   : Knobs::use_wmma   ? Family::wmma
-                                   : Knobs::use_wgmma  ? Family::wgmma
-                                                       : Family::scalar;
-  static constexpr DType input = DType(Knobs::dtype);  // of Q, K and V
+// The template argument of every kernel and block: the knobs, and what follows from them. ROW: as of config_of().
+template <int ROW> struct BuildOf : Knobs<ROW> {
+  using K = Knobs<ROW>;
+  static constexpr int row = ROW;
+  static constexpr Family family = K::use_mma_sync ? Family::mma
+                                   : K::use_wmma   ? Family::wmma
+                                   : K::use_wgmma  ? Family::wgmma
+                                                   : Family::scalar;
+  static constexpr DType input = DType(K::dtype);  // of Q, K and V
   static constexpr bool is_e4m3 = input == DType::e4m3, is_8bit = is_e4m3 || input == DType::u8;
-  static constexpr DType output = Knobs::out_dtype != 0 ? DType(Knobs::out_dtype - 1)
-                                  : is_8bit             ? DType::fp16
-                                                        : input;
+  static constexpr DType output = K::out_dtype != 0 ? DType(K::out_dtype - 1) : is_8bit ? DType::fp16 : input;
   // Products take fp16, made of each operand's e4m3 as it is read.
-  static constexpr bool converts_operands = is_e4m3 && family == Family::mma && Knobs::pack_gqa;
+  static constexpr bool converts_operands = is_e4m3 && family == Family::mma && K::pack_gqa;
   // FP16_ACC: S, and what a tile adds to O.
-  static constexpr bool qk_in_fp16 = Knobs::fp16_acc & 1, pv_in_fp16 = Knobs::fp16_acc & 2;
+  static constexpr bool qk_in_fp16 = K::fp16_acc & 1, pv_in_fp16 = K::fp16_acc & 2;
   // fp16 is made of U8 while a tile is copied.
   static constexpr bool converts = input == DType::u8 && family == Family::wmma;
   // Threads of a CTA that only copy, and all; warps that share a slice of the keys.
-  static constexpr int producer_threads = !Knobs::use_warp_specialization ? 0
-                                          : family == Family::wgmma
-                                              ? 128
-                                              : Knobs::num_producer_warps * 32;
-  static constexpr int threads = Knobs::num_warps * 32 + producer_threads;
-  static constexpr int group_warps = Knobs::num_warps / Knobs::split_kv;
+  static constexpr int producer_threads = !K::use_warp_specialization ? 0
+                                          : family == Family::wgmma       ? 128
+                                                                          : K::num_producer_warps * 32;
+  static constexpr int threads = K::num_warps * 32 + producer_threads;
+  static constexpr int group_warps = K::num_warps / K::split_kv;
   static constexpr int group_threads = group_warps * 32;
-  static constexpr int warpgroups = Knobs::num_warps / 4;  // that compute
+  static constexpr int warpgroups = K::num_warps / 4;  // that compute
   // Query rows that a mask spares a tile of keys together: a warp's, a warpgroup's or the CTA's.
-  static constexpr int mask_rows = family == Family::mma ? Knobs::block_m / group_warps
-                                   : family == Family::wgmma && Knobs::use_warp_specialization
-                                       ? 64
-                                       : Knobs::block_m;
+  static constexpr int mask_rows = family == Family::mma ? K::block_m / group_warps
+                                   : family == Family::wgmma && K::use_warp_specialization ? 64
+                                                                                               : K::block_m;
   static constexpr bool many_keys = false;  // of ManyKeys
+  static constexpr Path path = family == Family::mma     ? Path::mma
+                               : family == Family::wmma  ? Path::wmma
+                               : family != Family::wgmma ? Path::scalar
+                               : K::swap_ab              ? Path::wgmma_swapped
+                               : is_e4m3                 ? Path::wgmma_e4m3
+                               : K::use_warp_specialization ? Path::wgmma_roles
+                                                            : Path::wgmma_plain;
 };
 
-// The template argument of every kernel and block.
-using Build = Derived<Typed>;
+using Build = BuildOf<-1>;
 
 constexpr bool is_wmma = Build::family == Family::wmma, is_mma = Build::family == Family::mma,
                is_wgmma = Build::family == Family::wgmma;
-constexpr const char* family_name = is_wgmma  ? "wgmma"
-                                    : is_mma  ? "mma"
-                                    : is_wmma ? "wmma"
-                                              : "scalar";
-
-// ---- refusals (typed) ----
-// Combinations that cannot work, or in which a knob would do nothing: what, why, what to type.
-
-#define SDPA_REFUSE(condition, sentence) static_assert(!(condition), sentence)
-SDPA_REFUSE(USE_WMMA_changed + USE_MMA_SYNC_changed + USE_WGMMA_changed > 1,
-            "USE_WMMA=1, USE_MMA_SYNC=1 and USE_WGMMA=1: a build has one kernel; keep one of them");
-SDPA_REFUSE(OUT_DTYPE_changed && DType(Build::out_dtype - 1) ==
-                (Build::is_8bit ? DType::fp16 : Build::input),
-            "OUT_DTYPE: O has that type anyway; drop OUT_DTYPE");
-SDPA_REFUSE(USE_WMMA_PV_changed && !is_wmma,
-            "USE_WMMA_PV=1: P @ V goes to wmma only where Q @ K.T does; add USE_WMMA=1 or drop it");
-SDPA_REFUSE(is_wgmma && (SYNC_POLICY_changed || USE_CP_ASYNC_changed || SWIZZLE_XOR_changed ||
-                         NUM_PRODUCER_WARPS_changed),
-            "USE_WGMMA=1: SYNC_POLICY, USE_CP_ASYNC, SWIZZLE_XOR and NUM_PRODUCER_WARPS have no "
-            "effect on it; drop them");
-SDPA_REFUSE(!is_wgmma && (USE_PING_PONG_changed || OVERLAP_changed || SKIP_MASKED_changed ||
-                          SWAP_AB_changed),
-            "USE_PING_PONG, OVERLAP, SKIP_MASKED and SWAP_AB: only the wgmma kernel has them; add "
-            "USE_WGMMA=1 or drop them");
-SDPA_REFUSE(!is_wgmma && !is_mma && USE_TUNED_changed,
-            "USE_TUNED=1: TUNED_TILES has tiles of mma.sync and wgmma; add USE_MMA_SYNC=1 or "
-            "USE_WGMMA=1 or drop it");
-SDPA_REFUSE(is_mma && Build::use_tuned && !(Build::use_cp_async && Build::swizzle_xor),
-            "USE_TUNED=1: the tiles of mma.sync have stages and swizzled rows; add USE_CP_ASYNC=1 "
-            "SWIZZLE_XOR=1");
-SDPA_REFUSE(is_mma && Build::use_tuned && Build::is_8bit,
-            "USE_TUNED=1: TUNED_TILES has no row for an 8-bit DTYPE and mma.sync; type BLOCK_M=128 "
-            "BLOCK_N=64 STAGES=2 or DTYPE=FP16");
-SDPA_REFUSE(
-    !Build::swap_ab && !is_mma && (PACK_GQA_changed || SPLIT_CTAS_changed),
-    "PACK_GQA and SPLIT_CTAS: only the mma.sync kernel and the transposed wgmma kernel have "
-    "them; add USE_MMA_SYNC=1 or SWAP_AB=1 or drop them");
-SDPA_REFUSE(is_mma && !Build::pack_gqa && SPLIT_CTAS_changed,
-            "SPLIT_CTAS: in the mma.sync kernel it goes with PACK_GQA; add PACK_GQA=1 or drop it");
-SDPA_REFUSE(!is_wmma && !is_wgmma && USE_PERSISTENT_CTA_changed,
-            "USE_PERSISTENT_CTA=1: only the wmma and wgmma kernels have a queue; add USE_WMMA=1 or drop it");
-SDPA_REFUSE(Build::use_tuned &&
-                (USE_WARP_SPECIALIZATION_changed || OVERLAP_changed || USE_LAZY_MAX_changed ||
-                 PACK_GQA_changed || SPLIT_CTAS_changed || FP8_FLUSH_changed),
-            "USE_TUNED=1: USE_WARP_SPECIALIZATION, OVERLAP, USE_LAZY_MAX, PACK_GQA, SPLIT_CTAS and "
-            "FP8_FLUSH go with the tile; drop these knobs");
-SDPA_REFUSE(USE_WARP_SPECIALIZATION_changed && !is_wmma && !is_wgmma,
-            "USE_WARP_SPECIALIZATION=1: only the wmma and wgmma kernels have producer warps; add "
-            "USE_WMMA=1 or drop it");
-SDPA_REFUSE(NUM_PRODUCER_WARPS_changed && !Build::use_warp_specialization,
-            "NUM_PRODUCER_WARPS: there are producer warps only with USE_WARP_SPECIALIZATION=1; "
-            "add that or drop NUM_PRODUCER_WARPS");
-SDPA_REFUSE(!is_mma && !is_wgmma && USE_LAZY_MAX_changed,
-            "USE_LAZY_MAX=1: only the mma.sync and wgmma kernels have it; add USE_MMA_SYNC=1 or "
-            "drop it");
-SDPA_REFUSE(!is_mma && !is_wgmma && SPLIT_KV_changed,
-            "SPLIT_KV: only the mma.sync and wgmma kernels have it; add USE_MMA_SYNC=1 or drop it");
-SDPA_REFUSE(Build::is_e4m3 && is_wmma,
-            "DTYPE=FP8_E4M3: nvcuda::wmma has no e4m3; drop USE_WMMA or type DTYPE=U8");
-SDPA_REFUSE(Build::input == DType::u8 && (is_mma || is_wgmma),
-            "DTYPE=U8: only the scalar and wmma kernels take it; type DTYPE=FP8_E4M3 or USE_WMMA=1");
-SDPA_REFUSE(FP8_FLUSH_changed && !(is_wgmma && Build::is_e4m3),
-            "FP8_FLUSH: only the wgmma kernel with DTYPE=FP8_E4M3 has sums of 14 bits; drop it");
-SDPA_REFUSE(FP16_ACC_changed && (!is_wmma || Build::input != DType::fp16),
-            "FP16_ACC: only the wmma kernel with DTYPE=FP16 has such sums; add USE_WMMA=1 or drop it");
-SDPA_REFUSE(Build::pv_in_fp16 && is_wmma && !Build::use_wmma_pv,
-            "FP16_ACC=PV: P @ V is on the FMA pipes; add USE_WMMA_PV=1 or type FP16_ACC=QK");
-SDPA_REFUSE(is_mma && SYNC_POLICY_changed,
-            "SYNC_POLICY: in the mma.sync kernel every warp owns its rows and the copies alone "
-            "need a barrier, so the policy does nothing; drop SYNC_POLICY");
-
-// What cannot work, typed or in a row of TUNED_TILES.
-template <class B> constexpr bool check() {
-  // The rows of a tuned build are judged one by one.
-  constexpr bool scalar = B::family == Family::scalar, wmma = B::family == Family::wmma;
-  constexpr bool mma = B::family == Family::mma && !B::use_tuned;
-  constexpr bool wgmma = B::family == Family::wgmma && !B::use_tuned;
-  SDPA_REFUSE(
-      wgmma && !B::swap_ab && (B::group_warps % 4 != 0 || B::block_m != 16 * B::group_warps),
-      "BLOCK_M and NUM_WARPS: a warpgroup has 4 warps and 64 query rows, so BLOCK_M must "
-      "be 16*NUM_WARPS/SPLIT_KV; type BLOCK_M=128 NUM_WARPS=8");
-  SDPA_REFUSE(wgmma && B::block_n % 16 != 0,
-              "BLOCK_N: wgmma takes keys by 16, so it must be a multiple of 16; type BLOCK_N=128");
-  SDPA_REFUSE(wgmma && B::is_e4m3 &&
-                  (!B::use_warp_specialization || B::split_kv > 2 || B::block_n % 32 != 0),
-              "DTYPE=FP8_E4M3: two producer warps transpose V, of 32 keys at a time; type "
-              "USE_WARP_SPECIALIZATION=1 SPLIT_KV=2 BLOCK_N=64");
-  SDPA_REFUSE(wgmma && B::vec_width != (B::is_8bit ? 16 : 8),
-              "VEC_WIDTH: TMA wants addresses and strides that are multiples of 16 bytes; type "
-              "VEC_WIDTH=8, or 16 with an 8-bit DTYPE");
-  SDPA_REFUSE(wgmma && !B::use_warp_specialization &&
-                  (B::overlap || B::use_persistent_cta || B::use_ping_pong ||
-                   (!B::swap_ab && (B::use_lazy_max || B::split_kv > 1))),
-              "OVERLAP, USE_PERSISTENT_CTA, USE_PING_PONG, USE_LAZY_MAX and SPLIT_KV: the plain "
-              "wgmma kernel has none of them; add USE_WARP_SPECIALIZATION=1 or drop them");
-  SDPA_REFUSE(wgmma && B::use_persistent_cta && B::split_kv > 1,
-              "USE_PERSISTENT_CTA=1: in the wgmma kernel not with SPLIT_KV; drop one of them");
-  SDPA_REFUSE(wgmma && !B::swap_ab && B::warpgroups == 1 && B::use_ping_pong,
-              "USE_PING_PONG=1: one warpgroup has no other to take turns with; drop it or type "
-              "BLOCK_M=128 NUM_WARPS=8");
-  SDPA_REFUSE(wgmma && B::skip_masked && B::block_m == 64,
-              "SKIP_MASKED=1: with BLOCK_M=64 every warpgroup has the item's rows, so it skips "
-              "nothing; drop it or type BLOCK_M=128 NUM_WARPS=8");
-  SDPA_REFUSE(wgmma && B::skip_masked && (!B::use_warp_specialization || B::use_ping_pong),
-              "SKIP_MASKED=1: warpgroups that take turns or load tiles must run the same rounds; "
-              "add USE_WARP_SPECIALIZATION=1 and drop USE_PING_PONG");
-  SDPA_REFUSE(wgmma && B::swap_ab &&
-                  (B::num_warps != 4 * B::split_kv || B::block_n % 64 != 0 ||
-                   (B::block_m != 8 && B::block_m != 16 && B::block_m != 32 && B::block_m != 64)),
-              "SWAP_AB=1: every warpgroup has a slice of the keys, by 64, and all of them the same "
-              "8, 16, 32 or 64 query rows; type BLOCK_M=32 BLOCK_N=128 NUM_WARPS=16 SPLIT_KV=4");
-  SDPA_REFUSE(wgmma && B::swap_ab &&
-                  (B::block_n + 2 * B::head_dim) / 64 * B::block_m / 2 >
-                      (B::num_warps > 8 ? 64 : 160),
-              "SWAP_AB=1: a thread's part of S and twice of O would leave too few of its registers for the "
-              "rest; type a smaller BLOCK_M or BLOCK_N");
-  SDPA_REFUSE(wgmma && B::swap_ab &&
-                  (B::use_warp_specialization || B::overlap || B::use_ping_pong ||
-                   B::use_persistent_cta || B::skip_masked),
-              "SWAP_AB=1: its loop has an order of its own, without USE_WARP_SPECIALIZATION, "
-              "OVERLAP, USE_PING_PONG, USE_PERSISTENT_CTA and SKIP_MASKED; drop them");
-  SDPA_REFUSE(wmma && B::use_warp_specialization && B::sync_policy != 1,
-              "USE_WARP_SPECIALIZATION=1: a CTA barrier would stop the producers, so every warp "
-              "must keep its rows; type SYNC_POLICY=1");
-  SDPA_REFUSE(wmma && B::block_m != 16 * B::num_warps,
-              "BLOCK_M and NUM_WARPS: a wmma warp owns 16 query rows, so BLOCK_M must be "
-              "16*NUM_WARPS; type BLOCK_M=64 NUM_WARPS=4");
-  SDPA_REFUSE(wmma && B::block_n % 16 != 0,
-              "BLOCK_N: wmma takes keys by 16, so it must be a multiple of 16; type BLOCK_N=64");
-  SDPA_REFUSE(scalar && B::block_m % (4 * B::num_warps) != 0,
-              "BLOCK_M and NUM_WARPS: a warp takes whole groups of 4 query rows, so BLOCK_M must "
-              "be a multiple of 4*NUM_WARPS; type BLOCK_M=64 NUM_WARPS=4");
-  SDPA_REFUSE(scalar && B::block_n % 8 != 0,
-              "BLOCK_N: 8 lanes share the keys of a row, so it must be a multiple of 8; type "
-              "BLOCK_N=64");
-  SDPA_REFUSE(scalar && B::block_m / (4 * B::num_warps) * (B::block_n + B::head_dim) / 8 > 176,
-              "BLOCK_M, BLOCK_N and HEAD_DIM: a thread's part of S and O would take over 176 "
-              "registers and spill; type a smaller BLOCK_M or more NUM_WARPS");
-  SDPA_REFUSE(mma && B::num_warps % B::split_kv != 0,
-              "SPLIT_KV and NUM_WARPS: the groups that split the keys have the same number of "
-              "warps, so NUM_WARPS must be a multiple of SPLIT_KV; type SPLIT_KV=2 NUM_WARPS=8");
-  SDPA_REFUSE(mma && B::block_m != 16 * B::group_warps && B::block_m != 32 * B::group_warps,
-              "BLOCK_M and NUM_WARPS: an mma.sync warp owns 16 or 32 query rows, so BLOCK_M must "
-              "be 16 or 32 times NUM_WARPS/SPLIT_KV; type BLOCK_M=128 NUM_WARPS=4");
-  SDPA_REFUSE(
-      mma && B::block_n % 16 != 0,
-      "BLOCK_N: mma.sync takes keys by 16, so it must be a multiple of 16; type BLOCK_N=64");
-  SDPA_REFUSE(mma && B::is_e4m3 && !B::pack_gqa && B::block_n % 32 != 0,
-              "BLOCK_N: mma.sync takes keys of e4m3 by 32, so it must be a multiple of 32; type "
-              "BLOCK_N=64");
-  SDPA_REFUSE(B::family != Family::wgmma && !B::use_cp_async && !B::use_warp_specialization &&
-                  B::stages > 1,
-              "STAGES: plain copies finish before the next one starts, so STAGES does nothing "
-              "without cp.async or producer warps; add USE_CP_ASYNC=1 or drop STAGES");
-  SDPA_REFUSE(!B::is_8bit && B::vec_width == 16,
-              "VEC_WIDTH=16: an access has up to 16 bytes, and these are 32; type VEC_WIDTH=8");
-  SDPA_REFUSE(B::converts && B::vec_width < 8,
-              "DTYPE=U8: fp16 is made of 8 elements at a time; type VEC_WIDTH=16");
-  SDPA_REFUSE(B::converts && B::use_cp_async,
-              "USE_CP_ASYNC=1: fp16 is made of U8 in registers; drop USE_CP_ASYNC");
-  SDPA_REFUSE(B::use_cp_async && B::vec_width * (B::is_8bit ? 1 : 2) < 4,
-              "USE_CP_ASYNC=1: cp.async moves 4, 8 or 16 bytes, and this VEC_WIDTH is less; type "
-              "VEC_WIDTH=8");
-  return true;
-}
-static_assert(check<Build>(), "");
-
-// ---- tuned tiles (USE_TUNED) ----
-
-// A tile of the mma.sync or the wgmma kernel, its schedule, and its cost on an SM: item_clocks an item, and a clock for
-// every scores_per_clock scores. The costs are fitted to the times of whole problems on an H200 (./run_all.sh fit).
-enum Schedule {
-  producer_warpgroup = 1,            // USE_WARP_SPECIALIZATION
-  overlap = 2 | producer_warpgroup,  // which it needs
-  persistent = 4,
-  ping_pong = 8,
-  skip_masked = 16,
-  swap_ab = 32,
-  packed = 64,  // PACK_GQA=1 SPLIT_CTAS=0
-  mma_sync = 128,
-};
-struct TunedTile {
-  int head_dim, block_m, block_n, num_warps, stages, split_kv;
-  int schedule;  // of the above
-  int ctas;      // that share an SM
-  double item_clocks, scores_per_clock;
-
-  constexpr bool has(Schedule s) const { return (schedule & s) == s; }
-};
-constexpr TunedTile TUNED_TILES[] = {
-    {64, 64, 128, 8, 2, 2, producer_warpgroup, 1, 5020, 6.86},
-    {64, 32, 128, 16, 1, 4, swap_ab, 1, 4710, 3.99},
-    {64, 128, 64, 16, 4, 2, overlap | ping_pong, 1, 6220, 9.23},
-    {64, 256, 64, 16, 4, 1, overlap | persistent | ping_pong, 1, 3470, 9.1},
-    {64, 256, 64, 16, 3, 1, overlap | persistent | skip_masked, 1, 2320, 8.88},
-    {64, 64, 64, 4, 2, 1, overlap | persistent, 2, 1560, 6.61},
-    {64, 16, 128, 8, 2, 2, swap_ab | packed, 1, 3940, 1.77},
-    {64, 16, 128, 4, 2, 1, swap_ab | packed, 3, 4090, 1.55},
-    {64, 32, 128, 8, 2, 2, swap_ab | packed, 1, 4520, 3.0},
-    {64, 32, 128, 4, 2, 1, swap_ab | packed, 2, 5290, 2.71},
-    {128, 64, 64, 8, 2, 2, overlap, 1, 5520, 4.75},
-    {128, 128, 128, 8, 2, 1, overlap | persistent | ping_pong, 1, 3390, 5.91},
-    {128, 192, 64, 12, 4, 1, overlap | persistent | skip_masked, 1, 2960, 5.5},
-    {128, 64, 64, 4, 2, 1, overlap | persistent, 1, 1780, 3.63},
-    {128, 16, 64, 8, 2, 2, swap_ab | packed, 1, 3820, 0.82},
-    {128, 32, 64, 8, 2, 2, swap_ab | packed, 1, 5220, 1.49},
-    {128, 16, 64, 4, 2, 1, swap_ab | packed, 3, 4710, 0.767},
-    {128, 32, 64, 4, 2, 1, swap_ab | packed, 2, 6570, 1.44},
-    {256, 128, 64, 8, 2, 1, overlap | persistent | skip_masked, 1, 7930, 2.85},
-    {256, 64, 64, 4, 2, 1, overlap | persistent, 1, 5360, 2.37},
-    {256, 8, 64, 4, 2, 1, swap_ab | packed, 1, 5000, 0.306},
-    {256, 32, 64, 4, 2, 1, swap_ab | packed, 1, 8240, 0.823},
-    {64, 32, 32, 8, 2, 4, mma_sync, 2, 7720, 4.53},
-    {64, 64, 64, 4, 2, 2, mma_sync, 2, 8960, 5.35},
-    {64, 128, 64, 4, 3, 1, mma_sync, 2, 5970, 5.39},
-    {64, 16, 32, 4, 3, 4, packed | mma_sync, 2, 6840, 1.53},
-    {128, 64, 32, 8, 2, 2, mma_sync, 1, 7000, 2.29},
-    {128, 128, 64, 4, 2, 1, mma_sync, 2, 8960, 3.14},
-    {128, 16, 16, 4, 2, 4, packed | mma_sync, 3, 5640, 0.689},
-    {128, 32, 16, 4, 2, 4, packed | mma_sync, 3, 8520, 1.4},
-    {256, 64, 64, 4, 1, 1, mma_sync, 2, 8140, 1.22},
-    {256, 16, 16, 2, 2, 2, packed | mma_sync, 3, 11600, 0.326},
-};
-// The same for e4m3 and USE_WGMMA=1. Few rows go to mma.sync, since the transposed kernel takes no bytes. wgmma flushes
-// O after 1,024 keys.
-constexpr TunedTile E4M3_TILES[] = {
-    {64, 64, 128, 8, 3, 2, overlap, 1, 7260, 8.0},
-    {64, 128, 64, 16, 4, 2, overlap | ping_pong, 1, 8080, 10.7},
-    {64, 192, 128, 12, 4, 1, overlap | persistent | skip_masked, 1, 4850, 10.4},
-    {64, 16, 64, 4, 3, 4, packed | mma_sync, 2, 9340, 3.24},
-    {128, 64, 64, 8, 2, 2, overlap, 1, 6450, 5.76},
-    {128, 128, 128, 8, 2, 1, overlap | persistent | ping_pong, 1, 4800, 7.63},
-    {128, 192, 64, 12, 4, 1, overlap | persistent | skip_masked, 1, 4400, 7.2},
-    {128, 16, 32, 4, 3, 4, packed | mma_sync, 2, 10800, 1.65},
-    {256, 128, 64, 8, 2, 1, overlap | persistent | skip_masked, 1, 4030, 3.97},
-    {256, 16, 32, 2, 2, 2, packed | mma_sync, 3, 7500, 0.511},
-};
-constexpr int MOST_TILES = sizeof TUNED_TILES / sizeof(TunedTile);
-constexpr int TILES = (Build::is_e4m3 ? sizeof E4M3_TILES : sizeof TUNED_TILES) / sizeof(TunedTile);
-constexpr const TunedTile& tuned_tile(int n) {
-  return Build::is_e4m3 ? E4M3_TILES[n] : TUNED_TILES[n];
-}
-constexpr bool is_of_table(const TunedTile& t) {  // 16 bits: those of the family
-  return Build::is_e4m3 || t.has(mma_sync) == is_mma;
-}
-
-// A row as if it had been typed.
-template <int N> struct TileKnobs : Typed {
-  static constexpr TunedTile tile = tuned_tile(N < TILES ? N : 0);
-  static constexpr int head_dim = tile.head_dim, block_m = tile.block_m, block_n = tile.block_n;
-  static constexpr int num_warps = tile.num_warps, stages = tile.stages, split_kv = tile.split_kv;
-  static constexpr bool use_mma_sync = tile.has(mma_sync), use_wgmma = !use_mma_sync,
-                        use_cp_async = use_mma_sync, swizzle_xor = use_mma_sync;
-  static constexpr bool use_tuned = false, use_warp_specialization = tile.has(producer_warpgroup),
-                        overlap = tile.has(Schedule::overlap),
-                        use_persistent_cta = tile.has(persistent),
-                        use_ping_pong = tile.has(ping_pong),
-                        skip_masked = tile.has(Schedule::skip_masked),
-                        swap_ab = tile.has(Schedule::swap_ab), use_lazy_max = true,
-                        pack_gqa = tile.has(packed);
-  static constexpr int split_ctas = pack_gqa ? 0 : 1;
-  static constexpr int fp8_flush = Build::is_e4m3 ? 1024 / tile.block_n : Typed::fp8_flush;
-};
-template <int N> using TunedBuild = Derived<TileKnobs<N>>;
-
-// ---- tiles that the typed knobs leave (typed) ----
-
-// Whether this build may take the tile: the knobs that were typed are its.
-constexpr bool tile_fits(const TunedTile& t) {
-  return Build::use_tuned && is_of_table(t) && t.head_dim == Build::head_dim &&
-         (!BLOCK_M_changed || t.block_m == Build::block_m) &&
-         (!BLOCK_N_changed || t.block_n == Build::block_n) &&
-         (!NUM_WARPS_changed || t.num_warps == Build::num_warps) &&
-         (!STAGES_changed || t.stages == Build::stages) &&
-         (!SPLIT_KV_changed || t.split_kv == Build::split_kv) &&
-         (!USE_PERSISTENT_CTA_changed || t.has(persistent)) &&
-         (!USE_PING_PONG_changed || t.has(ping_pong)) &&
-         (!SKIP_MASKED_changed || t.has(skip_masked)) && (!SWAP_AB_changed || t.has(swap_ab));
-}
-
-// ---- the first of them (USE_TUNED) ----
-
-constexpr int first_tile_that_fits() {
-  int n = 0;
-  while (n < TILES && !tile_fits(tuned_tile(n))) n++;
-  return n;
-}
-
-// ---- refusals of rows (typed) ----
-
-SDPA_REFUSE(
-    Build::use_tuned && first_tile_that_fits() == TILES,
-    "USE_TUNED=1: no row of TUNED_TILES has all the knobs that were typed besides; drop some "
-    "or USE_TUNED");
-
-template <int N> constexpr bool check_rows() {
-  if constexpr (Build::use_tuned && N < TILES) {
-    if constexpr (is_of_table(tuned_tile(N))) check<TunedBuild<N>>();
-    return check_rows<N + 1>();
-  }
-  return true;
-}
-static_assert(check_rows<0>(), "");
+constexpr const char* family_name = is_wgmma ? "wgmma" : is_mma ? "mma" : is_wmma ? "wmma" : "scalar";
 
 }  // namespace
 
@@ -551,25 +264,23 @@ struct SdpaParams {
                            // those of dimensions of size 1 may hold anything
   float scale = 0;         // 0 means 1/sqrt(D)
   Causal causal = Causal::off;
-  void* workspace = nullptr;  // sdpa_workspace_bytes() of device memory, 256-byte aligned, zeroed
-                              // once before the first launch, whatever the problems after it;
-                              // one per stream
-  int max_ctas = 0;           // USE_PERSISTENT_CTA=1: launch at most so many CTAs,
-                              // which leaves SMs to other kernels; 0: as many as are resident
-  int window_left = -1;       // keys that a query sees before its own position; -1: no limit
-  int window_right = -1;      // and after it
+  void* workspace = nullptr;                // sdpa_workspace_bytes() of device memory, 256-byte aligned, zeroed
+                                            // once before the first launch, whatever the problems after it;
+                                            // one per stream
+  int max_ctas = 0;                         // USE_PERSISTENT_CTA=1: launch at most so many CTAs,
+                                            // which leaves SMs to other kernels; 0: as many as are resident
+  int window_left = -1;                     // keys that a query sees before its own position; -1: no limit
+  int window_right = -1;                    // and after it
   Descale q_descale, k_descale, v_descale;  // 8-bit DTYPE: by query head, and by key head
 };
-// A row that sees no key (or only keys of logit -inf) gives O = 0 and LSE = -inf. NaN and inf come
-// out as the formula has them, but whether NaN or inf in V at a key that is masked reaches the row
-// (as 0 * inf = NaN) is open, since kernels multiply whole tiles. Logits may have any finite value that
-// a float can hold. The sums of P @ V are floats too and divided by the row sum of P last, so that a row
-// comes out right while that sum, which is at most 2^12 * Sk, times max|V| stays below 3.4e38 (with
-// DTYPE=BF16 and V beyond 1e30 it may not).
-// The wgmma kernel starts before the kernel before it in the stream has ended, and waits for it before it
-// touches memory. It lets the next one start likewise, if that is launched with the attribute
-// cudaLaunchAttributeProgrammaticStreamSerialization: such a kernel must wait as well
-// (cudaGridDependencySynchronize) before it reads O or writes an input.
+// A row that sees no key (or only keys of logit -inf) gives O = 0 and LSE = -inf. NaN and inf come out as the formula
+// has them, but whether NaN or inf in V at a key that is masked reaches the row (as 0 * inf = NaN) is open, since
+// kernels multiply whole tiles. Logits may have any finite value that a float can hold. The sums of P @ V are floats
+// too and divided by the row sum of P last, so that a row comes out right while that sum, which is at most 2^12 * Sk,
+// times max|V| stays below 3.4e38 (with DTYPE=BF16 and V beyond 1e30 it may not). The wgmma kernel starts before the
+// kernel before it in the stream has ended, and waits for it before it touches memory. It lets the next one start
+// likewise, if that is launched with the attribute cudaLaunchAttributeProgrammaticStreamSerialization: such a kernel
+// must wait as well (cudaGridDependencySynchronize) before it reads O or writes an input.
 
 struct SdpaStatus {
   cudaError_t code = cudaSuccess;  // cudaErrorInvalidValue: the problem was refused
@@ -579,18 +290,26 @@ struct SdpaStatus {
 
 namespace {
 
-template <class... Values> SdpaStatus failure(cudaError_t code, const char* format, Values... v) {
+constexpr cudaError_t refused = cudaErrorInvalidValue;
+[[gnu::format(printf, 2, 3)]] SdpaStatus failure(cudaError_t code, const char* format, ...) {
   SdpaStatus status;
   status.code = code;
-  snprintf(status.text, sizeof status.text, format, v...);
+  va_list values;
+  va_start(values, format);
+  vsnprintf(status.text, sizeof status.text, format, values);
+  va_end(values);
   return status;
 }
-
 SdpaStatus cuda_failure(cudaError_t code, const char* what) {
   return failure(code, "%s failed: %s", what, cudaGetErrorString(code));
 }
 
 constexpr int most_rows = 1000000000;  // that a dimension may have
+
+// How many shares of `of` there are in n, the last one perhaps not full.
+template <class T> __host__ __device__ constexpr T shares(T n, typename std::common_type<T>::type of) {
+  return (n + of - 1) / of;
+}
 
 struct TensorMaps {  // of tensors as [B][H][D/64][S][64]
   CUtensorMap q, k, v, o;
@@ -617,9 +336,7 @@ struct KeyBounds {
   __host__ __device__ int begin(int q) const { return min(max(q + from, 0), Sk); }
   __host__ __device__ int end(int q) const { return min(max(q + to, 0), Sk); }
   // That some of the queries [first, last] see.
-  __host__ __device__ KeyRange of_rows(int first, int last) const {
-    return {begin(first), end(last)};
-  }
+  __host__ __device__ KeyRange of_rows(int first, int last) const { return {begin(first), end(last)}; }
 };
 
 // KeyBounds of tiles of ROWS queries from q on and KEYS keys from k0 on, some of which may be past the end. Every
@@ -634,17 +351,13 @@ struct TileBounds {
         cover_to(b.to - keys),
         whole_to(b.Sk - keys) {}
   // True if one of the queries may see one of the keys.
-  __device__ __forceinline__ bool touch(int q, int k0) const {
-    return k0 - q >= touch_from && k0 - q < touch_to;
-  }
+  __device__ __forceinline__ bool touch(int q, int k0) const { return k0 - q >= touch_from && k0 - q < touch_to; }
   // True if all queries see all keys, so that there is nothing to mask.
   __device__ __forceinline__ bool cover(int q, int k0) const {
     return k0 - q >= cover_from && k0 - q <= cover_to && k0 <= whole_to;
   }
   // The k0 of these tiles.
-  __device__ __forceinline__ KeyRange covered(int q) const {
-    return {q + cover_from, min(q + cover_to, whole_to) + 1};
-  }
+  __device__ __forceinline__ KeyRange covered(int q) const { return {q + cover_from, min(q + cover_to, whole_to) + 1}; }
 };
 
 struct WorkItem {  // one tile of O: rows [q0, q0 + BLOCK_M) of head h in batch b
@@ -663,26 +376,22 @@ struct Divisor {
     while (uint64_t(1) << (shift - 31) < d) shift++;
     multiplier = uint32_t(((uint64_t(1) << shift) + d - 1) / d);
   }
-  __device__ __forceinline__ uint32_t divide(uint32_t n) const {
-    return uint32_t(uint64_t(n) * multiplier >> shift);
-  }
-  __device__ __forceinline__ uint32_t remainder(uint32_t n) const {
-    return n - divide(n) * divisor;
-  }
+  __device__ __forceinline__ uint32_t divide(uint32_t n) const { return uint32_t(uint64_t(n) * multiplier >> shift); }
+  __device__ __forceinline__ uint32_t remainder(uint32_t n) const { return n - divide(n) * divisor; }
 };
 
 struct KernelArgs {  // SdpaParams with what every CTA would otherwise compute again
   // The fields that locate an item: together they cost one miss of the constant cache. Rounds over all keys, at least
   // 1, if there is no mask; else 0.
   alignas(64) int unmasked_rounds;
-  uint32_t work_items;          // B * q_heads * q_blocks
-  Divisor q_blocks;             // ceil(Sq / BLOCK_M), or with PACK_GQA of item_queries
-  Divisor q_heads;              // Hq / item_heads
-  Divisor q_heads_per_kv;       // Hq / Hkv
-  Divisor items_in_l2;          // heads_in_l2 * q_blocks
-  uint32_t heads_in_l2;         // of q_heads: whose K and V take 8/15 of L2, at least 1
-  float scale_log2;             // log2_scale(): softmax is taken in powers of 2
-  Divisor item_queries;         // PACK_GQA: queries of an item per head, and heads
+  uint32_t work_items;     // B * q_heads * q_blocks
+  Divisor q_blocks;        // ceil(Sq / BLOCK_M), or with PACK_GQA of item_queries
+  Divisor q_heads;         // Hq / item_heads
+  Divisor q_heads_per_kv;  // Hq / Hkv
+  Divisor items_in_l2;     // heads_in_l2 * q_blocks
+  uint32_t heads_in_l2;    // of q_heads: whose K and V take 8/15 of L2, at least 1
+  float scale_log2;        // log2_scale(): softmax is taken in powers of 2
+  Divisor item_queries;    // PACK_GQA: queries of an item per head, and heads
   int item_heads = 1;
   Divisor ranges;    // SPLIT_CTAS: CTAs of an item
   TileBounds tiles;  // of mask_rows queries and BLOCK_N keys
@@ -711,7 +420,7 @@ template <class B> struct ManyKeys : B {  // the build for such a problem
 constexpr size_t slot_offset = 256;
 template <class B>
 constexpr size_t slot_bytes =  // m and l in 8 lanes at most
-    B::block_m * B::split_kv * (B::head_dim + 2 * 8) * sizeof(float);
+    B::block_m* B::split_kv*(B::head_dim + 2 * 8) * sizeof(float);
 template <class B> struct alignas(256) RangePartial {
   float O[B::block_m][B::head_dim];
   float2 m_l[B::block_m];
@@ -756,15 +465,9 @@ __device__ __forceinline__ SharedAddress shared_address(const void* p_s) {
 
 // Loads and stores of a T (1 to 16 bytes) at an address aligned to its size. Written as plain
 // accesses: the compiler finds the address space, and folds offsets.
-template <class T> __device__ __forceinline__ T ld_shared(const void* src_s) {
-  return *static_cast<const T*>(src_s);
-}
-template <class T> __device__ __forceinline__ void st_shared(void* dst_s, T value) {
-  *static_cast<T*>(dst_s) = value;
-}
-template <class T> __device__ __forceinline__ T ld_global(const void* src_g) {
-  return *static_cast<const T*>(src_g);
-}
+template <class T> __device__ __forceinline__ T ld_shared(const void* src_s) { return *static_cast<const T*>(src_s); }
+template <class T> __device__ __forceinline__ void st_shared(void* dst_s, T value) { *static_cast<T*>(dst_s) = value; }
+template <class T> __device__ __forceinline__ T ld_global(const void* src_g) { return *static_cast<const T*>(src_g); }
 // Only for data that nobody writes while this kernel runs, the time before griddepcontrol_wait() included.
 template <class T> __device__ __forceinline__ T ld_global_nc(const void* src_g) {
   return __ldg(static_cast<const T*>(src_g));
@@ -773,17 +476,12 @@ template <class T> __device__ __forceinline__ T ld_global_nc(const void* src_g) 
 template <class T> __device__ __forceinline__ T ld_global_cg(const void* src_g) {
   return __ldcg(static_cast<const T*>(src_g));
 }
-template <class T> __device__ __forceinline__ void st_global(void* dst_g, T value) {
-  *static_cast<T*>(dst_g) = value;
-}
+template <class T> __device__ __forceinline__ void st_global(void* dst_g, T value) { *static_cast<T*>(dst_g) = value; }
 // atom.inc: counts up, after `last` from 0 again; returns the old value. Release and acquire: what this thread, and
 // those that it has met at a barrier, have written is visible to every thread that counts later.
 __device__ __forceinline__ uint32_t atom_inc_acq_rel(uint32_t* counter_g, uint32_t last) {
   uint32_t old;
-  asm volatile("atom.acq_rel.gpu.global.inc.u32 %0, [%1], %2;"
-               : "=r"(old)
-               : "l"(counter_g), "r"(last)
-               : "memory");
+  asm volatile("atom.acq_rel.gpu.global.inc.u32 %0, [%1], %2;" : "=r"(old) : "l"(counter_g), "r"(last) : "memory");
   return old;
 }
 __device__ __forceinline__ float ex2_approx_ftz(float x) {
@@ -859,24 +557,18 @@ __device__ __forceinline__ uint32_t sub_f16x2(uint32_t a, uint32_t b) {
 // ---- cp.async (USE_CP_ASYNC) ----
 
 // cp.async of BYTES (4, 8, 16); when !valid, reads nothing and writes zeros.
-template <int BYTES>
-__device__ __forceinline__ void cp_async(void* dst_s, const void* src_g, bool valid) {
+template <int BYTES> __device__ __forceinline__ void cp_async(void* dst_s, const void* src_g, bool valid) {
   const SharedAddress dst = shared_address(dst_s);
   const int src_bytes = valid ? BYTES : 0;
   if constexpr (BYTES == 16) {
-    asm volatile("cp.async.cg.shared.global [%0], [%1], 16, %2;" ::"r"(dst), "l"(src_g),
-                 "r"(src_bytes)
-                 : "memory");
+    asm volatile("cp.async.cg.shared.global [%0], [%1], 16, %2;" ::"r"(dst), "l"(src_g), "r"(src_bytes) : "memory");
   } else {
-    asm volatile("cp.async.ca.shared.global [%0], [%1], %2, %3;" ::"r"(dst), "l"(src_g), "n"(BYTES),
-                 "r"(src_bytes)
+    asm volatile("cp.async.ca.shared.global [%0], [%1], %2, %3;" ::"r"(dst), "l"(src_g), "n"(BYTES), "r"(src_bytes)
                  : "memory");
   }
 }
 
-__device__ __forceinline__ void cp_async_commit_group() {
-  asm volatile("cp.async.commit_group;" ::: "memory");
-}
+__device__ __forceinline__ void cp_async_commit_group() { asm volatile("cp.async.commit_group;" ::: "memory"); }
 
 template <int N> __device__ __forceinline__ void cp_async_wait_group() {
   asm volatile("cp.async.wait_group %0;" ::"n"(N) : "memory");
@@ -884,8 +576,7 @@ template <int N> __device__ __forceinline__ void cp_async_wait_group() {
 
 // Arrives when all earlier cp.async of this thread have landed.
 __device__ __forceinline__ void cp_async_mbarrier_arrive_noinc(uint64_t* barrier_s) {
-  asm volatile("cp.async.mbarrier.arrive.noinc.shared.b64 [%0];" ::"r"(shared_address(barrier_s))
-               : "memory");
+  asm volatile("cp.async.mbarrier.arrive.noinc.shared.b64 [%0];" ::"r"(shared_address(barrier_s)) : "memory");
 }
 
 // ---- barriers of some warps (SPLIT_KV > 1, wgmma) ----
@@ -917,23 +608,20 @@ __device__ __forceinline__ void barrier_arrive(int id, int threads) {
 // An mbarrier is 8 bytes of shared memory: a phase of it is complete when `arrivals` have arrived
 // and the bytes that they announced have landed.
 __device__ __forceinline__ void mbarrier_init(uint64_t* barrier_s, int arrivals) {
-  asm volatile("mbarrier.init.shared.b64 [%0], %1;" ::"r"(shared_address(barrier_s)), "r"(arrivals)
-               : "memory");
+  asm volatile("mbarrier.init.shared.b64 [%0], %1;" ::"r"(shared_address(barrier_s)), "r"(arrivals) : "memory");
 }
 __device__ __forceinline__ void mbarrier_arrive(uint64_t* barrier_s) {
-  asm volatile("{ .reg .b64 state; mbarrier.arrive.shared.b64 state, [%0]; }" ::"r"(
-                   shared_address(barrier_s))
+  asm volatile("{ .reg .b64 state; mbarrier.arrive.shared.b64 state, [%0]; }" ::"r"(shared_address(barrier_s))
                : "memory");
 }
 
 // Whether the phase of this parity is complete.
 __device__ __forceinline__ bool mbarrier_test_wait_parity(uint64_t* barrier_s, int parity) {
   uint32_t complete;
-  asm volatile(
-      "{ .reg .pred p; mbarrier.test_wait.parity.shared.b64 p, [%1], %2; selp.b32 %0, 1, 0, p; }"
-      : "=r"(complete)
-      : "r"(shared_address(barrier_s)), "r"(parity)
-      : "memory");
+  asm volatile("{ .reg .pred p; mbarrier.test_wait.parity.shared.b64 p, [%1], %2; selp.b32 %0, 1, 0, p; }"
+               : "=r"(complete)
+               : "r"(shared_address(barrier_s)), "r"(parity)
+               : "memory");
   return complete;
 }
 
@@ -941,8 +629,7 @@ __device__ __forceinline__ bool mbarrier_test_wait_parity(uint64_t* barrier_s, i
 
 // Four 8x8 matrices of 16-bit elements from shared memory; lane 8i + r has the address of row r of
 // matrix i. Lane 4g + q gets columns 2q and 2q + 1 of row g of each; TRANS: of column g, rows 2q...
-template <bool TRANS>
-__device__ __forceinline__ void ldmatrix_x4(uint32_t (&r)[4], SharedAddress row) {
+template <bool TRANS> __device__ __forceinline__ void ldmatrix_x4(uint32_t (&r)[4], SharedAddress row) {
   if constexpr (TRANS) {
     asm volatile("ldmatrix.sync.aligned.m8n8.x4.trans.shared.b16 {%0, %1, %2, %3}, [%4];"
                  : "=r"(r[0]), "=r"(r[1]), "=r"(r[2]), "=r"(r[3])
@@ -958,8 +645,8 @@ __device__ __forceinline__ void ldmatrix_x4(uint32_t (&r)[4], SharedAddress row)
 // row g + 8; a[0], a[1] hold k = 2q, 2q + 1 of rows g and g + 8, a[2], a[3] the same 8 k further; b0
 // holds k = 2q, 2q + 1 of column g, b1 the same 8 k further.
 template <class E>
-__device__ __forceinline__ void mma_m16n8k16(float& d0, float& d1, float& d2, float& d3,
-                                             const uint32_t (&a)[4], uint32_t b0, uint32_t b1) {
+__device__ __forceinline__ void mma_m16n8k16(float& d0, float& d1, float& d2, float& d3, const uint32_t (&a)[4],
+                                             uint32_t b0, uint32_t b1) {
   if constexpr (std::is_same<E, __half>::value) {
     asm volatile(
         "mma.sync.aligned.m16n8k16.row.col.f32.f16.f16.f32 {%0, %1, %2, %3}, "
@@ -977,9 +664,8 @@ __device__ __forceinline__ void mma_m16n8k16(float& d0, float& d1, float& d2, fl
 
 // As mma_m16n8k16, with K = 32: a[0], a[1] hold k = 4q ... 4q + 3 of rows g and g + 8, a[2], a[3] the same 16 k
 // further; b0 holds k = 4q ... 4q + 3 of column g, b1 the same 16 k further.
-__device__ __forceinline__ void mma_m16n8k32_e4m3(float& d0, float& d1, float& d2, float& d3,
-                                                  const uint32_t (&a)[4], uint32_t b0,
-                                                  uint32_t b1) {
+__device__ __forceinline__ void mma_m16n8k32_e4m3(float& d0, float& d1, float& d2, float& d3, const uint32_t (&a)[4],
+                                                  uint32_t b0, uint32_t b1) {
   asm volatile(
       "mma.sync.aligned.m16n8k32.row.col.f32.e4m3.e4m3.f32 {%0, %1, %2, %3}, "
       "{%4, %5, %6, %7}, {%8, %9}, {%0, %1, %2, %3};"
@@ -1010,17 +696,15 @@ __device__ __forceinline__ uint32_t thread_index_anew() {
 
 // Stores 16 bytes at once. A plain store of words that come from different places nvcc may split.
 __device__ __forceinline__ void st_global_v4(void* dst_g, uint4 value) {
-  asm volatile("st.global.v4.b32 [%0], {%1, %2, %3, %4};" ::"l"(dst_g), "r"(value.x), "r"(value.y),
-               "r"(value.z), "r"(value.w)
+  asm volatile("st.global.v4.b32 [%0], {%1, %2, %3, %4};" ::"l"(dst_g), "r"(value.x), "r"(value.y), "r"(value.z),
+               "r"(value.w)
                : "memory");
 }
 
 // Arrives, and announces bytes that asynchronous copies will bring before the phase is complete.
 __device__ __forceinline__ void mbarrier_arrive_expect_tx(uint64_t* barrier_s, uint32_t bytes) {
-  asm volatile(
-      "mbarrier.arrive.expect_tx.shared::cta.b64 _, [%0], %1;" ::"r"(shared_address(barrier_s)),
-      "r"(bytes)
-      : "memory");
+  asm volatile("mbarrier.arrive.expect_tx.shared::cta.b64 _, [%0], %1;" ::"r"(shared_address(barrier_s)), "r"(bytes)
+               : "memory");
 }
 // Whether the phase of this parity is complete; the hardware may suspend the thread for a while.
 __device__ __forceinline__ bool mbarrier_try_wait_parity(uint64_t* barrier_s, int parity) {
@@ -1042,9 +726,7 @@ __device__ __forceinline__ void fence_mbarrier_init() {
   asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory");
 }
 // Makes what this thread has written to shared memory visible to the async proxy.
-__device__ __forceinline__ void fence_proxy_async() {
-  asm volatile("fence.proxy.async.shared::cta;" ::: "memory");
-}
+__device__ __forceinline__ void fence_proxy_async() { asm volatile("fence.proxy.async.shared::cta;" ::: "memory"); }
 
 // Tensor memory access. A tensor map describes a tensor in global memory and a box; element c[0] is
 // the innermost coordinate of the box's first element. The box lies in shared memory row after row,
@@ -1054,19 +736,17 @@ __device__ __forceinline__ void prefetch_tensormap(const CUtensorMap* map) {
   asm volatile("prefetch.tensormap [%0];" ::"l"(map) : "memory");
 }
 // By one thread. The whole box counts at the mbarrier, also what is outside the tensor.
-__device__ __forceinline__ void cp_async_bulk_tensor_load(void* dst_s, const CUtensorMap* map,
-                                                          const int (&c)[5], uint64_t* barrier_s,
-                                                          uint64_t cache_policy) {
+__device__ __forceinline__ void cp_async_bulk_tensor_load(void* dst_s, const CUtensorMap* map, const int (&c)[5],
+                                                          uint64_t* barrier_s, uint64_t cache_policy) {
   asm volatile(
       "cp.async.bulk.tensor.5d.shared::cluster.global.tile.mbarrier::complete_tx::bytes"
       ".L2::cache_hint [%0], [%1, {%4, %5, %6, %7, %8}], [%2], %3;" ::"r"(shared_address(dst_s)),
-      "l"(map), "r"(shared_address(barrier_s)), "l"(cache_policy), "r"(c[0]), "r"(c[1]), "r"(c[2]),
-      "r"(c[3]), "r"(c[4])
+      "l"(map), "r"(shared_address(barrier_s)), "l"(cache_policy), "r"(c[0]), "r"(c[1]), "r"(c[2]), "r"(c[3]), "r"(c[4])
       : "memory");
 }
 // By one thread, which commits and waits as well.
-__device__ __forceinline__ void cp_async_bulk_tensor_store(const CUtensorMap* map,
-                                                           const int (&c)[5], const void* src_s) {
+__device__ __forceinline__ void cp_async_bulk_tensor_store(const CUtensorMap* map, const int (&c)[5],
+                                                           const void* src_s) {
   asm volatile(
       "cp.async.bulk.tensor.5d.global.shared::cta.tile.bulk_group [%0, {%2, %3, %4, %5, %6}], "
       "[%1];" ::"l"(map),
@@ -1084,12 +764,8 @@ template <int N> __device__ __forceinline__ void cp_async_bulk_wait_group_read()
 // wgmma: asynchronous products of a warpgroup (128 threads, the first of them a multiple of 128).
 // The order is fence, products, commit, wait; between the first product and the wait nobody touches
 // their accumulators, the registers of A and their shared memory.
-__device__ __forceinline__ void wgmma_fence() {
-  asm volatile("wgmma.fence.sync.aligned;" ::: "memory");
-}
-__device__ __forceinline__ void wgmma_commit_group() {
-  asm volatile("wgmma.commit_group.sync.aligned;" ::: "memory");
-}
+__device__ __forceinline__ void wgmma_fence() { asm volatile("wgmma.fence.sync.aligned;" ::: "memory"); }
+__device__ __forceinline__ void wgmma_commit_group() { asm volatile("wgmma.commit_group.sync.aligned;" ::: "memory"); }
 // At most N of the latest groups are not yet complete.
 template <int N> __device__ __forceinline__ void wgmma_wait_group() {
   asm volatile("wgmma.wait_group.sync.aligned %0;" ::"n"(N) : "memory");
@@ -1101,29 +777,24 @@ template <int N> __device__ __forceinline__ void hold(float (&d)[N]) {
 template <int N> __device__ __forceinline__ void hold(uint32_t (&r)[N]) {
   SDPA_UNROLL for (int i = 0; i < N; i++) asm volatile("" : "+r"(r[i])::"memory");
 }
-__device__ __forceinline__ void hold(const CUtensorMap*& map) {
-  asm volatile("" : "+l"(map)::"memory");
-}
+__device__ __forceinline__ void hold(const CUtensorMap*& map) { asm volatile("" : "+l"(map)::"memory"); }
 // The same for registers whose values are dead: they are free until they are written.
 template <int N> __device__ __forceinline__ void forget(float (&d)[N]) {
   SDPA_UNROLL for (int i = 0; i < N; i++) asm volatile("" : "=f"(d[i])::"memory");
 }
 
-// A 16-bit matrix in shared memory with the 128-byte swizzle: bits 4-6 of an address are XORed with
-// bits 7-9. Atoms of 8 lines of 128 bytes start at multiples of 1024 bytes.
-// K-major, one line per row: stride_bytes from 8 rows to the next 8; the next 16 of K are 32 bytes
-// further in the line; leading_bytes has no meaning. MN-major, one line per k, 64 rows or columns to
-// a line: stride_bytes from 8 k to the next 8, leading_bytes from 64 rows or columns to the next 64.
+// A 16-bit matrix in shared memory with the 128-byte swizzle: bits 4-6 of an address are XORed with bits 7-9. Atoms of
+// 8 lines of 128 bytes start at multiples of 1024 bytes. K-major, one line per row: stride_bytes from 8 rows to the
+// next 8; the next 16 of K are 32 bytes further in the line; leading_bytes has no meaning. MN-major, one line per k, 64
+// rows or columns to a line: stride_bytes from 8 k to the next 8, leading_bytes from 64 rows or columns to the next 64.
 // A stride of 512 means lines of 64 bytes: bits 4-5 are XORed with bits 7-8, and atoms have 512 bytes.
-__device__ __forceinline__ uint64_t wgmma_descriptor(SharedAddress start, int leading_bytes,
-                                                     int stride_bytes) {
-  return uint64_t((start & 0x3ffff) >> 4) | uint64_t(leading_bytes >> 4) << 16 |
-         uint64_t(stride_bytes >> 4) << 32 | uint64_t(stride_bytes == 512 ? 2 : 1) << 62;
+__device__ __forceinline__ uint64_t wgmma_descriptor(SharedAddress start, int leading_bytes, int stride_bytes) {
+  return uint64_t((start & 0x3ffff) >> 4) | uint64_t(leading_bytes >> 4) << 16 | uint64_t(stride_bytes >> 4) << 32 |
+         uint64_t(stride_bytes == 512 ? 2 : 1) << 62;
 }
 
 // SDPA_D<R>(F): F(1) ... F(R - 1), for the numbers of R accumulators.
-#define SDPA_D4(F) F(1) F(2) F(3)
-#define SDPA_D8(F) SDPA_D4(F) F(4) F(5) F(6) F(7)
+#define SDPA_D8(F) F(1) F(2) F(3) F(4) F(5) F(6) F(7)
 #define SDPA_D16(F) SDPA_D8(F) F(8) F(9) F(10) F(11) F(12) F(13) F(14) F(15)
 #define SDPA_D24(F) SDPA_D16(F) F(16) F(17) F(18) F(19) F(20) F(21) F(22) F(23)
 #define SDPA_D32(F) SDPA_D24(F) F(24) F(25) F(26) F(27) F(28) F(29) F(30) F(31)
@@ -1141,28 +812,16 @@ __device__ __forceinline__ uint64_t wgmma_descriptor(SharedAddress start, int le
 #define SDPA_D128(F) SDPA_D120(F) F(120) F(121) F(122) F(123) F(124) F(125) F(126) F(127)
 #define SDPA_D_TEXT(i) ", %" #i
 #define SDPA_D_OPERAND(i) , "+f"(d[i])
-// X(N, R, the R of N plus 1 ... 6): N columns are R = N / 2 accumulators of a thread, operands
-// 0 ... R - 1. Operand R is scale-d, R + 1 descriptor B, R + 2 imm-trans-b, R + 3 ... are A, as a
-// descriptor with imm-trans-a after it.
-#define SDPA_WGMMA_SHAPES(X)                \
-  X(8, 4, 5, 6, 7, 8, 9, 10)                \
-  X(16, 8, 9, 10, 11, 12, 13, 14)           \
-  X(32, 16, 17, 18, 19, 20, 21, 22)         \
-  X(48, 24, 25, 26, 27, 28, 29, 30)         \
-  X(64, 32, 33, 34, 35, 36, 37, 38)         \
-  X(80, 40, 41, 42, 43, 44, 45, 46)         \
-  X(96, 48, 49, 50, 51, 52, 53, 54)         \
-  X(112, 56, 57, 58, 59, 60, 61, 62)        \
-  X(128, 64, 65, 66, 67, 68, 69, 70)        \
-  X(144, 72, 73, 74, 75, 76, 77, 78)        \
-  X(160, 80, 81, 82, 83, 84, 85, 86)        \
-  X(176, 88, 89, 90, 91, 92, 93, 94)        \
-  X(192, 96, 97, 98, 99, 100, 101, 102)     \
-  X(208, 104, 105, 106, 107, 108, 109, 110) \
-  X(224, 112, 113, 114, 115, 116, 117, 118) \
-  X(240, 120, 121, 122, 123, 124, 125, 126) \
-  X(256, 128, 129, 130, 131, 132, 133, 134)
+// X(N, R, the R of N plus 1 ... 6): N columns are R = N / 2 accumulators of a thread, operands 0 ... R - 1. Operand R
+// is scale-d, R + 1 descriptor B, R + 2 imm-trans-b, R + 3 ... are A, as a descriptor with imm-trans-a after it.
 // clang-format off
+#define SDPA_WGMMA_SHAPES(X) \
+  X(16, 8, 9, 10, 11, 12, 13, 14) X(32, 16, 17, 18, 19, 20, 21, 22) X(48, 24, 25, 26, 27, 28, 29, 30) \
+  X(64, 32, 33, 34, 35, 36, 37, 38) X(80, 40, 41, 42, 43, 44, 45, 46) X(96, 48, 49, 50, 51, 52, 53, 54) \
+  X(112, 56, 57, 58, 59, 60, 61, 62) X(128, 64, 65, 66, 67, 68, 69, 70) X(144, 72, 73, 74, 75, 76, 77, 78) \
+  X(160, 80, 81, 82, 83, 84, 85, 86) X(176, 88, 89, 90, 91, 92, 93, 94) X(192, 96, 97, 98, 99, 100, 101, 102) \
+  X(208, 104, 105, 106, 107, 108, 109, 110) X(224, 112, 113, 114, 115, 116, 117, 118) \
+  X(240, 120, 121, 122, 123, 124, 125, 126) X(256, 128, 129, 130, 131, 132, 133, 134)
 #define SDPA_WGMMA(types, n, r, r1, a_text, immediates, ...)                        \
   asm volatile(                                                                     \
       "{ .reg .pred p; setp.ne.b32 p, %" #r ", 0; "                                 \
@@ -1177,18 +836,15 @@ __device__ __forceinline__ uint64_t wgmma_descriptor(SharedAddress start, int le
 // with TRANS_B [16][N] (MN-major), A [64][16] (K-major), with TRANS_A [16][64]; both are descriptors.
 // With E __nv_fp8_e4m3 K is 32, both are K-major, and sums keep 14 bits, truncated.
 template <class E, int N, int TRANS_B, int TRANS_A = 0>
-__device__ __forceinline__ void wgmma_ss(float (&d)[N / 2], uint64_t a, uint64_t b,
-                                         bool accumulate) {
-  static_assert(N == 8 || (N <= 256 && N % 16 == 0), "wgmma: N is 8 or a multiple of 16 up to 256");
-#define SDPA_WGMMA_SS(n, r, r1, r2, r3, r4, r5, r6)                                     \
-  if constexpr (N == n && std::is_same<E, __half>::value) {                             \
-    SDPA_WGMMA("k16.f32.f16.f16", n, r, r1, "%" #r3, "1, 1, %" #r4 ", %" #r2, "l"(a),   \
-               "n"(TRANS_A));                                                           \
-  } else if constexpr (N == n && std::is_same<E, __nv_bfloat16>::value) {               \
-    SDPA_WGMMA("k16.f32.bf16.bf16", n, r, r1, "%" #r3, "1, 1, %" #r4 ", %" #r2, "l"(a), \
-               "n"(TRANS_A));                                                           \
-  } else if constexpr (N == n) {                                                        \
-    SDPA_WGMMA("k32.f32.e4m3.e4m3", n, r, r1, "%" #r3, "1, 1", "l"(a));                 \
+__device__ __forceinline__ void wgmma_ss(float (&d)[N / 2], uint64_t a, uint64_t b, bool accumulate) {
+  static_assert(N <= 256 && N % 16 == 0, "wgmma: N is a multiple of 16 up to 256");
+#define SDPA_WGMMA_SS(n, r, r1, r2, r3, r4, r5, r6)                                                    \
+  if constexpr (N == n && std::is_same<E, __half>::value) {                                            \
+    SDPA_WGMMA("k16.f32.f16.f16", n, r, r1, "%" #r3, "1, 1, %" #r4 ", %" #r2, "l"(a), "n"(TRANS_A));   \
+  } else if constexpr (N == n && std::is_same<E, __nv_bfloat16>::value) {                              \
+    SDPA_WGMMA("k16.f32.bf16.bf16", n, r, r1, "%" #r3, "1, 1, %" #r4 ", %" #r2, "l"(a), "n"(TRANS_A)); \
+  } else if constexpr (N == n) {                                                                       \
+    SDPA_WGMMA("k32.f32.e4m3.e4m3", n, r, r1, "%" #r3, "1, 1", "l"(a));                                \
   }
   SDPA_WGMMA_SHAPES(SDPA_WGMMA_SS)
 #undef SDPA_WGMMA_SS
@@ -1196,19 +852,18 @@ __device__ __forceinline__ void wgmma_ss(float (&d)[N / 2], uint64_t a, uint64_t
 // The same as wgmma_ss with A in registers. Lane 4g + q of warp w: a[0], a[1] are k = 2q, 2q + 1 of rows
 // 16w + g and 16w + g + 8; a[2], a[3] the same 8 k further. e4m3: k = 4q ... 4q + 3, and 16 k further.
 template <class E, int N, int TRANS_B>
-__device__ __forceinline__ void wgmma_rs(float (&d)[N / 2], const uint32_t (&a)[4], uint64_t b,
-                                         bool accumulate) {
-  static_assert(N == 8 || (N <= 256 && N % 16 == 0), "wgmma: N is 8 or a multiple of 16 up to 256");
-#define SDPA_WGMMA_RS(n, r, r1, r2, r3, r4, r5, r6)                                               \
-  if constexpr (N == n && std::is_same<E, __half>::value) {                                       \
-    SDPA_WGMMA("k16.f32.f16.f16", n, r, r1, "{%" #r3 ", %" #r4 ", %" #r5 ", %" #r6 "}",           \
-               "1, 1, %" #r2, "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]));                        \
-  } else if constexpr (N == n && std::is_same<E, __nv_bfloat16>::value) {                         \
-    SDPA_WGMMA("k16.f32.bf16.bf16", n, r, r1, "{%" #r3 ", %" #r4 ", %" #r5 ", %" #r6 "}",         \
-               "1, 1, %" #r2, "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]));                        \
-  } else if constexpr (N == n) {                                                                  \
-    SDPA_WGMMA("k32.f32.e4m3.e4m3", n, r, r1, "{%" #r3 ", %" #r4 ", %" #r5 ", %" #r6 "}", "1, 1", \
-               "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]));                                       \
+__device__ __forceinline__ void wgmma_rs(float (&d)[N / 2], const uint32_t (&a)[4], uint64_t b, bool accumulate) {
+  static_assert(N <= 256 && N % 16 == 0, "wgmma: N is a multiple of 16 up to 256");
+#define SDPA_WGMMA_RS(n, r, r1, r2, r3, r4, r5, r6)                                                                 \
+  if constexpr (N == n && std::is_same<E, __half>::value) {                                                         \
+    SDPA_WGMMA("k16.f32.f16.f16", n, r, r1, "{%" #r3 ", %" #r4 ", %" #r5 ", %" #r6 "}", "1, 1, %" #r2, "r"(a[0]),   \
+               "r"(a[1]), "r"(a[2]), "r"(a[3]));                                                                    \
+  } else if constexpr (N == n && std::is_same<E, __nv_bfloat16>::value) {                                           \
+    SDPA_WGMMA("k16.f32.bf16.bf16", n, r, r1, "{%" #r3 ", %" #r4 ", %" #r5 ", %" #r6 "}", "1, 1, %" #r2, "r"(a[0]), \
+               "r"(a[1]), "r"(a[2]), "r"(a[3]));                                                                    \
+  } else if constexpr (N == n) {                                                                                    \
+    SDPA_WGMMA("k32.f32.e4m3.e4m3", n, r, r1, "{%" #r3 ", %" #r4 ", %" #r5 ", %" #r6 "}", "1, 1", "r"(a[0]),        \
+               "r"(a[1]), "r"(a[2]), "r"(a[3]));                                                                    \
   }
   SDPA_WGMMA_SHAPES(SDPA_WGMMA_RS)
 #undef SDPA_WGMMA_RS
@@ -1223,24 +878,20 @@ template <int N> __device__ __forceinline__ void setmaxnreg_inc() {
 }
 
 // Stores four 8x8 matrices of 16-bit elements: the reverse of ldmatrix_x4<TRANS>.
-template <bool TRANS>
-__device__ __forceinline__ void stmatrix_x4(SharedAddress row, const uint32_t (&r)[4]) {
+template <bool TRANS> __device__ __forceinline__ void stmatrix_x4(SharedAddress row, const uint32_t (&r)[4]) {
   if constexpr (TRANS) {
-    asm volatile(
-        "stmatrix.sync.aligned.m8n8.x4.trans.shared.b16 [%0], {%1, %2, %3, %4};" ::"r"(row),
-        "r"(r[0]), "r"(r[1]), "r"(r[2]), "r"(r[3])
-        : "memory");
+    asm volatile("stmatrix.sync.aligned.m8n8.x4.trans.shared.b16 [%0], {%1, %2, %3, %4};" ::"r"(row), "r"(r[0]),
+                 "r"(r[1]), "r"(r[2]), "r"(r[3])
+                 : "memory");
   } else {
-    asm volatile("stmatrix.sync.aligned.m8n8.x4.shared.b16 [%0], {%1, %2, %3, %4};" ::"r"(row),
-                 "r"(r[0]), "r"(r[1]), "r"(r[2]), "r"(r[3])
+    asm volatile("stmatrix.sync.aligned.m8n8.x4.shared.b16 [%0], {%1, %2, %3, %4};" ::"r"(row), "r"(r[0]), "r"(r[1]),
+                 "r"(r[2]), "r"(r[3])
                  : "memory");
   }
 }
 
 // Programmatic dependent launch: waits for the grid before this one; lets the one after it start.
-__device__ __forceinline__ void griddepcontrol_wait() {
-  asm volatile("griddepcontrol.wait;" ::: "memory");
-}
+__device__ __forceinline__ void griddepcontrol_wait() { asm volatile("griddepcontrol.wait;" ::: "memory"); }
 __device__ __forceinline__ void griddepcontrol_launch_dependents() {
   asm volatile("griddepcontrol.launch_dependents;" ::: "memory");
 }
@@ -1251,14 +902,17 @@ __device__ __forceinline__ void griddepcontrol_launch_dependents() {
 
 // ---- element types and vectors ----
 
-// Without the descale factor, which goes into the scale or into 1 / l.
-template <class E> __host__ __device__ __forceinline__ float to_float(E x) {
-  return static_cast<float>(x) - (std::is_same<E, uint8_t>::value ? 128 : 0);
-}
+// Without the descale factor, which goes into the scale or into 1 / l. By functions, since a program may be compiled
+// without the conversions of the 16-bit types, as PyTorch's extensions are.
+__host__ __device__ __forceinline__ float to_float(float x) { return x; }
+__host__ __device__ __forceinline__ float to_float(__half x) { return __half2float(x); }
+__host__ __device__ __forceinline__ float to_float(__nv_bfloat16 x) { return __bfloat162float(x); }
+__host__ __device__ __forceinline__ float to_float(__nv_fp8_e4m3 x) { return static_cast<float>(x); }
+__host__ __device__ __forceinline__ float to_float(uint8_t x) { return static_cast<float>(x) - 128; }
 // To nearest, ties to even.
-template <class E> __host__ __device__ __forceinline__ E rounded(float x) {
-  return static_cast<E>(x);
-}
+template <class E> __host__ __device__ __forceinline__ E rounded(float x) { return static_cast<E>(x); }
+template <> __host__ __device__ __forceinline__ __half rounded(float x) { return __float2half_rn(x); }
+template <> __host__ __device__ __forceinline__ __nv_bfloat16 rounded(float x) { return __float2bfloat16_rn(x); }
 
 // clang-format off
 template <int BYTES> struct VectorType;
@@ -1269,8 +923,7 @@ template <> struct VectorType<8> { using type = uint2; };
 template <> struct VectorType<16> { using type = uint4; };
 // clang-format on
 
-template <class B>
-constexpr int CHUNK = 16 / sizeof(Element<B>);  // elements in 16 bytes, the unit of the swizzle
+template <class B> constexpr int CHUNK = 16 / sizeof(Element<B>);  // elements in 16 bytes, the unit of the swizzle
 
 // ---- pairs (mma, wgmma) ----
 
@@ -1282,16 +935,15 @@ template <class E> __device__ __forceinline__ uint32_t pack(float low, float hig
   return word;
 }
 
-// ---- fp16 of U8 (wmma and DTYPE = U8) ----
-
-// u - 128 of two bytes of a word, the low or the high ones. 16 bits 0x6400 | u are the number 1024 + u.
-__device__ __forceinline__ uint32_t halves_of_bytes(uint32_t word, bool high) {
-  constexpr uint32_t halves_of_1152 = 0x64806480;
-  return sub_f16x2(prmt(word, 0x64646464, high ? 0x4342 : 0x4140), halves_of_1152);
-}
-__device__ __forceinline__ uint4 halves_of_bytes(uint32_t low, uint32_t high) {
-  return {halves_of_bytes(low, false), halves_of_bytes(low, true), halves_of_bytes(high, false),
-          halves_of_bytes(high, true)};
+// mma of elements of that type: 16 of k if they have 16 bits, 32 if they have 8.
+template <class E>
+__device__ __forceinline__ void mma_32_bytes(float& d0, float& d1, float& d2, float& d3, const uint32_t (&a)[4],
+                                             uint32_t b0, uint32_t b1) {
+  if constexpr (sizeof(E) == 1) {
+    mma_m16n8k32_e4m3(d0, d1, d2, d3, a, b0, b1);
+  } else {
+    mma_m16n8k16<E>(d0, d1, d2, d3, a, b0, b1);
+  }
 }
 
 // ---- tiles in shared memory (scalar, wmma, mma) ----
@@ -1300,7 +952,7 @@ __device__ __forceinline__ uint4 halves_of_bytes(uint32_t low, uint32_t high) {
 // one column of different rows collide. Against that SWIZZLE_XOR=1 XORs the 16-byte chunk index with
 // the row, which spreads any 8 neighbouring rows over all 32 banks (with the pair of rows, if these have 64
 // bytes); but wmma wants a fixed stride, so there it makes rows 16 bytes longer, to the same effect.
-template <class B> constexpr bool pads_rows = B::swizzle_xor && B::family == Family::wmma;
+template <class B> constexpr bool pads_rows = B::swizzle_xor&& B::family == Family::wmma;
 template <class B> constexpr int TILE_STRIDE = B::head_dim + (pads_rows<B> ? CHUNK<B> : 0);
 
 // Offset in elements of (row, col) in a tile.
@@ -1320,8 +972,7 @@ template <bool ASYNC> struct VectorCopy;
 // ---- copies through registers (scalar, wmma, mma and USE_CP_ASYNC = 0) ----
 
 template <> struct VectorCopy<false> {
-  template <int BYTES>
-  __device__ static __forceinline__ void copy(void* dst_s, const void* src_g, bool valid) {
+  template <int BYTES> __device__ static __forceinline__ void copy(void* dst_s, const void* src_g, bool valid) {
     using Vector = typename VectorType<BYTES>::type;
     Vector x{};
     if (valid) x = ld_global_nc<Vector>(src_g);
@@ -1334,23 +985,19 @@ template <> struct VectorCopy<false> {
 // ---- copies by cp.async (USE_CP_ASYNC) ----
 
 template <> struct VectorCopy<true> {
-  template <int BYTES>
-  __device__ static __forceinline__ void copy(void* dst_s, const void* src_g, bool valid) {
+  template <int BYTES> __device__ static __forceinline__ void copy(void* dst_s, const void* src_g, bool valid) {
     cp_async<BYTES>(dst_s, src_g, valid);
   }
   __device__ static __forceinline__ void commit() { cp_async_commit_group(); }
-  template <int IN_FLIGHT> __device__ static __forceinline__ void wait() {
-    cp_async_wait_group<IN_FLIGHT>();
-  }
+  template <int IN_FLIGHT> __device__ static __forceinline__ void wait() { cp_async_wait_group<IN_FLIGHT>(); }
 };
 
 // ---- copies of tiles (scalar, wmma, mma) ----
 
-template <class B> struct TileConversion;  // DTYPE=U8
+struct ConvertingCopy;  // DTYPE=U8
 
-// What thread tid of nthreads copies of a tile: the vectors at (row + n * row_step, col), so that its
-// addresses advance by a constant. A row may take several passes of all threads. Threads that are left
-// over after whole rows are idle.
+// What thread tid of nthreads copies of a tile: the vectors at (row + n * row_step, col), so that its addresses advance
+// by a constant. A row may take several passes of all threads. Threads that are left over after whole rows are idle.
 template <class B> struct TileCopy {
   static constexpr int PER_ROW = B::head_dim / B::vec_width;
   int row_step, col_step, row, col;
@@ -1365,119 +1012,60 @@ template <class B> struct TileCopy {
   __device__ __forceinline__ const Input* first(const Input* tensor, int64_t row_stride) const {
     return tensor + row * row_stride + col;
   }
-  // Calls move(row, column, source, exists) for each of this thread's vectors of a tile. src is the first of them;
-  // `rows` rows exist from there on.
-  template <int ROWS, class Move>
-  __device__ __forceinline__ void each_vector(const Input* src, int64_t row_stride, int rows,
-                                              const Move& move) const {
+  // dst_s [ROWS][D] = the tile, zeros where it does not exist. src_g is this thread's first vector; `rows` rows exist from
+  // there on. With USE_CP_ASYNC the data is there only after a wait.
+  template <int ROWS>
+  __device__ __forceinline__ void copy(Element<B>* dst_s, const Input* src_g, int64_t row_stride, int rows) const {
+    using Copy = typename std::conditional<B::converts, ConvertingCopy, VectorCopy<B::use_cp_async>>::type;
     constexpr int unrolled = B::use_cp_async ? 16 : 8;  // a plain load in flight takes registers
 #pragma unroll unrolled
-    for (int r = 0; r < ROWS; r += row_step, src += row_step * row_stride) {
+    for (int r = 0; r < ROWS; r += row_step, src_g += row_step * row_stride) {
       if ((ROWS % row_step != 0 && row + r >= ROWS) || row >= row_step) break;
       SDPA_UNROLL for (int c = 0; c < B::head_dim; c += col_step) {
         if (B::head_dim % col_step != 0 && col + c >= B::head_dim) break;
-        move(row + r, col + c, src + c, r < rows);
+        Copy::template copy<B::vec_width * sizeof(Input)>(dst_s + tile_offset<B>(row + r, col + c), src_g + c, r < rows);
       }
     }
-  }
-  // dst_s [ROWS][D] = the tile, zeros where it does not exist. With USE_CP_ASYNC the data is there only after a
-  // wait.
-  template <int ROWS>
-  __device__ __forceinline__ void copy(Input* dst_s, const Input* src_g, int64_t row_stride,
-                                       int rows) const {
-    each_vector<ROWS>(src_g, row_stride, rows, [&](int r, int c, const Input* from_g, bool valid) {
-      VectorCopy<B::use_cp_async>::template copy<B::vec_width * sizeof(Input)>(
-          dst_s + tile_offset<B>(r, c), from_g, valid);
-    });
   }
 };
 
 // ---- copies of U8 (wmma and DTYPE = U8) ----
-// A thread converts the vectors that it copies to the fp16 that the products take.
 
-template <class B> struct TileConversion {
-  using Vector = typename VectorType<B::vec_width * sizeof(Input)>::type;
-
-  // dst_s [ROWS][D] = the tile, zeros where it does not exist.
-  template <int ROWS>
-  static __device__ __forceinline__ void copy(const TileCopy<B>& mine, Half* dst_s,
-                                              const Input* src_g, int64_t row_stride, int rows) {
-    const auto move = [&](int r, int c, const Input* from_g, bool valid) {
-      Vector vector{};
-      if (valid) vector = ld_global_nc<Vector>(from_g);
-      store_halves(dst_s, r, c, vector);
-    };
-    mine.template each_vector<ROWS>(src_g, row_stride, rows, move);
-  }
- private:
-  static __device__ __forceinline__ void store_halves(Half* dst_s, int row, int column,
-                                                      const Vector& vector) {
-    uint32_t words[sizeof vector / 4];
+// u - 128 of two bytes of a word, the low or the high ones. 16 bits 0x6400 | u are the number 1024 + u.
+__device__ __forceinline__ uint32_t halves_of_bytes(uint32_t word, bool high) {
+  constexpr uint32_t halves_of_1152 = 0x64806480;
+  return sub_f16x2(prmt(word, 0x64646464, high ? 0x4342 : 0x4140), halves_of_1152);
+}
+// Makes the fp16 that the products take of a vector of 8 elements or 16.
+struct ConvertingCopy {
+  template <int BYTES> __device__ static __forceinline__ void copy(void* dst_s, const void* src_g, bool valid) {
+    typename VectorType<BYTES>::type vector{};
+    if (valid) vector = ld_global_nc<decltype(vector)>(src_g);
+    uint32_t words[BYTES / 4];
     memcpy(words, &vector, sizeof vector);
-    SDPA_UNROLL for (int i = 0; i < B::vec_width / 4; i += 2) {
-      const uint4 chunk = halves_of_bytes(words[i], words[i + 1]);
-      st_shared(dst_s + tile_offset<B>(row, column + 4 * i), chunk);
+    SDPA_UNROLL for (int i = 0; i < BYTES / 4; i += 2) {
+      const uint32_t low = words[i], high = words[i + 1];
+      st_shared(static_cast<uint4*>(dst_s) + i / 2, uint4{halves_of_bytes(low, false), halves_of_bytes(low, true),
+                                                          halves_of_bytes(high, false), halves_of_bytes(high, true)});
     }
   }
 };
 
 // ---- barriers ----
+// SYNC_POLICY, of the scalar and wmma kernels: 5 puts a CTA barrier at every hazard of the tile loop. 2 drops the two that
+// guard nothing: Q is covered by the barrier for K and V, and m is read by the warp that wrote it. 1 leaves a row with
+// one warp, so that only the tiles themselves are shared. 0 has none: racy. In the other kernels a warp keeps its rows.
 
-enum class Hazard {  // what a barrier of the tile loop stands for, in the order of the loop
-  q_written,         // Q tile copied by all warps
-  kv_written,        // K and V tiles copied by all warps
-  s_written,         // S tile in shared memory, rows about to change hands
-  max_written,       // m and alpha of the rows
-  sum_written,       // l of the rows and P, rows about to change hands again
-  tile_read,         // K, V and P read by all warps, about to be overwritten
-};
-constexpr int HAZARDS = 6;
-
-// scalar, wmma: policy 5 puts a CTA barrier at every hazard. Policy 2 drops the two that guard
-// nothing: Q is covered by the barrier for K and V, and m is read by the warp that wrote it. Policy 1
-// leaves a row with one warp, so that only the tiles themselves are shared; producer warps hand those over by
-// mbarriers. Policy 0 has none: racy.
-// mma: a warp always keeps its rows. With two stages or more the barrier of kv_written also covers
-// tile_read of the tile before.
-// wgmma: a warp keeps its rows as well, and the plain kernel has one barrier, before a tile is overwritten. With
-// SWAP_AB keys are rows, and a query's column is spread over its slice's warps, so that P crosses a barrier, and so
-// does every new maximum.
-template <class B> __host__ __device__ constexpr bool needs_cta_barrier(Hazard h) {
-  if (B::family == Family::wgmma) {
-    if (B::swap_ab) {
-      return h == Hazard::sum_written || (h == Hazard::max_written && !B::use_lazy_max);
-    }
-    return !B::use_warp_specialization && h == Hazard::tile_read;
-  }
-  if (B::family == Family::mma) {
-    return h == Hazard::kv_written ||
-           (h == Hazard::tile_read && B::stages == 1);
-  }
-  if (B::use_warp_specialization) return false;
-  if (B::sync_policy == 5) return true;
-  if (B::sync_policy == 2) return h != Hazard::q_written && h != Hazard::max_written;
-  if (B::sync_policy == 1) return h == Hazard::kv_written || h == Hazard::tile_read;
-  return false;
-}
-
-template <class B> constexpr int barriers_per_tile() {
-  int n = 0;
-  for (int h = 0; h < HAZARDS; h++) n += needs_cta_barrier<B>(static_cast<Hazard>(h));
-  return n;
-}
-
-template <class B, Hazard H> __device__ __forceinline__ void sync_for() {
-  if constexpr (needs_cta_barrier<B>(H) && B::group_threads == 32) {
+// A barrier of the warps that share a slice of the keys if GROUP, else of the warp alone.
+template <class B, bool GROUP> __device__ __forceinline__ void group_sync() {
+  if constexpr (!GROUP || B::group_threads == 32) {
     __syncwarp();
-  } else if constexpr (needs_cta_barrier<B>(H) && B::split_kv > 1) {
-    // the number of a barrier is an immediate operand
+  } else if constexpr (B::split_kv > 1) {  // the number of a barrier is an immediate operand
     SDPA_UNROLL for (int group = 0; group < B::split_kv; group++) {
       if (threadIdx.x / B::group_threads == group) barrier_sync(1 + group, B::group_threads);
     }
-  } else if constexpr (needs_cta_barrier<B>(H)) {
-    __syncthreads();
   } else {
-    __syncwarp();
+    __syncthreads();
   }
 }
 
@@ -1487,14 +1075,11 @@ template <class B, Hazard H> __device__ __forceinline__ void sync_for() {
 // share the same rows. Mask, softmax and epilogue are written on views alone.
 
 template <class View> __device__ __forceinline__ void clear(View& T) {
-  SDPA_UNROLL for (int i = 0; i < View::ROWS; i++) {
-    SDPA_UNROLL for (int j = 0; j < View::COLS; j++) T.x[i][j] = 0;
-  }
+  SDPA_UNROLL for (int i = 0; i < View::ROWS; i++) { SDPA_UNROLL for (int j = 0; j < View::COLS; j++) T.x[i][j] = 0; }
 }
 
 // T = T * factor, by rows.   factor [ROWS]
-template <class View>
-__device__ __forceinline__ void scale_rows(View& T, const float (&factor)[View::ROWS]) {
+template <class View> __device__ __forceinline__ void scale_rows(View& T, const float (&factor)[View::ROWS]) {
   SDPA_UNROLL for (int i = 0; i < View::ROWS; i++) {
     SDPA_UNROLL for (int j = 0; j < View::COLS; j++) T.x[i][j] *= factor[i];
   }
@@ -1524,12 +1109,13 @@ __device__ __forceinline__ void mask_scores(View& S, const KernelArgs& a, int q0
     SDPA_UNROLL for (int i = 0; i < View::ROWS; i++) {
       const int q = query_of<B>(a, q0, S.row(i));
       SDPA_UNROLL for (int j = 0; j < View::COLS; j++) {
-        if (hidden(S.col(j), q)) S.x[i][j] = -INFINITY;
+        if (hidden(S.col(j) - S.col(0), q)) S.x[i][j] = -INFINITY;
       }
     }
   };
-  mask([&](int j, int q) { return j >= keys.end(q) - k0; });
-  if (keys.from > -most_rows) mask([&](int j, int q) { return j < keys.begin(q) - k0; });
+  const int k = k0 + S.col(0);
+  mask([&](int j, int q) { return j >= keys.end(q) - k; });
+  if (keys.from > -most_rows) mask([&](int j, int q) { return j < keys.begin(q) - k; });
 }
 
 // ---- online softmax ----
@@ -1559,9 +1145,7 @@ template <class B> __device__ __forceinline__ float softmax_exp2(float t) {
 
 // P and l are 2^p_log2 times what the formula has, since e4m3 reaches from 2^-9 to 448. With 8 instead of 3 a
 // stale maximum would soon be too small; with 0 the error of long rows grows.
-template <class B>
-constexpr bool rounds_p_to_e4m3 =
-    B::is_e4m3 && B::family != Family::scalar && !B::converts_operands;
+template <class B> constexpr bool rounds_p_to_e4m3 = B::is_e4m3&& B::family != Family::scalar && !B::converts_operands;
 template <class B> constexpr float p_log2 = rounds_p_to_e4m3<B> ? 3 : 0;
 
 // USE_LAZY_MAX: a stale maximum is kept while each thread's sum of P, over its part of the tile, is at most this; so
@@ -1595,8 +1179,7 @@ constexpr float shift_limit = 1024;
 // becomes S - m, which is exact near the maximum, and m_log2 is 0. Returns true if every m may be kept as
 // a stale maximum: it is a score, and within the limit.
 template <class B, class View>
-__device__ __forceinline__ bool softmax_shift(View& S, float scale_log2,
-                                              const float (&m)[View::ROWS],
+__device__ __forceinline__ bool softmax_shift(View& S, float scale_log2, const float (&m)[View::ROWS],
                                               float (&m_log2)[View::ROWS]) {
   bool may_be_kept = true;
   SDPA_UNROLL for (int i = 0; i < View::ROWS; i++) {
@@ -1613,8 +1196,7 @@ __device__ __forceinline__ bool softmax_shift(View& S, float scale_log2,
 // P = 2^(S * scale_log2 - m_log2) in place;  sum += P: this thread's columns [first, last) of its rows.
 template <class B, class View>
 __device__ __forceinline__ void softmax_exp(View& S, int first, int last, float scale_log2,
-                                            const float (&m_log2)[View::ROWS],
-                                            float (&sum)[View::ROWS]) {
+                                            const float (&m_log2)[View::ROWS], float (&sum)[View::ROWS]) {
   SDPA_UNROLL for (int i = 0; i < View::ROWS; i++) {
     SDPA_UNROLL for (int j = first; j < last; j++) {
       S.x[i][j] = softmax_exp2<B>(fmaf(S.x[i][j], scale_log2, -m_log2[i]));
@@ -1627,8 +1209,7 @@ __device__ __forceinline__ void softmax_exp(View& S, int first, int last, float 
 // Returns softmax_shift()'s answer.
 template <class B, class View>
 __device__ __forceinline__ bool softmax_sum(View& S, float scale_log2, const float (&m)[View::ROWS],
-                                            const float (&alpha)[View::ROWS],
-                                            float (&l)[View::ROWS]) {
+                                            const float (&alpha)[View::ROWS], float (&l)[View::ROWS]) {
   float m_log2[View::ROWS], sum[View::ROWS] = {};
   const bool may_be_kept = softmax_shift<B>(S, scale_log2, m, m_log2);
   softmax_exp<B>(S, 0, View::COLS, scale_log2, m_log2, sum);
@@ -1644,11 +1225,8 @@ template <class B, int ROWS> struct StaleSoftmax {
   const float scale_log2;
   float m_log2[ROWS], sum[ROWS];
 
-  __device__ __forceinline__ StaleSoftmax(const float (&m)[ROWS], float scale_log2_)
-      : scale_log2(scale_log2_) {
-    SDPA_UNROLL for (int i = 0; i < ROWS; i++) {
-      m_log2[i] = m[i] * scale_log2 - p_log2<B>, sum[i] = 0;
-    }
+  __device__ __forceinline__ StaleSoftmax(const float (&m)[ROWS], float scale_log2_) : scale_log2(scale_log2_) {
+    SDPA_UNROLL for (int i = 0; i < ROWS; i++) { m_log2[i] = m[i] * scale_log2 - p_log2<B>, sum[i] = 0; }
   }
   // P in the place of the columns [first, last) of S.
   template <class View> __device__ __forceinline__ void exp(View& S, int first, int last) {
@@ -1666,9 +1244,7 @@ template <class B, int ROWS> struct StaleSoftmax {
 
 // The sum of x over the LANES lanes that share a row, in a fixed order.
 template <int LANES> __device__ __forceinline__ float row_sum(float x) {
-  SDPA_UNROLL for (int lane = 1; lane < LANES; lane *= 2) {
-    x += __shfl_xor_sync(0xffffffffu, x, lane);
-  }
+  SDPA_UNROLL for (int lane = 1; lane < LANES; lane *= 2) { x += __shfl_xor_sync(0xffffffffu, x, lane); }
   return x;
 }
 
@@ -1679,16 +1255,14 @@ template <class B> constexpr float element_unit = B::input == DType::u8 ? 448.0f
 
 // The scale of an item's scores, with the factors of its heads, times log2(e); and the factor of its V. Scores of
 // several query heads (PACK_GQA) have been multiplied by the factor of theirs.
-template <class B>
-__device__ __forceinline__ float item_scale_log2(const KernelArgs& a, const WorkItem& item) {
+template <class B> __device__ __forceinline__ float item_scale_log2(const KernelArgs& a, const WorkItem& item) {
   if constexpr (!B::is_8bit) return a.scale_log2;
   const int h_kv = int(a.q_heads_per_kv.divide(item.h));
   const float q_descale = B::pack_gqa ? 1 : a.p.q_descale.of(item.b, item.h);
   const float scale_log2 = a.scale_log2 * q_descale * a.p.k_descale.of(item.b, h_kv);
   return max_nan(scale_log2, 1.2e-38f);  // of a factor of 0: -inf times the scale stays -inf
 }
-template <class B>
-__device__ __forceinline__ float item_v_descale(const KernelArgs& a, const WorkItem& item) {
+template <class B> __device__ __forceinline__ float item_v_descale(const KernelArgs& a, const WorkItem& item) {
   if constexpr (!B::is_8bit) return 1;
   return element_unit<B> * a.p.v_descale.of(item.b, int(a.q_heads_per_kv.divide(item.h)));
 }
@@ -1699,9 +1273,7 @@ template <class B> struct ItemScale {
   float of_8bit = 0;
 
   __device__ __forceinline__ explicit ItemScale(const KernelArgs& a_) : a(a_) {}
-  __device__ __forceinline__ ItemScale(const KernelArgs& a_, const WorkItem& item) : a(a_) {
-    start(item);
-  }
+  __device__ __forceinline__ ItemScale(const KernelArgs& a_, const WorkItem& item) : a(a_) { start(item); }
   __device__ __forceinline__ void start(const WorkItem& item) {
     if (B::is_8bit) of_8bit = item_scale_log2<B>(a, item);
   }
@@ -1713,8 +1285,8 @@ template <class B> struct ItemScale {
 // Weights that merge a row's N partial results, and m and l of the merged row; O is the sum of O[n] * weight[n].
 //   m = max of m[n];  weight[n] = 2^((m[n] - m) * scale_log2);  l = sum of l[n] * weight[n];  m_l[n] = {m[n], l[n]}
 template <class B, int N>
-__device__ __forceinline__ void merge_weights(const float2 (&m_l)[N], float scale_log2,
-                                              float (&weight)[N], float& m, float& l) {
+__device__ __forceinline__ void merge_weights(const float2 (&m_l)[N], float scale_log2, float (&weight)[N], float& m,
+                                              float& l) {
   m = m_l[0].x, l = 0;
   SDPA_UNROLL for (int n = 1; n < N; n++) m = fmaxf(m, m_l[n].x);
   SDPA_UNROLL for (int n = 0; n < N; n++) {
@@ -1729,7 +1301,7 @@ __device__ __forceinline__ void merge_weights(const float2 (&m_l)[N], float scal
 
 template <class B>  // of all groups of warps, in whole tiles
 __host__ __device__ int keys_at_once() {
-  return (most_keys_at_once + B::block_n - 1) / B::block_n * B::block_n * B::split_kv;
+  return shares(most_keys_at_once, B::block_n) * B::block_n * B::split_kv;
 }
 
 // Merges O, m and l of the latest keys with those in the slot, unless these keys are the first, and stores the result
@@ -1737,8 +1309,7 @@ __host__ __device__ int keys_at_once() {
 // of its own in the slot: m[i], l[i] and O.x[i].
 template <class B, class View>
 __device__ __forceinline__ void carry_sums(View& O, float (&m)[View::ROWS], float (&l)[View::ROWS],
-                                           const ItemScale<B>& scale_log2, int thread, bool first,
-                                           bool last) {
+                                           const ItemScale<B>& scale_log2, int thread, bool first, bool last) {
   const KernelArgs& a = scale_log2.a;
   constexpr int threads = B::num_warps * 32;
   unsigned char* const slots = static_cast<unsigned char*>(a.p.workspace) + slot_offset;
@@ -1755,17 +1326,15 @@ __device__ __forceinline__ void carry_sums(View& O, float (&m)[View::ROWS], floa
     }
     if (first && last) continue;
     st_global(x, last ? 0 : m[i]), st_global(x + threads, last ? 0 : l[i]);
-    SDPA_UNROLL for (int j = 0; j < View::COLS; j++) {
-      st_global(x + (j + 2) * threads, last ? 0 : O.x[i][j]);
-    }
+    SDPA_UNROLL for (int j = 0; j < View::COLS; j++) { st_global(x + (j + 2) * threads, last ? 0 : O.x[i][j]); }
   }
 }
 
 // O, m and l of rows over an item's keys. sum(begin, end) computes them for all keys, or for a part of many, and
 // carry_sums() merges the parts.
 template <class B, class Rows, class Sum>
-__device__ __forceinline__ void sum_parts(Rows& rows, const KeyRange& keys,
-                                          const ItemScale<B>& scale_log2, const Sum& sum) {
+__device__ __forceinline__ void sum_parts(Rows& rows, const KeyRange& keys, const ItemScale<B>& scale_log2,
+                                          const Sum& sum) {
   if constexpr (!B::many_keys) {
     sum(keys.begin, keys.end);
   } else {
@@ -1784,24 +1353,44 @@ __device__ __forceinline__ void sum_parts(Rows& rows, const KeyRange& keys,
 // LSE = ln2 * (m * scale_log2 + log2(l) - p_log2) of query q, if the caller wants it. m * scale_log2 alone may
 // overflow.
 template <class B>
-__device__ __forceinline__ void store_lse(float m, float l, const KernelArgs& a,
-                                          const WorkItem& item, int q) {
+__device__ __forceinline__ void store_lse(float m, float l, const KernelArgs& a, const WorkItem& item, int q) {
   constexpr float ln2 = 0.693147180559945f;
   if (a.p.LSE) {
     const int64_t row = (static_cast<int64_t>(item.b) * a.p.Hq + item.h) * a.p.Sq + q;
-    st_global(a.p.LSE + row, fmaf(finite_max(m), item_scale_log2<B>(a, item) * ln2,
-                                  ln2 * (lg2_approx_ftz(l) - p_log2<B>)));
+    st_global(a.p.LSE + row,
+              fmaf(finite_max(m), item_scale_log2<B>(a, item) * ln2, ln2 * (lg2_approx_ftz(l) - p_log2<B>)));
+  }
+}
+
+// What O is multiplied by, of a row whose sum is l: 1 / l times the factor of V; 0 for a row without a visible key.
+template <class B>
+__device__ __forceinline__ float inverse_of_sum(float l, const KernelArgs& a, const WorkItem& item) {
+  return l == 0 ? 0 : rcp_approx_ftz(l) * item_v_descale<B>(a, item);
+}
+// O of rows without a visible key is 0, whatever V is.   l [ROWS]
+template <class View> __device__ __forceinline__ void clear_empty_rows(View& O, const float (&l)[View::ROWS]) {
+  SDPA_UNROLL for (int i = 0; i < View::ROWS; i++) {
+    if (l[i] != 0) continue;
+    SDPA_UNROLL for (int j = 0; j < View::COLS; j++) O.x[i][j] = 0;
   }
 }
 
 // ---- stored from views (scalar, wmma, mma, wgmma) ----
 
+// Rows 8 apart of which each of 4 lanes has RUN neighbouring columns of every 4 * RUN.
+template <int HEIGHT, int WIDTH, int LENGTH> struct QuadRuns {
+  static constexpr int ROWS = HEIGHT, COLS = WIDTH / 4, RUN = LENGTH;
+  float x[ROWS][COLS];
+  int first_row, first_col;
+  __device__ int row(int i) const { return first_row + 8 * i; }
+  __device__ int col(int j) const { return first_col + j / RUN * 4 * RUN + j % RUN; }
+};
+
 // O / l and LSE to global memory, rows past Sq left out. A row without a visible key is 0, whatever V is.
 // m, l [ROWS] are final and the same in all lanes of a row.
 template <class B, class View>
-__device__ __forceinline__ void store_output(const View& O, const float (&m)[View::ROWS],
-                                             const float (&l)[View::ROWS], const KernelArgs& a,
-                                             const WorkItem& item) {
+__device__ __forceinline__ void store_output(const View& O, const float (&m)[View::ROWS], const float (&l)[View::ROWS],
+                                             const KernelArgs& a, const WorkItem& item) {
   constexpr int width = B::vec_width < View::RUN ? B::vec_width : View::RUN;
   using Vector = typename VectorType<width * sizeof(Output)>::type;
   const SdpaParams& p = a.p;
@@ -1809,7 +1398,7 @@ __device__ __forceinline__ void store_output(const View& O, const float (&m)[Vie
   SDPA_UNROLL for (int i = 0; i < View::ROWS; i++) {
     const int q = item.q0 + O.row(i);
     if (q >= p.Sq) continue;
-    const float inverse = rcp_approx_ftz(l[i]) * item_v_descale<B>(a, item);
+    const float inverse = inverse_of_sum<B>(l[i], a, item);
     SDPA_UNROLL for (int j = 0; j < View::COLS; j += width) {
       Output e[width];
       SDPA_UNROLL for (int n = 0; n < width; n++) {
@@ -1842,8 +1431,7 @@ template <class B> struct RowsPartial {
 };
 
 // The head and the query of a row of the tile, as an item of one row.
-template <class B>
-__device__ __forceinline__ WorkItem row_item(const KernelArgs& a, const WorkItem& item, int row) {
+template <class B> __device__ __forceinline__ WorkItem row_item(const KernelArgs& a, const WorkItem& item, int row) {
   const int heads = B::pack_gqa ? int(a.item_queries.divide(uint32_t(row))) : 0;
   return {item.b, item.h + heads, query_of<B>(a, item.q0, row)};
 }
@@ -1869,15 +1457,12 @@ __device__ __forceinline__ void add(RowPart& O, const float4& x, float weight) {
 
 // Merges O, m and l of all groups in a fixed order, and calls put(row, O, m, l).
 template <class B, class Partial, class Put>
-__device__ __forceinline__ void merge_groups(const Partial (&partial_s)[B::split_kv],
-                                             const ItemScale<B>& scale_log2, int thread,
-                                             const Put& put) {
+__device__ __forceinline__ void merge_groups(const Partial (&partial_s)[B::split_kv], const ItemScale<B>& scale_log2,
+                                             int thread, const Put& put) {
   for_each_part<B>(scale_log2.a, thread, [&](int row, RowPart& O) {
     float m[1], l[1], weight[B::split_kv];
     float2 m_l[B::split_kv];
-    SDPA_UNROLL for (int n = 0; n < B::split_kv; n++) {
-      m_l[n] = ld_shared<float2>(&partial_s[n].m_l[row]);
-    }
+    SDPA_UNROLL for (int n = 0; n < B::split_kv; n++) { m_l[n] = ld_shared<float2>(&partial_s[n].m_l[row]); }
     merge_weights<B>(m_l, scale_log2, weight, m[0], l[0]);
     SDPA_UNROLL for (int n = 0; n < B::split_kv; n++) {
       add(O, ld_shared<float4>(&partial_s[n].O[row][O.first_col]), weight[n]);
@@ -1888,8 +1473,8 @@ __device__ __forceinline__ void merge_groups(const Partial (&partial_s)[B::split
 
 // Merges O, m and l of all ranges in a fixed order. A thread loads MANY ranges of PARTS parts of rows at once.
 template <class B, int MANY, int PARTS>
-__device__ __forceinline__ void merge_ranges(const RangePartial<B>* partial, const KernelArgs& a,
-                                             const WorkItem& item, int thread) {
+__device__ __forceinline__ void merge_ranges(const RangePartial<B>* partial, const KernelArgs& a, const WorkItem& item,
+                                             int thread) {
   constexpr int columns = B::head_dim / 4, threads = B::num_warps * 32;
   const int ranges = int(a.ranges.divisor), parts = rows_of_item<B>(a) * columns;
   const ItemScale<B> scale_log2(a, item);
@@ -1933,9 +1518,8 @@ __device__ __forceinline__ void merge_ranges(const RangePartial<B>* partial, con
 // Stores O / l and LSE of the item's rows. SPLIT_CTAS: a CTA stores O, m and l of its keys in the workspace; the last
 // CTA of the item to come here merges them all.
 template <class B, class Partial>
-__device__ __forceinline__ void store_rows(const Partial (&partial_s)[B::split_kv],
-                                           const KernelArgs& a, const WorkItem& item, int thread,
-                                           bool& is_last_s) {
+__device__ __forceinline__ void store_rows(const Partial (&partial_s)[B::split_kv], const KernelArgs& a,
+                                           const WorkItem& item, int thread, bool& is_last_s) {
   const ItemScale<B> scale_log2(a, item);
   if (B::split_ctas == 1 || a.ranges.divisor == 1) {
     merge_groups<B>(partial_s, scale_log2, thread, [&](int row, const auto& O, auto& m, auto& l) {
@@ -1944,8 +1528,8 @@ __device__ __forceinline__ void store_rows(const Partial (&partial_s)[B::split_k
     return;
   }
   uint32_t* const counters = static_cast<uint32_t*>(a.p.workspace);
-  RangePartial<B>* const parts = reinterpret_cast<RangePartial<B>*>(
-      static_cast<unsigned char*>(a.p.workspace) + range_counter_bytes);
+  RangePartial<B>* const parts =
+      reinterpret_cast<RangePartial<B>*>(static_cast<unsigned char*>(a.p.workspace) + range_counter_bytes);
   merge_groups<B>(partial_s, scale_log2, thread, [&](int row, const auto& O, auto& m, auto& l) {
     RangePartial<B>& mine = parts[blockIdx.x];
     st_global(&mine.O[row][O.first_col], float4{O.x[0][0], O.x[0][1], O.x[0][2], O.x[0][3]});
@@ -1966,11 +1550,9 @@ __device__ __forceinline__ void store_rows(const Partial (&partial_s)[B::split_k
 // ---- work scheduling ----
 
 // The item of q-block `block` in head number `head`, counted through all batches.
-template <class B>
-__device__ __forceinline__ WorkItem tile_of(const KernelArgs& a, uint32_t head, uint32_t block) {
+template <class B> __device__ __forceinline__ WorkItem tile_of(const KernelArgs& a, uint32_t head, uint32_t block) {
   const int heads = B::pack_gqa ? a.item_heads : 1;
-  return {int(a.q_heads.divide(head)), int(a.q_heads.remainder(head)) * heads,
-          int(block) * queries_of_item<B>(a)};
+  return {int(a.q_heads.divide(head)), int(a.q_heads.remainder(head)) * heads, int(block) * queries_of_item<B>(a)};
 }
 
 // Item number -> tile. Without a mask the q-blocks of a head follow each other and share its K and
@@ -1989,6 +1571,11 @@ template <class B> __device__ __forceinline__ WorkItem work_item(const KernelArg
   return tile_of<B>(a, head, block);
 }
 
+// Of a CTA that has one item alone.
+template <class B> __device__ __forceinline__ uint32_t item_number_of_cta(const KernelArgs& a) {
+  return B::split_ctas == 1 ? blockIdx.x : a.ranges.divide(blockIdx.x);
+}
+
 // The part of an item's rounds that this CTA takes: SPLIT_CTAS deals them out.
 __device__ __forceinline__ KeyRange range_of_rounds(const KernelArgs& a, int rounds) {
   const int range = int(a.ranges.remainder(blockIdx.x));
@@ -2002,14 +1589,13 @@ __device__ __forceinline__ KeyRange range_of_rounds(const KernelArgs& a, int rou
 
 // The item of a CTA that has one alone.
 template <class B> __device__ __forceinline__ WorkItem item_of_cta(const KernelArgs& a) {
-  return work_item<B>(a, B::split_ctas == 1 ? blockIdx.x : a.ranges.divide(blockIdx.x));
+  return work_item<B>(a, item_number_of_cta<B>(a));
 }
 
 // What a group of warps (by default the CTA) needs to know of its item, and the copies that every
 // kernel starts from. Of the K/V tiles, group g takes number g, SPLIT_KV + g, ...
 template <class B> struct ItemTiles {
-  static constexpr int ADVANCE =
-      B::split_kv * B::block_n;  // keys from one tile of a group to its next
+  static constexpr int ADVANCE = B::split_kv * B::block_n;  // keys from one tile of a group to its next
   const SdpaParams& p;
   const WorkItem& item;
   TileCopy<B> mine;        // this thread's share of the group's copies
@@ -2017,13 +1603,12 @@ template <class B> struct ItemTiles {
   KeyRange keys;           // of the item's rows
   int first_key;           // of the group
 
-  __device__ __forceinline__ ItemTiles(const KernelArgs& a, const WorkItem& item_, int group,
-                                       int tid, int nthreads)
+  __device__ __forceinline__ ItemTiles(const KernelArgs& a, const WorkItem& item_, int group, int tid, int nthreads)
       : p(a.p), item(item_), mine(tid, nthreads) {
     const int h_kv = item.h / (p.Hq / p.Hkv);
     keys = a.keys.of_rows(item.q0, min(item.q0 + queries_of_item<B>(a), p.Sq) - 1);
     if (B::split_ctas != 1) {
-      const int rounds = max((keys.end - keys.begin + ADVANCE - 1) / ADVANCE, 0);
+      const int rounds = max(shares(keys.end - keys.begin, ADVANCE), 0);
       const KeyRange part = range_of_rounds(a, rounds);
       keys = {keys.begin + part.begin * ADVANCE, min(keys.begin + part.end * ADVANCE, keys.end)};
     }
@@ -2033,29 +1618,18 @@ template <class B> struct ItemTiles {
   }
   // ROWS query rows of the item from first_row on, to Q_s, by nthreads threads.
   template <int ROWS>
-  __device__ __forceinline__ void copy_q(Element<B>* Q_s, int first_row, int tid,
-                                         int nthreads) const {
+  __device__ __forceinline__ void copy_q(Element<B>* Q_s, int first_row, int tid, int nthreads) const {
     const TileCopy<B> share(tid, nthreads);
     const int q = item.q0 + first_row;
     const Input* const Q_g = p.Q + item.b * p.q.batch + item.h * p.q.head + q * p.q.row;
-    copy_tile<ROWS>(share, Q_s, share.first(Q_g, p.q.row), p.q.row, p.Sq - q - share.row);
-  }
-  template <int ROWS, class T>
-  static __device__ __forceinline__ void copy_tile(const TileCopy<B>& share, T* dst_s,
-                                                   const Input* src_g, int64_t row_stride,
-                                                   int rows) {
-    if constexpr (std::is_same<T, Input>::value) {
-      share.template copy<ROWS>(dst_s, src_g, row_stride, rows);
-    } else {
-      TileConversion<B>::template copy<ROWS>(share, dst_s, src_g, row_stride, rows);
-    }
+    share.template copy<ROWS>(Q_s, share.first(Q_g, p.q.row), p.q.row, p.Sq - q - share.row);
   }
   // The next K and V tile, at key k0, into its stage; past the end nothing.
   template <class Shared> __device__ __forceinline__ void copy_kv(Shared& s, int stage, int k0) {
     if (k0 < keys.end) {
       const int rows = keys.end - k0 - mine.row;
-      copy_tile<B::block_n>(mine, s.K[stage], K_g, p.k.row, rows);
-      copy_tile<B::block_n>(mine, s.V[stage], V_g, p.v.row, rows);
+      mine.template copy<B::block_n>(s.K[stage], K_g, p.k.row, rows);
+      mine.template copy<B::block_n>(s.V[stage], V_g, p.v.row, rows);
       K_g += ADVANCE * p.k.row, V_g += ADVANCE * p.v.row;
     }
   }
@@ -2070,6 +1644,9 @@ template <class B, class Shared> struct CopyTogether {
   ItemTiles<B> t;
   Shared& s;
   int stage = B::stages - 1;  // of the tile acquired last
+  // mma.sync with two stages or more: a warp that passes the barrier of acquire() knows that all warps have read the tile
+  // before, so that tile's stage is refilled after it. Elsewhere release() has a barrier for that.
+  static constexpr bool COPIES_LAST = B::family == Family::mma && B::stages > 1;
 
   // Begins with the tiles before the first acquire(), as one group of copies each.
   __device__ __forceinline__ CopyTogether(Shared& s_, const ItemTiles<B>& t_) : t(t_), s(s_) {
@@ -2078,17 +1655,13 @@ template <class B, class Shared> struct CopyTogether {
       VectorCopy<B::use_cp_async>::commit();
     }
   }
-  // mma.sync with two stages or more: a warp that passes this barrier knows that all warps have read the tile before,
-  // so that tile's stage is refilled behind it. Elsewhere release() has a barrier for that.
   __device__ __forceinline__ int acquire(int k0) {
-    constexpr bool copies_last =
-        !needs_cta_barrier<B>(Hazard::tile_read) && B::family == Family::mma;
     stage = stage + 1 == B::stages ? 0 : stage + 1;
-    sync_for<B, Hazard::q_written>();
-    if constexpr (!copies_last) copy_ahead(k0);
-    VectorCopy<B::use_cp_async>::template wait<copies_last ? B::stages - 2 : B::stages - 1>();
-    sync_for<B, Hazard::kv_written>();
-    if constexpr (copies_last) copy_ahead(k0);
+    group_sync<B, (B::family != Family::mma && B::sync_policy == 5)>();  // hazard: Q copied by all warps
+    if constexpr (!COPIES_LAST) copy_ahead(k0);
+    VectorCopy<B::use_cp_async>::template wait<COPIES_LAST ? B::stages - 2 : B::stages - 1>();
+    group_sync<B, (B::sync_policy >= 1)>();  // hazard: K and V copied by all warps
+    if constexpr (COPIES_LAST) copy_ahead(k0);
     return stage;
   }
   // Copies the tile that is STAGES - 1 further into the stage before this one.
@@ -2096,7 +1669,9 @@ template <class B, class Shared> struct CopyTogether {
     t.copy_kv(s, stage == 0 ? B::stages - 1 : stage - 1, k0 + (B::stages - 1) * t.ADVANCE);
     VectorCopy<B::use_cp_async>::commit();
   }
-  __device__ __forceinline__ void release() { sync_for<B, Hazard::tile_read>(); }
+  __device__ __forceinline__ void release() {
+    group_sync<B, (!COPIES_LAST && B::sync_policy >= 1)>();  // hazard: K, V and P read by all warps, about to change
+  }
 };
 
 // ---- rings of stages (wmma, wgmma) ----
@@ -2149,30 +1724,28 @@ template <class B> struct ScalarOutput {
   __device__ int col(int j) const { return first_col + j / RUN * (COL_LANES * RUN) + j % RUN; }
 };
 
-template <class T, class View>
-__device__ __forceinline__ void store_scores(T* P_s, int stride, const View& S) {
+template <class T, class View> __device__ __forceinline__ void store_scores(T* P_s, int stride, const View& S) {
   SDPA_UNROLL for (int i = 0; i < View::ROWS; i++) {
     SDPA_UNROLL for (int j = 0; j < View::COLS; j++) {
-      st_shared(P_s + S.row(i) * stride + S.col(j), static_cast<T>(S.x[i][j]));
+      st_shared(P_s + S.row(i) * stride + S.col(j), rounded<T>(S.x[i][j]));
     }
   }
 }
 
-template <class T, class View>
-__device__ __forceinline__ void load_scores(View& S, const T* P_s, int stride) {
+template <class T, class View> __device__ __forceinline__ void load_scores(View& S, const T* P_s, int stride) {
   SDPA_UNROLL for (int i = 0; i < View::ROWS; i++) {
     SDPA_UNROLL for (int j = 0; j < View::COLS; j++) {
-      S.x[i][j] = static_cast<float>(ld_shared<T>(P_s + S.row(i) * stride + S.col(j)));
+      S.x[i][j] = to_float(ld_shared<T>(P_s + S.row(i) * stride + S.col(j)));
     }
   }
 }
 
 template <class B> struct ScalarShared {
-  static constexpr int P_STRIDE = B::block_n + 8;  // 4 rows of lanes fall into 4 groups of 8 banks
-  Element<B> Q[B::block_m * TILE_STRIDE<B>];       // [BLOCK_M][D]
-  Element<B> K[B::stages][B::block_n * TILE_STRIDE<B>];  // [BLOCK_N][D]
-  Element<B> V[B::stages][B::block_n * TILE_STRIDE<B>];  // [BLOCK_N][D]
-  float P[B::block_m * P_STRIDE];  // [BLOCK_M][BLOCK_N]: S, then P in its place
+  static constexpr int P_STRIDE = B::block_n + 8;         // 4 rows of lanes fall into 4 groups of 8 banks
+  Element<B> Q[B::block_m * TILE_STRIDE<B>];              // [BLOCK_M][D]
+  Element<B> K[B::stages][B::block_n * TILE_STRIDE<B>];   // [BLOCK_N][D]
+  Element<B> V[B::stages][B::block_n * TILE_STRIDE<B>];   // [BLOCK_N][D]
+  float P[B::block_m * P_STRIDE];                         // [BLOCK_M][BLOCK_N]: S, then P in its place
   float m[B::block_m], l[B::block_m], alpha[B::block_m];  // used where rows change hands
 
   __device__ void store_probabilities(const ScalarScores<B>& S) { store_scores(P, P_STRIDE, S); }
@@ -2181,8 +1754,7 @@ template <class B> struct ScalarShared {
 
 // O = O * alpha + P @ V   [BLOCK_M][D]
 template <class B>
-__device__ __forceinline__ void scalar_pv(ScalarOutput<B>& O,
-                                          const float (&alpha)[ScalarOutput<B>::ROWS],
+__device__ __forceinline__ void scalar_pv(ScalarOutput<B>& O, const float (&alpha)[ScalarOutput<B>::ROWS],
                                           const float* P_s, const Element<B>* V_s) {
   using View = ScalarOutput<B>;
   constexpr int KEYS = 4;  // one 16-byte read of P
@@ -2199,9 +1771,7 @@ __device__ __forceinline__ void scalar_pv(ScalarOutput<B>& O,
         float v[RUN_READ];
         load_run(v, V_s + tile_offset<B>(k + n, O.col(j)));
         SDPA_UNROLL for (int e = 0; e < RUN_READ; e++) {
-          SDPA_UNROLL for (int i = 0; i < View::ROWS; i++) {
-            O.x[i][j + e] = fmaf(p[i][n], v[e], O.x[i][j + e]);
-          }
+          SDPA_UNROLL for (int i = 0; i < View::ROWS; i++) { O.x[i][j + e] = fmaf(p[i][n], v[e], O.x[i][j + e]); }
         }
       }
     }
@@ -2223,11 +1793,10 @@ template <class B, class Shared> struct WarpSoftmax {
     softmax_sum<B>(S, scale_log2, m, alpha, l);
     s.store_probabilities(S);
     s.store_alpha(S, alpha);
-    sync_for<B, Hazard::sum_written>();
+    __syncwarp();  // hazard: P and alpha written by the other lanes
   }
   // The final m and l of this thread's rows.
-  __device__ void finish(Shared&, const ScalarScores<B>&, float (&m_out)[ROWS],
-                         float (&l_out)[ROWS]) {
+  __device__ void finish(Shared&, const ScalarScores<B>&, float (&m_out)[ROWS], float (&l_out)[ROWS]) {
     SDPA_UNROLL for (int i = 0; i < ROWS; i++) m_out[i] = m[i], l_out[i] = row_sum<COL_LANES>(l[i]);
   }
 };
@@ -2252,10 +1821,9 @@ template <class B, class Shared> struct CtaSoftmax {
     }
     __syncthreads();  // hazard: m and l read by other warps in finish() if there is no tile
   }
-  __device__ void step(Shared& s, const ScalarScores<B>& own, float scale_log2,
-                       float (&alpha_own)[ROWS]) {
+  __device__ void step(Shared& s, const ScalarScores<B>& own, float scale_log2, float (&alpha_own)[ROWS]) {
     store_scores(s.P, s.P_STRIDE, own);
-    sync_for<B, Hazard::s_written>();
+    group_sync<B, (B::sync_policy >= 2)>();  // hazard: S written, its rows about to change hands
 
     ScalarScores<B> S = dealt_rows();
     load_scores(S, s.P, s.P_STRIDE);
@@ -2266,7 +1834,7 @@ template <class B, class Shared> struct CtaSoftmax {
     SDPA_UNROLL for (int i = 0; i < ROWS; i++) {
       if (S.first_col == 0) s.m[S.row(i)] = m[i], s.alpha[S.row(i)] = alpha[i];
     }
-    sync_for<B, Hazard::max_written>();
+    group_sync<B, (B::sync_policy == 5)>();  // hazard: m and alpha of the rows written
 
     SDPA_UNROLL for (int i = 0; i < ROWS; i++) {
       m[i] = s.m[S.row(i)], alpha[i] = s.alpha[S.row(i)];
@@ -2278,193 +1846,25 @@ template <class B, class Shared> struct CtaSoftmax {
       l[i] = row_sum<COL_LANES>(l[i]);
       if (S.first_col == 0) s.l[S.row(i)] = l[i];
     }
-    sync_for<B, Hazard::sum_written>();
+    group_sync<B, (B::sync_policy >= 2)>();  // hazard: l and P written, rows about to change hands again
 
     SDPA_UNROLL for (int i = 0; i < ROWS; i++) alpha_own[i] = s.alpha[own.row(i)];
   }
-  __device__ void finish(Shared& s, const ScalarScores<B>& own, float (&m_out)[ROWS],
-                         float (&l_out)[ROWS]) {
-    SDPA_UNROLL for (int i = 0; i < ROWS; i++) {
-      m_out[i] = s.m[own.row(i)], l_out[i] = s.l[own.row(i)];
-    }
+  __device__ void finish(Shared& s, const ScalarScores<B>& own, float (&m_out)[ROWS], float (&l_out)[ROWS]) {
+    SDPA_UNROLL for (int i = 0; i < ROWS; i++) { m_out[i] = s.m[own.row(i)], l_out[i] = s.l[own.row(i)]; }
   }
 };
 
 template <class B, class Shared>
-using TileSoftmax = typename std::conditional<B::sync_policy == 1, WarpSoftmax<B, Shared>,
-                                              CtaSoftmax<B, Shared>>::type;
+using TileSoftmax = typename std::conditional<B::sync_policy == 1, WarpSoftmax<B, Shared>, CtaSoftmax<B, Shared>>::type;
 
 // ---- what the launch needs to know of a kernel ----
 
-// Each chapter of section 5 ends with its own: `Shared`, `kernel`, and what differs from OneLaunch.
-template <class B, Family F> struct KernelOf;
-template <class B> using SharedOf = typename KernelOf<B, B::family>::Shared;
-template <class B>
-constexpr size_t shared_bytes = sizeof(SharedOf<B>);
-
-// The attribute of the current device, or `otherwise` if there is no device.
-int device_attribute(cudaDeviceAttr attribute, int otherwise) {
-  int device = 0, value = 0;
-  const bool known = cudaGetDevice(&device) == cudaSuccess &&
-                     cudaDeviceGetAttribute(&value, attribute, device) == cudaSuccess;
-  return known ? value : otherwise;
-}
-
-int sm_count() { return device_attribute(cudaDevAttrMultiProcessorCount, 132); }
-
-// How many shares of `of` there are in n, the last one perhaps not full.
-constexpr int64_t shares(int64_t n, int64_t of) { return (n + of - 1) / of; }
-
-// What an SM has for all of its CTAs, of which the system takes 1 KB for each.
-int shared_of_sm() {
-  return device_attribute(cudaDevAttrMaxSharedMemoryPerMultiprocessor, 228 << 10);
-}
-
-// Bytes of shared memory that a CTA asks for. CTAs that start before the launch before has ended go to the SMs that
-// have room: some would get three and others one. So with SPLIT_CTAS each asks for so much that an SM has room for an
-// even share of them alone. Another kernel on the GPU then finds less room beside it.
-template <class B> size_t shared_bytes_of(uint32_t ctas) {
-  if (B::family != Family::wgmma || B::split_ctas == 1) return shared_bytes<B>;
-  const int share = int(shares(ctas, sm_count()));
-  return max(int(shared_bytes<B>), shared_of_sm() / share / 1024 * 1024 - 1024);
-}
-
-// One launch of the kernel: a CTA to each of `items`, or as many as are resident and asked for.
-template <class B>
-SdpaStatus launch_kernel(const KernelArgs& a, uint32_t items, cudaStream_t stream) {
-  static_assert(shared_bytes<B> <= 227 * 1024,
-                "BLOCK_M, BLOCK_N, HEAD_DIM and STAGES: the tiles need more than the 227 KB of "
-                "shared memory that a CTA can have; type a smaller BLOCK_N or fewer STAGES");
-  constexpr auto kernel = KernelOf<B, B::family>::kernel;
-  // The attribute is the kernel's, which other host threads launch as well: so it is the most that any launch asks for.
-  const size_t most = shared_bytes_of<B>(1);
-  cudaError_t error =
-      cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, int(most));
-  if (error == cudaErrorInvalidValue || error == cudaErrorInvalidDeviceFunction ||
-      error == cudaErrorNoKernelImageForDevice) {
-    return failure(error,
-                   "this GPU cannot run this build (%zu bytes of shared memory a CTA, code "
-                   "for its architecture): %s",
-                   most, cudaGetErrorString(error));
-  }
-  if (error != cudaSuccess) return cuda_failure(error, "an earlier call or kernel of this process");
-  uint32_t ctas = items;
-  if (B::use_persistent_cta) {
-    int ctas_per_sm = 0;
-    error = cudaOccupancyMaxActiveBlocksPerMultiprocessor(&ctas_per_sm, kernel, B::threads,
-                                                          shared_bytes<B>);
-    if (error != cudaSuccess) return cuda_failure(error, "asking for the GPU's occupancy");
-    const uint32_t resident = uint32_t(sm_count()) * uint32_t(max(ctas_per_sm, 1));
-    const uint32_t asked = uint32_t(a.p.max_ctas);
-    const uint32_t most = asked > 0 && asked < resident ? asked : resident;
-    if (ctas > most) ctas = most;
-  }
-  cudaLaunchConfig_t launch{};
-  launch.gridDim = dim3(ctas);
-  launch.blockDim = dim3(B::threads);
-  launch.dynamicSmemBytes = shared_bytes_of<B>(items);
-  launch.stream = stream;
-  // A CTA may start before the kernel before this one has ended.
-  cudaLaunchAttribute early{};
-  early.id = cudaLaunchAttributeProgrammaticStreamSerialization;
-  early.val.programmaticStreamSerializationAllowed = 1;
-  launch.attrs = &early;
-  launch.numAttrs = B::family == Family::wgmma;  // which waits for that one
-  error = cudaLaunchKernelEx(&launch, kernel, a);
-  return error == cudaSuccess ? SdpaStatus{} : cuda_failure(error, "launching the kernel");
-}
-
-// How a problem's rows and keys are dealt to CTAs.
-struct Items {
-  int heads = 1, queries;  // query heads of an item, and queries of each
-  int64_t count;           // of items
-  int ranges = 1;          // CTAs to an item
-};
-
-// CTAs that an SM holds at once, by their shared memory.
-template <class B> int most_resident_ctas() {
-  return max(shared_of_sm() / int(shared_bytes<B> + 1024), 1);
-}
-
-// How often merge_ranges(), as store_rows() calls it, waits for loads.
-int64_t merge_steps(const Items& items, int D, int threads, int ranges) {
-  if (ranges == 1) return 0;
-  const int64_t parts = shares(items.heads * items.queries * (D / 4), threads);  // of a thread
-  return ranges > few_ranges ? shares(ranges, 16) * parts : shares(ranges, 2) * shares(parts, 4);
-}
-
-// SPLIT_CTAS=0: as many ranges as take the least time, counted in KB that an SM reads meanwhile: its rounds, 64 KB for
-// each wave of CTAs that starts, `resident` to an SM, and 24 KB for each step of the merge (fitted to an H200). None is
-// longer than most_keys_at_once where 256 ranges suffice.
-int ranges_of(const SdpaParams& p, const Items& items, int round_keys, int threads, int resident,
-              int sms) {
-  const KeyBounds bounds(p);
-  const int keys = max(bounds.end(p.Sq - 1) - bounds.begin(p.Sq - 1), 1);
-  const int rounds = int(shares(keys, round_keys));
-  const double round_kb = round_keys * p.D * sizeof(Input) / 512.0;  // K and V
-  const int most = items.count <= most_split_items ? min(rounds, 256) : 1;
-  int best = 0;
-  double best_kb = 0;
-  for (int n = min(int(shares(keys, most_keys_at_once)), most); n <= most; n++) {
-    const uint32_t ctas = uint32_t(items.count) * n;
-    const double kb = round_kb * shares(ctas, sms) * shares(rounds, n) +
-                      64.0 * shares(ctas, resident * sms) +
-                      24.0 * merge_steps(items, p.D, threads, n);
-    if (best == 0 || kb < best_kb) best = n, best_kb = kb;
-  }
-  return best;
-}
-
-// How a problem is cut into items of block_m rows, in one range. PACK_GQA: an item has as many heads of a key head as
-// divide them and fit.
-Items items_of_tile(const SdpaParams& p, int block_m, bool pack_gqa) {
-  Items items;
-  const int group = p.Hkv > 0 ? p.Hq / p.Hkv : 1;
-  while (pack_gqa && items.heads < block_m && items.heads < group) {  // the next divisor
-    int next = items.heads + 1;
-    while (group % next) next++;
-    if (next > block_m) break;
-    items.heads = next;
-  }
-  items.queries = block_m / items.heads;
-  if (pack_gqa && p.Sq < items.queries) items.queries = p.Sq > 0 ? p.Sq : 1;
-  const int64_t blocks = (int64_t(p.Sq) + items.queries - 1) / items.queries;
-  items.count = int64_t(p.B) * (p.Hq / items.heads) * blocks;
-  return items;
-}
-
-template <class B> Items items_of(const SdpaParams& p) {
-  Items items = items_of_tile(p, B::block_m, B::pack_gqa);
-  if (B::split_ctas > 1) items.ranges = B::split_ctas;
-  if (B::split_ctas == 0 && items.count > 0) {
-    items.ranges = ranges_of(p, items, B::split_kv * B::block_n, B::num_warps * 32,
-                             most_resident_ctas<B>(), sm_count());
-  }
-  return items;
-}
-
-// What most kernels have: nothing to prepare, one launch, a workspace for the queue or the ranges, whose counters are
-// zero again after every launch.
-template <class B> struct OneLaunch {
-  static constexpr size_t zeroed_bytes = B::split_ctas != 1      ? range_counter_bytes
-                                         : B::many_keys          ? slot_offset + slot_bytes<B>
-                                         : B::use_persistent_cta ? sizeof(uint32_t)
-                                                                 : 0;
-  static SdpaStatus prepare(KernelArgs&) { return {}; }
-  static SdpaStatus launch(const KernelArgs& a, cudaStream_t stream) {
-    return launch_kernel<B>(a, a.work_items * a.ranges.divisor, stream);
-  }
-  static size_t workspace_bytes(const SdpaParams& p) {
-    const Items items = items_of<B>(p);
-    if (B::split_ctas != 1) {
-      if (items.ranges == 1) return zeroed_bytes;
-      return zeroed_bytes + size_t(items.count) * items.ranges * sizeof(RangePartial<B>);
-    }
-    if (!B::many_keys) return zeroed_bytes;
-    const int64_t most = B::use_persistent_cta ? most_resident_ctas<B>() * sm_count() : items.count;
-    return slot_offset + size_t(items.count < most ? items.count : most) * slot_bytes<B>;
-  }
-};
+// Each chapter of section 5 ends with its own: `Shared`, its shared memory, and `entry`.
+template <class B, Path = B::path> struct KernelOf;
+template <class B> constexpr size_t shared_bytes = sizeof(typename KernelOf<B>::Shared);
+// Nothing to describe to TMA.
+template <class B> SdpaStatus encode_tensor_maps(NoTensorMaps&, const KernelArgs&) { return {}; }
 
 // ==== 5 KERNELS ==================================================================================
 
@@ -2472,16 +1872,13 @@ template <class B> struct OneLaunch {
 
 // S = Q @ K.T   [BLOCK_M][BLOCK_N]
 template <class B>
-__device__ __forceinline__ void scalar_qk(ScalarScores<B>& S, const Element<B>* Q_s,
-                                          const Element<B>* K_s) {
+__device__ __forceinline__ void scalar_qk(ScalarScores<B>& S, const Element<B>* Q_s, const Element<B>* K_s) {
   using View = ScalarScores<B>;
   clear(S);
 #pragma unroll 2
   for (int d = 0; d < B::head_dim; d += RUN_READ) {
     float q[View::ROWS][RUN_READ];
-    SDPA_UNROLL for (int i = 0; i < View::ROWS; i++) {
-      load_run(q[i], Q_s + tile_offset<B>(S.row(i), d));
-    }
+    SDPA_UNROLL for (int i = 0; i < View::ROWS; i++) { load_run(q[i], Q_s + tile_offset<B>(S.row(i), d)); }
     SDPA_UNROLL for (int j = 0; j < View::COLS; j++) {
       float k[RUN_READ];
       load_run(k, K_s + tile_offset<B>(S.col(j), d));
@@ -2492,8 +1889,7 @@ __device__ __forceinline__ void scalar_qk(ScalarScores<B>& S, const Element<B>* 
   }
 }
 
-template <class B>
-__global__ void __launch_bounds__(B::threads, 1) sdpa_scalar(const __grid_constant__ KernelArgs a) {
+template <class B> __global__ void __launch_bounds__(B::threads, 1) sdpa_scalar(const __grid_constant__ KernelArgs a) {
   ScalarShared<B>& s = dynamic_shared<ScalarShared<B>>();
   const int tid = threadIdx.x, warp = tid / 32, lane = tid % 32;
 
@@ -2529,9 +1925,9 @@ __global__ void __launch_bounds__(B::threads, 1) sdpa_scalar(const __grid_consta
   store_output<B>(O, m, l, a, item);
 }
 
-template <class B> struct KernelOf<B, Family::scalar> : OneLaunch<B> {
+template <class B> struct KernelOf<B, Path::scalar> {
   using Shared = ScalarShared<B>;
-  static constexpr auto kernel = sdpa_scalar<B>;
+  static constexpr auto entry = sdpa_scalar<B>;
 };
 
 // ---- 5b wmma: products on tensor cores, S and P in shared memory (wmma) ----
@@ -2542,14 +1938,11 @@ template <class T> using AccumulatorOf = wmma::fragment<wmma::accumulator, 16, 1
 using Accumulator = AccumulatorOf<float>;
 // Of S in shared memory, where rows of fp16 lie as far apart as rows of fp32.
 template <class B> using WmmaScore = typename std::conditional<B::qk_in_fp16, __half, float>::type;
-template <class B>
-constexpr int SCORE_STRIDE = ScalarShared<B>::P_STRIDE * int(sizeof(float) / sizeof(WmmaScore<B>));
+template <class B> constexpr int SCORE_STRIDE = ScalarShared<B>::P_STRIDE* int(sizeof(float) / sizeof(WmmaScore<B>));
 
 template <class B> struct WmmaShared : ScalarShared<B> {
-  static constexpr int P16_STRIDE =
-      B::block_n + 8;  // 8 neighbouring rows fall into 8 groups of banks
-  alignas(32) Element<B> P16[B::use_wmma_pv ? B::block_m * P16_STRIDE
-                                            : 1];  // P for wmma, [BLOCK_M][BLOCK_N]
+  static constexpr int P16_STRIDE = B::block_n + 8;  // 8 neighbouring rows fall into 8 groups of banks
+  alignas(32) Element<B> P16[B::use_wmma_pv ? B::block_m * P16_STRIDE : 1];  // P for wmma, [BLOCK_M][BLOCK_N]
   uint64_t full[B::stages], empty[B::stages];  // mbarriers: tile landed, tile read by all consumers
   uint32_t drawn;                              // ItemQueue
 
@@ -2561,8 +1954,7 @@ template <class B> struct WmmaShared : ScalarShared<B> {
     }
   }
   // WmmaOutput's rows are not those of the scores' lanes.
-  __device__ void store_alpha(const ScalarScores<B>& S,
-                              const float (&row_alpha)[ScalarScores<B>::ROWS]) {
+  __device__ void store_alpha(const ScalarScores<B>& S, const float (&row_alpha)[ScalarScores<B>::ROWS]) {
     SDPA_UNROLL for (int i = 0; i < S.ROWS; i++) {
       if (S.first_col == 0) this->alpha[S.row(i)] = row_alpha[i];
     }
@@ -2574,8 +1966,7 @@ template <class B> struct CopyByProducers {
   WmmaShared<B>& s;
   StageRing<B::stages>& ring;
 
-  __device__ __forceinline__ CopyByProducers(WmmaShared<B>& s_, StageRing<B::stages>& ring_)
-      : s(s_), ring(ring_) {}
+  __device__ __forceinline__ CopyByProducers(WmmaShared<B>& s_, StageRing<B::stages>& ring_) : s(s_), ring(ring_) {}
   __device__ __forceinline__ int acquire(int) {
     mbarrier_spin(&s.full[ring.stage], ring.parity);
     return ring.stage;
@@ -2588,8 +1979,7 @@ template <class B> struct CopyByProducers {
 
 // What the producer warps do of an item.
 template <class B>
-__device__ __forceinline__ void wmma_produce(WmmaShared<B>& s, ItemTiles<B>& t,
-                                             StageRing<B::stages>& ring) {
+__device__ __forceinline__ void wmma_produce(WmmaShared<B>& s, ItemTiles<B>& t, StageRing<B::stages>& ring) {
   for (int k0 = t.keys.begin; k0 < t.keys.end; k0 += B::block_n) {
     mbarrier_spin(&s.empty[ring.stage], ring.parity ^ 1);  // the first round finds them empty
     t.copy_kv(s, ring.stage, k0);
@@ -2604,12 +1994,12 @@ __device__ __forceinline__ void wmma_produce(WmmaShared<B>& s, ItemTiles<B>& t,
 
 // S = Q @ K.T   [16][BLOCK_N] of a warp, to shared memory
 template <class B>
-__device__ __forceinline__ void wmma_qk(
-    WmmaScore<B>* S_s, const Operand<wmma::matrix_a, wmma::row_major> (&Q)[B::head_dim / 16],
-    const Element<B>* K_s) {
+__device__ __forceinline__ void wmma_qk(WmmaScore<B>* S_s,
+                                        const Operand<wmma::matrix_a, wmma::row_major> (&Q)[B::head_dim / 16],
+                                        const Element<B>* K_s) {
   SDPA_UNROLL for (int n = 0; n < B::block_n; n += 16) {
     AccumulatorOf<WmmaScore<B>> S;
-    wmma::fill_fragment(S, WmmaScore<B>(0.0f));
+    wmma::fill_fragment(S, rounded<WmmaScore<B>>(0));
     SDPA_UNROLL for (int d = 0; d < B::head_dim; d += 16) {
       Operand<wmma::matrix_b, wmma::col_major> K;
       wmma::load_matrix_sync(K, K_s + tile_offset<B>(n, d), TILE_STRIDE<B>);
@@ -2640,23 +2030,18 @@ template <class B> struct WmmaOutput {
   }
 
   // O = O * alpha + P @ V   [16][D]; alpha_s [16], P_s [16][P16_STRIDE]
-  __device__ __forceinline__ void multiply(const float* alpha_s, const Element<B>* P_s,
-                                           const Element<B>* V_s) {
+  __device__ __forceinline__ void multiply(const float* alpha_s, const Element<B>* P_s, const Element<B>* V_s) {
     float alpha[Accumulator::num_elements];
-    SDPA_UNROLL for (int e = 0; e < Accumulator::num_elements; e++) {
-      alpha[e] = ld_shared<float>(alpha_s + row[e]);
-    }
+    SDPA_UNROLL for (int e = 0; e < Accumulator::num_elements; e++) { alpha[e] = ld_shared<float>(alpha_s + row[e]); }
     SDPA_UNROLL for (int n = 0; n < B::head_dim / 16; n++) {
       SDPA_UNROLL for (int e = 0; e < Accumulator::num_elements; e++) x[n].x[e] *= alpha[e];
     }
     if constexpr (B::pv_in_fp16) {
       AccumulatorOf<__half> of_tile[B::head_dim / 16];
-      SDPA_UNROLL for (auto& part : of_tile) wmma::fill_fragment(part, __half(0.0f));
+      SDPA_UNROLL for (auto& part : of_tile) wmma::fill_fragment(part, rounded<__half>(0));
       add_products(of_tile, P_s, V_s);
       SDPA_UNROLL for (int n = 0; n < B::head_dim / 16; n++) {
-        SDPA_UNROLL for (int e = 0; e < Accumulator::num_elements; e++) {
-          x[n].x[e] += float(of_tile[n].x[e]);
-        }
+        SDPA_UNROLL for (int e = 0; e < Accumulator::num_elements; e++) { x[n].x[e] += to_float(of_tile[n].x[e]); }
       }
     } else {
       add_products(x, P_s, V_s);
@@ -2664,8 +2049,7 @@ template <class B> struct WmmaOutput {
   }
   // sums += P @ V. In fp16 an element has the place that it has in fp32 (tests/conformance.cu sees to it).
   template <class Sums>
-  static __device__ __forceinline__ void add_products(Sums& sums, const Element<B>* P_s,
-                                                      const Element<B>* V_s) {
+  static __device__ __forceinline__ void add_products(Sums& sums, const Element<B>* P_s, const Element<B>* V_s) {
     SDPA_UNROLL for (int k = 0; k < B::block_n; k += 16) {
       Operand<wmma::matrix_a, wmma::row_major> P;
       wmma::load_matrix_sync(P, P_s + k, WmmaShared<B>::P16_STRIDE);
@@ -2691,8 +2075,7 @@ template <class B> struct WmmaOutput {
       SDPA_UNROLL for (int i = 0; i < O.ROWS; i++) {
         SDPA_UNROLL for (int j = 0; j < O.COLS; j++) {
           if (O.col(j) < begin || O.col(j) >= end) continue;
-          O.x[i][j] =
-              ld_shared<float>(scratch_s + (O.row(i) - first_row) * stride + O.col(j) - begin);
+          O.x[i][j] = ld_shared<float>(scratch_s + (O.row(i) - first_row) * stride + O.col(j) - begin);
         }
       }
     }
@@ -2701,9 +2084,8 @@ template <class B> struct WmmaOutput {
 
 // What a consumer warp does of an item: its 16 rows, against the tiles that the feed gives.
 template <class B, class Feed>
-__device__ __forceinline__ void wmma_consume(WmmaShared<B>& s, const KernelArgs& a,
-                                             const WorkItem& item, const ItemTiles<B>& t,
-                                             Feed& feed) {
+__device__ __forceinline__ void wmma_consume(WmmaShared<B>& s, const KernelArgs& a, const WorkItem& item,
+                                             const ItemTiles<B>& t, Feed& feed) {
   const int warp = threadIdx.x / 32, lane = threadIdx.x % 32, first_row = warp * 16;
   float* const S_s = s.P + first_row * s.P_STRIDE;
 
@@ -2725,9 +2107,7 @@ __device__ __forceinline__ void wmma_consume(WmmaShared<B>& s, const KernelArgs&
   VectorCopy<B::use_cp_async>::template wait<0>();
   __syncwarp();  // hazard: Q copied by the other lanes
   Operand<wmma::matrix_a, wmma::row_major> Q[B::head_dim / 16];
-  SDPA_UNROLL for (int d = 0; d < B::head_dim; d += 16) {
-    wmma::load_matrix_sync(Q[d / 16], Q_s + d, TILE_STRIDE<B>);
-  }
+  SDPA_UNROLL for (int d = 0; d < B::head_dim; d += 16) { wmma::load_matrix_sync(Q[d / 16], Q_s + d, TILE_STRIDE<B>); }
 
   const ItemScale<B> scale_log2(a, item);
   const auto sum_keys = [&](int begin, int end) {
@@ -2786,8 +2166,7 @@ struct ItemQueue {
   }
 };
 
-template <class B>
-__global__ void __launch_bounds__(B::threads, 1) sdpa_wmma(const __grid_constant__ KernelArgs a) {
+template <class B> __global__ void __launch_bounds__(B::threads, 1) sdpa_wmma(const __grid_constant__ KernelArgs a) {
   WmmaShared<B>& s = dynamic_shared<WmmaShared<B>>();
   const int tid = threadIdx.x;
   constexpr int consumers = B::num_warps * 32;
@@ -2819,9 +2198,9 @@ __global__ void __launch_bounds__(B::threads, 1) sdpa_wmma(const __grid_constant
   }
 }
 
-template <class B> struct KernelOf<B, Family::wmma> : OneLaunch<B> {
+template <class B> struct KernelOf<B, Path::wmma> {
   using Shared = WmmaShared<B>;
-  static constexpr auto kernel = sdpa_wmma<B>;
+  static constexpr auto entry = sdpa_wmma<B>;
 };
 
 // ---- 5c mma.sync: S, P and O in registers (mma) ----
@@ -2837,26 +2216,13 @@ template <class B, int WIDTH> struct MmaAccumulator {  // [16 * M_TILES of BLOCK
   __device__ int col(int j) const { return first_col + j / 2 * 8 + j % 2; }
 };
 
-// The same rows after the quad has exchanged columns: a lane has 8 neighbouring ones of 32. With 8-bit V 4 of 16, as
-// P @ V leaves them.
-template <class B, int WIDTH> struct MmaRuns {
-  static constexpr int ROWS = MmaAccumulator<B, WIDTH>::ROWS, COLS = WIDTH / 4;
-  static constexpr int RUN = sizeof(Element<B>) == 1 ? 4 : 8;
-  float x[ROWS][COLS];
-  int first_row, first_col;
-  __device__ int row(int i) const { return first_row + 8 * i; }
-  __device__ int col(int j) const { return first_col + j / RUN * 4 * RUN + j % RUN; }
-};
-
 // The address of (row + r, col + c) of a tile from `at`, that of (row, col), where r is a multiple of 8
 // and c has no bit in common with col: the swizzle is an XOR of the column's low bits, and so is this.
 // The high bits may be XORed as well or added, which an instruction does with its immediate. At D=256
 // adding saves registers; at D=128 the few XORed addresses would stay in registers and spill.
-template <class B>
-__device__ __forceinline__ SharedAddress tile_step(SharedAddress at, int r, int c) {
+template <class B> __device__ __forceinline__ SharedAddress tile_step(SharedAddress at, int r, int c) {
   constexpr int xored = B::head_dim > 128 ? 8 * CHUNK<B> : B::head_dim;
-  return (at ^ c % xored * int(sizeof(Element<B>))) +
-         (r * B::head_dim + c / xored * xored) * int(sizeof(Element<B>));
+  return (at ^ c % xored * int(sizeof(Element<B>))) + (r * B::head_dim + c / xored * xored) * int(sizeof(Element<B>));
 }
 
 // O, m and l of a group of warps over its keys, in the order of its threads' accumulators.
@@ -2897,19 +2263,14 @@ template <class B, bool = sizeof(Element<B>) == 1> struct MmaOperands {
   static constexpr int KEYS = 16;      // of P, in a step
 
   // [16][8] += A @ B
-  static __device__ __forceinline__ void multiply(float& d0, float& d1, float& d2, float& d3,
-                                                  const uint32_t (&a)[4], uint32_t b0,
-                                                  uint32_t b1) {
+  static __device__ __forceinline__ void multiply(float& d0, float& d1, float& d2, float& d3, const uint32_t (&a)[4],
+                                                  uint32_t b0, uint32_t b1) {
     mma_m16n8k16<Element<B>>(d0, d1, d2, d3, a, b0, b1);
   }
   // A of 16 rows.
-  static __device__ __forceinline__ void read(uint32_t (&a)[4], SharedAddress from) {
-    ldmatrix_x4<false>(a, from);
-  }
+  static __device__ __forceinline__ void read(uint32_t (&a)[4], SharedAddress from) { ldmatrix_x4<false>(a, from); }
   // P of a row's next columns, rounded.
-  static __device__ __forceinline__ uint32_t pack_p(const float* x) {
-    return pack<Element<B>>(x[0], x[1]);
-  }
+  static __device__ __forceinline__ uint32_t pack_p(const float* x) { return pack<Element<B>>(x[0], x[1]); }
 };
 // The warp's query rows as A operands, MMA_K columns a step. As many steps as O and S leave registers for
 // are kept for the whole item; each use reads the others again.
@@ -2929,8 +2290,7 @@ template <class B> struct MmaQueries {
   }
   // Once Q has landed in Q_s.
   __device__ void start(const Element<B>* Q_s, int warp, int lane) {
-    at =
-        shared_address(Q_s + tile_offset<B>(warp * 16 * M_TILES + lane % 16, lane / 16 * CHUNK<B>));
+    at = shared_address(Q_s + tile_offset<B>(warp * 16 * M_TILES + lane % 16, lane / 16 * CHUNK<B>));
     SDPA_UNROLL for (int step = 0; step < KEPT; step++) read(kept[step], step);
   }
   __device__ void get(uint32_t (&a)[M_TILES][REGISTERS], int step) const {
@@ -2947,8 +2307,7 @@ template <class B> struct MmaQueries {
 template <class B, int WIDTH>
 __device__ __forceinline__ void multiply_columns(
     MmaAccumulator<B, WIDTH>& T, int n,
-    const uint32_t (&a)[MmaAccumulator<B, WIDTH>::M_TILES][MmaOperands<B>::REGISTERS],
-    const uint32_t (&b)[4]) {
+    const uint32_t (&a)[MmaAccumulator<B, WIDTH>::M_TILES][MmaOperands<B>::REGISTERS], const uint32_t (&b)[4]) {
   SDPA_UNROLL for (int m = 0; m < T.M_TILES; m++) {
     float *const top = T.x[2 * m] + 4 * n, *const bottom = T.x[2 * m + 1] + 4 * n;
     MmaOperands<B>::multiply(top[0], top[1], bottom[0], bottom[1], a[m], b[0], b[1]);
@@ -2958,8 +2317,8 @@ __device__ __forceinline__ void multiply_columns(
 
 // S = Q @ K.T   [16 * M_TILES][BLOCK_N] of a warp
 template <class B>
-__device__ __forceinline__ void mma_qk(MmaAccumulator<B, B::block_n>& S, const MmaQueries<B>& Q,
-                                       const Element<B>* K_s, int lane) {
+__device__ __forceinline__ void mma_qk(MmaAccumulator<B, B::block_n>& S, const MmaQueries<B>& Q, const Element<B>* K_s,
+                                       int lane) {
   // ldmatrix of 16 keys by MMA_K d gives b0 and b1 of two column tiles.
   const int key = lane / 16 * 8 + lane % 8, d = lane / 8 % 2 * CHUNK<B>;
   const SharedAddress at = shared_address(K_s + tile_offset<B>(key, d));
@@ -2995,9 +2354,8 @@ template <class B> struct MmaProbabilities {
 
 // O += P @ V for the keys of a step   [16 * M_TILES][D] of a warp
 template <class B>
-__device__ __forceinline__ void mma_pv(MmaAccumulator<B, B::head_dim>& O,
-                                       const MmaProbabilities<B>& P, const Element<B>* V_s,
-                                       int step, int lane) {
+__device__ __forceinline__ void mma_pv(MmaAccumulator<B, B::head_dim>& O, const MmaProbabilities<B>& P,
+                                       const Element<B>* V_s, int step, int lane) {
   if constexpr (sizeof(Element<B>) == 1) {
     MmaOperands<B>::pv(O, P.a[step], V_s, step, lane);
   } else {
@@ -3019,7 +2377,7 @@ template <class B> struct MmaRows {
   MmaProbabilities<B> P;
   float m[ROWS], l[ROWS];
   float q_descale[B::converts_operands ? ROWS : 1];  // of the rows' heads
-  bool stale_max_will_do;  // USE_LAZY_MAX: softmax_shift() said so of all rows of the warp
+  bool stale_max_will_do;                            // USE_LAZY_MAX: softmax_shift() said so of all rows of the warp
 
   __device__ void start(int first_row, int first_col) {
     O.first_row = first_row, O.first_col = first_col, stale_max_will_do = false;
@@ -3038,8 +2396,7 @@ template <class B> struct MmaRows {
     if constexpr (B::converts_operands) scale_rows(S, q_descale);
   }
   // P of a tile without mask, by the stale maximum. False if that was too small.
-  __device__ bool attend_by_stale_max(const MmaQueries<B>& Q, const Element<B>* K_s,
-                                      float scale_log2, int lane) {
+  __device__ bool attend_by_stale_max(const MmaQueries<B>& Q, const Element<B>* K_s, float scale_log2, int lane) {
     Scores S;
     multiply_qk(S, Q, K_s, lane);
     StaleSoftmax<B, ROWS> softmax(m, scale_log2);
@@ -3049,9 +2406,8 @@ template <class B> struct MmaRows {
     return softmax.add_to(l);
   }
   // P of the item's tile at key k0, masked unless it is clean; O and l brought to its maximum.
-  __device__ void attend_by_exact_max(const MmaQueries<B>& Q, const Element<B>* K_s,
-                                      const ItemScale<B>& scale_log2, int q0, int k0, bool clean,
-                                      int lane) {
+  __device__ void attend_by_exact_max(const MmaQueries<B>& Q, const Element<B>* K_s, const ItemScale<B>& scale_log2,
+                                      int q0, int k0, bool clean, int lane) {
     Scores S;
     S.first_row = O.first_row, S.first_col = O.first_col;
     multiply_qk(S, Q, K_s, lane);
@@ -3065,9 +2421,7 @@ template <class B> struct MmaRows {
   }
 
   // Sums l over the lanes of each row.
-  __device__ void finish() {
-    SDPA_UNROLL for (int i = 0; i < ROWS; i++) l[i] = row_sum<Sums::LANES>(l[i]);
-  }
+  __device__ void finish() { SDPA_UNROLL for (int i = 0; i < ROWS; i++) l[i] = row_sum<Sums::LANES>(l[i]); }
 
   __device__ void store(MmaPartial<B>& partial, int tid) const {
     SDPA_UNROLL for (int i = 0; i < ROWS; i++) {
@@ -3077,14 +2431,11 @@ template <class B> struct MmaRows {
   }
 
   // Merges O, m and l with those of the other groups.
-  template <int OTHERS>
-  __device__ void merge(const MmaPartial<B> (&others)[OTHERS], float scale_log2, int tid) {
+  template <int OTHERS> __device__ void merge(const MmaPartial<B> (&others)[OTHERS], float scale_log2, int tid) {
     SDPA_UNROLL for (int i = 0; i < ROWS; i++) {
       float2 m_l[OTHERS + 1] = {{m[i], l[i]}};
       float weight[OTHERS + 1];
-      SDPA_UNROLL for (int n = 0; n < OTHERS; n++) {
-        m_l[n + 1] = ld_shared<float2>(&others[n].m_l[i][tid]);
-      }
+      SDPA_UNROLL for (int n = 0; n < OTHERS; n++) { m_l[n + 1] = ld_shared<float2>(&others[n].m_l[i][tid]); }
       merge_weights<B>(m_l, scale_log2, weight, m[i], l[i]);
       SDPA_UNROLL for (int j = 0; j < O.COLS; j++) {
         O.x[i][j] *= weight[0];
@@ -3096,14 +2447,18 @@ template <class B> struct MmaRows {
   }
 };
 
+// A warp's rows as they are stored. 8-bit V: 4 columns of 16, as P @ V leaves them.
+template <class B>
+using MmaRuns =
+    QuadRuns<MmaAccumulator<B, B::head_dim>::ROWS, B::head_dim, sizeof(Element<B>) == 1 ? 4 : 8>;
+
 // A quad exchanges columns: of every 32, lane q gives away what is not in [8q, 8q + 8) and gets what
 // is, in two exchanges of pairs of columns.
-template <class B, int WIDTH>
-__device__ __forceinline__ void deal_runs(MmaRuns<B, WIDTH>& R, const MmaAccumulator<B, WIDTH>& O,
-                                          int lane) {
+template <class B>
+__device__ __forceinline__ void deal_runs(MmaRuns<B>& R, const MmaAccumulator<B, B::head_dim>& O, int lane) {
   const int q = lane % 4;
   R.first_row = O.first_row, R.first_col = q * R.RUN;
-  if constexpr (MmaRuns<B, WIDTH>::RUN == 4) {
+  if constexpr (MmaRuns<B>::RUN == 4) {
     memcpy(R.x, O.x, sizeof R.x);
   } else {
     SDPA_UNROLL for (int i = 0; i < R.ROWS; i++) {
@@ -3147,8 +2502,7 @@ template <class B> struct MmaOperands<B, true> {
   using P = uint32_t[Sums::M_TILES][4];
 
   static __device__ __forceinline__ void multiply(float& d0, float& d1, float& d2, float& d3,
-                                                  const uint32_t (&a)[REGISTERS], uint32_t b0,
-                                                  uint32_t b1) {
+                                                  const uint32_t (&a)[REGISTERS], uint32_t b0, uint32_t b1) {
     if constexpr (in_fp16) {
       const uint32_t b[2] = {b0, b1};
       SDPA_UNROLL for (int n = 0; n < 2; n++) {
@@ -3182,8 +2536,7 @@ template <class B> struct MmaOperands<B, true> {
   }
   // O += P @ V for the keys of a step. ldmatrix transposes pairs: a register has bytes d = 2g and 2g + 1 of two keys.
   // prmt parts them into the even and the odd d, so that a lane has 4 neighbouring d of 16.
-  static __device__ __forceinline__ void pv(Sums& O, const P& p, const Element<B>* V_s, int step,
-                                            int lane) {
+  static __device__ __forceinline__ void pv(Sums& O, const P& p, const Element<B>* V_s, int step, int lane) {
     if constexpr (in_fp16) {
       pv_of_fp16(O, p, V_s, step, lane);
     } else {
@@ -3193,8 +2546,7 @@ template <class B> struct MmaOperands<B, true> {
 
  private:
   // With the keys in the order of P.
-  static __device__ __forceinline__ void pv_of_e4m3(Sums& O, const P& p, const Element<B>* V_s,
-                                                    int step, int lane) {
+  static __device__ __forceinline__ void pv_of_e4m3(Sums& O, const P& p, const Element<B>* V_s, int step, int lane) {
     const SharedAddress at = shared_address(V_s + tile_offset<B>(lane, 0));
     SDPA_UNROLL for (int n = 0; n < B::head_dim / 16; n++) {
       uint32_t v[4];  // of keys 0 ... 7, 8 ... 15, 16 ... 23, 24 ... 31
@@ -3209,8 +2561,7 @@ template <class B> struct MmaOperands<B, true> {
     }
   }
 
-  static __device__ __forceinline__ void pv_of_fp16(Sums& O, const P& p, const Element<B>* V_s,
-                                                    int step, int lane) {
+  static __device__ __forceinline__ void pv_of_fp16(Sums& O, const P& p, const Element<B>* V_s, int step, int lane) {
     const SharedAddress at = shared_address(V_s + tile_offset<B>(lane % 16, lane / 16 * CHUNK<B>));
     SDPA_UNROLL for (int n = 0; n < B::head_dim / 16; n += 2) {
       uint32_t v[4];  // of 16 d keys 0 ... 7, 8 ... 15, and of the next
@@ -3240,8 +2591,7 @@ template <class B> struct MmaPartials<B, true> {
 };
 
 template <class B> struct MmaPacked {
-  static __device__ __forceinline__ void copy_q(MmaShared<B>& s, const ItemTiles<B>& t,
-                                                const KernelArgs& a) {
+  static __device__ __forceinline__ void copy_q(MmaShared<B>& s, const ItemTiles<B>& t, const KernelArgs& a) {
     constexpr int per_row = TileCopy<B>::PER_ROW;
     const SdpaParams& p = a.p;
     const int rows = rows_of_item<B>(a);
@@ -3249,22 +2599,20 @@ template <class B> struct MmaPacked {
       const int row = i / per_row, col = i % per_row * B::vec_width;
       const WorkItem from = row_item<B>(a, t.item, row);
       VectorCopy<B::use_cp_async>::template copy<B::vec_width * sizeof(Input)>(
-          s.in.Q + tile_offset<B>(row, col),
-          p.Q + from.b * p.q.batch + from.h * p.q.head + from.q0 * p.q.row + col,
+          s.in.Q + tile_offset<B>(row, col), p.Q + from.b * p.q.batch + from.h * p.q.head + from.q0 * p.q.row + col,
           row < rows && from.q0 < p.Sq);
     }
   }
   // Rows past those of the tile get the factor of some head.
-  static __device__ __forceinline__ void read_factors(MmaRows<B>& rows, const KernelArgs& a,
-                                                      const WorkItem& item) {
+  static __device__ __forceinline__ void read_factors(MmaRows<B>& rows, const KernelArgs& a, const WorkItem& item) {
     SDPA_UNROLL for (int i = 0; i < rows.ROWS; i++) {
       const WorkItem of = row_item<B>(a, item, rows.O.row(i));
       rows.q_descale[i] = a.p.q_descale.of(of.b, min(of.h, a.p.Hq - 1));
     }
   }
-  static __device__ __forceinline__ void store(MmaShared<B>& s, const MmaRows<B>& rows,
-                                               const KernelArgs& a, int group, int lane) {
-    MmaRuns<B, B::head_dim> runs;
+  static __device__ __forceinline__ void store(MmaShared<B>& s, const MmaRows<B>& rows, const KernelArgs& a, int group,
+                                               int lane) {
+    MmaRuns<B> runs;
     deal_runs<B>(runs, rows.O, lane);
     __syncthreads();  // hazard: the partial results take the place of Q, K and V
     RowsPartial<B>& mine = s.partial.of_group[group];
@@ -3282,8 +2630,7 @@ template <class B> struct MmaPacked {
 
 // ---- 5c the kernel (mma) ----
 
-template <class B>
-__global__ void __launch_bounds__(B::threads, 1) sdpa_mma(const __grid_constant__ KernelArgs a) {
+template <class B> __global__ void __launch_bounds__(B::threads, 1) sdpa_mma(const __grid_constant__ KernelArgs a) {
   const SdpaParams& p = a.p;
   MmaShared<B>& s = dynamic_shared<MmaShared<B>>();
   const int group = B::split_kv == 1 ? 0 : threadIdx.x / B::group_threads;
@@ -3342,15 +2689,15 @@ __global__ void __launch_bounds__(B::threads, 1) sdpa_mma(const __grid_constant_
       if (group > 0) return;
       rows.merge(s.partial, scale_log2, tid);
     }
-    MmaRuns<B, B::head_dim> runs;
+    MmaRuns<B> runs;
     deal_runs<B>(runs, rows.O, lane);
     store_output<B>(runs, rows.m, rows.l, a, s.item);
   }
 }
 
-template <class B> struct KernelOf<B, Family::mma> : OneLaunch<B> {
+template <class B> struct KernelOf<B, Path::mma> {
   using Shared = MmaShared<B>;
-  static constexpr auto kernel = sdpa_mma<B>;
+  static constexpr auto entry = sdpa_mma<B>;
 };
 
 // ---- 5d wgmma: what its kernels share (wgmma) ----
@@ -3380,20 +2727,18 @@ template <int WIDTH> struct WgmmaAccumulator {  // [64][WIDTH]
 __device__ __forceinline__ int uniform(int x) { return __shfl_sync(0xffffffffu, x, 0); }
 
 // Bytes of a tile's panels: [rows][128], or [rows][64] where rows have no more.
-template <class B> constexpr int ROW_BYTES = B::head_dim * int(sizeof(Input));
+template <class B> constexpr int ROW_BYTES = int(sizeof(Input)) * B::head_dim;
 template <class B> constexpr int PANEL_BYTES = ROW_BYTES<B> < 128 ? ROW_BYTES<B> : 128;
 template <class B> constexpr int PANEL_ATOM = 8 * PANEL_BYTES<B>;  // 8 lines of a panel
 constexpr int STEP_BYTES = 32;                                     // of K that an instruction takes
 
 // Where a byte of a row of a tile in panels of ROWS lines of LINE bytes lies.
-template <int ROWS, int LINE = 128>
-__device__ __forceinline__ uint32_t panel_byte(uint32_t row, uint32_t byte) {
+template <int ROWS, int LINE = 128> __device__ __forceinline__ uint32_t panel_byte(uint32_t row, uint32_t byte) {
   const uint32_t swizzled = byte / 16 % (LINE / 16) ^ row / (128 / LINE) % (LINE / 16);
   return (byte / LINE * ROWS + row) * LINE + swizzled * 16 + byte % 16;
 }
 // The same for elements of 16 bits.
-template <int ROWS>
-__device__ __forceinline__ uint32_t panel_offset(uint32_t row, uint32_t column) {
+template <int ROWS> __device__ __forceinline__ uint32_t panel_offset(uint32_t row, uint32_t column) {
   return panel_byte<ROWS>(row, column * 2) / 2;
 }
 
@@ -3410,27 +2755,16 @@ __device__ __forceinline__ void arrive_by_warp(uint64_t* barrier_s, uint32_t lan
 }
 
 // A name that depends on B, since other families' KernelArgs have no maps.
-template <class B> __device__ __forceinline__ const auto& tensor_maps(const KernelArgs& a) {
-  return a.maps;
-}
+template <class B> __device__ __forceinline__ const auto& tensor_maps(const KernelArgs& a) { return a.maps; }
 
 // The descriptor of the matrix that begins so many bytes later; the sum stays within the address.
 __device__ __forceinline__ uint64_t descriptor_at(uint64_t descriptor, int bytes) {
   return (descriptor & ~uint64_t(0xffffffff)) | uint32_t(uint32_t(descriptor) + bytes / 16);
 }
 
-// 16 columns of P, rounded: their accumulators are the A operand as they stand. Of e4m3 32 columns, of which V
-// must have the keys in another order: the operand's k = 4q + r of 16 is column r / 2 * 8 + 2q + r % 2.
-template <class E, class View>
-__device__ __forceinline__ void pack_step(uint32_t (&out)[4], const View& P, int step) {
-  SDPA_UNROLL for (int i = 0; i < 4; i++) {
-    if constexpr (sizeof(E) == 1) {
-      const float* const d = P.x.d + 16 * step + i / 2 * 8 + i % 2 * 2;
-      out[i] = cvt_rn_satfinite_e4m3x4(d[0], d[1], d[4], d[5]);
-    } else {
-      out[i] = pack<E>(P.x.d[8 * step + 2 * i], P.x.d[8 * step + 2 * i + 1]);
-    }
-  }
+// 16 columns of P, rounded: their accumulators are the A operand as they stand.
+template <class E, class View> __device__ __forceinline__ void pack_step(uint32_t (&out)[4], const View& P, int step) {
+  SDPA_UNROLL for (int i = 0; i < 4; i++) out[i] = pack<E>(P.x.d[8 * step + 2 * i], P.x.d[8 * step + 2 * i + 1]);
 }
 // Cache policies of loads: Q is read once, K and V by many CTAs.
 constexpr uint64_t evict_first = 0x12f0000000000000, evict_last = 0x14f0000000000000;
@@ -3443,9 +2777,8 @@ template <class B> constexpr int wgmma_rows = B::swap_ab ? B::block_m : 64;
 struct alignas(16) WgmmaItem : WorkItem {
   int h_kv, first_key, rounds;  // no rounds: there are no more items
 };
-template <class B> constexpr int round_keys = B::split_kv * B::block_n;
-template <class B>
-__device__ __forceinline__ int first_key_of(const WgmmaItem& item, int round, int slice) {
+template <class B> constexpr int round_keys = B::block_n * B::split_kv;
+template <class B> __device__ __forceinline__ int first_key_of(const WgmmaItem& item, int round, int slice) {
   return item.first_key + (round * B::split_kv + slice) * B::block_n;
 }
 
@@ -3463,57 +2796,73 @@ __device__ __forceinline__ WgmmaItem wgmma_item(const KernelArgs& a, uint32_t i)
     const int last = min(item.q0 + queries_of_item<B>(a), a.p.Sq) - 1;
     const KeyRange keys = a.keys.of_rows(max(item.q0, 0), last);
     item.first_key = keys.begin;
-    item.rounds = max((keys.end - keys.begin + round_keys<B> - 1) / round_keys<B>, 1);
+    item.rounds = max(shares(keys.end - keys.begin, round_keys<B>), 1);
+  }
+  if (B::split_ctas != 1) {
+    const KeyRange part = range_of_rounds(a, item.rounds);
+    item.first_key += part.begin * round_keys<B>, item.rounds = part.end - part.begin;
   }
   item.h_kv = int(a.q_heads_per_kv.divide(item.h));
   return item;
 }
 
-// S = Q @ K.T of a warpgroup, begun. Q [64][D] is that of a descriptor, or A operands in registers; K [BLOCK_N][D] that
-// of a descriptor.   [64][BLOCK_N]
-template <class B, class Queries>
-__device__ __forceinline__ void wgmma_qk(WgmmaAccumulator<B::block_n>& S, const Queries& Q,
-                                         uint64_t K) {
+// Right before a warp's first copy, as late as possible: the kernel before this one has ended.
+__device__ __forceinline__ void wait_before_copy(const CUtensorMap*& map) {
+  hold(map);
+  griddepcontrol_wait();
+}
+// By one thread: loads a slice's tile of K or V in a round; past the last key zeros. FIRST: it is the warp's first copy.
+template <class B, bool FIRST>
+__device__ __forceinline__ void load_round(const KernelArgs& a, const WgmmaItem& item, int round, int slice,
+                                           const CUtensorMap* map, void* tile_s, uint64_t* full, uint64_t policy) {
+  if (a.keys.Sk > 0) {
+    const int at[5] = {0, first_key_of<B>(item, round, slice), 0, item.h_kv, item.b};
+    mbarrier_arrive_expect_tx(full, B::block_n * B::head_dim * sizeof(Input));
+    if (FIRST) wait_before_copy(map);
+    cp_async_bulk_tensor_load(tile_s, map, at, full, policy);
+  } else {
+    mbarrier_arrive(full);  // nothing to load: every score of this tile is masked
+  }
+}
+
+// Bytes from the beginning of a tile of ROWS rows to the next STEP_BYTES of them, number `step`.
+template <class B> __host__ __device__ constexpr int panel_step(int step, int rows) {
+  constexpr int steps = PANEL_BYTES<B> / STEP_BYTES;  // of a panel
+  return step / steps * PANEL_BYTES<B> * rows + step % steps * STEP_BYTES;
+}
+
+// S = Q @ K.T of a warpgroup, begun. Q [64][D] and K [BLOCK_N][D] are those of the descriptors.   [64][BLOCK_N]
+template <class B>
+__device__ __forceinline__ void wgmma_qk(WgmmaAccumulator<B::block_n>& S, uint64_t Q, uint64_t K) {
   forget(S.x.d);
   wgmma_fence();
   SDPA_UNROLL for (int step = 0; step < ROW_BYTES<B> / STEP_BYTES; step++) {
-    constexpr int steps = PANEL_BYTES<B> / STEP_BYTES;  // of a panel
-    const int lines = step / steps * PANEL_BYTES<B>, bytes = step % steps * STEP_BYTES;
-    const uint64_t K_at = descriptor_at(K, lines * B::block_n + bytes);
-    if constexpr (!std::is_same<Queries, uint64_t>::value) {
-      wgmma_rs<Input, B::block_n, 0>(S.x.d, Q[step], K_at, step > 0);
-    } else {
-      wgmma_ss<Input, B::block_n, 0>(S.x.d, descriptor_at(Q, lines * 64 + bytes), K_at, step > 0);
-    }
+    wgmma_ss<Input, B::block_n, 0>(S.x.d, descriptor_at(Q, panel_step<B>(step, 64)),
+                                   descriptor_at(K, panel_step<B>(step, B::block_n)), step > 0);
   }
   wgmma_commit_group();
 }
-// V of 8 bits is [D][keys] in panels of 128 keys, or of 64 where a tile has no more.
-template <class B> constexpr int V_LINE = B::block_n > 64 ? 128 : 64;
-template <class B>
-constexpr int V_KEYS = B::block_n > 64 ? (B::block_n + 127) / 128 * 128 : 64;  // in whole panels
 
 // P of a tile, rounded, as A operands.
-template <class B> constexpr int STEP_KEYS = STEP_BYTES / int(sizeof(Element<B>));
-template <class B> using WgmmaProbabilities = uint32_t[B::block_n / STEP_KEYS<B>][4];
+template <class B> using WgmmaProbabilities = uint32_t[B::block_n / 16][4];
 
-// O = P @ V (+ O if accumulate), begun. V is that of the descriptor: [BLOCK_N][D], or of 8 bits [D][BLOCK_N].
-//   [64][D]
+// O = P @ V (+ O if accumulate), begun. V [BLOCK_N][D] is that of the descriptor.   [64][D]
 template <class B>
-__device__ __forceinline__ void wgmma_pv(WgmmaAccumulator<B::head_dim>& O,
-                                         const WgmmaProbabilities<B>& P, uint64_t V,
+__device__ __forceinline__ void wgmma_pv(WgmmaAccumulator<B::head_dim>& O, const WgmmaProbabilities<B>& P, uint64_t V,
                                          bool accumulate) {
   hold(O.x.d);
   wgmma_fence();
-  SDPA_UNROLL for (int step = 0; step < B::block_n / STEP_KEYS<B>; step++) {
-    constexpr int steps = V_LINE<B> / STEP_BYTES;  // of a panel of 8 bits
-    const int bytes = B::is_e4m3
-                          ? step / steps * B::head_dim * V_LINE<B> + step % steps * STEP_BYTES
-                          : step * STEP_KEYS<B> * 128;
-    wgmma_rs<Element<B>, B::head_dim, !B::is_e4m3>(O.x.d, P[step], descriptor_at(V, bytes),
-                                                   step > 0 || accumulate);
+  SDPA_UNROLL for (int step = 0; step < B::block_n / 16; step++) {
+    wgmma_rs<Input, B::head_dim, 1>(O.x.d, P[step], descriptor_at(V, step * 16 * 128), step > 0 || accumulate);
   }
   wgmma_commit_group();
+}
+
+// By one warp, before the first copies.
+template <class B> __device__ __forceinline__ void prefetch_tensor_maps(const KernelArgs& a) {
+  if (threadIdx.x != 64) return;
+  prefetch_tensormap(&tensor_maps<B>(a).q), prefetch_tensormap(&tensor_maps<B>(a).k);
+  prefetch_tensormap(&tensor_maps<B>(a).v);
 }
 
 // Waits for the kernel before this one, then lets the CTAs of the next one come as these end. To let them
@@ -3525,14 +2874,11 @@ __device__ __forceinline__ void wait_then_let_next_kernel_start() {
 
 // The driver's cuTensorMapEncodeTiled, through the runtime, so that nothing has to be linked for it.
 #if CUDART_VERSION >= 12050
-inline cudaError_t find_tensor_map_encoder(void** function,
-                                           cudaDriverEntryPointQueryResult* found) {
-  return cudaGetDriverEntryPointByVersion("cuTensorMapEncodeTiled", function, 12000,
-                                          cudaEnableDefault, found);
+inline cudaError_t find_tensor_map_encoder(void** function, cudaDriverEntryPointQueryResult* found) {
+  return cudaGetDriverEntryPointByVersion("cuTensorMapEncodeTiled", function, 12000, cudaEnableDefault, found);
 }
 #else
-inline cudaError_t find_tensor_map_encoder(void** function,
-                                           cudaDriverEntryPointQueryResult* found) {
+inline cudaError_t find_tensor_map_encoder(void** function, cudaDriverEntryPointQueryResult* found) {
   return cudaGetDriverEntryPoint("cuTensorMapEncodeTiled", function, cudaEnableDefault, found);
 }
 #endif
@@ -3540,9 +2886,8 @@ inline cudaError_t find_tensor_map_encoder(void** function,
 // Describes a tensor of elements of 1 or 2 bytes to TMA: sizes (innermost first), byte strides of all dimensions but
 // the innermost (multiples of 16), the box that one copy moves, whose lines have 128 or 64 bytes and are swizzled.
 // Zeros outside. L2 fetches 256 bytes at once, or 128 of what is read once: there 256 take 8% longer.
-inline cudaError_t encode_tensor_map(CUtensorMap& map, int rank, const void* base,
-                                     const uint64_t* sizes, const uint64_t* strides_bytes,
-                                     const uint32_t* box, int element_bytes = 2,
+inline cudaError_t encode_tensor_map(CUtensorMap& map, int rank, const void* base, const uint64_t* sizes,
+                                     const uint64_t* strides_bytes, const uint32_t* box, int element_bytes = 2,
                                      bool read_once = false) {
   thread_local void* encoder = nullptr;  // looked for until it is found
   if (!encoder) {
@@ -3560,9 +2905,8 @@ inline cudaError_t encode_tensor_map(CUtensorMap& map, int rank, const void* bas
     strides[i] = i + 1 < rank ? strides_bytes[i] : 0;
   }
   const CUresult result = reinterpret_cast<decltype(&cuTensorMapEncodeTiled)>(encoder)(
-      &map, element_bytes == 1 ? CU_TENSOR_MAP_DATA_TYPE_UINT8 : CU_TENSOR_MAP_DATA_TYPE_UINT16,
-      cuuint32_t(rank), const_cast<void*>(base), dims, strides, boxes, steps,
-      CU_TENSOR_MAP_INTERLEAVE_NONE,
+      &map, element_bytes == 1 ? CU_TENSOR_MAP_DATA_TYPE_UINT8 : CU_TENSOR_MAP_DATA_TYPE_UINT16, cuuint32_t(rank),
+      const_cast<void*>(base), dims, strides, boxes, steps, CU_TENSOR_MAP_INTERLEAVE_NONE,
       box[0] * element_bytes == 64 ? CU_TENSOR_MAP_SWIZZLE_64B : CU_TENSOR_MAP_SWIZZLE_128B,
       read_once ? CU_TENSOR_MAP_L2_PROMOTION_L2_128B : CU_TENSOR_MAP_L2_PROMOTION_L2_256B,
       CU_TENSOR_MAP_FLOAT_OOB_FILL_NONE);
@@ -3574,13 +2918,13 @@ bool same_strides(const Strides& a, const Strides& b) {
 }
 // True if addresses, sizes and strides are equal, which is all that tensor maps depend on.
 bool same_tensors(const SdpaParams& a, const SdpaParams& b) {
-  return a.Q == b.Q && a.K == b.K && a.V == b.V && a.O == b.O && a.B == b.B && a.Hq == b.Hq &&
-         a.Hkv == b.Hkv && a.Sq == b.Sq && a.Sk == b.Sk && same_strides(a.q, b.q) &&
-         same_strides(a.k, b.k) && same_strides(a.v, b.v) && same_strides(a.o, b.o);
+  return a.Q == b.Q && a.K == b.K && a.V == b.V && a.O == b.O && a.B == b.B && a.Hq == b.Hq && a.Hkv == b.Hkv &&
+         a.Sq == b.Sq && a.Sk == b.Sk && same_strides(a.q, b.q) && same_strides(a.k, b.k) && same_strides(a.v, b.v) &&
+         same_strides(a.o, b.o);
 }
 
 // Encodes the tensor maps, or takes those of this thread's last call if the tensors are the same.
-template <class B, class Maps> SdpaStatus encode_tensor_maps(Maps& maps, const KernelArgs& a) {
+template <class B> SdpaStatus encode_tensor_maps(TensorMaps& maps, const KernelArgs& a) {
   const SdpaParams& p = a.p;
   thread_local SdpaParams last{};
   thread_local TensorMaps last_maps;
@@ -3601,8 +2945,8 @@ template <class B, class Maps> SdpaStatus encode_tensor_maps(Maps& maps, const K
                  {"V", maps.v, p.V, p.Sk, p.Hkv, p.v, B::block_n, sizeof(Input)},
                  {"O", maps.o, p.O, p.Sq, p.Hq, p.o, group_rows, sizeof(Output)}};
   for (const auto& t : tensors) {
-    // No key: nothing is loaded, but the kernel prefetches the map. O of e4m3 is stored without one.
-    if (t.S == 0 || (B::is_e4m3 && &t.map == &maps.o)) {
+    // No key: nothing is loaded, but the kernel prefetches the map. Most kernels store O without one.
+    if (t.S == 0 || (B::path != Path::wgmma_roles && &t.map == &maps.o)) {
       t.map = maps.q;
       continue;
     }
@@ -3615,7 +2959,7 @@ template <class B, class Maps> SdpaStatus encode_tensor_maps(Maps& maps, const K
     for (int i = 0; i < 3; i++) {
       bytes[i] = dims[i].size > 1 ? uint64_t(dims[i].stride) * t.element_bytes : 16;
       if (dims[i].size > 1 && (dims[i].stride <= 0 || bytes[i] >= uint64_t(1) << 40)) {
-        return failure(cudaErrorInvalidValue,
+        return failure(refused,
                        "%s has a %s stride of %lld elements, and TMA takes strides from 1 to 2^40 "
                        "bytes; copy it or use a build without USE_WGMMA",
                        t.name, dims[i].name, (long long)dims[i].stride);
@@ -3631,27 +2975,14 @@ template <class B, class Maps> SdpaStatus encode_tensor_maps(Maps& maps, const K
       strides[2] = panel_bytes;
       box[1] = a.item_queries.divisor, box[2] = uint32_t(a.item_heads), box[3] = 1;
     }
-    const cudaError_t error =
-        encode_tensor_map(t.map, 5, t.base, sizes, strides, box, t.element_bytes, B::pack_gqa);
+    const cudaError_t error = encode_tensor_map(t.map, 5, t.base, sizes, strides, box, t.element_bytes, B::pack_gqa);
     if (error != cudaSuccess) {
-      return failure(error, "the driver makes no tensor map of %s: %s", t.name,
-                     cudaGetErrorString(error));
+      return failure(error, "the driver makes no tensor map of %s: %s", t.name, cudaGetErrorString(error));
     }
   }
   last = p, last_maps = maps;
   return {};
 }
-
-// Which kernel: the plain one, the one with producer warps, or the transposed one.
-enum class Wgmma { plain, roles, columns };
-template <class B>
-constexpr Wgmma wgmma_kernel = B::swap_ab                   ? Wgmma::columns
-                               : B::use_warp_specialization ? Wgmma::roles
-                                                            : Wgmma::plain;
-template <class B, Wgmma K> struct WgmmaKernel;  // Shared, kernel, and what differs from OneLaunch
-template <class B> struct KernelOf<B, Family::wgmma> : WgmmaKernel<B, wgmma_kernel<B>> {
-  static SdpaStatus prepare(KernelArgs& a) { return encode_tensor_maps<B>(a.maps, a); }
-};
 
 // ---- 5d the plain kernel (wgmma and USE_WARP_SPECIALIZATION = 0 and SWAP_AB = 0) ----
 //
@@ -3672,8 +3003,8 @@ template <class B> struct WgmmaPlainShared {
 
 // By one thread: K and V of a tile, which will be announced at their stage's mbarrier.
 template <class B>
-__device__ __forceinline__ void load_tile(WgmmaPlainShared<B>& s, const KernelArgs& a, int stage,
-                                          int k0, int h_kv, int b) {
+__device__ __forceinline__ void load_tile(WgmmaPlainShared<B>& s, const KernelArgs& a, int stage, int k0, int h_kv,
+                                          int b) {
   const int at[5] = {0, k0, 0, h_kv, b};
   uint64_t* const full = &s.full[stage];
   mbarrier_arrive_expect_tx(full, 2 * sizeof s.K[0]);
@@ -3682,15 +3013,14 @@ __device__ __forceinline__ void load_tile(WgmmaPlainShared<B>& s, const KernelAr
 }
 
 template <class B>
-__global__ void __launch_bounds__(B::threads, 1)
-    sdpa_wgmma_plain(const __grid_constant__ KernelArgs a) {
+__global__ void __launch_bounds__(B::threads, 1) sdpa_wgmma_plain(const __grid_constant__ KernelArgs a) {
   const SdpaParams& p = a.p;
   WgmmaPlainShared<B>& s = dynamic_shared<WgmmaPlainShared<B>>();
   const int tid = threadIdx.x, lane = tid % 32, group = uniform(tid / 128);
   const WorkItem item = work_item<B>(a, blockIdx.x);
   const int h_kv = item.h / (p.Hq / p.Hkv);
   const KeyRange keys = a.keys.of_rows(item.q0, min(item.q0 + B::block_m, p.Sq) - 1);
-  const int tiles = (keys.end - keys.begin + B::block_n - 1) / B::block_n;
+  const int tiles = shares(keys.end - keys.begin, B::block_n);
 
   if (tid == 0) {
     mbarrier_init(&s.q_full, 1);
@@ -3740,8 +3070,7 @@ __global__ void __launch_bounds__(B::threads, 1)
     }
 
     // O = O + P @ V   [64][D]
-    const uint64_t V =
-        wgmma_descriptor(uniform(shared_address(s.V[stage])), B::block_n * 128, 1024);
+    const uint64_t V = wgmma_descriptor(uniform(shared_address(s.V[stage])), B::block_n * 128, 1024);
     wgmma_pv<B>(O, P, V, true);
     wgmma_wait_group<0>(), hold(O.x.d);
 
@@ -3763,12 +3092,12 @@ __global__ void __launch_bounds__(B::threads, 1)
   store_output<B>(O, m, l, a, item);
 }
 
-template <class B> struct WgmmaKernel<B, Wgmma::plain> : OneLaunch<B> {
+template <class B> struct KernelOf<B, Path::wgmma_plain> {
   using Shared = WgmmaPlainShared<B>;
-  static constexpr auto kernel = sdpa_wgmma_plain<B>;
+  static constexpr auto entry = sdpa_wgmma_plain<B>;
 };
 
-// ---- 5d the kernel with producer warps (wgmma and USE_WARP_SPECIALIZATION, USE_TUNED) ----
+// ---- 5d producers and consumers: what their kernels share (wgmma and USE_WARP_SPECIALIZATION, USE_TUNED) ----
 //
 //   warps of the producer warpgroup           warpgroups that compute, 64 rows each
 //   for each item:                            for each item, once q_full:
@@ -3779,196 +3108,93 @@ template <class B> struct WgmmaKernel<B, Wgmma::plain> : OneLaunch<B> {
 //   one warp: wait o_done;  store O             O / l, rounded, in the place of Q;  signal o_done
 //
 // OVERLAP=1 begins S of the next tile before P @ V. With persistent CTAs the loads go on from item to item, those of
-// Q where there is room for two. Where there are too few items for all SMs, slices of the keys (SPLIT_KV) go to
+// Q where there is room for two. Where there are too few items for all SMs, two slices of the keys (SPLIT_KV) go to
 // different warpgroups, which merge what they have.
-
-// What depends on the type of Q, K and V. Here 16 bits, for which most hooks do nothing; e4m3 has a specialisation in a
-// section of its own.
-template <class B, bool = B::is_e4m3> struct WgmmaInput {
-  static constexpr bool q_in_registers = false, flushes = false, q_in_flushed = false,
-                        flushes_beside_qk = false;
-  struct Shared {};
-  struct Flushed {};
-  struct State {};  // of a warpgroup
-  using Scores = WgmmaAccumulator<B::block_n>;
-
-  // The tiles in which P @ V finds V, and the mbarriers that say that it has been read.
-  template <class S> static __device__ __forceinline__ auto& v_tiles(S& s, int n) {
-    return s.slice[n];
-  }
-  template <class S> static __device__ __forceinline__ void init_v_empty(S& s, int n, int stage) {
-    mbarrier_init(&s.slice[n].v_empty[stage], B::group_warps);
-  }
-  // Consumer c calls these for every item, in this order.
-  template <class C> static __device__ void load_queries(C&) {}
-  template <class C> static __device__ void start_sums(C&) {}
-  template <class C> static __device__ void flush_when_due(C&) {}
-  template <class C> static __device__ void scale_flushed(C&, const float (&)[2]) {}
-  template <class C> static __device__ void add_flushed(C&) {}
-  template <class C> static __device__ __forceinline__ void store(C& c) { c.write_output(); }
-
-  // S = Q @ K.T once more, of this warp alone, by mma.sync and with K from global memory: its tile may
-  // be overwritten by now. Rare, so short rather than fast.
-  template <class C>
-  static __device__ __forceinline__ void multiply_qk_again(const C& c, Scores& S) {
-    const SdpaParams& p = c.a.p;
-    const WgmmaItem& item = c.s.item[c.q_ring.stage];
-    const uint32_t tid = thread_index_anew() % 128, lane = tid % 32;
-    const int row = tid / 32 * 16 + lane % 16;
-    const Input* const K_g = p.K + item.b * p.k.batch + item.h_kv * p.k.head +
-                             (c.k0 + lane / 4) * p.k.row + lane % 4 * 2;
-    SDPA_UNROLL for (int n = 0; n < B::block_n / 8; n++) {
-      float* const d = S.x.d + 4 * n;
-      d[0] = d[1] = d[2] = d[3] = 0;
-#pragma unroll 1
-      for (int k = 0; k < B::head_dim; k += 16) {
-        uint32_t q[4];
-        ldmatrix_x4<false>(q, shared_address(c.s.Q[c.q_ring.stage][c.row_group] +
-                                             panel_offset<64>(row, k + lane / 16 * 8)));
-        const Input* const from = K_g + 8 * n * p.k.row + k;
-        mma_m16n8k16<Element<B>>(d[0], d[1], d[2], d[3], q, ld_global<uint32_t>(from),
-                                 ld_global<uint32_t>(from + 8));
-      }
-    }
-  }
-};
-
-template <class B> struct WgmmaShared {
-  static constexpr int ROW_GROUPS = B::block_m / 64;
-  // Q of the next item is loaded while an item is computed. Where Q goes to registers, one buffer suffices.
-  static constexpr bool Q_IN_REGISTERS = WgmmaInput<B>::q_in_registers;
-  static constexpr int Q_STAGES =
-      B::use_persistent_cta && (B::head_dim <= 128 || Q_IN_REGISTERS) ? 2 : 1;
-  static constexpr int Q_BUFFERS = Q_IN_REGISTERS ? 1 : Q_STAGES;
-  static constexpr bool Q_IN_FLUSHED = WgmmaInput<B>::q_in_flushed;
-  // What slices with the same rows exchange. O[to][from] has, thread by thread, what slice `from` has summed
-  // of the part that slice `to` finishes. Of a warp's 16 rows even slices finish the first 8, odd ones the
-  // others; two that finish the same rows halve their columns.
-  struct Partial {
-    static constexpr int COLS = B::split_kv > 2 ? B::head_dim * 2 / B::split_kv : B::head_dim;
-    float4 O[B::split_kv][B::split_kv > 1 ? B::split_kv - 1 : 1][COLS / 16][128];
-    float2 m_l[B::split_kv][64];
-    alignas(16) Output out[B::split_kv][4][8][COLS + 8];  // 8: against bank conflicts
-  };
-  struct Nothing {};
-  struct Tiles {
-    alignas(1024) Input K[B::stages][B::block_n * B::head_dim];    // [BLOCK_N][D]
-    alignas(1024) Input V[B::stages][B::block_n * B::head_dim];    // [BLOCK_N][D]
-    // Full: the tile has landed. Empty: all who read it have done so.
-    uint64_t k_full[B::stages], k_empty[B::stages], v_full[B::stages], v_empty[B::stages];
-  };
-  using Queries = Element<B>[ROW_GROUPS][64 * B::head_dim];  // 16 bits: afterwards O on its way out
-  using Flushed = typename WgmmaInput<B>::Flushed[B::warpgroups];
-  alignas(1024) typename std::conditional<Q_IN_FLUSHED, Flushed, Queries[Q_BUFFERS]>::type Q;
-  Tiles slice[B::split_kv];
-  typename WgmmaInput<B>::Shared of_input;
-  typename std::conditional<(B::split_kv > 1), Partial[ROW_GROUPS], Nothing>::type partial;
-  WgmmaItem item[Q_STAGES];  // whose Q it is
-  // Full: Q has landed, and item is set. Done: every warp has written its O over Q. Empty: O has been stored.
-  uint64_t q_full[Q_STAGES], o_done[Q_STAGES][ROW_GROUPS], q_empty[Q_STAGES];
-  typename std::conditional<WgmmaInput<B>::flushes && !Q_IN_FLUSHED, Flushed, Nothing>::type
-      flushed_sums;
-
-  __device__ __forceinline__ Element<B>* queries(int stage, int row_group) {
-    if constexpr (Q_IN_FLUSHED) {
-      return reinterpret_cast<Element<B>*>(Q[row_group]);
-    } else {
-      return Q[stage % Q_BUFFERS][row_group];
-    }
-  }
-  __device__ __forceinline__ auto& flushed(int warpgroup) {
-    if constexpr (Q_IN_FLUSHED) {
-      return Q[warpgroup];
-    } else {
-      return flushed_sums[warpgroup];
-    }
-  }
-  // Where P @ V finds V.
-  __device__ __forceinline__ auto& v_tiles(int n) { return WgmmaInput<B>::v_tiles(*this, n); }
-
-  // Two threads do it; a barrier of the CTA must follow.
-  __device__ __forceinline__ void init_mbarriers(int warp) {
-    if (warp == 1 && threadIdx.x % 32 == 0) {
-      for (uint64_t& full : q_full) mbarrier_init(&full, 1);
-      for (Tiles& t : slice) {
-        for (int n = 0; n < B::stages; n++) {
-          mbarrier_init(&t.k_full[n], 1), mbarrier_init(&t.v_full[n], 1);
-        }
-      }
-      fence_mbarrier_init();
-    }
-    if (warp == 2 && threadIdx.x % 32 == 0) {
-      for (int stage = 0; stage < Q_STAGES; stage++) {
-        mbarrier_init(&q_empty[stage], B::is_e4m3 ? B::num_warps : 1);
-        for (uint64_t& done : o_done[stage]) mbarrier_init(&done, 4);
-      }
-      for (int i = 0; i < B::split_kv; i++) {
-        Tiles& t = slice[i];
-        for (int n = 0; n < B::stages; n++) {
-          mbarrier_init(&t.k_empty[n], B::group_warps);
-          WgmmaInput<B>::init_v_empty(*this, i, n);
-        }
-      }
-      fence_mbarrier_init();
-    }
-  }
-};
 
 // Named barriers of the CTA; 0 is __syncthreads().
 enum WgmmaBarrier {
   turn = 1,      // and the next three: it is the warpgroup's turn at the tensor cores
   q_read = 5,    // and the next three: all warps of the warpgroup have read Q
-  partials = 9,  // of all slices are written
+  partials = 9,  // of both slices are written
 };
+
+// The stages of a slice's tiles. Full: the tile has landed. Empty: all who read it have done so.
+template <class B, int V_ELEMENTS = (B::block_n * B::head_dim)> struct TileRing {
+  alignas(1024) Input K[B::stages][B::block_n * B::head_dim];  // [BLOCK_N][D]
+  alignas(1024) Input V[B::stages][V_ELEMENTS];                // [BLOCK_N][D]
+  uint64_t k_full[B::stages], k_empty[B::stages], v_full[B::stages], v_empty[B::stages];
+
+  __device__ __forceinline__ void init_full(int v_arrivals) {
+    for (int n = 0; n < B::stages; n++) mbarrier_init(&k_full[n], 1), mbarrier_init(&v_full[n], v_arrivals);
+  }
+  __device__ __forceinline__ void init_empty() {
+    for (int n = 0; n < B::stages; n++) {
+      mbarrier_init(&k_empty[n], B::group_warps), mbarrier_init(&v_empty[n], B::group_warps);
+    }
+  }
+  // By a warp that computes: releases stages unread, each once it is full.
+  __device__ __forceinline__ void skip(StageRing<B::stages>& ring, int tiles, int lane) {
+    for (; tiles > 0; tiles--, ring.advance()) {
+      mbarrier_wait(&k_full[ring.stage], ring.parity);
+      arrive_by_warp(&k_empty[ring.stage], lane);
+      mbarrier_wait(&v_full[ring.stage], ring.parity);
+      arrive_by_warp(&v_empty[ring.stage], lane);
+    }
+  }
+};
+
+// What two slices with the same rows exchange. O[to] has, thread by thread, what the other slice has summed of the rows
+// that slice `to` finishes: of a warp's 16 rows slice 0 the first 8, slice 1 the others.
+template <class B> struct SlicePartial {
+  float4 O[2][B::head_dim / 16][128];
+  float2 m_l[2][64];
+  alignas(16) Output out[2][4][8][B::head_dim + 8];  // 8: against bank conflicts
+};
+struct Nothing {};
+template <class B>
+using SlicePartials = typename std::conditional<(B::split_kv > 1), SlicePartial<B>[B::block_m / 64], Nothing>::type;
 
 // True if warpgroups before query 0 or past Sq skip the item's tiles.
 template <class B> constexpr bool wgmma_may_pass = B::split_kv == 1 && !B::use_ping_pong;
 
 // How the registers of a CTA are dealt: all threads start with the same number, then the warpgroup that
 // copies gives away what it does not need. setmaxnreg counts in eights.
-template <class B> struct WgmmaRegisters {
+template <class B, int PRODUCER> struct WgmmaRegisters {
   static constexpr int at_start = 65536 / B::threads / 8 * 8;
-  static constexpr int producer = B::warpgroups > 2 ? 32 : B::is_e4m3 ? 40 : 24;
+  static constexpr int producer = B::warpgroups > 2 ? 32 : PRODUCER;
   static constexpr int spare = at_start * (B::warpgroups + 1) - producer;
   static constexpr int consumer = spare / B::warpgroups < 240 ? spare / B::warpgroups / 8 * 8 : 240;
   // One warpgroup that computes has enough as it is.
   static constexpr bool dealt = consumer > at_start;
 };
 
+// What a producer warp does; bits.
+enum WgmmaRole { idle = 0, load_k = 1, load_v = 2, store_o = 4 };
+
 // A producer warp. All its lanes have the same state, and one of them issues the copies.
-template <class B> struct WgmmaProducer {
-  using Shared = WgmmaShared<B>;
+template <class B, class Shared> struct WgmmaProducer {
   Shared& s;
   const KernelArgs& a;
   const bool issues = threadIdx.x % 32 == 0;
   StageRing<B::stages> ring;
   StageRing<Shared::Q_STAGES> q_ring;
-  StageRing<Shared::Q_STAGES> last_q{Shared::Q_STAGES - 1, 1};  // of the item before
-
-  __device__ WgmmaProducer(Shared& s_, const KernelArgs& a_) : s(s_), a(a_) {}
 
   // Item number i; past the last item one without rounds.
   __device__ __forceinline__ WgmmaItem find_item(uint32_t i) const {
     if (B::use_persistent_cta && i >= a.work_items) return {};
     return wgmma_item<B, wgmma_may_pass<B>>(a, i);
   }
-  // Loads Q of an item and sets s.item; q_full tells the others.
-  __device__ __forceinline__ void start_item(const WgmmaItem& item) {
+  // Loads Q of an item, once `empty` is complete, and sets s.item; q_full tells the others.
+  __device__ __forceinline__ void start_item(const WgmmaItem& item, uint64_t* empty, int parity) {
     const int stage = q_ring.stage;
     uint64_t* const full = &s.q_full[stage];
-    if constexpr (Shared::Q_IN_REGISTERS) {
-      if (B::use_persistent_cta) mbarrier_wait(&s.q_empty[last_q.stage], last_q.parity);
-      last_q = q_ring;
-    } else {
-      if (B::use_persistent_cta) mbarrier_wait(&s.q_empty[stage], q_ring.parity ^ 1);
-    }
+    if (B::use_persistent_cta) mbarrier_wait(empty, parity);
     if (issues) {
       s.item[stage] = item;
       mbarrier_arrive_expect_tx(full, item.rounds > 0 ? B::block_m * ROW_BYTES<B> : 0);
-      for (int group = 0; item.rounds > 0 && group < s.ROW_GROUPS; group++) {
+      for (int group = 0; item.rounds > 0 && group < B::block_m / 64; group++) {
         const int at[5] = {0, item.q0 + group * 64, 0, item.h, item.b};
-        cp_async_bulk_tensor_load(s.queries(stage, group), &tensor_maps<B>(a).q, at, full,
-                                  evict_first);
+        cp_async_bulk_tensor_load(s.queries(stage, group), &tensor_maps<B>(a).q, at, full, evict_first);
       }
     }
     q_ring.advance();
@@ -3981,31 +3207,23 @@ template <class B> struct WgmmaProducer {
     q_ring.advance();
     return item;
   }
-  // Loads a slice's tile of K or V in a round, once its stage is empty; past the last key zeros.
-  __device__ __forceinline__ void load(const WgmmaItem& item, int round, int slice,
-                                       const CUtensorMap* map, void* tile_s, uint64_t* full,
-                                       uint64_t* empty) {
+  // Loads a slice's tile of K or V in a round, once its stage is empty.
+  __device__ __forceinline__ void load(const WgmmaItem& item, int round, int slice, const CUtensorMap* map,
+                                       void* tile_s, uint64_t* full, uint64_t* empty) {
     mbarrier_wait(empty, ring.parity ^ 1);
-    if (!issues) return;
-    if (a.keys.Sk > 0) {
-      const int at[5] = {0, first_key_of<B>(item, round, slice), 0, item.h_kv, item.b};
-      mbarrier_arrive_expect_tx(full, B::block_n * B::head_dim * sizeof(Input));
-      cp_async_bulk_tensor_load(tile_s, map, at, full, evict_last);
-    } else {
-      mbarrier_arrive(full);  // nothing to load: every score of this tile is masked
-    }
+    if (issues) load_round<B, false>(a, item, round, slice, map, tile_s, full, evict_last);
   }
-  // Loads the tiles of all items. One warp loads K of a slice and another V, since a copy that waits for its stage
-  // would hold up the other kind. Where warps are few (four slices, two of e4m3) one loads both. One warp of the
-  // first slice loads Q as well: K's, which so begins the next item early; without a queue V's, so that Q and K are
-  // asked for at once.
-  __device__ __forceinline__ void load_items(int slice, bool loads_k, bool loads_v, bool starts) {
+  // Loads a slice's tiles of all items: K, or V to the stages of v, or both. A copy that waits for its stage would hold
+  // up the other kind: so one warp loads K and another V, where there are enough of them. The warp that starts an item,
+  // by start(item), is a loader as well.
+  template <class V, class Start>
+  __device__ __forceinline__ void load_items(int role, int slice, V& v, bool starts, const Start& start) {
     uint32_t* const counter = static_cast<uint32_t*>(a.p.workspace);
-    typename Shared::Tiles& t = s.slice[slice];
+    auto& t = s.slice[slice];
     WgmmaItem item = find_item(blockIdx.x);
     griddepcontrol_wait();  // the kernel before this one has ended, and its writes are visible
     while (true) {
-      if (starts) start_item(item);
+      if (starts) start(item);
       if (!starts && B::use_persistent_cta) item = follow_item();
       if (item.rounds == 0) break;
       uint32_t drawn = 0;
@@ -4014,178 +3232,80 @@ template <class B> struct WgmmaProducer {
         // The queue has the items after the first of every CTA, so that there are as many draws as items, and
         // the last puts the counter back. A CTA draws ahead of its item's last loads, which wait for their stage
         // anyway: sooner, and a long item would keep the next one from a CTA that is free first.
-        if (B::use_persistent_cta && starts && issues && round == 0) {
-          drawn = atomicInc(counter, a.work_items - 1);
-        }
-        if (loads_k) {
-          load(item, round, slice, &tensor_maps<B>(a).k, t.K[n], &t.k_full[n], &t.k_empty[n]);
-        }
-        if (loads_v) {
-          load(item, round, slice, &tensor_maps<B>(a).v, t.V[n], &t.v_full[n], &t.v_empty[n]);
-        }
+        if (B::use_persistent_cta && starts && issues && round == 0) drawn = atomicInc(counter, a.work_items - 1);
+        if (role & load_k) load(item, round, slice, &tensor_maps<B>(a).k, t.K[n], &t.k_full[n], &t.k_empty[n]);
+        if (role & load_v) load(item, round, slice, &tensor_maps<B>(a).v, v.V[n], &v.v_full[n], &v.v_empty[n]);
       }
       if (!B::use_persistent_cta) break;
       if (starts) item = find_item(gridDim.x + uniform(drawn));
     }
   }
-  // By one thread: stores O of all items from shared memory. TMA leaves out rows past Sq, but a box must not
-  // begin before row 0.
-  __device__ __forceinline__ void store_items() {
-    do {
-      const int stage = q_ring.stage;
-      mbarrier_wait(&s.q_full[stage], q_ring.parity);
-      const WgmmaItem& item = s.item[stage];
-      if (item.rounds == 0) break;
-      for (int group = 0; group < s.ROW_GROUPS; group++) {
-        mbarrier_wait(&s.o_done[stage][group], q_ring.parity);
-        const int at[5] = {0, item.q0 + group * 64, 0, item.h, item.b};
-        if (at[1] < 0) continue;
-        cp_async_bulk_tensor_store(&tensor_maps<B>(a).o, at, s.Q[stage][group]);
-        cp_async_bulk_commit_group();
-      }
-      cp_async_bulk_wait_group_read<0>();
-      mbarrier_arrive(&s.q_empty[stage]);
-      q_ring.advance();
-    } while (B::use_persistent_cta);
-  }
-  __device__ __forceinline__ void run(int warp) {
-    constexpr int slice_warps = B::split_kv < (B::is_e4m3 ? 2 : 4) ? 2 : 1;
-    const int slice = warp / slice_warps, part = warp % slice_warps;
-    if (slice < B::split_kv) {
-      constexpr int starts = B::use_persistent_cta ? 0 : slice_warps - 1;
-      load_items(slice, part == 0, part == slice_warps - 1, warp == starts);
-    } else if constexpr (B::is_e4m3) {
-      WgmmaInput<B>::transpose_items(*this, (warp - 2) % B::split_kv, (warp - 2) / B::split_kv);
-    } else if (B::split_kv == 1 && threadIdx.x == 64) {
-      store_items();
-    }
-  }
 };
 
-// USE_PING_PONG: warpgroups begin their products in turn, so that the softmax of one goes on beside the products
-// of another.
-template <class B, bool = B::use_ping_pong> struct WgmmaTurns {
-  __device__ explicit WgmmaTurns(int) {}
-  __device__ void begin() const {}
-  __device__ void end() const {}
-  __device__ void leave() const {}
-};
-template <class B> struct WgmmaTurns<B, true> {
+// USE_PING_PONG: warpgroups begin their products in turn, so that the softmax of one goes on beside the products of
+// another.
+template <class B> struct WgmmaTurns {
   const int mine;
   __device__ explicit WgmmaTurns(int warpgroup) : mine(warpgroup) {
-    if (mine == B::warpgroups - 1) barrier_arrive(turn, 256);
+    if (B::use_ping_pong && mine == B::warpgroups - 1) barrier_arrive(turn, 256);
   }
-  __device__ __forceinline__ void begin() const { barrier_sync(turn + mine, 256); }
+  __device__ __forceinline__ void begin() const {
+    if (B::use_ping_pong) barrier_sync(turn + mine, 256);
+  }
   __device__ __forceinline__ void end() const {
-    barrier_arrive(turn + (mine + 1) % B::warpgroups, 256);
+    if (B::use_ping_pong) barrier_arrive(turn + (mine + 1) % B::warpgroups, 256);
   }
   __device__ __forceinline__ void leave() const {
-    if (mine == 0) barrier_sync(turn, 256);
+    if (B::use_ping_pong && mine == 0) barrier_sync(turn, 256);
   }
 };
 
-// A warpgroup that computes: O of 64 rows over its slice of the keys.
-template <class B> struct WgmmaConsumer {
-  using Shared = WgmmaShared<B>;
+// The item's rounds [first, end) that a warpgroup computes whose first query is q: all; SKIP_MASKED: those of which its
+// rows see something, and at least one; none if all its rows are before the first query or past the last one, so that
+// the others have the tensor cores to themselves.
+struct RoundRange {
+  int first, end;
+};
+template <class B>
+__device__ __forceinline__ RoundRange own_rounds(const KernelArgs& a, const WgmmaItem& item, int rounds, int q) {
+  if (wgmma_may_pass<B> && (q < 0 || q >= a.p.Sq)) return {0, 0};
+  if (!B::skip_masked) return {0, rounds};
+  const KeyRange seen = a.keys.of_rows(min(q, a.p.Sq - 1), min(q + 63, a.p.Sq - 1));
+  const int first_key = uniform(item.first_key);
+  const int end = min(max(shares(seen.end - first_key, round_keys<B>), 1), rounds);
+  return {min((seen.begin - first_key) / round_keys<B>, end - 1), end};
+}
+
+// The 64 rows of a warpgroup over its slice of the keys, in registers.
+template <class B> struct WgmmaRows {
   using Scores = WgmmaAccumulator<B::block_n>;
   using Sums = WgmmaAccumulator<B::head_dim>;
   static constexpr int ROWS = Sums::ROWS;
-  using Probabilities = WgmmaProbabilities<B>;
 
-  Shared& s;
   const KernelArgs& a;
-  const int lane, warpgroup, slice, row_group;
-  const uint64_t Q, K, V;  // descriptors of the first stages; of Q of the warpgroup's rows
   Sums O;
   float m[ROWS], l[ROWS];
-  StageRing<Shared::Q_STAGES> q_ring;
-  StageRing<B::stages> ring;  // where K and V of this tile are
-  int k0 = 0, last_k0 = 0;    // first keys of this tile and of the last one
-  int q = 0;                  // the warpgroup's first query
-  bool accumulates = false;   // an earlier tile of the item has begun O
-  ItemScale<B> scale_log2;    // of the item
-  typename WgmmaInput<B>::State of_input;
+  int q = 0, k0 = 0;         // first query, and first key of this tile
+  bool accumulates = false;  // an earlier tile of the item has begun O
+  ItemScale<B> scale_log2;   // of the item
   // USE_LAZY_MAX: tiles with k0 in [stale_from, stale_from + stale_keys) may take the stale maximum.
   int stale_from = 0;
   uint32_t stale_keys = 0;
 
-  __device__ WgmmaConsumer(Shared& s_, const KernelArgs& a_, int thread)
-      : s(s_),
-        a(a_),
-        lane(thread % 32),
-        warpgroup(uniform(thread / 128)),
-        slice(warpgroup / Shared::ROW_GROUPS),
-        row_group(warpgroup % Shared::ROW_GROUPS),
-        Q(wgmma_descriptor(uniform(shared_address(s.queries(0, row_group))), 16, PANEL_ATOM<B>)),
-        K(wgmma_descriptor(uniform(shared_address(s.slice[slice].K[0])), 16, PANEL_ATOM<B>)),
-        V(wgmma_descriptor(uniform(shared_address(s.v_tiles(slice).V[0])), B::block_n * 128,
-                           B::is_e4m3 ? 8 * V_LINE<B> : 1024)),
-        scale_log2(a_) {}
+  __device__ explicit WgmmaRows(const KernelArgs& a_) : a(a_), scale_log2(a_) {}
 
-  // ---- which tiles ----
-
-  // The item's rounds [first, end) are this warpgroup's: all; SKIP_MASKED: those of which its rows see something,
-  // and at least one; none if all its rows are before the first query or past the last one, so that the
-  // others have the tensor cores to themselves.
-  struct Rounds {
-    int first, end;
-  };
-  __device__ __forceinline__ Rounds own_rounds(const WgmmaItem& item, int rounds) const {
-    if (wgmma_may_pass<B> && (q < 0 || q >= a.p.Sq)) return {0, 0};
-    if (!B::skip_masked) return {0, rounds};
-    const KeyRange seen = a.keys.of_rows(min(q, a.p.Sq - 1), min(q + 63, a.p.Sq - 1));
-    const int first_key = uniform(item.first_key);
-    const int past = (seen.end - first_key + round_keys<B> - 1) / round_keys<B>;
-    const int end = min(max(past, 1), rounds);
-    return {min((seen.begin - first_key) / round_keys<B>, end - 1), end};
-  }
-  // Releases the stages of tiles that this warpgroup does not need, each once it is full.
-  __device__ __forceinline__ void let_pass(int tiles) {
-    typename Shared::Tiles& t = s.slice[slice];
-    auto& v = s.v_tiles(slice);
-    for (; tiles > 0; tiles--, ring.advance()) {
-      mbarrier_wait(&t.k_full[ring.stage], ring.parity);
-      release(&t.k_empty[ring.stage]);
-      mbarrier_wait(&v.v_full[ring.stage], ring.parity);
-      release(&v.v_empty[ring.stage]);
-    }
-  }
-  __device__ __forceinline__ void release(uint64_t* empty) { arrive_by_warp(empty, lane); }
-
-  // ---- the products ----
-
-  // S = Q @ K.T, begun.   [64][BLOCK_N]
-  __device__ __forceinline__ void begin_qk(Scores& S, const StageRing<B::stages>& at,
-                                           bool k_is_there) {
-    if (!k_is_there) mbarrier_wait(&s.slice[slice].k_full[at.stage], at.parity);
-    const uint64_t K_at = descriptor_at(K, at.stage * int(sizeof s.slice[0].K[0]));
-    if constexpr (Shared::Q_IN_REGISTERS) {
-      wgmma_qk<B>(S, of_input.queries, K_at);
-    } else {
-      wgmma_qk<B>(S, descriptor_at(Q, q_ring.stage * int(sizeof s.Q[0])), K_at);
-    }
-  }
-  // O += P @ V, begun.   [64][D]
-  __device__ __forceinline__ void begin_pv(const Probabilities& P, bool v_is_there) {
-    if (!v_is_there) mbarrier_wait(&s.v_tiles(slice).v_full[ring.stage], ring.parity);
-    wgmma_pv<B>(O, P, descriptor_at(V, ring.stage * int(sizeof s.v_tiles(0).V[0])), accumulates);
-    accumulates = true;
-  }
-  // Waits for the P @ V whose V is in that stage, and releases it.
-  __device__ __forceinline__ void end_pv(int stage) {
-    wgmma_wait_group<0>(), hold(O.x.d);
-    release(&s.v_tiles(slice).v_empty[stage]);
-  }
-  // ---- the softmax ----
-
-  // First tile of an item, if it has no mask: some score of a row becomes its stale maximum.
-  __device__ __forceinline__ void take_some_score_as_max(const Scores& S) {
-    if (!B::use_lazy_max || has_mask()) return;
-    float alpha[ROWS];
-    softmax_max<B, Scores, B::is_e4m3 ? S.COLS : 4>(S, scale_log2, m, alpha);
-    keep_max(fmaxf(fabsf(m[0]), fabsf(m[1])) * scale_log2 <= shift_limit);
+  __device__ __forceinline__ void start() {
+    accumulates = false, stale_keys = 0;
+    SDPA_UNROLL for (int i = 0; i < ROWS; i++) m[i] = -INFINITY, l[i] = 0;
   }
   __device__ __forceinline__ bool has_mask() const { return !a.tiles.cover(q, k0); }
+  // First tile of an item, if it has no mask: some score of a row becomes its stale maximum, of the first COLS.
+  template <int COLS> __device__ __forceinline__ void take_some_score_as_max(const Scores& S) {
+    if (!B::use_lazy_max || has_mask()) return;
+    float alpha[ROWS];
+    softmax_max<B, Scores, COLS>(S, scale_log2, m, alpha);
+    keep_max(fmaxf(fabsf(m[0]), fabsf(m[1])) * scale_log2 <= shift_limit);
+  }
   // From now on tiles without mask may take m as the stale maximum, if it will do for all rows of the warp.
   __device__ __forceinline__ void keep_max(bool will_do) {
     if (!B::use_lazy_max) return;
@@ -4206,52 +3326,319 @@ template <class B> struct WgmmaConsumer {
     softmax_max<B>(S, scale_log2, m, alpha);
     keep_max(softmax_sum<B>(S, scale_log2, m, alpha, l));
   }
-  __device__ __forceinline__ void scale_output(const float (&alpha)[ROWS]) {
-    if (__all_sync(0xffffffffu, alpha[0] == 1 && alpha[1] == 1)) return;
-    scale_rows(O, alpha);
-    WgmmaInput<B>::scale_flushed(*this, alpha);
+  // The same, by the stale maximum where that will do: then it returns true, and O keeps its scale. recover(softmax)
+  // may still make P of what a stale maximum that was too small has left in S; it returns true if it could.
+  template <class Recover>
+  __device__ __forceinline__ bool softmax(Scores& S, float (&alpha)[ROWS], const WgmmaItem& item,
+                                          const Recover& recover) {
+    const bool may_be_stale = may_take_stale_max();
+    bool stale = may_be_stale;
+    StaleSoftmax<B, ROWS> of_stale(m, scale_log2);
+    if (may_be_stale) {
+      of_stale.exp(S, 0, S.COLS);
+      stale = of_stale.add_to(l);
+    }
+    if (!stale && !(may_be_stale && recover(of_stale))) {
+      if (may_be_stale) multiply_qk_again(S, item);
+      softmax_by_exact_max(S, alpha);
+    }
+    return stale;
+  }
+  // S = Q @ K.T once more, of this warp alone, by mma.sync and out of global memory: its tiles may be overwritten by
+  // now. Rare, so short rather than fast.
+  __device__ __forceinline__ void multiply_qk_again(Scores& S, const WgmmaItem& item) const {
+    const SdpaParams& p = a.p;
+    const uint32_t tid = thread_index_anew() % 128, lane = tid % 32;
+    const Input* const Q_g = p.Q + item.b * p.q.batch + item.h * p.q.head;
+    const Input* const K_g = p.K + item.b * p.k.batch + item.h_kv * p.k.head;
+    const auto word = [&](const Input* tensor, int row, int64_t stride, int byte) {
+      return ld_global<uint32_t>(reinterpret_cast<const char*>(tensor + row * stride) + byte + lane % 4 * 4);
+    };
+    const int row = q + tid / 32 * 16 + lane / 4, last_row = p.Sq - 1;
+    SDPA_UNROLL for (int n = 0; n < B::block_n / 8; n++) {
+      float* const d = S.x.d + 4 * n;
+      d[0] = d[1] = d[2] = d[3] = 0;
+#pragma unroll 1
+      for (int byte = 0; byte < ROW_BYTES<B>; byte += STEP_BYTES) {
+        uint32_t of_q[4], of_k[2];
+        SDPA_UNROLL for (int i = 0; i < 4; i++) {
+          of_q[i] = word(Q_g, min(row + i % 2 * 8, last_row), p.q.row, byte + i / 2 * 16);
+        }
+        SDPA_UNROLL for (int i = 0; i < 2; i++) of_k[i] = word(K_g, k0 + lane / 4 + 8 * n, p.k.row, byte + i * 16);
+        mma_32_bytes<Input>(d[0], d[1], d[2], d[3], of_q, of_k[0], of_k[1]);
+      }
+    }
+  }
+  // LSE of the item's rows.
+  __device__ __forceinline__ void store_lses(const WgmmaItem& item, uint32_t tid) const {
+    SDPA_UNROLL for (int i = 0; i < ROWS; i++) {
+      const int row = q + tid / 32 * 16 + tid % 32 / 4 + 8 * i;
+      if (tid % 4 == 0 && row < a.p.Sq) store_lse<B>(m[i], l[i], a, item, row);
+    }
+  }
+};
+
+// A warpgroup that computes: 64 rows over its slice of the keys. Each kernel has products, loops and stores of its own.
+template <class B, class Shared> struct WgmmaConsumer {
+  using Rows = WgmmaRows<B>;
+  using Scores = typename Rows::Scores;
+  static constexpr int ROW_GROUPS = B::block_m / 64;
+  Shared& s;
+  const KernelArgs& a;
+  const int lane, warpgroup, slice, row_group;
+  const uint64_t Q, K, V;  // descriptors of the first stages; of Q of the warpgroup's rows
+  Rows rows;
+  StageRing<Shared::Q_STAGES> q_ring;
+  StageRing<B::stages> ring;  // where K and V of this tile are
+  int last_k0 = 0;            // first key of the last tile
+
+  __device__ WgmmaConsumer(Shared& s_, const KernelArgs& a_, int thread, int v_leading_bytes, int v_stride_bytes)
+      : s(s_),
+        a(a_),
+        lane(thread % 32),
+        warpgroup(uniform(thread / 128)),
+        slice(warpgroup / ROW_GROUPS),
+        row_group(warpgroup % ROW_GROUPS),
+        Q(wgmma_descriptor(uniform(shared_address(s.queries(0, row_group))), 16, PANEL_ATOM<B>)),
+        K(wgmma_descriptor(uniform(shared_address(s.slice[slice].K[0])), 16, PANEL_ATOM<B>)),
+        V(wgmma_descriptor(uniform(shared_address(s.slice[slice].V[0])), v_leading_bytes, v_stride_bytes)),
+        rows(a_) {}
+
+  __device__ __forceinline__ const WgmmaItem& item() const { return s.item[q_ring.stage]; }
+  // All items: begin(), compute(turns) of those that have rows of this warpgroup, end().
+  template <class Begin, class Compute, class End>
+  __device__ __forceinline__ void run_items(const Begin& begin, const Compute& compute, const End& end) {
+    const WgmmaTurns<B> turns(warpgroup);
+    auto& t = s.slice[slice];
+    do {
+      mbarrier_wait(&s.q_full[q_ring.stage], q_ring.parity);
+      const int rounds = uniform(item().rounds);
+      if (rounds == 0) break;
+      rows.q = uniform(item().q0 + row_group * 64);
+      const RoundRange own = own_rounds<B>(a, item(), rounds, rows.q);
+      begin();
+      t.skip(ring, rounds - own.end, lane);
+      if (own.end > 0) {
+        rows.k0 = uniform(first_key_of<B>(item(), own.end - 1, slice));
+        last_k0 = uniform(first_key_of<B>(item(), own.first, slice));
+        rows.scale_log2.start(item());
+        compute(turns);
+      }
+      if (B::skip_masked) t.skip(ring, own_rounds<B>(a, item(), rounds, rows.q).first, lane);
+      end();
+      q_ring.advance();
+    } while (B::use_persistent_cta);
+    turns.leave();
+  }
+};
+
+// The kernel, whose parts KernelOf names.
+template <class B>
+__global__ void __launch_bounds__(B::threads, 1) sdpa_wgmma(const __grid_constant__ KernelArgs a) {
+  using Kernel = KernelOf<B>;
+  using Registers = typename Kernel::Registers;
+  auto& s = dynamic_shared<typename Kernel::Shared>();
+  const int warp = uniform(threadIdx.x / 32);
+  s.init_mbarriers(warp);
+  prefetch_tensor_maps<B>(a);
+  __syncthreads();  // hazard: mbarriers initialised by two threads
+  if (warp < B::producer_threads / 32) {
+    if (Registers::dealt) setmaxnreg_dec<Registers::producer>();
+    typename Kernel::Producer(s, a).run(warp);
+  } else {
+    if (Registers::dealt) setmaxnreg_inc<Registers::consumer>();
+    wait_then_let_next_kernel_start();
+    typename Kernel::Consumer(s, a, threadIdx.x - B::producer_threads).run();
+  }
+}
+
+// ---- 5d merge of slices (wgmma and USE_WARP_SPECIALIZATION, USE_TUNED and SPLIT_KV > 1) ----
+
+// Merges the slices' sums, its own first: each slice finishes half of the rows. Calls store(share, row), and stores LSE:
+// share[4v ... 4v + 3] are elements 0, 1, 4 and 5 of accumulator 8v of the finished rows, divided by l.
+template <class B, class Store>
+__device__ __forceinline__ void merge_slices(const WgmmaRows<B>& rows, SlicePartial<B>& partial, int slice,
+                                             const WorkItem& item, const Store& store) {
+  const uint32_t tid = thread_index_anew() % 128, lane = tid % 32, warp = tid / 32;
+  const int row = warp * 16 + slice * 8 + lane / 4;  // that the thread finishes
+  float share[B::head_dim / 4];
+  SDPA_UNROLL for (int to = 0; to < 2; to++) {
+    SDPA_UNROLL for (int v = 0; v < B::head_dim / 16; v++) {
+      const float* const part = rows.O.x.d + v * 8 + to * 2;
+      const float4 x = {part[0], part[1], part[4], part[5]};
+      if (to == slice) {
+        memcpy(share + 4 * v, &x, sizeof x);
+      } else {
+        st_shared(&partial.O[to][v][tid], x);
+      }
+    }
+  }
+  if (lane % 4 == 0) {
+    SDPA_UNROLL for (int i = 0; i < 2; i++) {
+      st_shared(&partial.m_l[slice][warp * 16 + lane / 4 + 8 * i], float2{rows.m[i], rows.l[i]});
+    }
+  }
+  barrier_sync(partials, B::warpgroups * 128);  // hazard: partial results written
+
+  const float2 own = slice == 0 ? float2{rows.m[0], rows.l[0]} : float2{rows.m[1], rows.l[1]};
+  const float2 m_l[2] = {own, ld_shared<float2>(&partial.m_l[1 - slice][row])};
+  float weight[2], m, l;
+  merge_weights<B>(m_l, rows.scale_log2, weight, m, l);
+  const float inverse = inverse_of_sum<B>(l, rows.a, item);
+  SDPA_UNROLL for (int v = 0; v < B::head_dim / 16; v++) {
+    const float4 x = ld_shared<float4>(&partial.O[slice][v][tid]);
+    const float others[4] = {x.x, x.y, x.z, x.w};
+    SDPA_UNROLL for (int i = 0; i < 4; i++) {
+      float& d = share[4 * v + i];
+      d = l == 0 ? 0 : fmaf(others[i], weight[1] * inverse, d * (weight[0] * inverse));
+    }
+  }
+  store(share, row);
+  if (lane % 4 == 0 && rows.q + row < rows.a.p.Sq) store_lse<B>(m, l, rows.a, item, rows.q + row);
+}
+
+// ---- 5d 16 bits: the kernel (wgmma and USE_WARP_SPECIALIZATION, USE_TUNED and DTYPE = FP16, DTYPE = BF16) ----
+
+template <class B> struct WgmmaShared {
+  // Q of the next item is loaded while an item is computed, if there is room.
+  static constexpr int ROW_GROUPS = B::block_m / 64, Q_STAGES = B::use_persistent_cta && B::head_dim <= 128 ? 2 : 1;
+  alignas(1024) Input Q[Q_STAGES][ROW_GROUPS][64 * B::head_dim];  // [64][D] each; afterwards O on its way out
+  TileRing<B> slice[B::split_kv];
+  SlicePartials<B> partial;
+  WgmmaItem item[Q_STAGES];  // whose Q it is
+  // Full: Q has landed, and item is set. Done: every warp has written its O over Q. Empty: O has been stored.
+  uint64_t q_full[Q_STAGES], o_done[Q_STAGES][ROW_GROUPS], q_empty[Q_STAGES];
+
+  __device__ __forceinline__ Input* queries(int stage, int row_group) { return Q[stage][row_group]; }
+  // Two threads do it; a barrier of the CTA must follow.
+  __device__ __forceinline__ void init_mbarriers(int warp) {
+    if (warp == 1 && threadIdx.x % 32 == 0) {
+      for (uint64_t& full : q_full) mbarrier_init(&full, 1);
+      for (auto& t : slice) t.init_full(1);
+      fence_mbarrier_init();
+    }
+    if (warp == 2 && threadIdx.x % 32 == 0) {
+      for (int stage = 0; stage < Q_STAGES; stage++) {
+        mbarrier_init(&q_empty[stage], 1);
+        for (uint64_t& done : o_done[stage]) mbarrier_init(&done, 4);
+      }
+      for (auto& t : slice) t.init_empty();
+      fence_mbarrier_init();
+    }
+  }
+};
+
+// The producer warpgroup.
+template <class B> struct Wgmma16Producer : WgmmaProducer<B, WgmmaShared<B>> {
+  using Shared = WgmmaShared<B>;
+  using Base = WgmmaProducer<B, Shared>;
+  using Base::s, Base::a, Base::q_ring;
+
+  __device__ Wgmma16Producer(Shared& s_, const KernelArgs& a_) : Base{s_, a_} {}
+
+  // By one thread: stores O of all items from shared memory. TMA leaves out rows past Sq, but a box must not begin
+  // before row 0.
+  __device__ __forceinline__ void store_items() {
+    do {
+      const int stage = q_ring.stage;
+      mbarrier_wait(&s.q_full[stage], q_ring.parity);
+      const WgmmaItem& item = s.item[stage];
+      if (item.rounds == 0) break;
+      for (int group = 0; group < s.ROW_GROUPS; group++) {
+        mbarrier_wait(&s.o_done[stage][group], q_ring.parity);
+        const int at[5] = {0, item.q0 + group * 64, 0, item.h, item.b};
+        if (at[1] < 0) continue;
+        cp_async_bulk_tensor_store(&tensor_maps<B>(a).o, at, s.Q[stage][group]);
+        cp_async_bulk_commit_group();
+      }
+      cp_async_bulk_wait_group_read<0>();
+      mbarrier_arrive(&s.q_empty[stage]);
+      q_ring.advance();
+    } while (B::use_persistent_cta);
+  }
+  __device__ __forceinline__ void run(int warp) {
+    // Two slices have two loaders each, and nobody stores: the slices do that themselves.
+    const int role = warp == 0         ? load_k
+                     : warp == 1       ? load_v
+                     : B::split_kv > 1 ? (warp == 2 ? load_k : load_v)
+                                       : (warp == 2 ? store_o : idle);
+    // The loader of V begins an item, so that Q and K are asked for at once; with a queue that of K, which so begins the
+    // next item early.
+    constexpr int starts = B::use_persistent_cta ? 0 : 1;
+    if (role & (load_k | load_v)) {
+      Base::load_items(role, warp / 2, s.slice[warp / 2], warp == starts, [&](const WgmmaItem& item) {
+        Base::start_item(item, &s.q_empty[q_ring.stage], q_ring.parity ^ 1);
+      });
+    } else if (role == store_o && Base::issues) {
+      store_items();
+    }
+  }
+};
+
+template <class B> struct Wgmma16Consumer : WgmmaConsumer<B, WgmmaShared<B>> {
+  using Base = WgmmaConsumer<B, WgmmaShared<B>>;
+  using Scores = typename Base::Scores;
+  using Probabilities = WgmmaProbabilities<B>;
+  using Base::a, Base::s, Base::lane, Base::slice, Base::row_group, Base::rows, Base::ring, Base::q_ring, Base::last_k0;
+
+  __device__ Wgmma16Consumer(WgmmaShared<B>& s_, const KernelArgs& a_, int thread)
+      : Base(s_, a_, thread, B::block_n * 128, 1024) {}
+
+  // ---- the products ----
+
+  // S = Q @ K.T, begun.   [64][BLOCK_N]
+  __device__ __forceinline__ void begin_qk(Scores& S, const StageRing<B::stages>& at, bool k_is_there) {
+    if (!k_is_there) mbarrier_wait(&s.slice[slice].k_full[at.stage], at.parity);
+    wgmma_qk<B>(S, descriptor_at(Base::Q, q_ring.stage * int(sizeof s.Q[0])),
+                descriptor_at(Base::K, at.stage * int(sizeof s.slice[0].K[0])));
+  }
+  // O += P @ V, begun.   [64][D]
+  __device__ __forceinline__ void begin_pv(const Probabilities& P, bool v_is_there) {
+    if (!v_is_there) mbarrier_wait(&s.slice[slice].v_full[ring.stage], ring.parity);
+    wgmma_pv<B>(rows.O, P, descriptor_at(Base::V, ring.stage * int(sizeof s.slice[0].V[0])), rows.accumulates);
+    rows.accumulates = true;
+  }
+  // Waits for the P @ V whose V is in that stage, and releases it.
+  __device__ __forceinline__ void end_pv(int stage) {
+    wgmma_wait_group<0>(), hold(rows.O.x.d);
+    arrive_by_warp(&s.slice[slice].v_empty[stage], lane);
+  }
+
+  // ---- the softmax ----
+
+  __device__ __forceinline__ void scale_output(const float (&alpha)[2]) {
+    if (!__all_sync(0xffffffffu, alpha[0] == 1 && alpha[1] == 1)) scale_rows(rows.O, alpha);
   }
   // Rounds P, and holds it before the fence. Otherwise nvcc rounds a part after it, ptxas splits P @ V into two
   // groups (C7519), and the wait for the next scores waits for the first of these as well.
   static __device__ __forceinline__ void pack_all(Probabilities& out, const Scores& P) {
-    SDPA_UNROLL for (int step = 0; step < B::block_n / STEP_KEYS<B>; step++) {
-      pack_step<Element<B>>(out[step], P, step), hold(out[step]);
-    }
+    SDPA_UNROLL for (int step = 0; step < B::block_n / 16; step++) pack_step<Input>(out[step], P, step), hold(out[step]);
   }
-
   // P of the scores S, rounded, and O rescaled to its maximum. end_last_pv() waits for the P @ V before: after
   // the first FIRST columns of a stale softmax, or before an exact one.
   template <int FIRST, class End>
   __device__ __forceinline__ void attend(Scores& S, Probabilities& P, const End& end_last_pv) {
-    const bool stale = may_take_stale_max();
+    const bool stale = rows.may_take_stale_max();
     bool done = false;
-    StaleSoftmax<B, ROWS> softmax(m, scale_log2);
+    StaleSoftmax<B, 2> softmax(rows.m, rows.scale_log2);
     if (stale) softmax.exp(S, 0, FIRST);
     end_last_pv();
     if (stale) {
       softmax.exp(S, FIRST, S.COLS);
       pack_all(P, S);
-      done = softmax.add_to(l);
-      if (!done) WgmmaInput<B>::multiply_qk_again(*this, S);
+      done = softmax.add_to(rows.l);
+      if (!done) rows.multiply_qk_again(S, Base::item());
     }
-    float alpha[ROWS];  // three conditions: under one, nvcc puts P into the registers of S
-    if (!done) softmax_by_exact_max(S, alpha);
+    float alpha[2];  // three conditions: under one, nvcc puts P into the registers of S
+    if (!done) rows.softmax_by_exact_max(S, alpha);
     if (!done) scale_output(alpha);
     if (!done) pack_all(P, S);
   }
   // The same with the whole softmax beside the P @ V before.
   template <class End>
-  __device__ __forceinline__ void attend_beside_pv(Scores& S, Probabilities& P,
-                                                   const End& end_last_pv) {
-    bool stale = false;
-    float alpha[ROWS];
-    if (may_take_stale_max()) {
-      StaleSoftmax<B, ROWS> softmax(m, scale_log2);
-      softmax.exp(S, 0, S.COLS);
-      stale = softmax.add_to(l);
-      if (!stale) WgmmaInput<B>::multiply_qk_again(*this, S);
-    }
-    if (!stale) softmax_by_exact_max(S, alpha);
+  __device__ __forceinline__ void attend_beside_pv(Scores& S, Probabilities& P, const End& end_last_pv) {
+    float alpha[2];
+    const bool stale = rows.softmax(S, alpha, Base::item(), [](const auto&) { return false; });
     end_last_pv();
     if (!stale) scale_output(alpha);
     pack_all(P, S);
@@ -4260,23 +3647,21 @@ template <class B> struct WgmmaConsumer {
   // ---- the loops over the tiles of an item ----
 
   __device__ __forceinline__ void serial(const WgmmaTurns<B>& turns) {
-    typename Shared::Tiles& t = s.slice[slice];
-    auto& v = s.v_tiles(slice);
+    TileRing<B>& t = s.slice[slice];
     Scores S;
     Probabilities P;
-    for (bool first = true;; first = false, k0 -= round_keys<B>) {
+    for (bool first = true;; first = false, rows.k0 -= round_keys<B>) {
       begin_qk(S, ring, false), wgmma_wait_group<0>(), hold(S.x.d);
-      release(&t.k_empty[ring.stage]);
-      const bool v_is_there = mbarrier_peek_parity(&v.v_full[ring.stage], ring.parity);
-      if (first) take_some_score_as_max(S);
+      arrive_by_warp(&t.k_empty[ring.stage], lane);
+      const bool v_is_there = mbarrier_peek_parity(&t.v_full[ring.stage], ring.parity);
+      if (first) rows.template take_some_score_as_max<4>(S);
       attend<S.COLS>(S, P, [] {});
-      WgmmaInput<B>::flush_when_due(*this);
       turns.begin();
       begin_pv(P, v_is_there);
       turns.end();
       end_pv(ring.stage);
       ring.advance();
-      if (k0 == last_k0) break;
+      if (rows.k0 == last_k0) break;
     }
   }
 
@@ -4286,86 +3671,45 @@ template <class B> struct WgmmaConsumer {
   // 256. More of them, or two that split the keys, do better with all exponentials in one piece.
   __device__ __forceinline__ void overlapped(const WgmmaTurns<B>& turns) {
     constexpr bool pv_ends_halfway = B::use_lazy_max && B::warpgroups == 2 && B::split_kv == 1;
-    typename Shared::Tiles& t = s.slice[slice];
-    auto& v = s.v_tiles(slice);
+    TileRing<B>& t = s.slice[slice];
     Scores S;
     Probabilities P;
     int last_stage = 0;  // V of the P @ V before
     const auto end_last_pv = [&] {
-      wgmma_wait_group<0>(), hold(O.x.d), hold(S.x.d);  // of S nothing is rounded before
+      wgmma_wait_group<0>(), hold(rows.O.x.d), hold(S.x.d);  // of S nothing is rounded before
       __syncwarp();
-      if (lane == 0 && accumulates) mbarrier_arrive(&v.v_empty[last_stage]);
+      if (lane == 0 && rows.accumulates) mbarrier_arrive(&t.v_empty[last_stage]);
     };
     begin_qk(S, ring, false), wgmma_wait_group<0>(), hold(S.x.d);
-    take_some_score_as_max(S);
-    for (;; k0 -= round_keys<B>) {
-      release(&t.k_empty[ring.stage]);
+    rows.template take_some_score_as_max<4>(S);
+    for (;; rows.k0 -= round_keys<B>) {
+      arrive_by_warp(&t.k_empty[ring.stage], lane);
       StageRing<B::stages> next = ring;
       next.advance();
       // The next K and this V have mostly landed; to ask takes time, which the softmax hides.
       const bool k_is_there = mbarrier_peek_parity(&t.k_full[next.stage], next.parity);
-      const bool v_is_there = mbarrier_peek_parity(&v.v_full[ring.stage], ring.parity);
-      if constexpr (B::is_e4m3) {
-        WgmmaInput<B>::attend(*this, S, P, end_last_pv);
-      } else if constexpr (pv_ends_halfway) {
+      const bool v_is_there = mbarrier_peek_parity(&t.v_full[ring.stage], ring.parity);
+      if constexpr (pv_ends_halfway) {
         attend<S.COLS / 2>(S, P, end_last_pv);
       } else {
         attend_beside_pv(S, P, end_last_pv);
       }
-      constexpr bool flushes_beside_qk = WgmmaInput<B>::flushes_beside_qk;
-      if (!flushes_beside_qk) WgmmaInput<B>::flush_when_due(*this);
       turns.begin();
-      if (k0 != last_k0) begin_qk(S, next, k_is_there);
-      if (flushes_beside_qk) WgmmaInput<B>::flush_when_due(*this);
+      if (rows.k0 != last_k0) begin_qk(S, next, k_is_there);
       begin_pv(P, v_is_there);
       turns.end();
       last_stage = ring.stage, ring = next;
       wgmma_wait_group<1>(), hold(S.x.d);
-      if (k0 == last_k0) break;
+      if (rows.k0 == last_k0) break;
     }
     end_pv(last_stage);
   }
 
   // ---- items ----
 
-  // Writes O / l, rounded, over Q, which all warps have read, and stores LSE.
-  __device__ __forceinline__ void write_output() {
-    const uint32_t tid = thread_index_anew() % 128, lane = tid % 32;
-    const int first_row = tid / 32 * 16, stage = q_ring.stage;  // of the warp, in its group
-    barrier_sync(q_read + warpgroup, 128);                      // hazard: Q read by all its warps
-    float inverse[ROWS];
-    SDPA_UNROLL for (int i = 0; i < ROWS; i++) {
-      inverse[i] = l[i] == 0 ? 0 : rcp_approx_ftz(l[i]) * item_v_descale<B>(a, s.item[stage]);
-    }
-    if (l[0] == 0 || l[1] == 0) {  // a row without a visible key is 0, whatever V is
-      SDPA_UNROLL for (int i = 0; i < ROWS; i++) {
-        SDPA_UNROLL for (int j = 0; j < O.COLS; j++) {
-          if (l[i] == 0) O.x[i][j] = 0;
-        }
-      }
-    }
-    const WgmmaItem& item = s.item[stage];
-    SDPA_UNROLL for (int i = 0; i < ROWS; i++) {
-      const int row = q + first_row + int(lane) / 4 + 8 * i;
-      if (lane % 4 == 0 && row < a.p.Sq) store_lse<B>(m[i], l[i], a, item, row);
-    }
-    SDPA_UNROLL for (int n = 0; n < B::head_dim / 16; n++) {
-      WgmmaAccumulator<16> part;
-      memcpy(part.x.d, O.x.d + 8 * n, sizeof part.x.d);
-      scale_rows(part, inverse);
-      uint32_t o[4];
-      pack_step<Output>(o, part, 0);
-      const int at = panel_offset<64>(first_row + lane % 16, n * 16 + lane / 16 * 8);
-      stmatrix_x4<false>(shared_address(s.Q[stage][row_group] + at), o);
-    }
-    fence_proxy_async();
-  }
-
-  // O, m and l of the tiles from k0 down to last_k0.
+  // O, m and l of the tiles from rows.k0 down to last_k0.
   __device__ __forceinline__ void sum_keys(const WgmmaTurns<B>& turns) {
-    accumulates = false, stale_keys = 0;
-    SDPA_UNROLL for (int i = 0; i < ROWS; i++) m[i] = -INFINITY, l[i] = 0;
-    WgmmaInput<B>::start_sums(*this);
+    rows.start();
     if constexpr (B::overlap) {
       overlapped(turns);
     } else {
@@ -4378,263 +3722,168 @@ template <class B> struct WgmmaConsumer {
       sum_keys(turns);
     } else {
       const int all_k0 = last_k0, thread = int(threadIdx.x) - B::producer_threads;
-      for (bool first = true;; first = false, k0 -= round_keys<B>) {
-        last_k0 = max(k0 - keys_at_once<B>() + round_keys<B>, all_k0);
+      for (bool first = true;; first = false, rows.k0 -= round_keys<B>) {
+        last_k0 = max(rows.k0 - keys_at_once<B>() + round_keys<B>, all_k0);
         sum_keys(turns);
         const bool last = last_k0 == all_k0;
-        carry_sums<B>(O, m, l, scale_log2, thread, first, last);
+        carry_sums<B>(rows.O, rows.m, rows.l, rows.scale_log2, thread, first, last);
         if (last) break;
       }
     }
   }
+  // Writes O / l, rounded, over Q, which all warps have read, and stores LSE.
+  __device__ __forceinline__ void write_output() {
+    auto& O = rows.O;
+    const uint32_t tid = thread_index_anew() % 128, lane = tid % 32;
+    const int first_row = tid / 32 * 16, stage = q_ring.stage;  // of the warp, in its group
+    barrier_sync(q_read + Base::warpgroup, 128);                      // hazard: Q read by all its warps
+    float inverse[2];
+    SDPA_UNROLL for (int i = 0; i < 2; i++) inverse[i] = inverse_of_sum<B>(rows.l[i], a, s.item[stage]);
+    clear_empty_rows(O, rows.l);
+    rows.store_lses(s.item[stage], tid);
+    SDPA_UNROLL for (int n = 0; n < B::head_dim / 16; n++) {
+      WgmmaAccumulator<16> part;
+      memcpy(part.x.d, O.x.d + 8 * n, sizeof part.x.d);
+      scale_rows(part, inverse);
+      uint32_t o[4];
+      pack_step<Output>(o, part, 0);
+      const int at = panel_offset<64>(first_row + lane % 16, n * 16 + lane / 16 * 8);
+      stmatrix_x4<false>(shared_address(s.Q[stage][row_group] + at), o);
+    }
+    fence_proxy_async();
+  }
+  // Stores the merged rows of both slices by way of shared memory, so that a lane stores 16 bytes.
+  __device__ __forceinline__ void merge_and_store() {
+    const WorkItem item = s.item[0];  // read before the barrier, which hides the latency
+    SlicePartial<B>& partial = s.partial[row_group];
+    merge_slices<B>(rows, partial, slice, item, [&](const float (&share)[B::head_dim / 4], int row) {
+      const uint32_t lane = thread_index_anew() % 32, warp = thread_index_anew() / 32 % 4;
+      auto& out_s = partial.out[slice][warp];
+      SDPA_UNROLL for (int n = 0; n < B::head_dim / 32; n++) {
+        uint32_t o[4];
+        SDPA_UNROLL for (int i = 0; i < 4; i++) o[i] = pack<Output>(share[8 * n + 2 * i], share[8 * n + 2 * i + 1]);
+        stmatrix_x4<false>(shared_address(&out_s[lane % 8][n * 32 + lane / 8 * 8]), o);
+      }
+      __syncwarp();                                    // hazard: written by all lanes
+      constexpr int TIMES = B::head_dim / 32, ROWS_AT_ONCE = 8 / TIMES;  // 32 lanes times 8 elements
+      const int first = lane / (B::head_dim / 8), col = lane % (B::head_dim / 8) * 8;
+      uint4 o[TIMES];  // all loaded before the first is stored: loads would wait behind the stores
+      SDPA_UNROLL for (int i = 0; i < TIMES; i++) o[i] = ld_shared<uint4>(&out_s[first + i * ROWS_AT_ONCE][col]);
+      Output* const O_g = a.p.O + item.b * a.p.o.batch + item.h * a.p.o.head + col;
+      SDPA_UNROLL for (int i = 0; i < TIMES; i++) {
+        const int r = rows.q + row - int(lane / 4) + first + i * ROWS_AT_ONCE;
+        if (r < a.p.Sq) st_global_v4(O_g + r * a.p.o.row, o[i]);
+      }
+    });
+  }
 
-  // All items.
   __device__ __forceinline__ void run() {
-    const WgmmaTurns<B> turns(warpgroup);
-    do {
-      mbarrier_wait(&s.q_full[q_ring.stage], q_ring.parity);
-      const WgmmaItem& item = s.item[q_ring.stage];
-      const int rounds = uniform(item.rounds);
-      if (rounds == 0) break;
-      q = uniform(item.q0 + row_group * 64);
-      const Rounds own = own_rounds(item, rounds);
-      WgmmaInput<B>::load_queries(*this);
-      let_pass(rounds - own.end);
-      if (own.end > 0) {
-        k0 = uniform(first_key_of<B>(item, own.end - 1, slice));
-        last_k0 = uniform(first_key_of<B>(item, own.first, slice));
-        scale_log2.start(item);
-        sum_parts(turns);
-        SDPA_UNROLL for (int i = 0; i < ROWS; i++) l[i] = row_sum<Sums::LANES>(l[i]);
-        WgmmaInput<B>::add_flushed(*this);
-        if constexpr (B::split_kv > 1) {
-          merge_slices(*this);
-        } else {
-          WgmmaInput<B>::store(*this);
-        }
-      }
-      if (B::skip_masked) let_pass(own_rounds(item, rounds).first);
-      if (Shared::Q_IN_FLUSHED) fence_proxy_async();  // read before TMA writes it
-      // With slices nobody waits. Where Q goes to registers, load_queries() has released it, unless the flushed sums
-      // lie there.
-      if (B::split_kv == 1 && (!Shared::Q_IN_REGISTERS || Shared::Q_IN_FLUSHED)) {
-        release(B::is_e4m3 ? &s.q_empty[q_ring.stage] : &s.o_done[q_ring.stage][row_group]);
-      }
-      q_ring.advance();
-    } while (B::use_persistent_cta);
-    turns.leave();
-  }
-};
-
-template <class B>
-__global__ void __launch_bounds__(B::threads, 1) sdpa_wgmma(const __grid_constant__ KernelArgs a) {
-  WgmmaShared<B>& s = dynamic_shared<WgmmaShared<B>>();
-  const int warp = uniform(threadIdx.x / 32);
-  s.init_mbarriers(warp);
-  if (threadIdx.x == 64) {
-    prefetch_tensormap(&tensor_maps<B>(a).q), prefetch_tensormap(&tensor_maps<B>(a).k),
-        prefetch_tensormap(&tensor_maps<B>(a).v);
-  }
-  __syncthreads();  // hazard: mbarriers initialised by two threads
-  if (warp < B::producer_threads / 32) {
-    if (WgmmaRegisters<B>::dealt) setmaxnreg_dec<WgmmaRegisters<B>::producer>();
-    WgmmaProducer<B>(s, a).run(warp);
-  } else {
-    if (WgmmaRegisters<B>::dealt) setmaxnreg_inc<WgmmaRegisters<B>::consumer>();
-    wait_then_let_next_kernel_start();
-    WgmmaConsumer<B>(s, a, threadIdx.x - B::producer_threads).run();
-  }
-}
-
-template <class B> struct WgmmaKernel<B, Wgmma::roles> : OneLaunch<B> {
-  using Shared = WgmmaShared<B>;
-  static constexpr auto kernel = sdpa_wgmma<B>;
-};
-
-// ---- 5d merge of slices (wgmma and USE_WARP_SPECIALIZATION, USE_TUNED and SPLIT_KV > 1) ----
-
-// Rounds 8 rows from query q on, and stores them by way of shared memory, so that a lane stores 16 bytes. O_g: their
-// first column in the item's head.
-template <int COLS>
-__device__ __forceinline__ void store_share(const float (&share)[COLS / 4],
-                                            Output (&out_s)[8][COLS + 8], Output* O_g, int q,
-                                            const SdpaParams& p, uint32_t lane) {
-  SDPA_UNROLL for (int n = 0; n < COLS / 32; n++) {
-    uint32_t o[4];
-    SDPA_UNROLL for (int i = 0; i < 4; i++) {
-      o[i] = pack<Output>(share[8 * n + 2 * i], share[8 * n + 2 * i + 1]);
-    }
-    stmatrix_x4<false>(shared_address(&out_s[lane % 8][n * 32 + lane / 8 * 8]), o);
-  }
-  __syncwarp();                                               // hazard: written by all lanes
-  constexpr int TIMES = COLS / 32, ROWS_AT_ONCE = 8 / TIMES;  // 32 lanes times 8 elements
-  const int row = lane / (COLS / 8), col = lane % (COLS / 8) * 8;
-  uint4 o[TIMES];  // all loaded before the first is stored: loads would wait behind the stores
-  SDPA_UNROLL for (int i = 0; i < TIMES; i++) {
-    o[i] = ld_shared<uint4>(&out_s[row + i * ROWS_AT_ONCE][col]);
-  }
-  SDPA_UNROLL for (int i = 0; i < TIMES; i++) {
-    const int r = q + row + i * ROWS_AT_ONCE;
-    if (r < p.Sq) st_global_v4(O_g + r * p.o.row + col, o[i]);
-  }
-}
-
-// Merges the slices, and stores O / l and LSE. Each slice finishes its part: its own sum first, then the others' in
-// their order.
-template <class B> __device__ __forceinline__ void merge_slices(WgmmaConsumer<B>& c) {
-  using Shared = WgmmaShared<B>;
-  const KernelArgs& a = c.a;
-  const int slice = c.slice;
-  typename Shared::Partial& partial = c.s.partial[c.row_group];
-  constexpr int OTHERS = B::split_kv - 1, COLS = Shared::Partial::COLS;
-  const WorkItem item = c.s.item[0];  // read before the barrier, which hides the latency
-  const uint32_t tid = thread_index_anew() % 128, lane = tid % 32, warp = tid / 32;
-  const int first_row = warp * 16 + slice % 2 * 8;  // of the 8 that it finishes
-  const int row = first_row + lane / 4;             // of these the thread's
-  float share[COLS / 4];
-  SDPA_UNROLL for (int to = 0; to <= OTHERS; to++) {
-    SDPA_UNROLL for (int v = 0; v < COLS / 16; v++) {
-      const float* const part = c.O.x.d + to / 2 * COLS / 2 + v * 8 + to % 2 * 2;
-      const float4 x = {part[0], part[B::is_e4m3 ? 4 : 1], part[B::is_e4m3 ? 1 : 4], part[5]};
-      if (to == slice) {
-        memcpy(share + 4 * v, &x, sizeof x);
+    const auto compute = [&](const WgmmaTurns<B>& turns) {
+      sum_parts(turns);
+      SDPA_UNROLL for (int i = 0; i < 2; i++) rows.l[i] = row_sum<Base::Rows::Sums::LANES>(rows.l[i]);
+      if constexpr (B::split_kv > 1) {
+        merge_and_store();
       } else {
-        st_shared(&partial.O[to][slice - (slice > to)][v][tid], x);
+        write_output();
       }
-    }
+    };
+    Base::run_items([] {}, compute, [&] {  // with slices nobody waits
+      if (B::split_kv == 1) arrive_by_warp(&s.o_done[q_ring.stage][row_group], lane);
+    });
   }
-  if (lane % 4 == 0) {
-    SDPA_UNROLL for (int i = 0; i < 2; i++) {
-      st_shared(&partial.m_l[slice][warp * 16 + lane / 4 + 8 * i], float2{c.m[i], c.l[i]});
-    }
-  }
-  barrier_sync(partials, B::warpgroups * 128);  // hazard: partial results written
+};
 
-  float2 m_l[OTHERS + 1] = {slice % 2 == 0 ? float2{c.m[0], c.l[0]} : float2{c.m[1], c.l[1]}};
-  SDPA_UNROLL for (int n = 0; n < OTHERS; n++) {
-    m_l[n + 1] = ld_shared<float2>(&partial.m_l[n + (n >= slice)][row]);
-  }
-  float weight[OTHERS + 1], m, l;
-  merge_weights<B>(m_l, c.scale_log2, weight, m, l);
-  const float inverse = l == 0 ? 0 : rcp_approx_ftz(l) * item_v_descale<B>(a, item);
-  SDPA_UNROLL for (int n = 0; n <= OTHERS; n++) weight[n] *= inverse;
-  SDPA_UNROLL for (int j = 0; j < COLS / 4; j++) share[j] *= weight[0];
-  SDPA_UNROLL for (int n = 0; n < OTHERS; n++) {
-    SDPA_UNROLL for (int v = 0; v < COLS / 16; v++) {
-      const float4 x = ld_shared<float4>(&partial.O[slice][n][v][tid]);
-      float* const d = share + 4 * v;
-      d[0] = fmaf(x.x, weight[n + 1], d[0]), d[1] = fmaf(x.y, weight[n + 1], d[1]);
-      d[2] = fmaf(x.z, weight[n + 1], d[2]), d[3] = fmaf(x.w, weight[n + 1], d[3]);
-    }
-  }
-  if (l == 0) {  // a row without a visible key is 0, whatever V is
-    SDPA_UNROLL for (int j = 0; j < COLS / 4; j++) share[j] = 0;
-  }
-  const int q = item.q0 + c.row_group * 64;
-  Output* const O_g = a.p.O + item.b * a.p.o.batch + item.h * a.p.o.head + slice / 2 * COLS;
-  if constexpr (B::is_e4m3) {  // a thread has four neighbouring columns
-    SDPA_UNROLL for (int v = 0; v < COLS / 16 && q + row < a.p.Sq; v++) {
-      const float* const x = share + 4 * v;
-      st_global(O_g + (q + row) * a.p.o.row + 16 * v + lane % 4 * 4,
-                uint2{pack<Output>(x[0], x[1]), pack<Output>(x[2], x[3])});
-    }
-  } else {
-    store_share<COLS>(share, partial.out[slice][warp], O_g, q + first_row, a.p, lane);
-  }
-  if (lane % 4 == 0 && slice < 2 && q + row < a.p.Sq) store_lse<B>(m, l, a, item, q + row);
-}
+template <class B> struct KernelOf<B, Path::wgmma_roles> {
+  using Shared = WgmmaShared<B>;
+  using Producer = Wgmma16Producer<B>;
+  using Consumer = Wgmma16Consumer<B>;
+  using Registers = WgmmaRegisters<B, 24>;
+  static constexpr auto entry = sdpa_wgmma<B>;
+};
 
 // ---- 5d e4m3: Q in registers, V transposed, sums in fp32 (wgmma and DTYPE = FP8_E4M3) ----
 //
 // wgmma transposes no bytes, so two of the producer warps do: V's keys come to lie in lines. It adds products in 14
 // bits, so that O would stop to grow after some thousand keys; after FP8_FLUSH tiles what O holds goes to shared
-// memory, and O begins anew.
+// memory, and O begins anew. Only the loop with OVERLAP=1 is here.
 
-// O as P @ V of 8 bits leaves it: V has the even d of every 16 first.
-template <int WIDTH> struct WgmmaColumnsOfFour {  // [64][WIDTH]
-  static constexpr int ROWS = 2, COLS = WIDTH / 4, RUN = 4;
-  struct Elements {
-    float d[WIDTH / 2];
-    struct Row {
-      const float* first;
-      __device__ float operator[](int j) const { return first[j / 4 * 8 + j % 2 * 4 + j / 2 % 2]; }
-    };
-    __device__ Row operator[](int i) const { return {d + 2 * i}; }
-  };
-  Elements x;
-  int first_row, first_col;
-  __device__ int row(int i) const { return first_row + 8 * i; }
-  __device__ int col(int j) const { return first_col + j / 4 * 16 + j % 4; }
-};
+// V transposed is [D][keys] in panels of 128 keys, or of 64 where a tile has no more.
+template <class B> constexpr int V_LINE = B::block_n > 64 ? 128 : 64;
+template <class B> constexpr int V_KEYS = int(shares(B::block_n, V_LINE<B>)) * V_LINE<B>;  // in whole panels
 
-template <class B> struct WgmmaInput<B, true> : WgmmaInput<B, false> {
-  // Where there is room. From shared memory an instruction would read as much of Q as of K.
-  static constexpr bool q_in_registers = (B::warpgroups < 4);
-  static constexpr bool flushes = (B::fp8_flush != 0);
-  // Where shared memory has no room for both: nothing is flushed before Q is read.
-  static constexpr bool q_in_flushed = q_in_registers && flushes && B::head_dim == 256;
-  // At D=256 a flush runs beside Q @ K.T. With fewer columns it comes before, since P @ V would wait for it.
-  static constexpr bool flushes_beside_qk = B::head_dim == 256;
+template <class B> struct E4m3Shared {
+  static constexpr int ROW_GROUPS = B::block_m / 64, Q_STAGES = B::use_persistent_cta ? 2 : 1;
   static constexpr int TRANSPOSERS = 2 / B::split_kv;  // warps of a slice
-  using Scores = WgmmaAccumulator<B::block_n>;
-  using Queries = uint32_t[ROW_BYTES<B> / STEP_BYTES][4];  // A operands
-  using Flushed = float4[B::head_dim / 8][128];            // of a warpgroup, thread by thread
-
-  struct Tiles {
-    alignas(1024) Input V[B::stages][V_KEYS<B> * B::head_dim];  // [D][BLOCK_N]
+  // Where there is room. From shared memory an instruction would read as much of Q as of K.
+  static constexpr bool Q_IN_REGISTERS = B::warpgroups < 4, FLUSHES = B::fp8_flush != 0;
+  // Where shared memory has no room for both: nothing is flushed before Q is read.
+  static constexpr bool Q_IN_FLUSHED = Q_IN_REGISTERS && FLUSHES && B::head_dim == 256;
+  struct Landed {  // V as TMA brings it
+    alignas(1024) Input V[B::stages][B::block_n * B::head_dim];  // [BLOCK_N][D]
     uint64_t v_full[B::stages], v_empty[B::stages];
   };
-  struct Shared {
-    Tiles slice[B::split_kv];
-  };
-  struct State {
-    Queries queries;
-    uint32_t tiles;  // whose P @ V has ended
-  };
+  using Queries = Input[ROW_GROUPS][64 * B::head_dim];
+  using Flushed = float4[B::warpgroups][B::head_dim / 8][128];  // thread by thread
+  alignas(1024) typename std::conditional<Q_IN_FLUSHED, Flushed, Queries>::type Q;
+  TileRing<B, V_KEYS<B> * B::head_dim> slice[B::split_kv];  // V [D][BLOCK_N]
+  Landed landed[B::split_kv];
+  SlicePartials<B> partial;
+  WgmmaItem item[Q_STAGES];
+  // Full: Q has landed, and item is set. Empty: Q has been read.
+  uint64_t q_full[Q_STAGES], q_empty[Q_STAGES];
+  typename std::conditional<FLUSHES && !Q_IN_FLUSHED, Flushed, Nothing>::type flushed_sums;
 
-  template <class S> static __device__ __forceinline__ auto& v_tiles(S& s, int n) {
-    return s.of_input.slice[n];
-  }
-  template <class S> static __device__ __forceinline__ void init_v_empty(S& s, int n, int stage) {
-    mbarrier_init(&s.slice[n].v_empty[stage], TRANSPOSERS);
-    mbarrier_init(&s.of_input.slice[n].v_full[stage], TRANSPOSERS);
-    mbarrier_init(&s.of_input.slice[n].v_empty[stage], B::group_warps);
-  }
-
-  // ---- Q ----
-
-  // Of the item, whose buffer is free then.
-  template <class Consumer> static __device__ __forceinline__ void load_queries(Consumer& c) {
-    if (!q_in_registers) return;
-    const uint32_t tid = thread_index_anew() % 128;
-    const SharedAddress Q_s = shared_address(c.s.queries(0, c.row_group));
-    SDPA_UNROLL for (int step = 0; step < ROW_BYTES<B> / STEP_BYTES; step++) {
-      const uint32_t row = tid / 32 * 16 + tid % 16, byte = step * STEP_BYTES + tid / 16 % 2 * 16;
-      ldmatrix_x4<false>(c.of_input.queries[step], Q_s + panel_byte<64, PANEL_BYTES<B>>(row, byte));
+  __device__ __forceinline__ Input* queries(int, int row_group) { return reinterpret_cast<Input*>(Q[row_group]); }
+  __device__ __forceinline__ auto& flushed(int warpgroup) {
+    if constexpr (Q_IN_FLUSHED) {
+      return Q[warpgroup];
+    } else {
+      return flushed_sums[warpgroup];
     }
-    if (q_in_flushed) return;
-    fence_proxy_async();  // read before TMA writes it
-    c.release(&c.s.q_empty[c.q_ring.stage]);
   }
+  // Two threads do it; a barrier of the CTA must follow.
+  __device__ __forceinline__ void init_mbarriers(int warp) {
+    if (warp == 1 && threadIdx.x % 32 == 0) {
+      for (uint64_t& full : q_full) mbarrier_init(&full, 1);
+      for (auto& t : slice) t.init_full(TRANSPOSERS);
+      for (Landed& t : landed) {
+        for (int n = 0; n < B::stages; n++) mbarrier_init(&t.v_full[n], 1), mbarrier_init(&t.v_empty[n], TRANSPOSERS);
+      }
+      fence_mbarrier_init();
+    }
+    if (warp == 2 && threadIdx.x % 32 == 0) {
+      for (uint64_t& empty : q_empty) mbarrier_init(&empty, B::num_warps);
+      for (auto& t : slice) t.init_empty();
+      fence_mbarrier_init();
+    }
+  }
+};
 
-  // ---- V ----
+// The producer warpgroup.
+template <class B> struct E4m3Producer : WgmmaProducer<B, E4m3Shared<B>> {
+  using Shared = E4m3Shared<B>;
+  using Base = WgmmaProducer<B, Shared>;
+  static constexpr int TRANSPOSERS = Shared::TRANSPOSERS;
+  StageRing<Shared::Q_STAGES> last_q{Shared::Q_STAGES - 1, 1};  // of the item before, whose Q lies in the one buffer
+
+  __device__ E4m3Producer(Shared& s, const KernelArgs& a) : Base{s, a} {}
 
   // A slice's tiles of all items. Of two warps each has every other 16 of d.
-  template <class Producer>
-  static __device__ __forceinline__ void transpose_items(Producer& p, int slice, int part) {
-    Tiles& to = p.s.of_input.slice[slice];
-    auto& from = p.s.slice[slice];
+  __device__ __forceinline__ void transpose_items(int slice, int part) {
+    auto& to = this->s.slice[slice];
+    auto& from = this->s.landed[slice];
+    StageRing<B::stages>& ring = this->ring;
     while (true) {
-      const WgmmaItem item = p.follow_item();
+      const WgmmaItem item = this->follow_item();
       if (item.rounds == 0) break;
-      for (int round = 0; round < item.rounds; round++, p.ring.advance()) {
-        const int n = p.ring.stage;
-        mbarrier_wait(&to.v_empty[n], p.ring.parity ^ 1);
-        mbarrier_wait(&from.v_full[n], p.ring.parity);
+      for (int round = 0; round < item.rounds; round++, ring.advance()) {
+        const int n = ring.stage;
+        mbarrier_wait(&to.v_empty[n], ring.parity ^ 1);
+        mbarrier_wait(&from.v_full[n], ring.parity);
         transpose(shared_address(to.V[n]), shared_address(from.V[n]), part);
         fence_proxy_async();  // what was written before P @ V reads it, what was read before TMA writes it
         __syncwarp();
-        if (p.issues) mbarrier_arrive(&from.v_empty[n]), mbarrier_arrive(&to.v_full[n]);
+        if (this->issues) mbarrier_arrive(&from.v_empty[n]), mbarrier_arrive(&to.v_full[n]);
       }
       if (!B::use_persistent_cta) break;
     }
@@ -4643,8 +3892,7 @@ template <class B> struct WgmmaInput<B, true> : WgmmaInput<B, false> {
   // the keys come in pack_step()'s order. Of 16 d the even ones come first: their lines lie in different banks.
   static __device__ __forceinline__ void transpose(SharedAddress to, SharedAddress from, int part) {
     constexpr int LINE = PANEL_BYTES<B>, LINE_V = V_LINE<B>, STEP = 16 * TRANSPOSERS;
-    constexpr int MOST =
-        B::warpgroups == 2 && B::split_kv == 1 ? 4 : 2;  // by registers; loads wait behind stores
+    constexpr int MOST = B::warpgroups == 2 && B::split_kv == 1 ? 4 : 2;  // by registers; loads wait behind stores
     constexpr int AT_ONCE = B::head_dim / STEP < MOST ? B::head_dim / STEP : MOST;
     const uint32_t lane = threadIdx.x % 32;
     from += panel_byte<B::block_n, LINE>(lane, part * 16);
@@ -4667,38 +3915,101 @@ template <class B> struct WgmmaInput<B, true> : WgmmaInput<B, false> {
     }
   }
 
-  // ---- the softmax ----
+  __device__ __forceinline__ void run(int warp) {
+    if (warp >= 2) return transpose_items((warp - 2) % B::split_kv, (warp - 2) / B::split_kv);
+    const int slice = warp % B::split_kv, starts = B::use_persistent_cta || B::split_kv > 1 ? 0 : 1;
+    const int role = B::split_kv > 1 ? load_k | load_v : warp == 0 ? load_k : load_v;
+    this->load_items(role, slice, this->s.landed[slice], warp == starts, [&](const WgmmaItem& item) {
+      const StageRing<Shared::Q_STAGES> stage = this->q_ring;
+      this->start_item(item, &this->s.q_empty[last_q.stage], last_q.parity);
+      last_q = stage;
+    });
+  }
+};
 
-  // As attend_beside_pv() of the consumer, but where a stale maximum was too small it is raised first. P is rounded
-  // only when the P @ V before has ended: ptxas takes an operand's registers for free while wgmma still reads them.
-  template <class Consumer, class End>
-  static __device__ __forceinline__ void attend(Consumer& c, Scores& S, WgmmaProbabilities<B>& P,
-                                                const End& end_last_pv) {
-    float alpha[2];
-    const bool may_be_stale = c.may_take_stale_max();
-    bool stale = may_be_stale;
-    StaleSoftmax<B, 2> softmax(c.m, c.scale_log2);
-    if (may_be_stale) {
-      softmax.exp(S, 0, S.COLS);
-      stale = softmax.add_to(c.l);
+template <class B> struct E4m3Consumer : WgmmaConsumer<B, E4m3Shared<B>> {
+  using Shared = E4m3Shared<B>;
+  using Base = WgmmaConsumer<B, Shared>;
+  using Scores = typename Base::Scores;
+  using Probabilities = uint32_t[B::block_n / 32][4];  // A operands
+  using Base::a, Base::s, Base::lane, Base::slice, Base::row_group, Base::rows, Base::ring, Base::q_ring, Base::last_k0;
+  uint32_t queries[ROW_BYTES<B> / STEP_BYTES][4];  // Q as A operands, if Q_IN_REGISTERS
+  uint32_t tiles = 0;                              // whose P @ V has ended
+
+  __device__ E4m3Consumer(Shared& s_, const KernelArgs& a_, int thread) : Base(s_, a_, thread, 16, 8 * V_LINE<B>) {}
+
+  // ---- the products ----
+
+  __device__ __forceinline__ void load_queries() {
+    const uint32_t tid = thread_index_anew() % 128;
+    const SharedAddress Q_s = shared_address(s.queries(0, row_group));
+    SDPA_UNROLL for (int step = 0; step < ROW_BYTES<B> / STEP_BYTES; step++) {
+      const uint32_t row = tid / 32 * 16 + tid % 16, byte = step * STEP_BYTES + tid / 16 % 2 * 16;
+      ldmatrix_x4<false>(queries[step], Q_s + panel_byte<64, PANEL_BYTES<B>>(row, byte));
     }
-    if (!stale && (!may_be_stale || !raise_max(c, S, softmax, alpha))) {
-      if (may_be_stale) multiply_qk_again(c, S);
-      c.softmax_by_exact_max(S, alpha);
+  }
+  // Q's buffer may be filled anew.
+  __device__ __forceinline__ void release_queries() {
+    fence_proxy_async();  // read before TMA writes it
+    arrive_by_warp(&s.q_empty[q_ring.stage], lane);
+  }
+  // S = Q @ K.T, begun.   [64][BLOCK_N]
+  __device__ __forceinline__ void begin_qk(Scores& S, const StageRing<B::stages>& at, bool k_is_there) {
+    if (!k_is_there) mbarrier_wait(&s.slice[slice].k_full[at.stage], at.parity);
+    const uint64_t K_at = descriptor_at(Base::K, at.stage * int(sizeof s.slice[0].K[0]));
+    if constexpr (Shared::Q_IN_REGISTERS) {
+      forget(S.x.d);
+      wgmma_fence();
+      SDPA_UNROLL for (int step = 0; step < ROW_BYTES<B> / STEP_BYTES; step++) {
+        wgmma_rs<Input, B::block_n, 0>(S.x.d, queries[step], descriptor_at(K_at, panel_step<B>(step, B::block_n)), step > 0);
+      }
+      wgmma_commit_group();
+    } else {
+      wgmma_qk<B>(S, Base::Q, K_at);
     }
-    end_last_pv();
-    if (!stale) c.scale_output(alpha);
-    c.pack_all(P, S);
+  }
+  // O += P @ V, begun.   [64][D]
+  __device__ __forceinline__ void begin_pv(const Probabilities& P, bool v_is_there) {
+    if (!v_is_there) mbarrier_wait(&s.slice[slice].v_full[ring.stage], ring.parity);
+    const uint64_t V_at = descriptor_at(Base::V, ring.stage * int(sizeof s.slice[0].V[0]));
+    auto& O = rows.O;
+    hold(O.x.d);
+    wgmma_fence();
+    SDPA_UNROLL for (int step = 0; step < B::block_n / 32; step++) {
+      constexpr int steps = V_LINE<B> / STEP_BYTES;  // of a panel
+      const int bytes = step / steps * B::head_dim * V_LINE<B> + step % steps * STEP_BYTES;
+      wgmma_rs<Input, B::head_dim, 0>(O.x.d, P[step], descriptor_at(V_at, bytes), step > 0 || rows.accumulates);
+    }
+    wgmma_commit_group();
+    rows.accumulates = true;
   }
 
-  // ---- where a stale maximum was too small ----
+  // ---- the softmax ----
 
+  // As the other kernel's attend_beside_pv(), but where a stale maximum was too small it is raised first. P is rounded
+  // only when the P @ V before has ended: ptxas takes an operand's registers for free while wgmma still reads them.
+  template <class End> __device__ __forceinline__ void attend(Scores& S, Probabilities& P, const End& end_last_pv) {
+    float alpha[2];
+    const auto raise = [&](const auto& softmax) { return raise_max(S, softmax, alpha); };
+    const bool stale = rows.softmax(S, alpha, Base::item(), raise);
+    end_last_pv();
+    if (!stale && !__all_sync(0xffffffffu, alpha[0] == 1 && alpha[1] == 1)) {
+      scale_rows(rows.O, alpha);
+      scale_flushed(alpha);
+    }
+    // The accumulators of 32 columns are an A operand as they stand, but V must have the keys in another order: the
+    // operand's k = 4q + r of 16 is column r / 2 * 8 + 2q + r % 2.
+    SDPA_UNROLL for (int step = 0; step < B::block_n / 32; step++) {
+      SDPA_UNROLL for (int i = 0; i < 4; i++) {
+        const float* const d = S.x.d + 16 * step + i / 2 * 8 + i % 2 * 2;
+        P[step][i] = cvt_rn_satfinite_e4m3x4(d[0], d[1], d[4], d[5]);
+      }
+      hold(P[step]);
+    }
+  }
   // Raises m where the stale maximum was too small, without the scores: until no P is over 2^p_log2. alpha is a
   // power of two. False, and nothing done, if some P has overflowed.
-  template <class Consumer>
-  static __device__ __forceinline__ bool raise_max(Consumer& c, Scores& P,
-                                                   const StaleSoftmax<B, 2>& softmax,
-                                                   float (&alpha)[2]) {
+  __device__ __forceinline__ bool raise_max(Scores& P, const StaleSoftmax<B, 2>& softmax, float (&alpha)[2]) {
     if (!__all_sync(0xffffffffu, softmax.sum[0] + softmax.sum[1] < INFINITY)) return false;
     SDPA_UNROLL for (int i = 0; i < 2; i++) {
       float largest = 1;
@@ -4708,95 +4019,132 @@ template <class B> struct WgmmaInput<B, true> : WgmmaInput<B, false> {
       const int log2_largest = int(bits_of(largest) >> 23) - 127 + 1;
       const int step = max(log2_largest - int(p_log2<B>), 0);
       alpha[i] = float_of(uint32_t(127 - step) << 23);
-      c.m[i] += float(step) / c.scale_log2;
-      c.l[i] = (c.l[i] + softmax.sum[i]) * alpha[i];
+      rows.m[i] += float(step) / rows.scale_log2;
+      rows.l[i] = (rows.l[i] + softmax.sum[i]) * alpha[i];
       SDPA_UNROLL for (int j = 0; j < P.COLS; j++) P.x[i][j] *= alpha[i];
     }
     return true;
   }
 
-  // S = Q @ K.T once more, as the consumer's own, but with Q from global memory as well.
-  template <class Consumer>
-  static __device__ __forceinline__ void multiply_qk_again(const Consumer& c, Scores& S) {
-    const SdpaParams& p = c.a.p;
-    const WgmmaItem& item = c.s.item[c.q_ring.stage];
-    const uint32_t tid = thread_index_anew() % 128, lane = tid % 32;
-    const Input* const Q_g = p.Q + item.b * p.q.batch + item.h * p.q.head;
-    const Input* const K_g = p.K + item.b * p.k.batch + item.h_kv * p.k.head;
-    const auto word = [&](const Input* tensor, int row, int64_t stride, int byte) {
-      return ld_global<uint32_t>(reinterpret_cast<const char*>(tensor + row * stride) + byte +
-                                 lane % 4 * 4);
-    };
-    const int row = c.q + tid / 32 * 16 + lane / 4, last_row = p.Sq - 1;
-    SDPA_UNROLL for (int n = 0; n < B::block_n / 8; n++) {
-      float* const d = S.x.d + 4 * n;
-      d[0] = d[1] = d[2] = d[3] = 0;
-#pragma unroll 1
-      for (int byte = 0; byte < ROW_BYTES<B>; byte += STEP_BYTES) {
-        uint32_t q[4], k[2];
-        SDPA_UNROLL for (int i = 0; i < 4; i++) {
-          q[i] = word(Q_g, min(row + i % 2 * 8, last_row), p.q.row, byte + i / 2 * 16);
-        }
-        for (int i = 0; i < 2; i++)
-          k[i] = word(K_g, c.k0 + lane / 4 + 8 * n, p.k.row, byte + i * 16);
-        mma_m16n8k32_e4m3(d[0], d[1], d[2], d[3], q, k[0], k[1]);
-      }
-    }
-  }
+  // ---- sums in shared memory ----
 
-  // ---- O ----
-
-  template <class Consumer> static __device__ void start_sums(Consumer& c) { c.of_input.tiles = 0; }
-  // After FP8_FLUSH tiles, and before the next P @ V, adds O to the sums in shared memory, which have the same
-  // maximum.
-  template <class Consumer> static __device__ __forceinline__ void flush_when_due(Consumer& c) {
-    if constexpr (flushes) {
-      if (!c.accumulates || ++c.of_input.tiles % B::fp8_flush != 0) return;
-      const bool first = c.of_input.tiles == B::fp8_flush;
-      with_flushed(c, [&](float4* place, float* d) {
-        if (!first) add(d, ld_shared<float4>(place));
-        st_shared(place, float4{d[0], d[1], d[2], d[3]});
-      });
-      c.accumulates = false;
+  // Calls what(place, d) for four elements d of O at a time, and their place in shared memory.
+  template <class What> __device__ __forceinline__ void with_flushed(const What& what) {
+    if constexpr (Shared::FLUSHES) {
+      const uint32_t tid = thread_index_anew() % 128;
+      SDPA_UNROLL for (int n = 0; n < B::head_dim / 8; n++) what(&s.flushed(Base::warpgroup)[n][tid], rows.O.x.d + 4 * n);
     }
-  }
-  // O += what was flushed.
-  template <class Consumer> static __device__ __forceinline__ void add_flushed(Consumer& c) {
-    if (c.of_input.tiles < B::fp8_flush) return;
-    with_flushed(c, [](float4* place, float* d) { add(d, ld_shared<float4>(place)); });
-  }
-  // Rescales what was flushed, as scale_rows() does O.
-  template <class Consumer>
-  static __device__ __forceinline__ void scale_flushed(Consumer& c, const float (&alpha)[2]) {
-    if (c.of_input.tiles < B::fp8_flush) return;
-    with_flushed(c, [&](float4* place, float*) {
-      const float4 x = ld_shared<float4>(place);
-      st_shared(place, float4{x.x * alpha[0], x.y * alpha[0], x.z * alpha[1], x.w * alpha[1]});
-    });
   }
   static __device__ __forceinline__ void add(float* d, const float4& x) {
     d[0] += x.x, d[1] += x.y, d[2] += x.z, d[3] += x.w;
   }
-  // Calls what(place, d) for four elements d of O at a time, and their place in shared memory.
-  template <class Consumer, class What>
-  static __device__ __forceinline__ void with_flushed(Consumer& c, const What& what) {
-    if constexpr (flushes) {
-      const uint32_t tid = thread_index_anew() % 128;
-      SDPA_UNROLL for (int n = 0; n < B::head_dim / 8; n++) {
-        what(&c.s.flushed(c.warpgroup)[n][tid], c.O.x.d + 4 * n);
-      }
+  // After FP8_FLUSH tiles, and before the next P @ V, adds O to the sums in shared memory, which have the same maximum.
+  __device__ __forceinline__ void flush_when_due() {
+    if (!Shared::FLUSHES || !rows.accumulates || ++tiles % B::fp8_flush != 0) return;
+    const bool first = tiles == B::fp8_flush;
+    with_flushed([&](float4* place, float* d) {
+      if (!first) add(d, ld_shared<float4>(place));
+      st_shared(place, float4{d[0], d[1], d[2], d[3]});
+    });
+    rows.accumulates = false;
+  }
+  // O += what was flushed.
+  __device__ __forceinline__ void add_flushed() {
+    if (tiles < B::fp8_flush) return;
+    with_flushed([](float4* place, float* d) { add(d, ld_shared<float4>(place)); });
+  }
+  // Rescales what was flushed, as scale_rows() does O.
+  __device__ __forceinline__ void scale_flushed(const float (&alpha)[2]) {
+    if (tiles < B::fp8_flush) return;
+    with_flushed([&](float4* place, float*) {
+      const float4 x = ld_shared<float4>(place);
+      st_shared(place, float4{x.x * alpha[0], x.y * alpha[0], x.z * alpha[1], x.w * alpha[1]});
+    });
+  }
+
+  // ---- items ----
+
+  // O, m and l of the tiles from rows.k0 down to last_k0; overlapped() of the other kernel, with flushes. At D=256 a
+  // flush runs beside Q @ K.T. With fewer columns it comes before, since P @ V would wait for it.
+  __device__ __forceinline__ void sum_keys(const WgmmaTurns<B>& turns) {
+    constexpr bool flushes_beside_qk = B::head_dim == 256;
+    auto& t = s.slice[slice];
+    Scores S;
+    Probabilities P;
+    int last_stage = 0;  // V of the P @ V before
+    const auto end_last_pv = [&] {
+      wgmma_wait_group<0>(), hold(rows.O.x.d), hold(S.x.d);
+      __syncwarp();
+      if (lane == 0 && rows.accumulates) mbarrier_arrive(&t.v_empty[last_stage]);
+    };
+    rows.start(), tiles = 0;
+    begin_qk(S, ring, false), wgmma_wait_group<0>(), hold(S.x.d);
+    rows.template take_some_score_as_max<Scores::COLS>(S);
+    for (;; rows.k0 -= round_keys<B>) {
+      arrive_by_warp(&t.k_empty[ring.stage], lane);
+      StageRing<B::stages> next = ring;
+      next.advance();
+      const bool k_is_there = mbarrier_peek_parity(&t.k_full[next.stage], next.parity);
+      const bool v_is_there = mbarrier_peek_parity(&t.v_full[ring.stage], ring.parity);
+      attend(S, P, end_last_pv);
+      if (!flushes_beside_qk) flush_when_due();
+      turns.begin();
+      if (rows.k0 != last_k0) begin_qk(S, next, k_is_there);
+      if (flushes_beside_qk) flush_when_due();
+      begin_pv(P, v_is_there);
+      turns.end();
+      last_stage = ring.stage, ring = next;
+      wgmma_wait_group<1>(), hold(S.x.d);
+      if (rows.k0 == last_k0) break;
     }
+    wgmma_wait_group<0>(), hold(rows.O.x.d);
+    arrive_by_warp(&t.v_empty[last_stage], lane);
+    SDPA_UNROLL for (int i = 0; i < 2; i++) rows.l[i] = row_sum<Base::Rows::Sums::LANES>(rows.l[i]);
+    add_flushed();
   }
   // O / l and LSE, from registers: a thread has four neighbouring columns.
-  template <class Consumer> static __device__ __forceinline__ void store(Consumer& c) {
-    const uint32_t tid = thread_index_anew() % 128, lane = tid % 32;
-    const WorkItem& item = c.s.item[c.q_ring.stage];
-    WgmmaColumnsOfFour<B::head_dim> four;
-    four.first_row = c.q - item.q0 + tid / 32 * 16 + lane / 4;
-    four.first_col = lane % 4 * 4;
-    memcpy(four.x.d, c.O.x.d, sizeof four.x.d);
-    store_output<B>(four, c.m, c.l, c.a, item);
+  __device__ __forceinline__ void store() {
+    const WorkItem& item = Base::item();
+    if constexpr (B::split_kv > 1) {
+      const WorkItem mine = item;  // read before the barrier, which hides the latency
+      merge_slices<B>(rows, s.partial[row_group], slice, mine, [&](const float (&share)[B::head_dim / 4], int row) {
+        Output* const O_g = a.p.O + mine.b * a.p.o.batch + mine.h * a.p.o.head + (rows.q + row) * a.p.o.row;
+        SDPA_UNROLL for (int v = 0; v < B::head_dim / 16 && rows.q + row < a.p.Sq; v++) {
+          const float* const x = share + 4 * v;
+          st_global(O_g + 16 * v + lane % 4 * 4, uint2{pack<Output>(x[0], x[2]), pack<Output>(x[1], x[3])});
+        }
+      });
+    } else {
+      const uint32_t tid = thread_index_anew() % 128;
+      QuadRuns<2, B::head_dim, 4> four;  // V has the even d of every 16 first
+      four.first_row = rows.q - item.q0 + tid / 32 * 16 + tid % 32 / 4;
+      four.first_col = tid % 4 * 4;
+      SDPA_UNROLL for (int i = 0; i < four.ROWS; i++) {
+        SDPA_UNROLL for (int j = 0; j < four.COLS; j++) {
+          four.x[i][j] = rows.O.x.d[2 * i + j / 4 * 8 + j % 2 * 4 + j / 2 % 2];
+        }
+      }
+      store_output<B>(four, rows.m, rows.l, a, item);
+    }
   }
+  __device__ __forceinline__ void run() {
+    constexpr bool q_stays = !Shared::Q_IN_REGISTERS || Shared::Q_IN_FLUSHED;  // in its buffer, for the whole item
+    const auto begin = [&] {
+      if constexpr (Shared::Q_IN_REGISTERS) load_queries();
+      if (!q_stays) release_queries();
+    };
+    Base::run_items(begin, [&](const WgmmaTurns<B>& turns) { sum_keys(turns), store(); }, [&] {
+      if (q_stays && B::split_kv == 1) release_queries();  // with slices nobody waits
+    });
+  }
+};
+
+template <class B> struct KernelOf<B, Path::wgmma_e4m3> {
+  using Shared = E4m3Shared<B>;
+  using Producer = E4m3Producer<B>;
+  using Consumer = E4m3Consumer<B>;
+  using Registers = WgmmaRegisters<B, 40>;
+  static constexpr auto entry = sdpa_wgmma<B>;
 };
 
 // ---- 5e wgmma, transposed: few query rows, keys as the 64 rows (wgmma and SWAP_AB, USE_TUNED) ----
@@ -4826,8 +4174,7 @@ template <class B> struct WgmmaColumnsShared {
     alignas(1024) Input V[B::stages][B::block_n * B::head_dim];  // [BLOCK_N][D]
     alignas(1024) Input P[B::block_n * B::block_m];              // [BLOCK_M][BLOCK_N]
     float2 m_l[B::block_m];
-    float of_warp[4][B::block_m > 32 ? B::block_m / 32 : 1]
-                 [32];                              // maxima or sums for the other warps
+    float of_warp[4][32];                           // maxima or sums for the other warps
     uint64_t k_full[B::stages], v_full[B::stages];  // the tile has landed
   };
   alignas(1024) Input Q[B::block_m * B::head_dim];  // [BLOCK_M][D]
@@ -4845,24 +4192,12 @@ template <class B> struct WgmmaColumnsLoader {
   const int slice, warp;  // of the slice
   WgmmaItem item;         // without rounds in a warp that loads nothing
 
-  __device__ __forceinline__ WgmmaItem find_item() const {
-    if (B::split_ctas == 1) return wgmma_item<B>(a, blockIdx.x);
-    WgmmaItem item = wgmma_item<B>(a, a.ranges.divide(blockIdx.x));
-    const KeyRange part = range_of_rounds(a, item.rounds);
-    item.first_key += part.begin * round_keys<B>, item.rounds = part.end - part.begin;
-    return item;
-  }
   __device__ bool loads_k() const { return warp == 0; }
   __device__ bool loads_v() const { return warp == 1; }
   __device__ bool loads_q() const { return warp == 2 && slice == 0; }
   __device__ bool loads() const { return loads_k() || loads_v() || loads_q(); }
 
   __device__ static bool issues() { return threadIdx.x % 32 == 0; }
-  // Right before the warp's first copy: as late as possible.
-  static __device__ __forceinline__ void wait_for_last_kernel(const CUtensorMap*& map) {
-    hold(map);
-    griddepcontrol_wait();
-  }
   __device__ __forceinline__ void load_q() {
     if (!loads_q() || !issues()) return;
     const CUtensorMap* map = &tensor_maps<B>(a).q;
@@ -4870,7 +4205,7 @@ template <class B> struct WgmmaColumnsLoader {
     constexpr int panels = B::head_dim / 64;
     const int rows = B::pack_gqa ? rows_of_item<B>(a) : B::block_m;
     mbarrier_arrive_expect_tx(&s.q_full, panels * rows * 64 * sizeof(Input));
-    wait_for_last_kernel(map);
+    wait_before_copy(map);
     if (B::pack_gqa) {
       for (int panel = 0; panel < panels; panel++) {
         const int at[5] = {0, item.q0, item.h, panel, item.b};
@@ -4884,8 +4219,12 @@ template <class B> struct WgmmaColumnsLoader {
   // Its tile of a round of the item, into a stage that has been read; past the last key zeros. FIRST: of this warp.
   template <bool FIRST> __device__ __forceinline__ void load_tile(int round, int stage) {
     typename WgmmaColumnsShared<B>::Slice& t = s.slice[slice];
-    if (loads_k()) load<FIRST>(round, &tensor_maps<B>(a).k, t.K[stage], &t.k_full[stage]);
-    if (loads_v()) load<FIRST>(round, &tensor_maps<B>(a).v, t.V[stage], &t.v_full[stage]);
+    constexpr uint64_t policy = B::pack_gqa ? evict_first : evict_last;
+    const auto load = [&](const CUtensorMap* map, Input* tile_s, uint64_t* full) {
+      if (issues()) load_round<B, FIRST>(a, item, round, slice, map, tile_s, full, policy);
+    };
+    if (loads_k()) load(&tensor_maps<B>(a).k, t.K[stage], &t.k_full[stage]);
+    if (loads_v()) load(&tensor_maps<B>(a).v, t.V[stage], &t.v_full[stage]);
   }
   // Into every stage. V of every slice is asked for after K of all of them, since S comes first.
   __device__ __forceinline__ void load_first_tiles() {
@@ -4896,18 +4235,33 @@ template <class B> struct WgmmaColumnsLoader {
     if (loads_k()) barrier_arrive(k_asked_for, threads);
     for (int n = 1; n < B::stages && n < item.rounds; n++) load_tile<false>(item.rounds - 1 - n, n);
   }
-  template <bool FIRST>
-  __device__ __forceinline__ void load(int round, const CUtensorMap* map, Input* tile_s,
-                                       uint64_t* full) const {
-    if (!issues()) return;
-    if (a.keys.Sk > 0) {
-      const int at[5] = {0, first_key_of<B>(item, round, slice), 0, item.h_kv, item.b};
-      mbarrier_arrive_expect_tx(full, B::block_n * B::head_dim * sizeof(Input));
-      if (FIRST) wait_for_last_kernel(map);
-      cp_async_bulk_tensor_load(tile_s, map, at, full, B::pack_gqa ? evict_first : evict_last);
-    } else {
-      mbarrier_arrive(full);  // nothing to load: every score of this tile is masked
-    }
+};
+
+// What a warpgroup computes of S.T or O.T, as rows of queries: a thread has ROWS queries, and of each COLS keys or d.
+//
+//            query 8i + 2(t % 4), 8i + 2(t % 4) + 1     lane t of warp w; element d[block][4i + 2h + e]
+//   key 64 block + 16w + t / 4 + 8h                      is x[2i + e][2 block + h]
+//
+// 8 lanes (t, t + 4, ... t + 28) of each of the four warps have the same queries.
+template <class B, int BLOCKS> struct WgmmaColumnsView {
+  static constexpr int ROWS = B::block_m / 4, COLS = 2 * BLOCKS;
+  struct Elements {
+    float d[BLOCKS][B::block_m / 2];
+    struct Row {
+      float* first;
+      __device__ float& operator[](int j) const { return first[j / 2 * (B::block_m / 2) + j % 2 * 2]; }
+    };
+    __device__ Row operator[](int i) const { return {const_cast<float*>(d[0]) + i / 2 * 4 + i % 2}; }
+  };
+  Elements x;
+
+  static __device__ int row(int i) { return i / 2 * 8 + threadIdx.x % 4 * 2 + i % 2; }
+  static __device__ int col(int j) { return j / 2 * 64 + j % 2 * 8 + threadIdx.x / 32 % 4 * 16 + threadIdx.x % 32 / 4; }
+  __device__ __forceinline__ void forget_all() {
+    SDPA_UNROLL for (auto& block : x.d) forget(block);
+  }
+  __device__ __forceinline__ void hold_all() {
+    SDPA_UNROLL for (auto& block : x.d) hold(block);
   }
 };
 
@@ -4915,12 +4269,9 @@ template <class B> struct WgmmaColumnsLoader {
 template <class B> struct WgmmaColumns {
   using Shared = WgmmaColumnsShared<B>;
   static constexpr int KEY_BLOCKS = B::block_n / 64, D_BLOCKS = B::head_dim / 64;
-  // Element 4j + 2h + e of a block: row 16 * warp + lane / 4 + 8h, column 8j + lane % 4 * 2 + e, which is
-  // number 2j + e of the thread.
-  using Scores = float[KEY_BLOCKS][B::block_m / 2];  // S.T
-  using Sums = float[D_BLOCKS][B::block_m / 2];      // O.T
-  // Of the COLS columns that 8 lanes share, each owns OWN, of which it finds the maximum.
-  static constexpr int COLS = B::block_m / 4, OWN = COLS > 8 ? COLS / 8 : 1;
+  using Scores = WgmmaColumnsView<B, KEY_BLOCKS>;  // S.T
+  using Sums = WgmmaColumnsView<B, D_BLOCKS>;      // O.T
+  static constexpr int ROWS = Scores::ROWS;        // 4 or 8
 
   Shared& s;
   const KernelArgs& a;
@@ -4928,9 +4279,8 @@ template <class B> struct WgmmaColumns {
   const int slice = int(threadIdx.x / 128);
   const SharedAddress Q_s, K_s, V_s, P_s;  // of K and V the first stages
   StageRing<B::stages> ring;               // of the round's K and V
-  float m[OWN],
-      l[OWN];          // of the columns that the thread owns; l: of the keys that its warp has seen
-  float m_log2[COLS];  // m * scale_log2; 0 where S has become S - m
+  float m, l;          // of the query that the thread owns; l: of the keys that its warp has seen
+  float m_log2[ROWS];  // m * scale_log2; 0 where S has become S - m
   bool m_may_be_kept = false;  // the same in all threads of the slice
 
   __device__ WgmmaColumns(Shared& s_, const KernelArgs& a_)
@@ -4942,15 +4292,9 @@ template <class B> struct WgmmaColumns {
         P_s(uniform(shared_address(s.slice[slice].P))) {}
 
   __device__ __forceinline__ typename Shared::Slice& mine() const { return s.slice[slice]; }
-  __device__ int column(int i) const { return i / 2 * 8 + lane % 4 * 2 + i % 2; }
-  // The thread's element of S.T or O.T in its column i and its row n.
-  template <class T> static __device__ __forceinline__ auto& element(T& x, int i, int n) {
-    return x[n / 2][i / 2 * 4 + n % 2 * 2 + i % 2];
-  }
-  template <class T> static __device__ __forceinline__ void forget_all(T& x) {
-    SDPA_UNROLL for (auto& block : x) forget(block);
-  }
   __device__ void sync() const { barrier_sync(1 + slice, 128); }  // all warps of the slice
+
+  // ---- the products ----
 
   // S.T = K @ Q.T of the tile there, begun.   [BLOCK_N][BLOCK_M]
   __device__ __forceinline__ void start_kq(Scores& S, const StageRing<B::stages>& at) {
@@ -4960,10 +4304,8 @@ template <class B> struct WgmmaColumns {
     wgmma_fence();
     SDPA_UNROLL for (int block = 0; block < KEY_BLOCKS; block++) {
       SDPA_UNROLL for (int step = 0; step < B::head_dim / 16; step++) {
-        const int panel = step / 4, bytes = step % 4 * 32;
-        wgmma_ss<Input, B::block_m, 0>(S[block],
-                                       K + ((panel * B::block_n + block * 64) * 128 + bytes) / 16,
-                                       Q + (panel * B::block_m * 128 + bytes) / 16, step > 0);
+        const int K_step = panel_step<B>(step, B::block_n) + block * 64 * 128;
+        wgmma_ss<Input, B::block_m, 0>(S.x.d[block], K + K_step / 16, Q + panel_step<B>(step, B::block_m) / 16, step > 0);
       }
     }
     wgmma_commit_group();
@@ -4974,21 +4316,18 @@ template <class B> struct WgmmaColumns {
     const uint64_t V = wgmma_descriptor(V_s + ring.stage * sizeof s.slice[0].V[0], 16, 1024);
     wgmma_fence();
     SDPA_UNROLL for (int step = 0; step < B::block_n / 16; step++) {
-      const int panel = step / 4, bytes = step % 4 * 32;
       SDPA_UNROLL for (int block = 0; block < D_BLOCKS; block++) {
-        wgmma_ss<Input, B::block_m, 0, 1>(VP[block],
-                                          V + (block * B::block_n + step * 16) * 128 / 16,
-                                          P + (panel * B::block_m * 128 + bytes) / 16, step > 0);
+        wgmma_ss<Input, B::block_m, 0, 1>(VP.x.d[block], V + (block * B::block_n + step * 16) * 128 / 16,
+                                          P + panel_step<B>(step, B::block_m) / 16, step > 0);
       }
     }
     wgmma_commit_group();
   }
   // Waits for both products, and loads other tiles in the place of K and of V that they have read. A warpgroup's
   // products are done for all of its warps at once.
-  __device__ __forceinline__ void finish_products(Scores& S, int round, int rounds,
-                                                  const StageRing<B::stages>& k_at) {
+  __device__ __forceinline__ void finish_products(Scores& S, int round, int rounds, const StageRing<B::stages>& k_at) {
     wgmma_wait_group<0>();
-    SDPA_UNROLL for (auto& block : S) hold(block);
+    S.hold_all();
     const int next = round - B::stages + (warp == 1);  // of K, which warp 0 loads, or of V
     if (warp < 2 && next >= 0 && next < rounds - B::stages) {
       WgmmaColumnsLoader<B>{s, a, slice, int(warp), s.item}.template load_tile<false>(
@@ -4996,25 +4335,15 @@ template <class B> struct WgmmaColumns {
     }
   }
 
-  // S.T = -inf where the key is not visible to the column's query.
-  __device__ __forceinline__ void mask(Scores& S, int q0, int k0) const {
-    const int k = k0 + int(warp * 16 + lane / 4);
-    SDPA_UNROLL for (int i = 0; i < COLS; i++) {
-      const int q = query_of<B>(a, q0, column(i));
-      const int begin = a.keys.begin(q) - k, end = a.keys.end(q) - k;
-      SDPA_UNROLL for (int n = 0; n < 2 * KEY_BLOCKS; n++) {
-        const uint32_t j = n / 2 * 64 + n % 2 * 8 - begin;
-        if (j >= uint32_t(end - begin)) element(S, i, n) = -INFINITY;
-      }
-    }
-  }
+  // ---- maxima and sums of the queries ----
+  // 8 lanes combine what they have of ROWS queries. Two lanes at a distance of 16, then of 8 and 4 meet: each gives half
+  // of the queries away and gets the other's part of those that it keeps, until it owns one; of 16 query rows two lanes
+  // own the same.
 
-  // Two lanes meet: each gives half of the columns away and gets the other's part of those that it keeps.
-  // The last of 2 or 4 columns is kept by both.
   template <int DISTANCE, class Combine>
-  __device__ __forceinline__ void combine_pair(float (&x)[COLS], Combine combine) const {
-    constexpr bool halve = COLS * DISTANCE >= 32;
-    constexpr int kept = halve ? COLS * DISTANCE / 32 : 1;
+  __device__ __forceinline__ void combine_pair(float (&x)[ROWS], Combine combine) const {
+    constexpr bool halve = ROWS * DISTANCE >= 32;
+    constexpr int kept = halve ? ROWS * DISTANCE / 32 : 1;
     const uint32_t upper = 0 - lane / DISTANCE % 2;  // a mask: of a condition nvcc makes branches
     SDPA_UNROLL for (int i = 0; i < kept; i++) {
       const uint32_t low = bits_of(x[i]), high = bits_of(x[halve ? i + kept : i]);
@@ -5023,94 +4352,82 @@ template <class B> struct WgmmaColumns {
       x[i] = combine(float_of(low ^ both), theirs);
     }
   }
-  // own = the columns that the thread owns, combined over the lanes that share them; x comes from combine_pair<16>().
-  template <class Combine>
-  __device__ __forceinline__ void combine_lanes(float (&own)[OWN], float (&x)[COLS],
-                                                Combine combine) const {
+  // Of the own query; x comes from combine_pair<16>().
+  template <class Combine> __device__ __forceinline__ float combine_lanes(float (&x)[ROWS], Combine combine) const {
     combine_pair<8>(x, combine), combine_pair<4>(x, combine);
-    SDPA_UNROLL for (int r = 0; r < OWN; r++) own[r] = x[r];
+    return x[0];
   }
-  // own combined over the four warps, in a fixed order.
-  template <class Combine>
-  __device__ __forceinline__ void combine_warps(float (&own)[OWN], Combine combine) {
-    SDPA_UNROLL for (int r = 0; r < OWN; r++) st_shared(&mine().of_warp[warp][r][lane], own[r]);
+  // Of the own query over the four warps, in a fixed order.
+  template <class Combine> __device__ __forceinline__ float combine_warps(float own, Combine combine) {
+    st_shared(&mine().of_warp[warp][lane], own);
     sync();  // hazard: written by all warps
-    SDPA_UNROLL for (int r = 0; r < OWN; r++) {
-      own[r] = ld_shared<float>(&mine().of_warp[0][r][lane]);
-      SDPA_UNROLL for (int n = 1; n < 4; n++) {
-        own[r] = combine(own[r], ld_shared<float>(&mine().of_warp[n][r][lane]));
-      }
-    }
+    own = ld_shared<float>(&mine().of_warp[0][lane]);
+    SDPA_UNROLL for (int n = 1; n < 4; n++) own = combine(own, ld_shared<float>(&mine().of_warp[n][lane]));
+    return own;
   }
   static __device__ __forceinline__ float sum_of(float x, float y) { return x + y; }
   static __device__ __forceinline__ float larger_of(float x, float y) { return fmaxf(x, y); }
-  // Column i of the thread, from the lane that owns it.
-  __device__ __forceinline__ float from_owner(const float (&own)[OWN], int i) const {
-    return __shfl_sync(0xffffffffu, own[i % OWN], i * 8 / COLS * 4 + lane % 4);
+  __device__ __forceinline__ float column_max(const Scores& S) {
+    float x[ROWS];
+    SDPA_UNROLL for (int i = 0; i < ROWS; i++) {
+      x[i] = S.x[i][0];
+      SDPA_UNROLL for (int j = 1; j < S.COLS; j++) x[i] = fmaxf(x[i], S.x[i][j]);
+    }
+    combine_pair<16>(x, larger_of);
+    return combine_warps(combine_lanes(x, larger_of), larger_of);
+  }
+  // Query i of the thread, from the lane that owns it.
+  __device__ __forceinline__ float from_owner(float own, int i) const {
+    return __shfl_sync(0xffffffffu, own, i * 8 / ROWS * 4 + lane % 4);
   }
 
+  // ---- the softmax ----
+
   // m' = max(m, column maxima of S), and l and O relative to it; FIRST: there are none yet. As softmax_shift(), but S
-  // of all columns becomes S - m if any of the warp's is beyond shift_limit.
+  // of all queries becomes S - m if any of the warp's is beyond shift_limit.
   template <bool FIRST> __device__ __forceinline__ void renew_max(Scores& S, Sums& O) {
-    float x[COLS], m_new[OWN], alpha[OWN], own_m_log2[OWN];
-    SDPA_UNROLL for (int i = 0; i < COLS; i++) {
-      x[i] = element(S, i, 0);
-      SDPA_UNROLL for (int n = 1; n < 2 * KEY_BLOCKS; n++) x[i] = fmaxf(x[i], element(S, i, n));
+    float m_new = column_max(S), alpha;
+    if (!FIRST) {
+      m_new = fmaxf(m, m_new);
+      alpha = softmax_exp2<B>((m - finite_max(m_new)) * a.scale_log2);
+      l *= alpha;
     }
-    combine_pair<16>(x, larger_of), combine_lanes(m_new, x, larger_of);
-    combine_warps(m_new, larger_of);
-    bool within = true, may_be_kept = true;
-    SDPA_UNROLL for (int r = 0; r < OWN; r++) {
-      if (!FIRST) {
-        m_new[r] = fmaxf(m[r], m_new[r]);
-        alpha[r] = softmax_exp2<B>((m[r] - finite_max(m_new[r])) * a.scale_log2);
-        l[r] *= alpha[r];
+    m = m_new;
+    float own_m_log2 = finite_max(m) * a.scale_log2;
+    bool may_be_kept = m != -INFINITY;
+    if (!__all_sync(0xffffffffu, fabsf(own_m_log2) <= shift_limit)) {
+      SDPA_UNROLL for (int i = 0; i < ROWS; i++) {
+        const float row_m = finite_max(from_owner(m, i));
+        SDPA_UNROLL for (int j = 0; j < S.COLS; j++) S.x[i][j] -= row_m;
       }
-      m[r] = m_new[r];
-      own_m_log2[r] = finite_max(m[r]) * a.scale_log2;
-      within = within && fabsf(own_m_log2[r]) <= shift_limit;
-      may_be_kept = may_be_kept && m[r] != -INFINITY;
-    }
-    if (!__all_sync(0xffffffffu, within)) {
-      SDPA_UNROLL for (int i = 0; i < COLS; i++) {
-        const float column_m = finite_max(from_owner(m, i));
-        SDPA_UNROLL for (int n = 0; n < 2 * KEY_BLOCKS; n++) element(S, i, n) -= column_m;
-      }
-      SDPA_UNROLL for (float& x_log2 : own_m_log2) x_log2 = 0;
-      may_be_kept = false;
+      own_m_log2 = 0, may_be_kept = false;
     }
     m_may_be_kept = B::use_lazy_max && __all_sync(0xffffffffu, may_be_kept);
-    SDPA_UNROLL for (int i = 0; i < COLS; i++) {
+    SDPA_UNROLL for (int i = 0; i < ROWS; i++) {
       m_log2[i] = from_owner(own_m_log2, i);
       if (FIRST) continue;
       const float factor = from_owner(alpha, i);
-      SDPA_UNROLL for (int n = 0; n < 2 * D_BLOCKS; n++) element(O, i, n) *= factor;
+      SDPA_UNROLL for (int j = 0; j < O.COLS; j++) O.x[i][j] *= factor;
     }
   }
-  // P = 2^(S * scale_log2 - m_log2), rounded, in shared memory; sum: of the thread's part of each column. Whoever reads
+  // P = 2^(S * scale_log2 - m_log2), rounded, in shared memory; sum: of the thread's part of each query. Whoever reads
   // P waits for a barrier of the slice. V has landed.
-  template <bool FIRST>
-  __device__ __forceinline__ void write_p(const Scores& S, float (&sum)[COLS]) {
-    constexpr int columns =
-        B::block_m < 16 ? 8 : 16;  // of 8, both halves of the warp store the same
-    constexpr int second = columns == 8 ? 0 : 2;
+  template <bool FIRST> __device__ __forceinline__ void write_p(const Scores& S, float (&sum)[ROWS]) {
     const SharedAddress P_at = shared_address(
-        mine().P + panel_offset<B::block_m>((columns == 8 ? 0 : lane / 16 * 8) + lane % 8,
-                                            warp * 16 + lane / 8 % 2 * 8));
+        mine().P + panel_offset<B::block_m>(lane / 16 * 8 + lane % 8, warp * 16 + lane / 8 % 2 * 8));
     SDPA_UNROLL for (float& x : sum) x = 0;
     SDPA_UNROLL for (int block = 0; block < KEY_BLOCKS; block++) {
-      SDPA_UNROLL for (int q = 0; q < B::block_m; q += columns) {
-        uint32_t P[columns / 4];  // pairs of columns
-        SDPA_UNROLL for (int j = 0; j < columns / 4; j++) {
+      SDPA_UNROLL for (int q = 0; q < B::block_m; q += 16) {
+        uint32_t P[4];  // pairs of queries
+        SDPA_UNROLL for (int j = 0; j < 4; j++) {
           const int i = q / 4 + j / 2 * 2;
-          const float* const s = S[block] + q / 2 + 2 * j;
+          const float* const s = S.x.d[block] + q / 2 + 2 * j;
           const float x = softmax_exp2<B>(fmaf(s[0], a.scale_log2, -m_log2[i]));
           const float y = softmax_exp2<B>(fmaf(s[1], a.scale_log2, -m_log2[i + 1]));
           sum[i] += x, sum[i + 1] += y;
           P[j] = pack<Input>(x, y);
         }
-        const uint32_t parts[4] = {P[0], P[1], P[second], P[second + 1]};
-        stmatrix_x4<true>(P_at + (block * B::block_m + q) * 128, parts);
+        stmatrix_x4<true>(P_at + (block * B::block_m + q) * 128, P);
       }
     }
     if (FIRST) combine_pair<16>(sum, sum_of);  // while P is being written
@@ -5119,8 +4436,7 @@ template <class B> struct WgmmaColumns {
   }
   // Writes P of the scores S, for all warps. Where the stale maximum does not fit, it renews m and rescales l and O. l
   // lacks the sums of this P yet.
-  template <bool FIRST>
-  __device__ __forceinline__ void softmax(Scores& S, Sums& O, float (&sum)[COLS]) {
+  template <bool FIRST> __device__ __forceinline__ void softmax(Scores& S, Sums& O, float (&sum)[ROWS]) {
     bool fits = false;
     if (!FIRST && m_may_be_kept) {
       write_p<FIRST>(S, sum);
@@ -5135,50 +4451,46 @@ template <class B> struct WgmmaColumns {
     }
   }
 
+  // ---- rounds ----
+
   // A round: S has its scores. O.T += V.T @ P.T, and S becomes the scores of the next one.
   template <bool FIRST>
   __device__ __forceinline__ void take_round(int round, const WgmmaItem& item, Scores& S, Sums& O) {
     const int k0 = first_key_of<B>(item, round, slice);
-    if (!a.tiles.cover(item.q0, k0)) mask(S, item.q0, k0);
-    float sum[COLS];
+    if (!a.tiles.cover(item.q0, k0)) mask_scores<B>(S, a, item.q0, k0);
+    float sum[ROWS];
     softmax<FIRST>(S, O, sum);
     Sums later;
     Sums& VP = FIRST ? O : later;
-    forget_all(S), forget_all(VP);
+    S.forget_all(), VP.forget_all();
     start_vp(VP);
     StageRing<B::stages> next = ring;
     next.advance();
     if (round > 0) start_kq(S, next);
-    float own_sum[OWN];  // beside the products
-    if (!FIRST) combine_pair<16>(sum, sum_of);
-    combine_lanes(own_sum, sum, sum_of);
-    SDPA_UNROLL for (int r = 0; r < OWN; r++) l[r] = FIRST ? own_sum[r] : l[r] + own_sum[r];
+    if (!FIRST) combine_pair<16>(sum, sum_of);  // beside the products
+    const float own_sum = combine_lanes(sum, sum_of);
+    l = FIRST ? own_sum : l + own_sum;
     if (round == 0) write_m_l();
     finish_products(S, round - 1, item.rounds, next);
     ring = next;
-    SDPA_UNROLL for (auto& block : VP) hold(block);
-    if (FIRST) return;
-    SDPA_UNROLL for (int block = 0; block < D_BLOCKS; block++) {
-      SDPA_UNROLL for (int j = 0; j < B::block_m / 2; j++) O[block][j] += VP[block][j];
+    VP.hold_all();
+    if constexpr (!FIRST) {
+      SDPA_UNROLL for (int block = 0; block < D_BLOCKS; block++) {
+        SDPA_UNROLL for (int j = 0; j < B::block_m / 2; j++) O.x.d[block][j] += VP.x.d[block][j];
+      }
     }
   }
   // m and l of the slice, for the others.
   __device__ __forceinline__ void write_m_l() {
-    combine_warps(l, sum_of);
-    if (warp != 0) return;
-    constexpr int owners = COLS < 8 ? 8 / COLS : 1;  // of a column
-    SDPA_UNROLL for (int r = 0; r < OWN; r++) {
-      const int i = int(lane) / 4 * COLS / 8 + r;
-      if (lane / 4 % owners == 0) st_shared(&mine().m_l[column(i)], float2{m[r], l[r]});
-    }
+    l = combine_warps(l, sum_of);
+    constexpr int owners = 8 / ROWS;  // of a query
+    const int i = int(lane) / 4 / owners;
+    if (warp == 0 && lane / 4 % owners == 0) st_shared(&mine().m_l[Scores::row(i)], float2{m, l});
   }
   // O of the slice, for the others, in the place of K, which nobody reads any more.
   __device__ __forceinline__ void write_o(const Sums& O) {
-    SDPA_UNROLL for (int i = 0; i < COLS; i++) {
-      SDPA_UNROLL for (int n = 0; n < 2 * D_BLOCKS; n++) {
-        st_shared(&mine().O[column(i)][n / 2 * 64 + n % 2 * 8 + warp * 16 + lane / 4],
-                  element(O, i, n));
-      }
+    SDPA_UNROLL for (int i = 0; i < ROWS; i++) {
+      SDPA_UNROLL for (int j = 0; j < O.COLS; j++) st_shared(&mine().O[O.row(i)][O.col(j)], O.x[i][j]);
     }
   }
 
@@ -5190,15 +4502,14 @@ template <class B> struct WgmmaColumns {
     int round = item.rounds - 1;
     if (B::split_ctas == 1 || round >= 0) {
       Scores S;
-      forget_all(S);
+      S.forget_all();
       start_kq(S, ring);
       finish_products(S, round, item.rounds, ring);
       take_round<true>(round, item, S, O);
       while (round-- > 0) take_round<false>(round, item, S, O);
     } else {  // a range without a key
-      SDPA_UNROLL for (float& x : m) x = -INFINITY;
-      SDPA_UNROLL for (float& x : l) x = 0;
-      SDPA_UNROLL for (auto& block : O) { SDPA_UNROLL for (float& x : block) x = 0; }
+      m = -INFINITY, l = 0;
+      clear(O);
       write_m_l();
     }
     write_o(O);
@@ -5208,8 +4519,7 @@ template <class B> struct WgmmaColumns {
 };
 
 template <class B>
-__global__ void __launch_bounds__(B::threads, 1)
-    sdpa_wgmma_columns(const __grid_constant__ KernelArgs a) {
+__global__ void __launch_bounds__(B::threads, 1) sdpa_wgmma_columns(const __grid_constant__ KernelArgs a) {
   WgmmaColumnsShared<B>& s = dynamic_shared<WgmmaColumnsShared<B>>();
   const int warp = uniform(threadIdx.x / 32);
   if (threadIdx.x == 32) {
@@ -5221,10 +4531,7 @@ __global__ void __launch_bounds__(B::threads, 1)
     }
     fence_mbarrier_init();
   }
-  if (threadIdx.x == 64) {
-    prefetch_tensormap(&tensor_maps<B>(a).q), prefetch_tensormap(&tensor_maps<B>(a).k),
-        prefetch_tensormap(&tensor_maps<B>(a).v);
-  }
+  prefetch_tensor_maps<B>(a);
   if (B::pack_gqa) {  // rows without a query are 0: what lies there would decide how others are rounded
     const int rows = rows_of_item<B>(a), chunks = (B::block_m - rows) * 8;
     for (int i = threadIdx.x; i < B::head_dim / 64 * chunks; i += B::threads) {
@@ -5234,7 +4541,7 @@ __global__ void __launch_bounds__(B::threads, 1)
     fence_proxy_async();
   }
   WgmmaColumnsLoader<B> loader{s, a, warp / 4, warp % 4, {}};
-  if (loader.loads()) loader.item = loader.find_item();
+  if (loader.loads()) loader.item = wgmma_item<B>(a, item_number_of_cta<B>(a));
   __syncthreads();  // hazard: mbarriers initialised by one thread, rows emptied by all
   loader.load_q();
   loader.load_first_tiles();
@@ -5242,44 +4549,154 @@ __global__ void __launch_bounds__(B::threads, 1)
   WgmmaColumns<B>(s, a).run();
 }
 
-template <class B> struct WgmmaKernel<B, Wgmma::columns> : OneLaunch<B> {
+template <class B> struct KernelOf<B, Path::wgmma_swapped> {
   using Shared = WgmmaColumnsShared<B>;
-  static constexpr auto kernel = sdpa_wgmma_columns<B>;
+  static constexpr auto entry = sdpa_wgmma_columns<B>;
 };
 
 // ==== 6 LAUNCH ===================================================================================
 
-// ---- the checks ----
+// ---- the GPU ----
 
-SdpaStatus check_tensor(const char* name, const void* pointer, const Strides& s, int64_t B,
-                        int64_t H, int64_t S, bool written) {
-  constexpr int64_t vec = Build::vec_width;
-  const int alignment = min(int(vec) * int(written ? sizeof(Output) : sizeof(Input)), 16);
-  if (!pointer) return failure(cudaErrorInvalidValue, "%s is a null pointer", name);
-  if (reinterpret_cast<uintptr_t>(pointer) % alignment) {
-    return failure(cudaErrorInvalidValue,
-                   "%s is not aligned to %d bytes as VEC_WIDTH=%d needs; align it or build with a "
-                   "smaller VEC_WIDTH",
-                   name, alignment, int(vec));
+// The attribute of the current device, or `otherwise` if there is no device.
+int device_attribute(cudaDeviceAttr attribute, int otherwise) {
+  int device = 0, value = 0;
+  const bool known =
+      cudaGetDevice(&device) == cudaSuccess && cudaDeviceGetAttribute(&value, attribute, device) == cudaSuccess;
+  return known ? value : otherwise;
+}
+int sm_count() { return device_attribute(cudaDevAttrMultiProcessorCount, 132); }
+// What an SM has for all of its CTAs, of which the system takes 1 KB for each.
+int shared_of_sm() { return device_attribute(cudaDevAttrMaxSharedMemoryPerMultiprocessor, 228 << 10); }
+// CTAs that an SM holds at once, by their shared memory.
+template <class B> int most_resident_ctas() { return max(shared_of_sm() / int(shared_bytes<B> + 1024), 1); }
+
+// ---- items ----
+
+// How a problem's rows and keys are dealt to CTAs.
+struct Items {
+  int heads = 1, queries;  // query heads of an item, and queries of each
+  int64_t count;           // of items
+  int ranges = 1;          // CTAs to an item
+};
+
+// How often merge_ranges(), as store_rows() calls it, waits for loads.
+int64_t merge_steps(const Items& items, int D, int threads, int ranges) {
+  if (ranges == 1) return 0;
+  const int64_t parts = shares(items.heads * items.queries * (D / 4), threads);  // of a thread
+  return ranges > few_ranges ? shares(ranges, 16) * parts : shares(ranges, 2) * shares(parts, 4);
+}
+
+// SPLIT_CTAS=0: as many ranges as take the least time, counted in KB that an SM reads meanwhile: its rounds, 64 KB for
+// each wave of CTAs that starts, `resident` to an SM, and 24 KB for each step of the merge (fitted to an H200). None is
+// longer than most_keys_at_once where 256 ranges suffice.
+int ranges_of(const SdpaParams& p, const Items& items, int round_keys, int threads, int resident, int sms) {
+  const KeyBounds bounds(p);
+  const int keys = max(bounds.end(p.Sq - 1) - bounds.begin(p.Sq - 1), 1);
+  const int rounds = int(shares(keys, round_keys));
+  const double round_kb = round_keys * p.D * sizeof(Input) / 512.0;  // K and V
+  const int most = items.count <= most_split_items ? min(rounds, 256) : 1;
+  int best = 0;
+  double best_kb = 0;
+  for (int n = min(int(shares(keys, most_keys_at_once)), most); n <= most; n++) {
+    const uint32_t ctas = uint32_t(items.count) * n;
+    const double kb = round_kb * shares(ctas, sms) * shares(rounds, n) + 64.0 * shares(ctas, resident * sms) +
+                      24.0 * merge_steps(items, p.D, threads, n);
+    if (best == 0 || kb < best_kb) best = n, best_kb = kb;
   }
-  const struct {
-    const char* name;
-    int64_t size, stride;
-  } dims[] = {{"batch", B, s.batch}, {"head", H, s.head}, {"row", S, s.row}};
-  for (const auto& dim : dims) {
-    if (dim.size <= 1) continue;
-    if (dim.stride % vec) {
-      return failure(cudaErrorInvalidValue,
-                     "%s has a %s stride of %lld elements, not a multiple of VEC_WIDTH=%d; pad it "
-                     "or build with a smaller VEC_WIDTH",
-                     name, dim.name, (long long)dim.stride, int(vec));
-    }
-    if (written && dim.stride == 0) {
-      return failure(cudaErrorInvalidValue, "%s has a %s stride of 0: its rows would overlap", name,
-                     dim.name);
-    }
+  return best;
+}
+
+// How a problem is cut into items of block_m rows, in one range. PACK_GQA: an item has as many heads of a key head as
+// divide them and fit.
+Items items_of_tile(const SdpaParams& p, int block_m, bool pack_gqa) {
+  Items items;
+  const int group = p.Hkv > 0 ? p.Hq / p.Hkv : 1;
+  while (pack_gqa && items.heads < block_m && items.heads < group) {  // the next divisor
+    int next = items.heads + 1;
+    while (group % next) next++;
+    if (next > block_m) break;
+    items.heads = next;
   }
-  return {};
+  items.queries = block_m / items.heads;
+  if (pack_gqa && p.Sq < items.queries) items.queries = p.Sq > 0 ? p.Sq : 1;
+  items.count = int64_t(p.B) * (p.Hq / items.heads) * shares(p.Sq, items.queries);
+  return items;
+}
+
+template <class B> Items items_of(const SdpaParams& p) {
+  Items items = items_of_tile(p, B::block_m, B::pack_gqa);
+  if (B::split_ctas > 1) items.ranges = B::split_ctas;
+  if (B::split_ctas == 0 && items.count > 0) {
+    items.ranges =
+        ranges_of(p, items, B::split_kv * B::block_n, B::num_warps * 32, most_resident_ctas<B>(), sm_count());
+  }
+  return items;
+}
+
+// ---- workspace ----
+// For the queue, for sums of many keys or for the ranges; counters are zero again after every launch.
+
+template <class B>
+constexpr size_t zeroed_bytes = B::split_ctas != 1      ? range_counter_bytes
+                                : B::many_keys          ? slot_offset + slot_bytes<B>
+                                : B::use_persistent_cta ? sizeof(uint32_t)
+                                                        : 0;
+template <class B> size_t workspace_bytes(const SdpaParams& p) {
+  const Items items = items_of<B>(p);
+  if (B::split_ctas != 1) {
+    if (items.ranges == 1) return zeroed_bytes<B>;
+    return zeroed_bytes<B> + size_t(items.count) * items.ranges * sizeof(RangePartial<B>);
+  }
+  if (!B::many_keys) return zeroed_bytes<B>;
+  const int64_t most = B::use_persistent_cta ? most_resident_ctas<B>() * sm_count() : items.count;
+  return slot_offset + size_t(items.count < most ? items.count : most) * slot_bytes<B>;
+}
+
+// ---- the launch ----
+
+// Bytes of shared memory that a CTA asks for. CTAs that start before the launch before has ended go to the SMs that
+// have room: some would get three and others one. So with SPLIT_CTAS each asks for so much that an SM has room for an
+// even share of them alone. Another kernel on the GPU then finds less room beside it.
+template <class B> size_t shared_bytes_of(uint32_t ctas) {
+  if (B::family != Family::wgmma || B::split_ctas == 1) return shared_bytes<B>;
+  const int share = int(shares(ctas, sm_count()));
+  return max(int(shared_bytes<B>), shared_of_sm() / share / 1024 * 1024 - 1024);
+}
+
+// Launches the kernel with a CTA to each of `items`; USE_PERSISTENT_CTA: as many as are resident and asked for.
+template <class B> SdpaStatus launch_kernel(const KernelArgs& a, uint32_t items, cudaStream_t stream) {
+  static_assert(shared_bytes<B> <= 227 * 1024,
+                "BLOCK_M, BLOCK_N, HEAD_DIM and STAGES: the tiles need more than the 227 KB of shared memory that a CTA "
+                "can have; type a smaller BLOCK_N or fewer STAGES");
+  constexpr auto kernel = KernelOf<B>::entry;
+  // The attribute is the kernel's, which other host threads launch as well: so it is the most that any launch asks for.
+  const size_t most = shared_bytes_of<B>(1);
+  cudaError_t error = cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, int(most));
+  if (error == cudaErrorInvalidValue || error == cudaErrorInvalidDeviceFunction ||
+      error == cudaErrorNoKernelImageForDevice) {
+    return failure(error, "this GPU cannot run this build (%zu bytes of shared memory a CTA, code for its architecture): %s",
+                   most, cudaGetErrorString(error));
+  }
+  if (error != cudaSuccess) return cuda_failure(error, "an earlier call or kernel of this process");
+  cudaLaunchConfig_t launch{};
+  launch.gridDim = dim3(items), launch.blockDim = dim3(B::threads);
+  if (B::use_persistent_cta) {
+    int ctas_per_sm = 0;
+    error = cudaOccupancyMaxActiveBlocksPerMultiprocessor(&ctas_per_sm, kernel, B::threads, shared_bytes<B>);
+    if (error != cudaSuccess) return cuda_failure(error, "asking for the GPU's occupancy");
+    const uint32_t resident = uint32_t(sm_count()) * uint32_t(max(ctas_per_sm, 1)), asked = uint32_t(a.p.max_ctas);
+    launch.gridDim.x = min(items, asked > 0 ? min(asked, resident) : resident);
+  }
+  launch.dynamicSmemBytes = shared_bytes_of<B>(items);
+  launch.stream = stream;
+  cudaLaunchAttribute early{};  // a CTA may start before the kernel before this one has ended
+  early.id = cudaLaunchAttributeProgrammaticStreamSerialization;
+  early.val.programmaticStreamSerializationAllowed = 1;
+  launch.attrs = &early;
+  launch.numAttrs = B::family == Family::wgmma;  // which waits for that one
+  error = cudaLaunchKernelEx(&launch, kernel, a);
+  return error == cudaSuccess ? SdpaStatus{} : cuda_failure(error, "launching the kernel");
 }
 
 float log2_scale(const SdpaParams& p) {  // scale * log2(e), of products of to_float()
@@ -5287,90 +4704,154 @@ float log2_scale(const SdpaParams& p) {  // scale * log2(e), of products of to_f
   return float(scale * 1.4426950408889634 * element_unit<Build> * element_unit<Build>);
 }
 
-constexpr size_t WORKSPACE_ALIGNMENT = 256;
+template <class B> SdpaStatus forward(const SdpaParams& p, cudaStream_t stream) {
+  const Items items = items_of<B>(p);
+  constexpr int most = 2147483647;  // of a grid
+  if (double(items.count) * items.ranges > most) {
+    return failure(refused, "B*Hq*ceil(Sq/%d) is over %d tiles; split the batch", items.queries, most);
+  }
+  if (items.ranges > 1 && items.count > most_split_items) {
+    return failure(refused, "SPLIT_CTAS=%d takes %u items at most, and here are %lld; split the batch", items.ranges,
+                   most_split_items, (long long)items.count);
+  }
+  KernelArgs a(p, B::pack_gqa ? items.queries : B::mask_rows, B::block_n);
+  a.scale_log2 = log2_scale(p);
+  a.work_items = uint32_t(items.count);
+  a.item_queries = Divisor(uint32_t(items.queries)), a.item_heads = items.heads;
+  a.ranges = Divisor(uint32_t(items.ranges));
+  const double kv_bytes = 2.0 * p.Sk * p.D * sizeof(Input);  // of a key head
+  const double l2_bytes = device_attribute(cudaDevAttrL2CacheSize, 60 << 20);
+  // 8/15 of L2: 32 MB of an H200's 60.
+  const double heads = kv_bytes > 0 ? l2_bytes * 8 / 15 / kv_bytes * p.Hq / p.Hkv / items.heads : 1e9;
+  const double all_heads = double(p.B) * p.Hq / items.heads;
+  a.heads_in_l2 = uint32_t(heads < 1 ? 1 : heads > all_heads ? all_heads : heads);
+  a.unmasked_rounds = a.keys.all() ? max(int(shares(p.Sk, B::split_kv * B::block_n)), 1) : 0;
+  const uint32_t q_blocks = uint32_t(shares(p.Sq, items.queries));
+  a.q_blocks = Divisor(q_blocks);
+  a.q_heads = Divisor(uint32_t(p.Hq / items.heads));
+  a.q_heads_per_kv = Divisor(uint32_t(p.Hq / p.Hkv));
+  a.items_in_l2 = Divisor(a.heads_in_l2 * q_blocks);
+  const SdpaStatus status = encode_tensor_maps<B>(a.maps, a);
+  return status.ok() ? launch_kernel<B>(a, a.work_items * a.ranges.divisor, stream) : status;
+}
 
-SdpaStatus check_params(const SdpaParams& p) {
+// What stands behind a build: its way from the parameters to the launch, and what that takes of an SM.
+struct KernelFacts {
+  SdpaStatus (*forward)(const SdpaParams&, cudaStream_t);
+  const void* kernel;
+  int threads;
+  size_t shared_bytes;
+  int item_rows;  // query rows of a work item
+  size_t (*workspace_bytes)(const SdpaParams&);
+  size_t zeroed_bytes;  // of the workspace: zero before a launch and after it
+};
+template <class B> KernelFacts facts() {
+  return {forward<B>, reinterpret_cast<const void*>(+KernelOf<B>::entry), B::threads,     shared_bytes<B>,
+          B::block_m, workspace_bytes<B>,                                 zeroed_bytes<B>};
+}
+template <class B> KernelFacts facts(const SdpaParams& p) {
+  if constexpr (carries_sums<B>) {
+    if (p.Sk > most_keys_at_once) return facts<ManyKeys<B>>();
+  }
+  return facts<B>();
+}
+// Of the kernel that takes this problem. TUNED: of the tile that is the quickest (section 7).
+template <bool TUNED> KernelFacts facts_of_problem(const SdpaParams& p) { return facts<Build>(p); }
+KernelFacts kernel_facts(const SdpaParams& p);
+
+// ---- the checks ----
+
+// Q, K, V or O [B][H][S][D], its address and its strides.
+struct TensorView {
+  const char* name;
+  const void* data;
+  int B, H, S;
+  const Strides& s;
+  bool written;
+};
+
+SdpaStatus check_tensor(const TensorView& t) {
+  constexpr int vec = Build::vec_width;
+  const int alignment = min(vec * int(t.written ? sizeof(Output) : sizeof(Input)), 16);
+  if (!t.data) return failure(refused, "%s is a null pointer", t.name);
+  if (reinterpret_cast<uintptr_t>(t.data) % alignment) {
+    return failure(refused, "%s is not aligned to %d bytes as VEC_WIDTH=%d needs; align it or build with a smaller VEC_WIDTH",
+                   t.name, alignment, vec);
+  }
+  const struct {
+    const char* name;
+    int size;
+    int64_t stride;
+  } dims[] = {{"batch", t.B, t.s.batch}, {"head", t.H, t.s.head}, {"row", t.S, t.s.row}};
+  for (const auto& dim : dims) {
+    if (dim.size <= 1) continue;
+    if (dim.stride % vec) {
+      return failure(refused, "%s has a %s stride of %lld elements, not a multiple of VEC_WIDTH=%d; pad it or build with a "
+                     "smaller VEC_WIDTH", t.name, dim.name, (long long)dim.stride, vec);
+    }
+    if (t.written && dim.stride == 0) return failure(refused, "%s has a %s stride of 0: its rows would overlap", t.name, dim.name);
+  }
+  return {};
+}
+
+SdpaStatus check_sizes(const SdpaParams& p) {
   const struct {
     const char* name;
     int value;
-  } sizes[] = {{"B", p.B}, {"Hq", p.Hq}, {"Hkv", p.Hkv}, {"Sq", p.Sq}, {"Sk", p.Sk}};
+  } sizes[] = {{"B", p.B}, {"Hq", p.Hq}, {"Hkv", p.Hkv}, {"Sq", p.Sq}, {"Sk", p.Sk}},
+    windows[] = {{"window_left", p.window_left}, {"window_right", p.window_right}};
   for (const auto& size : sizes) {
-    if (size.value < 0 || size.value > most_rows) {
-      return failure(cudaErrorInvalidValue, "%s=%d is outside [0, 10^9]", size.name, size.value);
-    }
+    if (size.value < 0 || size.value > most_rows) return failure(refused, "%s=%d is outside [0, 10^9]", size.name, size.value);
   }
-  if (double(p.B) * p.Hq * p.Sq > 1e18) {
-    return failure(cudaErrorInvalidValue, "B*Hq*Sq is over 10^18 rows; split the batch");
+  for (const auto& side : windows) {
+    if (side.value >= -1 && side.value <= most_rows) continue;
+    return failure(refused, "%s=%d is outside [-1, 10^9]; -1 means no limit", side.name, side.value);
   }
+  if (double(p.B) * p.Hq * p.Sq > 1e18) return failure(refused, "B*Hq*Sq is over 10^18 rows; split the batch");
   if (p.D != Build::head_dim) {
-    return failure(cudaErrorInvalidValue,
-                   "D=%d, but this build has HEAD_DIM=%d; use a build "
-                   "for that D",
-                   p.D, Build::head_dim);
+    return failure(refused, "D=%d, but this build has HEAD_DIM=%d; use a build for that D", p.D, Build::head_dim);
   }
-  if (p.Hq && (p.Hkv == 0 || p.Hq % p.Hkv)) {
-    return failure(cudaErrorInvalidValue, "Hq=%d is not a multiple of Hkv=%d", p.Hq, p.Hkv);
-  }
+  if (p.Hq && (p.Hkv == 0 || p.Hq % p.Hkv)) return failure(refused, "Hq=%d is not a multiple of Hkv=%d", p.Hq, p.Hkv);
   if (!(p.scale >= 0) || std::isinf(p.scale)) {
-    return failure(cudaErrorInvalidValue, "scale=%g is not a positive number (0 means 1/sqrt(D))",
-                   double(p.scale));
+    return failure(refused, "scale=%g is not a positive number (0 means 1/sqrt(D))", double(p.scale));
   }
   if (std::isinf(log2_scale(p))) {
-    return failure(cudaErrorInvalidValue, "scale=%g times log2(e) is no float; take a smaller one",
-                   double(p.scale));
+    return failure(refused, "scale=%g times log2(e) is no float; take a smaller one", double(p.scale));
   }
   if (p.causal != Causal::off && p.causal != Causal::bottom_right && p.causal != Causal::top_left) {
-    return failure(cudaErrorInvalidValue, "causal=%d is none of off, bottom_right, top_left",
-                   int(p.causal));
+    return failure(refused, "causal=%d is none of off, bottom_right, top_left", int(p.causal));
   }
-  const struct {
-    const char* name;
-    int keys;
-  } window[] = {{"window_left", p.window_left}, {"window_right", p.window_right}};
-  for (const auto& side : window) {
-    if (side.keys < -1 || side.keys > most_rows) {
-      return failure(cudaErrorInvalidValue, "%s=%d is outside [-1, 10^9]; -1 means no limit",
-                     side.name, side.keys);
-    }
-  }
-  if (p.max_ctas < 0) {
-    return failure(cudaErrorInvalidValue,
-                   "max_ctas=%d is negative; 0 means as many CTAs as are resident", p.max_ctas);
-  }
+  if (p.max_ctas < 0) return failure(refused, "max_ctas=%d is negative; 0 means as many CTAs as are resident", p.max_ctas);
   if (p.max_ctas > 0 && !Build::use_persistent_cta) {
-    return failure(
-        cudaErrorInvalidValue,
-        "max_ctas=%d, but only builds with USE_PERSISTENT_CTA=1 take it; set it to 0 or use "
-        "such a build",
-        p.max_ctas);
+    return failure(refused, "max_ctas=%d, but only builds with USE_PERSISTENT_CTA=1 take it; set it to 0 or use such a build",
+                   p.max_ctas);
   }
-  if (reinterpret_cast<uintptr_t>(p.LSE) % sizeof(float)) {
-    return failure(cudaErrorInvalidValue, "LSE is not aligned to %d bytes", int(sizeof(float)));
-  }
+  return {};
+}
+
+SdpaStatus check_params(const SdpaParams& p) {
+  SdpaStatus status = check_sizes(p);
+  if (!status.ok()) return status;
   const struct {
     const char* name;
-    const Descale& of;
-  } descales[] = {{"q", p.q_descale}, {"k", p.k_descale}, {"v", p.v_descale}};
-  for (const auto& d : descales) {
-    if (d.of.factor && !Build::is_8bit) {
-      return failure(cudaErrorInvalidValue,
-                     "%s_descale is given, but elements of 16 bits have no factor; set it to null",
-                     d.name);
+    const void* data;
+    int alignment;
+  } pointers[] = {{"q_descale", p.q_descale.factor, 4}, {"k_descale", p.k_descale.factor, 4},
+                  {"v_descale", p.v_descale.factor, 4}, {"LSE", p.LSE, 4}, {"workspace", p.workspace, 256}};
+  for (const auto& pointer : pointers) {
+    if (pointer.data && &pointer < pointers + 3 && !Build::is_8bit) {
+      return failure(refused, "%s is given, but elements of 16 bits have no factor; set it to null", pointer.name);
     }
-    if (reinterpret_cast<uintptr_t>(d.of.factor) % sizeof(float)) {
-      return failure(cudaErrorInvalidValue, "%s_descale is not aligned to %d bytes", d.name,
-                     int(sizeof(float)));
+    if (reinterpret_cast<uintptr_t>(pointer.data) % pointer.alignment) {
+      return failure(refused, "%s is not aligned to %d bytes", pointer.name, pointer.alignment);
     }
-  }
-  if (reinterpret_cast<uintptr_t>(p.workspace) % WORKSPACE_ALIGNMENT) {
-    return failure(cudaErrorInvalidValue, "workspace is not aligned to %d bytes",
-                   int(WORKSPACE_ALIGNMENT));
   }
   if (!p.B || !p.Hq || !p.Sq) return {};
-  SdpaStatus status = check_tensor("O", p.O, p.o, p.B, p.Hq, p.Sq, true);
-  if (status.ok()) status = check_tensor("Q", p.Q, p.q, p.B, p.Hq, p.Sq, false);
-  if (status.ok() && p.Sk) status = check_tensor("K", p.K, p.k, p.B, p.Hkv, p.Sk, false);
-  if (status.ok() && p.Sk) status = check_tensor("V", p.V, p.v, p.B, p.Hkv, p.Sk, false);
+  const TensorView tensors[] = {{"O", p.O, p.B, p.Hq, p.Sq, p.o, true}, {"Q", p.Q, p.B, p.Hq, p.Sq, p.q, false},
+                            {"K", p.K, p.B, p.Hkv, p.Sk, p.k, false}, {"V", p.V, p.B, p.Hkv, p.Sk, p.v, false}};
+  for (const TensorView& t : tensors) {
+    if (status.ok() && t.S > 0) status = check_tensor(t);
+  }
   return status;
 }
 
@@ -5388,74 +4869,270 @@ SdpaParams without_idle_strides(SdpaParams p) {
   return p;
 }
 
-template <class B> SdpaStatus forward(const SdpaParams& p, cudaStream_t stream) {
-  const Items items = items_of<B>(p);
-  KernelArgs a(p, B::pack_gqa ? items.queries : B::mask_rows, B::block_n);
-  a.scale_log2 = log2_scale(p);
-  constexpr int most = 2147483647;  // of a grid
-  if (double(items.count) * items.ranges > most) {
-    return failure(cudaErrorInvalidValue, "B*Hq*ceil(Sq/%d) is over %d tiles; split the batch",
-                   items.queries, most);
-  }
-  if (items.ranges > 1 && items.count > most_split_items) {
-    return failure(cudaErrorInvalidValue,
-                   "SPLIT_CTAS=%d takes %u items at most, and here are %lld; split the batch",
-                   items.ranges, most_split_items, (long long)items.count);
-  }
-  const int q_blocks = (p.Sq + items.queries - 1) / items.queries;
-  a.work_items = uint32_t(items.count);
-  a.item_queries = Divisor(uint32_t(items.queries)), a.item_heads = items.heads;
-  a.ranges = Divisor(uint32_t(items.ranges));
-  const double kv_bytes = 2.0 * p.Sk * p.D * sizeof(Input);  // of a key head
-  const double l2_bytes = device_attribute(cudaDevAttrL2CacheSize, 60 << 20);
-  // 8/15 of L2: 32 MB of an H200's 60.
-  const double heads =
-      kv_bytes > 0 ? l2_bytes * 8 / 15 / kv_bytes * p.Hq / p.Hkv / items.heads : 1e9;
-  const double all_heads = double(p.B) * p.Hq / items.heads;
-  a.heads_in_l2 = uint32_t(heads < 1 ? 1 : heads > all_heads ? all_heads : heads);
-  constexpr int64_t round_keys = B::split_kv * B::block_n;
-  const int rounds = p.Sk > 0 ? int((p.Sk + round_keys - 1) / round_keys) : 1;
-  a.unmasked_rounds = a.keys.all() ? rounds : 0;
-  a.q_blocks = Divisor(uint32_t(q_blocks));
-  a.q_heads = Divisor(uint32_t(p.Hq / items.heads));
-  a.q_heads_per_kv = Divisor(uint32_t(p.Hq / p.Hkv));
-  a.items_in_l2 = Divisor(a.heads_in_l2 * uint32_t(q_blocks));
+}  // namespace
 
-  using Kernel = KernelOf<B, B::family>;
-  const SdpaStatus prepared = Kernel::prepare(a);
-  return prepared.ok() ? Kernel::launch(a, stream) : prepared;
+// ---- sdpa_forward ----
+
+// Bytes of device memory that SdpaParams::workspace must have for this problem (0: none).
+static inline size_t sdpa_workspace_bytes(const SdpaParams& p) { return kernel_facts(p).workspace_bytes(p); }
+
+// O, LSE = attention(Q, K, V), enqueued on the stream of the current device. Returns without waiting; never prints,
+// never allocates. Refuses what this build cannot do, before anything is launched. Safe inside stream capture.
+static inline SdpaStatus sdpa_forward(const SdpaParams& params, cudaStream_t stream) {
+  SdpaStatus status = check_params(params);
+  if (!status.ok() || !params.B || !params.Hq || !params.Sq) return status;
+  const SdpaParams p = without_idle_strides(params);
+  if (!p.workspace && sdpa_workspace_bytes(p) > 0) {
+    return failure(refused, "workspace is null, but this problem needs %zu zeroed bytes there",
+                   sdpa_workspace_bytes(p));
+  }
+  // The status alone tells of an error: the thread's last error is cleared, unless the caller had left one
+  // there, which would be lost.
+  const bool clean = cudaPeekAtLastError() == cudaSuccess;
+  status = kernel_facts(p).forward(p, stream);
+  if (!status.ok() && clean) cudaGetLastError();
+  return status;
 }
 
-// What stands behind a build: its way from the parameters to the launch, and what that takes of an SM.
-struct KernelFacts {
-  SdpaStatus (*forward)(const SdpaParams&, cudaStream_t);
-  const void* kernel;
-  int threads;
-  size_t shared_bytes;
-  int item_rows;  // query rows of a work item
-  size_t (*workspace_bytes)(const SdpaParams&);
-  size_t zeroed_bytes;  // of the workspace: zero before a launch and after it
+// ==== 7 TABLES ===================================================================================
+
+namespace {
+
+// ---- refusals (typed) ----
+// Knobs that have no effect, and combinations that cannot work: what, why, what to type.
+
+#define SDPA_REFUSE(condition, sentence) static_assert(!(condition), sentence)
+#define SDPA_FAMILIES(name, fallback, member, values, families, meaning)                                      \
+  SDPA_REFUSE(name##_changed && !text_equal(families, "all") && place_of(family_name, families) < 0,          \
+              #name ": only kernels of these families have it: " families "; drop it or add USE_WMMA=1, " \
+                    "USE_MMA_SYNC=1 or USE_WGMMA=1");
+SDPA_KNOBS(SDPA_FAMILIES)
+SDPA_REFUSE(USE_WMMA_changed + USE_MMA_SYNC_changed + USE_WGMMA_changed > 1,
+            "USE_WMMA=1, USE_MMA_SYNC=1 and USE_WGMMA=1: a build has one kernel; keep one of them");
+SDPA_REFUSE(OUT_DTYPE_changed && DType(Build::out_dtype - 1) == (Build::is_8bit ? DType::fp16 : Build::input),
+            "OUT_DTYPE: O has that type anyway; drop OUT_DTYPE");
+SDPA_REFUSE(is_mma && Build::use_tuned && Build::is_8bit,
+            "USE_TUNED=1: there are no rows for an 8-bit DTYPE and mma.sync alone; drop it or type DTYPE=FP16");
+SDPA_REFUSE(NUM_PRODUCER_WARPS_changed && !Build::use_warp_specialization,
+            "NUM_PRODUCER_WARPS: there are producer warps only with USE_WARP_SPECIALIZATION=1; add that or drop it");
+SDPA_REFUSE(Build::is_e4m3 && is_wmma, "DTYPE=FP8_E4M3: nvcuda::wmma has no e4m3; drop USE_WMMA or type DTYPE=U8");
+SDPA_REFUSE(Build::input == DType::u8 && (is_mma || is_wgmma),
+            "DTYPE=U8: only the scalar and wmma kernels take it; type DTYPE=FP8_E4M3 or USE_WMMA=1");
+SDPA_REFUSE(FP8_FLUSH_changed && !Build::is_e4m3,
+            "FP8_FLUSH: only the wgmma kernel with DTYPE=FP8_E4M3 has sums of 14 bits; drop it");
+SDPA_REFUSE(FP16_ACC_changed && Build::input != DType::fp16,
+            "FP16_ACC: only the wmma kernel with DTYPE=FP16 has such sums; drop it");
+SDPA_REFUSE(Build::pv_in_fp16 && !Build::use_wmma_pv,
+            "FP16_ACC=PV: P @ V is on the FMA pipes; add USE_WMMA_PV=1 or type FP16_ACC=QK");
+
+// What cannot work, typed or in a row of a table.
+template <class B> constexpr bool check_wgmma() {
+  constexpr bool wgmma = B::family == Family::wgmma, roles = wgmma && B::use_warp_specialization && !B::swap_ab;
+  SDPA_REFUSE(wgmma && !B::swap_ab && (B::group_warps % 4 != 0 || B::block_m != 16 * B::group_warps),
+              "BLOCK_M and NUM_WARPS: a warpgroup has 4 warps and 64 query rows, so BLOCK_M must be "
+              "16*NUM_WARPS/SPLIT_KV; type BLOCK_M=128 NUM_WARPS=8");
+  SDPA_REFUSE(wgmma && B::block_n % 16 != 0,
+              "BLOCK_N: wgmma takes keys by 16, so it must be a multiple of 16; type BLOCK_N=128");
+  SDPA_REFUSE(wgmma && B::is_e4m3 && (!roles || !B::overlap || B::block_n % 32 != 0),
+              "DTYPE=FP8_E4M3: two producer warps transpose V, of 32 keys at a time, beside the softmax; type "
+              "USE_WARP_SPECIALIZATION=1 OVERLAP=1 BLOCK_N=64");
+  SDPA_REFUSE(wgmma && B::vec_width != (B::is_8bit ? 16 : 8),
+              "VEC_WIDTH: TMA wants addresses and strides that are multiples of 16 bytes; type VEC_WIDTH=8, or 16 with "
+              "an 8-bit DTYPE");
+  SDPA_REFUSE(wgmma && !B::use_warp_specialization &&
+                  (B::overlap || B::use_persistent_cta || B::use_ping_pong ||
+                   (!B::swap_ab && (B::use_lazy_max || B::split_kv > 1))),
+              "OVERLAP, USE_PERSISTENT_CTA, USE_PING_PONG, USE_LAZY_MAX and SPLIT_KV: the plain wgmma kernel has none "
+              "of them; add USE_WARP_SPECIALIZATION=1 or drop them");
+  SDPA_REFUSE(roles && B::split_kv > 2,
+              "SPLIT_KV=4: the wgmma kernel with producer warps splits the keys in two; type SPLIT_KV=2 or SWAP_AB=1");
+  SDPA_REFUSE(wgmma && B::use_persistent_cta && B::split_kv > 1,
+              "USE_PERSISTENT_CTA=1: in the wgmma kernel not with SPLIT_KV; drop one of them");
+  SDPA_REFUSE(wgmma && !B::swap_ab && B::warpgroups == 1 && B::use_ping_pong,
+              "USE_PING_PONG=1: one warpgroup has no other to take turns with; drop it or type BLOCK_M=128 NUM_WARPS=8");
+  SDPA_REFUSE(wgmma && B::skip_masked && B::block_m == 64,
+              "SKIP_MASKED=1: with BLOCK_M=64 every warpgroup has the item's rows, so it skips nothing; drop it or type "
+              "BLOCK_M=128 NUM_WARPS=8");
+  SDPA_REFUSE(wgmma && B::skip_masked && (!roles || B::use_ping_pong),
+              "SKIP_MASKED=1: warpgroups that take turns or load tiles must run the same rounds; add "
+              "USE_WARP_SPECIALIZATION=1 and drop USE_PING_PONG");
+  SDPA_REFUSE(wgmma && B::swap_ab &&
+                  (B::num_warps != 4 * B::split_kv || B::block_n % 64 != 0 || (B::block_m != 16 && B::block_m != 32)),
+              "SWAP_AB=1: every warpgroup has a slice of the keys, by 64, and all of them the same 16 or 32 query rows; "
+              "type BLOCK_M=32 BLOCK_N=128 NUM_WARPS=16 SPLIT_KV=4");
+  SDPA_REFUSE(wgmma && B::swap_ab &&
+                  (B::block_n + 2 * B::head_dim) / 64 * B::block_m / 2 > (B::num_warps > 8 ? 64 : 160),
+              "SWAP_AB=1: a thread's part of S and twice of O would leave too few of its registers for the rest; type a "
+              "smaller BLOCK_M or BLOCK_N");
+  SDPA_REFUSE(wgmma && B::swap_ab &&
+                  (B::use_warp_specialization || B::overlap || B::use_ping_pong || B::use_persistent_cta ||
+                   B::skip_masked),
+              "SWAP_AB=1: its loop has an order of its own, without USE_WARP_SPECIALIZATION, OVERLAP, USE_PING_PONG, "
+              "USE_PERSISTENT_CTA and SKIP_MASKED; drop them");
+  return true;
+}
+template <class B> constexpr bool check() {
+  constexpr bool scalar = B::family == Family::scalar, wmma = B::family == Family::wmma;
+  constexpr bool mma = B::family == Family::mma, wgmma = B::family == Family::wgmma;
+  SDPA_REFUSE(!mma && !B::swap_ab && (B::pack_gqa || B::split_ctas != 1),
+              "PACK_GQA and SPLIT_CTAS: only the mma.sync kernel and the transposed wgmma kernel have them; add "
+              "USE_MMA_SYNC=1 or SWAP_AB=1 or drop them");
+  SDPA_REFUSE(mma && !B::pack_gqa && B::split_ctas != 1,
+              "SPLIT_CTAS: in the mma.sync kernel it goes with PACK_GQA; add PACK_GQA=1 or drop it");
+  SDPA_REFUSE(wmma && B::use_warp_specialization && B::sync_policy != 1,
+              "USE_WARP_SPECIALIZATION=1: a CTA barrier would stop the producers, so every warp must keep its rows; type "
+              "SYNC_POLICY=1");
+  SDPA_REFUSE(wmma && B::block_m != 16 * B::num_warps,
+              "BLOCK_M and NUM_WARPS: a wmma warp owns 16 query rows, so BLOCK_M must be 16*NUM_WARPS; type BLOCK_M=64 "
+              "NUM_WARPS=4");
+  SDPA_REFUSE(wmma && B::block_n % 16 != 0,
+              "BLOCK_N: wmma takes keys by 16, so it must be a multiple of 16; type BLOCK_N=64");
+  SDPA_REFUSE(scalar && B::block_m % (4 * B::num_warps) != 0,
+              "BLOCK_M and NUM_WARPS: a warp takes whole groups of 4 query rows, so BLOCK_M must be a multiple of "
+              "4*NUM_WARPS; type BLOCK_M=64 NUM_WARPS=4");
+  SDPA_REFUSE(scalar && B::block_n % 8 != 0,
+              "BLOCK_N: 8 lanes share the keys of a row, so it must be a multiple of 8; type BLOCK_N=64");
+  SDPA_REFUSE(scalar && B::block_m / (4 * B::num_warps) * (B::block_n + B::head_dim) / 8 > 176,
+              "BLOCK_M, BLOCK_N and HEAD_DIM: a thread's part of S and O would take over 176 registers and spill; type a "
+              "smaller BLOCK_M or more NUM_WARPS");
+  SDPA_REFUSE(mma && B::num_warps % B::split_kv != 0,
+              "SPLIT_KV and NUM_WARPS: the groups that split the keys have the same number of warps, so NUM_WARPS must be "
+              "a multiple of SPLIT_KV; type SPLIT_KV=2 NUM_WARPS=8");
+  SDPA_REFUSE(mma && B::block_m != 16 * B::group_warps && B::block_m != 32 * B::group_warps,
+              "BLOCK_M and NUM_WARPS: an mma.sync warp owns 16 or 32 query rows, so BLOCK_M must be 16 or 32 times "
+              "NUM_WARPS/SPLIT_KV; type BLOCK_M=128 NUM_WARPS=4");
+  SDPA_REFUSE(mma && B::block_n % 16 != 0,
+              "BLOCK_N: mma.sync takes keys by 16, so it must be a multiple of 16; type BLOCK_N=64");
+  SDPA_REFUSE(mma && B::is_e4m3 && !B::pack_gqa && B::block_n % 32 != 0,
+              "BLOCK_N: mma.sync takes keys of e4m3 by 32, so it must be a multiple of 32; type BLOCK_N=64");
+  SDPA_REFUSE(!wgmma && !B::use_cp_async && !B::use_warp_specialization && B::stages > 1,
+              "STAGES: plain copies finish before the next one starts, so STAGES does nothing without cp.async or "
+              "producer warps; add USE_CP_ASYNC=1 or drop STAGES");
+  SDPA_REFUSE(!B::is_8bit && B::vec_width == 16,
+              "VEC_WIDTH=16: an access has up to 16 bytes, and these are 32; type VEC_WIDTH=8");
+  SDPA_REFUSE(B::converts && B::vec_width < 8,
+              "DTYPE=U8: fp16 is made of 8 elements at a time; type VEC_WIDTH=16");
+  SDPA_REFUSE(B::converts && B::use_cp_async, "USE_CP_ASYNC=1: fp16 is made of U8 in registers; drop USE_CP_ASYNC");
+  SDPA_REFUSE(B::use_cp_async && B::vec_width * (B::is_8bit ? 1 : 2) < 4,
+              "USE_CP_ASYNC=1: cp.async moves 4, 8 or 16 bytes, and this VEC_WIDTH is less; type VEC_WIDTH=8");
+  return check_wgmma<B>();
+}
+
+// ---- tuned tiles (USE_TUNED) ----
+
+// A build, and its cost on an SM that `ctas` of its CTAs share: item_clocks an item, and a clock for every
+// scores_per_clock scores. The costs are fitted to the times of whole problems on an H200 (./run_all.sh fit).
+struct TunedTile : Config {
+  int ctas;
+  double item_clocks, scores_per_clock;
 };
-
-template <class B> KernelFacts facts() {
-  using Kernel = KernelOf<B, B::family>;
-  return {forward<B>,          reinterpret_cast<const void*>(+Kernel::kernel),
-          B::threads,          shared_bytes<B>,
-          B::block_m,          Kernel::workspace_bytes,
-          Kernel::zeroed_bytes};
+// The typed knobs with these sizes, and with those of the tile that are on.
+constexpr TunedTile tile(int head_dim, int block_m, int block_n, int num_warps, int stages, int split_kv,
+                         const char* knobs, int ctas, double item_clocks, double scores_per_clock) {
+  TunedTile t{{}, ctas, item_clocks, scores_per_clock};
+  const auto on = [&](const char* knob) { return place_of(knob, knobs) >= 0; };
+  t.head_dim = head_dim, t.block_m = block_m, t.block_n = block_n;
+  t.num_warps = num_warps, t.stages = stages, t.split_kv = split_kv;
+  t.use_mma_sync = t.use_cp_async = t.swizzle_xor = is_mma || on("USE_MMA_SYNC");
+  t.overlap = on("OVERLAP"), t.use_warp_specialization = t.overlap || on("USE_WARP_SPECIALIZATION");
+  t.use_persistent_cta = on("USE_PERSISTENT_CTA"), t.use_ping_pong = on("USE_PING_PONG");
+  t.skip_masked = on("SKIP_MASKED"), t.swap_ab = on("SWAP_AB"), t.use_lazy_max = true;
+  t.pack_gqa = on("PACK_GQA"), t.split_ctas = t.pack_gqa ? 0 : 1;
+  if (Build::is_e4m3) t.fp8_flush = 1024 / block_n;  // wgmma flushes O after 1,024 keys
+  return t;
 }
-
-template <class B> KernelFacts facts(const SdpaParams& p) {
-  if constexpr (carries_sums<B>) {
-    if (p.Sk > most_keys_at_once) return facts<ManyKeys<B>>();
-  }
-  return facts<B>();
-}
-
-// Of the kernel that takes this problem.
-template <class B, bool TUNED = B::use_tuned> struct KernelChoice {
-  static KernelFacts of(const SdpaParams& p) { return facts<B>(p); }
+constexpr TunedTile HOPPER_TILES[] = {
+    tile(64, 64, 128, 8, 2, 2, "USE_WARP_SPECIALIZATION", 1, 5020, 6.86),
+    tile(64, 32, 128, 16, 1, 4, "SWAP_AB", 1, 4710, 3.99),
+    tile(64, 128, 64, 16, 4, 2, "OVERLAP USE_PING_PONG", 1, 6220, 9.23),
+    tile(64, 256, 64, 16, 4, 1, "OVERLAP USE_PERSISTENT_CTA USE_PING_PONG", 1, 3470, 9.1),
+    tile(64, 256, 64, 16, 3, 1, "OVERLAP USE_PERSISTENT_CTA SKIP_MASKED", 1, 2320, 8.88),
+    tile(64, 64, 64, 4, 2, 1, "OVERLAP USE_PERSISTENT_CTA", 2, 1560, 6.61),
+    tile(64, 16, 128, 8, 2, 2, "SWAP_AB PACK_GQA", 1, 3940, 1.77),
+    tile(64, 16, 128, 4, 2, 1, "SWAP_AB PACK_GQA", 3, 4090, 1.55),
+    tile(64, 32, 128, 8, 2, 2, "SWAP_AB PACK_GQA", 1, 4520, 3.0),
+    tile(64, 32, 128, 4, 2, 1, "SWAP_AB PACK_GQA", 2, 5290, 2.71),
+    tile(128, 64, 64, 8, 2, 2, "OVERLAP", 1, 5520, 4.75),
+    tile(128, 128, 128, 8, 2, 1, "OVERLAP USE_PERSISTENT_CTA USE_PING_PONG", 1, 3390, 5.91),
+    tile(128, 192, 64, 12, 4, 1, "OVERLAP USE_PERSISTENT_CTA SKIP_MASKED", 1, 2960, 5.5),
+    tile(128, 64, 64, 4, 2, 1, "OVERLAP USE_PERSISTENT_CTA", 1, 1780, 3.63),
+    tile(128, 16, 64, 8, 2, 2, "SWAP_AB PACK_GQA", 1, 3820, 0.82),
+    tile(128, 32, 64, 8, 2, 2, "SWAP_AB PACK_GQA", 1, 5220, 1.49),
+    tile(128, 16, 64, 4, 2, 1, "SWAP_AB PACK_GQA", 3, 4710, 0.767),
+    tile(128, 32, 64, 4, 2, 1, "SWAP_AB PACK_GQA", 2, 6570, 1.44),
+    tile(256, 128, 64, 8, 2, 1, "OVERLAP USE_PERSISTENT_CTA SKIP_MASKED", 1, 7930, 2.85),
+    tile(256, 64, 64, 4, 2, 1, "OVERLAP USE_PERSISTENT_CTA", 1, 5360, 2.37),
+    tile(256, 16, 64, 4, 2, 1, "SWAP_AB PACK_GQA", 1, 5000, 0.612),
+    tile(256, 32, 64, 4, 2, 1, "SWAP_AB PACK_GQA", 1, 8240, 0.823),
 };
+constexpr TunedTile AMPERE_TILES[] = {
+    // clang-format off
+    tile(64, 32, 32, 8, 2, 4, "", 2, 7720, 4.53),
+    tile(64, 64, 64, 4, 2, 2, "", 2, 8960, 5.35),
+    tile(64, 128, 64, 4, 3, 1, "", 2, 5970, 5.39),
+    tile(64, 16, 32, 4, 3, 4, "PACK_GQA", 2, 6840, 1.53),
+    tile(128, 64, 32, 8, 2, 2, "", 1, 7000, 2.29),
+    tile(128, 128, 64, 4, 2, 1, "", 2, 8960, 3.14),
+    tile(128, 16, 16, 4, 2, 4, "PACK_GQA", 3, 5640, 0.689),
+    tile(128, 32, 16, 4, 2, 4, "PACK_GQA", 3, 8520, 1.4),
+    tile(256, 64, 64, 4, 1, 1, "", 2, 8140, 1.22),
+    tile(256, 16, 16, 2, 2, 2, "PACK_GQA", 3, 11600, 0.326),
+    // clang-format on
+};
+// Few rows of e4m3 go to mma.sync, since the transposed kernel takes no bytes.
+constexpr TunedTile E4M3_TILES[] = {
+    tile(64, 64, 128, 8, 3, 2, "OVERLAP", 1, 7260, 8.0),
+    tile(64, 128, 64, 16, 4, 2, "OVERLAP USE_PING_PONG", 1, 8080, 10.7),
+    tile(64, 192, 128, 12, 4, 1, "OVERLAP USE_PERSISTENT_CTA SKIP_MASKED", 1, 4850, 10.4),
+    tile(64, 16, 64, 4, 3, 4, "USE_MMA_SYNC PACK_GQA", 2, 9340, 3.24),
+    tile(128, 64, 64, 8, 2, 2, "OVERLAP", 1, 6450, 5.76),
+    tile(128, 128, 128, 8, 2, 1, "OVERLAP USE_PERSISTENT_CTA USE_PING_PONG", 1, 4800, 7.63),
+    tile(128, 192, 64, 12, 4, 1, "OVERLAP USE_PERSISTENT_CTA SKIP_MASKED", 1, 4400, 7.2),
+    tile(128, 16, 32, 4, 3, 4, "USE_MMA_SYNC PACK_GQA", 2, 10800, 1.65),
+    tile(256, 128, 64, 8, 2, 1, "OVERLAP USE_PERSISTENT_CTA SKIP_MASKED", 1, 4030, 3.97),
+    tile(256, 16, 32, 2, 2, 2, "USE_MMA_SYNC PACK_GQA", 3, 7500, 0.511),
+};
+struct TileTable {
+  const TunedTile* first;
+  int count;
+};
+template <int N> constexpr TileTable table_of(const TunedTile (&tiles)[N]) { return {tiles, N}; }
+constexpr TileTable TUNED_TILES = Build::is_e4m3 ? table_of(E4M3_TILES)
+                                  : is_mma       ? table_of(AMPERE_TILES)
+                                                 : table_of(HOPPER_TILES);
+template <int ROW> constexpr Config config_of() { return TUNED_TILES.first[ROW]; }
+
+// ---- tiles that the typed knobs leave (typed) ----
+
+#define SDPA_IS_ROWS(name, fallback, member, values, families, meaning) &&(!name##_changed || t.member == typed.member)
+// True if this build may take the tile: the knobs that were typed are its.
+constexpr bool tile_fits(const TunedTile& t) {
+  constexpr Config typed{};
+  return typed.use_tuned && t.head_dim == typed.head_dim SDPA_KNOBS(SDPA_IS_ROWS);
+}
+
+// ---- tiles by number (USE_TUNED) ----
+
+// The first tile that fits from row n on, or the number of rows.
+constexpr int next_tile(int n) {
+  while (n < TUNED_TILES.count && !tile_fits(TUNED_TILES.first[n])) n++;
+  return n;
+}
+
+// ---- refusals of rows (typed) ----
+
+SDPA_REFUSE(Build::use_tuned && next_tile(0) == TUNED_TILES.count,
+            "USE_TUNED=1: no tile of the table has all the knobs that were typed besides; drop some or USE_TUNED");
+// Of the typed build, or of its tiles from row N on.
+template <int N> constexpr bool check_all() {
+  if constexpr (N < 0) {
+    return check<BuildOf<N>>();
+  } else if constexpr (N < TUNED_TILES.count) {
+    return check<BuildOf<N>>() && check_all<next_tile(N + 1)>();
+  }
+  return true;
+}
+static_assert(check_all<Build::use_tuned ? next_tile(0) : -1>(), "");
 
 // ---- the choice of a tile (USE_TUNED) ----
 
@@ -5466,9 +5143,7 @@ struct ItemKeys {
 ItemKeys item_keys(const TunedTile& t, const SdpaParams& p) {
   const KeyBounds bounds(p);
   const int round_keys = t.block_n * t.split_kv;
-  const auto in_rounds = [&](int keys) {
-    return double((keys + round_keys - 1) / round_keys) * round_keys;
-  };
+  const auto in_rounds = [&](int keys) { return double(shares(keys, round_keys)) * round_keys; };
   const auto seen_by = [&](int q) { return bounds.end(q) - bounds.begin(q); };
   constexpr int samples = 16;  // of the rows
   ItemKeys keys{};
@@ -5481,135 +5156,106 @@ ItemKeys item_keys(const TunedTile& t, const SdpaParams& p) {
   }
   // An edge of the mask costs half a tile more than is seen, and the time of 64 keys.
   const int edges = (bounds.to < p.Sk) + (bounds.from > -most_rows);
-  const int edge_rows = t.has(skip_masked) ? 64 : t.block_m;
+  const int edge_rows = t.skip_masked ? 64 : t.block_m;
   keys.mean = std::fmin(keys.mean + edges * ((edge_rows + round_keys) / 2.0 + 64), in_rounds(p.Sk));
   return keys;
 }
 
+// Clocks of a key of an item that has its SM for itself. Where rows are skipped, one warpgroup alone takes half of the
+// whole tile's time; with a mask warpgroups that take turns wait for each other at its edge.
+double clocks_of_key(const TunedTile& t, const SdpaParams& p) {
+  const double clocks = t.block_m / t.scores_per_clock;
+  if (t.use_ping_pong && !KeyBounds(p).all()) return clocks * 1.07;
+  if (!t.skip_masked) return clocks;
+  const double used = 64.0 * shares(max(p.Sq, 1), 64) / shares(max(p.Sq, 1), t.block_m);
+  return clocks * (0.5 + 0.5 * (used - 64) / (t.block_m - 64));
+}
+
+// Three bounds of the clocks that the products and the softmax take, of which the largest is the time. CTAs share the
+// rate of their SM; one alone has sole_rate of it, with SWAP_AB all of it, since it waits more than it computes.
+struct ComputeClocks {
+  const TunedTile& t;
+  ItemKeys keys;  // of a CTA
+  double ctas_per_sm, of_key;
+
+  double sole_rate() const { return t.ctas > 1 && !t.swap_ab ? 0.75 : 1; }
+  // The longest item, beside the next one on its SM: with a mask a free SM takes the longest that is left.
+  double longest() const {
+    double beside = 0;  // keys of the next one
+    if (t.ctas > 1 && ctas_per_sm > 1) beside = keys.most - (keys.most - keys.least) / ctas_per_sm;
+    const double shared = beside * std::fmin(std::ceil(ctas_per_sm), t.ctas) + (keys.most - beside) / sole_rate();
+    return t.item_clocks + of_key * std::fmax(keys.most / sole_rate(), shared);
+  }
+  // All items, spread evenly over the SMs.
+  double spread() const { return ctas_per_sm * (t.item_clocks / t.ctas + of_key * keys.mean); }
+  // The waves of t.ctas CTAs to an SM, if all items were as short as the shortest.
+  double waves() const {
+    const double most = std::ceil(ctas_per_sm), count = std::ceil(most / t.ctas);
+    return count * t.item_clocks + of_key * keys.least * std::fmax(most, count / sole_rate());
+  }
+};
+
 // Clocks that the problem takes with this tile on a GPU of `sms` SMs. Besides the tile's two costs it has a few numbers
 // that all tiles share, fitted to an H200 as well.
 double tuned_clocks(const TunedTile& t, const SdpaParams& p, int sms) {
-  const KeyBounds bounds(p);
-  const Items items = items_of_tile(p, t.block_m, t.has(packed));
-  ItemKeys keys = item_keys(t, p);
-
-  // Ranges: a CTA takes its share of the keys, and the last one of an item merges the results.
-  double ctas = double(items.count), merge_clocks = 0;
-  if (t.has(packed)) {
-    const int round_keys = t.block_n * t.split_kv;
-    const int threads = t.num_warps * 32;
+  const Items items = items_of_tile(p, t.block_m, t.pack_gqa);
+  ComputeClocks compute{t, item_keys(t, p), double(items.count) / sms, clocks_of_key(t, p)};
+  double merge_clocks = 0;
+  if (t.pack_gqa) {  // a CTA takes its share of the keys, and the last one of an item merges the results
+    const int round_keys = t.block_n * t.split_kv, threads = t.num_warps * 32;
     const int ranges = ranges_of(p, items, round_keys, threads, t.ctas, sms);
+    ItemKeys& keys = compute.keys;
     const double share = shares(int64_t(keys.most) / round_keys, ranges) * round_keys / keys.most;
     keys = {keys.most * share, keys.least * share, keys.mean * share};
-    ctas *= ranges;
+    compute.ctas_per_sm *= ranges;
     if (ranges > 1) merge_clocks = 500 + 2000.0 * merge_steps(items, p.D, threads, ranges);
   }
-
-  // The clocks of a key. Where rows are skipped, one warpgroup alone takes half of the whole tile's time; with a mask
-  // warpgroups that take turns wait for each other at its edge.
-  double key_clocks = t.block_m / t.scores_per_clock;
-  if (t.has(ping_pong) && !bounds.all()) key_clocks *= 1.07;
-  if (t.has(skip_masked)) {
-    const double used = 64.0 * shares(max(p.Sq, 1), 64) / shares(max(p.Sq, 1), t.block_m);
-    key_clocks *= 0.5 + 0.5 * (used - 64) / (t.block_m - 64);
-  }
-
-  // CTAs come in waves of t.ctas to an SM, which share its rate; one alone has sole_rate of it, with SWAP_AB all of it,
-  // since it waits more than it computes. With a mask items differ in length, and a free SM takes the longest that is
-  // left. The time is the largest of three: the longest item beside the next one on its SM; all items spread evenly;
-  // the waves, if all items were as short as the shortest.
-  const double sole_rate = t.ctas > 1 && !t.has(swap_ab) ? 0.75 : 1;
-  const double ctas_per_sm = ctas / sms, most_ctas = std::ceil(ctas_per_sm);
-  const double waves = std::ceil(most_ctas / t.ctas);
-  double beside = 0;  // keys of the next one
-  if (t.ctas > 1 && ctas_per_sm > 1) beside = keys.most - (keys.most - keys.least) / ctas_per_sm;
-  const double longest = std::fmax(keys.most / sole_rate, beside * std::fmin(most_ctas, t.ctas) +
-                                                              (keys.most - beside) / sole_rate);
-  const double spread = ctas_per_sm * (t.item_clocks / t.ctas + key_clocks * keys.mean);
-  const double at_least =
-      waves * t.item_clocks + key_clocks * keys.least * std::fmax(most_ctas, waves / sole_rate);
-  const double compute =
-      std::fmax(t.item_clocks + key_clocks * longest, std::fmax(spread, at_least));
-
   // K and V are read once, from L2 (below 52 MB) or from memory. Reading and computing overlap unless they take nearly
   // the same time: hence the sum of fourth powers.
+  const KeyBounds bounds(p);
   const int keys_read = bounds.end(p.Sq - 1) - bounds.begin(0);
   const double bytes = 2.0 * sizeof(Input) * p.D * keys_read * p.B * p.Hkv;
-  const double read = bytes / sms / (bytes < 52e6 ? 22 : t.has(packed) ? 18 : 15);
-  const double work = compute + merge_clocks;
-  const double start = t.has(persistent) ? 3500 : -700;  // -700: while the launch before still runs
+  const double read = bytes / sms / (bytes < 52e6 ? 22 : t.pack_gqa ? 18 : 15);
+  const double work = std::fmax(compute.longest(), std::fmax(compute.spread(), compute.waves())) + merge_clocks;
+  const double start = t.use_persistent_cta ? 3500 : -700;  // -700: while the launch before still runs
   return start + std::sqrt(std::hypot(work * work, read * read));
 }
 
-// USE_TUNED: number of the quickest tile for the problem. Not by max_ctas, on which no bit of the result
-// may depend.
+// The row of the quickest tile for the problem. Not by max_ctas, on which no bit of the result may depend.
 int choose_tile(const SdpaParams& p) {
   const int sms = sm_count();
-  int best = first_tile_that_fits();
-  double best_clocks = tuned_clocks(tuned_tile(best), p, sms);
-  for (int n = best + 1; n < TILES; n++) {
-    if (!tile_fits(tuned_tile(n))) continue;
-    const double clocks = tuned_clocks(tuned_tile(n), p, sms);
-    if (clocks < best_clocks) best = n, best_clocks = clocks;
+  int best = -1;
+  double best_clocks = 0;
+  for (int n = next_tile(0); n < TUNED_TILES.count; n = next_tile(n + 1)) {
+    const double clocks = tuned_clocks(TUNED_TILES.first[n], p, sms);
+    if (best < 0 || clocks < best_clocks) best = n, best_clocks = clocks;
   }
   return best;
 }
 
-// Facts of the kernel of tile number `tile`, which is N or greater.
-template <int N> KernelFacts tuned_facts(const SdpaParams& p, int tile) {
-  if constexpr (N < TILES) {
-    if constexpr (tile_fits(tuned_tile(N))) {
-      if (tile == N) return facts<TunedBuild<N>>(p);
-    }
-    return tuned_facts<N + 1>(p, tile);
-  }
+// The facts of the build of row `row`, which is N or a later one.
+template <int N> KernelFacts facts_of_row(const SdpaParams& p, int row) {
+  if constexpr (N < TUNED_TILES.count) return row == N ? facts<BuildOf<N>>(p) : facts_of_row<next_tile(N + 1)>(p, row);
   return {};
 }
+template <> KernelFacts facts_of_problem<true>(const SdpaParams& p) {
+  return facts_of_row<next_tile(0)>(p, choose_tile(p));
+}
 
-template <class B> struct KernelChoice<B, true> {
-  static KernelFacts of(const SdpaParams& p) { return tuned_facts<0>(p, choose_tile(p)); }
-};
+// ---- the kernel of a problem ----
+
+KernelFacts kernel_facts(const SdpaParams& p) { return facts_of_problem<Build::use_tuned>(p); }
 
 // ---- for the harness (typed) ----
 
 // For what is asked of a build without a problem.
-using FirstBuild =
-    std::conditional<Build::use_tuned, TunedBuild<first_tile_that_fits()>, Build>::type;
-
-// ---- sdpa_forward ----
-
-KernelFacts kernel_facts(const SdpaParams& p) { return KernelChoice<Build>::of(p); }
+using FirstBuild = BuildOf<Build::use_tuned ? next_tile(0) : -1>;
 
 }  // namespace
-
-// Bytes of device memory that SdpaParams::workspace must have for this problem (0: none).
-inline size_t sdpa_workspace_bytes(const SdpaParams& p) {
-  return kernel_facts(p).workspace_bytes(p);
-}
-
-// O, LSE = attention(Q, K, V), enqueued on the stream of the current device. Returns without
-// waiting; never prints, never allocates. Refuses what this build cannot do, before anything is
-// launched. Safe inside stream capture.
-inline SdpaStatus sdpa_forward(const SdpaParams& params, cudaStream_t stream) {
-  SdpaStatus status = check_params(params);
-  if (!status.ok() || !params.B || !params.Hq || !params.Sq) return status;
-  const SdpaParams p = without_idle_strides(params);
-  if (!p.workspace && sdpa_workspace_bytes(p) > 0) {
-    return failure(cudaErrorInvalidValue,
-                   "workspace is null, but this problem needs %zu zeroed bytes there",
-                   sdpa_workspace_bytes(p));
-  }
-  // The status alone tells of an error: the thread's last error is cleared, unless the caller had left one
-  // there, which would be lost.
-  const bool clean = cudaPeekAtLastError() == cudaSuccess;
-  status = kernel_facts(p).forward(p, stream);
-  if (!status.ok() && clean) cudaGetLastError();
-  return status;
-}
-
 }  // namespace SDPA_NAMESPACE
 
 #pragma nv_diag_pop
+#pragma GCC diagnostic pop
 
 // ==== COPY TO HERE ===============================================================================
 

@@ -366,17 +366,15 @@ TEST_CASE("many_keys") {
 // The tiles that this build may take have no more CTAs on an SM than its shared memory holds, and those that pack heads
 // just as many: ranges of keys are dealt so.
 template <int N> static void check_ctas() {
-  if constexpr (N < TILES) {
-    if constexpr (tile_fits(tuned_tile(N))) {
-      constexpr TunedTile t = tuned_tile(N);
-      const int resident = most_resident_ctas<TunedBuild<N>>();
-      INFO(t.block_m << " x " << t.block_n << " x " << t.split_kv << ": " << resident);
-      CHECK((t.has(packed) ? t.ctas == resident : t.ctas <= resident));
-    }
-    check_ctas<N + 1>();
+  if constexpr (N < TUNED_TILES.count) {
+    constexpr TunedTile t = TUNED_TILES.first[N];
+    const int resident = most_resident_ctas<BuildOf<N>>();
+    INFO(t.block_m << " x " << t.block_n << " x " << t.split_kv << ": " << resident);
+    CHECK((t.pack_gqa ? t.ctas == resident : t.ctas <= resident));
+    check_ctas<next_tile(N + 1)>();
   }
 }
-TEST_CASE("tile_ctas" * doctest::skip(!Build::use_tuned)) { check_ctas<0>(); }
+TEST_CASE("tile_ctas" * doctest::skip(!Build::use_tuned)) { check_ctas<next_tile(0)>(); }
 
 // One workspace, zeroed once, for problems of several sizes in turn; and a row does not depend on the batch around
 // it, where SPLIT_CTAS is fixed.

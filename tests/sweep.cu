@@ -272,8 +272,10 @@ const char* const descales[DESCALES] = {"heads", "gaps", "shared", "none", "zero
 bool packs_heads() { return line.is_tuned || value_of_knob("PACK_GQA") == "1"; }
 
 bool same_tile(const TunedTile& a, const TunedTile& b) {
-  return a.block_m == b.block_m && a.block_n == b.block_n && a.num_warps == b.num_warps && a.stages == b.stages &&
-         a.schedule == b.schedule;
+  const auto numbers = [](const TunedTile& t) {
+    return std::array<int, 6>{t.block_m, t.block_n, t.num_warps, t.stages, t.skip_masked, t.use_mma_sync};
+  };
+  return numbers(a) == numbers(b);
 }
 bool takes_tile(const Problem& p, const TunedTile& t) {
   play_machine(p.machine);

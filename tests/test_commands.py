@@ -126,7 +126,7 @@ def test_run_all_names_them_too_and_builds_the_good_lines(built):
     ("--cpu --only a --only b", 2, "--only is given twice; write --only 'a|b'"),
     ("--cpu -- --check-only --header", 2, "-- --header: for one executable alone; type: build/sdpa_NAME --header"),
     ("list nobody", 2, "list nobody: no line of configs.txt has such a name"),
-    ("list ^scalar_vec", 0, "scalar_vec4 any GPU scalar_vec2 VEC_WIDTH=4"),
+    ("list ^scalar_vec", 0, "scalar_vec8 any GPU scalar_vec2 VEC_WIDTH=8"),
     ("test --help", 0, "usage: ./run_all.sh test [--all-lines]"),
     ("results --help", 0, "usage: ")])
 def test_arguments_are_judged_before_anything_is_built(tmp_path, words, code, sentence):

@@ -1,5 +1,5 @@
-"""./run_all.sh extract: files that compile alone, know no knob, and give the machine code of their lines; two of them in
-one program; and what it refuses.  usage: python3 -m pytest tests/test_extract.py"""
+"""./run_all.sh extract: files that compile alone and without warnings, also as PyTorch's extensions are compiled, that
+know no knob and give the machine code of their lines; and what it refuses.  usage: python3 -m pytest tests/test_extract.py"""
 import os
 import re
 import shlex
@@ -9,12 +9,16 @@ from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 
+pytest.importorskip("tree_sitter_cpp")
 ROOT = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))
 sys.path.insert(0, os.path.join(ROOT, "tools"))
 import builds  # noqa: E402
+import minimal  # noqa: E402
 
-ARCHS = re.findall(r"\d+a?", os.environ.get("SDPA_ARCHS", "")) or ["80", "89", "90a"]
-LINES = "scalar_minimal wmma_all mma_lazy3 wgmma_plain wgmma_192x128 hopper".split()
+LINES = """scalar_minimal scalar_e4m3 wmma_all wmma_bf16 mma_lazy mma_decode_d128_bf16 mma_e4m3_d128 wgmma_plain wgmma_d128_bf16
+           wgmma_decode_d128 wgmma_e4m3_split2 ampere hopper_e4m3""".split()
+PYTORCH = """-D__CUDA_NO_HALF_OPERATORS__ -D__CUDA_NO_HALF_CONVERSIONS__ -D__CUDA_NO_BFLOAT16_CONVERSIONS__
+             -D__CUDA_NO_HALF2_OPERATORS__ --expt-relaxed-constexpr""".split()
 KNOBS = "|".join(builds.Tree().knobs())
 needs_nvcc = pytest.mark.skipif(not builds.nvcc(), reason="nvcc is missing")
 
@@ -27,7 +31,8 @@ def extract(*words, **environment):
 
 @pytest.fixture(scope="module")
 def texts():
-    return {name: extract(name)[1] for name in LINES}
+    with ThreadPoolExecutor(builds.JOBS) as pool:
+        return dict(zip(LINES, pool.map(lambda name: extract(name)[1], LINES)))
 
 
 @pytest.mark.parametrize("name", LINES)
@@ -36,46 +41,55 @@ def test_no_knob_is_left(texts, name):
     # Below the first #include only comments and sentences may name a knob.
     code = re.sub(r'//.*|"[^"\n]*"', "", text[text.index("#include"):])
     assert not re.findall(rf"\b(?:{KNOBS}|SDPA_(?:KNOB|REFUSE|SIMT|NAMESPACE)[A-Z_]*|[A-Z_]*_(?:text|changed))\b", code)
-    assert "\n\n\n" not in text and "Permission is hereby granted" in text
+    assert "\n\n\n" not in text and not re.search(r"^// (----.*\n\n// ----|====.*\n\n// ====)", text, re.MULTILINE)
+    assert "Permission is hereby granted" in text
 
 
 @needs_nvcc
 def test_machine_code_is_the_lines(texts, tmp_path):
-    lines = builds.build(builds.parse_contenders(LINES), *ARCHS)
+    """By the command that stands on top of the file, with the flags of PyTorch's extensions and all warnings."""
+    lines = {line.name: line for line in builds.parse_contenders(LINES)}
 
-    def code(name, one):
-        (tmp_path / f"{name}.cu").write_text(texts[name])
-        done = builds.run([builds.nvcc(), *builds.NVCC_OPTIONS, *(f"-gencode=arch=compute_{arch},code=sm_{arch}"
-                                                                for arch in one.line.archs(ARCHS)),
+    def code(name):
+        line, text = lines[name], texts[name]
+        arch = line.knob("arch", "80")
+        command = re.search(r"^// Compile: nvcc (.*) -c my_kernel.cu$", text, re.MULTILINE).group(1)
+        assert f"-gencode arch=compute_{arch},code=sm_{arch}" in command
+        caller = f"{name}::SdpaStatus (*forward_{name})(const {name}::SdpaParams&, cudaStream_t) = {name}::sdpa_forward;\n"
+        (tmp_path / f"{name}.cu").write_text(text + caller)
+        done = builds.run([builds.nvcc(), *shlex.split(command), *PYTORCH, "-Xcompiler=-Wall", "--no-compress",
                            "-c", f"{name}.cu", "-o", f"{name}.o"], cwd=tmp_path)
-        assert done.returncode == 0, done.stderr
-        return builds.machine_code((tmp_path / f"{name}.o").read_bytes())
+        built = builds.build([line], arch, kind="-fatbin")[line]
+        return (done.stderr, sorted(builds.machine_code((tmp_path / f"{name}.o").read_bytes())),
+                sorted(builds.machine_code(b"x" + open(built.path, "rb").read())))
     with ThreadPoolExecutor(builds.JOBS) as pool:
-        found = pool.map(lambda one: (one, code(one.line.name, one)), lines.values())
-        for one, extracted in found:
-            with open(one.path, "rb") as file:
-                assert sorted(builds.machine_code(file.read())) == sorted(extracted) != [], one.line.name
+        for name, (words, extracted, own) in zip(LINES, pool.map(code, LINES)):
+            assert not words, name
+            assert extracted == own != [], name
 
 
 @needs_nvcc
 def test_two_in_one_program(texts, tmp_path):
-    """The first one compiled by the command that stands on top of it."""
-    (tmp_path / "my_kernel.cu").write_text(texts["scalar_minimal"])
-    command = shlex.split(re.search("^// Compile: (nvcc .*)$", texts["scalar_minimal"], re.MULTILINE).group(1))
-    subprocess.run([builds.nvcc(), *command[1:]], cwd=tmp_path, check=True)
+    """In one file even, and one under another name."""
     (tmp_path / "other.cu").write_text(extract("scalar_vec8", "--namespace", "other")[1])
-    (tmp_path / "program.cu").write_text("""#include "other.cu"
-namespace scalar_minimal { struct SdpaParams; struct SdpaStatus; SdpaStatus sdpa_forward(const SdpaParams&, cudaStream_t); }
-int main() { return other::sdpa_forward({}, 0).ok() ? 0 : 1; }
+    (tmp_path / "program.cu").write_text(texts["mma_lazy"] + """
+#include "other.cu"
+int main() { return other::sdpa_forward({}, 0).ok() && mma_lazy::sdpa_forward({}, 0).ok() ? 0 : 1; }
 """)
-    subprocess.run([builds.nvcc(), "-std=c++17", "-arch=sm_80", "-w", "program.cu", "my_kernel.cu", "-o", "program"],
-                   cwd=tmp_path, check=True)
+    subprocess.run([builds.nvcc(), "-std=c++17", "-arch=sm_80", "program.cu", "-o", "program"], cwd=tmp_path, check=True)
+    subprocess.run([tmp_path / "program"], check=True)
+
+
+def test_minimal():
+    """What constants decide, and which comments go with what they describe."""
+    before, after = open(os.path.join(ROOT, "tests", "data", "minimal.cu")).read().split("// ======== becomes\n")
+    assert minimal.minimal(before, {"block_m"}) == after
 
 
 @pytest.mark.parametrize("words,sentence", [
     ("", "extract: which line?"),
-    ("mma_lasy3", "mma_lasy3: no line of configs.txt has that name; it has: "),
-    ("mma_lazy mma_lazy3", "extract takes one line, and mma_lazy and mma_lazy3 are two"),
+    ("mma_lasy3", "extract: mma_lasy3: no line of configs.txt has that name; did you mean mma_lazy"),
+    ("mma_lazy mma_split2", "extract: one line, not mma_lazy and mma_split2"),
     ("mma_lazy --frob", "extract: --frob: no such option"),
     ("mma_lazy --namespace", "extract: --namespace: its value is missing"),
     ("mma_lazy --namespace 1x", "extract: --namespace 1x: want a name of C++")])
@@ -95,5 +109,5 @@ def test_bad_lines(tmp_path, name, sentence):
 
 
 def test_words_on_stderr(tmp_path):
-    assert "missing.txt: there is no such file" in extract("mma_lazy", SDPA_CONFIGS=str(tmp_path / "missing.txt"))[2]
+    assert "missing.txt, which lists one line a build" in extract("mma_lazy", SDPA_CONFIGS=str(tmp_path / "missing.txt"))[2]
     assert "scalar_racy is marked expect=FAIL" in extract("scalar_racy")[2]

@@ -1,4 +1,4 @@
-"""Section 1 of sdpa.cu is plain C++: compiled alone with illegal knobs it says the sentence, and with legal ones it compiles.
+"""Sections 1 and 7 of sdpa.cu are plain C++: compiled alone with illegal knobs they say the sentence, and with legal ones they compile.
 And a line of each kind is C++ to clang++ as well as to g++.  usage: python3 -m pytest tests/test_knobs.py"""
 import os
 import shutil
@@ -12,7 +12,7 @@ ROOT = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))
 sys.path.insert(0, os.path.join(ROOT, "tools"))
 import builds  # noqa: E402
 
-SECTION = "//" + builds.Tree().read("sdpa.cu").split("// ==== 1 KNOBS")[1].split("// ==== 2 PROBLEM")[0]
+SECTION = builds.Tree().refusals()
 WGMMA = "USE_WGMMA=1 VEC_WIDTH=8"
 TUNED = WGMMA + " USE_TUNED=1"
 SETS = {"@wmma": "USE_WMMA=1 BLOCK_M=64", "@wgmma": WGMMA + " USE_WARP_SPECIALIZATION=1", "@plain": WGMMA, "@tuned": TUNED,
@@ -45,6 +45,8 @@ def refusal(knobs, section=SECTION):
     "@swap BLOCK_M=32 BLOCK_N=128 NUM_WARPS=16 SPLIT_KV=4",
     "@swap BLOCK_M=16 NUM_WARPS=4 STAGES=2 HEAD_DIM=128 USE_FAST_EXP=1 USE_LAZY_MAX=1",
     "@tuned STAGES=4",
+    "@tuned OVERLAP=1",
+    "USE_MMA_SYNC=1 VEC_WIDTH=8 USE_TUNED=1",
     "@plain BLOCK_M=64",
     "DTYPE=U8",
     "DTYPE=FP8_E4M3 OUT_DTYPE=BF16 USE_CP_ASYNC=1 VEC_WIDTH=4",
@@ -62,7 +64,7 @@ def test_accepted(knobs):
     ("DTYPE=FP32", "DTYPE: not a legal value; it takes one of: FP16 BF16 FP8_E4M3 U8. Type DTYPE=FP16"),
     ("OUT_DTYPE=FP16", "O has that type anyway; drop OUT_DTYPE"),
     ("DTYPE=U8 OUT_DTYPE=FP16", "O has that type anyway; drop OUT_DTYPE"),
-    ("USE_MMA_SYNC=1 BLOCK_M=64 FP16_ACC=QK", "FP16_ACC: only the wmma kernel with DTYPE=FP16 has such sums"),
+    ("USE_MMA_SYNC=1 BLOCK_M=64 FP16_ACC=QK", "FP16_ACC: only kernels of these families have it: wmma; drop it"),
     ("@wmma DTYPE=BF16 FP16_ACC=QK", "FP16_ACC: only the wmma kernel with DTYPE=FP16"),
     ("USE_WMMA=1 BLOCK_M=64 FP16_ACC=PV", "FP16_ACC=PV: P @ V is on the FMA pipes; add USE_WMMA_PV=1"),
     ("USE_FAST_EXP=ON", "USE_FAST_EXP: not a legal value; it takes one of: 0 1. Type USE_FAST_EXP=0"),
@@ -83,44 +85,49 @@ def test_accepted(knobs):
     ("@wmma DTYPE=U8 VEC_WIDTH=16 SYNC_POLICY=1 USE_WARP_SPECIALIZATION=1 USE_CP_ASYNC=1",
      "fp16 is made of U8 in registers; drop USE_CP_ASYNC"),
     ("USE_MMA_SYNC=1 BLOCK_M=64 BLOCK_N=48 DTYPE=FP8_E4M3", "it must be a multiple of 32; type BLOCK_N=64"),
-    ("USE_WMMA_PV=1", "P @ V goes to wmma only where Q @ K.T does; add USE_WMMA=1 or drop it"),
+    ("USE_WMMA_PV=1", "USE_WMMA_PV: only kernels of these families have it: wmma; drop it or add USE_WMMA=1"),
     ("@wmma USE_MMA_SYNC=1", "a build has one kernel; keep one of them"),
     ("@wmma NUM_WARPS=2", "BLOCK_M must be 16*NUM_WARPS; type BLOCK_M=64 NUM_WARPS=4"),
     ("@wmma BLOCK_N=40", "wmma takes keys by 16, so it must be a multiple of 16; type BLOCK_N=64"),
     ("@wmma USE_WARP_SPECIALIZATION=1", "so every warp must keep its rows; type SYNC_POLICY=1"),
-    ("USE_WARP_SPECIALIZATION=1", "only the wmma and wgmma kernels have producer warps; add USE_WMMA=1 or"),
+    ("USE_WARP_SPECIALIZATION=1", "USE_WARP_SPECIALIZATION: only kernels of these families have it: wmma wgmma; drop it"),
     ("@wmma NUM_PRODUCER_WARPS=2", "producer warps only with USE_WARP_SPECIALIZATION=1"),
-    ("@wmma USE_LAZY_MAX=1", "USE_LAZY_MAX=1: only the mma.sync and wgmma kernels have it"),
-    ("SPLIT_KV=2", "SPLIT_KV: only the mma.sync and wgmma kernels have it"),
+    ("@wmma USE_LAZY_MAX=1", "USE_LAZY_MAX: only kernels of these families have it: mma wgmma"),
+    ("SPLIT_KV=2", "SPLIT_KV: only kernels of these families have it: mma wgmma"),
     ("USE_MMA_SYNC=1 BLOCK_M=32", "16 or 32 times NUM_WARPS/SPLIT_KV; type BLOCK_M=128 NUM_WARPS=4"),
     ("USE_MMA_SYNC=1 BLOCK_M=96 NUM_WARPS=3 SPLIT_KV=2", "NUM_WARPS must be a multiple of SPLIT_KV; type SPLIT_KV=2 NUM_WARPS=8"),
     ("SPLIT_KV=3", "SPLIT_KV: not a legal value; it takes one of: 1 2 4"),
     ("USE_MMA_SYNC=1 BLOCK_M=64 BLOCK_N=40", "must be a multiple of 16; type BLOCK_N=64"),
-    ("USE_MMA_SYNC=1 BLOCK_M=64 SYNC_POLICY=1", "so the policy does nothing; drop SYNC_POLICY"),
+    ("USE_MMA_SYNC=1 BLOCK_M=64 SYNC_POLICY=1", "SYNC_POLICY: only kernels of these families have it: scalar wmma"),
     ("@plain BLOCK_M=64 NUM_WARPS=16 SPLIT_KV=4",
      "the plain wgmma kernel has none of them; add USE_WARP_SPECIALIZATION=1 or drop them"),
     ("@wgmma BLOCK_M=64 NUM_WARPS=8", "a warpgroup has 4 warps and 64 query rows"),
     ("@wgmma BLOCK_M=64 BLOCK_N=40", "wgmma takes keys by 16"),
     ("USE_WGMMA=1 DTYPE=U8 VEC_WIDTH=16 BLOCK_M=64", "only the scalar and wmma kernels take it"),
-    ("USE_MMA_SYNC=1 USE_CP_ASYNC=1 SWIZZLE_XOR=1 DTYPE=FP8_E4M3 VEC_WIDTH=16 USE_TUNED=1", "no row for an 8-bit DTYPE and mma.sync"),
+    ("USE_MMA_SYNC=1 USE_CP_ASYNC=1 SWIZZLE_XOR=1 DTYPE=FP8_E4M3 VEC_WIDTH=16 USE_TUNED=1", "no rows for an 8-bit DTYPE and mma.sync"),
     ("USE_WGMMA=1 USE_WARP_SPECIALIZATION=1 BLOCK_M=64", "type VEC_WIDTH=8"),
     ("@plain BLOCK_M=64 OVERLAP=1", "the plain wgmma kernel has none of them; add USE_WARP_SPECIALIZATION=1"),
     ("@wgmma BLOCK_M=64 NUM_WARPS=8 SPLIT_KV=2 USE_PERSISTENT_CTA=1", "in the wgmma kernel not with SPLIT_KV"),
-    ("@tuned BLOCK_N=80", "no row of TUNED_TILES has all the knobs"),
-    ("@tuned OVERLAP=1", "go with the tile"),
-    ("@tuned DTYPE=FP8_E4M3 FP8_FLUSH=4", "FP8_FLUSH go with the tile"),
-    ("@wgmma BLOCK_M=64 NUM_WARPS=16 SPLIT_KV=4 DTYPE=FP8_E4M3", "type USE_WARP_SPECIALIZATION=1 SPLIT_KV=2 BLOCK_N=64"),
+    ("@tuned BLOCK_N=80", "no tile of the table has all the knobs"),
+    ("@tuned SPLIT_CTAS=4", "no tile of the table has all the knobs"),
+    ("@tuned DTYPE=FP8_E4M3 VEC_WIDTH=16 FP8_FLUSH=4", "no tile of the table has all the knobs"),
+    ("@wgmma BLOCK_M=64 DTYPE=FP8_E4M3", "type USE_WARP_SPECIALIZATION=1 OVERLAP=1 BLOCK_N=64"),
+    ("@wgmma BLOCK_M=64 NUM_WARPS=16 SPLIT_KV=4", "splits the keys in two; type SPLIT_KV=2 or SWAP_AB=1"),
+    ("DTYPE=U8 FP8_FLUSH=4", "FP8_FLUSH: only kernels of these families have it: wgmma"),
+    ("@wgmma BLOCK_M=64 FP8_FLUSH=4", "only the wgmma kernel with DTYPE=FP8_E4M3 has sums of 14 bits"),
     ("@wgmma BLOCK_M=128 NUM_WARPS=8 SKIP_MASKED=1 USE_PING_PONG=1", "must run the same rounds"),
     ("@wgmma BLOCK_M=64 USE_PING_PONG=1", "one warpgroup has no other to take turns with"),
     ("@wgmma BLOCK_M=64 SKIP_MASKED=1", "with BLOCK_M=64 every warpgroup has the item's rows"),
     ("@swap BLOCK_M=32 NUM_WARPS=16 SPLIT_KV=2", "every warpgroup has a slice of the keys"),
     ("@swap BLOCK_M=128 NUM_WARPS=16 SPLIT_KV=4", "every warpgroup has a slice of the keys"),
     ("@swap BLOCK_N=96 BLOCK_M=32", "every warpgroup has a slice of the keys"),
-    ("@swap BLOCK_M=64 HEAD_DIM=256 NUM_WARPS=16 SPLIT_KV=4", "would leave too few of its registers"),
+    ("@swap BLOCK_M=8", "every warpgroup has a slice of the keys"),
+    ("@swap BLOCK_M=32 HEAD_DIM=256 NUM_WARPS=16 SPLIT_KV=4", "would leave too few of its registers"),
     ("@swap BLOCK_M=32 USE_WARP_SPECIALIZATION=1", "its loop has an order of its own"),
-    ("SWAP_AB=1", "only the wgmma kernel has them; add USE_WGMMA=1 or drop them"),
-    ("@wgmma BLOCK_M=64 SWIZZLE_XOR=1", "have no effect on it; drop them"),
-    ("OVERLAP=1", "only the wgmma kernel has them; add USE_WGMMA=1 or drop them"),
+    ("SWAP_AB=1", "SWAP_AB: only kernels of these families have it: wgmma"),
+    ("@wgmma BLOCK_M=64 SWIZZLE_XOR=1", "SWIZZLE_XOR: only kernels of these families have it: scalar wmma mma"),
+    ("OVERLAP=1", "OVERLAP: only kernels of these families have it: wgmma; drop it"),
+    ("@tuned USE_WGMMA=0", "USE_TUNED: only kernels of these families have it: mma wgmma"),
 ])
 def test_refused(knobs, sentence):
     assert sentence in (refusal(knobs) or "it is accepted")
@@ -141,15 +148,15 @@ def test_a_knob_by_hand_is_refused_in_one_sentence(compiler, words, knob, senten
 
 
 def test_rows_of_the_table_are_judged_like_typed_knobs():
-    table = "constexpr TunedTile TUNED_TILES[] = {\n"
-    section = SECTION.replace(table, table + "    {64, 192, 64, 8, 2, 1, producer_warpgroup, 1, 1, 1},\n")
+    table = "constexpr TunedTile HOPPER_TILES[] = {\n"
+    section = SECTION.replace(table, table + '    tile(64, 192, 64, 8, 2, 1, "OVERLAP", 1, 1, 1),\n')
     assert "a warpgroup has 4 warps and 64 query rows, so BLOCK_M must be" in refusal("@tuned", section)
     assert refusal("@plain BLOCK_M=64", section) is None
 
 
-KINDS = """scalar_minimal scalar_sync2 scalar_fast_exp scalar_bf16 scalar_u8 scalar_e4m3 wmma_qk wmma_pv
-wmma_ws2 wmma_u8 wmma_all mma_lazy3 mma_split4 mma_fast_exp mma_e4m3_d128 mma_d256 mma_decode_e4m3_d128 ampere wgmma_plain wgmma_ws
-wgmma_overlap wgmma_d128_turns wgmma_d128_causal wgmma_split2 wgmma_swap32 wgmma_d256
+KINDS = """scalar_minimal scalar_sync2 scalar_bf16 scalar_u8 scalar_e4m3 wmma_qk wmma_pv
+wmma_ws2 wmma_u8 wmma_all mma_lazy mma_split4 mma_fast_exp mma_e4m3_d128 mma_d256 mma_decode_e4m3_d128 ampere wgmma_plain wgmma_ws
+wgmma_overlap wgmma_d128_tile128 wgmma_d128_causal wgmma_split2 wgmma_swap32 wgmma_d256
 hopper"""
 
 

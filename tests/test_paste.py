@@ -16,7 +16,7 @@ TREE = builds.Tree()
 HEAD, BODY = re.search(r"^## Paste it.*?```cpp\n(.*?#include \"sdpa.cu\"\n)(.*?)```", TREE.read("README.md"),
                        re.DOTALL | re.MULTILINE).groups()
 CPU = [os.environ.get("CXX", "g++"), "-march=native", "-ffp-contract=off", "-pthread", "-I" + os.path.join(ROOT, "simt")]
-FAMILIES = "README scalar_async2 wmma_persistent mma_lazy wgmma_persistent wgmma_swap32 hopper".split()
+FAMILIES = "README scalar_async2 wmma_persistent mma_lazy wgmma_192x128 wgmma_swap32 hopper".split()
 PROGRAM = """%s
 #include <vector>
 

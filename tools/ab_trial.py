@@ -22,14 +22,14 @@ import builds
 import engine
 
 SMALL_PROBLEMS = [(line, shape) for shape in ("small", "mission", "long") for line in
-                  ("scalar_async2_tile64", "wmma_all", "mma_split2", "mma_lazy3", "wgmma", "hopper")]
-LARGE_PROBLEMS = [(line, "4,32,32,4096,4096") for line in ("mma_lazy3", "wgmma", "hopper")] + \
+                  ("scalar_async2_tile64", "wmma_all", "mma_split2", "mma_lazy", "wgmma", "hopper")]
+LARGE_PROBLEMS = [(line, "4,32,32,4096,4096") for line in ("mma_lazy", "wgmma", "hopper")] + \
                  [(line, "4,32,32,8192,8192,128,fp16,br") for line in ("mma_d128", "wgmma_d128_causal", "hopper_d128")] + \
                  [(line, "1,8,8,4096,4096") for line in ("mma_d256", "wgmma_d256")]
 # Lines that compute every problem by the same tile, and sizes with fewer keys than the second by a tile of each.
 MORE_KEYS = [("scalar_async2_tile64", "1,8,8,512"), ("wmma_all", "1,8,8,1024"), ("mma_split4", "1,8,8,512"),
-             ("mma_split2", "1,8,8,2048"), ("mma_lazy3", "1,8,8,2048"), ("wgmma_192x128", "1,8,8,2048"),
-             ("wgmma", "4,32,32,4096"), ("mma_d128", "1,16,16,4096"), ("wgmma_d128", "1,16,16,4096"),
+             ("mma_split2", "1,8,8,2048"), ("mma_lazy", "1,8,8,2048"), ("wgmma_192x128", "1,8,8,2048"),
+             ("wgmma", "4,32,32,4096"), ("mma_d128", "1,16,16,4096"), ("wgmma_d128_causal", "1,16,16,4096"),
              ("wgmma_d256", "1,8,8,4096")]
 COLUMNS = ("kind expected seconds " + " ".join(engine.VERDICT_COLUMNS)).split()
 

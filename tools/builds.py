@@ -150,11 +150,17 @@ class Tree:
         rows = re.findall(r'^  X\(([A-Z][A-Z_0-9]+), ([A-Z0-9_]*),[^"\n]*"([^"\n]*)"', self.read("sdpa.cu") or "", re.MULTILINE)
         return {knob: (default, values) for knob, default, values in rows}
 
+    def refusals(self):
+        """What of sdpa.cu judges knobs: sections 1 and 7 without the model, as a program of their own."""
+        text = self.read("sdpa.cu")
+        part = [(text.split(since, 1) + [""])[1].split(until)[0]
+                for since, until in (("// ==== 1 KNOBS", "// ==== 2 PROBLEM"), ("// ==== 7 TABLES", "// ---- the choice"))]
+        return f"#include <type_traits>\n//{part[0]}\n" + (f"//{part[1]}\n}}\n" if part[1] else "")
+
     def refusal(self, words):
-        """The sentence with which section 1 of sdpa.cu refuses these knobs; "" if it does not."""
-        section = (self.read("sdpa.cu").split("// ==== 1 KNOBS", 1) + [""])[1].split("// ==== 2 PROBLEM")[0]
+        """The sentence with which sdpa.cu refuses these knobs; "" if it does not."""
         compiled = run([os.environ.get("CXX", "g++"), "-std=c++17", "-fsyntax-only", *definitions(words), "-x", "c++",
-                        "-"], input="//" + section)
+                        "-"], input=self.refusals())
         return assertion_words(compiled.stderr)
 
     @functools.lru_cache(None)

@@ -5,18 +5,14 @@
 #define SDPA_NO_MAIN
 #include "../sdpa.cu"
 
-// Of the build, or of its tiles from number N on.
-template <int N = 0> constexpr size_t most_shared_bytes() {
-  if constexpr (!sdpa::Build::use_tuned) {
-    return sdpa::shared_bytes<sdpa::FirstBuild>;
-  } else if constexpr (N == sdpa::TILES) {
-    return 0;
-  } else if constexpr (!sdpa::tile_fits(sdpa::tuned_tile(N))) {
-    return most_shared_bytes<N + 1>();
-  } else {
-    constexpr size_t own = sdpa::shared_bytes<sdpa::TunedBuild<N>>;
-    return own > most_shared_bytes<N + 1>() ? own : most_shared_bytes<N + 1>();
+// Of the build, or of its tiles from row N on.
+template <int N> constexpr size_t most_shared_bytes() {
+  constexpr size_t own = sdpa::shared_bytes<sdpa::BuildOf<N>>;
+  if constexpr (N >= 0 && sdpa::next_tile(N + 1) < sdpa::TUNED_TILES.count) {
+    constexpr size_t others = most_shared_bytes<sdpa::next_tile(N + 1)>();
+    return own > others ? own : others;
   }
+  return own;
 }
 
 extern "C" {
@@ -44,8 +40,8 @@ int sdpa_library_forward(const sdpa::SdpaParams* p, cudaStream_t stream, char* t
 // The rows of the table of tiles, and the clocks that the cost model gives problems with tiles, which need be none of
 // them: clocks[problem][tile]. For tools/fit.py.
 int sdpa_library_tiles(const sdpa::TunedTile** first) {
-  *first = &sdpa::tuned_tile(0);
-  return sdpa::TILES;
+  *first = sdpa::TUNED_TILES.first;
+  return sdpa::TUNED_TILES.count;
 }
 void sdpa_library_tile_clocks(const sdpa::TunedTile* tiles, int tile_count, const sdpa::SdpaParams* problems,
                               int problem_count, int sms, double* clocks) {
@@ -58,11 +54,11 @@ void sdpa_library_tile_clocks(const sdpa::TunedTile* tiles, int tile_count, cons
 // a library as the sizes of symbols; of device code alone as a constant, which a library leaves out: in the one run
 // with it (79a1375) small kernels took 0.4 us longer.
 #ifdef SDPA_DEVICE_CODE_ALONE
-__constant__ int sdpa_library_launch[3] = {sdpa::FirstBuild::threads, int(most_shared_bytes()),
+__constant__ int sdpa_library_launch[3] = {sdpa::FirstBuild::threads, int(most_shared_bytes<sdpa::FirstBuild::row>()),
                                            sdpa::FirstBuild::block_m};
 #else
 char sdpa_library_threads[sdpa::FirstBuild::threads];
-char sdpa_library_smem_bytes[most_shared_bytes()];
+char sdpa_library_smem_bytes[most_shared_bytes<sdpa::FirstBuild::row>()];
 char sdpa_library_block_m[sdpa::FirstBuild::block_m];
 #endif
 }

@@ -13,8 +13,8 @@ import sys
 from pathlib import Path
 
 from report_page import write
-from report_rows import (PEERS, Refusal, ablated, bases, controls, difference, fastest, ladders, newest, number, peer,
-                         problem, read, rungs_at, timed)
+from report_rows import (PEERS, Refusal, ablated, bases, difference, fastest, ladders, newest, number, peer, problem, read,
+                         rungs_at, timed)
 
 try:
     from report_charts import against, short, standalone, steps, waterfall
@@ -81,7 +81,7 @@ def results_section(source):
 
 def ladder_section(source, configs, sentences):
     """Every line of configs.txt beside its base, in tables with SENTENCES, and pictures of the steps."""
-    base, racy, row_of = bases(source, configs), controls(source), {}
+    base, row_of = bases(source, configs), {}
     for row in source.rows:
         row_of[row["config"]] = row  # of long, the last problem
     text, drawings = [], {}
@@ -105,15 +105,6 @@ def ladder_section(source, configs, sentences):
             rows.append([name, step, *times, sentences.get(name)])
         text.append(table(["line", "step from: what it changes", "#mission µs (gain)", "#long µs (gain)", "what it shows"],
                           rows))
-    rows = []
-    for name, row in row_of.items():
-        check = "FAIL, as it must" if name in racy else row["check"] if row["status"] == "ok" else row["status"]
-        bytes_ = number(source, row, "smem_bytes")
-        rows.append([name, check, row["dtype"], row["D"], row["tflops"], row["regs"],
-                     None if bytes_ is None else f"{bytes_ / 1024:.1f}", row["ctas_per_sm"], row["barriers_per_tile"]])
-    text.append(f"<details><summary>What each of the {len(rows)} lines takes of an SM</summary>\n\n" + table(
-        ["line", "check", "type", "#D", "#TFLOP/s at long", "#registers", "#shared KB", "#CTAs per SM", "#barriers per tile"],
-        rows) + "\n</details>\n")
     return {"ladder": "\n".join(text) + "\n" + provenance(source, "../")}, drawings
 
 

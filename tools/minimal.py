@@ -1,0 +1,375 @@
+"""C++ in which constants decide conditions, without what they decide against and without what nothing reaches.
+
+tree-sitter gives the extents of declarations, statements and operators. A declaration is reached if code that is
+reached names it, in whatever scope. Order and layout are kept. For tools/extract.py.
+"""
+import collections
+import operator
+import re
+
+import tree_sitter
+import tree_sitter_cpp
+
+ROOTS = {"sdpa_forward", "sdpa_workspace_bytes", "SdpaParams", "SdpaStatus"}
+HEADERS = {"cuda.h": r"\bCU[a-z_]", "cuda_bf16.h": "__nv_bf", "cuda_fp8.h": "__nv_fp8", "cuda_fp16.h": "__half",
+           "mma.h": "nvcuda"}
+BANNERS = "// ----", "// ===="
+WIDTH = 120
+OPERATORS = {"==": operator.eq, "!=": operator.ne, "<": operator.lt, "<=": operator.le, ">": operator.gt,
+             ">=": operator.ge, "&": operator.and_}
+
+
+# ---- the syntax tree ----
+
+PARSER = tree_sitter.Parser(tree_sitter.Language(tree_sitter_cpp.language()))
+# What the grammar of C++ does not have.
+MASKED = re.compile(r"SDPA_UNROLL(?= (?:for|while))|__(?:device|global|host|forceinline|grid_constant|shared)__|"
+                    r"__align__\(\w+\)|__launch_bounds__\((?:[^()]|\([^()]*\))*\)")
+# What it might take for a template's bracket, and letters of several bytes.
+REPLACED = re.compile(r"(?<= )<(?=\s)|[^\x00-\x7f]")
+
+
+def parse(text):
+    """The root of a text's tree. Its offsets are those of the text."""
+    return PARSER.parse(REPLACED.sub("^", MASKED.sub(lambda m: " " * len(m[0]), text)).encode()).root_node
+
+
+def descendants(node, *types):
+    """All of these types at and below a node, in order."""
+    return [node] * (node.type in types) + [one for child in node.children for one in descendants(child, *types)]
+
+
+def enclosing(node, *types):
+    while node is not None and node.type not in types:
+        node = node.parent
+    return node
+
+
+def name_of(node):
+    """The last name of an expression or a declarator, without template arguments."""
+    while node is not None and node.type not in ("identifier", "field_identifier", "type_identifier"):
+        node = (node.child_by_field_name("name") or node.child_by_field_name("declarator") or
+                next((one for one in node.children if one.type.endswith(("declarator", "identifier"))), None))
+    return node.text.decode() if node else ""
+
+
+def declared(node):
+    """What is behind template <...>."""
+    while node.type == "template_declaration":
+        node = node.named_children[-1]
+    return node
+
+
+def struct_of(node):
+    """Where the struct around a node begins."""
+    struct = enclosing(node, "field_declaration_list")
+    return struct and struct.start_byte
+
+
+# ---- conditions that the line decides ----
+
+GONE = "\0"  # stands for a statement that is left out
+# Where an expression needs no brackets of its own.
+WHOLE = {"condition_clause", "init_declarator", "field_declaration", "return_statement", "parenthesized_expression"}
+JOINED = {"declaration", "field_declaration", "return_statement", "expression_statement", "condition_clause",
+          "alias_declaration", "static_assert_declaration"}
+
+
+class Folding:
+    """The text with the conditions decided that its constants decide, as `out`."""
+
+    def __init__(self, text, sizes):
+        self.text, root = text, parse(text)
+        self.members, self.globals, self.own = {}, {}, set()
+        self.enums = {name_of(node): [name_of(one) for one in descendants(node, "enumerator")]
+                      for node in descendants(root, "enum_specifier")}
+        self.find_constants(root, sizes)
+        self.defaults, self.uses = {}, collections.defaultdict(list)
+        self.find_uses(root)
+        self.out = self.emit(root)
+
+    def source(self, node):
+        return self.text[node.start_byte:node.end_byte]
+
+    def find_constants(self, root, sizes):
+        """Values of constexpr members, variables and functions, if all of one name have the same."""
+        found = []
+        for node in descendants(root, "field_declaration", "declaration", "function_definition"):
+            if b"constexpr" not in [one.text for one in node.children] or enclosing(node.parent, "compound_statement"):
+                continue
+            values = self.members if node.type == "field_declaration" else self.globals
+            body = node.child_by_field_name("body")
+            if body and [one.type for one in body.named_children] == ["return_statement"]:
+                found.append((values, name_of(node) + "()", body.named_children[0].named_children[0]))
+            for one, equals, init in zip(node.children, node.children[1:], node.children[2:]):
+                if equals.type == "=":
+                    found.append((values, name_of(one), init))
+                    self.own.add((struct_of(node), name_of(one)))
+            found += [(values, name_of(one), one.child_by_field_name("value"))
+                      for one in node.children if one.type == "init_declarator"]
+        for _ in range(4):  # a constant may need those after it
+            seen = collections.defaultdict(set)
+            for values, name, init in found:
+                value = None if name in sizes else self.value(init)
+                seen[values is self.members, name].add((type(value), value))
+            for (is_member, name), all_of in seen.items():
+                (self.members if is_member else self.globals)[name] = all_of.pop()[1] if len(all_of) == 1 else None
+
+    def value(self, node):
+        """A bool, a number or an enumerator ("DType::fp16"); None if the constants do not say."""
+        kind, text, field = node.type, self.source(node), node.child_by_field_name
+        if kind in ("true", "false"):
+            return kind == "true"
+        if kind == "number_literal":
+            return int(text) if text.isdigit() else None
+        if kind in ("parenthesized_expression", "type_descriptor", "condition_clause"):
+            return self.value(node.named_children[-1])
+        if kind in ("identifier", "type_identifier"):
+            is_member = (struct_of(node), text) in self.own
+            return (self.members if is_member else self.globals).get(text)
+        if kind in ("template_function", "template_type"):
+            return self.globals.get(name_of(node))
+        if kind == "qualified_identifier":
+            scope, _, name = text.rpartition("::")
+            if name in self.enums.get(scope, ()):
+                return text
+            return None if scope.startswith("std") else self.members.get(name)
+        if kind == "call_expression":
+            name, arguments = name_of(field("function")), field("arguments").named_children
+            if name not in self.enums or len(arguments) != 1:
+                return self.globals.get(name + "()")
+            number = self.value(arguments[0])
+            return None if number is None else f"{name}::{self.enums[name][number]}"
+        if kind == "unary_expression" and text[0] == "!":
+            value = self.value(field("argument"))
+            return None if value is None else not value
+        if kind == "conditional_expression":
+            value = self.value(field("condition"))
+            return None if value is None else self.value(field("consequence" if value else "alternative"))
+        if kind == "binary_expression":
+            sign, sides = self.source(field("operator")), [self.value(field("left")), self.value(field("right"))]
+            if sign in ("&&", "||"):
+                known = [one for one in sides if isinstance(one, bool)]
+                return (sign == "||") if (sign == "||") in known else None if len(known) < 2 else sign == "&&"
+            return OPERATORS[sign](*sides) if sign in OPERATORS and None not in sides else None
+        return None
+
+    def find_uses(self, root):
+        """Of each template of a struct the values of its defaults, and of the arguments of each use."""
+        for node in descendants(root, "template_declaration"):
+            struct = declared(node)
+            if struct.type == "struct_specifier" and struct.child_by_field_name("name").type == "type_identifier":
+                parameters = node.child_by_field_name("parameters").named_children
+                defaults = [one.child_by_field_name("default_value") for one in parameters]
+                self.defaults[name_of(struct)] = [one and self.value(one) for one in defaults]
+        for node in descendants(root, "template_type", "template_function"):
+            if node.parent.type != "struct_specifier":
+                self.uses[name_of(node)].append(self.arguments(node))
+
+    def arguments(self, node):
+        values = [self.value(one) for one in node.child_by_field_name("arguments").named_children]
+        return values + self.defaults.get(name_of(node), [])[len(values):]
+
+    def is_unselected(self, node):
+        """Whether a specialisation has an argument that no use of the template has."""
+        name = declared(node).child_by_field_name("name") if node.type == "template_declaration" else None
+        uses = self.uses[name_of(name)] if name and name.type == "template_type" else []
+        return bool(uses) and any(value is not None and all(use[i] not in (None, value) for use in uses)
+                                  for i, value in enumerate(self.arguments(name)))
+
+    def emit(self, node):
+        """The text of a node with its conditions decided."""
+        kind, field = node.type, node.child_by_field_name
+        if kind in ("binary_expression", "unary_expression", "conditional_expression", "call_expression"):
+            value = None if node.parent.type == "assignment_expression" else self.value(node)
+            if isinstance(value, bool):
+                return "true" if value else "false"
+        if kind == "conditional_expression":
+            value = self.value(field("condition"))
+            if value is not None:
+                return self.emit(field("consequence" if value else "alternative"))
+        if kind == "binary_expression" and self.source(field("operator")) in ("&&", "||"):
+            for one, other in ((field("left"), field("right")), (field("right"), field("left"))):
+                if isinstance(self.value(one), bool):
+                    text = self.emit(other)
+                    is_whole = other.type == "parenthesized_expression" and node.parent.type in WHOLE
+                    return text[1:-1] if is_whole else text
+        if re.match(r"(typename )?std::conditional<(.|\n)*>::type$", self.source(node)):
+            condition, *types = descendants(node, "template_argument_list")[0].named_children
+            value = self.value(condition)
+            if value is not None and not self.source(types[not value]).endswith("]"):
+                return self.emit(types[not value])
+        if kind == "static_assert_declaration" and self.value(field("condition")) is True or self.is_unselected(node):
+            return GONE
+        if kind == "if_statement":
+            return self.emit_if(node) or GONE
+        return self.emit_children(node)
+
+    def emit_children(self, node):
+        out, at, unreachable = [], node.start_byte, False
+        for child in node.children:
+            out += [self.text[at:child.start_byte],
+                    GONE if unreachable and child.is_named and child.type != "comment" else self.emit(child)]
+            at = child.end_byte
+            if node.type == "compound_statement" and child.type == "if_statement" and self.chosen(child):
+                last = self.chosen(child)
+                last = last.named_children[-1] if last.type == "compound_statement" and last.named_children else last
+                unreachable = unreachable or last.type == "return_statement"
+        text = "".join([*out, self.text[at:node.end_byte]])
+        return text if text == self.source(node) else self.laid_out(text, node)
+
+    def laid_out(self, text, node):
+        """A changed text in as few lines as it needs."""
+        indent = len(self.text[self.text.rfind("\n", 0, node.start_byte) + 1:node.start_byte])
+        if node.type == "parenthesized_expression" and re.fullmatch(r"\([\w:.<>]+(\(\))?\)", text):
+            return text[1:-1]
+        line = None
+        if node.type in JOINED and "//" not in text and GONE not in text:
+            line = re.sub(r"(\()?\s*\n\s*", lambda m: m[1] or " ", text)
+        body = node.type == "function_definition" and re.fullmatch(r"([^\n]*){\s*([^\n{}]*)\s*}", text)
+        if body and GONE not in text:
+            line = f"{body[1]}{{ {body[2]} }}".replace("{  }", "{}")
+        return line if line and indent + len(line) <= WIDTH else text
+
+    def chosen(self, node):
+        """The branch that an if-statement's condition decides on; None if it does not, or if there is none."""
+        value, other = self.value(node.child_by_field_name("condition")), node.child_by_field_name("alternative")
+        if value is None:
+            return None
+        return node.child_by_field_name("consequence") if value else other and other.named_children[-1]
+
+    def emit_if(self, node, after_else=False):
+        """An if-statement, or what is left of it; None if nothing is."""
+        condition, other = node.child_by_field_name("condition"), node.child_by_field_name("alternative")
+        if self.value(condition) is not None:
+            chosen = self.chosen(node)
+            if chosen is None or chosen.type == "if_statement":
+                return chosen and self.emit_if(chosen, after_else)
+            if after_else or node.parent.type != "compound_statement":
+                return self.emit(chosen)
+            return self.unwrapped(chosen, node)
+        consequence = node.child_by_field_name("consequence")
+        text = (self.text[node.start_byte:condition.start_byte] + self.emit(condition) +
+                self.text[condition.end_byte:consequence.start_byte] + self.emit(consequence))
+        if other is None:
+            return text
+        statement = other.named_children[-1]
+        rest = self.emit_if(statement, True) if statement.type == "if_statement" else self.emit(statement)
+        return text + self.text[consequence.end_byte:statement.start_byte] + rest if rest else text
+
+    def unwrapped(self, block, node):
+        """A block's statements in the place of the if-statement; in their braces if a name would clash."""
+        text = self.emit(block)
+        if block.type != "compound_statement":
+            return text
+        names = [name_of(one) for statement in block.named_children if statement.type == "declaration"
+                 for one in statement.named_children if one.type.endswith("declarator") or one.type == "identifier"]
+        words = [re.findall(r"\w+", self.source(one)) for one in (enclosing(node, "function_definition"), block)]
+        if any(words[0].count(name) > words[1].count(name) for name in names):
+            return text
+        lines = text[1:-1].strip("\n").rstrip().split("\n")
+        deeper = len(lines[0]) - len(lines[0].lstrip()) - node.start_point[1]
+        return "\n".join(line[deeper:] if line[:deeper].isspace() else line for line in lines).lstrip()
+
+
+def without_gone(text):
+    """The text without statements that are gone, and without the comments above them."""
+    out = []
+    for line in text.split("\n"):
+        if re.fullmatch(rf"\s*{GONE}[{GONE}\s]*(//.*)?", line):
+            while out and is_comment(out[-1]):
+                out.pop()
+        else:
+            out.append(line.replace(GONE, ""))
+    return "\n".join(out)
+
+
+# ---- what nothing reaches ----
+
+def is_comment(line):
+    return line.lstrip().startswith("//") and not line.startswith(BANNERS) and "clang-format" not in line
+
+
+class Unit:
+    """A declaration, with its comment and its lines: the names that it makes and those that it needs."""
+
+    def __init__(self, node, lines, struct=None):
+        inner = declared(node)
+        body = inner.child_by_field_name("body")
+        self.kind, self.struct, self.reached = inner.type, struct, False
+        self.names = {name_of(one) for field in ("declarator", "name") for one in inner.children_by_field_name(field)}
+        self.names |= {name_of(one) for one in descendants(inner, "enumerator")}
+        self.is_data = inner.type == "field_declaration" and b"static" not in [one.text for one in inner.children] and (
+            not descendants(inner, "function_declarator"))
+        start, end = node.start_point[0], node.end_point[0] - (node.end_point[1] == 0)
+        self.first, self.last = start, end
+        while is_comment(lines[self.first - 1]):
+            self.first -= 1
+        if lines[self.first - 1].startswith(BANNERS):  # the comment is the section's
+            self.first = start
+        while is_comment(lines[self.last + 1]):
+            self.last += 1
+        if lines[self.last + 1].strip():  # the comment is the next one's
+            self.last = end
+        self.parts = units_of(body, lines, self) if inner.type == "struct_specifier" and body else []
+        own = [lines[n] for n in range(start, end + 1) if not any(part.first <= n <= part.last for part in self.parts)]
+        code = re.sub(r'//[^\n]*|"(?:[^"\\\n]|\\.)*"', " ", "\n".join(own))
+        self.uses = set(re.findall(r"\b[A-Za-z_]\w*", code))
+        self.begins = tuple(re.findall(r"(\w+)##", code))  # of names that a macro makes
+
+
+def units_of(node, lines, struct=None):
+    """The declarations in a file, a namespace or a struct."""
+    units = []
+    for one in node.children:
+        if one.type == "namespace_definition":
+            units += units_of(one.child_by_field_name("body"), lines)
+        elif one.is_named and one.type not in ("comment", "preproc_call", "preproc_include", "access_specifier"):
+            units.append(Unit(one, lines, struct))
+    return units
+
+
+def without_unused(text):
+    """The text without the declarations that nothing reaches from the roots."""
+    lines = text.split("\n")
+    top = units_of(parse(text), lines)
+    units = top + [part for unit in top for part in unit.parts]
+    asserts = [unit for unit in units if unit.kind == "static_assert_declaration"]
+    names, begins, before = set(ROOTS), (), None
+    while before != len(names):
+        before = len(names)
+        for unit in units:
+            if unit.reached or unit in asserts or unit.struct and not unit.struct.reached:
+                continue
+            named = unit.names & names or any(name.startswith(begins) for name in unit.names)
+            if named or unit.is_data or not unit.names - {""}:
+                unit.reached = True
+                names |= unit.uses
+                begins += unit.begins
+    unused = {name for unit in units for name in unit.names} - names
+    for unit in asserts:
+        unit.reached = not unit.uses & unused
+    gone = {n for unit in units if not unit.reached for n in range(unit.first, unit.last + 1)}
+    return "\n".join(line for n, line in enumerate(lines) if n not in gone)
+
+
+def tidy(text):
+    """The text without empty sections, double blank lines and headers that it does not need."""
+    def section(match):
+        if re.search(r"^(?!//|namespace|}  // namespace).", match[1], re.MULTILINE):
+            return match[0]
+        return "".join(re.findall(r"^(?:namespace|}).*\n", match[1], re.MULTILINE)) + "\n"
+    text = re.sub(r"// clang-format off\n\s*// clang-format on\n|#if .*\n#endif.*\n", "", text)
+    for banner, ends in (("----", "[-=]{4}"), ("====", "====")):
+        text = re.sub(rf"^// {banner} .*\n((?:(?!// {ends}).*\n)*)", section, text, flags=re.MULTILINE)
+    text = re.sub(r"^#include <(.*)>\n", lambda m: m[0] if re.search(HEADERS.get(m[1], ""), text) else "", text,
+                  flags=re.MULTILINE)
+    return re.sub(r"\n(?=\n *};?\n)|(?<={\n)\n(?= )|\n(?=\n\n)", "", text)
+
+
+def minimal(text, sizes):
+    """The text with what the line decides decided, and with what it needs."""
+    before = None
+    while text != before:
+        before, text = text, tidy(without_unused(without_gone(Folding(text, sizes).out)))
+    return text
