@@ -151,7 +151,7 @@ constexpr int value_of(const char* value, const char* values) {
   return number_of(value) < 0 ? place_of(value, values) : number_of(value);
 }
 #define SDPA_MEMBER(name, fallback, member, values, families, meaning) \
-  std::conditional<text_equal(values, "0 1"), bool, int>::type member = value_of(name##_text, values);
+  std::conditional_t<text_equal(values, "0 1"), bool, int> member = value_of(name##_text, values);
 struct Config {  // by default as typed
   SDPA_KNOBS(SDPA_MEMBER)
 };
@@ -219,18 +219,16 @@ constexpr const char* family_name = is_wgmma ? "wgmma" : is_mma ? "mma" : is_wmm
 
 // ==== 2 PROBLEM ==================================================================================
 
-// clang-format off
-template <DType> struct ElementOf;
-template <> struct ElementOf<DType::fp16> { using type = __half; };
-template <> struct ElementOf<DType::bf16> { using type = __nv_bfloat16; };
-template <> struct ElementOf<DType::e4m3> { using type = __nv_fp8_e4m3; };
-template <> struct ElementOf<DType::u8> { using type = uint8_t; };
-// clang-format on
-using Input = ElementOf<Build::input>::type;    // of Q, K and V
-using Output = ElementOf<Build::output>::type;  // of O
+template <DType T>
+using ElementOf =
+    std::conditional_t<T == DType::fp16, __half,
+                       std::conditional_t<T == DType::bf16, __nv_bfloat16,
+                                          std::conditional_t<T == DType::e4m3, __nv_fp8_e4m3, uint8_t>>>;
+using Input = ElementOf<Build::input>;    // of Q, K and V
+using Output = ElementOf<Build::output>;  // of O
 // Of their tiles in shared memory.
-template <class B> using Element = typename std::conditional<B::converts, __half, Input>::type;
-using Half = std::conditional<Build::is_8bit, __half, Input>::type;  // of 16-bit operands
+template <class B> using Element = std::conditional_t<B::converts, __half, Input>;
+using Half = std::conditional_t<Build::is_8bit, __half, Input>;  // of 16-bit operands
 
 // Query q's own position among the keys. With a mask it sees no key after it.
 enum class Causal : int {
@@ -311,10 +309,32 @@ template <class T> __host__ __device__ constexpr T shares(T n, typename std::com
   return (n + of - 1) / of;
 }
 
+struct TensorView {  // Q, K, V or O
+  const char* name;
+  const void* data;
+  int element_bytes;
+  bool written;
+  struct {
+    const char* name;
+    int size;
+    int64_t stride;
+  } dims[3];
+};
+struct TensorViews {
+  TensorView of[4];
+};
+TensorViews tensors_of(const SdpaParams& p) {
+  const auto view = [&](const char* name, const void* data, const Strides& s, int H, int S, int bytes, bool written) {
+    return TensorView{name, data, bytes, written, {{"row", S, s.row}, {"head", H, s.head}, {"batch", p.B, s.batch}}};
+  };
+  return {{view("Q", p.Q, p.q, p.Hq, p.Sq, sizeof(Input), false), view("K", p.K, p.k, p.Hkv, p.Sk, sizeof(Input), false),
+           view("V", p.V, p.v, p.Hkv, p.Sk, sizeof(Input), false), view("O", p.O, p.o, p.Hq, p.Sq, sizeof(Output), true)}};
+}
+
 struct TensorMaps {  // of tensors as [B][H][D/64][S][64]
   CUtensorMap q, k, v, o;
 };
-struct NoTensorMaps {};
+struct Nothing {};
 
 struct KeyRange {  // [begin, end)
   int begin, end;
@@ -397,7 +417,7 @@ struct KernelArgs {  // SdpaParams with what every CTA would otherwise compute a
   TileBounds tiles;  // of mask_rows queries and BLOCK_N keys
   KeyBounds keys;
   SdpaParams p;
-  std::conditional<is_wgmma, TensorMaps, NoTensorMaps>::type maps;
+  std::conditional_t<is_wgmma, TensorMaps, Nothing> maps;
 
   KernelArgs(const SdpaParams& problem, int rows, int keys_of_tile)
       : tiles(KeyBounds(problem), rows, keys_of_tile), keys(problem), p(problem) {}
@@ -418,9 +438,8 @@ template <class B> struct ManyKeys : B {  // the build for such a problem
   static constexpr bool many_keys = true;
 };
 constexpr size_t slot_offset = 256;
-template <class B>
-constexpr size_t slot_bytes =  // m and l in 8 lanes at most
-    B::block_m* B::split_kv*(B::head_dim + 2 * 8) * sizeof(float);
+template <class B>  // m and l in 8 lanes at most
+constexpr size_t slot_bytes = sizeof(float) * B::block_m * B::split_kv * (B::head_dim + 2 * 8);
 template <class B> struct alignas(256) RangePartial {
   float O[B::block_m][B::head_dim];
   float2 m_l[B::block_m];
@@ -501,52 +520,44 @@ __device__ __forceinline__ float rcp_approx_ftz(float x) {
   asm("rcp.approx.ftz.f32 %0, %1;" : "=f"(y) : "f"(x));
   return y;
 }
-
 // max(a, b), NaN if either is NaN (fmaxf would drop the NaN).
 __device__ __forceinline__ float max_nan(float a, float b) {
   float y;
   asm("max.NaN.f32 %0, %1, %2;" : "=f"(y) : "f"(a), "f"(b));
   return y;
 }
-
 // min(a, b), NaN if either is NaN.
 __device__ __forceinline__ float min_nan(float a, float b) {
   float y;
   asm("min.NaN.f32 %0, %1, %2;" : "=f"(y) : "f"(a), "f"(b));
   return y;
 }
-
 // a + b rounded towards -infinity.
 __device__ __forceinline__ float add_rm(float a, float b) {
   float y;
   asm("add.rm.f32 %0, %1, %2;" : "=f"(y) : "f"(a), "f"(b));
   return y;
 }
-
 __host__ __device__ __forceinline__ uint32_t bits_of(float x) {
   uint32_t bits;
   memcpy(&bits, &x, sizeof bits);
   return bits;
 }
-
 __host__ __device__ __forceinline__ float float_of(uint32_t bits) {
   float x;
   memcpy(&x, &bits, sizeof x);
   return x;
 }
-
 // Four bytes of the eight of (b, a), a the low ones, picked by the hexadecimal digits of the selector.
 __device__ __forceinline__ uint32_t prmt(uint32_t a, uint32_t b, uint32_t selector) {
   return __byte_perm(a, b, selector);
 }
-
 // Converts two numbers in e4m3, the low 16 bits, to fp16.
 __device__ __forceinline__ uint32_t cvt_rn_f16x2_e4m3x2(uint32_t x) {
   uint32_t pair;
   asm("cvt.rn.f16x2.e4m3x2 %0, %1;" : "=r"(pair) : "h"(uint16_t(x)));
   return pair;
 }
-
 // a - b of two numbers in fp16 each.
 __device__ __forceinline__ uint32_t sub_f16x2(uint32_t a, uint32_t b) {
   uint32_t difference;
@@ -647,7 +658,7 @@ template <bool TRANS> __device__ __forceinline__ void ldmatrix_x4(uint32_t (&r)[
 template <class E>
 __device__ __forceinline__ void mma_m16n8k16(float& d0, float& d1, float& d2, float& d3, const uint32_t (&a)[4],
                                              uint32_t b0, uint32_t b1) {
-  if constexpr (std::is_same<E, __half>::value) {
+  if constexpr (std::is_same_v<E, __half>) {
     asm volatile(
         "mma.sync.aligned.m16n8k16.row.col.f32.f16.f16.f32 {%0, %1, %2, %3}, "
         "{%4, %5, %6, %7}, {%8, %9}, {%0, %1, %2, %3};"
@@ -839,9 +850,9 @@ template <class E, int N, int TRANS_B, int TRANS_A = 0>
 __device__ __forceinline__ void wgmma_ss(float (&d)[N / 2], uint64_t a, uint64_t b, bool accumulate) {
   static_assert(N <= 256 && N % 16 == 0, "wgmma: N is a multiple of 16 up to 256");
 #define SDPA_WGMMA_SS(n, r, r1, r2, r3, r4, r5, r6)                                                    \
-  if constexpr (N == n && std::is_same<E, __half>::value) {                                            \
+  if constexpr (N == n && std::is_same_v<E, __half>) {                                            \
     SDPA_WGMMA("k16.f32.f16.f16", n, r, r1, "%" #r3, "1, 1, %" #r4 ", %" #r2, "l"(a), "n"(TRANS_A));   \
-  } else if constexpr (N == n && std::is_same<E, __nv_bfloat16>::value) {                              \
+  } else if constexpr (N == n && std::is_same_v<E, __nv_bfloat16>) {                              \
     SDPA_WGMMA("k16.f32.bf16.bf16", n, r, r1, "%" #r3, "1, 1, %" #r4 ", %" #r2, "l"(a), "n"(TRANS_A)); \
   } else if constexpr (N == n) {                                                                       \
     SDPA_WGMMA("k32.f32.e4m3.e4m3", n, r, r1, "%" #r3, "1, 1", "l"(a));                                \
@@ -855,10 +866,10 @@ template <class E, int N, int TRANS_B>
 __device__ __forceinline__ void wgmma_rs(float (&d)[N / 2], const uint32_t (&a)[4], uint64_t b, bool accumulate) {
   static_assert(N <= 256 && N % 16 == 0, "wgmma: N is a multiple of 16 up to 256");
 #define SDPA_WGMMA_RS(n, r, r1, r2, r3, r4, r5, r6)                                                                 \
-  if constexpr (N == n && std::is_same<E, __half>::value) {                                                         \
+  if constexpr (N == n && std::is_same_v<E, __half>) {                                                         \
     SDPA_WGMMA("k16.f32.f16.f16", n, r, r1, "{%" #r3 ", %" #r4 ", %" #r5 ", %" #r6 "}", "1, 1, %" #r2, "r"(a[0]),   \
                "r"(a[1]), "r"(a[2]), "r"(a[3]));                                                                    \
-  } else if constexpr (N == n && std::is_same<E, __nv_bfloat16>::value) {                                           \
+  } else if constexpr (N == n && std::is_same_v<E, __nv_bfloat16>) {                                           \
     SDPA_WGMMA("k16.f32.bf16.bf16", n, r, r1, "{%" #r3 ", %" #r4 ", %" #r5 ", %" #r6 "}", "1, 1, %" #r2, "r"(a[0]), \
                "r"(a[1]), "r"(a[2]), "r"(a[3]));                                                                    \
   } else if constexpr (N == n) {                                                                                    \
@@ -1016,7 +1027,7 @@ template <class B> struct TileCopy {
   // there on. With USE_CP_ASYNC the data is there only after a wait.
   template <int ROWS>
   __device__ __forceinline__ void copy(Element<B>* dst_s, const Input* src_g, int64_t row_stride, int rows) const {
-    using Copy = typename std::conditional<B::converts, ConvertingCopy, VectorCopy<B::use_cp_async>>::type;
+    using Copy = std::conditional_t<B::converts, ConvertingCopy, VectorCopy<B::use_cp_async>>;
     constexpr int unrolled = B::use_cp_async ? 16 : 8;  // a plain load in flight takes registers
 #pragma unroll unrolled
     for (int r = 0; r < ROWS; r += row_step, src_g += row_step * row_stride) {
@@ -1415,14 +1426,7 @@ __device__ __forceinline__ void store_output(const View& O, const float (&m)[Vie
 // ---- rows of several heads, keys of several CTAs (SWAP_AB, PACK_GQA) ----
 // The groups of warps have left O, m and l of their keys in shared memory, row by row.
 
-// Four neighbouring columns of a row.
-struct RowPart {  // [1][4]
-  static constexpr int ROWS = 1, COLS = 4, RUN = 4;
-  float x[ROWS][COLS];
-  int first_col;
-  __device__ int row(int) const { return 0; }
-  __device__ int col(int j) const { return first_col + j; }
-};
+using RowPart = QuadRuns<1, 16, 4>;  // four neighbouring columns of a row
 
 template <class B> constexpr int PARTIAL_STRIDE = B::head_dim + 4;  // 4: against bank conflicts
 template <class B> struct RowsPartial {
@@ -1436,39 +1440,32 @@ template <class B> __device__ __forceinline__ WorkItem row_item(const KernelArgs
   return {item.b, item.h + heads, query_of<B>(a, item.q0, row)};
 }
 
-// body(row, RowPart) for every four columns of the tile's rows, by all threads.
-template <class B, class Body>
-__device__ __forceinline__ void for_each_part(const KernelArgs& a, int thread, const Body& body) {
-  constexpr int parts = B::head_dim / 4, threads = B::num_warps * 32;
-  const int rows = rows_of_item<B>(a);
-  for (int i = thread; i < rows * parts; i += threads) {
-    RowPart O;
-    O.first_col = i % parts * 4;
-    clear(O);
-    body(i / parts, O);
-    if (!B::pack_gqa && B::block_m * parts <= threads) break;
-  }
-}
-
 __device__ __forceinline__ void add(RowPart& O, const float4& x, float weight) {
   O.x[0][0] = fmaf(x.x, weight, O.x[0][0]), O.x[0][1] = fmaf(x.y, weight, O.x[0][1]);
   O.x[0][2] = fmaf(x.z, weight, O.x[0][2]), O.x[0][3] = fmaf(x.w, weight, O.x[0][3]);
 }
 
-// Merges O, m and l of all groups in a fixed order, and calls put(row, O, m, l).
+// Merges O, m and l of all groups in a fixed order, and calls put(row, O, m, l) for every four columns of the rows.
 template <class B, class Partial, class Put>
 __device__ __forceinline__ void merge_groups(const Partial (&partial_s)[B::split_kv], const ItemScale<B>& scale_log2,
                                              int thread, const Put& put) {
-  for_each_part<B>(scale_log2.a, thread, [&](int row, RowPart& O) {
+  constexpr int parts = B::head_dim / 4, threads = B::num_warps * 32;
+  const int rows = rows_of_item<B>(scale_log2.a);
+  for (int i = thread; i < rows * parts; i += threads) {
+    const int row = i / parts;
+    RowPart O;
+    O.first_row = 0, O.first_col = i % parts * 4;
+    clear(O);
     float m[1], l[1], weight[B::split_kv];
     float2 m_l[B::split_kv];
-    SDPA_UNROLL for (int n = 0; n < B::split_kv; n++) { m_l[n] = ld_shared<float2>(&partial_s[n].m_l[row]); }
+    SDPA_UNROLL for (int n = 0; n < B::split_kv; n++) m_l[n] = ld_shared<float2>(&partial_s[n].m_l[row]);
     merge_weights<B>(m_l, scale_log2, weight, m[0], l[0]);
     SDPA_UNROLL for (int n = 0; n < B::split_kv; n++) {
       add(O, ld_shared<float4>(&partial_s[n].O[row][O.first_col]), weight[n]);
     }
     put(row, O, m, l);
-  });
+    if (!B::pack_gqa && B::block_m * parts <= threads) break;
+  }
 }
 
 // Merges O, m and l of all ranges in a fixed order. A thread loads MANY ranges of PARTS parts of rows at once.
@@ -1483,7 +1480,7 @@ __device__ __forceinline__ void merge_ranges(const RangePartial<B>* partial, con
     float m[PARTS][1], l[PARTS][1];
     const auto row_of = [&](int p) { return (part + p * threads) / columns; };
     SDPA_UNROLL for (int p = 0; p < PARTS; p++) {
-      O[p].first_col = (part + p * threads) % columns * 4;
+      O[p].first_row = 0, O[p].first_col = (part + p * threads) % columns * 4;
       clear(O[p]), m[p][0] = -INFINITY, l[p][0] = 0;
     }
     for (int first = 0; first < ranges; first += MANY) {
@@ -1856,7 +1853,7 @@ template <class B, class Shared> struct CtaSoftmax {
 };
 
 template <class B, class Shared>
-using TileSoftmax = typename std::conditional<B::sync_policy == 1, WarpSoftmax<B, Shared>, CtaSoftmax<B, Shared>>::type;
+using TileSoftmax = std::conditional_t<B::sync_policy == 1, WarpSoftmax<B, Shared>, CtaSoftmax<B, Shared>>;
 
 // ---- what the launch needs to know of a kernel ----
 
@@ -1864,7 +1861,7 @@ using TileSoftmax = typename std::conditional<B::sync_policy == 1, WarpSoftmax<B
 template <class B, Path = B::path> struct KernelOf;
 template <class B> constexpr size_t shared_bytes = sizeof(typename KernelOf<B>::Shared);
 // Nothing to describe to TMA.
-template <class B> SdpaStatus encode_tensor_maps(NoTensorMaps&, const KernelArgs&) { return {}; }
+template <class B> SdpaStatus encode_tensor_maps(Nothing&, const KernelArgs&) { return {}; }
 
 // ==== 5 KERNELS ==================================================================================
 
@@ -1937,7 +1934,7 @@ template <class Use, class Layout> using Operand = wmma::fragment<Use, 16, 16, 1
 template <class T> using AccumulatorOf = wmma::fragment<wmma::accumulator, 16, 16, 16, T>;
 using Accumulator = AccumulatorOf<float>;
 // Of S in shared memory, where rows of fp16 lie as far apart as rows of fp32.
-template <class B> using WmmaScore = typename std::conditional<B::qk_in_fp16, __half, float>::type;
+template <class B> using WmmaScore = std::conditional_t<B::qk_in_fp16, __half, float>;
 template <class B> constexpr int SCORE_STRIDE = ScalarShared<B>::P_STRIDE* int(sizeof(float) / sizeof(WmmaScore<B>));
 
 template <class B> struct WmmaShared : ScalarShared<B> {
@@ -2181,7 +2178,7 @@ template <class B> __global__ void __launch_bounds__(B::threads, 1) sdpa_wmma(co
     __syncthreads();  // hazard: mbarriers just made by thread 0
   }
 
-  typename std::conditional<B::use_persistent_cta, ItemQueue, OneItemPerCta>::type scheduler;
+  std::conditional_t<B::use_persistent_cta, ItemQueue, OneItemPerCta> scheduler;
   for (WorkItem item; scheduler.template next<B>(a, s.drawn, item);) {
     if constexpr (!B::use_warp_specialization) {
       const ItemTiles<B> t(a, item, 0, tid, consumers);
@@ -2236,7 +2233,7 @@ template <class B> struct MmaPacked;  // PACK_GQA: how Q comes and O leaves
 // The partial results of every group but the first.
 template <class B, bool PACKED = B::pack_gqa> struct MmaPartials {
   static constexpr int OTHERS = B::split_kv > 1 ? B::split_kv - 1 : 1;
-  using type = typename std::conditional<(B::split_kv > 1), MmaPartial<B>[OTHERS], char>::type;
+  using type = std::conditional_t<(B::split_kv > 1), MmaPartial<B>[OTHERS], char>;
 };
 
 template <class B> struct MmaShared {
@@ -2872,41 +2869,28 @@ __device__ __forceinline__ void wait_then_let_next_kernel_start() {
   griddepcontrol_launch_dependents();
 }
 
-// The driver's cuTensorMapEncodeTiled, through the runtime, so that nothing has to be linked for it.
-#if CUDART_VERSION >= 12050
-inline cudaError_t find_tensor_map_encoder(void** function, cudaDriverEntryPointQueryResult* found) {
-  return cudaGetDriverEntryPointByVersion("cuTensorMapEncodeTiled", function, 12000, cudaEnableDefault, found);
-}
-#else
-inline cudaError_t find_tensor_map_encoder(void** function, cudaDriverEntryPointQueryResult* found) {
-  return cudaGetDriverEntryPoint("cuTensorMapEncodeTiled", function, cudaEnableDefault, found);
-}
-#endif
-
 // Describes a tensor of elements of 1 or 2 bytes to TMA: sizes (innermost first), byte strides of all dimensions but
 // the innermost (multiples of 16), the box that one copy moves, whose lines have 128 or 64 bytes and are swizzled.
 // Zeros outside. L2 fetches 256 bytes at once, or 128 of what is read once: there 256 take 8% longer.
-inline cudaError_t encode_tensor_map(CUtensorMap& map, int rank, const void* base, const uint64_t* sizes,
-                                     const uint64_t* strides_bytes, const uint32_t* box, int element_bytes = 2,
+inline cudaError_t encode_tensor_map(CUtensorMap& map, int rank, const void* base, const cuuint64_t* sizes,
+                                     const cuuint64_t* strides_bytes, const cuuint32_t* box, int element_bytes = 2,
                                      bool read_once = false) {
-  thread_local void* encoder = nullptr;  // looked for until it is found
+  thread_local void* encoder = nullptr;  // through the runtime, so that nothing has to be linked; looked for until found
   if (!encoder) {
     cudaDriverEntryPointQueryResult found;
-    const cudaError_t error = find_tensor_map_encoder(&encoder, &found);
+    const char* const name = "cuTensorMapEncodeTiled";
+#if CUDART_VERSION >= 12050
+    const cudaError_t error = cudaGetDriverEntryPointByVersion(name, &encoder, 12000, cudaEnableDefault, &found);
+#else
+    const cudaError_t error = cudaGetDriverEntryPoint(name, &encoder, cudaEnableDefault, &found);
+#endif
     if (error != cudaSuccess) return error;
     if (found != cudaDriverEntryPointSuccess || !encoder) return cudaErrorInsufficientDriver;
   }
-  if (rank < 1 || rank > 5) return cudaErrorInvalidValue;
-  cuuint64_t dims[5], strides[5];
-  cuuint32_t boxes[5];
   const cuuint32_t steps[5] = {1, 1, 1, 1, 1};
-  for (int i = 0; i < rank; i++) {
-    dims[i] = sizes[i], boxes[i] = box[i];
-    strides[i] = i + 1 < rank ? strides_bytes[i] : 0;
-  }
   const CUresult result = reinterpret_cast<decltype(&cuTensorMapEncodeTiled)>(encoder)(
       &map, element_bytes == 1 ? CU_TENSOR_MAP_DATA_TYPE_UINT8 : CU_TENSOR_MAP_DATA_TYPE_UINT16, cuuint32_t(rank),
-      const_cast<void*>(base), dims, strides, boxes, steps, CU_TENSOR_MAP_INTERLEAVE_NONE,
+      const_cast<void*>(base), sizes, strides_bytes, box, steps, CU_TENSOR_MAP_INTERLEAVE_NONE,
       box[0] * element_bytes == 64 ? CU_TENSOR_MAP_SWIZZLE_64B : CU_TENSOR_MAP_SWIZZLE_128B,
       read_once ? CU_TENSOR_MAP_L2_PROMOTION_L2_128B : CU_TENSOR_MAP_L2_PROMOTION_L2_256B,
       CU_TENSOR_MAP_FLOAT_OOB_FILL_NONE);
@@ -2932,50 +2916,38 @@ template <class B> SdpaStatus encode_tensor_maps(TensorMaps& maps, const KernelA
     maps = last_maps;
     return {};
   }
-  constexpr uint32_t group_rows = wgmma_rows<B>;
-  const struct {
-    const char* name;
-    CUtensorMap& map;
-    const void* base;
-    int S, H;
-    const Strides& s;
-    uint32_t rows, element_bytes;
-  } tensors[] = {{"Q", maps.q, p.Q, p.Sq, p.Hq, p.q, group_rows, sizeof(Input)},
-                 {"K", maps.k, p.K, p.Sk, p.Hkv, p.k, B::block_n, sizeof(Input)},
-                 {"V", maps.v, p.V, p.Sk, p.Hkv, p.v, B::block_n, sizeof(Input)},
-                 {"O", maps.o, p.O, p.Sq, p.Hq, p.o, group_rows, sizeof(Output)}};
-  for (const auto& t : tensors) {
+  CUtensorMap* map = &maps.q;
+  for (const TensorView& t : tensors_of(p).of) {
+    const bool is_q = map == &maps.q, of_queries = is_q || map == &maps.o;
+    const int S = t.dims[0].size;
     // No key: nothing is loaded, but the kernel prefetches the map. Most kernels store O without one.
-    if (t.S == 0 || (B::path != Path::wgmma_roles && &t.map == &maps.o)) {
-      t.map = maps.q;
+    if (S == 0 || (B::path != Path::wgmma_roles && map == &maps.o)) {
+      *map++ = maps.q;
       continue;
     }
-    const struct {
-      const char* name;
-      int size;
-      int64_t stride;
-    } dims[] = {{"row", t.S, t.s.row}, {"head", t.H, t.s.head}, {"batch", p.B, t.s.batch}};
     uint64_t bytes[3];
     for (int i = 0; i < 3; i++) {
-      bytes[i] = dims[i].size > 1 ? uint64_t(dims[i].stride) * t.element_bytes : 16;
-      if (dims[i].size > 1 && (dims[i].stride <= 0 || bytes[i] >= uint64_t(1) << 40)) {
+      const auto& dim = t.dims[i];
+      bytes[i] = dim.size > 1 ? uint64_t(dim.stride) * t.element_bytes : 16;
+      if (dim.size > 1 && (dim.stride <= 0 || bytes[i] >= uint64_t(1) << 40)) {
         return failure(refused,
-                       "%s has a %s stride of %lld elements, and TMA takes strides from 1 to 2^40 "
-                       "bytes; copy it or use a build without USE_WGMMA",
-                       t.name, dims[i].name, (long long)dims[i].stride);
+                       "%s has a %s stride of %lld elements, and TMA takes strides from 1 to 2^40 bytes; copy it or use "
+                       "a build without USE_WGMMA",
+                       t.name, dim.name, (long long)dim.stride);
       }
     }
-    const uint32_t panel_bytes = min(B::head_dim * int(t.element_bytes), 128);
+    const uint32_t panel_bytes = min(B::head_dim * t.element_bytes, 128);
     const uint32_t panel = panel_bytes / t.element_bytes, panels = B::head_dim / panel;
-    uint64_t sizes[5] = {panel, uint64_t(t.S), panels, uint64_t(t.H), uint64_t(p.B)};
-    uint64_t strides[4] = {bytes[0], panel_bytes, bytes[1], bytes[2]};
-    uint32_t box[5] = {panel, t.rows, panels, 1, 1};
-    if (B::pack_gqa && &t.map == &maps.q) {  // heads before panels, so that they are rows of one
-      sizes[2] = uint64_t(t.H), strides[1] = bytes[1], sizes[3] = panels;
+    const cuuint64_t H = t.dims[1].size;
+    cuuint64_t sizes[5] = {panel, cuuint64_t(S), panels, H, cuuint64_t(p.B)};
+    cuuint64_t strides[4] = {bytes[0], panel_bytes, bytes[1], bytes[2]};
+    uint32_t box[5] = {panel, of_queries ? wgmma_rows<B> : B::block_n, panels, 1, 1};
+    if (B::pack_gqa && is_q) {  // heads before panels, so that they are rows of one
+      sizes[2] = H, strides[1] = bytes[1], sizes[3] = panels;
       strides[2] = panel_bytes;
       box[1] = a.item_queries.divisor, box[2] = uint32_t(a.item_heads), box[3] = 1;
     }
-    const cudaError_t error = encode_tensor_map(t.map, 5, t.base, sizes, strides, box, t.element_bytes, B::pack_gqa);
+    const cudaError_t error = encode_tensor_map(*map++, 5, t.data, sizes, strides, box, t.element_bytes, B::pack_gqa);
     if (error != cudaSuccess) {
       return failure(error, "the driver makes no tensor map of %s: %s", t.name, cudaGetErrorString(error));
     }
@@ -3150,9 +3122,8 @@ template <class B> struct SlicePartial {
   float2 m_l[2][64];
   alignas(16) Output out[2][4][8][B::head_dim + 8];  // 8: against bank conflicts
 };
-struct Nothing {};
 template <class B>
-using SlicePartials = typename std::conditional<(B::split_kv > 1), SlicePartial<B>[B::block_m / 64], Nothing>::type;
+using SlicePartials = std::conditional_t<(B::split_kv > 1), SlicePartial<B>[B::block_m / 64], Nothing>;
 
 // True if warpgroups before query 0 or past Sq skip the item's tiles.
 template <class B> constexpr bool wgmma_may_pass = B::split_kv == 1 && !B::use_ping_pong;
@@ -3260,14 +3231,11 @@ template <class B> struct WgmmaTurns {
   }
 };
 
-// The item's rounds [first, end) that a warpgroup computes whose first query is q: all; SKIP_MASKED: those of which its
+// The item's rounds [begin, end) that a warpgroup computes whose first query is q: all; SKIP_MASKED: those of which its
 // rows see something, and at least one; none if all its rows are before the first query or past the last one, so that
 // the others have the tensor cores to themselves.
-struct RoundRange {
-  int first, end;
-};
 template <class B>
-__device__ __forceinline__ RoundRange own_rounds(const KernelArgs& a, const WgmmaItem& item, int rounds, int q) {
+__device__ __forceinline__ KeyRange own_rounds(const KernelArgs& a, const WgmmaItem& item, int rounds, int q) {
   if (wgmma_may_pass<B> && (q < 0 || q >= a.p.Sq)) return {0, 0};
   if (!B::skip_masked) return {0, rounds};
   const KeyRange seen = a.keys.of_rows(min(q, a.p.Sq - 1), min(q + 63, a.p.Sq - 1));
@@ -3369,13 +3337,6 @@ template <class B> struct WgmmaRows {
       }
     }
   }
-  // LSE of the item's rows.
-  __device__ __forceinline__ void store_lses(const WgmmaItem& item, uint32_t tid) const {
-    SDPA_UNROLL for (int i = 0; i < ROWS; i++) {
-      const int row = q + tid / 32 * 16 + tid % 32 / 4 + 8 * i;
-      if (tid % 4 == 0 && row < a.p.Sq) store_lse<B>(m[i], l[i], a, item, row);
-    }
-  }
 };
 
 // A warpgroup that computes: 64 rows over its slice of the keys. Each kernel has products, loops and stores of its own.
@@ -3415,16 +3376,16 @@ template <class B, class Shared> struct WgmmaConsumer {
       const int rounds = uniform(item().rounds);
       if (rounds == 0) break;
       rows.q = uniform(item().q0 + row_group * 64);
-      const RoundRange own = own_rounds<B>(a, item(), rounds, rows.q);
+      const KeyRange own = own_rounds<B>(a, item(), rounds, rows.q);
       begin();
       t.skip(ring, rounds - own.end, lane);
       if (own.end > 0) {
         rows.k0 = uniform(first_key_of<B>(item(), own.end - 1, slice));
-        last_k0 = uniform(first_key_of<B>(item(), own.first, slice));
+        last_k0 = uniform(first_key_of<B>(item(), own.begin, slice));
         rows.scale_log2.start(item());
         compute(turns);
       }
-      if (B::skip_masked) t.skip(ring, own_rounds<B>(a, item(), rounds, rows.q).first, lane);
+      if (B::skip_masked) t.skip(ring, own_rounds<B>(a, item(), rounds, rows.q).begin, lane);
       end();
       q_ring.advance();
     } while (B::use_persistent_cta);
@@ -3740,7 +3701,10 @@ template <class B> struct Wgmma16Consumer : WgmmaConsumer<B, WgmmaShared<B>> {
     float inverse[2];
     SDPA_UNROLL for (int i = 0; i < 2; i++) inverse[i] = inverse_of_sum<B>(rows.l[i], a, s.item[stage]);
     clear_empty_rows(O, rows.l);
-    rows.store_lses(s.item[stage], tid);
+    SDPA_UNROLL for (int i = 0; i < 2; i++) {
+      const int row = rows.q + first_row + int(lane) / 4 + 8 * i;
+      if (lane % 4 == 0 && row < a.p.Sq) store_lse<B>(rows.m[i], rows.l[i], a, s.item[stage], row);
+    }
     SDPA_UNROLL for (int n = 0; n < B::head_dim / 16; n++) {
       WgmmaAccumulator<16> part;
       memcpy(part.x.d, O.x.d + 8 * n, sizeof part.x.d);
@@ -3824,14 +3788,14 @@ template <class B> struct E4m3Shared {
   };
   using Queries = Input[ROW_GROUPS][64 * B::head_dim];
   using Flushed = float4[B::warpgroups][B::head_dim / 8][128];  // thread by thread
-  alignas(1024) typename std::conditional<Q_IN_FLUSHED, Flushed, Queries>::type Q;
+  alignas(1024) std::conditional_t<Q_IN_FLUSHED, Flushed, Queries> Q;
   TileRing<B, V_KEYS<B> * B::head_dim> slice[B::split_kv];  // V [D][BLOCK_N]
   Landed landed[B::split_kv];
   SlicePartials<B> partial;
   WgmmaItem item[Q_STAGES];
   // Full: Q has landed, and item is set. Empty: Q has been read.
   uint64_t q_full[Q_STAGES], q_empty[Q_STAGES];
-  typename std::conditional<FLUSHES && !Q_IN_FLUSHED, Flushed, Nothing>::type flushed_sums;
+  std::conditional_t<FLUSHES && !Q_IN_FLUSHED, Flushed, Nothing> flushed_sums;
 
   __device__ __forceinline__ Input* queries(int, int row_group) { return reinterpret_cast<Input*>(Q[row_group]); }
   __device__ __forceinline__ auto& flushed(int warpgroup) {
@@ -4746,8 +4710,8 @@ struct KernelFacts {
   size_t zeroed_bytes;  // of the workspace: zero before a launch and after it
 };
 template <class B> KernelFacts facts() {
-  return {forward<B>, reinterpret_cast<const void*>(+KernelOf<B>::entry), B::threads,     shared_bytes<B>,
-          B::block_m, workspace_bytes<B>,                                 zeroed_bytes<B>};
+  return {forward<B>, reinterpret_cast<const void*>(+KernelOf<B>::entry), B::threads, shared_bytes<B>, B::block_m,
+          workspace_bytes<B>, zeroed_bytes<B>};
 }
 template <class B> KernelFacts facts(const SdpaParams& p) {
   if constexpr (carries_sums<B>) {
@@ -4761,35 +4725,26 @@ KernelFacts kernel_facts(const SdpaParams& p);
 
 // ---- the checks ----
 
-// Q, K, V or O [B][H][S][D], its address and its strides.
-struct TensorView {
-  const char* name;
-  const void* data;
-  int B, H, S;
-  const Strides& s;
-  bool written;
-};
-
 SdpaStatus check_tensor(const TensorView& t) {
   constexpr int vec = Build::vec_width;
-  const int alignment = min(vec * int(t.written ? sizeof(Output) : sizeof(Input)), 16);
+  const int alignment = min(vec * t.element_bytes, 16);
   if (!t.data) return failure(refused, "%s is a null pointer", t.name);
   if (reinterpret_cast<uintptr_t>(t.data) % alignment) {
-    return failure(refused, "%s is not aligned to %d bytes as VEC_WIDTH=%d needs; align it or build with a smaller VEC_WIDTH",
+    return failure(refused,
+                   "%s is not aligned to %d bytes as VEC_WIDTH=%d needs; align it or build with a smaller VEC_WIDTH",
                    t.name, alignment, vec);
   }
-  const struct {
-    const char* name;
-    int size;
-    int64_t stride;
-  } dims[] = {{"batch", t.B, t.s.batch}, {"head", t.H, t.s.head}, {"row", t.S, t.s.row}};
-  for (const auto& dim : dims) {
+  for (const auto& dim : t.dims) {
     if (dim.size <= 1) continue;
     if (dim.stride % vec) {
-      return failure(refused, "%s has a %s stride of %lld elements, not a multiple of VEC_WIDTH=%d; pad it or build with a "
-                     "smaller VEC_WIDTH", t.name, dim.name, (long long)dim.stride, vec);
+      return failure(refused,
+                     "%s has a %s stride of %lld elements, not a multiple of VEC_WIDTH=%d; pad it or build with a "
+                     "smaller VEC_WIDTH",
+                     t.name, dim.name, (long long)dim.stride, vec);
     }
-    if (t.written && dim.stride == 0) return failure(refused, "%s has a %s stride of 0: its rows would overlap", t.name, dim.name);
+    if (t.written && dim.stride == 0) {
+      return failure(refused, "%s has a %s stride of 0: its rows would overlap", t.name, dim.name);
+    }
   }
   return {};
 }
@@ -4797,15 +4752,13 @@ SdpaStatus check_tensor(const TensorView& t) {
 SdpaStatus check_sizes(const SdpaParams& p) {
   const struct {
     const char* name;
-    int value;
-  } sizes[] = {{"B", p.B}, {"Hq", p.Hq}, {"Hkv", p.Hkv}, {"Sq", p.Sq}, {"Sk", p.Sk}},
-    windows[] = {{"window_left", p.window_left}, {"window_right", p.window_right}};
-  for (const auto& size : sizes) {
-    if (size.value < 0 || size.value > most_rows) return failure(refused, "%s=%d is outside [0, 10^9]", size.name, size.value);
-  }
-  for (const auto& side : windows) {
-    if (side.value >= -1 && side.value <= most_rows) continue;
-    return failure(refused, "%s=%d is outside [-1, 10^9]; -1 means no limit", side.name, side.value);
+    int value, least;
+  } sizes[] = {{"B", p.B, 0},   {"Hq", p.Hq, 0}, {"Hkv", p.Hkv, 0}, {"Sq", p.Sq, 0},
+               {"Sk", p.Sk, 0}, {"window_left", p.window_left, -1}, {"window_right", p.window_right, -1}};
+  for (const auto& of : sizes) {
+    if (of.value >= of.least && of.value <= most_rows) continue;
+    return failure(refused, "%s=%d is outside [%d, 10^9]%s", of.name, of.value, of.least,
+                   of.least < 0 ? "; -1 means no limit" : "");
   }
   if (double(p.B) * p.Hq * p.Sq > 1e18) return failure(refused, "B*Hq*Sq is over 10^18 rows; split the batch");
   if (p.D != Build::head_dim) {
@@ -4847,10 +4800,8 @@ SdpaStatus check_params(const SdpaParams& p) {
     }
   }
   if (!p.B || !p.Hq || !p.Sq) return {};
-  const TensorView tensors[] = {{"O", p.O, p.B, p.Hq, p.Sq, p.o, true}, {"Q", p.Q, p.B, p.Hq, p.Sq, p.q, false},
-                            {"K", p.K, p.B, p.Hkv, p.Sk, p.k, false}, {"V", p.V, p.B, p.Hkv, p.Sk, p.v, false}};
-  for (const TensorView& t : tensors) {
-    if (status.ok() && t.S > 0) status = check_tensor(t);
+  for (const TensorView& t : tensors_of(p).of) {
+    if (status.ok() && t.dims[0].size > 0) status = check_tensor(t);
   }
   return status;
 }
@@ -4931,31 +4882,25 @@ template <class B> constexpr bool check_wgmma() {
   SDPA_REFUSE(wgmma && !B::swap_ab && (B::group_warps % 4 != 0 || B::block_m != 16 * B::group_warps),
               "BLOCK_M and NUM_WARPS: a warpgroup has 4 warps and 64 query rows, so BLOCK_M must be "
               "16*NUM_WARPS/SPLIT_KV; type BLOCK_M=128 NUM_WARPS=8");
-  SDPA_REFUSE(wgmma && B::block_n % 16 != 0,
-              "BLOCK_N: wgmma takes keys by 16, so it must be a multiple of 16; type BLOCK_N=128");
-  SDPA_REFUSE(wgmma && B::is_e4m3 && (!roles || !B::overlap || B::block_n % 32 != 0),
-              "DTYPE=FP8_E4M3: two producer warps transpose V, of 32 keys at a time, beside the softmax; type "
-              "USE_WARP_SPECIALIZATION=1 OVERLAP=1 BLOCK_N=64");
+  SDPA_REFUSE(wgmma && B::is_e4m3 && (!roles || !B::overlap),
+              "DTYPE=FP8_E4M3: two producer warps transpose V beside the softmax; add USE_WARP_SPECIALIZATION=1 OVERLAP=1");
   SDPA_REFUSE(wgmma && B::vec_width != (B::is_8bit ? 16 : 8),
               "VEC_WIDTH: TMA wants addresses and strides that are multiples of 16 bytes; type VEC_WIDTH=8, or 16 with "
               "an 8-bit DTYPE");
-  SDPA_REFUSE(wgmma && !B::use_warp_specialization &&
-                  (B::overlap || B::use_persistent_cta || B::use_ping_pong ||
-                   (!B::swap_ab && (B::use_lazy_max || B::split_kv > 1))),
-              "OVERLAP, USE_PERSISTENT_CTA, USE_PING_PONG, USE_LAZY_MAX and SPLIT_KV: the plain wgmma kernel has none "
-              "of them; add USE_WARP_SPECIALIZATION=1 or drop them");
+  SDPA_REFUSE(wgmma && !roles && (B::overlap || B::use_persistent_cta || B::use_ping_pong),
+              "OVERLAP, USE_PERSISTENT_CTA and USE_PING_PONG: only the wgmma kernel with producer warps has them; add "
+              "USE_WARP_SPECIALIZATION=1 or drop them");
+  SDPA_REFUSE(wgmma && !roles && !B::swap_ab && (B::use_lazy_max || B::split_kv > 1),
+              "USE_LAZY_MAX and SPLIT_KV: the plain wgmma kernel has neither; add USE_WARP_SPECIALIZATION=1 or drop them");
   SDPA_REFUSE(roles && B::split_kv > 2,
               "SPLIT_KV=4: the wgmma kernel with producer warps splits the keys in two; type SPLIT_KV=2 or SWAP_AB=1");
   SDPA_REFUSE(wgmma && B::use_persistent_cta && B::split_kv > 1,
               "USE_PERSISTENT_CTA=1: in the wgmma kernel not with SPLIT_KV; drop one of them");
   SDPA_REFUSE(wgmma && !B::swap_ab && B::warpgroups == 1 && B::use_ping_pong,
               "USE_PING_PONG=1: one warpgroup has no other to take turns with; drop it or type BLOCK_M=128 NUM_WARPS=8");
-  SDPA_REFUSE(wgmma && B::skip_masked && B::block_m == 64,
-              "SKIP_MASKED=1: with BLOCK_M=64 every warpgroup has the item's rows, so it skips nothing; drop it or type "
-              "BLOCK_M=128 NUM_WARPS=8");
-  SDPA_REFUSE(wgmma && B::skip_masked && (!roles || B::use_ping_pong),
-              "SKIP_MASKED=1: warpgroups that take turns or load tiles must run the same rounds; add "
-              "USE_WARP_SPECIALIZATION=1 and drop USE_PING_PONG");
+  SDPA_REFUSE(wgmma && B::skip_masked && (!roles || B::use_ping_pong || B::block_m == 64),
+              "SKIP_MASKED=1: warpgroups leave out different tiles, which takes USE_WARP_SPECIALIZATION=1, BLOCK_M over 64 "
+              "and no USE_PING_PONG; type BLOCK_M=128 NUM_WARPS=8 or drop it");
   SDPA_REFUSE(wgmma && B::swap_ab &&
                   (B::num_warps != 4 * B::split_kv || B::block_n % 64 != 0 || (B::block_m != 16 && B::block_m != 32)),
               "SWAP_AB=1: every warpgroup has a slice of the keys, by 64, and all of them the same 16 or 32 query rows; "
@@ -4964,16 +4909,15 @@ template <class B> constexpr bool check_wgmma() {
                   (B::block_n + 2 * B::head_dim) / 64 * B::block_m / 2 > (B::num_warps > 8 ? 64 : 160),
               "SWAP_AB=1: a thread's part of S and twice of O would leave too few of its registers for the rest; type a "
               "smaller BLOCK_M or BLOCK_N");
-  SDPA_REFUSE(wgmma && B::swap_ab &&
-                  (B::use_warp_specialization || B::overlap || B::use_ping_pong || B::use_persistent_cta ||
-                   B::skip_masked),
-              "SWAP_AB=1: its loop has an order of its own, without USE_WARP_SPECIALIZATION, OVERLAP, USE_PING_PONG, "
-              "USE_PERSISTENT_CTA and SKIP_MASKED; drop them");
+  SDPA_REFUSE(wgmma && B::swap_ab && B::use_warp_specialization,
+              "SWAP_AB=1: in its kernel the warps that compute load as well; drop USE_WARP_SPECIALIZATION");
   return true;
 }
 template <class B> constexpr bool check() {
   constexpr bool scalar = B::family == Family::scalar, wmma = B::family == Family::wmma;
   constexpr bool mma = B::family == Family::mma, wgmma = B::family == Family::wgmma;
+  SDPA_REFUSE(B::block_n % (scalar ? 8 : B::is_e4m3 && !B::converts_operands ? 32 : 16) != 0,
+              "BLOCK_N: the scalar kernel takes keys by 8, the others by 16, e4m3 by 32; type BLOCK_N=64");
   SDPA_REFUSE(!mma && !B::swap_ab && (B::pack_gqa || B::split_ctas != 1),
               "PACK_GQA and SPLIT_CTAS: only the mma.sync kernel and the transposed wgmma kernel have them; add "
               "USE_MMA_SYNC=1 or SWAP_AB=1 or drop them");
@@ -4985,13 +4929,9 @@ template <class B> constexpr bool check() {
   SDPA_REFUSE(wmma && B::block_m != 16 * B::num_warps,
               "BLOCK_M and NUM_WARPS: a wmma warp owns 16 query rows, so BLOCK_M must be 16*NUM_WARPS; type BLOCK_M=64 "
               "NUM_WARPS=4");
-  SDPA_REFUSE(wmma && B::block_n % 16 != 0,
-              "BLOCK_N: wmma takes keys by 16, so it must be a multiple of 16; type BLOCK_N=64");
   SDPA_REFUSE(scalar && B::block_m % (4 * B::num_warps) != 0,
               "BLOCK_M and NUM_WARPS: a warp takes whole groups of 4 query rows, so BLOCK_M must be a multiple of "
               "4*NUM_WARPS; type BLOCK_M=64 NUM_WARPS=4");
-  SDPA_REFUSE(scalar && B::block_n % 8 != 0,
-              "BLOCK_N: 8 lanes share the keys of a row, so it must be a multiple of 8; type BLOCK_N=64");
   SDPA_REFUSE(scalar && B::block_m / (4 * B::num_warps) * (B::block_n + B::head_dim) / 8 > 176,
               "BLOCK_M, BLOCK_N and HEAD_DIM: a thread's part of S and O would take over 176 registers and spill; type a "
               "smaller BLOCK_M or more NUM_WARPS");
@@ -5001,10 +4941,6 @@ template <class B> constexpr bool check() {
   SDPA_REFUSE(mma && B::block_m != 16 * B::group_warps && B::block_m != 32 * B::group_warps,
               "BLOCK_M and NUM_WARPS: an mma.sync warp owns 16 or 32 query rows, so BLOCK_M must be 16 or 32 times "
               "NUM_WARPS/SPLIT_KV; type BLOCK_M=128 NUM_WARPS=4");
-  SDPA_REFUSE(mma && B::block_n % 16 != 0,
-              "BLOCK_N: mma.sync takes keys by 16, so it must be a multiple of 16; type BLOCK_N=64");
-  SDPA_REFUSE(mma && B::is_e4m3 && !B::pack_gqa && B::block_n % 32 != 0,
-              "BLOCK_N: mma.sync takes keys of e4m3 by 32, so it must be a multiple of 32; type BLOCK_N=64");
   SDPA_REFUSE(!wgmma && !B::use_cp_async && !B::use_warp_specialization && B::stages > 1,
               "STAGES: plain copies finish before the next one starts, so STAGES does nothing without cp.async or "
               "producer warps; add USE_CP_ASYNC=1 or drop STAGES");
