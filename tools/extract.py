@@ -9,7 +9,6 @@ STAGES and VEC_WIDTH decide nothing: they are constants of one struct and can be
 environment: SDPA_CONFIGS, CXX
 """
 import argparse
-import difflib
 import itertools
 import os
 import re
@@ -44,7 +43,7 @@ class Knob:
         return f"{number};{word}"
 
 
-PRINT_ROWS = "#include <cstdio>\n#include <type_traits>\n", r"""}
+PRINT_ROWS = r"""
 #define SDPA_PRINT(name, fallback, member, values, families, meaning) printf(" %d", int(B::member));
 template <class B> void print() { printf("%d", B::row); SDPA_KNOBS(SDPA_PRINT) puts(""); }
 template <int N> void print_from() {
@@ -54,14 +53,12 @@ int main() { print<Build>(), print_from<Build::use_tuned ? next_tile(0) : -1>();
 """
 
 
-def rows_of(source, knobs, line):
+def rows_of(tree, knobs, words):
     """{row: {knob: number}} of the builds of a line, as the host's compiler says; -1 is the typed one."""
-    parts = [source[source.index(begin):source.index(end)] for begin, end in (
-        ("// ==== 1 KNOBS", "// ==== 2 PROBLEM"), ("// ==== 7 TABLES", "// ---- the choice of a tile"))]
     with tempfile.TemporaryDirectory() as folder:
         program = os.path.join(folder, "rows")
-        command = [os.environ.get("CXX", "g++"), "-std=c++17", "-w", *builds.definitions(line.words), "-x", "c++", "-"]
-        done = builds.run([*command, "-o", program], input="".join([PRINT_ROWS[0], *parts, PRINT_ROWS[1]]))
+        done = builds.run([os.environ.get("CXX", "g++"), "-std=c++17", "-w", *builds.definitions(words), "-x", "c++", "-",
+                           "-o", program], input="#include <cstdio>\n" + tree.refusals() + PRINT_ROWS)
         if done.returncode:
             raise Refused(builds.assertion_words(done.stderr) or builds.compiler_words(done.stderr))
         printed = builds.run([program]).stdout.splitlines()
@@ -134,11 +131,10 @@ def extract(name, namespace=""):
     """The file."""
     tree = builds.Tree()
     lines, trouble = tree.read_configs()
-    if trouble:
+    if name not in lines and trouble:
         raise Refused(trouble.replace("configs.txt", os.path.basename(os.environ.get("SDPA_CONFIGS") or "configs.txt")))
     if name not in lines:
-        near = difflib.get_close_matches(name, lines, 3)
-        hint = f"did you mean {' or '.join(near)}?" if near else "./run_all.sh list shows them"
+        hint = builds.nearest(name, lines) or "./run_all.sh list has them all"
         raise Refused(f"{name}: no line of configs.txt has that name; {hint}")
     line, source = lines[name], tree.read("sdpa.cu")
     if line.expect == "FAIL":
@@ -146,7 +142,7 @@ def extract(name, namespace=""):
     knobs = {knob: Knob(knob, member, values) for knob, member, values in re.findall(
         r'^  X\(([A-Z][A-Z_0-9]+), \w*, (\w+), "([^"\n]*)"', source, re.MULTILINE)}
     try:
-        rows = rows_of(source, knobs, line)
+        rows = rows_of(tree, knobs, line.words)
     except Refused as error:
         raise Refused(f"{name}: {error}") from None
     sizes = {knobs[knob].member for knob in SIZES}
