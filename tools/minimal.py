@@ -224,7 +224,8 @@ class Folding:
         if node.type == "parenthesized_expression" and re.fullmatch(r"\([\w:.<>]+(\(\))?\)", text):
             return text[1:-1]
         line = None
-        if node.type in JOINED and "//" not in text and GONE not in text:
+        if (node.type in JOINED or node.type == "template_declaration" and text.count("\n") == 1) and (
+                "//" not in text and GONE not in text):
             line = re.sub(r"(\()?\s*\n\s*", lambda m: m[1] or " ", text)
         body = node.type == "function_definition" and re.fullmatch(r"([^\n]*){\s*([^\n{}]*)\s*}", text)
         if body and GONE not in text:
