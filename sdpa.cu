@@ -904,25 +904,15 @@ __device__ __forceinline__ void griddepcontrol_launch_dependents() {
 
 // Without the descale factor, which goes into the scale or into 1 / l. By functions, since a program may be compiled
 // without the conversions of the 16-bit types, as PyTorch's extensions are.
-template <class E> __host__ __device__ __forceinline__ float to_float(E x) {
-  if constexpr (std::is_same<E, __half>::value) {
-    return __half2float(x);
-  } else if constexpr (std::is_same<E, __nv_bfloat16>::value) {
-    return __bfloat162float(x);
-  } else {
-    return static_cast<float>(x) - (std::is_same<E, uint8_t>::value ? 128 : 0);
-  }
-}
+__host__ __device__ __forceinline__ float to_float(float x) { return x; }
+__host__ __device__ __forceinline__ float to_float(__half x) { return __half2float(x); }
+__host__ __device__ __forceinline__ float to_float(__nv_bfloat16 x) { return __bfloat162float(x); }
+__host__ __device__ __forceinline__ float to_float(__nv_fp8_e4m3 x) { return static_cast<float>(x); }
+__host__ __device__ __forceinline__ float to_float(uint8_t x) { return static_cast<float>(x) - 128; }
 // To nearest, ties to even.
-template <class E> __host__ __device__ __forceinline__ E rounded(float x) {
-  if constexpr (std::is_same<E, __half>::value) {
-    return __float2half_rn(x);
-  } else if constexpr (std::is_same<E, __nv_bfloat16>::value) {
-    return __float2bfloat16_rn(x);
-  } else {
-    return static_cast<E>(x);
-  }
-}
+template <class E> __host__ __device__ __forceinline__ E rounded(float x) { return static_cast<E>(x); }
+template <> __host__ __device__ __forceinline__ __half rounded(float x) { return __float2half_rn(x); }
+template <> __host__ __device__ __forceinline__ __nv_bfloat16 rounded(float x) { return __float2bfloat16_rn(x); }
 
 // clang-format off
 template <int BYTES> struct VectorType;
@@ -3252,23 +3242,21 @@ template <class B, class Shared> struct WgmmaProducer {
   }
 };
 
-// USE_PING_PONG: warpgroups begin their products in turn, so that the softmax of one goes on beside the products
-// of another.
-template <class B, bool = B::use_ping_pong> struct WgmmaTurns {
-  __device__ explicit WgmmaTurns(int) {}
-  __device__ void begin() const {}
-  __device__ void end() const {}
-  __device__ void leave() const {}
-};
-template <class B> struct WgmmaTurns<B, true> {
+// USE_PING_PONG: warpgroups begin their products in turn, so that the softmax of one goes on beside the products of
+// another.
+template <class B> struct WgmmaTurns {
   const int mine;
   __device__ explicit WgmmaTurns(int warpgroup) : mine(warpgroup) {
-    if (mine == B::warpgroups - 1) barrier_arrive(turn, 256);
+    if (B::use_ping_pong && mine == B::warpgroups - 1) barrier_arrive(turn, 256);
   }
-  __device__ __forceinline__ void begin() const { barrier_sync(turn + mine, 256); }
-  __device__ __forceinline__ void end() const { barrier_arrive(turn + (mine + 1) % B::warpgroups, 256); }
+  __device__ __forceinline__ void begin() const {
+    if (B::use_ping_pong) barrier_sync(turn + mine, 256);
+  }
+  __device__ __forceinline__ void end() const {
+    if (B::use_ping_pong) barrier_arrive(turn + (mine + 1) % B::warpgroups, 256);
+  }
   __device__ __forceinline__ void leave() const {
-    if (mine == 0) barrier_sync(turn, 256);
+    if (B::use_ping_pong && mine == 0) barrier_sync(turn, 256);
   }
 };
 
@@ -3444,6 +3432,26 @@ template <class B, class Shared> struct WgmmaConsumer {
   }
 };
 
+// The kernel, whose parts KernelOf names.
+template <class B>
+__global__ void __launch_bounds__(B::threads, 1) sdpa_wgmma(const __grid_constant__ KernelArgs a) {
+  using Kernel = KernelOf<B>;
+  using Registers = typename Kernel::Registers;
+  auto& s = dynamic_shared<typename Kernel::Shared>();
+  const int warp = uniform(threadIdx.x / 32);
+  s.init_mbarriers(warp);
+  prefetch_tensor_maps<B>(a);
+  __syncthreads();  // hazard: mbarriers initialised by two threads
+  if (warp < B::producer_threads / 32) {
+    if (Registers::dealt) setmaxnreg_dec<Registers::producer>();
+    typename Kernel::Producer(s, a).run(warp);
+  } else {
+    if (Registers::dealt) setmaxnreg_inc<Registers::consumer>();
+    wait_then_let_next_kernel_start();
+    typename Kernel::Consumer(s, a, threadIdx.x - B::producer_threads).run();
+  }
+}
+
 // ---- 5d merge of slices (wgmma and USE_WARP_SPECIALIZATION, USE_TUNED and SPLIT_KV > 1) ----
 
 // Merges the slices' sums, its own first: each slice finishes half of the rows. Calls store(share, row), and stores LSE:
@@ -3520,46 +3528,52 @@ template <class B> struct WgmmaShared {
   }
 };
 
-// The producer warpgroup. By one thread: stores O of all items from shared memory. TMA leaves out rows past Sq, but a
-// box must not begin before row 0.
-template <class B> __device__ __forceinline__ void wgmma_store_items(WgmmaShared<B>& s, const KernelArgs& a) {
-  StageRing<WgmmaShared<B>::Q_STAGES> q_ring;
-  do {
-    const int stage = q_ring.stage;
-    mbarrier_wait(&s.q_full[stage], q_ring.parity);
-    const WgmmaItem& item = s.item[stage];
-    if (item.rounds == 0) break;
-    for (int group = 0; group < s.ROW_GROUPS; group++) {
-      mbarrier_wait(&s.o_done[stage][group], q_ring.parity);
-      const int at[5] = {0, item.q0 + group * 64, 0, item.h, item.b};
-      if (at[1] < 0) continue;
-      cp_async_bulk_tensor_store(&tensor_maps<B>(a).o, at, s.Q[stage][group]);
-      cp_async_bulk_commit_group();
-    }
-    cp_async_bulk_wait_group_read<0>();
-    mbarrier_arrive(&s.q_empty[stage]);
-    q_ring.advance();
-  } while (B::use_persistent_cta);
-}
-template <class B> __device__ __forceinline__ void wgmma_produce(WgmmaShared<B>& s, const KernelArgs& a, int warp) {
-  // Two slices have two loaders each, and nobody stores: the slices do that themselves.
-  const int role = warp == 0         ? load_k
-                   : warp == 1       ? load_v
-                   : B::split_kv > 1 ? (warp == 2 ? load_k : load_v)
-                                     : (warp == 2 ? store_o : idle);
-  // The loader of V begins an item, so that Q and K are asked for at once; with a queue that of K, which so begins the
-  // next item early.
-  constexpr int starts = B::use_persistent_cta ? 0 : 1;
-  const int slice = warp / 2;
-  if (role & (load_k | load_v)) {
-    WgmmaProducer<B, WgmmaShared<B>> p{s, a};
-    p.load_items(role, slice, s.slice[slice], warp == starts, [&](const WgmmaItem& item) {
-      p.start_item(item, &s.q_empty[p.q_ring.stage], p.q_ring.parity ^ 1);
-    });
-  } else if (role == store_o && threadIdx.x % 32 == 0) {
-    wgmma_store_items(s, a);
+// The producer warpgroup.
+template <class B> struct Wgmma16Producer : WgmmaProducer<B, WgmmaShared<B>> {
+  using Shared = WgmmaShared<B>;
+  using Base = WgmmaProducer<B, Shared>;
+  using Base::s, Base::a, Base::q_ring;
+
+  __device__ Wgmma16Producer(Shared& s_, const KernelArgs& a_) : Base{s_, a_} {}
+
+  // By one thread: stores O of all items from shared memory. TMA leaves out rows past Sq, but a box must not begin
+  // before row 0.
+  __device__ __forceinline__ void store_items() {
+    do {
+      const int stage = q_ring.stage;
+      mbarrier_wait(&s.q_full[stage], q_ring.parity);
+      const WgmmaItem& item = s.item[stage];
+      if (item.rounds == 0) break;
+      for (int group = 0; group < s.ROW_GROUPS; group++) {
+        mbarrier_wait(&s.o_done[stage][group], q_ring.parity);
+        const int at[5] = {0, item.q0 + group * 64, 0, item.h, item.b};
+        if (at[1] < 0) continue;
+        cp_async_bulk_tensor_store(&tensor_maps<B>(a).o, at, s.Q[stage][group]);
+        cp_async_bulk_commit_group();
+      }
+      cp_async_bulk_wait_group_read<0>();
+      mbarrier_arrive(&s.q_empty[stage]);
+      q_ring.advance();
+    } while (B::use_persistent_cta);
   }
-}
+  __device__ __forceinline__ void run(int warp) {
+    // Two slices have two loaders each, and nobody stores: the slices do that themselves.
+    const int role = warp == 0         ? load_k
+                     : warp == 1       ? load_v
+                     : B::split_kv > 1 ? (warp == 2 ? load_k : load_v)
+                                       : (warp == 2 ? store_o : idle);
+    // The loader of V begins an item, so that Q and K are asked for at once; with a queue that of K, which so begins the
+    // next item early.
+    constexpr int starts = B::use_persistent_cta ? 0 : 1;
+    if (role & (load_k | load_v)) {
+      Base::load_items(role, warp / 2, s.slice[warp / 2], warp == starts, [&](const WgmmaItem& item) {
+        Base::start_item(item, &s.q_empty[q_ring.stage], q_ring.parity ^ 1);
+      });
+    } else if (role == store_o && Base::issues) {
+      store_items();
+    }
+  }
+};
 
 template <class B> struct Wgmma16Consumer : WgmmaConsumer<B, WgmmaShared<B>> {
   using Base = WgmmaConsumer<B, WgmmaShared<B>>;
@@ -3779,26 +3793,11 @@ template <class B> struct Wgmma16Consumer : WgmmaConsumer<B, WgmmaShared<B>> {
   }
 };
 
-template <class B>
-__global__ void __launch_bounds__(B::threads, 1) sdpa_wgmma(const __grid_constant__ KernelArgs a) {
-  WgmmaShared<B>& s = dynamic_shared<WgmmaShared<B>>();
-  const int warp = uniform(threadIdx.x / 32);
-  s.init_mbarriers(warp);
-  prefetch_tensor_maps<B>(a);
-  __syncthreads();  // hazard: mbarriers initialised by two threads
-  using Registers = WgmmaRegisters<B, 24>;
-  if (warp < B::producer_threads / 32) {
-    if (Registers::dealt) setmaxnreg_dec<Registers::producer>();
-    wgmma_produce(s, a, warp);
-  } else {
-    if (Registers::dealt) setmaxnreg_inc<Registers::consumer>();
-    wait_then_let_next_kernel_start();
-    Wgmma16Consumer<B>(s, a, threadIdx.x - B::producer_threads).run();
-  }
-}
-
 template <class B> struct KernelOf<B, Path::wgmma_roles> {
   using Shared = WgmmaShared<B>;
+  using Producer = Wgmma16Producer<B>;
+  using Consumer = Wgmma16Consumer<B>;
+  using Registers = WgmmaRegisters<B, 24>;
   static constexpr auto entry = sdpa_wgmma<B>;
 };
 
@@ -4140,27 +4139,12 @@ template <class B> struct E4m3Consumer : WgmmaConsumer<B, E4m3Shared<B>> {
   }
 };
 
-template <class B>
-__global__ void __launch_bounds__(B::threads, 1) sdpa_wgmma_e4m3(const __grid_constant__ KernelArgs a) {
-  E4m3Shared<B>& s = dynamic_shared<E4m3Shared<B>>();
-  const int warp = uniform(threadIdx.x / 32);
-  s.init_mbarriers(warp);
-  prefetch_tensor_maps<B>(a);
-  __syncthreads();  // hazard: mbarriers initialised by two threads
-  using Registers = WgmmaRegisters<B, 40>;
-  if (warp < B::producer_threads / 32) {
-    if (Registers::dealt) setmaxnreg_dec<Registers::producer>();
-    E4m3Producer<B>(s, a).run(warp);
-  } else {
-    if (Registers::dealt) setmaxnreg_inc<Registers::consumer>();
-    wait_then_let_next_kernel_start();
-    E4m3Consumer<B>(s, a, threadIdx.x - B::producer_threads).run();
-  }
-}
-
 template <class B> struct KernelOf<B, Path::wgmma_e4m3> {
   using Shared = E4m3Shared<B>;
-  static constexpr auto entry = sdpa_wgmma_e4m3<B>;
+  using Producer = E4m3Producer<B>;
+  using Consumer = E4m3Consumer<B>;
+  using Registers = WgmmaRegisters<B, 40>;
+  static constexpr auto entry = sdpa_wgmma<B>;
 };
 
 // ---- 5e wgmma, transposed: few query rows, keys as the 64 rows (wgmma and SWAP_AB, USE_TUNED) ----
