@@ -311,6 +311,28 @@ template <class T> __host__ __device__ constexpr T shares(T n, typename std::com
   return (n + of - 1) / of;
 }
 
+struct TensorView {  // Q, K, V or O
+  const char* name;
+  const void* data;
+  int element_bytes;
+  bool written;
+  struct {
+    const char* name;
+    int size;
+    int64_t stride;
+  } dims[3];
+};
+struct TensorViews {
+  TensorView of[4];
+};
+TensorViews tensors_of(const SdpaParams& p) {
+  const auto view = [&](const char* name, const void* data, const Strides& s, int H, int S, int bytes, bool written) {
+    return TensorView{name, data, bytes, written, {{"row", S, s.row}, {"head", H, s.head}, {"batch", p.B, s.batch}}};
+  };
+  return {{view("Q", p.Q, p.q, p.Hq, p.Sq, sizeof(Input), false), view("K", p.K, p.k, p.Hkv, p.Sk, sizeof(Input), false),
+           view("V", p.V, p.v, p.Hkv, p.Sk, sizeof(Input), false), view("O", p.O, p.o, p.Hq, p.Sq, sizeof(Output), true)}};
+}
+
 struct TensorMaps {  // of tensors as [B][H][D/64][S][64]
   CUtensorMap q, k, v, o;
 };
@@ -1415,14 +1437,7 @@ __device__ __forceinline__ void store_output(const View& O, const float (&m)[Vie
 // ---- rows of several heads, keys of several CTAs (SWAP_AB, PACK_GQA) ----
 // The groups of warps have left O, m and l of their keys in shared memory, row by row.
 
-// Four neighbouring columns of a row.
-struct RowPart {  // [1][4]
-  static constexpr int ROWS = 1, COLS = 4, RUN = 4;
-  float x[ROWS][COLS];
-  int first_col;
-  __device__ int row(int) const { return 0; }
-  __device__ int col(int j) const { return first_col + j; }
-};
+using RowPart = QuadRuns<1, 16, 4>;  // four neighbouring columns of a row
 
 template <class B> constexpr int PARTIAL_STRIDE = B::head_dim + 4;  // 4: against bank conflicts
 template <class B> struct RowsPartial {
@@ -1436,39 +1451,32 @@ template <class B> __device__ __forceinline__ WorkItem row_item(const KernelArgs
   return {item.b, item.h + heads, query_of<B>(a, item.q0, row)};
 }
 
-// body(row, RowPart) for every four columns of the tile's rows, by all threads.
-template <class B, class Body>
-__device__ __forceinline__ void for_each_part(const KernelArgs& a, int thread, const Body& body) {
-  constexpr int parts = B::head_dim / 4, threads = B::num_warps * 32;
-  const int rows = rows_of_item<B>(a);
-  for (int i = thread; i < rows * parts; i += threads) {
-    RowPart O;
-    O.first_col = i % parts * 4;
-    clear(O);
-    body(i / parts, O);
-    if (!B::pack_gqa && B::block_m * parts <= threads) break;
-  }
-}
-
 __device__ __forceinline__ void add(RowPart& O, const float4& x, float weight) {
   O.x[0][0] = fmaf(x.x, weight, O.x[0][0]), O.x[0][1] = fmaf(x.y, weight, O.x[0][1]);
   O.x[0][2] = fmaf(x.z, weight, O.x[0][2]), O.x[0][3] = fmaf(x.w, weight, O.x[0][3]);
 }
 
-// Merges O, m and l of all groups in a fixed order, and calls put(row, O, m, l).
+// Merges O, m and l of all groups in a fixed order, and calls put(row, O, m, l) for every four columns of the rows.
 template <class B, class Partial, class Put>
 __device__ __forceinline__ void merge_groups(const Partial (&partial_s)[B::split_kv], const ItemScale<B>& scale_log2,
                                              int thread, const Put& put) {
-  for_each_part<B>(scale_log2.a, thread, [&](int row, RowPart& O) {
+  constexpr int parts = B::head_dim / 4, threads = B::num_warps * 32;
+  const int rows = rows_of_item<B>(scale_log2.a);
+  for (int i = thread; i < rows * parts; i += threads) {
+    const int row = i / parts;
+    RowPart O;
+    O.first_row = 0, O.first_col = i % parts * 4;
+    clear(O);
     float m[1], l[1], weight[B::split_kv];
     float2 m_l[B::split_kv];
-    SDPA_UNROLL for (int n = 0; n < B::split_kv; n++) { m_l[n] = ld_shared<float2>(&partial_s[n].m_l[row]); }
+    SDPA_UNROLL for (int n = 0; n < B::split_kv; n++) m_l[n] = ld_shared<float2>(&partial_s[n].m_l[row]);
     merge_weights<B>(m_l, scale_log2, weight, m[0], l[0]);
     SDPA_UNROLL for (int n = 0; n < B::split_kv; n++) {
       add(O, ld_shared<float4>(&partial_s[n].O[row][O.first_col]), weight[n]);
     }
     put(row, O, m, l);
-  });
+    if (!B::pack_gqa && B::block_m * parts <= threads) break;
+  }
 }
 
 // Merges O, m and l of all ranges in a fixed order. A thread loads MANY ranges of PARTS parts of rows at once.
@@ -1483,7 +1491,7 @@ __device__ __forceinline__ void merge_ranges(const RangePartial<B>* partial, con
     float m[PARTS][1], l[PARTS][1];
     const auto row_of = [&](int p) { return (part + p * threads) / columns; };
     SDPA_UNROLL for (int p = 0; p < PARTS; p++) {
-      O[p].first_col = (part + p * threads) % columns * 4;
+      O[p].first_row = 0, O[p].first_col = (part + p * threads) % columns * 4;
       clear(O[p]), m[p][0] = -INFINITY, l[p][0] = 0;
     }
     for (int first = 0; first < ranges; first += MANY) {
@@ -2932,50 +2940,38 @@ template <class B> SdpaStatus encode_tensor_maps(TensorMaps& maps, const KernelA
     maps = last_maps;
     return {};
   }
-  constexpr uint32_t group_rows = wgmma_rows<B>;
-  const struct {
-    const char* name;
-    CUtensorMap& map;
-    const void* base;
-    int S, H;
-    const Strides& s;
-    uint32_t rows, element_bytes;
-  } tensors[] = {{"Q", maps.q, p.Q, p.Sq, p.Hq, p.q, group_rows, sizeof(Input)},
-                 {"K", maps.k, p.K, p.Sk, p.Hkv, p.k, B::block_n, sizeof(Input)},
-                 {"V", maps.v, p.V, p.Sk, p.Hkv, p.v, B::block_n, sizeof(Input)},
-                 {"O", maps.o, p.O, p.Sq, p.Hq, p.o, group_rows, sizeof(Output)}};
-  for (const auto& t : tensors) {
+  CUtensorMap* map = &maps.q;
+  for (const TensorView& t : tensors_of(p).of) {
+    const bool is_q = map == &maps.q, of_queries = is_q || map == &maps.o;
+    const int S = t.dims[0].size;
     // No key: nothing is loaded, but the kernel prefetches the map. Most kernels store O without one.
-    if (t.S == 0 || (B::path != Path::wgmma_roles && &t.map == &maps.o)) {
-      t.map = maps.q;
+    if (S == 0 || (B::path != Path::wgmma_roles && map == &maps.o)) {
+      *map++ = maps.q;
       continue;
     }
-    const struct {
-      const char* name;
-      int size;
-      int64_t stride;
-    } dims[] = {{"row", t.S, t.s.row}, {"head", t.H, t.s.head}, {"batch", p.B, t.s.batch}};
     uint64_t bytes[3];
     for (int i = 0; i < 3; i++) {
-      bytes[i] = dims[i].size > 1 ? uint64_t(dims[i].stride) * t.element_bytes : 16;
-      if (dims[i].size > 1 && (dims[i].stride <= 0 || bytes[i] >= uint64_t(1) << 40)) {
+      const auto& dim = t.dims[i];
+      bytes[i] = dim.size > 1 ? uint64_t(dim.stride) * t.element_bytes : 16;
+      if (dim.size > 1 && (dim.stride <= 0 || bytes[i] >= uint64_t(1) << 40)) {
         return failure(refused,
-                       "%s has a %s stride of %lld elements, and TMA takes strides from 1 to 2^40 "
-                       "bytes; copy it or use a build without USE_WGMMA",
-                       t.name, dims[i].name, (long long)dims[i].stride);
+                       "%s has a %s stride of %lld elements, and TMA takes strides from 1 to 2^40 bytes; copy it or use "
+                       "a build without USE_WGMMA",
+                       t.name, dim.name, (long long)dim.stride);
       }
     }
-    const uint32_t panel_bytes = min(B::head_dim * int(t.element_bytes), 128);
+    const uint32_t panel_bytes = min(B::head_dim * t.element_bytes, 128);
     const uint32_t panel = panel_bytes / t.element_bytes, panels = B::head_dim / panel;
-    uint64_t sizes[5] = {panel, uint64_t(t.S), panels, uint64_t(t.H), uint64_t(p.B)};
+    const uint64_t H = t.dims[1].size;
+    uint64_t sizes[5] = {panel, uint64_t(S), panels, H, uint64_t(p.B)};
     uint64_t strides[4] = {bytes[0], panel_bytes, bytes[1], bytes[2]};
-    uint32_t box[5] = {panel, t.rows, panels, 1, 1};
-    if (B::pack_gqa && &t.map == &maps.q) {  // heads before panels, so that they are rows of one
-      sizes[2] = uint64_t(t.H), strides[1] = bytes[1], sizes[3] = panels;
+    uint32_t box[5] = {panel, of_queries ? wgmma_rows<B> : B::block_n, panels, 1, 1};
+    if (B::pack_gqa && is_q) {  // heads before panels, so that they are rows of one
+      sizes[2] = H, strides[1] = bytes[1], sizes[3] = panels;
       strides[2] = panel_bytes;
       box[1] = a.item_queries.divisor, box[2] = uint32_t(a.item_heads), box[3] = 1;
     }
-    const cudaError_t error = encode_tensor_map(t.map, 5, t.base, sizes, strides, box, t.element_bytes, B::pack_gqa);
+    const cudaError_t error = encode_tensor_map(*map++, 5, t.data, sizes, strides, box, t.element_bytes, B::pack_gqa);
     if (error != cudaSuccess) {
       return failure(error, "the driver makes no tensor map of %s: %s", t.name, cudaGetErrorString(error));
     }
@@ -4761,35 +4757,26 @@ KernelFacts kernel_facts(const SdpaParams& p);
 
 // ---- the checks ----
 
-// Q, K, V or O [B][H][S][D], its address and its strides.
-struct TensorView {
-  const char* name;
-  const void* data;
-  int B, H, S;
-  const Strides& s;
-  bool written;
-};
-
 SdpaStatus check_tensor(const TensorView& t) {
   constexpr int vec = Build::vec_width;
-  const int alignment = min(vec * int(t.written ? sizeof(Output) : sizeof(Input)), 16);
+  const int alignment = min(vec * t.element_bytes, 16);
   if (!t.data) return failure(refused, "%s is a null pointer", t.name);
   if (reinterpret_cast<uintptr_t>(t.data) % alignment) {
-    return failure(refused, "%s is not aligned to %d bytes as VEC_WIDTH=%d needs; align it or build with a smaller VEC_WIDTH",
+    return failure(refused,
+                   "%s is not aligned to %d bytes as VEC_WIDTH=%d needs; align it or build with a smaller VEC_WIDTH",
                    t.name, alignment, vec);
   }
-  const struct {
-    const char* name;
-    int size;
-    int64_t stride;
-  } dims[] = {{"batch", t.B, t.s.batch}, {"head", t.H, t.s.head}, {"row", t.S, t.s.row}};
-  for (const auto& dim : dims) {
+  for (const auto& dim : t.dims) {
     if (dim.size <= 1) continue;
     if (dim.stride % vec) {
-      return failure(refused, "%s has a %s stride of %lld elements, not a multiple of VEC_WIDTH=%d; pad it or build with a "
-                     "smaller VEC_WIDTH", t.name, dim.name, (long long)dim.stride, vec);
+      return failure(refused,
+                     "%s has a %s stride of %lld elements, not a multiple of VEC_WIDTH=%d; pad it or build with a "
+                     "smaller VEC_WIDTH",
+                     t.name, dim.name, (long long)dim.stride, vec);
     }
-    if (t.written && dim.stride == 0) return failure(refused, "%s has a %s stride of 0: its rows would overlap", t.name, dim.name);
+    if (t.written && dim.stride == 0) {
+      return failure(refused, "%s has a %s stride of 0: its rows would overlap", t.name, dim.name);
+    }
   }
   return {};
 }
@@ -4847,10 +4834,8 @@ SdpaStatus check_params(const SdpaParams& p) {
     }
   }
   if (!p.B || !p.Hq || !p.Sq) return {};
-  const TensorView tensors[] = {{"O", p.O, p.B, p.Hq, p.Sq, p.o, true}, {"Q", p.Q, p.B, p.Hq, p.Sq, p.q, false},
-                            {"K", p.K, p.B, p.Hkv, p.Sk, p.k, false}, {"V", p.V, p.B, p.Hkv, p.Sk, p.v, false}};
-  for (const TensorView& t : tensors) {
-    if (status.ok() && t.S > 0) status = check_tensor(t);
+  for (const TensorView& t : tensors_of(p).of) {
+    if (status.ok() && t.dims[0].size > 0) status = check_tensor(t);
   }
   return status;
 }
@@ -4931,11 +4916,8 @@ template <class B> constexpr bool check_wgmma() {
   SDPA_REFUSE(wgmma && !B::swap_ab && (B::group_warps % 4 != 0 || B::block_m != 16 * B::group_warps),
               "BLOCK_M and NUM_WARPS: a warpgroup has 4 warps and 64 query rows, so BLOCK_M must be "
               "16*NUM_WARPS/SPLIT_KV; type BLOCK_M=128 NUM_WARPS=8");
-  SDPA_REFUSE(wgmma && B::block_n % 16 != 0,
-              "BLOCK_N: wgmma takes keys by 16, so it must be a multiple of 16; type BLOCK_N=128");
-  SDPA_REFUSE(wgmma && B::is_e4m3 && (!roles || !B::overlap || B::block_n % 32 != 0),
-              "DTYPE=FP8_E4M3: two producer warps transpose V, of 32 keys at a time, beside the softmax; type "
-              "USE_WARP_SPECIALIZATION=1 OVERLAP=1 BLOCK_N=64");
+  SDPA_REFUSE(wgmma && B::is_e4m3 && (!roles || !B::overlap),
+              "DTYPE=FP8_E4M3: two producer warps transpose V beside the softmax; add USE_WARP_SPECIALIZATION=1 OVERLAP=1");
   SDPA_REFUSE(wgmma && B::vec_width != (B::is_8bit ? 16 : 8),
               "VEC_WIDTH: TMA wants addresses and strides that are multiples of 16 bytes; type VEC_WIDTH=8, or 16 with "
               "an 8-bit DTYPE");
@@ -4974,6 +4956,8 @@ template <class B> constexpr bool check_wgmma() {
 template <class B> constexpr bool check() {
   constexpr bool scalar = B::family == Family::scalar, wmma = B::family == Family::wmma;
   constexpr bool mma = B::family == Family::mma, wgmma = B::family == Family::wgmma;
+  SDPA_REFUSE(B::block_n % (scalar ? 8 : B::is_e4m3 && !B::converts_operands ? 32 : 16) != 0,
+              "BLOCK_N: the scalar kernel takes keys by 8, the others by 16, e4m3 by 32; type BLOCK_N=64");
   SDPA_REFUSE(!mma && !B::swap_ab && (B::pack_gqa || B::split_ctas != 1),
               "PACK_GQA and SPLIT_CTAS: only the mma.sync kernel and the transposed wgmma kernel have them; add "
               "USE_MMA_SYNC=1 or SWAP_AB=1 or drop them");
@@ -4985,13 +4969,9 @@ template <class B> constexpr bool check() {
   SDPA_REFUSE(wmma && B::block_m != 16 * B::num_warps,
               "BLOCK_M and NUM_WARPS: a wmma warp owns 16 query rows, so BLOCK_M must be 16*NUM_WARPS; type BLOCK_M=64 "
               "NUM_WARPS=4");
-  SDPA_REFUSE(wmma && B::block_n % 16 != 0,
-              "BLOCK_N: wmma takes keys by 16, so it must be a multiple of 16; type BLOCK_N=64");
   SDPA_REFUSE(scalar && B::block_m % (4 * B::num_warps) != 0,
               "BLOCK_M and NUM_WARPS: a warp takes whole groups of 4 query rows, so BLOCK_M must be a multiple of "
               "4*NUM_WARPS; type BLOCK_M=64 NUM_WARPS=4");
-  SDPA_REFUSE(scalar && B::block_n % 8 != 0,
-              "BLOCK_N: 8 lanes share the keys of a row, so it must be a multiple of 8; type BLOCK_N=64");
   SDPA_REFUSE(scalar && B::block_m / (4 * B::num_warps) * (B::block_n + B::head_dim) / 8 > 176,
               "BLOCK_M, BLOCK_N and HEAD_DIM: a thread's part of S and O would take over 176 registers and spill; type a "
               "smaller BLOCK_M or more NUM_WARPS");
@@ -5001,10 +4981,6 @@ template <class B> constexpr bool check() {
   SDPA_REFUSE(mma && B::block_m != 16 * B::group_warps && B::block_m != 32 * B::group_warps,
               "BLOCK_M and NUM_WARPS: an mma.sync warp owns 16 or 32 query rows, so BLOCK_M must be 16 or 32 times "
               "NUM_WARPS/SPLIT_KV; type BLOCK_M=128 NUM_WARPS=4");
-  SDPA_REFUSE(mma && B::block_n % 16 != 0,
-              "BLOCK_N: mma.sync takes keys by 16, so it must be a multiple of 16; type BLOCK_N=64");
-  SDPA_REFUSE(mma && B::is_e4m3 && !B::pack_gqa && B::block_n % 32 != 0,
-              "BLOCK_N: mma.sync takes keys of e4m3 by 32, so it must be a multiple of 32; type BLOCK_N=64");
   SDPA_REFUSE(!wgmma && !B::use_cp_async && !B::use_warp_specialization && B::stages > 1,
               "STAGES: plain copies finish before the next one starts, so STAGES does nothing without cp.async or "
               "producer warps; add USE_CP_ASYNC=1 or drop STAGES");
