@@ -14,6 +14,7 @@ import os
 import re
 import sys
 import tempfile
+import textwrap
 
 import builds
 import minimal
@@ -66,14 +67,13 @@ def rows_of(tree, knobs, words):
 
 
 def holds(condition, knobs, rows):
-    """Whether a section's condition holds for a build: parts joined by " and ", each a list of which one has to be."""
+    """Whether a section's condition holds: parts joined by " and ", each a list of which one has to be, in some build."""
     def one_of(word, row):
         name, _, rest = word.partition(" ")
         if name not in knobs:
             return name == next((family for family, knob in builds.FAMILIES.items() if row.get(knob)), "scalar")
         return row[name] > int(rest[2:]) if rest.startswith(">") else row[name] == knobs[name].number(rest[2:] or "1")
-    parts = [part.split(", ") for part in condition.split(" and ")]
-    return any(all(any(one_of(word, row) for word in part) for part in parts) for row in rows)
+    return all(any(one_of(word, row) for word in part.split(", ") for row in rows) for part in condition.split(" and "))
 
 
 def numbers(text, knobs, rows):
@@ -151,7 +151,8 @@ def extract(name, namespace=""):
         text = minimal.minimal(without_rows(text, rows), sizes)
     arch = line.arch or "80"
     return "\n".join([
-        f"// sdpa, line {name}: {' '.join(line.knobs) or 'all knobs as they are by default'}",
+        textwrap.fill(f"// sdpa, line {name}: {' '.join(line.knobs) or 'all knobs as they are by default'}", 120,
+                      subsequent_indent="//   "),
         f"// Made by: ./run_all.sh extract {name}{' --namespace ' * bool(namespace) + namespace}",
         f"// Compile: nvcc -O3 -std=c++17 -gencode arch=compute_{arch},code=sm_{arch} -c my_kernel.cu",
         f"// Call:    {namespace or name}::sdpa_forward(params, stream), below it or in a file that includes it", "",
