@@ -151,7 +151,7 @@ constexpr int value_of(const char* value, const char* values) {
   return number_of(value) < 0 ? place_of(value, values) : number_of(value);
 }
 #define SDPA_MEMBER(name, fallback, member, values, families, meaning) \
-  std::conditional<text_equal(values, "0 1"), bool, int>::type member = value_of(name##_text, values);
+  std::conditional_t<text_equal(values, "0 1"), bool, int> member = value_of(name##_text, values);
 struct Config {  // by default as typed
   SDPA_KNOBS(SDPA_MEMBER)
 };
@@ -219,18 +219,16 @@ constexpr const char* family_name = is_wgmma ? "wgmma" : is_mma ? "mma" : is_wmm
 
 // ==== 2 PROBLEM ==================================================================================
 
-// clang-format off
-template <DType> struct ElementOf;
-template <> struct ElementOf<DType::fp16> { using type = __half; };
-template <> struct ElementOf<DType::bf16> { using type = __nv_bfloat16; };
-template <> struct ElementOf<DType::e4m3> { using type = __nv_fp8_e4m3; };
-template <> struct ElementOf<DType::u8> { using type = uint8_t; };
-// clang-format on
-using Input = ElementOf<Build::input>::type;    // of Q, K and V
-using Output = ElementOf<Build::output>::type;  // of O
+template <DType T>
+using ElementOf =
+    std::conditional_t<T == DType::fp16, __half,
+                       std::conditional_t<T == DType::bf16, __nv_bfloat16,
+                                          std::conditional_t<T == DType::e4m3, __nv_fp8_e4m3, uint8_t>>>;
+using Input = ElementOf<Build::input>;    // of Q, K and V
+using Output = ElementOf<Build::output>;  // of O
 // Of their tiles in shared memory.
-template <class B> using Element = typename std::conditional<B::converts, __half, Input>::type;
-using Half = std::conditional<Build::is_8bit, __half, Input>::type;  // of 16-bit operands
+template <class B> using Element = std::conditional_t<B::converts, __half, Input>;
+using Half = std::conditional_t<Build::is_8bit, __half, Input>;  // of 16-bit operands
 
 // Query q's own position among the keys. With a mask it sees no key after it.
 enum class Causal : int {
@@ -336,7 +334,7 @@ TensorViews tensors_of(const SdpaParams& p) {
 struct TensorMaps {  // of tensors as [B][H][D/64][S][64]
   CUtensorMap q, k, v, o;
 };
-struct NoTensorMaps {};
+struct Nothing {};
 
 struct KeyRange {  // [begin, end)
   int begin, end;
@@ -419,7 +417,7 @@ struct KernelArgs {  // SdpaParams with what every CTA would otherwise compute a
   TileBounds tiles;  // of mask_rows queries and BLOCK_N keys
   KeyBounds keys;
   SdpaParams p;
-  std::conditional<is_wgmma, TensorMaps, NoTensorMaps>::type maps;
+  std::conditional_t<is_wgmma, TensorMaps, Nothing> maps;
 
   KernelArgs(const SdpaParams& problem, int rows, int keys_of_tile)
       : tiles(KeyBounds(problem), rows, keys_of_tile), keys(problem), p(problem) {}
@@ -440,9 +438,8 @@ template <class B> struct ManyKeys : B {  // the build for such a problem
   static constexpr bool many_keys = true;
 };
 constexpr size_t slot_offset = 256;
-template <class B>
-constexpr size_t slot_bytes =  // m and l in 8 lanes at most
-    B::block_m* B::split_kv*(B::head_dim + 2 * 8) * sizeof(float);
+template <class B>  // m and l in 8 lanes at most
+constexpr size_t slot_bytes = sizeof(float) * B::block_m * B::split_kv * (B::head_dim + 2 * 8);
 template <class B> struct alignas(256) RangePartial {
   float O[B::block_m][B::head_dim];
   float2 m_l[B::block_m];
@@ -523,52 +520,44 @@ __device__ __forceinline__ float rcp_approx_ftz(float x) {
   asm("rcp.approx.ftz.f32 %0, %1;" : "=f"(y) : "f"(x));
   return y;
 }
-
 // max(a, b), NaN if either is NaN (fmaxf would drop the NaN).
 __device__ __forceinline__ float max_nan(float a, float b) {
   float y;
   asm("max.NaN.f32 %0, %1, %2;" : "=f"(y) : "f"(a), "f"(b));
   return y;
 }
-
 // min(a, b), NaN if either is NaN.
 __device__ __forceinline__ float min_nan(float a, float b) {
   float y;
   asm("min.NaN.f32 %0, %1, %2;" : "=f"(y) : "f"(a), "f"(b));
   return y;
 }
-
 // a + b rounded towards -infinity.
 __device__ __forceinline__ float add_rm(float a, float b) {
   float y;
   asm("add.rm.f32 %0, %1, %2;" : "=f"(y) : "f"(a), "f"(b));
   return y;
 }
-
 __host__ __device__ __forceinline__ uint32_t bits_of(float x) {
   uint32_t bits;
   memcpy(&bits, &x, sizeof bits);
   return bits;
 }
-
 __host__ __device__ __forceinline__ float float_of(uint32_t bits) {
   float x;
   memcpy(&x, &bits, sizeof x);
   return x;
 }
-
 // Four bytes of the eight of (b, a), a the low ones, picked by the hexadecimal digits of the selector.
 __device__ __forceinline__ uint32_t prmt(uint32_t a, uint32_t b, uint32_t selector) {
   return __byte_perm(a, b, selector);
 }
-
 // Converts two numbers in e4m3, the low 16 bits, to fp16.
 __device__ __forceinline__ uint32_t cvt_rn_f16x2_e4m3x2(uint32_t x) {
   uint32_t pair;
   asm("cvt.rn.f16x2.e4m3x2 %0, %1;" : "=r"(pair) : "h"(uint16_t(x)));
   return pair;
 }
-
 // a - b of two numbers in fp16 each.
 __device__ __forceinline__ uint32_t sub_f16x2(uint32_t a, uint32_t b) {
   uint32_t difference;
@@ -669,7 +658,7 @@ template <bool TRANS> __device__ __forceinline__ void ldmatrix_x4(uint32_t (&r)[
 template <class E>
 __device__ __forceinline__ void mma_m16n8k16(float& d0, float& d1, float& d2, float& d3, const uint32_t (&a)[4],
                                              uint32_t b0, uint32_t b1) {
-  if constexpr (std::is_same<E, __half>::value) {
+  if constexpr (std::is_same_v<E, __half>) {
     asm volatile(
         "mma.sync.aligned.m16n8k16.row.col.f32.f16.f16.f32 {%0, %1, %2, %3}, "
         "{%4, %5, %6, %7}, {%8, %9}, {%0, %1, %2, %3};"
@@ -861,9 +850,9 @@ template <class E, int N, int TRANS_B, int TRANS_A = 0>
 __device__ __forceinline__ void wgmma_ss(float (&d)[N / 2], uint64_t a, uint64_t b, bool accumulate) {
   static_assert(N <= 256 && N % 16 == 0, "wgmma: N is a multiple of 16 up to 256");
 #define SDPA_WGMMA_SS(n, r, r1, r2, r3, r4, r5, r6)                                                    \
-  if constexpr (N == n && std::is_same<E, __half>::value) {                                            \
+  if constexpr (N == n && std::is_same_v<E, __half>) {                                            \
     SDPA_WGMMA("k16.f32.f16.f16", n, r, r1, "%" #r3, "1, 1, %" #r4 ", %" #r2, "l"(a), "n"(TRANS_A));   \
-  } else if constexpr (N == n && std::is_same<E, __nv_bfloat16>::value) {                              \
+  } else if constexpr (N == n && std::is_same_v<E, __nv_bfloat16>) {                              \
     SDPA_WGMMA("k16.f32.bf16.bf16", n, r, r1, "%" #r3, "1, 1, %" #r4 ", %" #r2, "l"(a), "n"(TRANS_A)); \
   } else if constexpr (N == n) {                                                                       \
     SDPA_WGMMA("k32.f32.e4m3.e4m3", n, r, r1, "%" #r3, "1, 1", "l"(a));                                \
@@ -877,10 +866,10 @@ template <class E, int N, int TRANS_B>
 __device__ __forceinline__ void wgmma_rs(float (&d)[N / 2], const uint32_t (&a)[4], uint64_t b, bool accumulate) {
   static_assert(N <= 256 && N % 16 == 0, "wgmma: N is a multiple of 16 up to 256");
 #define SDPA_WGMMA_RS(n, r, r1, r2, r3, r4, r5, r6)                                                                 \
-  if constexpr (N == n && std::is_same<E, __half>::value) {                                                         \
+  if constexpr (N == n && std::is_same_v<E, __half>) {                                                         \
     SDPA_WGMMA("k16.f32.f16.f16", n, r, r1, "{%" #r3 ", %" #r4 ", %" #r5 ", %" #r6 "}", "1, 1, %" #r2, "r"(a[0]),   \
                "r"(a[1]), "r"(a[2]), "r"(a[3]));                                                                    \
-  } else if constexpr (N == n && std::is_same<E, __nv_bfloat16>::value) {                                           \
+  } else if constexpr (N == n && std::is_same_v<E, __nv_bfloat16>) {                                           \
     SDPA_WGMMA("k16.f32.bf16.bf16", n, r, r1, "{%" #r3 ", %" #r4 ", %" #r5 ", %" #r6 "}", "1, 1, %" #r2, "r"(a[0]), \
                "r"(a[1]), "r"(a[2]), "r"(a[3]));                                                                    \
   } else if constexpr (N == n) {                                                                                    \
@@ -1038,7 +1027,7 @@ template <class B> struct TileCopy {
   // there on. With USE_CP_ASYNC the data is there only after a wait.
   template <int ROWS>
   __device__ __forceinline__ void copy(Element<B>* dst_s, const Input* src_g, int64_t row_stride, int rows) const {
-    using Copy = typename std::conditional<B::converts, ConvertingCopy, VectorCopy<B::use_cp_async>>::type;
+    using Copy = std::conditional_t<B::converts, ConvertingCopy, VectorCopy<B::use_cp_async>>;
     constexpr int unrolled = B::use_cp_async ? 16 : 8;  // a plain load in flight takes registers
 #pragma unroll unrolled
     for (int r = 0; r < ROWS; r += row_step, src_g += row_step * row_stride) {
@@ -1864,7 +1853,7 @@ template <class B, class Shared> struct CtaSoftmax {
 };
 
 template <class B, class Shared>
-using TileSoftmax = typename std::conditional<B::sync_policy == 1, WarpSoftmax<B, Shared>, CtaSoftmax<B, Shared>>::type;
+using TileSoftmax = std::conditional_t<B::sync_policy == 1, WarpSoftmax<B, Shared>, CtaSoftmax<B, Shared>>;
 
 // ---- what the launch needs to know of a kernel ----
 
@@ -1872,7 +1861,7 @@ using TileSoftmax = typename std::conditional<B::sync_policy == 1, WarpSoftmax<B
 template <class B, Path = B::path> struct KernelOf;
 template <class B> constexpr size_t shared_bytes = sizeof(typename KernelOf<B>::Shared);
 // Nothing to describe to TMA.
-template <class B> SdpaStatus encode_tensor_maps(NoTensorMaps&, const KernelArgs&) { return {}; }
+template <class B> SdpaStatus encode_tensor_maps(Nothing&, const KernelArgs&) { return {}; }
 
 // ==== 5 KERNELS ==================================================================================
 
@@ -1945,7 +1934,7 @@ template <class Use, class Layout> using Operand = wmma::fragment<Use, 16, 16, 1
 template <class T> using AccumulatorOf = wmma::fragment<wmma::accumulator, 16, 16, 16, T>;
 using Accumulator = AccumulatorOf<float>;
 // Of S in shared memory, where rows of fp16 lie as far apart as rows of fp32.
-template <class B> using WmmaScore = typename std::conditional<B::qk_in_fp16, __half, float>::type;
+template <class B> using WmmaScore = std::conditional_t<B::qk_in_fp16, __half, float>;
 template <class B> constexpr int SCORE_STRIDE = ScalarShared<B>::P_STRIDE* int(sizeof(float) / sizeof(WmmaScore<B>));
 
 template <class B> struct WmmaShared : ScalarShared<B> {
@@ -2189,7 +2178,7 @@ template <class B> __global__ void __launch_bounds__(B::threads, 1) sdpa_wmma(co
     __syncthreads();  // hazard: mbarriers just made by thread 0
   }
 
-  typename std::conditional<B::use_persistent_cta, ItemQueue, OneItemPerCta>::type scheduler;
+  std::conditional_t<B::use_persistent_cta, ItemQueue, OneItemPerCta> scheduler;
   for (WorkItem item; scheduler.template next<B>(a, s.drawn, item);) {
     if constexpr (!B::use_warp_specialization) {
       const ItemTiles<B> t(a, item, 0, tid, consumers);
@@ -2244,7 +2233,7 @@ template <class B> struct MmaPacked;  // PACK_GQA: how Q comes and O leaves
 // The partial results of every group but the first.
 template <class B, bool PACKED = B::pack_gqa> struct MmaPartials {
   static constexpr int OTHERS = B::split_kv > 1 ? B::split_kv - 1 : 1;
-  using type = typename std::conditional<(B::split_kv > 1), MmaPartial<B>[OTHERS], char>::type;
+  using type = std::conditional_t<(B::split_kv > 1), MmaPartial<B>[OTHERS], char>;
 };
 
 template <class B> struct MmaShared {
@@ -2880,41 +2869,28 @@ __device__ __forceinline__ void wait_then_let_next_kernel_start() {
   griddepcontrol_launch_dependents();
 }
 
-// The driver's cuTensorMapEncodeTiled, through the runtime, so that nothing has to be linked for it.
-#if CUDART_VERSION >= 12050
-inline cudaError_t find_tensor_map_encoder(void** function, cudaDriverEntryPointQueryResult* found) {
-  return cudaGetDriverEntryPointByVersion("cuTensorMapEncodeTiled", function, 12000, cudaEnableDefault, found);
-}
-#else
-inline cudaError_t find_tensor_map_encoder(void** function, cudaDriverEntryPointQueryResult* found) {
-  return cudaGetDriverEntryPoint("cuTensorMapEncodeTiled", function, cudaEnableDefault, found);
-}
-#endif
-
 // Describes a tensor of elements of 1 or 2 bytes to TMA: sizes (innermost first), byte strides of all dimensions but
 // the innermost (multiples of 16), the box that one copy moves, whose lines have 128 or 64 bytes and are swizzled.
 // Zeros outside. L2 fetches 256 bytes at once, or 128 of what is read once: there 256 take 8% longer.
-inline cudaError_t encode_tensor_map(CUtensorMap& map, int rank, const void* base, const uint64_t* sizes,
-                                     const uint64_t* strides_bytes, const uint32_t* box, int element_bytes = 2,
+inline cudaError_t encode_tensor_map(CUtensorMap& map, int rank, const void* base, const cuuint64_t* sizes,
+                                     const cuuint64_t* strides_bytes, const cuuint32_t* box, int element_bytes = 2,
                                      bool read_once = false) {
-  thread_local void* encoder = nullptr;  // looked for until it is found
+  thread_local void* encoder = nullptr;  // through the runtime, so that nothing has to be linked; looked for until found
   if (!encoder) {
     cudaDriverEntryPointQueryResult found;
-    const cudaError_t error = find_tensor_map_encoder(&encoder, &found);
+    const char* const name = "cuTensorMapEncodeTiled";
+#if CUDART_VERSION >= 12050
+    const cudaError_t error = cudaGetDriverEntryPointByVersion(name, &encoder, 12000, cudaEnableDefault, &found);
+#else
+    const cudaError_t error = cudaGetDriverEntryPoint(name, &encoder, cudaEnableDefault, &found);
+#endif
     if (error != cudaSuccess) return error;
     if (found != cudaDriverEntryPointSuccess || !encoder) return cudaErrorInsufficientDriver;
   }
-  if (rank < 1 || rank > 5) return cudaErrorInvalidValue;
-  cuuint64_t dims[5], strides[5];
-  cuuint32_t boxes[5];
   const cuuint32_t steps[5] = {1, 1, 1, 1, 1};
-  for (int i = 0; i < rank; i++) {
-    dims[i] = sizes[i], boxes[i] = box[i];
-    strides[i] = i + 1 < rank ? strides_bytes[i] : 0;
-  }
   const CUresult result = reinterpret_cast<decltype(&cuTensorMapEncodeTiled)>(encoder)(
       &map, element_bytes == 1 ? CU_TENSOR_MAP_DATA_TYPE_UINT8 : CU_TENSOR_MAP_DATA_TYPE_UINT16, cuuint32_t(rank),
-      const_cast<void*>(base), dims, strides, boxes, steps, CU_TENSOR_MAP_INTERLEAVE_NONE,
+      const_cast<void*>(base), sizes, strides_bytes, box, steps, CU_TENSOR_MAP_INTERLEAVE_NONE,
       box[0] * element_bytes == 64 ? CU_TENSOR_MAP_SWIZZLE_64B : CU_TENSOR_MAP_SWIZZLE_128B,
       read_once ? CU_TENSOR_MAP_L2_PROMOTION_L2_128B : CU_TENSOR_MAP_L2_PROMOTION_L2_256B,
       CU_TENSOR_MAP_FLOAT_OOB_FILL_NONE);
@@ -2962,9 +2938,9 @@ template <class B> SdpaStatus encode_tensor_maps(TensorMaps& maps, const KernelA
     }
     const uint32_t panel_bytes = min(B::head_dim * t.element_bytes, 128);
     const uint32_t panel = panel_bytes / t.element_bytes, panels = B::head_dim / panel;
-    const uint64_t H = t.dims[1].size;
-    uint64_t sizes[5] = {panel, uint64_t(S), panels, H, uint64_t(p.B)};
-    uint64_t strides[4] = {bytes[0], panel_bytes, bytes[1], bytes[2]};
+    const cuuint64_t H = t.dims[1].size;
+    cuuint64_t sizes[5] = {panel, cuuint64_t(S), panels, H, cuuint64_t(p.B)};
+    cuuint64_t strides[4] = {bytes[0], panel_bytes, bytes[1], bytes[2]};
     uint32_t box[5] = {panel, of_queries ? wgmma_rows<B> : B::block_n, panels, 1, 1};
     if (B::pack_gqa && is_q) {  // heads before panels, so that they are rows of one
       sizes[2] = H, strides[1] = bytes[1], sizes[3] = panels;
@@ -3146,9 +3122,8 @@ template <class B> struct SlicePartial {
   float2 m_l[2][64];
   alignas(16) Output out[2][4][8][B::head_dim + 8];  // 8: against bank conflicts
 };
-struct Nothing {};
 template <class B>
-using SlicePartials = typename std::conditional<(B::split_kv > 1), SlicePartial<B>[B::block_m / 64], Nothing>::type;
+using SlicePartials = std::conditional_t<(B::split_kv > 1), SlicePartial<B>[B::block_m / 64], Nothing>;
 
 // True if warpgroups before query 0 or past Sq skip the item's tiles.
 template <class B> constexpr bool wgmma_may_pass = B::split_kv == 1 && !B::use_ping_pong;
@@ -3256,14 +3231,11 @@ template <class B> struct WgmmaTurns {
   }
 };
 
-// The item's rounds [first, end) that a warpgroup computes whose first query is q: all; SKIP_MASKED: those of which its
+// The item's rounds [begin, end) that a warpgroup computes whose first query is q: all; SKIP_MASKED: those of which its
 // rows see something, and at least one; none if all its rows are before the first query or past the last one, so that
 // the others have the tensor cores to themselves.
-struct RoundRange {
-  int first, end;
-};
 template <class B>
-__device__ __forceinline__ RoundRange own_rounds(const KernelArgs& a, const WgmmaItem& item, int rounds, int q) {
+__device__ __forceinline__ KeyRange own_rounds(const KernelArgs& a, const WgmmaItem& item, int rounds, int q) {
   if (wgmma_may_pass<B> && (q < 0 || q >= a.p.Sq)) return {0, 0};
   if (!B::skip_masked) return {0, rounds};
   const KeyRange seen = a.keys.of_rows(min(q, a.p.Sq - 1), min(q + 63, a.p.Sq - 1));
@@ -3365,13 +3337,6 @@ template <class B> struct WgmmaRows {
       }
     }
   }
-  // LSE of the item's rows.
-  __device__ __forceinline__ void store_lses(const WgmmaItem& item, uint32_t tid) const {
-    SDPA_UNROLL for (int i = 0; i < ROWS; i++) {
-      const int row = q + tid / 32 * 16 + tid % 32 / 4 + 8 * i;
-      if (tid % 4 == 0 && row < a.p.Sq) store_lse<B>(m[i], l[i], a, item, row);
-    }
-  }
 };
 
 // A warpgroup that computes: 64 rows over its slice of the keys. Each kernel has products, loops and stores of its own.
@@ -3411,16 +3376,16 @@ template <class B, class Shared> struct WgmmaConsumer {
       const int rounds = uniform(item().rounds);
       if (rounds == 0) break;
       rows.q = uniform(item().q0 + row_group * 64);
-      const RoundRange own = own_rounds<B>(a, item(), rounds, rows.q);
+      const KeyRange own = own_rounds<B>(a, item(), rounds, rows.q);
       begin();
       t.skip(ring, rounds - own.end, lane);
       if (own.end > 0) {
         rows.k0 = uniform(first_key_of<B>(item(), own.end - 1, slice));
-        last_k0 = uniform(first_key_of<B>(item(), own.first, slice));
+        last_k0 = uniform(first_key_of<B>(item(), own.begin, slice));
         rows.scale_log2.start(item());
         compute(turns);
       }
-      if (B::skip_masked) t.skip(ring, own_rounds<B>(a, item(), rounds, rows.q).first, lane);
+      if (B::skip_masked) t.skip(ring, own_rounds<B>(a, item(), rounds, rows.q).begin, lane);
       end();
       q_ring.advance();
     } while (B::use_persistent_cta);
@@ -3736,7 +3701,10 @@ template <class B> struct Wgmma16Consumer : WgmmaConsumer<B, WgmmaShared<B>> {
     float inverse[2];
     SDPA_UNROLL for (int i = 0; i < 2; i++) inverse[i] = inverse_of_sum<B>(rows.l[i], a, s.item[stage]);
     clear_empty_rows(O, rows.l);
-    rows.store_lses(s.item[stage], tid);
+    SDPA_UNROLL for (int i = 0; i < 2; i++) {
+      const int row = rows.q + first_row + int(lane) / 4 + 8 * i;
+      if (lane % 4 == 0 && row < a.p.Sq) store_lse<B>(rows.m[i], rows.l[i], a, s.item[stage], row);
+    }
     SDPA_UNROLL for (int n = 0; n < B::head_dim / 16; n++) {
       WgmmaAccumulator<16> part;
       memcpy(part.x.d, O.x.d + 8 * n, sizeof part.x.d);
@@ -3820,14 +3788,14 @@ template <class B> struct E4m3Shared {
   };
   using Queries = Input[ROW_GROUPS][64 * B::head_dim];
   using Flushed = float4[B::warpgroups][B::head_dim / 8][128];  // thread by thread
-  alignas(1024) typename std::conditional<Q_IN_FLUSHED, Flushed, Queries>::type Q;
+  alignas(1024) std::conditional_t<Q_IN_FLUSHED, Flushed, Queries> Q;
   TileRing<B, V_KEYS<B> * B::head_dim> slice[B::split_kv];  // V [D][BLOCK_N]
   Landed landed[B::split_kv];
   SlicePartials<B> partial;
   WgmmaItem item[Q_STAGES];
   // Full: Q has landed, and item is set. Empty: Q has been read.
   uint64_t q_full[Q_STAGES], q_empty[Q_STAGES];
-  typename std::conditional<FLUSHES && !Q_IN_FLUSHED, Flushed, Nothing>::type flushed_sums;
+  std::conditional_t<FLUSHES && !Q_IN_FLUSHED, Flushed, Nothing> flushed_sums;
 
   __device__ __forceinline__ Input* queries(int, int row_group) { return reinterpret_cast<Input*>(Q[row_group]); }
   __device__ __forceinline__ auto& flushed(int warpgroup) {
@@ -4742,8 +4710,8 @@ struct KernelFacts {
   size_t zeroed_bytes;  // of the workspace: zero before a launch and after it
 };
 template <class B> KernelFacts facts() {
-  return {forward<B>, reinterpret_cast<const void*>(+KernelOf<B>::entry), B::threads,     shared_bytes<B>,
-          B::block_m, workspace_bytes<B>,                                 zeroed_bytes<B>};
+  return {forward<B>, reinterpret_cast<const void*>(+KernelOf<B>::entry), B::threads, shared_bytes<B>, B::block_m,
+          workspace_bytes<B>, zeroed_bytes<B>};
 }
 template <class B> KernelFacts facts(const SdpaParams& p) {
   if constexpr (carries_sums<B>) {
@@ -4784,15 +4752,13 @@ SdpaStatus check_tensor(const TensorView& t) {
 SdpaStatus check_sizes(const SdpaParams& p) {
   const struct {
     const char* name;
-    int value;
-  } sizes[] = {{"B", p.B}, {"Hq", p.Hq}, {"Hkv", p.Hkv}, {"Sq", p.Sq}, {"Sk", p.Sk}},
-    windows[] = {{"window_left", p.window_left}, {"window_right", p.window_right}};
-  for (const auto& size : sizes) {
-    if (size.value < 0 || size.value > most_rows) return failure(refused, "%s=%d is outside [0, 10^9]", size.name, size.value);
-  }
-  for (const auto& side : windows) {
-    if (side.value >= -1 && side.value <= most_rows) continue;
-    return failure(refused, "%s=%d is outside [-1, 10^9]; -1 means no limit", side.name, side.value);
+    int value, least;
+  } sizes[] = {{"B", p.B, 0},   {"Hq", p.Hq, 0}, {"Hkv", p.Hkv, 0}, {"Sq", p.Sq, 0},
+               {"Sk", p.Sk, 0}, {"window_left", p.window_left, -1}, {"window_right", p.window_right, -1}};
+  for (const auto& of : sizes) {
+    if (of.value >= of.least && of.value <= most_rows) continue;
+    return failure(refused, "%s=%d is outside [%d, 10^9]%s", of.name, of.value, of.least,
+                   of.least < 0 ? "; -1 means no limit" : "");
   }
   if (double(p.B) * p.Hq * p.Sq > 1e18) return failure(refused, "B*Hq*Sq is over 10^18 rows; split the batch");
   if (p.D != Build::head_dim) {
@@ -4921,23 +4887,20 @@ template <class B> constexpr bool check_wgmma() {
   SDPA_REFUSE(wgmma && B::vec_width != (B::is_8bit ? 16 : 8),
               "VEC_WIDTH: TMA wants addresses and strides that are multiples of 16 bytes; type VEC_WIDTH=8, or 16 with "
               "an 8-bit DTYPE");
-  SDPA_REFUSE(wgmma && !B::use_warp_specialization &&
-                  (B::overlap || B::use_persistent_cta || B::use_ping_pong ||
-                   (!B::swap_ab && (B::use_lazy_max || B::split_kv > 1))),
-              "OVERLAP, USE_PERSISTENT_CTA, USE_PING_PONG, USE_LAZY_MAX and SPLIT_KV: the plain wgmma kernel has none "
-              "of them; add USE_WARP_SPECIALIZATION=1 or drop them");
+  SDPA_REFUSE(wgmma && !roles && (B::overlap || B::use_persistent_cta || B::use_ping_pong),
+              "OVERLAP, USE_PERSISTENT_CTA and USE_PING_PONG: only the wgmma kernel with producer warps has them; add "
+              "USE_WARP_SPECIALIZATION=1 or drop them");
+  SDPA_REFUSE(wgmma && !roles && !B::swap_ab && (B::use_lazy_max || B::split_kv > 1),
+              "USE_LAZY_MAX and SPLIT_KV: the plain wgmma kernel has neither; add USE_WARP_SPECIALIZATION=1 or drop them");
   SDPA_REFUSE(roles && B::split_kv > 2,
               "SPLIT_KV=4: the wgmma kernel with producer warps splits the keys in two; type SPLIT_KV=2 or SWAP_AB=1");
   SDPA_REFUSE(wgmma && B::use_persistent_cta && B::split_kv > 1,
               "USE_PERSISTENT_CTA=1: in the wgmma kernel not with SPLIT_KV; drop one of them");
   SDPA_REFUSE(wgmma && !B::swap_ab && B::warpgroups == 1 && B::use_ping_pong,
               "USE_PING_PONG=1: one warpgroup has no other to take turns with; drop it or type BLOCK_M=128 NUM_WARPS=8");
-  SDPA_REFUSE(wgmma && B::skip_masked && B::block_m == 64,
-              "SKIP_MASKED=1: with BLOCK_M=64 every warpgroup has the item's rows, so it skips nothing; drop it or type "
-              "BLOCK_M=128 NUM_WARPS=8");
-  SDPA_REFUSE(wgmma && B::skip_masked && (!roles || B::use_ping_pong),
-              "SKIP_MASKED=1: warpgroups that take turns or load tiles must run the same rounds; add "
-              "USE_WARP_SPECIALIZATION=1 and drop USE_PING_PONG");
+  SDPA_REFUSE(wgmma && B::skip_masked && (!roles || B::use_ping_pong || B::block_m == 64),
+              "SKIP_MASKED=1: warpgroups leave out different tiles, which takes USE_WARP_SPECIALIZATION=1, BLOCK_M over 64 "
+              "and no USE_PING_PONG; type BLOCK_M=128 NUM_WARPS=8 or drop it");
   SDPA_REFUSE(wgmma && B::swap_ab &&
                   (B::num_warps != 4 * B::split_kv || B::block_n % 64 != 0 || (B::block_m != 16 && B::block_m != 32)),
               "SWAP_AB=1: every warpgroup has a slice of the keys, by 64, and all of them the same 16 or 32 query rows; "
@@ -4946,11 +4909,8 @@ template <class B> constexpr bool check_wgmma() {
                   (B::block_n + 2 * B::head_dim) / 64 * B::block_m / 2 > (B::num_warps > 8 ? 64 : 160),
               "SWAP_AB=1: a thread's part of S and twice of O would leave too few of its registers for the rest; type a "
               "smaller BLOCK_M or BLOCK_N");
-  SDPA_REFUSE(wgmma && B::swap_ab &&
-                  (B::use_warp_specialization || B::overlap || B::use_ping_pong || B::use_persistent_cta ||
-                   B::skip_masked),
-              "SWAP_AB=1: its loop has an order of its own, without USE_WARP_SPECIALIZATION, OVERLAP, USE_PING_PONG, "
-              "USE_PERSISTENT_CTA and SKIP_MASKED; drop them");
+  SDPA_REFUSE(wgmma && B::swap_ab && B::use_warp_specialization,
+              "SWAP_AB=1: in its kernel the warps that compute load as well; drop USE_WARP_SPECIALIZATION");
   return true;
 }
 template <class B> constexpr bool check() {

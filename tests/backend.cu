@@ -268,8 +268,8 @@ static std::vector<float> run_hopper(HopperKernel kernel, std::string& report, i
       }
     }
   }
-  const uint64_t sizes[3] = {64, ROWS, HEADS}, strides[2] = {ROW_STRIDE * 2, ROWS * ROW_STRIDE * 2};
-  const uint32_t box[3] = {64, BOX, 1};
+  const cuuint64_t sizes[3] = {64, ROWS, HEADS}, strides[2] = {ROW_STRIDE * 2, ROWS * ROW_STRIDE * 2};
+  const cuuint32_t box[3] = {64, BOX, 1};
   CHECK(encode_tensor_map(a.map, 3, a.tensor, sizes, strides, box) == cudaSuccess);
   cudaLaunchConfig_t launch{};
   launch.gridDim = dim3(1), launch.blockDim = dim3(threads);
@@ -424,10 +424,10 @@ TEST_CASE("tma_loads") {
         HopperScratch& s = dynamic_shared<HopperScratch>();
         init_barriers(s);
         CUtensorMap four, five;
-        const uint64_t sizes[5] = {64, 10, 4, 1, HEADS};  // the rows of a head in fours of ten
-        const uint64_t strides[4] = {ROW_STRIDE * 2, 10 * ROW_STRIDE * 2, 16,
+        const cuuint64_t sizes[5] = {64, 10, 4, 1, HEADS};  // the rows of a head in fours of ten
+        const cuuint64_t strides[4] = {ROW_STRIDE * 2, 10 * ROW_STRIDE * 2, 16,
                                      ROWS * ROW_STRIDE * 2};
-        const uint32_t box[5] = {64, 4, 2, 1, 1};
+        const cuuint32_t box[5] = {64, 4, 2, 1, 1};
         encode_tensor_map(four, 4, a.tensor, sizes, strides, box);
         encode_tensor_map(five, 5, a.tensor, sizes, strides, box);
         if (threadIdx.x == 0) {
@@ -587,8 +587,8 @@ TEST_CASE("tma_reports") {
   const auto encode = [](int rank, const void* base, uint64_t size, uint64_t stride, uint32_t box0,
                          uint32_t box1) {
     CUtensorMap map;
-    const uint64_t sizes[6] = {64, size, 1, 1, 1, 1}, strides[5] = {stride, 256, 256, 256, 256};
-    const uint32_t box[6] = {box0, box1, 1, 1, 1, 1};
+    const cuuint64_t sizes[6] = {64, size, 1, 1, 1, 1}, strides[5] = {stride, 256, 256, 256, 256};
+    const cuuint32_t box[6] = {box0, box1, 1, 1, 1, 1};
     return encode_tensor_map(map, rank, base, sizes, strides, box) == cudaSuccess;
   };
   CHECK(encode(3, memory, 8, 128, 64, 8));

@@ -658,14 +658,14 @@ static bool failed = false;
 
 static void encode_maps(Args& a) {
   const uint64_t row = ROW_STRIDE * 2, head = ROWS * row;
-  const uint64_t sizes_3d[3] = {64, ROWS, HEADS}, strides_3d[2] = {row, head};
-  const uint32_t box_3d[3] = {64, 16, 1};
-  const uint64_t sizes_4d[4] = {64, ROWS / 2, 2, HEADS}, strides_4d[3] = {row, head / 2, head};
-  const uint32_t box_4d[4] = {64, 8, 2, 1};
-  const uint64_t sizes_5d[5] = {64, ROWS / 4, 2, 2, HEADS};
-  const uint64_t strides_5d[4] = {row, head / 2, head / 4, head};
-  const uint32_t box_5d[5] = {64, 4, 2, 2, 1};
-  const uint64_t sizes_bytes[3] = {64, ROWS, HEADS};
+  const cuuint64_t sizes_3d[3] = {64, ROWS, HEADS}, strides_3d[2] = {row, head};
+  const cuuint32_t box_3d[3] = {64, 16, 1};
+  const cuuint64_t sizes_4d[4] = {64, ROWS / 2, 2, HEADS}, strides_4d[3] = {row, head / 2, head};
+  const cuuint32_t box_4d[4] = {64, 8, 2, 1};
+  const cuuint64_t sizes_5d[5] = {64, ROWS / 4, 2, 2, HEADS};
+  const cuuint64_t strides_5d[4] = {row, head / 2, head / 4, head};
+  const cuuint32_t box_5d[5] = {64, 4, 2, 2, 1};
+  const cuuint64_t sizes_bytes[3] = {64, ROWS, HEADS};
   if (encode_tensor_map(a.map_bytes, 3, a.tensor, sizes_bytes, strides_3d, box_3d, 1) !=
           cudaSuccess ||
       encode_tensor_map(a.map_3d, 3, a.tensor, sizes_3d, strides_3d, box_3d) != cudaSuccess ||

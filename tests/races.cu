@@ -114,8 +114,8 @@ template <Bug BUG> static bool launch() {
   cudaMalloc(&tensor, 6 * 64 * 64 * sizeof(__half));
   cudaMemset(tensor, 0, 6 * 64 * 64 * sizeof(__half));
   cudaMalloc(&a.out, 256 * sizeof(float));
-  const uint64_t sizes[3] = {64, 64, 6}, strides[2] = {128, 64 * 128};
-  const uint32_t box[3] = {64, 64, 1};
+  const cuuint64_t sizes[3] = {64, 64, 6}, strides[2] = {128, 64 * 128};
+  const cuuint32_t box[3] = {64, 64, 1};
   if (encode_tensor_map(a.map, 3, tensor, sizes, strides, box) != cudaSuccess) return false;
   cudaLaunchConfig_t launch{};
   launch.gridDim = dim3(1), launch.blockDim = dim3(256);
