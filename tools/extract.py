@@ -67,13 +67,15 @@ def rows_of(tree, knobs, words):
 
 
 def holds(condition, knobs, rows):
-    """Whether a section's condition holds: parts joined by " and ", each a list of which one has to be, in some build."""
+    """Whether a section's condition holds for a build: parts joined by " and ", each a list of which one has to be.
+    SPLIT_KV > 1 does always: kernels ask for it where they name the section's functions."""
     def one_of(word, row):
         name, _, rest = word.partition(" ")
         if name not in knobs:
             return name == next((family for family, knob in builds.FAMILIES.items() if row.get(knob)), "scalar")
-        return row[name] > int(rest[2:]) if rest.startswith(">") else row[name] == knobs[name].number(rest[2:] or "1")
-    return all(any(one_of(word, row) for word in part.split(", ") for row in rows) for part in condition.split(" and "))
+        return rest.startswith(">") or row[name] == knobs[name].number(rest[2:] or "1")
+    parts = [part.split(", ") for part in condition.split(" and ")]
+    return any(all(any(one_of(word, row) for word in part) for part in parts) for row in rows)
 
 
 def numbers(text, knobs, rows):

@@ -196,7 +196,7 @@ class Folding:
                     return text[1:-1] if is_whole else text
         if kind == "binary_expression" and self.source(field("operator")) == "+" and self.emit(field("right")) == "0":
             return self.emit(field("left"))
-        if re.match(r"(typename )?std::conditional<(.|\n)*>::type$", self.source(node)):
+        if re.match(r"(typename )?std::conditional(_t<(.|\n)*>|<(.|\n)*>::type)$", self.source(node)):
             condition, *types = descendants(node, "template_argument_list")[0].named_children
             value = self.value(condition)
             if value is not None and not self.source(types[not value]).endswith("]"):
