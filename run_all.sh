@@ -108,7 +108,7 @@ pip_install() {
   shift
   command -v "$base" >/dev/null && may_install "$* (pip, into $venv)" || return
   "$base" -c 'import ensurepip' 2>/dev/null || apt_install python3-venv  # which Debian's lacks
-  "$base" -m venv --system-site-packages --clear "$venv" && "$venv/bin/python3" -m pip install --quiet "$@" >&2
+  "$base" -m venv --system-site-packages "$venv" && "$venv/bin/python3" -m pip install --quiet "$@" >&2
   python_with "$@"
 }
 
@@ -538,7 +538,7 @@ judge_ctest() {
 }
 
 run_tests() {
-  local base=$build failed=0 found tool missing=() onnx='onnx==1.23.*'
+  local base=$build failed=0 found tool missing=() by_pip=('onnx==1.23.*' tree_sitter tree_sitter_cpp)
   local modules=(jsonschema matplotlib numpy pytest scipy)
   case ${1-} in
     -h|--help)
@@ -560,10 +560,10 @@ run_tests() {
   echo '#include <doctest/doctest.h>' | "${CXX:-c++}" -x c++ -fsyntax-only - 2>/dev/null || apt_install doctest-dev ||
     refuse "doctest is missing; install it with: sudo apt-get install doctest-dev"
   if find_python "${modules[@]}"; then
-    # Not Debian's, which is older than its operator Attention.
+    # Debian's ONNX is older than its operator Attention.
     found=$python
-    python_with "${modules[@]}" "$onnx" || pip_install "$found" "${modules[@]}" "$onnx" || {
-      say "---- tests: without ONNX's own cases, which need: python3 -m pip install '$onnx'"
+    python_with "${modules[@]}" "${by_pip[@]}" || pip_install "$found" "${modules[@]}" "${by_pip[@]}" || {
+      say "---- tests: without ONNX's own cases and extract, which need: python3 -m pip install ${by_pip[*]}"
       python_with "${modules[@]}"
     }
     export PYTHON=$python
@@ -610,7 +610,9 @@ case ${1-} in
   extract)
     need cmake cmake
     command -v "${CXX:-g++}" >/dev/null || need g++ g++
-    need_python tree_sitter tree_sitter_cpp
+    modules=(tree_sitter tree_sitter_cpp)  # which Debian does not have
+    python_with "${modules[@]}" || pip_install python3 "${modules[@]}" ||
+      refuse "python3 lacks one of ${modules[*]}; install them with: python3 -m pip install ${modules[*]}"
     exec "$python" tools/extract.py "${@:2}"
     ;;
   list) list_lines "${@:2}" ;;

@@ -70,14 +70,14 @@ def test_machine_code_is_the_lines(texts, tmp_path):
 
 @needs_nvcc
 def test_two_in_one_program(texts, tmp_path):
-    """In one file even, and one under another name."""
+    """In one file even; each answers for itself."""
     (tmp_path / "other.cu").write_text(extract("scalar_vec8", "--namespace", "other")[1])
-    (tmp_path / "program.cu").write_text(texts["mma_lazy"] + """
+    (tmp_path / "program.cu").write_text(texts["mma_decode_d128_bf16"] + """
 #include "other.cu"
-int main() { return other::sdpa_forward({}, 0).ok() && mma_lazy::sdpa_forward({}, 0).ok() ? 0 : 1; }
+int main() { printf("%s\\n%s", mma_decode_d128_bf16::sdpa_forward({}, 0).text, other::sdpa_forward({}, 0).text); }
 """)
     subprocess.run([builds.nvcc(), "-std=c++17", "-arch=sm_80", "program.cu", "-o", "program"], cwd=tmp_path, check=True)
-    subprocess.run([tmp_path / "program"], check=True)
+    assert re.findall(r"HEAD_DIM=(\d+)", subprocess.check_output([tmp_path / "program"], text=True)) == ["128", "64"]
 
 
 def test_minimal():

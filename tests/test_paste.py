@@ -80,6 +80,30 @@ def test_on_the_cpu_backend(folder, name):
     assert done.returncode == 0, done.stdout + done.stderr
 
 
+def test_builds_of_one_namespace(folder):
+    """Each is asked what it refuses: a D that is not its own, or a factor that its type does not have."""
+    knobs = ["", "HEAD_DIM 128", "DTYPE FP8_E4M3"]
+    text = """#define SDPA_NO_MAIN
+%s
+#include "sdpa.cu"
+const char* ask%d() {
+  static sdpa::SdpaStatus status;
+  sdpa::SdpaParams p{};
+  p.D = 64, p.q_descale.factor = reinterpret_cast<float*>(&status);
+  return (status = sdpa::sdpa_forward(p, 0)).text;
+}
+"""
+    names = [f"ask{n}" for n in range(len(knobs))]
+    for n, knob in enumerate(knobs):
+        (folder / f"ask{n}.cu").write_text(text % ("#define " + knob if knob else "", n))
+    (folder / "ask.cpp").write_text("#include <cstdio>\n" + "".join(f"const char* {name}();\n" for name in names) +
+                                    "int main() { " + "".join(f"puts({name}()); " for name in names) + "}\n")
+    subprocess.run([*CPU, "-w", "-std=c++17", "-I" + ROOT, "-x", "c++", *(name + ".cu" for name in names), "ask.cpp", "-x", "none",
+                    "engine.o", "-o", "ask"], cwd=folder, check=True)
+    answers = subprocess.check_output([folder / "ask"], text=True).split("\n")
+    assert "elements of 16 bits have no factor" in answers[0] and "HEAD_DIM=128" in answers[1] and not answers[2]
+
+
 @pytest.mark.skipif(not builds.nvcc(), reason="nvcc is missing")
 @pytest.mark.parametrize("name", FAMILIES)
 def test_by_nvcc(folder, name):

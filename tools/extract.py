@@ -9,12 +9,12 @@ STAGES and VEC_WIDTH decide nothing: they are constants of one struct and can be
 environment: SDPA_CONFIGS, CXX
 """
 import argparse
-import difflib
 import itertools
 import os
 import re
 import sys
 import tempfile
+import textwrap
 
 import builds
 import minimal
@@ -44,7 +44,7 @@ class Knob:
         return f"{number};{word}"
 
 
-PRINT_ROWS = "#include <cstdio>\n#include <type_traits>\n", r"""}
+PRINT_ROWS = r"""
 #define SDPA_PRINT(name, fallback, member, values, families, meaning) printf(" %d", int(B::member));
 template <class B> void print() { printf("%d", B::row); SDPA_KNOBS(SDPA_PRINT) puts(""); }
 template <int N> void print_from() {
@@ -54,14 +54,12 @@ int main() { print<Build>(), print_from<Build::use_tuned ? next_tile(0) : -1>();
 """
 
 
-def rows_of(source, knobs, line):
+def rows_of(tree, knobs, words):
     """{row: {knob: number}} of the builds of a line, as the host's compiler says; -1 is the typed one."""
-    parts = [source[source.index(begin):source.index(end)] for begin, end in (
-        ("// ==== 1 KNOBS", "// ==== 2 PROBLEM"), ("// ==== 7 TABLES", "// ---- the choice of a tile"))]
     with tempfile.TemporaryDirectory() as folder:
         program = os.path.join(folder, "rows")
-        command = [os.environ.get("CXX", "g++"), "-std=c++17", "-w", *builds.definitions(line.words), "-x", "c++", "-"]
-        done = builds.run([*command, "-o", program], input="".join([PRINT_ROWS[0], *parts, PRINT_ROWS[1]]))
+        done = builds.run([os.environ.get("CXX", "g++"), "-std=c++17", "-w", *builds.definitions(words), "-x", "c++", "-",
+                           "-o", program], input="#include <cstdio>\n" + tree.refusals() + PRINT_ROWS)
         if done.returncode:
             raise Refused(builds.assertion_words(done.stderr) or builds.compiler_words(done.stderr))
         printed = builds.run([program]).stdout.splitlines()
@@ -69,12 +67,13 @@ def rows_of(source, knobs, line):
 
 
 def holds(condition, knobs, rows):
-    """Whether a section's condition holds for a build: parts joined by " and ", each a list of which one has to be."""
+    """Whether a section's condition holds for a build: parts joined by " and ", each a list of which one has to be.
+    SPLIT_KV > 1 does always: kernels ask for it where they name the section's functions."""
     def one_of(word, row):
         name, _, rest = word.partition(" ")
         if name not in knobs:
             return name == next((family for family, knob in builds.FAMILIES.items() if row.get(knob)), "scalar")
-        return row[name] > int(rest[2:]) if rest.startswith(">") else row[name] == knobs[name].number(rest[2:] or "1")
+        return rest.startswith(">") or row[name] == knobs[name].number(rest[2:] or "1")
     parts = [part.split(", ") for part in condition.split(" and ")]
     return any(all(any(one_of(word, row) for word in part) for part in parts) for row in rows)
 
@@ -134,11 +133,10 @@ def extract(name, namespace=""):
     """The file."""
     tree = builds.Tree()
     lines, trouble = tree.read_configs()
-    if trouble:
+    if name not in lines and trouble:
         raise Refused(trouble.replace("configs.txt", os.path.basename(os.environ.get("SDPA_CONFIGS") or "configs.txt")))
     if name not in lines:
-        near = difflib.get_close_matches(name, lines, 3)
-        hint = f"did you mean {' or '.join(near)}?" if near else "./run_all.sh list shows them"
+        hint = builds.nearest(name, lines) or "./run_all.sh list has them all"
         raise Refused(f"{name}: no line of configs.txt has that name; {hint}")
     line, source = lines[name], tree.read("sdpa.cu")
     if line.expect == "FAIL":
@@ -146,7 +144,7 @@ def extract(name, namespace=""):
     knobs = {knob: Knob(knob, member, values) for knob, member, values in re.findall(
         r'^  X\(([A-Z][A-Z_0-9]+), \w*, (\w+), "([^"\n]*)"', source, re.MULTILINE)}
     try:
-        rows = rows_of(source, knobs, line)
+        rows = rows_of(tree, knobs, line.words)
     except Refused as error:
         raise Refused(f"{name}: {error}") from None
     sizes = {knobs[knob].member for knob in SIZES}
@@ -155,7 +153,8 @@ def extract(name, namespace=""):
         text = minimal.minimal(without_rows(text, rows), sizes)
     arch = line.arch or "80"
     return "\n".join([
-        f"// sdpa, line {name}: {' '.join(line.knobs) or 'all knobs as they are by default'}",
+        textwrap.fill(f"// sdpa, line {name}: {' '.join(line.knobs) or 'all knobs as they are by default'}", 120,
+                      subsequent_indent="//   "),
         f"// Made by: ./run_all.sh extract {name}{' --namespace ' * bool(namespace) + namespace}",
         f"// Compile: nvcc -O3 -std=c++17 -gencode arch=compute_{arch},code=sm_{arch} -c my_kernel.cu",
         f"// Call:    {namespace or name}::sdpa_forward(params, stream), below it or in a file that includes it", "",

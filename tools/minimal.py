@@ -194,12 +194,15 @@ class Folding:
                     text = self.emit(other)
                     is_whole = other.type == "parenthesized_expression" and node.parent.type in WHOLE
                     return text[1:-1] if is_whole else text
-        if re.match(r"(typename )?std::conditional<(.|\n)*>::type$", self.source(node)):
+        if kind == "binary_expression" and self.source(field("operator")) == "+" and self.emit(field("right")) == "0":
+            return self.emit(field("left"))
+        if re.match(r"(typename )?std::conditional(_t<(.|\n)*>|<(.|\n)*>::type)$", self.source(node)):
             condition, *types = descendants(node, "template_argument_list")[0].named_children
             value = self.value(condition)
             if value is not None and not self.source(types[not value]).endswith("]"):
                 return self.emit(types[not value])
-        if kind == "static_assert_declaration" and self.value(field("condition")) is True or self.is_unselected(node):
+        does_nothing = {"static_assert_declaration": True, "while_statement": False}.get(kind)
+        if does_nothing is not None and self.value(field("condition")) is does_nothing or self.is_unselected(node):
             return GONE
         if kind == "if_statement":
             return self.emit_if(node) or GONE
@@ -224,10 +227,11 @@ class Folding:
         if node.type == "parenthesized_expression" and re.fullmatch(r"\([\w:.<>]+(\(\))?\)", text):
             return text[1:-1]
         line = None
-        if node.type in JOINED and "//" not in text and GONE not in text:
+        if (node.type in JOINED or node.type == "template_declaration" and text.count("\n") == 1) and (
+                "//" not in text and GONE not in text):
             line = re.sub(r"(\()?\s*\n\s*", lambda m: m[1] or " ", text)
-        body = node.type == "function_definition" and re.fullmatch(r"([^\n]*){\s*([^\n{}]*)\s*}", text)
-        if body and GONE not in text:
+        body = node.type == "function_definition" and re.fullmatch(r"([^\n]*){\s*([^\n{}]*)\s*}", without_gone(text))
+        if body:
             line = f"{body[1]}{{ {body[2]} }}".replace("{  }", "{}")
         return line if line and indent + len(line) <= WIDTH else text
 

@@ -40,6 +40,7 @@ template <class B> struct Copy<B, true> {
 };
 
 using Type = typename std::conditional<B::packs, Packed, int>::type;
+using Other = std::conditional_t<B::packs, Packed, Type>;
 
 static_assert(!B::packs || B::block_m > 8, "decided");
 static_assert(B::block_m > 8, "open");
@@ -47,7 +48,7 @@ static_assert(B::block_m > 8, "open");
 int helper(int x) { return x; }  // of the branch that goes
 
 int sdpa_forward(int a, int b, int c) {
-  Type n = rows<B>;
+  Other n = rows<B>;
   // Stays: a branch does.
   if constexpr (B::packs) {
     n = helper(a);
@@ -91,11 +92,12 @@ template <class B, bool = B::packs> struct Copy {
 };
 
 using Type = int;
+using Other = Type;
 
 static_assert(B::block_m > 8, "open");
 
 int sdpa_forward(int a, int b, int c) {
-  Type n = rows<B>;
+  Other n = rows<B>;
   // Stays: a branch does.
   if (a < b || b > c) {
     n++;
