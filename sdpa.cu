@@ -578,13 +578,10 @@ template <int BYTES> __device__ __forceinline__ void cp_async(void* dst_s, const
                  : "memory");
   }
 }
-
 __device__ __forceinline__ void cp_async_commit_group() { asm volatile("cp.async.commit_group;" ::: "memory"); }
-
 template <int N> __device__ __forceinline__ void cp_async_wait_group() {
   asm volatile("cp.async.wait_group %0;" ::"n"(N) : "memory");
 }
-
 // Arrives when all earlier cp.async of this thread have landed.
 __device__ __forceinline__ void cp_async_mbarrier_arrive_noinc(uint64_t* barrier_s) {
   asm volatile("cp.async.mbarrier.arrive.noinc.shared.b64 [%0];" ::"r"(shared_address(barrier_s)) : "memory");
@@ -596,7 +593,6 @@ __device__ __forceinline__ void cp_async_mbarrier_arrive_noinc(uint64_t* barrier
 __device__ __forceinline__ void barrier_sync(int id, int threads) {
   asm volatile("barrier.sync.aligned %0, %1;" ::"r"(id), "r"(threads) : "memory");
 }
-
 // The same; true if `mine` is true in all threads.
 __device__ __forceinline__ bool barrier_and(int id, int threads, bool mine) {
   uint32_t all;
@@ -608,7 +604,6 @@ __device__ __forceinline__ bool barrier_and(int id, int threads, bool mine) {
       : "memory");
   return all;
 }
-
 // bar.arrive: counts these threads at barrier `id` and goes on; barrier_sync() of others waits.
 __device__ __forceinline__ void barrier_arrive(int id, int threads) {
   asm volatile("barrier.arrive.aligned %0, %1;" ::"r"(id), "r"(threads) : "memory");
@@ -625,7 +620,6 @@ __device__ __forceinline__ void mbarrier_arrive(uint64_t* barrier_s) {
   asm volatile("{ .reg .b64 state; mbarrier.arrive.shared.b64 state, [%0]; }" ::"r"(shared_address(barrier_s))
                : "memory");
 }
-
 // Whether the phase of this parity is complete.
 __device__ __forceinline__ bool mbarrier_test_wait_parity(uint64_t* barrier_s, int parity) {
   uint32_t complete;
@@ -2893,14 +2887,11 @@ inline cudaError_t encode_tensor_map(CUtensorMap& map, int rank, const void* bas
   return result == CUDA_SUCCESS ? cudaSuccess : cudaErrorInvalidValue;
 }
 
-bool same_strides(const Strides& a, const Strides& b) {
-  return a.batch == b.batch && a.head == b.head && a.row == b.row;
-}
 // True if addresses, sizes and strides are equal, which is all that tensor maps depend on.
 bool same_tensors(const SdpaParams& a, const SdpaParams& b) {
+  const auto same = [](const Strides& x, const Strides& y) { return memcmp(&x, &y, sizeof x) == 0; };
   return a.Q == b.Q && a.K == b.K && a.V == b.V && a.O == b.O && a.B == b.B && a.Hq == b.Hq && a.Hkv == b.Hkv &&
-         a.Sq == b.Sq && a.Sk == b.Sk && same_strides(a.q, b.q) && same_strides(a.k, b.k) && same_strides(a.v, b.v) &&
-         same_strides(a.o, b.o);
+         a.Sq == b.Sq && a.Sk == b.Sk && same(a.q, b.q) && same(a.k, b.k) && same(a.v, b.v) && same(a.o, b.o);
 }
 
 // Encodes the tensor maps, or takes those of this thread's last call if the tensors are the same.
@@ -3079,12 +3070,9 @@ template <class B> struct KernelOf<B, Path::wgmma_plain> {
 // Q where there is room for two. Where there are too few items for all SMs, two slices of the keys (SPLIT_KV) go to
 // different warpgroups, which merge what they have.
 
-// Named barriers of the CTA; 0 is __syncthreads().
-enum WgmmaBarrier {
-  turn = 1,      // and the next three: it is the warpgroup's turn at the tensor cores
-  q_read = 5,    // and the next three: all warps of the warpgroup have read Q
-  partials = 9,  // of both slices are written
-};
+// Named barriers of the CTA. turn and the next three: it is the warpgroup's turn at the tensor cores; q_read and the next
+// three: all warps of the warpgroup have read Q; partials: those of both slices are written.
+constexpr int turn = 1, q_read = 5, partials = 9;
 
 // The stages of a slice's tiles. Full: the tile has landed. Empty: all who read it have done so.
 template <class B, int V_ELEMENTS = (B::block_n * B::head_dim)> struct TileRing {
