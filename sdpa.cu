@@ -4567,25 +4567,29 @@ int ranges_of(const SdpaParams& p, const Items& items, int round_keys, int threa
   return best;
 }
 
-// How a problem is cut into items of block_m rows, in one range. PACK_GQA: an item has as many heads of a key head as
-// divide them and fit.
-Items items_of_tile(const SdpaParams& p, int block_m, bool pack_gqa) {
-  Items items;
+// PACK_GQA: query heads of an item, as many of a key head as divide them and fit into block_m rows.
+int packed_heads(const SdpaParams& p, int block_m) {
   const int group = p.Hkv > 0 ? p.Hq / p.Hkv : 1;
-  while (pack_gqa && items.heads < block_m && items.heads < group) {  // the next divisor
-    int next = items.heads + 1;
-    while (group % next) next++;
-    if (next > block_m) break;
-    items.heads = next;
-  }
-  items.queries = block_m / items.heads;
-  if (pack_gqa && p.Sq < items.queries) items.queries = p.Sq > 0 ? p.Sq : 1;
-  items.count = int64_t(p.B) * (p.Hq / items.heads) * shares(p.Sq, items.queries);
+  int heads = min(group, block_m);
+  while (heads > 1 && group % heads) heads--;
+  return max(heads, 1);
+}
+
+// How a problem is cut into items of block_m rows, in one range.
+Items items_of_tile(const SdpaParams& p, int block_m, int heads) {
+  Items items;
+  items.heads = heads, items.queries = block_m / heads;
+  items.count = int64_t(p.B) * (p.Hq / heads) * shares(p.Sq, items.queries);
+  return items;
+}
+Items items_of_packed_tile(const SdpaParams& p, int block_m) {
+  Items items = items_of_tile(p, block_m, packed_heads(p, block_m));
+  if (p.Sq < items.queries) items.queries = max(p.Sq, 1);
   return items;
 }
 
 template <class B> Items items_of(const SdpaParams& p) {
-  Items items = items_of_tile(p, B::block_m, B::pack_gqa);
+  Items items = B::pack_gqa ? items_of_packed_tile(p, B::block_m) : items_of_tile(p, B::block_m, 1);
   if (B::split_ctas > 1) items.ranges = B::split_ctas;
   if (B::split_ctas == 0 && items.count > 0) {
     items.ranges =
@@ -4603,25 +4607,26 @@ constexpr size_t zeroed_bytes = B::split_ctas != 1      ? range_counter_bytes
                                 : B::use_persistent_cta ? sizeof(uint32_t)
                                                         : 0;
 template <class B> size_t workspace_bytes(const SdpaParams& p) {
-  const Items items = items_of<B>(p);
+  size_t bytes = zeroed_bytes<B>;
   if (B::split_ctas != 1) {
-    if (items.ranges == 1) return zeroed_bytes<B>;
-    return zeroed_bytes<B> + size_t(items.count) * items.ranges * sizeof(RangePartial<B>);
+    const Items items = items_of<B>(p);
+    if (items.ranges > 1) bytes += size_t(items.count) * items.ranges * sizeof(RangePartial<B>);
+  } else if (B::many_keys) {
+    const int64_t items = items_of<B>(p).count, resident = most_resident_ctas<B>() * sm_count();
+    const int64_t slots = B::use_persistent_cta && resident < items ? resident : items;
+    bytes = slot_offset + size_t(slots) * slot_bytes<B>;
   }
-  if (!B::many_keys) return zeroed_bytes<B>;
-  const int64_t most = B::use_persistent_cta ? most_resident_ctas<B>() * sm_count() : items.count;
-  return slot_offset + size_t(items.count < most ? items.count : most) * slot_bytes<B>;
+  return bytes;
 }
 
 // ---- the launch ----
 
-// Bytes of shared memory that a CTA asks for. CTAs that start before the launch before has ended go to the SMs that
-// have room: some would get three and others one. So with SPLIT_CTAS each asks for so much that an SM has room for an
-// even share of them alone. Another kernel on the GPU then finds less room beside it.
-template <class B> size_t shared_bytes_of(uint32_t ctas) {
-  if (B::family != Family::wgmma || B::split_ctas == 1) return shared_bytes<B>;
+// SPLIT_CTAS: CTAs that start before the launch before has ended go to the SMs that have room: some would get three and
+// others one. So each asks for so much shared memory that an SM has room for an even share of them alone. Another kernel
+// on the GPU then finds less room beside it.
+size_t even_share(size_t bytes, uint32_t ctas) {
   const int share = int(shares(ctas, sm_count()));
-  return max(int(shared_bytes<B>), shared_of_sm() / share / 1024 * 1024 - 1024);
+  return max(int(bytes), shared_of_sm() / share / 1024 * 1024 - 1024);
 }
 
 // Launches the kernel with a CTA to each of `items`; USE_PERSISTENT_CTA: as many as are resident and asked for.
@@ -4630,8 +4635,9 @@ template <class B> SdpaStatus launch_kernel(const KernelArgs& a, uint32_t items,
                 "BLOCK_M, BLOCK_N, HEAD_DIM and STAGES: the tiles need more than the 227 KB of shared memory that a CTA "
                 "can have; type a smaller BLOCK_N or fewer STAGES");
   constexpr auto kernel = KernelOf<B>::entry;
+  size_t bytes = shared_bytes<B>, most = bytes;
   // The attribute is the kernel's, which other host threads launch as well: so it is the most that any launch asks for.
-  const size_t most = shared_bytes_of<B>(1);
+  if (B::family == Family::wgmma && B::split_ctas != 1) most = even_share(bytes, 1), bytes = even_share(bytes, items);
   cudaError_t error = cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, int(most));
   if (error == cudaErrorInvalidValue || error == cudaErrorInvalidDeviceFunction ||
       error == cudaErrorNoKernelImageForDevice) {
@@ -4648,13 +4654,13 @@ template <class B> SdpaStatus launch_kernel(const KernelArgs& a, uint32_t items,
     const uint32_t resident = uint32_t(sm_count()) * uint32_t(max(ctas_per_sm, 1)), asked = uint32_t(a.p.max_ctas);
     launch.gridDim.x = min(items, asked > 0 ? min(asked, resident) : resident);
   }
-  launch.dynamicSmemBytes = shared_bytes_of<B>(items);
-  launch.stream = stream;
-  cudaLaunchAttribute early{};  // a CTA may start before the kernel before this one has ended
-  early.id = cudaLaunchAttributeProgrammaticStreamSerialization;
-  early.val.programmaticStreamSerializationAllowed = 1;
-  launch.attrs = &early;
-  launch.numAttrs = B::family == Family::wgmma;  // which waits for that one
+  launch.dynamicSmemBytes = bytes, launch.stream = stream;
+  cudaLaunchAttribute early{};
+  if (B::family == Family::wgmma) {  // a CTA may start before the kernel before this one has ended, and waits for it
+    early.id = cudaLaunchAttributeProgrammaticStreamSerialization;
+    early.val.programmaticStreamSerializationAllowed = 1;
+    launch.attrs = &early, launch.numAttrs = 1;
+  }
   error = cudaLaunchKernelEx(&launch, kernel, a);
   return error == cudaSuccess ? SdpaStatus{} : cuda_failure(error, "launching the kernel");
 }
@@ -4670,7 +4676,7 @@ template <class B> SdpaStatus forward(const SdpaParams& p, cudaStream_t stream) 
   if (double(items.count) * items.ranges > most) {
     return failure(refused, "B*Hq*ceil(Sq/%d) is over %d tiles; split the batch", items.queries, most);
   }
-  if (items.ranges > 1 && items.count > most_split_items) {
+  if (B::split_ctas != 1 && items.ranges > 1 && items.count > most_split_items) {
     return failure(refused, "SPLIT_CTAS=%d takes %u items at most, and here are %lld; split the batch", items.ranges,
                    most_split_items, (long long)items.count);
   }
@@ -4705,15 +4711,12 @@ struct KernelFacts {
   size_t (*workspace_bytes)(const SdpaParams&);
   size_t zeroed_bytes;  // of the workspace: zero before a launch and after it
 };
-template <class B> KernelFacts facts() {
+template <class B> KernelFacts facts(const SdpaParams& p) {
+  if constexpr (carries_sums<B> && !B::many_keys) {
+    if (p.Sk > most_keys_at_once) return facts<ManyKeys<B>>(p);
+  }
   return {forward<B>, reinterpret_cast<const void*>(+KernelOf<B>::entry), B::threads, shared_bytes<B>, B::block_m,
           workspace_bytes<B>, zeroed_bytes<B>};
-}
-template <class B> KernelFacts facts(const SdpaParams& p) {
-  if constexpr (carries_sums<B>) {
-    if (p.Sk > most_keys_at_once) return facts<ManyKeys<B>>();
-  }
-  return facts<B>();
 }
 // Of the kernel that takes this problem. TUNED: of the tile that is the quickest (section 7).
 template <bool TUNED> KernelFacts facts_of_problem(const SdpaParams& p) { return facts<Build>(p); }
@@ -5130,7 +5133,7 @@ struct ComputeClocks {
 // Clocks that the problem takes with this tile on a GPU of `sms` SMs. Besides the tile's two costs it has a few numbers
 // that all tiles share, fitted to an H200 as well.
 double tuned_clocks(const TunedTile& t, const SdpaParams& p, int sms) {
-  const Items items = items_of_tile(p, t.block_m, t.pack_gqa);
+  const Items items = t.pack_gqa ? items_of_packed_tile(p, t.block_m) : items_of_tile(p, t.block_m, 1);
   ComputeClocks compute{t, item_keys(t, p), double(items.count) / sms, clocks_of_key(t, p)};
   double merge_clocks = 0;
   if (t.pack_gqa) {  // a CTA takes its share of the keys, and the last one of an item merges the results
