@@ -302,7 +302,8 @@ def parse_contenders(words):
                 found.append(Cublas(trees[commit], name))
                 continue
             if name not in lines:
-                raise Refused(f"{word}: no line of configs.txt has that name; {nearest(name, lines) or './run_all.sh list has them all'}")
+                hint = nearest(name, lines) or "./run_all.sh list has them all"
+                raise Refused(f"{word}: no line of configs.txt has that name; {hint}")
             found.append(Line(trees[commit], name))
     for line in found:
         if isinstance(line, Line) and line.changes:
