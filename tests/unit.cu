@@ -615,7 +615,7 @@ TEST_CASE("preconditions") {
   CHECK(refusal([](SdpaParams& p) { p.window_left = -2; }) ==
         "window_left=-2 is outside [-1, 10^9]; -1 means no limit");
   CHECK(refusal([](SdpaParams& p) { p.max_ctas = -1; }) ==
-        "max_ctas=-1 is negative; 0 means as many CTAs as are resident");
+        "max_ctas=-1 is outside [0, 10^9]");
   CHECK(refusal([](SdpaParams& p) { p.max_ctas = 8; }) ==
         "max_ctas=8, but only builds with USE_PERSISTENT_CTA=1 take it; set it to 0 or use such a "
         "build");
