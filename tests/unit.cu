@@ -374,6 +374,9 @@ TEST_CASE("layouts") {
   constexpr int64_t D = Build::head_dim, far = int64_t(1) << 31;
   Problem p;
   p.B = 2, p.Hq = 4, p.Hkv = 2, p.Sq = 3, p.Sk = 5;
+  const auto same_strides = [](const Strides& a, const Strides& b) {
+    return a.batch == b.batch && a.head == b.head && a.row == b.row;
+  };
   const auto placed = [&](const char* layout, Tensor tensor) {
     p.layout = layout;
     return place(p, tensor);
