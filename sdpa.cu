@@ -61,8 +61,7 @@ namespace {  // two builds in one program must not share their constants and ker
 
 // ---- the list of knobs (typed) ----
 // Name, default, member of Config, legal values ("a..b" is a range), the families in whose kernels it has an effect,
-// meaning and cost. Set one with -DNAME=VALUE. Nothing but this section reads a knob's macro; CMake and run_all.sh take
-// the names from these rows.
+// meaning and cost. Set one with -DNAME=VALUE. Only this section reads a knob's macro; tools take the names from here.
 
 // clang-format off
 #define SDPA_KNOBS(X) \
@@ -426,8 +425,7 @@ struct KernelArgs {  // SdpaParams with what every CTA would otherwise compute a
       : tiles(KeyBounds(problem), rows, keys_of_tile), keys(problem), p(problem) {}
 };
 
-// SPLIT_CTAS: the workspace has a counter for each item, of the CTAs that have stored their partial result, and then
-// the partial results.
+// SPLIT_CTAS: the workspace has for each item a counter of stored partial results, and after all counters the results.
 constexpr uint32_t most_split_items = 16384;
 constexpr size_t range_counter_bytes = most_split_items * sizeof(uint32_t);
 constexpr int ranges_at_once = 16;  // that a thread merges
@@ -922,14 +920,11 @@ template <class E> __host__ __device__ __forceinline__ E rounded(float x) { retu
 template <> __host__ __device__ __forceinline__ __half rounded(float x) { return __float2half_rn(x); }
 template <> __host__ __device__ __forceinline__ __nv_bfloat16 rounded(float x) { return __float2bfloat16_rn(x); }
 
-// clang-format off
-template <int BYTES> struct VectorType;
-template <> struct VectorType<1> { using type = unsigned char; };
-template <> struct VectorType<2> { using type = unsigned short; };
-template <> struct VectorType<4> { using type = unsigned int; };
-template <> struct VectorType<8> { using type = uint2; };
-template <> struct VectorType<16> { using type = uint4; };
-// clang-format on
+template <int BYTES>
+using VectorType = std::conditional_t<
+    BYTES == 16, uint4,
+    std::conditional_t<BYTES == 8, uint2,
+                       std::conditional_t<BYTES == 4, uint32_t, std::conditional_t<BYTES == 2, uint16_t, uint8_t>>>>;
 
 template <class B> constexpr int CHUNK = 16 / sizeof(Element<B>);  // elements in 16 bytes, the unit of the swizzle
 
@@ -981,7 +976,7 @@ template <bool ASYNC> struct VectorCopy;
 
 template <> struct VectorCopy<false> {
   template <int BYTES> __device__ static __forceinline__ void copy(void* dst_s, const void* src_g, bool valid) {
-    using Vector = typename VectorType<BYTES>::type;
+    using Vector = VectorType<BYTES>;
     Vector x{};
     if (valid) x = ld_global_nc<Vector>(src_g);
     st_shared(dst_s, x);
@@ -1048,7 +1043,7 @@ __device__ __forceinline__ uint32_t halves_of_bytes(uint32_t word, bool high) {
 // Makes the fp16 that the products take of a vector of 8 elements or 16.
 struct ConvertingCopy {
   template <int BYTES> __device__ static __forceinline__ void copy(void* dst_s, const void* src_g, bool valid) {
-    typename VectorType<BYTES>::type vector{};
+    VectorType<BYTES> vector{};
     if (valid) vector = ld_global_nc<decltype(vector)>(src_g);
     uint32_t words[BYTES / 4];
     memcpy(words, &vector, sizeof vector);
@@ -1063,8 +1058,7 @@ struct ConvertingCopy {
 // ---- barriers ----
 // SYNC_POLICY, of the scalar and wmma kernels: 5 puts a CTA barrier at every hazard of the tile loop. 2 drops the two
 // that guard nothing: Q is covered by the barrier for K and V, and m is read by the warp that wrote it. 1 leaves a row
-// with one warp, so that only the tiles themselves are shared. 0 has none: racy. In the other kernels a warp keeps its
-// rows.
+// with one warp, so that only the tiles themselves are shared; other kernels do so as well. 0 has none: racy.
 
 // A barrier of the warps that share a slice of the keys if GROUP, else of the warp alone.
 template <class B, bool GROUP> __device__ __forceinline__ void group_sync() {
@@ -1367,8 +1361,7 @@ __device__ __forceinline__ void sum_parts(Rows& rows, const KeyRange& keys, cons
 
 // ---- epilogue ----
 
-// LSE = ln2 * (m * scale_log2 + log2(l) - p_log2) of query q, if the caller wants it. m * scale_log2 alone may
-// overflow.
+// LSE = ln2 * (m * scale_log2 + log2(l) - p_log2) of query q, if it is wanted. m * scale_log2 alone may overflow.
 template <class B>
 __device__ __forceinline__ void store_lse(float m, float l, const KernelArgs& a, const WorkItem& item, int q) {
   constexpr float ln2 = 0.693147180559945f;
@@ -1408,7 +1401,7 @@ template <class B, class View>
 __device__ __forceinline__ void store_output(const View& O, const float (&m)[View::ROWS], const float (&l)[View::ROWS],
                                              const KernelArgs& a, const WorkItem& item) {
   constexpr int width = B::vec_width < View::RUN ? B::vec_width : View::RUN;
-  using Vector = typename VectorType<width * sizeof(Output)>::type;
+  using Vector = VectorType<width * sizeof(Output)>;
   const SdpaParams& p = a.p;
   Output* const O_g = p.O + item.b * p.o.batch + item.h * p.o.head;
   SDPA_UNROLL for (int i = 0; i < View::ROWS; i++) {
@@ -1680,7 +1673,7 @@ constexpr int RUN_READ = 8;  // neighbouring elements of a row that a lane reads
 
 // x = the elements at src_s, which is aligned to their size.
 template <class E> __device__ __forceinline__ void load_run(float (&x)[RUN_READ], const E* src_s) {
-  const auto run = ld_shared<typename VectorType<RUN_READ * sizeof(E)>::type>(src_s);
+  const auto run = ld_shared<VectorType<RUN_READ * sizeof(E)>>(src_s);
   E e[RUN_READ];
   memcpy(e, &run, sizeof run);
   SDPA_UNROLL for (int i = 0; i < RUN_READ; i++) x[i] = to_float(e[i]);
@@ -2691,8 +2684,7 @@ template <class B> struct KernelOf<B, Path::mma> {
 //   line 0 (8, 16, ...)   0 1 2 3 4 5 6 7        line 2   2 3 0 1 6 7 4 5
 //   line 1 (9, 17, ...)   1 0 3 2 5 4 7 6        line r   chunk c at c ^ r % 8
 
-// A warpgroup has 64 rows, each warp w 16 of them. Lane 4g + q has, of every 8 columns, in the order of the
-// instruction:
+// A warpgroup has 64 rows, each warp w 16 of them. Lane 4g + q has, of 8 columns, in the instruction's order:
 //
 //   column            0 1    2 3    4 5    6 7   |  8 9  ...
 //   row 16w + g       q = 0  q = 1  q = 2  q = 3 |           d[0] d[1]  |  d[4] d[5]  ...
@@ -2802,8 +2794,7 @@ __device__ __forceinline__ void wait_before_copy(const CUtensorMap*& map) {
   hold(map);
   griddepcontrol_wait();
 }
-// By one thread: loads a slice's tile of K or V in a round; past the last key zeros. FIRST: it is the warp's first
-// copy.
+// By one thread: loads a slice's tile of K or V in a round; past the last key zeros. FIRST: the warp's first copy.
 template <class B, bool FIRST>
 __device__ __forceinline__ void load_round(const KernelArgs& a, const WgmmaItem& item, int round, int slice,
                                            const CUtensorMap* map, void* tile_s, uint64_t* full, uint64_t policy) {
@@ -3201,8 +3192,7 @@ template <class B, class Shared> struct WgmmaProducer {
   }
 };
 
-// USE_PING_PONG: warpgroups begin their products in turn, so that the softmax of one goes on beside the products of
-// another.
+// USE_PING_PONG: warpgroups begin their products in turn, so that one's softmax goes on beside another's products.
 template <class B> struct WgmmaTurns {
   const int mine;
   __device__ explicit WgmmaTurns(int warpgroup) : mine(warpgroup) {
@@ -3466,8 +3456,7 @@ template <class B> struct Wgmma16Producer : WgmmaProducer<B, WgmmaShared<B>> {
 
   __device__ Wgmma16Producer(Shared& s_, const KernelArgs& a_) : Base{s_, a_} {}
 
-  // By one thread: stores O of all items from shared memory. TMA leaves out rows past Sq, but a box must not begin
-  // before row 0.
+  // By one thread: stores O of all items. TMA leaves out rows past Sq, but a box must not begin before row 0.
   __device__ __forceinline__ void store_items() {
     do {
       const int stage = q_ring.stage;
