@@ -427,7 +427,7 @@ struct KernelArgs {  // SdpaParams with what every CTA would otherwise compute a
 // the partial results.
 constexpr uint32_t most_split_items = 16384;
 constexpr size_t range_counter_bytes = most_split_items * sizeof(uint32_t);
-constexpr int few_ranges = 4;  // up to here a thread merges 4 parts of rows at once, 2 ranges at a time
+constexpr int ranges_at_once = 16;  // that a thread merges
 // If a problem has more than most_keys_at_once keys, every CTA has a slot in the workspace; or with SPLIT_CTAS its
 // ranges are short enough, as far as 256 of them suffice.
 template <class B>
@@ -1098,8 +1098,10 @@ template <class View> __device__ __forceinline__ void scale_rows(View& T, const 
 
 // ---- mask ----
 
-// Queries of an item per head, and rows of an item. PACK_GQA: the rows are the queries of one head, then those of the
-// next head that has the same key head.
+// Queries of an item per head, and rows of an item. PACK_GQA: of n = item_queries and item_heads heads of a key head
+//
+//   row of the tile    0 ... n - 1           n ... 2n - 1          ...
+//   head, query        h, q0 ... q0 + n - 1  h + 1, q0 ... q0 + n - 1
 template <class B> __device__ __forceinline__ int queries_of_item(const KernelArgs& a) {
   return B::pack_gqa ? int(a.item_queries.divisor) : B::block_m;
 }
@@ -1127,6 +1129,11 @@ __device__ __forceinline__ void mask_scores(View& S, const KernelArgs& a, int q0
   const int k = k0 + S.col(0);
   mask([&](int j, int q) { return j >= keys.end(q) - k; });
   if (keys.from > -most_rows) mask([&](int j, int q) { return j < keys.begin(q) - k; });
+}
+// What happens to the scores of the item's tile at key k0 between Q @ K.T and the softmax.
+template <class B, class View>
+__device__ __forceinline__ void finish_scores(View& S, const KernelArgs& a, int q0, int k0) {
+  if (!a.tiles.cover(q0, k0)) mask_scores<B>(S, a, q0, k0);
 }
 
 // ---- online softmax ----
@@ -1468,47 +1475,34 @@ __device__ __forceinline__ void merge_groups(const Partial (&partial_s)[B::split
   }
 }
 
-// Merges O, m and l of all ranges in a fixed order. A thread loads MANY ranges of PARTS parts of rows at once.
-template <class B, int MANY, int PARTS>
+// Merges O, m and l of all ranges in a fixed order. A thread loads four columns of MANY ranges at once.
+template <class B>
 __device__ __forceinline__ void merge_ranges(const RangePartial<B>* partial, const KernelArgs& a, const WorkItem& item,
                                              int thread) {
-  constexpr int columns = B::head_dim / 4, threads = B::num_warps * 32;
+  constexpr int columns = B::head_dim / 4, threads = B::num_warps * 32, MANY = ranges_at_once;
   const int ranges = int(a.ranges.divisor), parts = rows_of_item<B>(a) * columns;
   const ItemScale<B> scale_log2(a, item);
-  for (int part = thread; part < parts; part += PARTS * threads) {
-    RowPart O[PARTS];
-    float m[PARTS][1], l[PARTS][1];
-    const auto row_of = [&](int p) { return (part + p * threads) / columns; };
-    SDPA_UNROLL for (int p = 0; p < PARTS; p++) {
-      O[p].first_row = 0, O[p].first_col = (part + p * threads) % columns * 4;
-      clear(O[p]), m[p][0] = -INFINITY, l[p][0] = 0;
-    }
+  for (int part = thread; part < parts; part += threads) {
+    const int row = part / columns;
+    RowPart O;
+    O.first_row = 0, O.first_col = part % columns * 4;
+    clear(O);
+    float m[1] = {-INFINITY}, l[1] = {0};
     for (int first = 0; first < ranges; first += MANY) {
-      float2 m_l[PARTS][1 + MANY];
-      float4 x[PARTS][MANY];
-      SDPA_UNROLL for (int p = 0; p < PARTS; p++) {
-        const int left = part + p * threads < parts ? ranges - first : 0;
-        m_l[p][0] = {m[p][0], l[p][0]};
-        SDPA_UNROLL for (int n = 0; n < MANY; n++) {
-          m_l[p][1 + n] = {-INFINITY, 0}, x[p][n] = {};
-          if (n < left) {
-            const RangePartial<B>& of = partial[first + n];
-            m_l[p][1 + n] = ld_global_cg<float2>(&of.m_l[row_of(p)]);
-            x[p][n] = ld_global_cg<float4>(&of.O[row_of(p)][O[p].first_col]);
-          }
-        }
+      float2 m_l[1 + MANY] = {{m[0], l[0]}};
+      float4 x[MANY];
+      SDPA_UNROLL for (int n = 0; n < MANY; n++) {
+        m_l[1 + n] = {-INFINITY, 0}, x[n] = {};
+        if (first + n >= ranges) continue;
+        m_l[1 + n] = ld_global_cg<float2>(&partial[first + n].m_l[row]);
+        x[n] = ld_global_cg<float4>(&partial[first + n].O[row][O.first_col]);
       }
-      SDPA_UNROLL for (int p = 0; p < PARTS; p++) {
-        float weight[1 + MANY];
-        merge_weights<B>(m_l[p], scale_log2, weight, m[p][0], l[p][0]);
-        SDPA_UNROLL for (int j = 0; j < 4; j++) O[p].x[0][j] *= weight[0];
-        SDPA_UNROLL for (int n = 0; n < MANY; n++) add(O[p], x[p][n], weight[1 + n]);
-      }
+      float weight[1 + MANY];
+      merge_weights<B>(m_l, scale_log2, weight, m[0], l[0]);
+      SDPA_UNROLL for (int j = 0; j < 4; j++) O.x[0][j] *= weight[0];
+      SDPA_UNROLL for (int n = 0; n < MANY; n++) add(O, x[n], weight[1 + n]);
     }
-    SDPA_UNROLL for (int p = 0; p < PARTS; p++) {
-      if (part + p * threads >= parts) break;
-      store_output<B>(O[p], m[p], l[p], a, row_item<B>(a, item, row_of(p)));
-    }
+    store_output<B>(O, m, l, a, row_item<B>(a, item, row));
   }
 }
 
@@ -1537,11 +1531,7 @@ __device__ __forceinline__ void store_rows(const Partial (&partial_s)[B::split_k
   if (thread == 0) is_last_s = atom_inc_acq_rel(&counters[number], ranges - 1) == ranges - 1;
   __syncthreads();  // hazard: counted by thread 0
   if (!is_last_s) return;
-  if (ranges > few_ranges) {
-    merge_ranges<B, 16, 1>(parts + number * ranges, a, item, thread);
-  } else {
-    merge_ranges<B, 2, 4>(parts + number * ranges, a, item, thread);
-  }
+  merge_ranges<B>(parts + number * ranges, a, item, thread);
 }
 
 // ---- work scheduling ----
@@ -1910,7 +1900,7 @@ template <class B> __global__ void __launch_bounds__(B::threads, 1) sdpa_scalar(
   for (int k0 = t.keys.begin; k0 < t.keys.end; k0 += B::block_n) {
     const int stage = feed.acquire(k0);
     scalar_qk<B>(S, s.Q, s.K[stage]);
-    if (!a.tiles.cover(item.q0, k0)) mask_scores<B>(S, a, item.q0, k0);
+    finish_scores<B>(S, a, item.q0, k0);
     float alpha[O.ROWS];
     softmax.step(s, S, scale_log2, alpha);
     scalar_pv<B>(O, alpha, s.P, s.V[stage]);
@@ -2122,7 +2112,7 @@ __device__ __forceinline__ void wmma_consume(WmmaShared<B>& s, const KernelArgs&
       __syncwarp();  // hazard: S written by the other lanes
       load_scores(S, reinterpret_cast<const WmmaScore<B>*>(s.P), SCORE_STRIDE<B>);
       if (B::qk_in_fp16) __syncwarp();  // hazard: S read by the lanes in whose place P comes
-      if (!a.tiles.cover(item.q0, k0)) mask_scores<B>(S, a, item.q0, k0);
+      finish_scores<B>(S, a, item.q0, k0);
       float alpha[ScalarOutput<B>::ROWS];
       softmax.step(s, S, scale_log2, alpha);
       if constexpr (B::use_wmma_pv) {
@@ -2698,11 +2688,17 @@ template <class B> struct KernelOf<B, Path::mma> {
 };
 
 // ---- 5d wgmma: what its kernels share (wgmma) ----
-// A tile in shared memory is D/64 panels of [rows][64]: 128 bytes a row, swizzled, as TMA writes them and wgmma
-// reads them.
+// A tile in shared memory is D/64 panels of [rows][64]: lines of 128 bytes, in chunks of 16, swizzled, as TMA writes them
+// and wgmma reads them. Where the chunks of a line lie:
+//
+//   line 0 (8, 16, ...)   0 1 2 3 4 5 6 7        line 2   2 3 0 1 6 7 4 5
+//   line 1 (9, 17, ...)   1 0 3 2 5 4 7 6        line r   chunk c at c ^ r % 8
 
-// The wgmma family: a warpgroup has 64 rows, each warp 16 of them as above. The accumulators stand in
-// the order of the instruction.
+// A warpgroup has 64 rows, each warp w 16 of them. Lane 4g + q has, of every 8 columns, in the order of the instruction:
+//
+//   column            0 1    2 3    4 5    6 7   |  8 9  ...
+//   row 16w + g       q = 0  q = 1  q = 2  q = 3 |           d[0] d[1]  |  d[4] d[5]  ...
+//   row 16w + g + 8                              |           d[2] d[3]  |  d[6] d[7]  ...
 template <int WIDTH> struct WgmmaAccumulator {  // [64][WIDTH]
   static constexpr int ROWS = 2, COLS = WIDTH / 4, LANES = 4, RUN = 2;
   struct Elements {
@@ -3032,7 +3028,7 @@ __global__ void __launch_bounds__(B::threads, 1) sdpa_wgmma_plain(const __grid_c
 
     // P, and O brought to its maximum
     float alpha[2];
-    if (!a.tiles.cover(item.q0, k0)) mask_scores<B>(S, a, item.q0, k0);
+    finish_scores<B>(S, a, item.q0, k0);
     softmax_max<B>(S, a.scale_log2, m, alpha);
     softmax_sum<B>(S, a.scale_log2, m, alpha, l);
     scale_rows(O, alpha);
@@ -4421,7 +4417,7 @@ template <class B> struct WgmmaColumns {
   template <bool FIRST>
   __device__ __forceinline__ void take_round(int round, const WgmmaItem& item, Scores& S, Sums& O) {
     const int k0 = first_key_of<B>(item, round, slice);
-    if (!a.tiles.cover(item.q0, k0)) mask_scores<B>(S, a, item.q0, k0);
+    finish_scores<B>(S, a, item.q0, k0);
     float sum[ROWS];
     softmax<FIRST>(S, O, sum);
     Sums later;
@@ -4548,7 +4544,7 @@ struct Items {
 int64_t merge_steps(const Items& items, int D, int threads, int ranges) {
   if (ranges == 1) return 0;
   const int64_t parts = shares(items.heads * items.queries * (D / 4), threads);  // of a thread
-  return ranges > few_ranges ? shares(ranges, 16) * parts : shares(ranges, 2) * shares(parts, 4);
+  return shares(ranges, ranges_at_once) * parts;
 }
 
 // SPLIT_CTAS=0: as many ranges as take the least time, counted in KB that an SM reads meanwhile: its rounds, 64 KB for
@@ -4571,25 +4567,29 @@ int ranges_of(const SdpaParams& p, const Items& items, int round_keys, int threa
   return best;
 }
 
-// How a problem is cut into items of block_m rows, in one range. PACK_GQA: an item has as many heads of a key head as
-// divide them and fit.
-Items items_of_tile(const SdpaParams& p, int block_m, bool pack_gqa) {
-  Items items;
+// PACK_GQA: query heads of an item, as many of a key head as divide them and fit into block_m rows.
+int packed_heads(const SdpaParams& p, int block_m) {
   const int group = p.Hkv > 0 ? p.Hq / p.Hkv : 1;
-  while (pack_gqa && items.heads < block_m && items.heads < group) {  // the next divisor
-    int next = items.heads + 1;
-    while (group % next) next++;
-    if (next > block_m) break;
-    items.heads = next;
-  }
-  items.queries = block_m / items.heads;
-  if (pack_gqa && p.Sq < items.queries) items.queries = p.Sq > 0 ? p.Sq : 1;
-  items.count = int64_t(p.B) * (p.Hq / items.heads) * shares(p.Sq, items.queries);
+  int heads = min(group, block_m);
+  while (heads > 1 && group % heads) heads--;
+  return max(heads, 1);
+}
+
+// How a problem is cut into items of block_m rows, in one range.
+Items items_of_tile(const SdpaParams& p, int block_m, int heads) {
+  Items items;
+  items.heads = heads, items.queries = block_m / heads;
+  items.count = int64_t(p.B) * (p.Hq / heads) * shares(p.Sq, items.queries);
+  return items;
+}
+Items items_of_packed_tile(const SdpaParams& p, int block_m) {
+  Items items = items_of_tile(p, block_m, packed_heads(p, block_m));
+  if (p.Sq < items.queries) items.queries = max(p.Sq, 1);
   return items;
 }
 
 template <class B> Items items_of(const SdpaParams& p) {
-  Items items = items_of_tile(p, B::block_m, B::pack_gqa);
+  Items items = B::pack_gqa ? items_of_packed_tile(p, B::block_m) : items_of_tile(p, B::block_m, 1);
   if (B::split_ctas > 1) items.ranges = B::split_ctas;
   if (B::split_ctas == 0 && items.count > 0) {
     items.ranges =
@@ -4607,25 +4607,26 @@ constexpr size_t zeroed_bytes = B::split_ctas != 1      ? range_counter_bytes
                                 : B::use_persistent_cta ? sizeof(uint32_t)
                                                         : 0;
 template <class B> size_t workspace_bytes(const SdpaParams& p) {
-  const Items items = items_of<B>(p);
+  size_t bytes = zeroed_bytes<B>;
   if (B::split_ctas != 1) {
-    if (items.ranges == 1) return zeroed_bytes<B>;
-    return zeroed_bytes<B> + size_t(items.count) * items.ranges * sizeof(RangePartial<B>);
+    const Items items = items_of<B>(p);
+    if (items.ranges > 1) bytes += size_t(items.count) * items.ranges * sizeof(RangePartial<B>);
+  } else if (B::many_keys) {
+    const int64_t items = items_of<B>(p).count, resident = most_resident_ctas<B>() * sm_count();
+    const int64_t slots = B::use_persistent_cta && resident < items ? resident : items;
+    bytes = slot_offset + size_t(slots) * slot_bytes<B>;
   }
-  if (!B::many_keys) return zeroed_bytes<B>;
-  const int64_t most = B::use_persistent_cta ? most_resident_ctas<B>() * sm_count() : items.count;
-  return slot_offset + size_t(items.count < most ? items.count : most) * slot_bytes<B>;
+  return bytes;
 }
 
 // ---- the launch ----
 
-// Bytes of shared memory that a CTA asks for. CTAs that start before the launch before has ended go to the SMs that
-// have room: some would get three and others one. So with SPLIT_CTAS each asks for so much that an SM has room for an
-// even share of them alone. Another kernel on the GPU then finds less room beside it.
-template <class B> size_t shared_bytes_of(uint32_t ctas) {
-  if (B::family != Family::wgmma || B::split_ctas == 1) return shared_bytes<B>;
+// SPLIT_CTAS: CTAs that start before the launch before has ended go to the SMs that have room: some would get three and
+// others one. So each asks for so much shared memory that an SM has room for an even share of them alone. Another kernel
+// on the GPU then finds less room beside it.
+size_t even_share(size_t bytes, uint32_t ctas) {
   const int share = int(shares(ctas, sm_count()));
-  return max(int(shared_bytes<B>), shared_of_sm() / share / 1024 * 1024 - 1024);
+  return max(int(bytes), shared_of_sm() / share / 1024 * 1024 - 1024);
 }
 
 // Launches the kernel with a CTA to each of `items`; USE_PERSISTENT_CTA: as many as are resident and asked for.
@@ -4634,8 +4635,9 @@ template <class B> SdpaStatus launch_kernel(const KernelArgs& a, uint32_t items,
                 "BLOCK_M, BLOCK_N, HEAD_DIM and STAGES: the tiles need more than the 227 KB of shared memory that a CTA "
                 "can have; type a smaller BLOCK_N or fewer STAGES");
   constexpr auto kernel = KernelOf<B>::entry;
+  size_t bytes = shared_bytes<B>, most = bytes;
   // The attribute is the kernel's, which other host threads launch as well: so it is the most that any launch asks for.
-  const size_t most = shared_bytes_of<B>(1);
+  if (B::family == Family::wgmma && B::split_ctas != 1) most = even_share(bytes, 1), bytes = even_share(bytes, items);
   cudaError_t error = cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, int(most));
   if (error == cudaErrorInvalidValue || error == cudaErrorInvalidDeviceFunction ||
       error == cudaErrorNoKernelImageForDevice) {
@@ -4652,13 +4654,13 @@ template <class B> SdpaStatus launch_kernel(const KernelArgs& a, uint32_t items,
     const uint32_t resident = uint32_t(sm_count()) * uint32_t(max(ctas_per_sm, 1)), asked = uint32_t(a.p.max_ctas);
     launch.gridDim.x = min(items, asked > 0 ? min(asked, resident) : resident);
   }
-  launch.dynamicSmemBytes = shared_bytes_of<B>(items);
-  launch.stream = stream;
-  cudaLaunchAttribute early{};  // a CTA may start before the kernel before this one has ended
-  early.id = cudaLaunchAttributeProgrammaticStreamSerialization;
-  early.val.programmaticStreamSerializationAllowed = 1;
-  launch.attrs = &early;
-  launch.numAttrs = B::family == Family::wgmma;  // which waits for that one
+  launch.dynamicSmemBytes = bytes, launch.stream = stream;
+  cudaLaunchAttribute early{};
+  if (B::family == Family::wgmma) {  // a CTA may start before the kernel before this one has ended, and waits for it
+    early.id = cudaLaunchAttributeProgrammaticStreamSerialization;
+    early.val.programmaticStreamSerializationAllowed = 1;
+    launch.attrs = &early, launch.numAttrs = 1;
+  }
   error = cudaLaunchKernelEx(&launch, kernel, a);
   return error == cudaSuccess ? SdpaStatus{} : cuda_failure(error, "launching the kernel");
 }
@@ -4674,7 +4676,7 @@ template <class B> SdpaStatus forward(const SdpaParams& p, cudaStream_t stream) 
   if (double(items.count) * items.ranges > most) {
     return failure(refused, "B*Hq*ceil(Sq/%d) is over %d tiles; split the batch", items.queries, most);
   }
-  if (items.ranges > 1 && items.count > most_split_items) {
+  if (B::split_ctas != 1 && items.ranges > 1 && items.count > most_split_items) {
     return failure(refused, "SPLIT_CTAS=%d takes %u items at most, and here are %lld; split the batch", items.ranges,
                    most_split_items, (long long)items.count);
   }
@@ -4709,15 +4711,12 @@ struct KernelFacts {
   size_t (*workspace_bytes)(const SdpaParams&);
   size_t zeroed_bytes;  // of the workspace: zero before a launch and after it
 };
-template <class B> KernelFacts facts() {
+template <class B> KernelFacts facts(const SdpaParams& p) {
+  if constexpr (carries_sums<B> && !B::many_keys) {
+    if (p.Sk > most_keys_at_once) return facts<ManyKeys<B>>(p);
+  }
   return {forward<B>, reinterpret_cast<const void*>(+KernelOf<B>::entry), B::threads, shared_bytes<B>, B::block_m,
           workspace_bytes<B>, zeroed_bytes<B>};
-}
-template <class B> KernelFacts facts(const SdpaParams& p) {
-  if constexpr (carries_sums<B>) {
-    if (p.Sk > most_keys_at_once) return facts<ManyKeys<B>>();
-  }
-  return facts<B>();
 }
 // Of the kernel that takes this problem. TUNED: of the tile that is the quickest (section 7).
 template <bool TUNED> KernelFacts facts_of_problem(const SdpaParams& p) { return facts<Build>(p); }
@@ -5134,7 +5133,7 @@ struct ComputeClocks {
 // Clocks that the problem takes with this tile on a GPU of `sms` SMs. Besides the tile's two costs it has a few numbers
 // that all tiles share, fitted to an H200 as well.
 double tuned_clocks(const TunedTile& t, const SdpaParams& p, int sms) {
-  const Items items = items_of_tile(p, t.block_m, t.pack_gqa);
+  const Items items = t.pack_gqa ? items_of_packed_tile(p, t.block_m) : items_of_tile(p, t.block_m, 1);
   ComputeClocks compute{t, item_keys(t, p), double(items.count) / sms, clocks_of_key(t, p)};
   double merge_clocks = 0;
   if (t.pack_gqa) {  // a CTA takes its share of the keys, and the last one of an item merges the results

@@ -45,7 +45,7 @@ a234567890123456789012345678901234567890123456789012345678901 VEC_WIDTH=8
 often BLOCK_N=32 BLOCK_N=32 BLOCK_N=32 BLOCK_N=32
 unknown WARP_COLOUR=3
 """
-SENTENCES = """3: no knob is called BLOK_N; did you mean BLOCK_N?
+SENTENCES = """3: no knob is called BLOK_N; did you mean BLOCK_M or BLOCK_N?
 4: the name good1 is taken by an earlier line
 5: BLOCK_N has no value: write BLOCK_N=VALUE
 6: BLOCK_N has no value: write BLOCK_N=VALUE

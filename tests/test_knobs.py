@@ -134,15 +134,18 @@ def test_refused(knobs, sentence):
     assert sentence in (refusal(knobs) or "it is accepted")
 
 
+@pytest.mark.parametrize("knob,sentence", [
+    ("SYNC_POLICY=3", "SYNC_POLICY: not a legal value; it takes one of: 5 2 1 0. Type SYNC_POLICY=5"),
+    ("OVERLAP=1", "OVERLAP: only kernels of these families have it: wgmma; drop it or add USE_WMMA=1")])
 @pytest.mark.parametrize("compiler,words", [("g++", "-fsyntax-only -Isimt -x c++"), ("clang++", "-fsyntax-only -w -Isimt -x c++"),
                                             (builds.nvcc(), "-arch=sm_80 -cubin -o /dev/null")])
-def test_an_illegal_value_by_hand_is_one_sentence(compiler, words):
+def test_a_knob_by_hand_is_refused_in_one_sentence(compiler, words, knob, sentence):
     """The whole file as people compile it: what a compiler adds is where the sentence stands, not all of SDPA_KNOBS."""
     if not compiler or not shutil.which(compiler):
         pytest.skip("it is missing")
-    done = builds.run([compiler, "-std=c++17", "-DSYNC_POLICY=3", *words.split(), "sdpa.cu"], cwd=ROOT)
+    done = builds.run([compiler, "-std=c++17", "-D" + knob, *words.split(), "sdpa.cu"], cwd=ROOT)
     said = done.stdout + done.stderr
-    assert done.returncode and said.count("it takes one of: 5 2 1 0. Type SYNC_POLICY=5") == 1 and len(said) < 900, said
+    assert done.returncode and said.count(sentence) == 1 and len(said) < 1200, said
 
 
 def test_rows_of_the_table_are_judged_like_typed_knobs():

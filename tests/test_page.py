@@ -185,7 +185,7 @@ def test_sample(sample):
                  "`SYNC_POLICY=5` is not legal alone: SYNC_POLICY=5 needs the producer warps gone"):
         assert line in ladder, line
     hopper = (sample / "docs/HOPPER.md").read_text(encoding="utf-8")
-    assert "| 1,8,8,512,512,64 fp16 | 84 |" in hopper and "None on this GPU yet: `tools/peers.py --rested`" in hopper
+    assert "| 1,8,8,512,512,64 fp16 | 84 |" in hopper and "None on this GPU yet: `tools/peers.py --rested " in hopper
     assert not re.search("not_the_newest|Other GPU|OLDER|old", readme + ladder)
     assert not (results / "ablation-gone.svg").exists()
     bars = texts(results / "ladder-scalar-long.svg")

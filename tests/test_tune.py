@@ -16,6 +16,7 @@ from unittest import mock
 
 import jsonschema
 import numpy as np
+import optuna
 import pytest
 
 ROOT = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))
@@ -24,7 +25,6 @@ import builds  # noqa: E402
 import engine  # noqa: E402
 import search  # noqa: E402
 import tune  # noqa: E402
-import tune_report  # noqa: E402
 from test_engine import FakeGpu, FakeKernel  # noqa: E402
 
 LISTS = sorted(glob.glob(os.path.join(ROOT, "results", "tune", "*-all.jsonl")))
@@ -45,7 +45,7 @@ def dry(log, *words, **options):
 
 
 def records_of(log):
-    return [json.loads(line) for line in open(log)]
+    return [dict(one.user_attrs, value=one.value) for one in tune.read_log(str(log)).trials]
 
 
 # ---- the space ----
@@ -53,7 +53,8 @@ def records_of(log):
 def test_the_space_is_asked_of_the_code():
     space = search.Space(line_of("scalar_sync1"), {})
     assert space.values["SYNC_POLICY"] == ["5", "2", "1"]  # 0 is the negative control's
-    assert {"96", "192"} <= set(space.values["BLOCK_N"]) and not {"USE_WMMA", "SPLIT_KV", "HEAD_DIM"} & set(space.values)
+    assert space.values["BLOCK_N"] == [str(16 * n) for n in range(1, 17)]
+    assert not {"USE_WMMA", "SPLIT_KV", "HEAD_DIM"} & set(space.values)
     space = search.Space(line_of("wgmma_ws"), {"BLOCK_M": ["64", "128"]})
     assert "USE_FAST_EXP" in space.free  # legal, though no wgmma line of configs.txt has it
     assert space.values["BLOCK_M"] == ["64", "128"] and "SWIZZLE_XOR" not in space.free
@@ -87,7 +88,7 @@ class Gpu(FakeGpu):
 
 @pytest.fixture
 def judged(monkeypatch):
-    """Judges lines whose kernel takes us(line) and is harmed by harm(line); the state and the judge."""
+    """Judges lines whose kernel takes us(line) and is harmed by harm(line); the study and the judge."""
     def judge(lines, us=lambda line: 20.0, harm=lambda line: None, facts=lambda line: builds.Facts(100, 0, shared_bytes=9)):
         monkeypatch.setattr(builds, "build_one", lambda line, *_: builds.Built(
             line, trouble="error: no" if line.knob("STAGES") == "4" else ""))
@@ -95,17 +96,14 @@ def judged(monkeypatch):
         monkeypatch.setattr(engine, "load", lambda line, *_: FakeKernel(harm(line) or (lambda O, LSE: None), us(line), line))
         monkeypatch.setattr(engine, "RANDOM_BLOCK", 1 << 20)
         problem = engine.parse_problem("1,2,2,40,70").typed(64, "fp16")
-        state, gpu = search.State(search.Space(lines[0], {}, True)), Gpu()
-        judge = tune.GpuJudge(gpu, [problem], lambda record: None)
-        for line in lines:
-            record = judge.judge(line, judge.prepare(line), state)
-            state.add(line, json.loads(json.dumps(record)))
-        return state, judge
+        judge, study = tune.GpuJudge(Gpu(), [problem], lambda record: None), optuna.create_study()
+        tune.search(study, search.Space(lines[0], {}, True), judge, lines, lambda: True, breed=False)
+        return study, judge
     return judge
 
 
-def fates(state):
-    return [record["fate"] for record in state.records.values()]
+def fates(study):
+    return {one.user_attrs["line"]: one.user_attrs["fate"] for one in study.trials}
 
 
 def test_gates_in_order(judged):
@@ -113,11 +111,11 @@ def test_gates_in_order(judged):
     lines = [base, *(line_of("mma_lazy", word) for word in ("BLOCK_N=40", "STAGES=4", "BLOCK_N=32", "BLOCK_N=96", "STAGES=3"))]
     spills = lambda line: builds.Facts(100, 8 * (line.knob("BLOCK_N") == "32"),  # noqa: E731
                                        shared_bytes=300000 if line.knob("BLOCK_N") == "96" else 9)
-    state, judge = judged(lines, lambda line: 18.0 if line.knob("STAGES") == "3" else 20.0, facts=spills)
-    assert fates(state) == ["elite", "refused", "compile", "gate", "gate", "elite"]
-    last = state.records[state.best]
-    assert last["score"] == pytest.approx(0.9, abs=0.005) and last["gpu"] == "Fake" and last["registers"] == 100
-    assert state.lines[state.best].text == "mma_lazy STAGES=3" and judge.champion == state.best
+    study, judge = judged(lines, lambda line: 18.0 if line.knob("STAGES") == "3" else 20.0, facts=spills)
+    assert fates(study) == dict(zip((line.text for line in lines), ["timed", "refused", "compile", "gate", "gate", "timed"]))
+    best = study.best_trial
+    assert best.value == pytest.approx(0.9, abs=0.005) and best.user_attrs["registers"] == 100
+    assert best.user_attrs["line"] == "mma_lazy STAGES=3" and judge.champion == best.user_attrs["knobs"]
     assert [len(bench.graphs) for bench in judge.benches.values()] == [1]  # of the champion alone
 
 
@@ -138,12 +136,11 @@ class Late:
 
 @pytest.mark.parametrize("harm", [random_elements, lambda O, LSE: O.fill(0), lambda O, LSE: O.__setitem__((0, -1, -1, 5), 0xffff),
                                   Late()])
-def test_a_wrong_candidate_is_never_an_elite(judged, harm):
+def test_a_wrong_candidate_is_never_the_best(judged, harm):
     wrong = line_of("scalar_vec8", "SYNC_POLICY=0")
     lines = [line_of("scalar_minimal"), wrong, line_of("scalar_sync1")]
-    state, _ = judged(lines, lambda line: 10.0 if line is wrong else 20.0, lambda line: harm if line is wrong else None)
-    assert fates(state)[1] == "wrong" and search.identity(wrong) not in [state.best, *state.elites]
-    assert fates(state)[2] in ("elite", "slower")
+    study, judge = judged(lines, lambda line: 10.0 if line is wrong else 20.0, lambda line: harm if line is wrong else None)
+    assert list(fates(study).values()) == ["timed", "wrong", "timed"] and judge.champion != search.identity(wrong)
 
 
 def test_what_breaks_the_gpu_is_wrong_and_restarts(judged, monkeypatch):
@@ -156,16 +153,16 @@ def test_what_breaks_the_gpu_is_wrong_and_restarts(judged, monkeypatch):
 
         def fail(self):
             raise engine.CudaError("an illegal memory access was encountered")
-    state, judge = judged([line_of("mma_lazy")])
+    _, judge = judged([line_of("mma_lazy")])
     judge.restart = lost.append
     monkeypatch.setattr(engine, "load", lambda line, *_: Broken())
     line = line_of("mma_lazy", "STAGES=3")
-    assert judge.judge(line, judge.prepare(line), state)["fate"] == "wrong"
+    assert judge.judge(line, judge.prepare(line))["fate"] == "wrong"
     assert lost[0]["line"] == line.text and "illegal memory access" in lost[0]["sentence"] and lost[0]["spent_s"] >= 0
 
 
 def test_what_is_plainly_slower_is_dropped_early(judged):
-    state, judge = judged([line_of("mma_lazy")])
+    _, judge = judged([line_of("mma_lazy")])
     bench, = judge.benches.values()
     problem, turns = list(judge.benches)[0], []
     for us in (26.0, 20.1):
@@ -188,11 +185,11 @@ def test_a_killed_search_goes_on(tmp_path):
     process.send_signal(signal.SIGKILL)
     process.wait()
     kept = log.read_bytes().rpartition(b"\n")[0] + b"\n"
-    log.write_bytes(kept + b'{"knobs": "BLOCK_M=12')  # what a kill in the middle of a line leaves
+    log.write_bytes(kept + b'{"op_code":4,"wor')  # what a kill in the middle of a line leaves
     code, out, err = dry(log, "--budget", "1")
     assert code == 0 and "to paste into configs.txt" in out, err
     assert log.read_bytes().startswith(kept)
-    knobs = [record["knobs"] for record in records_of(log)[1:]]
+    knobs = [record["knobs"] for record in records_of(log)]
     assert len(knobs) == len(set(knobs)) > 40
     before = log.read_bytes()
     assert dry(log, "--budget", "1")[1] == out and log.read_bytes() == before  # the same command measures nothing twice
@@ -200,22 +197,26 @@ def test_a_killed_search_goes_on(tmp_path):
 
 def test_a_full_disk_leaves_a_valid_log(tmp_path):
     path, (soft, hard) = str(tmp_path / "log.jsonl"), resource.getrlimit(resource.RLIMIT_FSIZE)
-    log = search.Log(path, dict(tune=1))
-    resource.setrlimit(resource.RLIMIT_FSIZE, (100, hard))
+    log, size = tune.Log(path, dict(all=False)), os.path.getsize(path)
+    refused = [optuna.trial.create_trial(state=optuna.trial.TrialState.FAIL, user_attrs=dict(knobs=f"A={n}")) for n in range(50)]
+    resource.setrlimit(resource.RLIMIT_FSIZE, (size + 1000, hard))
     try:
-        with pytest.raises(builds.Refused, match="cannot be written: .* is valid, and the same command goes on") as refused:
-            for n in range(50):
-                log.add(dict(knobs=f"A={n}", fate="refused"))
+        with pytest.raises(builds.Refused, match="cannot be written: .* is valid, and the same command goes on") as error:
+            for one in refused:
+                log.add(one)
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
-    assert refused.value.code == 3 and [record["knobs"] for record in records_of(path)[1:]] == [f"A={i}" for i in range(n)]
-    assert n > 0 and search.Log(path, dict(tune=1)).records == records_of(path)[1:]
+    assert error.value.code == 3 and os.path.getsize(path) == size + 1000
+    kept = len(records_of(path))
+    again = tune.Log(path, dict(all=False))
+    again.add(refused[kept])
+    assert kept > 0 and [record["knobs"] for record in records_of(path)] == [f"A={n}" for n in range(kept + 1)]
 
 
-def test_refused_candidates_say_why_and_elites_are_legal(tmp_path):
+def test_refused_candidates_say_why(tmp_path):
     assert dry(tmp_path / "log.jsonl", "--budget", "0.5", "--seed", "3")[0] == 0
-    records, tree = records_of(tmp_path / "log.jsonl")[1:], builds.Tree()
-    assert {record["fate"] for record in records} >= {"refused", "slower", "elite"}
+    records, tree = records_of(tmp_path / "log.jsonl"), builds.Tree()
+    assert {record["fate"] for record in records} >= {"refused", "timed"}
     for record in records:
         line = search.parse_line(tree, record["line"])
         assert search.identity(line) == record["knobs"]
@@ -282,21 +283,19 @@ def test_t4(log, tmp_path):
     exported = json.loads(out)
     for schema in t4_schemas():
         jsonschema.validate(exported, schema)
-    own = tune_report.candidates(records_of(log))
+    own = records_of(log)
     assert code == 0 and len(exported["results"]) == len(own) > 5
     assert {one["invalidity"] for one in exported["results"]} >= {"correct"}
     assert exported["results"][0]["configuration"]["USE_MMA_SYNC" if "mma" in own[0]["line"][:3] else "USE_WGMMA"] == "1"
 
 
-def test_which_knob_mattered_and_the_picture(tmp_path):
-    pytest.importorskip("matplotlib")
-    scores = {"A=1 B=1": 1.0, "A=1 B=2": 1.02, "A=2 B=1": 1.5, "B=2": 1.6}
-    records = [{"tune": 1}, *(dict(knobs=knobs, fate="elite", score=score) for knobs, score in scores.items()),
-               dict(knobs="A=3", fate="refused")]
-    assert tune_report.matters(records) == pytest.approx({"A=1": 0.5, "B=1": 0.02})
-    (tmp_path / "log.jsonl").write_text("".join(json.dumps(record) + "\n" for record in records))
-    code, out, err = run("--export", "svg", str(tmp_path / "log.jsonl"))
-    assert code == 0 and "A=1" in open(out.strip()).read(), err
+def test_pictures(tmp_path):
+    log = tmp_path / "log.jsonl"
+    dry(log, "--budget", "1")
+    code, out, err = run("--export", "svg", str(log))
+    assert code == 0 and not err, err
+    history, knobs = (open(path).read() for path in out.split())
+    assert "Optimization History" in history and "BLOCK_M" in knobs
 
 
 def test_a_tile_worth_a_row_goes_to_fit(monkeypatch):
@@ -304,8 +303,10 @@ def test_a_tile_worth_a_row_goes_to_fit(monkeypatch):
     tried = []
 
     def search_of(options, gpu, lines):
-        records = {search.identity(lines[0]): dict(score=2.0, fate="timed"), "new": dict(score=1.0, fate="timed")}
-        return None, types.SimpleNamespace(records=records, lines={"new": lines[1]}), None, None
+        study = optuna.create_study()
+        study.add_trials([optuna.trial.create_trial(value=value, user_attrs=dict(line=text))
+                          for text, value in ((lines[0].text, 2.0), (lines[0].text.replace("STAGES=2", "STAGES=4"), 1.0))])
+        return None, study, None, None
     monkeypatch.setattr(tune, "run_search", search_of)
     monkeypatch.setattr(tune, "find_gpu", lambda options: FakeGpu())
     monkeypatch.setattr(tune.fit, "SHAPES", ["mission"])
@@ -316,7 +317,8 @@ def test_a_tile_worth_a_row_goes_to_fit(monkeypatch):
     assert tune.table(types.SimpleNamespace(head_dim="128", budget_s=60, fix=[])) == 0
     (_, model, tiles, problems, _), = tried
     assert {tile.head_dim for tile in tiles} == {problem.D for problem in problems} == {128}
-    assert {problem.causal for problem in problems} == {"off", "br"} and tiles[1].knobs == tiles[-1].knobs
+    assert {problem.causal for problem in problems} == {"off", "br"}
+    assert tiles[-1].knobs == tiles[0].knobs.replace("STAGES=2", "STAGES=4") != tiles[0].knobs
 
 
 # ---- how good the search is ----

@@ -33,17 +33,7 @@ TEST_CASE("knob_text") {
   CHECK(place_of("99999999999999999999", "1..16") < 0);
   CHECK((number_of("48") == 48 && number_of("4..256", '.') == 4 && number_of("4.5") == -1 &&
          number_of("x") == -1));
-  CHECK((typed_value<true>("1", "0 1") && typed_value<false>("BF16", "FP16 BF16") == 1 &&
-         typed_value<false>("48", "4..256") == 48));
-}
-
-namespace {
-template <int POLICY> struct Policy : Build { static constexpr int sync_policy = POLICY; };
-}  // namespace
-
-TEST_CASE("barrier_counts") {
-  CHECK((barriers_per_tile<Policy<5>>() == 6 && barriers_per_tile<Policy<2>>() == 4));
-  CHECK((barriers_per_tile<Policy<1>>() == 2 && barriers_per_tile<Policy<0>>() == 0));
+  CHECK((value_of("1", "0 1") == 1 && value_of("BF16", "FP16 BF16") == 1 && value_of("48", "4..256") == 48));
 }
 
 static std::vector<float> make_input(const Problem& p, Tensor tensor) {

@@ -164,8 +164,8 @@ def with_gpu(gpu, contenders, problems, pace, budget):
         for a, b in problems:
             chosen = drop_equal(keys, facts) if a == b else list(keys)
             if len(chosen) > 1:
-                found[a] = time_problem(gpu, {key: kernels[key] for key in chosen},
-                                        {key: a if key == "A" else b for key in chosen}, pace, budget, samples, verdicts)
+                own = {key: a if key == "A" else b for key in chosen}
+                found[a] = time_problem(gpu, {key: kernels[key] for key in own}, own, pace, budget, samples, verdicts)
     except engine.CudaError as error:
         raise Refused(f"{error}; what was measured until then is in {samples.name}", 3)
     except KeyboardInterrupt:
@@ -214,7 +214,8 @@ def cpu_executables(lines):
         builds.replace_file(configs, "".join(f"{line.target} {' '.join(line.words)}\n" for line in own))
         done = builds.cmake_build(folder, tree.folder(), SDPA_CPU="ON", SDPA_CONFIGS=configs)
         if done.returncode:
-            raise Refused(f"{tree} does not build for the CPU backend: {builds.compiler_words(done.stdout + done.stderr)}")
+            words = builds.compiler_words(done.stdout + done.stderr)
+            raise Refused(f"{tree} does not build for the CPU backend: {words}")
         executables.update({line: os.path.join(folder, "sdpa_" + line.target) for line in own})
     return executables
 

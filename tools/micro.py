@@ -1,10 +1,11 @@
 #!/usr/bin/env python3
 """usage: ./run_all.sh micro [--family F|--from LINE] [--head-dim D] [--shape S] [--causal C] [--top K] [--only REGEX]
-What a round over a K/V tile costs the kernel of each legal tile, without the grid around it: clocks of one CTA alone and
-of as many as the GPU holds, on keys that stay in L2. Tiles have the sizes that the family's lines have in any combination
-that sdpa.cu does not refuse, and the other knobs of LINE. Prints the K tiles that should be the fastest for a problem, by
-waves of CTAs times rounds, and writes results/micro/DATE-DEVICE-NAME.json, from which `tune` starts. Barriers, bytes from
-global memory and bank conflicts of a round are counted on the CPU backend: of the K tiles, or without a GPU of all.
+What a round over a K/V tile costs the kernel of each legal tile, without the grid around it: clocks of one CTA alone
+and of as many as the GPU holds, on keys that stay in L2. Tiles have the sizes that the family's lines have in any
+combination that sdpa.cu does not refuse, and the other knobs of LINE. Prints the K tiles that should be the fastest for
+a problem, by waves of CTAs times rounds, and writes results/micro/DATE-DEVICE-NAME.json, from which `tune` starts.
+Barriers, bytes from global memory and bank conflicts of a round are counted on the CPU backend: of the K tiles, or
+without a GPU of all.
   --family F     scalar, wmma, mma or wgmma; default wgmma
   --from LINE    the line that has the other knobs; default the family's first of this D
   --head-dim D   64, 128 or 256; default LINE's
@@ -58,7 +59,7 @@ def measurable(line):
 
 
 def measure(lines, gpu):
-    """A tile {line, family, D, knobs, registers, and what tools/micro.cu prints} of each line that can be built and run."""
+    """{line, family, D, knobs, registers, and what tools/micro.cu prints} of each line that can be built and run."""
     progress, built = builds.show_progress(), []
     if gpu:
         built = builds.build(lines, gpu.arch, program=PROGRAM, progress=progress).values()
@@ -73,8 +74,8 @@ def measure(lines, gpu):
             say(f"{one.line.text}: {one.trouble or text.value.decode()}")
             continue
         registers, spilled, *_ = builds.ptxas_report(one.log)
-        yield dict(line=one.line.text, family=one.line.family, D=one.line.D, knobs=identity(one.line), registers=registers,
-                   spilled=spilled, **json.loads(text.value))
+        yield dict(line=one.line.text, family=one.line.family, D=one.line.D, knobs=identity(one.line),
+                   registers=registers, spilled=spilled, **json.loads(text.value))
 
 
 def host_library(line):
@@ -89,6 +90,11 @@ def host_library(line):
 
 def knob(tile, name, default):
     return int(dict(word.split("=") for word in tile["knobs"].split()).get(name, default))
+
+
+def scores(tile):
+    """Of a round."""
+    return knob(tile, "BLOCK_M", 32) * knob(tile, "BLOCK_N", 32) * knob(tile, "SPLIT_KV", 1)
 
 
 def predict(tile, problem):
@@ -117,7 +123,8 @@ def newest(device, family, D):
 
 def seeds(path, space, problem, count):
     """The lines of a search's space that should be the fastest for the problem."""
-    own = [tile for tile in read(path) if (tile["family"], tile["D"]) == (space.base.family, problem.D) and "all_sms" in tile]
+    wanted = space.base.family, problem.D
+    own = [tile for tile in read(path) if (tile["family"], tile["D"]) == wanted and "all_sms" in tile]
     found = {}
     for tile in sorted(own, key=lambda tile: predict(tile, problem)):
         line = parse_line(space.tree, tile["line"])
@@ -130,21 +137,22 @@ def seeds(path, space, problem, count):
 def table(best, problem, count):
     """The best of `count` tiles, with a row of figures each."""
     print(f"{problem}: the first {len(best)} of {count} tiles, by waves * (item + rounds * round)")
-    print(f"{'clocks':>10} {'round, 1 SM':>11} {'all SMs':>8} {'a score':>8} {'item':>7} {'CTAs/SM':>7} {'regs':>4} {'barriers':>8} "
-          f"{'conflicts':>9}  line")
+    print(f"{'clocks':>10} {'round, 1 SM':>11} {'all SMs':>8} {'a score':>8} {'item':>7} {'CTAs/SM':>7} {'regs':>4} "
+          f"{'barriers':>8} {'conflicts':>9}  line")
     for tile in best:
-        scores = knob(tile, "BLOCK_M", 32) * knob(tile, "BLOCK_N", 32) * knob(tile, "SPLIT_KV", 1) * tile["ctas_per_sm"]
-        print(f"{predict(tile, problem):10.0f} {tile['one_sm'][0]:11.0f} {tile['all_sms'][0]:8.0f} "
-              f"{tile['all_sms'][0] / scores:8.4f} {tile['all_sms'][1]:7.0f} {tile['ctas_per_sm']:7} {tile['registers']:4} "
-              f"{tile.get('barriers', ''):>8} {tile.get('conflicts', ''):>9}  {tile['line']}")
+        a_score = tile["all_sms"][0] / scores(tile) / tile["ctas_per_sm"]
+        print(f"{predict(tile, problem):10.0f} {tile['one_sm'][0]:11.0f} {tile['all_sms'][0]:8.0f} {a_score:8.4f} "
+              f"{tile['all_sms'][1]:7.0f} {tile['ctas_per_sm']:7} {tile['registers']:4} {tile.get('barriers', ''):>8} "
+              f"{tile.get('conflicts', ''):>9}  {tile['line']}")
 
 
 def counts(found, top):
     """Without a GPU: those with the fewest bytes and conflicts to a score."""
-    per_score = lambda tile, name: tile[name] / (knob(tile, "BLOCK_M", 32) * knob(tile, "BLOCK_N", 32) * knob(tile, "SPLIT_KV", 1))  # noqa: E731
     print(f"{'bytes/score':>11} {'conflicts/score':>15} {'barriers':>8}  line")
-    for tile in sorted(found, key=lambda tile: (per_score(tile, "global_bytes"), per_score(tile, "conflicts")))[:top]:
-        print(f"{per_score(tile, 'global_bytes'):11.3f} {per_score(tile, 'conflicts'):15.3f} {tile['barriers']:8}  {tile['line']}")
+    rows = [(tile["global_bytes"] / scores(tile), tile["conflicts"] / scores(tile), tile["barriers"], tile["line"])
+            for tile in found]
+    for moved, conflicts, barriers, line in sorted(rows, key=lambda row: row[:2])[:top]:
+        print(f"{moved:11.3f} {conflicts:15.3f} {barriers:8}  {line}")
 
 
 def main():
@@ -158,7 +166,8 @@ def main():
     options = engine.parse_options(parser, sys.argv[1:], __doc__)
     top, problem = engine.number("--top", options.top), engine.parse_problem(options.shape, options.causal)
     options.head_dim = options.head_dim or str(problem.D or "")
-    lines = [line for line in builds.lines_named(options.only) if measurable(line)] if options.only else [base_line(options)]
+    lines = [base_line(options)] if not options.only else [
+        line for line in builds.lines_named(options.only) if measurable(line)]
     if not lines:
         raise Refused("none of these lines has a tile of its own")
     line, name, gpu = lines[0], "lines", engine.find_gpu()
@@ -180,8 +189,8 @@ def main():
     for tile in best:
         tile.update({name: counted[tile["line"]][name] for name in COUNTS if tile["line"] in counted})
     path = engine.results_path("micro", gpu.name, name, new=True, ending=".json")
-    builds.replace_file(path, json.dumps(dict(device=gpu.name, driver=gpu.nvml.driver, cuda=gpu.cuda, commit=engine.git_sha(),
-                                              tiles=found), indent=1) + "\n")
+    about = dict(device=gpu.name, driver=gpu.nvml.driver, cuda=gpu.cuda, commit=engine.git_sha(), tiles=found)
+    builds.replace_file(path, json.dumps(about, indent=1) + "\n")
     table(best, problem, len(found))
     say(f"tiles: {os.path.relpath(path, builds.ROOT)}")
     return 0

@@ -12,15 +12,10 @@ import re
 import sys
 from pathlib import Path
 
-from report_page import write
-from report_rows import (PEERS, Refusal, ablated, bases, difference, fastest, ladders, newest, number, peer, problem, read,
-                         rungs_at, timed)
-
-try:
-    from report_charts import against, short, standalone, steps, waterfall
-except ImportError as missing:
-    print(f"page.py: {missing.name} is missing; install it with: python3 -m pip install matplotlib", file=sys.stderr)
-    sys.exit(2)
+from builds import replace_file as write
+from report_charts import against, short, standalone, steps, waterfall
+from report_rows import (KINDS, PEERS, Refusal, ablated, bases, difference, fastest, ladders, newest, number, peer,
+                         problem, read, rungs_at, timed)
 
 ROOT = Path(__file__).resolve().parent.parent
 OURS = "fastest line"
@@ -53,7 +48,7 @@ def short_rate(source, row):
     return f"{number(source, row, 'tflops') or 0:.0f}"
 
 
-# ---- the sections: each returns {section: Markdown} and {picture: SVG} ----
+# ---- the sections: each returns {section: Markdown} and {picture: drawing} ----
 
 def results_section(source):
     """README's table and picture: the fastest line of each problem beside the peers."""
@@ -76,7 +71,7 @@ def results_section(source):
     words = (f"The peers through {torch}. " if torch else "") + provenance(source)
     chart = against(drawn, [OURS, *names], "TFLOP/s of the fastest line and of peers on each problem",
                     "TFLOP/s; right: times the best peer")
-    return {"results": table(headers, rows) + "\n" + words}, {"peers.svg": standalone(chart)}
+    return {"results": table(headers, rows) + "\n" + words}, {"peers.svg": chart}
 
 
 def ladder_section(source, configs, sentences):
@@ -93,7 +88,7 @@ def ladder_section(source, configs, sentences):
             rungs = rungs_at(lines, base, shape, us)
             if len(rungs) > 1:
                 name = f"ladder-{re.sub('[^a-zA-Z0-9]+', '-', family)}-{shape}.svg"
-                drawings[name] = standalone(steps(rungs, f"Steps of the {family} lines at {shape}"))
+                drawings[name] = steps(rungs, f"Steps of the {family} lines at {shape}")
                 pictures.append(picture(name, f"Steps of the {family} lines at {shape}", "../"))
         text += [f"### {family}\n"] + (["".join(pictures)] if pictures else [])
         rows = []
@@ -116,7 +111,7 @@ def ablation_section(sources):
         drawing = waterfall(full, whole, changes)
         if not drawing:
             raise Refusal(f"{source.path} has no row with a time for {full}, or none without one of its knobs")
-        drawings[f"ablation-{full}.svg"] = standalone(drawing)
+        drawings[f"ablation-{full}.svg"] = drawing
         rows = [[full] + [cell for t in whole.values() for cell in (short(t), None)]]
         for change, us in changes.items():
             cells = [(short(us[s]), f"{100 * (us[s] / t - 1):+.0f}%") if s in us else (None, None) for s, t in whole.items()]
@@ -132,8 +127,8 @@ def ablation_section(sources):
 def draw_ablation(name):
     """The picture of one CSV of results/ablation/, for `ablate --svg`."""
     _, drawings = ablation_section([read(ROOT / name, ["ablation"])])
-    for picture_name, text in drawings.items():
-        write(ROOT / "results" / picture_name, text)
+    for picture_name, drawing in drawings.items():
+        write(ROOT / "results" / picture_name, standalone(drawing))
 
 
 def rungs_section(source):
@@ -205,9 +200,9 @@ def accuracy_section(source):
             + provenance(source, "../")}, {}
 
 
-def none_yet(name, command):
+def none_yet(name, kind):
     """A section for which results/ has no file."""
-    return {name: f"None on this GPU yet: `{command}` measures it.\n"}, {}
+    return {name: f"None on this GPU yet: `{KINDS[kind][2]}` measures it.\n"}, {}
 
 
 def bugs_section(words):
@@ -263,23 +258,19 @@ def kept_sentences(root):
     return dict(re.findall(r"^\| (\w+) \|(?:[^|\n]*\|){3} ([^|\n]*) \|$", section[0], re.M)) if section else {}
 
 
-def drawn(root, named=()):
+def drawn(results, named=()):
     """All sections and pictures of the CSVs of results/."""
-    results = root / "results"
-    found = newest(results, named)
+    root, found = results.parent, newest(results, named)
     main = found["lines"][-1]
     if not any(row["shape"] in ("mission", "long") for row, _ in timed(main)):
         raise Refusal(f"{main.path} has no row with a time for mission or long; measure on a GPU with ./run_all.sh")
     parts = [results_section(found.get("peers", [main])[-1]),
              ladder_section(main, root / "configs.txt", kept_sentences(root)),
-             ablation_section(found["ablation"]) if "ablation" in found else none_yet("ablation", "./run_all.sh ablate"),
-             rungs_section(found["peers"][-1]) if "peers" in found else none_yet("rungs", "tools/peers.py --suite"),
-             rested_section(found["rested"][-1]) if "rested" in found else none_yet("rested", "tools/peers.py --rested"),
-             e4m3_section(found["e4m3"][-1]) if "e4m3" in found else none_yet("e4m3", "tools/peers.py --e4m3"),
-             decode_section(found["decode"][-1]) if "decode" in found else none_yet("decode", "tools/peers.py LINE... --shape S..."),
-             accuracy_section(found["accuracy"][-1]) if "accuracy" in found else none_yet("accuracy", "tools/accuracy.py")]
-    sections, pictures = ({k: v for part in parts for k, v in part[i].items()} for i in (0, 1))
-    return sections, pictures
+             ablation_section(found["ablation"]) if "ablation" in found else none_yet("ablation", "ablation")]
+    parts += [section(found[kind][-1]) if kind in found else none_yet(name, kind) for name, kind, section in (
+        ("rungs", "peers", rungs_section), ("rested", "rested", rested_section), ("e4m3", "e4m3", e4m3_section),
+        ("decode", "decode", decode_section), ("accuracy", "accuracy", accuracy_section))]
+    return ({name: body for part in parts for name, body in part[i].items()} for i in (0, 1))
 
 
 def main():
@@ -295,10 +286,10 @@ def main():
         for word in words:
             if not Path(word).is_file():
                 raise Refusal(f"{word}: no such file")
-        sections, pictures = drawn(ROOT, [Path(word).resolve() for word in words])
+        sections, pictures = drawn(ROOT / "results", [Path(word).resolve() for word in words])
         put(ROOT, sections)
-        for name, text in pictures.items():
-            write(ROOT / "results" / name, text)
+        for name, drawing in pictures.items():
+            write(ROOT / "results" / name, standalone(drawing))
         for path in (ROOT / "results").glob("*.svg"):  # of a line without ablation any more, for one
             if path.name not in pictures:
                 path.unlink()

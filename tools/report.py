@@ -12,16 +12,18 @@ exit: 0, 2 bad usage, or a file that is missing or cannot be read
 """
 import collections
 import html
+import math
+import re
 import statistics
+import string
 import sys
 from pathlib import Path
 
 import builds
 import engine
-from report_charts import groups, intervals, roofline, samples, steps, waterfall
-from report_page import charts, digits, figure, fold, measured, page_of, provenance, rate, span, table
-from report_rows import (PEERS, Refusal, ablated, bases, controls, difference, every_file, fastest, ladders, newest,
-                         number, peer, problem, rungs_at, timed)
+import page
+from report_charts import intervals, roofline, samples
+from report_rows import KINDS, PEERS, Refusal, controls, every_file, fastest, newest, number, peer, problem, timed
 
 # Limits of a GPU: dense tensor-core TFLOP/s by type and memory rate in TB/s, with their source.
 HOPPER_TFLOPS = {"fp16, bf16": 989.5, "e4m3": 1979.0}
@@ -29,7 +31,113 @@ DATASHEET = ("NVIDIA {} Tensor Core GPU datasheet (SXM): 1,979 TFLOPS fp16 and 3
              "of each for dense matrices, and {} TB/s")
 LIMITS = {"NVIDIA H200": (HOPPER_TFLOPS, 4.8, DATASHEET.format("H200", 4.8)),
           "NVIDIA H100 80GB HBM3": (HOPPER_TFLOPS, 3.35, DATASHEET.format("H100", 3.35))}
+INTRODUCTIONS = {
+    "results": "One run: the lines that are named, and each peer through PyTorch, in turns in one process on the same "
+               "tensors.",
+    "ladder": "A bar runs from the time of a line's base (upright stroke) to its own time (dot): plain where the line "
+              "is faster, hatched where it is slower. The base is the line that configs.txt names; else the earlier "
+              "line of the family and head size that differs in the fewest knobs.",
+    "ablation": "A line with all of its knobs, then with each taken back (with what cannot stay without it). Bars to "
+                "the right: what the knob gains; to the left: it does not pay here.",
+    "rested": "The first 10 ms after 0.3 s of rest, as an application finds the GPU that does other things in between; "
+              "the tables above have what lasts."}
+TEMPLATE = Path(__file__).with_name("report.html")
 FIRST = ("mission", "mission2", "long")  # of the problems; small is last, since its time is the launch
+
+
+# ---- parts: numbers, tables, figures with their provenance ----
+
+def digits(x, n=4):
+    """A positive number with N significant digits, of which at most N - 1 after the point."""
+    return f"{x:.{min(n - 1, max(0, n - 1 - math.floor(math.log10(x))))}f}" if x else "0"
+
+
+def span(source, row):
+    """The 95% interval of a row's time, or nothing in files older than it."""
+    low, high = (number(source, row, column) for column in ("graph_lo_us", "graph_hi_us"))
+    return f"{digits(low)}–{digits(high)}" if low and high else ""
+
+
+def rate(source, row):
+    """A row's TFLOP/s with three digits."""
+    value = number(source, row, "tflops")
+    return None if value is None else digits(value, 3)
+
+
+def cell(value):
+    """A table's text for a value: numbers with four digits, nothing for None."""
+    return "" if value is None else html.escape(digits(value) if isinstance(value, float) else str(value))
+
+
+def table(headers, rows, *sources, attributes="", first=lambda row: False, wide=()):
+    """A table in a box of its own scrolling, and its provenance. A header with a # is of numbers; WIDE columns wrap."""
+    marks = [' class="n"' if header[0] == "#" else ' class="wide"' if header in wide else "" for header in headers]
+    head = "".join(f'<th scope="col"{mark}>{html.escape(text.lstrip("#"))}</th>' for text, mark in zip(headers, marks))
+    body = "\n".join(f"<tr{' class=first' if first(row) else ''}>" + "".join(
+        f"<td{mark}>{cell(value)}</td>" for value, mark in zip(row, marks)) + "</tr>" for row in rows)
+    return (f'<div class="box" tabindex="0"><table {attributes}>\n<thead><tr>{head}</tr></thead>\n'
+            f"<tbody>\n{body}\n</tbody></table></div>" + (provenance(*sources) if sources else ""))
+
+
+def measured(source):
+    """What a file's rows were measured on, as a sentence's part."""
+    gpu, driver, cuda, commit, date = (html.escape(word) or "not recorded" for word in source.measured_on())
+    return f"{gpu}, driver {driver}, CUDA {cuda}, commit {commit}, <time>{date}</time>"
+
+
+def provenance(*sources, tag="p"):
+    """Which file each figure is from, the command that makes such rows, and what it was measured on."""
+    files = collections.defaultdict(list)
+    for source in sources:
+        files[measured(source)].append(
+            f"<code>{html.escape(source.name)}</code> (<code>{html.escape(KINDS[source.kind][2])}</code>)")
+    words = [" and ".join(names) + ": " + on for on, names in files.items()]
+    return f'<{tag} class="from">From ' + ".<br>".join(words) + f".</{tag}>"
+
+
+def figure(title, drawing, *sources, note=""):
+    """A chart with its title, a sentence if it needs one, and its provenance."""
+    note = f"<p>{html.escape(note)}</p>" if note else ""
+    return (f"<figure><b>{html.escape(title)}</b>{drawing}<figcaption>{note}{provenance(*sources, tag='div')}"
+            "</figcaption></figure>")
+
+
+def charts(figures):
+    """Charts side by side, as many as fit."""
+    return '<div class="charts">\n' + "\n".join(figures) + "\n</div>"
+
+
+def from_markdown(text, pictures):
+    """A section of README or docs as HTML, with its pictures drawn in, and the names of files instead of links."""
+    parts = []
+    for block in re.split("\n{2,}", re.sub(r"\[([^]]*)\]\([^)]*\)", r"`\1`", text.strip())):
+        if block.startswith("|"):
+            lines = block.replace("`", "").splitlines()
+            names, rules, *rows = [[cell.strip() for cell in line[1:-1].split("|")] for line in lines]
+            headers = [("#" if rule.endswith(":") else "") + name for name, rule in zip(names, rules)]
+            parts.append(table(headers, rows, wide=[name for name in names if name.startswith(("what", "step"))]))
+        elif block.startswith("<img"):
+            parts.append(charts(f"<figure><b>{words}</b>{pictures[name]}</figure>" for name, words in re.findall(
+                r'<img src="[^"]*?([^/"]*)"[^>]*alt="([^"]*)">', block)))
+        elif block.startswith("### "):
+            parts.append(f"<h3>{html.escape(block[4:])}</h3>")
+        else:
+            parts.append("<p>" + re.sub("`([^`]*)`", r"<code>\1</code>", html.escape(block)) + "</p>")
+    return "\n".join(parts)
+
+
+def fold(summary, body):
+    """A part that opens on request."""
+    return f"<details><summary>{html.escape(summary)}</summary>\n{body}\n</details>"
+
+
+def page_of(title, body):
+    """The template with TITLE and BODY, and a class for each different style of the charts' elements."""
+    classes = {}
+    body = re.sub(r'style="([^"]*)"', lambda m: f'class="{classes.setdefault(m[1], f"s{len(classes)}")}"', body)
+    styles = "\n".join(f".{name} {{ {style} }}" for style, name in classes.items())
+    template = string.Template(TEMPLATE.read_text(encoding="utf-8"))
+    return template.substitute(title=html.escape(title), styles=styles, body=body)
 
 
 # ---- sections: each returns its HTML, or "" where results/ has nothing for it ----
@@ -73,83 +181,6 @@ def sizes(row):
     """B,Hq,Hkv,Sq,Sk with the shape's name, if it has one."""
     words = ",".join(row[c] for c in ("B", "Hq", "Hkv", "Sq", "Sk"))
     return f"{words} {row['shape']}" if row["shape"].isalnum() and row["shape"][0].isalpha() else words
-
-
-def with_peers(source):
-    """({problem: what fastest() has of it} where a line and a peer have a time, the peers' names)."""
-    best = {what: at for what, at in fastest([source]).items() if "line" in at and len(at) > 2}
-    return best, list(dict.fromkeys(name for at in best.values() for name in at if name not in ("shape", "line")))
-
-
-def peers_section(source):
-    """The fastest line of each problem beside every peer, in one run."""
-    best, names = with_peers(source)
-    rows, bars = [], collections.defaultdict(list)
-    for what, at in best.items():
-        us, row, _ = at["line"]
-        tflops = {name: number(source, at[name][1], "tflops") or 0.0 for name in ("line", *names) if name in at}
-        bars[row["D"]].append((f"{what}: {row['config']}", [
-            ("fastest line", tflops.pop("line"), rate(source, row)),
-            *((name, of, f"{digits(of, 3)} ({at[name][0] / us:.2f}x)") for name, of in tflops.items())]))
-        cells = [(at[name][0], f"{at[name][0] / us:.2f}") if name in at else (None, None) for name in names]
-        rows.append([what, row["config"], us, rate(source, row), *(cell for pair in cells for cell in pair)])
-    if not rows:
-        return ""
-    headers = ["problem (B,Hq,Hkv,Sq,Sk,D)", "fastest line", "#µs", "#TFLOP/s"]
-    headers += [text for name in names for text in (f"#{name}, µs", "#its time / ours")]
-    words = "TFLOP/s of the fastest line and of peers at D="
-    return ("<p>One run: lines and each peer through PyTorch, in turns in one process on the same tensors; of the "
-            "lines the fastest on each problem. Behind a peer's bar: its time as a multiple of ours.</p>\n"
-            + charts(figure(f"D = {D}, TFLOP/s", groups(part, ["fastest line", *names], words + D, "TFLOP/s"), source)
-                     for D, part in bars.items()) + table(headers, rows, source))
-
-
-def ladder_section(source, configs):
-    """Time of each line, as a step from the line that it builds on, at mission and long."""
-    base, parts, shapes = bases(source, configs), [], ("mission", "long")
-    row_of = {row["config"]: row for row in source.rows}
-    found = ladders(source)
-    us = {name: at for lines in found.values() for name, at in lines.items()}
-    for family, lines in found.items():
-        lines = {name: at for name, at in lines.items() if at}
-        if len(lines) < 2:
-            continue
-        cells, rows = [], []
-        for shape in shapes:
-            rungs = rungs_at(lines, base, shape, us)
-            if rungs:
-                example = next(row for row in source.rows if row["shape"] == shape and row["B"])
-                drawing = steps(rungs, f"Steps of the {family} lines at {shape}")
-                cells.append(figure(f"{family} at {sizes(example)}", drawing, source))
-        for name, at in lines.items():
-            before = us.get(base[name], {})
-            change = " ".join(difference(row_of[base[name]], row_of[name])) if base[name] else ""
-            rows.append([name, base[name] or "", change, *(cell for shape in shapes for cell in (
-                at.get(shape), f"{before[shape] / at[shape]:.2f}" if shape in at and shape in before else None))])
-        headers = ["line", "its base", "what it changes"]
-        headers += [text for shape in shapes for text in (f"#{shape}, µs", "#base / line")]
-        cells.append(f"<div>{table(headers, rows, source)}</div>")
-        parts.append(f"<h3>{html.escape(family)}</h3>\n" + charts(cells))
-    return parts and (
-        "<p>In the order of <code>configs.txt</code>. A bar runs from the time of a line's base (upright stroke) "
-        "to its own time (dot): plain where the line is faster, hatched where it is slower; the factor is base "
-        "over line. The base is the line that configs.txt names; else the earlier line of the family and head "
-        "size that differs in the fewest knobs.</p>\n" + "\n".join(parts))
-
-
-def ablation_section(sources):
-    """What each knob of a line is worth: its time without, as a multiple of its time."""
-    drawn = []
-    for source in sources:
-        full, whole, changes, refused = ablated(source)
-        drawing = waterfall(full, whole, changes)
-        note = f"{full} takes " + ", ".join(f"{digits(t, 3)} µs at {shape}" for shape, t in whole.items()) + "."
-        note += f" Not legal alone: {', '.join(refused)}." if refused else ""
-        if drawing:
-            drawn.append(figure(f"{full}, one change taken back each", drawing, source, note=note))
-    return drawn and (
-        "<p>A line with all of its knobs, then with each taken back (with what cannot stay without it). Bars to "
-        "the right: what the knob gains; to the left: it does not pay here.</p>\n" + charts(drawn))
 
 
 def roofline_section(sources):
@@ -276,21 +307,6 @@ def checks_section(found):
     return "\n".join(parts)
 
 
-def rested_section(sources):
-    """The first milliseconds after a rest, before a limit of power is reached."""
-    parts = []
-    for source in sources:
-        best, names = with_peers(source)
-        rows = [(what, at["line"][1]["config"],
-                 *(rate(source, at[name][1]) if name in at else None for name in ("line", *names)))
-                for what, at in best.items()]
-        headers = ["problem (B,Hq,Hkv,Sq,Sk,D)", "fastest line", "#TFLOP/s", *(f"#{n}, TFLOP/s" for n in names)]
-        parts.append(table(headers, rows, source))
-    return parts and (
-        "<p>The first 10 ms after 0.3 s of rest, as an application finds the GPU that does other things in "
-        "between; the tables above have what lasts.</p>\n" + "\n".join(parts))
-
-
 def files_section(results, found):
     """Every CSV of results/, and whether this page shows it."""
     shown = {source.path: source.kind for sources in found.values() for source in sources}
@@ -313,8 +329,8 @@ def facts(main, peers):
             us, row, _ = at["line"]
             items.append((f"fastest at {at['shape']}, D = 64",
                           f"{digits(us, 3)} µs <small>{html.escape(row['config'])}</small>"))
-    best, names = with_peers(peers)
-    ratios = [min(at[name][0] for name in names if name in at) / at["line"][0] for at in best.values()]
+    ratios = [min(one[0] for name, one in at.items() if name not in ("shape", "line")) / at["line"][0]
+              for at in fastest([peers]).values() if "line" in at and len(at) > 2]
     if ratios:
         items.append((f"times as fast as the best peer, {len(ratios)} problems",
                       f"{statistics.geometric_mean(ratios):.2f}x <small>geometric mean, {min(ratios):.2f} to "
@@ -324,31 +340,36 @@ def facts(main, peers):
 
 # ---- the page ----
 
-def page(results):
+def whole(results):
     """The whole page as text."""
     found = collections.defaultdict(list, newest(results))
     main = found["lines"][0]
-    peers = next((source for source in found["peers"][::-1] if source.values("device") == main.values("device")), main)
-    runs = list({source.kind: source for source in (main, peers)}.values())
-    if not any(True for _ in timed(main)):
-        raise Refusal(f"{main.path} has no row with a time; measure on a GPU with ./run_all.sh")
+    peers = found["peers"][-1:] or [main]
+    drawn, pictures = page.drawn(results)
+    drawn = {name: from_markdown(f"{INTRODUCTIONS.get(name, '')}\n\n{text}", pictures) for name, text in drawn.items()}
+    chart = charts([figure("TFLOP/s of the fastest line and of peers", pictures["peers.svg"], *peers)])
+    runs = list({source.kind: source for source in (main, *peers)}.values())
     sections = [
-        ("peers", "Beside the peers", peers_section(peers)),
+        ("peers", "Beside the peers", chart + drawn["results"]),
         ("ranked", "All lines, ranked by problem", ranked_section(runs)),
-        ("ladder", "The ladder: what each step gives", ladder_section(main, results.parent / "configs.txt")),
-        ("ablation", "Ablations", ablation_section(found["ablation"])),
+        ("ladder", "The ladder: what each step gives", drawn["ladder"]),
+        ("ablation", "Ablations", drawn["ablation"]),
         ("roofline", "Roofline", roofline_section(runs)),
+        ("rungs", "Lines on the problems of the peers", drawn["rungs"]),
+        ("rested", "After a rest", drawn["rested"]),
+        ("e4m3", "8 bits", drawn["e4m3"]),
+        ("decode", "Few query rows", drawn["decode"]),
+        ("accuracy", "Errors by the number of keys", drawn["accuracy"]),
         ("ab", "A/B comparisons", ab_section(found)),
-        ("rested", "After a rest", rested_section(found["rested"])),
         ("checks", "Checks", checks_section(found)),
         ("files", "All files of results/", files_section(results, found)),
     ]
-    sections = [section for section in sections if section[2]]
     gpu, date = main.measured_on()[0], main.measured_on()[-1]
+    sections = [section for section in sections if section[2]]
     contents = "".join(f'<li><a href="#{key}">{title}</a></li>' for key, title, _ in sections)
     body = (f"<header><h1>sdpa: attention forward on {html.escape(gpu)}</h1>\n<p>{measured(main)}. "
             "Made by <code>./run_all.sh report</code> from results/ alone; this file loads nothing.</p>\n"
-            f"{facts(main, peers)}\n</header>\n<nav aria-label=\"Contents\"><ol>{contents}</ol></nav>\n<main>\n"
+            f"{facts(main, peers[0])}\n</header>\n<nav aria-label=\"Contents\"><ol>{contents}</ol></nav>\n<main>\n"
             + "\n".join(f'<section id="{key}">\n<h2>{title}</h2>\n{text}\n</section>' for key, title, text in sections)
             + "\n</main>")
     return page_of(f"sdpa on {gpu}, {date}", body)
@@ -362,7 +383,7 @@ def main():
     output = options.output or options.results / "report.html"
     if not options.results.is_dir():
         raise Refusal(f"{options.results}: no such folder; measure first with ./run_all.sh")
-    text = page(options.results.resolve())
+    text = whole(options.results.resolve())
     builds.replace_file(str(output), text)
     print(f"{output}: {len(text.encode()) / 1024:.0f} KB", file=sys.stderr)
     return 0

@@ -151,55 +151,42 @@ def steps(rungs, label):
     return svg(figure, label)
 
 
-def groups(titles_and_bars, series, label, xlabel, origin=0.0, log=False):
-    """Horizontal bars in groups, each under its title. A group: (title, [(series, value, text)]).
-
-    Bars begin at ORIGIN; a legend of the series stands on top.
-    """
-    height = sum(ROW + 13 * len(bars) + 5 for _, bars in titles_and_bars)
+def waterfall(full, whole, changes):
+    """What each change of an ablation costs, the dearest first: bars from 1, one a shape of WHOLE; "" without times."""
+    groups = []
+    for change, us in changes.items():
+        bars = [(shape, t / whole[shape], f"{100 * (t / whole[shape] - 1):+.0f}% ({short(t)} µs)")
+                for shape, t in us.items() if shape in whole]
+        if bars:
+            groups.append((change, bars))
+    if not groups:
+        return ""
+    groups.sort(key=lambda group: -max(ratio for _, ratio, _ in group[1]))
+    height = sum(ROW + 13 * len(bars) + 5 for _, bars in groups)
     figure, (axes,) = canvas(8, [height], top=24)
-    values = [value for _, bars in titles_and_bars for _, value, _ in bars]
-    room = (WIDTH - 16) / (WIDTH - 16 - 84)
-    if log:
-        low, high = min(values + [origin]) / 1.02, max(values + [origin])
-        axes.set_xscale("log")
-        axes.set_xlim(low, high * (high / low) ** (room - 1))
-        log_ticks(axes.xaxis, low, high, "x")
-    else:
-        axes.set_xlim(0, max(values) * room)
+    ratios = [ratio for _, bars in groups for _, ratio, _ in bars]
+    low, high = min(ratios + [1]) / 1.02, max(ratios + [1])
+    axes.set_xscale("log")
+    axes.set_xlim(low, high * (high / low) ** (84 / (WIDTH - 100)))  # the texts stand right of the bars
+    log_ticks(axes.xaxis, low, high, "x")
     name_rows(axes, [])
     axes.set_ylim(height, 0)
-    axes.spines["left"].set_visible(not origin)
-    axes.set_xlabel(xlabel)
-    styles = dict(zip(series, itertools.cycle([dict(facecolor=fill, hatch=hatch, edgecolor=INK, linewidth=0.5)
-                                               for fill, hatch in SERIES])))
+    axes.set_xlabel(f"time as a multiple of {fit(full, 36)}, log axis")
+    styles = {shape: dict(facecolor=fill, hatch=hatch, edgecolor=INK, linewidth=0.5)
+              for shape, (fill, hatch) in zip(whole, itertools.cycle(SERIES))}
     y = 0.0
-    for title, bars in titles_and_bars:
-        write(axes, fit(title, 56), (None, y + ROW - 3), fontweight="bold")
+    for change, bars in groups:
+        write(axes, fit(change, 56), (None, y + ROW - 3), fontweight="bold")
         y += ROW
-        for name, value, text in bars:
-            axes.barh(y + 6.5, value - origin, left=origin, height=10.5, **styles[name])
-            write(axes, text, (max(value, origin), y + 6.5), 4)
+        axes.plot([1, 1], [y - 1, y + 13 * len(bars) + 1], color=INK, linewidth=0.8)
+        for shape, ratio, text in bars:
+            axes.barh(y + 6.5, ratio - 1, left=1, height=10.5, **styles[shape])
+            write(axes, text, (max(ratio, 1), y + 6.5), 4)
             y += 13
-        if origin:
-            axes.plot([origin, origin], [y - 13 * len(bars) - 1, y + 1], color=INK, linewidth=0.8)
         y += 5
-    legend(figure, len(series), handlelength=1.6, handletextpad=0.8, handles=[
-        matplotlib.patches.Patch(label=name, **style) for name, style in styles.items()])
-    return svg(figure, label)
-
-
-def waterfall(full, whole, changes):
-    """What each change of an ablation costs, the dearest first; "" where no time can be compared."""
-    bars = []
-    for change, us in changes.items():
-        ratios = [(shape, t / whole[shape], f"{100 * (t / whole[shape] - 1):+.0f}% ({short(t)} µs)")
-                  for shape, t in us.items() if shape in whole]
-        if ratios:
-            bars.append((change, ratios))
-    bars.sort(key=lambda bar: -max(ratio for _, ratio, _ in bar[1]))
-    return bars and groups(bars, list(whole), f"Ablation of {full}", f"time as a multiple of {fit(full, 36)}, log axis",
-                           origin=1, log=True)
+    legend(figure, len(styles), handlelength=1.6, handletextpad=0.8, handles=[
+        matplotlib.patches.Patch(label=shape, **style) for shape, style in styles.items()])
+    return svg(figure, f"Ablation of {full}")
 
 
 def against(rows, series, label, xlabel):

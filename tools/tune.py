@@ -4,10 +4,10 @@
        ./run_all.sh tune --table [--head-dim D] [--budget MIN]
        ./run_all.sh tune --replay LOG [--runs N]
        ./run_all.sh tune --export t4|svg LOG
-Searches the best line for a problem on this GPU. It starts from LINE and the lines of configs.txt of its family, keeps
-three elites, changes one to three of their knobs or crosses two of them. A candidate must be legal, compile without more
-spills than LINE, be correct on a small, a ragged and the target problem with seeds 0, 1 and 2, and is timed in turns with
-the best so far. At the end `ab` compares the best with LINE, or with the best line of configs.txt, on fresh samples.
+Searches the best line for a problem on this GPU, by Optuna. It starts from LINE and the lines of configs.txt of its family,
+and changes knobs of the three best so far. A candidate must be legal, compile without more spills than LINE, be correct on a
+small, a ragged and the target problem with seeds 0, 1 and 2, and is timed in turns with the best so far. At the end `ab`
+compares the best with LINE, or with the best line of configs.txt, on fresh samples.
   --family F      scalar, wmma, mma or wgmma; default the one of --from, or wgmma where the GPU has it, else mma
   --shape S       the problem, as for ab; several: the geometric mean of their times counts; default long
   --causal M      off, br or tl
@@ -18,17 +18,18 @@ the best so far. At the end `ab` compares the best with LINE, or with the best l
   --seed N        of the search; default 0
   --micro JSON    starts from the best tiles of this file of ./run_all.sh micro as well, --top K of them (default 8);
                   default the newest of results/micro for this GPU, family and D
-  --log FILE      default results/tune/DATE-DEVICE-NAME.jsonl. The same command again goes on from there
+  --log FILE      default results/tune/DATE-DEVICE-NAME.jsonl, a journal of Optuna's. The same command again goes on there
   --dry-run       walks the search without a GPU, by a cost model fitted to the newest rows of results/
   --all           every combination of the fixed knobs' values instead of a search; the others stay as LINE has them
   --table         a wgmma tile for each problem of `fit`, MIN minutes for all; tiles that are 2% quicker than those of
                   TUNED_TILES go to `fit`, which prints the table with them
   --replay LOG    the search over the candidates of an --all log, N times (default 20), beside random search
-  --export WHAT   t4: a log in the T4 results format of the autotuning community; svg: its picture beside it
+  --export WHAT   t4: a log in the T4 results format of the autotuning community; svg: Optuna's pictures of it, beside it
 exit: 0, 1 the best is wrong at last, 2 bad usage, 3 the GPU or the disk failed, 130 Ctrl-C
 """
+import collections
 import csv
-import datetime
+import json
 import math
 import os
 import re
@@ -36,9 +37,12 @@ import shutil
 import sys
 import threading
 import time
+import warnings
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import numpy as np
+from scipy.interpolate import RBFInterpolator
 
 import ab
 import builds
@@ -46,9 +50,18 @@ import engine
 import fit
 import micro
 import report_rows
-import tune_report
 from builds import Refused
-from search import AHEAD, CHOOSERS, FATES, Log, Space, State, base_line, family_lines, identity, parse_line, read_log, refusal, search
+from search import CHOOSERS, Space, base_line, family_lines, identity, parse_line, refusal
+
+try:
+    import optuna
+    from optuna.storages.journal import JournalFileBackend
+except ImportError:
+    print(f"tune: {sys.executable} lacks Optuna 4; install it with: python3 -m pip install 'optuna==4.*'", file=sys.stderr)
+    sys.exit(2)
+from optuna.trial import TrialState
+optuna.logging.set_verbosity(optuna.logging.WARNING)
+warnings.simplefilter("ignore", optuna.exceptions.ExperimentalWarning)
 
 SEEDS = (0, 1, 2)
 SMALL, RAGGED = "small", "2,4,2,197,131"
@@ -58,6 +71,14 @@ CANDIDATE_S = 6  # one takes about so long to compile and time
 VERDICT_SHARE = 0.15  # of the budget
 WORTH = 0.02  # by so much a tile must be quicker than those of TUNED_TILES to be a row of it
 MOST = 20000  # combinations of --all
+BREEDERS = 3  # of the best so far
+CHILDREN = 16  # of which the most promising is judged
+NOISE = 0.05  # of the logarithm of a time, for the interpolation
+AHEAD = 8  # candidates that wait in line while one is timed
+KNOWN = 1000  # proposals in a row that are not new: then all is known
+FATES = ("refused", "compile", "gate", "wrong", "timed")
+T4_INVALIDITY = {"refused": "constraints", "compile": "compile", "gate": "constraints", "wrong": "correctness", "timed": "correct"}
+WITHIN, SHARE, RUNS_OF_20 = 0.98, 0.15, 18  # a search is good if so many reach this part of the best in this share of the list
 
 
 # ---- what was asked ----
@@ -129,10 +150,6 @@ def parse_problems(options, line):
     return [p.typed(D, dtype) for p in problems]
 
 
-def now():
-    return datetime.datetime.now().isoformat(timespec="seconds")
-
-
 # ---- who judges: a GPU ----
 
 class GpuJudge:
@@ -140,26 +157,26 @@ class GpuJudge:
     context, or never ends, is wrong, and restart(record) ends this process."""
 
     def __init__(self, gpu, problems, restart):
-        self.gpu, self.restart, self.champion, self.spills = gpu, restart, None, None
+        self.gpu, self.restart, self.champion, self.score, self.spills = gpu, restart, None, 1, None
         self.began = time.monotonic()
-        self.stamp = dict(gpu=gpu.name, driver=gpu.nvml.driver, commit=engine.git_sha())
         self.benches = {p: engine.Bench(gpu, {}, {"": p}) for p in problems}
         D, dtype = problems[0].D, problems[0].dtype
         shapes = [engine.parse_problem(SMALL), *(engine.parse_problem(RAGGED, causal) for causal in engine.CAUSAL)]
         gates = [*((p.typed(D, dtype), SEEDS) for p in shapes), *((p, SEEDS[1:]) for p in problems)]
         self.gates = [(p, engine.Bench(gpu, {}, {"": p}, seed)) for p, seeds in gates for seed in seeds]
 
-    def resume(self, state, records):
+    def resume(self, study, space):
         """Goes on where a log ends: the best of it is loaded again."""
-        if records:
-            self.began -= records[-1]["spent_s"]
-            self.spills = records[0].get("spilled")
-        if state.best is not None:
-            line = state.lines[state.best]
+        if study.trials:
+            self.began -= study.trials[-1].user_attrs["spent_s"]
+            self.spills = study.trials[0].user_attrs.get("spilled")
+        if timed(study):
+            best = study.best_trial
+            line = parse_line(space.tree, best.user_attrs["line"])
             kernel = engine.load(line, self.gpu, builds.build([line], self.gpu.arch))
+            self.champion, self.score = identity(line), best.value
             for problem, bench in self.benches.items():
-                self.admit(bench, state.best, kernel, problem)
-            self.champion = state.best
+                self.admit(bench, self.champion, kernel, problem)
 
     def seconds(self):
         return time.monotonic() - self.began
@@ -180,8 +197,8 @@ class GpuJudge:
         return dict(registers=facts.registers, spilled=facts.spilled, shared_bytes=facts.shared_bytes,
                     build_s=build_s), built
 
-    def judge(self, line, prepared, state):
-        """The whole record: the candidate's fate, what is wrong with it, or its times."""
+    def judge(self, line, prepared):
+        """The whole record: the candidate's fate, what is wrong with it, or its times; score is its time over the first one's."""
         record, built = prepared
         if built:
             self.spills = record["spilled"] if self.spills is None else self.spills
@@ -191,17 +208,14 @@ class GpuJudge:
             elif record["shared_bytes"] > most:
                 record.update(fate="gate", sentence=f"needs {record['shared_bytes']} bytes of shared memory of {most}")
             else:
-                self.run(line, built, record, state)
-        return self.stamped(record)
+                self.run(line, built, record)
+        return dict(record, spent_s=round(self.seconds(), 2))
 
-    def stamped(self, record):
-        return dict(record, spent_s=round(self.seconds(), 2), at=now(), **self.stamp)
-
-    def run(self, line, built, record, state):
+    def run(self, line, built, record):
         """The gates that need the GPU."""
         def lost(words):
-            self.restart(dict(knobs=identity(line), line=line.text,
-                              **self.stamped(dict(record, fate="wrong", sentence=words))))
+            self.restart(dict(record, knobs=identity(line), line=line.text, fate="wrong", sentence=words,
+                              spent_s=round(self.seconds(), 2)))
         watch = threading.Timer(ENDLESS_S, lost, [f"no end after {ENDLESS_S} s"])
         watch.start()
         try:
@@ -212,7 +226,7 @@ class GpuJudge:
             if sentence:
                 record.update(fate="wrong", sentence=sentence)
             else:
-                self.time(line, kernel, record, state)
+                self.time(line, kernel, record)
                 record["time_s"] = round(time.monotonic() - began - record["check_s"], 2)
         except Refused as error:
             record.update(fate="gate", sentence=str(error))
@@ -240,8 +254,8 @@ class GpuJudge:
         bench.add(key, kernel, problem)
         return bench.checks[key]
 
-    def time(self, line, kernel, record, state):
-        """Its time beside the best so far, on every problem, and so its fate."""
+    def time(self, line, kernel, record):
+        """Its time beside the best so far, on every problem."""
         key, logs, times = identity(line), [], {}
         for problem, bench in self.benches.items():
             check = self.admit(bench, key, kernel, problem)
@@ -251,13 +265,12 @@ class GpuJudge:
             log, times[str(problem)] = self.beside_champion(bench, key)
             logs.append(log)
         else:
-            score = math.exp(np.mean(logs)) * (1 if self.champion is None else state.records[self.champion]["score"])
-            record.update(fate=state.judged(score, line), score=round(score, 5), us=times)
-            if record["fate"] == "elite" and any(bench.changed_bits(key) for bench in self.benches.values()):
+            record.update(fate="timed", score=round(math.exp(np.mean(logs)) * self.score, 5), us=times)
+            if any(bench.changed_bits(key) for bench in self.benches.values()):
                 record.update(fate="wrong", sentence="its last replay left other bits than the run that was checked")
         leaves = key
-        if record["fate"] == "elite" and (self.champion is None or score < state.records[self.champion]["score"]):
-            leaves, self.champion = self.champion, key
+        if record["fate"] == "timed" and (self.champion is None or record["score"] < self.score):
+            leaves, self.champion, self.score = self.champion, key, record["score"]
         for bench in self.benches.values():
             bench.drop(leaves)
 
@@ -287,7 +300,7 @@ class ModelJudge:
             raise Refused("results/ has no rows to fit a cost model to; measure them with: ./run_all.sh")
         with open(path, newline="") as file:
             rows = [row for row in csv.DictReader(file) if row["family"] == family and row["graph_us"] and row["check"] == "PASS"]
-        self.problems, self.spent_s = problems, 0
+        self.problems, self.spent_s, self.first = problems, 0, None
         pairs = [(knobs, engine.parse_problem(",".join(row[name] for name in "B Hq Hkv Sq Sk".split())).typed(int(row["D"]), ""),
                   float(row["graph_us"])) for row in rows for knobs in [dict(word.split("=") for word in row["knobs"].split())]
                  if not any(knobs.get(knob, "0") != "0" for knob in CHOOSERS)]
@@ -315,8 +328,10 @@ class ModelJudge:
         knobs = dict(word.split("=") for word in line.effective_knobs())
         return {str(p): math.exp(self.features(knobs) @ self.weights) * self.scores(knobs, p) for p in self.problems}
 
-    def resume(self, state, records):
-        self.spent_s = records[-1]["spent_s"] if records else 0
+    def resume(self, study, space):
+        if study.trials:
+            self.spent_s = study.trials[-1].user_attrs["spent_s"]
+            self.first = next((one.user_attrs["us"] for one in timed(study)), None)
 
     def seconds(self):
         return self.spent_s
@@ -331,26 +346,163 @@ class ModelJudge:
             return dict(fate="gate", sentence="the cost model knows no line that chooses its tile")
         return dict(us=self.us(line))
 
-    def judge(self, line, record, state):
+    def judge(self, line, record):
         if "us" in record:
             self.spent_s += 1
-            first = next((one["us"] for one in state.records.values() if "us" in one), record["us"])
-            score = math.exp(np.mean([math.log(us / first[p]) for p, us in record["us"].items()]))
-            record.update(fate=state.judged(score, line), score=round(score, 5))
-        return dict(record, spent_s=self.spent_s, gpu="none: a cost model")
+            self.first = self.first or record["us"]
+            score = math.exp(np.mean([math.log(us / self.first[p]) for p, us in record["us"].items()]))
+            record.update(fate="timed", score=round(score, 5))
+        return dict(record, spent_s=self.spent_s)
+
+
+# ---- the search ----
+
+class Mutations(optuna.samplers.RandomSampler):
+    """An evolution without generations: of CHILDREN mutations of the BREEDERS best so far it proposes the one that should take
+    the least time, by an interpolation over those that are timed. Optuna's own samplers draw from the whole space, of which
+    sdpa.cu refuses most."""
+
+    def __init__(self, space, seed):
+        super().__init__()
+        self.space, self.rng = space, np.random.default_rng(seed)
+
+    def infer_relative_search_space(self, study, trial):
+        return {knob: optuna.distributions.CategoricalDistribution(self.space.values[knob]) for knob in self.space.free}
+
+    def sample_relative(self, study, trial, space):
+        done = sorted((one for one in timed(study) if one.params), key=lambda one: one.value)
+        parents = [one.params for one in done[:BREEDERS]] or [self.space.knobs(self.space.base)]
+        tried = {tuple(map(one.params.get, space)) for one in study.get_trials(deepcopy=False)}
+        children = [self.space.mutated(self.rng, parents[self.rng.integers(len(parents))]) for _ in range(CHILDREN)]
+        children = [one for one in children if tuple(map(one.get, space)) not in tried] or children
+        if len(done) < 2:
+            return children[0]
+        times = RBFInterpolator(self.places(one.params for one in done), [math.log(one.value) for one in done],
+                                kernel="linear", smoothing=NOISE)
+        return children[times(self.places(children)).argmin()]
+
+    def places(self, many):
+        """Of each knob the number of its value."""
+        return np.array([[self.space.values[knob].index(knobs[knob]) for knob in self.space.free] for knobs in many], float)
+
+
+def timed(study):
+    return study.get_trials(deepcopy=False, states=(TrialState.COMPLETE,))
+
+
+def ended(study):
+    """All candidates with a fate: what was proposed twice has none."""
+    return [one for one in study.get_trials(deepcopy=False) if "fate" in one.user_attrs]
+
+
+def search(study, space, judge, lines, goes_on, log=lambda trial: None, ahead=AHEAD, breed=True):
+    """Judges the lines, then what the study's sampler proposes, while goes_on(); the next `ahead` of them are compiled
+    meanwhile, in parallel. What sdpa.cu refuses ends before it waits in line."""
+    seen = {one.user_attrs["knobs"] for one in ended(study)}
+    queue = collections.deque({identity(line): line for line in lines if identity(line) not in seen}.values())
+    for line in queue:
+        study.enqueue_trial(space.knobs(line) if space.breeds(line) else {})
+    waiting = collections.deque()
+
+    def end(trial, line, prepared):
+        record = dict(knobs=identity(line), line=line.text, **judge.judge(line, prepared))
+        for name, value in record.items():
+            trial.set_user_attr(name, value)
+        passed = record["fate"] == "timed"
+        log(study.tell(trial, record["score"] if passed else None, TrialState.COMPLETE if passed else TrialState.FAIL))
+
+    def new_candidate():
+        for _ in range(KNOWN):
+            if not goes_on() or not (queue or breed):
+                break
+            trial = study.ask()
+            line = queue.popleft() if queue else None
+            if not line or space.breeds(line):
+                knobs = {knob: trial.suggest_categorical(knob, space.values[knob]) for knob in space.free}
+                line = line or space.line(knobs)
+            if identity(line) in seen:
+                study.tell(trial, state=TrialState.FAIL)
+                continue
+            seen.add(identity(line))
+            if not judge.refusal(line):
+                return trial, line
+            end(trial, line, judge.prepare(line))
+        return None
+    with ThreadPoolExecutor(builds.JOBS) as pool:
+        try:
+            while goes_on():
+                while len(waiting) < ahead and (candidate := new_candidate()):
+                    waiting.append((*candidate, pool.submit(judge.prepare, candidate[1])))
+                if not waiting:
+                    return
+                trial, line, prepared = waiting.popleft()
+                end(trial, line, prepared.result())
+        finally:
+            pool.shutdown(cancel_futures=True)
+
+
+# ---- the log ----
+
+def read_log(path):
+    """The study of a log."""
+    if not os.path.exists(path):
+        raise Refused(f"{path}: there is no such file")
+    try:
+        return optuna.load_study(study_name=None, storage=optuna.storages.JournalStorage(JournalFileBackend(path)))
+    except (LookupError, TypeError, ValueError):
+        raise Refused(f"{path}: want a log that ./run_all.sh tune wrote") from None
+
+
+def is_log_of(path, asked):
+    try:
+        return read_log(path).user_attrs.get("search") == asked
+    except Refused:
+        return False
+
+
+class Log:
+    """What was asked, then each candidate as it ends, in a journal of Optuna's. Of a search that was killed, the line that it
+    was writing is cut off."""
+
+    def __init__(self, path, asked):
+        self.path = os.path.abspath(path)
+        try:
+            if os.path.exists(path) and os.path.getsize(path):
+                self.study = read_log(path)
+                if self.study.user_attrs.get("search") != asked:
+                    raise Refused(f"{path} is the log of another search; name another file or remove it")
+                with open(path, "rb+") as file:
+                    file.truncate(file.read().rindex(b"\n") + 1)
+                Path(self.path + ".lock").unlink(missing_ok=True)  # which a kill leaves
+            else:
+                os.makedirs(os.path.dirname(self.path), exist_ok=True)
+                self.study = optuna.create_study(storage=optuna.storages.JournalStorage(JournalFileBackend(self.path)))
+                self.study.set_user_attr("commit", engine.git_sha())
+                self.study.set_user_attr("search", asked)
+        except OSError as error:
+            raise Refused(f"{path} cannot be written: {error.strerror}", 3)
+
+    def add(self, trial):
+        """A candidate without a time keeps its knobs as attributes alone: a parameter's line has all of its choices."""
+        try:
+            self.study.add_trial(trial if trial.value is not None else
+                                 optuna.trial.create_trial(state=TrialState.FAIL, user_attrs=trial.user_attrs))
+        except OSError as error:
+            raise Refused(f"{self.path} cannot be written: {error.strerror}; what it has is valid, and the same command "
+                          "goes on from there", 3)
 
 
 # ---- a search from its beginning to its result ----
 
-def log_path(options, header, space, problems):
+def log_path(options, asked, space, problems):
     """The newest log of the same search, else a new one."""
     if options.log:
         return options.log
     name = "-".join([space.base.family, f"D{problems[0].D}", problems[0].dtype,
                      *(str(p).replace(" ", "-") for p in problems), *(["all"] if options.all else [])])
     folder = os.path.join(builds.BUILD, "tune") if options.dry_run else "tune"
-    new = Path(engine.results_path(folder, header["gpu"], name, new=True, ending=".jsonl"))
-    same = [one for one in new.parent.glob(f"*-{name}*.jsonl") if read_log(one)[0][:1] == [header]]
+    new = Path(engine.results_path(folder, asked["gpu"], name, new=True, ending=".jsonl"))
+    same = [one for one in new.parent.glob(f"*-{name}*.jsonl") if is_log_of(one, asked)]
     return str(max(same, key=report_rows.by_name, default=new))
 
 
@@ -358,20 +510,23 @@ class Screen:
     """Time left, the best so far and counts by fate: on a terminal in one line, else a line for each new best."""
 
     def __init__(self, judge, end_s):
-        self.judge, self.end_s, self.best = judge, end_s, None
+        self.judge, self.end_s, self.best = judge, end_s, {}
 
-    def show(self, state):
+    def show(self, study):
         left = max(0, self.end_s - self.judge.seconds())
-        counts = state.counts()
-        best = state.records.get(state.best, {})
+        best = study.best_trial.user_attrs if timed(study) else {}
         us = ", ".join(f"{us:.2f} us" for us in best.get("us", {}).values())
-        text = (f"{left // 60:.0f}:{left % 60:02.0f} left, " + ", ".join(f"{counts[fate]} {fate}" for fate in FATES if counts[fate]) +
-                (f"; best {us}: {best['line']}" if best else ""))
+        text = f"{left // 60:.0f}:{left % 60:02.0f} left, {counts(study)}" + (f"; best {us}: {best['line']}" if best else "")
         if sys.stderr.isatty():
             print("\r\033[K" + text[:shutil.get_terminal_size().columns - 1], end="", file=sys.stderr, flush=True)
-        elif self.best != state.best:
+        elif self.best != best:
             print(text, file=sys.stderr, flush=True)
-        self.best = state.best
+        self.best = best
+
+
+def counts(study):
+    found = collections.Counter(one.user_attrs["fate"] for one in ended(study))
+    return ", ".join(f"{found[fate]} {fate}" for fate in FATES if found[fate])
 
 
 def paste(line):
@@ -394,7 +549,7 @@ def find_gpu(options):
 
 
 def run_search(options, gpu, more=()):
-    """From what was asked to the end of the search: its log and state, the lines that it started from, and the problems."""
+    """From what was asked to the end of the search: its log and study, the lines that it started from, and the problems."""
     line = base_line(options, gpu.arch if gpu else "90a")
     problems = parse_problems(options, line)
     fixed = parse_fixed(options, line)
@@ -408,66 +563,168 @@ def run_search(options, gpu, more=()):
     device = gpu.name if gpu else "none"
     tiles = options.micro or micro.newest(device, line.family, problems[0].D)
     seeds = [*more, *(micro.seeds(tiles, space, problems[0], options.top) if tiles else [])]
-    header = dict(tune=1, problems=[[str(p), p.D, p.dtype] for p in problems], base=space.base.text, space=space.values,
-                  all=options.all, starts=[line.text for line in starts + seeds], seed=options.seed, gpu=device,
-                  driver=gpu.nvml.driver if gpu else "", program=builds.digest(space.tree.program()))
-    log = Log(log_path(options, header, space, problems), header)
+    asked = dict(problems=[[str(p), p.D, p.dtype] for p in problems], base=space.base.text, space=space.values,
+                 all=options.all, starts=[line.text for line in starts + seeds], seed=options.seed, gpu=device,
+                 driver=gpu.nvml.driver if gpu else "", program=builds.digest(space.tree.program()))
+    log = Log(log_path(options, asked, space, problems), asked)
 
     def restart(record):
-        log.add(record)
+        log.add(optuna.trial.create_trial(state=TrialState.FAIL, user_attrs=record))
         os.execv(sys.executable, [sys.executable, *sys.argv])
     judge = GpuJudge(gpu, problems, restart) if gpu else ModelJudge(problems, line.family)
-    records = [record for record in log.records if "fate" in record]
-    state = State(space)
-    for record in records:
-        state.add(parse_line(space.tree, record["line"]), record)
-    judge.resume(state, records)
+    judge.resume(log.study, space)
+    # What is proposed and has not ended is in memory alone.
+    study = optuna.create_study(sampler=Mutations(space, [options.seed, len(log.study.trials)]))
+    study.add_trials(log.study.trials)
     end_s = options.budget_s * (1 - VERDICT_SHARE if gpu and not options.all else 1)
     screen = Screen(judge, end_s)
+
+    def write(trial):
+        log.add(trial)
+        screen.show(study)
     try:
-        search(state, judge, log, [*starts[:1], *space.all()] if options.all else starts + seeds,
-               np.random.default_rng([options.seed, len(records)]), lambda: judge.seconds() < end_s, screen.show,
-               ahead=2 * builds.JOBS if options.all else AHEAD, breed=not options.all)
+        search(study, space, judge, [*starts[:1], *space.all()] if options.all else starts + seeds,
+               lambda: judge.seconds() < end_s, write, ahead=2 * builds.JOBS if options.all else AHEAD, breed=not options.all)
     except KeyboardInterrupt:
         raise Refused(f"stopped; the same command goes on from {log.path}", 130)
     if sys.stderr.isatty():
         print(file=sys.stderr)
-    return log, state, starts[:1] if options.base else starts, problems
+    return log, study, starts[:1] if options.base else starts, problems
 
 
-def result(gpu, log, state, starts, problems):
+def result(gpu, log, study, starts, problems):
     """Prints what was found, and how it compares with the best of the lines that it started from."""
-    if state.best is None:
+    found = sorted(timed(study), key=lambda one: one.value)
+    if not found:
         raise Refused(f"no candidate passed; why stands in {log.path}", 1)
-    timed = [line for line in starts if "score" in state.records.get(identity(line), {})]
-    best = state.lines[state.best]
-    start = min(timed, key=lambda line: state.records[identity(line)]["score"], default=best)
-    counts = state.counts()
-    print(f"{len(state.records)} candidates: " + ", ".join(f"{counts[fate]} {fate}" for fate in FATES if counts[fate]))
-    for key in dict.fromkeys([state.best, *state.elites, identity(start)]):
-        record = state.records[key]
-        print(f"  {100 * record['score']:6.1f}%  " + "  ".join(f"{us:.2f} us" for us in record["us"].values()) + f"  {record['line']}")
-    if identity(start) == state.best:
-        print(f"no candidate beats the starting line, {start.text}")
+    names = {identity(line) for line in starts}
+    start = next((one for one in found if one.user_attrs["knobs"] in names), found[0])
+    print(f"{len(ended(study))} candidates: {counts(study)}")
+    for one in found[:BREEDERS] + [start] * (start not in found[:BREEDERS]):
+        print(f"  {100 * one.value:6.1f}%  " + "  ".join(f"{us:.2f} us" for us in one.user_attrs["us"].values()) +
+              f"  {one.user_attrs['line']}")
+    best = parse_line(starts[0].tree, found[0].user_attrs["line"])
+    if start is found[0]:
+        print(f"no candidate beats the starting line, {best.text}")
     elif gpu:
-        verdict(gpu, log, start, best, problems)
+        verdict(gpu, log, parse_line(best.tree, start.user_attrs["line"]), best, problems)
     print(f"to paste into configs.txt:\n{paste(best)}")
-    print(f"log: {os.path.relpath(log.path)}; a picture of it: ./run_all.sh tune --export svg {os.path.relpath(log.path)}",
+    print(f"log: {os.path.relpath(log.path)}; pictures of it: ./run_all.sh tune --export svg {os.path.relpath(log.path)}",
           file=sys.stderr)
     return 0
 
 
 def verdict(gpu, log, start, best, problems):
     """`ab` of the best against the starting line, on fresh samples, unless the log has it."""
-    known = [record for record in log.records if record.get("verdict") and record["line"] == best.text]
-    if known:
-        for record in known:
-            print(f"verdict of {record['at']}: {record['words']}")
+    known = log.study.user_attrs.get("verdict", {})
+    if known.get("line") != best.text:
+        found = ab.with_gpu(gpu, [start, best], [(p, p) for p in problems], engine.PACE, None)
+        log.study.set_user_attr("verdict", dict(line=best.text, over=start.text, words=[
+            f"{problem}: {ab.sentence_of('B', verdicts['B'])}" for problem, verdicts in found.items()]))
         return
-    found = ab.with_gpu(gpu, [start, best], [(p, p) for p in problems], engine.PACE, None)
-    for problem, verdicts in found.items():
-        log.add(dict(verdict=verdicts["B"].verdict, line=best.text, over=start.text, problem=str(problem),
-                     words=f"{problem}: {ab.sentence_of('B', verdicts['B'])}", at=now()))
+    for words in known["words"]:
+        print(f"verdict: {words}")
+
+
+# ---- what is made of a log ----
+
+def t4(study):
+    """The log as the T4 results schema, 1.0.0, has it (github.com/odgaard/TuningSchema); times in ms."""
+    results = []
+    for one in study.trials:
+        record, us = one.user_attrs, one.user_attrs.get("us", {})
+        times = {"compilation_time": 1e3 * record.get("build_s", 0), "runtimes": [us / 1e3 for us in us.values()],
+                 "framework": 1e3 * record.get("time_s", 0), "search_algorithm": 0, "validation": 1e3 * record.get("check_s", 0)}
+        measurements = [dict(name=f"time of {problem}", value=us, unit="us") for problem, us in us.items()]
+        measurements += [dict(name=name, value=record[name], unit=unit) for name, unit in
+                         (("registers", ""), ("spilled", "byte"), ("shared_bytes", "byte")) if name in record]
+        results.append(dict(
+            timestamp=one.datetime_complete.isoformat(), configuration=dict(word.split("=") for word in record["knobs"].split()),
+            objectives=["time"], times=times, invalidity=T4_INVALIDITY[record["fate"]],
+            correctness=int(T4_INVALIDITY[record["fate"]] == "correct"), measurements=measurements))
+    return {"schema_version": "1.0.0", "results": results}
+
+
+def export(path, what):
+    study = read_log(path)
+    if not study.trials:
+        raise Refused(f"{path}: no candidate in it yet")
+    if what == "t4":
+        print(json.dumps(t4(study), indent=1))
+        return 0
+    own = optuna.create_study()
+    own.add_trials([one for one in timed(study) if one.params])  # lines that choose their tile have none
+    if len(own.trials) < 2:
+        raise Refused(f"{path}: fewer than two candidates of it have a time")
+    plots, stem = optuna.visualization.matplotlib, os.path.splitext(path)[0]
+    shown = plots.plot_optimization_history(own, target_name="time over the first line's")
+    worth = plots.plot_param_importances(own, evaluator=optuna.importance.PedAnovaImportanceEvaluator(target_quantile=0.2))
+    for axes, out in ((shown, f"{stem}.svg"), (worth, f"{stem}-knobs.svg")):
+        axes.figure.savefig(out, bbox_inches="tight")
+        print(out)
+    return 0
+
+
+# ---- how good is the search? ----
+
+class ListJudge:
+    """Knows the times of a list of candidates, and nothing else."""
+
+    def __init__(self, known):
+        self.known, self.evaluations, self.best = known, 0, math.inf
+
+    def refusal(self, line):
+        return identity(line) not in self.known
+
+    def prepare(self, line):
+        return self.known.get(identity(line), dict(fate="refused"))
+
+    def judge(self, line, record):
+        self.evaluations += record["fate"] != "refused"
+        self.best = min(self.best, record.get("score", math.inf))
+        return {name: record[name] for name in ("fate", "score") if name in record}
+
+
+def evaluations_needed(space, known, queue, seed):
+    """How many candidates a search judges until it has one within 2% of the best of the list; without a queue one that takes
+    the list at random."""
+    judge, study = ListJudge(known), optuna.create_study(sampler=Mutations(space, seed))
+    goal = min(record.get("score", math.inf) for record in known.values()) / WITHIN
+    lines = [parse_line(space.tree, record["line"]) for record in known.values()]
+    search(study, space, judge, queue or [lines[i] for i in np.random.default_rng(seed).permutation(len(lines))],
+           lambda: judge.best > goal, breed=bool(queue))
+    return judge.evaluations if judge.best <= goal else math.inf
+
+
+def replay(options):
+    """Prints how many of a list's candidates the search judges, with each kind of start, beside random search."""
+    study = read_log(options.replay)
+    asked = study.user_attrs.get("search", {})
+    if not asked.get("all") or not timed(study):
+        raise Refused(f"{options.replay}: want the log of tune --all")
+    known = {record["knobs"]: dict(record, **({} if one.value is None else dict(score=one.value)))
+             for one in study.trials for record in [one.user_attrs]}
+    name, D, dtype = asked["problems"][0]
+    shape, _, causal = name.partition(" ")
+    problem = engine.parse_problem(shape.replace("x", ","), causal or "off").typed(D, dtype)
+    space = Space(parse_line(builds.Tree(), asked["base"]), asked["space"], True)
+    lines = space.starts(problem)
+    kinds = {"random search": [], f"from {space.base.name}": lines[:1], "from the family's lines": lines}
+    tiles = options.micro or micro.newest(asked["gpu"], space.base.family, D)
+    if tiles:
+        best = micro.seeds(tiles, space, problem, options.top)
+        kinds[f"from {space.base.name}, micro's {options.top}"] = lines[:1] + best
+        kinds[f"from the lines, micro's {options.top}"] = lines + best
+    fit_to_time = len(timed(study))
+    print(f"{name}, {space.base.family}, D={D} {dtype}: {len(known)} candidates, {fit_to_time} of them fit to time; judged until "
+          f"one is within {100 - 100 * WITHIN:.0f}% of the best")
+    print(f"{'search':<36} {'median':>6} {'18 of 20':>8} {'of the list':>11}  within {100 * SHARE:.0f}%")
+    for kind, queue in kinds.items():
+        needed = sorted(evaluations_needed(space, known, queue, seed) for seed in range(options.runs))
+        most = needed[math.ceil(RUNS_OF_20 / 20 * len(needed)) - 1]
+        print(f"{kind:<36} {np.median(needed):6.0f} {most:8.0f} {100 * most / fit_to_time:10.1f}%  "
+              f"{sum(n <= SHARE * fit_to_time for n in needed)} of {len(needed)}", flush=True)
+    return 0
 
 
 # ---- the table of tiles ----
@@ -484,12 +741,13 @@ def table(options):
     for causal in ("off", "br"):
         for shape in fit.SHAPES:
             options.shape, options.causal = [shape], causal
-            _, state, _, _ = run_search(options, gpu, lines)
-            scores = {key: record["score"] for key, record in state.records.items() if "score" in record and record["fate"] != "wrong"}
-            in_table = min((scores[key] for key in map(identity, lines) if key in scores), default=math.inf)
-            best = next((key for key in sorted(scores, key=scores.get) if fit.Tile.of(state.lines[key])), None)
-            gain = in_table / scores[best] - 1 if best is not None else 0
-            tile = fit.Tile.of(state.lines[best]) if gain > WORTH else None
+            _, study, _, _ = run_search(options, gpu, lines)
+            scores = {parse_line(tree, one.user_attrs["line"]): one.value for one in timed(study)}
+            keys = set(map(identity, lines))
+            in_table = min((score for line, score in scores.items() if identity(line) in keys), default=math.inf)
+            best = next((line for line in sorted(scores, key=scores.get) if fit.Tile.of(line)), None)
+            gain = in_table / scores[best] - 1 if best else 0
+            tile = fit.Tile.of(best) if gain > WORTH else None
             print(f"{shape:<24} {causal:<3}  " + (f"{100 * gain:+.1f}%  {tile.knobs}" if tile else "TUNED_TILES has the best"))
             if tile:
                 new[tile.knobs] = tile
@@ -503,9 +761,9 @@ def table(options):
 def main():
     options = parse()
     if options.export:
-        return tune_report.export(options.logs[0], options.export)
+        return export(options.logs[0], options.export)
     if options.replay:
-        return tune_report.replay(options)
+        return replay(options)
     if options.table:
         return table(options)
     gpu = find_gpu(options)
