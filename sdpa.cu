@@ -578,13 +578,10 @@ template <int BYTES> __device__ __forceinline__ void cp_async(void* dst_s, const
                  : "memory");
   }
 }
-
 __device__ __forceinline__ void cp_async_commit_group() { asm volatile("cp.async.commit_group;" ::: "memory"); }
-
 template <int N> __device__ __forceinline__ void cp_async_wait_group() {
   asm volatile("cp.async.wait_group %0;" ::"n"(N) : "memory");
 }
-
 // Arrives when all earlier cp.async of this thread have landed.
 __device__ __forceinline__ void cp_async_mbarrier_arrive_noinc(uint64_t* barrier_s) {
   asm volatile("cp.async.mbarrier.arrive.noinc.shared.b64 [%0];" ::"r"(shared_address(barrier_s)) : "memory");
@@ -596,7 +593,6 @@ __device__ __forceinline__ void cp_async_mbarrier_arrive_noinc(uint64_t* barrier
 __device__ __forceinline__ void barrier_sync(int id, int threads) {
   asm volatile("barrier.sync.aligned %0, %1;" ::"r"(id), "r"(threads) : "memory");
 }
-
 // The same; true if `mine` is true in all threads.
 __device__ __forceinline__ bool barrier_and(int id, int threads, bool mine) {
   uint32_t all;
@@ -608,7 +604,6 @@ __device__ __forceinline__ bool barrier_and(int id, int threads, bool mine) {
       : "memory");
   return all;
 }
-
 // bar.arrive: counts these threads at barrier `id` and goes on; barrier_sync() of others waits.
 __device__ __forceinline__ void barrier_arrive(int id, int threads) {
   asm volatile("barrier.arrive.aligned %0, %1;" ::"r"(id), "r"(threads) : "memory");
@@ -625,7 +620,6 @@ __device__ __forceinline__ void mbarrier_arrive(uint64_t* barrier_s) {
   asm volatile("{ .reg .b64 state; mbarrier.arrive.shared.b64 state, [%0]; }" ::"r"(shared_address(barrier_s))
                : "memory");
 }
-
 // Whether the phase of this parity is complete.
 __device__ __forceinline__ bool mbarrier_test_wait_parity(uint64_t* barrier_s, int parity) {
   uint32_t complete;
@@ -2893,14 +2887,11 @@ inline cudaError_t encode_tensor_map(CUtensorMap& map, int rank, const void* bas
   return result == CUDA_SUCCESS ? cudaSuccess : cudaErrorInvalidValue;
 }
 
-bool same_strides(const Strides& a, const Strides& b) {
-  return a.batch == b.batch && a.head == b.head && a.row == b.row;
-}
 // True if addresses, sizes and strides are equal, which is all that tensor maps depend on.
 bool same_tensors(const SdpaParams& a, const SdpaParams& b) {
+  const auto same = [](const Strides& x, const Strides& y) { return memcmp(&x, &y, sizeof x) == 0; };
   return a.Q == b.Q && a.K == b.K && a.V == b.V && a.O == b.O && a.B == b.B && a.Hq == b.Hq && a.Hkv == b.Hkv &&
-         a.Sq == b.Sq && a.Sk == b.Sk && same_strides(a.q, b.q) && same_strides(a.k, b.k) && same_strides(a.v, b.v) &&
-         same_strides(a.o, b.o);
+         a.Sq == b.Sq && a.Sk == b.Sk && same(a.q, b.q) && same(a.k, b.k) && same(a.v, b.v) && same(a.o, b.o);
 }
 
 // Encodes the tensor maps, or takes those of this thread's last call if the tensors are the same.
@@ -2937,7 +2928,7 @@ template <class B> SdpaStatus encode_tensor_maps(TensorMaps& maps, const KernelA
     const cuuint64_t H = t.dims[1].size;
     cuuint64_t sizes[5] = {panel, cuuint64_t(S), panels, H, cuuint64_t(p.B)};
     cuuint64_t strides[4] = {bytes[0], panel_bytes, bytes[1], bytes[2]};
-    uint32_t box[5] = {panel, of_queries ? wgmma_rows<B> : B::block_n, panels, 1, 1};
+    uint32_t box[5] = {panel, uint32_t(of_queries ? wgmma_rows<B> : B::block_n), panels, 1, 1};
     if (B::pack_gqa && is_q) {  // heads before panels, so that they are rows of one
       sizes[2] = H, strides[1] = bytes[1], sizes[3] = panels;
       strides[2] = panel_bytes;
@@ -3079,12 +3070,9 @@ template <class B> struct KernelOf<B, Path::wgmma_plain> {
 // Q where there is room for two. Where there are too few items for all SMs, two slices of the keys (SPLIT_KV) go to
 // different warpgroups, which merge what they have.
 
-// Named barriers of the CTA; 0 is __syncthreads().
-enum WgmmaBarrier {
-  turn = 1,      // and the next three: it is the warpgroup's turn at the tensor cores
-  q_read = 5,    // and the next three: all warps of the warpgroup have read Q
-  partials = 9,  // of both slices are written
-};
+// Named barriers of the CTA. turn and the next three: it is the warpgroup's turn at the tensor cores; q_read and the next
+// three: all warps of the warpgroup have read Q; partials: those of both slices are written.
+constexpr int turn = 1, q_read = 5, partials = 9;
 
 // The stages of a slice's tiles. Full: the tile has landed. Empty: all who read it have done so.
 template <class B, int V_ELEMENTS = (B::block_n * B::head_dim)> struct TileRing {
@@ -3290,45 +3278,27 @@ template <class B> struct WgmmaRows {
     softmax_max<B>(S, scale_log2, m, alpha);
     keep_max(softmax_sum<B>(S, scale_log2, m, alpha, l));
   }
-  // The same, by the stale maximum where that will do: then it returns true, and O keeps its scale. recover(softmax)
-  // may still make P of what a stale maximum that was too small has left in S; it returns true if it could.
-  template <class Recover>
-  __device__ __forceinline__ bool softmax(Scores& S, float (&alpha)[ROWS], const WgmmaItem& item,
-                                          const Recover& recover) {
-    const bool may_be_stale = may_take_stale_max();
-    bool stale = may_be_stale;
-    StaleSoftmax<B, ROWS> of_stale(m, scale_log2);
-    if (may_be_stale) {
-      of_stale.exp(S, 0, S.COLS);
-      stale = of_stale.add_to(l);
-    }
-    if (!stale && !(may_be_stale && recover(of_stale))) {
-      if (may_be_stale) multiply_qk_again(S, item);
-      softmax_by_exact_max(S, alpha);
-    }
-    return stale;
+  // Words of a tensor's rows in global memory, as mma.sync takes them.
+  static __device__ __forceinline__ uint32_t word(const Input* tensor, int row, int64_t stride, int byte) {
+    return ld_global<uint32_t>(reinterpret_cast<const char*>(tensor + row * stride) + byte);
   }
-  // S = Q @ K.T once more, of this warp alone, by mma.sync and out of global memory: its tiles may be overwritten by
-  // now. Rare, so short rather than fast.
-  __device__ __forceinline__ void multiply_qk_again(Scores& S, const WgmmaItem& item) const {
+  // S = Q @ K.T once more, of this warp alone, by mma.sync and with K from global memory: its tile may be overwritten by
+  // now. read_q(q, byte) gives the A operand of STEP_BYTES of Q. Rare, so short rather than fast.
+  template <class ReadQ>
+  __device__ __forceinline__ void multiply_qk_again(Scores& S, const WgmmaItem& item, const ReadQ& read_q) const {
     const SdpaParams& p = a.p;
-    const uint32_t tid = thread_index_anew() % 128, lane = tid % 32;
-    const Input* const Q_g = p.Q + item.b * p.q.batch + item.h * p.q.head;
+    const uint32_t lane = thread_index_anew() % 32;
     const Input* const K_g = p.K + item.b * p.k.batch + item.h_kv * p.k.head;
-    const auto word = [&](const Input* tensor, int row, int64_t stride, int byte) {
-      return ld_global<uint32_t>(reinterpret_cast<const char*>(tensor + row * stride) + byte + lane % 4 * 4);
-    };
-    const int row = q + tid / 32 * 16 + lane / 4, last_row = p.Sq - 1;
     SDPA_UNROLL for (int n = 0; n < B::block_n / 8; n++) {
       float* const d = S.x.d + 4 * n;
       d[0] = d[1] = d[2] = d[3] = 0;
 #pragma unroll 1
       for (int byte = 0; byte < ROW_BYTES<B>; byte += STEP_BYTES) {
         uint32_t of_q[4], of_k[2];
-        SDPA_UNROLL for (int i = 0; i < 4; i++) {
-          of_q[i] = word(Q_g, min(row + i % 2 * 8, last_row), p.q.row, byte + i / 2 * 16);
+        read_q(of_q, byte);
+        SDPA_UNROLL for (int i = 0; i < 2; i++) {
+          of_k[i] = word(K_g, k0 + lane / 4 + 8 * n, p.k.row, byte + i * 16 + lane % 4 * 4);
         }
-        SDPA_UNROLL for (int i = 0; i < 2; i++) of_k[i] = word(K_g, k0 + lane / 4 + 8 * n, p.k.row, byte + i * 16);
         mma_32_bytes<Input>(d[0], d[1], d[2], d[3], of_q, of_k[0], of_k[1]);
       }
     }
@@ -3563,6 +3533,14 @@ template <class B> struct Wgmma16Consumer : WgmmaConsumer<B, WgmmaShared<B>> {
 
   // ---- the softmax ----
 
+  // With Q from shared memory.
+  __device__ __forceinline__ void multiply_qk_again(Scores& S) const {
+    const uint32_t tid = thread_index_anew() % 128, row = tid / 32 * 16 + tid % 16, byte = tid % 32 / 16 * 16;
+    const SharedAddress Q_s = shared_address(s.Q[q_ring.stage][row_group]);
+    rows.multiply_qk_again(S, Base::item(), [&](uint32_t (&q)[4], int step_byte) {
+      ldmatrix_x4<false>(q, Q_s + panel_byte<64>(row, step_byte + byte));
+    });
+  }
   __device__ __forceinline__ void scale_output(const float (&alpha)[2]) {
     if (!__all_sync(0xffffffffu, alpha[0] == 1 && alpha[1] == 1)) scale_rows(rows.O, alpha);
   }
@@ -3584,7 +3562,7 @@ template <class B> struct Wgmma16Consumer : WgmmaConsumer<B, WgmmaShared<B>> {
       softmax.exp(S, FIRST, S.COLS);
       pack_all(P, S);
       done = softmax.add_to(rows.l);
-      if (!done) rows.multiply_qk_again(S, Base::item());
+      if (!done) multiply_qk_again(S);
     }
     float alpha[2];  // three conditions: under one, nvcc puts P into the registers of S
     if (!done) rows.softmax_by_exact_max(S, alpha);
@@ -3594,8 +3572,15 @@ template <class B> struct Wgmma16Consumer : WgmmaConsumer<B, WgmmaShared<B>> {
   // The same with the whole softmax beside the P @ V before.
   template <class End>
   __device__ __forceinline__ void attend_beside_pv(Scores& S, Probabilities& P, const End& end_last_pv) {
+    bool stale = false;
     float alpha[2];
-    const bool stale = rows.softmax(S, alpha, Base::item(), [](const auto&) { return false; });
+    if (rows.may_take_stale_max()) {
+      StaleSoftmax<B, 2> softmax(rows.m, rows.scale_log2);
+      softmax.exp(S, 0, S.COLS);
+      stale = softmax.add_to(rows.l);
+      if (!stale) multiply_qk_again(S);
+    }
+    if (!stale) rows.softmax_by_exact_max(S, alpha);
     end_last_pv();
     if (!stale) scale_output(alpha);
     pack_all(P, S);
@@ -3946,12 +3931,34 @@ template <class B> struct E4m3Consumer : WgmmaConsumer<B, E4m3Shared<B>> {
 
   // ---- the softmax ----
 
+  // With Q from global memory: its buffer may have been filled anew.
+  __device__ __forceinline__ void multiply_qk_again(Scores& S) const {
+    const SdpaParams& p = a.p;
+    const WgmmaItem& item = Base::item();
+    const Input* const Q_g = p.Q + item.b * p.q.batch + item.h * p.q.head;
+    const uint32_t tid = thread_index_anew() % 128;
+    const int row = rows.q + int(tid / 32 * 16 + tid % 32 / 4), byte = tid % 4 * 4;
+    rows.multiply_qk_again(S, item, [&](uint32_t (&q)[4], int step_byte) {
+      SDPA_UNROLL for (int i = 0; i < 4; i++) {
+        q[i] = rows.word(Q_g, min(row + i % 2 * 8, p.Sq - 1), p.q.row, step_byte + i / 2 * 16 + byte);
+      }
+    });
+  }
   // As the other kernel's attend_beside_pv(), but where a stale maximum was too small it is raised first. P is rounded
   // only when the P @ V before has ended: ptxas takes an operand's registers for free while wgmma still reads them.
   template <class End> __device__ __forceinline__ void attend(Scores& S, Probabilities& P, const End& end_last_pv) {
     float alpha[2];
-    const auto raise = [&](const auto& softmax) { return raise_max(S, softmax, alpha); };
-    const bool stale = rows.softmax(S, alpha, Base::item(), raise);
+    const bool may_be_stale = rows.may_take_stale_max();
+    bool stale = may_be_stale;
+    StaleSoftmax<B, 2> softmax(rows.m, rows.scale_log2);
+    if (may_be_stale) {
+      softmax.exp(S, 0, S.COLS);
+      stale = softmax.add_to(rows.l);
+    }
+    if (!stale && !(may_be_stale && raise_max(S, softmax, alpha))) {
+      if (may_be_stale) multiply_qk_again(S);
+      rows.softmax_by_exact_max(S, alpha);
+    }
     end_last_pv();
     if (!stale && !__all_sync(0xffffffffu, alpha[0] == 1 && alpha[1] == 1)) {
       scale_rows(rows.O, alpha);
