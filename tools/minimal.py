@@ -296,7 +296,7 @@ def without_gone(text):
 # ---- what nothing reaches ----
 
 def is_comment(line):
-    return line.lstrip().startswith("//") and not line.startswith(BANNERS) and "clang-format" not in line
+    return line.lstrip().startswith("//") and not line.startswith(BANNERS)
 
 
 class Unit:
@@ -368,7 +368,7 @@ def tidy(text):
         if re.search(r"^(?!//|namespace|}  // namespace).", match[1], re.MULTILINE):
             return match[0]
         return "".join(re.findall(r"^(?:namespace|}).*\n", match[1], re.MULTILINE)) + "\n"
-    text = re.sub(r"// clang-format off\n\s*// clang-format on\n|#if .*\n#endif.*\n", "", text)
+    text = re.sub(r"#if .*\n#endif.*\n", "", text)
     for banner, ends in (("----", "[-=]{4}"), ("====", "====")):
         text = re.sub(rf"^// {banner} .*\n((?:(?!// {ends}).*\n)*)", section, text, flags=re.MULTILINE)
     text = re.sub(r"^#include <(.*)>\n", lambda m: m[0] if re.search(HEADERS.get(m[1], ""), text) else "", text,
