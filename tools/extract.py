@@ -107,7 +107,7 @@ def sections(source, knobs, rows, namespace):
     text = re.sub(r"#ifdef SDPA_SIMT\n.*?#else\n(.*?)#endif  // SDPA_SIMT\n", r"\1", text, flags=re.DOTALL)
     text = re.sub(r"#ifndef SDPA_NAMESPACE.*?#endif\n", "", text, flags=re.DOTALL)
     text = re.sub(r"#if (USE_\w+)\n(.*?)#endif  // \1\n", lambda m: m[2] * rows[-1][m[1]], text, flags=re.DOTALL)
-    text = text.replace("SDPA_NAMESPACE", namespace)
+    text = re.sub(r"^ *// clang-format o.*\n", "", text.replace("SDPA_NAMESPACE", namespace), flags=re.MULTILINE)
     out, keep, at = [], True, 0
     for line in text.split("\n"):
         if line.startswith(minimal.BANNERS):
@@ -158,7 +158,8 @@ def extract(name, namespace=""):
         f"// Made by: ./run_all.sh extract {name}{' --namespace ' * bool(namespace) + namespace}",
         f"// Compile: nvcc -O3 -std=c++17 -gencode arch=compute_{arch},code=sm_{arch} -c my_kernel.cu",
         f"// Call:    {namespace or name}::sdpa_forward(params, stream), below it or in a file that includes it", "",
-        text.strip(), *("// " + line if line else "//" for line in ["", *tree.read("LICENSE").strip().split("\n")])])
+        text.strip(), *("//\n" + textwrap.fill(part, 120, initial_indent="// ", subsequent_indent="// ")
+                        for part in tree.read("LICENSE").strip().split("\n\n"))])
 
 
 def main():

@@ -83,6 +83,9 @@ class Folding:
         self.members, self.globals, self.own = {}, {}, set()
         self.enums = {name_of(node): [name_of(one) for one in descendants(node, "enumerator")]
                       for node in descendants(root, "enum_specifier")}
+        # Names of variables and parameters, which may hide a constant.
+        self.local = {name_of(one) for one in descendants(root, "parameter_declaration", "init_declarator")
+                      if one.type != "init_declarator" or enclosing(one, "compound_statement")}
         self.find_constants(root, sizes)
         self.defaults, self.uses = {}, collections.defaultdict(list)
         self.find_uses(root)
@@ -125,6 +128,8 @@ class Folding:
         if kind in ("parenthesized_expression", "type_descriptor", "condition_clause"):
             return self.value(node.named_children[-1])
         if kind in ("identifier", "type_identifier"):
+            if text in self.local:
+                return None
             is_member = (struct_of(node), text) in self.own
             return (self.members if is_member else self.globals).get(text)
         if kind in ("template_function", "template_type"):
@@ -231,7 +236,7 @@ class Folding:
                 "//" not in text and GONE not in text):
             line = re.sub(r"(\()?\s*\n\s*", lambda m: m[1] or " ", text)
         body = node.type == "function_definition" and re.fullmatch(r"([^\n]*){\s*([^\n{}]*)\s*}", without_gone(text))
-        if body:
+        if body and "//" not in body[2]:
             line = f"{body[1]}{{ {body[2]} }}".replace("{  }", "{}")
         return line if line and indent + len(line) <= WIDTH else text
 
@@ -291,7 +296,7 @@ def without_gone(text):
 # ---- what nothing reaches ----
 
 def is_comment(line):
-    return line.lstrip().startswith("//") and not line.startswith(BANNERS) and "clang-format" not in line
+    return line.lstrip().startswith("//") and not line.startswith(BANNERS)
 
 
 class Unit:
@@ -363,7 +368,7 @@ def tidy(text):
         if re.search(r"^(?!//|namespace|}  // namespace).", match[1], re.MULTILINE):
             return match[0]
         return "".join(re.findall(r"^(?:namespace|}).*\n", match[1], re.MULTILINE)) + "\n"
-    text = re.sub(r"// clang-format off\n\s*// clang-format on\n|#if .*\n#endif.*\n", "", text)
+    text = re.sub(r"#if .*\n#endif.*\n", "", text)
     for banner, ends in (("----", "[-=]{4}"), ("====", "====")):
         text = re.sub(rf"^// {banner} .*\n((?:(?!// {ends}).*\n)*)", section, text, flags=re.MULTILINE)
     text = re.sub(r"^#include <(.*)>\n", lambda m: m[0] if re.search(HEADERS.get(m[1], ""), text) else "", text,
