@@ -57,8 +57,7 @@ try:
     import optuna
     from optuna.storages.journal import JournalFileBackend
 except ImportError:
-    print(f"tune: {sys.executable} lacks Optuna 4; install it with: python3 -m pip install 'optuna==4.*'", file=sys.stderr)
-    sys.exit(2)
+    builds.lacks("optuna==4.*")
 from optuna.trial import TrialState
 optuna.logging.set_verbosity(optuna.logging.WARNING)
 warnings.simplefilter("ignore", optuna.exceptions.ExperimentalWarning)
