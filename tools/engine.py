@@ -235,6 +235,13 @@ def find_gpu():
         return None
 
 
+def need_gpu(hint="", does="times kernels"):
+    gpu = find_gpu()
+    if not gpu:
+        raise Refused(f"it {does} and there is no GPU here{hint}")
+    return gpu
+
+
 class Nvml:
     """Clock and throttle reasons of a GPU; zeros where the library does not tell."""
 

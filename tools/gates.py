@@ -12,14 +12,15 @@ In configs.txt: gate:regs<=N  gate:smem<=BYTES  gate:spill<=BYTES:WHY  gate:also
 exit: 0 no gate failed, 1 one did, 2 bad usage or a missing tool
 """
 import csv
-import glob
 import os
 import re
 import sys
 from dataclasses import dataclass
+from pathlib import Path
 
 import builds
 import engine
+import report_rows
 import steps
 from builds import Refused
 
@@ -82,11 +83,6 @@ def judge_claims(name, gates, rows):
             yield Found(name, gate, f">= {factor}", "not timed: gates --time" if rows is None else "not timed", "UNCLEAR")
 
 
-def newest_steps():
-    found = glob.glob(os.path.join(builds.ROOT, "results", "steps", "*.csv"))
-    return max(found, key=lambda path: [int(n) for n in re.findall(r"\d+", os.path.basename(path))], default=None)
-
-
 def report(found):
     """Prints the table; the exit code."""
     print(f"{'line':<24} {'gate':<28} {'wanted':<16} found")
@@ -133,7 +129,8 @@ def main():
     bad_lines = builds.Tree().read_configs()[1]
     if bad_lines:
         print(bad_lines, file=sys.stderr)
-    path = options.steps or (steps.time_claims(options.only) if options.time else newest_steps())
+    path = options.steps or (steps.time_claims(options.only) if options.time else
+                             max(Path(builds.ROOT, "results", "steps").glob("*.csv"), key=report_rows.by_name, default=None))
     kernels = compiled(lines, re.findall(r"\d+a?", os.environ.get("SDPA_ARCHS", "")) or ["80", "89", "90a"])
     rows = None
     if path:

@@ -42,10 +42,7 @@ def time_claim(gpu, kernels, shape):
 
 def time_claims(only):
     """Times the claims of the lines whose names match; the path of the rows."""
-    gpu = engine.find_gpu()
-    if not gpu:
-        raise builds.Refused("--time needs a GPU, and there is none here; without it the claims are judged by the newest "
-                             "of results/steps")
+    gpu = engine.need_gpu("; without --time the claims are judged by the newest of results/steps")
     wanted = list(claims(only))
     names = list(dict.fromkeys(name for line, other, _ in wanted for name in (other, line)))
     lines = dict(zip(names, builds.parse_contenders(names)))

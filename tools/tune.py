@@ -541,10 +541,7 @@ def paste(line):
 
 
 def find_gpu(options):
-    gpu = None if options.dry_run else engine.find_gpu()
-    if not gpu and not options.dry_run:
-        raise Refused("it times kernels and there is no GPU here; --dry-run, --replay and --export need none")
-    return gpu
+    return None if options.dry_run else engine.need_gpu("; --dry-run, --replay and --export need none")
 
 
 def run_search(options, gpu, more=()):
