@@ -615,7 +615,7 @@ case ${1-} in
   extract)
     need cmake cmake
     command -v "${CXX:-g++}" >/dev/null || need g++ g++
-    need_python "${extract_packages[@]}"
+    need_python pyelftools "${extract_packages[@]}"
     exec "$python" tools/extract.py "${@:2}"
     ;;
   list) list_lines "${@:2}" ;;
