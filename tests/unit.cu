@@ -620,8 +620,7 @@ TEST_CASE("preconditions") {
   CHECK(refusal([](SdpaParams& p) { p.max_ctas = -1; }) ==
         "max_ctas=-1 is outside [0, 10^9]");
   CHECK(refusal([](SdpaParams& p) { p.max_ctas = 8; }) ==
-        "max_ctas=8, but only builds with USE_PERSISTENT_CTA=1 take it; set it to 0 or use such a "
-        "build");
+        "max_ctas=8, but only builds with USE_PERSISTENT_CTA=1 take it; set it to 0");
   CHECK(refusal([](SdpaParams& p) { p.k.row = 65; }) ==
         "K has a row stride of 65 elements, not a multiple of VEC_WIDTH=8; pad it or build with a "
         "smaller VEC_WIDTH");
