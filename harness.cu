@@ -638,6 +638,13 @@ class Instance {
                   double(output_value(other[i])));
   }
 
+  // The place of an element of O.
+  string where(size_t i) const {
+    const size_t D = line.D, S = problem.Sq, H = problem.Hq;
+    return format("(b=%d,h=%d,q=%d,d=%d)", int(i / D / S / H), int(i / D / S % H), int(i / D % S),
+                  int(i % D));
+  }
+
   Problem problem;
   SdpaParams params;
   std::unique_ptr<DeviceTensor> tensors[4];  // Q, K, V, O
@@ -764,11 +771,6 @@ class Instance {
   }
   size_t row_number(const reference::Row& at) const {  // in [B,Hq,Sq]
     return (size_t(at.b) * problem.Hq + at.h) * problem.Sq + at.q;
-  }
-  string where(size_t i) const {
-    const size_t D = line.D, S = problem.Sq, H = problem.Hq;
-    return format("(b=%d,h=%d,q=%d,d=%d)", int(i / D / S / H), int(i / D / S % H), int(i / D % S),
-                  int(i % D));
   }
 
   std::unique_ptr<Guarded> lse_, workspace_;

@@ -88,34 +88,43 @@ need() {
     refuse "$1 is missing; install it with: sudo apt-get install $2"
 }
 
-# python_with MODULE...: sets $python to one that has them; a module may name its version, as in onnx==1.23.*
+# python_with PACKAGE...: sets $python to one that has them; one may name its version, as in onnx==1.23.*
 python_with() {
   local find='
-import fnmatch, importlib.metadata, importlib.util, sys
+import fnmatch, importlib.metadata, sys
 for word in sys.argv[1:]:
-    module, _, version = word.partition("==")
-    if not importlib.util.find_spec(module): sys.exit(1)
-    if version and not fnmatch.fnmatch(importlib.metadata.version(module), version): sys.exit(1)'
-  for python in python3 "$venv/bin/python3" /usr/bin/python3; do  # the last: Debian's modules are its own
-    command -v "$python" >/dev/null && "$python" -c "$find" "$@" && return
+    package, _, version = word.partition("==")
+    if not fnmatch.fnmatch(importlib.metadata.version(package), version or "*"): sys.exit(1)'
+  for python in python3 "$venv/bin/python3" /usr/bin/python3; do  # Debian's modules are not those of another one on PATH
+    command -v "$python" >/dev/null && "$python" -c "$find" "$@" 2>/dev/null && return
   done
   return 1
 }
 
-# pip_install PYTHON MODULE...: what of them PYTHON lacks, into a venv beside it; sets $python to one that has them.
+# pip_install PYTHON PACKAGE...: what of them PYTHON lacks, into a venv beside it, or itself if it is that; sets $python to one that has them.
 pip_install() {
   local base=$1
   shift
   command -v "$base" >/dev/null && may_install "$* (pip, into $venv)" || return
   "$base" -c 'import ensurepip' 2>/dev/null || apt_install python3-venv  # which Debian's lacks
-  "$base" -m venv --system-site-packages "$venv" && "$venv/bin/python3" -m pip install --quiet "$@" >&2
+  [ "$base" = "$venv/bin/python3" ] || "$base" -m venv --system-site-packages --clear "$venv" || return
+  "$venv/bin/python3" -m pip install --quiet "$@" >&2
   python_with "$@"
 }
 
-# find_python MODULE...: sets $python to one that has them, installed if that is possible.
+# find_python PACKAGE...: sets $python to one that has them, installed if that is possible: those of a certain version from PyPI.
 find_python() {
-  python_with "$@" || { apt_install python3 "${@/#/python3-}"; python_with "$@"; } || pip_install python3 "$@"
+  local word debian=()
+  for word in "$@"; do [[ $word = *==* ]] || debian+=("$word"); done
+  python_with "$@" || {
+    python_with "${debian[@]}" || { apt_install python3 "${debian[@]/#/python3-}"; python_with "${debian[@]}"; } || python=python3
+    python_with "$@" || pip_install "$python" "$@"
+  }
 }
+
+# ml_dtypes 0.6 wants NumPy 2, for which Debian's SciPy is not compiled.
+engine_packages=(numpy scipy pyelftools 'ml_dtypes==0.5.*')
+extract_packages=('tree-sitter==0.*' 'tree-sitter-cpp==0.*')
 
 need_python() {
   find_python "$@" || refuse "python3 lacks one of $*; install them with: python3 -m pip install $*"
@@ -538,8 +547,7 @@ judge_ctest() {
 }
 
 run_tests() {
-  local base=$build failed=0 found tool missing=() by_pip=('onnx==1.23.*' tree_sitter tree_sitter_cpp)
-  local modules=(jsonschema matplotlib numpy pytest scipy)
+  local base=$build failed=0 tool missing=()
   case ${1-} in
     -h|--help)
       say "usage: ./run_all.sh test [--all-lines] [CTEST OPTION...]"
@@ -559,16 +567,12 @@ run_tests() {
   [ ${#missing[@]} = 0 ] || apt_install "${missing[@]}" || say "---- tests: without ${missing[*]}"
   echo '#include <doctest/doctest.h>' | "${CXX:-c++}" -x c++ -fsyntax-only - 2>/dev/null || apt_install doctest-dev ||
     refuse "doctest is missing; install it with: sudo apt-get install doctest-dev"
-  if find_python "${modules[@]}"; then
-    # Debian's ONNX is older than its operator Attention.
-    found=$python
-    python_with "${modules[@]}" "${by_pip[@]}" || pip_install "$found" "${modules[@]}" "${by_pip[@]}" || {
-      say "---- tests: without ONNX's own cases and extract, which need: python3 -m pip install ${by_pip[*]}"
-      python_with "${modules[@]}"
-    }
+  # ONNX is not Debian's, which is older than its operator Attention.
+  if find_python "${engine_packages[@]}" jsonschema matplotlib 'onnx==1.23.*' 'optuna==4.*' pytest \
+    "${extract_packages[@]}"; then
     export PYTHON=$python
   else
-    say "---- tests: those in Python are left out; they need: python3 -m pip install ${modules[*]}"
+    say "---- tests: those in Python are left out; they need packages of PyPI, which pip could not install"
   fi
   # Under the sanitizers one line of each kind, or with --all-lines all of them.
   local kinds='^(scalar_(sync2|async2|e4m3|racy)|wmma_(all|u8|racy)|mma_(lazy|split4|e4m3_d128)'
@@ -602,7 +606,8 @@ name_files() {
 
 case ${1-} in
   ab|ablate|fit|gates|micro|profile|sanitize|stress|sweep|tune)
-    need_python numpy scipy
+    [ "$1" != tune ] || engine_packages+=(matplotlib 'optuna==4.*')
+    need_python "${engine_packages[@]}"
     [ "$1" = profile ] && set -- ncu "${@:2}"  # a module of Python is called profile
     name_files "${@:2}"
     exec "$python" "tools/$1.py" ${words[@]+"${words[@]}"}
@@ -610,14 +615,12 @@ case ${1-} in
   extract)
     need cmake cmake
     command -v "${CXX:-g++}" >/dev/null || need g++ g++
-    modules=(tree_sitter tree_sitter_cpp)  # which Debian does not have
-    python_with "${modules[@]}" || pip_install python3 "${modules[@]}" ||
-      refuse "python3 lacks one of ${modules[*]}; install them with: python3 -m pip install ${modules[*]}"
+    need_python pyelftools "${extract_packages[@]}"
     exec "$python" tools/extract.py "${@:2}"
     ;;
   list) list_lines "${@:2}" ;;
   test) shift; run_tests "$@" ;;
-  results) need_python matplotlib; name_files "${@:2}"; exec "$python" tools/page.py ${words[@]+"${words[@]}"} ;;
-  report) need_python matplotlib; name_files "${@:2}"; exec "$python" tools/report.py ${words[@]+"${words[@]}"} ;;
+  results) need_python matplotlib pyelftools; name_files "${@:2}"; exec "$python" tools/page.py ${words[@]+"${words[@]}"} ;;
+  report) need_python matplotlib pyelftools; name_files "${@:2}"; exec "$python" tools/report.py ${words[@]+"${words[@]}"} ;;
   *) main_job "$@" ;;
 esac

@@ -16,16 +16,17 @@
 //           and sum of a row's softmax; alpha the factor that rescales what was summed so far.
 // Suffixes  _g global memory, _s shared memory, _bytes, _us, _log2 (a logarithm to base 2).
 //
-// Sections  1 KNOBS  2 PROBLEM  3 PTX  4 BLOCKS  5 KERNELS  6 LAUNCH; harness.cu makes a program of it.
-//           docs/READING.md has an order in which to read them.
+// Sections  1 KNOBS  2 PROBLEM  3 PTX  4 BLOCKS  5 KERNELS  6 LAUNCH  7 TABLES; harness.cu makes a program of it.
+//           docs/READING.md goes through them.
 //
-// A new variant is a line in configs.txt. A new knob is a row of SDPA_KNOBS, a refusal where it has no
-// effect, and one function of section 4 that it selects. A toggle selects whole functions; it never cuts
-// lines out of a kernel. A section whose banner ends in families or knobs, as in (wmma, USE_CP_ASYNC), is
-// what only these need, and (typed) what only typed knobs need: `run_all.sh extract` goes by that.
+// A new variant is a line in configs.txt. A new knob is a row of SDPA_KNOBS with the families that have it, refusals of
+// section 7, and one function of section 4 that it selects. A toggle selects whole functions; it never cuts lines out
+// of a kernel. A section whose banner ends in families or knobs, as in (wmma, USE_CP_ASYNC), is what only these need,
+// and (typed) what only typed knobs need: `run_all.sh extract` goes by that.
 
 // ==== COPY FROM HERE =============================================================================
 
+#include <array>
 #include <cmath>
 #include <cstdarg>
 #include <cstdint>
@@ -59,9 +60,8 @@ namespace SDPA_NAMESPACE {
 namespace {  // two builds in one program must not share their constants and kernels
 
 // ---- the list of knobs (typed) ----
-// Name, default, member of Config, legal values ("a..b" is a range), the families in whose kernels it has an effect, meaning
-// and cost. Set one with -DNAME=VALUE. Nothing but this section reads a knob's macro; CMake and run_all.sh take the names
-// from these rows.
+// Name, default, member of Config, legal values ("a..b" is a range), the families in whose kernels it has an effect,
+// meaning and cost. Set one with -DNAME=VALUE. Only this section reads a knob's macro; tools take the names from here.
 
 // clang-format off
 #define SDPA_KNOBS(X) \
@@ -72,11 +72,11 @@ namespace {  // two builds in one program must not share their constants and ker
   X(BLOCK_N, 32, block_n, "8..256", "all", "key rows of a tile: fewer barriers, more shared memory") \
   X(NUM_WARPS, 4, num_warps, "1..16", "all", "warps of a CTA that compute; they share the tile's query rows") \
   X(VEC_WIDTH, 1, vec_width, "1 2 4 8 16", "all", "elements of a global access, of which strides are multiples") \
-  X(SYNC_POLICY, 5, sync_policy, "5 2 1 0", "scalar wmma", "CTA barriers a K/V tile: 5 six, 2 four, 1 two, 0 none (racy)") \
+  X(SYNC_POLICY, 5, sync_policy, "5 2 1 0", "scalar wmma", "CTA barriers a K/V tile: 5 six, 2 four, 1 two, 0 none") \
   X(USE_CP_ASYNC, 0, use_cp_async, "0 1", "scalar wmma mma", "copies by cp.async: no registers, and tiles ahead") \
   X(STAGES, 1, stages, "1..4", "all", "K/V tiles in flight (cp.async or producers); each costs shared memory") \
   X(SWIZZLE_XOR, 0, swizzle_xor, "0 1", "scalar wmma mma", "no bank conflicts: XOR-swizzled rows (wmma: padded)") \
-  X(USE_PERSISTENT_CTA, 0, use_persistent_cta, "0 1", "wmma wgmma", "resident CTAs draw tiles from a queue; workspace") \
+  X(USE_PERSISTENT_CTA, 0, use_persistent_cta, "0 1", "wmma wgmma", "resident CTAs draw tiles from a queue") \
   X(USE_FAST_EXP, 0, use_fast_exp, "0 1", "all", "2^x by a cubic on the FMA pipes (1e-4) instead of ex2.approx") \
   X(USE_LAZY_MAX, 0, use_lazy_max, "0 1", "mma wgmma", "keeps a stale row maximum while it will do: no rescale of O") \
   X(SPLIT_KV, 1, split_kv, "1 2 4", "mma wgmma", "groups of warps that split the keys and merge: for few, long rows") \
@@ -136,13 +136,18 @@ constexpr int place_of(const char* value, const char* values) {
 
 // ---- the knobs as typed (typed) ----
 
+constexpr bool is_one_of(const char* value, const char* values) { return place_of(value, values) >= 0; }
+
 // A knob nobody defined expands to its own name: that is how it gets its default.
 #define SDPA_TEXT_AS_IS(...) #__VA_ARGS__
 #define SDPA_TEXT(...) SDPA_TEXT_AS_IS(__VA_ARGS__)
+// A pragma ends a line of what nvcc's compiler reads. It quotes the line of an error, which would be all of SDPA_KNOBS.
+#define SDPA_NEW_LINE _Pragma("GCC diagnostic push") _Pragma("GCC diagnostic pop")
 #define SDPA_KNOB(name, fallback, member, values, families, meaning)                                    \
+  SDPA_NEW_LINE                                                                                         \
   constexpr const char* name##_text = text_equal(SDPA_TEXT(name), #name) ? #fallback : SDPA_TEXT(name); \
   constexpr bool name##_changed = !text_equal(name##_text, #fallback);                                  \
-  static_assert(place_of(name##_text, values) >= 0,                                                     \
+  static_assert(is_one_of(name##_text, values),                                                         \
                 #name ": not a legal value; it takes one of: " values ". Type " #name "=" #fallback);
 SDPA_KNOBS(SDPA_KNOB)
 
@@ -220,10 +225,9 @@ constexpr const char* family_name = is_wgmma ? "wgmma" : is_mma ? "mma" : is_wmm
 // ==== 2 PROBLEM ==================================================================================
 
 template <DType T>
-using ElementOf =
-    std::conditional_t<T == DType::fp16, __half,
-                       std::conditional_t<T == DType::bf16, __nv_bfloat16,
-                                          std::conditional_t<T == DType::e4m3, __nv_fp8_e4m3, uint8_t>>>;
+using ElementOf = std::conditional_t<
+    T == DType::fp16, __half,
+    std::conditional_t<T == DType::bf16, __nv_bfloat16, std::conditional_t<T == DType::e4m3, __nv_fp8_e4m3, uint8_t>>>;
 using Input = ElementOf<Build::input>;    // of Q, K and V
 using Output = ElementOf<Build::output>;  // of O
 // Of their tiles in shared memory.
@@ -320,15 +324,13 @@ struct TensorView {  // Q, K, V or O
     int64_t stride;
   } dims[3];
 };
-struct TensorViews {
-  TensorView of[4];
-};
-TensorViews tensors_of(const SdpaParams& p) {
+std::array<TensorView, 4> tensors_of(const SdpaParams& p) {
+  constexpr int in = sizeof(Input), out = sizeof(Output);
   const auto view = [&](const char* name, const void* data, const Strides& s, int H, int S, int bytes, bool written) {
     return TensorView{name, data, bytes, written, {{"row", S, s.row}, {"head", H, s.head}, {"batch", p.B, s.batch}}};
   };
-  return {{view("Q", p.Q, p.q, p.Hq, p.Sq, sizeof(Input), false), view("K", p.K, p.k, p.Hkv, p.Sk, sizeof(Input), false),
-           view("V", p.V, p.v, p.Hkv, p.Sk, sizeof(Input), false), view("O", p.O, p.o, p.Hq, p.Sq, sizeof(Output), true)}};
+  return {{view("Q", p.Q, p.q, p.Hq, p.Sq, in, false), view("K", p.K, p.k, p.Hkv, p.Sk, in, false),
+           view("V", p.V, p.v, p.Hkv, p.Sk, in, false), view("O", p.O, p.o, p.Hq, p.Sq, out, true)}};
 }
 
 struct TensorMaps {  // of tensors as [B][H][D/64][S][64]
@@ -423,8 +425,7 @@ struct KernelArgs {  // SdpaParams with what every CTA would otherwise compute a
       : tiles(KeyBounds(problem), rows, keys_of_tile), keys(problem), p(problem) {}
 };
 
-// SPLIT_CTAS: the workspace has a counter for each item, of the CTAs that have stored their partial result, and then
-// the partial results.
+// SPLIT_CTAS: the workspace has for each item a counter of stored partial results, and after all counters the results.
 constexpr uint32_t most_split_items = 16384;
 constexpr size_t range_counter_bytes = most_split_items * sizeof(uint32_t);
 constexpr int ranges_at_once = 16;  // that a thread merges
@@ -844,9 +845,9 @@ template <class E, int N, int TRANS_B, int TRANS_A = 0>
 __device__ __forceinline__ void wgmma_ss(float (&d)[N / 2], uint64_t a, uint64_t b, bool accumulate) {
   static_assert(N <= 256 && N % 16 == 0, "wgmma: N is a multiple of 16 up to 256");
 #define SDPA_WGMMA_SS(n, r, r1, r2, r3, r4, r5, r6)                                                    \
-  if constexpr (N == n && std::is_same_v<E, __half>) {                                            \
+  if constexpr (N == n && std::is_same_v<E, __half>) {                                                 \
     SDPA_WGMMA("k16.f32.f16.f16", n, r, r1, "%" #r3, "1, 1, %" #r4 ", %" #r2, "l"(a), "n"(TRANS_A));   \
-  } else if constexpr (N == n && std::is_same_v<E, __nv_bfloat16>) {                              \
+  } else if constexpr (N == n && std::is_same_v<E, __nv_bfloat16>) {                                   \
     SDPA_WGMMA("k16.f32.bf16.bf16", n, r, r1, "%" #r3, "1, 1, %" #r4 ", %" #r2, "l"(a), "n"(TRANS_A)); \
   } else if constexpr (N == n) {                                                                       \
     SDPA_WGMMA("k32.f32.e4m3.e4m3", n, r, r1, "%" #r3, "1, 1", "l"(a));                                \
@@ -860,10 +861,10 @@ template <class E, int N, int TRANS_B>
 __device__ __forceinline__ void wgmma_rs(float (&d)[N / 2], const uint32_t (&a)[4], uint64_t b, bool accumulate) {
   static_assert(N <= 256 && N % 16 == 0, "wgmma: N is a multiple of 16 up to 256");
 #define SDPA_WGMMA_RS(n, r, r1, r2, r3, r4, r5, r6)                                                                 \
-  if constexpr (N == n && std::is_same_v<E, __half>) {                                                         \
+  if constexpr (N == n && std::is_same_v<E, __half>) {                                                              \
     SDPA_WGMMA("k16.f32.f16.f16", n, r, r1, "{%" #r3 ", %" #r4 ", %" #r5 ", %" #r6 "}", "1, 1, %" #r2, "r"(a[0]),   \
                "r"(a[1]), "r"(a[2]), "r"(a[3]));                                                                    \
-  } else if constexpr (N == n && std::is_same_v<E, __nv_bfloat16>) {                                           \
+  } else if constexpr (N == n && std::is_same_v<E, __nv_bfloat16>) {                                                \
     SDPA_WGMMA("k16.f32.bf16.bf16", n, r, r1, "{%" #r3 ", %" #r4 ", %" #r5 ", %" #r6 "}", "1, 1, %" #r2, "r"(a[0]), \
                "r"(a[1]), "r"(a[2]), "r"(a[3]));                                                                    \
   } else if constexpr (N == n) {                                                                                    \
@@ -919,14 +920,11 @@ template <class E> __host__ __device__ __forceinline__ E rounded(float x) { retu
 template <> __host__ __device__ __forceinline__ __half rounded(float x) { return __float2half_rn(x); }
 template <> __host__ __device__ __forceinline__ __nv_bfloat16 rounded(float x) { return __float2bfloat16_rn(x); }
 
-// clang-format off
-template <int BYTES> struct VectorType;
-template <> struct VectorType<1> { using type = unsigned char; };
-template <> struct VectorType<2> { using type = unsigned short; };
-template <> struct VectorType<4> { using type = unsigned int; };
-template <> struct VectorType<8> { using type = uint2; };
-template <> struct VectorType<16> { using type = uint4; };
-// clang-format on
+template <int BYTES>
+using VectorType = std::conditional_t<
+    BYTES == 16, uint4,
+    std::conditional_t<BYTES == 8, uint2,
+                       std::conditional_t<BYTES == 4, uint32_t, std::conditional_t<BYTES == 2, uint16_t, uint8_t>>>>;
 
 template <class B> constexpr int CHUNK = 16 / sizeof(Element<B>);  // elements in 16 bytes, the unit of the swizzle
 
@@ -978,7 +976,7 @@ template <bool ASYNC> struct VectorCopy;
 
 template <> struct VectorCopy<false> {
   template <int BYTES> __device__ static __forceinline__ void copy(void* dst_s, const void* src_g, bool valid) {
-    using Vector = typename VectorType<BYTES>::type;
+    using Vector = VectorType<BYTES>;
     Vector x{};
     if (valid) x = ld_global_nc<Vector>(src_g);
     st_shared(dst_s, x);
@@ -1017,8 +1015,8 @@ template <class B> struct TileCopy {
   __device__ __forceinline__ const Input* first(const Input* tensor, int64_t row_stride) const {
     return tensor + row * row_stride + col;
   }
-  // dst_s [ROWS][D] = the tile, zeros where it does not exist. src_g is this thread's first vector; `rows` rows exist from
-  // there on. With USE_CP_ASYNC the data is there only after a wait.
+  // dst_s [ROWS][D] = the tile, zeros where it does not exist. src_g is this thread's first vector; `rows` rows exist
+  // from there on. With USE_CP_ASYNC the data is there only after a wait.
   template <int ROWS>
   __device__ __forceinline__ void copy(Element<B>* dst_s, const Input* src_g, int64_t row_stride, int rows) const {
     using Copy = std::conditional_t<B::converts, ConvertingCopy, VectorCopy<B::use_cp_async>>;
@@ -1028,7 +1026,8 @@ template <class B> struct TileCopy {
       if ((ROWS % row_step != 0 && row + r >= ROWS) || row >= row_step) break;
       SDPA_UNROLL for (int c = 0; c < B::head_dim; c += col_step) {
         if (B::head_dim % col_step != 0 && col + c >= B::head_dim) break;
-        Copy::template copy<B::vec_width * sizeof(Input)>(dst_s + tile_offset<B>(row + r, col + c), src_g + c, r < rows);
+        Element<B>* const to_s = dst_s + tile_offset<B>(row + r, col + c);
+        Copy::template copy<B::vec_width * sizeof(Input)>(to_s, src_g + c, r < rows);
       }
     }
   }
@@ -1044,7 +1043,7 @@ __device__ __forceinline__ uint32_t halves_of_bytes(uint32_t word, bool high) {
 // Makes the fp16 that the products take of a vector of 8 elements or 16.
 struct ConvertingCopy {
   template <int BYTES> __device__ static __forceinline__ void copy(void* dst_s, const void* src_g, bool valid) {
-    typename VectorType<BYTES>::type vector{};
+    VectorType<BYTES> vector{};
     if (valid) vector = ld_global_nc<decltype(vector)>(src_g);
     uint32_t words[BYTES / 4];
     memcpy(words, &vector, sizeof vector);
@@ -1057,9 +1056,9 @@ struct ConvertingCopy {
 };
 
 // ---- barriers ----
-// SYNC_POLICY, of the scalar and wmma kernels: 5 puts a CTA barrier at every hazard of the tile loop. 2 drops the two that
-// guard nothing: Q is covered by the barrier for K and V, and m is read by the warp that wrote it. 1 leaves a row with
-// one warp, so that only the tiles themselves are shared. 0 has none: racy. In the other kernels a warp keeps its rows.
+// SYNC_POLICY, of the scalar and wmma kernels: 5 puts a CTA barrier at every hazard of the tile loop. 2 drops the two
+// that guard nothing: Q is covered by the barrier for K and V, and m is read by the warp that wrote it. 1 leaves a row
+// with one warp, so that only the tiles themselves are shared; other kernels do so as well. 0 has none: racy.
 
 // A barrier of the warps that share a slice of the keys if GROUP, else of the warp alone.
 template <class B, bool GROUP> __device__ __forceinline__ void group_sync() {
@@ -1362,8 +1361,7 @@ __device__ __forceinline__ void sum_parts(Rows& rows, const KeyRange& keys, cons
 
 // ---- epilogue ----
 
-// LSE = ln2 * (m * scale_log2 + log2(l) - p_log2) of query q, if the caller wants it. m * scale_log2 alone may
-// overflow.
+// LSE = ln2 * (m * scale_log2 + log2(l) - p_log2) of query q, if it is wanted. m * scale_log2 alone may overflow.
 template <class B>
 __device__ __forceinline__ void store_lse(float m, float l, const KernelArgs& a, const WorkItem& item, int q) {
   constexpr float ln2 = 0.693147180559945f;
@@ -1375,8 +1373,7 @@ __device__ __forceinline__ void store_lse(float m, float l, const KernelArgs& a,
 }
 
 // What O is multiplied by, of a row whose sum is l: 1 / l times the factor of V; 0 for a row without a visible key.
-template <class B>
-__device__ __forceinline__ float inverse_of_sum(float l, const KernelArgs& a, const WorkItem& item) {
+template <class B> __device__ __forceinline__ float inverse_of_sum(float l, const KernelArgs& a, const WorkItem& item) {
   return l == 0 ? 0 : rcp_approx_ftz(l) * item_v_descale<B>(a, item);
 }
 // O of rows without a visible key is 0, whatever V is.   l [ROWS]
@@ -1404,7 +1401,7 @@ template <class B, class View>
 __device__ __forceinline__ void store_output(const View& O, const float (&m)[View::ROWS], const float (&l)[View::ROWS],
                                              const KernelArgs& a, const WorkItem& item) {
   constexpr int width = B::vec_width < View::RUN ? B::vec_width : View::RUN;
-  using Vector = typename VectorType<width * sizeof(Output)>::type;
+  using Vector = VectorType<width * sizeof(Output)>;
   const SdpaParams& p = a.p;
   Output* const O_g = p.O + item.b * p.o.batch + item.h * p.o.head;
   SDPA_UNROLL for (int i = 0; i < View::ROWS; i++) {
@@ -1625,8 +1622,8 @@ template <class B, class Shared> struct CopyTogether {
   ItemTiles<B> t;
   Shared& s;
   int stage = B::stages - 1;  // of the tile acquired last
-  // mma.sync with two stages or more: a warp that passes the barrier of acquire() knows that all warps have read the tile
-  // before, so that tile's stage is refilled after it. Elsewhere release() has a barrier for that.
+  // mma.sync with two stages or more: a warp that passes the barrier of acquire() knows that all warps have read the
+  // tile before, so that tile's stage is refilled after it. Elsewhere release() has a barrier for that.
   static constexpr bool COPIES_LAST = B::family == Family::mma && B::stages > 1;
 
   // Begins with the tiles before the first acquire(), as one group of copies each.
@@ -1676,7 +1673,7 @@ constexpr int RUN_READ = 8;  // neighbouring elements of a row that a lane reads
 
 // x = the elements at src_s, which is aligned to their size.
 template <class E> __device__ __forceinline__ void load_run(float (&x)[RUN_READ], const E* src_s) {
-  const auto run = ld_shared<typename VectorType<RUN_READ * sizeof(E)>::type>(src_s);
+  const auto run = ld_shared<VectorType<RUN_READ * sizeof(E)>>(src_s);
   E e[RUN_READ];
   memcpy(e, &run, sizeof run);
   SDPA_UNROLL for (int i = 0; i < RUN_READ; i++) x[i] = to_float(e[i]);
@@ -2430,8 +2427,7 @@ template <class B> struct MmaRows {
 
 // A warp's rows as they are stored. 8-bit V: 4 columns of 16, as P @ V leaves them.
 template <class B>
-using MmaRuns =
-    QuadRuns<MmaAccumulator<B, B::head_dim>::ROWS, B::head_dim, sizeof(Element<B>) == 1 ? 4 : 8>;
+using MmaRuns = QuadRuns<MmaAccumulator<B, B::head_dim>::ROWS, B::head_dim, sizeof(Element<B>) == 1 ? 4 : 8>;
 
 // A quad exchanges columns: of every 32, lane q gives away what is not in [8q, 8q + 8) and gets what
 // is, in two exchanges of pairs of columns.
@@ -2682,13 +2678,13 @@ template <class B> struct KernelOf<B, Path::mma> {
 };
 
 // ---- 5d wgmma: what its kernels share (wgmma) ----
-// A tile in shared memory is D/64 panels of [rows][64]: lines of 128 bytes, in chunks of 16, swizzled, as TMA writes them
-// and wgmma reads them. Where the chunks of a line lie:
+// A tile in shared memory is D/64 panels of [rows][64]: lines of 128 bytes, in chunks of 16, swizzled, as TMA writes
+// them and wgmma reads them. Where the chunks of a line lie:
 //
 //   line 0 (8, 16, ...)   0 1 2 3 4 5 6 7        line 2   2 3 0 1 6 7 4 5
 //   line 1 (9, 17, ...)   1 0 3 2 5 4 7 6        line r   chunk c at c ^ r % 8
 
-// A warpgroup has 64 rows, each warp w 16 of them. Lane 4g + q has, of every 8 columns, in the order of the instruction:
+// A warpgroup has 64 rows, each warp w 16 of them. Lane 4g + q has, of 8 columns, in the instruction's order:
 //
 //   column            0 1    2 3    4 5    6 7   |  8 9  ...
 //   row 16w + g       q = 0  q = 1  q = 2  q = 3 |           d[0] d[1]  |  d[4] d[5]  ...
@@ -2798,7 +2794,7 @@ __device__ __forceinline__ void wait_before_copy(const CUtensorMap*& map) {
   hold(map);
   griddepcontrol_wait();
 }
-// By one thread: loads a slice's tile of K or V in a round; past the last key zeros. FIRST: it is the warp's first copy.
+// By one thread: loads a slice's tile of K or V in a round; past the last key zeros. FIRST: the warp's first copy.
 template <class B, bool FIRST>
 __device__ __forceinline__ void load_round(const KernelArgs& a, const WgmmaItem& item, int round, int slice,
                                            const CUtensorMap* map, void* tile_s, uint64_t* full, uint64_t policy) {
@@ -2819,8 +2815,7 @@ template <class B> __host__ __device__ constexpr int panel_step(int step, int ro
 }
 
 // S = Q @ K.T of a warpgroup, begun. Q [64][D] and K [BLOCK_N][D] are those of the descriptors.   [64][BLOCK_N]
-template <class B>
-__device__ __forceinline__ void wgmma_qk(WgmmaAccumulator<B::block_n>& S, uint64_t Q, uint64_t K) {
+template <class B> __device__ __forceinline__ void wgmma_qk(WgmmaAccumulator<B::block_n>& S, uint64_t Q, uint64_t K) {
   forget(S.x.d);
   wgmma_fence();
   SDPA_UNROLL for (int step = 0; step < ROW_BYTES<B> / STEP_BYTES; step++) {
@@ -2865,7 +2860,7 @@ __device__ __forceinline__ void wait_then_let_next_kernel_start() {
 inline cudaError_t encode_tensor_map(CUtensorMap& map, int rank, const void* base, const cuuint64_t* sizes,
                                      const cuuint64_t* strides_bytes, const cuuint32_t* box, int element_bytes = 2,
                                      bool read_once = false) {
-  thread_local void* encoder = nullptr;  // through the runtime, so that nothing has to be linked; looked for until found
+  thread_local void* encoder = nullptr;  // through the runtime, so that nothing has to be linked
   if (!encoder) {
     cudaDriverEntryPointQueryResult found;
     const char* const name = "cuTensorMapEncodeTiled";
@@ -2904,7 +2899,7 @@ template <class B> SdpaStatus encode_tensor_maps(TensorMaps& maps, const KernelA
     return {};
   }
   CUtensorMap* map = &maps.q;
-  for (const TensorView& t : tensors_of(p).of) {
+  for (const TensorView& t : tensors_of(p)) {
     const bool is_q = map == &maps.q, of_queries = is_q || map == &maps.o;
     const int S = t.dims[0].size;
     // No key: nothing is loaded, but the kernel prefetches the map. Most kernels store O without one.
@@ -2918,8 +2913,8 @@ template <class B> SdpaStatus encode_tensor_maps(TensorMaps& maps, const KernelA
       bytes[i] = dim.size > 1 ? uint64_t(dim.stride) * t.element_bytes : 16;
       if (dim.size > 1 && (dim.stride <= 0 || bytes[i] >= uint64_t(1) << 40)) {
         return failure(refused,
-                       "%s has a %s stride of %lld elements, and TMA takes strides from 1 to 2^40 bytes; copy it or use "
-                       "a build without USE_WGMMA",
+                       "%s has a %s stride of %lld elements, and TMA takes strides from 1 to 2^40 bytes; copy it or "
+                       "use a build without USE_WGMMA",
                        t.name, dim.name, (long long)dim.stride);
       }
     }
@@ -3070,8 +3065,8 @@ template <class B> struct KernelOf<B, Path::wgmma_plain> {
 // Q where there is room for two. Where there are too few items for all SMs, two slices of the keys (SPLIT_KV) go to
 // different warpgroups, which merge what they have.
 
-// Named barriers of the CTA. turn and the next three: it is the warpgroup's turn at the tensor cores; q_read and the next
-// three: all warps of the warpgroup have read Q; partials: those of both slices are written.
+// Named barriers of the CTA. turn and the next three: it is the warpgroup's turn at the tensor cores; q_read and the
+// next three: all warps of the warpgroup have read Q; partials: those of both slices are written.
 constexpr int turn = 1, q_read = 5, partials = 9;
 
 // The stages of a slice's tiles. Full: the tile has landed. Empty: all who read it have done so.
@@ -3197,8 +3192,7 @@ template <class B, class Shared> struct WgmmaProducer {
   }
 };
 
-// USE_PING_PONG: warpgroups begin their products in turn, so that the softmax of one goes on beside the products of
-// another.
+// USE_PING_PONG: warpgroups begin their products in turn, so that one's softmax goes on beside another's products.
 template <class B> struct WgmmaTurns {
   const int mine;
   __device__ explicit WgmmaTurns(int warpgroup) : mine(warpgroup) {
@@ -3282,8 +3276,8 @@ template <class B> struct WgmmaRows {
   static __device__ __forceinline__ uint32_t word(const Input* tensor, int row, int64_t stride, int byte) {
     return ld_global<uint32_t>(reinterpret_cast<const char*>(tensor + row * stride) + byte);
   }
-  // S = Q @ K.T once more, of this warp alone, by mma.sync and with K from global memory: its tile may be overwritten by
-  // now. read_q(q, byte) gives the A operand of STEP_BYTES of Q. Rare, so short rather than fast.
+  // S = Q @ K.T once more, of this warp alone, by mma.sync and with K from global memory: its tile may be overwritten
+  // by now. read_q(q, byte) gives the A operand of STEP_BYTES of Q. Rare, so short rather than fast.
   template <class ReadQ>
   __device__ __forceinline__ void multiply_qk_again(Scores& S, const WgmmaItem& item, const ReadQ& read_q) const {
     const SdpaParams& p = a.p;
@@ -3360,8 +3354,7 @@ template <class B, class Shared> struct WgmmaConsumer {
 };
 
 // The kernel, whose parts KernelOf names.
-template <class B>
-__global__ void __launch_bounds__(B::threads, 1) sdpa_wgmma(const __grid_constant__ KernelArgs a) {
+template <class B> __global__ void __launch_bounds__(B::threads, 1) sdpa_wgmma(const __grid_constant__ KernelArgs a) {
   using Kernel = KernelOf<B>;
   using Registers = typename Kernel::Registers;
   auto& s = dynamic_shared<typename Kernel::Shared>();
@@ -3381,8 +3374,8 @@ __global__ void __launch_bounds__(B::threads, 1) sdpa_wgmma(const __grid_constan
 
 // ---- 5d merge of slices (wgmma and USE_WARP_SPECIALIZATION, USE_TUNED and SPLIT_KV > 1) ----
 
-// Merges the slices' sums, its own first: each slice finishes half of the rows. Calls store(share, row), and stores LSE:
-// share[4v ... 4v + 3] are elements 0, 1, 4 and 5 of accumulator 8v of the finished rows, divided by l.
+// Merges the slices' sums, its own first: each slice finishes half of the rows. Calls store(share, row), and stores
+// LSE: share[4v ... 4v + 3] are elements 0, 1, 4 and 5 of accumulator 8v of the finished rows, divided by l.
 template <class B, class Store>
 __device__ __forceinline__ void merge_slices(const WgmmaRows<B>& rows, SlicePartial<B>& partial, int slice,
                                              const WorkItem& item, const Store& store) {
@@ -3463,8 +3456,7 @@ template <class B> struct Wgmma16Producer : WgmmaProducer<B, WgmmaShared<B>> {
 
   __device__ Wgmma16Producer(Shared& s_, const KernelArgs& a_) : Base{s_, a_} {}
 
-  // By one thread: stores O of all items from shared memory. TMA leaves out rows past Sq, but a box must not begin
-  // before row 0.
+  // By one thread: stores O of all items. TMA leaves out rows past Sq, but a box must not begin before row 0.
   __device__ __forceinline__ void store_items() {
     do {
       const int stage = q_ring.stage;
@@ -3489,8 +3481,8 @@ template <class B> struct Wgmma16Producer : WgmmaProducer<B, WgmmaShared<B>> {
                      : warp == 1       ? load_v
                      : B::split_kv > 1 ? (warp == 2 ? load_k : load_v)
                                        : (warp == 2 ? store_o : idle);
-    // The loader of V begins an item, so that Q and K are asked for at once; with a queue that of K, which so begins the
-    // next item early.
+    // The loader of V begins an item, so that Q and K are asked for at once; with a queue that of K, which so begins
+    // the next item early.
     constexpr int starts = B::use_persistent_cta ? 0 : 1;
     if (role & (load_k | load_v)) {
       Base::load_items(role, warp / 2, s.slice[warp / 2], warp == starts, [&](const WgmmaItem& item) {
@@ -3547,7 +3539,7 @@ template <class B> struct Wgmma16Consumer : WgmmaConsumer<B, WgmmaShared<B>> {
   // Rounds P, and holds it before the fence. Otherwise nvcc rounds a part after it, ptxas splits P @ V into two
   // groups (C7519), and the wait for the next scores waits for the first of these as well.
   static __device__ __forceinline__ void pack_all(Probabilities& out, const Scores& P) {
-    SDPA_UNROLL for (int step = 0; step < B::block_n / 16; step++) pack_step<Input>(out[step], P, step), hold(out[step]);
+    SDPA_UNROLL for (int n = 0; n < B::block_n / 16; n++) pack_step<Input>(out[n], P, n), hold(out[n]);
   }
   // P of the scores S, rounded, and O rescaled to its maximum. end_last_pv() waits for the P @ V before: after
   // the first FIRST columns of a stale softmax, or before an exact one.
@@ -3678,7 +3670,7 @@ template <class B> struct Wgmma16Consumer : WgmmaConsumer<B, WgmmaShared<B>> {
     auto& O = rows.O;
     const uint32_t tid = thread_index_anew() % 128, lane = tid % 32;
     const int first_row = tid / 32 * 16, stage = q_ring.stage;  // of the warp, in its group
-    barrier_sync(q_read + Base::warpgroup, 128);                      // hazard: Q read by all its warps
+    barrier_sync(q_read + Base::warpgroup, 128);                // hazard: Q read by all its warps
     float inverse[2];
     SDPA_UNROLL for (int i = 0; i < 2; i++) inverse[i] = inverse_of_sum<B>(rows.l[i], a, s.item[stage]);
     clear_empty_rows(O, rows.l);
@@ -3709,7 +3701,7 @@ template <class B> struct Wgmma16Consumer : WgmmaConsumer<B, WgmmaShared<B>> {
         SDPA_UNROLL for (int i = 0; i < 4; i++) o[i] = pack<Output>(share[8 * n + 2 * i], share[8 * n + 2 * i + 1]);
         stmatrix_x4<false>(shared_address(&out_s[lane % 8][n * 32 + lane / 8 * 8]), o);
       }
-      __syncwarp();                                    // hazard: written by all lanes
+      __syncwarp();  // hazard: written by all lanes
       constexpr int TIMES = B::head_dim / 32, ROWS_AT_ONCE = 8 / TIMES;  // 32 lanes times 8 elements
       const int first = lane / (B::head_dim / 8), col = lane % (B::head_dim / 8) * 8;
       uint4 o[TIMES];  // all loaded before the first is stored: loads would wait behind the stores
@@ -3906,7 +3898,8 @@ template <class B> struct E4m3Consumer : WgmmaConsumer<B, E4m3Shared<B>> {
       forget(S.x.d);
       wgmma_fence();
       SDPA_UNROLL for (int step = 0; step < ROW_BYTES<B> / STEP_BYTES; step++) {
-        wgmma_rs<Input, B::block_n, 0>(S.x.d, queries[step], descriptor_at(K_at, panel_step<B>(step, B::block_n)), step > 0);
+        const uint64_t K_step = descriptor_at(K_at, panel_step<B>(step, B::block_n));
+        wgmma_rs<Input, B::block_n, 0>(S.x.d, queries[step], K_step, step > 0);
       }
       wgmma_commit_group();
     } else {
@@ -3999,7 +3992,8 @@ template <class B> struct E4m3Consumer : WgmmaConsumer<B, E4m3Shared<B>> {
   template <class What> __device__ __forceinline__ void with_flushed(const What& what) {
     if constexpr (Shared::FLUSHES) {
       const uint32_t tid = thread_index_anew() % 128;
-      SDPA_UNROLL for (int n = 0; n < B::head_dim / 8; n++) what(&s.flushed(Base::warpgroup)[n][tid], rows.O.x.d + 4 * n);
+      auto& sums = s.flushed(Base::warpgroup);
+      SDPA_UNROLL for (int n = 0; n < B::head_dim / 8; n++) what(&sums[n][tid], rows.O.x.d + 4 * n);
     }
   }
   static __device__ __forceinline__ void add(float* d, const float4& x) {
@@ -4224,12 +4218,8 @@ template <class B, int BLOCKS> struct WgmmaColumnsView {
 
   static __device__ int row(int i) { return i / 2 * 8 + threadIdx.x % 4 * 2 + i % 2; }
   static __device__ int col(int j) { return j / 2 * 64 + j % 2 * 8 + threadIdx.x / 32 % 4 * 16 + threadIdx.x % 32 / 4; }
-  __device__ __forceinline__ void forget_all() {
-    SDPA_UNROLL for (auto& block : x.d) forget(block);
-  }
-  __device__ __forceinline__ void hold_all() {
-    SDPA_UNROLL for (auto& block : x.d) hold(block);
-  }
+  __device__ __forceinline__ void forget_all() { SDPA_UNROLL for (auto& block : x.d) forget(block); }
+  __device__ __forceinline__ void hold_all() { SDPA_UNROLL for (auto& block : x.d) hold(block); }
 };
 
 // What a warpgroup computes.
@@ -4272,7 +4262,8 @@ template <class B> struct WgmmaColumns {
     SDPA_UNROLL for (int block = 0; block < KEY_BLOCKS; block++) {
       SDPA_UNROLL for (int step = 0; step < B::head_dim / 16; step++) {
         const int K_step = panel_step<B>(step, B::block_n) + block * 64 * 128;
-        wgmma_ss<Input, B::block_m, 0>(S.x.d[block], K + K_step / 16, Q + panel_step<B>(step, B::block_m) / 16, step > 0);
+        const int Q_step = panel_step<B>(step, B::block_m);
+        wgmma_ss<Input, B::block_m, 0>(S.x.d[block], K + K_step / 16, Q + Q_step / 16, step > 0);
       }
     }
     wgmma_commit_group();
@@ -4303,9 +4294,9 @@ template <class B> struct WgmmaColumns {
   }
 
   // ---- maxima and sums of the queries ----
-  // 8 lanes combine what they have of ROWS queries. Two lanes at a distance of 16, then of 8 and 4 meet: each gives half
-  // of the queries away and gets the other's part of those that it keeps, until it owns one; of 16 query rows two lanes
-  // own the same.
+  // 8 lanes combine what they have of ROWS queries. Two lanes at a distance of 16, then of 8 and 4 meet: each gives
+  // half of the queries away and gets the other's part of those that it keeps, until it owns one; of 16 query rows two
+  // lanes own the same.
 
   template <int DISTANCE, class Combine>
   __device__ __forceinline__ void combine_pair(float (&x)[ROWS], Combine combine) const {
@@ -4629,8 +4620,8 @@ template <class B> size_t workspace_bytes(const SdpaParams& p) {
 // ---- the launch ----
 
 // SPLIT_CTAS: CTAs that start before the launch before has ended go to the SMs that have room: some would get three and
-// others one. So each asks for so much shared memory that an SM has room for an even share of them alone. Another kernel
-// on the GPU then finds less room beside it.
+// others one. So each asks for so much shared memory that an SM has room for an even share of them alone. Another
+// kernel on the GPU then finds less room beside it.
 size_t even_share(size_t bytes, uint32_t ctas) {
   const int share = int(shares(ctas, sm_count()));
   return max(int(bytes), shared_of_sm() / share / 1024 * 1024 - 1024);
@@ -4639,8 +4630,8 @@ size_t even_share(size_t bytes, uint32_t ctas) {
 // Launches the kernel with a CTA to each of `items`; USE_PERSISTENT_CTA: as many as are resident and asked for.
 template <class B> SdpaStatus launch_kernel(const KernelArgs& a, uint32_t items, cudaStream_t stream) {
   static_assert(shared_bytes<B> <= 227 * 1024,
-                "BLOCK_M, BLOCK_N, HEAD_DIM and STAGES: the tiles need more than the 227 KB of shared memory that a CTA "
-                "can have; type a smaller BLOCK_N or fewer STAGES");
+                "BLOCK_M, BLOCK_N, HEAD_DIM and STAGES: the tiles need more than the 227 KB of shared memory that a "
+                "CTA can have; type a smaller BLOCK_N or fewer STAGES");
   constexpr auto kernel = KernelOf<B>::entry;
   size_t bytes = shared_bytes<B>, most = bytes;
   // The attribute is the kernel's, which other host threads launch as well: so it is the most that any launch asks for.
@@ -4648,8 +4639,8 @@ template <class B> SdpaStatus launch_kernel(const KernelArgs& a, uint32_t items,
   cudaError_t error = cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, int(most));
   if (error == cudaErrorInvalidValue || error == cudaErrorInvalidDeviceFunction ||
       error == cudaErrorNoKernelImageForDevice) {
-    return failure(error, "this GPU cannot run this build (%zu bytes of shared memory a CTA, code for its architecture): %s",
-                   most, cudaGetErrorString(error));
+    const char* const why = cudaGetErrorString(error);
+    return failure(error, "this GPU cannot run this build (%zu bytes of shared memory a CTA): %s", most, why);
   }
   if (error != cudaSuccess) return cuda_failure(error, "an earlier call or kernel of this process");
   cudaLaunchConfig_t launch{};
@@ -4759,8 +4750,8 @@ SdpaStatus check_sizes(const SdpaParams& p) {
   const struct {
     const char* name;
     int value, least;
-  } sizes[] = {{"B", p.B, 0},   {"Hq", p.Hq, 0}, {"Hkv", p.Hkv, 0}, {"Sq", p.Sq, 0},
-               {"Sk", p.Sk, 0}, {"window_left", p.window_left, -1}, {"window_right", p.window_right, -1}};
+  } sizes[] = {{"B", p.B, 0},   {"Hq", p.Hq, 0}, {"Hkv", p.Hkv, 0}, {"Sq", p.Sq, 0}, {"Sk", p.Sk, 0},
+               {"max_ctas", p.max_ctas, 0}, {"window_left", p.window_left, -1}, {"window_right", p.window_right, -1}};
   for (const auto& of : sizes) {
     if (of.value >= of.least && of.value <= most_rows) continue;
     return failure(refused, "%s=%d is outside [%d, 10^9]%s", of.name, of.value, of.least,
@@ -4780,10 +4771,8 @@ SdpaStatus check_sizes(const SdpaParams& p) {
   if (p.causal != Causal::off && p.causal != Causal::bottom_right && p.causal != Causal::top_left) {
     return failure(refused, "causal=%d is none of off, bottom_right, top_left", int(p.causal));
   }
-  if (p.max_ctas < 0) return failure(refused, "max_ctas=%d is negative; 0 means as many CTAs as are resident", p.max_ctas);
   if (p.max_ctas > 0 && !Build::use_persistent_cta) {
-    return failure(refused, "max_ctas=%d, but only builds with USE_PERSISTENT_CTA=1 take it; set it to 0 or use such a build",
-                   p.max_ctas);
+    return failure(refused, "max_ctas=%d, but only builds with USE_PERSISTENT_CTA=1 take it; set it to 0", p.max_ctas);
   }
   return {};
 }
@@ -4806,7 +4795,7 @@ SdpaStatus check_params(const SdpaParams& p) {
     }
   }
   if (!p.B || !p.Hq || !p.Sq) return {};
-  for (const TensorView& t : tensors_of(p).of) {
+  for (const TensorView& t : tensors_of(p)) {
     if (status.ok() && t.dims[0].size > 0) status = check_tensor(t);
   }
   return status;
@@ -4860,7 +4849,8 @@ namespace {
 
 #define SDPA_REFUSE(condition, sentence) static_assert(!(condition), sentence)
 #define SDPA_FAMILIES(name, fallback, member, values, families, meaning)                                      \
-  SDPA_REFUSE(name##_changed && !text_equal(families, "all") && place_of(family_name, families) < 0,          \
+  SDPA_NEW_LINE                                                                                               \
+  SDPA_REFUSE(name##_changed && !text_equal(families, "all") && !is_one_of(family_name, families),            \
               #name ": only kernels of these families have it: " families "; drop it or add USE_WMMA=1, " \
                     "USE_MMA_SYNC=1 or USE_WGMMA=1");
 SDPA_KNOBS(SDPA_FAMILIES)
@@ -4889,32 +4879,35 @@ template <class B> constexpr bool check_wgmma() {
               "BLOCK_M and NUM_WARPS: a warpgroup has 4 warps and 64 query rows, so BLOCK_M must be "
               "16*NUM_WARPS/SPLIT_KV; type BLOCK_M=128 NUM_WARPS=8");
   SDPA_REFUSE(wgmma && B::is_e4m3 && (!roles || !B::overlap),
-              "DTYPE=FP8_E4M3: two producer warps transpose V beside the softmax; add USE_WARP_SPECIALIZATION=1 OVERLAP=1");
+              "DTYPE=FP8_E4M3: two producer warps transpose V beside the softmax; add USE_WARP_SPECIALIZATION=1 "
+              "OVERLAP=1");
   SDPA_REFUSE(wgmma && B::vec_width != (B::is_8bit ? 16 : 8),
-              "VEC_WIDTH: TMA wants addresses and strides that are multiples of 16 bytes; type VEC_WIDTH=8, or 16 with "
-              "an 8-bit DTYPE");
+              "VEC_WIDTH: TMA wants addresses and strides that are multiples of 16 bytes; type VEC_WIDTH=8, or 16 "
+              "with an 8-bit DTYPE");
   SDPA_REFUSE(wgmma && !roles && (B::overlap || B::use_persistent_cta || B::use_ping_pong),
               "OVERLAP, USE_PERSISTENT_CTA and USE_PING_PONG: only the wgmma kernel with producer warps has them; add "
               "USE_WARP_SPECIALIZATION=1 or drop them");
   SDPA_REFUSE(wgmma && !roles && !B::swap_ab && (B::use_lazy_max || B::split_kv > 1),
-              "USE_LAZY_MAX and SPLIT_KV: the plain wgmma kernel has neither; add USE_WARP_SPECIALIZATION=1 or drop them");
+              "USE_LAZY_MAX and SPLIT_KV: the plain wgmma kernel has neither; add USE_WARP_SPECIALIZATION=1 or drop "
+              "them");
   SDPA_REFUSE(roles && B::split_kv > 2,
               "SPLIT_KV=4: the wgmma kernel with producer warps splits the keys in two; type SPLIT_KV=2 or SWAP_AB=1");
   SDPA_REFUSE(wgmma && B::use_persistent_cta && B::split_kv > 1,
               "USE_PERSISTENT_CTA=1: in the wgmma kernel not with SPLIT_KV; drop one of them");
   SDPA_REFUSE(wgmma && !B::swap_ab && B::warpgroups == 1 && B::use_ping_pong,
-              "USE_PING_PONG=1: one warpgroup has no other to take turns with; drop it or type BLOCK_M=128 NUM_WARPS=8");
+              "USE_PING_PONG=1: one warpgroup has no other to take turns with; drop it or type BLOCK_M=128 "
+              "NUM_WARPS=8");
   SDPA_REFUSE(wgmma && B::skip_masked && (!roles || B::use_ping_pong || B::block_m == 64),
-              "SKIP_MASKED=1: warpgroups leave out different tiles, which takes USE_WARP_SPECIALIZATION=1, BLOCK_M over 64 "
-              "and no USE_PING_PONG; type BLOCK_M=128 NUM_WARPS=8 or drop it");
+              "SKIP_MASKED=1: warpgroups leave out different tiles, which takes USE_WARP_SPECIALIZATION=1, BLOCK_M "
+              "over 64 and no USE_PING_PONG; type BLOCK_M=128 NUM_WARPS=8 or drop it");
   SDPA_REFUSE(wgmma && B::swap_ab &&
                   (B::num_warps != 4 * B::split_kv || B::block_n % 64 != 0 || (B::block_m != 16 && B::block_m != 32)),
-              "SWAP_AB=1: every warpgroup has a slice of the keys, by 64, and all of them the same 16 or 32 query rows; "
-              "type BLOCK_M=32 BLOCK_N=128 NUM_WARPS=16 SPLIT_KV=4");
+              "SWAP_AB=1: every warpgroup has a slice of the keys, by 64, and all of them the same 16 or 32 query "
+              "rows; type BLOCK_M=32 BLOCK_N=128 NUM_WARPS=16 SPLIT_KV=4");
   SDPA_REFUSE(wgmma && B::swap_ab &&
                   (B::block_n + 2 * B::head_dim) / 64 * B::block_m / 2 > (B::num_warps > 8 ? 64 : 160),
-              "SWAP_AB=1: a thread's part of S and twice of O would leave too few of its registers for the rest; type a "
-              "smaller BLOCK_M or BLOCK_N");
+              "SWAP_AB=1: a thread's part of S and twice of O would leave too few of its registers for the rest; type "
+              "a smaller BLOCK_M or BLOCK_N");
   SDPA_REFUSE(wgmma && B::swap_ab && B::use_warp_specialization,
               "SWAP_AB=1: in its kernel the warps that compute load as well; drop USE_WARP_SPECIALIZATION");
   return true;
@@ -4930,20 +4923,20 @@ template <class B> constexpr bool check() {
   SDPA_REFUSE(mma && !B::pack_gqa && B::split_ctas != 1,
               "SPLIT_CTAS: in the mma.sync kernel it goes with PACK_GQA; add PACK_GQA=1 or drop it");
   SDPA_REFUSE(wmma && B::use_warp_specialization && B::sync_policy != 1,
-              "USE_WARP_SPECIALIZATION=1: a CTA barrier would stop the producers, so every warp must keep its rows; type "
-              "SYNC_POLICY=1");
+              "USE_WARP_SPECIALIZATION=1: a CTA barrier would stop the producers, so every warp must keep its rows; "
+              "type SYNC_POLICY=1");
   SDPA_REFUSE(wmma && B::block_m != 16 * B::num_warps,
-              "BLOCK_M and NUM_WARPS: a wmma warp owns 16 query rows, so BLOCK_M must be 16*NUM_WARPS; type BLOCK_M=64 "
-              "NUM_WARPS=4");
+              "BLOCK_M and NUM_WARPS: a wmma warp owns 16 query rows, so BLOCK_M must be 16*NUM_WARPS; type "
+              "BLOCK_M=64 NUM_WARPS=4");
   SDPA_REFUSE(scalar && B::block_m % (4 * B::num_warps) != 0,
               "BLOCK_M and NUM_WARPS: a warp takes whole groups of 4 query rows, so BLOCK_M must be a multiple of "
               "4*NUM_WARPS; type BLOCK_M=64 NUM_WARPS=4");
   SDPA_REFUSE(scalar && B::block_m / (4 * B::num_warps) * (B::block_n + B::head_dim) / 8 > 176,
-              "BLOCK_M, BLOCK_N and HEAD_DIM: a thread's part of S and O would take over 176 registers and spill; type a "
-              "smaller BLOCK_M or more NUM_WARPS");
+              "BLOCK_M, BLOCK_N and HEAD_DIM: a thread's part of S and O would take over 176 registers and spill; "
+              "type a smaller BLOCK_M or more NUM_WARPS");
   SDPA_REFUSE(mma && B::num_warps % B::split_kv != 0,
-              "SPLIT_KV and NUM_WARPS: the groups that split the keys have the same number of warps, so NUM_WARPS must be "
-              "a multiple of SPLIT_KV; type SPLIT_KV=2 NUM_WARPS=8");
+              "SPLIT_KV and NUM_WARPS: the groups that split the keys have the same number of warps, so NUM_WARPS "
+              "must be a multiple of SPLIT_KV; type SPLIT_KV=2 NUM_WARPS=8");
   SDPA_REFUSE(mma && B::block_m != 16 * B::group_warps && B::block_m != 32 * B::group_warps,
               "BLOCK_M and NUM_WARPS: an mma.sync warp owns 16 or 32 query rows, so BLOCK_M must be 16 or 32 times "
               "NUM_WARPS/SPLIT_KV; type BLOCK_M=128 NUM_WARPS=4");
@@ -5008,7 +5001,6 @@ constexpr TunedTile HOPPER_TILES[] = {
     tile(256, 32, 64, 4, 2, 1, "SWAP_AB PACK_GQA", 1, 8240, 0.823),
 };
 constexpr TunedTile AMPERE_TILES[] = {
-    // clang-format off
     tile(64, 32, 32, 8, 2, 4, "", 2, 7720, 4.53),
     tile(64, 64, 64, 4, 2, 2, "", 2, 8960, 5.35),
     tile(64, 128, 64, 4, 3, 1, "", 2, 5970, 5.39),
@@ -5019,7 +5011,6 @@ constexpr TunedTile AMPERE_TILES[] = {
     tile(128, 32, 16, 4, 2, 4, "PACK_GQA", 3, 8520, 1.4),
     tile(256, 64, 64, 4, 1, 1, "", 2, 8140, 1.22),
     tile(256, 16, 16, 2, 2, 2, "PACK_GQA", 3, 11600, 0.326),
-    // clang-format on
 };
 // Few rows of e4m3 go to mma.sync, since the transposed kernel takes no bytes.
 constexpr TunedTile E4M3_TILES[] = {

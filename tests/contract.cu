@@ -261,7 +261,7 @@ TEST_CASE("host_threads") {
 // fewer CTAs: so it is the same for both.
 TEST_CASE("shared_memory") {
   const Attention few(1, 1, 1, 1, 30), many(10, 1, 1, 1, 30);
-  const auto allowed = [&] { return simt::allowed_shared(KernelChoice<Build>::of(few.p).kernel, 0); };
+  const auto allowed = [&] { return simt::allowed_shared(kernel_facts(few.p).kernel, 0); };
   CHECK((few.forward() == "" && few.is_right()));
   const int before = allowed();
   CHECK((many.forward() == "" && many.is_right()));

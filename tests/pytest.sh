@@ -1,10 +1,10 @@
 #!/usr/bin/env bash
-# Runs tests/FILE... by pytest, with the first Python that has pytest, jsonschema, SciPy and matplotlib. Exit code 77 (skipped) if
+# Runs tests/FILE... by pytest, with the first Python that has pytest and what the tools need. Exit code 77 (skipped) if
 # none has, or if every test was skipped (by pytest: 0, or 5 if the whole file was).  usage: tests/pytest.sh FILE...
 set -u
 cd "$(dirname "$0")" || exit 1
 for python in "${PYTHON:-python3}" /usr/bin/python3; do
-  "$python" -c 'import jsonschema, matplotlib, pytest, scipy' 2>/dev/null || continue
+  "$python" -c 'import elftools, jsonschema, matplotlib, ml_dtypes, optuna, pytest, scipy' 2>/dev/null || continue
   PATH=$(dirname "$(command -v "$python")"):$PATH  # the tools' #! line finds the same one
   out=$("$python" -m pytest -q -rs -p no:cacheprovider "$@" 2>&1)
   status=$?
@@ -12,5 +12,5 @@ for python in "${PYTHON:-python3}" /usr/bin/python3; do
   if [[ $status = [05] ]] && ! grep -q ' passed' <<<"$out"; then exit 77; fi
   exit $status
 done
-echo "skipped: pytest, jsonschema, SciPy or matplotlib is missing; sudo apt-get install python3-{pytest,jsonschema,scipy,matplotlib}"
+echo "skipped: a package is missing; python3 -m pip install jsonschema matplotlib 'ml_dtypes==0.5.*' 'optuna==4.*' pyelftools pytest scipy"
 exit 77

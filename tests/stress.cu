@@ -9,9 +9,8 @@
 #define BLOCK_M 64
 #define BLOCK_N 64
 #define USE_PERSISTENT_CTA 1
-#define main stress_main
+#define STRESS_NO_MAIN
 #include "../tools/stress.cu"
-#undef main
 
 #include <doctest/doctest.h>
 
@@ -22,14 +21,14 @@ using namespace SDPA_NAMESPACE;
 static std::vector<uint32_t> compared(uint32_t n, uint32_t at, uint32_t flipped, uint32_t more) {
   std::vector<uint32_t> words(n);
   for (uint32_t i = 0; i < n; i++) words[i] = i * 2654435761u;
-  DeviceArray<uint32_t> want(n), got(n), found(2);
-  want.upload(words);
+  Guarded want("want", 4 * n), got("got", 4 * n), found("found", 8);
+  want.store(words);
   for (uint32_t i = at; i <= at + more; i++) words[i] ^= flipped;
-  got.upload(words);
+  got.store(words);
   found.fill(0);
-  launch_comparison({got.data(), want.data(), n, found.data()});
-  for (uint32_t word : got.download()) CHECK(word == POISON);
-  return found.download();
+  launch_comparison({got.data<uint32_t>(), want.data<uint32_t>(), n, found.data<uint32_t>()});
+  for (uint32_t word : got.fetch<uint32_t>(4 * n)) CHECK(word == POISON);
+  return found.fetch<uint32_t>(8);
 }
 
 TEST_CASE("comparison") {
@@ -42,23 +41,21 @@ TEST_CASE("comparison") {
 }
 
 TEST_CASE("command_line") {
-  const auto error = [](std::vector<const char*> words) {
-    words.insert(words.begin(), "stress");
-    return parse_options(int(words.size()), const_cast<char**>(words.data())).error;
-  };
-  CHECK(error({"--repeats", "20", "--save", "x"}) == "");
-  CHECK(error({"--repeats", "0"}) == "--repeats 0: want a whole number from 1 to 999999");
-  CHECK(error({"--repeats", "1.5"}) == "--repeats 1.5: want a whole number from 1 to 999999");
-  CHECK(error({"--like"}) == "--like: its value is missing");
-  CHECK(error({"--frob"}).find("--frob: no such option; it takes") == 0);
+  CHECK(stress({"--repeats", "0"}) == exit_usage);
+  CHECK(stress({"--like"}) == exit_usage);
+  CHECK(stress({"--shape", "small"}) == exit_usage);
 }
 
 TEST_CASE("run") {
-  Options o;
-  o.repeats = 2;
-  CHECK(run(o) == 0);
-  o.save = "no/such/folder/bits";
-  CHECK(run(o) == 3);
-  o.save = "", o.like = "no_such_file";
-  CHECK(run(o) == 3);
+  CHECK(stress({"--repeats", "2"}) == exit_pass);
+  CHECK(stress({"--repeats", "2", "--save", "no/such/folder/bits"}) == exit_cuda);
+  CHECK(stress({"--repeats", "2", "--like", "no_such_file"}) == exit_cuda);
+  const char* const saved = "stress.bits";
+  CHECK(stress({"--repeats", "2", "--save", saved}) == exit_pass);
+  CHECK(stress({"--repeats", "2", "--like", saved}) == exit_pass);
+  std::fstream file(saved);
+  file.seekp(-2, std::ios::end).put('x');  // of the last digest
+  file.close();
+  CHECK(stress({"--repeats", "2", "--like", saved}) == exit_wrong);
+  std::remove(saved);
 }

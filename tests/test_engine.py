@@ -19,8 +19,8 @@ import ablate  # noqa: E402
 import accuracy  # noqa: E402
 import builds  # noqa: E402
 import engine  # noqa: E402
+import gates  # noqa: E402
 import peers  # noqa: E402
-import steps  # noqa: E402
 
 
 class FakeGpu:
@@ -609,14 +609,14 @@ def test_peers_have_times_and_no_check(lines):
 
 
 def test_claims_of_steps(lines, monkeypatch):
-    assert list(steps.claims("")) == [("kept", "base", "mission")] and not list(steps.claims("^base"))
+    assert list(gates.claims("")) == [("kept", "base", "mission")] and not list(gates.claims("^base"))
     monkeypatch.setitem(engine.SHAPES, "mission", (1, 2, 1, 40, 50))
     kernels = {"over": FakeKernel(us=24.0, line=lines[1]), "line": FakeKernel(line=lines[0])}
-    row = steps.time_claim(FakeGpu(), kernels, "mission")
+    row = gates.time_claim(FakeGpu(), kernels, "mission")
     assert row["line"] == "kept" and row["over"] == "base" and 1.19 < float(row["low"]) <= float(row["high"]) < 1.21
     kernels["over"].harm = lambda O, LSE: O.fill(0)
     kernels["over"].line = lines[1]
-    assert steps.time_claim(FakeGpu(), kernels, "mission") is None
+    assert gates.time_claim(FakeGpu(), kernels, "mission") is None
 
 
 # ---- the trial ----

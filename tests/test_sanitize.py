@@ -197,7 +197,7 @@ def test_what_fails_and_what_could_not_run(fakes):
     ("nosuch", "sanitize: REGEX nosuch: no line of configs.txt has such a name"), ("[", "sanitize: REGEX [: not a regular expression"),
     ("--frob", "sanitize: --frob: no such option"), ("--tool lint", "sanitize: --tool: invalid choice"),
     ("--jobs 0", "sanitize: --jobs 0: want a whole number from 1 to 99"),
-    pytest.param("", "sanitize: it runs kernels on a GPU and there is none here", marks=needs_no_gpu)])
+    pytest.param("", "sanitize: it runs kernels and there is no GPU here", marks=needs_no_gpu)])
 def test_refusals(words, sentence):
     code, out, err = run_all("sanitize", *words.split())
     assert code == 2 and err.startswith(sentence) and err.count("\n") == 1 and not out

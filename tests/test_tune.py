@@ -161,6 +161,17 @@ def test_what_breaks_the_gpu_is_wrong_and_restarts(judged, monkeypatch):
     assert lost[0]["line"] == line.text and "illegal memory access" in lost[0]["sentence"] and lost[0]["spent_s"] >= 0
 
 
+def test_a_judge_goes_on_beside_the_best_of_a_log(judged, monkeypatch):
+    lines = [line_of("mma_lazy"), line_of("mma_lazy", "STAGES=3"), line_of("mma_lazy", "STAGES=1")]
+    study, first = judged(lines, lambda line: 18.0 if line.knob("STAGES") == "3" else 20.0)
+    monkeypatch.setattr(builds, "build", lambda *_: {})
+    again = tune.GpuJudge(Gpu(), list(first.benches), None)
+    again.resume(study, search.Space(lines[0], {}, True))
+    assert (again.champion, again.score, again.spills) == (search.identity(lines[1]), study.best_value, 0) != (None, 1, None)
+    assert again.seconds() >= study.trials[-1].user_attrs["spent_s"]
+    assert all(again.champion in bench.graphs for bench in again.benches.values())
+
+
 def test_what_is_plainly_slower_is_dropped_early(judged):
     _, judge = judged([line_of("mma_lazy")])
     bench, = judge.benches.values()

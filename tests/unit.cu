@@ -374,6 +374,9 @@ TEST_CASE("layouts") {
   constexpr int64_t D = Build::head_dim, far = int64_t(1) << 31;
   Problem p;
   p.B = 2, p.Hq = 4, p.Hkv = 2, p.Sq = 3, p.Sk = 5;
+  const auto same_strides = [](const Strides& a, const Strides& b) {
+    return a.batch == b.batch && a.head == b.head && a.row == b.row;
+  };
   const auto placed = [&](const char* layout, Tensor tensor) {
     p.layout = layout;
     return place(p, tensor);
@@ -615,7 +618,7 @@ TEST_CASE("preconditions") {
   CHECK(refusal([](SdpaParams& p) { p.window_left = -2; }) ==
         "window_left=-2 is outside [-1, 10^9]; -1 means no limit");
   CHECK(refusal([](SdpaParams& p) { p.max_ctas = -1; }) ==
-        "max_ctas=-1 is negative; 0 means as many CTAs as are resident");
+        "max_ctas=-1 is outside [0, 10^9]");
   CHECK(refusal([](SdpaParams& p) { p.max_ctas = 8; }) ==
         "max_ctas=8, but only builds with USE_PERSISTENT_CTA=1 take it; set it to 0 or use such a "
         "build");

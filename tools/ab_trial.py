@@ -125,9 +125,7 @@ def main():
     parser = argparse.ArgumentParser(usage=__doc__.split("usage: ")[1])
     parser.add_argument("--only", action="append", choices=("same", "1%", "0.5%", "neighbour"))
     only = parser.parse_args().only
-    gpu = engine.find_gpu()
-    if not gpu:
-        raise builds.Refused("there is no GPU here, so nothing can be tried")
+    gpu = engine.need_gpu()
     cases = [case for case in trials() if not only or case[0] in only]
     lines = dict(zip((case[1] for case in cases), builds.parse_contenders([case[1] for case in cases])))
     runs_here = {name: line for name, line in lines.items() if line.runs_on(gpu.arch)}

@@ -91,10 +91,7 @@ def main():
     line, = found
     problems = [engine.parse_problem(text, options.causal).typed(line.D, line.dtype)
                 for text in options.shape or ["mission", "long"]]
-    gpu = engine.find_gpu()
-    if not gpu:
-        raise Refused("it times kernels and there is no GPU here (check without times: ./run_all.sh --cpu)")
-
+    gpu = engine.need_gpu(" (check without times: ./run_all.sh --cpu)")
     variants, impossible = [], {}
     for knob, changes, sentence in removals(line):
         variant = builds.Line(line.tree, line.name, tuple(builds.changed(line.changes, changes or [knob])))

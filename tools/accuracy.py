@@ -67,9 +67,7 @@ def main():
     if not lines:
         raise Refused("which line?")
     keys = [engine.number("--keys", word) for word in options.keys.split(",")]
-    gpu = engine.find_gpu()
-    if not gpu:
-        raise Refused("it runs kernels and there is no GPU here")
+    gpu = engine.need_gpu(does="runs kernels")
     built = builds.build(lines, gpu.arch)
     kernels = [engine.load(one, gpu, built) for one in contenders]
     kept = engine.Table(engine.results_path("accuracy", gpu.name, new=True), COLUMNS)

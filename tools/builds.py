@@ -9,6 +9,7 @@ it was compiled from.
 import difflib
 import functools
 import hashlib
+import io
 import json
 import os
 import re
@@ -21,6 +22,19 @@ import threading
 import time
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
+
+
+def lacks(package):
+    """Ends a tool whose Python has no such package of PyPI."""
+    print(f"{os.path.basename(sys.argv[0])}: {sys.executable} lacks {package}; install it with: python3 -m pip install '{package}'",
+          file=sys.stderr)
+    sys.exit(2)
+
+
+try:
+    from elftools.elf.elffile import ELFFile
+except ImportError:
+    lacks("pyelftools")
 
 ROOT = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))
 BUILD = os.path.join(ROOT, os.environ.get("SDPA_BUILD_DIR", "build"))
@@ -302,7 +316,8 @@ def parse_contenders(words):
                 found.append(Cublas(trees[commit], name))
                 continue
             if name not in lines:
-                raise Refused(f"{word}: no line of configs.txt has that name; {nearest(name, lines) or './run_all.sh list has them all'}")
+                hint = nearest(name, lines) or "./run_all.sh list has them all"
+                raise Refused(f"{word}: no line of configs.txt has that name; {hint}")
             found.append(Line(trees[commit], name))
     for line in found:
         if isinstance(line, Line) and line.changes:
@@ -528,47 +543,31 @@ def ptxas_report(log):
 
 def machine_code(data):
     """The instructions in an object file or a library. Names, line numbers and checksums of the source lie elsewhere."""
-    return [section for cubin in embedded(data) for name, section in sections(cubin) if name.startswith(".text.")]
-
-
-def sections(elf):
-    """(name, bytes) of each section of a 64-bit ELF file that has bytes."""
-    offset, = struct.unpack_from("<Q", elf, 40)
-    size, count, names = struct.unpack_from("<HHH", elf, 58)
-    headers = [struct.unpack_from("<IIQQQQ", elf, offset + i * size) for i in range(count)]
-    text = elf[headers[names][4]:][:headers[names][5]]
-    for name, kind, _, _, at, length in headers:
-        if kind not in (0, 8):  # not SHT_NULL, SHT_NOBITS
-            yield text[name:text.index(b"\0", name)].decode(), elf[at:at + length]
+    return [section.data() for cubin in embedded(data) for section in cubin.iter_sections() if section.name.startswith(".text.")]
 
 
 def embedded(data):
     """The ELF files inside a file: the device code, for each architecture."""
-    at = data.find(b"\x7fELF", 1)  # what stands at 0 is the host's
-    while at > 0:
-        if data[at + 18:at + 20] == b"\xbe\0":  # EM_CUDA
-            yield data[at:]
-        at = data.find(b"\x7fELF", at + 1)
+    starts = [one.start() for one in re.finditer(b"\x7fELF", data)]
+    return [elf for elf in (ELFFile(io.BytesIO(data[at:])) for at in starts if at) if elf["e_machine"] == "EM_CUDA"]
 
 
-def symbols(elf, table=".symtab", names=".strtab"):
-    """{symbol: (its value, its size)}."""
-    parts = dict(sections(elf))
-    text = parts[names]
-    return {text[name:text.index(b"\0", name)].decode(): (value, size)
-            for name, _, _, _, value, size in struct.iter_unpack("<IBBHQQ", parts[table])}
+def symbol(elf, table, name):
+    """A symbol's entry; None if it is not there."""
+    found = elf.get_section_by_name(table).get_symbol_by_name(name)
+    return found[0].entry if found else None
 
 
 def constant(cubin):
     """Threads, bytes of shared memory and BLOCK_M of device code alone; None of a library."""
-    at, _ = symbols(cubin).get("sdpa_library_launch", (None, 0))
-    return None if at is None else struct.unpack_from("<3i", dict(sections(cubin))[".nv.constant3"], at)
+    found = symbol(cubin, ".symtab", "sdpa_library_launch")
+    return found and struct.unpack_from("<3i", cubin.get_section_by_name(".nv.constant3").data(), found.st_value)
 
 
 def sizes_of_symbols(data):
     """The same of a library, which says it by the sizes of symbols."""
-    found = symbols(data, ".dynsym", ".dynstr")
-    return [found.get("sdpa_library_" + name, (0, 0))[1] for name in ("threads", "smem_bytes", "block_m")]
+    found = [symbol(ELFFile(io.BytesIO(data)), ".dynsym", "sdpa_library_" + name) for name in ("threads", "smem_bytes", "block_m")]
+    return [one.st_size if one else 0 for one in found]
 
 
 MIX = {"tensor": r"HMMA|HGMMA|QGMMA|IMMA", "MUFU": "MUFU", "FFMA": "FFMA", "LDS": r"LDSM?[. ]", "BAR": "BAR|SYNCS"}

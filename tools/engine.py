@@ -19,13 +19,14 @@ import sys
 import time
 from dataclasses import dataclass
 
-try:
-    import numpy as np
-except ImportError:
-    print(f"{os.path.basename(sys.argv[0])}: {sys.executable} lacks NumPy; install it with: pip install numpy", file=sys.stderr)
-    sys.exit(2)
-
+import builds
 from builds import ROOT, Refused, TORCH_BACKENDS, Torch, Tree, run
+
+try:
+    import ml_dtypes
+    import numpy as np
+except ImportError as missing:
+    builds.lacks(missing.name)
 
 SHAPES = {"small": (1, 1, 1, 32, 32), "mission": (1, 8, 8, 512, 512), "mission2": (2, 8, 8, 512, 512),
           "long": (1, 8, 8, 2048, 2048), "decode": (32, 32, 8, 1, 8192), "decode1": (1, 32, 8, 1, 32768),
@@ -234,6 +235,13 @@ def find_gpu():
         return Cuda()
     except (OSError, CudaError):
         return None
+
+
+def need_gpu(hint="", does="times kernels"):
+    gpu = find_gpu()
+    if not gpu:
+        raise Refused(f"it {does} and there is no GPU here{hint}")
+    return gpu
 
 
 class Nvml:
@@ -452,40 +460,22 @@ def load(contender, gpu, built):
 RANDOM_BLOCK = 4194301  # no multiple of a row's elements, so that no two rows are alike
 
 
-def e4m3_values():
-    """The numbers of the 256 codes of e4m3."""
-    code = np.arange(256)
-    exponent, mantissa = code >> 3 & 15, code & 7
-    values = np.where(exponent == 0, np.ldexp(mantissa, -9), np.ldexp(8 + mantissa, exponent - 10))
-    values[code & 127 == 127] = np.nan
-    return np.where(code < 128, values, -values)
+TYPES = {"fp16": np.float16, "bf16": ml_dtypes.bfloat16, "e4m3": ml_dtypes.float8_e4m3fn}
 
 
 def as_bits(values, dtype):
     """float32 values rounded to the nearest, ties to even, as words of a type; 8-bit ones divided by its factor before."""
-    if dtype == "fp16":
-        return values.astype(np.float16).view(np.uint16)
-    if dtype == "bf16":
-        bits = values.view(np.uint32)
-        return ((bits + 0x7fff + ((bits >> 16) & 1)) >> 16).astype(np.uint16)
     if dtype == "u8":
         return (np.rint(values / FACTORS["u8"] * 127 / 448).clip(-128, 127) + 128).astype(np.uint8)
-    positive = e4m3_values()[:127]
-    middles = (positive[1:] + positive[:-1]) / 2
-    code = np.searchsorted(middles, np.abs(values))
-    code += (code % 2 == 1) & (code < 126) & (np.abs(values) == middles[code.clip(0, 125)])
-    return (code | np.signbit(values) << 7).astype(np.uint8)
+    # ml_dtypes makes a NaN of what e4m3 cannot hold.
+    return (values.clip(-448, 448) if dtype == "e4m3" else values).astype(TYPES[dtype]).view(word_of(dtype))
 
 
 def as_values(bits, dtype, kind=np.float64):
     """Words of a type as numbers, 8-bit ones times its factor."""
-    if dtype == "fp16":
-        return bits.view(np.float16).astype(kind)
-    if dtype == "bf16":
-        return (bits.astype(np.uint32) << 16).view(np.float32).astype(kind)
     if dtype == "u8":
         return ((bits.astype(kind) - 128) / 127 * 448 * FACTORS["u8"]).astype(kind)
-    return e4m3_values()[bits].astype(kind)
+    return bits.view(TYPES[dtype]).astype(kind)
 
 
 def word_of(dtype):

@@ -372,9 +372,7 @@ def main():
     if options.rows:
         rows = read_rows(options.rows)
     else:
-        gpu = engine.find_gpu()
-        if not gpu:
-            raise Refused("it times kernels and there is no GPU here; --from CSV and --check need none")
+        gpu = engine.need_gpu("; --from CSV and --check need none")
         count = {D: sum(tile.head_dim == D for tile in model.tiles) for D in (64, 128, 256)}
         dims = dims or [D for D in count if count[D] > 1]
         tiles = [tile for tile in model.tiles if tile.head_dim in dims]

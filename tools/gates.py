@@ -12,16 +12,18 @@ In configs.txt: gate:regs<=N  gate:smem<=BYTES  gate:spill<=BYTES:WHY  gate:also
 exit: 0 no gate failed, 1 one did, 2 bad usage or a missing tool
 """
 import csv
-import glob
 import os
 import re
 import sys
 from dataclasses import dataclass
+from pathlib import Path
 
 import builds
 import engine
-import steps
+import report_rows
 from builds import Refused
+
+STEP_COLUMNS = "line over shape speed_up low high pairs thrown_out line_us over_us device driver git_sha".split()
 
 
 @dataclass(frozen=True)
@@ -39,7 +41,7 @@ class Found:
 
 def judge(kernels, rows):
     """Found of each gate of each line. kernels: {name: (its gates, its builds.Facts or the sentence why it has none)}; rows:
-    what tools/steps.py measured, None if nothing."""
+    what time_claims() measured, None if nothing."""
     owners = {}
     for name, (gates, facts) in kernels.items():
         if isinstance(facts, str):
@@ -71,7 +73,7 @@ def judge_resources(name, gates, facts):
 
 
 def judge_claims(name, gates, rows):
-    for other, factor, shape in steps.parse_claims(gates):
+    for other, factor, shape in parse_claims(gates):
         gate = f"over {other}" + (f" at {shape}" if shape else "")
         fitting = [row for row in rows or () if (row["line"], row["over"]) == (name, other) and shape in ("", row["shape"])]
         for row in fitting:
@@ -82,10 +84,58 @@ def judge_claims(name, gates, rows):
             yield Found(name, gate, f">= {factor}", "not timed: gates --time" if rows is None else "not timed", "UNCLEAR")
 
 
-def newest_steps():
-    found = glob.glob(os.path.join(builds.ROOT, "results", "steps", "*.csv"))
-    return max(found, key=lambda path: [int(n) for n in re.findall(r"\d+", os.path.basename(path))], default=None)
+# ---- speed claims, gate:step-over=NAME:FACTOR[@SHAPE], timed in turns with that line ----
 
+def parse_claims(gates):
+    """(the other, FACTOR, SHAPE or "") of each claim among a line's gates."""
+    return re.findall(r"gate:step-over=(\w+):([\d.]+)(?:@(\w+))?", " ".join(gates))
+
+
+def claims(only):
+    """(line, the other, shape) of each claim of the lines whose names match."""
+    for line in builds.lines_named(only):
+        for other, _, shape in parse_claims(line.gates):
+            yield from ((line.name, other, one) for one in ([shape] if shape else ["mission", "long"]))
+
+
+def time_claim(gpu, kernels, shape):
+    """A row for two lines at one shape; a line that is wrong has none."""
+    line = kernels["line"].line
+    problem = engine.parse_problem(shape).typed(line.D, line.dtype)
+    bench = engine.Bench(gpu, kernels, dict.fromkeys(kernels, problem))
+    row = None
+    if len(bench.fit_to_time()) == 2:
+        series, found = engine.compare(gpu, bench.graphs)
+        v = found["line"]
+        row = dict(line=line.name, over=kernels["over"].line.name, shape=shape, speed_up=f"{1 / v.ratio:.4f}",
+                   low=f"{1 / v.high:.4f}", high=f"{1 / v.low:.4f}", pairs=v.pairs, thrown_out=v.thrown_out,
+                   line_us=f"{series.us('line'):.3f}", over_us=f"{series.us('over'):.3f}", device=gpu.name,
+                   driver=gpu.nvml.driver, git_sha=engine.git_sha())
+    bench.close()
+    return row
+
+
+def time_claims(only):
+    """Times the claims of the lines whose names match; the path of the rows."""
+    gpu = engine.need_gpu("; without --time the claims are judged by the newest of results/steps")
+    wanted = list(claims(only))
+    names = list(dict.fromkeys(name for line, other, _ in wanted for name in (other, line)))
+    lines = dict(zip(names, builds.parse_contenders(names)))
+    lines = {name: line for name, line in lines.items() if line.runs_on(gpu.arch)}
+    built = builds.build(lines.values(), gpu.arch)
+    loaded = {name: engine.load(line, gpu, built) for name, line in lines.items()}
+    table = engine.Table(engine.results_path("steps", gpu.name, new=True), STEP_COLUMNS)
+    for name, other, shape in wanted:
+        if name in loaded and other in loaded:
+            row = time_claim(gpu, {"over": loaded[other], "line": loaded[name]}, shape)
+            if row:
+                table.add(**row)
+            else:
+                print(f"gates: {name} over {other} at {shape}: one of them is wrong, so neither gets a time", file=sys.stderr)
+    return os.path.join(builds.ROOT, table.name)
+
+
+# ---- the command ----
 
 def report(found):
     """Prints the table; the exit code."""
@@ -133,7 +183,8 @@ def main():
     bad_lines = builds.Tree().read_configs()[1]
     if bad_lines:
         print(bad_lines, file=sys.stderr)
-    path = options.steps or (steps.time_claims(options.only) if options.time else newest_steps())
+    path = options.steps or (time_claims(options.only) if options.time else
+                             max(Path(builds.ROOT, "results", "steps").glob("*.csv"), key=report_rows.by_name, default=None))
     kernels = compiled(lines, re.findall(r"\d+a?", os.environ.get("SDPA_ARCHS", "")) or ["80", "89", "90a"])
     rows = None
     if path:

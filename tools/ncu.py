@@ -106,10 +106,7 @@ def main():
     if line.family == "cublas":
         raise Refused(f"{line.text} runs three kernels, two of them cuBLAS's; use ncu itself")
     engine.parse_problem(options.shape)
-    gpu = engine.find_gpu()
-    if not gpu:
-        raise Refused("it times kernels and there is no GPU here; run it on a machine with one (check without times: "
-                      "./run_all.sh --cpu)")
+    gpu = engine.need_gpu("; run it on a machine with one (check without times: ./run_all.sh --cpu)")
     if not shutil.which("ncu"):
         raise Refused("ncu is missing; it is Nsight Compute of the CUDA Toolkit, put its folder on PATH")
     built = builds.build(lines, gpu.arch, program="sdpa.cu", kind="")[line]

@@ -232,8 +232,7 @@ def main():
     options = engine.parse_options(parser, sys.argv[1:], __doc__)
     at_once = engine.number("--jobs", options.jobs, 1, 99)
     lines, expected = builds.lines_named(options.regex, "REGEX"), () if options.strict else EXPECTED
-    if not engine.find_gpu():
-        raise Refused("it runs kernels on a GPU and there is none here; run it on a machine with one")
+    engine.need_gpu("; run it on a machine with one", "runs kernels")
     if not sanitizer():
         raise Refused("compute-sanitizer is missing; it is a part of the CUDA Toolkit, or install it with: "
                       "python3 -m pip install nvidia-cuda-sanitizer-api, and put its folder on PATH")

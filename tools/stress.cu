@@ -8,99 +8,39 @@
 //     --like FILE  of another build: run alone, and have the bits that it saved
 // Prints config,case,problem,repeats,PASS|FAIL; `./run_all.sh stress` builds and runs it.
 // exit: 0 the same bits everywhere, 1 other bits, 2 bad usage, 3 CUDA error, 77 no GPU
-#define SDPA_NO_MAIN
+#define main sdpa_main
 #include "../sdpa.cu"
+#undef main
 
 #include <chrono>
-#include <fstream>
-#include <memory>
-#include <string>
-#include <vector>
-
-#ifndef SDPA_CONFIG_NAME
-#define SDPA_CONFIG_NAME custom
-#endif
 
 namespace SDPA_NAMESPACE {
 namespace {
 
-using std::string;
-
-struct Trouble {  // what ends the program, as a sentence
-  string text;
-};
-
-void require(cudaError_t error, const char* what) {
-  if (error != cudaSuccess) throw Trouble{string(what) + ": " + cudaGetErrorString(error)};
-}
-
-template <class T> class DeviceArray {
- public:
-  explicit DeviceArray(size_t count) : bytes_(count * sizeof(T)) {
-    require(cudaMalloc(&data_, bytes_ ? bytes_ : 1), "allocating memory on the GPU");
-  }
-  ~DeviceArray() { cudaFree(data_); }
-  DeviceArray(const DeviceArray&) = delete;
-  DeviceArray& operator=(const DeviceArray&) = delete;
-
-  T* data() const { return static_cast<T*>(data_); }
-  void fill(int byte) { require(cudaMemset(data_, byte, bytes_), "filling memory on the GPU"); }
-  void upload(const std::vector<T>& x) {
-    require(cudaMemcpy(data_, x.data(), bytes_, cudaMemcpyHostToDevice), "copying to the GPU");
-  }
-  std::vector<T> download() const {  // waits for what was launched before
-    std::vector<T> x(bytes_ / sizeof(T));
-    require(cudaMemcpy(x.data(), data_, bytes_, cudaMemcpyDeviceToHost), "running the kernels");
-    return x;
-  }
-
- private:
-  void* data_ = nullptr;
-  size_t bytes_;
-};
-
 // ---- the problems ----
 
-struct Problem {
-  int B, Hq, Hkv, Sq, Sk;
-  Causal causal;
-  string name() const {
-    const char* const masks[] = {"", "_br", "_tl"};
-    char text[80];
-    snprintf(text, sizeof text, "%dx%dx%dx%dx%d%s", B, Hq, Hkv, Sq, Sk, masks[int(causal)]);
-    return text;
-  }
+const struct {
+  const char* shape;
+  reference::Mask mask;
+} stressed[] = {
+#ifdef SDPA_SIMT  // as many tiles as the CPU backend gets through in a second
+    {"1,2,2,256,256", reference::Mask::none}, {"2,4,2,100,177", reference::Mask::bottom_right}
+#else
+    {"1,8,8,512,512", reference::Mask::none},
+    {"2,8,2,1000,1777", reference::Mask::bottom_right},
+    {"1,8,8,4096,4096", reference::Mask::bottom_right}
+#endif
 };
 
-#ifdef SDPA_SIMT  // as many tiles as the CPU backend gets through in a second
-const Problem problems[] = {{1, 2, 2, 256, 256, Causal::off},
-                            {2, 4, 2, 100, 177, Causal::bottom_right}};
-#else
-const Problem problems[] = {{1, 8, 8, 512, 512, Causal::off},
-                            {2, 8, 2, 1000, 1777, Causal::bottom_right},
-                            {1, 8, 8, 4096, 4096, Causal::bottom_right}};
-#endif
-
-// Sums of four bytes of a hash: logits of some width, and no two rows alike.
-std::vector<Input> make_input(size_t elements, uint32_t seed) {
-  std::vector<Input> x(elements);
-  for (size_t i = 0; i < elements; i++) {
-    uint32_t h = uint32_t(i) * 2654435761u ^ seed * 0x9e3779b9u;
-    h = (h ^ h >> 16) * 0x85ebca6bu;
-    h = (h ^ h >> 13) * 0xc2b2ae35u;
-    h ^= h >> 16;
-    const uint32_t sum = (h & 255) + (h >> 8 & 255) + (h >> 16 & 255) + (h >> 24);
-    x[i] = rounded<Input>((float(sum) - 510.0f) / 148.0f);  // a standard deviation of 1
-  }
-  return x;
+string name_of(const Problem& p) {
+  return p.shape + (p.mask == reference::Mask::none ? "" : string("_") + causal_names[int(p.mask)]);
 }
 
 // ---- the comparison ----
 
-constexpr uint32_t POISON =
-    ~0u;  // two NaNs of O or one of LSE, which no kernel makes of such inputs
+constexpr uint32_t POISON = ~0u;  // two NaNs of O or one of LSE, which no kernel makes of such inputs
 
-struct Comparison {
+struct BitComparison {
   uint32_t* got;
   const uint32_t* want;
   uint32_t words;
@@ -108,112 +48,75 @@ struct Comparison {
 };
 
 // Poisons what it has compared, so that a run that writes nothing is seen.
-__global__ void compare_and_poison(Comparison c) {
-  for (uint32_t i = blockIdx.x * blockDim.x + threadIdx.x; i < c.words;
-       i += gridDim.x * blockDim.x) {
+__global__ void compare_and_poison(BitComparison c) {
+  for (uint32_t i = blockIdx.x * blockDim.x + threadIdx.x; i < c.words; i += gridDim.x * blockDim.x) {
     if (c.got[i] != c.want[i] && atomicAdd(&c.found[0], 1u) == 0) c.found[1] = i;
     c.got[i] = POISON;
   }
 }
 
-void launch_comparison(const Comparison& c) {
+void launch_comparison(const BitComparison& c) {
   cudaLaunchConfig_t launch{};
   launch.gridDim = dim3((c.words + 1023) / 1024), launch.blockDim = dim3(256);
   require(cudaLaunchKernelEx(&launch, compare_and_poison, c), "launching the comparison");
 }
 
 // A problem on the GPU with the bits of its first run.
-class Run {
+class Repeated {
  public:
-  Run(const Problem& p, int repeats)
-      : p_(p),
-        repeats_(repeats),
-        rows_(size_t(p.B) * p.Hq * p.Sq),
-        kv_elements_(size_t(p.B) * p.Hkv * p.Sk * Build::head_dim),
-        o_words_(rows_ * Build::head_dim / 2),
-        Q_(rows_ * Build::head_dim),
-        K_(kv_elements_),
-        V_(kv_elements_),
-        got_(o_words_ + rows_),
-        want_(o_words_ + rows_),
-        found_(2 * size_t(repeats)) {
-    constexpr int64_t D = Build::head_dim;
-    Q_.upload(make_input(rows_ * D, 1));
-    K_.upload(make_input(kv_elements_, 2));
-    V_.upload(make_input(kv_elements_, 3));
-    params_.Q = Q_.data(), params_.K = K_.data(), params_.V = V_.data();
-    params_.O = reinterpret_cast<Output*>(got_.data());
-    params_.LSE = reinterpret_cast<float*>(got_.data() + o_words_);
-    params_.B = p.B, params_.Hq = p.Hq, params_.Hkv = p.Hkv, params_.Sq = p.Sq, params_.Sk = p.Sk;
-    params_.D = int(D), params_.causal = p.causal;
-    params_.q = params_.o = {p.Hq * p.Sq * D, p.Sq * D, D};
-    params_.k = params_.v = {p.Hkv * p.Sk * D, p.Sk * D, D};
-    workspace_.reset(new DeviceArray<unsigned char>(sdpa_workspace_bytes(params_)));
-    workspace_->fill(0);
-    params_.workspace = workspace_->data();
-
+  Repeated(const Problem& p, int repeats)
+      : repeats_(repeats),
+        instance_(p),
+        o_words_(rows_of(p, Tensor::O) * line.D / 2),
+        words_(o_words_ + rows_of(p, Tensor::O)),
+        got_("O and LSE", words_ * sizeof(uint32_t)),
+        want_("the first O and LSE", got_.bytes),
+        found_("what differs", 2 * sizeof(uint32_t) * repeats) {
+    instance_.set_inputs(0);
+    instance_.params.O = got_.data<Output>();
+    instance_.params.LSE = reinterpret_cast<float*>(got_.data<uint32_t>() + o_words_);
     got_.fill(0xff);
-    launch();
-    const std::vector<uint32_t> first = got_.download();
+    Instance::launch(instance_.params);
+    const vector<uint32_t> first = got_.fetch<uint32_t>(got_.bytes);
     for (size_t i = 0; i < first.size(); i++) {
-      if (first[i] == POISON) throw Trouble{p.name() + ": the first run did not write " + where(i)};
-      for (int byte = 0; byte < 4; byte++) {  // FNV-1a
-        digest_ = (digest_ ^ (first[i] >> 8 * byte & 255)) * 0x100000001b3u;
-      }
+      if (first[i] == POISON) throw CudaError{name_of(p) + ": the first run did not write " + where(i)};
+      digest_ = reference::mix(digest_ ^ first[i]);
     }
-    want_.upload(first);
+    want_.store(first);
     got_.fill(0xff);
   }
 
   // Runs again; returns a sentence about the first run whose bits differ, or nothing.
   string repeat(int max_ctas) {
-    params_.max_ctas = max_ctas;
+    instance_.params.max_ctas = max_ctas;
     found_.fill(0);
     for (int n = 0; n < repeats_; n++) {
-      launch();
-      launch_comparison(
-          {got_.data(), want_.data(), uint32_t(o_words_ + rows_), found_.data() + 2 * size_t(n)});
+      Instance::launch(instance_.params);
+      launch_comparison({got_.data<uint32_t>(), want_.data<uint32_t>(), uint32_t(words_),
+                         found_.data<uint32_t>() + 2 * n});
     }
-    const std::vector<uint32_t> differences = found_.download();
+    const vector<uint32_t> differences = found_.fetch<uint32_t>(found_.bytes);
     for (int n = 0; n < repeats_; n++) {
-      const uint32_t count = differences[2 * size_t(n)];
-      if (count == 0) continue;
-      return "run " + std::to_string(n + 1) + " differs from the first one in " +
-             std::to_string(count) + " words, one of them " + where(differences[2 * size_t(n) + 1]);
+      if (!differences[2 * n]) continue;
+      return format("run %d differs from the first one in %u words, one of them ", n + 1, differences[2 * n]) +
+             where(differences[2 * n + 1]);
     }
     return "";
   }
 
-  string digest() const {
-    char text[20];
-    snprintf(text, sizeof text, "%016llx", (unsigned long long)digest_);
-    return text;
-  }
+  string digest() const { return format("%016llx", (unsigned long long)digest_); }
 
  private:
-  void launch() {
-    const SdpaStatus status = sdpa_forward(params_, /*stream=*/0);
-    if (!status.ok()) throw Trouble{status.text};
-  }
   string where(size_t word) const {
-    const bool in_o = word < o_words_;
-    const size_t D = Build::head_dim, row = in_o ? 2 * word / D : word - o_words_;
-    const size_t S = p_.Sq, H = p_.Hq;
-    char text[80];
-    snprintf(text, sizeof text, "%s(b=%d,h=%d,q=%d", in_o ? "O" : "LSE", int(row / S / H),
-             int(row / S % H), int(row % S));
-    return text + (in_o ? ",d=" + std::to_string(2 * word % D) : string()) + ")";
+    return word < o_words_ ? "O" + instance_.where(2 * word) : "LSE" + instance_.where((word - o_words_) * line.D);
   }
 
-  const Problem p_;
   const int repeats_;
-  const size_t rows_, kv_elements_, o_words_;
-  DeviceArray<Input> Q_, K_, V_;
-  DeviceArray<uint32_t> got_, want_;  // O, two elements a word, and behind it LSE
-  DeviceArray<uint32_t> found_;       // a pair for each repeat; freeing it would wait for the hog
-  std::unique_ptr<DeviceArray<unsigned char>> workspace_;
-  SdpaParams params_{};
-  uint64_t digest_ = 0xcbf29ce484222325u;
+  Instance instance_;
+  const size_t o_words_, words_;
+  Guarded got_, want_;  // O, two elements a word, and behind it LSE
+  Guarded found_;       // a pair for each repeat; freeing it would wait for the hog
+  uint64_t digest_ = 0;
 };
 
 // ---- the kernel beside ----
@@ -259,7 +162,7 @@ class Hog {
  public:
   const int ctas;
 
-  explicit Hog(int ctas_) : ctas(ctas_), buffer_(size_t(ctas_) * HOG_CHUNKS * HOG_CHUNK) {
+  explicit Hog(int ctas_) : ctas(ctas_), buffer_("the kernel beside", ctas_ * HOG_CHUNKS * sizeof(uint4) * HOG_CHUNK) {
     require(cudaHostAlloc(&shared_, (1 + ctas) * sizeof(uint64_t), cudaHostAllocMapped),
             "allocating memory that the GPU and the host share");
     moved_ = static_cast<uint64_t*>(shared_), stop_ = moved_ + ctas;
@@ -278,7 +181,7 @@ class Hog {
   void start() {  // comes back when all of its CTAs run
     *stop_ = 0;
     for (int i = 0; i < ctas; i++) moved_[i] = 0;
-    const HogArgs args{buffer_.data(), stop_, moved_};
+    const HogArgs args{buffer_.data<uint4>(), stop_, moved_};
     cudaLaunchConfig_t launch{};
     launch.gridDim = dim3(ctas), launch.blockDim = dim3(HOG_THREADS), launch.stream = stream_;
     require(cudaLaunchKernelEx(&launch, hog, args), "launching the kernel beside");
@@ -286,7 +189,7 @@ class Hog {
     for (int i = 0; i < ctas;) {
       if (moved_[i]) i++;
       if (std::chrono::steady_clock::now() - begin > std::chrono::seconds(20)) {
-        throw Trouble{"the kernel beside did not start within 20 seconds"};
+        throw CudaError{"the kernel beside did not start within 20 seconds"};
       }
     }
   }
@@ -306,39 +209,30 @@ class Hog {
   }
 
  private:
-  DeviceArray<uint4> buffer_;
+  const Guarded buffer_;
   void* shared_ = nullptr;
   volatile uint64_t *moved_, *stop_;  // in it
   cudaStream_t stream_ = nullptr;
 };
 
-// As Run::repeat(), beside the hog, which has started before and ends after: since stream 0 gets done, it
-// was side by side.
-string repeat_beside(Run& run, int repeats, const Problem& p) {
-  int device = 0, sms = 0, ctas_per_sm = 0;
-  require(cudaGetDevice(&device), "asking for the device");
-  require(cudaDeviceGetAttribute(&sms, cudaDevAttrMultiProcessorCount, device),
-          "asking for the number of SMs");
-  require(cudaOccupancyMaxActiveBlocksPerMultiprocessor(&ctas_per_sm, kernel_facts({}).kernel, kernel_facts({}).threads,
-                                                        kernel_facts({}).shared_bytes),
-          "asking for occupancy");
+// As Repeated::repeat(), beside the hog, which has started before and ends after: since stream 0 gets done, it was side
+// by side.
+string repeat_beside(Repeated& repeated, int repeats, const Problem& p) {
+  const int sms = device_attribute(cudaDevAttrMultiProcessorCount, 0);
+  const int ctas_per_sm = resources_of(line.facts_of({})).ctas_per_sm;
   Hog hog(sms / 8);
   hog.start();
   const uint64_t moved_before = hog.moved();
   const auto begin = std::chrono::steady_clock::now();
-  const string difference =
-      run.repeat(Build::use_persistent_cta ? (sms - hog.ctas) * ctas_per_sm : 0);
-  const double seconds =
-      std::chrono::duration<double>(std::chrono::steady_clock::now() - begin).count();
+  const string difference = repeated.repeat(line.has_queue ? (sms - hog.ctas) * ctas_per_sm : 0);
+  const double seconds = std::chrono::duration<double>(std::chrono::steady_clock::now() - begin).count();
   const uint64_t moved = hog.moved() - moved_before;
   if (!hog.runs() || moved == 0) {
-    throw Trouble{p.name() + ": the kernel beside did not run all the while; use fewer --repeats"};
+    throw CudaError{name_of(p) + ": the kernel beside did not run all the while; use fewer --repeats"};
   }
   hog.stop();
-  fprintf(stderr,
-          "stress: %s, %s: beside its %d runs, for %.3f s, %d CTAs on %d SMs moved %.1f GB\n",
-          SDPA_TEXT(SDPA_CONFIG_NAME), p.name().c_str(), repeats, seconds, hog.ctas, sms,
-          double(moved) * 1e-9);
+  fprintf(stderr, "stress: %s, %s: beside its %d runs, for %.3f s, %d CTAs on %d SMs moved %.1f GB\n", line.name,
+          name_of(p).c_str(), repeats, seconds, hog.ctas, sms, double(moved) * 1e-9);
   return difference;
 }
 
@@ -346,31 +240,18 @@ string repeat_beside(Run& run, int repeats, const Problem& p) {
 
 // ---- the program ----
 
-struct Options {
-  int repeats = 1000;
+struct StressOptions : Options {
   string save, like;
-  string error;  // one sentence
+  StressOptions() { repeats = 1000; }
 };
 
-Options parse_options(int argc, char** argv) {
-  Options o;
-  for (int i = 1; i < argc; i++) {
-    const string name = argv[i];
-    if (name != "--repeats" && name != "--save" && name != "--like") {
-      o.error = name + ": no such option; it takes --repeats N, --save FILE and --like FILE";
-    } else if (i + 1 == argc) {
-      o.error = name + ": its value is missing";
-    } else if (name == "--repeats") {
-      const string value = argv[++i];
-      const bool digits = value.find_first_not_of("0123456789") == string::npos;
-      o.repeats = digits ? number_of(value.c_str()) : -1;
-      if (o.repeats < 1) o.error = name + " " + value + ": want a whole number from 1 to 999999";
-    } else {
-      (name == "--save" ? o.save : o.like) = argv[++i];
-    }
-    if (!o.error.empty()) break;
+vector<Option> stress_options(StressOptions& o) {
+  const auto text = [](string& value) { return [&value](const string& word) { return value = word, ""; }; };
+  vector<Option> options = {{"--save", "FILE", "", text(o.save)}, {"--like", "FILE", "", text(o.like)}};
+  for (const Option& option : options_of(o)) {
+    if (option.name == string("--repeats")) options.push_back(option);
   }
-  return o;
+  return options;
 }
 
 // The digest that `file` has of the problem.
@@ -380,67 +261,62 @@ string saved_digest(const string& file, const string& problem) {
   while (in >> name >> digest) {
     if (name == problem) return digest;
   }
-  throw Trouble{file + " has no digest of " + problem + "; --save of the other build writes it"};
+  throw CudaError{file + " has no digest of " + problem + "; --save of the other build writes it"};
 }
 
 bool report(const string& name, const Problem& p, int repeats, const string& difference) {
-  printf("%s,%s,%s,%d,%s\n", SDPA_TEXT(SDPA_CONFIG_NAME), name.c_str(), p.name().c_str(), repeats,
-         difference.empty() ? "PASS" : "FAIL");
+  const char* const check = difference.empty() ? "PASS" : "FAIL";
+  printf("%s,%s,%s,%d,%s\n", line.name, name.c_str(), name_of(p).c_str(), repeats, check);
   fflush(stdout);
   if (!difference.empty()) {
-    fprintf(stderr, "stress: %s, %s, %s: %s\n", SDPA_TEXT(SDPA_CONFIG_NAME), name.c_str(),
-            p.name().c_str(), difference.c_str());
+    fprintf(stderr, "stress: %s, %s, %s: %s\n", line.name, name.c_str(), name_of(p).c_str(), difference.c_str());
   }
   return difference.empty();
 }
 
-int run_problems(const Options& o) {
+ExitCode run_stress(const StressOptions& o) {
   bool same = true;
   string digests;
-  for (const Problem& p : problems) {
-    Run run(p, o.repeats);
-    string difference = run.repeat(0);
-    if (!o.like.empty() && run.digest() != saved_digest(o.like, p.name())) {
+  for (const auto& of : stressed) {
+    Problem p;
+    parse_shape(of.shape, p), p.mask = of.mask;
+    Repeated repeated(p, o.repeats);
+    string difference = repeated.repeat(0);
+    if (!o.like.empty() && repeated.digest() != saved_digest(o.like, name_of(p))) {
       difference = "the first run has other bits than that of the other build";
     }
     same &= report("alone", p, o.repeats, difference);
     if (!o.like.empty()) continue;
-    digests += p.name() + ' ' + run.digest() + '\n';
+    digests += name_of(p) + ' ' + repeated.digest() + '\n';
     for (int max_ctas : {1, 3, 7}) {
-      if (!Build::use_persistent_cta) break;
-      same &= report("max_ctas_" + std::to_string(max_ctas), p, o.repeats, run.repeat(max_ctas));
+      if (line.has_queue) same &= report("max_ctas_" + to_string(max_ctas), p, o.repeats, repeated.repeat(max_ctas));
     }
 #ifndef SDPA_SIMT
-    same &= report("beside", p, o.repeats, repeat_beside(run, o.repeats, p));
+    same &= report("beside", p, o.repeats, repeat_beside(repeated, o.repeats, p));
 #endif
   }
-  if (!o.save.empty() && !(std::ofstream(o.save) << digests).flush()) {
-    throw Trouble{o.save + ": cannot be written"};
-  }
-  return same ? 0 : 1;
+  if (!o.save.empty() && !(std::ofstream(o.save) << digests).flush()) throw CudaError{o.save + ": cannot be written"};
+  return same ? exit_pass : exit_wrong;
 }
 
-int run(const Options& o) {
-  if (!o.error.empty()) {
-    fprintf(stderr, "stress: %s\n", o.error.c_str());
-    return 2;
-  }
-  int gpus = 0;
-  if (cudaGetDeviceCount(&gpus) != cudaSuccess || gpus == 0) {
-    fprintf(stderr, "stress: no CUDA GPU in this machine\n");
-    return 77;
-  }
+int stress(const vector<string>& args) {
+  StressOptions o;
+  const string refusal = parse(stress_options(o), args, o);
+  if (!refusal.empty()) return refuse(refusal);
   try {
-    return run_problems(o);
-  } catch (const Trouble& trouble) {
-    fprintf(stderr, "stress: %s: %s\n", SDPA_TEXT(SDPA_CONFIG_NAME), trouble.text.c_str());
-    return 3;
+    const Device device = find_device();
+    if (device.missing.empty()) return run_stress(o);
+    fprintf(stderr, "stress: %s\n", device.missing.c_str());
+    return exit_skipped;
+  } catch (const CudaError& error) {
+    fprintf(stderr, "stress: %s: %s\n", line.name, error.text.c_str());
+    return exit_cuda;
   }
 }
 
 }  // namespace
 }  // namespace SDPA_NAMESPACE
 
-int main(int argc, char** argv) {
-  return SDPA_NAMESPACE::run(SDPA_NAMESPACE::parse_options(argc, argv));
-}
+#ifndef STRESS_NO_MAIN  // tests/stress.cu has one of its own
+int main(int argc, char** argv) { return SDPA_NAMESPACE::stress({argv + 1, argv + argc}); }
+#endif

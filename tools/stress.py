@@ -78,9 +78,7 @@ def main():
         raise Refused("it runs lines of configs.txt")
     if not lines:
         raise Refused("no line of configs.txt has USE_WGMMA=1 or SPLIT_CTAS=0; name the lines")
-    gpu = engine.find_gpu()
-    if not gpu:
-        raise Refused("it runs kernels side by side and there is no GPU here; run it on a machine with one")
+    gpu = engine.need_gpu("; run it on a machine with one", "runs kernels side by side")
     all_lines = [one for line in lines for one in (line, *variants(line).values())]
     built = builds.build(all_lines, gpu.arch, program="tools/stress.cu", kind="", progress=builds.show_progress())
     print("config,case,problem,repeats,check", flush=True)

@@ -57,8 +57,7 @@ try:
     import optuna
     from optuna.storages.journal import JournalFileBackend
 except ImportError:
-    print(f"tune: {sys.executable} lacks Optuna 4; install it with: python3 -m pip install 'optuna==4.*'", file=sys.stderr)
-    sys.exit(2)
+    builds.lacks("optuna==4.*")
 from optuna.trial import TrialState
 optuna.logging.set_verbosity(optuna.logging.WARNING)
 warnings.simplefilter("ignore", optuna.exceptions.ExperimentalWarning)
@@ -542,10 +541,7 @@ def paste(line):
 
 
 def find_gpu(options):
-    gpu = None if options.dry_run else engine.find_gpu()
-    if not gpu and not options.dry_run:
-        raise Refused("it times kernels and there is no GPU here; --dry-run, --replay and --export need none")
-    return gpu
+    return None if options.dry_run else engine.need_gpu("; --dry-run, --replay and --export need none")
 
 
 def run_search(options, gpu, more=()):
