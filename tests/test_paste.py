@@ -98,8 +98,8 @@ const char* ask%d() {
         (folder / f"ask{n}.cu").write_text(text % ("#define " + knob if knob else "", n))
     (folder / "ask.cpp").write_text("#include <cstdio>\n" + "".join(f"const char* {name}();\n" for name in names) +
                                     "int main() { " + "".join(f"puts({name}()); " for name in names) + "}\n")
-    subprocess.run([*CPU, "-w", "-std=c++17", "-I" + ROOT, "-x", "c++", *(name + ".cu" for name in names), "ask.cpp", "-x", "none",
-                    "engine.o", "-o", "ask"], cwd=folder, check=True)
+    sources = [*(name + ".cu" for name in names), "ask.cpp", "-x", "none", "engine.o"]
+    subprocess.run([*CPU, "-w", "-std=c++17", "-I" + ROOT, "-x", "c++", *sources, "-o", "ask"], cwd=folder, check=True)
     answers = subprocess.check_output([folder / "ask"], text=True).split("\n")
     assert "elements of 16 bits have no factor" in answers[0] and "HEAD_DIM=128" in answers[1] and not answers[2]
 

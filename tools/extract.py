@@ -58,8 +58,8 @@ def rows_of(tree, knobs, words):
     """{row: {knob: number}} of the builds of a line, as the host's compiler says; -1 is the typed one."""
     with tempfile.TemporaryDirectory() as folder:
         program = os.path.join(folder, "rows")
-        done = builds.run([os.environ.get("CXX", "g++"), "-std=c++17", "-w", *builds.definitions(words), "-x", "c++", "-",
-                           "-o", program], input="#include <cstdio>\n" + tree.refusals() + PRINT_ROWS)
+        command = [os.environ.get("CXX", "g++"), "-std=c++17", "-w", *builds.definitions(words), "-x", "c++", "-"]
+        done = builds.run([*command, "-o", program], input="#include <cstdio>\n" + tree.refusals() + PRINT_ROWS)
         if done.returncode:
             raise Refused(builds.assertion_words(done.stderr) or builds.compiler_words(done.stderr))
         printed = builds.run([program]).stdout.splitlines()
