@@ -101,7 +101,8 @@ for word in sys.argv[1:]:
   return 1
 }
 
-# pip_install PYTHON PACKAGE...: what of them PYTHON lacks, into a venv beside it, or itself if it is that; sets $python to one that has them.
+# pip_install PYTHON PACKAGE...: what PYTHON lacks of them, into a venv beside it or, if it is that one, into itself;
+# sets $python to one that has them.
 pip_install() {
   local base=$1
   shift
