@@ -50,7 +50,6 @@
 
 #pragma GCC diagnostic push
 #pragma GCC diagnostic ignored "-Wunknown-pragmas"  // nvcc's own, for g++
-#pragma nv_diag_push
 #pragma nv_diag_suppress 177  // unused: a build takes only the parts that its knobs select
 
 namespace SDPA_NAMESPACE {
@@ -89,7 +88,7 @@ namespace {  // two builds in one program must not share their constants and ker
   X(OVERLAP, 0, overlap, "0 1", "wgmma", "softmax beside P @ V of the tile before") \
   X(SKIP_MASKED, 0, skip_masked, "0 1", "wgmma", "a warpgroup leaves out tiles of which its rows see nothing") \
   X(FP8_FLUSH, 8, fp8_flush, "0 1 2 4 8 16", "wgmma", "e4m3: tiles after which P @ V is added to O in fp32; 0: never") \
-  X(SWAP_AB, 0, swap_ab, "0 1", "wgmma", "S.T = K @ Q.T, keys as its 64 rows: 16 or 32 query rows a CTA") \
+  X(SWAP_AB, 0, swap_ab, "0 1", "wgmma", "S.T = K @ Q.T, keys as its 64 rows: 8, 16 or 32 query rows a CTA") \
   X(PACK_GQA, 0, pack_gqa, "0 1", "mma wgmma", "mma, SWAP_AB: the query heads of a key head are rows of one tile") \
   X(SPLIT_CTAS, 1, split_ctas, "0..256", "mma wgmma", "CTAs that share a tile's keys; 0: by the problem; workspace") \
   X(USE_TUNED, 0, use_tuned, "0 1", "mma wgmma", "the tile by the problem, from a table; typed knobs narrow it") \
@@ -428,7 +427,7 @@ struct KernelArgs {  // SdpaParams with what every CTA would otherwise compute a
 // SPLIT_CTAS: the workspace has for each item a counter of stored partial results, and after all counters the results.
 constexpr uint32_t most_split_items = 16384;
 constexpr size_t range_counter_bytes = most_split_items * sizeof(uint32_t);
-constexpr int ranges_at_once = 16;  // that a thread merges
+constexpr int ranges_at_once = 16, few_ranges = 4;  // that a thread merges; the code for few is shorter
 // If a problem has more than most_keys_at_once keys, every CTA has a slot in the workspace; or with SPLIT_CTAS its
 // ranges are short enough, as far as 256 of them suffice.
 template <class B>
@@ -800,7 +799,8 @@ __device__ __forceinline__ uint64_t wgmma_descriptor(SharedAddress start, int le
 }
 
 // SDPA_D<R>(F): F(1) ... F(R - 1), for the numbers of R accumulators.
-#define SDPA_D8(F) F(1) F(2) F(3) F(4) F(5) F(6) F(7)
+#define SDPA_D4(F) F(1) F(2) F(3)
+#define SDPA_D8(F) SDPA_D4(F) F(4) F(5) F(6) F(7)
 #define SDPA_D16(F) SDPA_D8(F) F(8) F(9) F(10) F(11) F(12) F(13) F(14) F(15)
 #define SDPA_D24(F) SDPA_D16(F) F(16) F(17) F(18) F(19) F(20) F(21) F(22) F(23)
 #define SDPA_D32(F) SDPA_D24(F) F(24) F(25) F(26) F(27) F(28) F(29) F(30) F(31)
@@ -822,12 +822,13 @@ __device__ __forceinline__ uint64_t wgmma_descriptor(SharedAddress start, int le
 // is scale-d, R + 1 descriptor B, R + 2 imm-trans-b, R + 3 ... are A, as a descriptor with imm-trans-a after it.
 // clang-format off
 #define SDPA_WGMMA_SHAPES(X) \
-  X(16, 8, 9, 10, 11, 12, 13, 14) X(32, 16, 17, 18, 19, 20, 21, 22) X(48, 24, 25, 26, 27, 28, 29, 30) \
-  X(64, 32, 33, 34, 35, 36, 37, 38) X(80, 40, 41, 42, 43, 44, 45, 46) X(96, 48, 49, 50, 51, 52, 53, 54) \
-  X(112, 56, 57, 58, 59, 60, 61, 62) X(128, 64, 65, 66, 67, 68, 69, 70) X(144, 72, 73, 74, 75, 76, 77, 78) \
-  X(160, 80, 81, 82, 83, 84, 85, 86) X(176, 88, 89, 90, 91, 92, 93, 94) X(192, 96, 97, 98, 99, 100, 101, 102) \
-  X(208, 104, 105, 106, 107, 108, 109, 110) X(224, 112, 113, 114, 115, 116, 117, 118) \
-  X(240, 120, 121, 122, 123, 124, 125, 126) X(256, 128, 129, 130, 131, 132, 133, 134)
+  X(8, 4, 5, 6, 7, 8, 9, 10) X(16, 8, 9, 10, 11, 12, 13, 14) X(32, 16, 17, 18, 19, 20, 21, 22) \
+  X(48, 24, 25, 26, 27, 28, 29, 30) X(64, 32, 33, 34, 35, 36, 37, 38) X(80, 40, 41, 42, 43, 44, 45, 46) \
+  X(96, 48, 49, 50, 51, 52, 53, 54) X(112, 56, 57, 58, 59, 60, 61, 62) X(128, 64, 65, 66, 67, 68, 69, 70) \
+  X(144, 72, 73, 74, 75, 76, 77, 78) X(160, 80, 81, 82, 83, 84, 85, 86) X(176, 88, 89, 90, 91, 92, 93, 94) \
+  X(192, 96, 97, 98, 99, 100, 101, 102) X(208, 104, 105, 106, 107, 108, 109, 110) \
+  X(224, 112, 113, 114, 115, 116, 117, 118) X(240, 120, 121, 122, 123, 124, 125, 126) \
+  X(256, 128, 129, 130, 131, 132, 133, 134)
 #define SDPA_WGMMA(types, n, r, r1, a_text, immediates, ...)                        \
   asm volatile(                                                                     \
       "{ .reg .pred p; setp.ne.b32 p, %" #r ", 0; "                                 \
@@ -843,7 +844,7 @@ __device__ __forceinline__ uint64_t wgmma_descriptor(SharedAddress start, int le
 // With E __nv_fp8_e4m3 K is 32, both are K-major, and sums keep 14 bits, truncated.
 template <class E, int N, int TRANS_B, int TRANS_A = 0>
 __device__ __forceinline__ void wgmma_ss(float (&d)[N / 2], uint64_t a, uint64_t b, bool accumulate) {
-  static_assert(N <= 256 && N % 16 == 0, "wgmma: N is a multiple of 16 up to 256");
+  static_assert(N == 8 || (N <= 256 && N % 16 == 0), "wgmma: N is 8 or a multiple of 16 up to 256");
 #define SDPA_WGMMA_SS(n, r, r1, r2, r3, r4, r5, r6)                                                    \
   if constexpr (N == n && std::is_same_v<E, __half>) {                                                 \
     SDPA_WGMMA("k16.f32.f16.f16", n, r, r1, "%" #r3, "1, 1, %" #r4 ", %" #r2, "l"(a), "n"(TRANS_A));   \
@@ -859,7 +860,7 @@ __device__ __forceinline__ void wgmma_ss(float (&d)[N / 2], uint64_t a, uint64_t
 // 16w + g and 16w + g + 8; a[2], a[3] the same 8 k further. e4m3: k = 4q ... 4q + 3, and 16 k further.
 template <class E, int N, int TRANS_B>
 __device__ __forceinline__ void wgmma_rs(float (&d)[N / 2], const uint32_t (&a)[4], uint64_t b, bool accumulate) {
-  static_assert(N <= 256 && N % 16 == 0, "wgmma: N is a multiple of 16 up to 256");
+  static_assert(N == 8 || (N <= 256 && N % 16 == 0), "wgmma: N is 8 or a multiple of 16 up to 256");
 #define SDPA_WGMMA_RS(n, r, r1, r2, r3, r4, r5, r6)                                                                 \
   if constexpr (N == n && std::is_same_v<E, __half>) {                                                              \
     SDPA_WGMMA("k16.f32.f16.f16", n, r, r1, "{%" #r3 ", %" #r4 ", %" #r5 ", %" #r6 "}", "1, 1, %" #r2, "r"(a[0]),   \
@@ -1425,7 +1426,6 @@ __device__ __forceinline__ void store_output(const View& O, const float (&m)[Vie
 // The groups of warps have left O, m and l of their keys in shared memory, row by row.
 
 using RowPart = QuadRuns<1, 16, 4>;  // four neighbouring columns of a row
-
 template <class B> constexpr int PARTIAL_STRIDE = B::head_dim + 4;  // 4: against bank conflicts
 template <class B> struct RowsPartial {
   alignas(16) float O[B::block_m][PARTIAL_STRIDE<B>];
@@ -1467,10 +1467,10 @@ __device__ __forceinline__ void merge_groups(const Partial (&partial_s)[B::split
 }
 
 // Merges O, m and l of all ranges in a fixed order. A thread loads four columns of MANY ranges at once.
-template <class B>
+template <class B, int MANY>
 __device__ __forceinline__ void merge_ranges(const RangePartial<B>* partial, const KernelArgs& a, const WorkItem& item,
                                              int thread) {
-  constexpr int columns = B::head_dim / 4, threads = B::num_warps * 32, MANY = ranges_at_once;
+  constexpr int columns = B::head_dim / 4, threads = B::num_warps * 32;
   const int ranges = int(a.ranges.divisor), parts = rows_of_item<B>(a) * columns;
   const ItemScale<B> scale_log2(a, item);
   for (int part = thread; part < parts; part += threads) {
@@ -1522,7 +1522,9 @@ __device__ __forceinline__ void store_rows(const Partial (&partial_s)[B::split_k
   if (thread == 0) is_last_s = atom_inc_acq_rel(&counters[number], ranges - 1) == ranges - 1;
   __syncthreads();  // hazard: counted by thread 0
   if (!is_last_s) return;
-  merge_ranges<B>(parts + number * ranges, a, item, thread);
+  const RangePartial<B>* const first = parts + number * ranges;
+  ranges > few_ranges ? merge_ranges<B, ranges_at_once>(first, a, item, thread)
+                      : merge_ranges<B, few_ranges>(first, a, item, thread);
 }
 
 // ---- work scheduling ----
@@ -2558,7 +2560,7 @@ template <class B> struct MmaOperands<B, true> {
   }
 };
 
-// ---- 5c rows of several heads (mma and PACK_GQA, USE_TUNED) ----
+// ---- 5c rows of several heads (mma and PACK_GQA) ----
 
 template <class B> struct MmaPartials<B, true> {
   struct type {
@@ -3051,7 +3053,7 @@ template <class B> struct KernelOf<B, Path::wgmma_plain> {
   static constexpr auto entry = sdpa_wgmma_plain<B>;
 };
 
-// ---- 5d producers and consumers: what their kernels share (wgmma and USE_WARP_SPECIALIZATION, USE_TUNED) ----
+// ---- 5d producers and consumers: what their kernels share (wgmma and USE_WARP_SPECIALIZATION) ----
 //
 //   warps of the producer warpgroup           warpgroups that compute, 64 rows each
 //   for each item:                            for each item, once q_full:
@@ -3372,7 +3374,7 @@ template <class B> __global__ void __launch_bounds__(B::threads, 1) sdpa_wgmma(c
   }
 }
 
-// ---- 5d merge of slices (wgmma and USE_WARP_SPECIALIZATION, USE_TUNED and SPLIT_KV > 1) ----
+// ---- 5d merge of slices (wgmma and USE_WARP_SPECIALIZATION and SPLIT_KV > 1) ----
 
 // Merges the slices' sums, its own first: each slice finishes half of the rows. Calls store(share, row), and stores
 // LSE: share[4v ... 4v + 3] are elements 0, 1, 4 and 5 of accumulator 8v of the finished rows, divided by l.
@@ -3417,7 +3419,7 @@ __device__ __forceinline__ void merge_slices(const WgmmaRows<B>& rows, SlicePart
   if (lane % 4 == 0 && rows.q + row < rows.a.p.Sq) store_lse<B>(m, l, rows.a, item, rows.q + row);
 }
 
-// ---- 5d 16 bits: the kernel (wgmma and USE_WARP_SPECIALIZATION, USE_TUNED and DTYPE = FP16, DTYPE = BF16) ----
+// ---- 5d 16 bits: the kernel (wgmma and USE_WARP_SPECIALIZATION and DTYPE = FP16, DTYPE = BF16) ----
 
 template <class B> struct WgmmaShared {
   // Q of the next item is loaded while an item is computed, if there is room.
@@ -4108,7 +4110,7 @@ template <class B> struct KernelOf<B, Path::wgmma_e4m3> {
   static constexpr auto entry = sdpa_wgmma<B>;
 };
 
-// ---- 5e wgmma, transposed: few query rows, keys as the 64 rows (wgmma and SWAP_AB, USE_TUNED) ----
+// ---- 5e wgmma, transposed: few query rows, keys as the 64 rows (wgmma and SWAP_AB) ----
 
 // S.T = K @ Q.T and O.T = V.T @ P.T: so keys and d are the rows of the products, of which wgmma wants 64, and
 // query rows the columns, of which 16 will do. Every warpgroup has a slice of the keys:
@@ -4228,7 +4230,7 @@ template <class B> struct WgmmaColumns {
   static constexpr int KEY_BLOCKS = B::block_n / 64, D_BLOCKS = B::head_dim / 64;
   using Scores = WgmmaColumnsView<B, KEY_BLOCKS>;  // S.T
   using Sums = WgmmaColumnsView<B, D_BLOCKS>;      // O.T
-  static constexpr int ROWS = Scores::ROWS;        // 4 or 8
+  static constexpr int ROWS = Scores::ROWS;        // 2, 4 or 8
 
   Shared& s;
   const KernelArgs& a;
@@ -4372,12 +4374,12 @@ template <class B> struct WgmmaColumns {
   // P waits for a barrier of the slice. V has landed.
   template <bool FIRST> __device__ __forceinline__ void write_p(const Scores& S, float (&sum)[ROWS]) {
     const SharedAddress P_at = shared_address(
-        mine().P + panel_offset<B::block_m>(lane / 16 * 8 + lane % 8, warp * 16 + lane / 8 % 2 * 8));
+        mine().P + panel_offset<B::block_m>((ROWS < 4 ? 0 : lane / 16 * 8) + lane % 8, warp * 16 + lane / 8 % 2 * 8));
     SDPA_UNROLL for (float& x : sum) x = 0;
     SDPA_UNROLL for (int block = 0; block < KEY_BLOCKS; block++) {
       SDPA_UNROLL for (int q = 0; q < B::block_m; q += 16) {
         uint32_t P[4];  // pairs of queries
-        SDPA_UNROLL for (int j = 0; j < 4; j++) {
+        SDPA_UNROLL for (int j = 0; j < (ROWS < 4 ? 2 : 4); j++) {
           const int i = q / 4 + j / 2 * 2;
           const float* const s = S.x.d[block] + q / 2 + 2 * j;
           const float x = softmax_exp2<B>(fmaf(s[0], a.scale_log2, -m_log2[i]));
@@ -4385,6 +4387,7 @@ template <class B> struct WgmmaColumns {
           sum[i] += x, sum[i + 1] += y;
           P[j] = pack<Input>(x, y);
         }
+        if (ROWS < 4) P[2] = P[0], P[3] = P[1];  // both halves of the warp store the same
         stmatrix_x4<true>(P_at + (block * B::block_m + q) * 128, P);
       }
     }
@@ -4538,11 +4541,11 @@ struct Items {
   int ranges = 1;          // CTAs to an item
 };
 
-// How often merge_ranges(), as store_rows() calls it, waits for loads.
+// Steps of the merge, as the model counts them: those of few ranges take less.
 int64_t merge_steps(const Items& items, int D, int threads, int ranges) {
   if (ranges == 1) return 0;
   const int64_t parts = shares(items.heads * items.queries * (D / 4), threads);  // of a thread
-  return shares(ranges, ranges_at_once) * parts;
+  return ranges > few_ranges ? shares(ranges, ranges_at_once) * parts : shares(ranges, 2) * shares(parts, 4);
 }
 
 // SPLIT_CTAS=0: as many ranges as take the least time, counted in KB that an SM reads meanwhile: its rounds, 64 KB for
@@ -4901,9 +4904,9 @@ template <class B> constexpr bool check_wgmma() {
               "SKIP_MASKED=1: warpgroups leave out different tiles, which takes USE_WARP_SPECIALIZATION=1, BLOCK_M "
               "over 64 and no USE_PING_PONG; type BLOCK_M=128 NUM_WARPS=8 or drop it");
   SDPA_REFUSE(wgmma && B::swap_ab &&
-                  (B::num_warps != 4 * B::split_kv || B::block_n % 64 != 0 || (B::block_m != 16 && B::block_m != 32)),
-              "SWAP_AB=1: every warpgroup has a slice of the keys, by 64, and all of them the same 16 or 32 query "
-              "rows; type BLOCK_M=32 BLOCK_N=128 NUM_WARPS=16 SPLIT_KV=4");
+                  (B::num_warps != 4 * B::split_kv || B::block_n % 64 != 0 || B::block_m % 8 != 0 || 32 % B::block_m != 0),
+              "SWAP_AB=1: every warpgroup has a slice of the keys, by 64, and all the same 8, 16 or 32 query rows; type "
+              "BLOCK_M=32 BLOCK_N=128 NUM_WARPS=16 SPLIT_KV=4");
   SDPA_REFUSE(wgmma && B::swap_ab &&
                   (B::block_n + 2 * B::head_dim) / 64 * B::block_m / 2 > (B::num_warps > 8 ? 64 : 160),
               "SWAP_AB=1: a thread's part of S and twice of O would leave too few of its registers for the rest; type "
@@ -4997,7 +5000,7 @@ constexpr TunedTile HOPPER_TILES[] = {
     tile(128, 32, 64, 4, 2, 1, "SWAP_AB PACK_GQA", 2, 6570, 1.44),
     tile(256, 128, 64, 8, 2, 1, "OVERLAP USE_PERSISTENT_CTA SKIP_MASKED", 1, 7930, 2.85),
     tile(256, 64, 64, 4, 2, 1, "OVERLAP USE_PERSISTENT_CTA", 1, 5360, 2.37),
-    tile(256, 16, 64, 4, 2, 1, "SWAP_AB PACK_GQA", 1, 5000, 0.612),
+    tile(256, 8, 64, 4, 2, 1, "SWAP_AB PACK_GQA", 1, 5000, 0.306),
     tile(256, 32, 64, 4, 2, 1, "SWAP_AB PACK_GQA", 1, 8240, 0.823),
 };
 constexpr TunedTile AMPERE_TILES[] = {
@@ -5187,7 +5190,7 @@ using FirstBuild = BuildOf<Build::use_tuned ? next_tile(0) : -1>;
 }  // namespace
 }  // namespace SDPA_NAMESPACE
 
-#pragma nv_diag_pop
+#pragma nv_diag_default 177
 #pragma GCC diagnostic pop
 
 // ==== COPY TO HERE ===============================================================================

@@ -121,7 +121,7 @@ def test_accepted(knobs):
     ("@swap BLOCK_M=32 NUM_WARPS=16 SPLIT_KV=2", "every warpgroup has a slice of the keys"),
     ("@swap BLOCK_M=128 NUM_WARPS=16 SPLIT_KV=4", "every warpgroup has a slice of the keys"),
     ("@swap BLOCK_N=96 BLOCK_M=32", "every warpgroup has a slice of the keys"),
-    ("@swap BLOCK_M=8", "every warpgroup has a slice of the keys"),
+    ("@swap BLOCK_M=64", "every warpgroup has a slice of the keys"),
     ("@swap BLOCK_M=32 HEAD_DIM=256 NUM_WARPS=16 SPLIT_KV=4", "would leave too few of its registers"),
     ("@swap BLOCK_M=32 USE_WARP_SPECIALIZATION=1", "the warps that compute load as well"),
     ("@swap BLOCK_M=32 SKIP_MASKED=1", "which takes USE_WARP_SPECIALIZATION=1"),
