@@ -5020,13 +5020,13 @@ constexpr TunedTile E4M3_TILES[] = {
     tile(64, 64, 128, 8, 3, 2, "OVERLAP", 1, 7260, 8.0),
     tile(64, 128, 64, 16, 4, 2, "OVERLAP USE_PING_PONG", 1, 8080, 10.7),
     tile(64, 192, 128, 12, 4, 1, "OVERLAP USE_PERSISTENT_CTA SKIP_MASKED", 1, 4850, 10.4),
-    tile(64, 16, 64, 4, 3, 4, "USE_MMA_SYNC PACK_GQA", 2, 9340, 3.24),
+    tile(64, 16, 64, 4, 3, 4, "PACK_GQA USE_MMA_SYNC", 2, 9340, 3.24),
     tile(128, 64, 64, 8, 2, 2, "OVERLAP", 1, 6450, 5.76),
     tile(128, 128, 128, 8, 2, 1, "OVERLAP USE_PERSISTENT_CTA USE_PING_PONG", 1, 4800, 7.63),
     tile(128, 192, 64, 12, 4, 1, "OVERLAP USE_PERSISTENT_CTA SKIP_MASKED", 1, 4400, 7.2),
-    tile(128, 16, 32, 4, 3, 4, "USE_MMA_SYNC PACK_GQA", 2, 10800, 1.65),
+    tile(128, 16, 32, 4, 3, 4, "PACK_GQA USE_MMA_SYNC", 2, 10800, 1.65),
     tile(256, 128, 64, 8, 2, 1, "OVERLAP USE_PERSISTENT_CTA SKIP_MASKED", 1, 4030, 3.97),
-    tile(256, 16, 32, 2, 2, 2, "USE_MMA_SYNC PACK_GQA", 3, 7500, 0.511),
+    tile(256, 16, 32, 2, 2, 2, "PACK_GQA USE_MMA_SYNC", 3, 7500, 0.511),
 };
 struct TileTable {
   const TunedTile* first;

@@ -12,9 +12,9 @@ import engine  # noqa: E402
 import sanitize  # noqa: E402
 from test_tools import needs_no_gpu, run_all  # noqa: E402
 
-TILE = "<sdpa::<unnamed>::Derived<sdpa::<unnamed>::TileKnobs<(int)%d>>>(sdpa::<unnamed>::KernelArgs)"
+TILE = "<sdpa::<unnamed>::BuildOf<(int)%d>>(sdpa::<unnamed>::KernelArgs)"
 KERNEL_5D = "void sdpa::<unnamed>::sdpa_wgmma" + TILE % 10
-PLAIN = "void sdpa::<unnamed>::sdpa_scalar<sdpa::<unnamed>::Typed>(sdpa::<unnamed>::KernelArgs)"
+PLAIN = "void sdpa::<unnamed>::sdpa_scalar<sdpa::<unnamed>::BuildOf<(int)-1>>(sdpa::<unnamed>::KernelArgs)"
 START = "========= COMPUTE-SANITIZER\nconfig,status,check\nwgmma_swap32,ok,PASS\n"
 STORE, LOAD = "void sdpa::<unnamed>::st_shared<float>(void *, T1)", "T1 sdpa::<unnamed>::ld_shared<float>(const void *)"
 RACE = START + f"""========= Error: Race reported between Write access at {STORE}+0x5e10 in sdpa.cu:1

@@ -49,38 +49,44 @@ WORST_LOSS, MEAN_LOSS, FOLDS = 0.08, 0.01, 6
 # An H200's L2 just holds so many bytes of K and V or not: there the model cannot tell what one query takes, since it
 # depends on what else lies in L2.
 L2_EDGE, WORST_LOSS_THERE = (30e6, 55e6), 0.25
-# Line with USE_TUNED=1: the type of its tables, and of which family the tiles are; None: of both.
-TABLES = {"hopper": ("fp16", "wgmma"), "ampere": ("fp16", "mma"), "hopper_e4m3": ("e4m3", None)}
+# Line with USE_TUNED=1: its type, and the knobs of a build for the host that has its table.
+TABLES = {"hopper": ("fp16", ""), "ampere": ("fp16", "USE_MMA_SYNC=1 BLOCK_M=64"),
+          "hopper_e4m3": ("e4m3", "DTYPE=FP8_E4M3 VEC_WIDTH=16")}
+
 
 
 # ---- sdpa.cu's table and its model ----
 
 class Tile(ctypes.Structure):
-    """sdpa.cu's TunedTile, member by member."""
-    _fields_ = ([(name, ctypes.c_int) for name in
-                 ("head_dim", "block_m", "block_n", "num_warps", "stages", "split_kv", "schedule", "ctas")] +
-                [(name, ctypes.c_double) for name in ("item_clocks", "scores_per_clock")])
-    KNOBS = ("HEAD_DIM", "BLOCK_M", "BLOCK_N", "NUM_WARPS", "STAGES", "SPLIT_KV")
-    SCHEDULE = ((1, "producer_warpgroup", "USE_WARP_SPECIALIZATION"), (2, "overlap", "OVERLAP"),
-                (4, "persistent", "USE_PERSISTENT_CTA"), (8, "ping_pong", "USE_PING_PONG"),
-                (16, "skip_masked", "SKIP_MASKED"), (32, "swap_ab", "SWAP_AB"), (64, "packed", "PACK_GQA"),
-                (128, "mma_sync", "USE_MMA_SYNC"))
+    """sdpa.cu's TunedTile, member by member: every knob, then the costs."""
+    _fields_ = ([(knob.lower(), ctypes.c_bool if values == "0 1" else ctypes.c_int)
+                 for knob, (_, values) in builds.Tree().knob_rows().items()] +
+                [("ctas", ctypes.c_int), ("item_clocks", ctypes.c_double), ("scores_per_clock", ctypes.c_double)])
+    SIZES = ("HEAD_DIM", "BLOCK_M", "BLOCK_N", "NUM_WARPS", "STAGES", "SPLIT_KV")
+    FLAGS = ("USE_WARP_SPECIALIZATION", "OVERLAP", "USE_PERSISTENT_CTA", "USE_PING_PONG", "SKIP_MASKED", "SWAP_AB",
+             "PACK_GQA", "USE_MMA_SYNC")
+
+    @property
+    def sizes(self):
+        return [getattr(self, knob.lower()) for knob in self.SIZES]
+
+    @property
+    def flags(self):
+        return [knob for knob in self.FLAGS if getattr(self, knob.lower())]
 
     @property
     def knobs(self):
         """What a line types to be this tile alone."""
-        sizes = [f"{knob}={getattr(self, name)}" for knob, (name, _) in zip(self.KNOBS, self._fields_)]
-        flags = [f"{knob}=1" for bit, _, knob in self.SCHEDULE if self.schedule & bit]
-        rest = ["SPLIT_CTAS=0"] * self.packed + ["USE_LAZY_MAX=1"]
-        return " ".join(sizes + flags + rest)
+        return " ".join([*map("{}={}".format, self.SIZES, self.sizes), *(knob + "=1" for knob in self.flags),
+                         *["SPLIT_CTAS=0"] * self.packed, "USE_LAZY_MAX=1"])
 
     @property
     def packed(self):
-        return bool(self.schedule & 64)
+        return self.pack_gqa
 
     @property
     def mma(self):
-        return bool(self.schedule & 128)
+        return self.use_mma_sync
 
     def line(self, tree, *words, table=None):
         """The line that is this tile alone, of the table of that line."""
@@ -98,8 +104,9 @@ class Tile(ctypes.Structure):
     @classmethod
     def of(cls, line):
         """The row of a line, at costs that are still to be fitted; None if none can be that line."""
-        numbers = [int(line.knob(knob, line.tree.knobs()[knob])) for knob in cls.KNOBS]
-        tile = cls(*numbers, sum(bit for bit, _, knob in cls.SCHEDULE if line.knob(knob) == "1"), *NEW_COSTS)
+        tile = cls(ctas=1, item_clocks=NEW_COSTS[0], scores_per_clock=NEW_COSTS[1])
+        for knob in cls.SIZES + cls.FLAGS:
+            setattr(tile, knob.lower(), int(line.knob(knob, line.tree.knobs()[knob])))
         twin = tile.line(line.tree, f"DTYPE={line.knob('DTYPE', 'FP16')}")
         return tile if twin.effective_knobs() == line.effective_knobs() else None
 
@@ -107,26 +114,23 @@ class Tile(ctypes.Structure):
     def costs(self):
         return np.array([self.item_clocks, self.scores_per_clock])
 
-    def row(self):
-        """The row of TUNED_TILES."""
-        words = [name for bit, name, _ in self.SCHEDULE if self.schedule & bit]
-        if "overlap" in words:
-            words.remove("producer_warpgroup")  # which overlap stands for as well
-        numbers = [getattr(self, name) for name, _ in self._fields_[:6]]
+    def row(self, table):
+        """The row of that line's table."""
+        implied = ["USE_WARP_SPECIALIZATION"] * self.overlap + ["USE_MMA_SYNC"] * (table == "ampere")
+        flags = " ".join(knob for knob in self.flags if knob not in implied)
         costs = f"{self.item_clocks:g}, {self.scores_per_clock!r}"
-        return f"    {{{', '.join(map(str, numbers))}, {' | '.join(words)}, {self.ctas}, {costs}}},"
+        return f'    tile({", ".join(map(str, self.sizes))}, "{flags}", {self.ctas}, {costs}),'
 
 
 class Model:
     """The tiles of a table and the cost model that chooses, out of sdpa.cu itself, compiled for the host."""
 
     def __init__(self, table="hopper"):
-        self.table, (self.dtype, family) = table, TABLES[table]
-        knobs = ("DTYPE=FP8_E4M3", "VEC_WIDTH=16") if self.dtype == "e4m3" else ()
-        self.library = ctypes.CDLL(builds.host_library(*knobs))
+        self.table, (self.dtype, knobs) = table, TABLES[table]
+        self.library = ctypes.CDLL(builds.host_library(*knobs.split()))
         first = ctypes.POINTER(Tile)()
         count = self.library.sdpa_library_tiles(ctypes.byref(first))
-        self.tiles = [first[i] for i in range(count) if family in (None, "mma" if first[i].mma else "wgmma")]
+        self.tiles = first[:count]
 
     def clocks(self, tiles, params, sms):
         """[problem][tile], of the problems that params() was given."""
@@ -236,7 +240,7 @@ def by_problem(rows):
 
 def with_costs(tile, costs):
     """The same tile at other costs."""
-    return Tile(*(getattr(tile, name) for name, _ in Tile._fields_[:8]), *costs)
+    return Tile(*(getattr(tile, name) for name, _ in Tile._fields_[:-2]), *costs)
 
 
 def fit_costs(model, tiles, times, sms, mhz):
@@ -290,7 +294,7 @@ def worst_loss(problem):
 
 def short(tile):
     """A name for a column."""
-    marks = "".join(mark for bit, mark in ((8, "p"), (16, "s"), (32, "t"), (64, "g")) if tile.schedule & bit)
+    marks = "".join(mark for knob, mark in zip(tile.FLAGS[3:], "pstg") if knob in tile.flags)
     return f"{tile.block_m}x{tile.block_n}x{tile.split_kv}{marks}"
 
 
@@ -318,8 +322,7 @@ def check(path):
     """Judges the table in sdpa.cu by committed rows."""
     rows = read_rows(path)
     has_mma, dtype = any("USE_MMA_SYNC=1" in row["tile"] for row in rows), rows[0]["dtype"]
-    model = Model(next(name for name, (typed, family) in TABLES.items()
-                       if typed == dtype and family in (None, "mma" if has_mma else "wgmma")))
+    model = Model("hopper_e4m3" if dtype == "e4m3" else "ampere" if has_mma else "hopper")
     times, sms, mhz, passed = by_problem(rows), int(rows[0]["sms"]), most_mhz(rows), True
     timed = {knobs for us in times.values() for knobs in us}
     tiles = [tile for tile in model.tiles if tile.head_dim in {problem.D for problem in times}]
@@ -398,7 +401,7 @@ def print_fit(model, tiles, rows):
                                  "fitted": losses(model, fitted, times, sms)})
     print(f"\n// For {rows[0]['device']}, fitted by ./run_all.sh fit:")
     for tile in fitted:
-        print(tile.row())
+        print(tile.row(model.table))
 
 
 if __name__ == "__main__":

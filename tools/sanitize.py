@@ -100,7 +100,7 @@ def read_report(lines):
     text = "\n".join(lines)
     sentence = re.sub(r" at (?!__).*", "", lines[0]) if "Race reported" in lines[0] else lines[0]
     sentence = re.sub(r"0x[0-9a-f]+|\(\d+,\s*\d+,\s*\d+\)", "#", sentence).rstrip(" :")
-    kernels = re.findall(r"\b(sdpa_\w+)(?:<[^\n]*TileKnobs<\(int\)(\d+)>)?", text)
+    kernels = re.findall(r"\b(sdpa_\w+)(?:<[^\n]*BuildOf<\(int\)(\d+)>)?", text)
     kernel, tile = kernels[-1] if kernels else ("", "")  # the outermost function comes last
     places, offsets = [], []
     for line in lines:
