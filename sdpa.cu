@@ -427,7 +427,7 @@ struct KernelArgs {  // SdpaParams with what every CTA would otherwise compute a
 // SPLIT_CTAS: the workspace has for each item a counter of stored partial results, and after all counters the results.
 constexpr uint32_t most_split_items = 16384;
 constexpr size_t range_counter_bytes = most_split_items * sizeof(uint32_t);
-constexpr int ranges_at_once = 16, few_ranges = 4;  // that a thread merges; the code for few is shorter
+constexpr int ranges_at_once = 16, few_ranges = 4;  // that a thread merges; of few it takes more columns
 // If a problem has more than most_keys_at_once keys, every CTA has a slot in the workspace; or with SPLIT_CTAS its
 // ranges are short enough, as far as 256 of them suffice.
 template <class B>
@@ -1438,9 +1438,9 @@ template <class B> __device__ __forceinline__ WorkItem row_item(const KernelArgs
   return {item.b, item.h + heads, query_of<B>(a, item.q0, row)};
 }
 
-__device__ __forceinline__ void add(RowPart& O, const float4& x, float weight) {
-  O.x[0][0] = fmaf(x.x, weight, O.x[0][0]), O.x[0][1] = fmaf(x.y, weight, O.x[0][1]);
-  O.x[0][2] = fmaf(x.z, weight, O.x[0][2]), O.x[0][3] = fmaf(x.w, weight, O.x[0][3]);
+__device__ __forceinline__ void add(float* O, const float4& x, float weight) {
+  O[0] = fmaf(x.x, weight, O[0]), O[1] = fmaf(x.y, weight, O[1]);
+  O[2] = fmaf(x.z, weight, O[2]), O[3] = fmaf(x.w, weight, O[3]);
 }
 
 // Merges O, m and l of all groups in a fixed order, and calls put(row, O, m, l) for every four columns of the rows.
@@ -1459,39 +1459,44 @@ __device__ __forceinline__ void merge_groups(const Partial (&partial_s)[B::split
     SDPA_UNROLL for (int n = 0; n < B::split_kv; n++) m_l[n] = ld_shared<float2>(&partial_s[n].m_l[row]);
     merge_weights<B>(m_l, scale_log2, weight, m[0], l[0]);
     SDPA_UNROLL for (int n = 0; n < B::split_kv; n++) {
-      add(O, ld_shared<float4>(&partial_s[n].O[row][O.first_col]), weight[n]);
+      add(O.x[0], ld_shared<float4>(&partial_s[n].O[row][O.first_col]), weight[n]);
     }
     put(row, O, m, l);
     if (!B::pack_gqa && B::block_m * parts <= threads) break;
   }
 }
 
-// Merges O, m and l of all ranges in a fixed order. A thread loads four columns of MANY ranges at once.
-template <class B, int MANY>
+// Merges O, m and l of all ranges in a fixed order. A thread loads COLS columns of MANY ranges at once.
+template <class B, int MANY, int COLS>
 __device__ __forceinline__ void merge_ranges(const RangePartial<B>* partial, const KernelArgs& a, const WorkItem& item,
                                              int thread) {
-  constexpr int columns = B::head_dim / 4, threads = B::num_warps * 32;
+  constexpr int columns = B::head_dim / COLS, threads = B::num_warps * 32;
   const int ranges = int(a.ranges.divisor), parts = rows_of_item<B>(a) * columns;
   const ItemScale<B> scale_log2(a, item);
   for (int part = thread; part < parts; part += threads) {
     const int row = part / columns;
-    RowPart O;
-    O.first_row = 0, O.first_col = part % columns * 4;
+    QuadRuns<1, 4 * COLS, COLS> O;
+    O.first_row = 0, O.first_col = part % columns * COLS;
     clear(O);
     float m[1] = {-INFINITY}, l[1] = {0};
     for (int first = 0; first < ranges; first += MANY) {
       float2 m_l[1 + MANY] = {{m[0], l[0]}};
-      float4 x[MANY];
+      float4 x[MANY][COLS / 4];
       SDPA_UNROLL for (int n = 0; n < MANY; n++) {
-        m_l[1 + n] = {-INFINITY, 0}, x[n] = {};
+        m_l[1 + n] = {-INFINITY, 0};
+        SDPA_UNROLL for (float4& four : x[n]) four = {};
         if (first + n >= ranges) continue;
         m_l[1 + n] = ld_global_cg<float2>(&partial[first + n].m_l[row]);
-        x[n] = ld_global_cg<float4>(&partial[first + n].O[row][O.first_col]);
+        SDPA_UNROLL for (int c = 0; c < COLS / 4; c++) {
+          x[n][c] = ld_global_cg<float4>(&partial[first + n].O[row][O.first_col + 4 * c]);
+        }
       }
       float weight[1 + MANY];
       merge_weights<B>(m_l, scale_log2, weight, m[0], l[0]);
-      SDPA_UNROLL for (int j = 0; j < 4; j++) O.x[0][j] *= weight[0];
-      SDPA_UNROLL for (int n = 0; n < MANY; n++) add(O, x[n], weight[1 + n]);
+      SDPA_UNROLL for (int j = 0; j < COLS; j++) O.x[0][j] *= weight[0];
+      SDPA_UNROLL for (int n = 0; n < MANY; n++) {
+        SDPA_UNROLL for (int c = 0; c < COLS / 4; c++) add(O.x[0] + 4 * c, x[n][c], weight[1 + n]);
+      }
     }
     store_output<B>(O, m, l, a, row_item<B>(a, item, row));
   }
@@ -1523,8 +1528,8 @@ __device__ __forceinline__ void store_rows(const Partial (&partial_s)[B::split_k
   __syncthreads();  // hazard: counted by thread 0
   if (!is_last_s) return;
   const RangePartial<B>* const first = parts + number * ranges;
-  ranges > few_ranges ? merge_ranges<B, ranges_at_once>(first, a, item, thread)
-                      : merge_ranges<B, few_ranges>(first, a, item, thread);
+  ranges > few_ranges ? merge_ranges<B, ranges_at_once, 4>(first, a, item, thread)
+                      : merge_ranges<B, 2, 16>(first, a, item, thread);
 }
 
 // ---- work scheduling ----
