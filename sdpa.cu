@@ -306,7 +306,6 @@ SdpaStatus cuda_failure(cudaError_t code, const char* what) {
 }
 
 constexpr int most_rows = 1000000000;  // that a dimension may have
-
 // How many shares of `of` there are in n, the last one perhaps not full.
 template <class T> __host__ __device__ constexpr T shares(T n, typename std::common_type<T>::type of) {
   return (n + of - 1) / of;
@@ -340,7 +339,6 @@ struct Nothing {};
 struct KeyRange {  // [begin, end)
   int begin, end;
 };
-
 // What the mask leaves: query q sees the keys [q + from, q + to) of those that exist. Sizes are at most 10^9,
 // so that no sum here overflows.
 struct KeyBounds {
@@ -384,7 +382,6 @@ struct TileBounds {
 struct WorkItem {  // one tile of O: rows [q0, q0 + BLOCK_M) of head h in batch b
   int b, h, q0;
 };
-
 // Division of n < 2^31 by a number that the host knows: with 2^(s-1) < divisor <= 2^s and multiplier =
 // ceil(2^(31+s) / divisor) the product is too large by n / (2^(31+s)) < 2^-s at most, which is less
 // than 1 / divisor and so never carries to the next integer.
@@ -1481,10 +1478,9 @@ __device__ __forceinline__ void merge_ranges(const RangePartial<B>* partial, con
     float m[1] = {-INFINITY}, l[1] = {0};
     for (int first = 0; first < ranges; first += MANY) {
       float2 m_l[1 + MANY] = {{m[0], l[0]}};
-      float4 x[MANY][COLS / 4];
+      float4 x[MANY][COLS / 4] = {};
       SDPA_UNROLL for (int n = 0; n < MANY; n++) {
         m_l[1 + n] = {-INFINITY, 0};
-        SDPA_UNROLL for (float4& four : x[n]) four = {};
         if (first + n >= ranges) continue;
         m_l[1 + n] = ld_global_cg<float2>(&partial[first + n].m_l[row]);
         SDPA_UNROLL for (int c = 0; c < COLS / 4; c++) {
@@ -4837,8 +4833,7 @@ static inline SdpaStatus sdpa_forward(const SdpaParams& params, cudaStream_t str
   if (!status.ok() || !params.B || !params.Hq || !params.Sq) return status;
   const SdpaParams p = without_idle_strides(params);
   if (!p.workspace && sdpa_workspace_bytes(p) > 0) {
-    return failure(refused, "workspace is null, but this problem needs %zu zeroed bytes there",
-                   sdpa_workspace_bytes(p));
+    return failure(refused, "workspace is null, but this problem needs %zu zeroed bytes", sdpa_workspace_bytes(p));
   }
   // The status alone tells of an error: the thread's last error is cleared, unless the caller had left one
   // there, which would be lost.
