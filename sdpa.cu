@@ -918,11 +918,10 @@ template <class E> __host__ __device__ __forceinline__ E rounded(float x) { retu
 template <> __host__ __device__ __forceinline__ __half rounded(float x) { return __float2half_rn(x); }
 template <> __host__ __device__ __forceinline__ __nv_bfloat16 rounded(float x) { return __float2bfloat16_rn(x); }
 
-template <int BYTES>
-using VectorType = std::conditional_t<
-    BYTES == 16, uint4,
-    std::conditional_t<BYTES == 8, uint2,
-                       std::conditional_t<BYTES == 4, uint32_t, std::conditional_t<BYTES == 2, uint16_t, uint8_t>>>>;
+template <int BYTES, int OF, class T, class OTHERWISE> using IfBytes = std::conditional_t<BYTES == OF, T, OTHERWISE>;
+template <int N>
+using VectorType = IfBytes<
+    N, 16, uint4, IfBytes<N, 8, uint2, IfBytes<N, 4, uint32_t, IfBytes<N, 2, uint16_t, IfBytes<N, 1, uint8_t, void>>>>>;
 
 template <class B> constexpr int CHUNK = 16 / sizeof(Element<B>);  // elements in 16 bytes, the unit of the swizzle
 
@@ -1398,7 +1397,7 @@ template <int HEIGHT, int WIDTH, int LENGTH> struct QuadRuns {
 template <class B, class View>
 __device__ __forceinline__ void store_output(const View& O, const float (&m)[View::ROWS], const float (&l)[View::ROWS],
                                              const KernelArgs& a, const WorkItem& item) {
-  constexpr int width = B::vec_width < View::RUN ? B::vec_width : View::RUN;
+  constexpr int run = View::RUN < 8 ? View::RUN : 8, width = B::vec_width < run ? B::vec_width : run;  // to 16 bytes
   using Vector = VectorType<width * sizeof(Output)>;
   const SdpaParams& p = a.p;
   Output* const O_g = p.O + item.b * p.o.batch + item.h * p.o.head;
@@ -4903,10 +4902,10 @@ template <class B> constexpr bool check_wgmma() {
   SDPA_REFUSE(wgmma && B::skip_masked && (!roles || B::use_ping_pong || B::block_m == 64),
               "SKIP_MASKED=1: warpgroups leave out different tiles, which takes USE_WARP_SPECIALIZATION=1, BLOCK_M "
               "over 64 and no USE_PING_PONG; type BLOCK_M=128 NUM_WARPS=8 or drop it");
-  SDPA_REFUSE(wgmma && B::swap_ab &&
-                  (B::num_warps != 4 * B::split_kv || B::block_n % 64 != 0 || B::block_m % 8 != 0 || 32 % B::block_m != 0),
-              "SWAP_AB=1: every warpgroup has a slice of the keys, by 64, and all the same 8, 16 or 32 query rows; type "
-              "BLOCK_M=32 BLOCK_N=128 NUM_WARPS=16 SPLIT_KV=4");
+  SDPA_REFUSE(wgmma && B::swap_ab && (B::num_warps != 4 * B::split_kv || B::block_n % 64 != 0),
+              "SWAP_AB=1: every warpgroup has a slice of the keys, by 64; type BLOCK_N=128 NUM_WARPS=16 SPLIT_KV=4");
+  SDPA_REFUSE(wgmma && B::swap_ab && (B::block_m % 8 != 0 || 32 % B::block_m != 0),
+              "BLOCK_M: with SWAP_AB=1 a CTA has 8, 16 or 32 query rows; type BLOCK_M=32");
   SDPA_REFUSE(wgmma && B::swap_ab &&
                   (B::block_n + 2 * B::head_dim) / 64 * B::block_m / 2 > (B::num_warps > 8 ? 64 : 160),
               "SWAP_AB=1: a thread's part of S and twice of O would leave too few of its registers for the rest; type "
