@@ -21,6 +21,9 @@ struct Knob {
   bool changed;  // from its default
 };
 
+constexpr int most_tiles = sizeof HOPPER_TILES / sizeof(TunedTile);  // of all tables
+static_assert(TUNED_TILES.count <= most_tiles, "a table of tiles is longer than that of wgmma; raise most_tiles");
+
 struct Line {
   const char *name, *family, *archs;
   const Knob* knobs;
@@ -28,7 +31,7 @@ struct Line {
   DType input, output;
   int fp16_acc;  // bits: of Q @ K.T, of P @ V
   bool is_wgmma, has_queue, is_tuned;
-  TunedTile tiles[32];  // one, or those that it may take
+  TunedTile tiles[most_tiles];  // one, or those that it may take
   int tile_count;
   TunedTile (*tile_of)(const SdpaParams&);
   KernelFacts (*facts_of)(const SdpaParams&);

@@ -1112,13 +1112,12 @@ __device__ __forceinline__ void mask_scores(View& S, const KernelArgs& a, int q0
     SDPA_UNROLL for (int i = 0; i < View::ROWS; i++) {
       const int q = query_of<B>(a, q0, S.row(i));
       SDPA_UNROLL for (int j = 0; j < View::COLS; j++) {
-        if (hidden(S.col(j) - S.col(0), q)) S.x[i][j] = -INFINITY;
+        if (hidden(S.col(j), q)) S.x[i][j] = -INFINITY;
       }
     }
   };
-  const int k = k0 + S.col(0);
-  mask([&](int j, int q) { return j >= keys.end(q) - k; });
-  if (keys.from > -most_rows) mask([&](int j, int q) { return j < keys.begin(q) - k; });
+  mask([&](int j, int q) { return j >= keys.end(q) - k0; });
+  if (keys.from > -most_rows) mask([&](int j, int q) { return j < keys.begin(q) - k0; });
 }
 // What happens to the scores of the item's tile at key k0 between Q @ K.T and the softmax.
 template <class B, class View>
@@ -1303,6 +1302,11 @@ __device__ __forceinline__ void merge_weights(const float2 (&m_l)[N], float scal
   }
 }
 
+__device__ __forceinline__ void add(float* O, const float4& x, float weight) {
+  O[0] = fmaf(x.x, weight, O[0]), O[1] = fmaf(x.y, weight, O[1]);
+  O[2] = fmaf(x.z, weight, O[2]), O[3] = fmaf(x.w, weight, O[3]);
+}
+
 // ---- rows of many keys (wmma, mma, wgmma) ----
 
 // A warp sums over most_keys_at_once, and merges such sums by way of its CTA's slot in the workspace.
@@ -1432,11 +1436,6 @@ template <class B> struct RowsPartial {
 template <class B> __device__ __forceinline__ WorkItem row_item(const KernelArgs& a, const WorkItem& item, int row) {
   const int heads = B::pack_gqa ? int(a.item_queries.divide(uint32_t(row))) : 0;
   return {item.b, item.h + heads, query_of<B>(a, item.q0, row)};
-}
-
-__device__ __forceinline__ void add(float* O, const float4& x, float weight) {
-  O[0] = fmaf(x.x, weight, O[0]), O[1] = fmaf(x.y, weight, O[1]);
-  O[2] = fmaf(x.z, weight, O[2]), O[3] = fmaf(x.w, weight, O[3]);
 }
 
 // Merges O, m and l of all groups in a fixed order, and calls put(row, O, m, l) for every four columns of the rows.
@@ -2856,21 +2855,27 @@ __device__ __forceinline__ void wait_then_let_next_kernel_start() {
   griddepcontrol_launch_dependents();
 }
 
+// A function of the driver, through the runtime, so that nothing has to be linked for it.
+#if CUDART_VERSION >= 12050
+inline cudaError_t driver_entry(const char* name, void** entry, cudaDriverEntryPointQueryResult* found) {
+  return cudaGetDriverEntryPointByVersion(name, entry, 12000, cudaEnableDefault, found);
+}
+#else
+inline cudaError_t driver_entry(const char* name, void** entry, cudaDriverEntryPointQueryResult* found) {
+  return cudaGetDriverEntryPoint(name, entry, cudaEnableDefault, found);
+}
+#endif
+
 // Describes a tensor of elements of 1 or 2 bytes to TMA: sizes (innermost first), byte strides of all dimensions but
 // the innermost (multiples of 16), the box that one copy moves, whose lines have 128 or 64 bytes and are swizzled.
 // Zeros outside. L2 fetches 256 bytes at once, or 128 of what is read once: there 256 take 8% longer.
 inline cudaError_t encode_tensor_map(CUtensorMap& map, int rank, const void* base, const cuuint64_t* sizes,
                                      const cuuint64_t* strides_bytes, const cuuint32_t* box, int element_bytes = 2,
                                      bool read_once = false) {
-  thread_local void* encoder = nullptr;  // through the runtime, so that nothing has to be linked
+  thread_local void* encoder = nullptr;  // looked for until it is found
   if (!encoder) {
     cudaDriverEntryPointQueryResult found;
-    const char* const name = "cuTensorMapEncodeTiled";
-#if CUDART_VERSION >= 12050
-    const cudaError_t error = cudaGetDriverEntryPointByVersion(name, &encoder, 12000, cudaEnableDefault, &found);
-#else
-    const cudaError_t error = cudaGetDriverEntryPoint(name, &encoder, cudaEnableDefault, &found);
-#endif
+    const cudaError_t error = driver_entry("cuTensorMapEncodeTiled", &encoder, &found);
     if (error != cudaSuccess) return error;
     if (found != cudaDriverEntryPointSuccess || !encoder) return cudaErrorInsufficientDriver;
   }
@@ -3144,7 +3149,7 @@ template <class B, class Shared> struct WgmmaProducer {
     if (issues) {
       s.item[stage] = item;
       mbarrier_arrive_expect_tx(full, item.rounds > 0 ? B::block_m * ROW_BYTES<B> : 0);
-      for (int group = 0; item.rounds > 0 && group < B::block_m / 64; group++) {
+      for (int group = 0; item.rounds > 0 && group < Shared::ROW_GROUPS; group++) {
         const int at[5] = {0, item.q0 + group * 64, 0, item.h, item.b};
         cp_async_bulk_tensor_load(s.queries(stage, group), &tensor_maps<B>(a).q, at, full, evict_first);
       }
@@ -3305,7 +3310,6 @@ template <class B> struct WgmmaRows {
 template <class B, class Shared> struct WgmmaConsumer {
   using Rows = WgmmaRows<B>;
   using Scores = typename Rows::Scores;
-  static constexpr int ROW_GROUPS = B::block_m / 64;
   Shared& s;
   const KernelArgs& a;
   const int lane, warpgroup, slice, row_group;
@@ -3320,8 +3324,8 @@ template <class B, class Shared> struct WgmmaConsumer {
         a(a_),
         lane(thread % 32),
         warpgroup(uniform(thread / 128)),
-        slice(warpgroup / ROW_GROUPS),
-        row_group(warpgroup % ROW_GROUPS),
+        slice(warpgroup / Shared::ROW_GROUPS),
+        row_group(warpgroup % Shared::ROW_GROUPS),
         Q(wgmma_descriptor(uniform(shared_address(s.queries(0, row_group))), 16, PANEL_ATOM<B>)),
         K(wgmma_descriptor(uniform(shared_address(s.slice[slice].K[0])), 16, PANEL_ATOM<B>)),
         V(wgmma_descriptor(uniform(shared_address(s.slice[slice].V[0])), v_leading_bytes, v_stride_bytes)),
@@ -3802,7 +3806,6 @@ template <class B> struct E4m3Shared {
 template <class B> struct E4m3Producer : WgmmaProducer<B, E4m3Shared<B>> {
   using Shared = E4m3Shared<B>;
   using Base = WgmmaProducer<B, Shared>;
-  static constexpr int TRANSPOSERS = Shared::TRANSPOSERS;
   StageRing<Shared::Q_STAGES> last_q{Shared::Q_STAGES - 1, 1};  // of the item before, whose Q lies in the one buffer
 
   __device__ E4m3Producer(Shared& s, const KernelArgs& a) : Base{s, a} {}
@@ -3828,9 +3831,9 @@ template <class B> struct E4m3Producer : WgmmaProducer<B, E4m3Shared<B>> {
     }
   }
   // 16 d and 32 keys at a time. ldmatrix gives a lane bytes of d = 2g and 2g + 1 of two keys; prmt parts them, and so
-  // the keys come in pack_step()'s order. Of 16 d the even ones come first: their lines lie in different banks.
+  // the keys come in the order of P. Of 16 d the even ones come first: their lines lie in different banks.
   static __device__ __forceinline__ void transpose(SharedAddress to, SharedAddress from, int part) {
-    constexpr int LINE = PANEL_BYTES<B>, LINE_V = V_LINE<B>, STEP = 16 * TRANSPOSERS;
+    constexpr int LINE = PANEL_BYTES<B>, LINE_V = V_LINE<B>, STEP = 16 * Shared::TRANSPOSERS;
     constexpr int MOST = B::warpgroups == 2 && B::split_kv == 1 ? 4 : 2;  // by registers; loads wait behind stores
     constexpr int AT_ONCE = B::head_dim / STEP < MOST ? B::head_dim / STEP : MOST;
     const uint32_t lane = threadIdx.x % 32;
@@ -3998,15 +4001,12 @@ template <class B> struct E4m3Consumer : WgmmaConsumer<B, E4m3Shared<B>> {
       SDPA_UNROLL for (int n = 0; n < B::head_dim / 8; n++) what(&sums[n][tid], rows.O.x.d + 4 * n);
     }
   }
-  static __device__ __forceinline__ void add(float* d, const float4& x) {
-    d[0] += x.x, d[1] += x.y, d[2] += x.z, d[3] += x.w;
-  }
   // After FP8_FLUSH tiles, and before the next P @ V, adds O to the sums in shared memory, which have the same maximum.
   __device__ __forceinline__ void flush_when_due() {
     if (!Shared::FLUSHES || !rows.accumulates || ++tiles % B::fp8_flush != 0) return;
     const bool first = tiles == B::fp8_flush;
     with_flushed([&](float4* place, float* d) {
-      if (!first) add(d, ld_shared<float4>(place));
+      if (!first) add(d, ld_shared<float4>(place), 1);
       st_shared(place, float4{d[0], d[1], d[2], d[3]});
     });
     rows.accumulates = false;
@@ -4014,7 +4014,7 @@ template <class B> struct E4m3Consumer : WgmmaConsumer<B, E4m3Shared<B>> {
   // O += what was flushed.
   __device__ __forceinline__ void add_flushed() {
     if (tiles < B::fp8_flush) return;
-    with_flushed([](float4* place, float* d) { add(d, ld_shared<float4>(place)); });
+    with_flushed([](float4* place, float* d) { add(d, ld_shared<float4>(place), 1); });
   }
   // Rescales what was flushed, as scale_rows() does O.
   __device__ __forceinline__ void scale_flushed(const float (&alpha)[2]) {
@@ -4219,7 +4219,8 @@ template <class B, int BLOCKS> struct WgmmaColumnsView {
   Elements x;
 
   static __device__ int row(int i) { return i / 2 * 8 + threadIdx.x % 4 * 2 + i % 2; }
-  static __device__ int col(int j) { return j / 2 * 64 + j % 2 * 8 + threadIdx.x / 32 % 4 * 16 + threadIdx.x % 32 / 4; }
+  static __device__ int col(int j) { return j / 2 * 64 + j % 2 * 8; }  // from first_col() on: a constant
+  static __device__ int first_col() { return threadIdx.x / 32 % 4 * 16 + threadIdx.x % 32 / 4; }
   __device__ __forceinline__ void forget_all() { SDPA_UNROLL for (auto& block : x.d) forget(block); }
   __device__ __forceinline__ void hold_all() { SDPA_UNROLL for (auto& block : x.d) hold(block); }
 };
@@ -4418,7 +4419,7 @@ template <class B> struct WgmmaColumns {
   template <bool FIRST>
   __device__ __forceinline__ void take_round(int round, const WgmmaItem& item, Scores& S, Sums& O) {
     const int k0 = first_key_of<B>(item, round, slice);
-    finish_scores<B>(S, a, item.q0, k0);
+    if (!a.tiles.cover(item.q0, k0)) mask_scores<B>(S, a, item.q0, k0 + S.first_col());
     float sum[ROWS];
     softmax<FIRST>(S, O, sum);
     Sums later;
@@ -4451,7 +4452,7 @@ template <class B> struct WgmmaColumns {
   // O of the slice, for the others, in the place of K, which nobody reads any more.
   __device__ __forceinline__ void write_o(const Sums& O) {
     SDPA_UNROLL for (int i = 0; i < ROWS; i++) {
-      SDPA_UNROLL for (int j = 0; j < O.COLS; j++) st_shared(&mine().O[O.row(i)][O.col(j)], O.x[i][j]);
+      SDPA_UNROLL for (int j = 0; j < O.COLS; j++) st_shared(&mine().O[O.row(i)][O.first_col() + O.col(j)], O.x[i][j]);
     }
   }
 

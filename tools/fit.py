@@ -78,28 +78,20 @@ class Tile(ctypes.Structure):
     def knobs(self):
         """What a line types to be this tile alone."""
         return " ".join([*map("{}={}".format, self.SIZES, self.sizes), *(knob + "=1" for knob in self.flags),
-                         *["SPLIT_CTAS=0"] * self.packed, "USE_LAZY_MAX=1"])
-
-    @property
-    def packed(self):
-        return self.pack_gqa
-
-    @property
-    def mma(self):
-        return self.use_mma_sync
+                         *["SPLIT_CTAS=0"] * self.pack_gqa, "USE_LAZY_MAX=1"])
 
     def line(self, tree, *words, table=None):
         """The line that is this tile alone, of the table of that line."""
-        base = table or ("ampere" if self.mma else "hopper")
-        if base == "hopper_e4m3" and not self.mma and self.block_n != 128:  # 8 tiles is the default
+        base = table or ("ampere" if self.use_mma_sync else "hopper")
+        if base == "hopper_e4m3" and not self.use_mma_sync and self.block_n != 128:  # 8 tiles is the default
             words = (f"FP8_FLUSH={1024 // self.block_n}", *words)
-        if self.mma and base != "ampere":
+        if self.use_mma_sync and base != "ampere":
             words = ("USE_WGMMA=0", "USE_CP_ASYNC=1", "SWIZZLE_XOR=1", *words)
         return builds.Line(tree, base, ("USE_TUNED=0", *self.knobs.split(), *words))
 
     def suits(self, problem):
         """Whether it is timed on the problem: those that pack heads take long on many rows."""
-        return problem.D == self.head_dim and not (self.packed and problem.Hq // problem.Hkv * problem.Sq > FEW_ROWS)
+        return problem.D == self.head_dim and not (self.pack_gqa and problem.Hq // problem.Hkv * problem.Sq > FEW_ROWS)
 
     @classmethod
     def of(cls, line):
