@@ -16,8 +16,8 @@
 //           and sum of a row's softmax; alpha the factor that rescales what was summed so far.
 // Suffixes  _g global memory, _s shared memory, _bytes, _us, _log2 (a logarithm to base 2).
 //
-// Sections  1 KNOBS  2 PROBLEM  3 PTX  4 BLOCKS  5 KERNELS  6 LAUNCH  7 TABLES; harness.cu makes a program of it.
-//           docs/READING.md goes through them.
+// Sections  1 KNOBS  2 PROBLEM  3 PTX  4 BLOCKS  5 KERNELS  6 LAUNCH  7 TABLES  8 CALL; harness.cu makes a program
+//           of it. docs/READING.md goes through them.
 //
 // A new variant is a line in configs.txt. A new knob is a row of SDPA_KNOBS with the families that have it, refusals of
 // section 7, and one function of section 4 that it selects. A toggle selects whole functions; it never cuts lines out
@@ -319,12 +319,12 @@ struct TensorView {  // Q, K, V or O
   struct {
     const char* name;
     int size;
-    int64_t stride;
+    int64_t& stride;
   } dims[3];
 };
-std::array<TensorView, 4> tensors_of(const SdpaParams& p) {
+std::array<TensorView, 4> tensors_of(SdpaParams& p) {
   constexpr int in = sizeof(Input), out = sizeof(Output);
-  const auto view = [&](const char* name, const void* data, const Strides& s, int H, int S, int bytes, bool written) {
+  const auto view = [&](const char* name, const void* data, Strides& s, int H, int S, int bytes, bool written) {
     return TensorView{name, data, bytes, written, {{"row", S, s.row}, {"head", H, s.head}, {"batch", p.B, s.batch}}};
   };
   return {{view("Q", p.Q, p.q, p.Hq, p.Sq, in, false), view("K", p.K, p.k, p.Hkv, p.Sk, in, false),
@@ -1842,8 +1842,6 @@ using TileSoftmax = std::conditional_t<B::sync_policy == 1, WarpSoftmax<B, Share
 // Each chapter of section 5 ends with its own: `Shared`, its shared memory, and `entry`.
 template <class B, Path = B::path> struct KernelOf;
 template <class B> constexpr size_t shared_bytes = sizeof(typename KernelOf<B>::Shared);
-// Nothing to describe to TMA.
-template <class B> SdpaStatus encode_tensor_maps(Nothing&, const KernelArgs&) { return {}; }
 
 // ==== 5 KERNELS ==================================================================================
 
@@ -2897,8 +2895,8 @@ bool same_tensors(const SdpaParams& a, const SdpaParams& b) {
 }
 
 // Encodes the tensor maps, or takes those of this thread's last call if the tensors are the same.
-template <class B> SdpaStatus encode_tensor_maps(TensorMaps& maps, const KernelArgs& a) {
-  const SdpaParams& p = a.p;
+template <class B> SdpaStatus encode_tensor_maps(TensorMaps& maps, KernelArgs& a) {
+  SdpaParams& p = a.p;
   thread_local SdpaParams last{};
   thread_local TensorMaps last_maps;
   if (same_tensors(last, p)) {
@@ -4523,8 +4521,7 @@ template <class B> struct KernelOf<B, Path::wgmma_swapped> {
 // The attribute of the current device, or `otherwise` if there is no device.
 int device_attribute(cudaDeviceAttr attribute, int otherwise) {
   int device = 0, value = 0;
-  const bool known =
-      cudaGetDevice(&device) == cudaSuccess && cudaDeviceGetAttribute(&value, attribute, device) == cudaSuccess;
+  const bool known = !cudaGetDevice(&device) && !cudaDeviceGetAttribute(&value, attribute, device);
   return known ? value : otherwise;
 }
 int sm_count() { return device_attribute(cudaDevAttrMultiProcessorCount, 132); }
@@ -4537,9 +4534,9 @@ template <class B> int most_resident_ctas() { return max(shared_of_sm() / int(sh
 
 // How a problem's rows and keys are dealt to CTAs.
 struct Items {
-  int heads = 1, queries;  // query heads of an item, and queries of each
-  int64_t count;           // of items
-  int ranges = 1;          // CTAs to an item
+  int heads, queries;  // query heads of an item, and queries of each
+  int64_t count;       // of items
+  int ranges = 1;      // CTAs to an item
 };
 
 // Steps of the merge, as the model counts them: those of few ranges take less.
@@ -4577,21 +4574,17 @@ int packed_heads(const SdpaParams& p, int block_m) {
   return max(heads, 1);
 }
 
-// How a problem is cut into items of block_m rows, in one range.
-Items items_of_tile(const SdpaParams& p, int block_m, int heads) {
-  Items items;
-  items.heads = heads, items.queries = block_m / heads;
-  items.count = int64_t(p.B) * (p.Hq / heads) * shares(p.Sq, items.queries);
-  return items;
+// How a problem is cut into items, in one range.
+Items items_of_tile(const SdpaParams& p, int heads, int queries) {
+  return {heads, queries, int64_t(p.B) * (p.Hq / heads) * shares(p.Sq, queries)};
 }
 Items items_of_packed_tile(const SdpaParams& p, int block_m) {
-  Items items = items_of_tile(p, block_m, packed_heads(p, block_m));
-  if (p.Sq < items.queries) items.queries = max(p.Sq, 1);
-  return items;
+  const int heads = packed_heads(p, block_m);
+  return items_of_tile(p, heads, min(block_m / heads, max(p.Sq, 1)));
 }
 
 template <class B> Items items_of(const SdpaParams& p) {
-  Items items = B::pack_gqa ? items_of_packed_tile(p, B::block_m) : items_of_tile(p, B::block_m, 1);
+  Items items = B::pack_gqa ? items_of_packed_tile(p, B::block_m) : items_of_tile(p, 1, B::block_m);
   if (B::split_ctas > 1) items.ranges = B::split_ctas;
   if (B::split_ctas == 0 && items.count > 0) {
     items.ranges =
@@ -4600,25 +4593,16 @@ template <class B> Items items_of(const SdpaParams& p) {
   return items;
 }
 
-// ---- workspace ----
-// For the queue, for sums of many keys or for the ranges; counters are zero again after every launch.
-
-template <class B>
-constexpr size_t zeroed_bytes = B::split_ctas != 1      ? range_counter_bytes
-                                : B::many_keys          ? slot_offset + slot_bytes<B>
-                                : B::use_persistent_cta ? sizeof(uint32_t)
-                                                        : 0;
+// For the queue, for sums of many keys or for the ranges.
 template <class B> size_t workspace_bytes(const SdpaParams& p) {
-  size_t bytes = zeroed_bytes<B>;
+  if (B::split_ctas == 1 && !B::many_keys) return B::use_persistent_cta ? sizeof(uint32_t) : 0;
+  const Items items = items_of<B>(p);
   if (B::split_ctas != 1) {
-    const Items items = items_of<B>(p);
-    if (items.ranges > 1) bytes += size_t(items.count) * items.ranges * sizeof(RangePartial<B>);
-  } else if (B::many_keys) {
-    const int64_t items = items_of<B>(p).count, resident = most_resident_ctas<B>() * sm_count();
-    const int64_t slots = B::use_persistent_cta && resident < items ? resident : items;
-    bytes = slot_offset + size_t(slots) * slot_bytes<B>;
+    return range_counter_bytes + (items.ranges > 1 ? size_t(items.count) * items.ranges * sizeof(RangePartial<B>) : 0);
   }
-  return bytes;
+  const int64_t resident = most_resident_ctas<B>() * sm_count();
+  const int64_t slots = B::use_persistent_cta && resident < items.count ? resident : items.count;
+  return slot_offset + size_t(slots) * slot_bytes<B>;
 }
 
 // ---- the launch ----
@@ -4647,8 +4631,7 @@ template <class B> SdpaStatus launch_kernel(const KernelArgs& a, uint32_t items,
     return failure(error, "this GPU cannot run this build (%zu bytes of shared memory a CTA): %s", most, why);
   }
   if (error != cudaSuccess) return cuda_failure(error, "an earlier call or kernel of this process");
-  cudaLaunchConfig_t launch{};
-  launch.gridDim = dim3(items), launch.blockDim = dim3(B::threads);
+  cudaLaunchConfig_t launch{dim3(items), dim3(B::threads), bytes, stream};
   if (B::use_persistent_cta) {
     int ctas_per_sm = 0;
     error = cudaOccupancyMaxActiveBlocksPerMultiprocessor(&ctas_per_sm, kernel, B::threads, shared_bytes<B>);
@@ -4656,7 +4639,6 @@ template <class B> SdpaStatus launch_kernel(const KernelArgs& a, uint32_t items,
     const uint32_t resident = uint32_t(sm_count()) * uint32_t(max(ctas_per_sm, 1)), asked = uint32_t(a.p.max_ctas);
     launch.gridDim.x = min(items, asked > 0 ? min(asked, resident) : resident);
   }
-  launch.dynamicSmemBytes = bytes, launch.stream = stream;
   cudaLaunchAttribute early{};
   if (B::family == Family::wgmma) {  // a CTA may start before the kernel before this one has ended, and waits for it
     early.id = cudaLaunchAttributeProgrammaticStreamSerialization;
@@ -4699,58 +4681,24 @@ template <class B> SdpaStatus forward(const SdpaParams& p, cudaStream_t stream) 
   a.q_heads = Divisor(uint32_t(p.Hq / items.heads));
   a.q_heads_per_kv = Divisor(uint32_t(p.Hq / p.Hkv));
   a.items_in_l2 = Divisor(a.heads_in_l2 * q_blocks);
-  const SdpaStatus status = encode_tensor_maps<B>(a.maps, a);
-  return status.ok() ? launch_kernel<B>(a, a.work_items * a.ranges.divisor, stream) : status;
+  if constexpr (is_wgmma) {
+    const SdpaStatus status = encode_tensor_maps<B>(a.maps, a);
+    if (!status.ok()) return status;
+  }
+  return launch_kernel<B>(a, a.work_items * a.ranges.divisor, stream);
 }
 
-// What stands behind a build: its way from the parameters to the launch, and what that takes of an SM.
-struct KernelFacts {
-  SdpaStatus (*forward)(const SdpaParams&, cudaStream_t);
-  const void* kernel;
-  int threads;
-  size_t shared_bytes;
-  int item_rows;  // query rows of a work item
-  size_t (*workspace_bytes)(const SdpaParams&);
-  size_t zeroed_bytes;  // of the workspace: zero before a launch and after it
-};
-template <class B> KernelFacts facts(const SdpaParams& p) {
-  if constexpr (carries_sums<B> && !B::many_keys) {
-    if (p.Sk > most_keys_at_once) return facts<ManyKeys<B>>(p);
+// use(B()), or of the build for sums of many keys if the problem has as many.
+template <class B, class Use> auto with_sums(const SdpaParams& p, const Use& use) {
+  if constexpr (carries_sums<B>) {
+    if (p.Sk > most_keys_at_once) return use(ManyKeys<B>());
   }
-  return {forward<B>, reinterpret_cast<const void*>(+KernelOf<B>::entry), B::threads, shared_bytes<B>, B::block_m,
-          workspace_bytes<B>, zeroed_bytes<B>};
+  return use(B());
 }
-// Of the kernel that takes this problem. TUNED: of the tile that is the quickest (section 7).
-template <bool TUNED> KernelFacts facts_of_problem(const SdpaParams& p) { return facts<Build>(p); }
-KernelFacts kernel_facts(const SdpaParams& p);
 
 // ---- the checks ----
 
-SdpaStatus check_tensor(const TensorView& t) {
-  constexpr int vec = Build::vec_width;
-  const int alignment = min(vec * t.element_bytes, 16);
-  if (!t.data) return failure(refused, "%s is a null pointer", t.name);
-  if (reinterpret_cast<uintptr_t>(t.data) % alignment) {
-    return failure(refused,
-                   "%s is not aligned to %d bytes as VEC_WIDTH=%d needs; align it or build with a smaller VEC_WIDTH",
-                   t.name, alignment, vec);
-  }
-  for (const auto& dim : t.dims) {
-    if (dim.size <= 1) continue;
-    if (dim.stride % vec) {
-      return failure(refused,
-                     "%s has a %s stride of %lld elements, not a multiple of VEC_WIDTH=%d; pad it or build with a "
-                     "smaller VEC_WIDTH",
-                     t.name, dim.name, (long long)dim.stride, vec);
-    }
-    if (t.written && dim.stride == 0) {
-      return failure(refused, "%s has a %s stride of 0: its rows would overlap", t.name, dim.name);
-    }
-  }
-  return {};
-}
-
-SdpaStatus check_sizes(const SdpaParams& p) {
+SdpaStatus check_params(const SdpaParams& p) {
   const struct {
     const char* name;
     int value, least;
@@ -4778,12 +4726,6 @@ SdpaStatus check_sizes(const SdpaParams& p) {
   if (p.max_ctas > 0 && !Build::use_persistent_cta) {
     return failure(refused, "max_ctas=%d, but only builds with USE_PERSISTENT_CTA=1 take it; set it to 0", p.max_ctas);
   }
-  return {};
-}
-
-SdpaStatus check_params(const SdpaParams& p) {
-  SdpaStatus status = check_sizes(p);
-  if (!status.ok()) return status;
   const struct {
     const char* name;
     const void* data;
@@ -4798,54 +4740,38 @@ SdpaStatus check_params(const SdpaParams& p) {
       return failure(refused, "%s is not aligned to %d bytes", pointer.name, pointer.alignment);
     }
   }
-  if (!p.B || !p.Hq || !p.Sq) return {};
+  return {};
+}
+
+// Strides of dimensions of size 1 may hold anything, as PyTorch has it: they become 0, which keeps them out of addresses.
+SdpaStatus check_tensors(SdpaParams& p) {
+  constexpr int vec = Build::vec_width;
   for (const TensorView& t : tensors_of(p)) {
-    if (status.ok() && t.dims[0].size > 0) status = check_tensor(t);
+    const int alignment = min(vec * t.element_bytes, 16);
+    const bool has_rows = t.dims[0].size > 0;
+    if (has_rows && !t.data) return failure(refused, "%s is a null pointer", t.name);
+    if (has_rows && reinterpret_cast<uintptr_t>(t.data) % alignment) {
+      return failure(refused,
+                     "%s is not aligned to %d bytes as VEC_WIDTH=%d needs; align it or build with a smaller VEC_WIDTH",
+                     t.name, alignment, vec);
+    }
+    for (const auto& dim : t.dims) {
+      if (dim.size <= 1) dim.stride = 0;
+      if (has_rows && dim.stride % vec) {
+        return failure(refused,
+                       "%s has a %s stride of %lld elements, not a multiple of VEC_WIDTH=%d; pad it or build with a "
+                       "smaller VEC_WIDTH",
+                       t.name, dim.name, (long long)dim.stride, vec);
+      }
+      if (t.written && dim.size > 1 && dim.stride == 0) {
+        return failure(refused, "%s has a %s stride of 0: its rows would overlap", t.name, dim.name);
+      }
+    }
   }
-  return status;
-}
-
-// A stride of a dimension of size 1 may hold anything, as PyTorch has it. 0 keeps it out of addresses.
-SdpaParams without_idle_strides(SdpaParams p) {
-  const struct {
-    Strides& s;
-    int H, S;
-  } tensors[] = {{p.q, p.Hq, p.Sq}, {p.k, p.Hkv, p.Sk}, {p.v, p.Hkv, p.Sk}, {p.o, p.Hq, p.Sq}};
-  for (const auto& t : tensors) {
-    if (p.B <= 1) t.s.batch = 0;
-    if (t.H <= 1) t.s.head = 0;
-    if (t.S <= 1) t.s.row = 0;
-  }
-  return p;
-}
-
-}  // namespace
-
-// ---- sdpa_forward ----
-
-// Bytes of device memory that SdpaParams::workspace must have for this problem (0: none).
-static inline size_t sdpa_workspace_bytes(const SdpaParams& p) { return kernel_facts(p).workspace_bytes(p); }
-
-// O, LSE = attention(Q, K, V), enqueued on the stream of the current device. Returns without waiting; never prints,
-// never allocates. Refuses what this build cannot do, before anything is launched. Safe inside stream capture.
-static inline SdpaStatus sdpa_forward(const SdpaParams& params, cudaStream_t stream) {
-  SdpaStatus status = check_params(params);
-  if (!status.ok() || !params.B || !params.Hq || !params.Sq) return status;
-  const SdpaParams p = without_idle_strides(params);
-  if (!p.workspace && sdpa_workspace_bytes(p) > 0) {
-    return failure(refused, "workspace is null, but this problem needs %zu zeroed bytes", sdpa_workspace_bytes(p));
-  }
-  // The status alone tells of an error: the thread's last error is cleared, unless the caller had left one
-  // there, which would be lost.
-  const bool clean = cudaPeekAtLastError() == cudaSuccess;
-  status = kernel_facts(p).forward(p, stream);
-  if (!status.ok() && clean) cudaGetLastError();
-  return status;
+  return {};
 }
 
 // ==== 7 TABLES ===================================================================================
-
-namespace {
 
 // ---- refusals (typed) ----
 // Knobs that have no effect, and combinations that cannot work: what, why, what to type.
@@ -5134,7 +5060,7 @@ struct ComputeClocks {
 // Clocks that the problem takes with this tile on a GPU of `sms` SMs. Besides the tile's two costs it has a few numbers
 // that all tiles share, fitted to an H200 as well.
 double tuned_clocks(const TunedTile& t, const SdpaParams& p, int sms) {
-  const Items items = t.pack_gqa ? items_of_packed_tile(p, t.block_m) : items_of_tile(p, t.block_m, 1);
+  const Items items = t.pack_gqa ? items_of_packed_tile(p, t.block_m) : items_of_tile(p, 1, t.block_m);
   ComputeClocks compute{t, item_keys(t, p), double(items.count) / sms, clocks_of_key(t, p)};
   double merge_clocks = 0;
   if (t.pack_gqa) {  // a CTA takes its share of the keys, and the last one of an item merges the results
@@ -5169,25 +5095,52 @@ int choose_tile(const SdpaParams& p) {
   return best;
 }
 
-// The facts of the build of row `row`, which is N or a later one.
-template <int N> KernelFacts facts_of_row(const SdpaParams& p, int row) {
-  if constexpr (N < TUNED_TILES.count) return row == N ? facts<BuildOf<N>>(p) : facts_of_row<next_tile(N + 1)>(p, row);
-  return {};
+// use(B()) of the build B of row `row`, which is N or a later one.
+template <int N, class Use> auto with_row(const SdpaParams& p, int row, const Use& use) {
+  if constexpr (next_tile(N + 1) < TUNED_TILES.count) {
+    if (row != N) return with_row<next_tile(N + 1)>(p, row, use);
+  }
+  return with_sums<BuildOf<N>>(p, use);
 }
-template <> KernelFacts facts_of_problem<true>(const SdpaParams& p) {
-  return facts_of_row<next_tile(0)>(p, choose_tile(p));
+
+// ==== 8 CALL =====================================================================================
+
+// use(B()) of the build B that takes the problem.
+template <class Use> auto with_build(const SdpaParams& p, const Use& use) {
+  if constexpr (Build::use_tuned) {
+    return with_row<next_tile(0)>(p, choose_tile(p), use);
+  } else {
+    return with_sums<Build>(p, use);
+  }
 }
-
-// ---- the kernel of a problem ----
-
-KernelFacts kernel_facts(const SdpaParams& p) { return facts_of_problem<Build::use_tuned>(p); }
-
-// ---- for the harness (typed) ----
-
-// For what is asked of a build without a problem.
-using FirstBuild = BuildOf<Build::use_tuned ? next_tile(0) : -1>;
 
 }  // namespace
+
+// Bytes of device memory that SdpaParams::workspace must have for this problem (0: none).
+static inline size_t sdpa_workspace_bytes(const SdpaParams& p) {
+  return with_build(p, [&](auto build) { return workspace_bytes<decltype(build)>(p); });
+}
+
+// O, LSE = attention(Q, K, V), enqueued on the stream of the current device. Returns without waiting; never prints,
+// never allocates. Refuses what this build cannot do, before anything is launched. Safe inside stream capture.
+static inline SdpaStatus sdpa_forward(const SdpaParams& params, cudaStream_t stream) {
+  SdpaParams p = params;
+  SdpaStatus status = check_params(p);
+  if (!status.ok() || !p.B || !p.Hq || !p.Sq) return status;
+  status = check_tensors(p);
+  if (!status.ok()) return status;
+  const size_t bytes = sdpa_workspace_bytes(p);
+  if (!p.workspace && bytes > 0) {
+    return failure(refused, "workspace is null, but this problem needs %zu zeroed bytes", bytes);
+  }
+  // The status alone tells of an error: the thread's last error is cleared, unless the caller had left one
+  // there, which would be lost.
+  const bool clean = cudaPeekAtLastError() == cudaSuccess;
+  status = with_build(p, [&](auto build) { return forward<decltype(build)>(p, stream); });
+  if (!status.ok() && clean) cudaGetLastError();
+  return status;
+}
+
 }  // namespace SDPA_NAMESPACE
 
 #pragma nv_diag_default 177

@@ -93,9 +93,11 @@ struct Products {
 
 // Its first call of a thread makes a handle, which allocates: it must not be captured.
 SdpaStatus cublas_forward(const SdpaParams& params, cudaStream_t stream) {
-  SdpaStatus status = check_params(params);
-  if (!status.ok() || !params.B || !params.Hq || !params.Sq) return status;
-  const SdpaParams p = without_idle_strides(params);
+  SdpaParams p = params;
+  SdpaStatus status = check_params(p);
+  if (!status.ok() || !p.B || !p.Hq || !p.Sq) return status;
+  status = check_tensors(p);
+  if (!status.ok()) return status;
   if (!p.Sk || !p.workspace) return failure(cudaErrorInvalidValue, "cublas wants keys, and a workspace");
   for (const Strides* s : {&p.q, &p.k, &p.v, &p.o}) {
     if (s->row && s->row < p.D) {

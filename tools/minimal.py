@@ -12,11 +12,12 @@ import tree_sitter_cpp
 
 ROOTS = {"sdpa_forward", "sdpa_workspace_bytes", "SdpaParams", "SdpaStatus"}
 HEADERS = {"cuda.h": r"\bCU[a-z_]", "cuda_bf16.h": "__nv_bf", "cuda_fp8.h": "__nv_fp8", "cuda_fp16.h": "__half",
-           "mma.h": "nvcuda"}
+           "mma.h": "nvcuda", "string_view": "std::string_view", "type_traits": "std::(conditional|common_type)"}
 BANNERS = "// ----", "// ===="
 WIDTH = 120
 OPERATORS = {"==": operator.eq, "!=": operator.ne, "<": operator.lt, "<=": operator.le, ">": operator.gt,
              ">=": operator.ge, "&": operator.and_}
+NEUTRAL = {"*": (1, 1), "/": (None, 1), "+": (0, 0), "-": (None, 0)}  # what changes nothing, on the left and on the right
 
 
 # ---- the syntax tree ----
@@ -86,6 +87,11 @@ class Folding:
         # Names of variables and parameters, which may hide a constant.
         self.local = {name_of(one) for one in descendants(root, "parameter_declaration", "init_declarator")
                       if one.type != "init_declarator" or enclosing(one, "compound_statement")}
+        # Of each template of an alias its parameters, and the type that it stands for.
+        self.aliases = {name_of(declared(node)): ([name_of(one) for one in node.child_by_field_name("parameters").named_children],
+                                                  declared(node).child_by_field_name("type"))
+                        for node in descendants(root, "template_declaration") if declared(node).type == "alias_declaration"}
+        self.bound = {}  # parameters of the alias that is being expanded
         self.find_constants(root, sizes)
         self.defaults, self.uses = {}, collections.defaultdict(list)
         self.find_uses(root)
@@ -98,12 +104,14 @@ class Folding:
         """Values of constexpr members, variables and functions, if all of one name have the same."""
         found = []
         for node in descendants(root, "field_declaration", "declaration", "function_definition"):
-            if b"constexpr" not in [one.text for one in node.children] or enclosing(node.parent, "compound_statement"):
-                continue
             values = self.members if node.type == "field_declaration" else self.globals
             body = node.child_by_field_name("body")
-            if body and [one.type for one in body.named_children] == ["return_statement"]:
-                found.append((values, name_of(node) + "()", body.named_children[0].named_children[0]))
+            if body:
+                only = body.named_children[0] if len(body.named_children) == 1 else body
+                found.append((values, name_of(node) + "()",
+                              only.named_children[0] if only.type == "return_statement" and only.named_children else body))
+            if b"constexpr" not in [one.text for one in node.children] or enclosing(node.parent, "compound_statement"):
+                continue
             for one, equals, init in zip(node.children, node.children[1:], node.children[2:]):
                 if equals.type == "=":
                     found.append((values, name_of(one), init))
@@ -128,6 +136,8 @@ class Folding:
         if kind in ("parenthesized_expression", "type_descriptor", "condition_clause"):
             return self.value(node.named_children[-1])
         if kind in ("identifier", "type_identifier"):
+            if text in self.bound:
+                return self.bound[text]
             if text in self.local:
                 return None
             is_member = (struct_of(node), text) in self.own
@@ -142,7 +152,7 @@ class Folding:
         if kind == "call_expression":
             name, arguments = name_of(field("function")), field("arguments").named_children
             if name not in self.enums or len(arguments) != 1:
-                return self.globals.get(name + "()")
+                return None if name in self.local else self.globals.get(name + "()")
             number = self.value(arguments[0])
             return None if number is None else f"{name}::{self.enums[name][number]}"
         if kind == "unary_expression" and text[0] == "!":
@@ -199,8 +209,15 @@ class Folding:
                     text = self.emit(other)
                     is_whole = other.type == "parenthesized_expression" and node.parent.type in WHOLE
                     return text[1:-1] if is_whole else text
-        if kind == "binary_expression" and self.source(field("operator")) == "+" and self.emit(field("right")) == "0":
-            return self.emit(field("left"))
+        if kind == "binary_expression" and self.source(field("operator")) in NEUTRAL:
+            for one, other, neutral in zip(("left", "right"), ("right", "left"), NEUTRAL[self.source(field("operator"))]):
+                value = self.value(field(one))
+                if type(value) is int and value == neutral:
+                    return self.emit(field(other))
+        if kind == "template_type" and name_of(node) in self.aliases:
+            expanded = self.expand(node)
+            if expanded:
+                return expanded
         if re.match(r"(typename )?std::conditional(_t<(.|\n)*>|<(.|\n)*>::type)$", self.source(node)):
             condition, *types = descendants(node, "template_argument_list")[0].named_children
             value = self.value(condition)
@@ -213,11 +230,28 @@ class Folding:
             return self.emit_if(node) or GONE
         return self.emit_children(node)
 
+    def expand(self, node):
+        """What an alias stands for, if none of its parameters is in there; else None."""
+        parameters, type_of = self.aliases[name_of(node)]
+        before, self.bound = self.bound, dict(zip(parameters, self.arguments(node)))
+        text = self.emit(type_of)
+        self.bound = before
+        return None if set(re.findall(r"\w+", text)) & {*parameters, "conditional_t"} else text
+
+    def is_idle(self, node):
+        """Whether a declaration makes a local name that nobody reads, of a value that needs no call."""
+        names = [name_of(one) for one in node.children_by_field_name("declarator")]
+        function = enclosing(node, "function_definition")
+        return len(names) == 1 and function is not None and not descendants(node, "call_expression") and (
+            b"constexpr" in [one.text for one in node.children] or self.source(node).endswith("{};")) and (
+            len(re.findall(rf"\b{names[0]}\b", self.source(function))) == 1)
+
     def emit_children(self, node):
         out, at, unreachable = [], node.start_byte, False
         for child in node.children:
-            out += [self.text[at:child.start_byte],
-                    GONE if unreachable and child.is_named and child.type != "comment" else self.emit(child)]
+            is_gone = unreachable and child.is_named and child.type != "comment" or (
+                node.type == "compound_statement" and child.type == "declaration" and self.is_idle(child))
+            out += [self.text[at:child.start_byte], GONE if is_gone else self.emit(child)]
             at = child.end_byte
             if node.type == "compound_statement" and child.type == "if_statement" and self.chosen(child):
                 last = self.chosen(child)
@@ -307,9 +341,12 @@ class Unit:
         body = inner.child_by_field_name("body")
         self.kind, self.struct, self.reached = inner.type, struct, False
         self.names = {name_of(one) for field in ("declarator", "name") for one in inner.children_by_field_name(field)}
-        self.names |= {name_of(one) for one in descendants(inner, "enumerator")}
+        if b"class" not in [one.text for one in inner.children]:
+            self.names |= {name_of(one) for one in descendants(inner, "enumerator")}
         self.is_data = inner.type == "field_declaration" and b"static" not in [one.text for one in inner.children] and (
             not descendants(inner, "function_declarator"))
+        self.has_default = inner.child_by_field_name("default_value") is not None
+        self.types = signature_types(node) if inner.type == "function_definition" and not struct else set()
         start, end = node.start_point[0], node.end_point[0] - (node.end_point[1] == 0)
         self.first, self.last = start, end
         while is_comment(lines[self.first - 1]):
@@ -327,6 +364,13 @@ class Unit:
         self.begins = tuple(re.findall(r"(\w+)##", code))  # of names that a macro makes
 
 
+def signature_types(node):
+    """The types in a function's signature but its template's parameters."""
+    parameters = {name_of(one) for one in descendants(node, "type_parameter_declaration", "template_parameter_list")}
+    parts = [part for part in declared(node).children if part.type != "compound_statement"]
+    return {one.text.decode() for part in parts for one in descendants(part, "type_identifier")} - parameters
+
+
 def units_of(node, lines, struct=None):
     """The declarations in a file, a namespace or a struct."""
     units = []
@@ -339,11 +383,13 @@ def units_of(node, lines, struct=None):
 
 
 def without_unused(text):
-    """The text without the declarations that nothing reaches from the roots."""
+    """The text without the declarations that nothing reaches from the roots. Data has a default or no size to be such."""
     lines = text.split("\n")
     top = units_of(parse(text), lines)
     units = top + [part for unit in top for part in unit.parts]
     asserts = [unit for unit in units if unit.kind == "static_assert_declaration"]
+    versions = collections.Counter(name for unit in top for name in unit.names)
+    empty = {name for unit in top if unit.kind == "struct_specifier" and not unit.parts for name in unit.names}
     names, begins, before = set(ROOTS), (), None
     while before != len(names):
         before = len(names)
@@ -351,7 +397,11 @@ def without_unused(text):
             if unit.reached or unit in asserts or unit.struct and not unit.struct.reached:
                 continue
             named = unit.names & names or any(name.startswith(begins) for name in unit.names)
-            if named or unit.is_data or not unit.names - {""}:
+            if named and unit.types - names and any(versions[name] > 1 for name in unit.names):
+                continue  # a version for a type that nobody has
+            is_laid_out = unit.is_data and not (unit.has_default or unit.uses & empty) or (
+                unit.is_data and unit.struct.names & ROOTS)
+            if named or is_laid_out or not unit.names - {""}:
                 unit.reached = True
                 names |= unit.uses
                 begins += unit.begins
