@@ -32,6 +32,7 @@
 #include <cstdint>
 #include <cstdio>
 #include <cstring>
+#include <string_view>
 #include <type_traits>
 
 #include <cuda.h>
@@ -61,6 +62,9 @@ namespace {  // two builds in one program must not share their constants and ker
 // ---- the list of knobs (typed) ----
 // Name, default, member of Config, legal values ("a..b" is a range), the families in whose kernels it has an effect,
 // meaning and cost. Set one with -DNAME=VALUE. Only this section reads a knob's macro; tools take the names from here.
+// SYNC_POLICY: 5 puts a CTA barrier at every hazard of the tile loop. 2 drops the two that guard nothing: Q is covered
+// by the barrier for K and V, and m is read by the warp that wrote it. 1 leaves a row with one warp, so that only the
+// tiles themselves are shared; kernels of other families do so as well. 0 has none: racy.
 
 // clang-format off
 #define SDPA_KNOBS(X) \
@@ -101,7 +105,7 @@ constexpr bool text_equal(const char* a, const char* b) {
   return *a == *b;
 }
 
-// ---- texts of values (typed, USE_TUNED) ----
+// ---- texts of values (typed) ----
 
 // The value of the digits before `end`, a blank or the end of the text; -1 if there is anything else.
 constexpr int number_of(const char* text, char end = ' ') {
@@ -177,7 +181,6 @@ enum class DType { fp16, bf16, e4m3, u8 };  // in the order of DTYPE's values
 // The template argument of every kernel and block: the knobs, and what follows from them. ROW: as of config_of().
 template <int ROW> struct BuildOf : Knobs<ROW> {
   using K = Knobs<ROW>;
-  static constexpr int row = ROW;
   static constexpr Family family = K::use_mma_sync ? Family::mma
                                    : K::use_wmma   ? Family::wmma
                                    : K::use_wgmma  ? Family::wgmma
@@ -250,7 +253,7 @@ struct Descale {
   const float* factor = nullptr;  // in device memory, none negative; null: 1
   int64_t batch = 0, head = 0;    // strides, in floats
 
-  __device__ float of(int b, int h) const { return factor ? factor[b * batch + h * head] : 1.0f; }
+  __device__ float of_head(int b, int h) const { return factor ? factor[b * batch + h * head] : 1.0f; }
 };
 
 struct SdpaParams {
@@ -1053,10 +1056,6 @@ struct ConvertingCopy {
 };
 
 // ---- barriers ----
-// SYNC_POLICY, of the scalar and wmma kernels: 5 puts a CTA barrier at every hazard of the tile loop. 2 drops the two
-// that guard nothing: Q is covered by the barrier for K and V, and m is read by the warp that wrote it. 1 leaves a row
-// with one warp, so that only the tiles themselves are shared; other kernels do so as well. 0 has none: racy.
-
 // A barrier of the warps that share a slice of the keys if GROUP, else of the warp alone.
 template <class B, bool GROUP> __device__ __forceinline__ void group_sync() {
   if constexpr (!GROUP || B::group_threads == 32) {
@@ -1088,13 +1087,14 @@ template <class View> __device__ __forceinline__ void scale_rows(View& T, const 
 
 // ---- mask ----
 
-// Queries of an item per head, and rows of an item. PACK_GQA: of n = item_queries and item_heads heads of a key head
-//
-//   row of the tile    0 ... n - 1           n ... 2n - 1          ...
-//   head, query        h, q0 ... q0 + n - 1  h + 1, q0 ... q0 + n - 1
+// Queries of an item per head.
 template <class B> __device__ __forceinline__ int queries_of_item(const KernelArgs& a) {
   return B::pack_gqa ? int(a.item_queries.divisor) : B::block_m;
 }
+// Rows of an item. PACK_GQA: of n = item_queries and item_heads heads of a key head
+//
+//   row of the tile    0 ... n - 1           n ... 2n - 1          ...
+//   head, query        h, q0 ... q0 + n - 1  h + 1, q0 ... q0 + n - 1
 template <class B> __device__ __forceinline__ int rows_of_item(const KernelArgs& a) {
   return B::pack_gqa ? a.item_heads * int(a.item_queries.divisor) : B::block_m;
 }
@@ -1265,13 +1265,13 @@ template <class B> constexpr float element_unit = B::input == DType::u8 ? 448.0f
 template <class B> __device__ __forceinline__ float item_scale_log2(const KernelArgs& a, const WorkItem& item) {
   if constexpr (!B::is_8bit) return a.scale_log2;
   const int h_kv = int(a.q_heads_per_kv.divide(item.h));
-  const float q_descale = B::pack_gqa ? 1 : a.p.q_descale.of(item.b, item.h);
-  const float scale_log2 = a.scale_log2 * q_descale * a.p.k_descale.of(item.b, h_kv);
+  const float q_descale = B::pack_gqa ? 1 : a.p.q_descale.of_head(item.b, item.h);
+  const float scale_log2 = a.scale_log2 * q_descale * a.p.k_descale.of_head(item.b, h_kv);
   return max_nan(scale_log2, 1.2e-38f);  // of a factor of 0: -inf times the scale stays -inf
 }
 template <class B> __device__ __forceinline__ float item_v_descale(const KernelArgs& a, const WorkItem& item) {
   if constexpr (!B::is_8bit) return 1;
-  return element_unit<B> * a.p.v_descale.of(item.b, int(a.q_heads_per_kv.divide(item.h)));
+  return element_unit<B> * a.p.v_descale.of_head(item.b, int(a.q_heads_per_kv.divide(item.h)));
 }
 
 // item_scale_log2() of an item. With 16 bits it is a kernel argument, read where it is used, and takes no register.
@@ -1837,13 +1837,11 @@ template <class B, class Shared> struct CtaSoftmax {
 template <class B, class Shared>
 using TileSoftmax = std::conditional_t<B::sync_policy == 1, WarpSoftmax<B, Shared>, CtaSoftmax<B, Shared>>;
 
-// ---- what the launch needs to know of a kernel ----
+// ==== 5 KERNELS ==================================================================================
 
-// Each chapter of section 5 ends with its own: `Shared`, its shared memory, and `entry`.
+// What the launch needs to know of a kernel: `Shared`, its shared memory, and `entry`. Each chapter ends with its own.
 template <class B, Path = B::path> struct KernelOf;
 template <class B> constexpr size_t shared_bytes = sizeof(typename KernelOf<B>::Shared);
-
-// ==== 5 KERNELS ==================================================================================
 
 // ---- 5a scalar: both products on the FMA pipes (scalar) ----
 
@@ -1885,7 +1883,7 @@ template <class B> __global__ void __launch_bounds__(B::threads, 1) sdpa_scalar(
   clear(O);
   TileSoftmax<B, ScalarShared<B>> softmax;
   softmax.start(s, S);
-  const ItemScale<B> scale_log2(a, item);
+  const float scale_log2 = item_scale_log2<B>(a, item);
 
   for (int k0 = t.keys.begin; k0 < t.keys.end; k0 += B::block_n) {
     const int stage = feed.acquire(k0);
@@ -2583,7 +2581,7 @@ template <class B> struct MmaPacked {
   static __device__ __forceinline__ void read_factors(MmaRows<B>& rows, const KernelArgs& a, const WorkItem& item) {
     SDPA_UNROLL for (int i = 0; i < rows.ROWS; i++) {
       const WorkItem of = row_item<B>(a, item, rows.O.row(i));
-      rows.q_descale[i] = a.p.q_descale.of(of.b, min(of.h, a.p.Hq - 1));
+      rows.q_descale[i] = a.p.q_descale.of_head(of.b, min(of.h, a.p.Hq - 1));
     }
   }
   static __device__ __forceinline__ void store(MmaShared<B>& s, const MmaRows<B>& rows, const KernelArgs& a, int group,
@@ -4516,7 +4514,7 @@ template <class B> struct KernelOf<B, Path::wgmma_swapped> {
 
 // ==== 6 LAUNCH ===================================================================================
 
-// ---- the GPU ----
+// ---- the GPU, items and workspace ----
 
 // The attribute of the current device, or `otherwise` if there is no device.
 int device_attribute(cudaDeviceAttr attribute, int otherwise) {
@@ -4529,8 +4527,6 @@ int sm_count() { return device_attribute(cudaDevAttrMultiProcessorCount, 132); }
 int shared_of_sm() { return device_attribute(cudaDevAttrMaxSharedMemoryPerMultiprocessor, 228 << 10); }
 // CTAs that an SM holds at once, by their shared memory.
 template <class B> int most_resident_ctas() { return max(shared_of_sm() / int(shared_bytes<B> + 1024), 1); }
-
-// ---- items ----
 
 // How a problem's rows and keys are dealt to CTAs.
 struct Items {
@@ -4892,9 +4888,9 @@ struct TunedTile : Config {
 };
 // The typed knobs with these sizes, and with those of the tile that are on.
 constexpr TunedTile tile(int head_dim, int block_m, int block_n, int num_warps, int stages, int split_kv,
-                         const char* knobs, int ctas, double item_clocks, double scores_per_clock) {
+                         std::string_view knobs, int ctas, double item_clocks, double scores_per_clock) {
   TunedTile t{{}, ctas, item_clocks, scores_per_clock};
-  const auto on = [&](const char* knob) { return place_of(knob, knobs) >= 0; };
+  const auto on = [&](const char* knob) { return knobs.find(knob) != knobs.npos; };
   t.head_dim = head_dim, t.block_m = block_m, t.block_n = block_n;
   t.num_warps = num_warps, t.stages = stages, t.split_kv = split_kv;
   t.use_mma_sync = t.use_cp_async = t.swizzle_xor = is_mma || on("USE_MMA_SYNC");

@@ -6,7 +6,8 @@
 #include "../sdpa.cu"
 
 // With USE_TUNED the first tile's.
-using FirstBuild = sdpa::BuildOf<sdpa::Build::use_tuned ? sdpa::next_tile(0) : -1>;
+constexpr int first_row = sdpa::Build::use_tuned ? sdpa::next_tile(0) : -1;
+using FirstBuild = sdpa::BuildOf<first_row>;
 
 // Of the build, or of its tiles from row N on.
 template <int N> constexpr size_t most_shared_bytes() {
@@ -57,11 +58,11 @@ void sdpa_library_tile_clocks(const sdpa::TunedTile* tiles, int tile_count, cons
 // a library as the sizes of symbols; of device code alone as a constant, which a library leaves out: in the one run
 // with it (79a1375) small kernels took 0.4 us longer.
 #ifdef SDPA_DEVICE_CODE_ALONE
-__constant__ int sdpa_library_launch[3] = {FirstBuild::threads, int(most_shared_bytes<FirstBuild::row>()),
+__constant__ int sdpa_library_launch[3] = {FirstBuild::threads, int(most_shared_bytes<first_row>()),
                                            FirstBuild::block_m};
 #else
 char sdpa_library_threads[FirstBuild::threads];
-char sdpa_library_smem_bytes[most_shared_bytes<FirstBuild::row>()];
+char sdpa_library_smem_bytes[most_shared_bytes<first_row>()];
 char sdpa_library_block_m[FirstBuild::block_m];
 #endif
 }

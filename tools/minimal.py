@@ -345,7 +345,6 @@ class Unit:
             self.names |= {name_of(one) for one in descendants(inner, "enumerator")}
         self.is_data = inner.type == "field_declaration" and b"static" not in [one.text for one in inner.children] and (
             not descendants(inner, "function_declarator"))
-        self.has_default = inner.child_by_field_name("default_value") is not None
         self.types = signature_types(node) if inner.type == "function_definition" and not struct else set()
         start, end = node.start_point[0], node.end_point[0] - (node.end_point[1] == 0)
         self.first, self.last = start, end
@@ -383,7 +382,7 @@ def units_of(node, lines, struct=None):
 
 
 def without_unused(text):
-    """The text without the declarations that nothing reaches from the roots. Data has a default or no size to be such."""
+    """The text without the declarations that nothing reaches from the roots."""
     lines = text.split("\n")
     top = units_of(parse(text), lines)
     units = top + [part for unit in top for part in unit.parts]
@@ -399,9 +398,8 @@ def without_unused(text):
             named = unit.names & names or any(name.startswith(begins) for name in unit.names)
             if named and unit.types - names and any(versions[name] > 1 for name in unit.names):
                 continue  # a version for a type that nobody has
-            is_laid_out = unit.is_data and not (unit.has_default or unit.uses & empty) or (
-                unit.is_data and unit.struct.names & ROOTS)
-            if named or is_laid_out or not unit.names - {""}:
+            is_padding = unit.is_data and unit.uses & empty and unit is [one for one in unit.struct.parts if one.is_data][-1]
+            if named or unit.is_data and not is_padding or not unit.names - {""}:
                 unit.reached = True
                 names |= unit.uses
                 begins += unit.begins
