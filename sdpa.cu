@@ -942,7 +942,7 @@ template <class E> __device__ __forceinline__ uint32_t pack(float low, float hig
 template <class E>
 __device__ __forceinline__ void mma_32_bytes(float& d0, float& d1, float& d2, float& d3, const uint32_t (&a)[4],
                                              uint32_t b0, uint32_t b1) {
-  if constexpr (sizeof(E) == 1) {
+  if constexpr (std::is_same_v<E, __nv_fp8_e4m3>) {
     mma_m16n8k32_e4m3(d0, d1, d2, d3, a, b0, b1);
   } else {
     mma_m16n8k16<E>(d0, d1, d2, d3, a, b0, b1);
@@ -4893,7 +4893,7 @@ constexpr TunedTile tile(int head_dim, int block_m, int block_n, int num_warps, 
   const auto on = [&](const char* knob) { return knobs.find(knob) != knobs.npos; };
   t.head_dim = head_dim, t.block_m = block_m, t.block_n = block_n;
   t.num_warps = num_warps, t.stages = stages, t.split_kv = split_kv;
-  t.use_mma_sync = t.use_cp_async = t.swizzle_xor = is_mma || on("USE_MMA_SYNC");
+  if (is_mma || Build::is_e4m3) t.use_mma_sync = t.use_cp_async = t.swizzle_xor = is_mma || on("USE_MMA_SYNC");
   t.overlap = on("OVERLAP"), t.use_warp_specialization = t.overlap || on("USE_WARP_SPECIALIZATION");
   t.use_persistent_cta = on("USE_PERSISTENT_CTA"), t.use_ping_pong = on("USE_PING_PONG");
   t.skip_masked = on("SKIP_MASKED"), t.swap_ab = on("SWAP_AB"), t.use_lazy_max = true;

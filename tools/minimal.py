@@ -11,6 +11,7 @@ import tree_sitter
 import tree_sitter_cpp
 
 ROOTS = {"sdpa_forward", "sdpa_workspace_bytes", "SdpaParams", "SdpaStatus"}
+ELEMENTS = {"__half", "__nv_bfloat16", "__nv_fp8_e4m3"}
 HEADERS = {"cuda.h": r"\bCU[a-z_]", "cuda_bf16.h": "__nv_bf", "cuda_fp8.h": "__nv_fp8", "cuda_fp16.h": "__half",
            "mma.h": "nvcuda", "string_view": "std::string_view", "type_traits": "std::(conditional|common_type)"}
 BANNERS = "// ----", "// ===="
@@ -92,6 +93,7 @@ class Folding:
                                                   declared(node).child_by_field_name("type"))
                         for node in descendants(root, "template_declaration") if declared(node).type == "alias_declaration"}
         self.bound = {}  # parameters of the alias that is being expanded
+        self.elements = self.find_elements(root)
         self.find_constants(root, sizes)
         self.defaults, self.uses = {}, collections.defaultdict(list)
         self.find_uses(root)
@@ -99,6 +101,16 @@ class Folding:
 
     def source(self, node):
         return self.text[node.start_byte:node.end_byte]
+
+    def find_elements(self, root):
+        """The types that a template's parameter E may be; none as long as an alias chooses among them."""
+        found = set()
+        for node in descendants(root, "alias_declaration"):
+            named = ELEMENTS & {one.text.decode() for one in descendants(node, "type_identifier")}
+            if named and self.source(node.child_by_field_name("type")) not in ELEMENTS:
+                return set()
+            found |= named
+        return found
 
     def find_constants(self, root, sizes):
         """Values of constexpr members, variables and functions, if all of one name have the same."""
@@ -131,6 +143,9 @@ class Folding:
         kind, text, field = node.type, self.source(node), node.child_by_field_name
         if kind in ("true", "false"):
             return kind == "true"
+        is_element = re.fullmatch(r"std::is_same_v<E, (\w+)>", text)
+        if is_element and self.elements:
+            return self.elements == {is_element[1]} or None if is_element[1] in self.elements else False
         if kind == "number_literal":
             return int(text) if text.isdigit() else None
         if kind in ("parenthesized_expression", "type_descriptor", "condition_clause"):
@@ -345,6 +360,7 @@ class Unit:
             self.names |= {name_of(one) for one in descendants(inner, "enumerator")}
         self.is_data = inner.type == "field_declaration" and b"static" not in [one.text for one in inner.children] and (
             not descendants(inner, "function_declarator"))
+        self.has_default = inner.child_by_field_name("default_value") is not None
         self.types = signature_types(node) if inner.type == "function_definition" and not struct else set()
         start, end = node.start_point[0], node.end_point[0] - (node.end_point[1] == 0)
         self.first, self.last = start, end
@@ -382,7 +398,8 @@ def units_of(node, lines, struct=None):
 
 
 def without_unused(text):
-    """The text without the declarations that nothing reaches from the roots."""
+    """The text without the declarations that nothing reaches from the roots. Data stays for its place, but for options,
+    which all have defaults, and for what has no size at a struct's end."""
     lines = text.split("\n")
     top = units_of(parse(text), lines)
     units = top + [part for unit in top for part in unit.parts]
@@ -398,8 +415,9 @@ def without_unused(text):
             named = unit.names & names or any(name.startswith(begins) for name in unit.names)
             if named and unit.types - names and any(versions[name] > 1 for name in unit.names):
                 continue  # a version for a type that nobody has
-            is_padding = unit.is_data and unit.uses & empty and unit is [one for one in unit.struct.parts if one.is_data][-1]
-            if named or unit.is_data and not is_padding or not unit.names - {""}:
+            is_needless = unit.is_data and (all(one.has_default for one in unit.struct.parts) or (
+                unit.uses & empty and unit is [one for one in unit.struct.parts if one.is_data][-1]))
+            if named or unit.is_data and not is_needless or not unit.names - {""}:
                 unit.reached = True
                 names |= unit.uses
                 begins += unit.begins
