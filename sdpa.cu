@@ -281,10 +281,7 @@ struct SdpaParams {
 // has them, but whether NaN or inf in V at a key that is masked reaches the row (as 0 * inf = NaN) is open, since
 // kernels multiply whole tiles. Logits may have any finite value that a float can hold. The sums of P @ V are floats
 // too and divided by the row sum of P last, so that a row comes out right while that sum, which is at most 2^12 * Sk,
-// times max|V| stays below 3.4e38 (with DTYPE=BF16 and V beyond 1e30 it may not). The wgmma kernel starts before the
-// kernel before it in the stream has ended, and waits for it before it touches memory. It lets the next one start
-// likewise, if that is launched with the attribute cudaLaunchAttributeProgrammaticStreamSerialization: such a kernel
-// must wait as well (cudaGridDependencySynchronize) before it reads O or writes an input.
+// times max|V| stays below 3.4e38 (with DTYPE=BF16 and V beyond 1e30 it may not).
 
 struct SdpaStatus {
   cudaError_t code = cudaSuccess;  // cudaErrorInvalidValue: the problem was refused
@@ -4636,7 +4633,10 @@ template <class B> SdpaStatus launch_kernel(const KernelArgs& a, uint32_t items,
     launch.gridDim.x = min(items, asked > 0 ? min(asked, resident) : resident);
   }
   cudaLaunchAttribute early{};
-  if (B::family == Family::wgmma) {  // a CTA may start before the kernel before this one has ended, and waits for it
+  // The wgmma kernel starts before the kernel before it in the stream has ended, and waits for it before it touches
+  // memory. It lets the next one start likewise, if that is launched with this attribute: such a kernel must wait as
+  // well (cudaGridDependencySynchronize) before it reads O or writes an input.
+  if (B::family == Family::wgmma) {
     early.id = cudaLaunchAttributeProgrammaticStreamSerialization;
     early.val.programmaticStreamSerializationAllowed = 1;
     launch.attrs = &early, launch.numAttrs = 1;
@@ -5105,8 +5105,10 @@ template <int N, class Use> auto with_row(const SdpaParams& p, int row, const Us
 template <class Use> auto with_build(const SdpaParams& p, const Use& use) {
   if constexpr (Build::use_tuned) {
     return with_row<next_tile(0)>(p, choose_tile(p), use);
-  } else {
+  } else if constexpr (carries_sums<Build>) {
     return with_sums<Build>(p, use);
+  } else {
+    return use(Build());
   }
 }
 

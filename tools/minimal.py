@@ -261,12 +261,24 @@ class Folding:
             b"constexpr" in [one.text for one in node.children] or self.source(node).endswith("{};")) and (
             len(re.findall(rf"\b{names[0]}\b", self.source(function))) == 1)
 
+    def returned(self, declaration, statement):
+        """The value that a declaration gives a name, if all that follows is a return of that name; else None."""
+        if not (declaration and statement and declaration.type == "declaration" and statement.type == "return_statement"):
+            return None
+        init, function = declaration.child_by_field_name("declarator"), enclosing(statement, "function_definition")
+        types = [self.source(one.child_by_field_name("type")) for one in (declaration, function)]
+        returned = [self.source(one) for one in statement.named_children]
+        return init.child_by_field_name("value") if returned == [name_of(init)] and types[0] == types[1] else None
+
     def emit_children(self, node):
         out, at, unreachable = [], node.start_byte, False
         for child in node.children:
             is_gone = unreachable and child.is_named and child.type != "comment" or (
                 node.type == "compound_statement" and child.type == "declaration" and self.is_idle(child))
-            out += [self.text[at:child.start_byte], GONE if is_gone else self.emit(child)]
+            value = self.returned(child.prev_named_sibling, child)
+            is_gone = is_gone or self.returned(child, child.next_named_sibling) is not None
+            text = GONE if is_gone else self.emit(child) if value is None else f"return {self.emit(value)};"
+            out += [self.text[at:child.start_byte], text]
             at = child.end_byte
             if node.type == "compound_statement" and child.type == "if_statement" and self.chosen(child):
                 last = self.chosen(child)
@@ -296,16 +308,17 @@ class Folding:
             return None
         return node.child_by_field_name("consequence") if value else other and other.named_children[-1]
 
-    def emit_if(self, node, after_else=False):
-        """An if-statement, or what is left of it; None if nothing is."""
+    def emit_if(self, node, after_else=False, first=None):
+        """An if-statement, or what is left of it; None if nothing is. first: where a chain of decided ones begins."""
+        first = first or node
         condition, other = node.child_by_field_name("condition"), node.child_by_field_name("alternative")
         if self.value(condition) is not None:
             chosen = self.chosen(node)
             if chosen is None or chosen.type == "if_statement":
-                return chosen and self.emit_if(chosen, after_else)
-            if after_else or node.parent.type != "compound_statement":
+                return chosen and self.emit_if(chosen, after_else, first)
+            if after_else or first.parent.type != "compound_statement":
                 return self.emit(chosen)
-            return self.unwrapped(chosen, node)
+            return self.unwrapped(chosen, first)
         consequence = node.child_by_field_name("consequence")
         text = (self.text[node.start_byte:condition.start_byte] + self.emit(condition) +
                 self.text[condition.end_byte:consequence.start_byte] + self.emit(consequence))
