@@ -4668,9 +4668,8 @@ template <class B> SdpaStatus forward(const SdpaParams& p, cudaStream_t stream) 
   const double kv_bytes = 2.0 * p.Sk * p.D * sizeof(Input);  // of a key head
   const double l2_bytes = device_attribute(cudaDevAttrL2CacheSize, 60 << 20);
   // 8/15 of L2: 32 MB of an H200's 60.
-  const double heads = kv_bytes > 0 ? l2_bytes * 8 / 15 / kv_bytes * p.Hq / p.Hkv / items.heads : 1e9;
-  const double all_heads = double(p.B) * p.Hq / items.heads;
-  a.heads_in_l2 = uint32_t(heads < 1 ? 1 : heads > all_heads ? all_heads : heads);
+  const double heads = l2_bytes * 8 / 15 / std::fmax(kv_bytes, 1) * p.Hq / p.Hkv / items.heads;
+  a.heads_in_l2 = uint32_t(std::fmax(1, std::fmin(heads, double(p.B) * p.Hq / items.heads)));
   a.unmasked_rounds = a.keys.all() ? max(int(shares(p.Sk, B::split_kv * B::block_n)), 1) : 0;
   const uint32_t q_blocks = uint32_t(shares(p.Sq, items.queries));
   a.q_blocks = Divisor(q_blocks);
@@ -4694,7 +4693,35 @@ template <class B, class Use> auto with_sums(const SdpaParams& p, const Use& use
 
 // ---- the checks ----
 
-SdpaStatus check_params(const SdpaParams& p) {
+// Strides of dimensions of size 1 may hold anything, as PyTorch has it. They become 0, to keep out of addresses.
+SdpaStatus check_tensors(SdpaParams& p) {
+  constexpr int vec = Build::vec_width;
+  for (const TensorView& t : tensors_of(p)) {
+    const int alignment = min(vec * t.element_bytes, 16);
+    const bool has_rows = t.dims[0].size > 0;
+    if (has_rows && !t.data) return failure(refused, "%s is a null pointer", t.name);
+    if (has_rows && reinterpret_cast<uintptr_t>(t.data) % alignment) {
+      return failure(refused,
+                     "%s is not aligned to %d bytes as VEC_WIDTH=%d needs; align it or build with a smaller VEC_WIDTH",
+                     t.name, alignment, vec);
+    }
+    for (const auto& dim : t.dims) {
+      if (dim.size <= 1) dim.stride = 0;
+      if (has_rows && dim.stride % vec) {
+        return failure(refused,
+                       "%s has a %s stride of %lld elements, not a multiple of VEC_WIDTH=%d; pad it or build with a "
+                       "smaller VEC_WIDTH",
+                       t.name, dim.name, (long long)dim.stride, vec);
+      }
+      if (t.written && dim.size > 1 && dim.stride == 0) {
+        return failure(refused, "%s has a %s stride of 0: its rows would overlap", t.name, dim.name);
+      }
+    }
+  }
+  return {};
+}
+
+SdpaStatus check_params(SdpaParams& p) {
   const struct {
     const char* name;
     int value, least;
@@ -4736,35 +4763,7 @@ SdpaStatus check_params(const SdpaParams& p) {
       return failure(refused, "%s is not aligned to %d bytes", pointer.name, pointer.alignment);
     }
   }
-  return {};
-}
-
-// Strides of dimensions of size 1 may hold anything, as PyTorch has it: they become 0, which keeps them out of addresses.
-SdpaStatus check_tensors(SdpaParams& p) {
-  constexpr int vec = Build::vec_width;
-  for (const TensorView& t : tensors_of(p)) {
-    const int alignment = min(vec * t.element_bytes, 16);
-    const bool has_rows = t.dims[0].size > 0;
-    if (has_rows && !t.data) return failure(refused, "%s is a null pointer", t.name);
-    if (has_rows && reinterpret_cast<uintptr_t>(t.data) % alignment) {
-      return failure(refused,
-                     "%s is not aligned to %d bytes as VEC_WIDTH=%d needs; align it or build with a smaller VEC_WIDTH",
-                     t.name, alignment, vec);
-    }
-    for (const auto& dim : t.dims) {
-      if (dim.size <= 1) dim.stride = 0;
-      if (has_rows && dim.stride % vec) {
-        return failure(refused,
-                       "%s has a %s stride of %lld elements, not a multiple of VEC_WIDTH=%d; pad it or build with a "
-                       "smaller VEC_WIDTH",
-                       t.name, dim.name, (long long)dim.stride, vec);
-      }
-      if (t.written && dim.size > 1 && dim.stride == 0) {
-        return failure(refused, "%s has a %s stride of 0: its rows would overlap", t.name, dim.name);
-      }
-    }
-  }
-  return {};
+  return p.B && p.Hq && p.Sq ? check_tensors(p) : SdpaStatus{};
 }
 
 // ==== 7 TABLES ===================================================================================
@@ -5125,8 +5124,6 @@ static inline SdpaStatus sdpa_forward(const SdpaParams& params, cudaStream_t str
   SdpaParams p = params;
   SdpaStatus status = check_params(p);
   if (!status.ok() || !p.B || !p.Hq || !p.Sq) return status;
-  status = check_tensors(p);
-  if (!status.ok()) return status;
   const size_t bytes = sdpa_workspace_bytes(p);
   if (!p.workspace && bytes > 0) {
     return failure(refused, "workspace is null, but this problem needs %zu zeroed bytes", bytes);

@@ -159,7 +159,7 @@ def extract(name, namespace=""):
         f"// Compile: nvcc -O3 -std=c++17 -gencode arch=compute_{arch},code=sm_{arch} -c my_kernel.cu",
         f"// Call:    {namespace or name}::sdpa_forward(params, stream), below it or in a file that includes it", "",
         text.strip(), *("//\n" + textwrap.fill(part, 120, initial_indent="// ", subsequent_indent="// ")
-                        for part in tree.read("LICENSE").strip().split("\n\n"))])
+                        for part in tree.read("LICENSE").strip().replace("\n\n", ". ", 1).split("\n\n"))])
 
 
 def main():

@@ -18,7 +18,8 @@ BANNERS = "// ----", "// ===="
 WIDTH = 120
 OPERATORS = {"==": operator.eq, "!=": operator.ne, "<": operator.lt, "<=": operator.le, ">": operator.gt,
              ">=": operator.ge, "&": operator.and_}
-NEUTRAL = {"*": (1, 1), "/": (None, 1), "+": (0, 0), "-": (None, 0)}  # what changes nothing, on the left and on the right
+# What changes nothing, on the left and on the right.
+NEUTRAL = {"*": (1, 1), "/": (None, 1), "+": (0, 0), "-": (None, 0)}
 
 
 # ---- the syntax tree ----
@@ -55,11 +56,21 @@ def name_of(node):
     return node.text.decode() if node else ""
 
 
+def words_of(text):
+    return set(re.findall(r"\w+", text))
+
+
 def declared(node):
     """What is behind template <...>."""
     while node.type == "template_declaration":
         node = node.named_children[-1]
     return node
+
+
+def parameters_of(node=None):
+    """The names of a template's or a function's parameters; none of anything else."""
+    parameters = node and node.child_by_field_name("parameters")
+    return [name_of(one) for one in parameters.named_children] if parameters else []
 
 
 def struct_of(node):
@@ -89,11 +100,12 @@ class Folding:
         self.local = {name_of(one) for one in descendants(root, "parameter_declaration", "init_declarator")
                       if one.type != "init_declarator" or enclosing(one, "compound_statement")}
         # Of each template of an alias its parameters, and the type that it stands for.
-        self.aliases = {name_of(declared(node)): ([name_of(one) for one in node.child_by_field_name("parameters").named_children],
-                                                  declared(node).child_by_field_name("type"))
-                        for node in descendants(root, "template_declaration") if declared(node).type == "alias_declaration"}
+        self.aliases = {name_of(declared(node)): (parameters_of(node), declared(node).child_by_field_name("type"))
+                        for node in descendants(root, "template_declaration")
+                        if declared(node).type == "alias_declaration"}
         self.bound = {}  # parameters of the alias that is being expanded
         self.elements = self.find_elements(root)
+        self.layers = self.find_layers(root)
         self.find_constants(root, sizes)
         self.defaults, self.uses = {}, collections.defaultdict(list)
         self.find_uses(root)
@@ -112,6 +124,34 @@ class Folding:
             found |= named
         return found
 
+    def find_layers(self, root):
+        """{function: (its parameters, the name that it returns)} of those that need not all of what they take."""
+        found = collections.defaultdict(list)
+        for node in descendants(root, "function_definition"):
+            body = node.child_by_field_name("body")
+            if struct_of(node) is None and body:
+                types = parameters_of(node.parent)
+                parameters = parameters_of(*descendants(node, "function_declarator")[:1])
+                value = self.source(body)[1:-1].strip().removeprefix("return ").removesuffix(";")
+                passes_on = re.fullmatch(r"[\w.:]*[a-z][\w.:]*", value) and set(parameters) - words_of(value)
+                found[name_of(node)].append((types, parameters, value) if passes_on else None)
+        return {name: ones[0] for name, ones in found.items() if len(ones) == 1 and ones[0]}
+
+    def without_layer(self, call):
+        """What a call gives by way of a function that only passes on a name; else None."""
+        function, name = call.child_by_field_name("function"), name_of(call.child_by_field_name("function"))
+        if name not in self.layers or name in self.local:
+            return None
+        types, parameters, value = self.layers[name]
+        given = function.child_by_field_name("arguments")
+        arguments = [self.source(one) for some in (given, call.child_by_field_name("arguments")) if some
+                     for one in some.named_children]
+        replaced = dict(zip([*types, *parameters], arguments))
+        if len(replaced) < len(types + parameters) or not all(
+                re.fullmatch(r"\w+", replaced[one]) for one in words_of(value) & {*types, *parameters}):
+            return None
+        return re.sub(r"\w+", lambda m: replaced.get(m[0], m[0]), value)
+
     def find_constants(self, root, sizes):
         """Values of constexpr members, variables and functions, if all of one name have the same."""
         found = []
@@ -120,8 +160,8 @@ class Folding:
             body = node.child_by_field_name("body")
             if body:
                 only = body.named_children[0] if len(body.named_children) == 1 else body
-                found.append((values, name_of(node) + "()",
-                              only.named_children[0] if only.type == "return_statement" and only.named_children else body))
+                is_value = only.type == "return_statement" and only.named_children
+                found.append((values, name_of(node) + "()", only.named_children[0] if is_value else body))
             if b"constexpr" not in [one.text for one in node.children] or enclosing(node.parent, "compound_statement"):
                 continue
             for one, equals, init in zip(node.children, node.children[1:], node.children[2:]):
@@ -214,6 +254,10 @@ class Folding:
             value = None if node.parent.type == "assignment_expression" else self.value(node)
             if isinstance(value, bool):
                 return "true" if value else "false"
+        if kind == "call_expression":
+            text = self.without_layer(node)
+            if text:
+                return text
         if kind == "conditional_expression":
             value = self.value(field("condition"))
             if value is not None:
@@ -225,10 +269,10 @@ class Folding:
                     is_whole = other.type == "parenthesized_expression" and node.parent.type in WHOLE
                     return text[1:-1] if is_whole else text
         if kind == "binary_expression" and self.source(field("operator")) in NEUTRAL:
-            for one, other, neutral in zip(("left", "right"), ("right", "left"), NEUTRAL[self.source(field("operator"))]):
-                value = self.value(field(one))
-                if type(value) is int and value == neutral:
-                    return self.emit(field(other))
+            neutral, sides = NEUTRAL[self.source(field("operator"))], (field("left"), field("right"))
+            for n, value in enumerate(map(self.value, sides)):
+                if type(value) is int and value == neutral[n]:
+                    return self.emit(sides[1 - n])
         if kind == "template_type" and name_of(node) in self.aliases:
             expanded = self.expand(node)
             if expanded:
@@ -246,12 +290,14 @@ class Folding:
         return self.emit_children(node)
 
     def expand(self, node):
-        """What an alias stands for, if none of its parameters is in there; else None."""
+        """What an alias stands for, if none of its parameters is in there or if it passes on all of them; else None."""
         parameters, type_of = self.aliases[name_of(node)]
         before, self.bound = self.bound, dict(zip(parameters, self.arguments(node)))
         text = self.emit(type_of)
         self.bound = before
-        return None if set(re.findall(r"\w+", text)) & {*parameters, "conditional_t"} else text
+        if text == f"{text.partition('<')[0]}<{', '.join(parameters)}>":
+            return text.partition("<")[0] + self.source(node.child_by_field_name("arguments"))
+        return None if words_of(text) & {*parameters, "conditional_t"} else text
 
     def is_idle(self, node):
         """Whether a declaration makes a local name that nobody reads, of a value that needs no call."""
@@ -263,7 +309,7 @@ class Folding:
 
     def returned(self, declaration, statement):
         """The value that a declaration gives a name, if all that follows is a return of that name; else None."""
-        if not (declaration and statement and declaration.type == "declaration" and statement.type == "return_statement"):
+        if [one and one.type for one in (declaration, statement)] != ["declaration", "return_statement"]:
             return None
         init, function = declaration.child_by_field_name("declarator"), enclosing(statement, "function_definition")
         types = [self.source(one.child_by_field_name("type")) for one in (declaration, function)]
@@ -455,9 +501,25 @@ def tidy(text):
     return re.sub(r"\n(?=\n *};?\n)|(?<={\n)\n(?= )|\n(?=\n\n)", "", text)
 
 
+def side_by_side(text, before):
+    """The text with the comments behind lines in one column again, where lines have become shorter or have gone."""
+    lines = [re.match(r"(.*?)(\s*)(//.*)?$", line).groups() for line in text.split("\n")]
+    out, first = [], 0
+    for end, (code, space, comment) in enumerate([*lines, ("", "", None)]):
+        is_behind = comment and (code or end > first and len(space) == len("".join(lines[end - 1][:2])))
+        if not is_behind:
+            group = lines[first:end]
+            width = max((len(code) for code, _, _ in group), default=0) + 2
+            own = ["".join(parts) for parts in group]
+            out += own if "\n".join(own) in before else [code.ljust(width) + comment for code, _, comment in group]
+            out += ["".join((code, space, comment or ""))] * (end < len(lines))
+            first = end + 1
+    return "\n".join(out)
+
+
 def minimal(text, sizes):
     """The text with what the line decides decided, and with what it needs."""
-    before = None
+    first, before = text, None
     while text != before:
         before, text = text, tidy(without_unused(without_gone(Folding(text, sizes).out)))
-    return text
+    return side_by_side(text, first)
