@@ -273,7 +273,7 @@ class Folding:
             for n, value in enumerate(map(self.value, sides)):
                 if type(value) is int and value == neutral[n]:
                     return self.emit(sides[1 - n])
-        if kind == "template_type" and name_of(node) in self.aliases:
+        if kind in ("template_type", "template_function") and name_of(node) in self.aliases:
             expanded = self.expand(node)
             if expanded:
                 return expanded
@@ -336,7 +336,8 @@ class Folding:
     def laid_out(self, text, node):
         """A changed text in as few lines as it needs."""
         indent = len(self.text[self.text.rfind("\n", 0, node.start_byte) + 1:node.start_byte])
-        if node.type == "parenthesized_expression" and re.fullmatch(r"\([\w:.<>]+(\(\))?\)", text):
+        if node.type == "parenthesized_expression" and node.parent.type != "sizeof_expression" and (
+                re.fullmatch(r"\([\w:.<>]+(\(\))?\)", text)):
             return text[1:-1]
         line = None
         if (node.type in JOINED or node.type == "template_declaration" and text.count("\n") == 1) and (
