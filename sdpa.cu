@@ -847,7 +847,7 @@ __device__ __forceinline__ void wgmma_ss(float (&d)[N / 2], uint64_t a, uint64_t
     SDPA_WGMMA("k16.f32.f16.f16", n, r, r1, "%" #r3, "1, 1, %" #r4 ", %" #r2, "l"(a), "n"(TRANS_A));   \
   } else if constexpr (N == n && std::is_same_v<E, __nv_bfloat16>) {                                   \
     SDPA_WGMMA("k16.f32.bf16.bf16", n, r, r1, "%" #r3, "1, 1, %" #r4 ", %" #r2, "l"(a), "n"(TRANS_A)); \
-  } else if constexpr (N == n) {                                                                       \
+  } else if constexpr (N == n && std::is_same_v<E, __nv_fp8_e4m3>) {                                   \
     SDPA_WGMMA("k32.f32.e4m3.e4m3", n, r, r1, "%" #r3, "1, 1", "l"(a));                                \
   }
   SDPA_WGMMA_SHAPES(SDPA_WGMMA_SS)
@@ -865,7 +865,7 @@ __device__ __forceinline__ void wgmma_rs(float (&d)[N / 2], const uint32_t (&a)[
   } else if constexpr (N == n && std::is_same_v<E, __nv_bfloat16>) {                                                \
     SDPA_WGMMA("k16.f32.bf16.bf16", n, r, r1, "{%" #r3 ", %" #r4 ", %" #r5 ", %" #r6 "}", "1, 1, %" #r2, "r"(a[0]), \
                "r"(a[1]), "r"(a[2]), "r"(a[3]));                                                                    \
-  } else if constexpr (N == n) {                                                                                    \
+  } else if constexpr (N == n && std::is_same_v<E, __nv_fp8_e4m3>) {                                                \
     SDPA_WGMMA("k32.f32.e4m3.e4m3", n, r, r1, "{%" #r3 ", %" #r4 ", %" #r5 ", %" #r6 "}", "1, 1", "r"(a[0]),        \
                "r"(a[1]), "r"(a[2]), "r"(a[3]));                                                                    \
   }

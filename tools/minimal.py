@@ -27,7 +27,7 @@ NEUTRAL = {"*": (1, 1), "/": (None, 1), "+": (0, 0), "-": (None, 0)}
 PARSER = tree_sitter.Parser(tree_sitter.Language(tree_sitter_cpp.language()))
 # What the grammar of C++ does not have.
 MASKED = re.compile(r"SDPA_UNROLL(?= (?:for|while))|__(?:device|global|host|forceinline|grid_constant|shared)__|"
-                    r"__align__\(\w+\)|__launch_bounds__\((?:[^()]|\([^()]*\))*\)")
+                    r"__align__\(\w+\)|__launch_bounds__\((?:[^()]|\([^()]*\))*\)|(?<=\" )#(?=\w)")
 # What it might take for a template's bracket, and letters of several bytes.
 REPLACED = re.compile(r"(?<= )<(?=\s)|[^\x00-\x7f]")
 
@@ -184,7 +184,7 @@ class Folding:
         if kind in ("true", "false"):
             return kind == "true"
         is_element = re.fullmatch(r"std::is_same_v<E, (\w+)>", text)
-        if is_element and self.elements:
+        if is_element and is_element[1] in ELEMENTS and self.elements:
             return self.elements == {is_element[1]} or None if is_element[1] in self.elements else False
         if kind == "number_literal":
             return int(text) if text.isdigit() else None
@@ -287,6 +287,8 @@ class Folding:
             return GONE
         if kind == "if_statement":
             return self.emit_if(node) or GONE
+        if kind == "preproc_function_def" and "std::is_same_v<E," in self.source(node):
+            return self.emit_macro(node)
         return self.emit_children(node)
 
     def expand(self, node):
@@ -315,6 +317,15 @@ class Folding:
         types = [self.source(one.child_by_field_name("type")) for one in (declaration, function)]
         returned = [self.source(one) for one in statement.named_children]
         return init.child_by_field_name("value") if returned == [name_of(init)] and types[0] == types[1] else None
+
+    def emit_macro(self, node):
+        """The conditions on types in a macro decided."""
+        before, source = self.text, self.source(node)
+        head, *body = [line.rstrip(" \\") for line in source.rstrip().split("\n")]
+        self.text = "\n".join(["void f() {", *body, "}"])
+        lines = [head, *without_gone(self.emit(parse(self.text))).split("\n")[1:-1]]
+        self.text, width = before, max(map(len, lines)) + 1
+        return " \\\n".join([*(line.ljust(width - 1) for line in lines[:-1]), lines[-1]]) + "\n" * source.endswith("\n")
 
     def emit_children(self, node):
         out, at, unreachable = [], node.start_byte, False
@@ -497,7 +508,8 @@ def tidy(text):
     text = re.sub(r"#if .*\n#endif.*\n", "", text)
     for banner, ends in (("----", "[-=]{4}"), ("====", "====")):
         text = re.sub(rf"^// {banner} .*\n((?:(?!// {ends}).*\n)*)", section, text, flags=re.MULTILINE)
-    text = re.sub(r"^#include <(.*)>\n", lambda m: m[0] if re.search(HEADERS.get(m[1], ""), text) else "", text,
+    code = re.sub("//.*", "", text)
+    text = re.sub(r"^#include <(.*)>\n", lambda m: m[0] if re.search(HEADERS.get(m[1], ""), code) else "", text,
                   flags=re.MULTILINE)
     return re.sub(r"\n(?=\n *};?\n)|(?<={\n)\n(?= )|\n(?=\n\n)", "", text)
 

@@ -59,6 +59,15 @@ template <class E> float unit(E x) {
   if constexpr (std::is_same_v<E, __nv_bfloat16>) return 2;
   return to_float(x);
 }
+template <class E, int N> float shape() {
+#define SHAPE(n)                                                     \
+  if constexpr (N == n && std::is_same_v<E, __half>) {               \
+    return measure("f16" #n);                                        \
+  } else if constexpr (N == n && std::is_same_v<E, __nv_bfloat16>) { \
+    return measure("bf16" #n);                                       \
+  }
+  SHAPE(8)
+}
 
 struct Options {  // may lose what nobody reads
   int read = 1;
@@ -82,7 +91,7 @@ int helper(int x) { return x; }  // of the branch that goes
 
 int sdpa_forward(int a, int b, int c) {
   constexpr int idle = 1;
-  Element<B> n = rows<B> + product({}, a) + unit(Input());
+  Element<B> n = rows<B> + product({}, a) + unit(Input()) + shape<Input, 8>();
   // Stays: a branch does.
   if constexpr (B::packs) {
     n = helper(a);
@@ -144,6 +153,13 @@ static_assert(B::block_m > 8, "open");
 // Versions for types, of which nobody has the second.
 float to_float(__half x) { return __half2float(x); }
 template <class E> float unit(E x) { return to_float(x); }
+template <class E, int N> float shape() {
+#define SHAPE(n)              \
+  if constexpr (N == n) {     \
+    return measure("f16" #n); \
+  }
+  SHAPE(8)
+}
 
 struct Options {  // may lose what nobody reads
   int read = 1;
@@ -157,7 +173,7 @@ struct Args {  // data that nobody reads keeps its place, but at the end where i
 Number product(const Args& a, int x) { return x + a.options.read; }
 
 int sdpa_forward(int a, int b, int c) {
-  Other n = rows<B> + product({}, a) + unit(Input());
+  Other n = rows<B> + product({}, a) + unit(Input()) + shape<Input, 8>();
   // Stays: a branch does.
   if (a < b || b > c) {
     n++;
