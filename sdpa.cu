@@ -93,7 +93,7 @@ namespace {  // two builds in one program must not share their constants and ker
   X(SKIP_MASKED, 0, skip_masked, "0 1", "wgmma", "a warpgroup leaves out tiles of which its rows see nothing") \
   X(FP8_FLUSH, 8, fp8_flush, "0 1 2 4 8 16", "wgmma", "e4m3: tiles after which P @ V is added to O in fp32; 0: never") \
   X(SWAP_AB, 0, swap_ab, "0 1", "wgmma", "S.T = K @ Q.T, keys as its 64 rows: 8, 16 or 32 query rows a CTA") \
-  X(PACK_GQA, 0, pack_gqa, "0 1", "mma wgmma", "mma, SWAP_AB: the query heads of a key head are rows of one tile") \
+  X(PACK_GQA, 0, pack_gqa, "0 1", "mma wgmma", "the query heads of a key head are rows of one tile") \
   X(SPLIT_CTAS, 1, split_ctas, "0..256", "mma wgmma", "CTAs that share a tile's keys; 0: by the problem; workspace") \
   X(USE_TUNED, 0, use_tuned, "0 1", "mma wgmma", "the tile by the problem, from a table; typed knobs narrow it") \
   X(USE_WARP_SPECIALIZATION, 0, use_warp_specialization, "0 1", "wmma wgmma", "some warps copy, others compute") \
@@ -430,7 +430,7 @@ constexpr int ranges_at_once = 16, few_ranges = 4;  // that a thread merges; of 
 template <class B>
 constexpr bool carries_sums = (B::family == Family::wmma && B::use_wmma_pv) ||
                               (B::family == Family::mma && B::split_ctas == 1) ||
-                              (B::family == Family::wgmma && !B::swap_ab && !B::is_e4m3);
+                              (B::family == Family::wgmma && !B::swap_ab && !B::is_e4m3 && B::split_ctas == 1);
 template <class B> struct ManyKeys : B {  // the build for such a problem
   static constexpr bool many_keys = true;
 };
@@ -1419,8 +1419,7 @@ __device__ __forceinline__ void store_output(const View& O, const float (&m)[Vie
   }
 }
 
-// ---- rows of several heads, keys of several CTAs (SWAP_AB, PACK_GQA) ----
-// The groups of warps have left O, m and l of their keys in shared memory, row by row.
+// ---- rows of several heads, keys of several CTAs (SWAP_AB, PACK_GQA, SPLIT_CTAS) ----
 
 using RowPart = QuadRuns<1, 16, 4>;  // four neighbouring columns of a row
 template <class B> constexpr int PARTIAL_STRIDE = B::head_dim + 4;  // 4: against bank conflicts
@@ -1435,7 +1434,8 @@ template <class B> __device__ __forceinline__ WorkItem row_item(const KernelArgs
   return {item.b, item.h + heads, query_of<B>(a, item.q0, row)};
 }
 
-// Merges O, m and l of all groups in a fixed order, and calls put(row, O, m, l) for every four columns of the rows.
+// The groups of warps have left O, m and l of their keys in shared memory, row by row. Merges them in a fixed order, and
+// calls put(row, O, m, l) for every four columns of the rows.
 template <class B, class Partial, class Put>
 __device__ __forceinline__ void merge_groups(const Partial (&partial_s)[B::split_kv], const ItemScale<B>& scale_log2,
                                              int thread, const Put& put) {
@@ -1493,8 +1493,27 @@ __device__ __forceinline__ void merge_ranges(const RangePartial<B>* partial, con
   }
 }
 
-// Stores O / l and LSE of the item's rows. SPLIT_CTAS: a CTA stores O, m and l of its keys in the workspace; the last
-// CTA of the item to come here merges them all.
+// The ranges' partial results in the workspace, that of each CTA.
+template <class B> __device__ __forceinline__ RangePartial<B>* range_partials(const KernelArgs& a) {
+  return reinterpret_cast<RangePartial<B>*>(static_cast<unsigned char*>(a.p.workspace) + range_counter_bytes);
+}
+// This CTA's partial result is there. The last CTA of the item to come here merges them all. sync() lets all threads of
+// the CTA that call this meet.
+template <class B, class Sync>
+__device__ __forceinline__ void merge_if_last(const KernelArgs& a, const WorkItem& item, int thread, bool& is_last_s,
+                                              const Sync& sync) {
+  uint32_t* const counters = static_cast<uint32_t*>(a.p.workspace);
+  const uint32_t ranges = a.ranges.divisor, number = a.ranges.divide(blockIdx.x);
+  sync();  // hazard: written by all threads
+  if (thread == 0) is_last_s = atom_inc_acq_rel(&counters[number], ranges - 1) == ranges - 1;
+  sync();  // hazard: counted by thread 0
+  if (!is_last_s) return;
+  const RangePartial<B>* const first = range_partials<B>(a) + number * ranges;
+  ranges > few_ranges ? merge_ranges<B, ranges_at_once, 4>(first, a, item, thread)
+                      : merge_ranges<B, 2, 16>(first, a, item, thread);
+}
+
+// Stores O / l and LSE of the item's rows; or, of several ranges, O, m and l of this CTA's keys in the workspace.
 template <class B, class Partial>
 __device__ __forceinline__ void store_rows(const Partial (&partial_s)[B::split_kv], const KernelArgs& a,
                                            const WorkItem& item, int thread, bool& is_last_s) {
@@ -1505,22 +1524,12 @@ __device__ __forceinline__ void store_rows(const Partial (&partial_s)[B::split_k
     });
     return;
   }
-  uint32_t* const counters = static_cast<uint32_t*>(a.p.workspace);
-  RangePartial<B>* const parts =
-      reinterpret_cast<RangePartial<B>*>(static_cast<unsigned char*>(a.p.workspace) + range_counter_bytes);
   merge_groups<B>(partial_s, scale_log2, thread, [&](int row, const auto& O, auto& m, auto& l) {
-    RangePartial<B>& mine = parts[blockIdx.x];
+    RangePartial<B>& mine = range_partials<B>(a)[blockIdx.x];
     st_global(&mine.O[row][O.first_col], float4{O.x[0][0], O.x[0][1], O.x[0][2], O.x[0][3]});
     if (O.first_col == 0) st_global(&mine.m_l[row], float2{m[0], l[0]});
   });
-  const uint32_t ranges = a.ranges.divisor, number = a.ranges.divide(blockIdx.x);
-  __syncthreads();  // hazard: written by all threads
-  if (thread == 0) is_last_s = atom_inc_acq_rel(&counters[number], ranges - 1) == ranges - 1;
-  __syncthreads();  // hazard: counted by thread 0
-  if (!is_last_s) return;
-  const RangePartial<B>* const first = parts + number * ranges;
-  ranges > few_ranges ? merge_ranges<B, ranges_at_once, 4>(first, a, item, thread)
-                      : merge_ranges<B, 2, 16>(first, a, item, thread);
+  merge_if_last<B>(a, item, thread, is_last_s, [] { __syncthreads(); });
 }
 
 // ---- work scheduling ----
@@ -2706,6 +2715,7 @@ __device__ __forceinline__ int uniform(int x) { return __shfl_sync(0xffffffffu, 
 // Bytes of a tile's panels: [rows][128], or [rows][64] where rows have no more.
 template <class B> constexpr int ROW_BYTES = int(sizeof(Input)) * B::head_dim;
 template <class B> constexpr int PANEL_BYTES = ROW_BYTES<B> < 128 ? ROW_BYTES<B> : 128;
+template <class B> constexpr int PANELS = ROW_BYTES<B> / PANEL_BYTES<B>;
 template <class B> constexpr int PANEL_ATOM = 8 * PANEL_BYTES<B>;  // 8 lines of a panel
 constexpr int STEP_BYTES = 32;                                     // of K that an instruction takes
 
@@ -2745,6 +2755,10 @@ template <class E, class View> __device__ __forceinline__ void pack_step(uint32_
 }
 // Cache policies of loads: Q is read once, K and V by many CTAs.
 constexpr uint64_t evict_first = 0x12f0000000000000, evict_last = 0x14f0000000000000;
+
+// True if a producer warp stores O out of shared memory; otherwise those that compute do.
+template <class B>
+constexpr bool stores_by_tma = B::path == Path::wgmma_roles && B::split_kv == 1 && !B::pack_gqa && B::split_ctas == 1;
 
 // Query rows of a warpgroup, which are one box of the tensor maps of Q and O.
 template <class B> constexpr int wgmma_rows = B::swap_ab ? B::block_m : 64;
@@ -2834,6 +2848,14 @@ __device__ __forceinline__ void wgmma_pv(WgmmaAccumulator<B::head_dim>& O, const
   wgmma_commit_group();
 }
 
+// PACK_GQA: rows of Q without a query are 0, since what lies there would decide how others are rounded. ROWS: of the tile.
+template <class B, int ROWS> __device__ __forceinline__ void clear_rows_without_query(Input* Q_s, const KernelArgs& a) {
+  const int rows = rows_of_item<B>(a), chunks = (ROWS - rows) * 8;
+  for (int i = threadIdx.x; i < B::head_dim / 64 * chunks; i += B::threads) {
+    st_shared(reinterpret_cast<uint4*>(Q_s + (i / chunks * ROWS + rows) * 64) + i % chunks, uint4{});
+  }
+  fence_proxy_async();
+}
 // By one warp, before the first copies.
 template <class B> __device__ __forceinline__ void prefetch_tensor_maps(const KernelArgs& a) {
   if (threadIdx.x != 64) return;
@@ -2903,7 +2925,7 @@ template <class B> SdpaStatus encode_tensor_maps(TensorMaps& maps, KernelArgs& a
     const bool is_q = map == &maps.q, of_queries = is_q || map == &maps.o;
     const int S = t.dims[0].size;
     // No key: nothing is loaded, but the kernel prefetches the map. Most kernels store O without one.
-    if (S == 0 || (B::path != Path::wgmma_roles && map == &maps.o)) {
+    if (S == 0 || (map == &maps.o && !stores_by_tma<B>)) {
       *map++ = maps.q;
       continue;
     }
@@ -3105,7 +3127,8 @@ template <class B>
 using SlicePartials = std::conditional_t<(B::split_kv > 1), SlicePartial<B>[B::block_m / 64], Nothing>;
 
 // True if warpgroups before query 0 or past Sq skip the item's tiles.
-template <class B> constexpr bool wgmma_may_pass = B::split_kv == 1 && !B::use_ping_pong;
+template <class B>
+constexpr bool wgmma_may_pass = B::split_kv == 1 && !B::use_ping_pong && !B::pack_gqa && B::split_ctas == 1;
 
 // How the registers of a CTA are dealt: all threads start with the same number, then the warpgroup that
 // copies gives away what it does not need. setmaxnreg counts in eights.
@@ -3134,6 +3157,15 @@ template <class B, class Shared> struct WgmmaProducer {
     if (B::use_persistent_cta && i >= a.work_items) return {};
     return wgmma_item<B, wgmma_may_pass<B>>(a, i);
   }
+  // PACK_GQA: Q of an item, a panel of all heads at a time.
+  __device__ __forceinline__ void load_packed_q(const WgmmaItem& item, uint64_t* full) {
+    mbarrier_arrive_expect_tx(full, item.rounds > 0 ? rows_of_item<B>(a) * ROW_BYTES<B> : 0);
+    for (int panel = 0; item.rounds > 0 && panel < PANELS<B>; panel++) {
+      const int at[5] = {0, item.q0, item.h, panel, item.b};
+      Input* const panel_s = s.queries(0, 0) + panel * 64 * B::head_dim / PANELS<B>;
+      cp_async_bulk_tensor_load(panel_s, &tensor_maps<B>(a).q, at, full, evict_first);
+    }
+  }
   // Loads Q of an item, once `empty` is complete, and sets s.item; q_full tells the others.
   __device__ __forceinline__ void start_item(const WgmmaItem& item, uint64_t* empty, int parity) {
     const int stage = q_ring.stage;
@@ -3141,10 +3173,14 @@ template <class B, class Shared> struct WgmmaProducer {
     if (B::use_persistent_cta) mbarrier_wait(empty, parity);
     if (issues) {
       s.item[stage] = item;
-      mbarrier_arrive_expect_tx(full, item.rounds > 0 ? B::block_m * ROW_BYTES<B> : 0);
-      for (int group = 0; item.rounds > 0 && group < Shared::ROW_GROUPS; group++) {
-        const int at[5] = {0, item.q0 + group * 64, 0, item.h, item.b};
-        cp_async_bulk_tensor_load(s.queries(stage, group), &tensor_maps<B>(a).q, at, full, evict_first);
+      if constexpr (B::pack_gqa) {
+        load_packed_q(item, full);
+      } else {
+        mbarrier_arrive_expect_tx(full, item.rounds > 0 ? B::block_m * ROW_BYTES<B> : 0);
+        for (int group = 0; item.rounds > 0 && group < Shared::ROW_GROUPS; group++) {
+          const int at[5] = {0, item.q0 + group * 64, 0, item.h, item.b};
+          cp_async_bulk_tensor_load(s.queries(stage, group), &tensor_maps<B>(a).q, at, full, evict_first);
+        }
       }
     }
     q_ring.advance();
@@ -3170,7 +3206,7 @@ template <class B, class Shared> struct WgmmaProducer {
   __device__ __forceinline__ void load_items(int role, int slice, V& v, bool starts, const Start& start) {
     uint32_t* const counter = static_cast<uint32_t*>(a.p.workspace);
     auto& t = s.slice[slice];
-    WgmmaItem item = find_item(blockIdx.x);
+    WgmmaItem item = find_item(item_number_of_cta<B>(a));
     griddepcontrol_wait();  // the kernel before this one has ended, and its writes are visible
     while (true) {
       if (starts) start(item);
@@ -3360,7 +3396,8 @@ template <class B> __global__ void __launch_bounds__(B::threads, 1) sdpa_wgmma(c
   const int warp = uniform(threadIdx.x / 32);
   s.init_mbarriers(warp);
   prefetch_tensor_maps<B>(a);
-  __syncthreads();  // hazard: mbarriers initialised by two threads
+  if (B::pack_gqa) clear_rows_without_query<B, 64>(s.queries(0, 0), a);
+  __syncthreads();  // hazard: mbarriers initialised by two threads, rows emptied by all
   if (warp < B::producer_threads / 32) {
     if (Registers::dealt) setmaxnreg_dec<Registers::producer>();
     typename Kernel::Producer(s, a).run(warp);
@@ -3427,6 +3464,7 @@ template <class B> struct WgmmaShared {
   WgmmaItem item[Q_STAGES];  // whose Q it is
   // Full: Q has landed, and item is set. Done: every warp has written its O over Q. Empty: O has been stored.
   uint64_t q_full[Q_STAGES], o_done[Q_STAGES][ROW_GROUPS], q_empty[Q_STAGES];
+  bool is_last;  // for merge_if_last()
 
   __device__ __forceinline__ Input* queries(int stage, int row_group) { return Q[stage][row_group]; }
   // Two threads do it; a barrier of the CTA must follow.
@@ -3479,7 +3517,8 @@ template <class B> struct Wgmma16Producer : WgmmaProducer<B, WgmmaShared<B>> {
     const int role = warp == 0         ? load_k
                      : warp == 1       ? load_v
                      : B::split_kv > 1 ? (warp == 2 ? load_k : load_v)
-                                       : (warp == 2 ? store_o : idle);
+                     : warp == 2 && stores_by_tma<B> ? store_o
+                                                     : idle;
     // The loader of V begins an item, so that Q and K are asked for at once; with a queue that of K, which so begins
     // the next item early.
     constexpr int starts = B::use_persistent_cta ? 0 : 1;
@@ -3713,19 +3752,46 @@ template <class B> struct Wgmma16Consumer : WgmmaConsumer<B, WgmmaShared<B>> {
     });
   }
 
+  // SPLIT_CTAS, PACK_GQA: stores the item's rows, or what this range of its keys gives. A range may have no key.
+  __device__ __forceinline__ void store_range() {
+    const WgmmaItem item = s.item[0];
+    const int thread = int(threadIdx.x) - B::producer_threads, lane = thread % 32;
+    const int first_row = thread / 32 * 16 + lane / 4;
+    if (item.rounds == 0) rows.start(), clear(rows.O);
+    SDPA_UNROLL for (int i = 0; i < 2; i++) {
+      const int row = first_row + 8 * i;
+      const float m[1] = {rows.m[i]}, l[1] = {rows.l[i]};
+      QuadRuns<1, B::head_dim, 2> O;
+      O.first_row = 0, O.first_col = lane % 4 * 2;
+      SDPA_UNROLL for (int j = 0; j < O.COLS; j++) O.x[0][j] = rows.O.x[i][j];
+      if (a.ranges.divisor == 1) {
+        if (row < rows_of_item<B>(a)) store_output<B>(O, m, l, a, row_item<B>(a, item, row));
+        continue;
+      }
+      RangePartial<B>& mine = range_partials<B>(a)[blockIdx.x];
+      SDPA_UNROLL for (int j = 0; j < O.COLS; j += 2) {
+        st_global(&mine.O[row][O.col(j)], float2{O.x[0][j], O.x[0][j + 1]});
+      }
+      if (lane % 4 == 0) st_global(&mine.m_l[row], float2{m[0], l[0]});
+    }
+    if (a.ranges.divisor == 1) return;
+    merge_if_last<B>(a, item, thread, s.is_last, [] { barrier_sync(partials, B::warpgroups * 128); });
+  }
+
   __device__ __forceinline__ void run() {
     const auto compute = [&](const WgmmaTurns<B>& turns) {
       sum_parts(turns);
       SDPA_UNROLL for (int i = 0; i < 2; i++) rows.l[i] = row_sum<Base::Rows::Sums::LANES>(rows.l[i]);
       if constexpr (B::split_kv > 1) {
         merge_and_store();
-      } else {
+      } else if constexpr (stores_by_tma<B>) {
         write_output();
       }
     };
-    Base::run_items([] {}, compute, [&] {  // with slices nobody waits
-      if (B::split_kv == 1) arrive_by_warp(&s.o_done[q_ring.stage][row_group], lane);
+    Base::run_items([] {}, compute, [&] {
+      if (stores_by_tma<B>) arrive_by_warp(&s.o_done[q_ring.stage][row_group], lane);
     });
+    if constexpr (B::split_kv == 1 && !stores_by_tma<B>) store_range();
   }
 };
 
@@ -4487,14 +4553,7 @@ __global__ void __launch_bounds__(B::threads, 1) sdpa_wgmma_columns(const __grid
     fence_mbarrier_init();
   }
   prefetch_tensor_maps<B>(a);
-  if (B::pack_gqa) {  // rows without a query are 0: what lies there would decide how others are rounded
-    const int rows = rows_of_item<B>(a), chunks = (B::block_m - rows) * 8;
-    for (int i = threadIdx.x; i < B::head_dim / 64 * chunks; i += B::threads) {
-      Input* const empty = s.Q + (i / chunks * B::block_m + rows) * 64;
-      st_shared(reinterpret_cast<uint4*>(empty) + i % chunks, uint4{});
-    }
-    fence_proxy_async();
-  }
+  if (B::pack_gqa) clear_rows_without_query<B, B::block_m>(s.Q, a);
   WgmmaColumnsLoader<B> loader{s, a, warp / 4, warp % 4, {}};
   if (loader.loads()) loader.item = wgmma_item<B>(a, item_number_of_cta<B>(a));
   __syncthreads();  // hazard: mbarriers initialised by one thread, rows emptied by all
@@ -4841,9 +4900,15 @@ template <class B> constexpr bool check() {
   constexpr bool mma = B::family == Family::mma, wgmma = B::family == Family::wgmma;
   SDPA_REFUSE(B::block_n % (scalar ? 8 : B::is_e4m3 && !B::converts_operands ? 32 : 16) != 0,
               "BLOCK_N: the scalar kernel takes keys by 8, the others by 16, e4m3 by 32; type BLOCK_N=64");
-  SDPA_REFUSE(!mma && !B::swap_ab && (B::pack_gqa || B::split_ctas != 1),
-              "PACK_GQA and SPLIT_CTAS: only the mma.sync kernel and the transposed wgmma kernel have them; add "
-              "USE_MMA_SYNC=1 or SWAP_AB=1 or drop them");
+  SDPA_REFUSE((B::path == Path::wgmma_plain || B::path == Path::wgmma_e4m3) && (B::pack_gqa || B::split_ctas != 1),
+              "PACK_GQA and SPLIT_CTAS: the plain wgmma kernel and that of e4m3 have neither; add "
+              "USE_WARP_SPECIALIZATION=1 or SWAP_AB=1 or drop them");
+  SDPA_REFUSE(B::path == Path::wgmma_roles && (B::pack_gqa || B::split_ctas != 1) &&
+                  (B::split_kv > 1 || B::use_persistent_cta || B::skip_masked),
+              "PACK_GQA and SPLIT_CTAS: a CTA has one item, whose warpgroups take all of its keys; drop SPLIT_KV, "
+              "USE_PERSISTENT_CTA and SKIP_MASKED");
+  SDPA_REFUSE(B::path == Path::wgmma_roles && B::pack_gqa && B::block_m != 64,
+              "PACK_GQA: the heads of a group are rows of one warpgroup; type BLOCK_M=64 NUM_WARPS=4");
   SDPA_REFUSE(mma && !B::pack_gqa && B::split_ctas != 1,
               "SPLIT_CTAS: in the mma.sync kernel it goes with PACK_GQA; add PACK_GQA=1 or drop it");
   SDPA_REFUSE(wmma && B::use_warp_specialization && B::sync_policy != 1,
