@@ -51,19 +51,8 @@ static Line line_for(const Tensor& q) {
 
 // ---- what no line takes ----
 
-static std::string not_16_byte_rows(const char* name, const Tensor& x) {
-  const int64_t step = 16 / x.element_size();
-  if (x.stride(3) != 1) return c10::str(name, " has no contiguous last dimension");
-  if (reinterpret_cast<uintptr_t>(x.const_data_ptr()) % 16) return c10::str(name, " does not start at a multiple of 16 bytes");
-  for (int i = 0; i < 3; i++) {
-    if (x.size(i) > 1 && x.stride(i) % step) return c10::str(name, " has a stride that is no multiple of 16 bytes");
-  }
-  return "";
-}
-
-// Why no line takes these tensors, in one sentence; empty if one does.
+// Why no line takes these tensors, in one sentence; empty if one does, given rows that fit().
 static std::string why_not(const Tensor& q, const Tensor& k, const Tensor& v, bool takes_e4m3) {
-  const bool e4m3 = q.scalar_type() == at::kFloat8_e4m3fn;
   for (const Tensor* x : {&q, &k, &v}) {
     if (!x->is_cuda()) return c10::str("a tensor is on ", x->device(), "; sdpa's kernels run on CUDA devices");
     if (x->device() != q.device()) return c10::str("tensors are on ", q.device(), " and ", x->device());
@@ -71,18 +60,25 @@ static std::string why_not(const Tensor& q, const Tensor& k, const Tensor& v, bo
     if (x->scalar_type() != q.scalar_type()) return "q, k and v have different dtypes";
     if (x->size(0) != q.size(0) || x->size(3) != q.size(3)) return "q, k and v differ in B or D";
   }
-  if (q.scalar_type() != at::kHalf && q.scalar_type() != at::kBFloat16 && !(e4m3 && takes_e4m3)) {
+  if (q.scalar_type() != at::kHalf && q.scalar_type() != at::kBFloat16 &&
+      !(takes_e4m3 && q.scalar_type() == at::kFloat8_e4m3fn)) {
     return c10::str("there is no line for ", q.scalar_type());
   }
   if (q.size(3) != 64 && q.size(3) != 128 && q.size(3) != 256) return c10::str("there is no line for D=", q.size(3));
   if (k.sizes() != v.sizes()) return "k and v have different shapes";
   if (k.size(1) == 0 || q.size(1) % k.size(1)) return "the heads of q are no multiple of those of k";
-  for (const auto& [name, x] : {std::pair{"q", &q}, {"k", &k}, {"v", &v}}) {
-    const std::string why = not_16_byte_rows(name, *x);
-    if (!why.empty()) return why;
+  for (const int64_t size : {q.size(0), q.size(1), q.size(2), k.size(2)}) {
+    if (size > 1000000000) return "a dimension is over 10^9";
   }
   if (q.get_device() >= max_devices) return c10::str("device ", q.get_device(), " is beyond the first ", max_devices);
   return line_for(q).trouble;
+}
+
+// Whether all rows start at a multiple of 16 bytes and are contiguous, as the kernels' copies need.
+static bool fit(const Tensor& x) {
+  bool all = x.stride(3) == 1 && reinterpret_cast<uintptr_t>(x.const_data_ptr()) % 16 == 0;
+  for (int i = 0; i < 3; i++) all = all && (x.size(i) <= 1 || x.stride(i) * x.element_size() % 16 == 0);
+  return all;
 }
 
 // ---- workspaces ----
@@ -177,9 +173,6 @@ static std::string launch(const Tensor& q, const Tensor& k, const Tensor& v, con
   SdpaParams p{};
   p.Q = q.const_data_ptr(), p.K = k.const_data_ptr(), p.V = v.const_data_ptr(), p.O = o.mutable_data_ptr();
   p.LSE = static_cast<float*>(lse.mutable_data_ptr());
-  for (const Tensor* x : {&q, &k}) {
-    if (x->size(2) > 1000000000 || x->size(1) > 1000000000 || x->size(0) > 1000000000) return "a dimension is over 10^9";
-  }
   p.B = int(q.size(0)), p.Hq = int(q.size(1)), p.Hkv = int(k.size(1)), p.Sq = int(q.size(2)), p.Sk = int(k.size(2));
   p.D = int(q.size(3));
   p.q = strides_of(q), p.k = strides_of(k), p.v = strides_of(v), p.o = strides_of(o);
@@ -198,9 +191,12 @@ static std::string launch(const Tensor& q, const Tensor& k, const Tensor& v, con
 
 using FlashResult = std::tuple<Tensor, Tensor, Tensor, Tensor, c10::SymInt, c10::SymInt, Tensor, Tensor, Tensor>;
 
-static FlashResult flash(const Tensor& q, const Tensor& k, const Tensor& v, double dropout, bool causal, bool debug_mask,
-                         std::optional<double> scale) {
-  const c10::cuda::CUDAGuard guard(q.device());
+// Tensors whose rows do not fit() are copied; FlashAttention-2 fails with "misaligned address" on some of them.
+static FlashResult flash(const Tensor& q_any, const Tensor& k_any, const Tensor& v_any, double dropout, bool causal,
+                         bool debug_mask, std::optional<double> scale) {
+  const c10::cuda::CUDAGuard guard(q_any.device());
+  const auto fitting = [](const Tensor& x) { return x.dim() != 4 || fit(x) ? x : x.clone(at::MemoryFormat::Contiguous); };
+  const Tensor q = fitting(q_any), k = fitting(k_any), v = fitting(v_any);
   if (dropout == 0 && !debug_mask && !(scale && *scale == 0) && why_not(q, k, v, false).empty()) {
     const Tensor o = at::empty_like(q);
     const Tensor lse = empty({q.size(0), q.size(1), q.size(2)}, at::kFloat, q);
@@ -235,6 +231,8 @@ static std::tuple<Tensor, Tensor> attention(const Tensor& q, const Tensor& k, co
   const c10::cuda::CUDAGuard guard(q.device());
   std::string why = why_not(q, k, v, true);
   TORCH_CHECK(why.empty(), "sdpa.attention: ", why);
+  TORCH_CHECK(fit(q) && fit(k) && fit(v), "sdpa.attention: the rows of q, k or v are not contiguous or do not all start at a "
+              "multiple of 16 bytes");
   Tensor kept[3];
   const SdpaDescale descales[] = {descale("q_descale", q_descale, q, kept[0]), descale("k_descale", k_descale, k, kept[1]),
                                   descale("v_descale", v_descale, v, kept[2])};

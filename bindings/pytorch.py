@@ -213,9 +213,11 @@ class Active:
 
     def __init__(self):
         glue().sdpa_torch_activate(True)
+        if torch.cuda.is_available():  # PyTorch sets its order, cuDNN first on Hopper, when it first chooses
+            torch._fused_sdp_choice(*[torch.empty(1, 1, 1, 64, dtype=torch.half, device="cuda")] * 3)
         self.order = torch._C._get_sdp_priority_order()
-        flash, cudnn = int(SDPBackend.FLASH_ATTENTION), int(SDPBackend.CUDNN_ATTENTION)  # on Hopper PyTorch takes cuDNN first
-        torch._C._set_sdp_priority_order([flash, cudnn, *(backend for backend in self.order if backend not in (flash, cudnn))])
+        first = [int(SDPBackend.FLASH_ATTENTION), int(SDPBackend.CUDNN_ATTENTION)]
+        torch._C._set_sdp_priority_order(first + [backend for backend in self.order if backend not in first])
 
     def remove(self):
         glue().sdpa_torch_activate(False)

@@ -20,6 +20,7 @@ GPU = torch.cuda.is_available()
 needs_gpu = pytest.mark.skipif(not GPU and not os.environ.get("SDPA_TEST_GPU"), reason="no GPU")
 HALVES, SIZES = (torch.float16, torch.bfloat16), (64, 128, 256)
 LIMITS = {torch.float16: 2e-3, torch.bfloat16: 1.6e-2, torch.float8_e4m3fn: 6e-2}  # of rel_rms, twice a line's
+OPCHECKS = ("test_schema", "test_autograd_registration", "test_faketensor", "test_aot_dispatch_dynamic")
 FAKE_NVCC = """#!/bin/sh
 [ "$1" = --version ] && exit
 echo run >>"$CALLS"
@@ -186,7 +187,7 @@ def samples(dtype, D, requires_grad):
         yield *qkv, {"is_causal": True}
         yield make(1, 4, 1, D), make(1, 4, 5000, D), make(1, 4, 5000, D), {}
         yield make(1, 4, 9, D + 8)[..., :D], make(1, 4, 9, D), make(1, 4, 9, D), {}
-        yield make(1, 4, 9, D + 1)[..., 1:], make(1, 4, 9, D), make(1, 4, 9, D), {}  # odd: PyTorch's own kernel
+        yield make(1, 4, 9, D + 1)[..., 1:], make(1, 4, 9, D), make(1, 4, 9, D), {}  # odd: copied
 
 
 @needs_gpu
@@ -212,7 +213,7 @@ def test_samples_of_pytorch(active, dtype, D, requires_grad):
             for a, b in zip(torch.autograd.grad(got, tensors, grad), torch.autograd.grad(want, wide, grad.double())):
                 assert rel_rms(a, b) <= 2 * LIMITS[dtype], (q.shape, options)
     print(f"{dtype} D={D} requires_grad={requires_grad}: {ours} by sdpa, {declined} declined")
-    assert (ours >= 8) == (D != 8) and declined
+    assert ours == (8 if D in SIZES else 0) and declined
 
 
 CASES = [(torch.float16, 2, 8, 2, 100, 300, 64, "br", (None, None)), (torch.bfloat16, 1, 4, 4, 300, 100, 128, "br", (None, None)),
@@ -255,8 +256,10 @@ def test_opcheck():
         left, right = (-1 if keys is None else keys for keys in case[8])
         square = case[0] in HALVES and (case[7] != "tl" and left + right == -2 or case[4] == case[5])
         arguments = [x.requires_grad_() if square else x for x in (q, k, v)]
+        # PyTorch cannot compare tensors of e4m3, by which test_schema finds out whether an input was written to.
+        tests = [name for name in OPCHECKS if case[0] in HALVES or name != "test_schema"]
         torch.library.opcheck(torch.ops.sdpa.attention.default, (*arguments, sdpa.MASKS[case[7]], left, right, 0.0,
-                              *(factors.get(name) for name in ("q_descale", "k_descale", "v_descale"))))
+                              *(factors.get(name) for name in ("q_descale", "k_descale", "v_descale"))), test_utils=tests)
 
 
 @needs_gpu
@@ -319,12 +322,13 @@ def test_graphs_and_streams(active):
 @needs_gpu
 def test_bad_input(active):
     q = torch.randn(1, 2, 30, 64, device="cuda", dtype=torch.half)
+    rows = "the rows of q, k or v are not contiguous or do not all start at a multiple of 16 bytes"
     for bad, why in ((q.float(), "no line for Float"), (torch.randn(1, 2, 30, 80, device="cuda").half(), "no line for D=80"),
-                     (torch.randn(1, 2, 64, 30, device="cuda").half().mT, "no contiguous last dimension"),
-                     (torch.randn(1, 2, 30, 65, device="cuda").half()[..., 1:], "multiple of 16 bytes")):
+                     (torch.randn(1, 2, 64, 30, device="cuda").half().mT, rows),
+                     (torch.randn(1, 2, 30, 65, device="cuda").half()[..., 1:], rows)):
         with pytest.raises(RuntimeError, match=why):
             sdpa.attention(bad, bad, bad)
-        assert why in sdpa.why_not(bad, bad, bad)
+        assert why == rows or why in sdpa.why_not(bad, bad, bad)
         out, want = (F.scaled_dot_product_attention(x, x, x) for x in (bad, bad.double()))
         assert rel_rms(out, want) <= 2e-3
     with pytest.raises(RuntimeError, match="tensors are on|a tensor is on cpu"):
