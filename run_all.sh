@@ -127,6 +127,15 @@ find_python() {
 engine_packages=(numpy scipy pyelftools 'ml_dtypes==0.5.*')
 extract_packages=('tree-sitter==0.*' 'tree-sitter-cpp==0.*')
 
+# For the tests of bindings/, beside the other packages: without its 2 GB of libraries that the CUDA Toolkit has as well.
+install_pytorch() {
+  "$python" -c 'import torch' 2>/dev/null && return
+  [ "$python" = "$venv/bin/python3" ] && has_nvcc && may_install "PyTorch (pip, into $venv)" &&
+    "$python" -m pip install --quiet expecttest filelock fsspec jinja2 networkx sympy typing-extensions 'transformers==5.*' >&2 &&
+    "$python" -m pip install --quiet --no-deps 'torch==2.11.*' 'nvidia-cufile==1.*' 'nvidia-cusparselt-cu13==0.8.*' \
+      'nvidia-nccl-cu13==2.28.*' 'nvidia-nvshmem-cu13==3.4.*' 'triton==3.6.*' >&2 && "$python" -c 'import torch'
+}
+
 need_python() {
   find_python "$@" || refuse "python3 lacks one of $*; install them with: python3 -m pip install $*"
 }
@@ -572,6 +581,7 @@ run_tests() {
   if find_python "${engine_packages[@]}" jsonschema matplotlib 'onnx==1.23.*' 'optuna==4.*' pytest \
     "${extract_packages[@]}"; then
     export PYTHON=$python
+    install_pytorch || say "---- tests: those of bindings/pytorch.py are left out; they need PyTorch 2.11"
   else
     say "---- tests: those in Python are left out; they need packages of PyPI, which pip could not install"
   fi
