@@ -129,11 +129,11 @@ extract_packages=('tree-sitter==0.*' 'tree-sitter-cpp==0.*')
 
 # For the tests of bindings/, beside the other packages: without its 2 GB of libraries that the CUDA Toolkit has as well.
 install_pytorch() {
-  "$python" -c 'import torch' 2>/dev/null && return
+  "$python" -c 'import torch._dynamo' 2>/dev/null && return
   [ "$python" = "$venv/bin/python3" ] && has_nvcc && may_install "PyTorch (pip, into $venv)" &&
-    "$python" -m pip install --quiet expecttest filelock fsspec jinja2 networkx sympy typing-extensions 'transformers==5.*' >&2 &&
-    "$python" -m pip install --quiet --no-deps 'torch==2.11.*' 'nvidia-cufile==1.*' 'nvidia-cusparselt-cu13==0.8.*' \
-      'nvidia-nccl-cu13==2.28.*' 'nvidia-nvshmem-cu13==3.4.*' 'triton==3.6.*' >&2 && "$python" -c 'import torch'
+    "$python" -m pip install --quiet expecttest filelock fsspec jinja2 networkx 'sympy>=1.13.3' typing-extensions 'transformers==5.*' >&2 &&
+    "$python" -m pip install -qqq --no-deps 'torch==2.11.*' 'nvidia-cufile==1.*' 'nvidia-cusparselt-cu13==0.8.0' \
+      'nvidia-nccl-cu13==2.28.*' 'nvidia-nvshmem-cu13==3.4.*' 'triton==3.6.*' >&2 && "$python" -c 'import torch._dynamo'
 }
 
 need_python() {
