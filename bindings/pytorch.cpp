@@ -2,8 +2,8 @@
 // call in Python costs more than a small kernel. It knows no kernel; pytorch.py builds them and hands over their functions.
 
 #include <ATen/core/Tensor.h>
-#include <ATen/ops/_flash_attention_forward.h>
 #include <ATen/cuda/EmptyTensor.h>
+#include <ATen/ops/_flash_attention_forward.h>
 #include <ATen/ops/empty_like.h>
 #include <ATen/ops/zeros.h>
 #include <c10/cuda/CUDAGraphsC10Utils.h>
@@ -15,6 +15,8 @@
 #include <map>
 #include <mutex>
 #include <string>
+#include <tuple>
+#include <vector>
 
 #include "sdpa.h"
 
@@ -36,7 +38,7 @@ static std::mutex mutex;                    // of all that is static here
 using Load = void (*)(int device, int dtype, int D, Line* line);
 static Load load;
 
-static Line line_for(const Tensor& q) {
+static const Line& line_for(const Tensor& q) {
   const int dtype = q.scalar_type() == at::kHalf ? 0 : q.scalar_type() == at::kBFloat16 ? 1 : 2;
   Line& line = lines[q.get_device()][dtype][q.size(3) / 64 - 1];
   {
@@ -92,9 +94,9 @@ struct GraphWorkspace {
   size_t bytes = 0;
   unsigned long long capture = 0;
 };
-using Place = std::pair<decltype(Line::forward), cudaStream_t>;  // a line and a stream
-static auto& stream_workspaces = *new std::map<Place, Tensor>;   // never destroyed: CUDA may be gone by then
-static std::map<Place, GraphWorkspace> graph_workspaces;         // of the newest capture
+using Place = std::tuple<decltype(Line::forward), int, cudaStream_t>;  // a line, a device, and a stream of it
+static auto& stream_workspaces = *new std::map<Place, Tensor>;         // never destroyed: CUDA may be gone by then
+static std::map<Place, GraphWorkspace> graph_workspaces;               // of the newest capture
 static std::vector<void*> of_dead_graphs;
 
 // One that the graph owns. It is zeroed here and now: as a node of the graph that would cost each replay a launch.
@@ -105,12 +107,7 @@ static void* graph_workspace(GraphWorkspace& workspace, size_t bytes, cudaStream
   C10_CUDA_CHECK(cudaStreamGetCaptureInfo(captured, &status, &capture, &graph));
   if (workspace.capture == capture && workspace.bytes >= bytes) return workspace.data;
   void* data = nullptr;
-  cudaStream_t stream;
   C10_CUDA_CHECK(cudaMalloc(&data, bytes));
-  C10_CUDA_CHECK(cudaStreamCreateWithFlags(&stream, cudaStreamNonBlocking));
-  C10_CUDA_CHECK(cudaMemsetAsync(data, 0, bytes, stream));
-  C10_CUDA_CHECK(cudaStreamSynchronize(stream));
-  C10_CUDA_CHECK(cudaStreamDestroy(stream));
   const auto free_later = [](void* dead) {  // CUDA may not be called here
     const std::lock_guard<std::mutex> lock(mutex);
     of_dead_graphs.push_back(dead);
@@ -118,8 +115,22 @@ static void* graph_workspace(GraphWorkspace& workspace, size_t bytes, cudaStream
   cudaUserObject_t owner;
   C10_CUDA_CHECK(cudaUserObjectCreate(&owner, data, free_later, 1, cudaUserObjectNoDestructorSync));
   C10_CUDA_CHECK(cudaGraphRetainUserObject(graph, owner, 1, cudaGraphUserObjectMove));
+  cudaStream_t stream;
+  C10_CUDA_CHECK(cudaStreamCreateWithFlags(&stream, cudaStreamNonBlocking));
+  C10_CUDA_CHECK(cudaMemsetAsync(data, 0, bytes, stream));
+  C10_CUDA_CHECK(cudaStreamSynchronize(stream));
+  C10_CUDA_CHECK(cudaStreamDestroy(stream));
   workspace = {data, bytes, capture};
   return data;
+}
+
+static void free_of_dead_graphs() {
+  std::vector<void*> dead;
+  {
+    const std::lock_guard<std::mutex> lock(mutex);
+    dead.swap(of_dead_graphs);
+  }
+  for (void* data : dead) cudaFree(data);
 }
 
 // sdpa_library_workspace_bytes() takes a third of a launch, and callers repeat their problems.
@@ -140,11 +151,10 @@ static size_t workspace_bytes(const Line& line, const SdpaParams& p) {
 static void* workspace_for(const Line& line, const SdpaParams& p, cudaStream_t stream, bool captured) {
   size_t bytes = workspace_bytes(line, p);
   if (bytes == 0) return nullptr;
+  if (!captured) free_of_dead_graphs();
   const std::lock_guard<std::mutex> lock(mutex);
-  const Place place{line.forward, stream};
+  const Place place{line.forward, c10::cuda::current_device(), stream};
   if (captured) return graph_workspace(graph_workspaces[place], bytes, stream);
-  for (void* dead : of_dead_graphs) cudaFree(dead);
-  of_dead_graphs.clear();
   Tensor& workspace = stream_workspaces[place];
   if (!workspace.defined() || size_t(workspace.numel()) < bytes) {
     while (bytes & (bytes - 1)) bytes += bytes & -bytes;  // to a power of 2, so that a growing problem seldom asks again
@@ -169,7 +179,7 @@ struct Mask {
 // O, LSE = attention(q, k, v). Returns why not, in one sentence; empty if it was enqueued. Shapes have been checked.
 static std::string launch(const Tensor& q, const Tensor& k, const Tensor& v, const Tensor& o, const Tensor& lse, double scale,
                           Mask mask, const SdpaDescale (&descales)[3]) {
-  const Line line = line_for(q);
+  const Line& line = line_for(q);
   SdpaParams p{};
   p.Q = q.const_data_ptr(), p.K = k.const_data_ptr(), p.V = v.const_data_ptr(), p.O = o.mutable_data_ptr();
   p.LSE = static_cast<float*>(lse.mutable_data_ptr());
