@@ -142,7 +142,8 @@ static size_t workspace_bytes(const Line& line, const SdpaParams& p) {
   };
   thread_local Sizes last{};
   thread_local size_t bytes = 0;
-  const Sizes now{line.forward, c10::cuda::current_device(), p.B, p.Hq, p.Hkv, p.Sq, p.Sk, p.causal, p.window_left, p.window_right};
+  const Sizes now{line.forward,  c10::cuda::current_device(), p.B, p.Hq, p.Hkv, p.Sq, p.Sk, p.causal, p.window_left,
+                  p.window_right};
   if (!(now == last)) bytes = line.workspace_bytes(&p), last = now;
   return bytes;
 }
@@ -157,7 +158,8 @@ static void* workspace_for(const Line& line, const SdpaParams& p, cudaStream_t s
   if (captured) return graph_workspace(graph_workspaces[place], bytes, stream);
   Tensor& workspace = stream_workspaces[place];
   if (!workspace.defined() || size_t(workspace.numel()) < bytes) {
-    while (bytes & (bytes - 1)) bytes += bytes & -bytes;  // to a power of 2, so that a growing problem seldom asks again
+    while (bytes & (bytes - 1))
+      bytes += bytes & -bytes;  // to a power of 2, so that a growing problem seldom asks again
     workspace = at::zeros({int64_t(bytes)}, at::device(at::kCUDA).dtype(at::kByte));
   }
   return workspace.mutable_data_ptr();
@@ -177,8 +179,8 @@ struct Mask {
 };
 
 // O, LSE = attention(q, k, v). Returns why not, in one sentence; empty if it was enqueued. Shapes have been checked.
-static std::string launch(const Tensor& q, const Tensor& k, const Tensor& v, const Tensor& o, const Tensor& lse, double scale,
-                          Mask mask, const SdpaDescale (&descales)[3]) {
+static std::string launch(const Tensor& q, const Tensor& k, const Tensor& v, const Tensor& o, const Tensor& lse,
+                          double scale, Mask mask, const SdpaDescale (&descales)[3]) {
   const Line& line = line_for(q);
   SdpaParams p{};
   p.Q = q.const_data_ptr(), p.K = k.const_data_ptr(), p.V = v.const_data_ptr(), p.O = o.mutable_data_ptr();
@@ -190,7 +192,8 @@ static std::string launch(const Tensor& q, const Tensor& k, const Tensor& v, con
   p.q_descale = descales[0], p.k_descale = descales[1], p.v_descale = descales[2];
   const cudaStream_t stream = c10::cuda::getCurrentCUDAStream();
   const bool captured = c10::cuda::currentStreamCaptureStatusMayInitCtx() != c10::cuda::CaptureStatus::None;
-  std::optional<c10::cuda::CUDAStreamCaptureModeGuard> relaxed;  // lets the line's module be loaded and memory be asked for
+  std::optional<c10::cuda::CUDAStreamCaptureModeGuard>
+      relaxed;  // lets the line's module be loaded and memory be asked for
   if (captured) relaxed.emplace(cudaStreamCaptureModeRelaxed);
   p.workspace = workspace_for(line, p, stream, captured);
   char text[256];
@@ -205,7 +208,9 @@ using FlashResult = std::tuple<Tensor, Tensor, Tensor, Tensor, c10::SymInt, c10:
 static FlashResult flash(const Tensor& q_any, const Tensor& k_any, const Tensor& v_any, double dropout, bool causal,
                          bool debug_mask, std::optional<double> scale) {
   const c10::cuda::CUDAGuard guard(q_any.device());
-  const auto fitting = [](const Tensor& x) { return x.dim() != 4 || fit(x) ? x : x.clone(at::MemoryFormat::Contiguous); };
+  const auto fitting = [](const Tensor& x) {
+    return x.dim() != 4 || fit(x) ? x : x.clone(at::MemoryFormat::Contiguous);
+  };
   const Tensor q = fitting(q_any), k = fitting(k_any), v = fitting(v_any);
   if (dropout == 0 && !debug_mask && !(scale && *scale == 0) && why_not(q, k, v, false).empty()) {
     const Tensor o = at::empty_like(q);
@@ -214,13 +219,20 @@ static FlashResult flash(const Tensor& q_any, const Tensor& k_any, const Tensor&
     const Mask mask{causal ? SDPA_CAUSAL_BOTTOM_RIGHT : SDPA_CAUSAL_OFF, -1, -1};
     if (launch(q, k, v, o, lse, scale.value_or(0), mask, {}).empty()) {
       // The state of a random generator, unused and a debug mask, which nobody reads without dropout.
-      return {o, lse, Tensor(), Tensor(), q.size(2), k.size(2), empty({2}, at::kUInt64, q), empty({}, at::kUInt64, q),
+      return {o,
+              lse,
+              Tensor(),
+              Tensor(),
+              q.size(2),
+              k.size(2),
+              empty({2}, at::kUInt64, q),
+              empty({}, at::kUInt64, q),
               empty({0}, q.scalar_type(), q)};
     }
   }
   const auto [o, lse, rng_state, unused, mask] =
-      at::_flash_attention_forward(q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2), {}, {}, q.size(2), k.size(2),
-                                   dropout, causal, debug_mask, scale);
+      at::_flash_attention_forward(q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2), {}, {}, q.size(2),
+                                   k.size(2), dropout, causal, debug_mask, scale);
   return {o.transpose(1, 2), lse, Tensor(), Tensor(), q.size(2), k.size(2), rng_state, unused, mask};
 }
 
@@ -229,22 +241,26 @@ static FlashResult flash(const Tensor& q_any, const Tensor& k_any, const Tensor&
 // A factor for each head: x is float32, of a shape that expands to [B,H].
 static SdpaDescale descale(const char* name, const OptionalTensor& x, const Tensor& of, Tensor& kept) {
   if (!x) return {};
-  TORCH_CHECK(x->scalar_type() == at::kFloat && x->device() == of.device(), "sdpa.attention: ", name, " is not a float32 "
-              "tensor on ", of.device());
+  TORCH_CHECK(x->scalar_type() == at::kFloat && x->device() == of.device(), "sdpa.attention: ", name,
+              " is not a float32 "
+              "tensor on ",
+              of.device());
   kept = x->expand({of.size(0), of.size(1)});
   return {kept.const_data_ptr<float>(), kept.stride(0), kept.stride(1)};
 }
 
-static std::tuple<Tensor, Tensor> attention(const Tensor& q, const Tensor& k, const Tensor& v, int64_t causal, int64_t left,
-                                            int64_t right, double scale, const OptionalTensor& q_descale,
+static std::tuple<Tensor, Tensor> attention(const Tensor& q, const Tensor& k, const Tensor& v, int64_t causal,
+                                            int64_t left, int64_t right, double scale, const OptionalTensor& q_descale,
                                             const OptionalTensor& k_descale, const OptionalTensor& v_descale) {
   const c10::cuda::CUDAGuard guard(q.device());
   std::string why = why_not(q, k, v, true);
   TORCH_CHECK(why.empty(), "sdpa.attention: ", why);
-  TORCH_CHECK(fit(q) && fit(k) && fit(v), "sdpa.attention: the rows of q, k or v are not contiguous or do not all start at a "
+  TORCH_CHECK(fit(q) && fit(k) && fit(v),
+              "sdpa.attention: the rows of q, k or v are not contiguous or do not all start at a "
               "multiple of 16 bytes");
   Tensor kept[3];
-  const SdpaDescale descales[] = {descale("q_descale", q_descale, q, kept[0]), descale("k_descale", k_descale, k, kept[1]),
+  const SdpaDescale descales[] = {descale("q_descale", q_descale, q, kept[0]),
+                                  descale("k_descale", k_descale, k, kept[1]),
                                   descale("v_descale", v_descale, v, kept[2])};
   const bool e4m3 = q.scalar_type() == at::kFloat8_e4m3fn;
   const Tensor o = at::empty_like(q, q.options().dtype(e4m3 ? at::kHalf : q.scalar_type()));
