@@ -24,11 +24,11 @@ KINDS = {
                 "./run_all.sh ab LINE KNOB=VALUE..."),
     "verdicts": ("ab", ("comparison", "a", "b", "problem", "b_problem", "ratio", "low", "high", "verdict"),
                  "./run_all.sh ab, or tools/ab_trial.py"),
-    "steps": ("steps", ("line", "over", "shape", "speed_up", "low", "high"), "./run_all.sh gates --time"),
-    "fit": ("fit", ("D", "shape", "causal", "tile", "us", "check"), "./run_all.sh fit"),
-    "variants": ("ab", ("run", "config", "shape", "D", "causal", "source", "graph_us"), "tools/peers.py LINE..."),
-    "sweep": ("sweep", ("config", "problems", "passed", "wrong", "errors", "skipped"), "./run_all.sh sweep"),
-    "stress": ("stress", ("config", "case", "problem", "repeats", "check"), "./run_all.sh stress"),
+    "steps": ("steps", (), "./run_all.sh gates --time"),
+    "fit": ("fit", (), "./run_all.sh fit"),
+    "variants": ("ab", (), "tools/peers.py LINE..."),
+    "sweep": ("sweep", (), "./run_all.sh sweep"),
+    "stress": ("stress", (), "./run_all.sh stress"),
 }
 PEERS = {"torch_cudnn": "cuDNN", "torch_flash": "FlashAttention-2", "torch_efficient": "memory-efficient",
          "torch_math": "PyTorch math"}
