@@ -1,4 +1,4 @@
-"""What ./run_all.sh profile, stress and sweep make of their programs, which are fakes here, and what they refuse.
+"""What ./run_all.sh profile, stress and sweep make of what they run, which is a fake here, and what they refuse.
 usage: python3 -m pytest tests/test_tools.py"""
 import csv
 import io
@@ -15,7 +15,9 @@ import engine  # noqa: E402
 import ncu  # noqa: E402
 import stress  # noqa: E402
 import sweep  # noqa: E402
+from test_engine import FakeGpu, FakeKernel, HostGpu  # noqa: E402
 
+LINE, = builds.parse_contenders(["scalar_vec8"])
 needs_no_gpu = pytest.mark.skipif(engine.find_gpu() is not None, reason="there is a GPU")
 
 
@@ -68,39 +70,91 @@ def test_no_profile_without_counters():
 
 # ---- stress ----
 
-@pytest.fixture
-def program(tmp_path):
-    """Makes a program that prints its arguments and these rows, and ends so."""
-    def make(name, rows, code):
-        path = tmp_path / name
-        path.write_text(f"#!/bin/sh\necho \"$@\" >{path}.args\nprintf '{rows}'\nexit {code}\n")
-        path.chmod(0o755)
-        return str(path)
-    return make
+class Changing(FakeKernel):
+    """Has other bits, or writes nothing, in its Nth run."""
+
+    def __init__(self, change, at):
+        super().__init__()
+        self.change, self.runs_left = change, at
+
+    def prepare(self, gpu, tensors, problem):
+        launch, *more = super().prepare(gpu, tensors, problem)
+
+        def changed():
+            self.runs_left -= 1
+            if self.runs_left or self.change:
+                launch()
+            if not self.runs_left and self.change:
+                self.change(gpu, tensors)
+        return changed, *more
 
 
-def test_rows_and_exit_codes_of_stress(program, capsys):
+def flip_last_bit(name):
+    def flip(gpu, tensors):
+        size = dict(O=2 * 2 * 40 * 64, LSE=4 * 2 * 40)[name]
+        gpu.memory[tensors.address[name]][size - 1] ^= 0x80
+    return flip
+
+
+@pytest.mark.parametrize("change,sentence", [
+    (flip_last_bit("O"), "run 3 differs from the first one in 1 elements of O, the first O(0,1,39,63)"),
+    (flip_last_bit("LSE"), "run 3 differs from the first one in 1 elements of LSE, the first LSE(0,1,39)"),
+    (None, "run 3 differs from the first one in 5120 elements of O, the first O(0,0,0,0)")])
+def test_stress_sees_a_bit_and_a_run_that_writes_nothing(change, sentence):
+    problem = engine.parse_problem("1,2,1,40,50,64,fp16")
+    found = dict(stress.stress(FakeGpu(), FakeKernel(line=LINE), {"good": FakeKernel(), "bad": Changing(change, 3)}, None, problem, 5))
+    assert found == {"alone": "", "good": "", "bad": sentence}
+    assert dict(stress.stress(FakeGpu(), FakeKernel(line=LINE), {"late": Changing(change, 6)}, None, problem, 5))["late"] == ""
+
+
+def test_stress_of_a_wrong_first_run():
+    wrong = FakeKernel(lambda O, LSE: O.fill(0), line=LINE)
+    (case, sentence), = stress.stress(FakeGpu(), wrong, {}, None, engine.parse_problem("1,2,1,40,50,64,fp16"), 2)
+    assert case == "alone" and sentence.startswith("O(")
+
+
+def test_stress_of_a_line_on_the_cpu_backend():
+    line, = builds.parse_contenders(["wmma_persistent"])
+    kernel = engine.LoadedLine(line, builds.host_library(*line.words, program="tests/host_library.cu"))
+    problem = engine.parse_problem("2,4,2,100,177,64,fp16,br")
+    found = dict(stress.stress(HostGpu(kernel.library), kernel, {}, None, problem, 2))
+    assert found == dict.fromkeys(("alone", "max_ctas_1", "max_ctas_3", "max_ctas_7"), "")
+    plain = engine.LoadedLine(LINE, builds.host_library(*LINE.words, program="tests/host_library.cu"))
+    bench = engine.Bench(HostGpu(plain.library), {}, {"": problem})
+    with pytest.raises(engine.CudaError, match="max_ctas=2, but only builds with USE_PERSISTENT_CTA=1 take it"):
+        stress.repeat(bench, plain, problem, None, 1, 2)  # so the number does arrive
+
+
+def test_rows_and_exit_codes_of_stress(monkeypatch, capsys):
     line, = builds.parse_contenders(["wgmma_plain"])
     assert list(stress.variants(line)) == ["stages_2", "stages_4"] and line.knob("STAGES") == "3"
     good, bad = stress.variants(line).values()
-    built = {line: builds.Built(line, program("own", "wgmma_plain,alone,p,9,PASS\\nwgmma_plain,beside,p,9,PASS\\n", 0)),
-             good: builds.Built(good, program("good", "wgmma_plain__STAGES_2,alone,p,9,FAIL\\n", 1)),
-             bad: builds.Built(bad, trouble="error: not enough memory")}
-    assert list(stress.stress(line, built, 9)) == [0, 1, 3]
+    built = {line: builds.Built(line), good: builds.Built(good), bad: builds.Built(bad, trouble="error: not enough memory")}
+    monkeypatch.setattr(engine, "load", lambda line, gpu, built: line)
+    monkeypatch.setattr(stress, "stress", lambda gpu, kernel, others, hog, problem, repeats: [
+        ("alone", ""), *((case, "words" * (problem.Sq == 1000)) for case in others)])
+    assert stress.stress_line(None, line, built, None, 9) == 3
     out, err = capsys.readouterr()
-    assert out == "wgmma_plain,alone,p,9,PASS\nwgmma_plain,beside,p,9,PASS\nwgmma_plain,stages_2,p,9,FAIL\n"
-    assert err == "stress: wgmma_plain STAGES=4: not built: error: not enough memory\n"
-    own, other = (open(built[one].path + ".args").read().split() for one in (line, good))
-    assert own == ["--repeats", "9", "--save", built[line].path + ".bits"] and other[2:] == ["--like", own[3]]
+    assert out.splitlines() == [f"wgmma_plain,{case},{name},9,{check}" for name, wrong in (
+        ("1x8x8x512x512", "PASS"), ("2x8x2x1000x1777_br", "FAIL"), ("1x8x8x4096x4096_br", "PASS"))
+        for case, check in (("alone", "PASS"), ("stages_2", wrong))]
+    assert err == ("stress: wgmma_plain STAGES=4: not built: error: not enough memory\n"
+                   "stress: wgmma_plain, stages_2, 2x8x2x1000x1777_br: words\n")
+    built[bad] = builds.Built(bad)
+    assert stress.stress_line(None, line, built, None, 9) == 1
 
 
-def test_a_program_that_crashes_is_an_error_and_a_refused_variant_is_none(program, capsys):
+def test_a_refused_variant_is_no_error(monkeypatch):
     line, = builds.parse_contenders(["wgmma_swap32"])
-    built = {one: builds.Built(one, trouble="static assertion failed") for one in stress.variants(line).values()}
-    refused = [one for one in built if one.tree.refusal(one.words)]
-    built[line] = builds.Built(line, program("own", "", 7))
-    codes = list(stress.stress(line, built, 9))
-    assert codes[0] == 3 and codes.count(0) == len(refused) and "ended with exit code 7" in capsys.readouterr().err
+    built = {one: builds.Built(one, trouble="static assertion failed") for one in stress.variants(line).values()
+             if one.tree.refusal(one.words)}
+    assert built
+    built.update({one: builds.Built(one) for one in (line, *stress.variants(line).values()) if one not in built})
+    monkeypatch.setattr(engine, "load", lambda line, gpu, built: line)
+    monkeypatch.setattr(stress, "stress", lambda *_: [("alone", "")])
+    assert stress.stress_line(None, line, built, None, 9) == 0
+    built[line] = builds.Built(line, trouble="static assertion failed")
+    assert stress.stress_line(None, line, built, None, 9) == 3
 
 
 # ---- sweep ----

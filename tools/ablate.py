@@ -3,18 +3,18 @@
 Takes back each knob that the line NAME of configs.txt sets, once, to its default (with another one where they
 only go together; HEAD_DIM and DTYPE stay), checks these builds, times them in turns against the line, and
 prints what each knob is worth. The rows go to results/ablation/DATE-DEVICE-NAME.csv.
-  --shape S    the problem, as for ab; repeatable; default mission and long
-  --causal C   off, br or tl
-  --svg        draw results/ablation-NAME.svg as well
+  --shape S           the problem, as for ab; repeatable; default mission and long
+  --causal off|br|tl  (default off)
+  --svg               draw results/ablation-NAME.svg as well
 exit: 0 all builds pass their checks, 1 one does not, 2 bad usage, 3 one could not be run
 """
 import itertools
 import re
-import sys
 
 import builds
+import cli
 import engine
-from builds import Refused
+from cli import Refused, say
 
 THE_PROBLEMS_OWN = ("HEAD_DIM", "DTYPE", "OUT_DTYPE")
 
@@ -77,15 +77,10 @@ def run_problem(gpu, kernels, problem, facts, table):
 
 
 def main():
-    parser = engine.new_parser()
-    parser.add_argument("names", nargs="*")
-    parser.add_argument("--shape", action="append")
-    parser.add_argument("--causal", default="off", choices=engine.CAUSAL)
-    parser.add_argument("--svg", action="store_true")
-    options = engine.parse_options(parser, sys.argv[1:], __doc__)
+    options = cli.parse_options(__doc__, cli.MOST)
     if options.svg:
         import page  # before anything is measured, since it needs matplotlib
-    found = builds.parse_contenders(options.names)
+    found = builds.parse_contenders(options.words)
     if len(found) != 1 or type(found[0]) is not builds.Line:
         raise Refused("one line at a time" if found else "which line?")
     line, = found
@@ -111,11 +106,11 @@ def main():
     for one, sentence in impossible.items():
         print(f"  {removed(one.text, line.text)}: {sentence}")
         table.add(config=one.target, status="error", note=sentence)
-    print(f"rows: {table.name}", file=sys.stderr)
+    say(f"rows: {table.name}")
     if options.svg:
         page.draw_ablation(table.name)
     return 0 if all(passed) else 1
 
 
 if __name__ == "__main__":
-    engine.command("ablate", main)
+    cli.command("ablate", main)

@@ -23,12 +23,7 @@ import time
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 
-
-def lacks(package):
-    """Ends a tool whose Python has no such package of PyPI."""
-    print(f"{os.path.basename(sys.argv[0])}: {sys.executable} lacks {package}; install it with: python3 -m pip install '{package}'",
-          file=sys.stderr)
-    sys.exit(2)
+from cli import Refused, lacks
 
 
 try:
@@ -45,14 +40,6 @@ FAMILIES = {"wmma": "USE_WMMA", "mma": "USE_MMA_SYNC", "wgmma": "USE_WGMMA", "cu
 NVCC_OPTIONS = "-O3 -DNDEBUG -std=c++17 --no-compress -Xptxas=-v".split()
 LIBRARY, CUBLAS = "tools/library.cu", "tools/cublas.cu"
 LIBRARY_FUNCTIONS = ("sdpa_library_params_bytes", "sdpa_library_workspace_bytes", "sdpa_library_forward")
-
-
-class Refused(Exception):
-    """A sentence for the user, and the exit code that goes with it."""
-
-    def __init__(self, sentence, code=2):
-        super().__init__(sentence)
-        self.code = code
 
 
 def run(command, **options):

@@ -6,7 +6,6 @@ what drifts falls on all alike. What is compared is pairs: the logarithm of the 
 in one half of a block is one number, and those numbers are judged by Verdict. The clock and the reasons for
 throttling are read within each turn, while the GPU is at work.
 """
-import argparse
 import csv
 import ctypes
 import datetime
@@ -15,18 +14,17 @@ import math
 import os
 import re
 import shutil
-import sys
 import time
 from dataclasses import dataclass
 
-import builds
-from builds import ROOT, Refused, TORCH_BACKENDS, Torch, Tree, run
+from builds import ROOT, TORCH_BACKENDS, Torch, Tree, run
+from cli import Refused, lacks
 
 try:
     import ml_dtypes
     import numpy as np
 except ImportError as missing:
-    builds.lacks(missing.name)
+    lacks(missing.name)
 
 SHAPES = {"small": (1, 1, 1, 32, 32), "mission": (1, 8, 8, 512, 512), "mission2": (2, 8, 8, 512, 512),
           "long": (1, 8, 8, 2048, 2048), "decode": (32, 32, 8, 1, 8192), "decode1": (1, 32, 8, 1, 32768),
@@ -97,8 +95,11 @@ def parse_problem(text, causal="off"):
 
 # ---- the GPU ----
 
-class CudaError(Exception):
+class CudaError(Refused):
     """What the driver or a library said of a call that failed."""
+
+    def __init__(self, sentence):
+        super().__init__(sentence, 3)
 
 
 @dataclass
@@ -309,6 +310,7 @@ class Outputs:
 
 class LoadedLine:
     """A line's library in this process."""
+    max_ctas = 0  # all that fit
 
     def __init__(self, line, path):
         self.line, self.text = line, line.text
@@ -325,7 +327,7 @@ class LoadedLine:
         """The function that enqueues one launch, where it writes O and LSE, and its workspace."""
         p = SdpaParams(*(tensors.address[name] for name in ("Q", "K", "V", "O", "LSE")), problem.B, problem.Hq,
                        problem.Hkv, problem.Sq, problem.Sk, problem.D, causal=CAUSAL.index(problem.causal),
-                       window_left=-1, window_right=-1)
+                       max_ctas=self.max_ctas, window_left=-1, window_right=-1)
         for name in "qkvo":
             heads, rows = (problem.Hkv, problem.Sk) if name in "kv" else (problem.Hq, problem.Sq)
             setattr(p, name, Strides(heads * rows * problem.D, rows * problem.D, problem.D))
@@ -962,52 +964,3 @@ class Samples(Table):
                     turn.throttle))))
             self.file.flush()
         return record
-
-
-def new_parser():
-    """For parse_options()."""
-    parser = argparse.ArgumentParser(add_help=False, allow_abbrev=False, exit_on_error=False)
-    parser.add_argument("-h", "--help", action="store_true")
-    return parser
-
-
-def parse_options(parser, argv, usage=""):
-    """What argparse finds; words that it does not know are refused in a sentence, --help prints the usage."""
-    try:
-        options, rest = parser.parse_known_intermixed_args([word for word in argv if word != "--"])
-    except argparse.ArgumentError as error:
-        raise Refused(str(error).replace("argument ", "").replace("expected one argument", "its value is missing"))
-    if rest:
-        raise Refused(f"{rest[0]}: no such option")
-    if options.help:
-        print(usage.strip())
-        sys.exit(0)
-    return options
-
-
-def number(option, text, least=1, most=999999):
-    if not re.fullmatch("[0-9]{1,9}", text) or not least <= int(text) <= most:
-        raise Refused(f"{option} {text}: want a whole number from {least} to {most}")
-    return int(text)
-
-
-def command(name, main):
-    """Runs a sub-command: what it refuses is one sentence."""
-    try:
-        code = main()
-        sys.stdout.flush()
-        sys.exit(code)
-    except (OSError, UnicodeError) as error:
-        is_closed = isinstance(error, BrokenPipeError)
-        print(f"{name}: {'stdout is closed, so not all of it was printed' if is_closed else error}", file=sys.stderr)
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # for what Python flushes at the end
-        sys.exit(3)
-    except Refused as error:
-        print(f"{name}: {error}", file=sys.stderr)
-        sys.exit(error.code)
-    except CudaError as error:
-        print(f"{name}: {error}", file=sys.stderr)
-        sys.exit(3)
-    except KeyboardInterrupt:
-        print(f"{name}: stopped", file=sys.stderr)
-        sys.exit(130)

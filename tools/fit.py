@@ -5,9 +5,10 @@ Does TUNED_TILES choose well, and would other costs choose better? Times every t
 on a list of problems; fits the costs of sdpa.cu's model to the times; prints for each problem the tiles that both
 tables choose, the quickest one, and what the choices lose; and prints the rows with the fitted costs, to paste. A GPU
 other than the one of sdpa.cu's table gets its own table so. The times go to results/fit/DATE-DEVICE[-LINE][-drawn].csv.
-  --table LINE   whose tiles: hopper (the default), ampere (those of mma.sync) or hopper_e4m3
-  --head-dim D   64, 128 or 256; repeatable; default all that have two tiles or more
-  --drawn N      not the list but N problems drawn at random, series S, as tools/peers.py draws them: a test of the table
+  --table hopper|ampere|hopper_e4m3  whose tiles (default hopper); those of ampere are mma.sync's
+  --head-dim 64|128|256  repeatable; default all that have two tiles or more
+  --drawn N      not the list but N problems drawn at random, as tools/peers.py draws them: a test of the table
+  --seed N       the series of these, from 0; default 0
   --from CSV     fits to these rows and measures nothing
   --check        judges the table in sdpa.cu by rows of results/fit (default: the newest of the list); measures nothing
 exit: 0, 1 with --check: the table chooses badly (above 8% lost on a problem, or 25% where K and V of one query just fill
@@ -18,17 +19,17 @@ import csv
 import ctypes
 import math
 import os
-import subprocess
 import sys
 from pathlib import Path
 
 import numpy as np
 
 import builds
+import cli
 import engine
 import peers
 import report_rows
-from builds import Refused
+from cli import Refused, say
 
 SHAPES = """1,8,8,128,128 1,8,8,256,256 mission mission2 1,8,8,512,8192 1,8,8,768,768 1,8,8,1024,1024 1,16,16,1000,1777
 long 1,2,2,8192,8192 1,4,4,4096,4096 8,16,16,512,512 4,8,8,1024,1024 2,16,16,2048,2048 16,16,16,1024,1024
@@ -340,32 +341,21 @@ def check(path):
 
 
 def main():
-    parser = engine.new_parser()
-    parser.add_argument("csv", nargs="*")
-    parser.add_argument("--head-dim", action="append")
-    parser.add_argument("--from", dest="rows")
-    parser.add_argument("--check", action="store_true")
-    peers.add_drawn(parser)
-    parser.add_argument("--table", default="hopper")
-    options = engine.parse_options(parser, sys.argv[1:], __doc__)
-    if options.table not in TABLES:
-        raise Refused(f"--table {options.table}: want one of {', '.join(TABLES)}")
-    if options.csv and not options.check:
-        raise Refused(f"{options.csv[0]}: only --check takes files by themselves; fit to one with --from")
-    dims = [int(D) if D in ("64", "128", "256") else 0 for D in options.head_dim or []]
-    if 0 in dims:
-        raise Refused(f"--head-dim {options.head_dim[dims.index(0)]}: want 64, 128 or 256")
-    if options.check and (options.rows or dims):
+    options = cli.parse_options(__doc__, cli.MOST)
+    if options.words and not options.check:
+        raise Refused(f"{options.words[0]}: only --check takes files by themselves; fit to one with --from")
+    dims = [int(D) for D in options.head_dim or []]
+    if options.check and (options.from_ or dims):
         raise Refused("--check takes files by themselves and judges all of their rows; drop --from and --head-dim")
     drawn = peers.drawn_by(options)
-    if drawn and (options.check or options.rows):
+    if drawn and (options.check or options.from_):
         raise Refused("--drawn measures; --check and --from do not")
     if options.check:
-        return 0 if all([check(path) for path in options.csv or [newest(options.table)]]) else 1
+        return 0 if all([check(path) for path in options.words or [newest(options.table)]]) else 1
 
     model = Model(options.table)
-    if options.rows:
-        rows = read_rows(options.rows)
+    if options.from_:
+        rows = read_rows(options.from_)
     else:
         gpu = engine.need_gpu("; --from CSV and --check need none")
         count = {D: sum(tile.head_dim == D for tile in model.tiles) for D in (64, 128, 256)}
@@ -378,7 +368,7 @@ def main():
         name = "-".join(filter(None, (options.table != "hopper" and options.table, drawn and "drawn")))
         table = engine.Table(engine.results_path("fit", gpu.name, name, new=True), COLUMNS)
         rows = measure(gpu, model, tiles, problems, table)
-        print(f"rows: {table.name}", file=sys.stderr)
+        say(f"rows: {table.name}")
     print_fit(model, model.tiles, [row for row in rows if not dims or int(row["D"]) in dims])
     return 0
 
@@ -397,4 +387,4 @@ def print_fit(model, tiles, rows):
 
 
 if __name__ == "__main__":
-    engine.command("fit", main)
+    cli.command("fit", main)

@@ -12,8 +12,9 @@ import shutil
 import sys
 
 import builds
+import cli
 import engine
-from builds import Refused
+from cli import Refused
 
 STALLS = """barrier branch_resolving dispatch_stall drain gmma imc_miss lg_throttle long_scoreboard math_pipe_throttle
 membar mio_throttle no_instruction not_selected selected short_scoreboard sleeping wait""".split()
@@ -95,10 +96,7 @@ def verdict(row, counters):
 def main():
     argv = sys.argv[1:]
     split = argv.index("--") if "--" in argv else len(argv)
-    parser = engine.new_parser()
-    parser.add_argument("words", nargs="*")
-    parser.add_argument("--shape", default="long")
-    options = engine.parse_options(parser, argv[:split], __doc__)
+    options = cli.parse_options(__doc__, cli.MOST, argv[:split])
     lines = builds.parse_contenders(options.words)
     if len(lines) != 1 or isinstance(lines[0], builds.Torch):
         raise Refused("one line at a time" if lines else "which line?")
@@ -136,4 +134,4 @@ def main():
 
 
 if __name__ == "__main__":
-    engine.command("profile", main)
+    cli.command("profile", main)

@@ -3,7 +3,8 @@
        tests/bugs.py | tools/page.py --bugs
 Redraws what stands between <!-- NAME:begin --> and <!-- NAME:end --> in README.md and docs/, and results/*.svg, from
 the CSVs of results/: those that are named, else the newest of each kind by its name. The last column of the ladder's
-tables is written by hand and stays. --bugs: the table of injected bugs in docs/TESTING.md, from stdin.
+tables is written by hand and stays.
+  --bugs  redraws instead the table of injected bugs in docs/TESTING.md, from stdin
 exit: 0, 2 bad usage or a file that cannot be read
 """
 import collections
@@ -12,9 +13,11 @@ import re
 import sys
 from pathlib import Path
 
+import cli
 from builds import replace_file as write
+from cli import Refused
 from report_charts import against, short, standalone, steps, waterfall
-from report_rows import (KINDS, PEERS, Refusal, ablated, bases, difference, fastest, ladders, newest, number, peer,
+from report_rows import (KINDS, PEERS, ablated, bases, difference, fastest, ladders, newest, number, peer,
                          problem, read, rungs_at, timed)
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -110,7 +113,7 @@ def ablation_section(sources):
         full, whole, changes, refused = ablated(source)
         drawing = waterfall(full, whole, changes)
         if not drawing:
-            raise Refusal(f"{source.path} has no row with a time for {full}, or none without one of its knobs")
+            raise Refused(f"{source.path} has no row with a time for {full}, or none without one of its knobs")
         drawings[f"ablation-{full}.svg"] = drawing
         rows = [[full] + [cell for t in whole.values() for cell in (short(t), None)]]
         for change, us in changes.items():
@@ -217,7 +220,7 @@ def bugs_section(words):
         elif verdict == "MISSED":
             missed.append(name)
     if not kinds:
-        raise Refusal("stdin has no line of tests/bugs.py")
+        raise Refused("stdin has no line of tests/bugs.py")
     nets = ("check", "backend", "thread", "address")
     rows = [[kind, *(count[net] or None for net in nets)] for kind, count in kinds.items()]
     rows.append([f"all: {sum(sum(count.values()) for count in kinds.values())}",
@@ -244,7 +247,7 @@ def put(root, sections):
                 missing.discard(name)
                 pages[path] = replaced(pages[path], name, body)
     if missing:
-        raise Refusal(f"no page has the markers of {', '.join(sorted(missing))}")
+        raise Refused(f"no page has the markers of {', '.join(sorted(missing))}")
     for path, text in pages.items():
         if text != path.read_text(encoding="utf-8"):
             write(path, text)
@@ -263,7 +266,7 @@ def drawn(results, named=()):
     root, found = results.parent, newest(results, named)
     main = found["lines"][-1]
     if not any(row["shape"] in ("mission", "long") for row, _ in timed(main)):
-        raise Refusal(f"{main.path} has no row with a time for mission or long; measure on a GPU with ./run_all.sh")
+        raise Refused(f"{main.path} has no row with a time for mission or long; measure on a GPU with ./run_all.sh")
     parts = [results_section(found.get("peers", [main])[-1]),
              ladder_section(main, root / "configs.txt", kept_sentences(root)),
              ablation_section(found["ablation"]) if "ablation" in found else none_yet("ablation", "ablation")]
@@ -274,31 +277,23 @@ def drawn(results, named=()):
 
 
 def main():
-    """The command line. Returns the exit code."""
-    words = sys.argv[1:]
-    if {"-h", "--help"} & set(words):
-        print(__doc__, end="")
+    options = cli.parse_options(__doc__, cli.MOST)
+    if options.bugs:
+        put(ROOT, {"bugs": bugs_section(sys.stdin)})
         return 0
-    try:
-        if words == ["--bugs"]:
-            put(ROOT, {"bugs": bugs_section(sys.stdin)})
-            return 0
-        for word in words:
-            if not Path(word).is_file():
-                raise Refusal(f"{word}: no such file")
-        sections, pictures = drawn(ROOT / "results", [Path(word).resolve() for word in words])
-        put(ROOT, sections)
-        for name, drawing in pictures.items():
-            write(ROOT / "results" / name, standalone(drawing))
-        for path in (ROOT / "results").glob("*.svg"):  # of a line without ablation any more, for one
-            if path.name not in pictures:
-                path.unlink()
-    except (Refusal, OSError) as error:
-        print(f"page.py: {error}", file=sys.stderr)
-        return 2
-    print(f"drawn: {', '.join(sections)}; {', '.join(pictures)}", file=sys.stderr)
+    for word in options.words:
+        if not Path(word).is_file():
+            raise Refused(f"{word}: no such file")
+    sections, pictures = drawn(ROOT / "results", [Path(word).resolve() for word in options.words])
+    put(ROOT, sections)
+    for name, drawing in pictures.items():
+        write(ROOT / "results" / name, standalone(drawing))
+    for path in (ROOT / "results").glob("*.svg"):  # of a line without ablation any more, for one
+        if path.name not in pictures:
+            path.unlink()
+    cli.say(f"drawn: {', '.join(sections)}; {', '.join(pictures)}")
     return 0
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    cli.command("results", main)

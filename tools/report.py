@@ -6,8 +6,8 @@ usage: ./run_all.sh report [--results FOLDER] [--output FILE]
 Shown is the newest CSV of each kind by its name, results/[KIND/]DATE-DEVICE[-WHAT][-N].csv, of the device of
 the newest results/DATE-DEVICE[-N].csv. Times of two runs are not compared: a table names the run of each. What
 a ladder's line is compared with is named by configs.txt. Needs matplotlib.
-  --results FOLDER  of CSVs (default: results)
-  --output FILE     the page (default: report.html in that folder)
+  --results FOLDER  of CSVs; default results
+  --output FILE     the page; default report.html in that folder
 exit: 0, 2 bad usage, or a file that is missing or cannot be read
 """
 import collections
@@ -17,14 +17,14 @@ import math
 import re
 import statistics
 import string
-import sys
 from pathlib import Path
 
 import builds
-import engine
+import cli
 import page
+from cli import Refused, say
 from report_charts import samples
-from report_rows import KINDS, PEERS, Refusal, controls, every_file, fastest, newest, number, peer, problem, timed
+from report_rows import KINDS, PEERS, every_file, newest, number, peer, problem, timed
 
 INTRODUCTIONS = {
     "results": "One run: the lines that are named, and each peer through PyTorch, in turns in one process on the same tensors.",
@@ -260,18 +260,16 @@ def whole(results):
 
 
 def main():
-    parser = engine.new_parser()
-    parser.add_argument("--results", type=Path, default=Path(builds.ROOT, "results"))
-    parser.add_argument("--output", type=Path)
-    options = engine.parse_options(parser, sys.argv[1:], __doc__)
-    output = options.output or options.results / "report.html"
-    if not options.results.is_dir():
-        raise Refusal(f"{options.results}: no such folder; measure first with ./run_all.sh")
-    text = whole(options.results.resolve())
-    builds.replace_file(str(output), text)
-    print(f"{output}: {len(text.encode()) / 1024:.0f} KB", file=sys.stderr)
+    options = cli.parse_options(__doc__)
+    results = Path(options.results or Path(builds.ROOT, "results"))
+    output = options.output or results / "report.html"
+    if not results.is_dir():
+        raise Refused(f"{results}: no such folder; measure first with ./run_all.sh")
+    text = whole(results.resolve())
+    builds.replace_file(output, text)
+    say(f"{output}: {len(text.encode()) / 1024:.0f} KB")
     return 0
 
 
 if __name__ == "__main__":
-    engine.command("report.py", main)
+    cli.command("report.py", main)

@@ -5,7 +5,8 @@ import shutil
 from dataclasses import dataclass
 from pathlib import Path
 
-from builds import Refused as Refusal, run
+from builds import run
+from cli import Refused
 
 RUN = ("config", "family", "shape", "status", "check", "graph_us", "tflops", "B", "Hq", "Hkv", "Sq", "Sk", "D",
        "dtype", "causal", "device", "git_sha", "knobs", "note")
@@ -77,14 +78,14 @@ def read(path, kinds):
             reader = csv.DictReader(file)
             rows, columns = list(reader), reader.fieldnames or []
     except (OSError, UnicodeDecodeError, csv.Error) as error:
-        raise Refusal(f"{path} cannot be read: {error}") from error
+        raise Refused(f"{path} cannot be read: {error}") from error
     kind = next((kind for kind in kinds if set(KINDS[kind][1]) <= set(columns)), None)
     if not kind:
         missing = [c for c in KINDS[kinds[0]][1] if c not in columns]
-        raise Refusal(f"{path} lacks the column{'s' if len(missing) > 1 else ''} {', '.join(missing)}; "
+        raise Refused(f"{path} lacks the column{'s' if len(missing) > 1 else ''} {', '.join(missing)}; "
                       f"measure it again with {KINDS[kinds[0]][2]}, or delete it")
     if not rows or any(None in row or None in row.values() for row in rows):
-        raise Refusal(f"{path} has {'a row of another length than its header' if rows else 'no rows'}; measure it "
+        raise Refused(f"{path} has {'a row of another length than its header' if rows else 'no rows'}; measure it "
                       f"again with {KINDS[kind][2]}, or delete it")
     return Source(path, kind, rows)
 
@@ -95,7 +96,7 @@ def number(source, row, column):
     try:
         return float(text) if text else None
     except ValueError:
-        raise Refusal(f"{source.path} has {text!r} in its column {column}, which is no number") from None
+        raise Refused(f"{source.path} has {text!r} in its column {column}, which is no number") from None
 
 
 def newest(results, named=()):
@@ -103,7 +104,7 @@ def newest(results, named=()):
     folders = {about[0] for about in KINDS.values() if about[0]}
     mains = sorted(results.glob("[0-9]*.csv"), key=by_name) + [p for p in named if p.parent.name not in folders]
     if not mains:
-        raise Refusal(f"{results} has no CSV of lines (DATE-DEVICE.csv); measure first with ./run_all.sh")
+        raise Refused(f"{results} has no CSV of lines (DATE-DEVICE.csv); measure first with ./run_all.sh")
     found = {"lines": [read(mains[-1], ["lines"])]}
     last = {}
     for path in sorted(results.glob("*/*.csv"), key=by_name) + [p for p in named if p.parent.name in folders]:

@@ -5,9 +5,9 @@ small problems. CSV on stdout, a row a run: its reports, those that nobody expec
 line is for another GPU). What is expected, and why, is EXPECTED in tools/sanitize.py; docs/TESTING.md explains it.
 Each unexpected kind of report is listed on stderr; all words are in BUILD/sanitize/NAME-TOOL.log.
   REGEX     the lines whose name matches, instead of one of each kind
-  --tool T  memcheck, racecheck or synccheck alone
+  --tool memcheck|racecheck|synccheck  this one alone
   --strict  nothing is expected, so that all is listed
-  --jobs J  runs at once (default 2)
+  --jobs N  runs at once, from 1 to 99 (default 2)
 exit: 0 as expected, 1 something unexpected, 2 bad usage or a missing tool
 """
 import csv
@@ -22,8 +22,9 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 
 import builds
+import cli
 import engine
-from builds import Refused
+from cli import Refused, say
 
 # Of each family: plain, with copies ahead, with a queue, with roles, with slices of the keys; 8 bits; the negative controls.
 KINDS = """scalar_sync1 scalar_async2 scalar_u8 wmma_persistent wmma_all wmma_u8 mma_lazy mma_split4 mma_decode
@@ -224,14 +225,9 @@ def named(lines):
 
 
 def main():
-    parser = engine.new_parser()
-    parser.add_argument("regex", nargs="?", default=f"^({'|'.join(KINDS.split())})$")
-    parser.add_argument("--tool", choices=list(TOOLS))
-    parser.add_argument("--strict", action="store_true")
-    parser.add_argument("--jobs", default="2")
-    options = engine.parse_options(parser, sys.argv[1:], __doc__)
-    at_once = engine.number("--jobs", options.jobs, 1, 99)
-    lines, expected = builds.lines_named(options.regex, "REGEX"), () if options.strict else EXPECTED
+    options = cli.parse_options(__doc__, 1)
+    regex, = options.words or [f"^({'|'.join(KINDS.split())})$"]
+    lines, expected = builds.lines_named(regex, "REGEX"), () if options.strict else EXPECTED
     engine.need_gpu("; run it on a machine with one", "runs kernels")
     if not sanitizer():
         raise Refused("compute-sanitizer is missing; it is a part of the CUDA Toolkit, or install it with: "
@@ -240,24 +236,24 @@ def main():
                        SDPA_ONLY=named(lines), SDPA_ARCHS=os.environ.get("SDPA_ARCHS", ""),
                        SDPA_CONFIGS=os.path.join(builds.ROOT, os.environ.get("SDPA_CONFIGS") or "configs.txt"))
     os.makedirs(os.path.join(builds.BUILD, "sanitize"), exist_ok=True)
-    print(builds.run([sanitizer(), "--version"]).stdout.strip().rpartition("\n")[2], file=sys.stderr)
+    say(builds.run([sanitizer(), "--version"]).stdout.strip().rpartition("\n")[2])
 
     out = csv.writer(sys.stdout, lineterminator="\n")
     out.writerow("line problem tool reports unexpected verdict".split())
     jobs = [(line, tool) for line in lines for tool in ([options.tool] if options.tool else TOOLS)]
     runs = []
-    with ThreadPoolExecutor(at_once) as pool:
+    with ThreadPoolExecutor(options.jobs) as pool:
         for of_job in pool.map(lambda job: list(run_line(builds.BUILD, expected, *job)), jobs):
             for run in of_job:
                 out.writerow([run.line.name, run.problem, run.tool, run.reports, run.unexpected, run.verdict])
                 for words in run.words:
-                    print(f"{run.tool} of {run.line.name}, {run.problem}: {words}", file=sys.stderr)
+                    say(f"{run.tool} of {run.line.name}, {run.problem}: {words}")
             sys.stdout.flush()
             runs += of_job
     for row in unmet(expected, runs):
-        print(f"no longer there: {row.tool} of {row.lines}: {row.report}", file=sys.stderr)
+        say(f"no longer there: {row.tool} of {row.lines}: {row.report}")
     return 0 if any(run.verdict == "PASS" for run in runs) and all(run.verdict != "FAIL" for run in runs) else 1
 
 
 if __name__ == "__main__":
-    engine.command("sanitize", main)
+    cli.command("sanitize", main)

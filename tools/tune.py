@@ -1,30 +1,33 @@
 #!/usr/bin/env python3
-"""usage: ./run_all.sh tune [--family F|--from LINE] [--shape S]... [--causal M] [--dtype T] [--head-dim D] [OPTION...]
+"""usage: ./run_all.sh tune [--family F|--from LINE] [--shape S]... [OPTION...]
        ./run_all.sh tune --all --from LINE --fix KNOB=V,V... [--shape S] [OPTION...]
        ./run_all.sh tune --table [--head-dim D] [--budget MIN]
-       ./run_all.sh tune --replay LOG [--runs N]
+       ./run_all.sh tune --replay LOG
        ./run_all.sh tune --export t4|svg LOG
 Searches the best line for a problem on this GPU, by Optuna. It starts from LINE and the lines of configs.txt of its family,
 and changes knobs of the three best so far. A candidate must be legal, compile without more spills than LINE, be correct on a
 small, a ragged and the target problem with seeds 0, 1 and 2, and is timed in turns with the best so far. At the end `ab`
 compares the best with LINE, or with the best line of configs.txt, on fresh samples.
   --family F      scalar, wmma, mma or wgmma; default the one of --from, or wgmma where the GPU has it, else mma
-  --shape S       the problem, as for ab; several: the geometric mean of their times counts; default long
-  --causal M      off, br or tl
-  --dtype T       fp16, bf16, e4m3 or u8; default LINE's
+  --from LINE     of configs.txt, and knobs behind it
+  --shape S       the problem, as for ab; repeatable: the geometric mean of their times counts; default long
+  --causal off|br|tl  (default off)
+  --dtype fp16|bf16|e4m3|u8  default LINE's
   --head-dim D    64, 128 or 256; default LINE's
-  --budget MIN    minutes in all, also those of earlier runs of the same command; default 8
+  --budget MIN    minutes in all, also those of earlier runs of the same command (default 8)
   --fix KNOB=V    the knob keeps this value; V,V...: takes one of these; repeatable
-  --seed N        of the search; default 0
-  --micro JSON    starts from the best tiles of this file of ./run_all.sh micro as well, --top K of them (default 8);
-                  default the newest of results/micro for this GPU, family and D
+  --seed N        of the search, from 0 (default 0)
+  --micro JSON    starts from the best tiles of this file of ./run_all.sh micro as well; default the newest of results/micro
+                  for this GPU, family and D
+  --top N         so many of these (default 8)
   --log FILE      default results/tune/DATE-DEVICE-NAME.jsonl, a journal of Optuna's. The same command again goes on there
   --dry-run       walks the search without a GPU, by a cost model fitted to the newest rows of results/
   --all           every combination of the fixed knobs' values instead of a search; the others stay as LINE has them
   --table         a wgmma tile for each problem of `fit`, MIN minutes for all; tiles that are 2% quicker than those of
                   TUNED_TILES go to `fit`, which prints the table with them
-  --replay LOG    the search over the candidates of an --all log, N times (default 20), beside random search
-  --export WHAT   t4: a log in the T4 results format of the autotuning community; svg: Optuna's pictures of it, beside it
+  --replay LOG    the search over the candidates of an --all log, beside random search
+  --runs N        so many times (default 20)
+  --export t4|svg  t4: a log in the T4 results format of the autotuning community; svg: Optuna's pictures of it, beside it
 exit: 0, 1 the best is wrong at last, 2 bad usage, 3 the GPU or the disk failed, 130 Ctrl-C
 """
 import collections
@@ -46,18 +49,19 @@ from scipy.interpolate import RBFInterpolator
 
 import ab
 import builds
+import cli
 import engine
 import fit
 import micro
 import report_rows
-from builds import Refused
+from cli import Refused, say
 from search import CHOOSERS, Space, base_line, family_lines, identity, parse_line, refusal
 
 try:
     import optuna
     from optuna.storages.journal import JournalFileBackend
 except ImportError:
-    builds.lacks("optuna==4.*")
+    cli.lacks("optuna==4.*")
 from optuna.trial import TrialState
 optuna.logging.set_verbosity(optuna.logging.WARNING)
 warnings.simplefilter("ignore", optuna.exceptions.ExperimentalWarning)
@@ -83,27 +87,9 @@ WITHIN, SHARE, RUNS_OF_20 = 0.98, 0.15, 18  # a search is good if so many reach 
 # ---- what was asked ----
 
 def parse():
-    parser = engine.new_parser()
-    parser.add_argument("logs", nargs="*")
-    for name in ("family", "head-dim", "micro", "log", "replay"):
-        parser.add_argument("--" + name)
-    parser.add_argument("--from", dest="base")
-    parser.add_argument("--shape", action="append")
-    parser.add_argument("--causal", default="off", choices=engine.CAUSAL)
-    parser.add_argument("--dtype", choices=list(engine.LIMITS))
-    parser.add_argument("--fix", action="append", default=[])
-    parser.add_argument("--budget", default="8")
-    for name, default in (("seed", "0"), ("top", "8"), ("runs", "20")):
-        parser.add_argument("--" + name, default=default)
-    parser.add_argument("--export", choices=("t4", "svg"))
-    parser.add_argument("--dry-run", action="store_true")
-    parser.add_argument("--all", action="store_true")
-    parser.add_argument("--table", action="store_true")
-    options = engine.parse_options(parser, sys.argv[1:], __doc__)
-    for name, least in (("seed", 0), ("top", 1), ("runs", 1)):
-        setattr(options, name, engine.number("--" + name, getattr(options, name), least))
-    if len(options.logs) != bool(options.export):
-        raise Refused("--export takes one log" if options.export else f"{options.logs[0]}: only --export takes a file by itself")
+    options = cli.parse_options(__doc__, cli.MOST)
+    if len(options.words) != bool(options.export):
+        raise Refused("--export takes one log" if options.export else f"{options.words[0]}: only --export takes a file by itself")
     if not re.fullmatch(r"\d{1,4}(\.\d+)?", options.budget):
         raise Refused(f"--budget {options.budget}: want minutes, as in 8 or 1.5")
     options.budget_s = 60 * float(options.budget)
@@ -116,7 +102,7 @@ def parse():
 def parse_fixed(options, line):
     """{knob: values} of --fix."""
     fixed = {}
-    for word in options.fix:
+    for word in options.fix or []:
         knob, _, values = word.partition("=")
         for value in values.split(","):
             builds.change_line(line, f"{knob}={value}")
@@ -519,7 +505,7 @@ class Screen:
         if sys.stderr.isatty():
             print("\r\033[K" + text[:shutil.get_terminal_size().columns - 1], end="", file=sys.stderr, flush=True)
         elif self.best != best:
-            print(text, file=sys.stderr, flush=True)
+            say(text)
         self.best = best
 
 
@@ -549,7 +535,7 @@ def run_search(options, gpu, more=()):
     line = base_line(options, gpu.arch if gpu else "90a")
     problems = parse_problems(options, line)
     fixed = parse_fixed(options, line)
-    if options.all and not (options.base and fixed):
+    if options.all and not (options.from_ and fixed):
         raise Refused("--all wants --from LINE and the values of each knob, as in --fix BLOCK_N=32,64")
     space = Space(line, fixed, options.all)
     starts = space.starts(problems[0])
@@ -585,7 +571,7 @@ def run_search(options, gpu, more=()):
         raise Refused(f"stopped; the same command goes on from {log.path}", 130)
     if sys.stderr.isatty():
         print(file=sys.stderr)
-    return log, study, starts[:1] if options.base else starts, problems
+    return log, study, starts[:1] if options.from_ else starts, problems
 
 
 def result(gpu, log, study, starts, problems):
@@ -731,7 +717,7 @@ def table(options):
     D = int(options.head_dim or 64)
     own = [tile for tile in model.tiles if tile.head_dim == D]
     options.family, options.head_dim, options.budget_s = "wgmma", str(D), options.budget_s / (2 * len(fit.SHAPES))
-    options.base, options.fix = None, [*options.fix, "USE_FAST_EXP=0", "PACK_GQA=0", "SPLIT_CTAS=1"]
+    options.from_, options.fix = None, [*(options.fix or []), "USE_FAST_EXP=0", "PACK_GQA=0", "SPLIT_CTAS=1"]
     lines = [tile.line(tree) for tile in own]
     new = {}
     for causal in ("off", "br"):
@@ -757,7 +743,7 @@ def table(options):
 def main():
     options = parse()
     if options.export:
-        return export(options.logs[0], options.export)
+        return export(options.words[0], options.export)
     if options.replay:
         return replay(options)
     if options.table:
@@ -767,4 +753,4 @@ def main():
 
 
 if __name__ == "__main__":
-    engine.command("tune", main)
+    cli.command("tune", main)
