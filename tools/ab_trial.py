@@ -89,8 +89,7 @@ def be_the_neighbour():
         while True:
             copying.wait()
             for to, source in ((a, b), (b, a)):
-                gpu("cuMemcpyDtoDAsync_v2", *map(engine.ctypes.c_uint64, (to, source)), engine.ctypes.c_size_t(size),
-                    gpu.stream)
+                gpu("cuMemcpyDtoDAsync_v2", to, source, size, gpu.stream)
             gpu.synchronize()
     threading.Thread(target=copy, daemon=True).start()
     for word in sys.stdin:

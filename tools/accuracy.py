@@ -41,7 +41,7 @@ class EqualBench(engine.Bench):
 def rows_of(gpu, kernels, D, dtype, keys):
     """A row for each contender and kind of input."""
     problem = engine.Problem(f"1x{HEADS}x{HEADS}x{QUERIES}x{keys}", 1, HEADS, HEADS, QUERIES, keys, D, dtype)
-    facts = dict(D=D, dtype=dtype, Sk=keys, device=gpu.name, driver=gpu.nvml.driver, cuda=gpu.cuda, git_sha=engine.git_sha())
+    facts = dict(D=D, dtype=dtype, Sk=keys, **engine.measured_on(gpu))
     for kind, make in (("N(0,1)", engine.Bench), ("equal logits", EqualBench)):
         bench = make(gpu, {}, {"": problem})
         for kernel in kernels:

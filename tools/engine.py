@@ -15,7 +15,7 @@ import os
 import re
 import shutil
 import time
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 
 from builds import ROOT, TORCH_BACKENDS, Torch, Tree, run
 from cli import Refused, lacks
@@ -146,7 +146,7 @@ class Cuda:
         self.events = []
 
     def __call__(self, function, *arguments):
-        code = getattr(self.api, function)(*arguments)
+        code = getattr(self.api, function)(*(ctypes.c_uint64(one) if isinstance(one, int) else one for one in arguments))
         if code:
             text = ctypes.c_char_p()
             self.api.cuGetErrorString(code, ctypes.byref(text))
@@ -167,24 +167,22 @@ class Cuda:
 
     def allocate(self, size):
         address = ctypes.c_uint64()
-        self("cuMemAlloc_v2", ctypes.byref(address), ctypes.c_size_t(max(size, 256)))
+        self("cuMemAlloc_v2", ctypes.byref(address), max(size, 256))
         return address.value
 
     def free(self, address):
-        self("cuMemFree_v2", ctypes.c_uint64(address))
+        self("cuMemFree_v2", address)
 
     def fill(self, address, byte, count):
         if count:
-            self("cuMemsetD8Async", ctypes.c_uint64(address), ctypes.c_ubyte(byte), ctypes.c_size_t(count), self.stream)
+            self("cuMemsetD8Async", address, byte, count, self.stream)
 
     def upload(self, address, array):
-        self("cuMemcpyHtoD_v2", ctypes.c_uint64(address), array.ctypes.data_as(ctypes.c_void_p),
-             ctypes.c_size_t(array.nbytes))
+        self("cuMemcpyHtoD_v2", address, array.ctypes.data, array.nbytes)
 
     def download(self, address, count, dtype):
         array = np.empty(count, dtype)
-        self("cuMemcpyDtoH_v2", array.ctypes.data_as(ctypes.c_void_p), ctypes.c_uint64(address),
-             ctypes.c_size_t(array.nbytes))
+        self("cuMemcpyDtoH_v2", array.ctypes.data, address, array.nbytes)
         return array
 
     def synchronize(self):
@@ -199,7 +197,7 @@ class Cuda:
                 launch()
         finally:
             self("cuStreamEndCapture", self.stream, ctypes.byref(graph))
-        self("cuGraphInstantiateWithFlags", ctypes.byref(replay), graph, ctypes.c_ulonglong(0))
+        self("cuGraphInstantiateWithFlags", ctypes.byref(replay), graph, 0)
         self("cuGraphDestroy", graph)
         return lambda: self("cuGraphLaunch", replay, self.stream), lambda: self("cuGraphExecDestroy", replay)
 
@@ -885,13 +883,18 @@ class Table:
     def __init__(self, path, columns):
         is_new = not os.path.exists(path)
         self.name, self.file = os.path.relpath(path, ROOT), open(path, "a", newline="")
-        self.out = csv.DictWriter(self.file, columns, lineterminator="\n", restval="")
+        self.out = csv.DictWriter(self.file, columns, lineterminator="\n", restval="", extrasaction="ignore")
         if is_new:
             self.out.writeheader()
 
     def add(self, **row):
         self.out.writerow({name: str(value).replace(",", ";") for name, value in row.items()})
         self.file.flush()
+
+
+def measured_on(gpu):
+    """What a row says of the machine and the commit."""
+    return dict(device=gpu.name, driver=gpu.nvml.driver, cuda=gpu.cuda, git_sha=git_sha())
 
 
 VERDICT_COLUMNS = ("comparison a b problem b_problem D dtype verdict ratio low high pairs thrown_out a_us b_us a_mhz "
@@ -905,7 +908,7 @@ def verdict_row(bench, series, base, key, verdict):
                 verdict=verdict.verdict, ratio=f"{verdict.ratio:.5f}", low=f"{verdict.low:.5f}",
                 high=f"{verdict.high:.5f}", pairs=verdict.pairs, thrown_out=verdict.thrown_out,
                 a_us=f"{series.us(base):.4f}", b_us=f"{series.us(key):.4f}", a_mhz=f"{series.clock(base):.0f}",
-                b_mhz=f"{series.clock(key):.0f}", device=gpu.name, driver=gpu.nvml.driver, git_sha=git_sha())
+                b_mhz=f"{series.clock(key):.0f}", **measured_on(gpu))
 
 
 def row_columns():
@@ -917,9 +920,7 @@ def row_columns():
 def result_row(bench, key, facts=None, series=None):
     """One contender's row for its problem, as the executables write it; without a series, without a time."""
     gpu, p, line = bench.gpu, bench.problems[key], bench.kernels[key].line
-    row = dict(config=line.label, family=line.family, shape=p.shape, status="ok", B=p.B, Hq=p.Hq, Hkv=p.Hkv, Sq=p.Sq,
-               Sk=p.Sk, D=p.D, dtype=p.dtype, causal=p.causal, seed=0, device=gpu.name, sm=gpu.arch.strip("a"),
-               cuda=gpu.cuda, driver=gpu.nvml.driver, git_sha=git_sha())
+    row = dict(config=line.label, family=line.family, status="ok", seed=0, sm=gpu.arch.strip("a"), **asdict(p), **measured_on(gpu))
     if key in bench.skipped:
         return dict(row, status="skipped", note=bench.skipped[key])
     if facts:

@@ -20,6 +20,7 @@ import ctypes
 import math
 import os
 import sys
+from dataclasses import asdict
 from pathlib import Path
 
 import numpy as np
@@ -169,17 +170,14 @@ def measure(gpu, model, tiles, problems, table):
         series = engine.measure(gpu, bench.fit_to_time(), PACE, BLOCKS)
         for knobs in own:
             timed = knobs in series.graphs
-            low, high = series.interval(knobs) if timed else ("", "")
-            rows.append(dict(
-                D=problem.D, dtype=problem.dtype, shape=problem.shape, B=problem.B, Hq=problem.Hq, Hkv=problem.Hkv,
-                Sq=problem.Sq, Sk=problem.Sk, causal=problem.causal, tile=knobs,
-                us=f"{series.us(knobs):.3f}" if timed else "", lo_us=timed and f"{low:.3f}" or "",
-                hi_us=timed and f"{high:.3f}" or "", clock_mhz=f"{series.clock(knobs):.0f}" if timed else "",
-                check="PASS" if timed else "FAIL", device=gpu.name, sms=gpu.attribute(16),  # MULTIPROCESSOR_COUNT
-                driver=gpu.nvml.driver, cuda=gpu.cuda, git_sha=engine.git_sha()))
+            low, high = map("{:.3f}".format, series.interval(knobs)) if timed else ("", "")
+            rows.append({name: str(value) for name, value in dict(
+                asdict(problem), tile=knobs, check="PASS" if timed else "FAIL", sms=gpu.attribute(16),  # MULTIPROCESSOR_COUNT
+                us=f"{series.us(knobs):.3f}" if timed else "", lo_us=low, hi_us=high,
+                clock_mhz=f"{series.clock(knobs):.0f}" if timed else "", **engine.measured_on(gpu)).items()})
             table.add(**rows[-1])
         bench.close()
-    return [{name: str(value) for name, value in row.items()} for row in rows]
+    return rows
 
 
 def read_rows(path):

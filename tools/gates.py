@@ -109,8 +109,7 @@ def time_claim(gpu, kernels, shape):
         v = found["line"]
         row = dict(line=line.name, over=kernels["over"].line.name, shape=shape, speed_up=f"{1 / v.ratio:.4f}",
                    low=f"{1 / v.high:.4f}", high=f"{1 / v.low:.4f}", pairs=v.pairs, thrown_out=v.thrown_out,
-                   line_us=f"{series.us('line'):.3f}", over_us=f"{series.us('over'):.3f}", device=gpu.name,
-                   driver=gpu.nvml.driver, git_sha=engine.git_sha())
+                   line_us=f"{series.us('line'):.3f}", over_us=f"{series.us('over'):.3f}", **engine.measured_on(gpu))
     bench.close()
     return row
 

@@ -68,7 +68,7 @@ class Hog:
         self.library.hog_bytes.restype = ctypes.c_size_t
         self.ctas, self.stream, memory = self.sms // 8, ctypes.c_void_p(), ctypes.c_void_p()
         self.buffer = gpu.allocate(self.ctas * self.library.hog_bytes())
-        gpu("cuMemHostAlloc", ctypes.byref(memory), ctypes.c_size_t(8 * (self.ctas + 1)), 2)  # CU_MEMHOSTALLOC_DEVICEMAP
+        gpu("cuMemHostAlloc", ctypes.byref(memory), 8 * (self.ctas + 1), 2)  # CU_MEMHOSTALLOC_DEVICEMAP
         self.moved = np.frombuffer((ctypes.c_uint64 * (self.ctas + 1)).from_address(memory.value), np.uint64)
         gpu("cuStreamCreate", ctypes.byref(self.stream), 1)  # CU_STREAM_NON_BLOCKING
 

@@ -279,7 +279,7 @@ class ModelJudge:
     """In place of times: waves of CTAs times rounds of tiles, times what a score costs by the knobs, fitted to committed
     rows of the family. A candidate takes a second of a clock of its own."""
 
-    def __init__(self, problems, family, device=""):
+    def __init__(self, problems, family):
         path = max(Path(builds.ROOT, "results").glob("*.csv"), key=report_rows.by_name, default=None)
         if not path:
             raise Refused("results/ has no rows to fit a cost model to; measure them with: ./run_all.sh")
