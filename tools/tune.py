@@ -169,22 +169,18 @@ class GpuJudge:
     refusal = staticmethod(refusal)
 
     def prepare(self, line):
-        """The first gates: a record with what stops the candidate, and its library if nothing does."""
-        sentence = self.refusal(line)
-        if sentence:
-            return dict(fate="refused", sentence=sentence), None
+        """A record with what stops the candidate, and with its library if nothing does."""
         began = time.monotonic()
         built = builds.build_one(line, [self.gpu.arch], builds.LIBRARY, "-shared")
-        build_s = round(time.monotonic() - began, 2)
+        record = dict(build_s=round(time.monotonic() - began, 2))
         if built.trouble:
-            return dict(fate="compile", sentence=built.trouble, build_s=build_s), None
+            return dict(record, fate="compile", sentence=built.trouble)
         facts = builds.facts(built)
-        return dict(registers=facts.registers, spilled=facts.spilled, shared_bytes=facts.shared_bytes,
-                    build_s=build_s), built
+        return dict(record, built=built, registers=facts.registers, spilled=facts.spilled, shared_bytes=facts.shared_bytes)
 
-    def judge(self, line, prepared):
+    def judge(self, line, record):
         """The whole record: the candidate's fate, what is wrong with it, or its times; score is its time over the first one's."""
-        record, built = prepared
+        built = record.pop("built", None)
         if built:
             self.spills = record["spilled"] if self.spills is None else self.spills
             most = self.gpu.attribute(97)  # MAX_SHARED_MEMORY_PER_BLOCK_OPTIN
@@ -213,8 +209,6 @@ class GpuJudge:
             else:
                 self.time(line, kernel, record)
                 record["time_s"] = round(time.monotonic() - began - record["check_s"], 2)
-        except Refused as error:
-            record.update(fate="gate", sentence=str(error))
         except engine.CudaError as error:
             record.update(fate="wrong", sentence=str(error))
             for bench in self.benches.values():
@@ -223,6 +217,8 @@ class GpuJudge:
                 self.gpu.synchronize()
             except engine.CudaError:
                 lost(str(error))
+        except Refused as error:
+            record.update(fate="gate", sentence=str(error))
         finally:
             watch.cancel()
 
@@ -324,9 +320,6 @@ class ModelJudge:
     refusal = staticmethod(refusal)
 
     def prepare(self, line):
-        sentence = self.refusal(line)
-        if sentence:
-            return dict(fate="refused", sentence=sentence)
         if any(line.knob(knob, "0") != "0" for knob in CHOOSERS):
             return dict(fate="gate", sentence="the cost model knows no line that chooses its tile")
         return dict(us=self.us(line))
@@ -389,8 +382,8 @@ def search(study, space, judge, lines, goes_on, log=lambda trial: None, ahead=AH
         study.enqueue_trial(space.knobs(line) if space.breeds(line) else {})
     waiting = collections.deque()
 
-    def end(trial, line, prepared):
-        record = dict(knobs=identity(line), line=line.text, **judge.judge(line, prepared))
+    def end(trial, line, record):
+        record = dict(knobs=identity(line), line=line.text, **judge.judge(line, record))
         for name, value in record.items():
             trial.set_user_attr(name, value)
         passed = record["fate"] == "timed"
@@ -409,9 +402,10 @@ def search(study, space, judge, lines, goes_on, log=lambda trial: None, ahead=AH
                 study.tell(trial, state=TrialState.FAIL)
                 continue
             seen.add(identity(line))
-            if not judge.refusal(line):
+            sentence = judge.refusal(line)
+            if not sentence:
                 return trial, line
-            end(trial, line, judge.prepare(line))
+            end(trial, line, dict(fate="refused", sentence=sentence))
         return None
     with ThreadPoolExecutor(builds.JOBS) as pool:
         try:
@@ -659,7 +653,7 @@ class ListJudge:
         return identity(line) not in self.known
 
     def prepare(self, line):
-        return self.known.get(identity(line), dict(fate="refused"))
+        return self.known[identity(line)]
 
     def judge(self, line, record):
         self.evaluations += record["fate"] != "refused"
