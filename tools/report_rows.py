@@ -1,11 +1,10 @@
 """The CSVs of results/: which of them the page shows, and what their rows mean."""
 import csv
 import re
-import shutil
 from dataclasses import dataclass
 from pathlib import Path
 
-from builds import run
+from builds import Tree
 from cli import Refused
 
 RUN = ("config", "family", "shape", "status", "check", "graph_us", "tflops", "B", "Hq", "Hkv", "Sq", "Sk", "D",
@@ -172,12 +171,11 @@ def bases(source, configs):
     and head size that differs in the fewest knobs, the latest of these. A line that takes its tile by the problem
     has no knobs to compare.
     """
-    named, command = {}, ["cmake", f"-DCONFIGS={configs}", "-P", Path(__file__).parent / "configs.cmake"]
-    lines = run(command).stdout.splitlines() if configs.is_file() and shutil.which("cmake") else []
-    for name, own, _, _, _, gates in (line.split("\t") for line in lines):
-        step = re.search(r"gate:step-over=(\w+):", gates)
-        if own or step:
-            named[name] = own or step[1]
+    named = {}
+    for name, line in (Tree().config_lines() if configs.is_file() else {}).items():
+        step = re.search(r"gate:step-over=(\w+):", " ".join(line.gates))
+        if line.base or step:
+            named[name] = line.base or step[1]
     first, base = {row["config"]: row for row in reversed(source.rows)}, {}
     for name in source.values("config"):
         row, near = first[name], []
@@ -196,24 +194,17 @@ def difference(old, new):
 
 
 def ladders(source):
-    """{ladder: {line: {shape: µs}}} of mission and long, in the order of the rows; wgmma has two ladders."""
-    found = {}
+    """{ladder: its lines} in the order of the rows, where wgmma has two ladders; {line: {shape: µs}} of mission and long."""
+    found, us = {}, {}
     for row in source.rows:
-        family = row["family"]
-        if family == "wgmma":
-            family += " D=64" if row["D"] == "64" else " D=128, 256"
-        if row["family"]:
-            found.setdefault(family, {}).setdefault(row["config"], {})
-    of_line = {name: at for lines in found.values() for name, at in lines.items()}
-    for row, us in timed(source):
-        if row["shape"] in ("mission", "long") and row["config"] in of_line:
-            of_line[row["config"]][row["shape"]] = us
-    return found
-
-
-def rungs_at(lines, base, shape, us):
-    """(line, its base's µs or None, its µs) of those LINES that have a time at SHAPE; US: of any ladder's lines."""
-    return [(name, us.get(base[name], {}).get(shape), us[name][shape]) for name in lines if shape in us[name]]
+        if row["family"] and row["config"] not in us:
+            ladder = {"64": "wgmma D=64"}.get(row["D"], "wgmma D=128, 256") if row["family"] == "wgmma" else row["family"]
+            found.setdefault(ladder, []).append(row["config"])
+            us[row["config"]] = {}
+    for row, t in timed(source):
+        if row["shape"] in ("mission", "long") and row["config"] in us:
+            us[row["config"]][row["shape"]] = t
+    return found, us
 
 
 def ablated(source):
