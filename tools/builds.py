@@ -17,7 +17,6 @@ import shutil
 import struct
 import subprocess
 import sys
-import tempfile
 import threading
 import time
 from concurrent.futures import ThreadPoolExecutor
@@ -83,10 +82,7 @@ class Tree:
     @functools.lru_cache(None)
     def read(self, path):
         """The text of a file; None if it is not there."""
-        if self.sha:
-            shown = run(["git", "show", f"{self.sha}:{path}"], cwd=ROOT)
-            return None if shown.returncode else shown.stdout
-        path = os.path.join(ROOT, path)
+        path = os.path.join(self.folder(), path)
         return open(path).read() if os.path.exists(path) else None
 
     def folder(self):
@@ -116,18 +112,14 @@ class Tree:
     @functools.lru_cache(None)
     def read_configs(self):
         """{name: ConfigLine} of configs.txt, as tools/configs.cmake reads it, and what it says of bad lines."""
-        own = "" if self.sha else os.environ.get("SDPA_CONFIGS", "")
-        text = self.read(own or "configs.txt")
-        if text is None:
-            raise Refused(f"{self} has no {own or 'configs.txt'}, which lists one line a build")
+        name = not self.sha and os.environ.get("SDPA_CONFIGS") or "configs.txt"
+        file = os.path.join(self.folder(), name)
+        if not os.path.exists(file):
+            raise Refused(f"{self} has no {name}, which lists one line a build")
         if not shutil.which("cmake"):
             raise Refused("cmake is missing, which reads configs.txt; install it with: sudo apt-get install cmake")
-        with tempfile.TemporaryDirectory() as folder:
-            for name, content in (("configs.txt", text), ("sdpa.cu", self.read("sdpa.cu") or "")):
-                with open(os.path.join(folder, name), "w") as file:
-                    file.write(content)
-            reader = os.path.join(os.path.dirname(os.path.abspath(__file__)), "configs.cmake")
-            done = run(["cmake", "-DCONFIGS=configs.txt", "-DSOURCE=sdpa.cu", "-P", reader], cwd=folder)
+        reader = os.path.join(os.path.dirname(os.path.abspath(__file__)), "configs.cmake")
+        done = run(["cmake", f"-DCONFIGS={file}", f"-DSOURCE={self.folder()}/sdpa.cu", "-P", reader])
         lines = {}
         for line in done.stdout.splitlines():
             name, base, expect, arch, knobs, gates = line.split("\t")
@@ -136,10 +128,6 @@ class Tree:
 
     def config_lines(self):
         return self.read_configs()[0]
-
-    def lines(self):
-        """{name: its words but the gates}."""
-        return {name: line.words for name, line in self.config_lines().items()}
 
     def knobs(self):
         """{knob: default}, from the rows of SDPA_KNOBS."""
@@ -298,7 +286,7 @@ def parse_contenders(words):
             commit, _, name = word.rpartition(":")
             if commit not in trees:
                 trees[commit] = loadable(Tree(commit))
-            lines = trees[commit].lines()
+            lines = trees[commit].config_lines()
             if word == "cublas":
                 found.append(Cublas(trees[commit], name))
                 continue
@@ -515,8 +503,7 @@ def facts(built):
     code = machine_code(data)
     launcher = [built.line.tree.program().encode(), " ".join(built.line.effective_knobs()).encode()]
     sums = [hashlib.sha256(b"\0".join(parts)).hexdigest() for parts in (code, code + launcher)]
-    launch = next(filter(None, map(constant, embedded(data))), None) or sizes_of_symbols(data)
-    return Facts(*ptxas_report(built.log), *launch, sum(map(len, code)), *sums, built.path)
+    return Facts(*ptxas_report(built.log), *launch_of(data), sum(map(len, code)), *sums, built.path)
 
 
 def ptxas_report(log):
@@ -545,14 +532,12 @@ def symbol(elf, table, name):
     return found[0].entry if found else None
 
 
-def constant(cubin):
-    """Threads, bytes of shared memory and BLOCK_M of device code alone; None of a library."""
-    found = symbol(cubin, ".symtab", "sdpa_library_launch")
-    return found and struct.unpack_from("<3i", cubin.get_section_by_name(".nv.constant3").data(), found.st_value)
-
-
-def sizes_of_symbols(data):
-    """The same of a library, which says it by the sizes of symbols."""
+def launch_of(data):
+    """Threads, bytes of shared memory and BLOCK_M: a constant of device code alone, and sizes of symbols of a library."""
+    for cubin in embedded(data):
+        found = symbol(cubin, ".symtab", "sdpa_library_launch")
+        if found:
+            return struct.unpack_from("<3i", cubin.get_section_by_name(".nv.constant3").data(), found.st_value)
     found = [symbol(ELFFile(io.BytesIO(data)), ".dynsym", "sdpa_library_" + name) for name in ("threads", "smem_bytes", "block_m")]
     return [one.st_size if one else 0 for one in found]
 
