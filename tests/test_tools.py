@@ -145,7 +145,7 @@ def test_rows_and_exit_codes_of_stress(monkeypatch, capsys):
 
 
 def test_a_refused_variant_is_no_error(monkeypatch):
-    line, = builds.parse_contenders(["wgmma_swap32"])
+    line, = builds.parse_contenders(["hopper_d128"])
     built = {one: builds.Built(one, trouble="static assertion failed") for one in stress.variants(line).values()
              if one.tree.refusal(one.words)}
     assert built

@@ -342,11 +342,9 @@ def loadable(tree):
 
 # ---- building ----
 
-@functools.lru_cache(None)
-def nvcc():
-    """Where nvcc is; None if it is nowhere."""
-    home = os.path.join(os.environ.get("CUDA_HOME", "/usr/local/cuda"), "bin", "nvcc")
-    return shutil.which("nvcc") or (home if os.path.exists(home) else None)
+def nvcc(tool="nvcc"):
+    """Where it is, or another tool of the CUDA Toolkit; None if it is nowhere."""
+    return shutil.which(tool) or shutil.which(os.path.join(os.environ.get("CUDA_HOME", "/usr/local/cuda"), "bin", tool))
 
 
 @dataclass
@@ -433,8 +431,9 @@ def host_library(*knobs, program=LIBRARY):
 def cmake_build(folder, source=ROOT, target="sdpa_selected", keep_going=False, progress=lambda done, count, name: None, **options):
     """Builds the lines that the options select in a folder by CMake. Returns the finished process."""
     has_ninja = shutil.which("ninja") and not os.path.exists(os.path.join(folder, "CMakeCache.txt"))
-    done = run(["cmake", "-S", source, "-B", folder, *(["-G", "Ninja"] if has_ninja else []),
-                "-DSDPA_TESTS=OFF", *(f"-D{name}={value}" for name, value in options.items())])
+    options = dict(SDPA_TESTS="OFF", SDPA_KEEP_GOING="ON" if keep_going else "OFF", SDPA_ARCHS=os.environ.get("SDPA_ARCHS", ""),
+                   SDPA_CONFIGS=os.path.join(ROOT, os.environ.get("SDPA_CONFIGS") or "configs.txt")) | options
+    done = run(["cmake", "-S", source, "-B", folder, *["-GNinja"] * bool(has_ninja), *map("-D{}={}".format, *zip(*options.items()))])
     if done.returncode:
         raise Refused(f"CMake could not configure {folder}: {' '.join(done.stderr.split())[:300]}")
     with open(os.path.join(folder, "configs.tsv")) as file:

@@ -14,10 +14,9 @@ import csv
 import functools
 import os
 import re
-import shutil
 import subprocess
 import sys
-from collections import Counter
+from collections import Counter, namedtuple
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 
@@ -37,17 +36,8 @@ QUEUE = "--max-ctas 2"  # fewer CTAs than items
 TOOLS = {"memcheck": [], "racecheck": ["--num-cuda-barriers", "128"], "synccheck": ["--num-cuda-barriers", "128"]}
 SECONDS = 300  # a run takes a few
 LISTED = 8     # kinds of unexpected reports of a run
-
-
-@dataclass(frozen=True)
-class Expected:
-    """Reports of a tool on lines, both regular expressions; `report` is searched in Group.text."""
-    tool: str
-    lines: str
-    report: str
-    why: str
-
-
+# Reports of a tool on lines, both regular expressions; `report` is searched in Group.text.
+Expected = namedtuple("Expected", "tool lines report why")
 EXPECTED = (
     Expected("racecheck", "_racy$", "Race reported", "a negative control: it has no barrier"),
     Expected("racecheck", "^(wgmma|hopper)", "Race reported.*`s.item.stage. = item;`",
@@ -71,11 +61,7 @@ class Group:
         return f"{self.sentence} in {self.kernel}: {', '.join(self.places)}"
 
 
-@dataclass(frozen=True)
-class Report:
-    group: Group
-    offsets: tuple  # in the machine code
-    hazards: int    # of racecheck
+Report = namedtuple("Report", "group offsets hazards")  # in the machine code; of racecheck
 
 
 def parse(text):
@@ -130,12 +116,6 @@ def source_line(where):
 
 # ---- what is made of it ----
 
-def expected_by(rows, tool, name, group):
-    """The row that expects a group; None if none does."""
-    return next((row for row in rows if row.tool == tool and re.search(row.lines, name)
-                 and re.search(row.report, group.text)), None)
-
-
 @dataclass
 class Run:
     """A line, a problem and a tool; what became of it."""
@@ -156,7 +136,8 @@ def judge(run, text, code, expected=EXPECTED):
         return
     reports, promised = parse(text)
     groups = Counter(one.group for one in reports)
-    rows = {group: expected_by(expected, run.tool, run.line.name, group) for group in groups}
+    own = [row for row in expected if row.tool == run.tool and re.search(row.lines, run.line.name)]
+    rows = {group: next((row for row in own if re.search(row.report, group.text)), None) for group in groups}
     unexpected = {group: count for group, count in groups.most_common() if not rows[group]}
     run.reports, run.unexpected = len(reports), sum(unexpected.values())
     run.met = tuple(row for row in rows.values() if row)
@@ -188,9 +169,7 @@ def describe(reports):
 # ---- running ----
 
 def sanitizer():
-    """Where compute-sanitizer is; None if it is nowhere."""
-    home = os.path.join(os.environ.get("CUDA_HOME", "/usr/local/cuda"), "bin", "compute-sanitizer")
-    return shutil.which("compute-sanitizer") or (home if os.path.exists(home) else None)
+    return builds.nvcc("compute-sanitizer")
 
 
 def run_line(build, expected, line, tool):
@@ -219,11 +198,6 @@ def unmet(expected, runs):
             and not any(row in run.met for run in runs)]
 
 
-def named(lines):
-    """A regular expression for CMake."""
-    return f"^({'|'.join(line.name for line in lines)})$"
-
-
 def main():
     options = cli.parse_options(__doc__, 1)
     regex, = options.words or [f"^({'|'.join(KINDS.split())})$"]
@@ -232,9 +206,8 @@ def main():
     if not sanitizer():
         raise Refused("compute-sanitizer is missing; it is a part of the CUDA Toolkit, or install it with: "
                       "python3 -m pip install nvidia-cuda-sanitizer-api, and put its folder on PATH")
-    builds.cmake_build(builds.BUILD, keep_going=True, progress=builds.show_progress(), SDPA_CPU="OFF", SDPA_KEEP_GOING="ON",
-                       SDPA_ONLY=named(lines), SDPA_ARCHS=os.environ.get("SDPA_ARCHS", ""),
-                       SDPA_CONFIGS=os.path.join(builds.ROOT, os.environ.get("SDPA_CONFIGS") or "configs.txt"))
+    builds.cmake_build(builds.BUILD, keep_going=True, progress=builds.show_progress(), SDPA_CPU="OFF",
+                       SDPA_ONLY=f"^({'|'.join(line.name for line in lines)})$")
     os.makedirs(os.path.join(builds.BUILD, "sanitize"), exist_ok=True)
     say(builds.run([sanitizer(), "--version"]).stdout.strip().rpartition("\n")[2])
 

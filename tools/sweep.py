@@ -60,11 +60,8 @@ def main():
     if not gpu and not options.cpu:
         say("There is no GPU here: sweeping on the CPU backend.")
     build = builds.BUILD + ("" if gpu else "-cpu")
-    configs = os.path.join(builds.ROOT, os.environ.get("SDPA_CONFIGS") or "configs.txt")
     builds.cmake_build(build, target="sdpa_sweeps", keep_going=True, progress=builds.show_progress(),
-                       SDPA_CPU="OFF" if gpu else "ON", SDPA_KEEP_GOING="ON", SDPA_ONLY=only, SDPA_CONFIGS=configs,
-                       SDPA_ARCHS=os.environ.get("SDPA_ARCHS", ""))
-
+                       SDPA_CPU="OFF" if gpu else "ON", SDPA_ONLY=only)
     folder = os.path.join(build, "sweep")
     shutil.rmtree(folder, ignore_errors=True)
     os.makedirs(folder)
