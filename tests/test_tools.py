@@ -28,13 +28,13 @@ def run_all(*words):
 
 # ---- profile ----
 
-REPORT = [("gpu__time_duration.sum", "us", "1,500.00"), ("sm__cycles_elapsed.avg.per_second", "Ghz", "1.80"),
+REPORT = [("gpu__time_duration.sum", "ns", "1,500,000.00"), ("sm__cycles_elapsed.avg.per_second", "hz", "1,800,000,000.00"),
           ("sm__pipe_tensor_cycles_active.avg.pct_of_peak_sustained_elapsed", "%", "60.00"),
           ("sm__inst_executed_pipe_xu.avg.pct_of_peak_sustained_elapsed", "%", "40.00"),
           ("smsp__issue_active.avg.pct_of_peak_sustained_active", "%", "39.00"),
           ("l1tex__data_pipe_lsu_wavefronts_mem_shared.sum", "", "1,000"),
-          ("l1tex__data_bank_conflicts_pipe_lsu_mem_shared.sum", "", "250"), ("lts__t_bytes.sum", "Mbyte", "4.00"),
-          ("dram__bytes_read.sum", "Kbyte", "900.00"), ("dram__bytes_write.sum", "byte", "100,000"),
+          ("l1tex__data_bank_conflicts_pipe_lsu_mem_shared.sum", "", "250"), ("lts__t_bytes.sum", "byte", "4,000,000"),
+          ("dram__bytes_read.sum", "byte", "900,000"), ("dram__bytes_write.sum", "byte", "100,000"),
           ("gpu__dram_throughput.avg.pct_of_peak_sustained_elapsed", "%", "3.00"),
           ("smsp__average_warps_issue_stalled_wait_per_issue_active.ratio", "", "3"),
           ("smsp__average_warps_issue_stalled_selected_per_issue_active.ratio", "", "1")]
@@ -45,7 +45,7 @@ def verdict(family):
     csv.writer(out, quoting=csv.QUOTE_ALL).writerows(zip(*[("ID", "", "0"), ("Host Name", "", "127.0.0.1"), *REPORT]))
     row = dict(zip("config,family,shape,B,Hq,Hkv,Sq,Sk,D,sm,device,causal".split(","),
                    f"line,{family},mission,1,2,1,512,512,64,90,GPU,br".split(",")))
-    return ncu.verdict(row, ncu.Counters("==PROF== words\n" + out.getvalue()))
+    return ncu.verdict(row, ncu.counters_of("==PROF== words\n" + out.getvalue()))
 
 
 @pytest.mark.parametrize("sentence", [
@@ -65,7 +65,7 @@ def test_wgmma_is_not_held_against_the_limit_of_mma_sync():
 
 def test_no_profile_without_counters():
     with pytest.raises(ValueError):
-        ncu.Counters("==ERROR== nothing")
+        ncu.counters_of("==ERROR== nothing")
 
 
 # ---- stress ----
