@@ -48,7 +48,7 @@ def at_other_costs(tiles, seed=9, spread=0.35):
 
 
 def run(*words):
-    done = subprocess.run([sys.executable, os.path.join(ROOT, "tools", "fit.py"), *words], capture_output=True, text=True)
+    done = subprocess.run([sys.executable, os.path.join(ROOT, "tools"), "fit", *words], capture_output=True, text=True)
     return done.returncode, done.stdout, done.stderr
 
 

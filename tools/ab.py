@@ -1,4 +1,3 @@
-#!/usr/bin/env python3
 """usage: ./run_all.sh ab NAME KNOB=VALUE...       [OPTION...]
        ./run_all.sh ab CONTENDER CONTENDER...   [OPTION...]
 Is B faster than A? A is the line NAME of configs.txt and B the same with these knobs changed; or A is the
@@ -234,7 +233,3 @@ def main():
     else:
         without_gpu(contenders, parse(sys.argv[1:], ["small", "mission"])[1])
     return 0
-
-
-if __name__ == "__main__":
-    cli.command("ab", main)

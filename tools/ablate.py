@@ -1,4 +1,3 @@
-#!/usr/bin/env python3
 """usage: ./run_all.sh ablate NAME [--shape S]... [--causal C] [--svg]
 Takes back each knob that the line NAME of configs.txt sets, once, to its default (with another one where they
 only go together; HEAD_DIM and DTYPE stay), checks these builds, times them in turns against the line, and
@@ -110,7 +109,3 @@ def main():
     if options.svg:
         page.draw_ablation(table.name)
     return 0 if all(passed) else 1
-
-
-if __name__ == "__main__":
-    cli.command("ablate", main)

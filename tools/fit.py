@@ -1,4 +1,3 @@
-#!/usr/bin/env python3
 """usage: ./run_all.sh fit [--table LINE] [--head-dim D]... [--drawn N [--seed S] | --from CSV]
        ./run_all.sh fit [--table LINE] --check [CSV]...
 Does TUNED_TILES choose well, and would other costs choose better? Times every tile of the table, as a line of its own,
@@ -382,7 +381,3 @@ def print_fit(model, tiles, rows):
     print(f"\n// For {rows[0]['device']}, fitted by ./run_all.sh fit:")
     for tile in fitted:
         print(tile.row(model.table))
-
-
-if __name__ == "__main__":
-    cli.command("fit", main)

@@ -1,4 +1,3 @@
-#!/usr/bin/env python3
 """usage: ./run_all.sh gates [--only REGEX] [--time | --steps CSV]
 Compiles the kernel of every line for sm_80, sm_89 and sm_90a (or SDPA_ARCHS), some for sm_120 as well, and
 prints what is asked of it and what was found: spills, registers, shared memory, wgmma not as written; lines
@@ -187,7 +186,3 @@ def main():
         with open(path, newline="") as file:
             rows = list(csv.DictReader(file))
     return report(judge(kernels, rows)) or bool(bad_lines)
-
-
-if __name__ == "__main__":
-    cli.command("gates", main)

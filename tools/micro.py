@@ -1,4 +1,3 @@
-#!/usr/bin/env python3
 """usage: ./run_all.sh micro [--family F|--from LINE] [--head-dim D] [OPTION...]
 What a round over a K/V tile costs the kernel of each legal tile, without the grid around it: clocks of one CTA alone
 and of as many as the GPU holds, on keys that stay in L2. Tiles have the sizes that the family's lines have in any
@@ -183,7 +182,3 @@ def main():
     table(best, problem, len(found))
     say(f"micro: tiles: {os.path.relpath(path, builds.ROOT)}")
     return 0
-
-
-if __name__ == "__main__":
-    cli.command("micro", main)

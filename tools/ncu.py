@@ -1,4 +1,3 @@
-#!/usr/bin/env python3
 """usage: ./run_all.sh profile NAME [KNOB=VALUE...] [--shape S] [-- EXECUTABLE-OPTION...]
 Runs the kernel of the line NAME once under ncu (Nsight Compute) with the counters that matter for
 attention, and prints in ten lines what binds it and how far it is from that limit.
@@ -121,7 +120,3 @@ def main():
         raise Refused(f"ncu gave no counters: {''.join(words)} (all its words: {report})") from None
     print("\n".join(verdict(next(csv.DictReader(checked.stdout.splitlines())), counters)))
     return 0
-
-
-if __name__ == "__main__":
-    cli.command("profile", main)

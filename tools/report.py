@@ -1,4 +1,3 @@
-#!/usr/bin/env python3
 """Writes results/report.html: one file that loads nothing, drawn from the CSVs of results/ alone.
 
 usage: ./run_all.sh report [--results FOLDER] [--output FILE]
@@ -269,7 +268,3 @@ def main():
     builds.replace_file(output, text)
     say(f"{output}: {len(text.encode()) / 1024:.0f} KB")
     return 0
-
-
-if __name__ == "__main__":
-    cli.command("report.py", main)

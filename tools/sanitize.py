@@ -1,4 +1,3 @@
-#!/usr/bin/env python3
 """usage: ./run_all.sh sanitize [REGEX] [--tool T] [--strict] [--jobs J]
 Runs NVIDIA's compute-sanitizer (memcheck, racecheck, synccheck) over a line of each kind of configs.txt, on three
 small problems. CSV on stdout, a row a run: its reports, those that nobody expects, and PASS, FAIL or SKIPPED (the
@@ -226,7 +225,3 @@ def main():
     for row in unmet(expected, runs):
         say(f"no longer there: {row.tool} of {row.lines}: {row.report}")
     return 0 if any(run.verdict == "PASS" for run in runs) and all(run.verdict != "FAIL" for run in runs) else 1
-
-
-if __name__ == "__main__":
-    cli.command("sanitize", main)

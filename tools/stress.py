@@ -1,4 +1,3 @@
-#!/usr/bin/env python3
 """usage: ./run_all.sh stress [NAME...] [--repeats N]
 Runs these lines of configs.txt (by default those with USE_WGMMA=1 or SPLIT_CTAS=0) N times on each of three problems and
 compares O and LSE bit by bit with those of a first run. CSV on stdout, one row a case:
@@ -172,7 +171,3 @@ def main():
     hog = Hog(gpu, beside.path)
     print("config,case,problem,repeats,check", flush=True)
     return max([stress_line(gpu, line, built, hog, options.repeats) for line in lines])
-
-
-if __name__ == "__main__":
-    cli.command("stress", main)

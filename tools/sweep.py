@@ -1,4 +1,3 @@
-#!/usr/bin/env python3
 """usage: ./run_all.sh sweep [N] [--only REGEX] [--series S] [--jobs J] [--cpu]
 Checks N (default 120) random problems on every line of configs.txt, on the GPU or with --cpu on the CPU
 backend: all masks, layouts, inputs and ratios of heads that the line takes. CSV on stdout, a row a line:
@@ -82,7 +81,3 @@ def main():
     words = [line for name in names for line in open(paths[name] + ".err").readlines()[:3]]
     print("".join(words[:20]), end="", file=sys.stderr)
     return 0 if all(row["passed"] + row["skipped"] == count for row in counts) else 1
-
-
-if __name__ == "__main__":
-    cli.command("sweep", main)

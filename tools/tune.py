@@ -1,4 +1,3 @@
-#!/usr/bin/env python3
 """usage: ./run_all.sh tune [--family F|--from LINE] [--shape S]... [OPTION...]
        ./run_all.sh tune --all --from LINE --fix KNOB=V,V... [--shape S] [OPTION...]
        ./run_all.sh tune --table [--head-dim D] [--budget MIN]
@@ -546,7 +545,7 @@ def run_search(options, gpu, more=()):
 
     def restart(record):
         log.add(optuna.trial.create_trial(state=TrialState.FAIL, user_attrs=record))
-        os.execv(sys.executable, [sys.executable, *sys.argv])
+        os.execv(sys.executable, [sys.executable, os.path.dirname(__file__), *sys.argv])
     judge = GpuJudge(gpu, problems, restart) if gpu else ModelJudge(problems, line.family)
     judge.resume(log.study, space)
     # What is proposed and has not ended is in memory alone.
@@ -744,7 +743,3 @@ def main():
         return table(options)
     gpu = find_gpu(options)
     return result(gpu, *run_search(options, gpu))
-
-
-if __name__ == "__main__":
-    cli.command("tune", main)
