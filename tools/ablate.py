@@ -14,15 +14,14 @@ import builds
 import cli
 import engine
 from cli import Refused, say
-
-THE_PROBLEMS_OWN = ("HEAD_DIM", "DTYPE", "OUT_DTYPE")
+from search import PROBLEMS_OWN
 
 
 def removals(line):
     """For each knob that the line sets, the changes that take it back, or the sentence that forbids it."""
     defaults = line.tree.knobs()
     back = [f"{knob}={defaults[knob]}" for knob, value in (word.split("=", 1) for word in line.words)
-            if knob in defaults and knob not in THE_PROBLEMS_OWN and defaults[knob] != value]
+            if knob in defaults and knob not in PROBLEMS_OWN and defaults[knob] != value]
     for knob in back:
         sentence = line.tree.refusal(builds.changed(line.words, [knob]))
         tries = together(knob, sentence, back) if sentence else [[knob]]
@@ -36,9 +35,7 @@ def together(knob, sentence, back):
     if advice and knob.split("=")[0] not in [word.split("=")[0] for word in advice]:
         yield [knob, *advice]
     others = [other for other in back if other != knob]
-    for count in (1, 2):
-        for along in itertools.combinations(others, count):
-            yield [knob, *along]
+    yield from ([knob, *along] for count in (1, 2) for along in itertools.combinations(others, count))
 
 
 def waterfall(name, problem, device, times, ratios, bad):

@@ -71,6 +71,11 @@ class Problem:
         keys = {"off": np.full(self.Sq, self.Sk), "br": q + 1 + self.Sk - self.Sq, "tl": q + 1}[self.causal]
         return keys.clip(0, self.Sk)
 
+    @property
+    def rows(self):
+        """Of O."""
+        return self.B * self.Hq * self.Sq
+
     def flops(self):
         return 4 * self.D * self.B * self.Hq * int(self.visible().sum())
 
@@ -247,21 +252,16 @@ class Nvml:
     """Clock and throttle reasons of a GPU; zeros where the library does not tell."""
 
     def __init__(self, bus_id):
-        self.driver, self.device = "", ctypes.c_void_p()
+        self.driver, self.api, self.device, driver = "", None, ctypes.c_void_p(), ctypes.create_string_buffer(96)
         try:
-            self.api = ctypes.CDLL("libnvidia-ml.so.1")
+            api = ctypes.CDLL("libnvidia-ml.so.1")
         except OSError:
-            self.api = None
             return
-        driver = ctypes.create_string_buffer(96)
-        if (self.api.nvmlInit_v2() or
-                self.api.nvmlDeviceGetHandleByPciBusId_v2(bus_id.encode(), ctypes.byref(self.device))):
-            self.api = None
-            return
-        self.api.nvmlSystemGetDriverVersion(driver, 96)
-        self.driver = driver.value.decode()
-        self.reasons = getattr(self.api, "nvmlDeviceGetCurrentClocksEventReasons", None) or \
-            self.api.nvmlDeviceGetCurrentClocksThrottleReasons  # its name before CUDA 12.2
+        if not api.nvmlInit_v2() and not api.nvmlDeviceGetHandleByPciBusId_v2(bus_id.encode(), ctypes.byref(self.device)):
+            api.nvmlSystemGetDriverVersion(driver, 96)
+            self.api, self.driver = api, driver.value.decode()
+            self.reasons = getattr(api, "nvmlDeviceGetCurrentClocksEventReasons", None) or \
+                api.nvmlDeviceGetCurrentClocksThrottleReasons  # its name before CUDA 12.2
 
     def state(self):
         clock, reasons = ctypes.c_uint(), ctypes.c_ulonglong()
@@ -289,6 +289,12 @@ class SdpaParams(ctypes.Structure):
                 [("scale", ctypes.c_float), ("causal", ctypes.c_int), ("workspace", ctypes.c_void_p),
                  ("max_ctas", ctypes.c_int), ("window_left", ctypes.c_int), ("window_right", ctypes.c_int)] +
                 [(f"{name}_descale", Descale) for name in "qkv"])
+
+
+def params_of(p):
+    """The sizes of a problem as a kernel takes them."""
+    sizes = {name: getattr(p, name) for name in ("B", "Hq", "Hkv", "Sq", "Sk", "D")}
+    return SdpaParams(**sizes, causal=CAUSAL.index(p.causal), window_left=-1, window_right=-1)
 
 
 def is_prefix(size):
@@ -323,9 +329,10 @@ class LoadedLine:
 
     def prepare(self, gpu, tensors, problem):
         """The function that enqueues one launch, where it writes O and LSE, and its workspace."""
-        p = SdpaParams(*(tensors.address[name] for name in ("Q", "K", "V", "O", "LSE")), problem.B, problem.Hq,
-                       problem.Hkv, problem.Sq, problem.Sk, problem.D, causal=CAUSAL.index(problem.causal),
-                       max_ctas=self.max_ctas, window_left=-1, window_right=-1)
+        p = params_of(problem)
+        p.max_ctas = self.max_ctas
+        for name in ("Q", "K", "V", "O", "LSE"):
+            setattr(p, name, tensors.address[name])
         for name in "qkvo":
             heads, rows = (problem.Hkv, problem.Sk) if name in "kv" else (problem.Hq, problem.Sq)
             setattr(p, name, Strides(heads * rows * problem.D, rows * problem.D, problem.D))
@@ -458,8 +465,6 @@ def load(contender, gpu, built):
 # ---- tensors and the check ----
 
 RANDOM_BLOCK = 4194301  # no multiple of a row's elements, so that no two rows are alike
-
-
 TYPES = {"fp16": np.float16, "bf16": ml_dtypes.bfloat16, "e4m3": ml_dtypes.float8_e4m3fn}
 
 
@@ -489,12 +494,9 @@ class Tensors:
     def __init__(self, gpu, problems, seed=0):
         rng = np.random.default_rng(seed)
         self.gpu, self.dtype = gpu, problems[0].dtype
-        most = lambda size: max(size(p) for p in problems)  # noqa: E731
-        q = most(lambda p: p.B * p.Hq * p.Sq * p.D)
-        counts = {"Q": q, "K": most(lambda p: p.B * p.Hkv * p.Sk * p.D)}
-        counts["V"] = counts["K"]
+        q, kv = max(p.rows * p.D for p in problems), max(p.B * p.Hkv * p.Sk * p.D for p in problems)
         self.host, self.address, self.workspaces = {}, {}, []
-        for name, count in counts.items():
+        for name, count in (("Q", q), ("K", kv), ("V", kv)):
             self.host[name] = np.resize(as_bits(self.draw(rng, name, min(count, RANDOM_BLOCK)), self.dtype), count)
             self.address[name] = gpu.allocate(self.host[name].nbytes)
             gpu.upload(self.address[name], self.host[name])
@@ -502,7 +504,7 @@ class Tensors:
             self.address["factor"] = gpu.allocate(4)
             gpu.upload(self.address["factor"], np.array([FACTORS[self.dtype]], np.float32))
         self.address["O"] = gpu.allocate(2 * q)
-        self.address["LSE"] = gpu.allocate(4 * most(lambda p: p.B * p.Hq * p.Sq))
+        self.address["LSE"] = gpu.allocate(4 * max(p.rows for p in problems))
         self.workspace(1 << 20)
 
     def draw(self, rng, name, count):
@@ -666,16 +668,14 @@ class Bench:
                 if self.checks[key].passed or isinstance(self.kernels[key], LoadedTorch)}
 
     def poison(self, problem):
-        rows = problem.B * problem.Hq * problem.Sq
-        self.gpu.fill(self.tensors.address["O"], 0xff, 2 * rows * problem.D)
-        self.gpu.fill(self.tensors.address["LSE"], 0xff, 4 * rows)
+        self.gpu.fill(self.tensors.address["O"], 0xff, 2 * problem.rows * problem.D)
+        self.gpu.fill(self.tensors.address["LSE"], 0xff, 4 * problem.rows)
 
     def read(self, problem, outputs):
         """O as words and LSE, or None, once the GPU is done."""
         self.gpu.synchronize()
-        rows = problem.B * problem.Hq * problem.Sq
-        LSE = self.gpu.download(outputs.LSE, rows, np.float32) if outputs.LSE else None
-        return self.gpu.download(outputs.O, rows * problem.D, word_of(outputs.dtype)), LSE
+        LSE = self.gpu.download(outputs.LSE, problem.rows, np.float32) if outputs.LSE else None
+        return self.gpu.download(outputs.O, problem.rows * problem.D, word_of(outputs.dtype)), LSE
 
     def changed_bits(self, key):
         """Whether a last replay of a line leaves other bits than the run that was checked."""
@@ -960,8 +960,6 @@ class Samples(Table):
         def record(key, turn):
             self.turns += 1
             for replay, us in enumerate(turn.us):
-                self.out.writerow(dict(zip(SAMPLE_COLUMNS, (
-                    self.comparison, contenders[key], problem, self.turns, replay, f"{us:.4f}", turn.clock_mhz,
-                    turn.throttle))))
-            self.file.flush()
+                self.add(comparison=self.comparison, contender=contenders[key], problem=problem, turn=self.turns, replay=replay,
+                         us=f"{us:.4f}", clock_mhz=turn.clock_mhz, throttle=turn.throttle)
         return record

@@ -55,7 +55,6 @@ TABLES = {"hopper": ("fp16", ""), "ampere": ("fp16", "USE_MMA_SYNC=1 BLOCK_M=64"
           "hopper_e4m3": ("e4m3", "DTYPE=FP8_E4M3 VEC_WIDTH=16")}
 
 
-
 # ---- sdpa.cu's table and its model ----
 
 class Tile(ctypes.Structure):
@@ -135,9 +134,7 @@ class Model:
     @staticmethod
     def params(problems):
         """The problems as the model takes them."""
-        return (engine.SdpaParams * len(problems))(*(engine.SdpaParams(
-            B=one.B, Hq=one.Hq, Hkv=one.Hkv, Sq=one.Sq, Sk=one.Sk, D=one.D, causal=engine.CAUSAL.index(one.causal),
-            window_left=-1, window_right=-1) for one in problems))
+        return (engine.SdpaParams * len(problems))(*map(engine.params_of, problems))
 
     def choose(self, tiles, problem, sms):
         """The tile of the least cost; of equal ones the first, as choose_tile() has it."""

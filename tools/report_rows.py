@@ -7,23 +7,19 @@ from pathlib import Path
 from builds import Tree
 from cli import Refused
 
-RUN = ("config", "family", "shape", "status", "check", "graph_us", "tflops", "B", "Hq", "Hkv", "Sq", "Sk", "D",
-       "dtype", "causal", "device", "git_sha", "knobs", "note")
-# Kind: folder, columns that it needs, and the command that makes such rows. A file of results/ab/ is of the
-# first kind whose columns it has.
+RUN = "config family shape status check graph_us tflops B Hq Hkv Sq Sk D dtype causal device git_sha knobs note".split()
+# Kind: folder, columns that it needs, and the command that makes such rows. A file of results/ab/ is of the first kind whose
+# columns it has.
 KINDS = {
     "lines": ("", RUN, "./run_all.sh"),
     "peers": ("peers", RUN, "tools/peers.py LINE... --shape S..."),
     "e4m3": ("e4m3", (*RUN, "rel_rms"), "tools/peers.py LINE... --e4m3"),
     "decode": ("decode", RUN, "tools/peers.py LINE... --shape S..."),
-    "accuracy": ("accuracy", ("contender", "input", "D", "dtype", "Sk", "rel_rms", "mean"),
-                 "tools/accuracy.py LINE..."),
+    "accuracy": ("accuracy", "contender input D dtype Sk rel_rms mean".split(), "tools/accuracy.py LINE..."),
     "ablation": ("ablation", RUN, "./run_all.sh ablate LINE"),
     "rested": ("rested", RUN, "tools/peers.py --rested LINE... --shape S..."),
-    "samples": ("ab", ("comparison", "contender", "problem", "turn", "replay", "us", "clock_mhz", "throttle"),
-                "./run_all.sh ab LINE KNOB=VALUE..."),
-    "verdicts": ("ab", ("comparison", "a", "b", "problem", "b_problem", "ratio", "low", "high", "verdict"),
-                 "./run_all.sh ab, or tools/ab_trial.py"),
+    "samples": ("ab", "comparison contender problem turn replay us".split(), "./run_all.sh ab LINE KNOB=VALUE..."),
+    "verdicts": ("ab", "comparison a b problem b_problem ratio low high verdict".split(), "./run_all.sh ab, or tools/ab_trial.py"),
     "steps": ("steps", (), "./run_all.sh gates --time"),
     "fit": ("fit", (), "./run_all.sh fit"),
     "variants": ("ab", (), "tools/peers.py LINE..."),

@@ -126,8 +126,6 @@ def parse_problems(options, line):
     if len(kinds) > 1:
         raise Refused("the problems have different D or types; tune them one by one")
     D, dtype = kinds.pop()
-    if dtype not in engine.LIMITS:
-        raise Refused(f"{dtype}: the engine has tensors of {' and '.join(engine.LIMITS)}")
     for p in problems:
         if p.D not in (0, D) or p.dtype not in ("", dtype):
             raise Refused(f"--shape {p.shape} has D={p.D} {p.dtype}, and {D} {dtype} is asked for")
@@ -484,22 +482,16 @@ def log_path(options, asked, space, problems):
     return str(max(same, key=report_rows.by_name, default=new))
 
 
-class Screen:
-    """Time left, the best so far and counts by fate: on a terminal in one line, else a line for each new best."""
-
-    def __init__(self, judge, end_s):
-        self.judge, self.end_s, self.best = judge, end_s, {}
-
-    def show(self, study):
-        left = max(0, self.end_s - self.judge.seconds())
-        best = study.best_trial.user_attrs if timed(study) else {}
-        us = ", ".join(f"{us:.2f} us" for us in best.get("us", {}).values())
-        text = f"{left // 60:.0f}:{left % 60:02.0f} left, {counts(study)}" + (f"; best {us}: {best['line']}" if best else "")
-        if sys.stderr.isatty():
-            print("\r\033[K" + text[:shutil.get_terminal_size().columns - 1], end="", file=sys.stderr, flush=True)
-        elif self.best != best:
-            say(text)
-        self.best = best
+def show(study, trial, left):
+    """Seconds left, counts by fate and the best so far: on a terminal in one line, else a line for each new best."""
+    best = study.best_trial if timed(study) else None
+    text = f"{left // 60:.0f}:{left % 60:02.0f} left, {counts(study)}"
+    if best:
+        text += f"; best {', '.join(f'{us:.2f} us' for us in best.user_attrs['us'].values())}: {best.user_attrs['line']}"
+    if sys.stderr.isatty():
+        print("\r\033[K" + text[:shutil.get_terminal_size().columns - 1], end="", file=sys.stderr, flush=True)
+    elif best and best.number == trial.number:
+        say(text)
 
 
 def counts(study):
@@ -552,11 +544,10 @@ def run_search(options, gpu, more=()):
     study = optuna.create_study(sampler=Mutations(space, [options.seed, len(log.study.trials)]))
     study.add_trials(log.study.trials)
     end_s = options.budget_s * (1 - VERDICT_SHARE if gpu and not options.all else 1)
-    screen = Screen(judge, end_s)
 
     def write(trial):
         log.add(trial)
-        screen.show(study)
+        show(study, trial, max(0, end_s - judge.seconds()))
     try:
         search(study, space, judge, [*starts[:1], *space.all()] if options.all else starts + seeds,
                lambda: judge.seconds() < end_s, write, ahead=2 * builds.JOBS if options.all else AHEAD, breed=not options.all)
