@@ -11,6 +11,7 @@ import pytest
 ROOT = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))
 sys.path.insert(0, os.path.join(ROOT, "tools"))
 import builds  # noqa: E402
+import cli  # noqa: E402
 import engine  # noqa: E402
 import ncu  # noqa: E402
 import stress  # noqa: E402
@@ -24,6 +25,35 @@ needs_no_gpu = pytest.mark.skipif(engine.find_gpu() is not None, reason="there i
 def run_all(*words):
     done = subprocess.run([os.path.join(ROOT, "run_all.sh"), *words], capture_output=True, text=True)
     return done.returncode, done.stdout, done.stderr
+
+
+# ---- options ----
+
+USAGE = """usage: it WORD... [OPTION...]
+  --plain           a flag
+  --shape S         as for ab; repeatable
+  --mask off|br     one of these (default off)
+  --from LINE       text that goes on
+                    in a second line (default here)
+  --jobs N          at once, from 2 to 9 (default 4)
+exit: 0"""
+
+
+def test_options_are_read_from_the_usage():
+    found = cli.parse_options(USAGE, 1, "word --shape a --plain --shape b".split())
+    assert vars(found) == dict(words=["word"], help=False, plain=True, shape=["a", "b"], mask="off", from_="here", jobs=4)
+    found = cli.parse_options(USAGE, 0, "--jobs 9 --mask br --from x".split())
+    assert (found.jobs, found.mask, found.from_, found.shape, found.plain) == (9, "br", "x", None, False)
+
+
+@pytest.mark.parametrize("words,sentence", [
+    ("--jobs 1", "--jobs 1: want a whole number from 2 to 9"), ("--jobs x", "--jobs x: want a whole number from 2 to 9"),
+    ("--mask tl", "--mask: invalid choice: 'tl'"), ("--shape", "--shape: its value is missing"), ("a b", "b: no such option"),
+    ("--plai", "--plai: no such option")])
+def test_options_are_refused_in_a_sentence(words, sentence):
+    with pytest.raises(cli.Refused) as refused:
+        cli.parse_options(USAGE, 1, words.split())
+    assert str(refused.value).startswith(sentence) and refused.value.code == 2
 
 
 # ---- profile ----
