@@ -398,15 +398,14 @@ class LoadedTorch:
         if (self.line.backend, problem.dtype) != ("cudnn", "e4m3"):
             raise CudaError(f"it has no attention of {problem.dtype}")
         try:
-            import cudnn
+            return self.build_e4m3(gpu, tensors, problem)
         except ImportError:
             raise CudaError("of e4m3 it needs cuDNN's front end; install it with: pip install nvidia-cudnn-frontend") from None
-        try:
-            return self.build_e4m3(cudnn, gpu, tensors, problem)
         except Exception as error:  # the package has classes of its own
             raise CudaError(str(error).strip().split("\n")[0][:100]) from None
 
-    def build_e4m3(self, cudnn, gpu, tensors, problem):
+    def build_e4m3(self, gpu, tensors, problem):
+        import cudnn
         p, kind = problem, cudnn.data_type
         handle = cudnn.create_handle()
         cudnn.set_stream(handle=handle, stream=gpu.stream.value)
