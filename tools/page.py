@@ -41,9 +41,7 @@ def picture(name, words, up="", width=380):
 
 def provenance(source, up=""):
     """What a file's rows were measured on, and a link to it."""
-    gpu, driver, cuda, commit, date = source.measured_on()
-    return (f"{gpu}, driver {driver}, CUDA {cuda}, commit {commit}, {date}: "
-            f"[{source.name}]({up}{source.name})\n")
+    return f"{source.measured_on}: [{source.name}]({up}{source.name})\n"
 
 
 def short_rate(source, row):

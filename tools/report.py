@@ -23,7 +23,7 @@ import cli
 import page
 from cli import Refused, say
 from report_charts import samples
-from report_rows import KINDS, PEERS, every_file, newest, number, peer, problem, timed
+from report_rows import KINDS, PEERS, newest, number, peer, problem, timed
 
 INTRODUCTIONS = {
     "results": "One run: the lines that are named, and each peer through PyTorch, in turns in one process on the same tensors.",
@@ -67,17 +67,11 @@ def table(headers, rows, *sources, attributes="", first=lambda row: False, wide=
             f"<tbody>\n{body}\n</tbody></table></div>" + (provenance(*sources) if sources else ""))
 
 
-def measured(source):
-    """What a file's rows were measured on, as a sentence's part."""
-    gpu, driver, cuda, commit, date = (html.escape(word) or "not recorded" for word in source.measured_on())
-    return f"{gpu}, driver {driver}, CUDA {cuda}, commit {commit}, <time>{date}</time>"
-
-
 def provenance(*sources, tag="p"):
     """Which file each figure is from, the command that makes such rows, and what it was measured on."""
     files = collections.defaultdict(list)
     for source in sources:
-        files[measured(source)].append(
+        files[html.escape(source.measured_on)].append(
             f"<code>{html.escape(source.name)}</code> (<code>{html.escape(KINDS[source.kind][2])}</code>)")
     words = [" and ".join(names) + ": " + on for on, names in files.items()]
     return f'<{tag} class="from">From ' + ".<br>".join(words) + f".</{tag}>"
@@ -214,12 +208,10 @@ def tables_section(found):
 
 def files_section(results, found):
     """Every CSV of results/, and whether this page shows it."""
-    shown = {source.path: source.kind for sources in found.values() for source in sources}
-    rows = [(str(source.path.relative_to(results.parent)), shown.get(source.path, source.kind), len(source.rows),
-             *source.measured_on(), "shown" if source.path in shown else "") for source in every_file(results)]
-    headers = ["file", "kind", "#rows", "GPU", "driver", "CUDA", "commit", "date", "here"]
+    shown = {source.path for sources in found.values() for source in sources}
+    rows = [(str(path.relative_to(results.parent)), "shown" if path in shown else "") for path in sorted(results.rglob("*.csv"))]
     return (f"<p>Shown are the newest of each kind by their names: {len(shown)} of {len(rows)} files.</p>\n"
-            + table(headers, rows, first=lambda row: row[-1] == "shown"))
+            + table(["file", "here"], rows, first=lambda row: row[-1] == "shown"))
 
 
 # ---- the page ----
@@ -247,15 +239,14 @@ def whole(results):
         ("tables", "Claims, tiles, variants and checks", tables_section(found)),
         ("files", "All files of results/", files_section(results, found)),
     ]
-    gpu, date = main.measured_on()[0], main.measured_on()[-1]
     sections = [section for section in sections if section[2]]
     contents = "".join(f'<li><a href="#{key}">{title}</a></li>' for key, title, _ in sections)
-    body = (f"<header><h1>sdpa: attention forward on {html.escape(gpu)}</h1>\n<p>{measured(main)}. "
+    body = (f"<header><h1>sdpa: attention forward on {html.escape(main.gpu)}</h1>\n<p>{html.escape(main.measured_on)}. "
             "Made by <code>./run_all.sh report</code> from results/ alone; this file loads nothing.</p>\n"
             f"</header>\n<nav aria-label=\"Contents\"><ol>{contents}</ol></nav>\n<main>\n"
             + "\n".join(f'<section id="{key}">\n<h2>{title}</h2>\n{text}\n</section>' for key, title, text in sections)
             + "\n</main>")
-    return page_of(f"sdpa on {gpu}, {date}", body)
+    return page_of(f"sdpa on {main.gpu}, {main.path.name[:10]}", body)
 
 
 def main():

@@ -49,11 +49,15 @@ class Source:
         """The different values of a column, in order, without the empty ones."""
         return list(dict.fromkeys(filter(None, (row.get(column) for row in self.rows))))
 
+    @property
+    def gpu(self):
+        return ", ".join(self.values("device")) or device_slug(self.path).replace("-", " ")
+
+    @property
     def measured_on(self):
-        """GPU, driver, CUDA, commits and date as far as the file tells; its name has the GPU and date too."""
-        driver, cuda, commit = (", ".join(self.values(column)) for column in ("driver", "cuda", "git_sha"))
-        gpu = ", ".join(self.values("device")) or device_slug(self.path).replace("-", " ")
-        return gpu, driver, cuda, commit, self.path.name[:10]
+        """GPU, driver, CUDA, commits and date, as a sentence's part; the file's name has the GPU and date too."""
+        driver, cuda, commit = (", ".join(self.values(column)) or "not recorded" for column in ("driver", "cuda", "git_sha"))
+        return f"{self.gpu}, driver {driver}, CUDA {cuda}, commit {commit}, {self.path.name[:10]}"
 
 
 def device_slug(path):
@@ -110,15 +114,6 @@ def newest(results, named=()):
             source = read(path, [kind for kind, about in KINDS.items() if about[0] == folder])
             found.setdefault(source.kind, []).append(source)
     return found
-
-
-def every_file(results):
-    """A Source for every CSV, of the kind that its folder says, as far as it can be read."""
-    for path in sorted(results.rglob("*.csv"), key=lambda path: (path.parent, by_name(path))):
-        folder = path.parent.name if path.parent != results else ""
-        kind = next((kind for kind, about in KINDS.items() if about[0] == folder), folder)
-        with open(path, newline="", encoding="utf-8", errors="replace") as file:
-            yield Source(path, kind, list(csv.DictReader(file)))
 
 
 # ---- what rows mean ----
