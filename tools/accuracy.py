@@ -12,9 +12,6 @@ kept as results/accuracy/DATE-DEVICE.csv: rel_rms, the rms error over the rms of
 for equal logits (Q is 0, V from 1 to 2) the mean of O over the mean of V. A peer's O has the type of its inputs.
 exit: 0, 2 bad usage, 3 the GPU failed
 """
-import csv
-import sys
-
 import builds
 import cli
 import engine
@@ -68,16 +65,12 @@ def main():
     gpu = engine.need_gpu(does="runs kernels")
     built = builds.build(lines, gpu.arch)
     kernels = [engine.load(one, gpu, built) for one in contenders]
-    kept = engine.Table(engine.results_path("accuracy", gpu.name, new=True), COLUMNS)
-    out = csv.DictWriter(sys.stdout, COLUMNS, lineterminator="\n", restval="")
-    out.writeheader()
+    table = engine.Table(engine.results_path("accuracy", gpu.name, new=True), COLUMNS, printed=True)
     for D, dtype in sorted({(line.D, line.dtype) for line in lines}):
         own = [kernel for kernel in kernels if kernel.line.D in (None, D) and kernel.line.dtype in (None, dtype)]
         for count in keys:
             for row in rows_of(gpu, own, D, dtype, count):
-                out.writerow(row)
-                kept.add(**row)
-            sys.stdout.flush()
+                table.add(**row)
     return 0
 
 

@@ -14,6 +14,7 @@ import math
 import os
 import re
 import shutil
+import sys
 import time
 from dataclasses import asdict, dataclass
 
@@ -877,18 +878,19 @@ def results_path(folder, device, suffix="", new=False, ending=".csv"):
 
 
 class Table:
-    """A CSV file that gets its rows as they come; behind older ones, if it is there."""
+    """A CSV file that gets its rows as they come, behind older ones if it is there; stdout too, if it is printed."""
 
-    def __init__(self, path, columns):
-        is_new = not os.path.exists(path)
-        self.name, self.file = os.path.relpath(path, ROOT), open(path, "a", newline="")
-        self.out = csv.DictWriter(self.file, columns, lineterminator="\n", restval="", extrasaction="ignore")
-        if is_new:
-            self.out.writeheader()
+    def __init__(self, path, columns, printed=False):
+        is_new, self.name = not os.path.exists(path), os.path.relpath(path, ROOT)
+        self.files = [open(path, "a", newline=""), *[sys.stdout] * printed]
+        self.outs = [csv.DictWriter(file, columns, lineterminator="\n", restval="", extrasaction="ignore") for file in self.files]
+        for out in self.outs[0 if is_new else 1:]:
+            out.writeheader()
 
     def add(self, **row):
-        self.out.writerow({name: str(value).replace(",", ";") for name, value in row.items()})
-        self.file.flush()
+        for file, out in zip(self.files, self.outs):
+            out.writerow(row)
+            file.flush()
 
 
 def measured_on(gpu):

@@ -70,13 +70,10 @@ def main():
         list(pool.map(sweep, executables, paths.values(), itertools.repeat(count), map(numbers.get, names)))
     # A line without an executable has no rows, and so fewer than were wanted.
     counts = [tally(name, numbers[name], paths[name]) for name in names]
-    path = engine.results_path("sweep", gpu.name, new=True) if gpu else folder + ".csv"
-    with open(path, "w", newline="") as kept:
-        for file in (kept, sys.stdout):
-            out = csv.DictWriter(file, COLUMNS, lineterminator="\n")
-            out.writeheader()
-            out.writerows(counts)
-            file.flush()
+    path = engine.results_path("sweep", gpu.name, new=True) if gpu else os.path.join(folder, "counts.csv")
+    table = engine.Table(path, COLUMNS, printed=True)
+    for row in counts:
+        table.add(**row)
     say("counts:", os.path.relpath(path))
     words = [line for name in names for line in open(paths[name] + ".err").readlines()[:3]]
     print("".join(words[:20]), end="", file=sys.stderr)
