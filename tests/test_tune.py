@@ -177,7 +177,7 @@ def test_what_is_plainly_slower_is_dropped_early(judged):
     bench, = judge.benches.values()
     problem, turns = list(judge.benches)[0], []
     for us in (26.0, 20.1):
-        judge.admit(bench, "B", FakeKernel(us=us), problem)
+        bench.add("B", FakeKernel(us=us), problem)
         now = judge.gpu.now
         assert judge.beside_champion(bench, "B")[0] == pytest.approx(math.log(us / 20), abs=0.01)
         turns.append(judge.gpu.now - now)

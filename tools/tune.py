@@ -158,7 +158,7 @@ class GpuJudge:
             kernel = engine.load(line, self.gpu, builds.build([line], self.gpu.arch))
             self.champion, self.score = identity(line), best.value
             for problem, bench in self.benches.items():
-                self.admit(bench, self.champion, kernel, problem)
+                bench.add(self.champion, kernel, problem)
 
     def seconds(self):
         return time.monotonic() - self.began
@@ -227,16 +227,11 @@ class GpuJudge:
                 return f"{problem}: {check.sentence}"
         return ""
 
-    def admit(self, bench, key, kernel, problem):
-        bench.kernels[key], bench.problems[key] = kernel, problem
-        bench.add(key, kernel, problem)
-        return bench.checks[key]
-
     def time(self, line, kernel, record):
         """Its time beside the best so far, on every problem."""
         key, logs, times = identity(line), [], {}
         for problem, bench in self.benches.items():
-            check = self.admit(bench, key, kernel, problem)
+            check = bench.add(key, kernel, problem)
             if not check.passed:
                 record.update(fate="wrong", sentence=f"{problem}: {check.sentence}")
                 break
