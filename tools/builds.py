@@ -33,7 +33,7 @@ except ImportError:
 ROOT = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))
 BUILD = os.path.join(ROOT, os.environ.get("SDPA_BUILD_DIR", "build"))
 JOBS = int(os.environ.get("JOBS", os.cpu_count() or 2))
-TORCH_BACKENDS = {"cudnn": "CUDNN_ATTENTION", "flash": "FLASH_ATTENTION", "efficient": "EFFICIENT_ATTENTION", "math": "MATH"}
+TORCH_BACKENDS = dict(cudnn="CUDNN_ATTENTION", flash="FLASH_ATTENTION", efficient="EFFICIENT_ATTENTION", math="MATH")
 FAMILIES = {"wmma": "USE_WMMA", "mma": "USE_MMA_SYNC", "wgmma": "USE_WGMMA", "cublas": "USE_CUBLAS"}  # of older commits; else scalar
 NVCC_OPTIONS = "-O3 -DNDEBUG -std=c++17 --no-compress -Xptxas=-v".split()
 LIBRARY, CUBLAS = "tools/library.cu", "tools/cublas.cu"
@@ -430,9 +430,10 @@ def host_library(*knobs, program=LIBRARY):
 def cmake_build(folder, source=ROOT, target="sdpa_selected", keep_going=False, progress=lambda done, count, name: None, **options):
     """Builds the lines that the options select in a folder by CMake. Returns the finished process."""
     has_ninja = shutil.which("ninja") and not os.path.exists(os.path.join(folder, "CMakeCache.txt"))
-    options = dict(SDPA_TESTS="OFF", SDPA_KEEP_GOING="ON" if keep_going else "OFF", SDPA_ARCHS=os.environ.get("SDPA_ARCHS", ""),
+    options = dict(SDPA_TESTS="OFF", SDPA_KEEP_GOING=keep_going, SDPA_ARCHS=os.environ.get("SDPA_ARCHS", ""),
                    SDPA_CONFIGS=os.path.join(ROOT, os.environ.get("SDPA_CONFIGS") or "configs.txt")) | options
-    done = run(["cmake", "-S", source, "-B", folder, *["-GNinja"] * bool(has_ninja), *map("-D{}={}".format, *zip(*options.items()))])
+    done = run(["cmake", "-S", source, "-B", folder, *["-GNinja"] * bool(has_ninja),
+                *(f"-D{name}={value}" for name, value in options.items())])
     if done.returncode:
         raise Refused(f"CMake could not configure {folder}: {' '.join(done.stderr.split())[:300]}")
     with open(os.path.join(folder, "configs.tsv")) as file:
@@ -531,7 +532,7 @@ def symbol(elf, table, name):
 
 
 def launch_of(data):
-    """Threads, bytes of shared memory and BLOCK_M: a constant of device code alone, and sizes of symbols of a library."""
+    """Threads, bytes of shared memory and BLOCK_M: a constant of device code alone, sizes of symbols of a library."""
     for cubin in embedded(data):
         found = symbol(cubin, ".symtab", "sdpa_library_launch")
         if found:

@@ -23,13 +23,14 @@ def say(*words):
 
 def lacks(package):
     """Ends a tool whose Python has no such package of PyPI."""
-    say(f"{os.path.basename(sys.argv[0])}: {sys.executable} lacks {package}; install it with: python3 -m pip install '{package}'")
+    name = os.path.basename(sys.argv[0])
+    say(f"{name}: {sys.executable} lacks {package}; install it with: python3 -m pip install '{package}'")
     sys.exit(2)
 
 
 def parse_options(usage, most_words=0, argv=None):
-    """What was typed, by the lines "  --NAME VALUE  TEXT" of a usage: a VALUE of A|B is one of these, N a whole number, and none
-    a flag. TEXT may have (default D), "from N" or "from N to N", and "repeatable". --help prints the usage."""
+    """What was typed, by the lines "  --NAME VALUE  TEXT" of a usage: a VALUE of A|B is one of these, N a whole number,
+    and none a flag. TEXT may have (default D), "from N" or "from N to N", and "repeatable". --help prints the usage."""
     parser = argparse.ArgumentParser(add_help=False, allow_abbrev=False, exit_on_error=False)
     parser.add_argument("words", nargs="*")
     parser.add_argument("-h", "--help", action="store_true")
@@ -41,10 +42,12 @@ def parse_options(usage, most_words=0, argv=None):
             continue
         default, limits = re.search(r"\(default (\S+)\)", text), re.findall(r"\b(?:from|to) (\d+)", text)
         whole = functools.partial(number, name, **dict(zip(("least", "most"), map(int, limits))))
-        parser.add_argument(name, dest=dest, action="append" if "repeatable" in text else "store", default=default and default[1],
-                            choices=value.split("|") if "|" in value else None, type=whole if value == "N" else str)
+        parser.add_argument(name, dest=dest, action="append" if "repeatable" in text else "store",
+                            default=default and default[1], choices=value.split("|") if "|" in value else None,
+                            type=whole if value == "N" else str)
+    argv = sys.argv[1:] if argv is None else argv
     try:
-        options, rest = parser.parse_known_intermixed_args([word for word in (sys.argv[1:] if argv is None else argv) if word != "--"])
+        options, rest = parser.parse_known_intermixed_args([word for word in argv if word != "--"])
     except argparse.ArgumentError as error:
         raise Refused(str(error).replace("argument ", "").replace("expected one argument", "its value is missing"))
     for word in rest + options.words[most_words:]:

@@ -9,7 +9,7 @@
 namespace sdpa {
 namespace {
 
-// Bytes of SdpaParams::workspace: of cuBLAS, as it recommends for sm_90; then S, float [B,Hq,Sq,Sk]; then P, Input, likewise.
+// Of SdpaParams::workspace, as cuBLAS recommends for sm_90; S, float [B,Hq,Sq,Sk], and P, Input, stand behind.
 constexpr size_t cublas_bytes = 32 << 20;
 
 size_t scores_of(const SdpaParams& p) { return size_t(p.B) * p.Hq * p.Sq * p.Sk; }
@@ -66,8 +66,8 @@ SdpaStatus cublas_forward(const SdpaParams& p, cudaStream_t stream) {
   float* const S = reinterpret_cast<float*>(workspace + cublas_bytes);
   Input* const P = reinterpret_cast<Input*>(workspace + bytes_before_P(p));
   multiply(p.Q, p.K, CUBLAS_OP_T, p.D, S, p.Sk, CUDA_R_32F);
-  const int64_t rows = int64_t(p.B) * p.Hq * p.Sq;
-  softmax_rows<<<unsigned(shares(rows, rows_of_cta)), 32 * rows_of_cta, 0, stream>>>(p, KeyBounds(p), log2_scale(p), S, P);
+  const unsigned ctas = unsigned(shares(int64_t(p.B) * p.Hq * p.Sq, rows_of_cta));
+  softmax_rows<<<ctas, 32 * rows_of_cta, 0, stream>>>(p, KeyBounds(p), log2_scale(p), S, P);
   const cudaError_t launched = cudaGetLastError();
   if (launched != cudaSuccess) return cuda_failure(launched, "launching the softmax");
   multiply(P, p.V, CUBLAS_OP_N, p.Sk, p.O, p.D, type);

@@ -130,6 +130,9 @@ class Turn:
         return float(np.median(self.us))
 
 
+SM_COUNT = 16  # CU_DEVICE_ATTRIBUTE_MULTIPROCESSOR_COUNT
+
+
 class Cuda:
     """The first GPU, through the driver's API, in the context that all libraries share."""
 
@@ -152,7 +155,8 @@ class Cuda:
         self.events = []
 
     def __call__(self, function, *arguments):
-        code = getattr(self.api, function)(*(ctypes.c_uint64(one) if isinstance(one, int) else one for one in arguments))
+        words = (ctypes.c_uint64(one) if isinstance(one, int) else one for one in arguments)
+        code = getattr(self.api, function)(*words)
         if code:
             text = ctypes.c_char_p()
             self.api.cuGetErrorString(code, ctypes.byref(text))
@@ -258,7 +262,8 @@ class Nvml:
             api = ctypes.CDLL("libnvidia-ml.so.1")
         except OSError:
             return
-        if not api.nvmlInit_v2() and not api.nvmlDeviceGetHandleByPciBusId_v2(bus_id.encode(), ctypes.byref(self.device)):
+        device = ctypes.byref(self.device)
+        if not (api.nvmlInit_v2() or api.nvmlDeviceGetHandleByPciBusId_v2(bus_id.encode(), device)):
             api.nvmlSystemGetDriverVersion(driver, 96)
             self.api, self.driver = api, driver.value.decode()
             self.reasons = getattr(api, "nvmlDeviceGetCurrentClocksEventReasons", None) or \
@@ -886,7 +891,8 @@ class Table:
     def __init__(self, path, columns, printed=False):
         is_new, self.name = not os.path.exists(path), os.path.relpath(path, ROOT)
         self.files = [open(path, "a", newline=""), *[sys.stdout] * printed]
-        self.outs = [csv.DictWriter(file, columns, lineterminator="\n", restval="", extrasaction="ignore") for file in self.files]
+        self.outs = [csv.DictWriter(file, columns, lineterminator="\n", restval="", extrasaction="ignore")
+                     for file in self.files]
         for out in self.outs[0 if is_new else 1:]:
             out.writeheader()
 
@@ -924,7 +930,8 @@ def row_columns():
 def result_row(bench, key, facts=None, series=None):
     """One contender's row for its problem, as the executables write it; without a series, without a time."""
     gpu, p, line = bench.gpu, bench.problems[key], bench.kernels[key].line
-    row = dict(config=line.label, family=line.family, status="ok", seed=0, sm=gpu.arch.strip("a"), **asdict(p), **measured_on(gpu))
+    row = dict(asdict(p), config=line.label, family=line.family, status="ok", seed=0, sm=gpu.arch.strip("a"),
+               **measured_on(gpu))
     if key in bench.skipped:
         return dict(row, status="skipped", note=bench.skipped[key])
     if facts:
@@ -964,6 +971,6 @@ class Samples(Table):
         def record(key, turn):
             self.turns += 1
             for replay, us in enumerate(turn.us):
-                self.add(comparison=self.comparison, contender=contenders[key], problem=problem, turn=self.turns, replay=replay,
-                         us=f"{us:.4f}", clock_mhz=turn.clock_mhz, throttle=turn.throttle)
+                self.add(comparison=self.comparison, contender=contenders[key], problem=problem, turn=self.turns,
+                         replay=replay, us=f"{us:.4f}", clock_mhz=turn.clock_mhz, throttle=turn.throttle)
         return record

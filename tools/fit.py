@@ -168,7 +168,7 @@ def measure(gpu, model, tiles, problems, table):
             timed = knobs in series.graphs
             low, high = map("{:.3f}".format, series.interval(knobs)) if timed else ("", "")
             rows.append({name: str(value) for name, value in dict(
-                asdict(problem), tile=knobs, check="PASS" if timed else "FAIL", sms=gpu.attribute(16),  # MULTIPROCESSOR_COUNT
+                asdict(problem), tile=knobs, check="PASS" if timed else "FAIL", sms=gpu.attribute(engine.SM_COUNT),
                 us=f"{series.us(knobs):.3f}" if timed else "", lo_us=low, hi_us=high,
                 clock_mhz=f"{series.clock(knobs):.0f}" if timed else "", **engine.measured_on(gpu)).items()})
             table.add(**rows[-1])

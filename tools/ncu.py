@@ -38,7 +38,7 @@ MMA_SYNC_REACH = 2640 / 4096
 
 
 def counters_of(text):
-    """{name: value} of what `ncu --csv --page raw` printed: words, then a line of names, one of units, one of values."""
+    """{name: value} of what `ncu --csv --page raw` printed: words, then lines of names, of units, of values."""
     rows = list(csv.reader(text[text.index('"ID"'):].splitlines())) if '"ID"' in text else []
     if len(rows) < 3:
         raise ValueError("no counters")
@@ -65,8 +65,8 @@ def verdict(row, counters):
     mask = "" if row["causal"] == "off" else " causal " + row["causal"]
     of_reach = f"{tensor / reach:.0f}% of what mma.sync can reach on Hopper ({100 * reach:.1f}%)" if limited else ""
     return [
-        f"{row['config']} at {row['shape']}{mask} on {row['device']}: {counters['gpu__time_duration.sum'] / 1e3:.2f} us "
-        f"under ncu, SM at {counters['sm__cycles_elapsed.avg.per_second'] / 1e6:.0f} MHz",
+        f"{row['config']} at {row['shape']}{mask} on {row['device']}: "
+        f"{counters['gpu__time_duration.sum'] / 1e3:.2f} us under ncu, SM at {counters['sm__cycles_elapsed.avg.per_second'] / 1e6:.0f} MHz",
         f"  tensor pipe    {tensor:5.1f}%  {of_reach}",
         f"  XU (MUFU)      {use['XU (MUFU)']:5.1f}%",
         f"  FMA, ALU       {use['FMA pipes']:5.1f}%  {use['ALU']:.1f}%",
@@ -107,7 +107,8 @@ def main():
         raise Refused(f"{line.text} does not run on this problem: {checked.stderr.strip()}")
     # The second launch: the first one finds L2 cold.
     done = builds.run(["ncu", "--clock-control", "none", "--csv", "--page", "raw", "--print-units", "base",
-                       "--metrics", ",".join(METRICS), "--kernel-name", "regex:sdpa_", "--launch-skip", "1", "--launch-count", "1", *command])
+                       "--metrics", ",".join(METRICS), "--kernel-name", "regex:sdpa_", "--launch-skip", "1",
+                       "--launch-count", "1", *command])
     if "ERR_NVGPUCTRPERM" in done.stdout + done.stderr:
         raise Refused("this user may not read the GPU's counters (ERR_NVGPUCTRPERM): run as root, or load the driver with "
                       "NVreg_RestrictProfilingToAdminUsers=0")

@@ -84,7 +84,8 @@ def ladder_section(source, configs, sentences):
         for shape in ("mission", "long"):
             rungs = [(name, us.get(base[name], {}).get(shape), us[name][shape]) for name in lines if shape in us[name]]
             if len(rungs) > 1:
-                name, words = f"ladder-{re.sub('[^a-zA-Z0-9]+', '-', family)}-{shape}.svg", f"Steps of the {family} lines at {shape}"
+                name = f"ladder-{re.sub('[^a-zA-Z0-9]+', '-', family)}-{shape}.svg"
+                words = f"Steps of the {family} lines at {shape}"
                 drawings[name] = steps(rungs, words)
                 pictures.append(picture(name, words, "../"))
         text += [f"### {family}\n"] + (["".join(pictures)] if pictures else [])
@@ -260,8 +261,9 @@ def drawn(results, named=()):
     ladder, rungs = ladder_section(main, root / "configs.txt", kept_sentences(root))
     ablation, waterfalls = ablation_section(found.get("ablation", []))
     sections = {"results": results, "ladder": ladder, "ablation": ablation or none_yet("ablation")}
-    for name, kind, section in (("rungs", "peers", rungs_section), ("rested", "rested", rested_section), ("e4m3", "e4m3", e4m3_section),
-                                ("decode", "decode", decode_section), ("accuracy", "accuracy", accuracy_section)):
+    for name, section in (("rungs", rungs_section), ("rested", rested_section), ("e4m3", e4m3_section),
+                          ("decode", decode_section), ("accuracy", accuracy_section)):
+        kind = "peers" if name == "rungs" else name
         source = found.get(kind, [None])[-1]
         sections[name] = section(source) + "\n" + provenance(source, "../") if source else none_yet(kind)
     return sections, {**chart, **rungs, **waterfalls}

@@ -109,7 +109,8 @@ def main():
         raise Refused("which line?")
     peers = [one for one in contenders if isinstance(one, builds.Torch)] or \
             [builds.Torch(backend) for backend in builds.TORCH_BACKENDS]
-    problems = [engine.parse_problem(text) for text in [*(options.shape or []), *SUITE * options.suite, *E4M3 * options.e4m3]]
+    texts = (options.shape or []) + SUITE * options.suite + E4M3 * options.e4m3
+    problems = [engine.parse_problem(text) for text in texts]
     drawn = drawn_by(options)
     problems = problems + drawn or [engine.parse_problem(text) for text in ("mission", "mission2", "long")]
     gpu = engine.need_gpu()

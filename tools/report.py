@@ -26,12 +26,12 @@ from report_charts import samples
 from report_rows import KINDS, PEERS, newest, number, peer, problem, timed
 
 INTRODUCTIONS = {
-    "results": "One run: the lines that are named, and each peer through PyTorch, in turns in one process on the same tensors.",
-    "ladder": "A bar runs from the time of a line's base (upright stroke) to its own time (dot): plain where the line is faster, "
-              "hatched where it is slower. The base is the line that configs.txt names; else the earlier line of the family "
-              "and head size that differs in the fewest knobs.",
-    "ablation": "A line with all of its knobs, then with each taken back (with what cannot stay without it). Bars to the right: "
-                "what the knob gains; to the left: it does not pay here.",
+    "results": "One run: the lines named, and each peer through PyTorch, in turns in one process on the same tensors.",
+    "ladder": "A bar runs from the time of a line's base (upright stroke) to its own time (dot): plain where the line is "
+              "faster, hatched where it is slower. The base is the line that configs.txt names; else the earlier line "
+              "of the family and head size that differs in the fewest knobs.",
+    "ablation": "A line with all of its knobs, then with each taken back (with what cannot stay without it). Bars to the "
+                "right: what the knob gains; to the left: it does not pay here.",
     "rested": "The first 10 ms after 0.3 s of rest, as an application finds the GPU that does other things in between."}
 TEMPLATE = Path(__file__).with_name("report.html")
 UNDRAWN = ("verdicts", "steps", "fit", "variants", "sweep", "stress")  # kinds that are tables here
@@ -129,8 +129,9 @@ def ranked_section(sources):
             for rank, (row, us) in enumerate(entries, 1):
                 tflops = number(source, row, "tflops")
                 rows.append((rank, PEERS.get(row["config"], row["config"]), us, span(source, row),
-                             tflops and digits(tflops, 3), f"{us / entries[0][1]:.2f}", sizes(row), row["D"], row["dtype"],
-                             row["causal"], "peer" if peer(row) else row["family"], row["check"] or "–", source.kind))
+                             tflops and digits(tflops, 3), f"{us / entries[0][1]:.2f}", sizes(row), row["D"],
+                             row["dtype"], row["causal"], "peer" if peer(row) else row["family"], row["check"] or "–",
+                             source.kind))
     headers = ["#rank", "line", "#µs", "#95% interval, µs", "#TFLOP/s", "#× best", "B,Hq,Hkv,Sq,Sk", "#D", "type",
                "causal", "family", "check", "run"]
     selects = []
@@ -188,9 +189,9 @@ def ab_section(found):
     verdicts = grouped((row for source in found["verdicts"] for row in source.rows), case)
     for source in found["samples"]:
         drawn = [comparison(source, rows, verdicts[key], key[1]) for key, rows in grouped(source.rows, case).items()]
-        parts.append("<p>Each contender's times, a tick per replay of its graph; and the ratio of each turn's median to that of "
-                     "the first contender in the same half of a block, with the verdict's trimmed mean (diamond) and its 99% "
-                     "interval. Grey: within 0.5%.</p>\n" + charts(drawn))
+        parts.append("<p>Each contender's times, a tick per replay of its graph; and the ratio of each turn's median to that "
+                     "of the first contender in the same half of a block, with the verdict's trimmed mean (diamond) and "
+                     "its 99% interval. Grey: within 0.5%.</p>\n" + charts(drawn))
     return "\n".join(parts)
 
 
@@ -202,14 +203,14 @@ def tables_section(found):
         numeric = [name for name in columns if re.fullmatch(r"[\d.]*", "".join(row[name] for row in source.rows))]
         body = table(["#" * (name in numeric) + name for name in columns],
                      [[row[name] for name in columns] for row in source.rows], source, wide=["tile", "source"])
-        parts.append(f"<details><summary>{html.escape(source.name)}: {len(source.rows)} rows</summary>\n{body}\n</details>")
+        parts.append(f"<details><summary>{source.name}: {len(source.rows)} rows</summary>\n{body}\n</details>")
     return "\n".join(parts)
 
 
 def files_section(results, found):
     """Every CSV of results/, and whether this page shows it."""
     shown = {source.path for sources in found.values() for source in sources}
-    rows = [(str(path.relative_to(results.parent)), "shown" if path in shown else "") for path in sorted(results.rglob("*.csv"))]
+    rows = [(path.relative_to(results.parent), "shown" if path in shown else "") for path in sorted(results.rglob("*.csv"))]
     return (f"<p>Shown are the newest of each kind by their names: {len(shown)} of {len(rows)} files.</p>\n"
             + table(["file", "here"], rows, first=lambda row: row[-1] == "shown"))
 

@@ -8,8 +8,8 @@ from builds import Tree
 from cli import Refused
 
 RUN = "config family shape status check graph_us tflops B Hq Hkv Sq Sk D dtype causal device git_sha knobs note".split()
-# Kind: folder, columns that it needs, and the command that makes such rows. A file of results/ab/ is of the first kind whose
-# columns it has.
+# Kind: folder, columns that it needs, and the command that makes such rows. A file of results/ab/ is of the first kind
+# whose columns it has.
 KINDS = {
     "lines": ("", RUN, "./run_all.sh"),
     "peers": ("peers", RUN, "tools/peers.py LINE... --shape S..."),
@@ -19,7 +19,7 @@ KINDS = {
     "ablation": ("ablation", RUN, "./run_all.sh ablate LINE"),
     "rested": ("rested", RUN, "tools/peers.py --rested LINE... --shape S..."),
     "samples": ("ab", "comparison contender problem turn replay us".split(), "./run_all.sh ab LINE KNOB=VALUE..."),
-    "verdicts": ("ab", "comparison a b problem b_problem ratio low high verdict".split(), "./run_all.sh ab, or tools/ab_trial.py"),
+    "verdicts": ("ab", "comparison a b problem ratio low high verdict".split(), "./run_all.sh ab, or tools/ab_trial.py"),
     "steps": ("steps", (), "./run_all.sh gates --time"),
     "fit": ("fit", (), "./run_all.sh fit"),
     "variants": ("ab", (), "tools/peers.py LINE..."),
@@ -56,7 +56,8 @@ class Source:
     @property
     def measured_on(self):
         """GPU, driver, CUDA, commits and date, as a sentence's part; the file's name has the GPU and date too."""
-        driver, cuda, commit = (", ".join(self.values(column)) or "not recorded" for column in ("driver", "cuda", "git_sha"))
+        columns = ("driver", "cuda", "git_sha")
+        driver, cuda, commit = (", ".join(self.values(column)) or "not recorded" for column in columns)
         return f"{self.gpu}, driver {driver}, CUDA {cuda}, commit {commit}, {self.path.name[:10]}"
 
 
@@ -185,12 +186,12 @@ def difference(old, new):
 
 
 def ladders(source):
-    """{ladder: its lines} in the order of the rows, where wgmma has two ladders; {line: {shape: µs}} of mission and long."""
+    """{ladder: its lines} in the order of the rows, of wgmma two; {line: {shape: µs}} of mission and long."""
     found, us = {}, {}
     for row in source.rows:
         if row["family"] and row["config"] not in us:
-            ladder = {"64": "wgmma D=64"}.get(row["D"], "wgmma D=128, 256") if row["family"] == "wgmma" else row["family"]
-            found.setdefault(ladder, []).append(row["config"])
+            D = (" D=64" if row["D"] == "64" else " D=128, 256") if row["family"] == "wgmma" else ""
+            found.setdefault(row["family"] + D, []).append(row["config"])
             us[row["config"]] = {}
     for row, t in timed(source):
         if row["shape"] in ("mission", "long") and row["config"] in us:

@@ -42,7 +42,8 @@ def difference(first, now, problem):
         other = np.flatnonzero(a.view(f"u{a.itemsize}") != b.view(f"u{b.itemsize}"))
         if other.size:
             at = np.unravel_index(other[0], (p.B, p.Hq, p.Sq, p.D)[:4 if name == "O" else 3])
-            return f"differs from the first one in {other.size} elements of {name}, the first {name}({','.join(map(str, at))})"
+            place = f"{name}({','.join(map(str, at))})"
+            return f"differs from the first one in {other.size} elements of {name}, the first {place}"
     return ""
 
 
@@ -63,7 +64,7 @@ class Hog:
     """The kernel beside, on an eighth of the SMs, from start() to stop()."""
 
     def __init__(self, gpu, path):
-        self.gpu, self.library, self.sms = gpu, ctypes.CDLL(path), gpu.attribute(16)  # MULTIPROCESSOR_COUNT
+        self.gpu, self.library, self.sms = gpu, ctypes.CDLL(path), gpu.attribute(engine.SM_COUNT)
         self.library.hog_bytes.restype = ctypes.c_size_t
         self.ctas, self.stream, memory = self.sms // 8, ctypes.c_void_p(), ctypes.c_void_p()
         self.buffer = gpu.allocate(self.ctas * self.library.hog_bytes())
@@ -74,7 +75,8 @@ class Hog:
     def start(self):
         """Comes back when all of its CTAs run."""
         self.moved[:] = 0
-        if self.library.hog_start(self.ctas, ctypes.c_void_p(self.buffer), self.moved.ctypes.data_as(ctypes.c_void_p), self.stream):
+        buffer, moved = ctypes.c_void_p(self.buffer), ctypes.c_void_p(self.moved.ctypes.data)
+        if self.library.hog_start(self.ctas, buffer, moved, self.stream):
             raise engine.CudaError("the kernel beside could not be launched")
         begin = time.monotonic()
         while not self.moved[:-1].all():
@@ -99,8 +101,8 @@ def repeat_beside(hog, bench, kernel, problem, first, repeats):
     hog.stop()
     if not still_runs or not moved:
         raise engine.CudaError(f"{problem}: the kernel beside did not run all the while; use fewer --repeats")
-    say(f"stress: {kernel.text}, {problem}: beside its {repeats} runs, for {seconds:.3f} s, {hog.ctas} CTAs on {hog.sms} SMs "
-        f"moved {moved * 1e-9:.1f} GB")
+    say(f"stress: {kernel.text}, {problem}: beside its {repeats} runs, for {seconds:.3f} s, {hog.ctas} CTAs on "
+        f"{hog.sms} SMs moved {moved * 1e-9:.1f} GB")
     return sentence
 
 
@@ -109,7 +111,7 @@ def has_queue(line):
 
 
 def stress(gpu, kernel, others, hog, problem, repeats):
-    """(case, a sentence if its bits differ) of each case of a line on a problem; others has the kernels of its variants."""
+    """(case, a sentence if its bits differ) of each case of a line on a problem; others: the kernels of its variants."""
     bench = engine.Bench(gpu, {}, {"": problem})
     check, first, *_ = bench.run(kernel, problem)
     yield "alone", check.sentence or repeat(bench, kernel, problem, first, repeats)

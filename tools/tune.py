@@ -16,8 +16,8 @@ compares the best with LINE, or with the best line of configs.txt, on fresh samp
   --budget MIN    minutes in all, also those of earlier runs of the same command (default 8)
   --fix KNOB=V    the knob keeps this value; V,V...: takes one of these; repeatable
   --seed N        of the search, from 0 (default 0)
-  --micro JSON    starts from the best tiles of this file of ./run_all.sh micro as well; default the newest of results/micro
-                  for this GPU, family and D
+  --micro JSON    starts from the best tiles of this file of ./run_all.sh micro as well; default the newest of
+                  results/micro for this GPU, family and D
   --top N         so many of these (default 8)
   --log FILE      default results/tune/DATE-DEVICE-NAME.jsonl, a journal of Optuna's. The same command again goes on there
   --dry-run       walks the search without a GPU, by a cost model fitted to the newest rows of results/
@@ -26,7 +26,7 @@ compares the best with LINE, or with the best line of configs.txt, on fresh samp
                   TUNED_TILES go to `fit`, which prints the table with them
   --replay LOG    the search over the candidates of an --all log, beside random search
   --runs N        so many times (default 20)
-  --export t4|svg  t4: a log in the T4 results format of the autotuning community; svg: Optuna's pictures of it, beside it
+  --export t4|svg  t4: a log in the T4 results format of the autotuning community; svg: Optuna's pictures beside it
 exit: 0, 1 the best is wrong at last, 2 bad usage, 3 the GPU or the disk failed, 130 Ctrl-C
 """
 import collections
@@ -88,7 +88,8 @@ WITHIN, SHARE, RUNS_OF_20 = 0.98, 0.15, 18  # a search is good if so many reach 
 def parse():
     options = cli.parse_options(__doc__, cli.MOST)
     if len(options.words) != bool(options.export):
-        raise Refused("--export takes one log" if options.export else f"{options.words[0]}: only --export takes a file by itself")
+        raise Refused("--export takes one log" if options.export else
+                      f"{options.words[0]}: only --export takes a file by itself")
     if not re.fullmatch(r"\d{1,4}(\.\d+)?", options.budget):
         raise Refused(f"--budget {options.budget}: want minutes, as in 8 or 1.5")
     options.budget_s = 60 * float(options.budget)
@@ -173,7 +174,8 @@ class GpuJudge:
         if built.trouble:
             return dict(record, fate="compile", sentence=built.trouble)
         facts = builds.facts(built)
-        return dict(record, built=built, registers=facts.registers, spilled=facts.spilled, shared_bytes=facts.shared_bytes)
+        return dict(record, built=built, registers=facts.registers, spilled=facts.spilled,
+                    shared_bytes=facts.shared_bytes)
 
     def judge(self, line, record):
         """The whole record: the candidate's fate, what is wrong with it, or its times; score is its time over the first one's."""
@@ -482,7 +484,8 @@ def show(study, trial, left):
     best = study.best_trial if timed(study) else None
     text = f"{left // 60:.0f}:{left % 60:02.0f} left, {counts(study)}"
     if best:
-        text += f"; best {', '.join(f'{us:.2f} us' for us in best.user_attrs['us'].values())}: {best.user_attrs['line']}"
+        times = ", ".join(f"{us:.2f} us" for us in best.user_attrs["us"].values())
+        text += f"; best {times}: {best.user_attrs['line']}"
     if sys.stderr.isatty():
         print("\r\033[K" + text[:shutil.get_terminal_size().columns - 1], end="", file=sys.stderr, flush=True)
     elif best and best.number == trial.number:
