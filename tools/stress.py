@@ -112,7 +112,7 @@ def has_queue(line):
 
 def stress(gpu, kernel, others, hog, problem, repeats):
     """(case, a sentence if its bits differ) of each case of a line on a problem; others: the kernels of its variants."""
-    bench = engine.Bench(gpu, {}, {"": problem})
+    bench, kernel.max_ctas = engine.Bench(gpu, {}, {"": problem}), 0
     check, first, *_ = bench.run(kernel, problem)
     yield "alone", check.sentence or repeat(bench, kernel, problem, first, repeats)
     for max_ctas in (1, 3, 7) if has_queue(kernel.line) else ():
