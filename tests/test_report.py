@@ -237,7 +237,7 @@ def test_refusals(tmp_path):
     refuses("no CSV", "./run_all.sh")
     main = results / (name + ".csv")
     shutil.copy(ROOT / "results" / main.name, main)
-    refuses("matplotlib is missing", "apt-get install", PYTHONPATH=str(stub.parent))
+    refuses("lacks matplotlib", "pip install", PYTHONPATH=str(stub.parent))
     rows = main.read_text(encoding="utf-8")
     spoil(main, ",graph_us,", ",graph_ms,")
     refuses(main.name, "graph_us")

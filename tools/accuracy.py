@@ -15,7 +15,7 @@ exit: 0, 2 bad usage, 3 the GPU failed
 import builds
 import cli
 import engine
-import numpy as np  # behind engine, which says what to do where it is missing
+import numpy as np  # behind cli, which says what to do where it is missing
 from cli import Refused, say
 
 HEADS, QUERIES = 2, 256

@@ -22,13 +22,8 @@ import time
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 
-from cli import Refused, lacks
-
-
-try:
-    from elftools.elf.elffile import ELFFile
-except ImportError:
-    lacks("pyelftools")
+from cli import Refused
+from elftools.elf.elffile import ELFFile  # behind cli, which says what to do where it is missing
 
 ROOT = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))
 BUILD = os.path.join(ROOT, os.environ.get("SDPA_BUILD_DIR", "build"))

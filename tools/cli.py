@@ -21,11 +21,17 @@ def say(*words):
     print(*words, file=sys.stderr, flush=True)
 
 
-def lacks(package):
-    """Ends a tool whose Python has no such package of PyPI."""
-    name = os.path.basename(sys.argv[0])
-    say(f"{name}: {sys.executable} lacks {package}; install it with: python3 -m pip install '{package}'")
-    sys.exit(2)
+def explain(kind, error, trace):
+    """A package of PyPI that is missing is told in a sentence as well."""
+    if not isinstance(error, ModuleNotFoundError):
+        return sys.__excepthook__(kind, error, trace)
+    package = {"elftools": "pyelftools", "optuna": "optuna==4.*"}.get(error.name, error.name)
+    say(f"{os.path.basename(sys.argv[0])}: {sys.executable} lacks {package}; install it with: "
+        f"python3 -m pip install '{package}'")
+    os._exit(2)
+
+
+sys.excepthook = explain
 
 
 def parse_options(usage, most_words=0, argv=None):

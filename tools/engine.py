@@ -18,14 +18,11 @@ import sys
 import time
 from dataclasses import asdict, dataclass
 
-from builds import ROOT, TORCH_BACKENDS, Torch, Tree, run
-from cli import Refused, lacks
+import ml_dtypes
+import numpy as np
 
-try:
-    import ml_dtypes
-    import numpy as np
-except ImportError as missing:
-    lacks(missing.name)
+from builds import ROOT, TORCH_BACKENDS, Torch, Tree, run
+from cli import Refused
 
 SHAPES = {"small": (1, 1, 1, 32, 32), "mission": (1, 8, 8, 512, 512), "mission2": (2, 8, 8, 512, 512),
           "long": (1, 8, 8, 2048, 2048), "decode": (32, 32, 8, 1, 8192), "decode1": (1, 32, 8, 1, 32768),

@@ -27,7 +27,7 @@ import sys
 import builds
 import cli
 import engine
-import numpy as np  # behind engine, which says what to do where it is missing
+import numpy as np  # behind cli, which says what to do where it is missing
 from cli import Refused, say
 
 SUITE = """mission,64 mission2,64 long,64

@@ -7,16 +7,9 @@ import html
 import io
 import itertools
 import math
-import os
 import re
-import sys
 
-try:
-    import matplotlib
-except ImportError as missing:
-    print(f"{os.path.basename(sys.argv[0])}: {missing.name} is missing; install it with: sudo apt-get install "
-          "python3-matplotlib (or: python3 -m pip install matplotlib)", file=sys.stderr)
-    sys.exit(2)
+import matplotlib
 from matplotlib import ticker
 from matplotlib.figure import Figure
 

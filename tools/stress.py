@@ -16,10 +16,11 @@ import os
 import threading
 import time
 
+import numpy as np
+
 import builds
 import cli
 import engine
-import numpy as np  # behind engine, which says what to do where it is missing
 from cli import Refused, say
 
 PROBLEMS = ("1,8,8,512,512", "2,8,2,1000,1777", "1,8,8,4096,4096")  # the last two causal

@@ -44,6 +44,9 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import numpy as np
+import optuna
+from optuna.storages.journal import JournalFileBackend
+from optuna.trial import TrialState
 from scipy.interpolate import RBFInterpolator
 
 import ab
@@ -56,12 +59,6 @@ import report_rows
 from cli import Refused, say
 from search import CHOOSERS, Space, base_line, family_lines, identity, parse_line, refusal
 
-try:
-    import optuna
-    from optuna.storages.journal import JournalFileBackend
-except ImportError:
-    cli.lacks("optuna==4.*")
-from optuna.trial import TrialState
 optuna.logging.set_verbosity(optuna.logging.WARNING)
 warnings.simplefilter("ignore", optuna.exceptions.ExperimentalWarning)
 
