@@ -619,9 +619,8 @@ case ${1-} in
   ab|ablate|fit|gates|micro|profile|sanitize|stress|sweep|tune)
     [ "$1" != tune ] || engine_packages+=(matplotlib 'optuna==4.*')
     need_python "${engine_packages[@]}"
-    [ "$1" = profile ] && set -- ncu "${@:2}"  # a module of Python is called profile
     name_files "${@:2}"
-    exec "$python" "tools/$1.py" ${words[@]+"${words[@]}"}
+    exec "$python" tools "$1" ${words[@]+"${words[@]}"}
     ;;
   extract)
     need cmake cmake
@@ -632,6 +631,6 @@ case ${1-} in
   list) list_lines "${@:2}" ;;
   test) shift; run_tests "$@" ;;
   results) need_python matplotlib pyelftools; name_files "${@:2}"; exec "$python" tools/page.py ${words[@]+"${words[@]}"} ;;
-  report) need_python matplotlib pyelftools; name_files "${@:2}"; exec "$python" tools/report.py ${words[@]+"${words[@]}"} ;;
+  report) need_python matplotlib pyelftools; name_files "${@:2}"; exec "$python" tools report ${words[@]+"${words[@]}"} ;;
   *) main_job "$@" ;;
 esac
