@@ -5,10 +5,6 @@
 #define SDPA_NO_MAIN
 #include "../sdpa.cu"
 
-// With USE_TUNED the first tile's.
-constexpr int first_row = sdpa::Build::use_tuned ? sdpa::next_tile(0) : -1;
-using FirstBuild = sdpa::BuildOf<first_row>;
-
 // Of the build, or of its tiles from row N on.
 template <int N> constexpr size_t most_shared_bytes() {
   constexpr size_t own = sdpa::shared_bytes<sdpa::BuildOf<N>>;
@@ -54,6 +50,8 @@ void sdpa_library_tile_clocks(const sdpa::TunedTile* tiles, int tile_count, cons
   }
 }
 
+constexpr int first_row = sdpa::Build::use_tuned ? sdpa::next_tile(0) : -1;
+using FirstBuild = sdpa::BuildOf<first_row>;
 // The launch: threads, bytes of shared memory, BLOCK_M; with USE_TUNED those of its first tile, but the most bytes. Of
 // a library as the sizes of symbols; of device code alone as a constant, which a library leaves out: in the one run
 // with it (79a1375) small kernels took 0.4 us longer.
