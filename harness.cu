@@ -24,6 +24,15 @@ struct Knob {
 constexpr int most_tiles = sizeof HOPPER_TILES / sizeof(TunedTile);  // of all tables
 static_assert(TUNED_TILES.count <= most_tiles, "a table of tiles is longer than that of wgmma; raise most_tiles");
 
+struct KernelFacts {  // of the kernel that takes a problem
+  const void* kernel;
+  int threads;
+  size_t shared_bytes;
+  int item_rows;  // query rows of a work item
+  size_t workspace_bytes;
+  size_t zeroed_bytes;  // of the workspace: zero before a launch and after it
+};
+
 struct Line {
   const char *name, *family, *archs;
   const Knob* knobs;
@@ -65,6 +74,19 @@ TunedTile tile_of(const SdpaParams& p) {
   return Build::use_tuned ? TUNED_TILES.first[choose_tile(p)] : TunedTile{};
 }
 
+template <class B>
+constexpr size_t zeroed_bytes = B::split_ctas != 1      ? range_counter_bytes
+                                : B::many_keys          ? slot_offset + slot_bytes<B>
+                                : B::use_persistent_cta ? sizeof(uint32_t)
+                                                        : 0;
+KernelFacts facts_of(const SdpaParams& p) {
+  return with_build(p, [&](auto build) {
+    using B = decltype(build);
+    return KernelFacts{reinterpret_cast<const void*>(+KernelOf<B>::entry), B::threads, shared_bytes<B>, B::block_m,
+                       workspace_bytes<B>(p), zeroed_bytes<B>};
+  });
+}
+
 Line describe_build() {
   Line l{};
   l.name = SDPA_TEXT(SDPA_CONFIG_NAME), l.family = family_name;
@@ -79,7 +101,7 @@ Line describe_build() {
     l.tiles[l.tile_count++] = TUNED_TILES.first[n];
   }
   if (!Build::use_tuned) l.tiles[l.tile_count++] = tile_of({});
-  l.tile_of = tile_of, l.facts_of = kernel_facts, l.forward = sdpa_forward;
+  l.tile_of = tile_of, l.facts_of = facts_of, l.forward = sdpa_forward;
   return l;
 }
 
@@ -568,7 +590,7 @@ class Instance {
       factors_[t].reset(new DeviceFactors(p, Tensor(t)));
       *descales[t] = factors_[t]->descale;
     }
-    workspace_.reset(new Guarded("the workspace", line.facts_of(params).workspace_bytes(params)));
+    workspace_.reset(new Guarded("the workspace", line.facts_of(params).workspace_bytes));
     workspace_->fill(0);
     params.workspace = workspace_->data();
   }

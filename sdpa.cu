@@ -16,8 +16,8 @@
 //           and sum of a row's softmax; alpha the factor that rescales what was summed so far.
 // Suffixes  _g global memory, _s shared memory, _bytes, _us, _log2 (a logarithm to base 2).
 //
-// Sections  1 KNOBS  2 PROBLEM  3 PTX  4 BLOCKS  5 KERNELS  6 LAUNCH  7 TABLES; harness.cu makes a program of it.
-//           docs/READING.md goes through them.
+// Sections  1 KNOBS  2 PROBLEM  3 PTX  4 BLOCKS  5 KERNELS  6 LAUNCH  7 TABLES  8 CALL; harness.cu makes a program
+//           of it. docs/READING.md goes through them.
 //
 // A new variant is a line in configs.txt. A new knob is a row of SDPA_KNOBS with the families that have it, refusals of
 // section 7, and one function of section 4 that it selects. A toggle selects whole functions; it never cuts lines out
@@ -32,6 +32,7 @@
 #include <cstdint>
 #include <cstdio>
 #include <cstring>
+#include <string_view>
 #include <type_traits>
 
 #include <cuda.h>
@@ -61,6 +62,9 @@ namespace {  // two builds in one program must not share their constants and ker
 // ---- the list of knobs (typed) ----
 // Name, default, member of Config, legal values ("a..b" is a range), the families in whose kernels it has an effect,
 // meaning and cost. Set one with -DNAME=VALUE. Only this section reads a knob's macro; tools take the names from here.
+// SYNC_POLICY: 5 puts a CTA barrier at every hazard of the tile loop. 2 drops the two that guard nothing: Q is covered
+// by the barrier for K and V, and m is read by the warp that wrote it. 1 leaves a row with one warp, so that only the
+// tiles themselves are shared; kernels of other families do so as well. 0 has none: racy.
 
 // clang-format off
 #define SDPA_KNOBS(X) \
@@ -101,7 +105,7 @@ constexpr bool text_equal(const char* a, const char* b) {
   return *a == *b;
 }
 
-// ---- texts of values (typed, USE_TUNED) ----
+// ---- texts of values (typed) ----
 
 // The value of the digits before `end`, a blank or the end of the text; -1 if there is anything else.
 constexpr int number_of(const char* text, char end = ' ') {
@@ -177,7 +181,6 @@ enum class DType { fp16, bf16, e4m3, u8 };  // in the order of DTYPE's values
 // The template argument of every kernel and block: the knobs, and what follows from them. ROW: as of config_of().
 template <int ROW> struct BuildOf : Knobs<ROW> {
   using K = Knobs<ROW>;
-  static constexpr int row = ROW;
   static constexpr Family family = K::use_mma_sync ? Family::mma
                                    : K::use_wmma   ? Family::wmma
                                    : K::use_wgmma  ? Family::wgmma
@@ -250,7 +253,7 @@ struct Descale {
   const float* factor = nullptr;  // in device memory, none negative; null: 1
   int64_t batch = 0, head = 0;    // strides, in floats
 
-  __device__ float of(int b, int h) const { return factor ? factor[b * batch + h * head] : 1.0f; }
+  __device__ float of_head(int b, int h) const { return factor ? factor[b * batch + h * head] : 1.0f; }
 };
 
 struct SdpaParams {
@@ -278,10 +281,7 @@ struct SdpaParams {
 // has them, but whether NaN or inf in V at a key that is masked reaches the row (as 0 * inf = NaN) is open, since
 // kernels multiply whole tiles. Logits may have any finite value that a float can hold. The sums of P @ V are floats
 // too and divided by the row sum of P last, so that a row comes out right while that sum, which is at most 2^12 * Sk,
-// times max|V| stays below 3.4e38 (with DTYPE=BF16 and V beyond 1e30 it may not). The wgmma kernel starts before the
-// kernel before it in the stream has ended, and waits for it before it touches memory. It lets the next one start
-// likewise, if that is launched with the attribute cudaLaunchAttributeProgrammaticStreamSerialization: such a kernel
-// must wait as well (cudaGridDependencySynchronize) before it reads O or writes an input.
+// times max|V| stays below 3.4e38 (with DTYPE=BF16 and V beyond 1e30 it may not).
 
 struct SdpaStatus {
   cudaError_t code = cudaSuccess;  // cudaErrorInvalidValue: the problem was refused
@@ -319,12 +319,12 @@ struct TensorView {  // Q, K, V or O
   struct {
     const char* name;
     int size;
-    int64_t stride;
+    int64_t& stride;
   } dims[3];
 };
-std::array<TensorView, 4> tensors_of(const SdpaParams& p) {
+std::array<TensorView, 4> tensors_of(SdpaParams& p) {
   constexpr int in = sizeof(Input), out = sizeof(Output);
-  const auto view = [&](const char* name, const void* data, const Strides& s, int H, int S, int bytes, bool written) {
+  const auto view = [&](const char* name, const void* data, Strides& s, int H, int S, int bytes, bool written) {
     return TensorView{name, data, bytes, written, {{"row", S, s.row}, {"head", H, s.head}, {"batch", p.B, s.batch}}};
   };
   return {{view("Q", p.Q, p.q, p.Hq, p.Sq, in, false), view("K", p.K, p.k, p.Hkv, p.Sk, in, false),
@@ -847,7 +847,7 @@ __device__ __forceinline__ void wgmma_ss(float (&d)[N / 2], uint64_t a, uint64_t
     SDPA_WGMMA("k16.f32.f16.f16", n, r, r1, "%" #r3, "1, 1, %" #r4 ", %" #r2, "l"(a), "n"(TRANS_A));   \
   } else if constexpr (N == n && std::is_same_v<E, __nv_bfloat16>) {                                   \
     SDPA_WGMMA("k16.f32.bf16.bf16", n, r, r1, "%" #r3, "1, 1, %" #r4 ", %" #r2, "l"(a), "n"(TRANS_A)); \
-  } else if constexpr (N == n) {                                                                       \
+  } else if constexpr (N == n && std::is_same_v<E, __nv_fp8_e4m3>) {                                   \
     SDPA_WGMMA("k32.f32.e4m3.e4m3", n, r, r1, "%" #r3, "1, 1", "l"(a));                                \
   }
   SDPA_WGMMA_SHAPES(SDPA_WGMMA_SS)
@@ -865,7 +865,7 @@ __device__ __forceinline__ void wgmma_rs(float (&d)[N / 2], const uint32_t (&a)[
   } else if constexpr (N == n && std::is_same_v<E, __nv_bfloat16>) {                                                \
     SDPA_WGMMA("k16.f32.bf16.bf16", n, r, r1, "{%" #r3 ", %" #r4 ", %" #r5 ", %" #r6 "}", "1, 1, %" #r2, "r"(a[0]), \
                "r"(a[1]), "r"(a[2]), "r"(a[3]));                                                                    \
-  } else if constexpr (N == n) {                                                                                    \
+  } else if constexpr (N == n && std::is_same_v<E, __nv_fp8_e4m3>) {                                                \
     SDPA_WGMMA("k32.f32.e4m3.e4m3", n, r, r1, "{%" #r3 ", %" #r4 ", %" #r5 ", %" #r6 "}", "1, 1", "r"(a[0]),        \
                "r"(a[1]), "r"(a[2]), "r"(a[3]));                                                                    \
   }
@@ -939,7 +939,7 @@ template <class E> __device__ __forceinline__ uint32_t pack(float low, float hig
 template <class E>
 __device__ __forceinline__ void mma_32_bytes(float& d0, float& d1, float& d2, float& d3, const uint32_t (&a)[4],
                                              uint32_t b0, uint32_t b1) {
-  if constexpr (sizeof(E) == 1) {
+  if constexpr (std::is_same_v<E, __nv_fp8_e4m3>) {
     mma_m16n8k32_e4m3(d0, d1, d2, d3, a, b0, b1);
   } else {
     mma_m16n8k16<E>(d0, d1, d2, d3, a, b0, b1);
@@ -992,9 +992,29 @@ template <> struct VectorCopy<true> {
   template <int IN_FLIGHT> __device__ static __forceinline__ void wait() { cp_async_wait_group<IN_FLIGHT>(); }
 };
 
-// ---- copies of tiles (scalar, wmma, mma) ----
+// ---- copies of U8 (wmma and DTYPE = U8) ----
 
-struct ConvertingCopy;  // DTYPE=U8
+// u - 128 of two bytes of a word, the low or the high ones. 16 bits 0x6400 | u are the number 1024 + u.
+__device__ __forceinline__ uint32_t halves_of_bytes(uint32_t word, bool high) {
+  constexpr uint32_t halves_of_1152 = 0x64806480;
+  return sub_f16x2(prmt(word, 0x64646464, high ? 0x4342 : 0x4140), halves_of_1152);
+}
+// Makes the fp16 that the products take of a vector of 8 elements or 16.
+struct ConvertingCopy {
+  template <int BYTES> __device__ static __forceinline__ void copy(void* dst_s, const void* src_g, bool valid) {
+    VectorType<BYTES> vector{};
+    if (valid) vector = ld_global_nc<decltype(vector)>(src_g);
+    uint32_t words[BYTES / 4];
+    memcpy(words, &vector, sizeof vector);
+    SDPA_UNROLL for (int i = 0; i < BYTES / 4; i += 2) {
+      const uint32_t low = words[i], high = words[i + 1];
+      st_shared(static_cast<uint4*>(dst_s) + i / 2, uint4{halves_of_bytes(low, false), halves_of_bytes(low, true),
+                                                          halves_of_bytes(high, false), halves_of_bytes(high, true)});
+    }
+  }
+};
+
+// ---- copies of tiles (scalar, wmma, mma) ----
 
 // What thread tid of nthreads copies of a tile: the vectors at (row + n * row_step, col), so that its addresses advance
 // by a constant. A row may take several passes of all threads. Threads that are left over after whole rows are idle.
@@ -1030,33 +1050,7 @@ template <class B> struct TileCopy {
   }
 };
 
-// ---- copies of U8 (wmma and DTYPE = U8) ----
-
-// u - 128 of two bytes of a word, the low or the high ones. 16 bits 0x6400 | u are the number 1024 + u.
-__device__ __forceinline__ uint32_t halves_of_bytes(uint32_t word, bool high) {
-  constexpr uint32_t halves_of_1152 = 0x64806480;
-  return sub_f16x2(prmt(word, 0x64646464, high ? 0x4342 : 0x4140), halves_of_1152);
-}
-// Makes the fp16 that the products take of a vector of 8 elements or 16.
-struct ConvertingCopy {
-  template <int BYTES> __device__ static __forceinline__ void copy(void* dst_s, const void* src_g, bool valid) {
-    VectorType<BYTES> vector{};
-    if (valid) vector = ld_global_nc<decltype(vector)>(src_g);
-    uint32_t words[BYTES / 4];
-    memcpy(words, &vector, sizeof vector);
-    SDPA_UNROLL for (int i = 0; i < BYTES / 4; i += 2) {
-      const uint32_t low = words[i], high = words[i + 1];
-      st_shared(static_cast<uint4*>(dst_s) + i / 2, uint4{halves_of_bytes(low, false), halves_of_bytes(low, true),
-                                                          halves_of_bytes(high, false), halves_of_bytes(high, true)});
-    }
-  }
-};
-
 // ---- barriers ----
-// SYNC_POLICY, of the scalar and wmma kernels: 5 puts a CTA barrier at every hazard of the tile loop. 2 drops the two
-// that guard nothing: Q is covered by the barrier for K and V, and m is read by the warp that wrote it. 1 leaves a row
-// with one warp, so that only the tiles themselves are shared; other kernels do so as well. 0 has none: racy.
-
 // A barrier of the warps that share a slice of the keys if GROUP, else of the warp alone.
 template <class B, bool GROUP> __device__ __forceinline__ void group_sync() {
   if constexpr (!GROUP || B::group_threads == 32) {
@@ -1088,13 +1082,14 @@ template <class View> __device__ __forceinline__ void scale_rows(View& T, const 
 
 // ---- mask ----
 
-// Queries of an item per head, and rows of an item. PACK_GQA: of n = item_queries and item_heads heads of a key head
-//
-//   row of the tile    0 ... n - 1           n ... 2n - 1          ...
-//   head, query        h, q0 ... q0 + n - 1  h + 1, q0 ... q0 + n - 1
+// Queries of an item per head.
 template <class B> __device__ __forceinline__ int queries_of_item(const KernelArgs& a) {
   return B::pack_gqa ? int(a.item_queries.divisor) : B::block_m;
 }
+// Rows of an item. PACK_GQA: of n = item_queries and item_heads heads of a key head
+//
+//   row of the tile    0 ... n - 1           n ... 2n - 1          ...
+//   head, query        h, q0 ... q0 + n - 1  h + 1, q0 ... q0 + n - 1
 template <class B> __device__ __forceinline__ int rows_of_item(const KernelArgs& a) {
   return B::pack_gqa ? a.item_heads * int(a.item_queries.divisor) : B::block_m;
 }
@@ -1265,13 +1260,13 @@ template <class B> constexpr float element_unit = B::input == DType::u8 ? 448.0f
 template <class B> __device__ __forceinline__ float item_scale_log2(const KernelArgs& a, const WorkItem& item) {
   if constexpr (!B::is_8bit) return a.scale_log2;
   const int h_kv = int(a.q_heads_per_kv.divide(item.h));
-  const float q_descale = B::pack_gqa ? 1 : a.p.q_descale.of(item.b, item.h);
-  const float scale_log2 = a.scale_log2 * q_descale * a.p.k_descale.of(item.b, h_kv);
+  const float q_descale = B::pack_gqa ? 1 : a.p.q_descale.of_head(item.b, item.h);
+  const float scale_log2 = a.scale_log2 * q_descale * a.p.k_descale.of_head(item.b, h_kv);
   return max_nan(scale_log2, 1.2e-38f);  // of a factor of 0: -inf times the scale stays -inf
 }
 template <class B> __device__ __forceinline__ float item_v_descale(const KernelArgs& a, const WorkItem& item) {
   if constexpr (!B::is_8bit) return 1;
-  return element_unit<B> * a.p.v_descale.of(item.b, int(a.q_heads_per_kv.divide(item.h)));
+  return element_unit<B> * a.p.v_descale.of_head(item.b, int(a.q_heads_per_kv.divide(item.h)));
 }
 
 // item_scale_log2() of an item. With 16 bits it is a kernel argument, read where it is used, and takes no register.
@@ -1837,15 +1832,11 @@ template <class B, class Shared> struct CtaSoftmax {
 template <class B, class Shared>
 using TileSoftmax = std::conditional_t<B::sync_policy == 1, WarpSoftmax<B, Shared>, CtaSoftmax<B, Shared>>;
 
-// ---- what the launch needs to know of a kernel ----
+// ==== 5 KERNELS ==================================================================================
 
-// Each chapter of section 5 ends with its own: `Shared`, its shared memory, and `entry`.
+// What the launch needs to know of a kernel: `Shared`, its shared memory, and `entry`. Each chapter ends with its own.
 template <class B, Path = B::path> struct KernelOf;
 template <class B> constexpr size_t shared_bytes = sizeof(typename KernelOf<B>::Shared);
-// Nothing to describe to TMA.
-template <class B> SdpaStatus encode_tensor_maps(Nothing&, const KernelArgs&) { return {}; }
-
-// ==== 5 KERNELS ==================================================================================
 
 // ---- 5a scalar: both products on the FMA pipes (scalar) ----
 
@@ -1887,7 +1878,7 @@ template <class B> __global__ void __launch_bounds__(B::threads, 1) sdpa_scalar(
   clear(O);
   TileSoftmax<B, ScalarShared<B>> softmax;
   softmax.start(s, S);
-  const ItemScale<B> scale_log2(a, item);
+  const float scale_log2 = item_scale_log2<B>(a, item);
 
   for (int k0 = t.keys.begin; k0 < t.keys.end; k0 += B::block_n) {
     const int stage = feed.acquire(k0);
@@ -2585,7 +2576,7 @@ template <class B> struct MmaPacked {
   static __device__ __forceinline__ void read_factors(MmaRows<B>& rows, const KernelArgs& a, const WorkItem& item) {
     SDPA_UNROLL for (int i = 0; i < rows.ROWS; i++) {
       const WorkItem of = row_item<B>(a, item, rows.O.row(i));
-      rows.q_descale[i] = a.p.q_descale.of(of.b, min(of.h, a.p.Hq - 1));
+      rows.q_descale[i] = a.p.q_descale.of_head(of.b, min(of.h, a.p.Hq - 1));
     }
   }
   static __device__ __forceinline__ void store(MmaShared<B>& s, const MmaRows<B>& rows, const KernelArgs& a, int group,
@@ -2897,8 +2888,8 @@ bool same_tensors(const SdpaParams& a, const SdpaParams& b) {
 }
 
 // Encodes the tensor maps, or takes those of this thread's last call if the tensors are the same.
-template <class B> SdpaStatus encode_tensor_maps(TensorMaps& maps, const KernelArgs& a) {
-  const SdpaParams& p = a.p;
+template <class B> SdpaStatus encode_tensor_maps(TensorMaps& maps, KernelArgs& a) {
+  SdpaParams& p = a.p;
   thread_local SdpaParams last{};
   thread_local TensorMaps last_maps;
   if (same_tensors(last, p)) {
@@ -4518,13 +4509,12 @@ template <class B> struct KernelOf<B, Path::wgmma_swapped> {
 
 // ==== 6 LAUNCH ===================================================================================
 
-// ---- the GPU ----
+// ---- the GPU, items and workspace ----
 
 // The attribute of the current device, or `otherwise` if there is no device.
 int device_attribute(cudaDeviceAttr attribute, int otherwise) {
   int device = 0, value = 0;
-  const bool known =
-      cudaGetDevice(&device) == cudaSuccess && cudaDeviceGetAttribute(&value, attribute, device) == cudaSuccess;
+  const bool known = !cudaGetDevice(&device) && !cudaDeviceGetAttribute(&value, attribute, device);
   return known ? value : otherwise;
 }
 int sm_count() { return device_attribute(cudaDevAttrMultiProcessorCount, 132); }
@@ -4533,13 +4523,11 @@ int shared_of_sm() { return device_attribute(cudaDevAttrMaxSharedMemoryPerMultip
 // CTAs that an SM holds at once, by their shared memory.
 template <class B> int most_resident_ctas() { return max(shared_of_sm() / int(shared_bytes<B> + 1024), 1); }
 
-// ---- items ----
-
 // How a problem's rows and keys are dealt to CTAs.
 struct Items {
-  int heads = 1, queries;  // query heads of an item, and queries of each
-  int64_t count;           // of items
-  int ranges = 1;          // CTAs to an item
+  int heads, queries;  // query heads of an item, and queries of each
+  int64_t count;       // of items
+  int ranges = 1;      // CTAs to an item
 };
 
 // Steps of the merge, as the model counts them: those of few ranges take less.
@@ -4577,21 +4565,17 @@ int packed_heads(const SdpaParams& p, int block_m) {
   return max(heads, 1);
 }
 
-// How a problem is cut into items of block_m rows, in one range.
-Items items_of_tile(const SdpaParams& p, int block_m, int heads) {
-  Items items;
-  items.heads = heads, items.queries = block_m / heads;
-  items.count = int64_t(p.B) * (p.Hq / heads) * shares(p.Sq, items.queries);
-  return items;
+// How a problem is cut into items, in one range.
+Items items_of_tile(const SdpaParams& p, int heads, int queries) {
+  return {heads, queries, int64_t(p.B) * (p.Hq / heads) * shares(p.Sq, queries)};
 }
 Items items_of_packed_tile(const SdpaParams& p, int block_m) {
-  Items items = items_of_tile(p, block_m, packed_heads(p, block_m));
-  if (p.Sq < items.queries) items.queries = max(p.Sq, 1);
-  return items;
+  const int heads = packed_heads(p, block_m);
+  return items_of_tile(p, heads, min(block_m / heads, max(p.Sq, 1)));
 }
 
 template <class B> Items items_of(const SdpaParams& p) {
-  Items items = B::pack_gqa ? items_of_packed_tile(p, B::block_m) : items_of_tile(p, B::block_m, 1);
+  Items items = B::pack_gqa ? items_of_packed_tile(p, B::block_m) : items_of_tile(p, 1, B::block_m);
   if (B::split_ctas > 1) items.ranges = B::split_ctas;
   if (B::split_ctas == 0 && items.count > 0) {
     items.ranges =
@@ -4600,25 +4584,16 @@ template <class B> Items items_of(const SdpaParams& p) {
   return items;
 }
 
-// ---- workspace ----
 // For the queue, for sums of many keys or for the ranges; counters are zero again after every launch.
-
-template <class B>
-constexpr size_t zeroed_bytes = B::split_ctas != 1      ? range_counter_bytes
-                                : B::many_keys          ? slot_offset + slot_bytes<B>
-                                : B::use_persistent_cta ? sizeof(uint32_t)
-                                                        : 0;
 template <class B> size_t workspace_bytes(const SdpaParams& p) {
-  size_t bytes = zeroed_bytes<B>;
+  if (B::split_ctas == 1 && !B::many_keys) return B::use_persistent_cta ? sizeof(uint32_t) : 0;
+  const Items items = items_of<B>(p);
   if (B::split_ctas != 1) {
-    const Items items = items_of<B>(p);
-    if (items.ranges > 1) bytes += size_t(items.count) * items.ranges * sizeof(RangePartial<B>);
-  } else if (B::many_keys) {
-    const int64_t items = items_of<B>(p).count, resident = most_resident_ctas<B>() * sm_count();
-    const int64_t slots = B::use_persistent_cta && resident < items ? resident : items;
-    bytes = slot_offset + size_t(slots) * slot_bytes<B>;
+    return range_counter_bytes + (items.ranges > 1 ? size_t(items.count) * items.ranges * sizeof(RangePartial<B>) : 0);
   }
-  return bytes;
+  const int64_t resident = most_resident_ctas<B>() * sm_count();
+  const int64_t slots = B::use_persistent_cta && resident < items.count ? resident : items.count;
+  return slot_offset + size_t(slots) * slot_bytes<B>;
 }
 
 // ---- the launch ----
@@ -4647,8 +4622,7 @@ template <class B> SdpaStatus launch_kernel(const KernelArgs& a, uint32_t items,
     return failure(error, "this GPU cannot run this build (%zu bytes of shared memory a CTA): %s", most, why);
   }
   if (error != cudaSuccess) return cuda_failure(error, "an earlier call or kernel of this process");
-  cudaLaunchConfig_t launch{};
-  launch.gridDim = dim3(items), launch.blockDim = dim3(B::threads);
+  cudaLaunchConfig_t launch{dim3(items), dim3(B::threads), bytes, stream};
   if (B::use_persistent_cta) {
     int ctas_per_sm = 0;
     error = cudaOccupancyMaxActiveBlocksPerMultiprocessor(&ctas_per_sm, kernel, B::threads, shared_bytes<B>);
@@ -4656,9 +4630,11 @@ template <class B> SdpaStatus launch_kernel(const KernelArgs& a, uint32_t items,
     const uint32_t resident = uint32_t(sm_count()) * uint32_t(max(ctas_per_sm, 1)), asked = uint32_t(a.p.max_ctas);
     launch.gridDim.x = min(items, asked > 0 ? min(asked, resident) : resident);
   }
-  launch.dynamicSmemBytes = bytes, launch.stream = stream;
   cudaLaunchAttribute early{};
-  if (B::family == Family::wgmma) {  // a CTA may start before the kernel before this one has ended, and waits for it
+  // The wgmma kernel starts before the kernel before it in the stream has ended, and waits for it before it touches
+  // memory. It lets the next one start likewise, if that is launched with this attribute: such a kernel must wait as
+  // well (cudaGridDependencySynchronize) before it reads O or writes an input.
+  if (B::family == Family::wgmma) {
     early.id = cudaLaunchAttributeProgrammaticStreamSerialization;
     early.val.programmaticStreamSerializationAllowed = 1;
     launch.attrs = &early, launch.numAttrs = 1;
@@ -4690,67 +4666,60 @@ template <class B> SdpaStatus forward(const SdpaParams& p, cudaStream_t stream) 
   const double kv_bytes = 2.0 * p.Sk * p.D * sizeof(Input);  // of a key head
   const double l2_bytes = device_attribute(cudaDevAttrL2CacheSize, 60 << 20);
   // 8/15 of L2: 32 MB of an H200's 60.
-  const double heads = kv_bytes > 0 ? l2_bytes * 8 / 15 / kv_bytes * p.Hq / p.Hkv / items.heads : 1e9;
-  const double all_heads = double(p.B) * p.Hq / items.heads;
-  a.heads_in_l2 = uint32_t(heads < 1 ? 1 : heads > all_heads ? all_heads : heads);
+  const double heads = l2_bytes * 8 / 15 / std::fmax(kv_bytes, 1) * p.Hq / p.Hkv / items.heads;
+  a.heads_in_l2 = uint32_t(std::fmax(1, std::fmin(heads, double(p.B) * p.Hq / items.heads)));
   a.unmasked_rounds = a.keys.all() ? max(int(shares(p.Sk, B::split_kv * B::block_n)), 1) : 0;
   const uint32_t q_blocks = uint32_t(shares(p.Sq, items.queries));
   a.q_blocks = Divisor(q_blocks);
   a.q_heads = Divisor(uint32_t(p.Hq / items.heads));
   a.q_heads_per_kv = Divisor(uint32_t(p.Hq / p.Hkv));
   a.items_in_l2 = Divisor(a.heads_in_l2 * q_blocks);
-  const SdpaStatus status = encode_tensor_maps<B>(a.maps, a);
-  return status.ok() ? launch_kernel<B>(a, a.work_items * a.ranges.divisor, stream) : status;
+  if constexpr (is_wgmma) {
+    const SdpaStatus status = encode_tensor_maps<B>(a.maps, a);
+    if (!status.ok()) return status;
+  }
+  return launch_kernel<B>(a, a.work_items * a.ranges.divisor, stream);
 }
 
-// What stands behind a build: its way from the parameters to the launch, and what that takes of an SM.
-struct KernelFacts {
-  SdpaStatus (*forward)(const SdpaParams&, cudaStream_t);
-  const void* kernel;
-  int threads;
-  size_t shared_bytes;
-  int item_rows;  // query rows of a work item
-  size_t (*workspace_bytes)(const SdpaParams&);
-  size_t zeroed_bytes;  // of the workspace: zero before a launch and after it
-};
-template <class B> KernelFacts facts(const SdpaParams& p) {
-  if constexpr (carries_sums<B> && !B::many_keys) {
-    if (p.Sk > most_keys_at_once) return facts<ManyKeys<B>>(p);
+// use(B()), or of the build for sums of many keys if the problem has as many.
+template <class B, class Use> auto with_sums(const SdpaParams& p, const Use& use) {
+  if constexpr (carries_sums<B>) {
+    if (p.Sk > most_keys_at_once) return use(ManyKeys<B>());
   }
-  return {forward<B>, reinterpret_cast<const void*>(+KernelOf<B>::entry), B::threads, shared_bytes<B>, B::block_m,
-          workspace_bytes<B>, zeroed_bytes<B>};
+  return use(B());
 }
-// Of the kernel that takes this problem. TUNED: of the tile that is the quickest (section 7).
-template <bool TUNED> KernelFacts facts_of_problem(const SdpaParams& p) { return facts<Build>(p); }
-KernelFacts kernel_facts(const SdpaParams& p);
 
 // ---- the checks ----
 
-SdpaStatus check_tensor(const TensorView& t) {
+// Strides of dimensions of size 1 may hold anything, as PyTorch has it. They become 0, to keep out of addresses.
+SdpaStatus check_tensors(SdpaParams& p) {
   constexpr int vec = Build::vec_width;
-  const int alignment = min(vec * t.element_bytes, 16);
-  if (!t.data) return failure(refused, "%s is a null pointer", t.name);
-  if (reinterpret_cast<uintptr_t>(t.data) % alignment) {
-    return failure(refused,
-                   "%s is not aligned to %d bytes as VEC_WIDTH=%d needs; align it or build with a smaller VEC_WIDTH",
-                   t.name, alignment, vec);
-  }
-  for (const auto& dim : t.dims) {
-    if (dim.size <= 1) continue;
-    if (dim.stride % vec) {
+  for (const TensorView& t : tensors_of(p)) {
+    const int alignment = min(vec * t.element_bytes, 16);
+    const bool has_rows = t.dims[0].size > 0;
+    if (has_rows && !t.data) return failure(refused, "%s is a null pointer", t.name);
+    if (has_rows && reinterpret_cast<uintptr_t>(t.data) % alignment) {
       return failure(refused,
-                     "%s has a %s stride of %lld elements, not a multiple of VEC_WIDTH=%d; pad it or build with a "
-                     "smaller VEC_WIDTH",
-                     t.name, dim.name, (long long)dim.stride, vec);
+                     "%s is not aligned to %d bytes as VEC_WIDTH=%d needs; align it or build with a smaller VEC_WIDTH",
+                     t.name, alignment, vec);
     }
-    if (t.written && dim.stride == 0) {
-      return failure(refused, "%s has a %s stride of 0: its rows would overlap", t.name, dim.name);
+    for (const auto& dim : t.dims) {
+      if (dim.size <= 1) dim.stride = 0;
+      if (has_rows && dim.stride % vec) {
+        return failure(refused,
+                       "%s has a %s stride of %lld elements, not a multiple of VEC_WIDTH=%d; pad it or build with a "
+                       "smaller VEC_WIDTH",
+                       t.name, dim.name, (long long)dim.stride, vec);
+      }
+      if (t.written && dim.size > 1 && dim.stride == 0) {
+        return failure(refused, "%s has a %s stride of 0: its rows would overlap", t.name, dim.name);
+      }
     }
   }
   return {};
 }
 
-SdpaStatus check_sizes(const SdpaParams& p) {
+SdpaStatus check_params(SdpaParams& p) {
   const struct {
     const char* name;
     int value, least;
@@ -4778,12 +4747,6 @@ SdpaStatus check_sizes(const SdpaParams& p) {
   if (p.max_ctas > 0 && !Build::use_persistent_cta) {
     return failure(refused, "max_ctas=%d, but only builds with USE_PERSISTENT_CTA=1 take it; set it to 0", p.max_ctas);
   }
-  return {};
-}
-
-SdpaStatus check_params(const SdpaParams& p) {
-  SdpaStatus status = check_sizes(p);
-  if (!status.ok()) return status;
   const struct {
     const char* name;
     const void* data;
@@ -4798,54 +4761,10 @@ SdpaStatus check_params(const SdpaParams& p) {
       return failure(refused, "%s is not aligned to %d bytes", pointer.name, pointer.alignment);
     }
   }
-  if (!p.B || !p.Hq || !p.Sq) return {};
-  for (const TensorView& t : tensors_of(p)) {
-    if (status.ok() && t.dims[0].size > 0) status = check_tensor(t);
-  }
-  return status;
-}
-
-// A stride of a dimension of size 1 may hold anything, as PyTorch has it. 0 keeps it out of addresses.
-SdpaParams without_idle_strides(SdpaParams p) {
-  const struct {
-    Strides& s;
-    int H, S;
-  } tensors[] = {{p.q, p.Hq, p.Sq}, {p.k, p.Hkv, p.Sk}, {p.v, p.Hkv, p.Sk}, {p.o, p.Hq, p.Sq}};
-  for (const auto& t : tensors) {
-    if (p.B <= 1) t.s.batch = 0;
-    if (t.H <= 1) t.s.head = 0;
-    if (t.S <= 1) t.s.row = 0;
-  }
-  return p;
-}
-
-}  // namespace
-
-// ---- sdpa_forward ----
-
-// Bytes of device memory that SdpaParams::workspace must have for this problem (0: none).
-static inline size_t sdpa_workspace_bytes(const SdpaParams& p) { return kernel_facts(p).workspace_bytes(p); }
-
-// O, LSE = attention(Q, K, V), enqueued on the stream of the current device. Returns without waiting; never prints,
-// never allocates. Refuses what this build cannot do, before anything is launched. Safe inside stream capture.
-static inline SdpaStatus sdpa_forward(const SdpaParams& params, cudaStream_t stream) {
-  SdpaStatus status = check_params(params);
-  if (!status.ok() || !params.B || !params.Hq || !params.Sq) return status;
-  const SdpaParams p = without_idle_strides(params);
-  if (!p.workspace && sdpa_workspace_bytes(p) > 0) {
-    return failure(refused, "workspace is null, but this problem needs %zu zeroed bytes", sdpa_workspace_bytes(p));
-  }
-  // The status alone tells of an error: the thread's last error is cleared, unless the caller had left one
-  // there, which would be lost.
-  const bool clean = cudaPeekAtLastError() == cudaSuccess;
-  status = kernel_facts(p).forward(p, stream);
-  if (!status.ok() && clean) cudaGetLastError();
-  return status;
+  return p.B && p.Hq && p.Sq ? check_tensors(p) : SdpaStatus{};
 }
 
 // ==== 7 TABLES ===================================================================================
-
-namespace {
 
 // ---- refusals (typed) ----
 // Knobs that have no effect, and combinations that cannot work: what, why, what to type.
@@ -4966,12 +4885,12 @@ struct TunedTile : Config {
 };
 // The typed knobs with these sizes, and with those of the tile that are on.
 constexpr TunedTile tile(int head_dim, int block_m, int block_n, int num_warps, int stages, int split_kv,
-                         const char* knobs, int ctas, double item_clocks, double scores_per_clock) {
+                         std::string_view knobs, int ctas, double item_clocks, double scores_per_clock) {
   TunedTile t{{}, ctas, item_clocks, scores_per_clock};
-  const auto on = [&](const char* knob) { return place_of(knob, knobs) >= 0; };
+  const auto on = [&](const char* knob) { return knobs.find(knob) != knobs.npos; };
   t.head_dim = head_dim, t.block_m = block_m, t.block_n = block_n;
   t.num_warps = num_warps, t.stages = stages, t.split_kv = split_kv;
-  t.use_mma_sync = t.use_cp_async = t.swizzle_xor = is_mma || on("USE_MMA_SYNC");
+  if (is_mma || Build::is_e4m3) t.use_mma_sync = t.use_cp_async = t.swizzle_xor = is_mma || on("USE_MMA_SYNC");
   t.overlap = on("OVERLAP"), t.use_warp_specialization = t.overlap || on("USE_WARP_SPECIALIZATION");
   t.use_persistent_cta = on("USE_PERSISTENT_CTA"), t.use_ping_pong = on("USE_PING_PONG");
   t.skip_masked = on("SKIP_MASKED"), t.swap_ab = on("SWAP_AB"), t.use_lazy_max = true;
@@ -5134,7 +5053,7 @@ struct ComputeClocks {
 // Clocks that the problem takes with this tile on a GPU of `sms` SMs. Besides the tile's two costs it has a few numbers
 // that all tiles share, fitted to an H200 as well.
 double tuned_clocks(const TunedTile& t, const SdpaParams& p, int sms) {
-  const Items items = t.pack_gqa ? items_of_packed_tile(p, t.block_m) : items_of_tile(p, t.block_m, 1);
+  const Items items = t.pack_gqa ? items_of_packed_tile(p, t.block_m) : items_of_tile(p, 1, t.block_m);
   ComputeClocks compute{t, item_keys(t, p), double(items.count) / sms, clocks_of_key(t, p)};
   double merge_clocks = 0;
   if (t.pack_gqa) {  // a CTA takes its share of the keys, and the last one of an item merges the results
@@ -5169,25 +5088,52 @@ int choose_tile(const SdpaParams& p) {
   return best;
 }
 
-// The facts of the build of row `row`, which is N or a later one.
-template <int N> KernelFacts facts_of_row(const SdpaParams& p, int row) {
-  if constexpr (N < TUNED_TILES.count) return row == N ? facts<BuildOf<N>>(p) : facts_of_row<next_tile(N + 1)>(p, row);
-  return {};
+// use(B()) of the build B of row `row`, which is N or a later one.
+template <int N, class Use> auto with_row(const SdpaParams& p, int row, const Use& use) {
+  if constexpr (next_tile(N + 1) < TUNED_TILES.count) {
+    if (row != N) return with_row<next_tile(N + 1)>(p, row, use);
+  }
+  return with_sums<BuildOf<N>>(p, use);
 }
-template <> KernelFacts facts_of_problem<true>(const SdpaParams& p) {
-  return facts_of_row<next_tile(0)>(p, choose_tile(p));
+
+// ==== 8 CALL =====================================================================================
+
+// use(B()) of the build B that takes the problem.
+template <class Use> auto with_build(const SdpaParams& p, const Use& use) {
+  if constexpr (Build::use_tuned) {
+    return with_row<next_tile(0)>(p, choose_tile(p), use);
+  } else if constexpr (carries_sums<Build>) {
+    return with_sums<Build>(p, use);
+  } else {
+    return use(Build());
+  }
 }
-
-// ---- the kernel of a problem ----
-
-KernelFacts kernel_facts(const SdpaParams& p) { return facts_of_problem<Build::use_tuned>(p); }
-
-// ---- for the harness (typed) ----
-
-// For what is asked of a build without a problem.
-using FirstBuild = BuildOf<Build::use_tuned ? next_tile(0) : -1>;
 
 }  // namespace
+
+// Bytes of device memory that SdpaParams::workspace must have for this problem (0: none).
+static inline size_t sdpa_workspace_bytes(const SdpaParams& p) {
+  return with_build(p, [&](auto build) { return workspace_bytes<decltype(build)>(p); });
+}
+
+// O, LSE = attention(Q, K, V), enqueued on the stream of the current device. Returns without waiting; never prints,
+// never allocates. Refuses what this build cannot do, before anything is launched. Safe inside stream capture.
+static inline SdpaStatus sdpa_forward(const SdpaParams& params, cudaStream_t stream) {
+  SdpaParams p = params;
+  SdpaStatus status = check_params(p);
+  if (!status.ok() || !p.B || !p.Hq || !p.Sq) return status;
+  const size_t bytes = sdpa_workspace_bytes(p);
+  if (!p.workspace && bytes > 0) {
+    return failure(refused, "workspace is null, but this problem needs %zu zeroed bytes", bytes);
+  }
+  // The status alone tells of an error: the thread's last error is cleared, unless the caller had left one
+  // there, which would be lost.
+  const bool clean = cudaPeekAtLastError() == cudaSuccess;
+  status = with_build(p, [&](auto build) { return forward<decltype(build)>(p, stream); });
+  if (!status.ok() && clean) cudaGetLastError();
+  return status;
+}
+
 }  // namespace SDPA_NAMESPACE
 
 #pragma nv_diag_default 177

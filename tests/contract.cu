@@ -257,11 +257,16 @@ TEST_CASE("host_threads") {
   CHECK(right == 12);
 }
 
+// The kernel that takes a problem.
+static const void* kernel_of(const SdpaParams& p) {
+  return with_build(p, [](auto build) { return reinterpret_cast<const void*>(+KernelOf<decltype(build)>::entry); });
+}
+
 // What a launch may ask for is set for its kernel, which another thread may launch meanwhile for a problem with more or
 // fewer CTAs: so it is the same for both.
 TEST_CASE("shared_memory") {
   const Attention few(1, 1, 1, 1, 30), many(10, 1, 1, 1, 30);
-  const auto allowed = [&] { return simt::allowed_shared(kernel_facts(few.p).kernel, 0); };
+  const auto allowed = [&] { return simt::allowed_shared(kernel_of(few.p), 0); };
   CHECK((few.forward() == "" && few.is_right()));
   const int before = allowed();
   CHECK((many.forward() == "" && many.is_right()));
@@ -330,11 +335,11 @@ TEST_CASE("sizes") {
   const Attention a(1, 1, 1, 40, 30);
   SdpaParams p = a.p;
   p.Sq = p.Sk = 1000000000, p.causal = Causal::bottom_right;
-  CHECK(kernel_facts(p).threads > 0);  // chosen without overflow
+  CHECK(kernel_of(p) != nullptr);  // chosen without overflow
   p.Sk = 0, p.window_left = 1000000000;
-  CHECK(kernel_facts(p).threads > 0);
+  CHECK(kernel_of(p) != nullptr);
   p.Sq = 1, p.Sk = 1000000000, p.causal = Causal::off, p.window_right = 1000000000;
-  CHECK(kernel_facts(p).threads > 0);
+  CHECK(kernel_of(p) != nullptr);
   p = a.p, p.scale = 3e38f;
   CHECK(begins(a.forward(p), "scale=3e+38 times log2(e) is no float"));
   p = a.p, p.B = 1 << 15, p.Hq = p.Hkv = 1 << 12;
@@ -351,7 +356,7 @@ TEST_CASE("many_keys") {
     p.B = B, p.Hq = p.Hkv = 3, p.Sq = Sq, p.Sk = Sk, p.D = Build::head_dim;
     return p;
   };
-  const auto kernel = [&](int Sk) { return kernel_facts(problem(2, 999, Sk)).kernel; };
+  const auto kernel = [&](int Sk) { return kernel_of(problem(2, 999, Sk)); };
   const auto bytes = [&](int B, int Sk) { return sdpa_workspace_bytes(problem(B, 999, Sk)); };
   CHECK((kernel(65537) != kernel(65536)) == ((is_wgmma || is_mma || is_wmma) && !Build::pack_gqa));
   CHECK((bytes(2, 1 << 20) >= bytes(2, 65537) && bytes(2, 65537) >= bytes(2, 65536)));

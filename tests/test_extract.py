@@ -17,8 +17,10 @@ sys.path.insert(0, os.path.join(ROOT, "tools"))
 import builds  # noqa: E402
 import minimal  # noqa: E402
 
-LINES = """scalar_minimal scalar_e4m3 wmma_all wmma_bf16 mma_lazy mma_decode_d128_bf16 mma_e4m3_d128 wgmma_plain
-           wgmma_d128_bf16 wgmma_decode_d128 wgmma_e4m3_split2 ampere hopper_e4m3""".split()
+LINES = """scalar_minimal scalar_e4m3 wmma_all wmma_u8 mma_lazy mma_decode_d128_bf16 mma_e4m3_d128 wgmma_plain wgmma_causal
+           wgmma_d128_bf16 wgmma_decode_d128 wgmma_e4m3_split2 ampere hopper_d128 hopper_e4m3_d128""".split()
+MOST = dict(scalar_minimal=1050, mma_lazy=1500, wgmma_plain=1300, wgmma_causal=2000, wgmma_decode_d128=2000,
+            hopper_d128=3000, hopper_e4m3_d128=3800)
 ARCHS = re.findall(r"\d+a?", os.environ.get("SDPA_ARCHS", "")) or ["80", "89", "90a"]
 PYTORCH = """-D__CUDA_NO_HALF_OPERATORS__ -D__CUDA_NO_HALF_CONVERSIONS__ -D__CUDA_NO_BFLOAT16_CONVERSIONS__
              -D__CUDA_NO_HALF2_OPERATORS__ --expt-relaxed-constexpr""".split()
@@ -46,6 +48,11 @@ def test_no_knob_is_left(texts, name):
     assert not re.findall(rf"\b(?:{KNOBS}|SDPA_(?:KNOB|REFUSE|SIMT|NAMESPACE)[A-Z_]*|[A-Z_]*_(?:text|changed))\b", code)
     assert "\n\n\n" not in text and not re.search(r"^// (----.*\n\n// ----|====.*\n\n// ====)", text, re.MULTILINE)
     assert "Permission is hereby granted" in text
+
+
+@pytest.mark.parametrize("name", MOST)
+def test_is_short(texts, name):
+    assert len(texts[name].splitlines()) <= MOST[name]
 
 
 @needs_nvcc

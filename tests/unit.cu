@@ -598,7 +598,8 @@ static SdpaParams valid_params() {
 }
 
 TEST_CASE("preconditions") {
-  CHECK(check_params(valid_params()).ok());
+  SdpaParams valid = valid_params();
+  CHECK(check_params(valid).ok());
   const auto refusal = [](void (*change)(SdpaParams&)) {
     SdpaParams p = valid_params();
     change(p);

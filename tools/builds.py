@@ -138,7 +138,7 @@ class Tree:
         text = self.read("sdpa.cu")
         part = [(text.split(since, 1) + [""])[1].split(until)[0]
                 for since, until in (("// ==== 1 KNOBS", "// ==== 2 PROBLEM"), ("// ==== 7 TABLES", "// ---- the choice"))]
-        return f"#include <type_traits>\n//{part[0]}\n" + (f"//{part[1]}\n}}\n" if part[1] else "")
+        return f"#include <string_view>\n#include <type_traits>\n//{part[0]}\n" + ("namespace {\n" * ("\nnamespace {" not in part[1]) + f"//{part[1]}\n}}\n" if part[1] else "")
 
     def refusal(self, words):
         """The sentence with which sdpa.cu refuses these knobs; "" if it does not."""

@@ -46,11 +46,11 @@ class Knob:
 
 PRINT_ROWS = r"""
 #define SDPA_PRINT(name, fallback, member, values, families, meaning) printf(" %d", int(B::member));
-template <class B> void print() { printf("%d", B::row); SDPA_KNOBS(SDPA_PRINT) puts(""); }
+template <int N> void print() { using B = BuildOf<N>; printf("%d", N); SDPA_KNOBS(SDPA_PRINT) puts(""); }
 template <int N> void print_from() {
-  if constexpr (N >= 0 && N < TUNED_TILES.count) print<BuildOf<N>>(), print_from<next_tile(N + 1)>();
+  if constexpr (N >= 0 && N < TUNED_TILES.count) print<N>(), print_from<next_tile(N + 1)>();
 }
-int main() { print<Build>(), print_from<Build::use_tuned ? next_tile(0) : -1>(); }
+int main() { print<-1>(), print_from<Build::use_tuned ? next_tile(0) : -1>(); }
 """
 
 
@@ -105,7 +105,7 @@ def sections(source, knobs, rows, namespace):
     chosen = [rows[row] for row in rows if row >= 0] or [rows[-1]]
     text = source.split("// ==== COPY FROM HERE")[1].split("// ==== COPY TO HERE")[0].split("\n", 1)[1]
     text = re.sub(r"#ifdef SDPA_SIMT\n.*?#else\n(.*?)#endif  // SDPA_SIMT\n", r"\1", text, flags=re.DOTALL)
-    text = re.sub(r"#ifndef SDPA_NAMESPACE.*?#endif\n", "", text, flags=re.DOTALL)
+    text = re.sub(r"#ifndef SDPA_NAMESPACE.*?#endif\n|#pragma GCC .*?\n", "", text, flags=re.DOTALL)
     text = re.sub(r"#if (USE_\w+)\n(.*?)#endif  // \1\n", lambda m: m[2] * rows[-1][m[1]], text, flags=re.DOTALL)
     text = re.sub(r"^ *// clang-format o.*\n", "", text.replace("SDPA_NAMESPACE", namespace), flags=re.MULTILINE)
     out, keep, at = [], True, 0
@@ -159,7 +159,7 @@ def extract(name, namespace=""):
         f"// Compile: nvcc -O3 -std=c++17 -gencode arch=compute_{arch},code=sm_{arch} -c my_kernel.cu",
         f"// Call:    {namespace or name}::sdpa_forward(params, stream), below it or in a file that includes it", "",
         text.strip(), *("//\n" + textwrap.fill(part, 120, initial_indent="// ", subsequent_indent="// ")
-                        for part in tree.read("LICENSE").strip().split("\n\n"))])
+                        for part in tree.read("LICENSE").strip().replace("\n\n", ". ", 1).split("\n\n"))])
 
 
 def main():

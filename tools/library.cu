@@ -56,15 +56,17 @@ void sdpa_library_tile_clocks(const sdpa::TunedTile* tiles, int tile_count, cons
   }
 }
 
+constexpr int first_row = sdpa::Build::use_tuned ? sdpa::next_tile(0) : -1;
+using FirstBuild = sdpa::BuildOf<first_row>;
 // The launch: threads, bytes of shared memory, BLOCK_M; with USE_TUNED those of its first tile, but the most bytes. Of
 // a library as the sizes of symbols; of device code alone as a constant, which a library leaves out: in the one run
 // with it (79a1375) small kernels took 0.4 us longer.
 #ifdef SDPA_DEVICE_CODE_ALONE
-__constant__ int sdpa_library_launch[3] = {sdpa::FirstBuild::threads, int(most_shared_bytes<sdpa::FirstBuild::row>()),
-                                           sdpa::FirstBuild::block_m};
+__constant__ int sdpa_library_launch[3] = {FirstBuild::threads, int(most_shared_bytes<first_row>()),
+                                           FirstBuild::block_m};
 #else
-char sdpa_library_threads[sdpa::FirstBuild::threads];
-char sdpa_library_smem_bytes[most_shared_bytes<sdpa::FirstBuild::row>()];
-char sdpa_library_block_m[sdpa::FirstBuild::block_m];
+char sdpa_library_threads[FirstBuild::threads];
+char sdpa_library_smem_bytes[most_shared_bytes<first_row>()];
+char sdpa_library_block_m[FirstBuild::block_m];
 #endif
 }

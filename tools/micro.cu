@@ -86,7 +86,7 @@ string measure() {
   OneItemEach one(1, 1);
   one.launch();
   require(cudaDeviceSynchronize(), "running the kernel");
-  const KernelFacts facts = kernel_facts(one.instance.params);
+  const KernelFacts facts = line.facts_of(one.instance.params);
   const int sms = sm_count(), ctas_per_sm = resources_of(facts).ctas_per_sm;
   return "{\"one_sm\": " + round_and_item(1) + ", \"all_sms\": " + round_and_item(sms * ctas_per_sm) +
          format(", \"sms\": %d, \"ctas_per_sm\": %d, \"shared_bytes\": %zu}", sms, ctas_per_sm, facts.shared_bytes);

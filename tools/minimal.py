@@ -11,12 +11,15 @@ import tree_sitter
 import tree_sitter_cpp
 
 ROOTS = {"sdpa_forward", "sdpa_workspace_bytes", "SdpaParams", "SdpaStatus"}
+ELEMENTS = {"__half", "__nv_bfloat16", "__nv_fp8_e4m3"}
 HEADERS = {"cuda.h": r"\bCU[a-z_]", "cuda_bf16.h": "__nv_bf", "cuda_fp8.h": "__nv_fp8", "cuda_fp16.h": "__half",
-           "mma.h": "nvcuda"}
+           "mma.h": "nvcuda", "string_view": "std::string_view", "type_traits": "std::(conditional|common_type)"}
 BANNERS = "// ----", "// ===="
 WIDTH = 120
 OPERATORS = {"==": operator.eq, "!=": operator.ne, "<": operator.lt, "<=": operator.le, ">": operator.gt,
              ">=": operator.ge, "&": operator.and_}
+# What changes nothing, on the left and on the right.
+NEUTRAL = {"*": (1, 1), "/": (None, 1), "+": (0, 0), "-": (None, 0)}
 
 
 # ---- the syntax tree ----
@@ -24,7 +27,7 @@ OPERATORS = {"==": operator.eq, "!=": operator.ne, "<": operator.lt, "<=": opera
 PARSER = tree_sitter.Parser(tree_sitter.Language(tree_sitter_cpp.language()))
 # What the grammar of C++ does not have.
 MASKED = re.compile(r"SDPA_UNROLL(?= (?:for|while))|__(?:device|global|host|forceinline|grid_constant|shared)__|"
-                    r"__align__\(\w+\)|__launch_bounds__\((?:[^()]|\([^()]*\))*\)")
+                    r"__align__\(\w+\)|__launch_bounds__\((?:[^()]|\([^()]*\))*\)|(?<=\" )#(?=\w)")
 # What it might take for a template's bracket, and letters of several bytes.
 REPLACED = re.compile(r"(?<= )<(?=\s)|[^\x00-\x7f]")
 
@@ -53,11 +56,21 @@ def name_of(node):
     return node.text.decode() if node else ""
 
 
+def words_of(text):
+    return set(re.findall(r"\w+", text))
+
+
 def declared(node):
     """What is behind template <...>."""
     while node.type == "template_declaration":
         node = node.named_children[-1]
     return node
+
+
+def parameters_of(node=None):
+    """The names of a template's or a function's parameters; none of anything else."""
+    parameters = node and node.child_by_field_name("parameters")
+    return [name_of(one) for one in parameters.named_children] if parameters else []
 
 
 def struct_of(node):
@@ -86,6 +99,13 @@ class Folding:
         # Names of variables and parameters, which may hide a constant.
         self.local = {name_of(one) for one in descendants(root, "parameter_declaration", "init_declarator")
                       if one.type != "init_declarator" or enclosing(one, "compound_statement")}
+        # Of each template of an alias its parameters, and the type that it stands for.
+        self.aliases = {name_of(declared(node)): (parameters_of(node), declared(node).child_by_field_name("type"))
+                        for node in descendants(root, "template_declaration")
+                        if declared(node).type == "alias_declaration"}
+        self.bound = {}  # parameters of the alias that is being expanded
+        self.elements = self.find_elements(root)
+        self.layers = self.find_layers(root)
         self.find_constants(root, sizes)
         self.defaults, self.uses = {}, collections.defaultdict(list)
         self.find_uses(root)
@@ -94,16 +114,56 @@ class Folding:
     def source(self, node):
         return self.text[node.start_byte:node.end_byte]
 
+    def find_elements(self, root):
+        """The types that a template's parameter E may be; none as long as an alias chooses among them."""
+        found = set()
+        for node in descendants(root, "alias_declaration"):
+            named = ELEMENTS & {one.text.decode() for one in descendants(node, "type_identifier")}
+            if named and self.source(node.child_by_field_name("type")) not in ELEMENTS:
+                return set()
+            found |= named
+        return found
+
+    def find_layers(self, root):
+        """{function: (its parameters, the name that it returns)} of those that need not all of what they take."""
+        found = collections.defaultdict(list)
+        for node in descendants(root, "function_definition"):
+            body = node.child_by_field_name("body")
+            if struct_of(node) is None and body:
+                types = parameters_of(node.parent)
+                parameters = parameters_of(*descendants(node, "function_declarator")[:1])
+                value = self.source(body)[1:-1].strip().removeprefix("return ").removesuffix(";")
+                passes_on = re.fullmatch(r"[\w.:]*[a-z][\w.:]*", value) and set(parameters) - words_of(value)
+                found[name_of(node)].append((types, parameters, value) if passes_on else None)
+        return {name: ones[0] for name, ones in found.items() if len(ones) == 1 and ones[0]}
+
+    def without_layer(self, call):
+        """What a call gives by way of a function that only passes on a name; else None."""
+        function, name = call.child_by_field_name("function"), name_of(call.child_by_field_name("function"))
+        if name not in self.layers or name in self.local:
+            return None
+        types, parameters, value = self.layers[name]
+        given = function.child_by_field_name("arguments")
+        arguments = [self.source(one) for some in (given, call.child_by_field_name("arguments")) if some
+                     for one in some.named_children]
+        replaced = dict(zip([*types, *parameters], arguments))
+        if len(replaced) < len(types + parameters) or not all(
+                re.fullmatch(r"\w+", replaced[one]) for one in words_of(value) & {*types, *parameters}):
+            return None
+        return re.sub(r"\w+", lambda m: replaced.get(m[0], m[0]), value)
+
     def find_constants(self, root, sizes):
         """Values of constexpr members, variables and functions, if all of one name have the same."""
         found = []
         for node in descendants(root, "field_declaration", "declaration", "function_definition"):
-            if b"constexpr" not in [one.text for one in node.children] or enclosing(node.parent, "compound_statement"):
-                continue
             values = self.members if node.type == "field_declaration" else self.globals
             body = node.child_by_field_name("body")
-            if body and [one.type for one in body.named_children] == ["return_statement"]:
-                found.append((values, name_of(node) + "()", body.named_children[0].named_children[0]))
+            if body:
+                only = body.named_children[0] if len(body.named_children) == 1 else body
+                is_value = only.type == "return_statement" and only.named_children
+                found.append((values, name_of(node) + "()", only.named_children[0] if is_value else body))
+            if b"constexpr" not in [one.text for one in node.children] or enclosing(node.parent, "compound_statement"):
+                continue
             for one, equals, init in zip(node.children, node.children[1:], node.children[2:]):
                 if equals.type == "=":
                     found.append((values, name_of(one), init))
@@ -123,11 +183,16 @@ class Folding:
         kind, text, field = node.type, self.source(node), node.child_by_field_name
         if kind in ("true", "false"):
             return kind == "true"
+        is_element = re.fullmatch(r"std::is_same_v<E, (\w+)>", text)
+        if is_element and is_element[1] in ELEMENTS and self.elements:
+            return self.elements == {is_element[1]} or None if is_element[1] in self.elements else False
         if kind == "number_literal":
             return int(text) if text.isdigit() else None
         if kind in ("parenthesized_expression", "type_descriptor", "condition_clause"):
             return self.value(node.named_children[-1])
         if kind in ("identifier", "type_identifier"):
+            if text in self.bound:
+                return self.bound[text]
             if text in self.local:
                 return None
             is_member = (struct_of(node), text) in self.own
@@ -142,7 +207,7 @@ class Folding:
         if kind == "call_expression":
             name, arguments = name_of(field("function")), field("arguments").named_children
             if name not in self.enums or len(arguments) != 1:
-                return self.globals.get(name + "()")
+                return None if name in self.local else self.globals.get(name + "()")
             number = self.value(arguments[0])
             return None if number is None else f"{name}::{self.enums[name][number]}"
         if kind == "unary_expression" and text[0] == "!":
@@ -189,6 +254,10 @@ class Folding:
             value = None if node.parent.type == "assignment_expression" else self.value(node)
             if isinstance(value, bool):
                 return "true" if value else "false"
+        if kind == "call_expression":
+            text = self.without_layer(node)
+            if text:
+                return text
         if kind == "conditional_expression":
             value = self.value(field("condition"))
             if value is not None:
@@ -199,8 +268,15 @@ class Folding:
                     text = self.emit(other)
                     is_whole = other.type == "parenthesized_expression" and node.parent.type in WHOLE
                     return text[1:-1] if is_whole else text
-        if kind == "binary_expression" and self.source(field("operator")) == "+" and self.emit(field("right")) == "0":
-            return self.emit(field("left"))
+        if kind == "binary_expression" and self.source(field("operator")) in NEUTRAL:
+            neutral, sides = NEUTRAL[self.source(field("operator"))], (field("left"), field("right"))
+            for n, value in enumerate(map(self.value, sides)):
+                if type(value) is int and value == neutral[n]:
+                    return self.emit(sides[1 - n])
+        if kind in ("template_type", "template_function") and name_of(node) in self.aliases:
+            expanded = self.expand(node)
+            if expanded:
+                return expanded
         if re.match(r"(typename )?std::conditional(_t<(.|\n)*>|<(.|\n)*>::type)$", self.source(node)):
             condition, *types = descendants(node, "template_argument_list")[0].named_children
             value = self.value(condition)
@@ -211,13 +287,55 @@ class Folding:
             return GONE
         if kind == "if_statement":
             return self.emit_if(node) or GONE
+        if kind == "preproc_function_def" and "std::is_same_v<E," in self.source(node):
+            return self.emit_macro(node)
         return self.emit_children(node)
+
+    def expand(self, node):
+        """What an alias stands for, if none of its parameters is in there or if it passes on all of them; else None."""
+        parameters, type_of = self.aliases[name_of(node)]
+        before, self.bound = self.bound, dict(zip(parameters, self.arguments(node)))
+        text = self.emit(type_of)
+        self.bound = before
+        if text == f"{text.partition('<')[0]}<{', '.join(parameters)}>":
+            return text.partition("<")[0] + self.source(node.child_by_field_name("arguments"))
+        return None if words_of(text) & {*parameters, "conditional_t"} else text
+
+    def is_idle(self, node):
+        """Whether a declaration makes a local name that nobody reads, of a value that needs no call."""
+        names = [name_of(one) for one in node.children_by_field_name("declarator")]
+        function = enclosing(node, "function_definition")
+        return len(names) == 1 and function is not None and not descendants(node, "call_expression") and (
+            b"constexpr" in [one.text for one in node.children] or self.source(node).endswith("{};")) and (
+            len(re.findall(rf"\b{names[0]}\b", self.source(function))) == 1)
+
+    def returned(self, declaration, statement):
+        """The value that a declaration gives a name, if all that follows is a return of that name; else None."""
+        if [one and one.type for one in (declaration, statement)] != ["declaration", "return_statement"]:
+            return None
+        init, function = declaration.child_by_field_name("declarator"), enclosing(statement, "function_definition")
+        types = [self.source(one.child_by_field_name("type")) for one in (declaration, function)]
+        returned = [self.source(one) for one in statement.named_children]
+        return init.child_by_field_name("value") if returned == [name_of(init)] and types[0] == types[1] else None
+
+    def emit_macro(self, node):
+        """The conditions on types in a macro decided."""
+        before, source = self.text, self.source(node)
+        head, *body = [line.rstrip(" \\") for line in source.rstrip().split("\n")]
+        self.text = "\n".join(["void f() {", *body, "}"])
+        lines = [head, *without_gone(self.emit(parse(self.text))).split("\n")[1:-1]]
+        self.text, width = before, max(map(len, lines)) + 1
+        return " \\\n".join([*(line.ljust(width - 1) for line in lines[:-1]), lines[-1]]) + "\n" * source.endswith("\n")
 
     def emit_children(self, node):
         out, at, unreachable = [], node.start_byte, False
         for child in node.children:
-            out += [self.text[at:child.start_byte],
-                    GONE if unreachable and child.is_named and child.type != "comment" else self.emit(child)]
+            is_gone = unreachable and child.is_named and child.type != "comment" or (
+                node.type == "compound_statement" and child.type == "declaration" and self.is_idle(child))
+            value = self.returned(child.prev_named_sibling, child)
+            is_gone = is_gone or self.returned(child, child.next_named_sibling) is not None
+            text = GONE if is_gone else self.emit(child) if value is None else f"return {self.emit(value)};"
+            out += [self.text[at:child.start_byte], text]
             at = child.end_byte
             if node.type == "compound_statement" and child.type == "if_statement" and self.chosen(child):
                 last = self.chosen(child)
@@ -229,7 +347,8 @@ class Folding:
     def laid_out(self, text, node):
         """A changed text in as few lines as it needs."""
         indent = len(self.text[self.text.rfind("\n", 0, node.start_byte) + 1:node.start_byte])
-        if node.type == "parenthesized_expression" and re.fullmatch(r"\([\w:.<>]+(\(\))?\)", text):
+        if node.type == "parenthesized_expression" and node.parent.type != "sizeof_expression" and (
+                re.fullmatch(r"\([\w:.<>]+(\(\))?\)", text)):
             return text[1:-1]
         line = None
         if (node.type in JOINED or node.type == "template_declaration" and text.count("\n") == 1) and (
@@ -247,16 +366,17 @@ class Folding:
             return None
         return node.child_by_field_name("consequence") if value else other and other.named_children[-1]
 
-    def emit_if(self, node, after_else=False):
-        """An if-statement, or what is left of it; None if nothing is."""
+    def emit_if(self, node, after_else=False, first=None):
+        """An if-statement, or what is left of it; None if nothing is. first: where a chain of decided ones begins."""
+        first = first or node
         condition, other = node.child_by_field_name("condition"), node.child_by_field_name("alternative")
         if self.value(condition) is not None:
             chosen = self.chosen(node)
             if chosen is None or chosen.type == "if_statement":
-                return chosen and self.emit_if(chosen, after_else)
-            if after_else or node.parent.type != "compound_statement":
+                return chosen and self.emit_if(chosen, after_else, first)
+            if after_else or first.parent.type != "compound_statement":
                 return self.emit(chosen)
-            return self.unwrapped(chosen, node)
+            return self.unwrapped(chosen, first)
         consequence = node.child_by_field_name("consequence")
         text = (self.text[node.start_byte:condition.start_byte] + self.emit(condition) +
                 self.text[condition.end_byte:consequence.start_byte] + self.emit(consequence))
@@ -307,9 +427,12 @@ class Unit:
         body = inner.child_by_field_name("body")
         self.kind, self.struct, self.reached = inner.type, struct, False
         self.names = {name_of(one) for field in ("declarator", "name") for one in inner.children_by_field_name(field)}
-        self.names |= {name_of(one) for one in descendants(inner, "enumerator")}
+        if b"class" not in [one.text for one in inner.children]:
+            self.names |= {name_of(one) for one in descendants(inner, "enumerator")}
         self.is_data = inner.type == "field_declaration" and b"static" not in [one.text for one in inner.children] and (
             not descendants(inner, "function_declarator"))
+        self.has_default = inner.child_by_field_name("default_value") is not None
+        self.types = signature_types(node) if inner.type == "function_definition" and not struct else set()
         start, end = node.start_point[0], node.end_point[0] - (node.end_point[1] == 0)
         self.first, self.last = start, end
         while is_comment(lines[self.first - 1]):
@@ -327,6 +450,13 @@ class Unit:
         self.begins = tuple(re.findall(r"(\w+)##", code))  # of names that a macro makes
 
 
+def signature_types(node):
+    """The types in a function's signature but its template's parameters."""
+    parameters = {name_of(one) for one in descendants(node, "type_parameter_declaration", "template_parameter_list")}
+    parts = [part for part in declared(node).children if part.type != "compound_statement"]
+    return {one.text.decode() for part in parts for one in descendants(part, "type_identifier")} - parameters
+
+
 def units_of(node, lines, struct=None):
     """The declarations in a file, a namespace or a struct."""
     units = []
@@ -339,11 +469,14 @@ def units_of(node, lines, struct=None):
 
 
 def without_unused(text):
-    """The text without the declarations that nothing reaches from the roots."""
+    """The text without the declarations that nothing reaches from the roots. Data stays for its place, but for options,
+    which all have defaults, and for what has no size at a struct's end."""
     lines = text.split("\n")
     top = units_of(parse(text), lines)
     units = top + [part for unit in top for part in unit.parts]
     asserts = [unit for unit in units if unit.kind == "static_assert_declaration"]
+    versions = collections.Counter(name for unit in top for name in unit.names)
+    empty = {name for unit in top if unit.kind == "struct_specifier" and not unit.parts for name in unit.names}
     names, begins, before = set(ROOTS), (), None
     while before != len(names):
         before = len(names)
@@ -351,7 +484,11 @@ def without_unused(text):
             if unit.reached or unit in asserts or unit.struct and not unit.struct.reached:
                 continue
             named = unit.names & names or any(name.startswith(begins) for name in unit.names)
-            if named or unit.is_data or not unit.names - {""}:
+            if named and unit.types - names and any(versions[name] > 1 for name in unit.names):
+                continue  # a version for a type that nobody has
+            is_needless = unit.is_data and (all(one.has_default for one in unit.struct.parts) or (
+                unit.uses & empty and unit is [one for one in unit.struct.parts if one.is_data][-1]))
+            if named or unit.is_data and not is_needless or not unit.names - {""}:
                 unit.reached = True
                 names |= unit.uses
                 begins += unit.begins
@@ -371,14 +508,31 @@ def tidy(text):
     text = re.sub(r"#if .*\n#endif.*\n", "", text)
     for banner, ends in (("----", "[-=]{4}"), ("====", "====")):
         text = re.sub(rf"^// {banner} .*\n((?:(?!// {ends}).*\n)*)", section, text, flags=re.MULTILINE)
-    text = re.sub(r"^#include <(.*)>\n", lambda m: m[0] if re.search(HEADERS.get(m[1], ""), text) else "", text,
+    code = re.sub("//.*", "", text)
+    text = re.sub(r"^#include <(.*)>\n", lambda m: m[0] if re.search(HEADERS.get(m[1], ""), code) else "", text,
                   flags=re.MULTILINE)
     return re.sub(r"\n(?=\n *};?\n)|(?<={\n)\n(?= )|\n(?=\n\n)", "", text)
 
 
+def side_by_side(text, before):
+    """The text with the comments behind lines in one column again, where lines have become shorter or have gone."""
+    lines = [re.match(r"(.*?)(\s*)(//.*)?$", line).groups() for line in text.split("\n")]
+    out, first = [], 0
+    for end, (code, space, comment) in enumerate([*lines, ("", "", None)]):
+        is_behind = comment and (code or end > first and len(space) == len("".join(lines[end - 1][:2])))
+        if not is_behind:
+            group = lines[first:end]
+            width = max((len(code) for code, _, _ in group), default=0) + 2
+            own = ["".join(parts) for parts in group]
+            out += own if "\n".join(own) in before else [code.ljust(width) + comment for code, _, comment in group]
+            out += ["".join((code, space, comment or ""))] * (end < len(lines))
+            first = end + 1
+    return "\n".join(out)
+
+
 def minimal(text, sizes):
     """The text with what the line decides decided, and with what it needs."""
-    before = None
+    first, before = text, None
     while text != before:
         before, text = text, tidy(without_unused(without_gone(Folding(text, sizes).out)))
-    return text
+    return side_by_side(text, first)

@@ -42,13 +42,56 @@ template <class B> struct Copy<B, true> {
 using Type = typename std::conditional<B::packs, Packed, int>::type;
 using Other = std::conditional_t<B::packs, Packed, Type>;
 
+// Chooses one type; passes on its parameter; has a parameter that it does not need.
+template <Mode M> using ElementOf = std::conditional_t<M == Mode::plain, __half, __nv_bfloat16>;
+template <class B> using Copier = Copy<B>;
+template <class B> using Element = Other;
+using Input = ElementOf<mode_of>;  // of Q
+using Number = Other;              // of rows
+
 static_assert(!B::packs || B::block_m > 8, "decided");
 static_assert(B::block_m > 8, "open");
+
+// Versions for types, of which nobody has the second.
+float to_float(__half x) { return __half2float(x); }
+float to_float(__nv_bfloat16 x) { return __bfloat162float(x); }
+template <class E> float unit(E x) {
+  if constexpr (std::is_same_v<E, __nv_bfloat16>) return 2;
+  return to_float(x);
+}
+template <class E, int N> float shape() {
+#define SHAPE(n)                                                     \
+  if constexpr (N == n && std::is_same_v<E, __half>) {               \
+    return measure("f16" #n);                                        \
+  } else if constexpr (N == n && std::is_same_v<E, __nv_bfloat16>) { \
+    return measure("bf16" #n);                                       \
+  }
+  SHAPE(8)
+}
+
+struct Options {  // may lose what nobody reads
+  int read = 1;
+  int other = 2;
+};
+struct Nothing {};
+struct Args {  // data that nobody reads keeps its place, but at the end where it has no size
+  int unread;
+  Nothing between;
+  Options options;
+  std::conditional_t<B::packs, Packed, Nothing> end;
+};
+template <class B> int count(const Args& a, int b) { return a.options.read; }  // needs no b
+int factor(int x) { return 1; }
+Number product(const Args& a, int x) {
+  Number y = x * factor(x) + B::mode + count<B>(a, x);
+  return y;
+}
 
 int helper(int x) { return x; }  // of the branch that goes
 
 int sdpa_forward(int a, int b, int c) {
-  Other n = rows<B>;
+  constexpr int idle = 1;
+  Element<B> n = rows<B> + product({}, a) + unit(Input()) + shape<Input, 8>();
   // Stays: a branch does.
   if constexpr (B::packs) {
     n = helper(a);
@@ -60,8 +103,16 @@ int sdpa_forward(int a, int b, int c) {
   if (is_plain<B> && (a > 0 || B::block_m > 16)) n += 2;
   // Stays: its statement does.
   if constexpr (!B::packs) {
-    const int more = Copy<B>().copy(n);
+    const int more = Copier<B>().copy(n);
     n += more;
+  }
+  // A chain of decided ones.
+  if constexpr (B::packs) {
+    n = helper(a);
+  } else if constexpr (B::mode == 0) {
+    n += 3;
+  } else {
+    n = helper(b);
   }
   // Goes: nothing is packed.
   if (B::packs) n = helper(n);
@@ -94,10 +145,35 @@ template <class B, bool = B::packs> struct Copy {
 using Type = int;
 using Other = Type;
 
+using Input = __half;  // of Q
+using Number = Other;  // of rows
+
 static_assert(B::block_m > 8, "open");
 
+// Versions for types, of which nobody has the second.
+float to_float(__half x) { return __half2float(x); }
+template <class E> float unit(E x) { return to_float(x); }
+template <class E, int N> float shape() {
+#define SHAPE(n)              \
+  if constexpr (N == n) {     \
+    return measure("f16" #n); \
+  }
+  SHAPE(8)
+}
+
+struct Options {  // may lose what nobody reads
+  int read = 1;
+};
+struct Nothing {};
+struct Args {  // data that nobody reads keeps its place, but at the end where it has no size
+  int unread;
+  Nothing between;
+  Options options;
+};
+Number product(const Args& a, int x) { return x + a.options.read; }
+
 int sdpa_forward(int a, int b, int c) {
-  Other n = rows<B>;
+  Other n = rows<B> + product({}, a) + unit(Input()) + shape<Input, 8>();
   // Stays: a branch does.
   if (a < b || b > c) {
     n++;
@@ -108,5 +184,7 @@ int sdpa_forward(int a, int b, int c) {
   // Stays: its statement does.
   const int more = Copy<B>().copy(n);
   n += more;
+  // A chain of decided ones.
+  n += 3;
   return n;
 }
