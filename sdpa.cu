@@ -5122,14 +5122,14 @@ static inline SdpaStatus sdpa_forward(const SdpaParams& params, cudaStream_t str
   SdpaParams p = params;
   SdpaStatus status = check_params(p);
   if (!status.ok() || !p.B || !p.Hq || !p.Sq) return status;
-  const size_t bytes = sdpa_workspace_bytes(p);
-  if (!p.workspace && bytes > 0) {
-    return failure(refused, "workspace is null, but this problem needs %zu zeroed bytes", bytes);
-  }
   // The status alone tells of an error: the thread's last error is cleared, unless the caller had left one
   // there, which would be lost.
   const bool clean = cudaPeekAtLastError() == cudaSuccess;
-  status = with_build(p, [&](auto build) { return forward<decltype(build)>(p, stream); });
+  status = with_build(p, [&](auto build) {
+    const size_t bytes = p.workspace ? 0 : workspace_bytes<decltype(build)>(p);
+    if (bytes == 0) return forward<decltype(build)>(p, stream);
+    return failure(refused, "workspace is null, but this problem needs %zu zeroed bytes", bytes);
+  });
   if (!status.ok() && clean) cudaGetLastError();
   return status;
 }
