@@ -127,6 +127,15 @@ find_python() {
 engine_packages=(numpy scipy pyelftools 'ml_dtypes==0.5.*')
 extract_packages=('tree-sitter==0.*' 'tree-sitter-cpp==0.*')
 
+# For the tests of bindings/, beside the other packages: without its 2 GB of libraries that the CUDA Toolkit has as well.
+install_pytorch() {
+  "$python" -c 'import torch._dynamo' 2>/dev/null && return
+  [ "$python" = "$venv/bin/python3" ] && has_nvcc && may_install "PyTorch (pip, into $venv)" &&
+    "$python" -m pip install --quiet expecttest filelock fsspec jinja2 networkx 'sympy>=1.13.3' typing-extensions 'transformers==5.*' >&2 &&
+    "$python" -m pip install -qqq --no-deps 'torch==2.11.*' 'nvidia-cufile==1.*' 'nvidia-cusparselt-cu13==0.8.0' \
+      'nvidia-nccl-cu13==2.28.*' 'nvidia-nvshmem-cu13==3.4.*' 'triton==3.6.*' >&2 && "$python" -c 'import torch._dynamo'
+}
+
 need_python() {
   find_python "$@" || refuse "python3 lacks one of $*; install them with: python3 -m pip install $*"
 }
@@ -572,6 +581,7 @@ run_tests() {
   if find_python "${engine_packages[@]}" jsonschema matplotlib 'onnx==1.23.*' 'optuna==4.*' pytest \
     "${extract_packages[@]}"; then
     export PYTHON=$python
+    install_pytorch || say "---- tests: those of bindings/pytorch.py are left out; they need PyTorch 2.11"
   else
     say "---- tests: those in Python are left out; they need packages of PyPI, which pip could not install"
   fi
@@ -609,9 +619,8 @@ case ${1-} in
   ab|ablate|fit|gates|micro|profile|sanitize|stress|sweep|tune)
     [ "$1" != tune ] || engine_packages+=(matplotlib 'optuna==4.*')
     need_python "${engine_packages[@]}"
-    [ "$1" = profile ] && set -- ncu "${@:2}"  # a module of Python is called profile
     name_files "${@:2}"
-    exec "$python" "tools/$1.py" ${words[@]+"${words[@]}"}
+    exec "$python" tools "$1" ${words[@]+"${words[@]}"}
     ;;
   extract)
     need cmake cmake
@@ -622,6 +631,6 @@ case ${1-} in
   list) list_lines "${@:2}" ;;
   test) shift; run_tests "$@" ;;
   results) need_python matplotlib pyelftools; name_files "${@:2}"; exec "$python" tools/page.py ${words[@]+"${words[@]}"} ;;
-  report) need_python matplotlib pyelftools; name_files "${@:2}"; exec "$python" tools/report.py ${words[@]+"${words[@]}"} ;;
+  report) need_python matplotlib pyelftools; name_files "${@:2}"; exec "$python" tools report ${words[@]+"${words[@]}"} ;;
   *) main_job "$@" ;;
 esac

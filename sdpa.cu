@@ -992,9 +992,29 @@ template <> struct VectorCopy<true> {
   template <int IN_FLIGHT> __device__ static __forceinline__ void wait() { cp_async_wait_group<IN_FLIGHT>(); }
 };
 
-// ---- copies of tiles (scalar, wmma, mma) ----
+// ---- copies of U8 (wmma and DTYPE = U8) ----
 
-struct ConvertingCopy;  // DTYPE=U8
+// u - 128 of two bytes of a word, the low or the high ones. 16 bits 0x6400 | u are the number 1024 + u.
+__device__ __forceinline__ uint32_t halves_of_bytes(uint32_t word, bool high) {
+  constexpr uint32_t halves_of_1152 = 0x64806480;
+  return sub_f16x2(prmt(word, 0x64646464, high ? 0x4342 : 0x4140), halves_of_1152);
+}
+// Makes the fp16 that the products take of a vector of 8 elements or 16.
+struct ConvertingCopy {
+  template <int BYTES> __device__ static __forceinline__ void copy(void* dst_s, const void* src_g, bool valid) {
+    VectorType<BYTES> vector{};
+    if (valid) vector = ld_global_nc<decltype(vector)>(src_g);
+    uint32_t words[BYTES / 4];
+    memcpy(words, &vector, sizeof vector);
+    SDPA_UNROLL for (int i = 0; i < BYTES / 4; i += 2) {
+      const uint32_t low = words[i], high = words[i + 1];
+      st_shared(static_cast<uint4*>(dst_s) + i / 2, uint4{halves_of_bytes(low, false), halves_of_bytes(low, true),
+                                                          halves_of_bytes(high, false), halves_of_bytes(high, true)});
+    }
+  }
+};
+
+// ---- copies of tiles (scalar, wmma, mma) ----
 
 // What thread tid of nthreads copies of a tile: the vectors at (row + n * row_step, col), so that its addresses advance
 // by a constant. A row may take several passes of all threads. Threads that are left over after whole rows are idle.
@@ -1026,28 +1046,6 @@ template <class B> struct TileCopy {
         Element<B>* const to_s = dst_s + tile_offset<B>(row + r, col + c);
         Copy::template copy<B::vec_width * sizeof(Input)>(to_s, src_g + c, r < rows);
       }
-    }
-  }
-};
-
-// ---- copies of U8 (wmma and DTYPE = U8) ----
-
-// u - 128 of two bytes of a word, the low or the high ones. 16 bits 0x6400 | u are the number 1024 + u.
-__device__ __forceinline__ uint32_t halves_of_bytes(uint32_t word, bool high) {
-  constexpr uint32_t halves_of_1152 = 0x64806480;
-  return sub_f16x2(prmt(word, 0x64646464, high ? 0x4342 : 0x4140), halves_of_1152);
-}
-// Makes the fp16 that the products take of a vector of 8 elements or 16.
-struct ConvertingCopy {
-  template <int BYTES> __device__ static __forceinline__ void copy(void* dst_s, const void* src_g, bool valid) {
-    VectorType<BYTES> vector{};
-    if (valid) vector = ld_global_nc<decltype(vector)>(src_g);
-    uint32_t words[BYTES / 4];
-    memcpy(words, &vector, sizeof vector);
-    SDPA_UNROLL for (int i = 0; i < BYTES / 4; i += 2) {
-      const uint32_t low = words[i], high = words[i + 1];
-      st_shared(static_cast<uint4*>(dst_s) + i / 2, uint4{halves_of_bytes(low, false), halves_of_bytes(low, true),
-                                                          halves_of_bytes(high, false), halves_of_bytes(high, true)});
     }
   }
 };
@@ -4645,7 +4643,7 @@ template <class B> Items items_of(const SdpaParams& p) {
   return items;
 }
 
-// For the queue, for sums of many keys or for the ranges.
+// For the queue, for sums of many keys or for the ranges; counters are zero again after every launch.
 template <class B> size_t workspace_bytes(const SdpaParams& p) {
   if (B::split_ctas == 1 && !B::many_keys) return B::use_persistent_cta ? sizeof(uint32_t) : 0;
   const Items items = items_of<B>(p);
@@ -5189,14 +5187,14 @@ static inline SdpaStatus sdpa_forward(const SdpaParams& params, cudaStream_t str
   SdpaParams p = params;
   SdpaStatus status = check_params(p);
   if (!status.ok() || !p.B || !p.Hq || !p.Sq) return status;
-  const size_t bytes = sdpa_workspace_bytes(p);
-  if (!p.workspace && bytes > 0) {
-    return failure(refused, "workspace is null, but this problem needs %zu zeroed bytes", bytes);
-  }
   // The status alone tells of an error: the thread's last error is cleared, unless the caller had left one
   // there, which would be lost.
   const bool clean = cudaPeekAtLastError() == cudaSuccess;
-  status = with_build(p, [&](auto build) { return forward<decltype(build)>(p, stream); });
+  status = with_build(p, [&](auto build) {
+    const size_t bytes = p.workspace ? 0 : workspace_bytes<decltype(build)>(p);
+    if (bytes == 0) return forward<decltype(build)>(p, stream);
+    return failure(refused, "workspace is null, but this problem needs %zu zeroed bytes", bytes);
+  });
   if (!status.ok() && clean) cudaGetLastError();
   return status;
 }

@@ -204,6 +204,14 @@ def test_judge_by_hand():
 
 # ---- samples ----
 
+def test_a_table_keeps_its_rows_and_prints_them(tmp_path, capsys):
+    for run in (1, 2):
+        engine.Table(str(tmp_path / "t.csv"), ["input", "run"], printed=True).add(input="N(0,1)", run=run, more="no column")
+    rows = list(csv.DictReader(open(tmp_path / "t.csv")))
+    assert rows == [dict(input="N(0,1)", run="1"), dict(input="N(0,1)", run="2")]
+    assert capsys.readouterr().out == "input,run\n\"N(0,1)\",1\ninput,run\n\"N(0,1)\",2\n"
+
+
 def test_samples_are_on_disk_at_once(tmp_path):
     path = tmp_path / "samples.csv"
     samples = engine.Samples(str(path), "now")

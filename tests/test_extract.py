@@ -17,7 +17,7 @@ sys.path.insert(0, os.path.join(ROOT, "tools"))
 import builds  # noqa: E402
 import minimal  # noqa: E402
 
-LINES = """scalar_minimal scalar_e4m3 wmma_all wmma_bf16 mma_lazy mma_decode_d128_bf16 mma_e4m3_d128 wgmma_plain wgmma_causal
+LINES = """scalar_minimal scalar_e4m3 wmma_all wmma_u8 mma_lazy mma_decode_d128_bf16 mma_e4m3_d128 wgmma_plain wgmma_causal
            wgmma_d128_bf16 wgmma_decode_d128 wgmma_e4m3_split2 ampere hopper_d128 hopper_e4m3_d128""".split()
 MOST = dict(scalar_minimal=1050, mma_lazy=1500, wgmma_plain=1300, wgmma_causal=2000, wgmma_decode_d128=2000,
             hopper_d128=3000, hopper_e4m3_d128=3800)

@@ -48,7 +48,7 @@ def at_other_costs(tiles, seed=9, spread=0.35):
 
 
 def run(*words):
-    done = subprocess.run([sys.executable, os.path.join(ROOT, "tools", "fit.py"), *words], capture_output=True, text=True)
+    done = subprocess.run([sys.executable, os.path.join(ROOT, "tools"), "fit", *words], capture_output=True, text=True)
     return done.returncode, done.stdout, done.stderr
 
 
@@ -118,13 +118,13 @@ def test_only_decode_whose_keys_just_fit_l2_may_lose_more():
 @pytest.mark.parametrize("words,sentence", [
     (["--check", "/no/such.csv"], "fit: /no/such.csv: there is no such file"),
     (["--check", os.path.join(ROOT, "configs.txt")], "configs.txt: want rows that ./run_all.sh fit wrote, with"),
-    (["--table", "wgmma"], "fit: --table wgmma: want one of hopper, ampere, hopper_e4m3"),
-    (["--head-dim", "96"], "fit: --head-dim 96: want 64, 128 or 256"),
+    (["--table", "wgmma"], "fit: --table: invalid choice: 'wgmma' (choose from 'hopper', 'ampere', 'hopper_e4m3')"),
+    (["--head-dim", "96"], "fit: --head-dim: invalid choice: '96' (choose from '64', '128', '256')"),
     (["rows.csv"], "fit: rows.csv: only --check takes files by themselves"),
     (["--check", "--head-dim", "64"], "fit: --check takes files by themselves and judges all of their rows"),
     (["--check", "--drawn", "9"], "fit: --drawn measures; --check and --from do not"),
     (["--seed", "3"], "fit: --seed 3: it picks the series of --drawn N; type that as well"),
-    (["--drawn", "x"], "fit: --drawn x: want a whole number from 0 to"),
+    (["--drawn", "x"], "fit: --drawn x: want a whole number from 1 to"),
     (["--frob"], "fit: --frob: no such option"),
 ])
 def test_refusals(words, sentence):

@@ -190,6 +190,15 @@ def test_a_library_has_the_functions_that_a_caller_loads():
 
 
 @needs_nvcc
+def test_the_kernel_beside_compiles():
+    hog, = builds.build(builds.parse_contenders(["scalar_minimal"]), "90a", program="tools/hog.cu").values()
+    assert not hog.trouble
+    with open(hog.path, "rb") as file:
+        elf = builds.ELFFile(file)
+        assert all(builds.symbol(elf, ".dynsym", name) for name in ("hog_bytes", "hog_start"))
+
+
+@needs_nvcc
 def test_every_line_keeps_to_its_gates(monkeypatch, capsys):
     monkeypatch.setattr(sys, "argv", ["gates"])
     code = gates.main()

@@ -79,7 +79,7 @@ document.body.append(control);
 
 def report(results, output, **environment):
     """The command as a user runs it."""
-    return subprocess.run([sys.executable, ROOT / "tools/report.py", "--results", results, "--output", output],
+    return subprocess.run([sys.executable, ROOT / "tools", "report", "--results", results, "--output", output],
                           capture_output=True, text=True, check=False, env={**os.environ, **environment})
 
 
@@ -229,7 +229,7 @@ def test_refusals(tmp_path):
     def refuses(*words, **environment):
         done = report(results, output, **environment)
         assert done.returncode == 2 and done.stdout == "" and done.stderr.count("\n") == 1, done.stderr
-        assert all(word in done.stderr for word in ("report.py: ", *words)), done.stderr
+        assert all(word in done.stderr for word in ("report: ", *words)), done.stderr
         assert not list(output.parent.iterdir())
 
     refuses("no such folder")
@@ -237,7 +237,7 @@ def test_refusals(tmp_path):
     refuses("no CSV", "./run_all.sh")
     main = results / (name + ".csv")
     shutil.copy(ROOT / "results" / main.name, main)
-    refuses("matplotlib is missing", "apt-get install", PYTHONPATH=str(stub.parent))
+    refuses("lacks matplotlib", "pip install", PYTHONPATH=str(stub.parent))
     rows = main.read_text(encoding="utf-8")
     spoil(main, ",graph_us,", ",graph_ms,")
     refuses(main.name, "graph_us")

@@ -1,4 +1,4 @@
-"""What ./run_all.sh profile, stress and sweep make of their programs, which are fakes here, and what they refuse.
+"""What ./run_all.sh profile, stress and sweep make of what they run, which is a fake here, and what they refuse.
 usage: python3 -m pytest tests/test_tools.py"""
 import csv
 import io
@@ -11,11 +11,14 @@ import pytest
 ROOT = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))
 sys.path.insert(0, os.path.join(ROOT, "tools"))
 import builds  # noqa: E402
+import cli  # noqa: E402
 import engine  # noqa: E402
 import ncu  # noqa: E402
 import stress  # noqa: E402
 import sweep  # noqa: E402
+from test_engine import FakeGpu, FakeKernel, HostGpu  # noqa: E402
 
+LINE, = builds.parse_contenders(["scalar_vec8"])
 needs_no_gpu = pytest.mark.skipif(engine.find_gpu() is not None, reason="there is a GPU")
 
 
@@ -24,15 +27,45 @@ def run_all(*words):
     return done.returncode, done.stdout, done.stderr
 
 
+# ---- options ----
+
+USAGE = """usage: it WORD... [OPTION...]
+  --plain           a flag
+  --shape S         as for ab; repeatable
+  --mask off|br     one of these (default off)
+  --from LINE       text that goes on
+                    in a second line (default here)
+  --jobs N          at once, from 2 to 9 (default 4)
+exit: 0"""
+
+
+def test_options_are_read_from_the_usage():
+    found = vars(cli.parse_options(USAGE, 1, "word --shape a --plain --shape b".split()))
+    assert found == dict(words=["word"], help=False, plain=True, shape=["a", "b"], mask="off", from_="here", jobs=4)
+    found = cli.parse_options(USAGE, 0, "--jobs 9 --mask br --from x".split())
+    assert (found.jobs, found.mask, found.from_, found.shape, found.plain) == (9, "br", "x", None, False)
+
+
+@pytest.mark.parametrize("words,sentence", [
+    ("--jobs 1", "--jobs 1: want a whole number from 2 to 9"), ("--jobs x", "--jobs x: want a whole number from 2 to"),
+    ("--mask tl", "--mask: invalid choice: 'tl'"), ("--shape", "--shape: its value is missing"),
+    ("a b", "b: no such option"), ("--plai", "--plai: no such option")])
+def test_options_are_refused_in_a_sentence(words, sentence):
+    with pytest.raises(cli.Refused) as refused:
+        cli.parse_options(USAGE, 1, words.split())
+    assert str(refused.value).startswith(sentence) and refused.value.code == 2
+
+
 # ---- profile ----
 
-REPORT = [("gpu__time_duration.sum", "us", "1,500.00"), ("sm__cycles_elapsed.avg.per_second", "Ghz", "1.80"),
+REPORT = [("gpu__time_duration.sum", "ns", "1,500,000.00"),
+          ("sm__cycles_elapsed.avg.per_second", "hz", "1,800,000,000.00"),
           ("sm__pipe_tensor_cycles_active.avg.pct_of_peak_sustained_elapsed", "%", "60.00"),
           ("sm__inst_executed_pipe_xu.avg.pct_of_peak_sustained_elapsed", "%", "40.00"),
           ("smsp__issue_active.avg.pct_of_peak_sustained_active", "%", "39.00"),
           ("l1tex__data_pipe_lsu_wavefronts_mem_shared.sum", "", "1,000"),
-          ("l1tex__data_bank_conflicts_pipe_lsu_mem_shared.sum", "", "250"), ("lts__t_bytes.sum", "Mbyte", "4.00"),
-          ("dram__bytes_read.sum", "Kbyte", "900.00"), ("dram__bytes_write.sum", "byte", "100,000"),
+          ("l1tex__data_bank_conflicts_pipe_lsu_mem_shared.sum", "", "250"), ("lts__t_bytes.sum", "byte", "4,000,000"),
+          ("dram__bytes_read.sum", "byte", "900,000"), ("dram__bytes_write.sum", "byte", "100,000"),
           ("gpu__dram_throughput.avg.pct_of_peak_sustained_elapsed", "%", "3.00"),
           ("smsp__average_warps_issue_stalled_wait_per_issue_active.ratio", "", "3"),
           ("smsp__average_warps_issue_stalled_selected_per_issue_active.ratio", "", "1")]
@@ -43,7 +76,7 @@ def verdict(family):
     csv.writer(out, quoting=csv.QUOTE_ALL).writerows(zip(*[("ID", "", "0"), ("Host Name", "", "127.0.0.1"), *REPORT]))
     row = dict(zip("config,family,shape,B,Hq,Hkv,Sq,Sk,D,sm,device,causal".split(","),
                    f"line,{family},mission,1,2,1,512,512,64,90,GPU,br".split(",")))
-    return ncu.verdict(row, ncu.Counters("==PROF== words\n" + out.getvalue()))
+    return ncu.verdict(row, ncu.counters_of("==PROF== words\n" + out.getvalue()))
 
 
 @pytest.mark.parametrize("sentence", [
@@ -63,44 +96,96 @@ def test_wgmma_is_not_held_against_the_limit_of_mma_sync():
 
 def test_no_profile_without_counters():
     with pytest.raises(ValueError):
-        ncu.Counters("==ERROR== nothing")
+        ncu.counters_of("==ERROR== nothing")
 
 
 # ---- stress ----
 
-@pytest.fixture
-def program(tmp_path):
-    """Makes a program that prints its arguments and these rows, and ends so."""
-    def make(name, rows, code):
-        path = tmp_path / name
-        path.write_text(f"#!/bin/sh\necho \"$@\" >{path}.args\nprintf '{rows}'\nexit {code}\n")
-        path.chmod(0o755)
-        return str(path)
-    return make
+class Changing(FakeKernel):
+    """Has other bits, or writes nothing, in its Nth run."""
+
+    def __init__(self, change, at):
+        super().__init__()
+        self.change, self.runs_left = change, at
+
+    def prepare(self, gpu, tensors, problem):
+        launch, *more = super().prepare(gpu, tensors, problem)
+
+        def changed():
+            self.runs_left -= 1
+            if self.runs_left or self.change:
+                launch()
+            if not self.runs_left and self.change:
+                self.change(gpu, tensors)
+        return changed, *more
 
 
-def test_rows_and_exit_codes_of_stress(program, capsys):
+def flip_last_bit(name):
+    def flip(gpu, tensors):
+        size = dict(O=2 * 2 * 40 * 64, LSE=4 * 2 * 40)[name]
+        gpu.memory[tensors.address[name]][size - 1] ^= 0x80
+    return flip
+
+
+@pytest.mark.parametrize("change,sentence", [
+    (flip_last_bit("O"), "run 3 differs from the first one in 1 elements of O, the first O(0,1,39,63)"),
+    (flip_last_bit("LSE"), "run 3 differs from the first one in 1 elements of LSE, the first LSE(0,1,39)"),
+    (None, "run 3 differs from the first one in 5120 elements of O, the first O(0,0,0,0)")])
+def test_stress_sees_a_bit_and_a_run_that_writes_nothing(change, sentence):
+    problem = engine.parse_problem("1,2,1,40,50,64,fp16")
+    others = {"good": FakeKernel(), "bad": Changing(change, 3), "late": Changing(change, 6)}
+    found = dict(stress.stress(FakeGpu(), FakeKernel(line=LINE), others, None, problem, 5))
+    assert found == {"alone": "", "good": "", "bad": sentence, "late": ""}
+
+
+def test_stress_of_a_wrong_first_run():
+    wrong = FakeKernel(lambda O, LSE: O.fill(0), line=LINE)
+    (case, sentence), = stress.stress(FakeGpu(), wrong, {}, None, engine.parse_problem("1,2,1,40,50,64,fp16"), 2)
+    assert case == "alone" and sentence.startswith("O(")
+
+
+def test_stress_of_a_line_on_the_cpu_backend():
+    line, = builds.parse_contenders(["wmma_persistent"])
+    kernel = engine.LoadedLine(line, builds.host_library(*line.words, program="tests/host_library.cu"))
+    problem = engine.parse_problem("2,4,2,100,177,64,fp16,br")
+    found = dict(stress.stress(HostGpu(kernel.library), kernel, {}, None, problem, 2))
+    assert found == dict.fromkeys(("alone", "max_ctas_1", "max_ctas_3", "max_ctas_7"), "")
+    plain = engine.LoadedLine(LINE, builds.host_library(*LINE.words, program="tests/host_library.cu"))
+    bench = engine.Bench(HostGpu(plain.library), {}, {"": problem})
+    with pytest.raises(engine.CudaError, match="max_ctas=2, but only builds with USE_PERSISTENT_CTA=1 take it"):
+        stress.repeat(bench, plain, problem, None, 1, 2)  # so the number does arrive
+
+
+def test_rows_and_exit_codes_of_stress(monkeypatch, capsys):
     line, = builds.parse_contenders(["wgmma_plain"])
     assert list(stress.variants(line)) == ["stages_2", "stages_4"] and line.knob("STAGES") == "3"
     good, bad = stress.variants(line).values()
-    built = {line: builds.Built(line, program("own", "wgmma_plain,alone,p,9,PASS\\nwgmma_plain,beside,p,9,PASS\\n", 0)),
-             good: builds.Built(good, program("good", "wgmma_plain__STAGES_2,alone,p,9,FAIL\\n", 1)),
-             bad: builds.Built(bad, trouble="error: not enough memory")}
-    assert list(stress.stress(line, built, 9)) == [0, 1, 3]
+    built = {one: builds.Built(one) for one in (line, good)} | {bad: builds.Built(bad, trouble="error: not enough memory")}
+    monkeypatch.setattr(engine, "load", lambda line, gpu, built: line)
+    monkeypatch.setattr(stress, "stress", lambda gpu, kernel, others, hog, problem, repeats: [
+        ("alone", ""), *((case, "words" * (problem.Sq == 1000)) for case in others)])
+    assert stress.stress_line(None, line, built, None, 9) == 3
     out, err = capsys.readouterr()
-    assert out == "wgmma_plain,alone,p,9,PASS\nwgmma_plain,beside,p,9,PASS\nwgmma_plain,stages_2,p,9,FAIL\n"
-    assert err == "stress: wgmma_plain STAGES=4: not built: error: not enough memory\n"
-    own, other = (open(built[one].path + ".args").read().split() for one in (line, good))
-    assert own == ["--repeats", "9", "--save", built[line].path + ".bits"] and other[2:] == ["--like", own[3]]
+    assert out.splitlines() == [f"wgmma_plain,{case},{name},9,{check}" for name, wrong in (
+        ("1x8x8x512x512", "PASS"), ("2x8x2x1000x1777_br", "FAIL"), ("1x8x8x4096x4096_br", "PASS"))
+        for case, check in (("alone", "PASS"), ("stages_2", wrong))]
+    assert err == ("stress: wgmma_plain STAGES=4: not built: error: not enough memory\n"
+                   "stress: wgmma_plain, stages_2, 2x8x2x1000x1777_br: words\n")
+    built[bad] = builds.Built(bad)
+    assert stress.stress_line(None, line, built, None, 9) == 1
 
 
-def test_a_program_that_crashes_is_an_error_and_a_refused_variant_is_none(program, capsys):
-    line, = builds.parse_contenders(["wgmma_swap32"])
-    built = {one: builds.Built(one, trouble="static assertion failed") for one in stress.variants(line).values()}
-    refused = [one for one in built if one.tree.refusal(one.words)]
-    built[line] = builds.Built(line, program("own", "", 7))
-    codes = list(stress.stress(line, built, 9))
-    assert codes[0] == 3 and codes.count(0) == len(refused) and "ended with exit code 7" in capsys.readouterr().err
+def test_a_refused_variant_is_no_error(monkeypatch):
+    line, = builds.parse_contenders(["hopper_d128"])
+    built = {one: builds.Built(one, trouble="static assertion failed") for one in stress.variants(line).values()
+             if one.tree.refusal(one.words)}
+    assert built
+    built.update({one: builds.Built(one) for one in (line, *stress.variants(line).values()) if one not in built})
+    monkeypatch.setattr(engine, "load", lambda line, gpu, built: line)
+    monkeypatch.setattr(stress, "stress", lambda *_: [("alone", "")])
+    assert stress.stress_line(None, line, built, None, 9) == 0
+    built[line] = builds.Built(line, trouble="static assertion failed")
+    assert stress.stress_line(None, line, built, None, 9) == 3
 
 
 # ---- sweep ----

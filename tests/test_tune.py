@@ -35,7 +35,7 @@ def line_of(*words):
 
 
 def run(*words, **options):
-    done = subprocess.run([sys.executable, os.path.join(ROOT, "tools", "tune.py"), *words], capture_output=True, text=True,
+    done = subprocess.run([sys.executable, os.path.join(ROOT, "tools"), "tune", *words], capture_output=True, text=True,
                           **options)
     return done.returncode, done.stdout, done.stderr
 
@@ -177,7 +177,7 @@ def test_what_is_plainly_slower_is_dropped_early(judged):
     bench, = judge.benches.values()
     problem, turns = list(judge.benches)[0], []
     for us in (26.0, 20.1):
-        judge.admit(bench, "B", FakeKernel(us=us), problem)
+        bench.add("B", FakeKernel(us=us), problem)
         now = judge.gpu.now
         assert judge.beside_champion(bench, "B")[0] == pytest.approx(math.log(us / 20), abs=0.01)
         turns.append(judge.gpu.now - now)
@@ -189,7 +189,7 @@ def test_what_is_plainly_slower_is_dropped_early(judged):
 
 def test_a_killed_search_goes_on(tmp_path):
     log = tmp_path / "log.jsonl"
-    process = subprocess.Popen([sys.executable, os.path.join(ROOT, "tools", "tune.py"), "--dry-run", "--from", "mma_lazy",
+    process = subprocess.Popen([sys.executable, os.path.join(ROOT, "tools"), "tune", "--dry-run", "--from", "mma_lazy",
                                 "--log", str(log), "--budget", "1"], stderr=subprocess.DEVNULL)
     while not log.exists() or log.read_bytes().count(b"\n") < 20:
         time.sleep(0.01)

@@ -1,4 +1,3 @@
-#!/usr/bin/env python3
 """usage: ./run_all.sh ab NAME KNOB=VALUE...       [OPTION...]
        ./run_all.sh ab CONTENDER CONTENDER...   [OPTION...]
 Is B faster than A? A is the line NAME of configs.txt and B the same with these knobs changed; or A is the
@@ -10,13 +9,13 @@ first contender, and each of the others is compared with it. A contender is
 Both are checked first; then they take turns in one process until the interval decides: FASTER or SLOWER (all
 of it beyond 0.3% and 30 ns), SAME (all of it within 0.5% or 30 ns), or UNCLEAR when time is up or the GPU is
 shared. Without a GPU: the check on the CPU backend and what the compiler says, without times.
-  --shape S      the problem: a name of ./run_all.sh --help or B,Hq,Hkv,Sq,Sk[,D]; repeatable; default mission and long,
-                 without a GPU small and mission
-  --b-shape S    B's problem, where it is not A's (as many as --shape)
-  --causal C     off, br or tl
-  --sustained    turns of 0.3 s instead of 10 ms. At the power limit short turns share one clock, and what is
-                 judged is cycles; in long ones each side has the clock that its own power leads to
-  --budget SEC   seconds of turns for a problem at most (default 7.5 for each contender, 60 if sustained)
+  --shape S           the problem: a name of ./run_all.sh --help or B,Hq,Hkv,Sq,Sk[,D]; repeatable; default mission and
+                      long, without a GPU small and mission
+  --b-shape S         B's problem, where it is not A's (as many as --shape); repeatable
+  --causal off|br|tl  (default off)
+  --sustained         turns of 0.3 s instead of 10 ms. At the power limit short turns share one clock, and what is
+                      judged is cycles; in long ones each side has the clock that its own power leads to
+  --budget N          seconds of turns for a problem at most; default 7.5 for each contender, 60 if sustained
 Samples and verdicts are added to results/ab/DATE-DEVICE-samples.csv and results/ab/DATE-DEVICE-ab.csv, sustained
 ones to files of their own.
 exit: 0 whatever the verdict, 1 a side fails its check, 2 bad usage, 3 a side could not be run, 130 Ctrl-C
@@ -27,26 +26,16 @@ import string
 import sys
 
 import builds
+import cli
 import engine
-from builds import Refused
+from cli import Refused, say
 
 LETTERS = string.ascii_uppercase
-
-def say(sentence):
-    print(sentence, file=sys.stderr)
 
 
 def parse(argv, default_shapes):
     """The contenders, [(problem of A, problem of the others)], the pace, and the seconds of a budget or None."""
-    parser = engine.new_parser()
-    parser.add_argument("words", nargs="*")
-    parser.add_argument("--shape", action="append")
-    parser.add_argument("--b-shape", action="append")
-    parser.add_argument("--causal", default="off", choices=engine.CAUSAL)
-    parser.add_argument("--sustained", action="store_true")
-    parser.add_argument("--budget")
-    options = engine.parse_options(parser, argv, __doc__)
-    budget = options.budget and engine.number("--budget", options.budget)
+    options = cli.parse_options(__doc__, cli.MOST, argv)
     contenders = builds.parse_contenders(options.words)
     if len(contenders) == 1 and getattr(contenders[0], "changes", ()):
         contenders.insert(0, builds.Line(contenders[0].tree, contenders[0].name))
@@ -59,7 +48,7 @@ def parse(argv, default_shapes):
     D, dtype = one_type(contenders)
     problems = [[engine.parse_problem(text, options.causal) for text in pair] for pair in zip(shapes, b_shapes)]
     pace = engine.SUSTAINED if options.sustained else engine.PACE
-    return contenders, [[p.typed(D, dtype) for p in pair] for pair in problems], pace, budget
+    return contenders, [[p.typed(D, dtype) for p in pair] for pair in problems], pace, options.budget
 
 
 def one_type(contenders):
@@ -68,10 +57,7 @@ def one_type(contenders):
     if len(kinds) > 1:
         raise Refused("the contenders do not compute the same: " + ", ".join(
             f"{line.text} has D={D} {dtype}" for (D, dtype), line in kinds.items()))
-    D, dtype = next(iter(kinds), (64, "fp16"))
-    if dtype not in engine.LIMITS:
-        raise Refused(f"{dtype}: the engine has tensors of {' and '.join(engine.LIMITS)}")
-    return D, dtype
+    return next(iter(kinds), (64, "fp16"))
 
 
 # ---- what else changed ----
@@ -235,7 +221,7 @@ def check_on_cpu(key, line, executable, problem):
 
 def main():
     if not sys.argv[1:]:
-        print(__doc__.strip(), file=sys.stderr)
+        say(__doc__.strip())
         return 2
     contenders, problems, *course = parse(sys.argv[1:], ["mission", "long"])
     gpu = engine.find_gpu()
@@ -244,7 +230,3 @@ def main():
     else:
         without_gpu(contenders, parse(sys.argv[1:], ["small", "mission"])[1])
     return 0
-
-
-if __name__ == "__main__":
-    engine.command("ab", main)

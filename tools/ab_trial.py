@@ -1,5 +1,5 @@
 #!/usr/bin/env python3
-"""usage: tools/ab_trial.py [--only same|1%|0.5%|neighbour]...
+"""usage: tools/ab_trial.py [OPTION...]
 Are the verdicts of ab to be trusted? Comparisons whose answer is known, on this machine's GPU:
   same       60 of a line with itself (each side a library of its own); at most 1 may be other than SAME
   1%         40 in which B has 1% more keys; at least 39 must be SLOWER
@@ -7,9 +7,9 @@ Are the verdicts of ab to be trusted? Comparisons whose answer is known, on this
   neighbour  20 of the first two kinds while, from somewhere in the middle on, another process copies memory;
              none may be wrong: UNCLEAR is right
 Each is a row of results/ab/DATE-DEVICE.csv as soon as it is decided. Takes minutes.
+  --only same|1%|0.5%|neighbour  these alone; repeatable
 exit: 0 all of that holds, 1 it does not, 2 bad usage
 """
-import argparse
 import os
 import random
 import shutil
@@ -19,7 +19,9 @@ import threading
 import time
 
 import builds
+import cli
 import engine
+from cli import say
 
 SMALL_PROBLEMS = [(line, shape) for shape in ("small", "mission", "long") for line in
                   ("scalar_async2_tile64", "wmma_all", "mma_split2", "mma_lazy", "wgmma", "hopper")]
@@ -87,8 +89,7 @@ def be_the_neighbour():
         while True:
             copying.wait()
             for to, source in ((a, b), (b, a)):
-                gpu("cuMemcpyDtoDAsync_v2", *map(engine.ctypes.c_uint64, (to, source)), engine.ctypes.c_size_t(size),
-                    gpu.stream)
+                gpu("cuMemcpyDtoDAsync_v2", to, source, size, gpu.stream)
             gpu.synchronize()
     threading.Thread(target=copy, daemon=True).start()
     for word in sys.stdin:
@@ -122,9 +123,7 @@ def run_case(gpu, kernels, kind, a, b, count, neighbour, table):
 def main():
     if sys.argv[1:] == ["--be-the-neighbour"]:
         be_the_neighbour()
-    parser = argparse.ArgumentParser(usage=__doc__.split("usage: ")[1])
-    parser.add_argument("--only", action="append", choices=("same", "1%", "0.5%", "neighbour"))
-    only = parser.parse_args().only
+    only = cli.parse_options(__doc__).only
     gpu = engine.need_gpu()
     cases = [case for case in trials() if not only or case[0] in only]
     lines = dict(zip((case[1] for case in cases), builds.parse_contenders([case[1] for case in cases])))
@@ -139,7 +138,7 @@ def main():
     neighbour, found, begin = Neighbour(), {}, time.monotonic()
     for kind, name, a, b, count in cases:
         if name not in kernels:
-            print(f"{name} is left out: {gpu.name} is sm_{gpu.arch}", file=sys.stderr)
+            say(f"{name} is left out: {gpu.name} is sm_{gpu.arch}")
             continue
         line = lines[name]
         a, b = (engine.parse_problem(text).typed(line.D, line.dtype) for text in (a, b))
@@ -158,4 +157,4 @@ def main():
 
 
 if __name__ == "__main__":
-    engine.command("ab_trial.py", main)
+    cli.command("ab_trial.py", main)

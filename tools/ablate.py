@@ -1,29 +1,27 @@
-#!/usr/bin/env python3
 """usage: ./run_all.sh ablate NAME [--shape S]... [--causal C] [--svg]
 Takes back each knob that the line NAME of configs.txt sets, once, to its default (with another one where they
 only go together; HEAD_DIM and DTYPE stay), checks these builds, times them in turns against the line, and
 prints what each knob is worth. The rows go to results/ablation/DATE-DEVICE-NAME.csv.
-  --shape S    the problem, as for ab; repeatable; default mission and long
-  --causal C   off, br or tl
-  --svg        draw results/ablation-NAME.svg as well
+  --shape S           the problem, as for ab; repeatable; default mission and long
+  --causal off|br|tl  (default off)
+  --svg               draw results/ablation-NAME.svg as well
 exit: 0 all builds pass their checks, 1 one does not, 2 bad usage, 3 one could not be run
 """
 import itertools
 import re
-import sys
 
 import builds
+import cli
 import engine
-from builds import Refused
-
-THE_PROBLEMS_OWN = ("HEAD_DIM", "DTYPE", "OUT_DTYPE")
+from cli import Refused, say
+from search import PROBLEMS_OWN
 
 
 def removals(line):
     """For each knob that the line sets, the changes that take it back, or the sentence that forbids it."""
     defaults = line.tree.knobs()
     back = [f"{knob}={defaults[knob]}" for knob, value in (word.split("=", 1) for word in line.words)
-            if knob in defaults and knob not in THE_PROBLEMS_OWN and defaults[knob] != value]
+            if knob in defaults and knob not in PROBLEMS_OWN and defaults[knob] != value]
     for knob in back:
         sentence = line.tree.refusal(builds.changed(line.words, [knob]))
         tries = together(knob, sentence, back) if sentence else [[knob]]
@@ -37,9 +35,7 @@ def together(knob, sentence, back):
     if advice and knob.split("=")[0] not in [word.split("=")[0] for word in advice]:
         yield [knob, *advice]
     others = [other for other in back if other != knob]
-    for count in (1, 2):
-        for along in itertools.combinations(others, count):
-            yield [knob, *along]
+    yield from ([knob, *along] for count in (1, 2) for along in itertools.combinations(others, count))
 
 
 def waterfall(name, problem, device, times, ratios, bad):
@@ -77,15 +73,10 @@ def run_problem(gpu, kernels, problem, facts, table):
 
 
 def main():
-    parser = engine.new_parser()
-    parser.add_argument("names", nargs="*")
-    parser.add_argument("--shape", action="append")
-    parser.add_argument("--causal", default="off", choices=engine.CAUSAL)
-    parser.add_argument("--svg", action="store_true")
-    options = engine.parse_options(parser, sys.argv[1:], __doc__)
+    options = cli.parse_options(__doc__, cli.MOST)
     if options.svg:
         import page  # before anything is measured, since it needs matplotlib
-    found = builds.parse_contenders(options.names)
+    found = builds.parse_contenders(options.words)
     if len(found) != 1 or type(found[0]) is not builds.Line:
         raise Refused("one line at a time" if found else "which line?")
     line, = found
@@ -111,11 +102,7 @@ def main():
     for one, sentence in impossible.items():
         print(f"  {removed(one.text, line.text)}: {sentence}")
         table.add(config=one.target, status="error", note=sentence)
-    print(f"rows: {table.name}", file=sys.stderr)
+    say(f"rows: {table.name}")
     if options.svg:
         page.draw_ablation(table.name)
     return 0 if all(passed) else 1
-
-
-if __name__ == "__main__":
-    engine.command("ablate", main)

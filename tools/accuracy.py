@@ -5,20 +5,18 @@ usage: tools/accuracy.py CONTENDER... [--keys N,N...]
 
   CONTENDER  as for ab: a line of configs.txt with or without KNOB=VALUE..., or torch:cudnn, which takes part in every
              type that the lines have
-  --keys     default 1024,4096,16384,65536,131072
+  --keys N,N...  (default 1024,4096,16384,65536,131072)
 
 Each problem has one batch, 2 heads and 256 queries. CSV on stdout, a row for each contender, input and number of keys, which is also
 kept as results/accuracy/DATE-DEVICE.csv: rel_rms, the rms error over the rms of the reference in float64 for rows of all groups of 64, and
 for equal logits (Q is 0, V from 1 to 2) the mean of O over the mean of V. A peer's O has the type of its inputs.
 exit: 0, 2 bad usage, 3 the GPU failed
 """
-import csv
-import sys
-
 import builds
+import cli
 import engine
-import numpy as np  # behind engine, which says what to do where it is missing
-from builds import Refused
+import numpy as np  # behind cli, which says what to do where it is missing
+from cli import Refused, say
 
 HEADS, QUERIES = 2, 256
 COLUMNS = "contender input D dtype Sk rel_rms mean device driver cuda git_sha".split()
@@ -40,14 +38,14 @@ class EqualBench(engine.Bench):
 def rows_of(gpu, kernels, D, dtype, keys):
     """A row for each contender and kind of input."""
     problem = engine.Problem(f"1x{HEADS}x{HEADS}x{QUERIES}x{keys}", 1, HEADS, HEADS, QUERIES, keys, D, dtype)
-    facts = dict(D=D, dtype=dtype, Sk=keys, device=gpu.name, driver=gpu.nvml.driver, cuda=gpu.cuda, git_sha=engine.git_sha())
+    facts = dict(D=D, dtype=dtype, Sk=keys, **engine.measured_on(gpu))
     for kind, make in (("N(0,1)", engine.Bench), ("equal logits", EqualBench)):
         bench = make(gpu, {}, {"": problem})
         for kernel in kernels:
             try:
                 check, (O, _), outputs, *_ = bench.run(kernel, problem)
             except engine.CudaError as error:
-                print(f"accuracy.py: {kernel.text}: {error}", file=sys.stderr)
+                say(f"accuracy.py: {kernel.text}: {error}")
                 continue
             row = dict(facts, contender=kernel.text, input=kind, rel_rms=f"{check.rel_rms:.4f}")
             if kind != "N(0,1)":
@@ -58,30 +56,23 @@ def rows_of(gpu, kernels, D, dtype, keys):
 
 
 def main():
-    parser = engine.new_parser()
-    parser.add_argument("contenders", nargs="*")
-    parser.add_argument("--keys", default="1024,4096,16384,65536,131072")
-    options = engine.parse_options(parser, sys.argv[1:], __doc__)
-    contenders = builds.parse_contenders(options.contenders)
+    options = cli.parse_options(__doc__, cli.MOST)
+    contenders = builds.parse_contenders(options.words)
     lines = [one for one in contenders if isinstance(one, builds.Line)]
     if not lines:
         raise Refused("which line?")
-    keys = [engine.number("--keys", word) for word in options.keys.split(",")]
+    keys = [cli.number("--keys", word) for word in options.keys.split(",")]
     gpu = engine.need_gpu(does="runs kernels")
     built = builds.build(lines, gpu.arch)
     kernels = [engine.load(one, gpu, built) for one in contenders]
-    kept = engine.Table(engine.results_path("accuracy", gpu.name, new=True), COLUMNS)
-    out = csv.DictWriter(sys.stdout, COLUMNS, lineterminator="\n", restval="")
-    out.writeheader()
+    table = engine.Table(engine.results_path("accuracy", gpu.name, new=True), COLUMNS, printed=True)
     for D, dtype in sorted({(line.D, line.dtype) for line in lines}):
         own = [kernel for kernel in kernels if kernel.line.D in (None, D) and kernel.line.dtype in (None, dtype)]
         for count in keys:
             for row in rows_of(gpu, own, D, dtype, count):
-                out.writerow(row)
-                kept.add(**row)
-            sys.stdout.flush()
+                table.add(**row)
     return 0
 
 
 if __name__ == "__main__":
-    engine.command("accuracy.py", main)
+    cli.command("accuracy.py", main)

@@ -17,42 +17,22 @@ import shutil
 import struct
 import subprocess
 import sys
-import tempfile
 import threading
 import time
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 
-
-def lacks(package):
-    """Ends a tool whose Python has no such package of PyPI."""
-    print(f"{os.path.basename(sys.argv[0])}: {sys.executable} lacks {package}; install it with: python3 -m pip install '{package}'",
-          file=sys.stderr)
-    sys.exit(2)
-
-
-try:
-    from elftools.elf.elffile import ELFFile
-except ImportError:
-    lacks("pyelftools")
+from cli import Refused
+from elftools.elf.elffile import ELFFile  # behind cli, which says what to do where it is missing
 
 ROOT = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))
 BUILD = os.path.join(ROOT, os.environ.get("SDPA_BUILD_DIR", "build"))
 JOBS = int(os.environ.get("JOBS", os.cpu_count() or 2))
-TORCH_BACKENDS = {"cudnn": "CUDNN_ATTENTION", "flash": "FLASH_ATTENTION", "efficient": "EFFICIENT_ATTENTION",
-                  "math": "MATH"}
+TORCH_BACKENDS = dict(cudnn="CUDNN_ATTENTION", flash="FLASH_ATTENTION", efficient="EFFICIENT_ATTENTION", math="MATH")
 FAMILIES = {"wmma": "USE_WMMA", "mma": "USE_MMA_SYNC", "wgmma": "USE_WGMMA", "cublas": "USE_CUBLAS"}  # of older commits; else scalar
 NVCC_OPTIONS = "-O3 -DNDEBUG -std=c++17 --no-compress -Xptxas=-v".split()
 LIBRARY, CUBLAS = "tools/library.cu", "tools/cublas.cu"
 LIBRARY_FUNCTIONS = ("sdpa_library_params_bytes", "sdpa_library_workspace_bytes", "sdpa_library_forward")
-
-
-class Refused(Exception):
-    """A sentence for the user, and the exit code that goes with it."""
-
-    def __init__(self, sentence, code=2):
-        super().__init__(sentence)
-        self.code = code
 
 
 def run(command, **options):
@@ -96,10 +76,7 @@ class Tree:
     @functools.lru_cache(None)
     def read(self, path):
         """The text of a file; None if it is not there."""
-        if self.sha:
-            shown = run(["git", "show", f"{self.sha}:{path}"], cwd=ROOT)
-            return None if shown.returncode else shown.stdout
-        path = os.path.join(ROOT, path)
+        path = os.path.join(self.folder(), path)
         return open(path).read() if os.path.exists(path) else None
 
     def folder(self):
@@ -129,18 +106,14 @@ class Tree:
     @functools.lru_cache(None)
     def read_configs(self):
         """{name: ConfigLine} of configs.txt, as tools/configs.cmake reads it, and what it says of bad lines."""
-        own = "" if self.sha else os.environ.get("SDPA_CONFIGS", "")
-        text = self.read(own or "configs.txt")
-        if text is None:
-            raise Refused(f"{self} has no {own or 'configs.txt'}, which lists one line a build")
+        name = not self.sha and os.environ.get("SDPA_CONFIGS") or "configs.txt"
+        file = os.path.join(self.folder(), name)
+        if not os.path.exists(file):
+            raise Refused(f"{self} has no {name}, which lists one line a build")
         if not shutil.which("cmake"):
             raise Refused("cmake is missing, which reads configs.txt; install it with: sudo apt-get install cmake")
-        with tempfile.TemporaryDirectory() as folder:
-            for name, content in (("configs.txt", text), ("sdpa.cu", self.read("sdpa.cu") or "")):
-                with open(os.path.join(folder, name), "w") as file:
-                    file.write(content)
-            reader = os.path.join(os.path.dirname(os.path.abspath(__file__)), "configs.cmake")
-            done = run(["cmake", "-DCONFIGS=configs.txt", "-DSOURCE=sdpa.cu", "-P", reader], cwd=folder)
+        reader = os.path.join(os.path.dirname(os.path.abspath(__file__)), "configs.cmake")
+        done = run(["cmake", f"-DCONFIGS={file}", f"-DSOURCE={self.folder()}/sdpa.cu", "-P", reader])
         lines = {}
         for line in done.stdout.splitlines():
             name, base, expect, arch, knobs, gates = line.split("\t")
@@ -149,10 +122,6 @@ class Tree:
 
     def config_lines(self):
         return self.read_configs()[0]
-
-    def lines(self):
-        """{name: its words but the gates}."""
-        return {name: line.words for name, line in self.config_lines().items()}
 
     def knobs(self):
         """{knob: default}, from the rows of SDPA_KNOBS."""
@@ -311,7 +280,7 @@ def parse_contenders(words):
             commit, _, name = word.rpartition(":")
             if commit not in trees:
                 trees[commit] = loadable(Tree(commit))
-            lines = trees[commit].lines()
+            lines = trees[commit].config_lines()
             if word == "cublas":
                 found.append(Cublas(trees[commit], name))
                 continue
@@ -367,11 +336,9 @@ def loadable(tree):
 
 # ---- building ----
 
-@functools.lru_cache(None)
-def nvcc():
-    """Where nvcc is; None if it is nowhere."""
-    home = os.path.join(os.environ.get("CUDA_HOME", "/usr/local/cuda"), "bin", "nvcc")
-    return shutil.which("nvcc") or (home if os.path.exists(home) else None)
+def nvcc(tool="nvcc"):
+    """Where it is, or another tool of the CUDA Toolkit; None if it is nowhere."""
+    return shutil.which(tool) or shutil.which(os.path.join(os.environ.get("CUDA_HOME", "/usr/local/cuda"), "bin", tool))
 
 
 @dataclass
@@ -458,8 +425,10 @@ def host_library(*knobs, program=LIBRARY):
 def cmake_build(folder, source=ROOT, target="sdpa_selected", keep_going=False, progress=lambda done, count, name: None, **options):
     """Builds the lines that the options select in a folder by CMake. Returns the finished process."""
     has_ninja = shutil.which("ninja") and not os.path.exists(os.path.join(folder, "CMakeCache.txt"))
-    done = run(["cmake", "-S", source, "-B", folder, *(["-G", "Ninja"] if has_ninja else []),
-                "-DSDPA_TESTS=OFF", *(f"-D{name}={value}" for name, value in options.items())])
+    options = dict(SDPA_TESTS="OFF", SDPA_KEEP_GOING=keep_going, SDPA_ARCHS=os.environ.get("SDPA_ARCHS", ""),
+                   SDPA_CONFIGS=os.path.join(ROOT, os.environ.get("SDPA_CONFIGS") or "configs.txt")) | options
+    done = run(["cmake", "-S", source, "-B", folder, *["-GNinja"] * bool(has_ninja),
+                *(f"-D{name}={value}" for name, value in options.items())])
     if done.returncode:
         raise Refused(f"CMake could not configure {folder}: {' '.join(done.stderr.split())[:300]}")
     with open(os.path.join(folder, "configs.tsv")) as file:
@@ -528,8 +497,7 @@ def facts(built):
     code = machine_code(data)
     launcher = [built.line.tree.program().encode(), " ".join(built.line.effective_knobs()).encode()]
     sums = [hashlib.sha256(b"\0".join(parts)).hexdigest() for parts in (code, code + launcher)]
-    launch = next(filter(None, map(constant, embedded(data))), None) or sizes_of_symbols(data)
-    return Facts(*ptxas_report(built.log), *launch, sum(map(len, code)), *sums, built.path)
+    return Facts(*ptxas_report(built.log), *launch_of(data), sum(map(len, code)), *sums, built.path)
 
 
 def ptxas_report(log):
@@ -558,14 +526,12 @@ def symbol(elf, table, name):
     return found[0].entry if found else None
 
 
-def constant(cubin):
-    """Threads, bytes of shared memory and BLOCK_M of device code alone; None of a library."""
-    found = symbol(cubin, ".symtab", "sdpa_library_launch")
-    return found and struct.unpack_from("<3i", cubin.get_section_by_name(".nv.constant3").data(), found.st_value)
-
-
-def sizes_of_symbols(data):
-    """The same of a library, which says it by the sizes of symbols."""
+def launch_of(data):
+    """Threads, bytes of shared memory and BLOCK_M: a constant of device code alone, sizes of symbols of a library."""
+    for cubin in embedded(data):
+        found = symbol(cubin, ".symtab", "sdpa_library_launch")
+        if found:
+            return struct.unpack_from("<3i", cubin.get_section_by_name(".nv.constant3").data(), found.st_value)
     found = [symbol(ELFFile(io.BytesIO(data)), ".dynsym", "sdpa_library_" + name) for name in ("threads", "smem_bytes", "block_m")]
     return [one.st_size if one else 0 for one in found]
 

@@ -4,8 +4,7 @@
 # what is wrong with the others. SOURCE (default: sdpa.cu) has the list of knobs.
 #
 # read_configs(FILE SOURCE) sets config_names, for each NAME config_base_NAME, config_expect_NAME, config_arch_NAME,
-# config_knobs_NAME and config_gates_NAME, config_bad_lines: LINE<tab>NAME<tab>SENTENCE
-# each, and config_bad_sentences.
+# config_knobs_NAME and config_gates_NAME, config_bad_lines: LINE<tab>NAME<tab>SENTENCE each, and config_bad_sentences.
 # `NAME : BASE KNOB=VALUE...` has the knobs and the architecture of an earlier line, with these changed.
 
 cmake_policy(VERSION 3.20)

@@ -6,7 +6,6 @@ what drifts falls on all alike. What is compared is pairs: the logarithm of the 
 in one half of a block is one number, and those numbers are judged by Verdict. The clock and the reasons for
 throttling are read within each turn, while the GPU is at work.
 """
-import argparse
 import csv
 import ctypes
 import datetime
@@ -17,16 +16,13 @@ import re
 import shutil
 import sys
 import time
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 
-import builds
-from builds import ROOT, Refused, TORCH_BACKENDS, Torch, Tree, run
+import ml_dtypes
+import numpy as np
 
-try:
-    import ml_dtypes
-    import numpy as np
-except ImportError as missing:
-    builds.lacks(missing.name)
+from builds import ROOT, TORCH_BACKENDS, Torch, Tree, run
+from cli import Refused
 
 SHAPES = {"small": (1, 1, 1, 32, 32), "mission": (1, 8, 8, 512, 512), "mission2": (2, 8, 8, 512, 512),
           "long": (1, 8, 8, 2048, 2048), "decode": (32, 32, 8, 1, 8192), "decode1": (1, 32, 8, 1, 32768),
@@ -73,6 +69,11 @@ class Problem:
         keys = {"off": np.full(self.Sq, self.Sk), "br": q + 1 + self.Sk - self.Sq, "tl": q + 1}[self.causal]
         return keys.clip(0, self.Sk)
 
+    @property
+    def rows(self):
+        """Of O."""
+        return self.B * self.Hq * self.Sq
+
     def flops(self):
         return 4 * self.D * self.B * self.Hq * int(self.visible().sum())
 
@@ -97,8 +98,11 @@ def parse_problem(text, causal="off"):
 
 # ---- the GPU ----
 
-class CudaError(Exception):
+class CudaError(Refused):
     """What the driver or a library said of a call that failed."""
+
+    def __init__(self, sentence):
+        super().__init__(sentence, 3)
 
 
 @dataclass
@@ -123,6 +127,9 @@ class Turn:
         return float(np.median(self.us))
 
 
+SM_COUNT = 16  # CU_DEVICE_ATTRIBUTE_MULTIPROCESSOR_COUNT
+
+
 class Cuda:
     """The first GPU, through the driver's API, in the context that all libraries share."""
 
@@ -145,7 +152,8 @@ class Cuda:
         self.events = []
 
     def __call__(self, function, *arguments):
-        code = getattr(self.api, function)(*arguments)
+        words = (ctypes.c_uint64(one) if isinstance(one, int) else one for one in arguments)
+        code = getattr(self.api, function)(*words)
         if code:
             text = ctypes.c_char_p()
             self.api.cuGetErrorString(code, ctypes.byref(text))
@@ -166,24 +174,22 @@ class Cuda:
 
     def allocate(self, size):
         address = ctypes.c_uint64()
-        self("cuMemAlloc_v2", ctypes.byref(address), ctypes.c_size_t(max(size, 256)))
+        self("cuMemAlloc_v2", ctypes.byref(address), max(size, 256))
         return address.value
 
     def free(self, address):
-        self("cuMemFree_v2", ctypes.c_uint64(address))
+        self("cuMemFree_v2", address)
 
     def fill(self, address, byte, count):
         if count:
-            self("cuMemsetD8Async", ctypes.c_uint64(address), ctypes.c_ubyte(byte), ctypes.c_size_t(count), self.stream)
+            self("cuMemsetD8Async", address, byte, count, self.stream)
 
     def upload(self, address, array):
-        self("cuMemcpyHtoD_v2", ctypes.c_uint64(address), array.ctypes.data_as(ctypes.c_void_p),
-             ctypes.c_size_t(array.nbytes))
+        self("cuMemcpyHtoD_v2", address, array.ctypes.data, array.nbytes)
 
     def download(self, address, count, dtype):
         array = np.empty(count, dtype)
-        self("cuMemcpyDtoH_v2", array.ctypes.data_as(ctypes.c_void_p), ctypes.c_uint64(address),
-             ctypes.c_size_t(array.nbytes))
+        self("cuMemcpyDtoH_v2", array.ctypes.data, address, array.nbytes)
         return array
 
     def synchronize(self):
@@ -198,7 +204,7 @@ class Cuda:
                 launch()
         finally:
             self("cuStreamEndCapture", self.stream, ctypes.byref(graph))
-        self("cuGraphInstantiateWithFlags", ctypes.byref(replay), graph, ctypes.c_ulonglong(0))
+        self("cuGraphInstantiateWithFlags", ctypes.byref(replay), graph, 0)
         self("cuGraphDestroy", graph)
         return lambda: self("cuGraphLaunch", replay, self.stream), lambda: self("cuGraphExecDestroy", replay)
 
@@ -248,21 +254,17 @@ class Nvml:
     """Clock and throttle reasons of a GPU; zeros where the library does not tell."""
 
     def __init__(self, bus_id):
-        self.driver, self.device = "", ctypes.c_void_p()
+        self.driver, self.api, self.device, driver = "", None, ctypes.c_void_p(), ctypes.create_string_buffer(96)
         try:
-            self.api = ctypes.CDLL("libnvidia-ml.so.1")
+            api = ctypes.CDLL("libnvidia-ml.so.1")
         except OSError:
-            self.api = None
             return
-        driver = ctypes.create_string_buffer(96)
-        if (self.api.nvmlInit_v2() or
-                self.api.nvmlDeviceGetHandleByPciBusId_v2(bus_id.encode(), ctypes.byref(self.device))):
-            self.api = None
-            return
-        self.api.nvmlSystemGetDriverVersion(driver, 96)
-        self.driver = driver.value.decode()
-        self.reasons = getattr(self.api, "nvmlDeviceGetCurrentClocksEventReasons", None) or \
-            self.api.nvmlDeviceGetCurrentClocksThrottleReasons  # its name before CUDA 12.2
+        device = ctypes.byref(self.device)
+        if not (api.nvmlInit_v2() or api.nvmlDeviceGetHandleByPciBusId_v2(bus_id.encode(), device)):
+            api.nvmlSystemGetDriverVersion(driver, 96)
+            self.api, self.driver = api, driver.value.decode()
+            self.reasons = getattr(api, "nvmlDeviceGetCurrentClocksEventReasons", None) or \
+                api.nvmlDeviceGetCurrentClocksThrottleReasons  # its name before CUDA 12.2
 
     def state(self):
         clock, reasons = ctypes.c_uint(), ctypes.c_ulonglong()
@@ -292,6 +294,12 @@ class SdpaParams(ctypes.Structure):
                 [(f"{name}_descale", Descale) for name in "qkv"])
 
 
+def params_of(p):
+    """The sizes of a problem as a kernel takes them."""
+    sizes = {name: getattr(p, name) for name in ("B", "Hq", "Hkv", "Sq", "Sk", "D")}
+    return SdpaParams(**sizes, causal=CAUSAL.index(p.causal), window_left=-1, window_right=-1)
+
+
 def is_prefix(size):
     """Whether a struct of the first members of SdpaParams has this size."""
     ends = [getattr(SdpaParams, name).offset + getattr(SdpaParams, name).size for name, _ in SdpaParams._fields_]
@@ -309,6 +317,7 @@ class Outputs:
 
 class LoadedLine:
     """A line's library in this process."""
+    max_ctas = 0  # all that fit
 
     def __init__(self, line, path):
         self.line, self.text = line, line.text
@@ -323,9 +332,10 @@ class LoadedLine:
 
     def prepare(self, gpu, tensors, problem):
         """The function that enqueues one launch, where it writes O and LSE, and its workspace."""
-        p = SdpaParams(*(tensors.address[name] for name in ("Q", "K", "V", "O", "LSE")), problem.B, problem.Hq,
-                       problem.Hkv, problem.Sq, problem.Sk, problem.D, causal=CAUSAL.index(problem.causal),
-                       window_left=-1, window_right=-1)
+        p = params_of(problem)
+        p.max_ctas = self.max_ctas
+        for name in ("Q", "K", "V", "O", "LSE"):
+            setattr(p, name, tensors.address[name])
         for name in "qkvo":
             heads, rows = (problem.Hkv, problem.Sk) if name in "kv" else (problem.Hq, problem.Sq)
             setattr(p, name, Strides(heads * rows * problem.D, rows * problem.D, problem.D))
@@ -391,15 +401,14 @@ class LoadedTorch:
         if (self.line.backend, problem.dtype) != ("cudnn", "e4m3"):
             raise CudaError(f"it has no attention of {problem.dtype}")
         try:
-            import cudnn
+            return self.build_e4m3(gpu, tensors, problem)
         except ImportError:
             raise CudaError("of e4m3 it needs cuDNN's front end; install it with: pip install nvidia-cudnn-frontend") from None
-        try:
-            return self.build_e4m3(cudnn, gpu, tensors, problem)
         except Exception as error:  # the package has classes of its own
             raise CudaError(str(error).strip().split("\n")[0][:100]) from None
 
-    def build_e4m3(self, cudnn, gpu, tensors, problem):
+    def build_e4m3(self, gpu, tensors, problem):
+        import cudnn
         p, kind = problem, cudnn.data_type
         handle = cudnn.create_handle()
         cudnn.set_stream(handle=handle, stream=gpu.stream.value)
@@ -458,8 +467,6 @@ def load(contender, gpu, built):
 # ---- tensors and the check ----
 
 RANDOM_BLOCK = 4194301  # no multiple of a row's elements, so that no two rows are alike
-
-
 TYPES = {"fp16": np.float16, "bf16": ml_dtypes.bfloat16, "e4m3": ml_dtypes.float8_e4m3fn}
 
 
@@ -489,12 +496,9 @@ class Tensors:
     def __init__(self, gpu, problems, seed=0):
         rng = np.random.default_rng(seed)
         self.gpu, self.dtype = gpu, problems[0].dtype
-        most = lambda size: max(size(p) for p in problems)  # noqa: E731
-        q = most(lambda p: p.B * p.Hq * p.Sq * p.D)
-        counts = {"Q": q, "K": most(lambda p: p.B * p.Hkv * p.Sk * p.D)}
-        counts["V"] = counts["K"]
+        q, kv = max(p.rows * p.D for p in problems), max(p.B * p.Hkv * p.Sk * p.D for p in problems)
         self.host, self.address, self.workspaces = {}, {}, []
-        for name, count in counts.items():
+        for name, count in (("Q", q), ("K", kv), ("V", kv)):
             self.host[name] = np.resize(as_bits(self.draw(rng, name, min(count, RANDOM_BLOCK)), self.dtype), count)
             self.address[name] = gpu.allocate(self.host[name].nbytes)
             gpu.upload(self.address[name], self.host[name])
@@ -502,7 +506,7 @@ class Tensors:
             self.address["factor"] = gpu.allocate(4)
             gpu.upload(self.address["factor"], np.array([FACTORS[self.dtype]], np.float32))
         self.address["O"] = gpu.allocate(2 * q)
-        self.address["LSE"] = gpu.allocate(4 * most(lambda p: p.B * p.Hq * p.Sq))
+        self.address["LSE"] = gpu.allocate(4 * max(p.rows for p in problems))
         self.workspace(1 << 20)
 
     def draw(self, rng, name, count):
@@ -643,6 +647,8 @@ class Bench:
         return check, (O, LSE), outputs, launch, workspace
 
     def add(self, key, kernel, problem):
+        """Takes in a contender; its check."""
+        self.kernels[key], self.problems[key] = kernel, problem
         self.checks[key], self.results[key], self.outputs[key], launch, workspace = self.run(kernel, problem)
         times, _ = self.gpu.time(launch, 3)
         launches = max(LAUNCHES, min(math.ceil(REPLAY_US / min(times)), 400))
@@ -652,6 +658,7 @@ class Bench:
         graph = Graph(enqueue, launches, 1.0, workspace, close)
         graph.replay_us = min(self.gpu.replay(graph, 2)[0])
         self.graphs[key] = graph
+        return self.checks[key]
 
     def drop(self, key):
         """Forgets a contender, however far it came."""
@@ -666,16 +673,14 @@ class Bench:
                 if self.checks[key].passed or isinstance(self.kernels[key], LoadedTorch)}
 
     def poison(self, problem):
-        rows = problem.B * problem.Hq * problem.Sq
-        self.gpu.fill(self.tensors.address["O"], 0xff, 2 * rows * problem.D)
-        self.gpu.fill(self.tensors.address["LSE"], 0xff, 4 * rows)
+        self.gpu.fill(self.tensors.address["O"], 0xff, 2 * problem.rows * problem.D)
+        self.gpu.fill(self.tensors.address["LSE"], 0xff, 4 * problem.rows)
 
     def read(self, problem, outputs):
         """O as words and LSE, or None, once the GPU is done."""
         self.gpu.synchronize()
-        rows = problem.B * problem.Hq * problem.Sq
-        LSE = self.gpu.download(outputs.LSE, rows, np.float32) if outputs.LSE else None
-        return self.gpu.download(outputs.O, rows * problem.D, word_of(outputs.dtype)), LSE
+        LSE = self.gpu.download(outputs.LSE, problem.rows, np.float32) if outputs.LSE else None
+        return self.gpu.download(outputs.O, problem.rows * problem.D, word_of(outputs.dtype)), LSE
 
     def changed_bits(self, key):
         """Whether a last replay of a line leaves other bits than the run that was checked."""
@@ -878,18 +883,25 @@ def results_path(folder, device, suffix="", new=False, ending=".csv"):
 
 
 class Table:
-    """A CSV file that gets its rows as they come; behind older ones, if it is there."""
+    """A CSV file that gets its rows as they come, behind older ones if it is there; stdout too, if it is printed."""
 
-    def __init__(self, path, columns):
-        is_new = not os.path.exists(path)
-        self.name, self.file = os.path.relpath(path, ROOT), open(path, "a", newline="")
-        self.out = csv.DictWriter(self.file, columns, lineterminator="\n", restval="")
-        if is_new:
-            self.out.writeheader()
+    def __init__(self, path, columns, printed=False):
+        is_new, self.name = not os.path.exists(path), os.path.relpath(path, ROOT)
+        self.files = [open(path, "a", newline=""), *[sys.stdout] * printed]
+        self.outs = [csv.DictWriter(file, columns, lineterminator="\n", restval="", extrasaction="ignore")
+                     for file in self.files]
+        for out in self.outs[0 if is_new else 1:]:
+            out.writeheader()
 
     def add(self, **row):
-        self.out.writerow({name: str(value).replace(",", ";") for name, value in row.items()})
-        self.file.flush()
+        for file, out in zip(self.files, self.outs):
+            out.writerow(row)
+            file.flush()
+
+
+def measured_on(gpu):
+    """What a row says of the machine and the commit."""
+    return dict(device=gpu.name, driver=gpu.nvml.driver, cuda=gpu.cuda, git_sha=git_sha())
 
 
 VERDICT_COLUMNS = ("comparison a b problem b_problem D dtype verdict ratio low high pairs thrown_out a_us b_us a_mhz "
@@ -903,7 +915,7 @@ def verdict_row(bench, series, base, key, verdict):
                 verdict=verdict.verdict, ratio=f"{verdict.ratio:.5f}", low=f"{verdict.low:.5f}",
                 high=f"{verdict.high:.5f}", pairs=verdict.pairs, thrown_out=verdict.thrown_out,
                 a_us=f"{series.us(base):.4f}", b_us=f"{series.us(key):.4f}", a_mhz=f"{series.clock(base):.0f}",
-                b_mhz=f"{series.clock(key):.0f}", device=gpu.name, driver=gpu.nvml.driver, git_sha=git_sha())
+                b_mhz=f"{series.clock(key):.0f}", **measured_on(gpu))
 
 
 def row_columns():
@@ -915,9 +927,8 @@ def row_columns():
 def result_row(bench, key, facts=None, series=None):
     """One contender's row for its problem, as the executables write it; without a series, without a time."""
     gpu, p, line = bench.gpu, bench.problems[key], bench.kernels[key].line
-    row = dict(config=line.label, family=line.family, shape=p.shape, status="ok", B=p.B, Hq=p.Hq, Hkv=p.Hkv, Sq=p.Sq,
-               Sk=p.Sk, D=p.D, dtype=p.dtype, causal=p.causal, seed=0, device=gpu.name, sm=gpu.arch.strip("a"),
-               cuda=gpu.cuda, driver=gpu.nvml.driver, git_sha=git_sha())
+    row = dict(asdict(p), config=line.label, family=line.family, status="ok", seed=0, sm=gpu.arch.strip("a"),
+               **measured_on(gpu))
     if key in bench.skipped:
         return dict(row, status="skipped", note=bench.skipped[key])
     if facts:
@@ -957,57 +968,6 @@ class Samples(Table):
         def record(key, turn):
             self.turns += 1
             for replay, us in enumerate(turn.us):
-                self.out.writerow(dict(zip(SAMPLE_COLUMNS, (
-                    self.comparison, contenders[key], problem, self.turns, replay, f"{us:.4f}", turn.clock_mhz,
-                    turn.throttle))))
-            self.file.flush()
+                self.add(comparison=self.comparison, contender=contenders[key], problem=problem, turn=self.turns,
+                         replay=replay, us=f"{us:.4f}", clock_mhz=turn.clock_mhz, throttle=turn.throttle)
         return record
-
-
-def new_parser():
-    """For parse_options()."""
-    parser = argparse.ArgumentParser(add_help=False, allow_abbrev=False, exit_on_error=False)
-    parser.add_argument("-h", "--help", action="store_true")
-    return parser
-
-
-def parse_options(parser, argv, usage=""):
-    """What argparse finds; words that it does not know are refused in a sentence, --help prints the usage."""
-    try:
-        options, rest = parser.parse_known_intermixed_args([word for word in argv if word != "--"])
-    except argparse.ArgumentError as error:
-        raise Refused(str(error).replace("argument ", "").replace("expected one argument", "its value is missing"))
-    if rest:
-        raise Refused(f"{rest[0]}: no such option")
-    if options.help:
-        print(usage.strip())
-        sys.exit(0)
-    return options
-
-
-def number(option, text, least=1, most=999999):
-    if not re.fullmatch("[0-9]{1,9}", text) or not least <= int(text) <= most:
-        raise Refused(f"{option} {text}: want a whole number from {least} to {most}")
-    return int(text)
-
-
-def command(name, main):
-    """Runs a sub-command: what it refuses is one sentence."""
-    try:
-        code = main()
-        sys.stdout.flush()
-        sys.exit(code)
-    except (OSError, UnicodeError) as error:
-        is_closed = isinstance(error, BrokenPipeError)
-        print(f"{name}: {'stdout is closed, so not all of it was printed' if is_closed else error}", file=sys.stderr)
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # for what Python flushes at the end
-        sys.exit(3)
-    except Refused as error:
-        print(f"{name}: {error}", file=sys.stderr)
-        sys.exit(error.code)
-    except CudaError as error:
-        print(f"{name}: {error}", file=sys.stderr)
-        sys.exit(3)
-    except KeyboardInterrupt:
-        print(f"{name}: stopped", file=sys.stderr)
-        sys.exit(130)

@@ -1,13 +1,13 @@
-#!/usr/bin/env python3
 """usage: ./run_all.sh fit [--table LINE] [--head-dim D]... [--drawn N [--seed S] | --from CSV]
        ./run_all.sh fit [--table LINE] --check [CSV]...
 Does TUNED_TILES choose well, and would other costs choose better? Times every tile of the table, as a line of its own,
 on a list of problems; fits the costs of sdpa.cu's model to the times; prints for each problem the tiles that both
 tables choose, the quickest one, and what the choices lose; and prints the rows with the fitted costs, to paste. A GPU
 other than the one of sdpa.cu's table gets its own table so. The times go to results/fit/DATE-DEVICE[-LINE][-drawn].csv.
-  --table LINE   whose tiles: hopper (the default), ampere (those of mma.sync) or hopper_e4m3
-  --head-dim D   64, 128 or 256; repeatable; default all that have two tiles or more
-  --drawn N      not the list but N problems drawn at random, series S, as tools/peers.py draws them: a test of the table
+  --table hopper|ampere|hopper_e4m3  whose tiles (default hopper); those of ampere are mma.sync's
+  --head-dim 64|128|256  repeatable; default all that have two tiles or more
+  --drawn N      not the list but N problems drawn at random, as tools/peers.py draws them: a test of the table
+  --seed N       the series of these, from 0; default 0
   --from CSV     fits to these rows and measures nothing
   --check        judges the table in sdpa.cu by rows of results/fit (default: the newest of the list); measures nothing
 exit: 0, 1 with --check: the table chooses badly (above 8% lost on a problem, or 25% where K and V of one query just fill
@@ -18,17 +18,18 @@ import csv
 import ctypes
 import math
 import os
-import subprocess
 import sys
+from dataclasses import asdict
 from pathlib import Path
 
 import numpy as np
 
 import builds
+import cli
 import engine
 import peers
 import report_rows
-from builds import Refused
+from cli import Refused, say
 
 SHAPES = """1,8,8,128,128 1,8,8,256,256 mission mission2 1,8,8,512,8192 1,8,8,768,768 1,8,8,1024,1024 1,16,16,1000,1777
 long 1,2,2,8192,8192 1,4,4,4096,4096 8,16,16,512,512 4,8,8,1024,1024 2,16,16,2048,2048 16,16,16,1024,1024
@@ -52,7 +53,6 @@ L2_EDGE, WORST_LOSS_THERE = (30e6, 55e6), 0.25
 # Line with USE_TUNED=1: its type, and the knobs of a build for the host that has its table.
 TABLES = {"hopper": ("fp16", ""), "ampere": ("fp16", "USE_MMA_SYNC=1 BLOCK_M=64"),
           "hopper_e4m3": ("e4m3", "DTYPE=FP8_E4M3 VEC_WIDTH=16")}
-
 
 
 # ---- sdpa.cu's table and its model ----
@@ -134,9 +134,7 @@ class Model:
     @staticmethod
     def params(problems):
         """The problems as the model takes them."""
-        return (engine.SdpaParams * len(problems))(*(engine.SdpaParams(
-            B=one.B, Hq=one.Hq, Hkv=one.Hkv, Sq=one.Sq, Sk=one.Sk, D=one.D, causal=engine.CAUSAL.index(one.causal),
-            window_left=-1, window_right=-1) for one in problems))
+        return (engine.SdpaParams * len(problems))(*map(engine.params_of, problems))
 
     def choose(self, tiles, problem, sms):
         """The tile of the least cost; of equal ones the first, as choose_tile() has it."""
@@ -168,17 +166,14 @@ def measure(gpu, model, tiles, problems, table):
         series = engine.measure(gpu, bench.fit_to_time(), PACE, BLOCKS)
         for knobs in own:
             timed = knobs in series.graphs
-            low, high = series.interval(knobs) if timed else ("", "")
-            rows.append(dict(
-                D=problem.D, dtype=problem.dtype, shape=problem.shape, B=problem.B, Hq=problem.Hq, Hkv=problem.Hkv,
-                Sq=problem.Sq, Sk=problem.Sk, causal=problem.causal, tile=knobs,
-                us=f"{series.us(knobs):.3f}" if timed else "", lo_us=timed and f"{low:.3f}" or "",
-                hi_us=timed and f"{high:.3f}" or "", clock_mhz=f"{series.clock(knobs):.0f}" if timed else "",
-                check="PASS" if timed else "FAIL", device=gpu.name, sms=gpu.attribute(16),  # MULTIPROCESSOR_COUNT
-                driver=gpu.nvml.driver, cuda=gpu.cuda, git_sha=engine.git_sha()))
+            low, high = map("{:.3f}".format, series.interval(knobs)) if timed else ("", "")
+            rows.append({name: str(value) for name, value in dict(
+                asdict(problem), tile=knobs, check="PASS" if timed else "FAIL", sms=gpu.attribute(engine.SM_COUNT),
+                us=f"{series.us(knobs):.3f}" if timed else "", lo_us=low, hi_us=high,
+                clock_mhz=f"{series.clock(knobs):.0f}" if timed else "", **engine.measured_on(gpu)).items()})
             table.add(**rows[-1])
         bench.close()
-    return [{name: str(value) for name, value in row.items()} for row in rows]
+    return rows
 
 
 def read_rows(path):
@@ -340,32 +335,21 @@ def check(path):
 
 
 def main():
-    parser = engine.new_parser()
-    parser.add_argument("csv", nargs="*")
-    parser.add_argument("--head-dim", action="append")
-    parser.add_argument("--from", dest="rows")
-    parser.add_argument("--check", action="store_true")
-    peers.add_drawn(parser)
-    parser.add_argument("--table", default="hopper")
-    options = engine.parse_options(parser, sys.argv[1:], __doc__)
-    if options.table not in TABLES:
-        raise Refused(f"--table {options.table}: want one of {', '.join(TABLES)}")
-    if options.csv and not options.check:
-        raise Refused(f"{options.csv[0]}: only --check takes files by themselves; fit to one with --from")
-    dims = [int(D) if D in ("64", "128", "256") else 0 for D in options.head_dim or []]
-    if 0 in dims:
-        raise Refused(f"--head-dim {options.head_dim[dims.index(0)]}: want 64, 128 or 256")
-    if options.check and (options.rows or dims):
+    options = cli.parse_options(__doc__, cli.MOST)
+    if options.words and not options.check:
+        raise Refused(f"{options.words[0]}: only --check takes files by themselves; fit to one with --from")
+    dims = [int(D) for D in options.head_dim or []]
+    if options.check and (options.from_ or dims):
         raise Refused("--check takes files by themselves and judges all of their rows; drop --from and --head-dim")
     drawn = peers.drawn_by(options)
-    if drawn and (options.check or options.rows):
+    if drawn and (options.check or options.from_):
         raise Refused("--drawn measures; --check and --from do not")
     if options.check:
-        return 0 if all([check(path) for path in options.csv or [newest(options.table)]]) else 1
+        return 0 if all([check(path) for path in options.words or [newest(options.table)]]) else 1
 
     model = Model(options.table)
-    if options.rows:
-        rows = read_rows(options.rows)
+    if options.from_:
+        rows = read_rows(options.from_)
     else:
         gpu = engine.need_gpu("; --from CSV and --check need none")
         count = {D: sum(tile.head_dim == D for tile in model.tiles) for D in (64, 128, 256)}
@@ -378,7 +362,7 @@ def main():
         name = "-".join(filter(None, (options.table != "hopper" and options.table, drawn and "drawn")))
         table = engine.Table(engine.results_path("fit", gpu.name, name, new=True), COLUMNS)
         rows = measure(gpu, model, tiles, problems, table)
-        print(f"rows: {table.name}", file=sys.stderr)
+        say(f"rows: {table.name}")
     print_fit(model, model.tiles, [row for row in rows if not dims or int(row["D"]) in dims])
     return 0
 
@@ -394,7 +378,3 @@ def print_fit(model, tiles, rows):
     print(f"\n// For {rows[0]['device']}, fitted by ./run_all.sh fit:")
     for tile in fitted:
         print(tile.row(model.table))
-
-
-if __name__ == "__main__":
-    engine.command("fit", main)

@@ -1,4 +1,3 @@
-#!/usr/bin/env python3
 """usage: ./run_all.sh gates [--only REGEX] [--time | --steps CSV]
 Compiles the kernel of every line for sm_80, sm_89 and sm_90a (or SDPA_ARCHS), some for sm_120 as well, and
 prints what is asked of it and what was found: spills, registers, shared memory, wgmma not as written; lines
@@ -14,14 +13,14 @@ exit: 0 no gate failed, 1 one did, 2 bad usage or a missing tool
 import csv
 import os
 import re
-import sys
 from dataclasses import dataclass
 from pathlib import Path
 
 import builds
+import cli
 import engine
 import report_rows
-from builds import Refused
+from cli import Refused, say
 
 STEP_COLUMNS = "line over shape speed_up low high pairs thrown_out line_us over_us device driver git_sha".split()
 
@@ -109,8 +108,7 @@ def time_claim(gpu, kernels, shape):
         v = found["line"]
         row = dict(line=line.name, over=kernels["over"].line.name, shape=shape, speed_up=f"{1 / v.ratio:.4f}",
                    low=f"{1 / v.high:.4f}", high=f"{1 / v.low:.4f}", pairs=v.pairs, thrown_out=v.thrown_out,
-                   line_us=f"{series.us('line'):.3f}", over_us=f"{series.us('over'):.3f}", device=gpu.name,
-                   driver=gpu.nvml.driver, git_sha=engine.git_sha())
+                   line_us=f"{series.us('line'):.3f}", over_us=f"{series.us('over'):.3f}", **engine.measured_on(gpu))
     bench.close()
     return row
 
@@ -131,7 +129,7 @@ def time_claims(only):
             if row:
                 table.add(**row)
             else:
-                print(f"gates: {name} over {other} at {shape}: one of them is wrong, so neither gets a time", file=sys.stderr)
+                say(f"gates: {name} over {other} at {shape}: one of them is wrong, so neither gets a time")
     return os.path.join(builds.ROOT, table.name)
 
 
@@ -157,7 +155,7 @@ def compiled(lines, archs):
         kernels[line.name] = (line.gates, one.trouble or builds.facts(one))
     for arch, also in also_for(lines).items():
         if f"compute_{arch}" not in builds.run([builds.nvcc(), "--list-gpu-arch"]).stdout.split():
-            print(f"sm_{arch} is left out: this nvcc does not know it", file=sys.stderr)
+            say(f"sm_{arch} is left out: this nvcc does not know it")
             continue
         for line, one in builds.build(also, arch, kind="-fatbin", progress=builds.show_progress()).items():
             limits = [gate for gate in line.gates if "<=" in gate]
@@ -172,27 +170,19 @@ def also_for(lines):
 
 
 def main():
-    parser = engine.new_parser()
-    parser.add_argument("--only", default="")
-    parser.add_argument("--time", action="store_true")
-    parser.add_argument("--steps")
-    options = engine.parse_options(parser, sys.argv[1:], __doc__)
+    options = cli.parse_options(__doc__)
     if options.steps and not os.path.exists(options.steps):
         raise Refused(f"{options.steps}: there is no such file")
-    lines = builds.lines_named(options.only)
+    lines = builds.lines_named(options.only or "")
     bad_lines = builds.Tree().read_configs()[1]
     if bad_lines:
-        print(bad_lines, file=sys.stderr)
-    path = options.steps or (time_claims(options.only) if options.time else
+        say(bad_lines)
+    path = options.steps or (time_claims(options.only or "") if options.time else
                              max(Path(builds.ROOT, "results", "steps").glob("*.csv"), key=report_rows.by_name, default=None))
     kernels = compiled(lines, re.findall(r"\d+a?", os.environ.get("SDPA_ARCHS", "")) or ["80", "89", "90a"])
     rows = None
     if path:
-        print(f"speed claims are judged by {os.path.relpath(path)}", file=sys.stderr)
+        say(f"speed claims are judged by {os.path.relpath(path)}")
         with open(path, newline="") as file:
             rows = list(csv.DictReader(file))
     return report(judge(kernels, rows)) or bool(bad_lines)
-
-
-if __name__ == "__main__":
-    engine.command("gates", main)

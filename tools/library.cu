@@ -1,13 +1,26 @@
-// One build of sdpa.cu without the harness, with C functions that a program can find by name: the way in
-// for tools/engine.py (through Python's ctypes) and any engine that loads kernels at run time, and what
-// `run_all.sh gates` reads. cmake --build build --target sdpa_NAME_lib
+// One build of sdpa.cu without the harness, with the C functions that bindings/sdpa.h declares: the way in for C, for
+// PyTorch and for tools/engine.py (through Python's ctypes), and what `run_all.sh gates` reads.
+// cmake --build build --target sdpa_NAME_lib
 
 #define SDPA_NO_MAIN
 #include "../sdpa.cu"
 
-// With USE_TUNED the first tile's.
-constexpr int first_row = sdpa::Build::use_tuned ? sdpa::next_tile(0) : -1;
-using FirstBuild = sdpa::BuildOf<first_row>;
+#include "../bindings/sdpa.h"
+
+// The header's struct is the kernel's, member by member.
+#define SDPA_SAME(member)                                                              \
+  static_assert(offsetof(SdpaParams, member) == offsetof(sdpa::SdpaParams, member) &&  \
+                    sizeof(SdpaParams::member) == sizeof(sdpa::SdpaParams::member),    \
+                "bindings/sdpa.h: SdpaParams::" #member " is not where sdpa.cu has it");
+SDPA_SAME(Q) SDPA_SAME(K) SDPA_SAME(V) SDPA_SAME(O) SDPA_SAME(LSE) SDPA_SAME(B) SDPA_SAME(Hq) SDPA_SAME(Hkv) SDPA_SAME(Sq)
+SDPA_SAME(Sk) SDPA_SAME(D) SDPA_SAME(q) SDPA_SAME(k) SDPA_SAME(v) SDPA_SAME(o) SDPA_SAME(scale) SDPA_SAME(causal)
+SDPA_SAME(workspace) SDPA_SAME(max_ctas) SDPA_SAME(window_left) SDPA_SAME(window_right) SDPA_SAME(q_descale)
+SDPA_SAME(k_descale) SDPA_SAME(v_descale)
+static_assert(sizeof(SdpaParams) == sizeof(sdpa::SdpaParams), "bindings/sdpa.h: SdpaParams lacks members");
+static_assert(SDPA_CAUSAL_TOP_LEFT == int(sdpa::Causal::top_left) &&
+                  SDPA_CAUSAL_BOTTOM_RIGHT == int(sdpa::Causal::bottom_right), "bindings/sdpa.h: the masks' numbers");
+
+static const sdpa::SdpaParams& params_of(const SdpaParams* p) { return *reinterpret_cast<const sdpa::SdpaParams*>(p); }
 
 // Of the build, or of its tiles from row N on.
 template <int N> constexpr size_t most_shared_bytes() {
@@ -21,22 +34,11 @@ template <int N> constexpr size_t most_shared_bytes() {
 
 extern "C" {
 
-// Bytes of SdpaParams, for a caller in another language to compare with its own idea of the struct.
-size_t sdpa_library_params_bytes() { return sizeof(sdpa::SdpaParams); }
-
-// No tensor and no size, and else what SdpaParams says: of zeros alone a window of one key would come.
-void sdpa_library_defaults(sdpa::SdpaParams* p) { *p = {}; }
-
-// Bytes of device memory that p->workspace must have, zeroed once.
-size_t sdpa_library_workspace_bytes(const sdpa::SdpaParams* p) {
-  return sdpa::sdpa_workspace_bytes(*p);
-}
-
-// Enqueues O, LSE = attention(Q, K, V) on the stream. Returns 0, or a cudaError_t with its sentence in
-// text (text_bytes of it, ended by 0).
-int sdpa_library_forward(const sdpa::SdpaParams* p, cudaStream_t stream, char* text,
-                         size_t text_bytes) {
-  const sdpa::SdpaStatus status = sdpa::sdpa_forward(*p, stream);
+size_t sdpa_library_params_bytes() { return sizeof(SdpaParams); }
+void sdpa_library_defaults(SdpaParams* p) { *reinterpret_cast<sdpa::SdpaParams*>(p) = {}; }
+size_t sdpa_library_workspace_bytes(const SdpaParams* p) { return sdpa::sdpa_workspace_bytes(params_of(p)); }
+int sdpa_library_forward(const SdpaParams* p, CUstream_st* stream, char* text, size_t text_bytes) {
+  const sdpa::SdpaStatus status = sdpa::sdpa_forward(params_of(p), stream);
   if (text && text_bytes) snprintf(text, text_bytes, "%s", status.text);
   return status.code;
 }
@@ -54,6 +56,8 @@ void sdpa_library_tile_clocks(const sdpa::TunedTile* tiles, int tile_count, cons
   }
 }
 
+constexpr int first_row = sdpa::Build::use_tuned ? sdpa::next_tile(0) : -1;
+using FirstBuild = sdpa::BuildOf<first_row>;
 // The launch: threads, bytes of shared memory, BLOCK_M; with USE_TUNED those of its first tile, but the most bytes. Of
 // a library as the sizes of symbols; of device code alone as a constant, which a library leaves out: in the one run
 // with it (79a1375) small kernels took 0.4 us longer.

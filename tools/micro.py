@@ -1,18 +1,17 @@
-#!/usr/bin/env python3
-"""usage: ./run_all.sh micro [--family F|--from LINE] [--head-dim D] [--shape S] [--causal C] [--top K] [--only REGEX]
+"""usage: ./run_all.sh micro [--family F|--from LINE] [--head-dim D] [OPTION...]
 What a round over a K/V tile costs the kernel of each legal tile, without the grid around it: clocks of one CTA alone
 and of as many as the GPU holds, on keys that stay in L2. Tiles have the sizes that the family's lines have in any
-combination that sdpa.cu does not refuse, and the other knobs of LINE. Prints the K tiles that should be the fastest for
+combination that sdpa.cu does not refuse, and the other knobs of LINE. Prints the N tiles that should be the fastest for
 a problem, by waves of CTAs times rounds, and writes results/micro/DATE-DEVICE-NAME.json, from which `tune` starts.
-Barriers, bytes from global memory and bank conflicts of a round are counted on the CPU backend: of the K tiles, or
+Barriers, bytes from global memory and bank conflicts of a round are counted on the CPU backend: of the N tiles, or
 without a GPU of all.
-  --family F     scalar, wmma, mma or wgmma; default wgmma
-  --from LINE    the line that has the other knobs; default the family's first of this D
-  --head-dim D   64, 128 or 256; default LINE's
-  --shape S      the problem, as for ab; default long
-  --causal C     off, br or tl
-  --top K        so many tiles are printed; default 10
-  --only REGEX   these lines of configs.txt instead of tiles
+  --family F          scalar, wmma, mma or wgmma; default wgmma
+  --from LINE         the line that has the other knobs; default the family's first of this D
+  --head-dim D        64, 128 or 256; default LINE's
+  --shape S           the problem, as for ab (default long)
+  --causal off|br|tl  (default off)
+  --top N             so many tiles are printed (default 10)
+  --only REGEX        these lines of configs.txt instead of tiles
 exit: 0, 2 bad usage, 3 a tile could not be run
 """
 import ctypes
@@ -20,23 +19,19 @@ import json
 import math
 import os
 import re
-import sys
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import builds
+import cli
 import engine
 import report_rows
-from builds import Refused
+from cli import Refused, say
 from search import CHOOSERS, Space, base_line, family_lines, identity, parse_line
 
 PROGRAM = "tools/micro.cu"
 COUNTS = ("barriers", "global_bytes", "conflicts")  # of a round, on the CPU backend
 GRID_ONLY = {"PACK_GQA": "0", "SPLIT_CTAS": "1"}  # with other values the grid deals the keys
-
-
-def say(sentence):
-    print(f"micro: {sentence}", file=sys.stderr, flush=True)
 
 
 # ---- what is measured ----
@@ -49,7 +44,7 @@ def tiles(line, D):
              if default.isdigit() and legal != "0 1" and knob not in ("HEAD_DIM", *GRID_ONLY)}
     space = Space(line, {knob: values for knob, values in sizes.items() if len(values) > 1}, True)
     space.base = space.line({"HEAD_DIM": str(D)})
-    say(f"asking the compiler which of {space.count()} combinations of sizes sdpa.cu allows")
+    say(f"micro: asking the compiler which of {space.count()} combinations of sizes sdpa.cu allows")
     return list({identity(one): one for one in space.all()}.values())
 
 
@@ -71,7 +66,7 @@ def measure(lines, gpu):
     for one in built:
         text = ctypes.create_string_buffer(1024)
         if one.trouble or ctypes.CDLL(one.path).sdpa_micro(text, ctypes.c_size_t(1024)):
-            say(f"{one.line.text}: {one.trouble or text.value.decode()}")
+            say(f"micro: {one.line.text}: {one.trouble or text.value.decode()}")
             continue
         registers, spilled, *_ = builds.ptxas_report(one.log)
         yield dict(line=one.line.text, family=one.line.family, D=one.line.D, knobs=identity(one.line),
@@ -156,15 +151,8 @@ def counts(found, top):
 
 
 def main():
-    parser = engine.new_parser()
-    for name in ("family", "head-dim", "only"):
-        parser.add_argument("--" + name)
-    parser.add_argument("--from", dest="base")
-    parser.add_argument("--shape", default="long")
-    parser.add_argument("--causal", default="off", choices=engine.CAUSAL)
-    parser.add_argument("--top", default="10")
-    options = engine.parse_options(parser, sys.argv[1:], __doc__)
-    top, problem = engine.number("--top", options.top), engine.parse_problem(options.shape, options.causal)
+    options = cli.parse_options(__doc__)
+    top, problem = options.top, engine.parse_problem(options.shape, options.causal)
     options.head_dim = options.head_dim or str(problem.D or "")
     lines = [base_line(options)] if not options.only else [
         line for line in builds.lines_named(options.only) if measurable(line)]
@@ -174,7 +162,7 @@ def main():
     if not options.only:
         problem = problem.typed(int(options.head_dim or line.D), line.dtype)
     if not gpu:
-        say("there is no GPU here: the CPU backend counts barriers, bytes and conflicts instead of clocks")
+        say("micro: there is no GPU here: the CPU backend counts barriers, bytes and conflicts instead of clocks")
     if not options.only:
         lines, name = [one for one in tiles(line, problem.D) if measurable(one)], f"{line.family}-D{problem.D}"
     lines = [line for line in lines if not gpu or line.knob("arch", gpu.arch) == gpu.arch]
@@ -192,9 +180,5 @@ def main():
     about = dict(device=gpu.name, driver=gpu.nvml.driver, cuda=gpu.cuda, commit=engine.git_sha(), tiles=found)
     builds.replace_file(path, json.dumps(about, indent=1) + "\n")
     table(best, problem, len(found))
-    say(f"tiles: {os.path.relpath(path, builds.ROOT)}")
+    say(f"micro: tiles: {os.path.relpath(path, builds.ROOT)}")
     return 0
-
-
-if __name__ == "__main__":
-    engine.command("micro", main)

@@ -1,4 +1,3 @@
-#!/usr/bin/env python3
 """usage: ./run_all.sh profile NAME [KNOB=VALUE...] [--shape S] [-- EXECUTABLE-OPTION...]
 Runs the kernel of the line NAME once under ncu (Nsight Compute) with the counters that matter for
 attention, and prints in ten lines what binds it and how far it is from that limit.
@@ -10,10 +9,12 @@ import os
 import re
 import shutil
 import sys
+from collections import defaultdict
 
 import builds
+import cli
 import engine
-from builds import Refused
+from cli import Refused
 
 STALLS = """barrier branch_resolving dispatch_stall drain gmma imc_miss lg_throttle long_scoreboard math_pipe_throttle
 membar mio_throttle no_instruction not_selected selected short_scoreboard sleeping wait""".split()
@@ -34,26 +35,15 @@ METRICS = [*UNITS.values(), *map(STALLED.format, STALLS), WAVES, "l1tex__data_ba
 # mma.sync cannot fill Hopper's tensor pipe: it stops at 2640 of wgmma's 4096 FLOP per clock and SM (6.2 clocks per
 # m16n8k16 and scheduler; measured with independent instructions alone).
 MMA_SYNC_REACH = 2640 / 4096
-PREFIXES = {"T": 1e12, "G": 1e9, "M": 1e6, "K": 1e3, "us": 1e3, "ms": 1e6}  # ncu chooses them by itself; times in ns
 
 
-class Counters:
-    """What `ncu --csv --page raw` printed: words, then a line of names, one of units, one of values."""
-
-    def __init__(self, text):
-        rows = list(csv.reader(text[text.index('"ID"'):].splitlines())) if '"ID"' in text else []
-        if len(rows) < 3:
-            raise ValueError("no counters")
-        self.values = {name: (float(value.replace(",", "")), unit) for name, unit, value in zip(*rows[:3])
-                       if re.fullmatch(r"[\d,]+(\.\d+)?", value)}
-
-    def __getitem__(self, name):
-        return self.values.get(name, (0.0, ""))[0]
-
-    def scaled(self, name):
-        """In bytes, Hz or ns."""
-        value, unit = self.values.get(name, (0.0, ""))
-        return value * next((factor for prefix, factor in PREFIXES.items() if unit.startswith(prefix)), 1)
+def counters_of(text):
+    """{name: value} of what `ncu --csv --page raw` printed: words, then lines of names, of units, of values."""
+    rows = list(csv.reader(text[text.index('"ID"'):].splitlines())) if '"ID"' in text else []
+    if len(rows) < 3:
+        raise ValueError("no counters")
+    return defaultdict(float, {name: float(value.replace(",", "")) for name, _, value in zip(*rows[:3])
+                               if re.fullmatch(r"[\d,]+(\.\d+)?", value)})
 
 
 def verdict(row, counters):
@@ -66,7 +56,7 @@ def verdict(row, counters):
     busiest = max(use, key=use.get)
     rows = {name: sizes["B"] * sizes["H" + name] * sizes["S" + side] for name, side in (("q", "q"), ("kv", "k"))}
     tensors = 2 * sizes["D"] * 2 * (rows["q"] + rows["kv"]) + 4 * rows["q"]
-    l2, moved = counters.scaled("lts__t_bytes.sum"), sum(counters.scaled(f"dram__bytes_{way}.sum") for way in ("read", "write"))
+    l2, moved = counters["lts__t_bytes.sum"], counters["dram__bytes_read.sum"] + counters["dram__bytes_write.sum"]
     conflicts = counters["l1tex__data_bank_conflicts_pipe_lsu_mem_shared.sum"] / (counters[WAVES] or 1)
     stalls = {reason: counters[STALLED.format(reason)] for reason in STALLS}
     total = sum(stalls.values()) or 1
@@ -75,8 +65,8 @@ def verdict(row, counters):
     mask = "" if row["causal"] == "off" else " causal " + row["causal"]
     of_reach = f"{tensor / reach:.0f}% of what mma.sync can reach on Hopper ({100 * reach:.1f}%)" if limited else ""
     return [
-        f"{row['config']} at {row['shape']}{mask} on {row['device']}: {counters.scaled('gpu__time_duration.sum') / 1e3:.2f} us "
-        f"under ncu, SM at {counters.scaled('sm__cycles_elapsed.avg.per_second') / 1e6:.0f} MHz",
+        f"{row['config']} at {row['shape']}{mask} on {row['device']}: "
+        f"{counters['gpu__time_duration.sum'] / 1e3:.2f} us under ncu, SM at {counters['sm__cycles_elapsed.avg.per_second'] / 1e6:.0f} MHz",
         f"  tensor pipe    {tensor:5.1f}%  {of_reach}",
         f"  XU (MUFU)      {use['XU (MUFU)']:5.1f}%",
         f"  FMA, ALU       {use['FMA pipes']:5.1f}%  {use['ALU']:.1f}%",
@@ -95,10 +85,7 @@ def verdict(row, counters):
 def main():
     argv = sys.argv[1:]
     split = argv.index("--") if "--" in argv else len(argv)
-    parser = engine.new_parser()
-    parser.add_argument("words", nargs="*")
-    parser.add_argument("--shape", default="long")
-    options = engine.parse_options(parser, argv[:split], __doc__)
+    options = cli.parse_options(__doc__, cli.MOST, argv[:split])
     lines = builds.parse_contenders(options.words)
     if len(lines) != 1 or isinstance(lines[0], builds.Torch):
         raise Refused("one line at a time" if lines else "which line?")
@@ -119,13 +106,14 @@ def main():
     if checked.returncode:
         raise Refused(f"{line.text} does not run on this problem: {checked.stderr.strip()}")
     # The second launch: the first one finds L2 cold.
-    done = builds.run(["ncu", "--clock-control", "none", "--csv", "--page", "raw", "--metrics", ",".join(METRICS),
-                       "--kernel-name", "regex:sdpa_", "--launch-skip", "1", "--launch-count", "1", *command])
+    done = builds.run(["ncu", "--clock-control", "none", "--csv", "--page", "raw", "--print-units", "base",
+                       "--metrics", ",".join(METRICS), "--kernel-name", "regex:sdpa_", "--launch-skip", "1",
+                       "--launch-count", "1", *command])
     if "ERR_NVGPUCTRPERM" in done.stdout + done.stderr:
         raise Refused("this user may not read the GPU's counters (ERR_NVGPUCTRPERM): run as root, or load the driver with "
                       "NVreg_RestrictProfilingToAdminUsers=0")
     try:
-        counters = Counters(done.stdout)
+        counters = counters_of(done.stdout)
     except ValueError:
         report = os.path.join(builds.BUILD, "ncu.csv")
         builds.replace_file(report, done.stdout + done.stderr)
@@ -133,7 +121,3 @@ def main():
         raise Refused(f"ncu gave no counters: {''.join(words)} (all its words: {report})") from None
     print("\n".join(verdict(next(csv.DictReader(checked.stdout.splitlines())), counters)))
     return 0
-
-
-if __name__ == "__main__":
-    engine.command("profile", main)

@@ -3,7 +3,8 @@
        tests/bugs.py | tools/page.py --bugs
 Redraws what stands between <!-- NAME:begin --> and <!-- NAME:end --> in README.md and docs/, and results/*.svg, from
 the CSVs of results/: those that are named, else the newest of each kind by its name. The last column of the ladder's
-tables is written by hand and stays. --bugs: the table of injected bugs in docs/TESTING.md, from stdin.
+tables is written by hand and stays.
+  --bugs  redraws instead the table of injected bugs in docs/TESTING.md, from stdin
 exit: 0, 2 bad usage or a file that cannot be read
 """
 import collections
@@ -12,10 +13,12 @@ import re
 import sys
 from pathlib import Path
 
+import cli
 from builds import replace_file as write
+from cli import Refused
 from report_charts import against, short, standalone, steps, waterfall
-from report_rows import (KINDS, PEERS, Refusal, ablated, bases, difference, fastest, ladders, newest, number, peer,
-                         problem, read, rungs_at, timed)
+from report_rows import (KINDS, PEERS, ablated, bases, difference, fastest, ladders, newest, number, peer,
+                         problem, read, timed)
 
 ROOT = Path(__file__).resolve().parent.parent
 OURS = "fastest line"
@@ -38,9 +41,7 @@ def picture(name, words, up="", width=380):
 
 def provenance(source, up=""):
     """What a file's rows were measured on, and a link to it."""
-    gpu, driver, cuda, commit, date = source.measured_on()
-    return (f"{gpu}, driver {driver}, CUDA {cuda}, commit {commit}, {date}: "
-            f"[{source.name}]({up}{source.name})\n")
+    return f"{source.measured_on}: [{source.name}]({up}{source.name})\n"
 
 
 def short_rate(source, row):
@@ -48,7 +49,7 @@ def short_rate(source, row):
     return f"{number(source, row, 'tflops') or 0:.0f}"
 
 
-# ---- the sections: each returns {section: Markdown} and {picture: drawing} ----
+# ---- the sections: the first three return their Markdown and {picture: drawing}, the others a table ----
 
 def results_section(source):
     """README's table and picture: the fastest line of each problem beside the peers."""
@@ -71,36 +72,33 @@ def results_section(source):
     words = (f"The peers through {torch}. " if torch else "") + provenance(source)
     chart = against(drawn, [OURS, *names], "TFLOP/s of the fastest line and of peers on each problem",
                     "TFLOP/s; right: times the best peer")
-    return {"results": table(headers, rows) + "\n" + words}, {"peers.svg": chart}
+    return table(headers, rows) + "\n" + words, {"peers.svg": chart}
 
 
 def ladder_section(source, configs, sentences):
     """Every line of configs.txt beside its base, in tables with SENTENCES, and pictures of the steps."""
-    base, row_of = bases(source, configs), {}
-    for row in source.rows:
-        row_of[row["config"]] = row  # of long, the last problem
-    text, drawings = [], {}
-    found = ladders(source)
-    us = {name: at for lines in found.values() for name, at in lines.items()}
+    base, row_of = bases(source, configs), {row["config"]: row for row in source.rows}
+    text, drawings, (found, us) = [], {}, ladders(source)
     for family, lines in found.items():
         pictures = []
         for shape in ("mission", "long"):
-            rungs = rungs_at(lines, base, shape, us)
+            rungs = [(name, us.get(base[name], {}).get(shape), us[name][shape]) for name in lines if shape in us[name]]
             if len(rungs) > 1:
                 name = f"ladder-{re.sub('[^a-zA-Z0-9]+', '-', family)}-{shape}.svg"
-                drawings[name] = steps(rungs, f"Steps of the {family} lines at {shape}")
-                pictures.append(picture(name, f"Steps of the {family} lines at {shape}", "../"))
+                words = f"Steps of the {family} lines at {shape}"
+                drawings[name] = steps(rungs, words)
+                pictures.append(picture(name, words, "../"))
         text += [f"### {family}\n"] + (["".join(pictures)] if pictures else [])
         rows = []
-        for name, at in lines.items():
-            before = us.get(base[name], {})
+        for name in lines:
+            at, before = us[name], us.get(base[name], {})
             step = f"{base[name]}: {' '.join(difference(row_of[base[name]], row_of[name]))}" if base[name] else None
             times = [short(at[s]) + (f" ({before[s] / at[s]:.2f}x)" if s in before else "") if s in at else None
                      for s in ("mission", "long")]
             rows.append([name, step, *times, sentences.get(name)])
         text.append(table(["line", "step from: what it changes", "#mission µs (gain)", "#long µs (gain)", "what it shows"],
                           rows))
-    return {"ladder": "\n".join(text) + "\n" + provenance(source, "../")}, drawings
+    return "\n".join(text) + "\n" + provenance(source, "../"), drawings
 
 
 def ablation_section(sources):
@@ -110,7 +108,7 @@ def ablation_section(sources):
         full, whole, changes, refused = ablated(source)
         drawing = waterfall(full, whole, changes)
         if not drawing:
-            raise Refusal(f"{source.path} has no row with a time for {full}, or none without one of its knobs")
+            raise Refused(f"{source.path} has no row with a time for {full}, or none without one of its knobs")
         drawings[f"ablation-{full}.svg"] = drawing
         rows = [[full] + [cell for t in whole.values() for cell in (short(t), None)]]
         for change, us in changes.items():
@@ -121,7 +119,7 @@ def ablation_section(sources):
                  table(headers, rows)]
         text += [f"`{change}` is not legal alone: {why}\n" for change, why in refused.items()]
         text.append(provenance(source, "../"))
-    return {"ablation": "\n".join(text)}, drawings
+    return "\n".join(text), drawings
 
 
 def draw_ablation(name):
@@ -143,7 +141,7 @@ def rungs_section(source):
         if len(lines) > 1:
             text.append(table(["TFLOP/s", *("#" + name for name in lines)],
                               [[what, *(at.get(name) for name in lines)] for what, at in rates.items()]))
-    return {"rungs": "\n".join(text) + "\n" + provenance(source, "../")}, {}
+    return "\n".join(text)
 
 
 def rested_section(source):
@@ -152,8 +150,7 @@ def rested_section(source):
     names = [n for n in PEERS.values() if any(n in at for at in best.values())]
     rows = [[what, at["line"][1]["config"], short_rate(source, at["line"][1]),
              *(short_rate(source, at[n][1]) if n in at else None for n in names)] for what, at in best.items()]
-    return {"rested": table(["problem", "fastest line", "#TFLOP/s", *(f"#{n}" for n in names)], rows) + "\n"
-            + provenance(source, "../")}, {}
+    return table(["problem", "fastest line", "#TFLOP/s", *(f"#{n}" for n in names)], rows)
 
 
 def e4m3_section(source):
@@ -165,8 +162,7 @@ def e4m3_section(source):
     ours = {what: min((n for n in at if n not in PEERS.values()), key=lambda n: at[n][0]) for what, at in rates.items()}
     rows = [[what, ours[what], at[ours[what]][1], at.get("cuDNN", ("", None))[1], errors[what][ours[what]], errors[what].get("cuDNN")]
             for what, at in rates.items()]
-    headers = ["problem", "fastest line", "#TFLOP/s", "#cuDNN", "#rel_rms", "#cuDNN's, O in e4m3"]
-    return {"e4m3": table(headers, rows) + "\n" + provenance(source, "../")}, {}
+    return table(["problem", "fastest line", "#TFLOP/s", "#cuDNN", "#rel_rms", "#cuDNN's, O in e4m3"], rows)
 
 
 def decode_section(source):
@@ -183,8 +179,7 @@ def decode_section(source):
         bytes_ = math.prod(int(row[name]) for name in ("B", "Hkv", "Sk", "D")) * 2 * (1 if row["dtype"] in ("u8", "e4m3") else 2)
         rows.append([what, *(short(t) if t else None for t, _ in cells), f"{bytes_ / us / 1e6:.2f}",
                      f"{cells[2][0] / us:.2f}x" if cells[2][0] else None])
-    headers = ["problem", "#wgmma, µs", "#mma.sync, µs", "#cuDNN, µs", "#K and V, TB/s", "#times as fast"]
-    return {"decode": table(headers, rows) + "\n" + provenance(source, "../")}, {}
+    return table(["problem", "#wgmma, µs", "#mma.sync, µs", "#cuDNN, µs", "#K and V, TB/s", "#times as fast"], rows)
 
 
 def accuracy_section(source):
@@ -196,13 +191,11 @@ def accuracy_section(source):
         what, value = ("rel_rms", row["rel_rms"]) if row["input"] == "N(0,1)" else ("mean of O", row["mean"])
         cells[name, what][row["Sk"]] = value
     rows = [[name, what, *(at.get(key) for key in keys)] for (name, what), at in sorted(cells.items(), key=lambda item: item[0][1])]
-    return {"accuracy": table(["contender", "what", *(f"#{int(key):,} keys" for key in keys)], rows) + "\n"
-            + provenance(source, "../")}, {}
+    return table(["contender", "what", *(f"#{int(key):,} keys" for key in keys)], rows)
 
 
-def none_yet(name, kind):
-    """A section for which results/ has no file."""
-    return {name: f"None on this GPU yet: `{KINDS[kind][2]}` measures it.\n"}, {}
+def none_yet(kind):
+    return f"None on this GPU yet: `{KINDS[kind][2]}` measures it.\n"
 
 
 def bugs_section(words):
@@ -217,7 +210,7 @@ def bugs_section(words):
         elif verdict == "MISSED":
             missed.append(name)
     if not kinds:
-        raise Refusal("stdin has no line of tests/bugs.py")
+        raise Refused("stdin has no line of tests/bugs.py")
     nets = ("check", "backend", "thread", "address")
     rows = [[kind, *(count[net] or None for net in nets)] for kind, count in kinds.items()]
     rows.append([f"all: {sum(sum(count.values()) for count in kinds.values())}",
@@ -244,7 +237,7 @@ def put(root, sections):
                 missing.discard(name)
                 pages[path] = replaced(pages[path], name, body)
     if missing:
-        raise Refusal(f"no page has the markers of {', '.join(sorted(missing))}")
+        raise Refused(f"no page has the markers of {', '.join(sorted(missing))}")
     for path, text in pages.items():
         if text != path.read_text(encoding="utf-8"):
             write(path, text)
@@ -263,42 +256,37 @@ def drawn(results, named=()):
     root, found = results.parent, newest(results, named)
     main = found["lines"][-1]
     if not any(row["shape"] in ("mission", "long") for row, _ in timed(main)):
-        raise Refusal(f"{main.path} has no row with a time for mission or long; measure on a GPU with ./run_all.sh")
-    parts = [results_section(found.get("peers", [main])[-1]),
-             ladder_section(main, root / "configs.txt", kept_sentences(root)),
-             ablation_section(found["ablation"]) if "ablation" in found else none_yet("ablation", "ablation")]
-    parts += [section(found[kind][-1]) if kind in found else none_yet(name, kind) for name, kind, section in (
-        ("rungs", "peers", rungs_section), ("rested", "rested", rested_section), ("e4m3", "e4m3", e4m3_section),
-        ("decode", "decode", decode_section), ("accuracy", "accuracy", accuracy_section))]
-    return ({name: body for part in parts for name, body in part[i].items()} for i in (0, 1))
+        raise Refused(f"{main.path} has no row with a time for mission or long; measure on a GPU with ./run_all.sh")
+    results, chart = results_section(found.get("peers", [main])[-1])
+    ladder, rungs = ladder_section(main, root / "configs.txt", kept_sentences(root))
+    ablation, waterfalls = ablation_section(found.get("ablation", []))
+    sections = {"results": results, "ladder": ladder, "ablation": ablation or none_yet("ablation")}
+    for name, section in (("rungs", rungs_section), ("rested", rested_section), ("e4m3", e4m3_section),
+                          ("decode", decode_section), ("accuracy", accuracy_section)):
+        kind = "peers" if name == "rungs" else name
+        source = found.get(kind, [None])[-1]
+        sections[name] = section(source) + "\n" + provenance(source, "../") if source else none_yet(kind)
+    return sections, {**chart, **rungs, **waterfalls}
 
 
 def main():
-    """The command line. Returns the exit code."""
-    words = sys.argv[1:]
-    if {"-h", "--help"} & set(words):
-        print(__doc__, end="")
+    options = cli.parse_options(__doc__, cli.MOST)
+    if options.bugs:
+        put(ROOT, {"bugs": bugs_section(sys.stdin)})
         return 0
-    try:
-        if words == ["--bugs"]:
-            put(ROOT, {"bugs": bugs_section(sys.stdin)})
-            return 0
-        for word in words:
-            if not Path(word).is_file():
-                raise Refusal(f"{word}: no such file")
-        sections, pictures = drawn(ROOT / "results", [Path(word).resolve() for word in words])
-        put(ROOT, sections)
-        for name, drawing in pictures.items():
-            write(ROOT / "results" / name, standalone(drawing))
-        for path in (ROOT / "results").glob("*.svg"):  # of a line without ablation any more, for one
-            if path.name not in pictures:
-                path.unlink()
-    except (Refusal, OSError) as error:
-        print(f"page.py: {error}", file=sys.stderr)
-        return 2
-    print(f"drawn: {', '.join(sections)}; {', '.join(pictures)}", file=sys.stderr)
+    for word in options.words:
+        if not Path(word).is_file():
+            raise Refused(f"{word}: no such file")
+    sections, pictures = drawn(ROOT / "results", [Path(word).resolve() for word in options.words])
+    put(ROOT, sections)
+    for name, drawing in pictures.items():
+        write(ROOT / "results" / name, standalone(drawing))
+    for path in (ROOT / "results").glob("*.svg"):  # of a line without ablation any more, for one
+        if path.name not in pictures:
+            path.unlink()
+    cli.say(f"drawn: {', '.join(sections)}; {', '.join(pictures)}")
     return 0
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    cli.command("results", main)

@@ -5,13 +5,14 @@ usage: tools/peers.py CONTENDER... [--shape PROBLEM]... [--suite] [--drawn N [--
 
   CONTENDER  as for ab: a line of configs.txt with or without KNOB=VALUE..., COMMIT:LINE, or torch:cudnn,
              torch:flash, torch:efficient, torch:math (default: all four of these)
-  --shape    a name of ./run_all.sh --help or B,Hq,Hkv,Sq,Sk, and behind it if wanted ,D ,DTYPE and
-             ,CAUSAL, as in 4,32,32,4096,4096,64,fp16,br; only lines with that D and DTYPE take part.
-             Repeatable; default mission, mission2 and long
+  --shape S  a name of ./run_all.sh --help or B,Hq,Hkv,Sq,Sk, and behind it if wanted ,D ,DTYPE and
+             ,CAUSAL, as in 4,32,32,4096,4096,64,fp16,br; only lines with that D and DTYPE take part;
+             repeatable; default mission, mission2 and long
   --suite    the problems of README's table
   --e4m3     the problems of e4m3 in docs/HOPPER.md, where torch:cudnn is cuDNN's own front end (nvidia-cudnn-frontend)
-  --drawn    N problems drawn at random: sizes log-uniform, D, type, mask and heads to a key head uniform, a quarter of
-             them with one query row; --seed (default 0) picks the series
+  --drawn N  problems drawn at random: sizes log-uniform, D, type, mask and heads to a key head uniform, a quarter of
+             them with one query row
+  --seed N   the series of these, from 0; default 0
   --rested   the first 10 ms, at least a replay, after a rest of 0.3 s, before the power limit is reached
 
 Prints rows with the columns of the executables: per problem each line, then each peer. graph_us is one launch's
@@ -24,8 +25,10 @@ import math
 import sys
 
 import builds
+import cli
 import engine
-import numpy as np  # behind engine, which says what to do where it is missing
+import numpy as np  # behind cli, which says what to do where it is missing
+from cli import Refused, say
 
 SUITE = """mission,64 mission2,64 long,64
 4,32,32,4096,4096,64,fp16 4,32,32,4096,4096,64,fp16,br
@@ -63,16 +66,10 @@ def draw(count, seed):
 
 
 def drawn_by(options):
-    """The problems of --drawn and --seed, which add_drawn() declares."""
-    count = engine.number("--drawn", options.drawn, 0)
-    if options.seed and not count:
-        raise builds.Refused(f"--seed {options.seed}: it picks the series of --drawn N; type that as well")
-    return draw(count, engine.number("--seed", options.seed or "0", 0))
-
-
-def add_drawn(parser):
-    parser.add_argument("--drawn", default="0")
-    parser.add_argument("--seed")
+    """The problems of --drawn and --seed."""
+    if options.seed is not None and not options.drawn:
+        raise Refused(f"--seed {options.seed}: it picks the series of --drawn N; type that as well")
+    return draw(options.drawn or 0, options.seed or 0)
 
 
 def against_peers(own, peers, problem):
@@ -105,22 +102,15 @@ def run_problem(gpu, kernels, problem, facts, rested, pace=None):
 
 
 def main():
-    parser = engine.new_parser()
-    parser.add_argument("contenders", nargs="*")
-    parser.add_argument("--shape", action="append", default=[])
-    parser.add_argument("--suite", action="store_true")
-    add_drawn(parser)
-    parser.add_argument("--e4m3", action="store_true")
-    parser.add_argument("--rested", action="store_true")
-    options = engine.parse_options(parser, sys.argv[1:], __doc__)
-    contenders = builds.parse_contenders(options.contenders)
+    options = cli.parse_options(__doc__, cli.MOST)
+    contenders = builds.parse_contenders(options.words)
     lines = [one for one in contenders if isinstance(one, builds.Line)]
     if not lines:
-        raise builds.Refused("which line?")
+        raise Refused("which line?")
     peers = [one for one in contenders if isinstance(one, builds.Torch)] or \
             [builds.Torch(backend) for backend in builds.TORCH_BACKENDS]
-    problems = [engine.parse_problem(text) for text in options.shape + (SUITE if options.suite else []) + (
-        E4M3 if options.e4m3 else [])]
+    texts = (options.shape or []) + SUITE * options.suite + E4M3 * options.e4m3
+    problems = [engine.parse_problem(text) for text in texts]
     drawn = drawn_by(options)
     problems = problems + drawn or [engine.parse_problem(text) for text in ("mission", "mission2", "long")]
     gpu = engine.need_gpu()
@@ -135,7 +125,7 @@ def main():
     for problem in problems:
         kinds = sorted({(line.D, line.dtype) for line in lines if problem.fits(line)})
         if not kinds:
-            print(f"peers.py: no line for D={problem.D} {problem.dtype}: {problem} is left out", file=sys.stderr)
+            say(f"peers.py: no line for D={problem.D} {problem.dtype}: {problem} is left out")
         for kind in kinds:
             for row in run_problem(gpu, kernels, problem.typed(*kind), facts, options.rested,
                                    (DRAWN, 1) if problem in drawn else None):
@@ -146,4 +136,4 @@ def main():
 
 
 if __name__ == "__main__":
-    engine.command("peers.py", main)
+    cli.command("peers.py", main)

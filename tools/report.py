@@ -1,4 +1,3 @@
-#!/usr/bin/env python3
 """Writes results/report.html: one file that loads nothing, drawn from the CSVs of results/ alone.
 
 usage: ./run_all.sh report [--results FOLDER] [--output FILE]
@@ -6,42 +5,37 @@ usage: ./run_all.sh report [--results FOLDER] [--output FILE]
 Shown is the newest CSV of each kind by its name, results/[KIND/]DATE-DEVICE[-WHAT][-N].csv, of the device of
 the newest results/DATE-DEVICE[-N].csv. Times of two runs are not compared: a table names the run of each. What
 a ladder's line is compared with is named by configs.txt. Needs matplotlib.
-  --results FOLDER  of CSVs (default: results)
-  --output FILE     the page (default: report.html in that folder)
+  --results FOLDER  of CSVs; default results
+  --output FILE     the page; default report.html in that folder
 exit: 0, 2 bad usage, or a file that is missing or cannot be read
 """
 import collections
 import html
+import itertools
 import math
 import re
 import statistics
 import string
-import sys
 from pathlib import Path
 
 import builds
-import engine
+import cli
 import page
-from report_charts import intervals, roofline, samples
-from report_rows import KINDS, PEERS, Refusal, controls, every_file, fastest, newest, number, peer, problem, timed
+from cli import Refused, say
+from report_charts import samples
+from report_rows import KINDS, PEERS, newest, number, peer, problem, timed
 
-# Limits of a GPU: dense tensor-core TFLOP/s by type and memory rate in TB/s, with their source.
-HOPPER_TFLOPS = {"fp16, bf16": 989.5, "e4m3": 1979.0}
-DATASHEET = ("NVIDIA {} Tensor Core GPU datasheet (SXM): 1,979 TFLOPS fp16 and 3,958 TFLOPS fp8 with sparsity, so half "
-             "of each for dense matrices, and {} TB/s")
-LIMITS = {"NVIDIA H200": (HOPPER_TFLOPS, 4.8, DATASHEET.format("H200", 4.8)),
-          "NVIDIA H100 80GB HBM3": (HOPPER_TFLOPS, 3.35, DATASHEET.format("H100", 3.35))}
 INTRODUCTIONS = {
-    "results": "One run: the lines that are named, and each peer through PyTorch, in turns in one process on the same "
-               "tensors.",
-    "ladder": "A bar runs from the time of a line's base (upright stroke) to its own time (dot): plain where the line "
-              "is faster, hatched where it is slower. The base is the line that configs.txt names; else the earlier "
-              "line of the family and head size that differs in the fewest knobs.",
-    "ablation": "A line with all of its knobs, then with each taken back (with what cannot stay without it). Bars to "
-                "the right: what the knob gains; to the left: it does not pay here.",
-    "rested": "The first 10 ms after 0.3 s of rest, as an application finds the GPU that does other things in between; "
-              "the tables above have what lasts."}
+    "results": "One run: the lines named, and each peer through PyTorch, in turns in one process on the same tensors.",
+    "ladder": "A bar runs from the time of a line's base (upright stroke) to its own time (dot): plain where the line is "
+              "faster, hatched where it is slower. The base is the line that configs.txt names; else the earlier line "
+              "of the family and head size that differs in the fewest knobs.",
+    "ablation": "A line with all of its knobs, then with each taken back (with what cannot stay without it). Bars to the "
+                "right: what the knob gains; to the left: it does not pay here.",
+    "rested": "The first 10 ms after 0.3 s of rest, as an application finds the GPU that does other things in between."}
 TEMPLATE = Path(__file__).with_name("report.html")
+UNDRAWN = ("verdicts", "steps", "fit", "variants", "sweep", "stress")  # kinds that are tables here
+SIZES = ("B", "Hq", "Hkv", "Sq", "Sk")
 FIRST = ("mission", "mission2", "long")  # of the problems; small is last, since its time is the launch
 
 
@@ -56,12 +50,6 @@ def span(source, row):
     """The 95% interval of a row's time, or nothing in files older than it."""
     low, high = (number(source, row, column) for column in ("graph_lo_us", "graph_hi_us"))
     return f"{digits(low)}–{digits(high)}" if low and high else ""
-
-
-def rate(source, row):
-    """A row's TFLOP/s with three digits."""
-    value = number(source, row, "tflops")
-    return None if value is None else digits(value, 3)
 
 
 def cell(value):
@@ -79,17 +67,11 @@ def table(headers, rows, *sources, attributes="", first=lambda row: False, wide=
             f"<tbody>\n{body}\n</tbody></table></div>" + (provenance(*sources) if sources else ""))
 
 
-def measured(source):
-    """What a file's rows were measured on, as a sentence's part."""
-    gpu, driver, cuda, commit, date = (html.escape(word) or "not recorded" for word in source.measured_on())
-    return f"{gpu}, driver {driver}, CUDA {cuda}, commit {commit}, <time>{date}</time>"
-
-
 def provenance(*sources, tag="p"):
     """Which file each figure is from, the command that makes such rows, and what it was measured on."""
     files = collections.defaultdict(list)
     for source in sources:
-        files[measured(source)].append(
+        files[html.escape(source.measured_on)].append(
             f"<code>{html.escape(source.name)}</code> (<code>{html.escape(KINDS[source.kind][2])}</code>)")
     words = [" and ".join(names) + ": " + on for on, names in files.items()]
     return f'<{tag} class="from">From ' + ".<br>".join(words) + f".</{tag}>"
@@ -126,11 +108,6 @@ def from_markdown(text, pictures):
     return "\n".join(parts)
 
 
-def fold(summary, body):
-    """A part that opens on request."""
-    return f"<details><summary>{html.escape(summary)}</summary>\n{body}\n</details>"
-
-
 def page_of(title, body):
     """The template with TITLE and BODY, and a class for each different style of the charts' elements."""
     classes = {}
@@ -146,15 +123,15 @@ def ranked_section(sources):
     """Every timed row, ranked inside its problem and file, with filters."""
     rows = []
     for source in sources:
-        at = collections.defaultdict(list)
-        for row, us in timed(source):
-            at[problem(row)].append((us, row))
-        for entries in sorted(at.values(), key=lambda entries: place(entries[0][1]["shape"])):
-            entries.sort(key=lambda entry: entry[0])
-            for rank, (us, row) in enumerate(entries, 1):
-                rows.append((rank, PEERS.get(row["config"], row["config"]), us, span(source, row), rate(source, row),
-                             f"{us / entries[0][0]:.2f}", sizes(row), row["D"], row["dtype"], row["causal"],
-                             "peer" if peer(row) else row["family"], row["check"] or "–", source.kind))
+        at = grouped(timed(source), lambda entry: problem(entry[0]))
+        for entries in sorted(at.values(), key=lambda entries: place(entries[0][0]["shape"])):
+            entries.sort(key=lambda entry: entry[1])
+            for rank, (row, us) in enumerate(entries, 1):
+                tflops = number(source, row, "tflops")
+                rows.append((rank, PEERS.get(row["config"], row["config"]), us, span(source, row),
+                             tflops and digits(tflops, 3), f"{us / entries[0][1]:.2f}", sizes(row), row["D"],
+                             row["dtype"], row["causal"], "peer" if peer(row) else row["family"], row["check"] or "–",
+                             source.kind))
     headers = ["#rank", "line", "#µs", "#95% interval, µs", "#TFLOP/s", "#× best", "B,Hq,Hkv,Sq,Sk", "#D", "type",
                "causal", "family", "check", "run"]
     selects = []
@@ -179,42 +156,8 @@ def place(shape):
 
 def sizes(row):
     """B,Hq,Hkv,Sq,Sk with the shape's name, if it has one."""
-    words = ",".join(row[c] for c in ("B", "Hq", "Hkv", "Sq", "Sk"))
+    words = ",".join(row[c] for c in SIZES)
     return f"{words} {row['shape']}" if row["shape"].isalnum() and row["shape"][0].isalpha() else words
-
-
-def roofline_section(sources):
-    """TFLOP/s against FLOP per byte, under the limits of the GPU."""
-    gpu = (sources[0].values("device") or [""])[0]
-    at = {}
-    for source in sources:
-        for row, us in timed(source):
-            tflops, who = number(source, row, "tflops"), "peer" if peer(row) else row["family"]
-            if row["shape"] != "small" and tflops and tflops > at.get((problem(row), who), (0,))[0]:
-                at[problem(row), who] = tflops, us, row, source.kind
-    limits, bandwidth, origin = LIMITS.get(gpu, ({}, 0.0, ""))
-    types = {row["dtype"] for _, _, row, _ in at.values()}
-    limits = {name: limit for name, limit in limits.items() if types & set(name.split(", "))}
-    points, rows = [], []
-    for (what, who), (tflops, us, row, run) in at.items():
-        B, Hq, Hkv, Sq, Sk, D = (float(row[c]) for c in ("B", "Hq", "Hkv", "Sq", "Sk", "D"))
-        size = 1 if row["dtype"] in ("e4m3", "u8") else 2
-        intensity = tflops * us * 1e6 / (B * D * (Hq * Sq * (size + 2) + 2 * Hkv * Sk * size))
-        points.append((who, intensity, tflops))
-        limit = next((limit for name, limit in limits.items() if row["dtype"] in name.split(", ")), None)
-        share = f"{100 * tflops / min(limit, intensity * bandwidth):.0f}" if limit else None
-        rows.append((what, who, PEERS.get(row["config"], row["config"]), digits(intensity), digits(tflops, 3), share,
-                     run))
-    text = (f"Limits: {origin}. The tensor limit is at the boost clock; a launch that runs into the power limit has a "
-            "lower clock. " if limits else f"The limits of {gpu} are not known to this page, so none are drawn. ")
-    headers = ["problem (B,Hq,Hkv,Sq,Sk,D)", "family", "fastest", "#FLOP/byte", "#TFLOP/s", "#% of the roof", "run"]
-    drawing = roofline(points, limits, bandwidth, f"Roofline on {gpu}")
-    return ("<p>A point is the fastest line of a family on one problem in any of the runs, or the fastest peer. "
-            f"{html.escape(text)}FLOP are 4·D·(visible query-key pairs)·B·Hq; bytes are Q, K, V and O once, so that "
-            "what caches save or repeated reads cost is left out. The problem <em>small</em> is left out: its time is "
-            "the launch.</p>\n"
-            + charts([figure("Fastest of each family on each problem", drawing, *sources),
-                      f'<div class="rest">{table(headers, rows, *sources)}</div>']))
 
 
 def comparison(source, rows, verdicts, what):
@@ -229,12 +172,8 @@ def comparison(source, rows, verdicts, what):
     ratios = {row["b"]: [b / a for b, a in zip(middle[row["b"]], middle[row["a"]])] for row in verdicts}
     note = "; ".join(f"{row['b']}: {row['verdict']}, {row['pairs']} pairs, {row['thrown_out']} thrown out as disturbed"
                      for row in verdicts)
-    estimate = {row["b"]: judged(source, row) for row in verdicts}
+    estimate = {row["b"]: [number(source, row, column) for column in ("ratio", "low", "high")] for row in verdicts}
     return figure(title, samples(times, ratios, estimate, title), source, note=note)
-
-
-def judged(source, row):
-    return tuple(number(source, row, column) for column in ("ratio", "low", "high"))
 
 
 def grouped(rows, key):
@@ -245,97 +184,35 @@ def grouped(rows, key):
 
 
 def ab_section(found):
-    """The distributions behind the verdicts, and the verdicts of trials with their intervals."""
+    """The distributions behind the verdicts."""
     parts, case = [], lambda row: (row["comparison"], row["problem"])
     verdicts = grouped((row for source in found["verdicts"] for row in source.rows), case)
     for source in found["samples"]:
         drawn = [comparison(source, rows, verdicts[key], key[1]) for key, rows in grouped(source.rows, case).items()]
-        parts.append("<h3>Samples</h3>\n<p>Each contender's times, a tick per replay of its graph; and the ratio of "
-                     "each turn's median to that of the first contender in the same half of a block, with the "
-                     "verdict's trimmed mean (diamond) and its 99% interval. Grey: within 0.5%.</p>\n" + charts(drawn))
-    for source in found["verdicts"]:
-        trials = grouped((row for row in source.rows if not row["comparison"]), lambda row: (
-            f"{row['a']}, {row['problem']}" + (f" vs {row['b_problem']}" if row["b_problem"] != row["problem"] else "")
-            + (": neighbour" if row.get("kind") == "neighbour" else "")))
-        if trials:  # the samples of the others are above
-            bars = [(title, [(*judged(source, row), row["verdict"]) for row in rows]) for title, rows in trials.items()]
-            drawing = intervals(bars, "Ratios of trial comparisons with their intervals", "ratio B/A, 99% interval")
-            parts.append("<h3>Can a verdict be trusted?</h3>\n<p>Lines against themselves, against 1% and 0.5% more "
-                         "keys, and while another process copies memory: an interval per comparison. Grey: within "
-                         "0.5%, which counts as the same.</p>\n"
-                         + charts([figure("Trial comparisons", drawing, source)]))
-    parts += [fold(f"{len(source.rows)} claims of speed in configs.txt, timed in turns", table(
-        ["line", "over", "shape", "#times as fast", "#99% interval"],
-        [(r["line"], r["over"], r["shape"], r["speed_up"], f"{r['low']} to {r['high']}") for r in source.rows], source))
-        for source in found["steps"]]
-    for source in found["fit"]:
-        rows = [(r["D"], r["shape"], r["causal"], r["tile"], number(source, r, "us")) for r in source.rows]
-        parts.append(fold(f"The tiles of TUNED_TILES on {len({row[:3] for row in rows})} problems",
-                          table(["#D", "shape", "causal", "tile", "#µs"], rows, source, wide=["tile"])))
-    return "\n".join(parts + [variants(source) for source in found["variants"]])
+        parts.append("<p>Each contender's times, a tick per replay of its graph; and the ratio of each turn's median to that "
+                     "of the first contender in the same half of a block, with the verdict's trimmed mean (diamond) and "
+                     "its 99% interval. Grey: within 0.5%.</p>\n" + charts(drawn))
+    return "\n".join(parts)
 
 
-def variants(source):
-    """A table of measured variants; each beside the line as committed in the same run, where that was timed."""
-    def case(row):
-        return tuple(row[c] for c in ("run", "config", "shape", "D", "causal"))
-    committed = {case(row): number(source, row, "graph_us") for row in source.rows if row["source"] == "as committed"}
-    rows = []
-    for row in source.rows:
-        us, whole = number(source, row, "graph_us"), committed.get(case(row))
-        run, config, *where = case(row)
-        rows.append((run, config, row["source"], *where, us, span(source, row),
-                     f"{us / whole:.3f}" if us and whole and row["source"] != "as committed" else None))
-    headers = ["#run", "line", "source", "shape", "#D", "causal", "#µs", "#95% interval, µs", "#µs / committed"]
-    return fold(f"{source.path.stem}: {len(rows)} variants of lines, medians with intervals",
-                table(headers, rows, source, wide=["source"]))
-
-
-def checks_section(found):
-    """Random problems and stress runs, counted."""
-    parts, columns = [], ["problems", "passed", "wrong", "errors", "skipped"]
-    for source in found["sweep"]:
-        rows = [(row["config"], *(int(number(source, row, c) or 0) for c in columns)) for row in source.rows]
-        words = ", ".join(f"{sum(row[i] for row in rows)} {column}" for i, column in enumerate(columns, 1))
-        parts.append(fold(f"{len(rows)} lines on random problems: {words}",
-                          table(["line", *("#" + c for c in columns)], rows, source)))
-    for source in found["stress"]:
-        rows = [(r["config"], r["case"], r["problem"], r["repeats"], r["check"]) for r in source.rows]
-        good = sum(row[4] == "PASS" for row in rows)
-        parts.append(fold(f"The same bits whatever runs beside it: {good} of {len(rows)} cases pass",
-                          table(["line", "case", "problem", "#repeats", "check"], rows, source)))
+def tables_section(found):
+    """What is measured besides, a table for each file, of the columns in which its rows differ."""
+    parts = []
+    for source in itertools.chain(*map(found.get, filter(found.get, UNDRAWN))):
+        columns = [name for name in source.rows[0] if name not in SIZES and len({row[name] for row in source.rows}) > 1]
+        numeric = [name for name in columns if re.fullmatch(r"[\d.]*", "".join(row[name] for row in source.rows))]
+        body = table(["#" * (name in numeric) + name for name in columns],
+                     [[row[name] for name in columns] for row in source.rows], source, wide=["tile", "source"])
+        parts.append(f"<details><summary>{source.name}: {len(source.rows)} rows</summary>\n{body}\n</details>")
     return "\n".join(parts)
 
 
 def files_section(results, found):
     """Every CSV of results/, and whether this page shows it."""
-    shown = {source.path: source.kind for sources in found.values() for source in sources}
-    rows = [(str(source.path.relative_to(results.parent)), shown.get(source.path, source.kind), len(source.rows),
-             *source.measured_on(), "shown" if source.path in shown else "") for source in every_file(results)]
-    headers = ["file", "kind", "#rows", "GPU", "driver", "CUDA", "commit", "date", "here"]
+    shown = {source.path for sources in found.values() for source in sources}
+    rows = [(path.relative_to(results.parent), "shown" if path in shown else "") for path in sorted(results.rglob("*.csv"))]
     return (f"<p>Shown are the newest of each kind by their names: {len(shown)} of {len(rows)} files.</p>\n"
-            + table(headers, rows, first=lambda row: row[-1] == "shown"))
-
-
-def facts(main, peers):
-    """The figures to take away, as a list of terms."""
-    racy, lines = controls(main), {row["config"] for row in main.rows}
-    skipped = {row["config"] for row in main.rows if row["status"] == "skipped"}
-    passed = lines - racy - {row["config"] for row in main.rows if row["check"] != "PASS"}
-    more = [f"{len(names)} {what}" for names, what in ((racy, "must fail"), (skipped, "cannot run here")) if names]
-    items = [("lines that pass their checks", f"{len(passed)} of {len(lines)} <small>{', '.join(more)}</small>")]
-    for what, at in fastest([main]).items():
-        if at["shape"] in ("mission", "long") and "line" in at and what.endswith(",64 fp16"):
-            us, row, _ = at["line"]
-            items.append((f"fastest at {at['shape']}, D = 64",
-                          f"{digits(us, 3)} µs <small>{html.escape(row['config'])}</small>"))
-    ratios = [min(one[0] for name, one in at.items() if name not in ("shape", "line")) / at["line"][0]
-              for at in fastest([peers]).values() if "line" in at and len(at) > 2]
-    if ratios:
-        items.append((f"times as fast as the best peer, {len(ratios)} problems",
-                      f"{statistics.geometric_mean(ratios):.2f}x <small>geometric mean, {min(ratios):.2f} to "
-                      f"{max(ratios):.2f}</small>"))
-    return '<dl class="facts">' + "".join(f"<div><dt>{dt}</dt><dd>{dd}</dd></div>" for dt, dd in items) + "</dl>"
+            + table(["file", "here"], rows, first=lambda row: row[-1] == "shown"))
 
 
 # ---- the page ----
@@ -354,40 +231,32 @@ def whole(results):
         ("ranked", "All lines, ranked by problem", ranked_section(runs)),
         ("ladder", "The ladder: what each step gives", drawn["ladder"]),
         ("ablation", "Ablations", drawn["ablation"]),
-        ("roofline", "Roofline", roofline_section(runs)),
         ("rungs", "Lines on the problems of the peers", drawn["rungs"]),
         ("rested", "After a rest", drawn["rested"]),
         ("e4m3", "8 bits", drawn["e4m3"]),
         ("decode", "Few query rows", drawn["decode"]),
         ("accuracy", "Errors by the number of keys", drawn["accuracy"]),
         ("ab", "A/B comparisons", ab_section(found)),
-        ("checks", "Checks", checks_section(found)),
+        ("tables", "Claims, tiles, variants and checks", tables_section(found)),
         ("files", "All files of results/", files_section(results, found)),
     ]
-    gpu, date = main.measured_on()[0], main.measured_on()[-1]
     sections = [section for section in sections if section[2]]
     contents = "".join(f'<li><a href="#{key}">{title}</a></li>' for key, title, _ in sections)
-    body = (f"<header><h1>sdpa: attention forward on {html.escape(gpu)}</h1>\n<p>{measured(main)}. "
+    body = (f"<header><h1>sdpa: attention forward on {html.escape(main.gpu)}</h1>\n<p>{html.escape(main.measured_on)}. "
             "Made by <code>./run_all.sh report</code> from results/ alone; this file loads nothing.</p>\n"
-            f"{facts(main, peers[0])}\n</header>\n<nav aria-label=\"Contents\"><ol>{contents}</ol></nav>\n<main>\n"
+            f"</header>\n<nav aria-label=\"Contents\"><ol>{contents}</ol></nav>\n<main>\n"
             + "\n".join(f'<section id="{key}">\n<h2>{title}</h2>\n{text}\n</section>' for key, title, text in sections)
             + "\n</main>")
-    return page_of(f"sdpa on {gpu}, {date}", body)
+    return page_of(f"sdpa on {main.gpu}, {main.path.name[:10]}", body)
 
 
 def main():
-    parser = engine.new_parser()
-    parser.add_argument("--results", type=Path, default=Path(builds.ROOT, "results"))
-    parser.add_argument("--output", type=Path)
-    options = engine.parse_options(parser, sys.argv[1:], __doc__)
-    output = options.output or options.results / "report.html"
-    if not options.results.is_dir():
-        raise Refusal(f"{options.results}: no such folder; measure first with ./run_all.sh")
-    text = whole(options.results.resolve())
-    builds.replace_file(str(output), text)
-    print(f"{output}: {len(text.encode()) / 1024:.0f} KB", file=sys.stderr)
+    options = cli.parse_options(__doc__)
+    results = Path(options.results or Path(builds.ROOT, "results"))
+    output = options.output or results / "report.html"
+    if not results.is_dir():
+        raise Refused(f"{results}: no such folder; measure first with ./run_all.sh")
+    text = whole(results.resolve())
+    builds.replace_file(output, text)
+    say(f"{output}: {len(text.encode()) / 1024:.0f} KB")
     return 0
-
-
-if __name__ == "__main__":
-    engine.command("report.py", main)

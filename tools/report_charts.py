@@ -7,16 +7,9 @@ import html
 import io
 import itertools
 import math
-import os
 import re
-import sys
 
-try:
-    import matplotlib
-except ImportError as missing:
-    print(f"{os.path.basename(sys.argv[0])}: {missing.name} is missing; install it with: sudo apt-get install "
-          "python3-matplotlib (or: python3 -m pip install matplotlib)", file=sys.stderr)
-    sys.exit(2)
+import matplotlib
 from matplotlib import ticker
 from matplotlib.figure import Figure
 
@@ -33,9 +26,6 @@ ROW = 15
 # Fill and pattern of the first, second, ... series of a chart.
 SERIES = [("#1f5fa8", ""), ("#f3d9a4", "////"), ("#ffffff", "||||"), ("#c7e3d4", "xxxx"), ("#e6d3ea", "----")]
 FASTER, SLOWER = ("#1f5fa8", ""), ("#f6c6b8", "////")
-MARKERS = {"scalar": ("s", EDGE), "wmma": ("^", "#b36b00"), "mma": ("D", "#1f5fa8"), "wgmma": ("o", "#00724f"),
-           "cublas": ("P", "#8a4a86"), "peer": ("x", "#b3261e")}
-VERDICTS = {"SAME": "o", "FASTER": "<", "SLOWER": ">", "UNCLEAR": "D"}
 _ids = itertools.count(1)
 
 
@@ -210,64 +200,6 @@ def against(rows, series, label, xlabel):
     name_rows(axes, [title for title, _, _ in rows])
     axes.set_xlabel(xlabel)
     legend(figure, len(series))
-    return svg(figure, label)
-
-
-def roofline(points, limits, bandwidth, label):
-    """TFLOP/s against FLOP per byte. POINTS: (family, intensity, TFLOP/s, number or "").
-
-    LIMITS: {name: TFLOP/s}; BANDWIDTH in TB/s. Both may be missing on a GPU whose limits are not known.
-    """
-    figure, (axes,) = canvas(46, [330])
-    xs, ys = [p[1] for p in points], [p[2] for p in points]
-    x_low, x_high = min(xs) / 2, max(xs) * 2.2
-    if bandwidth:
-        x_low = min(x_low, max(limits.values()) / bandwidth / 8)
-    y_high = max(ys + list(limits.values())) * 1.6
-    axes.set(xscale="log", yscale="log", xlim=(x_low, x_high), ylim=(min(ys) / 1.6, y_high))
-    axes.grid(axis="y")
-    for (name, limit), style in zip(limits.items(), ("-", "-.", ":")):
-        ridge = limit / bandwidth
-        axes.plot([x_low, ridge, x_high], [x_low * bandwidth, limit, limit], style, color=INK, linewidth=1.2)
-        write(axes, f"{name}: {limit:.0f} TFLOP/s", (x_high, limit), -2, up=4, ha="right", va="baseline")
-    if bandwidth:
-        x = max(limits.values()) / bandwidth / 5
-        write(axes, f"memory: {bandwidth:g} TB/s", (x, x * bandwidth), 6, up=-8, va="baseline")
-    for family in dict.fromkeys(p[0] for p in points):
-        marker, colour = MARKERS.get(family, ("*", INK))
-        mine = [p for p in points if p[0] == family]
-        axes.plot([p[1] for p in mine], [p[2] for p in mine], marker, color=colour, markersize=4.5, linestyle="none",
-                  markerfacecolor="none" if marker != "x" else colour, markeredgewidth=1.1, label=family)
-    axes.legend(loc="lower right", borderaxespad=0.2)
-    log_ticks(axes.xaxis, x_low, x_high)
-    log_ticks(axes.yaxis, min(ys) / 1.6, y_high)
-    axes.set_xlabel("FLOP per byte of Q, K, V and O, log axis")
-    axes.set_ylabel("TFLOP/s, log axis", labelpad=1)
-    return svg(figure, label)
-
-
-def intervals(rows_by_title, label, xlabel, same=0.005):
-    """Ratios with their intervals, in groups: (title, [(ratio, low, high, verdict)])."""
-    height = sum(ROW + 9 * len(rows) + 4 for _, rows in rows_by_title)
-    figure, (axes,) = canvas(8, [height], top=24)
-    name_rows(axes, [])
-    axes.set_ylim(height, 0)
-    axes.axvspan(1 - same, 1 + same, color="#eef1f4", linewidth=0)
-    y, seen = 0.0, {}
-    for title, rows in rows_by_title:
-        write(axes, fit(title), (None, y + ROW - 3))
-        y += ROW
-        axes.plot([1, 1], [y, y + 9 * len(rows)], color=INK, linewidth=0.8)
-        for ratio, low, high, verdict in rows:
-            y += 4.5
-            axes.plot([low, high], [y, y], color=INK, linewidth=1)
-            seen[verdict], = axes.plot(ratio, y, VERDICTS.get(verdict, "s"), color=INK, markersize=4,
-                                       markerfacecolor="white" if verdict == "SAME" else INK, linestyle="none")
-            y += 4.5
-        y += 4
-    axes.xaxis.set_major_locator(ticker.MaxNLocator(6))
-    axes.set_xlabel(xlabel)
-    legend(figure, len(seen), handles=seen.values(), labels=seen.keys())
     return svg(figure, label)
 
 

@@ -1,34 +1,30 @@
 """The CSVs of results/: which of them the page shows, and what their rows mean."""
 import csv
 import re
-import shutil
 from dataclasses import dataclass
 from pathlib import Path
 
-from builds import Refused as Refusal, run
+from builds import Tree
+from cli import Refused
 
-RUN = ("config", "family", "shape", "status", "check", "graph_us", "tflops", "B", "Hq", "Hkv", "Sq", "Sk", "D",
-       "dtype", "causal", "device", "git_sha", "knobs", "note")
-# Kind: folder, columns that it needs, and the command that makes such rows. A file of results/ab/ is of the
-# first kind whose columns it has.
+RUN = "config family shape status check graph_us tflops B Hq Hkv Sq Sk D dtype causal device git_sha knobs note".split()
+# Kind: folder, columns that it needs, and the command that makes such rows. A file of results/ab/ is of the first kind
+# whose columns it has.
 KINDS = {
     "lines": ("", RUN, "./run_all.sh"),
     "peers": ("peers", RUN, "tools/peers.py LINE... --shape S..."),
     "e4m3": ("e4m3", (*RUN, "rel_rms"), "tools/peers.py LINE... --e4m3"),
     "decode": ("decode", RUN, "tools/peers.py LINE... --shape S..."),
-    "accuracy": ("accuracy", ("contender", "input", "D", "dtype", "Sk", "rel_rms", "mean"),
-                 "tools/accuracy.py LINE..."),
+    "accuracy": ("accuracy", "contender input D dtype Sk rel_rms mean".split(), "tools/accuracy.py LINE..."),
     "ablation": ("ablation", RUN, "./run_all.sh ablate LINE"),
     "rested": ("rested", RUN, "tools/peers.py --rested LINE... --shape S..."),
-    "samples": ("ab", ("comparison", "contender", "problem", "turn", "replay", "us", "clock_mhz", "throttle"),
-                "./run_all.sh ab LINE KNOB=VALUE..."),
-    "verdicts": ("ab", ("comparison", "a", "b", "problem", "b_problem", "ratio", "low", "high", "verdict"),
-                 "./run_all.sh ab, or tools/ab_trial.py"),
-    "steps": ("steps", ("line", "over", "shape", "speed_up", "low", "high"), "./run_all.sh gates --time"),
-    "fit": ("fit", ("D", "shape", "causal", "tile", "us", "check"), "./run_all.sh fit"),
-    "variants": ("ab", ("run", "config", "shape", "D", "causal", "source", "graph_us"), "tools/peers.py LINE..."),
-    "sweep": ("sweep", ("config", "problems", "passed", "wrong", "errors", "skipped"), "./run_all.sh sweep"),
-    "stress": ("stress", ("config", "case", "problem", "repeats", "check"), "./run_all.sh stress"),
+    "samples": ("ab", "comparison contender problem turn replay us".split(), "./run_all.sh ab LINE KNOB=VALUE..."),
+    "verdicts": ("ab", "comparison a b problem ratio low high verdict".split(), "./run_all.sh ab, or tools/ab_trial.py"),
+    "steps": ("steps", (), "./run_all.sh gates --time"),
+    "fit": ("fit", (), "./run_all.sh fit"),
+    "variants": ("ab", (), "tools/peers.py LINE..."),
+    "sweep": ("sweep", (), "./run_all.sh sweep"),
+    "stress": ("stress", (), "./run_all.sh stress"),
 }
 PEERS = {"torch_cudnn": "cuDNN", "torch_flash": "FlashAttention-2", "torch_efficient": "memory-efficient",
          "torch_math": "PyTorch math"}
@@ -53,11 +49,16 @@ class Source:
         """The different values of a column, in order, without the empty ones."""
         return list(dict.fromkeys(filter(None, (row.get(column) for row in self.rows))))
 
+    @property
+    def gpu(self):
+        return ", ".join(self.values("device")) or device_slug(self.path).replace("-", " ")
+
+    @property
     def measured_on(self):
-        """GPU, driver, CUDA, commits and date as far as the file tells; its name has the GPU and date too."""
-        driver, cuda, commit = (", ".join(self.values(column)) for column in ("driver", "cuda", "git_sha"))
-        gpu = ", ".join(self.values("device")) or device_slug(self.path).replace("-", " ")
-        return gpu, driver, cuda, commit, self.path.name[:10]
+        """GPU, driver, CUDA, commits and date, as a sentence's part; the file's name has the GPU and date too."""
+        columns = ("driver", "cuda", "git_sha")
+        driver, cuda, commit = (", ".join(self.values(column)) or "not recorded" for column in columns)
+        return f"{self.gpu}, driver {driver}, CUDA {cuda}, commit {commit}, {self.path.name[:10]}"
 
 
 def device_slug(path):
@@ -77,14 +78,14 @@ def read(path, kinds):
             reader = csv.DictReader(file)
             rows, columns = list(reader), reader.fieldnames or []
     except (OSError, UnicodeDecodeError, csv.Error) as error:
-        raise Refusal(f"{path} cannot be read: {error}") from error
+        raise Refused(f"{path} cannot be read: {error}") from error
     kind = next((kind for kind in kinds if set(KINDS[kind][1]) <= set(columns)), None)
     if not kind:
         missing = [c for c in KINDS[kinds[0]][1] if c not in columns]
-        raise Refusal(f"{path} lacks the column{'s' if len(missing) > 1 else ''} {', '.join(missing)}; "
+        raise Refused(f"{path} lacks the column{'s' if len(missing) > 1 else ''} {', '.join(missing)}; "
                       f"measure it again with {KINDS[kinds[0]][2]}, or delete it")
     if not rows or any(None in row or None in row.values() for row in rows):
-        raise Refusal(f"{path} has {'a row of another length than its header' if rows else 'no rows'}; measure it "
+        raise Refused(f"{path} has {'a row of another length than its header' if rows else 'no rows'}; measure it "
                       f"again with {KINDS[kind][2]}, or delete it")
     return Source(path, kind, rows)
 
@@ -95,7 +96,7 @@ def number(source, row, column):
     try:
         return float(text) if text else None
     except ValueError:
-        raise Refusal(f"{source.path} has {text!r} in its column {column}, which is no number") from None
+        raise Refused(f"{source.path} has {text!r} in its column {column}, which is no number") from None
 
 
 def newest(results, named=()):
@@ -103,7 +104,7 @@ def newest(results, named=()):
     folders = {about[0] for about in KINDS.values() if about[0]}
     mains = sorted(results.glob("[0-9]*.csv"), key=by_name) + [p for p in named if p.parent.name not in folders]
     if not mains:
-        raise Refusal(f"{results} has no CSV of lines (DATE-DEVICE.csv); measure first with ./run_all.sh")
+        raise Refused(f"{results} has no CSV of lines (DATE-DEVICE.csv); measure first with ./run_all.sh")
     found = {"lines": [read(mains[-1], ["lines"])]}
     last = {}
     for path in sorted(results.glob("*/*.csv"), key=by_name) + [p for p in named if p.parent.name in folders]:
@@ -114,15 +115,6 @@ def newest(results, named=()):
             source = read(path, [kind for kind, about in KINDS.items() if about[0] == folder])
             found.setdefault(source.kind, []).append(source)
     return found
-
-
-def every_file(results):
-    """A Source for every CSV, of the kind that its folder says, as far as it can be read."""
-    for path in sorted(results.rglob("*.csv"), key=lambda path: (path.parent, by_name(path))):
-        folder = path.parent.name if path.parent != results else ""
-        kind = next((kind for kind, about in KINDS.items() if about[0] == folder), folder)
-        with open(path, newline="", encoding="utf-8", errors="replace") as file:
-            yield Source(path, kind, list(csv.DictReader(file)))
 
 
 # ---- what rows mean ----
@@ -171,12 +163,11 @@ def bases(source, configs):
     and head size that differs in the fewest knobs, the latest of these. A line that takes its tile by the problem
     has no knobs to compare.
     """
-    named, command = {}, ["cmake", f"-DCONFIGS={configs}", "-P", Path(__file__).parent / "configs.cmake"]
-    lines = run(command).stdout.splitlines() if configs.is_file() and shutil.which("cmake") else []
-    for name, own, _, _, _, gates in (line.split("\t") for line in lines):
-        step = re.search(r"gate:step-over=(\w+):", gates)
-        if own or step:
-            named[name] = own or step[1]
+    named = {}
+    for name, line in (Tree().config_lines() if configs.is_file() else {}).items():
+        step = re.search(r"gate:step-over=(\w+):", " ".join(line.gates))
+        if line.base or step:
+            named[name] = line.base or step[1]
     first, base = {row["config"]: row for row in reversed(source.rows)}, {}
     for name in source.values("config"):
         row, near = first[name], []
@@ -195,24 +186,17 @@ def difference(old, new):
 
 
 def ladders(source):
-    """{ladder: {line: {shape: µs}}} of mission and long, in the order of the rows; wgmma has two ladders."""
-    found = {}
+    """{ladder: its lines} in the order of the rows, of wgmma two; {line: {shape: µs}} of mission and long."""
+    found, us = {}, {}
     for row in source.rows:
-        family = row["family"]
-        if family == "wgmma":
-            family += " D=64" if row["D"] == "64" else " D=128, 256"
-        if row["family"]:
-            found.setdefault(family, {}).setdefault(row["config"], {})
-    of_line = {name: at for lines in found.values() for name, at in lines.items()}
-    for row, us in timed(source):
-        if row["shape"] in ("mission", "long") and row["config"] in of_line:
-            of_line[row["config"]][row["shape"]] = us
-    return found
-
-
-def rungs_at(lines, base, shape, us):
-    """(line, its base's µs or None, its µs) of those LINES that have a time at SHAPE; US: of any ladder's lines."""
-    return [(name, us.get(base[name], {}).get(shape), us[name][shape]) for name in lines if shape in us[name]]
+        if row["family"] and row["config"] not in us:
+            D = (" D=64" if row["D"] == "64" else " D=128, 256") if row["family"] == "wgmma" else ""
+            found.setdefault(row["family"] + D, []).append(row["config"])
+            us[row["config"]] = {}
+    for row, t in timed(source):
+        if row["shape"] in ("mission", "long") and row["config"] in us:
+            us[row["config"]][row["shape"]] = t
+    return found, us
 
 
 def ablated(source):

@@ -1,29 +1,28 @@
-#!/usr/bin/env python3
 """usage: ./run_all.sh sanitize [REGEX] [--tool T] [--strict] [--jobs J]
 Runs NVIDIA's compute-sanitizer (memcheck, racecheck, synccheck) over a line of each kind of configs.txt, on three
 small problems. CSV on stdout, a row a run: its reports, those that nobody expects, and PASS, FAIL or SKIPPED (the
 line is for another GPU). What is expected, and why, is EXPECTED in tools/sanitize.py; docs/TESTING.md explains it.
 Each unexpected kind of report is listed on stderr; all words are in BUILD/sanitize/NAME-TOOL.log.
   REGEX     the lines whose name matches, instead of one of each kind
-  --tool T  memcheck, racecheck or synccheck alone
+  --tool memcheck|racecheck|synccheck  this one alone
   --strict  nothing is expected, so that all is listed
-  --jobs J  runs at once (default 2)
+  --jobs N  runs at once, from 1 to 99 (default 2)
 exit: 0 as expected, 1 something unexpected, 2 bad usage or a missing tool
 """
 import csv
 import functools
 import os
 import re
-import shutil
 import subprocess
 import sys
-from collections import Counter
+from collections import Counter, namedtuple
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 
 import builds
+import cli
 import engine
-from builds import Refused
+from cli import Refused, say
 
 # Of each family: plain, with copies ahead, with a queue, with roles, with slices of the keys; 8 bits; the negative controls.
 KINDS = """scalar_sync1 scalar_async2 scalar_u8 wmma_persistent wmma_all wmma_u8 mma_lazy mma_split4 mma_decode
@@ -36,17 +35,8 @@ QUEUE = "--max-ctas 2"  # fewer CTAs than items
 TOOLS = {"memcheck": [], "racecheck": ["--num-cuda-barriers", "128"], "synccheck": ["--num-cuda-barriers", "128"]}
 SECONDS = 300  # a run takes a few
 LISTED = 8     # kinds of unexpected reports of a run
-
-
-@dataclass(frozen=True)
-class Expected:
-    """Reports of a tool on lines, both regular expressions; `report` is searched in Group.text."""
-    tool: str
-    lines: str
-    report: str
-    why: str
-
-
+# Reports of a tool on lines, both regular expressions; `report` is searched in Group.text.
+Expected = namedtuple("Expected", "tool lines report why")
 EXPECTED = (
     Expected("racecheck", "_racy$", "Race reported", "a negative control: it has no barrier"),
     Expected("racecheck", "^(wgmma|hopper)", "Race reported.*`s.item.stage. = item;`",
@@ -70,11 +60,7 @@ class Group:
         return f"{self.sentence} in {self.kernel}: {', '.join(self.places)}"
 
 
-@dataclass(frozen=True)
-class Report:
-    group: Group
-    offsets: tuple  # in the machine code
-    hazards: int    # of racecheck
+Report = namedtuple("Report", "group offsets hazards")  # in the machine code; of racecheck
 
 
 def parse(text):
@@ -129,12 +115,6 @@ def source_line(where):
 
 # ---- what is made of it ----
 
-def expected_by(rows, tool, name, group):
-    """The row that expects a group; None if none does."""
-    return next((row for row in rows if row.tool == tool and re.search(row.lines, name)
-                 and re.search(row.report, group.text)), None)
-
-
 @dataclass
 class Run:
     """A line, a problem and a tool; what became of it."""
@@ -155,7 +135,8 @@ def judge(run, text, code, expected=EXPECTED):
         return
     reports, promised = parse(text)
     groups = Counter(one.group for one in reports)
-    rows = {group: expected_by(expected, run.tool, run.line.name, group) for group in groups}
+    own = [row for row in expected if row.tool == run.tool and re.search(row.lines, run.line.name)]
+    rows = {group: next((row for row in own if re.search(row.report, group.text)), None) for group in groups}
     unexpected = {group: count for group, count in groups.most_common() if not rows[group]}
     run.reports, run.unexpected = len(reports), sum(unexpected.values())
     run.met = tuple(row for row in rows.values() if row)
@@ -187,9 +168,7 @@ def describe(reports):
 # ---- running ----
 
 def sanitizer():
-    """Where compute-sanitizer is; None if it is nowhere."""
-    home = os.path.join(os.environ.get("CUDA_HOME", "/usr/local/cuda"), "bin", "compute-sanitizer")
-    return shutil.which("compute-sanitizer") or (home if os.path.exists(home) else None)
+    return builds.nvcc("compute-sanitizer")
 
 
 def run_line(build, expected, line, tool):
@@ -218,46 +197,31 @@ def unmet(expected, runs):
             and not any(row in run.met for run in runs)]
 
 
-def named(lines):
-    """A regular expression for CMake."""
-    return f"^({'|'.join(line.name for line in lines)})$"
-
-
 def main():
-    parser = engine.new_parser()
-    parser.add_argument("regex", nargs="?", default=f"^({'|'.join(KINDS.split())})$")
-    parser.add_argument("--tool", choices=list(TOOLS))
-    parser.add_argument("--strict", action="store_true")
-    parser.add_argument("--jobs", default="2")
-    options = engine.parse_options(parser, sys.argv[1:], __doc__)
-    at_once = engine.number("--jobs", options.jobs, 1, 99)
-    lines, expected = builds.lines_named(options.regex, "REGEX"), () if options.strict else EXPECTED
+    options = cli.parse_options(__doc__, 1)
+    regex, = options.words or [f"^({'|'.join(KINDS.split())})$"]
+    lines, expected = builds.lines_named(regex, "REGEX"), () if options.strict else EXPECTED
     engine.need_gpu("; run it on a machine with one", "runs kernels")
     if not sanitizer():
         raise Refused("compute-sanitizer is missing; it is a part of the CUDA Toolkit, or install it with: "
                       "python3 -m pip install nvidia-cuda-sanitizer-api, and put its folder on PATH")
-    builds.cmake_build(builds.BUILD, keep_going=True, progress=builds.show_progress(), SDPA_CPU="OFF", SDPA_KEEP_GOING="ON",
-                       SDPA_ONLY=named(lines), SDPA_ARCHS=os.environ.get("SDPA_ARCHS", ""),
-                       SDPA_CONFIGS=os.path.join(builds.ROOT, os.environ.get("SDPA_CONFIGS") or "configs.txt"))
+    builds.cmake_build(builds.BUILD, keep_going=True, progress=builds.show_progress(), SDPA_CPU="OFF",
+                       SDPA_ONLY=f"^({'|'.join(line.name for line in lines)})$")
     os.makedirs(os.path.join(builds.BUILD, "sanitize"), exist_ok=True)
-    print(builds.run([sanitizer(), "--version"]).stdout.strip().rpartition("\n")[2], file=sys.stderr)
+    say(builds.run([sanitizer(), "--version"]).stdout.strip().rpartition("\n")[2])
 
     out = csv.writer(sys.stdout, lineterminator="\n")
     out.writerow("line problem tool reports unexpected verdict".split())
     jobs = [(line, tool) for line in lines for tool in ([options.tool] if options.tool else TOOLS)]
     runs = []
-    with ThreadPoolExecutor(at_once) as pool:
+    with ThreadPoolExecutor(options.jobs) as pool:
         for of_job in pool.map(lambda job: list(run_line(builds.BUILD, expected, *job)), jobs):
             for run in of_job:
                 out.writerow([run.line.name, run.problem, run.tool, run.reports, run.unexpected, run.verdict])
                 for words in run.words:
-                    print(f"{run.tool} of {run.line.name}, {run.problem}: {words}", file=sys.stderr)
+                    say(f"{run.tool} of {run.line.name}, {run.problem}: {words}")
             sys.stdout.flush()
             runs += of_job
     for row in unmet(expected, runs):
-        print(f"no longer there: {row.tool} of {row.lines}: {row.report}", file=sys.stderr)
+        say(f"no longer there: {row.tool} of {row.lines}: {row.report}")
     return 0 if any(run.verdict == "PASS" for run in runs) and all(run.verdict != "FAIL" for run in runs) else 1
-
-
-if __name__ == "__main__":
-    engine.command("sanitize", main)

@@ -10,7 +10,8 @@ from concurrent.futures import ThreadPoolExecutor
 import numpy as np
 
 import builds
-from builds import Line, Refused
+from builds import Line
+from cli import Refused
 
 PROBLEMS_OWN = ("HEAD_DIM", "DTYPE", "OUT_DTYPE")
 CHOOSERS = ("USE_TUNED",)  # lines that choose their tile when they run compete, but have no tile to breed
@@ -28,12 +29,12 @@ def base_line(options, arch="90a"):
     tree = builds.loadable(builds.Tree())
     if options.head_dim and options.head_dim not in tree.knob_rows()["HEAD_DIM"][1].split():
         raise Refused(f"--head-dim {options.head_dim}: want one of {tree.knob_rows()['HEAD_DIM'][1]}")
-    if options.base:
-        line, *others = builds.parse_contenders(options.base.split())
+    if options.from_:
+        line, *others = builds.parse_contenders(options.from_.split())
         if others or not isinstance(line, Line):
-            raise Refused(f"--from {options.base}: want a line of configs.txt, and knobs behind it")
+            raise Refused(f"--from {options.from_}: want a line of configs.txt, and knobs behind it")
         if options.family not in (None, line.family):
-            raise Refused(f"--from {options.base} is of the family {line.family}; drop --family {options.family}")
+            raise Refused(f"--from {options.from_} is of the family {line.family}; drop --family {options.family}")
         return line
     family = options.family or ("wgmma" if arch == "90a" else "mma")
     if family not in ("scalar", "wmma", "mma", "wgmma"):

@@ -1,4 +1,3 @@
-#!/usr/bin/env python3
 """usage: ./run_all.sh stress [NAME...] [--repeats N]
 Runs these lines of configs.txt (by default those with USE_WGMMA=1 or SPLIT_CTAS=0) N times on each of three problems and
 compares O and LSE bit by bit with those of a first run. CSV on stdout, one row a case:
@@ -12,17 +11,20 @@ config,case,problem,repeats,check, which is PASS or FAIL. The cases:
   --repeats N  runs of each case (default 1000)
 exit: 0 all bits are the same, 1 some are not, 2 bad usage, 3 something could not be run
 """
-import re
-import subprocess
-import sys
+import ctypes
+import os
+import threading
+import time
+
+import numpy as np
 
 import builds
+import cli
 import engine
-from builds import Refused
+from cli import Refused, say
 
-
-def say(sentence):
-    print(f"stress: {sentence}", file=sys.stderr, flush=True)
+PROBLEMS = ("1,8,8,512,512", "2,8,2,1000,1777", "1,8,8,4096,4096")  # the last two causal
+HOG, NOT_READY = "tools/hog.cu", 600  # CUDA_ERROR_NOT_READY
 
 
 def variants(line):
@@ -34,56 +36,141 @@ def variants(line):
             for stages in "234" if stages != own}
 
 
-def run(line, built, case, repeats, *words):
-    """Runs a build and prints its rows, a variant's under its line's name. The exit code, at most 3."""
-    seconds = 120 + repeats // 4  # a kernel that waits for one that waits for it would never end
-    process = subprocess.Popen(["timeout", str(seconds), built.path, "--repeats", str(repeats), *words],
-                               stdout=subprocess.PIPE, text=True)
-    for row in process.stdout:
-        print(re.sub(f"^{built.line.target},alone,", f"{line.target},{case},", row), end="", flush=True)
-    code = process.wait()
-    if code == 124:
-        say(f"{built.line.text}: no end after {seconds} seconds")
-    elif code > 1:
-        say(f"{built.line.text} ended with exit code {code}")
-    return code if code <= 1 else 3
+def difference(first, now, problem):
+    """A sentence on the bits of O and LSE that are not those of the first run; "" if all are."""
+    p = problem
+    for name, a, b in zip(("O", "LSE"), first, now):
+        other = np.flatnonzero(a.view(f"u{a.itemsize}") != b.view(f"u{b.itemsize}"))
+        if other.size:
+            at = np.unravel_index(other[0], (p.B, p.Hq, p.Sq, p.D)[:4 if name == "O" else 3])
+            place = f"{name}({','.join(map(str, at))})"
+            return f"differs from the first one in {other.size} elements of {name}, the first {place}"
+    return ""
 
 
-def stress(line, built, repeats):
-    """All cases of a line; the exit codes."""
-    if built[line].trouble:
-        say(f"{line.text}: not built: {built[line].trouble}")
-        yield 3
-        return
-    bits = built[line].path + ".bits"
-    yield run(line, built[line], "alone", repeats, "--save", bits)
-    for case, variant in variants(line).items():
-        if built[variant].trouble:
-            say(f"{variant.text}: not built: {built[variant].trouble}")
-            # What sdpa.cu refuses in words cannot be; anything else is an error.
-            yield 0 if variant.tree.refusal(variant.words) else 3
-        else:
-            yield run(line, built[variant], case, repeats, "--like", bits)
+def repeat(bench, kernel, problem, first, repeats, max_ctas=0):
+    """Runs a kernel so often; a sentence on a run whose bits are not those of the first one, or ""."""
+    kernel.max_ctas = max_ctas
+    launch, outputs, _ = kernel.prepare(bench.gpu, bench.tensors, problem)
+    for number in range(1, repeats + 1):
+        bench.poison(problem)
+        launch()
+        sentence = difference(first, bench.read(problem, outputs), problem)
+        if sentence:
+            return f"run {number} {sentence}"
+    return ""
+
+
+class Hog:
+    """The kernel beside, on an eighth of the SMs, from start() to stop()."""
+
+    def __init__(self, gpu, path):
+        self.gpu, self.library, self.sms = gpu, ctypes.CDLL(path), gpu.attribute(engine.SM_COUNT)
+        self.library.hog_bytes.restype = ctypes.c_size_t
+        self.ctas, self.stream, memory = self.sms // 8, ctypes.c_void_p(), ctypes.c_void_p()
+        self.buffer = gpu.allocate(self.ctas * self.library.hog_bytes())
+        gpu("cuMemHostAlloc", ctypes.byref(memory), 8 * (self.ctas + 1), 2)  # CU_MEMHOSTALLOC_DEVICEMAP
+        self.moved = np.frombuffer((ctypes.c_uint64 * (self.ctas + 1)).from_address(memory.value), np.uint64)
+        gpu("cuStreamCreate", ctypes.byref(self.stream), 1)  # CU_STREAM_NON_BLOCKING
+
+    def start(self):
+        """Comes back when all of its CTAs run."""
+        self.moved[:] = 0
+        buffer, moved = ctypes.c_void_p(self.buffer), ctypes.c_void_p(self.moved.ctypes.data)
+        if self.library.hog_start(self.ctas, buffer, moved, self.stream):
+            raise engine.CudaError("the kernel beside could not be launched")
+        begin = time.monotonic()
+        while not self.moved[:-1].all():
+            if time.monotonic() - begin > 20:
+                raise engine.CudaError("the kernel beside did not start within 20 seconds")
+
+    def runs(self):
+        return self.gpu.api.cuStreamQuery(self.stream) == NOT_READY
+
+    def stop(self):
+        self.moved[-1] = 1
+        self.gpu("cuStreamSynchronize", self.stream)
+
+
+def repeat_beside(hog, bench, kernel, problem, first, repeats):
+    """As repeat(), beside the hog, which runs before and behind all of it."""
+    hog.start()
+    begin, moved = time.monotonic(), hog.moved.sum()
+    max_ctas = hog.sms - hog.ctas if has_queue(kernel.line) else 0
+    sentence = repeat(bench, kernel, problem, first, repeats, max_ctas)
+    seconds, moved, still_runs = time.monotonic() - begin, hog.moved.sum() - moved, hog.runs()
+    hog.stop()
+    if not still_runs or not moved:
+        raise engine.CudaError(f"{problem}: the kernel beside did not run all the while; use fewer --repeats")
+    say(f"stress: {kernel.text}, {problem}: beside its {repeats} runs, for {seconds:.3f} s, {hog.ctas} CTAs on "
+        f"{hog.sms} SMs moved {moved * 1e-9:.1f} GB")
+    return sentence
+
+
+def has_queue(line):
+    return line.knob("USE_PERSISTENT_CTA") == "1"
+
+
+def stress(gpu, kernel, others, hog, problem, repeats):
+    """(case, a sentence if its bits differ) of each case of a line on a problem; others: the kernels of its variants."""
+    bench, kernel.max_ctas = engine.Bench(gpu, {}, {"": problem}), 0
+    check, first, *_ = bench.run(kernel, problem)
+    yield "alone", check.sentence or repeat(bench, kernel, problem, first, repeats)
+    for max_ctas in (1, 3, 7) if has_queue(kernel.line) else ():
+        yield f"max_ctas_{max_ctas}", repeat(bench, kernel, problem, first, repeats, max_ctas)
+    if hog:
+        yield "beside", repeat_beside(hog, bench, kernel, problem, first, repeats)
+    for case, other in others.items():
+        yield case, repeat(bench, other, problem, first, repeats)
+    bench.close()
+
+
+def never_ends(text, seconds):
+    say(f"stress: {text}: no end after {seconds} seconds")
+    os._exit(3)
+
+
+def stress_line(gpu, line, built, hog, repeats):
+    """Prints the rows of a line; the exit code."""
+    code, others = 0, {}
+    for case, one in {"": line, **variants(line)}.items():
+        if not built[one].trouble:
+            others[case] = engine.load(one, gpu, built)
+            continue
+        say(f"stress: {one.text}: not built: {built[one].trouble}")
+        # A variant that sdpa.cu refuses in words cannot be; anything else is an error.
+        code = code if case and one.tree.refusal(one.words) else 3
+    kernel = others.pop("", None)
+    for text, causal in zip(PROBLEMS, ("off", "br", "br")) if kernel else ():
+        problem = engine.parse_problem(text, causal).typed(line.D, line.dtype)
+        # A kernel that waits for one that waits for it would never end.
+        watch = threading.Timer(600 + repeats, never_ends, (line.text, 600 + repeats))
+        watch.daemon = True
+        watch.start()
+        for case, sentence in stress(gpu, kernel, others, hog, problem, repeats):
+            name = str(problem).replace(" ", "_")
+            print(f"{line.target},{case},{name},{repeats},{'FAIL' if sentence else 'PASS'}", flush=True)
+            if sentence:
+                say(f"stress: {line.text}, {case}, {name}: {sentence}")
+                code = max(code, 1)
+        watch.cancel()
+    return code
 
 
 def main():
-    parser = engine.new_parser()
-    parser.add_argument("names", nargs="*")
-    parser.add_argument("--repeats", default="1000")
-    options = engine.parse_options(parser, sys.argv[1:], __doc__)
-    repeats = engine.number("--repeats", options.repeats)
-    lines = builds.parse_contenders(options.names) or [line for line in builds.lines_named("")
-                                                           if line.knob("USE_WGMMA") == "1" or line.knob("SPLIT_CTAS") == "0"]
+    options = cli.parse_options(__doc__, cli.MOST)
+    lines = builds.parse_contenders(options.words) or [
+        line for line in builds.lines_named("") if line.knob("USE_WGMMA") == "1" or line.knob("SPLIT_CTAS") == "0"]
     if any(type(line) is not builds.Line for line in lines):
         raise Refused("it runs lines of configs.txt")
     if not lines:
         raise Refused("no line of configs.txt has USE_WGMMA=1 or SPLIT_CTAS=0; name the lines")
     gpu = engine.need_gpu("; run it on a machine with one", "runs kernels side by side")
-    all_lines = [one for line in lines for one in (line, *variants(line).values())]
-    built = builds.build(all_lines, gpu.arch, program="tools/stress.cu", kind="", progress=builds.show_progress())
+    built = builds.build([one for line in lines for one in (line, *variants(line).values())], gpu.arch,
+                         progress=builds.show_progress())
+    beside, = builds.build(builds.lines_named("")[:1], gpu.arch, program=HOG).values()
+    if beside.trouble:
+        raise Refused(f"{HOG} does not compile: {beside.trouble}", 3)
+    hog = Hog(gpu, beside.path)
     print("config,case,problem,repeats,check", flush=True)
-    return max(code for line in lines for code in stress(line, built, repeats))  # 3 is worse than 1
-
-
-if __name__ == "__main__":
-    engine.command("stress", main)
+    return max([stress_line(gpu, line, built, hog, options.repeats) for line in lines])

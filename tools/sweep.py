@@ -1,12 +1,12 @@
-#!/usr/bin/env python3
 """usage: ./run_all.sh sweep [N] [--only REGEX] [--series S] [--jobs J] [--cpu]
 Checks N (default 120) random problems on every line of configs.txt, on the GPU or with --cpu on the CPU
 backend: all masks, layouts, inputs and ratios of heads that the line takes. CSV on stdout, a row a line:
 what it was, how many problems passed, were wrong, or ended in an error; on a GPU also kept as
 results/sweep/DATE-DEVICE.csv. The rows of all problems are in BUILD/sweep/NAME.csv, the words in NAME.err.
   --only REGEX  only the lines whose name matches
-  --series S    which problems are drawn (default 0); line number i of configs.txt takes series S + i
-  --jobs J      executables that run at once (default 2)
+  --series N    which problems are drawn, from 0 (default 0); line number i of configs.txt takes series N + i
+  --jobs N      executables that run at once, from 1 to 99 (default 2)
+  --cpu         on the CPU backend
 exit: 0 all passed, 1 some did not, 2 bad usage
 """
 import csv
@@ -18,7 +18,9 @@ import sys
 from concurrent.futures import ThreadPoolExecutor
 
 import builds
+import cli
 import engine
+from cli import say
 
 FACTS = "D dtype device sm cuda driver git_sha".split()
 COLUMNS = ["config", "series", "problems", "passed", "wrong", "errors", "skipped", *FACTS]
@@ -35,7 +37,7 @@ def sweep(executable, path, count, series):
             subprocess.run([executable, "--header", "--sweep", str(count), "--seeds", str(series)], stdout=out, stderr=err)
         else:
             print(executable, "was not built", file=err)
-    print("swept", os.path.basename(path), file=sys.stderr)
+    say("swept", os.path.basename(path))
 
 
 def tally(name, series, path):
@@ -49,47 +51,30 @@ def tally(name, series, path):
 
 
 def main():
-    parser = engine.new_parser()
-    parser.add_argument("count", nargs="?", default="120")
-    parser.add_argument("--only", default="")
-    parser.add_argument("--series", default="0")
-    parser.add_argument("--jobs", default="2")
-    parser.add_argument("--cpu", action="store_true")
-    options = engine.parse_options(parser, sys.argv[1:], __doc__)
-    count, at_once = engine.number("N", options.count), engine.number("--jobs", options.jobs, 1, 99)
-    series = engine.number("--series", options.series, 0)
-    names = [line.name for line in builds.lines_named(options.only) if line.knob("expect") != "FAIL"]
-    numbers = {name: series + i for i, name in enumerate(builds.Tree().config_lines(), 1)}
+    options = cli.parse_options(__doc__, 1)
+    count, only = cli.number("N", *options.words or ["120"]), options.only or ""
+    names = [line.name for line in builds.lines_named(only) if line.knob("expect") != "FAIL"]
+    numbers = {name: options.series + i for i, name in enumerate(builds.Tree().config_lines(), 1)}
     gpu = None if options.cpu else engine.find_gpu()
     if not gpu and not options.cpu:
-        print("There is no GPU here: sweeping on the CPU backend.", file=sys.stderr)
+        say("There is no GPU here: sweeping on the CPU backend.")
     build = builds.BUILD + ("" if gpu else "-cpu")
-    configs = os.path.join(builds.ROOT, os.environ.get("SDPA_CONFIGS") or "configs.txt")
     builds.cmake_build(build, target="sdpa_sweeps", keep_going=True, progress=builds.show_progress(),
-                       SDPA_CPU="OFF" if gpu else "ON", SDPA_KEEP_GOING="ON", SDPA_ONLY=options.only, SDPA_CONFIGS=configs,
-                       SDPA_ARCHS=os.environ.get("SDPA_ARCHS", ""))
-
+                       SDPA_CPU="OFF" if gpu else "ON", SDPA_ONLY=only)
     folder = os.path.join(build, "sweep")
     shutil.rmtree(folder, ignore_errors=True)
     os.makedirs(folder)
     paths = {name: os.path.join(folder, name) for name in names}
-    with ThreadPoolExecutor(at_once) as pool:
+    with ThreadPoolExecutor(options.jobs) as pool:
         executables = [os.path.join(build, "sweep_" + name) for name in names]
         list(pool.map(sweep, executables, paths.values(), itertools.repeat(count), map(numbers.get, names)))
     # A line without an executable has no rows, and so fewer than were wanted.
     counts = [tally(name, numbers[name], paths[name]) for name in names]
-    path = engine.results_path("sweep", gpu.name, new=True) if gpu else folder + ".csv"
-    with open(path, "w", newline="") as kept:
-        for file in (kept, sys.stdout):
-            out = csv.DictWriter(file, COLUMNS, lineterminator="\n")
-            out.writeheader()
-            out.writerows(counts)
-            file.flush()
-    print("counts:", os.path.relpath(path), file=sys.stderr)
+    path = engine.results_path("sweep", gpu.name, new=True) if gpu else os.path.join(folder, "counts.csv")
+    table = engine.Table(path, COLUMNS, printed=True)
+    for row in counts:
+        table.add(**row)
+    say("counts:", os.path.relpath(path))
     words = [line for name in names for line in open(paths[name] + ".err").readlines()[:3]]
     print("".join(words[:20]), end="", file=sys.stderr)
     return 0 if all(row["passed"] + row["skipped"] == count for row in counts) else 1
-
-
-if __name__ == "__main__":
-    engine.command("sweep", main)

@@ -1,30 +1,32 @@
-#!/usr/bin/env python3
-"""usage: ./run_all.sh tune [--family F|--from LINE] [--shape S]... [--causal M] [--dtype T] [--head-dim D] [OPTION...]
+"""usage: ./run_all.sh tune [--family F|--from LINE] [--shape S]... [OPTION...]
        ./run_all.sh tune --all --from LINE --fix KNOB=V,V... [--shape S] [OPTION...]
        ./run_all.sh tune --table [--head-dim D] [--budget MIN]
-       ./run_all.sh tune --replay LOG [--runs N]
+       ./run_all.sh tune --replay LOG
        ./run_all.sh tune --export t4|svg LOG
 Searches the best line for a problem on this GPU, by Optuna. It starts from LINE and the lines of configs.txt of its family,
 and changes knobs of the three best so far. A candidate must be legal, compile without more spills than LINE, be correct on a
 small, a ragged and the target problem with seeds 0, 1 and 2, and is timed in turns with the best so far. At the end `ab`
 compares the best with LINE, or with the best line of configs.txt, on fresh samples.
   --family F      scalar, wmma, mma or wgmma; default the one of --from, or wgmma where the GPU has it, else mma
-  --shape S       the problem, as for ab; several: the geometric mean of their times counts; default long
-  --causal M      off, br or tl
-  --dtype T       fp16, bf16, e4m3 or u8; default LINE's
+  --from LINE     of configs.txt, and knobs behind it
+  --shape S       the problem, as for ab; repeatable: the geometric mean of their times counts; default long
+  --causal off|br|tl  (default off)
+  --dtype fp16|bf16|e4m3|u8  default LINE's
   --head-dim D    64, 128 or 256; default LINE's
-  --budget MIN    minutes in all, also those of earlier runs of the same command; default 8
+  --budget MIN    minutes in all, also those of earlier runs of the same command (default 8)
   --fix KNOB=V    the knob keeps this value; V,V...: takes one of these; repeatable
-  --seed N        of the search; default 0
-  --micro JSON    starts from the best tiles of this file of ./run_all.sh micro as well, --top K of them (default 8);
-                  default the newest of results/micro for this GPU, family and D
+  --seed N        of the search, from 0 (default 0)
+  --micro JSON    starts from the best tiles of this file of ./run_all.sh micro as well; default the newest of
+                  results/micro for this GPU, family and D
+  --top N         so many of these (default 8)
   --log FILE      default results/tune/DATE-DEVICE-NAME.jsonl, a journal of Optuna's. The same command again goes on there
   --dry-run       walks the search without a GPU, by a cost model fitted to the newest rows of results/
   --all           every combination of the fixed knobs' values instead of a search; the others stay as LINE has them
   --table         a wgmma tile for each problem of `fit`, MIN minutes for all; tiles that are 2% quicker than those of
                   TUNED_TILES go to `fit`, which prints the table with them
-  --replay LOG    the search over the candidates of an --all log, N times (default 20), beside random search
-  --export WHAT   t4: a log in the T4 results format of the autotuning community; svg: Optuna's pictures of it, beside it
+  --replay LOG    the search over the candidates of an --all log, beside random search
+  --runs N        so many times (default 20)
+  --export t4|svg  t4: a log in the T4 results format of the autotuning community; svg: Optuna's pictures beside it
 exit: 0, 1 the best is wrong at last, 2 bad usage, 3 the GPU or the disk failed, 130 Ctrl-C
 """
 import collections
@@ -42,23 +44,21 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import numpy as np
+import optuna
+from optuna.storages.journal import JournalFileBackend
+from optuna.trial import TrialState
 from scipy.interpolate import RBFInterpolator
 
 import ab
 import builds
+import cli
 import engine
 import fit
 import micro
 import report_rows
-from builds import Refused
+from cli import Refused, say
 from search import CHOOSERS, Space, base_line, family_lines, identity, parse_line, refusal
 
-try:
-    import optuna
-    from optuna.storages.journal import JournalFileBackend
-except ImportError:
-    builds.lacks("optuna==4.*")
-from optuna.trial import TrialState
 optuna.logging.set_verbosity(optuna.logging.WARNING)
 warnings.simplefilter("ignore", optuna.exceptions.ExperimentalWarning)
 
@@ -83,27 +83,10 @@ WITHIN, SHARE, RUNS_OF_20 = 0.98, 0.15, 18  # a search is good if so many reach 
 # ---- what was asked ----
 
 def parse():
-    parser = engine.new_parser()
-    parser.add_argument("logs", nargs="*")
-    for name in ("family", "head-dim", "micro", "log", "replay"):
-        parser.add_argument("--" + name)
-    parser.add_argument("--from", dest="base")
-    parser.add_argument("--shape", action="append")
-    parser.add_argument("--causal", default="off", choices=engine.CAUSAL)
-    parser.add_argument("--dtype", choices=list(engine.LIMITS))
-    parser.add_argument("--fix", action="append", default=[])
-    parser.add_argument("--budget", default="8")
-    for name, default in (("seed", "0"), ("top", "8"), ("runs", "20")):
-        parser.add_argument("--" + name, default=default)
-    parser.add_argument("--export", choices=("t4", "svg"))
-    parser.add_argument("--dry-run", action="store_true")
-    parser.add_argument("--all", action="store_true")
-    parser.add_argument("--table", action="store_true")
-    options = engine.parse_options(parser, sys.argv[1:], __doc__)
-    for name, least in (("seed", 0), ("top", 1), ("runs", 1)):
-        setattr(options, name, engine.number("--" + name, getattr(options, name), least))
-    if len(options.logs) != bool(options.export):
-        raise Refused("--export takes one log" if options.export else f"{options.logs[0]}: only --export takes a file by itself")
+    options = cli.parse_options(__doc__, cli.MOST)
+    if len(options.words) != bool(options.export):
+        raise Refused("--export takes one log" if options.export else
+                      f"{options.words[0]}: only --export takes a file by itself")
     if not re.fullmatch(r"\d{1,4}(\.\d+)?", options.budget):
         raise Refused(f"--budget {options.budget}: want minutes, as in 8 or 1.5")
     options.budget_s = 60 * float(options.budget)
@@ -116,7 +99,7 @@ def parse():
 def parse_fixed(options, line):
     """{knob: values} of --fix."""
     fixed = {}
-    for word in options.fix:
+    for word in options.fix or []:
         knob, _, values = word.partition("=")
         for value in values.split(","):
             builds.change_line(line, f"{knob}={value}")
@@ -141,8 +124,6 @@ def parse_problems(options, line):
     if len(kinds) > 1:
         raise Refused("the problems have different D or types; tune them one by one")
     D, dtype = kinds.pop()
-    if dtype not in engine.LIMITS:
-        raise Refused(f"{dtype}: the engine has tensors of {' and '.join(engine.LIMITS)}")
     for p in problems:
         if p.D not in (0, D) or p.dtype not in ("", dtype):
             raise Refused(f"--shape {p.shape} has D={p.D} {p.dtype}, and {D} {dtype} is asked for")
@@ -175,7 +156,7 @@ class GpuJudge:
             kernel = engine.load(line, self.gpu, builds.build([line], self.gpu.arch))
             self.champion, self.score = identity(line), best.value
             for problem, bench in self.benches.items():
-                self.admit(bench, self.champion, kernel, problem)
+                bench.add(self.champion, kernel, problem)
 
     def seconds(self):
         return time.monotonic() - self.began
@@ -183,22 +164,19 @@ class GpuJudge:
     refusal = staticmethod(refusal)
 
     def prepare(self, line):
-        """The first gates: a record with what stops the candidate, and its library if nothing does."""
-        sentence = self.refusal(line)
-        if sentence:
-            return dict(fate="refused", sentence=sentence), None
+        """A record with what stops the candidate, and with its library if nothing does."""
         began = time.monotonic()
         built = builds.build_one(line, [self.gpu.arch], builds.LIBRARY, "-shared")
-        build_s = round(time.monotonic() - began, 2)
+        record = dict(build_s=round(time.monotonic() - began, 2))
         if built.trouble:
-            return dict(fate="compile", sentence=built.trouble, build_s=build_s), None
+            return dict(record, fate="compile", sentence=built.trouble)
         facts = builds.facts(built)
-        return dict(registers=facts.registers, spilled=facts.spilled, shared_bytes=facts.shared_bytes,
-                    build_s=build_s), built
+        return dict(record, built=built, registers=facts.registers, spilled=facts.spilled,
+                    shared_bytes=facts.shared_bytes)
 
-    def judge(self, line, prepared):
+    def judge(self, line, record):
         """The whole record: the candidate's fate, what is wrong with it, or its times; score is its time over the first one's."""
-        record, built = prepared
+        built = record.pop("built", None)
         if built:
             self.spills = record["spilled"] if self.spills is None else self.spills
             most = self.gpu.attribute(97)  # MAX_SHARED_MEMORY_PER_BLOCK_OPTIN
@@ -227,8 +205,6 @@ class GpuJudge:
             else:
                 self.time(line, kernel, record)
                 record["time_s"] = round(time.monotonic() - began - record["check_s"], 2)
-        except Refused as error:
-            record.update(fate="gate", sentence=str(error))
         except engine.CudaError as error:
             record.update(fate="wrong", sentence=str(error))
             for bench in self.benches.values():
@@ -237,6 +213,8 @@ class GpuJudge:
                 self.gpu.synchronize()
             except engine.CudaError:
                 lost(str(error))
+        except Refused as error:
+            record.update(fate="gate", sentence=str(error))
         finally:
             watch.cancel()
 
@@ -248,16 +226,11 @@ class GpuJudge:
                 return f"{problem}: {check.sentence}"
         return ""
 
-    def admit(self, bench, key, kernel, problem):
-        bench.kernels[key], bench.problems[key] = kernel, problem
-        bench.add(key, kernel, problem)
-        return bench.checks[key]
-
     def time(self, line, kernel, record):
         """Its time beside the best so far, on every problem."""
         key, logs, times = identity(line), [], {}
         for problem, bench in self.benches.items():
-            check = self.admit(bench, key, kernel, problem)
+            check = bench.add(key, kernel, problem)
             if not check.passed:
                 record.update(fate="wrong", sentence=f"{problem}: {check.sentence}")
                 break
@@ -293,7 +266,7 @@ class ModelJudge:
     """In place of times: waves of CTAs times rounds of tiles, times what a score costs by the knobs, fitted to committed
     rows of the family. A candidate takes a second of a clock of its own."""
 
-    def __init__(self, problems, family, device=""):
+    def __init__(self, problems, family):
         path = max(Path(builds.ROOT, "results").glob("*.csv"), key=report_rows.by_name, default=None)
         if not path:
             raise Refused("results/ has no rows to fit a cost model to; measure them with: ./run_all.sh")
@@ -338,9 +311,6 @@ class ModelJudge:
     refusal = staticmethod(refusal)
 
     def prepare(self, line):
-        sentence = self.refusal(line)
-        if sentence:
-            return dict(fate="refused", sentence=sentence)
         if any(line.knob(knob, "0") != "0" for knob in CHOOSERS):
             return dict(fate="gate", sentence="the cost model knows no line that chooses its tile")
         return dict(us=self.us(line))
@@ -403,8 +373,8 @@ def search(study, space, judge, lines, goes_on, log=lambda trial: None, ahead=AH
         study.enqueue_trial(space.knobs(line) if space.breeds(line) else {})
     waiting = collections.deque()
 
-    def end(trial, line, prepared):
-        record = dict(knobs=identity(line), line=line.text, **judge.judge(line, prepared))
+    def end(trial, line, record):
+        record = dict(knobs=identity(line), line=line.text, **judge.judge(line, record))
         for name, value in record.items():
             trial.set_user_attr(name, value)
         passed = record["fate"] == "timed"
@@ -423,9 +393,10 @@ def search(study, space, judge, lines, goes_on, log=lambda trial: None, ahead=AH
                 study.tell(trial, state=TrialState.FAIL)
                 continue
             seen.add(identity(line))
-            if not judge.refusal(line):
+            sentence = judge.refusal(line)
+            if not sentence:
                 return trial, line
-            end(trial, line, judge.prepare(line))
+            end(trial, line, dict(fate="refused", sentence=sentence))
         return None
     with ThreadPoolExecutor(builds.JOBS) as pool:
         try:
@@ -505,22 +476,17 @@ def log_path(options, asked, space, problems):
     return str(max(same, key=report_rows.by_name, default=new))
 
 
-class Screen:
-    """Time left, the best so far and counts by fate: on a terminal in one line, else a line for each new best."""
-
-    def __init__(self, judge, end_s):
-        self.judge, self.end_s, self.best = judge, end_s, {}
-
-    def show(self, study):
-        left = max(0, self.end_s - self.judge.seconds())
-        best = study.best_trial.user_attrs if timed(study) else {}
-        us = ", ".join(f"{us:.2f} us" for us in best.get("us", {}).values())
-        text = f"{left // 60:.0f}:{left % 60:02.0f} left, {counts(study)}" + (f"; best {us}: {best['line']}" if best else "")
-        if sys.stderr.isatty():
-            print("\r\033[K" + text[:shutil.get_terminal_size().columns - 1], end="", file=sys.stderr, flush=True)
-        elif self.best != best:
-            print(text, file=sys.stderr, flush=True)
-        self.best = best
+def show(study, trial, left):
+    """Seconds left, counts by fate and the best so far: on a terminal in one line, else a line for each new best."""
+    best = study.best_trial if timed(study) else None
+    text = f"{left // 60:.0f}:{left % 60:02.0f} left, {counts(study)}"
+    if best:
+        times = ", ".join(f"{us:.2f} us" for us in best.user_attrs["us"].values())
+        text += f"; best {times}: {best.user_attrs['line']}"
+    if sys.stderr.isatty():
+        print("\r\033[K" + text[:shutil.get_terminal_size().columns - 1], end="", file=sys.stderr, flush=True)
+    elif best and best.number == trial.number:
+        say(text)
 
 
 def counts(study):
@@ -549,7 +515,7 @@ def run_search(options, gpu, more=()):
     line = base_line(options, gpu.arch if gpu else "90a")
     problems = parse_problems(options, line)
     fixed = parse_fixed(options, line)
-    if options.all and not (options.base and fixed):
+    if options.all and not (options.from_ and fixed):
         raise Refused("--all wants --from LINE and the values of each knob, as in --fix BLOCK_N=32,64")
     space = Space(line, fixed, options.all)
     starts = space.starts(problems[0])
@@ -566,18 +532,17 @@ def run_search(options, gpu, more=()):
 
     def restart(record):
         log.add(optuna.trial.create_trial(state=TrialState.FAIL, user_attrs=record))
-        os.execv(sys.executable, [sys.executable, *sys.argv])
+        os.execv(sys.executable, [sys.executable, os.path.dirname(__file__), *sys.argv])
     judge = GpuJudge(gpu, problems, restart) if gpu else ModelJudge(problems, line.family)
     judge.resume(log.study, space)
     # What is proposed and has not ended is in memory alone.
     study = optuna.create_study(sampler=Mutations(space, [options.seed, len(log.study.trials)]))
     study.add_trials(log.study.trials)
     end_s = options.budget_s * (1 - VERDICT_SHARE if gpu and not options.all else 1)
-    screen = Screen(judge, end_s)
 
     def write(trial):
         log.add(trial)
-        screen.show(study)
+        show(study, trial, max(0, end_s - judge.seconds()))
     try:
         search(study, space, judge, [*starts[:1], *space.all()] if options.all else starts + seeds,
                lambda: judge.seconds() < end_s, write, ahead=2 * builds.JOBS if options.all else AHEAD, breed=not options.all)
@@ -585,7 +550,7 @@ def run_search(options, gpu, more=()):
         raise Refused(f"stopped; the same command goes on from {log.path}", 130)
     if sys.stderr.isatty():
         print(file=sys.stderr)
-    return log, study, starts[:1] if options.base else starts, problems
+    return log, study, starts[:1] if options.from_ else starts, problems
 
 
 def result(gpu, log, study, starts, problems):
@@ -673,7 +638,7 @@ class ListJudge:
         return identity(line) not in self.known
 
     def prepare(self, line):
-        return self.known.get(identity(line), dict(fate="refused"))
+        return self.known[identity(line)]
 
     def judge(self, line, record):
         self.evaluations += record["fate"] != "refused"
@@ -731,7 +696,7 @@ def table(options):
     D = int(options.head_dim or 64)
     own = [tile for tile in model.tiles if tile.head_dim == D]
     options.family, options.head_dim, options.budget_s = "wgmma", str(D), options.budget_s / (2 * len(fit.SHAPES))
-    options.base, options.fix = None, [*options.fix, "USE_FAST_EXP=0", "PACK_GQA=0", "SPLIT_CTAS=1"]
+    options.from_, options.fix = None, [*(options.fix or []), "USE_FAST_EXP=0", "PACK_GQA=0", "SPLIT_CTAS=1"]
     lines = [tile.line(tree) for tile in own]
     new = {}
     for causal in ("off", "br"):
@@ -757,14 +722,10 @@ def table(options):
 def main():
     options = parse()
     if options.export:
-        return export(options.logs[0], options.export)
+        return export(options.words[0], options.export)
     if options.replay:
         return replay(options)
     if options.table:
         return table(options)
     gpu = find_gpu(options)
     return result(gpu, *run_search(options, gpu))
-
-
-if __name__ == "__main__":
-    engine.command("tune", main)

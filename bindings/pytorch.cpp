@@ -1,0 +1,292 @@
+// The compiled half of pytorch.py: what is between PyTorch's dispatcher and the C functions of sdpa.h, in C++ because a
+// call in Python costs more than a small kernel. It knows no kernel; pytorch.py builds them and hands over their functions.
+
+#include <ATen/core/Tensor.h>
+#include <ATen/cuda/EmptyTensor.h>
+#include <ATen/ops/_flash_attention_forward.h>
+#include <ATen/ops/empty_like.h>
+#include <ATen/ops/zeros.h>
+#include <c10/cuda/CUDAGraphsC10Utils.h>
+#include <c10/cuda/CUDAGuard.h>
+#include <cuda_runtime.h>
+#include <torch/library.h>
+
+#include <cstring>
+#include <map>
+#include <mutex>
+#include <string>
+#include <tuple>
+#include <vector>
+
+#include "sdpa.h"
+
+using at::Tensor;
+using OptionalTensor = std::optional<Tensor>;
+
+// ---- the lines ----
+
+struct Line {
+  decltype(&sdpa_library_workspace_bytes) workspace_bytes;
+  decltype(&sdpa_library_forward) forward;
+  char trouble[512];  // why there is none
+};
+constexpr int max_devices = 64, dtypes = 3;
+static Line lines[max_devices][dtypes][4];  // by D / 64 - 1
+static std::mutex mutex;                    // of all that is static here
+
+// pytorch.py's: builds a line if need be, and fills what it is given. Called without the mutex, since it takes the GIL.
+using Load = void (*)(int device, int dtype, int D, Line* line);
+static Load load;
+
+static const Line& line_for(const Tensor& q) {
+  const int dtype = q.scalar_type() == at::kHalf ? 0 : q.scalar_type() == at::kBFloat16 ? 1 : 2;
+  Line& line = lines[q.get_device()][dtype][q.size(3) / 64 - 1];
+  {
+    const std::lock_guard<std::mutex> lock(mutex);
+    if (line.forward || line.trouble[0]) return line;
+  }
+  Line loaded{};
+  load(q.get_device(), dtype, int(q.size(3)), &loaded);
+  const std::lock_guard<std::mutex> lock(mutex);
+  return line = loaded;
+}
+
+// ---- what no line takes ----
+
+// Why no line takes these tensors, in one sentence; empty if one does, given rows that fit().
+static std::string why_not(const Tensor& q, const Tensor& k, const Tensor& v, bool takes_e4m3) {
+  for (const Tensor* x : {&q, &k, &v}) {
+    if (!x->is_cuda()) return c10::str("a tensor is on ", x->device(), "; sdpa's kernels run on CUDA devices");
+    if (x->device() != q.device()) return c10::str("tensors are on ", q.device(), " and ", x->device());
+    if (x->dim() != 4) return c10::str("a tensor has ", x->dim(), " dimensions, not [B,H,S,D]");
+    if (x->scalar_type() != q.scalar_type()) return "q, k and v have different dtypes";
+    if (x->size(0) != q.size(0) || x->size(3) != q.size(3)) return "q, k and v differ in B or D";
+  }
+  if (q.scalar_type() != at::kHalf && q.scalar_type() != at::kBFloat16 &&
+      !(takes_e4m3 && q.scalar_type() == at::kFloat8_e4m3fn)) {
+    return c10::str("there is no line for ", q.scalar_type());
+  }
+  if (q.size(3) != 64 && q.size(3) != 128 && q.size(3) != 256) return c10::str("there is no line for D=", q.size(3));
+  if (k.sizes() != v.sizes()) return "k and v have different shapes";
+  if (k.size(1) == 0 || q.size(1) % k.size(1)) return "the heads of q are no multiple of those of k";
+  for (const int64_t size : {q.size(0), q.size(1), q.size(2), k.size(2)}) {
+    if (size > 1000000000) return "a dimension is over 10^9";
+  }
+  if (q.get_device() >= max_devices) return c10::str("device ", q.get_device(), " is beyond the first ", max_devices);
+  return line_for(q).trouble;
+}
+
+// Whether all rows start at a multiple of 16 bytes and are contiguous, as the kernels' copies need.
+static bool fit(const Tensor& x) {
+  bool all = x.stride(3) == 1 && reinterpret_cast<uintptr_t>(x.const_data_ptr()) % 16 == 0;
+  for (int i = 0; i < 3; i++) all = all && (x.size(i) <= 1 || x.stride(i) * x.element_size() % 16 == 0);
+  return all;
+}
+
+// ---- workspaces ----
+
+#if CUDART_VERSION < 13000
+#define cudaStreamGetCaptureInfo cudaStreamGetCaptureInfo_v2
+#endif
+
+struct GraphWorkspace {
+  void* data = nullptr;
+  size_t bytes = 0;
+  unsigned long long capture = 0;
+};
+using Place = std::tuple<decltype(Line::forward), int, cudaStream_t>;  // a line, a device, and a stream of it
+static auto& stream_workspaces = *new std::map<Place, Tensor>;         // never destroyed: CUDA may be gone by then
+static std::map<Place, GraphWorkspace> graph_workspaces;               // of the newest capture
+static std::vector<void*> of_dead_graphs;
+
+// One that the graph owns. It is zeroed here and now: as a node of the graph that would cost each replay a launch.
+static void* graph_workspace(GraphWorkspace& workspace, size_t bytes, cudaStream_t captured) {
+  cudaStreamCaptureStatus status;
+  unsigned long long capture = 0;
+  cudaGraph_t graph = nullptr;
+  C10_CUDA_CHECK(cudaStreamGetCaptureInfo(captured, &status, &capture, &graph));
+  if (workspace.capture == capture && workspace.bytes >= bytes) return workspace.data;
+  void* data = nullptr;
+  C10_CUDA_CHECK(cudaMalloc(&data, bytes));
+  const auto free_later = [](void* dead) {  // CUDA may not be called here
+    const std::lock_guard<std::mutex> lock(mutex);
+    of_dead_graphs.push_back(dead);
+  };
+  cudaUserObject_t owner;
+  C10_CUDA_CHECK(cudaUserObjectCreate(&owner, data, free_later, 1, cudaUserObjectNoDestructorSync));
+  C10_CUDA_CHECK(cudaGraphRetainUserObject(graph, owner, 1, cudaGraphUserObjectMove));
+  cudaStream_t stream;
+  C10_CUDA_CHECK(cudaStreamCreateWithFlags(&stream, cudaStreamNonBlocking));
+  C10_CUDA_CHECK(cudaMemsetAsync(data, 0, bytes, stream));
+  C10_CUDA_CHECK(cudaStreamSynchronize(stream));
+  C10_CUDA_CHECK(cudaStreamDestroy(stream));
+  workspace = {data, bytes, capture};
+  return data;
+}
+
+static void free_of_dead_graphs() {
+  std::vector<void*> dead;
+  {
+    const std::lock_guard<std::mutex> lock(mutex);
+    dead.swap(of_dead_graphs);
+  }
+  for (void* data : dead) cudaFree(data);
+}
+
+// sdpa_library_workspace_bytes() takes a third of a launch, and callers repeat their problems.
+static size_t workspace_bytes(const Line& line, const SdpaParams& p) {
+  struct Sizes {
+    decltype(Line::forward) line;
+    int64_t device, B, Hq, Hkv, Sq, Sk, causal, left, right;  // of 8 bytes: nothing between them for memcmp()
+    bool operator==(const Sizes& x) const { return memcmp(this, &x, sizeof x) == 0; }
+  };
+  thread_local Sizes last{};
+  thread_local size_t bytes = 0;
+  const Sizes now{line.forward,  c10::cuda::current_device(), p.B, p.Hq, p.Hkv, p.Sq, p.Sk, p.causal, p.window_left,
+                  p.window_right};
+  if (!(now == last)) bytes = line.workspace_bytes(&p), last = now;
+  return bytes;
+}
+
+// Zeroed device memory for one launch of the line on the stream: the stream's, or the graph's that it is captured into.
+static void* workspace_for(const Line& line, const SdpaParams& p, cudaStream_t stream, bool captured) {
+  size_t bytes = workspace_bytes(line, p);
+  if (bytes == 0) return nullptr;
+  if (!captured) free_of_dead_graphs();
+  const std::lock_guard<std::mutex> lock(mutex);
+  const Place place{line.forward, c10::cuda::current_device(), stream};
+  if (captured) return graph_workspace(graph_workspaces[place], bytes, stream);
+  Tensor& workspace = stream_workspaces[place];
+  if (!workspace.defined() || size_t(workspace.numel()) < bytes) {
+    while (bytes & (bytes - 1))
+      bytes += bytes & -bytes;  // to a power of 2, so that a growing problem seldom asks again
+    workspace = at::zeros({int64_t(bytes)}, at::device(at::kCUDA).dtype(at::kByte));
+  }
+  return workspace.mutable_data_ptr();
+}
+
+// ---- a launch ----
+
+// A contiguous tensor beside another one, without the dispatcher, which takes longer than the allocation.
+static Tensor empty(at::IntArrayRef sizes, at::ScalarType dtype, const Tensor& beside) {
+  return at::detail::empty_cuda(sizes, dtype, beside.device(), std::nullopt);
+}
+
+static SdpaStrides strides_of(const Tensor& x) { return {x.stride(0), x.stride(1), x.stride(2)}; }
+
+struct Mask {
+  int causal, left, right;
+};
+
+// O, LSE = attention(q, k, v). Returns why not, in one sentence; empty if it was enqueued. Shapes have been checked.
+static std::string launch(const Tensor& q, const Tensor& k, const Tensor& v, const Tensor& o, const Tensor& lse,
+                          double scale, Mask mask, const SdpaDescale (&descales)[3]) {
+  const Line& line = line_for(q);
+  SdpaParams p{};
+  p.Q = q.const_data_ptr(), p.K = k.const_data_ptr(), p.V = v.const_data_ptr(), p.O = o.mutable_data_ptr();
+  p.LSE = static_cast<float*>(lse.mutable_data_ptr());
+  p.B = int(q.size(0)), p.Hq = int(q.size(1)), p.Hkv = int(k.size(1)), p.Sq = int(q.size(2)), p.Sk = int(k.size(2));
+  p.D = int(q.size(3));
+  p.q = strides_of(q), p.k = strides_of(k), p.v = strides_of(v), p.o = strides_of(o);
+  p.scale = float(scale), p.causal = mask.causal, p.window_left = mask.left, p.window_right = mask.right;
+  p.q_descale = descales[0], p.k_descale = descales[1], p.v_descale = descales[2];
+  const cudaStream_t stream = c10::cuda::getCurrentCUDAStream();
+  const bool captured = c10::cuda::currentStreamCaptureStatusMayInitCtx() != c10::cuda::CaptureStatus::None;
+  std::optional<c10::cuda::CUDAStreamCaptureModeGuard>
+      relaxed;  // lets the line's module be loaded and memory be asked for
+  if (captured) relaxed.emplace(cudaStreamCaptureModeRelaxed);
+  p.workspace = workspace_for(line, p, stream, captured);
+  char text[256];
+  return line.forward(&p, stream, text, sizeof text) ? text : "";
+}
+
+// ---- aten::_scaled_dot_product_flash_attention ----
+
+using FlashResult = std::tuple<Tensor, Tensor, Tensor, Tensor, c10::SymInt, c10::SymInt, Tensor, Tensor, Tensor>;
+
+// Tensors whose rows do not fit() are copied; FlashAttention-2 fails with "misaligned address" on some of them.
+static FlashResult flash(const Tensor& q_any, const Tensor& k_any, const Tensor& v_any, double dropout, bool causal,
+                         bool debug_mask, std::optional<double> scale) {
+  const c10::cuda::CUDAGuard guard(q_any.device());
+  const auto fitting = [](const Tensor& x) {
+    return x.dim() != 4 || fit(x) ? x : x.clone(at::MemoryFormat::Contiguous);
+  };
+  const Tensor q = fitting(q_any), k = fitting(k_any), v = fitting(v_any);
+  if (dropout == 0 && !debug_mask && !(scale && *scale == 0) && why_not(q, k, v, false).empty()) {
+    const Tensor o = at::empty_like(q);
+    const Tensor lse = empty({q.size(0), q.size(1), q.size(2)}, at::kFloat, q);
+    // FlashAttention-2's causal mask is the bottom-right one.
+    const Mask mask{causal ? SDPA_CAUSAL_BOTTOM_RIGHT : SDPA_CAUSAL_OFF, -1, -1};
+    if (launch(q, k, v, o, lse, scale.value_or(0), mask, {}).empty()) {
+      // The state of a random generator, unused and a debug mask, which nobody reads without dropout.
+      return {o,
+              lse,
+              Tensor(),
+              Tensor(),
+              q.size(2),
+              k.size(2),
+              empty({2}, at::kUInt64, q),
+              empty({}, at::kUInt64, q),
+              empty({0}, q.scalar_type(), q)};
+    }
+  }
+  const auto [o, lse, rng_state, unused, mask] =
+      at::_flash_attention_forward(q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2), {}, {}, q.size(2),
+                                   k.size(2), dropout, causal, debug_mask, scale);
+  return {o.transpose(1, 2), lse, Tensor(), Tensor(), q.size(2), k.size(2), rng_state, unused, mask};
+}
+
+// ---- sdpa::attention ----
+
+// A factor for each head: x is float32, of a shape that expands to [B,H].
+static SdpaDescale descale(const char* name, const OptionalTensor& x, const Tensor& of, Tensor& kept) {
+  if (!x) return {};
+  TORCH_CHECK(x->scalar_type() == at::kFloat && x->device() == of.device(), "sdpa.attention: ", name,
+              " is not a float32 "
+              "tensor on ",
+              of.device());
+  kept = x->expand({of.size(0), of.size(1)});
+  return {kept.const_data_ptr<float>(), kept.stride(0), kept.stride(1)};
+}
+
+static std::tuple<Tensor, Tensor> attention(const Tensor& q, const Tensor& k, const Tensor& v, int64_t causal,
+                                            int64_t left, int64_t right, double scale, const OptionalTensor& q_descale,
+                                            const OptionalTensor& k_descale, const OptionalTensor& v_descale) {
+  const c10::cuda::CUDAGuard guard(q.device());
+  std::string why = why_not(q, k, v, true);
+  TORCH_CHECK(why.empty(), "sdpa.attention: ", why);
+  TORCH_CHECK(fit(q) && fit(k) && fit(v),
+              "sdpa.attention: the rows of q, k or v are not contiguous or do not all start at a "
+              "multiple of 16 bytes");
+  Tensor kept[3];
+  const SdpaDescale descales[] = {descale("q_descale", q_descale, q, kept[0]),
+                                  descale("k_descale", k_descale, k, kept[1]),
+                                  descale("v_descale", v_descale, v, kept[2])};
+  const bool e4m3 = q.scalar_type() == at::kFloat8_e4m3fn;
+  const Tensor o = at::empty_like(q, q.options().dtype(e4m3 ? at::kHalf : q.scalar_type()));
+  const Tensor lse = empty({q.size(0), q.size(1), q.size(2)}, at::kFloat, q);
+  why = launch(q, k, v, o, lse, scale, {int(causal), int(left), int(right)}, descales);
+  TORCH_CHECK(why.empty(), "sdpa.attention: ", why);
+  return {o, lse};
+}
+
+TORCH_LIBRARY_IMPL(sdpa, CUDA, m) { m.impl("attention", attention); }
+TORCH_LIBRARY_IMPL(sdpa, CompositeExplicitAutograd, m) { m.impl("why_not", why_not); }
+
+extern "C" {
+
+void sdpa_torch_load_lines_by(Load function) { load = function; }
+
+// Puts flash() behind PyTorch's operator, or takes it away again.
+void sdpa_torch_activate(bool on) {
+  static std::unique_ptr<torch::Library> library;
+  library.reset();
+  if (!on) return;
+  struct : c10::WarningHandler {
+    void process(const c10::Warning&) override {}
+  } quiet;  // that the operator had a kernel before is known
+  const c10::WarningUtils::WarningHandlerGuard guard(&quiet);
+  library = std::make_unique<torch::Library>(torch::Library::IMPL, "aten", c10::DispatchKey::CUDA, __FILE__, __LINE__);
+  library->impl("_scaled_dot_product_flash_attention", flash);
+}
+}

@@ -1,0 +1,63 @@
+/* One line of configs.txt as a library with C functions: what C, C++ without nvcc, ctypes and other languages call.
+   Build:  cmake --build build --target sdpa_NAME_lib    (build/libsdpa_NAME_lib.so), or by hand with the line's knobs
+           nvcc -O3 -std=c++17 -gencode arch=compute_90a,code=sm_90a -DKNOB=VALUE ... -shared -Xcompiler -fPIC \
+                tools/library.cu -o libattention.so
+   Every library has the same four names. A program that needs two lines opens each by dlopen(path, RTLD_LOCAL).
+   docs/USING.md has examples that run. */
+#ifndef SDPA_H
+#define SDPA_H
+
+#include <stddef.h>
+#include <stdint.h>
+
+#ifdef __cplusplus
+extern "C" {
+#endif
+
+typedef struct SdpaStrides { /* in elements; the D elements of a row are contiguous */
+  int64_t batch, head, row;
+} SdpaStrides;
+
+typedef struct SdpaDescale { /* of 8-bit tensors: element (b, h, ...) stands for itself * factor[b * batch + h * head] */
+  const float* factor;       /* in device memory; null: 1 */
+  int64_t batch, head;
+} SdpaDescale;
+
+enum { SDPA_CAUSAL_OFF, SDPA_CAUSAL_BOTTOM_RIGHT, SDPA_CAUSAL_TOP_LEFT };
+
+/* The problem. sdpa.cu's SdpaParams says of each member what it may hold; all pointers are to device memory. */
+typedef struct SdpaParams {
+  const void *Q, *K, *V;   /* [B,Hq,Sq,D], [B,Hkv,Sk,D], [B,Hkv,Sk,D] of the line's DTYPE */
+  void* O;                 /* [B,Hq,Sq,D] of OUT_DTYPE */
+  float* LSE;              /* [B,Hq,Sq] contiguous, natural logarithm; or null */
+  int B, Hq, Hkv, Sq, Sk;  /* Hq is a multiple of Hkv */
+  int D;                   /* the line's HEAD_DIM */
+  SdpaStrides q, k, v, o;
+  float scale;             /* 0: 1/sqrt(D) */
+  int causal;              /* SDPA_CAUSAL_... */
+  void* workspace;         /* sdpa_library_workspace_bytes(), zeroed once; one per library and stream */
+  int max_ctas;            /* 0: all that fit */
+  int window_left, window_right; /* keys that a query sees before and after its own position; -1: all */
+  SdpaDescale q_descale, k_descale, v_descale;
+} SdpaParams;
+
+struct CUstream_st; /* cudaStream_t is a pointer to it */
+
+/* sizeof(SdpaParams) in the library, for a caller in another language to compare with its own. */
+size_t sdpa_library_params_bytes(void);
+
+/* Fills *p: no tensor, no size, no mask, no limit of the window. Zeros alone would be a window of one key. */
+void sdpa_library_defaults(SdpaParams* p);
+
+/* Bytes that p->workspace must have for this problem, on the current device; 0: it may be null. */
+size_t sdpa_library_workspace_bytes(const SdpaParams* p);
+
+/* Enqueues O, LSE = attention(Q, K, V) on the stream of the current device, and returns at once. Allocates nothing, and
+   may be captured into a CUDA graph. Returns 0, or a cudaError_t with one sentence in text (text_bytes of it at most,
+   ended by 0; text may be null). */
+int sdpa_library_forward(const SdpaParams* p, struct CUstream_st* stream, char* text, size_t text_bytes);
+
+#ifdef __cplusplus
+}
+#endif
+#endif

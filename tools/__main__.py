@@ -1,0 +1,9 @@
+"""python3 tools COMMAND WORD...: what ./run_all.sh runs for most of its commands."""
+import importlib
+import sys
+
+import cli
+
+del sys.argv[0]
+MODULES = {"profile": "ncu"}  # Python has a profile of its own
+cli.command(sys.argv[0], lambda: importlib.import_module(MODULES.get(sys.argv[0], sys.argv[0])).main())
