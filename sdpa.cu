@@ -1491,22 +1491,21 @@ __device__ __forceinline__ void merge_ranges(const RangePartial<B>* partial, con
   }
 }
 
-// The ranges' partial results in the workspace, that of each CTA.
-template <class B> __device__ __forceinline__ RangePartial<B>* range_partials(const KernelArgs& a) {
-  return reinterpret_cast<RangePartial<B>*>(static_cast<unsigned char*>(a.p.workspace) + range_counter_bytes);
-}
-// This CTA's partial result is there. The last CTA of the item to come here merges them all. sync() lets all threads of
-// the CTA that call this meet.
-template <class B, class Sync>
-__device__ __forceinline__ void merge_if_last(const KernelArgs& a, const WorkItem& item, int thread, bool& is_last_s,
-                                              const Sync& sync) {
+// put(mine) stores this CTA's partial result in the workspace. The last CTA of the item to do so merges them all. sync()
+// lets all threads of the CTA that call this meet.
+template <class B, class Put, class Sync>
+__device__ __forceinline__ void store_range(const KernelArgs& a, const WorkItem& item, int thread, bool& is_last_s,
+                                            const Put& put, const Sync& sync) {
   uint32_t* const counters = static_cast<uint32_t*>(a.p.workspace);
+  RangePartial<B>* const parts =
+      reinterpret_cast<RangePartial<B>*>(static_cast<unsigned char*>(a.p.workspace) + range_counter_bytes);
+  put(parts[blockIdx.x]);
   const uint32_t ranges = a.ranges.divisor, number = a.ranges.divide(blockIdx.x);
   sync();  // hazard: written by all threads
   if (thread == 0) is_last_s = atom_inc_acq_rel(&counters[number], ranges - 1) == ranges - 1;
   sync();  // hazard: counted by thread 0
   if (!is_last_s) return;
-  const RangePartial<B>* const first = range_partials<B>(a) + number * ranges;
+  const RangePartial<B>* const first = parts + number * ranges;
   ranges > few_ranges ? merge_ranges<B, ranges_at_once, 4>(first, a, item, thread)
                       : merge_ranges<B, 2, 16>(first, a, item, thread);
 }
@@ -1522,12 +1521,13 @@ __device__ __forceinline__ void store_rows(const Partial (&partial_s)[B::split_k
     });
     return;
   }
-  merge_groups<B>(partial_s, scale_log2, thread, [&](int row, const auto& O, auto& m, auto& l) {
-    RangePartial<B>& mine = range_partials<B>(a)[blockIdx.x];
-    st_global(&mine.O[row][O.first_col], float4{O.x[0][0], O.x[0][1], O.x[0][2], O.x[0][3]});
-    if (O.first_col == 0) st_global(&mine.m_l[row], float2{m[0], l[0]});
-  });
-  merge_if_last<B>(a, item, thread, is_last_s, [] { __syncthreads(); });
+  const auto put = [&](RangePartial<B>& mine) {
+    merge_groups<B>(partial_s, scale_log2, thread, [&](int row, const auto& O, auto& m, auto& l) {
+      st_global(&mine.O[row][O.first_col], float4{O.x[0][0], O.x[0][1], O.x[0][2], O.x[0][3]});
+      if (O.first_col == 0) st_global(&mine.m_l[row], float2{m[0], l[0]});
+    });
+  };
+  store_range<B>(a, item, thread, is_last_s, put, [] { __syncthreads(); });
 }
 
 // ---- work scheduling ----
@@ -3462,7 +3462,7 @@ template <class B> struct WgmmaShared {
   WgmmaItem item[Q_STAGES];  // whose Q it is
   // Full: Q has landed, and item is set. Done: every warp has written its O over Q. Empty: O has been stored.
   uint64_t q_full[Q_STAGES], o_done[Q_STAGES][ROW_GROUPS], q_empty[Q_STAGES];
-  bool is_last;  // for merge_if_last()
+  bool is_last;  // for store_range()
 
   __device__ __forceinline__ Input* queries(int stage, int row_group) { return Q[stage][row_group]; }
   // Two threads do it; a barrier of the CTA must follow.
@@ -3750,30 +3750,29 @@ template <class B> struct Wgmma16Consumer : WgmmaConsumer<B, WgmmaShared<B>> {
     });
   }
 
-  // SPLIT_CTAS, PACK_GQA: stores the item's rows, or what this range of its keys gives. A range may have no key.
-  __device__ __forceinline__ void store_range() {
+  // SPLIT_CTAS, PACK_GQA: stores the item's rows, or what this range of its keys, perhaps none, has given.
+  __device__ __forceinline__ void store_from_registers() {
     const WgmmaItem item = s.item[0];
     const int thread = int(threadIdx.x) - B::producer_threads, lane = thread % 32;
-    const int first_row = thread / 32 * 16 + lane / 4;
     if (item.rounds == 0) rows.start(), clear(rows.O);
-    SDPA_UNROLL for (int i = 0; i < 2; i++) {
-      const int row = first_row + 8 * i;
-      const float m[1] = {rows.m[i]}, l[1] = {rows.l[i]};
-      QuadRuns<1, B::head_dim, 2> O;
-      O.first_row = 0, O.first_col = lane % 4 * 2;
-      SDPA_UNROLL for (int j = 0; j < O.COLS; j++) O.x[0][j] = rows.O.x[i][j];
-      if (a.ranges.divisor == 1) {
-        if (row < rows_of_item<B>(a)) store_output<B>(O, m, l, a, row_item<B>(a, item, row));
-        continue;
+    const auto put = [&](RangePartial<B>* mine) {
+      SDPA_UNROLL for (int i = 0; i < 2; i++) {
+        const int row = thread / 32 * 16 + lane / 4 + 8 * i;
+        const float m[1] = {rows.m[i]}, l[1] = {rows.l[i]};
+        QuadRuns<1, B::head_dim, 2> O;
+        O.first_row = 0, O.first_col = lane % 4 * 2;
+        SDPA_UNROLL for (int j = 0; j < O.COLS; j++) {
+          O.x[0][j] = rows.O.x[i][j];
+          if (mine && j % 2) st_global(&mine->O[row][O.col(j - 1)], float2{O.x[0][j - 1], O.x[0][j]});
+        }
+        if (mine && lane % 4 == 0) st_global(&mine->m_l[row], float2{m[0], l[0]});
+        if (!mine && row < rows_of_item<B>(a)) store_output<B>(O, m, l, a, row_item<B>(a, item, row));
       }
-      RangePartial<B>& mine = range_partials<B>(a)[blockIdx.x];
-      SDPA_UNROLL for (int j = 0; j < O.COLS; j += 2) {
-        st_global(&mine.O[row][O.col(j)], float2{O.x[0][j], O.x[0][j + 1]});
-      }
-      if (lane % 4 == 0) st_global(&mine.m_l[row], float2{m[0], l[0]});
-    }
-    if (a.ranges.divisor == 1) return;
-    merge_if_last<B>(a, item, thread, s.is_last, [] { barrier_sync(partials, B::warpgroups * 128); });
+    };
+    if (a.ranges.divisor == 1) return put(nullptr);
+    store_range<B>(
+        a, item, thread, s.is_last, [&](RangePartial<B>& mine) { put(&mine); },
+        [] { barrier_sync(partials, B::warpgroups * 128); });
   }
 
   __device__ __forceinline__ void run() {
@@ -3789,7 +3788,7 @@ template <class B> struct Wgmma16Consumer : WgmmaConsumer<B, WgmmaShared<B>> {
     Base::run_items([] {}, compute, [&] {
       if (stores_by_tma<B>) arrive_by_warp(&s.o_done[q_ring.stage][row_group], lane);
     });
-    if constexpr (B::split_kv == 1 && !stores_by_tma<B>) store_range();
+    if constexpr (B::split_kv == 1 && !stores_by_tma<B>) store_from_registers();
   }
 };
 
@@ -4902,11 +4901,9 @@ template <class B> constexpr bool check() {
               "PACK_GQA and SPLIT_CTAS: the plain wgmma kernel and that of e4m3 have neither; add "
               "USE_WARP_SPECIALIZATION=1 or SWAP_AB=1 or drop them");
   SDPA_REFUSE(B::path == Path::wgmma_roles && (B::pack_gqa || B::split_ctas != 1) &&
-                  (B::split_kv > 1 || B::use_persistent_cta || B::skip_masked),
-              "PACK_GQA and SPLIT_CTAS: a CTA has one item, whose warpgroups take all of its keys; drop SPLIT_KV, "
-              "USE_PERSISTENT_CTA and SKIP_MASKED");
-  SDPA_REFUSE(B::path == Path::wgmma_roles && B::pack_gqa && B::block_m != 64,
-              "PACK_GQA: the heads of a group are rows of one warpgroup; type BLOCK_M=64 NUM_WARPS=4");
+                  (B::split_kv > 1 || B::use_persistent_cta || B::skip_masked || (B::pack_gqa && B::block_m != 64)),
+              "PACK_GQA and SPLIT_CTAS: a CTA has one item with all of its keys, and the heads of a group are rows of one "
+              "warpgroup; drop SPLIT_KV, USE_PERSISTENT_CTA and SKIP_MASKED, and type BLOCK_M=64 NUM_WARPS=4 for PACK_GQA");
   SDPA_REFUSE(mma && !B::pack_gqa && B::split_ctas != 1,
               "SPLIT_CTAS: in the mma.sync kernel it goes with PACK_GQA; add PACK_GQA=1 or drop it");
   SDPA_REFUSE(wmma && B::use_warp_specialization && B::sync_policy != 1,
