@@ -167,9 +167,14 @@ static void* workspace_for(const Line& line, const SdpaParams& p, cudaStream_t s
 
 // ---- a launch ----
 
-// A contiguous tensor beside another one, without the dispatcher, which takes longer than the allocation.
+// Tensors beside another one, without the dispatcher, which takes longer than the allocation: contiguous, or with its
+// sizes and, where they leave no gaps, its strides.
 static Tensor empty(at::IntArrayRef sizes, at::ScalarType dtype, const Tensor& beside) {
   return at::detail::empty_cuda(sizes, dtype, beside.device(), std::nullopt);
+}
+static Tensor empty_like(const Tensor& x, at::ScalarType dtype) {
+  if (!x.is_non_overlapping_and_dense()) return at::empty_like(x, x.options().dtype(dtype));
+  return at::detail::empty_strided_cuda(x.sizes(), x.strides(), dtype, x.device());
 }
 
 static SdpaStrides strides_of(const Tensor& x) { return {x.stride(0), x.stride(1), x.stride(2)}; }
@@ -213,7 +218,7 @@ static FlashResult flash(const Tensor& q_any, const Tensor& k_any, const Tensor&
   };
   const Tensor q = fitting(q_any), k = fitting(k_any), v = fitting(v_any);
   if (dropout == 0 && !debug_mask && !(scale && *scale == 0) && why_not(q, k, v, false).empty()) {
-    const Tensor o = at::empty_like(q);
+    const Tensor o = empty_like(q, q.scalar_type());
     const Tensor lse = empty({q.size(0), q.size(1), q.size(2)}, at::kFloat, q);
     // FlashAttention-2's causal mask is the bottom-right one.
     const Mask mask{causal ? SDPA_CAUSAL_BOTTOM_RIGHT : SDPA_CAUSAL_OFF, -1, -1};
@@ -263,7 +268,7 @@ static std::tuple<Tensor, Tensor> attention(const Tensor& q, const Tensor& k, co
                                   descale("k_descale", k_descale, k, kept[1]),
                                   descale("v_descale", v_descale, v, kept[2])};
   const bool e4m3 = q.scalar_type() == at::kFloat8_e4m3fn;
-  const Tensor o = at::empty_like(q, q.options().dtype(e4m3 ? at::kHalf : q.scalar_type()));
+  const Tensor o = empty_like(q, e4m3 ? at::kHalf : q.scalar_type());
   const Tensor lse = empty({q.size(0), q.size(1), q.size(2)}, at::kFloat, q);
   why = launch(q, k, v, o, lse, scale, {int(causal), int(left), int(right)}, descales);
   TORCH_CHECK(why.empty(), "sdpa.attention: ", why);

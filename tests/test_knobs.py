@@ -163,10 +163,10 @@ hopper"""
 
 @pytest.mark.skipif(not shutil.which("clang++"), reason="clang++ is missing")
 def test_clang():
-    lines = builds.Tree().lines()
+    lines = builds.Tree().config_lines()
 
     def compiled(name):
-        part = ["-DSDPA_LINE_ONLY", *builds.definitions(lines[name])] if name else ["-DSDPA_HARNESS_ONLY"]
+        part = ["-DSDPA_LINE_ONLY", *builds.definitions(lines[name].knobs)] if name else ["-DSDPA_HARNESS_ONLY"]
         return builds.run(["clang++", "-std=c++17", "-fsyntax-only", "-w", "-Isimt", *part, "-x", "c++", "sdpa.cu"], cwd=ROOT)
     with ThreadPoolExecutor(builds.JOBS) as pool:
         for done in pool.map(compiled, ["", *KINDS.split()]):
