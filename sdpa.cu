@@ -3155,15 +3155,6 @@ template <class B, class Shared> struct WgmmaProducer {
     if (B::use_persistent_cta && i >= a.work_items) return {};
     return wgmma_item<B, wgmma_may_pass<B>>(a, i);
   }
-  // PACK_GQA: Q of an item, a panel of all heads at a time.
-  __device__ __forceinline__ void load_packed_q(const WgmmaItem& item, uint64_t* full) {
-    mbarrier_arrive_expect_tx(full, item.rounds > 0 ? rows_of_item<B>(a) * ROW_BYTES<B> : 0);
-    for (int panel = 0; item.rounds > 0 && panel < PANELS<B>; panel++) {
-      const int at[5] = {0, item.q0, item.h, panel, item.b};
-      Input* const panel_s = s.queries(0, 0) + panel * 64 * B::head_dim / PANELS<B>;
-      cp_async_bulk_tensor_load(panel_s, &tensor_maps<B>(a).q, at, full, evict_first);
-    }
-  }
   // Loads Q of an item, once `empty` is complete, and sets s.item; q_full tells the others.
   __device__ __forceinline__ void start_item(const WgmmaItem& item, uint64_t* empty, int parity) {
     const int stage = q_ring.stage;
@@ -3171,14 +3162,13 @@ template <class B, class Shared> struct WgmmaProducer {
     if (B::use_persistent_cta) mbarrier_wait(empty, parity);
     if (issues) {
       s.item[stage] = item;
-      if constexpr (B::pack_gqa) {
-        load_packed_q(item, full);
-      } else {
-        mbarrier_arrive_expect_tx(full, item.rounds > 0 ? B::block_m * ROW_BYTES<B> : 0);
-        for (int group = 0; item.rounds > 0 && group < Shared::ROW_GROUPS; group++) {
-          const int at[5] = {0, item.q0 + group * 64, 0, item.h, item.b};
-          cp_async_bulk_tensor_load(s.queries(stage, group), &tensor_maps<B>(a).q, at, full, evict_first);
-        }
+      const int rows = B::pack_gqa ? rows_of_item<B>(a) : B::block_m;
+      mbarrier_arrive_expect_tx(full, item.rounds > 0 ? rows * ROW_BYTES<B> : 0);
+      // A box has 64 rows of one head; PACK_GQA: a panel of all heads.
+      for (int n = 0; item.rounds > 0 && n < (B::pack_gqa ? PANELS<B> : Shared::ROW_GROUPS); n++) {
+        const int plain[5] = {0, item.q0 + n * 64, 0, item.h, item.b}, packed[5] = {0, item.q0, item.h, n, item.b};
+        Input* const Q_s = B::pack_gqa ? s.queries(stage, 0) + n * 64 * B::head_dim / PANELS<B> : s.queries(stage, n);
+        cp_async_bulk_tensor_load(Q_s, &tensor_maps<B>(a).q, B::pack_gqa ? packed : plain, full, evict_first);
       }
     }
     q_ring.advance();
