@@ -196,6 +196,7 @@ SdpaParams params_of(const Problem& p) {  // but for the tensors
   params.B = p.B, params.Hq = p.Hq, params.Hkv = p.Hkv, params.Sq = p.Sq, params.Sk = p.Sk;
   params.D = line.D, params.scale = float(p.scale), params.causal = Causal(int(p.mask));
   params.window_left = p.window_left, params.window_right = p.window_right;
+  params.window_alignment = Causal(int(p.window_alignment));
   return params;
 }
 
@@ -528,10 +529,14 @@ template <class T, int D> cudaError_t launch_witness(const WitnessArgs& a, int h
 // O [heads,Sq,D] and LSE [heads,Sq] of query heads [first, first + heads), counted over batches.
 template <class T>
 cudaError_t launch_witness(const SdpaParams& p, int first, int heads, float* O, float* LSE) {
-  const int own = p.causal == Causal::bottom_right ? p.Sk - p.Sq : 0, none = 2000000000;
-  const int right = p.causal == Causal::off ? p.window_right : 0;
-  const int least = p.window_left < 0 ? -none : own - p.window_left;
-  const int most = right < 0 ? none : own + right;
+  constexpr int none = 2000000000;
+  const int by_right = p.Sk - p.Sq, own = p.causal == Causal::bottom_right ? by_right : 0;
+  const int windows_own = p.window_alignment == Causal::off            ? own
+                          : p.window_alignment == Causal::bottom_right ? by_right
+                                                                       : 0;
+  const int least = p.window_left < 0 ? -none : windows_own - p.window_left;
+  const int most = std::min(p.causal == Causal::off ? none : own,
+                            p.window_right < 0 ? none : windows_own + p.window_right);
   const double unit = unit_of(line.input);
   const double scale = (p.scale == 0 ? 1 / std::sqrt(double(p.D)) : p.scale) * unit * unit;
   const WitnessArgs a{p.Q,         p.K,         p.V,         p.q,         p.k,   p.v,  p.Hq,
@@ -1090,6 +1095,12 @@ struct Column {
 };
 
 // The columns in their order; new ones come last.
+string window_text(const Problem& p, const char* comma) {
+  if (!p.has_window()) return "";
+  const string by = p.window_alignment == reference::Mask::none ? "" : causal_names[int(p.window_alignment)];
+  return to_string(p.window_left) + comma + to_string(p.window_right) + (by.empty() ? "" : comma + by);
+}
+
 vector<Column> columns(const Run& r, const Device& d) {
   const Problem& p = r.problem;
   const Timing& t = r.timing;
@@ -1125,7 +1136,7 @@ vector<Column> columns(const Run& r, const Device& d) {
       {"rows_witnessed", rows(f.rows_witnessed)},
       {"peak_share", has_peak ? format("%.3f", r.share_of_peak(d)) : ""},
       {"bound", has_peak ? r.memory_binds(d) ? "memory" : "matrix" : ""},
-      {"window", p.has_window() ? format("%d:%d", p.window_left, p.window_right) : ""},
+      {"window", window_text(p, ":")},
       {"out_dtype", output_type.name}};
   // clang-format on
 }
@@ -1149,8 +1160,7 @@ void print_block(const Run& r, const Device& d) {
   const reference::Tolerance tol = tolerance_of(p.scale);
   const string changed = knob_texts(true);
   fprintf(stderr, "sdpa_%s (%s) on %s\n", line.name, line.family, d.name.c_str());
-  const string window =
-      p.has_window() ? format(", window %d,%d", p.window_left, p.window_right) : "";
+  const string window = p.has_window() ? ", window " + window_text(p, ",") : "";
   fprintf(stderr, "  problem  %s: B=%d Hq=%d Hkv=%d Sq=%d Sk=%d D=%d %s, causal %s%s\n",
           p.shape.c_str(), p.B, p.Hq, p.Hkv, p.Sq, p.Sk, p.D, input_type.name,
           causal_names[int(p.mask)], window.c_str());
@@ -1264,12 +1274,20 @@ vector<Option> options_of(Options& o) {
          if (found != end) o.common.mask = reference::Mask(found - names);
          return found != end ? "" : "want br (bottom-right), tl or off";
        }},
-      {"--window", "L,R",
-       "a query sees L keys before its own position and R behind it; -1: no limit",
+      {"--window", "L,R[,br|,tl]",
+       "a query sees L keys before its own position and R after it; -1: no limit; br, tl: as --causal has the position",
        [&o](const string& text) {
-         const vector<long long> n = parse_numbers(text, -1, most_rows);
-         if (n.size() == 2) o.common.window_left = int(n[0]), o.common.window_right = int(n[1]);
-         return n.size() == 2 ? "" : "want two numbers from -1 to 10^9, such as 1024,0";
+         const size_t comma = text.find(',', text.find(',') + 1);
+         const vector<long long> n = parse_numbers(text.substr(0, comma), -1, most_rows);
+         const string by = comma == string::npos ? "off" : text.substr(comma + 1);
+         const auto names = std::begin(causal_names), end = std::end(causal_names);
+         const auto found = std::find(names, end, by);
+         if (n.size() != 2 || found == end) {
+           return "want two numbers from -1 to 10^9 and perhaps br or tl, such as 1024,0 or 1024,0,br";
+         }
+         o.common.window_left = int(n[0]), o.common.window_right = int(n[1]);
+         o.common.window_alignment = reference::Mask(found - names);
+         return "";
        }},
       {"--dist", "D", "inputs: normal (the default), outliers, large (logits) or uniform (logits)",
        [&o](const string& text) {
@@ -1367,7 +1385,7 @@ string command_of(const Problem& p) {
   string text = format("--check-only --shape %d,%d,%d,%d,%d --seeds %llu", p.B, p.Hq, p.Hkv, p.Sq,
                        p.Sk, (unsigned long long)p.seed);
   if (p.mask != reference::Mask::none) text += string(" --causal ") + causal_names[int(p.mask)];
-  if (p.has_window()) text += format(" --window %d,%d", p.window_left, p.window_right);
+  if (p.has_window()) text += " --window " + window_text(p, ",");
   if (p.layout != "bhsd") text += " --layout " + p.layout;
   if (p.dist != "normal") text += " --dist " + p.dist;
   if (p.descale != "heads") text += " --descale " + p.descale;

@@ -32,6 +32,7 @@ struct Problem {
                            // the type that the kernel reads
   int window_left = -1,
       window_right = -1;  // keys to each side of the query's own position; -1: all
+  Mask window_alignment = Mask::none;  // whose position the window counts from; none: that of mask
   // By head, over all batches: what Q, K and V are to be multiplied with. Empty: 1.
   std::vector<double> q_factor, k_factor, v_factor;
 
@@ -150,14 +151,20 @@ struct Result {
 inline size_t clamp_key(const Problem& p, long long k) {
   return size_t(k < 0 ? 0 : k > p.Sk ? p.Sk : k);
 }
+inline long long position_in_window(const Problem& p, long long q) {
+  const Mask by = p.window_alignment == Mask::none ? p.mask : p.window_alignment;
+  return by == Mask::bottom_right ? q + p.Sk - p.Sq : q;
+}
 inline size_t first_key(const Problem& p, long long q) {
   if (p.window_left < 0) return 0;
-  return clamp_key(p, (p.mask == Mask::bottom_right ? q + p.Sk - p.Sq : q) - p.window_left);
+  return clamp_key(p, position_in_window(p, q) - p.window_left);
 }
 inline size_t past_last_key(const Problem& p, long long q) {
-  if (p.mask == Mask::none && p.window_right < 0) return size_t(p.Sk);
-  const long long own = p.mask == Mask::bottom_right ? q + p.Sk - p.Sq : q;
-  return clamp_key(p, (p.mask == Mask::none ? own + p.window_right : own) + 1);
+  size_t end = size_t(p.Sk);
+  if (p.mask == Mask::top_left) end = clamp_key(p, q + 1);
+  if (p.mask == Mask::bottom_right) end = clamp_key(p, q + p.Sk - p.Sq + 1);
+  if (p.window_right >= 0) end = std::min(end, clamp_key(p, position_in_window(p, q) + p.window_right + 1));
+  return std::max(end, first_key(p, q));
 }
 
 // Visible (query, key) pairs of one head.

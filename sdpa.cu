@@ -276,6 +276,7 @@ struct SdpaParams {
   int window_left = -1;                     // keys that a query sees before its own position; -1: no limit
   int window_right = -1;                    // and after it
   Descale q_descale, k_descale, v_descale;  // 8-bit DTYPE: by query head, and by key head
+  Causal window_alignment = Causal::off;    // whose position the window counts from; off: that of `causal`
 };
 // A row that sees no key (or only keys of logit -inf) gives O = 0 and LSE = -inf. NaN and inf come out as the formula
 // has them, but whether NaN or inf in V at a key that is masked reaches the row (as 0 * inf = NaN) is open, since
@@ -336,19 +337,18 @@ struct TensorMaps {  // of tensors as [B][H][D/64][S][64]
 };
 struct Nothing {};
 
-struct KeyRange {  // [begin, end)
-  int begin, end;
-};
+struct KeyRange { int begin, end; };  // [begin, end)
 // What the mask leaves: query q sees the keys [q + from, q + to) of those that exist. Sizes are at most 10^9,
 // so that no sum here overflows.
 struct KeyBounds {
   int from, to, Sk;
 
   explicit KeyBounds(const SdpaParams& p) : from(-most_rows), to(p.Sk), Sk(p.Sk) {
-    const int own = p.causal == Causal::bottom_right ? p.Sk - p.Sq : 0;  // position of query 0
-    const int right = p.causal == Causal::off ? p.window_right : 0;
-    if (p.window_left >= 0) from = max(own - p.window_left, -most_rows);
-    if (right >= 0) to = min(own + right + 1, p.Sk);
+    const auto own = [&](Causal by) { return by == Causal::bottom_right ? p.Sk - p.Sq : 0; };  // position of query 0
+    const int windows_own = own(p.window_alignment == Causal::off ? p.causal : p.window_alignment);
+    if (p.causal != Causal::off) to = min(own(p.causal) + 1, to);
+    if (p.window_right >= 0) to = min(windows_own + p.window_right + 1, to);
+    if (p.window_left >= 0) from = min(max(windows_own - p.window_left, -most_rows), to);
   }
   __host__ __device__ bool all() const { return from == -most_rows && to == Sk; }
   // begin(q) <= end(q), and both grow with q.
@@ -4789,8 +4789,10 @@ SdpaStatus check_params(SdpaParams& p) {
   if (std::isinf(log2_scale(p))) {
     return failure(refused, "scale=%g times log2(e) is no float; take a smaller one", double(p.scale));
   }
-  if (p.causal != Causal::off && p.causal != Causal::bottom_right && p.causal != Causal::top_left) {
-    return failure(refused, "causal=%d is none of off, bottom_right, top_left", int(p.causal));
+  for (const Causal mask : {p.causal, p.window_alignment}) {
+    if (uint32_t(mask) <= uint32_t(Causal::top_left)) continue;
+    const char* const name = mask == p.causal ? "causal" : "window_alignment";
+    return failure(refused, "%s=%d is none of off, bottom_right, top_left", name, int(mask));
   }
   if (p.max_ctas > 0 && !Build::use_persistent_cta) {
     return failure(refused, "max_ctas=%d, but only builds with USE_PERSISTENT_CTA=1 take it; set it to 0", p.max_ctas);

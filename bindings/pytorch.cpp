@@ -137,13 +137,13 @@ static void free_of_dead_graphs() {
 static size_t workspace_bytes(const Line& line, const SdpaParams& p) {
   struct Sizes {
     decltype(Line::forward) line;
-    int64_t device, B, Hq, Hkv, Sq, Sk, causal, left, right;  // of 8 bytes: nothing between them for memcmp()
+    int64_t device, B, Hq, Hkv, Sq, Sk, causal, left, right, by;  // of 8 bytes: nothing between them for memcmp()
     bool operator==(const Sizes& x) const { return memcmp(this, &x, sizeof x) == 0; }
   };
   thread_local Sizes last{};
   thread_local size_t bytes = 0;
-  const Sizes now{line.forward,  c10::cuda::current_device(), p.B, p.Hq, p.Hkv, p.Sq, p.Sk, p.causal, p.window_left,
-                  p.window_right};
+  const Sizes now{line.forward,   c10::cuda::current_device(), p.B, p.Hq, p.Hkv, p.Sq, p.Sk, p.causal, p.window_left,
+                  p.window_right, p.window_alignment};
   if (!(now == last)) bytes = line.workspace_bytes(&p), last = now;
   return bytes;
 }
@@ -180,7 +180,7 @@ static Tensor empty_like(const Tensor& x, at::ScalarType dtype) {
 static SdpaStrides strides_of(const Tensor& x) { return {x.stride(0), x.stride(1), x.stride(2)}; }
 
 struct Mask {
-  int causal, left, right;
+  int causal, left, right, window_alignment;
 };
 
 // O, LSE = attention(q, k, v). Returns why not, in one sentence; empty if it was enqueued. Shapes have been checked.
@@ -194,6 +194,7 @@ static std::string launch(const Tensor& q, const Tensor& k, const Tensor& v, con
   p.D = int(q.size(3));
   p.q = strides_of(q), p.k = strides_of(k), p.v = strides_of(v), p.o = strides_of(o);
   p.scale = float(scale), p.causal = mask.causal, p.window_left = mask.left, p.window_right = mask.right;
+  p.window_alignment = mask.window_alignment;
   p.q_descale = descales[0], p.k_descale = descales[1], p.v_descale = descales[2];
   const cudaStream_t stream = c10::cuda::getCurrentCUDAStream();
   const bool captured = c10::cuda::currentStreamCaptureStatusMayInitCtx() != c10::cuda::CaptureStatus::None;
@@ -221,7 +222,7 @@ static FlashResult flash(const Tensor& q_any, const Tensor& k_any, const Tensor&
     const Tensor o = empty_like(q, q.scalar_type());
     const Tensor lse = empty({q.size(0), q.size(1), q.size(2)}, at::kFloat, q);
     // FlashAttention-2's causal mask is the bottom-right one.
-    const Mask mask{causal ? SDPA_CAUSAL_BOTTOM_RIGHT : SDPA_CAUSAL_OFF, -1, -1};
+    const Mask mask{causal ? SDPA_CAUSAL_BOTTOM_RIGHT : SDPA_CAUSAL_OFF, -1, -1, SDPA_CAUSAL_OFF};
     if (launch(q, k, v, o, lse, scale.value_or(0), mask, {}).empty()) {
       // The state of a random generator, unused and a debug mask, which nobody reads without dropout.
       return {o,
@@ -255,8 +256,9 @@ static SdpaDescale descale(const char* name, const OptionalTensor& x, const Tens
 }
 
 static std::tuple<Tensor, Tensor> attention(const Tensor& q, const Tensor& k, const Tensor& v, int64_t causal,
-                                            int64_t left, int64_t right, double scale, const OptionalTensor& q_descale,
-                                            const OptionalTensor& k_descale, const OptionalTensor& v_descale) {
+                                            int64_t left, int64_t right, int64_t window_alignment, double scale,
+                                            const OptionalTensor& q_descale, const OptionalTensor& k_descale,
+                                            const OptionalTensor& v_descale) {
   const c10::cuda::CUDAGuard guard(q.device());
   std::string why = why_not(q, k, v, true);
   TORCH_CHECK(why.empty(), "sdpa.attention: ", why);
@@ -270,7 +272,7 @@ static std::tuple<Tensor, Tensor> attention(const Tensor& q, const Tensor& k, co
   const bool e4m3 = q.scalar_type() == at::kFloat8_e4m3fn;
   const Tensor o = empty_like(q, e4m3 ? at::kHalf : q.scalar_type());
   const Tensor lse = empty({q.size(0), q.size(1), q.size(2)}, at::kFloat, q);
-  why = launch(q, k, v, o, lse, scale, {int(causal), int(left), int(right)}, descales);
+  why = launch(q, k, v, o, lse, scale, {int(causal), int(left), int(right), int(window_alignment)}, descales);
   TORCH_CHECK(why.empty(), "sdpa.attention: ", why);
   return {o, lse};
 }

@@ -141,13 +141,13 @@ def glue():
 # ---- attention() as an operator ----
 
 LIBRARY = torch.library.Library("sdpa", "DEF")
-LIBRARY.define("attention(Tensor q, Tensor k, Tensor v, int causal, int left, int right, float scale, Tensor? q_descale, "
-               "Tensor? k_descale, Tensor? v_descale) -> (Tensor, Tensor)")
+LIBRARY.define("attention(Tensor q, Tensor k, Tensor v, int causal, int left, int right, int window_alignment, float scale, "
+               "Tensor? q_descale, Tensor? k_descale, Tensor? v_descale) -> (Tensor, Tensor)")
 LIBRARY.define("why_not(Tensor q, Tensor k, Tensor v, bool takes_e4m3) -> str")
 
 
 @torch.library.register_fake("sdpa::attention")
-def fake(q, k, v, causal, left, right, scale, q_descale, k_descale, v_descale):
+def fake(q, k, v, causal, left, right, window_alignment, scale, q_descale, k_descale, v_descale):
     dtype = torch.float16 if q.dtype == torch.float8_e4m3fn else q.dtype
     return torch.empty_like(q, dtype=dtype), q.new_empty(q.shape[:3], dtype=torch.float32)
 
@@ -163,7 +163,7 @@ first_call.library.impl("attention", first_call, "CUDA")
 
 
 def keep(ctx, inputs, output):
-    q, k, v, ctx.causal, ctx.left, ctx.right, ctx.scale = inputs[:7]
+    q, k, v, ctx.causal, ctx.left, ctx.right, ctx.window_alignment, ctx.scale = inputs[:8]
     ctx.save_for_backward(q, k, v, *output)
 
 
@@ -172,7 +172,8 @@ def backward(ctx, grad, _):
     q, k, v, o, lse = ctx.saved_tensors
     Sq, Sk = q.shape[2], k.shape[2]
     limited = ctx.left >= 0 or ctx.right >= 0
-    if q.dtype == torch.float8_e4m3fn or (Sq != Sk and (ctx.causal == MASKS["tl"] or (limited and not ctx.causal))):
+    by = ctx.window_alignment or ctx.causal
+    if q.dtype == torch.float8_e4m3fn or (Sq != Sk and (ctx.causal == MASKS["tl"] or (limited and by != MASKS["br"]))):
         raise NotImplementedError("sdpa.attention has no backward for e4m3, nor for top-left masks and windows with Sq != Sk")
     philox = torch.empty(2, dtype=torch.uint64, device=q.device)
     # FlashAttention-2 has -1 for no limit as well, but of both sides or of none.
@@ -181,7 +182,7 @@ def backward(ctx, grad, _):
     grads = torch.ops.aten._flash_attention_backward(
         *(x.transpose(1, 2) for x in (grad, q, k, v, o)), lse, None, None, Sq, Sk, 0.0, bool(ctx.causal), philox, philox[0],
         scale=ctx.scale or None, window_size_left=left, window_size_right=right)
-    return *(x.transpose(1, 2) for x in grads), *[None] * 7
+    return *(x.transpose(1, 2) for x in grads), *[None] * 8
 
 
 torch.library.register_autograd("sdpa::attention", backward, setup_context=keep)
@@ -194,15 +195,15 @@ def attention(q, k, v, causal=None, window=(None, None), scale=None, q_descale=N
     q [B,Hq,Sq,D], k and v [B,Hkv,Sk,D]: CUDA tensors of one dtype (float16, bfloat16, float8_e4m3fn), D 64, 128 or 256, Hq a
     multiple of Hkv; any strides in multiples of 16 bytes, rows contiguous. causal: None, "br" or True (the last query sees the
     last key), "tl" (the first sees the first alone). window: how many keys a query sees before and after its own position,
-    None for all. scale: 1/sqrt(D) by default. descales: float32, [B,H] or what expands to it; e4m3 only, whose O is float16.
+    None for all; a third member "br" or "tl" says whose position that is (default: causal's, or "tl"). scale: 1/sqrt(D) by default. descales: float32, [B,H] or what expands to it; e4m3 only, whose O is float16.
     Raises RuntimeError with one sentence for what no line takes.
     """
     if causal not in MASKS:
         raise ValueError(f"sdpa.attention: causal={causal!r} is none of None, 'br', 'tl'")
     if not q.is_cuda:
         raise ValueError(f"sdpa.attention: q is on {q.device}; sdpa's kernels run on CUDA devices")
-    left, right = (-1 if keys is None else keys for keys in window)
-    out, lse = torch.ops.sdpa.attention(q, k, v, MASKS[causal], left, right, scale or 0.0, q_descale, k_descale, v_descale)
+    left, right, by = *(-1 if keys is None else keys for keys in window[:2]), *(window[2:] or (None,))
+    out, lse = torch.ops.sdpa.attention(q, k, v, MASKS[causal], left, right, MASKS[by], scale or 0.0, q_descale, k_descale, v_descale)
     return (out, lse) if return_lse else out
 
 

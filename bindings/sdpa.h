@@ -39,6 +39,7 @@ typedef struct SdpaParams {
   int max_ctas;            /* 0: all that fit */
   int window_left, window_right; /* keys that a query sees before and after its own position; -1: all */
   SdpaDescale q_descale, k_descale, v_descale;
+  int window_alignment; /* whose position the window counts from: SDPA_CAUSAL_...; OFF: that of causal */
 } SdpaParams;
 
 struct CUstream_st; /* cudaStream_t is a pointer to it */

@@ -310,6 +310,7 @@ template <class Draw> Problem draw_problem(const Draw& draw, const TunedTile& ti
   if (draw(3) == 0) {
     p.window_left = draw(5) ? draw(1 + draw(300)) : -1;
     p.window_right = draw(5) ? draw(1 + draw(300)) : -1;
+    p.window_alignment = reference::Mask(draw(3));
   }
   p.layout = layouts[draw(6)];
   if (!takes_layout(p.layout)) p.layout = "padded";
@@ -382,6 +383,7 @@ void add_edges(vector<Problem>& problems, int rows, int keys) {
       const auto& shape = shapes[turn++ % 3];
       Problem& p = add({1, 2, 1, shape[0], shape[1]}, mask, turn % 2 ? "normal" : "uniform");
       p.window_left = window[0], p.window_right = window[1];
+      p.window_alignment = Mask(turn / 3 % 3);
     }
   }
   // Many rows of few keys; infinities and NaN in several places; logits far below 0.

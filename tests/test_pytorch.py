@@ -166,9 +166,10 @@ def reference(q, k, v, mask=None, scale=None):
 
 def visible(Sq, Sk, causal, window, device="cuda"):
     q, k = torch.arange(Sq, device=device)[:, None], torch.arange(Sk, device=device)
-    own = q + (Sk - Sq if causal == "br" else 0)
-    left, right = (1 << 30 if keys is None else keys for keys in window)
-    return (k >= own - left) & (k <= own + (min(right, 0) if causal else right))
+    own = lambda by: q + (Sk - Sq if by == "br" else 0)  # noqa: E731
+    left, right = (1 << 30 if keys is None else keys for keys in window[:2])
+    by = window[2] if len(window) > 2 else causal
+    return (k >= own(by) - left) & (k <= own(by) + right) & (k <= own(causal) if causal else k >= 0)
 
 
 def samples(dtype, D, requires_grad):
@@ -219,7 +220,7 @@ def test_samples_of_pytorch(active, dtype, D, requires_grad):
 
 CASES = [(torch.float16, 2, 8, 2, 100, 300, 64, "br", (None, None)), (torch.bfloat16, 1, 4, 4, 300, 100, 128, "br", (None, None)),
          (torch.bfloat16, 2, 4, 1, 130, 513, 256, "tl", (None, None)), (torch.float16, 1, 8, 8, 333, 333, 128, "br", (64, 0)),
-         (torch.bfloat16, 1, 2, 2, 200, 220, 64, None, (10, 7)), (torch.float8_e4m3fn, 2, 8, 2, 200, 333, 128, "br", (None, None)),
+         (torch.bfloat16, 1, 2, 2, 200, 220, 64, None, (10, 7)), (torch.float16, 1, 2, 1, 90, 220, 128, None, (30, 7, "br")), (torch.float8_e4m3fn, 2, 8, 2, 200, 333, 128, "br", (None, None)),
          (torch.float8_e4m3fn, 1, 2, 2, 64, 1000, 64, None, (None, None)), (torch.bfloat16, 4, 32, 8, 1, 3000, 128, None, (None, None))]
 
 
@@ -254,19 +255,20 @@ def test_attention(case):
 def test_opcheck():
     for case in CASES:
         q, k, v, factors = case_tensors(*case)
-        left, right = (-1 if keys is None else keys for keys in case[8])
+        left, right = (-1 if keys is None else keys for keys in case[8][:2])
+        by = case[8][2] if len(case[8]) > 2 else None
         square = case[0] in HALVES and (case[7] != "tl" and left + right == -2 or case[4] == case[5])
         arguments = [x.requires_grad_() if square else x for x in (q, k, v)]
         # PyTorch cannot compare tensors of e4m3, by which test_schema finds out whether an input was written to.
         tests = [name for name in OPCHECKS if case[0] in HALVES or name != "test_schema"]
-        torch.library.opcheck(torch.ops.sdpa.attention.default, (*arguments, sdpa.MASKS[case[7]], left, right, 0.0,
+        torch.library.opcheck(torch.ops.sdpa.attention.default, (*arguments, sdpa.MASKS[case[7]], left, right, sdpa.MASKS[by], 0.0,
                               *(factors.get(name) for name in ("q_descale", "k_descale", "v_descale"))), test_utils=tests)
 
 
 @needs_gpu
 def test_backward_of_attention():
     for causal, window, Sq, Sk in (("br", (None, None), 100, 300), ("br", (30, None), 200, 200), (None, (20, 9), 150, 150),
-                                   ("tl", (None, None), 99, 99), (None, (None, None), 60, 170)):
+                                   ("tl", (None, None), 99, 99), (None, (None, None), 60, 170), (None, (20, 9, "br"), 60, 170)):
         q, k, v = (torch.randn(2, 4, S, 128, device="cuda", dtype=torch.bfloat16, requires_grad=True) for S in (Sq, Sk, Sk))
         wide = [x.detach().double().requires_grad_() for x in (q, k, v)]
         got, want = sdpa.attention(q, k, v, causal=causal, window=window), reference(*wide, visible(Sq, Sk, causal, window))[0]

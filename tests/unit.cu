@@ -183,6 +183,28 @@ TEST_CASE("reference") {
     a.p.mask = Mask::bottom_right,
     a.p.window_left = 0;  // each its own key, 2 further than with top-left
     CHECK((a.row(0, 0, 1).O[0] == 9 && reference::visible_pairs(a.p) == 3));
+    a.p.window_alignment = Mask::top_left;  // the window from the first key on, the mask to the last
+    CHECK((a.row(0, 0, 1).O[0] == (1 + 4 + 9) / 3.0 && reference::visible_pairs(a.p) == 3 + 3 + 3));
+    a.p.mask = Mask::top_left, a.p.window_alignment = Mask::bottom_right;  // no key in both
+    CHECK((a.row(0, 0, 1).O[0] == 0 && a.row(0, 0, 1).LSE == -INFINITY && reference::visible_pairs(a.p) == 0));
+  }
+  {  // what the kernel takes for visible, with masks and windows from either end
+    SdpaParams p{};
+    int tried = 0, right = 0;
+    for (int n = 0; n < 6 * 6 * 5 * 5 * 3 * 3; n++, tried++) {
+      p.Sq = n % 6 + 1, p.Sk = n / 6 % 6, p.window_left = n / 36 % 5 - 1, p.window_right = n / 180 % 5 - 1;
+      p.causal = Causal(n / 900 % 3), p.window_alignment = Causal(n / 2700);
+      reference::Problem of{1, 1, 1, p.Sq, p.Sk, 8, Mask(n / 900 % 3)};
+      of.window_left = p.window_left, of.window_right = p.window_right, of.window_alignment = Mask(n / 2700);
+      const KeyBounds keys(p);
+      bool same = true;
+      for (int q = 0; q < p.Sq; q++) {
+        const int begin = int(first_key(of, q)), end = int(past_last_key(of, q));
+        same &= begin == end ? keys.begin(q) == keys.end(q) : keys.begin(q) == begin && keys.end(q) == end;
+      }
+      right += same;
+    }
+    CHECK(right == tried);
   }
   {  // one logit far above the rest: O is that row of V, LSE that logit
     SmallAttention a(1, 1, 1, 1, 4, Mask::none, 0.5);
@@ -616,6 +638,8 @@ TEST_CASE("preconditions") {
         "scale=-1 is not a positive number (0 means 1/sqrt(D))");
   CHECK(refusal([](SdpaParams& p) { p.scale = NAN; }).find("scale=nan is not") == 0);
   CHECK(refusal([](SdpaParams& p) { p.causal = Causal(7); }).find("causal=7 is none of") == 0);
+  CHECK(refusal([](SdpaParams& p) { p.window_alignment = Causal(3); }) ==
+        "window_alignment=3 is none of off, bottom_right, top_left");
   CHECK(refusal([](SdpaParams& p) { p.window_left = -2; }) ==
         "window_left=-2 is outside [-1, 10^9]; -1 means no limit");
   CHECK(refusal([](SdpaParams& p) { p.max_ctas = -1; }) ==

@@ -291,7 +291,7 @@ class SdpaParams(ctypes.Structure):
                 [(name, Strides) for name in "qkvo"] +
                 [("scale", ctypes.c_float), ("causal", ctypes.c_int), ("workspace", ctypes.c_void_p),
                  ("max_ctas", ctypes.c_int), ("window_left", ctypes.c_int), ("window_right", ctypes.c_int)] +
-                [(f"{name}_descale", Descale) for name in "qkv"])
+                [(f"{name}_descale", Descale) for name in "qkv"] + [("window_alignment", ctypes.c_int)])
 
 
 def params_of(p):
