@@ -5,6 +5,7 @@ import math
 import os
 import subprocess
 import sys
+from types import SimpleNamespace
 from collections import defaultdict
 
 import numpy as np
@@ -253,7 +254,7 @@ class FakeKernel:
     """Attention of one head after the other in float32, with what `harm` does to O and LSE."""
     text = "fake"
 
-    def __init__(self, harm=lambda O, LSE: None, us=20.0, line=builds.Torch("math")):
+    def __init__(self, harm=lambda O, LSE: None, us=20.0, line=builds.Torch("torch:math")):
         self.harm, self.us, self.line = harm, us, line
 
     def prepare(self, gpu, tensors, p):
@@ -408,6 +409,8 @@ def test_contenders_are_found(repository):
     assert (b.text, b.words, b.tree.sha) == ("kept", ["STAGES=2"], "")
     assert (c.text, c.D, c.knob("STAGES")) == ("wide STAGES=4", 128, "4")
     assert d.text == "torch:cudnn"
+    assert [(one.text, one.label) for one in builds.parse_contenders(["torch:fa3", "flashinfer"])] == [
+        ("torch:fa3", "torch_fa3"), ("flashinfer", "flashinfer")]
     assert (e.text, e.words, e.family, e.D) == ("cublas HEAD_DIM=128", ["HEAD_DIM=128"], "cublas", 128)
     assert a.effective_knobs() == ["HEAD_DIM=64", "STAGES=3"]
 
@@ -433,7 +436,7 @@ def test_comments_change_no_program(repository):
     ("kept STAGES=", "STAGES= is no knob"),
     ("STAGES=3 kept", "STAGES=3: a changed knob stands behind the line"),
     ("torch:cudnn STAGES=3", "STAGES=3: a changed knob stands behind the line"),
-    ("torch:frob kept", "torch:frob: want torch:cudnn, torch:flash"),
+    ("torch:frob kept", "torch:frob: want torch:cudnn, torch:flash, torch:efficient, torch:math, torch:fa3, torch:fa4, flashinfer"),
     ("kept STAGES=5", "kept STAGES=5: STAGES: at most 4. Type STAGES=1"),
     ("kept", "give a line and at least one KNOB=VALUE, or two contenders"),
     ("kept wide", "the contenders do not compute the same: kept has D=64 fp16, wide has D=128 fp16"),
@@ -470,14 +473,19 @@ def test_what_a_gpu_cannot_run_is_refused(repository, monkeypatch):
     assert line.archs(["80", "89", "90a", "100"]) == ["89", "90a", "100"] and line.archs(["80"]) == ["89"]
     monkeypatch.setitem(sys.modules, "torch", None)
     with pytest.raises(builds.Refused, match="torch:flash: PyTorch is missing; install it with: pip install torch"):
-        engine.load(builds.Torch("flash"), gpu, {})
+        engine.load(builds.Torch("torch:flash"), gpu, {})
+    monkeypatch.setitem(sys.modules, "torch", SimpleNamespace(cuda=SimpleNamespace(is_available=lambda: True)))
+    monkeypatch.setitem(sys.modules, "fa3_fwd_interface", None)
+    with pytest.raises(builds.Refused, match="torch:fa3: fa3_fwd_interface is missing; install it with: pip install fa3-fwd"):
+        engine.load(builds.Torch("torch:fa3"), gpu, {})
 
 
 def test_params_of_older_commits():
-    whole = engine.ctypes.sizeof(engine.SdpaParams)
+    newest = engine.ctypes.sizeof(engine.SdpaParams)
+    whole = newest - 8  # before window_alignment
     factors = 3 * engine.ctypes.sizeof(engine.Descale)
     assert engine.is_prefix(whole) and engine.is_prefix(whole - factors) and engine.is_prefix(whole - factors - 8)
-    assert not engine.is_prefix(whole + 8) and not engine.is_prefix(whole - 4) and not engine.is_prefix(64)
+    assert engine.is_prefix(newest) and not engine.is_prefix(newest + 8) and not engine.is_prefix(whole - 4) and not engine.is_prefix(64)
 
 
 # ---- the course of a comparison ----
@@ -491,7 +499,7 @@ def course(tmp_path, monkeypatch):
         kernels = iter([FakeKernel(a), FakeKernel(b)])
         monkeypatch.setattr(engine, "load", lambda contender, gpu, built: next(kernels))
         problem = engine.parse_problem("1,2,1,40,50,64,fp16")
-        ab.with_gpu(gpu, [builds.Torch("cudnn"), builds.Torch("flash")], [(problem, problem)], pace, None)
+        ab.with_gpu(gpu, [builds.Torch("torch:cudnn"), builds.Torch("torch:flash")], [(problem, problem)], pace, None)
     return run
 
 

@@ -1,7 +1,7 @@
 """The lines of configs.txt, here or in another commit, as shared libraries; and what each takes of an SM.
 
 A contender is `LINE`, `LINE KNOB=VALUE...`, `COMMIT:LINE [KNOB=VALUE...]`, `cublas [DTYPE=BF16] [HEAD_DIM=128]` or
-`torch:cudnn|flash|efficient|math`.
+`torch:cudnn|flash|efficient|math`, or a package: `torch:fa3`, `torch:fa4`, `flashinfer`.
 Everything that was typed is judged before anything is compiled. A library is compiled by nvcc from
 tools/library.cu and sdpa.cu of its commit, with the same options for all, and kept under BUILD/engine by what
 it was compiled from.
@@ -28,6 +28,10 @@ from elftools.elf.elffile import ELFFile  # behind cli, which says what to do wh
 ROOT = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))
 BUILD = os.path.join(ROOT, os.environ.get("SDPA_BUILD_DIR", "build"))
 JOBS = int(os.environ.get("JOBS", os.cpu_count() or 2))
+# Of packages of their own: the module, the function, and what pip calls it.
+PACKAGES = {"torch:fa3": ("fa3_fwd_interface", "flash_attn_func", "fa3-fwd"),
+            "torch:fa4": ("flash_attn.cute.interface", "flash_attn_func", "flash-attn-4"),
+            "flashinfer": ("flashinfer", "single_prefill_with_kv_cache", "flashinfer-python")}
 TORCH_BACKENDS = dict(cudnn="CUDNN_ATTENTION", flash="FLASH_ATTENTION", efficient="EFFICIENT_ATTENTION", math="MATH")
 FAMILIES = {"wmma": "USE_WMMA", "mma": "USE_MMA_SYNC", "wgmma": "USE_WGMMA", "cublas": "USE_CUBLAS"}  # of older commits; else scalar
 NVCC_OPTIONS = "-O3 -DNDEBUG -std=c++17 --no-compress -Xptxas=-v".split()
@@ -250,18 +254,18 @@ class Cublas(Line):
 
 @dataclass(frozen=True)
 class Torch:
-    """One of the kernels behind PyTorch's scaled_dot_product_attention."""
-    backend: str
+    """One of the kernels behind PyTorch's scaled_dot_product_attention, or of a package that takes PyTorch's tensors."""
+    text: str
     D = dtype = None  # any
     family, words = "torch", ()
 
     @property
-    def text(self):
-        return "torch:" + self.backend
+    def backend(self):
+        return self.text.partition(":")[2]
 
     @property
     def label(self):
-        return "torch_" + self.backend
+        return self.text.replace(":", "_")
 
 
 def parse_contenders(words):
@@ -272,10 +276,11 @@ def parse_contenders(words):
             if not found or isinstance(found[-1], Torch):
                 raise Refused(f"{word}: a changed knob stands behind the line that it changes")
             found[-1] = change_line(found[-1], word)
-        elif word.startswith("torch:"):
-            if word[6:] not in TORCH_BACKENDS:
-                raise Refused(f"{word}: want torch:{', torch:'.join(TORCH_BACKENDS)}")
-            found.append(Torch(word[6:]))
+        elif word.startswith("torch:") or word in PACKAGES:
+            known = [*("torch:" + backend for backend in TORCH_BACKENDS), *PACKAGES]
+            if word not in known:
+                raise Refused(f"{word}: want {', '.join(known)}")
+            found.append(Torch(word))
         else:
             commit, _, name = word.rpartition(":")
             if commit not in trees:

@@ -9,6 +9,7 @@ throttling are read within each turn, while the GPU is at work.
 import csv
 import ctypes
 import datetime
+import importlib
 import itertools
 import math
 import os
@@ -21,7 +22,7 @@ from dataclasses import asdict, dataclass
 import ml_dtypes
 import numpy as np
 
-from builds import ROOT, TORCH_BACKENDS, Torch, Tree, run
+from builds import PACKAGES, ROOT, TORCH_BACKENDS, Torch, Tree, run
 from cli import Refused
 
 SHAPES = {"small": (1, 1, 1, 32, 32), "mission": (1, 8, 8, 512, 512), "mission2": (2, 8, 8, 512, 512),
@@ -365,36 +366,61 @@ class LoadedTorch:
             raise Refused(f"{self.text}: PyTorch is missing; install it with: pip install torch") from None
         if not torch.cuda.is_available():
             raise Refused(f"{self.text}: PyTorch sees no GPU")
+        if self.text in PACKAGES:
+            module, function, package = PACKAGES[self.text]
+            try:
+                self.function = getattr(importlib.import_module(module), function)
+            except ImportError as missing:
+                raise Refused(f"{self.text}: {missing.name or package} is missing; install it with: pip install {package}") from None
         self.torch, self.kept = torch, []  # what cuDNN's graphs use, for as long as this process lives
         torch.cuda.set_stream(torch.cuda.ExternalStream(gpu.stream.value))
 
     def tensor(self, address, shape, dtype):
         """Device memory as a tensor of PyTorch."""
         class Memory:
-            __cuda_array_interface__ = {"shape": shape, "typestr": "<i2", "data": (address, False), "version": 3}
-        kind = {"fp16": self.torch.float16, "bf16": self.torch.bfloat16}[dtype]
+            __cuda_array_interface__ = {"shape": shape, "typestr": "|i1" if dtype == "e4m3" else "<i2", "data": (address, False),
+                                        "version": 3}
+        kind = {"fp16": self.torch.float16, "bf16": self.torch.bfloat16, "e4m3": self.torch.float8_e4m3fn}[dtype]
         return self.torch.as_tensor(Memory(), device="cuda").view(kind)
 
     def prepare(self, gpu, tensors, problem):
-        if problem.causal == "br" and problem.Sq != problem.Sk:
+        if self.text not in PACKAGES and problem.causal == "br" and problem.Sq != problem.Sk:
             raise CudaError("PyTorch's is_causal is top-left")
-        if problem.dtype in FACTORS:
+        if self.text not in PACKAGES and problem.dtype in FACTORS:
             return self.prepare_e4m3(gpu, tensors, problem)
-        from torch.nn.attention import SDPBackend, sdpa_kernel
         sizes = {"Q": (problem.Hq, problem.Sq), "K": (problem.Hkv, problem.Sk), "V": (problem.Hkv, problem.Sk)}
         q, k, v = (self.tensor(tensors.address[name], (problem.B, *sizes[name], problem.D), problem.dtype)
                    for name in "QKV")
-        backend = getattr(SDPBackend, TORCH_BACKENDS[self.line.backend])
+        attention = self.of_package if self.text in PACKAGES else self.of_pytorch
 
         def launch():
             try:
-                with sdpa_kernel(backend):
-                    return self.torch.nn.functional.scaled_dot_product_attention(
-                        q, k, v, is_causal=problem.causal != "off", enable_gqa=problem.Hq != problem.Hkv)
-            except RuntimeError as error:  # also when memory is short
+                return attention(q, k, v, problem)
+            except (RuntimeError, AssertionError, ValueError) as error:  # also when memory is short
                 raise CudaError(str(error).strip().split("\n")[0][:100]) from None
         self.output = launch().contiguous()
-        return launch, Outputs(self.output.data_ptr(), 0, problem.dtype, LIMITS[problem.dtype]), (0, 0)
+        written = {self.torch.float16: "fp16", self.torch.bfloat16: "bf16"}[self.output.dtype]
+        return launch, Outputs(self.output.data_ptr(), 0, written, LIMITS[problem.dtype]), (0, 0)
+
+    def of_pytorch(self, q, k, v, problem):
+        from torch.nn.attention import SDPBackend, sdpa_kernel
+        with sdpa_kernel(getattr(SDPBackend, TORCH_BACKENDS[self.line.backend])):
+            return self.torch.nn.functional.scaled_dot_product_attention(q, k, v, is_causal=problem.causal != "off",
+                                                                         enable_gqa=problem.Hq != problem.Hkv)
+
+    def of_package(self, q, k, v, problem):
+        """O [B,Hq,Sq,D] of packages that take [B,S,H,D], and whose causal mask is the bottom-right one."""
+        causal = problem.causal != "off"
+        if problem.causal == "tl" and problem.Sq != problem.Sk:
+            raise CudaError("its causal mask is the bottom-right one")
+        q, k, v = (x.transpose(1, 2) for x in (q, k, v))
+        if self.text == "flashinfer":  # one sequence
+            if problem.B > 1:
+                raise CudaError("it is called for one sequence")
+            return self.function(q[0], k[0], v[0], causal=causal, backend="fa3")[None].transpose(1, 2)
+        options = {"num_splits": 0} if self.text == "torch:fa3" else {}  # 0: as many as it likes
+        out = self.function(q, k, v, causal=causal, **options)
+        return (out[0] if isinstance(out, tuple) else out).transpose(1, 2)
 
     def prepare_e4m3(self, gpu, tensors, problem):
         """PyTorch has no attention of e4m3: its cuDNN by cuDNN's own front end. O is e4m3."""

@@ -108,7 +108,7 @@ def main():
     if not lines:
         raise Refused("which line?")
     peers = [one for one in contenders if isinstance(one, builds.Torch)] or \
-            [builds.Torch(backend) for backend in builds.TORCH_BACKENDS]
+            [builds.Torch("torch:" + backend) for backend in builds.TORCH_BACKENDS]
     texts = (options.shape or []) + SUITE * options.suite + E4M3 * options.e4m3
     problems = [engine.parse_problem(text) for text in texts]
     drawn = drawn_by(options)

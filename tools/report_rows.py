@@ -27,7 +27,8 @@ KINDS = {
     "stress": ("stress", (), "./run_all.sh stress"),
 }
 PEERS = {"torch_cudnn": "cuDNN", "torch_flash": "FlashAttention-2", "torch_efficient": "memory-efficient",
-         "torch_math": "PyTorch math"}
+         "torch_math": "PyTorch math", "torch_fa3": "FlashAttention-3", "torch_fa4": "FlashAttention-4",
+         "flashinfer": "FlashInfer"}
 
 
 # ---- reading ----
