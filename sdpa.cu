@@ -379,9 +379,7 @@ struct TileBounds {
   __device__ __forceinline__ KeyRange covered(int q) const { return {q + cover_from, min(q + cover_to, whole_to) + 1}; }
 };
 
-struct WorkItem {  // one tile of O: rows [q0, q0 + BLOCK_M) of head h in batch b
-  int b, h, q0;
-};
+struct WorkItem { int b, h, q0; };  // one tile of O: rows [q0, q0 + BLOCK_M) of head h in batch b
 // Division of n < 2^31 by a number that the host knows: with 2^(s-1) < divisor <= 2^s and multiplier =
 // ceil(2^(31+s) / divisor) the product is too large by n / (2^(31+s)) < 2^-s at most, which is less
 // than 1 / divisor and so never carries to the next integer.
@@ -1417,7 +1415,7 @@ __device__ __forceinline__ void store_output(const View& O, const float (&m)[Vie
   }
 }
 
-// ---- rows of several heads, keys of several CTAs (SWAP_AB, PACK_GQA, SPLIT_CTAS) ----
+// ---- rows of several heads, keys of several CTAs (SWAP_AB, PACK_GQA, SPLIT_CTAS > 1) ----
 
 using RowPart = QuadRuns<1, 16, 4>;  // four neighbouring columns of a row
 template <class B> constexpr int PARTIAL_STRIDE = B::head_dim + 4;  // 4: against bank conflicts
@@ -1459,8 +1457,8 @@ __device__ __forceinline__ void merge_groups(const Partial (&partial_s)[B::split
 // Merges O, m and l of all ranges in a fixed order. A thread loads COLS columns of MANY ranges at once.
 template <class B, int MANY, int COLS>
 __device__ __forceinline__ void merge_ranges(const RangePartial<B>* partial, const KernelArgs& a, const WorkItem& item,
-                                             int thread) {
-  constexpr int columns = B::head_dim / COLS, threads = B::num_warps * 32;
+                                             int thread, int threads = B::num_warps * 32) {
+  constexpr int columns = B::head_dim / COLS;
   const int ranges = int(a.ranges.divisor), parts = rows_of_item<B>(a) * columns;
   const ItemScale<B> scale_log2(a, item);
   for (int part = thread; part < parts; part += threads) {
@@ -1491,26 +1489,13 @@ __device__ __forceinline__ void merge_ranges(const RangePartial<B>* partial, con
   }
 }
 
-// put(mine) stores this CTA's partial result in the workspace. The last CTA of the item to do so merges them all. sync()
-// lets all threads of the CTA that call this meet.
-template <class B, class Put, class Sync>
-__device__ __forceinline__ void store_range(const KernelArgs& a, const WorkItem& item, int thread, bool& is_last_s,
-                                            const Put& put, const Sync& sync) {
-  uint32_t* const counters = static_cast<uint32_t*>(a.p.workspace);
-  RangePartial<B>* const parts =
-      reinterpret_cast<RangePartial<B>*>(static_cast<unsigned char*>(a.p.workspace) + range_counter_bytes);
-  put(parts[blockIdx.x]);
-  const uint32_t ranges = a.ranges.divisor, number = a.ranges.divide(blockIdx.x);
-  sync();  // hazard: written by all threads
-  if (thread == 0) is_last_s = atom_inc_acq_rel(&counters[number], ranges - 1) == ranges - 1;
-  sync();  // hazard: counted by thread 0
-  if (!is_last_s) return;
-  const RangePartial<B>* const first = parts + number * ranges;
-  ranges > few_ranges ? merge_ranges<B, ranges_at_once, 4>(first, a, item, thread)
-                      : merge_ranges<B, 2, 16>(first, a, item, thread);
+// The partial results of all CTAs in the workspace.
+template <class B> __device__ __forceinline__ RangePartial<B>* range_partials(const KernelArgs& a) {
+  return reinterpret_cast<RangePartial<B>*>(static_cast<unsigned char*>(a.p.workspace) + range_counter_bytes);
 }
 
-// Stores O / l and LSE of the item's rows; or, of several ranges, O, m and l of this CTA's keys in the workspace.
+// Stores O / l and LSE of the item's rows. SPLIT_CTAS: a CTA stores O, m and l of its keys in the workspace; the last
+// CTA of the item to come here merges them all.
 template <class B, class Partial>
 __device__ __forceinline__ void store_rows(const Partial (&partial_s)[B::split_kv], const KernelArgs& a,
                                            const WorkItem& item, int thread, bool& is_last_s) {
@@ -1521,13 +1506,21 @@ __device__ __forceinline__ void store_rows(const Partial (&partial_s)[B::split_k
     });
     return;
   }
-  const auto put = [&](RangePartial<B>& mine) {
-    merge_groups<B>(partial_s, scale_log2, thread, [&](int row, const auto& O, auto& m, auto& l) {
-      st_global(&mine.O[row][O.first_col], float4{O.x[0][0], O.x[0][1], O.x[0][2], O.x[0][3]});
-      if (O.first_col == 0) st_global(&mine.m_l[row], float2{m[0], l[0]});
-    });
-  };
-  store_range<B>(a, item, thread, is_last_s, put, [] { __syncthreads(); });
+  uint32_t* const counters = static_cast<uint32_t*>(a.p.workspace);
+  RangePartial<B>* const parts = range_partials<B>(a);
+  merge_groups<B>(partial_s, scale_log2, thread, [&](int row, const auto& O, auto& m, auto& l) {
+    RangePartial<B>& mine = parts[blockIdx.x];
+    st_global(&mine.O[row][O.first_col], float4{O.x[0][0], O.x[0][1], O.x[0][2], O.x[0][3]});
+    if (O.first_col == 0) st_global(&mine.m_l[row], float2{m[0], l[0]});
+  });
+  const uint32_t ranges = a.ranges.divisor, number = a.ranges.divide(blockIdx.x);
+  __syncthreads();  // hazard: written by all threads
+  if (thread == 0) is_last_s = atom_inc_acq_rel(&counters[number], ranges - 1) == ranges - 1;
+  __syncthreads();  // hazard: counted by thread 0
+  if (!is_last_s) return;
+  const RangePartial<B>* const first = parts + number * ranges;
+  ranges > few_ranges ? merge_ranges<B, ranges_at_once, 4>(first, a, item, thread)
+                      : merge_ranges<B, 2, 16>(first, a, item, thread);
 }
 
 // ---- work scheduling ----
@@ -2756,7 +2749,7 @@ constexpr uint64_t evict_first = 0x12f0000000000000, evict_last = 0x14f000000000
 
 // True if a producer warp stores O out of shared memory; otherwise those that compute do.
 template <class B>
-constexpr bool stores_by_tma = B::path == Path::wgmma_roles && B::split_kv == 1 && !B::pack_gqa && B::split_ctas == 1;
+constexpr bool stores_by_tma = B::path == Path::wgmma_roles && B::split_kv == 1 && B::split_ctas == 1;
 
 // Query rows of a warpgroup, which are one box of the tensor maps of Q and O.
 template <class B> constexpr int wgmma_rows = B::swap_ab ? B::block_m : 64;
@@ -3125,8 +3118,7 @@ template <class B>
 using SlicePartials = std::conditional_t<(B::split_kv > 1), SlicePartial<B>[B::block_m / 64], Nothing>;
 
 // True if warpgroups before query 0 or past Sq skip the item's tiles.
-template <class B>
-constexpr bool wgmma_may_pass = B::split_kv == 1 && !B::use_ping_pong && !B::pack_gqa && B::split_ctas == 1;
+template <class B> constexpr bool wgmma_may_pass = B::split_kv == 1 && !B::use_ping_pong && B::split_ctas == 1;
 
 // How the registers of a CTA are dealt: all threads start with the same number, then the warpgroup that
 // copies gives away what it does not need. setmaxnreg counts in eights.
@@ -3441,6 +3433,20 @@ __device__ __forceinline__ void merge_slices(const WgmmaRows<B>& rows, SlicePart
   if (lane % 4 == 0 && rows.q + row < rows.a.p.Sq) store_lse<B>(m, l, rows.a, item, rows.q + row);
 }
 
+// ---- 5d merge of ranges (wgmma and USE_WARP_SPECIALIZATION) ----
+// SPLIT_CTAS: a kernel of its own, a thread to four columns of a row. The last CTA of an item alone would take 15 us for
+// 8 ranges of 128 rows.
+
+constexpr int merge_threads = 128;
+template <class B> constexpr int merge_ctas = B::block_m * B::head_dim / 4 / merge_threads;  // of an item
+
+template <class B> __global__ void __launch_bounds__(merge_threads) sdpa_merge(const __grid_constant__ KernelArgs a) {
+  const uint32_t number = blockIdx.x / merge_ctas<B>, cta = blockIdx.x % merge_ctas<B>;
+  wait_then_let_next_kernel_start();
+  merge_ranges<B, ranges_at_once, 4>(range_partials<B>(a) + number * a.ranges.divisor, a, work_item<B>(a, number),
+                                     int(cta * merge_threads + threadIdx.x), merge_ctas<B> * merge_threads);
+}
+
 // ---- 5d 16 bits: the kernel (wgmma and USE_WARP_SPECIALIZATION and DTYPE = FP16, DTYPE = BF16) ----
 
 template <class B> struct WgmmaShared {
@@ -3452,7 +3458,6 @@ template <class B> struct WgmmaShared {
   WgmmaItem item[Q_STAGES];  // whose Q it is
   // Full: Q has landed, and item is set. Done: every warp has written its O over Q. Empty: O has been stored.
   uint64_t q_full[Q_STAGES], o_done[Q_STAGES][ROW_GROUPS], q_empty[Q_STAGES];
-  bool is_last;  // for store_range()
 
   __device__ __forceinline__ Input* queries(int stage, int row_group) { return Q[stage][row_group]; }
   // Two threads do it; a barrier of the CTA must follow.
@@ -3740,29 +3745,18 @@ template <class B> struct Wgmma16Consumer : WgmmaConsumer<B, WgmmaShared<B>> {
     });
   }
 
-  // SPLIT_CTAS, PACK_GQA: stores the item's rows, or what this range of its keys, perhaps none, has given.
-  __device__ __forceinline__ void store_from_registers() {
-    const WgmmaItem item = s.item[0];
+  // SPLIT_CTAS: stores what this range of the item's keys, perhaps none, gives, for sdpa_merge().
+  __device__ __forceinline__ void store_range() {
     const int thread = int(threadIdx.x) - B::producer_threads, lane = thread % 32;
-    if (item.rounds == 0) rows.start(), clear(rows.O);
-    const auto put = [&](RangePartial<B>* mine) {
-      SDPA_UNROLL for (int i = 0; i < 2; i++) {
-        const int row = thread / 32 * 16 + lane / 4 + 8 * i;
-        const float m[1] = {rows.m[i]}, l[1] = {rows.l[i]};
-        QuadRuns<1, B::head_dim, 2> O;
-        O.first_row = 0, O.first_col = lane % 4 * 2;
-        SDPA_UNROLL for (int j = 0; j < O.COLS; j++) {
-          O.x[0][j] = rows.O.x[i][j];
-          if (mine && j % 2) st_global(&mine->O[row][O.col(j - 1)], float2{O.x[0][j - 1], O.x[0][j]});
-        }
-        if (mine && lane % 4 == 0) st_global(&mine->m_l[row], float2{m[0], l[0]});
-        if (!mine && row < rows_of_item<B>(a)) store_output<B>(O, m, l, a, row_item<B>(a, item, row));
+    RangePartial<B>& mine = range_partials<B>(a)[blockIdx.x];
+    if (s.item[0].rounds == 0) rows.start(), clear(rows.O);
+    SDPA_UNROLL for (int i = 0; i < 2; i++) {
+      const int row = thread / 32 * 16 + lane / 4 + 8 * i;
+      SDPA_UNROLL for (int j = 0; j < rows.O.COLS; j += 2) {
+        st_global(&mine.O[row][j / 2 * 8 + lane % 4 * 2], float2{rows.O.x[i][j], rows.O.x[i][j + 1]});
       }
-    };
-    if (a.ranges.divisor == 1) return put(nullptr);
-    store_range<B>(
-        a, item, thread, s.is_last, [&](RangePartial<B>& mine) { put(&mine); },
-        [] { barrier_sync(partials, B::warpgroups * 128); });
+      if (lane % 4 == 0) st_global(&mine.m_l[row], float2{rows.m[i], rows.l[i]});
+    }
   }
 
   __device__ __forceinline__ void run() {
@@ -3778,7 +3772,7 @@ template <class B> struct Wgmma16Consumer : WgmmaConsumer<B, WgmmaShared<B>> {
     Base::run_items([] {}, compute, [&] {
       if (stores_by_tma<B>) arrive_by_warp(&s.o_done[q_ring.stage][row_group], lane);
     });
-    if constexpr (B::split_kv == 1 && !stores_by_tma<B>) store_from_registers();
+    if constexpr (B::split_ctas != 1) store_range();
   }
 };
 
@@ -4637,7 +4631,8 @@ template <class B> size_t workspace_bytes(const SdpaParams& p) {
   if (B::split_ctas == 1 && !B::many_keys) return B::use_persistent_cta ? sizeof(uint32_t) : 0;
   const Items items = items_of<B>(p);
   if (B::split_ctas != 1) {
-    return range_counter_bytes + (items.ranges > 1 ? size_t(items.count) * items.ranges * sizeof(RangePartial<B>) : 0);
+    const bool merges = items.ranges > 1 || B::path == Path::wgmma_roles;
+    return range_counter_bytes + (merges ? size_t(items.count) * items.ranges * sizeof(RangePartial<B>) : 0);
   }
   const int64_t resident = most_resident_ctas<B>() * sm_count();
   const int64_t slots = B::use_persistent_cta && resident < items.count ? resident : items.count;
@@ -4688,6 +4683,10 @@ template <class B> SdpaStatus launch_kernel(const KernelArgs& a, uint32_t items,
     launch.attrs = &early, launch.numAttrs = 1;
   }
   error = cudaLaunchKernelEx(&launch, kernel, a);
+  if constexpr (B::family == Family::wgmma && B::use_warp_specialization && B::split_ctas != 1) {
+    launch.gridDim = dim3(a.work_items * merge_ctas<B>), launch.blockDim = dim3(merge_threads), launch.dynamicSmemBytes = 0;
+    if (error == cudaSuccess) error = cudaLaunchKernelEx(&launch, sdpa_merge<B>, a);
+  }
   return error == cudaSuccess ? SdpaStatus{} : cuda_failure(error, "launching the kernel");
 }
 
@@ -4892,10 +4891,11 @@ template <class B> constexpr bool check() {
   SDPA_REFUSE((B::path == Path::wgmma_plain || B::path == Path::wgmma_e4m3) && (B::pack_gqa || B::split_ctas != 1),
               "PACK_GQA and SPLIT_CTAS: the plain wgmma kernel and that of e4m3 have neither; add "
               "USE_WARP_SPECIALIZATION=1 or SWAP_AB=1 or drop them");
-  SDPA_REFUSE(B::path == Path::wgmma_roles && (B::pack_gqa || B::split_ctas != 1) &&
-                  (B::split_kv > 1 || B::use_persistent_cta || B::skip_masked || (B::pack_gqa && B::block_m != 64)),
-              "PACK_GQA and SPLIT_CTAS: a CTA has one item with all of its keys, and the heads of a group are rows of one "
-              "warpgroup; drop SPLIT_KV, USE_PERSISTENT_CTA and SKIP_MASKED, and type BLOCK_M=64 NUM_WARPS=4 for PACK_GQA");
+  SDPA_REFUSE(B::path == Path::wgmma_roles && B::split_ctas != 1 &&
+                  (B::split_kv > 1 || B::use_persistent_cta || B::skip_masked),
+              "SPLIT_CTAS: a CTA has one range of one item; drop SPLIT_KV, USE_PERSISTENT_CTA and SKIP_MASKED");
+  SDPA_REFUSE(B::path == Path::wgmma_roles && B::pack_gqa && (B::split_ctas == 1 || B::block_m != 64),
+              "PACK_GQA: the heads are rows of one warpgroup, in ranges; type SPLIT_CTAS=0 BLOCK_M=64 NUM_WARPS=4");
   SDPA_REFUSE(mma && !B::pack_gqa && B::split_ctas != 1,
               "SPLIT_CTAS: in the mma.sync kernel it goes with PACK_GQA; add PACK_GQA=1 or drop it");
   SDPA_REFUSE(wmma && B::use_warp_specialization && B::sync_policy != 1,
