@@ -5,8 +5,8 @@ import math
 import os
 import subprocess
 import sys
-from types import SimpleNamespace
 from collections import defaultdict
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
