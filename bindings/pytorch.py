@@ -194,12 +194,13 @@ def attention(q, k, v, causal=None, window=(None, None), scale=None, q_descale=N
 
     q [B,Hq,Sq,D], k and v [B,Hkv,Sk,D]: CUDA tensors of one dtype (float16, bfloat16, float8_e4m3fn), D 64, 128 or 256, Hq a
     multiple of Hkv; any strides in multiples of 16 bytes, rows contiguous. causal: None, "br" or True (the last query sees the
-    last key), "tl" (the first sees the first alone). window: how many keys a query sees before and after its own position,
-    None for all; a third member "br" or "tl" says whose position that is (default: causal's, or "tl"). scale: 1/sqrt(D) by default. descales: float32, [B,H] or what expands to it; e4m3 only, whose O is float16.
-    Raises RuntimeError with one sentence for what no line takes.
+    last key), "tl" (the first sees the first alone). window: how many keys a query sees before and after its own position, None
+    for all; a third member "br" or "tl" says whose position that is (default: causal's, or "tl"). scale: 1/sqrt(D) by default.
+    descales: float32, [B,H] or what expands to it; e4m3 only, whose O is float16. Raises for what no line takes.
     """
-    if causal not in MASKS:
-        raise ValueError(f"sdpa.attention: causal={causal!r} is none of None, 'br', 'tl'")
+    for mask in (causal, *window[2:]):
+        if mask not in MASKS:
+            raise ValueError(f"sdpa.attention: a mask of {mask!r} is none of None, 'br', 'tl'")
     if not q.is_cuda:
         raise ValueError(f"sdpa.attention: q is on {q.device}; sdpa's kernels run on CUDA devices")
     left, right, by = *(-1 if keys is None else keys for keys in window[:2]), *(window[2:] or (None,))

@@ -98,8 +98,9 @@ def test_refusals():
     q = torch.zeros(1, 1, 1, 64, dtype=torch.float16)
     with pytest.raises(ValueError, match="q is on cpu; sdpa's kernels run on CUDA devices"):
         sdpa.attention(q, q, q)
-    with pytest.raises(ValueError, match="causal='middle' is none of None, 'br', 'tl'"):
-        sdpa.attention(q, q, q, causal="middle")
+    for options in {"causal": "middle"}, {"window": (1, 2, "middle")}:
+        with pytest.raises(ValueError, match="a mask of 'middle' is none of None, 'br', 'tl'"):
+            sdpa.attention(q, q, q, **options)
     assert sdpa.why_not(q, q, q, attn_mask=q) == "there is an attn_mask; PyTorch's FlashAttention takes none"
     assert sdpa.why_not(q, q, q, dropout_p=0.1) == "there is dropout"
     assert sdpa.why_not(q, q, q, scale=-1.0) == "scale=-1.0 is not positive"
