@@ -132,15 +132,19 @@ class Builder:
         self.compile(kind, *objects, self.doctest(kind) if is_contract else self.harness(kind), "-o", name)
         return self.path(name)
 
-    def bugged(self, bug):
-        """The executable with the bug."""
+    def edited(self, bug):
+        """The source with the bug."""
         source = self.source
         for edit in edits_of(bug.script):
             done = subprocess.run(["sed", "-E", edit], input=source, capture_output=True, text=True)
             if done.stdout == source or done.returncode:
-                raise Broken(f"no line of sdpa.cu matches {edit}{done.stderr}")
+                raise Broken(f"{bug.name}: no line of sdpa.cu matches {edit}{done.stderr}")
             source = done.stdout
-        self.write(bug.name + ".cu", source)
+        return source
+
+    def bugged(self, bug):
+        """The executable with the bug."""
+        self.write(bug.name + ".cu", self.edited(bug))
         return self.executable(bug.name + ".cu", bug.kind, bug.knobs, bug.options.startswith("@"), bug.name)
 
 
@@ -201,6 +205,15 @@ def main():
         clean[bug.kind, bug.knobs, bug.options.startswith("@")].add(bug.options)
     with tempfile.TemporaryDirectory() as folder, ThreadPoolExecutor(os.cpu_count()) as pool:
         builder = Builder(folder)
+        stale = []
+        for bug in bugs:  # before anything is compiled: an edit of sdpa.cu is known to have outrun one here in a second
+            try:
+                builder.edited(bug)
+            except Broken as error:
+                stale.append(error)
+        if stale:
+            print(*stale, sep="\n")
+            return 1
         tried = [pool.submit(try_bug, builder, bug) for bug in bugs]
         passed = [pool.submit(try_clean, builder, number, *one) for number, one in enumerate(clean.items())]
         results = [future.result() for future in tried]
