@@ -184,11 +184,6 @@ enum class Family { scalar, wmma, mma, wgmma };
 enum class Path { scalar, wmma, mma, wgmma_plain, wgmma_roles, wgmma_e4m3, wgmma_swapped };  // to a kernel
 enum class DType { fp16, bf16, e4m3, u8 };  // in the order of DTYPE's values
 
-// Where rows of several heads go through shared memory, the last CTA of an item merges its ranges; else sdpa_merge().
-constexpr bool ranges_merged_by_kernel(const Config& c) {
-  return c.split_ctas != 1 && !c.swap_ab && !(c.use_mma_sync && c.pack_gqa);
-}
-
 // The template argument of every kernel and block: the knobs, and what follows from them. ROW: as of config_of().
 template <int ROW, bool IN_RANGES = false> struct BuildOf : Knobs<ROW, IN_RANGES> {
   using K = Knobs<ROW, IN_RANGES>;
@@ -218,10 +213,6 @@ template <int ROW, bool IN_RANGES = false> struct BuildOf : Knobs<ROW, IN_RANGES
   static constexpr int mask_rows = family == Family::mma ? K::block_m / group_warps
                                    : family == Family::wgmma && K::use_warp_specialization ? 64
                                                                                                : K::block_m;
-  static constexpr bool merges_by_kernel = ranges_merged_by_kernel(K::config);
-  // Sums of tensor cores, of which an accumulator takes most_keys_at_once keys. SWAP_AB and e4m3 with wgmma have fp32.
-  static constexpr bool sums_end = K::split_ctas == 1 && (family == Family::mma || K::use_wmma_pv ||
-                                                          (family == Family::wgmma && !K::swap_ab && !is_e4m3));
   static constexpr Path path = family == Family::mma     ? Path::mma
                                : family == Family::wmma  ? Path::wmma
                                : family != Family::wgmma ? Path::scalar
@@ -445,6 +436,15 @@ struct KernelArgs {  // SdpaParams with what every CTA would otherwise compute a
 constexpr uint32_t most_split_items = 16384;
 constexpr size_t range_counter_bytes = most_split_items * sizeof(uint32_t);
 constexpr int ranges_at_once = 16, few_ranges = 4;  // that a thread merges; of few it takes more columns
+// True if more than most_keys_at_once keys must not be added up in one accumulator. Those of SWAP_AB and of wgmma's
+// e4m3 are fp32; SPLIT_CTAS has shorter ranges.
+template <class B>
+constexpr bool sums_have_an_end = ((B::family == Family::wmma && B::use_wmma_pv) || B::family == Family::mma ||
+                                   (B::family == Family::wgmma && !B::swap_ab && !B::is_e4m3)) &&
+                                  B::split_ctas == 1;
+// Where rows of several heads go through shared memory, the last CTA of an item merges its ranges; else sdpa_merge().
+template <class B>
+constexpr bool merges_by_kernel = B::split_ctas != 1 && !B::swap_ab && !(B::family == Family::mma && B::pack_gqa);
 template <class B> struct alignas(256) RangePartial {
   float O[B::block_m][B::head_dim];
   float2 m_l[B::block_m];
@@ -1534,7 +1534,7 @@ template <class B> __device__ __forceinline__ WorkItem work_item(const KernelArg
 // Of a CTA that has one item alone.
 template <class B> __device__ __forceinline__ uint32_t item_number_of_cta(const KernelArgs& a) {
   if (B::split_ctas == 1) return blockIdx.x;
-  return (B::merges_by_kernel ? a.first_item : 0) + a.ranges.divide(blockIdx.x);
+  return (merges_by_kernel<B> ? a.first_item : 0) + a.ranges.divide(blockIdx.x);
 }
 
 // The part of an item's rounds that this CTA takes: SPLIT_CTAS deals them out.
@@ -1557,15 +1557,6 @@ template <class B> __device__ __forceinline__ KeyRange keys_of_cta(const KernelA
   if (B::split_ctas == 1) return keys;
   const KeyRange part = range_of_rounds(a, max(shares(keys.end - keys.begin, round), 0));
   return {keys.begin + part.begin * round, min(keys.begin + part.end * round, keys.end)};
-}
-
-// ---- kernels that overlap (wgmma) ----
-
-// Waits for the kernel before this one, then lets the CTAs of the next one come as these end. To let them
-// come at once is no faster, and up to 5% slower where problems are small.
-__device__ __forceinline__ void wait_then_let_next_kernel_start() {
-  griddepcontrol_wait();
-  griddepcontrol_launch_dependents();
 }
 
 // ---- the kernel that merges ranges (wmma, mma, wgmma) ----
@@ -2854,6 +2845,13 @@ template <class B> __device__ __forceinline__ void prefetch_tensor_maps(const Ke
   if (threadIdx.x != 64) return;
   prefetch_tensormap(&tensor_maps<B>(a).q), prefetch_tensormap(&tensor_maps<B>(a).k);
   prefetch_tensormap(&tensor_maps<B>(a).v);
+}
+
+// Waits for the kernel before this one, then lets the CTAs of the next one come as these end. To let them
+// come at once is no faster, and up to 5% slower where problems are small.
+__device__ __forceinline__ void wait_then_let_next_kernel_start() {
+  griddepcontrol_wait();
+  griddepcontrol_launch_dependents();
 }
 
 // A function of the driver, through the runtime, so that nothing has to be linked for it.
@@ -4580,7 +4578,7 @@ template <class B> Items items_of(const SdpaParams& p) {
   Items items = B::pack_gqa ? items_of_packed_tile(p, B::block_m) : items_of_tile(p, 1, B::block_m);
   if (B::split_ctas > 1) items.ranges = max(B::split_ctas, int(shares(most_visible_keys(p), most_keys_at_once)));
   if (B::split_ctas == 0 && items.count > 0) {
-    items.ranges = ranges_of(p, items, B::merges_by_kernel, B::split_kv * B::block_n, B::num_warps * 32,
+    items.ranges = ranges_of(p, items, merges_by_kernel<B>, B::split_kv * B::block_n, B::num_warps * 32,
                              most_resident_ctas<B>(), sm_count());
   }
   return items;
@@ -4588,7 +4586,7 @@ template <class B> Items items_of(const SdpaParams& p) {
 
 // Items of a launch: all; or those of 32 CTAs to an SM, so that the partial results of long rows stay below 0.6 GB.
 template <class B> int64_t items_at_once(const Items& items) {
-  const int64_t most = B::merges_by_kernel ? 32 * sm_count() / items.ranges : items.count;
+  const int64_t most = merges_by_kernel<B> ? 32 * sm_count() / items.ranges : items.count;
   return max(min(items.count, most), int64_t(1));
 }
 
@@ -4596,7 +4594,7 @@ template <class B> int64_t items_at_once(const Items& items) {
 template <class B> size_t workspace_bytes(const SdpaParams& p) {
   if (B::split_ctas == 1) return B::use_persistent_cta ? sizeof(uint32_t) : 0;
   const Items items = items_of<B>(p);
-  const bool stores = items.ranges > 1 || B::merges_by_kernel;
+  const bool stores = items.ranges > 1 || merges_by_kernel<B>;
   return range_counter_bytes + (stores ? items_at_once<B>(items) * items.ranges * sizeof(RangePartial<B>) : 0);
 }
 
@@ -4645,7 +4643,7 @@ template <class B> SdpaStatus launch_kernel(const KernelArgs& a, uint32_t items,
     launch.attrs = &early, launch.numAttrs = 1;
   }
   error = cudaLaunchKernelEx(&launch, kernel, a);
-  if constexpr (B::merges_by_kernel) {
+  if constexpr (merges_by_kernel<B>) {
     launch.gridDim = dim3(items * merge_ctas<B>), launch.blockDim = dim3(merge_threads), launch.dynamicSmemBytes = 0;
     if (error == cudaSuccess) error = cudaLaunchKernelEx(&launch, sdpa_merge<B>, a);
   }
@@ -4663,7 +4661,7 @@ template <class B> SdpaStatus forward(const SdpaParams& p, cudaStream_t stream) 
   if (double(items.count) * items.ranges > most) {
     return failure(refused, "B*Hq*ceil(Sq/%d) is over %d tiles; split the batch", items.queries, most);
   }
-  if (!B::merges_by_kernel && items.ranges > 1 && items.count > most_split_items) {
+  if (!merges_by_kernel<B> && items.ranges > 1 && items.count > most_split_items) {
     return failure(refused, "SPLIT_CTAS=%d takes %u items at most, and here are %lld; split the batch", items.ranges,
                    most_split_items, (long long)items.count);
   }
@@ -4698,7 +4696,7 @@ template <class B> SdpaStatus forward(const SdpaParams& p, cudaStream_t stream) 
 
 // use(B()), or of its build in ranges where tensor cores would sum over too many keys.
 template <class B, class Use> auto with_sums(const SdpaParams& p, const Use& use) {
-  if constexpr (B::sums_end) {
+  if constexpr (sums_have_an_end<B>) {
     if (most_visible_keys(p) > most_keys_at_once) return use(typename B::InRanges());
   }
   return use(B());
@@ -4859,7 +4857,7 @@ template <class B> constexpr bool check() {
   SDPA_REFUSE((B::path == Path::wgmma_plain || B::path == Path::wgmma_e4m3) && B::pack_gqa,
               "PACK_GQA: the plain wgmma kernel and that of e4m3 do not have it; add USE_WARP_SPECIALIZATION=1 or "
               "SWAP_AB=1 or drop it");
-  SDPA_REFUSE(B::merges_by_kernel && (B::use_persistent_cta || (wgmma && (B::split_kv > 1 || B::skip_masked))),
+  SDPA_REFUSE(merges_by_kernel<B> && (B::use_persistent_cta || (wgmma && (B::split_kv > 1 || B::skip_masked))),
               "SPLIT_CTAS: a CTA has one range of one item; drop USE_PERSISTENT_CTA, and with wgmma SPLIT_KV and "
               "SKIP_MASKED");
   SDPA_REFUSE(B::path == Path::wgmma_roles && B::pack_gqa && (B::split_ctas == 1 || B::block_m != 64),
@@ -5078,7 +5076,7 @@ double tuned_clocks(const TunedTile& t, const SdpaParams& p, int sms) {
   double merge_clocks = 0;
   if (t.split_ctas == 0) {  // a CTA takes its share of the keys; the last one of an item or a kernel merges the results
     const int round_keys = t.block_n * t.split_kv, threads = t.num_warps * 32;
-    const bool by_kernel = ranges_merged_by_kernel(t);
+    const bool by_kernel = !t.use_mma_sync && !t.swap_ab;
     const int ranges = ranges_of(p, items, by_kernel, round_keys, threads, t.ctas, sms);
     ItemKeys& keys = compute.keys;
     const double share = shares(int64_t(keys.most) / round_keys, ranges) * round_keys / keys.most;
