@@ -19,6 +19,7 @@ import subprocess
 import sys
 import threading
 import time
+from collections import namedtuple
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 
@@ -28,15 +29,20 @@ from elftools.elf.elffile import ELFFile  # behind cli, which says what to do wh
 ROOT = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))
 BUILD = os.path.join(ROOT, os.environ.get("SDPA_BUILD_DIR", "build"))
 JOBS = int(os.environ.get("JOBS", os.cpu_count() or 2))
+CXX = os.environ.get("CXX", "g++")
 # Of packages of their own: the module, the function, and what pip calls it.
 PACKAGES = {"torch:fa3": ("fa3_fwd_interface", "flash_attn_func", "fa3-fwd"),
             "torch:fa4": ("flash_attn.cute.interface", "flash_attn_func", "flash-attn-4"),
             "flashinfer": ("flashinfer", "single_prefill_with_kv_cache", "flashinfer-python")}
 TORCH_BACKENDS = dict(cudnn="CUDNN_ATTENTION", flash="FLASH_ATTENTION", efficient="EFFICIENT_ATTENTION", math="MATH")
-FAMILIES = {"wmma": "USE_WMMA", "mma": "USE_MMA_SYNC", "wgmma": "USE_WGMMA", "cublas": "USE_CUBLAS"}  # of older commits; else scalar
+# Else scalar; USE_CUBLAS is of older commits.
+FAMILIES = {"wmma": "USE_WMMA", "mma": "USE_MMA_SYNC", "wgmma": "USE_WGMMA", "cublas": "USE_CUBLAS"}
 NVCC_OPTIONS = "-O3 -DNDEBUG -std=c++17 --no-compress -Xptxas=-v".split()
 LIBRARY, CUBLAS = "tools/library.cu", "tools/cublas.cu"
 LIBRARY_FUNCTIONS = ("sdpa_library_params_bytes", "sdpa_library_workspace_bytes", "sdpa_library_forward")
+# A line of configs.txt with what it has from its base; words: its knobs, arch=ARCH and expect=FAIL where it has them.
+ConfigLine = namedtuple("ConfigLine", "base words knobs gates")
+Knob = namedtuple("Knob", "default member values")  # a row of SDPA_KNOBS; values: as it writes them
 
 
 def run(command, **options):
@@ -45,21 +51,6 @@ def run(command, **options):
 
 
 # ---- where sources come from ----
-
-@dataclass(frozen=True)
-class ConfigLine:
-    """A line of configs.txt, with what it has from its base."""
-    base: str
-    expect: str
-    arch: str
-    knobs: list
-    gates: list
-
-    @property
-    def words(self):
-        return self.knobs + (["arch=" + self.arch] if self.arch else []) + (
-            ["expect=FAIL"] if self.expect == "FAIL" else [])
-
 
 class Tree:
     """The sources as they stand here (no commit), or those of a commit."""
@@ -116,12 +107,12 @@ class Tree:
             raise Refused(f"{self} has no {name}, which lists one line a build")
         if not shutil.which("cmake"):
             raise Refused("cmake is missing, which reads configs.txt; install it with: sudo apt-get install cmake")
-        reader = os.path.join(os.path.dirname(os.path.abspath(__file__)), "configs.cmake")
-        done = run(["cmake", f"-DCONFIGS={file}", f"-DSOURCE={self.folder()}/sdpa.cu", "-P", reader])
+        done = run(["cmake", f"-DCONFIGS={file}", f"-DSOURCE={self.folder()}/sdpa.cu", "-P",
+                    os.path.join(os.path.dirname(os.path.abspath(__file__)), "configs.cmake")])
         lines = {}
-        for line in done.stdout.splitlines():
-            name, base, expect, arch, knobs, gates = line.split("\t")
-            lines[name] = ConfigLine(base, expect, arch, knobs.split(), gates.split())
+        for name, base, expect, arch, knobs, gates in (line.split("\t") for line in done.stdout.splitlines()):
+            words = knobs.split() + ["arch=" + arch] * bool(arch) + ["expect=FAIL"] * (expect == "FAIL")
+            lines[name] = ConfigLine(base, words, knobs.split(), gates.split())
         return lines, done.stderr.strip()
 
     def config_lines(self):
@@ -129,32 +120,34 @@ class Tree:
 
     def knobs(self):
         """{knob: default}, from the rows of SDPA_KNOBS."""
-        return {knob: default for knob, (default, _) in self.knob_rows().items()}
+        return {name: knob.default for name, knob in self.knob_rows().items()}
 
     @functools.lru_cache(None)
     def knob_rows(self):
-        """{knob: (default, its legal values as SDPA_KNOBS writes them)}."""
-        rows = re.findall(r'^  X\(([A-Z][A-Z_0-9]+), ([A-Z0-9_]*),[^"\n]*"([^"\n]*)"', self.read("sdpa.cu") or "", re.MULTILINE)
-        return {knob: (default, values) for knob, default, values in rows}
+        """{name: Knob}."""
+        rows = re.findall(r'^  X\(([A-Z][A-Z_0-9]+), ([A-Z0-9_]*),(?: (\w+),)?[^"\n]*"([^"\n]*)"', self.read("sdpa.cu") or "",
+                          re.MULTILINE)
+        return {name: Knob(*row) for name, *row in rows}
 
     def refusals(self):
         """What of sdpa.cu judges knobs: sections 1 and 7 without the model, as a program of their own."""
-        text = self.read("sdpa.cu")
-        part = [(text.split(since, 1) + [""])[1].split(until)[0]
-                for since, until in (("// ==== 1 KNOBS", "// ==== 2 PROBLEM"), ("// ==== 7 TABLES", "// ---- the choice"))]
-        return f"#include <string_view>\n#include <type_traits>\n//{part[0]}\n" + ("namespace {\n" * ("\nnamespace {" not in part[1]) + f"//{part[1]}\n}}\n" if part[1] else "")
+        knobs, tables = ((self.read("sdpa.cu").split(since, 1) + [""])[1].split(until)[0] for since, until in (
+            ("// ==== 1 KNOBS", "// ==== 2 PROBLEM"), ("// ==== 7 TABLES", "// ---- the choice")))
+        if tables:
+            tables = "namespace {\n" * ("\nnamespace {" not in tables) + f"//{tables}\n}}\n"
+        return f"#include <string_view>\n#include <type_traits>\n//{knobs}\n{tables}"
 
     def refusal(self, words):
         """The sentence with which sdpa.cu refuses these knobs; "" if it does not."""
-        compiled = run([os.environ.get("CXX", "g++"), "-std=c++17", "-fsyntax-only", *definitions(words), "-x", "c++",
-                        "-"], input=self.refusals())
+        compiled = run([CXX, "-std=c++17", "-fsyntax-only", *definitions(words), "-x", "c++", "-"],
+                       input=self.refusals())
         return assertion_words(compiled.stderr)
 
     @functools.lru_cache(None)
     def program(self):
         """sdpa.cu without the harness and without comments."""
         text = self.read("sdpa.cu").split("// ==== COPY TO HERE")[0]
-        stripped = run([os.environ.get("CXX", "g++"), "-fpreprocessed", "-dD", "-E", "-P", "-x", "c++", "-"], input=text)
+        stripped = run([CXX, "-fpreprocessed", "-dD", "-E", "-P", "-x", "c++", "-"], input=text)
         return text if stripped.returncode else stripped.stdout
 
 
@@ -190,14 +183,14 @@ class Line:
         return " ".join([f"{self.tree.commit}:{self.name}" if self.tree.commit else self.name, *self.changes])
 
     @property
-    def target(self):
-        """A name that a program can have."""
-        return "__".join([self.name, *(change.replace("=", "_") for change in self.changes)])
-
-    @property
     def label(self):
         """Its name in rows."""
-        return f"{self.tree.commit}:{self.target}" if self.tree.commit else self.target
+        return self.text.replace(" ", "__").replace("=", "_")
+
+    @property
+    def target(self):
+        """A name that a program can have."""
+        return self.label.rpartition(":")[2]
 
     @property
     def words(self):
@@ -277,7 +270,7 @@ def parse_contenders(words):
                 raise Refused(f"{word}: a changed knob stands behind the line that it changes")
             found[-1] = change_line(found[-1], word)
         elif word.startswith("torch:") or word in PACKAGES:
-            known = [*("torch:" + backend for backend in TORCH_BACKENDS), *PACKAGES]
+            known = ["torch:" + backend for backend in TORCH_BACKENDS] + list(PACKAGES)
             if word not in known:
                 raise Refused(f"{word}: want {', '.join(known)}")
             found.append(Torch(word))
@@ -285,20 +278,23 @@ def parse_contenders(words):
             commit, _, name = word.rpartition(":")
             if commit not in trees:
                 trees[commit] = loadable(Tree(commit))
-            lines = trees[commit].config_lines()
-            if word == "cublas":
-                found.append(Cublas(trees[commit], name))
-                continue
-            if name not in lines:
-                hint = nearest(name, lines) or "./run_all.sh list has them all"
-                raise Refused(f"{word}: no line of configs.txt has that name; {hint}")
-            found.append(Line(trees[commit], name))
+            if word != "cublas":
+                config_line(trees[commit], name, word)
+            found.append((Cublas if word == "cublas" else Line)(trees[commit], name))
     for line in found:
-        if isinstance(line, Line) and line.changes:
-            sentence = line.tree.refusal(line.words)
-            if sentence:
-                raise Refused(f"{line.text}: {sentence}")
+        sentence = line.tree.refusal(line.words) if isinstance(line, Line) and line.changes else ""
+        if sentence:
+            raise Refused(f"{line.text}: {sentence}")
     return found
+
+
+def config_line(tree, name, typed):
+    """The ConfigLine of a name. One that no line has is refused, as it was typed."""
+    lines = tree.config_lines()
+    if name not in lines:
+        hint = nearest(name, lines) or "./run_all.sh list has them all"
+        raise Refused(f"{typed}: no line of configs.txt has that name; {hint}")
+    return lines[name]
 
 
 def nearest(name, names):
@@ -308,8 +304,9 @@ def nearest(name, names):
 
 def lines_named(pattern, option="--only"):
     """The lines of configs.txt whose name matches an option's regular expression."""
+    tree = Tree()
     try:
-        found = [Line(tree, name) for tree in [Tree()] for name in tree.config_lines() if re.search(pattern, name)]
+        found = [Line(tree, name) for name in tree.config_lines() if re.search(pattern, name)]
     except re.error:
         raise Refused(f"{option} {pattern}: not a regular expression") from None
     if not found:
@@ -395,19 +392,11 @@ def build_one(line, archs, program, kind):
     version = run([nvcc(), "--version"]).stdout
     folder = os.path.join(BUILD, "engine", digest(*sources, *sources.values()))
     for path, text in sources.items():
-        path = os.path.join(folder, path)
-        if not os.path.exists(path):
-            os.makedirs(os.path.dirname(path), exist_ok=True)
-            replace_file(path, text)
+        if not os.path.exists(os.path.join(folder, path)):
+            replace_file(os.path.join(folder, path), text)
     path = os.path.join(folder, f"{line.target[:60]}-{digest(version, program, *options)}.so")
-    if not os.path.exists(path):
-        new = own_name(path)
-        compiled = run([nvcc(), *options, program, "-o", new], cwd=folder)
-        replace_file(path + ".log", compiled.stdout + compiled.stderr)
-        if compiled.returncode:
-            return Built(line, trouble=compiler_words(compiled.stdout + compiled.stderr))
-        os.rename(new, path)
-    return Built(line, path, log=open(path + ".log").read())
+    trouble = compile_once(path, [nvcc(), *options, program], folder)
+    return Built(line, trouble=trouble) if trouble else Built(line, path, log=open(path + ".log").read())
 
 
 def host_library(*knobs, program=LIBRARY):
@@ -415,44 +404,57 @@ def host_library(*knobs, program=LIBRARY):
     simt = ["simt/" + name for name in sorted(os.listdir(os.path.join(ROOT, "simt")))]
     texts = [*Tree().sources(program).values(), *map(Tree().read, simt)]
     path = os.path.join(BUILD, "engine", f"host-{digest(program, *knobs, *texts)}.so")
-    if not os.path.exists(path):
-        os.makedirs(os.path.dirname(path), exist_ok=True)
-        new = own_name(path)
-        compiled = run([os.environ.get("CXX", "g++"), "-std=c++17", "-O1", "-ffp-contract=off",
-                        "-ftrivial-auto-var-init=pattern", "-w", "-pthread", "-fPIC", "-shared", "-Isimt",
-                        *definitions(knobs), "-x", "c++", program, "simt/engine.cpp", "-o", new], cwd=ROOT)
-        if compiled.returncode:
-            raise Refused(f"{program} does not compile: {compiler_words(compiled.stderr)}", 3)
-        os.rename(new, path)
+    trouble = compile_once(path, [
+        CXX, "-std=c++17", "-O1", "-ffp-contract=off", "-ftrivial-auto-var-init=pattern", "-w", "-pthread", "-fPIC", "-shared",
+        "-Isimt", *definitions(knobs), "-x", "c++", program, "simt/engine.cpp"], ROOT)
+    if trouble:
+        raise Refused(f"{program} does not compile: {trouble}", 3)
     return path
 
 
-def cmake_build(folder, source=ROOT, target="sdpa_selected", keep_going=False, progress=lambda done, count, name: None, **options):
+def compile_once(path, command, folder):
+    """Compiles what is not there yet, its words into path.log; the sentence why it does not compile, "" if it does."""
+    if not os.path.exists(path):
+        os.makedirs(os.path.dirname(path), exist_ok=True)
+        new = own_name(path)
+        compiled = run([*command, "-o", new], cwd=folder)
+        replace_file(path + ".log", compiled.stdout + compiled.stderr)
+        if compiled.returncode:
+            return compiler_words(compiled.stdout + compiled.stderr)
+        os.rename(new, path)
+    return ""
+
+
+def no_progress(done, count, name):
+    pass
+
+
+def cmake_build(folder, source=ROOT, target="sdpa_selected", keep_going=False, progress=no_progress, **options):
     """Builds the lines that the options select in a folder by CMake. Returns the finished process."""
-    has_ninja = shutil.which("ninja") and not os.path.exists(os.path.join(folder, "CMakeCache.txt"))
     options = dict(SDPA_TESTS="OFF", SDPA_KEEP_GOING=keep_going, SDPA_ARCHS=os.environ.get("SDPA_ARCHS", ""),
                    SDPA_CONFIGS=os.path.join(ROOT, os.environ.get("SDPA_CONFIGS") or "configs.txt")) | options
-    done = run(["cmake", "-S", source, "-B", folder, *["-GNinja"] * bool(has_ninja),
-                *(f"-D{name}={value}" for name, value in options.items())])
+    generator = {"CMAKE_GENERATOR": "Ninja"} if shutil.which("ninja") else {}  # of a new folder
+    done = run(["cmake", "-S", source, "-B", folder, *(f"-D{name}={value}" for name, value in options.items())],
+               env=generator | os.environ)
     if done.returncode:
         raise Refused(f"CMake could not configure {folder}: {' '.join(done.stderr.split())[:300]}")
     with open(os.path.join(folder, "configs.tsv")) as file:
         count = sum(line.split("\t")[2] == "yes" for line in file)
-    with open(os.path.join(folder, "CMakeCache.txt")) as file:
-        endless = "-k0" if "CMAKE_GENERATOR:INTERNAL=Ninja" in file.read() else "-k"
-    command = ["cmake", "--build", folder, "-j", str(JOBS), "--target", target, *(["--", endless] if keep_going else [])]
+    endless = "-k0" if os.path.exists(os.path.join(folder, "build.ninja")) else "-k"
+    command = ["cmake", "--build", folder, "-j", str(JOBS), "--target", target, *["--", endless] * bool(keep_going)]
     process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
-    lines, linked = [], 0
+    text, linked = "", 0
     for line in process.stdout:
-        lines.append(line)
+        text += line
         if re.search("Linking .* executable", line):
             linked += 1
             progress(linked, count, line.split("executable ")[1].partition("_")[2].strip())
-    return subprocess.CompletedProcess(command, process.wait(), "".join(lines), "")
+    return subprocess.CompletedProcess(command, process.wait(), text, "")
 
 
 def replace_file(path, text):
     """Writes a file that is there whole or not at all."""
+    os.makedirs(os.path.dirname(path) or ".", exist_ok=True)
     new = own_name(path)
     with open(new, "w") as out:
         out.write(text)
