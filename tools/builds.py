@@ -10,7 +10,6 @@ import difflib
 import functools
 import hashlib
 import io
-import json
 import os
 import re
 import shutil
@@ -125,8 +124,8 @@ class Tree:
     @functools.lru_cache(None)
     def knob_rows(self):
         """{name: Knob}."""
-        rows = re.findall(r'^  X\(([A-Z][A-Z_0-9]+), ([A-Z0-9_]*),(?: (\w+),)?[^"\n]*"([^"\n]*)"', self.read("sdpa.cu") or "",
-                          re.MULTILINE)
+        row = r'^  X\(([A-Z][A-Z_0-9]+), ([A-Z0-9_]*),(?: (\w+),)?[^"\n]*"([^"\n]*)"'
+        rows = re.findall(row, self.read("sdpa.cu") or "", re.MULTILINE)
         return {name: Knob(*row) for name, *row in rows}
 
     def refusals(self):
@@ -247,7 +246,7 @@ class Cublas(Line):
 
 @dataclass(frozen=True)
 class Torch:
-    """One of the kernels behind PyTorch's scaled_dot_product_attention, or of a package that takes PyTorch's tensors."""
+    """A kernel behind PyTorch's scaled_dot_product_attention, or of a package that takes PyTorch's tensors."""
     text: str
     D = dtype = None  # any
     family, words = "torch", ()
@@ -352,9 +351,9 @@ class Built:
     log: str = ""
 
 
-def build(lines, *archs, program=LIBRARY, kind="-shared", progress=lambda done, count, name: None):
-    """{line: Built} for all of these lines, as libraries, as device code alone (kind="-fatbin") or as another program that
-    includes sdpa.cu (kind=""), compiled for these architectures unless the line names its own."""
+def build(lines, *archs, program=LIBRARY, kind="-shared", progress=lambda *_: None):
+    """{line: Built} for all of these lines, as libraries, as device code alone (kind="-fatbin") or as another program
+    that includes sdpa.cu (kind=""), compiled for these architectures unless the line names its own."""
     if not nvcc():
         raise Refused("nvcc is missing; install the CUDA Toolkit 12.4 or newer, or put its bin folder on PATH")
     lines, built = list(dict.fromkeys(lines)), {}
@@ -372,8 +371,8 @@ def show_progress():
     def show(done, count, name):
         left = (time.monotonic() - since) * (count - done) / done
         text = f"built {done} of {count}{f', {left:.0f} s left' if left >= 5 else ''}: {name}"
-        print(*(("\r\033[K", text) if is_terminal else (text,)), sep="", end="" if is_terminal and done < count else "\n",
-              file=sys.stderr, flush=True)
+        end = "" if is_terminal and done < count else "\n"
+        print("\r\033[K" * is_terminal + text, end=end, file=sys.stderr, flush=True)
     return show
 
 
@@ -405,8 +404,8 @@ def host_library(*knobs, program=LIBRARY):
     texts = [*Tree().sources(program).values(), *map(Tree().read, simt)]
     path = os.path.join(BUILD, "engine", f"host-{digest(program, *knobs, *texts)}.so")
     trouble = compile_once(path, [
-        CXX, "-std=c++17", "-O1", "-ffp-contract=off", "-ftrivial-auto-var-init=pattern", "-w", "-pthread", "-fPIC", "-shared",
-        "-Isimt", *definitions(knobs), "-x", "c++", program, "simt/engine.cpp"], ROOT)
+        CXX, "-std=c++17", "-O1", "-ffp-contract=off", "-ftrivial-auto-var-init=pattern", "-w", "-pthread", "-fPIC",
+        "-shared", "-Isimt", *definitions(knobs), "-x", "c++", program, "simt/engine.cpp"], ROOT)
     if trouble:
         raise Refused(f"{program} does not compile: {trouble}", 3)
     return path
@@ -425,11 +424,7 @@ def compile_once(path, command, folder):
     return ""
 
 
-def no_progress(done, count, name):
-    pass
-
-
-def cmake_build(folder, source=ROOT, target="sdpa_selected", keep_going=False, progress=no_progress, **options):
+def cmake_build(folder, source=ROOT, target="sdpa_selected", keep_going=False, progress=lambda *_: None, **options):
     """Builds the lines that the options select in a folder by CMake. Returns the finished process."""
     options = dict(SDPA_TESTS="OFF", SDPA_KEEP_GOING=keep_going, SDPA_ARCHS=os.environ.get("SDPA_ARCHS", ""),
                    SDPA_CONFIGS=os.path.join(ROOT, os.environ.get("SDPA_CONFIGS") or "configs.txt")) | options
@@ -480,9 +475,9 @@ def compiler_words(log):
 
 @dataclass
 class Facts:
-    """Read from a library and from what ptxas said of it."""
-    registers: int = 0
-    spilled: int = 0
+    """Of a library, from it and from what ptxas said of it."""
+    registers: int = 0  # of its kernels the most
+    spilled: int = 0    # bytes
     archs: tuple = ()
     wgmma: tuple = ()  # ptxas's codes where wgmma is not as written: C7510 serialized, C7519 an arrive put in
     threads: int = 0
@@ -501,24 +496,23 @@ class Facts:
 def facts(built):
     with open(built.path, "rb") as file:
         data = file.read()
-    code = machine_code(data)
-    launcher = [built.line.tree.program().encode(), " ".join(built.line.effective_knobs()).encode()]
-    sums = [hashlib.sha256(b"\0".join(parts)).hexdigest() for parts in (code, code + launcher)]
-    return Facts(*ptxas_report(built.log), *launch_of(data), sum(map(len, code)), *sums, built.path)
+    code = [section.hex() for section in machine_code(data)]
+    return Facts(*ptxas_report(built.log), *launch_of(data), sum(map(len, code)) // 2, digest(*code),
+                 digest(*code, built.line.tree.program(), *built.line.effective_knobs()), built.path)
 
 
 def ptxas_report(log):
-    """The most registers and bytes spilled of its kernels, their architectures, and the codes of what it says of wgmma."""
-    registers = [int(n) for n in re.findall(r"Used (\d+) registers", log)]
+    """The most registers and bytes spilled of its kernels, their architectures, and codes of what it says of wgmma."""
+    registers = map(int, re.findall(r"Used (\d+) registers", log))
     spilled = [int(a) + int(b) for a, b in re.findall(r"(\d+) bytes spill stores, (\d+) bytes spill loads", log)]
-    archs = re.findall(r"Compiling entry function .* for 'sm_(\w+)'", log)
-    codes = re.findall(r"\((C75\d\d)\)", log)
-    return max(registers, default=0), max(spilled, default=0), tuple(sorted(set(archs))), tuple(sorted(set(codes)))
+    words = (re.findall(pattern, log) for pattern in (r"Compiling entry .* for 'sm_(\w+)'", r"\((C75\d\d)\)"))
+    return max(registers, default=0), max(spilled, default=0), *(tuple(sorted(set(found))) for found in words)
 
 
 def machine_code(data):
-    """The instructions in an object file or a library. Names, line numbers and checksums of the source lie elsewhere."""
-    return [section.data() for cubin in embedded(data) for section in cubin.iter_sections() if section.name.startswith(".text.")]
+    """The instructions in an object file or a library, without names, line numbers and checksums of the source."""
+    return [section.data() for cubin in embedded(data) for section in cubin.iter_sections()
+            if section.name.startswith(".text.")]
 
 
 def embedded(data):
@@ -539,23 +533,17 @@ def launch_of(data):
         found = symbol(cubin, ".symtab", "sdpa_library_launch")
         if found:
             return struct.unpack_from("<3i", cubin.get_section_by_name(".nv.constant3").data(), found.st_value)
-    found = [symbol(ELFFile(io.BytesIO(data)), ".dynsym", "sdpa_library_" + name) for name in ("threads", "smem_bytes", "block_m")]
+    found = [symbol(ELFFile(io.BytesIO(data)), ".dynsym", "sdpa_library_" + name)
+             for name in ("threads", "smem_bytes", "block_m")]
     return [one.st_size if one else 0 for one in found]
 
 
-MIX = {"tensor": r"HMMA|HGMMA|QGMMA|IMMA", "MUFU": "MUFU", "FFMA": "FFMA", "LDS": r"LDSM?[. ]", "BAR": "BAR|SYNCS"}
+MIX = {"tensor": r"HMMA|HGMMA|QGMMA|IMMA", "MUFU": "MUFU", "FFMA": "FFMA", "LDS": r"LDSM?[. ]", "BAR": "BAR|SYNCS",
+       "instructions": ""}
 
 
 def instruction_mix(path):
-    """How many instructions of each kind its kernels have; nothing where cuobjdump is missing. It reads for a second."""
-    if os.path.exists(path + ".mix"):
-        return json.load(open(path + ".mix"))
-    if not shutil.which("cuobjdump"):
-        return {}
-    code = re.findall(r"^ +/\*[0-9a-f]{4,}\*/ +(?:@!?U?P[0-9T]+ +)?([A-Z][^;]*);", run(["cuobjdump", "-sass", path]).stdout,
-                      re.MULTILINE)
-    code = [text for text in code if not text.startswith("NOP")]
-    mix = {kind: sum(bool(re.match(pattern, text)) for text in code) for kind, pattern in MIX.items()}
-    mix = dict(mix, instructions=len(code)) if code else {}
-    replace_file(path + ".mix", json.dumps(mix))
-    return mix
+    """How many instructions of each kind its kernels have; nothing where cuobjdump is missing. It takes a second."""
+    words = run(["cuobjdump", "-sass", path]).stdout if shutil.which("cuobjdump") else ""
+    code = re.findall(r"^ +/\*[0-9a-f]{4,}\*/ +(?:@!?U?P[0-9T]+ +)?(?!NOP)([A-Z][^;]*);", words, re.MULTILINE)
+    return {kind: sum(bool(re.match(pattern, text)) for text in code) for kind, pattern in MIX.items()} if code else {}

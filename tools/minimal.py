@@ -20,7 +20,7 @@ WIDTH = 120
 OPERATORS = {"==": operator.eq, "!=": operator.ne, "<": operator.lt, "<=": operator.le, ">": operator.gt,
              ">=": operator.ge, "&": operator.and_}
 # What changes nothing, on the left and on the right.
-NEUTRAL = {"*": ("1", "1"), "/": ("", "1"), "+": ("0", "0"), "-": ("", "0"), "&&": ("True", "True"), "||": ("False", "False")}
+NEUTRAL = {"*": ("1", "1"), "/": ("", "1"), "+": ("0", "0"), "-": ("", "0"), "&&": ("True",) * 2, "||": ("False",) * 2}
 
 
 # ---- the syntax tree ----
