@@ -163,9 +163,8 @@ def changed(words, changes):
 
 def assertion_words(text):
     """The first refusal among a compiler's words; nvcc, clang++ and g++ say it each in their own way."""
-    found = re.search(r'static assertion failed with "(.*)"$|static_assert failed .*"(.*)"$|'
-                      r"static assertion failed: (.*)$", text, re.MULTILINE)
-    return next(filter(None, found.groups()), "") if found else ""
+    found = re.search(r'static(?: assertion|_assert) failed(?:: (.*)| .*?"(.*)")$', text, re.MULTILINE)
+    return found[1] or found[2] if found else ""
 
 
 # ---- contenders, as they are typed ----
@@ -192,6 +191,10 @@ class Line:
         return self.label.rpartition(":")[2]
 
     @property
+    def gates(self):
+        return self.tree.config_lines()[self.name].gates
+
+    @property
     def words(self):
         return changed(self.tree.config_lines()[self.name].words, self.changes)
 
@@ -211,10 +214,6 @@ class Line:
         """Every knob with its value, also those that keep their defaults."""
         defaults = [f"{knob}={value}" for knob, value in self.tree.knobs().items()]
         return sorted(word for word in changed(defaults, self.words) if word.split("=")[0] in self.tree.knobs())
-
-    @property
-    def gates(self):
-        return self.tree.config_lines()[self.name].gates
 
     @property
     def D(self):
@@ -264,7 +263,7 @@ def parse_contenders(words):
     """Contenders in the order in which they are typed: a name begins one, KNOB=VALUE changes it."""
     found, trees = [], {}
     for word in words:
-        if "=" in word and re.match(r"[A-Za-z_]\w*=", word):
+        if re.match(r"[A-Za-z_]\w*=", word):
             if not found or isinstance(found[-1], Torch):
                 raise Refused(f"{word}: a changed knob stands behind the line that it changes")
             found[-1] = change_line(found[-1], word)
@@ -379,20 +378,20 @@ def show_progress():
 def build_one(line, archs, program, kind):
     program = CUBLAS if isinstance(line, Cublas) and program == LIBRARY else program
     sources = line.tree.sources(program)
+    of_kind = {"-shared": ["-shared", "-Xcompiler=-fPIC,-fno-gnu-unique"],
+               "-fatbin": ["-fatbin", "-DSDPA_DEVICE_CODE_ALONE"], "": []}
     options = [*NVCC_OPTIONS, *(f"-gencode=arch=compute_{arch},code=sm_{arch}" for arch in line.archs(archs)),
-               "-DSDPA_CONFIG_NAME=" + line.target, *sorted(definitions(line.words)), *filter(None, [kind])]
-    if kind == "-shared":
-        options.append("-Xcompiler=-fPIC,-fno-gnu-unique")
-    if kind == "-fatbin":
-        options.append("-DSDPA_DEVICE_CODE_ALONE")
+               "-DSDPA_CONFIG_NAME=" + line.target, *sorted(definitions(line.words)), *of_kind[kind]]
     if line.family == "cublas" and kind != "-fatbin":
         folder = os.path.join(os.path.dirname(os.path.dirname(os.path.realpath(nvcc()))), "lib64")
         options += ["-lcublas", "-Xlinker=-rpath=" + folder]
     version = run([nvcc(), "--version"]).stdout
     folder = os.path.join(BUILD, "engine", digest(*sources, *sources.values()))
     for path, text in sources.items():
-        if not os.path.exists(os.path.join(folder, path)):
-            replace_file(os.path.join(folder, path), text)
+        path = os.path.join(folder, path)
+        os.makedirs(os.path.dirname(path), exist_ok=True)
+        if not os.path.exists(path):
+            replace_file(path, text)
     path = os.path.join(folder, f"{line.target[:60]}-{digest(version, program, *options)}.so")
     trouble = compile_once(path, [nvcc(), *options, program], folder)
     return Built(line, trouble=trouble) if trouble else Built(line, path, log=open(path + ".log").read())
@@ -449,7 +448,6 @@ def cmake_build(folder, source=ROOT, target="sdpa_selected", keep_going=False, p
 
 def replace_file(path, text):
     """Writes a file that is there whole or not at all."""
-    os.makedirs(os.path.dirname(path) or ".", exist_ok=True)
     new = own_name(path)
     with open(new, "w") as out:
         out.write(text)

@@ -45,14 +45,15 @@ int main() { print<-1>(), print_from<Build::use_tuned ? next_tile(0) : -1>(); }
 """
 
 
-def rows_of(tree, knobs, words):
+def rows_of(tree, name, knobs):
     """{row: {knob: number}} of the builds of a line, as the host's compiler says; -1 is the typed one."""
+    words = tree.config_lines()[name].words
     with tempfile.TemporaryDirectory() as folder:
         program = os.path.join(folder, "rows")
         done = builds.run([builds.CXX, "-std=c++17", "-w", *builds.definitions(words), "-x", "c++", "-", "-o", program],
                           input="#include <cstdio>\n" + tree.refusals() + PRINT_ROWS)
         if done.returncode:
-            raise Refused(builds.assertion_words(done.stderr) or builds.compiler_words(done.stderr))
+            raise Refused(f"{name}: {builds.compiler_words(done.stderr)}")
         printed = builds.run([program]).stdout.splitlines()
     return {row: dict(zip(knobs, numbers)) for row, *numbers in (map(int, line.split()) for line in printed)}
 
@@ -116,14 +117,8 @@ def sections(source, knobs, rows, namespace):
     return "\n".join(out[:at] + numbers("\n".join(out), knobs, rows) + out[at:])
 
 
-def without_rows(text, rows):
-    """The text without the rows of the table of tiles that do not fit."""
-    number = itertools.count()
-    return re.sub(r"^    tile\(.*\n", lambda m: m[0] * (next(number) in rows), text, flags=re.MULTILINE)
-
-
 def extract(name, namespace=""):
-    """The file."""
+    """The text of the file."""
     tree = builds.Tree()
     lines, trouble = tree.read_configs()
     if name not in lines and trouble:
@@ -131,14 +126,12 @@ def extract(name, namespace=""):
     line, source, knobs = builds.config_line(tree, name, name), tree.read("sdpa.cu"), tree.knob_rows()
     if "expect=FAIL" in line.words:
         say(f"extract: {name} is marked expect=FAIL: it is there to be found wrong")
-    try:
-        rows = rows_of(tree, knobs, line.words)
-    except Refused as error:
-        raise Refused(f"{name}: {error}") from None
-    sizes = {knobs[knob].member for knob in SIZES}
+    rows, sizes = rows_of(tree, name, knobs), {knobs[knob].member for knob in SIZES}
     text = minimal.minimal(sections(source, knobs, rows, namespace or name), sizes)
-    if rows[-1]["USE_TUNED"]:
-        text = minimal.minimal(without_rows(text, rows), sizes)
+    if rows[-1]["USE_TUNED"]:  # without the rows of the table of tiles that do not fit
+        number = itertools.count()
+        text = re.sub(r"^    tile\(.*\n", lambda m: m[0] * (next(number) in rows), text, flags=re.MULTILINE)
+        text = minimal.minimal(text, sizes)
     arch = builds.Line(tree, name).knob("arch", "80")
     return "\n".join([
         textwrap.fill(f"// sdpa, line {name}: {' '.join(line.knobs) or 'all knobs as they are by default'}", 120,

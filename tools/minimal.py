@@ -4,6 +4,7 @@ tree-sitter gives the extents of declarations, statements and operators. A decla
 reached names it, in whatever scope. Order and layout are kept. For tools/extract.py.
 """
 import collections
+import itertools
 import operator
 import re
 import textwrap
@@ -20,7 +21,8 @@ WIDTH = 120
 OPERATORS = {"==": operator.eq, "!=": operator.ne, "<": operator.lt, "<=": operator.le, ">": operator.gt,
              ">=": operator.ge, "&": operator.and_}
 # What changes nothing, on the left and on the right.
-NEUTRAL = {"*": ("1", "1"), "/": ("", "1"), "+": ("0", "0"), "-": ("", "0"), "&&": ("True",) * 2, "||": ("False",) * 2}
+NEUTRAL = {"*": ("1", "1"), "/": ("", "1"), "+": ("0", "0"), "-": ("", "0"), "&&": ("True", "True"),
+           "||": ("False", "False")}
 
 
 # ---- the syntax tree ----
@@ -68,10 +70,14 @@ def declared(node):
     return node
 
 
+def listed(node, field):
+    """What a node lists as its "parameters" or "arguments"; nothing if it has none."""
+    found = node.child_by_field_name(field)
+    return found.named_children if found else []
+
+
 def parameters_of(node):
-    """The names of a template's or a function's parameters; none of anything else."""
-    parameters = node and node.child_by_field_name("parameters")
-    return [name_of(one) for one in parameters.named_children] if parameters else []
+    return [name_of(one) for one in listed(node, "parameters")]
 
 
 # ---- conditions that the line decides ----
@@ -104,8 +110,14 @@ class Folding:
         self.layers = self.find_layers(root)
         self.constants = {}  # by name; of functions by "name()"
         self.find_constants(root, sizes)
-        self.defaults, self.uses = {}, collections.defaultdict(list)
-        self.find_uses(root)
+        # Of each template the values of its defaults, and of the arguments of each use.
+        self.defaults = {name_of(declared(node)): [self.value(one.child_by_field_name("default_value"))
+                                                   for one in listed(node, "parameters")]
+                         for node in reversed(descendants(root, "template_declaration"))}
+        self.uses = collections.defaultdict(list)
+        for node in descendants(root, "template_type", "template_function"):
+            if node.parent.type != "struct_specifier":
+                self.uses[name_of(node)].append(self.arguments(node))
         self.out = self.emit(root)
 
     def source(self, node):
@@ -135,9 +147,7 @@ class Folding:
         if name_of(function) not in self.layers or name_of(function) in self.local:
             return None
         parameters, value = self.layers[name_of(function)]
-        arguments = [self.source(one) for node in (function, call) if node.child_by_field_name("arguments")
-                     for one in node.child_by_field_name("arguments").named_children]
-        given = dict(zip(parameters, arguments))
+        given = dict(zip(parameters, map(self.source, listed(function, "arguments") + listed(call, "arguments"))))
         if len(given) < len(parameters) or not all(given[one].isidentifier() for one in words_of(value) & given.keys()):
             return None
         return re.sub(r"\w+", lambda m: given.get(m[0], m[0]), value)
@@ -174,9 +184,7 @@ class Folding:
         if kind in SINGLE:
             return self.value(node.named_children[0]) if len(node.named_children) == 1 else None
         if kind in ("identifier", "type_identifier"):
-            if text in self.bound:
-                return self.bound[text]
-            return None if text in self.local else self.constants.get(text)
+            return self.bound.get(text, None if text in self.local else self.constants.get(text))
         if kind in ("template_function", "template_type"):
             return self.constants.get(name_of(node))
         if kind == "qualified_identifier":
@@ -185,7 +193,7 @@ class Folding:
                 return text
             return None if scope.startswith("std") else self.constants.get(name)
         if kind == "call_expression":
-            name, arguments = name_of(field("function")), field("arguments").named_children
+            name, arguments = name_of(field("function")), listed(node, "arguments")
             if name not in self.enums or len(arguments) != 1:
                 return None if name in self.local else self.constants.get(name + "()")
             number = self.value(arguments[0])
@@ -204,18 +212,8 @@ class Folding:
             return OPERATORS[sign](*sides) if sign in OPERATORS and None not in sides else None
         return None
 
-    def find_uses(self, root):
-        """Of each template of a struct the values of its defaults, and of the arguments of each use."""
-        for node in descendants(root, "template_declaration"):
-            defaults = [one.child_by_field_name("default_value")
-                        for one in node.child_by_field_name("parameters").named_children]
-            self.defaults.setdefault(name_of(declared(node)), list(map(self.value, defaults)))
-        for node in descendants(root, "template_type", "template_function"):
-            if node.parent.type != "struct_specifier":
-                self.uses[name_of(node)].append(self.arguments(node))
-
     def arguments(self, node):
-        values = [self.value(one) for one in node.child_by_field_name("arguments").named_children]
+        values = [self.value(one) for one in listed(node, "arguments")]
         return values + self.defaults.get(name_of(node), [])[len(values):]
 
     def is_unselected(self, node):
@@ -232,10 +230,10 @@ class Folding:
             value = self.value(node)
             if isinstance(value, bool):
                 return "true" if value else "false"
-        if kind == "call_expression":
-            text = self.without_layer(node)
-            if text:
-                return text
+        instead = (self.without_layer(node) if kind == "call_expression" else
+                   self.expand(node) if kind in ("template_type", "template_function") else None)
+        if instead:
+            return instead
         if kind == "conditional_expression":
             value = self.value(field("condition"))
             if value is not None:
@@ -246,10 +244,6 @@ class Folding:
                 if repr(self.value(side)) == neutral:
                     is_whole = other.type == "parenthesized_expression" and node.parent.type in WHOLE
                     return self.emit(other)[1:-1] if is_whole else self.emit(other)
-        if kind in ("template_type", "template_function") and name_of(node) in self.aliases:
-            expanded = self.expand(node)
-            if expanded:
-                return expanded
         if re.match(r"(typename )?std::conditional(_t<(.|\n)*>|<(.|\n)*>::type)$", self.source(node)):
             condition, *types = descendants(node, "template_argument_list")[0].named_children
             value = self.value(condition)
@@ -259,13 +253,15 @@ class Folding:
         if does_nothing is not None and self.value(field("condition")) is does_nothing or self.is_unselected(node):
             return GONE
         if kind == "if_statement":
-            return self.emit_if(node) or GONE
+            return self.emit_if(node)
         if kind == "preproc_function_def" and "std::is_same_v<E," in self.source(node):
             return self.emit_macro(node)
         return self.emit_children(node)
 
     def expand(self, node):
         """What an alias stands for, if none of its parameters is in there or if it passes on all of them; else None."""
+        if name_of(node) not in self.aliases:
+            return None
         parameters, type_of = self.aliases[name_of(node)]
         before, self.bound = self.bound, dict(zip(parameters, self.arguments(node)))
         text = self.emit(type_of)
@@ -337,30 +333,19 @@ class Folding:
             return None
         return node.child_by_field_name("consequence") if value else other and other.named_children[-1]
 
-    def emit_if(self, node, after_else=False, first=None):
-        """An if-statement, or what is left of it; None if nothing is. first: where a chain of decided ones begins."""
-        first = first or node
-        condition, other = node.child_by_field_name("condition"), node.child_by_field_name("alternative")
-        if self.value(condition) is not None:
-            chosen = self.chosen(node)
-            if chosen is None or chosen.type == "if_statement":
-                return chosen and self.emit_if(chosen, after_else, first)
-            if after_else or first.parent.type != "compound_statement":
-                return self.emit(chosen)
-            return self.unwrapped(chosen, first)
-        consequence = node.child_by_field_name("consequence")
-        text = (self.text[node.start_byte:condition.start_byte] + self.emit(condition) +
-                self.text[condition.end_byte:consequence.start_byte] + self.emit(consequence))
-        if other is None:
-            return text
-        statement = other.named_children[-1]
-        rest = self.emit_if(statement, True) if statement.type == "if_statement" else self.emit(statement)
-        return text + self.text[consequence.end_byte:statement.start_byte] + rest if rest else text
+    def emit_if(self, node, first=None):
+        """An if-statement, or what is left of it. first: where a chain of decided ones begins."""
+        first, chosen = first or node, self.chosen(node)
+        if self.value(node.child_by_field_name("condition")) is None:
+            return re.sub(rf"\s*else\s*{GONE}$", "", self.emit_children(node))
+        if chosen is None:
+            return GONE
+        return self.emit_if(chosen, first) if chosen.type == "if_statement" else self.unwrapped(chosen, first)
 
     def unwrapped(self, block, node):
         """A block's statements in the place of the if-statement; in their braces if a name would clash."""
         text = self.emit(block)
-        if block.type != "compound_statement":
+        if block.type != "compound_statement" or node.parent.type != "compound_statement":
             return text
         names = [name_of(one) for statement in block.named_children if statement.type == "declaration"
                  for one in statement.children_by_field_name("declarator")]
@@ -397,15 +382,11 @@ class Unit:
         self.has_default = inner.child_by_field_name("default_value") is not None
         self.types = signature_types(node) if inner.type == "function_definition" and not struct else set()
         start, end = node.start_point[0], node.end_point[0] - (node.end_point[1] == 0)
-        self.first, self.last = start, end
-        while is_comment(lines[self.first - 1]):
-            self.first -= 1
-        if lines[self.first - 1].startswith(BANNERS):  # the comment is the section's
-            self.first = start
-        while is_comment(lines[self.last + 1]):
-            self.last += 1
-        if lines[self.last + 1].strip():  # the comment is the next one's
-            self.last = end
+        above, below = (len(list(itertools.takewhile(is_comment, others)))
+                        for others in (lines[start - 1::-1], lines[end + 1:]))
+        # A comment may be the section's or the next one's.
+        self.first = start if lines[start - above - 1].startswith(BANNERS) else start - above
+        self.last = end if lines[end + below + 1].strip() else end + below
         self.parts = units_of(body, lines, self) if inner.type == "struct_specifier" and body else []
         own = [lines[n] for n in range(start, end + 1) if not any(part.first <= n <= part.last for part in self.parts)]
         code = re.sub(r'//[^\n]*|"(?:[^"\\\n]|\\.)*"', " ", "\n".join(own))

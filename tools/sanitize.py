@@ -155,13 +155,9 @@ def describe(reports):
 
 # ---- running ----
 
-def sanitizer():
-    return builds.nvcc("compute-sanitizer")
-
-
-def run_line(build, expected, line, tool):
+def run_line(sanitizer, expected, line, tool):
     """The Runs of a line, whose words go to BUILD/sanitize/NAME-TOOL.log."""
-    executable = os.path.join(build, "sdpa_" + line.name)
+    build, executable = builds.BUILD, os.path.join(builds.BUILD, "sdpa_" + line.name)
     failed = [name for name in (line.name, "harness") if os.path.exists(f"{build}/log/{name}.log.failed")]
     queue = QUEUE.split() if line.knob("USE_PERSISTENT_CTA") == "1" else []
     with open(os.path.join(build, "sanitize", f"{line.name}-{tool}.log"), "w") as log:
@@ -171,7 +167,7 @@ def run_line(build, expected, line, tool):
                 run.verdict, run.words = "FAIL", (f"it was not built: see {build}/log",)
             else:
                 command = [
-                    sanitizer(), "--tool", tool, "--print-limit", "0", "--check-exit-code", "no", "--show-backtrace",
+                    sanitizer, "--tool", tool, "--print-limit", "0", "--check-exit-code", "no", "--show-backtrace",
                     "device", *TOOLS[tool], executable, "--check-only", *problem.split(), *queue]
                 done = subprocess.run(["timeout", str(SECONDS), *command], stdout=subprocess.PIPE,
                                       stderr=subprocess.STDOUT, text=True, errors="replace")
@@ -191,20 +187,21 @@ def main():
     regex, = options.words or [f"^({'|'.join(KINDS.split())})$"]
     lines, expected = builds.lines_named(regex, "REGEX"), () if options.strict else EXPECTED
     engine.need_gpu("; run it on a machine with one", "runs kernels")
-    if not sanitizer():
+    sanitizer = builds.nvcc("compute-sanitizer")
+    if not sanitizer:
         raise Refused("compute-sanitizer is missing; it is a part of the CUDA Toolkit, or install it with: "
                       "python3 -m pip install nvidia-cuda-sanitizer-api, and put its folder on PATH")
     builds.cmake_build(builds.BUILD, keep_going=True, progress=builds.show_progress(), SDPA_CPU="OFF",
                        SDPA_ONLY=f"^({'|'.join(line.name for line in lines)})$")
     os.makedirs(os.path.join(builds.BUILD, "sanitize"), exist_ok=True)
-    say(builds.run([sanitizer(), "--version"]).stdout.strip().rpartition("\n")[2])
+    say(builds.run([sanitizer, "--version"]).stdout.strip().rpartition("\n")[2])
 
     out = csv.writer(sys.stdout, lineterminator="\n")
     out.writerow("line problem tool reports unexpected verdict".split())
     jobs = [(line, tool) for line in lines for tool in ([options.tool] if options.tool else TOOLS)]
     runs = []
     with ThreadPoolExecutor(options.jobs) as pool:
-        for of_job in pool.map(lambda job: list(run_line(builds.BUILD, expected, *job)), jobs):
+        for of_job in pool.map(lambda job: list(run_line(sanitizer, expected, *job)), jobs):
             for run in of_job:
                 out.writerow([run.line.name, run.problem, run.tool, run.reports, run.unexpected, run.verdict])
                 for words in run.words:
