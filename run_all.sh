@@ -626,7 +626,7 @@ case ${1-} in
     need cmake cmake
     command -v "${CXX:-g++}" >/dev/null || need g++ g++
     need_python pyelftools "${extract_packages[@]}"
-    exec "$python" tools/extract.py "${@:2}"
+    exec "$python" tools extract "${@:2}"
     ;;
   list) list_lines "${@:2}" ;;
   test) shift; run_tests "$@" ;;

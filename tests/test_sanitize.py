@@ -205,7 +205,7 @@ def test_refusals(words, sentence):
 
 def test_without_the_tool(monkeypatch):
     monkeypatch.setattr(engine, "find_gpu", lambda: True)
-    monkeypatch.setattr(sanitize, "sanitizer", lambda: None)
+    monkeypatch.setattr(builds, "nvcc", lambda tool: None)
     monkeypatch.setattr(sys, "argv", ["sanitize"])
     with pytest.raises(builds.Refused) as refused:
         sanitize.main()

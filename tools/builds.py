@@ -10,7 +10,6 @@ import difflib
 import functools
 import hashlib
 import io
-import json
 import os
 import re
 import shutil
@@ -19,6 +18,7 @@ import subprocess
 import sys
 import threading
 import time
+from collections import namedtuple
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 
@@ -28,15 +28,20 @@ from elftools.elf.elffile import ELFFile  # behind cli, which says what to do wh
 ROOT = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))
 BUILD = os.path.join(ROOT, os.environ.get("SDPA_BUILD_DIR", "build"))
 JOBS = int(os.environ.get("JOBS", os.cpu_count() or 2))
+CXX = os.environ.get("CXX", "g++")
 # Of packages of their own: the module, the function, and what pip calls it.
 PACKAGES = {"torch:fa3": ("fa3_fwd_interface", "flash_attn_func", "fa3-fwd"),
             "torch:fa4": ("flash_attn.cute.interface", "flash_attn_func", "flash-attn-4"),
             "flashinfer": ("flashinfer", "single_prefill_with_kv_cache", "flashinfer-python")}
 TORCH_BACKENDS = dict(cudnn="CUDNN_ATTENTION", flash="FLASH_ATTENTION", efficient="EFFICIENT_ATTENTION", math="MATH")
-FAMILIES = {"wmma": "USE_WMMA", "mma": "USE_MMA_SYNC", "wgmma": "USE_WGMMA", "cublas": "USE_CUBLAS"}  # of older commits; else scalar
+# Else scalar; USE_CUBLAS is of older commits.
+FAMILIES = {"wmma": "USE_WMMA", "mma": "USE_MMA_SYNC", "wgmma": "USE_WGMMA", "cublas": "USE_CUBLAS"}
 NVCC_OPTIONS = "-O3 -DNDEBUG -std=c++17 --no-compress -Xptxas=-v".split()
 LIBRARY, CUBLAS = "tools/library.cu", "tools/cublas.cu"
 LIBRARY_FUNCTIONS = ("sdpa_library_params_bytes", "sdpa_library_workspace_bytes", "sdpa_library_forward")
+# A line of configs.txt with what it has from its base; words: its knobs, arch=ARCH and expect=FAIL where it has them.
+ConfigLine = namedtuple("ConfigLine", "base words knobs gates")
+Knob = namedtuple("Knob", "default member values")  # a row of SDPA_KNOBS; values: as it writes them
 
 
 def run(command, **options):
@@ -45,21 +50,6 @@ def run(command, **options):
 
 
 # ---- where sources come from ----
-
-@dataclass(frozen=True)
-class ConfigLine:
-    """A line of configs.txt, with what it has from its base."""
-    base: str
-    expect: str
-    arch: str
-    knobs: list
-    gates: list
-
-    @property
-    def words(self):
-        return self.knobs + (["arch=" + self.arch] if self.arch else []) + (
-            ["expect=FAIL"] if self.expect == "FAIL" else [])
-
 
 class Tree:
     """The sources as they stand here (no commit), or those of a commit."""
@@ -116,12 +106,12 @@ class Tree:
             raise Refused(f"{self} has no {name}, which lists one line a build")
         if not shutil.which("cmake"):
             raise Refused("cmake is missing, which reads configs.txt; install it with: sudo apt-get install cmake")
-        reader = os.path.join(os.path.dirname(os.path.abspath(__file__)), "configs.cmake")
-        done = run(["cmake", f"-DCONFIGS={file}", f"-DSOURCE={self.folder()}/sdpa.cu", "-P", reader])
+        done = run(["cmake", f"-DCONFIGS={file}", f"-DSOURCE={self.folder()}/sdpa.cu", "-P",
+                    os.path.join(os.path.dirname(os.path.abspath(__file__)), "configs.cmake")])
         lines = {}
-        for line in done.stdout.splitlines():
-            name, base, expect, arch, knobs, gates = line.split("\t")
-            lines[name] = ConfigLine(base, expect, arch, knobs.split(), gates.split())
+        for name, base, expect, arch, knobs, gates in (line.split("\t") for line in done.stdout.splitlines()):
+            words = knobs.split() + ["arch=" + arch] * bool(arch) + ["expect=FAIL"] * (expect == "FAIL")
+            lines[name] = ConfigLine(base, words, knobs.split(), gates.split())
         return lines, done.stderr.strip()
 
     def config_lines(self):
@@ -129,32 +119,34 @@ class Tree:
 
     def knobs(self):
         """{knob: default}, from the rows of SDPA_KNOBS."""
-        return {knob: default for knob, (default, _) in self.knob_rows().items()}
+        return {name: knob.default for name, knob in self.knob_rows().items()}
 
     @functools.lru_cache(None)
     def knob_rows(self):
-        """{knob: (default, its legal values as SDPA_KNOBS writes them)}."""
-        rows = re.findall(r'^  X\(([A-Z][A-Z_0-9]+), ([A-Z0-9_]*),[^"\n]*"([^"\n]*)"', self.read("sdpa.cu") or "", re.MULTILINE)
-        return {knob: (default, values) for knob, default, values in rows}
+        """{name: Knob}."""
+        row = r'^  X\(([A-Z][A-Z_0-9]+), ([A-Z0-9_]*),(?: (\w+),)?[^"\n]*"([^"\n]*)"'
+        rows = re.findall(row, self.read("sdpa.cu") or "", re.MULTILINE)
+        return {name: Knob(*row) for name, *row in rows}
 
     def refusals(self):
         """What of sdpa.cu judges knobs: sections 1 and 7 without the model, as a program of their own."""
-        text = self.read("sdpa.cu")
-        part = [(text.split(since, 1) + [""])[1].split(until)[0]
-                for since, until in (("// ==== 1 KNOBS", "// ==== 2 PROBLEM"), ("// ==== 7 TABLES", "// ---- the choice"))]
-        return f"#include <string_view>\n#include <type_traits>\n//{part[0]}\n" + ("namespace {\n" * ("\nnamespace {" not in part[1]) + f"//{part[1]}\n}}\n" if part[1] else "")
+        knobs, tables = ((self.read("sdpa.cu").split(since, 1) + [""])[1].split(until)[0] for since, until in (
+            ("// ==== 1 KNOBS", "// ==== 2 PROBLEM"), ("// ==== 7 TABLES", "// ---- the choice")))
+        if tables:
+            tables = "namespace {\n" * ("\nnamespace {" not in tables) + f"//{tables}\n}}\n"
+        return f"#include <string_view>\n#include <type_traits>\n//{knobs}\n{tables}"
 
     def refusal(self, words):
         """The sentence with which sdpa.cu refuses these knobs; "" if it does not."""
-        compiled = run([os.environ.get("CXX", "g++"), "-std=c++17", "-fsyntax-only", *definitions(words), "-x", "c++",
-                        "-"], input=self.refusals())
+        compiled = run([CXX, "-std=c++17", "-fsyntax-only", *definitions(words), "-x", "c++", "-"],
+                       input=self.refusals())
         return assertion_words(compiled.stderr)
 
     @functools.lru_cache(None)
     def program(self):
         """sdpa.cu without the harness and without comments."""
         text = self.read("sdpa.cu").split("// ==== COPY TO HERE")[0]
-        stripped = run([os.environ.get("CXX", "g++"), "-fpreprocessed", "-dD", "-E", "-P", "-x", "c++", "-"], input=text)
+        stripped = run([CXX, "-fpreprocessed", "-dD", "-E", "-P", "-x", "c++", "-"], input=text)
         return text if stripped.returncode else stripped.stdout
 
 
@@ -171,9 +163,8 @@ def changed(words, changes):
 
 def assertion_words(text):
     """The first refusal among a compiler's words; nvcc, clang++ and g++ say it each in their own way."""
-    found = re.search(r'static assertion failed with "(.*)"$|static_assert failed .*"(.*)"$|'
-                      r"static assertion failed: (.*)$", text, re.MULTILINE)
-    return next(filter(None, found.groups()), "") if found else ""
+    found = re.search(r'static(?: assertion|_assert) failed(?:: (.*)| .*?"(.*)")$', text, re.MULTILINE)
+    return found[1] or found[2] if found else ""
 
 
 # ---- contenders, as they are typed ----
@@ -190,14 +181,18 @@ class Line:
         return " ".join([f"{self.tree.commit}:{self.name}" if self.tree.commit else self.name, *self.changes])
 
     @property
-    def target(self):
-        """A name that a program can have."""
-        return "__".join([self.name, *(change.replace("=", "_") for change in self.changes)])
-
-    @property
     def label(self):
         """Its name in rows."""
-        return f"{self.tree.commit}:{self.target}" if self.tree.commit else self.target
+        return self.text.replace(" ", "__").replace("=", "_")
+
+    @property
+    def target(self):
+        """A name that a program can have."""
+        return self.label.rpartition(":")[2]
+
+    @property
+    def gates(self):
+        return self.tree.config_lines()[self.name].gates
 
     @property
     def words(self):
@@ -219,10 +214,6 @@ class Line:
         """Every knob with its value, also those that keep their defaults."""
         defaults = [f"{knob}={value}" for knob, value in self.tree.knobs().items()]
         return sorted(word for word in changed(defaults, self.words) if word.split("=")[0] in self.tree.knobs())
-
-    @property
-    def gates(self):
-        return self.tree.config_lines()[self.name].gates
 
     @property
     def D(self):
@@ -254,7 +245,7 @@ class Cublas(Line):
 
 @dataclass(frozen=True)
 class Torch:
-    """One of the kernels behind PyTorch's scaled_dot_product_attention, or of a package that takes PyTorch's tensors."""
+    """A kernel behind PyTorch's scaled_dot_product_attention, or of a package that takes PyTorch's tensors."""
     text: str
     D = dtype = None  # any
     family, words = "torch", ()
@@ -272,12 +263,12 @@ def parse_contenders(words):
     """Contenders in the order in which they are typed: a name begins one, KNOB=VALUE changes it."""
     found, trees = [], {}
     for word in words:
-        if "=" in word and re.match(r"[A-Za-z_]\w*=", word):
+        if re.match(r"[A-Za-z_]\w*=", word):
             if not found or isinstance(found[-1], Torch):
                 raise Refused(f"{word}: a changed knob stands behind the line that it changes")
             found[-1] = change_line(found[-1], word)
         elif word.startswith("torch:") or word in PACKAGES:
-            known = [*("torch:" + backend for backend in TORCH_BACKENDS), *PACKAGES]
+            known = ["torch:" + backend for backend in TORCH_BACKENDS] + list(PACKAGES)
             if word not in known:
                 raise Refused(f"{word}: want {', '.join(known)}")
             found.append(Torch(word))
@@ -285,20 +276,23 @@ def parse_contenders(words):
             commit, _, name = word.rpartition(":")
             if commit not in trees:
                 trees[commit] = loadable(Tree(commit))
-            lines = trees[commit].config_lines()
-            if word == "cublas":
-                found.append(Cublas(trees[commit], name))
-                continue
-            if name not in lines:
-                hint = nearest(name, lines) or "./run_all.sh list has them all"
-                raise Refused(f"{word}: no line of configs.txt has that name; {hint}")
-            found.append(Line(trees[commit], name))
+            if word != "cublas":
+                config_line(trees[commit], name, word)
+            found.append((Cublas if word == "cublas" else Line)(trees[commit], name))
     for line in found:
-        if isinstance(line, Line) and line.changes:
-            sentence = line.tree.refusal(line.words)
-            if sentence:
-                raise Refused(f"{line.text}: {sentence}")
+        sentence = line.tree.refusal(line.words) if isinstance(line, Line) and line.changes else ""
+        if sentence:
+            raise Refused(f"{line.text}: {sentence}")
     return found
+
+
+def config_line(tree, name, typed):
+    """The ConfigLine of a name. One that no line has is refused, as it was typed."""
+    lines = tree.config_lines()
+    if name not in lines:
+        hint = nearest(name, lines) or "./run_all.sh list has them all"
+        raise Refused(f"{typed}: no line of configs.txt has that name; {hint}")
+    return lines[name]
 
 
 def nearest(name, names):
@@ -308,8 +302,9 @@ def nearest(name, names):
 
 def lines_named(pattern, option="--only"):
     """The lines of configs.txt whose name matches an option's regular expression."""
+    tree = Tree()
     try:
-        found = [Line(tree, name) for tree in [Tree()] for name in tree.config_lines() if re.search(pattern, name)]
+        found = [Line(tree, name) for name in tree.config_lines() if re.search(pattern, name)]
     except re.error:
         raise Refused(f"{option} {pattern}: not a regular expression") from None
     if not found:
@@ -355,9 +350,9 @@ class Built:
     log: str = ""
 
 
-def build(lines, *archs, program=LIBRARY, kind="-shared", progress=lambda done, count, name: None):
-    """{line: Built} for all of these lines, as libraries, as device code alone (kind="-fatbin") or as another program that
-    includes sdpa.cu (kind=""), compiled for these architectures unless the line names its own."""
+def build(lines, *archs, program=LIBRARY, kind="-shared", progress=lambda *_: None):
+    """{line: Built} for all of these lines, as libraries, as device code alone (kind="-fatbin") or as another program
+    that includes sdpa.cu (kind=""), compiled for these architectures unless the line names its own."""
     if not nvcc():
         raise Refused("nvcc is missing; install the CUDA Toolkit 12.4 or newer, or put its bin folder on PATH")
     lines, built = list(dict.fromkeys(lines)), {}
@@ -375,20 +370,18 @@ def show_progress():
     def show(done, count, name):
         left = (time.monotonic() - since) * (count - done) / done
         text = f"built {done} of {count}{f', {left:.0f} s left' if left >= 5 else ''}: {name}"
-        print(*(("\r\033[K", text) if is_terminal else (text,)), sep="", end="" if is_terminal and done < count else "\n",
-              file=sys.stderr, flush=True)
+        end = "" if is_terminal and done < count else "\n"
+        print("\r\033[K" * is_terminal + text, end=end, file=sys.stderr, flush=True)
     return show
 
 
 def build_one(line, archs, program, kind):
     program = CUBLAS if isinstance(line, Cublas) and program == LIBRARY else program
     sources = line.tree.sources(program)
+    of_kind = {"-shared": ["-shared", "-Xcompiler=-fPIC,-fno-gnu-unique"],
+               "-fatbin": ["-fatbin", "-DSDPA_DEVICE_CODE_ALONE"], "": []}
     options = [*NVCC_OPTIONS, *(f"-gencode=arch=compute_{arch},code=sm_{arch}" for arch in line.archs(archs)),
-               "-DSDPA_CONFIG_NAME=" + line.target, *sorted(definitions(line.words)), *filter(None, [kind])]
-    if kind == "-shared":
-        options.append("-Xcompiler=-fPIC,-fno-gnu-unique")
-    if kind == "-fatbin":
-        options.append("-DSDPA_DEVICE_CODE_ALONE")
+               "-DSDPA_CONFIG_NAME=" + line.target, *sorted(definitions(line.words)), *of_kind[kind]]
     if line.family == "cublas" and kind != "-fatbin":
         folder = os.path.join(os.path.dirname(os.path.dirname(os.path.realpath(nvcc()))), "lib64")
         options += ["-lcublas", "-Xlinker=-rpath=" + folder]
@@ -396,18 +389,12 @@ def build_one(line, archs, program, kind):
     folder = os.path.join(BUILD, "engine", digest(*sources, *sources.values()))
     for path, text in sources.items():
         path = os.path.join(folder, path)
+        os.makedirs(os.path.dirname(path), exist_ok=True)
         if not os.path.exists(path):
-            os.makedirs(os.path.dirname(path), exist_ok=True)
             replace_file(path, text)
     path = os.path.join(folder, f"{line.target[:60]}-{digest(version, program, *options)}.so")
-    if not os.path.exists(path):
-        new = own_name(path)
-        compiled = run([nvcc(), *options, program, "-o", new], cwd=folder)
-        replace_file(path + ".log", compiled.stdout + compiled.stderr)
-        if compiled.returncode:
-            return Built(line, trouble=compiler_words(compiled.stdout + compiled.stderr))
-        os.rename(new, path)
-    return Built(line, path, log=open(path + ".log").read())
+    trouble = compile_once(path, [nvcc(), *options, program], folder)
+    return Built(line, trouble=trouble) if trouble else Built(line, path, log=open(path + ".log").read())
 
 
 def host_library(*knobs, program=LIBRARY):
@@ -415,40 +402,48 @@ def host_library(*knobs, program=LIBRARY):
     simt = ["simt/" + name for name in sorted(os.listdir(os.path.join(ROOT, "simt")))]
     texts = [*Tree().sources(program).values(), *map(Tree().read, simt)]
     path = os.path.join(BUILD, "engine", f"host-{digest(program, *knobs, *texts)}.so")
-    if not os.path.exists(path):
-        os.makedirs(os.path.dirname(path), exist_ok=True)
-        new = own_name(path)
-        compiled = run([os.environ.get("CXX", "g++"), "-std=c++17", "-O1", "-ffp-contract=off",
-                        "-ftrivial-auto-var-init=pattern", "-w", "-pthread", "-fPIC", "-shared", "-Isimt",
-                        *definitions(knobs), "-x", "c++", program, "simt/engine.cpp", "-o", new], cwd=ROOT)
-        if compiled.returncode:
-            raise Refused(f"{program} does not compile: {compiler_words(compiled.stderr)}", 3)
-        os.rename(new, path)
+    trouble = compile_once(path, [
+        CXX, "-std=c++17", "-O1", "-ffp-contract=off", "-ftrivial-auto-var-init=pattern", "-w", "-pthread", "-fPIC",
+        "-shared", "-Isimt", *definitions(knobs), "-x", "c++", program, "simt/engine.cpp"], ROOT)
+    if trouble:
+        raise Refused(f"{program} does not compile: {trouble}", 3)
     return path
 
 
-def cmake_build(folder, source=ROOT, target="sdpa_selected", keep_going=False, progress=lambda done, count, name: None, **options):
+def compile_once(path, command, folder):
+    """Compiles what is not there yet, its words into path.log; the sentence why it does not compile, "" if it does."""
+    if not os.path.exists(path):
+        os.makedirs(os.path.dirname(path), exist_ok=True)
+        new = own_name(path)
+        compiled = run([*command, "-o", new], cwd=folder)
+        replace_file(path + ".log", compiled.stdout + compiled.stderr)
+        if compiled.returncode:
+            return compiler_words(compiled.stdout + compiled.stderr)
+        os.rename(new, path)
+    return ""
+
+
+def cmake_build(folder, source=ROOT, target="sdpa_selected", keep_going=False, progress=lambda *_: None, **options):
     """Builds the lines that the options select in a folder by CMake. Returns the finished process."""
-    has_ninja = shutil.which("ninja") and not os.path.exists(os.path.join(folder, "CMakeCache.txt"))
     options = dict(SDPA_TESTS="OFF", SDPA_KEEP_GOING=keep_going, SDPA_ARCHS=os.environ.get("SDPA_ARCHS", ""),
                    SDPA_CONFIGS=os.path.join(ROOT, os.environ.get("SDPA_CONFIGS") or "configs.txt")) | options
-    done = run(["cmake", "-S", source, "-B", folder, *["-GNinja"] * bool(has_ninja),
-                *(f"-D{name}={value}" for name, value in options.items())])
+    generator = {"CMAKE_GENERATOR": "Ninja"} if shutil.which("ninja") else {}  # of a new folder
+    done = run(["cmake", "-S", source, "-B", folder, *(f"-D{name}={value}" for name, value in options.items())],
+               env=generator | os.environ)
     if done.returncode:
         raise Refused(f"CMake could not configure {folder}: {' '.join(done.stderr.split())[:300]}")
     with open(os.path.join(folder, "configs.tsv")) as file:
         count = sum(line.split("\t")[2] == "yes" for line in file)
-    with open(os.path.join(folder, "CMakeCache.txt")) as file:
-        endless = "-k0" if "CMAKE_GENERATOR:INTERNAL=Ninja" in file.read() else "-k"
-    command = ["cmake", "--build", folder, "-j", str(JOBS), "--target", target, *(["--", endless] if keep_going else [])]
+    endless = "-k0" if os.path.exists(os.path.join(folder, "build.ninja")) else "-k"
+    command = ["cmake", "--build", folder, "-j", str(JOBS), "--target", target, *["--", endless] * bool(keep_going)]
     process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
-    lines, linked = [], 0
+    text, linked = "", 0
     for line in process.stdout:
-        lines.append(line)
+        text += line
         if re.search("Linking .* executable", line):
             linked += 1
             progress(linked, count, line.split("executable ")[1].partition("_")[2].strip())
-    return subprocess.CompletedProcess(command, process.wait(), "".join(lines), "")
+    return subprocess.CompletedProcess(command, process.wait(), text, "")
 
 
 def replace_file(path, text):
@@ -478,9 +473,9 @@ def compiler_words(log):
 
 @dataclass
 class Facts:
-    """Read from a library and from what ptxas said of it."""
-    registers: int = 0
-    spilled: int = 0
+    """Of a library, from it and from what ptxas said of it."""
+    registers: int = 0  # of its kernels the most
+    spilled: int = 0    # bytes
     archs: tuple = ()
     wgmma: tuple = ()  # ptxas's codes where wgmma is not as written: C7510 serialized, C7519 an arrive put in
     threads: int = 0
@@ -499,24 +494,23 @@ class Facts:
 def facts(built):
     with open(built.path, "rb") as file:
         data = file.read()
-    code = machine_code(data)
-    launcher = [built.line.tree.program().encode(), " ".join(built.line.effective_knobs()).encode()]
-    sums = [hashlib.sha256(b"\0".join(parts)).hexdigest() for parts in (code, code + launcher)]
-    return Facts(*ptxas_report(built.log), *launch_of(data), sum(map(len, code)), *sums, built.path)
+    code = [section.hex() for section in machine_code(data)]
+    return Facts(*ptxas_report(built.log), *launch_of(data), sum(map(len, code)) // 2, digest(*code),
+                 digest(*code, built.line.tree.program(), *built.line.effective_knobs()), built.path)
 
 
 def ptxas_report(log):
-    """The most registers and bytes spilled of its kernels, their architectures, and the codes of what it says of wgmma."""
-    registers = [int(n) for n in re.findall(r"Used (\d+) registers", log)]
+    """The most registers and bytes spilled of its kernels, their architectures, and codes of what it says of wgmma."""
+    registers = map(int, re.findall(r"Used (\d+) registers", log))
     spilled = [int(a) + int(b) for a, b in re.findall(r"(\d+) bytes spill stores, (\d+) bytes spill loads", log)]
-    archs = re.findall(r"Compiling entry function .* for 'sm_(\w+)'", log)
-    codes = re.findall(r"\((C75\d\d)\)", log)
-    return max(registers, default=0), max(spilled, default=0), tuple(sorted(set(archs))), tuple(sorted(set(codes)))
+    words = (re.findall(pattern, log) for pattern in (r"Compiling entry .* for 'sm_(\w+)'", r"\((C75\d\d)\)"))
+    return max(registers, default=0), max(spilled, default=0), *(tuple(sorted(set(found))) for found in words)
 
 
 def machine_code(data):
-    """The instructions in an object file or a library. Names, line numbers and checksums of the source lie elsewhere."""
-    return [section.data() for cubin in embedded(data) for section in cubin.iter_sections() if section.name.startswith(".text.")]
+    """The instructions in an object file or a library, without names, line numbers and checksums of the source."""
+    return [section.data() for cubin in embedded(data) for section in cubin.iter_sections()
+            if section.name.startswith(".text.")]
 
 
 def embedded(data):
@@ -537,23 +531,17 @@ def launch_of(data):
         found = symbol(cubin, ".symtab", "sdpa_library_launch")
         if found:
             return struct.unpack_from("<3i", cubin.get_section_by_name(".nv.constant3").data(), found.st_value)
-    found = [symbol(ELFFile(io.BytesIO(data)), ".dynsym", "sdpa_library_" + name) for name in ("threads", "smem_bytes", "block_m")]
+    found = [symbol(ELFFile(io.BytesIO(data)), ".dynsym", "sdpa_library_" + name)
+             for name in ("threads", "smem_bytes", "block_m")]
     return [one.st_size if one else 0 for one in found]
 
 
-MIX = {"tensor": r"HMMA|HGMMA|QGMMA|IMMA", "MUFU": "MUFU", "FFMA": "FFMA", "LDS": r"LDSM?[. ]", "BAR": "BAR|SYNCS"}
+MIX = {"tensor": r"HMMA|HGMMA|QGMMA|IMMA", "MUFU": "MUFU", "FFMA": "FFMA", "LDS": r"LDSM?[. ]", "BAR": "BAR|SYNCS",
+       "instructions": ""}
 
 
 def instruction_mix(path):
-    """How many instructions of each kind its kernels have; nothing where cuobjdump is missing. It reads for a second."""
-    if os.path.exists(path + ".mix"):
-        return json.load(open(path + ".mix"))
-    if not shutil.which("cuobjdump"):
-        return {}
-    code = re.findall(r"^ +/\*[0-9a-f]{4,}\*/ +(?:@!?U?P[0-9T]+ +)?([A-Z][^;]*);", run(["cuobjdump", "-sass", path]).stdout,
-                      re.MULTILINE)
-    code = [text for text in code if not text.startswith("NOP")]
-    mix = {kind: sum(bool(re.match(pattern, text)) for text in code) for kind, pattern in MIX.items()}
-    mix = dict(mix, instructions=len(code)) if code else {}
-    replace_file(path + ".mix", json.dumps(mix))
-    return mix
+    """How many instructions of each kind its kernels have; nothing where cuobjdump is missing. It takes a second."""
+    words = run(["cuobjdump", "-sass", path]).stdout if shutil.which("cuobjdump") else ""
+    code = re.findall(r"^ +/\*[0-9a-f]{4,}\*/ +(?:@!?U?P[0-9T]+ +)?(?!NOP)([A-Z][^;]*);", words, re.MULTILINE)
+    return {kind: sum(bool(re.match(pattern, text)) for text in code) for kind, pattern in MIX.items()} if code else {}

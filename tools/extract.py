@@ -1,47 +1,38 @@
-#!/usr/bin/env python3
-"""usage: ./run_all.sh extract NAME [--namespace N] > my_kernel.cu
+"""usage: ./run_all.sh extract NAME [--namespace WORD] > my_kernel.cu
 The kernel of one line of configs.txt as a file that compiles alone, knows no knob and has the machine code of the line.
-  NAME           a line of configs.txt
-  --namespace N  the namespace of its functions (default: the line's name)
+  NAME              a line of configs.txt
+  --namespace WORD  the namespace of its functions (default: the line's name)
 Sections of sdpa.cu for other families and knobs stay behind. Conditions that the line's knobs decide are decided. What
 sdpa_forward() and sdpa_workspace_bytes() do not reach goes, with its comments. HEAD_DIM, BLOCK_M, BLOCK_N, NUM_WARPS,
 STAGES and VEC_WIDTH decide nothing: they are constants of one struct and can be changed there.
 environment: SDPA_CONFIGS, CXX
 """
-import argparse
 import itertools
 import os
 import re
-import sys
 import tempfile
 import textwrap
 
 import builds
+import cli
 import minimal
-from builds import Refused
+from cli import Refused, say
 
 SIZES = {"HEAD_DIM", "BLOCK_M", "BLOCK_N", "NUM_WARPS", "STAGES", "VEC_WIDTH"}
 
 
 # ---- sections and numbers ----
 
-class Knob:
-    """A row of SDPA_KNOBS."""
+def type_of(knob):
+    return "bool" if knob.values == "0 1" else "int"
 
-    def __init__(self, name, member, values):
-        self.name, self.member, self.values = name, member, values.split()
-        self.type = "bool" if values == "0 1" else "int"
 
-    def number(self, value):
-        """A value's number: its own, or a word's place."""
-        return int(value) if value.isdigit() else self.values.index(value)
-
-    def text(self, number):
-        """A number as C++ has it, with the word that it stands for."""
-        if self.type == "bool":
-            return ("false;", "true;")[number]
-        word = f"  // {self.values[number]} of {' '.join(self.values)}" if self.values[0].isalpha() else ""
-        return f"{number};{word}"
+def as_code(knob, number):
+    """A knob's number as C++ has it, with the word that it stands for."""
+    if type_of(knob) == "bool":
+        return ("false;", "true;")[number]
+    words = knob.values.split()
+    return f"{number};  // {words[number]} of {knob.values}" if words[0].isalpha() else f"{number};"
 
 
 PRINT_ROWS = r"""
@@ -54,14 +45,15 @@ int main() { print<-1>(), print_from<Build::use_tuned ? next_tile(0) : -1>(); }
 """
 
 
-def rows_of(tree, knobs, words):
+def rows_of(tree, name, knobs):
     """{row: {knob: number}} of the builds of a line, as the host's compiler says; -1 is the typed one."""
+    words = tree.config_lines()[name].words
     with tempfile.TemporaryDirectory() as folder:
         program = os.path.join(folder, "rows")
-        command = [os.environ.get("CXX", "g++"), "-std=c++17", "-w", *builds.definitions(words), "-x", "c++", "-"]
-        done = builds.run([*command, "-o", program], input="#include <cstdio>\n" + tree.refusals() + PRINT_ROWS)
+        done = builds.run([builds.CXX, "-std=c++17", "-w", *builds.definitions(words), "-x", "c++", "-", "-o", program],
+                          input="#include <cstdio>\n" + tree.refusals() + PRINT_ROWS)
         if done.returncode:
-            raise Refused(builds.assertion_words(done.stderr) or builds.compiler_words(done.stderr))
+            raise Refused(f"{name}: {builds.compiler_words(done.stderr)}")
         printed = builds.run([program]).stdout.splitlines()
     return {row: dict(zip(knobs, numbers)) for row, *numbers in (map(int, line.split()) for line in printed)}
 
@@ -73,7 +65,9 @@ def holds(condition, knobs, rows):
         name, _, rest = word.partition(" ")
         if name not in knobs:
             return name == next((family for family, knob in builds.FAMILIES.items() if row.get(knob)), "scalar")
-        return rest.startswith(">") or row[name] == knobs[name].number(rest[2:] or "1")
+        value = rest[2:] or "1"  # its own number, or a word's place
+        return rest.startswith(">") or row[name] == (
+            int(value) if value.isdigit() else knobs[name].values.split().index(value))
     parts = [part.split(", ") for part in condition.split(" and ")]
     return any(all(any(one_of(word, row) for word in part) for part in parts) for row in rows)
 
@@ -81,22 +75,22 @@ def holds(condition, knobs, rows):
 def numbers(text, knobs, rows):
     """The line's numbers as constants. Of those that the rows of a table have, some are a row's."""
     typed, tiles = rows[-1], [rows[row] for row in rows if row >= 0]
-    found = {knob: {tile[knob.name] for tile in tiles} or {typed[knob.name]} for knob in knobs.values()}
-    of_row = [knob for knob in found if len(found[knob]) > 1 or
-              found[knob] != {typed[knob.name]} and f"Build::{knob.member}" in text]
+    found = {name: {tile[name] for tile in tiles} or {typed[name]} for name in knobs}
+    of_row = [name for name in found if len(found[name]) > 1 or
+              found[name] != {typed[name]} and f"Build::{knobs[name].member}" in text]
     out = []
     if tiles:
-        fields = [knob for knob in found if knob in of_row or re.search(rf"\.{knob.member}\b", text)]
         out += ["struct Config {",
-                *(f"  {knob.type} {knob.member} = {knob.text(typed[knob.name])}" for knob in fields), "};",
+                *(f"  {type_of(knob)} {knob.member} = {as_code(knob, typed[name])}" for name, knob in knobs.items()
+                  if name in of_row or re.search(rf"\.{knob.member}\b", text)), "};",
                 "// -1: the line's numbers alone; else a row of the table of tiles.",
                 "template <int ROW> constexpr Config config_of();",
                 "template <> constexpr Config config_of<-1>() { return {}; }"]
     out += ["// The line's numbers. Sizes may be changed, within what sdpa.cu says; the others decided what is here.",
             "template <int ROW> struct Knobs {", *["  static constexpr Config config = config_of<ROW>();"][:len(tiles)]]
-    for knob in sorted(found, key=lambda knob: knob.name not in SIZES):
-        value = f"config.{knob.member};" if knob in of_row else knob.text(*found[knob])
-        out.append(f"  static constexpr {knob.type} {knob.member} = {value}")
+    for name in sorted(found, key=lambda name: name not in SIZES):
+        value = f"config.{knobs[name].member};" if name in of_row else as_code(knobs[name], *found[name])
+        out.append(f"  static constexpr {type_of(knobs[name])} {knobs[name].member} = {value}")
     return [*out, "};", ""]
 
 
@@ -123,35 +117,22 @@ def sections(source, knobs, rows, namespace):
     return "\n".join(out[:at] + numbers("\n".join(out), knobs, rows) + out[at:])
 
 
-def without_rows(text, rows):
-    """The text without the rows of the table of tiles that do not fit."""
-    number = itertools.count()
-    return re.sub(r"^    tile\(.*\n", lambda m: m[0] * (next(number) in rows), text, flags=re.MULTILINE)
-
-
 def extract(name, namespace=""):
-    """The file."""
+    """The text of the file."""
     tree = builds.Tree()
     lines, trouble = tree.read_configs()
     if name not in lines and trouble:
-        raise Refused(trouble.replace("configs.txt", os.path.basename(os.environ.get("SDPA_CONFIGS") or "configs.txt")))
-    if name not in lines:
-        hint = builds.nearest(name, lines) or "./run_all.sh list has them all"
-        raise Refused(f"{name}: no line of configs.txt has that name; {hint}")
-    line, source = lines[name], tree.read("sdpa.cu")
-    if line.expect == "FAIL":
-        print(f"extract: {name} is marked expect=FAIL: it is there to be found wrong", file=sys.stderr)
-    knobs = {knob: Knob(knob, member, values) for knob, member, values in re.findall(
-        r'^  X\(([A-Z][A-Z_0-9]+), \w*, (\w+), "([^"\n]*)"', source, re.MULTILINE)}
-    try:
-        rows = rows_of(tree, knobs, line.words)
-    except Refused as error:
-        raise Refused(f"{name}: {error}") from None
-    sizes = {knobs[knob].member for knob in SIZES}
+        raise Refused(trouble)
+    line, source, knobs = builds.config_line(tree, name, name), tree.read("sdpa.cu"), tree.knob_rows()
+    if "expect=FAIL" in line.words:
+        say(f"extract: {name} is marked expect=FAIL: it is there to be found wrong")
+    rows, sizes = rows_of(tree, name, knobs), {knobs[knob].member for knob in SIZES}
     text = minimal.minimal(sections(source, knobs, rows, namespace or name), sizes)
-    if rows[-1]["USE_TUNED"]:
-        text = minimal.minimal(without_rows(text, rows), sizes)
-    arch = line.arch or "80"
+    if rows[-1]["USE_TUNED"]:  # without the rows of the table of tiles that do not fit
+        number = itertools.count()
+        text = re.sub(r"^    tile\(.*\n", lambda m: m[0] * (next(number) in rows), text, flags=re.MULTILINE)
+        text = minimal.minimal(text, sizes)
+    arch = builds.Line(tree, name).knob("arch", "80")
     return "\n".join([
         textwrap.fill(f"// sdpa, line {name}: {' '.join(line.knobs) or 'all knobs as they are by default'}", 120,
                       subsequent_indent="//   "),
@@ -163,29 +144,9 @@ def extract(name, namespace=""):
 
 
 def main():
-    parser = argparse.ArgumentParser(add_help=False, allow_abbrev=False, exit_on_error=False)
-    parser.add_argument("-h", "--help", action="store_true")
-    parser.add_argument("--namespace", default="")
-    parser.add_argument("names", nargs="*")
-    try:
-        options, rest = parser.parse_known_args()
-    except argparse.ArgumentError:
-        raise Refused("--namespace: its value is missing") from None
-    if options.help:
-        print(__doc__.strip())
-        return
-    if rest:
-        raise Refused(f"{rest[0]}: no such option")
-    if len(options.names) != 1:
-        raise Refused(f"one line, not {' and '.join(options.names)}" if options.names else "which line?")
+    options = cli.parse_options(__doc__, cli.MOST)
+    if len(options.words) != 1:
+        raise Refused(f"one line, not {' and '.join(options.words)}" if options.words else "which line?")
     if options.namespace and not re.fullmatch(r"[A-Za-z_]\w*", options.namespace):
         raise Refused(f"--namespace {options.namespace}: want a name of C++")
-    print(extract(options.names[0], options.namespace))
-
-
-if __name__ == "__main__":
-    try:
-        main()
-    except Refused as error:
-        print(f"extract: {error}", file=sys.stderr)
-        sys.exit(error.code)
+    print(extract(options.words[0], options.namespace or ""))

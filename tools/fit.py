@@ -59,8 +59,8 @@ TABLES = {"hopper": ("fp16", ""), "ampere": ("fp16", "USE_MMA_SYNC=1 BLOCK_M=64"
 
 class Tile(ctypes.Structure):
     """sdpa.cu's TunedTile, member by member: every knob, then the costs."""
-    _fields_ = ([(knob.lower(), ctypes.c_bool if values == "0 1" else ctypes.c_int)
-                 for knob, (_, values) in builds.Tree().knob_rows().items()] +
+    _fields_ = ([(name.lower(), ctypes.c_bool if knob.values == "0 1" else ctypes.c_int)
+                 for name, knob in builds.Tree().knob_rows().items()] +
                 [("ctas", ctypes.c_int), ("item_clocks", ctypes.c_double), ("scores_per_clock", ctypes.c_double)])
     SIZES = ("HEAD_DIM", "BLOCK_M", "BLOCK_N", "NUM_WARPS", "STAGES", "SPLIT_KV")
     FLAGS = ("USE_WARP_SPECIALIZATION", "OVERLAP", "USE_PERSISTENT_CTA", "USE_PING_PONG", "SKIP_MASKED", "SWAP_AB",

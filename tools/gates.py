@@ -39,8 +39,8 @@ class Found:
 
 
 def judge(kernels, rows):
-    """Found of each gate of each line. kernels: {name: (its gates, its builds.Facts or the sentence why it has none)}; rows:
-    what time_claims() measured, None if nothing."""
+    """Found of each gate of each line. kernels: as compiled() has them; rows: what time_claims() measured, None if
+    nothing."""
     owners = {}
     for name, (gates, facts) in kernels.items():
         if isinstance(facts, str):
@@ -74,13 +74,15 @@ def judge_resources(name, gates, facts):
 def judge_claims(name, gates, rows):
     for other, factor, shape in parse_claims(gates):
         gate = f"over {other}" + (f" at {shape}" if shape else "")
-        fitting = [row for row in rows or () if (row["line"], row["over"]) == (name, other) and shape in ("", row["shape"])]
+        fitting = [row for row in rows or ()
+                   if (row["line"], row["over"]) == (name, other) and shape in ("", row["shape"])]
         for row in fitting:
             low, high = float(row["low"]), float(row["high"])
             verdict = "ok" if low >= float(factor) else "FAIL" if high < float(factor) else "UNCLEAR"
             yield Found(name, gate, f">= {factor}", f"{row['low']} to {row['high']}", verdict)
         if not fitting:
-            yield Found(name, gate, f">= {factor}", "not timed: gates --time" if rows is None else "not timed", "UNCLEAR")
+            words = "not timed: gates --time" if rows is None else "not timed"
+            yield Found(name, gate, f">= {factor}", words, "UNCLEAR")
 
 
 # ---- speed claims, gate:step-over=NAME:FACTOR[@SHAPE], timed in turns with that line ----
@@ -137,29 +139,25 @@ def time_claims(only):
 
 def report(found):
     """Prints the table; the exit code."""
-    print(f"{'line':<24} {'gate':<28} {'wanted':<16} found")
-    failed, names = False, set()
-    for one in found:
-        print(one)
-        failed |= one.verdict == "FAIL"
-        names.add(one.line.split()[0])
+    found = list(found)
+    print(f"{'line':<24} {'gate':<28} {'wanted':<16} found", *found, sep="\n")
+    failed, names = any(one.verdict == "FAIL" for one in found), {one.line.split()[0] for one in found}
     print(f"{len(names)} lines, {'A GATE FAILED' if failed else 'no gate failed'}")
     return 1 if failed or not names else 0
 
 
 def compiled(lines, archs):
-    """{name: (its gates, its builds.Facts or the sentence why it has none)}; for gate:also=ARCH "NAME sm_ARCH" too, since lines
-    whose machine code is compared must be compiled for the same architectures."""
+    """{name: (its gates, its builds.Facts or the sentence why it has none)}; for gate:also=ARCH "NAME sm_ARCH" too,
+    since lines whose machine code is compared must be compiled for the same architectures."""
     kernels = {}
-    for line, one in builds.build(lines, *archs, kind="-fatbin", progress=builds.show_progress()).items():
-        kernels[line.name] = (line.gates, one.trouble or builds.facts(one))
-    for arch, also in also_for(lines).items():
-        if f"compute_{arch}" not in builds.run([builds.nvcc(), "--list-gpu-arch"]).stdout.split():
-            say(f"sm_{arch} is left out: this nvcc does not know it")
+    for also, some in (("", lines), *also_for(lines).items()):
+        if also and f"compute_{also}" not in builds.run([builds.nvcc(), "--list-gpu-arch"]).stdout.split():
+            say(f"sm_{also} is left out: this nvcc does not know it")
             continue
-        for line, one in builds.build(also, arch, kind="-fatbin", progress=builds.show_progress()).items():
-            limits = [gate for gate in line.gates if "<=" in gate]
-            kernels[f"{line.name} sm_{arch}"] = (limits, one.trouble or builds.facts(one))
+        built = builds.build(some, *([also] if also else archs), kind="-fatbin", progress=builds.show_progress())
+        for line, one in built.items():
+            own = [gate for gate in line.gates if "<=" in gate or not also]
+            kernels[line.name + f" sm_{also}" * bool(also)] = (own, one.trouble or builds.facts(one))
     return kernels
 
 
@@ -177,8 +175,8 @@ def main():
     bad_lines = builds.Tree().read_configs()[1]
     if bad_lines:
         say(bad_lines)
-    path = options.steps or (time_claims(options.only or "") if options.time else
-                             max(Path(builds.ROOT, "results", "steps").glob("*.csv"), key=report_rows.by_name, default=None))
+    newest = max(Path(builds.ROOT, "results", "steps").glob("*.csv"), key=report_rows.by_name, default=None)
+    path = options.steps or (time_claims(options.only or "") if options.time else newest)
     kernels = compiled(lines, re.findall(r"\d+a?", os.environ.get("SDPA_ARCHS", "")) or ["80", "89", "90a"])
     rows = None
     if path:

@@ -40,7 +40,7 @@ def tiles(line, D):
     """The line with every combination of sizes that lines of its family type."""
     lines = family_lines(line.tree, line.family)
     sizes = {knob: sorted({one.knob(knob, default) for one in lines}, key=int)
-             for knob, (default, legal) in line.tree.knob_rows().items()
+             for knob, (default, _, legal) in line.tree.knob_rows().items()
              if default.isdigit() and legal != "0 1" and knob not in ("HEAD_DIM", *GRID_ONLY)}
     space = Space(line, {knob: values for knob, values in sizes.items() if len(values) > 1}, True)
     space.base = space.line({"HEAD_DIM": str(D)})

@@ -4,8 +4,10 @@ tree-sitter gives the extents of declarations, statements and operators. A decla
 reached names it, in whatever scope. Order and layout are kept. For tools/extract.py.
 """
 import collections
+import itertools
 import operator
 import re
+import textwrap
 
 import tree_sitter
 import tree_sitter_cpp
@@ -19,7 +21,8 @@ WIDTH = 120
 OPERATORS = {"==": operator.eq, "!=": operator.ne, "<": operator.lt, "<=": operator.le, ">": operator.gt,
              ">=": operator.ge, "&": operator.and_}
 # What changes nothing, on the left and on the right.
-NEUTRAL = {"*": (1, 1), "/": (None, 1), "+": (0, 0), "-": (None, 0)}
+NEUTRAL = {"*": ("1", "1"), "/": ("", "1"), "+": ("0", "0"), "-": ("", "0"), "&&": ("True", "True"),
+           "||": ("False", "False")}
 
 
 # ---- the syntax tree ----
@@ -67,16 +70,14 @@ def declared(node):
     return node
 
 
-def parameters_of(node=None):
-    """The names of a template's or a function's parameters; none of anything else."""
-    parameters = node and node.child_by_field_name("parameters")
-    return [name_of(one) for one in parameters.named_children] if parameters else []
+def listed(node, field):
+    """What a node lists as its "parameters" or "arguments"; nothing if it has none."""
+    found = node.child_by_field_name(field)
+    return found.named_children if found else []
 
 
-def struct_of(node):
-    """Where the struct around a node begins."""
-    struct = enclosing(node, "field_declaration_list")
-    return struct and struct.start_byte
+def parameters_of(node):
+    return [name_of(one) for one in listed(node, "parameters")]
 
 
 # ---- conditions that the line decides ----
@@ -84,6 +85,8 @@ def struct_of(node):
 GONE = "\0"  # stands for a statement that is left out
 # Where an expression needs no brackets of its own.
 WHOLE = {"condition_clause", "init_declarator", "field_declaration", "return_statement", "parenthesized_expression"}
+# What has the value of the one thing in it.
+SINGLE = {"parenthesized_expression", "type_descriptor", "condition_clause", "compound_statement", "return_statement"}
 JOINED = {"declaration", "field_declaration", "return_statement", "expression_statement", "condition_clause",
           "alias_declaration", "static_assert_declaration"}
 
@@ -93,7 +96,6 @@ class Folding:
 
     def __init__(self, text, sizes):
         self.text, root = text, parse(text)
-        self.members, self.globals, self.own = {}, {}, set()
         self.enums = {name_of(node): [name_of(one) for one in descendants(node, "enumerator")]
                       for node in descendants(root, "enum_specifier")}
         # Names of variables and parameters, which may hide a constant.
@@ -106,9 +108,16 @@ class Folding:
         self.bound = {}  # parameters of the alias that is being expanded
         self.elements = self.find_elements(root)
         self.layers = self.find_layers(root)
+        self.constants = {}  # by name; of functions by "name()"
         self.find_constants(root, sizes)
-        self.defaults, self.uses = {}, collections.defaultdict(list)
-        self.find_uses(root)
+        # Of each template the values of its defaults, and of the arguments of each use.
+        self.defaults = {name_of(declared(node)): [self.value(one.child_by_field_name("default_value"))
+                                                   for one in listed(node, "parameters")]
+                         for node in reversed(descendants(root, "template_declaration"))}
+        self.uses = collections.defaultdict(list)
+        for node in descendants(root, "template_type", "template_function"):
+            if node.parent.type != "struct_specifier":
+                self.uses[name_of(node)].append(self.arguments(node))
         self.out = self.emit(root)
 
     def source(self, node):
@@ -116,70 +125,54 @@ class Folding:
 
     def find_elements(self, root):
         """The types that a template's parameter E may be; none as long as an alias chooses among them."""
-        found = set()
-        for node in descendants(root, "alias_declaration"):
-            named = ELEMENTS & {one.text.decode() for one in descendants(node, "type_identifier")}
-            if named and self.source(node.child_by_field_name("type")) not in ELEMENTS:
-                return set()
-            found |= named
-        return found
+        types = {self.source(node.child_by_field_name("type")) for node in descendants(root, "alias_declaration")}
+        found = {text for text in types if ELEMENTS & words_of(text)}
+        return found if found <= ELEMENTS else set()
 
     def find_layers(self, root):
         """{function: (its parameters, the name that it returns)} of those that need not all of what they take."""
         found = collections.defaultdict(list)
         for node in descendants(root, "function_definition"):
-            body = node.child_by_field_name("body")
-            if struct_of(node) is None and body:
-                types = parameters_of(node.parent)
-                parameters = parameters_of(*descendants(node, "function_declarator")[:1])
+            body, function = node.child_by_field_name("body"), descendants(node, "function_declarator")
+            if body and function and not enclosing(node, "field_declaration_list"):
+                parameters = parameters_of(function[0])
                 value = self.source(body)[1:-1].strip().removeprefix("return ").removesuffix(";")
                 passes_on = re.fullmatch(r"[\w.:]*[a-z][\w.:]*", value) and set(parameters) - words_of(value)
-                found[name_of(node)].append((types, parameters, value) if passes_on else None)
+                found[name_of(node)].append((parameters_of(node.parent) + parameters, value) if passes_on else None)
         return {name: ones[0] for name, ones in found.items() if len(ones) == 1 and ones[0]}
 
     def without_layer(self, call):
         """What a call gives by way of a function that only passes on a name; else None."""
-        function, name = call.child_by_field_name("function"), name_of(call.child_by_field_name("function"))
-        if name not in self.layers or name in self.local:
+        function = call.child_by_field_name("function")
+        if name_of(function) not in self.layers or name_of(function) in self.local:
             return None
-        types, parameters, value = self.layers[name]
-        given = function.child_by_field_name("arguments")
-        arguments = [self.source(one) for some in (given, call.child_by_field_name("arguments")) if some
-                     for one in some.named_children]
-        replaced = dict(zip([*types, *parameters], arguments))
-        if len(replaced) < len(types + parameters) or not all(
-                re.fullmatch(r"\w+", replaced[one]) for one in words_of(value) & {*types, *parameters}):
+        parameters, value = self.layers[name_of(function)]
+        given = dict(zip(parameters, map(self.source, listed(function, "arguments") + listed(call, "arguments"))))
+        if len(given) < len(parameters) or not all(given[one].isidentifier() for one in words_of(value) & given.keys()):
             return None
-        return re.sub(r"\w+", lambda m: replaced.get(m[0], m[0]), value)
+        return re.sub(r"\w+", lambda m: given.get(m[0], m[0]), value)
 
     def find_constants(self, root, sizes):
-        """Values of constexpr members, variables and functions, if all of one name have the same."""
+        """Values of constexpr members and variables and of functions, if all of one name have the same."""
         found = []
         for node in descendants(root, "field_declaration", "declaration", "function_definition"):
-            values = self.members if node.type == "field_declaration" else self.globals
-            body = node.child_by_field_name("body")
-            if body:
-                only = body.named_children[0] if len(body.named_children) == 1 else body
-                is_value = only.type == "return_statement" and only.named_children
-                found.append((values, name_of(node) + "()", only.named_children[0] if is_value else body))
-            if b"constexpr" not in [one.text for one in node.children] or enclosing(node.parent, "compound_statement"):
-                continue
-            for one, equals, init in zip(node.children, node.children[1:], node.children[2:]):
-                if equals.type == "=":
-                    found.append((values, name_of(one), init))
-                    self.own.add((struct_of(node), name_of(one)))
-            found += [(values, name_of(one), one.child_by_field_name("value"))
-                      for one in node.children if one.type == "init_declarator"]
+            if node.child_by_field_name("body"):
+                found.append((name_of(node) + "()", node.child_by_field_name("body")))
+            if b"constexpr" in [one.text for one in node.children]:
+                found += [(name_of(one), init) for part in (node, *node.children)
+                          for one, equals, init in zip(part.children, part.children[1:], part.children[2:])
+                          if equals.type == "="]
         for _ in range(4):  # a constant may need those after it
             seen = collections.defaultdict(set)
-            for values, name, init in found:
+            for name, init in found:
                 value = None if name in sizes else self.value(init)
-                seen[values is self.members, name].add((type(value), value))
-            for (is_member, name), all_of in seen.items():
-                (self.members if is_member else self.globals)[name] = all_of.pop()[1] if len(all_of) == 1 else None
+                seen[name].add((type(value), value))
+            self.constants = {name: values.pop()[1] for name, values in seen.items() if len(values) == 1}
 
     def value(self, node):
-        """A bool, a number or an enumerator ("DType::fp16"); None if the constants do not say."""
+        """A bool, a number or an enumerator ("DType::fp16"); None if the constants do not say, or of no node."""
+        if node is None:
+            return None
         kind, text, field = node.type, self.source(node), node.child_by_field_name
         if kind in ("true", "false"):
             return kind == "true"
@@ -188,26 +181,21 @@ class Folding:
             return self.elements == {is_element[1]} or None if is_element[1] in self.elements else False
         if kind == "number_literal":
             return int(text) if text.isdigit() else None
-        if kind in ("parenthesized_expression", "type_descriptor", "condition_clause"):
-            return self.value(node.named_children[-1])
+        if kind in SINGLE:
+            return self.value(node.named_children[0]) if len(node.named_children) == 1 else None
         if kind in ("identifier", "type_identifier"):
-            if text in self.bound:
-                return self.bound[text]
-            if text in self.local:
-                return None
-            is_member = (struct_of(node), text) in self.own
-            return (self.members if is_member else self.globals).get(text)
+            return self.bound.get(text, None if text in self.local else self.constants.get(text))
         if kind in ("template_function", "template_type"):
-            return self.globals.get(name_of(node))
+            return self.constants.get(name_of(node))
         if kind == "qualified_identifier":
             scope, _, name = text.rpartition("::")
             if name in self.enums.get(scope, ()):
                 return text
-            return None if scope.startswith("std") else self.members.get(name)
+            return None if scope.startswith("std") else self.constants.get(name)
         if kind == "call_expression":
-            name, arguments = name_of(field("function")), field("arguments").named_children
+            name, arguments = name_of(field("function")), listed(node, "arguments")
             if name not in self.enums or len(arguments) != 1:
-                return None if name in self.local else self.globals.get(name + "()")
+                return None if name in self.local else self.constants.get(name + "()")
             number = self.value(arguments[0])
             return None if number is None else f"{name}::{self.enums[name][number]}"
         if kind == "unary_expression" and text[0] == "!":
@@ -224,20 +212,8 @@ class Folding:
             return OPERATORS[sign](*sides) if sign in OPERATORS and None not in sides else None
         return None
 
-    def find_uses(self, root):
-        """Of each template of a struct the values of its defaults, and of the arguments of each use."""
-        for node in descendants(root, "template_declaration"):
-            struct = declared(node)
-            if struct.type == "struct_specifier" and struct.child_by_field_name("name").type == "type_identifier":
-                parameters = node.child_by_field_name("parameters").named_children
-                defaults = [one.child_by_field_name("default_value") for one in parameters]
-                self.defaults[name_of(struct)] = [one and self.value(one) for one in defaults]
-        for node in descendants(root, "template_type", "template_function"):
-            if node.parent.type != "struct_specifier":
-                self.uses[name_of(node)].append(self.arguments(node))
-
     def arguments(self, node):
-        values = [self.value(one) for one in node.child_by_field_name("arguments").named_children]
+        values = [self.value(one) for one in listed(node, "arguments")]
         return values + self.defaults.get(name_of(node), [])[len(values):]
 
     def is_unselected(self, node):
@@ -250,33 +226,24 @@ class Folding:
     def emit(self, node):
         """The text of a node with its conditions decided."""
         kind, field = node.type, node.child_by_field_name
-        if kind in ("binary_expression", "unary_expression", "conditional_expression", "call_expression"):
-            value = None if node.parent.type == "assignment_expression" else self.value(node)
+        if kind in ("binary_expression", "unary_expression", "call_expression"):
+            value = self.value(node)
             if isinstance(value, bool):
                 return "true" if value else "false"
-        if kind == "call_expression":
-            text = self.without_layer(node)
-            if text:
-                return text
+        instead = (self.without_layer(node) if kind == "call_expression" else
+                   self.expand(node) if kind in ("template_type", "template_function") else None)
+        if instead:
+            return instead
         if kind == "conditional_expression":
             value = self.value(field("condition"))
             if value is not None:
                 return self.emit(field("consequence" if value else "alternative"))
-        if kind == "binary_expression" and self.source(field("operator")) in ("&&", "||"):
-            for one, other in ((field("left"), field("right")), (field("right"), field("left"))):
-                if isinstance(self.value(one), bool):
-                    text = self.emit(other)
-                    is_whole = other.type == "parenthesized_expression" and node.parent.type in WHOLE
-                    return text[1:-1] if is_whole else text
         if kind == "binary_expression" and self.source(field("operator")) in NEUTRAL:
-            neutral, sides = NEUTRAL[self.source(field("operator"))], (field("left"), field("right"))
-            for n, value in enumerate(map(self.value, sides)):
-                if type(value) is int and value == neutral[n]:
-                    return self.emit(sides[1 - n])
-        if kind in ("template_type", "template_function") and name_of(node) in self.aliases:
-            expanded = self.expand(node)
-            if expanded:
-                return expanded
+            sides = field("left"), field("right")
+            for side, other, neutral in zip(sides, sides[::-1], NEUTRAL[self.source(field("operator"))]):
+                if repr(self.value(side)) == neutral:
+                    is_whole = other.type == "parenthesized_expression" and node.parent.type in WHOLE
+                    return self.emit(other)[1:-1] if is_whole else self.emit(other)
         if re.match(r"(typename )?std::conditional(_t<(.|\n)*>|<(.|\n)*>::type)$", self.source(node)):
             condition, *types = descendants(node, "template_argument_list")[0].named_children
             value = self.value(condition)
@@ -286,13 +253,15 @@ class Folding:
         if does_nothing is not None and self.value(field("condition")) is does_nothing or self.is_unselected(node):
             return GONE
         if kind == "if_statement":
-            return self.emit_if(node) or GONE
+            return self.emit_if(node)
         if kind == "preproc_function_def" and "std::is_same_v<E," in self.source(node):
             return self.emit_macro(node)
         return self.emit_children(node)
 
     def expand(self, node):
         """What an alias stands for, if none of its parameters is in there or if it passes on all of them; else None."""
+        if name_of(node) not in self.aliases:
+            return None
         parameters, type_of = self.aliases[name_of(node)]
         before, self.bound = self.bound, dict(zip(parameters, self.arguments(node)))
         text = self.emit(type_of)
@@ -330,17 +299,15 @@ class Folding:
     def emit_children(self, node):
         out, at, unreachable = [], node.start_byte, False
         for child in node.children:
-            is_gone = unreachable and child.is_named and child.type != "comment" or (
-                node.type == "compound_statement" and child.type == "declaration" and self.is_idle(child))
-            value = self.returned(child.prev_named_sibling, child)
-            is_gone = is_gone or self.returned(child, child.next_named_sibling) is not None
-            text = GONE if is_gone else self.emit(child) if value is None else f"return {self.emit(value)};"
+            value, in_block = self.returned(child.prev_named_sibling, child), node.type == "compound_statement"
+            is_gone = (unreachable and child.is_named or self.returned(child, child.next_named_sibling) or
+                       in_block and child.type == "declaration" and self.is_idle(child))
+            text = GONE if is_gone else f"return {self.emit(value)};" if value else self.emit(child)
             out += [self.text[at:child.start_byte], text]
             at = child.end_byte
-            if node.type == "compound_statement" and child.type == "if_statement" and self.chosen(child):
-                last = self.chosen(child)
-                last = last.named_children[-1] if last.type == "compound_statement" and last.named_children else last
-                unreachable = unreachable or last.type == "return_statement"
+            chosen = in_block and child.type == "if_statement" and self.chosen(child)
+            unreachable = unreachable or chosen and "return_statement" in [
+                one.type for one in (chosen, *chosen.named_children[-1:])]
         text = "".join([*out, self.text[at:node.end_byte]])
         return text if text == self.source(node) else self.laid_out(text, node)
 
@@ -366,51 +333,32 @@ class Folding:
             return None
         return node.child_by_field_name("consequence") if value else other and other.named_children[-1]
 
-    def emit_if(self, node, after_else=False, first=None):
-        """An if-statement, or what is left of it; None if nothing is. first: where a chain of decided ones begins."""
-        first = first or node
-        condition, other = node.child_by_field_name("condition"), node.child_by_field_name("alternative")
-        if self.value(condition) is not None:
-            chosen = self.chosen(node)
-            if chosen is None or chosen.type == "if_statement":
-                return chosen and self.emit_if(chosen, after_else, first)
-            if after_else or first.parent.type != "compound_statement":
-                return self.emit(chosen)
-            return self.unwrapped(chosen, first)
-        consequence = node.child_by_field_name("consequence")
-        text = (self.text[node.start_byte:condition.start_byte] + self.emit(condition) +
-                self.text[condition.end_byte:consequence.start_byte] + self.emit(consequence))
-        if other is None:
-            return text
-        statement = other.named_children[-1]
-        rest = self.emit_if(statement, True) if statement.type == "if_statement" else self.emit(statement)
-        return text + self.text[consequence.end_byte:statement.start_byte] + rest if rest else text
+    def emit_if(self, node, first=None):
+        """An if-statement, or what is left of it. first: where a chain of decided ones begins."""
+        first, chosen = first or node, self.chosen(node)
+        if self.value(node.child_by_field_name("condition")) is None:
+            return re.sub(rf"\s*else\s*{GONE}$", "", self.emit_children(node))
+        if chosen is None:
+            return GONE
+        return self.emit_if(chosen, first) if chosen.type == "if_statement" else self.unwrapped(chosen, first)
 
     def unwrapped(self, block, node):
         """A block's statements in the place of the if-statement; in their braces if a name would clash."""
         text = self.emit(block)
-        if block.type != "compound_statement":
+        if block.type != "compound_statement" or node.parent.type != "compound_statement":
             return text
         names = [name_of(one) for statement in block.named_children if statement.type == "declaration"
-                 for one in statement.named_children if one.type.endswith("declarator") or one.type == "identifier"]
+                 for one in statement.children_by_field_name("declarator")]
         words = [re.findall(r"\w+", self.source(one)) for one in (enclosing(node, "function_definition"), block)]
         if any(words[0].count(name) > words[1].count(name) for name in names):
             return text
-        lines = text[1:-1].strip("\n").rstrip().split("\n")
-        deeper = len(lines[0]) - len(lines[0].lstrip()) - node.start_point[1]
-        return "\n".join(line[deeper:] if line[:deeper].isspace() else line for line in lines).lstrip()
+        return textwrap.indent(textwrap.dedent(text[1:-1].strip("\n").rstrip()), " " * node.start_point[1]).lstrip()
 
 
 def without_gone(text):
     """The text without statements that are gone, and without the comments above them."""
-    out = []
-    for line in text.split("\n"):
-        if re.fullmatch(rf"\s*{GONE}[{GONE}\s]*(//.*)?", line):
-            while out and is_comment(out[-1]):
-                out.pop()
-        else:
-            out.append(line.replace(GONE, ""))
-    return "\n".join(out)
+    gone = rf"(?:^ *//(?! ----| ====).*\n)*^ *{GONE}[{GONE} ]*(?://.*)?\n"
+    return re.sub(gone, "", text, flags=re.MULTILINE).replace(GONE, "")
 
 
 # ---- what nothing reaches ----
@@ -434,15 +382,11 @@ class Unit:
         self.has_default = inner.child_by_field_name("default_value") is not None
         self.types = signature_types(node) if inner.type == "function_definition" and not struct else set()
         start, end = node.start_point[0], node.end_point[0] - (node.end_point[1] == 0)
-        self.first, self.last = start, end
-        while is_comment(lines[self.first - 1]):
-            self.first -= 1
-        if lines[self.first - 1].startswith(BANNERS):  # the comment is the section's
-            self.first = start
-        while is_comment(lines[self.last + 1]):
-            self.last += 1
-        if lines[self.last + 1].strip():  # the comment is the next one's
-            self.last = end
+        above, below = (len(list(itertools.takewhile(is_comment, others)))
+                        for others in (lines[start - 1::-1], lines[end + 1:]))
+        # A comment may be the section's or the next one's.
+        self.first = start if lines[start - above - 1].startswith(BANNERS) else start - above
+        self.last = end if lines[end + below + 1].strip() else end + below
         self.parts = units_of(body, lines, self) if inner.type == "struct_specifier" and body else []
         own = [lines[n] for n in range(start, end + 1) if not any(part.first <= n <= part.last for part in self.parts)]
         code = re.sub(r'//[^\n]*|"(?:[^"\\\n]|\\.)*"', " ", "\n".join(own))

@@ -10,7 +10,6 @@ Each unexpected kind of report is listed on stderr; all words are in BUILD/sanit
 exit: 0 as expected, 1 something unexpected, 2 bad usage or a missing tool
 """
 import csv
-import functools
 import os
 import re
 import subprocess
@@ -24,7 +23,7 @@ import cli
 import engine
 from cli import Refused, say
 
-# Of each family: plain, with copies ahead, with a queue, with roles, with slices of the keys; 8 bits; the negative controls.
+# Of each family: plain, with copies ahead, a queue, roles, slices of the keys; 8 bits; the negative controls.
 KINDS = """scalar_sync1 scalar_async2 scalar_u8 wmma_persistent wmma_all wmma_u8 mma_lazy mma_split4 mma_decode
 wgmma_plain wgmma wgmma_causal wgmma_split2 wgmma_swap32 wgmma_decode_d128 wgmma_e4m3_d128 hopper_d128_bf16 hopper_e4m3
 scalar_racy wmma_racy"""
@@ -33,6 +32,7 @@ PROBLEMS = ("--shape 1,6,2,130,300", "--shape 2,2,1,33,70 --causal br", "--shape
 QUEUE = "--max-ctas 2"  # fewer CTAs than items
 # Unless told how many mbarriers a CTA has, these count those in the code, and may count too few.
 TOOLS = {"memcheck": [], "racecheck": ["--num-cuda-barriers", "128"], "synccheck": ["--num-cuda-barriers", "128"]}
+SOURCE = builds.Tree().read("sdpa.cu").splitlines()
 SECONDS = 300  # a run takes a few
 LISTED = 8     # kinds of unexpected reports of a run
 # Reports of a tool on lines, both regular expressions; `report` is searched in Group.text.
@@ -48,12 +48,8 @@ EXPECTED = (
 
 # ---- what a tool has printed ----
 
-@dataclass(frozen=True)
-class Group:
-    """Reports that differ in threads, addresses and machine code alone."""
-    sentence: str
-    kernel: str
-    places: tuple  # in the source
+class Group(namedtuple("Group", "sentence kernel places")):
+    """Reports that differ in threads, addresses and machine code alone; places: in the source."""
 
     @property
     def text(self):
@@ -64,8 +60,8 @@ Report = namedtuple("Report", "group offsets hazards")  # in the machine code; o
 
 
 def parse(text):
-    """The Reports, and how many the summary counts; -1 if there is no summary. A report is a line of the tool with one blank
-    after the bars, and the lines with more that follow it."""
+    """The Reports, and how many the summary counts; -1 if there is no summary. A report is a line of the tool with one
+    blank after the bars, and the lines with more that follow it."""
     blocks, promised = [], -1
     for line in text.splitlines():
         words = re.match(r"=========( *)(.*)", line)
@@ -100,17 +96,11 @@ def read_report(lines):
 
 
 def place_name(function, where):
-    """A function's last name, with file, line and what stands there."""
-    name = re.sub(r"[<(].*", "", function.replace("<unnamed>", "").replace("(anonymous namespace)", ""))
-    return " ".join(filter(None, [re.split(r"::| ", name)[-1], where, source_line(where)]))
-
-
-@functools.lru_cache(None)
-def source_line(where):
-    """A line of sdpa.cu; nothing of other files."""
+    """A function's last name, with file, line and, of sdpa.cu, what stands there."""
+    name = re.sub(r"[<(].*", "", re.sub(r"<unnamed>|\(anonymous namespace\)", "", function))
     number = re.fullmatch(r"(?:.*/)?sdpa\.cu:(\d+)", where)
-    lines = builds.Tree().read("sdpa.cu").splitlines()[int(number[1]) - 1:int(number[1])] if number else []
-    return f"`{lines[0].strip()[:70]}`" if lines else ""
+    text = "".join(SOURCE[int(number[1]) - 1:int(number[1])]) if number else ""
+    return " ".join(filter(None, [re.split(r"::| ", name)[-1], where, text and f"`{text.strip()[:70]}`"]))
 
 
 # ---- what is made of it ----
@@ -152,28 +142,22 @@ def judge(run, text, code, expected=EXPECTED):
         troubles.append(f"it ended with exit code {code}")
     if racy and run.tool == "racecheck" and not reports:
         troubles.append("racecheck finds nothing in a line without barriers")
-    run.verdict = "FAIL" if troubles else "PASS"
-    run.words = tuple(troubles)
+    run.verdict, run.words = "FAIL" if troubles else "PASS", tuple(troubles)
 
 
 def describe(reports):
     """What is said of the reports of a group."""
-    group, offsets = reports[0].group, reports[0].offsets
-    hazards = sum(one.hazards for one in reports)
-    what = f"{len(reports)} times: " + (f"{hazards} hazards: " if hazards else "")
-    where = f", in {group.kernel or 'no kernel'}" + (f" at {'/'.join(offsets)}" if offsets else "")
-    return "\n    ".join([what + group.sentence + where, *group.places])
+    (group, offsets, _), hazards = reports[0], sum(one.hazards for one in reports)
+    what = f"{len(reports)} times: " + f"{hazards} hazards: " * bool(hazards) + group.sentence
+    where = f", in {group.kernel or 'no kernel'}" + f" at {'/'.join(offsets)}" * bool(offsets)
+    return "\n    ".join([what + where, *group.places])
 
 
 # ---- running ----
 
-def sanitizer():
-    return builds.nvcc("compute-sanitizer")
-
-
-def run_line(build, expected, line, tool):
+def run_line(sanitizer, expected, line, tool):
     """The Runs of a line, whose words go to BUILD/sanitize/NAME-TOOL.log."""
-    executable = os.path.join(build, "sdpa_" + line.name)
+    build, executable = builds.BUILD, os.path.join(builds.BUILD, "sdpa_" + line.name)
     failed = [name for name in (line.name, "harness") if os.path.exists(f"{build}/log/{name}.log.failed")]
     queue = QUEUE.split() if line.knob("USE_PERSISTENT_CTA") == "1" else []
     with open(os.path.join(build, "sanitize", f"{line.name}-{tool}.log"), "w") as log:
@@ -182,10 +166,11 @@ def run_line(build, expected, line, tool):
             if failed or not os.path.exists(executable):
                 run.verdict, run.words = "FAIL", (f"it was not built: see {build}/log",)
             else:
-                command = [sanitizer(), "--tool", tool, "--print-limit", "0", "--check-exit-code", "no",
-                           "--show-backtrace", "device", *TOOLS[tool], executable, "--check-only", *problem.split(), *queue]
-                done = subprocess.run(["timeout", str(SECONDS), *command], stdout=subprocess.PIPE, stderr=subprocess.STDOUT,
-                                      text=True, errors="replace")
+                command = [
+                    sanitizer, "--tool", tool, "--print-limit", "0", "--check-exit-code", "no", "--show-backtrace",
+                    "device", *TOOLS[tool], executable, "--check-only", *problem.split(), *queue]
+                done = subprocess.run(["timeout", str(SECONDS), *command], stdout=subprocess.PIPE,
+                                      stderr=subprocess.STDOUT, text=True, errors="replace")
                 print("$", *command, f"\n{done.stdout}\nexit code {done.returncode}\n", file=log, flush=True)
                 judge(run, done.stdout, done.returncode, expected)
             yield run
@@ -202,20 +187,21 @@ def main():
     regex, = options.words or [f"^({'|'.join(KINDS.split())})$"]
     lines, expected = builds.lines_named(regex, "REGEX"), () if options.strict else EXPECTED
     engine.need_gpu("; run it on a machine with one", "runs kernels")
-    if not sanitizer():
+    sanitizer = builds.nvcc("compute-sanitizer")
+    if not sanitizer:
         raise Refused("compute-sanitizer is missing; it is a part of the CUDA Toolkit, or install it with: "
                       "python3 -m pip install nvidia-cuda-sanitizer-api, and put its folder on PATH")
     builds.cmake_build(builds.BUILD, keep_going=True, progress=builds.show_progress(), SDPA_CPU="OFF",
                        SDPA_ONLY=f"^({'|'.join(line.name for line in lines)})$")
     os.makedirs(os.path.join(builds.BUILD, "sanitize"), exist_ok=True)
-    say(builds.run([sanitizer(), "--version"]).stdout.strip().rpartition("\n")[2])
+    say(builds.run([sanitizer, "--version"]).stdout.strip().rpartition("\n")[2])
 
     out = csv.writer(sys.stdout, lineterminator="\n")
     out.writerow("line problem tool reports unexpected verdict".split())
     jobs = [(line, tool) for line in lines for tool in ([options.tool] if options.tool else TOOLS)]
     runs = []
     with ThreadPoolExecutor(options.jobs) as pool:
-        for of_job in pool.map(lambda job: list(run_line(builds.BUILD, expected, *job)), jobs):
+        for of_job in pool.map(lambda job: list(run_line(sanitizer, expected, *job)), jobs):
             for run in of_job:
                 out.writerow([run.line.name, run.problem, run.tool, run.reports, run.unexpected, run.verdict])
                 for words in run.words:

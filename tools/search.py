@@ -20,15 +20,15 @@ TRIES = 200  # mutations of a base that is not legal
 
 def family_lines(tree, family):
     """The lines of configs.txt of a family, without the negative controls."""
-    lines = [Line(tree, name) for name, line in tree.config_lines().items() if line.expect != "FAIL"]
+    lines = [Line(tree, name) for name, line in tree.config_lines().items() if "expect=FAIL" not in line.words]
     return [line for line in lines if line.family == family]
 
 
 def base_line(options, arch="90a"):
     """The line from which candidates are typed, by --from, or --family and --head-dim."""
     tree = builds.loadable(builds.Tree())
-    if options.head_dim and options.head_dim not in tree.knob_rows()["HEAD_DIM"][1].split():
-        raise Refused(f"--head-dim {options.head_dim}: want one of {tree.knob_rows()['HEAD_DIM'][1]}")
+    if options.head_dim and options.head_dim not in tree.knob_rows()["HEAD_DIM"].values.split():
+        raise Refused(f"--head-dim {options.head_dim}: want one of {tree.knob_rows()['HEAD_DIM'].values}")
     if options.from_:
         line, *others = builds.parse_contenders(options.from_.split())
         if others or not isinstance(line, Line):
@@ -60,10 +60,10 @@ class Space:
     def __init__(self, base, fixed, vary_fixed_alone=False):
         self.tree, self.base, self.fixed = base.tree, base, fixed
         lines, configs = family_lines(base.tree, base.family), base.tree.config_lines()
-        wrong = {word for one in configs.values() if one.expect == "FAIL" for word in one.knobs
+        wrong = {word for one in configs.values() if "expect=FAIL" in one.words for word in one.knobs
                  if word not in configs[one.base].knobs}
         self.values = {}
-        for knob, (default, legal) in base.tree.knob_rows().items():
+        for knob, (default, _, legal) in base.tree.knob_rows().items():
             if knob in fixed:
                 self.values[knob] = fixed[knob]
             elif knob not in (*PROBLEMS_OWN, *CHOOSERS, *builds.FAMILIES.values()) and not vary_fixed_alone:

@@ -15,6 +15,7 @@ import os
 import shutil
 import subprocess
 import sys
+from collections import Counter
 from concurrent.futures import ThreadPoolExecutor
 
 import builds
@@ -28,26 +29,27 @@ COLUMNS = ["config", "series", "problems", "passed", "wrong", "errors", "skipped
 
 def sweep(executable, path, count, series):
     """Runs the random problems of one line, whose rows and words go to path.csv and path.err."""
-    logs = [os.path.join(os.path.dirname(executable), "log", name + ".log") for name in (os.path.basename(path), "sweep")]
+    name, logs = os.path.basename(path), os.path.join(os.path.dirname(executable), "log")
     with open(path + ".csv", "w") as out, open(path + ".err", "w") as err:
-        failed = [log for log in logs if os.path.exists(log + ".failed")]
+        failed = [f"{logs}/{one}.log" for one in (name, "sweep") if os.path.exists(f"{logs}/{one}.log.failed")]
         if failed:
-            print(os.path.basename(path), "does not compile:", builds.compiler_words(open(failed[0]).read()), file=err)
+            print(name, "does not compile:", builds.compiler_words(open(failed[0]).read()), file=err)
         elif os.path.exists(executable):
-            subprocess.run([executable, "--header", "--sweep", str(count), "--seeds", str(series)], stdout=out, stderr=err)
+            words = [executable, "--header", "--sweep", str(count), "--seeds", str(series)]
+            subprocess.run(words, stdout=out, stderr=err)
         else:
             print(executable, "was not built", file=err)
-    say("swept", os.path.basename(path))
+    say("swept", name)
 
 
 def tally(name, series, path):
     """The row of a line."""
     with open(path + ".csv", newline="") as file:
         rows = list(csv.DictReader(file))
-    kinds = [row["status"] if row["status"] == "skipped" else "errors" if row["status"] != "ok" else
-             "passed" if row["check"] == "PASS" else "wrong" for row in rows]
-    return dict(config=name, series=series, problems=len(rows), **{fact: rows[-1][fact] if rows else "" for fact in FACTS},
-                **{kind: kinds.count(kind) for kind in ("passed", "wrong", "errors", "skipped")})
+    kinds = Counter(row["status"] if row["status"] == "skipped" else "errors" if row["status"] != "ok" else
+                    "passed" if row["check"] == "PASS" else "wrong" for row in rows)
+    return dict(config=name, series=series, problems=len(rows), **{kind: kinds[kind] for kind in COLUMNS[3:7]},
+                **{fact: rows[-1][fact] if rows else "" for fact in FACTS})
 
 
 def main():
