@@ -28,8 +28,7 @@ from report_rows import KINDS, PEERS, newest, number, peer, problem, timed
 INTRODUCTIONS = {
     "results": "One run: the lines named, and each peer through PyTorch, in turns in one process on the same tensors.",
     "ladder": "A bar runs from the time of a line's base (upright stroke) to its own time (dot): plain where the line is "
-              "faster, hatched where it is slower. The base is the line that configs.txt names; else the earlier line "
-              "of the family and head size that differs in the fewest knobs.",
+              "faster, hatched where it is slower. configs.txt names the base.",
     "ablation": "A line with all of its knobs, then with each taken back (with what cannot stay without it). Bars to the "
                 "right: what the knob gains; to the left: it does not pay here.",
     "rested": "The first 10 ms after 0.3 s of rest, as an application finds the GPU that does other things in between."}
