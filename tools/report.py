@@ -12,7 +12,6 @@ exit: 0, 2 bad usage, or a file that is missing or cannot be read
 import collections
 import html
 import itertools
-import math
 import re
 import statistics
 import string
@@ -23,63 +22,48 @@ import cli
 import page
 from cli import Refused, say
 from report_charts import samples
-from report_rows import KINDS, PEERS, newest, number, peer, problem, timed
+from report_rows import KINDS, name_of, newest, number, peer, problem, timed
 
 INTRODUCTIONS = {
-    "results": "One run: the lines named, and each peer through PyTorch, in turns in one process on the same tensors.",
-    "ladder": "A bar runs from the time of a line's base (upright stroke) to its own time (dot): plain where the line is "
-              "faster, hatched where it is slower. configs.txt names the base.",
+    "ladder": "A bar runs from the time of a line's base (upright stroke), which configs.txt names, to its own time (dot): "
+              "plain where the line is faster, hatched where it is slower.",
     "ablation": "A line with all of its knobs, then with each taken back (with what cannot stay without it). Bars to the "
-                "right: what the knob gains; to the left: it does not pay here.",
-    "rested": "The first 10 ms after 0.3 s of rest, as an application finds the GPU that does other things in between."}
-TEMPLATE = Path(__file__).with_name("report.html")
+                "right: what the knob gains; to the left: it does not pay here."}
 UNDRAWN = ("verdicts", "steps", "fit", "variants", "sweep", "stress")  # kinds that are tables here
 SIZES = ("B", "Hq", "Hkv", "Sq", "Sk")
 FIRST = ("mission", "mission2", "long")  # of the problems; small is last, since its time is the launch
+COUNT = itertools.count(1)
+FILTERS = ("shape", "D", "type", "causal", "family", "run")
 
 
-# ---- parts: numbers, tables, figures with their provenance ----
+# ---- parts: tables and figures with their provenance ----
 
-def digits(x, n=4):
-    """A positive number with N significant digits, of which at most N - 1 after the point."""
-    return f"{x:.{min(n - 1, max(0, n - 1 - math.floor(math.log10(x))))}f}" if x else "0"
-
-
-def span(source, row):
-    """The 95% interval of a row's time, or nothing in files older than it."""
-    low, high = (number(source, row, column) for column in ("graph_lo_us", "graph_hi_us"))
-    return f"{digits(low)}–{digits(high)}" if low and high else ""
-
-
-def cell(value):
-    """A table's text for a value: numbers with four digits, nothing for None."""
-    return "" if value is None else html.escape(digits(value) if isinstance(value, float) else str(value))
-
-
-def table(headers, rows, *sources, attributes="", first=lambda row: False, wide=()):
-    """A table in a box of its own scrolling, and its provenance. A header with a # is of numbers; WIDE columns wrap."""
-    marks = [' class="n"' if header[0] == "#" else ' class="wide"' if header in wide else "" for header in headers]
-    head = "".join(f'<th scope="col"{mark}>{html.escape(text.lstrip("#"))}</th>' for text, mark in zip(headers, marks))
+def table(headers, rows, *sources, attributes="", first=lambda row: False):
+    """A table in a box of its own scrolling, and its provenance. A header with a # is of numbers; prose wraps."""
+    marks = [' class="n"' if header[0] == "#" else ' class="wide"' if header.startswith(("what", "step", "tile", "source"))
+             else "" for header in headers]
+    head = "".join(f'<th scope="col"{mark}><button type="button">{html.escape(text.lstrip("#"))}</button></th>'
+                   for text, mark in zip(headers, marks))
     body = "\n".join(f"<tr{' class=first' if first(row) else ''}>" + "".join(
-        f"<td{mark}>{cell(value)}</td>" for value, mark in zip(row, marks)) + "</tr>" for row in rows)
+        f"<td{mark}>{html.escape(str(value))}</td>" for value, mark in zip(row, marks)) + "</tr>" for row in rows)
     return (f'<div class="box" tabindex="0"><table {attributes}>\n<thead><tr>{head}</tr></thead>\n'
-            f"<tbody>\n{body}\n</tbody></table></div>" + (provenance(*sources) if sources else ""))
+            f"<tbody>\n{body}\n</tbody></table></div>{provenance(*sources)}")
 
 
-def provenance(*sources, tag="p"):
-    """Which file each figure is from, the command that makes such rows, and what it was measured on."""
+def provenance(*sources):
+    """Which file each figure is from, the command that makes such rows, and what it was measured on; "" of no file."""
     files = collections.defaultdict(list)
     for source in sources:
         files[html.escape(source.measured_on)].append(
             f"<code>{html.escape(source.name)}</code> (<code>{html.escape(KINDS[source.kind][2])}</code>)")
     words = [" and ".join(names) + ": " + on for on, names in files.items()]
-    return f'<{tag} class="from">From ' + ".<br>".join(words) + f".</{tag}>"
+    return '<div class="from">From ' + ".<br>".join(words) + ".</div>" if words else ""
 
 
 def figure(title, drawing, *sources, note=""):
-    """A chart with its title, a sentence if it needs one, and its provenance."""
-    note = f"<p>{html.escape(note)}</p>" if note else ""
-    return (f"<figure><b>{html.escape(title)}</b>{drawing}<figcaption>{note}{provenance(*sources, tag='div')}"
+    """A chart with its title, a sentence if it needs one, its provenance, and ids that no other chart has."""
+    drawing = re.sub(r'( id="|href="#|url\(#)', rf"\1chart{next(COUNT)}-", drawing)
+    return (f"<figure><b>{html.escape(title)}</b>{drawing}<figcaption>{html.escape(note)}{provenance(*sources)}"
             "</figcaption></figure>")
 
 
@@ -95,11 +79,10 @@ def from_markdown(text, pictures):
         if block.startswith("|"):
             lines = block.replace("`", "").splitlines()
             names, rules, *rows = [[cell.strip() for cell in line[1:-1].split("|")] for line in lines]
-            headers = [("#" if rule.endswith(":") else "") + name for name, rule in zip(names, rules)]
-            parts.append(table(headers, rows, wide=[name for name in names if name.startswith(("what", "step"))]))
+            parts.append(table([("#" if rule.endswith(":") else "") + name for name, rule in zip(names, rules)], rows))
         elif block.startswith("<img"):
-            parts.append(charts(f"<figure><b>{words}</b>{pictures[name]}</figure>" for name, words in re.findall(
-                r'<img src="[^"]*?([^/"]*)"[^>]*alt="([^"]*)">', block)))
+            images = re.findall(r'<img src="[^"]*?([^/"]*)"[^>]*alt="([^"]*)">', block)
+            parts.append(charts(figure(words, pictures[name]) for name, words in images))
         elif block.startswith("### "):
             parts.append(f"<h3>{html.escape(block[4:])}</h3>")
         else:
@@ -107,13 +90,12 @@ def from_markdown(text, pictures):
     return "\n".join(parts)
 
 
-def page_of(title, body):
-    """The template with TITLE and BODY, and a class for each different style of the charts' elements."""
-    classes = {}
-    body = re.sub(r'style="([^"]*)"', lambda m: f'class="{classes.setdefault(m[1], f"s{len(classes)}")}"', body)
-    styles = "\n".join(f".{name} {{ {style} }}" for style, name in classes.items())
-    template = string.Template(TEMPLATE.read_text(encoding="utf-8"))
-    return template.substitute(title=html.escape(title), styles=styles, body=body)
+def grouped(rows, key):
+    """{key: [the rows that have it]}."""
+    found = collections.defaultdict(list)
+    for row in rows:
+        found[key(row)].append(row)
+    return found
 
 
 # ---- sections: each returns its HTML, or "" where results/ has nothing for it ----
@@ -126,22 +108,23 @@ def ranked_section(sources):
         for entries in sorted(at.values(), key=lambda entries: place(entries[0][0]["shape"])):
             entries.sort(key=lambda entry: entry[1])
             for rank, (row, us) in enumerate(entries, 1):
-                tflops = number(source, row, "tflops")
-                rows.append((rank, PEERS.get(row["config"], row["config"]), us, span(source, row),
-                             tflops and digits(tflops, 3), f"{us / entries[0][1]:.2f}", sizes(row), row["D"],
-                             row["dtype"], row["causal"], "peer" if peer(row) else row["family"], row["check"] or "–",
-                             source.kind))
-    headers = ["#rank", "line", "#µs", "#95% interval, µs", "#TFLOP/s", "#× best", "B,Hq,Hkv,Sq,Sk", "#D", "type",
-               "causal", "family", "check", "run"]
-    selects = []
-    for title, column in (("shape", 6), ("D", 7), ("type", 8), ("causal", 9), ("family", 10), ("run", 12)):
-        values = sorted(dict.fromkeys(row[column] for row in rows), key=lambda text: int(text) if text.isdigit() else 0)
-        selects.append(f'<label>{title}<select data-column="{column}"><option value="">all</option>'
-                       + "".join(f"<option>{html.escape(value)}</option>" for value in values) + "</select></label>")
+                sizes = ",".join(row[column] for column in SIZES) + f" {row['shape']}" * row["shape"][0].isalpha()
+                low, high = row.get("graph_lo_us"), row.get("graph_hi_us")  # not in older files
+                rows.append((rank, name_of(row), row["graph_us"], f"{low}–{high}" if low else "", row["tflops"],
+                             f"{us / entries[0][1]:.2f}", sizes, row["D"], row["dtype"], row["causal"],
+                             "peer" if peer(row) else row["family"], row["check"] or "–", source.kind))
+    headers = ["#rank", "line", "#µs", "#95% interval, µs", "#TFLOP/s", "#× best", "shape", "#D", "type", "causal", "family",
+               "check", "run"]
+    selects = ""
+    for column, header in enumerate(headers):
+        if header.lstrip("#") in FILTERS:
+            options = "".join(f"<option>{html.escape(value)}</option>" for value in dict.fromkeys(row[column] for row in rows))
+            selects += (f'<label>{header.lstrip("#")}<select data-column="{column}"><option value="">all</option>{options}'
+                        "</select></label>")
     return f"""<p>Ranked inside each problem and run; <em>× best</em> is the time as a multiple of the fastest.
 <em>µs</em> is <code>graph_us</code>, one launch's share of a replayed CUDA graph. The run <em>lines</em> has every
 line of configs.txt; <em>peers</em> has some lines and the peers in turns, in one process.</p>
-<form class="filters" id="filters">{"".join(selects)}
+<form class="filters" id="filters">{selects}
 <label>line contains<input type="search" data-column="1" size="14"></label>
 <label>&nbsp;<input type="reset" value="show all"></label></form>
 <p><output id="shown">{len(rows)} rows</output></p>
@@ -153,33 +136,22 @@ def place(shape):
     return FIRST.index(shape) if shape in FIRST else len(FIRST) + (shape == "small")
 
 
-def sizes(row):
-    """B,Hq,Hkv,Sq,Sk with the shape's name, if it has one."""
-    words = ",".join(row[c] for c in SIZES)
-    return f"{words} {row['shape']}" if row["shape"].isalnum() and row["shape"][0].isalpha() else words
-
-
-def comparison(source, rows, verdicts, what):
+def comparison(source, rows, verdicts, problem_text):
     """The chart of one comparison on one problem: every time, and the ratio of each pair of turns with the verdict."""
     turns = collections.defaultdict(lambda: collections.defaultdict(list))
     for row in rows:
         turns[row["contender"]][row["turn"]].append(number(source, row, "us"))
-    title = f"{' against '.join(turns)} at {what}"
     times = {name: [us for turn in of.values() for us in turn] for name, of in turns.items()}
     middle = {name: [statistics.median(us) for us in of.values()] for name, of in turns.items()}
-    verdicts = [row for row in verdicts if row["b"] in turns and row["a"] in turns]
-    ratios = {row["b"]: [b / a for b, a in zip(middle[row["b"]], middle[row["a"]])] for row in verdicts}
-    note = "; ".join(f"{row['b']}: {row['verdict']}, {row['pairs']} pairs, {row['thrown_out']} thrown out as disturbed"
-                     for row in verdicts)
-    estimate = {row["b"]: [number(source, row, column) for column in ("ratio", "low", "high")] for row in verdicts}
-    return figure(title, samples(times, ratios, estimate, title), source, note=note)
-
-
-def grouped(rows, key):
-    found = collections.defaultdict(list)
-    for row in rows:
-        found[key(row)].append(row)
-    return found
+    ratios, notes = {}, []
+    for row in verdicts:
+        a, b = row["a"], row["b"]
+        if a in turns and b in turns:
+            estimate = [number(source, row, column) for column in ("ratio", "low", "high")]
+            ratios[b] = [of_b / of_a for of_b, of_a in zip(middle[b], middle[a])], *estimate
+            notes.append(f"{b}: {row['verdict']}, {row['pairs']} pairs, {row['thrown_out']} thrown out as disturbed")
+    title = f"{' against '.join(turns)} at {problem_text}"
+    return figure(title, samples(times, ratios, title), source, note="; ".join(notes))
 
 
 def ab_section(found):
@@ -188,20 +160,20 @@ def ab_section(found):
     verdicts = grouped((row for source in found["verdicts"] for row in source.rows), case)
     for source in found["samples"]:
         drawn = [comparison(source, rows, verdicts[key], key[1]) for key, rows in grouped(source.rows, case).items()]
-        parts.append("<p>Each contender's times, a tick per replay of its graph; and the ratio of each turn's median to that "
-                     "of the first contender in the same half of a block, with the verdict's trimmed mean (diamond) and "
-                     "its 99% interval. Grey: within 0.5%.</p>\n" + charts(drawn))
+        parts.append("<p>Each contender's times; and the ratio of each turn's median to that of the first contender in the "
+                     "same half of a block, with the verdict's trimmed mean (diamond) and its 99% interval. Grey: within "
+                     "0.5%.</p>\n" + charts(drawn))
     return "\n".join(parts)
 
 
 def tables_section(found):
     """What is measured besides, a table for each file, of the columns in which its rows differ."""
     parts = []
-    for source in itertools.chain(*map(found.get, filter(found.get, UNDRAWN))):
+    for source in itertools.chain.from_iterable(found[kind] for kind in UNDRAWN):
         columns = [name for name in source.rows[0] if name not in SIZES and len({row[name] for row in source.rows}) > 1]
         numeric = [name for name in columns if re.fullmatch(r"[\d.]*", "".join(row[name] for row in source.rows))]
         body = table(["#" * (name in numeric) + name for name in columns],
-                     [[row[name] for name in columns] for row in source.rows], source, wide=["tile", "source"])
+                     [[row[name] for name in columns] for row in source.rows], source)
         parts.append(f"<details><summary>{source.name}: {len(source.rows)} rows</summary>\n{body}\n</details>")
     return "\n".join(parts)
 
@@ -211,14 +183,14 @@ def files_section(results, found):
     shown = {source.path for sources in found.values() for source in sources}
     rows = [(path.relative_to(results.parent), "shown" if path in shown else "") for path in sorted(results.rglob("*.csv"))]
     return (f"<p>Shown are the newest of each kind by their names: {len(shown)} of {len(rows)} files.</p>\n"
-            + table(["file", "here"], rows, first=lambda row: row[-1] == "shown"))
+            + table(["file", "here"], rows))
 
 
 # ---- the page ----
 
 def whole(results):
     """The whole page as text."""
-    found = collections.defaultdict(list, newest(results))
+    found = newest(results)
     main = found["lines"][0]
     peers = found["peers"][-1:] or [main]
     drawn, pictures = page.drawn(results)
@@ -240,13 +212,11 @@ def whole(results):
         ("files", "All files of results/", files_section(results, found)),
     ]
     sections = [section for section in sections if section[2]]
-    contents = "".join(f'<li><a href="#{key}">{title}</a></li>' for key, title, _ in sections)
-    body = (f"<header><h1>sdpa: attention forward on {html.escape(main.gpu)}</h1>\n<p>{html.escape(main.measured_on)}. "
-            "Made by <code>./run_all.sh report</code> from results/ alone; this file loads nothing.</p>\n"
-            f"</header>\n<nav aria-label=\"Contents\"><ol>{contents}</ol></nav>\n<main>\n"
-            + "\n".join(f'<section id="{key}">\n<h2>{title}</h2>\n{text}\n</section>' for key, title, text in sections)
-            + "\n</main>")
-    return page_of(f"sdpa on {main.gpu}, {main.path.name[:10]}", body)
+    template = string.Template(Path(__file__).with_name("report.html").read_text(encoding="utf-8"))
+    return template.substitute(
+        gpu=html.escape(main.gpu), date=main.path.name[:10], measured_on=html.escape(main.measured_on),
+        contents="".join(f'<li><a href="#{key}">{title}</a></li>' for key, title, _ in sections),
+        sections="\n".join(f'<section id="{key}">\n<h2>{title}</h2>\n{text}\n</section>' for key, title, text in sections))
 
 
 def main():

@@ -26,22 +26,18 @@ ROW = 15
 # Fill and pattern of the first, second, ... series of a chart.
 SERIES = [("#1f5fa8", ""), ("#f3d9a4", "////"), ("#ffffff", "||||"), ("#c7e3d4", "xxxx"), ("#e6d3ea", "----")]
 FASTER, SLOWER = ("#1f5fa8", ""), ("#f6c6b8", "////")
-_ids = itertools.count(1)
 
 
 def svg(figure, label):
-    """The figure as an <svg> element that can stand beside others in one page."""
-    text = io.StringIO()
-    figure.savefig(text, format="svg", metadata={"Date": None})
-    text = text.getvalue()
-    text = text[text.index("<svg"):]
-    prefix = f"c{next(_ids)}-"
+    """The figure as an <svg> element in the fonts of its page."""
+    file = io.StringIO()
+    figure.savefig(file, format="svg", metadata={"Date": None})
+    text = file.getvalue().partition("<svg")[2]
     text = re.sub(r"<metadata>.*?</metadata>|<!--.*?-->|<style[^>]*>.*?</style>", "", text, flags=re.S)
-    text = re.sub(r'<svg [^>]*viewBox="([^"]*)"[^>]*>',
+    text = re.sub(r'^[^>]*viewBox="([^"]*)"[^>]*>',
                   lambda m: f'<svg viewBox="{m[1]}" role="img" aria-label="{html.escape(label)}">', text)
     used = set(re.findall(r'(?:href="#|url\(#)([^")]+)', text))
-    text = re.sub(r' id="([^"]*)"', lambda m: f' id="{prefix}{m[1]}"' if m[1] in used else "", text)
-    text = re.sub(r'(href="#|url\(#)', rf"\g<1>{prefix}", text)
+    text = re.sub(r' id="([^"]*)"', lambda m: m[0] if m[1] in used else "", text)
     # The page's font, and a tenth of a unit of precision: smaller, and nobody sees it.
     text = re.sub(r"font: (bold |700 )?([\d.]+)px [^;\"]*", lambda m: "font-size: " + m[2] + "px"
                   + ("; font-weight: bold" if m[1] else ""), text)
@@ -54,7 +50,6 @@ def svg(figure, label):
 
 def standalone(drawing):
     """A chart of svg() as a file of its own; its white ground makes it the same picture on a dark page."""
-    drawing = re.sub(r'(id="|#)c\d+-', r"\1", drawing)
     width, height = re.search(r'viewBox="0 0 ([\d.]+) ([\d.]+)"', drawing).groups()
     return drawing.replace("<svg ", '<svg xmlns="http://www.w3.org/2000/svg" '
                            f'xmlns:xlink="http://www.w3.org/1999/xlink" width="{width}" height="{height}" '
@@ -87,10 +82,9 @@ def name_rows(axes, names):
 
 def write(axes, text, at, right=0, **more):
     """TEXT so many units right of a point, or with None as x at the left end."""
-    more.setdefault("va", "center" if right else "baseline")
     if at[0] is None:
         at, more["xycoords"] = (0, at[1]), axes.get_yaxis_transform()
-    axes.annotate(text, at, (right, more.pop("up", 0)), textcoords="offset points", **more)
+    axes.annotate(text, at, (right, 0), textcoords="offset points", va="center" if right else "baseline", **more)
 
 
 def legend(figure, count, **more):
@@ -98,13 +92,15 @@ def legend(figure, count, **more):
     figure.legend(loc="upper left", bbox_to_anchor=(0, 1), ncol=count, borderpad=0.1, **more)
 
 
-def log_ticks(axis, low, high, unit=""):
-    """Plain numbers at 1, 2 and 5 times the powers of ten; more of them where the range is short."""
+def log_axis(axes, low, high, room, unit=""):
+    """A log axis from LOW to HIGH, with ROOM at the right, a share of its length, and plain numbers at its ticks."""
     ratio = high / low
+    axes.set_xscale("log")
+    axes.set_xlim(low, high * ratio ** room)
     subs = (1,) if ratio > 1000 else (1, 3) if ratio > 60 else (1, 2, 5) if ratio > 4 else (1, 1.5, 2, 3, 4, 5, 6, 8)
-    axis.set_major_locator(ticker.LogLocator(subs=subs, numticks=20))
-    axis.set_major_formatter(ticker.FuncFormatter(lambda x, _: f"{x:g}{unit}"))
-    axis.set_minor_locator(ticker.NullLocator())
+    axes.xaxis.set_major_locator(ticker.LogLocator(subs=subs, numticks=20))
+    axes.xaxis.set_major_formatter(ticker.FuncFormatter(lambda x, _: f"{x:g}{unit}"))
+    axes.xaxis.set_minor_locator(ticker.NullLocator())
 
 
 def fit(text, most=62):
@@ -124,10 +120,8 @@ def steps(rungs, label):
     left = 8 + 6.3 * max(len(name) for name, _, _ in rungs)
     figure, (axes,) = canvas(left, [ROW * len(rungs) + 6])
     times = [t for _, base, us in rungs for t in (base, us) if t]
-    low, high = min(times) / 1.12, max(times)
-    axes.set_xscale("log")
     # The values stand right of the bars: room for 14 characters.
-    axes.set_xlim(low, high * (high / low) ** (80 / (WIDTH - left - 88)))
+    log_axis(axes, min(times) / 1.12, max(times), 80 / (WIDTH - left - 88))
     for y, (_, base, us) in enumerate(rungs):
         if base:
             fill, hatch = FASTER if us <= base else SLOWER
@@ -136,7 +130,6 @@ def steps(rungs, label):
         axes.plot(us, y, "o", color=INK, markersize=3.6)
         write(axes, short(us) + (f" ({base / us:.2f}x)" if base else ""), (max(us, base or 0), y), 5)
     name_rows(axes, [name for name, _, _ in rungs])
-    log_ticks(axes.xaxis, low, high)
     axes.set_xlabel("µs, log axis")
     return svg(figure, label)
 
@@ -155,10 +148,7 @@ def waterfall(full, whole, changes):
     height = sum(ROW + 13 * len(bars) + 5 for _, bars in groups)
     figure, (axes,) = canvas(8, [height], top=24)
     ratios = [ratio for _, bars in groups for _, ratio, _ in bars]
-    low, high = min(ratios + [1]) / 1.02, max(ratios + [1])
-    axes.set_xscale("log")
-    axes.set_xlim(low, high * (high / low) ** (84 / (WIDTH - 100)))  # the texts stand right of the bars
-    log_ticks(axes.xaxis, low, high, "x")
+    log_axis(axes, min(ratios + [1]) / 1.02, max(ratios + [1]), 84 / (WIDTH - 100), "x")
     name_rows(axes, [])
     axes.set_ylim(height, 0)
     axes.set_xlabel(f"time as a multiple of {fit(full, 36)}, log axis")
@@ -203,38 +193,30 @@ def against(rows, series, label, xlabel):
     return svg(figure, label)
 
 
-def samples(contenders, ratios, estimate, label, most=300):
-    """Times of each contender as a box over ticks, and below them the ratio of every turn.
+def samples(contenders, ratios, label):
+    """Times of each contender as a box, and below them the ratio of every turn.
 
-    CONTENDERS: {name: [µs]}; RATIOS: {name: [ratio to the first]}; ESTIMATE: {name: (ratio, low, high)}.
-    Of more than MOST samples every k-th has a tick; the box is of all.
+    CONTENDERS: {name: [µs]}; RATIOS: {name: ([ratio to the first of each turn], the verdict's ratio, low, high)}.
     """
-    names, others, thin = list(contenders), list(ratios), {"linewidth": 0.8}
-    figure, axes = canvas(8, [38 * len(part) for part in (names, others) if part], bottoms=36)
-    for y, name in enumerate(names):
-        times = sorted(contenders[name])
-        shown = times[::math.ceil(len(times) / most)]
-        write(axes[0], f"{fit(name, 46)}, {len(times)} samples", (None, y - 0.22))
-        axes[0].boxplot(times, positions=[y + 0.08], vert=False, widths=0.34, whis=(5, 95), showfliers=False,
-                        manage_ticks=False, medianprops={"color": INK, "linewidth": 1.6}, boxprops=thin,
-                        whiskerprops=thin, capprops=thin)
-        # One path for all ticks: x x gap, x x gap, ...
-        axes[0].plot([x for t in shown for x in (t, t, math.nan)],
-                     [v for _ in shown for v in (y + 0.3, y + 0.46, math.nan)], color=DIM, linewidth=0.5)
+    names, thin = list(contenders), {"linewidth": 0.8}
+    figure, axes = canvas(8, [38 * len(part) for part in (contenders, ratios) if part], bottoms=36)
+    axes[0].boxplot(list(contenders.values()), positions=range(len(names)), vert=False, widths=0.34, whis=(5, 95),
+                    showfliers=False, manage_ticks=False, medianprops={"color": INK, "linewidth": 1.6}, boxprops=thin,
+                    whiskerprops=thin, capprops=thin)
+    for y, (name, times) in enumerate(contenders.items()):
+        write(axes[0], f"{fit(name, 46)}, {len(times)} samples", (None, y - 0.26))
     axes[0].set_xlabel("µs; box: quartiles and median, whiskers: 5 to 95%")
-    for y, name in enumerate(others):
-        ratio, low, high = estimate[name]
+    for y, (name, (of_turns, ratio, low, high)) in enumerate(ratios.items()):
         write(axes[1], f"{fit(name, 36)}: {ratio:.4f} [{low:.4f}, {high:.4f}]", (None, y - 0.22))
         axes[1].plot([1, 1], [y - 0.1, y + 0.5], color=INK, linewidth=0.8)
-        axes[1].plot(ratios[name], [y + 0.34] * len(ratios[name]), "|", color=DIM, markersize=7, markeredgewidth=0.6)
+        axes[1].plot(of_turns, [y + 0.34] * len(of_turns), "|", color=DIM, markersize=7, markeredgewidth=0.6)
         axes[1].plot([low, high], [y + 0.06] * 2, color=INK, linewidth=1.6)
         axes[1].plot(ratio, y + 0.06, "D", color=INK, markersize=5)
-    if others:
         axes[1].axvspan(0.995, 1.005, color="#eef1f4", linewidth=0)
         axes[1].set_xlabel(f"time as a multiple of {fit(names[0], 36)}, a tick per turn")
-    for a, part in zip(axes, (names, others)):
-        name_rows(a, [])
-        a.set_ylim(len(part) - 0.45, -0.55)
-        a.xaxis.set_major_locator(ticker.MaxNLocator(6))
-        a.ticklabel_format(axis="x", useOffset=False)
+    for one, part in zip(axes, (contenders, ratios)):
+        name_rows(one, [])
+        one.set_ylim(len(part) - 0.45, -0.55)
+        one.xaxis.set_major_locator(ticker.MaxNLocator(6))
+        one.ticklabel_format(axis="x", useOffset=False)
     return svg(figure, label)
