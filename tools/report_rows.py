@@ -53,15 +53,11 @@ class Source:
         return list(dict.fromkeys(filter(None, (row.get(column) for row in self.rows))))
 
     @property
-    def gpu(self):
-        return ", ".join(self.values("device")) or device_slug(self.path).replace("-", " ")
-
-    @property
     def measured_on(self):
-        """GPU, driver, CUDA, commits and date, as a sentence's part; the file's name has the GPU and date too."""
-        columns = ("driver", "cuda", "git_sha")
-        driver, cuda, commit = (", ".join(self.values(column)) or "not recorded" for column in columns)
-        return f"{self.gpu}, driver {driver}, CUDA {cuda}, commit {commit}, {self.path.name[:10]}"
+        """GPU, driver, CUDA, commits and date, as far as they are known, as a sentence's part."""
+        known = [(word, ", ".join(self.values(column))) for word, column in
+                 (("", "device"), ("driver ", "driver"), ("CUDA ", "cuda"), ("commit ", "git_sha"))]
+        return ", ".join([word + values for word, values in known if values] + [self.path.name[:10]])
 
 
 def device_slug(path):
