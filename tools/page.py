@@ -17,7 +17,7 @@ import cli
 from builds import replace_file as write
 from cli import Refused
 from report_charts import against, short, standalone, steps, waterfall
-from report_rows import KINDS, OURS, PEERS, bases, fastest, newest, number, peer, problem, read, timed
+from report_rows import KINDS, OURS, PEERS, bases, fastest, newest, peer, problem, read, timed
 
 ROOT = Path(__file__).resolve().parent.parent
 
@@ -42,14 +42,14 @@ def provenance(source, up=""):
     return f"{source.measured_on}: [{source.name}]({up}{source.name})\n"
 
 
-def short_rate(source, row):
+def rate(row):
     """A row's TFLOP/s without a fraction."""
-    return f"{number(source, row, 'tflops') or 0:.0f}"
+    return f"{row['tflops'] or 0:.0f}"
 
 
-def rates(source, at, names):
+def rates(at, names):
     """The TFLOP/s of NAMES at a problem of fastest(); None for those that it lacks."""
-    return [short_rate(source, at[name][1]) if name in at else None for name in names]
+    return [rate(at[name][1]) if name in at else None for name in names]
 
 
 def times(at, names):
@@ -69,8 +69,8 @@ def results_section(source):
         least = min((at[name][0] for name in names if name in at), default=None)
         gain = f"{least / us:.2f}x" if least else ""
         shape = row["shape"] + ": " if row["shape"][:1].isalpha() else ""
-        rows.append([shape + what, row["config"], short(us), short_rate(source, row), *times(at, names), gain])
-        values = {name: number(source, row, "tflops") or 0 for name, (_, row) in at.items()}
+        rows.append([shape + what, row["config"], short(us), rate(row), *times(at, names), gain])
+        values = {name: row["tflops"] or 0 for name, (_, row) in at.items()}
         drawn.append((what.replace(" fp16", ""), values, gain))
     headers = ["problem (B,Hq,Hkv,Sq,Sk,D)", OURS, "#µs", "#TFLOP/s", *(f"#{name}, µs" for name in names), "#times as fast"]
     torch = next((row["note"] for row in source.rows if peer(row) and row["note"]), "")
@@ -164,7 +164,7 @@ def rungs_section(source):
     tables = collections.defaultdict(lambda: collections.defaultdict(dict))
     for row, _ in timed(source):
         if not peer(row):
-            tables[row["D"]][problem(row)][row["config"]] = short_rate(source, row)
+            tables[row["D"]][problem(row)][row["config"]] = rate(row)
     text = []
     for rates in tables.values():
         lines = list(dict.fromkeys(name for at in rates.values() for name in at))
@@ -179,7 +179,7 @@ def rested_section(source):
     best = fastest(source)
     names = [name for name in PEERS.values() if any(name in at for at in best.values())]
     return table(["problem", OURS, "#TFLOP/s", *(f"#{name}" for name in names)],
-                 [[what, at[OURS][1]["config"], *rates(source, at, [OURS, *names])] for what, at in best.items()])
+                 [[what, at[OURS][1]["config"], *rates(at, [OURS, *names])] for what, at in best.items()])
 
 
 def e4m3_section(source):
@@ -187,7 +187,7 @@ def e4m3_section(source):
     rows = []
     for what, at in fastest(source).items():
         errors = [at[name][1]["rel_rms"] if name in at else None for name in (OURS, "cuDNN")]
-        rows.append([what, at[OURS][1]["config"], *rates(source, at, [OURS, "cuDNN"]), *errors])
+        rows.append([what, at[OURS][1]["config"], *rates(at, [OURS, "cuDNN"]), *errors])
     return table(["problem", OURS, "#TFLOP/s", "#cuDNN", "#rel_rms", "#cuDNN's, O in e4m3"], rows)
 
 

@@ -22,8 +22,8 @@ import builds
 import cli
 import page
 from cli import Refused, say
-from report_charts import samples
-from report_rows import KINDS, name_of, newest, number, peer, problem, timed
+from report_charts import pairs
+from report_rows import KINDS, name_of, newest, peer, problem, timed
 
 UNDRAWN = ("verdicts", "steps", "fit", "variants", "sweep", "stress")  # kinds that are tables here
 SIZES = ("B", "Hq", "Hkv", "Sq", "Sk")
@@ -123,30 +123,29 @@ some lines and the peers in turns, in one process.
 
 
 def ab_section(found):
-    """The distributions behind the verdicts, and {picture: drawing}: the times, and the ratio of each pair of turns."""
-    case, contender, turn = itemgetter("comparison", "problem"), itemgetter("contender"), itemgetter("turn")
+    """The ratios behind the verdicts, and {picture: drawing}."""
+    case, text, pictures = itemgetter("comparison", "problem"), "", {}
     verdicts = grouped((row for source in found["verdicts"] for row in source.rows), case)
-    text, pictures = "", {}
     for source in found["samples"]:
-        text += ("Each contender's times; and the ratio of each turn's median to that of the first contender in the same "
-                 "half of a block, with the verdict's trimmed mean (diamond) and its 99% interval. Grey: within 0.5%.\n\n")
+        text += ("The ratio of each turn's median to that of the first contender in the same half of a block, with the "
+                 "verdict's trimmed mean (diamond) and its 99% interval. Grey: within 0.5%.\n\n")
         words = "\n"
         for key, rows in grouped(source.rows, case).items():
-            times, medians, ratios = {}, {}, {}
-            for name, own in grouped(rows, contender).items():
-                turns = [[number(source, row, "us") for row in of_turn] for of_turn in grouped(own, turn).values()]
-                times[name], medians[name] = sum(turns, []), [statistics.median(us) for us in turns]
-            title = f"{' against '.join(times)} at {key[1]}"
+            medians = collections.defaultdict(list)
+            for (name, _), turn in grouped(rows, itemgetter("contender", "turn")).items():
+                medians[name].append(statistics.median(row["us"] for row in turn))
+            ratios, title = {}, f"{' against '.join(medians)} at {key[1]}"
             for row in verdicts[key]:
                 a, b = row["a"], row["b"]
-                if a in times and b in times:
-                    estimate = [number(source, row, column) for column in ("ratio", "low", "high")]
-                    ratios[b] = [of_b / of_a for of_b, of_a in zip(medians[b], medians[a])], *estimate
+                if a in medians and b in medians:
+                    of_turns = [of_b / of_a for of_b, of_a in zip(medians[b], medians[a])]
+                    ratios[b] = of_turns, row["ratio"], row["low"], row["high"]
                     words += (f"{title}: {b}: {row['verdict']}, {row['pairs']} pairs, {row['thrown_out']} thrown out as "
                               "disturbed.\n\n")
-            name = f"ab{len(pictures)}"
-            pictures[name] = samples(times, ratios, title)
-            text += page.picture(name, title)
+            if ratios:
+                name = f"ab{len(pictures)}"
+                pictures[name] = pairs(ratios, next(iter(medians)), title)
+                text += page.picture(name, title)
         text += words + provenance(source)
     return text, pictures
 
@@ -156,7 +155,7 @@ def tables_section(found):
     parts = []
     for source in itertools.chain.from_iterable(found[kind] for kind in UNDRAWN):
         columns = [name for name in source.rows[0] if name not in SIZES and len({row[name] for row in source.rows}) > 1]
-        numeric = [name for name in columns if re.fullmatch(r"[\d.]*", "".join(row[name] for row in source.rows))]
+        numeric = [name for name in columns if all(re.fullmatch(r"[\d.]*|None", str(row[name])) for row in source.rows)]
         body = page.table(["#" * (name in numeric) + name for name in columns],
                           [[row[name] for name in columns] for row in source.rows])
         parts.append(f"<details><summary>{source.name}: {len(source.rows)} rows</summary>\n\n{body}"

@@ -58,16 +58,13 @@ def standalone(drawing):
 
 # ---- parts ----
 
-def canvas(left, heights, bottoms=34, top=6, right=8):
-    """A figure of axes one above the other, each as high as told, with LEFT units for the labels of rows."""
-    total = top + sum(height + bottoms for height in heights)
-    figure, axes, y = Figure(figsize=(WIDTH / 72, total / 72)), [], total - top
-    for height in heights:
-        y -= height
-        axes.append(figure.add_axes([left / WIDTH, y / total, (WIDTH - left - right) / WIDTH, height / total]))
-        y -= bottoms
-        axes[-1].grid(axis="x")
-        axes[-1].tick_params(length=3, width=0.6)
+def canvas(left, height, top=6, right=8, bottom=34):
+    """A figure and its axes, HEIGHT units high, with LEFT units for the labels of rows."""
+    total = top + height + bottom
+    figure = Figure(figsize=(WIDTH / 72, total / 72))
+    axes = figure.add_axes([left / WIDTH, bottom / total, (WIDTH - left - right) / WIDTH, height / total])
+    axes.grid(axis="x")
+    axes.tick_params(length=3, width=0.6)
     return figure, axes
 
 
@@ -118,7 +115,7 @@ def short(t):
 def steps(rungs, label):
     """A ladder: each line's time, with a bar from the time of its base. RUNGS: (name, base µs or None, µs)."""
     left = 8 + 6.3 * max(len(name) for name, _, _ in rungs)
-    figure, (axes,) = canvas(left, [ROW * len(rungs) + 6])
+    figure, axes = canvas(left, ROW * len(rungs) + 6)
     times = [t for _, base, us in rungs for t in (base, us) if t]
     # The values stand right of the bars: room for 14 characters.
     log_axis(axes, min(times) / 1.12, max(times), 80 / (WIDTH - left - 88))
@@ -146,7 +143,7 @@ def waterfall(full, whole, changes):
         return ""
     groups.sort(key=lambda group: -max(ratio for _, ratio, _ in group[1]))
     height = sum(ROW + 13 * len(bars) + 5 for _, bars in groups)
-    figure, (axes,) = canvas(8, [height], top=24)
+    figure, axes = canvas(8, height, top=24)
     ratios = [ratio for _, bars in groups for _, ratio, _ in bars]
     log_axis(axes, min(ratios + [1]) / 1.02, max(ratios + [1]), 84 / (WIDTH - 100), "x")
     name_rows(axes, [])
@@ -175,7 +172,7 @@ def against(rows, series, label, xlabel):
     The first of SERIES is filled, and a line joins it to the best of the others.
     """
     left = 10 + 5.1 * max(len(title) for title, _, _ in rows)
-    figure, (axes,) = canvas(left, [19 * len(rows) + 4], top=24, right=40)
+    figure, axes = canvas(left, 19 * len(rows) + 4, top=24, right=40)
     most = 1.04 * max(value for _, values, _ in rows for value in values.values())
     axes.set_xlim(0, most)
     for y, (_, values, text) in enumerate(rows):
@@ -193,30 +190,19 @@ def against(rows, series, label, xlabel):
     return svg(figure, label)
 
 
-def samples(contenders, ratios, label):
-    """Times of each contender as a box, and below them the ratio of every turn.
-
-    CONTENDERS: {name: [µs]}; RATIOS: {name: ([ratio to the first of each turn], the verdict's ratio, low, high)}.
-    """
-    names, thin = list(contenders), {"linewidth": 0.8}
-    figure, axes = canvas(8, [38 * len(part) for part in (contenders, ratios) if part], bottoms=36)
-    axes[0].boxplot(list(contenders.values()), positions=range(len(names)), vert=False, widths=0.34, whis=(5, 95),
-                    showfliers=False, manage_ticks=False, medianprops={"color": INK, "linewidth": 1.6}, boxprops=thin,
-                    whiskerprops=thin, capprops=thin)
-    for y, (name, times) in enumerate(contenders.items()):
-        write(axes[0], f"{fit(name, 46)}, {len(times)} samples", (None, y - 0.26))
-    axes[0].set_xlabel("µs; box: quartiles and median, whiskers: 5 to 95%")
+def pairs(ratios, base, label):
+    """The ratio of every pair of turns, with the verdict on them. RATIOS: {name: ([ratio to BASE], ratio, low, high)}."""
+    figure, axes = canvas(8, 38 * len(ratios))
+    axes.axvspan(0.995, 1.005, color="#eef1f4", linewidth=0)
+    axes.axvline(1, color=INK, linewidth=0.8)
     for y, (name, (of_turns, ratio, low, high)) in enumerate(ratios.items()):
-        write(axes[1], f"{fit(name, 36)}: {ratio:.4f} [{low:.4f}, {high:.4f}]", (None, y - 0.22))
-        axes[1].plot([1, 1], [y - 0.1, y + 0.5], color=INK, linewidth=0.8)
-        axes[1].plot(of_turns, [y + 0.34] * len(of_turns), "|", color=DIM, markersize=7, markeredgewidth=0.6)
-        axes[1].plot([low, high], [y + 0.06] * 2, color=INK, linewidth=1.6)
-        axes[1].plot(ratio, y + 0.06, "D", color=INK, markersize=5)
-        axes[1].axvspan(0.995, 1.005, color="#eef1f4", linewidth=0)
-        axes[1].set_xlabel(f"time as a multiple of {fit(names[0], 36)}, a tick per turn")
-    for one, part in zip(axes, (contenders, ratios)):
-        name_rows(one, [])
-        one.set_ylim(len(part) - 0.45, -0.55)
-        one.xaxis.set_major_locator(ticker.MaxNLocator(6))
-        one.ticklabel_format(axis="x", useOffset=False)
+        write(axes, f"{fit(name, 36)}: {ratio:.4f} [{low:.4f}, {high:.4f}]", (None, y - 0.22))
+        axes.plot(of_turns, [y + 0.34] * len(of_turns), "|", color=DIM, markersize=7, markeredgewidth=0.6)
+        axes.plot([low, high], [y + 0.06] * 2, color=INK, linewidth=1.6)
+        axes.plot(ratio, y + 0.06, "D", color=INK, markersize=5)
+    name_rows(axes, [])
+    axes.set_ylim(len(ratios) - 0.45, -0.55)
+    axes.set_xlabel(f"time as a multiple of {fit(base, 36)}, a tick per pair of turns")
+    axes.xaxis.set_major_locator(ticker.MaxNLocator(5))
+    axes.ticklabel_format(axis="x", useOffset=False)
     return svg(figure, label)

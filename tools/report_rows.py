@@ -1,6 +1,7 @@
 """The CSVs of results/: which of them the page shows, and what their rows mean."""
 import collections
 import csv
+import itertools
 import math
 import re
 from dataclasses import dataclass
@@ -32,13 +33,14 @@ PEERS = {"torch_cudnn": "cuDNN", "torch_flash": "FlashAttention-2", "torch_effic
          "torch_math": "PyTorch math", "torch_fa3": "FlashAttention-3", "torch_fa4": "FlashAttention-4",
          "flashinfer": "FlashInfer"}
 OURS = "fastest line"
+NUMBERS = ("graph_us", "tflops", "us", "ratio", "low", "high")
 
 
 # ---- reading ----
 
 @dataclass
 class Source:
-    """A CSV of results/: its rows, and how the page names it."""
+    """A CSV of results/: its rows, of which NUMBERS are floats or None, and how the page names it."""
     path: Path
     kind: str
     rows: list
@@ -89,16 +91,12 @@ def read(path, kinds):
         trouble = "has a row of another length than its header"
     if trouble:
         raise Refused(f"{path} {trouble}; measure it again with {KINDS[kind][2]}, or delete it")
+    for row, column in itertools.product(rows, set(NUMBERS).intersection(columns)):
+        try:
+            row[column] = float(row[column]) if row[column] else None
+        except ValueError:
+            raise Refused(f"{path} has {row[column]!r} in its column {column}, which is no number") from None
     return Source(path, kind, rows)
-
-
-def number(source, row, column):
-    """A cell as a float; None where it is empty."""
-    text = row.get(column, "")
-    try:
-        return float(text) if text else None
-    except ValueError:
-        raise Refused(f"{source.path} has {text!r} in its column {column}, which is no number") from None
 
 
 def newest(results, named=()):
@@ -141,9 +139,8 @@ def timed(source):
     # A line whose check must fail may be fast, and pass by luck.
     racy = {row["config"] for row in source.rows if row["note"].startswith("expected failure")}
     for row in source.rows:
-        us = number(source, row, "graph_us")
-        if us and (row["check"] == "PASS" or peer(row)) and row["config"] not in racy:
-            yield row, us
+        if row["graph_us"] and (row["check"] == "PASS" or peer(row)) and row["config"] not in racy:
+            yield row, row["graph_us"]
 
 
 def fastest(source, group=lambda row: OURS):
