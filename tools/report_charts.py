@@ -13,13 +13,15 @@ import matplotlib
 from matplotlib import ticker
 from matplotlib.figure import Figure
 
-INK, DIM, GRID, EDGE = "#1f2328", "#57606a", "#e3e7eb", "#8c959f"
+INK, DIM, GRID = "#1f2328", "#57606a", "#e3e7eb"
 matplotlib.use("svg")
 matplotlib.rcParams.update({
     "svg.fonttype": "none", "svg.hashsalt": "sdpa", "font.size": 9.5, "hatch.linewidth": 0.6, "text.color": INK,
     "axes.linewidth": 0.6, "axes.spines.top": False, "axes.spines.right": False, "axes.labelcolor": INK,
-    "axes.edgecolor": EDGE, "axes.axisbelow": True, "grid.color": GRID, "grid.linewidth": 0.6, "xtick.color": DIM,
-    "ytick.color": DIM, "legend.frameon": False, "legend.handletextpad": 0.2, "legend.columnspacing": 1.2})
+    "axes.edgecolor": "#8c959f", "axes.axisbelow": True, "axes.grid": True, "axes.grid.axis": "x", "grid.color": GRID,
+    "grid.linewidth": 0.6, "xtick.color": DIM, "xtick.major.size": 3, "xtick.major.width": 0.6, "ytick.color": DIM,
+    "ytick.labelcolor": INK, "ytick.major.size": 0, "legend.frameon": False, "legend.loc": "upper left",
+    "legend.borderpad": 0.1, "legend.handletextpad": 0.2, "legend.columnspacing": 1.2})
 
 WIDTH = 380
 ROW = 15
@@ -62,10 +64,7 @@ def canvas(left, height, top=6, right=8, bottom=34):
     """A figure and its axes, HEIGHT units high, with LEFT units for the labels of rows."""
     total = top + height + bottom
     figure = Figure(figsize=(WIDTH / 72, total / 72))
-    axes = figure.add_axes([left / WIDTH, bottom / total, (WIDTH - left - right) / WIDTH, height / total])
-    axes.grid(axis="x")
-    axes.tick_params(length=3, width=0.6)
-    return figure, axes
+    return figure, figure.add_axes([left / WIDTH, bottom / total, (WIDTH - left - right) / WIDTH, height / total])
 
 
 def name_rows(axes, names):
@@ -73,7 +72,6 @@ def name_rows(axes, names):
     if names:
         axes.set_ylim(len(names) - 0.4, -0.6)
     axes.set_yticks(range(len(names)), names)
-    axes.tick_params(axis="y", length=0, labelcolor=INK)
     axes.spines["left"].set_visible(bool(names))
 
 
@@ -82,11 +80,6 @@ def write(axes, text, at, right=0, **more):
     if at[0] is None:
         at, more["xycoords"] = (0, at[1]), axes.get_yaxis_transform()
     axes.annotate(text, at, (right, 0), textcoords="offset points", va="center" if right else "baseline", **more)
-
-
-def legend(figure, count, **more):
-    """COUNT entries side by side, on top of a chart."""
-    figure.legend(loc="upper left", bbox_to_anchor=(0, 1), ncol=count, borderpad=0.1, **more)
 
 
 def log_axis(axes, low, high, room, unit=""):
@@ -161,7 +154,7 @@ def waterfall(full, whole, changes):
             write(axes, text, (max(ratio, 1), y + 6.5), 4)
             y += 13
         y += 5
-    legend(figure, len(styles), handlelength=1.6, handletextpad=0.8, handles=[
+    figure.legend(bbox_to_anchor=(0, 1), ncol=len(styles), handlelength=1.6, handletextpad=0.8, handles=[
         matplotlib.patches.Patch(label=shape, **style) for shape, style in styles.items()])
     return svg(figure, f"Ablation of {full}")
 
@@ -186,7 +179,7 @@ def against(rows, series, label, xlabel):
         axes.plot(*zip(*at), marker, color=INK, markerfacecolor=fill, markersize=6, markeredgewidth=0.9, label=name)
     name_rows(axes, [title for title, _, _ in rows])
     axes.set_xlabel(xlabel)
-    legend(figure, len(series))
+    figure.legend(bbox_to_anchor=(0, 1), ncol=len(series))
     return svg(figure, label)
 
 
