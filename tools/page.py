@@ -72,7 +72,8 @@ def results_section(source):
         rows.append([shape + what, row["config"], short(us), rate(row), *times(at, names), gain])
         values = {name: row["tflops"] or 0 for name, (_, row) in at.items()}
         drawn.append((what.replace(" fp16", ""), values, gain))
-    headers = ["problem (B,Hq,Hkv,Sq,Sk,D)", OURS, "#µs", "#TFLOP/s", *(f"#{name}, µs" for name in names), "#times as fast"]
+    headers = ["problem (B,Hq,Hkv,Sq,Sk,D)", OURS, "#µs", "#TFLOP/s", *(f"#{name}, µs" for name in names),
+               "#times as fast"]
     torch = next((row["note"] for row in source.rows if peer(row) and row["note"]), "")
     words = (f"The peers through {torch}. " if torch else "") + provenance(source)
     chart = against(drawn, [OURS, *names], "TFLOP/s of the fastest line and of peers on each problem",
@@ -138,15 +139,16 @@ def ablation_section(sources):
         if not drawing:
             raise Refused(f"{source.path} has no row with a time for {full}, or none without one of its knobs")
         drawings[f"ablation-{full}.svg"] = drawing
-        rows = [[full] + [cell for t in whole.values() for cell in (short(t), None)]]
+        rows = [[full, *(cell for t in whole.values() for cell in (short(t), None))]]
         for change, us in changes.items():
-            cells = [(short(us[s]), f"{100 * (us[s] / t - 1):+.0f}%") if s in us else (None, None) for s, t in whole.items()]
-            rows.append([change, *(cell for pair in cells for cell in pair)])
+            rows.append([change])
+            for shape, t in whole.items():
+                rows[-1] += [short(us[shape]), f"{100 * (us[shape] / t - 1):+.0f}%"] if shape in us else [None, None]
         headers = ["taken back", *(h for shape in whole for h in (f"#{shape} µs", "#costs"))]
         text += [f"### {full}\n", picture(f"ablation-{full}.svg", f"What each knob of {full} is worth", "../", 480),
                  table(headers, rows)]
-        refused = {taken_back(row, full): row["note"] or f"{row['status']} {row['check']}".strip() for row in source.rows}
-        text += [f"`{change}` is not legal alone: {why}\n" for change, why in refused.items()
+        refused = {taken_back(row, full): row["note"] or f"{row['status']} {row['check']}" for row in source.rows}
+        text += [f"`{change}` is not legal alone: {why.strip()}\n" for change, why in refused.items()
                  if change and change not in changes]
         text.append(provenance(source, "../"))
     return "\n".join(text), drawings
@@ -166,11 +168,11 @@ def rungs_section(source):
         if not peer(row):
             tables[row["D"]][problem(row)][row["config"]] = rate(row)
     text = []
-    for rates in tables.values():
-        lines = list(dict.fromkeys(name for at in rates.values() for name in at))
+    for at_problems in tables.values():
+        lines = list(dict.fromkeys(name for at in at_problems.values() for name in at))
         if len(lines) > 1:
             text.append(table(["TFLOP/s", *("#" + name for name in lines)],
-                              [[what, *(at.get(name) for name in lines)] for what, at in rates.items()]))
+                              [[what, *map(at.get, lines)] for what, at in at_problems.items()]))
     return "\n".join(text)
 
 
@@ -196,8 +198,8 @@ def decode_section(source):
     rows = []
     for what, at in fastest(source, lambda row: row["family"]).items():
         us, row = min((at[family] for family in ("wgmma", "mma") if family in at), key=lambda cell: cell[0])
-        elements = 2 * math.prod(int(row[name]) for name in ("B", "Hkv", "Sk", "D"))
-        read_bytes = elements * (1 if row["dtype"] in ("u8", "e4m3") else 2)
+        element = 1 if row["dtype"] in ("u8", "e4m3") else 2  # bytes
+        read_bytes = 2 * math.prod(int(row[name]) for name in ("B", "Hkv", "Sk", "D")) * element
         rows.append([what, *times(at, ("wgmma", "mma", "cuDNN")), f"{read_bytes / us / 1e6:.2f}",
                      f"{at['cuDNN'][0] / us:.2f}x" if "cuDNN" in at else None])
     return table(["problem", "#wgmma, µs", "#mma.sync, µs", "#cuDNN, µs", "#K and V, TB/s", "#times as fast"], rows)
@@ -205,13 +207,12 @@ def decode_section(source):
 
 def accuracy_section(source):
     """Errors by the number of keys: a row for each contender and measure."""
-    keys = source.values("Sk")
-    cells = collections.defaultdict(dict)
+    keys, cells = source.values("Sk"), collections.defaultdict(dict)
     for row in source.rows:
         name = f"`{row['contender']}` D={row['D']} {row['dtype']}"
         what, value = ("rel_rms", row["rel_rms"]) if row["input"] == "N(0,1)" else ("mean of O", row["mean"])
         cells[name, what][row["Sk"]] = value
-    rows = [[name, what, *(at.get(key) for key in keys)] for (name, what), at in sorted(cells.items(), key=lambda item: item[0][1])]
+    rows = [[name, what, *map(cells[name, what].get, keys)] for name, what in sorted(cells, key=lambda key: key[1])]
     return table(["contender", "what", *(f"#{int(key):,} keys" for key in keys)], rows)
 
 

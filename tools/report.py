@@ -53,7 +53,7 @@ def to_html(text, pictures):
 
 
 def table_to_html(block):
-    """A table in a box of its own scrolling. That of ranks is told the filters, and each problem's first row is marked."""
+    """A table in a box of its own scrolling. The filters find that of ranks, where each problem's first row is marked."""
     lines = html.escape(block.replace("`", "")).splitlines()
     headers, rules, *rows = [[cell.strip() for cell in line[1:-1].split("|")] for line in lines]
     marks = [' class="n"' if rule.endswith(":") else ' class="wide"' if re.match("what|step|tile|source", header) else ""
@@ -152,23 +152,20 @@ def ab_section(found):
 
 def tables_section(found):
     """What is measured besides, a table for each file, of the columns in which its rows differ."""
-    parts = []
+    text = ""
     for source in itertools.chain.from_iterable(found[kind] for kind in UNDRAWN):
         columns = [name for name in source.rows[0] if name not in SIZES and len({row[name] for row in source.rows}) > 1]
-        numeric = [name for name in columns if all(re.fullmatch(r"[\d.]*|None", str(row[name])) for row in source.rows)]
-        body = page.table(["#" * (name in numeric) + name for name in columns],
-                          [[row[name] for name in columns] for row in source.rows])
-        parts.append(f"<details><summary>{source.name}: {len(source.rows)} rows</summary>\n\n{body}"
-                     f"{provenance(source)}</details>")
-    return "\n\n".join(parts)
+        text += (f"<details><summary>{source.name}: {len(source.rows)} rows</summary>\n\n"
+                 + page.table(columns, [map(row.get, columns) for row in source.rows])
+                 + provenance(source) + "</details>\n\n")
+    return text
 
 
 def files_section(results, found):
-    """Every CSV of results/, and whether this page shows it."""
+    """Every CSV of results/, and whether this page shows it: the newest of each kind by their names."""
     shown = {source.path for sources in found.values() for source in sources}
     rows = [(path.relative_to(results.parent), "shown" * (path in shown)) for path in sorted(results.rglob("*.csv"))]
-    return (f"Shown are the newest of each kind by their names: {len(shown)} of {len(rows)} files.\n\n"
-            + page.table(["file", "here"], rows))
+    return page.table(["file", "here"], rows)
 
 
 # ---- the page ----
@@ -177,14 +174,12 @@ def whole(results):
     """The whole page as text."""
     found = newest(results)
     main = found["lines"][0]
-    peers = found["peers"][-1:] or [main]
     drawn, pictures = page.drawn(results)
     comparisons, more = ab_section(found)
-    runs = list({source.kind: source for source in (main, *peers)}.values())
     sections = [
         ("peers", "Beside the peers",
          page.picture("peers.svg", "TFLOP/s of the fastest line and of peers") + "\n" + drawn["results"]),
-        ("ranked", "All lines, ranked by problem", ranked_section(runs)),
+        ("ranked", "All lines, ranked by problem", ranked_section([main, *found["peers"][-1:]])),
         ("ladder", "The ladder: what each step gives",
          "A bar runs from the time of a line's base (upright stroke), which configs.txt names, to its own time (dot): "
          "plain where the line is faster, hatched where it is slower.\n\n" + drawn["ladder"]),
