@@ -176,21 +176,17 @@ def rungs_section(source):
     return "\n".join(text)
 
 
-def rested_section(source):
-    """TFLOP/s of the fastest line and the peers in the first milliseconds after a rest."""
+def rates_section(source):
+    """TFLOP/s of the fastest line and the peers, and in e4m3 the errors of the line and of cuDNN."""
     best = fastest(source)
     names = [name for name in PEERS.values() if any(name in at for at in best.values())]
-    return table(["problem", OURS, "#TFLOP/s", *(f"#{name}" for name in names)],
-                 [[what, at[OURS][1]["config"], *rates(at, [OURS, *names])] for what, at in best.items()])
-
-
-def e4m3_section(source):
-    """TFLOP/s of the fastest e4m3 line and of cuDNN, with the error of each."""
-    rows = []
-    for what, at in fastest(source).items():
-        errors = [at[name][1]["rel_rms"] if name in at else None for name in (OURS, "cuDNN")]
-        rows.append([what, at[OURS][1]["config"], *rates(at, [OURS, "cuDNN"]), *errors])
-    return table(["problem", OURS, "#TFLOP/s", "#cuDNN", "#rel_rms", "#cuDNN's, O in e4m3"], rows)
+    headers = ["problem", OURS, "#TFLOP/s", *(f"#{name}" for name in names)]
+    rows = [[what, at[OURS][1]["config"], *rates(at, [OURS, *names])] for what, at in best.items()]
+    if source.kind == "e4m3":
+        headers += ["#rel_rms", "#cuDNN's, O in e4m3"]
+        for row, at in zip(rows, best.values()):
+            row += [at[name][1]["rel_rms"] if name in at else None for name in (OURS, "cuDNN")]
+    return table(headers, rows)
 
 
 def decode_section(source):
@@ -263,7 +259,7 @@ def drawn(results, named=()):
     ladder, rungs = ladder_section(main)
     ablation, waterfalls = ablation_section(found["ablation"])
     sections = {"results": results, "ladder": ladder, "ablation": ablation or none_yet("ablation")}
-    for name, section in (("rungs", rungs_section), ("rested", rested_section), ("e4m3", e4m3_section),
+    for name, section in (("rungs", rungs_section), ("rested", rates_section), ("e4m3", rates_section),
                           ("decode", decode_section), ("accuracy", accuracy_section)):
         kind = "peers" if name == "rungs" else name
         source = found.get(kind, [None])[-1]

@@ -27,7 +27,6 @@ from report_rows import KINDS, name_of, newest, peer, problem, timed
 
 UNDRAWN = ("verdicts", "steps", "fit", "variants", "sweep", "stress")  # kinds that are tables here
 SIZES = ("B", "Hq", "Hkv", "Sq", "Sk")
-FIRST = ("mission", "mission2", "long")  # of the problems; small is last, since its time is the launch
 FILTERS = ("shape", "D", "type", "causal", "family", "run")
 
 
@@ -56,8 +55,7 @@ def table_to_html(block):
     """A table in a box of its own scrolling. The filters find that of ranks, where each problem's first row is marked."""
     lines = html.escape(block.replace("`", "")).splitlines()
     headers, rules, *rows = [[cell.strip() for cell in line[1:-1].split("|")] for line in lines]
-    marks = [' class="n"' if rule.endswith(":") else ' class="wide"' if re.match("what|step|tile|source", header) else ""
-             for header, rule in zip(headers, rules)]
+    marks = [' class="n"' * rule.endswith(":") for rule in rules]
     head = "".join(f'<th scope="col"{mark}><button type="button">{header}</button></th>'
                    for header, mark in zip(headers, marks))
     is_ranked = headers[0] == "rank"
@@ -83,17 +81,13 @@ def grouped(rows, key):
     return found
 
 
-def place(shape):
-    """A key that sorts problems as the page has them."""
-    return FIRST.index(shape) if shape in FIRST else len(FIRST) + (shape == "small")
-
-
 def ranked_section(sources):
     """Every timed row, ranked inside its problem and file, with filters."""
     rows = []
     for source in sources:
         at = grouped(timed(source), lambda entry: problem(entry[0]))
-        for entries in sorted(at.values(), key=lambda entries: place(entries[0][0]["shape"])):
+        # small is last, since its time is the launch
+        for entries in sorted(at.values(), key=lambda entries: entries[0][0]["shape"] == "small"):
             entries.sort(key=lambda entry: entry[1])
             for rank, (row, us) in enumerate(entries, 1):
                 sizes = ",".join(row[column] for column in SIZES) + f" {row['shape']}" * row["shape"][0].isalpha()
@@ -103,13 +97,8 @@ def ranked_section(sources):
                              "peer" if peer(row) else row["family"], row["check"] or "–", source.kind))
     headers = ["#rank", "line", "#µs", "#95% interval, µs", "#TFLOP/s", "#× best", "shape", "#D", "type", "causal",
                "family", "check", "run"]
-    selects = ""
-    for column, title in enumerate(header.lstrip("#") for header in headers):
-        if title in FILTERS:
-            values = dict.fromkeys(row[column] for row in rows)
-            options = "".join(f"<option>{html.escape(value)}</option>" for value in values)
-            selects += (f'<label>{title}<select data-column="{column}"><option value="">all</option>{options}</select>'
-                        "</label>")
+    selects = "".join(f'<label>{header.lstrip("#")}<select data-column="{column}"><option value="">all</select></label>'
+                      for column, header in enumerate(headers) if header.lstrip("#") in FILTERS)
     return f"""Ranked inside each problem and run; `× best` is the time as a multiple of the fastest. `µs` is
 `graph_us`, one launch's share of a replayed CUDA graph. The run `lines` has every line of configs.txt; `peers` has
 some lines and the peers in turns, in one process.
@@ -180,9 +169,7 @@ def whole(results):
         ("peers", "Beside the peers",
          page.picture("peers.svg", "TFLOP/s of the fastest line and of peers") + "\n" + drawn["results"]),
         ("ranked", "All lines, ranked by problem", ranked_section([main, *found["peers"][-1:]])),
-        ("ladder", "The ladder: what each step gives",
-         "A bar runs from the time of a line's base (upright stroke), which configs.txt names, to its own time (dot): "
-         "plain where the line is faster, hatched where it is slower.\n\n" + drawn["ladder"]),
+        ("ladder", "The ladder: from the time of a line's base (stroke) to its own (dot), hatched if slower", drawn["ladder"]),
         ("ablation", "Ablations: what each knob costs if it is taken back", drawn["ablation"]),
         ("rungs", "Lines on the problems of the peers", drawn["rungs"]),
         ("rested", "After a rest", drawn["rested"]),

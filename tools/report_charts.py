@@ -8,6 +8,7 @@ import io
 import itertools
 import math
 import re
+from textwrap import shorten
 
 import matplotlib
 from matplotlib import ticker
@@ -93,11 +94,6 @@ def log_axis(axes, low, high, room, unit=""):
     axes.xaxis.set_minor_locator(ticker.NullLocator())
 
 
-def fit(text, most=62):
-    """TEXT, shortened at its end to what a chart is wide."""
-    return text if len(text) <= most else text[:most - 1] + "…"
-
-
 def short(t):
     """A time with three digits."""
     return f"{t:.2f}" if t < 9.995 else f"{t:.1f}" if t < 99.95 else f"{t:.0f}"
@@ -141,12 +137,12 @@ def waterfall(full, whole, changes):
     log_axis(axes, min(ratios + [1]) / 1.02, max(ratios + [1]), 84 / (WIDTH - 100), "x")
     name_rows(axes, [])
     axes.set_ylim(height, 0)
-    axes.set_xlabel(f"time as a multiple of {fit(full, 36)}, log axis")
+    axes.set_xlabel(f"time as a multiple of {shorten(full, 36)}, log axis")
     styles = {shape: dict(facecolor=fill, hatch=hatch, edgecolor=INK, linewidth=0.5)
               for shape, (fill, hatch) in zip(whole, itertools.cycle(SERIES))}
     y = 0.0
     for change, bars in groups:
-        write(axes, fit(change, 56), (None, y + ROW - 3), fontweight="bold")
+        write(axes, shorten(change, 56), (None, y + ROW - 3), fontweight="bold")
         y += ROW
         axes.plot([1, 1], [y - 1, y + 13 * len(bars) + 1], color=INK, linewidth=0.8)
         for shape, ratio, text in bars:
@@ -189,13 +185,13 @@ def pairs(ratios, base, label):
     axes.axvspan(0.995, 1.005, color="#eef1f4", linewidth=0)
     axes.axvline(1, color=INK, linewidth=0.8)
     for y, (name, (of_turns, ratio, low, high)) in enumerate(ratios.items()):
-        write(axes, f"{fit(name, 36)}: {ratio:.4f} [{low:.4f}, {high:.4f}]", (None, y - 0.22))
+        write(axes, f"{shorten(name, 36)}: {ratio:.4f} [{low:.4f}, {high:.4f}]", (None, y - 0.22))
         axes.plot(of_turns, [y + 0.34] * len(of_turns), "|", color=DIM, markersize=7, markeredgewidth=0.6)
         axes.plot([low, high], [y + 0.06] * 2, color=INK, linewidth=1.6)
         axes.plot(ratio, y + 0.06, "D", color=INK, markersize=5)
     name_rows(axes, [])
     axes.set_ylim(len(ratios) - 0.45, -0.55)
-    axes.set_xlabel(f"time as a multiple of {fit(base, 36)}, a tick per pair of turns")
+    axes.set_xlabel(f"time as a multiple of {shorten(base, 36)}, a tick per pair of turns")
     axes.xaxis.set_major_locator(ticker.MaxNLocator(5))
     axes.ticklabel_format(axis="x", useOffset=False)
     return svg(figure, label)
