@@ -38,7 +38,7 @@ CONTENDERS = (("PyTorch's choice", "sdpa", None), ("PyTorch FlashAttention", "sd
 
 
 def loop_us(run, repeats, count=50):
-    """Of a call in a loop without a wait: the CPU's or the GPU's time, whichever is longer. Timer waits around the loop."""
+    """Of a call in a loop between whose calls nobody waits: the CPU's or the GPU's time, whichever is longer."""
     return min(Timer("run()", globals={"run": run}).timeit(count).mean for _ in range(repeats)) * 1e6
 
 
@@ -81,7 +81,7 @@ def problems(repeats):
     for text in PROBLEMS:
         B, Hq, Hkv, Sq, Sk, D = map(int, text.rstrip("c").split(","))
         causal = text[-1] == "c"
-        q, k, v = (torch.randn(B, H, S, D, device="cuda", dtype=torch.half) for H, S in ((Hq, Sq), (Hkv, Sk), (Hkv, Sk)))
+        q, k, v = (torch.randn(B, H, S, D, device="cuda", dtype=torch.half) for H, S in [(Hq, Sq)] + 2 * [(Hkv, Sk)])
 
         def call():
             return F.scaled_dot_product_attention(q, k, v, is_causal=causal, enable_gqa=Hq != Hkv)

@@ -63,7 +63,7 @@ def verdict(row, counters):
              if reason != "selected"][:3]
     bound = f"{busiest}, at {use[busiest]:.0f}% of its limit"
     if use[busiest] < 80:
-        bound = f"latency: the busiest unit is the {busiest} at {use[busiest]:.0f}% of its limit; warps wait for {waits[0]}"
+        bound = f"latency: the busiest unit is the {bound.replace(',', '')}; warps wait for {waits[0]}"
     units = {"tensor pipe": of_reach if limited else "", "XU (MUFU)": "", "FMA pipes": f"{busy['ALU']:.1f}%",
              "issue slots": f"{counters['sm__warps_active.avg.per_cycle_active']:.1f} warps on an SM",
              "shared memory": f"{100 * conflicts:.1f}% of its wavefronts are bank conflicts",
@@ -72,7 +72,8 @@ def verdict(row, counters):
     return [f"{row['config']} at {row['shape']}{'' if row['causal'] == 'off' else ' causal ' + row['causal']} on "
             f"{row['device']}: {counters['gpu__time_duration.sum'] / 1e3:.2f} us under ncu, "
             f"SM at {counters['sm__cycles_elapsed.avg.per_second'] / 1e6:.0f} MHz",
-            *(f"  {'FMA, ALU' if unit == 'FMA pipes' else unit:<15}{busy[unit]:5.1f}%  {words}" for unit, words in units.items()),
+            *(f"  {'FMA, ALU' if unit == 'FMA pipes' else unit:<15}{busy[unit]:5.1f}%  {words}"
+              for unit, words in units.items()),
             f"  {'warps wait for':<23}{', '.join(waits)}",
             f"  {'gates':<23}tensor pipe >= 50%: {'yes' if busy['tensor pipe'] >= 50 else 'no'}; "
             f"DRAM < 50%: {'yes' if busy['DRAM'] < 50 else 'no'}",

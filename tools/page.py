@@ -16,7 +16,7 @@ from pathlib import Path
 import cli
 from builds import replace_file as write
 from cli import Refused
-from report_charts import against, short, standalone, steps, waterfall
+from report_charts import against, short, steps, waterfall
 from report_rows import KINDS, OURS, PEERS, bases, fastest, newest, peer, problem, read, timed
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -158,7 +158,7 @@ def draw_ablation(name):
     """The picture of one CSV of results/ablation/, for `ablate --svg`."""
     _, drawings = ablation_section([read(ROOT / name, ["ablation"])])
     for picture_name, drawing in drawings.items():
-        write(ROOT / "results" / picture_name, standalone(drawing))
+        write(ROOT / "results" / picture_name, drawing)
 
 
 def rungs_section(source):
@@ -278,7 +278,7 @@ def main():
     sections, pictures = drawn(ROOT / "results", [Path(word).resolve() for word in options.words])
     put(sections)
     for name, drawing in pictures.items():
-        write(ROOT / "results" / name, standalone(drawing))
+        write(ROOT / "results" / name, drawing)
     for path in (ROOT / "results").glob("*.svg"):  # of a line without ablation any more, for one
         if path.name not in pictures:
             path.unlink()

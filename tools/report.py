@@ -52,7 +52,7 @@ def to_html(text, pictures):
 
 
 def table_to_html(block):
-    """A table in a box of its own scrolling. The filters find that of ranks, where each problem's first row is marked."""
+    """A table in a box of its own scrolling. The filters find that of ranks, where a problem's first row is marked."""
     lines = html.escape(block.replace("`", "")).splitlines()
     headers, rules, *rows = [[cell.strip() for cell in line[1:-1].split("|")] for line in lines]
     marks = [' class="n"' * rule.endswith(":") for rule in rules]
@@ -92,9 +92,9 @@ def ranked_section(sources):
             for rank, (row, us) in enumerate(entries, 1):
                 sizes = ",".join(row[column] for column in SIZES) + f" {row['shape']}" * row["shape"][0].isalpha()
                 low, high = row.get("graph_lo_us"), row.get("graph_hi_us")  # not in older files
-                rows.append((rank, name_of(row), row["graph_us"], f"{low}–{high}" if low else "", row["tflops"],
-                             f"{us / entries[0][1]:.2f}", sizes, row["D"], row["dtype"], row["causal"],
-                             "peer" if peer(row) else row["family"], row["check"] or "–", source.kind))
+                rows.append((rank, name_of(row), f"{us:.3f}", f"{low}–{high}" if low else "",
+                             f"{row['tflops'] or 0:.2f}", f"{us / entries[0][1]:.2f}", sizes, row["D"], row["dtype"],
+                             row["causal"], "peer" if peer(row) else row["family"], row["check"] or "–", source.kind))
     headers = ["#rank", "line", "#µs", "#95% interval, µs", "#TFLOP/s", "#× best", "shape", "#D", "type", "causal",
                "family", "check", "run"]
     selects = "".join(f'<label>{header.lstrip("#")}<select data-column="{column}"><option value="">all</select></label>'
@@ -126,11 +126,10 @@ def ab_section(found):
             ratios, title = {}, f"{' against '.join(medians)} at {key[1]}"
             for row in verdicts[key]:
                 a, b = row["a"], row["b"]
-                if a in medians and b in medians:
-                    of_turns = [of_b / of_a for of_b, of_a in zip(medians[b], medians[a])]
-                    ratios[b] = of_turns, row["ratio"], row["low"], row["high"]
-                    words += (f"{title}: {b}: {row['verdict']}, {row['pairs']} pairs, {row['thrown_out']} thrown out as "
-                              "disturbed.\n\n")
+                of_turns = [of_b / of_a for of_b, of_a in zip(medians[b], medians[a])]
+                ratios[b] = of_turns, row["ratio"], row["low"], row["high"]
+                words += (f"{title}: {b}: {row['verdict']}, {row['pairs']} pairs, {row['thrown_out']} thrown out as "
+                          "disturbed.\n\n")
             if ratios:
                 name = f"ab{len(pictures)}"
                 pictures[name] = pairs(ratios, next(iter(medians)), title)
@@ -169,7 +168,7 @@ def whole(results):
         ("peers", "Beside the peers",
          page.picture("peers.svg", "TFLOP/s of the fastest line and of peers") + "\n" + drawn["results"]),
         ("ranked", "All lines, ranked by problem", ranked_section([main, *found["peers"][-1:]])),
-        ("ladder", "The ladder: from the time of a line's base (stroke) to its own (dot), hatched if slower", drawn["ladder"]),
+        ("ladder", "The ladder: from a base's time (stroke) to the line's (dot), hatched if slower", drawn["ladder"]),
         ("ablation", "Ablations: what each knob costs if it is taken back", drawn["ablation"]),
         ("rungs", "Lines on the problems of the peers", drawn["rungs"]),
         ("rested", "After a rest", drawn["rested"]),
@@ -180,9 +179,10 @@ def whole(results):
         ("tables", "Claims, tiles, variants and checks", tables_section(found)),
         ("files", "All files of results/", files_section(results, found)),
     ]
-    # Ids that no other picture of the page has.
-    pictures = {name: re.sub(r'( id="|href="#|url\(#)', rf"\1picture{count}-", drawing)
-                for count, (name, drawing) in enumerate({**pictures, **more}.items())}
+    # In one page a picture is as wide as its place, and has ids that no other one has.
+    for count, (name, drawing) in enumerate({**pictures, **more}.items()):
+        drawing = re.sub("^<svg .*? viewBox", "<svg viewBox", drawing)
+        pictures[name] = re.sub(r'( id="|href="#|url\(#)', rf"\1picture{count}-", drawing)
     sections = [section for section in sections if section[2]]
     template = string.Template(Path(__file__).with_name("report.html").read_text(encoding="utf-8"))
     return template.substitute(

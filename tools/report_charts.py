@@ -32,13 +32,15 @@ FASTER, SLOWER = ("#1f5fa8", ""), ("#f6c6b8", "////")
 
 
 def svg(figure, label):
-    """The figure as an <svg> element in the fonts of its page."""
+    """The figure as a small SVG in its reader's fonts, whose white ground makes it the same picture on a dark page."""
     file = io.StringIO()
     figure.savefig(file, format="svg", metadata={"Date": None})
     text = file.getvalue().partition("<svg")[2]
     text = re.sub(r"<metadata>.*?</metadata>|<!--.*?-->|<style[^>]*>.*?</style>", "", text, flags=re.S)
-    text = re.sub(r'^[^>]*viewBox="([^"]*)"[^>]*>',
-                  lambda m: f'<svg viewBox="{m[1]}" role="img" aria-label="{html.escape(label)}">', text)
+    text = re.sub(r'^[^>]*viewBox="0 0 ([\d.]+) ([\d.]+)"[^>]*>', lambda m: (
+        '<svg xmlns="http://www.w3.org/2000/svg" xmlns:xlink="http://www.w3.org/1999/xlink" '
+        f'width="{m[1]}" height="{m[2]}" font-family="system-ui,Arial,sans-serif" '
+        f'viewBox="0 0 {m[1]} {m[2]}" role="img" aria-label="{html.escape(label)}">'), text)
     used = set(re.findall(r'(?:href="#|url\(#)([^")]+)', text))
     text = re.sub(r' id="([^"]*)"', lambda m: m[0] if m[1] in used else "", text)
     # The page's font, and a tenth of a unit of precision: smaller, and nobody sees it.
@@ -48,15 +50,7 @@ def svg(figure, label):
     text = re.sub(r' transform="rotate\(-0 [^"]*\)"', "", text)
     text = re.sub(r"<(?:path|use|text) [^>]*>", lambda tag: re.sub(
         r"\d+\.\d{2,}", lambda m: f"{float(m[0]):.1f}", tag[0]), text)
-    return re.sub(r">\s+<", "><", re.sub(r"\s*\n\s*", " ", text))
-
-
-def standalone(drawing):
-    """A chart of svg() as a file of its own; its white ground makes it the same picture on a dark page."""
-    width, height = re.search(r'viewBox="0 0 ([\d.]+) ([\d.]+)"', drawing).groups()
-    return drawing.replace("<svg ", '<svg xmlns="http://www.w3.org/2000/svg" '
-                           f'xmlns:xlink="http://www.w3.org/1999/xlink" width="{width}" height="{height}" '
-                           'font-family="system-ui,Arial,sans-serif" ', 1) + "\n"
+    return re.sub(r">\s+<", "><", re.sub(r"\s*\n\s*", " ", text)) + "\n"
 
 
 # ---- parts ----
@@ -122,19 +116,15 @@ def steps(rungs, label):
 
 def waterfall(full, whole, changes):
     """What each change of an ablation costs, the dearest first: bars from 1, one a shape of WHOLE; "" without times."""
-    groups = []
-    for change, us in changes.items():
-        bars = [(shape, t / whole[shape], f"{100 * (t / whole[shape] - 1):+.0f}% ({short(t)} µs)")
-                for shape, t in us.items() if shape in whole]
-        if bars:
-            groups.append((change, bars))
+    groups = [(change, {shape: t / whole[shape] for shape, t in us.items() if shape in whole})
+              for change, us in changes.items()]
+    groups = sorted((group for group in groups if group[1]), key=lambda group: -max(group[1].values()))
     if not groups:
         return ""
-    groups.sort(key=lambda group: -max(ratio for _, ratio, _ in group[1]))
     height = sum(ROW + 13 * len(bars) + 5 for _, bars in groups)
     figure, axes = canvas(8, height, top=24)
-    ratios = [ratio for _, bars in groups for _, ratio, _ in bars]
-    log_axis(axes, min(ratios + [1]) / 1.02, max(ratios + [1]), 84 / (WIDTH - 100), "x")
+    ratios = [1, *(ratio for _, bars in groups for ratio in bars.values())]
+    log_axis(axes, min(ratios) / 1.02, max(ratios), 84 / (WIDTH - 100), "x")
     name_rows(axes, [])
     axes.set_ylim(height, 0)
     axes.set_xlabel(f"time as a multiple of {shorten(full, 36)}, log axis")
@@ -145,9 +135,10 @@ def waterfall(full, whole, changes):
         write(axes, shorten(change, 56), (None, y + ROW - 3), fontweight="bold")
         y += ROW
         axes.plot([1, 1], [y - 1, y + 13 * len(bars) + 1], color=INK, linewidth=0.8)
-        for shape, ratio, text in bars:
+        for shape, ratio in bars.items():
             axes.barh(y + 6.5, ratio - 1, left=1, height=10.5, **styles[shape])
-            write(axes, text, (max(ratio, 1), y + 6.5), 4)
+            words = f"{100 * (ratio - 1):+.0f}% ({short(changes[change][shape])} µs)"
+            write(axes, words, (max(ratio, 1), y + 6.5), 4)
             y += 13
         y += 5
     figure.legend(bbox_to_anchor=(0, 1), ncol=len(styles), handlelength=1.6, handletextpad=0.8, handles=[
@@ -180,7 +171,7 @@ def against(rows, series, label, xlabel):
 
 
 def pairs(ratios, base, label):
-    """The ratio of every pair of turns, with the verdict on them. RATIOS: {name: ([ratio to BASE], ratio, low, high)}."""
+    """The ratio of every pair of turns, and the verdict. RATIOS: {name: ([each ratio to BASE], ratio, low, high)}."""
     figure, axes = canvas(8, 38 * len(ratios))
     axes.axvspan(0.995, 1.005, color="#eef1f4", linewidth=0)
     axes.axvline(1, color=INK, linewidth=0.8)

@@ -22,7 +22,7 @@ KINDS = {
     "ablation": ("ablation", RUN, "./run_all.sh ablate LINE"),
     "rested": ("rested", RUN, "tools/peers.py --rested LINE... --shape S..."),
     "samples": ("ab", "comparison contender problem turn replay us".split(), "./run_all.sh ab LINE KNOB=VALUE..."),
-    "verdicts": ("ab", "comparison a b problem ratio low high verdict".split(), "./run_all.sh ab, or tools/ab_trial.py"),
+    "verdicts": ("ab", "comparison a b problem ratio low high verdict".split(), "./run_all.sh ab or tools/ab_trial.py"),
     "steps": ("steps", (), "./run_all.sh gates --time"),
     "fit": ("fit", (), "./run_all.sh fit"),
     "variants": ("ab", (), "tools/peers.py LINE..."),
@@ -102,7 +102,7 @@ def read(path, kinds):
 def newest(results, named=()):
     """{kind: [the newest Source of each name]}; a NAMED file is taken for the newest of its kind."""
     folders = {folder for folder, *_ in KINDS.values()} - {""}  # a named file of any other folder has lines
-    mains = sorted(results.glob("[0-9]*.csv"), key=by_name) + [path for path in named if path.parent.name not in folders]
+    mains = sorted(results.glob("[0-9]*.csv"), key=by_name) + [p for p in named if p.parent.name not in folders]
     if not mains:
         raise Refused(f"{results} has no CSV of lines (DATE-DEVICE.csv); measure first with ./run_all.sh")
     last = {}
@@ -144,7 +144,7 @@ def timed(source):
 
 
 def fastest(source, group=lambda row: OURS):
-    """{problem: {what GROUP says of a line, or a peer's name: (µs, row) of its fastest}} of problems that a line has."""
+    """{problem: {what GROUP says of a line, or a peer's name: (µs, row) of its fastest}}, if a line has the problem."""
     best, ours = collections.defaultdict(dict), set()
     for row, us in timed(source):
         what = problem(row)
