@@ -32,9 +32,9 @@ def table(headers, rows):
     return "\n".join([line(header.lstrip("#") for header in headers), rule, *map(line, rows)]) + "\n"
 
 
-def picture(name, words, up="", width=380):
-    """An image of results/ in a page that is UP from the top folder."""
-    return f'<img src="{up}results/{name}" width="{width}" alt="{words}">\n'
+def picture(name, words, width=380):
+    """An image of results/ in a page of docs/."""
+    return f'<img src="../results/{name}" width="{width}" alt="{words}">\n'
 
 
 def provenance(source, up=""):
@@ -90,12 +90,13 @@ def kept_sentences():
 
 def ladder_section(source):
     """Every line of configs.txt beside its base, in tables with the kept sentences, and pictures of the steps."""
-    row_of, us, families = {}, collections.defaultdict(dict), collections.defaultdict(list)
+    row_of, families = {}, collections.defaultdict(list)
     for row in source.rows:
         if row["family"] and row["config"] not in row_of:
             row_of[row["config"]] = row
             sizes = "" if row["family"] != "wgmma" else " D=64" if row["D"] == "64" else " D=128, 256"
             families[row["family"] + sizes].append(row["config"])
+    us = collections.defaultdict(dict)
     for row, t in timed(source):
         us[row["config"]][row["shape"]] = t
     text, drawings, base, sentences = [], {}, bases(source), kept_sentences()
@@ -107,7 +108,7 @@ def ladder_section(source):
                 name = f"ladder-{re.sub('[^a-zA-Z0-9]+', '-', family)}-{shape}.svg"
                 words = f"Steps of the {family} lines at {shape}"
                 drawings[name] = steps(rungs, words)
-                pictures += picture(name, words, "../")
+                pictures += picture(name, words)
         for name in lines:
             at, before, step = us[name], us[base.get(name)], None
             if name in base:
@@ -145,8 +146,8 @@ def ablation_section(sources):
             for shape, t in whole.items():
                 rows[-1] += [short(us[shape]), f"{100 * (us[shape] / t - 1):+.0f}%"] if shape in us else [None, None]
         headers = ["taken back", *(h for shape in whole for h in (f"#{shape} µs", "#costs"))]
-        text += [f"### {full}\n", picture(f"ablation-{full}.svg", f"What each knob of {full} is worth", "../", 480),
-                 table(headers, rows)]
+        words = f"What each knob of {full} is worth"
+        text += [f"### {full}\n", picture(f"ablation-{full}.svg", words, 480), table(headers, rows)]
         refused = {taken_back(row, full): row["note"] or f"{row['status']} {row['check']}" for row in source.rows}
         text += [f"`{change}` is not legal alone: {why.strip()}\n" for change, why in refused.items()
                  if change and change not in changes]

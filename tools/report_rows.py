@@ -80,15 +80,11 @@ def read(path, kinds):
             rows, columns = list(reader), reader.fieldnames or []
     except (OSError, UnicodeDecodeError, csv.Error) as error:
         raise Refused(f"{path} cannot be read: {error}") from error
-    missing = {kind: [column for column in KINDS[kind][1] if column not in columns] for kind in kinds}
-    kind = next((kind for kind in kinds if not missing[kind]), kinds[0])
-    trouble = ""
-    if missing[kind]:
-        trouble = f"lacks the column{'s' * (len(missing[kind]) > 1)} {', '.join(missing[kind])}"
-    elif not rows:
-        trouble = "has no rows"
-    elif any(None in row or None in row.values() for row in rows):
-        trouble = "has a row of another length than its header"
+    kind = next((kind for kind in kinds if set(KINDS[kind][1]) <= set(columns)), kinds[0])
+    missing = [column for column in KINDS[kind][1] if column not in columns]
+    uneven = any(None in row or None in row.values() for row in rows)
+    trouble = (f"lacks the column{'s' * (len(missing) > 1)} {', '.join(missing)}" if missing else
+               "has no rows" if not rows else "has a row of another length than its header" if uneven else "")
     if trouble:
         raise Refused(f"{path} {trouble}; measure it again with {KINDS[kind][2]}, or delete it")
     for row, column in itertools.product(rows, set(NUMBERS).intersection(columns)):
