@@ -32,6 +32,13 @@ def table(headers, rows):
     return "\n".join([line(header.lstrip("#") for header in headers), rule, *map(line, rows)]) + "\n"
 
 
+def pivot(titles, cells):
+    """A table of {(a row's title, ...): {column: number as text}}; TITLES head what the rows begin with."""
+    columns = list(dict.fromkeys(column for row in cells.values() for column in row))
+    return table([*titles, *("#" + column for column in columns)],
+                 [[*title, *map(row.get, columns)] for title, row in cells.items()])
+
+
 def picture(name, words, width=380):
     """An image of results/ in a page of docs/."""
     return f'<img src="../results/{name}" width="{width}" alt="{words}">\n'
@@ -45,11 +52,6 @@ def provenance(source, up=""):
 def rate(row):
     """A row's TFLOP/s without a fraction."""
     return f"{row['tflops'] or 0:.0f}"
-
-
-def rates(at, names):
-    """The TFLOP/s of NAMES at a problem of fastest(); None for those that it lacks."""
-    return [rate(at[name][1]) if name in at else None for name in names]
 
 
 def times(at, names):
@@ -167,27 +169,20 @@ def rungs_section(source):
     tables = collections.defaultdict(lambda: collections.defaultdict(dict))
     for row, _ in timed(source):
         if not peer(row):
-            tables[row["D"]][problem(row)][row["config"]] = rate(row)
-    text = []
-    for at_problems in tables.values():
-        lines = list(dict.fromkeys(name for at in at_problems.values() for name in at))
-        if len(lines) > 1:
-            text.append(table(["TFLOP/s", *("#" + name for name in lines)],
-                              [[what, *map(at.get, lines)] for what, at in at_problems.items()]))
-    return "\n".join(text)
+            tables[row["D"]][problem(row),][row["config"]] = rate(row)
+    return "\n".join(pivot(["TFLOP/s"], cells) for cells in tables.values())
 
 
 def rates_section(source):
     """TFLOP/s of the fastest line and the peers, and in e4m3 the errors of the line and of cuDNN."""
-    best = fastest(source)
-    names = [name for name in PEERS.values() if any(name in at for at in best.values())]
-    headers = ["problem", OURS, "#TFLOP/s", *(f"#{name}" for name in names)]
-    rows = [[what, at[OURS][1]["config"], *rates(at, [OURS, *names])] for what, at in best.items()]
-    if source.kind == "e4m3":
-        headers += ["#rel_rms", "#cuDNN's, O in e4m3"]
-        for row, at in zip(rows, best.values()):
-            row += [at[name][1]["rel_rms"] if name in at else None for name in (OURS, "cuDNN")]
-    return table(headers, rows)
+    cells = {}
+    for what, at in fastest(source).items():
+        _, ours = at.pop(OURS)
+        cells[what, ours["config"]] = {"TFLOP/s": rate(ours), **{name: rate(row) for name, (_, row) in at.items()}}
+        if source.kind == "e4m3":
+            peer_error = at["cuDNN"][1]["rel_rms"] if "cuDNN" in at else None
+            cells[what, ours["config"]].update({"rel_rms": ours["rel_rms"], "cuDNN's, O in e4m3": peer_error})
+    return pivot(["problem", OURS], cells)
 
 
 def decode_section(source):
@@ -204,13 +199,12 @@ def decode_section(source):
 
 def accuracy_section(source):
     """Errors by the number of keys: a row for each contender and measure."""
-    keys, cells = source.values("Sk"), collections.defaultdict(dict)
+    cells = collections.defaultdict(dict)
     for row in source.rows:
         name = f"`{row['contender']}` D={row['D']} {row['dtype']}"
         what, value = ("rel_rms", row["rel_rms"]) if row["input"] == "N(0,1)" else ("mean of O", row["mean"])
-        cells[name, what][row["Sk"]] = value
-    rows = [[name, what, *map(cells[name, what].get, keys)] for name, what in sorted(cells, key=lambda key: key[1])]
-    return table(["contender", "what", *(f"#{int(key):,} keys" for key in keys)], rows)
+        cells[name, what][f"{int(row['Sk']):,} keys"] = value
+    return pivot(["contender", "what"], dict(sorted(cells.items(), key=lambda item: item[0][1])))
 
 
 def none_yet(kind):

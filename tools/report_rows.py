@@ -87,7 +87,7 @@ def read(path, kinds):
                "has no rows" if not rows else "has a row of another length than its header" if uneven else "")
     if trouble:
         raise Refused(f"{path} {trouble}; measure it again with {KINDS[kind][2]}, or delete it")
-    for row, column in itertools.product(rows, set(NUMBERS).intersection(columns)):
+    for row, column in itertools.product(rows, [name for name in NUMBERS if name in columns]):
         try:
             row[column] = float(row[column]) if row[column] else None
         except ValueError:
