@@ -17,7 +17,7 @@ import cli
 from builds import replace_file as write
 from cli import Refused
 from report_charts import against, short, steps, waterfall
-from report_rows import KINDS, OURS, PEERS, bases, fastest, newest, peer, problem, read, timed
+from report_rows import KINDS, OURS, bases, fastest, newest, peer, problem, read, timed
 
 ROOT = Path(__file__).resolve().parent.parent
 
@@ -55,8 +55,8 @@ def rate(row):
 
 
 def times(at, names):
-    """The times of NAMES at a problem of fastest(), in µs; None for those that it lacks."""
-    return [short(at[name][0]) if name in at else None for name in names]
+    """{"NAME, µs": the time} of NAMES at a problem of fastest(); None for those that it lacks."""
+    return {f"{name}, µs": short(at[name][0]) if name in at else None for name in names}
 
 
 # ---- the sections: the first three return their Markdown and {picture: drawing}, the others a table ----
@@ -65,22 +65,21 @@ def results_section(source):
     """README's table and picture: the fastest line of each problem beside the peers."""
     best = {what: at for what, at in fastest(source).items() if at[OURS][1]["shape"] != "small"}
     names = list(dict.fromkeys(name for at in best.values() for name in at if name != OURS))
-    rows, drawn = [], []
+    cells, drawn = {}, []
     for what, at in best.items():
         us, row = at[OURS]
         least = min((at[name][0] for name in names if name in at), default=None)
         gain = f"{least / us:.2f}x" if least else ""
         shape = row["shape"] + ": " if row["shape"][:1].isalpha() else ""
-        rows.append([shape + what, row["config"], short(us), rate(row), *times(at, names), gain])
+        cells[shape + what, row["config"]] = {"µs": short(us), "TFLOP/s": rate(row), **times(at, names),
+                                              "times as fast": gain}
         values = {name: row["tflops"] or 0 for name, (_, row) in at.items()}
         drawn.append((what.replace(" fp16", ""), values, gain))
-    headers = ["problem (B,Hq,Hkv,Sq,Sk,D)", OURS, "#µs", "#TFLOP/s", *(f"#{name}, µs" for name in names),
-               "#times as fast"]
     torch = next((row["note"] for row in source.rows if peer(row) and row["note"]), "")
     words = (f"The peers through {torch}. " if torch else "") + provenance(source)
     chart = against(drawn, [OURS, *names], "TFLOP/s of the fastest line and of peers on each problem",
                     "TFLOP/s; right: times the best peer")
-    return table(headers, rows) + "\n" + words, {"peers.svg": chart}
+    return pivot(["problem (B,Hq,Hkv,Sq,Sk,D)", OURS], cells) + "\n" + words, {"peers.svg": chart}
 
 
 def kept_sentences():
@@ -187,14 +186,14 @@ def rates_section(source):
 
 def decode_section(source):
     """Few query rows: the fastest line of each family and cuDNN, and the rate at which the fastest reads K and V."""
-    rows = []
-    for what, at in fastest(source, lambda row: row["family"]).items():
-        us, row = min((at[family] for family in ("wgmma", "mma") if family in at), key=lambda cell: cell[0])
+    cells = {}
+    for what, at in fastest(source, lambda row: {"mma": "mma.sync"}.get(row["family"], row["family"])).items():
+        us, row = min((at[family] for family in ("wgmma", "mma.sync") if family in at), key=lambda cell: cell[0])
         element = 1 if row["dtype"] in ("u8", "e4m3") else 2  # bytes
         read_bytes = 2 * math.prod(int(row[name]) for name in ("B", "Hkv", "Sk", "D")) * element
-        rows.append([what, *times(at, ("wgmma", "mma", "cuDNN")), f"{read_bytes / us / 1e6:.2f}",
-                     f"{at['cuDNN'][0] / us:.2f}x" if "cuDNN" in at else None])
-    return table(["problem", "#wgmma, µs", "#mma.sync, µs", "#cuDNN, µs", "#K and V, TB/s", "#times as fast"], rows)
+        cells[what,] = {**times(at, ("wgmma", "mma.sync", "cuDNN")), "K and V, TB/s": f"{read_bytes / us / 1e6:.2f}",
+                        "times as fast": f"{at['cuDNN'][0] / us:.2f}x" if "cuDNN" in at else None}
+    return pivot(["problem"], cells)
 
 
 def accuracy_section(source):
