@@ -6,7 +6,6 @@ differ in their pattern, points in their marker, and each has its value beside i
 import html
 import io
 import itertools
-import math
 import re
 from textwrap import shorten
 
