@@ -225,4 +225,4 @@ def test_the_table_is_what_was_found():
 
 
 if __name__ == "__main__":
-    page.put(page.ROOT, {"onnx": table()})
+    page.put({"onnx": table()})

@@ -148,6 +148,8 @@ document.querySelector("pre").textContent = JSON.stringify({{svgs: svgs.length, 
 def make_sample(tmp_path):
     copy(tmp_path, "tools", "sdpa.cu", "harness.cu")
     shutil.copytree(ROOT / "tests/data/results", tmp_path / "results")
+    (tmp_path / "configs.txt").write_text("scalar_minimal\nwmma_all\nmma_split2\nmma_split4 : mma_split2 SPLIT_KV=4\n",
+                                          encoding="utf-8")
     (tmp_path / "docs").mkdir()
     old = "| mma_split4 |  |  |  | by hand |\n"
     sections = {"README.md": ["results"], "docs/LADDER.md": ["ladder", "ablation"], "docs/HOPPER.md": ["rungs", "rested", "decode", "e4m3", "accuracy"]}

@@ -1,6 +1,6 @@
 """usage: ./run_all.sh profile NAME [KNOB=VALUE...] [--shape S] [-- EXECUTABLE-OPTION...]
 Runs the kernel of the line NAME once under ncu (Nsight Compute) with the counters that matter for
-attention, and prints in ten lines what binds it and how far it is from that limit.
+attention, and prints in eleven lines what binds it and how far it is from that limit.
   --shape S   the problem (default long)
 exit: 0, 1 the kernel gives wrong results, 2 bad usage, no ncu, or no right to read the counters
 """
@@ -47,45 +47,42 @@ def counters_of(text):
 
 
 def verdict(row, counters):
-    """The ten lines. row: the executable's."""
-    sizes = {name: int(row[name]) for name in ("B", "Hq", "Hkv", "Sq", "Sk", "D")}
-    limited = row["sm"].startswith("9") and row["family"] in ("mma", "wmma")
-    reach = MMA_SYNC_REACH if limited else 1.0
-    tensor, dram = counters[UNITS["tensor pipe"]], counters[UNITS["DRAM"]]
-    use = {unit: counters[name] / (reach if unit == "tensor pipe" else 1) for unit, name in UNITS.items()}
-    busiest = max(use, key=use.get)
-    rows = {name: sizes["B"] * sizes["H" + name] * sizes["S" + side] for name, side in (("q", "q"), ("kv", "k"))}
-    tensors = 2 * sizes["D"] * 2 * (rows["q"] + rows["kv"]) + 4 * rows["q"]
+    """The eleven lines. row: the executable's."""
+    B, Hq, Hkv, Sq, Sk, D = (int(row[name]) for name in ("B", "Hq", "Hkv", "Sq", "Sk", "D"))
+    tensors = 2 * 2 * D * B * (Hq * Sq + Hkv * Sk) + 4 * B * Hq * Sq  # bytes: Q and O, K and V, LSE
     l2, moved = counters["lts__t_bytes.sum"], counters["dram__bytes_read.sum"] + counters["dram__bytes_write.sum"]
     conflicts = counters["l1tex__data_bank_conflicts_pipe_lsu_mem_shared.sum"] / (counters[WAVES] or 1)
+    busy = {unit: counters[name] for unit, name in UNITS.items()}
+    limited = row["sm"].startswith("9") and row["family"] in ("mma", "wmma")
+    use = {**busy, "tensor pipe": busy["tensor pipe"] / (MMA_SYNC_REACH if limited else 1)}
+    of_reach = f"{use['tensor pipe']:.0f}% of what mma.sync can reach on Hopper ({100 * MMA_SYNC_REACH:.1f}%)"
+    busiest = max(use, key=use.get)
     stalls = {reason: counters[STALLED.format(reason)] for reason in STALLS}
     total = sum(stalls.values()) or 1
-    waits = [f"{reason} {100 * stalls[reason] / total:.0f}%"
-             for reason in sorted(set(STALLS) - {"selected"}, key=lambda reason: -stalls[reason])[:3]]
-    mask = "" if row["causal"] == "off" else " causal " + row["causal"]
-    of_reach = f"{tensor / reach:.0f}% of what mma.sync can reach on Hopper ({100 * reach:.1f}%)" if limited else ""
-    return [
-        f"{row['config']} at {row['shape']}{mask} on {row['device']}: "
-        f"{counters['gpu__time_duration.sum'] / 1e3:.2f} us under ncu, SM at {counters['sm__cycles_elapsed.avg.per_second'] / 1e6:.0f} MHz",
-        f"  tensor pipe    {tensor:5.1f}%  {of_reach}",
-        f"  XU (MUFU)      {use['XU (MUFU)']:5.1f}%",
-        f"  FMA, ALU       {use['FMA pipes']:5.1f}%  {use['ALU']:.1f}%",
-        f"  issue slots    {use['issue slots']:5.1f}%  {counters['sm__warps_active.avg.per_cycle_active']:.1f} warps on an SM",
-        f"  shared memory  {use['shared memory']:5.1f}%  {100 * conflicts:.1f}% of its wavefronts are bank conflicts",
-        f"  L2             {use['L2']:5.1f}%  {l2 / 1e6:.1f} MB, {l2 / tensors:.1f} times the tensors",
-        f"  DRAM           {dram:5.1f}%  {moved / 1e6:.1f} MB, {moved / tensors:.2f} of the {tensors / 1e6:.1f} MB of the tensors",
-        f"  warps wait for         {', '.join(waits)}",
-        f"  gates                  tensor pipe >= 50%: {'yes' if tensor >= 50 else 'no'}; "
-        f"DRAM < 50%: {'yes' if dram < 50 else 'no'}",
-        f"  bound by               {busiest}, at {use[busiest]:.0f}% of its limit" if use[busiest] >= 80 else
-        f"  bound by               latency: the busiest unit is the {busiest} at {use[busiest]:.0f}% of its limit; "
-        f"warps wait for {waits[0]}"]
+    waits = [f"{reason} {100 * stalls[reason] / total:.0f}%" for reason in sorted(stalls, key=stalls.get, reverse=True)
+             if reason != "selected"][:3]
+    bound = f"{busiest}, at {use[busiest]:.0f}% of its limit"
+    if use[busiest] < 80:
+        bound = f"latency: the busiest unit is the {bound.replace(',', '')}; warps wait for {waits[0]}"
+    units = {"tensor pipe": of_reach if limited else "", "XU (MUFU)": "", "FMA pipes": f"{busy['ALU']:.1f}%",
+             "issue slots": f"{counters['sm__warps_active.avg.per_cycle_active']:.1f} warps on an SM",
+             "shared memory": f"{100 * conflicts:.1f}% of its wavefronts are bank conflicts",
+             "L2": f"{l2 / 1e6:.1f} MB, {l2 / tensors:.1f} times the tensors",
+             "DRAM": f"{moved / 1e6:.1f} MB, {moved / tensors:.2f} of the {tensors / 1e6:.1f} MB of the tensors"}
+    return [f"{row['config']} at {row['shape']}{'' if row['causal'] == 'off' else ' causal ' + row['causal']} on "
+            f"{row['device']}: {counters['gpu__time_duration.sum'] / 1e3:.2f} us under ncu, "
+            f"SM at {counters['sm__cycles_elapsed.avg.per_second'] / 1e6:.0f} MHz",
+            *(f"  {'FMA, ALU' if unit == 'FMA pipes' else unit:<15}{busy[unit]:5.1f}%  {words}"
+              for unit, words in units.items()),
+            f"  {'warps wait for':<23}{', '.join(waits)}",
+            f"  {'gates':<23}tensor pipe >= 50%: {'yes' if busy['tensor pipe'] >= 50 else 'no'}; "
+            f"DRAM < 50%: {'yes' if busy['DRAM'] < 50 else 'no'}",
+            f"  {'bound by':<23}{bound}"]
 
 
 def main():
-    argv = sys.argv[1:]
-    split = argv.index("--") if "--" in argv else len(argv)
-    options = cli.parse_options(__doc__, cli.MOST, argv[:split])
+    split = sys.argv.index("--") if "--" in sys.argv else len(sys.argv)
+    options = cli.parse_options(__doc__, cli.MOST, sys.argv[1:split])
     lines = builds.parse_contenders(options.words)
     if len(lines) != 1 or isinstance(lines[0], builds.Torch):
         raise Refused("one line at a time" if lines else "which line?")
@@ -99,7 +96,7 @@ def main():
     built = builds.build(lines, gpu.arch, program="sdpa.cu", kind="")[line]
     if built.trouble:
         raise Refused(f"{line.text}: {built.trouble}")
-    command = [built.path, "--check-only", "--shape", options.shape, *argv[split + 1:]]
+    command = [built.path, "--check-only", "--shape", options.shape, *sys.argv[split + 1:]]
     checked = builds.run([*command, "--header"])
     if checked.returncode == 1:
         raise Refused(f"{line.text} gives wrong results, so there is nothing to profile", 1)
@@ -109,15 +106,16 @@ def main():
     done = builds.run(["ncu", "--clock-control", "none", "--csv", "--page", "raw", "--print-units", "base",
                        "--metrics", ",".join(METRICS), "--kernel-name", "regex:sdpa_", "--launch-skip", "1",
                        "--launch-count", "1", *command])
-    if "ERR_NVGPUCTRPERM" in done.stdout + done.stderr:
-        raise Refused("this user may not read the GPU's counters (ERR_NVGPUCTRPERM): run as root, or load the driver with "
-                      "NVreg_RestrictProfilingToAdminUsers=0")
+    said = done.stdout + done.stderr
+    if "ERR_NVGPUCTRPERM" in said:
+        raise Refused("this user may not read the GPU's counters (ERR_NVGPUCTRPERM): run as root, or load the driver "
+                      "with NVreg_RestrictProfilingToAdminUsers=0")
     try:
         counters = counters_of(done.stdout)
     except ValueError:
         report = os.path.join(builds.BUILD, "ncu.csv")
-        builds.replace_file(report, done.stdout + done.stderr)
-        words = re.findall("^==.*", done.stdout + done.stderr, re.MULTILINE)[-1:]
-        raise Refused(f"ncu gave no counters: {''.join(words)} (all its words: {report})") from None
+        builds.replace_file(report, said)
+        words = "".join(re.findall("^==.*", said, re.MULTILINE)[-1:])
+        raise Refused(f"ncu gave no counters: {words} (all its words: {report})") from None
     print("\n".join(verdict(next(csv.DictReader(checked.stdout.splitlines())), counters)))
     return 0

@@ -16,12 +16,10 @@ from pathlib import Path
 import cli
 from builds import replace_file as write
 from cli import Refused
-from report_charts import against, short, standalone, steps, waterfall
-from report_rows import (KINDS, PEERS, ablated, bases, difference, fastest, ladders, newest, number, peer,
-                         problem, read, timed)
+from report_charts import against, short, steps, waterfall
+from report_rows import KINDS, OURS, bases, fastest, newest, peer, problem, read, timed
 
 ROOT = Path(__file__).resolve().parent.parent
-OURS = "fastest line"
 
 
 # ---- Markdown ----
@@ -34,9 +32,16 @@ def table(headers, rows):
     return "\n".join([line(header.lstrip("#") for header in headers), rule, *map(line, rows)]) + "\n"
 
 
-def picture(name, words, up="", width=380):
-    """An image of results/ in a page that is UP from the top folder."""
-    return f'<img src="{up}results/{name}" width="{width}" alt="{words}">\n'
+def pivot(titles, cells):
+    """A table of {(a row's title, ...): {column: number as text}}; TITLES head what the rows begin with."""
+    columns = list(dict.fromkeys(column for row in cells.values() for column in row))
+    return table([*titles, *("#" + column for column in columns)],
+                 [[*title, *map(row.get, columns)] for title, row in cells.items()])
+
+
+def picture(name, words, width=380):
+    """An image of results/ in a page of docs/."""
+    return f'<img src="../results/{name}" width="{width}" alt="{words}">\n'
 
 
 def provenance(source, up=""):
@@ -44,80 +49,109 @@ def provenance(source, up=""):
     return f"{source.measured_on}: [{source.name}]({up}{source.name})\n"
 
 
-def short_rate(source, row):
+def rate(row):
     """A row's TFLOP/s without a fraction."""
-    return f"{number(source, row, 'tflops') or 0:.0f}"
+    return f"{row['tflops'] or 0:.0f}"
+
+
+def times(at, names):
+    """{"NAME, µs": the time} of NAMES at a problem of fastest(); None for those that it lacks."""
+    return {f"{name}, µs": short(at[name][0]) if name in at else None for name in names}
 
 
 # ---- the sections: the first three return their Markdown and {picture: drawing}, the others a table ----
 
 def results_section(source):
     """README's table and picture: the fastest line of each problem beside the peers."""
-    best = {what: at for what, at in fastest([source]).items() if "line" in at and at["shape"] != "small"}
-    names = list(dict.fromkeys(n for at in best.values() for n in at if n not in ("shape", "line")))
-    rows, drawn = [], []
+    best = {what: at for what, at in fastest(source).items() if at[OURS][1]["shape"] != "small"}
+    names = list(dict.fromkeys(name for at in best.values() for name in at if name != OURS))
+    cells, drawn = {}, []
     for what, at in best.items():
-        us, row, _ = at["line"]
-        others = [at[name][0] if name in at else None for name in names]
-        least = min(filter(None, others), default=None)
-        name = f"{at['shape']}: " if at["shape"].isalnum() and at["shape"][0].isalpha() else ""
-        rows.append([name + what, row["config"], short(us), short_rate(source, row), *(t and short(t) for t in others),
-                     least and f"{least / us:.2f}x"])
-        values = {OURS: number(source, row, "tflops") or 0}
-        values.update((n, number(source, at[n][1], "tflops") or 0) for n in names if n in at)
-        drawn.append((what.replace(" fp16", ""), values, f"{least / us:.2f}x" if least else ""))
-    headers = ["problem (B,Hq,Hkv,Sq,Sk,D)", "fastest line", "#µs", "#TFLOP/s", *(f"#{n}, µs" for n in names),
-               "#times as fast"]
+        us, row = at[OURS]
+        least = min((at[name][0] for name in names if name in at), default=None)
+        gain = f"{least / us:.2f}x" if least else ""
+        shape = row["shape"] + ": " if row["shape"][:1].isalpha() else ""
+        cells[shape + what, row["config"]] = {"µs": short(us), "TFLOP/s": rate(row), **times(at, names),
+                                              "times as fast": gain}
+        values = {name: row["tflops"] or 0 for name, (_, row) in at.items()}
+        drawn.append((what.replace(" fp16", ""), values, gain))
     torch = next((row["note"] for row in source.rows if peer(row) and row["note"]), "")
     words = (f"The peers through {torch}. " if torch else "") + provenance(source)
     chart = against(drawn, [OURS, *names], "TFLOP/s of the fastest line and of peers on each problem",
                     "TFLOP/s; right: times the best peer")
-    return table(headers, rows) + "\n" + words, {"peers.svg": chart}
+    return pivot(["problem (B,Hq,Hkv,Sq,Sk,D)", OURS], cells) + "\n" + words, {"peers.svg": chart}
 
 
-def ladder_section(source, configs, sentences):
-    """Every line of configs.txt beside its base, in tables with SENTENCES, and pictures of the steps."""
-    base, row_of = bases(source, configs), {row["config"]: row for row in source.rows}
-    text, drawings, (found, us) = [], {}, ladders(source)
-    for family, lines in found.items():
-        pictures = []
+def kept_sentences():
+    """{line: the last cell of its row} of the ladder's tables."""
+    text = (ROOT / "docs/LADDER.md").read_text(encoding="utf-8")
+    section = text.partition("<!-- ladder:begin")[2].partition("<!-- ladder:end")[0]
+    return dict(re.findall(r"^\| (\w+) \|(?:[^|\n]*\|){3} ([^|\n]*) \|$", section, re.M))
+
+
+def ladder_section(source):
+    """Every line of configs.txt beside its base, in tables with the kept sentences, and pictures of the steps."""
+    row_of, families = {}, collections.defaultdict(list)
+    for row in source.rows:
+        if row["family"] and row["config"] not in row_of:
+            row_of[row["config"]] = row
+            sizes = "" if row["family"] != "wgmma" else " D=64" if row["D"] == "64" else " D=128, 256"
+            families[row["family"] + sizes].append(row["config"])
+    us = collections.defaultdict(dict)
+    for row, t in timed(source):
+        us[row["config"]][row["shape"]] = t
+    text, drawings, base, sentences = [], {}, bases(source), kept_sentences()
+    for family, lines in families.items():
+        pictures, rows = "", []
         for shape in ("mission", "long"):
-            rungs = [(name, us.get(base[name], {}).get(shape), us[name][shape]) for name in lines if shape in us[name]]
+            rungs = [(name, us[base.get(name)].get(shape), us[name][shape]) for name in lines if shape in us[name]]
             if len(rungs) > 1:
                 name = f"ladder-{re.sub('[^a-zA-Z0-9]+', '-', family)}-{shape}.svg"
                 words = f"Steps of the {family} lines at {shape}"
                 drawings[name] = steps(rungs, words)
-                pictures.append(picture(name, words, "../"))
-        text += [f"### {family}\n"] + (["".join(pictures)] if pictures else [])
-        rows = []
+                pictures += picture(name, words)
         for name in lines:
-            at, before = us[name], us.get(base[name], {})
-            step = f"{base[name]}: {' '.join(difference(row_of[base[name]], row_of[name]))}" if base[name] else None
-            times = [short(at[s]) + (f" ({before[s] / at[s]:.2f}x)" if s in before else "") if s in at else None
-                     for s in ("mission", "long")]
-            rows.append([name, step, *times, sentences.get(name)])
-        text.append(table(["line", "step from: what it changes", "#mission µs (gain)", "#long µs (gain)", "what it shows"],
-                          rows))
+            at, before, step = us[name], us[base.get(name)], None
+            if name in base:
+                old, new = (row_of[line]["knobs"].split() for line in (base[name], name))
+                step = f"{base[name]}: {' '.join(knob for knob in new if knob not in old)}"
+            gains = [short(at[shape]) + (f" ({before[shape] / at[shape]:.2f}x)" if shape in before else "")
+                     if shape in at else None for shape in ("mission", "long")]
+            rows.append([name, step, *gains, sentences.get(name)])
+        headers = ["line", "step from: what it changes", "#mission µs (gain)", "#long µs (gain)", "what it shows"]
+        text += filter(None, [f"### {family}\n", pictures, table(headers, rows)])
     return "\n".join(text) + "\n" + provenance(source, "../"), drawings
+
+
+def taken_back(row, full):
+    """Of a row's config FULL__KNOB_VALUE__KNOB_VALUE the KNOB=VALUE KNOB=VALUE; "" of the line FULL itself."""
+    return " ".join(re.sub(r"_([^_]*)$", r"=\1", part) for part in row["config"][len(full):].strip("_").split("__"))
 
 
 def ablation_section(sources):
     """A picture and a table of each line's ablation."""
     text, drawings = [], {}
     for source in sources:
-        full, whole, changes, refused = ablated(source)
+        full = source.rows[0]["config"]
+        changes = collections.defaultdict(dict)
+        for row, us in timed(source):
+            changes[taken_back(row, full)][row["shape"]] = us
+        whole = changes.pop("", {})
         drawing = waterfall(full, whole, changes)
         if not drawing:
             raise Refused(f"{source.path} has no row with a time for {full}, or none without one of its knobs")
         drawings[f"ablation-{full}.svg"] = drawing
-        rows = [[full] + [cell for t in whole.values() for cell in (short(t), None)]]
+        rows = [[full, *(cell for t in whole.values() for cell in (short(t), None))]]
         for change, us in changes.items():
-            cells = [(short(us[s]), f"{100 * (us[s] / t - 1):+.0f}%") if s in us else (None, None) for s, t in whole.items()]
-            rows.append([change, *(cell for pair in cells for cell in pair)])
+            rows.append([change])
+            for shape, t in whole.items():
+                rows[-1] += [short(us[shape]), f"{100 * (us[shape] / t - 1):+.0f}%"] if shape in us else [None, None]
         headers = ["taken back", *(h for shape in whole for h in (f"#{shape} µs", "#costs"))]
-        text += [f"### {full}\n", picture(f"ablation-{full}.svg", f"What each knob of {full} is worth", "../", 480),
-                 table(headers, rows)]
-        text += [f"`{change}` is not legal alone: {why}\n" for change, why in refused.items()]
+        words = f"What each knob of {full} is worth"
+        text += [f"### {full}\n", picture(f"ablation-{full}.svg", words, 480), table(headers, rows)]
+        refused = {taken_back(row, full): row["note"] or f"{row['status']} {row['check']}" for row in source.rows}
+        text += [f"`{change}` is not legal alone: {why.strip()}\n" for change, why in refused.items()
+                 if change and change not in changes]
         text.append(provenance(source, "../"))
     return "\n".join(text), drawings
 
@@ -126,7 +160,7 @@ def draw_ablation(name):
     """The picture of one CSV of results/ablation/, for `ablate --svg`."""
     _, drawings = ablation_section([read(ROOT / name, ["ablation"])])
     for picture_name, drawing in drawings.items():
-        write(ROOT / "results" / picture_name, standalone(drawing))
+        write(ROOT / "results" / picture_name, drawing)
 
 
 def rungs_section(source):
@@ -134,64 +168,42 @@ def rungs_section(source):
     tables = collections.defaultdict(lambda: collections.defaultdict(dict))
     for row, _ in timed(source):
         if not peer(row):
-            tables[row["D"]][problem(row)][row["config"]] = short_rate(source, row)
-    text = []
-    for rates in tables.values():
-        lines = list(dict.fromkeys(name for at in rates.values() for name in at))
-        if len(lines) > 1:
-            text.append(table(["TFLOP/s", *("#" + name for name in lines)],
-                              [[what, *(at.get(name) for name in lines)] for what, at in rates.items()]))
-    return "\n".join(text)
+            tables[row["D"]][problem(row),][row["config"]] = rate(row)
+    return "\n".join(pivot(["TFLOP/s"], cells) for cells in tables.values())
 
 
-def rested_section(source):
-    """TFLOP/s of the fastest line and the peers in the first milliseconds after a rest."""
-    best = {what: at for what, at in fastest([source]).items() if "line" in at}
-    names = [n for n in PEERS.values() if any(n in at for at in best.values())]
-    rows = [[what, at["line"][1]["config"], short_rate(source, at["line"][1]),
-             *(short_rate(source, at[n][1]) if n in at else None for n in names)] for what, at in best.items()]
-    return table(["problem", "fastest line", "#TFLOP/s", *(f"#{n}" for n in names)], rows)
-
-
-def e4m3_section(source):
-    """TFLOP/s of every e4m3 line and of cuDNN, with the error of the fastest line and of cuDNN."""
-    rates, errors = collections.defaultdict(dict), collections.defaultdict(dict)
-    for row, us in timed(source):
-        name = PEERS.get(row["config"], row["config"])
-        rates[problem(row)][name], errors[problem(row)][name] = (us, short_rate(source, row)), row["rel_rms"]
-    ours = {what: min((n for n in at if n not in PEERS.values()), key=lambda n: at[n][0]) for what, at in rates.items()}
-    rows = [[what, ours[what], at[ours[what]][1], at.get("cuDNN", ("", None))[1], errors[what][ours[what]], errors[what].get("cuDNN")]
-            for what, at in rates.items()]
-    return table(["problem", "fastest line", "#TFLOP/s", "#cuDNN", "#rel_rms", "#cuDNN's, O in e4m3"], rows)
+def rates_section(source):
+    """TFLOP/s of the fastest line and the peers, and in e4m3 the errors of the line and of cuDNN."""
+    cells = {}
+    for what, at in fastest(source).items():
+        _, ours = at.pop(OURS)
+        cells[what, ours["config"]] = {"TFLOP/s": rate(ours), **{name: rate(row) for name, (_, row) in at.items()}}
+        if source.kind == "e4m3":
+            peer_error = at["cuDNN"][1]["rel_rms"] if "cuDNN" in at else None
+            cells[what, ours["config"]].update({"rel_rms": ours["rel_rms"], "cuDNN's, O in e4m3": peer_error})
+    return pivot(["problem", OURS], cells)
 
 
 def decode_section(source):
     """Few query rows: the fastest line of each family and cuDNN, and the rate at which the fastest reads K and V."""
-    times = collections.defaultdict(dict)
-    for row, us in timed(source):
-        at, family = times[problem(row)], PEERS.get(row["config"], row["family"])
-        if family not in at or us < at[family][0]:
-            at[family] = us, row
-    rows = []
-    for what, at in times.items():
-        cells = [at.get(family, (None, None)) for family in ("wgmma", "mma", "cuDNN")]
-        us, row = min((cell for cell in cells[:2] if cell[0]), key=lambda cell: cell[0])
-        bytes_ = math.prod(int(row[name]) for name in ("B", "Hkv", "Sk", "D")) * 2 * (1 if row["dtype"] in ("u8", "e4m3") else 2)
-        rows.append([what, *(short(t) if t else None for t, _ in cells), f"{bytes_ / us / 1e6:.2f}",
-                     f"{cells[2][0] / us:.2f}x" if cells[2][0] else None])
-    return table(["problem", "#wgmma, µs", "#mma.sync, µs", "#cuDNN, µs", "#K and V, TB/s", "#times as fast"], rows)
+    cells = {}
+    for what, at in fastest(source, lambda row: {"mma": "mma.sync"}.get(row["family"], row["family"])).items():
+        us, row = min((at[family] for family in ("wgmma", "mma.sync") if family in at), key=lambda cell: cell[0])
+        element = 1 if row["dtype"] in ("u8", "e4m3") else 2  # bytes
+        read_bytes = 2 * math.prod(int(row[name]) for name in ("B", "Hkv", "Sk", "D")) * element
+        cells[what,] = {**times(at, ("wgmma", "mma.sync", "cuDNN")), "K and V, TB/s": f"{read_bytes / us / 1e6:.2f}",
+                        "times as fast": f"{at['cuDNN'][0] / us:.2f}x" if "cuDNN" in at else None}
+    return pivot(["problem"], cells)
 
 
 def accuracy_section(source):
     """Errors by the number of keys: a row for each contender and measure."""
-    keys = source.values("Sk")
     cells = collections.defaultdict(dict)
     for row in source.rows:
         name = f"`{row['contender']}` D={row['D']} {row['dtype']}"
         what, value = ("rel_rms", row["rel_rms"]) if row["input"] == "N(0,1)" else ("mean of O", row["mean"])
-        cells[name, what][row["Sk"]] = value
-    rows = [[name, what, *(at.get(key) for key in keys)] for (name, what), at in sorted(cells.items(), key=lambda item: item[0][1])]
-    return table(["contender", "what", *(f"#{int(key):,} keys" for key in keys)], rows)
+        cells[name, what][f"{int(row['Sk']):,} keys"] = value
+    return pivot(["contender", "what"], dict(sorted(cells.items(), key=lambda item: item[0][1])))
 
 
 def none_yet(kind):
@@ -201,67 +213,47 @@ def none_yet(kind):
 def bugs_section(words):
     """The outcome of tests/bugs.py: how many bugs of which kind each net catches."""
     kinds, missed, kind = collections.defaultdict(collections.Counter), [], ""
-    for line in words:
-        name, verdict, net, *_ = [*line.split(), "", "", ""]
-        if name == "#":
-            kind = line[2:].strip()
-        elif verdict == "caught":
-            kinds[kind][net.partition(":")[0]] += 1
-        elif verdict == "MISSED":
+    for title, net, name in re.findall(r"^# (.+)|^\S+ +caught +(\w+)|^(\S+) +MISSED", words, re.M):
+        if title:
+            kind = title
+        elif net:
+            kinds[kind][net] += 1
+        else:
             missed.append(name)
     if not kinds:
         raise Refused("stdin has no line of tests/bugs.py")
-    nets = ("check", "backend", "thread", "address")
+    nets, total = ("check", "backend", "thread", "address"), sum(kinds.values(), collections.Counter())
     rows = [[kind, *(count[net] or None for net in nets)] for kind, count in kinds.items()]
-    rows.append([f"all: {sum(sum(count.values()) for count in kinds.values())}",
-                 *(sum(count[net] for count in kinds.values()) for net in nets)])
+    rows.append([f"all: {sum(total.values())}", *(total[net] for net in nets)])
     return table(["bugs", *("#" + net for net in nets)], rows) + (f"\nMissed: {', '.join(missed)}\n" if missed else "")
 
 
 # ---- the pages ----
 
-def replaced(text, name, body):
-    """TEXT with BODY between the markers of NAME."""
-    return re.sub(rf"(<!-- {name}:begin[^\n]*-->\n).*?(<!-- {name}:end -->)", lambda m: m[1] + body + m[2], text,
-                  flags=re.S)
-
-
-def put(root, sections):
-    """Writes the SECTIONS into the pages that have their markers."""
-    pages = {}
-    missing = set(sections)
-    for path in (root / "README.md", *sorted((root / "docs").glob("*.md"))):
-        pages[path] = path.read_text(encoding="utf-8")
-        for name, body in sections.items():
-            if f"<!-- {name}:begin" in pages[path]:
-                missing.discard(name)
-                pages[path] = replaced(pages[path], name, body)
+def put(sections):
+    """Writes the SECTIONS between their markers in README.md and docs/."""
+    pages = {path: path.read_text(encoding="utf-8") for path in (ROOT / "README.md", *(ROOT / "docs").glob("*.md"))}
+    missing = sections.keys() - re.findall(r"<!-- (\w+):begin", "".join(pages.values()))
     if missing:
         raise Refused(f"no page has the markers of {', '.join(sorted(missing))}")
     for path, text in pages.items():
-        if text != path.read_text(encoding="utf-8"):
-            write(path, text)
-
-
-def kept_sentences(root):
-    """{line: the last cell of its row} of the ladder's tables."""
-    path = root / "docs/LADDER.md"
-    text = path.read_text(encoding="utf-8") if path.is_file() else ""
-    section = re.search("<!-- ladder:begin.*?<!-- ladder:end -->", text, re.S)
-    return dict(re.findall(r"^\| (\w+) \|(?:[^|\n]*\|){3} ([^|\n]*) \|$", section[0], re.M)) if section else {}
+        new = re.sub(r"(<!-- (\w+):begin[^\n]*-->\n)(.*?)(<!-- \2:end -->)",
+                     lambda found: found[1] + sections.get(found[2], found[3]) + found[4], text, flags=re.S)
+        if new != text:
+            write(path, new)
 
 
 def drawn(results, named=()):
     """All sections and pictures of the CSVs of results/."""
-    root, found = results.parent, newest(results, named)
+    found = newest(results, named)
     main = found["lines"][-1]
     if not any(row["shape"] in ("mission", "long") for row, _ in timed(main)):
         raise Refused(f"{main.path} has no row with a time for mission or long; measure on a GPU with ./run_all.sh")
     results, chart = results_section(found.get("peers", [main])[-1])
-    ladder, rungs = ladder_section(main, root / "configs.txt", kept_sentences(root))
-    ablation, waterfalls = ablation_section(found.get("ablation", []))
+    ladder, rungs = ladder_section(main)
+    ablation, waterfalls = ablation_section(found["ablation"])
     sections = {"results": results, "ladder": ladder, "ablation": ablation or none_yet("ablation")}
-    for name, section in (("rungs", rungs_section), ("rested", rested_section), ("e4m3", e4m3_section),
+    for name, section in (("rungs", rungs_section), ("rested", rates_section), ("e4m3", rates_section),
                           ("decode", decode_section), ("accuracy", accuracy_section)):
         kind = "peers" if name == "rungs" else name
         source = found.get(kind, [None])[-1]
@@ -272,15 +264,15 @@ def drawn(results, named=()):
 def main():
     options = cli.parse_options(__doc__, cli.MOST)
     if options.bugs:
-        put(ROOT, {"bugs": bugs_section(sys.stdin)})
+        put({"bugs": bugs_section(sys.stdin.read())})
         return 0
     for word in options.words:
         if not Path(word).is_file():
             raise Refused(f"{word}: no such file")
     sections, pictures = drawn(ROOT / "results", [Path(word).resolve() for word in options.words])
-    put(ROOT, sections)
+    put(sections)
     for name, drawing in pictures.items():
-        write(ROOT / "results" / name, standalone(drawing))
+        write(ROOT / "results" / name, drawing)
     for path in (ROOT / "results").glob("*.svg"):  # of a line without ablation any more, for one
         if path.name not in pictures:
             path.unlink()

@@ -12,95 +12,38 @@ exit: 0, 2 bad usage, or a file that is missing or cannot be read
 import collections
 import html
 import itertools
-import math
 import re
 import statistics
 import string
+from operator import itemgetter
 from pathlib import Path
 
 import builds
 import cli
 import page
 from cli import Refused, say
-from report_charts import samples
-from report_rows import KINDS, PEERS, newest, number, peer, problem, timed
+from report_charts import pairs
+from report_rows import KINDS, name_of, newest, peer, problem, timed
 
-INTRODUCTIONS = {
-    "results": "One run: the lines named, and each peer through PyTorch, in turns in one process on the same tensors.",
-    "ladder": "A bar runs from the time of a line's base (upright stroke) to its own time (dot): plain where the line is "
-              "faster, hatched where it is slower. The base is the line that configs.txt names; else the earlier line "
-              "of the family and head size that differs in the fewest knobs.",
-    "ablation": "A line with all of its knobs, then with each taken back (with what cannot stay without it). Bars to the "
-                "right: what the knob gains; to the left: it does not pay here.",
-    "rested": "The first 10 ms after 0.3 s of rest, as an application finds the GPU that does other things in between."}
-TEMPLATE = Path(__file__).with_name("report.html")
 UNDRAWN = ("verdicts", "steps", "fit", "variants", "sweep", "stress")  # kinds that are tables here
 SIZES = ("B", "Hq", "Hkv", "Sq", "Sk")
-FIRST = ("mission", "mission2", "long")  # of the problems; small is last, since its time is the launch
+FILTERS = ("shape", "D", "type", "causal", "family", "run")
 
 
-# ---- parts: numbers, tables, figures with their provenance ----
+# ---- Markdown as HTML ----
 
-def digits(x, n=4):
-    """A positive number with N significant digits, of which at most N - 1 after the point."""
-    return f"{x:.{min(n - 1, max(0, n - 1 - math.floor(math.log10(x))))}f}" if x else "0"
-
-
-def span(source, row):
-    """The 95% interval of a row's time, or nothing in files older than it."""
-    low, high = (number(source, row, column) for column in ("graph_lo_us", "graph_hi_us"))
-    return f"{digits(low)}–{digits(high)}" if low and high else ""
-
-
-def cell(value):
-    """A table's text for a value: numbers with four digits, nothing for None."""
-    return "" if value is None else html.escape(digits(value) if isinstance(value, float) else str(value))
-
-
-def table(headers, rows, *sources, attributes="", first=lambda row: False, wide=()):
-    """A table in a box of its own scrolling, and its provenance. A header with a # is of numbers; WIDE columns wrap."""
-    marks = [' class="n"' if header[0] == "#" else ' class="wide"' if header in wide else "" for header in headers]
-    head = "".join(f'<th scope="col"{mark}>{html.escape(text.lstrip("#"))}</th>' for text, mark in zip(headers, marks))
-    body = "\n".join(f"<tr{' class=first' if first(row) else ''}>" + "".join(
-        f"<td{mark}>{cell(value)}</td>" for value, mark in zip(row, marks)) + "</tr>" for row in rows)
-    return (f'<div class="box" tabindex="0"><table {attributes}>\n<thead><tr>{head}</tr></thead>\n'
-            f"<tbody>\n{body}\n</tbody></table></div>" + (provenance(*sources) if sources else ""))
-
-
-def provenance(*sources, tag="p"):
-    """Which file each figure is from, the command that makes such rows, and what it was measured on."""
-    files = collections.defaultdict(list)
-    for source in sources:
-        files[html.escape(source.measured_on)].append(
-            f"<code>{html.escape(source.name)}</code> (<code>{html.escape(KINDS[source.kind][2])}</code>)")
-    words = [" and ".join(names) + ": " + on for on, names in files.items()]
-    return f'<{tag} class="from">From ' + ".<br>".join(words) + f".</{tag}>"
-
-
-def figure(title, drawing, *sources, note=""):
-    """A chart with its title, a sentence if it needs one, and its provenance."""
-    note = f"<p>{html.escape(note)}</p>" if note else ""
-    return (f"<figure><b>{html.escape(title)}</b>{drawing}<figcaption>{note}{provenance(*sources, tag='div')}"
-            "</figcaption></figure>")
-
-
-def charts(figures):
-    """Charts side by side, as many as fit."""
-    return '<div class="charts">\n' + "\n".join(figures) + "\n</div>"
-
-
-def from_markdown(text, pictures):
-    """A section of README or docs as HTML, with its pictures drawn in, and the names of files instead of links."""
+def to_html(text, pictures):
+    """A section as HTML, with its pictures drawn in, and the names of files instead of links."""
     parts = []
     for block in re.split("\n{2,}", re.sub(r"\[([^]]*)\]\([^)]*\)", r"`\1`", text.strip())):
         if block.startswith("|"):
-            lines = block.replace("`", "").splitlines()
-            names, rules, *rows = [[cell.strip() for cell in line[1:-1].split("|")] for line in lines]
-            headers = [("#" if rule.endswith(":") else "") + name for name, rule in zip(names, rules)]
-            parts.append(table(headers, rows, wide=[name for name in names if name.startswith(("what", "step"))]))
+            parts.append(table_to_html(block))
         elif block.startswith("<img"):
-            parts.append(charts(f"<figure><b>{words}</b>{pictures[name]}</figure>" for name, words in re.findall(
-                r'<img src="[^"]*?([^/"]*)"[^>]*alt="([^"]*)">', block)))
+            images = re.findall(r'<img src="[^"]*?([^/"]*)"[^>]*alt="([^"]*)">', block)
+            figures = (f"<figure><b>{words}</b>{pictures[name]}</figure>" for name, words in images)
+            parts.append('<div class="charts">\n' + "\n".join(figures) + "\n</div>")
+        elif block.startswith("<"):
+            parts.append(block)
         elif block.startswith("### "):
             parts.append(f"<h3>{html.escape(block[4:])}</h3>")
         else:
@@ -108,146 +51,145 @@ def from_markdown(text, pictures):
     return "\n".join(parts)
 
 
-def page_of(title, body):
-    """The template with TITLE and BODY, and a class for each different style of the charts' elements."""
-    classes = {}
-    body = re.sub(r'style="([^"]*)"', lambda m: f'class="{classes.setdefault(m[1], f"s{len(classes)}")}"', body)
-    styles = "\n".join(f".{name} {{ {style} }}" for style, name in classes.items())
-    template = string.Template(TEMPLATE.read_text(encoding="utf-8"))
-    return template.substitute(title=html.escape(title), styles=styles, body=body)
+def table_to_html(block):
+    """A table in a box of its own scrolling. The filters find that of ranks, where a problem's first row is marked."""
+    lines = html.escape(block.replace("`", "")).splitlines()
+    headers, rules, *rows = [[cell.strip() for cell in line[1:-1].split("|")] for line in lines]
+    marks = [' class="n"' * rule.endswith(":") for rule in rules]
+    head = "".join(f'<th scope="col"{mark}><button type="button">{header}</button></th>'
+                   for header, mark in zip(headers, marks))
+    is_ranked = headers[0] == "rank"
+    body = "\n".join(f"<tr{' class=first' * (is_ranked and row[0] == '1')}>" + "".join(
+        f"<td{mark}>{cell}</td>" for cell, mark in zip(row, marks)) + "</tr>" for row in rows)
+    attributes = ' id="lines" class="grouped"' * is_ranked
+    return (f'<div class="box" tabindex="0"><table{attributes}>\n<thead><tr>{head}</tr></thead>\n'
+            f"<tbody>\n{body}\n</tbody></table></div>")
 
 
-# ---- sections: each returns its HTML, or "" where results/ has nothing for it ----
+# ---- sections: each returns its Markdown, or "" where results/ has nothing for it ----
 
-def ranked_section(sources):
-    """Every timed row, ranked inside its problem and file, with filters."""
-    rows = []
-    for source in sources:
-        at = grouped(timed(source), lambda entry: problem(entry[0]))
-        for entries in sorted(at.values(), key=lambda entries: place(entries[0][0]["shape"])):
-            entries.sort(key=lambda entry: entry[1])
-            for rank, (row, us) in enumerate(entries, 1):
-                tflops = number(source, row, "tflops")
-                rows.append((rank, PEERS.get(row["config"], row["config"]), us, span(source, row),
-                             tflops and digits(tflops, 3), f"{us / entries[0][1]:.2f}", sizes(row), row["D"],
-                             row["dtype"], row["causal"], "peer" if peer(row) else row["family"], row["check"] or "–",
-                             source.kind))
-    headers = ["#rank", "line", "#µs", "#95% interval, µs", "#TFLOP/s", "#× best", "B,Hq,Hkv,Sq,Sk", "#D", "type",
-               "causal", "family", "check", "run"]
-    selects = []
-    for title, column in (("shape", 6), ("D", 7), ("type", 8), ("causal", 9), ("family", 10), ("run", 12)):
-        values = sorted(dict.fromkeys(row[column] for row in rows), key=lambda text: int(text) if text.isdigit() else 0)
-        selects.append(f'<label>{title}<select data-column="{column}"><option value="">all</option>'
-                       + "".join(f"<option>{html.escape(value)}</option>" for value in values) + "</select></label>")
-    return f"""<p>Ranked inside each problem and run; <em>× best</em> is the time as a multiple of the fastest.
-<em>µs</em> is <code>graph_us</code>, one launch's share of a replayed CUDA graph. The run <em>lines</em> has every
-line of configs.txt; <em>peers</em> has some lines and the peers in turns, in one process.</p>
-<form class="filters" id="filters">{"".join(selects)}
-<label>line contains<input type="search" data-column="1" size="14"></label>
-<label>&nbsp;<input type="reset" value="show all"></label></form>
-<p><output id="shown">{len(rows)} rows</output></p>
-""" + table(headers, rows, *sources, attributes='id="lines" class="grouped"', first=lambda row: row[0] == 1)
-
-
-def place(shape):
-    """A key that sorts problems as the page has them."""
-    return FIRST.index(shape) if shape in FIRST else len(FIRST) + (shape == "small")
-
-
-def sizes(row):
-    """B,Hq,Hkv,Sq,Sk with the shape's name, if it has one."""
-    words = ",".join(row[c] for c in SIZES)
-    return f"{words} {row['shape']}" if row["shape"].isalnum() and row["shape"][0].isalpha() else words
-
-
-def comparison(source, rows, verdicts, what):
-    """The chart of one comparison on one problem: every time, and the ratio of each pair of turns with the verdict."""
-    turns = collections.defaultdict(lambda: collections.defaultdict(list))
-    for row in rows:
-        turns[row["contender"]][row["turn"]].append(number(source, row, "us"))
-    title = f"{' against '.join(turns)} at {what}"
-    times = {name: [us for turn in of.values() for us in turn] for name, of in turns.items()}
-    middle = {name: [statistics.median(us) for us in of.values()] for name, of in turns.items()}
-    verdicts = [row for row in verdicts if row["b"] in turns and row["a"] in turns]
-    ratios = {row["b"]: [b / a for b, a in zip(middle[row["b"]], middle[row["a"]])] for row in verdicts}
-    note = "; ".join(f"{row['b']}: {row['verdict']}, {row['pairs']} pairs, {row['thrown_out']} thrown out as disturbed"
-                     for row in verdicts)
-    estimate = {row["b"]: [number(source, row, column) for column in ("ratio", "low", "high")] for row in verdicts}
-    return figure(title, samples(times, ratios, estimate, title), source, note=note)
+def provenance(source):
+    """Which file figures are from, the command that makes such rows, and what it was measured on."""
+    return f"\nFrom `{source.name}` (`{KINDS[source.kind][2]}`): {source.measured_on}.\n\n"
 
 
 def grouped(rows, key):
+    """{key: [the rows that have it]}."""
     found = collections.defaultdict(list)
     for row in rows:
         found[key(row)].append(row)
     return found
 
 
+def ranked_section(sources):
+    """Every timed row, ranked inside its problem and file, with filters."""
+    rows = []
+    for source in sources:
+        at = grouped(timed(source), lambda entry: problem(entry[0]))
+        # small is last, since its time is the launch
+        for entries in sorted(at.values(), key=lambda entries: entries[0][0]["shape"] == "small"):
+            entries.sort(key=lambda entry: entry[1])
+            for rank, (row, us) in enumerate(entries, 1):
+                sizes = ",".join(row[column] for column in SIZES) + f" {row['shape']}" * row["shape"][0].isalpha()
+                low, high = row.get("graph_lo_us"), row.get("graph_hi_us")  # not in older files
+                rows.append((rank, name_of(row), f"{us:.3f}", f"{low}–{high}" if low else "",
+                             f"{row['tflops'] or 0:.2f}", f"{us / entries[0][1]:.2f}", sizes, row["D"], row["dtype"],
+                             row["causal"], "peer" if peer(row) else row["family"], row["check"] or "–", source.kind))
+    headers = ["#rank", "line", "#µs", "#95% interval, µs", "#TFLOP/s", "#× best", "shape", "#D", "type", "causal",
+               "family", "check", "run"]
+    selects = "".join(f'<label>{header.lstrip("#")}<select data-column="{column}"><option value="">all</select></label>'
+                      for column, header in enumerate(headers) if header.lstrip("#") in FILTERS)
+    return f"""Ranked inside each problem and run; `× best` is the time as a multiple of the fastest. `µs` is
+`graph_us`, one launch's share of a replayed CUDA graph. The run `lines` has every line of configs.txt; `peers` has
+some lines and the peers in turns, in one process.
+
+<form class="filters" id="filters">{selects}
+<label>line contains<input type="search" data-column="1" size="14"></label>
+<label>&nbsp;<input type="reset" value="show all"></label></form>
+<p><output id="shown">{len(rows)} rows</output></p>
+
+""" + page.table(headers, rows) + "".join(map(provenance, sources))
+
+
 def ab_section(found):
-    """The distributions behind the verdicts."""
-    parts, case = [], lambda row: (row["comparison"], row["problem"])
+    """The ratios behind the verdicts, and {picture: drawing}."""
+    case, text, pictures = itemgetter("comparison", "problem"), "", {}
     verdicts = grouped((row for source in found["verdicts"] for row in source.rows), case)
     for source in found["samples"]:
-        drawn = [comparison(source, rows, verdicts[key], key[1]) for key, rows in grouped(source.rows, case).items()]
-        parts.append("<p>Each contender's times, a tick per replay of its graph; and the ratio of each turn's median to that "
-                     "of the first contender in the same half of a block, with the verdict's trimmed mean (diamond) and "
-                     "its 99% interval. Grey: within 0.5%.</p>\n" + charts(drawn))
-    return "\n".join(parts)
+        text += ("The ratio of each turn's median to that of the first contender in the same half of a block, with the "
+                 "verdict's trimmed mean (diamond) and its 99% interval. Grey: within 0.5%.\n\n")
+        words = "\n"
+        for key, rows in grouped(source.rows, case).items():
+            medians = collections.defaultdict(list)
+            for (name, _), turn in grouped(rows, itemgetter("contender", "turn")).items():
+                medians[name].append(statistics.median(row["us"] for row in turn))
+            ratios, title = {}, f"{' against '.join(medians)} at {key[1]}"
+            for row in verdicts[key]:
+                a, b = row["a"], row["b"]
+                of_turns = [of_b / of_a for of_b, of_a in zip(medians[b], medians[a])]
+                ratios[b] = of_turns, row["ratio"], row["low"], row["high"]
+                words += (f"{title}: {b}: {row['verdict']}, {row['pairs']} pairs, {row['thrown_out']} thrown out as "
+                          "disturbed.\n\n")
+            if ratios:
+                name = f"ab{len(pictures)}"
+                pictures[name] = pairs(ratios, next(iter(medians)), title)
+                text += page.picture(name, title)
+        text += words + provenance(source)
+    return text, pictures
 
 
 def tables_section(found):
     """What is measured besides, a table for each file, of the columns in which its rows differ."""
-    parts = []
-    for source in itertools.chain(*map(found.get, filter(found.get, UNDRAWN))):
+    text = ""
+    for source in itertools.chain.from_iterable(found[kind] for kind in UNDRAWN):
         columns = [name for name in source.rows[0] if name not in SIZES and len({row[name] for row in source.rows}) > 1]
-        numeric = [name for name in columns if re.fullmatch(r"[\d.]*", "".join(row[name] for row in source.rows))]
-        body = table(["#" * (name in numeric) + name for name in columns],
-                     [[row[name] for name in columns] for row in source.rows], source, wide=["tile", "source"])
-        parts.append(f"<details><summary>{source.name}: {len(source.rows)} rows</summary>\n{body}\n</details>")
-    return "\n".join(parts)
+        text += (f"<details><summary>{source.name}: {len(source.rows)} rows</summary>\n\n"
+                 + page.table(columns, [map(row.get, columns) for row in source.rows])
+                 + provenance(source) + "</details>\n\n")
+    return text
 
 
 def files_section(results, found):
-    """Every CSV of results/, and whether this page shows it."""
+    """Every CSV of results/, and whether this page shows it: the newest of each kind by their names."""
     shown = {source.path for sources in found.values() for source in sources}
-    rows = [(path.relative_to(results.parent), "shown" if path in shown else "") for path in sorted(results.rglob("*.csv"))]
-    return (f"<p>Shown are the newest of each kind by their names: {len(shown)} of {len(rows)} files.</p>\n"
-            + table(["file", "here"], rows, first=lambda row: row[-1] == "shown"))
+    rows = [(path.relative_to(results.parent), "shown" * (path in shown)) for path in sorted(results.rglob("*.csv"))]
+    return page.table(["file", "here"], rows)
 
 
 # ---- the page ----
 
 def whole(results):
     """The whole page as text."""
-    found = collections.defaultdict(list, newest(results))
+    found = newest(results)
     main = found["lines"][0]
-    peers = found["peers"][-1:] or [main]
     drawn, pictures = page.drawn(results)
-    drawn = {name: from_markdown(f"{INTRODUCTIONS.get(name, '')}\n\n{text}", pictures) for name, text in drawn.items()}
-    chart = charts([figure("TFLOP/s of the fastest line and of peers", pictures["peers.svg"], *peers)])
-    runs = list({source.kind: source for source in (main, *peers)}.values())
+    comparisons, more = ab_section(found)
     sections = [
-        ("peers", "Beside the peers", chart + drawn["results"]),
-        ("ranked", "All lines, ranked by problem", ranked_section(runs)),
-        ("ladder", "The ladder: what each step gives", drawn["ladder"]),
-        ("ablation", "Ablations", drawn["ablation"]),
+        ("peers", "Beside the peers",
+         page.picture("peers.svg", "TFLOP/s of the fastest line and of peers") + "\n" + drawn["results"]),
+        ("ranked", "All lines, ranked by problem", ranked_section([main, *found["peers"][-1:]])),
+        ("ladder", "The ladder: from a base's time (stroke) to the line's (dot), hatched if slower", drawn["ladder"]),
+        ("ablation", "Ablations: what each knob costs if it is taken back", drawn["ablation"]),
         ("rungs", "Lines on the problems of the peers", drawn["rungs"]),
         ("rested", "After a rest", drawn["rested"]),
         ("e4m3", "8 bits", drawn["e4m3"]),
         ("decode", "Few query rows", drawn["decode"]),
         ("accuracy", "Errors by the number of keys", drawn["accuracy"]),
-        ("ab", "A/B comparisons", ab_section(found)),
+        ("ab", "A/B comparisons", comparisons),
         ("tables", "Claims, tiles, variants and checks", tables_section(found)),
         ("files", "All files of results/", files_section(results, found)),
     ]
+    # In one page a picture is as wide as its place, and has ids that no other one has.
+    for count, (name, drawing) in enumerate({**pictures, **more}.items()):
+        drawing = re.sub("^<svg .*? viewBox", "<svg viewBox", drawing)
+        pictures[name] = re.sub(r'( id="|href="#|url\(#)', rf"\1picture{count}-", drawing)
     sections = [section for section in sections if section[2]]
-    contents = "".join(f'<li><a href="#{key}">{title}</a></li>' for key, title, _ in sections)
-    body = (f"<header><h1>sdpa: attention forward on {html.escape(main.gpu)}</h1>\n<p>{html.escape(main.measured_on)}. "
-            "Made by <code>./run_all.sh report</code> from results/ alone; this file loads nothing.</p>\n"
-            f"</header>\n<nav aria-label=\"Contents\"><ol>{contents}</ol></nav>\n<main>\n"
-            + "\n".join(f'<section id="{key}">\n<h2>{title}</h2>\n{text}\n</section>' for key, title, text in sections)
-            + "\n</main>")
-    return page_of(f"sdpa on {main.gpu}, {main.path.name[:10]}", body)
+    template = string.Template(Path(__file__).with_name("report.html").read_text(encoding="utf-8"))
+    return template.substitute(
+        gpu=html.escape(main.rows[0]["device"]), date=main.path.name[:10], measured_on=html.escape(main.measured_on),
+        contents="".join(f'<li><a href="#{key}">{title}</a></li>' for key, title, _ in sections),
+        sections="\n".join(f'<section id="{key}">\n<h2>{title}</h2>\n{to_html(text, pictures)}\n</section>'
+                           for key, title, text in sections))
 
 
 def main():

@@ -6,42 +6,42 @@ differ in their pattern, points in their marker, and each has its value beside i
 import html
 import io
 import itertools
-import math
 import re
+from textwrap import shorten
 
 import matplotlib
 from matplotlib import ticker
 from matplotlib.figure import Figure
 
-INK, DIM, GRID, EDGE = "#1f2328", "#57606a", "#e3e7eb", "#8c959f"
+INK, DIM, GRID = "#1f2328", "#57606a", "#e3e7eb"
 matplotlib.use("svg")
 matplotlib.rcParams.update({
     "svg.fonttype": "none", "svg.hashsalt": "sdpa", "font.size": 9.5, "hatch.linewidth": 0.6, "text.color": INK,
     "axes.linewidth": 0.6, "axes.spines.top": False, "axes.spines.right": False, "axes.labelcolor": INK,
-    "axes.edgecolor": EDGE, "axes.axisbelow": True, "grid.color": GRID, "grid.linewidth": 0.6, "xtick.color": DIM,
-    "ytick.color": DIM, "legend.frameon": False, "legend.handletextpad": 0.2, "legend.columnspacing": 1.2})
+    "axes.edgecolor": "#8c959f", "axes.axisbelow": True, "axes.grid": True, "axes.grid.axis": "x", "grid.color": GRID,
+    "grid.linewidth": 0.6, "xtick.color": DIM, "xtick.major.size": 3, "xtick.major.width": 0.6, "ytick.color": DIM,
+    "ytick.labelcolor": INK, "ytick.major.size": 0, "legend.frameon": False, "legend.loc": "upper left",
+    "legend.borderpad": 0.1, "legend.handletextpad": 0.2, "legend.columnspacing": 1.2})
 
 WIDTH = 380
 ROW = 15
 # Fill and pattern of the first, second, ... series of a chart.
 SERIES = [("#1f5fa8", ""), ("#f3d9a4", "////"), ("#ffffff", "||||"), ("#c7e3d4", "xxxx"), ("#e6d3ea", "----")]
 FASTER, SLOWER = ("#1f5fa8", ""), ("#f6c6b8", "////")
-_ids = itertools.count(1)
 
 
 def svg(figure, label):
-    """The figure as an <svg> element that can stand beside others in one page."""
-    text = io.StringIO()
-    figure.savefig(text, format="svg", metadata={"Date": None})
-    text = text.getvalue()
-    text = text[text.index("<svg"):]
-    prefix = f"c{next(_ids)}-"
+    """The figure as a small SVG in its reader's fonts, whose white ground makes it the same picture on a dark page."""
+    file = io.StringIO()
+    figure.savefig(file, format="svg", metadata={"Date": None})
+    text = file.getvalue().partition("<svg")[2]
     text = re.sub(r"<metadata>.*?</metadata>|<!--.*?-->|<style[^>]*>.*?</style>", "", text, flags=re.S)
-    text = re.sub(r'<svg [^>]*viewBox="([^"]*)"[^>]*>',
-                  lambda m: f'<svg viewBox="{m[1]}" role="img" aria-label="{html.escape(label)}">', text)
+    text = re.sub(r'^[^>]*viewBox="0 0 ([\d.]+) ([\d.]+)"[^>]*>', lambda m: (
+        '<svg xmlns="http://www.w3.org/2000/svg" xmlns:xlink="http://www.w3.org/1999/xlink" '
+        f'width="{m[1]}" height="{m[2]}" font-family="system-ui,Arial,sans-serif" '
+        f'viewBox="0 0 {m[1]} {m[2]}" role="img" aria-label="{html.escape(label)}">'), text)
     used = set(re.findall(r'(?:href="#|url\(#)([^")]+)', text))
-    text = re.sub(r' id="([^"]*)"', lambda m: f' id="{prefix}{m[1]}"' if m[1] in used else "", text)
-    text = re.sub(r'(href="#|url\(#)', rf"\g<1>{prefix}", text)
+    text = re.sub(r' id="([^"]*)"', lambda m: m[0] if m[1] in used else "", text)
     # The page's font, and a tenth of a unit of precision: smaller, and nobody sees it.
     text = re.sub(r"font: (bold |700 )?([\d.]+)px [^;\"]*", lambda m: "font-size: " + m[2] + "px"
                   + ("; font-weight: bold" if m[1] else ""), text)
@@ -49,31 +49,16 @@ def svg(figure, label):
     text = re.sub(r' transform="rotate\(-0 [^"]*\)"', "", text)
     text = re.sub(r"<(?:path|use|text) [^>]*>", lambda tag: re.sub(
         r"\d+\.\d{2,}", lambda m: f"{float(m[0]):.1f}", tag[0]), text)
-    return re.sub(r">\s+<", "><", re.sub(r"\s*\n\s*", " ", text))
-
-
-def standalone(drawing):
-    """A chart of svg() as a file of its own; its white ground makes it the same picture on a dark page."""
-    drawing = re.sub(r'(id="|#)c\d+-', r"\1", drawing)
-    width, height = re.search(r'viewBox="0 0 ([\d.]+) ([\d.]+)"', drawing).groups()
-    return drawing.replace("<svg ", '<svg xmlns="http://www.w3.org/2000/svg" '
-                           f'xmlns:xlink="http://www.w3.org/1999/xlink" width="{width}" height="{height}" '
-                           'font-family="system-ui,Arial,sans-serif" ', 1) + "\n"
+    return re.sub(r">\s+<", "><", re.sub(r"\s*\n\s*", " ", text)) + "\n"
 
 
 # ---- parts ----
 
-def canvas(left, heights, bottoms=34, top=6, right=8):
-    """A figure of axes one above the other, each as high as told, with LEFT units for the labels of rows."""
-    total = top + sum(height + bottoms for height in heights)
-    figure, axes, y = Figure(figsize=(WIDTH / 72, total / 72)), [], total - top
-    for height in heights:
-        y -= height
-        axes.append(figure.add_axes([left / WIDTH, y / total, (WIDTH - left - right) / WIDTH, height / total]))
-        y -= bottoms
-        axes[-1].grid(axis="x")
-        axes[-1].tick_params(length=3, width=0.6)
-    return figure, axes
+def canvas(left, height, top=6, right=8, bottom=34):
+    """A figure and its axes, HEIGHT units high, with LEFT units for the labels of rows."""
+    total = top + height + bottom
+    figure = Figure(figsize=(WIDTH / 72, total / 72))
+    return figure, figure.add_axes([left / WIDTH, bottom / total, (WIDTH - left - right) / WIDTH, height / total])
 
 
 def name_rows(axes, names):
@@ -81,35 +66,25 @@ def name_rows(axes, names):
     if names:
         axes.set_ylim(len(names) - 0.4, -0.6)
     axes.set_yticks(range(len(names)), names)
-    axes.tick_params(axis="y", length=0, labelcolor=INK)
     axes.spines["left"].set_visible(bool(names))
 
 
 def write(axes, text, at, right=0, **more):
     """TEXT so many units right of a point, or with None as x at the left end."""
-    more.setdefault("va", "center" if right else "baseline")
     if at[0] is None:
         at, more["xycoords"] = (0, at[1]), axes.get_yaxis_transform()
-    axes.annotate(text, at, (right, more.pop("up", 0)), textcoords="offset points", **more)
+    axes.annotate(text, at, (right, 0), textcoords="offset points", va="center" if right else "baseline", **more)
 
 
-def legend(figure, count, **more):
-    """COUNT entries side by side, on top of a chart."""
-    figure.legend(loc="upper left", bbox_to_anchor=(0, 1), ncol=count, borderpad=0.1, **more)
-
-
-def log_ticks(axis, low, high, unit=""):
-    """Plain numbers at 1, 2 and 5 times the powers of ten; more of them where the range is short."""
+def log_axis(axes, low, high, room, unit=""):
+    """A log axis from LOW to HIGH, with ROOM at the right, a share of its length, and plain numbers at its ticks."""
     ratio = high / low
+    axes.set_xscale("log")
+    axes.set_xlim(low, high * ratio ** room)
     subs = (1,) if ratio > 1000 else (1, 3) if ratio > 60 else (1, 2, 5) if ratio > 4 else (1, 1.5, 2, 3, 4, 5, 6, 8)
-    axis.set_major_locator(ticker.LogLocator(subs=subs, numticks=20))
-    axis.set_major_formatter(ticker.FuncFormatter(lambda x, _: f"{x:g}{unit}"))
-    axis.set_minor_locator(ticker.NullLocator())
-
-
-def fit(text, most=62):
-    """TEXT, shortened at its end to what a chart is wide."""
-    return text if len(text) <= most else text[:most - 1] + "…"
+    axes.xaxis.set_major_locator(ticker.LogLocator(subs=subs, numticks=20))
+    axes.xaxis.set_major_formatter(ticker.FuncFormatter(lambda x, _: f"{x:g}{unit}"))
+    axes.xaxis.set_minor_locator(ticker.NullLocator())
 
 
 def short(t):
@@ -122,12 +97,10 @@ def short(t):
 def steps(rungs, label):
     """A ladder: each line's time, with a bar from the time of its base. RUNGS: (name, base µs or None, µs)."""
     left = 8 + 6.3 * max(len(name) for name, _, _ in rungs)
-    figure, (axes,) = canvas(left, [ROW * len(rungs) + 6])
+    figure, axes = canvas(left, ROW * len(rungs) + 6)
     times = [t for _, base, us in rungs for t in (base, us) if t]
-    low, high = min(times) / 1.12, max(times)
-    axes.set_xscale("log")
     # The values stand right of the bars: room for 14 characters.
-    axes.set_xlim(low, high * (high / low) ** (80 / (WIDTH - left - 88)))
+    log_axis(axes, min(times) / 1.12, max(times), 80 / (WIDTH - left - 88))
     for y, (_, base, us) in enumerate(rungs):
         if base:
             fill, hatch = FASTER if us <= base else SLOWER
@@ -136,45 +109,38 @@ def steps(rungs, label):
         axes.plot(us, y, "o", color=INK, markersize=3.6)
         write(axes, short(us) + (f" ({base / us:.2f}x)" if base else ""), (max(us, base or 0), y), 5)
     name_rows(axes, [name for name, _, _ in rungs])
-    log_ticks(axes.xaxis, low, high)
     axes.set_xlabel("µs, log axis")
     return svg(figure, label)
 
 
 def waterfall(full, whole, changes):
     """What each change of an ablation costs, the dearest first: bars from 1, one a shape of WHOLE; "" without times."""
-    groups = []
-    for change, us in changes.items():
-        bars = [(shape, t / whole[shape], f"{100 * (t / whole[shape] - 1):+.0f}% ({short(t)} µs)")
-                for shape, t in us.items() if shape in whole]
-        if bars:
-            groups.append((change, bars))
+    groups = [(change, {shape: t / whole[shape] for shape, t in us.items() if shape in whole})
+              for change, us in changes.items()]
+    groups = sorted((group for group in groups if group[1]), key=lambda group: -max(group[1].values()))
     if not groups:
         return ""
-    groups.sort(key=lambda group: -max(ratio for _, ratio, _ in group[1]))
     height = sum(ROW + 13 * len(bars) + 5 for _, bars in groups)
-    figure, (axes,) = canvas(8, [height], top=24)
-    ratios = [ratio for _, bars in groups for _, ratio, _ in bars]
-    low, high = min(ratios + [1]) / 1.02, max(ratios + [1])
-    axes.set_xscale("log")
-    axes.set_xlim(low, high * (high / low) ** (84 / (WIDTH - 100)))  # the texts stand right of the bars
-    log_ticks(axes.xaxis, low, high, "x")
+    figure, axes = canvas(8, height, top=24)
+    ratios = [1, *(ratio for _, bars in groups for ratio in bars.values())]
+    log_axis(axes, min(ratios) / 1.02, max(ratios), 84 / (WIDTH - 100), "x")
     name_rows(axes, [])
     axes.set_ylim(height, 0)
-    axes.set_xlabel(f"time as a multiple of {fit(full, 36)}, log axis")
+    axes.set_xlabel(f"time as a multiple of {shorten(full, 36)}, log axis")
     styles = {shape: dict(facecolor=fill, hatch=hatch, edgecolor=INK, linewidth=0.5)
               for shape, (fill, hatch) in zip(whole, itertools.cycle(SERIES))}
     y = 0.0
     for change, bars in groups:
-        write(axes, fit(change, 56), (None, y + ROW - 3), fontweight="bold")
+        write(axes, shorten(change, 56), (None, y + ROW - 3), fontweight="bold")
         y += ROW
         axes.plot([1, 1], [y - 1, y + 13 * len(bars) + 1], color=INK, linewidth=0.8)
-        for shape, ratio, text in bars:
+        for shape, ratio in bars.items():
             axes.barh(y + 6.5, ratio - 1, left=1, height=10.5, **styles[shape])
-            write(axes, text, (max(ratio, 1), y + 6.5), 4)
+            words = f"{100 * (ratio - 1):+.0f}% ({short(changes[change][shape])} µs)"
+            write(axes, words, (max(ratio, 1), y + 6.5), 4)
             y += 13
         y += 5
-    legend(figure, len(styles), handlelength=1.6, handletextpad=0.8, handles=[
+    figure.legend(bbox_to_anchor=(0, 1), ncol=len(styles), handlelength=1.6, handletextpad=0.8, handles=[
         matplotlib.patches.Patch(label=shape, **style) for shape, style in styles.items()])
     return svg(figure, f"Ablation of {full}")
 
@@ -185,7 +151,7 @@ def against(rows, series, label, xlabel):
     The first of SERIES is filled, and a line joins it to the best of the others.
     """
     left = 10 + 5.1 * max(len(title) for title, _, _ in rows)
-    figure, (axes,) = canvas(left, [19 * len(rows) + 4], top=24, right=40)
+    figure, axes = canvas(left, 19 * len(rows) + 4, top=24, right=40)
     most = 1.04 * max(value for _, values, _ in rows for value in values.values())
     axes.set_xlim(0, most)
     for y, (_, values, text) in enumerate(rows):
@@ -199,42 +165,23 @@ def against(rows, series, label, xlabel):
         axes.plot(*zip(*at), marker, color=INK, markerfacecolor=fill, markersize=6, markeredgewidth=0.9, label=name)
     name_rows(axes, [title for title, _, _ in rows])
     axes.set_xlabel(xlabel)
-    legend(figure, len(series))
+    figure.legend(bbox_to_anchor=(0, 1), ncol=len(series))
     return svg(figure, label)
 
 
-def samples(contenders, ratios, estimate, label, most=300):
-    """Times of each contender as a box over ticks, and below them the ratio of every turn.
-
-    CONTENDERS: {name: [µs]}; RATIOS: {name: [ratio to the first]}; ESTIMATE: {name: (ratio, low, high)}.
-    Of more than MOST samples every k-th has a tick; the box is of all.
-    """
-    names, others, thin = list(contenders), list(ratios), {"linewidth": 0.8}
-    figure, axes = canvas(8, [38 * len(part) for part in (names, others) if part], bottoms=36)
-    for y, name in enumerate(names):
-        times = sorted(contenders[name])
-        shown = times[::math.ceil(len(times) / most)]
-        write(axes[0], f"{fit(name, 46)}, {len(times)} samples", (None, y - 0.22))
-        axes[0].boxplot(times, positions=[y + 0.08], vert=False, widths=0.34, whis=(5, 95), showfliers=False,
-                        manage_ticks=False, medianprops={"color": INK, "linewidth": 1.6}, boxprops=thin,
-                        whiskerprops=thin, capprops=thin)
-        # One path for all ticks: x x gap, x x gap, ...
-        axes[0].plot([x for t in shown for x in (t, t, math.nan)],
-                     [v for _ in shown for v in (y + 0.3, y + 0.46, math.nan)], color=DIM, linewidth=0.5)
-    axes[0].set_xlabel("µs; box: quartiles and median, whiskers: 5 to 95%")
-    for y, name in enumerate(others):
-        ratio, low, high = estimate[name]
-        write(axes[1], f"{fit(name, 36)}: {ratio:.4f} [{low:.4f}, {high:.4f}]", (None, y - 0.22))
-        axes[1].plot([1, 1], [y - 0.1, y + 0.5], color=INK, linewidth=0.8)
-        axes[1].plot(ratios[name], [y + 0.34] * len(ratios[name]), "|", color=DIM, markersize=7, markeredgewidth=0.6)
-        axes[1].plot([low, high], [y + 0.06] * 2, color=INK, linewidth=1.6)
-        axes[1].plot(ratio, y + 0.06, "D", color=INK, markersize=5)
-    if others:
-        axes[1].axvspan(0.995, 1.005, color="#eef1f4", linewidth=0)
-        axes[1].set_xlabel(f"time as a multiple of {fit(names[0], 36)}, a tick per turn")
-    for a, part in zip(axes, (names, others)):
-        name_rows(a, [])
-        a.set_ylim(len(part) - 0.45, -0.55)
-        a.xaxis.set_major_locator(ticker.MaxNLocator(6))
-        a.ticklabel_format(axis="x", useOffset=False)
+def pairs(ratios, base, label):
+    """The ratio of every pair of turns, and the verdict. RATIOS: {name: ([each ratio to BASE], ratio, low, high)}."""
+    figure, axes = canvas(8, 38 * len(ratios))
+    axes.axvspan(0.995, 1.005, color="#eef1f4", linewidth=0)
+    axes.axvline(1, color=INK, linewidth=0.8)
+    for y, (name, (of_turns, ratio, low, high)) in enumerate(ratios.items()):
+        write(axes, f"{shorten(name, 36)}: {ratio:.4f} [{low:.4f}, {high:.4f}]", (None, y - 0.22))
+        axes.plot(of_turns, [y + 0.34] * len(of_turns), "|", color=DIM, markersize=7, markeredgewidth=0.6)
+        axes.plot([low, high], [y + 0.06] * 2, color=INK, linewidth=1.6)
+        axes.plot(ratio, y + 0.06, "D", color=INK, markersize=5)
+    name_rows(axes, [])
+    axes.set_ylim(len(ratios) - 0.45, -0.55)
+    axes.set_xlabel(f"time as a multiple of {shorten(base, 36)}, a tick per pair of turns")
+    axes.xaxis.set_major_locator(ticker.MaxNLocator(5))
+    axes.ticklabel_format(axis="x", useOffset=False)
     return svg(figure, label)
