@@ -30,7 +30,7 @@ compares the best with LINE, or with the best line of configs.txt, on fresh samp
 exit: 0, 1 the best is wrong at last, 2 bad usage, 3 the GPU or the disk failed, 130 Ctrl-C
 """
 import collections
-import csv
+import itertools
 import json
 import math
 import os
@@ -57,7 +57,7 @@ import fit
 import micro
 import report_rows
 from cli import Refused, say
-from search import CHOOSERS, Space, base_line, family_lines, identity, parse_line, refusal
+from search import Space, base_line, chooses, family_lines, identity, knobs_of, parse_line, refusal
 
 optuna.logging.set_verbosity(optuna.logging.WARNING)
 warnings.simplefilter("ignore", optuna.exceptions.ExperimentalWarning)
@@ -75,45 +75,30 @@ CHILDREN = 16  # of which the most promising is judged
 NOISE = 0.05  # of the logarithm of a time, for the interpolation
 AHEAD = 8  # candidates that wait in line while one is timed
 KNOWN = 1000  # proposals in a row that are not new: then all is known
-FATES = ("refused", "compile", "gate", "wrong", "timed")
-T4_INVALIDITY = {"refused": "constraints", "compile": "compile", "gate": "constraints", "wrong": "correctness", "timed": "correct"}
+# Each fate of a candidate, and what the T4 format calls it.
+T4_INVALIDITY = {"refused": "constraints", "compile": "compile", "gate": "constraints", "wrong": "correctness",
+                 "timed": "correct"}
 WITHIN, SHARE, RUNS_OF_20 = 0.98, 0.15, 18  # a search is good if so many reach this part of the best in this share of the list
 
 
 # ---- what was asked ----
 
-def parse():
-    options = cli.parse_options(__doc__, cli.MOST)
-    if len(options.words) != bool(options.export):
-        raise Refused("--export takes one log" if options.export else
-                      f"{options.words[0]}: only --export takes a file by itself")
-    if not re.fullmatch(r"\d{1,4}(\.\d+)?", options.budget):
-        raise Refused(f"--budget {options.budget}: want minutes, as in 8 or 1.5")
-    options.budget_s = 60 * float(options.budget)
-    if options.budget_s < CANDIDATE_S:
-        raise Refused(f"--budget {options.budget}: {options.budget_s:g} s are less than the {CANDIDATE_S} s that a candidate "
-                      "takes to compile and time")
-    return options
-
-
 def parse_fixed(options, line):
     """{knob: values} of --fix."""
     fixed = {}
     for word in options.fix or []:
-        knob, _, values = word.partition("=")
-        for value in values.split(","):
+        knob, _, text = word.partition("=")
+        values = text.split(",")
+        for value in values:
             builds.change_line(line, f"{knob}={value}")
-        if knob in fixed and fixed[knob] != values.split(","):
+            sentence = line.tree.refusal([f"{knob}={value}"])
+            if sentence.startswith(f"{knob}: not a legal value"):
+                raise Refused(f"--fix {knob}={value}: {sentence}")
+        if fixed.setdefault(knob, values) != values:
             raise Refused(f"--fix {word} contradicts --fix {knob}={','.join(fixed[knob])}; to allow several values type "
                           f"{knob}=V,V")
-        of_family = builds.FAMILIES.get(line.family)
-        if knob in builds.FAMILIES.values() and values != ("1" if knob == of_family else "0"):
+        if knob in builds.FAMILIES.values() and values != [knobs_of(line)[knob]]:
             raise Refused(f"--fix {word} contradicts the family, {line.family}; choose it with --family")
-        fixed[knob] = values.split(",")
-    for knob, values in fixed.items():
-        bad = [value for value in values if line.tree.refusal([f"{knob}={value}"]).startswith(f"{knob}: not a legal value")]
-        if bad:
-            raise Refused(f"--fix {knob}={bad[0]}: {line.tree.refusal([f'{knob}={bad[0]}'])}")
     return fixed
 
 
@@ -131,6 +116,10 @@ def parse_problems(options, line):
 
 
 # ---- who judges: a GPU ----
+
+class Wrong(engine.CudaError):
+    """What a candidate's results show."""
+
 
 class GpuJudge:
     """Compiles, checks and times candidates. prepare() runs in other threads, ahead of judge(). What breaks the GPU's
@@ -161,8 +150,6 @@ class GpuJudge:
     def seconds(self):
         return time.monotonic() - self.began
 
-    refusal = staticmethod(refusal)
-
     def prepare(self, line):
         """A record with what stops the candidate, and with its library if nothing does."""
         began = time.monotonic()
@@ -176,75 +163,57 @@ class GpuJudge:
 
     def judge(self, line, record):
         """The whole record: the candidate's fate, what is wrong with it, or its times; score is its time over the first one's."""
-        built = record.pop("built", None)
-        if built:
-            self.spills = record["spilled"] if self.spills is None else self.spills
-            most = self.gpu.attribute(97)  # MAX_SHARED_MEMORY_PER_BLOCK_OPTIN
-            if record["spilled"] > self.spills:
-                record.update(fate="gate", sentence=f"spills {record['spilled']} bytes, the starting line {self.spills}")
-            elif record["shared_bytes"] > most:
-                record.update(fate="gate", sentence=f"needs {record['shared_bytes']} bytes of shared memory of {most}")
-            else:
-                self.run(line, built, record)
-        return dict(record, spent_s=round(self.seconds(), 2))
-
-    def run(self, line, built, record):
-        """The gates that need the GPU."""
-        def lost(words):
-            self.restart(dict(record, knobs=identity(line), line=line.text, fate="wrong", sentence=words,
+        def lost(sentence):
+            self.restart(dict(record, knobs=identity(line), line=line.text, fate="wrong", sentence=sentence,
                               spent_s=round(self.seconds(), 2)))
         watch = threading.Timer(ENDLESS_S, lost, [f"no end after {ENDLESS_S} s"])
         watch.start()
         try:
-            kernel = engine.load(line, self.gpu, {line: built})
-            began = time.monotonic()
-            sentence = self.check(kernel)
-            record["check_s"] = round(time.monotonic() - began, 2)
-            if sentence:
-                record.update(fate="wrong", sentence=sentence)
-            else:
-                self.time(line, kernel, record)
-                record["time_s"] = round(time.monotonic() - began - record["check_s"], 2)
-        except engine.CudaError as error:
-            record.update(fate="wrong", sentence=str(error))
+            if "built" in record:
+                self.run(line, record.pop("built"), record)
+        except Refused as error:
+            record.update(fate="wrong" if isinstance(error, engine.CudaError) else "gate", sentence=str(error))
             for bench in self.benches.values():
                 bench.drop(identity(line))
             try:
                 self.gpu.synchronize()
             except engine.CudaError:
                 lost(str(error))
-        except Refused as error:
-            record.update(fate="gate", sentence=str(error))
         finally:
             watch.cancel()
+        return dict(record, spent_s=round(self.seconds(), 2))
 
-    def check(self, kernel):
-        """What is wrong with its results on the gates' problems; "" if nothing is."""
+    def run(self, line, built, record):
+        """Takes a candidate through the gates, and times it beside the best so far, on every problem."""
+        self.spills = record["spilled"] if self.spills is None else self.spills
+        most = self.gpu.attribute(97)  # MAX_SHARED_MEMORY_PER_BLOCK_OPTIN
+        if record["spilled"] > self.spills:
+            raise Refused(f"spills {record['spilled']} bytes, the starting line {self.spills}")
+        if record["shared_bytes"] > most:
+            raise Refused(f"needs {record['shared_bytes']} bytes of shared memory of {most}")
+        kernel, key, began = engine.load(line, self.gpu, {line: built}), identity(line), time.monotonic()
         for problem, bench in self.gates:
-            check, *_ = bench.run(kernel, problem)
-            if not check.passed:
-                return f"{problem}: {check.sentence}"
-        return ""
-
-    def time(self, line, kernel, record):
-        """Its time beside the best so far, on every problem."""
-        key, logs, times = identity(line), [], {}
+            self.pass_or_raise(problem, bench.run(kernel, problem)[0])
+        record["check_s"] = round(time.monotonic() - began, 2)
+        logs, us = [], {}
         for problem, bench in self.benches.items():
-            check = bench.add(key, kernel, problem)
-            if not check.passed:
-                record.update(fate="wrong", sentence=f"{problem}: {check.sentence}")
-                break
-            log, times[str(problem)] = self.beside_champion(bench, key)
+            self.pass_or_raise(problem, bench.add(key, kernel, problem))
+            log, us[str(problem)] = self.beside_champion(bench, key)
             logs.append(log)
-        else:
-            record.update(fate="timed", score=round(math.exp(np.mean(logs)) * self.score, 5), us=times)
-            if any(bench.changed_bits(key) for bench in self.benches.values()):
-                record.update(fate="wrong", sentence="its last replay left other bits than the run that was checked")
+        if any(bench.changed_bits(key) for bench in self.benches.values()):
+            raise Wrong("its last replay left other bits than the run that was checked")
+        score = round(math.exp(np.mean(logs)) * self.score, 5)
+        record.update(fate="timed", score=score, us=us, time_s=round(time.monotonic() - began - record["check_s"], 2))
         leaves = key
-        if record["fate"] == "timed" and (self.champion is None or record["score"] < self.score):
-            leaves, self.champion, self.score = self.champion, key, record["score"]
+        if self.champion is None or score < self.score:
+            leaves, self.champion, self.score = self.champion, key, score
         for bench in self.benches.values():
             bench.drop(leaves)
+
+    @staticmethod
+    def pass_or_raise(problem, check):
+        if not check.passed:
+            raise Wrong(f"{problem}: {check.sentence}")
 
     def beside_champion(self, bench, key):
         """The logarithm of its time over the champion's, and its time in us."""
@@ -263,24 +232,19 @@ class GpuJudge:
 # ---- who judges without a GPU: a cost model ----
 
 class ModelJudge:
-    """In place of times: waves of CTAs times rounds of tiles, times what a score costs by the knobs, fitted to committed
-    rows of the family. A candidate takes a second of a clock of its own."""
+    """In place of times: waves of CTAs times rounds of tiles, times what a score costs by the knobs, fitted to the newest
+    rows of the family in results/. A candidate takes a second of a clock of its own."""
 
     def __init__(self, problems, family):
-        path = max(Path(builds.ROOT, "results").glob("*.csv"), key=report_rows.by_name, default=None)
-        if not path:
-            raise Refused("results/ has no rows to fit a cost model to; measure them with: ./run_all.sh")
-        with open(path, newline="") as file:
-            rows = [row for row in csv.DictReader(file) if row["family"] == family and row["graph_us"] and row["check"] == "PASS"]
         self.problems, self.spent_s, self.first = problems, 0, None
-        pairs = [(knobs, engine.parse_problem(",".join(row[name] for name in "B Hq Hkv Sq Sk".split())).typed(int(row["D"]), ""),
-                  float(row["graph_us"])) for row in rows for knobs in [dict(word.split("=") for word in row["knobs"].split())]
-                 if not any(knobs.get(knob, "0") != "0" for knob in CHOOSERS)]
-        if len(pairs) < 8:
-            raise Refused(f"{path}: too few rows of {family} to fit a cost model to")
-        self.names = sorted(pairs[0][0])
-        x = np.array([self.features(knobs) for knobs, _, _ in pairs])
-        y = np.array([math.log(us / self.scores(knobs, p)) for knobs, p, us in pairs])
+        source, = report_rows.newest(Path(builds.ROOT, "results"))["lines"]
+        rows = [(dict(word.split("=") for word in row["knobs"].split()), fit.problem_of(row), us)
+                for row, us in report_rows.timed(source) if row["family"] == family and "USE_TUNED=1" not in row["knobs"]]
+        if not rows:
+            raise Refused(f"{source.name} has no rows of {family} to fit a cost model to")
+        self.names = sorted(rows[0][0])
+        x = np.array([self.features(knobs) for knobs, _, _ in rows])
+        y = np.array([math.log(us / self.scores(knobs, p)) for knobs, p, us in rows])
         self.weights = np.linalg.solve(x.T @ x + 0.3 * np.eye(x.shape[1]), x.T @ y)
 
     def features(self, knobs):
@@ -293,12 +257,7 @@ class ModelJudge:
         """Those that an SM computes, of whole tiles, with two rounds for the start and the end of an item."""
         rows, keys = int(knobs["BLOCK_M"]), int(knobs["BLOCK_N"]) * int(knobs["SPLIT_KV"])
         waves = math.ceil(p.B * p.Hq * math.ceil(p.Sq / rows) / 132)
-        seen = p.visible().mean() if p.causal != "off" else p.Sk
-        return waves * rows * keys * (math.ceil(seen / keys) + 2) * p.D
-
-    def us(self, line):
-        knobs = dict(word.split("=") for word in line.effective_knobs())
-        return {str(p): math.exp(self.features(knobs) @ self.weights) * self.scores(knobs, p) for p in self.problems}
+        return waves * rows * keys * (math.ceil(p.visible().mean() / keys) + 2) * p.D
 
     def resume(self, study, space):
         if study.trials:
@@ -308,12 +267,11 @@ class ModelJudge:
     def seconds(self):
         return self.spent_s
 
-    refusal = staticmethod(refusal)
-
     def prepare(self, line):
-        if any(line.knob(knob, "0") != "0" for knob in CHOOSERS):
+        if chooses(line):
             return dict(fate="gate", sentence="the cost model knows no line that chooses its tile")
-        return dict(us=self.us(line))
+        knobs = knobs_of(line)
+        return dict(us={str(p): math.exp(self.features(knobs) @ self.weights) * self.scores(knobs, p) for p in self.problems})
 
     def judge(self, line, record):
         if "us" in record:
@@ -326,6 +284,10 @@ class ModelJudge:
 
 # ---- the search ----
 
+def distributions(space):
+    return {knob: optuna.distributions.CategoricalDistribution(space.values[knob]) for knob in space.free}
+
+
 class Mutations(optuna.samplers.RandomSampler):
     """An evolution without generations: of CHILDREN mutations of the BREEDERS best so far it proposes the one that should take
     the least time, by an interpolation over those that are timed. Optuna's own samplers draw from the whole space, of which
@@ -336,7 +298,7 @@ class Mutations(optuna.samplers.RandomSampler):
         self.space, self.rng = space, np.random.default_rng(seed)
 
     def infer_relative_search_space(self, study, trial):
-        return {knob: optuna.distributions.CategoricalDistribution(self.space.values[knob]) for knob in self.space.free}
+        return distributions(self.space)
 
     def sample_relative(self, study, trial, space):
         done = sorted((one for one in timed(study) if one.params), key=lambda one: one.value)
@@ -364,13 +326,11 @@ def ended(study):
     return [one for one in study.get_trials(deepcopy=False) if "fate" in one.user_attrs]
 
 
-def search(study, space, judge, lines, goes_on, log=lambda trial: None, ahead=AHEAD, breed=True):
+def search(study, space, judge, lines, goes_on, log=lambda trial: None, ahead=AHEAD, breed=True, refusal=refusal):
     """Judges the lines, then what the study's sampler proposes, while goes_on(); the next `ahead` of them are compiled
     meanwhile, in parallel. What sdpa.cu refuses ends before it waits in line."""
     seen = {one.user_attrs["knobs"] for one in ended(study)}
     queue = collections.deque({identity(line): line for line in lines if identity(line) not in seen}.values())
-    for line in queue:
-        study.enqueue_trial(space.knobs(line) if space.breeds(line) else {})
     waiting = collections.deque()
 
     def end(trial, line, record):
@@ -380,29 +340,30 @@ def search(study, space, judge, lines, goes_on, log=lambda trial: None, ahead=AH
         passed = record["fate"] == "timed"
         log(study.tell(trial, record["score"] if passed else None, TrialState.COMPLETE if passed else TrialState.FAIL))
 
-    def new_candidate():
+    def candidates():
+        """New ones that are legal."""
         for _ in range(KNOWN):
             if not goes_on() or not (queue or breed):
-                break
-            trial = study.ask()
+                return
             line = queue.popleft() if queue else None
-            if not line or space.breeds(line):
-                knobs = {knob: trial.suggest_categorical(knob, space.values[knob]) for knob in space.free}
-                line = line or space.line(knobs)
+            if line:
+                study.enqueue_trial({} if chooses(line) else space.knobs(line))
+            trial = study.ask({} if line and chooses(line) else distributions(space))
+            line = line or space.line(trial.params)
             if identity(line) in seen:
                 study.tell(trial, state=TrialState.FAIL)
                 continue
             seen.add(identity(line))
-            sentence = judge.refusal(line)
-            if not sentence:
-                return trial, line
-            end(trial, line, dict(fate="refused", sentence=sentence))
-        return None
+            sentence = refusal(line)
+            if sentence:
+                end(trial, line, dict(fate="refused", sentence=sentence))
+            else:
+                yield trial, line
     with ThreadPoolExecutor(builds.JOBS) as pool:
         try:
             while goes_on():
-                while len(waiting) < ahead and (candidate := new_candidate()):
-                    waiting.append((*candidate, pool.submit(judge.prepare, candidate[1])))
+                for trial, line in itertools.islice(candidates(), ahead - len(waiting)):
+                    waiting.append((trial, line, pool.submit(judge.prepare, line)))
                 if not waiting:
                     return
                 trial, line, prepared = waiting.popleft()
@@ -481,8 +442,7 @@ def show(study, trial, left):
     best = study.best_trial if timed(study) else None
     text = f"{left // 60:.0f}:{left % 60:02.0f} left, {counts(study)}"
     if best:
-        times = ", ".join(f"{us:.2f} us" for us in best.user_attrs["us"].values())
-        text += f"; best {times}: {best.user_attrs['line']}"
+        text += f"; best {times(best)}: {best.user_attrs['line']}"
     if sys.stderr.isatty():
         print("\r\033[K" + text[:shutil.get_terminal_size().columns - 1], end="", file=sys.stderr, flush=True)
     elif best and best.number == trial.number:
@@ -491,19 +451,21 @@ def show(study, trial, left):
 
 def counts(study):
     found = collections.Counter(one.user_attrs["fate"] for one in ended(study))
-    return ", ".join(f"{found[fate]} {fate}" for fate in FATES if found[fate])
+    return ", ".join(f"{found[fate]} {fate}" for fate in T4_INVALIDITY if found[fate])
+
+
+def times(trial):
+    return ", ".join(f"{us:.2f} us" for us in trial.user_attrs["us"].values())
 
 
 def paste(line):
     """The candidate as a line of configs.txt, on the one from which it differs least."""
-    tree, own = line.tree, dict(word.split("=") for word in line.effective_knobs())
-    best = None
-    for base in family_lines(tree, line.family):
-        has = dict(word.split("=") for word in base.effective_knobs())
-        words = [f"{knob}={value}" for knob, value in own.items() if has[knob] != value]
-        if base.knob("arch") == line.knob("arch") and (not best or len(words) < len(best[1])):
-            best = base, words
-    return " ".join([f"{line.family}_tuned : {best[0].name}", *best[1]]) if best[1] else f"{best[0].name} is a line already"
+    own, changes = knobs_of(line), {}
+    for base in family_lines(line.tree, line.family):
+        if base.knob("arch") == line.knob("arch"):
+            changes[base.name] = [f"{knob}={own[knob]}" for knob, value in knobs_of(base).items() if own[knob] != value]
+    name = min(changes, key=lambda name: len(changes[name]))
+    return " ".join([f"{line.family}_tuned : {name}", *changes[name]]) if changes[name] else f"{name} is a line already"
 
 
 def find_gpu(options):
@@ -513,13 +475,12 @@ def find_gpu(options):
 def run_search(options, gpu, more=()):
     """From what was asked to the end of the search: its log and study, the lines that it started from, and the problems."""
     line = base_line(options, gpu.arch if gpu else "90a")
-    problems = parse_problems(options, line)
-    fixed = parse_fixed(options, line)
+    problems, fixed = parse_problems(options, line), parse_fixed(options, line)
     if options.all and not (options.from_ and fixed):
         raise Refused("--all wants --from LINE and the values of each knob, as in --fix BLOCK_N=32,64")
     space = Space(line, fixed, options.all)
     starts = space.starts(problems[0])
-    space.base = next(filter(space.breeds, starts), starts[0])
+    space.base = next(itertools.filterfalse(chooses, starts), starts[0])
     if options.all and space.count() > MOST:
         raise Refused(f"--all: {space.count()} combinations are more than {MOST}; give fewer values")
     device = gpu.name if gpu else "none"
@@ -535,8 +496,7 @@ def run_search(options, gpu, more=()):
         os.execv(sys.executable, [sys.executable, os.path.dirname(__file__), *sys.argv])
     judge = GpuJudge(gpu, problems, restart) if gpu else ModelJudge(problems, line.family)
     judge.resume(log.study, space)
-    # What is proposed and has not ended is in memory alone.
-    study = optuna.create_study(sampler=Mutations(space, [options.seed, len(log.study.trials)]))
+    study = optuna.create_study(sampler=Mutations(space, [options.seed, len(log.study.trials)]))  # what has not ended as well
     study.add_trials(log.study.trials)
     end_s = options.budget_s * (1 - VERDICT_SHARE if gpu and not options.all else 1)
 
@@ -562,8 +522,7 @@ def result(gpu, log, study, starts, problems):
     start = next((one for one in found if one.user_attrs["knobs"] in names), found[0])
     print(f"{len(ended(study))} candidates: {counts(study)}")
     for one in found[:BREEDERS] + [start] * (start not in found[:BREEDERS]):
-        print(f"  {100 * one.value:6.1f}%  " + "  ".join(f"{us:.2f} us" for us in one.user_attrs["us"].values()) +
-              f"  {one.user_attrs['line']}")
+        print(f"  {100 * one.value:6.1f}%  {times(one)}  {one.user_attrs['line']}")
     best = parse_line(starts[0].tree, found[0].user_attrs["line"])
     if start is found[0]:
         print(f"no candidate beats the starting line, {best.text}")
@@ -578,13 +537,12 @@ def result(gpu, log, study, starts, problems):
 def verdict(gpu, log, start, best, problems):
     """`ab` of the best against the starting line, on fresh samples, unless the log has it."""
     known = log.study.user_attrs.get("verdict", {})
-    if known.get("line") != best.text:
+    if known.get("line") == best.text:
+        print(*(f"verdict: {words}" for words in known["words"]), sep="\n")
+    else:
         found = ab.with_gpu(gpu, [start, best], [(p, p) for p in problems], engine.PACE, None)
-        log.study.set_user_attr("verdict", dict(line=best.text, over=start.text, words=[
-            f"{problem}: {ab.sentence_of('B', verdicts['B'])}" for problem, verdicts in found.items()]))
-        return
-    for words in known["words"]:
-        print(f"verdict: {words}")
+        words = [f"{problem}: {ab.sentence_of('B', verdicts['B'])}" for problem, verdicts in found.items()]
+        log.study.set_user_attr("verdict", dict(line=best.text, over=start.text, words=words))
 
 
 # ---- what is made of a log ----
@@ -632,29 +590,30 @@ class ListJudge:
     """Knows the times of a list of candidates, and nothing else."""
 
     def __init__(self, known):
-        self.known, self.evaluations, self.best = known, 0, math.inf
-
-    def refusal(self, line):
-        return identity(line) not in self.known
+        self.known = known
 
     def prepare(self, line):
         return self.known[identity(line)]
 
     def judge(self, line, record):
-        self.evaluations += record["fate"] != "refused"
-        self.best = min(self.best, record.get("score", math.inf))
         return {name: record[name] for name in ("fate", "score") if name in record}
 
 
 def evaluations_needed(space, known, queue, seed):
     """How many candidates a search judges until it has one within 2% of the best of the list; without a queue one that takes
     the list at random."""
-    judge, study = ListJudge(known), optuna.create_study(sampler=Mutations(space, seed))
+    study = optuna.create_study(sampler=Mutations(space, seed))
     goal = min(record.get("score", math.inf) for record in known.values()) / WITHIN
     lines = [parse_line(space.tree, record["line"]) for record in known.values()]
-    search(study, space, judge, queue or [lines[i] for i in np.random.default_rng(seed).permutation(len(lines))],
-           lambda: judge.best > goal, breed=bool(queue))
-    return judge.evaluations if judge.best <= goal else math.inf
+
+    def goes_on():
+        return not any(one.value <= goal for one in timed(study))
+
+    def refusal(line):
+        return "" if identity(line) in known else "not in the list"
+    search(study, space, ListJudge(known), queue or np.random.default_rng(seed).permutation(lines), goes_on,
+           breed=bool(queue), refusal=refusal)
+    return math.inf if goes_on() else sum(one.user_attrs["fate"] != "refused" for one in ended(study))
 
 
 def replay(options):
@@ -663,8 +622,8 @@ def replay(options):
     asked = study.user_attrs.get("search", {})
     if not asked.get("all") or not timed(study):
         raise Refused(f"{options.replay}: want the log of tune --all")
-    known = {record["knobs"]: dict(record, **({} if one.value is None else dict(score=one.value)))
-             for one in study.trials for record in [one.user_attrs]}
+    known = {one.user_attrs["knobs"]: {**one.user_attrs, **({} if one.value is None else {"score": one.value})}
+             for one in study.trials}
     name, D, dtype = asked["problems"][0]
     shape, _, causal = name.partition(" ")
     problem = engine.parse_problem(shape.replace("x", ","), causal or "off").typed(D, dtype)
@@ -720,11 +679,20 @@ def table(options):
 
 
 def main():
-    options = parse()
+    options = cli.parse_options(__doc__, cli.MOST)
+    if len(options.words) != bool(options.export):
+        raise Refused("--export takes one log" if options.export else
+                      f"{options.words[0]}: only --export takes a file by itself")
     if options.export:
         return export(options.words[0], options.export)
     if options.replay:
         return replay(options)
+    if not re.fullmatch(r"\d{1,4}(\.\d+)?", options.budget):
+        raise Refused(f"--budget {options.budget}: want minutes, as in 8 or 1.5")
+    options.budget_s = 60 * float(options.budget)
+    if options.budget_s < CANDIDATE_S:
+        raise Refused(f"--budget {options.budget}: {options.budget_s:g} s are less than the {CANDIDATE_S} s that a candidate "
+                      "takes to compile and time")
     if options.table:
         return table(options)
     gpu = find_gpu(options)
