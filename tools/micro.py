@@ -1,10 +1,9 @@
 """usage: ./run_all.sh micro [--family F|--from LINE] [--head-dim D] [OPTION...]
-What a round over a K/V tile costs the kernel of each legal tile, without the grid around it: clocks of one CTA alone
-and of as many as the GPU holds, on keys that stay in L2. Tiles have the sizes that the family's lines have in any
-combination that sdpa.cu does not refuse, and the other knobs of LINE. Prints the N tiles that should be the fastest for
-a problem, by waves of CTAs times rounds, and writes results/micro/DATE-DEVICE-NAME.json, from which `tune` starts.
-Barriers, bytes from global memory and bank conflicts of a round are counted on the CPU backend: of the N tiles, or
-without a GPU of all.
+What a round over a K/V tile costs the kernel of each legal tile, in clocks of one CTA alone and of as many as the GPU
+holds. Tiles have the sizes that lines of the family have, in any combination that sdpa.cu allows, and LINE's other knobs.
+Prints the N tiles that should be the fastest for a problem, by waves of CTAs times rounds, and writes all to
+results/micro/DATE-DEVICE-NAME.json, from which `tune` starts. Barriers, bytes from global memory and bank conflicts of a
+round are counted on the CPU backend: of the N tiles, or without a GPU of all.
   --family F          scalar, wmma, mma or wgmma; default wgmma
   --from LINE         the line that has the other knobs; default the family's first of this D
   --head-dim D        64, 128 or 256; default LINE's
@@ -113,8 +112,8 @@ def newest(device, family, D):
 
 
 def seeds(path, space, problem, count):
-    """The lines of a search's space that should be the fastest for the problem."""
-    own = [tile for tile in read(path)
+    """The lines of a search's space that should be the fastest for the problem, by this file; without a file none."""
+    own = [tile for tile in (read(path) if path else [])
            if (tile["family"], tile["D"]) == (space.base.family, problem.D) and "all_sms" in tile]
     found = {}
     for tile in sorted(own, key=lambda tile: predict(tile, problem)):

@@ -3,10 +3,9 @@
        ./run_all.sh tune --table [--head-dim D] [--budget MIN]
        ./run_all.sh tune --replay LOG
        ./run_all.sh tune --export t4|svg LOG
-Searches the best line for a problem on this GPU, by Optuna. It starts from LINE and the lines of configs.txt of its family,
-and changes knobs of the three best so far. A candidate must be legal, compile without more spills than LINE, be correct on a
-small, a ragged and the target problem with seeds 0, 1 and 2, and is timed in turns with the best so far. At the end `ab`
-compares the best with LINE, or with the best line of configs.txt, on fresh samples.
+Searches the best line for a problem on this GPU by Optuna, from LINE, the lines of its family and the best tiles of
+`micro`. A candidate must be legal, compile without more spills, be correct, and is timed in turns with the best so far.
+At the end `ab` compares the best with LINE, or with the best line of configs.txt. docs/TUNING.md says how it searches.
   --family F      scalar, wmma, mma or wgmma; default the one of --from, or wgmma where the GPU has it, else mma
   --from LINE     of configs.txt, and knobs behind it
   --shape S       the problem, as for ab; repeatable: the geometric mean of their times counts; default long
@@ -16,14 +15,13 @@ compares the best with LINE, or with the best line of configs.txt, on fresh samp
   --budget MIN    minutes in all, also those of earlier runs of the same command (default 8)
   --fix KNOB=V    the knob keeps this value; V,V...: takes one of these; repeatable
   --seed N        of the search, from 0 (default 0)
-  --micro JSON    starts from the best tiles of this file of ./run_all.sh micro as well; default the newest of
-                  results/micro for this GPU, family and D
-  --top N         so many of these (default 8)
+  --micro JSON    this file of ./run_all.sh micro; default the newest of results/micro for this GPU, family and D
+  --top N         starts from so many tiles of it (default 8)
   --log FILE      default results/tune/DATE-DEVICE-NAME.jsonl, a journal of Optuna's. The same command again goes on there
   --dry-run       walks the search without a GPU, by a cost model fitted to the newest rows of results/
   --all           every combination of the fixed knobs' values instead of a search; the others stay as LINE has them
-  --table         a wgmma tile for each problem of `fit`, MIN minutes for all; tiles that are 2% quicker than those of
-                  TUNED_TILES go to `fit`, which prints the table with them
+  --table         a wgmma tile for each problem of `fit`, MIN minutes for all; `fit` prints the table with those that are
+                  2% quicker than the tiles of TUNED_TILES
   --replay LOG    the search over the candidates of an --all log, beside random search
   --runs N        so many times (default 20)
   --export t4|svg  t4: a log in the T4 results format of the autotuning community; svg: Optuna's pictures beside it
@@ -193,11 +191,15 @@ class GpuJudge:
             raise Refused(f"needs {record['shared_bytes']} bytes of shared memory of {most}")
         kernel, key, began = engine.load(line, self.gpu, {line: built}), identity(line), time.monotonic()
         for problem, bench in self.gates:
-            self.pass_or_raise(problem, bench.run(kernel, problem)[0])
+            check, *_ = bench.run(kernel, problem)
+            if not check.passed:
+                raise Wrong(f"{problem}: {check.sentence}")
         record["check_s"] = round(time.monotonic() - began, 2)
         logs, us = [], {}
         for problem, bench in self.benches.items():
-            self.pass_or_raise(problem, bench.add(key, kernel, problem))
+            check = bench.add(key, kernel, problem)
+            if not check.passed:
+                raise Wrong(f"{problem}: {check.sentence}")
             log, us[str(problem)] = self.beside_champion(bench, key)
             logs.append(log)
         if any(bench.changed_bits(key) for bench in self.benches.values()):
@@ -209,11 +211,6 @@ class GpuJudge:
             leaves, self.champion, self.score = self.champion, key, score
         for bench in self.benches.values():
             bench.drop(leaves)
-
-    @staticmethod
-    def pass_or_raise(problem, check):
-        if not check.passed:
-            raise Wrong(f"{problem}: {check.sentence}")
 
     def beside_champion(self, bench, key):
         """The logarithm of its time over the champion's, and its time in us."""
@@ -232,61 +229,53 @@ class GpuJudge:
 # ---- who judges without a GPU: a cost model ----
 
 class ModelJudge:
-    """In place of times: waves of CTAs times rounds of tiles, times what a score costs by the knobs, fitted to the newest
-    rows of the family in results/. A candidate takes a second of a clock of its own."""
+    """In place of times: waves of CTAs times rounds of tiles, times what a round costs by the knobs, fitted to the newest
+    rows of the family in results/. A timed candidate takes a second of a clock of its own."""
 
     def __init__(self, problems, family):
-        self.problems, self.spent_s, self.first = problems, 0, None
         source, = report_rows.newest(Path(builds.ROOT, "results"))["lines"]
-        rows = [(dict(word.split("=") for word in row["knobs"].split()), fit.problem_of(row), us)
-                for row, us in report_rows.timed(source) if row["family"] == family and "USE_TUNED=1" not in row["knobs"]]
+        rows = [(row["knobs"].split(), fit.problem_of(row), us) for row, us in report_rows.timed(source)
+                if row["family"] == family and "USE_TUNED=1" not in row["knobs"]]
         if not rows:
             raise Refused(f"{source.name} has no rows of {family} to fit a cost model to")
-        self.names = sorted(rows[0][0])
-        x = np.array([self.features(knobs) for knobs, _, _ in rows])
-        y = np.array([math.log(us / self.scores(knobs, p)) for knobs, p, us in rows])
+        self.problems, self.study = problems, None
+        self.names = sorted(word.split("=")[0] for word in rows[0][0])
+        x = np.array([self.features(words) for words, _, _ in rows])
+        y = np.log([us / self.rounds(words, p) for words, p, us in rows])
         self.weights = np.linalg.solve(x.T @ x + 0.3 * np.eye(x.shape[1]), x.T @ y)
 
-    def features(self, knobs):
+    def features(self, words):
         """Logarithms of the numbers, and their squares."""
+        knobs = dict(word.split("=") for word in words)
         logs = [math.log2(int(knobs[name]) + 1) if knobs.get(name, "").isdigit() else 0 for name in self.names]
         return np.array([1, *logs, *(x * x / 8 for x in logs)])
 
     @staticmethod
-    def scores(knobs, p):
-        """Those that an SM computes, of whole tiles, with two rounds for the start and the end of an item."""
-        rows, keys = int(knobs["BLOCK_M"]), int(knobs["BLOCK_N"]) * int(knobs["SPLIT_KV"])
-        waves = math.ceil(p.B * p.Hq * math.ceil(p.Sq / rows) / 132)
-        return waves * rows * keys * (math.ceil(p.visible().mean() / keys) + 2) * p.D
+    def rounds(words, p):
+        """Of an SM, with two for the start and the end of an item."""
+        return micro.predict(dict(knobs=" ".join(words), sms=132, ctas_per_sm=1, all_sms=(1, 2)), p)
 
     def resume(self, study, space):
-        if study.trials:
-            self.spent_s = study.trials[-1].user_attrs["spent_s"]
-            self.first = next((one.user_attrs["us"] for one in timed(study)), None)
+        self.study = study
 
     def seconds(self):
-        return self.spent_s
+        return len(timed(self.study))
 
     def prepare(self, line):
         if chooses(line):
             return dict(fate="gate", sentence="the cost model knows no line that chooses its tile")
-        knobs = knobs_of(line)
-        return dict(us={str(p): math.exp(self.features(knobs) @ self.weights) * self.scores(knobs, p) for p in self.problems})
+        words = line.effective_knobs()
+        return dict(fate="timed", us={str(p): math.exp(self.features(words) @ self.weights) * self.rounds(words, p)
+                                      for p in self.problems})
 
     def judge(self, line, record):
         if "us" in record:
-            self.spent_s += 1
-            self.first = self.first or record["us"]
-            score = math.exp(np.mean([math.log(us / self.first[p]) for p, us in record["us"].items()]))
-            record.update(fate="timed", score=round(score, 5))
-        return dict(record, spent_s=self.spent_s)
+            first = next((one.user_attrs["us"] for one in timed(self.study)), record["us"])
+            record["score"] = round(math.exp(np.mean([math.log(us / first[p]) for p, us in record["us"].items()])), 5)
+        return record
 
 
 # ---- the search ----
-
-def distributions(space):
-    return {knob: optuna.distributions.CategoricalDistribution(space.values[knob]) for knob in space.free}
-
 
 class Mutations(optuna.samplers.RandomSampler):
     """An evolution without generations: of CHILDREN mutations of the BREEDERS best so far it proposes the one that should take
@@ -298,7 +287,7 @@ class Mutations(optuna.samplers.RandomSampler):
         self.space, self.rng = space, np.random.default_rng(seed)
 
     def infer_relative_search_space(self, study, trial):
-        return distributions(self.space)
+        return {knob: optuna.distributions.CategoricalDistribution(self.space.values[knob]) for knob in self.space.free}
 
     def sample_relative(self, study, trial, space):
         done = sorted((one for one in timed(study) if one.params), key=lambda one: one.value)
@@ -306,15 +295,14 @@ class Mutations(optuna.samplers.RandomSampler):
         tried = {tuple(map(one.params.get, space)) for one in study.get_trials(deepcopy=False)}
         children = [self.space.mutated(self.rng, parents[self.rng.integers(len(parents))]) for _ in range(CHILDREN)]
         children = [one for one in children if tuple(map(one.get, space)) not in tried] or children
+
+        def places(many):
+            return [[float(self.space.values[knob].index(one[knob])) for knob in space] for one in many]
         if len(done) < 2:
             return children[0]
-        times = RBFInterpolator(self.places(one.params for one in done), [math.log(one.value) for one in done],
+        times = RBFInterpolator(places(one.params for one in done), [math.log(one.value) for one in done],
                                 kernel="linear", smoothing=NOISE)
-        return children[times(self.places(children)).argmin()]
-
-    def places(self, many):
-        """Of each knob the number of its value."""
-        return np.array([[self.space.values[knob].index(knobs[knob]) for knob in self.space.free] for knobs in many], float)
+        return children[times(places(children)).argmin()]
 
 
 def timed(study):
@@ -348,8 +336,10 @@ def search(study, space, judge, lines, goes_on, log=lambda trial: None, ahead=AH
             line = queue.popleft() if queue else None
             if line:
                 study.enqueue_trial({} if chooses(line) else space.knobs(line))
-            trial = study.ask({} if line and chooses(line) else distributions(space))
-            line = line or space.line(trial.params)
+            trial = study.ask()
+            if not line or not chooses(line):
+                knobs = {knob: trial.suggest_categorical(knob, space.values[knob]) for knob in space.free}
+                line = line or space.line(knobs)
             if identity(line) in seen:
                 study.tell(trial, state=TrialState.FAIL)
                 continue
@@ -384,13 +374,6 @@ def read_log(path):
         raise Refused(f"{path}: want a log that ./run_all.sh tune wrote") from None
 
 
-def is_log_of(path, asked):
-    try:
-        return read_log(path).user_attrs.get("search") == asked
-    except Refused:
-        return False
-
-
 class Log:
     """What was asked, then each candidate as it ends, in a journal of Optuna's. Of a search that was killed, the line that it
     was writing is cut off."""
@@ -414,10 +397,11 @@ class Log:
             raise Refused(f"{path} cannot be written: {error.strerror}", 3)
 
     def add(self, trial):
-        """A candidate without a time keeps its knobs as attributes alone: a parameter's line has all of its choices."""
+        """Of a candidate without a time the attributes alone: a parameter's line has all of its choices."""
+        if trial.value is None:
+            trial = optuna.trial.create_trial(state=TrialState.FAIL, user_attrs=trial.user_attrs)
         try:
-            self.study.add_trial(trial if trial.value is not None else
-                                 optuna.trial.create_trial(state=TrialState.FAIL, user_attrs=trial.user_attrs))
+            self.study.add_trial(trial)
         except OSError as error:
             raise Refused(f"{self.path} cannot be written: {error.strerror}; what it has is valid, and the same command "
                           "goes on from there", 3)
@@ -427,14 +411,12 @@ class Log:
 
 def log_path(options, asked, space, problems):
     """The newest log of the same search, else a new one."""
-    if options.log:
-        return options.log
     name = "-".join([space.base.family, f"D{problems[0].D}", problems[0].dtype,
-                     *(str(p).replace(" ", "-") for p in problems), *(["all"] if options.all else [])])
+                     *(str(p).replace(" ", "-") for p in problems), *(["all"] if options.all else []),
+                     builds.digest(json.dumps(asked))[:6]])
     folder = os.path.join(builds.BUILD, "tune") if options.dry_run else "tune"
-    new = Path(engine.results_path(folder, asked["gpu"], name, new=True, ending=".jsonl"))
-    same = [one for one in new.parent.glob(f"*-{name}*.jsonl") if is_log_of(one, asked)]
-    return str(max(same, key=report_rows.by_name, default=new))
+    new = Path(engine.results_path(folder, asked["gpu"], name, ending=".jsonl"))
+    return str(max(new.parent.glob(f"*-{name}.jsonl"), key=report_rows.by_name, default=new))
 
 
 def show(study, trial, left):
@@ -485,11 +467,11 @@ def run_search(options, gpu, more=()):
         raise Refused(f"--all: {space.count()} combinations are more than {MOST}; give fewer values")
     device = gpu.name if gpu else "none"
     tiles = options.micro or micro.newest(device, line.family, problems[0].D)
-    seeds = [*more, *(micro.seeds(tiles, space, problems[0], options.top) if tiles else [])]
+    seeds = [*more, *micro.seeds(tiles, space, problems[0], options.top)]
     asked = dict(problems=[[str(p), p.D, p.dtype] for p in problems], base=space.base.text, space=space.values,
                  all=options.all, starts=[line.text for line in starts + seeds], seed=options.seed, gpu=device,
                  driver=gpu.nvml.driver if gpu else "", program=builds.digest(space.tree.program()))
-    log = Log(log_path(options, asked, space, problems), asked)
+    log = Log(options.log or log_path(options, asked, space, problems), asked)
 
     def restart(record):
         log.add(optuna.trial.create_trial(state=TrialState.FAIL, user_attrs=record))
@@ -552,15 +534,15 @@ def t4(study):
     results = []
     for one in study.trials:
         record, us = one.user_attrs, one.user_attrs.get("us", {})
-        times = {"compilation_time": 1e3 * record.get("build_s", 0), "runtimes": [us / 1e3 for us in us.values()],
-                 "framework": 1e3 * record.get("time_s", 0), "search_algorithm": 0, "validation": 1e3 * record.get("check_s", 0)}
-        measurements = [dict(name=f"time of {problem}", value=us, unit="us") for problem, us in us.items()]
-        measurements += [dict(name=name, value=record[name], unit=unit) for name, unit in
-                         (("registers", ""), ("spilled", "byte"), ("shared_bytes", "byte")) if name in record]
+        invalidity = T4_INVALIDITY[record["fate"]]
+        build_ms, check_ms, time_ms = (1e3 * record.get(name, 0) for name in ("build_s", "check_s", "time_s"))
         results.append(dict(
-            timestamp=one.datetime_complete.isoformat(), configuration=dict(word.split("=") for word in record["knobs"].split()),
-            objectives=["time"], times=times, invalidity=T4_INVALIDITY[record["fate"]],
-            correctness=int(T4_INVALIDITY[record["fate"]] == "correct"), measurements=measurements))
+            timestamp=one.datetime_complete.isoformat(), objectives=["time"],
+            configuration=dict(word.split("=") for word in record["knobs"].split()),
+            times=dict(compilation_time=build_ms, validation=check_ms, framework=time_ms, search_algorithm=0,
+                       runtimes=[each / 1e3 for each in us.values()]),
+            invalidity=invalidity, correctness=int(invalidity == "correct"),
+            measurements=[dict(name=f"time of {problem}", value=us[problem], unit="us") for problem in us]))
     return {"schema_version": "1.0.0", "results": results}
 
 
@@ -586,64 +568,57 @@ def export(path, what):
 
 # ---- how good is the search? ----
 
-class ListJudge:
-    """Knows the times of a list of candidates, and nothing else."""
-
-    def __init__(self, known):
-        self.known = known
+class ListJudge(dict):
+    """Knows the records of a list of candidates by their knobs, and nothing else."""
 
     def prepare(self, line):
-        return self.known[identity(line)]
+        return self[identity(line)]
 
     def judge(self, line, record):
-        return {name: record[name] for name in ("fate", "score") if name in record}
+        return record
 
 
-def evaluations_needed(space, known, queue, seed):
-    """How many candidates a search judges until it has one within 2% of the best of the list; without a queue one that takes
-    the list at random."""
+def evaluations_needed(space, known, lines, breed, goal, seed):
+    """How many candidates of the list `known` a search from these lines judges until it has one of the score `goal`."""
     study = optuna.create_study(sampler=Mutations(space, seed))
-    goal = min(record.get("score", math.inf) for record in known.values()) / WITHIN
-    lines = [parse_line(space.tree, record["line"]) for record in known.values()]
 
     def goes_on():
         return not any(one.value <= goal for one in timed(study))
 
     def refusal(line):
         return "" if identity(line) in known else "not in the list"
-    search(study, space, ListJudge(known), queue or np.random.default_rng(seed).permutation(lines), goes_on,
-           breed=bool(queue), refusal=refusal)
+    search(study, space, known, lines, goes_on, breed=breed, refusal=refusal)
     return math.inf if goes_on() else sum(one.user_attrs["fate"] != "refused" for one in ended(study))
 
 
 def replay(options):
     """Prints how many of a list's candidates the search judges, with each kind of start, beside random search."""
     study = read_log(options.replay)
-    asked = study.user_attrs.get("search", {})
-    if not asked.get("all") or not timed(study):
+    asked, count = study.user_attrs.get("search", {}), len(timed(study))
+    if not asked.get("all") or not count:
         raise Refused(f"{options.replay}: want the log of tune --all")
-    known = {one.user_attrs["knobs"]: {**one.user_attrs, **({} if one.value is None else {"score": one.value})}
-             for one in study.trials}
+    known = ListJudge((one.user_attrs["knobs"], dict(fate=one.user_attrs["fate"], score=one.value)) for one in study.trials)
     name, D, dtype = asked["problems"][0]
     shape, _, causal = name.partition(" ")
     problem = engine.parse_problem(shape.replace("x", ","), causal or "off").typed(D, dtype)
-    space = Space(parse_line(builds.Tree(), asked["base"]), asked["space"], True)
-    lines = space.starts(problem)
-    kinds = {"random search": [], f"from {space.base.name}": lines[:1], "from the family's lines": lines}
-    tiles = options.micro or micro.newest(asked["gpu"], space.base.family, D)
-    if tiles:
-        best = micro.seeds(tiles, space, problem, options.top)
-        kinds[f"from {space.base.name}, micro's {options.top}"] = lines[:1] + best
+    tree = builds.Tree()
+    space = Space(parse_line(tree, asked["base"]), asked["space"], True)
+    all_lines = [parse_line(tree, one.user_attrs["line"]) for one in study.trials]
+    lines, base = space.starts(problem), space.base.name
+    kinds = {"random search": [], f"from {base}": lines[:1], "from the family's lines": lines}
+    best = micro.seeds(options.micro or micro.newest(asked["gpu"], space.base.family, D), space, problem, options.top)
+    if best:
+        kinds[f"from {base}, micro's {options.top}"] = lines[:1] + best
         kinds[f"from the lines, micro's {options.top}"] = lines + best
-    fit_to_time = len(timed(study))
-    print(f"{name}, {space.base.family}, D={D} {dtype}: {len(known)} candidates, {fit_to_time} of them fit to time; judged until "
+    print(f"{name}, {space.base.family}, D={D} {dtype}: {len(known)} candidates, {count} of them fit to time; judged until "
           f"one is within {100 - 100 * WITHIN:.0f}% of the best")
     print(f"{'search':<36} {'median':>6} {'18 of 20':>8} {'of the list':>11}  within {100 * SHARE:.0f}%")
     for kind, queue in kinds.items():
-        needed = sorted(evaluations_needed(space, known, queue, seed) for seed in range(options.runs))
+        needed = sorted(evaluations_needed(space, known, queue or np.random.default_rng(seed).permutation(all_lines),
+                                           bool(queue), study.best_value / WITHIN, seed) for seed in range(options.runs))
         most = needed[math.ceil(RUNS_OF_20 / 20 * len(needed)) - 1]
-        print(f"{kind:<36} {np.median(needed):6.0f} {most:8.0f} {100 * most / fit_to_time:10.1f}%  "
-              f"{sum(n <= SHARE * fit_to_time for n in needed)} of {len(needed)}", flush=True)
+        print(f"{kind:<36} {np.median(needed):6.0f} {most:8.0f} {100 * most / count:10.1f}%  "
+              f"{sum(n <= SHARE * count for n in needed)} of {len(needed)}", flush=True)
     return 0
 
 
@@ -651,28 +626,26 @@ def replay(options):
 
 def table(options):
     """Searches a tile for each problem of `fit`, beside TUNED_TILES, and lets `fit` judge those that are worth a row."""
-    gpu, model, tree = find_gpu(options), fit.Model(), builds.loadable(builds.Tree())
+    gpu, model, tree = find_gpu(options), fit.Model(), builds.Tree()
     D = int(options.head_dim or 64)
-    own = [tile for tile in model.tiles if tile.head_dim == D]
+    tiles = [tile for tile in model.tiles if tile.head_dim == D]
     options.family, options.head_dim, options.budget_s = "wgmma", str(D), options.budget_s / (2 * len(fit.SHAPES))
     options.from_, options.fix = None, [*(options.fix or []), "USE_FAST_EXP=0", "PACK_GQA=0", "SPLIT_CTAS=1"]
-    lines = [tile.line(tree) for tile in own]
-    new = {}
-    for causal in ("off", "br"):
-        for shape in fit.SHAPES:
-            options.shape, options.causal = [shape], causal
-            _, study, _, _ = run_search(options, gpu, lines)
-            scores = {parse_line(tree, one.user_attrs["line"]): one.value for one in timed(study)}
-            keys = set(map(identity, lines))
-            in_table = min((score for line, score in scores.items() if identity(line) in keys), default=math.inf)
-            best = next((line for line in sorted(scores, key=scores.get) if fit.Tile.of(line)), None)
-            gain = in_table / scores[best] - 1 if best else 0
-            tile = fit.Tile.of(best) if gain > WORTH else None
-            print(f"{shape:<24} {causal:<3}  " + (f"{100 * gain:+.1f}%  {tile.knobs}" if tile else "TUNED_TILES has the best"))
-            if tile:
-                new[tile.knobs] = tile
+    lines = [tile.line(tree) for tile in tiles]
+    in_table, new = {identity(line) for line in lines}, {}
+    for options.causal, shape in itertools.product(("off", "br"), fit.SHAPES):
+        options.shape = [shape]
+        _, study, _, _ = run_search(options, gpu, lines)
+        scores = {parse_line(tree, one.user_attrs["line"]): one.value for one in timed(study)}
+        of_table = min((score for line, score in scores.items() if identity(line) in in_table), default=math.inf)
+        best = next(filter(fit.Tile.of, sorted(scores, key=scores.get)), None)
+        gain = of_table / scores[best] - 1 if best else 0
+        if gain > WORTH:
+            new[fit.Tile.of(best).knobs] = fit.Tile.of(best)
+        print(f"{shape:<24} {options.causal:<3}  " + (f"{100 * gain:+.1f}%  {fit.Tile.of(best).knobs}" if gain > WORTH else
+                                                      "TUNED_TILES has the best"))
     if gpu and new:
-        tiles = [*own, *new.values()]
+        tiles += new.values()
         rows = engine.Table(engine.results_path("fit", gpu.name, new=True), fit.COLUMNS)
         fit.print_fit(model, tiles, fit.measure(gpu, model, tiles, fit.listed([D], model.dtype), rows))
     return 0
