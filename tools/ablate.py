@@ -18,8 +18,8 @@ from search import PROBLEMS_OWN
 
 
 def removals(line):
-    """(knob at its default, the changes that take it back or None, the sentence that forbids it alone) of each that the line
-    sets. What may go along with a knob is what the refusal says to type, or one or two others."""
+    """(KNOB=DEFAULT, the changes that take it back or None, the sentence that forbids it alone) for each knob that the
+    line sets. What may go along with it is what the sentence says to type, or one or two others."""
     defaults = line.tree.knobs()
     back = [f"{knob}={defaults[knob]}" for knob, value in (word.split("=", 1) for word in line.words)
             if knob in defaults and knob not in PROBLEMS_OWN and defaults[knob] != value]

@@ -10,9 +10,9 @@ other than the one of sdpa.cu's table gets its own table so. The times go to res
   --seed N       the series of these, from 0; default 0
   --from CSV     fits to these rows and measures nothing
   --check        judges the table in sdpa.cu by rows of results/fit (default: the newest of the list); measures nothing
-exit: 0, 1 with --check: the table chooses badly (above 8% lost on a problem, or 25% where K and V of one query just fill
-L2, or 1% on average, or costs fitted to five sixths of the problems above 1% on average on the others) or a
-tile was never timed, 2 bad usage, 3 a tile could not be run
+exit: 0, 1 with --check: the table chooses badly (above 8% lost on a problem, or 25% where K and V of one query just
+fill L2, or 1% on average, or costs fitted to five sixths of the problems above 1% on average on the others) or a tile
+was never timed, 2 bad usage, 3 a tile could not be run
 """
 import collections
 import csv
@@ -162,8 +162,9 @@ def measure(gpu, model, tiles, problems, table):
         for knobs, sentence in bench.skipped.items():
             raise Refused(f"{knobs}: cannot run {problem}: {sentence}", 3)
         series = engine.measure(gpu, bench.fit_to_time(), PACE, BLOCKS)
+        about = dict(asdict(problem), sms=gpu.attribute(engine.SM_COUNT), **engine.measured_on(gpu))
         for knobs in own:
-            row = dict(asdict(problem), tile=knobs, check="FAIL", sms=gpu.attribute(engine.SM_COUNT), **engine.measured_on(gpu))
+            row = dict(about, tile=knobs, check="FAIL")
             if knobs in series.graphs:
                 low, high = series.interval(knobs)
                 row.update(check="PASS", us=f"{series.us(knobs):.3f}", lo_us=f"{low:.3f}", hi_us=f"{high:.3f}",
@@ -196,9 +197,10 @@ def read_rows(path):
 
 def newest(table):
     """The newest rows of a table's tiles on the list of problems."""
-    marks = {mark for mark in (*TABLES, "drawn") if mark not in ("hopper", table)}
-    files = [file for file in Path(builds.ROOT, "results", "fit").glob("*.csv" if table == "hopper" else f"*-{table}*.csv")
-             if not any("-" + mark in file.name for mark in marks)]
+    others = [f"-{mark}" for mark in (*TABLES, "drawn") if mark not in ("hopper", table)]
+    own = "*.csv" if table == "hopper" else f"*-{table}*.csv"
+    files = [file for file in Path(builds.ROOT, "results", "fit").glob(own)
+             if not any(mark in file.name for mark in others)]
     if not files:
         raise Refused(f"results/fit has no rows of {table}; measure them with: ./run_all.sh fit --table {table}")
     return max(files, key=report_rows.by_name)
@@ -231,9 +233,9 @@ def with_costs(tile, costs):
 
 
 def fit_costs(model, tiles, times, sms, mhz):
-    """These tiles at the costs for which the model comes nearest to their times, in logarithms. A problem on which a tile
-    takes twice as long as the quickest one counts half for it, and one on which it is SLOW not at all, since there it is
-    not chosen anyway. A cost on which no time depends stays."""
+    """These tiles at the costs for which the model comes nearest to their times, in logarithms. A problem on which a
+    tile takes twice as long as the quickest one counts half for it, and one on which it is SLOW not at all, since there
+    it is not chosen anyway. A cost on which no time depends stays."""
     from scipy import optimize
 
     def fitted(tile):
@@ -300,8 +302,8 @@ def print_choices(tiles, times, tables):
 
 def print_losses(title, found):
     lost = [loss for _, loss in found.values()]
-    print(f"{title}: the quickest on {lost.count(0)} of {len(lost)} problems, loses {100 * np.mean(lost):.2f}% on average "
-          f"and {100 * max(lost):.1f}% at most")
+    print(f"{title}: the quickest on {lost.count(0)} of {len(lost)} problems, "
+          f"loses {100 * np.mean(lost):.2f}% on average and {100 * max(lost):.1f}% at most")
 
 
 def check(path):
@@ -317,8 +319,10 @@ def check(path):
     print_losses("fitted without the problem", unknown)
     bad = [f"never timed: {tile.knobs}; run ./run_all.sh fit on {rows[0]['device']}" for tile in tiles
            if not any(tile.knobs in us for us in times.values())]
-    bad += [f"D={problem.D} {problem}: {short(tile)} loses {100 * loss:.1f}%, more than {100 * worst_loss(problem):.0f}%"
-            for problem, (tile, loss) in found.items() if loss > worst_loss(problem)]
+    for problem, (tile, loss) in found.items():
+        if loss > worst_loss(problem):
+            bad.append(f"D={problem.D} {problem}: {short(tile)} loses {100 * loss:.1f}%, "
+                       f"more than {100 * worst_loss(problem):.0f}%")
     for what, each in (("the table", found), ("a table fitted without the problem", unknown)):
         mean = np.mean([loss for _, loss in each.values()])
         if mean > MEAN_LOSS:

@@ -68,18 +68,16 @@ double clocks(int heads, int rounds) {
   return least;
 }
 
-string round_and_item(int heads) {
-  constexpr int few = 32, many = 96;
-  const double less = clocks(heads, few), more = clocks(heads, many);
-  const double round = (more - less) / (many - few);
-  return format("[%.1f, %.1f]", round, less - few * round);
-}
-
 string measure() {
+  const auto round_and_item = [](int heads) {
+    constexpr int few = 32, many = 96;
+    const double less = clocks(heads, few), round = (clocks(heads, many) - less) / (many - few);
+    return format("[%.1f, %.1f]", round, less - few * round);
+  };
   const KernelFacts facts = line.facts_of(OneItemEach(1, 1).params);
   const int sms = sm_count(), ctas_per_sm = resources_of(facts).ctas_per_sm;
-  return "{\"one_sm\": " + round_and_item(1) + ", \"all_sms\": " + round_and_item(sms * ctas_per_sm) +
-         format(", \"sms\": %d, \"ctas_per_sm\": %d}", sms, ctas_per_sm);
+  return format("{\"one_sm\": %s, \"all_sms\": %s, \"sms\": %d, \"ctas_per_sm\": %d}", round_and_item(1).c_str(),
+                round_and_item(sms * ctas_per_sm).c_str(), sms, ctas_per_sm);
 }
 
 #endif

@@ -1,9 +1,9 @@
 """usage: ./run_all.sh micro [--family F|--from LINE] [--head-dim D] [OPTION...]
 What a round over a K/V tile costs the kernel of each legal tile, in clocks of one CTA alone and of as many as the GPU
-holds. Tiles have the sizes that lines of the family have, in any combination that sdpa.cu allows, and LINE's other knobs.
-Prints the N tiles that should be the fastest for a problem, by waves of CTAs times rounds, and writes all to
-results/micro/DATE-DEVICE-NAME.json, from which `tune` starts. Barriers, bytes from global memory and bank conflicts of a
-round are counted on the CPU backend: of the N tiles, or without a GPU of all.
+holds. Tiles have the sizes that lines of the family have, in any combination that sdpa.cu allows, and LINE's other
+knobs. Prints the N tiles that should be the fastest for a problem, by waves of CTAs times rounds, and writes all to
+results/micro/DATE-DEVICE-NAME.json, from which `tune` starts. Barriers, bytes from global memory and bank conflicts
+of a round are counted on the CPU backend: of the N tiles, or without a GPU of all.
   --family F          scalar, wmma, mma or wgmma; default wgmma
   --from LINE         the line that has the other knobs; default the family's first of this D
   --head-dim D        64, 128 or 256; default LINE's
@@ -54,6 +54,12 @@ def measurable(line):
 def measure(lines, gpu):
     """{line, family, D, knobs, registers, and what tools/micro.cu prints} of each line that can be built and run."""
     progress, built = builds.show_progress(), []
+
+    def host_library(line):
+        try:
+            return builds.Built(line, builds.host_library(*line.words, program=PROGRAM))
+        except Refused as trouble:
+            return builds.Built(line, trouble=str(trouble))
     if gpu:
         built = builds.build(lines, gpu.arch, program=PROGRAM, progress=progress).values()
     else:
@@ -69,14 +75,6 @@ def measure(lines, gpu):
         registers, spilled, *_ = builds.ptxas_report(one.log)
         yield dict(line=one.line.text, family=one.line.family, D=one.line.D, knobs=identity(one.line),
                    registers=registers, spilled=spilled, **json.loads(text.value))
-
-
-def host_library(line):
-    """tools/micro.cu for the CPU backend."""
-    try:
-        return builds.Built(line, builds.host_library(*line.words, program=PROGRAM))
-    except Refused as trouble:
-        return builds.Built(line, trouble=str(trouble))
 
 
 # ---- what it says of a problem ----

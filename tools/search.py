@@ -73,8 +73,8 @@ def base_line(options, arch="90a"):
 
 
 def spread(knob, legal, typed):
-    """The values to try of what SDPA_KNOBS calls legal. Of BLOCK_N every multiple of 16, of other ranges 2^n and 3 * 2^n;
-    and those that lines have typed."""
+    """The values to try of what SDPA_KNOBS calls legal: every multiple of 16 for BLOCK_N, 2^n and 3 * 2^n in other
+    ranges, and those that lines have typed."""
     if ".." not in legal:
         return legal.split()
     low, high = map(int, legal.split(".."))
@@ -83,8 +83,8 @@ def spread(knob, legal, typed):
 
 
 class Space:
-    """{knob: values} that candidates may have. Which knobs a family has is asked of configs.txt, whose lines change them,
-    and of sdpa.cu, which refuses the others; what a negative control shows to be wrong is left out."""
+    """{knob: values} that candidates may have: of the knobs that lines of the family change, or that sdpa.cu lets the
+    base change; what a negative control shows to be wrong is left out."""
 
     def __init__(self, base, fixed, vary_fixed_alone=False):
         self.tree, self.base, self.fixed, self.values = base.tree, base, fixed, {}
@@ -98,7 +98,8 @@ class Space:
                 typed, own = {knobs_of(line)[knob] for line in lines}, knobs_of(base)[knob]
                 values = [value for value in spread(knob, legal, {*typed, own})
                           if value == own or f"{knob}={value}" not in wrong]
-                if typed != {default} or any(value != own and not refusal(self.line({knob: value})) for value in values):
+                others = (self.line({knob: value}) for value in values if value != own)
+                if typed != {default} or not all(map(refusal, others)):
                     self.values[knob] = values
         self.free = [knob for knob, values in self.values.items() if len(values) > 1]
 
@@ -109,7 +110,7 @@ class Space:
         return Line(self.tree, base.name, tuple(builds.changed(base.changes, changes)))
 
     def starts(self, problem):
-        """The base, and the family's lines with the problem's D and type and the fixed knobs, if they may have them; if
+        """The base and the family's lines, with the problem's D and type and the fixed knobs, if they may have them; if
         none may, the base with other knobs changed at random until it is legal."""
         own = {"HEAD_DIM": str(problem.D), "DTYPE": {"e4m3": "FP8_E4M3"}.get(problem.dtype, problem.dtype.upper())}
         lines, found = [], {}
@@ -131,7 +132,7 @@ class Space:
         return {knob: knobs_of(line)[knob] for knob in self.free}
 
     def mutated(self, rng, knobs):
-        """One knob changed, or with half the probability each two, three or more; two times of three to a neighbouring value."""
+        """One knob changed, or with half the probability each two, three or more; two of three to the next value."""
         knobs = dict(knobs)
         for knob in rng.permutation(self.free)[:rng.geometric(0.5)]:
             values, at = self.values[knob], self.values[knob].index(knobs[knob])

@@ -17,13 +17,12 @@ At the end `ab` compares the best with LINE, or with the best line of configs.tx
   --seed N        of the search, from 0 (default 0)
   --micro JSON    this file of ./run_all.sh micro; default the newest of results/micro for this GPU, family and D
   --top N         starts from so many tiles of it (default 8)
-  --log FILE      default results/tune/DATE-DEVICE-NAME.jsonl, a journal of Optuna's. The same command again goes on there
+  --log FILE      of Optuna; default results/tune/DATE-DEVICE-NAME.jsonl. The same command again goes on there
   --dry-run       walks the search without a GPU, by a cost model fitted to the newest rows of results/
   --all           every combination of the fixed knobs' values instead of a search; the others stay as LINE has them
-  --table         a wgmma tile for each problem of `fit`, MIN minutes for all; `fit` prints the table with those that are
-                  2% quicker than the tiles of TUNED_TILES
-  --replay LOG    the search over the candidates of an --all log, beside random search
-  --runs N        so many times (default 20)
+  --table         a wgmma tile for each problem of `fit`, MIN minutes for all; those that are 2% quicker than the tiles
+                  of TUNED_TILES go to `fit`, which prints the table with them
+  --replay LOG    the search over the candidates of an --all log, 20 times, beside random search
   --export t4|svg  t4: a log in the T4 results format of the autotuning community; svg: Optuna's pictures beside it
 exit: 0, 1 the best is wrong at last, 2 bad usage, 3 the GPU or the disk failed, 130 Ctrl-C
 """
@@ -60,8 +59,7 @@ from search import Space, base_line, chooses, family_lines, identity, knobs_of, 
 optuna.logging.set_verbosity(optuna.logging.WARNING)
 warnings.simplefilter("ignore", optuna.exceptions.ExperimentalWarning)
 
-SEEDS = (0, 1, 2)
-SMALL, RAGGED = "small", "2,4,2,197,131"
+RAGGED = "2,4,2,197,131"
 DROPS = ((1, 0.05), (3, 0.01), (6, math.inf))  # after so many blocks: slower by this than the best is not timed further
 ENDLESS_S = 60  # a candidate that takes longer never ends
 CANDIDATE_S = 6  # one takes about so long to compile and time
@@ -76,7 +74,8 @@ KNOWN = 1000  # proposals in a row that are not new: then all is known
 # Each fate of a candidate, and what the T4 format calls it.
 T4_INVALIDITY = {"refused": "constraints", "compile": "compile", "gate": "constraints", "wrong": "correctness",
                  "timed": "correct"}
-WITHIN, SHARE, RUNS_OF_20 = 0.98, 0.15, 18  # a search is good if so many reach this part of the best in this share of the list
+WITHIN, SHARE = 0.98, 0.15  # a replayed search is good if it comes so near to the best in this share of the list
+RUNS, MOST_RUNS = 20, 18
 
 
 # ---- what was asked ----
@@ -93,8 +92,8 @@ def parse_fixed(options, line):
             if sentence.startswith(f"{knob}: not a legal value"):
                 raise Refused(f"--fix {knob}={value}: {sentence}")
         if fixed.setdefault(knob, values) != values:
-            raise Refused(f"--fix {word} contradicts --fix {knob}={','.join(fixed[knob])}; to allow several values type "
-                          f"{knob}=V,V")
+            raise Refused(f"--fix {word} contradicts --fix {knob}={','.join(fixed[knob])}; "
+                          f"to allow several values type {knob}=V,V")
         if knob in builds.FAMILIES.values() and values != [knobs_of(line)[knob]]:
             raise Refused(f"--fix {word} contradicts the family, {line.family}; choose it with --family")
     return fixed
@@ -128,9 +127,10 @@ class GpuJudge:
         self.began = time.monotonic()
         self.benches = {p: engine.Bench(gpu, {}, {"": p}) for p in problems}
         D, dtype = problems[0].D, problems[0].dtype
-        shapes = [engine.parse_problem(SMALL), *(engine.parse_problem(RAGGED, causal) for causal in engine.CAUSAL)]
-        gates = [*((p.typed(D, dtype), SEEDS) for p in shapes), *((p, SEEDS[1:]) for p in problems)]
-        self.gates = [(p, engine.Bench(gpu, {}, {"": p}, seed)) for p, seeds in gates for seed in seeds]
+        shapes = [engine.parse_problem("small"), *(engine.parse_problem(RAGGED, causal) for causal in engine.CAUSAL)]
+        gates = [(p.typed(D, dtype), seed) for p in shapes for seed in (0, 1, 2)]
+        gates += [(p, seed) for p in problems for seed in (1, 2)]  # with seed 0 they are timed
+        self.gates = [(p, engine.Bench(gpu, {}, {"": p}, seed)) for p, seed in gates]
 
     def resume(self, study, space):
         """Goes on where a log ends: the best of it is loaded again."""
@@ -160,7 +160,7 @@ class GpuJudge:
                     shared_bytes=facts.shared_bytes)
 
     def judge(self, line, record):
-        """The whole record: the candidate's fate, what is wrong with it, or its times; score is its time over the first one's."""
+        """The record with the candidate's fate, and what is wrong with it, or its times and score: over the first's."""
         def lost(sentence):
             self.restart(dict(record, knobs=identity(line), line=line.text, fate="wrong", sentence=sentence,
                               spent_s=round(self.seconds(), 2)))
@@ -229,8 +229,8 @@ class GpuJudge:
 # ---- who judges without a GPU: a cost model ----
 
 class ModelJudge:
-    """In place of times: waves of CTAs times rounds of tiles, times what a round costs by the knobs, fitted to the newest
-    rows of the family in results/. A timed candidate takes a second of a clock of its own."""
+    """In place of times: waves of CTAs times rounds, times what a round costs by the knobs, fitted to the newest rows
+    of the family in results/. A timed candidate takes a second of a clock of its own."""
 
     def __init__(self, problems, family):
         source, = report_rows.newest(Path(builds.ROOT, "results"))["lines"]
@@ -278,16 +278,16 @@ class ModelJudge:
 # ---- the search ----
 
 class Mutations(optuna.samplers.RandomSampler):
-    """An evolution without generations: of CHILDREN mutations of the BREEDERS best so far it proposes the one that should take
-    the least time, by an interpolation over those that are timed. Optuna's own samplers draw from the whole space, of which
-    sdpa.cu refuses most."""
+    """Of CHILDREN mutations of the BREEDERS best so far it proposes the one that should take the least time, by an
+    interpolation over those that are timed. Optuna's own draw from the whole space, of which sdpa.cu refuses most."""
 
     def __init__(self, space, seed):
         super().__init__()
         self.space, self.rng = space, np.random.default_rng(seed)
 
     def infer_relative_search_space(self, study, trial):
-        return {knob: optuna.distributions.CategoricalDistribution(self.space.values[knob]) for knob in self.space.free}
+        values = self.space.values
+        return {knob: optuna.distributions.CategoricalDistribution(values[knob]) for knob in self.space.free}
 
     def sample_relative(self, study, trial, space):
         done = sorted((one for one in timed(study) if one.params), key=lambda one: one.value)
@@ -375,8 +375,7 @@ def read_log(path):
 
 
 class Log:
-    """What was asked, then each candidate as it ends, in a journal of Optuna's. Of a search that was killed, the line that it
-    was writing is cut off."""
+    """What was asked, then each candidate as it ends, in a journal of Optuna's. What a kill left half is cut off."""
 
     def __init__(self, path, asked):
         self.path = os.path.abspath(path)
@@ -403,8 +402,8 @@ class Log:
         try:
             self.study.add_trial(trial)
         except OSError as error:
-            raise Refused(f"{self.path} cannot be written: {error.strerror}; what it has is valid, and the same command "
-                          "goes on from there", 3)
+            raise Refused(f"{self.path} cannot be written: {error.strerror}; what it has is valid, "
+                          "and the same command goes on from there", 3)
 
 
 # ---- a search from its beginning to its result ----
@@ -455,7 +454,7 @@ def find_gpu(options):
 
 
 def run_search(options, gpu, more=()):
-    """From what was asked to the end of the search: its log and study, the lines that it started from, and the problems."""
+    """Searches what was asked. Returns the log, the study, the lines that it started from, and the problems."""
     line = base_line(options, gpu.arch if gpu else "90a")
     problems, fixed = parse_problems(options, line), parse_fixed(options, line)
     if options.all and not (options.from_ and fixed):
@@ -478,16 +477,17 @@ def run_search(options, gpu, more=()):
         os.execv(sys.executable, [sys.executable, os.path.dirname(__file__), *sys.argv])
     judge = GpuJudge(gpu, problems, restart) if gpu else ModelJudge(problems, line.family)
     judge.resume(log.study, space)
-    study = optuna.create_study(sampler=Mutations(space, [options.seed, len(log.study.trials)]))  # what has not ended as well
-    study.add_trials(log.study.trials)
+    study = optuna.create_study(sampler=Mutations(space, [options.seed, len(log.study.trials)]))
+    study.add_trials(log.study.trials)  # which the log has, unlike those that have not ended
     end_s = options.budget_s * (1 - VERDICT_SHARE if gpu and not options.all else 1)
 
     def write(trial):
         log.add(trial)
         show(study, trial, max(0, end_s - judge.seconds()))
+    lines = [*starts[:1], *space.all()] if options.all else starts + seeds
     try:
-        search(study, space, judge, [*starts[:1], *space.all()] if options.all else starts + seeds,
-               lambda: judge.seconds() < end_s, write, ahead=2 * builds.JOBS if options.all else AHEAD, breed=not options.all)
+        search(study, space, judge, lines, lambda: judge.seconds() < end_s, write,
+               ahead=2 * builds.JOBS if options.all else AHEAD, breed=not options.all)
     except KeyboardInterrupt:
         raise Refused(f"stopped; the same command goes on from {log.path}", 130)
     if sys.stderr.isatty():
@@ -511,8 +511,8 @@ def result(gpu, log, study, starts, problems):
     elif gpu:
         verdict(gpu, log, parse_line(best.tree, start.user_attrs["line"]), best, problems)
     print(f"to paste into configs.txt:\n{paste(best)}")
-    print(f"log: {os.path.relpath(log.path)}; pictures of it: ./run_all.sh tune --export svg {os.path.relpath(log.path)}",
-          file=sys.stderr)
+    path = os.path.relpath(log.path)
+    say(f"log: {path}; pictures of it: ./run_all.sh tune --export svg {path}")
     return 0
 
 
@@ -524,7 +524,7 @@ def verdict(gpu, log, start, best, problems):
     else:
         found = ab.with_gpu(gpu, [start, best], [(p, p) for p in problems], engine.PACE, None)
         words = [f"{problem}: {ab.sentence_of('B', verdicts['B'])}" for problem, verdicts in found.items()]
-        log.study.set_user_attr("verdict", dict(line=best.text, over=start.text, words=words))
+        log.study.set_user_attr("verdict", dict(line=best.text, words=words))
 
 
 # ---- what is made of a log ----
@@ -548,8 +548,6 @@ def t4(study):
 
 def export(path, what):
     study = read_log(path)
-    if not study.trials:
-        raise Refused(f"{path}: no candidate in it yet")
     if what == "t4":
         print(json.dumps(t4(study), indent=1))
         return 0
@@ -559,7 +557,8 @@ def export(path, what):
         raise Refused(f"{path}: fewer than two candidates of it have a time")
     plots, stem = optuna.visualization.matplotlib, os.path.splitext(path)[0]
     shown = plots.plot_optimization_history(own, target_name="time over the first line's")
-    worth = plots.plot_param_importances(own, evaluator=optuna.importance.PedAnovaImportanceEvaluator(target_quantile=0.2))
+    evaluator = optuna.importance.PedAnovaImportanceEvaluator(target_quantile=0.2)
+    worth = plots.plot_param_importances(own, evaluator=evaluator)
     for axes, out in ((shown, f"{stem}.svg"), (worth, f"{stem}-knobs.svg")):
         axes.figure.savefig(out, bbox_inches="tight")
         print(out)
@@ -597,35 +596,38 @@ def replay(options):
     asked, count = study.user_attrs.get("search", {}), len(timed(study))
     if not asked.get("all") or not count:
         raise Refused(f"{options.replay}: want the log of tune --all")
-    known = ListJudge((one.user_attrs["knobs"], dict(fate=one.user_attrs["fate"], score=one.value)) for one in study.trials)
+    known = ListJudge((one.user_attrs["knobs"], dict(fate=one.user_attrs["fate"], score=one.value))
+                      for one in study.trials)
     name, D, dtype = asked["problems"][0]
     shape, _, causal = name.partition(" ")
     problem = engine.parse_problem(shape.replace("x", ","), causal or "off").typed(D, dtype)
     tree = builds.Tree()
     space = Space(parse_line(tree, asked["base"]), asked["space"], True)
     all_lines = [parse_line(tree, one.user_attrs["line"]) for one in study.trials]
-    lines, base = space.starts(problem), space.base.name
+    lines, base, family = space.starts(problem), space.base.name, space.base.family
     kinds = {"random search": [], f"from {base}": lines[:1], "from the family's lines": lines}
-    best = micro.seeds(options.micro or micro.newest(asked["gpu"], space.base.family, D), space, problem, options.top)
+    best = micro.seeds(options.micro or micro.newest(asked["gpu"], family, D), space, problem, options.top)
     if best:
         kinds[f"from {base}, micro's {options.top}"] = lines[:1] + best
         kinds[f"from the lines, micro's {options.top}"] = lines + best
-    print(f"{name}, {space.base.family}, D={D} {dtype}: {len(known)} candidates, {count} of them fit to time; judged until "
-          f"one is within {100 - 100 * WITHIN:.0f}% of the best")
+    print(f"{name}, {family}, D={D} {dtype}: {len(known)} candidates, {count} of them fit to time; "
+          f"judged until one is within {100 - 100 * WITHIN:.0f}% of the best")
     print(f"{'search':<36} {'median':>6} {'18 of 20':>8} {'of the list':>11}  within {100 * SHARE:.0f}%")
     for kind, queue in kinds.items():
-        needed = sorted(evaluations_needed(space, known, queue or np.random.default_rng(seed).permutation(all_lines),
-                                           bool(queue), study.best_value / WITHIN, seed) for seed in range(options.runs))
-        most = needed[math.ceil(RUNS_OF_20 / 20 * len(needed)) - 1]
+        needed = []
+        for seed in range(RUNS):
+            own = queue or np.random.default_rng(seed).permutation(all_lines)
+            needed.append(evaluations_needed(space, known, own, bool(queue), study.best_value / WITHIN, seed))
+        most = sorted(needed)[MOST_RUNS - 1]
         print(f"{kind:<36} {np.median(needed):6.0f} {most:8.0f} {100 * most / count:10.1f}%  "
-              f"{sum(n <= SHARE * count for n in needed)} of {len(needed)}", flush=True)
+              f"{sum(n <= SHARE * count for n in needed)} of {RUNS}", flush=True)
     return 0
 
 
 # ---- the table of tiles ----
 
 def table(options):
-    """Searches a tile for each problem of `fit`, beside TUNED_TILES, and lets `fit` judge those that are worth a row."""
+    """Searches a tile for each problem of `fit`, beside TUNED_TILES; `fit` judges those that are worth a row."""
     gpu, model, tree = find_gpu(options), fit.Model(), builds.Tree()
     D = int(options.head_dim or 64)
     tiles = [tile for tile in model.tiles if tile.head_dim == D]
@@ -639,11 +641,11 @@ def table(options):
         scores = {parse_line(tree, one.user_attrs["line"]): one.value for one in timed(study)}
         of_table = min((score for line, score in scores.items() if identity(line) in in_table), default=math.inf)
         best = next(filter(fit.Tile.of, sorted(scores, key=scores.get)), None)
-        gain = of_table / scores[best] - 1 if best else 0
+        gain, words = of_table / scores[best] - 1 if best else 0, "TUNED_TILES has the best"
         if gain > WORTH:
-            new[fit.Tile.of(best).knobs] = fit.Tile.of(best)
-        print(f"{shape:<24} {options.causal:<3}  " + (f"{100 * gain:+.1f}%  {fit.Tile.of(best).knobs}" if gain > WORTH else
-                                                      "TUNED_TILES has the best"))
+            tile = fit.Tile.of(best)
+            new[tile.knobs], words = tile, f"{100 * gain:+.1f}%  {tile.knobs}"
+        print(f"{shape:<24} {options.causal:<3}  {words}")
     if gpu and new:
         tiles += new.values()
         rows = engine.Table(engine.results_path("fit", gpu.name, new=True), fit.COLUMNS)
@@ -664,8 +666,8 @@ def main():
         raise Refused(f"--budget {options.budget}: want minutes, as in 8 or 1.5")
     options.budget_s = 60 * float(options.budget)
     if options.budget_s < CANDIDATE_S:
-        raise Refused(f"--budget {options.budget}: {options.budget_s:g} s are less than the {CANDIDATE_S} s that a candidate "
-                      "takes to compile and time")
+        raise Refused(f"--budget {options.budget}: {options.budget_s:g} s are less than the {CANDIDATE_S} s "
+                      "that a candidate takes to compile and time")
     if options.table:
         return table(options)
     gpu = find_gpu(options)
