@@ -150,7 +150,7 @@ def listed(dims, dtype):
 
 def measure(gpu, model, tiles, problems, table):
     """Times those of the tiles that suit on every problem; rows go to the table. Returns them."""
-    tree, rows = builds.loadable(builds.Tree()), []
+    tree, rows = builds.Tree(), []
     lines = {tile.knobs: tile.line(tree, table=model.table) for tile in tiles}
     built = builds.build(lines.values(), gpu.arch)
     kernels = {knobs: engine.load(line, gpu, built) for knobs, line in lines.items()}
@@ -176,6 +176,7 @@ def measure(gpu, model, tiles, problems, table):
 
 
 def read_rows(path):
+    """The rows of a CSV of fit, all of them whole; else it is refused."""
     if not os.path.exists(path):
         raise Refused(f"{path}: there is no such file")
     with open(path, newline="") as file:
