@@ -18,36 +18,19 @@ from search import PROBLEMS_OWN
 
 
 def removals(line):
-    """For each knob that the line sets, the changes that take it back, or the sentence that forbids it."""
+    """(KNOB=DEFAULT, the changes that take it back or None, the sentence that forbids it alone) for each knob that the
+    line sets. What may go along with it is what the sentence says to type, or one or two others."""
     defaults = line.tree.knobs()
     back = [f"{knob}={defaults[knob]}" for knob, value in (word.split("=", 1) for word in line.words)
             if knob in defaults and knob not in PROBLEMS_OWN and defaults[knob] != value]
     for knob in back:
-        sentence = line.tree.refusal(builds.changed(line.words, [knob]))
-        tries = together(knob, sentence, back) if sentence else [[knob]]
-        legal = (changes for changes in tries if not line.tree.refusal(builds.changed(line.words, changes)))
-        yield knob, next(legal, None), sentence
-
-
-def together(knob, sentence, back):
-    """What may go along with a knob that cannot go alone: what the refusal says to type, or one or two others."""
-    advice = re.findall(r"[A-Z][A-Z0-9_]*=[A-Z0-9_]+", sentence.partition("type ")[2])
-    if advice and knob.split("=")[0] not in [word.split("=")[0] for word in advice]:
-        yield [knob, *advice]
-    others = [other for other in back if other != knob]
-    yield from ([knob, *along] for count in (1, 2) for along in itertools.combinations(others, count))
-
-
-def waterfall(name, problem, device, times, ratios, bad):
-    """Prints the line, then what it is without each knob, the dearest first."""
-    print(f"\n{problem} on {device}: {name}, {times[name]:.3f} us")
-    for key in sorted(ratios, key=lambda key: -ratios[key].ratio):
-        v = ratios[key]
-        bar = "#" * min(40, round(25 * (v.ratio - 1)))
-        print(f"  {removed(key, name):<44} {times[key]:10.3f} us {100 * v.ratio - 100:+6.1f}% "
-              f"[{100 * v.low - 100:+.1f}, {100 * v.high - 100:+.1f}] {v.verdict:<7} {bar}")
-    for key, sentence in bad.items():
-        print(f"  {removed(key, name):<44} gets no time: {sentence}")
+        def refusal(along=()):
+            return line.tree.refusal(builds.changed(line.words, [knob, *along]))
+        sentence, others = refusal(), [other for other in back if other != knob]
+        advice = [word for word in re.findall(r"[A-Z][A-Z0-9_]*=[A-Z0-9_]+", sentence.partition("type ")[2])
+                  if word.split("=")[0] != knob.split("=")[0]]
+        tries = [(), advice, *itertools.combinations(others, 1), *itertools.combinations(others, 2)]
+        yield knob, next(([knob, *along] for along in tries if not refusal(along)), None), sentence
 
 
 def removed(text, name):
@@ -55,7 +38,7 @@ def removed(text, name):
 
 
 def run_problem(gpu, kernels, problem, facts, table):
-    """Checks and times the line and what is left of it; whether all passed."""
+    """Checks and times the line and what is left of it; prints it, the dearest knob first. Whether all passed."""
     bench = engine.Bench(gpu, kernels, dict.fromkeys(kernels, problem))
     name, *_ = kernels
     bad = {**bench.skipped, **{key: check.sentence for key, check in bench.checks.items() if not check.passed}}
@@ -66,8 +49,14 @@ def run_problem(gpu, kernels, problem, facts, table):
     bad.update({key: "its last replay left other bits" for key in graphs if bench.changed_bits(key)})
     for key in kernels:
         table.add(**engine.result_row(bench, key, facts[key], None if key in bad else series))
-    waterfall(name, problem, gpu.name, {key: series.us(key) for key in graphs},
-              {key: v for key, v in ratios.items() if key not in bad}, bad)
+    print(f"\n{problem} on {gpu.name}: {name}, {series.us(name):.3f} us")
+    for key in sorted(ratios.keys() - bad.keys(), key=lambda key: -ratios[key].ratio):
+        v = ratios[key]
+        bar = "#" * min(40, round(25 * (v.ratio - 1)))
+        print(f"  {removed(key, name):<44} {series.us(key):10.3f} us {100 * v.ratio - 100:+6.1f}% "
+              f"[{100 * v.low - 100:+.1f}, {100 * v.high - 100:+.1f}] {v.verdict:<7} {bar}")
+    for key, sentence in bad.items():
+        print(f"  {removed(key, name):<44} gets no time: {sentence}")
     bench.close()
     return not bad
 
@@ -83,25 +72,18 @@ def main():
     problems = [engine.parse_problem(text, options.causal).typed(line.D, line.dtype)
                 for text in options.shape or ["mission", "long"]]
     gpu = engine.need_gpu(" (check without times: ./run_all.sh --cpu)")
-    variants, impossible = [], {}
-    for knob, changes, sentence in removals(line):
-        variant = builds.Line(line.tree, line.name, tuple(builds.changed(line.changes, changes or [knob])))
-        if changes:
-            variants.append(variant)
-        else:
-            impossible[variant] = sentence
-    built = builds.build([line, *variants], gpu.arch)
-    impossible.update({one: built[one].trouble for one in variants if built[one].trouble})
-    lines = [line, *(one for one in variants if one not in impossible)]
+    why_not = {builds.Line(line.tree, line.name, tuple(builds.changed(line.changes, changes or [knob]))):
+               "" if changes else sentence for knob, changes, sentence in removals(line)}
+    built = builds.build([line, *(one for one in why_not if not why_not[one])], gpu.arch)
+    why_not.update({one: built[one].trouble for one in why_not if one in built})
+    lines = [line, *(one for one in why_not if not why_not[one])]
     kernels = {one.text: engine.load(one, gpu, built) for one in lines}
     facts = {one.text: builds.facts(built[one]) for one in lines}
     table = engine.Table(engine.results_path("ablation", gpu.name, line.name, new=True), engine.row_columns())
     passed = [run_problem(gpu, kernels, problem, facts, table) for problem in problems]
-    if impossible:
-        print("\ncannot be taken back:")
-    for one, sentence in impossible.items():
-        print(f"  {removed(one.text, line.text)}: {sentence}")
-        table.add(config=one.target, status="error", note=sentence)
+    for one in filter(why_not.get, why_not):
+        print(f"cannot be taken back: {removed(one.text, line.text)}: {why_not[one]}")
+        table.add(config=one.target, status="error", note=why_not[one])
     say(f"rows: {table.name}")
     if options.svg:
         page.draw_ablation(table.name)

@@ -10,10 +10,11 @@ other than the one of sdpa.cu's table gets its own table so. The times go to res
   --seed N       the series of these, from 0; default 0
   --from CSV     fits to these rows and measures nothing
   --check        judges the table in sdpa.cu by rows of results/fit (default: the newest of the list); measures nothing
-exit: 0, 1 with --check: the table chooses badly (above 8% lost on a problem, or 25% where K and V of one query just fill
-L2, or 1% on average, or costs fitted to five sixths of the problems above 1% on average on the others) or a
-tile was never timed, 2 bad usage, 3 a tile could not be run
+exit: 0, 1 with --check: the table chooses badly (above 8% lost on a problem, or 25% where K and V of one query just
+fill L2, or 1% on average, or costs fitted to five sixths of the problems above 1% on average on the others) or a tile
+was never timed, 2 bad usage, 3 a tile could not be run
 """
+import collections
 import csv
 import ctypes
 import math
@@ -30,6 +31,7 @@ import engine
 import peers
 import report_rows
 from cli import Refused, say
+from search import identity, knobs_of
 
 SHAPES = """1,8,8,128,128 1,8,8,256,256 mission mission2 1,8,8,512,8192 1,8,8,768,768 1,8,8,1024,1024 1,16,16,1000,1777
 long 1,2,2,8192,8192 1,4,4,4096,4096 8,16,16,512,512 4,8,8,1024,1024 2,16,16,2048,2048 16,16,16,1024,1024
@@ -67,12 +69,12 @@ class Tile(ctypes.Structure):
              "PACK_GQA", "USE_MMA_SYNC")
 
     @property
-    def sizes(self):
-        return [getattr(self, knob.lower()) for knob in self.SIZES]
-
-    @property
     def flags(self):
         return [knob for knob in self.FLAGS if getattr(self, knob.lower())]
+
+    @property
+    def sizes(self):
+        return [getattr(self, knob.lower()) for knob in self.SIZES]
 
     @property
     def knobs(self):
@@ -83,10 +85,10 @@ class Tile(ctypes.Structure):
     def line(self, tree, *words, table=None):
         """The line that is this tile alone, of the table of that line."""
         base = table or ("ampere" if self.use_mma_sync else "hopper")
-        if base == "hopper_e4m3" and not self.use_mma_sync and self.block_n != 128:  # 8 tiles is the default
-            words = (f"FP8_FLUSH={1024 // self.block_n}", *words)
         if self.use_mma_sync and base != "ampere":
             words = ("USE_WGMMA=0", "USE_CP_ASYNC=1", "SWIZZLE_XOR=1", *words)
+        elif base == "hopper_e4m3" and self.block_n != 128:  # 8 tiles is the default
+            words = (f"FP8_FLUSH={1024 // self.block_n}", *words)
         return builds.Line(tree, base, ("USE_TUNED=0", *self.knobs.split(), *words))
 
     def suits(self, problem):
@@ -98,9 +100,9 @@ class Tile(ctypes.Structure):
         """The row of a line, at costs that are still to be fitted; None if none can be that line."""
         tile = cls(ctas=1, item_clocks=NEW_COSTS[0], scores_per_clock=NEW_COSTS[1])
         for knob in cls.SIZES + cls.FLAGS:
-            setattr(tile, knob.lower(), int(line.knob(knob, line.tree.knobs()[knob])))
-        twin = tile.line(line.tree, f"DTYPE={line.knob('DTYPE', 'FP16')}")
-        return tile if twin.effective_knobs() == line.effective_knobs() else None
+            setattr(tile, knob.lower(), int(knobs_of(line)[knob]))
+        twin = tile.line(line.tree, f"DTYPE={knobs_of(line)['DTYPE']}")
+        return tile if identity(twin) == identity(line) else None
 
     @property
     def costs(self):
@@ -136,10 +138,6 @@ class Model:
         """The problems as the model takes them."""
         return (engine.SdpaParams * len(problems))(*map(engine.params_of, problems))
 
-    def choose(self, tiles, problem, sms):
-        """The tile of the least cost; of equal ones the first, as choose_tile() has it."""
-        return tiles[int(self.clocks(tiles, self.params([problem]), sms).argmin())]
-
 
 # ---- times ----
 
@@ -152,7 +150,7 @@ def listed(dims, dtype):
 
 def measure(gpu, model, tiles, problems, table):
     """Times those of the tiles that suit on every problem; rows go to the table. Returns them."""
-    tree, rows = builds.loadable(builds.Tree()), []
+    tree, rows = builds.Tree(), []
     lines = {tile.knobs: tile.line(tree, table=model.table) for tile in tiles}
     built = builds.build(lines.values(), gpu.arch)
     kernels = {knobs: engine.load(line, gpu, built) for knobs, line in lines.items()}
@@ -164,19 +162,21 @@ def measure(gpu, model, tiles, problems, table):
         for knobs, sentence in bench.skipped.items():
             raise Refused(f"{knobs}: cannot run {problem}: {sentence}", 3)
         series = engine.measure(gpu, bench.fit_to_time(), PACE, BLOCKS)
+        about = dict(asdict(problem), sms=gpu.attribute(engine.SM_COUNT), **engine.measured_on(gpu))
         for knobs in own:
-            timed = knobs in series.graphs
-            low, high = map("{:.3f}".format, series.interval(knobs)) if timed else ("", "")
-            rows.append({name: str(value) for name, value in dict(
-                asdict(problem), tile=knobs, check="PASS" if timed else "FAIL", sms=gpu.attribute(engine.SM_COUNT),
-                us=f"{series.us(knobs):.3f}" if timed else "", lo_us=low, hi_us=high,
-                clock_mhz=f"{series.clock(knobs):.0f}" if timed else "", **engine.measured_on(gpu)).items()})
-            table.add(**rows[-1])
+            row = dict(about, tile=knobs, check="FAIL")
+            if knobs in series.graphs:
+                low, high = series.interval(knobs)
+                row.update(check="PASS", us=f"{series.us(knobs):.3f}", lo_us=f"{low:.3f}", hi_us=f"{high:.3f}",
+                           clock_mhz=f"{series.clock(knobs):.0f}")
+            rows.append(row)
+            table.add(**row)
         bench.close()
     return rows
 
 
 def read_rows(path):
+    """The rows of a CSV of fit, all of them whole; else it is refused."""
     if not os.path.exists(path):
         raise Refused(f"{path}: there is no such file")
     with open(path, newline="") as file:
@@ -184,13 +184,12 @@ def read_rows(path):
     if not rows or set(COLUMNS) - set(rows[0]) or None in rows[0]:
         raise Refused(f"{path}: want rows that ./run_all.sh fit wrote, with the columns {' '.join(COLUMNS)}")
     for number, row in enumerate(rows, 2):
+        wanted = ["B", "Hq", "Hkv", "Sq", "Sk", "D", "sms", *["us", "clock_mhz"] * (row["check"] == "PASS")]
         try:
-            numbers = [float(row[name]) for name in ("us", "clock_mhz", "B", "Hq", "Hkv", "Sq", "Sk", "D", "sms")
-                       if row["check"] == "PASS" or name not in ("us", "clock_mhz")]
-            broken = not all(0 < x < math.inf for x in numbers) or row["git_sha"] is None
+            good = all(0 < float(row[name]) < math.inf for name in wanted)
         except (ValueError, TypeError):
-            broken = True
-        if broken:
+            good = False
+        if not good:
             raise Refused(f"{path}: row {number} lacks a number or has one that is not positive")
     if not any(row["check"] == "PASS" for row in rows):
         raise Refused(f"{path}: no row of it has passed")
@@ -199,27 +198,31 @@ def read_rows(path):
 
 def newest(table):
     """The newest rows of a table's tiles on the list of problems."""
-    def table_of(file):
-        return next((name for name in sorted(TABLES, key=len, reverse=True) if "-" + name in file.name), "hopper")
-    files = [file for file in Path(builds.ROOT, "results", "fit").glob("*.csv")
-             if table_of(file) == table and "-drawn" not in file.name]
+    others = [f"-{mark}" for mark in (*TABLES, "drawn") if mark not in ("hopper", table)]
+    own = "*.csv" if table == "hopper" else f"*-{table}*.csv"
+    files = [file for file in Path(builds.ROOT, "results", "fit").glob(own)
+             if not any(mark in file.name for mark in others)]
     if not files:
         raise Refused(f"results/fit has no rows of {table}; measure them with: ./run_all.sh fit --table {table}")
     return max(files, key=report_rows.by_name)
 
 
 def most_mhz(rows):
-    return max(float(row["clock_mhz"]) for row in rows if row["clock_mhz"])
+    return max(float(row["clock_mhz"]) for row in rows if row["check"] == "PASS")
+
+
+def problem_of(row):
+    """The problem of a row of fit, or of an executable."""
+    sizes = (int(row[name]) for name in ("B", "Hq", "Hkv", "Sq", "Sk", "D"))
+    return engine.Problem(row["shape"], *sizes, row["dtype"], row["causal"])
 
 
 def by_problem(rows):
     """{problem: {tile's knobs: us}} of the rows that passed."""
     found = {}
     for row in rows:
-        problem = engine.Problem(row["shape"], *(int(row[name]) for name in ("B", "Hq", "Hkv", "Sq", "Sk", "D")),
-                                 row["dtype"], row["causal"])
         if row["check"] == "PASS":
-            found.setdefault(problem, {})[row["tile"]] = float(row["us"])
+            found.setdefault(problem_of(row), {})[row["tile"]] = float(row["us"])
     return found
 
 
@@ -231,9 +234,9 @@ def with_costs(tile, costs):
 
 
 def fit_costs(model, tiles, times, sms, mhz):
-    """These tiles at the costs for which the model comes nearest to their times, in logarithms. A problem on which a tile
-    takes twice as long as the quickest one counts half for it, and one on which it is SLOW not at all, since there it is
-    not chosen anyway. A cost on which no time depends stays."""
+    """These tiles at the costs for which the model comes nearest to their times, in logarithms. A problem on which a
+    tile takes twice as long as the quickest one counts half for it, and one on which it is SLOW not at all, since there
+    it is not chosen anyway. A cost on which no time depends stays."""
     from scipy import optimize
 
     def fitted(tile):
@@ -252,11 +255,12 @@ def fit_costs(model, tiles, times, sms, mhz):
 
 
 def losses(model, tiles, times, sms):
-    """{problem: (chosen tile, loss)}: how much longer than the quickest tile the chosen one takes."""
+    """{problem: (the tile that the model chooses, how much longer than the quickest one it takes, as a share)}."""
     found = {}
     for problem, us in times.items():
         own = [tile for tile in tiles if tile.head_dim == problem.D and tile.knobs in us]
-        chosen = model.choose(own, problem, sms)
+        # Of equal costs the first, as choose_tile() has it.
+        chosen = own[int(model.clocks(own, model.params([problem]), sms).argmin())]
         found[problem] = chosen, us[chosen.knobs] / min(us[tile.knobs] for tile in own) - 1
     return found
 
@@ -264,12 +268,10 @@ def losses(model, tiles, times, sms):
 def left_out(model, tiles, times, sms, mhz):
     """losses() of problems that the costs were not fitted to: FOLDS fits, each of which leaves other problems out."""
     found, order = {}, np.random.default_rng(1).permutation(len(times))
-    for D in sorted({tile.head_dim for tile in tiles}):
-        for fold in range(FOLDS):
-            tested = {problem for problem, place in zip(times, order) if problem.D == D and place % FOLDS == fold}
-            known = {problem: us for problem, us in times.items() if problem.D == D and problem not in tested}
-            fitted = fit_costs(model, [tile for tile in tiles if tile.head_dim == D], known, sms, mhz)
-            found.update(losses(model, fitted, {problem: times[problem] for problem in times if problem in tested}, sms))
+    for fold in range(FOLDS):
+        tested = {problem: us for (problem, us), place in zip(times.items(), order) if place % FOLDS == fold}
+        known = {problem: us for problem, us in times.items() if problem not in tested}
+        found.update(losses(model, fit_costs(model, tiles, known, sms, mhz), tested, sms))
     return found
 
 
@@ -301,80 +303,72 @@ def print_choices(tiles, times, tables):
 
 def print_losses(title, found):
     lost = [loss for _, loss in found.values()]
-    print(f"{title}: the quickest on {sum(loss == 0 for loss in lost)} of {len(lost)} problems, loses "
-          f"{100 * np.mean(lost):.2f}% on average and {100 * max(lost):.1f}% at most")
+    print(f"{title}: the quickest on {lost.count(0)} of {len(lost)} problems, "
+          f"loses {100 * np.mean(lost):.2f}% on average and {100 * max(lost):.1f}% at most")
 
 
 def check(path):
-    """Judges the table in sdpa.cu by committed rows."""
+    """Judges the table in sdpa.cu by committed rows; prints what is bad. Whether nothing is."""
     rows = read_rows(path)
     has_mma, dtype = any("USE_MMA_SYNC=1" in row["tile"] for row in rows), rows[0]["dtype"]
     model = Model("hopper_e4m3" if dtype == "e4m3" else "ampere" if has_mma else "hopper")
-    times, sms, mhz, passed = by_problem(rows), int(rows[0]["sms"]), most_mhz(rows), True
-    timed = {knobs for us in times.values() for knobs in us}
-    tiles = [tile for tile in model.tiles if tile.head_dim in {problem.D for problem in times}]
-    for tile in tiles:
-        if tile.knobs not in timed and any(map(tile.suits, times)):
-            print(f"never timed: {tile.knobs}; run ./run_all.sh fit on {rows[0]['device']}")
-            passed = False
+    times, sms, mhz = by_problem(rows), int(rows[0]["sms"]), most_mhz(rows)
+    tiles = [tile for tile in model.tiles if any(map(tile.suits, times))]
     found = losses(model, tiles, times, sms)
     print_choices(tiles, times, {"sdpa.cu": found})
-    lost = [loss for _, loss in found.values()]
-    for problem, (tile, loss) in found.items():
-        if loss > worst_loss(problem):
-            print(f"D={problem.D} {problem}: {short(tile)} loses {100 * loss:.1f}%, more than "
-                  f"{100 * worst_loss(problem):.0f}%")
-            passed = False
     unknown = left_out(model, tiles, times, sms, mhz)
     print_losses("fitted without the problem", unknown)
-    for what, each in (("the table", lost), ("a table fitted without the problem", [loss for _, loss in unknown.values()])):
-        if np.mean(each) > MEAN_LOSS:
-            print(f"{what} loses {100 * np.mean(each):.2f}% on average, more than {100 * MEAN_LOSS:.0f}%")
-            passed = False
-    return passed
-
-
-def main():
-    options = cli.parse_options(__doc__, cli.MOST)
-    if options.words and not options.check:
-        raise Refused(f"{options.words[0]}: only --check takes files by themselves; fit to one with --from")
-    dims = [int(D) for D in options.head_dim or []]
-    if options.check and (options.from_ or dims):
-        raise Refused("--check takes files by themselves and judges all of their rows; drop --from and --head-dim")
-    drawn = peers.drawn_by(options)
-    if drawn and (options.check or options.from_):
-        raise Refused("--drawn measures; --check and --from do not")
-    if options.check:
-        return 0 if all([check(path) for path in options.words or [newest(options.table)]]) else 1
-
-    model = Model(options.table)
-    if options.from_:
-        rows = read_rows(options.from_)
-    else:
-        gpu = engine.need_gpu("; --from CSV and --check need none")
-        count = {D: sum(tile.head_dim == D for tile in model.tiles) for D in (64, 128, 256)}
-        dims = dims or [D for D in count if count[D] > 1]
-        tiles = [tile for tile in model.tiles if tile.head_dim in dims]
-        problems = [one.typed(one.D, model.dtype) for one in drawn if one.D in dims] if drawn else listed(
-            dims, model.dtype)
-        if not problems:
-            raise Refused("none of the drawn problems has such a --head-dim")
-        name = "-".join(filter(None, (options.table != "hopper" and options.table, drawn and "drawn")))
-        table = engine.Table(engine.results_path("fit", gpu.name, name, new=True), COLUMNS)
-        rows = measure(gpu, model, tiles, problems, table)
-        say(f"rows: {table.name}")
-    print_fit(model, model.tiles, [row for row in rows if not dims or int(row["D"]) in dims])
-    return 0
+    bad = [f"never timed: {tile.knobs}; run ./run_all.sh fit on {rows[0]['device']}" for tile in tiles
+           if not any(tile.knobs in us for us in times.values())]
+    for problem, (tile, loss) in found.items():
+        if loss > worst_loss(problem):
+            bad.append(f"D={problem.D} {problem}: {short(tile)} loses {100 * loss:.1f}%, "
+                       f"more than {100 * worst_loss(problem):.0f}%")
+    for what, each in (("the table", found), ("a table fitted without the problem", unknown)):
+        mean = np.mean([loss for _, loss in each.values()])
+        if mean > MEAN_LOSS:
+            bad.append(f"{what} loses {100 * mean:.2f}% on average, more than {100 * MEAN_LOSS:.0f}%")
+    print("\n".join(bad), end="\n" * bool(bad))
+    return not bad
 
 
 def print_fit(model, tiles, rows):
     """Fits those of the tiles that rows have times of; prints what they choose, and the table to paste."""
     times, sms = by_problem(rows), int(rows[0]["sms"])
-    timed = {knobs for us in times.values() for knobs in us}
-    tiles = [tile for tile in tiles if tile.knobs in timed]
+    tiles = [tile for tile in tiles if any(tile.knobs in us for us in times.values())]
     fitted = fit_costs(model, tiles, times, sms, most_mhz(rows))
     print_choices(tiles, times, {"sdpa.cu": losses(model, tiles, times, sms),
                                  "fitted": losses(model, fitted, times, sms)})
     print(f"\n// For {rows[0]['device']}, fitted by ./run_all.sh fit:")
     for tile in fitted:
         print(tile.row(model.table))
+
+
+def main():
+    options = cli.parse_options(__doc__, cli.MOST)
+    if options.words and not options.check:
+        raise Refused(f"{options.words[0]}: only --check takes files by themselves; fit to one with --from")
+    if options.check and (options.from_ or options.head_dim):
+        raise Refused("--check takes files by themselves and judges all of their rows; drop --from and --head-dim")
+    drawn = peers.drawn_by(options)
+    if drawn and (options.check or options.from_):
+        raise Refused("--drawn measures; --check and --from do not")
+    if options.check:
+        return 0 if all([check(path) for path in options.words or [newest(options.table)]]) else 1
+    model, dims = Model(options.table), [int(D) for D in options.head_dim or [64, 128, 256]]
+    if options.from_:
+        rows = [row for row in read_rows(options.from_) if int(row["D"]) in dims]
+    else:
+        gpu = engine.need_gpu("; --from CSV and --check need none")
+        count = collections.Counter(tile.head_dim for tile in model.tiles)
+        dims = [D for D in dims if options.head_dim or count[D] > 1]
+        problems = [one.typed(one.D, model.dtype) for one in drawn if one.D in dims] if drawn else listed(
+            dims, model.dtype)
+        if not problems:
+            raise Refused("none of the drawn problems has such a --head-dim")
+        name = "-".join(filter(None, (options.table != "hopper" and options.table, drawn and "drawn")))
+        table = engine.Table(engine.results_path("fit", gpu.name, name, new=True), COLUMNS)
+        rows = measure(gpu, model, [tile for tile in model.tiles if tile.head_dim in dims], problems, table)
+        say(f"rows: {table.name}")
+    print_fit(model, model.tiles, rows)
+    return 0

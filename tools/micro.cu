@@ -1,8 +1,7 @@
 // What a round over a K/V tile costs the kernel of a line without a grid around it: one CTA alone, then as many as the
-// GPU holds, each with one item, all on the same K and V, which stay in L2. A library, which `./run_all.sh micro`
-// builds and calls: sdpa_micro() gives a JSON object, with [clocks of a round, clocks of an item besides] for one SM
-// and for all. A clock is clock64's, counted right behind each load. On the CPU backend it counts instead: barriers,
-// bytes from global memory and bank conflicts of a round.
+// GPU holds, each with one item, all on the same K and V, which stay in L2. A library for `./run_all.sh micro`:
+// sdpa_micro() gives a JSON object, with [clocks of a round, clocks of an item besides] for one SM and for all. A clock
+// is clock64's, counted right behind each load. On the CPU backend it counts what a round does instead.
 #define main sdpa_main
 #include "../sdpa.cu"
 #undef main
@@ -11,19 +10,16 @@ namespace SDPA_NAMESPACE {
 namespace {
 
 // One item to each of `heads`, of so many rounds, on inputs of zeros.
-struct OneItemEach {
-  Instance instance;
-
-  OneItemEach(int heads, int rounds) : instance(problem(heads, rounds)) {
-    for (auto& tensor : instance.tensors) tensor->fill(0);
+struct OneItemEach : Instance {
+  OneItemEach(int heads, int rounds) : Instance(sizes(heads, rounds)) {
+    for (auto& tensor : tensors) tensor->fill(0);
   }
-  static Problem problem(int heads, int rounds) {
+  static Problem sizes(int heads, int rounds) {
     Problem p;
     p.B = p.Hkv = 1, p.Hq = heads;
     p.Sq = Build::block_m, p.Sk = rounds * Build::block_n * Build::split_kv;
     return p;
   }
-  void launch() { Instance::launch(instance.params); }
 };
 
 #ifdef SDPA_SIMT
@@ -31,22 +27,19 @@ struct OneItemEach {
 simt::Counters count(int rounds) {
   OneItemEach items(1, rounds);
   simt::take_counters();
-  items.launch();
+  Instance::launch(items.params);
   require(cudaDeviceSynchronize(), "running the kernel");
   return simt::take_counters();
 }
 
-unsigned long long conflicts(const simt::Counters& counters) {
-  unsigned long long sum = 0;
-  for (const auto& site : counters.shared) sum += site.second.conflicts;
-  return sum;
-}
-
 string measure() {
   const simt::Counters less = count(4), more = count(5);
+  unsigned long long conflicts = 0;
+  for (const auto& site : more.shared) conflicts += site.second.conflicts;
+  for (const auto& site : less.shared) conflicts -= site.second.conflicts;
   return format("{\"barriers\": %llu, \"global_bytes\": %llu, \"conflicts\": %llu}",
                 (unsigned long long)(more.barriers - less.barriers),
-                (unsigned long long)(more.global_bytes - less.global_bytes), conflicts(more) - conflicts(less));
+                (unsigned long long)(more.global_bytes - less.global_bytes), conflicts);
 }
 
 #else
@@ -61,9 +54,9 @@ double clocks(int heads, int rounds) {
   require(cudaEventCreate(&end), "creating an event");
   double least = INFINITY;
   for (int i = 0; i < series; i++) {
-    items.launch();  // warms up
+    Instance::launch(items.params);  // warms up
     require(cudaEventRecord(begin), "recording an event");
-    for (int n = 0; n < launches; n++) items.launch();
+    for (int n = 0; n < launches; n++) Instance::launch(items.params);
     require(cudaEventRecord(end), "recording an event");
     count_clocks<<<1, 1>>>(counted.data<long long>());
     require(cudaDeviceSynchronize(), "running the kernel");
@@ -75,21 +68,16 @@ double clocks(int heads, int rounds) {
   return least;
 }
 
-string round_and_item(int heads) {
-  constexpr int few = 32, many = 96;
-  const double less = clocks(heads, few), more = clocks(heads, many);
-  const double round = (more - less) / (many - few);
-  return format("[%.1f, %.1f]", round, less - few * round);
-}
-
 string measure() {
-  OneItemEach one(1, 1);
-  one.launch();
-  require(cudaDeviceSynchronize(), "running the kernel");
-  const KernelFacts facts = line.facts_of(one.instance.params);
+  const auto round_and_item = [](int heads) {
+    constexpr int few = 32, many = 96;
+    const double less = clocks(heads, few), round = (clocks(heads, many) - less) / (many - few);
+    return format("[%.1f, %.1f]", round, less - few * round);
+  };
+  const KernelFacts facts = line.facts_of(OneItemEach(1, 1).params);
   const int sms = sm_count(), ctas_per_sm = resources_of(facts).ctas_per_sm;
-  return "{\"one_sm\": " + round_and_item(1) + ", \"all_sms\": " + round_and_item(sms * ctas_per_sm) +
-         format(", \"sms\": %d, \"ctas_per_sm\": %d, \"shared_bytes\": %zu}", sms, ctas_per_sm, facts.shared_bytes);
+  return format("{\"one_sm\": %s, \"all_sms\": %s, \"sms\": %d, \"ctas_per_sm\": %d}", round_and_item(1).c_str(),
+                round_and_item(sms * ctas_per_sm).c_str(), sms, ctas_per_sm);
 }
 
 #endif

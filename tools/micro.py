@@ -1,10 +1,9 @@
 """usage: ./run_all.sh micro [--family F|--from LINE] [--head-dim D] [OPTION...]
-What a round over a K/V tile costs the kernel of each legal tile, without the grid around it: clocks of one CTA alone
-and of as many as the GPU holds, on keys that stay in L2. Tiles have the sizes that the family's lines have in any
-combination that sdpa.cu does not refuse, and the other knobs of LINE. Prints the N tiles that should be the fastest for
-a problem, by waves of CTAs times rounds, and writes results/micro/DATE-DEVICE-NAME.json, from which `tune` starts.
-Barriers, bytes from global memory and bank conflicts of a round are counted on the CPU backend: of the N tiles, or
-without a GPU of all.
+What a round over a K/V tile costs the kernel of each legal tile, in clocks of one CTA alone and of as many as the GPU
+holds. Tiles have the sizes that lines of the family have, in any combination that sdpa.cu allows, and LINE's other
+knobs. Prints the N tiles that should be the fastest for a problem, by waves of CTAs times rounds, and writes all to
+results/micro/DATE-DEVICE-NAME.json, from which `tune` starts. Barriers, bytes from global memory and bank conflicts
+of a round are counted on the CPU backend: of the N tiles, or without a GPU of all.
   --family F          scalar, wmma, mma or wgmma; default wgmma
   --from LINE         the line that has the other knobs; default the family's first of this D
   --head-dim D        64, 128 or 256; default LINE's
@@ -27,11 +26,11 @@ import cli
 import engine
 import report_rows
 from cli import Refused, say
-from search import CHOOSERS, Space, base_line, family_lines, identity, parse_line
+from search import Space, base_line, family_lines, identity, knobs_of, parse_line
 
 PROGRAM = "tools/micro.cu"
 COUNTS = ("barriers", "global_bytes", "conflicts")  # of a round, on the CPU backend
-GRID_ONLY = {"PACK_GQA": "0", "SPLIT_CTAS": "1"}  # with other values the grid deals the keys
+GRID_ONLY = ("PACK_GQA", "SPLIT_CTAS")  # at other values than their defaults the grid deals the keys
 
 
 # ---- what is measured ----
@@ -39,7 +38,7 @@ GRID_ONLY = {"PACK_GQA": "0", "SPLIT_CTAS": "1"}  # with other values the grid d
 def tiles(line, D):
     """The line with every combination of sizes that lines of its family type."""
     lines = family_lines(line.tree, line.family)
-    sizes = {knob: sorted({one.knob(knob, default) for one in lines}, key=int)
+    sizes = {knob: sorted({knobs_of(one)[knob] for one in lines}, key=int)
              for knob, (default, _, legal) in line.tree.knob_rows().items()
              if default.isdigit() and legal != "0 1" and knob not in ("HEAD_DIM", *GRID_ONLY)}
     space = Space(line, {knob: values for knob, values in sizes.items() if len(values) > 1}, True)
@@ -49,13 +48,18 @@ def tiles(line, D):
 
 
 def measurable(line):
-    defaults = line.tree.knobs()
-    return all(line.knob(knob, defaults[knob]) == defaults[knob] for knob in (*CHOOSERS, *GRID_ONLY))
+    return not any(f"{knob}=" in identity(line) for knob in ("USE_TUNED", *GRID_ONLY))
 
 
 def measure(lines, gpu):
     """{line, family, D, knobs, registers, and what tools/micro.cu prints} of each line that can be built and run."""
     progress, built = builds.show_progress(), []
+
+    def host_library(line):
+        try:
+            return builds.Built(line, builds.host_library(*line.words, program=PROGRAM))
+        except Refused as trouble:
+            return builds.Built(line, trouble=str(trouble))
     if gpu:
         built = builds.build(lines, gpu.arch, program=PROGRAM, progress=progress).values()
     else:
@@ -73,28 +77,17 @@ def measure(lines, gpu):
                    registers=registers, spilled=spilled, **json.loads(text.value))
 
 
-def host_library(line):
-    """tools/micro.cu for the CPU backend."""
-    try:
-        return builds.Built(line, builds.host_library(*line.words, program=PROGRAM))
-    except Refused as trouble:
-        return builds.Built(line, trouble=str(trouble))
-
-
 # ---- what it says of a problem ----
 
-def knob(tile, name, default):
-    return int(dict(word.split("=") for word in tile["knobs"].split()).get(name, default))
-
-
-def scores(tile):
+def rows_and_keys(tile):
     """Of a round."""
-    return knob(tile, "BLOCK_M", 32) * knob(tile, "BLOCK_N", 32) * knob(tile, "SPLIT_KV", 1)
+    knobs = dict(word.split("=") for word in tile["knobs"].split())
+    return int(knobs.get("BLOCK_M", 32)), int(knobs.get("BLOCK_N", 32)) * int(knobs.get("SPLIT_KV", 1))
 
 
 def predict(tile, problem):
     """Clocks of the problem: waves of items, each of so many rounds."""
-    rows, keys = knob(tile, "BLOCK_M", 32), knob(tile, "BLOCK_N", 32) * knob(tile, "SPLIT_KV", 1)
+    rows, keys = rows_and_keys(tile)
     waves = math.ceil(problem.B * problem.Hq * math.ceil(problem.Sq / rows) / (tile["sms"] * tile["ctas_per_sm"]))
     rounds = math.ceil(problem.Sk / keys) if problem.causal == "off" else problem.visible().mean() / keys + 0.5
     round_clocks, item_clocks = tile["all_sms"]
@@ -117,13 +110,13 @@ def newest(device, family, D):
 
 
 def seeds(path, space, problem, count):
-    """The lines of a search's space that should be the fastest for the problem."""
-    wanted = space.base.family, problem.D
-    own = [tile for tile in read(path) if (tile["family"], tile["D"]) == wanted and "all_sms" in tile]
+    """The lines of a search's space that should be the fastest for the problem, by this file; without a file none."""
+    own = [tile for tile in (read(path) if path else [])
+           if (tile["family"], tile["D"]) == (space.base.family, problem.D) and "all_sms" in tile]
     found = {}
     for tile in sorted(own, key=lambda tile: predict(tile, problem)):
         line = parse_line(space.tree, tile["line"])
-        if all(space.knob(line, name) in values for name, values in space.values.items()):
+        if all(knobs_of(line)[knob] in values for knob, values in space.values.items()):
             line = space.line(space.knobs(line))
             found.setdefault(identity(line), line)
     return list(found.values())[:count]
@@ -135,7 +128,7 @@ def table(best, problem, count):
     print(f"{'clocks':>10} {'round, 1 SM':>11} {'all SMs':>8} {'a score':>8} {'item':>7} {'CTAs/SM':>7} {'regs':>4} "
           f"{'barriers':>8} {'conflicts':>9}  line")
     for tile in best:
-        a_score = tile["all_sms"][0] / scores(tile) / tile["ctas_per_sm"]
+        a_score = tile["all_sms"][0] / math.prod(rows_and_keys(tile)) / tile["ctas_per_sm"]
         print(f"{predict(tile, problem):10.0f} {tile['one_sm'][0]:11.0f} {tile['all_sms'][0]:8.0f} {a_score:8.4f} "
               f"{tile['all_sms'][1]:7.0f} {tile['ctas_per_sm']:7} {tile['registers']:4} {tile.get('barriers', ''):>8} "
               f"{tile.get('conflicts', ''):>9}  {tile['line']}")
@@ -144,29 +137,31 @@ def table(best, problem, count):
 def counts(found, top):
     """Without a GPU: those with the fewest bytes and conflicts to a score."""
     print(f"{'bytes/score':>11} {'conflicts/score':>15} {'barriers':>8}  line")
-    rows = [(tile["global_bytes"] / scores(tile), tile["conflicts"] / scores(tile), tile["barriers"], tile["line"])
-            for tile in found]
-    for moved, conflicts, barriers, line in sorted(rows, key=lambda row: row[:2])[:top]:
-        print(f"{moved:11.3f} {conflicts:15.3f} {barriers:8}  {line}")
+
+    def of_a_score(tile):
+        return [tile[name] / math.prod(rows_and_keys(tile)) for name in ("global_bytes", "conflicts")]
+    for tile in sorted(found, key=of_a_score)[:top]:
+        print("{:11.3f} {:15.3f} {:8}  {}".format(*of_a_score(tile), tile["barriers"], tile["line"]))
 
 
 def main():
     options = cli.parse_options(__doc__)
     top, problem = options.top, engine.parse_problem(options.shape, options.causal)
-    options.head_dim = options.head_dim or str(problem.D or "")
-    lines = [base_line(options)] if not options.only else [
-        line for line in builds.lines_named(options.only) if measurable(line)]
-    if not lines:
-        raise Refused("none of these lines has a tile of its own")
-    line, name, gpu = lines[0], "lines", engine.find_gpu()
-    if not options.only:
+    if options.only:
+        lines, name = [line for line in builds.lines_named(options.only) if measurable(line)], "lines"
+        if not lines:
+            raise Refused("none of these lines has a tile of its own")
+    else:
+        options.head_dim = options.head_dim or str(problem.D or "")
+        line = base_line(options)
         problem = problem.typed(int(options.head_dim or line.D), line.dtype)
+        name = f"{line.family}-D{problem.D}"
+    gpu = engine.find_gpu()
     if not gpu:
         say("micro: there is no GPU here: the CPU backend counts barriers, bytes and conflicts instead of clocks")
     if not options.only:
-        lines, name = [one for one in tiles(line, problem.D) if measurable(one)], f"{line.family}-D{problem.D}"
-    lines = [line for line in lines if not gpu or line.knob("arch", gpu.arch) == gpu.arch]
-    found = list(measure(lines, gpu))
+        lines = [one for one in tiles(line, problem.D) if measurable(one)]
+    found = list(measure([line for line in lines if not gpu or line.knob("arch", gpu.arch) == gpu.arch], gpu))
     if not found:
         raise Refused("none of the tiles could be run", 3)
     if not gpu:

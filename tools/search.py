@@ -14,8 +14,36 @@ from builds import Line
 from cli import Refused
 
 PROBLEMS_OWN = ("HEAD_DIM", "DTYPE", "OUT_DTYPE")
-CHOOSERS = ("USE_TUNED",)  # lines that choose their tile when they run compete, but have no tile to breed
 TRIES = 200  # mutations of a base that is not legal
+
+
+@functools.lru_cache(None)
+def knobs_of(line):
+    """{knob: value} of all knobs, also those at their defaults."""
+    return dict(word.split("=") for word in line.effective_knobs())
+
+
+@functools.lru_cache(None)
+def identity(line):
+    """The knobs that are not at their defaults."""
+    defaults = line.tree.knobs()
+    return " ".join(f"{knob}={value}" for knob, value in knobs_of(line).items() if defaults[knob] != value)
+
+
+def chooses(line):
+    """Whether it chooses its tile when it runs: such lines compete, but have no tile to breed."""
+    return knobs_of(line)["USE_TUNED"] == "1"
+
+
+@functools.lru_cache(None)
+def refusal(line):
+    return line.tree.refusal(line.words)
+
+
+def parse_line(tree, text):
+    """The line whose text this is."""
+    name, *changes = text.split()
+    return Line(tree, name, tuple(changes))
 
 
 def family_lines(tree, family):
@@ -27,8 +55,9 @@ def family_lines(tree, family):
 def base_line(options, arch="90a"):
     """The line from which candidates are typed, by --from, or --family and --head-dim."""
     tree = builds.loadable(builds.Tree())
-    if options.head_dim and options.head_dim not in tree.knob_rows()["HEAD_DIM"].values.split():
-        raise Refused(f"--head-dim {options.head_dim}: want one of {tree.knob_rows()['HEAD_DIM'].values}")
+    dims = tree.knob_rows()["HEAD_DIM"].values
+    if options.head_dim and options.head_dim not in dims.split():
+        raise Refused(f"--head-dim {options.head_dim}: want one of {dims}")
     if options.from_:
         line, *others = builds.parse_contenders(options.from_.split())
         if others or not isinstance(line, Line):
@@ -37,15 +66,15 @@ def base_line(options, arch="90a"):
             raise Refused(f"--from {options.from_} is of the family {line.family}; drop --family {options.family}")
         return line
     family = options.family or ("wgmma" if arch == "90a" else "mma")
-    if family not in ("scalar", "wmma", "mma", "wgmma"):
-        raise Refused(f"--family {family}: want scalar, wmma, mma or wgmma")
     lines = family_lines(tree, family)
-    return next((line for line in lines if line.knob("HEAD_DIM", "64") == (options.head_dim or "64")), lines[0])
+    if not lines:
+        raise Refused(f"--family {family}: want scalar, wmma, mma or wgmma")
+    return next((line for line in lines if str(line.D) == (options.head_dim or "64")), lines[0])
 
 
 def spread(knob, legal, typed):
-    """The values to try of what SDPA_KNOBS calls legal. Of BLOCK_N every multiple of 16, of other ranges 2^n and 3 * 2^n;
-    and those that lines have typed."""
+    """The values to try of what SDPA_KNOBS calls legal: every multiple of 16 for BLOCK_N, 2^n and 3 * 2^n in other
+    ranges, and those that lines have typed."""
     if ".." not in legal:
         return legal.split()
     low, high = map(int, legal.split(".."))
@@ -54,65 +83,56 @@ def spread(knob, legal, typed):
 
 
 class Space:
-    """{knob: values} that candidates may have. Which knobs a family has is asked of configs.txt, whose lines change them,
-    and of sdpa.cu, which refuses the others; what a negative control shows to be wrong is left out."""
+    """{knob: values} that candidates may have: of the knobs that lines of the family change, or that sdpa.cu lets the
+    base change; what a negative control shows to be wrong is left out."""
 
     def __init__(self, base, fixed, vary_fixed_alone=False):
-        self.tree, self.base, self.fixed = base.tree, base, fixed
+        self.tree, self.base, self.fixed, self.values = base.tree, base, fixed, {}
         lines, configs = family_lines(base.tree, base.family), base.tree.config_lines()
         wrong = {word for one in configs.values() if "expect=FAIL" in one.words for word in one.knobs
                  if word not in configs[one.base].knobs}
-        self.values = {}
         for knob, (default, _, legal) in base.tree.knob_rows().items():
             if knob in fixed:
                 self.values[knob] = fixed[knob]
-            elif knob not in (*PROBLEMS_OWN, *CHOOSERS, *builds.FAMILIES.values()) and not vary_fixed_alone:
-                typed, own = {line.knob(knob, default) for line in lines}, base.knob(knob, default)
-                values = [value for value in spread(knob, legal, {*typed, own}) if f"{knob}={value}" not in wrong or value == own]
-                if len(typed) > 1 or typed != {default} or self.accepts(knob, values):
+            elif knob not in (*PROBLEMS_OWN, "USE_TUNED", *builds.FAMILIES.values()) and not vary_fixed_alone:
+                typed, own = {knobs_of(line)[knob] for line in lines}, knobs_of(base)[knob]
+                values = [value for value in spread(knob, legal, {*typed, own})
+                          if value == own or f"{knob}={value}" not in wrong]
+                others = (self.line({knob: value}) for value in values if value != own)
+                if typed != {default} or not all(map(refusal, others)):
                     self.values[knob] = values
         self.free = [knob for knob, values in self.values.items() if len(values) > 1]
-
-    def accepts(self, knob, values):
-        """Whether the base may have another value of the knob."""
-        return any(not refusal(self.line({knob: value})) for value in values if self.knob(self.base, knob) != value)
-
-    def knob(self, line, knob):
-        return line.knob(knob, self.tree.knobs()[knob])
 
     def line(self, knobs, base=None):
         """The base with these knobs; those that it has already are not typed."""
         base = base or self.base
-        return Line(self.tree, base.name, tuple(builds.changed(base.changes, [
-            f"{knob}={value}" for knob, value in knobs.items() if self.knob(base, knob) != value])))
+        changes = [f"{knob}={value}" for knob, value in knobs.items() if knobs_of(base)[knob] != value]
+        return Line(self.tree, base.name, tuple(builds.changed(base.changes, changes)))
 
     def starts(self, problem):
-        """The base, and the family's lines with the problem's D and type and the fixed knobs, if they may have them; if
+        """The base and the family's lines, with the problem's D and type and the fixed knobs, if they may have them; if
         none may, the base with other knobs changed at random until it is legal."""
         own = {"HEAD_DIM": str(problem.D), "DTYPE": {"e4m3": "FP8_E4M3"}.get(problem.dtype, problem.dtype.upper())}
-        found = {}
+        lines, found = [], {}
         for line in [self.base, *family_lines(self.tree, self.base.family)]:
-            fixed = {knob: values[0] for knob, values in self.fixed.items() if self.knob(line, knob) not in values}
-            line = self.line({**own, **fixed}, line)
-            if identity(line) not in found and not refusal(line):
-                found[identity(line)] = line
+            fixed = {knob: values[0] for knob, values in self.fixed.items() if knobs_of(line)[knob] not in values}
+            lines.append(self.line({**own, **fixed}, line))
+            if not refusal(lines[-1]):
+                found.setdefault(identity(lines[-1]), lines[-1])
+        rng, base = np.random.default_rng(0), lines[0]
+        for _ in range(0 if found else TRIES):
+            line = self.line(self.mutated(rng, self.knobs(base)), base)
+            if not refusal(line):
+                return [line]
         if not found:
-            base, rng = self.line({**own, **{knob: values[0] for knob, values in self.fixed.items()}}), np.random.default_rng(0)
-            tries = [self.line(self.mutated(rng, self.knobs(base)), base) for _ in range(TRIES)]
-            sentences = [refusal(line) for line in tries]
-            if all(sentences):
-                raise Refused(f"the space is empty: {refusal(base)}")
-            return [tries[sentences.index("")]]
+            raise Refused(f"the space is empty: {refusal(base)}")
         return list(found.values())
 
-    def breeds(self, line):
-        return all(self.knob(line, knob) == self.tree.knobs()[knob] for knob in CHOOSERS if knob in self.tree.knobs())
-
     def knobs(self, line):
-        return {knob: self.knob(line, knob) for knob in self.free}
+        return {knob: knobs_of(line)[knob] for knob in self.free}
 
     def mutated(self, rng, knobs):
-        """One knob changed, or with half the probability each two, three or more; two times of three to a neighbouring value."""
+        """One knob changed, or with half the probability each two, three or more; two of three to the next value."""
         knobs = dict(knobs)
         for knob in rng.permutation(self.free)[:rng.geometric(0.5)]:
             values, at = self.values[knob], self.values[knob].index(knobs[knob])
@@ -130,22 +150,3 @@ class Space:
                  for values in itertools.product(*(self.values[knob] for knob in self.free))]
         with ThreadPoolExecutor(builds.JOBS) as pool:
             return [line for line, sentence in zip(lines, pool.map(refusal, lines)) if not sentence]
-
-
-@functools.lru_cache(None)
-def refusal(line):
-    return line.tree.refusal(line.words)
-
-
-@functools.lru_cache(None)
-def identity(line):
-    """The knobs that are not at their defaults."""
-    defaults = line.tree.knobs()
-    words = (word.split("=") for word in line.effective_knobs())
-    return " ".join(f"{knob}={value}" for knob, value in words if defaults[knob] != value)
-
-
-def parse_line(tree, text):
-    """The line whose text this is."""
-    name, *changes = text.split()
-    return Line(tree, name, tuple(changes))

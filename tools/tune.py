@@ -3,10 +3,9 @@
        ./run_all.sh tune --table [--head-dim D] [--budget MIN]
        ./run_all.sh tune --replay LOG
        ./run_all.sh tune --export t4|svg LOG
-Searches the best line for a problem on this GPU, by Optuna. It starts from LINE and the lines of configs.txt of its family,
-and changes knobs of the three best so far. A candidate must be legal, compile without more spills than LINE, be correct on a
-small, a ragged and the target problem with seeds 0, 1 and 2, and is timed in turns with the best so far. At the end `ab`
-compares the best with LINE, or with the best line of configs.txt, on fresh samples.
+Searches the best line for a problem on this GPU by Optuna, from LINE, the lines of its family and the best tiles of
+`micro`. A candidate must be legal, compile without more spills, be correct, and is timed in turns with the best so far.
+At the end `ab` compares the best with LINE, or with the best line of configs.txt. docs/TUNING.md says how it searches.
   --family F      scalar, wmma, mma or wgmma; default the one of --from, or wgmma where the GPU has it, else mma
   --from LINE     of configs.txt, and knobs behind it
   --shape S       the problem, as for ab; repeatable: the geometric mean of their times counts; default long
@@ -16,21 +15,19 @@ compares the best with LINE, or with the best line of configs.txt, on fresh samp
   --budget MIN    minutes in all, also those of earlier runs of the same command (default 8)
   --fix KNOB=V    the knob keeps this value; V,V...: takes one of these; repeatable
   --seed N        of the search, from 0 (default 0)
-  --micro JSON    starts from the best tiles of this file of ./run_all.sh micro as well; default the newest of
-                  results/micro for this GPU, family and D
-  --top N         so many of these (default 8)
-  --log FILE      default results/tune/DATE-DEVICE-NAME.jsonl, a journal of Optuna's. The same command again goes on there
+  --micro JSON    this file of ./run_all.sh micro; default the newest of results/micro for this GPU, family and D
+  --top N         starts from so many tiles of it (default 8)
+  --log FILE      of Optuna; default results/tune/DATE-DEVICE-NAME.jsonl. The same command again goes on there
   --dry-run       walks the search without a GPU, by a cost model fitted to the newest rows of results/
   --all           every combination of the fixed knobs' values instead of a search; the others stay as LINE has them
-  --table         a wgmma tile for each problem of `fit`, MIN minutes for all; tiles that are 2% quicker than those of
-                  TUNED_TILES go to `fit`, which prints the table with them
-  --replay LOG    the search over the candidates of an --all log, beside random search
-  --runs N        so many times (default 20)
+  --table         a wgmma tile for each problem of `fit`, MIN minutes for all; those that are 2% quicker than the tiles
+                  of TUNED_TILES go to `fit`, which prints the table with them
+  --replay LOG    the search over the candidates of an --all log, 20 times, beside random search
   --export t4|svg  t4: a log in the T4 results format of the autotuning community; svg: Optuna's pictures beside it
 exit: 0, 1 the best is wrong at last, 2 bad usage, 3 the GPU or the disk failed, 130 Ctrl-C
 """
 import collections
-import csv
+import itertools
 import json
 import math
 import os
@@ -57,13 +54,12 @@ import fit
 import micro
 import report_rows
 from cli import Refused, say
-from search import CHOOSERS, Space, base_line, family_lines, identity, parse_line, refusal
+from search import Space, base_line, chooses, family_lines, identity, knobs_of, parse_line, refusal
 
 optuna.logging.set_verbosity(optuna.logging.WARNING)
 warnings.simplefilter("ignore", optuna.exceptions.ExperimentalWarning)
 
-SEEDS = (0, 1, 2)
-SMALL, RAGGED = "small", "2,4,2,197,131"
+RAGGED = "2,4,2,197,131"
 DROPS = ((1, 0.05), (3, 0.01), (6, math.inf))  # after so many blocks: slower by this than the best is not timed further
 ENDLESS_S = 60  # a candidate that takes longer never ends
 CANDIDATE_S = 6  # one takes about so long to compile and time
@@ -75,45 +71,31 @@ CHILDREN = 16  # of which the most promising is judged
 NOISE = 0.05  # of the logarithm of a time, for the interpolation
 AHEAD = 8  # candidates that wait in line while one is timed
 KNOWN = 1000  # proposals in a row that are not new: then all is known
-FATES = ("refused", "compile", "gate", "wrong", "timed")
-T4_INVALIDITY = {"refused": "constraints", "compile": "compile", "gate": "constraints", "wrong": "correctness", "timed": "correct"}
-WITHIN, SHARE, RUNS_OF_20 = 0.98, 0.15, 18  # a search is good if so many reach this part of the best in this share of the list
+# Each fate of a candidate, and what the T4 format calls it.
+T4_INVALIDITY = {"refused": "constraints", "compile": "compile", "gate": "constraints", "wrong": "correctness",
+                 "timed": "correct"}
+WITHIN, SHARE = 0.98, 0.15  # a replayed search is good if it comes so near to the best in this share of the list
+RUNS, MOST_RUNS = 20, 18
 
 
 # ---- what was asked ----
-
-def parse():
-    options = cli.parse_options(__doc__, cli.MOST)
-    if len(options.words) != bool(options.export):
-        raise Refused("--export takes one log" if options.export else
-                      f"{options.words[0]}: only --export takes a file by itself")
-    if not re.fullmatch(r"\d{1,4}(\.\d+)?", options.budget):
-        raise Refused(f"--budget {options.budget}: want minutes, as in 8 or 1.5")
-    options.budget_s = 60 * float(options.budget)
-    if options.budget_s < CANDIDATE_S:
-        raise Refused(f"--budget {options.budget}: {options.budget_s:g} s are less than the {CANDIDATE_S} s that a candidate "
-                      "takes to compile and time")
-    return options
-
 
 def parse_fixed(options, line):
     """{knob: values} of --fix."""
     fixed = {}
     for word in options.fix or []:
-        knob, _, values = word.partition("=")
-        for value in values.split(","):
+        knob, _, text = word.partition("=")
+        values = text.split(",")
+        for value in values:
             builds.change_line(line, f"{knob}={value}")
-        if knob in fixed and fixed[knob] != values.split(","):
-            raise Refused(f"--fix {word} contradicts --fix {knob}={','.join(fixed[knob])}; to allow several values type "
-                          f"{knob}=V,V")
-        of_family = builds.FAMILIES.get(line.family)
-        if knob in builds.FAMILIES.values() and values != ("1" if knob == of_family else "0"):
+            sentence = line.tree.refusal([f"{knob}={value}"])
+            if sentence.startswith(f"{knob}: not a legal value"):
+                raise Refused(f"--fix {knob}={value}: {sentence}")
+        if fixed.setdefault(knob, values) != values:
+            raise Refused(f"--fix {word} contradicts --fix {knob}={','.join(fixed[knob])}; "
+                          f"to allow several values type {knob}=V,V")
+        if knob in builds.FAMILIES.values() and values != [knobs_of(line)[knob]]:
             raise Refused(f"--fix {word} contradicts the family, {line.family}; choose it with --family")
-        fixed[knob] = values.split(",")
-    for knob, values in fixed.items():
-        bad = [value for value in values if line.tree.refusal([f"{knob}={value}"]).startswith(f"{knob}: not a legal value")]
-        if bad:
-            raise Refused(f"--fix {knob}={bad[0]}: {line.tree.refusal([f'{knob}={bad[0]}'])}")
     return fixed
 
 
@@ -132,6 +114,10 @@ def parse_problems(options, line):
 
 # ---- who judges: a GPU ----
 
+class Wrong(engine.CudaError):
+    """What a candidate's results show."""
+
+
 class GpuJudge:
     """Compiles, checks and times candidates. prepare() runs in other threads, ahead of judge(). What breaks the GPU's
     context, or never ends, is wrong, and restart(record) ends this process."""
@@ -141,9 +127,10 @@ class GpuJudge:
         self.began = time.monotonic()
         self.benches = {p: engine.Bench(gpu, {}, {"": p}) for p in problems}
         D, dtype = problems[0].D, problems[0].dtype
-        shapes = [engine.parse_problem(SMALL), *(engine.parse_problem(RAGGED, causal) for causal in engine.CAUSAL)]
-        gates = [*((p.typed(D, dtype), SEEDS) for p in shapes), *((p, SEEDS[1:]) for p in problems)]
-        self.gates = [(p, engine.Bench(gpu, {}, {"": p}, seed)) for p, seeds in gates for seed in seeds]
+        shapes = [engine.parse_problem("small"), *(engine.parse_problem(RAGGED, causal) for causal in engine.CAUSAL)]
+        gates = [(p.typed(D, dtype), seed) for p in shapes for seed in (0, 1, 2)]
+        gates += [(p, seed) for p in problems for seed in (1, 2)]  # with seed 0 they are timed
+        self.gates = [(p, engine.Bench(gpu, {}, {"": p}, seed)) for p, seed in gates]
 
     def resume(self, study, space):
         """Goes on where a log ends: the best of it is loaded again."""
@@ -161,8 +148,6 @@ class GpuJudge:
     def seconds(self):
         return time.monotonic() - self.began
 
-    refusal = staticmethod(refusal)
-
     def prepare(self, line):
         """A record with what stops the candidate, and with its library if nothing does."""
         began = time.monotonic()
@@ -175,74 +160,55 @@ class GpuJudge:
                     shared_bytes=facts.shared_bytes)
 
     def judge(self, line, record):
-        """The whole record: the candidate's fate, what is wrong with it, or its times; score is its time over the first one's."""
-        built = record.pop("built", None)
-        if built:
-            self.spills = record["spilled"] if self.spills is None else self.spills
-            most = self.gpu.attribute(97)  # MAX_SHARED_MEMORY_PER_BLOCK_OPTIN
-            if record["spilled"] > self.spills:
-                record.update(fate="gate", sentence=f"spills {record['spilled']} bytes, the starting line {self.spills}")
-            elif record["shared_bytes"] > most:
-                record.update(fate="gate", sentence=f"needs {record['shared_bytes']} bytes of shared memory of {most}")
-            else:
-                self.run(line, built, record)
-        return dict(record, spent_s=round(self.seconds(), 2))
-
-    def run(self, line, built, record):
-        """The gates that need the GPU."""
-        def lost(words):
-            self.restart(dict(record, knobs=identity(line), line=line.text, fate="wrong", sentence=words,
+        """The record with the candidate's fate, and what is wrong with it, or its times and score: over the first's."""
+        def lost(sentence):
+            self.restart(dict(record, knobs=identity(line), line=line.text, fate="wrong", sentence=sentence,
                               spent_s=round(self.seconds(), 2)))
         watch = threading.Timer(ENDLESS_S, lost, [f"no end after {ENDLESS_S} s"])
         watch.start()
         try:
-            kernel = engine.load(line, self.gpu, {line: built})
-            began = time.monotonic()
-            sentence = self.check(kernel)
-            record["check_s"] = round(time.monotonic() - began, 2)
-            if sentence:
-                record.update(fate="wrong", sentence=sentence)
-            else:
-                self.time(line, kernel, record)
-                record["time_s"] = round(time.monotonic() - began - record["check_s"], 2)
-        except engine.CudaError as error:
-            record.update(fate="wrong", sentence=str(error))
+            if "built" in record:
+                self.run(line, record.pop("built"), record)
+        except Refused as error:
+            record.update(fate="wrong" if isinstance(error, engine.CudaError) else "gate", sentence=str(error))
             for bench in self.benches.values():
                 bench.drop(identity(line))
             try:
                 self.gpu.synchronize()
             except engine.CudaError:
                 lost(str(error))
-        except Refused as error:
-            record.update(fate="gate", sentence=str(error))
         finally:
             watch.cancel()
+        return dict(record, spent_s=round(self.seconds(), 2))
 
-    def check(self, kernel):
-        """What is wrong with its results on the gates' problems; "" if nothing is."""
+    def run(self, line, built, record):
+        """Takes a candidate through the gates, and times it beside the best so far, on every problem."""
+        self.spills = record["spilled"] if self.spills is None else self.spills
+        most = self.gpu.attribute(97)  # MAX_SHARED_MEMORY_PER_BLOCK_OPTIN
+        if record["spilled"] > self.spills:
+            raise Refused(f"spills {record['spilled']} bytes, the starting line {self.spills}")
+        if record["shared_bytes"] > most:
+            raise Refused(f"needs {record['shared_bytes']} bytes of shared memory of {most}")
+        kernel, key, began = engine.load(line, self.gpu, {line: built}), identity(line), time.monotonic()
         for problem, bench in self.gates:
             check, *_ = bench.run(kernel, problem)
             if not check.passed:
-                return f"{problem}: {check.sentence}"
-        return ""
-
-    def time(self, line, kernel, record):
-        """Its time beside the best so far, on every problem."""
-        key, logs, times = identity(line), [], {}
+                raise Wrong(f"{problem}: {check.sentence}")
+        record["check_s"] = round(time.monotonic() - began, 2)
+        logs, us = [], {}
         for problem, bench in self.benches.items():
             check = bench.add(key, kernel, problem)
             if not check.passed:
-                record.update(fate="wrong", sentence=f"{problem}: {check.sentence}")
-                break
-            log, times[str(problem)] = self.beside_champion(bench, key)
+                raise Wrong(f"{problem}: {check.sentence}")
+            log, us[str(problem)] = self.beside_champion(bench, key)
             logs.append(log)
-        else:
-            record.update(fate="timed", score=round(math.exp(np.mean(logs)) * self.score, 5), us=times)
-            if any(bench.changed_bits(key) for bench in self.benches.values()):
-                record.update(fate="wrong", sentence="its last replay left other bits than the run that was checked")
+        if any(bench.changed_bits(key) for bench in self.benches.values()):
+            raise Wrong("its last replay left other bits than the run that was checked")
+        score = round(math.exp(np.mean(logs)) * self.score, 5)
+        record.update(fate="timed", score=score, us=us, time_s=round(time.monotonic() - began - record["check_s"], 2))
         leaves = key
-        if record["fate"] == "timed" and (self.champion is None or record["score"] < self.score):
-            leaves, self.champion, self.score = self.champion, key, record["score"]
+        if self.champion is None or score < self.score:
+            leaves, self.champion, self.score = self.champion, key, score
         for bench in self.benches.values():
             bench.drop(leaves)
 
@@ -263,80 +229,65 @@ class GpuJudge:
 # ---- who judges without a GPU: a cost model ----
 
 class ModelJudge:
-    """In place of times: waves of CTAs times rounds of tiles, times what a score costs by the knobs, fitted to committed
-    rows of the family. A candidate takes a second of a clock of its own."""
+    """In place of times: waves of CTAs times rounds, times what a round costs by the knobs, fitted to the newest rows
+    of the family in results/. A timed candidate takes a second of a clock of its own."""
 
     def __init__(self, problems, family):
-        path = max(Path(builds.ROOT, "results").glob("*.csv"), key=report_rows.by_name, default=None)
-        if not path:
-            raise Refused("results/ has no rows to fit a cost model to; measure them with: ./run_all.sh")
-        with open(path, newline="") as file:
-            rows = [row for row in csv.DictReader(file) if row["family"] == family and row["graph_us"] and row["check"] == "PASS"]
-        self.problems, self.spent_s, self.first = problems, 0, None
-        pairs = [(knobs, engine.parse_problem(",".join(row[name] for name in "B Hq Hkv Sq Sk".split())).typed(int(row["D"]), ""),
-                  float(row["graph_us"])) for row in rows for knobs in [dict(word.split("=") for word in row["knobs"].split())]
-                 if not any(knobs.get(knob, "0") != "0" for knob in CHOOSERS)]
-        if len(pairs) < 8:
-            raise Refused(f"{path}: too few rows of {family} to fit a cost model to")
-        self.names = sorted(pairs[0][0])
-        x = np.array([self.features(knobs) for knobs, _, _ in pairs])
-        y = np.array([math.log(us / self.scores(knobs, p)) for knobs, p, us in pairs])
+        source, = report_rows.newest(Path(builds.ROOT, "results"))["lines"]
+        rows = [(row["knobs"].split(), fit.problem_of(row), us) for row, us in report_rows.timed(source)
+                if row["family"] == family and "USE_TUNED=1" not in row["knobs"]]
+        if not rows:
+            raise Refused(f"{source.name} has no rows of {family} to fit a cost model to")
+        self.problems, self.study = problems, None
+        self.names = sorted(word.split("=")[0] for word in rows[0][0])
+        x = np.array([self.features(words) for words, _, _ in rows])
+        y = np.log([us / self.rounds(words, p) for words, p, us in rows])
         self.weights = np.linalg.solve(x.T @ x + 0.3 * np.eye(x.shape[1]), x.T @ y)
 
-    def features(self, knobs):
+    def features(self, words):
         """Logarithms of the numbers, and their squares."""
+        knobs = dict(word.split("=") for word in words)
         logs = [math.log2(int(knobs[name]) + 1) if knobs.get(name, "").isdigit() else 0 for name in self.names]
         return np.array([1, *logs, *(x * x / 8 for x in logs)])
 
     @staticmethod
-    def scores(knobs, p):
-        """Those that an SM computes, of whole tiles, with two rounds for the start and the end of an item."""
-        rows, keys = int(knobs["BLOCK_M"]), int(knobs["BLOCK_N"]) * int(knobs["SPLIT_KV"])
-        waves = math.ceil(p.B * p.Hq * math.ceil(p.Sq / rows) / 132)
-        seen = p.visible().mean() if p.causal != "off" else p.Sk
-        return waves * rows * keys * (math.ceil(seen / keys) + 2) * p.D
-
-    def us(self, line):
-        knobs = dict(word.split("=") for word in line.effective_knobs())
-        return {str(p): math.exp(self.features(knobs) @ self.weights) * self.scores(knobs, p) for p in self.problems}
+    def rounds(words, p):
+        """Of an SM, with two for the start and the end of an item."""
+        return micro.predict(dict(knobs=" ".join(words), sms=132, ctas_per_sm=1, all_sms=(1, 2)), p)
 
     def resume(self, study, space):
-        if study.trials:
-            self.spent_s = study.trials[-1].user_attrs["spent_s"]
-            self.first = next((one.user_attrs["us"] for one in timed(study)), None)
+        self.study = study
 
     def seconds(self):
-        return self.spent_s
-
-    refusal = staticmethod(refusal)
+        return len(timed(self.study))
 
     def prepare(self, line):
-        if any(line.knob(knob, "0") != "0" for knob in CHOOSERS):
+        if chooses(line):
             return dict(fate="gate", sentence="the cost model knows no line that chooses its tile")
-        return dict(us=self.us(line))
+        words = line.effective_knobs()
+        return dict(fate="timed", us={str(p): math.exp(self.features(words) @ self.weights) * self.rounds(words, p)
+                                      for p in self.problems})
 
     def judge(self, line, record):
         if "us" in record:
-            self.spent_s += 1
-            self.first = self.first or record["us"]
-            score = math.exp(np.mean([math.log(us / self.first[p]) for p, us in record["us"].items()]))
-            record.update(fate="timed", score=round(score, 5))
-        return dict(record, spent_s=self.spent_s)
+            first = next((one.user_attrs["us"] for one in timed(self.study)), record["us"])
+            record["score"] = round(math.exp(np.mean([math.log(us / first[p]) for p, us in record["us"].items()])), 5)
+        return record
 
 
 # ---- the search ----
 
 class Mutations(optuna.samplers.RandomSampler):
-    """An evolution without generations: of CHILDREN mutations of the BREEDERS best so far it proposes the one that should take
-    the least time, by an interpolation over those that are timed. Optuna's own samplers draw from the whole space, of which
-    sdpa.cu refuses most."""
+    """Of CHILDREN mutations of the BREEDERS best so far it proposes the one that should take the least time, by an
+    interpolation over those that are timed. Optuna's own draw from the whole space, of which sdpa.cu refuses most."""
 
     def __init__(self, space, seed):
         super().__init__()
         self.space, self.rng = space, np.random.default_rng(seed)
 
     def infer_relative_search_space(self, study, trial):
-        return {knob: optuna.distributions.CategoricalDistribution(self.space.values[knob]) for knob in self.space.free}
+        values = self.space.values
+        return {knob: optuna.distributions.CategoricalDistribution(values[knob]) for knob in self.space.free}
 
     def sample_relative(self, study, trial, space):
         done = sorted((one for one in timed(study) if one.params), key=lambda one: one.value)
@@ -344,15 +295,14 @@ class Mutations(optuna.samplers.RandomSampler):
         tried = {tuple(map(one.params.get, space)) for one in study.get_trials(deepcopy=False)}
         children = [self.space.mutated(self.rng, parents[self.rng.integers(len(parents))]) for _ in range(CHILDREN)]
         children = [one for one in children if tuple(map(one.get, space)) not in tried] or children
+
+        def places(many):
+            return [[float(self.space.values[knob].index(one[knob])) for knob in space] for one in many]
         if len(done) < 2:
             return children[0]
-        times = RBFInterpolator(self.places(one.params for one in done), [math.log(one.value) for one in done],
+        times = RBFInterpolator(places(one.params for one in done), [math.log(one.value) for one in done],
                                 kernel="linear", smoothing=NOISE)
-        return children[times(self.places(children)).argmin()]
-
-    def places(self, many):
-        """Of each knob the number of its value."""
-        return np.array([[self.space.values[knob].index(knobs[knob]) for knob in self.space.free] for knobs in many], float)
+        return children[times(places(children)).argmin()]
 
 
 def timed(study):
@@ -364,13 +314,11 @@ def ended(study):
     return [one for one in study.get_trials(deepcopy=False) if "fate" in one.user_attrs]
 
 
-def search(study, space, judge, lines, goes_on, log=lambda trial: None, ahead=AHEAD, breed=True):
+def search(study, space, judge, lines, goes_on, log=lambda trial: None, ahead=AHEAD, breed=True, refusal=refusal):
     """Judges the lines, then what the study's sampler proposes, while goes_on(); the next `ahead` of them are compiled
     meanwhile, in parallel. What sdpa.cu refuses ends before it waits in line."""
     seen = {one.user_attrs["knobs"] for one in ended(study)}
     queue = collections.deque({identity(line): line for line in lines if identity(line) not in seen}.values())
-    for line in queue:
-        study.enqueue_trial(space.knobs(line) if space.breeds(line) else {})
     waiting = collections.deque()
 
     def end(trial, line, record):
@@ -380,29 +328,32 @@ def search(study, space, judge, lines, goes_on, log=lambda trial: None, ahead=AH
         passed = record["fate"] == "timed"
         log(study.tell(trial, record["score"] if passed else None, TrialState.COMPLETE if passed else TrialState.FAIL))
 
-    def new_candidate():
+    def candidates():
+        """New ones that are legal."""
         for _ in range(KNOWN):
             if not goes_on() or not (queue or breed):
-                break
-            trial = study.ask()
+                return
             line = queue.popleft() if queue else None
-            if not line or space.breeds(line):
+            if line:
+                study.enqueue_trial({} if chooses(line) else space.knobs(line))
+            trial = study.ask()
+            if not line or not chooses(line):
                 knobs = {knob: trial.suggest_categorical(knob, space.values[knob]) for knob in space.free}
                 line = line or space.line(knobs)
             if identity(line) in seen:
                 study.tell(trial, state=TrialState.FAIL)
                 continue
             seen.add(identity(line))
-            sentence = judge.refusal(line)
-            if not sentence:
-                return trial, line
-            end(trial, line, dict(fate="refused", sentence=sentence))
-        return None
+            sentence = refusal(line)
+            if sentence:
+                end(trial, line, dict(fate="refused", sentence=sentence))
+            else:
+                yield trial, line
     with ThreadPoolExecutor(builds.JOBS) as pool:
         try:
             while goes_on():
-                while len(waiting) < ahead and (candidate := new_candidate()):
-                    waiting.append((*candidate, pool.submit(judge.prepare, candidate[1])))
+                for trial, line in itertools.islice(candidates(), ahead - len(waiting)):
+                    waiting.append((trial, line, pool.submit(judge.prepare, line)))
                 if not waiting:
                     return
                 trial, line, prepared = waiting.popleft()
@@ -423,16 +374,8 @@ def read_log(path):
         raise Refused(f"{path}: want a log that ./run_all.sh tune wrote") from None
 
 
-def is_log_of(path, asked):
-    try:
-        return read_log(path).user_attrs.get("search") == asked
-    except Refused:
-        return False
-
-
 class Log:
-    """What was asked, then each candidate as it ends, in a journal of Optuna's. Of a search that was killed, the line that it
-    was writing is cut off."""
+    """What was asked, then each candidate as it ends, in a journal of Optuna's. What a kill left half is cut off."""
 
     def __init__(self, path, asked):
         self.path = os.path.abspath(path)
@@ -453,27 +396,26 @@ class Log:
             raise Refused(f"{path} cannot be written: {error.strerror}", 3)
 
     def add(self, trial):
-        """A candidate without a time keeps its knobs as attributes alone: a parameter's line has all of its choices."""
+        """Of a candidate without a time the attributes alone: a parameter's line has all of its choices."""
+        if trial.value is None:
+            trial = optuna.trial.create_trial(state=TrialState.FAIL, user_attrs=trial.user_attrs)
         try:
-            self.study.add_trial(trial if trial.value is not None else
-                                 optuna.trial.create_trial(state=TrialState.FAIL, user_attrs=trial.user_attrs))
+            self.study.add_trial(trial)
         except OSError as error:
-            raise Refused(f"{self.path} cannot be written: {error.strerror}; what it has is valid, and the same command "
-                          "goes on from there", 3)
+            raise Refused(f"{self.path} cannot be written: {error.strerror}; what it has is valid, "
+                          "and the same command goes on from there", 3)
 
 
 # ---- a search from its beginning to its result ----
 
 def log_path(options, asked, space, problems):
     """The newest log of the same search, else a new one."""
-    if options.log:
-        return options.log
     name = "-".join([space.base.family, f"D{problems[0].D}", problems[0].dtype,
-                     *(str(p).replace(" ", "-") for p in problems), *(["all"] if options.all else [])])
+                     *(str(p).replace(" ", "-") for p in problems), *(["all"] if options.all else []),
+                     builds.digest(json.dumps(asked))[:6]])
     folder = os.path.join(builds.BUILD, "tune") if options.dry_run else "tune"
-    new = Path(engine.results_path(folder, asked["gpu"], name, new=True, ending=".jsonl"))
-    same = [one for one in new.parent.glob(f"*-{name}*.jsonl") if is_log_of(one, asked)]
-    return str(max(same, key=report_rows.by_name, default=new))
+    new = Path(engine.results_path(folder, asked["gpu"], name, ending=".jsonl"))
+    return str(max(new.parent.glob(f"*-{name}.jsonl"), key=report_rows.by_name, default=new))
 
 
 def show(study, trial, left):
@@ -481,8 +423,7 @@ def show(study, trial, left):
     best = study.best_trial if timed(study) else None
     text = f"{left // 60:.0f}:{left % 60:02.0f} left, {counts(study)}"
     if best:
-        times = ", ".join(f"{us:.2f} us" for us in best.user_attrs["us"].values())
-        text += f"; best {times}: {best.user_attrs['line']}"
+        text += f"; best {times(best)}: {best.user_attrs['line']}"
     if sys.stderr.isatty():
         print("\r\033[K" + text[:shutil.get_terminal_size().columns - 1], end="", file=sys.stderr, flush=True)
     elif best and best.number == trial.number:
@@ -491,19 +432,21 @@ def show(study, trial, left):
 
 def counts(study):
     found = collections.Counter(one.user_attrs["fate"] for one in ended(study))
-    return ", ".join(f"{found[fate]} {fate}" for fate in FATES if found[fate])
+    return ", ".join(f"{found[fate]} {fate}" for fate in T4_INVALIDITY if found[fate])
+
+
+def times(trial):
+    return ", ".join(f"{us:.2f} us" for us in trial.user_attrs["us"].values())
 
 
 def paste(line):
     """The candidate as a line of configs.txt, on the one from which it differs least."""
-    tree, own = line.tree, dict(word.split("=") for word in line.effective_knobs())
-    best = None
-    for base in family_lines(tree, line.family):
-        has = dict(word.split("=") for word in base.effective_knobs())
-        words = [f"{knob}={value}" for knob, value in own.items() if has[knob] != value]
-        if base.knob("arch") == line.knob("arch") and (not best or len(words) < len(best[1])):
-            best = base, words
-    return " ".join([f"{line.family}_tuned : {best[0].name}", *best[1]]) if best[1] else f"{best[0].name} is a line already"
+    own, changes = knobs_of(line), {}
+    for base in family_lines(line.tree, line.family):
+        if base.knob("arch") == line.knob("arch"):
+            changes[base.name] = [f"{knob}={own[knob]}" for knob, value in knobs_of(base).items() if own[knob] != value]
+    name = min(changes, key=lambda name: len(changes[name]))
+    return " ".join([f"{line.family}_tuned : {name}", *changes[name]]) if changes[name] else f"{name} is a line already"
 
 
 def find_gpu(options):
@@ -511,41 +454,40 @@ def find_gpu(options):
 
 
 def run_search(options, gpu, more=()):
-    """From what was asked to the end of the search: its log and study, the lines that it started from, and the problems."""
+    """Searches what was asked. Returns the log, the study, the lines that it started from, and the problems."""
     line = base_line(options, gpu.arch if gpu else "90a")
-    problems = parse_problems(options, line)
-    fixed = parse_fixed(options, line)
+    problems, fixed = parse_problems(options, line), parse_fixed(options, line)
     if options.all and not (options.from_ and fixed):
         raise Refused("--all wants --from LINE and the values of each knob, as in --fix BLOCK_N=32,64")
     space = Space(line, fixed, options.all)
     starts = space.starts(problems[0])
-    space.base = next(filter(space.breeds, starts), starts[0])
+    space.base = next(itertools.filterfalse(chooses, starts), starts[0])
     if options.all and space.count() > MOST:
         raise Refused(f"--all: {space.count()} combinations are more than {MOST}; give fewer values")
     device = gpu.name if gpu else "none"
     tiles = options.micro or micro.newest(device, line.family, problems[0].D)
-    seeds = [*more, *(micro.seeds(tiles, space, problems[0], options.top) if tiles else [])]
+    seeds = [*more, *micro.seeds(tiles, space, problems[0], options.top)]
     asked = dict(problems=[[str(p), p.D, p.dtype] for p in problems], base=space.base.text, space=space.values,
                  all=options.all, starts=[line.text for line in starts + seeds], seed=options.seed, gpu=device,
                  driver=gpu.nvml.driver if gpu else "", program=builds.digest(space.tree.program()))
-    log = Log(log_path(options, asked, space, problems), asked)
+    log = Log(options.log or log_path(options, asked, space, problems), asked)
 
     def restart(record):
         log.add(optuna.trial.create_trial(state=TrialState.FAIL, user_attrs=record))
         os.execv(sys.executable, [sys.executable, os.path.dirname(__file__), *sys.argv])
     judge = GpuJudge(gpu, problems, restart) if gpu else ModelJudge(problems, line.family)
     judge.resume(log.study, space)
-    # What is proposed and has not ended is in memory alone.
     study = optuna.create_study(sampler=Mutations(space, [options.seed, len(log.study.trials)]))
-    study.add_trials(log.study.trials)
+    study.add_trials(log.study.trials)  # which the log has, unlike those that have not ended
     end_s = options.budget_s * (1 - VERDICT_SHARE if gpu and not options.all else 1)
 
     def write(trial):
         log.add(trial)
         show(study, trial, max(0, end_s - judge.seconds()))
+    lines = [*starts[:1], *space.all()] if options.all else starts + seeds
     try:
-        search(study, space, judge, [*starts[:1], *space.all()] if options.all else starts + seeds,
-               lambda: judge.seconds() < end_s, write, ahead=2 * builds.JOBS if options.all else AHEAD, breed=not options.all)
+        search(study, space, judge, lines, lambda: judge.seconds() < end_s, write,
+               ahead=2 * builds.JOBS if options.all else AHEAD, breed=not options.all)
     except KeyboardInterrupt:
         raise Refused(f"stopped; the same command goes on from {log.path}", 130)
     if sys.stderr.isatty():
@@ -562,29 +504,27 @@ def result(gpu, log, study, starts, problems):
     start = next((one for one in found if one.user_attrs["knobs"] in names), found[0])
     print(f"{len(ended(study))} candidates: {counts(study)}")
     for one in found[:BREEDERS] + [start] * (start not in found[:BREEDERS]):
-        print(f"  {100 * one.value:6.1f}%  " + "  ".join(f"{us:.2f} us" for us in one.user_attrs["us"].values()) +
-              f"  {one.user_attrs['line']}")
+        print(f"  {100 * one.value:6.1f}%  {times(one)}  {one.user_attrs['line']}")
     best = parse_line(starts[0].tree, found[0].user_attrs["line"])
     if start is found[0]:
         print(f"no candidate beats the starting line, {best.text}")
     elif gpu:
         verdict(gpu, log, parse_line(best.tree, start.user_attrs["line"]), best, problems)
     print(f"to paste into configs.txt:\n{paste(best)}")
-    print(f"log: {os.path.relpath(log.path)}; pictures of it: ./run_all.sh tune --export svg {os.path.relpath(log.path)}",
-          file=sys.stderr)
+    path = os.path.relpath(log.path)
+    say(f"log: {path}; pictures of it: ./run_all.sh tune --export svg {path}")
     return 0
 
 
 def verdict(gpu, log, start, best, problems):
     """`ab` of the best against the starting line, on fresh samples, unless the log has it."""
     known = log.study.user_attrs.get("verdict", {})
-    if known.get("line") != best.text:
+    if known.get("line") == best.text:
+        print(*(f"verdict: {words}" for words in known["words"]), sep="\n")
+    else:
         found = ab.with_gpu(gpu, [start, best], [(p, p) for p in problems], engine.PACE, None)
-        log.study.set_user_attr("verdict", dict(line=best.text, over=start.text, words=[
-            f"{problem}: {ab.sentence_of('B', verdicts['B'])}" for problem, verdicts in found.items()]))
-        return
-    for words in known["words"]:
-        print(f"verdict: {words}")
+        words = [f"{problem}: {ab.sentence_of('B', verdicts['B'])}" for problem, verdicts in found.items()]
+        log.study.set_user_attr("verdict", dict(line=best.text, words=words))
 
 
 # ---- what is made of a log ----
@@ -594,22 +534,20 @@ def t4(study):
     results = []
     for one in study.trials:
         record, us = one.user_attrs, one.user_attrs.get("us", {})
-        times = {"compilation_time": 1e3 * record.get("build_s", 0), "runtimes": [us / 1e3 for us in us.values()],
-                 "framework": 1e3 * record.get("time_s", 0), "search_algorithm": 0, "validation": 1e3 * record.get("check_s", 0)}
-        measurements = [dict(name=f"time of {problem}", value=us, unit="us") for problem, us in us.items()]
-        measurements += [dict(name=name, value=record[name], unit=unit) for name, unit in
-                         (("registers", ""), ("spilled", "byte"), ("shared_bytes", "byte")) if name in record]
+        invalidity = T4_INVALIDITY[record["fate"]]
+        build_ms, check_ms, time_ms = (1e3 * record.get(name, 0) for name in ("build_s", "check_s", "time_s"))
         results.append(dict(
-            timestamp=one.datetime_complete.isoformat(), configuration=dict(word.split("=") for word in record["knobs"].split()),
-            objectives=["time"], times=times, invalidity=T4_INVALIDITY[record["fate"]],
-            correctness=int(T4_INVALIDITY[record["fate"]] == "correct"), measurements=measurements))
+            timestamp=one.datetime_complete.isoformat(), objectives=["time"],
+            configuration=dict(word.split("=") for word in record["knobs"].split()),
+            times=dict(compilation_time=build_ms, validation=check_ms, framework=time_ms, search_algorithm=0,
+                       runtimes=[each / 1e3 for each in us.values()]),
+            invalidity=invalidity, correctness=int(invalidity == "correct"),
+            measurements=[dict(name=f"time of {problem}", value=us[problem], unit="us") for problem in us]))
     return {"schema_version": "1.0.0", "results": results}
 
 
 def export(path, what):
     study = read_log(path)
-    if not study.trials:
-        raise Refused(f"{path}: no candidate in it yet")
     if what == "t4":
         print(json.dumps(t4(study), indent=1))
         return 0
@@ -619,7 +557,8 @@ def export(path, what):
         raise Refused(f"{path}: fewer than two candidates of it have a time")
     plots, stem = optuna.visualization.matplotlib, os.path.splitext(path)[0]
     shown = plots.plot_optimization_history(own, target_name="time over the first line's")
-    worth = plots.plot_param_importances(own, evaluator=optuna.importance.PedAnovaImportanceEvaluator(target_quantile=0.2))
+    evaluator = optuna.importance.PedAnovaImportanceEvaluator(target_quantile=0.2)
+    worth = plots.plot_param_importances(own, evaluator=evaluator)
     for axes, out in ((shown, f"{stem}.svg"), (worth, f"{stem}-knobs.svg")):
         axes.figure.savefig(out, bbox_inches="tight")
         print(out)
@@ -628,103 +567,107 @@ def export(path, what):
 
 # ---- how good is the search? ----
 
-class ListJudge:
-    """Knows the times of a list of candidates, and nothing else."""
-
-    def __init__(self, known):
-        self.known, self.evaluations, self.best = known, 0, math.inf
-
-    def refusal(self, line):
-        return identity(line) not in self.known
+class ListJudge(dict):
+    """Knows the records of a list of candidates by their knobs, and nothing else."""
 
     def prepare(self, line):
-        return self.known[identity(line)]
+        return self[identity(line)]
 
     def judge(self, line, record):
-        self.evaluations += record["fate"] != "refused"
-        self.best = min(self.best, record.get("score", math.inf))
-        return {name: record[name] for name in ("fate", "score") if name in record}
+        return record
 
 
-def evaluations_needed(space, known, queue, seed):
-    """How many candidates a search judges until it has one within 2% of the best of the list; without a queue one that takes
-    the list at random."""
-    judge, study = ListJudge(known), optuna.create_study(sampler=Mutations(space, seed))
-    goal = min(record.get("score", math.inf) for record in known.values()) / WITHIN
-    lines = [parse_line(space.tree, record["line"]) for record in known.values()]
-    search(study, space, judge, queue or [lines[i] for i in np.random.default_rng(seed).permutation(len(lines))],
-           lambda: judge.best > goal, breed=bool(queue))
-    return judge.evaluations if judge.best <= goal else math.inf
+def evaluations_needed(space, known, lines, breed, goal, seed):
+    """How many candidates of the list `known` a search from these lines judges until it has one of the score `goal`."""
+    study = optuna.create_study(sampler=Mutations(space, seed))
+
+    def goes_on():
+        return not any(one.value <= goal for one in timed(study))
+
+    def refusal(line):
+        return "" if identity(line) in known else "not in the list"
+    search(study, space, known, lines, goes_on, breed=breed, refusal=refusal)
+    return math.inf if goes_on() else sum(one.user_attrs["fate"] != "refused" for one in ended(study))
 
 
 def replay(options):
     """Prints how many of a list's candidates the search judges, with each kind of start, beside random search."""
     study = read_log(options.replay)
-    asked = study.user_attrs.get("search", {})
-    if not asked.get("all") or not timed(study):
+    asked, count = study.user_attrs.get("search", {}), len(timed(study))
+    if not asked.get("all") or not count:
         raise Refused(f"{options.replay}: want the log of tune --all")
-    known = {record["knobs"]: dict(record, **({} if one.value is None else dict(score=one.value)))
-             for one in study.trials for record in [one.user_attrs]}
+    known = ListJudge((one.user_attrs["knobs"], dict(fate=one.user_attrs["fate"], score=one.value))
+                      for one in study.trials)
     name, D, dtype = asked["problems"][0]
     shape, _, causal = name.partition(" ")
     problem = engine.parse_problem(shape.replace("x", ","), causal or "off").typed(D, dtype)
-    space = Space(parse_line(builds.Tree(), asked["base"]), asked["space"], True)
-    lines = space.starts(problem)
-    kinds = {"random search": [], f"from {space.base.name}": lines[:1], "from the family's lines": lines}
-    tiles = options.micro or micro.newest(asked["gpu"], space.base.family, D)
-    if tiles:
-        best = micro.seeds(tiles, space, problem, options.top)
-        kinds[f"from {space.base.name}, micro's {options.top}"] = lines[:1] + best
+    tree = builds.Tree()
+    space = Space(parse_line(tree, asked["base"]), asked["space"], True)
+    all_lines = [parse_line(tree, one.user_attrs["line"]) for one in study.trials]
+    lines, base, family = space.starts(problem), space.base.name, space.base.family
+    kinds = {"random search": [], f"from {base}": lines[:1], "from the family's lines": lines}
+    best = micro.seeds(options.micro or micro.newest(asked["gpu"], family, D), space, problem, options.top)
+    if best:
+        kinds[f"from {base}, micro's {options.top}"] = lines[:1] + best
         kinds[f"from the lines, micro's {options.top}"] = lines + best
-    fit_to_time = len(timed(study))
-    print(f"{name}, {space.base.family}, D={D} {dtype}: {len(known)} candidates, {fit_to_time} of them fit to time; judged until "
-          f"one is within {100 - 100 * WITHIN:.0f}% of the best")
+    print(f"{name}, {family}, D={D} {dtype}: {len(known)} candidates, {count} of them fit to time; "
+          f"judged until one is within {100 - 100 * WITHIN:.0f}% of the best")
     print(f"{'search':<36} {'median':>6} {'18 of 20':>8} {'of the list':>11}  within {100 * SHARE:.0f}%")
     for kind, queue in kinds.items():
-        needed = sorted(evaluations_needed(space, known, queue, seed) for seed in range(options.runs))
-        most = needed[math.ceil(RUNS_OF_20 / 20 * len(needed)) - 1]
-        print(f"{kind:<36} {np.median(needed):6.0f} {most:8.0f} {100 * most / fit_to_time:10.1f}%  "
-              f"{sum(n <= SHARE * fit_to_time for n in needed)} of {len(needed)}", flush=True)
+        needed = []
+        for seed in range(RUNS):
+            own = queue or np.random.default_rng(seed).permutation(all_lines)
+            needed.append(evaluations_needed(space, known, own, bool(queue), study.best_value / WITHIN, seed))
+        most = sorted(needed)[MOST_RUNS - 1]
+        print(f"{kind:<36} {np.median(needed):6.0f} {most:8.0f} {100 * most / count:10.1f}%  "
+              f"{sum(n <= SHARE * count for n in needed)} of {RUNS}", flush=True)
     return 0
 
 
 # ---- the table of tiles ----
 
 def table(options):
-    """Searches a tile for each problem of `fit`, beside TUNED_TILES, and lets `fit` judge those that are worth a row."""
-    gpu, model, tree = find_gpu(options), fit.Model(), builds.loadable(builds.Tree())
+    """Searches a tile for each problem of `fit`, beside TUNED_TILES; `fit` judges those that are worth a row."""
+    gpu, model, tree = find_gpu(options), fit.Model(), builds.Tree()
     D = int(options.head_dim or 64)
-    own = [tile for tile in model.tiles if tile.head_dim == D]
+    tiles = [tile for tile in model.tiles if tile.head_dim == D]
     options.family, options.head_dim, options.budget_s = "wgmma", str(D), options.budget_s / (2 * len(fit.SHAPES))
     options.from_, options.fix = None, [*(options.fix or []), "USE_FAST_EXP=0", "PACK_GQA=0", "SPLIT_CTAS=1"]
-    lines = [tile.line(tree) for tile in own]
-    new = {}
-    for causal in ("off", "br"):
-        for shape in fit.SHAPES:
-            options.shape, options.causal = [shape], causal
-            _, study, _, _ = run_search(options, gpu, lines)
-            scores = {parse_line(tree, one.user_attrs["line"]): one.value for one in timed(study)}
-            keys = set(map(identity, lines))
-            in_table = min((score for line, score in scores.items() if identity(line) in keys), default=math.inf)
-            best = next((line for line in sorted(scores, key=scores.get) if fit.Tile.of(line)), None)
-            gain = in_table / scores[best] - 1 if best else 0
-            tile = fit.Tile.of(best) if gain > WORTH else None
-            print(f"{shape:<24} {causal:<3}  " + (f"{100 * gain:+.1f}%  {tile.knobs}" if tile else "TUNED_TILES has the best"))
-            if tile:
-                new[tile.knobs] = tile
+    lines = [tile.line(tree) for tile in tiles]
+    in_table, new = {identity(line) for line in lines}, {}
+    for options.causal, shape in itertools.product(("off", "br"), fit.SHAPES):
+        options.shape = [shape]
+        _, study, _, _ = run_search(options, gpu, lines)
+        scores = {parse_line(tree, one.user_attrs["line"]): one.value for one in timed(study)}
+        of_table = min((score for line, score in scores.items() if identity(line) in in_table), default=math.inf)
+        best = next(filter(fit.Tile.of, sorted(scores, key=scores.get)), None)
+        gain, words = of_table / scores[best] - 1 if best else 0, "TUNED_TILES has the best"
+        if gain > WORTH:
+            tile = fit.Tile.of(best)
+            new[tile.knobs], words = tile, f"{100 * gain:+.1f}%  {tile.knobs}"
+        print(f"{shape:<24} {options.causal:<3}  {words}")
     if gpu and new:
-        tiles = [*own, *new.values()]
+        tiles += new.values()
         rows = engine.Table(engine.results_path("fit", gpu.name, new=True), fit.COLUMNS)
         fit.print_fit(model, tiles, fit.measure(gpu, model, tiles, fit.listed([D], model.dtype), rows))
     return 0
 
 
 def main():
-    options = parse()
+    options = cli.parse_options(__doc__, cli.MOST)
+    if len(options.words) != bool(options.export):
+        raise Refused("--export takes one log" if options.export else
+                      f"{options.words[0]}: only --export takes a file by itself")
     if options.export:
         return export(options.words[0], options.export)
     if options.replay:
         return replay(options)
+    if not re.fullmatch(r"\d{1,4}(\.\d+)?", options.budget):
+        raise Refused(f"--budget {options.budget}: want minutes, as in 8 or 1.5")
+    options.budget_s = 60 * float(options.budget)
+    if options.budget_s < CANDIDATE_S:
+        raise Refused(f"--budget {options.budget}: {options.budget_s:g} s are less than the {CANDIDATE_S} s "
+                      "that a candidate takes to compile and time")
     if options.table:
         return table(options)
     gpu = find_gpu(options)
