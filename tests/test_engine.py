@@ -661,11 +661,11 @@ def test_claims_of_the_trial(kind, verdicts, kept):
 def test_a_case_of_the_trial(tmp_path, monkeypatch):
     monkeypatch.setattr(ab_trial.random, "random", lambda: -0.5)
     told = []
-    neighbour = type("", (), {"tell": lambda self, word: told.append(word)})()
+    copying = SimpleNamespace(set=lambda: told.append("go"), clear=lambda: told.append("stop"))
     table = engine.Table(str(tmp_path / "t.csv"), ab_trial.COLUMNS)
     kernels = {"A": FakeKernel(), "B": FakeKernel(us=20.2)}
     a, b = (engine.parse_problem(text) for text in ("1,2,1,40,50,64,fp16", "1,2,1,40,51,64,fp16"))
-    found = list(ab_trial.run_case(FakeGpu(noise=1e-4), kernels, "neighbour", a, b, 2, neighbour, table))
+    found = list(ab_trial.run_case(FakeGpu(noise=1e-4), kernels, "neighbour", a, b, 2, copying, table))
     assert found == [(("SLOWER", "UNCLEAR"), "SLOWER")] * 2 and told == ["go", "stop"] * 2
     row = list(csv.DictReader(open(tmp_path / "t.csv")))[0]
     assert row["expected"] == "SLOWER or UNCLEAR" and row["b_problem"] == "1x2x1x40x51" and row["seconds"]
