@@ -618,7 +618,7 @@ def test_peers_have_times_and_no_check(lines):
     torch.torch = type("torch", (), {"__version__": "2.0"})
     kernels = {"kept": FakeKernel(line=lines[0]), "torch:math": torch}
     line, peer = peers.run_problem(FakeGpu(), kernels, engine.parse_problem("1,2,1,40,50,64,fp16"),
-                                   {"kept": builds.Facts(40, 8)}, False)
+                                   {"kept": builds.Facts(40, 8)}, engine.STEADY, 2)
     assert (line["check"], line["regs"], line["spill_bytes"], line["note"]) == ("PASS", 40, 8, "max diff to torch_math 0.0e+00")
     assert (peer["config"], peer["family"], peer["note"]) == ("torch_math", "torch", "PyTorch 2.0")
     assert "check" not in peer and 39 < float(peer["graph_us"]) < 41 and float(peer["graph_lo_us"]) < 41

@@ -23,17 +23,14 @@ import cli
 import engine
 from cli import Refused, say
 
-PROBLEMS = ("1,8,8,512,512", "2,8,2,1000,1777", "1,8,8,4096,4096")  # the last two causal
+PROBLEMS = {"1,8,8,512,512": "off", "2,8,2,1000,1777": "br", "1,8,8,4096,4096": "br"}
 HOG, NOT_READY = "tools/hog.cu", 600  # CUDA_ERROR_NOT_READY
 
 
 def variants(line):
     """{case: the line with other STAGES}, whose bits must be the line's."""
-    own = line.knob("STAGES", "1")
-    if line.knob("SPLIT_CTAS") == "0":
-        return {}
-    return {f"stages_{stages}": builds.Line(line.tree, line.name, tuple(builds.changed(line.changes, [f"STAGES={stages}"])))
-            for stages in "234" if stages != own}
+    others = "" if line.knob("SPLIT_CTAS") == "0" else "234".replace(line.knob("STAGES", "1"), "")
+    return {f"stages_{stages}": builds.change_line(line, f"STAGES={stages}") for stages in others}
 
 
 def difference(first, now, problem):
@@ -55,41 +52,39 @@ def repeat(bench, kernel, problem, first, repeats, max_ctas=0):
     for number in range(1, repeats + 1):
         bench.poison(problem)
         launch()
-        sentence = difference(first, bench.read(problem, outputs), problem)
-        if sentence:
+        if sentence := difference(first, bench.read(problem, outputs), problem):
             return f"run {number} {sentence}"
     return ""
 
 
 class Hog:
-    """The kernel beside, on an eighth of the SMs, from start() to stop()."""
+    """The kernel beside, on an eighth of the SMs."""
 
     def __init__(self, gpu, path):
         self.gpu, self.library, self.sms = gpu, ctypes.CDLL(path), gpu.attribute(engine.SM_COUNT)
         self.library.hog_bytes.restype = ctypes.c_size_t
-        self.ctas, self.stream, memory = self.sms // 8, ctypes.c_void_p(), ctypes.c_void_p()
-        self.buffer = gpu.allocate(self.ctas * self.library.hog_bytes())
-        gpu("cuMemHostAlloc", ctypes.byref(memory), 8 * (self.ctas + 1), 2)  # CU_MEMHOSTALLOC_DEVICEMAP
-        self.moved = np.frombuffer((ctypes.c_uint64 * (self.ctas + 1)).from_address(memory.value), np.uint64)
+        self.ctas, self.stream, self.memory = self.sms // 8, ctypes.c_void_p(), ctypes.c_void_p()
+        self.buffer = ctypes.c_void_p(gpu.allocate(self.ctas * self.library.hog_bytes()))
+        gpu("cuMemHostAlloc", ctypes.byref(self.memory), 8 * (self.ctas + 1), 2)  # CU_MEMHOSTALLOC_DEVICEMAP
+        self.moved = np.frombuffer((ctypes.c_uint64 * (self.ctas + 1)).from_address(self.memory.value), np.uint64)
         gpu("cuStreamCreate", ctypes.byref(self.stream), 1)  # CU_STREAM_NON_BLOCKING
 
     def start(self):
         """Comes back when all of its CTAs run."""
         self.moved[:] = 0
-        buffer, moved = ctypes.c_void_p(self.buffer), ctypes.c_void_p(self.moved.ctypes.data)
-        if self.library.hog_start(self.ctas, buffer, moved, self.stream):
+        if self.library.hog_start(self.ctas, self.buffer, self.memory, self.stream):
             raise engine.CudaError("the kernel beside could not be launched")
         begin = time.monotonic()
         while not self.moved[:-1].all():
             if time.monotonic() - begin > 20:
                 raise engine.CudaError("the kernel beside did not start within 20 seconds")
 
-    def runs(self):
-        return self.gpu.api.cuStreamQuery(self.stream) == NOT_READY
-
     def stop(self):
+        """Whether it has run until now."""
+        running = self.gpu.api.cuStreamQuery(self.stream) == NOT_READY
         self.moved[-1] = 1
         self.gpu("cuStreamSynchronize", self.stream)
+        return running
 
 
 def repeat_beside(hog, bench, kernel, problem, first, repeats):
@@ -98,9 +93,8 @@ def repeat_beside(hog, bench, kernel, problem, first, repeats):
     begin, moved = time.monotonic(), hog.moved.sum()
     max_ctas = hog.sms - hog.ctas if has_queue(kernel.line) else 0
     sentence = repeat(bench, kernel, problem, first, repeats, max_ctas)
-    seconds, moved, still_runs = time.monotonic() - begin, hog.moved.sum() - moved, hog.runs()
-    hog.stop()
-    if not still_runs or not moved:
+    seconds, moved = time.monotonic() - begin, hog.moved.sum() - moved
+    if not hog.stop() or not moved:
         raise engine.CudaError(f"{problem}: the kernel beside did not run all the while; use fewer --repeats")
     say(f"stress: {kernel.text}, {problem}: beside its {repeats} runs, for {seconds:.3f} s, {hog.ctas} CTAs on "
         f"{hog.sms} SMs moved {moved * 1e-9:.1f} GB")
@@ -113,7 +107,7 @@ def has_queue(line):
 
 def stress(gpu, kernel, others, hog, problem, repeats):
     """(case, a sentence if its bits differ) of each case of a line on a problem; others: the kernels of its variants."""
-    bench, kernel.max_ctas = engine.Bench(gpu, {}, {"": problem}), 0
+    kernel.max_ctas, bench = 0, engine.Bench(gpu, {}, {"": problem})
     check, first, *_ = bench.run(kernel, problem)
     yield "alone", check.sentence or repeat(bench, kernel, problem, first, repeats)
     for max_ctas in (1, 3, 7) if has_queue(kernel.line) else ():
@@ -141,8 +135,8 @@ def stress_line(gpu, line, built, hog, repeats):
         # A variant that sdpa.cu refuses in words cannot be; anything else is an error.
         code = code if case and one.tree.refusal(one.words) else 3
     kernel = others.pop("", None)
-    for text, causal in zip(PROBLEMS, ("off", "br", "br")) if kernel else ():
-        problem = engine.parse_problem(text, causal).typed(line.D, line.dtype)
+    for sizes, causal in PROBLEMS.items() if kernel else ():
+        problem = engine.parse_problem(f"{sizes},{line.D},{line.dtype},{causal}")
         # A kernel that waits for one that waits for it would never end.
         watch = threading.Timer(600 + repeats, never_ends, (line.text, 600 + repeats))
         watch.daemon = True
@@ -166,8 +160,8 @@ def main():
     if not lines:
         raise Refused("no line of configs.txt has USE_WGMMA=1 or SPLIT_CTAS=0; name the lines")
     gpu = engine.need_gpu("; run it on a machine with one", "runs kernels side by side")
-    built = builds.build([one for line in lines for one in (line, *variants(line).values())], gpu.arch,
-                         progress=builds.show_progress())
+    everything = [one for line in lines for one in (line, *variants(line).values())]
+    built = builds.build(everything, gpu.arch, progress=builds.show_progress())
     beside, = builds.build(builds.lines_named("")[:1], gpu.arch, program=HOG).values()
     if beside.trouble:
         raise Refused(f"{HOG} does not compile: {beside.trouble}", 3)
