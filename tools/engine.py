@@ -35,6 +35,8 @@ LIMITS = {"fp16": (1e-3, 1e-3, 1e-3), "bf16": (8e-3, 8e-3, 1e-3), "e4m3": (4e-2,
           "u8": (1.5e-3, 2e-3, 1e-3)}
 FP16_SUMS = (5e-3, 5e-3, 5e-3)  # with FP16_ACC
 FACTORS = {"e4m3": 1.0, "u8": 4 / 448}  # of 8-bit tensors: a u8 of 127 is 4 then
+TYPES = {"fp16": np.float16, "bf16": ml_dtypes.bfloat16, "e4m3": ml_dtypes.float8_e4m3fn}
+SM_COUNT = 16  # CU_DEVICE_ATTRIBUTE_MULTIPROCESSOR_COUNT
 
 
 # ---- problems ----
@@ -124,29 +126,21 @@ class Turn:
         return float(np.median(self.us))
 
 
-SM_COUNT = 16  # CU_DEVICE_ATTRIBUTE_MULTIPROCESSOR_COUNT
-
-
 class Cuda:
     """The first GPU, through the driver's API, in the context that all libraries share. Memory is bytes at addresses."""
 
     def __init__(self):
         self.api = ctypes.CDLL("libcuda.so.1")
         self("cuInit", 0)
-        self.device, self.context = ctypes.c_int(), ctypes.c_void_p()
-        self("cuDeviceGet", ctypes.byref(self.device), 0)
-        self("cuDevicePrimaryCtxRetain", ctypes.byref(self.context), self.device)
-        self("cuCtxSetCurrent", self.context)
-        self.stream = ctypes.c_void_p()
-        self("cuStreamCreate", ctypes.byref(self.stream), 1)  # CU_STREAM_NON_BLOCKING
-        self.name = self.text("cuDeviceGetName")
+        self.device = self.get(ctypes.c_int, "cuDeviceGet", 0)
+        self("cuCtxSetCurrent", self.get(ctypes.c_void_p, "cuDevicePrimaryCtxRetain", self.device))
+        self.stream, self.events = self.new_stream(), []
+        self.name, bus_id = (self.get(ctypes.c_char * 256, function, 256, self.device).value.decode()
+                             for function in ("cuDeviceGetName", "cuDeviceGetPCIBusId"))
         self.arch = "".join(str(self.attribute(which)) for which in (75, 76))  # compute capability
         self.arch += "a" if self.arch == "90" else ""
-        version = ctypes.c_int()
-        self("cuDriverGetVersion", ctypes.byref(version))
-        self.cuda = f"{version.value // 1000}.{version.value % 1000 // 10}"
-        self.nvml = Nvml(self.text("cuDeviceGetPCIBusId"))
-        self.events = []
+        version = self.get(ctypes.c_int, "cuDriverGetVersion").value
+        self.cuda, self.nvml = f"{version // 1000}.{version % 1000 // 10}", Nvml(bus_id)
 
     def __call__(self, function, *arguments):
         words = (ctypes.c_uint64(one) if isinstance(one, int) else one for one in arguments)
@@ -156,23 +150,23 @@ class Cuda:
             self.api.cuGetErrorString(code, ctypes.byref(text))
             raise CudaError(f"{function}: {(text.value or b'error %d' % code).decode()}")
 
-    def text(self, function):
-        buffer = ctypes.create_string_buffer(256)
-        self(function, buffer, 256, self.device)
-        return buffer.value.decode()
+    def get(self, kind, function, *arguments):
+        """What a function writes where its first argument points to, of that type of ctypes."""
+        found = kind()
+        self(function, ctypes.byref(found), *arguments)
+        return found
 
     def attribute(self, which):
-        value = ctypes.c_int()
-        self("cuDeviceGetAttribute", ctypes.byref(value), which, self.device)
-        return value.value
+        return self.get(ctypes.c_int, "cuDeviceGetAttribute", which, self.device).value
+
+    def new_stream(self):
+        return self.get(ctypes.c_void_p, "cuStreamCreate", 1)  # CU_STREAM_NON_BLOCKING
 
     def seconds(self):
         return time.monotonic()
 
     def allocate(self, size):
-        address = ctypes.c_uint64()
-        self("cuMemAlloc_v2", ctypes.byref(address), max(size, 256))
-        return address.value
+        return self.get(ctypes.c_uint64, "cuMemAlloc_v2", max(size, 256)).value
 
     def free(self, address):
         self("cuMemFree_v2", address)
@@ -194,14 +188,14 @@ class Cuda:
 
     def capture(self, launch, launches):
         """Functions that enqueue and free a graph of so many launches."""
-        graph, replay = ctypes.c_void_p(), ctypes.c_void_p()
+        graph = ctypes.c_void_p()
         self("cuStreamBeginCapture_v2", self.stream, 1)  # CU_STREAM_CAPTURE_MODE_THREAD_LOCAL
         try:
             for _ in range(launches):
                 launch()
         finally:
             self("cuStreamEndCapture", self.stream, ctypes.byref(graph))
-        self("cuGraphInstantiateWithFlags", ctypes.byref(replay), graph, 0)
+        replay = self.get(ctypes.c_void_p, "cuGraphInstantiateWithFlags", graph, 0)
         self("cuGraphDestroy", graph)
         return lambda: self("cuGraphLaunch", replay, self.stream), lambda: self("cuGraphExecDestroy", replay)
 
@@ -209,8 +203,7 @@ class Cuda:
         """Microseconds of each of count calls, enqueued one behind the other, and (MHz, throttle reasons) once warm of
         them ran. So many more calls behind them keep the GPU at work until the next ones are enqueued."""
         while len(self.events) <= count:
-            self.events.append(ctypes.c_void_p())
-            self("cuEventCreate", ctypes.byref(self.events[-1]), 0)
+            self.events.append(self.get(ctypes.c_void_p, "cuEventCreate", 0))
         self("cuEventRecord", self.events[0], self.stream)
         for event in self.events[1:count + 1]:
             enqueue()
@@ -220,11 +213,8 @@ class Cuda:
         self("cuEventSynchronize", self.events[warm])
         state = self.nvml.state()
         self("cuEventSynchronize", self.events[count])
-        ms, times = ctypes.c_float(), []
-        for begin, end in zip(self.events, self.events[1:count + 1]):
-            self("cuEventElapsedTime", ctypes.byref(ms), begin, end)
-            times.append(1e3 * ms.value)
-        return times, state
+        pairs = zip(self.events, self.events[1:count + 1])
+        return [1e3 * self.get(ctypes.c_float, "cuEventElapsedTime", *pair).value for pair in pairs], state
 
     def replay(self, graph, count, warm=0, behind=0):
         """time() of a graph's replays, whose workspace is zeroed before."""
@@ -486,7 +476,6 @@ def load(contender, gpu, built):
 # ---- tensors and the check ----
 
 RANDOM_BLOCK = 4194301  # no multiple of a row's elements, so that no two rows are alike
-TYPES = {"fp16": np.float16, "bf16": ml_dtypes.bfloat16, "e4m3": ml_dtypes.float8_e4m3fn}
 
 
 def as_bits(values, dtype):
@@ -494,7 +483,8 @@ def as_bits(values, dtype):
     if dtype == "u8":
         return (np.rint(values / FACTORS["u8"] * 127 / 448).clip(-128, 127) + 128).astype(np.uint8)
     # ml_dtypes makes a NaN of what e4m3 cannot hold.
-    return (values.clip(-448, 448) if dtype == "e4m3" else values).astype(TYPES[dtype]).view(word_of(dtype))
+    values = (values.clip(-448, 448) if dtype == "e4m3" else values).astype(TYPES[dtype])
+    return values.view(f"u{values.itemsize}")
 
 
 def as_values(bits, dtype, kind=np.float64):
@@ -502,10 +492,6 @@ def as_values(bits, dtype, kind=np.float64):
     if dtype == "u8":
         return ((bits.astype(kind) - 128) / 127 * 448 * FACTORS["u8"]).astype(kind)
     return bits.view(TYPES[dtype]).astype(kind)
-
-
-def word_of(dtype):
-    return np.uint8 if dtype in FACTORS else np.uint16
 
 
 def normal(rng, name, count):
@@ -596,10 +582,10 @@ class Reference:
             o = np.where(total > 0, weights @ tensors.rows("V", p, b, kv) / total, 0)
             return o, (m + np.log(total))[:, 0]
 
-    def check(self, O_bits, LSE, dtype, limits):
+    def check(self, O, LSE, limits):
         """The verdict on all of O and LSE (None: not wanted): no poison anywhere, and the reference's rows."""
         p, (limit, largest, lse_limit), lse_err = self.problem, limits, 0.0
-        O = O_bits.view(TYPES[dtype]).reshape(p.B, p.Hq, p.Sq, p.D)
+        O = O.reshape(p.B, p.Hq, p.Sq, p.D)
         bad = np.isnan(O)
         if bad.any():
             return Check(sentence=f"O{tuple(map(int, np.argwhere(bad)[0]))} is NaN or was never written")
@@ -653,8 +639,7 @@ class Bench:
         self.poison(problem)
         launch()
         O, LSE = self.read(problem, outputs)
-        check = self.references[problem].check(O, LSE, outputs.dtype, outputs.limits)
-        return check, (O, LSE), outputs, launch, workspace
+        return self.references[problem].check(O, LSE, outputs.limits), (O, LSE), outputs, launch, workspace
 
     def add(self, key, kernel, problem):
         """Takes in a contender; its check."""
@@ -691,10 +676,10 @@ class Bench:
         self.gpu.fill(self.tensors.address["LSE"], 0xff, 4 * problem.rows)
 
     def read(self, problem, outputs):
-        """O as words and LSE, or None, once the GPU is done."""
+        """O and LSE, or None, once the GPU is done."""
         self.gpu.synchronize()
         LSE = self.gpu.download(outputs.LSE, problem.rows, np.float32) if outputs.LSE else None
-        return self.gpu.download(outputs.O, problem.rows * problem.D, word_of(outputs.dtype)), LSE
+        return self.gpu.download(outputs.O, problem.rows * problem.D, TYPES[outputs.dtype]), LSE
 
     def changed_bits(self, key):
         """Whether a last replay of a line leaves other bits than the run that was checked."""

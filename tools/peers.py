@@ -74,7 +74,7 @@ def run_problem(gpu, kernels, problem, facts, pace, blocks):
     kernels = {key: kernel for key, kernel in kernels.items() if problem.fits(kernel.line)}
     bench = engine.Bench(gpu, kernels, dict.fromkeys(kernels, problem))
     series = engine.measure(gpu, bench.fit_to_time(), pace, blocks)
-    values = {key: engine.as_values(O, bench.outputs[key].dtype, np.float32) for key, (O, _) in bench.results.items()}
+    values = {key: O.astype(np.float32) for key, (O, _) in bench.results.items()}
     peers = {key: kernel.line.label for key, kernel in kernels.items() if isinstance(kernel.line, builds.Torch)}
     for key, kernel in kernels.items():
         row = engine.result_row(bench, key, facts.get(key), series)

@@ -62,12 +62,12 @@ class Hog:
 
     def __init__(self, gpu, path):
         self.gpu, self.library, self.sms = gpu, ctypes.CDLL(path), gpu.attribute(engine.SM_COUNT)
-        self.library.hog_bytes.restype = ctypes.c_size_t
-        self.ctas, self.stream, self.memory = self.sms // 8, ctypes.c_void_p(), ctypes.c_void_p()
+        self.library.hog_bytes.restype, self.ctas = ctypes.c_size_t, self.sms // 8
         self.buffer = ctypes.c_void_p(gpu.allocate(self.ctas * self.library.hog_bytes()))
-        gpu("cuMemHostAlloc", ctypes.byref(self.memory), 8 * (self.ctas + 1), 2)  # CU_MEMHOSTALLOC_DEVICEMAP
+        # 2: CU_MEMHOSTALLOC_DEVICEMAP
+        self.memory = gpu.get(ctypes.c_void_p, "cuMemHostAlloc", 8 * (self.ctas + 1), 2)
         self.moved = np.frombuffer((ctypes.c_uint64 * (self.ctas + 1)).from_address(self.memory.value), np.uint64)
-        gpu("cuStreamCreate", ctypes.byref(self.stream), 1)  # CU_STREAM_NON_BLOCKING
+        self.stream = gpu.new_stream()
 
     def start(self):
         """Comes back when all of its CTAs run."""
