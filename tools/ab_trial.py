@@ -23,11 +23,10 @@ import cli
 import engine
 from cli import say
 
-SMALL_PROBLEMS = [(line, shape) for shape in ("small", "mission", "long") for line in
-                  ("scalar_async2_tile64", "wmma_all", "mma_split2", "mma_lazy", "wgmma", "hopper")]
-LARGE_PROBLEMS = [(line, "4,32,32,4096,4096") for line in ("mma_lazy", "wgmma", "hopper")] + \
-                 [(line, "4,32,32,8192,8192,128,fp16,br") for line in ("mma_d128", "wgmma_d128_causal", "hopper_d128")] + \
-                 [(line, "1,8,8,4096,4096") for line in ("mma_d256", "wgmma_d256")]
+SMALL = "scalar_async2_tile64 wmma_all mma_split2 mma_lazy wgmma hopper"
+SAME = [("small", SMALL, 2), ("mission", SMALL, 2), ("long", SMALL, 2), ("4,32,32,4096,4096", "mma_lazy wgmma hopper", 3),
+        ("4,32,32,8192,8192,128,fp16,br", "mma_d128 wgmma_d128_causal hopper_d128", 3),
+        ("1,8,8,4096,4096", "mma_d256 wgmma_d256", 3)]
 # Lines that compute every problem by the same tile, and sizes with fewer keys than the second by a tile of each.
 MORE_KEYS = [("scalar_async2_tile64", "1,8,8,512"), ("wmma_all", "1,8,8,1024"), ("mma_split4", "1,8,8,512"),
              ("mma_split2", "1,8,8,2048"), ("mma_lazy", "1,8,8,2048"), ("wgmma_192x128", "1,8,8,2048"),
@@ -38,10 +37,8 @@ COLUMNS = ("kind expected seconds " + " ".join(engine.VERDICT_COLUMNS)).split()
 
 def trials():
     """(kind, line, problem of A, problem of B, how many) of every case."""
-    for line, shape in SMALL_PROBLEMS:
-        yield "same", line, shape, shape, 2
-    for line, shape in LARGE_PROBLEMS:
-        yield "same", line, shape, shape, 3
+    for shape, lines, count in SAME:
+        yield from (("same", line, shape, shape, count) for line in lines.split())
     for line, shape in MORE_KEYS:
         yield "1%", line, shape + ",12800", shape + ",12928", 4
     for line, shape in MORE_KEYS[1::2]:

@@ -98,7 +98,7 @@ def parse_problem(text, causal="off"):
 # ---- the GPU ----
 
 class CudaError(Refused):
-    """What the driver or a library said of a call that failed."""
+    """What the driver or a library said of a call that failed; exit code 3."""
 
     def __init__(self, sentence):
         super().__init__(sentence, 3)
@@ -319,11 +319,9 @@ class LoadedLine:
         p.max_ctas = self.max_ctas
         for name in ("Q", "K", "V", "O", "LSE"):
             setattr(p, name, tensors.address[name])
-        for name in "qkvo":
-            heads, rows = (problem.Hkv, problem.Sk) if name in "kv" else (problem.Hq, problem.Sq)
-            setattr(p, name, Strides(heads * rows * problem.D, rows * problem.D, problem.D))
-            if name in "qkv" and problem.dtype in FACTORS:
-                setattr(p, f"{name}_descale", Descale(tensors.address["factor"], 0, 0))
+        p.q = p.o = Strides(p.Hq * p.Sq * p.D, p.Sq * p.D, p.D)
+        p.k = p.v = Strides(p.Hkv * p.Sk * p.D, p.Sk * p.D, p.D)
+        p.q_descale = p.k_descale = p.v_descale = Descale(tensors.address.get("factor"), 0, 0)  # none: null
         size = self.library.sdpa_library_workspace_bytes(ctypes.byref(p))
         p.workspace = tensors.workspace(size)
         text = ctypes.create_string_buffer(256)
@@ -365,7 +363,8 @@ class LoadedTorch:
             try:
                 self.function = getattr(importlib.import_module(module), function)
             except ImportError as missing:
-                raise Refused(f"{self.text}: {missing.name or package} is missing; install it with: pip install {package}") from None
+                raise Refused(f"{self.text}: {missing.name or package} is missing; install it with: pip install "
+                              f"{package}") from None
         self.torch, self.kept = torch, []  # what cuDNN's graphs use, for as long as this process lives
         torch.cuda.set_stream(torch.cuda.ExternalStream(gpu.stream.value))
 
@@ -706,18 +705,17 @@ class Pace:
     timed_us: float
     fewest: int = 3  # timed replays
     rest_s: float = 0
+    budget_s: float = 7.5  # of a verdict, for each contender
 
 
 BEHIND_US = 2e3  # of replays that nobody times, while the host reads the times and enqueues the next turn
 # For verdicts. At the power limit the clock steps up and down by 1% every 50 ms or so and dips each second for 0.2 s:
 # the shorter the turns, the more pairs see one clock. A contender that draws more power slows the others then, too.
 PACE = Pace(5e3, 5e3, 2)
-BUDGET_S = 7.5  # for each contender
 STEADY = Pace(100e3, 10e3, 5)  # for contenders that draw very different power
 # Turns so long that each contender has the clock that its own power leads to: by that alone a kernel that needs 4%
 # more cycles may be 3% faster. The clock varies more than in short turns, so the verdict takes a minute.
-SUSTAINED = Pace(200e3, 100e3, 5)
-SUSTAINED_BUDGET_S = 60
+SUSTAINED = Pace(200e3, 100e3, 5, budget_s=60)
 RESTED = Pace(0, 10e3, 1, rest_s=0.3)  # before the power limit is reached
 FIRST_WARM_UP_S = 0.3
 IDLE, CLOCK_SETTING, POWER_CAP, DISPLAY = 1, 2, 4, 256  # NVML's throttle reasons that leave times comparable
@@ -832,7 +830,7 @@ def compare(gpu, graphs, record=lambda key, turn: None, budget_s=None, seed=None
     Returns the series and {key: Verdict} of all but the first."""
     warm_up(gpu, graphs)
     series, (base, *others) = Series(gpu, graphs, pace, record, seed), graphs
-    end = gpu.seconds() + (budget_s or (SUSTAINED_BUDGET_S if pace is SUSTAINED else BUDGET_S) * len(graphs))
+    end = gpu.seconds() + (budget_s or pace.budget_s * len(graphs))
     for look in LOOKS:
         while len(series.blocks) < look and gpu.seconds() < end:
             series.block()
@@ -906,22 +904,21 @@ def row_columns():
     return re.findall(r'\{"(\w+)", ', listed[1])
 
 
-def result_row(bench, key, facts=None, series=None):
+def result_row(bench, key, facts, series):
     """One contender's row for its problem, as the executables write it; without a series, without a time."""
     gpu, p, line = bench.gpu, bench.problems[key], bench.kernels[key].line
     row = dict(asdict(p), config=line.label, family=line.family, status="ok", seed=0, sm=gpu.arch.strip("a"),
                **measured_on(gpu))
     if key in bench.skipped:
         return dict(row, status="skipped", note=bench.skipped[key])
+    check = bench.checks[key]
+    row.update(rel_rms=f"{check.rel_rms:.3g}")
     if facts:
         row.update(knobs=" ".join(line.words), regs=facts.registers, spill_bytes=facts.spilled,
                    smem_bytes=facts.shared_bytes)
-    check = bench.checks[key]
-    row.update(rel_rms=f"{check.rel_rms:.3g}")
     if not isinstance(line, Torch):
-        row.update(check="PASS" if check.passed else "FAIL",
-                   max_abs_err=f"{check.max_abs_err:.3g}", lse_err=f"{check.lse_err:.3g}", rows_checked=check.rows,
-                   note=check.sentence)
+        row.update(check="PASS" if check.passed else "FAIL", max_abs_err=f"{check.max_abs_err:.3g}",
+                   lse_err=f"{check.lse_err:.3g}", rows_checked=check.rows, note=check.sentence)
     if series and key in series.graphs:
         us, (low, high) = series.us(key), series.interval(key)
         row.update(graph_us=f"{us:.3f}", graph_lo_us=f"{low:.3f}", graph_hi_us=f"{high:.3f}",
