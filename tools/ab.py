@@ -46,19 +46,14 @@ def parse(argv, default_shapes):
     b_shapes = options.b_shape or shapes
     if len(b_shapes) != len(shapes):
         raise Refused("give as many --b-shape as --shape")
-    D, dtype = one_type(contenders)
-    problems = [[engine.parse_problem(text, options.causal) for text in pair] for pair in zip(shapes, b_shapes)]
-    pace = engine.SUSTAINED if options.sustained else engine.PACE
-    return contenders, [[p.typed(D, dtype) for p in pair] for pair in problems], pace, options.budget
-
-
-def one_type(contenders):
-    """The D and the type that all of the lines compute."""
     kinds = {(line.D, line.dtype): line for line in contenders if line.D}
     if len(kinds) > 1:
         raise Refused("the contenders do not compute the same: " + ", ".join(
             f"{line.text} has D={D} {dtype}" for (D, dtype), line in kinds.items()))
-    return next(iter(kinds), (64, "fp16"))
+    kind = next(iter(kinds), (64, "fp16"))
+    problems = [[engine.parse_problem(text, options.causal).typed(*kind) for text in pair]
+                for pair in zip(shapes, b_shapes)]
+    return contenders, problems, engine.SUSTAINED if options.sustained else engine.PACE, options.budget
 
 
 # ---- what else changed ----
@@ -213,13 +208,10 @@ def check_on_cpu(key, line, executable, problem):
 
 
 def main():
-    if not sys.argv[1:]:
-        say(__doc__.strip())
-        return 2
-    contenders, problems, *course = parse(sys.argv[1:], ["mission", "long"])
     gpu = engine.find_gpu()
+    contenders, problems, *course = parse(sys.argv[1:], ["mission", "long"] if gpu else ["small", "mission"])
     if gpu:
         with_gpu(gpu, contenders, problems, *course)
     else:
-        without_gpu(contenders, parse(sys.argv[1:], ["small", "mission"])[1])
+        without_gpu(contenders, problems)
     return 0

@@ -4,6 +4,7 @@ Each contender is captured into a CUDA graph. A turn is a stretch of its replays
 block is a turn of each contender in random order and another one in the reverse order, so that what drifts falls on
 all alike. The logarithm of the ratio of two contenders' times in one half of a block is one number for judge().
 """
+import collections
 import contextlib
 import csv
 import ctypes
@@ -20,7 +21,7 @@ from dataclasses import asdict, dataclass, replace
 
 import ml_dtypes
 import numpy as np
-from scipy import stats
+from scipy import special, stats
 
 from builds import PACKAGES, ROOT, TORCH_BACKENDS, Torch, Tree, run
 from cli import Refused
@@ -289,13 +290,8 @@ def is_prefix(size):
     return size in [(end + 7) // 8 * 8 for end in ends if end >= SdpaParams.workspace.offset]
 
 
-@dataclass(frozen=True)
-class Outputs:
-    """Addresses of a contender's O and LSE (0: none), the type of O, and the limits of its errors."""
-    O: int
-    LSE: int
-    dtype: str
-    limits: tuple
+# Addresses of a contender's O and LSE (0: none), the type of O, and the limits of its errors.
+Outputs = collections.namedtuple("Outputs", "O LSE dtype limits")
 
 
 class LoadedLine:
@@ -569,17 +565,14 @@ class Reference:
         self.O, self.LSE = map(np.concatenate, zip(*parts))
 
     def attend(self, tensors, b, h, rows):
-        """O and LSE of rows of a head."""
+        """O and LSE of rows of a head; 0 and -inf of one that sees no key."""
         p = self.problem
         kv = h * p.Hkv // p.Hq
-        with np.errstate(all="ignore"):
-            s = tensors.rows("Q", p, b, h)[rows] @ tensors.rows("K", p, b, kv).T / math.sqrt(p.D)
-            s[np.arange(p.Sk)[None, :] >= p.visible()[rows][:, None]] = -np.inf
-            m = s.max(1, keepdims=True)
-            weights = np.where(np.isfinite(m), np.exp(s - m), 0)
-            total = weights.sum(1, keepdims=True)
-            o = np.where(total > 0, weights @ tensors.rows("V", p, b, kv) / total, 0)
-            return o, (m + np.log(total))[:, 0]
+        s = tensors.rows("Q", p, b, h)[rows] @ tensors.rows("K", p, b, kv).T / math.sqrt(p.D)
+        s[np.arange(p.Sk)[None, :] >= p.visible()[rows][:, None]] = -np.inf
+        LSE = special.logsumexp(s, 1)
+        weights = np.exp(s - np.maximum(LSE, np.finfo(float).min)[:, None])
+        return weights @ tensors.rows("V", p, b, kv), LSE
 
     def check(self, O, LSE, limits):
         """The verdict on all of O and LSE (None: not wanted): no poison anywhere, and the reference's rows."""
