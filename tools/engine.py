@@ -128,7 +128,7 @@ class Turn:
 
 
 class Cuda:
-    """The first GPU, through the driver's API, in the context that all libraries share. Memory is bytes at addresses."""
+    """The first GPU, through the driver's API, in the context that all libraries share. Sizes are bytes."""
 
     def __init__(self):
         self.api = ctypes.CDLL("libcuda.so.1")
@@ -244,8 +244,8 @@ class Nvml:
     def __init__(self, bus_id):
         self.api, self.device, driver = None, ctypes.c_void_p(), ctypes.create_string_buffer(96)
         with contextlib.suppress(OSError):
-            api = ctypes.CDLL("libnvidia-ml.so.1")
-            if not (api.nvmlInit_v2() or api.nvmlDeviceGetHandleByPciBusId_v2(bus_id.encode(), ctypes.byref(self.device))):
+            api, device = ctypes.CDLL("libnvidia-ml.so.1"), ctypes.byref(self.device)
+            if not (api.nvmlInit_v2() or api.nvmlDeviceGetHandleByPciBusId_v2(bus_id.encode(), device)):
                 self.api = api
                 api.nvmlSystemGetDriverVersion(driver, 96)
         self.driver = driver.value.decode()
@@ -306,8 +306,8 @@ class LoadedLine:
             getattr(self.library, name).restype = ctypes.c_size_t
         size = self.library.sdpa_library_params_bytes()
         if not is_prefix(size):
-            raise Refused(f"{self.text}: its SdpaParams has {size} bytes and is not the one that tools/engine.py knows, "
-                          f"which has {ctypes.sizeof(SdpaParams)}; it cannot be compared from this checkout")
+            raise Refused(f"{self.text}: its SdpaParams has {size} bytes and is not the one that tools/engine.py "
+                          f"knows, which has {ctypes.sizeof(SdpaParams)}; it cannot be compared from this checkout")
 
     def prepare(self, gpu, tensors, problem):
         """The function that enqueues one launch, where it writes O and LSE, and its workspace."""
@@ -438,7 +438,7 @@ class LoadedTorch:
         graph.build([cudnn.heur_mode.A])
         self.output = self.torch.full((p.rows * p.D,), 0x7f, dtype=self.torch.uint8, device="cuda")
         scalars = [self.torch.tensor([value], device="cuda") for value in (*scales.values(), 0.0, 0.0)]
-        places = {tensor: tensors.address[name.upper()] for name, tensor in inputs.items()} | {O: self.output.data_ptr()}
+        places = {O: self.output.data_ptr(), **{inputs[name]: tensors.address[name.upper()] for name in inputs}}
         places |= {one: scalar.data_ptr() for one, scalar in zip((*factors.values(), *largest), scalars)}
         workspace = self.torch.zeros(max(graph.get_workspace_size(), 1), dtype=self.torch.uint8, device="cuda")
         self.kept += [graph, handle, scalars, workspace, self.output]
@@ -474,7 +474,7 @@ RANDOM_BLOCK = 4194301  # no multiple of a row's elements, so that no two rows a
 
 
 def as_bits(values, dtype):
-    """float32 values rounded to the nearest, ties to even, as words of a type; 8-bit ones divided by its factor before."""
+    """float32 values as words of a type, rounded to the nearest, ties to even; 8-bit ones over its factor."""
     if dtype == "u8":
         return (np.rint(values / FACTORS["u8"] * 127 / 448).clip(-128, 127) + 128).astype(np.uint8)
     # ml_dtypes makes a NaN of what e4m3 cannot hold.
@@ -560,8 +560,8 @@ class Reference:
         for b, h in np.column_stack(np.divmod(heads, p.Hq)).tolist():
             inner = np.minimum(groups + rng.integers(0, 64, len(groups)), p.Sq - 1)
             rows = np.unique([0, p.Sq - 1, *inner])
-            self.rows += [(b, h, int(q)) for q in rows]
-            parts += [self.attend(tensors, b, h, part) for part in np.array_split(rows, -(-len(rows) * p.Sk // 4000000))]
+            self.rows += [(b, h, q) for q in rows.tolist()]
+            parts += [self.attend(tensors, b, h, some) for some in np.array_split(rows, 1 + len(rows) * p.Sk // 4000000)]
         self.O, self.LSE = map(np.concatenate, zip(*parts))
 
     def attend(self, tensors, b, h, rows):
@@ -757,7 +757,7 @@ class Series:
         return float(np.median([turn.median for turn in self.turns(key)]))
 
     def interval(self, key):
-        """Bounds in us that hold the median with 95% (Hettmansperger and Sheather 1986); of five turns or fewer, all."""
+        """Bounds (us) that hold the median with 95% (Hettmansperger and Sheather 1986); of five turns or fewer, all."""
         medians = [turn.median for turn in self.turns(key)]
         return stats.mstats.median_cihs(medians, 0.05) if len(medians) > 5 else (min(medians), max(medians))
 

@@ -1,6 +1,6 @@
 """usage: ./run_all.sh stress [NAME...] [--repeats N]
-Runs these lines of configs.txt (by default those with USE_WGMMA=1 or SPLIT_CTAS=0) N times on each of three problems and
-compares O and LSE bit by bit with those of a first run. CSV on stdout, one row a case:
+Runs these lines of configs.txt (by default those with USE_WGMMA=1 or SPLIT_CTAS=0) N times on each of three problems
+and compares O and LSE bit by bit with those of a first run. CSV on stdout, one row a case:
 config,case,problem,repeats,check, which is PASS or FAIL. The cases:
   alone       the same launch again
   max_ctas_N  persistent lines: at most 1, 3 or 7 CTAs
@@ -106,7 +106,7 @@ def has_queue(line):
 
 
 def stress(gpu, kernel, others, hog, problem, repeats):
-    """(case, a sentence if its bits differ) of each case of a line on a problem; others: the kernels of its variants."""
+    """(case, a sentence if its bits differ) of each case of a line on a problem; others: kernels of its variants."""
     kernel.max_ctas, bench = 0, engine.Bench(gpu, {}, {"": problem})
     check, first, *_ = bench.run(kernel, problem)
     yield "alone", check.sentence or repeat(bench, kernel, problem, first, repeats)
