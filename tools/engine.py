@@ -656,7 +656,8 @@ class Bench:
 
     def trouble(self):
         """{key: a sentence} of the contenders that could not run or are wrong."""
-        return self.skipped | {key: check.sentence for key, check in self.checks.items() if not check.passed}
+        return self.skipped | {key: check.sentence for key, check in self.checks.items()
+                               if not check.passed and key not in self.skipped}
 
     def fit_to_time(self):
         """The graphs of contenders that passed, in the order of their keys."""

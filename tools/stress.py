@@ -11,6 +11,7 @@ config,case,problem,repeats,check, which is PASS or FAIL. The cases:
   --repeats N  runs of each case (default 1000)
 exit: 0 all bits are the same, 1 some are not, 2 bad usage, 3 something could not be run
 """
+import contextlib
 import ctypes
 import os
 import threading
@@ -64,41 +65,30 @@ class Hog:
         self.gpu, self.library, self.sms = gpu, ctypes.CDLL(path), gpu.attribute(engine.SM_COUNT)
         self.library.hog_bytes.restype, self.ctas = ctypes.c_size_t, self.sms // 8
         self.buffer = ctypes.c_void_p(gpu.allocate(self.ctas * self.library.hog_bytes()))
-        # 2: CU_MEMHOSTALLOC_DEVICEMAP
-        self.memory = gpu.get(ctypes.c_void_p, "cuMemHostAlloc", 8 * (self.ctas + 1), 2)
+        self.memory = gpu.get(ctypes.c_void_p, "cuMemHostAlloc", 8 * (self.ctas + 1), 2)  # CU_MEMHOSTALLOC_DEVICEMAP
         self.moved = np.frombuffer((ctypes.c_uint64 * (self.ctas + 1)).from_address(self.memory.value), np.uint64)
         self.stream = gpu.new_stream()
 
-    def start(self):
-        """Comes back when all of its CTAs run."""
+    @contextlib.contextmanager
+    def beside(self, text, problem, repeats):
+        """It runs before, beside and behind the body; says what it moved meanwhile."""
         self.moved[:] = 0
         if self.library.hog_start(self.ctas, self.buffer, self.memory, self.stream):
             raise engine.CudaError("the kernel beside could not be launched")
         begin = time.monotonic()
-        while not self.moved[:-1].all():
+        while not self.moved[:-1].all():  # until all of its CTAs run
             if time.monotonic() - begin > 20:
                 raise engine.CudaError("the kernel beside did not start within 20 seconds")
-
-    def stop(self):
-        """Whether it has run until now."""
-        running = self.gpu.api.cuStreamQuery(self.stream) == NOT_READY
+        begin, moved = time.monotonic(), self.moved.sum()
+        yield
+        seconds, moved = time.monotonic() - begin, self.moved.sum() - moved
+        still_runs = self.gpu.api.cuStreamQuery(self.stream) == NOT_READY
         self.moved[-1] = 1
         self.gpu("cuStreamSynchronize", self.stream)
-        return running
-
-
-def repeat_beside(hog, bench, kernel, problem, first, repeats):
-    """As repeat(), beside the hog, which runs before and behind all of it."""
-    hog.start()
-    begin, moved = time.monotonic(), hog.moved.sum()
-    max_ctas = hog.sms - hog.ctas if has_queue(kernel.line) else 0
-    sentence = repeat(bench, kernel, problem, first, repeats, max_ctas)
-    seconds, moved = time.monotonic() - begin, hog.moved.sum() - moved
-    if not hog.stop() or not moved:
-        raise engine.CudaError(f"{problem}: the kernel beside did not run all the while; use fewer --repeats")
-    say(f"stress: {kernel.text}, {problem}: beside its {repeats} runs, for {seconds:.3f} s, {hog.ctas} CTAs on "
-        f"{hog.sms} SMs moved {moved * 1e-9:.1f} GB")
-    return sentence
+        if not still_runs or not moved:
+            raise engine.CudaError(f"{problem}: the kernel beside did not run all the while; use fewer --repeats")
+        say(f"stress: {text}, {problem}: beside its {repeats} runs, for {seconds:.3f} s, {self.ctas} CTAs on "
+            f"{self.sms} SMs moved {moved * 1e-9:.1f} GB")
 
 
 def has_queue(line):
@@ -113,7 +103,10 @@ def stress(gpu, kernel, others, hog, problem, repeats):
     for max_ctas in (1, 3, 7) if has_queue(kernel.line) else ():
         yield f"max_ctas_{max_ctas}", repeat(bench, kernel, problem, first, repeats, max_ctas)
     if hog:
-        yield "beside", repeat_beside(hog, bench, kernel, problem, first, repeats)
+        max_ctas = hog.sms - hog.ctas if has_queue(kernel.line) else 0
+        with hog.beside(kernel.text, problem, repeats):
+            sentence = repeat(bench, kernel, problem, first, repeats, max_ctas)
+        yield "beside", sentence
     for case, other in others.items():
         yield case, repeat(bench, other, problem, first, repeats)
     bench.close()
