@@ -248,13 +248,15 @@ class Nvml:
             if not (api.nvmlInit_v2() or api.nvmlDeviceGetHandleByPciBusId_v2(bus_id.encode(), device)):
                 self.api = api
                 api.nvmlSystemGetDriverVersion(driver, 96)
+                self.reasons = getattr(api, "nvmlDeviceGetCurrentClocksEventReasons", None) or \
+                    api.nvmlDeviceGetCurrentClocksThrottleReasons  # its name before CUDA 12.2
         self.driver = driver.value.decode()
 
     def state(self):
         clock, reasons = ctypes.c_uint(), ctypes.c_ulonglong()
         if self.api:
             self.api.nvmlDeviceGetClockInfo(self.device, 1, ctypes.byref(clock))  # NVML_CLOCK_SM
-            self.api.nvmlDeviceGetCurrentClocksEventReasons(self.device, ctypes.byref(reasons))
+            self.reasons(self.device, ctypes.byref(reasons))
         return clock.value, reasons.value
 
 
@@ -576,7 +578,7 @@ class Reference:
 
     def check(self, O, LSE, limits):
         """The verdict on all of O and LSE (None: not wanted): no poison anywhere, and the reference's rows."""
-        p, (limit, largest, lse_limit), lse_err = self.problem, limits, 0.0
+        p, (limit, largest, lse_limit) = self.problem, limits
         O = O.reshape(p.B, p.Hq, p.Sq, p.D)
         bad = np.isnan(O)
         if bad.any():
@@ -587,11 +589,10 @@ class Reference:
         got = O[rows].astype(np.float64)
         error = np.abs(got - self.O)
         rel_rms = math.sqrt((error ** 2).mean()) / max(math.sqrt((self.O ** 2).mean()), 1e-30)
-        if LSE is not None:
-            lse = LSE.reshape(p.B, p.Hq, p.Sq)[rows].astype(np.float64)
-            with np.errstate(invalid="ignore"):
-                lse_error = np.where(lse == self.LSE, 0, np.abs(lse - self.LSE) / np.maximum(1, np.abs(self.LSE)))
-            lse_err = float(lse_error.max())
+        lse = self.LSE if LSE is None else LSE.reshape(p.B, p.Hq, p.Sq)[rows].astype(np.float64)
+        with np.errstate(invalid="ignore"):
+            lse_error = np.where(lse == self.LSE, 0, np.abs(lse - self.LSE) / np.maximum(1, np.abs(self.LSE)))
+        lse_err = float(lse_error.max())
         worst, sentence = np.unravel_index(error.argmax(), error.shape), ""
         if not (rel_rms <= limit and error.max() <= largest * max(1.0, np.abs(self.O).max())):
             at = ",".join(map(str, (*self.rows[worst[0]], worst[1])))
