@@ -31,8 +31,6 @@ import cli
 import engine
 from cli import Refused, say
 
-LETTERS = string.ascii_uppercase
-
 
 def parse(argv, default_shapes):
     """The contenders, [(problem of A, problem of the others)], the pace, and the seconds of a budget or None."""
@@ -126,7 +124,7 @@ def sentence_of(key, v):
 
 def with_gpu(gpu, contenders, problems, pace, budget):
     """{key: Verdict} of each problem in which the contenders differ."""
-    keys = dict(zip(LETTERS, contenders))
+    keys = dict(zip(string.ascii_uppercase, contenders))
     lines = {key: line for key, line in keys.items() if isinstance(line, builds.Line)}
     built = builds.build(lines.values(), gpu.arch)
     kernels = {key: engine.load(contender, gpu, built) for key, contender in keys.items()}
@@ -161,7 +159,7 @@ def print_names(keys):
 def without_gpu(contenders, problems):
     """The compiler's figures and the check on the CPU backend."""
     say("There is no GPU here: no times. The check runs on the CPU backend.")
-    keys = dict(zip(LETTERS, contenders))
+    keys = dict(zip(string.ascii_uppercase, contenders))
     print_names(keys)
     lines = {key: line for key, line in keys.items() if type(line) is builds.Line}
     if builds.nvcc():

@@ -91,19 +91,16 @@ class Hog:
             f"{self.sms} SMs moved {moved * 1e-9:.1f} GB")
 
 
-def has_queue(line):
-    return line.knob("USE_PERSISTENT_CTA") == "1"
-
-
 def stress(gpu, kernel, others, hog, problem, repeats):
     """(case, a sentence if its bits differ) of each case of a line on a problem; others: kernels of its variants."""
     kernel.max_ctas, bench = 0, engine.Bench(gpu, {}, {"": problem})
     check, first, *_ = bench.run(kernel, problem)
+    persistent = kernel.line.knob("USE_PERSISTENT_CTA") == "1"
     yield "alone", check.sentence or repeat(bench, kernel, problem, first, repeats)
-    for max_ctas in (1, 3, 7) if has_queue(kernel.line) else ():
+    for max_ctas in (1, 3, 7) if persistent else ():
         yield f"max_ctas_{max_ctas}", repeat(bench, kernel, problem, first, repeats, max_ctas)
     if hog:
-        max_ctas = hog.sms - hog.ctas if has_queue(kernel.line) else 0
+        max_ctas = hog.sms - hog.ctas if persistent else 0
         with hog.beside(kernel.text, problem, repeats):
             sentence = repeat(bench, kernel, problem, first, repeats, max_ctas)
         yield "beside", sentence
@@ -112,13 +109,11 @@ def stress(gpu, kernel, others, hog, problem, repeats):
     bench.close()
 
 
-def never_ends(text, seconds):
-    say(f"stress: {text}: no end after {seconds} seconds")
-    os._exit(3)
-
-
 def stress_line(gpu, line, built, hog, repeats):
     """Prints the rows of a line; the exit code."""
+    def never_ends():
+        say(f"stress: {line.text}: no end after {600 + repeats} seconds")
+        os._exit(3)
     code, others = 0, {}
     for case, one in {"": line, **variants(line)}.items():
         if not built[one].trouble:
@@ -131,7 +126,7 @@ def stress_line(gpu, line, built, hog, repeats):
     for sizes, causal in PROBLEMS.items() if kernel else ():
         problem = engine.parse_problem(f"{sizes},{line.D},{line.dtype},{causal}")
         # A kernel that waits for one that waits for it would never end.
-        watch = threading.Timer(600 + repeats, never_ends, (line.text, 600 + repeats))
+        watch = threading.Timer(600 + repeats, never_ends)
         watch.daemon = True
         watch.start()
         for case, sentence in stress(gpu, kernel, others, hog, problem, repeats):
