@@ -563,7 +563,7 @@ class Reference:
             inner = np.minimum(groups + rng.integers(0, 64, len(groups)), p.Sq - 1)
             rows = np.unique([0, p.Sq - 1, *inner])
             self.rows += [(b, h, q) for q in rows.tolist()]
-            parts += [self.attend(tensors, b, h, some) for some in np.array_split(rows, 1 + len(rows) * p.Sk // 4000000)]
+            parts += [self.attend(tensors, b, h, few) for few in np.array_split(rows, 1 + len(rows) * p.Sk // 4000000)]
         self.O, self.LSE = map(np.concatenate, zip(*parts))
 
     def attend(self, tensors, b, h, rows):
