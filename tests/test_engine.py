@@ -618,7 +618,7 @@ def test_peers_have_times_and_no_check(lines):
     torch.torch = type("torch", (), {"__version__": "2.0"})
     kernels = {"kept": FakeKernel(line=lines[0]), "torch:math": torch}
     line, peer = peers.run_problem(FakeGpu(), kernels, engine.parse_problem("1,2,1,40,50,64,fp16"),
-                                   {"kept": builds.Facts(40, 8)}, False)
+                                   {"kept": builds.Facts(40, 8)}, engine.STEADY, 2)
     assert (line["check"], line["regs"], line["spill_bytes"], line["note"]) == ("PASS", 40, 8, "max diff to torch_math 0.0e+00")
     assert (peer["config"], peer["family"], peer["note"]) == ("torch_math", "torch", "PyTorch 2.0")
     assert "check" not in peer and 39 < float(peer["graph_us"]) < 41 and float(peer["graph_lo_us"]) < 41
@@ -661,11 +661,11 @@ def test_claims_of_the_trial(kind, verdicts, kept):
 def test_a_case_of_the_trial(tmp_path, monkeypatch):
     monkeypatch.setattr(ab_trial.random, "random", lambda: -0.5)
     told = []
-    neighbour = type("", (), {"tell": lambda self, word: told.append(word)})()
+    copying = SimpleNamespace(set=lambda: told.append("go"), clear=lambda: told.append("stop"))
     table = engine.Table(str(tmp_path / "t.csv"), ab_trial.COLUMNS)
     kernels = {"A": FakeKernel(), "B": FakeKernel(us=20.2)}
     a, b = (engine.parse_problem(text) for text in ("1,2,1,40,50,64,fp16", "1,2,1,40,51,64,fp16"))
-    found = list(ab_trial.run_case(FakeGpu(noise=1e-4), kernels, "neighbour", a, b, 2, neighbour, table))
+    found = list(ab_trial.run_case(FakeGpu(noise=1e-4), kernels, "neighbour", a, b, 2, copying, table))
     assert found == [(("SLOWER", "UNCLEAR"), "SLOWER")] * 2 and told == ["go", "stop"] * 2
     row = list(csv.DictReader(open(tmp_path / "t.csv")))[0]
     assert row["expected"] == "SLOWER or UNCLEAR" and row["b_problem"] == "1x2x1x40x51" and row["seconds"]

@@ -31,8 +31,6 @@ import cli
 import engine
 from cli import Refused, say
 
-LETTERS = string.ascii_uppercase
-
 
 def parse(argv, default_shapes):
     """The contenders, [(problem of A, problem of the others)], the pace, and the seconds of a budget or None."""
@@ -46,19 +44,14 @@ def parse(argv, default_shapes):
     b_shapes = options.b_shape or shapes
     if len(b_shapes) != len(shapes):
         raise Refused("give as many --b-shape as --shape")
-    D, dtype = one_type(contenders)
-    problems = [[engine.parse_problem(text, options.causal) for text in pair] for pair in zip(shapes, b_shapes)]
-    pace = engine.SUSTAINED if options.sustained else engine.PACE
-    return contenders, [[p.typed(D, dtype) for p in pair] for pair in problems], pace, options.budget
-
-
-def one_type(contenders):
-    """The D and the type that all of the lines compute."""
     kinds = {(line.D, line.dtype): line for line in contenders if line.D}
     if len(kinds) > 1:
         raise Refused("the contenders do not compute the same: " + ", ".join(
             f"{line.text} has D={D} {dtype}" for (D, dtype), line in kinds.items()))
-    return next(iter(kinds), (64, "fp16"))
+    kind = next(iter(kinds), (64, "fp16"))
+    problems = [[engine.parse_problem(text, options.causal).typed(*kind) for text in pair]
+                for pair in zip(shapes, b_shapes)]
+    return contenders, problems, engine.SUSTAINED if options.sustained else engine.PACE, options.budget
 
 
 # ---- what else changed ----
@@ -73,8 +66,8 @@ def print_facts(facts):
     print("  ".join([" " * 10] + [f"{name:>{len(name) + 1}}" for name in first]))
     for key, row in rows.items():
         print("  ".join([f"{key:<10}"] + [
-            f"{row.get(name, ''):>{len(name)}}" + ("*" if row.get(name) != first[name] else " ") for name in first]))
-    if any(row.get(name) != first[name] for row in rows.values() for name in first):
+            f"{row.get(name, ''):>{len(name)}}" + " *"[row.get(name) != value] for name, value in first.items()]))
+    if any(row != first for row in rows.values()):
         print("* differs from A")
     if "instructions" not in first:
         print("(no instruction mix: cuobjdump is not there)")
@@ -94,19 +87,15 @@ def drop_equal(contenders, facts):
 
 def time_problem(gpu, kernels, problems, pace, budget, samples, verdicts):
     """Checks, times and judges the contenders of one problem; prints it. {key: Verdict} of all but A."""
-    bench = engine.Bench(gpu, kernels, problems)
-    for key, sentence in bench.skipped.items():
-        raise Refused(f"{key} ({kernels[key].text}) cannot compute {problems[key]}: {sentence}", 3)
-    for key, check in bench.checks.items():
-        if not check.passed:
-            raise Refused(f"{key} ({kernels[key].text}) gives wrong results at {problems[key]}, so it gets no time: "
-                          f"{check.sentence}", 1)
-    names = {key: kernel.text for key, kernel in kernels.items()}
+    bench, names = engine.Bench(gpu, kernels, problems), {key: kernel.text for key, kernel in kernels.items()}
+    for key, sentence in bench.trouble().items():
+        if key in bench.skipped:
+            raise Refused(f"{key} ({names[key]}) cannot compute {problems[key]}: {sentence}", 3)
+        raise Refused(f"{key} ({names[key]}) gives wrong results at {problems[key]}, so it gets no time: {sentence}", 1)
     series, found = engine.compare(gpu, bench.graphs, samples.recorder(names, problems["A"]), budget, pace=pace)
-    for key in kernels:
-        if bench.changed_bits(key):
-            raise Refused(f"{key} ({kernels[key].text}): its last replay at {problems[key]} left other bits than the "
-                          "run that was checked, so it gets no time", 1)
+    for key in filter(bench.changed_bits, kernels):
+        raise Refused(f"{key} ({names[key]}): its last replay at {problems[key]} left other bits than the run that was "
+                      "checked, so it gets no time", 1)
     width = max(map(len, names.values()))
     print(f"\n{problems['A']} on {gpu.name}")
     for key, name in names.items():
@@ -129,13 +118,13 @@ def sentence_of(key, v):
     if not v.ratio > 0:
         return f"{key} against A is UNCLEAR: too few pairs ({counts})."
     interval = f"99% interval {100 * v.low - 100:+.2f}% to {100 * v.high - 100:+.2f}%; {counts}"
-    words = {"FASTER": "is FASTER:", "SLOWER": "is SLOWER:", "SAME": "is the SAME:", "UNCLEAR": "is UNCLEAR:"}
-    return f"{key} {words[v.verdict]} {100 * v.ratio - 100:+.2f}% of A's time ({interval})."
+    verdict = "the SAME" if v.verdict == "SAME" else v.verdict
+    return f"{key} is {verdict}: {100 * v.ratio - 100:+.2f}% of A's time ({interval})."
 
 
 def with_gpu(gpu, contenders, problems, pace, budget):
     """{key: Verdict} of each problem in which the contenders differ."""
-    keys = dict(zip(LETTERS, contenders))
+    keys = dict(zip(string.ascii_uppercase, contenders))
     lines = {key: line for key, line in keys.items() if isinstance(line, builds.Line)}
     built = builds.build(lines.values(), gpu.arch)
     kernels = {key: engine.load(contender, gpu, built) for key, contender in keys.items()}
@@ -162,8 +151,7 @@ def with_gpu(gpu, contenders, problems, pace, budget):
 
 
 def print_names(keys):
-    for key, contender in keys.items():
-        print(f"{key}  {contender.text}")
+    print(*(f"{key}  {contender.text}" for key, contender in keys.items()), sep="\n")
 
 
 # ---- without a GPU ----
@@ -171,7 +159,7 @@ def print_names(keys):
 def without_gpu(contenders, problems):
     """The compiler's figures and the check on the CPU backend."""
     say("There is no GPU here: no times. The check runs on the CPU backend.")
-    keys = dict(zip(LETTERS, contenders))
+    keys = dict(zip(string.ascii_uppercase, contenders))
     print_names(keys)
     lines = {key: line for key, line in keys.items() if type(line) is builds.Line}
     if builds.nvcc():
@@ -184,7 +172,7 @@ def without_gpu(contenders, problems):
         drop_equal(lines, facts)
     else:
         say("nvcc is missing: no registers and no instruction counts.")
-    executables = cpu_executables(list(lines.values()))
+    executables = cpu_executables(dict.fromkeys(lines.values()))
     for a, b in problems:
         for key, line in lines.items():
             check_on_cpu(key, line, executables[line], a if key == "A" else b)
@@ -193,41 +181,35 @@ def without_gpu(contenders, problems):
 def cpu_executables(lines):
     """{line: its executable for the CPU backend}, built by the CMake files of its commit."""
     executables = {}
-    for tree in dict.fromkeys(line.tree for line in lines):
-        own = [line for line in dict.fromkeys(lines) if line.tree is tree]
+    for tree in {line.tree: None for line in lines}:
+        own = [line for line in lines if line.tree is tree]
         folder = os.path.join(builds.BUILD, "cpu", tree.sha[:12] or "here")
         configs = os.path.join(folder, "configs.txt")
         os.makedirs(folder, exist_ok=True)
         builds.replace_file(configs, "".join(f"{line.target} {' '.join(line.words)}\n" for line in own))
         done = builds.cmake_build(folder, tree.folder(), SDPA_CPU="ON", SDPA_CONFIGS=configs)
         if done.returncode:
-            words = builds.compiler_words(done.stdout + done.stderr)
-            raise Refused(f"{tree} does not build for the CPU backend: {words}")
+            raise Refused(f"{tree} does not build for the CPU backend: {builds.compiler_words(done.stdout)}")
         executables.update({line: os.path.join(folder, "sdpa_" + line.target) for line in own})
     return executables
 
 
 def check_on_cpu(key, line, executable, problem):
     """Runs a line's own check of a problem; prints how it came out."""
-    sizes = ",".join(map(str, (problem.B, problem.Hq, problem.Hkv, problem.Sq, problem.Sk)))
-    causal = ["--causal", problem.causal] if problem.causal != "off" else []
-    done = builds.run([executable, "--check-only", "--shape", sizes, *causal])
-    words = (done.stderr.strip().splitlines() or [f"exit {done.returncode}"])[0]
-    if done.returncode == 1:
-        raise Refused(f"{key} ({line.text}) gives wrong results at {problem} on the CPU backend: {words}", 1)
+    sizes = f"{problem.B},{problem.Hq},{problem.Hkv},{problem.Sq},{problem.Sk}"
+    done = builds.run([executable, "--check-only", "--shape", sizes, "--causal", problem.causal])
     if done.returncode:
-        raise Refused(f"{key} ({line.text}) cannot compute {problem} on the CPU backend: {words}", 3)
+        words = (done.stderr.strip().splitlines() or [f"exit {done.returncode}"])[0]
+        what, code = ("gives wrong results at", 1) if done.returncode == 1 else ("cannot compute", 3)
+        raise Refused(f"{key} ({line.text}) {what} {problem} on the CPU backend: {words}", code)
     print(f"{key}  {problem}: PASS on the CPU backend")
 
 
 def main():
-    if not sys.argv[1:]:
-        say(__doc__.strip())
-        return 2
-    contenders, problems, *course = parse(sys.argv[1:], ["mission", "long"])
     gpu = engine.find_gpu()
+    contenders, problems, *course = parse(sys.argv[1:], ["mission", "long"] if gpu else ["small", "mission"])
     if gpu:
         with_gpu(gpu, contenders, problems, *course)
     else:
-        without_gpu(contenders, parse(sys.argv[1:], ["small", "mission"])[1])
+        without_gpu(contenders, problems)
     return 0

@@ -10,11 +10,11 @@ Each is a row of results/ab/DATE-DEVICE.csv as soon as it is decided. Takes minu
   --only same|1%|0.5%|neighbour  these alone; repeatable
 exit: 0 all of that holds, 1 it does not, 2 bad usage
 """
-import os
+import collections
+import itertools
+import multiprocessing
 import random
 import shutil
-import subprocess
-import sys
 import threading
 import time
 
@@ -23,11 +23,10 @@ import cli
 import engine
 from cli import say
 
-SMALL_PROBLEMS = [(line, shape) for shape in ("small", "mission", "long") for line in
-                  ("scalar_async2_tile64", "wmma_all", "mma_split2", "mma_lazy", "wgmma", "hopper")]
-LARGE_PROBLEMS = [(line, "4,32,32,4096,4096") for line in ("mma_lazy", "wgmma", "hopper")] + \
-                 [(line, "4,32,32,8192,8192,128,fp16,br") for line in ("mma_d128", "wgmma_d128_causal", "hopper_d128")] + \
-                 [(line, "1,8,8,4096,4096") for line in ("mma_d256", "wgmma_d256")]
+SMALL = "scalar_async2_tile64 wmma_all mma_split2 mma_lazy wgmma hopper"
+SAME = [("small", SMALL, 2), ("mission", SMALL, 2), ("long", SMALL, 2),
+        ("4,32,32,4096,4096", "mma_lazy wgmma hopper", 3), ("1,8,8,4096,4096", "mma_d256 wgmma_d256", 3),
+        ("4,32,32,8192,8192,128,fp16,br", "mma_d128 wgmma_d128_causal hopper_d128", 3)]
 # Lines that compute every problem by the same tile, and sizes with fewer keys than the second by a tile of each.
 MORE_KEYS = [("scalar_async2_tile64", "1,8,8,512"), ("wmma_all", "1,8,8,1024"), ("mma_split4", "1,8,8,512"),
              ("mma_split2", "1,8,8,2048"), ("mma_lazy", "1,8,8,2048"), ("wgmma_192x128", "1,8,8,2048"),
@@ -38,10 +37,8 @@ COLUMNS = ("kind expected seconds " + " ".join(engine.VERDICT_COLUMNS)).split()
 
 def trials():
     """(kind, line, problem of A, problem of B, how many) of every case."""
-    for line, shape in SMALL_PROBLEMS:
-        yield "same", line, shape, shape, 2
-    for line, shape in LARGE_PROBLEMS:
-        yield "same", line, shape, shape, 3
+    for shape, lines, count in SAME:
+        yield from (("same", line, shape, shape, count) for line in lines.split())
     for line, shape in MORE_KEYS:
         yield "1%", line, shape + ",12800", shape + ",12928", 4
     for line, shape in MORE_KEYS[1::2]:
@@ -65,55 +62,33 @@ def holds(kind, found):
     return right >= len(found) - (0 if kind == "neighbour" else 1)
 
 
-class Neighbour:
-    """Another process that copies memory to and fro while it is told to."""
-
-    def __init__(self):
-        self.process = subprocess.Popen([sys.executable, __file__, "--be-the-neighbour"], stdin=subprocess.PIPE, text=True)
-
-    def tell(self, word):
-        self.process.stdin.write(word + "\n")
-        self.process.stdin.flush()
-
-    def close(self):
-        self.process.stdin.close()
-        self.process.wait()
-
-
-def be_the_neighbour():
-    gpu, size, copying = engine.Cuda(), 1 << 28, threading.Event()
+def copy_memory(copying):
+    """The neighbour, a process of its own: copies memory to and fro while the event is set."""
+    gpu, size = engine.Cuda(), 1 << 28
     a, b = gpu.allocate(size), gpu.allocate(size)
-
-    def copy():
-        gpu("cuCtxSetCurrent", gpu.context)
-        while True:
-            copying.wait()
+    while multiprocessing.parent_process().is_alive():
+        if copying.wait(1):
             for to, source in ((a, b), (b, a)):
                 gpu("cuMemcpyDtoDAsync_v2", to, source, size, gpu.stream)
             gpu.synchronize()
-    threading.Thread(target=copy, daemon=True).start()
-    for word in sys.stdin:
-        copying.set() if word.strip() == "go" else copying.clear()
-    os._exit(0)
 
 
-def run_case(gpu, kernels, kind, a, b, count, neighbour, table):
+def run_case(gpu, kernels, kind, a, b, count, copying, table):
     """So many trials of one case; yields their verdicts."""
-    bench = engine.Bench(gpu, kernels, {"A": a, "B": b})
-    trouble = list(bench.skipped.values()) + [check.sentence for check in bench.checks.values() if not check.passed]
-    if trouble:
-        raise builds.Refused(f"{kernels['A'].text} at {a}: {trouble[0]}", 1)
+    bench, wanted = engine.Bench(gpu, kernels, {"A": a, "B": b}), expected(kind, a, b)
+    bad = bench.trouble()
+    if bad:
+        raise builds.Refused(f"{kernels['A'].text} at {a}: {next(iter(bad.values()))}", 1)
     for _ in range(count):
         begin = time.monotonic()
         if kind == "neighbour":
-            timer = threading.Timer(engine.FIRST_WARM_UP_S + random.random() * 0.6, neighbour.tell, ["go"])
+            timer = threading.Timer(engine.FIRST_WARM_UP_S + random.random() * 0.6, copying.set)
             timer.start()
         series, found = engine.compare(gpu, bench.graphs)
         if kind == "neighbour":
             timer.join()
-            neighbour.tell("stop")
+            copying.clear()
             time.sleep(0.1)
-        wanted = expected(kind, a, b)
         table.add(kind=kind, expected=" or ".join(wanted), seconds=f"{time.monotonic() - begin:.2f}",
                   **engine.verdict_row(bench, series, "A", "B", found["B"]))
         yield wanted, found["B"].verdict
@@ -121,39 +96,34 @@ def run_case(gpu, kernels, kind, a, b, count, neighbour, table):
 
 
 def main():
-    if sys.argv[1:] == ["--be-the-neighbour"]:
-        be_the_neighbour()
     only = cli.parse_options(__doc__).only
     gpu = engine.need_gpu()
     cases = [case for case in trials() if not only or case[0] in only]
-    lines = dict(zip((case[1] for case in cases), builds.parse_contenders([case[1] for case in cases])))
-    runs_here = {name: line for name, line in lines.items() if line.runs_on(gpu.arch)}
-    built = builds.build(runs_here.values(), gpu.arch)
+    lines = {line.name: line for line in builds.parse_contenders([case[1] for case in cases])}
+    built = builds.build([line for line in lines.values() if line.runs_on(gpu.arch)], gpu.arch)
     kernels = {}
-    for name, line in runs_here.items():
-        a = engine.load(line, gpu, built)
-        shutil.copy(built[line].path, built[line].path + ".copy")
-        kernels[name] = {"A": a, "B": engine.LoadedLine(line, built[line].path + ".copy")}
+    for line, one in built.items():
+        kernels[line.name] = {"A": engine.load(line, gpu, built)}
+        kernels[line.name]["B"] = engine.LoadedLine(line, shutil.copy(one.path, one.path + ".copy"))
     table = engine.Table(engine.results_path("ab", gpu.name, new=True), COLUMNS)
-    neighbour, found, begin = Neighbour(), {}, time.monotonic()
+    context = multiprocessing.get_context("spawn")  # a forked process has no CUDA
+    copying, found, begin = context.Event(), collections.defaultdict(list), time.monotonic()
+    context.Process(target=copy_memory, args=(copying,), daemon=True).start()
     for kind, name, a, b, count in cases:
         if name not in kernels:
             say(f"{name} is left out: {gpu.name} is sm_{gpu.arch}")
             continue
-        line = lines[name]
-        a, b = (engine.parse_problem(text).typed(line.D, line.dtype) for text in (a, b))
-        verdicts = list(run_case(gpu, kernels[name], kind, a, b, count, neighbour, table))
-        found.setdefault(kind, []).extend(verdicts)
-        print(f"{time.monotonic() - begin:5.0f} s  {kind:<9}  {name:<20} {str(a):<22} {str(b):<22} "
-              f"{' '.join(verdict for _, verdict in verdicts)}", file=sys.stderr)
-    neighbour.close()
-    failed = False
+        a, b = (engine.parse_problem(text).typed(lines[name].D, lines[name].dtype) for text in (a, b))
+        verdicts = list(run_case(gpu, kernels[name], kind, a, b, count, copying, table))
+        found[kind] += verdicts
+        say(f"{time.monotonic() - begin:5.0f} s  {kind:<9}  {name:<20} {str(a):<22} {str(b):<22} "
+            f"{' '.join(verdict for _, verdict in verdicts)}")
     for kind, verdicts in found.items():
-        failed |= not holds(kind, verdicts)
         right = sum(verdict in wanted for wanted, verdict in verdicts)
-        print(f"{kind}: {right} of {len(verdicts)} right, {'as claimed' if holds(kind, verdicts) else 'NOT AS CLAIMED'}")
+        claimed = "as claimed" if holds(kind, verdicts) else "NOT AS CLAIMED"
+        print(f"{kind}: {right} of {len(verdicts)} right, {claimed}")
     print(f"rows: {table.name}")
-    return 1 if failed else 0
+    return 0 if all(itertools.starmap(holds, found.items())) else 1
 
 
 if __name__ == "__main__":

@@ -41,7 +41,7 @@ def run_problem(gpu, kernels, problem, facts, table):
     """Checks and times the line and what is left of it; prints it, the dearest knob first. Whether all passed."""
     bench = engine.Bench(gpu, kernels, dict.fromkeys(kernels, problem))
     name, *_ = kernels
-    bad = {**bench.skipped, **{key: check.sentence for key, check in bench.checks.items() if not check.passed}}
+    bad = bench.trouble()
     if name in bad:
         raise Refused(f"{name} gets no time at {problem}: {bad[name]}", 1)
     graphs = bench.fit_to_time()

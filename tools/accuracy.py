@@ -7,9 +7,9 @@ usage: tools/accuracy.py CONTENDER... [--keys N,N...]
              type that the lines have
   --keys N,N...  (default 1024,4096,16384,65536,131072)
 
-Each problem has one batch, 2 heads and 256 queries. CSV on stdout, a row for each contender, input and number of keys, which is also
-kept as results/accuracy/DATE-DEVICE.csv: rel_rms, the rms error over the rms of the reference in float64 for rows of all groups of 64, and
-for equal logits (Q is 0, V from 1 to 2) the mean of O over the mean of V. A peer's O has the type of its inputs.
+Each problem has one batch, 2 heads and 256 queries. CSV on stdout, kept as results/accuracy/DATE-DEVICE.csv too, a row
+for each contender, input and number of keys: rel_rms, the rms error over the rms of the reference in float64, and for
+equal logits (Q is 0, V from 1 to 2) the mean of O over the mean of V. A peer's O has the type of its inputs.
 exit: 0, 2 bad usage, 3 the GPU failed
 """
 import builds
@@ -22,35 +22,29 @@ HEADS, QUERIES = 2, 256
 COLUMNS = "contender input D dtype Sk rel_rms mean device driver cuda git_sha".split()
 
 
-class EqualLogits(engine.Tensors):
-    """Q is 0 and V from 1 to 2."""
-
-    def draw(self, rng, name, count):
-        if name == "Q":
-            return np.zeros(count, np.float32)
-        return 1 + rng.random(count, np.float32) if name == "V" else super().draw(rng, name, count)
-
-
-class EqualBench(engine.Bench):
-    make_tensors = EqualLogits
+def equal_logits(rng, name, count):
+    """What Q, K or V is then, in float32."""
+    if name == "Q":
+        return np.zeros(count, np.float32)
+    return 1 + rng.random(count, np.float32) if name == "V" else engine.normal(rng, name, count)
 
 
 def rows_of(gpu, kernels, D, dtype, keys):
-    """A row for each contender and kind of input."""
-    problem = engine.Problem(f"1x{HEADS}x{HEADS}x{QUERIES}x{keys}", 1, HEADS, HEADS, QUERIES, keys, D, dtype)
-    facts = dict(D=D, dtype=dtype, Sk=keys, **engine.measured_on(gpu))
-    for kind, make in (("N(0,1)", engine.Bench), ("equal logits", EqualBench)):
-        bench = make(gpu, {}, {"": problem})
-        for kernel in kernels:
+    """A row for each contender that takes D and dtype and each kind of input."""
+    problem = engine.parse_problem(f"1,{HEADS},{HEADS},{QUERIES},{keys},{D},{dtype}")
+    for kind, draw in (("N(0,1)", engine.normal), ("equal logits", equal_logits)):
+        bench = engine.Bench(gpu, {}, {"": problem}, draw=draw)
+        for kernel in (one for one in kernels if problem.fits(one.line)):
             try:
-                check, (O, _), outputs, *_ = bench.run(kernel, problem)
+                check, (O, _), *_ = bench.run(kernel, problem)
             except engine.CudaError as error:
                 say(f"accuracy.py: {kernel.text}: {error}")
                 continue
-            row = dict(facts, contender=kernel.text, input=kind, rel_rms=f"{check.rel_rms:.4f}")
-            if kind != "N(0,1)":
-                true = np.concatenate([bench.tensors.rows("V", problem, 0, h) for h in range(HEADS)]).mean()
-                row["mean"] = f"{engine.as_values(O, outputs.dtype).mean() / true:.5f}"
+            row = dict(contender=kernel.text, input=kind, D=D, dtype=dtype, Sk=keys, rel_rms=f"{check.rel_rms:.4f}",
+                       **engine.measured_on(gpu))
+            if draw is equal_logits:
+                true = np.mean([bench.tensors.rows("V", problem, 0, h) for h in range(HEADS)])
+                row["mean"] = f"{O.astype(float).mean() / true:.5f}"
             yield row
         bench.close()
 
@@ -67,9 +61,8 @@ def main():
     kernels = [engine.load(one, gpu, built) for one in contenders]
     table = engine.Table(engine.results_path("accuracy", gpu.name, new=True), COLUMNS, printed=True)
     for D, dtype in sorted({(line.D, line.dtype) for line in lines}):
-        own = [kernel for kernel in kernels if kernel.line.D in (None, D) and kernel.line.dtype in (None, dtype)]
         for count in keys:
-            for row in rows_of(gpu, own, D, dtype, count):
+            for row in rows_of(gpu, kernels, D, dtype, count):
                 table.add(**row)
     return 0
 

@@ -1,15 +1,15 @@
 """Times kernels against each other: contenders in one process, on the same tensors, in turns.
 
-Each contender is captured into a CUDA graph. A turn is a stretch of its replays, of which the first, by time,
-only warm up; a block is a turn of each contender in random order and another one in the reverse order, so that
-what drifts falls on all alike. What is compared is pairs: the logarithm of the ratio of two contenders' times
-in one half of a block is one number, and those numbers are judged by Verdict. The clock and the reasons for
-throttling are read within each turn, while the GPU is at work.
+Each contender is captured into a CUDA graph. A turn is a stretch of its replays, of which the first only warm up; a
+block is a turn of each contender in random order and another one in the reverse order, so that what drifts falls on
+all alike. The logarithm of the ratio of two contenders' times in one half of a block is one number for judge().
 """
+import collections
+import contextlib
 import csv
 import ctypes
 import datetime
-import importlib
+import importlib.util
 import itertools
 import math
 import os
@@ -17,10 +17,11 @@ import re
 import shutil
 import sys
 import time
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 
 import ml_dtypes
 import numpy as np
+from scipy import special, stats
 
 from builds import PACKAGES, ROOT, TORCH_BACKENDS, Torch, Tree, run
 from cli import Refused
@@ -29,11 +30,14 @@ SHAPES = {"small": (1, 1, 1, 32, 32), "mission": (1, 8, 8, 512, 512), "mission2"
           "long": (1, 8, 8, 2048, 2048), "decode": (32, 32, 8, 1, 8192), "decode1": (1, 32, 8, 1, 32768),
           "chunk": (1, 32, 8, 256, 8192)}
 CAUSAL = ("off", "br", "tl")
-# By type of the inputs: of rel_rms, of the largest error over max(1, max|ref|), of LSE's over max(1, |ref|), as reference.cpp has
-# them; and what one of 256 stands for.
-LIMITS = {"fp16": (1e-3, 1e-3, 1e-3), "bf16": (8e-3, 8e-3, 1e-3), "e4m3": (4e-2, 6e-2, 4e-3), "u8": (1.5e-3, 2e-3, 1e-3)}
+# By type of the inputs, as reference.cpp has them: of rel_rms, of the largest error over max(1, max|ref|), of LSE's
+# over max(1, |ref|).
+LIMITS = {"fp16": (1e-3, 1e-3, 1e-3), "bf16": (8e-3, 8e-3, 1e-3), "e4m3": (4e-2, 6e-2, 4e-3),
+          "u8": (1.5e-3, 2e-3, 1e-3)}
 FP16_SUMS = (5e-3, 5e-3, 5e-3)  # with FP16_ACC
 FACTORS = {"e4m3": 1.0, "u8": 4 / 448}  # of 8-bit tensors: a u8 of 127 is 4 then
+TYPES = {"fp16": np.float16, "bf16": ml_dtypes.bfloat16, "e4m3": ml_dtypes.float8_e4m3fn}
+SM_COUNT = 16  # CU_DEVICE_ATTRIBUTE_MULTIPROCESSOR_COUNT
 
 
 # ---- problems ----
@@ -57,8 +61,9 @@ class Problem:
     def typed(self, D, dtype):
         """The problem with the D and the type of a line; refused if it names others."""
         if self.D not in (0, D) or self.dtype not in ("", dtype):
-            raise Refused(f"--shape {self.shape}: D={self.D or D} {self.dtype or dtype} is asked for, and the line has D={D} {dtype}")
-        return Problem(self.shape, self.B, self.Hq, self.Hkv, self.Sq, self.Sk, D, dtype, self.causal)
+            raise Refused(f"--shape {self.shape}: D={self.D or D} {self.dtype or dtype} is asked for, and the line "
+                          f"has D={D} {dtype}")
+        return replace(self, D=D, dtype=dtype)
 
     def fits(self, line):
         """Whether a contender computes this problem's D and type."""
@@ -81,26 +86,20 @@ class Problem:
 
 def parse_problem(text, causal="off"):
     """A name of SHAPES or B,Hq,Hkv,Sq,Sk; behind these if wanted ,D ,DTYPE and ,CAUSAL."""
-    words = text.split(",")
-    count = 1 if words[0] in SHAPES else 5
-    rest = words[count:]
-    try:
-        sizes = SHAPES[words[0]] if count == 1 else tuple(int(word) for word in words[:5])
-        D = int(rest[0]) if rest else 0
-    except ValueError:
-        sizes = ()
-    dtype, own_causal = (rest[1:] + ["", ""])[:2]
-    if (len(sizes) != 5 or min(sizes) < 1 or sizes[1] % sizes[2] or len(rest) > 3 or
-            dtype not in ("", *LIMITS) or own_causal not in ("",) + CAUSAL):
+    sizes = "|".join(SHAPES) + r"|\d+,\d+,\d+,\d+,\d+"
+    found = re.fullmatch(rf"({sizes})(?:,(\d+)(?:,({'|'.join(LIMITS)})?(?:,({'|'.join(CAUSAL)})?)?)?)?", text)
+    name, D, dtype, own_causal = found.groups() if found else ("0,0,0,0,0", 0, "", "")
+    B, Hq, Hkv, Sq, Sk = SHAPES.get(name) or map(int, name.split(","))
+    if min(B, Hq, Hkv, Sq, Sk) < 1 or Hq % Hkv:
         raise Refused(f"--shape {text}: want {', '.join(SHAPES)} or B,Hq,Hkv,Sq,Sk with Hq a multiple "
                       f"of Hkv, then if wanted ,D ,{'|'.join(LIMITS)} ,off|br|tl")
-    return Problem("x".join(words[:count]), *sizes, D, dtype, own_causal or causal)
+    return Problem(name.replace(",", "x"), B, Hq, Hkv, Sq, Sk, int(D or 0), dtype or "", own_causal or causal)
 
 
 # ---- the GPU ----
 
 class CudaError(Refused):
-    """What the driver or a library said of a call that failed."""
+    """What the driver or a library said of a call that failed; exit code 3."""
 
     def __init__(self, sentence):
         super().__init__(sentence, 3)
@@ -128,29 +127,21 @@ class Turn:
         return float(np.median(self.us))
 
 
-SM_COUNT = 16  # CU_DEVICE_ATTRIBUTE_MULTIPROCESSOR_COUNT
-
-
 class Cuda:
-    """The first GPU, through the driver's API, in the context that all libraries share."""
+    """The first GPU, through the driver's API, in the context that all libraries share. Sizes are bytes."""
 
     def __init__(self):
         self.api = ctypes.CDLL("libcuda.so.1")
         self("cuInit", 0)
-        self.device, self.context = ctypes.c_int(), ctypes.c_void_p()
-        self("cuDeviceGet", ctypes.byref(self.device), 0)
-        self("cuDevicePrimaryCtxRetain", ctypes.byref(self.context), self.device)
-        self("cuCtxSetCurrent", self.context)
-        self.stream = ctypes.c_void_p()
-        self("cuStreamCreate", ctypes.byref(self.stream), 1)  # CU_STREAM_NON_BLOCKING
-        self.name = self.text("cuDeviceGetName")
+        self.device = self.get(ctypes.c_int, "cuDeviceGet", 0)
+        self("cuCtxSetCurrent", self.get(ctypes.c_void_p, "cuDevicePrimaryCtxRetain", self.device))
+        self.stream, self.events = self.new_stream(), []
+        self.name, bus_id = (self.get(ctypes.c_char * 256, function, 256, self.device).value.decode()
+                             for function in ("cuDeviceGetName", "cuDeviceGetPCIBusId"))
         self.arch = "".join(str(self.attribute(which)) for which in (75, 76))  # compute capability
         self.arch += "a" if self.arch == "90" else ""
-        version = ctypes.c_int()
-        self("cuDriverGetVersion", ctypes.byref(version))
-        self.cuda = f"{version.value // 1000}.{version.value % 1000 // 10}"
-        self.nvml = Nvml(self.text("cuDeviceGetPCIBusId"))
-        self.events = []
+        version = self.get(ctypes.c_int, "cuDriverGetVersion").value
+        self.cuda, self.nvml = f"{version // 1000}.{version % 1000 // 10}", Nvml(bus_id)
 
     def __call__(self, function, *arguments):
         words = (ctypes.c_uint64(one) if isinstance(one, int) else one for one in arguments)
@@ -160,23 +151,23 @@ class Cuda:
             self.api.cuGetErrorString(code, ctypes.byref(text))
             raise CudaError(f"{function}: {(text.value or b'error %d' % code).decode()}")
 
-    def text(self, function):
-        buffer = ctypes.create_string_buffer(256)
-        self(function, buffer, 256, self.device)
-        return buffer.value.decode()
+    def get(self, kind, function, *arguments):
+        """What a function writes where its first argument points to, of that type of ctypes."""
+        found = kind()
+        self(function, ctypes.byref(found), *arguments)
+        return found
 
     def attribute(self, which):
-        value = ctypes.c_int()
-        self("cuDeviceGetAttribute", ctypes.byref(value), which, self.device)
-        return value.value
+        return self.get(ctypes.c_int, "cuDeviceGetAttribute", which, self.device).value
+
+    def new_stream(self):
+        return self.get(ctypes.c_void_p, "cuStreamCreate", 1)  # CU_STREAM_NON_BLOCKING
 
     def seconds(self):
         return time.monotonic()
 
     def allocate(self, size):
-        address = ctypes.c_uint64()
-        self("cuMemAlloc_v2", ctypes.byref(address), max(size, 256))
-        return address.value
+        return self.get(ctypes.c_uint64, "cuMemAlloc_v2", max(size, 256)).value
 
     def free(self, address):
         self("cuMemFree_v2", address)
@@ -198,23 +189,22 @@ class Cuda:
 
     def capture(self, launch, launches):
         """Functions that enqueue and free a graph of so many launches."""
-        graph, replay = ctypes.c_void_p(), ctypes.c_void_p()
+        graph = ctypes.c_void_p()
         self("cuStreamBeginCapture_v2", self.stream, 1)  # CU_STREAM_CAPTURE_MODE_THREAD_LOCAL
         try:
             for _ in range(launches):
                 launch()
         finally:
             self("cuStreamEndCapture", self.stream, ctypes.byref(graph))
-        self("cuGraphInstantiateWithFlags", ctypes.byref(replay), graph, 0)
+        replay = self.get(ctypes.c_void_p, "cuGraphInstantiateWithFlags", graph, 0)
         self("cuGraphDestroy", graph)
         return lambda: self("cuGraphLaunch", replay, self.stream), lambda: self("cuGraphExecDestroy", replay)
 
     def time(self, enqueue, count, warm=0, behind=0):
-        """Microseconds of each of count calls, enqueued one behind the other, and the state once warm of them ran.
-        So many more calls behind them keep the GPU at work until the next ones are enqueued."""
+        """Microseconds of each of count calls, enqueued one behind the other, and (MHz, throttle reasons) once warm of
+        them ran. So many more calls behind them keep the GPU at work until the next ones are enqueued."""
         while len(self.events) <= count:
-            self.events.append(ctypes.c_void_p())
-            self("cuEventCreate", ctypes.byref(self.events[-1]), 0)
+            self.events.append(self.get(ctypes.c_void_p, "cuEventCreate", 0))
         self("cuEventRecord", self.events[0], self.stream)
         for event in self.events[1:count + 1]:
             enqueue()
@@ -224,14 +214,11 @@ class Cuda:
         self("cuEventSynchronize", self.events[warm])
         state = self.nvml.state()
         self("cuEventSynchronize", self.events[count])
-        ms, times = ctypes.c_float(), []
-        for begin, end in zip(self.events, self.events[1:count + 1]):
-            self("cuEventElapsedTime", ctypes.byref(ms), begin, end)
-            times.append(1e3 * ms.value)
-        return times, state
+        pairs = zip(self.events, self.events[1:count + 1])
+        return [1e3 * self.get(ctypes.c_float, "cuEventElapsedTime", *pair).value for pair in pairs], state
 
     def replay(self, graph, count, warm=0, behind=0):
-        """Microseconds of each of count replays, and (MHz, throttle reasons) once warm of them ran; see time()."""
+        """time() of a graph's replays, whose workspace is zeroed before."""
         self.fill(graph.workspace[0], 0, graph.workspace[1])
         return self.time(graph.enqueue, count, warm, behind)
 
@@ -255,17 +242,15 @@ class Nvml:
     """Clock and throttle reasons of a GPU; zeros where the library does not tell."""
 
     def __init__(self, bus_id):
-        self.driver, self.api, self.device, driver = "", None, ctypes.c_void_p(), ctypes.create_string_buffer(96)
-        try:
-            api = ctypes.CDLL("libnvidia-ml.so.1")
-        except OSError:
-            return
-        device = ctypes.byref(self.device)
-        if not (api.nvmlInit_v2() or api.nvmlDeviceGetHandleByPciBusId_v2(bus_id.encode(), device)):
-            api.nvmlSystemGetDriverVersion(driver, 96)
-            self.api, self.driver = api, driver.value.decode()
-            self.reasons = getattr(api, "nvmlDeviceGetCurrentClocksEventReasons", None) or \
-                api.nvmlDeviceGetCurrentClocksThrottleReasons  # its name before CUDA 12.2
+        self.api, self.device, driver = None, ctypes.c_void_p(), ctypes.create_string_buffer(96)
+        with contextlib.suppress(OSError):
+            api, device = ctypes.CDLL("libnvidia-ml.so.1"), ctypes.byref(self.device)
+            if not (api.nvmlInit_v2() or api.nvmlDeviceGetHandleByPciBusId_v2(bus_id.encode(), device)):
+                self.api = api
+                api.nvmlSystemGetDriverVersion(driver, 96)
+                self.reasons = getattr(api, "nvmlDeviceGetCurrentClocksEventReasons", None) or \
+                    api.nvmlDeviceGetCurrentClocksThrottleReasons  # its name before CUDA 12.2
+        self.driver = driver.value.decode()
 
     def state(self):
         clock, reasons = ctypes.c_uint(), ctypes.c_ulonglong()
@@ -307,13 +292,8 @@ def is_prefix(size):
     return size in [(end + 7) // 8 * 8 for end in ends if end >= SdpaParams.workspace.offset]
 
 
-@dataclass(frozen=True)
-class Outputs:
-    """Where a contender writes O and LSE (0: none), the type of O, and the limits of its errors."""
-    O: int
-    LSE: int
-    dtype: str
-    limits: tuple
+# Addresses of a contender's O and LSE (0: none), the type of O, and the limits of its errors.
+Outputs = collections.namedtuple("Outputs", "O LSE dtype limits")
 
 
 class LoadedLine:
@@ -328,8 +308,8 @@ class LoadedLine:
             getattr(self.library, name).restype = ctypes.c_size_t
         size = self.library.sdpa_library_params_bytes()
         if not is_prefix(size):
-            raise Refused(f"{self.text}: its SdpaParams has {size} bytes and is not the one that tools/engine.py knows, "
-                          f"which has {ctypes.sizeof(SdpaParams)}; it cannot be compared from this checkout")
+            raise Refused(f"{self.text}: its SdpaParams has {size} bytes and is not the one that tools/engine.py "
+                          f"knows, which has {ctypes.sizeof(SdpaParams)}; it cannot be compared from this checkout")
 
     def prepare(self, gpu, tensors, problem):
         """The function that enqueues one launch, where it writes O and LSE, and its workspace."""
@@ -337,11 +317,9 @@ class LoadedLine:
         p.max_ctas = self.max_ctas
         for name in ("Q", "K", "V", "O", "LSE"):
             setattr(p, name, tensors.address[name])
-        for name in "qkvo":
-            heads, rows = (problem.Hkv, problem.Sk) if name in "kv" else (problem.Hq, problem.Sq)
-            setattr(p, name, Strides(heads * rows * problem.D, rows * problem.D, problem.D))
-            if name in "qkv" and problem.dtype in FACTORS:
-                setattr(p, f"{name}_descale", Descale(tensors.address["factor"], 0, 0))
+        p.q = p.o = Strides(p.Hq * p.Sq * p.D, p.Sq * p.D, p.D)
+        p.k = p.v = Strides(p.Hkv * p.Sk * p.D, p.Sk * p.D, p.D)
+        p.q_descale = p.k_descale = p.v_descale = Descale(tensors.address.get("factor"), 0, 0)  # none: null
         size = self.library.sdpa_library_workspace_bytes(ctypes.byref(p))
         p.workspace = tensors.workspace(size)
         text = ctypes.create_string_buffer(256)
@@ -349,14 +327,26 @@ class LoadedLine:
         def launch():
             if self.library.sdpa_library_forward(ctypes.byref(p), gpu.stream, text, ctypes.c_size_t(256)):
                 raise CudaError(text.value.decode())
-        return launch, Outputs(tensors.address["O"], tensors.address["LSE"], self.line.out_dtype, self.limits), (p.workspace, size)
+        outputs = Outputs(tensors.address["O"], tensors.address["LSE"], self.line.out_dtype, self.limits)
+        return launch, outputs, (p.workspace, size)
 
     def capture(self, gpu, launch, launches):
         return gpu.capture(launch, launches)
 
 
+@contextlib.contextmanager
+def as_cuda_error():
+    """What PyTorch and its packages raise, also when memory is short, as a CudaError of its first line."""
+    try:
+        yield
+    except CudaError:
+        raise
+    except Exception as error:  # they have classes of their own
+        raise CudaError(str(error).strip().split("\n")[0][:100]) from None
+
+
 class LoadedTorch:
-    """A kernel of PyTorch in this process."""
+    """A kernel of PyTorch in this process; see LoadedLine."""
 
     def __init__(self, contender, gpu):
         self.line, self.text = contender, contender.text
@@ -371,36 +361,37 @@ class LoadedTorch:
             try:
                 self.function = getattr(importlib.import_module(module), function)
             except ImportError as missing:
-                raise Refused(f"{self.text}: {missing.name or package} is missing; install it with: pip install {package}") from None
+                raise Refused(f"{self.text}: {missing.name or package} is missing; install it with: pip install "
+                              f"{package}") from None
         self.torch, self.kept = torch, []  # what cuDNN's graphs use, for as long as this process lives
         torch.cuda.set_stream(torch.cuda.ExternalStream(gpu.stream.value))
 
     def tensor(self, address, shape, dtype):
         """Device memory as a tensor of PyTorch."""
         class Memory:
-            __cuda_array_interface__ = {"shape": shape, "typestr": "|i1" if dtype == "e4m3" else "<i2", "data": (address, False),
-                                        "version": 3}
+            __cuda_array_interface__ = {"shape": shape, "typestr": "|i1" if dtype == "e4m3" else "<i2",
+                                        "data": (address, False), "version": 3}
         kind = {"fp16": self.torch.float16, "bf16": self.torch.bfloat16, "e4m3": self.torch.float8_e4m3fn}[dtype]
         return self.torch.as_tensor(Memory(), device="cuda").view(kind)
 
     def prepare(self, gpu, tensors, problem):
-        if self.text not in PACKAGES and problem.causal == "br" and problem.Sq != problem.Sk:
-            raise CudaError("PyTorch's is_causal is top-left")
-        if self.text not in PACKAGES and problem.dtype in FACTORS:
-            return self.prepare_e4m3(gpu, tensors, problem)
-        sizes = {"Q": (problem.Hq, problem.Sq), "K": (problem.Hkv, problem.Sk), "V": (problem.Hkv, problem.Sk)}
-        q, k, v = (self.tensor(tensors.address[name], (problem.B, *sizes[name], problem.D), problem.dtype)
-                   for name in "QKV")
-        attention = self.of_package if self.text in PACKAGES else self.of_pytorch
+        attention, p = self.of_package, problem
+        if self.text not in PACKAGES:
+            attention = self.of_pytorch
+            if p.causal == "br" and p.Sq != p.Sk:
+                raise CudaError("PyTorch's is_causal is top-left")
+            if p.dtype in FACTORS:
+                with as_cuda_error():
+                    return self.prepare_e4m3(gpu, tensors, p)
+        sizes = {"Q": (p.B, p.Hq, p.Sq, p.D), "K": (p.B, p.Hkv, p.Sk, p.D), "V": (p.B, p.Hkv, p.Sk, p.D)}
+        q, k, v = (self.tensor(tensors.address[name], sizes[name], p.dtype) for name in "QKV")
 
         def launch():
-            try:
-                return attention(q, k, v, problem)
-            except (RuntimeError, AssertionError, ValueError) as error:  # also when memory is short
-                raise CudaError(str(error).strip().split("\n")[0][:100]) from None
+            with as_cuda_error():
+                return attention(q, k, v, p)
         self.output = launch().contiguous()
         written = {self.torch.float16: "fp16", self.torch.bfloat16: "bf16"}[self.output.dtype]
-        return launch, Outputs(self.output.data_ptr(), 0, written, LIMITS[problem.dtype]), (0, 0)
+        return launch, Outputs(self.output.data_ptr(), 0, written, LIMITS[p.dtype]), (0, 0)
 
     def of_pytorch(self, q, k, v, problem):
         from torch.nn.attention import SDPBackend, sdpa_kernel
@@ -426,43 +417,32 @@ class LoadedTorch:
         """PyTorch has no attention of e4m3: its cuDNN by cuDNN's own front end. O is e4m3."""
         if (self.line.backend, problem.dtype) != ("cudnn", "e4m3"):
             raise CudaError(f"it has no attention of {problem.dtype}")
-        try:
-            return self.build_e4m3(gpu, tensors, problem)
-        except ImportError:
-            raise CudaError("of e4m3 it needs cuDNN's front end; install it with: pip install nvidia-cudnn-frontend") from None
-        except Exception as error:  # the package has classes of its own
-            raise CudaError(str(error).strip().split("\n")[0][:100]) from None
-
-    def build_e4m3(self, gpu, tensors, problem):
+        if not importlib.util.find_spec("cudnn"):
+            raise CudaError("of e4m3 it needs cuDNN's front end; install it with: pip install nvidia-cudnn-frontend")
         import cudnn
         p, kind = problem, cudnn.data_type
         handle = cudnn.create_handle()
         cudnn.set_stream(handle=handle, stream=gpu.stream.value)
-        graph = cudnn.pygraph(io_data_type=kind.FP8_E4M3, intermediate_data_type=kind.FLOAT, compute_data_type=kind.FLOAT,
-                              handle=handle)
-        sizes = {"Q": (p.Hq, p.Sq), "K": (p.Hkv, p.Sk), "V": (p.Hkv, p.Sk), "O": (p.Hq, p.Sq)}
-        dims = {name: [p.B, heads, rows, p.D] for name, (heads, rows) in sizes.items()}
-        strides = {name: [heads * rows * p.D, rows * p.D, p.D, 1] for name, (heads, rows) in sizes.items()}
+        graph = cudnn.pygraph(io_data_type=kind.FP8_E4M3, intermediate_data_type=kind.FLOAT,
+                              compute_data_type=kind.FLOAT, handle=handle)
         # P is at most 1, and 448 the largest e4m3.
-        scales = {"descale_q": 1.0, "descale_k": 1.0, "descale_v": 1.0, "descale_s": 1 / 448, "scale_s": 448.0, "scale_o": 1.0}
-        inputs = {name: graph.tensor(name=name, dim=dims[name], stride=strides[name], data_type=kind.FP8_E4M3) for name in "QKV"}
+        scales = dict(descale_q=1.0, descale_k=1.0, descale_v=1.0, descale_s=1 / 448, scale_s=448.0, scale_o=1.0)
+        dims = {"q": [p.B, p.Hq, p.Sq, p.D], "k": [p.B, p.Hkv, p.Sk, p.D], "v": [p.B, p.Hkv, p.Sk, p.D]}
+        strides = {name: [heads * rows * D, rows * D, D, 1] for name, (_, heads, rows, D) in dims.items()}
+        inputs = {name: graph.tensor(name=name.upper(), dim=dims[name], stride=strides[name], data_type=kind.FP8_E4M3)
+                  for name in dims}
         factors = {name: graph.tensor(name=name, dim=[1] * 4, stride=[1] * 4, data_type=kind.FLOAT) for name in scales}
-        O, _, *largest = graph.sdpa_fp8(q=inputs["Q"], k=inputs["K"], v=inputs["V"], **factors, generate_stats=False,
-                                        attn_scale=1 / math.sqrt(p.D), use_causal_mask=p.causal != "off")
-        O.set_output(True).set_dim(dims["O"]).set_stride(strides["O"]).set_data_type(kind.FP8_E4M3)
+        O, _, *largest = graph.sdpa_fp8(**inputs, **factors, generate_stats=False, attn_scale=1 / math.sqrt(p.D),
+                                        use_causal_mask=p.causal != "off")
+        O.set_output(True).set_dim(dims["q"]).set_stride(strides["q"]).set_data_type(kind.FP8_E4M3)
         for one in largest:
             one.set_output(True).set_dim([1] * 4).set_stride([1] * 4).set_data_type(kind.FLOAT)
-        graph.validate()
-        graph.build_operation_graph()
-        graph.create_execution_plans([cudnn.heur_mode.A])
-        graph.check_support()
-        graph.build_plans()
-        new = lambda count, value, dtype: self.torch.full((count,), value, dtype=dtype, device="cuda")  # noqa: E731
-        self.output = new(p.B * p.Hq * p.Sq * p.D, 0x7f, self.torch.uint8)
-        places = {**{inputs[name]: tensors.address[name] for name in "QKV"}, O: self.output.data_ptr()}
-        scalars = [new(1, value, self.torch.float32) for value in (*scales.values(), 0.0, 0.0)]
-        places.update({one: scalar.data_ptr() for one, scalar in zip((*factors.values(), *largest), scalars)})
-        workspace = new(max(graph.get_workspace_size(), 1), 0, self.torch.uint8)
+        graph.build([cudnn.heur_mode.A])
+        self.output = self.torch.full((p.rows * p.D,), 0x7f, dtype=self.torch.uint8, device="cuda")
+        scalars = [self.torch.tensor([value], device="cuda") for value in (*scales.values(), 0.0, 0.0)]
+        places = {O: self.output.data_ptr(), **{inputs[name]: tensors.address[name.upper()] for name in inputs}}
+        places |= {one: scalar.data_ptr() for one, scalar in zip((*factors.values(), *largest), scalars)}
+        workspace = self.torch.zeros(max(graph.get_workspace_size(), 1), dtype=self.torch.uint8, device="cuda")
         self.kept += [graph, handle, scalars, workspace, self.output]
 
         def launch():
@@ -493,15 +473,15 @@ def load(contender, gpu, built):
 # ---- tensors and the check ----
 
 RANDOM_BLOCK = 4194301  # no multiple of a row's elements, so that no two rows are alike
-TYPES = {"fp16": np.float16, "bf16": ml_dtypes.bfloat16, "e4m3": ml_dtypes.float8_e4m3fn}
 
 
 def as_bits(values, dtype):
-    """float32 values rounded to the nearest, ties to even, as words of a type; 8-bit ones divided by its factor before."""
+    """float32 values as words of a type, rounded to the nearest, ties to even; 8-bit ones over its factor."""
     if dtype == "u8":
         return (np.rint(values / FACTORS["u8"] * 127 / 448).clip(-128, 127) + 128).astype(np.uint8)
     # ml_dtypes makes a NaN of what e4m3 cannot hold.
-    return (values.clip(-448, 448) if dtype == "e4m3" else values).astype(TYPES[dtype]).view(word_of(dtype))
+    values = (values.clip(-448, 448) if dtype == "e4m3" else values).astype(TYPES[dtype])
+    return values.view(f"u{values.itemsize}")
 
 
 def as_values(bits, dtype, kind=np.float64):
@@ -511,21 +491,22 @@ def as_values(bits, dtype, kind=np.float64):
     return bits.view(TYPES[dtype]).astype(kind)
 
 
-def word_of(dtype):
-    return np.uint8 if dtype in FACTORS else np.uint16
+def normal(rng, name, count):
+    """What Q, K and V are."""
+    return rng.standard_normal(count, np.float32)
 
 
 class Tensors:
-    """Q, K and V of N(0,1), and one O, LSE and workspace for all contenders, since a small kernel's time
-    depends by up to 1% on addresses. Problems of one type that share them use the front part of each."""
+    """Q, K and V, and one O, LSE and workspace for all contenders, since a small kernel's time depends by up to 1% on
+    addresses. Problems of one type that share them use the front part of each."""
 
-    def __init__(self, gpu, problems, seed=0):
+    def __init__(self, gpu, problems, seed=0, draw=normal):
         rng = np.random.default_rng(seed)
         self.gpu, self.dtype = gpu, problems[0].dtype
         q, kv = max(p.rows * p.D for p in problems), max(p.B * p.Hkv * p.Sk * p.D for p in problems)
         self.host, self.address, self.workspaces = {}, {}, []
         for name, count in (("Q", q), ("K", kv), ("V", kv)):
-            self.host[name] = np.resize(as_bits(self.draw(rng, name, min(count, RANDOM_BLOCK)), self.dtype), count)
+            self.host[name] = np.resize(as_bits(draw(rng, name, min(count, RANDOM_BLOCK)), self.dtype), count)
             self.address[name] = gpu.allocate(self.host[name].nbytes)
             gpu.upload(self.address[name], self.host[name])
         if self.dtype in FACTORS:
@@ -535,11 +516,8 @@ class Tensors:
         self.address["LSE"] = gpu.allocate(4 * max(p.rows for p in problems))
         self.workspace(1 << 20)
 
-    def draw(self, rng, name, count):
-        return rng.standard_normal(count, np.float32)
-
     def workspace(self, size):
-        """The address of that much memory for any contender."""
+        """The address of that many bytes for any contender."""
         for address, bytes_there in self.workspaces:
             if bytes_there >= size:
                 return address
@@ -553,7 +531,7 @@ class Tensors:
         return as_values(self.host[name][at:at + rows * problem.D], self.dtype).reshape(rows, problem.D)
 
     def free(self):
-        for address in list(self.address.values()) + [address for address, _ in self.workspaces]:
+        for address in (*self.address.values(), *dict(self.workspaces)):
             self.gpu.free(address)
 
 
@@ -575,69 +553,54 @@ class Reference:
     """Attention in float64 for a row in each group of 64 of some heads."""
 
     def __init__(self, problem, tensors, seed=0):
-        rng = np.random.default_rng(seed)
-        self.problem = problem
-        heads = [(b, h) for b in range(problem.B) for h in range(problem.Hq)]
+        self.problem, p = problem, problem
+        rng, heads = np.random.default_rng(seed), np.arange(p.B * p.Hq)
         if len(heads) > MOST_HEADS:
-            inner = rng.choice(len(heads) - 2, MOST_HEADS - 2, replace=False) + 1
-            heads = [heads[0], *(heads[i] for i in inner), heads[-1]]
-        self.rows, O, LSE = [], [], []
-        for b, h in heads:
-            rows = self.choose(rng)
-            self.rows += [(b, h, int(q)) for q in rows]
-            for part in np.array_split(rows, -(-len(rows) * problem.Sk // 4000000)):
-                o, lse = self.attend(tensors, b, h, part)
-                O.append(o)
-                LSE.append(lse)
-        self.O, self.LSE = np.concatenate(O), np.concatenate(LSE)
-
-    def choose(self, rng):
-        Sq = self.problem.Sq
-        groups = np.unique(np.linspace(0, (Sq - 1) // 64, MOST_ROWS).astype(int))
-        inner = np.minimum(groups * 64 + rng.integers(0, 64, len(groups)), Sq - 1)
-        return np.unique([0, Sq - 1, *inner])
+            heads = np.array([0, *rng.choice(heads[1:-1], MOST_HEADS - 2, replace=False), heads[-1]])
+        groups = np.unique(np.linspace(0, (p.Sq - 1) // 64, MOST_ROWS).astype(int)) * 64
+        self.rows, parts = [], []  # (b, h, q) of each row; O and LSE of as many as memory holds
+        for b, h in np.column_stack(np.divmod(heads, p.Hq)).tolist():
+            inner = np.minimum(groups + rng.integers(0, 64, len(groups)), p.Sq - 1)
+            rows = np.unique([0, p.Sq - 1, *inner])
+            self.rows += [(b, h, q) for q in rows.tolist()]
+            parts += [self.attend(tensors, b, h, few) for few in np.array_split(rows, 1 + len(rows) * p.Sk // 4000000)]
+        self.O, self.LSE = map(np.concatenate, zip(*parts))
 
     def attend(self, tensors, b, h, rows):
+        """O and LSE of rows of a head; 0 and -inf of one that sees no key."""
         p = self.problem
         kv = h * p.Hkv // p.Hq
-        with np.errstate(all="ignore"):
-            s = tensors.rows("Q", p, b, h)[rows] @ tensors.rows("K", p, b, kv).T / math.sqrt(p.D)
-            s[np.arange(p.Sk)[None, :] >= p.visible()[rows][:, None]] = -np.inf
-            m = s.max(1, keepdims=True)
-            weights = np.where(np.isfinite(m), np.exp(s - m), 0)
-            total = weights.sum(1, keepdims=True)
-            o = np.where(total > 0, weights @ tensors.rows("V", p, b, kv) / total, 0)
-            return o, (m + np.log(total))[:, 0]
+        s = tensors.rows("Q", p, b, h)[rows] @ tensors.rows("K", p, b, kv).T / math.sqrt(p.D)
+        s[np.arange(p.Sk)[None, :] >= p.visible()[rows][:, None]] = -np.inf
+        LSE = special.logsumexp(s, 1)
+        weights = np.exp(s - np.maximum(LSE, np.finfo(float).min)[:, None])
+        return weights @ tensors.rows("V", p, b, kv), LSE
 
-    def check(self, O_bits, LSE, dtype, limits):
+    def check(self, O, LSE, limits):
         """The verdict on all of O and LSE (None: not wanted): no poison anywhere, and the reference's rows."""
         p, (limit, largest, lse_limit) = self.problem, limits
-        O_bits = O_bits.reshape(p.B, p.Hq, p.Sq, p.D)
-        infinity = {"fp16": 0x7c00, "bf16": 0x7f80, "e4m3": 0x7e}[dtype]  # or the largest number
-        bad = (O_bits & (0x7f if dtype == "e4m3" else 0x7fff)) > infinity
+        O = O.reshape(p.B, p.Hq, p.Sq, p.D)
+        bad = np.isnan(O)
         if bad.any():
             return Check(sentence=f"O{tuple(map(int, np.argwhere(bad)[0]))} is NaN or was never written")
         if LSE is not None and np.isnan(LSE).any():
             return Check(sentence=f"LSE[{int(np.isnan(LSE).argmax())}] is NaN or was never written")
-        got = np.stack([as_values(O_bits[row], dtype) for row in self.rows])
+        rows = tuple(np.array(self.rows).T)
+        got = O[rows].astype(np.float64)
         error = np.abs(got - self.O)
         rel_rms = math.sqrt((error ** 2).mean()) / max(math.sqrt((self.O ** 2).mean()), 1e-30)
-        check = Check(True, rel_rms, float(error.max()), 0.0, len(self.rows))
-        if LSE is not None:
-            rows = LSE.reshape(p.B, p.Hq, p.Sq)[tuple(np.array(self.rows).T)].astype(np.float64)
-            with np.errstate(invalid="ignore"):
-                lse_error = np.where(rows == self.LSE, 0, np.abs(rows - self.LSE) / np.maximum(1, np.abs(self.LSE)))
-            check.lse_err = float(lse_error.max())
-        worst = np.unravel_index(error.argmax(), error.shape)
-        if not (rel_rms <= limit and check.max_abs_err <= largest * max(1.0, np.abs(self.O).max())):
-            check.passed = False
+        lse = self.LSE if LSE is None else LSE.reshape(p.B, p.Hq, p.Sq)[rows].astype(np.float64)
+        with np.errstate(invalid="ignore"):
+            lse_error = np.where(lse == self.LSE, 0, np.abs(lse - self.LSE) / np.maximum(1, np.abs(self.LSE)))
+        lse_err = float(lse_error.max())
+        worst, sentence = np.unravel_index(error.argmax(), error.shape), ""
+        if not (rel_rms <= limit and error.max() <= largest * max(1.0, np.abs(self.O).max())):
             at = ",".join(map(str, (*self.rows[worst[0]], worst[1])))
-            check.sentence = (f"O({at}) is {got[worst]:.6g} and should be {self.O[worst]:.6g}; rel_rms {rel_rms:.3g}, "
-                              f"max_abs_err {check.max_abs_err:.3g}")
-        elif not check.lse_err <= lse_limit:
-            check.passed = False
-            check.sentence = f"LSE is wrong by {check.lse_err:.3g}"
-        return check
+            sentence = (f"O({at}) is {got[worst]:.6g} and should be {self.O[worst]:.6g}; rel_rms {rel_rms:.3g}, "
+                        f"max_abs_err {error.max():.3g}")
+        elif not lse_err <= lse_limit:
+            sentence = f"LSE is wrong by {lse_err:.3g}"
+        return Check(not sentence, rel_rms, float(error.max()), lse_err, len(self.rows), sentence)
 
 
 # ---- contenders of a problem, ready to take turns ----
@@ -648,11 +611,10 @@ REPLAY_US, LONGEST_REPLAY_US = 500, 2.5e3
 
 class Bench:
     """Contenders that are checked and captured. Their keys are the caller's; problems has one for each."""
-    make_tensors = Tensors
 
-    def __init__(self, gpu, kernels, problems, seed=0):
+    def __init__(self, gpu, kernels, problems, seed=0, draw=normal):
         self.gpu, self.kernels, self.problems = gpu, kernels, problems
-        self.tensors = self.make_tensors(gpu, list(problems.values()), seed)
+        self.tensors = Tensors(gpu, list(problems.values()), seed, draw)
         self.references, self.checks, self.graphs, self.skipped, self.results, self.outputs = {}, {}, {}, {}, {}, {}
         for key, kernel in kernels.items():
             try:
@@ -661,7 +623,8 @@ class Bench:
                 self.skipped[key] = str(error)
 
     def run(self, kernel, problem):
-        """One launch: its check, O and LSE and where they are, the function that launches it and the workspace that it wants."""
+        """One launch: its check, O and LSE, their Outputs, the function that launches it and (address, bytes) of its
+        workspace."""
         if problem not in self.references:
             self.references[problem] = Reference(problem, self.tensors)
         launch, outputs, workspace = kernel.prepare(self.gpu, self.tensors, problem)
@@ -669,8 +632,7 @@ class Bench:
         self.poison(problem)
         launch()
         O, LSE = self.read(problem, outputs)
-        check = self.references[problem].check(O, LSE, outputs.dtype, outputs.limits)
-        return check, (O, LSE), outputs, launch, workspace
+        return self.references[problem].check(O, LSE, outputs.limits), (O, LSE), outputs, launch, workspace
 
     def add(self, key, kernel, problem):
         """Takes in a contender; its check."""
@@ -693,6 +655,11 @@ class Bench:
         for table in (self.kernels, self.problems, self.checks, self.results, self.outputs):
             table.pop(key, None)
 
+    def trouble(self):
+        """{key: a sentence} of the contenders that could not run or are wrong."""
+        return self.skipped | {key: check.sentence for key, check in self.checks.items()
+                               if not check.passed and key not in self.skipped}
+
     def fit_to_time(self):
         """The graphs of contenders that passed, in the order of their keys."""
         return {key: graph for key, graph in self.graphs.items()
@@ -703,10 +670,10 @@ class Bench:
         self.gpu.fill(self.tensors.address["LSE"], 0xff, 4 * problem.rows)
 
     def read(self, problem, outputs):
-        """O as words and LSE, or None, once the GPU is done."""
+        """O and LSE, or None, once the GPU is done."""
         self.gpu.synchronize()
         LSE = self.gpu.download(outputs.LSE, problem.rows, np.float32) if outputs.LSE else None
-        return self.gpu.download(outputs.O, problem.rows * problem.D, word_of(outputs.dtype)), LSE
+        return self.gpu.download(outputs.O, problem.rows * problem.D, TYPES[outputs.dtype]), LSE
 
     def changed_bits(self, key):
         """Whether a last replay of a line leaves other bits than the run that was checked."""
@@ -733,18 +700,17 @@ class Pace:
     timed_us: float
     fewest: int = 3  # timed replays
     rest_s: float = 0
+    budget_s: float = 7.5  # of a verdict, for each contender
 
 
 BEHIND_US = 2e3  # of replays that nobody times, while the host reads the times and enqueues the next turn
 # For verdicts. At the power limit the clock steps up and down by 1% every 50 ms or so and dips each second for 0.2 s:
 # the shorter the turns, the more pairs see one clock. A contender that draws more power slows the others then, too.
 PACE = Pace(5e3, 5e3, 2)
-BUDGET_S = 7.5  # for each contender
 STEADY = Pace(100e3, 10e3, 5)  # for contenders that draw very different power
 # Turns so long that each contender has the clock that its own power leads to: by that alone a kernel that needs 4%
 # more cycles may be 3% faster. The clock varies more than in short turns, so the verdict takes a minute.
-SUSTAINED = Pace(200e3, 100e3, 5)
-SUSTAINED_BUDGET_S = 60
+SUSTAINED = Pace(200e3, 100e3, 5, budget_s=60)
 RESTED = Pace(0, 10e3, 1, rest_s=0.3)  # before the power limit is reached
 FIRST_WARM_UP_S = 0.3
 IDLE, CLOCK_SETTING, POWER_CAP, DISPLAY = 1, 2, 4, 256  # NVML's throttle reasons that leave times comparable
@@ -793,8 +759,7 @@ class Series:
         return float(np.median([turn.median for turn in self.turns(key)]))
 
     def interval(self, key):
-        """Bounds that hold the median with 95% (Hettmansperger and Sheather 1986); of five turns or fewer, all."""
-        from scipy import stats
+        """Bounds (us) that hold the median with 95% (Hettmansperger and Sheather 1986); of five turns or fewer, all."""
         medians = [turn.median for turn in self.turns(key)]
         return stats.mstats.median_cihs(medians, 0.05) if len(medians) > 5 else (min(medians), max(medians))
 
@@ -831,13 +796,9 @@ UNEVEN = 0.15  # pairs that differ by more from each other are not of one GPU wi
 
 @dataclass
 class Verdict:
-    """B's time over A's. The interval holds the ratio with 1 - ERROR, however often it was looked at: each of
-    the looks has its share of ERROR (Bonferroni), so stopping at any of them keeps it. It is the one of
-    Tukey and McLaughlin (1963) for the trimmed mean, with a fifth of the pairs cut off at each end, so that
-    a hiccup moves nothing.
-    SLOWER or FASTER: all of it lies beyond 0.3%, or 30 ns if that is more. SAME: else, all of it lies within 0.5% or
-    30 ns. UNCLEAR: else, and if the tenth and the ninetieth percentile of the pairs are more than 15% apart: then
-    something else comes and goes on this GPU, and which turns it meets is chance."""
+    """B's time over A's. The interval is the one of Tukey and McLaughlin (1963) for the trimmed mean, with a fifth of
+    the pairs cut off at each end, so that a hiccup moves nothing. It holds the ratio with 1 - ERROR at whichever look
+    one stops, since each of them has its share of ERROR (Bonferroni). docs/NUMBERS.md has the rule of the verdicts."""
     verdict: str = "UNCLEAR"
     ratio: float = math.nan
     low: float = math.nan
@@ -848,52 +809,40 @@ class Verdict:
 
 def judge(ratios, thrown_out=0, us=math.inf):
     """The verdict on the pairs' logarithms of ratios; the base takes us microseconds."""
-    from scipy import stats
     if len(ratios) < LOOKS[0]:
         return Verdict(pairs=len(ratios), thrown_out=thrown_out)
     low, high = stats.mstats.trimmed_mean_ci(ratios, limits=(0.2, 0.2), alpha=ERROR / len(LOOKS))
     moved, same = (max(limit, RESOLUTION_US / us) for limit in (MOVED_FROM, SAME_WITHIN))
-    if np.ptp(np.quantile(ratios, (0.1, 0.9))) > UNEVEN:
-        verdict = "UNCLEAR"
-    elif low > moved:
-        verdict = "SLOWER"
-    elif high < -moved:
-        verdict = "FASTER"
-    elif -same < low and high < same:
-        verdict = "SAME"
-    else:
-        verdict = "UNCLEAR"
-    return Verdict(verdict, math.exp(stats.trim_mean(ratios, 0.2)), math.exp(low), math.exp(high), len(ratios),
-                   thrown_out)
+    verdict = "UNCLEAR"
+    if np.ptp(np.quantile(ratios, (0.1, 0.9))) <= UNEVEN:
+        verdict = ("SLOWER" if low > moved else "FASTER" if high < -moved else
+                   "SAME" if -same < low and high < same else "UNCLEAR")
+    return Verdict(verdict, *np.exp([stats.trim_mean(ratios, 0.2), low, high]).tolist(), len(ratios), thrown_out)
 
 
 def compare(gpu, graphs, record=lambda key, turn: None, budget_s=None, seed=None, pace=PACE):
     """Turns of all contenders until each is decided against the first, or time is up.
     Returns the series and {key: Verdict} of all but the first."""
     warm_up(gpu, graphs)
-    series = Series(gpu, graphs, pace, record, seed)
-    return series, decide(series, budget_s or (SUSTAINED_BUDGET_S if pace is SUSTAINED else BUDGET_S) * len(graphs))
-
-
-def measure(gpu, graphs, pace, blocks, record=lambda key, turn: None):
-    """So many blocks, for the times alone. Returns the series."""
-    if not pace.rest_s:
-        warm_up(gpu, graphs)
-    series = Series(gpu, graphs, pace, record)
-    for _ in range(blocks):
-        series.block()
-    return series
-
-
-def decide(series, budget_s):
-    begin, (base, *others) = series.gpu.seconds(), series.graphs
+    series, (base, *others) = Series(gpu, graphs, pace, record, seed), graphs
+    end = gpu.seconds() + (budget_s or pace.budget_s * len(graphs))
     for look in LOOKS:
-        while len(series.blocks) < look and series.gpu.seconds() - begin < budget_s:
+        while len(series.blocks) < look and gpu.seconds() < end:
             series.block()
         verdicts = {key: judge(*series.ratios(key, base), series.us(base)) for key in others}
         if len(series.blocks) < look or all(verdict.verdict != "UNCLEAR" for verdict in verdicts.values()):
             break
-    return verdicts
+    return series, verdicts
+
+
+def measure(gpu, graphs, pace, blocks):
+    """So many blocks, for the times alone. Returns the series."""
+    if not pace.rest_s:
+        warm_up(gpu, graphs)
+    series = Series(gpu, graphs, pace)
+    for _ in range(blocks):
+        series.block()
+    return series
 
 
 # ---- what is written down ----
@@ -950,22 +899,21 @@ def row_columns():
     return re.findall(r'\{"(\w+)", ', listed[1])
 
 
-def result_row(bench, key, facts=None, series=None):
+def result_row(bench, key, facts, series):
     """One contender's row for its problem, as the executables write it; without a series, without a time."""
     gpu, p, line = bench.gpu, bench.problems[key], bench.kernels[key].line
     row = dict(asdict(p), config=line.label, family=line.family, status="ok", seed=0, sm=gpu.arch.strip("a"),
                **measured_on(gpu))
     if key in bench.skipped:
         return dict(row, status="skipped", note=bench.skipped[key])
+    check = bench.checks[key]
+    row.update(rel_rms=f"{check.rel_rms:.3g}")
     if facts:
         row.update(knobs=" ".join(line.words), regs=facts.registers, spill_bytes=facts.spilled,
                    smem_bytes=facts.shared_bytes)
-    check = bench.checks[key]
-    row.update(rel_rms=f"{check.rel_rms:.3g}")
     if not isinstance(line, Torch):
-        row.update(check="PASS" if check.passed else "FAIL",
-                   max_abs_err=f"{check.max_abs_err:.3g}", lse_err=f"{check.lse_err:.3g}", rows_checked=check.rows,
-                   note=check.sentence)
+        row.update(check="PASS" if check.passed else "FAIL", max_abs_err=f"{check.max_abs_err:.3g}",
+                   lse_err=f"{check.lse_err:.3g}", rows_checked=check.rows, note=check.sentence)
     if series and key in series.graphs:
         us, (low, high) = series.us(key), series.interval(key)
         row.update(graph_us=f"{us:.3f}", graph_lo_us=f"{low:.3f}", graph_hi_us=f"{high:.3f}",

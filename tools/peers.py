@@ -17,7 +17,7 @@ usage: tools/peers.py CONTENDER... [--shape PROBLEM]... [--suite] [--drawn N [--
 
 Prints rows with the columns of the executables: per problem each line, then each peer. graph_us is one launch's
 share of a replayed CUDA graph, the median of turns that all contenders take, each at the clock that it leads to.
-A line's note has its largest difference to each peer, and for fp16 on mission what allclose(atol=1e-3) says.
+A line's note has its largest difference to each peer.
 exit: 0, 1 a line is wrong, 2 bad usage
 """
 import csv
@@ -43,8 +43,6 @@ E4M3 = """1,16,16,16384,16384,128,e4m3 1,16,16,16384,16384,128,e4m3,br
 16,16,16,1024,1024,128,e4m3 16,16,16,1024,1024,128,e4m3,br
 1,8,8,16384,16384,256,e4m3 4,32,32,4096,4096,64,e4m3 4,32,32,4096,4096,64,e4m3,br
 1,32,32,16384,16384,64,e4m3 long,64,e4m3""".split()
-
-
 DRAWN = engine.Pace(40e3, 10e3)  # shorter turns, since there are many
 MOST_ELEMENTS, MOST_FLOPS = 3 << 26, 2e12  # of a drawn problem
 
@@ -56,10 +54,9 @@ def draw(count, seed):
     def size(low, high):
         return round(math.exp(rng.uniform(math.log(low), math.log(high))))
     while len(found) < count:
-        B, Hkv, group, Sk, kind = size(1, 64), size(1, 16), int(rng.choice([1, 4, 8])), size(64, 65536), rng.integers(4)
-        Sq = (Sk, Sk, 1, size(1, 16384))[kind]
-        causal = "br" if kind == 1 else "off"
-        D, dtype, Hq = int(rng.choice([64, 128, 256])), str(rng.choice(["fp16", "bf16"])), Hkv * group
+        B, Hkv, group, Sk, kind = size(1, 64), size(1, 16), rng.choice([1, 4, 8]), size(64, 65536), rng.integers(4)
+        Sq, causal = (Sk, Sk, 1, size(1, 16384))[kind], "br" if kind == 1 else "off"
+        D, dtype, Hq = rng.choice([64, 128, 256]), rng.choice(["fp16", "bf16"]), Hkv * group
         if B * D * max(Hq * Sq, Hkv * Sk) <= MOST_ELEMENTS and 4 * B * Hq * Sq * Sk * D <= MOST_FLOPS:
             found.append(engine.parse_problem(f"{B},{Hq},{Hkv},{Sq},{Sk},{D},{dtype},{causal}"))
     return found
@@ -72,30 +69,20 @@ def drawn_by(options):
     return draw(options.drawn or 0, options.seed or 0)
 
 
-def against_peers(own, peers, problem):
-    """What a line's O differs from each peer's, and for fp16 on mission whether all are close."""
-    notes = [f"max diff to {name} {np.abs(own - other).max():.1e}" for name, other in peers.items()]
-    if peers and problem.shape == "mission" and problem.dtype == "fp16":
-        close = all(np.allclose(own, other, atol=1e-3) for other in peers.values())
-        notes.append(f"torch.allclose(atol=1e-3) {close}")
-    return notes
-
-
-def run_problem(gpu, kernels, problem, facts, rested, pace=None):
+def run_problem(gpu, kernels, problem, facts, pace, blocks):
     """Rows of all contenders for one problem."""
     kernels = {key: kernel for key, kernel in kernels.items() if problem.fits(kernel.line)}
     bench = engine.Bench(gpu, kernels, dict.fromkeys(kernels, problem))
-    pace, blocks = (engine.RESTED, 1) if rested else pace or (engine.STEADY, 2)
     series = engine.measure(gpu, bench.fit_to_time(), pace, blocks)
-    values = {key: engine.as_values(O, bench.outputs[key].dtype, np.float32) for key, (O, _) in bench.results.items()}
-    peers = {kernels[key].line.label: O for key, O in values.items() if isinstance(kernels[key].line, builds.Torch)}
+    values = {key: O.astype(np.float32) for key, (O, _) in bench.results.items()}
+    peers = {key: kernel.line.label for key, kernel in kernels.items() if isinstance(kernel.line, builds.Torch)}
     for key, kernel in kernels.items():
         row = engine.result_row(bench, key, facts.get(key), series)
         if key not in bench.skipped:
-            peer = isinstance(kernel.line, builds.Torch)
-            notes = ["PyTorch " + kernel.torch.__version__] if peer else [row["note"]] + against_peers(
-                values[key], peers, problem)
-            notes += [f"in 10 ms after {pace.rest_s} s of rest"] if rested else []
+            notes = ["PyTorch " + kernel.torch.__version__] if key in peers else [
+                row["note"], *(f"max diff to {name} {np.abs(values[key] - values[peer]).max():.1e}"
+                               for peer, name in peers.items() if peer in values)]
+            notes += [f"in 10 ms after {pace.rest_s} s of rest"] if pace.rest_s else []
             row["note"] = "; ".join(filter(None, notes))
         yield row
     bench.close()
@@ -109,10 +96,9 @@ def main():
         raise Refused("which line?")
     peers = [one for one in contenders if isinstance(one, builds.Torch)] or \
             [builds.Torch("torch:" + backend) for backend in builds.TORCH_BACKENDS]
-    texts = (options.shape or []) + SUITE * options.suite + E4M3 * options.e4m3
-    problems = [engine.parse_problem(text) for text in texts]
-    drawn = drawn_by(options)
-    problems = problems + drawn or [engine.parse_problem(text) for text in ("mission", "mission2", "long")]
+    texts, drawn = (options.shape or []) + SUITE * options.suite + E4M3 * options.e4m3, drawn_by(options)
+    texts = texts if texts or drawn else ["mission", "mission2", "long"]
+    problems = [engine.parse_problem(text) for text in texts] + drawn
     gpu = engine.need_gpu()
     torch = {peer.text: engine.load(peer, gpu, {}) for peer in peers}
     built = builds.build(lines, gpu.arch)
@@ -123,12 +109,12 @@ def main():
     out.writeheader()
     failed = False
     for problem in problems:
+        course = (engine.RESTED, 1) if options.rested else (DRAWN, 1) if problem in drawn else (engine.STEADY, 2)
         kinds = sorted({(line.D, line.dtype) for line in lines if problem.fits(line)})
         if not kinds:
             say(f"peers.py: no line for D={problem.D} {problem.dtype}: {problem} is left out")
         for kind in kinds:
-            for row in run_problem(gpu, kernels, problem.typed(*kind), facts, options.rested,
-                                   (DRAWN, 1) if problem in drawn else None):
+            for row in run_problem(gpu, kernels, problem.typed(*kind), facts, *course):
                 failed |= row.get("check") == "FAIL"
                 out.writerow({name: str(value).replace(",", ";") for name, value in row.items()})
             sys.stdout.flush()

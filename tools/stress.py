@@ -1,6 +1,6 @@
 """usage: ./run_all.sh stress [NAME...] [--repeats N]
-Runs these lines of configs.txt (by default those with USE_WGMMA=1 or SPLIT_CTAS=0) N times on each of three problems and
-compares O and LSE bit by bit with those of a first run. CSV on stdout, one row a case:
+Runs these lines of configs.txt (by default those with USE_WGMMA=1 or SPLIT_CTAS=0) N times on each of three problems
+and compares O and LSE bit by bit with those of a first run. CSV on stdout, one row a case:
 config,case,problem,repeats,check, which is PASS or FAIL. The cases:
   alone       the same launch again
   max_ctas_N  persistent lines: at most 1, 3 or 7 CTAs
@@ -11,6 +11,7 @@ config,case,problem,repeats,check, which is PASS or FAIL. The cases:
   --repeats N  runs of each case (default 1000)
 exit: 0 all bits are the same, 1 some are not, 2 bad usage, 3 something could not be run
 """
+import contextlib
 import ctypes
 import os
 import threading
@@ -23,17 +24,14 @@ import cli
 import engine
 from cli import Refused, say
 
-PROBLEMS = ("1,8,8,512,512", "2,8,2,1000,1777", "1,8,8,4096,4096")  # the last two causal
+PROBLEMS = {"1,8,8,512,512": "off", "2,8,2,1000,1777": "br", "1,8,8,4096,4096": "br"}
 HOG, NOT_READY = "tools/hog.cu", 600  # CUDA_ERROR_NOT_READY
 
 
 def variants(line):
     """{case: the line with other STAGES}, whose bits must be the line's."""
-    own = line.knob("STAGES", "1")
-    if line.knob("SPLIT_CTAS") == "0":
-        return {}
-    return {f"stages_{stages}": builds.Line(line.tree, line.name, tuple(builds.changed(line.changes, [f"STAGES={stages}"])))
-            for stages in "234" if stages != own}
+    others = "" if line.knob("SPLIT_CTAS") == "0" else "234".replace(line.knob("STAGES", "1"), "")
+    return {f"stages_{stages}": builds.change_line(line, f"STAGES={stages}") for stages in others}
 
 
 def difference(first, now, problem):
@@ -55,83 +53,67 @@ def repeat(bench, kernel, problem, first, repeats, max_ctas=0):
     for number in range(1, repeats + 1):
         bench.poison(problem)
         launch()
-        sentence = difference(first, bench.read(problem, outputs), problem)
-        if sentence:
+        if sentence := difference(first, bench.read(problem, outputs), problem):
             return f"run {number} {sentence}"
     return ""
 
 
 class Hog:
-    """The kernel beside, on an eighth of the SMs, from start() to stop()."""
+    """The kernel beside, on an eighth of the SMs."""
 
     def __init__(self, gpu, path):
         self.gpu, self.library, self.sms = gpu, ctypes.CDLL(path), gpu.attribute(engine.SM_COUNT)
-        self.library.hog_bytes.restype = ctypes.c_size_t
-        self.ctas, self.stream, memory = self.sms // 8, ctypes.c_void_p(), ctypes.c_void_p()
-        self.buffer = gpu.allocate(self.ctas * self.library.hog_bytes())
-        gpu("cuMemHostAlloc", ctypes.byref(memory), 8 * (self.ctas + 1), 2)  # CU_MEMHOSTALLOC_DEVICEMAP
-        self.moved = np.frombuffer((ctypes.c_uint64 * (self.ctas + 1)).from_address(memory.value), np.uint64)
-        gpu("cuStreamCreate", ctypes.byref(self.stream), 1)  # CU_STREAM_NON_BLOCKING
+        self.library.hog_bytes.restype, self.ctas = ctypes.c_size_t, self.sms // 8
+        self.buffer = ctypes.c_void_p(gpu.allocate(self.ctas * self.library.hog_bytes()))
+        self.memory = gpu.get(ctypes.c_void_p, "cuMemHostAlloc", 8 * (self.ctas + 1), 2)  # CU_MEMHOSTALLOC_DEVICEMAP
+        self.moved = np.frombuffer((ctypes.c_uint64 * (self.ctas + 1)).from_address(self.memory.value), np.uint64)
+        self.stream = gpu.new_stream()
 
-    def start(self):
-        """Comes back when all of its CTAs run."""
+    @contextlib.contextmanager
+    def beside(self, text, problem, repeats):
+        """It runs before, beside and behind the body; says what it moved meanwhile."""
         self.moved[:] = 0
-        buffer, moved = ctypes.c_void_p(self.buffer), ctypes.c_void_p(self.moved.ctypes.data)
-        if self.library.hog_start(self.ctas, buffer, moved, self.stream):
+        if self.library.hog_start(self.ctas, self.buffer, self.memory, self.stream):
             raise engine.CudaError("the kernel beside could not be launched")
         begin = time.monotonic()
-        while not self.moved[:-1].all():
+        while not self.moved[:-1].all():  # until all of its CTAs run
             if time.monotonic() - begin > 20:
                 raise engine.CudaError("the kernel beside did not start within 20 seconds")
-
-    def runs(self):
-        return self.gpu.api.cuStreamQuery(self.stream) == NOT_READY
-
-    def stop(self):
+        begin, moved = time.monotonic(), self.moved.sum()
+        yield
+        seconds, moved = time.monotonic() - begin, self.moved.sum() - moved
+        still_runs = self.gpu.api.cuStreamQuery(self.stream) == NOT_READY
         self.moved[-1] = 1
         self.gpu("cuStreamSynchronize", self.stream)
-
-
-def repeat_beside(hog, bench, kernel, problem, first, repeats):
-    """As repeat(), beside the hog, which runs before and behind all of it."""
-    hog.start()
-    begin, moved = time.monotonic(), hog.moved.sum()
-    max_ctas = hog.sms - hog.ctas if has_queue(kernel.line) else 0
-    sentence = repeat(bench, kernel, problem, first, repeats, max_ctas)
-    seconds, moved, still_runs = time.monotonic() - begin, hog.moved.sum() - moved, hog.runs()
-    hog.stop()
-    if not still_runs or not moved:
-        raise engine.CudaError(f"{problem}: the kernel beside did not run all the while; use fewer --repeats")
-    say(f"stress: {kernel.text}, {problem}: beside its {repeats} runs, for {seconds:.3f} s, {hog.ctas} CTAs on "
-        f"{hog.sms} SMs moved {moved * 1e-9:.1f} GB")
-    return sentence
-
-
-def has_queue(line):
-    return line.knob("USE_PERSISTENT_CTA") == "1"
+        if not still_runs or not moved:
+            raise engine.CudaError(f"{problem}: the kernel beside did not run all the while; use fewer --repeats")
+        say(f"stress: {text}, {problem}: beside its {repeats} runs, for {seconds:.3f} s, {self.ctas} CTAs on "
+            f"{self.sms} SMs moved {moved * 1e-9:.1f} GB")
 
 
 def stress(gpu, kernel, others, hog, problem, repeats):
-    """(case, a sentence if its bits differ) of each case of a line on a problem; others: the kernels of its variants."""
-    bench, kernel.max_ctas = engine.Bench(gpu, {}, {"": problem}), 0
+    """(case, a sentence if its bits differ) of each case of a line on a problem; others: kernels of its variants."""
+    kernel.max_ctas, bench = 0, engine.Bench(gpu, {}, {"": problem})
     check, first, *_ = bench.run(kernel, problem)
+    persistent = kernel.line.knob("USE_PERSISTENT_CTA") == "1"
     yield "alone", check.sentence or repeat(bench, kernel, problem, first, repeats)
-    for max_ctas in (1, 3, 7) if has_queue(kernel.line) else ():
+    for max_ctas in (1, 3, 7) if persistent else ():
         yield f"max_ctas_{max_ctas}", repeat(bench, kernel, problem, first, repeats, max_ctas)
     if hog:
-        yield "beside", repeat_beside(hog, bench, kernel, problem, first, repeats)
+        max_ctas = hog.sms - hog.ctas if persistent else 0
+        with hog.beside(kernel.text, problem, repeats):
+            sentence = repeat(bench, kernel, problem, first, repeats, max_ctas)
+        yield "beside", sentence
     for case, other in others.items():
         yield case, repeat(bench, other, problem, first, repeats)
     bench.close()
 
 
-def never_ends(text, seconds):
-    say(f"stress: {text}: no end after {seconds} seconds")
-    os._exit(3)
-
-
 def stress_line(gpu, line, built, hog, repeats):
     """Prints the rows of a line; the exit code."""
+    def never_ends():
+        say(f"stress: {line.text}: no end after {600 + repeats} seconds")
+        os._exit(3)
     code, others = 0, {}
     for case, one in {"": line, **variants(line)}.items():
         if not built[one].trouble:
@@ -141,10 +123,10 @@ def stress_line(gpu, line, built, hog, repeats):
         # A variant that sdpa.cu refuses in words cannot be; anything else is an error.
         code = code if case and one.tree.refusal(one.words) else 3
     kernel = others.pop("", None)
-    for text, causal in zip(PROBLEMS, ("off", "br", "br")) if kernel else ():
-        problem = engine.parse_problem(text, causal).typed(line.D, line.dtype)
+    for sizes, causal in PROBLEMS.items() if kernel else ():
+        problem = engine.parse_problem(f"{sizes},{line.D},{line.dtype},{causal}")
         # A kernel that waits for one that waits for it would never end.
-        watch = threading.Timer(600 + repeats, never_ends, (line.text, 600 + repeats))
+        watch = threading.Timer(600 + repeats, never_ends)
         watch.daemon = True
         watch.start()
         for case, sentence in stress(gpu, kernel, others, hog, problem, repeats):
@@ -166,8 +148,8 @@ def main():
     if not lines:
         raise Refused("no line of configs.txt has USE_WGMMA=1 or SPLIT_CTAS=0; name the lines")
     gpu = engine.need_gpu("; run it on a machine with one", "runs kernels side by side")
-    built = builds.build([one for line in lines for one in (line, *variants(line).values())], gpu.arch,
-                         progress=builds.show_progress())
+    everything = [one for line in lines for one in (line, *variants(line).values())]
+    built = builds.build(everything, gpu.arch, progress=builds.show_progress())
     beside, = builds.build(builds.lines_named("")[:1], gpu.arch, program=HOG).values()
     if beside.trouble:
         raise Refused(f"{HOG} does not compile: {beside.trouble}", 3)
