@@ -1094,13 +1094,14 @@ struct Column {
   string value;
 };
 
-// The columns in their order; new ones come last.
+// "" without a window, else L, R and whose position it counts from, if that is named.
 string window_text(const Problem& p, const char* comma) {
   if (!p.has_window()) return "";
   const string by = p.window_alignment == reference::Mask::none ? "" : causal_names[int(p.window_alignment)];
   return to_string(p.window_left) + comma + to_string(p.window_right) + (by.empty() ? "" : comma + by);
 }
 
+// The columns in their order; new ones come last.
 vector<Column> columns(const Run& r, const Device& d) {
   const Problem& p = r.problem;
   const Timing& t = r.timing;

@@ -1430,7 +1430,7 @@ template <class B> __device__ __forceinline__ WorkItem row_item(const KernelArgs
   return {item.b, item.h + heads, query_of<B>(a, item.q0, row)};
 }
 
-// The groups of warps have left O, m and l of their keys in shared memory, row by row. Merges them in a fixed order, and
+// The groups of warps have left O, m and l of their keys in shared memory, row by row. Merges them in a fixed order and
 // calls put(row, O, m, l) for every four columns of the rows.
 template <class B, class Partial, class Put>
 __device__ __forceinline__ void merge_groups(const Partial (&partial_s)[B::split_kv], const ItemScale<B>& scale_log2,
@@ -2839,7 +2839,7 @@ __device__ __forceinline__ void wgmma_pv(WgmmaAccumulator<B::head_dim>& O, const
   wgmma_commit_group();
 }
 
-// PACK_GQA: rows of Q without a query are 0, since what lies there would decide how others are rounded. ROWS: of the tile.
+// PACK_GQA: empties rows of Q without a query; what lies there would decide how others are rounded. ROWS: of the tile.
 template <class B, int ROWS> __device__ __forceinline__ void clear_rows_without_query(Input* Q_s, const KernelArgs& a) {
   const int rows = rows_of_item<B>(a), chunks = (ROWS - rows) * 8;
   for (int i = threadIdx.x; i < B::head_dim / 64 * chunks; i += B::threads) {
@@ -3434,8 +3434,7 @@ __device__ __forceinline__ void merge_slices(const WgmmaRows<B>& rows, SlicePart
 }
 
 // ---- 5d merge of ranges (wgmma and USE_WARP_SPECIALIZATION) ----
-// SPLIT_CTAS: a kernel of its own, a thread to four columns of a row. The last CTA of an item alone would take 15 us for
-// 8 ranges of 128 rows.
+// SPLIT_CTAS: a kernel of its own, a thread to four columns of a row, so that all SMs merge and not one CTA an item.
 
 constexpr int merge_threads = 128;
 template <class B> constexpr int merge_ctas = B::block_m * B::head_dim / 4 / merge_threads;  // of an item
@@ -4684,7 +4683,8 @@ template <class B> SdpaStatus launch_kernel(const KernelArgs& a, uint32_t items,
   }
   error = cudaLaunchKernelEx(&launch, kernel, a);
   if constexpr (B::family == Family::wgmma && B::use_warp_specialization && B::split_ctas != 1) {
-    launch.gridDim = dim3(a.work_items * merge_ctas<B>), launch.blockDim = dim3(merge_threads), launch.dynamicSmemBytes = 0;
+    launch.gridDim = dim3(a.work_items * merge_ctas<B>), launch.blockDim = dim3(merge_threads);
+    launch.dynamicSmemBytes = 0;
     if (error == cudaSuccess) error = cudaLaunchKernelEx(&launch, sdpa_merge<B>, a);
   }
   return error == cudaSuccess ? SdpaStatus{} : cuda_failure(error, "launching the kernel");

@@ -58,7 +58,7 @@ def rel_rms(got, want):
 
 
 def by_c_function(q, k, v, causal):
-    """The call without PyTorch: a function, through ctypes."""
+    """The call without PyTorch, through ctypes: a function that gives O."""
     capability = torch.cuda.get_device_capability()
     library = sdpa.library_of(sdpa.line_of(capability, q.dtype, q.shape[3]), capability)
     library.sdpa_library_workspace_bytes.restype = ctypes.c_size_t
@@ -72,7 +72,9 @@ def by_c_function(q, k, v, causal):
 
     def run(tensors=(q, k, v, out, lse, workspace)):  # which live as long as the function
         stream = ctypes.c_void_p(torch.cuda.current_stream().cuda_stream)
-        return library.sdpa_library_forward(ctypes.byref(p), stream, None, 0)
+        if library.sdpa_library_forward(ctypes.byref(p), stream, None, 0):
+            raise RuntimeError("the C function refused the problem")
+        return out
     return run
 
 
@@ -89,7 +91,7 @@ def problems(repeats):
         for contender, run in (("C function", by_c_function(q, k, v, causal)), ("PyTorch", call), ("sdpa", call)):
             if contender == "sdpa":
                 sdpa.activate()
-            error = rel_rms(call(), want)
+            error = rel_rms(run(), want)
             for what, measure in (("loop", loop_us), ("graph", graph_us)):
                 yield dict(what=what, problem=text.replace("c", " causal"), contender=contender,
                            us=measure(run, repeats), rel_rms=error)
