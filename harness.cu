@@ -76,7 +76,6 @@ TunedTile tile_of(const SdpaParams& p) {
 
 template <class B>
 constexpr size_t zeroed_bytes = B::split_ctas != 1      ? range_counter_bytes
-                                : B::many_keys          ? slot_offset + slot_bytes<B>
                                 : B::use_persistent_cta ? sizeof(uint32_t)
                                                         : 0;
 KernelFacts facts_of(const SdpaParams& p) {

@@ -94,7 +94,7 @@ namespace {  // two builds in one program must not share their constants and ker
   X(FP8_FLUSH, 8, fp8_flush, "0 1 2 4 8 16", "wgmma", "e4m3: tiles after which P @ V is added to O in fp32; 0: never") \
   X(SWAP_AB, 0, swap_ab, "0 1", "wgmma", "S.T = K @ Q.T, keys as its 64 rows: 8, 16 or 32 query rows a CTA") \
   X(PACK_GQA, 0, pack_gqa, "0 1", "mma wgmma", "the query heads of a key head are rows of one tile") \
-  X(SPLIT_CTAS, 1, split_ctas, "0..256", "mma wgmma", "CTAs that share a tile's keys; 0: by the problem; workspace") \
+  X(SPLIT_CTAS, 1, split_ctas, "0..256", "wmma mma wgmma", "CTAs that share a tile's keys; 0: by the problem") \
   X(USE_TUNED, 0, use_tuned, "0 1", "mma wgmma", "the tile by the problem, from a table; typed knobs narrow it") \
   X(USE_WARP_SPECIALIZATION, 0, use_warp_specialization, "0 1", "wmma wgmma", "some warps copy, others compute") \
   X(NUM_PRODUCER_WARPS, 1, num_producer_warps, "1 2 4", "wmma", "warps that only copy")
@@ -206,7 +206,6 @@ template <int ROW> struct BuildOf : Knobs<ROW> {
   static constexpr int mask_rows = family == Family::mma ? K::block_m / group_warps
                                    : family == Family::wgmma && K::use_warp_specialization ? 64
                                                                                                : K::block_m;
-  static constexpr bool many_keys = false;  // of ManyKeys
   static constexpr Path path = family == Family::mma     ? Path::mma
                                : family == Family::wmma  ? Path::wmma
                                : family != Family::wgmma ? Path::scalar
@@ -217,6 +216,16 @@ template <int ROW> struct BuildOf : Knobs<ROW> {
 };
 
 using Build = BuildOf<-1>;
+
+// Where rows of several heads go through shared memory, the last CTA of an item merges its ranges; else sdpa_merge().
+template <class B>
+constexpr bool merges_by_kernel = B::split_ctas != 1 && !B::swap_ab && !(B::use_mma_sync && B::pack_gqa);
+
+// True if a row is summed in one accumulator of tensor cores, which takes most_keys_at_once keys. Sums of SWAP_AB, and
+// of e4m3 with wgmma, are in fp32; SPLIT_CTAS has ranges of keys.
+template <class B>
+constexpr bool sums_end = B::split_ctas == 1 && (B::family == Family::mma || B::use_wmma_pv ||
+                                                 (B::family == Family::wgmma && !B::swap_ab && !B::is_e4m3));
 
 constexpr bool is_wmma = Build::family == Family::wmma, is_mma = Build::family == Family::mma,
                is_wgmma = Build::family == Family::wgmma;
@@ -358,6 +367,12 @@ struct KeyBounds {
   __host__ __device__ KeyRange of_rows(int first, int last) const { return {begin(first), end(last)}; }
 };
 
+// The most keys that a query of the problem sees.
+int most_visible_keys(const SdpaParams& p) {
+  const KeyBounds bounds(p);
+  return max(min(bounds.end(p.Sq - 1), bounds.to - bounds.from), 0);
+}
+
 // KeyBounds of tiles of ROWS queries from q on and KEYS keys from k0 on, some of which may be past the end. Every
 // test compares k0 - q with a number that the host has computed.
 struct TileBounds {
@@ -413,6 +428,7 @@ struct KernelArgs {  // SdpaParams with what every CTA would otherwise compute a
   TileBounds tiles;  // of mask_rows queries and BLOCK_N keys
   KeyBounds keys;
   SdpaParams p;
+  uint32_t first_item = 0;  // merges_by_kernel: of the launch
   std::conditional_t<is_wgmma, TensorMaps, Nothing> maps;
 
   KernelArgs(const SdpaParams& problem, int rows, int keys_of_tile)
@@ -423,18 +439,6 @@ struct KernelArgs {  // SdpaParams with what every CTA would otherwise compute a
 constexpr uint32_t most_split_items = 16384;
 constexpr size_t range_counter_bytes = most_split_items * sizeof(uint32_t);
 constexpr int ranges_at_once = 16, few_ranges = 4;  // that a thread merges; of few it takes more columns
-// If a problem has more than most_keys_at_once keys, every CTA has a slot in the workspace; or with SPLIT_CTAS its
-// ranges are short enough, as far as 256 of them suffice.
-template <class B>
-constexpr bool carries_sums = (B::family == Family::wmma && B::use_wmma_pv) ||
-                              (B::family == Family::mma && B::split_ctas == 1) ||
-                              (B::family == Family::wgmma && !B::swap_ab && !B::is_e4m3 && B::split_ctas == 1);
-template <class B> struct ManyKeys : B {  // the build for such a problem
-  static constexpr bool many_keys = true;
-};
-constexpr size_t slot_offset = 256;
-template <class B>  // m and l in 8 lanes at most
-constexpr size_t slot_bytes = sizeof(float) * B::block_m * B::split_kv * (B::head_dim + 2 * 8);
 template <class B> struct alignas(256) RangePartial {
   float O[B::block_m][B::head_dim];
   float2 m_l[B::block_m];
@@ -1300,59 +1304,6 @@ __device__ __forceinline__ void add(float* O, const float4& x, float weight) {
   O[2] = fmaf(x.z, weight, O[2]), O[3] = fmaf(x.w, weight, O[3]);
 }
 
-// ---- rows of many keys (wmma, mma, wgmma) ----
-
-// A warp sums over most_keys_at_once, and merges such sums by way of its CTA's slot in the workspace.
-
-template <class B>  // of all groups of warps, in whole tiles
-__host__ __device__ int keys_at_once() {
-  return shares(most_keys_at_once, B::block_n) * B::block_n * B::split_kv;
-}
-
-// Merges O, m and l of the latest keys with those in the slot, unless these keys are the first, and stores the result
-// there. After the last keys the slot is zeroed, since another launch's counters may lie there. A thread has floats
-// of its own in the slot: m[i], l[i] and O.x[i].
-template <class B, class View>
-__device__ __forceinline__ void carry_sums(View& O, float (&m)[View::ROWS], float (&l)[View::ROWS],
-                                           const ItemScale<B>& scale_log2, int thread, bool first, bool last) {
-  const KernelArgs& a = scale_log2.a;
-  constexpr int threads = B::num_warps * 32;
-  unsigned char* const slots = static_cast<unsigned char*>(a.p.workspace) + slot_offset;
-  float* const slot = reinterpret_cast<float*>(slots + blockIdx.x * slot_bytes<B>) + thread;
-  SDPA_UNROLL for (int i = 0; i < View::ROWS; i++) {
-    float* const x = slot + i * (View::COLS + 2) * threads;
-    if (!first) {
-      const float2 m_l[2] = {{ld_global<float>(x), ld_global<float>(x + threads)}, {m[i], l[i]}};
-      float weight[2];
-      merge_weights<B>(m_l, scale_log2, weight, m[i], l[i]);
-      SDPA_UNROLL for (int j = 0; j < View::COLS; j++) {
-        O.x[i][j] = fmaf(ld_global<float>(x + (j + 2) * threads), weight[0], O.x[i][j] * weight[1]);
-      }
-    }
-    if (first && last) continue;
-    st_global(x, last ? 0 : m[i]), st_global(x + threads, last ? 0 : l[i]);
-    SDPA_UNROLL for (int j = 0; j < View::COLS; j++) { st_global(x + (j + 2) * threads, last ? 0 : O.x[i][j]); }
-  }
-}
-
-// O, m and l of rows over an item's keys. sum(begin, end) computes them for all keys, or for a part of many, and
-// carry_sums() merges the parts.
-template <class B, class Rows, class Sum>
-__device__ __forceinline__ void sum_parts(Rows& rows, const KeyRange& keys, const ItemScale<B>& scale_log2,
-                                          const Sum& sum) {
-  if constexpr (!B::many_keys) {
-    sum(keys.begin, keys.end);
-  } else {
-    for (int begin = keys.begin, end;; begin = end) {
-      end = min(begin + keys_at_once<B>(), keys.end);
-      sum(begin, end);
-      const bool first = begin == keys.begin, last = end >= keys.end;
-      carry_sums<B>(rows.O, rows.m, rows.l, scale_log2, threadIdx.x, first, last);
-      if (last) break;
-    }
-  }
-}
-
 // ---- epilogue ----
 
 // LSE = ln2 * (m * scale_log2 + log2(l) - p_log2) of query q, if it is wanted. m * scale_log2 alone may overflow.
@@ -1415,43 +1366,42 @@ __device__ __forceinline__ void store_output(const View& O, const float (&m)[Vie
   }
 }
 
-// ---- rows of several heads, keys of several CTAs (SWAP_AB, PACK_GQA, SPLIT_CTAS > 1) ----
+// ---- ranges of keys (SPLIT_CTAS > 1) ----
 
-using RowPart = QuadRuns<1, 16, 4>;  // four neighbouring columns of a row
-template <class B> constexpr int PARTIAL_STRIDE = B::head_dim + 4;  // 4: against bank conflicts
-template <class B> struct RowsPartial {
-  alignas(16) float O[B::block_m][PARTIAL_STRIDE<B>];
-  float2 m_l[B::block_m];
-};
+// The partial results of all CTAs in the workspace.
+template <class B> __device__ __forceinline__ RangePartial<B>* range_partials(const KernelArgs& a) {
+  return reinterpret_cast<RangePartial<B>*>(static_cast<unsigned char*>(a.p.workspace) + range_counter_bytes);
+}
+// Stores O, m and l of the CTA's range of keys in the workspace.
+template <class B, class View>
+__device__ __forceinline__ void store_range(const View& O, const float (&m)[View::ROWS], const float (&l)[View::ROWS],
+                                            const KernelArgs& a) {
+  constexpr int width = View::RUN < 4 ? View::RUN : 4;
+  RangePartial<B>& mine = range_partials<B>(a)[blockIdx.x];
+  SDPA_UNROLL for (int i = 0; i < View::ROWS; i++) {
+    SDPA_UNROLL for (int j = 0; j < View::COLS; j += width) {
+      VectorType<width * sizeof(float)> x;
+      memcpy(&x, &O.x[i][j], sizeof x);
+      st_global(&mine.O[O.row(i)][O.col(j)], x);
+    }
+    if (O.col(0) == 0) st_global(&mine.m_l[O.row(i)], float2{m[i], l[i]});
+  }
+}
+// What the CTA's keys give: O / l, or with SPLIT_CTAS the partial result.
+template <class B, class View>
+__device__ __forceinline__ void store_sums(const View& O, const float (&m)[View::ROWS], const float (&l)[View::ROWS],
+                                           const KernelArgs& a, const WorkItem& item) {
+  if constexpr (B::split_ctas != 1) {
+    store_range<B>(O, m, l, a);
+  } else {
+    store_output<B>(O, m, l, a, item);
+  }
+}
 
 // The head and the query of a row of the tile, as an item of one row.
 template <class B> __device__ __forceinline__ WorkItem row_item(const KernelArgs& a, const WorkItem& item, int row) {
   const int heads = B::pack_gqa ? int(a.item_queries.divide(uint32_t(row))) : 0;
   return {item.b, item.h + heads, query_of<B>(a, item.q0, row)};
-}
-
-// The groups of warps have left O, m and l of their keys in shared memory, row by row. Merges them in a fixed order and
-// calls put(row, O, m, l) for every four columns of the rows.
-template <class B, class Partial, class Put>
-__device__ __forceinline__ void merge_groups(const Partial (&partial_s)[B::split_kv], const ItemScale<B>& scale_log2,
-                                             int thread, const Put& put) {
-  constexpr int parts = B::head_dim / 4, threads = B::num_warps * 32;
-  const int rows = rows_of_item<B>(scale_log2.a);
-  for (int i = thread; i < rows * parts; i += threads) {
-    const int row = i / parts;
-    RowPart O;
-    O.first_row = 0, O.first_col = i % parts * 4;
-    clear(O);
-    float m[1], l[1], weight[B::split_kv];
-    float2 m_l[B::split_kv];
-    SDPA_UNROLL for (int n = 0; n < B::split_kv; n++) m_l[n] = ld_shared<float2>(&partial_s[n].m_l[row]);
-    merge_weights<B>(m_l, scale_log2, weight, m[0], l[0]);
-    SDPA_UNROLL for (int n = 0; n < B::split_kv; n++) {
-      add(O.x[0], ld_shared<float4>(&partial_s[n].O[row][O.first_col]), weight[n]);
-    }
-    put(row, O, m, l);
-    if (!B::pack_gqa && B::block_m * parts <= threads) break;
-  }
 }
 
 // Merges O, m and l of all ranges in a fixed order. A thread loads COLS columns of MANY ranges at once.
@@ -1489,9 +1439,37 @@ __device__ __forceinline__ void merge_ranges(const RangePartial<B>* partial, con
   }
 }
 
-// The partial results of all CTAs in the workspace.
-template <class B> __device__ __forceinline__ RangePartial<B>* range_partials(const KernelArgs& a) {
-  return reinterpret_cast<RangePartial<B>*>(static_cast<unsigned char*>(a.p.workspace) + range_counter_bytes);
+// ---- rows of several heads (SWAP_AB, PACK_GQA) ----
+
+using RowPart = QuadRuns<1, 16, 4>;  // four neighbouring columns of a row
+template <class B> constexpr int PARTIAL_STRIDE = B::head_dim + 4;  // 4: against bank conflicts
+template <class B> struct RowsPartial {
+  alignas(16) float O[B::block_m][PARTIAL_STRIDE<B>];
+  float2 m_l[B::block_m];
+};
+
+// The groups of warps have left O, m and l of their keys in shared memory, row by row. Merges them in a fixed order and
+// calls put(row, O, m, l) for every four columns of the rows.
+template <class B, class Partial, class Put>
+__device__ __forceinline__ void merge_groups(const Partial (&partial_s)[B::split_kv], const ItemScale<B>& scale_log2,
+                                             int thread, const Put& put) {
+  constexpr int parts = B::head_dim / 4, threads = B::num_warps * 32;
+  const int rows = rows_of_item<B>(scale_log2.a);
+  for (int i = thread; i < rows * parts; i += threads) {
+    const int row = i / parts;
+    RowPart O;
+    O.first_row = 0, O.first_col = i % parts * 4;
+    clear(O);
+    float m[1], l[1], weight[B::split_kv];
+    float2 m_l[B::split_kv];
+    SDPA_UNROLL for (int n = 0; n < B::split_kv; n++) m_l[n] = ld_shared<float2>(&partial_s[n].m_l[row]);
+    merge_weights<B>(m_l, scale_log2, weight, m[0], l[0]);
+    SDPA_UNROLL for (int n = 0; n < B::split_kv; n++) {
+      add(O.x[0], ld_shared<float4>(&partial_s[n].O[row][O.first_col]), weight[n]);
+    }
+    put(row, O, m, l);
+    if (!B::pack_gqa && B::block_m * parts <= threads) break;
+  }
 }
 
 // Stores O / l and LSE of the item's rows. SPLIT_CTAS: a CTA stores O, m and l of its keys in the workspace; the last
@@ -1549,7 +1527,8 @@ template <class B> __device__ __forceinline__ WorkItem work_item(const KernelArg
 
 // Of a CTA that has one item alone.
 template <class B> __device__ __forceinline__ uint32_t item_number_of_cta(const KernelArgs& a) {
-  return B::split_ctas == 1 ? blockIdx.x : a.ranges.divide(blockIdx.x);
+  if (B::split_ctas == 1) return blockIdx.x;
+  return (merges_by_kernel<B> ? a.first_item : 0) + a.ranges.divide(blockIdx.x);
 }
 
 // The part of an item's rounds that this CTA takes: SPLIT_CTAS deals them out.
@@ -1561,12 +1540,44 @@ __device__ __forceinline__ KeyRange range_of_rounds(const KernelArgs& a, int rou
   return {first, first + each + (range < rest)};
 }
 
-// ---- items and copies of the whole CTA (scalar, wmma, mma) ----
-
 // The item of a CTA that has one alone.
 template <class B> __device__ __forceinline__ WorkItem item_of_cta(const KernelArgs& a) {
   return work_item<B>(a, item_number_of_cta<B>(a));
 }
+// The keys of the item's rows, in whole rounds of SPLIT_KV tiles but for the last one. SPLIT_CTAS: those of this CTA.
+template <class B> __device__ __forceinline__ KeyRange keys_of_cta(const KernelArgs& a, const WorkItem& item) {
+  constexpr int round = B::split_kv * B::block_n;
+  const KeyRange keys = a.keys.of_rows(item.q0, min(item.q0 + queries_of_item<B>(a), a.p.Sq) - 1);
+  if (B::split_ctas == 1) return keys;
+  const KeyRange part = range_of_rounds(a, max(shares(keys.end - keys.begin, round), 0));
+  return {keys.begin + part.begin * round, min(keys.begin + part.end * round, keys.end)};
+}
+
+// ---- kernels that overlap (wgmma) ----
+
+// Waits for the kernel before this one, then lets the CTAs of the next one come as these end. To let them
+// come at once is no faster, and up to 5% slower where problems are small.
+__device__ __forceinline__ void wait_then_let_next_kernel_start() {
+  griddepcontrol_wait();
+  griddepcontrol_launch_dependents();
+}
+
+// ---- the kernel that merges ranges (SPLIT_CTAS > 1) ----
+// A thread has four columns of a row, so that all SMs merge and not one CTA an item.
+
+constexpr int merge_threads = 128;
+template <class B> constexpr int merge_ctas = shares(B::block_m * B::head_dim / 4, merge_threads);  // of an item
+
+template <class B> __global__ void __launch_bounds__(merge_threads) sdpa_merge(const __grid_constant__ KernelArgs a) {
+  const uint32_t number = blockIdx.x / merge_ctas<B>, cta = blockIdx.x % merge_ctas<B>;
+  if constexpr (B::family == Family::wgmma) wait_then_let_next_kernel_start();
+  merge_ranges<B, ranges_at_once, 4>(range_partials<B>(a) + number * a.ranges.divisor, a,
+                                     work_item<B>(a, a.first_item + number), int(cta * merge_threads + threadIdx.x),
+                                     merge_ctas<B> * merge_threads);
+}
+
+// ---- items and copies of the whole CTA (scalar, wmma, mma) ----
+
 
 // What a group of warps (by default the CTA) needs to know of its item, and the copies that every
 // kernel starts from. Of the K/V tiles, group g takes number g, SPLIT_KV + g, ...
@@ -1582,12 +1593,7 @@ template <class B> struct ItemTiles {
   __device__ __forceinline__ ItemTiles(const KernelArgs& a, const WorkItem& item_, int group, int tid, int nthreads)
       : p(a.p), item(item_), mine(tid, nthreads) {
     const int h_kv = item.h / (p.Hq / p.Hkv);
-    keys = a.keys.of_rows(item.q0, min(item.q0 + queries_of_item<B>(a), p.Sq) - 1);
-    if (B::split_ctas != 1) {
-      const int rounds = max(shares(keys.end - keys.begin, ADVANCE), 0);
-      const KeyRange part = range_of_rounds(a, rounds);
-      keys = {keys.begin + part.begin * ADVANCE, min(keys.begin + part.end * ADVANCE, keys.end)};
-    }
+    keys = keys_of_cta<B>(a, item);
     first_key = keys.begin + group * B::block_n;
     K_g = mine.first(p.K + item.b * p.k.batch + h_kv * p.k.head + first_key * p.k.row, p.k.row);
     V_g = mine.first(p.V + item.b * p.v.batch + h_kv * p.v.head + first_key * p.v.row, p.v.row);
@@ -2062,11 +2068,7 @@ __device__ __forceinline__ void wmma_consume(WmmaShared<B>& s, const KernelArgs&
   float* const S_s = s.P + first_row * s.P_STRIDE;
 
   ScalarScores<B> S;
-  struct {
-    ScalarOutput<B> O;
-    float m[ScalarOutput<B>::ROWS], l[ScalarOutput<B>::ROWS];
-  } rows;
-  auto& O = rows.O;
+  ScalarOutput<B> O;
   S.first_row = O.first_row = first_row + lane / COL_LANES;
   S.row_step = ROW_LANES;
   S.first_col = lane % COL_LANES;
@@ -2082,37 +2084,34 @@ __device__ __forceinline__ void wmma_consume(WmmaShared<B>& s, const KernelArgs&
   SDPA_UNROLL for (int d = 0; d < B::head_dim; d += 16) { wmma::load_matrix_sync(Q[d / 16], Q_s + d, TILE_STRIDE<B>); }
 
   const ItemScale<B> scale_log2(a, item);
-  const auto sum_keys = [&](int begin, int end) {
-    WmmaOutput<B> sums;
+  WmmaOutput<B> sums;
+  if constexpr (B::use_wmma_pv) {
+    sums.start(S_s, lane);
+  } else {
+    clear(O);
+  }
+  TileSoftmax<B, WmmaShared<B>> softmax;
+  softmax.start(s, S);
+  for (int k0 = t.keys.begin; k0 < t.keys.end; k0 += B::block_n) {
+    const int stage = feed.acquire(k0);
+    wmma_qk<B>(reinterpret_cast<WmmaScore<B>*>(S_s), Q, s.K[stage]);
+    __syncwarp();  // hazard: S written by the other lanes
+    load_scores(S, reinterpret_cast<const WmmaScore<B>*>(s.P), SCORE_STRIDE<B>);
+    if (B::qk_in_fp16) __syncwarp();  // hazard: S read by the lanes in whose place P comes
+    finish_scores<B>(S, a, item.q0, k0);
+    float alpha[ScalarOutput<B>::ROWS];
+    softmax.step(s, S, scale_log2, alpha);
     if constexpr (B::use_wmma_pv) {
-      sums.start(S_s, lane);
+      sums.multiply(s.alpha + first_row, s.P16 + first_row * s.P16_STRIDE, s.V[stage]);
     } else {
-      clear(O);
+      scalar_pv<B>(O, alpha, s.P, s.V[stage]);
     }
-    TileSoftmax<B, WmmaShared<B>> softmax;
-    softmax.start(s, S);
-    for (int k0 = begin; k0 < end; k0 += B::block_n) {
-      const int stage = feed.acquire(k0);
-      wmma_qk<B>(reinterpret_cast<WmmaScore<B>*>(S_s), Q, s.K[stage]);
-      __syncwarp();  // hazard: S written by the other lanes
-      load_scores(S, reinterpret_cast<const WmmaScore<B>*>(s.P), SCORE_STRIDE<B>);
-      if (B::qk_in_fp16) __syncwarp();  // hazard: S read by the lanes in whose place P comes
-      finish_scores<B>(S, a, item.q0, k0);
-      float alpha[ScalarOutput<B>::ROWS];
-      softmax.step(s, S, scale_log2, alpha);
-      if constexpr (B::use_wmma_pv) {
-        sums.multiply(s.alpha + first_row, s.P16 + first_row * s.P16_STRIDE, s.V[stage]);
-      } else {
-        scalar_pv<B>(O, alpha, s.P, s.V[stage]);
-      }
-      feed.release();
-    }
-    if constexpr (B::use_wmma_pv) sums.finish(O, S_s, first_row);
-    softmax.finish(s, S, rows.m, rows.l);
-    if (B::many_keys && B::sync_policy != 1) __syncthreads();  // hazard: m and l read by all warps
-  };
-  sum_parts<B>(rows, t.keys, scale_log2, sum_keys);
-  store_output<B>(O, rows.m, rows.l, a, item);
+    feed.release();
+  }
+  if constexpr (B::use_wmma_pv) sums.finish(O, S_s, first_row);
+  float m[ScalarOutput<B>::ROWS], l[ScalarOutput<B>::ROWS];
+  softmax.finish(s, S, m, l);
+  store_sums<B>(O, m, l, a, item);
 }
 
 struct OneItemPerCta {
@@ -2626,28 +2625,25 @@ template <class B> __global__ void __launch_bounds__(B::threads, 1) sdpa_mma(con
   const ItemScale<B> scale_log2(a, item);
   // With a mask some warps of the CTA have fewer tiles than others.
   const int q = item.q0 + (B::pack_gqa ? 0 : warp * WARP_ROWS);
+  Q.start(s.in.Q, warp, lane);
+  rows.start(warp * WARP_ROWS + lane / 4, lane % 4 * 2);
+  if constexpr (B::converts_operands) MmaPacked<B>::read_factors(rows, a, s.item);
   // Every group takes part in every round, the last one perhaps without a tile.
-  const auto sum_keys = [&](int begin, int end) {
-    Q.start(s.in.Q, warp, lane);
-    rows.start(warp * WARP_ROWS + lane / 4, lane % 4 * 2);
-    if constexpr (B::converts_operands) MmaPacked<B>::read_factors(rows, a, s.item);
-    for (int round = begin; round < end; round += t.ADVANCE) {
-      const int k0 = round + group * B::block_n, stage = feed.acquire(k0);
-      if (q < p.Sq && k0 < t.keys.end && a.tiles.touch(q, k0)) {
-        const bool clean = a.tiles.cover(q, k0);
-        const Element<B>* const K_s = s.in.group[group].K[stage];
-        const Element<B>* const V_s = s.in.group[group].V[stage];
-        bool done = false;
-        if (rows.stale_max_will_do && clean) {
-          done = rows.attend_by_stale_max(Q, K_s, scale_log2, lane);
-        }
-        if (!done) rows.attend_by_exact_max(Q, K_s, scale_log2, s.item.q0, k0, clean, lane);
-        rows.multiply(V_s, lane);
+  for (int round = t.keys.begin; round < t.keys.end; round += t.ADVANCE) {
+    const int k0 = round + group * B::block_n, stage = feed.acquire(k0);
+    if (q < p.Sq && k0 < t.keys.end && a.tiles.touch(q, k0)) {
+      const bool clean = a.tiles.cover(q, k0);
+      const Element<B>* const K_s = s.in.group[group].K[stage];
+      const Element<B>* const V_s = s.in.group[group].V[stage];
+      bool done = false;
+      if (rows.stale_max_will_do && clean) {
+        done = rows.attend_by_stale_max(Q, K_s, scale_log2, lane);
       }
-      feed.release();
+      if (!done) rows.attend_by_exact_max(Q, K_s, scale_log2, s.item.q0, k0, clean, lane);
+      rows.multiply(V_s, lane);
     }
-  };
-  sum_parts<B>(rows, t.keys, scale_log2, sum_keys);
+    feed.release();
+  }
 
   rows.finish();
   if constexpr (B::pack_gqa) {
@@ -2662,7 +2658,7 @@ template <class B> __global__ void __launch_bounds__(B::threads, 1) sdpa_mma(con
     }
     MmaRuns<B> runs;
     deal_runs<B>(runs, rows.O, lane);
-    store_output<B>(runs, rows.m, rows.l, a, s.item);
+    store_sums<B>(runs, rows.m, rows.l, a, s.item);
   }
 }
 
@@ -2813,12 +2809,15 @@ template <class B> __host__ __device__ constexpr int panel_step(int step, int ro
   return step / steps * PANEL_BYTES<B> * rows + step % steps * STEP_BYTES;
 }
 
+// Rows of Q that lie together: those of a warpgroup; PACK_GQA: of all, since a box of TMA has a panel of all heads.
+template <class B> constexpr int Q_PANEL_ROWS = B::pack_gqa ? B::block_m : 64;
+
 // S = Q @ K.T of a warpgroup, begun. Q [64][D] and K [BLOCK_N][D] are those of the descriptors.   [64][BLOCK_N]
 template <class B> __device__ __forceinline__ void wgmma_qk(WgmmaAccumulator<B::block_n>& S, uint64_t Q, uint64_t K) {
   forget(S.x.d);
   wgmma_fence();
   SDPA_UNROLL for (int step = 0; step < ROW_BYTES<B> / STEP_BYTES; step++) {
-    wgmma_ss<Input, B::block_n, 0>(S.x.d, descriptor_at(Q, panel_step<B>(step, 64)),
+    wgmma_ss<Input, B::block_n, 0>(S.x.d, descriptor_at(Q, panel_step<B>(step, Q_PANEL_ROWS<B>)),
                                    descriptor_at(K, panel_step<B>(step, B::block_n)), step > 0);
   }
   wgmma_commit_group();
@@ -2839,11 +2838,12 @@ __device__ __forceinline__ void wgmma_pv(WgmmaAccumulator<B::head_dim>& O, const
   wgmma_commit_group();
 }
 
-// PACK_GQA: empties rows of Q without a query; what lies there would decide how others are rounded. ROWS: of the tile.
-template <class B, int ROWS> __device__ __forceinline__ void clear_rows_without_query(Input* Q_s, const KernelArgs& a) {
-  const int rows = rows_of_item<B>(a), chunks = (ROWS - rows) * 8;
-  for (int i = threadIdx.x; i < B::head_dim / 64 * chunks; i += B::threads) {
-    st_shared(reinterpret_cast<uint4*>(Q_s + (i / chunks * ROWS + rows) * 64) + i % chunks, uint4{});
+// PACK_GQA: empties rows of Q without a query; what lies there would decide how others are rounded.
+template <class B> __device__ __forceinline__ void clear_rows_without_query(Input* Q_s, const KernelArgs& a) {
+  const int rows = rows_of_item<B>(a), chunks = (B::block_m - rows) * (PANEL_BYTES<B> / 16);
+  for (int i = threadIdx.x; i < PANELS<B> * chunks; i += B::threads) {
+    const int row = i / chunks * B::block_m + rows;
+    st_shared(reinterpret_cast<uint4*>(Q_s + row * (PANEL_BYTES<B> / sizeof(Input))) + i % chunks, uint4{});
   }
   fence_proxy_async();
 }
@@ -2852,13 +2852,6 @@ template <class B> __device__ __forceinline__ void prefetch_tensor_maps(const Ke
   if (threadIdx.x != 64) return;
   prefetch_tensormap(&tensor_maps<B>(a).q), prefetch_tensormap(&tensor_maps<B>(a).k);
   prefetch_tensormap(&tensor_maps<B>(a).v);
-}
-
-// Waits for the kernel before this one, then lets the CTAs of the next one come as these end. To let them
-// come at once is no faster, and up to 5% slower where problems are small.
-__device__ __forceinline__ void wait_then_let_next_kernel_start() {
-  griddepcontrol_wait();
-  griddepcontrol_launch_dependents();
 }
 
 // A function of the driver, through the runtime, so that nothing has to be linked for it.
@@ -2942,7 +2935,8 @@ template <class B> SdpaStatus encode_tensor_maps(TensorMaps& maps, KernelArgs& a
       strides[2] = panel_bytes;
       box[1] = a.item_queries.divisor, box[2] = uint32_t(a.item_heads), box[3] = 1;
     }
-    const cudaError_t error = encode_tensor_map(*map++, 5, t.data, sizes, strides, box, t.element_bytes, B::pack_gqa);
+    const cudaError_t error = encode_tensor_map(*map++, 5, t.data, sizes, strides, box, t.element_bytes,
+                                                B::swap_ab && B::pack_gqa);
     if (error != cudaSuccess) {
       return failure(error, "the driver makes no tensor map of %s: %s", t.name, cudaGetErrorString(error));
     }
@@ -2984,9 +2978,9 @@ __global__ void __launch_bounds__(B::threads, 1) sdpa_wgmma_plain(const __grid_c
   const SdpaParams& p = a.p;
   WgmmaPlainShared<B>& s = dynamic_shared<WgmmaPlainShared<B>>();
   const int tid = threadIdx.x, lane = tid % 32, group = uniform(tid / 128);
-  const WorkItem item = work_item<B>(a, blockIdx.x);
+  const WorkItem item = item_of_cta<B>(a);
   const int h_kv = item.h / (p.Hq / p.Hkv);
-  const KeyRange keys = a.keys.of_rows(item.q0, min(item.q0 + B::block_m, p.Sq) - 1);
+  const KeyRange keys = keys_of_cta<B>(a, item);
   const int tiles = shares(keys.end - keys.begin, B::block_n);
 
   if (tid == 0) {
@@ -3045,18 +3039,10 @@ __global__ void __launch_bounds__(B::threads, 1) sdpa_wgmma_plain(const __grid_c
     if (tid == 0 && tile + B::stages < tiles) {
       load_tile(s, a, stage, k0 + B::stages * B::block_n, h_kv, item.b);
     }
-    if constexpr (B::many_keys) {
-      const int part = keys_at_once<B>() / B::block_n;
-      const bool last = tile + 1 == tiles;
-      if ((tile + 1) % part == 0 || last) {
-        carry_sums<B>(O, m, l, ItemScale<B>(a, item), tid, tile < part, last);
-        if (!last) clear(O), m[0] = m[1] = -INFINITY, l[0] = l[1] = 0;
-      }
-    }
   }
 
   SDPA_UNROLL for (int i = 0; i < 2; i++) l[i] = row_sum<O.LANES>(l[i]);
-  store_output<B>(O, m, l, a, item);
+  store_sums<B>(O, m, l, a, item);
 }
 
 template <class B> struct KernelOf<B, Path::wgmma_plain> {
@@ -3159,7 +3145,8 @@ template <class B, class Shared> struct WgmmaProducer {
       // A box has 64 rows of one head; PACK_GQA: a panel of all heads.
       for (int n = 0; item.rounds > 0 && n < (B::pack_gqa ? PANELS<B> : Shared::ROW_GROUPS); n++) {
         const int plain[5] = {0, item.q0 + n * 64, 0, item.h, item.b}, packed[5] = {0, item.q0, item.h, n, item.b};
-        Input* const Q_s = B::pack_gqa ? s.queries(stage, 0) + n * 64 * B::head_dim / PANELS<B> : s.queries(stage, n);
+        Input* const Q_s = B::pack_gqa ? s.queries(stage, 0) + n * B::block_m * (B::head_dim / PANELS<B>)
+                                       : s.queries(stage, n);
         cp_async_bulk_tensor_load(Q_s, &tensor_maps<B>(a).q, B::pack_gqa ? packed : plain, full, evict_first);
       }
     }
@@ -3281,7 +3268,7 @@ template <class B> struct WgmmaRows {
   // P in the place of S, and l. The caller multiplies O by alpha.
   __device__ __forceinline__ void softmax_by_exact_max(Scores& S, float (&alpha)[ROWS]) {
     if (has_mask()) {
-      const uint32_t tid = thread_index_anew() % 128;
+      const uint32_t tid = B::pack_gqa ? thread_index_anew() - B::producer_threads : thread_index_anew() % 128;
       S.first_row = tid / 32 * 16 + tid % 32 / 4, S.first_col = tid % 4 * 2;
       mask_scores<B>(S, a, q, k0);
     }
@@ -3350,7 +3337,7 @@ template <class B, class Shared> struct WgmmaConsumer {
       mbarrier_wait(&s.q_full[q_ring.stage], q_ring.parity);
       const int rounds = uniform(item().rounds);
       if (rounds == 0) break;
-      rows.q = uniform(item().q0 + row_group * 64);
+      rows.q = uniform(item().q0 + (B::pack_gqa ? 0 : row_group * 64));
       const KeyRange own = own_rounds<B>(a, item(), rounds, rows.q);
       begin();
       t.skip(ring, rounds - own.end, lane);
@@ -3376,7 +3363,7 @@ template <class B> __global__ void __launch_bounds__(B::threads, 1) sdpa_wgmma(c
   const int warp = uniform(threadIdx.x / 32);
   s.init_mbarriers(warp);
   prefetch_tensor_maps<B>(a);
-  if (B::pack_gqa) clear_rows_without_query<B, 64>(s.queries(0, 0), a);
+  if (B::pack_gqa) clear_rows_without_query<B>(s.queries(0, 0), a);
   __syncthreads();  // hazard: mbarriers initialised by two threads, rows emptied by all
   if (warp < B::producer_threads / 32) {
     if (Registers::dealt) setmaxnreg_dec<Registers::producer>();
@@ -3433,19 +3420,6 @@ __device__ __forceinline__ void merge_slices(const WgmmaRows<B>& rows, SlicePart
   if (lane % 4 == 0 && rows.q + row < rows.a.p.Sq) store_lse<B>(m, l, rows.a, item, rows.q + row);
 }
 
-// ---- 5d merge of ranges (wgmma and USE_WARP_SPECIALIZATION) ----
-// SPLIT_CTAS: a kernel of its own, a thread to four columns of a row, so that all SMs merge and not one CTA an item.
-
-constexpr int merge_threads = 128;
-template <class B> constexpr int merge_ctas = B::block_m * B::head_dim / 4 / merge_threads;  // of an item
-
-template <class B> __global__ void __launch_bounds__(merge_threads) sdpa_merge(const __grid_constant__ KernelArgs a) {
-  const uint32_t number = blockIdx.x / merge_ctas<B>, cta = blockIdx.x % merge_ctas<B>;
-  wait_then_let_next_kernel_start();
-  merge_ranges<B, ranges_at_once, 4>(range_partials<B>(a) + number * a.ranges.divisor, a, work_item<B>(a, number),
-                                     int(cta * merge_threads + threadIdx.x), merge_ctas<B> * merge_threads);
-}
-
 // ---- 5d 16 bits: the kernel (wgmma and USE_WARP_SPECIALIZATION and DTYPE = FP16, DTYPE = BF16) ----
 
 template <class B> struct WgmmaShared {
@@ -3458,7 +3432,9 @@ template <class B> struct WgmmaShared {
   // Full: Q has landed, and item is set. Done: every warp has written its O over Q. Empty: O has been stored.
   uint64_t q_full[Q_STAGES], o_done[Q_STAGES][ROW_GROUPS], q_empty[Q_STAGES];
 
-  __device__ __forceinline__ Input* queries(int stage, int row_group) { return Q[stage][row_group]; }
+  __device__ __forceinline__ Input* queries(int stage, int row_group) {
+    return Q[stage][0] + row_group * 64 * B::head_dim / (B::pack_gqa ? PANELS<B> : 1);
+  }
   // Two threads do it; a barrier of the CTA must follow.
   __device__ __forceinline__ void init_mbarriers(int warp) {
     if (warp == 1 && threadIdx.x % 32 == 0) {
@@ -3558,9 +3534,9 @@ template <class B> struct Wgmma16Consumer : WgmmaConsumer<B, WgmmaShared<B>> {
   // With Q from shared memory.
   __device__ __forceinline__ void multiply_qk_again(Scores& S) const {
     const uint32_t tid = thread_index_anew() % 128, row = tid / 32 * 16 + tid % 16, byte = tid % 32 / 16 * 16;
-    const SharedAddress Q_s = shared_address(s.Q[q_ring.stage][row_group]);
+    const SharedAddress Q_s = shared_address(s.queries(q_ring.stage, row_group));
     rows.multiply_qk_again(S, Base::item(), [&](uint32_t (&q)[4], int step_byte) {
-      ldmatrix_x4<false>(q, Q_s + panel_byte<64>(row, step_byte + byte));
+      ldmatrix_x4<false>(q, Q_s + panel_byte<Q_PANEL_ROWS<B>>(row, step_byte + byte));
     });
   }
   __device__ __forceinline__ void scale_output(const float (&alpha)[2]) {
@@ -3680,21 +3656,6 @@ template <class B> struct Wgmma16Consumer : WgmmaConsumer<B, WgmmaShared<B>> {
       serial(turns);
     }
   }
-  // The same; of many keys keys_at_once at a time.
-  __device__ __forceinline__ void sum_parts(const WgmmaTurns<B>& turns) {
-    if constexpr (!B::many_keys) {
-      sum_keys(turns);
-    } else {
-      const int all_k0 = last_k0, thread = int(threadIdx.x) - B::producer_threads;
-      for (bool first = true;; first = false, rows.k0 -= round_keys<B>) {
-        last_k0 = max(rows.k0 - keys_at_once<B>() + round_keys<B>, all_k0);
-        sum_keys(turns);
-        const bool last = last_k0 == all_k0;
-        carry_sums<B>(rows.O, rows.m, rows.l, rows.scale_log2, thread, first, last);
-        if (last) break;
-      }
-    }
-  }
   // Writes O / l, rounded, over Q, which all warps have read, and stores LSE.
   __device__ __forceinline__ void write_output() {
     auto& O = rows.O;
@@ -3744,23 +3705,16 @@ template <class B> struct Wgmma16Consumer : WgmmaConsumer<B, WgmmaShared<B>> {
     });
   }
 
-  // SPLIT_CTAS: stores what this range of the item's keys, perhaps none, gives, for sdpa_merge().
-  __device__ __forceinline__ void store_range() {
-    const int thread = int(threadIdx.x) - B::producer_threads, lane = thread % 32;
-    RangePartial<B>& mine = range_partials<B>(a)[blockIdx.x];
+  // SPLIT_CTAS: what the CTA's keys give, of which there may be none.
+  __device__ __forceinline__ void store_range_of_rows() {
+    const int thread = int(threadIdx.x) - B::producer_threads;
     if (s.item[0].rounds == 0) rows.start(), clear(rows.O);
-    SDPA_UNROLL for (int i = 0; i < 2; i++) {
-      const int row = thread / 32 * 16 + lane / 4 + 8 * i;
-      SDPA_UNROLL for (int j = 0; j < rows.O.COLS; j += 2) {
-        st_global(&mine.O[row][j / 2 * 8 + lane % 4 * 2], float2{rows.O.x[i][j], rows.O.x[i][j + 1]});
-      }
-      if (lane % 4 == 0) st_global(&mine.m_l[row], float2{rows.m[i], rows.l[i]});
-    }
+    rows.O.first_row = thread / 32 * 16 + lane / 4, rows.O.first_col = lane % 4 * 2;
+    store_range<B>(rows.O, rows.m, rows.l, a);
   }
-
   __device__ __forceinline__ void run() {
     const auto compute = [&](const WgmmaTurns<B>& turns) {
-      sum_parts(turns);
+      sum_keys(turns);
       SDPA_UNROLL for (int i = 0; i < 2; i++) rows.l[i] = row_sum<Base::Rows::Sums::LANES>(rows.l[i]);
       if constexpr (B::split_kv > 1) {
         merge_and_store();
@@ -3771,7 +3725,7 @@ template <class B> struct Wgmma16Consumer : WgmmaConsumer<B, WgmmaShared<B>> {
     Base::run_items([] {}, compute, [&] {
       if (stores_by_tma<B>) arrive_by_warp(&s.o_done[q_ring.stage][row_group], lane);
     });
-    if constexpr (B::split_ctas != 1) store_range();
+    if constexpr (B::split_ctas != 1) store_range_of_rows();
   }
 };
 
@@ -4126,7 +4080,7 @@ template <class B> struct E4m3Consumer : WgmmaConsumer<B, E4m3Shared<B>> {
           four.x[i][j] = rows.O.x.d[2 * i + j / 4 * 8 + j % 2 * 4 + j / 2 % 2];
         }
       }
-      store_output<B>(four, rows.m, rows.l, a, item);
+      store_sums<B>(four, rows.m, rows.l, a, item);
     }
   }
   __device__ __forceinline__ void run() {
@@ -4138,6 +4092,10 @@ template <class B> struct E4m3Consumer : WgmmaConsumer<B, E4m3Shared<B>> {
     Base::run_items(begin, [&](const WgmmaTurns<B>& turns) { sum_keys(turns), store(); }, [&] {
       if (q_stays && B::split_kv == 1) release_queries();  // with slices nobody waits
     });
+    if (B::split_ctas != 1 && Base::item().rounds == 0) {  // a range without a key
+      rows.q = Base::item().q0 + row_group * 64;
+      rows.start(), clear(rows.O), store();
+    }
   }
 };
 
@@ -4533,7 +4491,7 @@ __global__ void __launch_bounds__(B::threads, 1) sdpa_wgmma_columns(const __grid
     fence_mbarrier_init();
   }
   prefetch_tensor_maps<B>(a);
-  if (B::pack_gqa) clear_rows_without_query<B, B::block_m>(s.Q, a);
+  if (B::pack_gqa) clear_rows_without_query<B>(s.Q, a);
   WgmmaColumnsLoader<B> loader{s, a, warp / 4, warp % 4, {}};
   if (loader.loads()) loader.item = wgmma_item<B>(a, item_number_of_cta<B>(a));
   __syncthreads();  // hazard: mbarriers initialised by one thread, rows emptied by all
@@ -4571,28 +4529,33 @@ struct Items {
   int ranges = 1;      // CTAs to an item
 };
 
-// Steps of the merge, as the model counts them: those of few ranges take less.
+// Clocks of sdpa_merge(): a launch, and every partial result is written and read.
+double merge_kernel_clocks(const Items& items, int D, int ranges, int sms) {
+  return 3000 + double(items.count) * ranges * items.heads * items.queries * D * 8 / sms / 40;
+}
+
+// Steps of the merge by the last CTA, as the model counts them: those of few ranges take less.
 int64_t merge_steps(const Items& items, int D, int threads, int ranges) {
   if (ranges == 1) return 0;
   const int64_t parts = shares(items.heads * items.queries * (D / 4), threads);  // of a thread
   return ranges > few_ranges ? shares(ranges, ranges_at_once) * parts : shares(ranges, 2) * shares(parts, 4);
 }
 
-// SPLIT_CTAS=0: as many ranges as take the least time, counted in KB that an SM reads meanwhile: its rounds, 64 KB for
-// each wave of CTAs that starts, `resident` to an SM, and 24 KB for each step of the merge (fitted to an H200). None is
-// longer than most_keys_at_once where 256 ranges suffice.
-int ranges_of(const SdpaParams& p, const Items& items, int round_keys, int threads, int resident, int sms) {
-  const KeyBounds bounds(p);
-  const int keys = max(bounds.end(p.Sq - 1) - bounds.begin(p.Sq - 1), 1);
-  const int rounds = int(shares(keys, round_keys));
+// SPLIT_CTAS=0: as many ranges as take the least time, counted in KB that an SM reads meanwhile (one takes 50 clocks):
+// its rounds, 64 KB for each wave of CTAs that starts, `resident` to an SM, and 24 KB for each step of the merge by the
+// last CTA (fitted to an H200). None is longer than most_keys_at_once where 256 ranges suffice.
+int ranges_of(const SdpaParams& p, const Items& items, bool by_kernel, int round_keys, int threads, int resident,
+              int sms) {
+  const int keys = max(most_visible_keys(p), 1), rounds = int(shares(keys, round_keys));
   const double round_kb = round_keys * p.D * sizeof(Input) / 512.0;  // K and V
-  const int most = items.count <= most_split_items ? min(rounds, 256) : 1;
+  const int most = by_kernel || items.count <= most_split_items ? min(rounds, 256) : 1;
   int best = 0;
   double best_kb = 0;
   for (int n = min(int(shares(keys, most_keys_at_once)), most); n <= most; n++) {
-    const uint32_t ctas = uint32_t(items.count) * n;
-    const double kb = round_kb * shares(ctas, sms) * shares(rounds, n) + 64.0 * shares(ctas, resident * sms) +
-                      24.0 * merge_steps(items, p.D, threads, n);
+    const int64_t ctas = items.count * n;
+    const double merge_kb = by_kernel ? merge_kernel_clocks(items, p.D, n, sms) / 50
+                                      : 24.0 * merge_steps(items, p.D, threads, n);
+    const double kb = round_kb * shares(ctas, sms) * shares(rounds, n) + 64.0 * shares(ctas, resident * sms) + merge_kb;
     if (best == 0 || kb < best_kb) best = n, best_kb = kb;
   }
   return best;
@@ -4617,25 +4580,26 @@ Items items_of_packed_tile(const SdpaParams& p, int block_m) {
 
 template <class B> Items items_of(const SdpaParams& p) {
   Items items = B::pack_gqa ? items_of_packed_tile(p, B::block_m) : items_of_tile(p, 1, B::block_m);
-  if (B::split_ctas > 1) items.ranges = B::split_ctas;
+  if (B::split_ctas > 1) items.ranges = max(B::split_ctas, int(shares(most_visible_keys(p), most_keys_at_once)));
   if (B::split_ctas == 0 && items.count > 0) {
-    items.ranges =
-        ranges_of(p, items, B::split_kv * B::block_n, B::num_warps * 32, most_resident_ctas<B>(), sm_count());
+    items.ranges = ranges_of(p, items, merges_by_kernel<B>, B::split_kv * B::block_n, B::num_warps * 32,
+                             most_resident_ctas<B>(), sm_count());
   }
   return items;
 }
 
-// For the queue, for sums of many keys or for the ranges; counters are zero again after every launch.
+// Items of a launch: all; or those of 32 CTAs to an SM, so that the partial results of long rows stay below 0.6 GB.
+template <class B> int64_t items_at_once(const Items& items) {
+  if (!merges_by_kernel<B>) return items.count;
+  return max(min(items.count, int64_t(32 * sm_count() / items.ranges)), int64_t(1));
+}
+
+// For the queue or for the ranges; counters are zero again after every launch.
 template <class B> size_t workspace_bytes(const SdpaParams& p) {
-  if (B::split_ctas == 1 && !B::many_keys) return B::use_persistent_cta ? sizeof(uint32_t) : 0;
+  if (B::split_ctas == 1) return B::use_persistent_cta ? sizeof(uint32_t) : 0;
   const Items items = items_of<B>(p);
-  if (B::split_ctas != 1) {
-    const bool merges = items.ranges > 1 || B::path == Path::wgmma_roles;
-    return range_counter_bytes + (merges ? size_t(items.count) * items.ranges * sizeof(RangePartial<B>) : 0);
-  }
-  const int64_t resident = most_resident_ctas<B>() * sm_count();
-  const int64_t slots = B::use_persistent_cta && resident < items.count ? resident : items.count;
-  return slot_offset + size_t(slots) * slot_bytes<B>;
+  const bool stores = items.ranges > 1 || merges_by_kernel<B>;
+  return range_counter_bytes + (stores ? items_at_once<B>(items) * items.ranges * sizeof(RangePartial<B>) : 0);
 }
 
 // ---- the launch ----
@@ -4648,15 +4612,16 @@ size_t even_share(size_t bytes, uint32_t ctas) {
   return max(int(bytes), shared_of_sm() / share / 1024 * 1024 - 1024);
 }
 
-// Launches the kernel with a CTA to each of `items`; USE_PERSISTENT_CTA: as many as are resident and asked for.
+// Launches the kernel with a CTA to each range of `items`; USE_PERSISTENT_CTA: as many as are resident and asked for.
 template <class B> SdpaStatus launch_kernel(const KernelArgs& a, uint32_t items, cudaStream_t stream) {
+  const uint32_t ctas = items * a.ranges.divisor;
   static_assert(shared_bytes<B> <= 227 * 1024,
                 "BLOCK_M, BLOCK_N, HEAD_DIM and STAGES: the tiles need more than the 227 KB of shared memory that a "
                 "CTA can have; type a smaller BLOCK_N or fewer STAGES");
   constexpr auto kernel = KernelOf<B>::entry;
   size_t bytes = shared_bytes<B>, most = bytes;
   // The attribute is the kernel's, which other host threads launch as well: so it is the most that any launch asks for.
-  if (B::family == Family::wgmma && B::split_ctas != 1) most = even_share(bytes, 1), bytes = even_share(bytes, items);
+  if (B::family == Family::wgmma && B::split_ctas != 1) most = even_share(bytes, 1), bytes = even_share(bytes, ctas);
   cudaError_t error = cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, int(most));
   if (error == cudaErrorInvalidValue || error == cudaErrorInvalidDeviceFunction ||
       error == cudaErrorNoKernelImageForDevice) {
@@ -4664,13 +4629,13 @@ template <class B> SdpaStatus launch_kernel(const KernelArgs& a, uint32_t items,
     return failure(error, "this GPU cannot run this build (%zu bytes of shared memory a CTA): %s", most, why);
   }
   if (error != cudaSuccess) return cuda_failure(error, "an earlier call or kernel of this process");
-  cudaLaunchConfig_t launch{dim3(items), dim3(B::threads), bytes, stream};
+  cudaLaunchConfig_t launch{dim3(ctas), dim3(B::threads), bytes, stream};
   if (B::use_persistent_cta) {
     int ctas_per_sm = 0;
     error = cudaOccupancyMaxActiveBlocksPerMultiprocessor(&ctas_per_sm, kernel, B::threads, shared_bytes<B>);
     if (error != cudaSuccess) return cuda_failure(error, "asking for the GPU's occupancy");
     const uint32_t resident = uint32_t(sm_count()) * uint32_t(max(ctas_per_sm, 1)), asked = uint32_t(a.p.max_ctas);
-    launch.gridDim.x = min(items, asked > 0 ? min(asked, resident) : resident);
+    launch.gridDim.x = min(ctas, asked > 0 ? min(asked, resident) : resident);
   }
   cudaLaunchAttribute early{};
   // The wgmma kernel starts before the kernel before it in the stream has ended, and waits for it before it touches
@@ -4682,8 +4647,8 @@ template <class B> SdpaStatus launch_kernel(const KernelArgs& a, uint32_t items,
     launch.attrs = &early, launch.numAttrs = 1;
   }
   error = cudaLaunchKernelEx(&launch, kernel, a);
-  if constexpr (B::family == Family::wgmma && B::use_warp_specialization && B::split_ctas != 1) {
-    launch.gridDim = dim3(a.work_items * merge_ctas<B>), launch.blockDim = dim3(merge_threads);
+  if constexpr (merges_by_kernel<B>) {
+    launch.gridDim = dim3(items * merge_ctas<B>), launch.blockDim = dim3(merge_threads);
     launch.dynamicSmemBytes = 0;
     if (error == cudaSuccess) error = cudaLaunchKernelEx(&launch, sdpa_merge<B>, a);
   }
@@ -4701,7 +4666,11 @@ template <class B> SdpaStatus forward(const SdpaParams& p, cudaStream_t stream) 
   if (double(items.count) * items.ranges > most) {
     return failure(refused, "B*Hq*ceil(Sq/%d) is over %d tiles; split the batch", items.queries, most);
   }
-  if (B::split_ctas != 1 && items.ranges > 1 && items.count > most_split_items) {
+  if (sums_end<B> && most_visible_keys(p) > most_keys_at_once) {
+    return failure(refused, "a query sees %d keys, but this build sums over %d at most; use one with SPLIT_CTAS=0",
+                   most_visible_keys(p), most_keys_at_once);
+  }
+  if (B::split_ctas != 1 && !merges_by_kernel<B> && items.ranges > 1 && items.count > most_split_items) {
     return failure(refused, "SPLIT_CTAS=%d takes %u items at most, and here are %lld; split the batch", items.ranges,
                    most_split_items, (long long)items.count);
   }
@@ -4725,15 +4694,16 @@ template <class B> SdpaStatus forward(const SdpaParams& p, cudaStream_t stream) 
     const SdpaStatus status = encode_tensor_maps<B>(a.maps, a);
     if (!status.ok()) return status;
   }
-  return launch_kernel<B>(a, a.work_items * a.ranges.divisor, stream);
-}
-
-// use(B()), or of the build for sums of many keys if the problem has as many.
-template <class B, class Use> auto with_sums(const SdpaParams& p, const Use& use) {
-  if constexpr (carries_sums<B>) {
-    if (p.Sk > most_keys_at_once) return use(ManyKeys<B>());
+  if constexpr (merges_by_kernel<B>) {
+    const int64_t at_once = items_at_once<B>(items);
+    SdpaStatus status;
+    for (int64_t first = 0; first < items.count && status.ok(); first += at_once) {
+      a.first_item = uint32_t(first);
+      status = launch_kernel<B>(a, uint32_t(min(at_once, items.count - first)), stream);
+    }
+    return status;
   }
-  return use(B());
+  return launch_kernel<B>(a, a.work_items, stream);
 }
 
 // ---- the checks ----
@@ -4888,16 +4858,14 @@ template <class B> constexpr bool check() {
   constexpr bool mma = B::family == Family::mma, wgmma = B::family == Family::wgmma;
   SDPA_REFUSE(B::block_n % (scalar ? 8 : B::is_e4m3 && !B::converts_operands ? 32 : 16) != 0,
               "BLOCK_N: the scalar kernel takes keys by 8, the others by 16, e4m3 by 32; type BLOCK_N=64");
-  SDPA_REFUSE((B::path == Path::wgmma_plain || B::path == Path::wgmma_e4m3) && (B::pack_gqa || B::split_ctas != 1),
-              "PACK_GQA and SPLIT_CTAS: the plain wgmma kernel and that of e4m3 have neither; add "
-              "USE_WARP_SPECIALIZATION=1 or SWAP_AB=1 or drop them");
-  SDPA_REFUSE(B::path == Path::wgmma_roles && B::split_ctas != 1 &&
-                  (B::split_kv > 1 || B::use_persistent_cta || B::skip_masked),
-              "SPLIT_CTAS: a CTA has one range of one item; drop SPLIT_KV, USE_PERSISTENT_CTA and SKIP_MASKED");
-  SDPA_REFUSE(B::path == Path::wgmma_roles && B::pack_gqa && (B::split_ctas == 1 || B::block_m != 64),
-              "PACK_GQA: the heads are rows of one warpgroup, in ranges; type SPLIT_CTAS=0 BLOCK_M=64 NUM_WARPS=4");
-  SDPA_REFUSE(mma && !B::pack_gqa && B::split_ctas != 1,
-              "SPLIT_CTAS: in the mma.sync kernel it goes with PACK_GQA; add PACK_GQA=1 or drop it");
+  SDPA_REFUSE((B::path == Path::wgmma_plain || B::path == Path::wgmma_e4m3) && B::pack_gqa,
+              "PACK_GQA: the plain wgmma kernel and that of e4m3 do not have it; add USE_WARP_SPECIALIZATION=1 or "
+              "SWAP_AB=1 or drop it");
+  SDPA_REFUSE(merges_by_kernel<B> && (B::use_persistent_cta || (wgmma && (B::split_kv > 1 || B::skip_masked))),
+              "SPLIT_CTAS: a CTA has one range of one item; drop USE_PERSISTENT_CTA, and with wgmma SPLIT_KV and "
+              "SKIP_MASKED");
+  SDPA_REFUSE(B::path == Path::wgmma_roles && B::pack_gqa && B::split_ctas == 1,
+              "PACK_GQA: with producer warps its rows are stored in ranges alone; type SPLIT_CTAS=0");
   SDPA_REFUSE(wmma && B::use_warp_specialization && B::sync_policy != 1,
               "USE_WARP_SPECIALIZATION=1: a CTA barrier would stop the producers, so every warp must keep its rows; "
               "type SYNC_POLICY=1");
@@ -4948,7 +4916,7 @@ constexpr TunedTile tile(int head_dim, int block_m, int block_n, int num_warps, 
   t.overlap = on("OVERLAP"), t.use_warp_specialization = t.overlap || on("USE_WARP_SPECIALIZATION");
   t.use_persistent_cta = on("USE_PERSISTENT_CTA"), t.use_ping_pong = on("USE_PING_PONG");
   t.skip_masked = on("SKIP_MASKED"), t.swap_ab = on("SWAP_AB"), t.use_lazy_max = true;
-  t.pack_gqa = on("PACK_GQA"), t.split_ctas = t.pack_gqa ? 0 : 1;
+  t.pack_gqa = on("PACK_GQA"), t.split_ctas = t.pack_gqa || on("SPLIT_CTAS") ? 0 : 1;
   if (Build::is_e4m3) t.fp8_flush = 1024 / block_n;  // wgmma flushes O after 1,024 keys
   return t;
 }
@@ -4959,6 +4927,9 @@ constexpr TunedTile HOPPER_TILES[] = {
     tile(64, 256, 64, 16, 4, 1, "OVERLAP USE_PERSISTENT_CTA USE_PING_PONG", 1, 3470, 9.1),
     tile(64, 256, 64, 16, 3, 1, "OVERLAP USE_PERSISTENT_CTA SKIP_MASKED", 1, 2320, 8.88),
     tile(64, 64, 64, 4, 2, 1, "OVERLAP USE_PERSISTENT_CTA", 2, 1560, 6.61),
+    tile(64, 192, 96, 12, 4, 1, "OVERLAP PACK_GQA", 1, 3000, 9.5),
+    tile(64, 128, 128, 8, 4, 1, "OVERLAP PACK_GQA", 1, 3000, 8.5),
+    tile(64, 64, 128, 4, 4, 1, "OVERLAP PACK_GQA", 1, 2000, 6.6),
     tile(64, 16, 128, 8, 2, 2, "SWAP_AB PACK_GQA", 1, 3940, 1.77),
     tile(64, 16, 128, 4, 2, 1, "SWAP_AB PACK_GQA", 3, 4090, 1.55),
     tile(64, 32, 128, 8, 2, 2, "SWAP_AB PACK_GQA", 1, 4520, 3.0),
@@ -4967,12 +4938,16 @@ constexpr TunedTile HOPPER_TILES[] = {
     tile(128, 128, 128, 8, 2, 1, "OVERLAP USE_PERSISTENT_CTA USE_PING_PONG", 1, 3390, 5.91),
     tile(128, 192, 64, 12, 4, 1, "OVERLAP USE_PERSISTENT_CTA SKIP_MASKED", 1, 2960, 5.5),
     tile(128, 64, 64, 4, 2, 1, "OVERLAP USE_PERSISTENT_CTA", 1, 1780, 3.63),
+    tile(128, 128, 128, 8, 2, 1, "OVERLAP PACK_GQA", 1, 3000, 5.7),
+    tile(128, 64, 128, 4, 2, 1, "OVERLAP PACK_GQA", 1, 2000, 3.6),
     tile(128, 16, 64, 8, 2, 2, "SWAP_AB PACK_GQA", 1, 3820, 0.82),
     tile(128, 32, 64, 8, 2, 2, "SWAP_AB PACK_GQA", 1, 5220, 1.49),
     tile(128, 16, 64, 4, 2, 1, "SWAP_AB PACK_GQA", 3, 4710, 0.767),
     tile(128, 32, 64, 4, 2, 1, "SWAP_AB PACK_GQA", 2, 6570, 1.44),
     tile(256, 128, 64, 8, 2, 1, "OVERLAP USE_PERSISTENT_CTA SKIP_MASKED", 1, 7930, 2.85),
     tile(256, 64, 64, 4, 2, 1, "OVERLAP USE_PERSISTENT_CTA", 1, 5360, 2.37),
+    tile(256, 128, 64, 8, 2, 1, "OVERLAP PACK_GQA", 1, 7900, 2.8),
+    tile(256, 64, 64, 4, 2, 1, "OVERLAP PACK_GQA", 1, 5400, 2.37),
     tile(256, 8, 64, 4, 2, 1, "SWAP_AB PACK_GQA", 1, 5000, 0.306),
     tile(256, 32, 64, 4, 2, 1, "SWAP_AB PACK_GQA", 1, 8240, 0.823),
 };
@@ -4980,12 +4955,15 @@ constexpr TunedTile AMPERE_TILES[] = {
     tile(64, 32, 32, 8, 2, 4, "", 2, 7720, 4.53),
     tile(64, 64, 64, 4, 2, 2, "", 2, 8960, 5.35),
     tile(64, 128, 64, 4, 3, 1, "", 2, 5970, 5.39),
+    tile(64, 128, 64, 4, 3, 1, "SPLIT_CTAS", 2, 5970, 5.39),
     tile(64, 16, 32, 4, 3, 4, "PACK_GQA", 2, 6840, 1.53),
     tile(128, 64, 32, 8, 2, 2, "", 1, 7000, 2.29),
     tile(128, 128, 64, 4, 2, 1, "", 2, 8960, 3.14),
+    tile(128, 128, 64, 4, 2, 1, "SPLIT_CTAS", 2, 8960, 3.14),
     tile(128, 16, 16, 4, 2, 4, "PACK_GQA", 3, 5640, 0.689),
     tile(128, 32, 16, 4, 2, 4, "PACK_GQA", 3, 8520, 1.4),
     tile(256, 64, 64, 4, 1, 1, "", 2, 8140, 1.22),
+    tile(256, 64, 64, 4, 1, 1, "SPLIT_CTAS", 2, 8140, 1.22),
     tile(256, 16, 16, 2, 2, 2, "PACK_GQA", 3, 11600, 0.326),
 };
 // Few rows of e4m3 go to mma.sync, since the transposed kernel takes no bytes.
@@ -4993,12 +4971,15 @@ constexpr TunedTile E4M3_TILES[] = {
     tile(64, 64, 128, 8, 3, 2, "OVERLAP", 1, 7260, 8.0),
     tile(64, 128, 64, 16, 4, 2, "OVERLAP USE_PING_PONG", 1, 8080, 10.7),
     tile(64, 192, 128, 12, 4, 1, "OVERLAP USE_PERSISTENT_CTA SKIP_MASKED", 1, 4850, 10.4),
+    tile(64, 192, 128, 12, 4, 1, "OVERLAP SPLIT_CTAS", 1, 4850, 10.4),
     tile(64, 16, 64, 4, 3, 4, "PACK_GQA USE_MMA_SYNC", 2, 9340, 3.24),
     tile(128, 64, 64, 8, 2, 2, "OVERLAP", 1, 6450, 5.76),
     tile(128, 128, 128, 8, 2, 1, "OVERLAP USE_PERSISTENT_CTA USE_PING_PONG", 1, 4800, 7.63),
+    tile(128, 128, 128, 8, 2, 1, "OVERLAP SPLIT_CTAS", 1, 4800, 7.4),
     tile(128, 192, 64, 12, 4, 1, "OVERLAP USE_PERSISTENT_CTA SKIP_MASKED", 1, 4400, 7.2),
     tile(128, 16, 32, 4, 3, 4, "PACK_GQA USE_MMA_SYNC", 2, 10800, 1.65),
     tile(256, 128, 64, 8, 2, 1, "OVERLAP USE_PERSISTENT_CTA SKIP_MASKED", 1, 4030, 3.97),
+    tile(256, 128, 64, 8, 2, 1, "OVERLAP SPLIT_CTAS", 1, 4030, 3.9),
     tile(256, 16, 32, 2, 2, 2, "PACK_GQA USE_MMA_SYNC", 3, 7500, 0.511),
 };
 struct TileTable {
@@ -5110,14 +5091,16 @@ double tuned_clocks(const TunedTile& t, const SdpaParams& p, int sms) {
   const Items items = t.pack_gqa ? items_of_packed_tile(p, t.block_m) : items_of_tile(p, 1, t.block_m);
   ComputeClocks compute{t, item_keys(t, p), double(items.count) / sms, clocks_of_key(t, p)};
   double merge_clocks = 0;
-  if (t.pack_gqa) {  // a CTA takes its share of the keys, and the last one of an item merges the results
+  if (t.split_ctas == 0) {  // a CTA takes its share of the keys; the last one of an item or a kernel merges the results
     const int round_keys = t.block_n * t.split_kv, threads = t.num_warps * 32;
-    const int ranges = ranges_of(p, items, round_keys, threads, t.ctas, sms);
+    const bool by_kernel = !t.swap_ab && !(t.use_mma_sync && t.pack_gqa);
+    const int ranges = ranges_of(p, items, by_kernel, round_keys, threads, t.ctas, sms);
     ItemKeys& keys = compute.keys;
     const double share = shares(int64_t(keys.most) / round_keys, ranges) * round_keys / keys.most;
     keys = {keys.most * share, keys.least * share, keys.mean * share};
     compute.ctas_per_sm *= ranges;
     if (ranges > 1) merge_clocks = 500 + 2000.0 * merge_steps(items, p.D, threads, ranges);
+    if (by_kernel) merge_clocks = merge_kernel_clocks(items, p.D, ranges, sms);
   }
   // K and V are read once, from L2 (below 52 MB) or from memory. Reading and computing overlap unless they take nearly
   // the same time: hence the sum of fourth powers.
@@ -5136,18 +5119,20 @@ int choose_tile(const SdpaParams& p) {
   int best = -1;
   double best_clocks = 0;
   for (int n = next_tile(0); n < TUNED_TILES.count; n = next_tile(n + 1)) {
-    const double clocks = tuned_clocks(TUNED_TILES.first[n], p, sms);
+    const TunedTile& t = TUNED_TILES.first[n];
+    double clocks = tuned_clocks(t, p, sms);
+    if (t.split_ctas == 1 && !t.swap_ab && most_visible_keys(p) > most_keys_at_once) clocks *= 1e9;  // its sums end
     if (best < 0 || clocks < best_clocks) best = n, best_clocks = clocks;
   }
   return best;
 }
 
 // use(B()) of the build B of row `row`, which is N or a later one.
-template <int N, class Use> auto with_row(const SdpaParams& p, int row, const Use& use) {
+template <int N, class Use> auto with_row(int row, const Use& use) {
   if constexpr (next_tile(N + 1) < TUNED_TILES.count) {
-    if (row != N) return with_row<next_tile(N + 1)>(p, row, use);
+    if (row != N) return with_row<next_tile(N + 1)>(row, use);
   }
-  return with_sums<BuildOf<N>>(p, use);
+  return use(BuildOf<N>());
 }
 
 // ==== 8 CALL =====================================================================================
@@ -5155,9 +5140,7 @@ template <int N, class Use> auto with_row(const SdpaParams& p, int row, const Us
 // use(B()) of the build B that takes the problem.
 template <class Use> auto with_build(const SdpaParams& p, const Use& use) {
   if constexpr (Build::use_tuned) {
-    return with_row<next_tile(0)>(p, choose_tile(p), use);
-  } else if constexpr (carries_sums<Build>) {
-    return with_sums<Build>(p, use);
+    return with_row<next_tile(0)>(choose_tile(p), use);
   } else {
     return use(Build());
   }

@@ -349,23 +349,33 @@ TEST_CASE("sizes") {
   CHECK(a.forward(p) == "B*Hq*Sq is over 10^18 rows; split the batch");
 }
 
-// Where a sum ends after 65,536 keys: another kernel, which carries it on, with a bounded workspace; or shorter ranges.
+// Where a sum ends after 65,536 keys: a build without ranges refuses more, unless a window hides them; a tuned one takes a
+// tile with ranges. The workspace is bounded.
 TEST_CASE("many_keys") {
   const auto problem = [](int B, int Sq, int Sk) {
     SdpaParams p{};
     p.B = B, p.Hq = p.Hkv = 3, p.Sq = Sq, p.Sk = Sk, p.D = Build::head_dim;
     return p;
   };
-  const auto kernel = [&](int Sk) { return kernel_of(problem(2, 999, Sk)); };
   const auto bytes = [&](int B, int Sk) { return sdpa_workspace_bytes(problem(B, 999, Sk)); };
-  CHECK((kernel(65537) != kernel(65536)) == ((is_wgmma || is_mma || is_wmma) && !Build::pack_gqa));
+  const Attention a(1, 1, 1, 3, 65537);
+  SdpaParams p = a.p;
+  const string said = a.forward(p);
+  if (sums_end<Build> && !Build::use_tuned) {
+    CHECK(begins(said, "a query sees 65537 keys, but this build sums over 65536 at most"));
+  } else {
+    CHECK((said == "" && a.is_right()));
+  }
+  p.window_left = 4096, p.causal = Causal::bottom_right;
+  CHECK(!begins(a.forward(p), "a query sees"));
   CHECK((bytes(2, 1 << 20) >= bytes(2, 65537) && bytes(2, 65537) >= bytes(2, 65536)));
-  CHECK(bytes(2, 1 << 20) < size_t(1) << 30);
+  CHECK((Build::pack_gqa || bytes(2000, 1 << 20) < size_t(1) << 30));
+  if (Build::split_ctas != 1) CHECK(items_of<Build>(problem(2, 1, 1 << 20)).ranges >= 16);
   if (Build::pack_gqa) {
-    CHECK(items_of<Build>(problem(2, 1, 1 << 20)).ranges >= 16);
     CHECK(items_of<Build>(problem(9000, 1, 1 << 20)).ranges == 1);  // 27,000 items have no counters
     CHECK(sdpa_workspace_bytes(problem(9000, 1, 1 << 20)) == range_counter_bytes);
   }
+  if constexpr (Build::use_tuned) CHECK(TUNED_TILES.first[choose_tile(problem(2, 999, 65537))].split_ctas == 0);
 }
 
 // The tiles that this build may take have no more CTAs on an SM than its shared memory holds, and those that pack heads

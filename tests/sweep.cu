@@ -211,7 +211,9 @@ template <class Draw> string draw_machine(const Draw& draw) {
   constexpr int sms[] = {1, 3, 16, 132}, l2_kb[] = {24, 120, 61440}, keys[] = {64, 200, 65536};
   if (draw(4) == 0) return "";
   const int at[] = {draw(4), draw(3), 1 + draw(3), draw(3)};
-  return format("%d,%d,%d,%d", sms[at[0]], l2_kb[at[1]], at[2], keys[at[3]]);
+  // Builds without ranges of keys refuse longer sums.
+  const bool has_ranges = line.is_tuned || value_of_knob("SPLIT_CTAS") != "1";
+  return format("%d,%d,%d,%d", sms[at[0]], l2_kb[at[1]], at[2], keys[has_ranges ? at[3] : 2]);
 }
 
 simt::Counters count_tiles(int tiles) {

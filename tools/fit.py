@@ -1,4 +1,4 @@
-"""usage: ./run_all.sh fit [--table LINE] [--head-dim D]... [--drawn N [--seed S] | --from CSV]
+"""usage: ./run_all.sh fit [--table LINE] [--head-dim D]... [--chunks] [--drawn N [--seed S] | --from CSV]
        ./run_all.sh fit [--table LINE] --check [CSV]...
 Does TUNED_TILES choose well, and would other costs choose better? Times every tile of the table, as a line of its own,
 on a list of problems; fits the costs of sdpa.cu's model to the times; prints for each problem the tiles that both
@@ -8,8 +8,10 @@ other than the one of sdpa.cu's table gets its own table so. The times go to res
   --head-dim 64|128|256  repeatable; default all that have two tiles or more
   --drawn N      not the list but N problems drawn at random, as tools/peers.py draws them: a test of the table
   --seed N       the series of these, from 0; default 0
+  --chunks       not the list but problems of few rows and many keys; with --drawn, problems of this kind
   --from CSV     fits to these rows and measures nothing
-  --check        judges the table in sdpa.cu by rows of results/fit (default: the newest of the list); measures nothing
+  --check        judges the table in sdpa.cu by rows of results/fit (default: the newest of the list and of --chunks);
+                 measures nothing
 exit: 0, 1 with --check: the table chooses badly (above 8% lost on a problem, or 25% where K and V of one query just
 fill L2, or 1% on average, or costs fitted to five sixths of the problems above 1% on average on the others) or a tile
 was never timed, 2 bad usage, 3 a tile could not be run
@@ -41,12 +43,14 @@ decode decode1 8,32,8,1,2048 1,32,8,1,4096 128,32,8,1,1024 1,16,16,1,8192 48,8,8
 8,32,8,4,8192 8,32,8,8,8192 1,16,2,6,8000 chunk
 16,56,7,76,76 41,8,2,125,958 24,8,2,463,463 47,48,6,140,140 55,7,7,1,436 64,16,4,1,300
 32,7,7,1,8192 32,32,32,1,4096 8,32,32,1,4096 64,12,12,1,1000""".split()
+CHUNKS = peers.CHUNKS + "1,16,4,500,2000 1,24,3,200,6000 1,20,20,128,4000".split()
 FEW_ROWS = 1024  # of a key head
 PACE, BLOCKS = engine.Pace(50e3, 10e3), 2
 COLUMNS = ("D dtype shape B Hq Hkv Sq Sk causal tile us lo_us hi_us clock_mhz check device sms driver cuda "
            "git_sha").split()
 NEW_COSTS = (5000, 6)  # of a tile before it is fitted
 LEAST, KEEP = np.log([100, 1e-3]), 0.01  # costs; residual of one that is e times what it was
+MOST_CHUNK_ROWS = 16384  # of all heads: an item for every SM
 SLOW = 2  # times the quickest tile: such times do not count
 WORST_LOSS, MEAN_LOSS, FOLDS = 0.08, 0.01, 6
 # An H200's L2 just holds so many bytes of K and V or not: there the model cannot tell what one query takes, since it
@@ -66,11 +70,12 @@ class Tile(ctypes.Structure):
                 [("ctas", ctypes.c_int), ("item_clocks", ctypes.c_double), ("scores_per_clock", ctypes.c_double)])
     SIZES = ("HEAD_DIM", "BLOCK_M", "BLOCK_N", "NUM_WARPS", "STAGES", "SPLIT_KV")
     FLAGS = ("USE_WARP_SPECIALIZATION", "OVERLAP", "USE_PERSISTENT_CTA", "USE_PING_PONG", "SKIP_MASKED", "SWAP_AB",
-             "PACK_GQA", "USE_MMA_SYNC")
+             "PACK_GQA", "USE_MMA_SYNC", "SPLIT_CTAS")
 
     @property
     def flags(self):
-        return [knob for knob in self.FLAGS if getattr(self, knob.lower())]
+        """What is on. SPLIT_CTAS has ranges by the problem: 0, and 1 is none."""
+        return [knob for knob in self.FLAGS if getattr(self, knob.lower()) != (knob == "SPLIT_CTAS")]
 
     @property
     def sizes(self):
@@ -79,8 +84,8 @@ class Tile(ctypes.Structure):
     @property
     def knobs(self):
         """What a line types to be this tile alone."""
-        return " ".join([*map("{}={}".format, self.SIZES, self.sizes), *(knob + "=1" for knob in self.flags),
-                         *["SPLIT_CTAS=0"] * self.pack_gqa, "USE_LAZY_MAX=1"])
+        return " ".join([*map("{}={}".format, self.SIZES, self.sizes),
+                         *(f"{knob}={int(knob != 'SPLIT_CTAS')}" for knob in self.flags), "USE_LAZY_MAX=1"])
 
     def line(self, tree, *words, table=None):
         """The line that is this tile alone, of the table of that line."""
@@ -92,8 +97,12 @@ class Tile(ctypes.Structure):
         return builds.Line(tree, base, ("USE_TUNED=0", *self.knobs.split(), *words))
 
     def suits(self, problem):
-        """Whether it is timed on the problem: those that pack heads take long on many rows."""
-        return problem.D == self.head_dim and not (self.pack_gqa and problem.Hq // problem.Hkv * problem.Sq > FEW_ROWS)
+        """Whether it is timed on the problem: those that pack heads take long on many rows, and ranges of keys are for
+        fewer items than SMs."""
+        rows = problem.Hq // problem.Hkv * problem.Sq
+        if self.block_m < 64 or self.split_ctas == 1:
+            return problem.D == self.head_dim and not (self.pack_gqa and rows > FEW_ROWS)
+        return problem.D == self.head_dim and problem.B * problem.Hkv * rows < MOST_CHUNK_ROWS
 
     @classmethod
     def of(cls, line):
@@ -111,6 +120,7 @@ class Tile(ctypes.Structure):
     def row(self, table):
         """The row of that line's table."""
         implied = ["USE_WARP_SPECIALIZATION"] * self.overlap + ["USE_MMA_SYNC"] * (table == "ampere")
+        implied += ["SPLIT_CTAS"] * self.pack_gqa
         flags = " ".join(knob for knob in self.flags if knob not in implied)
         costs = f"{self.item_clocks:g}, {self.scores_per_clock!r}"
         return f'    tile({", ".join(map(str, self.sizes))}, "{flags}", {self.ctas}, {costs}),'
@@ -141,10 +151,10 @@ class Model:
 
 # ---- times ----
 
-def listed(dims, dtype):
-    """The problems of the list at each D, with and without a mask; which hides nothing from the last query."""
+def listed(dims, dtype, shapes):
+    """These problems at each D, with and without a mask; which hides nothing from the last query."""
     problems = [engine.parse_problem(shape, causal).typed(D, dtype)
-                for D in dims for causal in ("off", "br") for shape in SHAPES]
+                for D in dims for causal in ("off", "br") for shape in shapes]
     return [one for one in problems if one.Sq > 1 or one.causal == "off"]
 
 
@@ -196,15 +206,20 @@ def read_rows(path):
     return rows
 
 
-def newest(table):
-    """The newest rows of a table's tiles on the list of problems."""
-    others = [f"-{mark}" for mark in (*TABLES, "drawn") if mark not in ("hopper", table)]
-    own = "*.csv" if table == "hopper" else f"*-{table}*.csv"
-    files = [file for file in Path(builds.ROOT, "results", "fit").glob(own)
-             if not any(mark in file.name for mark in others)]
-    if not files:
+def newest(table, kind=""):
+    """The newest file of a table's tiles on the list of problems, or of that kind; None if there is none."""
+    wanted = {table, kind} - {"", "hopper"}
+    files = [file for file in Path(builds.ROOT, "results", "fit").glob("*.csv")
+             if {mark for mark in (*TABLES, "chunks", "drawn") if f"-{mark}-" in f"{file.stem}-"} == wanted]
+    return max(files, key=report_rows.by_name, default=None)
+
+
+def committed(table):
+    """The newest rows of the list, and of --chunks."""
+    files = [newest(table), newest(table, "chunks")]
+    if not files[0]:
         raise Refused(f"results/fit has no rows of {table}; measure them with: ./run_all.sh fit --table {table}")
-    return max(files, key=report_rows.by_name)
+    return [row for file in files if file for row in read_rows(file)]
 
 
 def most_mhz(rows):
@@ -283,7 +298,7 @@ def worst_loss(problem):
 
 def short(tile):
     """A name for a column."""
-    marks = "".join(mark for knob, mark in zip(tile.FLAGS[3:], "pstg") if knob in tile.flags)
+    marks = "".join(mark for knob, mark in zip(tile.FLAGS[3:], "pstgmr") if knob in tile.flags)
     return f"{tile.block_m}x{tile.block_n}x{tile.split_kv}{marks}"
 
 
@@ -298,7 +313,8 @@ def print_choices(tiles, times, tables):
             f"  {short(found[problem][0]):<12} {100 * found[problem][1]:5.1f}%" for found in tables.values()))
     for title, found in tables.items():
         print_losses(title, found)
-    print("(tile: BLOCK_M x BLOCK_N x SPLIT_KV; p ping-pong, s skips the mask, t transposed, g heads as rows)")
+    print("(tile: BLOCK_M x BLOCK_N x SPLIT_KV; p ping-pong, s skips the mask, t transposed, g heads as rows, "
+          "m mma.sync, r ranges)")
 
 
 def print_losses(title, found):
@@ -307,9 +323,8 @@ def print_losses(title, found):
           f"loses {100 * np.mean(lost):.2f}% on average and {100 * max(lost):.1f}% at most")
 
 
-def check(path):
-    """Judges the table in sdpa.cu by committed rows; prints what is bad. Whether nothing is."""
-    rows = read_rows(path)
+def check(rows):
+    """Judges the table in sdpa.cu by rows; prints what is bad. Whether nothing is."""
     has_mma, dtype = any("USE_MMA_SYNC=1" in row["tile"] for row in rows), rows[0]["dtype"]
     model = Model("hopper_e4m3" if dtype == "e4m3" else "ampere" if has_mma else "hopper")
     times, sms, mhz = by_problem(rows), int(rows[0]["sms"]), most_mhz(rows)
@@ -320,6 +335,10 @@ def check(path):
     print_losses("fitted without the problem", unknown)
     bad = [f"never timed: {tile.knobs}; run ./run_all.sh fit on {rows[0]['device']}" for tile in tiles
            if not any(tile.knobs in us for us in times.values())]
+    for problem, us in times.items():
+        chosen, = losses(model, tiles, {problem: dict.fromkeys((tile.knobs for tile in tiles), 1)}, sms).values()
+        if chosen[0].knobs not in us:
+            bad.append(f"D={problem.D} {problem}: {short(chosen[0])} is chosen and was not timed there")
     for problem, (tile, loss) in found.items():
         if loss > worst_loss(problem):
             bad.append(f"D={problem.D} {problem}: {short(tile)} loses {100 * loss:.1f}%, "
@@ -354,7 +373,8 @@ def main():
     if drawn and (options.check or options.from_):
         raise Refused("--drawn measures; --check and --from do not")
     if options.check:
-        return 0 if all([check(path) for path in options.words or [newest(options.table)]]) else 1
+        sets = [read_rows(path) for path in options.words] or [committed(options.table)]
+        return 0 if all([check(rows) for rows in sets]) else 1
     model, dims = Model(options.table), [int(D) for D in options.head_dim or [64, 128, 256]]
     if options.from_:
         rows = [row for row in read_rows(options.from_) if int(row["D"]) in dims]
@@ -363,10 +383,11 @@ def main():
         count = collections.Counter(tile.head_dim for tile in model.tiles)
         dims = [D for D in dims if options.head_dim or count[D] > 1]
         problems = [one.typed(one.D, model.dtype) for one in drawn if one.D in dims] if drawn else listed(
-            dims, model.dtype)
+            dims, model.dtype, CHUNKS if options.chunks else SHAPES)
         if not problems:
             raise Refused("none of the drawn problems has such a --head-dim")
-        name = "-".join(filter(None, (options.table != "hopper" and options.table, drawn and "drawn")))
+        marks = {options.table: options.table != "hopper", "chunks": options.chunks, "drawn": drawn}
+        name = "-".join(mark for mark, is_on in marks.items() if is_on)
         table = engine.Table(engine.results_path("fit", gpu.name, name, new=True), COLUMNS)
         rows = measure(gpu, model, [tile for tile in model.tiles if tile.head_dim in dims], problems, table)
         say(f"rows: {table.name}")

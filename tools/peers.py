@@ -1,7 +1,7 @@
 #!/usr/bin/env python3
 """Times contenders against PyTorch's SDPA backends: one process, one run, the same tensors.
 
-usage: tools/peers.py CONTENDER... [--shape PROBLEM]... [--suite] [--drawn N [--seed S]] [--rested] > CSV
+usage: tools/peers.py CONTENDER... [--shape PROBLEM]... [--suite] [--e4m3] [--chunks] [--drawn N [--seed S]] [--rested]
 
   CONTENDER  as for ab: a line of configs.txt with or without KNOB=VALUE..., COMMIT:LINE, or torch:cudnn,
              torch:flash, torch:efficient, torch:math (default: all four of these)
@@ -10,13 +10,15 @@ usage: tools/peers.py CONTENDER... [--shape PROBLEM]... [--suite] [--drawn N [--
              repeatable; default mission, mission2 and long
   --suite    the problems of README's table
   --e4m3     the problems of e4m3 in docs/HOPPER.md, where torch:cudnn is cuDNN's own front end (nvidia-cudnn-frontend)
+  --chunks   the problems of few rows and many keys in docs/HOPPER.md; with --drawn, that many of the kind instead
   --drawn N  problems drawn at random: sizes log-uniform, D, type, mask and heads to a key head uniform, a quarter of
              them with one query row
   --seed N   the series of these, from 0; default 0
   --rested   the first 10 ms, at least a replay, after a rest of 0.3 s, before the power limit is reached
 
-Prints rows with the columns of the executables: per problem each line, then each peer. graph_us is one launch's
-share of a replayed CUDA graph, the median of turns that all contenders take, each at the clock that it leads to.
+Prints, as CSV, rows with the columns of the executables: per problem each line, then each peer. graph_us is one
+launch's share of a replayed CUDA graph, the median of turns that all contenders take, each at the clock that it leads
+to.
 A line's note has its largest difference to each peer.
 exit: 0, 1 a line is wrong, 2 bad usage
 """
@@ -43,30 +45,40 @@ E4M3 = """1,16,16,16384,16384,128,e4m3 1,16,16,16384,16384,128,e4m3,br
 16,16,16,1024,1024,128,e4m3 16,16,16,1024,1024,128,e4m3,br
 1,8,8,16384,16384,256,e4m3 4,32,32,4096,4096,64,e4m3 4,32,32,4096,4096,64,e4m3,br
 1,32,32,16384,16384,64,e4m3 long,64,e4m3""".split()
+CHUNKS = """1,8,1,512,32768 1,4,1,256,65536 1,16,2,128,16384 1,32,8,64,8192 1,2,2,1024,32768 2,64,4,7,9000
+1,32,8,16,32768 1,8,2,300,10000""".split()
 DRAWN = engine.Pace(40e3, 10e3)  # shorter turns, since there are many
 MOST_ELEMENTS, MOST_FLOPS = 3 << 26, 2e12  # of a drawn problem
 
 
-def draw(count, seed):
-    """So many problems of this series. A mask goes with Sq = Sk alone, since PyTorch's is_causal is top-left."""
+def draw(count, seed, chunks=False):
+    """So many problems of this series. A mask goes with Sq = Sk alone, since PyTorch's is_causal is top-left; but half
+    of the chunks have the bottom-right one."""
     rng, found = np.random.default_rng(seed), []
 
     def size(low, high):
         return round(math.exp(rng.uniform(math.log(low), math.log(high))))
     while len(found) < count:
-        B, Hkv, group, Sk, kind = size(1, 64), size(1, 16), rng.choice([1, 4, 8]), size(64, 65536), rng.integers(4)
-        Sq, causal = (Sk, Sk, 1, size(1, 16384))[kind], "br" if kind == 1 else "off"
+        if chunks:
+            pairs, group, Sk, kind = size(1, 16), rng.choice([1, 4, 8]), size(4096, 131072), rng.integers(2)
+            Sq = size(2, 2048)
+            B = rng.choice([n for n in range(1, pairs + 1) if pairs % n == 0])
+            Hkv = pairs // B
+        else:
+            B, Hkv, group, Sk, kind = size(1, 64), size(1, 16), rng.choice([1, 4, 8]), size(64, 65536), rng.integers(4)
+            Sq = (Sk, Sk, 1, size(1, 16384))[kind]
         D, dtype, Hq = rng.choice([64, 128, 256]), rng.choice(["fp16", "bf16"]), Hkv * group
         if B * D * max(Hq * Sq, Hkv * Sk) <= MOST_ELEMENTS and 4 * B * Hq * Sq * Sk * D <= MOST_FLOPS:
-            found.append(engine.parse_problem(f"{B},{Hq},{Hkv},{Sq},{Sk},{D},{dtype},{causal}"))
+            text = f"{B},{Hq},{Hkv},{Sq},{Sk},{D},{dtype},{'br' if kind == 1 else 'off'}"
+            found.append(engine.parse_problem(text))
     return found
 
 
 def drawn_by(options):
-    """The problems of --drawn and --seed."""
+    """The problems of --drawn, --seed and --chunks."""
     if options.seed is not None and not options.drawn:
         raise Refused(f"--seed {options.seed}: it picks the series of --drawn N; type that as well")
-    return draw(options.drawn or 0, options.seed or 0)
+    return draw(options.drawn or 0, options.seed or 0, options.chunks)
 
 
 def run_problem(gpu, kernels, problem, facts, pace, blocks):
@@ -97,6 +109,7 @@ def main():
     peers = [one for one in contenders if isinstance(one, builds.Torch)] or \
             [builds.Torch("torch:" + backend) for backend in builds.TORCH_BACKENDS]
     texts, drawn = (options.shape or []) + SUITE * options.suite + E4M3 * options.e4m3, drawn_by(options)
+    texts += [f"{text},{D},bf16" for D in (64, 128, 256) for text in CHUNKS] * (options.chunks and not drawn)
     texts = texts if texts or drawn else ["mission", "mission2", "long"]
     problems = [engine.parse_problem(text) for text in texts] + drawn
     gpu = engine.need_gpu()
