@@ -4529,9 +4529,10 @@ struct Items {
   int ranges = 1;      // CTAs to an item
 };
 
-// Clocks of sdpa_merge(): a launch, and every partial result is written and read.
+// Clocks of sdpa_merge(): a launch, the ranges one after the other, and every partial result is written and read.
 double merge_kernel_clocks(const Items& items, int D, int ranges, int sms) {
-  return 3000 + double(items.count) * ranges * items.heads * items.queries * D * 8 / sms / 40;
+  const double bytes = double(items.count) * ranges * items.heads * items.queries * D * 8;
+  return 1000 + 2000.0 * shares(ranges, ranges_at_once) + bytes / sms / 40;
 }
 
 // Steps of the merge by the last CTA, as the model counts them: those of few ranges take less.
@@ -4927,9 +4928,9 @@ constexpr TunedTile HOPPER_TILES[] = {
     tile(64, 256, 64, 16, 4, 1, "OVERLAP USE_PERSISTENT_CTA USE_PING_PONG", 1, 3470, 9.1),
     tile(64, 256, 64, 16, 3, 1, "OVERLAP USE_PERSISTENT_CTA SKIP_MASKED", 1, 2320, 8.88),
     tile(64, 64, 64, 4, 2, 1, "OVERLAP USE_PERSISTENT_CTA", 2, 1560, 6.61),
-    tile(64, 192, 96, 12, 4, 1, "OVERLAP PACK_GQA", 1, 3000, 9.5),
-    tile(64, 128, 128, 8, 4, 1, "OVERLAP PACK_GQA", 1, 3000, 8.5),
-    tile(64, 64, 128, 4, 4, 1, "OVERLAP PACK_GQA", 1, 2000, 6.6),
+    tile(64, 192, 96, 12, 4, 1, "OVERLAP PACK_GQA", 1, 9950, 8.86),
+    tile(64, 128, 128, 8, 4, 1, "OVERLAP PACK_GQA", 1, 9090, 7.09),
+    tile(64, 64, 128, 4, 4, 1, "OVERLAP PACK_GQA", 1, 8190, 5.64),
     tile(64, 16, 128, 8, 2, 2, "SWAP_AB PACK_GQA", 1, 3940, 1.77),
     tile(64, 16, 128, 4, 2, 1, "SWAP_AB PACK_GQA", 3, 4090, 1.55),
     tile(64, 32, 128, 8, 2, 2, "SWAP_AB PACK_GQA", 1, 4520, 3.0),
@@ -4938,48 +4939,48 @@ constexpr TunedTile HOPPER_TILES[] = {
     tile(128, 128, 128, 8, 2, 1, "OVERLAP USE_PERSISTENT_CTA USE_PING_PONG", 1, 3390, 5.91),
     tile(128, 192, 64, 12, 4, 1, "OVERLAP USE_PERSISTENT_CTA SKIP_MASKED", 1, 2960, 5.5),
     tile(128, 64, 64, 4, 2, 1, "OVERLAP USE_PERSISTENT_CTA", 1, 1780, 3.63),
-    tile(128, 128, 128, 8, 2, 1, "OVERLAP PACK_GQA", 1, 3000, 5.7),
-    tile(128, 64, 128, 4, 2, 1, "OVERLAP PACK_GQA", 1, 2000, 3.6),
+    tile(128, 128, 128, 8, 2, 1, "OVERLAP PACK_GQA", 1, 13700, 5.91),
+    tile(128, 64, 128, 4, 2, 1, "OVERLAP PACK_GQA", 1, 11100, 4.14),
     tile(128, 16, 64, 8, 2, 2, "SWAP_AB PACK_GQA", 1, 3820, 0.82),
     tile(128, 32, 64, 8, 2, 2, "SWAP_AB PACK_GQA", 1, 5220, 1.49),
     tile(128, 16, 64, 4, 2, 1, "SWAP_AB PACK_GQA", 3, 4710, 0.767),
     tile(128, 32, 64, 4, 2, 1, "SWAP_AB PACK_GQA", 2, 6570, 1.44),
     tile(256, 128, 64, 8, 2, 1, "OVERLAP USE_PERSISTENT_CTA SKIP_MASKED", 1, 7930, 2.85),
     tile(256, 64, 64, 4, 2, 1, "OVERLAP USE_PERSISTENT_CTA", 1, 5360, 2.37),
-    tile(256, 128, 64, 8, 2, 1, "OVERLAP PACK_GQA", 1, 7900, 2.8),
-    tile(256, 64, 64, 4, 2, 1, "OVERLAP PACK_GQA", 1, 5400, 2.37),
+    tile(256, 128, 64, 8, 2, 1, "OVERLAP PACK_GQA", 1, 27300, 3.0),
+    tile(256, 64, 64, 4, 2, 1, "OVERLAP PACK_GQA", 1, 18600, 2.35),
     tile(256, 8, 64, 4, 2, 1, "SWAP_AB PACK_GQA", 1, 5000, 0.306),
     tile(256, 32, 64, 4, 2, 1, "SWAP_AB PACK_GQA", 1, 8240, 0.823),
 };
 constexpr TunedTile AMPERE_TILES[] = {
-    tile(64, 32, 32, 8, 2, 4, "", 2, 7720, 4.53),
-    tile(64, 64, 64, 4, 2, 2, "", 2, 8960, 5.35),
-    tile(64, 128, 64, 4, 3, 1, "", 2, 5970, 5.39),
-    tile(64, 128, 64, 4, 3, 1, "SPLIT_CTAS", 2, 5970, 5.39),
-    tile(64, 16, 32, 4, 3, 4, "PACK_GQA", 2, 6840, 1.53),
-    tile(128, 64, 32, 8, 2, 2, "", 1, 7000, 2.29),
+    tile(64, 32, 32, 8, 2, 4, "", 2, 7760, 4.52),
+    tile(64, 64, 64, 4, 2, 2, "", 2, 9050, 5.36),
+    tile(64, 128, 64, 4, 3, 1, "", 2, 5950, 5.38),
+    tile(64, 128, 64, 4, 3, 1, "SPLIT_CTAS", 2, 11800, 5.38),
+    tile(64, 16, 32, 4, 3, 4, "PACK_GQA", 2, 8300, 2.53),
+    tile(128, 64, 32, 8, 2, 2, "", 1, 6890, 2.28),
     tile(128, 128, 64, 4, 2, 1, "", 2, 8960, 3.14),
-    tile(128, 128, 64, 4, 2, 1, "SPLIT_CTAS", 2, 8960, 3.14),
-    tile(128, 16, 16, 4, 2, 4, "PACK_GQA", 3, 5640, 0.689),
-    tile(128, 32, 16, 4, 2, 4, "PACK_GQA", 3, 8520, 1.4),
-    tile(256, 64, 64, 4, 1, 1, "", 2, 8140, 1.22),
-    tile(256, 64, 64, 4, 1, 1, "SPLIT_CTAS", 2, 8140, 1.22),
-    tile(256, 16, 16, 2, 2, 2, "PACK_GQA", 3, 11600, 0.326),
+    tile(128, 128, 64, 4, 2, 1, "SPLIT_CTAS", 2, 18200, 3.14),
+    tile(128, 16, 16, 4, 2, 4, "PACK_GQA", 3, 8580, 1.25),
+    tile(128, 32, 16, 4, 2, 4, "PACK_GQA", 3, 10900, 1.98),
+    tile(256, 64, 64, 4, 1, 1, "", 2, 8320, 1.23),
+    tile(256, 64, 64, 4, 1, 1, "SPLIT_CTAS", 2, 30900, 1.15),
+    tile(256, 16, 16, 2, 2, 2, "PACK_GQA", 3, 15400, 0.422),
 };
 // Few rows of e4m3 go to mma.sync, since the transposed kernel takes no bytes.
 constexpr TunedTile E4M3_TILES[] = {
     tile(64, 64, 128, 8, 3, 2, "OVERLAP", 1, 7260, 8.0),
     tile(64, 128, 64, 16, 4, 2, "OVERLAP USE_PING_PONG", 1, 8080, 10.7),
     tile(64, 192, 128, 12, 4, 1, "OVERLAP USE_PERSISTENT_CTA SKIP_MASKED", 1, 4850, 10.4),
-    tile(64, 192, 128, 12, 4, 1, "OVERLAP SPLIT_CTAS", 1, 4850, 10.4),
+    tile(64, 192, 128, 12, 4, 1, "OVERLAP SPLIT_CTAS", 1, 13600, 10.1),
     tile(64, 16, 64, 4, 3, 4, "PACK_GQA USE_MMA_SYNC", 2, 9340, 3.24),
     tile(128, 64, 64, 8, 2, 2, "OVERLAP", 1, 6450, 5.76),
     tile(128, 128, 128, 8, 2, 1, "OVERLAP USE_PERSISTENT_CTA USE_PING_PONG", 1, 4800, 7.63),
-    tile(128, 128, 128, 8, 2, 1, "OVERLAP SPLIT_CTAS", 1, 4800, 7.4),
+    tile(128, 128, 128, 8, 2, 1, "OVERLAP SPLIT_CTAS", 1, 13300, 7.08),
     tile(128, 192, 64, 12, 4, 1, "OVERLAP USE_PERSISTENT_CTA SKIP_MASKED", 1, 4400, 7.2),
     tile(128, 16, 32, 4, 3, 4, "PACK_GQA USE_MMA_SYNC", 2, 10800, 1.65),
     tile(256, 128, 64, 8, 2, 1, "OVERLAP USE_PERSISTENT_CTA SKIP_MASKED", 1, 4030, 3.97),
-    tile(256, 128, 64, 8, 2, 1, "OVERLAP SPLIT_CTAS", 1, 4030, 3.9),
+    tile(256, 128, 64, 8, 2, 1, "OVERLAP SPLIT_CTAS", 1, 18000, 3.97),
     tile(256, 16, 32, 2, 2, 2, "PACK_GQA USE_MMA_SYNC", 3, 7500, 0.511),
 };
 struct TileTable {
@@ -5090,10 +5091,10 @@ struct ComputeClocks {
 double tuned_clocks(const TunedTile& t, const SdpaParams& p, int sms) {
   const Items items = t.pack_gqa ? items_of_packed_tile(p, t.block_m) : items_of_tile(p, 1, t.block_m);
   ComputeClocks compute{t, item_keys(t, p), double(items.count) / sms, clocks_of_key(t, p)};
+  const bool by_kernel = t.split_ctas == 0 && !t.swap_ab && !(t.use_mma_sync && t.pack_gqa);
   double merge_clocks = 0;
   if (t.split_ctas == 0) {  // a CTA takes its share of the keys; the last one of an item or a kernel merges the results
     const int round_keys = t.block_n * t.split_kv, threads = t.num_warps * 32;
-    const bool by_kernel = !t.swap_ab && !(t.use_mma_sync && t.pack_gqa);
     const int ranges = ranges_of(p, items, by_kernel, round_keys, threads, t.ctas, sms);
     ItemKeys& keys = compute.keys;
     const double share = shares(int64_t(keys.most) / round_keys, ranges) * round_keys / keys.most;
@@ -5107,7 +5108,7 @@ double tuned_clocks(const TunedTile& t, const SdpaParams& p, int sms) {
   const KeyBounds bounds(p);
   const int keys_read = bounds.end(p.Sq - 1) - bounds.begin(0);
   const double bytes = 2.0 * sizeof(Input) * p.D * keys_read * p.B * p.Hkv;
-  const double read = bytes / sms / (bytes < 52e6 ? 22 : t.pack_gqa ? 18 : 15);
+  const double read = bytes / sms / (bytes < 52e6 ? 22 : t.pack_gqa && !by_kernel ? 18 : 15);
   const double work = std::fmax(compute.longest(), std::fmax(compute.spread(), compute.waves())) + merge_clocks;
   const double start = t.use_persistent_cta ? 3500 : -700;  // -700: while the launch before still runs
   return start + std::sqrt(std::hypot(work * work, read * read));

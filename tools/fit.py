@@ -335,10 +335,6 @@ def check(rows):
     print_losses("fitted without the problem", unknown)
     bad = [f"never timed: {tile.knobs}; run ./run_all.sh fit on {rows[0]['device']}" for tile in tiles
            if not any(tile.knobs in us for us in times.values())]
-    for problem, us in times.items():
-        chosen, = losses(model, tiles, {problem: dict.fromkeys((tile.knobs for tile in tiles), 1)}, sms).values()
-        if chosen[0].knobs not in us:
-            bad.append(f"D={problem.D} {problem}: {short(chosen[0])} is chosen and was not timed there")
     for problem, (tile, loss) in found.items():
         if loss > worst_loss(problem):
             bad.append(f"D={problem.D} {problem}: {short(tile)} loses {100 * loss:.1f}%, "
