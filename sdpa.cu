@@ -1100,6 +1100,12 @@ template <class B> __device__ __forceinline__ int rows_of_item(const KernelArgs&
 template <class B> __device__ __forceinline__ int query_of(const KernelArgs& a, int q0, int r) {
   return q0 + (B::pack_gqa ? int(a.item_queries.remainder(uint32_t(r))) : r);
 }
+// The head and the query of a row of the tile, as an item of one row.
+template <class B> __device__ __forceinline__ WorkItem row_item(const KernelArgs& a, const WorkItem& item, int row) {
+  const int heads = B::pack_gqa ? int(a.item_queries.divide(uint32_t(row))) : 0;
+  return {item.b, item.h + heads, query_of<B>(a, item.q0, row)};
+}
+
 
 // S = -inf where key k0 + j is not visible to the query of row r.
 template <class B, class View>
@@ -1121,6 +1127,59 @@ template <class B, class View>
 __device__ __forceinline__ void finish_scores(View& S, const KernelArgs& a, int q0, int k0) {
   if (!a.tiles.cover(q0, k0)) mask_scores<B>(S, a, q0, k0);
 }
+
+// ---- the scale of an item ----
+
+// The element that to_float() gives as 1.
+template <class B> constexpr float element_unit = B::input == DType::u8 ? 448.0f / 127 : 1;
+
+// The scale of an item's scores, with the factors of its heads, times log2(e); and the factor of its V. Where e4m3
+// becomes fp16 (mma and PACK_GQA), scores have been multiplied by the factor of Q.
+template <class B> __device__ __forceinline__ float item_scale_log2(const KernelArgs& a, const WorkItem& item) {
+  if constexpr (!B::is_8bit) return a.scale_log2;
+  const int h_kv = int(a.q_heads_per_kv.divide(item.h));
+  const float q_descale = B::converts_operands ? 1 : a.p.q_descale.of_head(item.b, item.h);
+  const float scale_log2 = a.scale_log2 * q_descale * a.p.k_descale.of_head(item.b, h_kv);
+  return max_nan(scale_log2, 1.2e-38f);  // of a factor of 0: -inf times the scale stays -inf
+}
+template <class B> __device__ __forceinline__ float item_v_descale(const KernelArgs& a, const WorkItem& item) {
+  if constexpr (!B::is_8bit) return 1;
+  return element_unit<B> * a.p.v_descale.of_head(item.b, int(a.q_heads_per_kv.divide(item.h)));
+}
+
+// By what a thread's rows of scores are multiplied: one number, or of e4m3 with PACK_GQA one for each row.
+struct RowScales { float of[2]; };
+template <class B>
+using ScoreScale = std::conditional_t<B::path == Path::wgmma_e4m3 && B::pack_gqa, RowScales, float>;
+__device__ __forceinline__ float of_row(float scale, int) { return scale; }
+__device__ __forceinline__ float of_row(const RowScales& scales, int i) { return scales.of[i]; }
+__device__ __forceinline__ float largest(float scale) { return scale; }
+__device__ __forceinline__ float largest(const RowScales& scales) { return fmaxf(scales.of[0], scales.of[1]); }
+
+// item_scale_log2() of an item. With 16 bits it is a kernel argument, read where it is used, and takes no register.
+template <class B> struct ItemScale {
+  const KernelArgs& a;
+  ScoreScale<B> of_8bit{};
+
+  __device__ __forceinline__ explicit ItemScale(const KernelArgs& a_) : a(a_) {}
+  __device__ __forceinline__ ItemScale(const KernelArgs& a_, const WorkItem& item) : a(a_) { start(item, 0); }
+  // row: the thread's first; the other is 8 below. Rows past those of the tile get the scale of some head.
+  __device__ __forceinline__ void start(const WorkItem& item, int row) {
+    if constexpr (std::is_same_v<ScoreScale<B>, RowScales>) {
+      SDPA_UNROLL for (int i = 0; i < 2; i++) {
+        WorkItem of = row_item<B>(a, item, row + 8 * i);
+        of.h = min(of.h, a.p.Hq - 1);
+        of_8bit.of[i] = item_scale_log2<B>(a, of);
+      }
+    } else if (B::is_8bit) {
+      of_8bit = item_scale_log2<B>(a, item);
+    }
+  }
+  __device__ __forceinline__ operator ScoreScale<B>() const {
+    if constexpr (B::is_8bit) return of_8bit;
+    return ScoreScale<B>{a.scale_log2};
+  }
+};
 
 // ---- online softmax ----
 
@@ -1162,7 +1221,7 @@ __device__ __forceinline__ float finite_max(float m) { return m == -INFINITY ? 0
 // m' = max(m, row maximum of S);  alpha = 2^((m - m') * scale_log2).   m, alpha [ROWS]
 // COLS: the first columns of every thread that count.
 template <class B, class View, int COLS = View::COLS>
-__device__ __forceinline__ void softmax_max(const View& S, float scale_log2, float (&m)[View::ROWS],
+__device__ __forceinline__ void softmax_max(const View& S, ScoreScale<B> scale_log2, float (&m)[View::ROWS],
                                             float (&alpha)[View::ROWS]) {
   SDPA_UNROLL for (int i = 0; i < View::ROWS; i++) {
     float m_new = m[i];
@@ -1170,7 +1229,7 @@ __device__ __forceinline__ void softmax_max(const View& S, float scale_log2, flo
     SDPA_UNROLL for (int lane = 1; lane < View::LANES; lane *= 2) {
       m_new = fmaxf(m_new, __shfl_xor_sync(0xffffffffu, m_new, lane));
     }
-    alpha[i] = softmax_exp2<B>((m[i] - finite_max(m_new)) * scale_log2);
+    alpha[i] = softmax_exp2<B>((m[i] - finite_max(m_new)) * of_row(scale_log2, i));
     m[i] = m_new;
   }
 }
@@ -1183,12 +1242,12 @@ constexpr float shift_limit = 1024;
 // becomes S - m, which is exact near the maximum, and m_log2 is 0. Returns true if every m may be kept as
 // a stale maximum: it is a score, and within the limit.
 template <class B, class View>
-__device__ __forceinline__ bool softmax_shift(View& S, float scale_log2, const float (&m)[View::ROWS],
+__device__ __forceinline__ bool softmax_shift(View& S, ScoreScale<B> scale_log2, const float (&m)[View::ROWS],
                                               float (&m_log2)[View::ROWS]) {
   bool may_be_kept = true;
   SDPA_UNROLL for (int i = 0; i < View::ROWS; i++) {
     const float shift = finite_max(m[i]);
-    m_log2[i] = shift * scale_log2 - p_log2<B>;
+    m_log2[i] = shift * of_row(scale_log2, i) - p_log2<B>;
     if (m[i] == -INFINITY) may_be_kept = false;
     if (fabsf(m_log2[i]) <= shift_limit) continue;
     may_be_kept = false, m_log2[i] = 0 - p_log2<B>;
@@ -1199,11 +1258,11 @@ __device__ __forceinline__ bool softmax_shift(View& S, float scale_log2, const f
 
 // P = 2^(S * scale_log2 - m_log2) in place;  sum += P: this thread's columns [first, last) of its rows.
 template <class B, class View>
-__device__ __forceinline__ void softmax_exp(View& S, int first, int last, float scale_log2,
+__device__ __forceinline__ void softmax_exp(View& S, int first, int last, ScoreScale<B> scale_log2,
                                             const float (&m_log2)[View::ROWS], float (&sum)[View::ROWS]) {
   SDPA_UNROLL for (int i = 0; i < View::ROWS; i++) {
     SDPA_UNROLL for (int j = first; j < last; j++) {
-      S.x[i][j] = softmax_exp2<B>(fmaf(S.x[i][j], scale_log2, -m_log2[i]));
+      S.x[i][j] = softmax_exp2<B>(fmaf(S.x[i][j], of_row(scale_log2, i), -m_log2[i]));
       sum[i] += S.x[i][j];
     }
   }
@@ -1212,7 +1271,7 @@ __device__ __forceinline__ void softmax_exp(View& S, int first, int last, float 
 // P = 2^((S - m) * scale_log2) in place;  l' = l * alpha + this thread's part of the row sum of P.
 // Returns softmax_shift()'s answer.
 template <class B, class View>
-__device__ __forceinline__ bool softmax_sum(View& S, float scale_log2, const float (&m)[View::ROWS],
+__device__ __forceinline__ bool softmax_sum(View& S, ScoreScale<B> scale_log2, const float (&m)[View::ROWS],
                                             const float (&alpha)[View::ROWS], float (&l)[View::ROWS]) {
   float m_log2[View::ROWS], sum[View::ROWS] = {};
   const bool may_be_kept = softmax_shift<B>(S, scale_log2, m, m_log2);
@@ -1226,11 +1285,11 @@ __device__ __forceinline__ bool softmax_sum(View& S, float scale_log2, const flo
 // does not vanish, since m is a score of the row. The sum of P bounds the largest P, so the sum decides.
 //   m, l [ROWS]
 template <class B, int ROWS> struct StaleSoftmax {
-  const float scale_log2;
+  const ScoreScale<B> scale_log2;
   float m_log2[ROWS], sum[ROWS];
 
-  __device__ __forceinline__ StaleSoftmax(const float (&m)[ROWS], float scale_log2_) : scale_log2(scale_log2_) {
-    SDPA_UNROLL for (int i = 0; i < ROWS; i++) { m_log2[i] = m[i] * scale_log2 - p_log2<B>, sum[i] = 0; }
+  __device__ __forceinline__ StaleSoftmax(const float (&m)[ROWS], ScoreScale<B> scale) : scale_log2(scale) {
+    SDPA_UNROLL for (int i = 0; i < ROWS; i++) { m_log2[i] = m[i] * of_row(scale_log2, i) - p_log2<B>, sum[i] = 0; }
   }
   // P in the place of the columns [first, last) of S.
   template <class View> __device__ __forceinline__ void exp(View& S, int first, int last) {
@@ -1251,38 +1310,6 @@ template <int LANES> __device__ __forceinline__ float row_sum(float x) {
   SDPA_UNROLL for (int lane = 1; lane < LANES; lane *= 2) { x += __shfl_xor_sync(0xffffffffu, x, lane); }
   return x;
 }
-
-// ---- the scale of an item ----
-
-// The element that to_float() gives as 1.
-template <class B> constexpr float element_unit = B::input == DType::u8 ? 448.0f / 127 : 1;
-
-// The scale of an item's scores, with the factors of its heads, times log2(e); and the factor of its V. Scores of
-// several query heads (PACK_GQA) have been multiplied by the factor of theirs.
-template <class B> __device__ __forceinline__ float item_scale_log2(const KernelArgs& a, const WorkItem& item) {
-  if constexpr (!B::is_8bit) return a.scale_log2;
-  const int h_kv = int(a.q_heads_per_kv.divide(item.h));
-  const float q_descale = B::pack_gqa ? 1 : a.p.q_descale.of_head(item.b, item.h);
-  const float scale_log2 = a.scale_log2 * q_descale * a.p.k_descale.of_head(item.b, h_kv);
-  return max_nan(scale_log2, 1.2e-38f);  // of a factor of 0: -inf times the scale stays -inf
-}
-template <class B> __device__ __forceinline__ float item_v_descale(const KernelArgs& a, const WorkItem& item) {
-  if constexpr (!B::is_8bit) return 1;
-  return element_unit<B> * a.p.v_descale.of_head(item.b, int(a.q_heads_per_kv.divide(item.h)));
-}
-
-// item_scale_log2() of an item. With 16 bits it is a kernel argument, read where it is used, and takes no register.
-template <class B> struct ItemScale {
-  const KernelArgs& a;
-  float of_8bit = 0;
-
-  __device__ __forceinline__ explicit ItemScale(const KernelArgs& a_) : a(a_) {}
-  __device__ __forceinline__ ItemScale(const KernelArgs& a_, const WorkItem& item) : a(a_) { start(item); }
-  __device__ __forceinline__ void start(const WorkItem& item) {
-    if (B::is_8bit) of_8bit = item_scale_log2<B>(a, item);
-  }
-  __device__ __forceinline__ operator float() const { return B::is_8bit ? of_8bit : a.scale_log2; }
-};
 
 // ---- merge of partial results (wmma, mma, wgmma) ----
 
@@ -1398,21 +1425,15 @@ __device__ __forceinline__ void store_sums(const View& O, const float (&m)[View:
   }
 }
 
-// The head and the query of a row of the tile, as an item of one row.
-template <class B> __device__ __forceinline__ WorkItem row_item(const KernelArgs& a, const WorkItem& item, int row) {
-  const int heads = B::pack_gqa ? int(a.item_queries.divide(uint32_t(row))) : 0;
-  return {item.b, item.h + heads, query_of<B>(a, item.q0, row)};
-}
-
 // Merges O, m and l of all ranges in a fixed order. A thread loads COLS columns of MANY ranges at once.
 template <class B, int MANY, int COLS>
 __device__ __forceinline__ void merge_ranges(const RangePartial<B>* partial, const KernelArgs& a, const WorkItem& item,
                                              int thread, int threads = B::num_warps * 32) {
   constexpr int columns = B::head_dim / COLS;
   const int ranges = int(a.ranges.divisor), parts = rows_of_item<B>(a) * columns;
-  const ItemScale<B> scale_log2(a, item);
   for (int part = thread; part < parts; part += threads) {
     const int row = part / columns;
+    const float scale_log2 = item_scale_log2<B>(a, row_item<B>(a, item, row));
     QuadRuns<1, 4 * COLS, COLS> O;
     O.first_row = 0, O.first_col = part % columns * COLS;
     clear(O);
@@ -3253,7 +3274,7 @@ template <class B> struct WgmmaRows {
     if (!B::use_lazy_max || has_mask()) return;
     float alpha[ROWS];
     softmax_max<B, Scores, COLS>(S, scale_log2, m, alpha);
-    keep_max(fmaxf(fabsf(m[0]), fabsf(m[1])) * scale_log2 <= shift_limit);
+    keep_max(fmaxf(fabsf(m[0]), fabsf(m[1])) * largest(scale_log2) <= shift_limit);
   }
   // From now on tiles without mask may take m as the stale maximum, if it will do for all rows of the warp.
   __device__ __forceinline__ void keep_max(bool will_do) {
@@ -3344,7 +3365,7 @@ template <class B, class Shared> struct WgmmaConsumer {
       if (own.end > 0) {
         rows.k0 = uniform(first_key_of<B>(item(), own.end - 1, slice));
         last_k0 = uniform(first_key_of<B>(item(), own.begin, slice));
-        rows.scale_log2.start(item());
+        rows.scale_log2.start(item(), row_group * 64 + int(thread_index_anew() % 128 / 32 * 16 + lane / 4));
         compute(turns);
       }
       if (B::skip_masked) t.skip(ring, own_rounds<B>(a, item(), rounds, rows.q).begin, lane);
@@ -3769,7 +3790,10 @@ template <class B> struct E4m3Shared {
   uint64_t q_full[Q_STAGES], q_empty[Q_STAGES];
   std::conditional_t<FLUSHES && !Q_IN_FLUSHED, Flushed, Nothing> flushed_sums;
 
-  __device__ __forceinline__ Input* queries(int, int row_group) { return reinterpret_cast<Input*>(Q[row_group]); }
+  __device__ __forceinline__ Input* queries(int, int row_group) {
+    if (B::pack_gqa) return reinterpret_cast<Input*>(Q[0]) + row_group * 64 * PANEL_BYTES<B>;
+    return reinterpret_cast<Input*>(Q[row_group]);
+  }
   __device__ __forceinline__ auto& flushed(int warpgroup) {
     if constexpr (Q_IN_FLUSHED) {
       return Q[warpgroup];
@@ -3880,7 +3904,7 @@ template <class B> struct E4m3Consumer : WgmmaConsumer<B, E4m3Shared<B>> {
     const SharedAddress Q_s = shared_address(s.queries(0, row_group));
     SDPA_UNROLL for (int step = 0; step < ROW_BYTES<B> / STEP_BYTES; step++) {
       const uint32_t row = tid / 32 * 16 + tid % 16, byte = step * STEP_BYTES + tid / 16 % 2 * 16;
-      ldmatrix_x4<false>(queries[step], Q_s + panel_byte<64, PANEL_BYTES<B>>(row, byte));
+      ldmatrix_x4<false>(queries[step], Q_s + panel_byte<Q_PANEL_ROWS<B>, PANEL_BYTES<B>>(row, byte));
     }
   }
   // Q's buffer may be filled anew.
@@ -3926,12 +3950,17 @@ template <class B> struct E4m3Consumer : WgmmaConsumer<B, E4m3Shared<B>> {
   __device__ __forceinline__ void multiply_qk_again(Scores& S) const {
     const SdpaParams& p = a.p;
     const WgmmaItem& item = Base::item();
-    const Input* const Q_g = p.Q + item.b * p.q.batch + item.h * p.q.head;
+    const Input* Q_g = p.Q + item.b * p.q.batch + item.h * p.q.head;
     const uint32_t tid = thread_index_anew() % 128;
     const int row = rows.q + int(tid / 32 * 16 + tid % 32 / 4), byte = tid % 4 * 4;
     rows.multiply_qk_again(S, item, [&](uint32_t (&q)[4], int step_byte) {
       SDPA_UNROLL for (int i = 0; i < 4; i++) {
-        q[i] = rows.word(Q_g, min(row + i % 2 * 8, p.Sq - 1), p.q.row, step_byte + i / 2 * 16 + byte);
+        int query = row + i % 2 * 8;
+        if constexpr (B::pack_gqa) {
+          const WorkItem of = row_item<B>(a, item, query - item.q0 + row_group * 64);
+          Q_g = p.Q + of.b * p.q.batch + min(of.h, p.Hq - 1) * p.q.head, query = of.q0;
+        }
+        q[i] = rows.word(Q_g, min(query, p.Sq - 1), p.q.row, step_byte + i / 2 * 16 + byte);
       }
     });
   }
@@ -3977,7 +4006,7 @@ template <class B> struct E4m3Consumer : WgmmaConsumer<B, E4m3Shared<B>> {
       const int log2_largest = int(bits_of(largest) >> 23) - 127 + 1;
       const int step = max(log2_largest - int(p_log2<B>), 0);
       alpha[i] = float_of(uint32_t(127 - step) << 23);
-      rows.m[i] += float(step) / rows.scale_log2;
+      rows.m[i] += float(step) / of_row(rows.scale_log2, i);
       rows.l[i] = (rows.l[i] + softmax.sum[i]) * alpha[i];
       SDPA_UNROLL for (int j = 0; j < P.COLS; j++) P.x[i][j] *= alpha[i];
     }
@@ -4073,7 +4102,7 @@ template <class B> struct E4m3Consumer : WgmmaConsumer<B, E4m3Shared<B>> {
     } else {
       const uint32_t tid = thread_index_anew() % 128;
       QuadRuns<2, B::head_dim, 4> four;  // V has the even d of every 16 first
-      four.first_row = rows.q - item.q0 + tid / 32 * 16 + tid % 32 / 4;
+      four.first_row = (B::pack_gqa ? row_group * 64 : rows.q - item.q0) + tid / 32 * 16 + tid % 32 / 4;
       four.first_col = tid % 4 * 4;
       SDPA_UNROLL for (int i = 0; i < four.ROWS; i++) {
         SDPA_UNROLL for (int j = 0; j < four.COLS; j++) {
@@ -4093,7 +4122,7 @@ template <class B> struct E4m3Consumer : WgmmaConsumer<B, E4m3Shared<B>> {
       if (q_stays && B::split_kv == 1) release_queries();  // with slices nobody waits
     });
     if (B::split_ctas != 1 && Base::item().rounds == 0) {  // a range without a key
-      rows.q = Base::item().q0 + row_group * 64;
+      rows.q = Base::item().q0 + (B::pack_gqa ? 0 : row_group * 64);
       rows.start(), clear(rows.O), store();
     }
   }
@@ -4859,13 +4888,13 @@ template <class B> constexpr bool check() {
   constexpr bool mma = B::family == Family::mma, wgmma = B::family == Family::wgmma;
   SDPA_REFUSE(B::block_n % (scalar ? 8 : B::is_e4m3 && !B::converts_operands ? 32 : 16) != 0,
               "BLOCK_N: the scalar kernel takes keys by 8, the others by 16, e4m3 by 32; type BLOCK_N=64");
-  SDPA_REFUSE((B::path == Path::wgmma_plain || B::path == Path::wgmma_e4m3) && B::pack_gqa,
-              "PACK_GQA: the plain wgmma kernel and that of e4m3 do not have it; add USE_WARP_SPECIALIZATION=1 or "
-              "SWAP_AB=1 or drop it");
+  SDPA_REFUSE(B::path == Path::wgmma_plain && B::pack_gqa,
+              "PACK_GQA: the plain wgmma kernel does not have it; add USE_WARP_SPECIALIZATION=1 or SWAP_AB=1 or drop "
+              "it");
   SDPA_REFUSE(merges_by_kernel<B> && (B::use_persistent_cta || (wgmma && (B::split_kv > 1 || B::skip_masked))),
               "SPLIT_CTAS: a CTA has one range of one item; drop USE_PERSISTENT_CTA, and with wgmma SPLIT_KV and "
               "SKIP_MASKED");
-  SDPA_REFUSE(B::path == Path::wgmma_roles && B::pack_gqa && B::split_ctas == 1,
+  SDPA_REFUSE((B::path == Path::wgmma_roles || B::path == Path::wgmma_e4m3) && B::pack_gqa && B::split_ctas == 1,
               "PACK_GQA: with producer warps its rows are stored in ranges alone; type SPLIT_CTAS=0");
   SDPA_REFUSE(wmma && B::use_warp_specialization && B::sync_policy != 1,
               "USE_WARP_SPECIALIZATION=1: a CTA barrier would stop the producers, so every warp must keep its rows; "

@@ -174,6 +174,9 @@ string value_of_knob(const char* name) {
   return "";
 }
 
+// Builds without ranges of keys refuse longer sums.
+bool has_ranges() { return line.is_tuned || value_of_knob("SPLIT_CTAS") != "1"; }
+
 #ifdef SDPA_SIMT
 // Sets the order in which threads run. Returns a sentence if `text` names none.
 string set_schedule(const string& text) {
@@ -211,9 +214,7 @@ template <class Draw> string draw_machine(const Draw& draw) {
   constexpr int sms[] = {1, 3, 16, 132}, l2_kb[] = {24, 120, 61440}, keys[] = {64, 200, 65536};
   if (draw(4) == 0) return "";
   const int at[] = {draw(4), draw(3), 1 + draw(3), draw(3)};
-  // Builds without ranges of keys refuse longer sums.
-  const bool has_ranges = line.is_tuned || value_of_knob("SPLIT_CTAS") != "1";
-  return format("%d,%d,%d,%d", sms[at[0]], l2_kb[at[1]], at[2], keys[has_ranges ? at[3] : 2]);
+  return format("%d,%d,%d,%d", sms[at[0]], l2_kb[at[1]], at[2], keys[has_ranges() ? at[3] : 2]);
 }
 
 simt::Counters count_tiles(int tiles) {
@@ -401,11 +402,12 @@ void add_edges(vector<Problem>& problems, int rows, int keys) {
   }
   if (line.family == string("scalar")) return;
   // Sums in several parts, on GPUs with fewer CTAs than items and with more, and with two CTAs to an SM.
-  add({1, 3, 1, 40, 300}, Mask::none, "stairs").machine = "1,120,2,64";
-  add({1, 1, 1, rows, std::max(rows - 28, 1)}, Mask::bottom_right).machine = "3,120,1,64";
-  add({1, 3, 1, 40, 300}, Mask::bottom_right, "stairs").machine = "1,24,1,64";
-  add({1, 2, 1, 40, 300}, Mask::none, "negative").machine = "132,61440,3,64";
-  add({1, 2, 1, 40, 300}, Mask::bottom_right, "uniform").machine = "3,120,1,200";
+  const auto machine = [](const char* gpu, int keys) { return format("%s,%d", gpu, has_ranges() ? keys : 65536); };
+  add({1, 3, 1, 40, 300}, Mask::none, "stairs").machine = machine("1,120,2", 64);
+  add({1, 1, 1, rows, std::max(rows - 28, 1)}, Mask::bottom_right).machine = machine("3,120,1", 64);
+  add({1, 3, 1, 40, 300}, Mask::bottom_right, "stairs").machine = machine("1,24,1", 64);
+  add({1, 2, 1, 40, 300}, Mask::none, "negative").machine = machine("132,61440,3", 64);
+  add({1, 2, 1, 40, 300}, Mask::bottom_right, "uniform").machine = machine("3,120,1", 200);
 }
 // Heads of a group that do not fit a tile, ranges of many keys.
 void add_decode_edges(vector<Problem>& problems) {

@@ -649,7 +649,7 @@ def table(options):
     if gpu and new:
         tiles += new.values()
         rows = engine.Table(engine.results_path("fit", gpu.name, new=True), fit.COLUMNS)
-        fit.print_fit(model, tiles, fit.measure(gpu, model, tiles, fit.listed([D], model.dtype), rows))
+        fit.print_fit(model, tiles, fit.measure(gpu, model, tiles, fit.listed([D], model.dtype, fit.SHAPES), rows))
     return 0
 
 
