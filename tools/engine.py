@@ -121,6 +121,7 @@ class Turn:
     us: tuple
     clock_mhz: int = 0
     throttle: int = 0
+    power_w: float = 0
 
     @property
     def median(self):
@@ -239,7 +240,7 @@ def need_gpu(hint="", does="times kernels"):
 
 
 class Nvml:
-    """Clock and throttle reasons of a GPU; zeros where the library does not tell."""
+    """Clock, throttle reasons and power of a GPU; zeros where the library does not tell."""
 
     def __init__(self, bus_id):
         self.api, self.device, driver = None, ctypes.c_void_p(), ctypes.create_string_buffer(96)
@@ -253,11 +254,12 @@ class Nvml:
         self.driver = driver.value.decode()
 
     def state(self):
-        clock, reasons = ctypes.c_uint(), ctypes.c_ulonglong()
+        clock, reasons, milliwatts = ctypes.c_uint(), ctypes.c_ulonglong(), ctypes.c_uint()
         if self.api:
             self.api.nvmlDeviceGetClockInfo(self.device, 1, ctypes.byref(clock))  # NVML_CLOCK_SM
             self.reasons(self.device, ctypes.byref(reasons))
-        return clock.value, reasons.value
+            self.api.nvmlDeviceGetPowerUsage(self.device, ctypes.byref(milliwatts))
+        return clock.value, reasons.value, milliwatts.value / 1000
 
 
 # ---- contenders on the GPU ----
@@ -753,6 +755,9 @@ class Series:
 
     def clock(self, key):
         return float(np.median([turn.clock_mhz for turn in self.turns(key)]))
+
+    def power(self, key):
+        return float(np.median([turn.power_w for turn in self.turns(key)]))
 
     def us(self, key):
         """The median of the turns' medians."""

@@ -75,7 +75,7 @@ def results_section(source):
                                               "times as fast": gain}
         values = {name: row["tflops"] or 0 for name, (_, row) in at.items()}
         drawn.append((what.replace(" fp16", ""), values, gain))
-    torch = next((row["note"] for row in source.rows if peer(row) and row["note"]), "")
+    torch = next((row["note"].partition(";")[0] for row in source.rows if peer(row) and row["note"]), "")
     words = (f"The peers through {torch}. " if torch else "") + provenance(source)
     chart = against(drawn, [OURS, *names], "TFLOP/s of the fastest line and of peers on each problem",
                     "TFLOP/s; right: times the best peer")

@@ -32,14 +32,17 @@ import engine
 import numpy as np  # behind cli, which says what to do where it is missing
 from cli import Refused, say
 
+# FlashAttention-3 and -4 take bf16. The problems of 64 heads are those that NVIDIA publishes figures of cuDNN for.
 SUITE = """mission,64 mission2,64 long,64
-4,32,32,4096,4096,64,fp16 4,32,32,4096,4096,64,fp16,br
-1,32,32,16384,16384,64,fp16 1,32,32,16384,16384,64,fp16,br
-16,16,16,1024,1024,128,fp16 16,16,16,1024,1024,128,fp16,br
-4,16,16,4096,4096,128,fp16 4,16,16,4096,4096,128,fp16,br
-1,16,16,16384,16384,128,fp16 1,16,16,16384,16384,128,fp16,br
-1,32,8,8192,8192,128,bf16,br 1,16,16,1000,1777,128,fp16
-1,8,8,16384,16384,256,fp16 1,8,8,16384,16384,256,fp16,br""".split()
+4,32,32,4096,4096,64,fp16 4,32,32,4096,4096,64,bf16 4,32,32,4096,4096,64,bf16,br
+1,32,32,16384,16384,64,bf16 1,32,32,16384,16384,64,bf16,br
+16,16,16,1024,1024,128,bf16 16,16,16,1024,1024,128,bf16,br
+4,16,16,4096,4096,128,fp16 4,16,16,4096,4096,128,bf16 4,16,16,4096,4096,128,bf16,br
+1,16,16,16384,16384,128,bf16 1,16,16,16384,16384,128,bf16,br
+1,64,8,2048,2048,128,bf16 1,64,8,2048,2048,128,bf16,br 1,64,8,8192,8192,128,bf16 1,64,8,8192,8192,128,bf16,br
+1,64,8,32768,32768,128,bf16 1,64,8,32768,32768,128,bf16,br
+1,32,8,8192,8192,128,bf16,br 1,16,16,1000,1777,128,bf16
+1,8,8,16384,16384,256,fp16 1,8,8,16384,16384,256,bf16 1,8,8,16384,16384,256,bf16,br""".split()
 E4M3 = """1,16,16,16384,16384,128,e4m3 1,16,16,16384,16384,128,e4m3,br
 4,16,16,4096,4096,128,e4m3 4,16,16,4096,4096,128,e4m3,br
 16,16,16,1024,1024,128,e4m3 16,16,16,1024,1024,128,e4m3,br
@@ -94,6 +97,7 @@ def run_problem(gpu, kernels, problem, facts, pace, blocks):
             notes = ["PyTorch " + kernel.torch.__version__] if key in peers else [
                 row["note"], *(f"max diff to {name} {np.abs(values[key] - values[peer]).max():.1e}"
                                for peer, name in peers.items() if peer in values)]
+            notes += [f"{series.power(key):.0f} W"] if key in series.graphs else []
             notes += [f"in 10 ms after {pace.rest_s} s of rest"] if pace.rest_s else []
             row["note"] = "; ".join(filter(None, notes))
         yield row
