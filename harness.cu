@@ -39,6 +39,7 @@ struct Line {
   int knob_count, D, vec_width, barriers_per_tile;
   DType input, output;
   int fp16_acc;  // bits: of Q @ K.T, of P @ V
+  bool has_softcap, has_sinks, tanh_is_approximate;
   bool is_wgmma, has_queue, is_tuned;
   TunedTile tiles[most_tiles];  // one, or those that it may take
   int tile_count;
@@ -94,6 +95,8 @@ Line describe_build() {
   l.D = Build::head_dim, l.vec_width = Build::vec_width;
   l.barriers_per_tile = barriers_per_tile();
   l.input = Build::input, l.output = Build::output, l.fp16_acc = Build::fp16_acc;
+  l.has_softcap = Build::use_softcap != 0, l.tanh_is_approximate = Build::use_softcap == 1;
+  l.has_sinks = Build::use_sinks;
   l.is_wgmma = is_wgmma;
   l.has_queue = Build::use_persistent_cta, l.is_tuned = Build::use_tuned;
   for (int n = next_tile(0); n < TUNED_TILES.count; n = next_tile(n + 1)) {
@@ -148,14 +151,19 @@ const reference::Type& type_of(DType t) {
   return *types[int(t)];
 }
 const reference::Type &input_type = type_of(line.input), &output_type = type_of(line.output);
-// What an error may be with this softmax scale, of which 0 means 1/sqrt(D).
-reference::Tolerance tolerance_of(double scale) {
+// What an error may be in this problem.
+reference::Tolerance tolerance_of(const reference::Problem& p) {
   reference::Tolerance t = max(input_type.tolerance, output_type.tolerance);
   if (line.fp16_acc) t = max(t, reference::fp16_sums);
   // An e4m3 logit is the scale times a sum of D products, each of which wgmma cuts off: twice as much is lost at D=256
   // as at 128, or at twice the scale.
   if (line.is_wgmma && line.input == DType::e4m3) {
-    t.lse *= std::max(1.0, line.D / 128.0) * std::max(1.0, std::fabs(scale) * std::sqrt(line.D));
+    t.lse *= std::max(1.0, line.D / 128.0) * std::max(1.0, std::fabs(p.scale) * std::sqrt(line.D));
+  }
+  // tanh.approx moves a logit by softcap / 2^11 at most, and its weight by as much of itself.
+  if (line.tanh_is_approximate) {
+    const double of_weight = p.softcap / 2048;
+    t.rel_rms += of_weight, t.max_abs += of_weight, t.lse += of_weight;
   }
   return t;
 }
@@ -185,7 +193,8 @@ struct Problem : reference::Problem {
   // Factors of 8-bit inputs: one to a head, with gaps between them or zeros among them as well, one to a tensor, or
   // none.
   string descale = "heads";
-  string machine;  // --machine of tests/sweep.cu
+  string machine;           // --machine of tests/sweep.cu
+  bool has_sinks = false;   // of the seed
 
   Problem() : reference::Problem{} { D = line.D; }
 };
@@ -196,6 +205,7 @@ SdpaParams params_of(const Problem& p) {  // but for the tensors
   params.D = line.D, params.scale = float(p.scale), params.causal = Causal(int(p.mask));
   params.window_left = p.window_left, params.window_right = p.window_right;
   params.window_alignment = Causal(int(p.window_alignment));
+  params.softcap = float(p.softcap);
   return params;
 }
 
@@ -419,7 +429,8 @@ struct WitnessArgs {
   int least, most;  // key k is visible to query q if least <= k - q <= most
   float scale;
   Descale q_factor, k_factor, v_factor;
-  float v_unit;
+  float v_unit, softcap;
+  const float* sinks;
   float *O, *LSE;  // [heads,Sq,D] and [heads,Sq] from first_head on
 };
 
@@ -464,7 +475,8 @@ __global__ void __launch_bounds__(WitnessShared<D>::THREADS) witness(WitnessArgs
   float q[W::SLICE], O[W::SLICE] = {}, m = -INFINITY, l = 0;
 #pragma unroll
   for (int d = 0; d < W::SLICE; d++) q[d] = number(Q_g[q_row * a.q.row + slice * W::SLICE + d]);
-  const float scale = a.scale * factor(a.q_factor, b, h) * factor(a.k_factor, b, h_kv);
+  const float of_logit = a.scale * factor(a.q_factor, b, h) * factor(a.k_factor, b, h_kv);
+  const float scale = a.softcap != 0 ? a.softcap : of_logit;
   const float v_factor = a.v_unit * factor(a.v_factor, b, h_kv);
 
   // Q[q_row] @ K[k0 + j], -inf where that key is not visible
@@ -478,6 +490,7 @@ __global__ void __launch_bounds__(WitnessShared<D>::THREADS) witness(WitnessArgs
     }
     float S = (sum.x + sum.y) + (sum.z + sum.w);
     for (int n = 1; n < W::LANES; n *= 2) S += __shfl_xor_sync(0xffffffffu, S, n);
+    if (a.softcap != 0) S = tanhf(S * of_logit / a.softcap);
     const int distance = k0 + j - q_row;
     return k0 + j < a.Sk && distance >= a.least && distance <= a.most ? S : -INFINITY;
   };
@@ -506,10 +519,15 @@ __global__ void __launch_bounds__(WitnessShared<D>::THREADS) witness(WitnessArgs
   }
   if (row >= a.Sq) return;
   const int64_t out = int64_t(of_grid) * a.Sq + row;
-  if (slice == 0) a.LSE[out] = m * scale + logf(l);
+  float most = m * scale, of_keys = 1;
+  if (a.sinks && a.sinks[h] > -INFINITY) {
+    most = fmaxf(most, a.sinks[h]), of_keys = l == 0 ? 0 : expf(m * scale - most);
+    l = l * of_keys + expf(a.sinks[h] - most);
+  }
+  if (slice == 0) a.LSE[out] = most + logf(l);
 #pragma unroll
   for (int d = 0; d < W::SLICE; d++) {
-    a.O[out * D + slice * W::SLICE + d] = l == 0 ? 0.0f : O[d] / l * v_factor;
+    a.O[out * D + slice * W::SLICE + d] = l == 0 || of_keys == 0 ? 0.0f : O[d] * of_keys / l * v_factor;
   }
 }
 
@@ -538,9 +556,10 @@ cudaError_t launch_witness(const SdpaParams& p, int first, int heads, float* O, 
                             p.window_right < 0 ? none : windows_own + p.window_right);
   const double unit = unit_of(line.input);
   const double scale = (p.scale == 0 ? 1 / std::sqrt(double(p.D)) : p.scale) * unit * unit;
-  const WitnessArgs a{p.Q,         p.K,         p.V,         p.q,         p.k,   p.v,  p.Hq,
-                      p.Hkv,       p.Sq,        p.Sk,        first,       least, most, float(scale),
-                      p.q_descale, p.k_descale, p.v_descale, float(unit), O,     LSE};
+  const WitnessArgs a{p.Q,         p.K,         p.V,         p.q,         p.k,       p.v,     p.Hq,
+                      p.Hkv,       p.Sq,        p.Sk,        first,       least,     most,    float(scale),
+                      p.q_descale, p.k_descale, p.v_descale, float(unit), p.softcap, p.sinks, O,
+                      LSE};
   return p.D == 64    ? launch_witness<T, 64>(a, heads)
          : p.D == 128 ? launch_witness<T, 128>(a, heads)
                       : launch_witness<T, 256>(a, heads);
@@ -594,6 +613,10 @@ class Instance {
       factors_[t].reset(new DeviceFactors(p, Tensor(t)));
       *descales[t] = factors_[t]->descale;
     }
+    if (p.has_sinks) {
+      sinks_.reset(new Guarded("the sinks", p.Hq * sizeof(float)));
+      params.sinks = sinks_->data<float>();
+    }
     workspace_.reset(new Guarded("the workspace", line.facts_of(params).workspace_bytes));
     workspace_->fill(0);
     params.workspace = workspace_->data();
@@ -610,7 +633,20 @@ class Instance {
       if (factors_[t]) *factors[t] = factors_[t]->set(step, seed);
       tensors[t]->write(held_[t] = round_to_elements(x, step));
     }
+    if (sinks_) set_sinks(seed);
     problem.Q = inputs_[0].data(), problem.K = inputs_[1].data(), problem.V = inputs_[2].data();
+  }
+
+  // Of 8 heads one has no sink, one a sink that is all of its sum, and one a sink that is nothing of it.
+  void set_sinks(uint64_t seed) {
+    vector<float> sinks(problem.Hq);
+    for (int h = 0; h < problem.Hq; h++) {
+      sinks[h] = 2 * reference::normal(seed + 99, Tensor::O, h);
+      if (h % 8 == 5) sinks[h] = -INFINITY;
+      if (h % 8 >= 6) sinks[h] = h % 8 == 6 ? 100 : -150;
+    }
+    sinks_->store(sinks);
+    problem.sinks.assign(sinks.begin(), sinks.end());
   }
 
   // Launches and compares the outputs with the reference, then launches `repeats` times more, which must
@@ -720,7 +756,7 @@ class Instance {
       const Row row = output_row(rows[i]);
       comparison.add(rows[i], want[i], row.O, row.LSE);
     }
-    const string trouble = comparison.verdict(tolerance_of(problem.scale));
+    const string trouble = comparison.verdict(tolerance_of(problem));
     figures.include(comparison);
     figures.rows_checked += comparison.rows;
     if (!trouble.empty() || rows.size() == got.LSE.size() || problem.dist == "nonfinite")
@@ -768,7 +804,7 @@ class Instance {
     const double limit = 1e-5 * std::min(30.0, std::max(1.0, with_reference.largest_lse / 32));
     string trouble = with_reference.verdict({limit, limit, limit});
     if (!trouble.empty()) return "the witness is wrong: " + trouble;
-    trouble = with_witness.verdict(tolerance_of(problem.scale));
+    trouble = with_witness.verdict(tolerance_of(problem));
     figures.include(with_witness);
     figures.rows_witnessed += with_witness.rows;
     return trouble.empty() ? "" : "against the witness: " + trouble;
@@ -777,6 +813,7 @@ class Instance {
   // Tensor cores truncate their sums, which adds up over very many keys; P of a coarser type than O, and sums in fp16,
   // hide how O was rounded; of u8 a single weight is often no power of two, and its own rounding shows in all of a row.
   bool judges_rounding() const {
+    if (line.tanh_is_approximate && problem.softcap != 0) return false;
     return !line.fp16_acc && line.input != DType::u8 && problem.Sk <= 1 << 14 &&
            input_type.mantissa_bits >= output_type.mantissa_bits;
   }
@@ -802,7 +839,7 @@ class Instance {
     return (size_t(at.b) * problem.Hq + at.h) * problem.Sq + at.q;
   }
 
-  std::unique_ptr<Guarded> lse_, workspace_;
+  std::unique_ptr<Guarded> lse_, workspace_, sinks_;
   std::unique_ptr<DeviceFactors> factors_[3];  // of Q, K and V with 8 bits
   vector<float> inputs_[3];                    // Q, K, V, rounded
   Bits held_[3];                               // what they are in device memory
@@ -1137,7 +1174,8 @@ vector<Column> columns(const Run& r, const Device& d) {
       {"peak_share", has_peak ? format("%.3f", r.share_of_peak(d)) : ""},
       {"bound", has_peak ? r.memory_binds(d) ? "memory" : "matrix" : ""},
       {"window", window_text(p, ":")},
-      {"out_dtype", output_type.name}};
+      {"out_dtype", output_type.name}, {"softcap", p.softcap != 0 ? format("%.9g", p.softcap) : ""},
+      {"sinks", p.has_sinks ? "1" : ""}};
   // clang-format on
 }
 
@@ -1157,13 +1195,15 @@ void print_csv(const vector<Column>& columns, bool header) {
 void print_block(const Run& r, const Device& d) {
   const Problem& p = r.problem;
   const Figures& f = r.figures;
-  const reference::Tolerance tol = tolerance_of(p.scale);
+  const reference::Tolerance tol = tolerance_of(p);
   const string changed = knob_texts(true);
   fprintf(stderr, "sdpa_%s (%s) on %s\n", line.name, line.family, d.name.c_str());
-  const string window = p.has_window() ? ", window " + window_text(p, ",") : "";
+  string more = p.has_window() ? ", window " + window_text(p, ",") : "";
+  if (p.softcap != 0) more += format(", softcap %g", p.softcap);
+  if (p.has_sinks) more += ", sinks";
   fprintf(stderr, "  problem  %s: B=%d Hq=%d Hkv=%d Sq=%d Sk=%d D=%d %s, causal %s%s\n",
           p.shape.c_str(), p.B, p.Hq, p.Hkv, p.Sq, p.Sk, p.D, input_type.name,
-          causal_names[int(p.mask)], window.c_str());
+          causal_names[int(p.mask)], more.c_str());
   fprintf(stderr, "  knobs    %s\n", changed.empty() ? "all at their defaults" : changed.c_str());
   if (r.exit == exit_pass && !r.note.empty()) fprintf(stderr, "  note     %s\n", r.note.c_str());
   if (!r.check.empty()) {
@@ -1259,6 +1299,14 @@ vector<Option> options_of(Options& o) {
   const auto flag = [](bool& value) {
     return [&value](const string&) { return value = true, ""; };
   };
+  const auto positive = [](double& value) {
+    return [&value](const string& text) {
+      char* end = nullptr;
+      value = std::strtof(text.c_str(), &end);
+      const bool good = !text.empty() && !*end && value > 0 && !std::isinf(value);
+      return good ? "" : "want a number greater than 0";
+    };
+  };
   return {
       {"--shape", "S",
        "B,Hq,Hkv,Sq,Sk[,D], small, mission (the default), mission2, long, decode, decode1 or chunk; "
@@ -1296,14 +1344,10 @@ vector<Option> options_of(Options& o) {
          if (reference::dist_named(text)) o.common.dist = text;
          return reference::dist_named(text) ? "" : "want one of" + names;
        }},
-      {"--scale", "X", "of the logits (default: 1/sqrt(D))",
-       [&o](const string& text) {
-         char* end = nullptr;
-         o.common.scale = std::strtof(text.c_str(), &end);
-         const bool good =
-             !text.empty() && !*end && o.common.scale > 0 && !std::isinf(o.common.scale);
-         return good ? "" : "want a number greater than 0";
-       }},
+      {"--scale", "X", "of the logits (default: 1/sqrt(D))", positive(o.common.scale)},
+      {"--softcap", "X", "logits x become X * tanh(x / X) (a build with USE_SOFTCAP)", positive(o.common.softcap)},
+      {"--sinks", "", "a logit more in the sum of each row, drawn for each head (a build with USE_SINKS)",
+       flag(o.common.has_sinks)},
       {"--seeds", "0,1,2", "of the inputs (default 0); the check is done for each",
        [&o](const string& text) {
          const vector<long long> n = parse_numbers(text, 0, 1ll << 40);
@@ -1390,6 +1434,8 @@ string command_of(const Problem& p) {
   if (p.dist != "normal") text += " --dist " + p.dist;
   if (p.descale != "heads") text += " --descale " + p.descale;
   if (p.scale != 0) text += format(" --scale %.9g", p.scale);
+  if (p.softcap != 0) text += format(" --softcap %.9g", p.softcap);
+  if (p.has_sinks) text += " --sinks";
   if (p.max_ctas != 0) text += format(" --max-ctas %d", p.max_ctas);
   if (!p.machine.empty()) text += " --machine " + p.machine;
   return text;

@@ -3,6 +3,8 @@
 // and so do the tests.
 //
 //   O = softmax(scale * Q @ K.T + mask) @ V,   LSE = log(sum(exp(scale * Q @ K.T + mask)))
+//
+// A softcap c makes a logit x to c * tanh(x / c) before the mask. A sink is a logit more of each row, with no V.
 
 #ifndef SDPA_REFERENCE_CPP
 #define SDPA_REFERENCE_CPP
@@ -35,6 +37,8 @@ struct Problem {
   Mask window_alignment = Mask::none;  // whose position the window counts from; none: that of mask
   // By head, over all batches: what Q, K and V are to be multiplied with. Empty: 1.
   std::vector<double> q_factor, k_factor, v_factor;
+  double softcap = 0;         // 0: none
+  std::vector<double> sinks;  // of query heads 0 ... Hq - 1; empty: none
 
   bool has_window() const { return window_left >= 0 || window_right >= 0; }
 };
@@ -184,7 +188,7 @@ inline double dot(const float* x, const float* y, int n) {  // n a multiple of 8
   return sum;
 }
 
-// One row. A row whose every visible logit is -inf (or that sees no key) gives O = 0, LSE = -inf.
+// One row. A row whose every logit is -inf (or that sees no key) gives O = 0, LSE = -inf.
 inline Result attend(const Problem& p, const Row& row) {
   const int h_kv = row.h / (p.Hq / p.Hkv), D = p.D;
   const size_t first = first_key(p, row.q), end = past_last_key(p, row.q);
@@ -210,10 +214,12 @@ inline Result attend(const Problem& p, const Row& row) {
     if (k < first || k >= end) leave_open(k);
   }
   std::vector<double> logits(end);
-  double max = -infinity;
+  const double sink = p.sinks.empty() ? -infinity : p.sinks[row.h];
+  double max = sink;
   bool any_nan = false;
   for (size_t k = first; k < end; k++) {
     logits[k] = scale * dot(Q, K + k * D, D);
+    if (p.softcap != 0) logits[k] = p.softcap * std::tanh(logits[k] / p.softcap);
     if (std::isnan(logits[k])) any_nan = true;
     if (logits[k] > max) max = logits[k];
   }
@@ -221,7 +227,7 @@ inline Result attend(const Problem& p, const Row& row) {
     for (size_t k = first; k < end; k++) leave_open(k);
     return result;
   }
-  double sum = 0;
+  double sum = std::exp(sink - max);
   for (size_t k = first; k < end; k++) {
     const double weight = std::exp(logits[k] - max);  // inf - inf = NaN: a row with a logit of +inf
     sum += weight;

@@ -95,6 +95,8 @@ namespace {  // two builds in one program must not share their constants and ker
   X(SWAP_AB, 0, swap_ab, "0 1", "wgmma", "S.T = K @ Q.T, keys as its 64 rows: 8, 16 or 32 query rows a CTA") \
   X(PACK_GQA, 0, pack_gqa, "0 1", "mma wgmma", "the query heads of a key head are rows of one tile") \
   X(SPLIT_CTAS, 1, split_ctas, "0..256", "wmma mma wgmma", "CTAs that share a tile's keys; 0: by the problem") \
+  X(USE_SOFTCAP, 0, use_softcap, "0 1 2", "scalar mma wgmma", "logits in c * tanh(x / c): 1 tanh.approx, 2 exactly") \
+  X(USE_SINKS, 0, use_sinks, "0 1", "scalar mma wgmma", "a logit of the head that has no key joins the sum of a row") \
   X(USE_TUNED, 0, use_tuned, "0 1", "mma wgmma", "the tile by the problem, from a table; typed knobs narrow it") \
   X(USE_WARP_SPECIALIZATION, 0, use_warp_specialization, "0 1", "wmma wgmma", "some warps copy, others compute") \
   X(NUM_PRODUCER_WARPS, 1, num_producer_warps, "1 2 4", "wmma", "warps that only copy")
@@ -213,6 +215,8 @@ template <int ROW> struct BuildOf : Knobs<ROW> {
                                : is_e4m3                 ? Path::wgmma_e4m3
                                : K::use_warp_specialization ? Path::wgmma_roles
                                                             : Path::wgmma_plain;
+  // A thread's rows of scores have scales of their own, since their heads have factors.
+  static constexpr bool scales_rows = path == Path::wgmma_e4m3 && K::pack_gqa;
 };
 
 using Build = BuildOf<-1>;
@@ -286,6 +290,9 @@ struct SdpaParams {
   int window_right = -1;                    // and after it
   Descale q_descale, k_descale, v_descale;  // 8-bit DTYPE: by query head, and by key head
   Causal window_alignment = Causal::off;    // whose position the window counts from; off: that of `causal`
+  float softcap = 0;                        // USE_SOFTCAP: logits x become softcap * tanh(x / softcap); 0: x
+  const float* sinks = nullptr;             // USE_SINKS=1: [Hq] in device memory, or null: exp(sink) joins a row's
+                                            // sum and LSE; of a row without a key O = 0 and LSE = sink
 };
 // A row that sees no key (or only keys of logit -inf) gives O = 0 and LSE = -inf. NaN and inf come out as the formula
 // has them, but whether NaN or inf in V at a key that is masked reaches the row (as 0 * inf = NaN) is open, since
@@ -429,6 +436,7 @@ struct KernelArgs {  // SdpaParams with what every CTA would otherwise compute a
   KeyBounds keys;
   SdpaParams p;
   uint32_t first_item = 0;  // merges_by_kernel: of the launch
+  float cap_scale = 0;      // softcap: S is tanh(Q @ K.T * cap_scale); 0: Q @ K.T
   std::conditional_t<is_wgmma, TensorMaps, Nothing> maps;
 
   KernelArgs(const SdpaParams& problem, int rows, int keys_of_tile)
@@ -508,6 +516,12 @@ __device__ __forceinline__ float ex2_approx_ftz(float x) {
   return y;
 }
 // log2 x to 2^-22, absolute or relative; 0 and subnormal x give -inf.
+// Relative error 2^-11.
+__device__ __forceinline__ float tanh_approx(float x) {
+  float y;
+  asm("tanh.approx.f32 %0, %1;" : "=f"(y) : "f"(x));
+  return y;
+}
 __device__ __forceinline__ float lg2_approx_ftz(float x) {
   float y;
   asm("lg2.approx.ftz.f32 %0, %1;" : "=f"(y) : "f"(x));
@@ -1122,9 +1136,23 @@ __device__ __forceinline__ void mask_scores(View& S, const KernelArgs& a, int q0
   mask([&](int j, int q) { return j >= keys.end(q) - k0; });
   if (keys.from > -most_rows) mask([&](int j, int q) { return j < keys.begin(q) - k0; });
 }
+// USE_SOFTCAP: x becomes tanh(x * cap_scale), exactly as 1 - 2 / (1 + e^2x).
+template <class B> __device__ __forceinline__ float capped(float x, const KernelArgs& a) {
+  if (B::use_softcap == 0 || a.cap_scale == 0) return x;
+  if (B::use_softcap == 1) return tanh_approx(x * a.cap_scale);
+  return 1 - 2 * rcp_approx_ftz(1 + ex2_approx_ftz(x * a.cap_scale * 2.88539008f));  // 2 * log2(e)
+}
+// Of this thread's columns [first, last) of S.
+template <class B, class View>
+__device__ __forceinline__ void cap_scores(View& S, const KernelArgs& a, int first = 0, int last = View::COLS) {
+  SDPA_UNROLL for (int i = 0; B::use_softcap != 0 && i < View::ROWS; i++) {
+    SDPA_UNROLL for (int j = first; j < last; j++) S.x[i][j] = capped<B>(S.x[i][j], a);
+  }
+}
 // What happens to the scores of the item's tile at key k0 between Q @ K.T and the softmax.
 template <class B, class View>
 __device__ __forceinline__ void finish_scores(View& S, const KernelArgs& a, int q0, int k0) {
+  cap_scores<B>(S, a);
   if (!a.tiles.cover(q0, k0)) mask_scores<B>(S, a, q0, k0);
 }
 
@@ -1149,8 +1177,7 @@ template <class B> __device__ __forceinline__ float item_v_descale(const KernelA
 
 // By what a thread's rows of scores are multiplied: one number, or of e4m3 with PACK_GQA one for each row.
 struct RowScales { float of[2]; };
-template <class B>
-using ScoreScale = std::conditional_t<B::path == Path::wgmma_e4m3 && B::pack_gqa, RowScales, float>;
+template <class B> using ScoreScale = std::conditional_t<B::scales_rows, RowScales, float>;
 __device__ __forceinline__ float of_row(float scale, int) { return scale; }
 __device__ __forceinline__ float of_row(const RowScales& scales, int i) { return scales.of[i]; }
 __device__ __forceinline__ float largest(float scale) { return scale; }
@@ -1165,7 +1192,7 @@ template <class B> struct ItemScale {
   __device__ __forceinline__ ItemScale(const KernelArgs& a_, const WorkItem& item) : a(a_) { start(item, 0); }
   // row: the thread's first; the other is 8 below. Rows past those of the tile get the scale of some head.
   __device__ __forceinline__ void start(const WorkItem& item, int row) {
-    if constexpr (std::is_same_v<ScoreScale<B>, RowScales>) {
+    if constexpr (B::scales_rows) {
       SDPA_UNROLL for (int i = 0; i < 2; i++) {
         WorkItem of = row_item<B>(a, item, row + 8 * i);
         of.h = min(of.h, a.p.Hq - 1);
@@ -1333,20 +1360,36 @@ __device__ __forceinline__ void add(float* O, const float4& x, float weight) {
 
 // ---- epilogue ----
 
+constexpr float ln2 = 0.693147180559945f;
+
+// USE_SINKS: the sink of the item's head; -inf is none.
+template <class B> __device__ __forceinline__ float sink_of(const KernelArgs& a, const WorkItem& item) {
+  return B::use_sinks && a.p.sinks ? a.p.sinks[item.h] : -INFINITY;
+}
+// l with 2^p_log2 * e^sink relative to m. Above 2^126 nothing of the keys is left in it.
+template <class B>
+__device__ __forceinline__ float with_sink(float m, float l, const KernelArgs& a, const WorkItem& item) {
+  if (!B::use_sinks) return l;
+  const float above_m = fmaf(-finite_max(m), item_scale_log2<B>(a, item), sink_of<B>(a, item) * (1 / ln2));
+  return l + ex2_approx_ftz(fminf(above_m + p_log2<B>, 126));
+}
+
 // LSE = ln2 * (m * scale_log2 + log2(l) - p_log2) of query q, if it is wanted. m * scale_log2 alone may overflow.
 template <class B>
 __device__ __forceinline__ void store_lse(float m, float l, const KernelArgs& a, const WorkItem& item, int q) {
-  constexpr float ln2 = 0.693147180559945f;
   if (a.p.LSE) {
     const int64_t row = (static_cast<int64_t>(item.b) * a.p.Hq + item.h) * a.p.Sq + q;
-    st_global(a.p.LSE + row,
-              fmaf(finite_max(m), item_scale_log2<B>(a, item) * ln2, ln2 * (lg2_approx_ftz(l) - p_log2<B>)));
+    const float lse = fmaf(finite_max(m), item_scale_log2<B>(a, item) * ln2,
+                           ln2 * (lg2_approx_ftz(with_sink<B>(m, l, a, item)) - p_log2<B>));
+    st_global(a.p.LSE + row, B::use_sinks ? max_nan(lse, sink_of<B>(a, item)) : lse);
   }
 }
 
-// What O is multiplied by, of a row whose sum is l: 1 / l times the factor of V; 0 for a row without a visible key.
-template <class B> __device__ __forceinline__ float inverse_of_sum(float l, const KernelArgs& a, const WorkItem& item) {
-  return l == 0 ? 0 : rcp_approx_ftz(l) * item_v_descale<B>(a, item);
+// What O is multiplied by, of a row whose maximum is m and whose sum is l: 1 / l times the factor of V; 0 for a row
+// without a visible key.
+template <class B>
+__device__ __forceinline__ float inverse_of_sum(float m, float l, const KernelArgs& a, const WorkItem& item) {
+  return l == 0 ? 0 : rcp_approx_ftz(with_sink<B>(m, l, a, item)) * item_v_descale<B>(a, item);
 }
 // O of rows without a visible key is 0, whatever V is.   l [ROWS]
 template <class View> __device__ __forceinline__ void clear_empty_rows(View& O, const float (&l)[View::ROWS]) {
@@ -1379,7 +1422,7 @@ __device__ __forceinline__ void store_output(const View& O, const float (&m)[Vie
   SDPA_UNROLL for (int i = 0; i < View::ROWS; i++) {
     const int q = item.q0 + O.row(i);
     if (q >= p.Sq) continue;
-    const float inverse = inverse_of_sum<B>(l[i], a, item);
+    const float inverse = inverse_of_sum<B>(m[i], l[i], a, item);
     SDPA_UNROLL for (int j = 0; j < View::COLS; j += width) {
       Output e[width];
       SDPA_UNROLL for (int n = 0; n < width; n++) {
@@ -2382,15 +2425,17 @@ template <class B> struct MmaRows {
     SDPA_UNROLL for (int step = 0; step < P.STEPS; step++) mma_pv<B>(O, P, V_s, step, lane);
   }
 
-  // S = Q @ K.T, with the factors of several heads.
-  __device__ void multiply_qk(Scores& S, const MmaQueries<B>& Q, const Element<B>* K_s, int lane) {
+  // S = Q @ K.T, with the factors of several heads, and capped.
+  __device__ void multiply_qk(Scores& S, const MmaQueries<B>& Q, const Element<B>* K_s, const KernelArgs& a, int lane) {
     mma_qk<B>(S, Q, K_s, lane);
     if constexpr (B::converts_operands) scale_rows(S, q_descale);
+    cap_scores<B>(S, a);
   }
   // P of a tile without mask, by the stale maximum. False if that was too small.
-  __device__ bool attend_by_stale_max(const MmaQueries<B>& Q, const Element<B>* K_s, float scale_log2, int lane) {
+  __device__ bool attend_by_stale_max(const MmaQueries<B>& Q, const Element<B>* K_s, const ItemScale<B>& scale_log2,
+                                      int lane) {
     Scores S;
-    multiply_qk(S, Q, K_s, lane);
+    multiply_qk(S, Q, K_s, scale_log2.a, lane);
     StaleSoftmax<B, ROWS> softmax(m, scale_log2);
     SDPA_UNROLL for (int step = 0; step < P.STEPS; step++) {
       softmax.exp(S, P.COLS * step, P.COLS * (step + 1)), P.pack_step(S, step);
@@ -2402,7 +2447,7 @@ template <class B> struct MmaRows {
                                       int q0, int k0, bool clean, int lane) {
     Scores S;
     S.first_row = O.first_row, S.first_col = O.first_col;
-    multiply_qk(S, Q, K_s, lane);
+    multiply_qk(S, Q, K_s, scale_log2.a, lane);
     if (!clean) mask_scores<B>(S, scale_log2.a, q0, k0);
     float alpha[ROWS];
     softmax_max<B>(S, scale_log2, m, alpha);
@@ -3274,6 +3319,7 @@ template <class B> struct WgmmaRows {
     if (!B::use_lazy_max || has_mask()) return;
     float alpha[ROWS];
     softmax_max<B, Scores, COLS>(S, scale_log2, m, alpha);
+    SDPA_UNROLL for (int i = 0; i < ROWS; i++) m[i] = capped<B>(m[i], a);
     keep_max(fmaxf(fabsf(m[0]), fabsf(m[1])) * largest(scale_log2) <= shift_limit);
   }
   // From now on tiles without mask may take m as the stale maximum, if it will do for all rows of the warp.
@@ -3288,6 +3334,7 @@ template <class B> struct WgmmaRows {
   }
   // P in the place of S, and l. The caller multiplies O by alpha.
   __device__ __forceinline__ void softmax_by_exact_max(Scores& S, float (&alpha)[ROWS]) {
+    cap_scores<B>(S, a);
     if (has_mask()) {
       const uint32_t tid = B::pack_gqa ? thread_index_anew() - B::producer_threads : thread_index_anew() % 128;
       S.first_row = tid / 32 * 16 + tid % 32 / 4, S.first_col = tid % 4 * 2;
@@ -3428,7 +3475,7 @@ __device__ __forceinline__ void merge_slices(const WgmmaRows<B>& rows, SlicePart
   const float2 m_l[2] = {own, ld_shared<float2>(&partial.m_l[1 - slice][row])};
   float weight[2], m, l;
   merge_weights<B>(m_l, rows.scale_log2, weight, m, l);
-  const float inverse = inverse_of_sum<B>(l, rows.a, item);
+  const float inverse = inverse_of_sum<B>(m, l, rows.a, item);
   SDPA_UNROLL for (int v = 0; v < B::head_dim / 16; v++) {
     const float4 x = ld_shared<float4>(&partial.O[slice][v][tid]);
     const float others[4] = {x.x, x.y, x.z, x.w};
@@ -3575,9 +3622,10 @@ template <class B> struct Wgmma16Consumer : WgmmaConsumer<B, WgmmaShared<B>> {
     const bool stale = rows.may_take_stale_max();
     bool done = false;
     StaleSoftmax<B, 2> softmax(rows.m, rows.scale_log2);
-    if (stale) softmax.exp(S, 0, FIRST);
+    if (stale) cap_scores<B>(S, a, 0, FIRST), softmax.exp(S, 0, FIRST);
     end_last_pv();
     if (stale) {
+      cap_scores<B>(S, a, FIRST);
       softmax.exp(S, FIRST, S.COLS);
       pack_all(P, S);
       done = softmax.add_to(rows.l);
@@ -3595,6 +3643,7 @@ template <class B> struct Wgmma16Consumer : WgmmaConsumer<B, WgmmaShared<B>> {
     float alpha[2];
     if (rows.may_take_stale_max()) {
       StaleSoftmax<B, 2> softmax(rows.m, rows.scale_log2);
+      cap_scores<B>(S, a);
       softmax.exp(S, 0, S.COLS);
       stale = softmax.add_to(rows.l);
       if (!stale) multiply_qk_again(S);
@@ -3684,7 +3733,7 @@ template <class B> struct Wgmma16Consumer : WgmmaConsumer<B, WgmmaShared<B>> {
     const int first_row = tid / 32 * 16, stage = q_ring.stage;  // of the warp, in its group
     barrier_sync(q_read + Base::warpgroup, 128);                // hazard: Q read by all its warps
     float inverse[2];
-    SDPA_UNROLL for (int i = 0; i < 2; i++) inverse[i] = inverse_of_sum<B>(rows.l[i], a, s.item[stage]);
+    SDPA_UNROLL for (int i = 0; i < 2; i++) inverse[i] = inverse_of_sum<B>(rows.m[i], rows.l[i], a, s.item[stage]);
     clear_empty_rows(O, rows.l);
     SDPA_UNROLL for (int i = 0; i < 2; i++) {
       const int row = rows.q + first_row + int(lane) / 4 + 8 * i;
@@ -4445,6 +4494,7 @@ template <class B> struct WgmmaColumns {
   template <bool FIRST>
   __device__ __forceinline__ void take_round(int round, const WgmmaItem& item, Scores& S, Sums& O) {
     const int k0 = first_key_of<B>(item, round, slice);
+    cap_scores<B>(S, a);
     if (!a.tiles.cover(item.q0, k0)) mask_scores<B>(S, a, item.q0, k0 + S.first_col());
     float sum[ROWS];
     softmax<FIRST>(S, O, sum);
@@ -4706,6 +4756,7 @@ template <class B> SdpaStatus forward(const SdpaParams& p, cudaStream_t stream) 
   }
   KernelArgs a(p, B::pack_gqa ? items.queries : B::mask_rows, B::block_n);
   a.scale_log2 = log2_scale(p);
+  if (p.softcap != 0) a.cap_scale = a.scale_log2 * ln2 / p.softcap, a.scale_log2 = p.softcap / ln2;
   a.work_items = uint32_t(items.count);
   a.item_queries = Divisor(uint32_t(items.queries)), a.item_heads = items.heads;
   a.ranges = Divisor(uint32_t(items.ranges));
@@ -4788,6 +4839,15 @@ SdpaStatus check_params(SdpaParams& p) {
   if (std::isinf(log2_scale(p))) {
     return failure(refused, "scale=%g times log2(e) is no float; take a smaller one", double(p.scale));
   }
+  if (!(p.softcap >= 0) || std::isinf(p.softcap / ln2)) {
+    return failure(refused, "softcap=%g is not a positive number (0 means none)", double(p.softcap));
+  }
+  if (p.softcap != 0 && !Build::use_softcap) {
+    return failure(refused, "softcap=%g, but only builds with USE_SOFTCAP have it; set it to 0", double(p.softcap));
+  }
+  if (p.sinks && !Build::use_sinks) {
+    return failure(refused, "sinks are given, but only builds with USE_SINKS=1 have them; set them to null");
+  }
   for (const Causal mask : {p.causal, p.window_alignment}) {
     if (uint32_t(mask) <= uint32_t(Causal::top_left)) continue;
     const char* const name = mask == p.causal ? "causal" : "window_alignment";
@@ -4801,7 +4861,8 @@ SdpaStatus check_params(SdpaParams& p) {
     const void* data;
     int alignment;
   } pointers[] = {{"q_descale", p.q_descale.factor, 4}, {"k_descale", p.k_descale.factor, 4},
-                  {"v_descale", p.v_descale.factor, 4}, {"LSE", p.LSE, 4}, {"workspace", p.workspace, 256}};
+                  {"v_descale", p.v_descale.factor, 4}, {"LSE", p.LSE, 4}, {"sinks", p.sinks, 4},
+                  {"workspace", p.workspace, 256}};
   for (const auto& pointer : pointers) {
     if (pointer.data && &pointer < pointers + 3 && !Build::is_8bit) {
       return failure(refused, "%s is given, but elements of 16 bits have no factor; set it to null", pointer.name);
@@ -4836,6 +4897,8 @@ SDPA_REFUSE(NUM_PRODUCER_WARPS_changed && !Build::use_warp_specialization,
 SDPA_REFUSE(Build::is_e4m3 && is_wmma, "DTYPE=FP8_E4M3: nvcuda::wmma has no e4m3; drop USE_WMMA or type DTYPE=U8");
 SDPA_REFUSE(Build::input == DType::u8 && (is_mma || is_wgmma),
             "DTYPE=U8: only the scalar and wmma kernels take it; type DTYPE=FP8_E4M3 or USE_WMMA=1");
+SDPA_REFUSE(Build::use_softcap != 0 && Build::is_8bit,
+            "USE_SOFTCAP: scores of 8-bit types have factors that come after it; type DTYPE=FP16 or DTYPE=BF16");
 SDPA_REFUSE(FP8_FLUSH_changed && !Build::is_e4m3,
             "FP8_FLUSH: only the wgmma kernel with DTYPE=FP8_E4M3 has sums of 14 bits; drop it");
 SDPA_REFUSE(FP16_ACC_changed && Build::input != DType::fp16,

@@ -40,6 +40,8 @@ typedef struct SdpaParams {
   int window_left, window_right; /* keys that a query sees before and after its own position; -1: all */
   SdpaDescale q_descale, k_descale, v_descale;
   int window_alignment; /* whose position the window counts from: SDPA_CAUSAL_...; OFF: that of causal */
+  float softcap;        /* lines with USE_SOFTCAP: logits x become softcap * tanh(x / softcap); 0: x */
+  const float* sinks;   /* lines with USE_SINKS: [Hq], exp(sink) joins the sum of a row; or null */
 } SdpaParams;
 
 struct CUstream_st; /* cudaStream_t is a pointer to it */

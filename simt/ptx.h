@@ -86,6 +86,7 @@ inline float ex2_approx_ftz(float x) {
   const float y = std::exp2(x);
   return y < 0x1p-126f ? 0.0f : y;  // NaN stays
 }
+inline float tanh_approx(float x) { return std::tanh(x) * (1 + 0x1p-12f); }  // as far off as it may be
 inline float lg2_approx_ftz(float x) { return std::log2(std::fabs(x) < 0x1p-126f ? 0.0f : x); }
 inline float rcp_approx_ftz(float x) {
   const float y = 1 / (std::fabs(x) < 0x1p-126f ? std::copysign(0.0f, x) : x);

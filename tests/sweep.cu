@@ -315,6 +315,7 @@ template <class Draw> Problem draw_problem(const Draw& draw, const TunedTile& ti
     p.window_right = draw(5) ? draw(1 + draw(300)) : -1;
     p.window_alignment = reference::Mask(draw(3));
   }
+  if (line.has_softcap && draw(4)) p.softcap = draw(2) ? 2 : 50;
   p.layout = layouts[draw(6)];
   if (!takes_layout(p.layout)) p.layout = "padded";
   if (draw(32) == 0) {  // far apart, and no larger than 36 GB
@@ -327,6 +328,7 @@ template <class Draw> Problem draw_problem(const Draw& draw, const TunedTile& ti
   if (element_bytes(line.input) == 1) p.descale = descales[draw(2) ? 0 : draw(DESCALES)];
   p.dist = reference::dists[draw(2) ? 0 : draw(int(reference::dists.size()))].name;
   // wgmma's sums of e4m3 products have 14 bits, which logits in the hundreds show.
+  p.has_sinks = line.has_sinks && p.dist != "negative" && draw(4);
   const bool far_from_0 = p.dist == "large" || p.dist == "negative";
   if (far_from_0 && line.is_wgmma && line.input == DType::e4m3) p.dist = "outliers";
   if (line.fp16_acc && p.dist != "nonfinite") p.dist = "normal";  // others go past 65504
@@ -368,7 +370,8 @@ void add_edges(vector<Problem>& problems, int rows, int keys) {
     p.B = sizes[0], p.Hq = sizes[1], p.Hkv = sizes[2], p.Sq = sizes[3], p.Sk = sizes[4];
     p.mask = mask, p.dist = line.fp16_acc && string(dist) != "nonfinite" ? "normal" : dist;
     p.shape = format("%dx%dx%dx%dx%d", p.B, p.Hq, p.Hkv, p.Sq, p.Sk);
-    p.seed = problems.size();
+    p.seed = problems.size(), p.softcap = line.has_softcap ? 20 : 0;
+    p.has_sinks = line.has_sinks && p.dist != "negative";  // beside which nothing would be left of the keys
     problems.push_back(p);
     return problems.back();
   };
@@ -487,8 +490,8 @@ vector<Option> sweep_options(SweepOptions& o) {
 string parse_sweep(const vector<Option>& options, const vector<string>& args, SweepOptions& o) {
   const string refusal = parse(options, args, o);
   if (!refusal.empty() || (!o.sweep && !o.edges)) return refusal;
-  for (const char* drawn : {"--shape", "--causal", "--window", "--dist", "--layout", "--scale", "--max-ctas",
-                            "--machine"}) {
+  for (const char* drawn : {"--shape", "--causal", "--window", "--softcap", "--sinks", "--dist", "--layout", "--scale",
+                            "--max-ctas", "--machine"}) {
     if (std::count(args.begin(), args.end(), drawn)) {
       return string("--sweep and --edges have their own problems; drop ") + drawn;
     }

@@ -640,6 +640,12 @@ TEST_CASE("preconditions") {
   CHECK(refusal([](SdpaParams& p) { p.causal = Causal(7); }).find("causal=7 is none of") == 0);
   CHECK(refusal([](SdpaParams& p) { p.window_alignment = Causal(3); }) ==
         "window_alignment=3 is none of off, bottom_right, top_left");
+  CHECK(refusal([](SdpaParams& p) { p.softcap = -1; }) == "softcap=-1 is not a positive number (0 means none)");
+  CHECK(refusal([](SdpaParams& p) { p.softcap = NAN; }).find("softcap=nan is not") == 0);
+  CHECK(refusal([](SdpaParams& p) { p.softcap = 50; }) ==
+        "softcap=50, but only builds with USE_SOFTCAP have it; set it to 0");
+  CHECK(refusal([](SdpaParams& p) { p.sinks = p.LSE; }) ==
+        "sinks are given, but only builds with USE_SINKS=1 have them; set them to null");
   CHECK(refusal([](SdpaParams& p) { p.window_left = -2; }) ==
         "window_left=-2 is outside [-1, 10^9]; -1 means no limit");
   CHECK(refusal([](SdpaParams& p) { p.max_ctas = -1; }) ==
