@@ -216,7 +216,7 @@ template <int ROW> struct BuildOf : Knobs<ROW> {
                                : K::use_warp_specialization ? Path::wgmma_roles
                                                             : Path::wgmma_plain;
   // A thread's rows of scores have scales of their own, since their heads have factors.
-  static constexpr bool scales_rows = path == Path::wgmma_e4m3 && K::pack_gqa;
+  static constexpr bool scales_rows = is_e4m3 && family == Family::wgmma && K::pack_gqa;
 };
 
 using Build = BuildOf<-1>;
@@ -281,21 +281,18 @@ struct SdpaParams {
                            // those of dimensions of size 1 may hold anything
   float scale = 0;         // 0 means 1/sqrt(D)
   Causal causal = Causal::off;
-  void* workspace = nullptr;                // sdpa_workspace_bytes() of device memory, 256-byte aligned, zeroed
-                                            // once before the first launch, whatever the problems after it;
-                                            // one per stream
-  int max_ctas = 0;                         // USE_PERSISTENT_CTA=1: launch at most so many CTAs,
-                                            // which leaves SMs to other kernels; 0: as many as are resident
+  void* workspace = nullptr;                // sdpa_workspace_bytes() of device memory, 256-byte aligned, zeroed once
+                                            // before the first launch, whatever the problems after it; one per stream
+  int max_ctas = 0;                         // USE_PERSISTENT_CTA=1: so many CTAs at most; 0: as many as are resident
   int window_left = -1;                     // keys that a query sees before its own position; -1: no limit
   int window_right = -1;                    // and after it
   Descale q_descale, k_descale, v_descale;  // 8-bit DTYPE: by query head, and by key head
   Causal window_alignment = Causal::off;    // whose position the window counts from; off: that of `causal`
   float softcap = 0;                        // USE_SOFTCAP: logits x become softcap * tanh(x / softcap); 0: x
-  const float* sinks = nullptr;             // USE_SINKS=1: [Hq] in device memory, or null: exp(sink) joins a row's
-                                            // sum and LSE; of a row without a key O = 0 and LSE = sink
+  const float* sinks = nullptr;             // USE_SINKS=1: [Hq] in device memory; exp(sink) joins a row's sum; or null
 };
-// A row that sees no key (or only keys of logit -inf) gives O = 0 and LSE = -inf. NaN and inf come out as the formula
-// has them, but whether NaN or inf in V at a key that is masked reaches the row (as 0 * inf = NaN) is open, since
+// A row that sees no key (or only keys of logit -inf) gives O = 0 and LSE = -inf or its sink. NaN and inf come out as
+// the formula has them, but whether NaN or inf in V at a masked key reaches the row (as 0 * inf = NaN) is open, since
 // kernels multiply whole tiles. Logits may have any finite value that a float can hold. The sums of P @ V are floats
 // too and divided by the row sum of P last, so that a row comes out right while that sum, which is at most 2^12 * Sk,
 // times max|V| stays below 3.4e38 (with DTYPE=BF16 and V beyond 1e30 it may not).
@@ -489,8 +486,7 @@ __device__ __forceinline__ SharedAddress shared_address(const void* p_s) {
   return static_cast<SharedAddress>(__cvta_generic_to_shared(p_s));
 }
 
-// Loads and stores of a T (1 to 16 bytes) at an address aligned to its size. Written as plain
-// accesses: the compiler finds the address space, and folds offsets.
+// Of a T (1 to 16 bytes) at an address aligned to its size. Plain, so that the compiler folds offsets.
 template <class T> __device__ __forceinline__ T ld_shared(const void* src_s) { return *static_cast<const T*>(src_s); }
 template <class T> __device__ __forceinline__ void st_shared(void* dst_s, T value) { *static_cast<T*>(dst_s) = value; }
 template <class T> __device__ __forceinline__ T ld_global(const void* src_g) { return *static_cast<const T*>(src_g); }
@@ -515,13 +511,13 @@ __device__ __forceinline__ float ex2_approx_ftz(float x) {
   asm("ex2.approx.ftz.f32 %0, %1;" : "=f"(y) : "f"(x));
   return y;
 }
-// log2 x to 2^-22, absolute or relative; 0 and subnormal x give -inf.
-// Relative error 2^-11.
+// tanh x to 2^-11 of itself.
 __device__ __forceinline__ float tanh_approx(float x) {
   float y;
   asm("tanh.approx.f32 %0, %1;" : "=f"(y) : "f"(x));
   return y;
 }
+// log2 x to 2^-22, absolute or relative; 0 and subnormal x give -inf.
 __device__ __forceinline__ float lg2_approx_ftz(float x) {
   float y;
   asm("lg2.approx.ftz.f32 %0, %1;" : "=f"(y) : "f"(x));
@@ -1138,21 +1134,21 @@ __device__ __forceinline__ void mask_scores(View& S, const KernelArgs& a, int q0
 }
 // USE_SOFTCAP: x becomes tanh(x * cap_scale), exactly as 1 - 2 / (1 + e^2x).
 template <class B> __device__ __forceinline__ float capped(float x, const KernelArgs& a) {
-  if (B::use_softcap == 0 || a.cap_scale == 0) return x;
+  if (a.cap_scale == 0) return x;
   if (B::use_softcap == 1) return tanh_approx(x * a.cap_scale);
   return 1 - 2 * rcp_approx_ftz(1 + ex2_approx_ftz(x * a.cap_scale * 2.88539008f));  // 2 * log2(e)
 }
 // Of this thread's columns [first, last) of S.
 template <class B, class View>
 __device__ __forceinline__ void cap_scores(View& S, const KernelArgs& a, int first = 0, int last = View::COLS) {
-  SDPA_UNROLL for (int i = 0; B::use_softcap != 0 && i < View::ROWS; i++) {
+  SDPA_UNROLL for (int i = 0; i < View::ROWS; i++) {
     SDPA_UNROLL for (int j = first; j < last; j++) S.x[i][j] = capped<B>(S.x[i][j], a);
   }
 }
 // What happens to the scores of the item's tile at key k0 between Q @ K.T and the softmax.
 template <class B, class View>
 __device__ __forceinline__ void finish_scores(View& S, const KernelArgs& a, int q0, int k0) {
-  cap_scores<B>(S, a);
+  if (B::use_softcap != 0) cap_scores<B>(S, a);
   if (!a.tiles.cover(q0, k0)) mask_scores<B>(S, a, q0, k0);
 }
 
@@ -1264,10 +1260,9 @@ __device__ __forceinline__ void softmax_max(const View& S, ScoreScale<B> scale_l
 // The largest |m * scale_log2| that softmax_exp() may subtract: its rounding moves P by 2^-15 at most.
 constexpr float shift_limit = 1024;
 
-// m_log2 = m * scale_log2, for softmax_exp(), which subtracts it in the FMA that scales S. Beyond
-// shift_limit the rounding of that product would show (near 2^31 it is a factor of 2^64 in P): there S
-// becomes S - m, which is exact near the maximum, and m_log2 is 0. Returns true if every m may be kept as
-// a stale maximum: it is a score, and within the limit.
+// m_log2 = m * scale_log2, for softmax_exp(), which subtracts it in the FMA that scales S. Beyond shift_limit the
+// rounding of that product would show (near 2^31 it is a factor of 2^64 in P): there S becomes S - m, which is exact
+// near the maximum, and m_log2 is 0. True if every m may be kept as a stale maximum: a score, and within the limit.
 template <class B, class View>
 __device__ __forceinline__ bool softmax_shift(View& S, ScoreScale<B> scale_log2, const float (&m)[View::ROWS],
                                               float (&m_log2)[View::ROWS]) {
@@ -1361,15 +1356,13 @@ __device__ __forceinline__ void add(float* O, const float4& x, float weight) {
 // ---- epilogue ----
 
 constexpr float ln2 = 0.693147180559945f;
-
 // USE_SINKS: the sink of the item's head; -inf is none.
 template <class B> __device__ __forceinline__ float sink_of(const KernelArgs& a, const WorkItem& item) {
-  return B::use_sinks && a.p.sinks ? a.p.sinks[item.h] : -INFINITY;
+  return a.p.sinks ? a.p.sinks[item.h] : -INFINITY;
 }
 // l with 2^p_log2 * e^sink relative to m. Above 2^126 nothing of the keys is left in it.
 template <class B>
 __device__ __forceinline__ float with_sink(float m, float l, const KernelArgs& a, const WorkItem& item) {
-  if (!B::use_sinks) return l;
   const float above_m = fmaf(-finite_max(m), item_scale_log2<B>(a, item), sink_of<B>(a, item) * (1 / ln2));
   return l + ex2_approx_ftz(fminf(above_m + p_log2<B>, 126));
 }
@@ -1379,17 +1372,18 @@ template <class B>
 __device__ __forceinline__ void store_lse(float m, float l, const KernelArgs& a, const WorkItem& item, int q) {
   if (a.p.LSE) {
     const int64_t row = (static_cast<int64_t>(item.b) * a.p.Hq + item.h) * a.p.Sq + q;
-    const float lse = fmaf(finite_max(m), item_scale_log2<B>(a, item) * ln2,
-                           ln2 * (lg2_approx_ftz(with_sink<B>(m, l, a, item)) - p_log2<B>));
-    st_global(a.p.LSE + row, B::use_sinks ? max_nan(lse, sink_of<B>(a, item)) : lse);
+    if (B::use_sinks) l = with_sink<B>(m, l, a, item);
+    float lse = fmaf(finite_max(m), item_scale_log2<B>(a, item) * ln2, ln2 * (lg2_approx_ftz(l) - p_log2<B>));
+    if (B::use_sinks) lse = max_nan(lse, sink_of<B>(a, item));
+    st_global(a.p.LSE + row, lse);
   }
 }
 
-// What O is multiplied by, of a row whose maximum is m and whose sum is l: 1 / l times the factor of V; 0 for a row
-// without a visible key.
+// What O is multiplied by, of a row with the sum l: 1 / l times the factor of V; 0 for a row without a visible key.
 template <class B>
 __device__ __forceinline__ float inverse_of_sum(float m, float l, const KernelArgs& a, const WorkItem& item) {
-  return l == 0 ? 0 : rcp_approx_ftz(with_sink<B>(m, l, a, item)) * item_v_descale<B>(a, item);
+  if (B::use_sinks && l != 0) l = with_sink<B>(m, l, a, item);
+  return l == 0 ? 0 : rcp_approx_ftz(l) * item_v_descale<B>(a, item);
 }
 // O of rows without a visible key is 0, whatever V is.   l [ROWS]
 template <class View> __device__ __forceinline__ void clear_empty_rows(View& O, const float (&l)[View::ROWS]) {
@@ -1569,13 +1563,13 @@ __device__ __forceinline__ void store_rows(const Partial (&partial_s)[B::split_k
 
 // The item of q-block `block` in head number `head`, counted through all batches.
 template <class B> __device__ __forceinline__ WorkItem tile_of(const KernelArgs& a, uint32_t head, uint32_t block) {
-  const int heads = B::pack_gqa ? a.item_heads : 1;
-  return {int(a.q_heads.divide(head)), int(a.q_heads.remainder(head)) * heads, int(block) * queries_of_item<B>(a)};
+  WorkItem item{int(a.q_heads.divide(head)), int(a.q_heads.remainder(head)), int(block) * queries_of_item<B>(a)};
+  if (B::pack_gqa) item.h *= a.item_heads;
+  return item;
 }
 
-// Item number -> tile. Without a mask the q-blocks of a head follow each other and share its K and
-// V in L2. With one, the longest rows come first, so that no long tile starts last; of all heads, or
-// of as many as have their K and V in L2 together.
+// Item number -> tile. Without a mask the q-blocks of a head follow each other and share its K and V in L2. With one,
+// the longest rows come first, so that no long tile starts last; of all heads, or of as many as L2 has K and V of.
 template <class B> __device__ __forceinline__ WorkItem work_item(const KernelArgs& a, uint32_t i) {
   uint32_t head, block;
   if (a.keys.all()) {
@@ -2429,7 +2423,7 @@ template <class B> struct MmaRows {
   __device__ void multiply_qk(Scores& S, const MmaQueries<B>& Q, const Element<B>* K_s, const KernelArgs& a, int lane) {
     mma_qk<B>(S, Q, K_s, lane);
     if constexpr (B::converts_operands) scale_rows(S, q_descale);
-    cap_scores<B>(S, a);
+    if (B::use_softcap != 0) cap_scores<B>(S, a);
   }
   // P of a tile without mask, by the stale maximum. False if that was too small.
   __device__ bool attend_by_stale_max(const MmaQueries<B>& Q, const Element<B>* K_s, const ItemScale<B>& scale_log2,
@@ -3319,7 +3313,7 @@ template <class B> struct WgmmaRows {
     if (!B::use_lazy_max || has_mask()) return;
     float alpha[ROWS];
     softmax_max<B, Scores, COLS>(S, scale_log2, m, alpha);
-    SDPA_UNROLL for (int i = 0; i < ROWS; i++) m[i] = capped<B>(m[i], a);
+    if (B::use_softcap != 0) m[0] = capped<B>(m[0], a), m[1] = capped<B>(m[1], a);
     keep_max(fmaxf(fabsf(m[0]), fabsf(m[1])) * largest(scale_log2) <= shift_limit);
   }
   // From now on tiles without mask may take m as the stale maximum, if it will do for all rows of the warp.
@@ -3334,7 +3328,7 @@ template <class B> struct WgmmaRows {
   }
   // P in the place of S, and l. The caller multiplies O by alpha.
   __device__ __forceinline__ void softmax_by_exact_max(Scores& S, float (&alpha)[ROWS]) {
-    cap_scores<B>(S, a);
+    if (B::use_softcap != 0) cap_scores<B>(S, a);
     if (has_mask()) {
       const uint32_t tid = B::pack_gqa ? thread_index_anew() - B::producer_threads : thread_index_anew() % 128;
       S.first_row = tid / 32 * 16 + tid % 32 / 4, S.first_col = tid % 4 * 2;
@@ -3622,10 +3616,11 @@ template <class B> struct Wgmma16Consumer : WgmmaConsumer<B, WgmmaShared<B>> {
     const bool stale = rows.may_take_stale_max();
     bool done = false;
     StaleSoftmax<B, 2> softmax(rows.m, rows.scale_log2);
-    if (stale) cap_scores<B>(S, a, 0, FIRST), softmax.exp(S, 0, FIRST);
+    if (B::use_softcap != 0 && stale) cap_scores<B>(S, a, 0, FIRST);
+    if (stale) softmax.exp(S, 0, FIRST);
     end_last_pv();
     if (stale) {
-      cap_scores<B>(S, a, FIRST);
+      if (B::use_softcap != 0) cap_scores<B>(S, a, FIRST);
       softmax.exp(S, FIRST, S.COLS);
       pack_all(P, S);
       done = softmax.add_to(rows.l);
@@ -3643,7 +3638,7 @@ template <class B> struct Wgmma16Consumer : WgmmaConsumer<B, WgmmaShared<B>> {
     float alpha[2];
     if (rows.may_take_stale_max()) {
       StaleSoftmax<B, 2> softmax(rows.m, rows.scale_log2);
-      cap_scores<B>(S, a);
+      if (B::use_softcap != 0) cap_scores<B>(S, a);
       softmax.exp(S, 0, S.COLS);
       stale = softmax.add_to(rows.l);
       if (!stale) multiply_qk_again(S);
@@ -4494,7 +4489,7 @@ template <class B> struct WgmmaColumns {
   template <bool FIRST>
   __device__ __forceinline__ void take_round(int round, const WgmmaItem& item, Scores& S, Sums& O) {
     const int k0 = first_key_of<B>(item, round, slice);
-    cap_scores<B>(S, a);
+    if (B::use_softcap != 0) cap_scores<B>(S, a);
     if (!a.tiles.cover(item.q0, k0)) mask_scores<B>(S, a, item.q0, k0 + S.first_col());
     float sum[ROWS];
     softmax<FIRST>(S, O, sum);
@@ -4696,8 +4691,7 @@ size_t even_share(size_t bytes, uint32_t ctas) {
 template <class B> SdpaStatus launch_kernel(const KernelArgs& a, uint32_t items, cudaStream_t stream) {
   const uint32_t ctas = items * a.ranges.divisor;
   static_assert(shared_bytes<B> <= 227 * 1024,
-                "BLOCK_M, BLOCK_N, HEAD_DIM and STAGES: the tiles need more than the 227 KB of shared memory that a "
-                "CTA can have; type a smaller BLOCK_N or fewer STAGES");
+                "BLOCK_M, BLOCK_N, STAGES: over the 227 KB of shared memory of a CTA; type smaller BLOCK_N or STAGES");
   constexpr auto kernel = KernelOf<B>::entry;
   size_t bytes = shared_bytes<B>, most = bytes;
   // The attribute is the kernel's, which other host threads launch as well: so it is the most that any launch asks for.
@@ -4756,14 +4750,15 @@ template <class B> SdpaStatus forward(const SdpaParams& p, cudaStream_t stream) 
   }
   KernelArgs a(p, B::pack_gqa ? items.queries : B::mask_rows, B::block_n);
   a.scale_log2 = log2_scale(p);
-  if (p.softcap != 0) a.cap_scale = a.scale_log2 * ln2 / p.softcap, a.scale_log2 = p.softcap / ln2;
+  if (B::use_softcap != 0 && p.softcap != 0) {
+    a.cap_scale = a.scale_log2 * ln2 / p.softcap, a.scale_log2 = p.softcap / ln2;
+  }
   a.work_items = uint32_t(items.count);
   a.item_queries = Divisor(uint32_t(items.queries)), a.item_heads = items.heads;
   a.ranges = Divisor(uint32_t(items.ranges));
   const double kv_bytes = 2.0 * p.Sk * p.D * sizeof(Input);  // of a key head
   const double l2_bytes = device_attribute(cudaDevAttrL2CacheSize, 60 << 20);
-  // 8/15 of L2: 32 MB of an H200's 60.
-  const double heads = l2_bytes * 8 / 15 / std::fmax(kv_bytes, 1) * p.Hq / p.Hkv / items.heads;
+  const double heads = l2_bytes * 8 / 15 / std::fmax(kv_bytes, 1) * p.Hq / p.Hkv / items.heads;  // in 32 of 60 MB
   a.heads_in_l2 = uint32_t(std::fmax(1, std::fmin(heads, double(p.B) * p.Hq / items.heads)));
   a.unmasked_rounds = a.keys.all() ? max(int(shares(p.Sk, B::split_kv * B::block_n)), 1) : 0;
   const uint32_t q_blocks = uint32_t(shares(p.Sq, items.queries));
@@ -4833,20 +4828,11 @@ SdpaStatus check_params(SdpaParams& p) {
     return failure(refused, "D=%d, but this build has HEAD_DIM=%d; use a build for that D", p.D, Build::head_dim);
   }
   if (p.Hq && (p.Hkv == 0 || p.Hq % p.Hkv)) return failure(refused, "Hq=%d is not a multiple of Hkv=%d", p.Hq, p.Hkv);
-  if (!(p.scale >= 0) || std::isinf(p.scale)) {
-    return failure(refused, "scale=%g is not a positive number (0 means 1/sqrt(D))", double(p.scale));
+  if (!(p.scale >= 0) || std::isinf(log2_scale(p))) {
+    return failure(refused, "scale=%g is not a positive number below 10^38, or 0 for 1/sqrt(D)", double(p.scale));
   }
-  if (std::isinf(log2_scale(p))) {
-    return failure(refused, "scale=%g times log2(e) is no float; take a smaller one", double(p.scale));
-  }
-  if (!(p.softcap >= 0) || std::isinf(p.softcap / ln2)) {
-    return failure(refused, "softcap=%g is not a positive number (0 means none)", double(p.softcap));
-  }
-  if (p.softcap != 0 && !Build::use_softcap) {
-    return failure(refused, "softcap=%g, but only builds with USE_SOFTCAP have it; set it to 0", double(p.softcap));
-  }
-  if (p.sinks && !Build::use_sinks) {
-    return failure(refused, "sinks are given, but only builds with USE_SINKS=1 have them; set them to null");
+  if (!(p.softcap >= 0) || std::isinf(p.softcap / ln2) || (p.softcap != 0 && !Build::use_softcap)) {
+    return failure(refused, "softcap=%g is not 0, or positive in a build with USE_SOFTCAP", double(p.softcap));
   }
   for (const Causal mask : {p.causal, p.window_alignment}) {
     if (uint32_t(mask) <= uint32_t(Causal::top_left)) continue;
@@ -4856,16 +4842,17 @@ SdpaStatus check_params(SdpaParams& p) {
   if (p.max_ctas > 0 && !Build::use_persistent_cta) {
     return failure(refused, "max_ctas=%d, but only builds with USE_PERSISTENT_CTA=1 take it; set it to 0", p.max_ctas);
   }
+  const char* const of_8bit = Build::is_8bit ? "" : "an 8-bit DTYPE";
   const struct {
-    const char* name;
+    const char *name, *of;  // the builds that have it, if not all
     const void* data;
     int alignment;
-  } pointers[] = {{"q_descale", p.q_descale.factor, 4}, {"k_descale", p.k_descale.factor, 4},
-                  {"v_descale", p.v_descale.factor, 4}, {"LSE", p.LSE, 4}, {"sinks", p.sinks, 4},
-                  {"workspace", p.workspace, 256}};
+  } pointers[] = {{"q_descale", of_8bit, p.q_descale.factor, 4}, {"k_descale", of_8bit, p.k_descale.factor, 4},
+                  {"v_descale", of_8bit, p.v_descale.factor, 4}, {"workspace", "", p.workspace, 256},
+                  {"sinks", Build::use_sinks ? "" : "USE_SINKS=1", p.sinks, 4}, {"LSE", "", p.LSE, 4}};
   for (const auto& pointer : pointers) {
-    if (pointer.data && &pointer < pointers + 3 && !Build::is_8bit) {
-      return failure(refused, "%s is given, but elements of 16 bits have no factor; set it to null", pointer.name);
+    if (pointer.data && *pointer.of) {
+      return failure(refused, "%s is for builds with %s; set it to null", pointer.name, pointer.of);
     }
     if (reinterpret_cast<uintptr_t>(pointer.data) % pointer.alignment) {
       return failure(refused, "%s is not aligned to %d bytes", pointer.name, pointer.alignment);
