@@ -223,7 +223,8 @@ using Build = BuildOf<-1>;
 
 // Where rows of several heads go through shared memory, the last CTA of an item merges its ranges; else sdpa_merge().
 template <class B>
-constexpr bool merges_by_kernel = B::split_ctas != 1 && !B::swap_ab && !(B::use_mma_sync && B::pack_gqa);
+constexpr bool merges_by_kernel = B::split_ctas != 1 && !B::swap_ab &&
+                                  !(B::use_mma_sync && B::pack_gqa && B::split_kv > 1);
 
 // True if a row is summed in one accumulator of tensor cores, which takes most_keys_at_once keys. Sums of SWAP_AB, and
 // of e4m3 with wgmma, are in fp32; SPLIT_CTAS has ranges of keys.
@@ -2263,7 +2264,7 @@ template <class B> struct MmaPartial {
 
 template <class B> struct MmaPacked;  // PACK_GQA: how Q comes and O leaves
 // The partial results of every group but the first.
-template <class B, bool PACKED = B::pack_gqa> struct MmaPartials {
+template <class B, bool PACKED = (B::pack_gqa && !merges_by_kernel<B>)> struct MmaPartials {
   static constexpr int OTHERS = B::split_kv > 1 ? B::split_kv - 1 : 1;
   using type = std::conditional_t<(B::split_kv > 1), MmaPartial<B>[OTHERS], char>;
 };
@@ -2706,7 +2707,7 @@ template <class B> __global__ void __launch_bounds__(B::threads, 1) sdpa_mma(con
   }
 
   rows.finish();
-  if constexpr (B::pack_gqa) {
+  if constexpr (B::pack_gqa && !merges_by_kernel<B>) {
     MmaPacked<B>::store(s, rows, a, group, lane);
   } else {
     if constexpr (B::split_kv > 1) {
@@ -5170,7 +5171,7 @@ struct ComputeClocks {
 double tuned_clocks(const TunedTile& t, const SdpaParams& p, int sms) {
   const Items items = t.pack_gqa ? items_of_packed_tile(p, t.block_m) : items_of_tile(p, 1, t.block_m);
   ComputeClocks compute{t, item_keys(t, p), double(items.count) / sms, clocks_of_key(t, p)};
-  const bool by_kernel = t.split_ctas == 0 && !t.swap_ab && !(t.use_mma_sync && t.pack_gqa);
+  const bool by_kernel = t.split_ctas == 0 && !t.swap_ab && !(t.use_mma_sync && t.pack_gqa && t.split_kv > 1);
   double merge_clocks = 0;
   if (t.split_ctas == 0) {  // a CTA takes its share of the keys; the last one of an item or a kernel merges the results
     const int round_keys = t.block_n * t.split_kv, threads = t.num_warps * 32;
