@@ -45,7 +45,7 @@ decode decode1 8,32,8,1,2048 1,32,8,1,4096 128,32,8,1,1024 1,16,16,1,8192 48,8,8
 32,7,7,1,8192 32,32,32,1,4096 8,32,32,1,4096 64,12,12,1,1000""".split()
 CHUNKS = peers.CHUNKS + "1,16,4,500,2000 1,24,3,200,6000 1,20,20,128,4000".split()
 FEW_ROWS = 1024  # of a key head
-PACE, BLOCKS = engine.Pace(50e3, 10e3), 2
+PACE, BLOCKS = engine.Pace(30e3, 10e3), 1
 COLUMNS = ("D dtype shape B Hq Hkv Sq Sk causal tile us lo_us hi_us clock_mhz check device sms driver cuda "
            "git_sha").split()
 NEW_COSTS = (5000, 6)  # of a tile before it is fitted
