@@ -97,7 +97,7 @@ def run_problem(gpu, kernels, problem, facts, pace, blocks):
             notes = ["PyTorch " + kernel.torch.__version__] if key in peers else [
                 row["note"], *(f"max diff to {name} {np.abs(values[key] - values[peer]).max():.1e}"
                                for peer, name in peers.items() if peer in values)]
-            notes += [f"{series.power(key):.0f} W"] if key in series.graphs else []
+            notes += [f"{series.power(key):.0f} W"] if key in series.graphs and series.power(key) else []
             notes += [f"in 10 ms after {pace.rest_s} s of rest"] if pace.rest_s else []
             row["note"] = "; ".join(filter(None, notes))
         yield row
