@@ -1117,7 +1117,6 @@ template <class B> __device__ __forceinline__ WorkItem row_item(const KernelArgs
   return {item.b, item.h + heads, query_of<B>(a, item.q0, row)};
 }
 
-
 // S = -inf where key k0 + j is not visible to the query of row r.
 template <class B, class View>
 __device__ __forceinline__ void mask_scores(View& S, const KernelArgs& a, int q0, int k0) {
@@ -1133,7 +1132,7 @@ __device__ __forceinline__ void mask_scores(View& S, const KernelArgs& a, int q0
   mask([&](int j, int q) { return j >= keys.end(q) - k0; });
   if (keys.from > -most_rows) mask([&](int j, int q) { return j < keys.begin(q) - k0; });
 }
-// USE_SOFTCAP: x becomes tanh(x * cap_scale), exactly as 1 - 2 / (1 + e^2x).
+// USE_SOFTCAP: tanh(x * cap_scale), of which the exact form is 1 - 2 / (1 + e^2t).
 template <class B> __device__ __forceinline__ float capped(float x, const KernelArgs& a) {
   if (a.cap_scale == 0) return x;
   if (B::use_softcap == 1) return tanh_approx(x * a.cap_scale);
@@ -1636,7 +1635,6 @@ template <class B> __global__ void __launch_bounds__(merge_threads) sdpa_merge(c
 }
 
 // ---- items and copies of the whole CTA (scalar, wmma, mma) ----
-
 
 // What a group of warps (by default the CTA) needs to know of its item, and the copies that every
 // kernel starts from. Of the K/V tiles, group g takes number g, SPLIT_KV + g, ...
@@ -4147,7 +4145,7 @@ template <class B> struct E4m3Consumer : WgmmaConsumer<B, E4m3Shared<B>> {
     } else {
       const uint32_t tid = thread_index_anew() % 128;
       QuadRuns<2, B::head_dim, 4> four;  // V has the even d of every 16 first
-      four.first_row = (B::pack_gqa ? row_group * 64 : rows.q - item.q0) + tid / 32 * 16 + tid % 32 / 4;
+      four.first_row = (B::split_ctas != 1 ? row_group * 64 : rows.q - item.q0) + tid / 32 * 16 + tid % 32 / 4;
       four.first_col = tid % 4 * 4;
       SDPA_UNROLL for (int i = 0; i < four.ROWS; i++) {
         SDPA_UNROLL for (int j = 0; j < four.COLS; j++) {
@@ -4163,12 +4161,16 @@ template <class B> struct E4m3Consumer : WgmmaConsumer<B, E4m3Shared<B>> {
       if constexpr (Shared::Q_IN_REGISTERS) load_queries();
       if (!q_stays) release_queries();
     };
-    Base::run_items(begin, [&](const WgmmaTurns<B>& turns) { sum_keys(turns), store(); }, [&] {
+    const auto compute = [&](const WgmmaTurns<B>& turns) {
+      sum_keys(turns);
+      if constexpr (B::split_ctas == 1) store();
+    };
+    Base::run_items(begin, compute, [&] {
       if (q_stays && B::split_kv == 1) release_queries();  // with slices nobody waits
     });
-    if (B::split_ctas != 1 && Base::item().rounds == 0) {  // a range without a key
-      rows.q = Base::item().q0 + (B::pack_gqa ? 0 : row_group * 64);
-      rows.start(), clear(rows.O), store();
+    if constexpr (B::split_ctas != 1) {
+      if (Base::item().rounds == 0) rows.start(), clear(rows.O);  // a range without a key
+      store();
     }
   }
 };
