@@ -4619,6 +4619,9 @@ int64_t merge_steps(const Items& items, int D, int threads, int ranges) {
   return ranges > few_ranges ? shares(ranges, ranges_at_once) * parts : shares(ranges, 2) * shares(parts, 4);
 }
 
+// Of an SM's rate, what one CTA alone has where two fit and both compute.
+constexpr double sole_rate = 0.75;
+
 // SPLIT_CTAS=0: as many ranges as take the least time, counted in KB that an SM reads meanwhile (one takes 50 clocks):
 // its rounds, 64 KB for each wave of CTAs that starts, `resident` to an SM, and 24 KB for each step of the merge by the
 // last CTA (fitted to an H200). None is longer than most_keys_at_once where 256 ranges suffice.
@@ -4633,7 +4636,8 @@ int ranges_of(const SdpaParams& p, const Items& items, bool by_kernel, int round
     const int64_t ctas = items.count * n;
     const double merge_kb = by_kernel ? merge_kernel_clocks(items, p.D, n, sms) / 50
                                       : 24.0 * merge_steps(items, p.D, threads, n);
-    const double kb = round_kb * shares(ctas, sms) * shares(rounds, n) + 64.0 * shares(ctas, resident * sms) + merge_kb;
+    const double busy = by_kernel && resident > 1 && ctas <= sms ? 1 / sole_rate : shares(ctas, sms);
+    const double kb = round_kb * busy * shares(rounds, n) + 64.0 * shares(ctas, resident * sms) + merge_kb;
     if (best == 0 || kb < best_kb) best = n, best_kb = kb;
   }
   return best;
@@ -5007,7 +5011,7 @@ constexpr TunedTile HOPPER_TILES[] = {
     tile(64, 64, 128, 8, 2, 2, "USE_WARP_SPECIALIZATION", 1, 5020, 6.86),
     tile(64, 32, 128, 16, 1, 4, "SWAP_AB", 1, 4710, 3.99),
     tile(64, 128, 64, 16, 4, 2, "OVERLAP USE_PING_PONG", 1, 6220, 9.23),
-    tile(64, 256, 64, 16, 4, 1, "OVERLAP USE_PERSISTENT_CTA USE_PING_PONG", 1, 3470, 9.1),
+    tile(64, 256, 64, 16, 4, 1, "OVERLAP USE_PERSISTENT_CTA USE_PING_PONG", 1, 2670, 9.55),
     tile(64, 256, 64, 16, 3, 1, "OVERLAP USE_PERSISTENT_CTA SKIP_MASKED", 1, 2320, 8.88),
     tile(64, 64, 64, 4, 2, 1, "OVERLAP USE_PERSISTENT_CTA", 2, 1560, 6.61),
     tile(64, 192, 96, 12, 4, 1, "OVERLAP PACK_GQA", 1, 9950, 8.86),
@@ -5017,53 +5021,60 @@ constexpr TunedTile HOPPER_TILES[] = {
     tile(64, 16, 128, 4, 2, 1, "SWAP_AB PACK_GQA", 3, 4090, 1.55),
     tile(64, 32, 128, 8, 2, 2, "SWAP_AB PACK_GQA", 1, 4520, 3.0),
     tile(64, 32, 128, 4, 2, 1, "SWAP_AB PACK_GQA", 2, 5290, 2.71),
-    tile(128, 64, 64, 8, 2, 2, "OVERLAP", 1, 5520, 4.75),
-    tile(128, 128, 128, 8, 2, 1, "OVERLAP USE_PERSISTENT_CTA USE_PING_PONG", 1, 3390, 5.91),
+    tile(128, 64, 64, 8, 2, 2, "OVERLAP", 1, 5240, 4.28),
+    tile(128, 128, 128, 8, 2, 1, "OVERLAP USE_PERSISTENT_CTA USE_PING_PONG", 1, 3430, 5.72),
     tile(128, 192, 64, 12, 4, 1, "OVERLAP USE_PERSISTENT_CTA SKIP_MASKED", 1, 2960, 5.5),
     tile(128, 64, 64, 4, 2, 1, "OVERLAP USE_PERSISTENT_CTA", 1, 1780, 3.63),
-    tile(128, 128, 128, 8, 2, 1, "OVERLAP PACK_GQA", 1, 13700, 5.91),
+    tile(128, 128, 128, 8, 2, 1, "OVERLAP PACK_GQA", 1, 13000, 5.6),
     tile(128, 64, 128, 4, 2, 1, "OVERLAP PACK_GQA", 1, 11100, 4.14),
     tile(128, 16, 64, 8, 2, 2, "SWAP_AB PACK_GQA", 1, 3820, 0.82),
     tile(128, 32, 64, 8, 2, 2, "SWAP_AB PACK_GQA", 1, 5220, 1.49),
     tile(128, 16, 64, 4, 2, 1, "SWAP_AB PACK_GQA", 3, 4710, 0.767),
     tile(128, 32, 64, 4, 2, 1, "SWAP_AB PACK_GQA", 2, 6570, 1.44),
-    tile(256, 128, 64, 8, 2, 1, "OVERLAP USE_PERSISTENT_CTA SKIP_MASKED", 1, 7930, 2.85),
-    tile(256, 64, 64, 4, 2, 1, "OVERLAP USE_PERSISTENT_CTA", 1, 5360, 2.37),
-    tile(256, 128, 64, 8, 2, 1, "OVERLAP PACK_GQA", 1, 27300, 3.0),
-    tile(256, 64, 64, 4, 2, 1, "OVERLAP PACK_GQA", 1, 18600, 2.35),
+    tile(256, 128, 64, 8, 2, 1, "OVERLAP USE_PERSISTENT_CTA SKIP_MASKED", 1, 7140, 2.99),
+    tile(256, 64, 64, 4, 2, 1, "OVERLAP USE_PERSISTENT_CTA", 1, 4820, 2.32),
+    tile(256, 128, 64, 8, 2, 1, "OVERLAP PACK_GQA", 1, 23100, 2.59),
+    tile(256, 64, 64, 4, 2, 1, "OVERLAP PACK_GQA", 1, 18600, 2.12),
     tile(256, 8, 64, 4, 2, 1, "SWAP_AB PACK_GQA", 1, 5000, 0.306),
     tile(256, 32, 64, 4, 2, 1, "SWAP_AB PACK_GQA", 1, 8240, 0.823),
 };
 constexpr TunedTile AMPERE_TILES[] = {
-    tile(64, 32, 32, 8, 2, 4, "", 2, 7760, 4.52),
-    tile(64, 64, 64, 4, 2, 2, "", 2, 9050, 5.36),
+    tile(64, 32, 32, 8, 2, 4, "", 2, 7710, 4.5),
+    tile(64, 64, 64, 4, 2, 2, "", 2, 9030, 5.35),
     tile(64, 128, 64, 4, 3, 1, "", 2, 5950, 5.38),
-    tile(64, 128, 64, 4, 3, 1, "SPLIT_CTAS", 2, 11800, 5.38),
-    tile(64, 16, 32, 4, 3, 4, "PACK_GQA", 2, 8300, 2.53),
+    tile(64, 128, 64, 4, 3, 1, "PACK_GQA", 2, 11700, 5.02),
+    tile(64, 64, 64, 4, 3, 1, "PACK_GQA", 3, 8070, 3.82),
+    tile(64, 16, 32, 4, 3, 4, "PACK_GQA", 2, 8260, 2.5),
     tile(128, 64, 32, 8, 2, 2, "", 1, 6890, 2.28),
     tile(128, 128, 64, 4, 2, 1, "", 2, 8960, 3.14),
-    tile(128, 128, 64, 4, 2, 1, "SPLIT_CTAS", 2, 18200, 3.14),
-    tile(128, 16, 16, 4, 2, 4, "PACK_GQA", 3, 8580, 1.25),
-    tile(128, 32, 16, 4, 2, 4, "PACK_GQA", 3, 10900, 1.98),
-    tile(256, 64, 64, 4, 1, 1, "", 2, 8320, 1.23),
-    tile(256, 64, 64, 4, 1, 1, "SPLIT_CTAS", 2, 30900, 1.15),
-    tile(256, 16, 16, 2, 2, 2, "PACK_GQA", 3, 15400, 0.422),
+    tile(128, 128, 64, 4, 2, 1, "PACK_GQA", 2, 20500, 3.08),
+    tile(128, 64, 64, 4, 2, 1, "PACK_GQA", 2, 16700, 2.45),
+    tile(128, 16, 16, 4, 2, 4, "PACK_GQA", 3, 8560, 1.11),
+    tile(128, 32, 16, 4, 2, 4, "PACK_GQA", 3, 10800, 1.96),
+    tile(256, 64, 64, 4, 1, 1, "", 2, 8270, 1.23),
+    tile(256, 64, 64, 4, 1, 1, "PACK_GQA", 2, 35400, 1.13),
+    tile(256, 16, 16, 2, 2, 2, "PACK_GQA", 3, 19800, 0.64),
 };
 // Few rows of e4m3 go to mma.sync, since the transposed kernel takes no bytes.
 constexpr TunedTile E4M3_TILES[] = {
-    tile(64, 64, 128, 8, 3, 2, "OVERLAP", 1, 7260, 8.0),
+    tile(64, 64, 128, 8, 3, 2, "OVERLAP", 1, 7150, 7.71),
     tile(64, 128, 64, 16, 4, 2, "OVERLAP USE_PING_PONG", 1, 8080, 10.7),
     tile(64, 192, 128, 12, 4, 1, "OVERLAP USE_PERSISTENT_CTA SKIP_MASKED", 1, 4850, 10.4),
-    tile(64, 192, 128, 12, 4, 1, "OVERLAP SPLIT_CTAS", 1, 13600, 10.1),
-    tile(64, 16, 64, 4, 3, 4, "PACK_GQA USE_MMA_SYNC", 2, 9340, 3.24),
-    tile(128, 64, 64, 8, 2, 2, "OVERLAP", 1, 6450, 5.76),
-    tile(128, 128, 128, 8, 2, 1, "OVERLAP USE_PERSISTENT_CTA USE_PING_PONG", 1, 4800, 7.63),
-    tile(128, 128, 128, 8, 2, 1, "OVERLAP SPLIT_CTAS", 1, 13300, 7.08),
-    tile(128, 192, 64, 12, 4, 1, "OVERLAP USE_PERSISTENT_CTA SKIP_MASKED", 1, 4400, 7.2),
-    tile(128, 16, 32, 4, 3, 4, "PACK_GQA USE_MMA_SYNC", 2, 10800, 1.65),
-    tile(256, 128, 64, 8, 2, 1, "OVERLAP USE_PERSISTENT_CTA SKIP_MASKED", 1, 4030, 3.97),
-    tile(256, 128, 64, 8, 2, 1, "OVERLAP SPLIT_CTAS", 1, 18000, 3.97),
-    tile(256, 16, 32, 2, 2, 2, "PACK_GQA USE_MMA_SYNC", 3, 7500, 0.511),
+    tile(64, 192, 128, 12, 4, 1, "OVERLAP PACK_GQA", 1, 13300, 10.2),
+    tile(64, 128, 128, 8, 4, 1, "OVERLAP PACK_GQA", 1, 10700, 7.55),
+    tile(64, 64, 128, 4, 4, 1, "OVERLAP PACK_GQA", 1, 10800, 5.93),
+    tile(64, 16, 64, 4, 3, 4, "PACK_GQA USE_MMA_SYNC", 2, 9240, 3.23),
+    tile(128, 64, 64, 8, 2, 2, "OVERLAP", 1, 6410, 5.68),
+    tile(128, 128, 128, 8, 2, 1, "OVERLAP USE_PERSISTENT_CTA USE_PING_PONG", 1, 4820, 7.64),
+    tile(128, 128, 128, 8, 2, 1, "OVERLAP PACK_GQA", 1, 12400, 7.18),
+    tile(128, 64, 128, 4, 2, 1, "OVERLAP PACK_GQA", 1, 11400, 4.82),
+    tile(128, 192, 64, 12, 4, 1, "OVERLAP USE_PERSISTENT_CTA SKIP_MASKED", 1, 4410, 7.21),
+    tile(128, 16, 32, 4, 3, 4, "PACK_GQA USE_MMA_SYNC", 2, 12800, 1.71),
+    tile(256, 128, 64, 8, 2, 1, "OVERLAP USE_PERSISTENT_CTA SKIP_MASKED", 1, 5000, 4.26),
+    tile(256, 128, 64, 8, 2, 1, "OVERLAP SPLIT_CTAS", 1, 15000, 4.15),
+    tile(256, 128, 64, 8, 2, 1, "OVERLAP PACK_GQA", 1, 17600, 3.72),
+    tile(256, 64, 64, 4, 2, 1, "OVERLAP PACK_GQA", 1, 13800, 2.84),
+    tile(256, 16, 32, 2, 2, 2, "PACK_GQA USE_MMA_SYNC", 3, 15000, 0.612),
 };
 struct TileTable {
   const TunedTile* first;
@@ -5151,20 +5162,20 @@ struct ComputeClocks {
   ItemKeys keys;  // of a CTA
   double ctas_per_sm, of_key;
 
-  double sole_rate() const { return t.ctas > 1 && !t.swap_ab ? 0.75 : 1; }
+  double rate_alone() const { return t.ctas > 1 && !t.swap_ab ? sole_rate : 1; }
   // The longest item, beside the next one on its SM: with a mask a free SM takes the longest that is left.
   double longest() const {
     double beside = 0;  // keys of the next one
     if (t.ctas > 1 && ctas_per_sm > 1) beside = keys.most - (keys.most - keys.least) / ctas_per_sm;
-    const double shared = beside * std::fmin(std::ceil(ctas_per_sm), t.ctas) + (keys.most - beside) / sole_rate();
-    return t.item_clocks + of_key * std::fmax(keys.most / sole_rate(), shared);
+    const double shared = beside * std::fmin(std::ceil(ctas_per_sm), t.ctas) + (keys.most - beside) / rate_alone();
+    return t.item_clocks + of_key * std::fmax(keys.most / rate_alone(), shared);
   }
   // All items, spread evenly over the SMs.
   double spread() const { return ctas_per_sm * (t.item_clocks / t.ctas + of_key * keys.mean); }
   // The waves of t.ctas CTAs to an SM, if all items were as short as the shortest.
   double waves() const {
     const double most = std::ceil(ctas_per_sm), count = std::ceil(most / t.ctas);
-    return count * t.item_clocks + of_key * keys.least * std::fmax(most, count / sole_rate());
+    return count * t.item_clocks + of_key * keys.least * std::fmax(most, count / rate_alone());
   }
 };
 

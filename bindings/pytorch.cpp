@@ -30,23 +30,24 @@ struct Line {
   decltype(&sdpa_library_forward) forward;
   char trouble[512];  // why there is none
 };
+enum Feature { softcap = 1, sinks = 2 };  // of what a problem asks beyond a line's own: builds of their own
 constexpr int max_devices = 64, dtypes = 3;
-static Line lines[max_devices][dtypes][4];  // by D / 64 - 1
-static std::mutex mutex;                    // of all that is static here
+static Line lines[max_devices][dtypes][4][4];  // by D / 64 - 1 and features
+static std::mutex mutex;                       // of all that is static here
 
 // pytorch.py's: builds a line if need be, and fills what it is given. Called without the mutex, since it takes the GIL.
-using Load = void (*)(int device, int dtype, int D, Line* line);
+using Load = void (*)(int device, int dtype, int D, int features, Line* line);
 static Load load;
 
-static const Line& line_for(const Tensor& q) {
+static const Line& line_for(const Tensor& q, int features) {
   const int dtype = q.scalar_type() == at::kHalf ? 0 : q.scalar_type() == at::kBFloat16 ? 1 : 2;
-  Line& line = lines[q.get_device()][dtype][q.size(3) / 64 - 1];
+  Line& line = lines[q.get_device()][dtype][q.size(3) / 64 - 1][features];
   {
     const std::lock_guard<std::mutex> lock(mutex);
     if (line.forward || line.trouble[0]) return line;
   }
   Line loaded{};
-  load(q.get_device(), dtype, int(q.size(3)), &loaded);
+  load(q.get_device(), dtype, int(q.size(3)), features, &loaded);
   const std::lock_guard<std::mutex> lock(mutex);
   return line = loaded;
 }
@@ -54,7 +55,7 @@ static const Line& line_for(const Tensor& q) {
 // ---- what no line takes ----
 
 // Why no line takes these tensors, in one sentence; empty if one does, given rows that fit().
-static std::string why_not(const Tensor& q, const Tensor& k, const Tensor& v, bool takes_e4m3) {
+static std::string why_not_with(int features, const Tensor& q, const Tensor& k, const Tensor& v, bool takes_e4m3) {
   for (const Tensor* x : {&q, &k, &v}) {
     if (!x->is_cuda()) return c10::str("a tensor is on ", x->device(), "; sdpa's kernels run on CUDA devices");
     if (x->device() != q.device()) return c10::str("tensors are on ", q.device(), " and ", x->device());
@@ -73,7 +74,10 @@ static std::string why_not(const Tensor& q, const Tensor& k, const Tensor& v, bo
     if (size > 1000000000) return "a dimension is over 10^9";
   }
   if (q.get_device() >= max_devices) return c10::str("device ", q.get_device(), " is beyond the first ", max_devices);
-  return line_for(q).trouble;
+  return line_for(q, features).trouble;
+}
+static std::string why_not(const Tensor& q, const Tensor& k, const Tensor& v, bool takes_e4m3) {
+  return why_not_with(0, q, k, v, takes_e4m3);
 }
 
 // Whether all rows start at a multiple of 16 bytes and are contiguous, as the kernels' copies need.
@@ -179,23 +183,18 @@ static Tensor empty_like(const Tensor& x, at::ScalarType dtype) {
 
 static SdpaStrides strides_of(const Tensor& x) { return {x.stride(0), x.stride(1), x.stride(2)}; }
 
-struct Mask {
-  int causal, left, right, window_alignment;
-};
+static int features_of(const SdpaParams& p) { return (p.softcap != 0 ? softcap : 0) | (p.sinks ? sinks : 0); }
 
-// O, LSE = attention(q, k, v). Returns why not, in one sentence; empty if it was enqueued. Shapes have been checked.
+// O, LSE = attention(q, k, v), with p's mask, scale and the like. Returns why not, in one sentence; empty if it was
+// enqueued. Shapes have been checked.
 static std::string launch(const Tensor& q, const Tensor& k, const Tensor& v, const Tensor& o, const Tensor& lse,
-                          double scale, Mask mask, const SdpaDescale (&descales)[3]) {
-  const Line& line = line_for(q);
-  SdpaParams p{};
+                          SdpaParams p) {
+  const Line& line = line_for(q, features_of(p));
   p.Q = q.const_data_ptr(), p.K = k.const_data_ptr(), p.V = v.const_data_ptr(), p.O = o.mutable_data_ptr();
   p.LSE = static_cast<float*>(lse.mutable_data_ptr());
   p.B = int(q.size(0)), p.Hq = int(q.size(1)), p.Hkv = int(k.size(1)), p.Sq = int(q.size(2)), p.Sk = int(k.size(2));
   p.D = int(q.size(3));
   p.q = strides_of(q), p.k = strides_of(k), p.v = strides_of(v), p.o = strides_of(o);
-  p.scale = float(scale), p.causal = mask.causal, p.window_left = mask.left, p.window_right = mask.right;
-  p.window_alignment = mask.window_alignment;
-  p.q_descale = descales[0], p.k_descale = descales[1], p.v_descale = descales[2];
   const cudaStream_t stream = c10::cuda::getCurrentCUDAStream();
   const bool captured = c10::cuda::currentStreamCaptureStatusMayInitCtx() != c10::cuda::CaptureStatus::None;
   std::optional<c10::cuda::CUDAStreamCaptureModeGuard>
@@ -221,9 +220,10 @@ static FlashResult flash(const Tensor& q_any, const Tensor& k_any, const Tensor&
   if (dropout == 0 && !debug_mask && !(scale && *scale == 0) && why_not(q, k, v, false).empty()) {
     const Tensor o = empty_like(q, q.scalar_type());
     const Tensor lse = empty({q.size(0), q.size(1), q.size(2)}, at::kFloat, q);
-    // FlashAttention-2's causal mask is the bottom-right one.
-    const Mask mask{causal ? SDPA_CAUSAL_BOTTOM_RIGHT : SDPA_CAUSAL_OFF, -1, -1, SDPA_CAUSAL_OFF};
-    if (launch(q, k, v, o, lse, scale.value_or(0), mask, {}).empty()) {
+    SdpaParams p{};
+    p.causal = causal ? SDPA_CAUSAL_BOTTOM_RIGHT : SDPA_CAUSAL_OFF;  // FlashAttention-2's mask
+    p.window_left = p.window_right = -1, p.scale = float(scale.value_or(0));
+    if (launch(q, k, v, o, lse, p).empty()) {
       // The state of a random generator, unused and a debug mask, which nobody reads without dropout.
       return {o,
               lse,
@@ -257,22 +257,31 @@ static SdpaDescale descale(const char* name, const OptionalTensor& x, const Tens
 
 static std::tuple<Tensor, Tensor> attention(const Tensor& q, const Tensor& k, const Tensor& v, int64_t causal,
                                             int64_t left, int64_t right, int64_t window_alignment, double scale,
-                                            const OptionalTensor& q_descale, const OptionalTensor& k_descale,
-                                            const OptionalTensor& v_descale) {
+                                            double cap, const OptionalTensor& q_descale,
+                                            const OptionalTensor& k_descale, const OptionalTensor& v_descale,
+                                            const OptionalTensor& sink) {
   const c10::cuda::CUDAGuard guard(q.device());
-  std::string why = why_not(q, k, v, true);
+  const bool e4m3 = q.scalar_type() == at::kFloat8_e4m3fn;
+  TORCH_CHECK(!(e4m3 && cap != 0), "sdpa.attention: e4m3 has no softcap");
+  TORCH_CHECK(!sink || (sink->scalar_type() == at::kFloat && sink->device() == q.device() && sink->is_contiguous() &&
+                        q.dim() == 4 && sink->sizes() == q.sizes().slice(1, 1)),
+              "sdpa.attention: sinks is not a contiguous float32 tensor [Hq] beside q");
+  SdpaParams p{};
+  p.scale = float(scale), p.causal = int(causal), p.window_left = int(left), p.window_right = int(right);
+  p.window_alignment = int(window_alignment), p.softcap = float(cap);
+  p.sinks = sink ? sink->const_data_ptr<float>() : nullptr;
+  std::string why = why_not_with(features_of(p), q, k, v, true);
   TORCH_CHECK(why.empty(), "sdpa.attention: ", why);
   TORCH_CHECK(fit(q) && fit(k) && fit(v),
               "sdpa.attention: the rows of q, k or v are not contiguous or do not all start at a "
               "multiple of 16 bytes");
   Tensor kept[3];
-  const SdpaDescale descales[] = {descale("q_descale", q_descale, q, kept[0]),
-                                  descale("k_descale", k_descale, k, kept[1]),
-                                  descale("v_descale", v_descale, v, kept[2])};
-  const bool e4m3 = q.scalar_type() == at::kFloat8_e4m3fn;
+  p.q_descale = descale("q_descale", q_descale, q, kept[0]);
+  p.k_descale = descale("k_descale", k_descale, k, kept[1]);
+  p.v_descale = descale("v_descale", v_descale, v, kept[2]);
   const Tensor o = empty_like(q, e4m3 ? at::kHalf : q.scalar_type());
   const Tensor lse = empty({q.size(0), q.size(1), q.size(2)}, at::kFloat, q);
-  why = launch(q, k, v, o, lse, scale, {int(causal), int(left), int(right), int(window_alignment)}, descales);
+  why = launch(q, k, v, o, lse, p);
   TORCH_CHECK(why.empty(), "sdpa.attention: ", why);
   return {o, lse};
 }

@@ -1,12 +1,11 @@
-"""sdpa.cu's kernels in PyTorch 2.11 or newer. No package to install:
+"""sdpa.cu's kernels in PyTorch 2.11 or newer, with examples in docs/USING.md. No package to install:
 
     import sys; sys.path.insert(0, ".../bindings")
     import pytorch as sdpa
     sdpa.activate()                                # F.scaled_dot_product_attention runs them where they fit
     sdpa.attention(q, k, v, causal="br", window=(1024, 0))  # what that function cannot say
 
-Kernels are lines of configs.txt, built by nvcc when they are first needed (20 to 60 s each) and kept in $SDPA_CACHE (default
-~/.cache/sdpa) under a name made of the sources, knobs and architecture. docs/USING.md has examples.
+Kernels are lines of configs.txt, built by nvcc when first needed (20 to 60 s each) and kept in $SDPA_CACHE (default ~/.cache/sdpa).
 """
 import ctypes
 import fcntl
@@ -26,6 +25,7 @@ from torch.nn.attention import SDPBackend
 
 ROOT = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))
 DTYPES = {torch.float16: "", torch.bfloat16: "_bf16", torch.float8_e4m3fn: "_e4m3"}  # and the names of their lines
+FEATURES = ("USE_SOFTCAP", "USE_SINKS")  # by the bits of pytorch.cpp's Feature
 MASKS = {None: 0, False: 0, "off": 0, True: 1, "br": 1, "tl": 2}
 
 
@@ -37,9 +37,9 @@ class Unavailable(RuntimeError):
 
 def line_of(capability, dtype, D):
     """The line of configs.txt for a GPU, by compute capability, and a problem."""
+    family = "hopper" if capability[0] == 9 else "ampere"
     if capability < (8, 0):
         raise Unavailable(f"this GPU is of sm_{capability[0]}{capability[1]}; sdpa's kernels need sm_80 or newer")
-    family = "hopper" if capability[0] == 9 else "ampere"
     if dtype == torch.float8_e4m3fn and family != "hopper":
         raise Unavailable("e4m3 has a tuned line for sm_90 alone")
     size = "" if D == 64 else f"_d{D}"
@@ -48,8 +48,8 @@ def line_of(capability, dtype, D):
 
 def knobs_of(name):
     """{knob: value} of a line of configs.txt."""
-    with open(os.path.join(ROOT, "configs.txt")) as file:
-        lines = dict(re.findall(r"^(\w+)[ \t]*(.*?)[ \t]*(?:#.*)?$", file.read(), re.MULTILINE))
+    text = pathlib.Path(ROOT, "configs.txt").read_text()
+    lines = dict(re.findall(r"^(\w+)[ \t]*(.*?)[ \t]*(?:#.*)?$", text, re.MULTILINE))
     base, words = re.match(r"(?::\s*(\w+))?(.*)", lines[name]).groups()
     return {**(knobs_of(base) if base else {}), **dict(re.findall(r"\b([A-Z]\w*)=(\S+)", words))}
 
@@ -93,12 +93,12 @@ def built(what, sources, *options):
 
 
 @functools.cache
-def library_of(name, capability):
-    """A line as a library of C functions, loaded."""
+def library_of(name, capability, *features):
+    """A line with these knobs besides as a library of C functions, loaded."""
     arch = f"{capability[0]}{capability[1]}{'a' if capability[0] == 9 else ''}"
-    knobs = [f"-D{knob}={value}" for knob, value in knobs_of(name).items()]
-    return ctypes.CDLL(built(f"{name}-sm_{arch}", ("tools/library.cu", "sdpa.cu", "bindings/sdpa.h"), "-O3", f"-gencode=arch=compute_{arch},code=sm_{arch}",
-                             "-Xcompiler=-fPIC,-fno-gnu-unique", *knobs))
+    knobs = [f"-D{knob}={value}" for knob, value in {**knobs_of(name), **dict.fromkeys(features, 1)}.items()]
+    return ctypes.CDLL(built("-".join((name, *features, f"sm_{arch}")), ("tools/library.cu", "sdpa.cu", "bindings/sdpa.h"),
+                             "-O3", f"-gencode=arch=compute_{arch},code=sm_{arch}", "-Xcompiler=-fPIC,-fno-gnu-unique", *knobs))
 
 
 class Line(ctypes.Structure):
@@ -109,12 +109,13 @@ class Line(ctypes.Structure):
 BUILDING = threading.Lock()
 
 
-@ctypes.CFUNCTYPE(None, ctypes.c_int, ctypes.c_int, ctypes.c_int, ctypes.POINTER(Line))
-def load_line(device, dtype, D, line):
+@ctypes.CFUNCTYPE(None, ctypes.c_int, ctypes.c_int, ctypes.c_int, ctypes.c_int, ctypes.POINTER(Line))
+def load_line(device, dtype, D, features, line):
     try:
         capability = torch.cuda.get_device_capability(device)
         with BUILDING:
-            library = library_of(line_of(capability, list(DTYPES)[dtype], D), capability)
+            library = library_of(line_of(capability, list(DTYPES)[dtype], D), capability,
+                                 *(knob for bit, knob in enumerate(FEATURES) if features >> bit & 1))
         for name in ("workspace_bytes", "forward"):
             setattr(line[0], name, ctypes.cast(getattr(library, "sdpa_library_" + name), ctypes.c_void_p).value)
     except Exception as trouble:  # an exception would be lost between here and C++
@@ -142,12 +143,12 @@ def glue():
 
 LIBRARY = torch.library.Library("sdpa", "DEF")
 LIBRARY.define("attention(Tensor q, Tensor k, Tensor v, int causal, int left, int right, int window_alignment, float scale, "
-               "Tensor? q_descale, Tensor? k_descale, Tensor? v_descale) -> (Tensor, Tensor)")
+               "float softcap, Tensor? q_descale, Tensor? k_descale, Tensor? v_descale, Tensor? sinks) -> (Tensor, Tensor)")
 LIBRARY.define("why_not(Tensor q, Tensor k, Tensor v, bool takes_e4m3) -> str")
 
 
 @torch.library.register_fake("sdpa::attention")
-def fake(q, k, v, causal, left, right, window_alignment, scale, q_descale, k_descale, v_descale):
+def fake(q, k, v, *_):
     dtype = torch.float16 if q.dtype == torch.float8_e4m3fn else q.dtype
     return torch.empty_like(q, dtype=dtype), q.new_empty(q.shape[:3], dtype=torch.float32)
 
@@ -163,48 +164,49 @@ first_call.library.impl("attention", first_call, "CUDA")
 
 
 def keep(ctx, inputs, output):
-    q, k, v, ctx.causal, ctx.left, ctx.right, ctx.window_alignment, ctx.scale = inputs[:8]
+    q, k, v, ctx.causal, ctx.left, ctx.right, ctx.window_alignment, ctx.scale, softcap = inputs[:9]
+    ctx.has_none = bool(softcap) or inputs[12] is not None
     ctx.save_for_backward(q, k, v, *output)
 
 
 def backward(ctx, grad, _):
-    """By FlashAttention-2's backward, which needs no more than O and LSE. Its masks and windows are bottom-right ones."""
+    """By FlashAttention-2's, which needs O and LSE alone. Its masks and windows are bottom-right ones, and -1 limits neither side."""
     q, k, v, o, lse = ctx.saved_tensors
     Sq, Sk = q.shape[2], k.shape[2]
-    limited = ctx.left >= 0 or ctx.right >= 0
-    by = ctx.window_alignment or ctx.causal
-    if q.dtype == torch.float8_e4m3fn or (Sq != Sk and (ctx.causal == MASKS["tl"] or (limited and by != MASKS["br"]))):
-        raise NotImplementedError("sdpa.attention has no backward for e4m3, nor for top-left masks and windows with Sq != Sk")
+    limited, by = ctx.left >= 0 or ctx.right >= 0, ctx.window_alignment or ctx.causal
+    if ctx.has_none or q.dtype == torch.float8_e4m3fn or (Sq != Sk and (ctx.causal == MASKS["tl"] or (limited and by != MASKS["br"]))):
+        raise NotImplementedError("no backward for e4m3, softcap and sinks, nor for top-left masks and windows with Sq != Sk")
     philox = torch.empty(2, dtype=torch.uint64, device=q.device)
-    # FlashAttention-2 has -1 for no limit as well, but of both sides or of none.
     left = ctx.left if ctx.left >= 0 or ctx.right < 0 else Sk
     right = ctx.right if ctx.right >= 0 or ctx.left < 0 else Sk
     grads = torch.ops.aten._flash_attention_backward(
         *(x.transpose(1, 2) for x in (grad, q, k, v, o)), lse, None, None, Sq, Sk, 0.0, bool(ctx.causal), philox, philox[0],
         scale=ctx.scale or None, window_size_left=left, window_size_right=right)
-    return *(x.transpose(1, 2) for x in grads), *[None] * 8
+    return *(x.transpose(1, 2) for x in grads), *[None] * 10
 
 
 torch.library.register_autograd("sdpa::attention", backward, setup_context=keep)
 
 
 def attention(q, k, v, causal=None, window=(None, None), scale=None, q_descale=None, k_descale=None, v_descale=None,
-              return_lse=False):
+              return_lse=False, softcap=None, sinks=None):
     """O = softmax(scale * q @ k.T) @ v, and its LSE [B,Hq,Sq] if asked for.
 
     q [B,Hq,Sq,D], k and v [B,Hkv,Sk,D]: CUDA tensors of one dtype (float16, bfloat16, float8_e4m3fn), D 64, 128 or 256, Hq a
     multiple of Hkv; any strides in multiples of 16 bytes, rows contiguous. causal: None, "br" or True (the last query sees the
     last key), "tl" (the first sees the first alone). window: how many keys a query sees before and after its own position, None
     for all; a third member "br" or "tl" says whose position that is (default: causal's, or "tl"). scale: 1/sqrt(D) by default.
-    descales: float32, [B,H] or what expands to it; e4m3 only, whose O is float16. Raises for what no line takes.
+    descales: float32, [B,H] or what expands to it; e4m3 only, whose O is float16. softcap: logits x become softcap *
+    tanh(x / softcap), by tanh.approx. sinks [Hq]: exp(sink) joins a row's sum and its LSE. Raises for what no line takes.
     """
-    for mask in (causal, *window[2:]):
+    left, right, by = *(-1 if keys is None else keys for keys in window[:2]), *(window[2:] or (None,))
+    for mask in (causal, by):
         if mask not in MASKS:
             raise ValueError(f"sdpa.attention: a mask of {mask!r} is none of None, 'br', 'tl'")
     if not q.is_cuda:
         raise ValueError(f"sdpa.attention: q is on {q.device}; sdpa's kernels run on CUDA devices")
-    left, right, by = *(-1 if keys is None else keys for keys in window[:2]), *(window[2:] or (None,))
-    out, lse = torch.ops.sdpa.attention(q, k, v, MASKS[causal], left, right, MASKS[by], scale or 0.0, q_descale, k_descale, v_descale)
+    out, lse = torch.ops.sdpa.attention(q, k, v, MASKS[causal], left, right, MASKS[by], scale or 0.0, softcap or 0.0, q_descale,
+                                        k_descale, v_descale, None if sinks is None else sinks.float().contiguous())
     return (out, lse) if return_lse else out
 
 
@@ -239,10 +241,8 @@ def why_not(q, k, v, attn_mask=None, dropout_p=0.0, is_causal=False, scale=None)
     in one sentence; empty if it runs ours."""
     if attn_mask is not None:
         return "there is an attn_mask; PyTorch's FlashAttention takes none"
-    if dropout_p:
-        return "there is dropout"
-    if scale is not None and not scale > 0:
-        return f"scale={scale} is not positive"
+    if dropout_p or (scale is not None and not scale > 0):
+        return "there is dropout" if dropout_p else f"scale={scale} is not positive"
     glue()
     why = torch.ops.sdpa.why_not(q, k, v, False)
     if not why and is_causal and q.shape[2] != k.shape[2]:

@@ -148,6 +148,7 @@ document.querySelector("pre").textContent = JSON.stringify({{svgs: svgs.length, 
 def make_sample(tmp_path):
     copy(tmp_path, "tools", "sdpa.cu", "harness.cu")
     shutil.copytree(ROOT / "tests/data/results", tmp_path / "results")
+    shutil.copytree(tmp_path / "results/peers", tmp_path / "results/rungs")
     (tmp_path / "configs.txt").write_text("scalar_minimal\nwmma_all\nmma_split2\nmma_split4 : mma_split2 SPLIT_KV=4\n",
                                           encoding="utf-8")
     (tmp_path / "docs").mkdir()
@@ -177,8 +178,8 @@ def test_sample(sample):
     assert done.returncode == 0, done.stderr
     readme = (sample / "README.md").read_text(encoding="utf-8")
     ladder = (sample / "docs/LADDER.md").read_text(encoding="utf-8")
-    for line in ("| mission: 1,8,8,512,512,64 fp16 | mma_split4 | 6.36 | 84 | 9.91 | 9.07 | 1.42x |", "before results",
-                 "| mission2: 2,8,8,512,512,64 fp16 | mma_split2_8warps | 8.18 | 131 | 12.7 | 9.30 | 1.14x |", "after results",
+    for line in ("| mission: 1,8,8,512,512,64 fp16 | mma_split4 | 6.36 | 84 | 9.07 | 9.91 | 1.42x |", "before results",
+                 "| mission2: 2,8,8,512,512,64 fp16 | mma_split2_8warps | 8.18 | 131 | 9.30 | 12.7 | 1.14x |", "after results",
                  "Sample GPU, driver 1.2.3, CUDA 13.0, commit "):
         assert line in readme
     for line in ("| scalar_minimal |  | 88.0 | 799 |  |", "| mma_split4 | mma_split2: ", "| 37.7 (0.80x) | by hand |",

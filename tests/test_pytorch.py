@@ -89,7 +89,7 @@ def test_what_cannot_be_built(monkeypatch, tmp_path, capsys):
     # A line that cannot be had: the reason reaches C++, and stderr.
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (9, 0))
     line = sdpa.Line()
-    sdpa.load_line(0, 1, 128, line)
+    sdpa.load_line(0, 1, 128, 0, line)
     assert line.trouble.startswith(b"nvcc is missing") and not line.forward
     assert "PyTorch's own kernel runs instead" in capsys.readouterr().err
 
@@ -155,13 +155,18 @@ def rel_rms(got, want):
     return float((got - want).norm() / want.norm().clamp_min(1e-30))
 
 
-def reference(q, k, v, mask=None, scale=None):
+def reference(q, k, v, mask=None, scale=None, softcap=None, sinks=None):
     """In double: O and LSE. mask: True where a key is seen."""
     group = q.shape[1] // k.shape[1]
     q, k, v = q.double(), k.double().repeat_interleave(group, 1), v.double().repeat_interleave(group, 1)
     S = q @ k.transpose(2, 3) * (scale or q.shape[3] ** -0.5)
+    if softcap:
+        S = softcap * torch.tanh(S / softcap)
     if mask is not None:
         S = S.masked_fill(~mask, -torch.inf)
+    if sinks is not None:  # one more key, whose V is 0
+        S = torch.cat([S, sinks.double()[:, None, None].expand(*S.shape[:3], 1)], -1)
+        v = torch.cat([v, torch.zeros_like(v[:, :, :1])], 2)
     return torch.nan_to_num(torch.softmax(S, -1)) @ v, torch.logsumexp(S, -1)
 
 
@@ -254,6 +259,26 @@ def test_attention(case):
 
 
 @needs_gpu
+@pytest.mark.parametrize("dtype, D, softcap", [(torch.float16, 64, None), (torch.bfloat16, 128, 5.0), (torch.bfloat16, 256, 50.0),
+                                               (torch.float8_e4m3fn, 128, None), (torch.float16, 128, 5.0)], ids=str)
+def test_softcap_and_sinks(dtype, D, softcap):
+    """Short queries and long ones, by the tiles for both, with sinks and without."""
+    for Sq, Sk, mask in (1, 3000, None), (200, 333, "br"):
+        q, k, v, _ = case_tensors(dtype, 2, 8, 2, Sq, Sk, D, mask, (None, None))
+        q = (q.float() * 3).to(dtype)
+        for sinks in (None, torch.randn(8, device="cuda") + 3):
+            out, lse = sdpa.attention(q, k, v, mask, softcap=softcap, sinks=sinks, return_lse=True)
+            want, want_lse = reference(q, k, v, visible(Sq, Sk, mask, (None, None)), None, softcap, sinks)
+            assert rel_rms(out, want) <= LIMITS[dtype] and (lse - want_lse).abs().max() <= 1e-2
+    with pytest.raises(RuntimeError, match=r"sinks is not a contiguous float32 tensor \[Hq\]"):
+        sdpa.attention(q, k, v, sinks=torch.zeros(7, device="cuda"))
+    with pytest.raises(NotImplementedError, match="no backward for e4m3, softcap and sinks"):
+        sdpa.attention(q.half().requires_grad_(), k.half(), v.half(), sinks=torch.zeros(8, device="cuda")).sum().backward()
+    with pytest.raises(RuntimeError, match="e4m3 has no softcap"):
+        sdpa.attention(*(x.to(torch.float8_e4m3fn) for x in (q, k, v)), softcap=3.0)
+
+
+@needs_gpu
 def test_opcheck():
     for case in CASES:
         q, k, v, factors = case_tensors(*case)
@@ -264,7 +289,7 @@ def test_opcheck():
         # PyTorch cannot compare tensors of e4m3, by which test_schema finds out whether an input was written to.
         tests = [name for name in OPCHECKS if case[0] in HALVES or name != "test_schema"]
         torch.library.opcheck(torch.ops.sdpa.attention.default, (*arguments, sdpa.MASKS[case[7]], left, right, sdpa.MASKS[by], 0.0,
-                              *(factors.get(name) for name in ("q_descale", "k_descale", "v_descale"))), test_utils=tests)
+                              0.0, *(factors.get(name) for name in ("q_descale", "k_descale", "v_descale")), None), test_utils=tests)
 
 
 @needs_gpu

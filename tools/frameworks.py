@@ -34,7 +34,7 @@ MODELS = {"Llama": dict(SIZES, head_dim=128, num_attention_heads=32),
           "Mistral": dict(SIZES, head_dim=128, num_attention_heads=32, sliding_window=1024),
           "Gemma": dict(SIZES, head_dim=256, num_attention_heads=16)}
 CONTENDERS = (("PyTorch's choice", "sdpa", None), ("PyTorch FlashAttention", "sdpa", SDPBackend.FLASH_ATTENTION),
-              ("sdpa", "sdpa", None), ("sdpa, by attention()", "sdpa_cu", None))
+              ("sdpa", "sdpa", None), ("sdpa, by attention()", "attention_cu", None))
 
 
 def loop_us(run, repeats, count=50):

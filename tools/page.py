@@ -17,7 +17,7 @@ import cli
 from builds import replace_file as write
 from cli import Refused
 from report_charts import against, short, steps, waterfall
-from report_rows import KINDS, OURS, bases, fastest, newest, peer, problem, read, timed
+from report_rows import KINDS, OURS, PEERS, bases, fastest, newest, peer, problem, read, timed
 
 ROOT = Path(__file__).resolve().parent.parent
 
@@ -64,7 +64,7 @@ def times(at, names):
 def results_section(source):
     """README's table and picture: the fastest line of each problem beside the peers."""
     best = {what: at for what, at in fastest(source).items() if at[OURS][1]["shape"] != "small"}
-    names = list(dict.fromkeys(name for at in best.values() for name in at if name != OURS))
+    names = [name for name in PEERS.values() if any(name in at for at in best.values())]
     cells, drawn = {}, []
     for what, at in best.items():
         us, row = at[OURS]
@@ -255,9 +255,8 @@ def drawn(results, named=()):
     sections = {"results": results, "ladder": ladder, "ablation": ablation or none_yet("ablation")}
     for name, section in (("rungs", rungs_section), ("rested", rates_section), ("e4m3", rates_section),
                           ("decode", decode_section), ("accuracy", accuracy_section)):
-        kind = "peers" if name == "rungs" else name
-        source = found.get(kind, [None])[-1]
-        sections[name] = section(source) + "\n" + provenance(source, "../") if source else none_yet(kind)
+        source = found.get(name, [None])[-1]
+        sections[name] = section(source) + "\n" + provenance(source, "../") if source else none_yet(name)
     return sections, {**chart, **rungs, **waterfalls}
 
 

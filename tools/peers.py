@@ -33,7 +33,7 @@ import numpy as np  # behind cli, which says what to do where it is missing
 from cli import Refused, say
 
 # FlashAttention-3 and -4 take bf16. The problems of 64 heads are those that NVIDIA publishes figures of cuDNN for.
-SUITE = """mission,64 mission2,64 long,64
+SUITE = """mission,64,fp16 mission2,64,fp16 long,64,fp16
 4,32,32,4096,4096,64,fp16 4,32,32,4096,4096,64,bf16 4,32,32,4096,4096,64,bf16,br
 1,32,32,16384,16384,64,bf16 1,32,32,16384,16384,64,bf16,br
 16,16,16,1024,1024,128,bf16 16,16,16,1024,1024,128,bf16,br

@@ -25,7 +25,7 @@ from cli import Refused, say
 from report_charts import pairs
 from report_rows import KINDS, name_of, newest, peer, problem, timed
 
-UNDRAWN = ("verdicts", "steps", "fit", "variants", "sweep", "stress")  # kinds that are tables here
+UNDRAWN = ("verdicts", "steps", "variants", "sweep", "stress")  # kinds that are tables here
 SIZES = ("B", "Hq", "Hkv", "Sq", "Sk")
 FILTERS = ("shape", "D", "type", "causal", "family", "run")
 

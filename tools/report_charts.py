@@ -151,7 +151,7 @@ def against(rows, series, label, xlabel):
     The first of SERIES is filled, and a line joins it to the best of the others.
     """
     left = 10 + 5.1 * max(len(title) for title, _, _ in rows)
-    figure, axes = canvas(left, 19 * len(rows) + 4, top=24, right=40)
+    figure, axes = canvas(left, 19 * len(rows) + 4, top=12 * -(-len(series) // 3) + 12, right=40)
     most = 1.04 * max(value for _, values, _ in rows for value in values.values())
     axes.set_xlim(0, most)
     for y, (_, values, text) in enumerate(rows):
@@ -165,7 +165,7 @@ def against(rows, series, label, xlabel):
         axes.plot(*zip(*at), marker, color=INK, markerfacecolor=fill, markersize=6, markeredgewidth=0.9, label=name)
     name_rows(axes, [title for title, _, _ in rows])
     axes.set_xlabel(xlabel)
-    figure.legend(bbox_to_anchor=(0, 1), ncol=len(series))
+    figure.legend(bbox_to_anchor=(0, 1), ncol=3)
     return svg(figure, label)
 
 

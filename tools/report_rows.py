@@ -16,6 +16,7 @@ RUN = "config family shape status check graph_us tflops B Hq Hkv Sq Sk D dtype c
 KINDS = {
     "lines": ("", RUN, "./run_all.sh"),
     "peers": ("peers", RUN, "tools/peers.py LINE... --shape S..."),
+    "rungs": ("rungs", RUN, "tools/peers.py LINE... --shape S..."),
     "e4m3": ("e4m3", (*RUN, "rel_rms"), "tools/peers.py LINE... --e4m3"),
     "decode": ("decode", RUN, "tools/peers.py LINE... --shape S..."),
     "accuracy": ("accuracy", "contender input D dtype Sk rel_rms mean".split(), "tools/accuracy.py LINE..."),
@@ -24,7 +25,6 @@ KINDS = {
     "samples": ("ab", "comparison contender problem turn replay us".split(), "./run_all.sh ab LINE KNOB=VALUE..."),
     "verdicts": ("ab", "comparison a b problem ratio low high verdict".split(), "./run_all.sh ab or tools/ab_trial.py"),
     "steps": ("steps", (), "./run_all.sh gates --time"),
-    "fit": ("fit", (), "./run_all.sh fit"),
     "variants": ("ab", (), "tools/peers.py LINE..."),
     "sweep": ("sweep", (), "./run_all.sh sweep"),
     "stress": ("stress", (), "./run_all.sh stress"),
