@@ -13,7 +13,6 @@ usage: ./run_all.sh [--cpu] [--only REGEX] [--shape S]... [--causal C] [--csv] [
        ./run_all.sh ab main~20:NAME NAME     is it faster than it was? or than another line?
        ./run_all.sh ablate NAME [--svg]      what each knob of a line is worth. ablate --help
        ./run_all.sh tune [--shape S]...      the best line for a problem on this GPU. tune --help
-       ./run_all.sh micro [--family F]       what a round over a tile costs. micro --help
        ./run_all.sh fit [--check]            does TUNED_TILES choose well on this GPU? fit --help
        ./run_all.sh list [REGEX]             the lines, the step of each over its base, what it needs
        ./run_all.sh gates [--only REGEX]     registers, spills, shared memory, duplicates, steps
@@ -616,7 +615,7 @@ name_files() {
 }
 
 case ${1-} in
-  ab|ablate|fit|gates|micro|profile|sanitize|stress|sweep|tune)
+  ab|ablate|fit|gates|profile|sanitize|stress|sweep|tune)
     [ "$1" != tune ] || engine_packages+=(matplotlib 'optuna==4.*')
     need_python "${engine_packages[@]}"
     name_files "${@:2}"

@@ -248,7 +248,6 @@ def test_refused_candidates_say_why(tmp_path):
     (["--all"], "--all wants --from LINE"), (["--export", "t4"], "--export takes one log"), (["x"], "x: only --export takes"),
     (["--export", "t4", "/no/such"], "/no/such: there is no such file"), (["--replay", "/no/such"], "there is no such file"),
     (["--log", os.path.join(ROOT, "configs.txt")], "configs.txt: want a log that ./run_all.sh tune wrote"),
-    (["--micro", os.path.join(ROOT, "configs.txt")], "want a file that ./run_all.sh micro wrote"),
     (["--log", "/proc/no/log"], "/proc/no/log cannot be written"),
 ])
 def test_refusals(words, sentence):
@@ -361,8 +360,5 @@ def test_the_search_on_measured_lists(log):
         page = file.read()
     family = "wgmma" if "wgmma" in os.path.basename(log) else "mma"
     for kind, (median, most, good) in found.items():
-        start = kind.partition(", micro's 8")[0]
-        words = {"random search": "random", "from the lines": "from the family's lines"}.get(start, start)
-        words = re.sub(r"^from (\w+_\w+)$", r"from `\1`" if "micro" in kind else r"from `\1` alone", words)
-        words += " and `micro`'s first 8" if "micro" in kind else ""
+        words = re.sub(r"^from (\w+_\w+)$", r"from `\1` alone", kind.replace("random search", "random"))
         assert f"| {family} | {words} | {median} | {most} | {good} of 20 |" in page, kind

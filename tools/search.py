@@ -1,4 +1,4 @@
-"""The space of a search: the lines that sdpa.cu allows. tools/tune.py searches it, tools/micro.py times all of it.
+"""The space of a search: the lines that sdpa.cu allows. tools/tune.py searches it.
 
 A candidate is a Line: a line of configs.txt with knobs changed. Two are the same if their effective knobs are.
 """

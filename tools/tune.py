@@ -3,8 +3,7 @@
        ./run_all.sh tune --table [--head-dim D] [--budget MIN]
        ./run_all.sh tune --replay LOG
        ./run_all.sh tune --export t4|svg LOG
-Searches the best line for a problem on this GPU by Optuna, from LINE, the lines of its family and the best tiles of
-`micro`. A candidate must be legal, compile without more spills, be correct, and is timed in turns with the best so far.
+Searches the best line for a problem on this GPU by Optuna, from LINE and the lines of its family. A candidate must be legal, compile without more spills, be correct, and is timed in turns with the best so far.
 At the end `ab` compares the best with LINE, or with the best line of configs.txt. docs/TUNING.md says how it searches.
   --family F      scalar, wmma, mma or wgmma; default the one of --from, or wgmma where the GPU has it, else mma
   --from LINE     of configs.txt, and knobs behind it
@@ -15,8 +14,6 @@ At the end `ab` compares the best with LINE, or with the best line of configs.tx
   --budget MIN    minutes in all, also those of earlier runs of the same command (default 8)
   --fix KNOB=V    the knob keeps this value; V,V...: takes one of these; repeatable
   --seed N        of the search, from 0 (default 0)
-  --micro JSON    this file of ./run_all.sh micro; default the newest of results/micro for this GPU, family and D
-  --top N         starts from so many tiles of it (default 8)
   --log FILE      of Optuna; default results/tune/DATE-DEVICE-NAME.jsonl. The same command again goes on there
   --dry-run       walks the search without a GPU, by a cost model fitted to the newest rows of results/
   --all           every combination of the fixed knobs' values instead of a search; the others stay as LINE has them
@@ -51,7 +48,6 @@ import builds
 import cli
 import engine
 import fit
-import micro
 import report_rows
 from cli import Refused, say
 from search import Space, base_line, chooses, family_lines, identity, knobs_of, parse_line, refusal
@@ -253,7 +249,10 @@ class ModelJudge:
     @staticmethod
     def rounds(words, p):
         """Of an SM, with two for the start and the end of an item."""
-        return micro.predict(dict(knobs=" ".join(words), sms=132, ctas_per_sm=1, all_sms=(1, 2)), p)
+        knobs = dict(word.split("=") for word in words)
+        rows, keys = int(knobs.get("BLOCK_M", 32)), int(knobs.get("BLOCK_N", 32)) * int(knobs.get("SPLIT_KV", 1))
+        waves = math.ceil(p.B * p.Hq * math.ceil(p.Sq / rows) / 132)
+        return waves * (2 + (math.ceil(p.Sk / keys) if p.causal == "off" else p.visible().mean() / keys + 0.5))
 
     def resume(self, study, space):
         self.study = study
@@ -465,10 +464,8 @@ def run_search(options, gpu, more=()):
     if options.all and space.count() > MOST:
         raise Refused(f"--all: {space.count()} combinations are more than {MOST}; give fewer values")
     device = gpu.name if gpu else "none"
-    tiles = options.micro or micro.newest(device, line.family, problems[0].D)
-    seeds = [*more, *micro.seeds(tiles, space, problems[0], options.top)]
     asked = dict(problems=[[str(p), p.D, p.dtype] for p in problems], base=space.base.text, space=space.values,
-                 all=options.all, starts=[line.text for line in starts + seeds], seed=options.seed, gpu=device,
+                 all=options.all, starts=[line.text for line in [*starts, *more]], seed=options.seed, gpu=device,
                  driver=gpu.nvml.driver if gpu else "", program=builds.digest(space.tree.program()))
     log = Log(options.log or log_path(options, asked, space, problems), asked)
 
@@ -484,7 +481,7 @@ def run_search(options, gpu, more=()):
     def write(trial):
         log.add(trial)
         show(study, trial, max(0, end_s - judge.seconds()))
-    lines = [*starts[:1], *space.all()] if options.all else starts + seeds
+    lines = [*starts[:1], *space.all()] if options.all else [*starts, *more]
     try:
         search(study, space, judge, lines, lambda: judge.seconds() < end_s, write,
                ahead=2 * builds.JOBS if options.all else AHEAD, breed=not options.all)
@@ -606,10 +603,6 @@ def replay(options):
     all_lines = [parse_line(tree, one.user_attrs["line"]) for one in study.trials]
     lines, base, family = space.starts(problem), space.base.name, space.base.family
     kinds = {"random search": [], f"from {base}": lines[:1], "from the family's lines": lines}
-    best = micro.seeds(options.micro or micro.newest(asked["gpu"], family, D), space, problem, options.top)
-    if best:
-        kinds[f"from {base}, micro's {options.top}"] = lines[:1] + best
-        kinds[f"from the lines, micro's {options.top}"] = lines + best
     print(f"{name}, {family}, D={D} {dtype}: {len(known)} candidates, {count} of them fit to time; "
           f"judged until one is within {100 - 100 * WITHIN:.0f}% of the best")
     print(f"{'search':<36} {'median':>6} {'18 of 20':>8} {'of the list':>11}  within {100 * SHARE:.0f}%")
