@@ -72,7 +72,7 @@ def test_costs_are_found_that_choose_well(model, tmp_path):
     that the fit has not seen."""
     table = [tile for tile in model.tiles if tile.head_dim == 64]
     truth = at_other_costs(table)
-    times = fit.by_problem(fit.read_rows(write_rows(tmp_path / "rows.csv", model, truth, noise=0.01)))
+    times, *_ = fit.measured(fit.read_rows(write_rows(tmp_path / "rows.csv", model, truth, noise=0.01)))
     before = [loss for _, loss in fit.losses(model, table, times, SMS).values()]
     fitted = fit.fit_costs(model, table, times, SMS, MHZ)
     after = [loss for _, loss in fit.losses(model, fitted, times, SMS).values()]

@@ -218,23 +218,18 @@ def committed(table):
     return [row for file in files if file for row in read_rows(file)]
 
 
-def most_mhz(rows):
-    return max(float(row["clock_mhz"]) for row in rows if row["check"] == "PASS")
-
-
 def problem_of(row):
     """The problem of a row of fit, or of an executable."""
     sizes = (int(row[name]) for name in ("B", "Hq", "Hkv", "Sq", "Sk", "D"))
     return engine.Problem(row["shape"], *sizes, row["dtype"], row["causal"])
 
 
-def by_problem(rows):
-    """{problem: {tile's knobs: us}} of the rows that passed."""
-    found = {}
-    for row in rows:
-        if row["check"] == "PASS":
-            found.setdefault(problem_of(row), {})[row["tile"]] = float(row["us"])
-    return found
+def measured(rows):
+    """Of the rows that passed {problem: {tile's knobs: us}}, the SMs, and the highest clock in MHz."""
+    found, passed = {}, [row for row in rows if row["check"] == "PASS"]
+    for row in passed:
+        found.setdefault(problem_of(row), {})[row["tile"]] = float(row["us"])
+    return found, int(rows[0]["sms"]), max(float(row["clock_mhz"]) for row in passed)
 
 
 # ---- the fit ----
@@ -323,7 +318,7 @@ def check(rows):
     """Judges the table in sdpa.cu by rows; prints what is bad. Whether nothing is."""
     has_mma, dtype = any("USE_MMA_SYNC=1" in row["tile"] for row in rows), rows[0]["dtype"]
     model = Model("hopper_e4m3" if dtype == "e4m3" else "ampere" if has_mma else "hopper")
-    times, sms, mhz = by_problem(rows), int(rows[0]["sms"]), most_mhz(rows)
+    times, sms, mhz = measured(rows)
     tiles = [tile for tile in model.tiles if any(map(tile.suits, times))]
     found = losses(model, tiles, times, sms)
     print_choices(tiles, times, {"sdpa.cu": found})
@@ -345,9 +340,9 @@ def check(rows):
 
 def print_fit(model, tiles, rows):
     """Fits those of the tiles that rows have times of; prints what they choose, and the table to paste."""
-    times, sms = by_problem(rows), int(rows[0]["sms"])
+    times, sms, mhz = measured(rows)
     tiles = [tile for tile in tiles if any(tile.knobs in us for us in times.values())]
-    fitted = fit_costs(model, tiles, times, sms, most_mhz(rows))
+    fitted = fit_costs(model, tiles, times, sms, mhz)
     print_choices(tiles, times, {"sdpa.cu": losses(model, tiles, times, sms),
                                  "fitted": losses(model, fitted, times, sms)})
     print(f"\n// For {rows[0]['device']}, fitted by ./run_all.sh fit:")

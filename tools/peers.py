@@ -115,7 +115,7 @@ def main():
     texts, drawn = (options.shape or []) + SUITE * options.suite + E4M3 * options.e4m3, drawn_by(options)
     texts += [f"{text},{D},bf16" for D in (64, 128, 256) for text in CHUNKS] * (options.chunks and not drawn)
     texts = texts if texts or drawn else ["mission", "mission2", "long"]
-    problems = [engine.parse_problem(text) for text in texts] + drawn
+    problems = [*map(engine.parse_problem, texts), *drawn]
     gpu = engine.need_gpu()
     torch = {peer.text: engine.load(peer, gpu, {}) for peer in peers}
     built = builds.build(lines, gpu.arch)

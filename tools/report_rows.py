@@ -23,7 +23,7 @@ KINDS = {
     "ablation": ("ablation", RUN, "./run_all.sh ablate LINE"),
     "rested": ("rested", RUN, "tools/peers.py --rested LINE... --shape S..."),
     "samples": ("ab", "comparison contender problem turn replay us".split(), "./run_all.sh ab LINE KNOB=VALUE..."),
-    "verdicts": ("ab", "comparison a b problem ratio low high verdict".split(), "./run_all.sh ab or tools/ab_trial.py"),
+    "verdicts": ("ab", "comparison a b problem ratio low high verdict".split(), "./run_all.sh ab or tests/ab_trial.py"),
     "steps": ("steps", (), "./run_all.sh gates --time"),
     "variants": ("ab", (), "tools/peers.py LINE..."),
     "sweep": ("sweep", (), "./run_all.sh sweep"),

@@ -4,7 +4,6 @@ A candidate is a Line: a line of configs.txt with knobs changed. Two are the sam
 """
 import functools
 import itertools
-import math
 from concurrent.futures import ThreadPoolExecutor
 
 import numpy as np
@@ -140,9 +139,6 @@ class Space:
             others = near if rng.random() < 2 / 3 else [i for i in range(len(values)) if i != at]
             knobs[knob] = values[rng.choice(others)]
         return knobs
-
-    def count(self):
-        return math.prod(map(len, self.values.values()))
 
     def all(self):
         """Every combination that sdpa.cu does not refuse."""

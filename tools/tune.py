@@ -3,8 +3,9 @@
        ./run_all.sh tune --table [--head-dim D] [--budget MIN]
        ./run_all.sh tune --replay LOG
        ./run_all.sh tune --export t4|svg LOG
-Searches the best line for a problem on this GPU by Optuna, from LINE and the lines of its family. A candidate must be legal, compile without more spills, be correct, and is timed in turns with the best so far.
-At the end `ab` compares the best with LINE, or with the best line of configs.txt. docs/TUNING.md says how it searches.
+Searches the best line for a problem on this GPU by Optuna, from LINE and the lines of its family. A candidate must be
+legal, compile without more spills, be correct, and is timed in turns with the best so far. At the end `ab` compares the
+best with LINE, or with the best line of configs.txt. docs/TUNING.md says how it searches.
   --family F      scalar, wmma, mma or wgmma; default the one of --from, or wgmma where the GPU has it, else mma
   --from LINE     of configs.txt, and knobs behind it
   --shape S       the problem, as for ab; repeatable: the geometric mean of their times counts; default long
@@ -461,8 +462,9 @@ def run_search(options, gpu, more=()):
     space = Space(line, fixed, options.all)
     starts = space.starts(problems[0])
     space.base = next(itertools.filterfalse(chooses, starts), starts[0])
-    if options.all and space.count() > MOST:
-        raise Refused(f"--all: {space.count()} combinations are more than {MOST}; give fewer values")
+    count = math.prod(map(len, space.values.values()))
+    if options.all and count > MOST:
+        raise Refused(f"--all: {count} combinations are more than {MOST}; give fewer values")
     device = gpu.name if gpu else "none"
     asked = dict(problems=[[str(p), p.D, p.dtype] for p in problems], base=space.base.text, space=space.values,
                  all=options.all, starts=[line.text for line in [*starts, *more]], seed=options.seed, gpu=device,

@@ -1,5 +1,5 @@
 #!/usr/bin/env python3
-"""usage: tools/ab_trial.py [OPTION...]
+"""usage: tests/ab_trial.py [OPTION...]
 Are the verdicts of ab to be trusted? Comparisons whose answer is known, on this machine's GPU:
   same       60 of a line with itself (each side a library of its own); at most 1 may be other than SAME
   1%         40 in which B has 1% more keys; at least 39 must be SLOWER
@@ -13,15 +13,18 @@ exit: 0 all of that holds, 1 it does not, 2 bad usage
 import collections
 import itertools
 import multiprocessing
+import os
 import random
 import shutil
+import sys
 import threading
 import time
 
-import builds
-import cli
-import engine
-from cli import say
+sys.path.insert(0, os.path.join(os.path.dirname(os.path.dirname(os.path.abspath(__file__))), "tools"))
+import builds  # noqa: E402
+import cli  # noqa: E402
+import engine  # noqa: E402
+from cli import say  # noqa: E402
 
 SMALL = "scalar_async2_tile64 wmma_all mma_split2 mma_lazy wgmma hopper"
 SAME = [("small", SMALL, 2), ("mission", SMALL, 2), ("long", SMALL, 2),
