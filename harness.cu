@@ -39,7 +39,7 @@ struct Line {
   int knob_count, D, vec_width, barriers_per_tile;
   DType input, output;
   int fp16_acc;  // bits: of Q @ K.T, of P @ V
-  bool has_softcap, has_sinks, tanh_is_approximate;
+  bool has_softcap, has_sinks, has_lengths, tanh_is_approximate;
   bool is_wgmma, has_queue, is_tuned;
   TunedTile tiles[most_tiles];  // one, or those that it may take
   int tile_count;
@@ -96,7 +96,7 @@ Line describe_build() {
   l.barriers_per_tile = barriers_per_tile();
   l.input = Build::input, l.output = Build::output, l.fp16_acc = Build::fp16_acc;
   l.has_softcap = Build::use_softcap != 0, l.tanh_is_approximate = Build::use_softcap == 1;
-  l.has_sinks = Build::use_sinks;
+  l.has_sinks = Build::use_sinks, l.has_lengths = Build::use_lengths;
   l.is_wgmma = is_wgmma;
   l.has_queue = Build::use_persistent_cta, l.is_tuned = Build::use_tuned;
   for (int n = next_tile(0); n < TUNED_TILES.count; n = next_tile(n + 1)) {
@@ -195,6 +195,7 @@ struct Problem : reference::Problem {
   string descale = "heads";
   string machine;           // --machine of tests/sweep.cu
   bool has_sinks = false;   // of the seed
+  bool has_lengths = false;  // as well
 
   Problem() : reference::Problem{} { D = line.D; }
 };
@@ -425,8 +426,10 @@ struct WitnessArgs {
   const void *Q, *K, *V;
   Strides q, k, v;
   int Hq, Hkv, Sq, Sk;
-  int first_head;   // counted over batches: b * Hq + h
-  int least, most;  // key k is visible to query q if least <= k - q <= most
+  int first_head;  // counted over batches: b * Hq + h
+  Causal causal, alignment;
+  int window_left, window_right;
+  const int* k_lengths;
   float scale;
   Descale q_factor, k_factor, v_factor;
   float v_unit, softcap;
@@ -479,6 +482,14 @@ __global__ void __launch_bounds__(WitnessShared<D>::THREADS) witness(WitnessArgs
   const float scale = a.softcap != 0 ? a.softcap : of_logit;
   const float v_factor = a.v_unit * factor(a.v_factor, b, h_kv);
 
+  // Key k < Sk is visible to query q if first <= k - q <= last.
+  const int Sk = a.k_lengths ? max(0, min(a.k_lengths[b], a.Sk)) : a.Sk, none = 2000000000;
+  const auto own = [&](Causal by) { return by == Causal::bottom_right ? Sk - a.Sq : 0; };
+  const int windows_own = own(a.alignment == Causal::off ? a.causal : a.alignment);
+  const int first = a.window_left < 0 ? -none : windows_own - a.window_left;
+  int last = a.causal == Causal::off ? none : own(a.causal);
+  if (a.window_right >= 0) last = min(last, windows_own + a.window_right);
+
   // Q[q_row] @ K[k0 + j], -inf where that key is not visible
   const auto score = [&](int k0, int j) {
     float4 sum{};
@@ -492,7 +503,7 @@ __global__ void __launch_bounds__(WitnessShared<D>::THREADS) witness(WitnessArgs
     for (int n = 1; n < W::LANES; n *= 2) S += __shfl_xor_sync(0xffffffffu, S, n);
     if (a.softcap != 0) S = tanhf(S * of_logit / a.softcap);
     const int distance = k0 + j - q_row;
-    return k0 + j < a.Sk && distance >= a.least && distance <= a.most ? S : -INFINITY;
+    return k0 + j < Sk && distance >= first && distance <= last ? S : -INFINITY;
   };
   for (int k0 = 0; k0 < a.Sk; k0 += W::KEYS) {
     __syncthreads();  // hazard: K still being read
@@ -546,20 +557,13 @@ template <class T, int D> cudaError_t launch_witness(const WitnessArgs& a, int h
 // O [heads,Sq,D] and LSE [heads,Sq] of query heads [first, first + heads), counted over batches.
 template <class T>
 cudaError_t launch_witness(const SdpaParams& p, int first, int heads, float* O, float* LSE) {
-  constexpr int none = 2000000000;
-  const int by_right = p.Sk - p.Sq, own = p.causal == Causal::bottom_right ? by_right : 0;
-  const int windows_own = p.window_alignment == Causal::off            ? own
-                          : p.window_alignment == Causal::bottom_right ? by_right
-                                                                       : 0;
-  const int least = p.window_left < 0 ? -none : windows_own - p.window_left;
-  const int most = std::min(p.causal == Causal::off ? none : own,
-                            p.window_right < 0 ? none : windows_own + p.window_right);
   const double unit = unit_of(line.input);
   const double scale = (p.scale == 0 ? 1 / std::sqrt(double(p.D)) : p.scale) * unit * unit;
-  const WitnessArgs a{p.Q,         p.K,         p.V,         p.q,         p.k,       p.v,     p.Hq,
-                      p.Hkv,       p.Sq,        p.Sk,        first,       least,     most,    float(scale),
-                      p.q_descale, p.k_descale, p.v_descale, float(unit), p.softcap, p.sinks, O,
-                      LSE};
+  const WitnessArgs a{p.Q,          p.K,         p.V,         p.q,         p.k,         p.v,
+                      p.Hq,         p.Hkv,       p.Sq,        p.Sk,        first,       p.causal,
+                      p.window_alignment,        p.window_left,            p.window_right,
+                      p.k_lengths,  float(scale), p.q_descale, p.k_descale, p.v_descale, float(unit),
+                      p.softcap,    p.sinks,     O,           LSE};
   return p.D == 64    ? launch_witness<T, 64>(a, heads)
          : p.D == 128 ? launch_witness<T, 128>(a, heads)
                       : launch_witness<T, 256>(a, heads);
@@ -617,6 +621,10 @@ class Instance {
       sinks_.reset(new Guarded("the sinks", p.Hq * sizeof(float)));
       params.sinks = sinks_->data<float>();
     }
+    if (p.has_lengths) {
+      lengths_.reset(new Guarded("the lengths", p.B * sizeof(int)));
+      params.k_lengths = lengths_->data<int>();
+    }
     workspace_.reset(new Guarded("the workspace", line.facts_of(params).workspace_bytes));
     workspace_->fill(0);
     params.workspace = workspace_->data();
@@ -634,6 +642,7 @@ class Instance {
       tensors[t]->write(held_[t] = round_to_elements(x, step));
     }
     if (sinks_) set_sinks(seed);
+    if (lengths_) set_lengths(seed);
     problem.Q = inputs_[0].data(), problem.K = inputs_[1].data(), problem.V = inputs_[2].data();
   }
 
@@ -647,6 +656,17 @@ class Instance {
     }
     sinks_->store(sinks);
     problem.sinks.assign(sinks.begin(), sinks.end());
+  }
+  // Of 8 sequences one says more keys than there are, one less than none, and one has a single key.
+  void set_lengths(uint64_t seed) {
+    vector<int> lengths(problem.B);
+    for (int b = 0; b < problem.B; b++) {
+      lengths[b] = int(reference::mix(seed * 1000003 + b) % (problem.Sk + 1));
+      if (b % 8 >= 5) lengths[b] = b % 8 == 5 ? problem.Sk + 9 : b % 8 == 6 ? -4 : 1;
+    }
+    lengths_->store(lengths);
+    problem.k_lengths = lengths;
+    for (int& length : problem.k_lengths) length = std::max(0, std::min(length, problem.Sk));
   }
 
   // Launches and compares the outputs with the reference, then launches `repeats` times more, which must
@@ -839,7 +859,7 @@ class Instance {
     return (size_t(at.b) * problem.Hq + at.h) * problem.Sq + at.q;
   }
 
-  std::unique_ptr<Guarded> lse_, workspace_, sinks_;
+  std::unique_ptr<Guarded> lse_, workspace_, sinks_, lengths_;
   std::unique_ptr<DeviceFactors> factors_[3];  // of Q, K and V with 8 bits
   vector<float> inputs_[3];                    // Q, K, V, rounded
   Bits held_[3];                               // what they are in device memory
@@ -1175,7 +1195,7 @@ vector<Column> columns(const Run& r, const Device& d) {
       {"bound", has_peak ? r.memory_binds(d) ? "memory" : "matrix" : ""},
       {"window", window_text(p, ":")},
       {"out_dtype", output_type.name}, {"softcap", p.softcap != 0 ? format("%.9g", p.softcap) : ""},
-      {"sinks", p.has_sinks ? "1" : ""}};
+      {"sinks", p.has_sinks ? "1" : ""}, {"lengths", p.has_lengths ? "1" : ""}};
   // clang-format on
 }
 
@@ -1201,6 +1221,7 @@ void print_block(const Run& r, const Device& d) {
   string more = p.has_window() ? ", window " + window_text(p, ",") : "";
   if (p.softcap != 0) more += format(", softcap %g", p.softcap);
   if (p.has_sinks) more += ", sinks";
+  if (p.has_lengths) more += ", lengths";
   fprintf(stderr, "  problem  %s: B=%d Hq=%d Hkv=%d Sq=%d Sk=%d D=%d %s, causal %s%s\n",
           p.shape.c_str(), p.B, p.Hq, p.Hkv, p.Sq, p.Sk, p.D, input_type.name,
           causal_names[int(p.mask)], more.c_str());
@@ -1348,6 +1369,8 @@ vector<Option> options_of(Options& o) {
       {"--softcap", "X", "logits x become X * tanh(x / X) (a build with USE_SOFTCAP)", positive(o.common.softcap)},
       {"--sinks", "", "a logit more in the sum of each row, drawn for each head (a build with USE_SINKS)",
        flag(o.common.has_sinks)},
+      {"--lengths", "", "sequences have as many keys as is drawn for each, Sk at most (a build with USE_LENGTHS)",
+       flag(o.common.has_lengths)},
       {"--seeds", "0,1,2", "of the inputs (default 0); the check is done for each",
        [&o](const string& text) {
          const vector<long long> n = parse_numbers(text, 0, 1ll << 40);
@@ -1436,6 +1459,7 @@ string command_of(const Problem& p) {
   if (p.scale != 0) text += format(" --scale %.9g", p.scale);
   if (p.softcap != 0) text += format(" --softcap %.9g", p.softcap);
   if (p.has_sinks) text += " --sinks";
+  if (p.has_lengths) text += " --lengths";
   if (p.max_ctas != 0) text += format(" --max-ctas %d", p.max_ctas);
   if (!p.machine.empty()) text += " --machine " + p.machine;
   return text;

@@ -39,6 +39,7 @@ struct Problem {
   std::vector<double> q_factor, k_factor, v_factor;
   double softcap = 0;         // 0: none
   std::vector<double> sinks;  // of query heads 0 ... Hq - 1; empty: none
+  std::vector<int> k_lengths;  // keys of each sequence, of Sk; empty: Sk
 
   bool has_window() const { return window_left >= 0 || window_right >= 0; }
 };
@@ -150,32 +151,36 @@ struct Result {
   std::vector<char> open;  // [D]
 };
 
-// The first key that query q sees, and the one past the last. Its own position is key q, or with
-// bottom-right such that the last query has the last key; a mask hides all keys after it.
-inline size_t clamp_key(const Problem& p, long long k) {
-  return size_t(k < 0 ? 0 : k > p.Sk ? p.Sk : k);
+// The first key that query q of sequence b sees, and the one past the last. Its own position is key q, or with
+// bottom-right such that the last query has the sequence's last key; a mask hides all keys after it.
+inline int keys_of(const Problem& p, int b) { return p.k_lengths.empty() ? p.Sk : p.k_lengths[b]; }
+inline size_t clamp_key(const Problem& p, int b, long long k) {
+  return size_t(k < 0 ? 0 : k > keys_of(p, b) ? keys_of(p, b) : k);
 }
-inline long long position_in_window(const Problem& p, long long q) {
+inline long long position_in_window(const Problem& p, int b, long long q) {
   const Mask by = p.window_alignment == Mask::none ? p.mask : p.window_alignment;
-  return by == Mask::bottom_right ? q + p.Sk - p.Sq : q;
+  return by == Mask::bottom_right ? q + keys_of(p, b) - p.Sq : q;
 }
-inline size_t first_key(const Problem& p, long long q) {
+inline size_t first_key(const Problem& p, int b, long long q) {
   if (p.window_left < 0) return 0;
-  return clamp_key(p, position_in_window(p, q) - p.window_left);
+  return clamp_key(p, b, position_in_window(p, b, q) - p.window_left);
 }
-inline size_t past_last_key(const Problem& p, long long q) {
-  size_t end = size_t(p.Sk);
-  if (p.mask == Mask::top_left) end = clamp_key(p, q + 1);
-  if (p.mask == Mask::bottom_right) end = clamp_key(p, q + p.Sk - p.Sq + 1);
-  if (p.window_right >= 0) end = std::min(end, clamp_key(p, position_in_window(p, q) + p.window_right + 1));
-  return std::max(end, first_key(p, q));
+inline size_t past_last_key(const Problem& p, int b, long long q) {
+  size_t end = size_t(keys_of(p, b));
+  if (p.mask == Mask::top_left) end = clamp_key(p, b, q + 1);
+  if (p.mask == Mask::bottom_right) end = clamp_key(p, b, q + keys_of(p, b) - p.Sq + 1);
+  if (p.window_right >= 0) end = std::min(end, clamp_key(p, b, position_in_window(p, b, q) + p.window_right + 1));
+  return std::max(end, first_key(p, b, q));
 }
 
-// Visible (query, key) pairs of one head.
+// Visible (query, key) pairs of one head, on average over the sequences.
 inline double visible_pairs(const Problem& p) {
+  const int sequences = p.k_lengths.empty() ? 1 : p.B;
   double pairs = 0;
-  for (int q = 0; q < p.Sq; q++) pairs += double(past_last_key(p, q) - first_key(p, q));
-  return pairs;
+  for (int b = 0; b < sequences; b++) {
+    for (int q = 0; q < p.Sq; q++) pairs += double(past_last_key(p, b, q) - first_key(p, b, q));
+  }
+  return pairs / std::max(sequences, 1);
 }
 
 inline double dot(const float* x, const float* y, int n) {  // n a multiple of 8
@@ -191,7 +196,7 @@ inline double dot(const float* x, const float* y, int n) {  // n a multiple of 8
 // One row. A row whose every logit is -inf (or that sees no key) gives O = 0, LSE = -inf.
 inline Result attend(const Problem& p, const Row& row) {
   const int h_kv = row.h / (p.Hq / p.Hkv), D = p.D;
-  const size_t first = first_key(p, row.q), end = past_last_key(p, row.q);
+  const size_t first = first_key(p, row.b, row.q), end = past_last_key(p, row.b, row.q);
   const double infinity = std::numeric_limits<double>::infinity();
   const size_t head = size_t(row.b) * p.Hq + row.h, kv_head = size_t(row.b) * p.Hkv + h_kv;
   const auto factor = [](const std::vector<double>& of_heads, size_t h) {

@@ -97,6 +97,7 @@ namespace {  // two builds in one program must not share their constants and ker
   X(SPLIT_CTAS, 1, split_ctas, "0..256", "wmma mma wgmma", "CTAs that share a tile's keys; 0: by the problem") \
   X(USE_SOFTCAP, 0, use_softcap, "0 1 2", "scalar mma wgmma", "logits in c * tanh(x / c): 1 tanh.approx, 2 exactly") \
   X(USE_SINKS, 0, use_sinks, "0 1", "scalar mma wgmma", "a logit of the head that has no key joins the sum of a row") \
+  X(USE_LENGTHS, 0, use_lengths, "0 1", "scalar mma wgmma", "a sequence has as many keys as device memory says") \
   X(USE_TUNED, 0, use_tuned, "0 1", "mma wgmma", "the tile by the problem, from a table; typed knobs narrow it") \
   X(USE_WARP_SPECIALIZATION, 0, use_warp_specialization, "0 1", "wmma wgmma", "some warps copy, others compute") \
   X(NUM_PRODUCER_WARPS, 1, num_producer_warps, "1 2 4", "wmma", "warps that only copy")
@@ -278,8 +279,7 @@ struct SdpaParams {
   float* LSE = nullptr;    // [B,Hq,Sq] contiguous, aligned to 4 bytes, natural logarithm, or null
   int B, Hq, Hkv, Sq, Sk;  // Hq a multiple of Hkv; query head h reads key head h / (Hq / Hkv)
   int D;                   // must equal HEAD_DIM
-  Strides q, k, v, o;      // any, also 0 or negative for the inputs, in multiples of VEC_WIDTH;
-                           // those of dimensions of size 1 may hold anything
+  Strides q, k, v, o;      // in multiples of VEC_WIDTH, of inputs also 0 or negative; of dimensions of size 1 any
   float scale = 0;         // 0 means 1/sqrt(D)
   Causal causal = Causal::off;
   void* workspace = nullptr;                // sdpa_workspace_bytes() of device memory, 256-byte aligned, zeroed once
@@ -291,6 +291,7 @@ struct SdpaParams {
   Causal window_alignment = Causal::off;    // whose position the window counts from; off: that of `causal`
   float softcap = 0;                        // USE_SOFTCAP: logits x become softcap * tanh(x / softcap); 0: x
   const float* sinks = nullptr;             // USE_SINKS=1: [Hq] in device memory; exp(sink) joins a row's sum; or null
+  const int* k_lengths = nullptr;           // USE_LENGTHS=1: [B] in device memory: a sequence's keys, 0 to Sk; or null
 };
 // A row that sees no key (or only keys of logit -inf) gives O = 0 and LSE = -inf or its sink. NaN and inf come out as
 // the formula has them, but whether NaN or inf in V at a masked key reaches the row (as 0 * inf = NaN) is open, since
@@ -352,13 +353,12 @@ struct TensorMaps {  // of tensors as [B][H][D/64][S][64]
 struct Nothing {};
 
 struct KeyRange { int begin, end; };  // [begin, end)
-// What the mask leaves: query q sees the keys [q + from, q + to) of those that exist. Sizes are at most 10^9,
-// so that no sum here overflows.
+// What the mask leaves: query q sees the keys [q + from, q + to) that exist. Sizes are 10^9 at most: no sum overflows.
 struct KeyBounds {
   int from, to, Sk;
 
-  explicit KeyBounds(const SdpaParams& p) : from(-most_rows), to(p.Sk), Sk(p.Sk) {
-    const auto own = [&](Causal by) { return by == Causal::bottom_right ? p.Sk - p.Sq : 0; };  // position of query 0
+  __host__ __device__ KeyBounds(const SdpaParams& p, int keys) : from(-most_rows), to(keys), Sk(keys) {
+    const auto own = [&](Causal by) { return by == Causal::bottom_right ? keys - p.Sq : 0; };  // position of query 0
     const int windows_own = own(p.window_alignment == Causal::off ? p.causal : p.window_alignment);
     if (p.causal != Causal::off) to = min(own(p.causal) + 1, to);
     if (p.window_right >= 0) to = min(windows_own + p.window_right + 1, to);
@@ -374,16 +374,15 @@ struct KeyBounds {
 
 // The most keys that a query of the problem sees.
 int most_visible_keys(const SdpaParams& p) {
-  const KeyBounds bounds(p);
+  const KeyBounds bounds(p, p.Sk);
   return max(min(bounds.end(p.Sq - 1), bounds.to - bounds.from), 0);
 }
 
-// KeyBounds of tiles of ROWS queries from q on and KEYS keys from k0 on, some of which may be past the end. Every
-// test compares k0 - q with a number that the host has computed.
+// KeyBounds of tiles of ROWS queries from q on and KEYS keys from k0 on, some perhaps past the end: limits of k0 - q.
 struct TileBounds {
   int touch_from, touch_to, cover_from, cover_to, whole_to;
 
-  TileBounds(const KeyBounds& b, int rows, int keys)
+  __host__ __device__ TileBounds(const KeyBounds& b, int rows, int keys)
       : touch_from(b.from - keys + 1),
         touch_to(b.to + rows - 1),
         cover_from(b.from + rows - 1),
@@ -438,7 +437,7 @@ struct KernelArgs {  // SdpaParams with what every CTA would otherwise compute a
   std::conditional_t<is_wgmma, TensorMaps, Nothing> maps;
 
   KernelArgs(const SdpaParams& problem, int rows, int keys_of_tile)
-      : tiles(KeyBounds(problem), rows, keys_of_tile), keys(problem), p(problem) {}
+      : tiles({problem, problem.Sk}, rows, keys_of_tile), keys(problem, problem.Sk), p(problem) {}
 };
 
 // SPLIT_CTAS: the workspace has for each item a counter of stored partial results, and after all counters the results.
@@ -1117,10 +1116,26 @@ template <class B> __device__ __forceinline__ WorkItem row_item(const KernelArgs
   return {item.b, item.h + heads, query_of<B>(a, item.q0, row)};
 }
 
+// The mask of an item: the launch's, or with USE_LENGTHS that of its sequence.
+struct OwnMask {
+  KeyBounds keys;
+  TileBounds tiles;
+};
+template <class B> using Mask = std::conditional_t<B::use_lengths, OwnMask, KernelArgs>;
+template <class B> using HeldMask = std::conditional_t<B::use_lengths, OwnMask, const KernelArgs&>;
+template <class B> __device__ __forceinline__ HeldMask<B> mask_of(const KernelArgs& a, int b) {
+  if constexpr (!B::use_lengths) return a;
+  else {
+    if constexpr (is_wgmma) griddepcontrol_wait();  // the kernel before this one may write the lengths
+    const KeyBounds keys(a.p, a.p.k_lengths ? min(max(a.p.k_lengths[b], 0), a.p.Sk) : a.p.Sk);
+    return {keys, {keys, B::pack_gqa ? queries_of_item<B>(a) : B::mask_rows, B::block_n}};
+  }
+}
+
 // S = -inf where key k0 + j is not visible to the query of row r.
 template <class B, class View>
-__device__ __forceinline__ void mask_scores(View& S, const KernelArgs& a, int q0, int k0) {
-  const KeyBounds& keys = a.keys;
+__device__ __forceinline__ void mask_scores(View& S, const KernelArgs& a, const Mask<B>& of, int q0, int k0) {
+  const KeyBounds& keys = of.keys;
   const auto mask = [&](const auto& hidden) {
     SDPA_UNROLL for (int i = 0; i < View::ROWS; i++) {
       const int q = query_of<B>(a, q0, S.row(i));
@@ -1147,9 +1162,9 @@ __device__ __forceinline__ void cap_scores(View& S, const KernelArgs& a, int fir
 }
 // What happens to the scores of the item's tile at key k0 between Q @ K.T and the softmax.
 template <class B, class View>
-__device__ __forceinline__ void finish_scores(View& S, const KernelArgs& a, int q0, int k0) {
+__device__ __forceinline__ void finish_scores(View& S, const KernelArgs& a, const Mask<B>& mask, int q0, int k0) {
   if (B::use_softcap != 0) cap_scores<B>(S, a);
-  if (!a.tiles.cover(q0, k0)) mask_scores<B>(S, a, q0, k0);
+  if (!mask.tiles.cover(q0, k0)) mask_scores<B>(S, a, mask, q0, k0);
 }
 
 // ---- the scale of an item ----
@@ -1603,9 +1618,10 @@ template <class B> __device__ __forceinline__ WorkItem item_of_cta(const KernelA
   return work_item<B>(a, item_number_of_cta<B>(a));
 }
 // The keys of the item's rows, in whole rounds of SPLIT_KV tiles but for the last one. SPLIT_CTAS: those of this CTA.
-template <class B> __device__ __forceinline__ KeyRange keys_of_cta(const KernelArgs& a, const WorkItem& item) {
+template <class B>
+__device__ __forceinline__ KeyRange keys_of_cta(const KernelArgs& a, const Mask<B>& mask, const WorkItem& item) {
   constexpr int round = B::split_kv * B::block_n;
-  const KeyRange keys = a.keys.of_rows(item.q0, min(item.q0 + queries_of_item<B>(a), a.p.Sq) - 1);
+  const KeyRange keys = mask.keys.of_rows(item.q0, min(item.q0 + queries_of_item<B>(a), a.p.Sq) - 1);
   if (B::split_ctas == 1) return keys;
   const KeyRange part = range_of_rounds(a, max(shares(keys.end - keys.begin, round), 0));
   return {keys.begin + part.begin * round, min(keys.begin + part.end * round, keys.end)};
@@ -1642,15 +1658,16 @@ template <class B> struct ItemTiles {
   static constexpr int ADVANCE = B::split_kv * B::block_n;  // keys from one tile of a group to its next
   const SdpaParams& p;
   const WorkItem& item;
+  HeldMask<B> mask;
   TileCopy<B> mine;        // this thread's share of the group's copies
   const Input *K_g, *V_g;  // its first vector of the next tile
   KeyRange keys;           // of the item's rows
   int first_key;           // of the group
 
   __device__ __forceinline__ ItemTiles(const KernelArgs& a, const WorkItem& item_, int group, int tid, int nthreads)
-      : p(a.p), item(item_), mine(tid, nthreads) {
+      : p(a.p), item(item_), mask(mask_of<B>(a, item.b)), mine(tid, nthreads) {
     const int h_kv = item.h / (p.Hq / p.Hkv);
-    keys = keys_of_cta<B>(a, item);
+    keys = keys_of_cta<B>(a, mask, item);
     first_key = keys.begin + group * B::block_n;
     K_g = mine.first(p.K + item.b * p.k.batch + h_kv * p.k.head + first_key * p.k.row, p.k.row);
     V_g = mine.first(p.V + item.b * p.v.batch + h_kv * p.v.head + first_key * p.v.row, p.v.row);
@@ -1948,7 +1965,7 @@ template <class B> __global__ void __launch_bounds__(B::threads, 1) sdpa_scalar(
   for (int k0 = t.keys.begin; k0 < t.keys.end; k0 += B::block_n) {
     const int stage = feed.acquire(k0);
     scalar_qk<B>(S, s.Q, s.K[stage]);
-    finish_scores<B>(S, a, item.q0, k0);
+    finish_scores<B>(S, a, t.mask, item.q0, k0);
     float alpha[O.ROWS];
     softmax.step(s, S, scale_log2, alpha);
     scalar_pv<B>(O, alpha, s.P, s.V[stage]);
@@ -2155,7 +2172,7 @@ __device__ __forceinline__ void wmma_consume(WmmaShared<B>& s, const KernelArgs&
     __syncwarp();  // hazard: S written by the other lanes
     load_scores(S, reinterpret_cast<const WmmaScore<B>*>(s.P), SCORE_STRIDE<B>);
     if (B::qk_in_fp16) __syncwarp();  // hazard: S read by the lanes in whose place P comes
-    finish_scores<B>(S, a, item.q0, k0);
+    finish_scores<B>(S, a, t.mask, item.q0, k0);
     float alpha[ScalarOutput<B>::ROWS];
     softmax.step(s, S, scale_log2, alpha);
     if constexpr (B::use_wmma_pv) {
@@ -2437,11 +2454,11 @@ template <class B> struct MmaRows {
   }
   // P of the item's tile at key k0, masked unless it is clean; O and l brought to its maximum.
   __device__ void attend_by_exact_max(const MmaQueries<B>& Q, const Element<B>* K_s, const ItemScale<B>& scale_log2,
-                                      int q0, int k0, bool clean, int lane) {
+                                      const Mask<B>& mask, int q0, int k0, bool clean, int lane) {
     Scores S;
     S.first_row = O.first_row, S.first_col = O.first_col;
     multiply_qk(S, Q, K_s, scale_log2.a, lane);
-    if (!clean) mask_scores<B>(S, scale_log2.a, q0, k0);
+    if (!clean) mask_scores<B>(S, scale_log2.a, mask, q0, k0);
     float alpha[ROWS];
     softmax_max<B>(S, scale_log2, m, alpha);
     const bool may_be_kept = softmax_sum<B>(S, scale_log2, m, alpha, l);
@@ -2690,15 +2707,15 @@ template <class B> __global__ void __launch_bounds__(B::threads, 1) sdpa_mma(con
   // Every group takes part in every round, the last one perhaps without a tile.
   for (int round = t.keys.begin; round < t.keys.end; round += t.ADVANCE) {
     const int k0 = round + group * B::block_n, stage = feed.acquire(k0);
-    if (q < p.Sq && k0 < t.keys.end && a.tiles.touch(q, k0)) {
-      const bool clean = a.tiles.cover(q, k0);
+    if (q < p.Sq && k0 < t.keys.end && t.mask.tiles.touch(q, k0)) {
+      const bool clean = t.mask.tiles.cover(q, k0);
       const Element<B>* const K_s = s.in.group[group].K[stage];
       const Element<B>* const V_s = s.in.group[group].V[stage];
       bool done = false;
       if (rows.stale_max_will_do && clean) {
         done = rows.attend_by_stale_max(Q, K_s, scale_log2, lane);
       }
-      if (!done) rows.attend_by_exact_max(Q, K_s, scale_log2, s.item.q0, k0, clean, lane);
+      if (!done) rows.attend_by_exact_max(Q, K_s, scale_log2, t.mask, s.item.q0, k0, clean, lane);
       rows.multiply(V_s, lane);
     }
     feed.release();
@@ -2831,7 +2848,7 @@ __device__ __forceinline__ WgmmaItem wgmma_item(const KernelArgs& a, uint32_t i)
     static_cast<WorkItem&>(item) = work_item<B>(a, i);
     if (EARLY) item.q0 -= (int(a.q_blocks.divisor) * B::block_m - a.p.Sq) / 64 * 64;
     const int last = min(item.q0 + queries_of_item<B>(a), a.p.Sq) - 1;
-    const KeyRange keys = a.keys.of_rows(max(item.q0, 0), last);
+    const KeyRange keys = mask_of<B>(a, item.b).keys.of_rows(max(item.q0, 0), last);
     item.first_key = keys.begin;
     item.rounds = max(shares(keys.end - keys.begin, round_keys<B>), 1);
   }
@@ -3039,7 +3056,8 @@ __global__ void __launch_bounds__(B::threads, 1) sdpa_wgmma_plain(const __grid_c
   const int tid = threadIdx.x, lane = tid % 32, group = uniform(tid / 128);
   const WorkItem item = item_of_cta<B>(a);
   const int h_kv = item.h / (p.Hq / p.Hkv);
-  const KeyRange keys = keys_of_cta<B>(a, item);
+  const HeldMask<B> mask = mask_of<B>(a, item.b);
+  const KeyRange keys = keys_of_cta<B>(a, mask, item);
   const int tiles = shares(keys.end - keys.begin, B::block_n);
 
   if (tid == 0) {
@@ -3080,7 +3098,7 @@ __global__ void __launch_bounds__(B::threads, 1) sdpa_wgmma_plain(const __grid_c
 
     // P, and O brought to its maximum
     float alpha[2];
-    finish_scores<B>(S, a, item.q0, k0);
+    finish_scores<B>(S, a, mask, item.q0, k0);
     softmax_max<B>(S, a.scale_log2, m, alpha);
     softmax_sum<B>(S, a.scale_log2, m, alpha, l);
     scale_rows(O, alpha);
@@ -3275,10 +3293,11 @@ template <class B> struct WgmmaTurns {
 // rows see something, and at least one; none if all its rows are before the first query or past the last one, so that
 // the others have the tensor cores to themselves.
 template <class B>
-__device__ __forceinline__ KeyRange own_rounds(const KernelArgs& a, const WgmmaItem& item, int rounds, int q) {
+__device__ __forceinline__ KeyRange own_rounds(const KernelArgs& a, const Mask<B>& mask, const WgmmaItem& item,
+                                               int rounds, int q) {
   if (wgmma_may_pass<B> && (q < 0 || q >= a.p.Sq)) return {0, 0};
   if (!B::skip_masked) return {0, rounds};
-  const KeyRange seen = a.keys.of_rows(min(q, a.p.Sq - 1), min(q + 63, a.p.Sq - 1));
+  const KeyRange seen = mask.keys.of_rows(min(q, a.p.Sq - 1), min(q + 63, a.p.Sq - 1));
   const int first_key = uniform(item.first_key);
   const int end = min(max(shares(seen.end - first_key, round_keys<B>), 1), rounds);
   return {min((seen.begin - first_key) / round_keys<B>, end - 1), end};
@@ -3296,17 +3315,18 @@ template <class B> struct WgmmaRows {
   int q = 0, k0 = 0;         // first query, and first key of this tile
   bool accumulates = false;  // an earlier tile of the item has begun O
   ItemScale<B> scale_log2;   // of the item
+  HeldMask<B> mask;          // of the item
   // USE_LAZY_MAX: tiles with k0 in [stale_from, stale_from + stale_keys) may take the stale maximum.
   int stale_from = 0;
   uint32_t stale_keys = 0;
 
-  __device__ explicit WgmmaRows(const KernelArgs& a_) : a(a_), scale_log2(a_) {}
+  __device__ explicit WgmmaRows(const KernelArgs& a_) : a(a_), scale_log2(a_), mask(mask_of<B>(a_, 0)) {}
 
   __device__ __forceinline__ void start() {
     accumulates = false, stale_keys = 0;
     SDPA_UNROLL for (int i = 0; i < ROWS; i++) m[i] = -INFINITY, l[i] = 0;
   }
-  __device__ __forceinline__ bool has_mask() const { return !a.tiles.cover(q, k0); }
+  __device__ __forceinline__ bool has_mask() const { return !mask.tiles.cover(q, k0); }
   // First tile of an item, if it has no mask: some score of a row becomes its stale maximum, of the first COLS.
   template <int COLS> __device__ __forceinline__ void take_some_score_as_max(const Scores& S) {
     if (!B::use_lazy_max || has_mask()) return;
@@ -3318,7 +3338,7 @@ template <class B> struct WgmmaRows {
   // From now on tiles without mask may take m as the stale maximum, if it will do for all rows of the warp.
   __device__ __forceinline__ void keep_max(bool will_do) {
     if (!B::use_lazy_max) return;
-    const KeyRange covered = a.tiles.covered(q);
+    const KeyRange covered = mask.tiles.covered(q);
     stale_from = covered.begin;
     stale_keys = __all_sync(0xffffffffu, will_do) ? max(covered.end - covered.begin, 0) : 0;
   }
@@ -3331,7 +3351,7 @@ template <class B> struct WgmmaRows {
     if (has_mask()) {
       const uint32_t tid = B::pack_gqa ? thread_index_anew() - B::producer_threads : thread_index_anew() % 128;
       S.first_row = tid / 32 * 16 + tid % 32 / 4, S.first_col = tid % 4 * 2;
-      mask_scores<B>(S, a, q, k0);
+      mask_scores<B>(S, a, mask, q, k0);
     }
     softmax_max<B>(S, scale_log2, m, alpha);
     keep_max(softmax_sum<B>(S, scale_log2, m, alpha, l));
@@ -3399,7 +3419,8 @@ template <class B, class Shared> struct WgmmaConsumer {
       const int rounds = uniform(item().rounds);
       if (rounds == 0) break;
       rows.q = uniform(item().q0 + (B::pack_gqa ? 0 : row_group * 64));
-      const KeyRange own = own_rounds<B>(a, item(), rounds, rows.q);
+      if constexpr (B::use_lengths) rows.mask = mask_of<B>(a, item().b);
+      const KeyRange own = own_rounds<B>(a, rows.mask, item(), rounds, rows.q);
       begin();
       t.skip(ring, rounds - own.end, lane);
       if (own.end > 0) {
@@ -3408,7 +3429,7 @@ template <class B, class Shared> struct WgmmaConsumer {
         rows.scale_log2.start(item(), row_group * 64 + int(thread_index_anew() % 128 / 32 * 16 + lane / 4));
         compute(turns);
       }
-      if (B::skip_masked) t.skip(ring, own_rounds<B>(a, item(), rounds, rows.q).begin, lane);
+      if (B::skip_masked) t.skip(ring, own_rounds<B>(a, rows.mask, item(), rounds, rows.q).begin, lane);
       end();
       q_ring.advance();
     } while (B::use_persistent_cta);
@@ -4493,7 +4514,8 @@ template <class B> struct WgmmaColumns {
   __device__ __forceinline__ void take_round(int round, const WgmmaItem& item, Scores& S, Sums& O) {
     const int k0 = first_key_of<B>(item, round, slice);
     if (B::use_softcap != 0) cap_scores<B>(S, a);
-    if (!a.tiles.cover(item.q0, k0)) mask_scores<B>(S, a, item.q0, k0 + S.first_col());
+    const HeldMask<B> mask = mask_of<B>(a, item.b);
+    if (!mask.tiles.cover(item.q0, k0)) mask_scores<B>(S, a, mask, item.q0, k0 + S.first_col());
     float sum[ROWS];
     softmax<FIRST>(S, O, sum);
     Sums later;
@@ -4767,7 +4789,7 @@ template <class B> SdpaStatus forward(const SdpaParams& p, cudaStream_t stream) 
   const double l2_bytes = device_attribute(cudaDevAttrL2CacheSize, 60 << 20);
   const double heads = l2_bytes * 8 / 15 / std::fmax(kv_bytes, 1) * p.Hq / p.Hkv / items.heads;  // in 32 of 60 MB
   a.heads_in_l2 = uint32_t(std::fmax(1, std::fmin(heads, double(p.B) * p.Hq / items.heads)));
-  a.unmasked_rounds = a.keys.all() ? max(int(shares(p.Sk, B::split_kv * B::block_n)), 1) : 0;
+  a.unmasked_rounds = a.keys.all() && !B::use_lengths ? max(int(shares(p.Sk, B::split_kv * B::block_n)), 1) : 0;
   const uint32_t q_blocks = uint32_t(shares(p.Sq, items.queries));
   a.q_blocks = Divisor(q_blocks);
   a.q_heads = Divisor(uint32_t(p.Hq / items.heads));
@@ -4856,7 +4878,8 @@ SdpaStatus check_params(SdpaParams& p) {
     int alignment;
   } pointers[] = {{"q_descale", of_8bit, p.q_descale.factor, 4}, {"k_descale", of_8bit, p.k_descale.factor, 4},
                   {"v_descale", of_8bit, p.v_descale.factor, 4}, {"workspace", "", p.workspace, 256},
-                  {"sinks", Build::use_sinks ? "" : "USE_SINKS=1", p.sinks, 4}, {"LSE", "", p.LSE, 4}};
+                  {"sinks", Build::use_sinks ? "" : "USE_SINKS=1", p.sinks, 4},
+                  {"k_lengths", Build::use_lengths ? "" : "USE_LENGTHS=1", p.k_lengths, 4}, {"LSE", "", p.LSE, 4}};
   for (const auto& pointer : pointers) {
     if (pointer.data && *pointer.of) {
       return failure(refused, "%s is for builds with %s; set it to null", pointer.name, pointer.of);
@@ -5125,7 +5148,7 @@ struct ItemKeys {
   double most, least, mean;
 };
 ItemKeys item_keys(const TunedTile& t, const SdpaParams& p) {
-  const KeyBounds bounds(p);
+  const KeyBounds bounds(p, p.Sk);
   const int round_keys = t.block_n * t.split_kv;
   const auto in_rounds = [&](int keys) { return double(shares(keys, round_keys)) * round_keys; };
   const auto seen_by = [&](int q) { return bounds.end(q) - bounds.begin(q); };
@@ -5149,7 +5172,7 @@ ItemKeys item_keys(const TunedTile& t, const SdpaParams& p) {
 // whole tile's time; with a mask warpgroups that take turns wait for each other at its edge.
 double clocks_of_key(const TunedTile& t, const SdpaParams& p) {
   const double clocks = t.block_m / t.scores_per_clock;
-  if (t.use_ping_pong && !KeyBounds(p).all()) return clocks * 1.07;
+  if (t.use_ping_pong && !KeyBounds(p, p.Sk).all()) return clocks * 1.07;
   if (!t.skip_masked) return clocks;
   const double used = 64.0 * shares(max(p.Sq, 1), 64) / shares(max(p.Sq, 1), t.block_m);
   return clocks * (0.5 + 0.5 * (used - 64) / (t.block_m - 64));
@@ -5198,7 +5221,7 @@ double tuned_clocks(const TunedTile& t, const SdpaParams& p, int sms) {
   }
   // K and V are read once, from L2 (below 52 MB) or from memory. Reading and computing overlap unless they take nearly
   // the same time: hence the sum of fourth powers.
-  const KeyBounds bounds(p);
+  const KeyBounds bounds(p, p.Sk);
   const int keys_read = bounds.end(p.Sq - 1) - bounds.begin(0);
   const double bytes = 2.0 * sizeof(Input) * p.D * keys_read * p.B * p.Hkv;
   const double read = bytes / sms / (bytes < 52e6 ? 22 : t.pack_gqa && !by_kernel ? 18 : 15);

@@ -30,9 +30,9 @@ struct Line {
   decltype(&sdpa_library_forward) forward;
   char trouble[512];  // why there is none
 };
-enum Feature { softcap = 1, sinks = 2 };  // of what a problem asks beyond a line's own: builds of their own
+enum Feature { softcap = 1, sinks = 2, lengths = 4 };  // of what a problem asks beyond a line's own: builds of their own
 constexpr int max_devices = 64, dtypes = 3;
-static Line lines[max_devices][dtypes][4][4];  // by D / 64 - 1 and features
+static Line lines[max_devices][dtypes][4][8];  // by D / 64 - 1 and features
 static std::mutex mutex;                       // of all that is static here
 
 // pytorch.py's: builds a line if need be, and fills what it is given. Called without the mutex, since it takes the GIL.
@@ -183,7 +183,9 @@ static Tensor empty_like(const Tensor& x, at::ScalarType dtype) {
 
 static SdpaStrides strides_of(const Tensor& x) { return {x.stride(0), x.stride(1), x.stride(2)}; }
 
-static int features_of(const SdpaParams& p) { return (p.softcap != 0 ? softcap : 0) | (p.sinks ? sinks : 0); }
+static int features_of(const SdpaParams& p) {
+  return (p.softcap != 0 ? softcap : 0) | (p.sinks ? sinks : 0) | (p.k_lengths ? lengths : 0);
+}
 
 // O, LSE = attention(q, k, v), with p's mask, scale and the like. Returns why not, in one sentence; empty if it was
 // enqueued. Shapes have been checked.
@@ -259,17 +261,21 @@ static std::tuple<Tensor, Tensor> attention(const Tensor& q, const Tensor& k, co
                                             int64_t left, int64_t right, int64_t window_alignment, double scale,
                                             double cap, const OptionalTensor& q_descale,
                                             const OptionalTensor& k_descale, const OptionalTensor& v_descale,
-                                            const OptionalTensor& sink) {
+                                            const OptionalTensor& sink, const OptionalTensor& k_lengths) {
   const c10::cuda::CUDAGuard guard(q.device());
   const bool e4m3 = q.scalar_type() == at::kFloat8_e4m3fn;
   TORCH_CHECK(!(e4m3 && cap != 0), "sdpa.attention: e4m3 has no softcap");
   TORCH_CHECK(!sink || (sink->scalar_type() == at::kFloat && sink->device() == q.device() && sink->is_contiguous() &&
                         q.dim() == 4 && sink->sizes() == q.sizes().slice(1, 1)),
               "sdpa.attention: sinks is not a contiguous float32 tensor [Hq] beside q");
+  TORCH_CHECK(!k_lengths || (k_lengths->scalar_type() == at::kInt && k_lengths->device() == q.device() &&
+                             k_lengths->is_contiguous() && k_lengths->sizes() == q.sizes().slice(0, 1)),
+              "sdpa.attention: k_lengths is not a contiguous int32 tensor [B] beside q");
   SdpaParams p{};
   p.scale = float(scale), p.causal = int(causal), p.window_left = int(left), p.window_right = int(right);
   p.window_alignment = int(window_alignment), p.softcap = float(cap);
   p.sinks = sink ? sink->const_data_ptr<float>() : nullptr;
+  p.k_lengths = k_lengths ? k_lengths->const_data_ptr<int>() : nullptr;
   std::string why = why_not_with(features_of(p), q, k, v, true);
   TORCH_CHECK(why.empty(), "sdpa.attention: ", why);
   TORCH_CHECK(fit(q) && fit(k) && fit(v),

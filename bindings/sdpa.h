@@ -42,6 +42,7 @@ typedef struct SdpaParams {
   int window_alignment; /* whose position the window counts from: SDPA_CAUSAL_...; OFF: that of causal */
   float softcap;        /* lines with USE_SOFTCAP: logits x become softcap * tanh(x / softcap); 0: x */
   const float* sinks;   /* lines with USE_SINKS: [Hq], exp(sink) joins the sum of a row; or null */
+  const int* k_lengths; /* lines with USE_LENGTHS: [B], of its Sk keys a sequence has so many; or null: all */
 } SdpaParams;
 
 struct CUstream_st; /* cudaStream_t is a pointer to it */

@@ -329,6 +329,7 @@ template <class Draw> Problem draw_problem(const Draw& draw, const TunedTile& ti
   p.dist = reference::dists[draw(2) ? 0 : draw(int(reference::dists.size()))].name;
   // wgmma's sums of e4m3 products have 14 bits, which logits in the hundreds show.
   p.has_sinks = line.has_sinks && p.dist != "negative" && draw(4);
+  p.has_lengths = line.has_lengths && draw(4);
   const bool far_from_0 = p.dist == "large" || p.dist == "negative";
   if (far_from_0 && line.is_wgmma && line.input == DType::e4m3) p.dist = "outliers";
   if (line.fp16_acc && p.dist != "nonfinite") p.dist = "normal";  // others go past 65504
@@ -372,6 +373,7 @@ void add_edges(vector<Problem>& problems, int rows, int keys) {
     p.shape = format("%dx%dx%dx%dx%d", p.B, p.Hq, p.Hkv, p.Sq, p.Sk);
     p.seed = problems.size(), p.softcap = line.has_softcap ? 20 : 0;
     p.has_sinks = line.has_sinks && p.dist != "negative";  // beside which nothing would be left of the keys
+    p.has_lengths = line.has_lengths;
     problems.push_back(p);
     return problems.back();
   };
@@ -490,7 +492,7 @@ vector<Option> sweep_options(SweepOptions& o) {
 string parse_sweep(const vector<Option>& options, const vector<string>& args, SweepOptions& o) {
   const string refusal = parse(options, args, o);
   if (!refusal.empty() || (!o.sweep && !o.edges)) return refusal;
-  for (const char* drawn : {"--shape", "--causal", "--window", "--softcap", "--sinks", "--dist", "--layout", "--scale",
+  for (const char* drawn : {"--shape", "--causal", "--window", "--softcap", "--sinks", "--lengths", "--dist", "--layout", "--scale",
                             "--max-ctas", "--machine"}) {
     if (std::count(args.begin(), args.end(), drawn)) {
       return string("--sweep and --edges have their own problems; drop ") + drawn;

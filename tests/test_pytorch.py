@@ -261,8 +261,8 @@ def test_attention(case):
 @needs_gpu
 @pytest.mark.parametrize("dtype, D, softcap", [(torch.float16, 64, None), (torch.bfloat16, 128, 5.0), (torch.bfloat16, 256, 50.0),
                                                (torch.float8_e4m3fn, 128, None), (torch.float16, 128, 5.0)], ids=str)
-def test_softcap_and_sinks(dtype, D, softcap):
-    """Short queries and long ones, by the tiles for both, with sinks and without."""
+def test_softcap_sinks_and_lengths(dtype, D, softcap):
+    """Short queries and long ones, by the tiles for both, with sinks and without; sequences of different lengths."""
     for Sq, Sk, mask in (1, 3000, None), (200, 333, "br"):
         q, k, v, _ = case_tensors(dtype, 2, 8, 2, Sq, Sk, D, mask, (None, None))
         q = (q.float() * 3).to(dtype)
@@ -270,9 +270,17 @@ def test_softcap_and_sinks(dtype, D, softcap):
             out, lse = sdpa.attention(q, k, v, mask, softcap=softcap, sinks=sinks, return_lse=True)
             want, want_lse = reference(q, k, v, visible(Sq, Sk, mask, (None, None)), None, softcap, sinks)
             assert rel_rms(out, want) <= LIMITS[dtype] and (lse - want_lse).abs().max() <= 1e-2
+        lengths = torch.tensor([Sk, Sk - 101], dtype=torch.int32, device="cuda")
+        out = sdpa.attention(q, k, v, mask, softcap=softcap, k_lengths=lengths)
+        for b, n in enumerate(lengths.tolist()):
+            one = [x[b:b + 1, :, :rows] for x, rows in ((q, Sq), (k, n), (v, n))]
+            want, _ = reference(*one, visible(Sq, n, mask, (None, None)), None, softcap)
+            assert rel_rms(out[b:b + 1], want) <= LIMITS[dtype]
+    with pytest.raises(RuntimeError, match=r"k_lengths is not a contiguous int32 tensor \[B\]"):
+        sdpa.attention(q, k, v, k_lengths=torch.zeros(7, dtype=torch.int32, device="cuda"))
     with pytest.raises(RuntimeError, match=r"sinks is not a contiguous float32 tensor \[Hq\]"):
         sdpa.attention(q, k, v, sinks=torch.zeros(7, device="cuda"))
-    with pytest.raises(NotImplementedError, match="no backward for e4m3, softcap and sinks"):
+    with pytest.raises(NotImplementedError, match="no backward for e4m3, softcap, sinks"):
         sdpa.attention(q.half().requires_grad_(), k.half(), v.half(), sinks=torch.zeros(8, device="cuda")).sum().backward()
     with pytest.raises(RuntimeError, match="e4m3 has no softcap"):
         sdpa.attention(*(x.to(torch.float8_e4m3fn) for x in (q, k, v)), softcap=3.0)
@@ -289,7 +297,7 @@ def test_opcheck():
         # PyTorch cannot compare tensors of e4m3, by which test_schema finds out whether an input was written to.
         tests = [name for name in OPCHECKS if case[0] in HALVES or name != "test_schema"]
         torch.library.opcheck(torch.ops.sdpa.attention.default, (*arguments, sdpa.MASKS[case[7]], left, right, sdpa.MASKS[by], 0.0,
-                              0.0, *(factors.get(name) for name in ("q_descale", "k_descale", "v_descale")), None), test_utils=tests)
+                              0.0, *(factors.get(name) for name in ("q_descale", "k_descale", "v_descale")), None, None), test_utils=tests)
 
 
 @needs_gpu

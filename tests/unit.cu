@@ -196,10 +196,10 @@ TEST_CASE("reference") {
       p.causal = Causal(n / 900 % 3), p.window_alignment = Causal(n / 2700);
       reference::Problem of{1, 1, 1, p.Sq, p.Sk, 8, Mask(n / 900 % 3)};
       of.window_left = p.window_left, of.window_right = p.window_right, of.window_alignment = Mask(n / 2700);
-      const KeyBounds keys(p);
+      const KeyBounds keys(p, p.Sk);
       bool same = true;
       for (int q = 0; q < p.Sq; q++) {
-        const int begin = int(first_key(of, q)), end = int(past_last_key(of, q));
+        const int begin = int(first_key(of, 0, q)), end = int(past_last_key(of, 0, q));
         same &= begin == end ? keys.begin(q) == keys.end(q) : keys.begin(q) == begin && keys.end(q) == end;
       }
       right += same;
@@ -645,6 +645,8 @@ TEST_CASE("preconditions") {
         "softcap=50 is not 0, or positive in a build with USE_SOFTCAP");
   static const float sinks[8] = {};
   CHECK(refusal([](SdpaParams& p) { p.sinks = sinks; }) == "sinks is for builds with USE_SINKS=1; set it to null");
+  CHECK(refusal([](SdpaParams& p) { p.k_lengths = reinterpret_cast<int*>(p.LSE); }) ==
+        "k_lengths is for builds with USE_LENGTHS=1; set it to null");
   CHECK(refusal([](SdpaParams& p) { p.window_left = -2; }) ==
         "window_left=-2 is outside [-1, 10^9]; -1 means no limit");
   CHECK(refusal([](SdpaParams& p) { p.max_ctas = -1; }) ==
