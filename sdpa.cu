@@ -3056,7 +3056,7 @@ __global__ void __launch_bounds__(B::threads, 1) sdpa_wgmma_plain(const __grid_c
   const int tid = threadIdx.x, lane = tid % 32, group = uniform(tid / 128);
   const WorkItem item = item_of_cta<B>(a);
   const int h_kv = item.h / (p.Hq / p.Hkv);
-  const HeldMask<B> mask = mask_of<B>(a, item.b);
+  const Mask<B>& mask = mask_of<B>(a, item.b);
   const KeyRange keys = keys_of_cta<B>(a, mask, item);
   const int tiles = shares(keys.end - keys.begin, B::block_n);
 
@@ -4514,7 +4514,7 @@ template <class B> struct WgmmaColumns {
   __device__ __forceinline__ void take_round(int round, const WgmmaItem& item, Scores& S, Sums& O) {
     const int k0 = first_key_of<B>(item, round, slice);
     if (B::use_softcap != 0) cap_scores<B>(S, a);
-    const HeldMask<B> mask = mask_of<B>(a, item.b);
+    const Mask<B>& mask = mask_of<B>(a, item.b);
     if (!mask.tiles.cover(item.q0, k0)) mask_scores<B>(S, a, mask, item.q0, k0 + S.first_col());
     float sum[ROWS];
     softmax<FIRST>(S, O, sum);
