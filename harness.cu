@@ -1123,10 +1123,11 @@ struct Run {
   // rate of the memory, each moved once. The longer one binds.
   double matrix_us(const Device& d) const { return flops_of(problem) / d.matrix_flops * 1e6; }
   double memory_us(const Device& d) const {
-    double bytes = 0;  // with D = 1
+    double bytes = 0, keys = 0;  // with D = 1
+    for (int b = 0; b < problem.B; b++) keys += reference::keys_of(problem, b);
     for (Tensor t : {Tensor::Q, Tensor::K, Tensor::V, Tensor::O}) {
       const DType type = t == Tensor::O ? line.output : line.input;
-      bytes += double(rows_of(problem, t) * element_bytes(type));
+      bytes += (of_query(t) ? double(rows_of(problem, t)) : problem.Hkv * keys) * element_bytes(type);
     }
     return line.D * bytes / d.memory_bytes * 1e6;
   }
@@ -1471,6 +1472,7 @@ void measure(Run& r, const Options& o) {
   string trouble;
   for (uint64_t seed : r.seeds) {
     instance.set_inputs(r.problem.seed = seed);
+    r.problem.k_lengths = instance.problem.k_lengths;
     trouble = instance.check(r.figures, o.repeats);
     if (!trouble.empty()) break;
   }

@@ -188,6 +188,13 @@ TEST_CASE("reference") {
     a.p.mask = Mask::top_left, a.p.window_alignment = Mask::bottom_right;  // no key in both
     CHECK((a.row(0, 0, 1).O[0] == 0 && a.row(0, 0, 1).LSE == -INFINITY && reference::visible_pairs(a.p) == 0));
   }
+  {  // of 5 keys a sequence has 4 and none: its last query sees its own last key
+    SmallAttention a(2, 1, 1, 3, 5, Mask::bottom_right);
+    for (int k = 0; k < 10; k++) a.V[k * 8] = float(k % 5);
+    a.p.k_lengths = {4, 0};
+    CHECK((a.row(0, 0, 0).O[0] == 0.5 && a.row(0, 0, 2).O[0] == 1.5 && a.row(1, 0, 2).LSE == -INFINITY));
+    CHECK(reference::visible_pairs(a.p) == (2 + 3 + 4) / 2.0);
+  }
   {  // what the kernel takes for visible, with masks and windows from either end
     SdpaParams p{};
     int tried = 0, right = 0;
