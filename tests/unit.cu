@@ -652,7 +652,7 @@ TEST_CASE("preconditions") {
         "softcap=50 is not 0, or positive in a build with USE_SOFTCAP");
   static const float sinks[8] = {};
   CHECK(refusal([](SdpaParams& p) { p.sinks = sinks; }) == "sinks is for builds with USE_SINKS=1; set it to null");
-  CHECK(refusal([](SdpaParams& p) { p.k_lengths = reinterpret_cast<int*>(p.LSE); }) ==
+  CHECK(refusal([](SdpaParams& p) { p.k_lengths = reinterpret_cast<const int*>(sinks); }) ==
         "k_lengths is for builds with USE_LENGTHS=1; set it to null");
   CHECK(refusal([](SdpaParams& p) { p.window_left = -2; }) ==
         "window_left=-2 is outside [-1, 10^9]; -1 means no limit");
