@@ -279,9 +279,8 @@ class SdpaParams(ctypes.Structure):
                 [(name, Strides) for name in "qkvo"] +
                 [("scale", ctypes.c_float), ("causal", ctypes.c_int), ("workspace", ctypes.c_void_p),
                  ("max_ctas", ctypes.c_int), ("window_left", ctypes.c_int), ("window_right", ctypes.c_int)] +
-                [(f"{name}_descale", Descale) for name in "qkv"] +
-                [("window_alignment", ctypes.c_int), ("softcap", ctypes.c_float), ("sinks", ctypes.c_void_p),
-                 ("k_lengths", ctypes.c_void_p)])
+                [(f"{name}_descale", Descale) for name in "qkv"] + [("window_alignment", ctypes.c_int)] +
+                [("softcap", ctypes.c_float), ("sinks", ctypes.c_void_p), ("k_lengths", ctypes.c_void_p)])
 
 
 def params_of(p):
