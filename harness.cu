@@ -193,9 +193,8 @@ struct Problem : reference::Problem {
   // Factors of 8-bit inputs: one to a head, with gaps between them or zeros among them as well, one to a tensor, or
   // none.
   string descale = "heads";
-  string machine;           // --machine of tests/sweep.cu
-  bool has_sinks = false;   // of the seed
-  bool has_lengths = false;  // as well
+  string machine;                              // --machine of tests/sweep.cu
+  bool has_sinks = false, has_lengths = false;  // of the seed
 
   Problem() : reference::Problem{} { D = line.D; }
 };

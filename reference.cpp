@@ -37,8 +37,8 @@ struct Problem {
   Mask window_alignment = Mask::none;  // whose position the window counts from; none: that of mask
   // By head, over all batches: what Q, K and V are to be multiplied with. Empty: 1.
   std::vector<double> q_factor, k_factor, v_factor;
-  double softcap = 0;         // 0: none
-  std::vector<double> sinks;  // of query heads 0 ... Hq - 1; empty: none
+  double softcap = 0;          // 0: none
+  std::vector<double> sinks;   // of query heads 0 ... Hq - 1; empty: none
   std::vector<int> k_lengths;  // keys of each sequence, of Sk; empty: Sk
 
   bool has_window() const { return window_left >= 0 || window_right >= 0; }
