@@ -14,6 +14,7 @@ import pytest
 
 ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT / "tools"))
+import builds  # noqa: E402
 from report_rows import newest  # noqa: E402
 from test_report import CHROMIUM, HARNESS  # noqa: E402
 
@@ -364,7 +365,7 @@ def judge_words(words, clone):
         elif re.fullmatch(r"(?:[\w~.]+:)?(?:scalar|wmma|mma|wgmma|hopper)\w*", word):
             assert word.split(":")[-1] in NAMES, word
         elif word.startswith("torch:"):
-            assert word.split(":")[1] in ("cudnn", "flash", "efficient", "math")
+            assert word in builds.PACKAGES or word.split(":")[1] in builds.TORCH_BACKENDS
 
 
 def test_words_of_all_other_commands(clone):
