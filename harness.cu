@@ -76,7 +76,7 @@ TunedTile tile_of(const SdpaParams& p) {
 }
 
 template <class B>
-constexpr size_t zeroed_bytes = B::split_ctas != 1      ? range_counter_bytes
+constexpr size_t zeroed_bytes = B::split_ctas != 1 || B::use_lengths ? range_counter_bytes
                                 : B::use_persistent_cta ? sizeof(uint32_t)
                                                         : 0;
 KernelFacts facts_of(const SdpaParams& p) {
@@ -198,6 +198,9 @@ struct Problem : reference::Problem {
 
   Problem() : reference::Problem{} { D = line.D; }
 };
+
+// Which tensors have the sequences one after the other.
+const char* packed_text(const Problem& p) { return p.packs_q ? p.packs_k ? "qk" : "q" : p.packs_k ? "k" : ""; }
 
 SdpaParams params_of(const Problem& p) {  // but for the tensors
   SdpaParams params{};
@@ -379,11 +382,12 @@ class DeviceFactors : public Guarded {
       : Guarded("a factor", p.descale == "none" ? 0 : elements(p, t) * sizeof(float)),
         tensor_(t),
         heads_(of_query(t) ? p.Hq : p.Hkv),
-        batches_(p.B) {
+        batches_(batches_of(p, t)) {
     descale.factor = p.descale == "none" ? nullptr : data<float>();
     if (p.descale == "heads" || p.descale == "zeros") descale.head = 1, descale.batch = heads_;
     has_zeros_ = p.descale == "zeros";
     if (p.descale == "gaps") descale.head = 2, descale.batch = 2 * heads_ + 3;
+    if (batches_ < p.B) descale.batch = 0;  // of all sequences
   }
   // About `step`, different for every one; with "zeros" one in three is 0. Returns what the elements are multiplied
   // with, by head.
@@ -424,11 +428,11 @@ class DeviceFactors : public Guarded {
 struct WitnessArgs {
   const void *Q, *K, *V;
   Strides q, k, v;
-  int Hq, Hkv, Sq, Sk;
+  int B, Hq, Hkv, Sq, Sk;
   int first_head;  // counted over batches: b * Hq + h
   Causal causal, alignment;
   int window_left, window_right;
-  const int* k_lengths;
+  const int *q_starts, *k_starts, *k_lengths;
   float scale;
   Descale q_factor, k_factor, v_factor;
   float v_unit, softcap;
@@ -471,26 +475,36 @@ __global__ void __launch_bounds__(WitnessShared<D>::THREADS) witness(WitnessArgs
   const int row = int(blockIdx.x) % row_tiles * W::ROWS + int(threadIdx.x) / W::LANES;
   const int b = head / a.Hq, h = head % a.Hq, h_kv = h / (a.Hq / a.Hkv);
   const T* const Q_g = static_cast<const T*>(a.Q) + b * a.q.batch + h * a.q.head;
-  const T* const K_g = static_cast<const T*>(a.K) + b * a.k.batch + h_kv * a.k.head;
-  const T* const V_g = static_cast<const T*>(a.V) + b * a.v.batch + h_kv * a.v.head;
   const int q_row = row < a.Sq ? row : a.Sq - 1;  // threads past the end work for nothing
   float q[W::SLICE], O[W::SLICE] = {}, m = -INFINITY, l = 0;
 #pragma unroll
   for (int d = 0; d < W::SLICE; d++) q[d] = number(Q_g[q_row * a.q.row + slice * W::SLICE + d]);
-  const float of_logit = a.scale * factor(a.q_factor, b, h) * factor(a.k_factor, b, h_kv);
-  const float scale = a.softcap != 0 ? a.softcap : of_logit;
-  const float v_factor = a.v_unit * factor(a.v_factor, b, h_kv);
 
-  // Key k < Sk is visible to query q if first <= k - q <= last.
-  const int Sk = a.k_lengths ? max(0, min(a.k_lengths[b], a.Sk)) : a.Sk, none = 2000000000;
-  const auto own = [&](Causal by) { return by == Causal::bottom_right ? Sk - a.Sq : 0; };
-  const int windows_own = own(a.alignment == Causal::off ? a.causal : a.alignment);
+  // The row's sequence, and its rows in the tensors.
+  int own = b, Sq = a.Sq, Sk = a.Sk, first_query = 0, first_key = 0;
+  if (a.q_starts) {
+    for (own = 0; a.q_starts[own + 1] <= q_row;) own++;
+    first_query = a.q_starts[own], Sq = a.q_starts[own + 1] - first_query;
+  }
+  if (a.k_starts) first_key = a.k_starts[own], Sk = a.k_starts[own + 1] - first_key;
+  if (a.k_lengths) Sk = max(0, min(a.k_lengths[own], Sk));
+  const float of_logit = a.scale * factor(a.q_factor, own, h) * factor(a.k_factor, own, h_kv);
+  const float scale = a.softcap != 0 ? a.softcap : of_logit;
+  const float v_factor = a.v_unit * factor(a.v_factor, own, h_kv);
+
+  // Key k < Sk of a sequence is visible to its query q if first <= k - q <= last.
+  const int none = 2000000000;
+  const auto position = [&](Causal by) { return by == Causal::bottom_right ? Sk - Sq : 0; };
+  const int windows_own = position(a.alignment == Causal::off ? a.causal : a.alignment);
   const int first = a.window_left < 0 ? -none : windows_own - a.window_left;
-  int last = a.causal == Causal::off ? none : own(a.causal);
+  int last = a.causal == Causal::off ? none : position(a.causal);
   if (a.window_right >= 0) last = min(last, windows_own + a.window_right);
 
-  // Q[q_row] @ K[k0 + j], -inf where that key is not visible
-  const auto score = [&](int k0, int j) {
+  // Where rows of several sequences are in one tile, each goes over the keys of all.
+  const bool is_mixed = a.q_starts && !a.k_starts;
+  const int first_batch = a.k_starts || is_mixed ? 0 : b, batches = is_mixed ? a.B : 1;
+  // Q[q_row] @ K[k0 + j] of a batch, -inf where that key is not visible
+  const auto score = [&](int batch, int k0, int j) {
     float4 sum{};
 #pragma unroll
     for (int d = 0; d < W::SLICE; d += 4) {
@@ -501,24 +515,31 @@ __global__ void __launch_bounds__(WitnessShared<D>::THREADS) witness(WitnessArgs
     float S = (sum.x + sum.y) + (sum.z + sum.w);
     for (int n = 1; n < W::LANES; n *= 2) S += __shfl_xor_sync(0xffffffffu, S, n);
     if (a.softcap != 0) S = tanhf(S * of_logit / a.softcap);
-    const int distance = k0 + j - q_row;
-    return k0 + j < Sk && distance >= first && distance <= last ? S : -INFINITY;
+    const int k = k0 + j - first_key, distance = k - (q_row - first_query);
+    const bool is_own = (!is_mixed || batch == own) && k >= 0 && k < Sk;
+    return is_own && distance >= first && distance <= last ? S : -INFINITY;
   };
-  for (int k0 = 0; k0 < a.Sk; k0 += W::KEYS) {
-    __syncthreads();  // hazard: K still being read
-    W::load(s.K, K_g, a.k.row, k0, a.Sk);
-    __syncthreads();
+  const auto each_tile = [&](const auto& use) {
+    for (int batch = first_batch; batch < first_batch + batches; batch++) {
+      const T* const K_g = static_cast<const T*>(a.K) + batch * a.k.batch + h_kv * a.k.head;
+      const T* const V_g = static_cast<const T*>(a.V) + batch * a.v.batch + h_kv * a.v.head;
+      for (int k0 = 0; k0 < a.Sk; k0 += W::KEYS) {
+        __syncthreads();  // hazard: K and V still being read
+        W::load(s.K, K_g, a.k.row, k0, a.Sk), W::load(s.V, V_g, a.v.row, k0, a.Sk);
+        __syncthreads();
+        use(batch, k0);
+      }
+    }
+  };
+  each_tile([&](int batch, int k0) {
 #pragma unroll 1
-    for (int j = 0; j < W::KEYS; j++) m = fmaxf(m, score(k0, j));
-  }
-  for (int k0 = 0; k0 < a.Sk; k0 += W::KEYS) {
-    __syncthreads();  // hazard: K and V still being read
-    W::load(s.K, K_g, a.k.row, k0, a.Sk), W::load(s.V, V_g, a.v.row, k0, a.Sk);
-    __syncthreads();
+    for (int j = 0; j < W::KEYS; j++) m = fmaxf(m, score(batch, k0, j));
+  });
+  each_tile([&](int batch, int k0) {
     float tile_O[W::SLICE] = {}, tile_l = 0;  // summed apart: fewer roundings of the long sum
 #pragma unroll 1
     for (int j = 0; j < W::KEYS; j++) {
-      const float S = score(k0, j), P = S == -INFINITY ? 0.0f : expf((S - m) * scale);
+      const float S = score(batch, k0, j), P = S == -INFINITY ? 0.0f : expf((S - m) * scale);
       tile_l += P;
 #pragma unroll
       for (int d = 0; d < W::SLICE; d++) tile_O[d] = fmaf(P, s.V[j][slice][d], tile_O[d]);
@@ -526,7 +547,7 @@ __global__ void __launch_bounds__(WitnessShared<D>::THREADS) witness(WitnessArgs
     l += tile_l;
 #pragma unroll
     for (int d = 0; d < W::SLICE; d++) O[d] += tile_O[d];
-  }
+  });
   if (row >= a.Sq) return;
   const int64_t out = int64_t(of_grid) * a.Sq + row;
   float most = m * scale, of_keys = 1;
@@ -559,10 +580,10 @@ cudaError_t launch_witness(const SdpaParams& p, int first, int heads, float* O, 
   const double unit = unit_of(line.input);
   const double scale = (p.scale == 0 ? 1 / std::sqrt(double(p.D)) : p.scale) * unit * unit;
   const WitnessArgs a{p.Q,          p.K,         p.V,         p.q,         p.k,         p.v,
-                      p.Hq,         p.Hkv,       p.Sq,        p.Sk,        first,       p.causal,
-                      p.window_alignment,        p.window_left,            p.window_right,
-                      p.k_lengths,  float(scale), p.q_descale, p.k_descale, p.v_descale, float(unit),
-                      p.softcap,    p.sinks,     O,           LSE};
+                      p.B,          p.Hq,        p.Hkv,       p.Sq,        p.Sk,        first,
+                      p.causal,     p.window_alignment,       p.window_left,            p.window_right,
+                      p.q_starts,   p.k_starts,  p.k_lengths, float(scale), p.q_descale, p.k_descale,
+                      p.v_descale,  float(unit), p.softcap,   p.sinks,     O,           LSE};
   return p.D == 64    ? launch_witness<T, 64>(a, heads)
          : p.D == 128 ? launch_witness<T, 128>(a, heads)
                       : launch_witness<T, 256>(a, heads);
@@ -620,10 +641,13 @@ class Instance {
       sinks_.reset(new Guarded("the sinks", p.Hq * sizeof(float)));
       params.sinks = sinks_->data<float>();
     }
-    if (p.has_lengths) {
-      lengths_.reset(new Guarded("the lengths", p.B * sizeof(int)));
-      params.k_lengths = lengths_->data<int>();
-    }
+    const auto hold = [&](bool has, std::unique_ptr<Guarded>& of, const int*& pointer, int count) {
+      if (!has) return;
+      of.reset(new Guarded("the lengths", count * sizeof(int)));
+      pointer = of->data<int>();
+    };
+    hold(p.has_lengths, lengths_, params.k_lengths, p.B);
+    hold(p.packs_q, starts_[0], params.q_starts, p.B + 1), hold(p.packs_k, starts_[1], params.k_starts, p.B + 1);
     workspace_.reset(new Guarded("the workspace", line.facts_of(params).workspace_bytes));
     workspace_->fill(0);
     params.workspace = workspace_->data();
@@ -641,6 +665,8 @@ class Instance {
       tensors[t]->write(held_[t] = round_to_elements(x, step));
     }
     if (sinks_) set_sinks(seed);
+    if (starts_[0]) set_starts(*starts_[0], problem.q_starts, problem.Sq, seed + 1);
+    if (starts_[1]) set_starts(*starts_[1], problem.k_starts, problem.Sk, seed + 2);
     if (lengths_) set_lengths(seed);
     problem.Q = inputs_[0].data(), problem.K = inputs_[1].data(), problem.V = inputs_[2].data();
   }
@@ -666,6 +692,17 @@ class Instance {
     lengths_->store(lengths);
     problem.k_lengths = lengths;
     for (int& length : problem.k_lengths) length = std::max(0, std::min(length, problem.Sk));
+  }
+
+  // Every row has a sequence, and a third of the sequences no row.
+  void set_starts(Guarded& held, vector<int>& starts, int rows, uint64_t seed) {
+    starts.assign(problem.B + 1, rows);
+    for (int b = 0; b < problem.B; b++) {
+      const uint64_t r = reference::mix(seed * 1000003 + b);
+      starts[b] = b == 0 ? 0 : r % 3 == 0 ? starts[b - 1] : int(r / 3 % (rows + 1));
+    }
+    std::sort(starts.begin(), starts.end());
+    held.store(starts);
   }
 
   // Launches and compares the outputs with the reference, then launches `repeats` times more, which must
@@ -858,7 +895,7 @@ class Instance {
     return (size_t(at.b) * problem.Hq + at.h) * problem.Sq + at.q;
   }
 
-  std::unique_ptr<Guarded> lse_, workspace_, sinks_, lengths_;
+  std::unique_ptr<Guarded> lse_, workspace_, sinks_, lengths_, starts_[2];  // of Q, of K
   std::unique_ptr<DeviceFactors> factors_[3];  // of Q, K and V with 8 bits
   vector<float> inputs_[3];                    // Q, K, V, rounded
   Bits held_[3];                               // what they are in device memory
@@ -1123,7 +1160,7 @@ struct Run {
   double matrix_us(const Device& d) const { return flops_of(problem) / d.matrix_flops * 1e6; }
   double memory_us(const Device& d) const {
     double bytes = 0, keys = 0;  // with D = 1
-    for (int b = 0; b < problem.B; b++) keys += reference::keys_of(problem, b);
+    for (int b = 0; b < problem.B; b++) keys += reference::sequence_of(problem, b).Sk;
     for (Tensor t : {Tensor::Q, Tensor::K, Tensor::V, Tensor::O}) {
       const DType type = t == Tensor::O ? line.output : line.input;
       bytes += (of_query(t) ? double(rows_of(problem, t)) : problem.Hkv * keys) * element_bytes(type);
@@ -1195,7 +1232,8 @@ vector<Column> columns(const Run& r, const Device& d) {
       {"bound", has_peak ? r.memory_binds(d) ? "memory" : "matrix" : ""},
       {"window", window_text(p, ":")},
       {"out_dtype", output_type.name}, {"softcap", p.softcap != 0 ? format("%.9g", p.softcap) : ""},
-      {"sinks", p.has_sinks ? "1" : ""}, {"lengths", p.has_lengths ? "1" : ""}};
+      {"sinks", p.has_sinks ? "1" : ""}, {"lengths", p.has_lengths ? "1" : ""},
+      {"packed", packed_text(p)}};
   // clang-format on
 }
 
@@ -1222,6 +1260,7 @@ void print_block(const Run& r, const Device& d) {
   if (p.softcap != 0) more += format(", softcap %g", p.softcap);
   if (p.has_sinks) more += ", sinks";
   if (p.has_lengths) more += ", lengths";
+  if (*packed_text(p)) more += format(", packed %s", packed_text(p));
   fprintf(stderr, "  problem  %s: B=%d Hq=%d Hkv=%d Sq=%d Sk=%d D=%d %s, causal %s%s\n",
           p.shape.c_str(), p.B, p.Hq, p.Hkv, p.Sq, p.Sk, p.D, input_type.name,
           causal_names[int(p.mask)], more.c_str());
@@ -1371,6 +1410,11 @@ vector<Option> options_of(Options& o) {
        flag(o.common.has_sinks)},
       {"--lengths", "", "sequences have as many keys as is drawn for each, Sk at most (a build with USE_LENGTHS)",
        flag(o.common.has_lengths)},
+      {"--packed", "q|k|qk", "Sq, Sk or both are those of all sequences, drawn for each (a build with USE_LENGTHS)",
+       [&o](const string& text) {
+         o.common.packs_q = text[0] == 'q', o.common.packs_k = text.back() == 'k';
+         return text == packed_text(o.common) ? "" : "want q, k or qk";
+       }},
       {"--seeds", "0,1,2", "of the inputs (default 0); the check is done for each",
        [&o](const string& text) {
          const vector<long long> n = parse_numbers(text, 0, 1ll << 40);
@@ -1460,6 +1504,7 @@ string command_of(const Problem& p) {
   if (p.softcap != 0) text += format(" --softcap %.9g", p.softcap);
   if (p.has_sinks) text += " --sinks";
   if (p.has_lengths) text += " --lengths";
+  if (*packed_text(p)) text += format(" --packed %s", packed_text(p));
   if (p.max_ctas != 0) text += format(" --max-ctas %d", p.max_ctas);
   if (!p.machine.empty()) text += " --machine " + p.machine;
   return text;
@@ -1472,6 +1517,7 @@ void measure(Run& r, const Options& o) {
   for (uint64_t seed : r.seeds) {
     instance.set_inputs(r.problem.seed = seed);
     r.problem.k_lengths = instance.problem.k_lengths;
+    r.problem.q_starts = instance.problem.q_starts, r.problem.k_starts = instance.problem.k_starts;
     trouble = instance.check(r.figures, o.repeats);
     if (!trouble.empty()) break;
   }

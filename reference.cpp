@@ -39,7 +39,10 @@ struct Problem {
   std::vector<double> q_factor, k_factor, v_factor;
   double softcap = 0;          // 0: none
   std::vector<double> sinks;   // of query heads 0 ... Hq - 1; empty: none
-  std::vector<int> k_lengths;  // keys of each sequence, of Sk; empty: Sk
+  std::vector<int> k_lengths;  // keys of each sequence, of those that it has else; empty: all
+  // Sequence b has the rows from starts[b] to starts[b + 1], and these tensors no batches.
+  bool packs_q = false, packs_k = false;
+  std::vector<int> q_starts, k_starts;
 
   bool has_window() const { return window_left >= 0 || window_right >= 0; }
 };
@@ -70,8 +73,9 @@ inline uint64_t mix(
 enum class Tensor { Q, K, V, O };
 
 inline bool of_query(Tensor t) { return t == Tensor::Q || t == Tensor::O; }
+inline int batches_of(const Problem& p, Tensor t) { return (of_query(t) ? p.packs_q : p.packs_k) ? std::min(p.B, 1) : p.B; }
 inline size_t heads_of(const Problem& p, Tensor t) {  // of all batches
-  return size_t(p.B) * (of_query(t) ? p.Hq : p.Hkv);
+  return size_t(batches_of(p, t)) * (of_query(t) ? p.Hq : p.Hkv);
 }
 inline size_t rows_of(const Problem& p, Tensor t) {  // of all heads
   return heads_of(p, t) * (of_query(t) ? p.Sq : p.Sk);
@@ -138,7 +142,7 @@ inline std::vector<float> make_input(const Problem& p, Tensor tensor, const Dist
 
 // ---- the reference ----
 
-struct Row {  // one query row
+struct Row {  // one query row, in [B,Hq,Sq]
   int b, h, q;
 };
 
@@ -151,34 +155,47 @@ struct Result {
   std::vector<char> open;  // [D]
 };
 
-// The first key that query q of sequence b sees, and the one past the last. Its own position is key q, or with
+// Sequence b: how many queries and keys it has, and its first ones among the rows of the tensors.
+struct Sequence {
+  int b, Sq, Sk, first_query, first_key;
+};
+inline Sequence sequence_of(const Problem& p, int b) {
+  Sequence s{b, p.Sq, p.Sk, 0, 0};
+  if (p.packs_q) s.first_query = p.q_starts[b], s.Sq = p.q_starts[b + 1] - s.first_query;
+  if (p.packs_k) s.first_key = p.k_starts[b], s.Sk = p.k_starts[b + 1] - s.first_key;
+  if (!p.k_lengths.empty()) s.Sk = std::min(s.Sk, p.k_lengths[b]);
+  return s;
+}
+inline Sequence sequence_of(const Problem& p, const Row& row) {
+  if (!p.packs_q) return sequence_of(p, row.b);
+  return sequence_of(p, int(std::upper_bound(p.q_starts.begin(), p.q_starts.end(), row.q) - p.q_starts.begin()) - 1);
+}
+// The first key that query q of a sequence sees, and the one past the last. Its own position is key q, or with
 // bottom-right such that the last query has the sequence's last key; a mask hides all keys after it.
-inline int keys_of(const Problem& p, int b) { return p.k_lengths.empty() ? p.Sk : p.k_lengths[b]; }
-inline size_t clamp_key(const Problem& p, int b, long long k) {
-  return size_t(k < 0 ? 0 : k > keys_of(p, b) ? keys_of(p, b) : k);
-}
-inline long long position_in_window(const Problem& p, int b, long long q) {
+inline size_t clamp_key(const Sequence& s, long long k) { return size_t(k < 0 ? 0 : k > s.Sk ? s.Sk : k); }
+inline long long position_in_window(const Problem& p, const Sequence& s, long long q) {
   const Mask by = p.window_alignment == Mask::none ? p.mask : p.window_alignment;
-  return by == Mask::bottom_right ? q + keys_of(p, b) - p.Sq : q;
+  return by == Mask::bottom_right ? q + s.Sk - s.Sq : q;
 }
-inline size_t first_key(const Problem& p, int b, long long q) {
+inline size_t first_key(const Problem& p, const Sequence& s, long long q) {
   if (p.window_left < 0) return 0;
-  return clamp_key(p, b, position_in_window(p, b, q) - p.window_left);
+  return clamp_key(s, position_in_window(p, s, q) - p.window_left);
 }
-inline size_t past_last_key(const Problem& p, int b, long long q) {
-  size_t end = size_t(keys_of(p, b));
-  if (p.mask == Mask::top_left) end = clamp_key(p, b, q + 1);
-  if (p.mask == Mask::bottom_right) end = clamp_key(p, b, q + keys_of(p, b) - p.Sq + 1);
-  if (p.window_right >= 0) end = std::min(end, clamp_key(p, b, position_in_window(p, b, q) + p.window_right + 1));
-  return std::max(end, first_key(p, b, q));
+inline size_t past_last_key(const Problem& p, const Sequence& s, long long q) {
+  size_t end = size_t(s.Sk);
+  if (p.mask == Mask::top_left) end = clamp_key(s, q + 1);
+  if (p.mask == Mask::bottom_right) end = clamp_key(s, q + s.Sk - s.Sq + 1);
+  if (p.window_right >= 0) end = std::min(end, clamp_key(s, position_in_window(p, s, q) + p.window_right + 1));
+  return std::max(end, first_key(p, s, q));
 }
 
 // Visible (query, key) pairs of one head, on average over the sequences.
 inline double visible_pairs(const Problem& p) {
-  const int sequences = p.k_lengths.empty() ? 1 : p.B;
+  const int sequences = p.k_lengths.empty() && !p.packs_q && !p.packs_k ? 1 : p.B;
   double pairs = 0;
   for (int b = 0; b < sequences; b++) {
-    for (int q = 0; q < p.Sq; q++) pairs += double(past_last_key(p, b, q) - first_key(p, b, q));
+    const Sequence s = sequence_of(p, b);
+    for (int q = 0; q < s.Sq; q++) pairs += double(past_last_key(p, s, q) - first_key(p, s, q));
   }
   return pairs / std::max(sequences, 1);
 }
@@ -196,9 +213,11 @@ inline double dot(const float* x, const float* y, int n) {  // n a multiple of 8
 // One row. A row whose every logit is -inf (or that sees no key) gives O = 0, LSE = -inf.
 inline Result attend(const Problem& p, const Row& row) {
   const int h_kv = row.h / (p.Hq / p.Hkv), D = p.D;
-  const size_t first = first_key(p, row.b, row.q), end = past_last_key(p, row.b, row.q);
+  const Sequence s = sequence_of(p, row);
+  const size_t first = s.first_key + first_key(p, s, row.q - s.first_query);
+  const size_t end = s.first_key + past_last_key(p, s, row.q - s.first_query);
   const double infinity = std::numeric_limits<double>::infinity();
-  const size_t head = size_t(row.b) * p.Hq + row.h, kv_head = size_t(row.b) * p.Hkv + h_kv;
+  const size_t head = size_t(row.b) * p.Hq + row.h, kv_head = size_t(p.packs_k ? 0 : s.b) * p.Hkv + h_kv;
   const auto factor = [](const std::vector<double>& of_heads, size_t h) {
     return of_heads.empty() ? 1.0 : of_heads[h];
   };
@@ -257,12 +276,12 @@ inline std::vector<Result> attend(const Problem& p, const std::vector<Row>& rows
 inline std::vector<Row> rows_to_check(const Problem& p, uint64_t seed, int item_rows,
                                       double affordable_macs) {
   std::vector<Row> rows;
-  const double all = double(p.B) * p.Hq * p.Sq, macs_per_row = 2.0 * p.Sk * p.D;
+  const double all = double(rows_of(p, Tensor::O)), macs_per_row = 2.0 * p.Sk * p.D;
   const double affordable = macs_per_row > 0 ? affordable_macs / macs_per_row : all;
   const bool sampled = all > affordable;
-  const double items = double(p.B) * p.Hq * ((p.Sq + item_rows - 1) / item_rows);
+  const int heads = int(heads_of(p, Tensor::O));
+  const double items = double(heads) * ((p.Sq + item_rows - 1) / item_rows);
   const int wanted_of_item = int(std::min(double(item_rows), std::max(1.0, affordable / items)));
-  const int heads = p.B * p.Hq;
   for (int head = 0; head < heads; head++) {
     for (int q0 = 0; q0 < p.Sq; q0 += item_rows) {
       const int end = std::min(q0 + item_rows, p.Sq);
@@ -273,7 +292,8 @@ inline std::vector<Row> rows_to_check(const Problem& p, uint64_t seed, int item_
       }
       for (int q = q0; q < end; q++) {
         const bool of_group = (q0 == 0 || end == p.Sq) && (q % 64 == 0 || q % 64 == 63);
-        const bool edge = q == q0 || q == end - 1 || of_group;
+        const auto begins = [&](int row) { return std::binary_search(p.q_starts.begin(), p.q_starts.end(), row); };
+        const bool edge = q == q0 || q == end - 1 || of_group || begins(q) || begins(q + 1);
         if (!sampled || ((head == 0 || head == heads - 1) && edge)) of_item.push_back(q);
       }
       std::sort(of_item.begin(), of_item.end());

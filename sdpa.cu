@@ -285,13 +285,16 @@ struct SdpaParams {
   void* workspace = nullptr;                // sdpa_workspace_bytes() of device memory, 256-byte aligned, zeroed once
                                             // before the first launch, whatever the problems after it; one per stream
   int max_ctas = 0;                         // USE_PERSISTENT_CTA=1: so many CTAs at most; 0: as many as are resident
-  int window_left = -1;                     // keys that a query sees before its own position; -1: no limit
-  int window_right = -1;                    // and after it
+  int window_left = -1, window_right = -1;  // keys that a query sees before and after its own position; -1: no limit
   Descale q_descale, k_descale, v_descale;  // 8-bit DTYPE: by query head, and by key head
   Causal window_alignment = Causal::off;    // whose position the window counts from; off: that of `causal`
   float softcap = 0;                        // USE_SOFTCAP: logits x become softcap * tanh(x / softcap); 0: x
   const float* sinks = nullptr;             // USE_SINKS=1: [Hq] in device memory; exp(sink) joins a row's sum; or null
-  const int* k_lengths = nullptr;           // USE_LENGTHS=1: [B] in device memory: a sequence's keys, 0 to Sk; or null
+  // USE_LENGTHS=1, in device memory, each or null. Sequence b has the rows from starts[b] to starts[b + 1] of Sq or Sk in
+  // all; such tensors have a batch of 1, and LSE is [Hq,Sq]. O and LSE of rows of no sequence stay as they are.
+  const int* k_lengths = nullptr;                      // [B]: of its keys the first so many count
+  const int *q_starts = nullptr, *k_starts = nullptr;  // [B + 1]
+  int most_keys = 0;                                   // that a sequence has, later ones do not count; 0: Sk
 };
 // A row that sees no key (or only keys of logit -inf) gives O = 0 and LSE = -inf or its sink. NaN and inf come out as
 // the formula has them, but whether NaN or inf in V at a masked key reaches the row (as 0 * inf = NaN) is open, since
@@ -341,7 +344,8 @@ struct TensorView {  // Q, K, V or O
 std::array<TensorView, 4> tensors_of(SdpaParams& p) {
   constexpr int in = sizeof(Input), out = sizeof(Output);
   const auto view = [&](const char* name, const void* data, Strides& s, int H, int S, int bytes, bool written) {
-    return TensorView{name, data, bytes, written, {{"row", S, s.row}, {"head", H, s.head}, {"batch", p.B, s.batch}}};
+    const int B = (&s == &p.q || &s == &p.o ? p.q_starts : p.k_starts) ? min(p.B, 1) : p.B;
+    return TensorView{name, data, bytes, written, {{"row", S, s.row}, {"head", H, s.head}, {"batch", B, s.batch}}};
   };
   return {{view("Q", p.Q, p.q, p.Hq, p.Sq, in, false), view("K", p.K, p.k, p.Hkv, p.Sk, in, false),
            view("V", p.V, p.v, p.Hkv, p.Sk, in, false), view("O", p.O, p.o, p.Hq, p.Sq, out, true)}};
@@ -357,8 +361,8 @@ struct KeyRange { int begin, end; };  // [begin, end)
 struct KeyBounds {
   int from, to, Sk;
 
-  __host__ __device__ KeyBounds(const SdpaParams& p, int keys) : from(-most_rows), to(keys), Sk(keys) {
-    const auto own = [&](Causal by) { return by == Causal::bottom_right ? keys - p.Sq : 0; };  // position of query 0
+  __host__ __device__ KeyBounds(const SdpaParams& p, int queries, int keys) : from(-most_rows), to(keys), Sk(keys) {
+    const auto own = [&](Causal by) { return by == Causal::bottom_right ? keys - queries : 0; };  // position of query 0
     const int windows_own = own(p.window_alignment == Causal::off ? p.causal : p.window_alignment);
     if (p.causal != Causal::off) to = min(own(p.causal) + 1, to);
     if (p.window_right >= 0) to = min(windows_own + p.window_right + 1, to);
@@ -374,8 +378,9 @@ struct KeyBounds {
 
 // The most keys that a query of the problem sees.
 int most_visible_keys(const SdpaParams& p) {
-  const KeyBounds bounds(p, p.Sk);
-  return max(min(bounds.end(p.Sq - 1), bounds.to - bounds.from), 0);
+  const KeyBounds bounds(p, p.Sq, p.Sk);
+  const int most = max(min(bounds.end(p.Sq - 1), bounds.to - bounds.from), 0);
+  return p.most_keys > 0 ? min(most, p.most_keys) : most;
 }
 
 // KeyBounds of tiles of ROWS queries from q on and KEYS keys from k0 on, some perhaps past the end: limits of k0 - q.
@@ -398,7 +403,31 @@ struct TileBounds {
   __device__ __forceinline__ KeyRange covered(int q) const { return {q + cover_from, min(q + cover_to, whole_to) + 1}; }
 };
 
-struct WorkItem { int b, h, q0; };  // one tile of O: rows [q0, q0 + BLOCK_M) of head h in batch b
+struct TileItem { int b, h, q0; };  // one tile of O: rows [q0, q0 + BLOCK_M) of head h in batch b
+// USE_LENGTHS: where a sequence is in the tensors, and how many rows it has there.
+struct Sequence {
+  int q_row, k_row, Sq, Sk;
+
+  Sequence() = default;
+  __device__ Sequence(const SdpaParams& p, int b) : q_row(0), k_row(0), Sq(p.Sq), Sk(p.Sk) {
+    const auto find = [&](const int* starts, int& row, int& rows) {
+      if (!starts) return;
+      row = min(max(starts[b], 0), rows), rows = max(min(starts[b + 1], rows) - row, 0);
+    };
+    find(p.q_starts, q_row, Sq), find(p.k_starts, k_row, Sk);
+    if (p.k_lengths) Sk = min(max(p.k_lengths[b], 0), Sk);
+    if (p.most_keys > 0) Sk = min(Sk, p.most_keys);
+  }
+};
+// A tile of a sequence, whose rows q0 counts, and the keys of one of its ranges. Where there are several, their partial
+// results are numbers part ... part + ranges - 1. No ranges: there are no more items.
+struct alignas(16) PlannedItem {
+  int b, h, q0;
+  Sequence own;
+  KeyRange keys;
+  int range, ranges, part;
+};
+using WorkItem = std::conditional_t<Build::use_lengths, PlannedItem, TileItem>;
 // Division of n < 2^31 by a number that the host knows: with 2^(s-1) < divisor <= 2^s and multiplier =
 // ceil(2^(31+s) / divisor) the product is too large by n / (2^(31+s)) < 2^-s at most, which is less
 // than 1 / divisor and so never carries to the next integer.
@@ -415,6 +444,9 @@ struct Divisor {
   __device__ __forceinline__ uint32_t remainder(uint32_t n) const { return n - divide(n) * divisor; }
 };
 
+struct PlanArgs {  // USE_LENGTHS: what there is room for in the workspace, and as many CTAs as there shall be ranges
+  uint32_t items, parts, ctas;
+};
 struct KernelArgs {  // SdpaParams with what every CTA would otherwise compute again
   // The fields that locate an item: together they cost one miss of the constant cache. Rounds over all keys, at least
   // 1, if there is no mask; else 0.
@@ -434,10 +466,13 @@ struct KernelArgs {  // SdpaParams with what every CTA would otherwise compute a
   SdpaParams p;
   uint32_t first_item = 0;  // merges_by_kernel: of the launch
   float cap_scale = 0;      // softcap: S is tanh(Q @ K.T * cap_scale); 0: Q @ K.T
+  std::conditional_t<Build::use_lengths, PlanArgs, Nothing> plan;
   std::conditional_t<is_wgmma, TensorMaps, Nothing> maps;
 
   KernelArgs(const SdpaParams& problem, int rows, int keys_of_tile)
-      : tiles({problem, problem.Sk}, rows, keys_of_tile), keys(problem, problem.Sk), p(problem) {}
+      : tiles({problem, problem.Sq, problem.Sk}, rows, keys_of_tile),
+        keys(problem, problem.Sq, problem.Sk),
+        p(problem) {}
 };
 
 // SPLIT_CTAS: the workspace has for each item a counter of stored partial results, and after all counters the results.
@@ -1112,8 +1147,32 @@ template <class B> __device__ __forceinline__ int query_of(const KernelArgs& a, 
 }
 // The head and the query of a row of the tile, as an item of one row.
 template <class B> __device__ __forceinline__ WorkItem row_item(const KernelArgs& a, const WorkItem& item, int row) {
-  const int heads = B::pack_gqa ? int(a.item_queries.divide(uint32_t(row))) : 0;
-  return {item.b, item.h + heads, query_of<B>(a, item.q0, row)};
+  WorkItem one = item;
+  if (B::pack_gqa) one.h += int(a.item_queries.divide(uint32_t(row)));
+  one.q0 = query_of<B>(a, item.q0, row);
+  return one;
+}
+
+// ---- where the rows of an item are ----
+// Queries q and keys k of an item are rows of the tensors, with USE_LENGTHS those of its sequence.
+
+template <class B, class Item> __device__ __forceinline__ int q_row(const Item& item, int q) {
+  if constexpr (B::use_lengths) return item.own.q_row + q;
+  return q;
+}
+template <class B, class Item> __device__ __forceinline__ int k_row(const Item& item, int k) {
+  if constexpr (B::use_lengths) return item.own.k_row + k;
+  return k;
+}
+// Of Sq queries in all.
+template <class B, class Item> __device__ __forceinline__ int queries_of(const Item& item, int Sq) {
+  if constexpr (B::use_lengths) return item.own.Sq;
+  return Sq;
+}
+// The batch of tensors with these starts.
+template <class B> __device__ __forceinline__ int batch_of(const int* starts, int b) {
+  if constexpr (B::use_lengths) return starts ? 0 : b;
+  return b;
 }
 
 // The mask of an item: the launch's, or with USE_LENGTHS that of its sequence.
@@ -1123,11 +1182,10 @@ struct OwnMask {
 };
 template <class B> using Mask = std::conditional_t<B::use_lengths, OwnMask, KernelArgs>;
 template <class B> using HeldMask = std::conditional_t<B::use_lengths, OwnMask, const KernelArgs&>;
-template <class B> __device__ __forceinline__ HeldMask<B> mask_of(const KernelArgs& a, int b) {
+template <class B, class Item> __device__ __forceinline__ HeldMask<B> mask_of(const KernelArgs& a, const Item& item) {
   if constexpr (!B::use_lengths) return a;
   else {
-    if constexpr (is_wgmma) griddepcontrol_wait();  // the kernel before this one may write the lengths
-    const KeyBounds keys(a.p, a.p.k_lengths ? min(max(a.p.k_lengths[b], 0), a.p.Sk) : a.p.Sk);
+    const KeyBounds keys(a.p, item.own.Sq, item.own.Sk);
     return {keys, {keys, B::pack_gqa ? queries_of_item<B>(a) : B::mask_rows, B::block_n}};
   }
 }
@@ -1386,7 +1444,8 @@ __device__ __forceinline__ float with_sink(float m, float l, const KernelArgs& a
 template <class B>
 __device__ __forceinline__ void store_lse(float m, float l, const KernelArgs& a, const WorkItem& item, int q) {
   if (a.p.LSE) {
-    const int64_t row = (static_cast<int64_t>(item.b) * a.p.Hq + item.h) * a.p.Sq + q;
+    const int b = batch_of<B>(a.p.q_starts, item.b);
+    const int64_t row = (static_cast<int64_t>(b) * a.p.Hq + item.h) * a.p.Sq + q_row<B>(item, q);
     if (B::use_sinks) l = with_sink<B>(m, l, a, item);
     float lse = fmaf(finite_max(m), item_scale_log2<B>(a, item) * ln2, ln2 * (lg2_approx_ftz(l) - p_log2<B>));
     if (B::use_sinks) lse = max_nan(lse, sink_of<B>(a, item));
@@ -1430,7 +1489,7 @@ __device__ __forceinline__ void store_output(const View& O, const float (&m)[Vie
   Output* const O_g = p.O + item.b * p.o.batch + item.h * p.o.head;
   SDPA_UNROLL for (int i = 0; i < View::ROWS; i++) {
     const int q = item.q0 + O.row(i);
-    if (q >= p.Sq) continue;
+    if (q >= queries_of<B>(item, p.Sq)) continue;
     const float inverse = inverse_of_sum<B>(m[i], l[i], a, item);
     SDPA_UNROLL for (int j = 0; j < View::COLS; j += width) {
       Output e[width];
@@ -1439,24 +1498,95 @@ __device__ __forceinline__ void store_output(const View& O, const float (&m)[Vie
       }
       Vector x;
       memcpy(&x, e, sizeof x);
-      st_global(O_g + q * p.o.row + O.col(j), x);
+      st_global(O_g + q_row<B>(item, q) * p.o.row + O.col(j), x);
     }
     if (O.col(0) == 0) store_lse<B>(m[i], l[i], a, item, q);  // the first lane of the row
   }
 }
 
+// ---- items that are planned (USE_LENGTHS) ----
+// A kernel before the others makes a list of items of all sequences, for one head, in the order of their keys: so the
+// longest begin first, whatever sequence they are of, and one that is long becomes many ranges.
+
+// A row of a view as a view.
+template <class View> struct RowView {
+  static constexpr int ROWS = 1, COLS = View::COLS, RUN = View::RUN;
+  struct Rows {
+    const View& of;
+    const int i;
+    __device__ decltype(auto) operator[](int) const { return of.x[i]; }
+  };
+  Rows x;
+  __device__ int row(int) const { return 0; }
+  __device__ int col(int j) const { return x.of.col(j); }
+};
+// store_output() of an item with one range, by way of its rows where they are of several heads.
+template <class B, class View>
+__device__ __forceinline__ void store_whole(const View& O, const float (&m)[View::ROWS], const float (&l)[View::ROWS],
+                                            const KernelArgs& a, const WorkItem& item) {
+  if constexpr (!B::pack_gqa) {
+    store_output<B>(O, m, l, a, item);
+  } else {
+    SDPA_UNROLL for (int i = 0; i < View::ROWS; i++) {
+      const float of_m[1] = {m[i]}, of_l[1] = {l[i]};
+      if (O.row(i) >= rows_of_item<B>(a)) continue;
+      store_output<B>(RowView<View>{{O, i}}, of_m, of_l, a, row_item<B>(a, item, O.row(i)));
+    }
+  }
+}
+
+// In the workspace, behind the counters: how many items; how many first ranges of those that have several, whose numbers
+// follow the items; the queue.
+struct Plan { uint32_t count, merges, drawn, unused; };
+__host__ __device__ constexpr size_t plan_bytes(const PlanArgs& plan) {
+  return 256 + shares(plan.items * (sizeof(PlannedItem) + sizeof(uint32_t)), 256) * 256;
+}
+__device__ __forceinline__ Plan& plan_of(const KernelArgs& a) {
+  return *reinterpret_cast<Plan*>(static_cast<unsigned char*>(a.p.workspace) + range_counter_bytes);
+}
+// Names that depend on B, since other KernelArgs have no such numbers.
+template <class B> __device__ __forceinline__ const auto& plan_room(const KernelArgs& a) { return a.plan; }
+__device__ __forceinline__ PlannedItem* planned_items(const KernelArgs& a) {
+  return reinterpret_cast<PlannedItem*>(reinterpret_cast<unsigned char*>(&plan_of(a)) + 256);
+}
+// Items at `head` of all heads: heads of an item of the list follow each other.
+template <class B> __device__ __forceinline__ PlannedItem planned_item(const KernelArgs& a, uint32_t i, int head) {
+  PlannedItem item = planned_items(a)[i];
+  item.h = head * a.item_heads;
+  item.part = item.part * int(a.q_heads.divisor) + head * item.ranges;
+  return item;
+}
+
 // ---- ranges of keys (SPLIT_CTAS > 1) ----
+
+template <class B> __device__ __forceinline__ size_t behind_plan(const KernelArgs& a, size_t bytes) {
+  if constexpr (B::use_lengths) return bytes + plan_bytes(plan_room<B>(a));
+  return bytes;
+}
+// The number of this CTA's partial result, and of the first one of its item; and of the item's ranges.
+template <class B, class Item> __device__ __forceinline__ uint32_t part_of(const Item& item, uint32_t cta) {
+  if constexpr (B::use_lengths) return item.part + item.range;
+  return cta;
+}
+template <class B, class Item> __device__ __forceinline__ uint32_t first_part(const Item& item, uint32_t part) {
+  if constexpr (B::use_lengths) return item.part;
+  return part;
+}
+template <class B, class Item> __device__ __forceinline__ uint32_t range_count(const Item& item, uint32_t ranges) {
+  if constexpr (B::use_lengths) return item.ranges;
+  return ranges;
+}
 
 // The partial results of all CTAs in the workspace.
 template <class B> __device__ __forceinline__ RangePartial<B>* range_partials(const KernelArgs& a) {
-  return reinterpret_cast<RangePartial<B>*>(static_cast<unsigned char*>(a.p.workspace) + range_counter_bytes);
+  return reinterpret_cast<RangePartial<B>*>(static_cast<unsigned char*>(a.p.workspace) + behind_plan<B>(a, range_counter_bytes));
 }
 // Stores O, m and l of the CTA's range of keys in the workspace.
 template <class B, class View>
 __device__ __forceinline__ void store_range(const View& O, const float (&m)[View::ROWS], const float (&l)[View::ROWS],
-                                            const KernelArgs& a) {
+                                            const KernelArgs& a, const WorkItem& item) {
   constexpr int width = View::RUN < 4 ? View::RUN : 4;
-  RangePartial<B>& mine = range_partials<B>(a)[blockIdx.x];
+  RangePartial<B>& mine = range_partials<B>(a)[part_of<B>(item, blockIdx.x)];
   SDPA_UNROLL for (int i = 0; i < View::ROWS; i++) {
     SDPA_UNROLL for (int j = 0; j < View::COLS; j += width) {
       VectorType<width * sizeof(float)> x;
@@ -1466,14 +1596,16 @@ __device__ __forceinline__ void store_range(const View& O, const float (&m)[View
     if (O.col(0) == 0) st_global(&mine.m_l[O.row(i)], float2{m[i], l[i]});
   }
 }
-// What the CTA's keys give: O / l, or with SPLIT_CTAS the partial result.
+// What the CTA's keys give: O / l, or where they are a range of them the partial result.
 template <class B, class View>
 __device__ __forceinline__ void store_sums(const View& O, const float (&m)[View::ROWS], const float (&l)[View::ROWS],
                                            const KernelArgs& a, const WorkItem& item) {
-  if constexpr (B::split_ctas != 1) {
-    store_range<B>(O, m, l, a);
-  } else {
+  if constexpr (B::split_ctas == 1) {
     store_output<B>(O, m, l, a, item);
+  } else if (range_count<B>(item, 0) == 1) {
+    store_whole<B>(O, m, l, a, item);
+  } else {
+    store_range<B>(O, m, l, a, item);
   }
 }
 
@@ -1482,7 +1614,7 @@ template <class B, int MANY, int COLS>
 __device__ __forceinline__ void merge_ranges(const RangePartial<B>* partial, const KernelArgs& a, const WorkItem& item,
                                              int thread, int threads = B::num_warps * 32) {
   constexpr int columns = B::head_dim / COLS;
-  const int ranges = int(a.ranges.divisor), parts = rows_of_item<B>(a) * columns;
+  const int ranges = int(range_count<B>(item, a.ranges.divisor)), parts = rows_of_item<B>(a) * columns;
   for (int part = thread; part < parts; part += threads) {
     const int row = part / columns;
     const float scale_log2 = item_scale_log2<B>(a, row_item<B>(a, item, row));
@@ -1551,7 +1683,7 @@ template <class B, class Partial>
 __device__ __forceinline__ void store_rows(const Partial (&partial_s)[B::split_kv], const KernelArgs& a,
                                            const WorkItem& item, int thread, bool& is_last_s) {
   const ItemScale<B> scale_log2(a, item);
-  if (B::split_ctas == 1 || a.ranges.divisor == 1) {
+  if (B::split_ctas == 1 || range_count<B>(item, a.ranges.divisor) == 1) {
     merge_groups<B>(partial_s, scale_log2, thread, [&](int row, const auto& O, auto& m, auto& l) {
       store_output<B>(O, m, l, a, row_item<B>(a, item, row));
     });
@@ -1560,16 +1692,17 @@ __device__ __forceinline__ void store_rows(const Partial (&partial_s)[B::split_k
   uint32_t* const counters = static_cast<uint32_t*>(a.p.workspace);
   RangePartial<B>* const parts = range_partials<B>(a);
   merge_groups<B>(partial_s, scale_log2, thread, [&](int row, const auto& O, auto& m, auto& l) {
-    RangePartial<B>& mine = parts[blockIdx.x];
+    RangePartial<B>& mine = parts[part_of<B>(item, blockIdx.x)];
     st_global(&mine.O[row][O.first_col], float4{O.x[0][0], O.x[0][1], O.x[0][2], O.x[0][3]});
     if (O.first_col == 0) st_global(&mine.m_l[row], float2{m[0], l[0]});
   });
-  const uint32_t ranges = a.ranges.divisor, number = a.ranges.divide(blockIdx.x);
+  const uint32_t ranges = range_count<B>(item, a.ranges.divisor);
+  const uint32_t number = first_part<B>(item, a.ranges.divide(blockIdx.x));
   __syncthreads();  // hazard: written by all threads
   if (thread == 0) is_last_s = atom_inc_acq_rel(&counters[number], ranges - 1) == ranges - 1;
   __syncthreads();  // hazard: counted by thread 0
   if (!is_last_s) return;
-  const RangePartial<B>* const first = parts + number * ranges;
+  const RangePartial<B>* const first = parts + first_part<B>(item, number * ranges);
   ranges > few_ranges ? merge_ranges<B, ranges_at_once, 4>(first, a, item, thread)
                       : merge_ranges<B, 2, 16>(first, a, item, thread);
 }
@@ -1583,9 +1716,23 @@ template <class B> __device__ __forceinline__ WorkItem tile_of(const KernelArgs&
   return item;
 }
 
+// USE_LENGTHS: item number i of the plan, counted over its items and the heads of each; without ranges past the last.
+template <class B> __device__ __forceinline__ WorkItem item_of_plan(const KernelArgs& a, uint32_t i) {
+  if constexpr (B::family == Family::wgmma) griddepcontrol_wait();  // the plan has been made
+  const uint32_t number = a.q_heads.divide(i);
+  if (number >= plan_of(a).count) return {};
+  return planned_item<B>(a, number, int(a.q_heads.remainder(i)));
+}
+// The counter of a queue of items, which is 0 before a launch.
+template <class B> __device__ __forceinline__ uint32_t* queue_of(const KernelArgs& a) {
+  if constexpr (B::use_lengths) return &plan_of(a).drawn;
+  return static_cast<uint32_t*>(a.p.workspace);
+}
+
 // Item number -> tile. Without a mask the q-blocks of a head follow each other and share its K and V in L2. With one,
 // the longest rows come first, so that no long tile starts last; of all heads, or of as many as L2 has K and V of.
 template <class B> __device__ __forceinline__ WorkItem work_item(const KernelArgs& a, uint32_t i) {
+  if constexpr (B::use_lengths) return item_of_plan<B>(a, i);
   uint32_t head, block;
   if (a.keys.all()) {
     head = a.q_blocks.divide(i), block = a.q_blocks.remainder(i);
@@ -1598,6 +1745,11 @@ template <class B> __device__ __forceinline__ WorkItem work_item(const KernelArg
   return tile_of<B>(a, head, block);
 }
 
+// USE_LENGTHS: whether there is no item for this CTA.
+template <class B> __device__ __forceinline__ bool is_spare(const KernelArgs& a) {
+  if constexpr (B::use_lengths) return work_item<B>(a, blockIdx.x).ranges == 0;
+  return false;
+}
 // Of a CTA that has one item alone.
 template <class B> __device__ __forceinline__ uint32_t item_number_of_cta(const KernelArgs& a) {
   if (B::split_ctas == 1) return blockIdx.x;
@@ -1618,9 +1770,10 @@ template <class B> __device__ __forceinline__ WorkItem item_of_cta(const KernelA
   return work_item<B>(a, item_number_of_cta<B>(a));
 }
 // The keys of the item's rows, in whole rounds of SPLIT_KV tiles but for the last one. SPLIT_CTAS: those of this CTA.
-template <class B>
-__device__ __forceinline__ KeyRange keys_of_cta(const KernelArgs& a, const Mask<B>& mask, const WorkItem& item) {
+template <class B, class Item>
+__device__ __forceinline__ KeyRange keys_of_cta(const KernelArgs& a, const Mask<B>& mask, const Item& item) {
   constexpr int round = B::split_kv * B::block_n;
+  if constexpr (B::use_lengths) return item.keys;
   const KeyRange keys = mask.keys.of_rows(item.q0, min(item.q0 + queries_of_item<B>(a), a.p.Sq) - 1);
   if (B::split_ctas == 1) return keys;
   const KeyRange part = range_of_rounds(a, max(shares(keys.end - keys.begin, round), 0));
@@ -1636,18 +1789,117 @@ __device__ __forceinline__ void wait_then_let_next_kernel_start() {
   griddepcontrol_launch_dependents();
 }
 
+// ---- the kernel that plans items (USE_LENGTHS) ----
+
+// By one CTA. Items are sorted into classes, by the rounds of tiles that they take.
+constexpr int plan_threads = 1024, plan_classes = 256;
+struct PlanShared {
+  unsigned long long rounds;  // of all items
+  uint32_t most_rounds;       // of one
+  uint32_t parts, count, merges;
+  uint32_t first[plan_classes];  // item of the class
+};
+template <class B> __global__ void __launch_bounds__(plan_threads) sdpa_plan(const __grid_constant__ KernelArgs a) {
+  PlanShared& s = dynamic_shared<PlanShared>();
+  constexpr int round_keys = B::split_kv * B::block_n;
+  const int tid = threadIdx.x, queries = queries_of_item<B>(a);
+  if constexpr (B::family == Family::wgmma) wait_then_let_next_kernel_start();
+  if (tid == 0) s.rounds = 0, s.most_rounds = 0, s.parts = 0, s.merges = 0;
+  if (tid < plan_classes) s.first[tid] = 0;
+  __syncthreads();  // hazard: cleared by one thread
+  // use(b, sequence, q0, keys) for every tile, a sequence by a warp
+  const auto each_tile = [&](const auto& use) {
+    for (int b = tid / 32; b < a.p.B; b += plan_threads / 32) {
+      const Sequence own(a.p, b);
+      const KeyBounds bounds(a.p, own.Sq, own.Sk);
+      for (int q0 = tid % 32 * queries; q0 < own.Sq; q0 += 32 * queries) {
+        use(b, own, q0, bounds.of_rows(q0, min(q0 + queries, own.Sq) - 1));
+      }
+    }
+  };
+  const auto rounds_of = [](const KeyRange& keys) { return uint32_t(max(shares(keys.end - keys.begin, round_keys), 0)); };
+  each_tile([&](int, const Sequence&, int, const KeyRange& keys) {
+    atomicAdd(&s.rounds, (unsigned long long)rounds_of(keys)), atomicMax(&s.most_rounds, rounds_of(keys));
+  });
+  __syncthreads();  // hazard: counted by all threads
+
+  // Rounds of a range at most, if their number is free; and how many ranges a tile has.
+  const uint32_t least = max(1, 256 * 1024 / int(round_keys * B::head_dim * sizeof(Input) * 2));
+  const uint32_t most = uint32_t(max(most_keys_at_once / round_keys, 1));
+  const uint32_t even = uint32_t(s.rounds * a.q_heads.divisor / plan_room<B>(a).ctas) + 1;
+  const uint32_t limit = B::split_ctas == 1 ? 0xffffffff : min(max(even, least), most);
+  const auto ranges_of_tile = [&](uint32_t rounds) {
+    return max(shares(rounds, limit), B::split_ctas > 1 ? uint32_t(B::split_ctas) : 1u);
+  };
+  const uint32_t longest = max(shares(s.most_rounds, ranges_of_tile(s.most_rounds)), 1u);
+  const auto class_of = [&](uint32_t rounds, uint32_t ranges) {
+    return plan_classes - 1 - min(uint32_t(uint64_t(shares(rounds, ranges)) * (plan_classes - 1) / longest), plan_classes - 1u);
+  };
+  each_tile([&](int, const Sequence&, int, const KeyRange& keys) {
+    const uint32_t rounds = rounds_of(keys), ranges = ranges_of_tile(rounds);
+    atomicAdd(&s.first[class_of(rounds, ranges)], ranges);
+  });
+  __syncthreads();  // hazard: counted by all threads
+  if (tid == 0) {
+    uint32_t first = 0;
+    for (uint32_t& count : s.first) first += count, count = first - count;
+    // There is no room for starts that go backwards, by which rows would be those of many sequences.
+    s.count = first <= plan_room<B>(a).items ? first : 0;
+  }
+  __syncthreads();  // hazard: summed by thread 0
+  PlannedItem* const items = planned_items(a);
+  uint32_t* const merges = reinterpret_cast<uint32_t*>(items + plan_room<B>(a).items);
+  each_tile([&](int b, const Sequence& own, int q0, const KeyRange& keys) {
+    const uint32_t rounds = rounds_of(keys), ranges = ranges_of_tile(rounds);
+    const uint32_t first = atomicAdd(&s.first[class_of(rounds, ranges)], ranges);
+    const uint32_t part = ranges > 1 ? atomicAdd(&s.parts, ranges) : 0;
+    if (first + ranges > plan_room<B>(a).items) return;
+    if (ranges > 1) st_global(merges + atomicAdd(&s.merges, 1u), first);
+    const uint32_t each = rounds / ranges, rest = rounds % ranges;  // so many have one round more
+    for (uint32_t range = 0; range < ranges; range++) {
+      const int begin = keys.begin + int(each * range + min(range, rest)) * round_keys;
+      const int end = begin + int(each + (range < rest)) * round_keys;
+      const PlannedItem item{b, 0, q0, own, {begin, min(end, keys.end)}, int(range), int(ranges), int(part)};
+      uint4 words[sizeof item / 16];
+      memcpy(words, &item, sizeof item);
+      for (int i = 0; i < int(sizeof item / 16); i++) {
+        st_global(reinterpret_cast<uint4*>(items + first + range) + i, words[i]);
+      }
+    }
+  });
+  __syncthreads();  // hazard: counted by all threads
+  if (tid == 0) st_global(&plan_of(a), uint4{s.count, s.count > 0 ? s.merges : 0, 0, 0});
+}
+
 // ---- the kernel that merges ranges (SPLIT_CTAS > 1) ----
 // A thread has four columns of a row, so that all SMs merge and not one CTA an item.
 
 constexpr int merge_threads = 128;
 template <class B> constexpr int merge_ctas = shares(B::block_m * B::head_dim / 4, merge_threads);  // of an item
 
+// USE_LENGTHS: of all items that have several ranges.
+template <class B> __device__ __forceinline__ void merge_planned(const KernelArgs& a) {
+  const uint32_t heads = a.q_heads.divisor, ctas = plan_of(a).merges * heads * merge_ctas<B>;
+  const uint32_t* const merges = reinterpret_cast<const uint32_t*>(planned_items(a) + plan_room<B>(a).items);
+  for (uint32_t cta = blockIdx.x; cta < ctas; cta += gridDim.x) {
+    const uint32_t number = cta / merge_ctas<B>;
+    const auto item = planned_item<B>(a, merges[number / heads], int(number % heads));
+    merge_ranges<B, ranges_at_once, 4>(range_partials<B>(a) + item.part, a, item,
+                                       int(cta % merge_ctas<B> * merge_threads + threadIdx.x),
+                                       merge_ctas<B> * merge_threads);
+  }
+}
 template <class B> __global__ void __launch_bounds__(merge_threads) sdpa_merge(const __grid_constant__ KernelArgs a) {
-  const uint32_t number = blockIdx.x / merge_ctas<B>, cta = blockIdx.x % merge_ctas<B>;
-  if constexpr (B::family == Family::wgmma) wait_then_let_next_kernel_start();
-  merge_ranges<B, ranges_at_once, 4>(range_partials<B>(a) + number * a.ranges.divisor, a,
-                                     work_item<B>(a, a.first_item + number), int(cta * merge_threads + threadIdx.x),
-                                     merge_ctas<B> * merge_threads);
+  if constexpr (B::use_lengths) {
+    if constexpr (B::family == Family::wgmma) wait_then_let_next_kernel_start();
+    merge_planned<B>(a);
+  } else {
+    const uint32_t number = blockIdx.x / merge_ctas<B>, cta = blockIdx.x % merge_ctas<B>;
+    if constexpr (B::family == Family::wgmma) wait_then_let_next_kernel_start();
+    merge_ranges<B, ranges_at_once, 4>(range_partials<B>(a) + number * a.ranges.divisor, a,
+                                       work_item<B>(a, a.first_item + number), int(cta * merge_threads + threadIdx.x),
+                                       merge_ctas<B> * merge_threads);
+  }
 }
 
 // ---- items and copies of the whole CTA (scalar, wmma, mma) ----
@@ -1665,20 +1917,21 @@ template <class B> struct ItemTiles {
   int first_key;           // of the group
 
   __device__ __forceinline__ ItemTiles(const KernelArgs& a, const WorkItem& item_, int group, int tid, int nthreads)
-      : p(a.p), item(item_), mask(mask_of<B>(a, item.b)), mine(tid, nthreads) {
+      : p(a.p), item(item_), mask(mask_of<B>(a, item)), mine(tid, nthreads) {
     const int h_kv = item.h / (p.Hq / p.Hkv);
     keys = keys_of_cta<B>(a, mask, item);
     first_key = keys.begin + group * B::block_n;
-    K_g = mine.first(p.K + item.b * p.k.batch + h_kv * p.k.head + first_key * p.k.row, p.k.row);
-    V_g = mine.first(p.V + item.b * p.v.batch + h_kv * p.v.head + first_key * p.v.row, p.v.row);
+    const int row = k_row<B>(item, first_key);
+    K_g = mine.first(p.K + item.b * p.k.batch + h_kv * p.k.head + row * p.k.row, p.k.row);
+    V_g = mine.first(p.V + item.b * p.v.batch + h_kv * p.v.head + row * p.v.row, p.v.row);
   }
   // ROWS query rows of the item from first_row on, to Q_s, by nthreads threads.
   template <int ROWS>
   __device__ __forceinline__ void copy_q(Element<B>* Q_s, int first_row, int tid, int nthreads) const {
     const TileCopy<B> share(tid, nthreads);
     const int q = item.q0 + first_row;
-    const Input* const Q_g = p.Q + item.b * p.q.batch + item.h * p.q.head + q * p.q.row;
-    share.template copy<ROWS>(Q_s, share.first(Q_g, p.q.row), p.q.row, p.Sq - q - share.row);
+    const Input* const Q_g = p.Q + item.b * p.q.batch + item.h * p.q.head + q_row<B>(item, q) * p.q.row;
+    share.template copy<ROWS>(Q_s, share.first(Q_g, p.q.row), p.q.row, queries_of<B>(item, p.Sq) - q - share.row);
   }
   // The next K and V tile, at key k0, into its stage; past the end nothing.
   template <class Shared> __device__ __forceinline__ void copy_kv(Shared& s, int stage, int k0) {
@@ -1952,6 +2205,7 @@ template <class B> __global__ void __launch_bounds__(B::threads, 1) sdpa_scalar(
   S.first_col = lane % COL_LANES;
   O.first_col = lane % COL_LANES * O.RUN;
 
+  if (is_spare<B>(a)) return;
   const WorkItem item = item_of_cta<B>(a);
   const ItemTiles<B> t(a, item, 0, tid, B::threads);
   t.template copy_q<B::block_m>(s.Q, 0, tid, B::threads);
@@ -2645,8 +2899,9 @@ template <class B> struct MmaPacked {
       const int row = i / per_row, col = i % per_row * B::vec_width;
       const WorkItem from = row_item<B>(a, t.item, row);
       VectorCopy<B::use_cp_async>::template copy<B::vec_width * sizeof(Input)>(
-          s.in.Q + tile_offset<B>(row, col), p.Q + from.b * p.q.batch + from.h * p.q.head + from.q0 * p.q.row + col,
-          row < rows && from.q0 < p.Sq);
+          s.in.Q + tile_offset<B>(row, col),
+          p.Q + from.b * p.q.batch + from.h * p.q.head + q_row<B>(from, from.q0) * p.q.row + col,
+          row < rows && from.q0 < queries_of<B>(from, p.Sq));
     }
   }
   // Rows past those of the tile get the factor of some head.
@@ -2684,6 +2939,7 @@ template <class B> __global__ void __launch_bounds__(B::threads, 1) sdpa_mma(con
   const int warp = tid / 32, lane = tid % 32;
   constexpr int WARP_ROWS = B::block_m / B::group_warps;
 
+  if (is_spare<B>(a)) return;
   const WorkItem item = item_of_cta<B>(a);
   const ItemTiles<B> t(a, item, group, tid, B::group_threads);
   if constexpr (B::pack_gqa) {
@@ -2707,7 +2963,7 @@ template <class B> __global__ void __launch_bounds__(B::threads, 1) sdpa_mma(con
   // Every group takes part in every round, the last one perhaps without a tile.
   for (int round = t.keys.begin; round < t.keys.end; round += t.ADVANCE) {
     const int k0 = round + group * B::block_n, stage = feed.acquire(k0);
-    if (q < p.Sq && k0 < t.keys.end && t.mask.tiles.touch(q, k0)) {
+    if (q < queries_of<B>(item, p.Sq) && k0 < t.keys.end && t.mask.tiles.touch(q, k0)) {
       const bool clean = t.mask.tiles.cover(q, k0);
       const Element<B>* const K_s = s.in.group[group].K[stage];
       const Element<B>* const V_s = s.in.group[group].V[stage];
@@ -2823,6 +3079,12 @@ constexpr uint64_t evict_first = 0x12f0000000000000, evict_last = 0x14f000000000
 template <class B>
 constexpr bool stores_by_tma = B::path == Path::wgmma_roles && B::split_kv == 1 && B::split_ctas == 1;
 
+// USE_LENGTHS: whether a warpgroup's rows, from query q on, are not all of the item's sequence. TMA would store the others.
+template <class B, class Item> __device__ __forceinline__ bool stored_by_warps(const Item& item, int q) {
+  if constexpr (B::use_lengths) return q + 64 > item.own.Sq;
+  return false;
+}
+
 // Query rows of a warpgroup, which are one box of the tensor maps of Q and O.
 template <class B> constexpr int wgmma_rows = B::swap_ab ? B::block_m : 64;
 
@@ -2836,11 +3098,20 @@ template <class B> __device__ __forceinline__ int first_key_of(const WgmmaItem& 
   return item.first_key + (round * B::split_kv + slice) * B::block_n;
 }
 
+// USE_LENGTHS: item number i of the plan, in one round at least if it is not a range.
+template <class B, class Item = WgmmaItem> __device__ __forceinline__ Item planned_wgmma_item(const KernelArgs& a, uint32_t i) {
+  Item item;
+  static_cast<WorkItem&>(item) = work_item<B>(a, i);
+  item.first_key = item.keys.begin, item.h_kv = int(a.q_heads_per_kv.divide(item.h));
+  item.rounds = max(shares(item.keys.end - item.keys.begin, round_keys<B>), int(B::split_ctas == 1 && item.ranges > 0));
+  return item;
+}
 // Item number i. EARLY: with a mask, warpgroups without rows are in a head's first item, where rows are short,
 // and not in its last one.
 template <class B, bool EARLY = false>
 __device__ __forceinline__ WgmmaItem wgmma_item(const KernelArgs& a, uint32_t i) {
   WgmmaItem item;
+  if constexpr (B::use_lengths) return planned_wgmma_item<B>(a, i);
   if (a.unmasked_rounds > 0) {  // as work_item() has it, without reading other arguments
     static_cast<WorkItem&>(item) = tile_of<B>(a, a.q_blocks.divide(i), a.q_blocks.remainder(i));
     item.first_key = 0, item.rounds = a.unmasked_rounds;
@@ -2848,7 +3119,7 @@ __device__ __forceinline__ WgmmaItem wgmma_item(const KernelArgs& a, uint32_t i)
     static_cast<WorkItem&>(item) = work_item<B>(a, i);
     if (EARLY) item.q0 -= (int(a.q_blocks.divisor) * B::block_m - a.p.Sq) / 64 * 64;
     const int last = min(item.q0 + queries_of_item<B>(a), a.p.Sq) - 1;
-    const KeyRange keys = mask_of<B>(a, item.b).keys.of_rows(max(item.q0, 0), last);
+    const KeyRange keys = mask_of<B>(a, item).keys.of_rows(max(item.q0, 0), last);
     item.first_key = keys.begin;
     item.rounds = max(shares(keys.end - keys.begin, round_keys<B>), 1);
   }
@@ -2870,7 +3141,8 @@ template <class B, bool FIRST>
 __device__ __forceinline__ void load_round(const KernelArgs& a, const WgmmaItem& item, int round, int slice,
                                            const CUtensorMap* map, void* tile_s, uint64_t* full, uint64_t policy) {
   if (a.keys.Sk > 0) {
-    const int at[5] = {0, first_key_of<B>(item, round, slice), 0, item.h_kv, item.b};
+    const int at[5] = {0, k_row<B>(item, first_key_of<B>(item, round, slice)), 0, item.h_kv,
+                       batch_of<B>(a.p.k_starts, item.b)};
     mbarrier_arrive_expect_tx(full, B::block_n * B::head_dim * sizeof(Input));
     if (FIRST) wait_before_copy(map);
     cp_async_bulk_tensor_load(tile_s, map, at, full, policy);
@@ -3041,8 +3313,8 @@ template <class B> struct WgmmaPlainShared {
 // By one thread: K and V of a tile, which will be announced at their stage's mbarrier.
 template <class B>
 __device__ __forceinline__ void load_tile(WgmmaPlainShared<B>& s, const KernelArgs& a, int stage, int k0, int h_kv,
-                                          int b) {
-  const int at[5] = {0, k0, 0, h_kv, b};
+                                          const WorkItem& item) {
+  const int at[5] = {0, k_row<B>(item, k0), 0, h_kv, batch_of<B>(a.p.k_starts, item.b)};
   uint64_t* const full = &s.full[stage];
   mbarrier_arrive_expect_tx(full, 2 * sizeof s.K[0]);
   cp_async_bulk_tensor_load(s.K[stage], &tensor_maps<B>(a).k, at, full, evict_last);
@@ -3054,9 +3326,10 @@ __global__ void __launch_bounds__(B::threads, 1) sdpa_wgmma_plain(const __grid_c
   const SdpaParams& p = a.p;
   WgmmaPlainShared<B>& s = dynamic_shared<WgmmaPlainShared<B>>();
   const int tid = threadIdx.x, lane = tid % 32, group = uniform(tid / 128);
+  if (is_spare<B>(a)) return;
   const WorkItem item = item_of_cta<B>(a);
   const int h_kv = item.h / (p.Hq / p.Hkv);
-  const Mask<B>& mask = mask_of<B>(a, item.b);
+  const Mask<B>& mask = mask_of<B>(a, item);
   const KeyRange keys = keys_of_cta<B>(a, mask, item);
   const int tiles = shares(keys.end - keys.begin, B::block_n);
 
@@ -3070,11 +3343,11 @@ __global__ void __launch_bounds__(B::threads, 1) sdpa_wgmma_plain(const __grid_c
   if (tid == 0) {
     mbarrier_arrive_expect_tx(&s.q_full, sizeof s.Q);
     for (int g = 0; g < B::warpgroups; g++) {
-      const int at[5] = {0, item.q0 + 64 * g, 0, item.h, item.b};
+      const int at[5] = {0, q_row<B>(item, item.q0 + 64 * g), 0, item.h, batch_of<B>(p.q_starts, item.b)};
       cp_async_bulk_tensor_load(s.Q[g], &tensor_maps<B>(a).q, at, &s.q_full, evict_first);
     }
     for (int tile = 0; tile < min(tiles, B::stages); tile++) {
-      load_tile(s, a, tile, keys.begin + tile * B::block_n, h_kv, item.b);
+      load_tile(s, a, tile, keys.begin + tile * B::block_n, h_kv, item);
     }
   }
 
@@ -3114,7 +3387,7 @@ __global__ void __launch_bounds__(B::threads, 1) sdpa_wgmma_plain(const __grid_c
 
     __syncthreads();  // hazard: K and V read by all warps
     if (tid == 0 && tile + B::stages < tiles) {
-      load_tile(s, a, stage, k0 + B::stages * B::block_n, h_kv, item.b);
+      load_tile(s, a, stage, k0 + B::stages * B::block_n, h_kv, item);
     }
   }
 
@@ -3207,7 +3480,7 @@ template <class B, class Shared> struct WgmmaProducer {
 
   // Item number i; past the last item one without rounds.
   __device__ __forceinline__ WgmmaItem find_item(uint32_t i) const {
-    if (B::use_persistent_cta && i >= a.work_items) return {};
+    if (B::use_persistent_cta && !B::use_lengths && i >= a.work_items) return {};
     return wgmma_item<B, wgmma_may_pass<B>>(a, i);
   }
   // Loads Q of an item, once `empty` is complete, and sets s.item; q_full tells the others.
@@ -3221,7 +3494,8 @@ template <class B, class Shared> struct WgmmaProducer {
       mbarrier_arrive_expect_tx(full, item.rounds > 0 ? rows * ROW_BYTES<B> : 0);
       // A box has 64 rows of one head; PACK_GQA: a panel of all heads.
       for (int n = 0; item.rounds > 0 && n < (B::pack_gqa ? PANELS<B> : Shared::ROW_GROUPS); n++) {
-        const int plain[5] = {0, item.q0 + n * 64, 0, item.h, item.b}, packed[5] = {0, item.q0, item.h, n, item.b};
+        const int b = batch_of<B>(a.p.q_starts, item.b), q = q_row<B>(item, item.q0);
+        const int plain[5] = {0, q + n * 64, 0, item.h, b}, packed[5] = {0, q, item.h, n, b};
         Input* const Q_s = B::pack_gqa ? s.queries(stage, 0) + n * B::block_m * (B::head_dim / PANELS<B>)
                                        : s.queries(stage, n);
         cp_async_bulk_tensor_load(Q_s, &tensor_maps<B>(a).q, B::pack_gqa ? packed : plain, full, evict_first);
@@ -3248,7 +3522,7 @@ template <class B, class Shared> struct WgmmaProducer {
   // by start(item), is a loader as well.
   template <class V, class Start>
   __device__ __forceinline__ void load_items(int role, int slice, V& v, bool starts, const Start& start) {
-    uint32_t* const counter = static_cast<uint32_t*>(a.p.workspace);
+    uint32_t* const counter = queue_of<B>(a);
     auto& t = s.slice[slice];
     WgmmaItem item = find_item(item_number_of_cta<B>(a));
     griddepcontrol_wait();  // the kernel before this one has ended, and its writes are visible
@@ -3295,9 +3569,10 @@ template <class B> struct WgmmaTurns {
 template <class B>
 __device__ __forceinline__ KeyRange own_rounds(const KernelArgs& a, const Mask<B>& mask, const WgmmaItem& item,
                                                int rounds, int q) {
-  if (wgmma_may_pass<B> && (q < 0 || q >= a.p.Sq)) return {0, 0};
+  if (wgmma_may_pass<B> && (q < 0 || q >= queries_of<B>(item, a.p.Sq))) return {0, 0};
   if (!B::skip_masked) return {0, rounds};
-  const KeyRange seen = mask.keys.of_rows(min(q, a.p.Sq - 1), min(q + 63, a.p.Sq - 1));
+  const int last = queries_of<B>(item, a.p.Sq) - 1;
+  const KeyRange seen = mask.keys.of_rows(min(q, last), min(q + 63, last));
   const int first_key = uniform(item.first_key);
   const int end = min(max(shares(seen.end - first_key, round_keys<B>), 1), rounds);
   return {min((seen.begin - first_key) / round_keys<B>, end - 1), end};
@@ -3320,7 +3595,7 @@ template <class B> struct WgmmaRows {
   int stale_from = 0;
   uint32_t stale_keys = 0;
 
-  __device__ explicit WgmmaRows(const KernelArgs& a_) : a(a_), scale_log2(a_), mask(mask_of<B>(a_, 0)) {}
+  __device__ explicit WgmmaRows(const KernelArgs& a_) : a(a_), scale_log2(a_), mask(mask_of<B>(a_, WorkItem{})) {}
 
   __device__ __forceinline__ void start() {
     accumulates = false, stale_keys = 0;
@@ -3375,7 +3650,7 @@ template <class B> struct WgmmaRows {
         uint32_t of_q[4], of_k[2];
         read_q(of_q, byte);
         SDPA_UNROLL for (int i = 0; i < 2; i++) {
-          of_k[i] = word(K_g, k0 + lane / 4 + 8 * n, p.k.row, byte + i * 16 + lane % 4 * 4);
+          of_k[i] = word(K_g, k_row<B>(item, k0 + lane / 4 + 8 * n), p.k.row, byte + i * 16 + lane % 4 * 4);
         }
         mma_32_bytes<Input>(d[0], d[1], d[2], d[3], of_q, of_k[0], of_k[1]);
       }
@@ -3419,7 +3694,7 @@ template <class B, class Shared> struct WgmmaConsumer {
       const int rounds = uniform(item().rounds);
       if (rounds == 0) break;
       rows.q = uniform(item().q0 + (B::pack_gqa ? 0 : row_group * 64));
-      if constexpr (B::use_lengths) rows.mask = mask_of<B>(a, item().b);
+      if constexpr (B::use_lengths) rows.mask = mask_of<B>(a, item());
       const KeyRange own = own_rounds<B>(a, rows.mask, item(), rounds, rows.q);
       begin();
       t.skip(ring, rounds - own.end, lane);
@@ -3443,6 +3718,7 @@ template <class B> __global__ void __launch_bounds__(B::threads, 1) sdpa_wgmma(c
   using Registers = typename Kernel::Registers;
   auto& s = dynamic_shared<typename Kernel::Shared>();
   const int warp = uniform(threadIdx.x / 32);
+  if (!B::use_persistent_cta && is_spare<B>(a)) return;
   s.init_mbarriers(warp);
   prefetch_tensor_maps<B>(a);
   if (B::pack_gqa) clear_rows_without_query<B>(s.queries(0, 0), a);
@@ -3499,7 +3775,7 @@ __device__ __forceinline__ void merge_slices(const WgmmaRows<B>& rows, SlicePart
     }
   }
   store(share, row);
-  if (lane % 4 == 0 && rows.q + row < rows.a.p.Sq) store_lse<B>(m, l, rows.a, item, rows.q + row);
+  if (lane % 4 == 0 && rows.q + row < queries_of<B>(item, rows.a.p.Sq)) store_lse<B>(m, l, rows.a, item, rows.q + row);
 }
 
 // ---- 5d 16 bits: the kernel (wgmma and USE_WARP_SPECIALIZATION and DTYPE = FP16, DTYPE = BF16) ----
@@ -3552,8 +3828,9 @@ template <class B> struct Wgmma16Producer : WgmmaProducer<B, WgmmaShared<B>> {
       if (item.rounds == 0) break;
       for (int group = 0; group < s.ROW_GROUPS; group++) {
         mbarrier_wait(&s.o_done[stage][group], q_ring.parity);
-        const int at[5] = {0, item.q0 + group * 64, 0, item.h, item.b};
-        if (at[1] < 0) continue;
+        const int q = item.q0 + group * 64;
+        const int at[5] = {0, q_row<B>(item, q), 0, item.h, batch_of<B>(a.p.q_starts, item.b)};
+        if (q < 0 || stored_by_warps<B>(item, q)) continue;
         cp_async_bulk_tensor_store(&tensor_maps<B>(a).o, at, s.Q[stage][group]);
         cp_async_bulk_commit_group();
       }
@@ -3752,7 +4029,9 @@ template <class B> struct Wgmma16Consumer : WgmmaConsumer<B, WgmmaShared<B>> {
     clear_empty_rows(O, rows.l);
     SDPA_UNROLL for (int i = 0; i < 2; i++) {
       const int row = rows.q + first_row + int(lane) / 4 + 8 * i;
-      if (lane % 4 == 0 && row < a.p.Sq) store_lse<B>(rows.m[i], rows.l[i], a, s.item[stage], row);
+      if (lane % 4 == 0 && row < queries_of<B>(s.item[stage], a.p.Sq)) {
+        store_lse<B>(rows.m[i], rows.l[i], a, s.item[stage], row);
+      }
     }
     SDPA_UNROLL for (int n = 0; n < B::head_dim / 16; n++) {
       WgmmaAccumulator<16> part;
@@ -3764,6 +4043,19 @@ template <class B> struct Wgmma16Consumer : WgmmaConsumer<B, WgmmaShared<B>> {
       stmatrix_x4<false>(shared_address(s.Q[stage][row_group] + at), o);
     }
     fence_proxy_async();
+    if constexpr (B::use_lengths) store_partial_rows(s.item[stage], s.Q[stage][row_group], first_row, lane);
+  }
+  // USE_LENGTHS: O of the warp's rows out of shared memory, if the sequence ends among the warpgroup's.
+  __device__ __forceinline__ void store_partial_rows(const WgmmaItem& item, const Input* O_s, int first_row, int lane) {
+    if (!stored_by_warps<B>(item, rows.q)) return;
+    __syncwarp();  // hazard: written by all lanes
+    constexpr int chunks = B::head_dim / 8;
+    Output* const O_g = a.p.O + item.b * a.p.o.batch + item.h * a.p.o.head;
+    for (int i = lane; i < 16 * chunks; i += 32) {
+      const int row = first_row + i / chunks, col = i % chunks * 8, q = rows.q + row;
+      const uint4 o = ld_shared<uint4>(O_s + panel_offset<64>(row, col));
+      if (q < queries_of<B>(item, 0)) st_global_v4(O_g + q_row<B>(item, q) * a.p.o.row + col, o);
+    }
   }
   // Stores the merged rows of both slices by way of shared memory, so that a lane stores 16 bytes.
   __device__ __forceinline__ void merge_and_store() {
@@ -3785,7 +4077,7 @@ template <class B> struct Wgmma16Consumer : WgmmaConsumer<B, WgmmaShared<B>> {
       Output* const O_g = a.p.O + item.b * a.p.o.batch + item.h * a.p.o.head + col;
       SDPA_UNROLL for (int i = 0; i < TIMES; i++) {
         const int r = rows.q + row - int(lane / 4) + first + i * ROWS_AT_ONCE;
-        if (r < a.p.Sq) st_global_v4(O_g + r * a.p.o.row, o[i]);
+        if (r < queries_of<B>(item, a.p.Sq)) st_global_v4(O_g + q_row<B>(item, r) * a.p.o.row, o[i]);
       }
     });
   }
@@ -3795,7 +4087,7 @@ template <class B> struct Wgmma16Consumer : WgmmaConsumer<B, WgmmaShared<B>> {
     const int thread = int(threadIdx.x) - B::producer_threads;
     if (s.item[0].rounds == 0) rows.start(), clear(rows.O);
     rows.O.first_row = thread / 32 * 16 + lane / 4, rows.O.first_col = lane % 4 * 2;
-    store_range<B>(rows.O, rows.m, rows.l, a);
+    store_sums<B>(rows.O, rows.m, rows.l, a, s.item[0]);
   }
   __device__ __forceinline__ void run() {
     const auto compute = [&](const WgmmaTurns<B>& turns) {
@@ -4024,7 +4316,8 @@ template <class B> struct E4m3Consumer : WgmmaConsumer<B, E4m3Shared<B>> {
           const WorkItem of = row_item<B>(a, item, query - item.q0 + row_group * 64);
           Q_g = p.Q + of.b * p.q.batch + min(of.h, p.Hq - 1) * p.q.head, query = of.q0;
         }
-        q[i] = rows.word(Q_g, min(query, p.Sq - 1), p.q.row, step_byte + i / 2 * 16 + byte);
+        query = q_row<B>(item, min(query, queries_of<B>(item, p.Sq) - 1));
+        q[i] = rows.word(Q_g, query, p.q.row, step_byte + i / 2 * 16 + byte);
       }
     });
   }
@@ -4157,8 +4450,9 @@ template <class B> struct E4m3Consumer : WgmmaConsumer<B, E4m3Shared<B>> {
     if constexpr (B::split_kv > 1) {
       const WorkItem mine = item;  // read before the barrier, which hides the latency
       merge_slices<B>(rows, s.partial[row_group], slice, mine, [&](const float (&share)[B::head_dim / 4], int row) {
-        Output* const O_g = a.p.O + mine.b * a.p.o.batch + mine.h * a.p.o.head + (rows.q + row) * a.p.o.row;
-        SDPA_UNROLL for (int v = 0; v < B::head_dim / 16 && rows.q + row < a.p.Sq; v++) {
+        const int q = rows.q + row;
+        Output* const O_g = a.p.O + mine.b * a.p.o.batch + mine.h * a.p.o.head + q_row<B>(mine, q) * a.p.o.row;
+        SDPA_UNROLL for (int v = 0; v < B::head_dim / 16 && q < queries_of<B>(mine, a.p.Sq); v++) {
           const float* const x = share + 4 * v;
           st_global(O_g + 16 * v + lane % 4 * 4, uint2{pack<Output>(x[0], x[2]), pack<Output>(x[1], x[3])});
         }
@@ -4265,11 +4559,11 @@ template <class B> struct WgmmaColumnsLoader {
     wait_before_copy(map);
     if (B::pack_gqa) {
       for (int panel = 0; panel < panels; panel++) {
-        const int at[5] = {0, item.q0, item.h, panel, item.b};
+        const int at[5] = {0, q_row<B>(item, item.q0), item.h, panel, batch_of<B>(a.p.q_starts, item.b)};
         cp_async_bulk_tensor_load(s.Q + panel * B::block_m * 64, map, at, &s.q_full, evict_first);
       }
     } else {
-      const int at[5] = {0, item.q0, 0, item.h, item.b};
+      const int at[5] = {0, q_row<B>(item, item.q0), 0, item.h, batch_of<B>(a.p.q_starts, item.b)};
       cp_async_bulk_tensor_load(s.Q, map, at, &s.q_full, evict_first);
     }
   }
@@ -4514,7 +4808,7 @@ template <class B> struct WgmmaColumns {
   __device__ __forceinline__ void take_round(int round, const WgmmaItem& item, Scores& S, Sums& O) {
     const int k0 = first_key_of<B>(item, round, slice);
     if (B::use_softcap != 0) cap_scores<B>(S, a);
-    const Mask<B>& mask = mask_of<B>(a, item.b);
+    const Mask<B>& mask = mask_of<B>(a, item);
     if (!mask.tiles.cover(item.q0, k0)) mask_scores<B>(S, a, mask, item.q0, k0 + S.first_col());
     float sum[ROWS];
     softmax<FIRST>(S, O, sum);
@@ -4580,6 +4874,7 @@ template <class B>
 __global__ void __launch_bounds__(B::threads, 1) sdpa_wgmma_columns(const __grid_constant__ KernelArgs a) {
   WgmmaColumnsShared<B>& s = dynamic_shared<WgmmaColumnsShared<B>>();
   const int warp = uniform(threadIdx.x / 32);
+  if (is_spare<B>(a)) return;
   if (threadIdx.x == 32) {
     mbarrier_init(&s.q_full, 1);
     for (auto& t : s.slice) {
@@ -4675,7 +4970,8 @@ int packed_heads(const SdpaParams& p, int block_m) {
 
 // How a problem is cut into items, in one range.
 Items items_of_tile(const SdpaParams& p, int heads, int queries) {
-  return {heads, queries, int64_t(p.B) * (p.Hq / heads) * shares(p.Sq, queries)};
+  const int64_t tiles = p.q_starts ? p.B + int64_t(shares(p.Sq, queries)) : int64_t(p.B) * shares(p.Sq, queries);
+  return {heads, queries, tiles * (p.Hq / heads)};
 }
 Items items_of_packed_tile(const SdpaParams& p, int block_m) {
   const int heads = packed_heads(p, block_m);
@@ -4684,12 +4980,24 @@ Items items_of_packed_tile(const SdpaParams& p, int block_m) {
 
 template <class B> Items items_of(const SdpaParams& p) {
   Items items = B::pack_gqa ? items_of_packed_tile(p, B::block_m) : items_of_tile(p, 1, B::block_m);
+  if constexpr (B::use_lengths) return items;  // their ranges are planned
   if (B::split_ctas > 1) items.ranges = max(B::split_ctas, int(shares(most_visible_keys(p), most_keys_at_once)));
   if (B::split_ctas == 0 && items.count > 0) {
     items.ranges = ranges_of(p, items, merges_by_kernel<B>, B::split_kv * B::block_n, B::num_warps * 32,
                              most_resident_ctas<B>(), sm_count());
   }
   return items;
+}
+
+// USE_LENGTHS: four ranges to each CTA that fits, so that a long one at the end is a fourth of the time at most. No tile
+// has more than twice as many as it would need, but for those that sums need.
+template <class B> PlanArgs plan_args(const SdpaParams& p, const Items& items) {
+  const uint32_t heads = uint32_t(p.Hq / items.heads), tiles = uint32_t(items.count / heads);
+  const uint32_t ctas = 4 * uint32_t(most_resident_ctas<B>() * sm_count());
+  if (B::split_ctas == 1) return {tiles, 0, ctas};
+  const uint32_t least = uint32_t(max(B::split_ctas, int(shares(max(most_visible_keys(p), 1), most_keys_at_once))));
+  const uint32_t parts = (least > 1 ? 2 * least * tiles : 0) + (B::split_ctas == 0 ? 2 * shares(ctas, heads) : 0);
+  return {tiles + parts, parts, ctas};
 }
 
 // Items of a launch: all; or those of 32 CTAs to an SM, so that the partial results of long rows stay below 0.6 GB.
@@ -4700,6 +5008,11 @@ template <class B> int64_t items_at_once(const Items& items) {
 
 // For the queue or for the ranges; counters are zero again after every launch.
 template <class B> size_t workspace_bytes(const SdpaParams& p) {
+  if constexpr (B::use_lengths) {
+    const Items items = items_of<B>(p);
+    const PlanArgs plan = plan_args<B>(p, items);
+    return range_counter_bytes + plan_bytes(plan) + size_t(plan.parts) * (p.Hq / items.heads) * sizeof(RangePartial<B>);
+  }
   if (B::split_ctas == 1) return B::use_persistent_cta ? sizeof(uint32_t) : 0;
   const Items items = items_of<B>(p);
   const bool stores = items.ranges > 1 || merges_by_kernel<B>;
@@ -4749,9 +5062,16 @@ template <class B> SdpaStatus launch_kernel(const KernelArgs& a, uint32_t items,
     early.val.programmaticStreamSerializationAllowed = 1;
     launch.attrs = &early, launch.numAttrs = 1;
   }
+  if constexpr (B::use_lengths) {
+    cudaLaunchConfig_t plan = launch;
+    plan.gridDim = dim3(1), plan.blockDim = dim3(plan_threads), plan.dynamicSmemBytes = sizeof(PlanShared);
+    error = cudaLaunchKernelEx(&plan, sdpa_plan<B>, a);
+    if (error != cudaSuccess) return cuda_failure(error, "launching the plan");
+  }
   error = cudaLaunchKernelEx(&launch, kernel, a);
   if constexpr (merges_by_kernel<B>) {
     launch.gridDim = dim3(items * merge_ctas<B>), launch.blockDim = dim3(merge_threads);
+    if (B::use_lengths) launch.gridDim.x = min(launch.gridDim.x, 8 * uint32_t(sm_count()));
     launch.dynamicSmemBytes = 0;
     if (error == cudaSuccess) error = cudaLaunchKernelEx(&launch, sdpa_merge<B>, a);
   }
@@ -4783,6 +5103,16 @@ template <class B> SdpaStatus forward(const SdpaParams& p, cudaStream_t stream) 
     a.cap_scale = a.scale_log2 * ln2 / p.softcap, a.scale_log2 = p.softcap / ln2;
   }
   a.work_items = uint32_t(items.count);
+  if constexpr (B::use_lengths) {
+    const PlanArgs plan = plan_args<B>(p, items);
+    const uint64_t heads = p.Hq / items.heads, parts = plan.parts * heads;
+    if (plan.items * heads > most || (!merges_by_kernel<B> && parts > most_split_items)) {
+      return failure(refused, "%llu ranges of keys are over %u; split the batch", (unsigned long long)parts,
+                     most_split_items);
+    }
+    [&](auto& args) { args.plan = plan; }(a);
+    a.work_items = uint32_t(plan.items * heads);
+  }
   a.item_queries = Divisor(uint32_t(items.queries)), a.item_heads = items.heads;
   a.ranges = Divisor(uint32_t(items.ranges));
   const double kv_bytes = 2.0 * p.Sk * p.D * sizeof(Input);  // of a key head
@@ -4802,11 +5132,11 @@ template <class B> SdpaStatus forward(const SdpaParams& p, cudaStream_t stream) 
   if constexpr (merges_by_kernel<B>) {
     const int64_t at_once = items_at_once<B>(items);
     SdpaStatus status;
-    for (int64_t first = 0; first < items.count && status.ok(); first += at_once) {
+    for (int64_t first = 0; first < items.count && status.ok() && !B::use_lengths; first += at_once) {
       a.first_item = uint32_t(first);
       status = launch_kernel<B>(a, uint32_t(min(at_once, items.count - first)), stream);
     }
-    return status;
+    if (!B::use_lengths) return status;
   }
   return launch_kernel<B>(a, a.work_items, stream);
 }
@@ -4846,7 +5176,7 @@ SdpaStatus check_params(SdpaParams& p) {
     const char* name;
     int value, least;
   } sizes[] = {{"B", p.B, 0},   {"Hq", p.Hq, 0}, {"Hkv", p.Hkv, 0}, {"Sq", p.Sq, 0}, {"Sk", p.Sk, 0},
-               {"max_ctas", p.max_ctas, 0}, {"window_left", p.window_left, -1}, {"window_right", p.window_right, -1}};
+               {"max_ctas", p.max_ctas, 0}, {"most_keys", p.most_keys, 0}, {"window_left", p.window_left, -1}, {"window_right", p.window_right, -1}};
   for (const auto& of : sizes) {
     if (of.value >= of.least && of.value <= most_rows) continue;
     return failure(refused, "%s=%d is outside [%d, 10^9]%s", of.name, of.value, of.least,
@@ -4871,7 +5201,7 @@ SdpaStatus check_params(SdpaParams& p) {
   if (p.max_ctas > 0 && !Build::use_persistent_cta) {
     return failure(refused, "max_ctas=%d, but only builds with USE_PERSISTENT_CTA=1 take it; set it to 0", p.max_ctas);
   }
-  const char* const of_8bit = Build::is_8bit ? "" : "an 8-bit DTYPE";
+  const char *const of_8bit = Build::is_8bit ? "" : "an 8-bit DTYPE", *const of_lengths = Build::use_lengths ? "" : "USE_LENGTHS=1";
   const struct {
     const char *name, *of;  // the builds that have it, if not all
     const void* data;
@@ -4879,7 +5209,8 @@ SdpaStatus check_params(SdpaParams& p) {
   } pointers[] = {{"q_descale", of_8bit, p.q_descale.factor, 4}, {"k_descale", of_8bit, p.k_descale.factor, 4},
                   {"v_descale", of_8bit, p.v_descale.factor, 4}, {"workspace", "", p.workspace, 256},
                   {"sinks", Build::use_sinks ? "" : "USE_SINKS=1", p.sinks, 4},
-                  {"k_lengths", Build::use_lengths ? "" : "USE_LENGTHS=1", p.k_lengths, 4}, {"LSE", "", p.LSE, 4}};
+                  {"q_starts", of_lengths, p.q_starts, 4}, {"k_starts", of_lengths, p.k_starts, 4},
+                  {"k_lengths", of_lengths, p.k_lengths, 4}, {"LSE", "", p.LSE, 4}};
   for (const auto& pointer : pointers) {
     if (pointer.data && *pointer.of) {
       return failure(refused, "%s is for builds with %s; set it to null", pointer.name, pointer.of);
@@ -5148,7 +5479,7 @@ struct ItemKeys {
   double most, least, mean;
 };
 ItemKeys item_keys(const TunedTile& t, const SdpaParams& p) {
-  const KeyBounds bounds(p, p.Sk);
+  const KeyBounds bounds(p, p.Sq, p.Sk);
   const int round_keys = t.block_n * t.split_kv;
   const auto in_rounds = [&](int keys) { return double(shares(keys, round_keys)) * round_keys; };
   const auto seen_by = [&](int q) { return bounds.end(q) - bounds.begin(q); };
@@ -5172,7 +5503,7 @@ ItemKeys item_keys(const TunedTile& t, const SdpaParams& p) {
 // whole tile's time; with a mask warpgroups that take turns wait for each other at its edge.
 double clocks_of_key(const TunedTile& t, const SdpaParams& p) {
   const double clocks = t.block_m / t.scores_per_clock;
-  if (t.use_ping_pong && !KeyBounds(p, p.Sk).all()) return clocks * 1.07;
+  if (t.use_ping_pong && !KeyBounds(p, p.Sq, p.Sk).all()) return clocks * 1.07;
   if (!t.skip_masked) return clocks;
   const double used = 64.0 * shares(max(p.Sq, 1), 64) / shares(max(p.Sq, 1), t.block_m);
   return clocks * (0.5 + 0.5 * (used - 64) / (t.block_m - 64));
@@ -5221,7 +5552,7 @@ double tuned_clocks(const TunedTile& t, const SdpaParams& p, int sms) {
   }
   // K and V are read once, from L2 (below 52 MB) or from memory. Reading and computing overlap unless they take nearly
   // the same time: hence the sum of fourth powers.
-  const KeyBounds bounds(p, p.Sk);
+  const KeyBounds bounds(p, p.Sq, p.Sk);
   const int keys_read = bounds.end(p.Sq - 1) - bounds.begin(0);
   const double bytes = 2.0 * sizeof(Input) * p.D * keys_read * p.B * p.Hkv;
   const double read = bytes / sms / (bytes < 52e6 ? 22 : t.pack_gqa && !by_kernel ? 18 : 15);

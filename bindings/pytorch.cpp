@@ -61,7 +61,7 @@ static std::string why_not_with(int features, const Tensor& q, const Tensor& k, 
     if (x->device() != q.device()) return c10::str("tensors are on ", q.device(), " and ", x->device());
     if (x->dim() != 4) return c10::str("a tensor has ", x->dim(), " dimensions, not [B,H,S,D]");
     if (x->scalar_type() != q.scalar_type()) return "q, k and v have different dtypes";
-    if (x->size(0) != q.size(0) || x->size(3) != q.size(3)) return "q, k and v differ in B or D";
+    if (x->size(3) != q.size(3) || (!(features & lengths) && x->size(0) != q.size(0))) return "q, k and v differ in B or D";
   }
   if (q.scalar_type() != at::kHalf && q.scalar_type() != at::kBFloat16 &&
       !(takes_e4m3 && q.scalar_type() == at::kFloat8_e4m3fn)) {
@@ -141,13 +141,13 @@ static void free_of_dead_graphs() {
 static size_t workspace_bytes(const Line& line, const SdpaParams& p) {
   struct Sizes {
     decltype(Line::forward) line;
-    int64_t device, B, Hq, Hkv, Sq, Sk, causal, left, right, by;  // of 8 bytes: nothing between them for memcmp()
+    int64_t device, B, Hq, Hkv, Sq, Sk, causal, left, right, by, packs, most;  // of 8 bytes: nothing between them for memcmp()
     bool operator==(const Sizes& x) const { return memcmp(this, &x, sizeof x) == 0; }
   };
   thread_local Sizes last{};
   thread_local size_t bytes = 0;
   const Sizes now{line.forward,   c10::cuda::current_device(), p.B, p.Hq, p.Hkv, p.Sq, p.Sk, p.causal, p.window_left,
-                  p.window_right, p.window_alignment};
+                  p.window_right, p.window_alignment, (p.q_starts ? 1 : 0) + (p.k_starts ? 2 : 0), p.most_keys};
   if (!(now == last)) bytes = line.workspace_bytes(&p), last = now;
   return bytes;
 }
@@ -184,17 +184,19 @@ static Tensor empty_like(const Tensor& x, at::ScalarType dtype) {
 static SdpaStrides strides_of(const Tensor& x) { return {x.stride(0), x.stride(1), x.stride(2)}; }
 
 static int features_of(const SdpaParams& p) {
-  return (p.softcap != 0 ? softcap : 0) | (p.sinks ? sinks : 0) | (p.k_lengths ? lengths : 0);
+  const bool has_lengths = p.k_lengths || p.q_starts || p.k_starts;
+  return (p.softcap != 0 ? softcap : 0) | (p.sinks ? sinks : 0) | (has_lengths ? lengths : 0);
 }
 
 // O, LSE = attention(q, k, v), with p's mask, scale and the like. Returns why not, in one sentence; empty if it was
-// enqueued. Shapes have been checked.
+// enqueued. Shapes have been checked. p.B: sequences of packed tensors, else 0.
 static std::string launch(const Tensor& q, const Tensor& k, const Tensor& v, const Tensor& o, const Tensor& lse,
                           SdpaParams p) {
   const Line& line = line_for(q, features_of(p));
   p.Q = q.const_data_ptr(), p.K = k.const_data_ptr(), p.V = v.const_data_ptr(), p.O = o.mutable_data_ptr();
   p.LSE = static_cast<float*>(lse.mutable_data_ptr());
-  p.B = int(q.size(0)), p.Hq = int(q.size(1)), p.Hkv = int(k.size(1)), p.Sq = int(q.size(2)), p.Sk = int(k.size(2));
+  if (p.B == 0) p.B = int(q.size(0));
+  p.Hq = int(q.size(1)), p.Hkv = int(k.size(1)), p.Sq = int(q.size(2)), p.Sk = int(k.size(2));
   p.D = int(q.size(3));
   p.q = strides_of(q), p.k = strides_of(k), p.v = strides_of(v), p.o = strides_of(o);
   const cudaStream_t stream = c10::cuda::getCurrentCUDAStream();
@@ -261,21 +263,36 @@ static std::tuple<Tensor, Tensor> attention(const Tensor& q, const Tensor& k, co
                                             int64_t left, int64_t right, int64_t window_alignment, double scale,
                                             double cap, const OptionalTensor& q_descale,
                                             const OptionalTensor& k_descale, const OptionalTensor& v_descale,
-                                            const OptionalTensor& sink, const OptionalTensor& k_lengths) {
+                                            const OptionalTensor& sink, const OptionalTensor& k_lengths,
+                                            const OptionalTensor& q_starts, const OptionalTensor& k_starts,
+                                            int64_t most_keys) {
   const c10::cuda::CUDAGuard guard(q.device());
   const bool e4m3 = q.scalar_type() == at::kFloat8_e4m3fn;
   TORCH_CHECK(!(e4m3 && cap != 0), "sdpa.attention: e4m3 has no softcap");
   TORCH_CHECK(!sink || (sink->scalar_type() == at::kFloat && sink->device() == q.device() && sink->is_contiguous() &&
                         q.dim() == 4 && sink->sizes() == q.sizes().slice(1, 1)),
               "sdpa.attention: sinks is not a contiguous float32 tensor [Hq] beside q");
-  TORCH_CHECK(!k_lengths || (k_lengths->scalar_type() == at::kInt && k_lengths->device() == q.device() &&
-                             k_lengths->is_contiguous() && k_lengths->sizes() == q.sizes().slice(0, 1)),
-              "sdpa.attention: k_lengths is not a contiguous int32 tensor [B] beside q");
   SdpaParams p{};
+  int64_t B = q.size(0);
+  for (const OptionalTensor* starts : {&q_starts, &k_starts}) {
+    if (*starts) B = p.B = int((*starts)->numel() - 1);
+  }
+  // Its data, if x is a tensor [length] beside q; of starts `packed` has a batch of 1, else B.
+  const auto ints = [&](const char* name, const OptionalTensor& x, int64_t length, const Tensor& packed, bool packs) {
+    TORCH_CHECK(packed.size(0) == (packs ? 1 : B), "sdpa.attention: q or k has a batch of ", packed.size(0), ", not ",
+                packs ? 1 : B);
+    TORCH_CHECK(!x || (x->scalar_type() == at::kInt && x->device() == q.device() && x->is_contiguous() && x->dim() == 1 &&
+                       x->size(0) == length && B > 0),
+                "sdpa.attention: ", name, " is not a contiguous int32 tensor [", length, "] beside q");
+    return x ? x->const_data_ptr<int>() : nullptr;
+  };
+  p.q_starts = ints("q_starts", q_starts, B + 1, q, q_starts.has_value());
+  p.k_starts = ints("k_starts", k_starts, B + 1, k, k_starts.has_value());
+  p.k_lengths = ints("k_lengths", k_lengths, B, k, k_starts.has_value());
+  p.most_keys = int(most_keys);
   p.scale = float(scale), p.causal = int(causal), p.window_left = int(left), p.window_right = int(right);
   p.window_alignment = int(window_alignment), p.softcap = float(cap);
   p.sinks = sink ? sink->const_data_ptr<float>() : nullptr;
-  p.k_lengths = k_lengths ? k_lengths->const_data_ptr<int>() : nullptr;
   std::string why = why_not_with(features_of(p), q, k, v, true);
   TORCH_CHECK(why.empty(), "sdpa.attention: ", why);
   TORCH_CHECK(fit(q) && fit(k) && fit(v),

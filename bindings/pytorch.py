@@ -142,8 +142,8 @@ def glue():
 
 LIBRARY = torch.library.Library("sdpa", "DEF")
 LIBRARY.define("attention(Tensor q, Tensor k, Tensor v, int causal, int left, int right, int window_alignment, float scale, "
-               "float softcap, Tensor? q_descale, Tensor? k_descale, Tensor? v_descale, Tensor? sinks, Tensor? k_lengths) -> "
-               "(Tensor, Tensor)")
+               "float softcap, Tensor? q_descale, Tensor? k_descale, Tensor? v_descale, Tensor? sinks, Tensor? k_lengths, "
+               "Tensor? q_starts, Tensor? k_starts, int most_keys) -> (Tensor, Tensor)")
 LIBRARY.define("why_not(Tensor q, Tensor k, Tensor v, bool takes_e4m3) -> str")
 
 
@@ -165,7 +165,7 @@ first_call.library.impl("attention", first_call, "CUDA")
 
 def keep(ctx, inputs, output):
     q, k, v, ctx.causal, ctx.left, ctx.right, ctx.window_alignment, ctx.scale, softcap = inputs[:9]
-    ctx.has_none = bool(softcap) or any(x is not None for x in inputs[12:])
+    ctx.has_none = bool(softcap) or any(x is not None for x in inputs[12:16])
     ctx.save_for_backward(q, k, v, *output)
 
 
@@ -175,20 +175,20 @@ def backward(ctx, grad, _):
     Sq, Sk = q.shape[2], k.shape[2]
     limited, by = ctx.left >= 0 or ctx.right >= 0, ctx.window_alignment or ctx.causal
     if ctx.has_none or q.dtype == torch.float8_e4m3fn or (Sq != Sk and (ctx.causal == MASKS["tl"] or (limited and by != MASKS["br"]))):
-        raise NotImplementedError("no backward for e4m3, softcap, sinks and k_lengths, nor for top-left masks and windows with Sq != Sk")
+        raise NotImplementedError("no backward for e4m3, softcap, sinks and lengths, nor for top-left masks and windows with Sq != Sk")
     philox = torch.empty(2, dtype=torch.uint64, device=q.device)
     left, right = (Sk if limited and keys < 0 else keys for keys in (ctx.left, ctx.right))
     grads = torch.ops.aten._flash_attention_backward(
         *(x.transpose(1, 2) for x in (grad, q, k, v, o)), lse, None, None, Sq, Sk, 0.0, bool(ctx.causal), philox, philox[0],
         scale=ctx.scale or None, window_size_left=left, window_size_right=right)
-    return *(x.transpose(1, 2) for x in grads), *[None] * 11
+    return *(x.transpose(1, 2) for x in grads), *[None] * 14
 
 
 torch.library.register_autograd("sdpa::attention", backward, setup_context=keep)
 
 
 def attention(q, k, v, causal=None, window=(None, None), scale=None, q_descale=None, k_descale=None, v_descale=None,
-              return_lse=False, softcap=None, sinks=None, k_lengths=None):
+              return_lse=False, softcap=None, sinks=None, k_lengths=None, q_starts=None, k_starts=None, most_keys=0):
     """O = softmax(scale * q @ k.T) @ v, and its LSE [B,Hq,Sq] if asked for.
 
     q [B,Hq,Sq,D], k and v [B,Hkv,Sk,D]: CUDA tensors of one dtype (float16, bfloat16, float8_e4m3fn), D 64, 128 or 256, Hq a
@@ -196,8 +196,9 @@ def attention(q, k, v, causal=None, window=(None, None), scale=None, q_descale=N
     last key), "tl" (the first sees the first alone). window: how many keys a query sees before and after its own position, None
     for all; a third member "br" or "tl" says whose position that is (default: causal's, or "tl"). scale: 1/sqrt(D) by default.
     descales: float32, [B,H] or what expands to it; e4m3 only, whose O is float16. softcap: logits x become softcap *
-    tanh(x / softcap), by tanh.approx. sinks [Hq]: exp(sink) joins a row's sum and its LSE. k_lengths, int32 [B]: of its Sk keys a
-    sequence has so many, also for the mask; v must be finite in all of Sk. Raises for what no line takes.
+    tanh(x / softcap), by tanh.approx. sinks [Hq]: exp(sink) joins a row's sum and its LSE. Int32 tensors, read by the kernels: with
+    k_lengths [B] a sequence has so many of its Sk keys, also for the mask; with q_starts, k_starts [B+1] q, k and v have a batch of 1,
+    and sequence b the rows from starts[b] to starts[b+1]. most_keys: that a sequence has; 0: Sk. Raises for what no line takes.
     """
     left, right, by = *(-1 if keys is None else keys for keys in window[:2]), *(window[2:] or (None,))
     for mask in (causal, by):
@@ -206,7 +207,8 @@ def attention(q, k, v, causal=None, window=(None, None), scale=None, q_descale=N
     if not q.is_cuda:
         raise ValueError(f"sdpa.attention: q is on {q.device}; sdpa's kernels run on CUDA devices")
     out, lse = torch.ops.sdpa.attention(q, k, v, MASKS[causal], left, right, MASKS[by], scale or 0.0, softcap or 0.0, q_descale,
-                                        k_descale, v_descale, None if sinks is None else sinks.float().contiguous(), k_lengths)
+                                        k_descale, v_descale, None if sinks is None else sinks.float().contiguous(), k_lengths,
+                                        q_starts, k_starts, most_keys)
     return (out, lse) if return_lse else out
 
 

@@ -42,7 +42,11 @@ typedef struct SdpaParams {
   int window_alignment; /* whose position the window counts from: SDPA_CAUSAL_...; OFF: that of causal */
   float softcap;        /* lines with USE_SOFTCAP: logits x become softcap * tanh(x / softcap); 0: x */
   const float* sinks;   /* lines with USE_SINKS: [Hq], exp(sink) joins the sum of a row; or null */
-  const int* k_lengths; /* lines with USE_LENGTHS: [B], of its Sk keys a sequence has so many; or null: all */
+  /* Lines with USE_LENGTHS, in device memory, each or null. Sequence b has the rows from starts[b] to starts[b + 1] of Sq
+     or Sk in all; such tensors have a batch of 1, and LSE is [Hq,Sq]. O and LSE of rows of no sequence stay as they are. */
+  const int* k_lengths;             /* [B]: of its keys the first so many count */
+  const int *q_starts, *k_starts;   /* [B + 1] */
+  int most_keys;                    /* that a sequence has, later ones do not count; 0: Sk */
 } SdpaParams;
 
 struct CUstream_st; /* cudaStream_t is a pointer to it */

@@ -112,10 +112,28 @@ inline bool __all_sync(unsigned mask, bool predicate, SIMT_CALLER) {
   return simt::ballot(mask, predicate, at) == mask;
 }
 
-inline unsigned atomicAdd(unsigned* address, unsigned value, SIMT_CALLER) {
-  simt::check_global(address, sizeof *address, at);
-  simt::note_global_write(address, sizeof *address);
+namespace simt {
+// Of shared or of global memory.
+inline void check_atomic(const void* address, int bytes, Site at) {
+  if (size_t(static_cast<const unsigned char*>(address) - self->shared) < self->shared_bytes) {
+    return check_shared(address, bytes, at);
+  }
+  check_global(address, bytes, at);
+  note_global_write(address, bytes);
+}
+}  // namespace simt
+// They return the old value.
+template <class T> inline T atomicAdd(T* address, T value, SIMT_CALLER) {
+  simt::check_atomic(address, sizeof(T), at);
   return __atomic_fetch_add(address, value, __ATOMIC_RELAXED);
+}
+inline unsigned atomicMax(unsigned* address, unsigned value, SIMT_CALLER) {
+  simt::check_atomic(address, sizeof *address, at);
+  unsigned old = __atomic_load_n(address, __ATOMIC_RELAXED);
+  while (old < value &&
+         !__atomic_compare_exchange_n(address, &old, value, false, __ATOMIC_RELAXED, __ATOMIC_RELAXED)) {
+  }
+  return old;
 }
 // Counts up, after `last` from 0 again; returns the old value.
 namespace simt {

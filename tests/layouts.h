@@ -57,7 +57,7 @@ Placement place(const Problem& p, Tensor tensor) {
 
   const struct {
     int64_t size, stride;
-  } dims[] = {{S, at.strides.row}, {H, at.strides.head}, {p.B, at.strides.batch}};
+  } dims[] = {{S, at.strides.row}, {H, at.strides.head}, {batches_of(p, tensor), at.strides.batch}};
   at.span = D;
   for (int i = 0; i < 3; i++) {
     if (dims[i].size == 0) {  // no element

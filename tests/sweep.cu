@@ -329,7 +329,10 @@ template <class Draw> Problem draw_problem(const Draw& draw, const TunedTile& ti
   p.dist = reference::dists[draw(2) ? 0 : draw(int(reference::dists.size()))].name;
   // wgmma's sums of e4m3 products have 14 bits, which logits in the hundreds show.
   p.has_sinks = line.has_sinks && p.dist != "negative" && draw(4);
-  p.has_lengths = line.has_lengths && draw(4);
+  p.has_lengths = line.has_lengths && draw(2);
+  if (line.has_lengths && p.layout.compare(0, 3, "far") != 0 && draw(3)) {
+    p.packs_q = draw(2), p.packs_k = draw(2), p.B = 1 + draw(p.packs_q && p.packs_k ? 12 : 4);
+  }
   const bool far_from_0 = p.dist == "large" || p.dist == "negative";
   if (far_from_0 && line.is_wgmma && line.input == DType::e4m3) p.dist = "outliers";
   if (line.fp16_acc && p.dist != "nonfinite") p.dist = "normal";  // others go past 65504

@@ -203,10 +203,11 @@ TEST_CASE("reference") {
       p.causal = Causal(n / 900 % 3), p.window_alignment = Causal(n / 2700);
       reference::Problem of{1, 1, 1, p.Sq, p.Sk, 8, Mask(n / 900 % 3)};
       of.window_left = p.window_left, of.window_right = p.window_right, of.window_alignment = Mask(n / 2700);
-      const KeyBounds keys(p, p.Sk);
+      const KeyBounds keys(p, p.Sq, p.Sk);
       bool same = true;
       for (int q = 0; q < p.Sq; q++) {
-        const int begin = int(first_key(of, 0, q)), end = int(past_last_key(of, 0, q));
+        const int begin = int(first_key(of, sequence_of(of, 0), q));
+        const int end = int(past_last_key(of, sequence_of(of, 0), q));
         same &= begin == end ? keys.begin(q) == keys.end(q) : keys.begin(q) == begin && keys.end(q) == end;
       }
       right += same;
