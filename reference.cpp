@@ -73,7 +73,9 @@ inline uint64_t mix(
 enum class Tensor { Q, K, V, O };
 
 inline bool of_query(Tensor t) { return t == Tensor::Q || t == Tensor::O; }
-inline int batches_of(const Problem& p, Tensor t) { return (of_query(t) ? p.packs_q : p.packs_k) ? std::min(p.B, 1) : p.B; }
+inline int batches_of(const Problem& p, Tensor t) {
+  return (of_query(t) ? p.packs_q : p.packs_k) ? std::min(p.B, 1) : p.B;
+}
 inline size_t heads_of(const Problem& p, Tensor t) {  // of all batches
   return size_t(batches_of(p, t)) * (of_query(t) ? p.Hq : p.Hkv);
 }

@@ -262,8 +262,7 @@ struct Strides {  // in elements; a row's D elements are contiguous
   int64_t batch, head, row;
 };
 
-// Factors of 8-bit tensors: an element of head (b, h) stands for itself times factor[b * batch + h * head].
-// An element u of DTYPE=U8 itself is (u - 128) / 127 * 448.
+// Of 8-bit tensors: head (b, h) is to be multiplied by factor[b * batch + h * head]. U8 u is (u - 128) / 127 * 448.
 struct Descale {
   const float* factor = nullptr;  // in device memory, none negative; null: 1
   int64_t batch = 0, head = 0;    // strides, in floats
@@ -290,17 +289,13 @@ struct SdpaParams {
   Causal window_alignment = Causal::off;    // whose position the window counts from; off: that of `causal`
   float softcap = 0;                        // USE_SOFTCAP: logits x become softcap * tanh(x / softcap); 0: x
   const float* sinks = nullptr;             // USE_SINKS=1: [Hq] in device memory; exp(sink) joins a row's sum; or null
-  // USE_LENGTHS=1, in device memory, each or null. Sequence b has the rows from starts[b] to starts[b + 1] of Sq or Sk in
-  // all; such tensors have a batch of 1, and LSE is [Hq,Sq]. O and LSE of rows of no sequence stay as they are.
-  const int* k_lengths = nullptr;                      // [B]: of its keys the first so many count
-  const int *q_starts = nullptr, *k_starts = nullptr;  // [B + 1]
-  int most_keys = 0;                                   // that a sequence has, later ones do not count; 0: Sk
+  const int *k_lengths = nullptr, *q_starts = nullptr, *k_starts = nullptr;  // USE_LENGTHS=1: as struct Sequence has it
+  int most_keys = 0;                        // USE_LENGTHS=1: that a sequence has; 0: Sk
 };
 // A row that sees no key (or only keys of logit -inf) gives O = 0 and LSE = -inf or its sink. NaN and inf come out as
-// the formula has them, but whether NaN or inf in V at a masked key reaches the row (as 0 * inf = NaN) is open, since
-// kernels multiply whole tiles. Logits may have any finite value that a float can hold. The sums of P @ V are floats
-// too and divided by the row sum of P last, so that a row comes out right while that sum, which is at most 2^12 * Sk,
-// times max|V| stays below 3.4e38 (with DTYPE=BF16 and V beyond 1e30 it may not).
+// the formula has them; those of V at a masked key may reach the row (0 * inf is NaN): kernels multiply whole tiles.
+// Logits may be any finite float. P @ V is summed in floats and divided by the row sum of P last: a row comes out right
+// while that sum, at most 2^12 * Sk, times max|V| stays below 3.4e38 (with DTYPE=BF16 and V beyond 1e30 it may not).
 
 struct SdpaStatus {
   cudaError_t code = cudaSuccess;  // cudaErrorInvalidValue: the problem was refused
@@ -341,10 +336,15 @@ struct TensorView {  // Q, K, V or O
     int64_t& stride;
   } dims[3];
 };
+// Of a tensor with these strides; packed sequences have one.
+int batches_of(const SdpaParams& p, const Strides& s) {
+  if (Build::use_lengths && (&s == &p.q || &s == &p.o ? p.q_starts : p.k_starts)) return min(p.B, 1);
+  return p.B;
+}
 std::array<TensorView, 4> tensors_of(SdpaParams& p) {
   constexpr int in = sizeof(Input), out = sizeof(Output);
   const auto view = [&](const char* name, const void* data, Strides& s, int H, int S, int bytes, bool written) {
-    const int B = (&s == &p.q || &s == &p.o ? p.q_starts : p.k_starts) ? min(p.B, 1) : p.B;
+    const int B = batches_of(p, s);
     return TensorView{name, data, bytes, written, {{"row", S, s.row}, {"head", H, s.head}, {"batch", B, s.batch}}};
   };
   return {{view("Q", p.Q, p.q, p.Hq, p.Sq, in, false), view("K", p.K, p.k, p.Hkv, p.Sk, in, false),
@@ -379,8 +379,8 @@ struct KeyBounds {
 // The most keys that a query of the problem sees.
 int most_visible_keys(const SdpaParams& p) {
   const KeyBounds bounds(p, p.Sq, p.Sk);
-  const int most = max(min(bounds.end(p.Sq - 1), bounds.to - bounds.from), 0);
-  return p.most_keys > 0 ? min(most, p.most_keys) : most;
+  const int most = Build::use_lengths && p.most_keys > 0 ? min(p.most_keys, p.Sk) : bounds.end(p.Sq - 1);
+  return max(min(most, bounds.to - bounds.from), 0);
 }
 
 // KeyBounds of tiles of ROWS queries from q on and KEYS keys from k0 on, some perhaps past the end: limits of k0 - q.
@@ -404,7 +404,10 @@ struct TileBounds {
 };
 
 struct TileItem { int b, h, q0; };  // one tile of O: rows [q0, q0 + BLOCK_M) of head h in batch b
-// USE_LENGTHS: where a sequence is in the tensors, and how many rows it has there.
+// USE_LENGTHS: where a sequence is in the tensors, and how many rows it has there. With starts [B + 1], sequence b has
+// the rows from starts[b] to starts[b + 1] of all Sq of Q and O, or Sk of K and V; such tensors have a batch of 1, and LSE
+// is [Hq,Sq]. Rows of no sequence are not written. Of a sequence's keys the first k_lengths[b] count, [B], and no more
+// than most_keys. All are in device memory; what is not within the tensors is cut off.
 struct Sequence {
   int q_row, k_row, Sq, Sk;
 
@@ -448,8 +451,7 @@ struct PlanArgs {  // USE_LENGTHS: what there is room for in the workspace, and 
   uint32_t items, parts, ctas;
 };
 struct KernelArgs {  // SdpaParams with what every CTA would otherwise compute again
-  // The fields that locate an item: together they cost one miss of the constant cache. Rounds over all keys, at least
-  // 1, if there is no mask; else 0.
+  // First what locates an item: one miss of the constant cache. Rounds over all keys, 1 or more, if no mask; else 0.
   alignas(64) int unmasked_rounds;
   uint32_t work_items;     // B * q_heads * q_blocks
   Divisor q_blocks;        // ceil(Sq / BLOCK_M), or with PACK_GQA of item_queries
@@ -466,13 +468,11 @@ struct KernelArgs {  // SdpaParams with what every CTA would otherwise compute a
   SdpaParams p;
   uint32_t first_item = 0;  // merges_by_kernel: of the launch
   float cap_scale = 0;      // softcap: S is tanh(Q @ K.T * cap_scale); 0: Q @ K.T
-  std::conditional_t<Build::use_lengths, PlanArgs, Nothing> plan;
   std::conditional_t<is_wgmma, TensorMaps, Nothing> maps;
+  std::conditional_t<Build::use_lengths, PlanArgs, Nothing> plan;
 
-  KernelArgs(const SdpaParams& problem, int rows, int keys_of_tile)
-      : tiles({problem, problem.Sq, problem.Sk}, rows, keys_of_tile),
-        keys(problem, problem.Sq, problem.Sk),
-        p(problem) {}
+  KernelArgs(const SdpaParams& of, int rows, int keys_of_tile)
+      : tiles({of, of.Sq, of.Sk}, rows, keys_of_tile), keys(of, of.Sq, of.Sk), p(of) {}
 };
 
 // SPLIT_CTAS: the workspace has for each item a counter of stored partial results, and after all counters the results.
@@ -485,8 +485,7 @@ template <class B> struct alignas(256) RangePartial {
 };
 
 // ==== 3 PTX ======================================================================================
-// One function per instruction, named after it, with no policy inside. Pointers into shared memory
-// are generic pointers; the functions convert them.
+// One function per instruction, named after it, without policy. They convert the generic pointers to shared memory.
 
 #ifdef SDPA_SIMT
 #include "simt/ptx.h"
@@ -1153,9 +1152,7 @@ template <class B> __device__ __forceinline__ WorkItem row_item(const KernelArgs
   return one;
 }
 
-// ---- where the rows of an item are ----
-// Queries q and keys k of an item are rows of the tensors, with USE_LENGTHS those of its sequence.
-
+// Queries q and keys k of an item as rows of the tensors; with USE_LENGTHS they count from its sequence's first one.
 template <class B, class Item> __device__ __forceinline__ int q_row(const Item& item, int q) {
   if constexpr (B::use_lengths) return item.own.q_row + q;
   return q;
@@ -1444,8 +1441,7 @@ __device__ __forceinline__ float with_sink(float m, float l, const KernelArgs& a
 template <class B>
 __device__ __forceinline__ void store_lse(float m, float l, const KernelArgs& a, const WorkItem& item, int q) {
   if (a.p.LSE) {
-    const int b = batch_of<B>(a.p.q_starts, item.b);
-    const int64_t row = (static_cast<int64_t>(b) * a.p.Hq + item.h) * a.p.Sq + q_row<B>(item, q);
+    const int64_t row = (int64_t(batch_of<B>(a.p.q_starts, item.b)) * a.p.Hq + item.h) * a.p.Sq + q_row<B>(item, q);
     if (B::use_sinks) l = with_sink<B>(m, l, a, item);
     float lse = fmaf(finite_max(m), item_scale_log2<B>(a, item) * ln2, ln2 * (lg2_approx_ftz(l) - p_log2<B>));
     if (B::use_sinks) lse = max_nan(lse, sink_of<B>(a, item));
@@ -1535,8 +1531,8 @@ __device__ __forceinline__ void store_whole(const View& O, const float (&m)[View
   }
 }
 
-// In the workspace, behind the counters: how many items; how many first ranges of those that have several, whose numbers
-// follow the items; the queue.
+// In the workspace, behind the counters: how many items; how many first ranges of those that have several, whose
+// numbers follow the items; the queue.
 struct Plan { uint32_t count, merges, drawn, unused; };
 __host__ __device__ constexpr size_t plan_bytes(const PlanArgs& plan) {
   return 256 + shares(plan.items * (sizeof(PlannedItem) + sizeof(uint32_t)), 256) * 256;
@@ -1579,12 +1575,16 @@ template <class B, class Item> __device__ __forceinline__ uint32_t range_count(c
 
 // The partial results of all CTAs in the workspace.
 template <class B> __device__ __forceinline__ RangePartial<B>* range_partials(const KernelArgs& a) {
-  return reinterpret_cast<RangePartial<B>*>(static_cast<unsigned char*>(a.p.workspace) + behind_plan<B>(a, range_counter_bytes));
+  unsigned char* const counters = static_cast<unsigned char*>(a.p.workspace);
+  return reinterpret_cast<RangePartial<B>*>(counters + behind_plan<B>(a, range_counter_bytes));
 }
-// Stores O, m and l of the CTA's range of keys in the workspace.
+// Stores O, m and l of the CTA's range of keys in the workspace; O / l where USE_LENGTHS has planned one range.
 template <class B, class View>
 __device__ __forceinline__ void store_range(const View& O, const float (&m)[View::ROWS], const float (&l)[View::ROWS],
                                             const KernelArgs& a, const WorkItem& item) {
+  if constexpr (B::use_lengths) {
+    if (range_count<B>(item, 0) == 1) return store_whole<B>(O, m, l, a, item);
+  }
   constexpr int width = View::RUN < 4 ? View::RUN : 4;
   RangePartial<B>& mine = range_partials<B>(a)[part_of<B>(item, blockIdx.x)];
   SDPA_UNROLL for (int i = 0; i < View::ROWS; i++) {
@@ -1596,16 +1596,14 @@ __device__ __forceinline__ void store_range(const View& O, const float (&m)[View
     if (O.col(0) == 0) st_global(&mine.m_l[O.row(i)], float2{m[i], l[i]});
   }
 }
-// What the CTA's keys give: O / l, or where they are a range of them the partial result.
+// What the CTA's keys give: O / l, or with SPLIT_CTAS the partial result.
 template <class B, class View>
 __device__ __forceinline__ void store_sums(const View& O, const float (&m)[View::ROWS], const float (&l)[View::ROWS],
                                            const KernelArgs& a, const WorkItem& item) {
-  if constexpr (B::split_ctas == 1) {
-    store_output<B>(O, m, l, a, item);
-  } else if (range_count<B>(item, 0) == 1) {
-    store_whole<B>(O, m, l, a, item);
-  } else {
+  if constexpr (B::split_ctas != 1) {
     store_range<B>(O, m, l, a, item);
+  } else {
+    store_output<B>(O, m, l, a, item);
   }
 }
 
@@ -1723,11 +1721,6 @@ template <class B> __device__ __forceinline__ WorkItem item_of_plan(const Kernel
   if (number >= plan_of(a).count) return {};
   return planned_item<B>(a, number, int(a.q_heads.remainder(i)));
 }
-// The counter of a queue of items, which is 0 before a launch.
-template <class B> __device__ __forceinline__ uint32_t* queue_of(const KernelArgs& a) {
-  if constexpr (B::use_lengths) return &plan_of(a).drawn;
-  return static_cast<uint32_t*>(a.p.workspace);
-}
 
 // Item number -> tile. Without a mask the q-blocks of a head follow each other and share its K and V in L2. With one,
 // the longest rows come first, so that no long tile starts last; of all heads, or of as many as L2 has K and V of.
@@ -1791,13 +1784,22 @@ __device__ __forceinline__ void wait_then_let_next_kernel_start() {
 
 // ---- the kernel that plans items (USE_LENGTHS) ----
 
+// Rounds that are summed in one accumulator.
+template <class B> __host__ __device__ __forceinline__ int rounds_at_once() {
+  return max(most_keys_at_once / (B::split_kv * B::block_n), 1);
+}
+// Whether warpgroups without rows leave the others alone; see wgmma_may_pass.
+template <class B>
+constexpr bool rows_may_pass = B::family == Family::wgmma && B::use_warp_specialization && B::split_kv == 1 &&
+                               !B::use_ping_pong && B::split_ctas == 1;
+
 // By one CTA. Items are sorted into classes, by the rounds of tiles that they take.
 constexpr int plan_threads = 1024, plan_classes = 256;
 struct PlanShared {
   unsigned long long rounds;  // of all items
   uint32_t most_rounds;       // of one
   uint32_t parts, count, merges;
-  uint32_t first[plan_classes];  // item of the class
+  uint32_t count_of[plan_classes], first[plan_classes];  // items of a class, and the first of them
 };
 template <class B> __global__ void __launch_bounds__(plan_threads) sdpa_plan(const __grid_constant__ KernelArgs a) {
   PlanShared& s = dynamic_shared<PlanShared>();
@@ -1805,65 +1807,74 @@ template <class B> __global__ void __launch_bounds__(plan_threads) sdpa_plan(con
   const int tid = threadIdx.x, queries = queries_of_item<B>(a);
   if constexpr (B::family == Family::wgmma) wait_then_let_next_kernel_start();
   if (tid == 0) s.rounds = 0, s.most_rounds = 0, s.parts = 0, s.merges = 0;
-  if (tid < plan_classes) s.first[tid] = 0;
+  if (tid < plan_classes) s.count_of[tid] = 0;
   __syncthreads();  // hazard: cleared by one thread
-  // use(b, sequence, q0, keys) for every tile, a sequence by a warp
+  // use(b, sequence, q0, keys) for every tile, a sequence by a warp, its last rows first. With a mask the first tile is
+  // the one that is not full, since it has less to do.
   const auto each_tile = [&](const auto& use) {
     for (int b = tid / 32; b < a.p.B; b += plan_threads / 32) {
       const Sequence own(a.p, b);
       const KeyBounds bounds(a.p, own.Sq, own.Sk);
-      for (int q0 = tid % 32 * queries; q0 < own.Sq; q0 += 32 * queries) {
-        use(b, own, q0, bounds.of_rows(q0, min(q0 + queries, own.Sq) - 1));
+      const int tiles = shares(own.Sq, queries);
+      const int early = rows_may_pass<B> && !bounds.all() ? (tiles * queries - own.Sq) / 64 * 64 : 0;
+      for (int i = tiles - 1 - tid % 32; i >= 0; i -= 32) {
+        const int q0 = i * queries - early;
+        use(b, own, q0, bounds.of_rows(max(q0, 0), min(q0 + queries, own.Sq) - 1));
       }
     }
   };
-  const auto rounds_of = [](const KeyRange& keys) { return uint32_t(max(shares(keys.end - keys.begin, round_keys), 0)); };
-  each_tile([&](int, const Sequence&, int, const KeyRange& keys) {
-    atomicAdd(&s.rounds, (unsigned long long)rounds_of(keys)), atomicMax(&s.most_rounds, rounds_of(keys));
+  const auto rounds_of = [](const KeyRange& keys) {
+    return uint32_t(max(shares(keys.end - keys.begin, round_keys), 0));
+  };
+  each_tile([&](int, const Sequence& own, int, const KeyRange& keys) {
+    atomicAdd(&s.rounds, (unsigned long long)rounds_of(keys)), atomicMax(&s.most_rounds, rounds_of({0, own.Sk}));
   });
   __syncthreads();  // hazard: counted by all threads
 
   // Rounds of a range at most, if their number is free; and how many ranges a tile has.
   const uint32_t least = max(1, 256 * 1024 / int(round_keys * B::head_dim * sizeof(Input) * 2));
-  const uint32_t most = uint32_t(max(most_keys_at_once / round_keys, 1));
+  const uint32_t most = uint32_t(rounds_at_once<B>());
   const uint32_t even = uint32_t(s.rounds * a.q_heads.divisor / plan_room<B>(a).ctas) + 1;
   const uint32_t limit = B::split_ctas == 1 ? 0xffffffff : min(max(even, least), most);
   const auto ranges_of_tile = [&](uint32_t rounds) {
     return max(shares(rounds, limit), B::split_ctas > 1 ? uint32_t(B::split_ctas) : 1u);
   };
-  const uint32_t longest = max(shares(s.most_rounds, ranges_of_tile(s.most_rounds)), 1u);
-  const auto class_of = [&](uint32_t rounds, uint32_t ranges) {
-    return plan_classes - 1 - min(uint32_t(uint64_t(shares(rounds, ranges)) * (plan_classes - 1) / longest), plan_classes - 1u);
+  // By the rounds of a range; or of the sequence, so that its tiles follow each other while L2 has its K and V.
+  const uint32_t longest = max(min(s.most_rounds, limit), 1u);
+  const auto class_of = [&](const Sequence& own, uint32_t rounds, uint32_t ranges) {
+    const uint32_t cost = B::split_ctas == 1 ? rounds_of({0, own.Sk}) : shares(rounds, ranges);
+    return plan_classes - 1 - int(uint64_t(cost) * (plan_classes - 1) / longest);
   };
-  each_tile([&](int, const Sequence&, int, const KeyRange& keys) {
+  each_tile([&](int, const Sequence& own, int, const KeyRange& keys) {
     const uint32_t rounds = rounds_of(keys), ranges = ranges_of_tile(rounds);
-    atomicAdd(&s.first[class_of(rounds, ranges)], ranges);
+    atomicAdd(&s.count_of[class_of(own, rounds, ranges)], ranges);
   });
   __syncthreads();  // hazard: counted by all threads
-  if (tid == 0) {
-    uint32_t first = 0;
-    for (uint32_t& count : s.first) first += count, count = first - count;
+  if (tid <= plan_classes) {
+    uint32_t before = 0;
+    for (int n = 0; n < tid; n++) before += s.count_of[n];
+    if (tid < plan_classes) s.first[tid] = before;
     // There is no room for starts that go backwards, by which rows would be those of many sequences.
-    s.count = first <= plan_room<B>(a).items ? first : 0;
+    if (tid == plan_classes) s.count = before <= plan_room<B>(a).items ? before : 0;
   }
-  __syncthreads();  // hazard: summed by thread 0
+  __syncthreads();  // hazard: summed by those threads
   PlannedItem* const items = planned_items(a);
   uint32_t* const merges = reinterpret_cast<uint32_t*>(items + plan_room<B>(a).items);
   each_tile([&](int b, const Sequence& own, int q0, const KeyRange& keys) {
     const uint32_t rounds = rounds_of(keys), ranges = ranges_of_tile(rounds);
-    const uint32_t first = atomicAdd(&s.first[class_of(rounds, ranges)], ranges);
     const uint32_t part = ranges > 1 ? atomicAdd(&s.parts, ranges) : 0;
-    if (first + ranges > plan_room<B>(a).items) return;
-    if (ranges > 1) st_global(merges + atomicAdd(&s.merges, 1u), first);
     const uint32_t each = rounds / ranges, rest = rounds % ranges;  // so many have one round more
-    for (uint32_t range = 0; range < ranges; range++) {
+    for (uint32_t range = 0; range < ranges; range++) {  // a warp's tiles of the same keys follow each other
+      const uint32_t number = atomicAdd(&s.first[class_of(own, rounds, ranges)], 1u);
+      if (number >= plan_room<B>(a).items) return;
+      if (ranges > 1 && range == 0) st_global(merges + atomicAdd(&s.merges, 1u), number);
       const int begin = keys.begin + int(each * range + min(range, rest)) * round_keys;
       const int end = begin + int(each + (range < rest)) * round_keys;
       const PlannedItem item{b, 0, q0, own, {begin, min(end, keys.end)}, int(range), int(ranges), int(part)};
       uint4 words[sizeof item / 16];
       memcpy(words, &item, sizeof item);
       for (int i = 0; i < int(sizeof item / 16); i++) {
-        st_global(reinterpret_cast<uint4*>(items + first + range) + i, words[i]);
+        st_global(reinterpret_cast<uint4*>(items + number) + i, words[i]);
       }
     }
   });
@@ -1921,9 +1932,8 @@ template <class B> struct ItemTiles {
     const int h_kv = item.h / (p.Hq / p.Hkv);
     keys = keys_of_cta<B>(a, mask, item);
     first_key = keys.begin + group * B::block_n;
-    const int row = k_row<B>(item, first_key);
-    K_g = mine.first(p.K + item.b * p.k.batch + h_kv * p.k.head + row * p.k.row, p.k.row);
-    V_g = mine.first(p.V + item.b * p.v.batch + h_kv * p.v.head + row * p.v.row, p.v.row);
+    K_g = mine.first(p.K + item.b * p.k.batch + h_kv * p.k.head + k_row<B>(item, first_key) * p.k.row, p.k.row);
+    V_g = mine.first(p.V + item.b * p.v.batch + h_kv * p.v.head + k_row<B>(item, first_key) * p.v.row, p.v.row);
   }
   // ROWS query rows of the item from first_row on, to Q_s, by nthreads threads.
   template <int ROWS>
@@ -3079,7 +3089,7 @@ constexpr uint64_t evict_first = 0x12f0000000000000, evict_last = 0x14f000000000
 template <class B>
 constexpr bool stores_by_tma = B::path == Path::wgmma_roles && B::split_kv == 1 && B::split_ctas == 1;
 
-// USE_LENGTHS: whether a warpgroup's rows, from query q on, are not all of the item's sequence. TMA would store the others.
+// USE_LENGTHS: whether a warpgroup's rows, from query q on, are not all of the sequence. TMA would store the others.
 template <class B, class Item> __device__ __forceinline__ bool stored_by_warps(const Item& item, int q) {
   if constexpr (B::use_lengths) return q + 64 > item.own.Sq;
   return false;
@@ -3099,7 +3109,8 @@ template <class B> __device__ __forceinline__ int first_key_of(const WgmmaItem& 
 }
 
 // USE_LENGTHS: item number i of the plan, in one round at least if it is not a range.
-template <class B, class Item = WgmmaItem> __device__ __forceinline__ Item planned_wgmma_item(const KernelArgs& a, uint32_t i) {
+template <class B, class Item = WgmmaItem>
+__device__ __forceinline__ Item planned_wgmma_item(const KernelArgs& a, uint32_t i) {
   Item item;
   static_cast<WorkItem&>(item) = work_item<B>(a, i);
   item.first_key = item.keys.begin, item.h_kv = int(a.q_heads_per_kv.divide(item.h));
@@ -3522,7 +3533,7 @@ template <class B, class Shared> struct WgmmaProducer {
   // by start(item), is a loader as well.
   template <class V, class Start>
   __device__ __forceinline__ void load_items(int role, int slice, V& v, bool starts, const Start& start) {
-    uint32_t* const counter = queue_of<B>(a);
+    uint32_t* const counter = B::use_lengths ? &plan_of(a).drawn : static_cast<uint32_t*>(a.p.workspace);
     auto& t = s.slice[slice];
     WgmmaItem item = find_item(item_number_of_cta<B>(a));
     griddepcontrol_wait();  // the kernel before this one has ended, and its writes are visible
@@ -4029,9 +4040,8 @@ template <class B> struct Wgmma16Consumer : WgmmaConsumer<B, WgmmaShared<B>> {
     clear_empty_rows(O, rows.l);
     SDPA_UNROLL for (int i = 0; i < 2; i++) {
       const int row = rows.q + first_row + int(lane) / 4 + 8 * i;
-      if (lane % 4 == 0 && row < queries_of<B>(s.item[stage], a.p.Sq)) {
-        store_lse<B>(rows.m[i], rows.l[i], a, s.item[stage], row);
-      }
+      const bool stores = lane % 4 == 0 && row < queries_of<B>(s.item[stage], a.p.Sq);
+      if (stores) store_lse<B>(rows.m[i], rows.l[i], a, s.item[stage], row);
     }
     SDPA_UNROLL for (int n = 0; n < B::head_dim / 16; n++) {
       WgmmaAccumulator<16> part;
@@ -4087,7 +4097,7 @@ template <class B> struct Wgmma16Consumer : WgmmaConsumer<B, WgmmaShared<B>> {
     const int thread = int(threadIdx.x) - B::producer_threads;
     if (s.item[0].rounds == 0) rows.start(), clear(rows.O);
     rows.O.first_row = thread / 32 * 16 + lane / 4, rows.O.first_col = lane % 4 * 2;
-    store_sums<B>(rows.O, rows.m, rows.l, a, s.item[0]);
+    store_range<B>(rows.O, rows.m, rows.l, a, s.item[0]);
   }
   __device__ __forceinline__ void run() {
     const auto compute = [&](const WgmmaTurns<B>& turns) {
@@ -4970,8 +4980,8 @@ int packed_heads(const SdpaParams& p, int block_m) {
 
 // How a problem is cut into items, in one range.
 Items items_of_tile(const SdpaParams& p, int heads, int queries) {
-  const int64_t tiles = p.q_starts ? p.B + int64_t(shares(p.Sq, queries)) : int64_t(p.B) * shares(p.Sq, queries);
-  return {heads, queries, tiles * (p.Hq / heads)};
+  if (Build::use_lengths && p.q_starts) return {heads, queries, int64_t(p.Hq / heads) * (p.B + shares(p.Sq, queries))};
+  return {heads, queries, int64_t(p.B) * (p.Hq / heads) * shares(p.Sq, queries)};
 }
 Items items_of_packed_tile(const SdpaParams& p, int block_m) {
   const int heads = packed_heads(p, block_m);
@@ -4989,13 +4999,14 @@ template <class B> Items items_of(const SdpaParams& p) {
   return items;
 }
 
-// USE_LENGTHS: four ranges to each CTA that fits, so that a long one at the end is a fourth of the time at most. No tile
-// has more than twice as many as it would need, but for those that sums need.
+// USE_LENGTHS: four ranges to each CTA that fits, so that the last one is a fourth of the time at most. Tiles that have
+// several have twice as many as that at most, but for those that sums need.
 template <class B> PlanArgs plan_args(const SdpaParams& p, const Items& items) {
   const uint32_t heads = uint32_t(p.Hq / items.heads), tiles = uint32_t(items.count / heads);
   const uint32_t ctas = 4 * uint32_t(most_resident_ctas<B>() * sm_count());
   if (B::split_ctas == 1) return {tiles, 0, ctas};
-  const uint32_t least = uint32_t(max(B::split_ctas, int(shares(max(most_visible_keys(p), 1), most_keys_at_once))));
+  const int rounds = int(shares(max(most_visible_keys(p), 1), B::split_kv * B::block_n));
+  const uint32_t least = uint32_t(max(B::split_ctas, int(shares(rounds, rounds_at_once<B>()))));
   const uint32_t parts = (least > 1 ? 2 * least * tiles : 0) + (B::split_ctas == 0 ? 2 * shares(ctas, heads) : 0);
   return {tiles + parts, parts, ctas};
 }
@@ -5176,7 +5187,7 @@ SdpaStatus check_params(SdpaParams& p) {
     const char* name;
     int value, least;
   } sizes[] = {{"B", p.B, 0},   {"Hq", p.Hq, 0}, {"Hkv", p.Hkv, 0}, {"Sq", p.Sq, 0}, {"Sk", p.Sk, 0},
-               {"max_ctas", p.max_ctas, 0}, {"most_keys", p.most_keys, 0}, {"window_left", p.window_left, -1}, {"window_right", p.window_right, -1}};
+               {"max_ctas", p.max_ctas, 0}, {"window_left", p.window_left, -1}, {"window_right", p.window_right, -1}};
   for (const auto& of : sizes) {
     if (of.value >= of.least && of.value <= most_rows) continue;
     return failure(refused, "%s=%d is outside [%d, 10^9]%s", of.name, of.value, of.least,
@@ -5201,7 +5212,8 @@ SdpaStatus check_params(SdpaParams& p) {
   if (p.max_ctas > 0 && !Build::use_persistent_cta) {
     return failure(refused, "max_ctas=%d, but only builds with USE_PERSISTENT_CTA=1 take it; set it to 0", p.max_ctas);
   }
-  const char *const of_8bit = Build::is_8bit ? "" : "an 8-bit DTYPE", *const of_lengths = Build::use_lengths ? "" : "USE_LENGTHS=1";
+  const char* const of_8bit = Build::is_8bit ? "" : "an 8-bit DTYPE";
+  const char* const of_lengths = Build::use_lengths ? "" : "USE_LENGTHS=1";
   const struct {
     const char *name, *of;  // the builds that have it, if not all
     const void* data;
@@ -5561,6 +5573,15 @@ double tuned_clocks(const TunedTile& t, const SdpaParams& p, int sms) {
   return start + std::sqrt(std::hypot(work * work, read * read));
 }
 
+// USE_LENGTHS: the problem if all sequences were alike, since the host does not know them. With k_lengths one of them
+// may be most of the work, which takes a tile with ranges.
+SdpaParams of_equal_lengths(SdpaParams p) {
+  if (p.q_starts && p.B > 0) p.Sq = shares(p.Sq, p.B);
+  if (p.k_starts && p.B > 0) p.Sk = shares(p.Sk, p.B);
+  p.q_starts = p.k_starts = nullptr;
+  return p;
+}
+
 // The row of the quickest tile for the problem. Not by max_ctas, on which no bit of the result may depend.
 int choose_tile(const SdpaParams& p) {
   const int sms = sm_count();
@@ -5568,7 +5589,8 @@ int choose_tile(const SdpaParams& p) {
   double best_clocks = 0;
   for (int n = next_tile(0); n < TUNED_TILES.count; n = next_tile(n + 1)) {
     const TunedTile& t = TUNED_TILES.first[n];
-    double clocks = tuned_clocks(t, p, sms);
+    double clocks = tuned_clocks(t, Build::use_lengths ? of_equal_lengths(p) : p, sms);
+    if (Build::use_lengths && t.split_ctas == 1 && p.k_lengths) clocks *= 1e6;
     if (t.split_ctas == 1 && !t.swap_ab && most_visible_keys(p) > most_keys_at_once) clocks *= 1e9;  // its sums end
     if (best < 0 || clocks < best_clocks) best = n, best_clocks = clocks;
   }

@@ -47,15 +47,13 @@ def line_of(capability, dtype, D):
 
 def knobs_of(name):
     """{knob: value} of a line of configs.txt."""
-    text = pathlib.Path(ROOT, "configs.txt").read_text()
-    lines = dict(re.findall(r"^(\w+)[ \t]*(.*?)[ \t]*(?:#.*)?$", text, re.MULTILINE))
+    lines = dict(re.findall(r"^(\w+)[ \t]*(.*?)[ \t]*(?:#.*)?$", pathlib.Path(ROOT, "configs.txt").read_text(), re.MULTILINE))
     base, words = re.match(r"(?::\s*(\w+))?(.*)", lines[name]).groups()
     return {**(knobs_of(base) if base else {}), **dict(re.findall(r"\b([A-Z]\w*)=(\S+)", words))}
 
 
 def nvcc():
-    home = os.path.join(os.environ.get("CUDA_HOME", "/usr/local/cuda"), "bin", "nvcc")
-    found = shutil.which("nvcc") or (home if os.path.exists(home) else None)
+    found = shutil.which("nvcc") or shutil.which("nvcc", path=os.path.join(os.environ.get("CUDA_HOME", "/usr/local/cuda"), "bin"))
     if not found:
         raise Unavailable("nvcc is missing; install the CUDA Toolkit 12.4 or newer, or put its bin folder on PATH")
     return found
@@ -196,9 +194,9 @@ def attention(q, k, v, causal=None, window=(None, None), scale=None, q_descale=N
     last key), "tl" (the first sees the first alone). window: how many keys a query sees before and after its own position, None
     for all; a third member "br" or "tl" says whose position that is (default: causal's, or "tl"). scale: 1/sqrt(D) by default.
     descales: float32, [B,H] or what expands to it; e4m3 only, whose O is float16. softcap: logits x become softcap *
-    tanh(x / softcap), by tanh.approx. sinks [Hq]: exp(sink) joins a row's sum and its LSE. Int32 tensors, read by the kernels: with
-    k_lengths [B] a sequence has so many of its Sk keys, also for the mask; with q_starts, k_starts [B+1] q, k and v have a batch of 1,
-    and sequence b the rows from starts[b] to starts[b+1]. most_keys: that a sequence has; 0: Sk. Raises for what no line takes.
+    tanh(x / softcap), by tanh.approx. sinks [Hq]: exp(sink) joins a row's sum and its LSE. Read by the kernels, int32: k_lengths [B],
+    of its keys a sequence has the first so many, also for the mask; q_starts, k_starts [B+1], sequence b has the rows from starts[b]
+    to starts[b+1] of q, or of k and v, whose batch is 1. most_keys: that a sequence has; 0: Sk. Raises for what no line takes.
     """
     left, right, by = *(-1 if keys is None else keys for keys in window[:2]), *(window[2:] or (None,))
     for mask in (causal, by):

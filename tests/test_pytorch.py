@@ -276,7 +276,15 @@ def test_softcap_sinks_and_lengths(dtype, D, softcap):
             one = [x[b:b + 1, :, :rows] for x, rows in ((q, Sq), (k, n), (v, n))]
             want, _ = reference(*one, visible(Sq, n, mask, (None, None)), None, softcap)
             assert rel_rms(out[b:b + 1], want) <= LIMITS[dtype]
-    with pytest.raises(RuntimeError, match=r"k_lengths is not a contiguous int32 tensor \[B\]"):
+        starts = torch.tensor([0, 0, Sq // 3, Sq], dtype=torch.int32, device="cuda")
+        k_starts = torch.tensor([0, 11, Sk // 2, Sk], dtype=torch.int32, device="cuda")
+        out, lse = sdpa.attention(*(x[:1] for x in (q, k, v)), mask, softcap=softcap, q_starts=starts, k_starts=k_starts, return_lse=True)
+        for (q0, q1), (k0, k1) in zip(zip(starts, starts[1:]), zip(k_starts, k_starts[1:])):
+            one = q[:1, :, q0:q1], k[:1, :, k0:k1], v[:1, :, k0:k1]
+            want, want_lse = reference(*one, visible(int(q1 - q0), int(k1 - k0), mask, (None, None)), None, softcap)
+            if q1 > q0:
+                assert rel_rms(out[:, :, q0:q1], want) <= LIMITS[dtype] and (lse[:, :, q0:q1] - want_lse).abs().max() <= 1e-2
+    with pytest.raises(RuntimeError, match=r"k_lengths is not a contiguous int32 tensor \[\d+\] beside q"):
         sdpa.attention(q, k, v, k_lengths=torch.zeros(7, dtype=torch.int32, device="cuda"))
     with pytest.raises(RuntimeError, match=r"sinks is not a contiguous float32 tensor \[Hq\]"):
         sdpa.attention(q, k, v, sinks=torch.zeros(7, device="cuda"))
