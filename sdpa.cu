@@ -405,7 +405,7 @@ struct TileBounds {
 
 struct TileItem { int b, h, q0; };  // one tile of O: rows [q0, q0 + BLOCK_M) of head h in batch b
 // USE_LENGTHS: where a sequence is in the tensors, and how many rows it has there. With starts [B + 1], sequence b has
-// the rows from starts[b] to starts[b + 1] of all Sq of Q and O, or Sk of K and V; such tensors have a batch of 1, and LSE
+// the rows from starts[b] to starts[b + 1] of all Sq of Q and O, or Sk of K and V; such tensors have a batch of 1, LSE
 // is [Hq,Sq]. Rows of no sequence are not written. Of a sequence's keys the first k_lengths[b] count, [B], and no more
 // than most_keys. All are in device memory; what is not within the tensors is cut off.
 struct Sequence {

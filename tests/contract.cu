@@ -420,3 +420,34 @@ TEST_CASE("workspace") {
   }
   cudaFree(workspace);
 }
+
+// Starts and lengths that no caller can mean are cut off: nothing outside the tensors and the workspace is touched, and
+// the launch after it is right.
+TEST_CASE("starts" * doctest::skip(!Build::use_lengths)) {
+  constexpr int B = 8, most = 2147483647, least = -most - 1;
+  const Attention a(1, 2, 1, 100, 300);
+  SdpaParams p = a.p;
+  int* held = nullptr;
+  cudaMalloc(&held, 3 * (B + 1) * sizeof(int));
+  p.B = B, p.q_starts = held, p.k_starts = held + B + 1, p.k_lengths = held + 2 * (B + 1);
+  cudaMalloc(&p.workspace, sdpa_workspace_bytes(p));
+  cudaMemset(p.workspace, 0, sdpa_workspace_bytes(p));
+  const auto forward = [&](const vector<int>& q, const vector<int>& k, const vector<int>& lengths) {
+    for (const auto& [ints, place] : {std::pair(q, p.q_starts), std::pair(k, p.k_starts), std::pair(lengths, p.k_lengths)}) {
+      cudaMemcpy(const_cast<int*>(place), ints.data(), ints.size() * sizeof(int), cudaMemcpyHostToDevice);
+    }
+    return a.forward(p);
+  };
+  const vector<int> none(B + 1, 0), wild = {-7, 60, 50, most, 99, least, 5, 5, 301}, all(B, most);
+  const vector<int> twice = {0, 100, 0, 100, 0, 100, 0, 100, 0}, keys = {0, 300, 300, 300, 300, 300, 300, 300, 300};
+  CHECK(forward(wild, wild, wild) == "");
+  CHECK(forward(twice, wild, all) == "");
+  CHECK(forward({-7, 0, 0, 0, 0, 0, 0, 0, 0}, keys, all) == "");  // none has a row
+  vector<Output> O(2 * 100 * Build::head_dim), poison(O.size());
+  cudaMemcpy(O.data(), p.O, O.size() * sizeof(Output), cudaMemcpyDeviceToHost);
+  memset(poison.data(), 0xff, O.size() * sizeof(Output));
+  CHECK(memcmp(O.data(), poison.data(), O.size() * sizeof(Output)) == 0);
+  CHECK(forward({0, 100, 100, 100, 100, 100, 100, 100, 100}, none, all) == "");
+  CHECK((forward({0, 100, 100, 100, 100, 100, 100, 100, 100}, keys, all) == "" && a.is_right()));
+  cudaFree(held), cudaFree(p.workspace);
+}
