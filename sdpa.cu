@@ -1152,17 +1152,19 @@ template <class B> __device__ __forceinline__ WorkItem row_item(const KernelArgs
   return one;
 }
 
+// An item as an argument: by value, if it is small.
+template <class B> using ItemArg = std::conditional_t<B::use_lengths, const WorkItem&, WorkItem>;
 // Queries q and keys k of an item as rows of the tensors; with USE_LENGTHS they count from its sequence's first one.
-template <class B, class Item> __device__ __forceinline__ int q_row(const Item& item, int q) {
+template <class B> __device__ __forceinline__ int q_row(ItemArg<B> item, int q) {
   if constexpr (B::use_lengths) return item.own.q_row + q;
   return q;
 }
-template <class B, class Item> __device__ __forceinline__ int k_row(const Item& item, int k) {
+template <class B> __device__ __forceinline__ int k_row(ItemArg<B> item, int k) {
   if constexpr (B::use_lengths) return item.own.k_row + k;
   return k;
 }
 // Of Sq queries in all.
-template <class B, class Item> __device__ __forceinline__ int queries_of(const Item& item, int Sq) {
+template <class B> __device__ __forceinline__ int queries_of(ItemArg<B> item, int Sq) {
   if constexpr (B::use_lengths) return item.own.Sq;
   return Sq;
 }
@@ -1179,7 +1181,7 @@ struct OwnMask {
 };
 template <class B> using Mask = std::conditional_t<B::use_lengths, OwnMask, KernelArgs>;
 template <class B> using HeldMask = std::conditional_t<B::use_lengths, OwnMask, const KernelArgs&>;
-template <class B, class Item> __device__ __forceinline__ HeldMask<B> mask_of(const KernelArgs& a, const Item& item) {
+template <class B> __device__ __forceinline__ HeldMask<B> mask_of(const KernelArgs& a, ItemArg<B> item) {
   if constexpr (!B::use_lengths) return a;
   else {
     const KeyBounds keys(a.p, item.own.Sq, item.own.Sk);
@@ -1560,15 +1562,15 @@ template <class B> __device__ __forceinline__ size_t behind_plan(const KernelArg
   return bytes;
 }
 // The number of this CTA's partial result, and of the first one of its item; and of the item's ranges.
-template <class B, class Item> __device__ __forceinline__ uint32_t part_of(const Item& item, uint32_t cta) {
+template <class B> __device__ __forceinline__ uint32_t part_of(ItemArg<B> item, uint32_t cta) {
   if constexpr (B::use_lengths) return item.part + item.range;
   return cta;
 }
-template <class B, class Item> __device__ __forceinline__ uint32_t first_part(const Item& item, uint32_t part) {
+template <class B> __device__ __forceinline__ uint32_t first_part(ItemArg<B> item, uint32_t part) {
   if constexpr (B::use_lengths) return item.part;
   return part;
 }
-template <class B, class Item> __device__ __forceinline__ uint32_t range_count(const Item& item, uint32_t ranges) {
+template <class B> __device__ __forceinline__ uint32_t range_count(ItemArg<B> item, uint32_t ranges) {
   if constexpr (B::use_lengths) return item.ranges;
   return ranges;
 }
@@ -1763,8 +1765,8 @@ template <class B> __device__ __forceinline__ WorkItem item_of_cta(const KernelA
   return work_item<B>(a, item_number_of_cta<B>(a));
 }
 // The keys of the item's rows, in whole rounds of SPLIT_KV tiles but for the last one. SPLIT_CTAS: those of this CTA.
-template <class B, class Item>
-__device__ __forceinline__ KeyRange keys_of_cta(const KernelArgs& a, const Mask<B>& mask, const Item& item) {
+template <class B>
+__device__ __forceinline__ KeyRange keys_of_cta(const KernelArgs& a, const Mask<B>& mask, ItemArg<B> item) {
   constexpr int round = B::split_kv * B::block_n;
   if constexpr (B::use_lengths) return item.keys;
   const KeyRange keys = mask.keys.of_rows(item.q0, min(item.q0 + queries_of_item<B>(a), a.p.Sq) - 1);
@@ -3090,7 +3092,7 @@ template <class B>
 constexpr bool stores_by_tma = B::path == Path::wgmma_roles && B::split_kv == 1 && B::split_ctas == 1;
 
 // USE_LENGTHS: whether a warpgroup's rows, from query q on, are not all of the sequence. TMA would store the others.
-template <class B, class Item> __device__ __forceinline__ bool stored_by_warps(const Item& item, int q) {
+template <class B> __device__ __forceinline__ bool stored_by_warps(ItemArg<B> item, int q) {
   if constexpr (B::use_lengths) return q + 64 > item.own.Sq;
   return false;
 }
@@ -3109,9 +3111,9 @@ template <class B> __device__ __forceinline__ int first_key_of(const WgmmaItem& 
 }
 
 // USE_LENGTHS: item number i of the plan, in one round at least if it is not a range.
-template <class B, class Item = WgmmaItem>
-__device__ __forceinline__ Item planned_wgmma_item(const KernelArgs& a, uint32_t i) {
-  Item item;
+template <class B, class Planned = WgmmaItem>
+__device__ __forceinline__ Planned planned_wgmma_item(const KernelArgs& a, uint32_t i) {
+  Planned item;
   static_cast<WorkItem&>(item) = work_item<B>(a, i);
   item.first_key = item.keys.begin, item.h_kv = int(a.q_heads_per_kv.divide(item.h));
   item.rounds = max(shares(item.keys.end - item.keys.begin, round_keys<B>), int(B::split_ctas == 1 && item.ranges > 0));
