@@ -1503,8 +1503,8 @@ __device__ __forceinline__ void store_output(const View& O, const float (&m)[Vie
 }
 
 // ---- items that are planned (USE_LENGTHS) ----
-// A kernel before the others makes a list of items of all sequences, for one head, in the order of their keys: so the
-// longest begin first, whatever sequence they are of, and one that is long becomes many ranges.
+// A kernel before the others lists the items of all sequences, for one group of heads, the longest first; an item of
+// many keys becomes several ranges.
 
 // A row of a view as a view.
 template <class View> struct RowView {
@@ -1547,7 +1547,7 @@ template <class B> __device__ __forceinline__ const auto& plan_room(const Kernel
 __device__ __forceinline__ PlannedItem* planned_items(const KernelArgs& a) {
   return reinterpret_cast<PlannedItem*>(reinterpret_cast<unsigned char*>(&plan_of(a)) + 256);
 }
-// Items at `head` of all heads: heads of an item of the list follow each other.
+// Number i of the list, of the group of heads number `head`.
 template <class B> __device__ __forceinline__ PlannedItem planned_item(const KernelArgs& a, uint32_t i, int head) {
   PlannedItem item = planned_items(a)[i];
   item.h = head * a.item_heads;
@@ -1775,6 +1775,11 @@ __device__ __forceinline__ KeyRange keys_of_cta(const KernelArgs& a, const Mask<
   return {keys.begin + part.begin * round, min(keys.begin + part.end * round, keys.end)};
 }
 
+// True if warpgroups before query 0 or past Sq skip the item's tiles.
+template <class B>
+constexpr bool wgmma_may_pass = B::family == Family::wgmma && B::use_warp_specialization && B::split_kv == 1 &&
+                                !B::use_ping_pong && B::split_ctas == 1;
+
 // ---- kernels that overlap (wgmma) ----
 
 // Waits for the kernel before this one, then lets the CTAs of the next one come as these end. To let them
@@ -1790,11 +1795,6 @@ __device__ __forceinline__ void wait_then_let_next_kernel_start() {
 template <class B> __host__ __device__ __forceinline__ int rounds_at_once() {
   return max(most_keys_at_once / (B::split_kv * B::block_n), 1);
 }
-// Whether warpgroups without rows leave the others alone; see wgmma_may_pass.
-template <class B>
-constexpr bool rows_may_pass = B::family == Family::wgmma && B::use_warp_specialization && B::split_kv == 1 &&
-                               !B::use_ping_pong && B::split_ctas == 1;
-
 // By one CTA. Items are sorted into classes, by the rounds of tiles that they take.
 constexpr int plan_threads = 1024, plan_classes = 256;
 struct PlanShared {
@@ -1818,7 +1818,7 @@ template <class B> __global__ void __launch_bounds__(plan_threads) sdpa_plan(con
       const Sequence own(a.p, b);
       const KeyBounds bounds(a.p, own.Sq, own.Sk);
       const int tiles = shares(own.Sq, queries);
-      const int early = rows_may_pass<B> && !bounds.all() ? (tiles * queries - own.Sq) / 64 * 64 : 0;
+      const int early = wgmma_may_pass<B> && !bounds.all() ? (tiles * queries - own.Sq) / 64 * 64 : 0;
       for (int i = tiles - 1 - tid % 32; i >= 0; i -= 32) {
         const int q0 = i * queries - early;
         use(b, own, q0, bounds.of_rows(max(q0, 0), min(q0 + queries, own.Sq) - 1));
@@ -1837,7 +1837,7 @@ template <class B> __global__ void __launch_bounds__(plan_threads) sdpa_plan(con
   const uint32_t least = max(1, 256 * 1024 / int(round_keys * B::head_dim * sizeof(Input) * 2));
   const uint32_t most = uint32_t(rounds_at_once<B>());
   const uint32_t even = uint32_t(s.rounds * a.q_heads.divisor / plan_room<B>(a).ctas) + 1;
-  const uint32_t limit = B::split_ctas == 1 ? 0xffffffff : min(max(even, least), most);
+  const uint32_t limit = B::split_ctas == 1 ? 0x7fffffff : min(max(even, least), most);
   const auto ranges_of_tile = [&](uint32_t rounds) {
     return max(shares(rounds, limit), B::split_ctas > 1 ? uint32_t(B::split_ctas) : 1u);
   };
@@ -3288,7 +3288,7 @@ template <class B> SdpaStatus encode_tensor_maps(TensorMaps& maps, KernelArgs& a
     const uint32_t panel_bytes = min(B::head_dim * t.element_bytes, 128);
     const uint32_t panel = panel_bytes / t.element_bytes, panels = B::head_dim / panel;
     const cuuint64_t H = t.dims[1].size;
-    cuuint64_t sizes[5] = {panel, cuuint64_t(S), panels, H, cuuint64_t(p.B)};
+    cuuint64_t sizes[5] = {panel, cuuint64_t(S), panels, H, cuuint64_t(t.dims[2].size)};
     cuuint64_t strides[4] = {bytes[0], panel_bytes, bytes[1], bytes[2]};
     uint32_t box[5] = {panel, uint32_t(of_queries ? wgmma_rows<B> : B::block_n), panels, 1, 1};
     if (B::pack_gqa && is_q) {  // heads before panels, so that they are rows of one
@@ -3465,9 +3465,6 @@ template <class B> struct SlicePartial {
 };
 template <class B>
 using SlicePartials = std::conditional_t<(B::split_kv > 1), SlicePartial<B>[B::block_m / 64], Nothing>;
-
-// True if warpgroups before query 0 or past Sq skip the item's tiles.
-template <class B> constexpr bool wgmma_may_pass = B::split_kv == 1 && !B::use_ping_pong && B::split_ctas == 1;
 
 // How the registers of a CTA are dealt: all threads start with the same number, then the warpgroup that
 // copies gives away what it does not need. setmaxnreg counts in eights.
