@@ -1837,7 +1837,7 @@ template <class B> __global__ void __launch_bounds__(plan_threads) sdpa_plan(con
   const uint32_t least = max(1, 256 * 1024 / int(round_keys * B::head_dim * sizeof(Input) * 2));
   const uint32_t most = uint32_t(rounds_at_once<B>());
   const uint32_t even = uint32_t(s.rounds * a.q_heads.divisor / plan_room<B>(a).ctas) + 1;
-  const uint32_t limit = B::split_ctas == 1 ? 0x7fffffff : min(max(even, least), most);
+  const uint32_t limit = B::split_ctas == 1 ? 0x7fffffff : B::split_ctas > 1 ? most : min(max(even, least), most);
   const auto ranges_of_tile = [&](uint32_t rounds) {
     return max(shares(rounds, limit), B::split_ctas > 1 ? uint32_t(B::split_ctas) : 1u);
   };
@@ -4998,15 +4998,15 @@ template <class B> Items items_of(const SdpaParams& p) {
   return items;
 }
 
-// USE_LENGTHS: four ranges to each CTA that fits, so that the last one is a fourth of the time at most. Tiles that have
-// several have twice as many as that at most, but for those that sums need.
+// USE_LENGTHS: four ranges to each CTA that fits, so that the last one is a fourth of the time at most. Of tiles that
+// have several there are twice as many at most; or those that sums need.
 template <class B> PlanArgs plan_args(const SdpaParams& p, const Items& items) {
   const uint32_t heads = uint32_t(p.Hq / items.heads), tiles = uint32_t(items.count / heads);
   const uint32_t ctas = 4 * uint32_t(most_resident_ctas<B>() * sm_count());
   if (B::split_ctas == 1) return {tiles, 0, ctas};
   const int rounds = int(shares(max(most_visible_keys(p), 1), B::split_kv * B::block_n));
-  const uint32_t least = uint32_t(max(B::split_ctas, int(shares(rounds, rounds_at_once<B>()))));
-  const uint32_t parts = (least > 1 ? 2 * least * tiles : 0) + (B::split_ctas == 0 ? 2 * shares(ctas, heads) : 0);
+  const uint32_t needed = uint32_t(max(B::split_ctas, int(shares(rounds, rounds_at_once<B>()))));
+  const uint32_t parts = max(needed > 1 ? needed * tiles : 0, B::split_ctas == 0 ? 2 * shares(ctas, heads) : 0);
   return {tiles + parts, parts, ctas};
 }
 
