@@ -5004,7 +5004,8 @@ template <class B> PlanArgs plan_args(const SdpaParams& p, const Items& items) {
   const uint32_t heads = uint32_t(p.Hq / items.heads), tiles = uint32_t(items.count / heads);
   const uint32_t ctas = 4 * uint32_t(most_resident_ctas<B>() * sm_count());
   if (B::split_ctas == 1) return {tiles, 0, ctas};
-  const int rounds = int(shares(max(most_visible_keys(p), 1), B::split_kv * B::block_n));
+  const int keys = min(most_visible_keys(p) + items.queries - 1, p.Sk);  // of a tile, whose rows a window moves with
+  const int rounds = int(shares(max(keys, 1), B::split_kv * B::block_n));
   const uint32_t needed = uint32_t(max(B::split_ctas, int(shares(rounds, rounds_at_once<B>()))));
   const uint32_t parts = max(needed > 1 ? needed * tiles : 0, B::split_ctas == 0 ? 2 * shares(ctas, heads) : 0);
   return {tiles + parts, parts, ctas};
