@@ -5140,14 +5140,14 @@ template <class B> SdpaStatus forward(const SdpaParams& p, cudaStream_t stream) 
     const SdpaStatus status = encode_tensor_maps<B>(a.maps, a);
     if (!status.ok()) return status;
   }
-  if constexpr (merges_by_kernel<B>) {
+  if constexpr (merges_by_kernel<B> && !B::use_lengths) {
     const int64_t at_once = items_at_once<B>(items);
     SdpaStatus status;
-    for (int64_t first = 0; first < items.count && status.ok() && !B::use_lengths; first += at_once) {
+    for (int64_t first = 0; first < items.count && status.ok(); first += at_once) {
       a.first_item = uint32_t(first);
       status = launch_kernel<B>(a, uint32_t(min(at_once, items.count - first)), stream);
     }
-    if (!B::use_lengths) return status;
+    return status;
   }
   return launch_kernel<B>(a, a.work_items, stream);
 }

@@ -280,9 +280,8 @@ class SdpaParams(ctypes.Structure):
                 [("scale", ctypes.c_float), ("causal", ctypes.c_int), ("workspace", ctypes.c_void_p),
                  ("max_ctas", ctypes.c_int), ("window_left", ctypes.c_int), ("window_right", ctypes.c_int)] +
                 [(f"{name}_descale", Descale) for name in "qkv"] + [("window_alignment", ctypes.c_int)] +
-                [("softcap", ctypes.c_float)] +
-                [(name, ctypes.c_void_p) for name in ("sinks", "k_lengths", "q_starts", "k_starts")] +
-                [("most_keys", ctypes.c_int)])
+                [("softcap", ctypes.c_float), ("sinks", ctypes.c_void_p), ("k_lengths", ctypes.c_void_p),
+                 ("q_starts", ctypes.c_void_p), ("k_starts", ctypes.c_void_p), ("most_keys", ctypes.c_int)])
 
 
 def params_of(p):

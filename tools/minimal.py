@@ -138,7 +138,7 @@ class Folding:
                 parameters = parameters_of(function[0])
                 value = self.source(body)[1:-1].strip().removeprefix("return ").removesuffix(";")
                 passes_on = re.fullmatch(r"[\w.:]*[a-z][\w.:]*", value) and set(parameters) - words_of(value)
-                found[name_of(node)].append((parameters_of(node.parent), parameters, value) if passes_on else None)
+                found[name_of(node)].append((parameters_of(node.parent) + parameters, value) if passes_on else None)
         return {name: ones[0] for name, ones in found.items() if len(ones) == 1 and ones[0]}
 
     def without_layer(self, call):
@@ -146,13 +146,12 @@ class Folding:
         function = call.child_by_field_name("function")
         if name_of(function) not in self.layers or name_of(function) in self.local:
             return None
-        of_template, parameters, value = self.layers[name_of(function)]
-        given = dict(zip(of_template, map(self.source, listed(function, "arguments"))))
-        given |= dict(zip(parameters, map(self.source, listed(call, "arguments")), strict=True))
-        if value in given:
-            needs_none = call.parent.type in ("argument_list", "initializer_list", *WHOLE) or re.fullmatch(r"[\w.]+", given[value])
-            return given[value] if needs_none else f"({given[value]})"
-        if not all(given.get(one, "?").isidentifier() for one in words_of(value) & {*of_template, *parameters}):
+        parameters, value = self.layers[name_of(function)]
+        given = dict(zip(parameters, map(self.source, listed(function, "arguments") + listed(call, "arguments"))))
+        if value in given and len(given) == len(parameters):
+            is_whole = call.parent.type in ("argument_list", "initializer_list", *WHOLE)
+            return given[value] if is_whole or re.fullmatch(r"[\w.]+", given[value]) else f"({given[value]})"
+        if len(given) < len(parameters) or not all(given[one].isidentifier() for one in words_of(value) & given.keys()):
             return None
         return re.sub(r"\w+", lambda m: given.get(m[0], m[0]), value)
 
