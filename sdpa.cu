@@ -32,6 +32,7 @@
 #include <cstdint>
 #include <cstdio>
 #include <cstring>
+#include <numeric>
 #include <string_view>
 #include <type_traits>
 
@@ -98,6 +99,7 @@ namespace {  // two builds in one program must not share their constants and ker
   X(USE_SOFTCAP, 0, use_softcap, "0 1 2", "scalar mma wgmma", "logits in c * tanh(x / c): 1 tanh.approx, 2 exactly") \
   X(USE_SINKS, 0, use_sinks, "0 1", "scalar mma wgmma", "a logit of the head that has no key joins the sum of a row") \
   X(USE_LENGTHS, 0, use_lengths, "0 1", "scalar mma wgmma", "a sequence has as many keys as device memory says") \
+  X(USE_PAGES, 0, use_pages, "0 1", "scalar mma wgmma", "K and V lie in pages that a table names (with USE_LENGTHS)") \
   X(USE_TUNED, 0, use_tuned, "0 1", "mma wgmma", "the tile by the problem, from a table; typed knobs narrow it") \
   X(USE_WARP_SPECIALIZATION, 0, use_warp_specialization, "0 1", "wmma wgmma", "some warps copy, others compute") \
   X(NUM_PRODUCER_WARPS, 1, num_producer_warps, "1 2 4", "wmma", "warps that only copy")
@@ -291,6 +293,9 @@ struct SdpaParams {
   const float* sinks = nullptr;             // USE_SINKS=1: [Hq] in device memory; exp(sink) joins a row's sum; or null
   const int *k_lengths = nullptr, *q_starts = nullptr, *k_starts = nullptr;  // USE_LENGTHS=1: as struct Sequence has it
   int most_keys = 0;                        // USE_LENGTHS=1: that a sequence has; 0: Sk
+  const int* page_table = nullptr;          // USE_PAGES=1: [B, ceil(Sk / page_size)] in device memory, rows page_stride
+  int page_stride = 0, page_size = 0, pages = 0;  // apart. Key k of b is row k % page_size of page table[b][k / page_size]
+                                            // of K and V [pages,Hkv,page_size,D], whose batch strides are of pages
 };
 // A row that sees no key (or only keys of logit -inf) gives O = 0 and LSE = -inf or its sink. NaN and inf come out as
 // the formula has them; those of V at a masked key may reach the row (0 * inf is NaN): kernels multiply whole tiles.
@@ -338,6 +343,7 @@ struct TensorView {  // Q, K, V or O
 };
 // Of a tensor with these strides; packed sequences have one.
 int batches_of(const SdpaParams& p, const Strides& s) {
+  if (Build::use_pages && (&s == &p.k || &s == &p.v)) return p.pages;
   if (Build::use_lengths && (&s == &p.q || &s == &p.o ? p.q_starts : p.k_starts)) return min(p.B, 1);
   return p.B;
 }
@@ -347,8 +353,9 @@ std::array<TensorView, 4> tensors_of(SdpaParams& p) {
     const int B = batches_of(p, s);
     return TensorView{name, data, bytes, written, {{"row", S, s.row}, {"head", H, s.head}, {"batch", B, s.batch}}};
   };
-  return {{view("Q", p.Q, p.q, p.Hq, p.Sq, in, false), view("K", p.K, p.k, p.Hkv, p.Sk, in, false),
-           view("V", p.V, p.v, p.Hkv, p.Sk, in, false), view("O", p.O, p.o, p.Hq, p.Sq, out, true)}};
+  const int rows = Build::use_pages ? p.page_size : p.Sk;
+  return {{view("Q", p.Q, p.q, p.Hq, p.Sq, in, false), view("K", p.K, p.k, p.Hkv, rows, in, false),
+           view("V", p.V, p.v, p.Hkv, rows, in, false), view("O", p.O, p.o, p.Hq, p.Sq, out, true)}};
 }
 
 struct TensorMaps {  // of tensors as [B][H][D/64][S][64]
@@ -449,6 +456,8 @@ struct Divisor {
 
 struct PlanArgs {  // USE_LENGTHS: what there is room for in the workspace, and as many CTAs as there shall be ranges
   uint32_t items, parts, ctas;
+  Divisor page_size;  // USE_PAGES
+  int box_rows = 0;   // keys that TMA copies at once: of one page and of one tile
 };
 struct KernelArgs {  // SdpaParams with what every CTA would otherwise compute again
   // First what locates an item: one miss of the constant cache. Rounds over all keys, 1 or more, if no mask; else 0.
@@ -1080,8 +1089,8 @@ template <class B> struct TileCopy {
   }
   // dst_s [ROWS][D] = the tile, zeros where it does not exist. src_g is this thread's first vector; `rows` rows exist
   // from there on. With USE_CP_ASYNC the data is there only after a wait.
-  template <int ROWS>
-  __device__ __forceinline__ void copy(Element<B>* dst_s, const Input* src_g, int64_t row_stride, int rows) const {
+  template <int ROWS, class Rows>
+  __device__ __forceinline__ void copy(Element<B>* dst_s, Rows src_g, int64_t row_stride, int rows) const {
     using Copy = std::conditional_t<B::converts, ConvertingCopy, VectorCopy<B::use_cp_async>>;
     constexpr int unrolled = B::use_cp_async ? 16 : 8;  // a plain load in flight takes registers
 #pragma unroll unrolled
@@ -1173,6 +1182,9 @@ template <class B> __device__ __forceinline__ int batch_of(const int* starts, in
   if constexpr (B::use_lengths) return starts ? 0 : b;
   return b;
 }
+
+// A name that depends on B, since other KernelArgs have no such numbers.
+template <class B> __host__ __device__ __forceinline__ const auto& plan_room(const KernelArgs& a) { return a.plan; }
 
 // The mask of an item: the launch's, or with USE_LENGTHS that of its sequence.
 struct OwnMask {
@@ -1502,6 +1514,31 @@ __device__ __forceinline__ void store_output(const View& O, const float (&m)[Vie
   }
 }
 
+// ---- pages (USE_PAGES) ----
+
+// The page of the item's keys [k, k + keys), which lie in one. If the item sees none of them, one that does not exist: of
+// that TMA gives zeros, and the table is not read.
+template <class B>
+__device__ __forceinline__ int page_of(const KernelArgs& a, const WorkItem& item, int k, int keys = 1) {
+  if (max(k, item.keys.begin) >= min(k + keys, item.keys.end)) return a.p.pages;
+  const int place = int(plan_room<B>(a).page_size.divide(uint32_t(k)));
+  return min(max(ld_global<int>(a.p.page_table + int64_t(item.b) * a.p.page_stride + place), 0), a.p.pages - 1);
+}
+// The vectors of rows k, k + 1, ... of K or V, as a pointer to the first one would give them. head_g: the vector in row 0
+// of page 0 of the head.
+template <class B> struct PagedRows {
+  const KernelArgs* a;
+  const WorkItem* item;
+  const Strides* strides;
+  const Input* head_g;
+  int k;
+  __device__ __forceinline__ void operator+=(int64_t rows) { k += int(rows); }
+  __device__ __forceinline__ const Input* operator+(int column) const {
+    const int row = int(plan_room<B>(*a).page_size.remainder(uint32_t(k)));
+    return head_g + page_of<B>(*a, *item, k) * strides->batch + row * strides->row + column;
+  }
+};
+
 // ---- items that are planned (USE_LENGTHS) ----
 // A kernel before the others lists the items of all sequences, for one group of heads, the longest first; an item of
 // many keys becomes several ranges.
@@ -1542,8 +1579,6 @@ __host__ __device__ constexpr size_t plan_bytes(const PlanArgs& plan) {
 __device__ __forceinline__ Plan& plan_of(const KernelArgs& a) {
   return *reinterpret_cast<Plan*>(static_cast<unsigned char*>(a.p.workspace) + range_counter_bytes);
 }
-// Names that depend on B, since other KernelArgs have no such numbers.
-template <class B> __device__ __forceinline__ const auto& plan_room(const KernelArgs& a) { return a.plan; }
 __device__ __forceinline__ PlannedItem* planned_items(const KernelArgs& a) {
   return reinterpret_cast<PlannedItem*>(reinterpret_cast<unsigned char*>(&plan_of(a)) + 256);
 }
@@ -1760,6 +1795,10 @@ __device__ __forceinline__ KeyRange range_of_rounds(const KernelArgs& a, int rou
   return {first, first + each + (range < rest)};
 }
 
+// The first key of the tiles of these keys. With pages a tile begins where a box of TMA does.
+template <class B> __device__ __forceinline__ int first_tile_key(const KeyRange& keys) {
+  return B::use_pages && B::family == Family::wgmma ? keys.begin / B::block_n * B::block_n : keys.begin;
+}
 // The item of a CTA that has one alone.
 template <class B> __device__ __forceinline__ WorkItem item_of_cta(const KernelArgs& a) {
   return work_item<B>(a, item_number_of_cta<B>(a));
@@ -1768,7 +1807,7 @@ template <class B> __device__ __forceinline__ WorkItem item_of_cta(const KernelA
 template <class B>
 __device__ __forceinline__ KeyRange keys_of_cta(const KernelArgs& a, const Mask<B>& mask, ItemArg<B> item) {
   constexpr int round = B::split_kv * B::block_n;
-  if constexpr (B::use_lengths) return item.keys;
+  if constexpr (B::use_lengths) return {first_tile_key<B>(item.keys), item.keys.end};
   const KeyRange keys = mask.keys.of_rows(item.q0, min(item.q0 + queries_of_item<B>(a), a.p.Sq) - 1);
   if (B::split_ctas == 1) return keys;
   const KeyRange part = range_of_rounds(a, max(shares(keys.end - keys.begin, round), 0));
@@ -1826,7 +1865,7 @@ template <class B> __global__ void __launch_bounds__(plan_threads) sdpa_plan(con
     }
   };
   const auto rounds_of = [](const KeyRange& keys) {
-    return uint32_t(max(shares(keys.end - keys.begin, round_keys), 0));
+    return uint32_t(max(shares(keys.end - first_tile_key<B>(keys), round_keys), 0));
   };
   each_tile([&](int, const Sequence& own, int, const KeyRange& keys) {
     atomicAdd(&s.rounds, (unsigned long long)rounds_of(keys)), atomicMax(&s.most_rounds, rounds_of({0, own.Sk}));
@@ -1870,9 +1909,9 @@ template <class B> __global__ void __launch_bounds__(plan_threads) sdpa_plan(con
       const uint32_t number = atomicAdd(&s.first[class_of(own, rounds, ranges)], 1u);
       if (number >= plan_room<B>(a).items) return;
       if (ranges > 1 && range == 0) st_global(merges + atomicAdd(&s.merges, 1u), number);
-      const int begin = keys.begin + int(each * range + min(range, rest)) * round_keys;
-      const int end = begin + int(each + (range < rest)) * round_keys;
-      const PlannedItem item{b, 0, q0, own, {begin, min(end, keys.end)}, int(range), int(ranges), int(part)};
+      const int begin = first_tile_key<B>(keys) + int(each * range + min(range, rest)) * round_keys;
+      const int end = min(begin + int(each + (range < rest)) * round_keys, keys.end);
+      const PlannedItem item{b, 0, q0, own, {max(begin, keys.begin), end}, int(range), int(ranges), int(part)};
       uint4 words[sizeof item / 16];
       memcpy(words, &item, sizeof item);
       for (int i = 0; i < int(sizeof item / 16); i++) {
@@ -1924,18 +1963,23 @@ template <class B> struct ItemTiles {
   const SdpaParams& p;
   const WorkItem& item;
   HeldMask<B> mask;
-  TileCopy<B> mine;        // this thread's share of the group's copies
-  const Input *K_g, *V_g;  // its first vector of the next tile
-  KeyRange keys;           // of the item's rows
-  int first_key;           // of the group
+  TileCopy<B> mine;  // this thread's share of the group's copies
+  std::conditional_t<B::use_pages, PagedRows<B>, const Input*> K_g, V_g;  // its first vector of the next tile
+  KeyRange keys;  // of the item's rows
+  int first_key;  // of the group
 
   __device__ __forceinline__ ItemTiles(const KernelArgs& a, const WorkItem& item_, int group, int tid, int nthreads)
       : p(a.p), item(item_), mask(mask_of<B>(a, item)), mine(tid, nthreads) {
     const int h_kv = item.h / (p.Hq / p.Hkv);
     keys = keys_of_cta<B>(a, mask, item);
     first_key = keys.begin + group * B::block_n;
-    K_g = mine.first(p.K + item.b * p.k.batch + h_kv * p.k.head + k_row<B>(item, first_key) * p.k.row, p.k.row);
-    V_g = mine.first(p.V + item.b * p.v.batch + h_kv * p.v.head + k_row<B>(item, first_key) * p.v.row, p.v.row);
+    if constexpr (B::use_pages) {
+      K_g = {&a, &item, &p.k, p.K + h_kv * p.k.head + mine.col, first_key + mine.row};
+      V_g = {&a, &item, &p.v, p.V + h_kv * p.v.head + mine.col, first_key + mine.row};
+    } else {
+      K_g = mine.first(p.K + item.b * p.k.batch + h_kv * p.k.head + k_row<B>(item, first_key) * p.k.row, p.k.row);
+      V_g = mine.first(p.V + item.b * p.v.batch + h_kv * p.v.head + k_row<B>(item, first_key) * p.v.row, p.v.row);
+    }
   }
   // ROWS query rows of the item from first_row on, to Q_s, by nthreads threads.
   template <int ROWS>
@@ -1949,9 +1993,10 @@ template <class B> struct ItemTiles {
   template <class Shared> __device__ __forceinline__ void copy_kv(Shared& s, int stage, int k0) {
     if (k0 < keys.end) {
       const int rows = keys.end - k0 - mine.row;
-      mine.template copy<B::block_n>(s.K[stage], K_g, p.k.row, rows);
-      mine.template copy<B::block_n>(s.V[stage], V_g, p.v.row, rows);
-      K_g += ADVANCE * p.k.row, V_g += ADVANCE * p.v.row;
+      const auto step = [](const Strides& of) { return B::use_pages ? 1 : of.row; };  // to the next row
+      mine.template copy<B::block_n>(s.K[stage], K_g, step(p.k), rows);
+      mine.template copy<B::block_n>(s.V[stage], V_g, step(p.v), rows);
+      K_g += ADVANCE * step(p.k), V_g += ADVANCE * step(p.v);
     }
   }
 };
@@ -3115,8 +3160,8 @@ template <class B, class Planned = WgmmaItem>
 __device__ __forceinline__ Planned planned_wgmma_item(const KernelArgs& a, uint32_t i) {
   Planned item;
   static_cast<WorkItem&>(item) = work_item<B>(a, i);
-  item.first_key = item.keys.begin, item.h_kv = int(a.q_heads_per_kv.divide(item.h));
-  item.rounds = max(shares(item.keys.end - item.keys.begin, round_keys<B>), int(B::split_ctas == 1 && item.ranges > 0));
+  item.first_key = first_tile_key<B>(item.keys), item.h_kv = int(a.q_heads_per_kv.divide(item.h));
+  item.rounds = max(shares(item.keys.end - item.first_key, round_keys<B>), int(B::split_ctas == 1 && item.ranges > 0));
   return item;
 }
 // Item number i. EARLY: with a mask, warpgroups without rows are in a head's first item, where rows are short,
@@ -3163,6 +3208,23 @@ __device__ __forceinline__ void load_round(const KernelArgs& a, const WgmmaItem&
     mbarrier_arrive(full);  // nothing to load: every score of this tile is masked
   }
 }
+// USE_PAGES: a tile is loaded in boxes of one page, a panel's lines each, by the lanes of a warp. This lane's box of the
+// tile that begins with key k0, and its page, which is best looked up before the stage is empty.
+template <class B> struct PageBox {
+  int k0, panel, row, page;
+
+  __device__ __forceinline__ PageBox(const KernelArgs& a, const WorkItem& item, int k0_) : k0(k0_) {
+    const int lane = threadIdx.x % 32, rows = plan_room<B>(a).box_rows;
+    panel = lane % PANELS<B>, row = lane / PANELS<B> * rows, page = page_of<B>(a, item, k0 + row, rows);
+  }
+  __device__ __forceinline__ void load(const KernelArgs& a, int h_kv, const CUtensorMap* map, void* tile_s,
+                                       uint64_t* full, uint64_t policy) const {
+    const int at[5] = {0, int(plan_room<B>(a).page_size.remainder(uint32_t(k0 + row))), panel, h_kv, page};
+    char* const box_s = static_cast<char*>(tile_s) + (panel * B::block_n + row) * PANEL_BYTES<B>;
+    if (panel + row == 0) mbarrier_arrive_expect_tx(full, B::block_n * B::head_dim * sizeof(Input));
+    if (row < B::block_n) cp_async_bulk_tensor_load(box_s, map, at, full, policy);
+  }
+};
 
 // Bytes from the beginning of a tile of ROWS rows to the next STEP_BYTES of them, number `step`.
 template <class B> __host__ __device__ constexpr int panel_step(int step, int rows) {
@@ -3253,7 +3315,7 @@ inline cudaError_t encode_tensor_map(CUtensorMap& map, int rank, const void* bas
 bool same_tensors(const SdpaParams& a, const SdpaParams& b) {
   const auto same = [](const Strides& x, const Strides& y) { return memcmp(&x, &y, sizeof x) == 0; };
   return a.Q == b.Q && a.K == b.K && a.V == b.V && a.O == b.O && a.B == b.B && a.Hq == b.Hq && a.Hkv == b.Hkv &&
-         a.Sq == b.Sq && a.Sk == b.Sk && same(a.q, b.q) && same(a.k, b.k) && same(a.v, b.v) && same(a.o, b.o);
+         a.Sq == b.Sq && a.Sk == b.Sk && a.page_size == b.page_size && a.pages == b.pages && same(a.q, b.q) && same(a.k, b.k) && same(a.v, b.v) && same(a.o, b.o);
 }
 
 // Encodes the tensor maps, or takes those of this thread's last call if the tensors are the same.
@@ -3291,6 +3353,9 @@ template <class B> SdpaStatus encode_tensor_maps(TensorMaps& maps, KernelArgs& a
     cuuint64_t sizes[5] = {panel, cuuint64_t(S), panels, H, cuuint64_t(t.dims[2].size)};
     cuuint64_t strides[4] = {bytes[0], panel_bytes, bytes[1], bytes[2]};
     uint32_t box[5] = {panel, uint32_t(of_queries ? wgmma_rows<B> : B::block_n), panels, 1, 1};
+    if constexpr (B::use_pages) {
+      if (!of_queries) box[1] = uint32_t(plan_room<B>(a).box_rows), box[2] = 1;
+    }
     if (B::pack_gqa && is_q) {  // heads before panels, so that they are rows of one
       sizes[2] = H, strides[1] = bytes[1], sizes[3] = panels;
       strides[2] = panel_bytes;
@@ -3323,12 +3388,17 @@ template <class B> struct WgmmaPlainShared {
   uint64_t q_full, full[B::stages];                            // mbarriers: landed
 };
 
-// By one thread: K and V of a tile, which will be announced at their stage's mbarrier.
+// K and V of a tile, which will be announced at their stage's mbarrier: by one thread, with pages by a warp.
 template <class B>
 __device__ __forceinline__ void load_tile(WgmmaPlainShared<B>& s, const KernelArgs& a, int stage, int k0, int h_kv,
                                           const WorkItem& item) {
-  const int at[5] = {0, k_row<B>(item, k0), 0, h_kv, batch_of<B>(a.p.k_starts, item.b)};
   uint64_t* const full = &s.full[stage];
+  if constexpr (B::use_pages) {
+    const PageBox<B> box(a, item, k0);
+    box.load(a, h_kv, &tensor_maps<B>(a).k, s.K[stage], full, evict_last);
+    return box.load(a, h_kv, &tensor_maps<B>(a).v, s.V[stage], full, evict_last);
+  }
+  const int at[5] = {0, k_row<B>(item, k0), 0, h_kv, batch_of<B>(a.p.k_starts, item.b)};
   mbarrier_arrive_expect_tx(full, 2 * sizeof s.K[0]);
   cp_async_bulk_tensor_load(s.K[stage], &tensor_maps<B>(a).k, at, full, evict_last);
   cp_async_bulk_tensor_load(s.V[stage], &tensor_maps<B>(a).v, at, full, evict_last);
@@ -3348,7 +3418,7 @@ __global__ void __launch_bounds__(B::threads, 1) sdpa_wgmma_plain(const __grid_c
 
   if (tid == 0) {
     mbarrier_init(&s.q_full, 1);
-    for (uint64_t& full : s.full) mbarrier_init(&full, 1);
+    for (uint64_t& full : s.full) mbarrier_init(&full, B::use_pages ? 2 : 1);
     fence_mbarrier_init();
   }
   __syncthreads();  // hazard: mbarriers initialised by thread 0
@@ -3359,6 +3429,9 @@ __global__ void __launch_bounds__(B::threads, 1) sdpa_wgmma_plain(const __grid_c
       const int at[5] = {0, q_row<B>(item, item.q0 + 64 * g), 0, item.h, batch_of<B>(p.q_starts, item.b)};
       cp_async_bulk_tensor_load(s.Q[g], &tensor_maps<B>(a).q, at, &s.q_full, evict_first);
     }
+  }
+  const bool loads = B::use_pages ? tid < 32 : tid == 0;
+  if (loads) {
     for (int tile = 0; tile < min(tiles, B::stages); tile++) {
       load_tile(s, a, tile, keys.begin + tile * B::block_n, h_kv, item);
     }
@@ -3399,7 +3472,7 @@ __global__ void __launch_bounds__(B::threads, 1) sdpa_wgmma_plain(const __grid_c
     wgmma_wait_group<0>(), hold(O.x.d);
 
     __syncthreads();  // hazard: K and V read by all warps
-    if (tid == 0 && tile + B::stages < tiles) {
+    if (loads && tile + B::stages < tiles) {
       load_tile(s, a, stage, k0 + B::stages * B::block_n, h_kv, item);
     }
   }
@@ -3524,6 +3597,11 @@ template <class B, class Shared> struct WgmmaProducer {
   // Loads a slice's tile of K or V in a round, once its stage is empty.
   __device__ __forceinline__ void load(const WgmmaItem& item, int round, int slice, const CUtensorMap* map,
                                        void* tile_s, uint64_t* full, uint64_t* empty) {
+    if constexpr (B::use_pages) {
+      const PageBox<B> box(a, item, first_key_of<B>(item, round, slice));
+      mbarrier_wait(empty, ring.parity ^ 1);
+      return box.load(a, item.h_kv, map, tile_s, full, evict_last);
+    }
     mbarrier_wait(empty, ring.parity ^ 1);
     if (issues) load_round<B, false>(a, item, round, slice, map, tile_s, full, evict_last);
   }
@@ -3651,7 +3729,7 @@ template <class B> struct WgmmaRows {
   __device__ __forceinline__ void multiply_qk_again(Scores& S, const WgmmaItem& item, const ReadQ& read_q) const {
     const SdpaParams& p = a.p;
     const uint32_t lane = thread_index_anew() % 32;
-    const Input* const K_g = p.K + item.b * p.k.batch + item.h_kv * p.k.head;
+    const Input* const K_g = p.K + (B::use_pages ? 0 : item.b * p.k.batch) + item.h_kv * p.k.head;
     SDPA_UNROLL for (int n = 0; n < B::block_n / 8; n++) {
       float* const d = S.x.d + 4 * n;
       d[0] = d[1] = d[2] = d[3] = 0;
@@ -3660,7 +3738,9 @@ template <class B> struct WgmmaRows {
         uint32_t of_q[4], of_k[2];
         read_q(of_q, byte);
         SDPA_UNROLL for (int i = 0; i < 2; i++) {
-          of_k[i] = word(K_g, k_row<B>(item, k0 + lane / 4 + 8 * n), p.k.row, byte + i * 16 + lane % 4 * 4);
+          const int k = k0 + lane / 4 + 8 * n, at = byte + i * 16 + lane % 4 * 4;
+          if constexpr (B::use_pages) of_k[i] = word(PagedRows<B>{&a, &item, &p.k, K_g, k} + 0, 0, 0, at);
+          else of_k[i] = word(K_g, k_row<B>(item, k), p.k.row, at);
         }
         mma_32_bytes<Input>(d[0], d[1], d[2], d[3], of_q, of_k[0], of_k[1]);
       }
@@ -4581,6 +4661,10 @@ template <class B> struct WgmmaColumnsLoader {
     typename WgmmaColumnsShared<B>::Slice& t = s.slice[slice];
     constexpr uint64_t policy = B::pack_gqa ? evict_first : evict_last;
     const auto load = [&](const CUtensorMap* map, Input* tile_s, uint64_t* full) {
+      if constexpr (B::use_pages) {
+        const PageBox<B> box(a, item, first_key_of<B>(item, round, slice));
+        return box.load(a, item.h_kv, map, tile_s, full, policy);
+      }
       if (issues()) load_round<B, FIRST>(a, item, round, slice, map, tile_s, full, policy);
     };
     if (loads_k()) load(&tensor_maps<B>(a).k, t.K[stage], &t.k_full[stage]);
@@ -5002,13 +5086,16 @@ template <class B> Items items_of(const SdpaParams& p) {
 // have several there are twice as many at most; or those that sums need.
 template <class B> PlanArgs plan_args(const SdpaParams& p, const Items& items) {
   const uint32_t heads = uint32_t(p.Hq / items.heads), tiles = uint32_t(items.count / heads);
-  const uint32_t ctas = 4 * uint32_t(most_resident_ctas<B>() * sm_count());
-  if (B::split_ctas == 1) return {tiles, 0, ctas};
-  const int keys = min(most_visible_keys(p) + items.queries - 1, p.Sk);  // of a tile, whose rows a window moves with
+  PlanArgs plan{tiles, 0, 4 * uint32_t(most_resident_ctas<B>() * sm_count())};
+  if (B::use_pages) plan.page_size = Divisor(uint32_t(p.page_size)), plan.box_rows = std::gcd(p.page_size, B::block_n);
+  if (B::split_ctas == 1) return plan;
+  // Of a tile, whose rows a window moves with, and which may begin before them.
+  const int keys = min(most_visible_keys(p) + items.queries - 1 + (B::use_pages ? B::block_n : 0), p.Sk);
   const int rounds = int(shares(max(keys, 1), B::split_kv * B::block_n));
   const uint32_t needed = uint32_t(max(B::split_ctas, int(shares(rounds, rounds_at_once<B>()))));
-  const uint32_t parts = max(needed > 1 ? needed * tiles : 0, B::split_ctas == 0 ? 2 * shares(ctas, heads) : 0);
-  return {tiles + parts, parts, ctas};
+  plan.parts = max(needed > 1 ? needed * tiles : 0, B::split_ctas == 0 ? 2 * shares(plan.ctas, heads) : 0);
+  plan.items += plan.parts;
+  return plan;
 }
 
 // Items of a launch: all; or those of 32 CTAs to an SM, so that the partial results of long rows stay below 0.6 GB.
@@ -5187,6 +5274,7 @@ SdpaStatus check_params(SdpaParams& p) {
     const char* name;
     int value, least;
   } sizes[] = {{"B", p.B, 0},   {"Hq", p.Hq, 0}, {"Hkv", p.Hkv, 0}, {"Sq", p.Sq, 0}, {"Sk", p.Sk, 0},
+               {"page_stride", p.page_stride, 0}, {"page_size", p.page_size, 0}, {"pages", p.pages, Build::use_pages},
                {"max_ctas", p.max_ctas, 0}, {"window_left", p.window_left, -1}, {"window_right", p.window_right, -1}};
   for (const auto& of : sizes) {
     if (of.value >= of.least && of.value <= most_rows) continue;
@@ -5222,7 +5310,8 @@ SdpaStatus check_params(SdpaParams& p) {
                   {"v_descale", of_8bit, p.v_descale.factor, 4}, {"workspace", "", p.workspace, 256},
                   {"sinks", Build::use_sinks ? "" : "USE_SINKS=1", p.sinks, 4},
                   {"q_starts", of_lengths, p.q_starts, 4}, {"k_starts", of_lengths, p.k_starts, 4},
-                  {"k_lengths", of_lengths, p.k_lengths, 4}, {"LSE", "", p.LSE, 4}};
+                  {"k_lengths", of_lengths, p.k_lengths, 4},
+                  {"page_table", Build::use_pages ? "" : "USE_PAGES=1", p.page_table, 4}, {"LSE", "", p.LSE, 4}};
   for (const auto& pointer : pointers) {
     if (pointer.data && *pointer.of) {
       return failure(refused, "%s is for builds with %s; set it to null", pointer.name, pointer.of);
@@ -5230,6 +5319,10 @@ SdpaStatus check_params(SdpaParams& p) {
     if (reinterpret_cast<uintptr_t>(pointer.data) % pointer.alignment) {
       return failure(refused, "%s is not aligned to %d bytes", pointer.name, pointer.alignment);
     }
+  }
+  if (Build::use_pages && (!p.page_table || p.k_starts || p.page_size <= 0 || p.page_size % 16)) {
+    return failure(refused, "this build takes K and V in pages: it needs a page_table, no k_starts, and a page_size that is "
+                   "a multiple of 16, not %d", p.page_size);
   }
   return p.B && p.Hq && p.Sq ? check_tensors(p) : SdpaStatus{};
 }
@@ -5259,6 +5352,8 @@ SDPA_REFUSE(Build::input == DType::u8 && (is_mma || is_wgmma),
             "DTYPE=U8: only the scalar and wmma kernels take it; type DTYPE=FP8_E4M3 or USE_WMMA=1");
 SDPA_REFUSE(Build::use_softcap != 0 && Build::is_8bit,
             "USE_SOFTCAP: scores of 8-bit types have factors that come after it; type DTYPE=FP16 or DTYPE=BF16");
+SDPA_REFUSE(Build::use_pages && !Build::use_lengths,
+            "USE_PAGES=1: pages are found by the sequence of an item; add USE_LENGTHS=1");
 SDPA_REFUSE(FP8_FLUSH_changed && !Build::is_e4m3,
             "FP8_FLUSH: only the wgmma kernel with DTYPE=FP8_E4M3 has sums of 14 bits; drop it");
 SDPA_REFUSE(FP16_ACC_changed && Build::input != DType::fp16,
@@ -5272,6 +5367,8 @@ template <class B> constexpr bool check_wgmma() {
   SDPA_REFUSE(wgmma && !B::swap_ab && (B::group_warps % 4 != 0 || B::block_m != 16 * B::group_warps),
               "BLOCK_M and NUM_WARPS: a warpgroup has 4 warps and 64 query rows, so BLOCK_M must be "
               "16*NUM_WARPS/SPLIT_KV; type BLOCK_M=128 NUM_WARPS=8");
+  SDPA_REFUSE(wgmma && B::use_pages && B::block_n / 16 * PANELS<B> > 32,
+              "USE_PAGES=1: a lane copies a box, and there may be more than 32 in this tile; type a smaller BLOCK_N");
   SDPA_REFUSE(wgmma && B::is_e4m3 && (!roles || !B::overlap),
               "DTYPE=FP8_E4M3: two producer warps transpose V beside the softmax; add USE_WARP_SPECIALIZATION=1 "
               "OVERLAP=1");

@@ -47,6 +47,10 @@ typedef struct SdpaParams {
   const int* k_lengths;             /* [B]: of its keys the first so many count */
   const int *q_starts, *k_starts;   /* [B + 1] */
   int most_keys;                    /* that a sequence has, later ones do not count; 0: Sk */
+  /* Lines with USE_PAGES: key k of sequence b is row k % page_size of page page_table[b * page_stride + k / page_size] of K
+     and V [pages,Hkv,page_size,D], whose batch strides go from page to page. page_size is a multiple of 16. */
+  const int* page_table;
+  int page_stride, page_size, pages;
 } SdpaParams;
 
 struct CUstream_st; /* cudaStream_t is a pointer to it */

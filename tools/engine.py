@@ -281,7 +281,9 @@ class SdpaParams(ctypes.Structure):
                  ("max_ctas", ctypes.c_int), ("window_left", ctypes.c_int), ("window_right", ctypes.c_int)] +
                 [(f"{name}_descale", Descale) for name in "qkv"] + [("window_alignment", ctypes.c_int)] +
                 [("softcap", ctypes.c_float), ("sinks", ctypes.c_void_p), ("k_lengths", ctypes.c_void_p),
-                 ("q_starts", ctypes.c_void_p), ("k_starts", ctypes.c_void_p), ("most_keys", ctypes.c_int)])
+                 ("q_starts", ctypes.c_void_p), ("k_starts", ctypes.c_void_p), ("most_keys", ctypes.c_int),
+                 ("page_table", ctypes.c_void_p)] +
+                [(name, ctypes.c_int) for name in ("page_stride", "page_size", "pages")])
 
 
 def params_of(p):
