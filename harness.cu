@@ -39,7 +39,7 @@ struct Line {
   int knob_count, D, vec_width, barriers_per_tile;
   DType input, output;
   int fp16_acc;  // bits: of Q @ K.T, of P @ V
-  bool has_softcap, has_sinks, has_lengths, tanh_is_approximate;
+  bool has_softcap, has_sinks, has_lengths, has_pages, tanh_is_approximate;
   bool is_wgmma, has_queue, is_tuned;
   TunedTile tiles[most_tiles];  // one, or those that it may take
   int tile_count;
@@ -96,7 +96,7 @@ Line describe_build() {
   l.barriers_per_tile = barriers_per_tile();
   l.input = Build::input, l.output = Build::output, l.fp16_acc = Build::fp16_acc;
   l.has_softcap = Build::use_softcap != 0, l.tanh_is_approximate = Build::use_softcap == 1;
-  l.has_sinks = Build::use_sinks, l.has_lengths = Build::use_lengths;
+  l.has_sinks = Build::use_sinks, l.has_lengths = Build::use_lengths, l.has_pages = Build::use_pages;
   l.is_wgmma = is_wgmma;
   l.has_queue = Build::use_persistent_cta, l.is_tuned = Build::use_tuned;
   for (int n = next_tile(0); n < TUNED_TILES.count; n = next_tile(n + 1)) {
@@ -127,6 +127,7 @@ extern "C" const void* sdpa_line() {
 #include <fstream>
 #include <functional>
 #include <memory>
+#include <numeric>
 #include <string>
 #include <vector>
 
@@ -195,8 +196,9 @@ struct Problem : reference::Problem {
   string descale = "heads";
   string machine;                              // --machine of tests/sweep.cu
   bool has_sinks = false, has_lengths = false;  // of the seed
+  int page_size;                                // 0: K and V do not lie in pages
 
-  Problem() : reference::Problem{} { D = line.D; }
+  Problem() : reference::Problem{}, page_size(line.has_pages ? 64 : 0) { D = line.D; }
 };
 
 // Which tensors have the sequences one after the other.
@@ -209,6 +211,7 @@ SdpaParams params_of(const Problem& p) {  // but for the tensors
   params.window_left = p.window_left, params.window_right = p.window_right;
   params.window_alignment = Causal(int(p.window_alignment));
   params.softcap = float(p.softcap);
+  params.page_size = p.page_size;
   return params;
 }
 
@@ -648,6 +651,7 @@ class Instance {
     };
     hold(p.has_lengths, lengths_, params.k_lengths, p.B);
     hold(p.packs_q, starts_[0], params.q_starts, p.B + 1), hold(p.packs_k, starts_[1], params.k_starts, p.B + 1);
+    if (p.page_size) hold_pages();
     workspace_.reset(new Guarded("the workspace", line.facts_of(params).workspace_bytes));
     workspace_->fill(0);
     params.workspace = workspace_->data();
@@ -668,6 +672,7 @@ class Instance {
     if (starts_[0]) set_starts(*starts_[0], problem.q_starts, problem.Sq, seed + 1);
     if (starts_[1]) set_starts(*starts_[1], problem.k_starts, problem.Sk, seed + 2);
     if (lengths_) set_lengths(seed);
+    if (table_) set_pages(seed);
     problem.Q = inputs_[0].data(), problem.K = inputs_[1].data(), problem.V = inputs_[2].data();
   }
 
@@ -703,6 +708,61 @@ class Instance {
     }
     std::sort(starts.begin(), starts.end());
     held.store(starts);
+  }
+
+  // K and V once more, in pages, for the kernel alone: as [pages,Hkv,page_size,D], or with a layout of its own as
+  // [pages,page_size,Hkv,D]. Each sequence has pages of its own, and one more is for all.
+  void hold_pages() {
+    const int64_t size = problem.page_size, per_sequence = (problem.Sk + size - 1) / size, D = line.D;
+    const int64_t pages = problem.B * per_sequence + 1, H = problem.Hkv;
+    const bool by_heads = problem.layout == "bhsd";
+    for (int t = 0; t < 2; t++) {
+      pages_[t].reset(new Guarded(t ? "the pages of V" : "the pages of K", pages * H * size * D * element_bytes(line.input)));
+      (t ? params.v : params.k) = {H * size * D, by_heads ? size * D : D, by_heads ? D : H * D};
+    }
+    params.K = pages_[0]->data<Input>(), params.V = pages_[1]->data<Input>();
+    params.pages = int(pages), params.page_stride = int(per_sequence) + 3;
+    table_.reset(new Guarded("the page table", problem.B * params.page_stride * sizeof(int)));
+    params.page_table = table_->data<int>();
+  }
+  // In a drawn order. An entry that no visible key needs says anything, or the page for all, which is full of NaN.
+  void set_pages(uint64_t seed) {
+    const int size = problem.page_size, pages = params.pages, D = line.D;
+    vector<int> order(pages - 1), table(size_t(problem.B) * params.page_stride);
+    std::iota(order.begin(), order.end(), 0);
+    for (int i = pages - 2; i > 0; i--) std::swap(order[i], order[reference::mix(seed * 77 + i) % (i + 1)]);
+    for (int b = 0; b < problem.B; b++) {
+      const reference::Sequence own = reference::sequence_of(problem, b);
+      size_t first = own.Sk, end = 0;  // keys that some query sees
+      for (int q = 0; q < own.Sq; q++) {
+        if (reference::first_key(problem, own, q) >= reference::past_last_key(problem, own, q)) continue;
+        first = std::min(first, reference::first_key(problem, own, q));
+        end = std::max(end, reference::past_last_key(problem, own, q));
+      }
+      for (int i = 0; i < params.page_stride; i++) {
+        const size_t k = size_t(i) * size;
+        const bool needed = k < end && k + size > first;
+        constexpr int wild[] = {-7, 2147483647};
+        const uint64_t r = reference::mix(seed * 78 + table.size() * b + i) % 3;
+        table[b * params.page_stride + i] = needed ? order[b * (params.page_stride - 3) + i] : r < 2 ? wild[r] : pages - 1;
+      }
+    }
+    for (int t = 0; t < 2; t++) {
+      const Strides& s = t ? params.v : params.k;
+      const Bits& x = held_[1 + t];
+      const bool bytes = element_bytes(line.input) == 1;
+      Bits paged(size_t(pages) * s.batch, 0);
+      std::fill(paged.end() - s.batch, paged.end(), bytes ? 0x7f : 0x7fff);
+      for (int64_t row = 0; row < int64_t(x.size()) / D; row++) {
+        const int64_t b = row / problem.Sk / problem.Hkv, h = row / problem.Sk % problem.Hkv, k = row % problem.Sk;
+        const int64_t page = order[b * (params.page_stride - 3) + k / size];
+        std::copy_n(&x[row * D], D, &paged[page * s.batch + h * s.head + k % size * s.row]);
+      }
+      // A wild entry becomes the first page or the last.
+      if (bytes) pages_[t]->store(vector<uint8_t>(paged.begin(), paged.end()));
+      else pages_[t]->store(paged);
+    }
+    table_->store(table);
   }
 
   // Launches and compares the outputs with the reference, then launches `repeats` times more, which must
@@ -836,7 +896,10 @@ class Instance {
           launch_witness<__half>, launch_witness<__nv_bfloat16>, launch_witness<__nv_fp8_e4m3>,
           launch_witness<uint8_t>};
       const auto launch = launches[int(line.input)];
-      require(launch(params, int(first), int(count), O_g.data<float>(), LSE_g.data<float>()),
+      SdpaParams plain = params;  // without pages
+      plain.K = static_cast<const Input*>(tensors[1]->first()), plain.k = tensors[1]->strides;
+      plain.V = static_cast<const Input*>(tensors[2]->first()), plain.v = tensors[2]->strides;
+      require(launch(plain, int(first), int(count), O_g.data<float>(), LSE_g.data<float>()),
               "launching the witness");
       const vector<float> O = O_g.fetch<float>(count * S * D * sizeof(float));
       const vector<float> LSE = LSE_g.fetch<float>(count * S * sizeof(float));
@@ -896,6 +959,7 @@ class Instance {
   }
 
   std::unique_ptr<Guarded> lse_, workspace_, sinks_, lengths_, starts_[2];  // of Q, of K
+  std::unique_ptr<Guarded> pages_[2], table_;                              // of K, of V
   std::unique_ptr<DeviceFactors> factors_[3];  // of Q, K and V with 8 bits
   vector<float> inputs_[3];                    // Q, K, V, rounded
   Bits held_[3];                               // what they are in device memory
@@ -1233,7 +1297,7 @@ vector<Column> columns(const Run& r, const Device& d) {
       {"window", window_text(p, ":")},
       {"out_dtype", output_type.name}, {"softcap", p.softcap != 0 ? format("%.9g", p.softcap) : ""},
       {"sinks", p.has_sinks ? "1" : ""}, {"lengths", p.has_lengths ? "1" : ""},
-      {"packed", packed_text(p)}};
+      {"packed", packed_text(p)}, {"pages", p.page_size ? to_string(p.page_size) : ""}};
   // clang-format on
 }
 
@@ -1261,6 +1325,7 @@ void print_block(const Run& r, const Device& d) {
   if (p.has_sinks) more += ", sinks";
   if (p.has_lengths) more += ", lengths";
   if (*packed_text(p)) more += format(", packed %s", packed_text(p));
+  if (p.page_size) more += format(", pages of %d", p.page_size);
   fprintf(stderr, "  problem  %s: B=%d Hq=%d Hkv=%d Sq=%d Sk=%d D=%d %s, causal %s%s\n",
           p.shape.c_str(), p.B, p.Hq, p.Hkv, p.Sq, p.Sk, p.D, input_type.name,
           causal_names[int(p.mask)], more.c_str());
@@ -1415,6 +1480,8 @@ vector<Option> options_of(Options& o) {
          o.common.packs_q = text[0] == 'q', o.common.packs_k = text.back() == 'k';
          return text == packed_text(o.common) ? "" : "want q, k or qk";
        }},
+      {"--pages", "N", "keys of a page, a multiple of 16 (a build with USE_PAGES; default 64)",
+       count(o.common.page_size, 1)},
       {"--seeds", "0,1,2", "of the inputs (default 0); the check is done for each",
        [&o](const string& text) {
          const vector<long long> n = parse_numbers(text, 0, 1ll << 40);
@@ -1505,6 +1572,7 @@ string command_of(const Problem& p) {
   if (p.has_sinks) text += " --sinks";
   if (p.has_lengths) text += " --lengths";
   if (*packed_text(p)) text += format(" --packed %s", packed_text(p));
+  if (p.page_size) text += format(" --pages %d", p.page_size);
   if (p.max_ctas != 0) text += format(" --max-ctas %d", p.max_ctas);
   if (!p.machine.empty()) text += " --machine " + p.machine;
   return text;

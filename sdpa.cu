@@ -1519,7 +1519,7 @@ __device__ __forceinline__ void store_output(const View& O, const float (&m)[Vie
 // The page of the item's keys [k, k + keys), which lie in one. If the item sees none of them, one that does not exist: of
 // that TMA gives zeros, and the table is not read.
 template <class B>
-__device__ __forceinline__ int page_of(const KernelArgs& a, const WorkItem& item, int k, int keys = 1) {
+__device__ __forceinline__ int page_of(const KernelArgs& a, ItemArg<B> item, int k, int keys = 1) {
   if (max(k, item.keys.begin) >= min(k + keys, item.keys.end)) return a.p.pages;
   const int place = int(plan_room<B>(a).page_size.divide(uint32_t(k)));
   return min(max(ld_global<int>(a.p.page_table + int64_t(item.b) * a.p.page_stride + place), 0), a.p.pages - 1);

@@ -331,8 +331,10 @@ template <class Draw> Problem draw_problem(const Draw& draw, const TunedTile& ti
   p.has_sinks = line.has_sinks && p.dist != "negative" && draw(4);
   p.has_lengths = line.has_lengths && draw(2);
   if (line.has_lengths && p.layout.compare(0, 3, "far") != 0 && draw(3)) {
-    p.packs_q = draw(2), p.packs_k = draw(2), p.B = 1 + draw(p.packs_q && p.packs_k ? 12 : 4);
+    p.packs_q = draw(2), p.packs_k = draw(2) && !line.has_pages, p.B = 1 + draw(p.packs_q && p.packs_k ? 12 : 4);
   }
+  constexpr int page_sizes[] = {16, 48, 64, 256};
+  if (line.has_pages) p.page_size = page_sizes[draw(4)];
   const bool far_from_0 = p.dist == "large" || p.dist == "negative";
   if (far_from_0 && line.is_wgmma && line.input == DType::e4m3) p.dist = "outliers";
   if (line.fp16_acc && p.dist != "nonfinite") p.dist = "normal";  // others go past 65504
@@ -495,7 +497,7 @@ vector<Option> sweep_options(SweepOptions& o) {
 string parse_sweep(const vector<Option>& options, const vector<string>& args, SweepOptions& o) {
   const string refusal = parse(options, args, o);
   if (!refusal.empty() || (!o.sweep && !o.edges)) return refusal;
-  for (const char* drawn : {"--shape", "--causal", "--window", "--softcap", "--sinks", "--lengths", "--dist", "--layout", "--scale",
+  for (const char* drawn : {"--shape", "--causal", "--window", "--softcap", "--sinks", "--lengths", "--pages", "--dist", "--layout", "--scale",
                             "--max-ctas", "--machine"}) {
     if (std::count(args.begin(), args.end(), drawn)) {
       return string("--sweep and --edges have their own problems; drop ") + drawn;
