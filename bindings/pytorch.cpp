@@ -30,9 +30,9 @@ struct Line {
   decltype(&sdpa_library_forward) forward;
   char trouble[512];  // why there is none
 };
-enum Feature { softcap = 1, sinks = 2, lengths = 4 };  // of what a problem asks beyond a line's own: builds of their own
+enum Feature { softcap = 1, sinks = 2, lengths = 4, pages = 8 };  // of what a problem asks beyond a line's own: builds of their own
 constexpr int max_devices = 64, dtypes = 3;
-static Line lines[max_devices][dtypes][4][8];  // by D / 64 - 1 and features
+static Line lines[max_devices][dtypes][4][16];  // by D / 64 - 1 and features
 static std::mutex mutex;                       // of all that is static here
 
 // pytorch.py's: builds a line if need be, and fills what it is given. Called without the mutex, since it takes the GIL.
@@ -141,13 +141,13 @@ static void free_of_dead_graphs() {
 static size_t workspace_bytes(const Line& line, const SdpaParams& p) {
   struct Sizes {
     decltype(Line::forward) line;
-    int64_t device, B, Hq, Hkv, Sq, Sk, causal, left, right, by, packs, most;  // of 8 bytes: nothing between them for memcmp()
+    int64_t device, B, Hq, Hkv, Sq, Sk, causal, left, right, by, packs, most, page;  // of 8 bytes: nothing between them for memcmp()
     bool operator==(const Sizes& x) const { return memcmp(this, &x, sizeof x) == 0; }
   };
   thread_local Sizes last{};
   thread_local size_t bytes = 0;
   const Sizes now{line.forward,   c10::cuda::current_device(), p.B, p.Hq, p.Hkv, p.Sq, p.Sk, p.causal, p.window_left,
-                  p.window_right, p.window_alignment, (p.q_starts ? 1 : 0) + (p.k_starts ? 2 : 0), p.most_keys};
+                  p.window_right, p.window_alignment, (p.q_starts ? 1 : 0) + (p.k_starts ? 2 : 0), p.most_keys, p.page_size};
   if (!(now == last)) bytes = line.workspace_bytes(&p), last = now;
   return bytes;
 }
@@ -184,8 +184,8 @@ static Tensor empty_like(const Tensor& x, at::ScalarType dtype) {
 static SdpaStrides strides_of(const Tensor& x) { return {x.stride(0), x.stride(1), x.stride(2)}; }
 
 static int features_of(const SdpaParams& p) {
-  const bool has_lengths = p.k_lengths || p.q_starts || p.k_starts;
-  return (p.softcap != 0 ? softcap : 0) | (p.sinks ? sinks : 0) | (has_lengths ? lengths : 0);
+  const bool has_lengths = p.k_lengths || p.q_starts || p.k_starts || p.page_table;
+  return (p.softcap != 0 ? softcap : 0) | (p.sinks ? sinks : 0) | (has_lengths ? lengths : 0) | (p.page_table ? pages : 0);
 }
 
 // O, LSE = attention(q, k, v), with p's mask, scale and the like. Returns why not, in one sentence; empty if it was
@@ -196,7 +196,8 @@ static std::string launch(const Tensor& q, const Tensor& k, const Tensor& v, con
   p.Q = q.const_data_ptr(), p.K = k.const_data_ptr(), p.V = v.const_data_ptr(), p.O = o.mutable_data_ptr();
   p.LSE = static_cast<float*>(lse.mutable_data_ptr());
   if (p.B == 0) p.B = int(q.size(0));
-  p.Hq = int(q.size(1)), p.Hkv = int(k.size(1)), p.Sq = int(q.size(2)), p.Sk = int(k.size(2));
+  p.Hq = int(q.size(1)), p.Hkv = int(k.size(1)), p.Sq = int(q.size(2));
+  if (!p.page_table) p.Sk = int(k.size(2));
   p.D = int(q.size(3));
   p.q = strides_of(q), p.k = strides_of(k), p.v = strides_of(v), p.o = strides_of(o);
   const cudaStream_t stream = c10::cuda::getCurrentCUDAStream();
@@ -249,14 +250,14 @@ static FlashResult flash(const Tensor& q_any, const Tensor& k_any, const Tensor&
 // ---- sdpa::attention ----
 
 // A factor for each head: x is float32, of a shape that expands to [B,H].
-static SdpaDescale descale(const char* name, const OptionalTensor& x, const Tensor& of, Tensor& kept) {
+static SdpaDescale descale(const char* name, const OptionalTensor& x, const Tensor& of, int64_t batches, Tensor& kept) {
   if (!x) return {};
   TORCH_CHECK(x->scalar_type() == at::kFloat && x->device() == of.device(), "sdpa.attention: ", name,
               " is not a float32 "
               "tensor on ",
               of.device());
-  kept = x->expand({of.size(0), of.size(1)});
-  return {kept.const_data_ptr<float>(), kept.stride(0), kept.stride(1)};
+  kept = x->expand({batches, of.size(1)});
+  return {kept.const_data_ptr<float>(), batches > 1 ? kept.stride(0) : 0, kept.stride(1)};
 }
 
 static std::tuple<Tensor, Tensor> attention(const Tensor& q, const Tensor& k, const Tensor& v, int64_t causal,
@@ -265,7 +266,7 @@ static std::tuple<Tensor, Tensor> attention(const Tensor& q, const Tensor& k, co
                                             const OptionalTensor& k_descale, const OptionalTensor& v_descale,
                                             const OptionalTensor& sink, const OptionalTensor& k_lengths,
                                             const OptionalTensor& q_starts, const OptionalTensor& k_starts,
-                                            int64_t most_keys) {
+                                            const OptionalTensor& page_table, int64_t most_keys) {
   const c10::cuda::CUDAGuard guard(q.device());
   const bool e4m3 = q.scalar_type() == at::kFloat8_e4m3fn;
   TORCH_CHECK(!(e4m3 && cap != 0), "sdpa.attention: e4m3 has no softcap");
@@ -277,6 +278,13 @@ static std::tuple<Tensor, Tensor> attention(const Tensor& q, const Tensor& k, co
   for (const OptionalTensor* starts : {&q_starts, &k_starts}) {
     if (*starts) B = p.B = int((*starts)->numel() - 1);
   }
+  TORCH_CHECK(!page_table || (page_table->scalar_type() == at::kInt && page_table->device() == q.device() &&
+                              page_table->dim() == 2 && page_table->size(0) == B && page_table->stride(1) == 1 &&
+                              k.dim() == 4 && k.size(2) % 16 == 0 && !k_starts),
+              "sdpa.attention: page_table is not an int32 tensor [", B, ",pages of a sequence] beside q, without k_starts, of "
+              "pages of a multiple of 16 keys");
+  const Tensor& keys = page_table ? q : k;  // whose batch is one of sequences
+  const bool packs_k = (page_table ? q_starts : k_starts).has_value();
   // Its data, if x is a tensor [length] beside q; of starts `packed` has a batch of 1, else B.
   const auto ints = [&](const char* name, const OptionalTensor& x, int64_t length, const Tensor& packed, bool packs) {
     TORCH_CHECK(packed.size(0) == (packs ? 1 : B), "sdpa.attention: q or k has a batch of ", packed.size(0), ", not ",
@@ -287,8 +295,12 @@ static std::tuple<Tensor, Tensor> attention(const Tensor& q, const Tensor& k, co
     return x ? x->const_data_ptr<int>() : nullptr;
   };
   p.q_starts = ints("q_starts", q_starts, B + 1, q, q_starts.has_value());
-  p.k_starts = ints("k_starts", k_starts, B + 1, k, k_starts.has_value());
-  p.k_lengths = ints("k_lengths", k_lengths, B, k, k_starts.has_value());
+  p.k_starts = ints("k_starts", k_starts, B + 1, keys, packs_k);
+  p.k_lengths = ints("k_lengths", k_lengths, B, keys, packs_k);
+  if (page_table) {
+    p.page_table = page_table->const_data_ptr<int>(), p.page_stride = int(page_table->stride(0));
+    p.page_size = int(k.size(2)), p.pages = int(k.size(0)), p.Sk = int(page_table->size(1) * k.size(2));
+  }
   p.most_keys = int(most_keys);
   p.scale = float(scale), p.causal = int(causal), p.window_left = int(left), p.window_right = int(right);
   p.window_alignment = int(window_alignment), p.softcap = float(cap);
@@ -299,9 +311,10 @@ static std::tuple<Tensor, Tensor> attention(const Tensor& q, const Tensor& k, co
               "sdpa.attention: the rows of q, k or v are not contiguous or do not all start at a "
               "multiple of 16 bytes");
   Tensor kept[3];
-  p.q_descale = descale("q_descale", q_descale, q, kept[0]);
-  p.k_descale = descale("k_descale", k_descale, k, kept[1]);
-  p.v_descale = descale("v_descale", v_descale, v, kept[2]);
+  const int64_t key_batches = page_table ? B : k.size(0);
+  p.q_descale = descale("q_descale", q_descale, q, q.size(0), kept[0]);
+  p.k_descale = descale("k_descale", k_descale, k, key_batches, kept[1]);
+  p.v_descale = descale("v_descale", v_descale, v, key_batches, kept[2]);
   const Tensor o = empty_like(q, e4m3 ? at::kHalf : q.scalar_type());
   const Tensor lse = empty({q.size(0), q.size(1), q.size(2)}, at::kFloat, q);
   why = launch(q, k, v, o, lse, p);

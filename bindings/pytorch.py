@@ -24,7 +24,7 @@ from torch.nn.attention import SDPBackend
 
 ROOT = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))
 DTYPES = {torch.float16: "", torch.bfloat16: "_bf16", torch.float8_e4m3fn: "_e4m3"}  # and the names of their lines
-FEATURES = ("USE_SOFTCAP", "USE_SINKS", "USE_LENGTHS")  # by the bits of pytorch.cpp's Feature
+FEATURES = ("USE_SOFTCAP", "USE_SINKS", "USE_LENGTHS", "USE_PAGES")  # by the bits of pytorch.cpp's Feature
 MASKS = {None: 0, False: 0, "off": 0, True: 1, "br": 1, "tl": 2}
 
 
@@ -141,7 +141,7 @@ def glue():
 LIBRARY = torch.library.Library("sdpa", "DEF")
 LIBRARY.define("attention(Tensor q, Tensor k, Tensor v, int causal, int left, int right, int window_alignment, float scale, "
                "float softcap, Tensor? q_descale, Tensor? k_descale, Tensor? v_descale, Tensor? sinks, Tensor? k_lengths, "
-               "Tensor? q_starts, Tensor? k_starts, int most_keys) -> (Tensor, Tensor)")
+               "Tensor? q_starts, Tensor? k_starts, Tensor? page_table, int most_keys) -> (Tensor, Tensor)")
 LIBRARY.define("why_not(Tensor q, Tensor k, Tensor v, bool takes_e4m3) -> str")
 
 
@@ -163,7 +163,7 @@ first_call.library.impl("attention", first_call, "CUDA")
 
 def keep(ctx, inputs, output):
     q, k, v, ctx.causal, ctx.left, ctx.right, ctx.window_alignment, ctx.scale, softcap = inputs[:9]
-    ctx.has_none = bool(softcap) or any(x is not None for x in inputs[12:16])
+    ctx.has_none = bool(softcap) or any(x is not None for x in inputs[12:17])
     ctx.save_for_backward(q, k, v, *output)
 
 
@@ -179,16 +179,15 @@ def backward(ctx, grad, _):
     grads = torch.ops.aten._flash_attention_backward(
         *(x.transpose(1, 2) for x in (grad, q, k, v, o)), lse, None, None, Sq, Sk, 0.0, bool(ctx.causal), philox, philox[0],
         scale=ctx.scale or None, window_size_left=left, window_size_right=right)
-    return *(x.transpose(1, 2) for x in grads), *[None] * 14
+    return *(x.transpose(1, 2) for x in grads), *[None] * 15
 
 
 torch.library.register_autograd("sdpa::attention", backward, setup_context=keep)
 
 
 def attention(q, k, v, causal=None, window=(None, None), scale=None, q_descale=None, k_descale=None, v_descale=None,
-              return_lse=False, softcap=None, sinks=None, k_lengths=None, q_starts=None, k_starts=None, most_keys=0):
+              return_lse=False, softcap=None, sinks=None, k_lengths=None, q_starts=None, k_starts=None, most_keys=0, page_table=None):
     """O = softmax(scale * q @ k.T) @ v, and its LSE [B,Hq,Sq] if asked for.
-
     q [B,Hq,Sq,D], k and v [B,Hkv,Sk,D]: CUDA tensors of one dtype (float16, bfloat16, float8_e4m3fn), D 64, 128 or 256, Hq a
     multiple of Hkv; any strides in multiples of 16 bytes, rows contiguous. causal: None, "br" or True (the last query sees the
     last key), "tl" (the first sees the first alone). window: how many keys a query sees before and after its own position, None
@@ -196,7 +195,8 @@ def attention(q, k, v, causal=None, window=(None, None), scale=None, q_descale=N
     descales: float32, [B,H] or what expands to it; e4m3 only, whose O is float16. softcap: logits x become softcap *
     tanh(x / softcap), by tanh.approx. sinks [Hq]: exp(sink) joins a row's sum and its LSE. Read by the kernels, int32: k_lengths [B],
     of its keys a sequence has the first so many, also for the mask; q_starts, k_starts [B+1], sequence b has the rows from starts[b]
-    to starts[b+1] of q, or of k and v, whose batch is 1. most_keys: that a sequence has; 0: Sk. Raises for what no line takes.
+    to starts[b+1] of q, or of k and v, whose batch is 1; page_table [B,N], with k and v [pages,Hkv,keys of a page,D], the pages of
+    a sequence in order. most_keys: that a sequence has; 0: Sk. Raises for what no line takes.
     """
     left, right, by = *(-1 if keys is None else keys for keys in window[:2]), *(window[2:] or (None,))
     for mask in (causal, by):
@@ -206,7 +206,7 @@ def attention(q, k, v, causal=None, window=(None, None), scale=None, q_descale=N
         raise ValueError(f"sdpa.attention: q is on {q.device}; sdpa's kernels run on CUDA devices")
     out, lse = torch.ops.sdpa.attention(q, k, v, MASKS[causal], left, right, MASKS[by], scale or 0.0, softcap or 0.0, q_descale,
                                         k_descale, v_descale, None if sinks is None else sinks.float().contiguous(), k_lengths,
-                                        q_starts, k_starts, most_keys)
+                                        q_starts, k_starts, page_table, most_keys)
     return (out, lse) if return_lse else out
 
 

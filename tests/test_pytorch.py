@@ -240,6 +240,22 @@ def case_tensors(dtype, B, Hq, Hkv, Sq, Sk, D, causal, window):
     return q, k, v, factors
 
 
+def in_pages(tensors, size):
+    """Tensors [B,H,S,D] as [pages,H,size,D], and the table of the pages, which are in no order."""
+    B, H, S, _ = tensors[0].shape
+    count = -(-S // size)
+    table = torch.randperm(B * count, device="cuda")
+    paged = []
+    for x in tensors:
+        rows = x.contiguous().view(torch.uint8)
+        whole = torch.zeros(B, H, count * size, rows.shape[3], dtype=torch.uint8, device="cuda")
+        whole[:, :, :S] = rows
+        pages = torch.empty(B * count, H, size, rows.shape[3], dtype=torch.uint8, device="cuda")
+        pages[table] = whole.view(B, H, count, size, -1).transpose(1, 2).flatten(0, 1)
+        paged.append(pages.view(x.dtype))
+    return paged, table.view(B, count).int()
+
+
 @needs_gpu
 @pytest.mark.parametrize("case", CASES, ids=str)
 def test_attention(case):
@@ -276,6 +292,9 @@ def test_softcap_sinks_and_lengths(dtype, D, softcap):
             one = [x[b:b + 1, :, :rows] for x, rows in ((q, Sq), (k, n), (v, n))]
             want, _ = reference(*one, visible(Sq, n, mask, (None, None)), None, softcap)
             assert rel_rms(out[b:b + 1], want) <= LIMITS[dtype]
+        paged, table = in_pages((k, v), 16 if Sq > 1 else 64)
+        if softcap != 5:  # each is a build of its own
+            assert rel_rms(sdpa.attention(q, *paged, mask, softcap=softcap, k_lengths=lengths, page_table=table), out) <= LIMITS[dtype]
         starts = torch.tensor([0, 0, Sq // 3, Sq], dtype=torch.int32, device="cuda")
         k_starts = torch.tensor([0, 11, Sk // 2, Sk], dtype=torch.int32, device="cuda")
         out, lse = sdpa.attention(*(x[:1] for x in (q, k, v)), mask, softcap=softcap, q_starts=starts, k_starts=k_starts, return_lse=True)
@@ -286,6 +305,8 @@ def test_softcap_sinks_and_lengths(dtype, D, softcap):
                 assert rel_rms(out[:, :, q0:q1], want) <= LIMITS[dtype] and (lse[:, :, q0:q1] - want_lse).abs().max() <= 1e-2
     with pytest.raises(RuntimeError, match=r"k_lengths is not a contiguous int32 tensor \[\d+\] beside q"):
         sdpa.attention(q, k, v, k_lengths=torch.zeros(7, dtype=torch.int32, device="cuda"))
+    with pytest.raises(RuntimeError, match=r"page_table is not an int32 tensor \[2,pages of a sequence\] beside q"):
+        sdpa.attention(q, *paged, page_table=table[:1])
     with pytest.raises(RuntimeError, match=r"sinks is not a contiguous float32 tensor \[Hq\]"):
         sdpa.attention(q, k, v, sinks=torch.zeros(7, device="cuda"))
     with pytest.raises(NotImplementedError, match="no backward for e4m3, softcap, sinks"):
