@@ -326,7 +326,7 @@ def test_opcheck():
         # PyTorch cannot compare tensors of e4m3, by which test_schema finds out whether an input was written to.
         tests = [name for name in OPCHECKS if case[0] in HALVES or name != "test_schema"]
         torch.library.opcheck(torch.ops.sdpa.attention.default, (*arguments, sdpa.MASKS[case[7]], left, right, sdpa.MASKS[by], 0.0,
-                              0.0, *(factors.get(name) for name in ("q_descale", "k_descale", "v_descale")), *[None] * 4, 0), test_utils=tests)
+                              0.0, *(factors.get(name) for name in ("q_descale", "k_descale", "v_descale")), *[None] * 5, 0), test_utils=tests)
 
 
 @needs_gpu
