@@ -36,7 +36,7 @@ struct KernelFacts {  // of the kernel that takes a problem
 struct Line {
   const char *name, *family, *archs;
   const Knob* knobs;
-  int knob_count, D, vec_width, barriers_per_tile;
+  int knob_count, D, Dv, vec_width, barriers_per_tile;
   DType input, output;
   int fp16_acc;  // bits: of Q @ K.T, of P @ V
   bool has_softcap, has_sinks, has_lengths, has_pages, tanh_is_approximate;
@@ -92,7 +92,7 @@ Line describe_build() {
   l.name = SDPA_TEXT(SDPA_CONFIG_NAME), l.family = family_name;
   l.archs = SDPA_TEXT(__CUDA_ARCH_LIST__);  // the macro is nvcc's
   l.knobs = all_knobs, l.knob_count = sizeof all_knobs / sizeof all_knobs[0];
-  l.D = Build::head_dim, l.vec_width = Build::vec_width;
+  l.D = Build::head_dim, l.Dv = Build::d_v, l.vec_width = Build::vec_width;
   l.barriers_per_tile = barriers_per_tile();
   l.input = Build::input, l.output = Build::output, l.fp16_acc = Build::fp16_acc;
   l.has_softcap = Build::use_softcap != 0, l.tanh_is_approximate = Build::use_softcap == 1;
@@ -198,16 +198,18 @@ struct Problem : reference::Problem {
   bool has_sinks = false, has_lengths = false;  // of the seed
   int page_size;                                // 0: K and V do not lie in pages
 
-  Problem() : reference::Problem{}, page_size(line.has_pages ? 64 : 0) { D = line.D; }
+  Problem() : reference::Problem{}, page_size(line.has_pages ? 64 : 0) { D = line.D, Dv = line.Dv; }
 };
 
+// Elements of a row.
+int width_of(Tensor t) { return t == Tensor::V || t == Tensor::O ? line.Dv : line.D; }
 // Which tensors have the sequences one after the other.
 const char* packed_text(const Problem& p) { return p.packs_q ? p.packs_k ? "qk" : "q" : p.packs_k ? "k" : ""; }
 
 SdpaParams params_of(const Problem& p) {  // but for the tensors
   SdpaParams params{};
   params.B = p.B, params.Hq = p.Hq, params.Hkv = p.Hkv, params.Sq = p.Sq, params.Sk = p.Sk;
-  params.D = line.D, params.scale = float(p.scale), params.causal = Causal(int(p.mask));
+  params.D = line.D, params.Dv = line.Dv, params.scale = float(p.scale), params.causal = Causal(int(p.mask));
   params.window_left = p.window_left, params.window_right = p.window_right;
   params.window_alignment = Causal(int(p.window_alignment));
   params.softcap = float(p.softcap);
@@ -343,9 +345,10 @@ class DeviceTensor : public Guarded {
   DeviceTensor(const Problem& p, Tensor t, size_t elements)
       : Guarded(string(1, "QKVO"[int(t)]), elements * bytes_of(t)), element_bytes(bytes_of(t)) {
     const int64_t S = of_query(t) ? p.Sq : p.Sk, H = of_query(t) ? p.Hq : p.Hkv;
-    strides = {H * S * line.D, S * line.D, line.D};
+    const int64_t D = width_of(t);
+    strides = {H * S * D, S * D, D};
   }
-  DeviceTensor(const Problem& p, Tensor t) : DeviceTensor(p, t, rows_of(p, t) * line.D) {}
+  DeviceTensor(const Problem& p, Tensor t) : DeviceTensor(p, t, rows_of(p, t) * width_of(t)) {}
 
   virtual void* first() const { return data(); }  // element (0,0,0,0)
   virtual void poison() { fill(0xff); }
@@ -431,7 +434,7 @@ class DeviceFactors : public Guarded {
 struct WitnessArgs {
   const void *Q, *K, *V;
   Strides q, k, v;
-  int B, Hq, Hkv, Sq, Sk;
+  int B, Hq, Hkv, Sq, Sk, D, Dv;
   int first_head;  // counted over batches: b * Hq + h
   Causal causal, alignment;
   int window_left, window_right;
@@ -451,7 +454,7 @@ inline __device__ float factor(const Descale& d, int b, int h) {
   return d.factor ? d.factor[b * d.batch + h * d.head] : 1;
 }
 
-// A thread has 64 elements of a query row, and its neighbours the others. Tiles of K and V are in shared
+// A thread has 64 elements of a query row, and its neighbours the others, of D in all; rows that have fewer end in zeros. Tiles of K and V are in shared
 // memory, the parts of a row 4 floats apart, so that neighbours read from different banks.
 template <int D> struct WitnessShared {
   static constexpr int SLICE = 64, LANES = D / SLICE, KEYS = 32, THREADS = 128;
@@ -459,12 +462,12 @@ template <int D> struct WitnessShared {
   using TileRow = float[LANES][SLICE + 4];
   TileRow K[KEYS], V[KEYS];
 
-  // tile[j] = row k0 + j of x, zeros past the end
+  // tile[j] = row k0 + j of x, which has `width` elements; zeros past the end
   template <class T>
-  static __device__ void load(TileRow* tile, const T* x, int64_t row_stride, int k0, int rows) {
+  static __device__ void load(TileRow* tile, const T* x, int64_t row_stride, int k0, int rows, int width) {
     for (int i = threadIdx.x; i < KEYS * D; i += THREADS) {
       const int j = i / D, d = i % D;
-      tile[j][d / SLICE][d % SLICE] = k0 + j < rows ? number(x[(k0 + j) * row_stride + d]) : 0.0f;
+      tile[j][d / SLICE][d % SLICE] = k0 + j < rows && d < width ? number(x[(k0 + j) * row_stride + d]) : 0.0f;
     }
   }
 };
@@ -481,7 +484,9 @@ __global__ void __launch_bounds__(WitnessShared<D>::THREADS) witness(WitnessArgs
   const int q_row = row < a.Sq ? row : a.Sq - 1;  // threads past the end work for nothing
   float q[W::SLICE], O[W::SLICE] = {}, m = -INFINITY, l = 0;
 #pragma unroll
-  for (int d = 0; d < W::SLICE; d++) q[d] = number(Q_g[q_row * a.q.row + slice * W::SLICE + d]);
+  for (int d = 0; d < W::SLICE; d++) {
+    q[d] = slice * W::SLICE + d < a.D ? number(Q_g[q_row * a.q.row + slice * W::SLICE + d]) : 0.0f;
+  }
 
   // The row's sequence, and its rows in the tensors.
   int own = b, Sq = a.Sq, Sk = a.Sk, first_query = 0, first_key = 0;
@@ -528,7 +533,7 @@ __global__ void __launch_bounds__(WitnessShared<D>::THREADS) witness(WitnessArgs
       const T* const V_g = static_cast<const T*>(a.V) + batch * a.v.batch + h_kv * a.v.head;
       for (int k0 = 0; k0 < a.Sk; k0 += W::KEYS) {
         __syncthreads();  // hazard: K and V still being read
-        W::load(s.K, K_g, a.k.row, k0, a.Sk), W::load(s.V, V_g, a.v.row, k0, a.Sk);
+        W::load(s.K, K_g, a.k.row, k0, a.Sk, a.D), W::load(s.V, V_g, a.v.row, k0, a.Sk, a.Dv);
         __syncthreads();
         use(batch, k0);
       }
@@ -561,7 +566,8 @@ __global__ void __launch_bounds__(WitnessShared<D>::THREADS) witness(WitnessArgs
   if (slice == 0) a.LSE[out] = most + logf(l);
 #pragma unroll
   for (int d = 0; d < W::SLICE; d++) {
-    a.O[out * D + slice * W::SLICE + d] = l == 0 || of_keys == 0 ? 0.0f : O[d] * of_keys / l * v_factor;
+    if (slice * W::SLICE + d >= a.Dv) break;
+    a.O[out * a.Dv + slice * W::SLICE + d] = l == 0 || of_keys == 0 ? 0.0f : O[d] * of_keys / l * v_factor;
   }
 }
 
@@ -583,13 +589,15 @@ cudaError_t launch_witness(const SdpaParams& p, int first, int heads, float* O, 
   const double unit = unit_of(line.input);
   const double scale = (p.scale == 0 ? 1 / std::sqrt(double(p.D)) : p.scale) * unit * unit;
   const WitnessArgs a{p.Q,          p.K,         p.V,         p.q,         p.k,         p.v,
-                      p.B,          p.Hq,        p.Hkv,       p.Sq,        p.Sk,        first,
+                      p.B,          p.Hq,        p.Hkv,       p.Sq,        p.Sk,
+                      line.D,       line.Dv,     first,
                       p.causal,     p.window_alignment,       p.window_left,            p.window_right,
                       p.q_starts,   p.k_starts,  p.k_lengths, float(scale), p.q_descale, p.k_descale,
                       p.v_descale,  float(unit), p.softcap,   p.sinks,     O,           LSE};
-  return p.D == 64    ? launch_witness<T, 64>(a, heads)
-         : p.D == 128 ? launch_witness<T, 128>(a, heads)
-                      : launch_witness<T, 256>(a, heads);
+  const int widest = std::max(line.D, line.Dv);
+  return widest <= 64    ? launch_witness<T, 64>(a, heads)
+         : widest <= 128 ? launch_witness<T, 128>(a, heads)
+                         : launch_witness<T, 256>(a, heads);
 }
 
 // ---- Instance: a problem on the GPU, ready to launch and to check ----
@@ -620,7 +628,7 @@ class Instance {
     // Inputs as floats and as elements, outputs twice, and of one tensor what it holds and must hold.
     // In double: a problem may have any sizes.
     const double host_need =
-        (14.0 * p.B * p.Hq * p.Sq + 12.0 * p.B * p.Hkv * p.Sk) * double(line.D);
+        (14.0 * p.B * p.Hq * p.Sq + 12.0 * p.B * p.Hkv * p.Sk) * std::max(line.D, line.Dv);
     const double host_bytes = double(sysconf(_SC_PHYS_PAGES)) * double(sysconf(_SC_PAGESIZE));
     if (host_need > host_bytes) {
       throw CudaError{format("checking the problem needs %.1f GB of host memory of %.1f GB",
@@ -713,10 +721,11 @@ class Instance {
   // K and V once more, in pages, for the kernel alone: as [pages,Hkv,page_size,D], or with a layout of its own as
   // [pages,page_size,Hkv,D]. Each sequence has pages of its own, and one more is for all.
   void hold_pages() {
-    const int64_t size = problem.page_size, per_sequence = (problem.Sk + size - 1) / size, D = line.D;
+    const int64_t size = problem.page_size, per_sequence = (problem.Sk + size - 1) / size;
     const int64_t pages = problem.B * per_sequence + 1, H = problem.Hkv;
     const bool by_heads = problem.layout == "bhsd";
     for (int t = 0; t < 2; t++) {
+      const int64_t D = width_of(Tensor(1 + t));
       pages_[t].reset(new Guarded(t ? "the pages of V" : "the pages of K", pages * H * size * D * element_bytes(line.input)));
       (t ? params.v : params.k) = {H * size * D, by_heads ? size * D : D, by_heads ? D : H * D};
     }
@@ -727,7 +736,7 @@ class Instance {
   }
   // In a drawn order. An entry that no visible key needs says anything, or the page for all, which is full of NaN.
   void set_pages(uint64_t seed) {
-    const int size = problem.page_size, pages = params.pages, D = line.D;
+    const int size = problem.page_size, pages = params.pages;
     vector<int> order(pages - 1), table(size_t(problem.B) * params.page_stride);
     std::iota(order.begin(), order.end(), 0);
     for (int i = pages - 2; i > 0; i--) std::swap(order[i], order[reference::mix(seed * 77 + i) % (i + 1)]);
@@ -750,6 +759,7 @@ class Instance {
     for (int t = 0; t < 2; t++) {
       const Strides& s = t ? params.v : params.k;
       const Bits& x = held_[1 + t];
+      const int D = width_of(Tensor(1 + t));
       const bool bytes = element_bytes(line.input) == 1;
       Bits paged(size_t(pages) * s.batch, 0);
       std::fill(paged.end() - s.batch, paged.end(), bytes ? 0x7f : 0x7fff);
@@ -821,7 +831,7 @@ class Instance {
 
   // The place of an element of O.
   string where(size_t i) const {
-    const size_t D = line.D, S = problem.Sq, H = problem.Hq;
+    const size_t D = line.Dv, S = problem.Sq, H = problem.Hq;
     return format("(b=%d,h=%d,q=%d,d=%d)", int(i / D / S / H), int(i / D / S % H), int(i / D % S),
                   int(i % D));
   }
@@ -862,7 +872,7 @@ class Instance {
       if (got.O[i] == 0xffff) return "O" + where(i) + " was never written";
     }
     for (size_t row = 0; row < got.LSE.size(); row++) {
-      if (got.LSE[row] == ~0u) return "LSE" + where(row * line.D) + " was never written";
+      if (got.LSE[row] == ~0u) return "LSE" + where(row * line.Dv) + " was never written";
     }
     const Problem& p = problem;
     const auto rows = reference::rows_to_check(p, p.seed, line.facts_of(params).item_rows, 1.5e9);
@@ -883,7 +893,7 @@ class Instance {
   // Every row with the witness, and the witness with the reference on the rows of `sample`.
   string compare_with_witness(Figures& figures, const vector<reference::Row>& sample,
                               const vector<reference::Result>& want) {
-    const size_t D = line.D, S = problem.Sq, heads = heads_of(problem, Tensor::O);
+    const size_t D = line.Dv, S = problem.Sq, heads = heads_of(problem, Tensor::O);
     const size_t most_heads = std::min(heads, std::max<size_t>(1, (size_t(1) << 26) / (S * D)));
     const Guarded O_g("O of the witness", most_heads * S * D * sizeof(float));
     const Guarded LSE_g("LSE of the witness", most_heads * S * sizeof(float));
@@ -914,7 +924,7 @@ class Instance {
         for (size_t row = i * S; row < (i + 1) * S; row++) {
           const reference::Row at{b, h, int(row - i * S)};
           const Row ours = output_row(at);
-          of_head[i].add(at, line.D, &O[row * D], LSE[row], nullptr, ours.O, ours.LSE);
+          of_head[i].add(at, line.Dv, &O[row * D], LSE[row], nullptr, ours.O, ours.LSE);
         }
       });
       for (const reference::Comparison& c : of_head) with_witness.merge(c);
@@ -950,7 +960,7 @@ class Instance {
   Row output_row(const reference::Row& at) const {
     const size_t n = row_number(at);
     Row row;
-    for (int d = 0; d < line.D; d++) row.O[d] = output_value(got.O[n * line.D + d]);
+    for (int d = 0; d < line.Dv; d++) row.O[d] = output_value(got.O[n * line.Dv + d]);
     row.LSE = float_of(got.LSE[n]);
     return row;
   }
@@ -1205,7 +1215,7 @@ Resources resources_of(const KernelFacts& k) {
 // ---- a run of a problem, and its row ----
 
 // Two products, each a multiply and an add for every visible pair and element of D.
-double flops_of(const Problem& p) { return 4.0 * p.D * p.B * p.Hq * reference::visible_pairs(p); }
+double flops_of(const Problem& p) { return 2.0 * (line.D + line.Dv) * p.B * p.Hq * reference::visible_pairs(p); }
 
 struct Run {
   Problem problem;
@@ -1223,13 +1233,13 @@ struct Run {
   // rate of the memory, each moved once. The longer one binds.
   double matrix_us(const Device& d) const { return flops_of(problem) / d.matrix_flops * 1e6; }
   double memory_us(const Device& d) const {
-    double bytes = 0, keys = 0;  // with D = 1
+    double bytes = 0, keys = 0;
     for (int b = 0; b < problem.B; b++) keys += reference::sequence_of(problem, b).Sk;
     for (Tensor t : {Tensor::Q, Tensor::K, Tensor::V, Tensor::O}) {
       const DType type = t == Tensor::O ? line.output : line.input;
-      bytes += (of_query(t) ? double(rows_of(problem, t)) : problem.Hkv * keys) * element_bytes(type);
+      bytes += (of_query(t) ? double(rows_of(problem, t)) : problem.Hkv * keys) * width_of(t) * element_bytes(type);
     }
-    return line.D * bytes / d.memory_bytes * 1e6;
+    return bytes / d.memory_bytes * 1e6;
   }
   bool memory_binds(const Device& d) const { return memory_us(d) > matrix_us(d); }
   double share_of_peak(const Device& d) const {

@@ -44,6 +44,8 @@ struct Problem {
   bool packs_q = false, packs_k = false;
   std::vector<int> q_starts, k_starts;
 
+  int Dv = 0;  // of V and O; 0: D
+  int d_v() const { return Dv ? Dv : D; }
   bool has_window() const { return window_left >= 0 || window_right >= 0; }
 };
 
@@ -128,7 +130,7 @@ inline const Dist* dist_named(const std::string& name) {
 // [B,H,S,D], not rounded to a type. same_heads: every head is the first one.
 inline std::vector<float> make_input(const Problem& p, Tensor tensor, const Dist& dist,
                                      uint64_t seed, bool same_heads) {
-  const size_t heads = heads_of(p, tensor), D = p.D;
+  const size_t heads = heads_of(p, tensor), D = tensor == Tensor::V ? p.d_v() : p.D;
   const size_t per_head = heads ? rows_of(p, tensor) / heads * D : 0;
   std::vector<float> x(heads * per_head);
   parallel_for(heads, [&](size_t h) {
@@ -214,7 +216,7 @@ inline double dot(const float* x, const float* y, int n) {  // n a multiple of 8
 
 // One row. A row whose every logit is -inf (or that sees no key) gives O = 0, LSE = -inf.
 inline Result attend(const Problem& p, const Row& row) {
-  const int h_kv = row.h / (p.Hq / p.Hkv), D = p.D;
+  const int h_kv = row.h / (p.Hq / p.Hkv), D = p.D, Dv = p.d_v();
   const Sequence s = sequence_of(p, row);
   const size_t first = s.first_key + first_key(p, s, row.q - s.first_query);
   const size_t end = s.first_key + past_last_key(p, s, row.q - s.first_query);
@@ -228,12 +230,12 @@ inline Result attend(const Problem& p, const Row& row) {
   const double v_factor = factor(p.v_factor, kv_head);
   const float* const Q = p.Q + (head * p.Sq + row.q) * D;
   const float* const K = p.K + kv_head * p.Sk * D;
-  const float* const V = p.V + kv_head * p.Sk * D;
+  const float* const V = p.V + kv_head * p.Sk * Dv;
 
-  Result result{std::vector<double>(D, 0.0), -infinity, std::vector<char>(D, 0)};
+  Result result{std::vector<double>(Dv, 0.0), -infinity, std::vector<char>(Dv, 0)};
   const auto leave_open = [&](size_t k) {
-    for (int d = 0; d < D; d++) {
-      if (!std::isfinite(V[k * D + d])) result.open[d] = 1;
+    for (int d = 0; d < Dv; d++) {
+      if (!std::isfinite(V[k * Dv + d])) result.open[d] = 1;
     }
   };
   for (size_t k = 0; k < (size_t)p.Sk; k++) {
@@ -257,9 +259,9 @@ inline Result attend(const Problem& p, const Row& row) {
   for (size_t k = first; k < end; k++) {
     const double weight = std::exp(logits[k] - max);  // inf - inf = NaN: a row with a logit of +inf
     sum += weight;
-    for (int d = 0; d < D; d++) result.O[d] += weight * double(V[k * D + d]);
+    for (int d = 0; d < Dv; d++) result.O[d] += weight * double(V[k * Dv + d]);
   }
-  for (int d = 0; d < D; d++) result.O[d] = result.O[d] / sum * v_factor;
+  for (int d = 0; d < Dv; d++) result.O[d] = result.O[d] / sum * v_factor;
   result.LSE = max + std::log(sum);
   return result;
 }

@@ -69,7 +69,8 @@ namespace {  // two builds in one program must not share their constants and ker
 
 // clang-format off
 #define SDPA_KNOBS(X) \
-  X(HEAD_DIM, 64, head_dim, "64 128 256", "all", "D; every row of Q, K, V and O has this many elements") \
+  X(HEAD_DIM, 64, head_dim, "32..256", "all", "D; every row of Q and K has this many elements") \
+  X(HEAD_DIM_V, 0, head_dim_v, "0..256", "scalar mma wgmma", "D of V and O; 0: HEAD_DIM") \
   X(DTYPE, FP16, dtype, "FP16 BF16 FP8_E4M3 U8", "all", "type of Q, K and V; sums are fp32") \
   X(OUT_DTYPE, AUTO, out_dtype, "AUTO FP16 BF16", "all", "type of O; AUTO: DTYPE, or FP16 where that has 8 bits") \
   X(BLOCK_M, 32, block_m, "4..256", "all", "query rows of a tile: more reuse of K and V, fewer CTAs") \
@@ -204,6 +205,7 @@ template <int ROW> struct BuildOf : Knobs<ROW> {
                                           : family == Family::wgmma       ? 128
                                                                           : K::num_producer_warps * 32;
   static constexpr int threads = K::num_warps * 32 + producer_threads;
+  static constexpr int d_v = K::head_dim_v > 0 ? K::head_dim_v : K::head_dim;  // elements of a row of V and O
   static constexpr int group_warps = K::num_warps / K::split_kv;
   static constexpr int group_threads = group_warps * 32;
   static constexpr int warpgroups = K::num_warps / 4;  // that compute
@@ -296,6 +298,7 @@ struct SdpaParams {
   const int* page_table = nullptr;          // USE_PAGES=1: [B, ceil(Sk / page_size)] in device memory, rows page_stride
   int page_stride = 0, page_size = 0, pages = 0;  // apart. Key k of b is row k % page_size of page table[b][k / page_size]
                                             // of K and V [pages,Hkv,page_size,D], whose batch strides are of pages
+  int Dv = 0;                               // D of V and O, must equal HEAD_DIM_V; 0: D
 };
 // A row that sees no key (or only keys of logit -inf) gives O = 0 and LSE = -inf or its sink. NaN and inf come out as
 // the formula has them; those of V at a masked key may reach the row (0 * inf is NaN): kernels multiply whole tiles.
@@ -489,7 +492,7 @@ constexpr uint32_t most_split_items = 16384;
 constexpr size_t range_counter_bytes = most_split_items * sizeof(uint32_t);
 constexpr int ranges_at_once = 16, few_ranges = 4;  // that a thread merges; of few it takes more columns
 template <class B> struct alignas(256) RangePartial {
-  float O[B::block_m][B::head_dim];
+  float O[B::block_m][B::d_v];
   float2 m_l[B::block_m];
 };
 
@@ -1003,21 +1006,22 @@ __device__ __forceinline__ void mma_32_bytes(float& d0, float& d1, float& d2, fl
 
 // ---- tiles in shared memory (scalar, wmma, mma) ----
 
-// Elements from one row of a tile to the next. With D alone all rows start in bank 0, and accesses to
-// one column of different rows collide. Against that SWIZZLE_XOR=1 XORs the 16-byte chunk index with
-// the row, which spreads any 8 neighbouring rows over all 32 banks (with the pair of rows, if these have 64
-// bytes); but wmma wants a fixed stride, so there it makes rows 16 bytes longer, to the same effect.
+// Elements from one row of a tile to the next. With D alone all rows start in the same bank or in a few, and accesses to
+// one column of different rows collide. Against that SWIZZLE_XOR=1 XORs the 16-byte chunk index with the row, within as
+// many chunks as divide a row and 128 bytes, so that any 8 neighbouring rows lie in all 32 banks; but wmma wants a fixed
+// stride, so there it makes rows 16 bytes longer, to the same effect.
 template <class B> constexpr bool pads_rows = B::swizzle_xor&& B::family == Family::wmma;
-template <class B> constexpr int TILE_STRIDE = B::head_dim + (pads_rows<B> ? CHUNK<B> : 0);
+template <class B, int D = B::head_dim> constexpr int TILE_STRIDE = D + (pads_rows<B> ? CHUNK<B> : 0);
 
+// The chunks of a row that are swizzled together, of 128 bytes at most.
+template <class B, int D> constexpr unsigned SWIZZLED = std::gcd(D / CHUNK<B>, 8);
 // Offset in elements of (row, col) in a tile.
-template <class B> __device__ __forceinline__ int tile_offset(int row, int col) {
+template <class B, int D = B::head_dim> __device__ __forceinline__ int tile_offset(int row, int col) {
   // Unsigned, so that the compiler sees that rows 8 apart are swizzled alike.
-  constexpr unsigned together = B::head_dim < 8 * CHUNK<B> ? 2 : 1;  // rows in 128 bytes
   if constexpr (B::swizzle_xor && !pads_rows<B>) {
-    col ^= static_cast<unsigned>(row) / together % (8 / together) * CHUNK<B>;
+    col ^= static_cast<unsigned>(row) / (8 / SWIZZLED<B, D>) % SWIZZLED<B, D> * CHUNK<B>;
   }
-  return row * TILE_STRIDE<B> + col;
+  return row * TILE_STRIDE<B, D> + col;
 }
 
 // Copies a vector from global to shared memory, zeros when !valid; commit() ends a group of copies, wait() waits
@@ -1073,13 +1077,13 @@ struct ConvertingCopy {
 
 // What thread tid of nthreads copies of a tile: the vectors at (row + n * row_step, col), so that its addresses advance
 // by a constant. A row may take several passes of all threads. Threads that are left over after whole rows are idle.
-template <class B> struct TileCopy {
-  static constexpr int PER_ROW = B::head_dim / B::vec_width;
+template <class B, int D = B::head_dim> struct TileCopy {
+  static constexpr int PER_ROW = D / B::vec_width;
   int row_step, col_step, row, col;
 
   __device__ __forceinline__ TileCopy(int tid, int nthreads)
       : row_step(nthreads > PER_ROW ? nthreads / PER_ROW : 1),
-        col_step(nthreads > PER_ROW ? B::head_dim : nthreads * B::vec_width),
+        col_step(nthreads > PER_ROW ? D : nthreads * B::vec_width),
         row(tid / PER_ROW),
         col(tid % PER_ROW * B::vec_width) {}
 
@@ -1096,9 +1100,9 @@ template <class B> struct TileCopy {
 #pragma unroll unrolled
     for (int r = 0; r < ROWS; r += row_step, src_g += row_step * row_stride) {
       if ((ROWS % row_step != 0 && row + r >= ROWS) || row >= row_step) break;
-      SDPA_UNROLL for (int c = 0; c < B::head_dim; c += col_step) {
-        if (B::head_dim % col_step != 0 && col + c >= B::head_dim) break;
-        Element<B>* const to_s = dst_s + tile_offset<B>(row + r, col + c);
+      SDPA_UNROLL for (int c = 0; c < D; c += col_step) {
+        if (D % col_step != 0 && col + c >= D) break;
+        Element<B>* const to_s = dst_s + tile_offset<B, D>(row + r, col + c);
         Copy::template copy<B::vec_width * sizeof(Input)>(to_s, src_g + c, r < rows);
       }
     }
@@ -1514,6 +1518,21 @@ __device__ __forceinline__ void store_output(const View& O, const float (&m)[Vie
   }
 }
 
+// Stores a view's rows of O, m and l in a partial result, by store(place, vector).
+template <class Partial, class View, class Store>
+__device__ __forceinline__ void store_partial(Partial& mine, const View& O, const float (&m)[View::ROWS],
+                                              const float (&l)[View::ROWS], const Store& store) {
+  constexpr int width = View::RUN < 4 ? View::RUN : 4;
+  SDPA_UNROLL for (int i = 0; i < View::ROWS; i++) {
+    SDPA_UNROLL for (int j = 0; j < View::COLS; j += width) {
+      VectorType<width * sizeof(float)> x;
+      memcpy(&x, &O.x[i][j], sizeof x);
+      store(&mine.O[O.row(i)][O.col(j)], x);
+    }
+    if (O.col(0) == 0) store(&mine.m_l[O.row(i)], float2{m[i], l[i]});
+  }
+}
+
 // ---- pages (USE_PAGES) ----
 
 // The page of the item's keys [k, k + keys), which lie in one. If the item sees none of them, one that does not exist: of
@@ -1622,16 +1641,8 @@ __device__ __forceinline__ void store_range(const View& O, const float (&m)[View
   if constexpr (B::use_lengths) {
     if (range_count<B>(item, 0) == 1) return store_whole<B>(O, m, l, a, item);
   }
-  constexpr int width = View::RUN < 4 ? View::RUN : 4;
   RangePartial<B>& mine = range_partials<B>(a)[part_of<B>(item, blockIdx.x)];
-  SDPA_UNROLL for (int i = 0; i < View::ROWS; i++) {
-    SDPA_UNROLL for (int j = 0; j < View::COLS; j += width) {
-      VectorType<width * sizeof(float)> x;
-      memcpy(&x, &O.x[i][j], sizeof x);
-      st_global(&mine.O[O.row(i)][O.col(j)], x);
-    }
-    if (O.col(0) == 0) st_global(&mine.m_l[O.row(i)], float2{m[i], l[i]});
-  }
+  store_partial(mine, O, m, l, [](void* dst_g, auto x) { st_global(dst_g, x); });
 }
 // What the CTA's keys give: O / l, or with SPLIT_CTAS the partial result.
 template <class B, class View>
@@ -1648,7 +1659,7 @@ __device__ __forceinline__ void store_sums(const View& O, const float (&m)[View:
 template <class B, int MANY, int COLS>
 __device__ __forceinline__ void merge_ranges(const RangePartial<B>* partial, const KernelArgs& a, const WorkItem& item,
                                              int thread, int threads = B::num_warps * 32) {
-  constexpr int columns = B::head_dim / COLS;
+  constexpr int columns = B::d_v / COLS;
   const int ranges = int(range_count<B>(item, a.ranges.divisor)), parts = rows_of_item<B>(a) * columns;
   for (int part = thread; part < parts; part += threads) {
     const int row = part / columns;
@@ -1682,7 +1693,7 @@ __device__ __forceinline__ void merge_ranges(const RangePartial<B>* partial, con
 // ---- rows of several heads (SWAP_AB, PACK_GQA) ----
 
 using RowPart = QuadRuns<1, 16, 4>;  // four neighbouring columns of a row
-template <class B> constexpr int PARTIAL_STRIDE = B::head_dim + 4;  // 4: against bank conflicts
+template <class B> constexpr int PARTIAL_STRIDE = B::d_v + 4;  // 4: against bank conflicts
 template <class B> struct RowsPartial {
   alignas(16) float O[B::block_m][PARTIAL_STRIDE<B>];
   float2 m_l[B::block_m];
@@ -1693,7 +1704,7 @@ template <class B> struct RowsPartial {
 template <class B, class Partial, class Put>
 __device__ __forceinline__ void merge_groups(const Partial (&partial_s)[B::split_kv], const ItemScale<B>& scale_log2,
                                              int thread, const Put& put) {
-  constexpr int parts = B::head_dim / 4, threads = B::num_warps * 32;
+  constexpr int parts = B::d_v / 4, threads = B::num_warps * 32;
   const int rows = rows_of_item<B>(scale_log2.a);
   for (int i = thread; i < rows * parts; i += threads) {
     const int row = i / parts;
@@ -1927,7 +1938,7 @@ template <class B> __global__ void __launch_bounds__(plan_threads) sdpa_plan(con
 // A thread has four columns of a row, so that all SMs merge and not one CTA an item.
 
 constexpr int merge_threads = 128;
-template <class B> constexpr int merge_ctas = shares(B::block_m * B::head_dim / 4, merge_threads);  // of an item
+template <class B> constexpr int merge_ctas = shares(B::block_m * B::d_v / 4, merge_threads);  // of an item
 
 // USE_LENGTHS: of all items that have several ranges.
 template <class B> __device__ __forceinline__ void merge_planned(const KernelArgs& a) {
@@ -1963,22 +1974,23 @@ template <class B> struct ItemTiles {
   const SdpaParams& p;
   const WorkItem& item;
   HeldMask<B> mask;
-  TileCopy<B> mine;  // this thread's share of the group's copies
+  TileCopy<B> mine;  // this thread's share of the group's copies of K
+  TileCopy<B, B::d_v> mine_v;
   std::conditional_t<B::use_pages, PagedRows<B>, const Input*> K_g, V_g;  // its first vector of the next tile
   KeyRange keys;  // of the item's rows
   int first_key;  // of the group
 
   __device__ __forceinline__ ItemTiles(const KernelArgs& a, const WorkItem& item_, int group, int tid, int nthreads)
-      : p(a.p), item(item_), mask(mask_of<B>(a, item)), mine(tid, nthreads) {
+      : p(a.p), item(item_), mask(mask_of<B>(a, item)), mine(tid, nthreads), mine_v(tid, nthreads) {
     const int h_kv = item.h / (p.Hq / p.Hkv);
     keys = keys_of_cta<B>(a, mask, item);
     first_key = keys.begin + group * B::block_n;
     if constexpr (B::use_pages) {
       K_g = {&a, &item, &p.k, p.K + h_kv * p.k.head + mine.col, first_key + mine.row};
-      V_g = {&a, &item, &p.v, p.V + h_kv * p.v.head + mine.col, first_key + mine.row};
+      V_g = {&a, &item, &p.v, p.V + h_kv * p.v.head + mine_v.col, first_key + mine_v.row};
     } else {
       K_g = mine.first(p.K + item.b * p.k.batch + h_kv * p.k.head + k_row<B>(item, first_key) * p.k.row, p.k.row);
-      V_g = mine.first(p.V + item.b * p.v.batch + h_kv * p.v.head + k_row<B>(item, first_key) * p.v.row, p.v.row);
+      V_g = mine_v.first(p.V + item.b * p.v.batch + h_kv * p.v.head + k_row<B>(item, first_key) * p.v.row, p.v.row);
     }
   }
   // ROWS query rows of the item from first_row on, to Q_s, by nthreads threads.
@@ -1992,10 +2004,10 @@ template <class B> struct ItemTiles {
   // The next K and V tile, at key k0, into its stage; past the end nothing.
   template <class Shared> __device__ __forceinline__ void copy_kv(Shared& s, int stage, int k0) {
     if (k0 < keys.end) {
-      const int rows = keys.end - k0 - mine.row;
+      const int rows = keys.end - k0;
       const auto step = [](const Strides& of) { return B::use_pages ? 1 : of.row; };  // to the next row
-      mine.template copy<B::block_n>(s.K[stage], K_g, step(p.k), rows);
-      mine.template copy<B::block_n>(s.V[stage], V_g, step(p.v), rows);
+      mine.template copy<B::block_n>(s.K[stage], K_g, step(p.k), rows - mine.row);
+      mine_v.template copy<B::block_n>(s.V[stage], V_g, step(p.v), rows - mine_v.row);
       K_g += ADVANCE * step(p.k), V_g += ADVANCE * step(p.v);
     }
   }
@@ -2060,11 +2072,11 @@ __device__ __forceinline__ void mbarrier_spin(uint64_t* barrier_s, int parity) {
 constexpr int RUN_READ = 8;  // neighbouring elements of a row that a lane reads at once
 
 // x = the elements at src_s, which is aligned to their size.
-template <class E> __device__ __forceinline__ void load_run(float (&x)[RUN_READ], const E* src_s) {
-  const auto run = ld_shared<VectorType<RUN_READ * sizeof(E)>>(src_s);
-  E e[RUN_READ];
+template <class E, int N> __device__ __forceinline__ void load_run(float (&x)[N], const E* src_s) {
+  const auto run = ld_shared<VectorType<N * sizeof(E)>>(src_s);
+  E e[N];
   memcpy(e, &run, sizeof run);
-  SDPA_UNROLL for (int i = 0; i < RUN_READ; i++) x[i] = to_float(e[i]);
+  SDPA_UNROLL for (int i = 0; i < N; i++) x[i] = to_float(e[i]);
 }
 
 // The scalar family's lanes: 4 along the rows, 8 along the columns.
@@ -2082,8 +2094,8 @@ template <class B> struct ScalarScores {
 
 // O [BLOCK_M][D], the same rows as a warp's own scores. A lane has whole runs of columns.
 template <class B> struct ScalarOutput {
-  static constexpr int ROWS = ScalarScores<B>::ROWS, COLS = B::head_dim / COL_LANES;
-  static constexpr int RUN = RUN_READ;  // neighbouring x that are neighbouring d
+  static constexpr int ROWS = ScalarScores<B>::ROWS, COLS = B::d_v / COL_LANES;
+  static constexpr int RUN = std::gcd(COLS, RUN_READ);  // neighbouring x that are neighbouring d
   float x[ROWS][COLS];
   int first_row, first_col;
   __device__ int row(int i) const { return first_row + ROW_LANES * i; }
@@ -2110,7 +2122,7 @@ template <class B> struct ScalarShared {
   static constexpr int P_STRIDE = B::block_n + 8;         // 4 rows of lanes fall into 4 groups of 8 banks
   Element<B> Q[B::block_m * TILE_STRIDE<B>];              // [BLOCK_M][D]
   Element<B> K[B::stages][B::block_n * TILE_STRIDE<B>];   // [BLOCK_N][D]
-  Element<B> V[B::stages][B::block_n * TILE_STRIDE<B>];   // [BLOCK_N][D]
+  Element<B> V[B::stages][B::block_n * TILE_STRIDE<B, B::d_v>];
   float P[B::block_m * P_STRIDE];                         // [BLOCK_M][BLOCK_N]: S, then P in its place
   float m[B::block_m], l[B::block_m], alpha[B::block_m];  // used where rows change hands
 
@@ -2133,10 +2145,10 @@ __device__ __forceinline__ void scalar_pv(ScalarOutput<B>& O, const float (&alph
       p[i][0] = x.x, p[i][1] = x.y, p[i][2] = x.z, p[i][3] = x.w;
     }
     SDPA_UNROLL for (int n = 0; n < KEYS; n++) {
-      SDPA_UNROLL for (int j = 0; j < View::COLS; j += RUN_READ) {
-        float v[RUN_READ];
-        load_run(v, V_s + tile_offset<B>(k + n, O.col(j)));
-        SDPA_UNROLL for (int e = 0; e < RUN_READ; e++) {
+      SDPA_UNROLL for (int j = 0; j < View::COLS; j += View::RUN) {
+        float v[View::RUN];
+        load_run(v, V_s + tile_offset<B, B::d_v>(k + n, O.col(j)));
+        SDPA_UNROLL for (int e = 0; e < View::RUN; e++) {
           SDPA_UNROLL for (int i = 0; i < View::ROWS; i++) { O.x[i][j + e] = fmaf(p[i][n], v[e], O.x[i][j + e]); }
         }
       }
@@ -2576,14 +2588,15 @@ template <class B, int WIDTH> struct MmaAccumulator {  // [16 * M_TILES of BLOCK
 // and c has no bit in common with col: the swizzle is an XOR of the column's low bits, and so is this.
 // The high bits may be XORed as well or added, which an instruction does with its immediate. At D=256
 // adding saves registers; at D=128 the few XORed addresses would stay in registers and spill.
-template <class B> __device__ __forceinline__ SharedAddress tile_step(SharedAddress at, int r, int c) {
-  constexpr int xored = B::head_dim > 128 ? 8 * CHUNK<B> : B::head_dim;
-  return (at ^ c % xored * int(sizeof(Element<B>))) + (r * B::head_dim + c / xored * xored) * int(sizeof(Element<B>));
+template <class B, int D = B::head_dim>
+__device__ __forceinline__ SharedAddress tile_step(SharedAddress at, int r, int c) {
+  constexpr int xored = D > 128 || D & (D - 1) ? int(SWIZZLED<B, D>) * CHUNK<B> : D;
+  return (at ^ c % xored * int(sizeof(Element<B>))) + (r * D + c / xored * xored) * int(sizeof(Element<B>));
 }
 
 // O, m and l of a group of warps over its keys, in the order of its threads' accumulators.
 template <class B> struct MmaPartial {
-  using View = MmaAccumulator<B, B::head_dim>;
+  using View = MmaAccumulator<B, B::d_v>;
   float O[View::ROWS][View::COLS][B::group_threads];
   float2 m_l[View::ROWS][B::group_threads];
 };
@@ -2598,7 +2611,7 @@ template <class B, bool PACKED = (B::pack_gqa && !merges_by_kernel<B>)> struct M
 template <class B> struct MmaShared {
   struct Tiles {
     Element<B> K[B::stages][B::block_n * B::head_dim];  // [BLOCK_N][D]
-    Element<B> V[B::stages][B::block_n * B::head_dim];  // [BLOCK_N][D]
+    Element<B> V[B::stages][B::block_n * B::d_v];
   };
   struct Inputs {
     Element<B> Q[B::block_m * B::head_dim];  // [BLOCK_M][D]
@@ -2632,7 +2645,7 @@ template <class B, bool = sizeof(Element<B>) == 1> struct MmaOperands {
 // are kept for the whole item; each use reads the others again.
 template <class B> struct MmaQueries {
   static constexpr int M_TILES = MmaAccumulator<B, 8>::M_TILES, STEPS = B::head_dim / MMA_K<B>;
-  static constexpr int O_AND_S = M_TILES * (B::head_dim + B::block_n) / 2;  // registers
+  static constexpr int O_AND_S = M_TILES * (B::d_v + B::block_n) / 2;  // registers
   static constexpr int REGISTERS = MmaOperands<B>::REGISTERS;
   static constexpr int ROOM = O_AND_S < 184 ? (184 - O_AND_S) / (REGISTERS * M_TILES) : 0;
   static constexpr int KEPT = ROOM < STEPS ? ROOM : STEPS;
@@ -2710,15 +2723,15 @@ template <class B> struct MmaProbabilities {
 
 // O += P @ V for the keys of a step   [16 * M_TILES][D] of a warp
 template <class B>
-__device__ __forceinline__ void mma_pv(MmaAccumulator<B, B::head_dim>& O, const MmaProbabilities<B>& P,
+__device__ __forceinline__ void mma_pv(MmaAccumulator<B, B::d_v>& O, const MmaProbabilities<B>& P,
                                        const Element<B>* V_s, int step, int lane) {
   if constexpr (sizeof(Element<B>) == 1) {
     MmaOperands<B>::pv(O, P.a[step], V_s, step, lane);
   } else {
-    const SharedAddress at = shared_address(V_s + tile_offset<B>(lane % 16, lane / 16 * 8));
-    SDPA_UNROLL for (int n = 0; n < B::head_dim / 16; n++) {
+    const SharedAddress at = shared_address(V_s + tile_offset<B, B::d_v>(lane % 16, lane / 16 * 8));
+    SDPA_UNROLL for (int n = 0; n < B::d_v / 16; n++) {
       uint32_t v[4];
-      ldmatrix_x4<true>(v, tile_step<B>(at, 16 * step, 16 * n));
+      ldmatrix_x4<true>(v, tile_step<B, B::d_v>(at, 16 * step, 16 * n));
       multiply_columns<B>(O, n, P.a[step], v);
     }
   }
@@ -2727,7 +2740,7 @@ __device__ __forceinline__ void mma_pv(MmaAccumulator<B, B::head_dim>& O, const 
 // The state of a warp's rows: sums over the tiles so far, and P of the last tile.
 template <class B> struct MmaRows {
   using Scores = MmaAccumulator<B, B::block_n>;
-  using Sums = MmaAccumulator<B, B::head_dim>;
+  using Sums = MmaAccumulator<B, B::d_v>;
   static constexpr int ROWS = Sums::ROWS;
   Sums O;
   MmaProbabilities<B> P;
@@ -2805,17 +2818,17 @@ template <class B> struct MmaRows {
   }
 };
 
-// A warp's rows as they are stored. 8-bit V: 4 columns of 16, as P @ V leaves them.
+// A warp's rows as they are stored: as P @ V leaves them, of 8-bit V 4 columns of 16, or dealt anew where 32 divide D.
 template <class B>
-using MmaRuns = QuadRuns<MmaAccumulator<B, B::head_dim>::ROWS, B::head_dim, sizeof(Element<B>) == 1 ? 4 : 8>;
+using MmaRuns = QuadRuns<MmaAccumulator<B, B::d_v>::ROWS, B::d_v, sizeof(Element<B>) == 1 ? 4 : B::d_v % 32 ? 2 : 8>;
 
 // A quad exchanges columns: of every 32, lane q gives away what is not in [8q, 8q + 8) and gets what
 // is, in two exchanges of pairs of columns.
 template <class B>
-__device__ __forceinline__ void deal_runs(MmaRuns<B>& R, const MmaAccumulator<B, B::head_dim>& O, int lane) {
+__device__ __forceinline__ void deal_runs(MmaRuns<B>& R, const MmaAccumulator<B, B::d_v>& O, int lane) {
   const int q = lane % 4;
   R.first_row = O.first_row, R.first_col = q * R.RUN;
-  if constexpr (MmaRuns<B>::RUN == 4) {
+  if constexpr (MmaRuns<B>::RUN != 8) {
     memcpy(R.x, O.x, sizeof R.x);
   } else {
     SDPA_UNROLL for (int i = 0; i < R.ROWS; i++) {
@@ -2855,7 +2868,7 @@ __device__ __forceinline__ void make_halves(uint32_t (&pairs)[2], uint32_t bytes
 template <class B> struct MmaOperands<B, true> {
   static constexpr bool in_fp16 = B::converts_operands;
   static constexpr int REGISTERS = in_fp16 ? 8 : 4, KEYS = in_fp16 ? 16 : 32;
-  using Sums = MmaAccumulator<B, B::head_dim>;
+  using Sums = MmaAccumulator<B, B::d_v>;
   using P = uint32_t[Sums::M_TILES][4];
 
   static __device__ __forceinline__ void multiply(float& d0, float& d1, float& d2, float& d3,
@@ -2904,10 +2917,10 @@ template <class B> struct MmaOperands<B, true> {
  private:
   // With the keys in the order of P.
   static __device__ __forceinline__ void pv_of_e4m3(Sums& O, const P& p, const Element<B>* V_s, int step, int lane) {
-    const SharedAddress at = shared_address(V_s + tile_offset<B>(lane, 0));
-    SDPA_UNROLL for (int n = 0; n < B::head_dim / 16; n++) {
+    const SharedAddress at = shared_address(V_s + tile_offset<B, B::d_v>(lane, 0));
+    SDPA_UNROLL for (int n = 0; n < B::d_v / 16; n++) {
       uint32_t v[4];  // of keys 0 ... 7, 8 ... 15, 16 ... 23, 24 ... 31
-      ldmatrix_x4<true>(v, tile_step<B>(at, MMA_K<B> * step, 16 * n));
+      ldmatrix_x4<true>(v, tile_step<B, B::d_v>(at, MMA_K<B> * step, 16 * n));
       const uint32_t even[2] = {prmt(v[0], v[1], 0x6420), prmt(v[2], v[3], 0x6420)};
       const uint32_t odd[2] = {prmt(v[0], v[1], 0x7531), prmt(v[2], v[3], 0x7531)};
       SDPA_UNROLL for (int m = 0; m < O.M_TILES; m++) {
@@ -2919,10 +2932,10 @@ template <class B> struct MmaOperands<B, true> {
   }
 
   static __device__ __forceinline__ void pv_of_fp16(Sums& O, const P& p, const Element<B>* V_s, int step, int lane) {
-    const SharedAddress at = shared_address(V_s + tile_offset<B>(lane % 16, lane / 16 * CHUNK<B>));
-    SDPA_UNROLL for (int n = 0; n < B::head_dim / 16; n += 2) {
+    const SharedAddress at = shared_address(V_s + tile_offset<B, B::d_v>(lane % 16, lane / 16 * CHUNK<B>));
+    SDPA_UNROLL for (int n = 0; n < B::d_v / 16; n += 2) {
       uint32_t v[4];  // of 16 d keys 0 ... 7, 8 ... 15, and of the next
-      ldmatrix_x4<true>(v, tile_step<B>(at, 16 * step, 16 * n));
+      ldmatrix_x4<true>(v, tile_step<B, B::d_v>(at, 16 * step, 16 * n));
       SDPA_UNROLL for (int next = 0; next < 2; next++) {
         uint32_t low[2], high[2];  // keys; the even d and the odd d
         make_halves(low, prmt(v[2 * next], 0, 0x3120));
@@ -2974,13 +2987,7 @@ template <class B> struct MmaPacked {
     deal_runs<B>(runs, rows.O, lane);
     __syncthreads();  // hazard: the partial results take the place of Q, K and V
     RowsPartial<B>& mine = s.partial.of_group[group];
-    SDPA_UNROLL for (int i = 0; i < runs.ROWS; i++) {
-      const auto& x = runs.x[i];
-      SDPA_UNROLL for (int j = 0; j < runs.COLS; j += 4) {
-        st_shared(&mine.O[runs.row(i)][runs.col(j)], float4{x[j], x[j + 1], x[j + 2], x[j + 3]});
-      }
-      if (runs.col(0) == 0) st_shared(&mine.m_l[runs.row(i)], float2{rows.m[i], rows.l[i]});
-    }
+    store_partial(mine, runs, rows.m, rows.l, [](void* dst_s, auto x) { st_shared(dst_s, x); });
     __syncthreads();  // hazard: partial results written
     store_rows<B>(s.partial.of_group, a, s.item, threadIdx.x, s.partial.is_last);
   }
@@ -3088,11 +3095,11 @@ template <int WIDTH> struct WgmmaAccumulator {  // [64][WIDTH]
 // from it in uniform registers, where wgmma wants its descriptors.
 __device__ __forceinline__ int uniform(int x) { return __shfl_sync(0xffffffffu, x, 0); }
 
-// Bytes of a tile's panels: [rows][128], or [rows][64] where rows have no more.
-template <class B> constexpr int ROW_BYTES = int(sizeof(Input)) * B::head_dim;
-template <class B> constexpr int PANEL_BYTES = ROW_BYTES<B> < 128 ? ROW_BYTES<B> : 128;
-template <class B> constexpr int PANELS = ROW_BYTES<B> / PANEL_BYTES<B>;
-template <class B> constexpr int PANEL_ATOM = 8 * PANEL_BYTES<B>;  // 8 lines of a panel
+// Bytes of the panels of a tile with rows of D elements: [rows][128], or [rows][64] where 128 do not divide a row.
+template <int D> constexpr int ROW_BYTES = int(sizeof(Input)) * D;
+template <int D> constexpr int PANEL_BYTES = ROW_BYTES<D> % 128 ? 64 : 128;
+template <int D> constexpr int PANELS = ROW_BYTES<D> / PANEL_BYTES<D>;
+template <int D> constexpr int PANEL_ATOM = 8 * PANEL_BYTES<D>;  // 8 lines of a panel
 constexpr int STEP_BYTES = 32;                                     // of K that an instruction takes
 
 // Where a byte of a row of a tile in panels of ROWS lines of LINE bytes lies.
@@ -3101,8 +3108,8 @@ template <int ROWS, int LINE = 128> __device__ __forceinline__ uint32_t panel_by
   return (byte / LINE * ROWS + row) * LINE + swizzled * 16 + byte % 16;
 }
 // The same for elements of 16 bits.
-template <int ROWS> __device__ __forceinline__ uint32_t panel_offset(uint32_t row, uint32_t column) {
-  return panel_byte<ROWS>(row, column * 2) / 2;
+template <int ROWS, int LINE = 128> __device__ __forceinline__ uint32_t panel_offset(uint32_t row, uint32_t column) {
+  return panel_byte<ROWS, LINE>(row, column * 2) / 2;
 }
 
 // mbarrier_spin() where the hardware can put the thread to sleep meanwhile.
@@ -3194,14 +3201,15 @@ __device__ __forceinline__ void wait_before_copy(const CUtensorMap*& map) {
   hold(map);
   griddepcontrol_wait();
 }
-// By one thread: loads a slice's tile of K or V in a round; past the last key zeros. FIRST: the warp's first copy.
-template <class B, bool FIRST>
+// By one thread: loads a slice's tile of K or V, with rows of D, in a round; past the last key zeros. FIRST: the warp's
+// first copy.
+template <class B, int D, bool FIRST>
 __device__ __forceinline__ void load_round(const KernelArgs& a, const WgmmaItem& item, int round, int slice,
                                            const CUtensorMap* map, void* tile_s, uint64_t* full, uint64_t policy) {
   if (a.keys.Sk > 0) {
     const int at[5] = {0, k_row<B>(item, first_key_of<B>(item, round, slice)), 0, item.h_kv,
                        batch_of<B>(a.p.k_starts, item.b)};
-    mbarrier_arrive_expect_tx(full, B::block_n * B::head_dim * sizeof(Input));
+    mbarrier_arrive_expect_tx(full, B::block_n * ROW_BYTES<D>);
     if (FIRST) wait_before_copy(map);
     cp_async_bulk_tensor_load(tile_s, map, at, full, policy);
   } else {
@@ -3210,26 +3218,26 @@ __device__ __forceinline__ void load_round(const KernelArgs& a, const WgmmaItem&
 }
 // USE_PAGES: a tile is loaded in boxes of one page, a panel's lines each, by the lanes of a warp. This lane's box of the
 // tile that begins with key k0, and its page, which is best looked up before the stage is empty.
-template <class B> struct PageBox {
+template <class B, int D> struct PageBox {
   int k0, panel, row, page;
 
   __device__ __forceinline__ PageBox(const KernelArgs& a, const WorkItem& item, int k0_) : k0(k0_) {
     const int lane = threadIdx.x % 32, rows = plan_room<B>(a).box_rows;
-    panel = lane % PANELS<B>, row = lane / PANELS<B> * rows, page = page_of<B>(a, item, k0 + row, rows);
+    panel = lane % PANELS<D>, row = lane / PANELS<D> * rows, page = page_of<B>(a, item, k0 + row, rows);
   }
   __device__ __forceinline__ void load(const KernelArgs& a, int h_kv, const CUtensorMap* map, void* tile_s,
                                        uint64_t* full, uint64_t policy) const {
     const int at[5] = {0, int(plan_room<B>(a).page_size.remainder(uint32_t(k0 + row))), panel, h_kv, page};
-    char* const box_s = static_cast<char*>(tile_s) + (panel * B::block_n + row) * PANEL_BYTES<B>;
-    if (panel + row == 0) mbarrier_arrive_expect_tx(full, B::block_n * B::head_dim * sizeof(Input));
+    char* const box_s = static_cast<char*>(tile_s) + (panel * B::block_n + row) * PANEL_BYTES<D>;
+    if (panel + row == 0) mbarrier_arrive_expect_tx(full, B::block_n * ROW_BYTES<D>);
     if (row < B::block_n) cp_async_bulk_tensor_load(box_s, map, at, full, policy);
   }
 };
 
 // Bytes from the beginning of a tile of ROWS rows to the next STEP_BYTES of them, number `step`.
-template <class B> __host__ __device__ constexpr int panel_step(int step, int rows) {
-  constexpr int steps = PANEL_BYTES<B> / STEP_BYTES;  // of a panel
-  return step / steps * PANEL_BYTES<B> * rows + step % steps * STEP_BYTES;
+template <int LINE> __host__ __device__ constexpr int panel_step(int step, int rows) {
+  constexpr int steps = LINE / STEP_BYTES;  // of a panel
+  return step / steps * LINE * rows + step % steps * STEP_BYTES;
 }
 
 // Rows of Q that lie together: those of a warpgroup; PACK_GQA: of all, since a box of TMA has a panel of all heads.
@@ -3239,9 +3247,9 @@ template <class B> constexpr int Q_PANEL_ROWS = B::pack_gqa ? B::block_m : 64;
 template <class B> __device__ __forceinline__ void wgmma_qk(WgmmaAccumulator<B::block_n>& S, uint64_t Q, uint64_t K) {
   forget(S.x.d);
   wgmma_fence();
-  SDPA_UNROLL for (int step = 0; step < ROW_BYTES<B> / STEP_BYTES; step++) {
-    wgmma_ss<Input, B::block_n, 0>(S.x.d, descriptor_at(Q, panel_step<B>(step, Q_PANEL_ROWS<B>)),
-                                   descriptor_at(K, panel_step<B>(step, B::block_n)), step > 0);
+  SDPA_UNROLL for (int step = 0; step < ROW_BYTES<B::head_dim> / STEP_BYTES; step++) {
+    wgmma_ss<Input, B::block_n, 0>(S.x.d, descriptor_at(Q, panel_step<PANEL_BYTES<B::head_dim>>(step, Q_PANEL_ROWS<B>)),
+                                   descriptor_at(K, panel_step<PANEL_BYTES<B::head_dim>>(step, B::block_n)), step > 0);
   }
   wgmma_commit_group();
 }
@@ -3251,22 +3259,22 @@ template <class B> using WgmmaProbabilities = uint32_t[B::block_n / 16][4];
 
 // O = P @ V (+ O if accumulate), begun. V [BLOCK_N][D] is that of the descriptor.   [64][D]
 template <class B>
-__device__ __forceinline__ void wgmma_pv(WgmmaAccumulator<B::head_dim>& O, const WgmmaProbabilities<B>& P, uint64_t V,
+__device__ __forceinline__ void wgmma_pv(WgmmaAccumulator<B::d_v>& O, const WgmmaProbabilities<B>& P, uint64_t V,
                                          bool accumulate) {
   hold(O.x.d);
   wgmma_fence();
   SDPA_UNROLL for (int step = 0; step < B::block_n / 16; step++) {
-    wgmma_rs<Input, B::head_dim, 1>(O.x.d, P[step], descriptor_at(V, step * 16 * 128), step > 0 || accumulate);
+    wgmma_rs<Input, B::d_v, 1>(O.x.d, P[step], descriptor_at(V, step * 16 * PANEL_BYTES<B::d_v>), step > 0 || accumulate);
   }
   wgmma_commit_group();
 }
 
 // PACK_GQA: empties rows of Q without a query; what lies there would decide how others are rounded.
 template <class B> __device__ __forceinline__ void clear_rows_without_query(Input* Q_s, const KernelArgs& a) {
-  const int rows = rows_of_item<B>(a), chunks = (B::block_m - rows) * (PANEL_BYTES<B> / 16);
-  for (int i = threadIdx.x; i < PANELS<B> * chunks; i += B::threads) {
+  const int rows = rows_of_item<B>(a), chunks = (B::block_m - rows) * (PANEL_BYTES<B::head_dim> / 16);
+  for (int i = threadIdx.x; i < PANELS<B::head_dim> * chunks; i += B::threads) {
     const int row = i / chunks * B::block_m + rows;
-    st_shared(reinterpret_cast<uint4*>(Q_s + row * (PANEL_BYTES<B> / sizeof(Input))) + i % chunks, uint4{});
+    st_shared(reinterpret_cast<uint4*>(Q_s + row * (PANEL_BYTES<B::head_dim> / sizeof(Input))) + i % chunks, uint4{});
   }
   fence_proxy_async();
 }
@@ -3347,8 +3355,9 @@ template <class B> SdpaStatus encode_tensor_maps(TensorMaps& maps, KernelArgs& a
                        t.name, dim.name, (long long)dim.stride);
       }
     }
-    const uint32_t panel_bytes = min(B::head_dim * t.element_bytes, 128);
-    const uint32_t panel = panel_bytes / t.element_bytes, panels = B::head_dim / panel;
+    const int D = t.data == p.V || map == &maps.o ? B::d_v : B::head_dim;
+    const uint32_t panel_bytes = D * t.element_bytes % 128 ? 64 : 128;
+    const uint32_t panel = panel_bytes / t.element_bytes, panels = D / panel;
     const cuuint64_t H = t.dims[1].size;
     cuuint64_t sizes[5] = {panel, cuuint64_t(S), panels, H, cuuint64_t(t.dims[2].size)};
     cuuint64_t strides[4] = {bytes[0], panel_bytes, bytes[1], bytes[2]};
@@ -3384,7 +3393,7 @@ template <class B> SdpaStatus encode_tensor_maps(TensorMaps& maps, KernelArgs& a
 template <class B> struct WgmmaPlainShared {
   alignas(1024) Input Q[B::warpgroups][64 * B::head_dim];      // [64][D] each
   alignas(1024) Input K[B::stages][B::block_n * B::head_dim];  // [BLOCK_N][D]
-  alignas(1024) Input V[B::stages][B::block_n * B::head_dim];  // [BLOCK_N][D]
+  alignas(1024) Input V[B::stages][B::block_n * B::d_v];
   uint64_t q_full, full[B::stages];                            // mbarriers: landed
 };
 
@@ -3394,12 +3403,11 @@ __device__ __forceinline__ void load_tile(WgmmaPlainShared<B>& s, const KernelAr
                                           const WorkItem& item) {
   uint64_t* const full = &s.full[stage];
   if constexpr (B::use_pages) {
-    const PageBox<B> box(a, item, k0);
-    box.load(a, h_kv, &tensor_maps<B>(a).k, s.K[stage], full, evict_last);
-    return box.load(a, h_kv, &tensor_maps<B>(a).v, s.V[stage], full, evict_last);
+    PageBox<B, B::head_dim>(a, item, k0).load(a, h_kv, &tensor_maps<B>(a).k, s.K[stage], full, evict_last);
+    return PageBox<B, B::d_v>(a, item, k0).load(a, h_kv, &tensor_maps<B>(a).v, s.V[stage], full, evict_last);
   }
   const int at[5] = {0, k_row<B>(item, k0), 0, h_kv, batch_of<B>(a.p.k_starts, item.b)};
-  mbarrier_arrive_expect_tx(full, 2 * sizeof s.K[0]);
+  mbarrier_arrive_expect_tx(full, sizeof s.K[0] + sizeof s.V[0]);
   cp_async_bulk_tensor_load(s.K[stage], &tensor_maps<B>(a).k, at, full, evict_last);
   cp_async_bulk_tensor_load(s.V[stage], &tensor_maps<B>(a).v, at, full, evict_last);
 }
@@ -3438,12 +3446,12 @@ __global__ void __launch_bounds__(B::threads, 1) sdpa_wgmma_plain(const __grid_c
   }
 
   WgmmaAccumulator<B::block_n> S;
-  WgmmaAccumulator<B::head_dim> O;
+  WgmmaAccumulator<B::d_v> O;
   S.first_row = O.first_row = group * 64 + tid % 128 / 32 * 16 + lane / 4;
   S.first_col = O.first_col = lane % 4 * 2;
   clear(O);
   float m[2] = {-INFINITY, -INFINITY}, l[2] = {0, 0};
-  const uint64_t Q = wgmma_descriptor(uniform(shared_address(s.Q[group])), 16, 1024);
+  const uint64_t Q = wgmma_descriptor(uniform(shared_address(s.Q[group])), 16, PANEL_ATOM<B::head_dim>);
   mbarrier_wait(&s.q_full, 0);
 
   for (int tile = 0; tile < tiles; tile++) {
@@ -3451,7 +3459,7 @@ __global__ void __launch_bounds__(B::threads, 1) sdpa_wgmma_plain(const __grid_c
     mbarrier_wait(&s.full[stage], tile / B::stages % 2);
 
     // S = Q @ K.T   [64][BLOCK_N]
-    const uint64_t K = wgmma_descriptor(uniform(shared_address(s.K[stage])), 16, 1024);
+    const uint64_t K = wgmma_descriptor(uniform(shared_address(s.K[stage])), 16, PANEL_ATOM<B::head_dim>);
     wgmma_qk<B>(S, Q, K);
     wgmma_wait_group<0>(), hold(S.x.d);
 
@@ -3467,7 +3475,8 @@ __global__ void __launch_bounds__(B::threads, 1) sdpa_wgmma_plain(const __grid_c
     }
 
     // O = O + P @ V   [64][D]
-    const uint64_t V = wgmma_descriptor(uniform(shared_address(s.V[stage])), B::block_n * 128, 1024);
+    const uint64_t V = wgmma_descriptor(uniform(shared_address(s.V[stage])), B::block_n * PANEL_BYTES<B::d_v>,
+                                        PANEL_ATOM<B::d_v>);
     wgmma_pv<B>(O, P, V, true);
     wgmma_wait_group<0>(), hold(O.x.d);
 
@@ -3505,7 +3514,7 @@ template <class B> struct KernelOf<B, Path::wgmma_plain> {
 constexpr int turn = 1, q_read = 5, partials = 9;
 
 // The stages of a slice's tiles. Full: the tile has landed. Empty: all who read it have done so.
-template <class B, int V_ELEMENTS = (B::block_n * B::head_dim)> struct TileRing {
+template <class B, int V_ELEMENTS = (B::block_n * B::d_v)> struct TileRing {
   alignas(1024) Input K[B::stages][B::block_n * B::head_dim];  // [BLOCK_N][D]
   alignas(1024) Input V[B::stages][V_ELEMENTS];                // [BLOCK_N][D]
   uint64_t k_full[B::stages], k_empty[B::stages], v_full[B::stages], v_empty[B::stages];
@@ -3532,9 +3541,9 @@ template <class B, int V_ELEMENTS = (B::block_n * B::head_dim)> struct TileRing 
 // What two slices with the same rows exchange. O[to] has, thread by thread, what the other slice has summed of the rows
 // that slice `to` finishes: of a warp's 16 rows slice 0 the first 8, slice 1 the others.
 template <class B> struct SlicePartial {
-  float4 O[2][B::head_dim / 16][128];
+  float4 O[2][B::d_v / 16][128];
   float2 m_l[2][64];
-  alignas(16) Output out[2][4][8][B::head_dim + 8];  // 8: against bank conflicts
+  alignas(16) Output out[2][4][8][B::d_v + 8];  // 8: against bank conflicts
 };
 template <class B>
 using SlicePartials = std::conditional_t<(B::split_kv > 1), SlicePartial<B>[B::block_m / 64], Nothing>;
@@ -3574,12 +3583,12 @@ template <class B, class Shared> struct WgmmaProducer {
     if (issues) {
       s.item[stage] = item;
       const int rows = B::pack_gqa ? rows_of_item<B>(a) : B::block_m;
-      mbarrier_arrive_expect_tx(full, item.rounds > 0 ? rows * ROW_BYTES<B> : 0);
+      mbarrier_arrive_expect_tx(full, item.rounds > 0 ? rows * ROW_BYTES<B::head_dim> : 0);
       // A box has 64 rows of one head; PACK_GQA: a panel of all heads.
-      for (int n = 0; item.rounds > 0 && n < (B::pack_gqa ? PANELS<B> : Shared::ROW_GROUPS); n++) {
+      for (int n = 0; item.rounds > 0 && n < (B::pack_gqa ? PANELS<B::head_dim> : Shared::ROW_GROUPS); n++) {
         const int b = batch_of<B>(a.p.q_starts, item.b), q = q_row<B>(item, item.q0);
         const int plain[5] = {0, q + n * 64, 0, item.h, b}, packed[5] = {0, q, item.h, n, b};
-        Input* const Q_s = B::pack_gqa ? s.queries(stage, 0) + n * B::block_m * (B::head_dim / PANELS<B>)
+        Input* const Q_s = B::pack_gqa ? s.queries(stage, 0) + n * B::block_m * (B::head_dim / PANELS<B::head_dim>)
                                        : s.queries(stage, n);
         cp_async_bulk_tensor_load(Q_s, &tensor_maps<B>(a).q, B::pack_gqa ? packed : plain, full, evict_first);
       }
@@ -3594,16 +3603,17 @@ template <class B, class Shared> struct WgmmaProducer {
     q_ring.advance();
     return item;
   }
-  // Loads a slice's tile of K or V in a round, once its stage is empty.
+  // Loads a slice's tile of K or V, with rows of D, in a round, once its stage is empty.
+  template <int D>
   __device__ __forceinline__ void load(const WgmmaItem& item, int round, int slice, const CUtensorMap* map,
                                        void* tile_s, uint64_t* full, uint64_t* empty) {
     if constexpr (B::use_pages) {
-      const PageBox<B> box(a, item, first_key_of<B>(item, round, slice));
+      const PageBox<B, D> box(a, item, first_key_of<B>(item, round, slice));
       mbarrier_wait(empty, ring.parity ^ 1);
       return box.load(a, item.h_kv, map, tile_s, full, evict_last);
     }
     mbarrier_wait(empty, ring.parity ^ 1);
-    if (issues) load_round<B, false>(a, item, round, slice, map, tile_s, full, evict_last);
+    if (issues) load_round<B, D, false>(a, item, round, slice, map, tile_s, full, evict_last);
   }
   // Loads a slice's tiles of all items: K, or V to the stages of v, or both. A copy that waits for its stage would hold
   // up the other kind: so one warp loads K and another V, where there are enough of them. The warp that starts an item,
@@ -3625,8 +3635,8 @@ template <class B, class Shared> struct WgmmaProducer {
         // the last puts the counter back. A CTA draws ahead of its item's last loads, which wait for their stage
         // anyway: sooner, and a long item would keep the next one from a CTA that is free first.
         if (B::use_persistent_cta && starts && issues && round == 0) drawn = atomicInc(counter, a.work_items - 1);
-        if (role & load_k) load(item, round, slice, &tensor_maps<B>(a).k, t.K[n], &t.k_full[n], &t.k_empty[n]);
-        if (role & load_v) load(item, round, slice, &tensor_maps<B>(a).v, v.V[n], &v.v_full[n], &v.v_empty[n]);
+        if (role & load_k) load<B::head_dim>(item, round, slice, &tensor_maps<B>(a).k, t.K[n], &t.k_full[n], &t.k_empty[n]);
+        if (role & load_v) load<B::d_v>(item, round, slice, &tensor_maps<B>(a).v, v.V[n], &v.v_full[n], &v.v_empty[n]);
       }
       if (!B::use_persistent_cta) break;
       if (starts) item = find_item(gridDim.x + uniform(drawn));
@@ -3669,7 +3679,7 @@ __device__ __forceinline__ KeyRange own_rounds(const KernelArgs& a, const Mask<B
 // The 64 rows of a warpgroup over its slice of the keys, in registers.
 template <class B> struct WgmmaRows {
   using Scores = WgmmaAccumulator<B::block_n>;
-  using Sums = WgmmaAccumulator<B::head_dim>;
+  using Sums = WgmmaAccumulator<B::d_v>;
   static constexpr int ROWS = Sums::ROWS;
 
   const KernelArgs& a;
@@ -3734,7 +3744,7 @@ template <class B> struct WgmmaRows {
       float* const d = S.x.d + 4 * n;
       d[0] = d[1] = d[2] = d[3] = 0;
 #pragma unroll 1
-      for (int byte = 0; byte < ROW_BYTES<B>; byte += STEP_BYTES) {
+      for (int byte = 0; byte < ROW_BYTES<B::head_dim>; byte += STEP_BYTES) {
         uint32_t of_q[4], of_k[2];
         read_q(of_q, byte);
         SDPA_UNROLL for (int i = 0; i < 2; i++) {
@@ -3768,8 +3778,8 @@ template <class B, class Shared> struct WgmmaConsumer {
         warpgroup(uniform(thread / 128)),
         slice(warpgroup / Shared::ROW_GROUPS),
         row_group(warpgroup % Shared::ROW_GROUPS),
-        Q(wgmma_descriptor(uniform(shared_address(s.queries(0, row_group))), 16, PANEL_ATOM<B>)),
-        K(wgmma_descriptor(uniform(shared_address(s.slice[slice].K[0])), 16, PANEL_ATOM<B>)),
+        Q(wgmma_descriptor(uniform(shared_address(s.queries(0, row_group))), 16, PANEL_ATOM<B::head_dim>)),
+        K(wgmma_descriptor(uniform(shared_address(s.slice[slice].K[0])), 16, PANEL_ATOM<B::head_dim>)),
         V(wgmma_descriptor(uniform(shared_address(s.slice[slice].V[0])), v_leading_bytes, v_stride_bytes)),
         rows(a_) {}
 
@@ -3832,9 +3842,9 @@ __device__ __forceinline__ void merge_slices(const WgmmaRows<B>& rows, SlicePart
                                              const WorkItem& item, const Store& store) {
   const uint32_t tid = thread_index_anew() % 128, lane = tid % 32, warp = tid / 32;
   const int row = warp * 16 + slice * 8 + lane / 4;  // that the thread finishes
-  float share[B::head_dim / 4];
+  float share[B::d_v / 4];
   SDPA_UNROLL for (int to = 0; to < 2; to++) {
-    SDPA_UNROLL for (int v = 0; v < B::head_dim / 16; v++) {
+    SDPA_UNROLL for (int v = 0; v < B::d_v / 16; v++) {
       const float* const part = rows.O.x.d + v * 8 + to * 2;
       const float4 x = {part[0], part[1], part[4], part[5]};
       if (to == slice) {
@@ -3856,7 +3866,7 @@ __device__ __forceinline__ void merge_slices(const WgmmaRows<B>& rows, SlicePart
   float weight[2], m, l;
   merge_weights<B>(m_l, rows.scale_log2, weight, m, l);
   const float inverse = inverse_of_sum<B>(m, l, rows.a, item);
-  SDPA_UNROLL for (int v = 0; v < B::head_dim / 16; v++) {
+  SDPA_UNROLL for (int v = 0; v < B::d_v / 16; v++) {
     const float4 x = ld_shared<float4>(&partial.O[slice][v][tid]);
     const float others[4] = {x.x, x.y, x.z, x.w};
     SDPA_UNROLL for (int i = 0; i < 4; i++) {
@@ -3881,7 +3891,7 @@ template <class B> struct WgmmaShared {
   uint64_t q_full[Q_STAGES], o_done[Q_STAGES][ROW_GROUPS], q_empty[Q_STAGES];
 
   __device__ __forceinline__ Input* queries(int stage, int row_group) {
-    return Q[stage][0] + row_group * 64 * B::head_dim / (B::pack_gqa ? PANELS<B> : 1);
+    return Q[stage][0] + row_group * 64 * B::head_dim / (B::pack_gqa ? PANELS<B::head_dim> : 1);
   }
   // Two threads do it; a barrier of the CTA must follow.
   __device__ __forceinline__ void init_mbarriers(int warp) {
@@ -3956,7 +3966,7 @@ template <class B> struct Wgmma16Consumer : WgmmaConsumer<B, WgmmaShared<B>> {
   using Base::a, Base::s, Base::lane, Base::slice, Base::row_group, Base::rows, Base::ring, Base::q_ring, Base::last_k0;
 
   __device__ Wgmma16Consumer(WgmmaShared<B>& s_, const KernelArgs& a_, int thread)
-      : Base(s_, a_, thread, B::block_n * 128, 1024) {}
+      : Base(s_, a_, thread, B::block_n * PANEL_BYTES<B::d_v>, PANEL_ATOM<B::d_v>) {}
 
   // ---- the products ----
 
@@ -3985,7 +3995,7 @@ template <class B> struct Wgmma16Consumer : WgmmaConsumer<B, WgmmaShared<B>> {
     const uint32_t tid = thread_index_anew() % 128, row = tid / 32 * 16 + tid % 16, byte = tid % 32 / 16 * 16;
     const SharedAddress Q_s = shared_address(s.queries(q_ring.stage, row_group));
     rows.multiply_qk_again(S, Base::item(), [&](uint32_t (&q)[4], int step_byte) {
-      ldmatrix_x4<false>(q, Q_s + panel_byte<Q_PANEL_ROWS<B>>(row, step_byte + byte));
+      ldmatrix_x4<false>(q, Q_s + panel_byte<Q_PANEL_ROWS<B>, PANEL_BYTES<B::head_dim>>(row, step_byte + byte));
     });
   }
   __device__ __forceinline__ void scale_output(const float (&alpha)[2]) {
@@ -4122,13 +4132,13 @@ template <class B> struct Wgmma16Consumer : WgmmaConsumer<B, WgmmaShared<B>> {
       const bool stores = lane % 4 == 0 && row < queries_of<B>(s.item[stage], a.p.Sq);
       if (stores) store_lse<B>(rows.m[i], rows.l[i], a, s.item[stage], row);
     }
-    SDPA_UNROLL for (int n = 0; n < B::head_dim / 16; n++) {
+    SDPA_UNROLL for (int n = 0; n < B::d_v / 16; n++) {
       WgmmaAccumulator<16> part;
       memcpy(part.x.d, O.x.d + 8 * n, sizeof part.x.d);
       scale_rows(part, inverse);
       uint32_t o[4];
       pack_step<Output>(o, part, 0);
-      const int at = panel_offset<64>(first_row + lane % 16, n * 16 + lane / 16 * 8);
+      const int at = panel_offset<64, PANEL_BYTES<B::d_v>>(first_row + lane % 16, n * 16 + lane / 16 * 8);
       stmatrix_x4<false>(shared_address(s.Q[stage][row_group] + at), o);
     }
     fence_proxy_async();
@@ -4138,11 +4148,11 @@ template <class B> struct Wgmma16Consumer : WgmmaConsumer<B, WgmmaShared<B>> {
   __device__ __forceinline__ void store_partial_rows(const WgmmaItem& item, const Input* O_s, int first_row, int lane) {
     if (!stored_by_warps<B>(item, rows.q)) return;
     __syncwarp();  // hazard: written by all lanes
-    constexpr int chunks = B::head_dim / 8;
+    constexpr int chunks = B::d_v / 8;
     Output* const O_g = a.p.O + item.b * a.p.o.batch + item.h * a.p.o.head;
     for (int i = lane; i < 16 * chunks; i += 32) {
       const int row = first_row + i / chunks, col = i % chunks * 8, q = rows.q + row;
-      const uint4 o = ld_shared<uint4>(O_s + panel_offset<64>(row, col));
+      const uint4 o = ld_shared<uint4>(O_s + panel_offset<64, PANEL_BYTES<B::d_v>>(row, col));
       if (q < queries_of<B>(item, 0)) st_global_v4(O_g + q_row<B>(item, q) * a.p.o.row + col, o);
     }
   }
@@ -4150,23 +4160,25 @@ template <class B> struct Wgmma16Consumer : WgmmaConsumer<B, WgmmaShared<B>> {
   __device__ __forceinline__ void merge_and_store() {
     const WorkItem item = s.item[0];  // read before the barrier, which hides the latency
     SlicePartial<B>& partial = s.partial[row_group];
-    merge_slices<B>(rows, partial, slice, item, [&](const float (&share)[B::head_dim / 4], int row) {
+    merge_slices<B>(rows, partial, slice, item, [&](const float (&share)[B::d_v / 4], int row) {
       const uint32_t lane = thread_index_anew() % 32, warp = thread_index_anew() / 32 % 4;
       auto& out_s = partial.out[slice][warp];
-      SDPA_UNROLL for (int n = 0; n < B::head_dim / 32; n++) {
+      SDPA_UNROLL for (int n = 0; n < B::d_v / 32; n++) {
         uint32_t o[4];
         SDPA_UNROLL for (int i = 0; i < 4; i++) o[i] = pack<Output>(share[8 * n + 2 * i], share[8 * n + 2 * i + 1]);
         stmatrix_x4<false>(shared_address(&out_s[lane % 8][n * 32 + lane / 8 * 8]), o);
       }
       __syncwarp();  // hazard: written by all lanes
-      constexpr int TIMES = B::head_dim / 32, ROWS_AT_ONCE = 8 / TIMES;  // 32 lanes times 8 elements
-      const int first = lane / (B::head_dim / 8), col = lane % (B::head_dim / 8) * 8;
+      constexpr int TIMES = B::d_v / 32, CHUNKS = B::d_v / 8;  // 32 lanes take 8 rows of so many vectors
+      constexpr bool whole = 32 % CHUNKS == 0;                 // rows at a time
+      const auto row_of = [&](int i) { return whole ? lane / CHUNKS + i * (32 / CHUNKS) : (lane + 32 * i) / CHUNKS; };
+      const auto col_of = [&](int i) { return (whole ? lane : lane + 32 * i) % CHUNKS * 8; };
       uint4 o[TIMES];  // all loaded before the first is stored: loads would wait behind the stores
-      SDPA_UNROLL for (int i = 0; i < TIMES; i++) o[i] = ld_shared<uint4>(&out_s[first + i * ROWS_AT_ONCE][col]);
-      Output* const O_g = a.p.O + item.b * a.p.o.batch + item.h * a.p.o.head + col;
+      SDPA_UNROLL for (int i = 0; i < TIMES; i++) o[i] = ld_shared<uint4>(&out_s[row_of(i)][col_of(i)]);
+      Output* const O_g = a.p.O + item.b * a.p.o.batch + item.h * a.p.o.head + col_of(0);
       SDPA_UNROLL for (int i = 0; i < TIMES; i++) {
-        const int r = rows.q + row - int(lane / 4) + first + i * ROWS_AT_ONCE;
-        if (r < queries_of<B>(item, a.p.Sq)) st_global_v4(O_g + q_row<B>(item, r) * a.p.o.row, o[i]);
+        const int r = rows.q + row - int(lane / 4) + row_of(i), col = int(col_of(i) - col_of(0));
+        if (r < queries_of<B>(item, a.p.Sq)) st_global_v4(O_g + q_row<B>(item, r) * a.p.o.row + col, o[i]);
       }
     });
   }
@@ -4236,7 +4248,7 @@ template <class B> struct E4m3Shared {
   std::conditional_t<FLUSHES && !Q_IN_FLUSHED, Flushed, Nothing> flushed_sums;
 
   __device__ __forceinline__ Input* queries(int, int row_group) {
-    if (B::pack_gqa) return reinterpret_cast<Input*>(Q[0]) + row_group * 64 * PANEL_BYTES<B>;
+    if (B::pack_gqa) return reinterpret_cast<Input*>(Q[0]) + row_group * 64 * PANEL_BYTES<B::head_dim>;
     return reinterpret_cast<Input*>(Q[row_group]);
   }
   __device__ __forceinline__ auto& flushed(int warpgroup) {
@@ -4295,7 +4307,7 @@ template <class B> struct E4m3Producer : WgmmaProducer<B, E4m3Shared<B>> {
   // 16 d and 32 keys at a time. ldmatrix gives a lane bytes of d = 2g and 2g + 1 of two keys; prmt parts them, and so
   // the keys come in the order of P. Of 16 d the even ones come first: their lines lie in different banks.
   static __device__ __forceinline__ void transpose(SharedAddress to, SharedAddress from, int part) {
-    constexpr int LINE = PANEL_BYTES<B>, LINE_V = V_LINE<B>, STEP = 16 * Shared::TRANSPOSERS;
+    constexpr int LINE = PANEL_BYTES<B::head_dim>, LINE_V = V_LINE<B>, STEP = 16 * Shared::TRANSPOSERS;
     constexpr int MOST = B::warpgroups == 2 && B::split_kv == 1 ? 4 : 2;  // by registers; loads wait behind stores
     constexpr int AT_ONCE = B::head_dim / STEP < MOST ? B::head_dim / STEP : MOST;
     const uint32_t lane = threadIdx.x % 32;
@@ -4337,7 +4349,7 @@ template <class B> struct E4m3Consumer : WgmmaConsumer<B, E4m3Shared<B>> {
   using Scores = typename Base::Scores;
   using Probabilities = uint32_t[B::block_n / 32][4];  // A operands
   using Base::a, Base::s, Base::lane, Base::slice, Base::row_group, Base::rows, Base::ring, Base::q_ring, Base::last_k0;
-  uint32_t queries[ROW_BYTES<B> / STEP_BYTES][4];  // Q as A operands, if Q_IN_REGISTERS
+  uint32_t queries[ROW_BYTES<B::head_dim> / STEP_BYTES][4];  // Q as A operands, if Q_IN_REGISTERS
   uint32_t tiles = 0;                              // whose P @ V has ended
 
   __device__ E4m3Consumer(Shared& s_, const KernelArgs& a_, int thread) : Base(s_, a_, thread, 16, 8 * V_LINE<B>) {}
@@ -4347,9 +4359,9 @@ template <class B> struct E4m3Consumer : WgmmaConsumer<B, E4m3Shared<B>> {
   __device__ __forceinline__ void load_queries() {
     const uint32_t tid = thread_index_anew() % 128;
     const SharedAddress Q_s = shared_address(s.queries(0, row_group));
-    SDPA_UNROLL for (int step = 0; step < ROW_BYTES<B> / STEP_BYTES; step++) {
+    SDPA_UNROLL for (int step = 0; step < ROW_BYTES<B::head_dim> / STEP_BYTES; step++) {
       const uint32_t row = tid / 32 * 16 + tid % 16, byte = step * STEP_BYTES + tid / 16 % 2 * 16;
-      ldmatrix_x4<false>(queries[step], Q_s + panel_byte<Q_PANEL_ROWS<B>, PANEL_BYTES<B>>(row, byte));
+      ldmatrix_x4<false>(queries[step], Q_s + panel_byte<Q_PANEL_ROWS<B>, PANEL_BYTES<B::head_dim>>(row, byte));
     }
   }
   // Q's buffer may be filled anew.
@@ -4364,8 +4376,8 @@ template <class B> struct E4m3Consumer : WgmmaConsumer<B, E4m3Shared<B>> {
     if constexpr (Shared::Q_IN_REGISTERS) {
       forget(S.x.d);
       wgmma_fence();
-      SDPA_UNROLL for (int step = 0; step < ROW_BYTES<B> / STEP_BYTES; step++) {
-        const uint64_t K_step = descriptor_at(K_at, panel_step<B>(step, B::block_n));
+      SDPA_UNROLL for (int step = 0; step < ROW_BYTES<B::head_dim> / STEP_BYTES; step++) {
+        const uint64_t K_step = descriptor_at(K_at, panel_step<PANEL_BYTES<B::head_dim>>(step, B::block_n));
         wgmma_rs<Input, B::block_n, 0>(S.x.d, queries[step], K_step, step > 0);
       }
       wgmma_commit_group();
@@ -4611,7 +4623,7 @@ template <class B> struct WgmmaColumnsShared {
       alignas(1024) Input K[B::stages][B::block_n * B::head_dim];  // [BLOCK_N][D]
       float O[B::block_m][PARTIAL_STRIDE<B>];                      // after the last round
     };
-    alignas(1024) Input V[B::stages][B::block_n * B::head_dim];  // [BLOCK_N][D]
+    alignas(1024) Input V[B::stages][B::block_n * B::d_v];
     alignas(1024) Input P[B::block_n * B::block_m];              // [BLOCK_M][BLOCK_N]
     float2 m_l[B::block_m];
     float of_warp[4][32];                           // maxima or sums for the other warps
@@ -4642,14 +4654,14 @@ template <class B> struct WgmmaColumnsLoader {
     if (!loads_q() || !issues()) return;
     const CUtensorMap* map = &tensor_maps<B>(a).q;
     s.item = item;
-    constexpr int panels = B::head_dim / 64;
+    constexpr int panels = PANELS<B::head_dim>, of_panel = PANEL_BYTES<B::head_dim> / int(sizeof(Input));
     const int rows = B::pack_gqa ? rows_of_item<B>(a) : B::block_m;
-    mbarrier_arrive_expect_tx(&s.q_full, panels * rows * 64 * sizeof(Input));
+    mbarrier_arrive_expect_tx(&s.q_full, panels * rows * of_panel * sizeof(Input));
     wait_before_copy(map);
     if (B::pack_gqa) {
       for (int panel = 0; panel < panels; panel++) {
         const int at[5] = {0, q_row<B>(item, item.q0), item.h, panel, batch_of<B>(a.p.q_starts, item.b)};
-        cp_async_bulk_tensor_load(s.Q + panel * B::block_m * 64, map, at, &s.q_full, evict_first);
+        cp_async_bulk_tensor_load(s.Q + panel * B::block_m * of_panel, map, at, &s.q_full, evict_first);
       }
     } else {
       const int at[5] = {0, q_row<B>(item, item.q0), 0, item.h, batch_of<B>(a.p.q_starts, item.b)};
@@ -4660,15 +4672,15 @@ template <class B> struct WgmmaColumnsLoader {
   template <bool FIRST> __device__ __forceinline__ void load_tile(int round, int stage) {
     typename WgmmaColumnsShared<B>::Slice& t = s.slice[slice];
     constexpr uint64_t policy = B::pack_gqa ? evict_first : evict_last;
-    const auto load = [&](const CUtensorMap* map, Input* tile_s, uint64_t* full) {
+    const auto load = [&](auto D, const CUtensorMap* map, Input* tile_s, uint64_t* full) {
       if constexpr (B::use_pages) {
-        const PageBox<B> box(a, item, first_key_of<B>(item, round, slice));
+        const PageBox<B, D> box(a, item, first_key_of<B>(item, round, slice));
         return box.load(a, item.h_kv, map, tile_s, full, policy);
       }
-      if (issues()) load_round<B, FIRST>(a, item, round, slice, map, tile_s, full, policy);
+      if (issues()) load_round<B, D, FIRST>(a, item, round, slice, map, tile_s, full, policy);
     };
-    if (loads_k()) load(&tensor_maps<B>(a).k, t.K[stage], &t.k_full[stage]);
-    if (loads_v()) load(&tensor_maps<B>(a).v, t.V[stage], &t.v_full[stage]);
+    if (loads_k()) load(std::integral_constant<int, B::head_dim>(), &tensor_maps<B>(a).k, t.K[stage], &t.k_full[stage]);
+    if (loads_v()) load(std::integral_constant<int, B::d_v>(), &tensor_maps<B>(a).v, t.V[stage], &t.v_full[stage]);
   }
   // Into every stage. V of every slice is asked for after K of all of them, since S comes first.
   __device__ __forceinline__ void load_first_tiles() {
@@ -4709,7 +4721,7 @@ template <class B, int BLOCKS> struct WgmmaColumnsView {
 // What a warpgroup computes.
 template <class B> struct WgmmaColumns {
   using Shared = WgmmaColumnsShared<B>;
-  static constexpr int KEY_BLOCKS = B::block_n / 64, D_BLOCKS = B::head_dim / 64;
+  static constexpr int KEY_BLOCKS = B::block_n / 64, D_BLOCKS = B::d_v / 64;
   using Scores = WgmmaColumnsView<B, KEY_BLOCKS>;  // S.T
   using Sums = WgmmaColumnsView<B, D_BLOCKS>;      // O.T
   static constexpr int ROWS = Scores::ROWS;        // 2, 4 or 8
@@ -4740,13 +4752,13 @@ template <class B> struct WgmmaColumns {
   // S.T = K @ Q.T of the tile there, begun.   [BLOCK_N][BLOCK_M]
   __device__ __forceinline__ void start_kq(Scores& S, const StageRing<B::stages>& at) {
     mbarrier_wait(&mine().k_full[at.stage], at.parity);
-    const uint64_t Q = wgmma_descriptor(Q_s, 16, 1024);
-    const uint64_t K = wgmma_descriptor(K_s + at.stage * sizeof s.slice[0].K[0], 16, 1024);
+    const uint64_t Q = wgmma_descriptor(Q_s, 16, PANEL_ATOM<B::head_dim>);
+    const uint64_t K = wgmma_descriptor(K_s + at.stage * sizeof s.slice[0].K[0], 16, PANEL_ATOM<B::head_dim>);
     wgmma_fence();
     SDPA_UNROLL for (int block = 0; block < KEY_BLOCKS; block++) {
       SDPA_UNROLL for (int step = 0; step < B::head_dim / 16; step++) {
-        const int K_step = panel_step<B>(step, B::block_n) + block * 64 * 128;
-        const int Q_step = panel_step<B>(step, B::block_m);
+        const int K_step = panel_step<PANEL_BYTES<B::head_dim>>(step, B::block_n) + block * 64 * PANEL_BYTES<B::head_dim>;
+        const int Q_step = panel_step<PANEL_BYTES<B::head_dim>>(step, B::block_m);
         wgmma_ss<Input, B::block_m, 0>(S.x.d[block], K + K_step / 16, Q + Q_step / 16, step > 0);
       }
     }
@@ -4760,7 +4772,7 @@ template <class B> struct WgmmaColumns {
     SDPA_UNROLL for (int step = 0; step < B::block_n / 16; step++) {
       SDPA_UNROLL for (int block = 0; block < D_BLOCKS; block++) {
         wgmma_ss<Input, B::block_m, 0, 1>(VP.x.d[block], V + (block * B::block_n + step * 16) * 128 / 16,
-                                          P + panel_step<B>(step, B::block_m) / 16, step > 0);
+                                          P + panel_step<128>(step, B::block_m) / 16, step > 0);
       }
     }
     wgmma_commit_group();
@@ -5282,8 +5294,9 @@ SdpaStatus check_params(SdpaParams& p) {
                    of.least < 0 ? "; -1 means no limit" : "");
   }
   if (double(p.B) * p.Hq * p.Sq > 1e18) return failure(refused, "B*Hq*Sq is over 10^18 rows; split the batch");
-  if (p.D != Build::head_dim) {
-    return failure(refused, "D=%d, but this build has HEAD_DIM=%d; use a build for that D", p.D, Build::head_dim);
+  if (p.D != Build::head_dim || (p.Dv ? p.Dv : p.D) != Build::d_v) {
+    return failure(refused, "D=%d and Dv=%d, but this build has HEAD_DIM=%d and D_v=%d; use a build for these", p.D, p.Dv,
+                   Build::head_dim, Build::d_v);
   }
   if (p.Hq && (p.Hkv == 0 || p.Hq % p.Hkv)) return failure(refused, "Hq=%d is not a multiple of Hkv=%d", p.Hq, p.Hkv);
   if (!(p.scale >= 0) || std::isinf(log2_scale(p))) {
@@ -5367,7 +5380,7 @@ template <class B> constexpr bool check_wgmma() {
   SDPA_REFUSE(wgmma && !B::swap_ab && (B::group_warps % 4 != 0 || B::block_m != 16 * B::group_warps),
               "BLOCK_M and NUM_WARPS: a warpgroup has 4 warps and 64 query rows, so BLOCK_M must be "
               "16*NUM_WARPS/SPLIT_KV; type BLOCK_M=128 NUM_WARPS=8");
-  SDPA_REFUSE(wgmma && B::use_pages && B::block_n / 16 * PANELS<B> > 32,
+  SDPA_REFUSE(wgmma && B::use_pages && B::block_n / 16 * max(PANELS<B::head_dim>, PANELS<B::d_v>) > 32,
               "USE_PAGES=1: a lane copies a box, and there may be more than 32 in this tile; type a smaller BLOCK_N");
   SDPA_REFUSE(wgmma && B::is_e4m3 && (!roles || !B::overlap),
               "DTYPE=FP8_E4M3: two producer warps transpose V beside the softmax; add USE_WARP_SPECIALIZATION=1 "
@@ -5396,7 +5409,7 @@ template <class B> constexpr bool check_wgmma() {
   SDPA_REFUSE(wgmma && B::swap_ab && (B::block_m % 8 != 0 || 32 % B::block_m != 0),
               "BLOCK_M: with SWAP_AB=1 a CTA has 8, 16 or 32 query rows; type BLOCK_M=32");
   SDPA_REFUSE(wgmma && B::swap_ab &&
-                  (B::block_n + 2 * B::head_dim) / 64 * B::block_m / 2 > (B::num_warps > 8 ? 64 : 160),
+                  (B::block_n + 2 * B::d_v) / 64 * B::block_m / 2 > (B::num_warps > 8 ? 64 : 160),
               "SWAP_AB=1: a thread's part of S and twice of O would leave too few of its registers for the rest; type "
               "a smaller BLOCK_M or BLOCK_N");
   SDPA_REFUSE(wgmma && B::swap_ab && B::use_warp_specialization,
@@ -5406,6 +5419,17 @@ template <class B> constexpr bool check_wgmma() {
 template <class B> constexpr bool check() {
   constexpr bool scalar = B::family == Family::scalar, wmma = B::family == Family::wmma;
   constexpr bool mma = B::family == Family::mma, wgmma = B::family == Family::wgmma;
+  SDPA_REFUSE(B::head_dim % 16 != 0 || B::d_v % 16 != 0 || B::d_v < 32,
+              "HEAD_DIM and HEAD_DIM_V: kernels take D by 16, from 32 to 256; type HEAD_DIM=64");
+  SDPA_REFUSE(mma && B::is_e4m3 && (B::head_dim % 32 != 0 || B::d_v % 32 != 0),
+              "HEAD_DIM: mma.sync takes 32 elements of e4m3 at a time; type a multiple of 32");
+  SDPA_REFUSE((wmma || (wgmma && B::is_e4m3)) && ((B::head_dim & (B::head_dim - 1)) != 0 || B::head_dim == 32 || B::d_v != B::head_dim),
+              "HEAD_DIM: nvcuda::wmma, and wgmma of e4m3, have kernels for 64, 128 and 256; type USE_MMA_SYNC=1 for others");
+  SDPA_REFUSE(wgmma && ((B::head_dim % 64 != 0 && B::head_dim != 96) || (B::d_v % 64 != 0 && B::d_v != 96) || B::d_v > B::head_dim),
+              "HEAD_DIM: the wgmma kernels take 64, 96, 128, 192 and 256, and a HEAD_DIM_V of these that is no larger; type "
+              "USE_MMA_SYNC=1 for others");
+  SDPA_REFUSE(wgmma && B::swap_ab && B::d_v % 64 != 0,
+              "SWAP_AB=1: rows of V.T are its d, by 64; type HEAD_DIM=128 or drop it");
   SDPA_REFUSE(B::block_n % (scalar ? 8 : B::is_e4m3 && !B::converts_operands ? 32 : 16) != 0,
               "BLOCK_N: the scalar kernel takes keys by 8, the others by 16, e4m3 by 32; type BLOCK_N=64");
   SDPA_REFUSE(B::path == Path::wgmma_plain && B::pack_gqa,
@@ -5425,7 +5449,7 @@ template <class B> constexpr bool check() {
   SDPA_REFUSE(scalar && B::block_m % (4 * B::num_warps) != 0,
               "BLOCK_M and NUM_WARPS: a warp takes whole groups of 4 query rows, so BLOCK_M must be a multiple of "
               "4*NUM_WARPS; type BLOCK_M=64 NUM_WARPS=4");
-  SDPA_REFUSE(scalar && B::block_m / (4 * B::num_warps) * (B::block_n + B::head_dim) / 8 > 176,
+  SDPA_REFUSE(scalar && B::block_m / (4 * B::num_warps) * (B::block_n + B::d_v) / 8 > 176,
               "BLOCK_M, BLOCK_N and HEAD_DIM: a thread's part of S and O would take over 176 registers and spill; "
               "type a smaller BLOCK_M or more NUM_WARPS");
   SDPA_REFUSE(mma && B::num_warps % B::split_kv != 0,
@@ -5460,7 +5484,10 @@ constexpr TunedTile tile(int head_dim, int block_m, int block_n, int num_warps, 
                          std::string_view knobs, int ctas, double item_clocks, double scores_per_clock) {
   TunedTile t{{}, ctas, item_clocks, scores_per_clock};
   const auto on = [&](const char* knob) { return knobs.find(knob) != knobs.npos; };
-  t.head_dim = head_dim, t.block_m = block_m, t.block_n = block_n;
+  // A row is for every D of which its own is the next in the table.
+  const int typed = t.head_dim, next = typed <= 64 ? 64 : typed <= 128 ? 128 : 256;
+  t.head_dim = head_dim == next ? typed : head_dim;
+  t.block_m = block_m, t.block_n = block_n;
   t.num_warps = num_warps, t.stages = stages, t.split_kv = split_kv;
   if (is_mma || Build::is_e4m3) t.use_mma_sync = t.use_cp_async = t.swizzle_xor = is_mma || on("USE_MMA_SYNC");
   t.overlap = on("OVERLAP"), t.use_warp_specialization = t.overlap || on("USE_WARP_SPECIALIZATION");
@@ -5555,7 +5582,7 @@ template <int ROW> constexpr Config config_of() { return TUNED_TILES.first[ROW];
 // True if this build may take the tile: the knobs that were typed are its.
 constexpr bool tile_fits(const TunedTile& t) {
   constexpr Config typed{};
-  return typed.use_tuned && t.head_dim == typed.head_dim SDPA_KNOBS(SDPA_IS_ROWS);
+  return typed.use_tuned && t.head_dim == typed.head_dim && !(t.swap_ab && Build::d_v % 64) SDPA_KNOBS(SDPA_IS_ROWS);
 }
 
 // ---- tiles by number (USE_TUNED) ----

@@ -51,6 +51,7 @@ typedef struct SdpaParams {
      and V [pages,Hkv,page_size,D], whose batch strides go from page to page. page_size is a multiple of 16. */
   const int* page_table;
   int page_stride, page_size, pages;
+  int Dv;                  /* the line's HEAD_DIM_V, of V and O; 0: D */
 } SdpaParams;
 
 struct CUstream_st; /* cudaStream_t is a pointer to it */

@@ -335,15 +335,16 @@ int row_of(int t, int i) { return t / 32 * 16 + t % 32 / 4 + i / 2 % 2 * 8; }
 int column_of(int t, int i) { return i / 4 * 8 + t % 4 * 2 + i % 2; }
 
 // A matrix in shared memory behind a descriptor. A line is 128 swizzled bytes (or 64): those of a row, or
-// (MN-major) 64 rows or columns of a k. k counts 16-bit words, of which a product takes 16.
+// (MN-major) 64 (32) rows or columns of a k. k counts 16-bit words, of which a product takes 16.
 struct Operand {
-  int line_bytes;
+  int line_bytes, line_words;
   uint64_t start;  // of the atom that the matrix begins in, as an offset
   int in_line;     // bytes
   uint64_t leading, stride;
 
   explicit Operand(uint64_t descriptor)
       : line_bytes(descriptor >> 62 == 2 ? 64 : 128),
+        line_words(line_bytes / 2),
         start((descriptor & 0x3fff) << 4 & ~uint64_t(line_bytes - 1)),
         in_line(int(descriptor << 4 & uint64_t(line_bytes - 1))),
         leading((descriptor >> 16 & 0x3fff) << 4),
@@ -351,8 +352,8 @@ struct Operand {
 
   // Of the line and chunk of 16 bytes in which row or column r from k on is; mn_major: k from r on.
   uint64_t offset_of(int r, int k, bool mn_major) const {
-    const int line = mn_major ? k : r, along = mn_major ? r % 64 : k;
-    const uint64_t panel = mn_major ? r / 64 * leading : 0;
+    const int line = mn_major ? k : r, along = mn_major ? r % line_words : k;
+    const uint64_t panel = mn_major ? r / line_words * leading : 0;
     const int in_chunks = (in_line + 2 * along) / 16 * 16;
     return swizzle(start + panel + line / 8 * stride + line % 8 * line_bytes + in_chunks,
                    line_bytes);
@@ -361,10 +362,9 @@ struct Operand {
 
 void check_descriptor(const char* name, uint64_t descriptor, int rows, bool mn_major, Site at) {
   const Operand o(descriptor);
-  const int mode = int(descriptor >> 62), in_line_bytes = 2 * (mn_major ? std::min(rows, 64) : 16);
-  if (mode != 1 && (mode != 2 || mn_major)) {
-    fail(at, "descriptor %s: swizzle mode %d, want 1 (128 bytes), or K-major 2 (64 bytes)", name,
-         mode);
+  const int mode = int(descriptor >> 62), in_line_bytes = 2 * (mn_major ? std::min(rows, o.line_words) : 16);
+  if (mode != 1 && mode != 2) {
+    fail(at, "descriptor %s: swizzle mode %d, want 1 (128 bytes) or 2 (64 bytes)", name, mode);
   }
   if (descriptor & 0x3fffc000c000c000) {
     fail(at, "descriptor %s: %016llx has bits that are none of start, leading, stride, swizzle",
@@ -375,7 +375,7 @@ void check_descriptor(const char* name, uint64_t descriptor, int rows, bool mn_m
     fail(at, "descriptor %s: the start %llu is in line %d of an atom of 8 lines, want line 0", name,
          (unsigned long long)o.start, int(o.start % atom_bytes) / o.line_bytes);
   }
-  if (o.stride % atom_bytes || (mn_major && rows > 64 && o.leading % 1024)) {
+  if (o.stride % atom_bytes || (mn_major && rows > o.line_words && o.leading % atom_bytes)) {
     fail(at, "descriptor %s: stride %llu and leading %llu bytes are not both multiples of %llu",
          name, (unsigned long long)o.stride, (unsigned long long)o.leading,
          (unsigned long long)atom_bytes);
@@ -385,7 +385,7 @@ void check_descriptor(const char* name, uint64_t descriptor, int rows, bool mn_m
          o.line_bytes);
   }
   const int lines = mn_major ? 16 : rows;
-  const uint64_t panels = mn_major ? (rows + 63) / 64 : 1;
+  const uint64_t panels = mn_major ? (rows + o.line_words - 1) / o.line_words : 1;
   const uint64_t end = o.start + (panels - 1) * o.leading + (lines / 8 - 1) * o.stride + atom_bytes;
   if (end > self->shared_bytes) {
     fail(at, "descriptor %s: the matrix ends at offset %llu of shared memory, which has %zu", name,

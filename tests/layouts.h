@@ -18,7 +18,7 @@ struct Placement {
   int64_t span = 0;   // elements from the lowest to the highest
   // The rows of [B,H,S] are stored in pieces of so many rows and so many elements. What lies between
   // pieces, in layouts that are far apart, is gigabytes that nobody touches.
-  int64_t piece_rows = 1, piece_span = line.D;
+  int64_t piece_rows = 1, piece_span = 0;
 };
 
 // packed: Q, K and V as views of [B,S,Hq+2Hkv,D]. padded: rows and heads VEC_WIDTH apart, the least
@@ -27,7 +27,7 @@ struct Placement {
 // elements apart.
 Placement place(const Problem& p, Tensor tensor) {
   const bool is_input = tensor != Tensor::O;
-  const int64_t D = line.D, H = of_query(tensor) ? p.Hq : p.Hkv, S = of_query(tensor) ? p.Sq : p.Sk;
+  const int64_t D = width_of(tensor), H = of_query(tensor) ? p.Hq : p.Hkv, S = of_query(tensor) ? p.Sq : p.Sk;
   const auto nested = [&](int64_t row, int64_t head_gap, int64_t batch_gap) {
     const int64_t head = S * row + head_gap;
     return Strides{H * head + batch_gap, head, row};
@@ -58,7 +58,7 @@ Placement place(const Problem& p, Tensor tensor) {
   const struct {
     int64_t size, stride;
   } dims[] = {{S, at.strides.row}, {H, at.strides.head}, {batches_of(p, tensor), at.strides.batch}};
-  at.span = D;
+  at.span = at.piece_span = D;
   for (int i = 0; i < 3; i++) {
     if (dims[i].size == 0) {  // no element
       at.first = 0, at.span = 0, at.piece_rows = 0, at.piece_span = 0;
@@ -80,7 +80,7 @@ class PlacedTensor : public DeviceTensor {
   const Placement at;
 
   PlacedTensor(const Problem& p, Tensor tensor, const Placement& at)
-      : DeviceTensor(p, tensor, size_t(2 * MARGIN + at.span)), at(at) {
+      : DeviceTensor(p, tensor, size_t(2 * MARGIN + at.span)), at(at), D(width_of(tensor)) {
     strides = at.strides;
     H_ = of_query(tensor) ? p.Hq : p.Hkv;
     S_ = of_query(tensor) ? p.Sq : p.Sk;
@@ -146,7 +146,7 @@ class PlacedTensor : public DeviceTensor {
               name;
   }
 
-  const int64_t D = line.D;
+  const int64_t D;
   const uint16_t POISON = element_bytes == 1 ? 0xff : 0xffff;
   int64_t H_, S_, rows_;
 };

@@ -283,7 +283,7 @@ class SdpaParams(ctypes.Structure):
                 [("softcap", ctypes.c_float), ("sinks", ctypes.c_void_p), ("k_lengths", ctypes.c_void_p),
                  ("q_starts", ctypes.c_void_p), ("k_starts", ctypes.c_void_p), ("most_keys", ctypes.c_int),
                  ("page_table", ctypes.c_void_p)] +
-                [(name, ctypes.c_int) for name in ("page_stride", "page_size", "pages")])
+                [(name, ctypes.c_int) for name in ("page_stride", "page_size", "pages", "Dv")])
 
 
 def params_of(p):

@@ -17,7 +17,7 @@ SDPA_SAME(Sk) SDPA_SAME(D) SDPA_SAME(q) SDPA_SAME(k) SDPA_SAME(v) SDPA_SAME(o) S
 SDPA_SAME(workspace) SDPA_SAME(max_ctas) SDPA_SAME(window_left) SDPA_SAME(window_right) SDPA_SAME(q_descale)
 SDPA_SAME(k_descale) SDPA_SAME(v_descale) SDPA_SAME(window_alignment) SDPA_SAME(softcap) SDPA_SAME(sinks)
 SDPA_SAME(k_lengths) SDPA_SAME(q_starts) SDPA_SAME(k_starts) SDPA_SAME(most_keys)
-SDPA_SAME(page_table) SDPA_SAME(page_stride) SDPA_SAME(page_size) SDPA_SAME(pages)
+SDPA_SAME(page_table) SDPA_SAME(page_stride) SDPA_SAME(page_size) SDPA_SAME(pages) SDPA_SAME(Dv)
 static_assert(sizeof(SdpaParams) == sizeof(sdpa::SdpaParams), "bindings/sdpa.h: SdpaParams lacks members");
 static_assert(SDPA_CAUSAL_TOP_LEFT == int(sdpa::Causal::top_left) &&
                   SDPA_CAUSAL_BOTTOM_RIGHT == int(sdpa::Causal::bottom_right), "bindings/sdpa.h: the masks' numbers");
