@@ -295,10 +295,8 @@ struct SdpaParams {
   const float* sinks = nullptr;             // USE_SINKS=1: [Hq] in device memory; exp(sink) joins a row's sum; or null
   const int *k_lengths = nullptr, *q_starts = nullptr, *k_starts = nullptr;  // USE_LENGTHS=1: as struct Sequence has it
   int most_keys = 0;                        // USE_LENGTHS=1: that a sequence has; 0: Sk
-  const int* page_table = nullptr;          // USE_PAGES=1: [B, ceil(Sk / page_size)] in device memory, rows page_stride
-  int page_stride = 0, page_size = 0, pages = 0;  // apart. Key k of b is row k % page_size of page table[b][k / page_size]
-                                            // of K and V [pages,Hkv,page_size,D], whose batch strides are of pages
-  int Dv = 0;                               // D of V and O, must equal HEAD_DIM_V; 0: D
+  const int* page_table = nullptr;          // USE_PAGES=1: as page_of() has it
+  int page_stride = 0, page_size = 0, pages = 0, Dv = 0;  // Dv: of V and O, must equal HEAD_DIM_V; 0: D
 };
 // A row that sees no key (or only keys of logit -inf) gives O = 0 and LSE = -inf or its sink. NaN and inf come out as
 // the formula has them; those of V at a masked key may reach the row (0 * inf is NaN): kernels multiply whole tiles.
@@ -1492,6 +1490,15 @@ template <int HEIGHT, int WIDTH, int LENGTH> struct QuadRuns {
   __device__ int col(int j) const { return first_col + j / RUN * 4 * RUN + j % RUN; }
 };
 
+// USE_LENGTHS and PACK_GQA: the rows of an item with one range, which are of several heads, are stored at once.
+template <class B> constexpr bool by_rows = B::use_lengths && B::pack_gqa;
+template <class B>
+__device__ __forceinline__ std::conditional_t<by_rows<B>, WorkItem, const WorkItem&> item_of_row(
+    const KernelArgs& a, const WorkItem& item, int row) {
+  if constexpr (by_rows<B>) return row_item<B>(a, item, row);
+  else return item;
+}
+
 // O / l and LSE to global memory, rows past Sq left out. A row without a visible key is 0, whatever V is.
 // m, l [ROWS] are final and the same in all lanes of a row.
 template <class B, class View>
@@ -1502,9 +1509,10 @@ __device__ __forceinline__ void store_output(const View& O, const float (&m)[Vie
   const SdpaParams& p = a.p;
   Output* const O_g = p.O + item.b * p.o.batch + item.h * p.o.head;
   SDPA_UNROLL for (int i = 0; i < View::ROWS; i++) {
-    const int q = item.q0 + O.row(i);
-    if (q >= queries_of<B>(item, p.Sq)) continue;
-    const float inverse = inverse_of_sum<B>(m[i], l[i], a, item);
+    decltype(auto) of = item_of_row<B>(a, item, O.row(i));
+    const int q = by_rows<B> ? of.q0 : item.q0 + O.row(i);
+    if (q >= queries_of<B>(item, p.Sq) || (by_rows<B> && O.row(i) >= rows_of_item<B>(a))) continue;
+    const float inverse = inverse_of_sum<B>(m[i], l[i], a, of);
     SDPA_UNROLL for (int j = 0; j < View::COLS; j += width) {
       Output e[width];
       SDPA_UNROLL for (int n = 0; n < width; n++) {
@@ -1512,9 +1520,9 @@ __device__ __forceinline__ void store_output(const View& O, const float (&m)[Vie
       }
       Vector x;
       memcpy(&x, e, sizeof x);
-      st_global(O_g + q_row<B>(item, q) * p.o.row + O.col(j), x);
+      st_global(O_g + (of.h - item.h) * p.o.head + q_row<B>(item, q) * p.o.row + O.col(j), x);
     }
-    if (O.col(0) == 0) store_lse<B>(m[i], l[i], a, item, q);  // the first lane of the row
+    if (O.col(0) == 0) store_lse<B>(m[i], l[i], a, of, q);  // the first lane of the row
   }
 }
 
@@ -1535,6 +1543,9 @@ __device__ __forceinline__ void store_partial(Partial& mine, const View& O, cons
 
 // ---- pages (USE_PAGES) ----
 
+// K and V are [pages,Hkv,page_size,D], with batch strides from page to page. Key k of sequence b is row k % page_size of
+// page page_table[b * page_stride + k / page_size], where page_size is a multiple of 16; of the Sk keys that the table has
+// room for k_lengths[b] count.
 // The page of the item's keys [k, k + keys), which lie in one. If the item sees none of them, one that does not exist: of
 // that TMA gives zeros, and the table is not read.
 template <class B>
@@ -1561,33 +1572,6 @@ template <class B> struct PagedRows {
 // ---- items that are planned (USE_LENGTHS) ----
 // A kernel before the others lists the items of all sequences, for one group of heads, the longest first; an item of
 // many keys becomes several ranges.
-
-// A row of a view as a view.
-template <class View> struct RowView {
-  static constexpr int ROWS = 1, COLS = View::COLS, RUN = View::RUN;
-  struct Rows {
-    const View& of;
-    const int i;
-    __device__ decltype(auto) operator[](int) const { return of.x[i]; }
-  };
-  Rows x;
-  __device__ int row(int) const { return 0; }
-  __device__ int col(int j) const { return x.of.col(j); }
-};
-// store_output() of an item with one range, by way of its rows where they are of several heads.
-template <class B, class View>
-__device__ __forceinline__ void store_whole(const View& O, const float (&m)[View::ROWS], const float (&l)[View::ROWS],
-                                            const KernelArgs& a, const WorkItem& item) {
-  if constexpr (!B::pack_gqa) {
-    store_output<B>(O, m, l, a, item);
-  } else {
-    SDPA_UNROLL for (int i = 0; i < View::ROWS; i++) {
-      const float of_m[1] = {m[i]}, of_l[1] = {l[i]};
-      if (O.row(i) >= rows_of_item<B>(a)) continue;
-      store_output<B>(RowView<View>{{O, i}}, of_m, of_l, a, row_item<B>(a, item, O.row(i)));
-    }
-  }
-}
 
 // In the workspace, behind the counters: how many items; how many first ranges of those that have several, whose
 // numbers follow the items; the queue.
@@ -1639,7 +1623,7 @@ template <class B, class View>
 __device__ __forceinline__ void store_range(const View& O, const float (&m)[View::ROWS], const float (&l)[View::ROWS],
                                             const KernelArgs& a, const WorkItem& item) {
   if constexpr (B::use_lengths) {
-    if (range_count<B>(item, 0) == 1) return store_whole<B>(O, m, l, a, item);
+    if (range_count<B>(item, 0) == 1) return store_output<B>(O, m, l, a, item);
   }
   RangePartial<B>& mine = range_partials<B>(a)[part_of<B>(item, blockIdx.x)];
   store_partial(mine, O, m, l, [](void* dst_g, auto x) { st_global(dst_g, x); });
@@ -1976,7 +1960,8 @@ template <class B> struct ItemTiles {
   HeldMask<B> mask;
   TileCopy<B> mine;  // this thread's share of the group's copies of K
   TileCopy<B, B::d_v> mine_v;
-  std::conditional_t<B::use_pages, PagedRows<B>, const Input*> K_g, V_g;  // its first vector of the next tile
+  using Rows = std::conditional_t<B::use_pages, PagedRows<B>, const Input*>;
+  Rows K_g, V_g;  // its first vector of the next tile
   KeyRange keys;  // of the item's rows
   int first_key;  // of the group
 
@@ -5286,7 +5271,6 @@ SdpaStatus check_params(SdpaParams& p) {
     const char* name;
     int value, least;
   } sizes[] = {{"B", p.B, 0},   {"Hq", p.Hq, 0}, {"Hkv", p.Hkv, 0}, {"Sq", p.Sq, 0}, {"Sk", p.Sk, 0},
-               {"page_stride", p.page_stride, 0}, {"page_size", p.page_size, 0}, {"pages", p.pages, Build::use_pages},
                {"max_ctas", p.max_ctas, 0}, {"window_left", p.window_left, -1}, {"window_right", p.window_right, -1}};
   for (const auto& of : sizes) {
     if (of.value >= of.least && of.value <= most_rows) continue;
@@ -5295,8 +5279,7 @@ SdpaStatus check_params(SdpaParams& p) {
   }
   if (double(p.B) * p.Hq * p.Sq > 1e18) return failure(refused, "B*Hq*Sq is over 10^18 rows; split the batch");
   if (p.D != Build::head_dim || (p.Dv ? p.Dv : p.D) != Build::d_v) {
-    return failure(refused, "D=%d and Dv=%d, but this build has HEAD_DIM=%d and D_v=%d; use a build for these", p.D, p.Dv,
-                   Build::head_dim, Build::d_v);
+    return failure(refused, "D=%d, Dv=%d, but this build has D=%d, Dv=%d; use another", p.D, p.Dv, Build::head_dim, Build::d_v);
   }
   if (p.Hq && (p.Hkv == 0 || p.Hq % p.Hkv)) return failure(refused, "Hq=%d is not a multiple of Hkv=%d", p.Hq, p.Hkv);
   if (!(p.scale >= 0) || std::isinf(log2_scale(p))) {
@@ -5333,9 +5316,9 @@ SdpaStatus check_params(SdpaParams& p) {
       return failure(refused, "%s is not aligned to %d bytes", pointer.name, pointer.alignment);
     }
   }
-  if (Build::use_pages && (!p.page_table || p.k_starts || p.page_size <= 0 || p.page_size % 16)) {
-    return failure(refused, "this build takes K and V in pages: it needs a page_table, no k_starts, and a page_size that is "
-                   "a multiple of 16, not %d", p.page_size);
+  if (Build::use_pages && (!p.page_table || p.k_starts || p.page_size <= 0 || p.page_size % 16 || p.pages <= 0)) {
+    return failure(refused, "page_size=%d, pages=%d: this build takes K and V in pages of a multiple of 16 keys, with a "
+                   "page_table and no k_starts", p.page_size, p.pages);
   }
   return p.B && p.Hq && p.Sq ? check_tensors(p) : SdpaStatus{};
 }
@@ -5380,7 +5363,7 @@ template <class B> constexpr bool check_wgmma() {
   SDPA_REFUSE(wgmma && !B::swap_ab && (B::group_warps % 4 != 0 || B::block_m != 16 * B::group_warps),
               "BLOCK_M and NUM_WARPS: a warpgroup has 4 warps and 64 query rows, so BLOCK_M must be "
               "16*NUM_WARPS/SPLIT_KV; type BLOCK_M=128 NUM_WARPS=8");
-  SDPA_REFUSE(wgmma && B::use_pages && B::block_n / 16 * max(PANELS<B::head_dim>, PANELS<B::d_v>) > 32,
+  SDPA_REFUSE(wgmma && B::use_pages && B::block_n * B::head_dim / (B::head_dim % 64 || B::d_v % 64 ? 512 : 1024) > 32,
               "USE_PAGES=1: a lane copies a box, and there may be more than 32 in this tile; type a smaller BLOCK_N");
   SDPA_REFUSE(wgmma && B::is_e4m3 && (!roles || !B::overlap),
               "DTYPE=FP8_E4M3: two producer warps transpose V beside the softmax; add USE_WARP_SPECIALIZATION=1 "
@@ -5540,7 +5523,6 @@ constexpr TunedTile AMPERE_TILES[] = {
     tile(128, 128, 64, 4, 2, 1, "PACK_GQA", 2, 20500, 3.08),
     tile(128, 64, 64, 4, 2, 1, "PACK_GQA", 2, 16700, 2.45),
     tile(128, 16, 16, 4, 2, 4, "PACK_GQA", 3, 8560, 1.11),
-    tile(128, 32, 16, 4, 2, 4, "PACK_GQA", 3, 10800, 1.96),
     tile(256, 64, 64, 4, 1, 1, "", 2, 8270, 1.23),
     tile(256, 64, 64, 4, 1, 1, "PACK_GQA", 2, 35400, 1.13),
     tile(256, 16, 16, 2, 2, 2, "PACK_GQA", 3, 19800, 0.64),
@@ -5555,7 +5537,6 @@ constexpr TunedTile E4M3_TILES[] = {
     tile(64, 64, 128, 4, 4, 1, "OVERLAP PACK_GQA", 1, 10800, 5.93),
     tile(64, 16, 64, 4, 3, 4, "PACK_GQA USE_MMA_SYNC", 2, 9240, 3.23),
     tile(128, 64, 64, 8, 2, 2, "OVERLAP", 1, 6410, 5.68),
-    tile(128, 128, 128, 8, 2, 1, "OVERLAP USE_PERSISTENT_CTA USE_PING_PONG", 1, 4820, 7.64),
     tile(128, 128, 128, 8, 2, 1, "OVERLAP PACK_GQA", 1, 12400, 7.18),
     tile(128, 64, 128, 4, 2, 1, "OVERLAP PACK_GQA", 1, 11400, 4.82),
     tile(128, 192, 64, 12, 4, 1, "OVERLAP USE_PERSISTENT_CTA SKIP_MASKED", 1, 4410, 7.21),
