@@ -12,6 +12,7 @@
 #include <torch/library.h>
 
 #include <cstring>
+#include <array>
 #include <map>
 #include <mutex>
 #include <string>
@@ -31,25 +32,25 @@ struct Line {
   char trouble[512];  // why there is none
 };
 enum Feature { softcap = 1, sinks = 2, lengths = 4, pages = 8 };  // of what a problem asks beyond a line's own: builds of their own
-constexpr int max_devices = 64, dtypes = 3;
-static Line lines[max_devices][dtypes][4][16];  // by D / 64 - 1 and features
-static std::mutex mutex;                       // of all that is static here
+static auto& lines = *new std::map<std::array<int, 5>, Line>;  // by device, dtype, D, D of v, and features
+static std::mutex mutex;                                        // of all that is static here
 
 // pytorch.py's: builds a line if need be, and fills what it is given. Called without the mutex, since it takes the GIL.
-using Load = void (*)(int device, int dtype, int D, int features, Line* line);
+using Load = void (*)(int device, int dtype, int D, int Dv, int features, Line* line);
 static Load load;
 
-static const Line& line_for(const Tensor& q, int features) {
+static const Line& line_for(const Tensor& q, const Tensor& v, int features) {
   const int dtype = q.scalar_type() == at::kHalf ? 0 : q.scalar_type() == at::kBFloat16 ? 1 : 2;
-  Line& line = lines[q.get_device()][dtype][q.size(3) / 64 - 1][features];
+  const std::array<int, 5> key{q.get_device(), dtype, int(q.size(3)), int(v.size(3)), features};
   {
     const std::lock_guard<std::mutex> lock(mutex);
-    if (line.forward || line.trouble[0]) return line;
+    const auto found = lines.find(key);
+    if (found != lines.end()) return found->second;
   }
   Line loaded{};
-  load(q.get_device(), dtype, int(q.size(3)), features, &loaded);
+  load(key[0], dtype, key[2], key[3], features, &loaded);
   const std::lock_guard<std::mutex> lock(mutex);
-  return line = loaded;
+  return lines.emplace(key, loaded).first->second;
 }
 
 // ---- what no line takes ----
@@ -61,20 +62,23 @@ static std::string why_not_with(int features, const Tensor& q, const Tensor& k, 
     if (x->device() != q.device()) return c10::str("tensors are on ", q.device(), " and ", x->device());
     if (x->dim() != 4) return c10::str("a tensor has ", x->dim(), " dimensions, not [B,H,S,D]");
     if (x->scalar_type() != q.scalar_type()) return "q, k and v have different dtypes";
-    if (x->size(3) != q.size(3) || (!(features & lengths) && x->size(0) != q.size(0))) return "q, k and v differ in B or D";
+    if ((x != &v && x->size(3) != q.size(3)) || (!(features & lengths) && x->size(0) != q.size(0))) return "q, k and v differ in B or D";
   }
   if (q.scalar_type() != at::kHalf && q.scalar_type() != at::kBFloat16 &&
       !(takes_e4m3 && q.scalar_type() == at::kFloat8_e4m3fn)) {
     return c10::str("there is no line for ", q.scalar_type());
   }
-  if (q.size(3) != 64 && q.size(3) != 128 && q.size(3) != 256) return c10::str("there is no line for D=", q.size(3));
-  if (k.sizes() != v.sizes()) return "k and v have different shapes";
+  for (const int64_t D : {q.size(3), v.size(3)}) {
+    const bool any = takes_e4m3 && q.element_size() == 2 && D % 16 == 0 && D >= 32 && D <= 256;
+    if (!any && D != 64 && D != 128 && D != 256) return c10::str("there is no line for D=", D);
+  }
+  if (!(takes_e4m3 && q.element_size() == 2) && v.size(3) != q.size(3)) return "q, k and v differ in B or D";
+  if (k.sizes().slice(0, 3) != v.sizes().slice(0, 3)) return "k and v have different shapes";
   if (k.size(1) == 0 || q.size(1) % k.size(1)) return "the heads of q are no multiple of those of k";
   for (const int64_t size : {q.size(0), q.size(1), q.size(2), k.size(2)}) {
     if (size > 1000000000) return "a dimension is over 10^9";
   }
-  if (q.get_device() >= max_devices) return c10::str("device ", q.get_device(), " is beyond the first ", max_devices);
-  return line_for(q, features).trouble;
+  return line_for(q, v, features).trouble;
 }
 static std::string why_not(const Tensor& q, const Tensor& k, const Tensor& v, bool takes_e4m3) {
   return why_not_with(0, q, k, v, takes_e4m3);
@@ -192,13 +196,13 @@ static int features_of(const SdpaParams& p) {
 // enqueued. Shapes have been checked. p.B: sequences of packed tensors, else 0.
 static std::string launch(const Tensor& q, const Tensor& k, const Tensor& v, const Tensor& o, const Tensor& lse,
                           SdpaParams p) {
-  const Line& line = line_for(q, features_of(p));
+  const Line& line = line_for(q, v, features_of(p));
   p.Q = q.const_data_ptr(), p.K = k.const_data_ptr(), p.V = v.const_data_ptr(), p.O = o.mutable_data_ptr();
   p.LSE = static_cast<float*>(lse.mutable_data_ptr());
   if (p.B == 0) p.B = int(q.size(0));
   p.Hq = int(q.size(1)), p.Hkv = int(k.size(1)), p.Sq = int(q.size(2));
   if (!p.page_table) p.Sk = int(k.size(2));
-  p.D = int(q.size(3));
+  p.D = int(q.size(3)), p.Dv = int(v.size(3));
   p.q = strides_of(q), p.k = strides_of(k), p.v = strides_of(v), p.o = strides_of(o);
   const cudaStream_t stream = c10::cuda::getCurrentCUDAStream();
   const bool captured = c10::cuda::currentStreamCaptureStatusMayInitCtx() != c10::cuda::CaptureStatus::None;
@@ -315,7 +319,9 @@ static std::tuple<Tensor, Tensor> attention(const Tensor& q, const Tensor& k, co
   p.q_descale = descale("q_descale", q_descale, q, q.size(0), kept[0]);
   p.k_descale = descale("k_descale", k_descale, k, key_batches, kept[1]);
   p.v_descale = descale("v_descale", v_descale, v, key_batches, kept[2]);
-  const Tensor o = empty_like(q, e4m3 ? at::kHalf : q.scalar_type());
+  const auto type = e4m3 ? at::kHalf : q.scalar_type();
+  const bool like_q = v.size(3) == q.size(3);
+  const Tensor o = like_q ? empty_like(q, type) : empty({q.size(0), q.size(1), q.size(2), v.size(3)}, type, q);
   const Tensor lse = empty({q.size(0), q.size(1), q.size(2)}, at::kFloat, q);
   why = launch(q, k, v, o, lse, p);
   TORCH_CHECK(why.empty(), "sdpa.attention: ", why);

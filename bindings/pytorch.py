@@ -34,14 +34,14 @@ class Unavailable(RuntimeError):
     """Why a kernel cannot be had, in one sentence."""
 
 
-def line_of(capability, dtype, D):
-    """The line of configs.txt for a GPU, by compute capability, and a problem."""
-    family = "hopper" if capability[0] == 9 else "ampere"
+def line_of(capability, dtype, D, Dv=0):
+    """The line of configs.txt for a GPU, by compute capability, and a problem; its D is the next one that has a line."""
+    family = "hopper" if capability[0] == 9 and {D, Dv or D} <= {64, 96, 128, 192, 256} and Dv <= D else "ampere"
     if capability < (8, 0):
         raise Unavailable(f"this GPU is of sm_{capability[0]}{capability[1]}; sdpa's kernels need sm_80 or newer")
     if dtype == torch.float8_e4m3fn and family != "hopper":
         raise Unavailable("e4m3 has a tuned line for sm_90 alone")
-    size = "" if D == 64 else f"_d{D}"
+    size = "" if D <= 64 else "_d128" if D <= 128 else "_d256"
     return family + (DTYPES[dtype] + size if "e4m3" in DTYPES[dtype] else size + DTYPES[dtype])
 
 
@@ -91,9 +91,9 @@ def built(what, sources, *options):
 
 @functools.cache
 def library_of(name, capability, *features):
-    """A line with these knobs besides as a library of C functions, loaded."""
+    """A line with these knobs besides, 1 if they have no value, as a library of C functions, loaded."""
     arch = f"{capability[0]}{capability[1]}{'a' if capability[0] == 9 else ''}"
-    knobs = [f"-D{knob}={value}" for knob, value in {**knobs_of(name), **dict.fromkeys(features, 1)}.items()]
+    knobs = [f"-D{knob}={value}" for knob, value in {**knobs_of(name), **dict((f + "=1").split("=")[:2] for f in features)}.items()]
     return ctypes.CDLL(built("-".join((name, *features, f"sm_{arch}")), ("tools/library.cu", "sdpa.cu", "bindings/sdpa.h"),
                              "-O3", f"-gencode=arch=compute_{arch},code=sm_{arch}", "-Xcompiler=-fPIC,-fno-gnu-unique", *knobs))
 
@@ -106,13 +106,14 @@ class Line(ctypes.Structure):
 BUILDING = threading.Lock()
 
 
-@ctypes.CFUNCTYPE(None, ctypes.c_int, ctypes.c_int, ctypes.c_int, ctypes.c_int, ctypes.POINTER(Line))
-def load_line(device, dtype, D, features, line):
+@ctypes.CFUNCTYPE(None, *[ctypes.c_int] * 5, ctypes.POINTER(Line))
+def load_line(device, dtype, D, Dv, features, line):
     try:
         capability = torch.cuda.get_device_capability(device)
+        knobs = [f"HEAD_DIM={D}"] * (D not in (64, 128, 256)) + [f"HEAD_DIM_V={Dv}"] * (Dv != D)
+        knobs += [knob for bit, knob in enumerate(FEATURES) if features >> bit & 1]
         with BUILDING:
-            library = library_of(line_of(capability, list(DTYPES)[dtype], D), capability,
-                                 *(knob for bit, knob in enumerate(FEATURES) if features >> bit & 1))
+            library = library_of(line_of(capability, list(DTYPES)[dtype], D, Dv), capability, *knobs)
         for name in ("workspace_bytes", "forward"):
             setattr(line[0], name, ctypes.cast(getattr(library, "sdpa_library_" + name), ctypes.c_void_p).value)
     except Exception as trouble:  # an exception would be lost between here and C++
@@ -148,7 +149,8 @@ LIBRARY.define("why_not(Tensor q, Tensor k, Tensor v, bool takes_e4m3) -> str")
 @torch.library.register_fake("sdpa::attention")
 def fake(q, k, v, *_):
     dtype = torch.float16 if q.dtype == torch.float8_e4m3fn else q.dtype
-    return torch.empty_like(q, dtype=dtype), q.new_empty(q.shape[:3], dtype=torch.float32)
+    out = torch.empty_like(q, dtype=dtype) if v.shape[3] == q.shape[3] else q.new_empty((*q.shape[:3], v.shape[3]))
+    return out, q.new_empty(q.shape[:3], dtype=torch.float32)
 
 
 def first_call(*arguments):
@@ -163,7 +165,7 @@ first_call.library.impl("attention", first_call, "CUDA")
 
 def keep(ctx, inputs, output):
     q, k, v, ctx.causal, ctx.left, ctx.right, ctx.window_alignment, ctx.scale, softcap = inputs[:9]
-    ctx.has_none = bool(softcap) or any(x is not None for x in inputs[12:17])
+    ctx.has_none = softcap or q.dtype == torch.float8_e4m3fn or v.shape != k.shape or any(x is not None for x in inputs[12:17])
     ctx.save_for_backward(q, k, v, *output)
 
 
@@ -172,8 +174,8 @@ def backward(ctx, grad, _):
     q, k, v, o, lse = ctx.saved_tensors
     Sq, Sk = q.shape[2], k.shape[2]
     limited, by = ctx.left >= 0 or ctx.right >= 0, ctx.window_alignment or ctx.causal
-    if ctx.has_none or q.dtype == torch.float8_e4m3fn or (Sq != Sk and (ctx.causal == MASKS["tl"] or (limited and by != MASKS["br"]))):
-        raise NotImplementedError("no backward for e4m3, softcap, sinks and lengths, nor for top-left masks and windows with Sq != Sk")
+    if ctx.has_none or (Sq != Sk and (ctx.causal == MASKS["tl"] or (limited and by != MASKS["br"]))):
+        raise NotImplementedError("no backward for e4m3, softcap, sinks, lengths, v's own D, nor for top-left masks and windows with Sq != Sk")
     philox = torch.empty(2, dtype=torch.uint64, device=q.device)
     left, right = (Sk if limited and keys < 0 else keys for keys in (ctx.left, ctx.right))
     grads = torch.ops.aten._flash_attention_backward(
@@ -188,15 +190,15 @@ torch.library.register_autograd("sdpa::attention", backward, setup_context=keep)
 def attention(q, k, v, causal=None, window=(None, None), scale=None, q_descale=None, k_descale=None, v_descale=None,
               return_lse=False, softcap=None, sinks=None, k_lengths=None, q_starts=None, k_starts=None, most_keys=0, page_table=None):
     """O = softmax(scale * q @ k.T) @ v, and its LSE [B,Hq,Sq] if asked for.
-    q [B,Hq,Sq,D], k and v [B,Hkv,Sk,D]: CUDA tensors of one dtype (float16, bfloat16, float8_e4m3fn), D 64, 128 or 256, Hq a
-    multiple of Hkv; any strides in multiples of 16 bytes, rows contiguous. causal: None, "br" or True (the last query sees the
-    last key), "tl" (the first sees the first alone). window: how many keys a query sees before and after its own position, None
-    for all; a third member "br" or "tl" says whose position that is (default: causal's, or "tl"). scale: 1/sqrt(D) by default.
-    descales: float32, [B,H] or what expands to it; e4m3 only, whose O is float16. softcap: logits x become softcap *
-    tanh(x / softcap), by tanh.approx. sinks [Hq]: exp(sink) joins a row's sum and its LSE. Read by the kernels, int32: k_lengths [B],
-    of its keys a sequence has the first so many, also for the mask; q_starts, k_starts [B+1], sequence b has the rows from starts[b]
-    to starts[b+1] of q, or of k and v, whose batch is 1; page_table [B,N], with k and v [pages,Hkv,keys of a page,D], the pages of
-    a sequence in order. most_keys: that a sequence has; 0: Sk. Raises for what no line takes.
+    q [B,Hq,Sq,D], k and v [B,Hkv,Sk,D]: CUDA tensors of one dtype (float16, bfloat16, float8_e4m3fn), D 64, 128 or 256 (of 16 bits 32
+    to 256 by 16, of v and O another if you like), Hq a multiple of Hkv; any strides in multiples of 16 bytes, rows contiguous. causal:
+    None, "br" or True (the last query sees the last key), "tl" (the first sees the first alone). window: how many keys a query sees
+    before and after its own position, None for all; a third member "br" or "tl" says whose position that is (default: causal's).
+    scale: 1/sqrt(D) by default. descales: float32, [B,H] or what expands to it; e4m3 only, whose O is float16. softcap: logits x
+    become softcap * tanh(x / softcap), by tanh.approx. sinks [Hq]: exp(sink) joins a row's sum and its LSE. Read by the kernels,
+    int32: k_lengths [B], of its keys a sequence has the first so many, also for the mask; q_starts, k_starts [B+1], sequence b has the
+    rows from starts[b] to starts[b+1] of q, or of k and v, whose batch is 1; page_table [B,N], with k and v [pages,Hkv,keys of a
+    page,D], the pages of a sequence in order. most_keys: that a sequence has; 0: Sk. Raises for what no line takes.
     """
     left, right, by = *(-1 if keys is None else keys for keys in window[:2]), *(window[2:] or (None,))
     for mask in (causal, by):
@@ -237,14 +239,12 @@ def activate():
 
 
 def why_not(q, k, v, attn_mask=None, dropout_p=0.0, is_causal=False, scale=None):
-    """Why F.scaled_dot_product_attention(...) with these arguments runs PyTorch's own kernel although activate() was called,
-    in one sentence; empty if it runs ours."""
+    """Why F.scaled_dot_product_attention(...) runs PyTorch's own kernel with these arguments after activate(); empty if ours."""
     if attn_mask is not None:
         return "there is an attn_mask; PyTorch's FlashAttention takes none"
     if dropout_p or (scale is not None and not scale > 0):
         return "there is dropout" if dropout_p else f"scale={scale} is not positive"
-    glue()
-    why = torch.ops.sdpa.why_not(q, k, v, False)
+    why = glue() and torch.ops.sdpa.why_not(q, k, v, False)
     if not why and is_causal and q.shape[2] != k.shape[2]:
         return "PyTorch's FlashAttention takes is_causal with Sq = Sk alone; sdpa.attention has causal='br' and 'tl'"
     return why

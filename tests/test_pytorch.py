@@ -89,7 +89,7 @@ def test_what_cannot_be_built(monkeypatch, tmp_path, capsys):
     # A line that cannot be had: the reason reaches C++, and stderr.
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (9, 0))
     line = sdpa.Line()
-    sdpa.load_line(0, 1, 128, 0, line)
+    sdpa.load_line(0, 1, 128, 128, 0, line)
     assert line.trouble.startswith(b"nvcc is missing") and not line.forward
     assert "PyTorch's own kernel runs instead" in capsys.readouterr().err
 
