@@ -5082,7 +5082,7 @@ template <class B> Items items_of(const SdpaParams& p) {
 // USE_LENGTHS: four ranges to each CTA that fits, so that the last one is a fourth of the time at most. Of tiles that
 // have several there are twice as many at most; or those that sums need.
 template <class B> PlanArgs plan_args(const SdpaParams& p, const Items& items) {
-  const uint32_t heads = uint32_t(p.Hq / items.heads), tiles = uint32_t(items.count / heads);
+  const uint32_t heads = uint32_t(max(p.Hq / items.heads, 1)), tiles = uint32_t(items.count / heads);
   PlanArgs plan{tiles, 0, 4 * uint32_t(most_resident_ctas<B>() * sm_count())};
   if (B::use_pages) plan.page_size = Divisor(uint32_t(p.page_size)), plan.box_rows = std::gcd(p.page_size, B::block_n);
   if (B::split_ctas == 1) return plan;

@@ -425,6 +425,7 @@ TEST_CASE("workspace") {
 // the launch after it is right.
 TEST_CASE("starts" * doctest::skip(!Build::use_lengths)) {
   constexpr int B = 8, most = 2147483647, least = -most - 1;
+  CHECK(sdpa_workspace_bytes(SdpaParams{}) > 0);  // without a head
   const Attention a(1, 2, 1, 100, 300);
   SdpaParams p = a.p;
   int* held = nullptr;
