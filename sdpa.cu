@@ -32,7 +32,6 @@
 #include <cstdint>
 #include <cstdio>
 #include <cstring>
-#include <numeric>
 #include <string_view>
 #include <type_traits>
 
@@ -349,12 +348,11 @@ int batches_of(const SdpaParams& p, const Strides& s) {
   return p.B;
 }
 std::array<TensorView, 4> tensors_of(SdpaParams& p) {
-  constexpr int in = sizeof(Input), out = sizeof(Output);
+  const int in = sizeof(Input), out = sizeof(Output), rows = Build::use_pages ? p.page_size : p.Sk;
   const auto view = [&](const char* name, const void* data, Strides& s, int H, int S, int bytes, bool written) {
     const int B = batches_of(p, s);
     return TensorView{name, data, bytes, written, {{"row", S, s.row}, {"head", H, s.head}, {"batch", B, s.batch}}};
   };
-  const int rows = Build::use_pages ? p.page_size : p.Sk;
   return {{view("Q", p.Q, p.q, p.Hq, p.Sq, in, false), view("K", p.K, p.k, p.Hkv, rows, in, false),
            view("V", p.V, p.v, p.Hkv, rows, in, false), view("O", p.O, p.o, p.Hq, p.Sq, out, true)}};
 }
@@ -1012,7 +1010,7 @@ template <class B> constexpr bool pads_rows = B::swizzle_xor&& B::family == Fami
 template <class B, int D = B::head_dim> constexpr int TILE_STRIDE = D + (pads_rows<B> ? CHUNK<B> : 0);
 
 // The chunks of a row that are swizzled together, of 128 bytes at most.
-template <class B, int D> constexpr unsigned SWIZZLED = std::gcd(D / CHUNK<B>, 8);
+template <class B, int D, int N = D / CHUNK<B>> constexpr unsigned SWIZZLED = N % 8 == 0 ? 8 : N % 4 == 0 ? 4 : 2 - N % 2;
 // Offset in elements of (row, col) in a tile.
 template <class B, int D = B::head_dim> __device__ __forceinline__ int tile_offset(int row, int col) {
   // Unsigned, so that the compiler sees that rows 8 apart are swizzled alike.
@@ -1511,7 +1509,8 @@ __device__ __forceinline__ void store_output(const View& O, const float (&m)[Vie
   SDPA_UNROLL for (int i = 0; i < View::ROWS; i++) {
     decltype(auto) of = item_of_row<B>(a, item, O.row(i));
     const int q = by_rows<B> ? of.q0 : item.q0 + O.row(i);
-    if (q >= queries_of<B>(item, p.Sq) || (by_rows<B> && O.row(i) >= rows_of_item<B>(a))) continue;
+    if (q >= queries_of<B>(item, p.Sq)) continue;
+    if (by_rows<B> && O.row(i) >= rows_of_item<B>(a)) continue;
     const float inverse = inverse_of_sum<B>(m[i], l[i], a, of);
     SDPA_UNROLL for (int j = 0; j < View::COLS; j += width) {
       Output e[width];
@@ -1520,7 +1519,7 @@ __device__ __forceinline__ void store_output(const View& O, const float (&m)[Vie
       }
       Vector x;
       memcpy(&x, e, sizeof x);
-      st_global(O_g + (of.h - item.h) * p.o.head + q_row<B>(item, q) * p.o.row + O.col(j), x);
+      st_global(O_g + q_row<B>(item, q) * p.o.row + (of.h - item.h) * p.o.head + O.col(j), x);
     }
     if (O.col(0) == 0) store_lse<B>(m[i], l[i], a, of, q);  // the first lane of the row
   }
@@ -1618,25 +1617,17 @@ template <class B> __device__ __forceinline__ RangePartial<B>* range_partials(co
   unsigned char* const counters = static_cast<unsigned char*>(a.p.workspace);
   return reinterpret_cast<RangePartial<B>*>(counters + behind_plan<B>(a, range_counter_bytes));
 }
-// Stores O, m and l of the CTA's range of keys in the workspace; O / l where USE_LENGTHS has planned one range.
-template <class B, class View>
-__device__ __forceinline__ void store_range(const View& O, const float (&m)[View::ROWS], const float (&l)[View::ROWS],
-                                            const KernelArgs& a, const WorkItem& item) {
-  if constexpr (B::use_lengths) {
-    if (range_count<B>(item, 0) == 1) return store_output<B>(O, m, l, a, item);
-  }
-  RangePartial<B>& mine = range_partials<B>(a)[part_of<B>(item, blockIdx.x)];
-  store_partial(mine, O, m, l, [](void* dst_g, auto x) { st_global(dst_g, x); });
-}
-// What the CTA's keys give: O / l, or with SPLIT_CTAS the partial result.
+// What the CTA's keys give: O / l, or of one of several ranges the partial result.
 template <class B, class View>
 __device__ __forceinline__ void store_sums(const View& O, const float (&m)[View::ROWS], const float (&l)[View::ROWS],
                                            const KernelArgs& a, const WorkItem& item) {
   if constexpr (B::split_ctas != 1) {
-    store_range<B>(O, m, l, a, item);
-  } else {
-    store_output<B>(O, m, l, a, item);
+    if (!B::use_lengths || range_count<B>(item, 0) != 1) {
+      RangePartial<B>& mine = range_partials<B>(a)[part_of<B>(item, blockIdx.x)];
+      return store_partial(mine, O, m, l, [](void* dst_g, auto x) { st_global(dst_g, x); });
+    }
   }
+  store_output<B>(O, m, l, a, item);
 }
 
 // Merges O, m and l of all ranges in a fixed order. A thread loads COLS columns of MANY ranges at once.
@@ -1816,8 +1807,7 @@ constexpr bool wgmma_may_pass = B::family == Family::wgmma && B::use_warp_specia
 
 // ---- kernels that overlap (wgmma) ----
 
-// Waits for the kernel before this one, then lets the CTAs of the next one come as these end. To let them
-// come at once is no faster, and up to 5% slower where problems are small.
+// Waits for the kernel before this one, then lets the next one's CTAs come as these end: at once is up to 5% slower.
 __device__ __forceinline__ void wait_then_let_next_kernel_start() {
   griddepcontrol_wait();
   griddepcontrol_launch_dependents();
@@ -2080,7 +2070,7 @@ template <class B> struct ScalarScores {
 // O [BLOCK_M][D], the same rows as a warp's own scores. A lane has whole runs of columns.
 template <class B> struct ScalarOutput {
   static constexpr int ROWS = ScalarScores<B>::ROWS, COLS = B::d_v / COL_LANES;
-  static constexpr int RUN = std::gcd(COLS, RUN_READ);  // neighbouring x that are neighbouring d
+  static constexpr int RUN = COLS % RUN_READ ? 2 : RUN_READ;  // neighbouring x that are neighbouring d
   float x[ROWS][COLS];
   int first_row, first_col;
   __device__ int row(int i) const { return first_row + ROW_LANES * i; }
@@ -3186,8 +3176,7 @@ __device__ __forceinline__ void wait_before_copy(const CUtensorMap*& map) {
   hold(map);
   griddepcontrol_wait();
 }
-// By one thread: loads a slice's tile of K or V, with rows of D, in a round; past the last key zeros. FIRST: the warp's
-// first copy.
+// By one thread: loads a slice's tile of K or V in a round; past the last key zeros. FIRST: the warp's first copy.
 template <class B, int D, bool FIRST>
 __device__ __forceinline__ void load_round(const KernelArgs& a, const WgmmaItem& item, int round, int slice,
                                            const CUtensorMap* map, void* tile_s, uint64_t* full, uint64_t policy) {
@@ -3306,9 +3295,9 @@ inline cudaError_t encode_tensor_map(CUtensorMap& map, int rank, const void* bas
 
 // True if addresses, sizes and strides are equal, which is all that tensor maps depend on.
 bool same_tensors(const SdpaParams& a, const SdpaParams& b) {
-  const auto same = [](const Strides& x, const Strides& y) { return memcmp(&x, &y, sizeof x) == 0; };
-  return a.Q == b.Q && a.K == b.K && a.V == b.V && a.O == b.O && a.B == b.B && a.Hq == b.Hq && a.Hkv == b.Hkv &&
-         a.Sq == b.Sq && a.Sk == b.Sk && a.page_size == b.page_size && a.pages == b.pages && same(a.q, b.q) && same(a.k, b.k) && same(a.v, b.v) && same(a.o, b.o);
+  constexpr size_t sizes = offsetof(SdpaParams, B), end = offsetof(SdpaParams, scale);  // and strides
+  return a.Q == b.Q && a.K == b.K && a.V == b.V && a.O == b.O && a.page_size == b.page_size && a.pages == b.pages &&
+         memcmp(reinterpret_cast<const char*>(&a) + sizes, reinterpret_cast<const char*>(&b) + sizes, end - sizes) == 0;
 }
 
 // Encodes the tensor maps, or takes those of this thread's last call if the tensors are the same.
@@ -3340,8 +3329,7 @@ template <class B> SdpaStatus encode_tensor_maps(TensorMaps& maps, KernelArgs& a
                        t.name, dim.name, (long long)dim.stride);
       }
     }
-    const int D = t.data == p.V || map == &maps.o ? B::d_v : B::head_dim;
-    const uint32_t panel_bytes = D * t.element_bytes % 128 ? 64 : 128;
+    const uint32_t D = map < &maps.v ? B::head_dim : B::d_v, panel_bytes = D * t.element_bytes % 128 ? 64 : 128;
     const uint32_t panel = panel_bytes / t.element_bytes, panels = D / panel;
     const cuuint64_t H = t.dims[1].size;
     cuuint64_t sizes[5] = {panel, cuuint64_t(S), panels, H, cuuint64_t(t.dims[2].size)};
@@ -3544,8 +3532,7 @@ template <class B, int PRODUCER> struct WgmmaRegisters {
   static constexpr bool dealt = consumer > at_start;
 };
 
-// What a producer warp does; bits.
-enum WgmmaRole { idle = 0, load_k = 1, load_v = 2, store_o = 4 };
+enum WgmmaRole { idle = 0, load_k = 1, load_v = 2, store_o = 4 };  // what a producer warp does; bits
 
 // A producer warp. All its lanes have the same state, and one of them issues the copies.
 template <class B, class Shared> struct WgmmaProducer {
@@ -3588,10 +3575,10 @@ template <class B, class Shared> struct WgmmaProducer {
     q_ring.advance();
     return item;
   }
-  // Loads a slice's tile of K or V, with rows of D, in a round, once its stage is empty.
-  template <int D>
-  __device__ __forceinline__ void load(const WgmmaItem& item, int round, int slice, const CUtensorMap* map,
-                                       void* tile_s, uint64_t* full, uint64_t* empty) {
+  // Loads a slice's tile of K or V in a round, once its stage is empty.
+  template <int D> __device__ __forceinline__ void load(const WgmmaItem& item, int round, int slice,
+                                                        const CUtensorMap* map, void* tile_s, uint64_t* full,
+                                                        uint64_t* empty) {
     if constexpr (B::use_pages) {
       const PageBox<B, D> box(a, item, first_key_of<B>(item, round, slice));
       mbarrier_wait(empty, ring.parity ^ 1);
@@ -4154,16 +4141,14 @@ template <class B> struct Wgmma16Consumer : WgmmaConsumer<B, WgmmaShared<B>> {
         stmatrix_x4<false>(shared_address(&out_s[lane % 8][n * 32 + lane / 8 * 8]), o);
       }
       __syncwarp();  // hazard: written by all lanes
-      constexpr int TIMES = B::d_v / 32, CHUNKS = B::d_v / 8;  // 32 lanes take 8 rows of so many vectors
-      constexpr bool whole = 32 % CHUNKS == 0;                 // rows at a time
-      const auto row_of = [&](int i) { return whole ? lane / CHUNKS + i * (32 / CHUNKS) : (lane + 32 * i) / CHUNKS; };
-      const auto col_of = [&](int i) { return (whole ? lane : lane + 32 * i) % CHUNKS * 8; };
+      constexpr int TIMES = B::d_v / 32, ROWS_AT_ONCE = 8 / TIMES;  // 32 lanes times 8 elements
+      const int first = lane / (B::d_v / 8), col = lane % (B::d_v / 8) * 8;
       uint4 o[TIMES];  // all loaded before the first is stored: loads would wait behind the stores
-      SDPA_UNROLL for (int i = 0; i < TIMES; i++) o[i] = ld_shared<uint4>(&out_s[row_of(i)][col_of(i)]);
-      Output* const O_g = a.p.O + item.b * a.p.o.batch + item.h * a.p.o.head + col_of(0);
+      SDPA_UNROLL for (int i = 0; i < TIMES; i++) o[i] = ld_shared<uint4>(&out_s[first + i * ROWS_AT_ONCE][col]);
+      Output* const O_g = a.p.O + item.b * a.p.o.batch + item.h * a.p.o.head + col;
       SDPA_UNROLL for (int i = 0; i < TIMES; i++) {
-        const int r = rows.q + row - int(lane / 4) + row_of(i), col = int(col_of(i) - col_of(0));
-        if (r < queries_of<B>(item, a.p.Sq)) st_global_v4(O_g + q_row<B>(item, r) * a.p.o.row + col, o[i]);
+        const int r = rows.q + row - int(lane / 4) + first + i * ROWS_AT_ONCE;
+        if (r < queries_of<B>(item, a.p.Sq)) st_global_v4(O_g + q_row<B>(item, r) * a.p.o.row, o[i]);
       }
     });
   }
@@ -4173,7 +4158,7 @@ template <class B> struct Wgmma16Consumer : WgmmaConsumer<B, WgmmaShared<B>> {
     const int thread = int(threadIdx.x) - B::producer_threads;
     if (s.item[0].rounds == 0) rows.start(), clear(rows.O);
     rows.O.first_row = thread / 32 * 16 + lane / 4, rows.O.first_col = lane % 4 * 2;
-    store_range<B>(rows.O, rows.m, rows.l, a, s.item[0]);
+    store_sums<B>(rows.O, rows.m, rows.l, a, s.item[0]);
   }
   __device__ __forceinline__ void run() {
     const auto compute = [&](const WgmmaTurns<B>& turns) {
@@ -5084,7 +5069,10 @@ template <class B> Items items_of(const SdpaParams& p) {
 template <class B> PlanArgs plan_args(const SdpaParams& p, const Items& items) {
   const uint32_t heads = uint32_t(max(p.Hq / items.heads, 1)), tiles = uint32_t(items.count / heads);
   PlanArgs plan{tiles, 0, 4 * uint32_t(most_resident_ctas<B>() * sm_count())};
-  if (B::use_pages) plan.page_size = Divisor(uint32_t(p.page_size)), plan.box_rows = std::gcd(p.page_size, B::block_n);
+  if (B::use_pages) {
+    const int of_both = p.page_size | B::block_n;
+    plan.page_size = Divisor(uint32_t(p.page_size)), plan.box_rows = of_both & -of_both;  // a power of 2 that divides both
+  }
   if (B::split_ctas == 1) return plan;
   // Of a tile, whose rows a window moves with, and which may begin before them.
   const int keys = min(most_visible_keys(p) + items.queries - 1 + (B::use_pages ? B::block_n : 0), p.Sk);
@@ -5174,8 +5162,8 @@ template <class B> SdpaStatus launch_kernel(const KernelArgs& a, uint32_t items,
 }
 
 float log2_scale(const SdpaParams& p) {  // scale * log2(e), of products of to_float()
-  const double scale = p.scale == 0 ? 1 / std::sqrt(double(p.D)) : double(p.scale);
-  return float(scale * 1.4426950408889634 * element_unit<Build> * element_unit<Build>);
+  const double unit = 1.4426950408889634 * element_unit<Build> * element_unit<Build>;
+  return float((p.scale == 0 ? 1 / std::sqrt(double(p.D)) : double(p.scale)) * unit);
 }
 
 template <class B> SdpaStatus forward(const SdpaParams& p, cudaStream_t stream) {
@@ -5269,52 +5257,38 @@ SdpaStatus check_tensors(SdpaParams& p) {
 SdpaStatus check_params(SdpaParams& p) {
   const struct {
     const char* name;
-    int value, least;
-  } sizes[] = {{"B", p.B, 0},   {"Hq", p.Hq, 0}, {"Hkv", p.Hkv, 0}, {"Sq", p.Sq, 0}, {"Sk", p.Sk, 0},
-               {"max_ctas", p.max_ctas, 0}, {"window_left", p.window_left, -1}, {"window_right", p.window_right, -1}};
-  for (const auto& of : sizes) {
-    if (of.value >= of.least && of.value <= most_rows) continue;
-    return failure(refused, "%s=%d is outside [%d, 10^9]%s", of.name, of.value, of.least,
-                   of.least < 0 ? "; -1 means no limit" : "");
+    int value, least = 0, most = most_rows;
+  } numbers[] = {{"B", p.B}, {"Hq", p.Hq}, {"Hkv", p.Hkv}, {"Sq", p.Sq}, {"Sk", p.Sk}, {"max_ctas", p.max_ctas},
+                 {"window_left", p.window_left, -1}, {"window_right", p.window_right, -1},
+                 {"causal", int(p.causal), 0, 2}, {"window_alignment", int(p.window_alignment), 0, 2}};
+  for (const auto& x : numbers) {
+    if (x.value >= x.least && x.value <= x.most) continue;
+    return failure(refused, "%s=%d is outside [%d, %d]", x.name, x.value, x.least, x.most);
   }
   if (double(p.B) * p.Hq * p.Sq > 1e18) return failure(refused, "B*Hq*Sq is over 10^18 rows; split the batch");
   if (p.D != Build::head_dim || (p.Dv ? p.Dv : p.D) != Build::d_v) {
     return failure(refused, "D=%d, Dv=%d, but this build has D=%d, Dv=%d; use another", p.D, p.Dv, Build::head_dim, Build::d_v);
   }
   if (p.Hq && (p.Hkv == 0 || p.Hq % p.Hkv)) return failure(refused, "Hq=%d is not a multiple of Hkv=%d", p.Hq, p.Hkv);
-  if (!(p.scale >= 0) || std::isinf(log2_scale(p))) {
-    return failure(refused, "scale=%g is not a positive number below 10^38, or 0 for 1/sqrt(D)", double(p.scale));
+  if (!(p.scale >= 0) || std::isinf(log2_scale(p)) || !(p.softcap >= 0) || std::isinf(p.softcap / ln2)) {
+    return failure(refused, "scale=%g, softcap=%g: want 0 or more, below 10^38", double(p.scale), double(p.softcap));
   }
-  if (!(p.softcap >= 0) || std::isinf(p.softcap / ln2) || (p.softcap != 0 && !Build::use_softcap)) {
-    return failure(refused, "softcap=%g is not 0, or positive in a build with USE_SOFTCAP", double(p.softcap));
-  }
-  for (const Causal mask : {p.causal, p.window_alignment}) {
-    if (uint32_t(mask) <= uint32_t(Causal::top_left)) continue;
-    const char* const name = mask == p.causal ? "causal" : "window_alignment";
-    return failure(refused, "%s=%d is none of off, bottom_right, top_left", name, int(mask));
-  }
-  if (p.max_ctas > 0 && !Build::use_persistent_cta) {
-    return failure(refused, "max_ctas=%d, but only builds with USE_PERSISTENT_CTA=1 take it; set it to 0", p.max_ctas);
-  }
-  const char* const of_8bit = Build::is_8bit ? "" : "an 8-bit DTYPE";
-  const char* const of_lengths = Build::use_lengths ? "" : "USE_LENGTHS=1";
+  const char *const of_8bit = Build::is_8bit ? "" : "an 8-bit DTYPE", *const of_cap = Build::use_softcap ? "" : "USE_SOFTCAP";
+  const char *const of_lengths = Build::use_lengths ? "" : "USE_LENGTHS=1", *const of_pages = Build::use_pages ? "" : "USE_PAGES";
+  const char* const of_queue = Build::use_persistent_cta ? "" : "USE_PERSISTENT_CTA=1";
   const struct {
     const char *name, *of;  // the builds that have it, if not all
-    const void* data;
-    int alignment;
-  } pointers[] = {{"q_descale", of_8bit, p.q_descale.factor, 4}, {"k_descale", of_8bit, p.k_descale.factor, 4},
-                  {"v_descale", of_8bit, p.v_descale.factor, 4}, {"workspace", "", p.workspace, 256},
-                  {"sinks", Build::use_sinks ? "" : "USE_SINKS=1", p.sinks, 4},
-                  {"q_starts", of_lengths, p.q_starts, 4}, {"k_starts", of_lengths, p.k_starts, 4},
-                  {"k_lengths", of_lengths, p.k_lengths, 4},
-                  {"page_table", Build::use_pages ? "" : "USE_PAGES=1", p.page_table, 4}, {"LSE", "", p.LSE, 4}};
-  for (const auto& pointer : pointers) {
-    if (pointer.data && *pointer.of) {
-      return failure(refused, "%s is for builds with %s; set it to null", pointer.name, pointer.of);
-    }
-    if (reinterpret_cast<uintptr_t>(pointer.data) % pointer.alignment) {
-      return failure(refused, "%s is not aligned to %d bytes", pointer.name, pointer.alignment);
-    }
+    uintptr_t value;
+    int alignment = 4;
+  } options[] = {{"q_descale", of_8bit, uintptr_t(p.q_descale.factor)}, {"k_descale", of_8bit, uintptr_t(p.k_descale.factor)},
+                 {"v_descale", of_8bit, uintptr_t(p.v_descale.factor)}, {"workspace", "", uintptr_t(p.workspace), 256},
+                 {"sinks", Build::use_sinks ? "" : "USE_SINKS=1", uintptr_t(p.sinks)}, {"LSE", "", uintptr_t(p.LSE)},
+                 {"q_starts", of_lengths, uintptr_t(p.q_starts)}, {"k_starts", of_lengths, uintptr_t(p.k_starts)},
+                 {"k_lengths", of_lengths, uintptr_t(p.k_lengths)}, {"page_table", of_pages, uintptr_t(p.page_table)},
+                 {"max_ctas", of_queue, uintptr_t(p.max_ctas), 1}, {"softcap", of_cap, p.softcap != 0, 1}};
+  for (const auto& x : options) {
+    if (x.value && *x.of) return failure(refused, "%s is for builds with %s; set it to 0", x.name, x.of);
+    if (x.value % x.alignment) return failure(refused, "%s is not aligned to %d bytes", x.name, x.alignment);
   }
   if (Build::use_pages && (!p.page_table || p.k_starts || p.page_size <= 0 || p.page_size % 16 || p.pages <= 0)) {
     return failure(refused, "page_size=%d, pages=%d: this build takes K and V in pages of a multiple of 16 keys, with a "
@@ -5402,17 +5376,16 @@ template <class B> constexpr bool check_wgmma() {
 template <class B> constexpr bool check() {
   constexpr bool scalar = B::family == Family::scalar, wmma = B::family == Family::wmma;
   constexpr bool mma = B::family == Family::mma, wgmma = B::family == Family::wgmma;
-  SDPA_REFUSE(B::head_dim % 16 != 0 || B::d_v % 16 != 0 || B::d_v < 32,
-              "HEAD_DIM and HEAD_DIM_V: kernels take D by 16, from 32 to 256; type HEAD_DIM=64");
-  SDPA_REFUSE(mma && B::is_e4m3 && (B::head_dim % 32 != 0 || B::d_v % 32 != 0),
-              "HEAD_DIM: mma.sync takes 32 elements of e4m3 at a time; type a multiple of 32");
-  SDPA_REFUSE((wmma || (wgmma && B::is_e4m3)) && ((B::head_dim & (B::head_dim - 1)) != 0 || B::head_dim == 32 || B::d_v != B::head_dim),
-              "HEAD_DIM: nvcuda::wmma, and wgmma of e4m3, have kernels for 64, 128 and 256; type USE_MMA_SYNC=1 for others");
-  SDPA_REFUSE(wgmma && ((B::head_dim % 64 != 0 && B::head_dim != 96) || (B::d_v % 64 != 0 && B::d_v != 96) || B::d_v > B::head_dim),
-              "HEAD_DIM: the wgmma kernels take 64, 96, 128, 192 and 256, and a HEAD_DIM_V of these that is no larger; type "
-              "USE_MMA_SYNC=1 for others");
-  SDPA_REFUSE(wgmma && B::swap_ab && B::d_v % 64 != 0,
-              "SWAP_AB=1: rows of V.T are its d, by 64; type HEAD_DIM=128 or drop it");
+  constexpr int D = B::head_dim, Dv = B::d_v;
+  constexpr bool usual = D == Dv && (D == 64 || D == 128 || D == 256);
+  SDPA_REFUSE(D % 16 != 0 || Dv % 16 != 0 || Dv < 32 || (mma && B::is_e4m3 && (D % 32 != 0 || Dv % 32 != 0)),
+              "HEAD_DIM and HEAD_DIM_V: kernels take 32 to 256 elements by 16, mma.sync of e4m3 by 32; type HEAD_DIM=64");
+  SDPA_REFUSE((wmma || (wgmma && B::is_e4m3)) && !usual,
+              "HEAD_DIM: nvcuda::wmma, and wgmma of e4m3, take 64, 128 and 256; type one or USE_MMA_SYNC=1");
+  SDPA_REFUSE(wgmma && ((D % 64 != 0 && D != 96) || (Dv % 64 != 0 && Dv != 96) || Dv > D),
+              "HEAD_DIM: wgmma takes 64, 96, 128, 192, 256, and of V the same or less; type one or USE_MMA_SYNC=1");
+  SDPA_REFUSE(wgmma && (B::swap_ab ? Dv % 64 != 0 : B::split_kv > 1 && 256 % Dv != 0),
+              "SWAP_AB=1 takes D of V by 64, SPLIT_KV=2 a power of 2; type HEAD_DIM=128 or drop it");
   SDPA_REFUSE(B::block_n % (scalar ? 8 : B::is_e4m3 && !B::converts_operands ? 32 : 16) != 0,
               "BLOCK_N: the scalar kernel takes keys by 8, the others by 16, e4m3 by 32; type BLOCK_N=64");
   SDPA_REFUSE(B::path == Path::wgmma_plain && B::pack_gqa,
@@ -5504,6 +5477,8 @@ constexpr TunedTile HOPPER_TILES[] = {
     tile(128, 32, 64, 8, 2, 2, "SWAP_AB PACK_GQA", 1, 5220, 1.49),
     tile(128, 16, 64, 4, 2, 1, "SWAP_AB PACK_GQA", 3, 4710, 0.767),
     tile(128, 32, 64, 4, 2, 1, "SWAP_AB PACK_GQA", 2, 6570, 1.44),
+    tile(96, 192, 64, 12, 4, 1, "OVERLAP USE_PERSISTENT_CTA SKIP_MASKED", 1, 2960, 6.1),
+    tile(192, 128, 128, 8, 2, 1, "OVERLAP USE_PERSISTENT_CTA USE_PING_PONG", 1, 7140, 3.15),
     tile(256, 128, 64, 8, 2, 1, "OVERLAP USE_PERSISTENT_CTA SKIP_MASKED", 1, 7140, 2.99),
     tile(256, 64, 64, 4, 2, 1, "OVERLAP USE_PERSISTENT_CTA", 1, 4820, 2.32),
     tile(256, 128, 64, 8, 2, 1, "OVERLAP PACK_GQA", 1, 23100, 2.59),
@@ -5563,7 +5538,9 @@ template <int ROW> constexpr Config config_of() { return TUNED_TILES.first[ROW];
 // True if this build may take the tile: the knobs that were typed are its.
 constexpr bool tile_fits(const TunedTile& t) {
   constexpr Config typed{};
-  return typed.use_tuned && t.head_dim == typed.head_dim && !(t.swap_ab && Build::d_v % 64) SDPA_KNOBS(SDPA_IS_ROWS);
+  const bool no_room = (is_wgmma && (t.swap_ab ? Build::d_v % 64 != 0 : t.split_kv > 1 && 256 % Build::d_v != 0)) ||
+                        (t.head_dim == 192 && t.block_n == 128 && Build::d_v > 128);
+  return typed.use_tuned && t.head_dim == typed.head_dim && !no_room SDPA_KNOBS(SDPA_IS_ROWS);
 }
 
 // ---- tiles by number (USE_TUNED) ----
@@ -5734,8 +5711,7 @@ static inline SdpaStatus sdpa_forward(const SdpaParams& params, cudaStream_t str
   SdpaParams p = params;
   SdpaStatus status = check_params(p);
   if (!status.ok() || !p.B || !p.Hq || !p.Sq) return status;
-  // The status alone tells of an error: the thread's last error is cleared, unless the caller had left one
-  // there, which would be lost.
+  // The status alone tells of an error: the thread's last one is cleared, unless the caller had left it.
   const bool clean = cudaPeekAtLastError() == cudaSuccess;
   status = with_build(p, [&](auto build) {
     const size_t bytes = p.workspace ? 0 : workspace_bytes<decltype(build)>(p);

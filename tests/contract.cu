@@ -144,7 +144,7 @@ TEST_CASE("pointers") {
     const std::string no = refusal([&](SdpaParams& p) { (p.*d).factor = moved(factors, 2); });
     CHECK(contains(no, Build::is_8bit
                            ? "_descale is not aligned to 4 bytes"
-                           : "_descale is for builds with an 8-bit DTYPE; set it to null"));
+                           : "_descale is for builds with an 8-bit DTYPE; set it to 0"));
   }
   if (sdpa_workspace_bytes(a.p)) {
     CHECK(begins(refusal([](SdpaParams& p) { p.workspace = nullptr; }), "workspace is null"));
@@ -341,7 +341,7 @@ TEST_CASE("sizes") {
   p.Sq = 1, p.Sk = 1000000000, p.causal = Causal::off, p.window_right = 1000000000;
   CHECK(kernel_of(p) != nullptr);
   p = a.p, p.scale = 3e38f;
-  CHECK(begins(a.forward(p), "scale=3e+38 is not a positive number below 10^38"));
+  CHECK(begins(a.forward(p), "scale=3e+38, softcap=0: want 0 or more, below 10^38"));
   p = a.p, p.B = 1 << 15, p.Hq = p.Hkv = 1 << 12;
   p.Sq = 16 * 512;  // 2^31 items or more
   CHECK(contains(a.forward(p), " tiles; split the batch"));

@@ -639,28 +639,31 @@ TEST_CASE("preconditions") {
   };
   CHECK(refusal([](SdpaParams& p) { p.Q = nullptr; }) == "Q is a null pointer");
   CHECK(refusal([](SdpaParams& p) { p.D = 96; }) ==
-        "D=96, but this build has HEAD_DIM=64; use a build for that D");
+        "D=96, Dv=0, but this build has D=64, Dv=64; use another");
+  CHECK(refusal([](SdpaParams& p) { p.Dv = 128; }).find("D=64, Dv=128, but this build") == 0);
   CHECK(refusal([](SdpaParams& p) { p.Hkv = 3; }) == "Hq=4 is not a multiple of Hkv=3");
-  CHECK(refusal([](SdpaParams& p) { p.Sk = -1; }) == "Sk=-1 is outside [0, 10^9]");
+  CHECK(refusal([](SdpaParams& p) { p.Sk = -1; }) == "Sk=-1 is outside [0, 1000000000]");
   CHECK(refusal([](SdpaParams& p) { p.scale = -1; }) ==
-        "scale=-1 is not a positive number below 10^38, or 0 for 1/sqrt(D)");
-  CHECK(refusal([](SdpaParams& p) { p.scale = NAN; }).find("scale=nan is not") == 0);
-  CHECK(refusal([](SdpaParams& p) { p.causal = Causal(7); }).find("causal=7 is none of") == 0);
+        "scale=-1, softcap=0: want 0 or more, below 10^38");
+  CHECK(refusal([](SdpaParams& p) { p.scale = NAN; }).find("scale=nan, softcap=0:") == 0);
+  CHECK(refusal([](SdpaParams& p) { p.causal = Causal(7); }) == "causal=7 is outside [0, 2]");
   CHECK(refusal([](SdpaParams& p) { p.window_alignment = Causal(3); }) ==
-        "window_alignment=3 is none of off, bottom_right, top_left");
-  CHECK(refusal([](SdpaParams& p) { p.softcap = NAN; }).find("softcap=nan is not") == 0);
+        "window_alignment=3 is outside [0, 2]");
+  CHECK(refusal([](SdpaParams& p) { p.softcap = NAN; }).find("scale=0, softcap=nan:") == 0);
   CHECK(refusal([](SdpaParams& p) { p.softcap = 50; }) ==
-        "softcap=50 is not 0, or positive in a build with USE_SOFTCAP");
+        "softcap is for builds with USE_SOFTCAP; set it to 0");
   static const float sinks[8] = {};
-  CHECK(refusal([](SdpaParams& p) { p.sinks = sinks; }) == "sinks is for builds with USE_SINKS=1; set it to null");
+  CHECK(refusal([](SdpaParams& p) { p.sinks = sinks; }) == "sinks is for builds with USE_SINKS=1; set it to 0");
   CHECK(refusal([](SdpaParams& p) { p.k_lengths = reinterpret_cast<const int*>(sinks); }) ==
-        "k_lengths is for builds with USE_LENGTHS=1; set it to null");
+        "k_lengths is for builds with USE_LENGTHS=1; set it to 0");
+  CHECK(refusal([](SdpaParams& p) { p.page_table = reinterpret_cast<const int*>(sinks); }) ==
+        "page_table is for builds with USE_PAGES; set it to 0");
   CHECK(refusal([](SdpaParams& p) { p.window_left = -2; }) ==
-        "window_left=-2 is outside [-1, 10^9]; -1 means no limit");
+        "window_left=-2 is outside [-1, 1000000000]");
   CHECK(refusal([](SdpaParams& p) { p.max_ctas = -1; }) ==
-        "max_ctas=-1 is outside [0, 10^9]");
+        "max_ctas=-1 is outside [0, 1000000000]");
   CHECK(refusal([](SdpaParams& p) { p.max_ctas = 8; }) ==
-        "max_ctas=8, but only builds with USE_PERSISTENT_CTA=1 take it; set it to 0");
+        "max_ctas is for builds with USE_PERSISTENT_CTA=1; set it to 0");
   CHECK(refusal([](SdpaParams& p) { p.k.row = 65; }) ==
         "K has a row stride of 65 elements, not a multiple of VEC_WIDTH=8; pad it or build with a "
         "smaller VEC_WIDTH");
