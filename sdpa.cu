@@ -5267,7 +5267,7 @@ SdpaStatus check_params(SdpaParams& p) {
   }
   if (double(p.B) * p.Hq * p.Sq > 1e18) return failure(refused, "B*Hq*Sq is over 10^18 rows; split the batch");
   if (p.D != Build::head_dim || (p.Dv ? p.Dv : p.D) != Build::d_v) {
-    return failure(refused, "D=%d, Dv=%d, but this build has D=%d, Dv=%d; use another", p.D, p.Dv, Build::head_dim, Build::d_v);
+    return failure(refused, "D=%d, Dv=%d, but HEAD_DIM=%d and %d of V", p.D, p.Dv, Build::head_dim, Build::d_v);
   }
   if (p.Hq && (p.Hkv == 0 || p.Hq % p.Hkv)) return failure(refused, "Hq=%d is not a multiple of Hkv=%d", p.Hq, p.Hkv);
   if (!(p.scale >= 0) || std::isinf(log2_scale(p)) || !(p.softcap >= 0) || std::isinf(p.softcap / ln2)) {

@@ -58,7 +58,16 @@ def test_accepted(knobs):
 
 
 @pytest.mark.parametrize("knobs,sentence", [
-    ("HEAD_DIM=96", "HEAD_DIM: not a legal value; it takes one of: 64 128 256. Type HEAD_DIM=64"),
+    ("HEAD_DIM=24", "HEAD_DIM: not a legal value; it takes one of: 32..256. Type HEAD_DIM=64"),
+    ("HEAD_DIM=40", "kernels take 32 to 256 elements by 16, mma.sync of e4m3 by 32; type HEAD_DIM=64"),
+    ("USE_MMA_SYNC=1 BLOCK_M=64 DTYPE=FP8_E4M3 HEAD_DIM=80", "mma.sync of e4m3 by 32"),
+    ("@wmma HEAD_DIM=96", "nvcuda::wmma, and wgmma of e4m3, take 64, 128 and 256"),
+    ("@wmma HEAD_DIM_V=128", "HEAD_DIM_V: only kernels of these families have it: scalar mma wgmma"),
+    ("@wgmma BLOCK_M=64 HEAD_DIM=80", "wgmma takes 64, 96, 128, 192, 256, and of V the same or less"),
+    ("@wgmma BLOCK_M=64 HEAD_DIM_V=128", "wgmma takes 64, 96, 128, 192, 256, and of V the same or less"),
+    ("@swap BLOCK_M=32 HEAD_DIM=96", "SWAP_AB=1 takes D of V by 64"),
+    ("USE_PAGES=1", "pages are found by the sequence of an item; add USE_LENGTHS=1"),
+    ("@wgmma BLOCK_M=64 HEAD_DIM=256 BLOCK_N=256 USE_LENGTHS=1 USE_PAGES=1", "there may be more than 32 in this tile; type a smaller BLOCK_N"),
     ("HEAD_DIM", "HEAD_DIM: not a legal value"),
     ("HEAD_DIM=", "HEAD_DIM: not a legal value"),
     ("DTYPE=FP32", "DTYPE: not a legal value; it takes one of: FP16 BF16 FP8_E4M3 U8. Type DTYPE=FP16"),

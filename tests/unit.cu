@@ -639,8 +639,8 @@ TEST_CASE("preconditions") {
   };
   CHECK(refusal([](SdpaParams& p) { p.Q = nullptr; }) == "Q is a null pointer");
   CHECK(refusal([](SdpaParams& p) { p.D = 96; }) ==
-        "D=96, Dv=0, but this build has D=64, Dv=64; use another");
-  CHECK(refusal([](SdpaParams& p) { p.Dv = 128; }).find("D=64, Dv=128, but this build") == 0);
+        "D=96, Dv=0, but HEAD_DIM=64 and 64 of V");
+  CHECK(refusal([](SdpaParams& p) { p.Dv = 128; }).find("D=64, Dv=128, but HEAD_DIM=64") == 0);
   CHECK(refusal([](SdpaParams& p) { p.Hkv = 3; }) == "Hq=4 is not a multiple of Hkv=3");
   CHECK(refusal([](SdpaParams& p) { p.Sk = -1; }) == "Sk=-1 is outside [0, 1000000000]");
   CHECK(refusal([](SdpaParams& p) { p.scale = -1; }) ==
