@@ -316,6 +316,22 @@ def test_softcap_sinks_and_lengths(dtype, D, softcap):
 
 
 @needs_gpu
+@pytest.mark.parametrize("dtype, D, Dv", [(torch.float16, 96, 96), (torch.bfloat16, 192, 128), (torch.bfloat16, 80, 48)], ids=str)
+def test_head_sizes(dtype, D, Dv):
+    """Sizes without a line of their own, and a size of v."""
+    for Sq, Sk, mask in (1, 3000, None), (200, 333, "br"):
+        q, k, v, _ = case_tensors(dtype, 2, 8, 2, Sq, Sk, max(D, Dv), mask, (None, None))
+        q, k, v = (x[..., :size] for x, size in ((q, D), (k, D), (v, Dv)))
+        out, lse = sdpa.attention(q, k, v, mask, return_lse=True)
+        want, want_lse = reference(q, k, v, visible(Sq, Sk, mask, (None, None)))
+        assert out.shape == want.shape and rel_rms(out, want) <= LIMITS[dtype] and (lse - want_lse).abs().max() <= 1e-2
+        compiled = torch.compile(lambda *x: sdpa.attention(*x, mask), fullgraph=True)
+        assert torch.equal(compiled(q, k, v), out)
+    with pytest.raises(RuntimeError, match="there is no line for D=40"):
+        sdpa.attention(*(x[..., :40] for x in (q, k, v)))
+
+
+@needs_gpu
 def test_opcheck():
     for case in CASES:
         q, k, v, factors = case_tensors(*case)
