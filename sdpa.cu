@@ -4644,10 +4644,10 @@ template <class B> struct WgmmaColumnsLoader {
     constexpr uint64_t policy = B::pack_gqa ? evict_first : evict_last;
     const auto load = [&](auto D, const CUtensorMap* map, Input* tile_s, uint64_t* full) {
       if constexpr (B::use_pages) {
-        const PageBox<B, D> box(a, item, first_key_of<B>(item, round, slice));
+        const PageBox<B, decltype(D)::value> box(a, item, first_key_of<B>(item, round, slice));
         return box.load(a, item.h_kv, map, tile_s, full, policy);
       }
-      if (issues()) load_round<B, D, FIRST>(a, item, round, slice, map, tile_s, full, policy);
+      if (issues()) load_round<B, decltype(D)::value, FIRST>(a, item, round, slice, map, tile_s, full, policy);
     };
     if (loads_k()) load(std::integral_constant<int, B::head_dim>(), &tensor_maps<B>(a).k, t.K[stage], &t.k_full[stage]);
     if (loads_v()) load(std::integral_constant<int, B::d_v>(), &tensor_maps<B>(a).v, t.V[stage], &t.v_full[stage]);
@@ -5071,7 +5071,7 @@ template <class B> PlanArgs plan_args(const SdpaParams& p, const Items& items) {
   PlanArgs plan{tiles, 0, 4 * uint32_t(most_resident_ctas<B>() * sm_count())};
   if (B::use_pages) {
     const int of_both = p.page_size | B::block_n;
-    plan.page_size = Divisor(uint32_t(p.page_size)), plan.box_rows = of_both & -of_both;  // a power of 2 that divides both
+    plan.page_size = Divisor(uint32_t(max(p.page_size, 1))), plan.box_rows = of_both & -of_both;  // a power of 2 that divides both
   }
   if (B::split_ctas == 1) return plan;
   // Of a tile, whose rows a window moves with, and which may begin before them.
@@ -5479,6 +5479,7 @@ constexpr TunedTile HOPPER_TILES[] = {
     tile(128, 32, 64, 4, 2, 1, "SWAP_AB PACK_GQA", 2, 6570, 1.44),
     tile(96, 192, 64, 12, 4, 1, "OVERLAP USE_PERSISTENT_CTA SKIP_MASKED", 1, 2960, 6.1),
     tile(192, 128, 128, 8, 2, 1, "OVERLAP USE_PERSISTENT_CTA USE_PING_PONG", 1, 7140, 3.15),
+    tile(192, 128, 128, 8, 2, 1, "OVERLAP USE_PERSISTENT_CTA SKIP_MASKED", 1, 7140, 3.1),
     tile(256, 128, 64, 8, 2, 1, "OVERLAP USE_PERSISTENT_CTA SKIP_MASKED", 1, 7140, 2.99),
     tile(256, 64, 64, 4, 2, 1, "OVERLAP USE_PERSISTENT_CTA", 1, 4820, 2.32),
     tile(256, 128, 64, 8, 2, 1, "OVERLAP PACK_GQA", 1, 23100, 2.59),
