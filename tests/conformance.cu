@@ -489,13 +489,19 @@ template <int N> __device__ __forceinline__ void end_products(float (&d)[N], uin
   for (int i = 0; i < N; i++) hash = (hash ^ bits_of(d[i] + 0.0f)) * 16777619u;
 }
 
-// D = A @ B in four steps of 16 k, on top of what was there and then once more without it.
-template <class E, int N, int TRANS_B, bool RS, int TRANS_A = 0>
+// D = A @ B in four steps of 16 k, on top of what was there and then once more without it. Lines have LINE bytes, and
+// panels 64 of them.
+template <class E, int N, int TRANS_B, bool RS, int TRANS_A = 0, int LINE = 128>
 __global__ void test_wgmma(const __grid_constant__ Args a) {
   HopperScratch& s = hopper_scratch();
   const int tid = threadIdx.x, lane = tid % 32;
-  const auto line = [](uint8_t* panel, int r, int i) {  // element i of line r, swizzled
-    return panel + r * 128 + ((i / 8 ^ r % 8) * 16 + i % 8 * 2);
+  constexpr int PANEL = 64 * LINE, ELEMENTS = LINE / 2;
+  const auto line = [](uint8_t* panels, int r, int i) {  // element i of line r, swizzled
+    const int chunk = i % ELEMENTS / 8 ^ r * LINE / 128 % (LINE / 16);
+    return panels + i / ELEMENTS * PANEL + r * LINE + chunk * 16 + i % 8 * 2;
+  };
+  const auto step = [](int k, bool transposed) {  // of a descriptor
+    return transposed ? k * LINE : k * 32 / LINE * (PANEL / 16) + k * 2 % (LINE / 16);
   };
   for (int i = tid; i < 64 * 64; i += 128) {
     uint8_t* const place = TRANS_A ? line(s.a, i % 64, i / 64) : line(s.a, i / 64, i % 64);
@@ -503,7 +509,7 @@ __global__ void test_wgmma(const __grid_constant__ Args a) {
   }
   for (int i = tid; i < 64 * N; i += 128) {
     const int k = i / N, j = i % N;
-    uint8_t* const place = TRANS_B ? line(s.b + j / 64 * 8192, k, j % 64) : line(s.b, j, k);
+    uint8_t* const place = TRANS_B ? line(s.b, k, j) : line(s.b, j, k);
     st_shared(place, static_cast<E>(float(small(i * 5 + 2))));
   }
   fence_proxy_async();
@@ -518,8 +524,8 @@ __global__ void test_wgmma(const __grid_constant__ Args a) {
   }
 #pragma unroll
   for (int i = 0; i < N / 2; i++) d[i] = float(small(tid * 11 + i));
-  const uint64_t da = wgmma_descriptor(shared_address(s.a), 16, 1024);
-  const uint64_t db = wgmma_descriptor(shared_address(s.b), 8192, 1024);
+  const uint64_t da = wgmma_descriptor(shared_address(s.a), LINE == 64 ? PANEL : 16, 8 * LINE);
+  const uint64_t db = wgmma_descriptor(shared_address(s.b), PANEL, 8 * LINE);
   uint32_t hash = 2166136261u;
 #pragma unroll
   for (int round = 0; round < 2; round++) {
@@ -529,10 +535,9 @@ __global__ void test_wgmma(const __grid_constant__ Args a) {
     for (int k = 0; k < 4; k++) {
       const bool accumulate = round == 0 || k > 0;
       if constexpr (RS) {
-        wgmma_rs<E, N, TRANS_B>(d, x[k], db + k * (TRANS_B ? 128 : 2), accumulate);
+        wgmma_rs<E, N, TRANS_B>(d, x[k], db + step(k, TRANS_B), accumulate);
       } else {
-        wgmma_ss<E, N, TRANS_B, TRANS_A>(d, da + k * (TRANS_A ? 128 : 2),
-                                         db + k * (TRANS_B ? 128 : 2), accumulate);
+        wgmma_ss<E, N, TRANS_B, TRANS_A>(d, da + step(k, TRANS_A), db + step(k, TRANS_B), accumulate);
       }
     }
     end_products(d, hash);
@@ -727,6 +732,8 @@ template <int N> static void run_wgmma(const char* name) {
   run_one("_ss_bf16_mn", test_wgmma<__nv_bfloat16, N, 1, false>);
   run_one("_ss_fp16_mn_k", test_wgmma<__half, N, 0, false, 1>);  // A, then B
   run_one("_ss_bf16_mn_mn", test_wgmma<__nv_bfloat16, N, 1, false, 1>);
+  run_one("_ss_fp16_k_mn_64", test_wgmma<__half, N, 1, false, 0, 64>);  // lines of 64 bytes
+  run_one("_ss_bf16_mn_mn_64", test_wgmma<__nv_bfloat16, N, 1, false, 1, 64>);
   run_one("_rs_fp16_k", test_wgmma<__half, N, 0, true>);
   run_one("_rs_fp16_mn", test_wgmma<__half, N, 1, true>);
   run_one("_rs_bf16_k", test_wgmma<__nv_bfloat16, N, 0, true>);

@@ -242,7 +242,7 @@ def test_refused_candidates_say_why(tmp_path):
     (["--from", "mma_lazy", "--fix", "NUM_WARPS=7", "--fix", "BLOCK_M=64"], "the space is empty: BLOCK_M and NUM_WARPS"),
     (["--budget", "0.05"], "--budget 0.05: 3 s are less than the 6 s that a candidate takes"),
     (["--budget", "soon"], "--budget soon: want minutes"), (["--family", "frob"], "--family frob: want scalar"),
-    (["--from", "nobody"], "nobody: no line of configs.txt has that name"), (["--head-dim", "96"], "--head-dim 96: want one of"),
+    (["--from", "nobody"], "nobody: no line of configs.txt has that name"), (["--head-dim", "100"], "--head-dim 100: want a multiple of 16 in 32..256"),
     (["--from", "mma_lazy", "--family", "wmma"], "--from mma_lazy is of the family mma; drop"), (["--frob"], "--frob: no such"),
     (["--shape", "long,64,fp16", "--head-dim", "128"], "--shape long has D=64 fp16, and 128 fp16 is asked for"),
     (["--all"], "--all wants --from LINE"), (["--export", "t4"], "--export takes one log"), (["x"], "x: only --export takes"),

@@ -44,10 +44,10 @@ def parse(argv, default_shapes):
     b_shapes = options.b_shape or shapes
     if len(b_shapes) != len(shapes):
         raise Refused("give as many --b-shape as --shape")
-    kinds = {(line.D, line.dtype): line for line in contenders if line.D}
+    kinds = {(line.D, line.dtype, line.Dv): line for line in contenders if line.D}
     if len(kinds) > 1:
         raise Refused("the contenders do not compute the same: " + ", ".join(
-            f"{line.text} has D={D} {dtype}" for (D, dtype), line in kinds.items()))
+            f"{line.text} has D={D}{f',{Dv}' if Dv else ''} {dtype}" for (D, dtype, Dv), line in kinds.items()))
     kind = next(iter(kinds), (64, "fp16"))
     problems = [[engine.parse_problem(text, options.causal).typed(*kind) for text in pair]
                 for pair in zip(shapes, b_shapes)]

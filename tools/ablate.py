@@ -69,7 +69,7 @@ def main():
     if len(found) != 1 or type(found[0]) is not builds.Line:
         raise Refused("one line at a time" if found else "which line?")
     line, = found
-    problems = [engine.parse_problem(text, options.causal).typed(line.D, line.dtype)
+    problems = [engine.parse_problem(text, options.causal).typed(line.D, line.dtype, line.Dv)
                 for text in options.shape or ["mission", "long"]]
     gpu = engine.need_gpu(" (check without times: ./run_all.sh --cpu)")
     why_not = {builds.Line(line.tree, line.name, tuple(builds.changed(line.changes, changes or [knob]))):

@@ -220,6 +220,11 @@ class Line:
         return int(self.knob("HEAD_DIM", 64))
 
     @property
+    def Dv(self):
+        """Of V and O; 0: D."""
+        return int(self.knob("HEAD_DIM_V", 0))
+
+    @property
     def dtype(self):
         """As rows have it."""
         return self.knob("DTYPE", "FP16").lower().replace("fp8_", "")

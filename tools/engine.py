@@ -54,16 +54,21 @@ class Problem:
     D: int = 0
     dtype: str = ""
     causal: str = "off"
+    Dv: int = 0  # of V and O; 0: D
+
+    @property
+    def v_dim(self):
+        return self.Dv or self.D
 
     def __str__(self):
         return self.shape + ("" if self.causal == "off" else " " + self.causal)
 
-    def typed(self, D, dtype):
-        """The problem with the D and the type of a line; refused if it names others."""
+    def typed(self, D, dtype, Dv=0):
+        """The problem with the D, the type and the Dv of a line; refused if it names others."""
         if self.D not in (0, D) or self.dtype not in ("", dtype):
             raise Refused(f"--shape {self.shape}: D={self.D or D} {self.dtype or dtype} is asked for, and the line "
                           f"has D={D} {dtype}")
-        return replace(self, D=D, dtype=dtype)
+        return replace(self, D=D, dtype=dtype, Dv=Dv)
 
     def fits(self, line):
         """Whether a contender computes this problem's D and type."""
@@ -81,7 +86,7 @@ class Problem:
         return self.B * self.Hq * self.Sq
 
     def flops(self):
-        return 4 * self.D * self.B * self.Hq * int(self.visible().sum())
+        return 2 * (self.D + self.v_dim) * self.B * self.Hq * int(self.visible().sum())
 
 
 def parse_problem(text, causal="off"):
@@ -288,7 +293,7 @@ class SdpaParams(ctypes.Structure):
 
 def params_of(p):
     """The sizes of a problem as a kernel takes them."""
-    sizes = {name: getattr(p, name) for name in ("B", "Hq", "Hkv", "Sq", "Sk", "D")}
+    sizes = {name: getattr(p, name) for name in ("B", "Hq", "Hkv", "Sq", "Sk", "D", "Dv")}
     return SdpaParams(**sizes, causal=CAUSAL.index(p.causal), window_left=-1, window_right=-1)
 
 
@@ -323,8 +328,8 @@ class LoadedLine:
         p.max_ctas = self.max_ctas
         for name in ("Q", "K", "V", "O", "LSE"):
             setattr(p, name, tensors.address[name])
-        p.q = p.o = Strides(p.Hq * p.Sq * p.D, p.Sq * p.D, p.D)
-        p.k = p.v = Strides(p.Hkv * p.Sk * p.D, p.Sk * p.D, p.D)
+        p.q, p.o = (Strides(p.Hq * p.Sq * D, p.Sq * D, D) for D in (problem.D, problem.v_dim))
+        p.k, p.v = (Strides(p.Hkv * p.Sk * D, p.Sk * D, D) for D in (problem.D, problem.v_dim))
         p.q_descale = p.k_descale = p.v_descale = Descale(tensors.address.get("factor"), 0, 0)  # none: null
         size = self.library.sdpa_library_workspace_bytes(ctypes.byref(p))
         p.workspace = tensors.workspace(size)
@@ -389,7 +394,7 @@ class LoadedTorch:
             if p.dtype in FACTORS:
                 with as_cuda_error():
                     return self.prepare_e4m3(gpu, tensors, p)
-        sizes = {"Q": (p.B, p.Hq, p.Sq, p.D), "K": (p.B, p.Hkv, p.Sk, p.D), "V": (p.B, p.Hkv, p.Sk, p.D)}
+        sizes = {"Q": (p.B, p.Hq, p.Sq, p.D), "K": (p.B, p.Hkv, p.Sk, p.D), "V": (p.B, p.Hkv, p.Sk, p.v_dim)}
         q, k, v = (self.tensor(tensors.address[name], sizes[name], p.dtype) for name in "QKV")
 
         def launch():
@@ -509,16 +514,17 @@ class Tensors:
     def __init__(self, gpu, problems, seed=0, draw=normal):
         rng = np.random.default_rng(seed)
         self.gpu, self.dtype = gpu, problems[0].dtype
-        q, kv = max(p.rows * p.D for p in problems), max(p.B * p.Hkv * p.Sk * p.D for p in problems)
+        q, o = max(p.rows * p.D for p in problems), max(p.rows * p.v_dim for p in problems)
+        k, v = (max(p.B * p.Hkv * p.Sk * getattr(p, dim) for p in problems) for dim in ("D", "v_dim"))
         self.host, self.address, self.workspaces = {}, {}, []
-        for name, count in (("Q", q), ("K", kv), ("V", kv)):
+        for name, count in (("Q", q), ("K", k), ("V", v)):
             self.host[name] = np.resize(as_bits(draw(rng, name, min(count, RANDOM_BLOCK)), self.dtype), count)
             self.address[name] = gpu.allocate(self.host[name].nbytes)
             gpu.upload(self.address[name], self.host[name])
         if self.dtype in FACTORS:
             self.address["factor"] = gpu.allocate(4)
             gpu.upload(self.address["factor"], np.array([FACTORS[self.dtype]], np.float32))
-        self.address["O"] = gpu.allocate(2 * q)
+        self.address["O"] = gpu.allocate(2 * o)
         self.address["LSE"] = gpu.allocate(4 * max(p.rows for p in problems))
         self.workspace(1 << 20)
 
@@ -533,8 +539,9 @@ class Tensors:
     def rows(self, name, problem, b, h):
         """One head of Q, K or V in float64."""
         heads, rows = (problem.Hq, problem.Sq) if name == "Q" else (problem.Hkv, problem.Sk)
-        at = (b * heads + h) * rows * problem.D
-        return as_values(self.host[name][at:at + rows * problem.D], self.dtype).reshape(rows, problem.D)
+        D = problem.v_dim if name == "V" else problem.D
+        at = (b * heads + h) * rows * D
+        return as_values(self.host[name][at:at + rows * D], self.dtype).reshape(rows, D)
 
     def free(self):
         for address in (*self.address.values(), *dict(self.workspaces)):
@@ -585,7 +592,7 @@ class Reference:
     def check(self, O, LSE, limits):
         """The verdict on all of O and LSE (None: not wanted): no poison anywhere, and the reference's rows."""
         p, (limit, largest, lse_limit) = self.problem, limits
-        O = O.reshape(p.B, p.Hq, p.Sq, p.D)
+        O = O.reshape(p.B, p.Hq, p.Sq, p.v_dim)
         bad = np.isnan(O)
         if bad.any():
             return Check(sentence=f"O{tuple(map(int, np.argwhere(bad)[0]))} is NaN or was never written")
@@ -672,14 +679,14 @@ class Bench:
                 if self.checks[key].passed or isinstance(self.kernels[key], LoadedTorch)}
 
     def poison(self, problem):
-        self.gpu.fill(self.tensors.address["O"], 0xff, 2 * problem.rows * problem.D)
+        self.gpu.fill(self.tensors.address["O"], 0xff, 2 * problem.rows * problem.v_dim)
         self.gpu.fill(self.tensors.address["LSE"], 0xff, 4 * problem.rows)
 
     def read(self, problem, outputs):
         """O and LSE, or None, once the GPU is done."""
         self.gpu.synchronize()
         LSE = self.gpu.download(outputs.LSE, problem.rows, np.float32) if outputs.LSE else None
-        return self.gpu.download(outputs.O, problem.rows * problem.D, TYPES[outputs.dtype]), LSE
+        return self.gpu.download(outputs.O, problem.rows * problem.v_dim, TYPES[outputs.dtype]), LSE
 
     def changed_bits(self, key):
         """Whether a last replay of a line leaves other bits than the run that was checked."""

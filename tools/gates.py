@@ -102,7 +102,7 @@ def claims(only):
 def time_claim(gpu, kernels, shape):
     """A row for two lines at one shape; a line that is wrong has none."""
     line = kernels["line"].line
-    problem = engine.parse_problem(shape).typed(line.D, line.dtype)
+    problem = engine.parse_problem(shape).typed(line.D, line.dtype, line.Dv)
     bench = engine.Bench(gpu, kernels, dict.fromkeys(kernels, problem))
     row = None
     if len(bench.fit_to_time()) == 2:

@@ -12,7 +12,7 @@ import builds
 from builds import Line
 from cli import Refused
 
-PROBLEMS_OWN = ("HEAD_DIM", "DTYPE", "OUT_DTYPE")
+PROBLEMS_OWN = ("HEAD_DIM", "HEAD_DIM_V", "DTYPE", "OUT_DTYPE")
 TRIES = 200  # mutations of a base that is not legal
 
 
@@ -55,8 +55,8 @@ def base_line(options, arch="90a"):
     """The line from which candidates are typed, by --from, or --family and --head-dim."""
     tree = builds.loadable(builds.Tree())
     dims = tree.knob_rows()["HEAD_DIM"].values
-    if options.head_dim and options.head_dim not in dims.split():
-        raise Refused(f"--head-dim {options.head_dim}: want one of {dims}")
+    if options.head_dim and options.head_dim not in spread("HEAD_DIM", dims, ()):
+        raise Refused(f"--head-dim {options.head_dim}: want a multiple of 16 in {dims}")
     if options.from_:
         line, *others = builds.parse_contenders(options.from_.split())
         if others or not isinstance(line, Line):
@@ -72,12 +72,12 @@ def base_line(options, arch="90a"):
 
 
 def spread(knob, legal, typed):
-    """The values to try of what SDPA_KNOBS calls legal: every multiple of 16 for BLOCK_N, 2^n and 3 * 2^n in other
+    """The values to try of what SDPA_KNOBS calls legal: every multiple of 16 for BLOCK_N and HEAD_DIM, 2^n and 3 * 2^n in other
     ranges, and those that lines have typed."""
     if ".." not in legal:
         return legal.split()
     low, high = map(int, legal.split(".."))
-    sizes = range(16, high + 1, 16) if knob == "BLOCK_N" else [0, *(factor << n for factor in (1, 3) for n in range(9))]
+    sizes = range(16, high + 1, 16) if knob in ("BLOCK_N", "HEAD_DIM") else [0, *(factor << n for factor in (1, 3) for n in range(9))]
     return [str(size) for size in sorted({*sizes, *map(int, typed)}) if low <= size <= high]
 
 

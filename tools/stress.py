@@ -40,7 +40,7 @@ def difference(first, now, problem):
     for name, a, b in zip(("O", "LSE"), first, now):
         other = np.flatnonzero(a.view(f"u{a.itemsize}") != b.view(f"u{b.itemsize}"))
         if other.size:
-            at = np.unravel_index(other[0], (p.B, p.Hq, p.Sq, p.D)[:4 if name == "O" else 3])
+            at = np.unravel_index(other[0], (p.B, p.Hq, p.Sq, p.v_dim)[:4 if name == "O" else 3])
             place = f"{name}({','.join(map(str, at))})"
             return f"differs from the first one in {other.size} elements of {name}, the first {place}"
     return ""
@@ -124,7 +124,7 @@ def stress_line(gpu, line, built, hog, repeats):
         code = code if case and one.tree.refusal(one.words) else 3
     kernel = others.pop("", None)
     for sizes, causal in PROBLEMS.items() if kernel else ():
-        problem = engine.parse_problem(f"{sizes},{line.D},{line.dtype},{causal}")
+        problem = engine.parse_problem(f"{sizes},{line.D},{line.dtype},{causal}").typed(line.D, line.dtype, line.Dv)
         # A kernel that waits for one that waits for it would never end.
         watch = threading.Timer(600 + repeats, never_ends)
         watch.daemon = True
