@@ -56,6 +56,10 @@ class Problem:
     causal: str = "off"
     Dv: int = 0  # of V and O; 0: D
 
+    def columns(self):
+        """Of a row of results; Dv is among the line's knobs."""
+        return {name: value for name, value in asdict(self).items() if name != "Dv"}
+
     @property
     def v_dim(self):
         return self.Dv or self.D
@@ -918,7 +922,7 @@ def row_columns():
 def result_row(bench, key, facts, series):
     """One contender's row for its problem, as the executables write it; without a series, without a time."""
     gpu, p, line = bench.gpu, bench.problems[key], bench.kernels[key].line
-    row = dict(asdict(p), config=line.label, family=line.family, status="ok", seed=0, sm=gpu.arch.strip("a"),
+    row = dict(p.columns(), config=line.label, family=line.family, status="ok", seed=0, sm=gpu.arch.strip("a"),
                **measured_on(gpu))
     if key in bench.skipped:
         return dict(row, status="skipped", note=bench.skipped[key])

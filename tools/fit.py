@@ -22,7 +22,6 @@ import ctypes
 import math
 import os
 import sys
-from dataclasses import asdict
 from pathlib import Path
 
 import numpy as np
@@ -168,7 +167,7 @@ def measure(gpu, model, tiles, problems, table):
         for knobs, sentence in bench.skipped.items():
             raise Refused(f"{knobs}: cannot run {problem}: {sentence}", 3)
         series = engine.measure(gpu, bench.fit_to_time(), PACE, BLOCKS)
-        about = dict(asdict(problem), sms=gpu.attribute(engine.SM_COUNT), **engine.measured_on(gpu))
+        about = dict(problem.columns(), sms=gpu.attribute(engine.SM_COUNT), **engine.measured_on(gpu))
         for knobs in own:
             row = dict(about, tile=knobs, check="FAIL")
             if knobs in series.graphs:
