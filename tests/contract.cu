@@ -421,6 +421,38 @@ TEST_CASE("workspace") {
   cudaFree(workspace);
 }
 
+// K and V as pages of 16 keys. What a table may not say is refused, and what it says of pages that there are not is cut
+// off: nothing outside the tensors is read.
+TEST_CASE("pages" * doctest::skip(!Build::use_pages)) {
+  const Attention a(1, 2, 1, 100, 304);
+  SdpaParams p = a.p;
+  int* table = nullptr;
+  cudaMalloc(&table, 19 * sizeof(int));
+  p.page_table = table, p.page_stride = 19, p.page_size = 16, p.pages = 19;
+  for (Strides* s : {&p.k, &p.v}) s->batch = 16 * s->row, s->head = 304 * s->row;
+  cudaMalloc(&p.workspace, sdpa_workspace_bytes(p));
+  cudaMemset(p.workspace, 0, sdpa_workspace_bytes(p));
+  const auto forward = [&](int step) {
+    vector<int> pages(19);
+    for (int i = 0; i < 19; i++) pages[i] = i * step;
+    cudaMemcpy(table, pages.data(), 19 * sizeof(int), cudaMemcpyHostToDevice);
+    return a.forward(p);
+  };
+  CHECK(forward(100000000) == "");
+  CHECK(forward(-100000000) == "");
+  CHECK((forward(1) == "" && a.is_right()));
+  const auto refused = [&](const auto& change) {
+    SdpaParams changed = p;
+    change(changed);
+    return a.forward(changed).find("this build takes K and V in pages of a multiple of 16 keys") != string::npos;
+  };
+  CHECK(refused([](SdpaParams& x) { x.page_table = nullptr; }));
+  CHECK(refused([](SdpaParams& x) { x.page_size = 24; }));
+  CHECK(refused([](SdpaParams& x) { x.pages = 0; }));
+  CHECK(refused([](SdpaParams& x) { x.k_starts = x.page_table; }));
+  cudaFree(table), cudaFree(p.workspace);
+}
+
 // Starts and lengths that no caller can mean are cut off: nothing outside the tensors and the workspace is touched, and
 // the launch after it is right.
 TEST_CASE("starts" * doctest::skip(!Build::use_lengths)) {
