@@ -5340,24 +5340,20 @@ template <class B> constexpr bool check_wgmma() {
   SDPA_REFUSE(wgmma && B::use_pages && B::block_n * B::head_dim / (B::head_dim % 64 || B::d_v % 64 ? 512 : 1024) > 32,
               "USE_PAGES=1: a lane copies a box, and there may be more than 32 in this tile; type a smaller BLOCK_N");
   SDPA_REFUSE(wgmma && B::is_e4m3 && (!roles || !B::overlap),
-              "DTYPE=FP8_E4M3: two producer warps transpose V beside the softmax; add USE_WARP_SPECIALIZATION=1 "
-              "OVERLAP=1");
+              "DTYPE=FP8_E4M3: producer warps transpose V beside the softmax; add USE_WARP_SPECIALIZATION=1 OVERLAP=1");
   SDPA_REFUSE(wgmma && B::vec_width != (B::is_8bit ? 16 : 8),
-              "VEC_WIDTH: TMA wants addresses and strides that are multiples of 16 bytes; type VEC_WIDTH=8, or 16 "
-              "with an 8-bit DTYPE");
+              "VEC_WIDTH: TMA wants addresses and strides by 16 bytes; type VEC_WIDTH=8, or 16 with an 8-bit DTYPE");
   SDPA_REFUSE(wgmma && !roles && (B::overlap || B::use_persistent_cta || B::use_ping_pong),
               "OVERLAP, USE_PERSISTENT_CTA and USE_PING_PONG: only the wgmma kernel with producer warps has them; add "
               "USE_WARP_SPECIALIZATION=1 or drop them");
   SDPA_REFUSE(wgmma && !roles && !B::swap_ab && (B::use_lazy_max || B::split_kv > 1),
-              "USE_LAZY_MAX and SPLIT_KV: the plain wgmma kernel has neither; add USE_WARP_SPECIALIZATION=1 or drop "
-              "them");
+              "USE_LAZY_MAX, SPLIT_KV: the plain wgmma kernel has neither; add USE_WARP_SPECIALIZATION=1 or drop them");
   SDPA_REFUSE(roles && B::split_kv > 2,
               "SPLIT_KV=4: the wgmma kernel with producer warps splits the keys in two; type SPLIT_KV=2 or SWAP_AB=1");
   SDPA_REFUSE(wgmma && B::use_persistent_cta && B::split_kv > 1,
               "USE_PERSISTENT_CTA=1: in the wgmma kernel not with SPLIT_KV; drop one of them");
   SDPA_REFUSE(wgmma && !B::swap_ab && B::warpgroups == 1 && B::use_ping_pong,
-              "USE_PING_PONG=1: one warpgroup has no other to take turns with; drop it or type BLOCK_M=128 "
-              "NUM_WARPS=8");
+              "USE_PING_PONG: one warpgroup has no other to take turns with; drop it or type BLOCK_M=128 NUM_WARPS=8");
   SDPA_REFUSE(wgmma && B::skip_masked && (!roles || B::use_ping_pong || B::block_m == 64),
               "SKIP_MASKED=1: warpgroups leave out different tiles, which takes USE_WARP_SPECIALIZATION=1, BLOCK_M "
               "over 64 and no USE_PING_PONG; type BLOCK_M=128 NUM_WARPS=8 or drop it");
@@ -5389,31 +5385,23 @@ template <class B> constexpr bool check() {
   SDPA_REFUSE(B::block_n % (scalar ? 8 : B::is_e4m3 && !B::converts_operands ? 32 : 16) != 0,
               "BLOCK_N: the scalar kernel takes keys by 8, the others by 16, e4m3 by 32; type BLOCK_N=64");
   SDPA_REFUSE(B::path == Path::wgmma_plain && B::pack_gqa,
-              "PACK_GQA: the plain wgmma kernel does not have it; add USE_WARP_SPECIALIZATION=1 or SWAP_AB=1 or drop "
-              "it");
+              "PACK_GQA: the plain wgmma kernel lacks it; add USE_WARP_SPECIALIZATION=1 or SWAP_AB=1 or drop it");
   SDPA_REFUSE(merges_by_kernel<B> && (B::use_persistent_cta || (wgmma && (B::split_kv > 1 || B::skip_masked))),
-              "SPLIT_CTAS: a CTA has one range of one item; drop USE_PERSISTENT_CTA, and with wgmma SPLIT_KV and "
-              "SKIP_MASKED");
+              "SPLIT_CTAS: a CTA has one range; drop USE_PERSISTENT_CTA, and with wgmma SPLIT_KV and SKIP_MASKED");
   SDPA_REFUSE((B::path == Path::wgmma_roles || B::path == Path::wgmma_e4m3) && B::pack_gqa && B::split_ctas == 1,
               "PACK_GQA: with producer warps its rows are stored in ranges alone; type SPLIT_CTAS=0");
   SDPA_REFUSE(wmma && B::use_warp_specialization && B::sync_policy != 1,
-              "USE_WARP_SPECIALIZATION=1: a CTA barrier would stop the producers, so every warp must keep its rows; "
-              "type SYNC_POLICY=1");
+              "USE_WARP_SPECIALIZATION: barriers stop producers, so every warp must keep its rows; type SYNC_POLICY=1");
   SDPA_REFUSE(wmma && B::block_m != 16 * B::num_warps,
-              "BLOCK_M and NUM_WARPS: a wmma warp owns 16 query rows, so BLOCK_M must be 16*NUM_WARPS; type "
-              "BLOCK_M=64 NUM_WARPS=4");
+              "BLOCK_M: a wmma warp owns 16 query rows, so BLOCK_M must be 16*NUM_WARPS; type BLOCK_M=64 NUM_WARPS=4");
   SDPA_REFUSE(scalar && B::block_m % (4 * B::num_warps) != 0,
-              "BLOCK_M and NUM_WARPS: a warp takes whole groups of 4 query rows, so BLOCK_M must be a multiple of "
-              "4*NUM_WARPS; type BLOCK_M=64 NUM_WARPS=4");
+              "BLOCK_M: warps take query rows by 4, so it is a multiple of 4*NUM_WARPS; type BLOCK_M=64 NUM_WARPS=4");
   SDPA_REFUSE(scalar && B::block_m / (4 * B::num_warps) * (B::block_n + B::d_v) / 8 > 176,
-              "BLOCK_M, BLOCK_N and HEAD_DIM: a thread's part of S and O would take over 176 registers and spill; "
-              "type a smaller BLOCK_M or more NUM_WARPS");
+              "BLOCK_M: S and O would take over 176 registers and spill; type a smaller BLOCK_M or more NUM_WARPS");
   SDPA_REFUSE(mma && B::num_warps % B::split_kv != 0,
-              "SPLIT_KV and NUM_WARPS: the groups that split the keys have the same number of warps, so NUM_WARPS "
-              "must be a multiple of SPLIT_KV; type SPLIT_KV=2 NUM_WARPS=8");
+              "SPLIT_KV: groups are alike, so NUM_WARPS must be a multiple of SPLIT_KV; type SPLIT_KV=2 NUM_WARPS=8");
   SDPA_REFUSE(mma && B::block_m != 16 * B::group_warps && B::block_m != 32 * B::group_warps,
-              "BLOCK_M and NUM_WARPS: an mma.sync warp owns 16 or 32 query rows, so BLOCK_M must be 16 or 32 times "
-              "NUM_WARPS/SPLIT_KV; type BLOCK_M=128 NUM_WARPS=4");
+              "BLOCK_M: with mma.sync it is 16 or 32 times NUM_WARPS/SPLIT_KV; type BLOCK_M=128 NUM_WARPS=4");
   SDPA_REFUSE(!wgmma && !B::use_cp_async && !B::use_warp_specialization && B::stages > 1,
               "STAGES: plain copies finish before the next one starts, so STAGES does nothing without cp.async or "
               "producer warps; add USE_CP_ASYNC=1 or drop STAGES");
