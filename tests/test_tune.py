@@ -239,7 +239,7 @@ def test_refused_candidates_say_why(tmp_path):
     (["--fix", "BLOCK_M=5000"], "--fix BLOCK_M=5000: BLOCK_M: not a legal value"),
     (["--fix", "BLOCK_M=64", "--fix", "BLOCK_M=32"], "--fix BLOCK_M=32 contradicts --fix BLOCK_M=64"),
     (["--family", "mma", "--fix", "USE_WGMMA=1"], "--fix USE_WGMMA=1 contradicts the family, mma"),
-    (["--from", "mma_lazy", "--fix", "NUM_WARPS=7", "--fix", "BLOCK_M=64"], "the space is empty: BLOCK_M and NUM_WARPS"),
+    (["--from", "mma_lazy", "--fix", "NUM_WARPS=7", "--fix", "BLOCK_M=64"], "the space is empty: BLOCK_M: with mma.sync it is 16 or 32 times"),
     (["--budget", "0.05"], "--budget 0.05: 3 s are less than the 6 s that a candidate takes"),
     (["--budget", "soon"], "--budget soon: want minutes"), (["--family", "frob"], "--family frob: want scalar"),
     (["--from", "nobody"], "nobody: no line of configs.txt has that name"), (["--head-dim", "100"], "--head-dim 100: want a multiple of 16 in 32..256"),
