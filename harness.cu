@@ -726,7 +726,7 @@ class Instance {
     const bool by_heads = problem.layout == "bhsd";
     for (int t = 0; t < 2; t++) {
       const int64_t D = width_of(Tensor(1 + t));
-      pages_[t].reset(new Guarded(t ? "the pages of V" : "the pages of K", pages * H * size * D * element_bytes(line.input)));
+      pages_[t].reset(new DeviceTensor(problem, Tensor(1 + t), pages * H * size * D));
       (t ? params.v : params.k) = {H * size * D, by_heads ? size * D : D, by_heads ? D : H * D};
     }
     params.K = pages_[0]->data<Input>(), params.V = pages_[1]->data<Input>();
@@ -734,9 +734,11 @@ class Instance {
     table_.reset(new Guarded("the page table", problem.B * params.page_stride * sizeof(int)));
     params.page_table = table_->data<int>();
   }
-  // In a drawn order. An entry that no visible key needs says anything, or the page for all, which is full of NaN.
+  // In a drawn order. An entry that no visible key needs is wild, which is to become the first page or the last, or the
+  // last: the page for all, which is full of NaN.
   void set_pages(uint64_t seed) {
-    const int size = problem.page_size, pages = params.pages;
+    constexpr int wild[] = {-7, 2147483647};
+    const int size = problem.page_size, pages = params.pages, per_sequence = params.page_stride - 3;
     vector<int> order(pages - 1), table(size_t(problem.B) * params.page_stride);
     std::iota(order.begin(), order.end(), 0);
     for (int i = pages - 2; i > 0; i--) std::swap(order[i], order[reference::mix(seed * 77 + i) % (i + 1)]);
@@ -751,26 +753,22 @@ class Instance {
       for (int i = 0; i < params.page_stride; i++) {
         const size_t k = size_t(i) * size;
         const bool needed = k < end && k + size > first;
-        constexpr int wild[] = {-7, 2147483647};
         const uint64_t r = reference::mix(seed * 78 + table.size() * b + i) % 3;
-        table[b * params.page_stride + i] = needed ? order[b * (params.page_stride - 3) + i] : r < 2 ? wild[r] : pages - 1;
+        table[b * params.page_stride + i] = needed ? order[b * per_sequence + i] : r < 2 ? wild[r] : pages - 1;
       }
     }
     for (int t = 0; t < 2; t++) {
       const Strides& s = t ? params.v : params.k;
       const Bits& x = held_[1 + t];
       const int D = width_of(Tensor(1 + t));
-      const bool bytes = element_bytes(line.input) == 1;
       Bits paged(size_t(pages) * s.batch, 0);
-      std::fill(paged.end() - s.batch, paged.end(), bytes ? 0x7f : 0x7fff);
+      std::fill(paged.end() - s.batch, paged.end(), element_bytes(line.input) == 1 ? 0x7f : 0x7fff);
       for (int64_t row = 0; row < int64_t(x.size()) / D; row++) {
         const int64_t b = row / problem.Sk / problem.Hkv, h = row / problem.Sk % problem.Hkv, k = row % problem.Sk;
-        const int64_t page = order[b * (params.page_stride - 3) + k / size];
+        const int64_t page = order[b * per_sequence + k / size];
         std::copy_n(&x[row * D], D, &paged[page * s.batch + h * s.head + k % size * s.row]);
       }
-      // A wild entry becomes the first page or the last.
-      if (bytes) pages_[t]->store(vector<uint8_t>(paged.begin(), paged.end()));
-      else pages_[t]->store(paged);
+      pages_[t]->write(paged);
     }
     table_->store(table);
   }
@@ -969,7 +967,8 @@ class Instance {
   }
 
   std::unique_ptr<Guarded> lse_, workspace_, sinks_, lengths_, starts_[2];  // of Q, of K
-  std::unique_ptr<Guarded> pages_[2], table_;                              // of K, of V
+  std::unique_ptr<DeviceTensor> pages_[2];     // of K, of V
+  std::unique_ptr<Guarded> table_;
   std::unique_ptr<DeviceFactors> factors_[3];  // of Q, K and V with 8 bits
   vector<float> inputs_[3];                    // Q, K, V, rounded
   Bits held_[3];                               // what they are in device memory

@@ -205,6 +205,7 @@ template <int ROW> struct BuildOf : Knobs<ROW> {
                                                                           : K::num_producer_warps * 32;
   static constexpr int threads = K::num_warps * 32 + producer_threads;
   static constexpr int d_v = K::head_dim_v > 0 ? K::head_dim_v : K::head_dim;  // elements of a row of V and O
+  static constexpr int round_keys = K::split_kv * K::block_n;  // of the tiles that all groups take at once
   static constexpr int group_warps = K::num_warps / K::split_kv;
   static constexpr int group_threads = group_warps * 32;
   static constexpr int warpgroups = K::num_warps / 4;  // that compute
@@ -357,7 +358,7 @@ std::array<TensorView, 4> tensors_of(SdpaParams& p) {
            view("V", p.V, p.v, p.Hkv, rows, in, false), view("O", p.O, p.o, p.Hq, p.Sq, out, true)}};
 }
 
-struct TensorMaps {  // of tensors as [B][H][D/64][S][64]
+struct TensorMaps {  // of tensors as [B][H][panels][S][elements of a panel]
   CUtensorMap q, k, v, o;
 };
 struct Nothing {};
@@ -1002,15 +1003,16 @@ __device__ __forceinline__ void mma_32_bytes(float& d0, float& d1, float& d2, fl
 
 // ---- tiles in shared memory (scalar, wmma, mma) ----
 
-// Elements from one row of a tile to the next. With D alone all rows start in the same bank or in a few, and accesses to
-// one column of different rows collide. Against that SWIZZLE_XOR=1 XORs the 16-byte chunk index with the row, within as
-// many chunks as divide a row and 128 bytes, so that any 8 neighbouring rows lie in all 32 banks; but wmma wants a fixed
+// Elements from one row of a tile to the next. With D alone all rows start in one bank or a few, and accesses to one
+// column of different rows collide. Against that SWIZZLE_XOR=1 XORs the 16-byte chunk index with the row, within the
+// chunks that divide a row and 128 bytes, so that any 8 neighbouring rows lie in all 32 banks; but wmma wants a fixed
 // stride, so there it makes rows 16 bytes longer, to the same effect.
 template <class B> constexpr bool pads_rows = B::swizzle_xor&& B::family == Family::wmma;
 template <class B, int D = B::head_dim> constexpr int TILE_STRIDE = D + (pads_rows<B> ? CHUNK<B> : 0);
 
 // The chunks of a row that are swizzled together, of 128 bytes at most.
-template <class B, int D, int N = D / CHUNK<B>> constexpr unsigned SWIZZLED = N % 8 == 0 ? 8 : N % 4 == 0 ? 4 : 2 - N % 2;
+template <class B, int D, int N = D / CHUNK<B>>
+constexpr unsigned SWIZZLED = N % 8 == 0 ? 8 : N % 4 == 0 ? 4 : N % 2 == 0 ? 2 : 1;
 // Offset in elements of (row, col) in a tile.
 template <class B, int D = B::head_dim> __device__ __forceinline__ int tile_offset(int row, int col) {
   // Unsigned, so that the compiler sees that rows 8 apart are swizzled alike.
@@ -1542,19 +1544,19 @@ __device__ __forceinline__ void store_partial(Partial& mine, const View& O, cons
 
 // ---- pages (USE_PAGES) ----
 
-// K and V are [pages,Hkv,page_size,D], with batch strides from page to page. Key k of sequence b is row k % page_size of
-// page page_table[b * page_stride + k / page_size], where page_size is a multiple of 16; of the Sk keys that the table has
-// room for k_lengths[b] count.
-// The page of the item's keys [k, k + keys), which lie in one. If the item sees none of them, one that does not exist: of
-// that TMA gives zeros, and the table is not read.
+// K and V are [pages,Hkv,page_size,D], with batch strides from page to page. Key k of sequence b is row k % page_size
+// of page page_table[b * page_stride + k / page_size]; page_size is a multiple of 16, and a table's row has Sk keys.
+
+// The page of the item's keys [k, k + keys), which lie in one. If the item sees none of them, one that does not exist:
+// of that TMA gives zeros, and the table is not read.
 template <class B>
 __device__ __forceinline__ int page_of(const KernelArgs& a, ItemArg<B> item, int k, int keys = 1) {
   if (max(k, item.keys.begin) >= min(k + keys, item.keys.end)) return a.p.pages;
   const int place = int(plan_room<B>(a).page_size.divide(uint32_t(k)));
   return min(max(ld_global<int>(a.p.page_table + int64_t(item.b) * a.p.page_stride + place), 0), a.p.pages - 1);
 }
-// The vectors of rows k, k + 1, ... of K or V, as a pointer to the first one would give them. head_g: the vector in row 0
-// of page 0 of the head.
+// The vectors of rows k, k + 1, ... of K or V, as a pointer to the first one would give them. head_g: the vector in row
+// 0 of page 0 of the head.
 template <class B> struct PagedRows {
   const KernelArgs* a;
   const WorkItem* item;
@@ -1792,12 +1794,11 @@ template <class B> __device__ __forceinline__ WorkItem item_of_cta(const KernelA
 // The keys of the item's rows, in whole rounds of SPLIT_KV tiles but for the last one. SPLIT_CTAS: those of this CTA.
 template <class B>
 __device__ __forceinline__ KeyRange keys_of_cta(const KernelArgs& a, const Mask<B>& mask, ItemArg<B> item) {
-  constexpr int round = B::split_kv * B::block_n;
   if constexpr (B::use_lengths) return {first_tile_key<B>(item.keys), item.keys.end};
   const KeyRange keys = mask.keys.of_rows(item.q0, min(item.q0 + queries_of_item<B>(a), a.p.Sq) - 1);
   if (B::split_ctas == 1) return keys;
-  const KeyRange part = range_of_rounds(a, max(shares(keys.end - keys.begin, round), 0));
-  return {keys.begin + part.begin * round, min(keys.begin + part.end * round, keys.end)};
+  const KeyRange part = range_of_rounds(a, max(shares(keys.end - keys.begin, B::round_keys), 0));
+  return {keys.begin + part.begin * B::round_keys, min(keys.begin + part.end * B::round_keys, keys.end)};
 }
 
 // True if warpgroups before query 0 or past Sq skip the item's tiles.
@@ -1817,7 +1818,7 @@ __device__ __forceinline__ void wait_then_let_next_kernel_start() {
 
 // Rounds that are summed in one accumulator.
 template <class B> __host__ __device__ __forceinline__ int rounds_at_once() {
-  return max(most_keys_at_once / (B::split_kv * B::block_n), 1);
+  return max(most_keys_at_once / B::round_keys, 1);
 }
 // By one CTA. Items are sorted into classes, by the rounds of tiles that they take.
 constexpr int plan_threads = 1024, plan_classes = 256;
@@ -1829,7 +1830,6 @@ struct PlanShared {
 };
 template <class B> __global__ void __launch_bounds__(plan_threads) sdpa_plan(const __grid_constant__ KernelArgs a) {
   PlanShared& s = dynamic_shared<PlanShared>();
-  constexpr int round_keys = B::split_kv * B::block_n;
   const int tid = threadIdx.x, queries = queries_of_item<B>(a);
   if constexpr (B::family == Family::wgmma) wait_then_let_next_kernel_start();
   if (tid == 0) s.rounds = 0, s.most_rounds = 0, s.parts = 0, s.merges = 0;
@@ -1850,7 +1850,7 @@ template <class B> __global__ void __launch_bounds__(plan_threads) sdpa_plan(con
     }
   };
   const auto rounds_of = [](const KeyRange& keys) {
-    return uint32_t(max(shares(keys.end - first_tile_key<B>(keys), round_keys), 0));
+    return uint32_t(max(shares(keys.end - first_tile_key<B>(keys), B::round_keys), 0));
   };
   each_tile([&](int, const Sequence& own, int, const KeyRange& keys) {
     atomicAdd(&s.rounds, (unsigned long long)rounds_of(keys)), atomicMax(&s.most_rounds, rounds_of({0, own.Sk}));
@@ -1858,7 +1858,7 @@ template <class B> __global__ void __launch_bounds__(plan_threads) sdpa_plan(con
   __syncthreads();  // hazard: counted by all threads
 
   // Rounds of a range at most, if their number is free; and how many ranges a tile has.
-  const uint32_t least = max(1, 256 * 1024 / int(round_keys * B::head_dim * sizeof(Input) * 2));
+  const uint32_t least = max(1, 256 * 1024 / int(B::round_keys * B::head_dim * sizeof(Input) * 2));
   const uint32_t most = uint32_t(rounds_at_once<B>());
   const uint32_t even = uint32_t(s.rounds * a.q_heads.divisor / plan_room<B>(a).ctas) + 1;
   const uint32_t limit = B::split_ctas == 1 ? 0x7fffffff : B::split_ctas > 1 ? most : min(max(even, least), most);
@@ -1894,8 +1894,8 @@ template <class B> __global__ void __launch_bounds__(plan_threads) sdpa_plan(con
       const uint32_t number = atomicAdd(&s.first[class_of(own, rounds, ranges)], 1u);
       if (number >= plan_room<B>(a).items) return;
       if (ranges > 1 && range == 0) st_global(merges + atomicAdd(&s.merges, 1u), number);
-      const int begin = first_tile_key<B>(keys) + int(each * range + min(range, rest)) * round_keys;
-      const int end = min(begin + int(each + (range < rest)) * round_keys, keys.end);
+      const int begin = first_tile_key<B>(keys) + int(each * range + min(range, rest)) * B::round_keys;
+      const int end = min(begin + int(each + (range < rest)) * B::round_keys, keys.end);
       const PlannedItem item{b, 0, q0, own, {max(begin, keys.begin), end}, int(range), int(ranges), int(part)};
       uint4 words[sizeof item / 16];
       memcpy(words, &item, sizeof item);
@@ -1944,7 +1944,7 @@ template <class B> __global__ void __launch_bounds__(merge_threads) sdpa_merge(c
 // What a group of warps (by default the CTA) needs to know of its item, and the copies that every
 // kernel starts from. Of the K/V tiles, group g takes number g, SPLIT_KV + g, ...
 template <class B> struct ItemTiles {
-  static constexpr int ADVANCE = B::split_kv * B::block_n;  // keys from one tile of a group to its next
+  static constexpr int ADVANCE = B::round_keys;  // keys from one tile of a group to its next
   const SdpaParams& p;
   const WorkItem& item;
   HeldMask<B> mask;
@@ -2097,7 +2097,7 @@ template <class B> struct ScalarShared {
   static constexpr int P_STRIDE = B::block_n + 8;         // 4 rows of lanes fall into 4 groups of 8 banks
   Element<B> Q[B::block_m * TILE_STRIDE<B>];              // [BLOCK_M][D]
   Element<B> K[B::stages][B::block_n * TILE_STRIDE<B>];   // [BLOCK_N][D]
-  Element<B> V[B::stages][B::block_n * TILE_STRIDE<B, B::d_v>];
+  Element<B> V[B::stages][B::block_n * TILE_STRIDE<B, B::d_v>];  // [BLOCK_N][Dv]
   float P[B::block_m * P_STRIDE];                         // [BLOCK_M][BLOCK_N]: S, then P in its place
   float m[B::block_m], l[B::block_m], alpha[B::block_m];  // used where rows change hands
 
@@ -2586,7 +2586,7 @@ template <class B, bool PACKED = (B::pack_gqa && !merges_by_kernel<B>)> struct M
 template <class B> struct MmaShared {
   struct Tiles {
     Element<B> K[B::stages][B::block_n * B::head_dim];  // [BLOCK_N][D]
-    Element<B> V[B::stages][B::block_n * B::d_v];
+    Element<B> V[B::stages][B::block_n * B::d_v];       // [BLOCK_N][Dv]
   };
   struct Inputs {
     Element<B> Q[B::block_m * B::head_dim];  // [BLOCK_M][D]
@@ -3132,7 +3132,6 @@ template <class B> constexpr int wgmma_rows = B::swap_ab ? B::block_m : 64;
 struct alignas(16) WgmmaItem : WorkItem {
   int h_kv, first_key, rounds;  // no rounds: there are no more items
 };
-template <class B> constexpr int round_keys = B::block_n * B::split_kv;
 template <class B> __device__ __forceinline__ int first_key_of(const WgmmaItem& item, int round, int slice) {
   return item.first_key + (round * B::split_kv + slice) * B::block_n;
 }
@@ -3143,11 +3142,10 @@ __device__ __forceinline__ Planned planned_wgmma_item(const KernelArgs& a, uint3
   Planned item;
   static_cast<WorkItem&>(item) = work_item<B>(a, i);
   item.first_key = first_tile_key<B>(item.keys), item.h_kv = int(a.q_heads_per_kv.divide(item.h));
-  item.rounds = max(shares(item.keys.end - item.first_key, round_keys<B>), int(B::split_ctas == 1 && item.ranges > 0));
+  item.rounds = max(shares(item.keys.end - item.first_key, B::round_keys), int(B::split_ctas == 1 && item.ranges > 0));
   return item;
 }
-// Item number i. EARLY: with a mask, warpgroups without rows are in a head's first item, where rows are short,
-// and not in its last one.
+// Item number i. EARLY: with a mask, warpgroups without rows are in a head's first item, where rows are short.
 template <class B, bool EARLY = false>
 __device__ __forceinline__ WgmmaItem wgmma_item(const KernelArgs& a, uint32_t i) {
   WgmmaItem item;
@@ -3161,11 +3159,11 @@ __device__ __forceinline__ WgmmaItem wgmma_item(const KernelArgs& a, uint32_t i)
     const int last = min(item.q0 + queries_of_item<B>(a), a.p.Sq) - 1;
     const KeyRange keys = mask_of<B>(a, item).keys.of_rows(max(item.q0, 0), last);
     item.first_key = keys.begin;
-    item.rounds = max(shares(keys.end - keys.begin, round_keys<B>), 1);
+    item.rounds = max(shares(keys.end - keys.begin, B::round_keys), 1);
   }
   if (B::split_ctas != 1) {
     const KeyRange part = range_of_rounds(a, item.rounds);
-    item.first_key += part.begin * round_keys<B>, item.rounds = part.end - part.begin;
+    item.first_key += part.begin * B::round_keys, item.rounds = part.end - part.begin;
   }
   item.h_kv = int(a.q_heads_per_kv.divide(item.h));
   return item;
@@ -3190,8 +3188,8 @@ __device__ __forceinline__ void load_round(const KernelArgs& a, const WgmmaItem&
     mbarrier_arrive(full);  // nothing to load: every score of this tile is masked
   }
 }
-// USE_PAGES: a tile is loaded in boxes of one page, a panel's lines each, by the lanes of a warp. This lane's box of the
-// tile that begins with key k0, and its page, which is best looked up before the stage is empty.
+// USE_PAGES: a tile is loaded in boxes of one page, a panel's lines each, by the lanes of a warp. This lane's box of
+// the tile that begins with key k0, and its page, which is best looked up before the stage is empty.
 template <class B, int D> struct PageBox {
   int k0, panel, row, page;
 
@@ -3238,7 +3236,7 @@ __device__ __forceinline__ void wgmma_pv(WgmmaAccumulator<B::d_v>& O, const Wgmm
   hold(O.x.d);
   wgmma_fence();
   SDPA_UNROLL for (int step = 0; step < B::block_n / 16; step++) {
-    wgmma_rs<Input, B::d_v, 1>(O.x.d, P[step], descriptor_at(V, step * 16 * PANEL_BYTES<B::d_v>), step > 0 || accumulate);
+    wgmma_rs<Input, B::d_v, 1>(O.x.d, P[step], descriptor_at(V, step * 16 * PANEL_BYTES<B::d_v>), step || accumulate);
   }
   wgmma_commit_group();
 }
@@ -3366,7 +3364,7 @@ template <class B> SdpaStatus encode_tensor_maps(TensorMaps& maps, KernelArgs& a
 template <class B> struct WgmmaPlainShared {
   alignas(1024) Input Q[B::warpgroups][64 * B::head_dim];      // [64][D] each
   alignas(1024) Input K[B::stages][B::block_n * B::head_dim];  // [BLOCK_N][D]
-  alignas(1024) Input V[B::stages][B::block_n * B::d_v];
+  alignas(1024) Input V[B::stages][B::block_n * B::d_v];       // [BLOCK_N][Dv]
   uint64_t q_full, full[B::stages];                            // mbarriers: landed
 };
 
@@ -3576,9 +3574,9 @@ template <class B, class Shared> struct WgmmaProducer {
     return item;
   }
   // Loads a slice's tile of K or V in a round, once its stage is empty.
-  template <int D> __device__ __forceinline__ void load(const WgmmaItem& item, int round, int slice,
-                                                        const CUtensorMap* map, void* tile_s, uint64_t* full,
-                                                        uint64_t* empty) {
+  template <int D>
+  __device__ __forceinline__ void load(const WgmmaItem& item, int round, int slice, const CUtensorMap* map,
+                                       void* tile_s, uint64_t* full, uint64_t* empty) {
     if constexpr (B::use_pages) {
       const PageBox<B, D> box(a, item, first_key_of<B>(item, round, slice));
       mbarrier_wait(empty, ring.parity ^ 1);
@@ -3607,8 +3605,9 @@ template <class B, class Shared> struct WgmmaProducer {
         // the last puts the counter back. A CTA draws ahead of its item's last loads, which wait for their stage
         // anyway: sooner, and a long item would keep the next one from a CTA that is free first.
         if (B::use_persistent_cta && starts && issues && round == 0) drawn = atomicInc(counter, a.work_items - 1);
-        if (role & load_k) load<B::head_dim>(item, round, slice, &tensor_maps<B>(a).k, t.K[n], &t.k_full[n], &t.k_empty[n]);
-        if (role & load_v) load<B::d_v>(item, round, slice, &tensor_maps<B>(a).v, v.V[n], &v.v_full[n], &v.v_empty[n]);
+        const auto& maps = tensor_maps<B>(a);
+        if (role & load_k) load<B::head_dim>(item, round, slice, &maps.k, t.K[n], &t.k_full[n], &t.k_empty[n]);
+        if (role & load_v) load<B::d_v>(item, round, slice, &maps.v, v.V[n], &v.v_full[n], &v.v_empty[n]);
       }
       if (!B::use_persistent_cta) break;
       if (starts) item = find_item(gridDim.x + uniform(drawn));
@@ -3644,8 +3643,8 @@ __device__ __forceinline__ KeyRange own_rounds(const KernelArgs& a, const Mask<B
   const int last = queries_of<B>(item, a.p.Sq) - 1;
   const KeyRange seen = mask.keys.of_rows(min(q, last), min(q + 63, last));
   const int first_key = uniform(item.first_key);
-  const int end = min(max(shares(seen.end - first_key, round_keys<B>), 1), rounds);
-  return {min((seen.begin - first_key) / round_keys<B>, end - 1), end};
+  const int end = min(max(shares(seen.end - first_key, B::round_keys), 1), rounds);
+  return {min((seen.begin - first_key) / B::round_keys, end - 1), end};
 }
 
 // The 64 rows of a warpgroup over its slice of the keys, in registers.
@@ -3918,8 +3917,7 @@ template <class B> struct Wgmma16Producer : WgmmaProducer<B, WgmmaShared<B>> {
                      : B::split_kv > 1 ? (warp == 2 ? load_k : load_v)
                      : warp == 2 && stores_by_tma<B> ? store_o
                                                      : idle;
-    // The loader of V begins an item, so that Q and K are asked for at once; with a queue that of K, which so begins
-    // the next item early.
+    // The loader of V begins an item, so that Q and K are asked for at once; with a queue that of K, which is early.
     constexpr int starts = B::use_persistent_cta ? 0 : 1;
     if (role & (load_k | load_v)) {
       Base::load_items(role, warp / 2, s.slice[warp / 2], warp == starts, [&](const WgmmaItem& item) {
@@ -4024,7 +4022,7 @@ template <class B> struct Wgmma16Consumer : WgmmaConsumer<B, WgmmaShared<B>> {
     TileRing<B>& t = s.slice[slice];
     Scores S;
     Probabilities P;
-    for (bool first = true;; first = false, rows.k0 -= round_keys<B>) {
+    for (bool first = true;; first = false, rows.k0 -= B::round_keys) {
       begin_qk(S, ring, false), wgmma_wait_group<0>(), hold(S.x.d);
       arrive_by_warp(&t.k_empty[ring.stage], lane);
       const bool v_is_there = mbarrier_peek_parity(&t.v_full[ring.stage], ring.parity);
@@ -4056,7 +4054,7 @@ template <class B> struct Wgmma16Consumer : WgmmaConsumer<B, WgmmaShared<B>> {
     };
     begin_qk(S, ring, false), wgmma_wait_group<0>(), hold(S.x.d);
     rows.template take_some_score_as_max<4>(S);
-    for (;; rows.k0 -= round_keys<B>) {
+    for (;; rows.k0 -= B::round_keys) {
       arrive_by_warp(&t.k_empty[ring.stage], lane);
       StageRing<B::stages> next = ring;
       next.advance();
@@ -4493,7 +4491,7 @@ template <class B> struct E4m3Consumer : WgmmaConsumer<B, E4m3Shared<B>> {
     rows.start(), tiles = 0;
     begin_qk(S, ring, false), wgmma_wait_group<0>(), hold(S.x.d);
     rows.template take_some_score_as_max<Scores::COLS>(S);
-    for (;; rows.k0 -= round_keys<B>) {
+    for (;; rows.k0 -= B::round_keys) {
       arrive_by_warp(&t.k_empty[ring.stage], lane);
       StageRing<B::stages> next = ring;
       next.advance();
@@ -4593,7 +4591,7 @@ template <class B> struct WgmmaColumnsShared {
       alignas(1024) Input K[B::stages][B::block_n * B::head_dim];  // [BLOCK_N][D]
       float O[B::block_m][PARTIAL_STRIDE<B>];                      // after the last round
     };
-    alignas(1024) Input V[B::stages][B::block_n * B::d_v];
+    alignas(1024) Input V[B::stages][B::block_n * B::d_v];       // [BLOCK_N][Dv]
     alignas(1024) Input P[B::block_n * B::block_m];              // [BLOCK_M][BLOCK_N]
     float2 m_l[B::block_m];
     float of_warp[4][32];                           // maxima or sums for the other warps
@@ -4641,16 +4639,17 @@ template <class B> struct WgmmaColumnsLoader {
   // Its tile of a round of the item, into a stage that has been read; past the last key zeros. FIRST: of this warp.
   template <bool FIRST> __device__ __forceinline__ void load_tile(int round, int stage) {
     typename WgmmaColumnsShared<B>::Slice& t = s.slice[slice];
+    if (loads_k()) load<B::head_dim, FIRST>(round, &tensor_maps<B>(a).k, t.K[stage], &t.k_full[stage]);
+    if (loads_v()) load<B::d_v, FIRST>(round, &tensor_maps<B>(a).v, t.V[stage], &t.v_full[stage]);
+  }
+  template <int D, bool FIRST>
+  __device__ __forceinline__ void load(int round, const CUtensorMap* map, Input* tile_s, uint64_t* full) {
     constexpr uint64_t policy = B::pack_gqa ? evict_first : evict_last;
-    const auto load = [&](auto D, const CUtensorMap* map, Input* tile_s, uint64_t* full) {
-      if constexpr (B::use_pages) {
-        const PageBox<B, decltype(D)::value> box(a, item, first_key_of<B>(item, round, slice));
-        return box.load(a, item.h_kv, map, tile_s, full, policy);
-      }
-      if (issues()) load_round<B, decltype(D)::value, FIRST>(a, item, round, slice, map, tile_s, full, policy);
-    };
-    if (loads_k()) load(std::integral_constant<int, B::head_dim>(), &tensor_maps<B>(a).k, t.K[stage], &t.k_full[stage]);
-    if (loads_v()) load(std::integral_constant<int, B::d_v>(), &tensor_maps<B>(a).v, t.V[stage], &t.v_full[stage]);
+    if constexpr (B::use_pages) {
+      const PageBox<B, D> box(a, item, first_key_of<B>(item, round, slice));
+      return box.load(a, item.h_kv, map, tile_s, full, policy);
+    }
+    if (issues()) load_round<B, D, FIRST>(a, item, round, slice, map, tile_s, full, policy);
   }
   // Into every stage. V of every slice is asked for after K of all of them, since S comes first.
   __device__ __forceinline__ void load_first_tiles() {
@@ -4727,8 +4726,9 @@ template <class B> struct WgmmaColumns {
     wgmma_fence();
     SDPA_UNROLL for (int block = 0; block < KEY_BLOCKS; block++) {
       SDPA_UNROLL for (int step = 0; step < B::head_dim / 16; step++) {
-        const int K_step = panel_step<PANEL_BYTES<B::head_dim>>(step, B::block_n) + block * 64 * PANEL_BYTES<B::head_dim>;
-        const int Q_step = panel_step<PANEL_BYTES<B::head_dim>>(step, B::block_m);
+        constexpr int line = PANEL_BYTES<B::head_dim>;
+        const int K_step = panel_step<line>(step, B::block_n) + block * 64 * line;
+        const int Q_step = panel_step<line>(step, B::block_m);
         wgmma_ss<Input, B::block_m, 0>(S.x.d[block], K + K_step / 16, Q + Q_step / 16, step > 0);
       }
     }
@@ -4859,8 +4859,7 @@ template <class B> struct WgmmaColumns {
     fence_proxy_async();
     mbarrier_wait(&mine().v_full[ring.stage], ring.parity);
   }
-  // Writes P of the scores S, for all warps. Where the stale maximum does not fit, it renews m and rescales l and O. l
-  // lacks the sums of this P yet.
+  // Writes P of the scores S for all warps; where the stale maximum does not fit, renews m, l and O. l lacks its sums.
   template <bool FIRST> __device__ __forceinline__ void softmax(Scores& S, Sums& O, float (&sum)[ROWS]) {
     bool fits = false;
     if (!FIRST && m_may_be_kept) {
@@ -5058,7 +5057,7 @@ template <class B> Items items_of(const SdpaParams& p) {
   if constexpr (B::use_lengths) return items;  // their ranges are planned
   if (B::split_ctas > 1) items.ranges = max(B::split_ctas, int(shares(most_visible_keys(p), most_keys_at_once)));
   if (B::split_ctas == 0 && items.count > 0) {
-    items.ranges = ranges_of(p, items, merges_by_kernel<B>, B::split_kv * B::block_n, B::num_warps * 32,
+    items.ranges = ranges_of(p, items, merges_by_kernel<B>, B::round_keys, B::num_warps * 32,
                              most_resident_ctas<B>(), sm_count());
   }
   return items;
@@ -5070,13 +5069,13 @@ template <class B> PlanArgs plan_args(const SdpaParams& p, const Items& items) {
   const uint32_t heads = uint32_t(max(p.Hq / items.heads, 1)), tiles = uint32_t(items.count / heads);
   PlanArgs plan{tiles, 0, 4 * uint32_t(most_resident_ctas<B>() * sm_count())};
   if (B::use_pages) {
-    const int of_both = p.page_size | B::block_n;
-    plan.page_size = Divisor(uint32_t(max(p.page_size, 1))), plan.box_rows = of_both & -of_both;  // a power of 2 that divides both
+    const int bits = p.page_size | B::block_n;
+    plan.page_size = Divisor(uint32_t(max(p.page_size, 1))), plan.box_rows = bits & -bits;  // 2^n that divides both
   }
   if (B::split_ctas == 1) return plan;
   // Of a tile, whose rows a window moves with, and which may begin before them.
   const int keys = min(most_visible_keys(p) + items.queries - 1 + (B::use_pages ? B::block_n : 0), p.Sk);
-  const int rounds = int(shares(max(keys, 1), B::split_kv * B::block_n));
+  const int rounds = int(shares(max(keys, 1), B::round_keys));
   const uint32_t needed = uint32_t(max(B::split_ctas, int(shares(rounds, rounds_at_once<B>()))));
   plan.parts = max(needed > 1 ? needed * tiles : 0, B::split_ctas == 0 ? 2 * shares(plan.ctas, heads) : 0);
   plan.items += plan.parts;
@@ -5202,7 +5201,7 @@ template <class B> SdpaStatus forward(const SdpaParams& p, cudaStream_t stream) 
   const double l2_bytes = device_attribute(cudaDevAttrL2CacheSize, 60 << 20);
   const double heads = l2_bytes * 8 / 15 / std::fmax(kv_bytes, 1) * p.Hq / p.Hkv / items.heads;  // in 32 of 60 MB
   a.heads_in_l2 = uint32_t(std::fmax(1, std::fmin(heads, double(p.B) * p.Hq / items.heads)));
-  a.unmasked_rounds = a.keys.all() && !B::use_lengths ? max(int(shares(p.Sk, B::split_kv * B::block_n)), 1) : 0;
+  a.unmasked_rounds = a.keys.all() && !B::use_lengths ? max(int(shares(p.Sk, B::round_keys)), 1) : 0;
   const uint32_t q_blocks = uint32_t(shares(p.Sq, items.queries));
   a.q_blocks = Divisor(q_blocks);
   a.q_heads = Divisor(uint32_t(p.Hq / items.heads));
@@ -5267,32 +5266,35 @@ SdpaStatus check_params(SdpaParams& p) {
   }
   if (double(p.B) * p.Hq * p.Sq > 1e18) return failure(refused, "B*Hq*Sq is over 10^18 rows; split the batch");
   if (p.D != Build::head_dim || (p.Dv ? p.Dv : p.D) != Build::d_v) {
-    return failure(refused, "D=%d, Dv=%d, but HEAD_DIM=%d and %d of V", p.D, p.Dv, Build::head_dim, Build::d_v);
+    return failure(refused, "D=%d, Dv=%d, but HEAD_DIM=%d, %d of V; rebuild", p.D, p.Dv, Build::head_dim, Build::d_v);
   }
   if (p.Hq && (p.Hkv == 0 || p.Hq % p.Hkv)) return failure(refused, "Hq=%d is not a multiple of Hkv=%d", p.Hq, p.Hkv);
   if (!(p.scale >= 0) || std::isinf(log2_scale(p)) || !(p.softcap >= 0) || std::isinf(p.softcap / ln2)) {
     return failure(refused, "scale=%g, softcap=%g: want 0 or more, below 10^38", double(p.scale), double(p.softcap));
   }
-  const char *const of_8bit = Build::is_8bit ? "" : "an 8-bit DTYPE", *const of_cap = Build::use_softcap ? "" : "USE_SOFTCAP";
-  const char *const of_lengths = Build::use_lengths ? "" : "USE_LENGTHS=1", *const of_pages = Build::use_pages ? "" : "USE_PAGES";
-  const char* const of_queue = Build::use_persistent_cta ? "" : "USE_PERSISTENT_CTA=1";
+  const char *of_8bit = Build::is_8bit ? "" : "an 8-bit DTYPE", *of_cap = Build::use_softcap ? "" : "USE_SOFTCAP";
+  const char *of_lengths = Build::use_lengths ? "" : "USE_LENGTHS=1", *of_pages = Build::use_pages ? "" : "USE_PAGES=1";
+  const char* of_queue = Build::use_persistent_cta ? "" : "USE_PERSISTENT_CTA=1";
   const struct {
     const char *name, *of;  // the builds that have it, if not all
     uintptr_t value;
     int alignment = 4;
-  } options[] = {{"q_descale", of_8bit, uintptr_t(p.q_descale.factor)}, {"k_descale", of_8bit, uintptr_t(p.k_descale.factor)},
+  } options[] = {{"q_descale", of_8bit, uintptr_t(p.q_descale.factor)}, {"q_starts", of_lengths, uintptr_t(p.q_starts)},
+                 {"k_descale", of_8bit, uintptr_t(p.k_descale.factor)}, {"k_starts", of_lengths, uintptr_t(p.k_starts)},
                  {"v_descale", of_8bit, uintptr_t(p.v_descale.factor)}, {"workspace", "", uintptr_t(p.workspace), 256},
-                 {"sinks", Build::use_sinks ? "" : "USE_SINKS=1", uintptr_t(p.sinks)}, {"LSE", "", uintptr_t(p.LSE)},
-                 {"q_starts", of_lengths, uintptr_t(p.q_starts)}, {"k_starts", of_lengths, uintptr_t(p.k_starts)},
                  {"k_lengths", of_lengths, uintptr_t(p.k_lengths)}, {"page_table", of_pages, uintptr_t(p.page_table)},
+                 {"sinks", Build::use_sinks ? "" : "USE_SINKS=1", uintptr_t(p.sinks)}, {"LSE", "", uintptr_t(p.LSE)},
                  {"max_ctas", of_queue, uintptr_t(p.max_ctas), 1}, {"softcap", of_cap, p.softcap != 0, 1}};
   for (const auto& x : options) {
     if (x.value && *x.of) return failure(refused, "%s is for builds with %s; set it to 0", x.name, x.of);
     if (x.value % x.alignment) return failure(refused, "%s is not aligned to %d bytes", x.name, x.alignment);
   }
-  if (Build::use_pages && (!p.page_table || p.k_starts || p.page_size <= 0 || p.page_size % 16 || p.pages <= 0)) {
-    return failure(refused, "page_size=%d, pages=%d: this build takes K and V in pages of a multiple of 16 keys, with a "
-                   "page_table and no k_starts", p.page_size, p.pages);
+  if (Build::use_pages && (!p.page_table || p.k_starts || p.page_size <= 0 || p.page_size % 16 || p.pages <= 0 ||
+                           p.page_stride < 0)) {
+    return failure(refused,
+                   "page_size=%d, pages=%d, page_stride=%d: this build takes K and V in pages of a multiple of 16 "
+                   "keys, with a page_table and no k_starts",
+                   p.page_size, p.pages, p.page_stride);
   }
   return p.B && p.Hq && p.Sq ? check_tensors(p) : SdpaStatus{};
 }
@@ -5313,6 +5315,8 @@ SDPA_REFUSE(USE_WMMA_changed + USE_MMA_SYNC_changed + USE_WGMMA_changed > 1,
             "USE_WMMA=1, USE_MMA_SYNC=1 and USE_WGMMA=1: a build has one kernel; keep one of them");
 SDPA_REFUSE(OUT_DTYPE_changed && DType(Build::out_dtype - 1) == (Build::is_8bit ? DType::fp16 : Build::input),
             "OUT_DTYPE: O has that type anyway; drop OUT_DTYPE");
+SDPA_REFUSE(HEAD_DIM_V_changed && Build::head_dim_v == Build::head_dim,
+            "HEAD_DIM_V: V and O have that D anyway; drop HEAD_DIM_V");
 SDPA_REFUSE(is_mma && Build::use_tuned && Build::is_8bit,
             "USE_TUNED=1: there are no rows for an 8-bit DTYPE and mma.sync alone; drop it or type DTYPE=FP16");
 SDPA_REFUSE(NUM_PRODUCER_WARPS_changed && !Build::use_warp_specialization,
@@ -5375,7 +5379,7 @@ template <class B> constexpr bool check() {
   constexpr int D = B::head_dim, Dv = B::d_v;
   constexpr bool usual = D == Dv && (D == 64 || D == 128 || D == 256);
   SDPA_REFUSE(D % 16 != 0 || Dv % 16 != 0 || Dv < 32 || (mma && B::is_e4m3 && (D % 32 != 0 || Dv % 32 != 0)),
-              "HEAD_DIM and HEAD_DIM_V: kernels take 32 to 256 elements by 16, mma.sync of e4m3 by 32; type HEAD_DIM=64");
+              "HEAD_DIM and HEAD_DIM_V: kernels take 32 to 256 by 16, mma.sync of e4m3 by 32; type HEAD_DIM=64");
   SDPA_REFUSE((wmma || (wgmma && B::is_e4m3)) && !usual,
               "HEAD_DIM: nvcuda::wmma, and wgmma of e4m3, take 64, 128 and 256; type one or USE_MMA_SYNC=1");
   SDPA_REFUSE(wgmma && ((D % 64 != 0 && D != 96) || (Dv % 64 != 0 && Dv != 96) || Dv > D),

@@ -68,11 +68,12 @@ static std::string why_not_with(int features, const Tensor& q, const Tensor& k, 
       !(takes_e4m3 && q.scalar_type() == at::kFloat8_e4m3fn)) {
     return c10::str("there is no line for ", q.scalar_type());
   }
+  const bool other_sizes = takes_e4m3 && q.element_size() == 2;  // attention() has them, of 16 bits
   for (const int64_t D : {q.size(3), v.size(3)}) {
-    const bool any = takes_e4m3 && q.element_size() == 2 && D % 16 == 0 && D >= 32 && D <= 256;
-    if (!any && D != 64 && D != 128 && D != 256) return c10::str("there is no line for D=", D);
+    const bool has_line = D == 64 || D == 128 || D == 256 || (other_sizes && D % 16 == 0 && D >= 32 && D <= 256);
+    if (!has_line) return c10::str("there is no line for D=", D);
   }
-  if (!(takes_e4m3 && q.element_size() == 2) && v.size(3) != q.size(3)) return "q, k and v differ in B or D";
+  if (!other_sizes && v.size(3) != q.size(3)) return "q, k and v differ in B or D";
   if (k.sizes().slice(0, 3) != v.sizes().slice(0, 3)) return "k and v have different shapes";
   if (k.size(1) == 0 || q.size(1) % k.size(1)) return "the heads of q are no multiple of those of k";
   for (const int64_t size : {q.size(0), q.size(1), q.size(2), k.size(2)}) {
@@ -284,7 +285,8 @@ static std::tuple<Tensor, Tensor> attention(const Tensor& q, const Tensor& k, co
   }
   TORCH_CHECK(!page_table || (page_table->scalar_type() == at::kInt && page_table->device() == q.device() &&
                               page_table->dim() == 2 && page_table->size(0) == B && page_table->stride(1) == 1 &&
-                              k.dim() == 4 && k.size(2) % 16 == 0 && !k_starts),
+                              k.dim() == 4 && k.size(2) % 16 == 0 && !k_starts &&
+                              page_table->size(1) * k.size(2) <= 1000000000),
               "sdpa.attention: page_table is not an int32 tensor [", B, ",pages of a sequence] beside q, without k_starts, of "
               "pages of a multiple of 16 keys");
   const Tensor& keys = page_table ? q : k;  // whose batch is one of sequences

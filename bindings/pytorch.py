@@ -33,7 +33,6 @@ MASKS = {None: 0, False: 0, "off": 0, True: 1, "br": 1, "tl": 2}
 class Unavailable(RuntimeError):
     """Why a kernel cannot be had, in one sentence."""
 
-
 def line_of(capability, dtype, D, Dv=0):
     """The line of configs.txt for a GPU, by compute capability, and a problem; its D is the next one that has a line."""
     family = "hopper" if capability[0] == 9 and {D, Dv or D} <= {64, 96, 128, 192, 256} and Dv <= D else "ampere"
@@ -244,7 +243,8 @@ def why_not(q, k, v, attn_mask=None, dropout_p=0.0, is_causal=False, scale=None)
         return "there is an attn_mask; PyTorch's FlashAttention takes none"
     if dropout_p or (scale is not None and not scale > 0):
         return "there is dropout" if dropout_p else f"scale={scale} is not positive"
-    why = glue() and torch.ops.sdpa.why_not(q, k, v, False)
+    glue()
+    why = torch.ops.sdpa.why_not(q, k, v, False)
     if not why and is_causal and q.shape[2] != k.shape[2]:
         return "PyTorch's FlashAttention takes is_causal with Sq = Sk alone; sdpa.attention has causal='br' and 'tl'"
     return why

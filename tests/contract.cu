@@ -449,6 +449,7 @@ TEST_CASE("pages" * doctest::skip(!Build::use_pages)) {
   CHECK(refused([](SdpaParams& x) { x.page_table = nullptr; }));
   CHECK(refused([](SdpaParams& x) { x.page_size = 24; }));
   CHECK(refused([](SdpaParams& x) { x.pages = 0; }));
+  CHECK(refused([](SdpaParams& x) { x.page_stride = -19; }));
   CHECK(refused([](SdpaParams& x) { x.k_starts = x.page_table; }));
   cudaFree(table), cudaFree(p.workspace);
 }

@@ -639,7 +639,7 @@ TEST_CASE("preconditions") {
   };
   CHECK(refusal([](SdpaParams& p) { p.Q = nullptr; }) == "Q is a null pointer");
   CHECK(refusal([](SdpaParams& p) { p.D = 96; }) ==
-        "D=96, Dv=0, but HEAD_DIM=64 and 64 of V");
+        "D=96, Dv=0, but HEAD_DIM=64, 64 of V; rebuild");
   CHECK(refusal([](SdpaParams& p) { p.Dv = 128; }).find("D=64, Dv=128, but HEAD_DIM=64") == 0);
   CHECK(refusal([](SdpaParams& p) { p.Hkv = 3; }) == "Hq=4 is not a multiple of Hkv=3");
   CHECK(refusal([](SdpaParams& p) { p.Sk = -1; }) == "Sk=-1 is outside [0, 1000000000]");
@@ -657,7 +657,7 @@ TEST_CASE("preconditions") {
   CHECK(refusal([](SdpaParams& p) { p.k_lengths = reinterpret_cast<const int*>(sinks); }) ==
         "k_lengths is for builds with USE_LENGTHS=1; set it to 0");
   CHECK(refusal([](SdpaParams& p) { p.page_table = reinterpret_cast<const int*>(sinks); }) ==
-        "page_table is for builds with USE_PAGES; set it to 0");
+        "page_table is for builds with USE_PAGES=1; set it to 0");
   CHECK(refusal([](SdpaParams& p) { p.window_left = -2; }) ==
         "window_left=-2 is outside [-1, 1000000000]");
   CHECK(refusal([](SdpaParams& p) { p.max_ctas = -1; }) ==
