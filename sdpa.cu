@@ -1444,7 +1444,7 @@ __device__ __forceinline__ void add(float* O, const float4& x, float weight) {
 constexpr float ln2 = 0.693147180559945f;
 // USE_SINKS: the sink of the item's head; -inf is none.
 template <class B> __device__ __forceinline__ float sink_of(const KernelArgs& a, const WorkItem& item) {
-  return a.p.sinks ? a.p.sinks[item.h] : -INFINITY;
+  return a.p.sinks ? ld_global_nc<float>(a.p.sinks + item.h) : -INFINITY;
 }
 // l with 2^p_log2 * e^sink relative to m. Above 2^126 nothing of the keys is left in it.
 template <class B>
@@ -1821,10 +1821,10 @@ template <class B> __host__ __device__ __forceinline__ int rounds_at_once() {
   return max(most_keys_at_once / B::round_keys, 1);
 }
 // By one CTA. Items are sorted into classes, by the rounds of tiles that they take.
-constexpr int plan_threads = 1024, plan_classes = 256;
+constexpr int plan_threads = 1024, plan_classes = 64;
 struct PlanShared {
-  unsigned long long rounds;  // of all items
-  uint32_t most_rounds;       // of one
+  uint32_t rounds, rounds_65536;  // of all items: so many, and so many times 65,536
+  uint32_t most_rounds;           // of one
   uint32_t parts, count, merges;
   uint32_t count_of[plan_classes], first[plan_classes];  // items of a class, and the first of them
 };
@@ -1832,18 +1832,20 @@ template <class B> __global__ void __launch_bounds__(plan_threads) sdpa_plan(con
   PlanShared& s = dynamic_shared<PlanShared>();
   const int tid = threadIdx.x, queries = queries_of_item<B>(a);
   if constexpr (B::family == Family::wgmma) wait_then_let_next_kernel_start();
-  if (tid == 0) s.rounds = 0, s.most_rounds = 0, s.parts = 0, s.merges = 0;
+  if (tid == 0) s.rounds = 0, s.rounds_65536 = 0, s.most_rounds = 0, s.parts = 0, s.merges = 0;
   if (tid < plan_classes) s.count_of[tid] = 0;
   __syncthreads();  // hazard: cleared by one thread
-  // use(b, sequence, q0, keys) for every tile, a sequence by a warp, its last rows first. With a mask the first tile is
-  // the one that is not full, since it has less to do.
+  // use(b, sequence, q0, keys) for every tile, a sequence by some lanes of a warp, its last rows first. With a mask the
+  // first tile is the one that is not full, since it has less to do.
+  int shift = 0;  // of 2^shift lanes
+  while (shift < 5 && (a.p.q_starts || 1 << shift < shares(a.p.Sq, queries))) shift++;
   const auto each_tile = [&](const auto& use) {
-    for (int b = tid / 32; b < a.p.B; b += plan_threads / 32) {
+    for (int b = tid / 32 + (tid % 32 >> shift) * (plan_threads / 32); b < a.p.B; b += plan_threads >> shift) {
       const Sequence own(a.p, b);
       const KeyBounds bounds(a.p, own.Sq, own.Sk);
       const int tiles = shares(own.Sq, queries);
       const int early = wgmma_may_pass<B> && !bounds.all() ? (tiles * queries - own.Sq) / 64 * 64 : 0;
-      for (int i = tiles - 1 - tid % 32; i >= 0; i -= 32) {
+      for (int i = tiles - 1 - tid % (1 << shift); i >= 0; i -= 1 << shift) {
         const int q0 = i * queries - early;
         use(b, own, q0, bounds.of_rows(max(q0, 0), min(q0 + queries, own.Sq) - 1));
       }
@@ -1852,15 +1854,19 @@ template <class B> __global__ void __launch_bounds__(plan_threads) sdpa_plan(con
   const auto rounds_of = [](const KeyRange& keys) {
     return uint32_t(max(shares(keys.end - first_tile_key<B>(keys), B::round_keys), 0));
   };
+  uint64_t rounds_of_thread = 0;
   each_tile([&](int, const Sequence& own, int, const KeyRange& keys) {
-    atomicAdd(&s.rounds, (unsigned long long)rounds_of(keys)), atomicMax(&s.most_rounds, rounds_of({0, own.Sk}));
+    rounds_of_thread += rounds_of(keys), atomicMax(&s.most_rounds, rounds_of({0, own.Sk}));
   });
+  atomicAdd(&s.rounds, uint32_t(rounds_of_thread % 65536));  // in two halves: shared memory adds no 64 bits
+  atomicAdd(&s.rounds_65536, uint32_t(rounds_of_thread / 65536));
   __syncthreads();  // hazard: counted by all threads
 
   // Rounds of a range at most, if their number is free; and how many ranges a tile has.
   const uint32_t least = max(1, 256 * 1024 / int(B::round_keys * B::head_dim * sizeof(Input) * 2));
   const uint32_t most = uint32_t(rounds_at_once<B>());
-  const uint32_t even = uint32_t(s.rounds * a.q_heads.divisor / plan_room<B>(a).ctas) + 1;
+  const uint64_t rounds_of_all = (uint64_t(s.rounds_65536) * 65536 + s.rounds) * a.q_heads.divisor;
+  const uint32_t even = uint32_t(rounds_of_all / plan_room<B>(a).ctas) + 1;
   const uint32_t limit = B::split_ctas == 1 ? 0x7fffffff : B::split_ctas > 1 ? most : min(max(even, least), most);
   const auto ranges_of_tile = [&](uint32_t rounds) {
     return max(shares(rounds, limit), B::split_ctas > 1 ? uint32_t(B::split_ctas) : 1u);
@@ -1869,7 +1875,7 @@ template <class B> __global__ void __launch_bounds__(plan_threads) sdpa_plan(con
   const uint32_t longest = max(min(s.most_rounds, limit), 1u);
   const auto class_of = [&](const Sequence& own, uint32_t rounds, uint32_t ranges) {
     const uint32_t cost = B::split_ctas == 1 ? rounds_of({0, own.Sk}) : shares(rounds, ranges);
-    return plan_classes - 1 - int(uint64_t(cost) * (plan_classes - 1) / longest);
+    return plan_classes - 1 - int(cost * (plan_classes - 1) / longest);
   };
   each_tile([&](int, const Sequence& own, int, const KeyRange& keys) {
     const uint32_t rounds = rounds_of(keys), ranges = ranges_of_tile(rounds);
@@ -5648,8 +5654,7 @@ double tuned_clocks(const TunedTile& t, const SdpaParams& p, int sms) {
   return start + std::sqrt(std::hypot(work * work, read * read));
 }
 
-// USE_LENGTHS: the problem if all sequences were alike, since the host does not know them. With k_lengths one of them
-// may be most of the work, which takes a tile with ranges.
+// USE_LENGTHS: the problem if all sequences were alike, since the host does not know them.
 SdpaParams of_equal_lengths(SdpaParams p) {
   if (p.q_starts && p.B > 0) p.Sq = shares(p.Sq, p.B);
   if (p.k_starts && p.B > 0) p.Sk = shares(p.Sk, p.B);
@@ -5664,8 +5669,9 @@ int choose_tile(const SdpaParams& p) {
   double best_clocks = 0;
   for (int n = next_tile(0); n < TUNED_TILES.count; n = next_tile(n + 1)) {
     const TunedTile& t = TUNED_TILES.first[n];
-    double clocks = tuned_clocks(t, Build::use_lengths ? of_equal_lengths(p) : p, sms);
-    if (Build::use_lengths && t.split_ctas == 1 && p.k_lengths) clocks *= 1e6;
+    SdpaParams of = Build::use_lengths ? of_equal_lengths(p) : p;
+    double clocks = tuned_clocks(t, of, sms);
+    if (p.k_lengths) of.B = 1, clocks *= tuned_clocks(t, of, sms);  // and if one cache were all of the work
     if (t.split_ctas == 1 && !t.swap_ab && most_visible_keys(p) > most_keys_at_once) clocks *= 1e9;  // its sums end
     if (best < 0 || clocks < best_clocks) best = n, best_clocks = clocks;
   }
