@@ -410,7 +410,10 @@ struct TileBounds {
   __device__ __forceinline__ KeyRange covered(int q) const { return {q + cover_from, min(q + cover_to, whole_to) + 1}; }
 };
 
-struct TileItem { int b, h, q0; };  // one tile of O: rows [q0, q0 + BLOCK_M) of head h in batch b
+struct TileItem {  // one tile of O: rows [q0, q0 + BLOCK_M) of head h in batch b
+  int b, h, q0;
+  static constexpr int ranges = 1;
+};
 // USE_LENGTHS: where a sequence is in the tensors, and how many rows it has there. With starts [B + 1], sequence b has
 // the rows from starts[b] to starts[b + 1] of all Sq of Q and O, or Sk of K and V; such tensors have a batch of 1, LSE
 // is [Hq,Sq]. Rows of no sequence are not written. Of a sequence's keys the first k_lengths[b] count, [B], and no more
@@ -1220,7 +1223,7 @@ __device__ __forceinline__ void mask_scores(View& S, const KernelArgs& a, const 
 }
 // USE_SOFTCAP: tanh(x * cap_scale), of which the exact form is 1 - 2 / (1 + e^2t).
 template <class B> __device__ __forceinline__ float capped(float x, const KernelArgs& a) {
-  if (a.cap_scale == 0) return x;
+  if (B::use_softcap == 0 || a.cap_scale == 0) return x;
   if (B::use_softcap == 1) return tanh_approx(x * a.cap_scale);
   return 1 - 2 * rcp_approx_ftz(1 + ex2_approx_ftz(x * a.cap_scale * 2.88539008f));  // 2 * log2(e)
 }
@@ -1234,7 +1237,7 @@ __device__ __forceinline__ void cap_scores(View& S, const KernelArgs& a, int fir
 // What happens to the scores of the item's tile at key k0 between Q @ K.T and the softmax.
 template <class B, class View>
 __device__ __forceinline__ void finish_scores(View& S, const KernelArgs& a, const Mask<B>& mask, int q0, int k0) {
-  if (B::use_softcap != 0) cap_scores<B>(S, a);
+  cap_scores<B>(S, a);
   if (!mask.tiles.cover(q0, k0)) mask_scores<B>(S, a, mask, q0, k0);
 }
 
@@ -1600,18 +1603,16 @@ template <class B> __device__ __forceinline__ size_t behind_plan(const KernelArg
   if constexpr (B::use_lengths) return bytes + plan_bytes(plan_room<B>(a));
   return bytes;
 }
-// The number of this CTA's partial result, and of the first one of its item; and of the item's ranges.
-template <class B> __device__ __forceinline__ uint32_t part_of(ItemArg<B> item, uint32_t cta) {
+// The ranges of item number n: how many, the number of the first one's partial result, and of the counter.
+struct Ranges { uint32_t count, first_part, counter; };
+template <class B> __device__ __forceinline__ Ranges item_ranges(const KernelArgs& a, ItemArg<B> item, uint32_t n) {
+  if constexpr (B::use_lengths) return {uint32_t(item.ranges), uint32_t(item.part), uint32_t(item.part)};
+  return {a.ranges.divisor, n * a.ranges.divisor, n};
+}
+// The number of this CTA's partial result.
+template <class B> __device__ __forceinline__ uint32_t part_of_cta(ItemArg<B> item) {
   if constexpr (B::use_lengths) return item.part + item.range;
-  return cta;
-}
-template <class B> __device__ __forceinline__ uint32_t first_part(ItemArg<B> item, uint32_t part) {
-  if constexpr (B::use_lengths) return item.part;
-  return part;
-}
-template <class B> __device__ __forceinline__ uint32_t range_count(ItemArg<B> item, uint32_t ranges) {
-  if constexpr (B::use_lengths) return item.ranges;
-  return ranges;
+  return blockIdx.x;
 }
 
 // The partial results of all CTAs in the workspace.
@@ -1624,8 +1625,8 @@ template <class B, class View>
 __device__ __forceinline__ void store_sums(const View& O, const float (&m)[View::ROWS], const float (&l)[View::ROWS],
                                            const KernelArgs& a, const WorkItem& item) {
   if constexpr (B::split_ctas != 1) {
-    if (!B::use_lengths || range_count<B>(item, 0) != 1) {
-      RangePartial<B>& mine = range_partials<B>(a)[part_of<B>(item, blockIdx.x)];
+    if (!B::use_lengths || item.ranges != 1) {
+      RangePartial<B>& mine = range_partials<B>(a)[part_of_cta<B>(item)];
       return store_partial(mine, O, m, l, [](void* dst_g, auto x) { st_global(dst_g, x); });
     }
   }
@@ -1634,10 +1635,11 @@ __device__ __forceinline__ void store_sums(const View& O, const float (&m)[View:
 
 // Merges O, m and l of all ranges in a fixed order. A thread loads COLS columns of MANY ranges at once.
 template <class B, int MANY, int COLS>
-__device__ __forceinline__ void merge_ranges(const RangePartial<B>* partial, const KernelArgs& a, const WorkItem& item,
-                                             int thread, int threads = B::num_warps * 32) {
+__device__ __forceinline__ void merge_ranges(const Ranges& of, const KernelArgs& a, const WorkItem& item, int thread,
+                                             int threads = B::num_warps * 32) {
   constexpr int columns = B::d_v / COLS;
-  const int ranges = int(range_count<B>(item, a.ranges.divisor)), parts = rows_of_item<B>(a) * columns;
+  const int ranges = int(of.count), parts = rows_of_item<B>(a) * columns;
+  const RangePartial<B>* const partial = range_partials<B>(a) + of.first_part;
   for (int part = thread; part < parts; part += threads) {
     const int row = part / columns;
     const float scale_log2 = item_scale_log2<B>(a, row_item<B>(a, item, row));
@@ -1706,28 +1708,26 @@ template <class B, class Partial>
 __device__ __forceinline__ void store_rows(const Partial (&partial_s)[B::split_kv], const KernelArgs& a,
                                            const WorkItem& item, int thread, bool& is_last_s) {
   const ItemScale<B> scale_log2(a, item);
-  if (B::split_ctas == 1 || range_count<B>(item, a.ranges.divisor) == 1) {
+  const Ranges ranges = item_ranges<B>(a, item, a.ranges.divide(blockIdx.x));
+  if (B::split_ctas == 1 || ranges.count == 1) {
     merge_groups<B>(partial_s, scale_log2, thread, [&](int row, const auto& O, auto& m, auto& l) {
       store_output<B>(O, m, l, a, row_item<B>(a, item, row));
     });
     return;
   }
   uint32_t* const counters = static_cast<uint32_t*>(a.p.workspace);
-  RangePartial<B>* const parts = range_partials<B>(a);
   merge_groups<B>(partial_s, scale_log2, thread, [&](int row, const auto& O, auto& m, auto& l) {
-    RangePartial<B>& mine = parts[part_of<B>(item, blockIdx.x)];
+    RangePartial<B>& mine = range_partials<B>(a)[part_of_cta<B>(item)];
     st_global(&mine.O[row][O.first_col], float4{O.x[0][0], O.x[0][1], O.x[0][2], O.x[0][3]});
     if (O.first_col == 0) st_global(&mine.m_l[row], float2{m[0], l[0]});
   });
-  const uint32_t ranges = range_count<B>(item, a.ranges.divisor);
-  const uint32_t number = first_part<B>(item, a.ranges.divide(blockIdx.x));
+  const uint32_t others = ranges.count - 1;
   __syncthreads();  // hazard: written by all threads
-  if (thread == 0) is_last_s = atom_inc_acq_rel(&counters[number], ranges - 1) == ranges - 1;
+  if (thread == 0) is_last_s = atom_inc_acq_rel(&counters[ranges.counter], others) == others;
   __syncthreads();  // hazard: counted by thread 0
   if (!is_last_s) return;
-  const RangePartial<B>* const first = parts + first_part<B>(item, number * ranges);
-  ranges > few_ranges ? merge_ranges<B, ranges_at_once, 4>(first, a, item, thread)
-                      : merge_ranges<B, 2, 16>(first, a, item, thread);
+  ranges.count > few_ranges ? merge_ranges<B, ranges_at_once, 4>(ranges, a, item, thread)
+                            : merge_ranges<B, 2, 16>(ranges, a, item, thread);
 }
 
 // ---- work scheduling ----
@@ -1791,12 +1791,17 @@ template <class B> __device__ __forceinline__ int first_tile_key(const KeyRange&
 template <class B> __device__ __forceinline__ WorkItem item_of_cta(const KernelArgs& a) {
   return work_item<B>(a, item_number_of_cta<B>(a));
 }
-// The keys of the item's rows, in whole rounds of SPLIT_KV tiles but for the last one. SPLIT_CTAS: those of this CTA.
+// The keys of the item's rows.
+template <class B>
+__device__ __forceinline__ KeyRange keys_of_item(const KernelArgs& a, const Mask<B>& mask, ItemArg<B> item) {
+  if constexpr (B::use_lengths) return {first_tile_key<B>(item.keys), item.keys.end};
+  return mask.keys.of_rows(item.q0, min(item.q0 + queries_of_item<B>(a), a.p.Sq) - 1);
+}
+// The same, in whole rounds of SPLIT_KV tiles but for the last one. SPLIT_CTAS: those of this CTA.
 template <class B>
 __device__ __forceinline__ KeyRange keys_of_cta(const KernelArgs& a, const Mask<B>& mask, ItemArg<B> item) {
-  if constexpr (B::use_lengths) return {first_tile_key<B>(item.keys), item.keys.end};
-  const KeyRange keys = mask.keys.of_rows(item.q0, min(item.q0 + queries_of_item<B>(a), a.p.Sq) - 1);
-  if (B::split_ctas == 1) return keys;
+  const KeyRange keys = keys_of_item<B>(a, mask, item);
+  if (B::use_lengths || B::split_ctas == 1) return keys;
   const KeyRange part = range_of_rounds(a, max(shares(keys.end - keys.begin, B::round_keys), 0));
   return {keys.begin + part.begin * B::round_keys, min(keys.begin + part.end * B::round_keys, keys.end)};
 }
@@ -1920,27 +1925,24 @@ template <class B> __global__ void __launch_bounds__(plan_threads) sdpa_plan(con
 constexpr int merge_threads = 128;
 template <class B> constexpr int merge_ctas = shares(B::block_m * B::d_v / 4, merge_threads);  // of an item
 
-// USE_LENGTHS: of all items that have several ranges.
-template <class B> __device__ __forceinline__ void merge_planned(const KernelArgs& a) {
-  const uint32_t heads = a.q_heads.divisor, ctas = plan_of(a).merges * heads * merge_ctas<B>;
-  const uint32_t* const merges = reinterpret_cast<const uint32_t*>(planned_items(a) + plan_room<B>(a).items);
-  for (uint32_t cta = blockIdx.x; cta < ctas; cta += gridDim.x) {
-    const uint32_t number = cta / merge_ctas<B>;
-    const auto item = planned_item<B>(a, merges[number / heads], int(number % heads));
-    merge_ranges<B, ranges_at_once, 4>(range_partials<B>(a) + item.part, a, item,
-                                       int(cta % merge_ctas<B> * merge_threads + threadIdx.x),
-                                       merge_ctas<B> * merge_threads);
+// Of those with several ranges, item number `number`; and how many there are.
+template <class B> __device__ __forceinline__ WorkItem item_to_merge(const KernelArgs& a, uint32_t number) {
+  if constexpr (B::use_lengths) {
+    const uint32_t heads = a.q_heads.divisor;
+    const uint32_t* const merges = reinterpret_cast<const uint32_t*>(planned_items(a) + plan_room<B>(a).items);
+    return planned_item<B>(a, merges[number / heads], int(number % heads));
   }
+  return work_item<B>(a, a.first_item + number);
+}
+template <class B> __device__ __forceinline__ uint32_t items_to_merge(const KernelArgs& a) {
+  return B::use_lengths ? plan_of(a).merges * a.q_heads.divisor : gridDim.x / merge_ctas<B>;
 }
 template <class B> __global__ void __launch_bounds__(merge_threads) sdpa_merge(const __grid_constant__ KernelArgs a) {
-  if constexpr (B::use_lengths) {
-    if constexpr (B::family == Family::wgmma) wait_then_let_next_kernel_start();
-    merge_planned<B>(a);
-  } else {
-    const uint32_t number = blockIdx.x / merge_ctas<B>, cta = blockIdx.x % merge_ctas<B>;
-    if constexpr (B::family == Family::wgmma) wait_then_let_next_kernel_start();
-    merge_ranges<B, ranges_at_once, 4>(range_partials<B>(a) + number * a.ranges.divisor, a,
-                                       work_item<B>(a, a.first_item + number), int(cta * merge_threads + threadIdx.x),
+  if constexpr (B::family == Family::wgmma) wait_then_let_next_kernel_start();
+  for (uint32_t cta = blockIdx.x; cta < items_to_merge<B>(a) * merge_ctas<B>; cta += gridDim.x) {
+    const uint32_t number = cta / merge_ctas<B>, thread = cta % merge_ctas<B> * merge_threads + threadIdx.x;
+    const WorkItem item = item_to_merge<B>(a, number);
+    merge_ranges<B, ranges_at_once, 4>(item_ranges<B>(a, item, number), a, item, int(thread),
                                        merge_ctas<B> * merge_threads);
   }
 }
@@ -2744,7 +2746,7 @@ template <class B> struct MmaRows {
   __device__ void multiply_qk(Scores& S, const MmaQueries<B>& Q, const Element<B>* K_s, const KernelArgs& a, int lane) {
     mma_qk<B>(S, Q, K_s, lane);
     if constexpr (B::converts_operands) scale_rows(S, q_descale);
-    if (B::use_softcap != 0) cap_scores<B>(S, a);
+    cap_scores<B>(S, a);
   }
   // P of a tile without mask, by the stale maximum. False if that was too small.
   __device__ bool attend_by_stale_max(const MmaQueries<B>& Q, const Element<B>* K_s, const ItemScale<B>& scale_log2,
@@ -3142,32 +3144,22 @@ template <class B> __device__ __forceinline__ int first_key_of(const WgmmaItem& 
   return item.first_key + (round * B::split_kv + slice) * B::block_n;
 }
 
-// USE_LENGTHS: item number i of the plan, in one round at least if it is not a range.
-template <class B, class Planned = WgmmaItem>
-__device__ __forceinline__ Planned planned_wgmma_item(const KernelArgs& a, uint32_t i) {
-  Planned item;
-  static_cast<WorkItem&>(item) = work_item<B>(a, i);
-  item.first_key = first_tile_key<B>(item.keys), item.h_kv = int(a.q_heads_per_kv.divide(item.h));
-  item.rounds = max(shares(item.keys.end - item.first_key, B::round_keys), int(B::split_ctas == 1 && item.ranges > 0));
-  return item;
-}
-// Item number i. EARLY: with a mask, warpgroups without rows are in a head's first item, where rows are short.
+// Item number i, in one round at least. EARLY: with a mask, warpgroups without rows are in a head's first item, where
+// rows are short.
 template <class B, bool EARLY = false>
 __device__ __forceinline__ WgmmaItem wgmma_item(const KernelArgs& a, uint32_t i) {
   WgmmaItem item;
-  if constexpr (B::use_lengths) return planned_wgmma_item<B>(a, i);
-  if (a.unmasked_rounds > 0) {  // as work_item() has it, without reading other arguments
+  if (!B::use_lengths && a.unmasked_rounds > 0) {  // as work_item() has it, without reading other arguments
     static_cast<WorkItem&>(item) = tile_of<B>(a, a.q_blocks.divide(i), a.q_blocks.remainder(i));
     item.first_key = 0, item.rounds = a.unmasked_rounds;
   } else {
     static_cast<WorkItem&>(item) = work_item<B>(a, i);
-    if (EARLY) item.q0 -= (int(a.q_blocks.divisor) * B::block_m - a.p.Sq) / 64 * 64;
-    const int last = min(item.q0 + queries_of_item<B>(a), a.p.Sq) - 1;
-    const KeyRange keys = mask_of<B>(a, item).keys.of_rows(max(item.q0, 0), last);
+    if (EARLY && !B::use_lengths) item.q0 -= (int(a.q_blocks.divisor) * B::block_m - a.p.Sq) / 64 * 64;
+    const KeyRange keys = keys_of_item<B>(a, mask_of<B>(a, item), item);
     item.first_key = keys.begin;
-    item.rounds = max(shares(keys.end - keys.begin, B::round_keys), 1);
+    item.rounds = max(shares(keys.end - keys.begin, B::round_keys), int(item.ranges > 0));
   }
-  if (B::split_ctas != 1) {
+  if (!B::use_lengths && B::split_ctas != 1) {
     const KeyRange part = range_of_rounds(a, item.rounds);
     item.first_key += part.begin * B::round_keys, item.rounds = part.end - part.begin;
   }
@@ -3180,35 +3172,31 @@ __device__ __forceinline__ void wait_before_copy(const CUtensorMap*& map) {
   hold(map);
   griddepcontrol_wait();
 }
-// By one thread: loads a slice's tile of K or V in a round; past the last key zeros. FIRST: the warp's first copy.
-template <class B, int D, bool FIRST>
-__device__ __forceinline__ void load_round(const KernelArgs& a, const WgmmaItem& item, int round, int slice,
-                                           const CUtensorMap* map, void* tile_s, uint64_t* full, uint64_t policy) {
-  if (a.keys.Sk > 0) {
-    const int at[5] = {0, k_row<B>(item, first_key_of<B>(item, round, slice)), 0, item.h_kv,
-                       batch_of<B>(a.p.k_starts, item.b)};
-    mbarrier_arrive_expect_tx(full, B::block_n * ROW_BYTES<D>);
-    if (FIRST) wait_before_copy(map);
-    cp_async_bulk_tensor_load(tile_s, map, at, full, policy);
-  } else {
-    mbarrier_arrive(full);  // nothing to load: every score of this tile is masked
-  }
-}
-// USE_PAGES: a tile is loaded in boxes of one page, a panel's lines each, by the lanes of a warp. This lane's box of
-// the tile that begins with key k0, and its page, which is best looked up before the stage is empty.
-template <class B, int D> struct PageBox {
-  int k0, panel, row, page;
+// A warp's copy of a tile of K or V, of D columns, that begins with key k0; past the last key zeros. One lane copies it
+// all. USE_PAGES: a lane copies a box of one page, a panel's lines; its page is best looked up while the stage is full.
+template <class B, int D> struct TileBox {
+  const bool announces = threadIdx.x % 32 == 0;
+  bool copies = announces;
+  int at[5] = {}, byte = 0;  // of this lane's box, in the tensor map and in the tile
 
-  __device__ __forceinline__ PageBox(const KernelArgs& a, const WorkItem& item, int k0_) : k0(k0_) {
-    const int lane = threadIdx.x % 32, rows = plan_room<B>(a).box_rows;
-    panel = lane % PANELS<D>, row = lane / PANELS<D> * rows, page = page_of<B>(a, item, k0 + row, rows);
+  __device__ __forceinline__ TileBox(const KernelArgs& a, const WorkItem& item, int h_kv, int k0) {
+    at[1] = k_row<B>(item, k0), at[3] = h_kv, at[4] = batch_of<B>(a.p.k_starts, item.b);
+    if constexpr (B::use_pages) {
+      const int lane = threadIdx.x % 32, rows = plan_room<B>(a).box_rows, row = lane / PANELS<D> * rows;
+      at[1] = int(plan_room<B>(a).page_size.remainder(uint32_t(k0 + row))), at[2] = lane % PANELS<D>;
+      at[4] = page_of<B>(a, item, k0 + row, rows);
+      copies = row < B::block_n, byte = (at[2] * B::block_n + row) * PANEL_BYTES<D>;
+    }
   }
-  __device__ __forceinline__ void load(const KernelArgs& a, int h_kv, const CUtensorMap* map, void* tile_s,
-                                       uint64_t* full, uint64_t policy) const {
-    const int at[5] = {0, int(plan_room<B>(a).page_size.remainder(uint32_t(k0 + row))), panel, h_kv, page};
-    char* const box_s = static_cast<char*>(tile_s) + (panel * B::block_n + row) * PANEL_BYTES<D>;
-    if (panel + row == 0) mbarrier_arrive_expect_tx(full, B::block_n * ROW_BYTES<D>);
-    if (row < B::block_n) cp_async_bulk_tensor_load(box_s, map, at, full, policy);
+  // FIRST: the warp's first copy.
+  template <bool FIRST = false>
+  __device__ __forceinline__ void load(const KernelArgs& a, const CUtensorMap* map, Input* tile_s, uint64_t* full,
+                                       uint64_t policy = evict_last) const {
+    if (!copies) return;
+    if (!B::use_pages && a.keys.Sk == 0) return mbarrier_arrive(full);  // every score of this tile is masked
+    if (announces) mbarrier_arrive_expect_tx(full, B::block_n * ROW_BYTES<D>);
+    if (FIRST) wait_before_copy(map);
+    cp_async_bulk_tensor_load(reinterpret_cast<char*>(tile_s) + byte, map, at, full, policy);
   }
 };
 
@@ -3374,19 +3362,12 @@ template <class B> struct WgmmaPlainShared {
   uint64_t q_full, full[B::stages];                            // mbarriers: landed
 };
 
-// K and V of a tile, which will be announced at their stage's mbarrier: by one thread, with pages by a warp.
+// K and V of a tile, which will be announced at their stage's mbarrier: by a warp.
 template <class B>
 __device__ __forceinline__ void load_tile(WgmmaPlainShared<B>& s, const KernelArgs& a, int stage, int k0, int h_kv,
                                           const WorkItem& item) {
-  uint64_t* const full = &s.full[stage];
-  if constexpr (B::use_pages) {
-    PageBox<B, B::head_dim>(a, item, k0).load(a, h_kv, &tensor_maps<B>(a).k, s.K[stage], full, evict_last);
-    return PageBox<B, B::d_v>(a, item, k0).load(a, h_kv, &tensor_maps<B>(a).v, s.V[stage], full, evict_last);
-  }
-  const int at[5] = {0, k_row<B>(item, k0), 0, h_kv, batch_of<B>(a.p.k_starts, item.b)};
-  mbarrier_arrive_expect_tx(full, sizeof s.K[0] + sizeof s.V[0]);
-  cp_async_bulk_tensor_load(s.K[stage], &tensor_maps<B>(a).k, at, full, evict_last);
-  cp_async_bulk_tensor_load(s.V[stage], &tensor_maps<B>(a).v, at, full, evict_last);
+  TileBox<B, B::head_dim>(a, item, h_kv, k0).load(a, &tensor_maps<B>(a).k, s.K[stage], &s.full[stage]);
+  TileBox<B, B::d_v>(a, item, h_kv, k0).load(a, &tensor_maps<B>(a).v, s.V[stage], &s.full[stage]);
 }
 
 template <class B>
@@ -3403,7 +3384,7 @@ __global__ void __launch_bounds__(B::threads, 1) sdpa_wgmma_plain(const __grid_c
 
   if (tid == 0) {
     mbarrier_init(&s.q_full, 1);
-    for (uint64_t& full : s.full) mbarrier_init(&full, B::use_pages ? 2 : 1);
+    for (uint64_t& full : s.full) mbarrier_init(&full, 2);
     fence_mbarrier_init();
   }
   __syncthreads();  // hazard: mbarriers initialised by thread 0
@@ -3415,8 +3396,7 @@ __global__ void __launch_bounds__(B::threads, 1) sdpa_wgmma_plain(const __grid_c
       cp_async_bulk_tensor_load(s.Q[g], &tensor_maps<B>(a).q, at, &s.q_full, evict_first);
     }
   }
-  const bool loads = B::use_pages ? tid < 32 : tid == 0;
-  if (loads) {
+  if (tid < 32) {
     for (int tile = 0; tile < min(tiles, B::stages); tile++) {
       load_tile(s, a, tile, keys.begin + tile * B::block_n, h_kv, item);
     }
@@ -3458,9 +3438,7 @@ __global__ void __launch_bounds__(B::threads, 1) sdpa_wgmma_plain(const __grid_c
     wgmma_wait_group<0>(), hold(O.x.d);
 
     __syncthreads();  // hazard: K and V read by all warps
-    if (loads && tile + B::stages < tiles) {
-      load_tile(s, a, stage, k0 + B::stages * B::block_n, h_kv, item);
-    }
+    if (tid < 32 && tile + B::stages < tiles) load_tile(s, a, stage, k0 + B::stages * B::block_n, h_kv, item);
   }
 
   SDPA_UNROLL for (int i = 0; i < 2; i++) l[i] = row_sum<O.LANES>(l[i]);
@@ -3579,17 +3557,15 @@ template <class B, class Shared> struct WgmmaProducer {
     q_ring.advance();
     return item;
   }
-  // Loads a slice's tile of K or V in a round, once its stage is empty.
+  // Loads a slice's tile of K or V in a round, once its stage is empty. What has no page to look up does not begin
+  // before: that takes 2 to 13% longer at D=64.
   template <int D>
   __device__ __forceinline__ void load(const WgmmaItem& item, int round, int slice, const CUtensorMap* map,
-                                       void* tile_s, uint64_t* full, uint64_t* empty) {
-    if constexpr (B::use_pages) {
-      const PageBox<B, D> box(a, item, first_key_of<B>(item, round, slice));
-      mbarrier_wait(empty, ring.parity ^ 1);
-      return box.load(a, item.h_kv, map, tile_s, full, evict_last);
-    }
-    mbarrier_wait(empty, ring.parity ^ 1);
-    if (issues) load_round<B, D, false>(a, item, round, slice, map, tile_s, full, evict_last);
+                                       Input* tile_s, uint64_t* full, uint64_t* empty) {
+    if (!B::use_pages) mbarrier_wait(empty, ring.parity ^ 1);
+    const TileBox<B, D> box(a, item, item.h_kv, first_key_of<B>(item, round, slice));
+    if (B::use_pages) mbarrier_wait(empty, ring.parity ^ 1);
+    box.load(a, map, tile_s, full);
   }
   // Loads a slice's tiles of all items: K, or V to the stages of v, or both. A copy that waits for its stage would hold
   // up the other kind: so one warp loads K and another V, where there are enough of them. The warp that starts an item,
@@ -3682,7 +3658,7 @@ template <class B> struct WgmmaRows {
     if (!B::use_lazy_max || has_mask()) return;
     float alpha[ROWS];
     softmax_max<B, Scores, COLS>(S, scale_log2, m, alpha);
-    if (B::use_softcap != 0) m[0] = capped<B>(m[0], a), m[1] = capped<B>(m[1], a);
+    m[0] = capped<B>(m[0], a), m[1] = capped<B>(m[1], a);
     keep_max(fmaxf(fabsf(m[0]), fabsf(m[1])) * largest(scale_log2) <= shift_limit);
   }
   // From now on tiles without mask may take m as the stale maximum, if it will do for all rows of the warp.
@@ -3697,7 +3673,7 @@ template <class B> struct WgmmaRows {
   }
   // P in the place of S, and l. The caller multiplies O by alpha.
   __device__ __forceinline__ void softmax_by_exact_max(Scores& S, float (&alpha)[ROWS]) {
-    if (B::use_softcap != 0) cap_scores<B>(S, a);
+    cap_scores<B>(S, a);
     if (has_mask()) {
       const uint32_t tid = B::pack_gqa ? thread_index_anew() - B::producer_threads : thread_index_anew() % 128;
       S.first_row = tid / 32 * 16 + tid % 32 / 4, S.first_col = tid % 4 * 2;
@@ -3989,11 +3965,10 @@ template <class B> struct Wgmma16Consumer : WgmmaConsumer<B, WgmmaShared<B>> {
     const bool stale = rows.may_take_stale_max();
     bool done = false;
     StaleSoftmax<B, 2> softmax(rows.m, rows.scale_log2);
-    if (B::use_softcap != 0 && stale) cap_scores<B>(S, a, 0, FIRST);
-    if (stale) softmax.exp(S, 0, FIRST);
+    if (stale) cap_scores<B>(S, a, 0, FIRST), softmax.exp(S, 0, FIRST);
     end_last_pv();
     if (stale) {
-      if (B::use_softcap != 0) cap_scores<B>(S, a, FIRST);
+      cap_scores<B>(S, a, FIRST);
       softmax.exp(S, FIRST, S.COLS);
       pack_all(P, S);
       done = softmax.add_to(rows.l);
@@ -4011,7 +3986,7 @@ template <class B> struct Wgmma16Consumer : WgmmaConsumer<B, WgmmaShared<B>> {
     float alpha[2];
     if (rows.may_take_stale_max()) {
       StaleSoftmax<B, 2> softmax(rows.m, rows.scale_log2);
-      if (B::use_softcap != 0) cap_scores<B>(S, a);
+      cap_scores<B>(S, a);
       softmax.exp(S, 0, S.COLS);
       stale = softmax.add_to(rows.l);
       if (!stale) multiply_qk_again(S);
@@ -4650,12 +4625,8 @@ template <class B> struct WgmmaColumnsLoader {
   }
   template <int D, bool FIRST>
   __device__ __forceinline__ void load(int round, const CUtensorMap* map, Input* tile_s, uint64_t* full) {
-    constexpr uint64_t policy = B::pack_gqa ? evict_first : evict_last;
-    if constexpr (B::use_pages) {
-      const PageBox<B, D> box(a, item, first_key_of<B>(item, round, slice));
-      return box.load(a, item.h_kv, map, tile_s, full, policy);
-    }
-    if (issues()) load_round<B, D, FIRST>(a, item, round, slice, map, tile_s, full, policy);
+    const TileBox<B, D> box(a, item, item.h_kv, first_key_of<B>(item, round, slice));
+    box.template load<FIRST>(a, map, tile_s, full, B::pack_gqa ? evict_first : evict_last);
   }
   // Into every stage. V of every slice is asked for after K of all of them, since S comes first.
   __device__ __forceinline__ void load_first_tiles() {
@@ -4887,7 +4858,7 @@ template <class B> struct WgmmaColumns {
   template <bool FIRST>
   __device__ __forceinline__ void take_round(int round, const WgmmaItem& item, Scores& S, Sums& O) {
     const int k0 = first_key_of<B>(item, round, slice);
-    if (B::use_softcap != 0) cap_scores<B>(S, a);
+    cap_scores<B>(S, a);
     const Mask<B>& mask = mask_of<B>(a, item);
     if (!mask.tiles.cover(item.q0, k0)) mask_scores<B>(S, a, mask, item.q0, k0 + S.first_col());
     float sum[ROWS];
@@ -5040,26 +5011,20 @@ int ranges_of(const SdpaParams& p, const Items& items, bool by_kernel, int round
   return best;
 }
 
-// PACK_GQA: query heads of an item, as many of a key head as divide them and fit into block_m rows.
-int packed_heads(const SdpaParams& p, int block_m) {
-  const int group = p.Hkv > 0 ? p.Hq / p.Hkv : 1;
+// How a problem is cut into items, in one range. PACK_GQA: of as many query heads of a key head as divide them and fit
+// into block_m rows.
+Items items_of_tile(const SdpaParams& p, int block_m, bool pack_gqa) {
+  const int group = pack_gqa && p.Hkv > 0 ? max(p.Hq / p.Hkv, 1) : 1;
   int heads = min(group, block_m);
-  while (heads > 1 && group % heads) heads--;
-  return max(heads, 1);
-}
-
-// How a problem is cut into items, in one range.
-Items items_of_tile(const SdpaParams& p, int heads, int queries) {
-  if (Build::use_lengths && p.q_starts) return {heads, queries, int64_t(p.Hq / heads) * (p.B + shares(p.Sq, queries))};
-  return {heads, queries, int64_t(p.B) * (p.Hq / heads) * shares(p.Sq, queries)};
-}
-Items items_of_packed_tile(const SdpaParams& p, int block_m) {
-  const int heads = packed_heads(p, block_m);
-  return items_of_tile(p, heads, min(block_m / heads, max(p.Sq, 1)));
+  while (group % heads) heads--;
+  const int queries = pack_gqa ? min(block_m / heads, max(p.Sq, 1)) : block_m;
+  const int64_t tiles = shares(p.Sq, queries);
+  const int64_t of_all = Build::use_lengths && p.q_starts ? p.B + tiles : p.B * tiles;
+  return {heads, queries, p.Hq / heads * of_all};
 }
 
 template <class B> Items items_of(const SdpaParams& p) {
-  Items items = B::pack_gqa ? items_of_packed_tile(p, B::block_m) : items_of_tile(p, 1, B::block_m);
+  Items items = items_of_tile(p, B::block_m, B::pack_gqa);
   if constexpr (B::use_lengths) return items;  // their ranges are planned
   if (B::split_ctas > 1) items.ranges = max(B::split_ctas, int(shares(most_visible_keys(p), most_keys_at_once)));
   if (B::split_ctas == 0 && items.count > 0) {
@@ -5629,7 +5594,7 @@ struct ComputeClocks {
 // Clocks that the problem takes with this tile on a GPU of `sms` SMs. Besides the tile's two costs it has a few numbers
 // that all tiles share, fitted to an H200 as well.
 double tuned_clocks(const TunedTile& t, const SdpaParams& p, int sms) {
-  const Items items = t.pack_gqa ? items_of_packed_tile(p, t.block_m) : items_of_tile(p, 1, t.block_m);
+  const Items items = items_of_tile(p, t.block_m, t.pack_gqa);
   ComputeClocks compute{t, item_keys(t, p), double(items.count) / sms, clocks_of_key(t, p)};
   const bool by_kernel = t.split_ctas == 0 && !t.swap_ab && !(t.use_mma_sync && t.pack_gqa && t.split_kv > 1);
   double merge_clocks = 0;
