@@ -410,10 +410,7 @@ struct TileBounds {
   __device__ __forceinline__ KeyRange covered(int q) const { return {q + cover_from, min(q + cover_to, whole_to) + 1}; }
 };
 
-struct TileItem {  // one tile of O: rows [q0, q0 + BLOCK_M) of head h in batch b
-  int b, h, q0;
-  static constexpr int ranges = 1;
-};
+struct TileItem { int b, h, q0; static constexpr int ranges = 1; };  // rows [q0, q0 + BLOCK_M) of O, head h, batch b
 // USE_LENGTHS: where a sequence is in the tensors, and how many rows it has there. With starts [B + 1], sequence b has
 // the rows from starts[b] to starts[b + 1] of all Sq of Q and O, or Sk of K and V; such tensors have a batch of 1, LSE
 // is [Hq,Sq]. Rows of no sequence are not written. Of a sequence's keys the first k_lengths[b] count, [B], and no more
@@ -1223,7 +1220,7 @@ __device__ __forceinline__ void mask_scores(View& S, const KernelArgs& a, const 
 }
 // USE_SOFTCAP: tanh(x * cap_scale), of which the exact form is 1 - 2 / (1 + e^2t).
 template <class B> __device__ __forceinline__ float capped(float x, const KernelArgs& a) {
-  if (B::use_softcap == 0 || a.cap_scale == 0) return x;
+  if (a.cap_scale == 0) return x;
   if (B::use_softcap == 1) return tanh_approx(x * a.cap_scale);
   return 1 - 2 * rcp_approx_ftz(1 + ex2_approx_ftz(x * a.cap_scale * 2.88539008f));  // 2 * log2(e)
 }
@@ -1237,7 +1234,7 @@ __device__ __forceinline__ void cap_scores(View& S, const KernelArgs& a, int fir
 // What happens to the scores of the item's tile at key k0 between Q @ K.T and the softmax.
 template <class B, class View>
 __device__ __forceinline__ void finish_scores(View& S, const KernelArgs& a, const Mask<B>& mask, int q0, int k0) {
-  cap_scores<B>(S, a);
+  if (B::use_softcap != 0) cap_scores<B>(S, a);
   if (!mask.tiles.cover(q0, k0)) mask_scores<B>(S, a, mask, q0, k0);
 }
 
@@ -1603,16 +1600,16 @@ template <class B> __device__ __forceinline__ size_t behind_plan(const KernelArg
   if constexpr (B::use_lengths) return bytes + plan_bytes(plan_room<B>(a));
   return bytes;
 }
-// The ranges of item number n: how many, the number of the first one's partial result, and of the counter.
-struct Ranges { uint32_t count, first_part, counter; };
-template <class B> __device__ __forceinline__ Ranges item_ranges(const KernelArgs& a, ItemArg<B> item, uint32_t n) {
-  if constexpr (B::use_lengths) return {uint32_t(item.ranges), uint32_t(item.part), uint32_t(item.part)};
-  return {a.ranges.divisor, n * a.ranges.divisor, n};
+// USE_LENGTHS: what the plan has of the item; otherwise what the launch has in its place.
+template <class B>
+__device__ __forceinline__ uint32_t planned(ItemArg<B> item, int PlannedItem::*member, uint32_t otherwise) {
+  if constexpr (B::use_lengths) return item.*member;
+  return otherwise;
 }
 // The number of this CTA's partial result.
-template <class B> __device__ __forceinline__ uint32_t part_of_cta(ItemArg<B> item) {
+template <class B> __device__ __forceinline__ uint32_t part_of(ItemArg<B> item, uint32_t cta) {
   if constexpr (B::use_lengths) return item.part + item.range;
-  return blockIdx.x;
+  return cta;
 }
 
 // The partial results of all CTAs in the workspace.
@@ -1626,7 +1623,7 @@ __device__ __forceinline__ void store_sums(const View& O, const float (&m)[View:
                                            const KernelArgs& a, const WorkItem& item) {
   if constexpr (B::split_ctas != 1) {
     if (!B::use_lengths || item.ranges != 1) {
-      RangePartial<B>& mine = range_partials<B>(a)[part_of_cta<B>(item)];
+      RangePartial<B>& mine = range_partials<B>(a)[part_of<B>(item, blockIdx.x)];
       return store_partial(mine, O, m, l, [](void* dst_g, auto x) { st_global(dst_g, x); });
     }
   }
@@ -1635,11 +1632,11 @@ __device__ __forceinline__ void store_sums(const View& O, const float (&m)[View:
 
 // Merges O, m and l of all ranges in a fixed order. A thread loads COLS columns of MANY ranges at once.
 template <class B, int MANY, int COLS>
-__device__ __forceinline__ void merge_ranges(const Ranges& of, const KernelArgs& a, const WorkItem& item, int thread,
-                                             int threads = B::num_warps * 32) {
+__device__ __forceinline__ void merge_ranges(const RangePartial<B>* partial, const KernelArgs& a, const WorkItem& item,
+                                             int thread, int threads = B::num_warps * 32) {
   constexpr int columns = B::d_v / COLS;
-  const int ranges = int(of.count), parts = rows_of_item<B>(a) * columns;
-  const RangePartial<B>* const partial = range_partials<B>(a) + of.first_part;
+  const int ranges = int(planned<B>(item, &PlannedItem::ranges, a.ranges.divisor));
+  const int parts = rows_of_item<B>(a) * columns;
   for (int part = thread; part < parts; part += threads) {
     const int row = part / columns;
     const float scale_log2 = item_scale_log2<B>(a, row_item<B>(a, item, row));
@@ -1708,26 +1705,28 @@ template <class B, class Partial>
 __device__ __forceinline__ void store_rows(const Partial (&partial_s)[B::split_kv], const KernelArgs& a,
                                            const WorkItem& item, int thread, bool& is_last_s) {
   const ItemScale<B> scale_log2(a, item);
-  const Ranges ranges = item_ranges<B>(a, item, a.ranges.divide(blockIdx.x));
-  if (B::split_ctas == 1 || ranges.count == 1) {
+  const uint32_t ranges = planned<B>(item, &PlannedItem::ranges, a.ranges.divisor);
+  if (B::split_ctas == 1 || ranges == 1) {
     merge_groups<B>(partial_s, scale_log2, thread, [&](int row, const auto& O, auto& m, auto& l) {
       store_output<B>(O, m, l, a, row_item<B>(a, item, row));
     });
     return;
   }
   uint32_t* const counters = static_cast<uint32_t*>(a.p.workspace);
+  RangePartial<B>* const parts = range_partials<B>(a);
   merge_groups<B>(partial_s, scale_log2, thread, [&](int row, const auto& O, auto& m, auto& l) {
-    RangePartial<B>& mine = range_partials<B>(a)[part_of_cta<B>(item)];
+    RangePartial<B>& mine = parts[part_of<B>(item, blockIdx.x)];
     st_global(&mine.O[row][O.first_col], float4{O.x[0][0], O.x[0][1], O.x[0][2], O.x[0][3]});
     if (O.first_col == 0) st_global(&mine.m_l[row], float2{m[0], l[0]});
   });
-  const uint32_t others = ranges.count - 1;
+  const uint32_t number = planned<B>(item, &PlannedItem::part, a.ranges.divide(blockIdx.x));
   __syncthreads();  // hazard: written by all threads
-  if (thread == 0) is_last_s = atom_inc_acq_rel(&counters[ranges.counter], others) == others;
+  if (thread == 0) is_last_s = atom_inc_acq_rel(&counters[number], ranges - 1) == ranges - 1;
   __syncthreads();  // hazard: counted by thread 0
   if (!is_last_s) return;
-  ranges.count > few_ranges ? merge_ranges<B, ranges_at_once, 4>(ranges, a, item, thread)
-                            : merge_ranges<B, 2, 16>(ranges, a, item, thread);
+  const RangePartial<B>* const first = parts + planned<B>(item, &PlannedItem::part, number * ranges);
+  ranges > few_ranges ? merge_ranges<B, ranges_at_once, 4>(first, a, item, thread)
+                      : merge_ranges<B, 2, 16>(first, a, item, thread);
 }
 
 // ---- work scheduling ----
@@ -1791,17 +1790,12 @@ template <class B> __device__ __forceinline__ int first_tile_key(const KeyRange&
 template <class B> __device__ __forceinline__ WorkItem item_of_cta(const KernelArgs& a) {
   return work_item<B>(a, item_number_of_cta<B>(a));
 }
-// The keys of the item's rows.
-template <class B>
-__device__ __forceinline__ KeyRange keys_of_item(const KernelArgs& a, const Mask<B>& mask, ItemArg<B> item) {
-  if constexpr (B::use_lengths) return {first_tile_key<B>(item.keys), item.keys.end};
-  return mask.keys.of_rows(item.q0, min(item.q0 + queries_of_item<B>(a), a.p.Sq) - 1);
-}
-// The same, in whole rounds of SPLIT_KV tiles but for the last one. SPLIT_CTAS: those of this CTA.
+// The keys of the item's rows, in whole rounds of SPLIT_KV tiles but for the last one. SPLIT_CTAS: those of this CTA.
 template <class B>
 __device__ __forceinline__ KeyRange keys_of_cta(const KernelArgs& a, const Mask<B>& mask, ItemArg<B> item) {
-  const KeyRange keys = keys_of_item<B>(a, mask, item);
-  if (B::use_lengths || B::split_ctas == 1) return keys;
+  if constexpr (B::use_lengths) return {first_tile_key<B>(item.keys), item.keys.end};
+  const KeyRange keys = mask.keys.of_rows(item.q0, min(item.q0 + queries_of_item<B>(a), a.p.Sq) - 1);
+  if (B::split_ctas == 1) return keys;
   const KeyRange part = range_of_rounds(a, max(shares(keys.end - keys.begin, B::round_keys), 0));
   return {keys.begin + part.begin * B::round_keys, min(keys.begin + part.end * B::round_keys, keys.end)};
 }
@@ -1925,24 +1919,27 @@ template <class B> __global__ void __launch_bounds__(plan_threads) sdpa_plan(con
 constexpr int merge_threads = 128;
 template <class B> constexpr int merge_ctas = shares(B::block_m * B::d_v / 4, merge_threads);  // of an item
 
-// Of those with several ranges, item number `number`; and how many there are.
-template <class B> __device__ __forceinline__ WorkItem item_to_merge(const KernelArgs& a, uint32_t number) {
-  if constexpr (B::use_lengths) {
-    const uint32_t heads = a.q_heads.divisor;
-    const uint32_t* const merges = reinterpret_cast<const uint32_t*>(planned_items(a) + plan_room<B>(a).items);
-    return planned_item<B>(a, merges[number / heads], int(number % heads));
+// USE_LENGTHS: of all items that have several ranges.
+template <class B> __device__ __forceinline__ void merge_planned(const KernelArgs& a) {
+  const uint32_t heads = a.q_heads.divisor, ctas = plan_of(a).merges * heads * merge_ctas<B>;
+  const uint32_t* const merges = reinterpret_cast<const uint32_t*>(planned_items(a) + plan_room<B>(a).items);
+  for (uint32_t cta = blockIdx.x; cta < ctas; cta += gridDim.x) {
+    const uint32_t number = cta / merge_ctas<B>;
+    const auto item = planned_item<B>(a, merges[number / heads], int(number % heads));
+    merge_ranges<B, ranges_at_once, 4>(range_partials<B>(a) + item.part, a, item,
+                                       int(cta % merge_ctas<B> * merge_threads + threadIdx.x),
+                                       merge_ctas<B> * merge_threads);
   }
-  return work_item<B>(a, a.first_item + number);
-}
-template <class B> __device__ __forceinline__ uint32_t items_to_merge(const KernelArgs& a) {
-  return B::use_lengths ? plan_of(a).merges * a.q_heads.divisor : gridDim.x / merge_ctas<B>;
 }
 template <class B> __global__ void __launch_bounds__(merge_threads) sdpa_merge(const __grid_constant__ KernelArgs a) {
-  if constexpr (B::family == Family::wgmma) wait_then_let_next_kernel_start();
-  for (uint32_t cta = blockIdx.x; cta < items_to_merge<B>(a) * merge_ctas<B>; cta += gridDim.x) {
-    const uint32_t number = cta / merge_ctas<B>, thread = cta % merge_ctas<B> * merge_threads + threadIdx.x;
-    const WorkItem item = item_to_merge<B>(a, number);
-    merge_ranges<B, ranges_at_once, 4>(item_ranges<B>(a, item, number), a, item, int(thread),
+  if constexpr (B::use_lengths) {
+    if constexpr (B::family == Family::wgmma) wait_then_let_next_kernel_start();
+    merge_planned<B>(a);
+  } else {
+    const uint32_t number = blockIdx.x / merge_ctas<B>, cta = blockIdx.x % merge_ctas<B>;
+    if constexpr (B::family == Family::wgmma) wait_then_let_next_kernel_start();
+    merge_ranges<B, ranges_at_once, 4>(range_partials<B>(a) + number * a.ranges.divisor, a,
+                                       work_item<B>(a, a.first_item + number), int(cta * merge_threads + threadIdx.x),
                                        merge_ctas<B> * merge_threads);
   }
 }
@@ -2746,7 +2743,7 @@ template <class B> struct MmaRows {
   __device__ void multiply_qk(Scores& S, const MmaQueries<B>& Q, const Element<B>* K_s, const KernelArgs& a, int lane) {
     mma_qk<B>(S, Q, K_s, lane);
     if constexpr (B::converts_operands) scale_rows(S, q_descale);
-    cap_scores<B>(S, a);
+    if (B::use_softcap != 0) cap_scores<B>(S, a);
   }
   // P of a tile without mask, by the stale maximum. False if that was too small.
   __device__ bool attend_by_stale_max(const MmaQueries<B>& Q, const Element<B>* K_s, const ItemScale<B>& scale_log2,
@@ -3144,8 +3141,7 @@ template <class B> __device__ __forceinline__ int first_key_of(const WgmmaItem& 
   return item.first_key + (round * B::split_kv + slice) * B::block_n;
 }
 
-// Item number i, in one round at least. EARLY: with a mask, warpgroups without rows are in a head's first item, where
-// rows are short.
+// Item number i. EARLY: with a mask, warpgroups without rows are in a head's first item, where rows are short.
 template <class B, bool EARLY = false>
 __device__ __forceinline__ WgmmaItem wgmma_item(const KernelArgs& a, uint32_t i) {
   WgmmaItem item;
@@ -3155,7 +3151,9 @@ __device__ __forceinline__ WgmmaItem wgmma_item(const KernelArgs& a, uint32_t i)
   } else {
     static_cast<WorkItem&>(item) = work_item<B>(a, i);
     if (EARLY && !B::use_lengths) item.q0 -= (int(a.q_blocks.divisor) * B::block_m - a.p.Sq) / 64 * 64;
-    const KeyRange keys = keys_of_item<B>(a, mask_of<B>(a, item), item);
+    const int last = min(item.q0 + queries_of_item<B>(a), a.p.Sq) - 1;
+    KeyRange keys = mask_of<B>(a, item).keys.of_rows(max(item.q0, 0), last);
+    if constexpr (B::use_lengths) keys = keys_of_cta<B>(a, mask_of<B>(a, item), item);
     item.first_key = keys.begin;
     item.rounds = max(shares(keys.end - keys.begin, B::round_keys), int(item.ranges > 0));
   }
@@ -3175,28 +3173,22 @@ __device__ __forceinline__ void wait_before_copy(const CUtensorMap*& map) {
 // A warp's copy of a tile of K or V, of D columns, that begins with key k0; past the last key zeros. One lane copies it
 // all. USE_PAGES: a lane copies a box of one page, a panel's lines; its page is best looked up while the stage is full.
 template <class B, int D> struct TileBox {
-  const bool announces = threadIdx.x % 32 == 0;
-  bool copies = announces;
-  int at[5] = {}, byte = 0;  // of this lane's box, in the tensor map and in the tile
+  int at[5], row = 0;  // of this lane's box: where it is in the tensor map, and its first row in the tile
 
-  __device__ __forceinline__ TileBox(const KernelArgs& a, const WorkItem& item, int h_kv, int k0) {
-    at[1] = k_row<B>(item, k0), at[3] = h_kv, at[4] = batch_of<B>(a.p.k_starts, item.b);
+  __device__ __forceinline__ TileBox(const KernelArgs& a, const WorkItem& item, int h_kv, int k0)
+      : at{0, k_row<B>(item, k0), 0, h_kv, batch_of<B>(a.p.k_starts, item.b)} {
     if constexpr (B::use_pages) {
-      const int lane = threadIdx.x % 32, rows = plan_room<B>(a).box_rows, row = lane / PANELS<D> * rows;
-      at[1] = int(plan_room<B>(a).page_size.remainder(uint32_t(k0 + row))), at[2] = lane % PANELS<D>;
-      at[4] = page_of<B>(a, item, k0 + row, rows);
-      copies = row < B::block_n, byte = (at[2] * B::block_n + row) * PANEL_BYTES<D>;
+      const int lane = threadIdx.x % 32, rows = plan_room<B>(a).box_rows;
+      row = lane / PANELS<D> * rows, at[2] = lane % PANELS<D>;
+      at[1] = int(plan_room<B>(a).page_size.remainder(uint32_t(k0 + row))), at[4] = page_of<B>(a, item, k0 + row, rows);
     }
   }
-  // FIRST: the warp's first copy.
-  template <bool FIRST = false>
-  __device__ __forceinline__ void load(const KernelArgs& a, const CUtensorMap* map, Input* tile_s, uint64_t* full,
-                                       uint64_t policy = evict_last) const {
-    if (!copies) return;
+  __device__ __forceinline__ void load(const KernelArgs& a, const CUtensorMap* map, Input* to_s, uint64_t* full) const {
+    if (B::use_pages ? row >= B::block_n : threadIdx.x % 32 > 0) return;
     if (!B::use_pages && a.keys.Sk == 0) return mbarrier_arrive(full);  // every score of this tile is masked
-    if (announces) mbarrier_arrive_expect_tx(full, B::block_n * ROW_BYTES<D>);
-    if (FIRST) wait_before_copy(map);
-    cp_async_bulk_tensor_load(reinterpret_cast<char*>(tile_s) + byte, map, at, full, policy);
+    if (!B::use_pages || threadIdx.x % 32 == 0) mbarrier_arrive_expect_tx(full, B::block_n * ROW_BYTES<D>);
+    if (B::use_pages) to_s += (at[2] * B::block_n + row) * (PANEL_BYTES<D> / int(sizeof(Input)));
+    cp_async_bulk_tensor_load(to_s, map, at, full, B::swap_ab && B::pack_gqa ? evict_first : evict_last);
   }
 };
 
@@ -3557,8 +3549,7 @@ template <class B, class Shared> struct WgmmaProducer {
     q_ring.advance();
     return item;
   }
-  // Loads a slice's tile of K or V in a round, once its stage is empty. What has no page to look up does not begin
-  // before: that takes 2 to 13% longer at D=64.
+  // Loads a slice's tile of K or V in a round, once its stage is empty. To begin sooner without pages takes 2% longer.
   template <int D>
   __device__ __forceinline__ void load(const WgmmaItem& item, int round, int slice, const CUtensorMap* map,
                                        Input* tile_s, uint64_t* full, uint64_t* empty) {
@@ -3658,7 +3649,7 @@ template <class B> struct WgmmaRows {
     if (!B::use_lazy_max || has_mask()) return;
     float alpha[ROWS];
     softmax_max<B, Scores, COLS>(S, scale_log2, m, alpha);
-    m[0] = capped<B>(m[0], a), m[1] = capped<B>(m[1], a);
+    if (B::use_softcap != 0) m[0] = capped<B>(m[0], a), m[1] = capped<B>(m[1], a);
     keep_max(fmaxf(fabsf(m[0]), fabsf(m[1])) * largest(scale_log2) <= shift_limit);
   }
   // From now on tiles without mask may take m as the stale maximum, if it will do for all rows of the warp.
@@ -3673,7 +3664,7 @@ template <class B> struct WgmmaRows {
   }
   // P in the place of S, and l. The caller multiplies O by alpha.
   __device__ __forceinline__ void softmax_by_exact_max(Scores& S, float (&alpha)[ROWS]) {
-    cap_scores<B>(S, a);
+    if (B::use_softcap != 0) cap_scores<B>(S, a);
     if (has_mask()) {
       const uint32_t tid = B::pack_gqa ? thread_index_anew() - B::producer_threads : thread_index_anew() % 128;
       S.first_row = tid / 32 * 16 + tid % 32 / 4, S.first_col = tid % 4 * 2;
@@ -3965,10 +3956,11 @@ template <class B> struct Wgmma16Consumer : WgmmaConsumer<B, WgmmaShared<B>> {
     const bool stale = rows.may_take_stale_max();
     bool done = false;
     StaleSoftmax<B, 2> softmax(rows.m, rows.scale_log2);
-    if (stale) cap_scores<B>(S, a, 0, FIRST), softmax.exp(S, 0, FIRST);
+    if (B::use_softcap != 0 && stale) cap_scores<B>(S, a, 0, FIRST);
+    if (stale) softmax.exp(S, 0, FIRST);
     end_last_pv();
     if (stale) {
-      cap_scores<B>(S, a, FIRST);
+      if (B::use_softcap != 0) cap_scores<B>(S, a, FIRST);
       softmax.exp(S, FIRST, S.COLS);
       pack_all(P, S);
       done = softmax.add_to(rows.l);
@@ -3986,7 +3978,7 @@ template <class B> struct Wgmma16Consumer : WgmmaConsumer<B, WgmmaShared<B>> {
     float alpha[2];
     if (rows.may_take_stale_max()) {
       StaleSoftmax<B, 2> softmax(rows.m, rows.scale_log2);
-      cap_scores<B>(S, a);
+      if (B::use_softcap != 0) cap_scores<B>(S, a);
       softmax.exp(S, 0, S.COLS);
       stale = softmax.add_to(rows.l);
       if (!stale) multiply_qk_again(S);
@@ -4626,7 +4618,8 @@ template <class B> struct WgmmaColumnsLoader {
   template <int D, bool FIRST>
   __device__ __forceinline__ void load(int round, const CUtensorMap* map, Input* tile_s, uint64_t* full) {
     const TileBox<B, D> box(a, item, item.h_kv, first_key_of<B>(item, round, slice));
-    box.template load<FIRST>(a, map, tile_s, full, B::pack_gqa ? evict_first : evict_last);
+    if (FIRST) wait_before_copy(map);
+    box.load(a, map, tile_s, full);
   }
   // Into every stage. V of every slice is asked for after K of all of them, since S comes first.
   __device__ __forceinline__ void load_first_tiles() {
@@ -4858,7 +4851,7 @@ template <class B> struct WgmmaColumns {
   template <bool FIRST>
   __device__ __forceinline__ void take_round(int round, const WgmmaItem& item, Scores& S, Sums& O) {
     const int k0 = first_key_of<B>(item, round, slice);
-    cap_scores<B>(S, a);
+    if (B::use_softcap != 0) cap_scores<B>(S, a);
     const Mask<B>& mask = mask_of<B>(a, item);
     if (!mask.tiles.cover(item.q0, k0)) mask_scores<B>(S, a, mask, item.q0, k0 + S.first_col());
     float sum[ROWS];
@@ -5011,20 +5004,21 @@ int ranges_of(const SdpaParams& p, const Items& items, bool by_kernel, int round
   return best;
 }
 
-// How a problem is cut into items, in one range. PACK_GQA: of as many query heads of a key head as divide them and fit
-// into block_m rows.
-Items items_of_tile(const SdpaParams& p, int block_m, bool pack_gqa) {
-  const int group = pack_gqa && p.Hkv > 0 ? max(p.Hq / p.Hkv, 1) : 1;
+// How a problem is cut into items, in one range.
+Items items_of_tile(const SdpaParams& p, int heads, int queries) {
+  if (Build::use_lengths && p.q_starts) return {heads, queries, int64_t(p.Hq / heads) * (p.B + shares(p.Sq, queries))};
+  return {heads, queries, int64_t(p.B) * (p.Hq / heads) * shares(p.Sq, queries)};
+}
+// PACK_GQA: of as many query heads of a key head as divide them and fit into block_m rows.
+Items items_of_packed_tile(const SdpaParams& p, int block_m) {
+  const int group = p.Hkv > 0 ? max(p.Hq / p.Hkv, 1) : 1;
   int heads = min(group, block_m);
   while (group % heads) heads--;
-  const int queries = pack_gqa ? min(block_m / heads, max(p.Sq, 1)) : block_m;
-  const int64_t tiles = shares(p.Sq, queries);
-  const int64_t of_all = Build::use_lengths && p.q_starts ? p.B + tiles : p.B * tiles;
-  return {heads, queries, p.Hq / heads * of_all};
+  return items_of_tile(p, heads, min(block_m / heads, max(p.Sq, 1)));
 }
 
 template <class B> Items items_of(const SdpaParams& p) {
-  Items items = items_of_tile(p, B::block_m, B::pack_gqa);
+  Items items = B::pack_gqa ? items_of_packed_tile(p, B::block_m) : items_of_tile(p, 1, B::block_m);
   if constexpr (B::use_lengths) return items;  // their ranges are planned
   if (B::split_ctas > 1) items.ranges = max(B::split_ctas, int(shares(most_visible_keys(p), most_keys_at_once)));
   if (B::split_ctas == 0 && items.count > 0) {
@@ -5594,7 +5588,7 @@ struct ComputeClocks {
 // Clocks that the problem takes with this tile on a GPU of `sms` SMs. Besides the tile's two costs it has a few numbers
 // that all tiles share, fitted to an H200 as well.
 double tuned_clocks(const TunedTile& t, const SdpaParams& p, int sms) {
-  const Items items = items_of_tile(p, t.block_m, t.pack_gqa);
+  const Items items = t.pack_gqa ? items_of_packed_tile(p, t.block_m) : items_of_tile(p, 1, t.block_m);
   ComputeClocks compute{t, item_keys(t, p), double(items.count) / sms, clocks_of_key(t, p)};
   const bool by_kernel = t.split_ctas == 0 && !t.swap_ab && !(t.use_mma_sync && t.pack_gqa && t.split_kv > 1);
   double merge_clocks = 0;
@@ -5619,11 +5613,11 @@ double tuned_clocks(const TunedTile& t, const SdpaParams& p, int sms) {
   return start + std::sqrt(std::hypot(work * work, read * read));
 }
 
-// USE_LENGTHS: the problem if all sequences were alike, since the host does not know them.
-SdpaParams of_equal_lengths(SdpaParams p) {
+// USE_LENGTHS: the problem if there were so many sequences, all alike, since the host does not know them.
+SdpaParams of_equal_lengths(SdpaParams p, int sequences) {
   if (p.q_starts && p.B > 0) p.Sq = shares(p.Sq, p.B);
   if (p.k_starts && p.B > 0) p.Sk = shares(p.Sk, p.B);
-  p.q_starts = p.k_starts = nullptr;
+  p.q_starts = p.k_starts = nullptr, p.B = sequences;
   return p;
 }
 
@@ -5634,9 +5628,9 @@ int choose_tile(const SdpaParams& p) {
   double best_clocks = 0;
   for (int n = next_tile(0); n < TUNED_TILES.count; n = next_tile(n + 1)) {
     const TunedTile& t = TUNED_TILES.first[n];
-    SdpaParams of = Build::use_lengths ? of_equal_lengths(p) : p;
-    double clocks = tuned_clocks(t, of, sms);
-    if (p.k_lengths) of.B = 1, clocks *= tuned_clocks(t, of, sms);  // and if one cache were all of the work
+    double clocks = tuned_clocks(t, Build::use_lengths ? of_equal_lengths(p, p.B) : p, sms);
+    // One cache may have nearly all keys; beside equal ones that weighs as sqrt(B) of such problems, a middle way.
+    if (Build::use_lengths && p.k_lengths) clocks += std::sqrt(p.B) * tuned_clocks(t, of_equal_lengths(p, 1), sms);
     if (t.split_ctas == 1 && !t.swap_ab && most_visible_keys(p) > most_keys_at_once) clocks *= 1e9;  // its sums end
     if (best < 0 || clocks < best_clocks) best = n, best_clocks = clocks;
   }
