@@ -1,16 +1,21 @@
 #!/usr/bin/env python3
-"""usage: tools/frameworks.py [--problems] [--models] [--repeats N] >rows.csv
+"""usage: tools/frameworks.py [--problems] [--models] [--lengths] [--repeats N] >rows.csv
 What bindings/pytorch.py is worth, measured on this GPU, as CSV: needs PyTorch 2.11 and transformers 5.
   --problems   README's problems: a loop of calls and a CUDA graph of them, by the line's C function, by
                F.scaled_dot_product_attention with sdpa's kernels, and by that function as PyTorch has it
   --models     models of transformers with random weights: prefill of 8,192 tokens, attention's share of it, and a token
                of generate()
+  --lengths    sequences of mixed lengths, packed, in caches and in pages, by attention(), and by FlashAttention-3
+               (fa3-fwd) and FlashInfer (flashinfer-python) where they are installed; bf16, D=128, 32 heads to 8
   --repeats N  of each time the least of so many is taken (default 5)
 exit: 0, 2 bad usage, or no GPU
 """
 import contextlib
 import csv
 import ctypes
+import importlib.util
+import math
+import random
 import re
 import sys
 from pathlib import Path
@@ -37,19 +42,40 @@ CONTENDERS = (("PyTorch's choice", "sdpa", None), ("PyTorch FlashAttention", "sd
               ("sdpa", "sdpa", None), ("sdpa, by attention()", "attention_cu", None))
 
 
+def drawn(count, low, high, seed=0):
+    """So many lengths, log-uniform."""
+    rng = random.Random(seed)
+    return [round(math.exp(rng.uniform(math.log(low), math.log(high)))) for _ in range(count)]
+
+
+# The queries of each sequence, and the keys of their caches.
+SEQUENCES = {"32 of 100 to 8,192, packed": (None, drawn(32, 100, 8192)),
+             "1 to 64 caches of 1,024 to 65,536": (1, drawn(64, 1024, 65536)), "1 to 32 of 8,192": (1, [8192] * 32),
+             "1 to 64 of 2,048": (1, [2048] * 64), "1 to 256 of 1,024": (1, [1024] * 256),
+             "1 to one of 131,072 and 31 of 1,024": (1, [131072] + [1024] * 31),
+             "256 to one of 131,072 and 31 of 1,024": (256, [131072] + [1024] * 31),
+             "256 to 8 of 16,384": (256, [16384] * 8), "512 to 32 of 512 to 8,192": (512, drawn(32, 512, 8192)),
+             "2,048 to 8 of 2,048": (2048, [2048] * 8), "8,192 to 4 of 8,192": (8192, [8192] * 4)}
+
+
 def loop_us(run, repeats, count=50):
     """Of a call in a loop between whose calls nobody waits: the CPU's or the GPU's time, whichever is longer."""
     return min(Timer("run()", globals={"run": run}).timeit(count).mean for _ in range(repeats)) * 1e6
 
 
-def graph_us(run, repeats):
-    """Of a call in a CUDA graph of 20."""
+def graph_of(run):
+    """Replays 20 calls."""
     run()
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
         for _ in range(20):
             run()
-    return loop_us(graph.replay, repeats) / 20
+    return graph.replay
+
+
+def graph_us(run, repeats):
+    """Of a call in a CUDA graph of 20."""
+    return loop_us(graph_of(run), repeats) / 20
 
 
 def rel_rms(got, want):
@@ -145,12 +171,84 @@ def models(repeats):
         del model
 
 
+def installed(module, function):
+    """A function of a package, or None without it."""
+    return getattr(importlib.import_module(module), function) if importlib.util.find_spec(module) else None
+
+
+def in_pages(x, lengths, size, places):
+    """x [B,Hkv,Sk,D] as pages of so many keys [pages,Hkv,size,D], those of sequence b at places[b]."""
+    pages = x.new_zeros(sum(map(len, places)), x.shape[1], size, x.shape[3])
+    for one, length, place in zip(x, lengths, places):
+        whole = F.pad(one[:, :length], (0, 0, 0, len(place) * size - length))
+        pages[place] = whole.view(x.shape[1], len(place), size, x.shape[3]).transpose(0, 1)
+    return pages
+
+
+def by_flashinfer(q, k, v, lengths, places):
+    """Its call of K and V in pages, causal, planned on the host: a function that gives O."""
+    (B, Hq, Sq, D), (_, Hkv, size, _) = q.shape, k.shape
+    ends = [sum(map(len, places[:b])) for b in range(B + 1)]
+    tables = ends, torch.cat(places), [(n - 1) % size + 1 for n in lengths]
+    tables = [torch.as_tensor(x, dtype=torch.int32, device="cuda") for x in ([*range(0, (B + 1) * Sq, Sq)], *tables)]
+    kind, options = ("BatchPrefill", dict(backend="fa3")) if Sq > 1 else ("BatchDecode", dict(use_tensor_cores=True))
+    room = torch.empty(512 << 20, dtype=torch.uint8, device="cuda")
+    call = installed("flashinfer", kind + "WithPagedKVCacheWrapper")(room, "HND", **options)
+    call.plan(*tables[Sq == 1:], Hq, Hkv, D, size, q_data_type=q.dtype, kv_data_type=q.dtype,
+              **(dict(causal=True) if Sq > 1 else {}))
+    packed = q.transpose(1, 2).reshape(B * Sq, Hq, D)
+    return lambda: call.run(packed, (k, v)).view(B, Sq, Hq, D).transpose(1, 2)
+
+
+def calls_of(queries, lengths):
+    """{contender: a function that gives O} of so many queries to each of these caches; without queries, of sequences
+    whose rows lie behind each other."""
+    B, Sq, Sk = (len(lengths), queries, max(lengths)) if queries else (1, *[sum(lengths)] * 2)
+    q, k, v = (torch.randn(B, H, S, 128, device="cuda", dtype=torch.bfloat16) for H, S in ((32, Sq), (8, Sk), (8, Sk)))
+    rows = [x.transpose(1, 2) for x in (q, k, v)]
+    fa3 = installed("fa3_fwd_interface", "flash_attn_with_kvcache" if queries else "flash_attn_varlen_func")
+    if not queries:
+        starts = torch.tensor([sum(lengths[:b]) for b in range(len(lengths) + 1)], dtype=torch.int32, device="cuda")
+        limits = dict(q_starts=starts, k_starts=starts, most_keys=max(lengths))
+        calls = {"sdpa": lambda: sdpa.attention(q, k, v, "br", **limits)}
+        packed = [x[0] for x in rows] + [starts] * 2 + [max(lengths)] * 2
+        return calls | ({"FlashAttention-3": lambda: fa3(*packed, causal=True)[None].transpose(1, 2)} if fa3 else {})
+    limits = dict(causal="br", k_lengths=torch.tensor(lengths, dtype=torch.int32, device="cuda"))
+    calls = {"sdpa": lambda: sdpa.attention(q, k, v, **limits)}
+    if fa3:
+        calls["FlashAttention-3"] = lambda: fa3(*rows, cache_seqlens=limits["k_lengths"], causal=True).transpose(1, 2)
+    for size in (16, 64, 256):
+        counts = [-(-n // size) for n in lengths]
+        places = torch.randperm(sum(counts)).split(counts)
+        pages = [in_pages(x, lengths, size, places) for x in (k, v)]
+        table = torch.nn.utils.rnn.pad_sequence(places, batch_first=True).int().cuda()
+        calls[f"sdpa, pages of {size}"] = lambda kv=pages, to=table: sdpa.attention(q, *kv, page_table=to, **limits)
+        if installed("flashinfer", "__version__"):
+            calls[f"FlashInfer, pages of {size}"] = by_flashinfer(q, *pages, lengths, places)
+    return calls
+
+
+def sequences(repeats):
+    """Rows of sequences of mixed lengths; the contenders take turns."""
+    for problem, (queries, lengths) in SEQUENCES.items():
+        calls = calls_of(queries, lengths)
+        want = calls["sdpa"]()
+        error = {name: rel_rms(call(), want) for name, call in calls.items()}
+        replays = {name: graph_of(call) for name, call in calls.items()}
+        times = dict.fromkeys(calls, math.inf)
+        for name in [name for turn in range(repeats) for name in list(calls)[::(-1) ** turn]]:
+            times[name] = min(times[name], loop_us(replays[name], 1, 2) / 20)
+        for name, us in times.items():
+            yield dict(what="graph", problem=problem, contender=name, us=us, rel_rms=error[name])
+        del calls, replays, want
+
+
 def main():
     options = cli.parse_options(__doc__)
     facts = dict(engine.measured_on(engine.need_gpu()), torch=torch.__version__)
     writer = csv.DictWriter(sys.stdout, ["what", "problem", "contender", "us", "rel_rms", *facts])
     writer.writeheader()
-    for is_wanted, measure in ((options.problems, problems), (options.models, models)):
+    for is_wanted, measure in ((options.problems, problems), (options.models, models), (options.lengths, sequences)):
         for row in measure(options.repeats) if is_wanted else ():
             writer.writerow({**facts, **row, "us": f"{row['us']:.4g}", "rel_rms": f"{row['rel_rms']:.2e}"})
             sys.stdout.flush()
