@@ -1444,32 +1444,31 @@ __device__ __forceinline__ void add(float* O, const float4& x, float weight) {
 constexpr float ln2 = 0.693147180559945f;
 // USE_SINKS: the sink of the item's head; -inf is none.
 template <class B> __device__ __forceinline__ float sink_of(const KernelArgs& a, const WorkItem& item) {
-  return a.p.sinks ? ld_global_nc<float>(a.p.sinks + item.h) : -INFINITY;
+  return a.p.sinks ? a.p.sinks[item.h] : -INFINITY;
 }
-// l with 2^p_log2 * e^sink relative to m. Above 2^126 nothing of the keys is left in it.
+// The row sum l, with 2^p_log2 * e^sink relative to m. Above 2^126 nothing of the keys is left in it.
 template <class B>
 __device__ __forceinline__ float with_sink(float m, float l, const KernelArgs& a, const WorkItem& item) {
+  if (!B::use_sinks) return l;
   const float above_m = fmaf(-finite_max(m), item_scale_log2<B>(a, item), sink_of<B>(a, item) * (1 / ln2));
   return l + ex2_approx_ftz(fminf(above_m + p_log2<B>, 126));
 }
 
-// LSE = ln2 * (m * scale_log2 + log2(l) - p_log2) of query q, if it is wanted. m * scale_log2 alone may overflow.
+// LSE = ln2 * (m * scale_log2 + log2(sum) - p_log2) of query q, if it is wanted. m * scale_log2 alone may overflow.
 template <class B>
-__device__ __forceinline__ void store_lse(float m, float l, const KernelArgs& a, const WorkItem& item, int q) {
+__device__ __forceinline__ void store_lse(float m, float sum, const KernelArgs& a, const WorkItem& item, int q) {
   if (a.p.LSE) {
     const int64_t row = (int64_t(batch_of<B>(a.p.q_starts, item.b)) * a.p.Hq + item.h) * a.p.Sq + q_row<B>(item, q);
-    if (B::use_sinks) l = with_sink<B>(m, l, a, item);
-    float lse = fmaf(finite_max(m), item_scale_log2<B>(a, item) * ln2, ln2 * (lg2_approx_ftz(l) - p_log2<B>));
+    float lse = fmaf(finite_max(m), item_scale_log2<B>(a, item) * ln2, ln2 * (lg2_approx_ftz(sum) - p_log2<B>));
     if (B::use_sinks) lse = max_nan(lse, sink_of<B>(a, item));
     st_global(a.p.LSE + row, lse);
   }
 }
 
-// What O is multiplied by, of a row with the sum l: 1 / l times the factor of V; 0 for a row without a visible key.
+// What O is multiplied by: 1 / sum times the factor of V; 0 where no key is visible and there is no sink.
 template <class B>
-__device__ __forceinline__ float inverse_of_sum(float m, float l, const KernelArgs& a, const WorkItem& item) {
-  if (B::use_sinks && l != 0) l = with_sink<B>(m, l, a, item);
-  return l == 0 ? 0 : rcp_approx_ftz(l) * item_v_descale<B>(a, item);
+__device__ __forceinline__ float inverse_of_sum(float sum, const KernelArgs& a, const WorkItem& item) {
+  return sum == 0 ? 0 : rcp_approx_ftz(sum) * item_v_descale<B>(a, item);
 }
 // O of rows without a visible key is 0, whatever V is.   l [ROWS]
 template <class View> __device__ __forceinline__ void clear_empty_rows(View& O, const float (&l)[View::ROWS]) {
@@ -1513,7 +1512,7 @@ __device__ __forceinline__ void store_output(const View& O, const float (&m)[Vie
     const int q = by_rows<B> ? of.q0 : item.q0 + O.row(i);
     if (q >= queries_of<B>(item, p.Sq)) continue;
     if (by_rows<B> && O.row(i) >= rows_of_item<B>(a)) continue;
-    const float inverse = inverse_of_sum<B>(m[i], l[i], a, of);
+    const float sum = with_sink<B>(m[i], l[i], a, of), inverse = inverse_of_sum<B>(sum, a, of);
     SDPA_UNROLL for (int j = 0; j < View::COLS; j += width) {
       Output e[width];
       SDPA_UNROLL for (int n = 0; n < width; n++) {
@@ -1523,7 +1522,7 @@ __device__ __forceinline__ void store_output(const View& O, const float (&m)[Vie
       memcpy(&x, e, sizeof x);
       st_global(O_g + q_row<B>(item, q) * p.o.row + (of.h - item.h) * p.o.head + O.col(j), x);
     }
-    if (O.col(0) == 0) store_lse<B>(m[i], l[i], a, of, q);  // the first lane of the row
+    if (O.col(0) == 0) store_lse<B>(m[i], sum, a, of, q);  // the first lane of the row
   }
 }
 
@@ -3785,7 +3784,7 @@ template <class B, class Store>
 __device__ __forceinline__ void merge_slices(const WgmmaRows<B>& rows, SlicePartial<B>& partial, int slice,
                                              const WorkItem& item, const Store& store) {
   const uint32_t tid = thread_index_anew() % 128, lane = tid % 32, warp = tid / 32;
-  const int row = warp * 16 + slice * 8 + lane / 4;  // that the thread finishes
+  const int row = warp * 16 + slice * 8 + lane / 4, q = rows.q + row;  // that the thread finishes
   float share[B::d_v / 4];
   SDPA_UNROLL for (int to = 0; to < 2; to++) {
     SDPA_UNROLL for (int v = 0; v < B::d_v / 16; v++) {
@@ -3809,7 +3808,7 @@ __device__ __forceinline__ void merge_slices(const WgmmaRows<B>& rows, SlicePart
   const float2 m_l[2] = {own, ld_shared<float2>(&partial.m_l[1 - slice][row])};
   float weight[2], m, l;
   merge_weights<B>(m_l, rows.scale_log2, weight, m, l);
-  const float inverse = inverse_of_sum<B>(m, l, rows.a, item);
+  const float sum = with_sink<B>(m, l, rows.a, item), inverse = inverse_of_sum<B>(sum, rows.a, item);
   SDPA_UNROLL for (int v = 0; v < B::d_v / 16; v++) {
     const float4 x = ld_shared<float4>(&partial.O[slice][v][tid]);
     const float others[4] = {x.x, x.y, x.z, x.w};
@@ -3819,7 +3818,7 @@ __device__ __forceinline__ void merge_slices(const WgmmaRows<B>& rows, SlicePart
     }
   }
   store(share, row);
-  if (lane % 4 == 0 && rows.q + row < queries_of<B>(item, rows.a.p.Sq)) store_lse<B>(m, l, rows.a, item, rows.q + row);
+  if (lane % 4 == 0 && q < queries_of<B>(item, rows.a.p.Sq)) store_lse<B>(m, sum, rows.a, item, q);
 }
 
 // ---- 5d 16 bits: the kernel (wgmma and USE_WARP_SPECIALIZATION and DTYPE = FP16, DTYPE = BF16) ----
@@ -4067,9 +4066,12 @@ template <class B> struct Wgmma16Consumer : WgmmaConsumer<B, WgmmaShared<B>> {
     const uint32_t tid = thread_index_anew() % 128, lane = tid % 32;
     const int first_row = tid / 32 * 16, stage = q_ring.stage;  // of the warp, in its group
     barrier_sync(q_read + Base::warpgroup, 128);                // hazard: Q read by all its warps
-    float inverse[2];
-    SDPA_UNROLL for (int i = 0; i < 2; i++) inverse[i] = inverse_of_sum<B>(rows.m[i], rows.l[i], a, s.item[stage]);
     clear_empty_rows(O, rows.l);
+    if (B::use_sinks) {
+      SDPA_UNROLL for (int i = 0; i < 2; i++) rows.l[i] = with_sink<B>(rows.m[i], rows.l[i], a, s.item[stage]);
+    }
+    float inverse[2];
+    SDPA_UNROLL for (int i = 0; i < 2; i++) inverse[i] = inverse_of_sum<B>(rows.l[i], a, s.item[stage]);
     SDPA_UNROLL for (int i = 0; i < 2; i++) {
       const int row = rows.q + first_row + int(lane) / 4 + 8 * i;
       const bool stores = lane % 4 == 0 && row < queries_of<B>(s.item[stage], a.p.Sq);
