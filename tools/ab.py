@@ -212,4 +212,3 @@ def main():
         with_gpu(gpu, contenders, problems, *course)
     else:
         without_gpu(contenders, problems)
-    return 0

@@ -64,7 +64,6 @@ def main():
         for count in keys:
             for row in rows_of(gpu, kernels, D, dtype, count):
                 table.add(**row)
-    return 0
 
 
 if __name__ == "__main__":

@@ -125,8 +125,7 @@ class Tree:
     def knob_rows(self):
         """{name: Knob}."""
         row = r'^  X\(([A-Z][A-Z_0-9]+), ([A-Z0-9_]*),(?: (\w+),)?[^"\n]*"([^"\n]*)"'
-        rows = re.findall(row, self.read("sdpa.cu") or "", re.MULTILINE)
-        return {name: Knob(*row) for name, *row in rows}
+        return {name: Knob(*row) for name, *row in re.findall(row, self.read("sdpa.cu") or "", re.MULTILINE)}
 
     def refusals(self):
         """What of sdpa.cu judges knobs: sections 1 and 7 without the model, as a program of their own."""
@@ -248,10 +247,8 @@ class Cublas(Line):
         return list(self.changes)
 
 
-@dataclass(frozen=True)
-class Torch:
+class Torch(namedtuple("Torch", "text")):
     """A kernel behind PyTorch's scaled_dot_product_attention, or of a package that takes PyTorch's tensors."""
-    text: str
     D = dtype = None  # any
     family, words = "torch", ()
 
@@ -332,8 +329,7 @@ def change_line(line, word):
 
 def loadable(tree):
     """The tree, if its lines can be loaded as libraries."""
-    text = tree.read("tools/library.cu") or ""
-    missing = [name for name in LIBRARY_FUNCTIONS if name + "(" not in text]
+    missing = [name for name in LIBRARY_FUNCTIONS if name + "(" not in (tree.read("tools/library.cu") or "")]
     if missing:
         raise Refused(f"{tree}: its tools/library.cu has no {missing[0]}, so its lines cannot be loaded")
     return tree
@@ -346,13 +342,8 @@ def nvcc(tool="nvcc"):
     return shutil.which(tool) or shutil.which(os.path.join(os.environ.get("CUDA_HOME", "/usr/local/cuda"), "bin", tool))
 
 
-@dataclass
-class Built:
-    """A line as a library: where it is, or why it is not."""
-    line: Line
-    path: str = ""
-    trouble: str = ""
-    log: str = ""
+# A line as a library: where it is, or why it is not.
+Built = namedtuple("Built", "line path trouble log", defaults=("", "", ""))
 
 
 def build(lines, *archs, program=LIBRARY, kind="-shared", progress=lambda *_: None):
@@ -476,6 +467,10 @@ def compiler_words(log):
 
 # ---- what a library takes of an SM, and whether two are the same ----
 
+MIX = {"tensor": r"HMMA|HGMMA|QGMMA|IMMA", "MUFU": "MUFU", "FFMA": "FFMA", "LDS": r"LDSM?[. ]", "BAR": "BAR|SYNCS",
+       "instructions": ""}
+
+
 @dataclass
 class Facts:
     """Of a library, from it and from what ptxas said of it."""
@@ -493,7 +488,10 @@ class Facts:
 
     @property
     def mix(self):
-        return instruction_mix(self.path) if self.path else {}
+        """How many instructions of each kind its kernels have; nothing without cuobjdump. It takes a second."""
+        words = run(["cuobjdump", "-sass", self.path]).stdout if self.path and shutil.which("cuobjdump") else ""
+        code = re.findall(r"^ +/\*[0-9a-f]{4,}\*/ +(?:@!?U?P[0-9T]+ +)?(?!NOP)([A-Z][^;]*);", words, re.MULTILINE)
+        return {kind: sum(bool(re.match(pattern, text)) for text in code) for kind, pattern in MIX.items() if code}
 
 
 def facts(built):
@@ -533,20 +531,8 @@ def symbol(elf, table, name):
 def launch_of(data):
     """Threads, bytes of shared memory and BLOCK_M: a constant of device code alone, sizes of symbols of a library."""
     for cubin in embedded(data):
-        found = symbol(cubin, ".symtab", "sdpa_library_launch")
-        if found:
+        if found := symbol(cubin, ".symtab", "sdpa_library_launch"):
             return struct.unpack_from("<3i", cubin.get_section_by_name(".nv.constant3").data(), found.st_value)
     found = [symbol(ELFFile(io.BytesIO(data)), ".dynsym", "sdpa_library_" + name)
              for name in ("threads", "smem_bytes", "block_m")]
     return [one.st_size if one else 0 for one in found]
-
-
-MIX = {"tensor": r"HMMA|HGMMA|QGMMA|IMMA", "MUFU": "MUFU", "FFMA": "FFMA", "LDS": r"LDSM?[. ]", "BAR": "BAR|SYNCS",
-       "instructions": ""}
-
-
-def instruction_mix(path):
-    """How many instructions of each kind its kernels have; nothing where cuobjdump is missing. It takes a second."""
-    words = run(["cuobjdump", "-sass", path]).stdout if shutil.which("cuobjdump") else ""
-    code = re.findall(r"^ +/\*[0-9a-f]{4,}\*/ +(?:@!?U?P[0-9T]+ +)?(?!NOP)([A-Z][^;]*);", words, re.MULTILINE)
-    return {kind: sum(bool(re.match(pattern, text)) for text in code) for kind, pattern in MIX.items()} if code else {}

@@ -41,8 +41,7 @@ __global__ void softmax_rows(SdpaParams p, KeyBounds keys, float scale_log2, con
 }
 
 // Its first call of a thread makes a handle, which allocates: it must not be captured.
-SdpaStatus cublas_forward(const SdpaParams& params, cudaStream_t stream) {
-  SdpaParams p = params;
+SdpaStatus cublas_forward(SdpaParams p, cudaStream_t stream) {
   const SdpaStatus status = check_params(p);
   if (!status.ok()) return status;
   thread_local cublasHandle_t handle = nullptr;

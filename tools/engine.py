@@ -4,11 +4,9 @@ Each contender is captured into a CUDA graph. A turn is a stretch of its replays
 block is a turn of each contender in random order and another one in the reverse order, so that what drifts falls on
 all alike. The logarithm of the ratio of two contenders' times in one half of a block is one number for judge().
 """
-import collections
 import contextlib
 import csv
 import ctypes
-import datetime
 import importlib.util
 import itertools
 import math
@@ -17,7 +15,8 @@ import re
 import shutil
 import sys
 import time
-from dataclasses import asdict, dataclass, replace
+from collections import namedtuple
+from dataclasses import dataclass
 
 import ml_dtypes
 import numpy as np
@@ -30,8 +29,7 @@ SHAPES = {"small": (1, 1, 1, 32, 32), "mission": (1, 8, 8, 512, 512), "mission2"
           "long": (1, 8, 8, 2048, 2048), "decode": (32, 32, 8, 1, 8192), "decode1": (1, 32, 8, 1, 32768),
           "chunk": (1, 32, 8, 256, 8192)}
 CAUSAL = ("off", "br", "tl")
-# By type of the inputs, as reference.cpp has them: of rel_rms, of the largest error over max(1, max|ref|), of LSE's
-# over max(1, |ref|).
+# By type, as reference.cpp has them: of rel_rms, the largest error over max(1, max|ref|), LSE's over max(1, |ref|).
 LIMITS = {"fp16": (1e-3, 1e-3, 1e-3), "bf16": (8e-3, 8e-3, 1e-3), "e4m3": (4e-2, 6e-2, 4e-3),
           "u8": (1.5e-3, 2e-3, 1e-3)}
 FP16_SUMS = (5e-3, 5e-3, 5e-3)  # with FP16_ACC
@@ -42,23 +40,12 @@ SM_COUNT = 16  # CU_DEVICE_ATTRIBUTE_MULTIPROCESSOR_COUNT
 
 # ---- problems ----
 
-@dataclass(frozen=True)
-class Problem:
-    """Sizes of the tensors, their type, and which keys a query sees. D = 0 and no dtype: any line's."""
-    shape: str
-    B: int
-    Hq: int
-    Hkv: int
-    Sq: int
-    Sk: int
-    D: int = 0
-    dtype: str = ""
-    causal: str = "off"
-    Dv: int = 0  # of V and O; 0: D
+class Problem(namedtuple("Problem", "shape B Hq Hkv Sq Sk D dtype causal Dv", defaults=(0, "", "off", 0))):
+    """Sizes of the tensors, their type, and which keys a query sees. D = 0 and no dtype: any line's. Dv = 0: D."""
 
     def columns(self):
         """Of a row of results; Dv is among the line's knobs."""
-        return {name: value for name, value in asdict(self).items() if name != "Dv"}
+        return {name: value for name, value in self._asdict().items() if name != "Dv"}
 
     @property
     def v_dim(self):
@@ -72,7 +59,7 @@ class Problem:
         if self.D not in (0, D) or self.dtype not in ("", dtype):
             raise Refused(f"--shape {self.shape}: D={self.D or D} {self.dtype or dtype} is asked for, and the line "
                           f"has D={D} {dtype}")
-        return replace(self, D=D, dtype=dtype, Dv=Dv)
+        return self._replace(D=D, dtype=dtype, Dv=Dv)
 
     def fits(self, line):
         """Whether a contender computes this problem's D and type."""
@@ -124,13 +111,8 @@ class Graph:
     close: object = None  # frees it
 
 
-@dataclass(frozen=True)
-class Turn:
+class Turn(namedtuple("Turn", "us clock_mhz throttle power_w", defaults=(0, 0, 0))):
     """Microseconds of a launch in each replay, and the state of the GPU meanwhile (0: not known)."""
-    us: tuple
-    clock_mhz: int = 0
-    throttle: int = 0
-    power_w: float = 0
 
     @property
     def median(self):
@@ -308,7 +290,7 @@ def is_prefix(size):
 
 
 # Addresses of a contender's O and LSE (0: none), the type of O, and the limits of its errors.
-Outputs = collections.namedtuple("Outputs", "O LSE dtype limits")
+Outputs = namedtuple("Outputs", "O LSE dtype limits")
 
 
 class LoadedLine:
@@ -534,11 +516,9 @@ class Tensors:
 
     def workspace(self, size):
         """The address of that many bytes for any contender."""
-        for address, bytes_there in self.workspaces:
-            if bytes_there >= size:
-                return address
-        self.workspaces.append((self.gpu.allocate(size), size))
-        return self.workspaces[-1][0]
+        if not any(bytes_there >= size for _, bytes_there in self.workspaces):
+            self.workspaces.append((self.gpu.allocate(size), size))
+        return next(address for address, bytes_there in self.workspaces if bytes_there >= size)
 
     def rows(self, name, problem, b, h):
         """One head of Q, K or V in float64."""
@@ -555,15 +535,9 @@ class Tensors:
 MOST_HEADS, MOST_ROWS = 4, 256  # that are checked, of heads and of rows in each
 
 
-@dataclass
-class Check:
-    """What came out against the reference; the sentence says what is wrong."""
-    passed: bool = False
-    rel_rms: float = math.nan
-    max_abs_err: float = math.nan
-    lse_err: float = math.nan
-    rows: int = 0
-    sentence: str = ""
+# What came out against the reference; the sentence says what is wrong.
+Check = namedtuple("Check", "passed rel_rms max_abs_err lse_err rows sentence",
+                   defaults=(False, math.nan, math.nan, math.nan, 0, ""))
 
 
 class Reference:
@@ -577,8 +551,7 @@ class Reference:
         groups = np.unique(np.linspace(0, (p.Sq - 1) // 64, MOST_ROWS).astype(int)) * 64
         self.rows, parts = [], []  # (b, h, q) of each row; O and LSE of as many as memory holds
         for b, h in np.column_stack(np.divmod(heads, p.Hq)).tolist():
-            inner = np.minimum(groups + rng.integers(0, 64, len(groups)), p.Sq - 1)
-            rows = np.unique([0, p.Sq - 1, *inner])
+            rows = np.unique([0, p.Sq - 1, *np.minimum(groups + rng.integers(0, 64, len(groups)), p.Sq - 1)])
             self.rows += [(b, h, q) for q in rows.tolist()]
             parts += [self.attend(tensors, b, h, few) for few in np.array_split(rows, 1 + len(rows) * p.Sk // 4000000)]
         self.O, self.LSE = map(np.concatenate, zip(*parts))
@@ -640,8 +613,7 @@ class Bench:
                 self.skipped[key] = str(error)
 
     def run(self, kernel, problem):
-        """One launch: its check, O and LSE, their Outputs, the function that launches it and (address, bytes) of its
-        workspace."""
+        """One launch: its check, O and LSE, their Outputs, what launches it, and its workspace's place and size."""
         if problem not in self.references:
             self.references[problem] = Reference(problem, self.tensors)
         launch, outputs, workspace = kernel.prepare(self.gpu, self.tensors, problem)
@@ -710,16 +682,8 @@ class Bench:
 
 # ---- turns ----
 
-@dataclass(frozen=True)
-class Pace:
-    """How long a turn warms up, and how long it is timed."""
-    warm_us: float
-    timed_us: float
-    fewest: int = 3  # timed replays
-    rest_s: float = 0
-    budget_s: float = 7.5  # of a verdict, for each contender
-
-
+# How long a turn warms up and is timed, the fewest replays timed, the rest before; a verdict's budget per contender.
+Pace = namedtuple("Pace", "warm_us timed_us fewest rest_s budget_s", defaults=(3, 0, 7.5))
 BEHIND_US = 2e3  # of replays that nobody times, while the host reads the times and enqueues the next turn
 # For verdicts. At the power limit the clock steps up and down by 1% every 50 ms or so and dips each second for 0.2 s:
 # the shorter the turns, the more pairs see one clock. A contender that draws more power slows the others then, too.
@@ -814,29 +778,21 @@ ERROR = 0.01  # of all looks together
 UNEVEN = 0.15  # pairs that differ by more from each other are not of one GPU with nothing else to do
 
 
-@dataclass
-class Verdict:
+class Verdict(namedtuple("Verdict", "verdict ratio low high pairs thrown_out")):
     """B's time over A's. The interval is the one of Tukey and McLaughlin (1963) for the trimmed mean, with a fifth of
     the pairs cut off at each end, so that a hiccup moves nothing. It holds the ratio with 1 - ERROR at whichever look
     one stops, since each of them has its share of ERROR (Bonferroni). docs/NUMBERS.md has the rule of the verdicts."""
-    verdict: str = "UNCLEAR"
-    ratio: float = math.nan
-    low: float = math.nan
-    high: float = math.nan
-    pairs: int = 0
-    thrown_out: int = 0
 
 
 def judge(ratios, thrown_out=0, us=math.inf):
     """The verdict on the pairs' logarithms of ratios; the base takes us microseconds."""
     if len(ratios) < LOOKS[0]:
-        return Verdict(pairs=len(ratios), thrown_out=thrown_out)
+        return Verdict("UNCLEAR", math.nan, math.nan, math.nan, len(ratios), thrown_out)
     low, high = stats.mstats.trimmed_mean_ci(ratios, limits=(0.2, 0.2), alpha=ERROR / len(LOOKS))
     moved, same = (max(limit, RESOLUTION_US / us) for limit in (MOVED_FROM, SAME_WITHIN))
-    verdict = "UNCLEAR"
-    if np.ptp(np.quantile(ratios, (0.1, 0.9))) <= UNEVEN:
-        verdict = ("SLOWER" if low > moved else "FASTER" if high < -moved else
-                   "SAME" if -same < low and high < same else "UNCLEAR")
+    is_even = np.ptp(np.quantile(ratios, (0.1, 0.9))) <= UNEVEN
+    verdict = ("UNCLEAR" if not is_even else "SLOWER" if low > moved else "FASTER" if high < -moved else
+               "SAME" if -same < low and high < same else "UNCLEAR")
     return Verdict(verdict, *np.exp([stats.trim_mean(ratios, 0.2), low, high]).tolist(), len(ratios), thrown_out)
 
 
@@ -869,7 +825,7 @@ def measure(gpu, graphs, pace, blocks):
 
 def results_path(folder, device, suffix="", new=False, ending=".csv"):
     """results/FOLDER/DATE-DEVICE[-SUFFIX].csv; new: a numbered one if that exists."""
-    name = "-".join(filter(None, [datetime.date.today().isoformat(), re.sub("[^A-Za-z0-9]+", "-", device), suffix]))
+    name = "-".join(filter(None, [time.strftime("%Y-%m-%d"), re.sub("[^A-Za-z0-9]+", "-", device), suffix]))
     os.makedirs(os.path.join(ROOT, "results", folder), exist_ok=True)
     for number in itertools.count(1):
         path = os.path.join(ROOT, "results", folder, name + (f"-{number}" if number > 1 else "") + ending)
@@ -883,8 +839,7 @@ class Table:
     def __init__(self, path, columns, printed=False):
         is_new, self.name = not os.path.exists(path), os.path.relpath(path, ROOT)
         self.files = [open(path, "a", newline=""), *[sys.stdout] * printed]
-        self.outs = [csv.DictWriter(file, columns, lineterminator="\n", restval="", extrasaction="ignore")
-                     for file in self.files]
+        self.outs = [csv.DictWriter(file, columns, lineterminator="\n", extrasaction="ignore") for file in self.files]
         for out in self.outs[0 if is_new else 1:]:
             out.writeheader()
 

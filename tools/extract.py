@@ -8,7 +8,6 @@ STAGES and VEC_WIDTH decide nothing: they are constants of one struct and can be
 environment: SDPA_CONFIGS, CXX
 """
 import itertools
-import os
 import re
 import tempfile
 import textwrap
@@ -49,7 +48,7 @@ def rows_of(tree, name, knobs):
     """{row: {knob: number}} of the builds of a line, as the host's compiler says; -1 is the typed one."""
     words = tree.config_lines()[name].words
     with tempfile.TemporaryDirectory() as folder:
-        program = os.path.join(folder, "rows")
+        program = f"{folder}/rows"
         done = builds.run([builds.CXX, "-std=c++17", "-w", *builds.definitions(words), "-x", "c++", "-", "-o", program],
                           input="#include <cstdio>\n" + tree.refusals() + PRINT_ROWS)
         if done.returncode:

@@ -20,7 +20,6 @@ import collections
 import csv
 import ctypes
 import math
-import os
 import sys
 from pathlib import Path
 
@@ -51,8 +50,7 @@ NEW_COSTS = (5000, 6)  # of a tile before it is fitted
 LEAST, KEEP = np.log([100, 1e-3]), 0.01  # costs; residual of one that is e times what it was
 SLOW = 2  # times the quickest tile: such times do not count
 WORST_LOSS, MEAN_LOSS, FOLDS = 0.08, 0.01, 6
-# An H200's L2 just holds so many bytes of K and V or not: there the model cannot tell what one query takes, since it
-# depends on what else lies in L2.
+# Bytes of K and V that an H200's L2 just holds or not: what one query takes there depends on what else lies in L2.
 L2_EDGE, WORST_LOSS_THERE = (30e6, 55e6), 0.35
 # Line with USE_TUNED=1: its type, and the knobs of a build for the host that has its table.
 TABLES = {"hopper": ("fp16", ""), "ampere": ("fp16", "USE_MMA_SYNC=1 BLOCK_M=64"),
@@ -182,10 +180,9 @@ def measure(gpu, model, tiles, problems, table):
 
 def read_rows(path):
     """The rows of a CSV of fit, all of them whole; else it is refused."""
-    if not os.path.exists(path):
+    if not Path(path).exists():
         raise Refused(f"{path}: there is no such file")
-    with open(path, newline="") as file:
-        rows = list(csv.DictReader(file))
+    rows = list(csv.DictReader(open(path, newline="")))
     if not rows or set(COLUMNS) - set(rows[0]) or None in rows[0]:
         raise Refused(f"{path}: want rows that ./run_all.sh fit wrote, with the columns {' '.join(COLUMNS)}")
     for number, row in enumerate(rows, 2):

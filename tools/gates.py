@@ -39,23 +39,21 @@ class Found:
 
 
 def judge(kernels, rows):
-    """Found of each gate of each line. kernels: as compiled() has them; rows: what time_claims() measured, None if
-    nothing."""
+    """Found of each gate of each line. kernels: as compiled() has them; rows: what time_claims() measured, or None."""
     owners = {}
     for name, (gates, facts) in kernels.items():
         if isinstance(facts, str):
             yield Found(name, "compiles", "yes", "no: " + facts, "FAIL")
-            continue
-        if not facts.registers:
+        elif not facts.registers:
             yield Found(name, "ptxas report", "one", "none", "FAIL")
-            continue
-        yield from judge_resources(name, gates, facts)
-        if facts.wgmma:
-            yield Found(name, "wgmma as written", "yes", "no: " + " ".join(facts.wgmma), "FAIL")
-        owner = owners.setdefault((facts.code, facts.threads, facts.shared_bytes, facts.block_m), name)
-        if owner != name:
-            yield Found(name, "duplicate", "its own code", f"all of {owner}'s", "FAIL")
-        yield from judge_claims(name, gates, rows)
+        else:
+            yield from judge_resources(name, gates, facts)
+            if facts.wgmma:
+                yield Found(name, "wgmma as written", "yes", "no: " + " ".join(facts.wgmma), "FAIL")
+            owner = owners.setdefault((facts.code, facts.threads, facts.shared_bytes, facts.block_m), name)
+            if owner != name:
+                yield Found(name, "duplicate", "its own code", f"all of {owner}'s", "FAIL")
+            yield from judge_claims(name, gates, rows)
 
 
 def judge_resources(name, gates, facts):
@@ -81,8 +79,7 @@ def judge_claims(name, gates, rows):
             verdict = "ok" if low >= float(factor) else "FAIL" if high < float(factor) else "UNCLEAR"
             yield Found(name, gate, f">= {factor}", f"{row['low']} to {row['high']}", verdict)
         if not fitting:
-            words = "not timed: gates --time" if rows is None else "not timed"
-            yield Found(name, gate, f">= {factor}", words, "UNCLEAR")
+            yield Found(name, gate, f">= {factor}", "not timed" + ": gates --time" * (rows is None), "UNCLEAR")
 
 
 # ---- speed claims, gate:step-over=NAME:FACTOR[@SHAPE], timed in turns with that line ----
@@ -120,15 +117,13 @@ def time_claims(only):
     gpu = engine.need_gpu("; without --time the claims are judged by the newest of results/steps")
     wanted = list(claims(only))
     names = list(dict.fromkeys(name for line, other, _ in wanted for name in (other, line)))
-    lines = dict(zip(names, builds.parse_contenders(names)))
-    lines = {name: line for name, line in lines.items() if line.runs_on(gpu.arch)}
+    lines = {line.name: line for line in builds.parse_contenders(names) if line.runs_on(gpu.arch)}
     built = builds.build(lines.values(), gpu.arch)
     loaded = {name: engine.load(line, gpu, built) for name, line in lines.items()}
     table = engine.Table(engine.results_path("steps", gpu.name, new=True), STEP_COLUMNS)
     for name, other, shape in wanted:
         if name in loaded and other in loaded:
-            row = time_claim(gpu, {"over": loaded[other], "line": loaded[name]}, shape)
-            if row:
+            if row := time_claim(gpu, {"over": loaded[other], "line": loaded[name]}, shape):
                 table.add(**row)
             else:
                 say(f"gates: {name} over {other} at {shape}: one of them is wrong, so neither gets a time")
@@ -181,6 +176,5 @@ def main():
     rows = None
     if path:
         say(f"speed claims are judged by {os.path.relpath(path)}")
-        with open(path, newline="") as file:
-            rows = list(csv.DictReader(file))
+        rows = list(csv.DictReader(open(path, newline="")))
     return report(judge(kernels, rows)) or bool(bad_lines)

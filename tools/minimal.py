@@ -366,10 +366,6 @@ def without_gone(text):
 
 # ---- what nothing reaches ----
 
-def is_comment(line):
-    return line.lstrip().startswith("//") and not line.startswith(BANNERS)
-
-
 class Unit:
     """A declaration, with its comment and its lines: the names that it makes and those that it needs."""
 
@@ -385,6 +381,7 @@ class Unit:
         self.has_default = inner.child_by_field_name("default_value") is not None
         self.types = signature_types(node) if inner.type == "function_definition" and not struct else set()
         start, end = node.start_point[0], node.end_point[0] - (node.end_point[1] == 0)
+        is_comment = re.compile(r"(?!// ----|// ====)\s*//").match
         above, below = (len(list(itertools.takewhile(is_comment, others)))
                         for others in (lines[start - 1::-1], lines[end + 1:]))
         # A comment may be the section's or the next one's.

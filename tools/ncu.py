@@ -5,7 +5,6 @@ attention, and prints in eleven lines what binds it and how far it is from that 
 exit: 0, 1 the kernel gives wrong results, 2 bad usage, no ncu, or no right to read the counters
 """
 import csv
-import os
 import re
 import shutil
 import sys
@@ -113,9 +112,8 @@ def main():
     try:
         counters = counters_of(done.stdout)
     except ValueError:
-        report = os.path.join(builds.BUILD, "ncu.csv")
+        report = f"{builds.BUILD}/ncu.csv"
         builds.replace_file(report, said)
         words = "".join(re.findall("^==.*", said, re.MULTILINE)[-1:])
         raise Refused(f"ncu gave no counters: {words} (all its words: {report})") from None
     print("\n".join(verdict(next(csv.DictReader(checked.stdout.splitlines())), counters)))
-    return 0

@@ -82,13 +82,6 @@ def results_section(source):
     return pivot(["problem (B,Hq,Hkv,Sq,Sk,D)", OURS], cells) + "\n" + words, {"peers.svg": chart}
 
 
-def kept_sentences():
-    """{line: the last cell of its row} of the ladder's tables."""
-    text = (ROOT / "docs/LADDER.md").read_text(encoding="utf-8")
-    section = text.partition("<!-- ladder:begin")[2].partition("<!-- ladder:end")[0]
-    return dict(re.findall(r"^\| (\w+) \|(?:[^|\n]*\|){3} ([^|\n]*) \|$", section, re.M))
-
-
 def ladder_section(source):
     """Every line of configs.txt beside its base, in tables with the kept sentences, and pictures of the steps."""
     row_of, families = {}, collections.defaultdict(list)
@@ -100,7 +93,10 @@ def ladder_section(source):
     us = collections.defaultdict(dict)
     for row, t in timed(source):
         us[row["config"]][row["shape"]] = t
-    text, drawings, base, sentences = [], {}, bases(source), kept_sentences()
+    page = (ROOT / "docs/LADDER.md").read_text(encoding="utf-8")
+    ladder = page.partition("<!-- ladder:begin")[2].partition("<!-- ladder:end")[0]
+    sentences = dict(re.findall(r"^\| (\w+) \|(?:[^|\n]*\|){3} ([^|\n]*) \|$", ladder, re.M))
+    text, drawings, base = [], {}, bases(source)
     for family, lines in families.items():
         pictures, rows = "", []
         for shape in ("mission", "long"):
@@ -206,10 +202,6 @@ def accuracy_section(source):
     return pivot(["contender", "what"], dict(sorted(cells.items(), key=lambda item: item[0][1])))
 
 
-def none_yet(kind):
-    return f"None on this GPU yet: `{KINDS[kind][2]}` measures it.\n"
-
-
 def bugs_section(words):
     """The outcome of tests/bugs.py: how many bugs of which kind each net catches."""
     kinds, missed, kind = collections.defaultdict(collections.Counter), [], ""
@@ -252,11 +244,13 @@ def drawn(results, named=()):
     results, chart = results_section(found.get("peers", [main])[-1])
     ladder, rungs = ladder_section(main)
     ablation, waterfalls = ablation_section(found["ablation"])
-    sections = {"results": results, "ladder": ladder, "ablation": ablation or none_yet("ablation")}
+    sections = {"results": results, "ladder": ladder, "ablation": ablation}
     for name, section in (("rungs", rungs_section), ("rested", rates_section), ("e4m3", rates_section),
                           ("decode", decode_section), ("accuracy", accuracy_section)):
         source = found.get(name, [None])[-1]
-        sections[name] = section(source) + "\n" + provenance(source, "../") if source else none_yet(name)
+        sections[name] = section(source) + "\n" + provenance(source, "../") if source else ""
+    for name in [name for name, text in sections.items() if not text]:
+        sections[name] = f"None on this GPU yet: `{KINDS[name][2]}` measures it.\n"
     return sections, {**chart, **rungs, **waterfalls}
 
 
@@ -264,7 +258,7 @@ def main():
     options = cli.parse_options(__doc__, cli.MOST)
     if options.bugs:
         put({"bugs": bugs_section(sys.stdin.read())})
-        return 0
+        return
     for word in options.words:
         if not Path(word).is_file():
             raise Refused(f"{word}: no such file")
@@ -276,7 +270,6 @@ def main():
         if path.name not in pictures:
             path.unlink()
     cli.say(f"drawn: {', '.join(sections)}; {', '.join(pictures)}")
-    return 0
 
 
 if __name__ == "__main__":

@@ -72,8 +72,7 @@ def draw(count, seed, chunks=False):
             Sq = (Sk, Sk, 1, size(1, 16384))[kind]
         D, dtype, Hq = rng.choice([64, 128, 256]), rng.choice(["fp16", "bf16"]), Hkv * group
         if B * D * max(Hq * Sq, Hkv * Sk) <= MOST_ELEMENTS and 4 * B * Hq * Sq * Sk * D <= MOST_FLOPS:
-            text = f"{B},{Hq},{Hkv},{Sq},{Sk},{D},{dtype},{'br' if kind == 1 else 'off'}"
-            found.append(engine.parse_problem(text))
+            found.append(engine.parse_problem(f"{B},{Hq},{Hkv},{Sq},{Sk},{D},{dtype},{'br' if kind == 1 else 'off'}"))
     return found
 
 

@@ -11,7 +11,6 @@ exit: 0, 2 bad usage, or a file that is missing or cannot be read
 """
 import collections
 import html
-import itertools
 import re
 import statistics
 import string
@@ -141,19 +140,12 @@ def ab_section(found):
 def tables_section(found):
     """What is measured besides, a table for each file, of the columns in which its rows differ."""
     text = ""
-    for source in itertools.chain.from_iterable(found[kind] for kind in UNDRAWN):
+    for source in (source for kind in UNDRAWN for source in found[kind]):
         columns = [name for name in source.rows[0] if name not in SIZES and len({row[name] for row in source.rows}) > 1]
         text += (f"<details><summary>{source.name}: {len(source.rows)} rows</summary>\n\n"
                  + page.table(columns, [map(row.get, columns) for row in source.rows])
                  + provenance(source) + "</details>\n\n")
     return text
-
-
-def files_section(results, found):
-    """Every CSV of results/, and whether this page shows it: the newest of each kind by their names."""
-    shown = {source.path for sources in found.values() for source in sources}
-    rows = [(path.relative_to(results.parent), "shown" * (path in shown)) for path in sorted(results.rglob("*.csv"))]
-    return page.table(["file", "here"], rows)
 
 
 # ---- the page ----
@@ -164,6 +156,8 @@ def whole(results):
     main = found["lines"][0]
     drawn, pictures = page.drawn(results)
     comparisons, more = ab_section(found)
+    shown = {source.path for sources in found.values() for source in sources}
+    files = [(path.relative_to(results.parent), "shown" * (path in shown)) for path in sorted(results.rglob("*.csv"))]
     sections = [
         ("peers", "Beside the peers",
          page.picture("peers.svg", "TFLOP/s of the fastest line and of peers") + "\n" + drawn["results"]),
@@ -177,7 +171,7 @@ def whole(results):
         ("accuracy", "Errors by the number of keys", drawn["accuracy"]),
         ("ab", "A/B comparisons", comparisons),
         ("tables", "Claims, tiles, variants and checks", tables_section(found)),
-        ("files", "All files of results/", files_section(results, found)),
+        ("files", "All files of results/", page.table(["file", "here"], files)),
     ]
     # In one page a picture is as wide as its place, and has ids that no other one has.
     for count, (name, drawing) in enumerate({**pictures, **more}.items()):
@@ -201,4 +195,3 @@ def main():
     text = whole(results.resolve())
     builds.replace_file(output, text)
     say(f"{output}: {len(text.encode()) / 1024:.0f} KB")
-    return 0

@@ -45,8 +45,8 @@ def svg(figure, label):
     # The page's font, and a tenth of a unit of precision: smaller, and nobody sees it.
     text = re.sub(r"font: (bold |700 )?([\d.]+)px [^;\"]*", lambda m: "font-size: " + m[2] + "px"
                   + ("; font-weight: bold" if m[1] else ""), text)
-    text = re.sub(r" font-family: [^;\"]*;?", "", text)  # matplotlib 3.11 writes it apart
-    text = re.sub(r' transform="rotate\(-0 [^"]*\)"', "", text)
+    # matplotlib 3.11 writes the family apart.
+    text = re.sub(r''' font-family: [^;"]*;?| transform="rotate\(-0 [^"]*\)"''', "", text)
     text = re.sub(r"<(?:path|use|text) [^>]*>", lambda tag: re.sub(
         r"\d+\.\d{2,}", lambda m: f"{float(m[0]):.1f}", tag[0]), text)
     return re.sub(r">\s+<", "><", re.sub(r"\s*\n\s*", " ", text)) + "\n"

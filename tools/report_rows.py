@@ -4,15 +4,13 @@ import csv
 import itertools
 import math
 import re
-from dataclasses import dataclass
 from pathlib import Path
 
 from builds import Tree
 from cli import Refused
 
 RUN = "config family shape status check graph_us tflops B Hq Hkv Sq Sk D dtype causal device git_sha knobs note".split()
-# Kind: folder, columns that it needs, and the command that makes such rows. A file of results/ab/ is of the first kind
-# whose columns it has.
+# Kind: folder, columns that it needs, command that makes its rows. results/ab/: of the first kind whose columns it has.
 KINDS = {
     "lines": ("", RUN, "./run_all.sh"),
     "peers": ("peers", RUN, "tools/peers.py LINE... --shape S..."),
@@ -38,12 +36,8 @@ NUMBERS = ("graph_us", "tflops", "us", "ratio", "low", "high")
 
 # ---- reading ----
 
-@dataclass
-class Source:
+class Source(collections.namedtuple("Source", "path kind rows")):
     """A CSV of results/: its rows, of which NUMBERS are floats or None, and how the page names it."""
-    path: Path
-    kind: str
-    rows: list
 
     @property
     def name(self):

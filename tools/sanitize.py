@@ -67,8 +67,7 @@ def parse(text):
         words = re.match(r"=========( *)(.*)", line)
         if not words or not words[2].strip():
             continue
-        summary = re.match(r"(?:ERROR|RACECHECK) SUMMARY: ([\d,]+)", words[2])
-        if summary:
+        if summary := re.match(r"(?:ERROR|RACECHECK) SUMMARY: ([\d,]+)", words[2]):
             promised = max(promised, int(summary[1].replace(",", "")))
         elif len(words[1]) > 1 and blocks:
             blocks[-1].append(words[2])
@@ -86,8 +85,7 @@ def read_report(lines):
     kernel, tile = kernels[-1] if kernels else ("", "")  # the outermost function comes last
     places, offsets = [], []
     for line in lines:
-        at = re.search(r"(?:\bat |Device Frame: *)(.*?)\+(0x[0-9a-f]+)(?: in (\S+?:\d+))?", line)
-        if at:
+        if at := re.search(r"(?:\bat |Device Frame: *)(.*?)\+(0x[0-9a-f]+)(?: in (\S+?:\d+))?", line):
             access = re.findall("Read|Write|Atomic", line[:at.start()])
             places.append(" ".join([*access, place_name(at[1], at[3] or "")]))
             offsets.append(at[2])

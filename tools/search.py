@@ -72,12 +72,13 @@ def base_line(options, arch="90a"):
 
 
 def spread(knob, legal, typed):
-    """The values to try of what SDPA_KNOBS calls legal: every multiple of 16 for BLOCK_N and HEAD_DIM, 2^n and 3 * 2^n in other
-    ranges, and those that lines have typed."""
+    """The values to try of what SDPA_KNOBS calls legal: every multiple of 16 for BLOCK_N and HEAD_DIM, 2^n and 3 * 2^n
+    in other ranges, and those that lines have typed."""
     if ".." not in legal:
         return legal.split()
     low, high = map(int, legal.split(".."))
-    sizes = range(16, high + 1, 16) if knob in ("BLOCK_N", "HEAD_DIM") else [0, *(factor << n for factor in (1, 3) for n in range(9))]
+    powers = [0, *(factor << n for factor in (1, 3) for n in range(9))]
+    sizes = range(16, high + 1, 16) if knob in ("BLOCK_N", "HEAD_DIM") else powers
     return [str(size) for size in sorted({*sizes, *map(int, typed)}) if low <= size <= high]
 
 

@@ -34,9 +34,8 @@ def variants(line):
     return {f"stages_{stages}": builds.change_line(line, f"STAGES={stages}") for stages in others}
 
 
-def difference(first, now, problem):
-    """A sentence on the bits of O and LSE that are not those of the first run; "" if all are."""
-    p = problem
+def difference(first, now, p):
+    """A sentence on the bits of O and LSE of a problem that are not those of the first run; "" if all are."""
     for name, a, b in zip(("O", "LSE"), first, now):
         other = np.flatnonzero(a.view(f"u{a.itemsize}") != b.view(f"u{b.itemsize}"))
         if other.size:

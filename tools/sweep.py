@@ -10,7 +10,6 @@ results/sweep/DATE-DEVICE.csv. The rows of all problems are in BUILD/sweep/NAME.
 exit: 0 all passed, 1 some did not, 2 bad usage
 """
 import csv
-import itertools
 import os
 import shutil
 import subprocess
@@ -27,9 +26,9 @@ FACTS = "D dtype device sm cuda driver git_sha".split()
 COLUMNS = ["config", "series", "problems", "passed", "wrong", "errors", "skipped", *FACTS]
 
 
-def sweep(executable, path, count, series):
-    """Runs the random problems of one line, whose rows and words go to path.csv and path.err."""
-    name, logs = os.path.basename(path), os.path.join(os.path.dirname(executable), "log")
+def sweep(name, series, count, path, build):
+    """Runs the random problems of one line, whose rows and words go to path.csv and path.err; its row."""
+    executable, logs = os.path.join(build, "sweep_" + name), os.path.join(build, "log")
     with open(path + ".csv", "w") as out, open(path + ".err", "w") as err:
         failed = [f"{logs}/{one}.log" for one in (name, "sweep") if os.path.exists(f"{logs}/{one}.log.failed")]
         if failed:
@@ -40,12 +39,12 @@ def sweep(executable, path, count, series):
         else:
             print(executable, "was not built", file=err)
     say("swept", name)
+    return tally(name, series, path)
 
 
 def tally(name, series, path):
     """The row of a line."""
-    with open(path + ".csv", newline="") as file:
-        rows = list(csv.DictReader(file))
+    rows = list(csv.DictReader(open(path + ".csv", newline="")))
     kinds = Counter(row["status"] if row["status"] == "skipped" else "errors" if row["status"] != "ok" else
                     "passed" if row["check"] == "PASS" else "wrong" for row in rows)
     return dict(config=name, series=series, problems=len(rows), **{kind: kinds[kind] for kind in COLUMNS[3:7]},
@@ -68,10 +67,8 @@ def main():
     os.makedirs(folder)
     paths = {name: os.path.join(folder, name) for name in names}
     with ThreadPoolExecutor(options.jobs) as pool:
-        executables = [os.path.join(build, "sweep_" + name) for name in names]
-        list(pool.map(sweep, executables, paths.values(), itertools.repeat(count), map(numbers.get, names)))
-    # A line without an executable has no rows, and so fewer than were wanted.
-    counts = [tally(name, numbers[name], paths[name]) for name in names]
+        # A line without an executable has no rows, and so fewer than were wanted.
+        counts = list(pool.map(lambda name: sweep(name, numbers[name], count, paths[name], build), names))
     path = engine.results_path("sweep", gpu.name, new=True) if gpu else os.path.join(folder, "counts.csv")
     table = engine.Table(path, COLUMNS, printed=True)
     for row in counts:

@@ -37,6 +37,7 @@ import time
 import warnings
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from types import SimpleNamespace
 
 import numpy as np
 import optuna
@@ -231,26 +232,25 @@ class ModelJudge:
 
     def __init__(self, problems, family):
         source, = report_rows.newest(Path(builds.ROOT, "results"))["lines"]
-        rows = [(row["knobs"].split(), fit.problem_of(row), us) for row, us in report_rows.timed(source)
+        rows = [(dict(word.split("=") for word in row["knobs"].split()), fit.problem_of(row), us)
+                for row, us in report_rows.timed(source)
                 if row["family"] == family and "USE_TUNED=1" not in row["knobs"]]
         if not rows:
             raise Refused(f"{source.name} has no rows of {family} to fit a cost model to")
         self.problems, self.study = problems, None
-        self.names = sorted(word.split("=")[0] for word in rows[0][0])
-        x = np.array([self.features(words) for words, _, _ in rows])
-        y = np.log([us / self.rounds(words, p) for words, p, us in rows])
+        self.names = sorted(rows[0][0])
+        x = np.array([self.features(knobs) for knobs, _, _ in rows])
+        y = np.log([us / self.rounds(knobs, p) for knobs, p, us in rows])
         self.weights = np.linalg.solve(x.T @ x + 0.3 * np.eye(x.shape[1]), x.T @ y)
 
-    def features(self, words):
+    def features(self, knobs):
         """Logarithms of the numbers, and their squares."""
-        knobs = dict(word.split("=") for word in words)
         logs = [math.log2(int(knobs[name]) + 1) if knobs.get(name, "").isdigit() else 0 for name in self.names]
         return np.array([1, *logs, *(x * x / 8 for x in logs)])
 
     @staticmethod
-    def rounds(words, p):
+    def rounds(knobs, p):
         """Of an SM, with two for the start and the end of an item."""
-        knobs = dict(word.split("=") for word in words)
         rows, keys = int(knobs.get("BLOCK_M", 32)), int(knobs.get("BLOCK_N", 32)) * int(knobs.get("SPLIT_KV", 1))
         waves = math.ceil(p.B * p.Hq * math.ceil(p.Sq / rows) / 132)
         return waves * (2 + (math.ceil(p.Sk / keys) if p.causal == "off" else p.visible().mean() / keys + 0.5))
@@ -264,8 +264,8 @@ class ModelJudge:
     def prepare(self, line):
         if chooses(line):
             return dict(fate="gate", sentence="the cost model knows no line that chooses its tile")
-        words = line.effective_knobs()
-        return dict(fate="timed", us={str(p): math.exp(self.features(words) @ self.weights) * self.rounds(words, p)
+        knobs = knobs_of(line)
+        return dict(fate="timed", us={str(p): math.exp(self.features(knobs) @ self.weights) * self.rounds(knobs, p)
                                       for p in self.problems})
 
     def judge(self, line, record):
@@ -286,8 +286,7 @@ class Mutations(optuna.samplers.RandomSampler):
         self.space, self.rng = space, np.random.default_rng(seed)
 
     def infer_relative_search_space(self, study, trial):
-        values = self.space.values
-        return {knob: optuna.distributions.CategoricalDistribution(values[knob]) for knob in self.space.free}
+        return {knob: optuna.distributions.CategoricalDistribution(self.space.values[knob]) for knob in self.space.free}
 
     def sample_relative(self, study, trial, space):
         done = sorted((one for one in timed(study) if one.params), key=lambda one: one.value)
@@ -344,8 +343,7 @@ def search(study, space, judge, lines, goes_on, log=lambda trial: None, ahead=AH
                 study.tell(trial, state=TrialState.FAIL)
                 continue
             seen.add(identity(line))
-            sentence = refusal(line)
-            if sentence:
+            if sentence := refusal(line):
                 end(trial, line, dict(fate="refused", sentence=sentence))
             else:
                 yield trial, line
@@ -512,7 +510,6 @@ def result(gpu, log, study, starts, problems):
     print(f"to paste into configs.txt:\n{paste(best)}")
     path = os.path.relpath(log.path)
     say(f"log: {path}; pictures of it: ./run_all.sh tune --export svg {path}")
-    return 0
 
 
 def verdict(gpu, log, start, best, problems):
@@ -549,7 +546,7 @@ def export(path, what):
     study = read_log(path)
     if what == "t4":
         print(json.dumps(t4(study), indent=1))
-        return 0
+        return
     own = optuna.create_study()
     own.add_trials([one for one in timed(study) if one.params])  # lines that choose their tile have none
     if len(own.trials) < 2:
@@ -561,31 +558,20 @@ def export(path, what):
     for axes, out in ((shown, f"{stem}.svg"), (worth, f"{stem}-knobs.svg")):
         axes.figure.savefig(out, bbox_inches="tight")
         print(out)
-    return 0
 
 
 # ---- how good is the search? ----
 
-class ListJudge(dict):
-    """Knows the records of a list of candidates by their knobs, and nothing else."""
-
-    def prepare(self, line):
-        return self[identity(line)]
-
-    def judge(self, line, record):
-        return record
-
-
 def evaluations_needed(space, known, lines, breed, goal, seed):
-    """How many candidates of the list `known` a search from these lines judges until it has one of the score `goal`."""
+    """How many candidates a search from these lines judges until it has one of the score `goal`. `known` has the
+    records of a list of candidates by their knobs; there are no others."""
     study = optuna.create_study(sampler=Mutations(space, seed))
+    judge = SimpleNamespace(prepare=lambda line: known[identity(line)], judge=lambda line, record: record)
 
     def goes_on():
         return not any(one.value <= goal for one in timed(study))
-
-    def refusal(line):
-        return "" if identity(line) in known else "not in the list"
-    search(study, space, known, lines, goes_on, breed=breed, refusal=refusal)
+    search(study, space, judge, lines, goes_on, breed=breed,
+           refusal=lambda line: "" if identity(line) in known else "not in the list")
     return math.inf if goes_on() else sum(one.user_attrs["fate"] != "refused" for one in ended(study))
 
 
@@ -595,8 +581,7 @@ def replay(options):
     asked, count = study.user_attrs.get("search", {}), len(timed(study))
     if not asked.get("all") or not count:
         raise Refused(f"{options.replay}: want the log of tune --all")
-    known = ListJudge((one.user_attrs["knobs"], dict(fate=one.user_attrs["fate"], score=one.value))
-                      for one in study.trials)
+    known = {one.user_attrs["knobs"]: dict(fate=one.user_attrs["fate"], score=one.value) for one in study.trials}
     name, D, dtype = asked["problems"][0]
     shape, _, causal = name.partition(" ")
     problem = engine.parse_problem(shape.replace("x", ","), causal or "off").typed(D, dtype)
@@ -609,14 +594,11 @@ def replay(options):
           f"judged until one is within {100 - 100 * WITHIN:.0f}% of the best")
     print(f"{'search':<36} {'median':>6} {'18 of 20':>8} {'of the list':>11}  within {100 * SHARE:.0f}%")
     for kind, queue in kinds.items():
-        needed = []
-        for seed in range(RUNS):
-            own = queue or np.random.default_rng(seed).permutation(all_lines)
-            needed.append(evaluations_needed(space, known, own, bool(queue), study.best_value / WITHIN, seed))
-        most = sorted(needed)[MOST_RUNS - 1]
+        needed = sorted(evaluations_needed(space, known, queue or np.random.default_rng(seed).permutation(all_lines),
+                                           bool(queue), study.best_value / WITHIN, seed) for seed in range(RUNS))
+        most = needed[MOST_RUNS - 1]
         print(f"{kind:<36} {np.median(needed):6.0f} {most:8.0f} {100 * most / count:10.1f}%  "
               f"{sum(n <= SHARE * count for n in needed)} of {RUNS}", flush=True)
-    return 0
 
 
 # ---- the table of tiles ----
