@@ -118,7 +118,7 @@ def test_only_decode_whose_keys_just_fit_l2_may_lose_more():
 @pytest.mark.parametrize("words,sentence", [
     (["--check", "/no/such.csv"], "fit: /no/such.csv: there is no such file"),
     (["--check", os.path.join(ROOT, "configs.txt")], "configs.txt: want rows that ./run_all.sh fit wrote, with"),
-    (["--table", "wgmma"], "fit: --table: invalid choice: 'wgmma' (choose from 'hopper', 'ampere', 'hopper_e4m3')"),
+    (["--table", "wgmma"], "fit: --table: invalid choice: 'wgmma' (choose from 'hopper', 'hopper_bf16', 'ampere', 'hopper_e4m3')"),
     (["--head-dim", "96"], "fit: --head-dim: invalid choice: '96' (choose from '64', '128', '256')"),
     (["rows.csv"], "fit: rows.csv: only --check takes files by themselves"),
     (["--check", "--head-dim", "64"], "fit: --check takes files by themselves and judges all of their rows"),

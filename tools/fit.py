@@ -4,7 +4,7 @@ Does TUNED_TILES choose well, and would other costs choose better? Times every t
 on a list of problems; fits the costs of sdpa.cu's model to the times; prints for each problem the tiles that both
 tables choose, the quickest one, and what the choices lose; and prints the rows with the fitted costs, to paste. A GPU
 other than the one of sdpa.cu's table gets its own table so. The times go to results/fit/DATE-DEVICE[-LINE][-drawn].csv.
-  --table hopper|ampere|hopper_e4m3  whose tiles (default hopper); those of ampere are mma.sync's
+  --table hopper|hopper_bf16|ampere|hopper_e4m3  whose tiles (default hopper); those of ampere are mma.sync's
   --head-dim 64|128|256  repeatable; default all that have two tiles or more
   --drawn N      not the list but N problems drawn at random, as tools/peers.py draws them: a test of the table
   --seed N       the series of these, from 0; default 0
@@ -53,7 +53,7 @@ WORST_LOSS, MEAN_LOSS, FOLDS = 0.08, 0.01, 6
 # Bytes of K and V that an H200's L2 just holds or not: what one query takes there depends on what else lies in L2.
 L2_EDGE, WORST_LOSS_THERE = (30e6, 55e6), 0.35
 # Line with USE_TUNED=1: its type, and the knobs of a build for the host that has its table.
-TABLES = {"hopper": ("fp16", ""), "ampere": ("fp16", "USE_MMA_SYNC=1 BLOCK_M=64"),
+TABLES = {"hopper": ("fp16", ""), "hopper_bf16": ("bf16", "DTYPE=BF16"), "ampere": ("fp16", "USE_MMA_SYNC=1 BLOCK_M=64"),
           "hopper_e4m3": ("e4m3", "DTYPE=FP8_E4M3 VEC_WIDTH=16")}
 
 
@@ -313,7 +313,7 @@ def print_losses(title, found):
 def check(rows):
     """Judges the table in sdpa.cu by rows; prints what is bad. Whether nothing is."""
     has_mma, dtype = any("USE_MMA_SYNC=1" in row["tile"] for row in rows), rows[0]["dtype"]
-    model = Model("hopper_e4m3" if dtype == "e4m3" else "ampere" if has_mma else "hopper")
+    model = Model({"e4m3": "hopper_e4m3", "bf16": "hopper_bf16"}.get(dtype, "ampere" if has_mma else "hopper"))
     times, sms, mhz = measured(rows)
     tiles = [tile for tile in model.tiles if any(map(tile.suits, times))]
     found = losses(model, tiles, times, sms)
