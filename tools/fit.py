@@ -365,7 +365,7 @@ def main():
         gpu = engine.need_gpu("; --from CSV and --check need none")
         count = collections.Counter(tile.head_dim for tile in model.tiles)
         dims = [D for D in dims if options.head_dim or count[D] > 1]
-        problems = [one.typed(one.D, model.dtype) for one in drawn if one.D in dims] if drawn else listed(
+        problems = [one._replace(dtype=model.dtype) for one in drawn if one.D in dims] if drawn else listed(
             dims, model.dtype, CHUNKS if options.chunks else SHAPES)
         if not problems:
             raise Refused("none of the drawn problems has such a --head-dim")
