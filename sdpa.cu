@@ -5631,7 +5631,7 @@ int choose_tile(const SdpaParams& p) {
   for (int n = next_tile(0); n < TUNED_TILES.count; n = next_tile(n + 1)) {
     const TunedTile& t = TUNED_TILES.first[n];
     double clocks = tuned_clocks(t, Build::use_lengths ? of_equal_lengths(p, p.B) : p, sms);
-    // One cache may have nearly all keys; beside equal ones that weighs as sqrt(B) of such problems, a middle way.
+    // One cache may have nearly all keys: such a problem counts sqrt(B) times beside the one of equal caches.
     if (Build::use_lengths && p.k_lengths) clocks += std::sqrt(p.B) * tuned_clocks(t, of_equal_lengths(p, 1), sms);
     if (t.split_ctas == 1 && !t.swap_ab && most_visible_keys(p) > most_keys_at_once) clocks *= 1e9;  // its sums end
     if (best < 0 || clocks < best_clocks) best = n, best_clocks = clocks;

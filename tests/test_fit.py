@@ -5,6 +5,7 @@ import os
 import re
 import subprocess
 import sys
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -106,6 +107,18 @@ def test_the_table_in_sdpa_cu_by_committed_rows():
     for table in ("hopper", "ampere", "hopper_e4m3"):
         code, out, err = run("--table", table, "--check")
         assert code == 0, out + err
+
+
+@pytest.mark.parametrize("table, dtype", [("hopper", "fp16"), ("hopper_bf16", "bf16")])
+def test_drawn_problems_have_the_type_of_the_table(table, dtype, monkeypatch, tmp_path):
+    timed = []
+    monkeypatch.setattr(sys, "argv", ["fit", "--table", table, "--drawn", "20"])
+    monkeypatch.setattr(engine, "need_gpu", lambda *_: SimpleNamespace(name="a GPU"))
+    monkeypatch.setattr(engine, "results_path", lambda *_, **__: str(tmp_path / "rows.csv"))
+    monkeypatch.setattr(fit, "measure", lambda gpu, model, tiles, problems, out: timed.extend(problems))
+    monkeypatch.setattr(fit, "print_fit", lambda *_: None)
+    assert fit.main() == 0
+    assert len(timed) == 20 and {problem.dtype for problem in timed} == {dtype}
 
 
 def test_only_decode_whose_keys_just_fit_l2_may_lose_more():

@@ -182,7 +182,8 @@ def read_rows(path):
     """The rows of a CSV of fit, all of them whole; else it is refused."""
     if not Path(path).exists():
         raise Refused(f"{path}: there is no such file")
-    rows = list(csv.DictReader(open(path, newline="")))
+    with open(path, newline="") as file:
+        rows = list(csv.DictReader(file))
     if not rows or set(COLUMNS) - set(rows[0]) or None in rows[0]:
         raise Refused(f"{path}: want rows that ./run_all.sh fit wrote, with the columns {' '.join(COLUMNS)}")
     for number, row in enumerate(rows, 2):

@@ -176,5 +176,6 @@ def main():
     rows = None
     if path:
         say(f"speed claims are judged by {os.path.relpath(path)}")
-        rows = list(csv.DictReader(open(path, newline="")))
+        with open(path, newline="") as file:
+            rows = list(csv.DictReader(file))
     return report(judge(kernels, rows)) or bool(bad_lines)

@@ -44,7 +44,8 @@ def sweep(name, series, count, path, build):
 
 def tally(name, series, path):
     """The row of a line."""
-    rows = list(csv.DictReader(open(path + ".csv", newline="")))
+    with open(path + ".csv", newline="") as file:
+        rows = list(csv.DictReader(file))
     kinds = Counter(row["status"] if row["status"] == "skipped" else "errors" if row["status"] != "ok" else
                     "passed" if row["check"] == "PASS" else "wrong" for row in rows)
     return dict(config=name, series=series, problems=len(rows), **{kind: kinds[kind] for kind in COLUMNS[3:7]},
