@@ -301,7 +301,7 @@ struct SdpaParams {
 // A row that sees no key (or only keys of logit -inf) gives O = 0 and LSE = -inf or its sink. NaN and inf come out as
 // the formula has them; those of V at a masked key may reach the row (0 * inf is NaN): kernels multiply whole tiles.
 // Logits may be any finite float. P @ V is summed in floats and divided by the row sum of P last: a row comes out right
-// while that sum, at most 2^12 * Sk, times max|V| stays below 3.4e38 (with DTYPE=BF16 and V beyond 1e30 it may not).
+// while that sum, at most 2^12 * Sk, times max|V| stays below 3.4e38 (DTYPE=BF16: 2^60 * Sk, so V below 1e15 will do).
 
 struct SdpaStatus {
   cudaError_t code = cudaSuccess;  // cudaErrorInvalidValue: the problem was refused
@@ -476,7 +476,7 @@ struct KernelArgs {  // SdpaParams with what every CTA would otherwise compute a
   KeyBounds keys;
   SdpaParams p;
   uint32_t first_item = 0;  // merges_by_kernel: of the launch
-  float cap_scale = 0;      // softcap: S is tanh(Q @ K.T * cap_scale); 0: Q @ K.T
+  float inverse_scale_log2, cap_scale = 0;  // softcap: S is tanh(Q @ K.T * cap_scale); 0: Q @ K.T
   std::conditional_t<is_wgmma, TensorMaps, Nothing> maps;
   std::conditional_t<Build::use_lengths, PlanArgs, Nothing> plan;
 
@@ -1321,8 +1321,8 @@ template <class B> constexpr bool rounds_p_to_e4m3 = B::is_e4m3&& B::family != F
 template <class B> constexpr float p_log2 = rounds_p_to_e4m3<B> ? 3 : 0;
 
 // USE_LAZY_MAX: a stale maximum is kept while each thread's sum of P, over its part of the tile, is at most this; so
-// every P is. The largest e4m3 is 448, the largest fp16 65504.
-template <class B> constexpr float lazy_limit = rounds_p_to_e4m3<B> ? 448 : 4096;
+// every P is. The largest e4m3 is 448, the largest fp16 65504, and bf16 has the exponents of fp32.
+template <class B> constexpr float lazy_limit = rounds_p_to_e4m3<B> ? 448 : B::input == DType::bf16 ? 0x1p60f : 4096;
 
 // The maximum to subtract: 0 for a row with no visible key yet, so that -inf - -inf never happens.
 __device__ __forceinline__ float finite_max(float m) { return m == -INFINITY ? 0.0f : m; }
@@ -1388,10 +1388,9 @@ __device__ __forceinline__ bool softmax_sum(View& S, ScoreScale<B> scale_log2, c
   return may_be_kept;
 }
 
-// USE_LAZY_MAX: P and l relative to the stale maximum m: no new maximum, no alpha, no rescale of O, and an
+// USE_LAZY_MAX: P and l relative to the stale maximum m [ROWS]: no new maximum, no alpha, no rescale of O, and an
 // exponential waits for its own score alone. m need not be the maximum as long as P does not overflow. P
 // does not vanish, since m is a score of the row. The sum of P bounds the largest P, so the sum decides.
-//   m, l [ROWS]
 template <class B, int ROWS> struct StaleSoftmax {
   const ScoreScale<B> scale_log2;
   float m_log2[ROWS], sum[ROWS];
@@ -1554,8 +1553,7 @@ __device__ __forceinline__ int page_of(const KernelArgs& a, ItemArg<B> item, int
   const int place = int(plan_room<B>(a).page_size.divide(uint32_t(k)));
   return min(max(ld_global<int>(a.p.page_table + int64_t(item.b) * a.p.page_stride + place), 0), a.p.pages - 1);
 }
-// The vectors of rows k, k + 1, ... of K or V, as a pointer to the first one would give them. head_g: the vector in row
-// 0 of page 0 of the head.
+// The vectors of rows k, k + 1, ... of K or V, as by a pointer to the first. head_g: the one of row 0 of page 0.
 template <class B> struct PagedRows {
   const KernelArgs* a;
   const WorkItem* item;
@@ -3940,6 +3938,15 @@ template <class B> struct Wgmma16Consumer : WgmmaConsumer<B, WgmmaShared<B>> {
       ldmatrix_x4<false>(q, Q_s + panel_byte<Q_PANEL_ROWS<B>, PANEL_BYTES<B::head_dim>>(row, step_byte + byte));
     });
   }
+  // The scores in the place of P, for which the stale maximum was too small: by their logarithm, or once more where a P
+  // may have overflowed. Of m and an argument: m_log2 or the scale, kept for this, cost exp() 17%.
+  __device__ __forceinline__ void take_scores_back(Scores& P, const StaleSoftmax<B, 2>& softmax) const {
+    const bool fits = softmax.sum[0] + softmax.sum[1] < 0x1p120f;
+    if (B::use_softcap != 0 || !__all_sync(0xffffffffu, fits)) return multiply_qk_again(P);
+    SDPA_UNROLL for (int i = 0; i < B::block_n / 2; i++) {
+      P.x.d[i] = fmaf(lg2_approx_ftz(P.x.d[i]), a.inverse_scale_log2, rows.m[i / 2 % 2]);
+    }
+  }
   __device__ __forceinline__ void scale_output(const float (&alpha)[2]) {
     if (!__all_sync(0xffffffffu, alpha[0] == 1 && alpha[1] == 1)) scale_rows(rows.O, alpha);
   }
@@ -3963,7 +3970,7 @@ template <class B> struct Wgmma16Consumer : WgmmaConsumer<B, WgmmaShared<B>> {
       softmax.exp(S, FIRST, S.COLS);
       pack_all(P, S);
       done = softmax.add_to(rows.l);
-      if (!done) multiply_qk_again(S);
+      if (!done) take_scores_back(S, softmax);
     }
     float alpha[2];  // three conditions: under one, nvcc puts P into the registers of S
     if (!done) rows.softmax_by_exact_max(S, alpha);
@@ -3980,7 +3987,7 @@ template <class B> struct Wgmma16Consumer : WgmmaConsumer<B, WgmmaShared<B>> {
       if (B::use_softcap != 0) cap_scores<B>(S, a);
       softmax.exp(S, 0, S.COLS);
       stale = softmax.add_to(rows.l);
-      if (!stale) multiply_qk_again(S);
+      if (!stale) take_scores_back(S, softmax);
     }
     if (!stale) rows.softmax_by_exact_max(S, alpha);
     end_last_pv();
@@ -4733,8 +4740,7 @@ template <class B> struct WgmmaColumns {
 
   // ---- maxima and sums of the queries ----
   // 8 lanes combine what they have of ROWS queries. Two lanes at a distance of 16, then of 8 and 4 meet: each gives
-  // half of the queries away and gets the other's part of those that it keeps, until it owns one; of 16 query rows two
-  // lanes own the same.
+  // half of the queries away and gets the other's part of those that it keeps, until it owns one (of 16, two lanes do).
 
   template <int DISTANCE, class Combine>
   __device__ __forceinline__ void combine_pair(float (&x)[ROWS], Combine combine) const {
@@ -5147,7 +5153,7 @@ template <class B> SdpaStatus forward(const SdpaParams& p, cudaStream_t stream) 
                    most_split_items, (long long)items.count);
   }
   KernelArgs a(p, B::pack_gqa ? items.queries : B::mask_rows, B::block_n);
-  a.scale_log2 = log2_scale(p);
+  a.scale_log2 = log2_scale(p), a.inverse_scale_log2 = 1 / a.scale_log2;
   if (B::use_softcap != 0 && p.softcap != 0) {
     a.cap_scale = a.scale_log2 * ln2 / p.softcap, a.scale_log2 = p.softcap / ln2;
   }
