@@ -519,8 +519,7 @@ template <class T> __device__ __forceinline__ T& dynamic_shared() {
   return *reinterpret_cast<T*>(dynamic_shared_bytes);
 }
 
-// Most keys that a warp sums over in one accumulator, since tensor cores cut off what they add to it: of equal addends
-// a sum over 524,288 keys comes out 0.13% low.
+// Most keys that one accumulator sums: tensor cores cut off what they add, and of 524,288 equal addends 0.13% is lost.
 constexpr int most_keys_at_once = 65536;
 
 // An address in shared memory, for arithmetic that the compiler would do in 64 bits on a pointer.
@@ -663,8 +662,7 @@ __device__ __forceinline__ void barrier_arrive(int id, int threads) {
 
 // ---- mbarriers (wmma, wgmma) ----
 
-// An mbarrier is 8 bytes of shared memory: a phase of it is complete when `arrivals` have arrived
-// and the bytes that they announced have landed.
+// An mbarrier, 8 bytes of shared memory: a phase is complete once `arrivals` came and the bytes that they announced.
 __device__ __forceinline__ void mbarrier_init(uint64_t* barrier_s, int arrivals) {
   asm volatile("mbarrier.init.shared.b64 [%0], %1;" ::"r"(shared_address(barrier_s)), "r"(arrivals) : "memory");
 }
@@ -1327,8 +1325,7 @@ template <class B> constexpr float lazy_limit = rounds_p_to_e4m3<B> ? 448 : B::i
 // The maximum to subtract: 0 for a row with no visible key yet, so that -inf - -inf never happens.
 __device__ __forceinline__ float finite_max(float m) { return m == -INFINITY ? 0.0f : m; }
 
-// m' = max(m, row maximum of S);  alpha = 2^((m - m') * scale_log2).   m, alpha [ROWS]
-// COLS: the first columns of every thread that count.
+// m' = max(m, row maximum of S, of each thread's first COLS columns);  alpha = 2^((m - m') * scale_log2), [ROWS]
 template <class B, class View, int COLS = View::COLS>
 __device__ __forceinline__ void softmax_max(const View& S, ScoreScale<B> scale_log2, float (&m)[View::ROWS],
                                             float (&alpha)[View::ROWS]) {
@@ -1376,8 +1373,7 @@ __device__ __forceinline__ void softmax_exp(View& S, int first, int last, ScoreS
   }
 }
 
-// P = 2^((S - m) * scale_log2) in place;  l' = l * alpha + this thread's part of the row sum of P.
-// Returns softmax_shift()'s answer.
+// P = 2^((S - m) * scale_log2) in place;  l' = l * alpha + this thread's sums of P. Returns what softmax_shift() does.
 template <class B, class View>
 __device__ __forceinline__ bool softmax_sum(View& S, ScoreScale<B> scale_log2, const float (&m)[View::ROWS],
                                             const float (&alpha)[View::ROWS], float (&l)[View::ROWS]) {
@@ -1696,8 +1692,7 @@ __device__ __forceinline__ void merge_groups(const Partial (&partial_s)[B::split
   }
 }
 
-// Stores O / l and LSE of the item's rows. SPLIT_CTAS: a CTA stores O, m and l of its keys in the workspace; the last
-// CTA of the item to come here merges them all.
+// Stores O / l and LSE of the item's rows. SPLIT_CTAS: O, m and l of a CTA's keys; the item's last CTA merges them all.
 template <class B, class Partial>
 __device__ __forceinline__ void store_rows(const Partial (&partial_s)[B::split_kv], const KernelArgs& a,
                                            const WorkItem& item, int thread, bool& is_last_s) {
@@ -3602,9 +3597,8 @@ template <class B> struct WgmmaTurns {
   }
 };
 
-// The item's rounds [begin, end) that a warpgroup computes whose first query is q: all; SKIP_MASKED: those of which its
-// rows see something, and at least one; none if all its rows are before the first query or past the last one, so that
-// the others have the tensor cores to themselves.
+// The item's rounds [begin, end) of the warpgroup whose first query is q: all; SKIP_MASKED: at least one, and those
+// that its rows see; none if all rows are before the first query or past the last: the others get the tensor cores.
 template <class B>
 __device__ __forceinline__ KeyRange own_rounds(const KernelArgs& a, const Mask<B>& mask, const WgmmaItem& item,
                                                int rounds, int q) {
@@ -3938,8 +3932,8 @@ template <class B> struct Wgmma16Consumer : WgmmaConsumer<B, WgmmaShared<B>> {
       ldmatrix_x4<false>(q, Q_s + panel_byte<Q_PANEL_ROWS<B>, PANEL_BYTES<B::head_dim>>(row, step_byte + byte));
     });
   }
-  // The scores in the place of P, for which the stale maximum was too small: by their logarithm, or once more where a P
-  // may have overflowed. Of m and an argument: m_log2 or the scale, kept for this, cost exp() 17%.
+  // The scores in the place of P, for which the stale maximum was too small: by their logarithm, or multiplied again
+  // where a P may have overflowed. From m and an argument, since m_log2 or the scale kept for it slows exp() down.
   __device__ __forceinline__ void take_scores_back(Scores& P, const StaleSoftmax<B, 2>& softmax) const {
     const bool fits = softmax.sum[0] + softmax.sum[1] < 0x1p120f;
     if (B::use_softcap != 0 || !__all_sync(0xffffffffu, fits)) return multiply_qk_again(P);
@@ -4726,8 +4720,7 @@ template <class B> struct WgmmaColumns {
     }
     wgmma_commit_group();
   }
-  // Waits for both products, and loads other tiles in the place of K and of V that they have read. A warpgroup's
-  // products are done for all of its warps at once.
+  // Waits for both products, which end for all warps of a warpgroup at once, and loads other tiles for K and V.
   __device__ __forceinline__ void finish_products(Scores& S, int round, int rounds, const StageRing<B::stages>& k_at) {
     wgmma_wait_group<0>();
     S.hold_all();
