@@ -301,7 +301,7 @@ struct SdpaParams {
 // A row that sees no key (or only keys of logit -inf) gives O = 0 and LSE = -inf or its sink. NaN and inf come out as
 // the formula has them; those of V at a masked key may reach the row (0 * inf is NaN): kernels multiply whole tiles.
 // Logits may be any finite float. P @ V is summed in floats and divided by the row sum of P last: a row comes out right
-// while that sum, at most 2^12 * Sk, times max|V| stays below 3.4e38 (DTYPE=BF16: 2^60 * Sk, so V below 1e15 will do).
+// while that sum, at most 2^16 * Sk, times max|V| stays below 3.4e38 (DTYPE=BF16: 2^60 * Sk, so V below 1e15 will do).
 
 struct SdpaStatus {
   cudaError_t code = cudaSuccess;  // cudaErrorInvalidValue: the problem was refused
@@ -1320,7 +1320,7 @@ template <class B> constexpr float p_log2 = rounds_p_to_e4m3<B> ? 3 : 0;
 
 // USE_LAZY_MAX: a stale maximum is kept while each thread's sum of P, over its part of the tile, is at most this; so
 // every P is. The largest e4m3 is 448, the largest fp16 65504, and bf16 has the exponents of fp32.
-template <class B> constexpr float lazy_limit = rounds_p_to_e4m3<B> ? 448 : B::input == DType::bf16 ? 0x1p60f : 4096;
+template <class B> constexpr float lazy_limit = rounds_p_to_e4m3<B> ? 448 : B::input == DType::bf16 ? 0x1p60f : 65504;
 
 // The maximum to subtract: 0 for a row with no visible key yet, so that -inf - -inf never happens.
 __device__ __forceinline__ float finite_max(float m) { return m == -INFINITY ? 0.0f : m; }
@@ -3635,11 +3635,13 @@ template <class B> struct WgmmaRows {
     SDPA_UNROLL for (int i = 0; i < ROWS; i++) m[i] = -INFINITY, l[i] = 0;
   }
   __device__ __forceinline__ bool has_mask() const { return !mask.tiles.cover(q, k0); }
-  // First tile of an item, if it has no mask: some score of a row becomes its stale maximum, of the first COLS.
-  template <int COLS> __device__ __forceinline__ void take_some_score_as_max(const Scores& S) {
+  // First tile of an item, if it has no mask: some score of a row becomes its stale maximum. The largest of more
+  // columns lasts longer, which matters more the lower lazy_limit is.
+  __device__ __forceinline__ void take_some_score_as_max(const Scores& S) {
     if (!B::use_lazy_max || has_mask()) return;
+    constexpr int columns = B::is_e4m3 ? Scores::COLS : B::input == DType::bf16 || Scores::COLS < 16 ? 4 : 16;
     float alpha[ROWS];
-    softmax_max<B, Scores, COLS>(S, scale_log2, m, alpha);
+    softmax_max<B, Scores, columns>(S, scale_log2, m, alpha);
     if (B::use_softcap != 0) m[0] = capped<B>(m[0], a), m[1] = capped<B>(m[1], a);
     keep_max(fmaxf(fabsf(m[0]), fabsf(m[1])) * largest(scale_log2) <= shift_limit);
   }
@@ -3999,7 +4001,7 @@ template <class B> struct Wgmma16Consumer : WgmmaConsumer<B, WgmmaShared<B>> {
       begin_qk(S, ring, false), wgmma_wait_group<0>(), hold(S.x.d);
       arrive_by_warp(&t.k_empty[ring.stage], lane);
       const bool v_is_there = mbarrier_peek_parity(&t.v_full[ring.stage], ring.parity);
-      if (first) rows.template take_some_score_as_max<4>(S);
+      if (first) rows.take_some_score_as_max(S);
       attend<S.COLS>(S, P, [] {});
       turns.begin();
       begin_pv(P, v_is_there);
@@ -4026,7 +4028,7 @@ template <class B> struct Wgmma16Consumer : WgmmaConsumer<B, WgmmaShared<B>> {
       if (lane == 0 && rows.accumulates) mbarrier_arrive(&t.v_empty[last_stage]);
     };
     begin_qk(S, ring, false), wgmma_wait_group<0>(), hold(S.x.d);
-    rows.template take_some_score_as_max<4>(S);
+    rows.take_some_score_as_max(S);
     for (;; rows.k0 -= B::round_keys) {
       arrive_by_warp(&t.k_empty[ring.stage], lane);
       StageRing<B::stages> next = ring;
@@ -4466,7 +4468,7 @@ template <class B> struct E4m3Consumer : WgmmaConsumer<B, E4m3Shared<B>> {
     };
     rows.start(), tiles = 0;
     begin_qk(S, ring, false), wgmma_wait_group<0>(), hold(S.x.d);
-    rows.template take_some_score_as_max<Scores::COLS>(S);
+    rows.take_some_score_as_max(S);
     for (;; rows.k0 -= B::round_keys) {
       arrive_by_warp(&t.k_empty[ring.stage], lane);
       StageRing<B::stages> next = ring;
