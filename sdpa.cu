@@ -467,7 +467,7 @@ struct KernelArgs {  // SdpaParams with what every CTA would otherwise compute a
   Divisor q_heads;         // Hq / item_heads
   Divisor q_heads_per_kv;  // Hq / Hkv
   Divisor items_in_l2;     // heads_in_l2 * q_blocks
-  uint32_t heads_in_l2;    // of q_heads: whose K and V take 8/15 of L2, at least 1
+  uint32_t heads_in_l2;    // of q_heads: whose K and V take about 8/15 of L2, at least 1
   float scale_log2;        // log2_scale(): softmax is taken in powers of 2
   Divisor item_queries;    // PACK_GQA: queries of an item per head, and heads
   int item_heads = 1;
@@ -5167,8 +5167,9 @@ template <class B> SdpaStatus forward(const SdpaParams& p, cudaStream_t stream) 
   a.ranges = Divisor(uint32_t(items.ranges));
   const double kv_bytes = 2.0 * p.Sk * p.D * sizeof(Input);  // of a key head
   const double l2_bytes = device_attribute(cudaDevAttrL2CacheSize, 60 << 20);
-  const double heads = l2_bytes * 8 / 15 / std::fmax(kv_bytes, 1) * p.Hq / p.Hkv / items.heads;  // in 32 of 60 MB
-  a.heads_in_l2 = uint32_t(std::fmax(1, std::fmin(heads, double(p.B) * p.Hq / items.heads)));
+  // Parts alike, each in 32 of 60 MB: a small last one would begin late with the longest rows, on few SMs.
+  const double kv_heads = double(p.B) * p.Hkv, parts = std::ceil(kv_heads * kv_bytes / (l2_bytes * 8 / 15));
+  a.heads_in_l2 = uint32_t(std::fmax(1, std::ceil(kv_heads / std::fmax(parts, 1)) * (p.Hq / p.Hkv / items.heads)));
   a.unmasked_rounds = a.keys.all() && !B::use_lengths ? max(int(shares(p.Sk, B::round_keys)), 1) : 0;
   const uint32_t q_blocks = uint32_t(shares(p.Sq, items.queries));
   a.q_blocks = Divisor(q_blocks);
