@@ -1739,17 +1739,19 @@ template <class B> __device__ __forceinline__ WorkItem item_of_plan(const Kernel
 }
 
 // Item number -> tile. Without a mask the q-blocks of a head follow each other and share its K and V in L2. With one,
-// the longest rows come first, so that no long tile starts last; of all heads, or of as many as L2 has K and V of.
+// the longest rows come first, so that no long tile starts last; of all heads, or of as many as L2 has K and V of: the
+// parts are counted from the end, since a small last one would leave SMs idle.
 template <class B> __device__ __forceinline__ WorkItem work_item(const KernelArgs& a, uint32_t i) {
   if constexpr (B::use_lengths) return item_of_plan<B>(a, i);
   uint32_t head, block;
   if (a.keys.all()) {
     head = a.q_blocks.divide(i), block = a.q_blocks.remainder(i);
   } else {
-    const uint32_t part = a.items_in_l2.divide(i), j = a.items_in_l2.remainder(i);
+    const uint32_t from_end = a.work_items - 1 - i;
+    const uint32_t part = a.items_in_l2.divide(from_end), j = a.items_in_l2.remainder(from_end);
     const uint32_t first = part * a.heads_in_l2;
     const uint32_t count = min(a.heads_in_l2, a.p.B * a.q_heads.divisor - first);
-    head = first + j % count, block = a.q_blocks.divisor - 1 - j / count;
+    head = first + j % count, block = j / count;
   }
   return tile_of<B>(a, head, block);
 }
@@ -5167,7 +5169,7 @@ template <class B> SdpaStatus forward(const SdpaParams& p, cudaStream_t stream) 
   a.ranges = Divisor(uint32_t(items.ranges));
   const double kv_bytes = 2.0 * p.Sk * p.D * sizeof(Input);  // of a key head
   const double l2_bytes = device_attribute(cudaDevAttrL2CacheSize, 60 << 20);
-  // Parts alike, each in 32 of 60 MB: a small last one would begin late with the longest rows, on few SMs.
+  // Parts alike, each in about 32 of 60 MB.
   const double kv_heads = double(p.B) * p.Hkv, parts = std::ceil(kv_heads * kv_bytes / (l2_bytes * 8 / 15));
   a.heads_in_l2 = uint32_t(std::fmax(1, std::ceil(kv_heads / std::fmax(parts, 1)) * (p.Hq / p.Hkv / items.heads)));
   a.unmasked_rounds = a.keys.all() && !B::use_lengths ? max(int(shares(p.Sk, B::round_keys)), 1) : 0;
