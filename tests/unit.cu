@@ -734,6 +734,21 @@ TEST_CASE("divisor") {
   CHECK(equal);
 }
 
+// Under a mask the longest rows of each part of the heads come first, and the part that may be small before the others.
+TEST_CASE("order_of_items") {
+  SdpaParams p{};
+  p.B = 1, p.Hq = p.Hkv = 3, p.Sq = p.Sk = 2 * Build::block_m, p.D = 64, p.causal = Causal::bottom_right;
+  KernelArgs a(p, Build::mask_rows, Build::block_n);
+  a.work_items = 6, a.q_blocks = Divisor(2), a.q_heads = Divisor(3);
+  a.heads_in_l2 = 2, a.items_in_l2 = Divisor(4);
+  string order;
+  for (uint32_t i = 0; i < a.work_items; i++) {
+    const WorkItem item = work_item<Build>(a, i);
+    order += format("%d:%d ", item.h, item.q0 / Build::block_m);
+  }
+  CHECK(order == "2:1 2:0 1:1 0:1 1:0 0:0 ");
+}
+
 // The tile of D=64 that is taken on an H200.
 static const TunedTile& tile_of_d64(int B, int H, int Sq, int Sk, Causal causal) {
   SdpaParams p{};
