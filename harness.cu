@@ -22,7 +22,7 @@ struct Knob {
 };
 
 constexpr int most_tiles = sizeof HOPPER_TILES / sizeof(TunedTile);  // of all tables
-static_assert(TUNED_TILES.count <= most_tiles, "a table of tiles is longer than that of wgmma; raise most_tiles");
+static_assert(tile_count <= most_tiles, "a table of tiles is longer than that of wgmma; raise most_tiles");
 
 struct KernelFacts {  // of the kernel that takes a problem
   const void* kernel;
@@ -59,7 +59,7 @@ namespace SDPA_NAMESPACE {
 namespace {
 
 constexpr Knob all_knobs[] = {
-#define SDPA_KNOB_ROW(name, fallback, member, values, families, meaning) {#name, name##_text, meaning, name##_changed},
+#define SDPA_KNOB_ROW(name, fallback, member, values, families, meaning) {#name, name##_text.data(), meaning, name##_changed},
     SDPA_KNOBS(SDPA_KNOB_ROW)};
 
 // Barriers of a CTA, or of a group of warps, per K/V tile.
@@ -72,7 +72,7 @@ int barriers_per_tile() {
 }
 
 TunedTile tile_of(const SdpaParams& p) {
-  return Build::use_tuned ? TUNED_TILES.first[choose_tile(p)] : TunedTile{};
+  return Build::use_tuned ? TUNED_TILES[choose_tile(p)] : TunedTile{};
 }
 
 template <class B>
@@ -99,8 +99,8 @@ Line describe_build() {
   l.has_sinks = Build::use_sinks, l.has_lengths = Build::use_lengths, l.has_pages = Build::use_pages;
   l.is_wgmma = is_wgmma;
   l.has_queue = Build::use_persistent_cta, l.is_tuned = Build::use_tuned;
-  for (int n = next_tile(0); n < TUNED_TILES.count; n = next_tile(n + 1)) {
-    l.tiles[l.tile_count++] = TUNED_TILES.first[n];
+  for (int n = next_tile(0); n < tile_count; n = next_tile(n + 1)) {
+    l.tiles[l.tile_count++] = TUNED_TILES[n];
   }
   if (!Build::use_tuned) l.tiles[l.tile_count++] = tile_of({});
   l.tile_of = tile_of, l.facts_of = facts_of, l.forward = sdpa_forward;

@@ -105,46 +105,32 @@ namespace {  // two builds in one program must not share their constants and ker
   X(NUM_PRODUCER_WARPS, 1, num_producer_warps, "1 2 4", "wmma", "warps that only copy")
 // clang-format on
 
-constexpr bool text_equal(const char* a, const char* b) {
-  while (*a && *a == *b) a++, b++;
-  return *a == *b;
-}
-
 // ---- texts of values (typed) ----
 
-// The value of the digits before `end`, a blank or the end of the text; -1 if there is anything else.
-constexpr int number_of(const char* text, char end = ' ') {
-  int value = 0;
-  if (!*text) return -1;
-  for (; *text && *text != ' ' && *text != end; text++) {
-    if (*text < '0' || *text > '9' || value > 99999) return -1;
-    value = value * 10 + (*text - '0');
-  }
+// The number of these digits; -1 if there is anything else.
+constexpr int number_of(std::string_view text) {
+  int value = text.empty() ? -1 : 0;
+  for (char c : text) value = value < 0 || value > 99999 || c < '0' || c > '9' ? -1 : value * 10 + (c - '0');
   return value;
 }
 
 // The place, from 0, of a value in "a b c", or 0 if it lies in "low..high"; -1 if it is not legal.
-constexpr int place_of(const char* value, const char* values) {
-  for (const char* p = values; *p; p++) {
-    if (p[0] == '.' && p[1] == '.') {
-      const int n = number_of(value);
-      return n >= number_of(values, '.') && n <= number_of(p + 2) ? 0 : -1;
-    }
+constexpr int place_of(std::string_view value, std::string_view values) {
+  if (const size_t dots = values.find(".."); dots != values.npos) {
+    const int n = number_of(value);
+    return n >= number_of(values.substr(0, dots)) && n <= number_of(values.substr(dots + 2)) ? 0 : -1;
   }
-  const char* word = values;
-  for (int place = 0; *value && *word; place++) {
-    const char* v = value;
-    while (*v && *v == *word && *v != ' ') v++, word++;
-    if (!*v && (!*word || *word == ' ')) return place;
-    while (*word && *word != ' ') word++;
-    while (*word == ' ') word++;
+  for (int place = 0; !values.empty(); place++) {
+    const std::string_view word = values.substr(0, values.find(' '));
+    if (word == value) return place;
+    values.remove_prefix(word.size() < values.size() ? word.size() + 1 : word.size());
   }
   return -1;
 }
 
 // ---- the knobs as typed (typed) ----
 
-constexpr bool is_one_of(const char* value, const char* values) { return place_of(value, values) >= 0; }
+constexpr bool is_one_of(std::string_view value, std::string_view values) { return place_of(value, values) >= 0; }
 
 // A knob nobody defined expands to its own name: that is how it gets its default.
 #define SDPA_TEXT_AS_IS(...) #__VA_ARGS__
@@ -153,18 +139,19 @@ constexpr bool is_one_of(const char* value, const char* values) { return place_o
 #define SDPA_NEW_LINE _Pragma("GCC diagnostic push") _Pragma("GCC diagnostic pop")
 #define SDPA_KNOB(name, fallback, member, values, families, meaning)                                    \
   SDPA_NEW_LINE                                                                                         \
-  constexpr const char* name##_text = text_equal(SDPA_TEXT(name), #name) ? #fallback : SDPA_TEXT(name); \
-  constexpr bool name##_changed = !text_equal(name##_text, #fallback);                                  \
+  constexpr std::string_view name##_typed = SDPA_TEXT(name);                                            \
+  constexpr auto name##_text = name##_typed == #name ? std::string_view(#fallback) : name##_typed;      \
+  constexpr bool name##_changed = name##_text != #fallback;                                             \
   static_assert(is_one_of(name##_text, values),                                                         \
                 #name ": not a legal value; it takes one of: " values ". Type " #name "=" #fallback);
 SDPA_KNOBS(SDPA_KNOB)
 
 // A value's number: its own, or a word's place.
-constexpr int value_of(const char* value, const char* values) {
+constexpr int value_of(std::string_view value, std::string_view values) {
   return number_of(value) < 0 ? place_of(value, values) : number_of(value);
 }
 #define SDPA_MEMBER(name, fallback, member, values, families, meaning) \
-  std::conditional_t<text_equal(values, "0 1"), bool, int> member = value_of(name##_text, values);
+  std::conditional_t<std::string_view(values) == "0 1", bool, int> member = value_of(name##_text, values);
 struct Config {  // by default as typed
   SDPA_KNOBS(SDPA_MEMBER)
 };
@@ -5278,7 +5265,7 @@ SdpaStatus check_params(SdpaParams& p) {
 #define SDPA_REFUSE(condition, sentence) static_assert(!(condition), sentence)
 #define SDPA_FAMILIES(name, fallback, member, values, families, meaning)                                      \
   SDPA_NEW_LINE                                                                                               \
-  SDPA_REFUSE(name##_changed && !text_equal(families, "all") && !is_one_of(family_name, families),            \
+  SDPA_REFUSE(name##_changed && std::string_view(families) != "all" && !is_one_of(family_name, families),     \
               #name ": only kernels of these families have it: " families "; drop it or add USE_WMMA=1, " \
                     "USE_MMA_SYNC=1 or USE_WGMMA=1");
 SDPA_KNOBS(SDPA_FAMILIES)
@@ -5416,7 +5403,7 @@ constexpr TunedTile tile(int head_dim, int block_m, int block_n, int num_warps, 
   if (Build::is_e4m3) t.fp8_flush = 1024 / block_n;  // wgmma flushes O after 1,024 keys
   return t;
 }
-constexpr TunedTile HOPPER_TILES[] = {
+constexpr std::array HOPPER_TILES = {
     tile(64, 64, 128, 8, 2, 2, "USE_WARP_SPECIALIZATION", 1, 5020, 6.86),
     tile(64, 32, 128, 16, 1, 4, "SWAP_AB", 1, 4710, 3.99),
     tile(64, 128, 64, 16, 4, 2, "OVERLAP USE_PING_PONG", 1, 6220, 9.23),
@@ -5450,7 +5437,7 @@ constexpr TunedTile HOPPER_TILES[] = {
     tile(256, 8, 64, 4, 2, 1, "SWAP_AB PACK_GQA", 1, 5000, 0.306),
     tile(256, 32, 64, 4, 2, 1, "SWAP_AB PACK_GQA", 1, 8240, 0.823),
 };
-constexpr TunedTile AMPERE_TILES[] = {
+constexpr std::array AMPERE_TILES = {
     tile(64, 32, 32, 8, 2, 4, "", 2, 7710, 4.5),
     tile(64, 64, 64, 4, 2, 2, "", 2, 9030, 5.35),
     tile(64, 128, 64, 4, 3, 1, "", 2, 5950, 5.38),
@@ -5467,7 +5454,7 @@ constexpr TunedTile AMPERE_TILES[] = {
     tile(256, 16, 16, 2, 2, 2, "PACK_GQA", 3, 19800, 0.64),
 };
 // Few rows of e4m3 go to mma.sync, since the transposed kernel takes no bytes.
-constexpr TunedTile E4M3_TILES[] = {
+constexpr std::array E4M3_TILES = {
     tile(64, 64, 128, 8, 3, 2, "OVERLAP", 1, 7150, 7.71),
     tile(64, 128, 64, 16, 4, 2, "OVERLAP USE_PING_PONG", 1, 8080, 10.7),
     tile(64, 192, 128, 12, 4, 1, "OVERLAP USE_PERSISTENT_CTA SKIP_MASKED", 1, 4850, 10.4),
@@ -5486,15 +5473,13 @@ constexpr TunedTile E4M3_TILES[] = {
     tile(256, 64, 64, 4, 2, 1, "OVERLAP PACK_GQA", 1, 13800, 2.84),
     tile(256, 16, 32, 2, 2, 2, "PACK_GQA USE_MMA_SYNC", 3, 15000, 0.612),
 };
-struct TileTable {
-  const TunedTile* first;
-  int count;
-};
-template <int N> constexpr TileTable table_of(const TunedTile (&tiles)[N]) { return {tiles, N}; }
-constexpr TileTable TUNED_TILES = Build::is_e4m3 ? table_of(E4M3_TILES)
-                                  : is_mma       ? table_of(AMPERE_TILES)
-                                                 : table_of(HOPPER_TILES);
-template <int ROW> constexpr Config config_of() { return TUNED_TILES.first[ROW]; }
+constexpr auto TUNED_TILES = [] {
+  if constexpr (Build::is_e4m3) return E4M3_TILES;
+  else if constexpr (is_mma) return AMPERE_TILES;
+  else return HOPPER_TILES;
+}();
+constexpr int tile_count = TUNED_TILES.size();
+template <int ROW> constexpr Config config_of() { return TUNED_TILES[ROW]; }
 
 // ---- tiles that the typed knobs leave (typed) ----
 
@@ -5511,19 +5496,19 @@ constexpr bool tile_fits(const TunedTile& t) {
 
 // The first tile that fits from row n on, or the number of rows.
 constexpr int next_tile(int n) {
-  while (n < TUNED_TILES.count && !tile_fits(TUNED_TILES.first[n])) n++;
+  while (n < tile_count && !tile_fits(TUNED_TILES[n])) n++;
   return n;
 }
 
 // ---- refusals of rows (typed) ----
 
-SDPA_REFUSE(Build::use_tuned && next_tile(0) == TUNED_TILES.count,
+SDPA_REFUSE(Build::use_tuned && next_tile(0) == tile_count,
             "USE_TUNED=1: no tile of the table has all the knobs that were typed besides; drop some or USE_TUNED");
 // Of the typed build, or of its tiles from row N on.
 template <int N> constexpr bool check_all() {
   if constexpr (N < 0) {
     return check<BuildOf<N>>();
-  } else if constexpr (N < TUNED_TILES.count) {
+  } else if constexpr (N < tile_count) {
     return check<BuildOf<N>>() && check_all<next_tile(N + 1)>();
   }
   return true;
@@ -5632,8 +5617,8 @@ int choose_tile(const SdpaParams& p) {
   const int sms = sm_count();
   int best = -1;
   double best_clocks = 0;
-  for (int n = next_tile(0); n < TUNED_TILES.count; n = next_tile(n + 1)) {
-    const TunedTile& t = TUNED_TILES.first[n];
+  for (int n = next_tile(0); n < tile_count; n = next_tile(n + 1)) {
+    const TunedTile& t = TUNED_TILES[n];
     double clocks = tuned_clocks(t, Build::use_lengths ? of_equal_lengths(p, p.B) : p, sms);
     // One cache may have nearly all keys: such a problem counts sqrt(B) times beside the one of equal caches.
     if (Build::use_lengths && p.k_lengths) clocks += std::sqrt(p.B) * tuned_clocks(t, of_equal_lengths(p, 1), sms);
@@ -5645,7 +5630,7 @@ int choose_tile(const SdpaParams& p) {
 
 // use(B()) of the build B of row `row`, which is N or a later one.
 template <int N, class Use> auto with_row(int row, const Use& use) {
-  if constexpr (next_tile(N + 1) < TUNED_TILES.count) {
+  if constexpr (next_tile(N + 1) < tile_count) {
     if (row != N) return with_row<next_tile(N + 1)>(row, use);
   }
   return use(BuildOf<N>());

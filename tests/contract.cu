@@ -375,14 +375,14 @@ TEST_CASE("many_keys") {
     CHECK(items_of<Build>(problem(9000, 1, 1 << 20)).ranges == 1);  // 27,000 items have no counters
     CHECK(sdpa_workspace_bytes(problem(9000, 1, 1 << 20)) == range_counter_bytes);
   }
-  if constexpr (Build::use_tuned) CHECK(TUNED_TILES.first[choose_tile(problem(2, 999, 65537))].split_ctas == 0);
+  if constexpr (Build::use_tuned) CHECK(TUNED_TILES[choose_tile(problem(2, 999, 65537))].split_ctas == 0);
 }
 
 // The tiles that this build may take have no more CTAs on an SM than its shared memory holds, and those that pack heads
 // just as many: ranges of keys are dealt so.
 template <int N> static void check_ctas() {
-  if constexpr (N < TUNED_TILES.count) {
-    constexpr TunedTile t = TUNED_TILES.first[N];
+  if constexpr (N < tile_count) {
+    constexpr TunedTile t = TUNED_TILES[N];
     const int resident = most_resident_ctas<BuildOf<N>>();
     INFO(t.block_m << " x " << t.block_n << " x " << t.split_kv << ": " << resident);
     CHECK((t.pack_gqa ? t.ctas == resident : t.ctas <= resident));

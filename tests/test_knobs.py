@@ -159,7 +159,7 @@ def test_a_knob_by_hand_is_refused_in_one_sentence(compiler, words, knob, senten
 
 
 def test_rows_of_the_table_are_judged_like_typed_knobs():
-    table = "constexpr TunedTile HOPPER_TILES[] = {\n"
+    table = "constexpr std::array HOPPER_TILES = {\n"
     section = SECTION.replace(table, table + '    tile(64, 192, 64, 8, 2, 1, "OVERLAP", 1, 1, 1),\n')
     assert "a warpgroup has 4 warps and 64 query rows, so BLOCK_M must be" in refusal("@tuned", section)
     assert refusal("@plain BLOCK_M=64", section) is None

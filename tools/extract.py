@@ -38,7 +38,7 @@ PRINT_ROWS = r"""
 #define SDPA_PRINT(name, fallback, member, values, families, meaning) printf(" %d", int(B::member));
 template <int N> void print() { using B = BuildOf<N>; printf("%d", N); SDPA_KNOBS(SDPA_PRINT) puts(""); }
 template <int N> void print_from() {
-  if constexpr (N >= 0 && N < TUNED_TILES.count) print<N>(), print_from<next_tile(N + 1)>();
+  if constexpr (N >= 0 && N < tile_count) print<N>(), print_from<next_tile(N + 1)>();
 }
 int main() { print<-1>(), print_from<Build::use_tuned ? next_tile(0) : -1>(); }
 """

@@ -27,7 +27,7 @@ static const sdpa::SdpaParams& params_of(const SdpaParams* p) { return *reinterp
 // Of the build, or of its tiles from row N on.
 template <int N> constexpr size_t most_shared_bytes() {
   constexpr size_t own = sdpa::shared_bytes<sdpa::BuildOf<N>>;
-  if constexpr (N >= 0 && sdpa::next_tile(N + 1) < sdpa::TUNED_TILES.count) {
+  if constexpr (N >= 0 && sdpa::next_tile(N + 1) < sdpa::tile_count) {
     constexpr size_t others = most_shared_bytes<sdpa::next_tile(N + 1)>();
     return own > others ? own : others;
   }
@@ -48,8 +48,8 @@ int sdpa_library_forward(const SdpaParams* p, CUstream_st* stream, char* text, s
 // The rows of the table of tiles, and the clocks that the cost model gives problems with tiles, which need be none of
 // them: clocks[problem][tile]. For tools/fit.py.
 int sdpa_library_tiles(const sdpa::TunedTile** first) {
-  *first = sdpa::TUNED_TILES.first;
-  return sdpa::TUNED_TILES.count;
+  *first = sdpa::TUNED_TILES.data();
+  return sdpa::tile_count;
 }
 void sdpa_library_tile_clocks(const sdpa::TunedTile* tiles, int tile_count, const sdpa::SdpaParams* problems,
                               int problem_count, int sms, double* clocks) {
