@@ -2148,8 +2148,7 @@ template <class B, class Shared> struct CtaSoftmax {
   __device__ static ScalarScores<B> dealt_rows() {
     const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
     ScalarScores<B> S;
-    S.first_row = warp * ROW_LANES + lane / COL_LANES;
-    S.row_step = ROW_LANES * B::num_warps;
+    S.first_row = warp * ROW_LANES + lane / COL_LANES, S.row_step = ROW_LANES * B::num_warps;
     S.first_col = lane % COL_LANES;
     return S;
   }
@@ -2230,10 +2229,8 @@ template <class B> __global__ void __launch_bounds__(B::threads, 1) sdpa_scalar(
 
   ScalarScores<B> S;
   ScalarOutput<B> O;
-  S.first_row = O.first_row = warp * (B::block_m / B::num_warps) + lane / COL_LANES;
-  S.row_step = ROW_LANES;
-  S.first_col = lane % COL_LANES;
-  O.first_col = lane % COL_LANES * O.RUN;
+  S.first_row = O.first_row = warp * (B::block_m / B::num_warps) + lane / COL_LANES, S.row_step = ROW_LANES;
+  S.first_col = lane % COL_LANES, O.first_col = lane % COL_LANES * O.RUN;
 
   if (is_spare<B>(a)) return;
   const WorkItem item = item_of_cta<B>(a);
@@ -2302,7 +2299,6 @@ template <class B> struct CopyByProducers {
   WmmaShared<B>& s;
   StageRing<B::stages>& ring;
 
-  __device__ __forceinline__ CopyByProducers(WmmaShared<B>& s_, StageRing<B::stages>& ring_) : s(s_), ring(ring_) {}
   __device__ __forceinline__ int acquire(int) {
     mbarrier_spin(&s.full[ring.stage], ring.parity);
     return ring.stage;
@@ -2427,10 +2423,8 @@ __device__ __forceinline__ void wmma_consume(WmmaShared<B>& s, const KernelArgs&
 
   ScalarScores<B> S;
   ScalarOutput<B> O;
-  S.first_row = O.first_row = first_row + lane / COL_LANES;
-  S.row_step = ROW_LANES;
-  S.first_col = lane % COL_LANES;
-  O.first_col = lane % COL_LANES * O.RUN;
+  S.first_row = O.first_row = first_row + lane / COL_LANES, S.row_step = ROW_LANES;
+  S.first_col = lane % COL_LANES, O.first_col = lane % COL_LANES * O.RUN;
 
   // A warp copies its own rows of Q.
   Element<B>* const Q_s = s.Q + tile_offset<B>(first_row, 0);
@@ -2521,7 +2515,7 @@ template <class B> __global__ void __launch_bounds__(B::threads, 1) sdpa_wmma(co
       wmma_produce<B>(s, t, ring);
     } else {
       const ItemTiles<B> t(a, item, 0, tid, consumers);
-      CopyByProducers<B> feed(s, ring);
+      CopyByProducers<B> feed{s, ring};
       wmma_consume<B>(s, a, item, t, feed);
     }
   }
@@ -3304,8 +3298,7 @@ template <class B> SdpaStatus encode_tensor_maps(TensorMaps& maps, KernelArgs& a
       if (!of_queries) box[1] = uint32_t(plan_room<B>(a).box_rows), box[2] = 1;
     }
     if (B::pack_gqa && is_q) {  // heads before panels, so that they are rows of one
-      sizes[2] = H, strides[1] = bytes[1], sizes[3] = panels;
-      strides[2] = panel_bytes;
+      sizes[2] = H, sizes[3] = panels, strides[1] = bytes[1], strides[2] = panel_bytes;
       box[1] = a.item_queries.divisor, box[2] = uint32_t(a.item_heads), box[3] = 1;
     }
     const cudaError_t error = encode_tensor_map(*map++, 5, t.data, sizes, strides, box, t.element_bytes,
