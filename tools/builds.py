@@ -133,7 +133,7 @@ class Tree:
             ("// ==== 1 KNOBS", "// ==== 2 PROBLEM"), ("// ==== 7 TABLES", "// ---- the choice")))
         if tables:
             tables = "namespace {\n" * ("\nnamespace {" not in tables) + f"//{tables}\n}}\n"
-        return f"#include <string_view>\n#include <type_traits>\n//{knobs}\n{tables}"
+        return f"#include <array>\n#include <string_view>\n#include <type_traits>\n//{knobs}\n{tables}"
 
     def refusal(self, words):
         """The sentence with which sdpa.cu refuses these knobs; "" if it does not."""
