@@ -18,8 +18,7 @@ usage: tools/peers.py CONTENDER... [--shape PROBLEM]... [--suite] [--e4m3] [--ch
 
 Prints, as CSV, rows with the columns of the executables: per problem each line, then each peer. graph_us is one
 launch's share of a replayed CUDA graph, the median of turns that all contenders take, each at the clock that it leads
-to.
-A line's note has its largest difference to each peer.
+to. A line's note has its largest difference to each peer.
 exit: 0, 1 a line is wrong, 2 bad usage
 """
 import csv
