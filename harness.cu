@@ -21,7 +21,7 @@ struct Knob {
   bool changed;  // from its default
 };
 
-constexpr int most_tiles = sizeof HOPPER_TILES / sizeof(TunedTile);  // of all tables
+constexpr int most_tiles = HOPPER_TILES.size();  // of all tables
 static_assert(tile_count <= most_tiles, "a table of tiles is longer than that of wgmma; raise most_tiles");
 
 struct KernelFacts {  // of the kernel that takes a problem
@@ -59,7 +59,8 @@ namespace SDPA_NAMESPACE {
 namespace {
 
 constexpr Knob all_knobs[] = {
-#define SDPA_KNOB_ROW(name, fallback, member, values, families, meaning) {#name, name##_text.data(), meaning, name##_changed},
+#define SDPA_KNOB_ROW(name, fallback, member, values, families, meaning) \
+    {#name, name##_text.data(), meaning, name##_changed},
     SDPA_KNOBS(SDPA_KNOB_ROW)};
 
 // Barriers of a CTA, or of a group of warps, per K/V tile.

@@ -120,12 +120,12 @@ constexpr int place_of(std::string_view value, std::string_view values) {
     const int n = number_of(value);
     return n >= number_of(values.substr(0, dots)) && n <= number_of(values.substr(dots + 2)) ? 0 : -1;
   }
-  for (int place = 0; !values.empty(); place++) {
-    const std::string_view word = values.substr(0, values.find(' '));
-    if (word == value) return place;
-    values.remove_prefix(word.size() < values.size() ? word.size() + 1 : word.size());
+  for (int place = 0;; place++) {
+    const size_t end = values.find(' ');
+    if (values.substr(0, end) == value) return place;
+    if (end == values.npos) return -1;
+    values.remove_prefix(end + 1);
   }
-  return -1;
 }
 
 // ---- the knobs as typed (typed) ----
@@ -137,12 +137,11 @@ constexpr bool is_one_of(std::string_view value, std::string_view values) { retu
 #define SDPA_TEXT(...) SDPA_TEXT_AS_IS(__VA_ARGS__)
 // A pragma ends a line of what nvcc's compiler reads. It quotes the line of an error, which would be all of SDPA_KNOBS.
 #define SDPA_NEW_LINE _Pragma("GCC diagnostic push") _Pragma("GCC diagnostic pop")
-#define SDPA_KNOB(name, fallback, member, values, families, meaning)                                    \
-  SDPA_NEW_LINE                                                                                         \
-  constexpr std::string_view name##_typed = SDPA_TEXT(name);                                            \
-  constexpr auto name##_text = name##_typed == #name ? std::string_view(#fallback) : name##_typed;      \
-  constexpr bool name##_changed = name##_text != #fallback;                                             \
-  static_assert(is_one_of(name##_text, values),                                                         \
+#define SDPA_KNOB(name, fallback, member, values, families, meaning)                                                  \
+  SDPA_NEW_LINE                                                                                                       \
+  constexpr std::string_view name##_text = std::string_view(SDPA_TEXT(name)) == #name ? #fallback : SDPA_TEXT(name);  \
+  constexpr bool name##_changed = name##_text != #fallback;                                                           \
+  static_assert(is_one_of(name##_text, values),                                                                       \
                 #name ": not a legal value; it takes one of: " values ". Type " #name "=" #fallback);
 SDPA_KNOBS(SDPA_KNOB)
 
