@@ -40,7 +40,7 @@ struct Line {
   DType input, output;
   int fp16_acc;  // bits: of Q @ K.T, of P @ V
   bool has_softcap, has_sinks, has_lengths, has_pages, tanh_is_approximate;
-  bool is_wgmma, has_queue, is_tuned;
+  bool is_wgmma, has_queue, is_tuned, sums_end;
   TunedTile tiles[most_tiles];  // one, or those that it may take
   int tile_count;
   TunedTile (*tile_of)(const SdpaParams&);
@@ -100,6 +100,7 @@ Line describe_build() {
   l.has_sinks = Build::use_sinks, l.has_lengths = Build::use_lengths, l.has_pages = Build::use_pages;
   l.is_wgmma = is_wgmma;
   l.has_queue = Build::use_persistent_cta, l.is_tuned = Build::use_tuned;
+  l.sums_end = sums_end<Build> && !Build::use_tuned;
   for (int n = next_tile(0); n < tile_count; n = next_tile(n + 1)) {
     l.tiles[l.tile_count++] = TUNED_TILES[n];
   }
@@ -215,6 +216,8 @@ SdpaParams params_of(const Problem& p) {  // but for the tensors
   params.window_alignment = Causal(int(p.window_alignment));
   params.softcap = float(p.softcap);
   params.page_size = p.page_size;
+  // A table as wide as a cache could become, whatever the lengths are; no wider where a sum ends.
+  if (p.page_size && p.has_lengths) params.Sk = line.sums_end ? 1 << 16 : 1 << 20;
   return params;
 }
 
@@ -548,7 +551,8 @@ __global__ void __launch_bounds__(WitnessShared<D>::THREADS) witness(WitnessArgs
     float tile_O[W::SLICE] = {}, tile_l = 0;  // summed apart: fewer roundings of the long sum
 #pragma unroll 1
     for (int j = 0; j < W::KEYS; j++) {
-      const float S = score(batch, k0, j), P = S == -INFINITY ? 0.0f : expf((S - m) * scale);
+      const float S = score(batch, k0, j), P = expf((S - m) * scale);
+      if (S == -INFINITY) continue;  // V may be anything there
       tile_l += P;
 #pragma unroll
       for (int d = 0; d < W::SLICE; d++) tile_O[d] = fmaf(P, s.V[j][slice][d], tile_O[d]);
@@ -668,6 +672,9 @@ class Instance {
 
   void set_inputs(uint64_t seed) {
     problem.seed = seed;
+    if (starts_[0]) set_starts(*starts_[0], problem.q_starts, problem.Sq, seed + 1, 0);
+    if (starts_[1]) set_starts(*starts_[1], problem.k_starts, problem.Sk, seed + 2, problem.Sk / 8);
+    if (lengths_) set_lengths(seed);
     vector<double>* const factors[] = {&problem.q_factor, &problem.k_factor, &problem.v_factor};
     for (int t = 0; t < 3; t++) {
       vector<float>& x = inputs_[t];
@@ -675,12 +682,11 @@ class Instance {
                      problem.same_heads);
       const float step = problem.descale == "none" ? float(unit_of(line.input)) : step_for(x);
       if (factors_[t]) *factors[t] = factors_[t]->set(step, seed);
-      tensors[t]->write(held_[t] = round_to_elements(x, step));
+      held_[t] = round_to_elements(x, step);
+      if (t > 0 && line.has_lengths) poison_what_is_no_key(Tensor(t));
+      tensors[t]->write(held_[t]);
     }
     if (sinks_) set_sinks(seed);
-    if (starts_[0]) set_starts(*starts_[0], problem.q_starts, problem.Sq, seed + 1);
-    if (starts_[1]) set_starts(*starts_[1], problem.k_starts, problem.Sk, seed + 2);
-    if (lengths_) set_lengths(seed);
     if (table_) set_pages(seed);
     problem.Q = inputs_[0].data(), problem.K = inputs_[1].data(), problem.V = inputs_[2].data();
   }
@@ -701,22 +707,48 @@ class Instance {
     vector<int> lengths(problem.B);
     for (int b = 0; b < problem.B; b++) {
       lengths[b] = int(reference::mix(seed * 1000003 + b) % (problem.Sk + 1));
-      if (b % 8 >= 5) lengths[b] = b % 8 == 5 ? problem.Sk + 9 : b % 8 == 6 ? -4 : 1;
+      if (b % 8 >= 5) lengths[b] = b % 8 == 5 ? problem.Sk + (table_ ? 0 : 9) : b % 8 == 6 ? -4 : 1;
     }
     lengths_->store(lengths);
     problem.k_lengths = lengths;
     for (int& length : problem.k_lengths) length = std::max(0, std::min(length, problem.Sk));
   }
 
-  // Every row has a sequence, and a third of the sequences no row.
-  void set_starts(Guarded& held, vector<int>& starts, int rows, uint64_t seed) {
+  // A third of the sequences has no row; and of up to `most_left` rows at either end none is one's.
+  void set_starts(Guarded& held, vector<int>& starts, int rows, uint64_t seed, int most_left) {
     starts.assign(problem.B + 1, rows);
     for (int b = 0; b < problem.B; b++) {
       const uint64_t r = reference::mix(seed * 1000003 + b);
       starts[b] = b == 0 ? 0 : r % 3 == 0 ? starts[b - 1] : int(r / 3 % (rows + 1));
     }
     std::sort(starts.begin(), starts.end());
+    const int first = int(reference::mix(seed + 7) % (most_left + 1)), end = rows - int(reference::mix(seed + 8) % (most_left + 1));
+    for (int& start : starts) start = std::max(first, std::min(start, end));
     held.store(starts);
+  }
+
+  // What lies in row number `row` of K or V where no sequence has a key: NaN, inf and -inf by turns.
+  static uint16_t poison_of_row(size_t row) {
+    constexpr uint16_t fp16[] = {0x7e00, 0x7c00, 0xfc00}, bf16[] = {0x7fc0, 0x7f80, 0xff80}, e4m3[] = {0x7f, 0xff, 0x7f};
+    return line.input == DType::fp16 ? fp16[row % 3] : line.input == DType::bf16 ? bf16[row % 3]
+           : line.input == DType::e4m3 ? e4m3[row % 3] : 255;
+  }
+  // Rows that are a key of no sequence may hold anything, and nothing of it may reach O or LSE.
+  void poison_what_is_no_key(Tensor t) {
+    const size_t Sk = problem.Sk, D = width_of(t), batches = batches_of(problem, t);
+    vector<char> is_key(batches * Sk, 0);
+    for (int b = 0; b < problem.B; b++) {
+      const reference::Sequence own = reference::sequence_of(problem, b);
+      for (size_t batch = 0; batch < batches; batch++) {
+        if (!problem.same_heads && batches > 1 && batch != size_t(b)) continue;  // same_heads: one memory for all
+        for (int k = 0; k < own.Sk; k++) is_key[batch * Sk + own.first_key + k] = 1;
+      }
+    }
+    for (size_t row = 0; row < inputs_[int(t)].size() / D; row++) {
+      if (is_key[row / Sk / problem.Hkv * Sk + row % Sk]) continue;
+      std::fill_n(inputs_[int(t)].begin() + row * D, D, NAN);
+      std::fill_n(held_[int(t)].begin() + row * D, D, poison_of_row(row % Sk));
+    }
   }
 
   // K and V once more, in pages, for the kernel alone: as [pages,Hkv,page_size,D], or with a layout of its own as
@@ -731,15 +763,15 @@ class Instance {
       (t ? params.v : params.k) = {H * size * D, by_heads ? size * D : D, by_heads ? D : H * D};
     }
     params.K = pages_[0]->data<Input>(), params.V = pages_[1]->data<Input>();
-    params.pages = int(pages), params.page_stride = int(per_sequence) + 3;
+    params.pages = int(pages), params.page_stride = std::max(int(per_sequence), params.Sk / problem.page_size) + 3;
     table_.reset(new Guarded("the page table", problem.B * params.page_stride * sizeof(int)));
     params.page_table = table_->data<int>();
   }
   // In a drawn order. An entry that no visible key needs is wild, which is to become the first page or the last, or the
-  // last: the page for all, which is full of NaN.
+  // last: the page for all, which has no key.
   void set_pages(uint64_t seed) {
     constexpr int wild[] = {-7, 2147483647};
-    const int size = problem.page_size, pages = params.pages, per_sequence = params.page_stride - 3;
+    const int size = problem.page_size, pages = params.pages, per_sequence = (problem.Sk + size - 1) / size;
     vector<int> order(pages - 1), table(size_t(problem.B) * params.page_stride);
     std::iota(order.begin(), order.end(), 0);
     for (int i = pages - 2; i > 0; i--) std::swap(order[i], order[reference::mix(seed * 77 + i) % (i + 1)]);
@@ -762,8 +794,8 @@ class Instance {
       const Strides& s = t ? params.v : params.k;
       const Bits& x = held_[1 + t];
       const int D = width_of(Tensor(1 + t));
-      Bits paged(size_t(pages) * s.batch, 0);
-      std::fill(paged.end() - s.batch, paged.end(), element_bytes(line.input) == 1 ? 0x7f : 0x7fff);
+      Bits paged(size_t(pages) * s.batch);
+      for (size_t i = 0; i < paged.size(); i++) paged[i] = poison_of_row(i / D);
       for (int64_t row = 0; row < int64_t(x.size()) / D; row++) {
         const int64_t b = row / problem.Sk / problem.Hkv, h = row / problem.Sk % problem.Hkv, k = row % problem.Sk;
         const int64_t page = order[b * per_sequence + k / size];

@@ -150,7 +150,7 @@ struct Row {  // one query row, in [B,Hq,Sq]
   int b, h, q;
 };
 
-// What the kernel's row must come out as. `open[d]` is 1 where V has a NaN or inf at a key that is
+// What the kernel's row must come out as. `open[d]` is 1 where V has a NaN or inf at a key of the sequence that is
 // masked for the row: 0 * NaN is NaN by the dense formula and nothing by the sparse one, so there
 // NaN is right as well as O[d].
 struct Result {
@@ -238,7 +238,7 @@ inline Result attend(const Problem& p, const Row& row) {
       if (!std::isfinite(V[k * Dv + d])) result.open[d] = 1;
     }
   };
-  for (size_t k = 0; k < (size_t)p.Sk; k++) {
+  for (size_t k = s.first_key; k < size_t(s.first_key + std::max(s.Sk, 0)); k++) {  // not of other rows than its keys
     if (k < first || k >= end) leave_open(k);
   }
   std::vector<double> logits(end);

@@ -269,7 +269,7 @@ struct SdpaParams {
   int B, Hq, Hkv, Sq, Sk;  // Hq a multiple of Hkv; query head h reads key head h / (Hq / Hkv)
   int D;                   // must equal HEAD_DIM
   Strides q, k, v, o;      // in multiples of VEC_WIDTH, of inputs also 0 or negative; of dimensions of size 1 any
-  float scale = 0;         // 0 means 1/sqrt(D)
+  float scale = 0;         // 0: 1/sqrt(D). For a scale of 0, by which all visible keys weigh alike: FLT_MIN
   Causal causal = Causal::off;
   void* workspace = nullptr;                // sdpa_workspace_bytes() of device memory, 256-byte aligned, zeroed once
                                             // before the first launch, whatever the problems after it; one per stream
@@ -277,7 +277,7 @@ struct SdpaParams {
   int window_left = -1, window_right = -1;  // keys that a query sees before and after its own position; -1: no limit
   Descale q_descale, k_descale, v_descale;  // 8-bit DTYPE: by query head, and by key head
   Causal window_alignment = Causal::off;    // whose position the window counts from; off: that of `causal`
-  float softcap = 0;                        // USE_SOFTCAP: logits x become softcap * tanh(x / softcap); 0: x
+  float softcap = 0;                        // USE_SOFTCAP: x becomes softcap * tanh(x / softcap), 1e-18 to 1e18; 0: x
   const float* sinks = nullptr;             // USE_SINKS=1: [Hq] in device memory; exp(sink) joins a row's sum; or null
   const int *k_lengths = nullptr, *q_starts = nullptr, *k_starts = nullptr;  // USE_LENGTHS=1: as struct Sequence has it
   int most_keys = 0;                        // USE_LENGTHS=1: that a sequence has; 0: Sk
@@ -440,8 +440,9 @@ struct Divisor {
   __device__ __forceinline__ uint32_t remainder(uint32_t n) const { return n - divide(n) * divisor; }
 };
 
-struct PlanArgs {  // USE_LENGTHS: what there is room for in the workspace, and as many CTAs as there shall be ranges
-  uint32_t items, parts, ctas;
+struct PlanArgs {  // USE_LENGTHS: what there is room for in the workspace, for one group of heads
+  uint32_t items, parts;  // partial results of tiles with several ranges
+  uint32_t free_parts;    // of these, those of tiles with more ranges than a typed SPLIT_CTAS; or all
   Divisor page_size;  // USE_PAGES
   int box_rows = 0;   // keys that TMA copies at once: of one page and of one tile
 };
@@ -1807,7 +1808,7 @@ struct PlanShared {
   uint32_t parts, count, merges;
   uint32_t count_of[plan_classes], first[plan_classes];  // items of a class, and the first of them
 };
-template <class B> __global__ void __launch_bounds__(plan_threads) sdpa_plan(const __grid_constant__ KernelArgs a) {
+template <class B> __global__ void __launch_bounds__(plan_threads, 1) sdpa_plan(const __grid_constant__ KernelArgs a) {
   PlanShared& s = dynamic_shared<PlanShared>();
   const int tid = threadIdx.x, queries = queries_of_item<B>(a);
   if constexpr (B::family == Family::wgmma) wait_then_let_next_kernel_start();
@@ -1841,15 +1842,15 @@ template <class B> __global__ void __launch_bounds__(plan_threads) sdpa_plan(con
   atomicAdd(&s.rounds_65536, uint32_t(rounds_of_thread / 65536));
   __syncthreads();  // hazard: counted by all threads
 
-  // Rounds of a range at most, if their number is free; and how many ranges a tile has.
+  // Rounds of a range at most, and how many ranges a tile has: so many more than one as there is room for, since tiles of
+  // more than `even` rounds have at most 2 * rounds / even ranges each. Their sums may then be of over rounds_at_once().
   const uint32_t least = max(1, 256 * 1024 / int(B::round_keys * B::head_dim * sizeof(Input) * 2));
-  const uint32_t most = uint32_t(rounds_at_once<B>());
-  const uint64_t rounds_of_all = (uint64_t(s.rounds_65536) * 65536 + s.rounds) * a.q_heads.divisor;
-  const uint32_t even = uint32_t(rounds_of_all / plan_room<B>(a).ctas) + 1;
-  const uint32_t limit = B::split_ctas == 1 ? 0x7fffffff : B::split_ctas > 1 ? most : min(max(even, least), most);
-  const auto ranges_of_tile = [&](uint32_t rounds) {
-    return max(shares(rounds, limit), B::split_ctas > 1 ? uint32_t(B::split_ctas) : 1u);
-  };
+  const uint32_t most = uint32_t(rounds_at_once<B>()), parts = plan_room<B>(a).parts, free = plan_room<B>(a).free_parts;
+  const uint64_t rounds_of_all = uint64_t(s.rounds_65536) * 65536 + s.rounds;
+  const uint32_t even = free > 0 ? uint32_t(min(2 * rounds_of_all / free + 1, uint64_t(0x7fffffff))) : 0x7fffffff;
+  const uint32_t limit = B::split_ctas == 0 ? max(even, min(least, most)) : max(even, most);
+  const uint32_t typed = parts > free ? uint32_t(B::split_ctas) : 1;
+  const auto ranges_of_tile = [&](uint32_t rounds) { return max(shares(rounds, limit), typed); };
   // By the rounds of a range; or of the sequence, so that its tiles follow each other while L2 has its K and V.
   const uint32_t longest = max(min(s.most_rounds, limit), 1u);
   const auto class_of = [&](const Sequence& own, uint32_t rounds, uint32_t ranges) {
@@ -3166,6 +3167,20 @@ template <class B, int D> struct TileBox {
   }
 };
 
+// USE_LENGTHS: how many of the tile's keys from k0 on are the sequence's; and the emptying of the other rows of V once the
+// tile has landed, since 0 * NaN is NaN: by `threads` threads, which then fence the async proxy.
+template <class B> __device__ __forceinline__ int keys_of_tile(ItemArg<B> item, int k0) {
+  if constexpr (B::use_lengths) return min(max(item.own.Sk - k0, 0), B::block_n);
+  return B::block_n;
+}
+template <class B> __device__ __forceinline__ void clear_rows_of_v(Input* V_s, int keys, int thread, int threads) {
+  constexpr int line = PANEL_BYTES<B::d_v> / 16, panel = B::block_n * line;
+  SDPA_UNROLL for (int n = 0; n < PANELS<B::d_v>; n++) {
+    uint4* const of_panel = reinterpret_cast<uint4*>(V_s) + n * panel;
+    for (int i = keys * line + thread; i < panel; i += threads) st_shared(of_panel + i, uint4{});
+  }
+}
+
 // Bytes from the beginning of a tile of ROWS rows to the next STEP_BYTES of them, number `step`.
 template <int LINE> __host__ __device__ constexpr int panel_step(int step, int rows) {
   constexpr int steps = LINE / STEP_BYTES;  // of a panel
@@ -3280,9 +3295,9 @@ template <class B> SdpaStatus encode_tensor_maps(TensorMaps& maps, KernelArgs& a
     for (int i = 0; i < 3; i++) {
       const auto& dim = t.dims[i];
       bytes[i] = dim.size > 1 ? uint64_t(dim.stride) * t.element_bytes : 16;
-      if (dim.size > 1 && (dim.stride <= 0 || bytes[i] >= uint64_t(1) << 40)) {
+      if (dim.size > 1 && (dim.stride < 0 || bytes[i] >= uint64_t(1) << 40)) {
         return failure(refused,
-                       "%s has a %s stride of %lld elements, and TMA takes strides from 1 to 2^40 bytes; copy it or "
+                       "%s has a %s stride of %lld elements, and TMA takes strides from 0 to 2^40 bytes; copy it or "
                        "use a build without USE_WGMMA",
                        t.name, dim.name, (long long)dim.stride);
       }
@@ -3379,6 +3394,11 @@ __global__ void __launch_bounds__(B::threads, 1) sdpa_wgmma_plain(const __grid_c
   for (int tile = 0; tile < tiles; tile++) {
     const int stage = tile % B::stages, k0 = keys.begin + tile * B::block_n;
     mbarrier_wait(&s.full[stage], tile / B::stages % 2);
+    if (const int own_keys = keys_of_tile<B>(item, k0); own_keys < B::block_n) {
+      clear_rows_of_v<B>(s.V[stage], own_keys, tid, B::threads);
+      fence_proxy_async();
+      __syncthreads();  // hazard: rows of V emptied by all warps
+    }
 
     // S = Q @ K.T   [64][BLOCK_N]
     const uint64_t K = wgmma_descriptor(uniform(shared_address(s.K[stage])), 16, PANEL_ATOM<B::head_dim>);
@@ -3468,6 +3488,14 @@ template <class B> struct SlicePartial {
 template <class B>
 using SlicePartials = std::conditional_t<(B::split_kv > 1), SlicePartial<B>[B::block_m / 64], Nothing>;
 
+// USE_LENGTHS: mbarriers of each slice's V in which a sequence ends: landed, and not yet emptied past the last key.
+template <class B> using LastTiles = std::conditional_t<B::use_lengths, uint64_t[B::split_kv], Nothing>;
+template <class B> __device__ __forceinline__ void init_last_tiles(LastTiles<B>& last) {
+  if constexpr (B::use_lengths) {
+    for (uint64_t& landed : last) mbarrier_init(&landed, 1);
+  }
+}
+
 // How the registers of a CTA are dealt: all threads start with the same number, then the warpgroup that
 // copies gives away what it does not need. setmaxnreg counts in eights.
 template <class B, int PRODUCER> struct WgmmaRegisters {
@@ -3488,6 +3516,7 @@ template <class B, class Shared> struct WgmmaProducer {
   const bool issues = threadIdx.x % 32 == 0;
   StageRing<B::stages> ring;
   StageRing<Shared::Q_STAGES> q_ring;
+  int last_parity = 0;  // of s.last
 
   // Item number i; past the last item one without rounds.
   __device__ __forceinline__ WgmmaItem find_item(uint32_t i) const {
@@ -3531,6 +3560,18 @@ template <class B, class Shared> struct WgmmaProducer {
     if (B::use_pages) mbarrier_wait(empty, ring.parity ^ 1);
     box.load(a, map, tile_s, full);
   }
+  // The mbarrier for V of a tile in which the sequence ends. It is full once the other rows have been emptied.
+  __device__ __forceinline__ uint64_t* last_landed(int slice) {
+    if constexpr (B::use_lengths) return &s.last[slice];
+    return nullptr;
+  }
+  __device__ __forceinline__ void finish_last_tile(int slice, Input* V_s, int keys, uint64_t* full) {
+    mbarrier_wait(last_landed(slice), last_parity);
+    last_parity ^= 1;
+    clear_rows_of_v<B>(V_s, keys, threadIdx.x % 32, 32);
+    fence_proxy_async();
+    arrive_by_warp(full, threadIdx.x % 32);
+  }
   // Loads a slice's tiles of all items: K, or V to the stages of v, or both. A copy that waits for its stage would hold
   // up the other kind: so one warp loads K and another V, where there are enough of them. The warp that starts an item,
   // by start(item), is a loader as well.
@@ -3545,6 +3586,7 @@ template <class B, class Shared> struct WgmmaProducer {
       if (!starts && B::use_persistent_cta) item = follow_item();
       if (item.rounds == 0) break;
       uint32_t drawn = 0;
+      int keys = keys_of_tile<B>(item, first_key_of<B>(item, item.rounds - 1, slice));  // of the round's tile
       for (int round = item.rounds - 1; round >= 0; round--, ring.advance()) {
         const int n = ring.stage;
         // The queue has the items after the first of every CTA, so that there are as many draws as items, and
@@ -3553,7 +3595,12 @@ template <class B, class Shared> struct WgmmaProducer {
         if (B::use_persistent_cta && starts && issues && round == 0) drawn = atomicInc(counter, a.work_items - 1);
         const auto& maps = tensor_maps<B>(a);
         if (role & load_k) load<B::head_dim>(item, round, slice, &maps.k, t.K[n], &t.k_full[n], &t.k_empty[n]);
-        if (role & load_v) load<B::d_v>(item, round, slice, &maps.v, v.V[n], &v.v_full[n], &v.v_empty[n]);
+        if (role & load_v) {
+          const bool ends = B::use_lengths && keys < B::block_n;
+          uint64_t* const full = ends ? last_landed(slice) : &v.v_full[n];
+          load<B::d_v>(item, round, slice, &maps.v, v.V[n], full, &v.v_empty[n]);
+          if (ends) finish_last_tile(slice, v.V[n], keys, &v.v_full[n]), keys = B::block_n;
+        }
       }
       if (!B::use_persistent_cta) break;
       if (starts) item = find_item(gridDim.x + uniform(drawn));
@@ -3804,6 +3851,7 @@ template <class B> struct WgmmaShared {
   alignas(1024) Input Q[Q_STAGES][ROW_GROUPS][64 * B::head_dim];  // [64][D] each; afterwards O on its way out
   TileRing<B> slice[B::split_kv];
   SlicePartials<B> partial;
+  LastTiles<B> last;
   WgmmaItem item[Q_STAGES];  // whose Q it is
   // Full: Q has landed, and item is set. Done: every warp has written its O over Q. Empty: O has been stored.
   uint64_t q_full[Q_STAGES], o_done[Q_STAGES][ROW_GROUPS], q_empty[Q_STAGES];
@@ -3816,6 +3864,7 @@ template <class B> struct WgmmaShared {
     if (warp == 1 && threadIdx.x % 32 == 0) {
       for (uint64_t& full : q_full) mbarrier_init(&full, 1);
       for (auto& t : slice) t.init_full(1);
+      init_last_tiles<B>(last);
       fence_mbarrier_init();
     }
     if (warp == 2 && threadIdx.x % 32 == 0) {
@@ -4169,6 +4218,7 @@ template <class B> struct E4m3Shared {
   TileRing<B, V_KEYS<B> * B::head_dim> slice[B::split_kv];  // V [D][BLOCK_N]
   Landed landed[B::split_kv];
   SlicePartials<B> partial;
+  LastTiles<B> last;
   WgmmaItem item[Q_STAGES];
   // Full: Q has landed, and item is set. Empty: Q has been read.
   uint64_t q_full[Q_STAGES], q_empty[Q_STAGES];
@@ -4193,6 +4243,7 @@ template <class B> struct E4m3Shared {
       for (Landed& t : landed) {
         for (int n = 0; n < B::stages; n++) mbarrier_init(&t.v_full[n], 1), mbarrier_init(&t.v_empty[n], TRANSPOSERS);
       }
+      init_last_tiles<B>(last);
       fence_mbarrier_init();
     }
     if (warp == 2 && threadIdx.x % 32 == 0) {
@@ -4835,6 +4886,10 @@ template <class B> struct WgmmaColumns {
   template <bool FIRST>
   __device__ __forceinline__ void take_round(int round, const WgmmaItem& item, Scores& S, Sums& O) {
     const int k0 = first_key_of<B>(item, round, slice);
+    if (const int own_keys = keys_of_tile<B>(item, k0); FIRST && own_keys < B::block_n) {
+      mbarrier_wait(&mine().v_full[ring.stage], ring.parity);
+      clear_rows_of_v<B>(mine().V[ring.stage], own_keys, int(threadIdx.x % 128), 128);  // write_p() fences
+    }
     if (B::use_softcap != 0) cap_scores<B>(S, a);
     const Mask<B>& mask = mask_of<B>(a, item);
     if (!mask.tiles.cover(item.q0, k0)) mask_scores<B>(S, a, mask, item.q0, k0 + S.first_col());
@@ -5013,20 +5068,20 @@ template <class B> Items items_of(const SdpaParams& p) {
 }
 
 // USE_LENGTHS: four ranges to each CTA that fits, so that the last one is a fourth of the time at most. Of tiles that
-// have several there are twice as many at most; or those that sums need.
+// have several there are twice as many at most, whatever the sequences are; and those of a typed SPLIT_CTAS. The
+// transposed kernel, and rows that go through shared memory, have most_split_items counters for them.
 template <class B> PlanArgs plan_args(const SdpaParams& p, const Items& items) {
   const uint32_t heads = uint32_t(max(p.Hq / items.heads, 1)), tiles = uint32_t(items.count / heads);
-  PlanArgs plan{tiles, 0, 4 * uint32_t(most_resident_ctas<B>() * sm_count())};
+  PlanArgs plan{tiles, 0, 0};
   if (B::use_pages) {
     const int bits = p.page_size | B::block_n;
     plan.page_size = Divisor(uint32_t(max(p.page_size, 1))), plan.box_rows = bits & -bits;  // 2^n that divides both
   }
   if (B::split_ctas == 1) return plan;
-  // Of a tile, whose rows a window moves with, and which may begin before them.
-  const int keys = min(most_visible_keys(p) + items.queries - 1 + (B::use_pages ? B::block_n : 0), p.Sk);
-  const int rounds = int(shares(max(keys, 1), B::round_keys));
-  const uint32_t needed = uint32_t(max(B::split_ctas, int(shares(rounds, rounds_at_once<B>()))));
-  plan.parts = max(needed > 1 ? needed * tiles : 0, B::split_ctas == 0 ? 2 * shares(plan.ctas, heads) : 0);
+  const uint32_t counters = merges_by_kernel<B> ? 0x7fffffff : most_split_items / heads;
+  plan.free_parts = min(2 * shares(4 * uint32_t(most_resident_ctas<B>() * sm_count()), heads), counters);
+  const uint64_t typed = B::split_ctas > 1 ? uint64_t(B::split_ctas) * tiles : 0;
+  plan.parts = plan.free_parts + (typed + plan.free_parts <= min(counters, most_split_items) ? uint32_t(typed) : 0);
   plan.items += plan.parts;
   return plan;
 }
@@ -5131,16 +5186,13 @@ template <class B> SdpaStatus forward(const SdpaParams& p, cudaStream_t stream) 
   KernelArgs a(p, B::pack_gqa ? items.queries : B::mask_rows, B::block_n);
   a.scale_log2 = log2_scale(p), a.inverse_scale_log2 = 1 / a.scale_log2;
   if (B::use_softcap != 0 && p.softcap != 0) {
-    a.cap_scale = a.scale_log2 * ln2 / p.softcap, a.scale_log2 = p.softcap / ln2;
+    a.cap_scale = std::fmax(a.scale_log2 * ln2 / p.softcap, 1.2e-38f), a.scale_log2 = p.softcap / ln2;
   }
   a.work_items = uint32_t(items.count);
   if constexpr (B::use_lengths) {
     const PlanArgs plan = plan_args<B>(p, items);
-    const uint64_t heads = p.Hq / items.heads, parts = plan.parts * heads;
-    if (plan.items * heads > most || (!merges_by_kernel<B> && parts > most_split_items)) {
-      return failure(refused, "%llu ranges of keys are over %u; split the batch", (unsigned long long)parts,
-                     most_split_items);
-    }
+    const uint64_t heads = p.Hq / items.heads;
+    if (plan.items * heads > most) return failure(refused, "B*Hq*Sq is over %d tiles; split the batch", most);
     [&](auto& args) { args.plan = plan; }(a);
     a.work_items = uint32_t(plan.items * heads);
   }
@@ -5219,8 +5271,11 @@ SdpaStatus check_params(SdpaParams& p) {
     return failure(refused, "D=%d, Dv=%d, but HEAD_DIM=%d, %d of V; rebuild", p.D, p.Dv, Build::head_dim, Build::d_v);
   }
   if (p.Hq && (p.Hkv == 0 || p.Hq % p.Hkv)) return failure(refused, "Hq=%d is not a multiple of Hkv=%d", p.Hq, p.Hkv);
-  if (!(p.scale >= 0) || std::isinf(log2_scale(p)) || !(p.softcap >= 0) || std::isinf(p.softcap / ln2)) {
-    return failure(refused, "scale=%g, softcap=%g: want 0 or more, below 10^38", double(p.scale), double(p.softcap));
+  if (!(p.scale >= 0) || std::isinf(log2_scale(p))) {
+    return failure(refused, "scale=%g: want 0 or more, below 10^38", double(p.scale));
+  }
+  if (p.softcap != 0 && !(p.softcap >= 1e-18f && p.softcap <= 1e18f)) {
+    return failure(refused, "softcap=%g: want 0, or 1e-18 to 1e18", double(p.softcap));
   }
   const char *of_8bit = Build::is_8bit ? "" : "an 8-bit DTYPE", *of_cap = Build::use_softcap ? "" : "USE_SOFTCAP";
   const char *of_lengths = Build::use_lengths ? "" : "USE_LENGTHS=1", *of_pages = Build::use_pages ? "" : "USE_PAGES=1";
@@ -5382,9 +5437,9 @@ constexpr TunedTile tile(int head_dim, int block_m, int block_n, int num_warps, 
                          std::string_view knobs, int ctas, double item_clocks, double scores_per_clock) {
   TunedTile t{{}, ctas, item_clocks, scores_per_clock};
   const auto on = [&](const char* knob) { return knobs.find(knob) != knobs.npos; };
-  // A row is for every D of which its own is the next in the table.
-  const int typed = t.head_dim, next = typed <= 64 ? 64 : typed <= 128 ? 128 : 256;
-  t.head_dim = head_dim == next ? typed : head_dim;
+  // A row is for every D, the larger of Q's and V's, of which its own is the next in the table.
+  const int typed = t.head_dim > t.head_dim_v ? t.head_dim : t.head_dim_v, next = typed <= 64 ? 64 : typed <= 128 ? 128 : 256;
+  if (head_dim != next && head_dim != typed) t.head_dim = head_dim, t.head_dim_v = 0;
   t.block_m = block_m, t.block_n = block_n;
   t.num_warps = num_warps, t.stages = stages, t.split_kv = split_kv;
   if (is_mma || Build::is_e4m3) t.use_mma_sync = t.use_cp_async = t.swizzle_xor = is_mma || on("USE_MMA_SYNC");

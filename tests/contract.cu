@@ -54,13 +54,13 @@ class Attention {
     cudaDeviceSynchronize();
     return status.text;
   }
-  // True if O and LSE are those of the reference.
-  bool is_right() const {
+  // True if O and LSE are those of the reference; of so many keys, if there is one head of them.
+  bool is_right(int keys = -1) const {
     const auto mask = p.causal == Causal::bottom_right ? reference::Mask::bottom_right
                       : p.causal == Causal::top_left   ? reference::Mask::top_left
                                                        : reference::Mask::none;
     const reference::Problem problem{p.B,       p.Hq,      p.Hkv,    p.Sq,
-                                     p.Sk,      p.D,       mask,     1 / std::sqrt(double(p.D)),
+                                     keys < 0 ? p.Sk : keys, p.D, mask, 1 / std::sqrt(double(p.D)),
                                      q_.data(), k_.data(), v_.data()};
     vector<Output> O(o_elements_);
     vector<float> LSE(o_elements_ / p.D);
@@ -298,7 +298,7 @@ TEST_CASE("errors") {
   CHECK(
       begins(failing(set_attribute, cudaErrorLaunchFailure), "an earlier call or kernel of this"));
   CHECK(begins(failing("cudaLaunchKernelEx", cudaErrorInvalidConfiguration),
-               "launching the kernel failed"));
+               Build::use_lengths ? "launching the plan failed" : "launching the kernel failed"));
   CHECK(cudaPeekAtLastError() == cudaSuccess);
   if (Build::use_persistent_cta) {
     CHECK(begins(failing("cudaOccupancyMaxActiveBlocksPerMultiprocessor", cudaErrorInvalidValue),
@@ -341,7 +341,7 @@ TEST_CASE("sizes") {
   p.Sq = 1, p.Sk = 1000000000, p.causal = Causal::off, p.window_right = 1000000000;
   CHECK(kernel_of(p) != nullptr);
   p = a.p, p.scale = 3e38f;
-  CHECK(begins(a.forward(p), "scale=3e+38, softcap=0: want 0 or more, below 10^38"));
+  CHECK(begins(a.forward(p), "scale=3e+38: want 0 or more, below 10^38"));
   p = a.p, p.B = 1 << 15, p.Hq = p.Hkv = 1 << 12;
   p.Sq = 16 * 512;  // 2^31 items or more
   CHECK(contains(a.forward(p), " tiles; split the batch"));
@@ -370,8 +370,8 @@ TEST_CASE("many_keys") {
   CHECK(!begins(a.forward(p), "a query sees"));
   CHECK((bytes(2, 1 << 20) >= bytes(2, 65537) && bytes(2, 65537) >= bytes(2, 65536)));
   CHECK((Build::pack_gqa || bytes(2000, 1 << 20) < size_t(1) << 30));
-  if (Build::split_ctas != 1) CHECK(items_of<Build>(problem(2, 1, 1 << 20)).ranges >= 16);
-  if (Build::pack_gqa) {
+  if (Build::split_ctas != 1 && !Build::use_lengths) CHECK(items_of<Build>(problem(2, 1, 1 << 20)).ranges >= 16);
+  if (Build::pack_gqa && !Build::use_lengths) {
     CHECK(items_of<Build>(problem(9000, 1, 1 << 20)).ranges == 1);  // 27,000 items have no counters
     CHECK(sdpa_workspace_bytes(problem(9000, 1, 1 << 20)) == range_counter_bytes);
   }
@@ -484,4 +484,70 @@ TEST_CASE("starts" * doctest::skip(!Build::use_lengths)) {
   CHECK(forward({0, 100, 100, 100, 100, 100, 100, 100, 100}, none, all) == "");
   CHECK((forward({0, 100, 100, 100, 100, 100, 100, 100, 100}, keys, all) == "" && a.is_right()));
   cudaFree(held), cudaFree(p.workspace);
+}
+
+// Room for partial results is the same however many keys a sequence could have, and no number of sequences is refused.
+TEST_CASE("room" * doctest::skip(!Build::use_lengths || (sums_end<Build> && !Build::use_tuned))) {
+  constexpr int B = 1100, most = 140000, D = Build::head_dim;
+  SdpaParams wide{};
+  wide.B = 4096, wide.Hq = 64, wide.Hkv = 8, wide.Sq = 1, wide.Sk = 1 << 20, wide.D = D;
+  simt::gpu.sms[0] = 132;
+  CHECK((sdpa_workspace_bytes(wide) <= size_t(64) << 20 || Build::block_m > 64));
+  const size_t bytes = sdpa_workspace_bytes(wide);
+  wide.Sk = 1000;
+  CHECK(sdpa_workspace_bytes(wide) == bytes);
+  wide.Hq = wide.Hkv = 20000;
+  if constexpr (!Build::use_tuned && !merges_by_kernel<Build>) {
+    CHECK(plan_args<Build>(wide, items_of<Build>(wide)).parts * 20000 <= most_split_items);
+  }
+  simt::gpu = {};
+  const Attention a(1, 2, 1, 1, most);
+  SdpaParams p = a.p;
+  vector<int> lengths(B);
+  for (int b = 0; b < B; b++) lengths[b] = b == 7 ? 3000 : b % 50 + 1;
+  int* held = nullptr;
+  cudaMalloc(&held, B * sizeof(int)), cudaMalloc(&p.O, B * 2 * D * sizeof(Output)), cudaMalloc(&p.LSE, B * 2 * sizeof(float));
+  cudaMemcpy(held, lengths.data(), B * sizeof(int), cudaMemcpyHostToDevice);
+  p.B = B, p.k_lengths = held, p.q.batch = p.k.batch = p.v.batch = 0, p.o.batch = 2 * D, p.o.head = D;
+  cudaMalloc(&p.workspace, sdpa_workspace_bytes(p)), cudaMemset(p.workspace, 0, sdpa_workspace_bytes(p));
+  const SdpaStatus status = sdpa_forward(p, /*stream=*/0);
+  CHECK(string(status.text) == "");
+  vector<Output> O(B * 2 * D), one(2 * D);
+  cudaMemcpy(O.data(), p.O, O.size() * sizeof(Output), cudaMemcpyDeviceToHost);
+  for (const int length : {1, 33, 50, 3000}) {
+    SdpaParams alone = a.p;
+    alone.Sk = length;
+    CHECK((a.forward(alone) == "" && a.is_right(length)));
+    cudaMemcpy(one.data(), a.p.O, one.size() * sizeof(Output), cudaMemcpyDeviceToHost);
+    for (int b = 0; b < B; b++) {
+      for (int i = 0; i < 2 * D && lengths[b] == length; i++) {
+        REQUIRE(std::fabs(to_float(O[b * 2 * D + i]) - to_float(one[i])) <= 1e-2f);
+      }
+    }
+  }
+  cudaFree(held), cudaFree(p.O), cudaFree(p.LSE), cudaFree(p.workspace);
+}
+
+// A head or a batch of stride 0 is one for all, TMA's maps included; a stride below 0 is refused by them in a sentence.
+TEST_CASE("shared_heads") {
+  const Attention a(2, 4, 2, 33, 130);
+  SdpaParams p = a.p, q = a.p;
+  p.k.head = p.v.head = 0;
+  q.k.head = q.v.head = 0, q.Hkv = 1;
+  vector<Output> shared(2 * 4 * 33 * Build::head_dim), want(shared.size());
+  const auto run = [&](const SdpaParams& x, vector<Output>& O) {
+    CHECK(a.forward(x) == "");
+    cudaMemcpy(O.data(), a.p.O, O.size() * sizeof(Output), cudaMemcpyDeviceToHost);
+  };
+  run(p, shared), run(q, want);
+  if (!Build::use_tuned && Build::split_ctas != 0 && !Build::pack_gqa) CHECK(memcmp(shared.data(), want.data(), want.size() * sizeof(Output)) == 0);
+  for (size_t i = 0; i < want.size(); i++) REQUIRE(std::fabs(to_float(shared[i]) - to_float(want[i])) <= 1e-2f);
+  p = a.p, p.k.batch = p.v.batch = 0;
+  run(p, shared);
+  const size_t half = want.size() / 2;
+  p.B = 1, p.Q += p.q.batch, p.O = a.p.O;  // the second batch alone
+  run(p, want);
+  for (size_t i = 0; i < half; i++) REQUIRE(std::fabs(to_float(shared[half + i]) - to_float(want[i])) <= 1e-2f);
+  p = a.p, p.K += p.k.batch, p.k.batch = -p.k.batch;
+  if (is_wgmma) CHECK(contains(a.forward(p), "and TMA takes strides from 0 to 2^40 bytes"));
 }

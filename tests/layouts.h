@@ -7,10 +7,8 @@ namespace {
 const char* const layouts[] = {"bhsd",     "bshd", "packed",    "padded",  "zero",
                                "reversed", "far",  "far_heads", "far_rows"};
 
-// TMA takes no strides of 0 or less.
-bool takes_layout(const string& layout) {
-  return !(line.is_wgmma && (layout == "zero" || layout == "reversed"));
-}
+// TMA takes no strides below 0.
+bool takes_layout(const string& layout) { return !(line.is_wgmma && layout == "reversed"); }
 
 struct Placement {
   Strides strides;
