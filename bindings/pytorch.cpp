@@ -1,18 +1,30 @@
 // The compiled half of pytorch.py: what is between PyTorch's dispatcher and the C functions of sdpa.h, in C++ because a
-// call in Python costs more than a small kernel. It knows no kernel; pytorch.py builds them and hands over their functions.
+// call in Python costs more than a small kernel. It knows no kernel; pytorch.py builds them and hands over their
+// functions.
 
 #include <ATen/core/Tensor.h>
 #include <ATen/cuda/EmptyTensor.h>
+#include <ATen/SDPBackend.h>
+#include <ATen/autocast_mode.h>
+#include <ATen/ops/_cudnn_attention_backward.h>
+#include <ATen/ops/_cudnn_attention_forward.h>
+#include <ATen/ops/_flash_attention_backward.h>
 #include <ATen/ops/_flash_attention_forward.h>
+#include <ATen/ops/_fused_sdp_choice.h>
 #include <ATen/ops/empty_like.h>
-#include <ATen/ops/zeros.h>
+#include <ATen/ops/zeros_like.h>
+#include <c10/cuda/CUDACachingAllocator.h>
 #include <c10/cuda/CUDAGraphsC10Utils.h>
 #include <c10/cuda/CUDAGuard.h>
+#include <c10/util/env.h>
 #include <cuda_runtime.h>
+#include <torch/csrc/autograd/autograd_not_implemented_fallback.h>
+#include <torch/csrc/autograd/custom_function.h>
 #include <torch/library.h>
 
-#include <cstring>
+#include <algorithm>
 #include <array>
+#include <cfloat>
 #include <map>
 #include <mutex>
 #include <string>
@@ -31,9 +43,14 @@ struct Line {
   decltype(&sdpa_library_forward) forward;
   char trouble[512];  // why there is none
 };
-enum Feature { softcap = 1, sinks = 2, lengths = 4, pages = 8 };  // of what a problem asks beyond a line's own: builds of their own
+enum Feature {
+  softcap = 1,
+  sinks = 2,
+  lengths = 4,
+  pages = 8
+};  // of what a problem asks beyond a line's own: builds of their own
 static auto& lines = *new std::map<std::array<int, 5>, Line>;  // by device, dtype, D, D of v, and features
-static std::mutex mutex;                                        // of all that is static here
+static std::mutex mutex;                                       // of all that is static here
 
 // pytorch.py's: builds a line if need be, and fills what it is given. Called without the mutex, since it takes the GIL.
 using Load = void (*)(int device, int dtype, int D, int Dv, int features, Line* line);
@@ -55,20 +72,22 @@ static const Line& line_for(const Tensor& q, const Tensor& v, int features) {
 
 // ---- what no line takes ----
 
-// Why no line takes these tensors, in one sentence; empty if one does, given rows that fit().
-static std::string why_not_with(int features, const Tensor& q, const Tensor& k, const Tensor& v, bool takes_e4m3) {
+// Of these functions each says in one sentence why not; an empty one means that nothing stands against it.
+
+// The tensors' shapes and types, on whatever device. own: of attention(), which has e4m3 and sizes between the lines'.
+static std::string why_not_tensors(const Tensor& q, const Tensor& k, const Tensor& v, bool own, bool has_lengths) {
   for (const Tensor* x : {&q, &k, &v}) {
-    if (!x->is_cuda()) return c10::str("a tensor is on ", x->device(), "; sdpa's kernels run on CUDA devices");
-    if (x->device() != q.device()) return c10::str("tensors are on ", q.device(), " and ", x->device());
     if (x->dim() != 4) return c10::str("a tensor has ", x->dim(), " dimensions, not [B,H,S,D]");
+    if (x->device() != q.device()) return c10::str("tensors are on ", q.device(), " and ", x->device());
     if (x->scalar_type() != q.scalar_type()) return "q, k and v have different dtypes";
-    if ((x != &v && x->size(3) != q.size(3)) || (!(features & lengths) && x->size(0) != q.size(0))) return "q, k and v differ in B or D";
+    if ((x != &v && x->size(3) != q.size(3)) || (!has_lengths && x->size(0) != q.size(0)))
+      return "q, k and v differ in B or D";
   }
-  if (q.scalar_type() != at::kHalf && q.scalar_type() != at::kBFloat16 &&
-      !(takes_e4m3 && q.scalar_type() == at::kFloat8_e4m3fn)) {
-    return c10::str("there is no line for ", q.scalar_type());
+  const auto type = q.scalar_type();
+  if (type != at::kHalf && type != at::kBFloat16 && !(own && type == at::kFloat8_e4m3fn)) {
+    return c10::str("there is no line for ", type);
   }
-  const bool other_sizes = takes_e4m3 && q.element_size() == 2;  // attention() has them, of 16 bits
+  const bool other_sizes = own && q.element_size() == 2;
   for (const int64_t D : {q.size(3), v.size(3)}) {
     const bool has_line = D == 64 || D == 128 || D == 256 || (other_sizes && D % 16 == 0 && D >= 32 && D <= 256);
     if (!has_line) return c10::str("there is no line for D=", D);
@@ -79,10 +98,17 @@ static std::string why_not_with(int features, const Tensor& q, const Tensor& k, 
   for (const int64_t size : {q.size(0), q.size(1), q.size(2), k.size(2)}) {
     if (size > 1000000000) return "a dimension is over 10^9";
   }
-  return line_for(q, v, features).trouble;
+  return "";
 }
-static std::string why_not(const Tensor& q, const Tensor& k, const Tensor& v, bool takes_e4m3) {
-  return why_not_with(0, q, k, v, takes_e4m3);
+
+static std::string why_not_scale(std::optional<double> scale) {
+  if (!scale || (*scale >= 0 && *scale < 1e38)) return "";
+  return c10::str("scale=", *scale, " is not from 0 to 10^38");
+}
+
+static std::string why_not_line(const Tensor& q, const Tensor& v, int features) {
+  if (!q.is_cuda()) return c10::str("a tensor is on ", q.device(), "; sdpa's kernels run on CUDA devices");
+  return line_for(q, v, features).trouble;
 }
 
 // Whether all rows start at a multiple of 16 bytes and are contiguous, as the kernels' copies need.
@@ -91,6 +117,71 @@ static bool fit(const Tensor& x) {
   for (int i = 0; i < 3; i++) all = all && (x.size(i) <= 1 || x.stride(i) * x.element_size() % 16 == 0);
   return all;
 }
+static const char* const bad_rows =
+    "the rows of q, k or v are not contiguous or do not all start at a multiple of 16 bytes";
+
+// Whether a dimension from first to last has been expanded, so that its elements are one.
+static bool is_expanded(const Tensor& x, int first, int last) {
+  for (int i = first; i <= last; i++) {
+    if (x.size(i) > 1 && x.stride(i) == 0) return true;
+  }
+  return false;
+}
+
+// x, or a copy that the kernels can read. Of k and v they read expanded batches and heads as they are.
+static Tensor readable(const Tensor& x, bool is_q) {
+  return fit(x) && !is_expanded(x, is_q ? 0 : 2, 2) ? x : x.clone(at::MemoryFormat::Contiguous);
+}
+
+// What F.scaled_dot_product_attention asks of one of the operators that it chooses from.
+struct Asked {
+  at::SDPBackend behind;  // whose operator it is
+  const OptionalTensor& mask;
+  double dropout;
+  bool causal, debug_mask, needs_grad;
+  std::optional<double> scale;
+};
+
+static bool needs_grad(const Tensor& q, const Tensor& k, const Tensor& v) {
+  return at::GradMode::is_enabled() && (q.requires_grad() || k.requires_grad() || v.requires_grad());
+}
+
+// PyTorch's setting by which cuDNN's backward takes an LSE that lies otherwise than ours.
+static bool lse_lies_otherwise() {
+  static const bool it_does = c10::utils::check_env("TORCH_CUDNN_SDPA_AVOID_RECOMPILE") == true;
+  return it_does;
+}
+
+// Why a problem of F.scaled_dot_product_attention's runs PyTorch's own kernel: this decides, and why_not() says it.
+static std::string why_not(const Tensor& q, const Tensor& k, const Tensor& v, const Asked& asked) {
+  if (asked.mask) return "there is an attn_mask; sdpa.attention has causal, window, lengths and starts";
+  if (asked.dropout != 0) return "there is dropout";
+  if (asked.debug_mask) return "a debug mask is asked for";
+  std::string why = why_not_scale(asked.scale);
+  if (why.empty()) why = why_not_tensors(q, k, v, false, false);
+  if (!why.empty()) return why;
+  if (q.stride(3) != 1 || k.stride(3) != 1 || v.stride(3) != 1) return bad_rows;
+  if (asked.needs_grad) {  // the backward reads the same tensors
+    if (!fit(q) || !fit(k) || !fit(v)) return c10::str("gradients are needed, and ", bad_rows);
+    if (asked.behind == at::SDPBackend::cudnn_attention && lse_lies_otherwise()) {
+      return "gradients are needed, and TORCH_CUDNN_SDPA_AVOID_RECOMPILE=1 lets cuDNN's backward take its own LSE alone";
+    }
+  }
+  return why_not_line(q, v, 0);
+}
+
+static std::string why_not_op(const Tensor& q, const Tensor& k, const Tensor& v, const OptionalTensor& mask,
+                              double dropout, bool causal, std::optional<double> scale, bool gqa) {
+  const bool on_gpu = q.is_cuda() && k.is_cuda() && v.is_cuda();
+  auto choice = at::SDPBackend::cudnn_attention;
+  if (on_gpu) choice = at::SDPBackend(at::_fused_sdp_choice(q, k, v, mask, dropout, causal, scale, gqa));
+  const std::string why = why_not(q, k, v, {choice, mask, dropout, causal, false, needs_grad(q, k, v), scale});
+  if (!why.empty() || choice == at::SDPBackend::cudnn_attention || choice == at::SDPBackend::flash_attention)
+    return why;
+  return c10::str("PyTorch chooses neither cuDNN nor its FlashAttention, but its ",
+                  choice == at::SDPBackend::math ? "math" : "memory-efficient",
+                  " kernel: they are disabled or do not take this");
+}
 
 // ---- workspaces ----
 
@@ -98,27 +189,42 @@ static bool fit(const Tensor& x) {
 #define cudaStreamGetCaptureInfo cudaStreamGetCaptureInfo_v2
 #endif
 
-struct GraphWorkspace {
+struct Workspace {
   void* data = nullptr;
   size_t bytes = 0;
-  unsigned long long capture = 0;
+  unsigned long long capture = 0;  // of a graph's
 };
 using Place = std::tuple<decltype(Line::forward), int, cudaStream_t>;  // a line, a device, and a stream of it
-static auto& stream_workspaces = *new std::map<Place, Tensor>;         // never destroyed: CUDA may be gone by then
-static std::map<Place, GraphWorkspace> graph_workspaces;               // of the newest capture
-static std::vector<void*> of_dead_graphs;
+static auto& stream_workspaces = *new std::map<Place, Workspace>;      // never destroyed: CUDA may be gone by then
+static auto& graph_workspaces = *new std::map<Place, Workspace>;       // of the newest capture
+static auto& of_dead_graphs = *new std::vector<void*>;
+static std::mutex of_dead_graphs_mutex;
+
+// Plain memory: PyTorch's belongs to the pool in use, a graph's or torch.cuda.use_mem_pool()'s.
+static void* allocated(size_t bytes) {
+  void* data = nullptr;
+  for (const bool again : {false, true}) {
+    if (again) c10::cuda::CUDACachingAllocator::emptyCache();
+    const cudaError_t error = cudaMalloc(&data, bytes);
+    if (error != cudaErrorMemoryAllocation) {
+      C10_CUDA_CHECK(error);
+      return data;
+    }
+    (void)cudaGetLastError();
+  }
+  TORCH_CHECK_WITH(OutOfMemoryError, false, "sdpa: the GPU has no memory for a workspace of ", bytes, " bytes");
+}
 
 // One that the graph owns. It is zeroed here and now: as a node of the graph that would cost each replay a launch.
-static void* graph_workspace(GraphWorkspace& workspace, size_t bytes, cudaStream_t captured) {
+static void* graph_workspace(Workspace& workspace, size_t bytes, cudaStream_t captured) {
   cudaStreamCaptureStatus status;
   unsigned long long capture = 0;
   cudaGraph_t graph = nullptr;
   C10_CUDA_CHECK(cudaStreamGetCaptureInfo(captured, &status, &capture, &graph));
   if (workspace.capture == capture && workspace.bytes >= bytes) return workspace.data;
-  void* data = nullptr;
-  C10_CUDA_CHECK(cudaMalloc(&data, bytes));
+  void* data = allocated(bytes);
   const auto free_later = [](void* dead) {  // CUDA may not be called here
-    const std::lock_guard<std::mutex> lock(mutex);
+    const std::lock_guard<std::mutex> lock(of_dead_graphs_mutex);
     of_dead_graphs.push_back(dead);
   };
   cudaUserObject_t owner;
@@ -136,42 +242,48 @@ static void* graph_workspace(GraphWorkspace& workspace, size_t bytes, cudaStream
 static void free_of_dead_graphs() {
   std::vector<void*> dead;
   {
-    const std::lock_guard<std::mutex> lock(mutex);
+    const std::lock_guard<std::mutex> lock(of_dead_graphs_mutex);
     dead.swap(of_dead_graphs);
   }
   for (void* data : dead) cudaFree(data);
 }
 
+// The stream's, which grows to powers of 2, so that a growing problem seldom asks again.
+static void* stream_workspace(Workspace& workspace, size_t bytes, cudaStream_t stream) {
+  if (workspace.bytes >= bytes) return workspace.data;
+  const c10::cuda::CUDAStreamCaptureModeGuard relaxed(cudaStreamCaptureModeRelaxed);  // for another thread's capture
+  if (workspace.data) {
+    C10_CUDA_CHECK(cudaStreamSynchronize(stream));  // kernels that are still using it
+    C10_CUDA_CHECK(cudaFree(workspace.data));
+    workspace = {};
+  }
+  while (bytes & (bytes - 1)) bytes += bytes & -bytes;
+  void* data = allocated(bytes);
+  C10_CUDA_CHECK(cudaMemsetAsync(data, 0, bytes, stream));
+  workspace = {data, bytes};
+  return data;
+}
+
 // sdpa_library_workspace_bytes() takes a third of a launch, and callers repeat their problems.
 static size_t workspace_bytes(const Line& line, const SdpaParams& p) {
-  struct Sizes {
-    decltype(Line::forward) line;
-    int64_t device, B, Hq, Hkv, Sq, Sk, causal, left, right, by, packs, most, page;  // of 8 bytes: nothing between them for memcmp()
-    bool operator==(const Sizes& x) const { return memcmp(this, &x, sizeof x) == 0; }
-  };
-  thread_local Sizes last{};
+  const std::array<int64_t, 13> now{reinterpret_cast<int64_t>(line.forward), c10::cuda::current_device(), p.B, p.Hq, p.Hkv,
+                                    p.Sq, p.Sk, p.causal, p.window_left, p.window_right, p.window_alignment,
+                                    (p.q_starts ? 1 : 0) + (p.k_starts ? 2 : 0) + p.page_size * 4LL, p.most_keys};
+  thread_local std::array<int64_t, 13> last{};
   thread_local size_t bytes = 0;
-  const Sizes now{line.forward,   c10::cuda::current_device(), p.B, p.Hq, p.Hkv, p.Sq, p.Sk, p.causal, p.window_left,
-                  p.window_right, p.window_alignment, (p.q_starts ? 1 : 0) + (p.k_starts ? 2 : 0), p.most_keys, p.page_size};
-  if (!(now == last)) bytes = line.workspace_bytes(&p), last = now;
+  if (now != last) bytes = line.workspace_bytes(&p), last = now;
   return bytes;
 }
 
 // Zeroed device memory for one launch of the line on the stream: the stream's, or the graph's that it is captured into.
 static void* workspace_for(const Line& line, const SdpaParams& p, cudaStream_t stream, bool captured) {
-  size_t bytes = workspace_bytes(line, p);
+  const size_t bytes = workspace_bytes(line, p);
   if (bytes == 0) return nullptr;
   if (!captured) free_of_dead_graphs();
   const std::lock_guard<std::mutex> lock(mutex);
   const Place place{line.forward, c10::cuda::current_device(), stream};
-  if (captured) return graph_workspace(graph_workspaces[place], bytes, stream);
-  Tensor& workspace = stream_workspaces[place];
-  if (!workspace.defined() || size_t(workspace.numel()) < bytes) {
-    while (bytes & (bytes - 1))
-      bytes += bytes & -bytes;  // to a power of 2, so that a growing problem seldom asks again
-    workspace = at::zeros({int64_t(bytes)}, at::device(at::kCUDA).dtype(at::kByte));
-  }
-  return workspace.mutable_data_ptr();
+  return captured ? graph_workspace(graph_workspaces[place], bytes, stream)
+                  : stream_workspace(stream_workspaces[place], bytes, stream);
 }
 
 // ---- a launch ----
@@ -190,94 +302,166 @@ static SdpaStrides strides_of(const Tensor& x) { return {x.stride(0), x.stride(1
 
 static int features_of(const SdpaParams& p) {
   const bool has_lengths = p.k_lengths || p.q_starts || p.k_starts || p.page_table;
-  return (p.softcap != 0 ? softcap : 0) | (p.sinks ? sinks : 0) | (has_lengths ? lengths : 0) | (p.page_table ? pages : 0);
+  return (p.softcap != 0 ? softcap : 0) | (p.sinks ? sinks : 0) | (has_lengths ? lengths : 0) |
+         (p.page_table ? pages : 0);
 }
 
+// A scale as the C function has it, where 0 stands for the default: one of 0, or too small for a float, is the least
+// float, with which logits vanish.
+static float scale_of(std::optional<double> scale) { return scale ? std::max(float(*scale), FLT_MIN) : 0; }
+
 // O, LSE = attention(q, k, v), with p's mask, scale and the like. Returns why not, in one sentence; empty if it was
-// enqueued. Shapes have been checked. p.B: sequences of packed tensors, else 0.
+// enqueued. Shapes have been checked. p.B: sequences of packed tensors, else 0. LSE may be undefined.
 static std::string launch(const Tensor& q, const Tensor& k, const Tensor& v, const Tensor& o, const Tensor& lse,
                           SdpaParams p) {
   const Line& line = line_for(q, v, features_of(p));
   p.Q = q.const_data_ptr(), p.K = k.const_data_ptr(), p.V = v.const_data_ptr(), p.O = o.mutable_data_ptr();
-  p.LSE = static_cast<float*>(lse.mutable_data_ptr());
+  if (lse.defined()) p.LSE = static_cast<float*>(lse.mutable_data_ptr());
   if (p.B == 0) p.B = int(q.size(0));
   p.Hq = int(q.size(1)), p.Hkv = int(k.size(1)), p.Sq = int(q.size(2));
   if (!p.page_table) p.Sk = int(k.size(2));
   p.D = int(q.size(3)), p.Dv = int(v.size(3));
   p.q = strides_of(q), p.k = strides_of(k), p.v = strides_of(v), p.o = strides_of(o);
+  // Expanded heads are one key head, of which GQA is faster than of so many that happen to be alike.
+  if (p.k.head == 0 && p.v.head == 0 && p.k_descale.head == 0 && p.v_descale.head == 0) p.Hkv = std::min(p.Hkv, 1);
   const cudaStream_t stream = c10::cuda::getCurrentCUDAStream();
   const bool captured = c10::cuda::currentStreamCaptureStatusMayInitCtx() != c10::cuda::CaptureStatus::None;
-  std::optional<c10::cuda::CUDAStreamCaptureModeGuard>
-      relaxed;  // lets the line's module be loaded and memory be asked for
+  std::optional<c10::cuda::CUDAStreamCaptureModeGuard> relaxed;  // the line's module may be loaded, memory be asked for
   if (captured) relaxed.emplace(cudaStreamCaptureModeRelaxed);
   p.workspace = workspace_for(line, p, stream, captured);
   char text[256];
   return line.forward(&p, stream, text, sizeof text) ? text : "";
 }
 
-// ---- aten::_scaled_dot_product_flash_attention ----
+// ---- the operators that F.scaled_dot_product_attention chooses from ----
 
-using FlashResult = std::tuple<Tensor, Tensor, Tensor, Tensor, c10::SymInt, c10::SymInt, Tensor, Tensor, Tensor>;
+// Whether a line takes a problem; then o and lse are its results. O has the strides that PyTorch's meta functions
+// promise, those of empty_like(q), also where rows that do not fit() are copied. cuDNN's LSE has a last dimension of 1.
+static bool taken(const Tensor& q, const Tensor& k, const Tensor& v, const Asked& asked, Tensor& o, Tensor& lse) {
+  if (!why_not(q, k, v, asked).empty()) return false;
+  const bool is_cudnns = asked.behind == at::SDPBackend::cudnn_attention;
+  const std::array<int64_t, 4> sizes{q.size(0), q.size(1), q.size(2), 1};
+  if (!is_cudnns || asked.needs_grad) lse = empty(at::IntArrayRef(sizes).slice(0, 3 + is_cudnns), at::kFloat, q);
+  o = empty_like(q, q.scalar_type());
+  const Tensor written = fit(o) ? o : empty(q.sizes(), q.scalar_type(), q);
+  SdpaParams p{};
+  p.causal = !asked.causal ? SDPA_CAUSAL_OFF : is_cudnns ? SDPA_CAUSAL_TOP_LEFT : SDPA_CAUSAL_BOTTOM_RIGHT;
+  p.window_left = p.window_right = -1, p.scale = scale_of(asked.scale);
+  const std::string why = launch(readable(q, true), readable(k, false), readable(v, false), written, lse, p);
+  if (!why.empty()) TORCH_WARN_ONCE("sdpa: ", why, "; PyTorch's own kernel runs instead");
+  if (why.empty() && !written.is_same(o)) o.copy_(written);
+  return why.empty();
+}
 
-// Tensors whose rows do not fit() are copied; FlashAttention-2 fails with "misaligned address" on some of them.
-static FlashResult flash(const Tensor& q_any, const Tensor& k_any, const Tensor& v_any, double dropout, bool causal,
-                         bool debug_mask, std::optional<double> scale) {
-  const c10::cuda::CUDAGuard guard(q_any.device());
-  const auto fitting = [](const Tensor& x) {
-    return x.dim() != 4 || fit(x) ? x : x.clone(at::MemoryFormat::Contiguous);
-  };
-  const Tensor q = fitting(q_any), k = fitting(k_any), v = fitting(v_any);
-  if (dropout == 0 && !debug_mask && !(scale && *scale == 0) && why_not(q, k, v, false).empty()) {
-    const Tensor o = empty_like(q, q.scalar_type());
-    const Tensor lse = empty({q.size(0), q.size(1), q.size(2)}, at::kFloat, q);
-    SdpaParams p{};
-    p.causal = causal ? SDPA_CAUSAL_BOTTOM_RIGHT : SDPA_CAUSAL_OFF;  // FlashAttention-2's mask
-    p.window_left = p.window_right = -1, p.scale = float(scale.value_or(0));
-    if (launch(q, k, v, o, lse, p).empty()) {
-      // The state of a random generator, unused and a debug mask, which nobody reads without dropout.
-      return {o,
-              lse,
-              Tensor(),
-              Tensor(),
-              q.size(2),
-              k.size(2),
-              empty({2}, at::kUInt64, q),
-              empty({}, at::kUInt64, q),
-              empty({0}, q.scalar_type(), q)};
-    }
+using Result = std::tuple<Tensor, Tensor, Tensor, Tensor, c10::SymInt, c10::SymInt, Tensor, Tensor, Tensor>;
+
+// PyTorch's autograd takes O and LSE to cuDNN's backward, which is content with ours.
+static Result cudnn(const Tensor& q, const Tensor& k, const Tensor& v, const OptionalTensor& mask, bool with_lse,
+                    double dropout, bool causal, bool debug_mask, std::optional<double> scale) {
+  const c10::cuda::CUDAGuard guard(q.device());
+  const Asked asked{at::SDPBackend::cudnn_attention, mask, dropout, causal, debug_mask, with_lse, scale};
+  Tensor o, lse;
+  if (!taken(q, k, v, asked, o, lse)) {
+    return at::_cudnn_attention_forward(q, k, v, mask, {}, {}, q.size(2), k.size(2), with_lse, dropout, causal,
+                                        debug_mask, scale);
   }
-  const auto [o, lse, rng_state, unused, mask] =
-      at::_flash_attention_forward(q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2), {}, {}, q.size(2),
-                                   k.size(2), dropout, causal, debug_mask, scale);
-  return {o.transpose(1, 2), lse, Tensor(), Tensor(), q.size(2), k.size(2), rng_state, unused, mask};
+  const auto unused = [&] { return empty({}, at::kLong, q); };  // a random generator's state, read with dropout alone
+  return {o, lse, Tensor(), Tensor(), q.size(2), k.size(2), unused(), unused(), Tensor()};
+}
+
+// PyTorch keeps cuDNN's plans by how q, k and v lie, and each has dO as it lay in the first such call: so dO comes as O
+// lies, or gradients of another layout were wrong.
+static std::tuple<Tensor, Tensor, Tensor> cudnn_backward(const Tensor& grad, const Tensor& q, const Tensor& k,
+                                                         const Tensor& v, const Tensor& o, const Tensor& lse,
+                                                         const Tensor& seed, const Tensor& offset, const Tensor& bias,
+                                                         const Tensor& q_starts, const Tensor& k_starts, int64_t most_q,
+                                                         int64_t most_k, double dropout, bool causal,
+                                                         std::optional<double> scale) {
+  const c10::cuda::CUDAGuard guard(q.device());
+  const Tensor like_o = grad.strides() == o.strides() ? grad : at::empty_like(o).copy_(grad);
+  return at::_cudnn_attention_backward(like_o, q, k, v, o, lse, seed, offset, bias, q_starts, k_starts, most_q, most_k,
+                                       dropout, causal, scale);
+}
+
+// FlashAttention-2 fails with "misaligned address" on some rows that do not fit(), which are copied for it too.
+static Result flash(const Tensor& q_any, const Tensor& k_any, const Tensor& v_any, double dropout, bool causal,
+                    bool debug_mask, std::optional<double> scale) {
+  const c10::cuda::CUDAGuard guard(q_any.device());
+  const bool with_grad = needs_grad(q_any, k_any, v_any);
+  const Asked asked{at::SDPBackend::flash_attention, {}, dropout, causal, debug_mask, with_grad, scale};
+  Tensor o, lse;
+  if (taken(q_any, k_any, v_any, asked, o, lse)) {
+    const auto unused = [&](at::IntArrayRef sizes, at::ScalarType type) { return empty(sizes, type, q_any); };
+    return {o,
+            lse,
+            Tensor(),
+            Tensor(),
+            q_any.size(2),
+            k_any.size(2),
+            unused({2}, at::kUInt64),
+            unused({}, at::kUInt64),
+            unused({0}, q_any.scalar_type())};
+  }
+  const auto fitting = [](const Tensor& x) { return (x.dim() != 4 || fit(x) ? x : x.contiguous()).transpose(1, 2); };
+  const Tensor q = fitting(q_any), k = fitting(k_any), v = fitting(v_any);
+  auto [out, out_lse, state, unused, mask] =
+      at::_flash_attention_forward(q, k, v, {}, {}, q.size(1), k.size(1), dropout, causal, debug_mask, scale);
+  out = out.transpose(1, 2);
+  if (q_any.dim() == 4 && !fit(q_any)) out = empty_like(q_any, out.scalar_type()).copy_(out);
+  return {out, out_lse, Tensor(), Tensor(), q.size(1), k.size(1), state, unused, mask};
 }
 
 // ---- sdpa::attention ----
 
-// A factor for each head: x is float32, of a shape that expands to [B,H].
-static SdpaDescale descale(const char* name, const OptionalTensor& x, const Tensor& of, int64_t batches, Tensor& kept) {
+// A factor for each head of `of`: x is float32, of a shape that expands to [B,H], or of q one for each key head.
+static SdpaDescale descale(const char* name, const OptionalTensor& x, const Tensor& of, int64_t batches,
+                           int64_t key_heads, Tensor& kept) {
   if (!x) return {};
   TORCH_CHECK(x->scalar_type() == at::kFloat && x->device() == of.device(), "sdpa.attention: ", name,
-              " is not a float32 "
-              "tensor on ",
-              of.device());
-  kept = x->expand({batches, of.size(1)});
-  return {kept.const_data_ptr<float>(), batches > 1 ? kept.stride(0) : 0, kept.stride(1)};
+              " is not a float32 tensor on ", of.device());
+  const int64_t heads = of.size(1);
+  kept = *x;
+  if (key_heads > 1 && key_heads != heads && x->dim() > 0 && x->size(-1) == key_heads) {
+    kept = x->unsqueeze(-1).expand({-1, -1, heads / key_heads}).reshape({-1, heads});
+  }
+  kept = kept.expand({batches, heads});
+  return {kept.const_data_ptr<float>(), batches > 1 ? kept.stride(0) : 0, heads > 1 ? kept.stride(1) : 0};
 }
 
-static std::tuple<Tensor, Tensor> attention(const Tensor& q, const Tensor& k, const Tensor& v, int64_t causal,
-                                            int64_t left, int64_t right, int64_t window_alignment, double scale,
-                                            double cap, const OptionalTensor& q_descale,
+// Whether it is a problem of F.scaled_dot_product_attention's, whose causal mask is top-left, for which PyTorch would
+// choose cuDNN.
+static bool is_for_cudnn(const Tensor& q, const Tensor& k, const Tensor& v, int64_t causal, bool limited,
+                         std::optional<double> scale) {
+  if (limited || lse_lies_otherwise() || (causal == SDPA_CAUSAL_BOTTOM_RIGHT && q.size(2) != k.size(2))) return false;
+  try {
+    const bool masked = causal != SDPA_CAUSAL_OFF;
+    const int64_t choice = at::_fused_sdp_choice(q, k, v, {}, 0, masked, scale, q.size(1) != k.size(1));
+    return at::SDPBackend(choice) == at::SDPBackend::cudnn_attention;
+  } catch (const c10::Error&) {  // there is no choice, since those that take it have been disabled
+    return false;
+  }
+}
+
+static std::tuple<Tensor, Tensor> attention(const Tensor& q_any, const Tensor& k_any, const Tensor& v_any,
+                                            int64_t causal, int64_t left, int64_t right, int64_t window_alignment,
+                                            std::optional<double> scale, double cap, const OptionalTensor& q_descale,
                                             const OptionalTensor& k_descale, const OptionalTensor& v_descale,
                                             const OptionalTensor& sink, const OptionalTensor& k_lengths,
                                             const OptionalTensor& q_starts, const OptionalTensor& k_starts,
                                             const OptionalTensor& page_table, int64_t most_keys) {
-  const c10::cuda::CUDAGuard guard(q.device());
+  const c10::cuda::CUDAGuard guard(q_any.device());
+  const auto check = [](const std::string& why) { TORCH_CHECK(why.empty(), "sdpa.attention: ", why); };
+  const bool has_lengths = k_lengths || q_starts || k_starts || page_table;
+  check(why_not_tensors(q_any, k_any, v_any, true, has_lengths));
+  check(why_not_scale(scale));
+  check(fit(q_any) && fit(k_any) && fit(v_any) ? "" : bad_rows);
+  const Tensor q = readable(q_any, true), k = readable(k_any, false), v = readable(v_any, false);
   const bool e4m3 = q.scalar_type() == at::kFloat8_e4m3fn;
   TORCH_CHECK(!(e4m3 && cap != 0), "sdpa.attention: e4m3 has no softcap");
-  TORCH_CHECK(!sink || (sink->scalar_type() == at::kFloat && sink->device() == q.device() && sink->is_contiguous() &&
-                        q.dim() == 4 && sink->sizes() == q.sizes().slice(1, 1)),
-              "sdpa.attention: sinks is not a contiguous float32 tensor [Hq] beside q");
+  TORCH_CHECK(!sink || (sink->device() == q.device() && sink->sizes() == q.sizes().slice(1, 1)),
+              "sdpa.attention: sinks is not a tensor [Hq] beside q");
+  Tensor sinks_kept;
+  if (sink) sinks_kept = sink->scalar_type() == at::kFloat ? sink->contiguous() : sink->to(at::kFloat).contiguous();
   SdpaParams p{};
   int64_t B = q.size(0);
   for (const OptionalTensor* starts : {&q_starts, &k_starts}) {
@@ -285,18 +469,17 @@ static std::tuple<Tensor, Tensor> attention(const Tensor& q, const Tensor& k, co
   }
   TORCH_CHECK(!page_table || (page_table->scalar_type() == at::kInt && page_table->device() == q.device() &&
                               page_table->dim() == 2 && page_table->size(0) == B && page_table->stride(1) == 1 &&
-                              k.dim() == 4 && k.size(2) % 16 == 0 && !k_starts &&
-                              page_table->size(1) * k.size(2) <= 1000000000),
-              "sdpa.attention: page_table is not an int32 tensor [", B, ",pages of a sequence] beside q, without k_starts, of "
-              "pages of a multiple of 16 keys");
+                              k.size(2) % 16 == 0 && !k_starts && page_table->size(1) * k.size(2) <= 1000000000),
+              "sdpa.attention: page_table is not an int32 tensor [", B,
+              ",pages of a sequence] beside q, without k_starts, of pages of a multiple of 16 keys");
   const Tensor& keys = page_table ? q : k;  // whose batch is one of sequences
   const bool packs_k = (page_table ? q_starts : k_starts).has_value();
   // Its data, if x is a tensor [length] beside q; of starts `packed` has a batch of 1, else B.
   const auto ints = [&](const char* name, const OptionalTensor& x, int64_t length, const Tensor& packed, bool packs) {
     TORCH_CHECK(packed.size(0) == (packs ? 1 : B), "sdpa.attention: q or k has a batch of ", packed.size(0), ", not ",
                 packs ? 1 : B);
-    TORCH_CHECK(!x || (x->scalar_type() == at::kInt && x->device() == q.device() && x->is_contiguous() && x->dim() == 1 &&
-                       x->size(0) == length && B > 0),
+    TORCH_CHECK(!x || (x->scalar_type() == at::kInt && x->device() == q.device() && x->is_contiguous() &&
+                       x->dim() == 1 && x->size(0) == length && B > 0),
                 "sdpa.attention: ", name, " is not a contiguous int32 tensor [", length, "] beside q");
     return x ? x->const_data_ptr<int>() : nullptr;
   };
@@ -308,45 +491,167 @@ static std::tuple<Tensor, Tensor> attention(const Tensor& q, const Tensor& k, co
     p.page_size = int(k.size(2)), p.pages = int(k.size(0)), p.Sk = int(page_table->size(1) * k.size(2));
   }
   p.most_keys = int(most_keys);
-  p.scale = float(scale), p.causal = int(causal), p.window_left = int(left), p.window_right = int(right);
+  p.scale = scale_of(scale), p.causal = int(causal), p.window_left = int(left), p.window_right = int(right);
   p.window_alignment = int(window_alignment), p.softcap = float(cap);
-  p.sinks = sink ? sink->const_data_ptr<float>() : nullptr;
-  std::string why = why_not_with(features_of(p), q, k, v, true);
-  TORCH_CHECK(why.empty(), "sdpa.attention: ", why);
-  TORCH_CHECK(fit(q) && fit(k) && fit(v),
-              "sdpa.attention: the rows of q, k or v are not contiguous or do not all start at a "
-              "multiple of 16 bytes");
+  p.sinks = sink ? sinks_kept.const_data_ptr<float>() : nullptr;
+  const bool same_sizes = v.size(3) == q.size(3);
+  check(why_not_line(q, v, features_of(p)));
   Tensor kept[3];
   const int64_t key_batches = page_table ? B : k.size(0);
-  p.q_descale = descale("q_descale", q_descale, q, q.size(0), kept[0]);
-  p.k_descale = descale("k_descale", k_descale, k, key_batches, kept[1]);
-  p.v_descale = descale("v_descale", v_descale, v, key_batches, kept[2]);
+  p.q_descale = descale("q_descale", q_descale, q, q.size(0), k.size(1), kept[0]);
+  p.k_descale = descale("k_descale", k_descale, k, key_batches, 0, kept[1]);
+  p.v_descale = descale("v_descale", v_descale, v, key_batches, 0, kept[2]);
   const auto type = e4m3 ? at::kHalf : q.scalar_type();
-  const bool like_q = v.size(3) == q.size(3);
-  const Tensor o = like_q ? empty_like(q, type) : empty({q.size(0), q.size(1), q.size(2), v.size(3)}, type, q);
+  const Tensor o = same_sizes ? empty_like(q_any, type) : empty({q.size(0), q.size(1), q.size(2), v.size(3)}, type, q);
   const Tensor lse = empty({q.size(0), q.size(1), q.size(2)}, at::kFloat, q);
-  why = launch(q, k, v, o, lse, p);
-  TORCH_CHECK(why.empty(), "sdpa.attention: ", why);
+  check(launch(q, k, v, o, lse, p));
   return {o, lse};
 }
 
-TORCH_LIBRARY_IMPL(sdpa, CUDA, m) { m.impl("attention", attention); }
-TORCH_LIBRARY_IMPL(sdpa, CompositeExplicitAutograd, m) { m.impl("why_not", why_not); }
+// dQ, dK, dV by cuDNN where PyTorch would choose it, else by FlashAttention-2, whose masks and windows are bottom-right
+// ones, and which takes a limit of -1 for all keys if both are. Each needs O and LSE alone.
+static std::tuple<Tensor, Tensor, Tensor> attention_backward(const Tensor& grad, const Tensor& q_any,
+                                                             const Tensor& k_any, const Tensor& v_any, const Tensor& o,
+                                                             const Tensor& lse, int64_t causal, int64_t left,
+                                                             int64_t right, int64_t window_alignment,
+                                                             std::optional<double> scale) {
+  const c10::cuda::CUDAGuard guard(q_any.device());
+  const auto plain = [](const Tensor& x) {
+    return fit(x) && !is_expanded(x, 0, 2) ? x : x.clone(at::MemoryFormat::Contiguous);
+  };
+  const Tensor q = plain(q_any), k = plain(k_any), v = plain(v_any);
+  const int64_t Sq = q.size(2), Sk = k.size(2), by = window_alignment ? window_alignment : causal;
+  const bool limited = left >= 0 || right >= 0;
+  Tensor dq, dk, dv;
+  if (q.numel() == 0 || k.numel() == 0) {
+    dq = at::zeros_like(q), dk = at::zeros_like(k), dv = at::zeros_like(v);
+  } else if (is_for_cudnn(q, k, v, causal, limited, scale)) {
+    const Tensor unused = empty({}, at::kLong, q);
+    std::tie(dq, dk, dv) = cudnn_backward(grad, q, k, v, o, lse.unsqueeze(-1), unused, unused, {}, {}, {}, Sq, Sk, 0,
+                                          causal != SDPA_CAUSAL_OFF, scale);
+  } else {
+    const bool bottom_right = causal != SDPA_CAUSAL_TOP_LEFT && (!limited || by == SDPA_CAUSAL_BOTTOM_RIGHT);
+    TORCH_CHECK_NOT_IMPLEMENTED(q.size(3) == v.size(3) && (Sq == Sk || bottom_right),
+                                "sdpa.attention: no backward of PyTorch's takes this v's own D, or top-left masks or "
+                                "windows with Sq != Sk");
+    const auto rows = [](const Tensor& x) { return x.transpose(1, 2); };
+    const Tensor unused = empty({2}, at::kUInt64, q);
+    std::tie(dq, dk, dv) = at::_flash_attention_backward(
+        rows(plain(grad)), rows(q), rows(k), rows(v), rows(o), lse, {}, {}, Sq, Sk, 0, causal != SDPA_CAUSAL_OFF, unused,
+        unused, scale, limited && left < 0 ? Sk : left, limited && right < 0 ? Sk : right);
+    dq = rows(dq), dk = rows(dk), dv = rows(dv);
+  }
+  // As the fake kernel promises them.
+  const auto laid_out = [](const Tensor& dx, const Tensor& x) {
+    const bool already = x.is_non_overlapping_and_dense() && dx.strides() == x.strides();
+    return already ? dx : empty_like(x, x.scalar_type()).copy_(dx);
+  };
+  return {laid_out(dq, q_any), laid_out(dk, k_any), laid_out(dv, v_any)};
+}
+
+// ---- autograd and autocast, for whatever else the operator's arguments are ----
+
+using torch::autograd::variable_list;
+// Places of the operator's arguments.
+constexpr int at_causal = 3, at_softcap = 8, at_sinks = 12, at_page_table = 16, arguments = 18;
+
+struct Attention : torch::autograd::Function<Attention> {
+  static variable_list forward(torch::autograd::AutogradContext* ctx, at::TensorList tensors,
+                               const c10::OperatorHandle& op, c10::DispatchKeySet keys, torch::jit::Stack* stack) {
+    const size_t first = stack->size() - arguments;
+    bool has_none = (*stack)[first + at_softcap].toDouble() != 0 || tensors.size() > 3 ||
+                    tensors[0].scalar_type() == at::kFloat8_e4m3fn;
+    for (int i = at_sinks; i <= at_page_table; i++) has_none = has_none || !(*stack)[first + i].isNone();
+    ctx->saved_data["has_none"] = has_none;
+    static const char* const names[] = {"causal", "left", "right", "window_alignment", "scale"};
+    for (int i = 0; i < 5; i++) ctx->saved_data[names[i]] = (*stack)[first + at_causal + i];
+    {
+      const at::AutoDispatchBelowADInplaceOrView guard;
+      op.redispatchBoxed(keys & c10::after_autograd_keyset, stack);
+    }
+    const Tensor lse = torch::jit::pop(*stack).toTensor(), o = torch::jit::pop(*stack).toTensor();
+    ctx->save_for_backward({tensors[0], tensors[1], tensors[2], o, lse});
+    ctx->mark_non_differentiable({lse});
+    return {o, lse};
+  }
+
+  static variable_list backward(torch::autograd::AutogradContext* ctx, variable_list grads) {
+    auto& data = ctx->saved_data;
+    TORCH_CHECK_NOT_IMPLEMENTED(!data["has_none"].toBool(),
+                                "sdpa.attention: no backward for e4m3, softcap, sinks, lengths, starts, pages");
+    static const auto op = c10::Dispatcher::singleton()
+                               .findSchemaOrThrow("sdpa::attention_backward", "")
+                               .typed<decltype(attention_backward)>();
+    const variable_list x = ctx->get_saved_variables();
+    const auto scale = data["scale"].toOptional<double>();
+    const auto [dq, dk, dv] =
+        op.call(grads[0], x[0], x[1], x[2], x[3], x[4], data["causal"].toInt(), data["left"].toInt(),
+                data["right"].toInt(), data["window_alignment"].toInt(), scale);
+    return {dq, dk, dv, Tensor(), Tensor(), Tensor()};  // and of op, keys and stack
+  }
+};
+
+static void attention_autograd(const c10::OperatorHandle& op, c10::DispatchKeySet keys, torch::jit::Stack* stack) {
+  const size_t first = stack->size() - arguments;
+  variable_list tensors;
+  bool requires_grad = false;
+  for (int i = 0; i <= at_sinks; i++) {
+    const c10::IValue& x = (*stack)[first + i];
+    if (!x.isTensor() || !x.toTensor().defined() || (i > at_softcap && !x.toTensor().requires_grad())) continue;
+    tensors.push_back(x.toTensor());
+    requires_grad = requires_grad || tensors.back().requires_grad();
+  }
+  if (!requires_grad || !at::GradMode::is_enabled()) {
+    const at::AutoDispatchBelowADInplaceOrView guard;
+    return op.redispatchBoxed(keys & c10::after_autograd_keyset, stack);
+  }
+  for (Tensor& output : Attention::apply(at::TensorList(tensors), op, keys, stack))
+    torch::jit::push(*stack, std::move(output));
+}
+
+// As PyTorch does of its own function: q, k and v, the first arguments, become autocast's type, but not from 8 bits or
+// doubles.
+static void autocast(const c10::OperatorHandle& op, torch::jit::Stack* stack) {
+  const c10::impl::ExcludeDispatchKeyGuard no_autocast(c10::DispatchKey::AutocastCUDA);
+  const size_t first = stack->size() - op.schema().arguments().size();
+  for (size_t i = first; i < first + 3; i++) {
+    const Tensor x = (*stack)[i].toTensor();
+    if (x.element_size() == 1) continue;
+    (*stack)[i] = at::autocast::cached_cast(at::autocast::get_autocast_dtype(at::kCUDA), x, at::kCUDA);
+  }
+  op.callBoxed(stack);
+}
+
+TORCH_LIBRARY_IMPL(sdpa, CUDA, m) {
+  m.impl("attention", attention);
+  m.impl("attention_backward", attention_backward);
+}
+TORCH_LIBRARY_IMPL(sdpa, Autograd, m) {
+  m.impl("attention", torch::CppFunction::makeFromBoxedFunction<&attention_autograd>());
+  m.impl("attention_backward", torch::autograd::autogradNotImplementedFallback());
+}
+TORCH_LIBRARY_IMPL(sdpa, AutocastCUDA, m) {
+  m.impl("attention", torch::CppFunction::makeFromBoxedFunction<&autocast>());
+  m.impl("why_not", torch::CppFunction::makeFromBoxedFunction<&autocast>());
+}
+TORCH_LIBRARY_IMPL(sdpa, CompositeExplicitAutograd, m) { m.impl("why_not", why_not_op); }
 
 extern "C" {
 
 void sdpa_torch_load_lines_by(Load function) { load = function; }
 
-// Puts flash() behind PyTorch's operator, or takes it away again.
+// Puts ours behind PyTorch's operators, or takes them away again.
 void sdpa_torch_activate(bool on) {
   static std::unique_ptr<torch::Library> library;
   library.reset();
   if (!on) return;
   struct : c10::WarningHandler {
     void process(const c10::Warning&) override {}
-  } quiet;  // that the operator had a kernel before is known
+  } quiet;  // that the operators had kernels before is known
   const c10::WarningUtils::WarningHandlerGuard guard(&quiet);
   library = std::make_unique<torch::Library>(torch::Library::IMPL, "aten", c10::DispatchKey::CUDA, __FILE__, __LINE__);
+  library->impl("_scaled_dot_product_cudnn_attention", cudnn);
+  library->impl("_scaled_dot_product_cudnn_attention_backward", cudnn_backward);
   library->impl("_scaled_dot_product_flash_attention", flash);
 }
 }

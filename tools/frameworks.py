@@ -1,5 +1,5 @@
 #!/usr/bin/env python3
-"""usage: tools/frameworks.py [--problems] [--models] [--lengths] [--repeats N] >rows.csv
+"""usage: tools/frameworks.py [--problems] [--models] [--lengths] [--training] [--host] [--repeats N] >rows.csv
 What bindings/pytorch.py is worth, measured on this GPU, as CSV: needs PyTorch 2.11 and transformers 5.
   --problems   README's problems: a loop of calls and a CUDA graph of them, by the line's C function, by
                F.scaled_dot_product_attention with sdpa's kernels, and by that function as PyTorch has it
@@ -7,6 +7,10 @@ What bindings/pytorch.py is worth, measured on this GPU, as CSV: needs PyTorch 2
                of generate()
   --lengths    sequences of mixed lengths, packed, in caches and in pages, by attention(), and by FlashAttention-3
                (fa3-fwd) and FlashInfer (flashinfer-python) where they are installed; bf16, D=128, 32 heads to 8
+  --training   a training step of F.scaled_dot_product_attention, bf16: forward and backward as PyTorch has them, and with
+               sdpa's kernels; ratio is PyTorch's time over a contender's, rel_rms the largest of the gradients'
+  --host       the CPU's time of a call of a tiny problem: F.scaled_dot_product_attention as PyTorch has it and with
+               sdpa's kernels, attention() alone, with lengths, pages and sinks, and FlashAttention-3 (fa3-fwd)
   --repeats N  of each time the least of so many is taken (default 5)
 exit: 0, 2 bad usage, or no GPU
 """
@@ -17,7 +21,9 @@ import importlib.util
 import math
 import random
 import re
+import statistics
 import sys
+import time
 from pathlib import Path
 
 import cli
@@ -124,6 +130,83 @@ def problems(repeats):
         restore_flash_attention_impl()
 
 
+TRAINING = ("4,32,32,4096,64c 4,16,16,4096,128c 4,32,8,4096,128c 1,32,8,16384,128c 8,16,16,1024,128 2,8,8,4096,256c "
+            "1,8,8,512,64 1,16,16,1000,128").split()
+
+
+def training(repeats):
+    """Rows of the steps, of which the median is taken. PyTorch and sdpa take turns of a dozen steps, for as long as the clocks stay,
+    and who is first in a turn changes."""
+    for text in TRAINING:
+        B, Hq, Hkv, S, D = map(int, text.rstrip("c").split(","))
+        q, k, v = (torch.randn(B, H, S, D, device="cuda", dtype=torch.bfloat16, requires_grad=True)
+                   for H in (Hq, Hkv, Hkv))
+        grad = torch.randn_like(q)
+
+        def step():
+            out = F.scaled_dot_product_attention(q, k, v, is_causal=text[-1] == "c", enable_gqa=Hq != Hkv)
+            return torch.autograd.grad(out, (q, k, v), grad)
+        times, results = {"PyTorch": [], "sdpa": []}, {}
+        for name in [name for turn in range(2 * repeats + 1) for name in list(times)[::(-1) ** turn]]:
+            if name == "sdpa":
+                sdpa.activate()
+            results[name] = step()
+            starts = [torch.cuda.Event(enable_timing=True) for _ in range(13)]
+            for start in starts:
+                start.record()
+                step()
+            torch.cuda.synchronize()
+            times[name] += [a.elapsed_time(b) * 1e3 for a, b in zip(starts[2:], starts[3:])]
+            if name == "sdpa":
+                restore_flash_attention_impl()
+        medians = {name: statistics.median(us[10:]) for name, us in times.items()}  # the first turn builds and warms up
+        error = max(map(rel_rms, results["sdpa"], results["PyTorch"]))
+        for name, us in medians.items():
+            yield dict(what="step", problem=text.replace("c", " causal"), contender=name, us=us,
+                       ratio=medians["PyTorch"] / us, rel_rms=error if name == "sdpa" else 0.0)
+
+
+def host_us(run, repeats, count=200):
+    """Of a call, of the CPU alone: the GPU is done sooner, or its queue takes them all."""
+    def once():
+        torch.cuda.synchronize()
+        since = time.perf_counter()
+        for _ in range(count):
+            run()
+        return (time.perf_counter() - since) / count
+    run()
+    return min(once() for _ in range(3 * repeats)) * 1e6
+
+
+def host(repeats):
+    """Rows of the host's time."""
+    q, k, v = (torch.randn(2, H, S, 128, device="cuda", dtype=torch.bfloat16) for H, S in ((8, 1), (2, 256), (2, 256)))
+    lengths = torch.tensor([200, 256], dtype=torch.int32, device="cuda")
+    pages = [x.unflatten(2, (16, 16)).transpose(1, 2).flatten(0, 1).contiguous() for x in (k, v)]
+    table = torch.arange(32, dtype=torch.int32, device="cuda").view(2, 16)
+    rows = [x.transpose(1, 2) for x in (q, k, v)]
+    fa3 = installed("fa3_fwd_interface", "flash_attn_with_kvcache")
+
+    def pytorchs():
+        return F.scaled_dot_product_attention(q, k, v, enable_gqa=True)
+    sinks = torch.zeros(8, device="cuda")
+    calls = {"PyTorch": pytorchs, "F.scaled_dot_product_attention, sdpa": pytorchs,
+             "attention()": lambda: sdpa.attention(q, k, v),
+             "attention(), k_lengths": lambda: sdpa.attention(q, k, v, "br", k_lengths=lengths),
+             "attention(), pages": lambda: sdpa.attention(q, *pages, "br", k_lengths=lengths, page_table=table),
+             "attention(), sinks": lambda: sdpa.attention(q, k, v, "br", (127, 0), sinks=sinks)}
+    if fa3:
+        calls["FlashAttention-3"] = lambda: fa3(*rows)
+        calls["FlashAttention-3, lengths"] = lambda: fa3(*rows, cache_seqlens=lengths, causal=True)
+    with torch.no_grad():
+        for name, call in calls.items():
+            if "sdpa" in name:
+                sdpa.activate()
+            yield dict(what="host", problem="2,8,2,1,256,128", contender=name, us=host_us(call, repeats), rel_rms=0.0)
+            if "sdpa" in name:
+                restore_flash_attention_impl()
+
+
 def attention_share(run):
     """Of the GPU's time in kernels."""
     with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as profile:
@@ -138,8 +221,7 @@ def attention_share(run):
 def models(repeats):
     """Rows of the models."""
     import transformers
-    adapter = re.search(r"```python\n(from transformers.*?)```", (ROOT / "docs/USING.md").read_text(), re.DOTALL)
-    exec(adapter[1], {"sdpa": sdpa})
+    importlib.import_module("transformers_attention")  # registers "attention_cu"
     for kind, sizes in MODELS.items():
         config = getattr(transformers, kind + "Config")(dtype=torch.bfloat16, **sizes)
         torch.manual_seed(0)
@@ -246,11 +328,13 @@ def sequences(repeats):
 def main():
     options = cli.parse_options(__doc__)
     facts = dict(engine.measured_on(engine.need_gpu()), torch=torch.__version__)
-    writer = csv.DictWriter(sys.stdout, ["what", "problem", "contender", "us", "rel_rms", *facts])
+    writer = csv.DictWriter(sys.stdout, ["what", "problem", "contender", "us", "ratio", "rel_rms", *facts])
     writer.writeheader()
-    for is_wanted, measure in ((options.problems, problems), (options.models, models), (options.lengths, sequences)):
+    for is_wanted, measure in ((options.problems, problems), (options.models, models), (options.lengths, sequences),
+                              (options.training, training), (options.host, host)):
         for row in measure(options.repeats) if is_wanted else ():
-            writer.writerow({**facts, **row, "us": f"{row['us']:.4g}", "rel_rms": f"{row['rel_rms']:.2e}"})
+            ratio = f"{row['ratio']:.3f}" if "ratio" in row else ""
+            writer.writerow({**facts, **row, "us": f"{row['us']:.4g}", "ratio": ratio, "rel_rms": f"{row['rel_rms']:.2e}"})
             sys.stdout.flush()
     return 0
 
