@@ -130,8 +130,6 @@ constexpr int place_of(std::string_view value, std::string_view values) {
 
 // ---- the knobs as typed (typed) ----
 
-constexpr bool is_one_of(std::string_view value, std::string_view values) { return place_of(value, values) >= 0; }
-
 // A knob nobody defined expands to its own name: that is how it gets its default.
 #define SDPA_TEXT_AS_IS(...) #__VA_ARGS__
 #define SDPA_TEXT(...) SDPA_TEXT_AS_IS(__VA_ARGS__)
@@ -141,7 +139,7 @@ constexpr bool is_one_of(std::string_view value, std::string_view values) { retu
   SDPA_NEW_LINE                                                                                                       \
   constexpr std::string_view name##_text = std::string_view(SDPA_TEXT(name)) == #name ? #fallback : SDPA_TEXT(name);  \
   constexpr bool name##_changed = name##_text != #fallback;                                                           \
-  static_assert(is_one_of(name##_text, values),                                                                       \
+  static_assert(place_of(name##_text, values) >= 0,                                                                   \
                 #name ": not a legal value; it takes one of: " values ". Type " #name "=" #fallback);
 SDPA_KNOBS(SDPA_KNOB)
 
@@ -396,6 +394,11 @@ struct TileBounds {
   __device__ __forceinline__ KeyRange covered(int q) const { return {q + cover_from, min(q + cover_to, whole_to) + 1}; }
 };
 
+struct Mask {  // of an item: the launch's, or with USE_LENGTHS that of its sequence
+  TileBounds tiles;  // of mask_rows queries and BLOCK_N keys
+  KeyBounds keys;
+};
+
 struct TileItem { int b, h, q0; static constexpr int ranges = 1; };  // rows [q0, q0 + BLOCK_M) of O, head h, batch b
 // USE_LENGTHS: where a sequence is in the tensors, and how many rows it has there. With starts [B + 1], sequence b has
 // the rows from starts[b] to starts[b + 1] of all Sq of Q and O, or Sk of K and V; such tensors have a batch of 1, LSE
@@ -440,9 +443,8 @@ struct Divisor {
   __device__ __forceinline__ uint32_t remainder(uint32_t n) const { return n - divide(n) * divisor; }
 };
 
-struct PlanArgs {  // USE_LENGTHS: what there is room for in the workspace, for one group of heads
-  uint32_t items, parts;  // partial results of tiles with several ranges
-  uint32_t free_parts;    // of these, those of tiles with more ranges than a typed SPLIT_CTAS; or all
+struct PlanArgs {  // USE_LENGTHS: room in the workspace for one group of heads
+  uint32_t items, parts, free_parts;  // partial results of ranges, of which these are not for a typed SPLIT_CTAS
   Divisor page_size;  // USE_PAGES
   int box_rows = 0;   // keys that TMA copies at once: of one page and of one tile
 };
@@ -459,8 +461,7 @@ struct KernelArgs {  // SdpaParams with what every CTA would otherwise compute a
   Divisor item_queries;    // PACK_GQA: queries of an item per head, and heads
   int item_heads = 1;
   Divisor ranges;    // SPLIT_CTAS: CTAs of an item
-  TileBounds tiles;  // of mask_rows queries and BLOCK_N keys
-  KeyBounds keys;
+  Mask mask;
   SdpaParams p;
   uint32_t first_item = 0;  // merges_by_kernel: of the launch
   float inverse_scale_log2, cap_scale = 0;  // softcap: S is tanh(Q @ K.T * cap_scale); 0: Q @ K.T
@@ -468,7 +469,7 @@ struct KernelArgs {  // SdpaParams with what every CTA would otherwise compute a
   std::conditional_t<Build::use_lengths, PlanArgs, Nothing> plan;
 
   KernelArgs(const SdpaParams& of, int rows, int keys_of_tile)
-      : tiles({of, of.Sq, of.Sk}, rows, keys_of_tile), keys(of, of.Sq, of.Sk), p(of) {}
+      : mask{{{of, of.Sq, of.Sk}, rows, keys_of_tile}, {of, of.Sq, of.Sk}}, p(of) {}
 };
 
 // SPLIT_CTAS: the workspace has for each item a counter of stored partial results, and after all counters the results.
@@ -1173,26 +1174,20 @@ template <class B> __device__ __forceinline__ int batch_of(const int* starts, in
 // A name that depends on B, since other KernelArgs have no such numbers.
 template <class B> __host__ __device__ __forceinline__ const auto& plan_room(const KernelArgs& a) { return a.plan; }
 
-// The mask of an item: the launch's, or with USE_LENGTHS that of its sequence.
-struct OwnMask {
-  KeyBounds keys;
-  TileBounds tiles;
-};
-template <class B> using Mask = std::conditional_t<B::use_lengths, OwnMask, KernelArgs>;
-template <class B> using HeldMask = std::conditional_t<B::use_lengths, OwnMask, const KernelArgs&>;
+template <class B> using HeldMask = std::conditional_t<B::use_lengths, Mask, const Mask&>;
 template <class B> __device__ __forceinline__ HeldMask<B> mask_of(const KernelArgs& a, ItemArg<B> item) {
-  if constexpr (!B::use_lengths) return a;
+  if constexpr (!B::use_lengths) return a.mask;
   else {
     const KeyBounds keys(a.p, item.own.Sq, item.own.Sk);
-    return {keys, {keys, B::pack_gqa ? queries_of_item<B>(a) : B::mask_rows, B::block_n}};
+    return {{keys, B::pack_gqa ? queries_of_item<B>(a) : B::mask_rows, B::block_n}, keys};
   }
 }
 
 // S = -inf where key k0 + j is not visible to the query of row r.
 template <class B, class View>
-__device__ __forceinline__ void mask_scores(View& S, const KernelArgs& a, const Mask<B>& of, int q0, int k0) {
-  const KeyBounds& keys = of.keys;
-  const auto mask = [&](const auto& hidden) {
+__device__ __forceinline__ void mask_scores(View& S, const KernelArgs& a, const Mask& mask, int q0, int k0) {
+  const KeyBounds& keys = mask.keys;
+  const auto hide = [&](const auto& hidden) {
     SDPA_UNROLL for (int i = 0; i < View::ROWS; i++) {
       const int q = query_of<B>(a, q0, S.row(i));
       SDPA_UNROLL for (int j = 0; j < View::COLS; j++) {
@@ -1200,8 +1195,8 @@ __device__ __forceinline__ void mask_scores(View& S, const KernelArgs& a, const 
       }
     }
   };
-  mask([&](int j, int q) { return j >= keys.end(q) - k0; });
-  if (keys.from > -most_rows) mask([&](int j, int q) { return j < keys.begin(q) - k0; });
+  hide([&](int j, int q) { return j >= keys.end(q) - k0; });
+  if (keys.from > -most_rows) hide([&](int j, int q) { return j < keys.begin(q) - k0; });
 }
 // USE_SOFTCAP: tanh(x * cap_scale), of which the exact form is 1 - 2 / (1 + e^2t).
 template <class B> __device__ __forceinline__ float capped(float x, const KernelArgs& a) {
@@ -1218,7 +1213,7 @@ __device__ __forceinline__ void cap_scores(View& S, const KernelArgs& a, int fir
 }
 // What happens to the scores of the item's tile at key k0 between Q @ K.T and the softmax.
 template <class B, class View>
-__device__ __forceinline__ void finish_scores(View& S, const KernelArgs& a, const Mask<B>& mask, int q0, int k0) {
+__device__ __forceinline__ void finish_scores(View& S, const KernelArgs& a, const Mask& mask, int q0, int k0) {
   if (B::use_softcap != 0) cap_scores<B>(S, a);
   if (!mask.tiles.cover(q0, k0)) mask_scores<B>(S, a, mask, q0, k0);
 }
@@ -1731,7 +1726,7 @@ template <class B> __device__ __forceinline__ WorkItem item_of_plan(const Kernel
 template <class B> __device__ __forceinline__ WorkItem work_item(const KernelArgs& a, uint32_t i) {
   if constexpr (B::use_lengths) return item_of_plan<B>(a, i);
   uint32_t head, block;
-  if (a.keys.all()) {
+  if (a.mask.keys.all()) {
     head = a.q_blocks.divide(i), block = a.q_blocks.remainder(i);
   } else {
     const uint32_t from_end = a.work_items - 1 - i;
@@ -1773,7 +1768,7 @@ template <class B> __device__ __forceinline__ WorkItem item_of_cta(const KernelA
 }
 // The keys of the item's rows, in whole rounds of SPLIT_KV tiles but for the last one. SPLIT_CTAS: those of this CTA.
 template <class B>
-__device__ __forceinline__ KeyRange keys_of_cta(const KernelArgs& a, const Mask<B>& mask, ItemArg<B> item) {
+__device__ __forceinline__ KeyRange keys_of_cta(const KernelArgs& a, const Mask& mask, ItemArg<B> item) {
   if constexpr (B::use_lengths) return {first_tile_key<B>(item.keys), item.keys.end};
   const KeyRange keys = mask.keys.of_rows(item.q0, min(item.q0 + queries_of_item<B>(a), a.p.Sq) - 1);
   if (B::split_ctas == 1) return keys;
@@ -1842,14 +1837,14 @@ template <class B> __global__ void __launch_bounds__(plan_threads, 1) sdpa_plan(
   atomicAdd(&s.rounds_65536, uint32_t(rounds_of_thread / 65536));
   __syncthreads();  // hazard: counted by all threads
 
-  // Rounds of a range at most, and how many ranges a tile has: so many more than one as there is room for, since tiles of
-  // more than `even` rounds have at most 2 * rounds / even ranges each. Their sums may then be of over rounds_at_once().
+  // Rounds of a range at most, and how many ranges a tile has. There is room for all: a tile of more than `even` rounds
+  // has 2 * rounds / even ranges at most. Where that is over `most`, sums are longer than one accumulator should be.
   const uint32_t least = max(1, 256 * 1024 / int(B::round_keys * B::head_dim * sizeof(Input) * 2));
-  const uint32_t most = uint32_t(rounds_at_once<B>()), parts = plan_room<B>(a).parts, free = plan_room<B>(a).free_parts;
+  const auto& room = plan_room<B>(a);
+  const uint32_t most = rounds_at_once<B>(), free = room.free_parts, typed = room.parts > free ? B::split_ctas : 1;
   const uint64_t rounds_of_all = uint64_t(s.rounds_65536) * 65536 + s.rounds;
   const uint32_t even = free > 0 ? uint32_t(min(2 * rounds_of_all / free + 1, uint64_t(0x7fffffff))) : 0x7fffffff;
-  const uint32_t limit = B::split_ctas == 0 ? max(even, min(least, most)) : max(even, most);
-  const uint32_t typed = parts > free ? uint32_t(B::split_ctas) : 1;
+  const uint32_t limit = max(even, B::split_ctas == 0 ? min(least, most) : most);
   const auto ranges_of_tile = [&](uint32_t rounds) { return max(shares(rounds, limit), typed); };
   // By the rounds of a range; or of the sequence, so that its tiles follow each other while L2 has its K and V.
   const uint32_t longest = max(min(s.most_rounds, limit), 1u);
@@ -1900,22 +1895,18 @@ template <class B> __global__ void __launch_bounds__(plan_threads, 1) sdpa_plan(
 constexpr int merge_threads = 128;
 template <class B> constexpr int merge_ctas = shares(B::block_m * B::d_v / 4, merge_threads);  // of an item
 
-// USE_LENGTHS: of all items that have several ranges.
-template <class B> __device__ __forceinline__ void merge_planned(const KernelArgs& a) {
-  const uint32_t heads = a.q_heads.divisor, ctas = plan_of(a).merges * heads * merge_ctas<B>;
-  const uint32_t* const merges = reinterpret_cast<const uint32_t*>(planned_items(a) + plan_room<B>(a).items);
-  for (uint32_t cta = blockIdx.x; cta < ctas; cta += gridDim.x) {
-    const uint32_t number = cta / merge_ctas<B>;
-    const auto item = planned_item<B>(a, merges[number / heads], int(number % heads));
-    merge_ranges<B, ranges_at_once, 4>(range_partials<B>(a) + item.part, a, item,
-                                       int(cta % merge_ctas<B> * merge_threads + threadIdx.x),
-                                       merge_ctas<B> * merge_threads);
-  }
-}
 template <class B> __global__ void __launch_bounds__(merge_threads) sdpa_merge(const __grid_constant__ KernelArgs a) {
-  if constexpr (B::use_lengths) {
+  if constexpr (B::use_lengths) {  // all items that have several ranges
     if constexpr (B::family == Family::wgmma) wait_then_let_next_kernel_start();
-    merge_planned<B>(a);
+    const uint32_t heads = a.q_heads.divisor, ctas = plan_of(a).merges * heads * merge_ctas<B>;
+    const uint32_t* const merges = reinterpret_cast<const uint32_t*>(planned_items(a) + plan_room<B>(a).items);
+    for (uint32_t cta = blockIdx.x; cta < ctas; cta += gridDim.x) {
+      const uint32_t number = cta / merge_ctas<B>;
+      const auto item = planned_item<B>(a, merges[number / heads], int(number % heads));
+      merge_ranges<B, ranges_at_once, 4>(range_partials<B>(a) + item.part, a, item,
+                                         int(cta % merge_ctas<B> * merge_threads + threadIdx.x),
+                                         merge_ctas<B> * merge_threads);
+    }
   } else {
     const uint32_t number = blockIdx.x / merge_ctas<B>, cta = blockIdx.x % merge_ctas<B>;
     if constexpr (B::family == Family::wgmma) wait_then_let_next_kernel_start();
@@ -2733,7 +2724,7 @@ template <class B> struct MmaRows {
   }
   // P of the item's tile at key k0, masked unless it is clean; O and l brought to its maximum.
   __device__ void attend_by_exact_max(const MmaQueries<B>& Q, const Element<B>* K_s, const ItemScale<B>& scale_log2,
-                                      const Mask<B>& mask, int q0, int k0, bool clean, int lane) {
+                                      const Mask& mask, int q0, int k0, bool clean, int lane) {
     Scores S;
     S.first_row = O.first_row, S.first_col = O.first_col;
     multiply_qk(S, Q, K_s, scale_log2.a, lane);
@@ -3104,9 +3095,6 @@ template <class B> __device__ __forceinline__ bool stored_by_warps(ItemArg<B> it
   return false;
 }
 
-// Query rows of a warpgroup, which are one box of the tensor maps of Q and O.
-template <class B> constexpr int wgmma_rows = B::swap_ab ? B::block_m : 64;
-
 // The keys in rounds, the last one first, so that tiles with a causal mask come first and leave a maximum that
 // holds for most of the others. In a round every slice (SPLIT_KV) takes one tile of BLOCK_N keys.
 struct alignas(16) WgmmaItem : WorkItem {
@@ -3140,11 +3128,6 @@ __device__ __forceinline__ WgmmaItem wgmma_item(const KernelArgs& a, uint32_t i)
   return item;
 }
 
-// Right before a warp's first copy, as late as possible: the kernel before this one has ended.
-__device__ __forceinline__ void wait_before_copy(const CUtensorMap*& map) {
-  hold(map);
-  griddepcontrol_wait();
-}
 // A warp's copy of a tile of K or V, of D columns, that begins with key k0; past the last key zeros. One lane copies it
 // all. USE_PAGES: a lane copies a box of one page, a panel's lines; its page is best looked up while the stage is full.
 template <class B, int D> struct TileBox {
@@ -3160,24 +3143,23 @@ template <class B, int D> struct TileBox {
   }
   __device__ __forceinline__ void load(const KernelArgs& a, const CUtensorMap* map, Input* to_s, uint64_t* full) const {
     if (B::use_pages ? row >= B::block_n : threadIdx.x % 32 > 0) return;
-    if (!B::use_pages && a.keys.Sk == 0) return mbarrier_arrive(full);  // every score of this tile is masked
+    if (!B::use_pages && a.mask.keys.Sk == 0) return mbarrier_arrive(full);  // every score of this tile is masked
     if (!B::use_pages || threadIdx.x % 32 == 0) mbarrier_arrive_expect_tx(full, B::block_n * ROW_BYTES<D>);
     if (B::use_pages) to_s += (at[2] * B::block_n + row) * (PANEL_BYTES<D> / int(sizeof(Input)));
     cp_async_bulk_tensor_load(to_s, map, at, full, B::swap_ab && B::pack_gqa ? evict_first : evict_last);
   }
 };
 
-// USE_LENGTHS: how many of the tile's keys from k0 on are the sequence's; and the emptying of the other rows of V once the
-// tile has landed, since 0 * NaN is NaN: by `threads` threads, which then fence the async proxy.
+// USE_LENGTHS: how many of the tile's keys from k0 on are the sequence's; and the emptying of other rows of V that have
+// landed, since 0 * NaN is NaN: by `threads` threads, which then fence the async proxy.
 template <class B> __device__ __forceinline__ int keys_of_tile(ItemArg<B> item, int k0) {
   if constexpr (B::use_lengths) return min(max(item.own.Sk - k0, 0), B::block_n);
   return B::block_n;
 }
-template <class B> __device__ __forceinline__ void clear_rows_of_v(Input* V_s, int keys, int thread, int threads) {
+template <class B> __device__ __forceinline__ void clear_rows_of_v(void* V_s, int keys, int thread, int threads) {
   constexpr int line = PANEL_BYTES<B::d_v> / 16, panel = B::block_n * line;
-  SDPA_UNROLL for (int n = 0; n < PANELS<B::d_v>; n++) {
-    uint4* const of_panel = reinterpret_cast<uint4*>(V_s) + n * panel;
-    for (int i = keys * line + thread; i < panel; i += threads) st_shared(of_panel + i, uint4{});
+  for (int i = keys * line + thread; i < panel; i += threads) {
+    SDPA_UNROLL for (int n = 0; n < PANELS<B::d_v>; n++) st_shared(static_cast<uint4*>(V_s) + n * panel + i, uint4{});
   }
 }
 
@@ -3307,7 +3289,7 @@ template <class B> SdpaStatus encode_tensor_maps(TensorMaps& maps, KernelArgs& a
     const cuuint64_t H = t.dims[1].size;
     cuuint64_t sizes[5] = {panel, cuuint64_t(S), panels, H, cuuint64_t(t.dims[2].size)};
     cuuint64_t strides[4] = {bytes[0], panel_bytes, bytes[1], bytes[2]};
-    uint32_t box[5] = {panel, uint32_t(of_queries ? wgmma_rows<B> : B::block_n), panels, 1, 1};
+    uint32_t box[5] = {panel, uint32_t(!of_queries ? B::block_n : B::swap_ab ? B::block_m : 64), panels, 1, 1};
     if constexpr (B::use_pages) {
       if (!of_queries) box[1] = uint32_t(plan_room<B>(a).box_rows), box[2] = 1;
     }
@@ -3358,7 +3340,7 @@ __global__ void __launch_bounds__(B::threads, 1) sdpa_wgmma_plain(const __grid_c
   if (is_spare<B>(a)) return;
   const WorkItem item = item_of_cta<B>(a);
   const int h_kv = item.h / (p.Hq / p.Hkv);
-  const Mask<B>& mask = mask_of<B>(a, item);
+  const Mask& mask = mask_of<B>(a, item);
   const KeyRange keys = keys_of_cta<B>(a, mask, item);
   const int tiles = shares(keys.end - keys.begin, B::block_n);
 
@@ -3458,9 +3440,11 @@ template <class B, int V_ELEMENTS = (B::block_n * B::d_v)> struct TileRing {
   alignas(1024) Input K[B::stages][B::block_n * B::head_dim];  // [BLOCK_N][D]
   alignas(1024) Input V[B::stages][V_ELEMENTS];                // [BLOCK_N][D]
   uint64_t k_full[B::stages], k_empty[B::stages], v_full[B::stages], v_empty[B::stages];
-
+  std::conditional_t<B::use_lengths, uint64_t, Nothing> last_landed;  // V of a tile in which a sequence ends
+  __device__ __forceinline__ uint64_t* last() { return reinterpret_cast<uint64_t*>(&last_landed); }
   __device__ __forceinline__ void init_full(int v_arrivals) {
     for (int n = 0; n < B::stages; n++) mbarrier_init(&k_full[n], 1), mbarrier_init(&v_full[n], v_arrivals);
+    if constexpr (B::use_lengths) mbarrier_init(&last_landed, 1);
   }
   __device__ __forceinline__ void init_empty() {
     for (int n = 0; n < B::stages; n++) {
@@ -3488,14 +3472,6 @@ template <class B> struct SlicePartial {
 template <class B>
 using SlicePartials = std::conditional_t<(B::split_kv > 1), SlicePartial<B>[B::block_m / 64], Nothing>;
 
-// USE_LENGTHS: mbarriers of each slice's V in which a sequence ends: landed, and not yet emptied past the last key.
-template <class B> using LastTiles = std::conditional_t<B::use_lengths, uint64_t[B::split_kv], Nothing>;
-template <class B> __device__ __forceinline__ void init_last_tiles(LastTiles<B>& last) {
-  if constexpr (B::use_lengths) {
-    for (uint64_t& landed : last) mbarrier_init(&landed, 1);
-  }
-}
-
 // How the registers of a CTA are dealt: all threads start with the same number, then the warpgroup that
 // copies gives away what it does not need. setmaxnreg counts in eights.
 template <class B, int PRODUCER> struct WgmmaRegisters {
@@ -3516,7 +3492,7 @@ template <class B, class Shared> struct WgmmaProducer {
   const bool issues = threadIdx.x % 32 == 0;
   StageRing<B::stages> ring;
   StageRing<Shared::Q_STAGES> q_ring;
-  int last_parity = 0;  // of s.last
+  int last_parity = 0;  // of last_landed
 
   // Item number i; past the last item one without rounds.
   __device__ __forceinline__ WgmmaItem find_item(uint32_t i) const {
@@ -3560,14 +3536,9 @@ template <class B, class Shared> struct WgmmaProducer {
     if (B::use_pages) mbarrier_wait(empty, ring.parity ^ 1);
     box.load(a, map, tile_s, full);
   }
-  // The mbarrier for V of a tile in which the sequence ends. It is full once the other rows have been emptied.
-  __device__ __forceinline__ uint64_t* last_landed(int slice) {
-    if constexpr (B::use_lengths) return &s.last[slice];
-    return nullptr;
-  }
-  __device__ __forceinline__ void finish_last_tile(int slice, Input* V_s, int keys, uint64_t* full) {
-    mbarrier_wait(last_landed(slice), last_parity);
-    last_parity ^= 1;
+  // Empties the rows of V past the last key, once they have landed, and only then lets others see the tile.
+  __device__ __forceinline__ void finish_last_tile(Input* V_s, int keys, uint64_t* landed, uint64_t* full) {
+    mbarrier_wait(landed, last_parity), last_parity ^= 1;
     clear_rows_of_v<B>(V_s, keys, threadIdx.x % 32, 32);
     fence_proxy_async();
     arrive_by_warp(full, threadIdx.x % 32);
@@ -3596,10 +3567,9 @@ template <class B, class Shared> struct WgmmaProducer {
         const auto& maps = tensor_maps<B>(a);
         if (role & load_k) load<B::head_dim>(item, round, slice, &maps.k, t.K[n], &t.k_full[n], &t.k_empty[n]);
         if (role & load_v) {
-          const bool ends = B::use_lengths && keys < B::block_n;
-          uint64_t* const full = ends ? last_landed(slice) : &v.v_full[n];
-          load<B::d_v>(item, round, slice, &maps.v, v.V[n], full, &v.v_empty[n]);
-          if (ends) finish_last_tile(slice, v.V[n], keys, &v.v_full[n]), keys = B::block_n;
+          uint64_t* const landed = keys < B::block_n ? t.last() : &v.v_full[n];
+          load<B::d_v>(item, round, slice, &maps.v, v.V[n], landed, &v.v_empty[n]);
+          if (keys < B::block_n) finish_last_tile(v.V[n], keys, landed, &v.v_full[n]), keys = B::block_n;
         }
       }
       if (!B::use_persistent_cta) break;
@@ -3628,7 +3598,7 @@ template <class B> struct WgmmaTurns {
 // The item's rounds [begin, end) of the warpgroup whose first query is q: all; SKIP_MASKED: at least one, and those
 // that its rows see; none if all rows are before the first query or past the last: the others get the tensor cores.
 template <class B>
-__device__ __forceinline__ KeyRange own_rounds(const KernelArgs& a, const Mask<B>& mask, const WgmmaItem& item,
+__device__ __forceinline__ KeyRange own_rounds(const KernelArgs& a, const Mask& mask, const WgmmaItem& item,
                                                int rounds, int q) {
   if (wgmma_may_pass<B> && (q < 0 || q >= queries_of<B>(item, a.p.Sq))) return {0, 0};
   if (!B::skip_masked) return {0, rounds};
@@ -3775,6 +3745,42 @@ template <class B, class Shared> struct WgmmaConsumer {
     } while (B::use_persistent_cta);
     turns.leave();
   }
+  // OVERLAP=1: the scores of the next tile are begun before P @ V, which goes on beside their softmax. P is in use
+  // until then. `own` has the kernel's products, its softmax and its flush.
+  template <class Probabilities, class Own>
+  __device__ __forceinline__ void overlapped(Own& own, const WgmmaTurns<B>& turns) {
+    auto& t = s.slice[slice];
+    Scores S;
+    Probabilities P;
+    int last_stage = 0;  // V of the P @ V before
+    const auto end_last_pv = [&] {
+      wgmma_wait_group<0>(), hold(rows.O.x.d), hold(S.x.d);  // of S nothing is rounded before
+      __syncwarp();
+      if (lane == 0 && rows.accumulates) mbarrier_arrive(&t.v_empty[last_stage]);
+    };
+    own.begin_qk(S, ring, false), wgmma_wait_group<0>(), hold(S.x.d);
+    rows.take_some_score_as_max(S);
+    for (;; rows.k0 -= B::round_keys) {
+      arrive_by_warp(&t.k_empty[ring.stage], lane);
+      StageRing<B::stages> next = ring;
+      next.advance();
+      // The next K and this V have mostly landed; to ask takes time, which the softmax hides.
+      const bool k_is_there = mbarrier_peek_parity(&t.k_full[next.stage], next.parity);
+      const bool v_is_there = mbarrier_peek_parity(&t.v_full[ring.stage], ring.parity);
+      own.overlap(S, P, end_last_pv);
+      own.flush(/*beside_qk=*/false);
+      turns.begin();
+      if (rows.k0 != last_k0) own.begin_qk(S, next, k_is_there);
+      own.flush(/*beside_qk=*/true);
+      own.begin_pv(P, v_is_there);
+      turns.end();
+      last_stage = ring.stage, ring = next;
+      wgmma_wait_group<1>(), hold(S.x.d);
+      if (rows.k0 == last_k0) break;
+    }
+    wgmma_wait_group<0>(), hold(rows.O.x.d);
+    arrive_by_warp(&t.v_empty[last_stage], lane);
+  }
 };
 
 // The kernel, whose parts KernelOf names.
@@ -3851,7 +3857,6 @@ template <class B> struct WgmmaShared {
   alignas(1024) Input Q[Q_STAGES][ROW_GROUPS][64 * B::head_dim];  // [64][D] each; afterwards O on its way out
   TileRing<B> slice[B::split_kv];
   SlicePartials<B> partial;
-  LastTiles<B> last;
   WgmmaItem item[Q_STAGES];  // whose Q it is
   // Full: Q has landed, and item is set. Done: every warp has written its O over Q. Empty: O has been stored.
   uint64_t q_full[Q_STAGES], o_done[Q_STAGES][ROW_GROUPS], q_empty[Q_STAGES];
@@ -3864,7 +3869,6 @@ template <class B> struct WgmmaShared {
     if (warp == 1 && threadIdx.x % 32 == 0) {
       for (uint64_t& full : q_full) mbarrier_init(&full, 1);
       for (auto& t : slice) t.init_full(1);
-      init_last_tiles<B>(last);
       fence_mbarrier_init();
     }
     if (warp == 2 && threadIdx.x % 32 == 0) {
@@ -4042,45 +4046,17 @@ template <class B> struct Wgmma16Consumer : WgmmaConsumer<B, WgmmaShared<B>> {
     }
   }
 
-  // OVERLAP=1: the scores of the next tile are begun before P @ V, which goes on beside their softmax. P is in
-  // use until then. Two warpgroups do not fill an SM's pipes; so they wait for P @ V halfway through the
-  // stale exponentials (before the exact ones), and round P beside the other half, which pays at D=128 and
-  // 256. More of them, or two that split the keys, do better with all exponentials in one piece.
-  __device__ __forceinline__ void overlapped(const WgmmaTurns<B>& turns) {
-    constexpr bool pv_ends_halfway = B::use_lazy_max && B::warpgroups == 2 && B::split_kv == 1;
-    TileRing<B>& t = s.slice[slice];
-    Scores S;
-    Probabilities P;
-    int last_stage = 0;  // V of the P @ V before
-    const auto end_last_pv = [&] {
-      wgmma_wait_group<0>(), hold(rows.O.x.d), hold(S.x.d);  // of S nothing is rounded before
-      __syncwarp();
-      if (lane == 0 && rows.accumulates) mbarrier_arrive(&t.v_empty[last_stage]);
-    };
-    begin_qk(S, ring, false), wgmma_wait_group<0>(), hold(S.x.d);
-    rows.take_some_score_as_max(S);
-    for (;; rows.k0 -= B::round_keys) {
-      arrive_by_warp(&t.k_empty[ring.stage], lane);
-      StageRing<B::stages> next = ring;
-      next.advance();
-      // The next K and this V have mostly landed; to ask takes time, which the softmax hides.
-      const bool k_is_there = mbarrier_peek_parity(&t.k_full[next.stage], next.parity);
-      const bool v_is_there = mbarrier_peek_parity(&t.v_full[ring.stage], ring.parity);
-      if constexpr (pv_ends_halfway) {
-        attend<S.COLS / 2>(S, P, end_last_pv);
-      } else {
-        attend_beside_pv(S, P, end_last_pv);
-      }
-      turns.begin();
-      if (rows.k0 != last_k0) begin_qk(S, next, k_is_there);
-      begin_pv(P, v_is_there);
-      turns.end();
-      last_stage = ring.stage, ring = next;
-      wgmma_wait_group<1>(), hold(S.x.d);
-      if (rows.k0 == last_k0) break;
+  // Two warpgroups do not fill an SM's pipes; so they wait for P @ V halfway through the stale exponentials (before the
+  // exact ones), and round P beside the other half, which pays at D=128 and 256. More of them, or two that split the
+  // keys, do better with all exponentials in one piece.
+  template <class End> __device__ __forceinline__ void overlap(Scores& S, Probabilities& P, const End& end_last_pv) {
+    if constexpr (B::use_lazy_max && B::warpgroups == 2 && B::split_kv == 1) {
+      attend<S.COLS / 2>(S, P, end_last_pv);
+    } else {
+      attend_beside_pv(S, P, end_last_pv);
     }
-    end_pv(last_stage);
   }
+  __device__ __forceinline__ void flush(bool) {}  // sums of 16-bit products are in fp32
 
   // ---- items ----
 
@@ -4088,7 +4064,7 @@ template <class B> struct Wgmma16Consumer : WgmmaConsumer<B, WgmmaShared<B>> {
   __device__ __forceinline__ void sum_keys(const WgmmaTurns<B>& turns) {
     rows.start();
     if constexpr (B::overlap) {
-      overlapped(turns);
+      Base::template overlapped<Probabilities>(*this, turns);
     } else {
       serial(turns);
     }
@@ -4199,7 +4175,6 @@ template <class B> struct KernelOf<B, Path::wgmma_roles> {
 
 // V transposed is [D][keys] in panels of 128 keys, or of 64 where a tile has no more.
 template <class B> constexpr int V_LINE = B::block_n > 64 ? 128 : 64;
-template <class B> constexpr int V_KEYS = int(shares(B::block_n, V_LINE<B>)) * V_LINE<B>;  // in whole panels
 
 template <class B> struct E4m3Shared {
   static constexpr int ROW_GROUPS = B::block_m / 64, Q_STAGES = B::use_persistent_cta ? 2 : 1;
@@ -4215,10 +4190,9 @@ template <class B> struct E4m3Shared {
   using Queries = Input[ROW_GROUPS][64 * B::head_dim];
   using Flushed = float4[B::warpgroups][B::head_dim / 8][128];  // thread by thread
   alignas(1024) std::conditional_t<Q_IN_FLUSHED, Flushed, Queries> Q;
-  TileRing<B, V_KEYS<B> * B::head_dim> slice[B::split_kv];  // V [D][BLOCK_N]
+  TileRing<B, shares(B::block_n, V_LINE<B>) * V_LINE<B> * B::head_dim> slice[B::split_kv];  // V [D][BLOCK_N]
   Landed landed[B::split_kv];
   SlicePartials<B> partial;
-  LastTiles<B> last;
   WgmmaItem item[Q_STAGES];
   // Full: Q has landed, and item is set. Empty: Q has been read.
   uint64_t q_full[Q_STAGES], q_empty[Q_STAGES];
@@ -4243,7 +4217,6 @@ template <class B> struct E4m3Shared {
       for (Landed& t : landed) {
         for (int n = 0; n < B::stages; n++) mbarrier_init(&t.v_full[n], 1), mbarrier_init(&t.v_empty[n], TRANSPOSERS);
       }
-      init_last_tiles<B>(last);
       fence_mbarrier_init();
     }
     if (warp == 2 && threadIdx.x % 32 == 0) {
@@ -4402,7 +4375,7 @@ template <class B> struct E4m3Consumer : WgmmaConsumer<B, E4m3Shared<B>> {
   }
   // As the other kernel's attend_beside_pv(), but where a stale maximum was too small it is raised first. P is rounded
   // only when the P @ V before has ended: ptxas takes an operand's registers for free while wgmma still reads them.
-  template <class End> __device__ __forceinline__ void attend(Scores& S, Probabilities& P, const End& end_last_pv) {
+  template <class End> __device__ __forceinline__ void overlap(Scores& S, Probabilities& P, const End& end_last_pv) {
     float alpha[2];
     const bool may_be_stale = rows.may_take_stale_max();
     bool stale = may_be_stale;
@@ -4485,41 +4458,14 @@ template <class B> struct E4m3Consumer : WgmmaConsumer<B, E4m3Shared<B>> {
 
   // ---- items ----
 
-  // O, m and l of the tiles from rows.k0 down to last_k0; overlapped() of the other kernel, with flushes. At D=256 a
-  // flush runs beside Q @ K.T. With fewer columns it comes before, since P @ V would wait for it.
+  // At D=256 a flush runs beside Q @ K.T. With fewer columns it comes before, since P @ V would wait for it.
+  __device__ __forceinline__ void flush(bool beside_qk) {
+    if (beside_qk == (B::head_dim == 256)) flush_when_due();
+  }
+  // O, m and l of the tiles from rows.k0 down to last_k0.
   __device__ __forceinline__ void sum_keys(const WgmmaTurns<B>& turns) {
-    constexpr bool flushes_beside_qk = B::head_dim == 256;
-    auto& t = s.slice[slice];
-    Scores S;
-    Probabilities P;
-    int last_stage = 0;  // V of the P @ V before
-    const auto end_last_pv = [&] {
-      wgmma_wait_group<0>(), hold(rows.O.x.d), hold(S.x.d);
-      __syncwarp();
-      if (lane == 0 && rows.accumulates) mbarrier_arrive(&t.v_empty[last_stage]);
-    };
     rows.start(), tiles = 0;
-    begin_qk(S, ring, false), wgmma_wait_group<0>(), hold(S.x.d);
-    rows.take_some_score_as_max(S);
-    for (;; rows.k0 -= B::round_keys) {
-      arrive_by_warp(&t.k_empty[ring.stage], lane);
-      StageRing<B::stages> next = ring;
-      next.advance();
-      const bool k_is_there = mbarrier_peek_parity(&t.k_full[next.stage], next.parity);
-      const bool v_is_there = mbarrier_peek_parity(&t.v_full[ring.stage], ring.parity);
-      attend(S, P, end_last_pv);
-      if (!flushes_beside_qk) flush_when_due();
-      turns.begin();
-      if (rows.k0 != last_k0) begin_qk(S, next, k_is_there);
-      if (flushes_beside_qk) flush_when_due();
-      begin_pv(P, v_is_there);
-      turns.end();
-      last_stage = ring.stage, ring = next;
-      wgmma_wait_group<1>(), hold(S.x.d);
-      if (rows.k0 == last_k0) break;
-    }
-    wgmma_wait_group<0>(), hold(rows.O.x.d);
-    arrive_by_warp(&t.v_empty[last_stage], lane);
+    Base::template overlapped<Probabilities>(*this, turns);
     SDPA_UNROLL for (int i = 0; i < 2; i++) rows.l[i] = row_sum<Base::Rows::Sums::LANES>(rows.l[i]);
     add_flushed();
   }
@@ -4635,7 +4581,7 @@ template <class B> struct WgmmaColumnsLoader {
     constexpr int panels = PANELS<B::head_dim>, of_panel = PANEL_BYTES<B::head_dim> / int(sizeof(Input));
     const int rows = B::pack_gqa ? rows_of_item<B>(a) : B::block_m;
     mbarrier_arrive_expect_tx(&s.q_full, panels * rows * of_panel * sizeof(Input));
-    wait_before_copy(map);
+    hold(map), griddepcontrol_wait();  // as late as possible: the kernel before this one has ended
     if (B::pack_gqa) {
       for (int panel = 0; panel < panels; panel++) {
         const int at[5] = {0, q_row<B>(item, item.q0), item.h, panel, batch_of<B>(a.p.q_starts, item.b)};
@@ -4655,7 +4601,7 @@ template <class B> struct WgmmaColumnsLoader {
   template <int D, bool FIRST>
   __device__ __forceinline__ void load(int round, const CUtensorMap* map, Input* tile_s, uint64_t* full) {
     const TileBox<B, D> box(a, item, item.h_kv, first_key_of<B>(item, round, slice));
-    if (FIRST) wait_before_copy(map);
+    if (FIRST) hold(map), griddepcontrol_wait();
     box.load(a, map, tile_s, full);
   }
   // Into every stage. V of every slice is asked for after K of all of them, since S comes first.
@@ -4891,7 +4837,7 @@ template <class B> struct WgmmaColumns {
       clear_rows_of_v<B>(mine().V[ring.stage], own_keys, int(threadIdx.x % 128), 128);  // write_p() fences
     }
     if (B::use_softcap != 0) cap_scores<B>(S, a);
-    const Mask<B>& mask = mask_of<B>(a, item);
+    const Mask& mask = mask_of<B>(a, item);
     if (!mask.tiles.cover(item.q0, k0)) mask_scores<B>(S, a, mask, item.q0, k0 + S.first_col());
     float sum[ROWS];
     softmax<FIRST>(S, O, sum);
@@ -5068,8 +5014,7 @@ template <class B> Items items_of(const SdpaParams& p) {
 }
 
 // USE_LENGTHS: four ranges to each CTA that fits, so that the last one is a fourth of the time at most. Of tiles that
-// have several there are twice as many at most, whatever the sequences are; and those of a typed SPLIT_CTAS. The
-// transposed kernel, and rows that go through shared memory, have most_split_items counters for them.
+// have several there are twice as many at most, or as there are counters, and those of a typed SPLIT_CTAS.
 template <class B> PlanArgs plan_args(const SdpaParams& p, const Items& items) {
   const uint32_t heads = uint32_t(max(p.Hq / items.heads, 1)), tiles = uint32_t(items.count / heads);
   PlanArgs plan{tiles, 0, 0};
@@ -5203,7 +5148,7 @@ template <class B> SdpaStatus forward(const SdpaParams& p, cudaStream_t stream) 
   // Parts alike, each in about 32 of 60 MB.
   const double kv_heads = double(p.B) * p.Hkv, parts = std::ceil(kv_heads * kv_bytes / (l2_bytes * 8 / 15));
   a.heads_in_l2 = uint32_t(std::fmax(1, std::ceil(kv_heads / std::fmax(parts, 1)) * (p.Hq / p.Hkv / items.heads)));
-  a.unmasked_rounds = a.keys.all() && !B::use_lengths ? max(int(shares(p.Sk, B::round_keys)), 1) : 0;
+  a.unmasked_rounds = a.mask.keys.all() && !B::use_lengths ? max(int(shares(p.Sk, B::round_keys)), 1) : 0;
   const uint32_t q_blocks = uint32_t(shares(p.Sq, items.queries));
   a.q_blocks = Divisor(q_blocks);
   a.q_heads = Divisor(uint32_t(p.Hq / items.heads));
@@ -5271,11 +5216,10 @@ SdpaStatus check_params(SdpaParams& p) {
     return failure(refused, "D=%d, Dv=%d, but HEAD_DIM=%d, %d of V; rebuild", p.D, p.Dv, Build::head_dim, Build::d_v);
   }
   if (p.Hq && (p.Hkv == 0 || p.Hq % p.Hkv)) return failure(refused, "Hq=%d is not a multiple of Hkv=%d", p.Hq, p.Hkv);
-  if (!(p.scale >= 0) || std::isinf(log2_scale(p))) {
-    return failure(refused, "scale=%g: want 0 or more, below 10^38", double(p.scale));
-  }
-  if (p.softcap != 0 && !(p.softcap >= 1e-18f && p.softcap <= 1e18f)) {
-    return failure(refused, "softcap=%g: want 0, or 1e-18 to 1e18", double(p.softcap));
+  const bool has_cap = p.softcap == 0 || (p.softcap >= 1e-18f && p.softcap <= 1e18f);
+  if (!(p.scale >= 0) || std::isinf(log2_scale(p)) || !has_cap) {
+    return failure(refused, "scale=%g: want 0 or more, below 10^38; softcap=%g: want 0, or 1e-18 to 1e18",
+                   double(p.scale), double(p.softcap));
   }
   const char *of_8bit = Build::is_8bit ? "" : "an 8-bit DTYPE", *of_cap = Build::use_softcap ? "" : "USE_SOFTCAP";
   const char *of_lengths = Build::use_lengths ? "" : "USE_LENGTHS=1", *of_pages = Build::use_pages ? "" : "USE_PAGES=1";
@@ -5312,7 +5256,7 @@ SdpaStatus check_params(SdpaParams& p) {
 #define SDPA_REFUSE(condition, sentence) static_assert(!(condition), sentence)
 #define SDPA_FAMILIES(name, fallback, member, values, families, meaning)                                      \
   SDPA_NEW_LINE                                                                                               \
-  SDPA_REFUSE(name##_changed && std::string_view(families) != "all" && !is_one_of(family_name, families),     \
+  SDPA_REFUSE(name##_changed && std::string_view(families) != "all" && place_of(family_name, families) < 0,   \
               #name ": only kernels of these families have it: " families "; drop it or add USE_WMMA=1, " \
                     "USE_MMA_SYNC=1 or USE_WGMMA=1");
 SDPA_KNOBS(SDPA_FAMILIES)
@@ -5438,7 +5382,8 @@ constexpr TunedTile tile(int head_dim, int block_m, int block_n, int num_warps, 
   TunedTile t{{}, ctas, item_clocks, scores_per_clock};
   const auto on = [&](const char* knob) { return knobs.find(knob) != knobs.npos; };
   // A row is for every D, the larger of Q's and V's, of which its own is the next in the table.
-  const int typed = t.head_dim > t.head_dim_v ? t.head_dim : t.head_dim_v, next = typed <= 64 ? 64 : typed <= 128 ? 128 : 256;
+  const int typed = t.head_dim > t.head_dim_v ? t.head_dim : t.head_dim_v;
+  const int next = typed <= 64 ? 64 : typed <= 128 ? 128 : 256;
   if (head_dim != next && head_dim != typed) t.head_dim = head_dim, t.head_dim_v = 0;
   t.block_m = block_m, t.block_n = block_n;
   t.num_warps = num_warps, t.stages = stages, t.split_kv = split_kv;

@@ -1,5 +1,5 @@
 """The blocks of docs/USING.md, word for word: C++ and ctypes on the CPU backend, PyTorch's on fake tensors and, where there is a
-GPU, on real ones, and the adapter for transformers against a model's own attention.  usage: python3 -m pytest tests/test_using.py"""
+GPU, on real ones. That for transformers is in test_transformers.py.  usage: python3 -m pytest tests/test_using.py"""
 import ctypes
 import os
 import re
@@ -27,7 +27,8 @@ def knobs(name):
 def test_the_blocks_are_found():
     assert [len(blocks(*where)) for where in (("C and C\\+\\+", "cpp"), ("Python without", "python"), ("PyTorch", "python"),
                                               ("transformers", "python"))] == [1, 1, 2, 1]
-    assert set(re.findall(r"(?<!results/)bindings/[\w.]+", TEXT)) == {"bindings/" + name for name in ("sdpa.h", "pytorch.py", "context_parallel.py")}
+    names = ("sdpa.h", "pytorch.py", "context_parallel.py", "transformers_attention.py")
+    assert set(re.findall(r"(?<!results/)bindings/[\w.]+", TEXT)) == {"bindings/" + name for name in names}
 
 
 @pytest.mark.parametrize("name", ["scalar_async2", "hopper", "mma_decode"])
@@ -99,59 +100,3 @@ torch._subclasses.FakeTensorMode().__enter__()
     done = subprocess.run([sys.executable, "-c", program], cwd=ROOT, capture_output=True, text=True,
                           env={**os.environ, "SDPA_CACHE": os.path.join(builds.BUILD, "pytorch")})
     assert (done.returncode, done.stdout) == (0, "sdpa's kernel ran\n"), done.stderr
-
-
-MODELS = {"Llama": dict(head_dim=128), "Mistral": dict(head_dim=64, sliding_window=16), "Gemma": dict(head_dim=256),
-          "Gemma2": dict(head_dim=256, sliding_window=16, attn_logit_softcapping=2.0, query_pre_attn_scalar=16),
-          "GptOss": dict(head_dim=64, sliding_window=16, num_local_experts=2, num_experts_per_tok=1)}
-
-
-@pytest.mark.parametrize("kind", MODELS)
-def test_transformers(kind, monkeypatch):
-    """Prefill and generate give the logits of the model's own attention. Without a GPU a reference stands in for the kernel."""
-    torch, transformers = pytest.importorskip("torch", minversion="2.11"), pytest.importorskip("transformers", minversion="5")
-    import pytorch as sdpa
-    device, dtype = ("cuda", torch.bfloat16) if torch.cuda.is_available() else ("cpu", torch.float32)
-    calls = []
-
-    def reference(q, k, v, causal=None, window=(None, None), scale=None, softcap=None, sinks=None):
-        Sq, Sk, group = q.shape[2], k.shape[2], q.shape[1] // k.shape[1]
-        own, keys = torch.arange(Sq)[:, None] + (Sk - Sq), torch.arange(Sk)
-        seen = (keys <= own) if causal == "br" else torch.ones(Sq, Sk, dtype=bool)
-        if window[0] is not None:
-            seen &= keys >= own - window[0]
-        S = q @ k.repeat_interleave(group, 1).mT * scale
-        S = (softcap * torch.tanh(S / softcap) if softcap else S).masked_fill(~seen, -torch.inf)
-        sums = torch.logsumexp(S, -1, keepdim=True)
-        sums = sums if sinks is None else torch.logaddexp(sums, sinks[:, None, None])
-        return torch.exp(S - sums) @ v.repeat_interleave(group, 1)
-
-    kernel = sdpa.attention if device == "cuda" else reference
-    monkeypatch.setattr(sdpa, "attention", lambda *x, **more: calls.append((x[3:5], more)) or kernel(*x, **more))
-    exec(blocks("transformers", "python")[0], {"sdpa": sdpa})
-    config = getattr(transformers, kind + "Config")(vocab_size=97, hidden_size=128, intermediate_size=256, num_hidden_layers=2,
-                                                    num_attention_heads=4, num_key_value_heads=2, pad_token_id=0, **MODELS[kind])
-    torch.manual_seed(0)
-    model = getattr(transformers, kind + "ForCausalLM")(config).to(device, dtype).eval()
-    for name, sinks in model.named_parameters():
-        if name.endswith("sinks"):  # they are 0 or less without training
-            sinks.data.normal_(1)
-    tokens = torch.randint(1, 97, (2, 40), device=device)
-    options = dict(max_new_tokens=6, do_sample=False, output_logits=True, return_dict_in_generate=True)
-    results = []
-    with torch.no_grad():
-        for name in ("eager", "attention_cu"):
-            model.set_attn_implementation(name)
-            generated = model.generate(tokens, attention_mask=torch.ones_like(tokens), **options)
-            results.append((model(tokens).logits.double(), torch.stack(generated.logits).double(), generated.sequences))
-    (a, b, _), (c, d, _) = results
-    limit = 3e-2 if device == "cuda" else 1e-5
-    assert float((a - c).norm() / a.norm()) <= limit and float((b - d).norm() / b.norm()) <= limit
-    window = (MODELS[kind]["sliding_window"] - 1, 0) if "sliding_window" in MODELS[kind] else (None, None)
-    seen = {call for call, _ in calls}
-    assert seen == {("br", window)} | ({("br", (None, None))} if kind in ("Gemma2", "GptOss") else set())  # every second layer
-    assert all((more["softcap"] == 2.0) == (kind == "Gemma2") and (more["sinks"] is not None) == (kind == "GptOss") for _, more in calls)
-    padded = torch.ones_like(tokens)
-    padded[0, :5] = 0
-    with pytest.raises(ValueError, match="the batch is padded"):
-        model(tokens, attention_mask=padded)

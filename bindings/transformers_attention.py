@@ -1,0 +1,199 @@
+"""sdpa.cu's kernels as an attention of transformers 5, with an example in docs/USING.md. Importing this registers it:
+
+    import sys; sys.path.insert(0, ".../bindings")
+    import transformers_attention
+    model.set_attn_implementation("attention_cu")
+
+A model asks mask() for a mask before its layers, once for each kind of layer, and each layer hands the answer to attention().
+It is no matrix but a few numbers for each sequence, from which the kernel's arguments follow. What these cannot say raises."""
+import inspect
+
+import torch
+import torch.nn.functional as F
+from transformers import AttentionInterface, AttentionMaskInterface, masking_utils
+
+import pytorch as sdpa
+
+if "q_length" not in inspect.signature(masking_utils.sdpa_mask).parameters:
+    raise ImportError("sdpa: this transformers makes masks in another way; install transformers 5.5 or newer")
+
+NAME = "attention_cu"  # "sdpa" or "flash" in a name would mean another attention to transformers
+# What a layer may be given that changes nothing here. mask() has seen position_ids already.
+IGNORED = {"position_ids", "position_embeddings", "use_cache", "cache", "past_key_values", "cache_position", "return_dict",
+           "output_hidden_states", "output_router_logits", "num_items_in_batch", "logits_to_keep", "layer_idx", "deterministic",
+           "max_length_q", "max_length_k"}
+IGNORED_BY_MASK = {"allow_is_causal_skip", "allow_is_bidirectional_skip", "local_size", "dtype", "config", "use_vmap"}
+
+# Mask functions are closures, and those of one factory have one code. 5.22 has no positions of packed sequences.
+FACTORIES = {"and": ("and_masks", bool), "causal window": ("sliding_window_overlay", 1), "chunks": ("chunked_overlay", 1, None),
+             "window": ("sliding_window_bidirectional_overlay", 1), "packed": ("packed_sequence_mask_function", None),
+             "positions": ("remap_positions_for_packed_sequence", None, None)}
+NAMES = {getattr(masking_utils, factory)(*arguments).__code__: name for name, (factory, *arguments) in FACTORIES.items()
+         if hasattr(masking_utils, factory)}
+
+
+def read(function):
+    """What a mask function of transformers says: {"causal": True, "left" and "right": keys of a window, "chunk": its keys,
+    "packed": the number of each row's sequence, "positions": those in it}."""
+    if function is masking_utils.causal_mask_function:
+        return {"causal": True}
+    if function is masking_utils.bidirectional_mask_function:
+        return {}
+    code = getattr(function, "__code__", None)
+    name = NAMES.get(code)
+    if name is None:
+        called = getattr(function, "__qualname__", function)
+        raise ValueError(f"sdpa: the model's mask_function {called} is none that is known here "
+                         "(causal, bidirectional, windows, chunks, packed); take 'sdpa' attention for this model")
+    of = dict(zip(code.co_freevars, (cell.cell_contents for cell in function.__closure__)))
+    if name == "and":
+        parts = [read(part) for part in of["mask_functions"]]
+        if sum(map(len, parts)) != len({key for part in parts for key in part}):
+            raise ValueError("sdpa: the model's mask_function has two windows, or two of another kind")
+        return {key: value for part in parts for key, value in part.items()}
+    if name == "positions":
+        return {**read(of["mask_function"]), "positions": of["position_ids"]}
+    if name == "packed":
+        return {"packed": of["packed_sequence_mask"]}
+    if name == "chunks":
+        return {"chunk": of["chunk_size"]}
+    window = of["sliding_window"]
+    return {"left": window - 1} if name == "causal window" else {"left": window, "right": window}
+
+
+KINDS = []  # (form, causal, left, right) of the masks so far
+
+
+def described(form, says, numbers):
+    """What a model carries to its layers in place of a mask: int32 [B,1 + its place in KINDS,n,2], since a shape survives .to(),
+    .contiguous(), graphs and a batch that is split. Of "lengths" n is 1: the first so many keys are a sequence's. Of "starts" and
+    "packed": the rows of K and of Q at which the n sequences of each b begin. Of "plain" n is 0, and the last dimension is Sk."""
+    kind = form, says.get("causal", False), says.get("left"), says.get("right")
+    if kind not in KINDS:
+        KINDS.append(kind)
+    return numbers.to(torch.int32)[:, None].expand(-1, 1 + KINDS.index(kind), -1, -1)
+
+
+@torch.compiler.disable(reason="sdpa's mask() reads the mask; a graph gets what it returns")
+def mask(batch_size, q_length, kv_length, q_offset=0, kv_offset=0, mask_function=masking_utils.causal_mask_function,
+         attention_mask=None, device="cpu", **others):
+    """The mask of a kind of layer, described. The host waits for attention_mask [B,keys so far] if there is one, and for packed
+    position_ids; for the length of a static cache it does not."""
+    for name in others.keys() - IGNORED_BY_MASK:
+        raise ValueError(f"sdpa: transformers makes a mask with an argument {name}, which is not known here")
+    says = read(mask_function)
+    causal, chunk, kv_end = says.get("causal", False), says.get("chunk"), kv_offset + kv_length
+    if not causal and not says.keys() <= {"left", "right"}:
+        raise ValueError("sdpa: the model's mask_function has chunks or packed sequences without being causal")
+    if not causal and "left" in says and (isinstance(q_offset, torch.Tensor) or q_offset != kv_offset):
+        raise ValueError("sdpa: the model's mask_function has a bidirectional window over a cache")
+    arange = lambda n: torch.arange(n, device=device)  # noqa: E731
+    if "packed" in says:
+        new = F.pad(says["packed"].diff(dim=1) != 0, (1, 0), value=True)
+        if chunk:
+            new = new | (says.get("positions", arange(q_length)[None]) % chunk == 0)
+        rows = torch.where(new, arange(q_length), q_length).sort(1).values[:, :int(new.sum(1).max())]
+        return described("packed", says, torch.stack([rows, rows], 2))
+
+    end = q_offset + q_length if causal else kv_end  # of the keys; for a static cache a tensor, which the host does not know
+    known = None if isinstance(end, torch.Tensor) else end
+    zero, padded, short = arange(batch_size) * 0, False, False
+    first, last = zero, zero + end  # keys from `first` to `last` are the sequence's own
+    if attention_mask is not None:
+        own = attention_mask if causal else F.pad(attention_mask, (0, kv_end - attention_mask.shape[1]))
+        first, count = (own.cumsum(1) == 0).sum(1), own.sum(1)
+        last = (own.shape[1] - (own.flip(1).cumsum(1) == 0).sum(1)).maximum(first)
+        facts = torch.stack([first.max(), last.min(), (last - first - count).max(), (zero + end).max()])
+        padded, shortest, holes, known = facts.tolist()
+        short = shortest < known
+        if holes:
+            raise ValueError("sdpa: attention_mask has zeros between tokens of a sequence; pad on the left to generate, or pack")
+        if own.shape[1] < known:
+            raise ValueError(f"sdpa: attention_mask has {own.shape[1]} columns and not {known}, for the cache and the new tokens")
+    if known is not None and known > kv_end:
+        raise ValueError("sdpa: the queries stand behind the last key of the cache")
+
+    if not causal:
+        if not padded and not short:
+            return described("plain", says, first.new_empty(batch_size, 0, kv_length))
+        k = torch.stack([zero, first, last], 1).clamp(min=kv_offset) - kv_offset
+        if not padded:
+            return described("lengths", says, k[:, None, 2:].expand(-1, 1, 2))
+        if "left" in says and q_length != kv_length:
+            raise ValueError("sdpa: a bidirectional window has as many queries as keys")
+        # With a window queries are tokens of the same places. Else all of them are of the sequence in the middle.
+        return described("starts", says, torch.stack([k, k if "left" in says else k * 0 + q_length * (arange(3) > 1)], 2))
+
+    # Tokens behind the end of a sequence are seen only by such tokens, whose outputs nobody reads: `last` plays no part.
+    zero = zero[:, None]
+    if not padded and (not chunk or (known is not None and known <= chunk)):
+        if known == kv_end:
+            return described("plain", says, first.new_empty(batch_size, 0, kv_length))
+        return described("lengths", says, (zero + end - kv_offset)[:, None].expand(-1, 1, 2))
+    begins = first[:, None]
+    if chunk:  # the chunks that have keys in the buffer
+        begins = begins + chunk * ((kv_offset - begins) // chunk + arange(kv_length // chunk + 2))
+    # Padding is a sequence of its own, and what a static cache has not written one without queries.
+    begins = torch.cat([zero, begins, zero + end], 1)
+    rows = [begins.maximum(zero + start).minimum(zero + end) - start for start in (kv_offset, q_offset)]
+    return described("starts", says, torch.stack(rows, 2))
+
+
+def attention(module, query, key, value, attention_mask, scaling=None, dropout=0.0, sliding_window=None, softcap=None, s_aux=None,
+              is_causal=None, cu_seq_lens_q=None, cu_seq_lens_k=None, **others):
+    """O [B,Sq,Hq,D] of a layer, and None for weights that no kernel has."""
+    for name, given in [("dropout", dropout or None), *others.items()]:
+        if name not in IGNORED and given is not None and given is not False:
+            raise ValueError(f"sdpa: the kernels cannot honour {name} of {type(module).__name__}; take 'eager' attention for it")
+    (B, Hq, Sq, _), (_, Hkv, Sk, _) = query.shape, key.shape
+    if attention_mask is None:  # no one has asked for a mask
+        form, right = "plain", None
+        causal = Sq > 1 and (getattr(module, "is_causal", True) if is_causal is None else is_causal)
+        left = sliding_window - 1 if sliding_window else None
+        if (causal and Sq != Sk) or (sliding_window and not causal):
+            raise ValueError(f"sdpa: attention_mask is None, which does not say what {Sq} queries see of {Sk} keys")
+    else:
+        ours = getattr(attention_mask, "dtype", None) == torch.int32 and attention_mask.dim() == 4
+        place = attention_mask.shape[1] - 1 if ours else -1
+        if not 0 <= place < len(KINDS):
+            raise ValueError("sdpa: attention_mask is none that the kernels can take; pass [batch,tokens] of ones and zeros")
+        form, causal, left, right = KINDS[place]
+        if (attention_mask.shape[3] != Sk) if form == "plain" else (attention_mask.shape[0] != B):
+            raise ValueError(f"sdpa: attention_mask is of other keys than the {Sk} of the layer")
+        if sliding_window and (left is None or (causal and left != sliding_window - 1)) and Sk > sliding_window:
+            raise ValueError(f"sdpa: sliding_window is {sliding_window}, and of attention_mask it is {left and left + 1}")
+    window = (None, None) if left is None else (left, 0) if causal else (left, right, "tl")
+    options = dict(causal="br" if causal else None, window=window, scale=scaling, softcap=softcap, sinks=s_aux)
+    if cu_seq_lens_q is not None and (form in ("lengths", "starts") or Sq != Sk):
+        raise ValueError("sdpa: cu_seq_lens_q is given beside padding, tokens in a cache or cross attention")
+    by_user = cu_seq_lens_q is not None and form == "plain"
+    if form == "plain" and not by_user:
+        return sdpa.attention(query, key, value, **options).transpose(1, 2), None
+    if form == "lengths":
+        lengths = attention_mask[:, 0, 0, 0].contiguous()
+        return sdpa.attention(query, key, value, **options, k_lengths=lengths).transpose(1, 2), None
+
+    # Sequences lie behind each other in one batch: as rows [B*S] of all heads, a view unless a cache has written [B,H,S,D]; then
+    # as rows [B*Hkv*S] of one head of K and V, whose queries are those of its group (which sinks, one for each head, are not).
+    by_rows = by_user or B == 1 or s_aux is not None or key.stride(0) == Sk * key.stride(2)
+    if by_rows:
+        q, k, v = (x.transpose(0, 1).flatten(1, 2)[None] for x in (query, key, value))
+    else:
+        q = query.unflatten(1, (Hkv, -1)).permute(2, 0, 1, 3, 4).flatten(1, 3)[None]
+        k, v = (x.flatten(0, 2)[None, None] for x in (key, value))
+    count = B if by_rows else B * Hkv
+    if by_user:  # what lies behind the last sequence becomes one more
+        starts, most = (cu_seq_lens_q if cu_seq_lens_k is None else cu_seq_lens_k, cu_seq_lens_q), 0
+    else:
+        numbers, most = attention_mask[:, 0].repeat_interleave(count // B, 0), Sk
+        offsets = torch.arange(count, dtype=torch.int32, device=key.device)[:, None]
+        starts = [(numbers[:, :, i] + offsets * S).flatten() for i, S in enumerate((Sk, Sq))]
+    k_starts, q_starts = (F.pad(x.int(), (0, 1), value=count * S) for x, S in zip(starts, (Sk, Sq)))
+    out = sdpa.attention(q, k, v, **options, q_starts=q_starts, k_starts=k_starts, most_keys=most)[0]
+    if by_rows:
+        return out.unflatten(1, (B, Sq)).permute(1, 2, 0, 3), None
+    return out.unflatten(1, (B, Hkv, Sq)).permute(1, 3, 2, 0, 4).flatten(2, 3), None
+
+
+AttentionInterface.register(NAME, attention)
+AttentionMaskInterface.register(NAME, mask)

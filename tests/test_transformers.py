@@ -1,0 +1,355 @@
+"""bindings/transformers_attention.py: logits and tokens of tiny models with random weights, by our attention and by eager.
+Without a GPU a reference stands in for the kernels.  usage: python3 -m pytest tests/test_transformers.py"""
+import os
+import re
+import sys
+
+import pytest
+
+ROOT = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))
+sys.path.insert(0, os.path.join(ROOT, "bindings"))
+torch, transformers = pytest.importorskip("torch", minversion="2.11"), pytest.importorskip("transformers", minversion="5.24")
+import pytorch as sdpa  # noqa: E402
+import transformers_attention as ours  # noqa: E402
+from transformers import DynamicCache, StaticCache  # noqa: E402
+
+GPU = torch.cuda.is_available()
+DEVICE, DTYPE, LIMIT = ("cuda", torch.bfloat16, 3e-2) if GPU else ("cpu", torch.float32, 1e-5)
+SIZES = dict(vocab_size=97, hidden_size=64, intermediate_size=96, num_hidden_layers=2, num_attention_heads=4,
+             num_key_value_heads=2, head_dim=64, max_position_embeddings=128, pad_token_id=0, bos_token_id=1, eos_token_id=None)
+EXPERTS = dict(num_local_experts=2, num_experts_per_tok=2)  # all, since rounding could choose another one
+LAYERS = dict(sliding_window=16, layer_types=["sliding_attention", "full_attention"])
+MODELS = {"Llama": dict(head_dim=128), "Mistral": dict(sliding_window=16), "Qwen3": {}, "GptOss": dict(**LAYERS, **EXPERTS),
+          "Gemma2": dict(**LAYERS, attn_logit_softcapping=2.0, query_pre_attn_scalar=16), "Gemma3": LAYERS,
+          "Llama4": dict(**EXPERTS, intermediate_size_mlp=96, attention_chunk_size=16, attn_temperature_tuning=False,
+                         layer_types=["chunked_attention", "full_attention"]), "GPT2": {},
+          "Bert": {}, "Bart": {}}
+CLASSES = {"Gemma3": ("Gemma3TextConfig", "Gemma3ForCausalLM"), "Llama4": ("Llama4TextConfig", "Llama4ForCausalLM"),
+           "GPT2": ("GPT2Config", "GPT2LMHeadModel"), "Bert": ("BertConfig", "BertForMaskedLM"),
+           "Bart": ("BartConfig", "BartForConditionalGeneration")}
+DECODERS = [kind for kind in MODELS if kind not in ("Bert", "Bart")]
+TOKENS = 40
+
+
+def reference(q, k, v, causal=None, window=(None, None), scale=None, softcap=None, sinks=None, k_lengths=None, q_starts=None,
+              k_starts=None, most_keys=0):
+    """attention() of bindings/pytorch.py. What no query sees is not read, and rows of no sequence are NaN."""
+    (B, Hq, Sq, D), (_, Hkv, Sk, _) = q.shape, k.shape
+    rows, keys = torch.arange(Sq, dtype=torch.int32)[:, None], torch.arange(Sk, dtype=torch.int32)
+    assert causal in (None, "br") and all(x.stride(3) == 1 and x.dtype == q.dtype and x.shape[0] == B for x in (q, k, v))
+    if not torch.compiler.is_compiling():
+        for x, numbers, length in ((q, q_starts, Sq), (k, k_starts, Sk)):
+            assert numbers is None or (numbers.dtype == torch.int32 and numbers.is_contiguous())
+            assert numbers is None or numbers.shape == q_starts.shape
+            assert numbers is None or ((numbers.diff() >= 0).all() and numbers[0] == 0 and numbers[-1] <= length and B == 1)
+        assert k_starts is None or not most_keys or k_starts.diff().max() <= most_keys
+        assert k_lengths is None or (k_lengths.dtype == torch.int32 and k_lengths.is_contiguous() and k_lengths.shape == (B,)
+                                     and k_lengths.min() >= 0 and k_lengths.max() <= Sk)
+    of_none = torch.zeros(Sq, 1, dtype=torch.bool)
+    if q_starts is not None:  # the sequence of a row and of a key, and their places in it
+        last = q_starts.shape[0] - 1
+        row_of, key_of = (torch.searchsorted(starts, x, right=True) - 1 for starts, x in ((q_starts, rows), (k_starts, keys)))
+        of_none, mine = row_of == last, (row_of == key_of) & (row_of < last)
+        place = row_of.clamp(max=last - 1)
+        rows, keys = rows - q_starts[row_of], keys - k_starts[key_of]
+        more = k_starts.diff()[place] - q_starts.diff()[place]
+    else:
+        length = Sk if k_lengths is None else k_lengths[:, None, None, None]
+        mine, more = keys < length, length - Sq
+    own = rows + (0 if "tl" in window else more)
+    seen = mine & ((keys <= own) if causal else True)
+    seen = seen if window[0] is None else seen & (keys >= own - window[0])
+    seen = seen if window[1] is None else seen & (keys <= own + window[1])
+    seen = seen.expand(B, 1, Sq, Sk)
+    k, v = (x.masked_fill(~seen.any(2)[..., None], 0).repeat_interleave(Hq // Hkv, 1) for x in (k, v))
+    S = q @ k.mT * (D ** -0.5 if scale is None else scale)
+    S = (softcap * torch.tanh(S / softcap) if softcap else S).masked_fill(~seen, -torch.inf)
+    if sinks is not None:
+        S = torch.cat([S, sinks[:, None, None].expand(B, Hq, Sq, 1)], 3)
+    P = torch.softmax(S, -1)[..., :Sk].masked_fill(~seen, 0)  # a row that sees no key is 0
+    return (P @ v).masked_fill(of_none, torch.nan)
+
+
+@pytest.fixture(autouse=True)
+def calls(monkeypatch):
+    """The arguments of each call of the kernel."""
+    seen, kernel = [], sdpa.attention if GPU else reference
+    monkeypatch.setattr(sdpa, "attention", lambda *x, **more: seen.append(more) or kernel(*x, **more))
+    return seen
+
+
+def model_of(kind, **more):
+    sizes = {**SIZES, **MODELS[kind], **more}
+    if kind == "GPT2":
+        sizes = dict(vocab_size=97, n_positions=128, n_embd=128, n_layer=2, n_head=2, bos_token_id=1, eos_token_id=None) | more
+    if kind == "Bert":
+        sizes |= dict(hidden_size=128, num_attention_heads=2)
+    if kind == "Bart":
+        sizes = dict(vocab_size=97, d_model=128, encoder_layers=2, decoder_layers=2, encoder_attention_heads=2,
+                     decoder_attention_heads=2, encoder_ffn_dim=96, decoder_ffn_dim=96, max_position_embeddings=128,
+                     pad_token_id=0, bos_token_id=1, eos_token_id=None, decoder_start_token_id=1, forced_eos_token_id=None) | more
+    config, model = (getattr(transformers, name) for name in CLASSES.get(kind, (kind + "Config", kind + "ForCausalLM")))
+    torch.manual_seed(0)
+    return drawn(model(config(**sizes)))
+
+
+def drawn(model):
+    """With weights that let logits depend on what attention has seen."""
+    model = model.to(DEVICE, DTYPE).eval()
+    for name, x in model.named_parameters():
+        if name.endswith("sinks") or x.dim() > 1:
+            x.data.normal_(0, 1 if name.endswith("sinks") else x.shape[-1] ** -0.5)
+    return model
+
+
+def both(model, run):
+    """What run() gives by eager attention and by ours."""
+    results = []
+    for name in ("eager", ours.NAME):
+        model.set_attn_implementation(name)
+        torch.manual_seed(1)
+        with torch.no_grad():
+            results.append(run())
+    return results
+
+
+def assert_close(got, want, where=None):
+    """The logits of tokens that are no padding."""
+    got, want = ((x if where is None else x[where.bool()]).double() for x in (got, want))
+    assert float((got - want).norm() / want.norm()) <= LIMIT
+
+
+def tokens_of(batch=2, count=TOKENS):
+    torch.manual_seed(2)
+    return torch.randint(1, 97, (batch, count), device=DEVICE)
+
+
+def padding(*pads, count=TOKENS):
+    """A mask [B,count] with (left, right) zeros in each sequence."""
+    mask = torch.ones(len(pads), count, dtype=torch.long, device=DEVICE)
+    for row, (left, right) in zip(mask, pads):
+        row[:left] = 0
+        row[count - right:] = 0
+    return mask
+
+
+def positions(mask):
+    return (mask.cumsum(1) - 1).clamp(min=0)
+
+
+PADDINGS = {"none": None, "ones": [(0, 0)] * 3, "left": [(5, 0), (0, 0), (23, 0)], "right": [(0, 7), (0, 0), (0, 30)],
+            "both": [(3, 4), (0, 9), (20, 0)], "all": [(0, 0), (TOKENS, 0), (1, 1)]}
+
+
+@pytest.mark.parametrize("kind", [*DECODERS, "Bert"])
+def test_prefill(kind, calls):
+    model, tokens = model_of(kind), tokens_of(3)
+    for name, pads in PADDINGS.items():
+        mask = pads and padding(*pads)
+        more = {} if mask is None or kind == "Bert" else dict(position_ids=positions(mask))
+        want, got = both(model, lambda: model(tokens, attention_mask=mask, **more).logits)
+        assert torch.isfinite(got).all(), name
+        assert_close(got, want, mask)
+    for more in calls:
+        assert (more["softcap"] == 2.0) == (kind == "Gemma2") and (more["sinks"] is not None) == (kind == "GptOss")
+
+
+def steps(model, tokens, mask, cache, sizes):
+    """Logits of tokens that come by so many at a time."""
+    out, at = [], 0
+    for size in sizes:
+        now = slice(at, at := at + size)
+        more = {} if mask is None else dict(attention_mask=mask[:, :at], position_ids=positions(mask)[:, now])
+        out.append(model(tokens[:, now], cache=cache, **more).logits)
+    assert at == tokens.shape[1]
+    return torch.cat(out, 1)
+
+
+@pytest.mark.parametrize("kind", DECODERS)
+def test_caches(kind, calls):
+    """A prefill in chunks and single tokens, by each kind of cache. What a static one has not written is NaN."""
+    model = model_of(kind)
+    config = model.config
+    some = (20, 9, 1, 1, 8, 1)
+    for pads, sizes, length in ((None, some, 64), ([(5, 0), (0, 0)], some, 64), ([(11, 0), (4, 0)], (7, 30, 1, 2), 40),
+                                (None, (9, 1, 1, 29), 40), (None, (1,) * 20 + (20,), 40)):
+        tokens, mask = tokens_of(), pads and padding(*pads)
+        for static in (False, True):
+            def run():
+                cache = DynamicCache(config=config) if not static else StaticCache(config=config, max_cache_len=length)
+                if static and config._attn_implementation == ours.NAME:
+                    heads = getattr(config, "num_key_value_heads", config.num_attention_heads)
+                    size = getattr(config, "head_dim", config.hidden_size // config.num_attention_heads)
+                    cache.early_initialization(2, heads, size, DTYPE, torch.device(DEVICE))
+                    for layer in cache.layers:
+                        layer.keys.fill_(torch.nan), layer.values.fill_(torch.nan)
+                return steps(model, tokens, mask, cache, sizes)
+            want, got = both(model, run)
+            assert_close(got, want, mask)
+    assert any("k_lengths" in more for more in calls) and any("q_starts" in more for more in calls)
+
+
+@pytest.mark.parametrize("kind", DECODERS)
+def test_packed(kind):
+    """Sequences behind each other against each alone: by position_ids that begin anew, in a batch of 1 and 2, and cu_seq_lens."""
+    model, tokens = model_of(kind), tokens_of()
+    with torch.no_grad():
+        for rows in ([[3, 25, 12], [40]], [[1, 1, 38]]):
+            ids = torch.stack([torch.cat([torch.arange(n) for n in row]) for row in rows]).to(DEVICE)
+            model.set_attn_implementation("eager")
+            want = torch.stack([torch.cat([model(x[None], use_cache=False).logits[0] for x in one.split(row)])
+                                for one, row in zip(tokens, rows)])
+            model.set_attn_implementation(ours.NAME)
+            if kind != "GptOss":  # its model keeps them from its masks
+                assert_close(model(tokens[:len(rows)], position_ids=ids, use_cache=False).logits, want)
+        starts = torch.tensor([0, 1, 2, TOKENS], device=DEVICE)
+        more = dict(cu_seq_lens_q=starts, cu_seq_lens_k=starts, max_length_q=38, max_length_k=38)
+        assert_close(model(tokens[:1], position_ids=ids, use_cache=False, **more).logits, want)
+
+
+@pytest.mark.parametrize("kind", [*DECODERS, "Bart"])
+def test_generate(kind):
+    """Tokens and logits; with a GPU those of the first step, since rounding may choose another token. There transformers
+    compiles the steps of a static cache."""
+    model, tokens, mask = model_of(kind), tokens_of(2, 24), padding((5, 0), (0, 0), count=24)
+    if kind == "Bart":
+        mask = padding((0, 5), (0, 0), count=24)
+    steps = 1 if GPU else 8
+    static = dict(cache_implementation="static")
+    for more in (dict(), static | dict(disable_compile=True), dict(num_beams=3), *[static] * (GPU and kind == "Llama")):
+        for rows in (torch.ones_like(tokens), mask):
+            options = dict(max_new_tokens=8, do_sample=False, output_logits=True, return_dict_in_generate=True, pad_token_id=0)
+            want, got = both(model, lambda: model.generate(tokens, attention_mask=rows, **options, **more))
+            assert_close(torch.stack(got.logits[:steps]), torch.stack(want.logits[:steps]))
+            assert GPU or torch.equal(got.sequences, want.sequences)
+
+
+@pytest.mark.parametrize("pads", PADDINGS)
+def test_cross_attention(pads):
+    """BART: padded encoder and decoder, in one pass."""
+    model, tokens, mask = model_of("Bart"), tokens_of(3), PADDINGS[pads] and padding(*PADDINGS[pads])
+    behind = padding((0, 3), (0, 0), (0, 5), count=17)
+    inputs = dict(decoder_input_ids=tokens[:, :17], decoder_attention_mask=behind)
+    want, got = both(model, lambda: model(tokens, attention_mask=mask, **inputs).logits)
+    assert torch.isfinite(got).all()
+    if mask is not None:  # what sees no key
+        behind = behind * mask.any(1, keepdim=True)
+    assert_close(got, want, behind)
+
+
+def test_a_bidirectional_window():
+    """ModernBERT's layers by turns, whose keys are padded on either side."""
+    config = transformers.ModernBertConfig(vocab_size=97, hidden_size=128, intermediate_size=96, num_hidden_layers=2,
+                                           pad_token_id=0, num_attention_heads=2, local_attention=12,
+                                           global_attn_every_n_layers=2)
+    model, tokens = drawn(transformers.ModernBertForMaskedLM(config)), tokens_of(3)
+    for pads in PADDINGS.values():
+        mask = pads and padding(*pads)
+        want, got = both(model, lambda: model(tokens, attention_mask=mask).logits)
+        assert_close(got, want, mask)
+
+
+def gradients(model, **inputs):
+    model.zero_grad()
+    logits = model(**inputs, use_cache=False).logits
+    (logits.float() * inputs.get("attention_mask", torch.ones_like(inputs["input_ids"]))[..., None]).square().mean().backward()
+    return torch.cat([p.grad.flatten() for p in model.parameters() if p.grad is not None])
+
+
+def test_training():
+    """A step has eager's gradients, packed or padded on the left where there is no GPU: the kernels' backward has no starts."""
+    model, tokens = model_of("Llama").train(), tokens_of(3)
+    ids = (torch.arange(TOKENS, device=DEVICE) % 17)[None].expand(3, -1)
+    cases = [{}, dict(attention_mask=padding(*PADDINGS["ones"])), dict(attention_mask=padding(*PADDINGS["right"]))]
+    for more in cases + [dict(position_ids=ids), dict(attention_mask=padding(*PADDINGS["left"]))] * (not GPU):
+        model.set_attn_implementation("eager")
+        want = gradients(model, input_ids=tokens, **more)
+        model.set_attn_implementation(ours.NAME)
+        assert_close(gradients(model, input_ids=tokens, **more), want)
+    if GPU:
+        with pytest.raises(NotImplementedError, match="no backward"):
+            gradients(model, input_ids=tokens, position_ids=ids)
+
+
+def test_compiled():
+    """A graph of a whole model is broken at its mask. That of a step gets the mask from outside, as generate() hands it."""
+    model, tokens, mask = model_of("Gemma3"), tokens_of(), padding((5, 0), (0, 0))
+    model.set_attn_implementation(ours.NAME)
+    compiled, step = torch.compile(model, backend="aot_eager"), torch.compile(model.forward, backend="aot_eager", fullgraph=True)
+    with torch.no_grad():
+        for more in (dict(use_cache=False), dict(attention_mask=mask, use_cache=False)):
+            assert_close(compiled(tokens, **more).logits, model(tokens, **more).logits)
+        cache = StaticCache(config=model.config, max_cache_len=64)
+        got = [model(tokens[:, :TOKENS - 3], cache=cache).logits]
+        for i in range(TOKENS - 3, TOKENS):
+            inputs = dict(next_sequence_length=1, cache=cache, attention_mask=None)
+            got.append(step(**model.prepare_inputs_for_generation(tokens[:, :i + 1], **inputs)).logits)
+        assert_close(torch.cat(got, 1), model(tokens, use_cache=False).logits)
+    torch._dynamo.reset()
+
+
+# ---- what raises ----
+
+def raises(words, kind="Llama", train=False, config={}, **inputs):
+    model = model_of(kind, **config).train(train)
+    model.set_attn_implementation(ours.NAME)
+    with pytest.raises(ValueError, match="^sdpa: .*" + words):
+        model(**{"input_ids": tokens_of(), **inputs})
+
+
+def test_refusals():
+    raises("dropout of LlamaAttention", train=True, config=dict(attention_dropout=0.1))
+    raises("output_attentions", output_attentions=True)
+    raises("some_new_argument", some_new_argument=1)
+    raises("attention_mask is none that", attention_mask=torch.ones(2, 1, TOKENS, TOKENS, dtype=bool, device=DEVICE))
+    holes = padding((0, 0), (0, 0))
+    holes[0, 7] = 0
+    raises("zeros between tokens", attention_mask=holes)
+    raises("zeros between tokens", "Bert", attention_mask=holes)
+    raises("mask_function", "Gemma3", config=dict(use_bidirectional_attention=True))
+    starts = torch.tensor([0, TOKENS], device=DEVICE)
+    raises("cu_seq_lens_q is given beside padding", attention_mask=padding((5, 0), (0, 0)), cu_seq_lens_q=starts)
+    q = torch.zeros(2, 2, 8, 64, device=DEVICE, dtype=DTYPE)
+    for words, keys in (("other keys than the 8", 9), ("sliding_window is 4", 8)):
+        with pytest.raises(ValueError, match=words):
+            ours.attention(torch.nn.Module(), q, q, q, ours.mask(2, keys, keys, device=DEVICE), sliding_window=4)
+    model = model_of("Llama")
+    model.set_attn_implementation(ours.NAME)
+    cache = DynamicCache(config=model.config)
+    model(tokens_of(), cache=cache)
+    with pytest.raises(ValueError, match="40 columns and not 80"):
+        model(tokens_of(), cache=cache, attention_mask=padding((0, 0), (0, 0)))
+
+
+@pytest.mark.parametrize("name", ["head_mask", "position_bias", "block_table", "dropout"])
+def test_an_argument_that_it_does_not_know(name):
+    q = torch.zeros(1, 2, 8, 64, device=DEVICE, dtype=DTYPE)
+    for nothing in (None, False):
+        ours.attention(torch.nn.Module(), q, q, q, None, **{name: nothing})
+    with pytest.raises(ValueError, match=f"cannot honour {name} of Module"):
+        ours.attention(torch.nn.Module(), q, q, q, None, **{name: 0.5})
+    for words, more in (("what 8 queries see of 4 keys", dict(key=q[:, :, :4], value=q[:, :, :4])),
+                        ("what 8 queries see of 8 keys", dict(is_causal=False, sliding_window=4))):
+        with pytest.raises(ValueError, match=words):
+            ours.attention(torch.nn.Module(), **{**dict(query=q, key=q, value=q, attention_mask=None), **more})
+
+
+def test_an_argument_of_a_mask():
+    with pytest.raises(ValueError, match="an argument cache_position"):
+        ours.mask(1, 8, 8, cache_position=torch.arange(8))
+    other = transformers.masking_utils.or_masks(transformers.masking_utils.causal_mask_function)
+    with pytest.raises(ValueError, match="mask_function or_masks"):
+        ours.mask(1, 8, 8, mask_function=other)
+
+
+def test_the_documentation():
+    """The block of docs/USING.md, word for word."""
+    text = open(os.path.join(ROOT, "docs/USING.md")).read()
+    section = re.search(r"^## transformers.*?(?=^## )", text, re.DOTALL | re.MULTILINE).group()
+    block, = re.findall(r"^```python\n(.*?)^```", section, re.DOTALL | re.MULTILINE)
+    model = model_of("Llama")
+    space = {"model": model, "tokens": tokens_of()}
+    want = model(space["tokens"]).logits.detach()
+    exec(block, space)
+    assert model.config._attn_implementation == ours.NAME
+    assert_close(model(space["tokens"]).logits.detach(), want)
