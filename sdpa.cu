@@ -398,7 +398,6 @@ struct Mask {  // of an item: the launch's, or with USE_LENGTHS that of its sequ
   TileBounds tiles;  // of mask_rows queries and BLOCK_N keys
   KeyBounds keys;
 };
-
 struct TileItem { int b, h, q0; static constexpr int ranges = 1; };  // rows [q0, q0 + BLOCK_M) of O, head h, batch b
 // USE_LENGTHS: where a sequence is in the tensors, and how many rows it has there. With starts [B + 1], sequence b has
 // the rows from starts[b] to starts[b + 1] of all Sq of Q and O, or Sk of K and V; such tensors have a batch of 1, LSE
@@ -467,7 +466,6 @@ struct KernelArgs {  // SdpaParams with what every CTA would otherwise compute a
   float inverse_scale_log2, cap_scale = 0;  // softcap: S is tanh(Q @ K.T * cap_scale); 0: Q @ K.T
   std::conditional_t<is_wgmma, TensorMaps, Nothing> maps;
   std::conditional_t<Build::use_lengths, PlanArgs, Nothing> plan;
-
   KernelArgs(const SdpaParams& of, int rows, int keys_of_tile)
       : mask{{{of, of.Sq, of.Sk}, rows, keys_of_tile}, {of, of.Sq, of.Sk}}, p(of) {}
 };
@@ -3977,9 +3975,6 @@ template <class B> struct Wgmma16Consumer : WgmmaConsumer<B, WgmmaShared<B>> {
       P.x.d[i] = fmaf(lg2_approx_ftz(P.x.d[i]), a.inverse_scale_log2, rows.m[i / 2 % 2]);
     }
   }
-  __device__ __forceinline__ void scale_output(const float (&alpha)[2]) {
-    if (!__all_sync(0xffffffffu, alpha[0] == 1 && alpha[1] == 1)) scale_rows(rows.O, alpha);
-  }
   // Rounds P, and holds it before the fence. Otherwise nvcc rounds a part after it, ptxas splits P @ V into two
   // groups (C7519), and the wait for the next scores waits for the first of these as well.
   static __device__ __forceinline__ void pack_all(Probabilities& out, const Scores& P) {
@@ -4004,7 +3999,7 @@ template <class B> struct Wgmma16Consumer : WgmmaConsumer<B, WgmmaShared<B>> {
     }
     float alpha[2];  // three conditions: under one, nvcc puts P into the registers of S
     if (!done) rows.softmax_by_exact_max(S, alpha);
-    if (!done) scale_output(alpha);
+    if (!done && !__all_sync(0xffffffffu, alpha[0] == 1 && alpha[1] == 1)) scale_rows(rows.O, alpha);
     if (!done) pack_all(P, S);
   }
   // The same with the whole softmax beside the P @ V before.
@@ -4021,7 +4016,7 @@ template <class B> struct Wgmma16Consumer : WgmmaConsumer<B, WgmmaShared<B>> {
     }
     if (!stale) rows.softmax_by_exact_max(S, alpha);
     end_last_pv();
-    if (!stale) scale_output(alpha);
+    if (!stale && !__all_sync(0xffffffffu, alpha[0] == 1 && alpha[1] == 1)) scale_rows(rows.O, alpha);
     pack_all(P, S);
   }
 
@@ -5604,10 +5599,15 @@ SdpaParams of_equal_lengths(SdpaParams p, int sequences) {
   return p;
 }
 
-// The row of the quickest tile for the problem. Not by max_ctas, on which no bit of the result may depend.
+// The row of the quickest tile; the model takes up to 20 us, and callers repeat. No bit may depend on max_ctas.
 int choose_tile(const SdpaParams& p) {
-  const int sms = sm_count();
-  int best = -1;
+  const int sms = sm_count(), given = !p.k_lengths + 2 * !p.q_starts + 4 * !p.k_starts;
+  const std::array now{sms, given, p.B, p.Hq, p.Hkv, p.Sq, p.Sk, int(p.causal), p.window_left, p.window_right,
+                       int(p.window_alignment), p.most_keys};
+  thread_local auto last = now;
+  thread_local int best = -1;
+  if (best >= 0 && now == last) return best;
+  best = -1, last = now;
   double best_clocks = 0;
   for (int n = next_tile(0); n < tile_count; n = next_tile(n + 1)) {
     const TunedTile& t = TUNED_TILES[n];

@@ -135,8 +135,8 @@ TRAINING = ("4,32,32,4096,64c 4,16,16,4096,128c 4,32,8,4096,128c 1,32,8,16384,12
 
 
 def training(repeats):
-    """Rows of the steps, of which the median is taken. PyTorch and sdpa take turns of a dozen steps, for as long as the clocks stay,
-    and who is first in a turn changes."""
+    """Rows of the steps, of which the median is taken. PyTorch and sdpa take turns of a few steps, so that both have the same
+    clocks, and who is first in a turn changes."""
     for text in TRAINING:
         B, Hq, Hkv, S, D = map(int, text.rstrip("c").split(","))
         q, k, v = (torch.randn(B, H, S, D, device="cuda", dtype=torch.bfloat16, requires_grad=True)
@@ -147,19 +147,19 @@ def training(repeats):
             out = F.scaled_dot_product_attention(q, k, v, is_causal=text[-1] == "c", enable_gqa=Hq != Hkv)
             return torch.autograd.grad(out, (q, k, v), grad)
         times, results = {"PyTorch": [], "sdpa": []}, {}
-        for name in [name for turn in range(2 * repeats + 1) for name in list(times)[::(-1) ** turn]]:
+        for name in [name for turn in range(4 * repeats + 1) for name in list(times)[::(-1) ** turn]]:
             if name == "sdpa":
                 sdpa.activate()
             results[name] = step()
-            starts = [torch.cuda.Event(enable_timing=True) for _ in range(13)]
+            starts = [torch.cuda.Event(enable_timing=True) for _ in range(7)]
             for start in starts:
                 start.record()
                 step()
             torch.cuda.synchronize()
-            times[name] += [a.elapsed_time(b) * 1e3 for a, b in zip(starts[2:], starts[3:])]
+            times[name] += [a.elapsed_time(b) * 1e3 for a, b in zip(starts[1:], starts[2:])]
             if name == "sdpa":
                 restore_flash_attention_impl()
-        medians = {name: statistics.median(us[10:]) for name, us in times.items()}  # the first turn builds and warms up
+        medians = {name: statistics.median(us[5:]) for name, us in times.items()}  # the first turn builds and warms up
         error = max(map(rel_rms, results["sdpa"], results["PyTorch"]))
         for name, us in medians.items():
             yield dict(what="step", problem=text.replace("c", " causal"), contender=name, us=us,
