@@ -283,7 +283,7 @@ struct SdpaParams {
   int page_stride = 0, page_size = 0, pages = 0, Dv = 0;  // Dv: of V and O, must equal HEAD_DIM_V; 0: D
 };
 // A row that sees no key (or only keys of logit -inf) gives O = 0 and LSE = -inf or its sink. NaN and inf come out as
-// the formula has them; those of V at a masked key may reach the row (0 * inf is NaN): kernels multiply whole tiles.
+// the formula has them; those of V at a masked key may reach the row (0 * inf is NaN), of rows that are no key none.
 // Logits may be any finite float. P @ V is summed in floats and divided by the row sum of P last: a row comes out right
 // while that sum, at most 2^16 * Sk, times max|V| stays below 3.4e38 (DTYPE=BF16: 2^60 * Sk, so V below 1e15 will do).
 

@@ -30,20 +30,21 @@ typedef struct SdpaParams {
   const void *Q, *K, *V;   /* [B,Hq,Sq,D], [B,Hkv,Sk,D], [B,Hkv,Sk,D] of the line's DTYPE */
   void* O;                 /* [B,Hq,Sq,D] of OUT_DTYPE */
   float* LSE;              /* [B,Hq,Sq] contiguous, natural logarithm; or null */
-  int B, Hq, Hkv, Sq, Sk;  /* Hq is a multiple of Hkv */
+  int B, Hq, Hkv, Sq, Sk;  /* Hq is a multiple of Hkv; strides of inputs may be 0 */
   int D;                   /* the line's HEAD_DIM */
   SdpaStrides q, k, v, o;
-  float scale;             /* 0: 1/sqrt(D) */
+  float scale;             /* 0: 1/sqrt(D). A scale of 0, by which all visible keys weigh alike, is FLT_MIN */
   int causal;              /* SDPA_CAUSAL_... */
   void* workspace;         /* sdpa_library_workspace_bytes(), zeroed once; one per library and stream */
   int max_ctas;            /* 0: all that fit */
   int window_left, window_right; /* keys that a query sees before and after its own position; -1: all */
   SdpaDescale q_descale, k_descale, v_descale;
   int window_alignment; /* whose position the window counts from: SDPA_CAUSAL_...; OFF: that of causal */
-  float softcap;        /* lines with USE_SOFTCAP: logits x become softcap * tanh(x / softcap); 0: x */
+  float softcap;        /* lines with USE_SOFTCAP: x becomes softcap * tanh(x / softcap), 1e-18 to 1e18; 0: x */
   const float* sinks;   /* lines with USE_SINKS: [Hq], exp(sink) joins the sum of a row; or null */
   /* Lines with USE_LENGTHS, in device memory, each or null. Sequence b has the rows from starts[b] to starts[b + 1] of Sq
-     or Sk in all; such tensors have a batch of 1, and LSE is [Hq,Sq]. O and LSE of rows of no sequence stay as they are. */
+     or Sk in all; such tensors have a batch of 1, and LSE is [Hq,Sq]. O and LSE of rows of no sequence stay as they are.
+     Rows of K and V that are no key of a sequence may hold anything, NaN too. */
   const int* k_lengths;             /* [B]: of its keys the first so many count */
   const int *q_starts, *k_starts;   /* [B + 1] */
   int most_keys;                    /* that a sequence has, later ones do not count; 0: Sk */
