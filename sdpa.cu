@@ -127,6 +127,7 @@ constexpr int place_of(std::string_view value, std::string_view values) {
     values.remove_prefix(end + 1);
   }
 }
+constexpr bool is_one_of(std::string_view value, std::string_view values) { return place_of(value, values) >= 0; }
 
 // ---- the knobs as typed (typed) ----
 
@@ -139,7 +140,7 @@ constexpr int place_of(std::string_view value, std::string_view values) {
   SDPA_NEW_LINE                                                                                                       \
   constexpr std::string_view name##_text = std::string_view(SDPA_TEXT(name)) == #name ? #fallback : SDPA_TEXT(name);  \
   constexpr bool name##_changed = name##_text != #fallback;                                                           \
-  static_assert(place_of(name##_text, values) >= 0,                                                                   \
+  static_assert(is_one_of(name##_text, values),                                                                       \
                 #name ": not a legal value; it takes one of: " values ". Type " #name "=" #fallback);
 SDPA_KNOBS(SDPA_KNOB)
 
@@ -1171,7 +1172,6 @@ template <class B> __device__ __forceinline__ int batch_of(const int* starts, in
 
 // A name that depends on B, since other KernelArgs have no such numbers.
 template <class B> __host__ __device__ __forceinline__ const auto& plan_room(const KernelArgs& a) { return a.plan; }
-
 template <class B> using HeldMask = std::conditional_t<B::use_lengths, Mask, const Mask&>;
 template <class B> __device__ __forceinline__ HeldMask<B> mask_of(const KernelArgs& a, ItemArg<B> item) {
   if constexpr (!B::use_lengths) return a.mask;
@@ -4046,7 +4046,7 @@ template <class B> struct Wgmma16Consumer : WgmmaConsumer<B, WgmmaShared<B>> {
   // keys, do better with all exponentials in one piece.
   template <class End> __device__ __forceinline__ void overlap(Scores& S, Probabilities& P, const End& end_last_pv) {
     if constexpr (B::use_lazy_max && B::warpgroups == 2 && B::split_kv == 1) {
-      attend<S.COLS / 2>(S, P, end_last_pv);
+      attend<Scores::COLS / 2>(S, P, end_last_pv);
     } else {
       attend_beside_pv(S, P, end_last_pv);
     }
@@ -5251,7 +5251,7 @@ SdpaStatus check_params(SdpaParams& p) {
 #define SDPA_REFUSE(condition, sentence) static_assert(!(condition), sentence)
 #define SDPA_FAMILIES(name, fallback, member, values, families, meaning)                                      \
   SDPA_NEW_LINE                                                                                               \
-  SDPA_REFUSE(name##_changed && std::string_view(families) != "all" && place_of(family_name, families) < 0,   \
+  SDPA_REFUSE(name##_changed && std::string_view(families) != "all" && !is_one_of(family_name, families),     \
               #name ": only kernels of these families have it: " families "; drop it or add USE_WMMA=1, " \
                     "USE_MMA_SYNC=1 or USE_WGMMA=1");
 SDPA_KNOBS(SDPA_FAMILIES)
