@@ -1,6 +1,9 @@
 #!/usr/bin/env bash
 # Builds every line of configs.txt, checks and times each, ranks them.  ./run_all.sh --help
 set -u
+# A decimal point in numbers, whatever the user's locale has; the other categories stay.
+if [ -n "${LC_ALL-}" ]; then export LANG=$LC_ALL; unset LC_ALL; fi
+export LC_NUMERIC=C
 # Before the change of folder: a relative name is the caller's.
 [ -z "${SDPA_CONFIGS-}" ] || SDPA_CONFIGS=$(realpath -m -- "$SDPA_CONFIGS")
 caller=$PWD
@@ -107,7 +110,7 @@ pip_install() {
   shift
   command -v "$base" >/dev/null && may_install "$* (pip, into $venv)" || return
   "$base" -c 'import ensurepip' 2>/dev/null || apt_install python3-venv  # which Debian's lacks
-  [ "$base" = "$venv/bin/python3" ] || "$base" -m venv --system-site-packages --clear "$venv" || return
+  "$venv/bin/python3" -m pip --version >/dev/null 2>&1 || "$base" -m venv --system-site-packages --clear "$venv" || return
   "$venv/bin/python3" -m pip install --quiet "$@" >&2
   python_with "$@"
 }

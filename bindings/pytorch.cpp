@@ -4,6 +4,7 @@
 
 #include <ATen/core/Tensor.h>
 #include <ATen/cuda/EmptyTensor.h>
+#include <ATen/ExpandUtils.h>
 #include <ATen/SDPBackend.h>
 #include <ATen/autocast_mode.h>
 #include <ATen/ops/_cudnn_attention_backward.h>
@@ -12,6 +13,7 @@
 #include <ATen/ops/_flash_attention_forward.h>
 #include <ATen/ops/_fused_sdp_choice.h>
 #include <ATen/ops/empty_like.h>
+#include <ATen/ops/empty_strided.h>
 #include <ATen/ops/zeros_like.h>
 #include <c10/cuda/CUDACachingAllocator.h>
 #include <c10/cuda/CUDAGraphsC10Utils.h>
@@ -25,6 +27,7 @@
 #include <algorithm>
 #include <array>
 #include <cfloat>
+#include <cstring>
 #include <map>
 #include <mutex>
 #include <string>
@@ -64,8 +67,13 @@ static const Line& line_for(const Tensor& q, const Tensor& v, int features) {
     const auto found = lines.find(key);
     if (found != lines.end()) return found->second;
   }
-  Line loaded{};
+  thread_local Line loaded;
+  loaded = {};
   load(key[0], dtype, key[2], key[3], features, &loaded);
+  if (!loaded.forward && !*loaded.trouble) {  // an interrupt: the next call tries again
+    strcpy(loaded.trouble, "the line was not built, since it was interrupted");
+    return loaded;
+  }
   const std::lock_guard<std::mutex> lock(mutex);
   return lines.emplace(key, loaded).first->second;
 }
@@ -197,6 +205,7 @@ struct Workspace {
 using Place = std::tuple<decltype(Line::forward), int, cudaStream_t>;  // a line, a device, and a stream of it
 static auto& stream_workspaces = *new std::map<Place, Workspace>;      // never destroyed: CUDA may be gone by then
 static auto& graph_workspaces = *new std::map<Place, Workspace>;       // of the newest capture
+static std::mutex launching;                                           // of both, and of what uses them
 static auto& of_dead_graphs = *new std::vector<void*>;
 static std::mutex of_dead_graphs_mutex;
 
@@ -245,7 +254,8 @@ static void free_of_dead_graphs() {
     const std::lock_guard<std::mutex> lock(of_dead_graphs_mutex);
     dead.swap(of_dead_graphs);
   }
-  for (void* data : dead) cudaFree(data);
+  const c10::cuda::CUDAStreamCaptureModeGuard relaxed(cudaStreamCaptureModeRelaxed);  // for another thread's capture
+  for (void* data : dead) C10_CUDA_CHECK(cudaFree(data));
 }
 
 // The stream's, which grows to powers of 2, so that a growing problem seldom asks again.
@@ -264,23 +274,10 @@ static void* stream_workspace(Workspace& workspace, size_t bytes, cudaStream_t s
   return data;
 }
 
-// sdpa_library_workspace_bytes() takes a third of a launch, and callers repeat their problems.
-static size_t workspace_bytes(const Line& line, const SdpaParams& p) {
-  const std::array<int64_t, 13> now{reinterpret_cast<int64_t>(line.forward), c10::cuda::current_device(), p.B, p.Hq, p.Hkv,
-                                    p.Sq, p.Sk, p.causal, p.window_left, p.window_right, p.window_alignment,
-                                    (p.q_starts ? 1 : 0) + (p.k_starts ? 2 : 0) + p.page_size * 4LL, p.most_keys};
-  thread_local std::array<int64_t, 13> last{};
-  thread_local size_t bytes = 0;
-  if (now != last) bytes = line.workspace_bytes(&p), last = now;
-  return bytes;
-}
-
 // Zeroed device memory for one launch of the line on the stream: the stream's, or the graph's that it is captured into.
-static void* workspace_for(const Line& line, const SdpaParams& p, cudaStream_t stream, bool captured) {
-  const size_t bytes = workspace_bytes(line, p);
-  if (bytes == 0) return nullptr;
+// The caller holds `launching`.
+static void* workspace_for(const Line& line, size_t bytes, cudaStream_t stream, bool captured) {
   if (!captured) free_of_dead_graphs();
-  const std::lock_guard<std::mutex> lock(mutex);
   const Place place{line.forward, c10::cuda::current_device(), stream};
   return captured ? graph_workspace(graph_workspaces[place], bytes, stream)
                   : stream_workspace(stream_workspaces[place], bytes, stream);
@@ -328,8 +325,10 @@ static std::string launch(const Tensor& q, const Tensor& k, const Tensor& v, con
   const bool captured = c10::cuda::currentStreamCaptureStatusMayInitCtx() != c10::cuda::CaptureStatus::None;
   std::optional<c10::cuda::CUDAStreamCaptureModeGuard> relaxed;  // the line's module may be loaded, memory be asked for
   if (captured) relaxed.emplace(cudaStreamCaptureModeRelaxed);
-  p.workspace = workspace_for(line, p, stream, captured);
   char text[256];
+  const size_t bytes = line.workspace_bytes(&p);
+  std::unique_lock<std::mutex> lock(launching, std::defer_lock);  // a call's kernels follow each other in their workspace
+  if (bytes > 0) lock.lock(), p.workspace = workspace_for(line, bytes, stream, captured);
   return line.forward(&p, stream, text, sizeof text) ? text : "";
 }
 
@@ -378,7 +377,7 @@ static std::tuple<Tensor, Tensor, Tensor> cudnn_backward(const Tensor& grad, con
                                                          int64_t most_k, double dropout, bool causal,
                                                          std::optional<double> scale) {
   const c10::cuda::CUDAGuard guard(q.device());
-  const Tensor like_o = grad.strides() == o.strides() ? grad : at::empty_like(o).copy_(grad);
+  const Tensor like_o = grad.strides() == o.strides() && fit(grad) ? grad : at::empty_like(o).copy_(grad);
   return at::_cudnn_attention_backward(like_o, q, k, v, o, lse, seed, offset, bias, q_starts, k_starts, most_q, most_k,
                                        dropout, causal, scale);
 }
@@ -419,12 +418,12 @@ static SdpaDescale descale(const char* name, const OptionalTensor& x, const Tens
   if (!x) return {};
   TORCH_CHECK(x->scalar_type() == at::kFloat && x->device() == of.device(), "sdpa.attention: ", name,
               " is not a float32 tensor on ", of.device());
-  const int64_t heads = of.size(1);
-  kept = *x;
-  if (key_heads > 1 && key_heads != heads && x->dim() > 0 && x->size(-1) == key_heads) {
-    kept = x->unsqueeze(-1).expand({-1, -1, heads / key_heads}).reshape({-1, heads});
-  }
-  kept = kept.expand({batches, heads});
+  const int64_t heads = of.size(1), sizes[2] = {batches, heads};
+  const bool by_key_head = key_heads > 1 && key_heads != heads && x->dim() > 0 && x->size(-1) == key_heads;
+  kept = by_key_head ? x->repeat_interleave(heads / key_heads, -1) : *x;
+  TORCH_CHECK(at::is_expandable_to(kept.sizes(), sizes), "sdpa.attention: ", name, " is of shape ", x->sizes(),
+              ", which does not expand to [", batches, ",", heads, "]");
+  kept = kept.expand(sizes);
   return {kept.const_data_ptr<float>(), batches > 1 ? kept.stride(0) : 0, heads > 1 ? kept.stride(1) : 0};
 }
 
@@ -435,7 +434,9 @@ static bool is_for_cudnn(const Tensor& q, const Tensor& k, const Tensor& v, int6
   if (limited || lse_lies_otherwise() || (causal == SDPA_CAUSAL_BOTTOM_RIGHT && q.size(2) != k.size(2))) return false;
   try {
     const bool masked = causal != SDPA_CAUSAL_OFF;
-    const int64_t choice = at::_fused_sdp_choice(q, k, v, {}, 0, masked, scale, q.size(1) != k.size(1));
+    const at::AutoGradMode with_gradients(true);  // some sizes have a forward alone
+    const Tensor asked = q.detach().requires_grad_();
+    const int64_t choice = at::_fused_sdp_choice(asked, k, v, {}, 0, masked, scale, q.size(1) != k.size(1));
     return at::SDPBackend(choice) == at::SDPBackend::cudnn_attention;
   } catch (const c10::Error&) {  // there is no choice, since those that take it have been disabled
     return false;
@@ -455,6 +456,12 @@ static std::tuple<Tensor, Tensor> attention(const Tensor& q_any, const Tensor& k
   check(why_not_tensors(q_any, k_any, v_any, true, has_lengths));
   check(why_not_scale(scale));
   check(fit(q_any) && fit(k_any) && fit(v_any) ? "" : bad_rows);
+  const auto within = [&](const char* name, int64_t x, int64_t least) {
+    TORCH_CHECK(x >= least && x <= 1000000000, "sdpa.attention: ", name, "=", x, " is outside [", least, ", 1000000000]");
+  };
+  within("window_left", left, -1), within("window_right", right, -1), within("most_keys", most_keys, 0);
+  TORCH_CHECK(most_keys == 0 || has_lengths, "sdpa.attention: most_keys is for sequences of k_lengths, starts or pages");
+  TORCH_CHECK(cap == 0 || float(cap) != 0, "sdpa.attention: softcap=", cap, " is not from 1e-18 to 1e18");
   const Tensor q = readable(q_any, true), k = readable(k_any, false), v = readable(v_any, false);
   const bool e4m3 = q.scalar_type() == at::kFloat8_e4m3fn;
   TORCH_CHECK(!(e4m3 && cap != 0), "sdpa.attention: e4m3 has no softcap");
@@ -508,6 +515,17 @@ static std::tuple<Tensor, Tensor> attention(const Tensor& q_any, const Tensor& k
   return {o, lse};
 }
 
+// O as PyTorch's cuDNN would have laid it out: as q, with v's D, since its plans are kept by how q lies.
+static Tensor laid_out_by(const Tensor& q, const Tensor& o) {
+  if (o.strides() == q.strides() && o.sizes() == q.sizes() && q.is_non_overlapping_and_dense()) return o;
+  std::array<int64_t, 4> order{0, 1, 2, 3}, strides;
+  std::stable_sort(order.begin(), order.end(), [&](int64_t a, int64_t b) { return q.stride(a) < q.stride(b); });
+  int64_t next = 1;
+  for (const int64_t dim : order) strides[dim] = next, next *= o.size(dim);
+  Tensor out = o.size(3) == q.size(3) ? at::empty_like(q) : at::empty_strided(o.sizes(), strides, o.options());
+  return o.strides() == out.strides() ? o : out.copy_(o);
+}
+
 // dQ, dK, dV by cuDNN where PyTorch would choose it, else by FlashAttention-2, whose masks and windows are bottom-right
 // ones, and which takes a limit of -1 for all keys if both are. Each needs O and LSE alone.
 static std::tuple<Tensor, Tensor, Tensor> attention_backward(const Tensor& grad, const Tensor& q_any,
@@ -527,7 +545,7 @@ static std::tuple<Tensor, Tensor, Tensor> attention_backward(const Tensor& grad,
     dq = at::zeros_like(q), dk = at::zeros_like(k), dv = at::zeros_like(v);
   } else if (is_for_cudnn(q, k, v, causal, limited, scale)) {
     const Tensor unused = empty({}, at::kLong, q);
-    std::tie(dq, dk, dv) = cudnn_backward(grad, q, k, v, o, lse.unsqueeze(-1), unused, unused, {}, {}, {}, Sq, Sk, 0,
+    std::tie(dq, dk, dv) = cudnn_backward(grad, q, k, v, laid_out_by(q, o), lse.unsqueeze(-1), unused, unused, {}, {}, {}, Sq, Sk, 0,
                                           causal != SDPA_CAUSAL_OFF, scale);
   } else {
     const bool bottom_right = causal != SDPA_CAUSAL_TOP_LEFT && (!limited || by == SDPA_CAUSAL_BOTTOM_RIGHT);
@@ -557,7 +575,8 @@ constexpr int at_causal = 3, at_softcap = 8, at_sinks = 12, at_page_table = 16, 
 
 struct Attention : torch::autograd::Function<Attention> {
   static variable_list forward(torch::autograd::AutogradContext* ctx, at::TensorList tensors,
-                               const c10::OperatorHandle& op, c10::DispatchKeySet keys, torch::jit::Stack* stack) {
+                               const c10::OperatorHandle& op, c10::DispatchKeySet keys, torch::jit::Stack* stack,
+                               Tensor* lse) {
     const size_t first = stack->size() - arguments;
     bool has_none = (*stack)[first + at_softcap].toDouble() != 0 || tensors.size() > 3 ||
                     tensors[0].scalar_type() == at::kFloat8_e4m3fn;
@@ -569,10 +588,10 @@ struct Attention : torch::autograd::Function<Attention> {
       const at::AutoDispatchBelowADInplaceOrView guard;
       op.redispatchBoxed(keys & c10::after_autograd_keyset, stack);
     }
-    const Tensor lse = torch::jit::pop(*stack).toTensor(), o = torch::jit::pop(*stack).toTensor();
-    ctx->save_for_backward({tensors[0], tensors[1], tensors[2], o, lse});
-    ctx->mark_non_differentiable({lse});
-    return {o, lse};
+    *lse = torch::jit::pop(*stack).toTensor();  // no output of this function, since it has no gradient
+    const Tensor o = torch::jit::pop(*stack).toTensor();
+    ctx->save_for_backward({tensors[0], tensors[1], tensors[2], o, *lse});
+    return {o};
   }
 
   static variable_list backward(torch::autograd::AutogradContext* ctx, variable_list grads) {
@@ -587,7 +606,7 @@ struct Attention : torch::autograd::Function<Attention> {
     const auto [dq, dk, dv] =
         op.call(grads[0], x[0], x[1], x[2], x[3], x[4], data["causal"].toInt(), data["left"].toInt(),
                 data["right"].toInt(), data["window_alignment"].toInt(), scale);
-    return {dq, dk, dv, Tensor(), Tensor(), Tensor()};  // and of op, keys and stack
+    return {dq, dk, dv, Tensor(), Tensor(), Tensor(), Tensor()};  // and of op, keys, stack and lse
   }
 };
 
@@ -597,7 +616,9 @@ static void attention_autograd(const c10::OperatorHandle& op, c10::DispatchKeySe
   bool requires_grad = false;
   for (int i = 0; i <= at_sinks; i++) {
     const c10::IValue& x = (*stack)[first + i];
-    if (!x.isTensor() || !x.toTensor().defined() || (i > at_softcap && !x.toTensor().requires_grad())) continue;
+    if (!x.isTensor() || !x.toTensor().defined()) continue;
+    TORCH_CHECK_NOT_IMPLEMENTED(!x.toTensor()._fw_grad(0).defined(), "sdpa.attention: no forward-mode derivative");
+    if (i > at_softcap && !x.toTensor().requires_grad()) continue;
     tensors.push_back(x.toTensor());
     requires_grad = requires_grad || tensors.back().requires_grad();
   }
@@ -605,8 +626,9 @@ static void attention_autograd(const c10::OperatorHandle& op, c10::DispatchKeySe
     const at::AutoDispatchBelowADInplaceOrView guard;
     return op.redispatchBoxed(keys & c10::after_autograd_keyset, stack);
   }
-  for (Tensor& output : Attention::apply(at::TensorList(tensors), op, keys, stack))
-    torch::jit::push(*stack, std::move(output));
+  Tensor lse;
+  variable_list outputs = Attention::apply(at::TensorList(tensors), op, keys, stack, &lse);
+  torch::jit::push(*stack, std::move(outputs[0]), std::move(lse));
 }
 
 // As PyTorch does of its own function: q, k and v, the first arguments, become autocast's type, but not from 8 bits or

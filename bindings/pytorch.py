@@ -118,9 +118,9 @@ def load_line(device, dtype, D, Dv, features, line):
             library = library_of(line_of(capability, list(DTYPES)[dtype], D, Dv), capability, *knobs)
         for name in ("workspace_bytes", "forward"):
             setattr(line[0], name, ctypes.cast(getattr(library, "sdpa_library_" + name), ctypes.c_void_p).value)
-    except Exception as trouble:  # an exception would be lost between here and C++
+    except Exception as trouble:  # an exception would be lost between here and C++; an interrupt is told there by the empty line
+        line[0].trouble = (str(trouble) or type(trouble).__name__).encode()[:511]
         print(f"sdpa: {trouble}; PyTorch's own kernel runs instead", file=sys.stderr)
-        line[0].trouble = str(trouble).encode()[:511]
 
 
 @functools.cache

@@ -6,6 +6,7 @@ import contextlib
 import os
 import subprocess
 import sys
+import threading
 
 import pytest
 
@@ -101,6 +102,20 @@ def test_what_cannot_be_built(monkeypatch, tmp_path, capsys):
     sdpa.load_line(0, 1, 128, 128, 0, line)
     assert line.trouble.startswith(b"nvcc is missing") and not line.forward
     assert "PyTorch's own kernel runs instead" in capsys.readouterr().err
+
+
+@pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")
+def test_an_interrupted_build_is_tried_again(monkeypatch):
+    """The callback leaves the line empty, which C++ does not keep."""
+    def interrupted(*_):
+        raise KeyboardInterrupt
+    monkeypatch.setattr(torch.cuda, "get_device_capability", interrupted)
+    line = sdpa.Line()
+    sdpa.load_line(0, 1, 128, 128, 0, line)
+    assert not line.trouble and not line.forward
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda _: (_ for _ in ()).throw(MemoryError()))
+    sdpa.load_line(0, 1, 128, 128, 0, line)
+    assert line.trouble == b"MemoryError"
 
 
 # What the binding uses of PyTorch's inside: operators with the beginning of their schemas, since some have gained arguments at the end,
@@ -332,6 +347,11 @@ def test_autograd_on_stand_ins(on_cpu):
         lse.sum().backward()
     with pytest.raises(RuntimeError, match="derivative for sdpa::attention_backward is not implemented"):
         torch.autograd.grad(out.sum(), q, create_graph=True)[0].sum().backward()
+    with torch.autograd.forward_ad.dual_level(), pytest.raises(NotImplementedError, match="no forward-mode derivative"):
+        by_operator(torch.autograd.forward_ad.make_dual(q.detach(), q.detach()), k, v)
+    with torch._dynamo.compiled_autograd._enable(torch.compile(backend="eager")):
+        a, = torch.autograd.grad(by_operator(q, k, v)[0].sum(), q)
+    assert torch.allclose(a, torch.autograd.grad(by_operator(q, k, v)[0].sum(), q)[0])
     with torch.no_grad():
         assert not by_operator(q, k, v)[0].requires_grad
     assert not by_operator(*(x.detach() for x in (q, k, v)))[0].requires_grad
@@ -657,6 +677,47 @@ def test_backward_of_attention(glue):
 
 
 @needs_gpu
+@pytest.mark.parametrize("expanded_first", (True, False))
+def test_plans_of_another_layout(expanded_first):
+    """PyTorch keeps cuDNN's plans by how q, k and v lie: O and dO must lie alike whenever these do."""
+    S = 192 + 64 * expanded_first  # plans of its own
+    k, v = (half(2, 4, S, 128, dtype=torch.bfloat16, device="cuda") for _ in "kv")
+    expanded = half(1, S, 4, 128, dtype=torch.bfloat16, device="cuda").transpose(1, 2).expand(2, 4, S, 128)
+    for q in (expanded, expanded.contiguous())[::1 if expanded_first else -1]:
+        tensors = [x.detach().requires_grad_() for x in (q, k, v)]
+        grad = torch.randn_like(k)
+        want = gradients(lambda *x: reference(*x)[0], wide(tensors), grad.double())
+        for a, b in zip(gradients(sdpa.attention, tensors, grad), want):
+            assert rel_rms(a, b) <= 3e-2
+
+
+@needs_gpu
+def test_threads_on_one_stream():
+    """A call's kernels follow each other in the stream's workspace, which may grow meanwhile; with lengths it is another size than without."""
+    problems = []
+    for B, Sk in ((2, 700), (8, 3000), (4, 9000)):
+        q, k, v = (half(B, H, S, 128, dtype=torch.bfloat16, device="cuda") for H, S in ((8, 1), (2, Sk), (2, Sk)))
+        lengths = torch.randint(1, Sk + 1, (B,), dtype=torch.int32, device="cuda")
+        paged, table = in_pages((k, v), 16)
+        for options in ({}, {"k_lengths": lengths}):
+            want = sdpa.attention(q, k, v, **options)
+            problems += [(want, q, k, v, options), (want, q, *paged, {**options, "page_table": table, **({} if options else {"most_keys": Sk})})]
+    wrong = []
+
+    def work(seed):
+        for i in range(100):
+            want, *tensors, options = problems[(i * seed + i) % len(problems)]
+            if rel_rms(sdpa.attention(*tensors, **options), want) > LIMITS[torch.bfloat16]:
+                wrong.append((tensors[0].shape, list(options)))
+    threads = [threading.Thread(target=work, args=(seed,)) for seed in (1, 2, 4, 6)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert not wrong
+
+
+@needs_gpu
 @pytest.mark.parametrize("scale", (0.0, 1e-46, 1e-40, 0.5))
 def test_scale(active, glue, scale):
     """0 is a scale; so is what is too small for a float. O, LSE and gradients."""
@@ -851,8 +912,11 @@ def test_bad_input(active):
         sdpa.attention(q, q.bfloat16(), q.bfloat16())
     with pytest.raises(RuntimeError, match="heads of q are no multiple"):
         sdpa.attention(q, torch.cat([q, q[:, :1]], 1), torch.cat([q, q[:, :1]], 1))
-    with pytest.raises(RuntimeError, match="window_left=-7 is outside"):
-        sdpa.attention(q, q, q, window=(-7, 0))
+    for options, why in (({"window": (-7, 0)}, "window_left=-7 is outside"), ({"window": (0, 2**32)}, "window_right=4294967296 is outside"),
+                         ({"most_keys": -3}, "most_keys=-3 is outside"), ({"most_keys": 3}, "most_keys is for sequences of"),
+                         ({"softcap": 1e-50}, "softcap=1e-50 is not from 1e-18"), ({"softcap": 1e-40}, "want 0, or 1e-18 to 1e18")):
+        with pytest.raises(RuntimeError, match=why):
+            sdpa.attention(q, q, q, **options)
     with pytest.raises(RuntimeError, match="q_descale is for builds with an 8-bit DTYPE"):
         sdpa.attention(q, q, q, q_descale=torch.ones(1, device="cuda"))
     with sdpa_kernel(SDPBackend.FLASH_ATTENTION):

@@ -650,7 +650,7 @@ TEST_CASE("preconditions") {
   CHECK(refusal([](SdpaParams& p) { p.window_alignment = Causal(3); }) ==
         "window_alignment=3 is outside [0, 2]");
   CHECK(refusal([](SdpaParams& p) { p.softcap = NAN; }).find("softcap=nan: want 0, or 1e-18 to 1e18") != string::npos);
-  CHECK(refusal([](SdpaParams& p) { p.softcap = 1e-40f; }).find("softcap=1e-40: want 0, or 1e-18 to 1e18") != string::npos);
+  CHECK(refusal([](SdpaParams& p) { p.softcap = 1e-40f; }).find("softcap=9.99995e-41: want 0, or 1e-18 to 1e18") != string::npos);
   CHECK(refusal([](SdpaParams& p) { p.softcap = 50; }) ==
         "softcap is for builds with USE_SOFTCAP; set it to 0");
   static const float sinks[8] = {};
