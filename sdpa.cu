@@ -395,10 +395,7 @@ struct TileBounds {
   __device__ __forceinline__ KeyRange covered(int q) const { return {q + cover_from, min(q + cover_to, whole_to) + 1}; }
 };
 
-struct Mask {  // of an item: the launch's, or with USE_LENGTHS that of its sequence
-  TileBounds tiles;  // of mask_rows queries and BLOCK_N keys
-  KeyBounds keys;
-};
+struct Mask { TileBounds tiles; KeyBounds keys; };  // the launch's, or with USE_LENGTHS that of an item's sequence
 struct TileItem { int b, h, q0; static constexpr int ranges = 1; };  // rows [q0, q0 + BLOCK_M) of O, head h, batch b
 // USE_LENGTHS: where a sequence is in the tensors, and how many rows it has there. With starts [B + 1], sequence b has
 // the rows from starts[b] to starts[b + 1] of all Sq of Q and O, or Sk of K and V; such tensors have a batch of 1, LSE
@@ -1898,11 +1895,11 @@ template <class B> __global__ void __launch_bounds__(merge_threads) sdpa_merge(c
     if constexpr (B::family == Family::wgmma) wait_then_let_next_kernel_start();
     const uint32_t heads = a.q_heads.divisor, ctas = plan_of(a).merges * heads * merge_ctas<B>;
     const uint32_t* const merges = reinterpret_cast<const uint32_t*>(planned_items(a) + plan_room<B>(a).items);
-    for (uint32_t cta = blockIdx.x; cta < ctas; cta += gridDim.x) {
-      const uint32_t number = cta / merge_ctas<B>;
-      const auto item = planned_item<B>(a, merges[number / heads], int(number % heads));
+    for (uint32_t i = blockIdx.x; i < ctas; i += gridDim.x) {
+      const uint32_t merge = i / merge_ctas<B>;
+      const auto item = planned_item<B>(a, merges[merge / heads], int(merge % heads));
       merge_ranges<B, ranges_at_once, 4>(range_partials<B>(a) + item.part, a, item,
-                                         int(cta % merge_ctas<B> * merge_threads + threadIdx.x),
+                                         int(i % merge_ctas<B> * merge_threads + threadIdx.x),
                                          merge_ctas<B> * merge_threads);
     }
   } else {
@@ -3150,7 +3147,7 @@ template <class B, int D> struct TileBox {
 
 // USE_LENGTHS: how many of the tile's keys from k0 on are the sequence's; and the emptying of other rows of V that have
 // landed, since 0 * NaN is NaN: by `threads` threads, which then fence the async proxy.
-template <class B> __device__ __forceinline__ int keys_of_tile(ItemArg<B> item, int k0) {
+template <class B> __device__ __forceinline__ int keys_in_tile(ItemArg<B> item, int k0) {
   if constexpr (B::use_lengths) return min(max(item.own.Sk - k0, 0), B::block_n);
   return B::block_n;
 }
@@ -3374,8 +3371,8 @@ __global__ void __launch_bounds__(B::threads, 1) sdpa_wgmma_plain(const __grid_c
   for (int tile = 0; tile < tiles; tile++) {
     const int stage = tile % B::stages, k0 = keys.begin + tile * B::block_n;
     mbarrier_wait(&s.full[stage], tile / B::stages % 2);
-    if (const int own_keys = keys_of_tile<B>(item, k0); own_keys < B::block_n) {
-      clear_rows_of_v<B>(s.V[stage], own_keys, tid, B::threads);
+    if (B::use_lengths && keys_in_tile<B>(item, k0) < B::block_n) {
+      clear_rows_of_v<B>(s.V[stage], keys_in_tile<B>(item, k0), tid, B::threads);
       fence_proxy_async();
       __syncthreads();  // hazard: rows of V emptied by all warps
     }
@@ -3439,7 +3436,7 @@ template <class B, int V_ELEMENTS = (B::block_n * B::d_v)> struct TileRing {
   alignas(1024) Input V[B::stages][V_ELEMENTS];                // [BLOCK_N][D]
   uint64_t k_full[B::stages], k_empty[B::stages], v_full[B::stages], v_empty[B::stages];
   std::conditional_t<B::use_lengths, uint64_t, Nothing> last_landed;  // V of a tile in which a sequence ends
-  __device__ __forceinline__ uint64_t* last() { return reinterpret_cast<uint64_t*>(&last_landed); }
+  __device__ __forceinline__ uint64_t* landed_last() { return reinterpret_cast<uint64_t*>(&last_landed); }
   __device__ __forceinline__ void init_full(int v_arrivals) {
     for (int n = 0; n < B::stages; n++) mbarrier_init(&k_full[n], 1), mbarrier_init(&v_full[n], v_arrivals);
     if constexpr (B::use_lengths) mbarrier_init(&last_landed, 1);
@@ -3490,7 +3487,7 @@ template <class B, class Shared> struct WgmmaProducer {
   const bool issues = threadIdx.x % 32 == 0;
   StageRing<B::stages> ring;
   StageRing<Shared::Q_STAGES> q_ring;
-  int last_parity = 0;  // of last_landed
+  int keys_at_end = 0, last_parity = 0;  // USE_LENGTHS: of V's next tile if a sequence ends in it; of last_landed
 
   // Item number i; past the last item one without rounds.
   __device__ __forceinline__ WgmmaItem find_item(uint32_t i) const {
@@ -3535,9 +3532,9 @@ template <class B, class Shared> struct WgmmaProducer {
     box.load(a, map, tile_s, full);
   }
   // Empties the rows of V past the last key, once they have landed, and only then lets others see the tile.
-  __device__ __forceinline__ void finish_last_tile(Input* V_s, int keys, uint64_t* landed, uint64_t* full) {
+  __device__ __forceinline__ void finish_last_tile(Input* V_s, uint64_t* landed, uint64_t* full) {
     mbarrier_wait(landed, last_parity), last_parity ^= 1;
-    clear_rows_of_v<B>(V_s, keys, threadIdx.x % 32, 32);
+    clear_rows_of_v<B>(V_s, keys_at_end, threadIdx.x % 32, 32), keys_at_end = B::block_n;
     fence_proxy_async();
     arrive_by_warp(full, threadIdx.x % 32);
   }
@@ -3555,7 +3552,7 @@ template <class B, class Shared> struct WgmmaProducer {
       if (!starts && B::use_persistent_cta) item = follow_item();
       if (item.rounds == 0) break;
       uint32_t drawn = 0;
-      int keys = keys_of_tile<B>(item, first_key_of<B>(item, item.rounds - 1, slice));  // of the round's tile
+      if (B::use_lengths) keys_at_end = keys_in_tile<B>(item, first_key_of<B>(item, item.rounds - 1, slice));
       for (int round = item.rounds - 1; round >= 0; round--, ring.advance()) {
         const int n = ring.stage;
         // The queue has the items after the first of every CTA, so that there are as many draws as items, and
@@ -3564,10 +3561,11 @@ template <class B, class Shared> struct WgmmaProducer {
         if (B::use_persistent_cta && starts && issues && round == 0) drawn = atomicInc(counter, a.work_items - 1);
         const auto& maps = tensor_maps<B>(a);
         if (role & load_k) load<B::head_dim>(item, round, slice, &maps.k, t.K[n], &t.k_full[n], &t.k_empty[n]);
-        if (role & load_v) {
-          uint64_t* const landed = keys < B::block_n ? t.last() : &v.v_full[n];
-          load<B::d_v>(item, round, slice, &maps.v, v.V[n], landed, &v.v_empty[n]);
-          if (keys < B::block_n) finish_last_tile(v.V[n], keys, landed, &v.v_full[n]), keys = B::block_n;
+        if (role & load_v) load<B::d_v>(item, round, slice, &maps.v, v.V[n],
+                                        B::use_lengths && keys_at_end < B::block_n ? t.landed_last() : &v.v_full[n],
+                                        &v.v_empty[n]);
+        if (B::use_lengths && (role & load_v) && keys_at_end < B::block_n) {
+          finish_last_tile(v.V[n], t.landed_last(), &v.v_full[n]);
         }
       }
       if (!B::use_persistent_cta) break;
@@ -3766,10 +3764,10 @@ template <class B, class Shared> struct WgmmaConsumer {
       const bool k_is_there = mbarrier_peek_parity(&t.k_full[next.stage], next.parity);
       const bool v_is_there = mbarrier_peek_parity(&t.v_full[ring.stage], ring.parity);
       own.overlap(S, P, end_last_pv);
-      own.flush(/*beside_qk=*/false);
+      if constexpr (B::is_e4m3) own.flush(/*beside_qk=*/false);
       turns.begin();
       if (rows.k0 != last_k0) own.begin_qk(S, next, k_is_there);
-      own.flush(/*beside_qk=*/true);
+      if constexpr (B::is_e4m3) own.flush(/*beside_qk=*/true);
       own.begin_pv(P, v_is_there);
       turns.end();
       last_stage = ring.stage, ring = next;
@@ -4051,7 +4049,6 @@ template <class B> struct Wgmma16Consumer : WgmmaConsumer<B, WgmmaShared<B>> {
       attend_beside_pv(S, P, end_last_pv);
     }
   }
-  __device__ __forceinline__ void flush(bool) {}  // sums of 16-bit products are in fp32
 
   // ---- items ----
 
@@ -4827,9 +4824,9 @@ template <class B> struct WgmmaColumns {
   template <bool FIRST>
   __device__ __forceinline__ void take_round(int round, const WgmmaItem& item, Scores& S, Sums& O) {
     const int k0 = first_key_of<B>(item, round, slice);
-    if (const int own_keys = keys_of_tile<B>(item, k0); FIRST && own_keys < B::block_n) {
+    if (B::use_lengths && FIRST && keys_in_tile<B>(item, k0) < B::block_n) {
       mbarrier_wait(&mine().v_full[ring.stage], ring.parity);
-      clear_rows_of_v<B>(mine().V[ring.stage], own_keys, int(threadIdx.x % 128), 128);  // write_p() fences
+      clear_rows_of_v<B>(mine().V[ring.stage], keys_in_tile<B>(item, k0), threadIdx.x % 128, 128);  // write_p() fences
     }
     if (B::use_softcap != 0) cap_scores<B>(S, a);
     const Mask& mask = mask_of<B>(a, item);
@@ -5377,9 +5374,8 @@ constexpr TunedTile tile(int head_dim, int block_m, int block_n, int num_warps, 
   TunedTile t{{}, ctas, item_clocks, scores_per_clock};
   const auto on = [&](const char* knob) { return knobs.find(knob) != knobs.npos; };
   // A row is for every D, the larger of Q's and V's, of which its own is the next in the table.
-  const int typed = t.head_dim > t.head_dim_v ? t.head_dim : t.head_dim_v;
-  const int next = typed <= 64 ? 64 : typed <= 128 ? 128 : 256;
-  if (head_dim != next && head_dim != typed) t.head_dim = head_dim, t.head_dim_v = 0;
+  const int typed = Build::head_dim > Build::d_v ? Build::head_dim : Build::d_v;
+  if (head_dim != typed && head_dim != (typed <= 64 ? 64 : typed <= 128 ? 128 : 256)) t.head_dim = 0;
   t.block_m = block_m, t.block_n = block_n;
   t.num_warps = num_warps, t.stages = stages, t.split_kv = split_kv;
   if (is_mma || Build::is_e4m3) t.use_mma_sync = t.use_cp_async = t.swizzle_xor = is_mma || on("USE_MMA_SYNC");
