@@ -5208,8 +5208,7 @@ SdpaStatus check_params(SdpaParams& p) {
     return failure(refused, "D=%d, Dv=%d, but HEAD_DIM=%d, %d of V; rebuild", p.D, p.Dv, Build::head_dim, Build::d_v);
   }
   if (p.Hq && (p.Hkv == 0 || p.Hq % p.Hkv)) return failure(refused, "Hq=%d is not a multiple of Hkv=%d", p.Hq, p.Hkv);
-  const bool has_cap = p.softcap == 0 || (p.softcap >= 1e-18f && p.softcap <= 1e18f);
-  if (!(p.scale >= 0) || std::isinf(log2_scale(p)) || !has_cap) {
+  if (!(p.scale >= 0 && log2_scale(p) < INFINITY) || (p.softcap != 0 && !(p.softcap >= 1e-18 && p.softcap <= 1e18))) {
     return failure(refused, "scale=%g: want 0 or more, below 10^38; softcap=%g: want 0, or 1e-18 to 1e18",
                    double(p.scale), double(p.softcap));
   }
@@ -5375,7 +5374,8 @@ constexpr TunedTile tile(int head_dim, int block_m, int block_n, int num_warps, 
   const auto on = [&](const char* knob) { return knobs.find(knob) != knobs.npos; };
   // A row is for every D, the larger of Q's and V's, of which its own is the next in the table.
   const int typed = Build::head_dim > Build::d_v ? Build::head_dim : Build::d_v;
-  if (head_dim != typed && head_dim != (typed <= 64 ? 64 : typed <= 128 ? 128 : 256)) t.head_dim = 0;
+  const bool is_next = head_dim == typed || head_dim == (typed <= 64 ? 64 : typed <= 128 ? 128 : 256);
+  if (!is_next) t.head_dim = head_dim == Build::head_dim ? 0 : head_dim;  // 0: V is too wide for this row
   t.block_m = block_m, t.block_n = block_n;
   t.num_warps = num_warps, t.stages = stages, t.split_kv = split_kv;
   if (is_mma || Build::is_e4m3) t.use_mma_sync = t.use_cp_async = t.swizzle_xor = is_mma || on("USE_MMA_SYNC");

@@ -148,9 +148,12 @@ def test_few_lines_without_times_are_shown_each(built):
     assert [row[0] for row in rows] == ["1x2x2x20x20", "good2", "wide"] and rows[0][1:] == ["causal", "br,", "D=128", "fp16"]
     assert " ".join(rows[1][1:]) == "and 1 more skipped built with HEAD_DIM=64 and the shape has D=128"
     assert rows[2][1:3] == ["PASS", "rel_rms"] and 0 < float(rows[2][3].rstrip(",")) < 1e-3
-    assert "3 lines checked on the CPU backend, 0 not as they should be" in err and "skipped" not in err
+    assert "1 line checked on the CPU backend, 0 not as they should be, 2 skipped" in err and err.count("skipped") == 1
     rows, err = table("--only", "good2", "--shape", "small")
-    assert rows[1][:3] == ["good2", "PASS", "rel_rms"] and "1 line checked on the CPU backend, 0 not" in err
+    assert rows[1][:3] == ["good2", "PASS", "rel_rms"] and "1 line checked on the CPU backend, 0 not as they should be;" in err
+    code, _, err = run(RUN_ALL, "--cpu", "--only", "good2", "--shape", "1,2,2,20,20,128",
+                       SDPA_CONFIGS=str(built[0] / "few.txt"), SDPA_BUILD_DIR=str(built[0] / "build"))
+    assert code == 77 and "nothing was checked, since every line was skipped" in err
 
 
 def test_ctrl_c_while_building(tmp_path):

@@ -3,6 +3,7 @@ GPU, on real ones. That for transformers is in test_transformers.py.  usage: pyt
 import ctypes
 import os
 import re
+import shutil
 import subprocess
 import sys
 
@@ -33,13 +34,39 @@ def test_the_blocks_are_found():
 
 @pytest.mark.parametrize("name", ["scalar_async2", "hopper", "mma_decode"])
 def test_the_cpp_example(name, tmp_path):
+    """As a target of another project, and then by the two commands, with the CPU backend's headers in CUDA's place."""
     (tmp_path / "example.cpp").write_text(blocks("C and C\\+\\+", "cpp")[0])
-    library = builds.host_library(*knobs(name), program="tests/host_library.cu")
-    subprocess.run([os.environ.get("CXX", "g++"), "-std=c++17", "-w", "-ffp-contract=off", "-I" + os.path.join(ROOT, "bindings"),
-                    "-I" + os.path.join(ROOT, "simt"), tmp_path / "example.cpp", library, "-pthread",
-                    "-o", tmp_path / "example"], check=True)
-    done = subprocess.run([tmp_path / "example"], capture_output=True, text=True)
-    assert (done.returncode, done.stdout) == (0, "O is right\n"), done.stdout + done.stderr
+    (tmp_path / "CMakeLists.txt").write_text(blocks("C and C\\+\\+", "cmake")[0].replace("sdpa_hopper_lib", f"sdpa_{name}_lib"))
+    (tmp_path / "sdpa").symlink_to(ROOT)
+    (tmp_path / "bindings").symlink_to(os.path.join(ROOT, "bindings"))
+
+    def run(command, **options):
+        return subprocess.run(command, cwd=tmp_path, stdin=subprocess.DEVNULL, capture_output=True, text=True, **options)
+    for command in ("cmake -B outer -DSDPA_CPU=ON", "cmake --build outer"):
+        assert run(command.split()).returncode == 0
+    made = {path.name for path in (tmp_path / "outer").rglob("*") if path.is_file() and os.access(path, os.X_OK)}
+    assert {file for file in made if "sdpa" in file} == {f"libsdpa_{name}_lib.so"}
+    (tmp_path / "build").symlink_to("outer/sdpa")
+    compiling = blocks("C and C\\+\\+", "sh")[0].replace("\\\n", "").splitlines()[1]
+    for old, new in (("hopper", name), ("-I/usr/local/cuda/include", f"-I{ROOT}/simt"), ("-L/usr/local/cuda/lib64 -lcudart", "-pthread -w")):
+        compiling = compiling.replace(old, new)
+    assert run(compiling, shell=True).returncode == 0
+    for program in ("outer/example", "./a.out"):
+        done = run([program])
+        assert (done.returncode, done.stdout) == (0, "O is right\n"), done.stdout + done.stderr
+
+
+@pytest.mark.skipif(not builds.nvcc() or not shutil.which("cmake"), reason="nvcc is missing")
+def test_in_a_cuda_project(tmp_path):
+    """Whose own GPUs are those that nvcc takes by default, one too old for us among them."""
+    (tmp_path / "CMakeLists.txt").write_text(
+        "cmake_minimum_required(VERSION 3.20)\nproject(outer LANGUAGES CXX CUDA)\ninclude(FetchContent)\n"
+        f"FetchContent_Declare(sdpa SOURCE_DIR {ROOT})\nFetchContent_MakeAvailable(sdpa)\n")
+    for command in ("cmake -B build -DCMAKE_CUDA_ARCHITECTURES=75;80", "cmake --build build --target sdpa_scalar_minimal_lib"):
+        done = subprocess.run(command.split(), cwd=tmp_path, stdin=subprocess.DEVNULL, capture_output=True, text=True,
+                              env={**os.environ, "CUDACXX": builds.nvcc()})
+        assert done.returncode == 0, done.stdout + done.stderr
+    assert [path.name for path in tmp_path.rglob("*.so")] == ["libsdpa_scalar_minimal_lib.so"]
 
 
 class HostArray:

@@ -393,14 +393,21 @@ def build_one(line, archs, program, kind):
     return Built(line, trouble=trouble) if trouble else Built(line, path, log=open(path + ".log").read())
 
 
+@functools.cache
+def auto_var_init():
+    """The option that gives locals without a value a pattern, for a compiler that has it: g++ from 12 on, clang++."""
+    option = "-ftrivial-auto-var-init=pattern"
+    return [option] if not run([CXX, option, "-fsyntax-only", "-x", "c++", "-"], input="").returncode else []
+
+
 def host_library(*knobs, program=LIBRARY):
     """tools/library.cu, or a program that includes it, with these knobs compiled for the CPU backend."""
     simt = ["simt/" + name for name in sorted(os.listdir(os.path.join(ROOT, "simt")))]
     texts = [*Tree().sources(program).values(), *map(Tree().read, simt)]
     path = os.path.join(BUILD, "engine", f"host-{digest(program, *knobs, *texts)}.so")
     trouble = compile_once(path, [
-        CXX, "-std=c++17", "-O1", "-ffp-contract=off", "-ftrivial-auto-var-init=pattern", "-w", "-pthread", "-fPIC",
-        "-shared", "-Isimt", *definitions(knobs), "-x", "c++", program, "simt/engine.cpp"], ROOT)
+        CXX, "-std=c++17", "-O1", "-ffp-contract=off", *auto_var_init(), "-w", "-pthread", "-fPIC", "-shared",
+        "-Isimt", *definitions(knobs), "-x", "c++", program, "simt/engine.cpp"], ROOT)
     if trouble:
         raise Refused(f"{program} does not compile: {trouble}", 3)
     return path
