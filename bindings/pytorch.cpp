@@ -53,7 +53,7 @@ enum Feature {
   pages = 8
 };  // of what a problem asks beyond a line's own: builds of their own
 static auto& lines = *new std::map<std::array<int, 5>, Line>;  // by device, dtype, D, D of v, and features
-static std::mutex mutex;                                       // of all that is static here
+static std::mutex mutex;                                       // of `lines`
 
 // pytorch.py's: builds a line if need be, and fills what it is given. Called without the mutex, since it takes the GIL.
 using Load = void (*)(int device, int dtype, int D, int Dv, int features, Line* line);
@@ -136,9 +136,9 @@ static bool is_expanded(const Tensor& x, int first, int last) {
   return false;
 }
 
-// x, or a copy that the kernels can read. Of k and v they read expanded batches and heads as they are.
-static Tensor readable(const Tensor& x, bool is_q) {
-  return fit(x) && !is_expanded(x, is_q ? 0 : 2, 2) ? x : x.clone(at::MemoryFormat::Contiguous);
+// x, or a copy that kernels can read. Ours read expanded batches and heads of k and v as they are, PyTorch's do not.
+static Tensor readable(const Tensor& x, bool may_be_expanded) {
+  return fit(x) && !is_expanded(x, may_be_expanded ? 2 : 0, 2) ? x : x.clone(at::MemoryFormat::Contiguous);
 }
 
 // What F.scaled_dot_product_attention asks of one of the operators that it chooses from.
@@ -346,7 +346,7 @@ static bool taken(const Tensor& q, const Tensor& k, const Tensor& v, const Asked
   SdpaParams p{};
   p.causal = !asked.causal ? SDPA_CAUSAL_OFF : is_cudnns ? SDPA_CAUSAL_TOP_LEFT : SDPA_CAUSAL_BOTTOM_RIGHT;
   p.window_left = p.window_right = -1, p.scale = scale_of(asked.scale);
-  const std::string why = launch(readable(q, true), readable(k, false), readable(v, false), written, lse, p);
+  const std::string why = launch(readable(q, false), readable(k, true), readable(v, true), written, lse, p);
   if (!why.empty()) TORCH_WARN_ONCE("sdpa: ", why, "; PyTorch's own kernel runs instead");
   if (why.empty() && !written.is_same(o)) o.copy_(written);
   return why.empty();
@@ -462,7 +462,7 @@ static std::tuple<Tensor, Tensor> attention(const Tensor& q_any, const Tensor& k
   within("window_left", left, -1), within("window_right", right, -1), within("most_keys", most_keys, 0);
   TORCH_CHECK(most_keys == 0 || has_lengths, "sdpa.attention: most_keys is for sequences of k_lengths, starts or pages");
   TORCH_CHECK(cap == 0 || float(cap) != 0, "sdpa.attention: softcap=", cap, " is not from 1e-18 to 1e18");
-  const Tensor q = readable(q_any, true), k = readable(k_any, false), v = readable(v_any, false);
+  const Tensor q = readable(q_any, false), k = readable(k_any, true), v = readable(v_any, true);
   const bool e4m3 = q.scalar_type() == at::kFloat8_e4m3fn;
   TORCH_CHECK(!(e4m3 && cap != 0), "sdpa.attention: e4m3 has no softcap");
   TORCH_CHECK(!sink || (sink->device() == q.device() && sink->sizes() == q.sizes().slice(1, 1)),
@@ -534,10 +534,7 @@ static std::tuple<Tensor, Tensor, Tensor> attention_backward(const Tensor& grad,
                                                              int64_t right, int64_t window_alignment,
                                                              std::optional<double> scale) {
   const c10::cuda::CUDAGuard guard(q_any.device());
-  const auto plain = [](const Tensor& x) {
-    return fit(x) && !is_expanded(x, 0, 2) ? x : x.clone(at::MemoryFormat::Contiguous);
-  };
-  const Tensor q = plain(q_any), k = plain(k_any), v = plain(v_any);
+  const Tensor q = readable(q_any, false), k = readable(k_any, false), v = readable(v_any, false);
   const int64_t Sq = q.size(2), Sk = k.size(2), by = window_alignment ? window_alignment : causal;
   const bool limited = left >= 0 || right >= 0;
   Tensor dq, dk, dv;
@@ -545,8 +542,8 @@ static std::tuple<Tensor, Tensor, Tensor> attention_backward(const Tensor& grad,
     dq = at::zeros_like(q), dk = at::zeros_like(k), dv = at::zeros_like(v);
   } else if (is_for_cudnn(q, k, v, causal, limited, scale)) {
     const Tensor unused = empty({}, at::kLong, q);
-    std::tie(dq, dk, dv) = cudnn_backward(grad, q, k, v, laid_out_by(q, o), lse.unsqueeze(-1), unused, unused, {}, {}, {}, Sq, Sk, 0,
-                                          causal != SDPA_CAUSAL_OFF, scale);
+    std::tie(dq, dk, dv) = cudnn_backward(grad, q, k, v, laid_out_by(q, o), lse.unsqueeze(-1), unused, unused,
+                                          {}, {}, {}, Sq, Sk, 0, causal != SDPA_CAUSAL_OFF, scale);
   } else {
     const bool bottom_right = causal != SDPA_CAUSAL_TOP_LEFT && (!limited || by == SDPA_CAUSAL_BOTTOM_RIGHT);
     TORCH_CHECK_NOT_IMPLEMENTED(q.size(3) == v.size(3) && (Sq == Sk || bottom_right),
@@ -555,8 +552,8 @@ static std::tuple<Tensor, Tensor, Tensor> attention_backward(const Tensor& grad,
     const auto rows = [](const Tensor& x) { return x.transpose(1, 2); };
     const Tensor unused = empty({2}, at::kUInt64, q);
     std::tie(dq, dk, dv) = at::_flash_attention_backward(
-        rows(plain(grad)), rows(q), rows(k), rows(v), rows(o), lse, {}, {}, Sq, Sk, 0, causal != SDPA_CAUSAL_OFF, unused,
-        unused, scale, limited && left < 0 ? Sk : left, limited && right < 0 ? Sk : right);
+        rows(readable(grad, false)), rows(q), rows(k), rows(v), rows(o), lse, {}, {}, Sq, Sk, 0,
+        causal != SDPA_CAUSAL_OFF, unused, unused, scale, limited && left < 0 ? Sk : left, limited && right < 0 ? Sk : right);
     dq = rows(dq), dk = rows(dk), dv = rows(dv);
   }
   // As the fake kernel promises them.
