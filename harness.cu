@@ -1547,15 +1547,19 @@ vector<Option> options_of(Options& o) {
 string parse(const vector<Option>& options, const vector<string>& args, Options& o) {
   vector<string> given, shapes;
   for (size_t i = 0; i < args.size(); i++) {
-    const string& name = args[i];
+    const size_t equals = args[i].find('=');  // --NAME VALUE or --NAME=VALUE
+    const string name = args[i].substr(0, equals);
     const auto option = std::find_if(options.begin(), options.end(),
                                      [&](const Option& x) { return name == x.name; });
     if (option == options.end()) return name + ": no such option; --help lists them";
-    if (*option->value && i + 1 == args.size()) return name + ": its value is missing";
+    const bool is_joined = equals != string::npos;
+    if (is_joined && !*option->value) return name + ": it takes no value";
+    if (*option->value && !is_joined && i + 1 == args.size()) return name + ": its value is missing";
     const bool again = std::count(given.begin(), given.end(), name);
     if (again && name != "--shape") return name + " is given twice";
     given.push_back(name);
-    const string value = *option->value ? args[++i] : "", wanted = option->take(value);
+    const string value = is_joined ? args[i].substr(equals + 1) : *option->value ? args[++i] : "";
+    const string wanted = option->take(value);
     if (name == "--shape") shapes.push_back(value);
     if (!wanted.empty()) return name + " " + value + ": " + wanted;
   }
@@ -1573,7 +1577,7 @@ string parse(const vector<Option>& options, const vector<string>& args, Options&
 }
 
 void print_help(const vector<Option>& options) {
-  puts("usage: sdpa [OPTION]...");
+  puts("usage: sdpa [OPTION]...   (on a terminal it tells in words; rows of CSV go to a file or a pipe)");
   for (const Option& o : options) {
     printf("  %-26s %s\n", (string(o.name) + " " + o.value).c_str(), o.help);
   }
@@ -1677,8 +1681,7 @@ ExitCode run_problem(const Problem& p, const Options& o, const Device& device) {
             r.check == "FAIL" ? "FAIL" : r.status.c_str(), p.shape.c_str(), r.note.c_str());
   }
   if (r.exit == exit_wrong) fprintf(stderr, "repeat with: %s\n", command_of(r.problem).c_str());
-  if (reader && !o.header) print_csv(columns(r, device), true);
-  print_csv(columns(r, device), false);
+  if (!reader || o.header) print_csv(columns(r, device), false);
   return r.exit;
 }
 

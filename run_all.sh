@@ -57,9 +57,16 @@ progress() {
   [ $left -lt 5 ] || text=", $left s left"
   tty_line "$1 $2 of $3$text: $4"
 }
-tty_line() { if [ -t 2 ]; then printf '\r\033[K%s' "$*" >&2; else say "$*"; fi; }  # progress
-end_line() { if [ -t 2 ]; then printf '\n' >&2; fi; }
+# Progress: in one place on a terminal that can, else a line each.
+is_terminal() { [ -t 2 ] && [ "${TERM-dumb}" != dumb ]; }
+tty_line() { if is_terminal; then printf '\r\033[K%s' "$*" >&2; else say "$*"; fi; }
+end_line() { if is_terminal; then printf '\n' >&2; fi; }
 lines() { if [ "$1" = 1 ]; then echo "1 line"; else echo "$1 lines"; fi; }
+
+if [ -n "${SDPA_CONFIGS-}" ] && ! [ -f "$SDPA_CONFIGS" ]; then refuse "SDPA_CONFIGS=$SDPA_CONFIGS: there is no such file"; fi
+arch='[0-9]+[af]?(-real|-virtual)?'
+[[ ${SDPA_ARCHS:-native} =~ ^(native|$arch(;$arch)*)$ ]] ||
+  refuse "SDPA_ARCHS=$SDPA_ARCHS: want native or a list such as 80-real;90a-real"
 
 # from_caller PATH: the path as it is called where the command was typed.
 from_caller() { realpath --relative-to="$caller" -- "$1"; }
@@ -197,9 +204,10 @@ stopped() {
   exit 130
 }
 
-built_count() {
+# compiled_count: of the lines; make links none of them before it has compiled them all.
+compiled_count() {
   local name count=0
-  for name in "${names[@]}"; do [ ! -x "$build/sdpa_$name" ] || count=$((count + 1)); done
+  for name in "${names[@]}"; do [ ! -e "$build/CMakeFiles/line_$name.dir/sdpa.cu.o" ] || count=$((count + 1)); done
   echo $count
 }
 
@@ -207,7 +215,7 @@ built_count() {
 # of them, because make builds several targets one after the other.
 build_selected() {
   local keep_going=-k done=0 line since=$SECONDS
-  trap 'stopped "$(lines "$(built_count)") of $1 built"' INT TERM
+  trap 'stopped "$(lines "$(compiled_count)") of $1 compiled"' INT TERM
   grep -q '^CMAKE_GENERATOR:INTERNAL=Ninja' "$build/CMakeCache.txt" && keep_going=-k0
   while IFS= read -r line; do
     case $line in
@@ -257,85 +265,7 @@ racecheck_reports() {
       >"$build/racecheck.log" 2>&1 && grep -q 'hazard' "$build/racecheck.log"
 }
 
-# show_results CSV: the fastest line of each problem, then all lines by problem, each group with its own base, the
-# first line that has its D and type. Rows without a time are told in words. At most 100 columns.
-show_results() {
-  local colour=0
-  [ -t 1 ] && colour=1
-  awk -F, -v colour=$colour '
-    function paint(code, text) { return colour ? "\033[" code "m" text "\033[0m" : text }
-    function mark(r, width,    text) {
-      text = sprintf("%-" width "s", verdict[r])
-      return verdict[r] ~ /^PASS|^FAIL\*/ ? text : paint("1;31", text)
-    }
-    function factor(r) { return base[group[r]] ? sprintf("%.2fx", time[base[group[r]]] / time[r]) : "" }
-    function sort(list, n,    i, j, r) {  # by time; stable
-      for (i = 2; i <= n; i++) {
-        r = list[i]
-        for (j = i - 1; j >= 1 && time[list[j]] > time[r]; j--) list[j + 1] = list[j]
-        list[j + 1] = r
-      }
-    }
-    NR == 1 { for (i = 1; i <= NF; i++) at[$i] = i; next }
-    {
-      r = ++rows; name[r] = $at["config"]; note = $at["note"]; bound[r] = $at["bound"]
-      verdict[r] = note ~ /^expected failure/ ? "FAIL*" : $at["status"] != "ok" ? $at["status"] : $at["check"]
-      errors = "rel_rms " $at["rel_rms"] ", max_abs_err " $at["max_abs_err"] (note == "" ? "" : ", ")
-      said[r] = (verdict[r] == "PASS" ? errors : "") note
-      peak = $at["peak_share"] == "" ? "" : sprintf("%.1f%%", 100 * $at["peak_share"])
-      figures[r] = sprintf("%10.2f %8.2f %6s", $at["graph_us"], $at["tflops"], peak)
-      if ($at["device"] != "") device = $at["device"]
-      g = $at["shape"] == "" ? "no executable" : \
-          $at["shape"] ($at["causal"] == "off" ? "" : " causal " $at["causal"]) ", D=" $at["D"] " " $at["dtype"]
-      if (!(g in of_group)) order[++groups] = g
-      group[r] = g; member[g, ++of_group[g]] = r
-      if (!seen[name[r]]++) names++
-      if ($at["graph_us"] == "") next
-      time[r] = $at["graph_us"] + 0; timed++
-      if (!(g in base)) base[g] = r
-      if (verdict[r] == "PASS" && (!(g in best) || time[r] < time[best[g]])) best[g] = r
-      if (time[r] > longest[g]) longest[g] = time[r]
-    }
-    END {
-      if (timed) {
-        printf "\n%s\n", paint(1, "the fastest line of each problem on " device)
-        printf "%-28s %-24s %10s %8s %6s %-6s %9s\n", "problem", "line", "graph_us", "TFLOP/s", "peak", "of", "base"
-        for (i = 1; i <= groups; i++) if (order[i] in best) {
-          r = best[order[i]]
-          printf "%-28s %s %s %-6s %9s\n", order[i], paint("1;32", sprintf("%-24s", name[r])), figures[r], bound[r], \
-                 factor(r)
-        }
-      }
-      for (i = 1; i <= groups; i++) {
-        g = order[i]; n = words = 0
-        for (j = 1; j <= of_group[g]; j++) {
-          r = member[g, j]
-          if (r in time) list[++n] = r
-          else if (timed || names <= 20 || verdict[r] !~ /^PASS|^FAIL\*/) {
-            if (!alike[g, verdict[r] == "skipped" ? said[r] : r]++) silent[++words] = r  # a reason to skip is told once
-          }
-        }
-        if (!n && !words) continue
-        printf "\n%s\n", paint(1, g (g in base ? ", base " name[base[g]] : ""))
-        if (n) printf "%-24s %-6s %10s %8s %6s %9s\n", "line", "check", "graph_us", "TFLOP/s", "peak", "of base"
-        sort(list, n)
-        for (j = 1; j <= n; j++) {
-          r = list[j]; bar = sprintf("%*s", int(28 * time[r] / longest[g] + 0.999), ""); gsub(/ /, "#", bar)
-          printf "%-24s %s %s %9s %s\n", name[r], mark(r, 6), figures[r], factor(r), bar
-        }
-        for (j = 1; j <= words; j++) {
-          r = silent[j]; more = alike[g, said[r]] - 1
-          printf "%-24s %s %.66s\n", name[r] (more > 0 ? " and " more " more" : ""), mark(r, 7), said[r]
-        }
-      }
-      if (timed) {
-        printf "\ngraph_us  one launch in a replayed graph, median: the kernel without the cost of a launch\n"
-        printf "peak      the share of what the GPU can do: its matrix rate, or its memory rate where that binds\n"
-        printf "base      times the speed of the first line of this D and type\n"
-        printf "FAIL*     a negative control, which the check has to catch\n"
-      }
-    }' "$1"
-}
+show_results() { "$build/sdpa_table" "$1"; }
 
 # list [REGEX]: the lines of configs.txt, the one step of each over its base, and what they need.
 list_lines() {
@@ -352,8 +282,7 @@ list_lines() {
         split(knob[i], pair, "="); value[pair[1]] = pair[2]; has[$1, pair[1]] = pair[2]
         if (!(($2, pair[1]) in has) || has[$2, pair[1]] != pair[2]) step = step " " knob[i]
       }
-      needs = value["USE_WGMMA"] ? "sm_90a" : $4 ~ /^[0-9]+$/ ? "sm_" $4 : \
-              value["USE_MMA_SYNC"] || value["USE_CP_ASYNC"] ? "sm_80" : "any GPU"
+      needs = value["USE_WGMMA"] ? "sm_90a" : $4 ~ /^[0-9]+$/ ? "sm_" $4 : "sm_80"
       if ($3 == "FAIL") needs = needs ", must fail"
       if ($1 !~ only) next
       if (!found++) printf "%-24s %-20s %-24s %s\n", "line", "needs", "built on", "step"
@@ -408,6 +337,7 @@ judge_more() {
 main_job() {
   local only='' show=show_results cpu=0 shapes=() more=()
   while [ $# -gt 0 ]; do
+    case $1 in --only=*|--shape=*|--causal=*) set -- "${1%%=*}" "${1#*=}" "${@:2}" ;; esac
     case $1 in --only|--shape|--causal) [ $# -gt 1 ] || refuse "$1: its value is missing" ;; esac
     case $1 in
       --only) [ -z "$only" ] || refuse "--only is given twice; write --only '$only|$2'"; only=$2; shift ;;
@@ -640,6 +570,22 @@ name_files() {
   done
 }
 
+# help_of FILE: a tool's usage, which is its docstring, without Python and its packages.
+help_of() {
+  sed -n -e '1,/^"""$/{ /^#!/d; s/^"""//; /^$/!p; }' "$1"
+  exit 0
+}
+
+case ${1-} in
+  ab|ablate|extract|fit|gates|report|sanitize|stress|sweep|tune) tool=tools/$1.py ;;
+  profile) tool=tools/ncu.py ;;
+  results) tool=tools/page.py ;;
+  *) tool= ;;
+esac
+for word in "$@"; do
+  [ "$word" != -- ] || break
+  [ -z "$tool" ] || [[ ! $word =~ ^(-h|--help)$ ]] || help_of "$tool"
+done
 case ${1-} in
   ab|ablate|fit|gates|profile|sanitize|stress|sweep|tune)
     [ "$1" != tune ] || engine_packages+=(matplotlib 'optuna==4.*')

@@ -1,12 +1,16 @@
 #!/usr/bin/env python3
-"""The checker checked: each bug of tests/bugs.txt is put into a copy of sdpa.cu, built for the CPU backend, and must be caught
-by the net named beside it. Each set of knobs and options is also run without a bug, and must pass.
-usage: tests/bugs.py [REGEX]"""
+"""The checker checked: each bug of tests/bugs.txt is put into a copy of sdpa.cu, or of the file that it names, and must be caught
+by the net named beside it, on the CPU backend. Each set of knobs and options of a line is also run without a bug, and must pass.
+usage: tests/bugs.py [REGEX] [--sample N]
+  --sample N  so many of them, drawn by the commit, and all those in functions that the last commit or the working tree changes"""
+import argparse
 import functools
 import itertools
 import os
+import random
 import re
 import shlex
+import shutil
 import string
 import subprocess
 import sys
@@ -18,8 +22,11 @@ from dataclasses import dataclass
 
 ROOT = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))
 # Not optimised: a bug takes longer to compile than to run.
-FLAGS = ["-std=c++17", "-O0", "-march=native", "-ffp-contract=off", "-ftrivial-auto-var-init=pattern", "-w", "-pthread",
-         "-I" + ROOT, "-I" + os.path.join(ROOT, "simt")]
+FLAGS = ["-std=c++17", "-O0", "-march=native", "-ffp-contract=off", "-w", "-pthread", "-I" + ROOT, "-I" + os.path.join(ROOT, "simt")]
+CXX = os.environ.get("CXX", "g++")
+PATTERN = "-ftrivial-auto-var-init=pattern"  # g++ has it from 12 on
+if not subprocess.run([CXX, PATTERN, "-fsyntax-only", "-x", "c++", os.devnull], capture_output=True).returncode:
+    FLAGS.append(PATTERN)
 SANITIZE = {"plain": [], "thread": ["-fsanitize=thread", "-g1"],
             "address": ["-fsanitize=address,undefined", "-fno-sanitize-recover=undefined", "-g1"]}
 ENGINE = {"plain": [], "thread": ["-DSIMT_TSAN"], "address": ["-DSIMT_ASAN"]}
@@ -34,6 +41,7 @@ class Bug:
     knobs: str
     options: str
     script: str
+    file: str  # that has the bug: sdpa.cu, or that before the script, with a colon
     section: str  # of tests/bugs.txt
 
     @property
@@ -60,7 +68,8 @@ def read_bugs(path):
                 sets[name] = string.Template(knobs).substitute(sets)
             elif words:
                 name, net, knobs, options, script = words
-                yield Bug(name, net, string.Template(knobs).substitute(sets), options, script, section)
+                file, edits = re.fullmatch(r"(?:([\w./]+): *)?(.*)", script, re.DOTALL).groups()
+                yield Bug(name, net, string.Template(knobs).substitute(sets), options, edits, file or "sdpa.cu", section)
 
 
 def once(function):
@@ -92,7 +101,7 @@ class Builder:
             file.write(text)
 
     def compile(self, kind, *words):
-        done = subprocess.run([os.environ.get("CXX", "g++"), *FLAGS, *SANITIZE[kind], *words], cwd=self.folder,
+        done = subprocess.run([CXX, *FLAGS, *SANITIZE[kind], *words], cwd=self.folder,
                               capture_output=True, text=True)
         if done.returncode:
             raise Broken("does not compile: " + (re.findall(".*error.*", done.stderr) or [done.stderr])[0])
@@ -122,49 +131,77 @@ class Builder:
         """main() of tests/contract.cu."""
         return self.compile(kind, "-c", os.path.join(ROOT, "tests", "doctest_main.cpp"), "-o", f"doctest_{kind}.o")
 
-    def executable(self, source, kind, knobs, is_contract, name):
+    def edited(self, bug):
+        """The file with the bug."""
+        with open(os.path.join(ROOT, bug.file)) as file:
+            source = file.read()
+        for edit in edits_of(bug.script):
+            done = subprocess.run(["sed", "-E", edit], input=source, capture_output=True, text=True)
+            if done.stdout == source or done.returncode:
+                raise Broken(f"{bug.name}: no line of {bug.file} matches {edit}{done.stderr}")
+            source = done.stdout
+        return source
+
+    def tree(self, bug):
+        """A folder with all that the tests read, one file of it with the bug."""
+        shutil.copytree(ROOT, self.path(bug.name), ignore=lambda _, names: [
+            name for name in names if name.startswith(("build", ".")) or name in ("results", "__pycache__")])
+        os.symlink(os.path.join(ROOT, "results"), self.path(f"{bug.name}/results"))
+        self.write(f"{bug.name}/{bug.file}", self.edited(bug))
+        return self.path(bug.name)
+
+    def line(self, source, kind, knobs, is_contract, name):
         """The harness with the line of this source, or tests/contract.cu with it."""
         if is_contract:
             program = [os.path.join(ROOT, "tests", "contract.cu"), f'-DSDPA_SOURCE="{self.path(source)}"']
         else:
             program = [source, "-DSDPA_LINE_ONLY"]
-        objects = [self.object(kind, knobs, program[0], name + ".o", program[1]), self.engine(kind)]
-        self.compile(kind, *objects, self.doctest(kind) if is_contract else self.harness(kind), "-o", name)
-        return self.path(name)
+        line = self.object(kind, knobs, program[0], name + ".o", program[1])
+        return self.executable(kind, line, self.doctest(kind) if is_contract else self.harness(kind), name)
 
-    def edited(self, bug):
-        """The source with the bug."""
-        source = self.source
-        for edit in edits_of(bug.script):
-            done = subprocess.run(["sed", "-E", edit], input=source, capture_output=True, text=True)
-            if done.stdout == source or done.returncode:
-                raise Broken(f"{bug.name}: no line of sdpa.cu matches {edit}{done.stderr}")
-            source = done.stdout
-        return source
+    def executable(self, kind, *parts):
+        """Of two objects, and a name."""
+        *objects, name = parts
+        return self.path(self.compile(kind, *objects, self.engine(kind), "-o", name))
 
     def bugged(self, bug):
-        """The executable with the bug."""
+        """The command that shows the bug, without its options."""
+        if bug.net == "pytest":
+            return [sys.executable, "-m", "pytest", "-q", "-x", "-p", "no:cacheprovider", "--rootdir=" + self.tree(bug)]
+        if bug.net == "unit":
+            unit = self.object("plain", "", f"{self.tree(bug)}/tests/unit.cu", bug.name + ".o")
+            return [self.executable("plain", unit, self.doctest("plain"), bug.name + ".exe")]
+        if bug.file != "sdpa.cu":
+            harness = self.object(bug.kind, "", f"{self.tree(bug)}/tests/sweep.cu", bug.name + ".o")
+            line = self.object(bug.kind, bug.knobs, os.path.join(ROOT, "sdpa.cu"), bug.name + "-line.o", "-DSDPA_LINE_ONLY")
+            return [self.executable(bug.kind, line, harness, bug.name + ".exe")]
         self.write(bug.name + ".cu", self.edited(bug))
-        return self.executable(bug.name + ".cu", bug.kind, bug.knobs, bug.options.startswith("@"), bug.name)
+        return [self.line(bug.name + ".cu", bug.kind, bug.knobs, bug.options.startswith("@"), bug.name)]
 
 
-def outcome(executable, options):
+def outcome(command, net, options):
     """"NET: evidence", or "nothing"."""
-    is_contract = options.startswith("@contract")
-    words = ["--test-case=" + name for name in options.split()[1:]] if is_contract else ["--check-only", *options.split()]
+    is_cases = net == "unit" or options.startswith("@contract")
+    words = ["--check-only", *options.split()]
+    if is_cases or net == "pytest":
+        words = [word if net == "pytest" else "--test-case=" + word for word in options.removeprefix("@contract").split()]
+    folder = command[-1].partition("--rootdir=")[2] if net == "pytest" else None
     try:
-        done = subprocess.run([executable, *words], stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, errors="replace",
-                              timeout=120)
+        done = subprocess.run([*command, *words], stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, errors="replace",
+                              timeout=120, cwd=folder and os.path.join(folder, "tests"))
     except subprocess.TimeoutExpired:
         return "no end after 120 s"
     code, out = done.returncode, done.stdout
+    if net == "pytest":
+        failed = re.findall("^FAILED (.*)", out, re.MULTILINE)
+        return "nothing" if code == 0 else f"pytest: {failed[0]}" if code == 1 and failed else f"exit {code}: {out[-200:]}"
     address = re.search("AddressSanitizer: [a-z-]*|runtime error: .*", out)
     if "ThreadSanitizer: data race" in out:
         return "thread: data race"
     if address:
         return "address: " + address.group()
-    if code == 1 and is_contract:
-        return "check: " + "".join(re.findall(r"CHECK\(.*\) is NOT correct", out)[:1])
+    if code == 1 and is_cases:
+        return ("unit: " if net == "unit" else "check: ") + "".join(re.findall(r"CHECK\w*\(.*\) is NOT correct", out)[:1])
     backend = re.search("^simt: (.*)", out, re.MULTILINE)
     if backend:
         return "backend: " + backend.group(1)
@@ -176,7 +213,7 @@ def outcome(executable, options):
 def try_bug(builder, bug):
     """Whether it is caught, and a line that says by what."""
     try:
-        found = outcome(builder.bugged(bug), bug.options)
+        found = outcome(builder.bugged(bug), bug.net, bug.options)
     except Broken as error:
         found = str(error)
     caught = found.startswith(bug.net + ": ")
@@ -187,22 +224,47 @@ def try_clean(builder, number, build, options):
     """Runs a build without a bug with each of the options; a line for each that does not pass."""
     kind, knobs, is_contract = build
     try:
-        executable = builder.executable(os.path.join(ROOT, "sdpa.cu"), kind, knobs, is_contract, f"clean{number}")
-        found = {one: outcome(executable, one) for one in sorted(options)}
+        executable = builder.line(os.path.join(ROOT, "sdpa.cu"), kind, knobs, is_contract, f"clean{number}")
+        found = {one: outcome([executable], kind, one) for one in sorted(options)}
     except Broken as error:
         found = {"": str(error)}
     return [f"without a bug ({kind}; {knobs}; {one}): {words}" for one, words in found.items() if words != "nothing"]
 
 
+# ---- a sample ----
+
+def git(*words):
+    done = subprocess.run(["git", *words], cwd=ROOT, capture_output=True, text=True)
+    return done.stdout if done.returncode == 0 else ""
+
+
+def touched_lines(file):
+    """The numbers of the lines of functions in which the last commit or the working tree has changed something."""
+    hunks = re.findall(r"^@@ -\S+ \+(\d+)(?:,(\d+))? @@", git("diff", "-W", "HEAD~1", "--", file), re.MULTILINE)
+    return {int(first) + i for first, count in hunks for i in range(int(count or 1))}
+
+
+def sample(builder, bugs, count):
+    """So many of them, drawn by the commit, and all those on touched lines."""
+    of_file = {file: touched_lines(file) for file in {bug.file for bug in bugs}}
+
+    def is_touched(bug):
+        with open(os.path.join(ROOT, bug.file)) as file:
+            pairs = zip(file.read().splitlines(), builder.edited(bug).splitlines())
+        return any(n in of_file[bug.file] for n, (old, new) in enumerate(pairs, 1) if old != new)
+    chosen = set(random.Random(git("rev-parse", "HEAD") or "no clone").sample(range(len(bugs)), min(count, len(bugs))))
+    return [bug for n, bug in enumerate(bugs) if n in chosen or is_touched(bug)]
+
+
 def main():
-    only = sys.argv[1] if sys.argv[1:] else ""
-    bugs = [bug for bug in read_bugs(os.path.join(ROOT, "tests", "bugs.txt")) if re.search(only, bug.name)]
+    parser = argparse.ArgumentParser(usage=__doc__)
+    parser.add_argument("only", nargs="?", default="")
+    parser.add_argument("--sample", type=int)
+    options = parser.parse_args()
+    bugs = [bug for bug in read_bugs(os.path.join(ROOT, "tests", "bugs.txt")) if re.search(options.only, bug.name)]
     if not bugs:
-        print(f"bugs.py: no bug has a name like {only}")
+        print(f"bugs.py: no bug has a name like {options.only}")
         return 2
-    clean = defaultdict(set)
-    for bug in bugs:
-        clean[bug.kind, bug.knobs, bug.options.startswith("@")].add(bug.options)
     with tempfile.TemporaryDirectory() as folder, ThreadPoolExecutor(os.cpu_count()) as pool:
         builder = Builder(folder)
         stale = []
@@ -214,6 +276,13 @@ def main():
         if stale:
             print(*stale, sep="\n")
             return 1
+        all_bugs = len(bugs)
+        if options.sample:
+            bugs = sample(builder, bugs, options.sample)
+        clean = defaultdict(set)
+        for bug in bugs:
+            if bug.net not in ("unit", "pytest"):  # whose clean runs are tests of their own
+                clean[bug.kind, bug.knobs, bug.options.startswith("@")].add(bug.options)
         tried = [pool.submit(try_bug, builder, bug) for bug in bugs]
         passed = [pool.submit(try_clean, builder, number, *one) for number, one in enumerate(clean.items())]
         results = [future.result() for future in tried]
@@ -222,7 +291,7 @@ def main():
         print("# " + section, *(text for _, (_, text) in of_section), sep="\n")
     print(*failed, sep="\n")
     caught = sum(was_caught for was_caught, _ in results)
-    print(f"{caught} of {len(bugs)} bugs caught")
+    print(f"{caught} of {len(bugs)} bugs caught" + (f", a sample of {all_bugs}" if len(bugs) < all_bugs else ""))
     return 0 if caught == len(bugs) and not failed else 1
 
 

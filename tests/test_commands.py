@@ -307,9 +307,9 @@ def test_on_a_terminal_it_tells_in_words(built):
             said += chunk
     said = said.decode().split("\r\n")
     assert said[0] == "sdpa_good2 (scalar) on CPU backend" and "Sq=8 Sk=8 D=64 fp16, causal off" in said[1]
-    words, header, row = " ".join(said[:-3]), *said[-3:-1]
+    words = " ".join(said)
     assert "check    PASS: 8 rows" in words and "rel_rms" in words and "(limit 0.001)" in words
-    assert header.split(",") == engine.row_columns() and row.startswith("good2,scalar,1x1x1x8x8,ok,PASS,")
+    assert not [line for line in said if len(line) > 120] and ",ok,PASS," not in words
 
 
 def test_rows_that_go_nowhere(built):

@@ -95,7 +95,7 @@ def test_accepted(knobs):
     ("@wmma DTYPE=U8 VEC_WIDTH=16 SYNC_POLICY=1 USE_WARP_SPECIALIZATION=1 USE_CP_ASYNC=1",
      "fp16 is made of U8 in registers; drop USE_CP_ASYNC"),
     ("USE_MMA_SYNC=1 BLOCK_M=64 BLOCK_N=48 DTYPE=FP8_E4M3", "the others by 16, e4m3 by 32"),
-    ("USE_WMMA_PV=1", "USE_WMMA_PV: only kernels of these families have it: wmma; drop it or add USE_WMMA=1"),
+    ("USE_WMMA_PV=1", "USE_WMMA_PV: only kernels of these families have it: wmma; drop it or build one of them: scalar has none of USE_WMMA=1"),
     ("@wmma USE_MMA_SYNC=1", "a build has one kernel; keep one of them"),
     ("@wmma NUM_WARPS=2", "BLOCK_M must be 16*NUM_WARPS; type BLOCK_M=64 NUM_WARPS=4"),
     ("@wmma BLOCK_N=40", "the others by 16, e4m3 by 32"),
@@ -146,7 +146,7 @@ def test_refused(knobs, sentence):
 
 @pytest.mark.parametrize("knob,sentence", [
     ("SYNC_POLICY=3", "SYNC_POLICY: not a legal value; it takes one of: 5 2 1 0. Type SYNC_POLICY=5"),
-    ("OVERLAP=1", "OVERLAP: only kernels of these families have it: wgmma; drop it or add USE_WMMA=1")])
+    ("OVERLAP=1", "OVERLAP: only kernels of these families have it: wgmma; drop it or build one of them: scalar has none of USE_WMMA=1")])
 @pytest.mark.parametrize("compiler,words", [("g++", "-fsyntax-only -Isimt -x c++"), ("clang++", "-fsyntax-only -w -Isimt -x c++"),
                                             (builds.nvcc(), "-arch=sm_80 -cubin -o /dev/null")])
 def test_a_knob_by_hand_is_refused_in_one_sentence(compiler, words, knob, sentence):

@@ -162,6 +162,8 @@ def without_gpu(contenders, problems):
     keys = dict(zip(string.ascii_uppercase, contenders))
     print_names(keys)
     lines = {key: line for key, line in keys.items() if type(line) is builds.Line}
+    for key in keys.keys() - lines.keys():
+        say(f"{key} ({keys[key].text}) is not checked: it needs a GPU.")
     if builds.nvcc():
         built = builds.build(lines.values(), "90a")
         for one in built.values():

@@ -59,6 +59,8 @@ class Tree:
         if commit:
             if not shutil.which("git"):
                 raise Refused(f"{commit}: git is missing; install it with: sudo apt-get install git")
+            if run(["git", "rev-parse", "--git-dir"], cwd=ROOT).returncode:
+                raise Refused(f"{commit}: these sources are no clone of the repository, so there are no commits here")
             found = run(["git", "rev-parse", "--verify", "--quiet", commit + "^{commit}"], cwd=ROOT)
             if found.returncode:
                 raise Refused(f"{commit}: git knows no such commit here")

@@ -1,5 +1,6 @@
 """What all commands share: their options, which are read from their usage, refusals of one sentence, exit codes."""
 import argparse
+import errno
 import functools
 import keyword
 import os
@@ -70,6 +71,16 @@ def number(option, text, least=1, most=999999):
     return int(text)
 
 
+def words_of(error):
+    """A sentence for what the system refuses."""
+    if isinstance(error, BrokenPipeError):
+        return "stdout is closed, so not all of it was printed"
+    if not getattr(error, "filename", None):
+        return str(error)
+    hint = "; set SDPA_BUILD_DIR to a folder that can be written to" * (error.errno in (errno.EACCES, errno.EROFS, errno.EPERM))
+    return f"{error.filename}: {error.strerror}{hint}"
+
+
 def command(name, main):
     """Runs a sub-command: what it refuses is one sentence."""
     try:
@@ -77,8 +88,7 @@ def command(name, main):
         sys.stdout.flush()
         sys.exit(code)
     except (OSError, UnicodeError) as error:
-        is_closed = isinstance(error, BrokenPipeError)
-        say(f"{name}: {'stdout is closed, so not all of it was printed' if is_closed else error}")
+        say(f"{name}: {words_of(error)}")
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # for what Python flushes at the end
         sys.exit(3)
     except Refused as error:

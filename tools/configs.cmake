@@ -45,6 +45,8 @@ function(read_configs file source)
   set(config_names "")
   set(config_bad_lines "")
   file(READ "${file}" text)
+  string(ASCII 239 187 191 byte_order_mark)
+  string(REGEX REPLACE "^${byte_order_mark}" "" text "${text}")
   # CMake's lists give these characters a meaning; none is legal in a line, so any stand-in will do.
   string(REGEX REPLACE "#[^\n]*" "" text "${text}")
   string(REGEX REPLACE "[][;\\]" "?" text "${text}")
@@ -65,7 +67,7 @@ function(read_configs file source)
     string(LENGTH "${name}" name_length)
     if(NOT name MATCHES "^[A-Za-z][A-Za-z0-9_]*$")
       bad_line("'${name}' is no name: it starts with a letter and has letters, digits and _ only")
-    elseif(name MATCHES "^(selected|kernels|stress|simt|git_sha|find_git_sha|harness|sweep)$|_lib$" OR
+    elseif(name MATCHES "^(selected|kernels|stress|simt|git_sha|find_git_sha|harness|sweep|table)$|_lib$" OR
            name_length GREATER 60)
       bad_line("'${name}' is no name for a line: the build uses it, or it has more than 60 letters")
     elseif(name IN_LIST config_names)
