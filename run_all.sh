@@ -23,7 +23,7 @@ usage: ./run_all.sh [--cpu] [--only REGEX] [--shape S]... [--causal C] [--csv] [
        ./run_all.sh stress [NAME...]         the same bits whatever runs beside it? stress --help
        ./run_all.sh sweep [N]                random problems on every line, counted. sweep --help
        ./run_all.sh sanitize [REGEX]         what NVIDIA's compute-sanitizer says. sanitize --help
-       ./run_all.sh test [--all-lines] [CTEST OPTION...]
+       ./run_all.sh test [--all] [CTEST OPTION...]
        ./run_all.sh extract NAME > my_kernel.cu
        ./run_all.sh results [CSV]...
        ./run_all.sh report
@@ -35,7 +35,7 @@ usage: ./run_all.sh [--cpu] [--only REGEX] [--shape S]... [--causal C] [--csv] [
   --causal C      br: the last query sees the last key; tl: query q sees keys 0..q; or off
   --csv           print the rows as CSV on stdout instead of the table
   -- OPTION...    more options for every executable, such as -- --window 128,0 --seeds 0,1,2
-  test            build and run the tests; under the sanitizers one line of each kind, or all
+  test            build and run the tests; with --all everything there is, for who changes kernels
   extract         print the kernel of one line without knobs, to paste it; extract --help has the rest
   results         redraw the tables of README.md and docs/, and results/*.svg, from the newest CSVs or from these
   report          write results/report.html, a page to filter and share; needs python3-matplotlib
@@ -97,15 +97,21 @@ need() {
     refuse "$1 is missing; install it with: sudo apt-get install $2"
 }
 
-# python_with PACKAGE...: sets $python to one that has them; one may name its version, as in onnx==1.23.*
-python_with() {
-  local find='
+# lacking PYTHON PACKAGE...: those that it lacks; one may name its version, as in onnx==1.23.*
+lacking() {
+  "$1" -c '
 import fnmatch, importlib.metadata, sys
 for word in sys.argv[1:]:
     package, _, version = word.partition("==")
-    if not fnmatch.fnmatch(importlib.metadata.version(package), version or "*"): sys.exit(1)'
+    try: is_there = fnmatch.fnmatch(importlib.metadata.version(package), version or "*")
+    except importlib.metadata.PackageNotFoundError: is_there = False
+    if not is_there: print(word)' "${@:2}" 2>/dev/null || echo python3
+}
+
+# python_with PACKAGE...: sets $python to one that has them.
+python_with() {
   for python in python3 "$venv/bin/python3" /usr/bin/python3; do  # Debian's modules are not those of another one on PATH
-    command -v "$python" >/dev/null && "$python" -c "$find" "$@" 2>/dev/null && return
+    command -v "$python" >/dev/null && [ -z "$(lacking "$python" "$@")" ] && return
   done
   return 1
 }
@@ -118,7 +124,7 @@ pip_install() {
   command -v "$base" >/dev/null && may_install "$* (pip, into $venv)" || return
   "$base" -c 'import ensurepip' 2>/dev/null || apt_install python3-venv  # which Debian's lacks
   "$venv/bin/python3" -m pip --version >/dev/null 2>&1 || "$base" -m venv --system-site-packages --clear "$venv" || return
-  "$venv/bin/python3" -m pip install --quiet "$@" >&2
+  "$venv/bin/python3" -m pip install -qqq --retries 1 "$@" >"$build/pip.log" 2>&1 || tail -1 "$build/pip.log" >&2
   python_with "$@"
 }
 
@@ -161,7 +167,10 @@ install_newest_pytorch() {
 }
 
 need_python() {
-  find_python "$@" || refuse "python3 lacks one of $*; install them with: python3 -m pip install $*"
+  find_python "$@" && return
+  local words
+  words=$(lacking python3 "$@" | xargs)
+  refuse "python3 lacks $words; install with: python3 -m pip install $words"
 }
 
 need_tools() {
@@ -475,32 +484,60 @@ main_job() {
   exit $failed
 }
 
+# build_tests: every target of the folder, with progress; its words to build.log.
+build_tests() {
+  local line last=$SECONDS
+  trap 'stopped "in the tests of $what"' INT TERM
+  cmake --build "$build" -j "$jobs" 2>&1 | tee "$build/build.log" | while IFS= read -r line; do
+    # Ninja counts files, make says percent. Where lines stay, one in 15 s is enough.
+    if [[ $line =~ ^\[\ *([0-9]+(/[0-9]+|%))\] ]] && { is_terminal || [ $((SECONDS - last)) -ge 15 ]; }; then
+      last=$SECONDS
+      tty_line "building ${BASH_REMATCH[1]}: $what"
+    fi
+  done
+  local status=${PIPESTATUS[0]}
+  trap - INT TERM
+  end_line
+  [ "$status" = 0 ] && return
+  grep -m1 -A20 -E 'error|FAILED' "$build/build.log" >&2 || tail -20 "$build/build.log" >&2
+  say "the build failed; all of its words are in $build/build.log"
+  return 1
+}
+
+# run_ctest: what has passed in one place on a terminal, what has failed in full, at once.
+run_ctest() {
+  local line
+  ctest --test-dir "$build" --output-on-failure -j "$jobs" ${options[@]+"${options[@]}"} 2>&1 | while IFS= read -r line; do
+    case $line in
+      *Start*[0-9]:\ * | *'Internal ctest'* | 'Test project '*) ;;
+      *Test*\ Passed\ *) if is_terminal; then tty_line "$line"; else echo "$line"; fi ;;
+      *) end_line; echo "$line" ;;
+    esac
+  done
+  return "${PIPESTATUS[0]}"
+}
+
 # test_in DIRECTORY WHAT CMAKE_OPTION...: build and run one set of the tests, those that ctest's $options select.
 test_in() {
   local what=$2
   build=$1
-  say "---- tests: $what"
-  trap 'stopped "in the tests of $what"' INT TERM
-  configure -DSDPA_TESTS=ON -DSDPA_KEEP_GOING=OFF -DSDPA_ONLY= "${@:3}"
-  if ! cmake --build "$build" -j "$jobs" >"$build/build.log" 2>&1; then
-    tail -40 "$build/build.log" >&2
-    say "the build failed; all of its words are in $build/build.log"
-    return 1
-  fi
-  trap - INT TERM
-  ctest --test-dir "$build" --output-on-failure -j "$jobs" ${options[@]+"${options[@]}"}
+  stage=$((stage + 1))
+  say "---- tests, $stage of $stages: $what ($((SECONDS / 60)) min $((SECONDS % 60)) s)"
+  configure -DSDPA_TESTS="$which" -DSDPA_KEEP_GOING=OFF -DSDPA_ONLY= "${@:3}"
+  case " ${options[*]-} " in *' -N '* | *' --show-only'*) ;; *) build_tests || return ;; esac
+  run_ctest
 }
 
 # judge_ctest WORD...: ctest itself ignores an option that it does not know.
 judge_ctest() {
   local word before='' known
   known=$(ctest --help | grep -oE -- '[ ,]--?[A-Za-z][-A-Za-z0-9]*' | tr -d ' ,')
-  [ "${1-}" != --all-lines ] || shift
+  [ "${1-}" != --all ] || shift
   for word in "$@"; do
     case $word in
       -j[0-9]*) ;;
       -*) grep -qxF -e "${word%%=*}" <<<"$known" ||
-            refuse "test $word: neither --all-lines, which comes first, nor an option of ctest" ;;
+            refuse "test $word: neither --all, which comes first, nor an option of ctest" ;;
       *) [[ $before = -* ]] || refuse "test $word: want an option of ctest before it, as in -R $word" ;;
     esac
     before=$word
@@ -508,13 +545,14 @@ judge_ctest() {
 }
 
 run_tests() {
-  local base=$build failed=0 tool missing=()
+  local base=$build failed=0 tool missing=() which=ON stage=0 stages=3
   case ${1-} in
     -h|--help)
-      say "usage: ./run_all.sh test [--all-lines] [CTEST OPTION...]"
+      say "usage: ./run_all.sh test [--all] [CTEST OPTION...]"
       say "  builds and runs the tests: on the CPU backend, under the sanitizers, and with nvcc where it is"
       say "  what they need and is missing is installed (on a terminal it asks): compilers, CMake, Python, its packages"
-      say "  --all-lines   under the sanitizers all lines, not one of each kind; first"
+      say "  --all         everything there is, for who changes kernels; first. Without it: one line of each kind, a"
+      say "                sample of the injected bugs and of crossed knobs, and no test that takes long for what it is"
       say "  CTEST OPTION  such as -R unit, for one test, or -N, to list them"
       return 0
       ;;
@@ -540,20 +578,24 @@ run_tests() {
   else
     say "---- tests: those in Python are left out; they need packages of PyPI, which pip could not install"
   fi
-  # Under the sanitizers one line of each kind, or with --all-lines all of them.
-  local kinds='^(scalar_(sync2|async2|e4m3|racy)|wmma_(all|u8|racy)|mma_(lazy|split4|e4m3_d128)'
-  kinds+='|wgmma_(192x128|split2)|hopper)$'
-  if [ "${1-}" = --all-lines ]; then kinds=; shift; fi
-  local options=("$@") cpu=(-DSDPA_CPU=ON "-DSDPA_ONLY=$kinds")
+  if [ "${1-}" = --all ]; then
+    which=ALL
+    shift
+  else
+    export SDPA_TEST_QUICK=1
+  fi
+  local options=("$@")
+  has_nvcc && stages=4
   test_in "$base-cpu" "the CPU backend" -DSDPA_CPU=ON || failed=1
-  test_in "$base-asan" "AddressSanitizer and UBSan" -DSDPA_SANITIZE=address "${cpu[@]}" || failed=1
-  test_in "$base-tsan" "ThreadSanitizer" -DSDPA_SANITIZE=thread "${cpu[@]}" || failed=1
+  test_in "$base-asan" "AddressSanitizer and UBSan" -DSDPA_CPU=ON -DSDPA_SANITIZE=address || failed=1
+  test_in "$base-tsan" "ThreadSanitizer" -DSDPA_CPU=ON -DSDPA_SANITIZE=thread || failed=1
   if has_nvcc; then
     test_in "$base" "CUDA" || failed=1
   else
     say "---- tests: CUDA: left out, nvcc is missing"
   fi
-  if [ $failed = 0 ]; then say "---- all tests passed"; else say "---- some tests failed"; fi
+  local took="$((SECONDS / 60)) min $((SECONDS % 60)) s"
+  if [ $failed = 0 ]; then say "---- all tests passed, $took"; else say "---- some tests failed, $took"; fi
   return $failed
 }
 

@@ -122,13 +122,13 @@ def test_run_all_names_them_too_and_builds_the_good_lines(built):
     ("--cpu --shape 2147483648,1,1,1,1", 2, "--shape 2147483648,1,1,1,1: want small, mission"),
     ("--cpu --shape 1,8,8,512,512,64,1", 2, "--shape 1,8,8,512,512,64,1: want small, mission"),
     ("--cpu --causal yes", 2, "--causal yes: want br (bottom-right), tl (top-left) or off"),
-    ("test --allines", 2, "test --allines: neither --all-lines, which comes first, nor an option of ctest"),
+    ("test --allines", 2, "test --allines: neither --all, which comes first, nor an option of ctest"),
     ("test unit", 2, "test unit: want an option of ctest before it, as in -R unit"),
     ("--cpu --only a --only b", 2, "--only is given twice; write --only 'a|b'"),
     ("--cpu -- --check-only --header", 2, "-- --header: for one executable alone; type: build/sdpa_NAME --header"),
     ("list nobody", 2, "list nobody: no line of configs.txt has such a name"),
     ("list ^scalar_vec", 0, "scalar_vec8 any GPU scalar_vec2 VEC_WIDTH=8"),
-    ("test --help", 0, "usage: ./run_all.sh test [--all-lines]"),
+    ("test --help", 0, "usage: ./run_all.sh test [--all]"),
     ("results --help", 0, "usage: ")])
 def test_arguments_are_judged_before_anything_is_built(tmp_path, words, code, sentence):
     found, out, err = run(RUN_ALL, *words.split(), SDPA_BUILD_DIR=str(tmp_path / "none"))
@@ -203,6 +203,7 @@ def test_what_sdpa_configs_said_last_is_not_remembered(built):
     assert code == 2 and "--only ^good1: no line of configs.txt has such a name" in err
 
 
+@pytest.mark.long
 def test_a_harness_that_does_not_compile_is_said_once(tmp_path):
     there = tmp_path / "there"
     shutil.copytree(ROOT, there, ignore=lambda folder, names: [

@@ -333,7 +333,8 @@ class HostGpu(FakeGpu):
         return lambda: 20.0, lambda: None
 
 
-@pytest.mark.parametrize("name,dtype", [("scalar_vec8", "fp16"), ("scalar_e4m3", "e4m3"), ("scalar_u8", "u8")])
+@pytest.mark.parametrize("name,dtype", [("scalar_e4m3", "e4m3"), *(
+    pytest.param(f"scalar_{name}", dtype, marks=pytest.mark.long) for name, dtype in (("vec8", "fp16"), ("u8", "u8")))])
 def test_a_real_line_through_its_library(name, dtype):
     line, = builds.parse_contenders([name])
     kernel = engine.LoadedLine(line, builds.host_library(*line.words, program="tests/host_library.cu"))

@@ -3,7 +3,6 @@ usage: python3 -m pytest tests/test_fit.py"""
 import csv
 import os
 import re
-import subprocess
 import sys
 from types import SimpleNamespace
 
@@ -15,6 +14,7 @@ sys.path.insert(0, os.path.join(ROOT, "tools"))
 import builds  # noqa: E402
 import engine  # noqa: E402
 import fit  # noqa: E402
+import tool  # noqa: E402
 
 MHZ, SMS = 1800.0, 132
 
@@ -49,8 +49,7 @@ def at_other_costs(tiles, seed=9, spread=0.35):
 
 
 def run(*words):
-    done = subprocess.run([sys.executable, os.path.join(ROOT, "tools"), "fit", *words], capture_output=True, text=True)
-    return done.returncode, done.stdout, done.stderr
+    return tool.run("fit", *words)
 
 
 def test_rows_are_printed_as_they_stand_in_sdpa_cu():
@@ -60,6 +59,7 @@ def test_rows_are_printed_as_they_stand_in_sdpa_cu():
         assert "\n".join(tile.row(line) for tile in fit.Model(line).tiles) == table
 
 
+@pytest.mark.long
 def test_a_tile_is_a_line(model):
     tree = builds.Tree()
     for table in fit.TABLES:

@@ -171,6 +171,7 @@ wgmma_overlap wgmma_d128_tile128 wgmma_d128_causal wgmma_split2 wgmma_swap32 wgm
 hopper"""
 
 
+@pytest.mark.long
 @pytest.mark.skipif(not shutil.which("clang++"), reason="clang++ is missing")
 def test_clang():
     lines = builds.Tree().config_lines()

@@ -201,7 +201,7 @@ def table():
 
 # ---- the tests ----
 
-@pytest.mark.parametrize("text", LINES)
+@pytest.mark.parametrize("text", [LINES[0], *(pytest.param(text, marks=pytest.mark.long) for text in LINES[1:])])
 def test_the_cases_of_onnx(text):
     assert failures(line_of(text)) == {}
 
@@ -224,6 +224,7 @@ def test_a_wrong_launch_fails(change, wrong):
     assert len(failures(line_of(LINES[0]), harm)) == wrong
 
 
+@pytest.mark.long
 def test_the_table_is_what_was_found():
     text = (page.ROOT / "docs/TESTING.md").read_text(encoding="utf-8")
     assert f"-->\n{table()}<!-- onnx:end -->" in text, "python3 tests/test_onnx.py writes it"

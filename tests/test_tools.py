@@ -16,6 +16,7 @@ import engine  # noqa: E402
 import ncu  # noqa: E402
 import stress  # noqa: E402
 import sweep  # noqa: E402
+import tool  # noqa: E402
 from test_engine import FakeGpu, FakeKernel, HostGpu  # noqa: E402
 
 LINE, = builds.parse_contenders(["scalar_vec8"])
@@ -201,6 +202,7 @@ def test_the_tally_of_a_sweep(tmp_path):
     assert sweep.tally("none", 8, str(tmp_path / "none"))["problems"] == 0
 
 
+@pytest.mark.long
 @needs_no_gpu
 def test_a_sweep_on_the_cpu_backend():
     code, out, err = run_all("sweep", "3", "--only", "^scalar_(vec2|racy)$", "--series", "5", "--cpu")
@@ -232,7 +234,7 @@ def test_a_sweep_on_the_cpu_backend():
     pytest.param("gates --time", "gates: it times kernels and there is no GPU here; without --time", marks=needs_no_gpu),
     pytest.param("ablate wmma_all", "ablate: it times kernels and there is no GPU here", marks=needs_no_gpu)])
 def test_refusals(words, sentence):
-    code, out, err = run_all(*words.split())
+    code, out, err = tool.run(*words.split())
     assert code == 2 and err.startswith(sentence) and err.count("\n") == 1 and not out
 
 

@@ -24,6 +24,7 @@ sys.path.insert(0, os.path.join(ROOT, "tools"))
 import builds  # noqa: E402
 import engine  # noqa: E402
 import search  # noqa: E402
+import tool  # noqa: E402
 import tune  # noqa: E402
 from test_engine import FakeGpu, FakeKernel  # noqa: E402
 
@@ -34,14 +35,12 @@ def line_of(*words):
     return search.parse_line(builds.Tree(), " ".join(words))
 
 
-def run(*words, **options):
-    done = subprocess.run([sys.executable, os.path.join(ROOT, "tools"), "tune", *words], capture_output=True, text=True,
-                          **options)
-    return done.returncode, done.stdout, done.stderr
+def run(*words):
+    return tool.run("tune", *words)
 
 
-def dry(log, *words, **options):
-    return run("--dry-run", "--from", "mma_lazy", "--log", str(log), *words, **options)
+def dry(log, *words):
+    return run("--dry-run", "--from", "mma_lazy", "--log", str(log), *words)
 
 
 def records_of(log):
@@ -187,23 +186,24 @@ def test_what_is_plainly_slower_is_dropped_early(judged):
 
 # ---- the log ----
 
+@pytest.mark.long
 def test_a_killed_search_goes_on(tmp_path):
     log = tmp_path / "log.jsonl"
     process = subprocess.Popen([sys.executable, os.path.join(ROOT, "tools"), "tune", "--dry-run", "--from", "mma_lazy",
-                                "--log", str(log), "--budget", "1"], stderr=subprocess.DEVNULL)
+                                "--log", str(log), "--budget", "0.5"], stderr=subprocess.DEVNULL)
     while not log.exists() or log.read_bytes().count(b"\n") < 20:
         time.sleep(0.01)
     process.send_signal(signal.SIGKILL)
     process.wait()
     kept = log.read_bytes().rpartition(b"\n")[0] + b"\n"
     log.write_bytes(kept + b'{"op_code":4,"wor')  # what a kill in the middle of a line leaves
-    code, out, err = dry(log, "--budget", "1")
+    code, out, err = dry(log, "--budget", "0.5")
     assert code == 0 and "to paste into configs.txt" in out, err
     assert log.read_bytes().startswith(kept)
     knobs = [record["knobs"] for record in records_of(log)]
     assert len(knobs) == len(set(knobs)) > 40
     before = log.read_bytes()
-    assert dry(log, "--budget", "1")[1] == out and log.read_bytes() == before  # the same command measures nothing twice
+    assert dry(log, "--budget", "0.5")[1] == out and log.read_bytes() == before  # the same command measures nothing twice
 
 
 def test_a_full_disk_leaves_a_valid_log(tmp_path):
@@ -224,9 +224,16 @@ def test_a_full_disk_leaves_a_valid_log(tmp_path):
     assert kept > 0 and [record["knobs"] for record in records_of(path)] == [f"A={n}" for n in range(kept + 1)]
 
 
-def test_refused_candidates_say_why(tmp_path):
-    assert dry(tmp_path / "log.jsonl", "--budget", "0.5", "--seed", "3")[0] == 0
-    records, tree = records_of(tmp_path / "log.jsonl"), builds.Tree()
+@pytest.fixture(scope="module")
+def searched(tmp_path_factory):
+    """The log of a search."""
+    log = tmp_path_factory.mktemp("searched") / "log.jsonl"
+    assert dry(log, "--budget", "0.5", "--seed", "3")[0] == 0
+    return log
+
+
+def test_refused_candidates_say_why(searched):
+    records, tree = records_of(searched), builds.Tree()
     assert {record["fate"] for record in records} >= {"refused", "timed"}
     for record in records:
         line = search.parse_line(tree, record["line"])
@@ -239,7 +246,8 @@ def test_refused_candidates_say_why(tmp_path):
     (["--fix", "BLOCK_M=5000"], "--fix BLOCK_M=5000: BLOCK_M: not a legal value"),
     (["--fix", "BLOCK_M=64", "--fix", "BLOCK_M=32"], "--fix BLOCK_M=32 contradicts --fix BLOCK_M=64"),
     (["--family", "mma", "--fix", "USE_WGMMA=1"], "--fix USE_WGMMA=1 contradicts the family, mma"),
-    (["--from", "mma_lazy", "--fix", "NUM_WARPS=7", "--fix", "BLOCK_M=64"], "the space is empty: BLOCK_M: with mma.sync it is 16 or 32 times"),
+    pytest.param(["--from", "mma_lazy", "--fix", "NUM_WARPS=7", "--fix", "BLOCK_M=64"],
+                 "the space is empty: BLOCK_M: with mma.sync it is 16 or 32 times", marks=pytest.mark.long),
     (["--budget", "0.05"], "--budget 0.05: 3 s are less than the 6 s that a candidate takes"),
     (["--budget", "soon"], "--budget soon: want minutes"), (["--family", "frob"], "--family frob: want scalar"),
     (["--from", "nobody"], "nobody: no line of configs.txt has that name"), (["--head-dim", "100"], "--head-dim 100: want a multiple of 16 in 32..256"),
@@ -284,11 +292,9 @@ def t4_schemas():
             yield json.load(file)
 
 
-@pytest.mark.parametrize("log", ["dry", *LISTS])
-def test_t4(log, tmp_path):
-    if log == "dry":
-        log = tmp_path / "log.jsonl"
-        dry(log, "--budget", "0.2")
+@pytest.mark.parametrize("log", ["", *LISTS])
+def test_t4(log, searched):
+    log = log or searched
     code, out, _ = run("--export", "t4", str(log))
     exported = json.loads(out)
     for schema in t4_schemas():
@@ -299,10 +305,8 @@ def test_t4(log, tmp_path):
     assert exported["results"][0]["configuration"]["USE_MMA_SYNC" if "mma" in own[0]["line"][:3] else "USE_WGMMA"] == "1"
 
 
-def test_pictures(tmp_path):
-    log = tmp_path / "log.jsonl"
-    dry(log, "--budget", "1")
-    code, out, err = run("--export", "svg", str(log))
+def test_pictures(searched):
+    code, out, err = run("--export", "svg", str(searched))
     assert code == 0 and not err, err
     history, knobs = (open(path).read() for path in out.split())
     assert "Optimization History" in history and "BLOCK_M" in knobs
@@ -341,6 +345,7 @@ def replayed(log):
     return {kind: tuple(map(int, figures)) for kind, *figures in rows}
 
 
+@pytest.mark.long
 def test_the_search_beats_random_search(tmp_path):
     """On a list by the cost model."""
     fix = [word for knob in ("BLOCK_M=16,32,64,128,256", "BLOCK_N=32,48,64,96,128", "NUM_WARPS=2,4,8", "STAGES=1,2,3",
@@ -352,6 +357,7 @@ def test_the_search_beats_random_search(tmp_path):
     assert found["from mma_lazy"][2] >= 18 and found["random search"][2] <= 10, found
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("log", LISTS)
 def test_the_search_on_measured_lists(log):
     found = replayed(log)

@@ -139,9 +139,7 @@ class Tree:
 
     def refusal(self, words):
         """The sentence with which sdpa.cu refuses these knobs; "" if it does not."""
-        compiled = run([CXX, "-std=c++17", "-fsyntax-only", *definitions(words), "-x", "c++", "-"],
-                       input=self.refusals())
-        return assertion_words(compiled.stderr)
+        return refusal_of(self.refusals(), tuple(sorted(definitions(words))))
 
     @functools.lru_cache(None)
     def program(self):
@@ -149,6 +147,12 @@ class Tree:
         text = self.read("sdpa.cu").split("// ==== COPY TO HERE")[0]
         stripped = run([CXX, "-fpreprocessed", "-dD", "-E", "-P", "-x", "c++", "-"], input=text)
         return text if stripped.returncode else stripped.stdout
+
+
+@functools.lru_cache(None)
+def refusal_of(program, options):
+    compiled = run([CXX, "-std=c++17", "-fsyntax-only", *options, "-x", "c++", "-"], input=program)
+    return assertion_words(compiled.stderr)
 
 
 def definitions(words):
@@ -384,7 +388,10 @@ def build_one(line, archs, program, kind):
         folder = os.path.join(os.path.dirname(os.path.dirname(os.path.realpath(nvcc()))), "lib64")
         options += ["-lcublas", "-Xlinker=-rpath=" + folder]
     version = run([nvcc(), "--version"]).stdout
-    folder = os.path.join(BUILD, "engine", digest(*sources, *sources.values()))
+    # A comment, or the harness, which a library does not have, compiles nothing again.
+    texts = [line.tree.program() if path == "sdpa.cu" else text for path, text in sources.items()
+             if path not in ("harness.cu", "reference.cpp")] if program == LIBRARY else sources.values()
+    folder = os.path.join(BUILD, "engine", digest(*sources, *texts))
     for path, text in sources.items():
         path = os.path.join(folder, path)
         os.makedirs(os.path.dirname(path), exist_ok=True)

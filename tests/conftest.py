@@ -1,0 +1,14 @@
+"""SDPA_TEST_QUICK=1 leaves out what is marked as long: tests that take long for what they find (./run_all.sh test --all has
+them)."""
+import os
+
+
+def pytest_configure(config):
+    config.addinivalue_line("markers", "long: takes long for what it finds; left out with SDPA_TEST_QUICK=1")
+
+
+def pytest_collection_modifyitems(config, items):
+    if os.environ.get("SDPA_TEST_QUICK"):
+        long = [item for item in items if item.get_closest_marker("long")]
+        config.hook.pytest_deselected(items=long)
+        items[:] = [item for item in items if item not in long]
