@@ -524,8 +524,13 @@ test_in() {
   stage=$((stage + 1))
   say "---- tests, $stage of $stages: $what ($((SECONDS / 60)) min $((SECONDS % 60)) s)"
   configure -DSDPA_TESTS="$which" -DSDPA_KEEP_GOING=OFF -DSDPA_ONLY= "${@:3}"
-  case " ${options[*]-} " in *' -N '* | *' --show-only'*) ;; *) build_tests || return ;; esac
-  run_ctest
+  if [ $listed = 1 ]; then
+    ctest --test-dir "$build" ${options[@]+"${options[@]}"} | grep -E '^( *Test |Total)'  # the rest says what is not built
+    return
+  fi
+  # Nothing is built for tests that the options leave out.
+  if ctest --test-dir "$build" -N ${options[@]+"${options[@]}"} | grep -q '^Total Tests: 0$'; then return; fi
+  build_tests && run_ctest
 }
 
 # judge_ctest WORD...: ctest itself ignores an option that it does not know.
@@ -544,8 +549,31 @@ judge_ctest() {
   done
 }
 
+# prepare_tests: installs what the tests need and is missing, as far as that is possible, and says what is left out.
+prepare_tests() {
+  local tool missing=()
+  for tool in git shellcheck chromium; do
+    command -v "$tool" >/dev/null || missing+=("$tool")
+  done
+  [ ${#missing[@]} = 0 ] || apt_install "${missing[@]}" || say "---- tests: without ${missing[*]}"
+  echo '#include <doctest/doctest.h>' | "${CXX:-c++}" -x c++ -fsyntax-only - 2>/dev/null || apt_install doctest-dev ||
+    refuse "doctest is missing; install it with: sudo apt-get install doctest-dev"
+  # ONNX is not Debian's, which is older than its operator Attention.
+  if find_python "${engine_packages[@]}" jsonschema matplotlib 'onnx==1.23.*' 'optuna==4.*' pytest \
+    "${extract_packages[@]}"; then
+    export PYTHON=$python
+    if ! install_pytorch; then
+      say "---- tests: those of bindings/pytorch.py are left out; they need PyTorch 2.11"
+    elif [ $which = ALL ] && ! install_newest_pytorch; then
+      say "---- tests: bindings/pytorch.py is not tried with the newest PyTorch, which could not be installed"
+    fi
+  else
+    say "---- tests: those in Python are left out; they need packages of PyPI, which pip could not install"
+  fi
+}
+
 run_tests() {
-  local base=$build failed=0 tool missing=() which=ON stage=0 stages=3
+  local base=$build failed=0 which=ON stage=0 stages=3 listed=0
   case ${1-} in
     -h|--help)
       say "usage: ./run_all.sh test [--all] [CTEST OPTION...]"
@@ -559,25 +587,6 @@ run_tests() {
   esac
   need_tools
   judge_ctest "$@"
-  # Of these the tests can do without; what they cannot do then is skipped.
-  for tool in git shellcheck chromium; do
-    command -v "$tool" >/dev/null || missing+=("$tool")
-  done
-  [ ${#missing[@]} = 0 ] || apt_install "${missing[@]}" || say "---- tests: without ${missing[*]}"
-  echo '#include <doctest/doctest.h>' | "${CXX:-c++}" -x c++ -fsyntax-only - 2>/dev/null || apt_install doctest-dev ||
-    refuse "doctest is missing; install it with: sudo apt-get install doctest-dev"
-  # ONNX is not Debian's, which is older than its operator Attention.
-  if find_python "${engine_packages[@]}" jsonschema matplotlib 'onnx==1.23.*' 'optuna==4.*' pytest \
-    "${extract_packages[@]}"; then
-    export PYTHON=$python
-    if install_pytorch; then
-      install_newest_pytorch || say "---- tests: bindings/pytorch.py is not tried with the newest PyTorch, which could not be installed"
-    else
-      say "---- tests: those of bindings/pytorch.py are left out; they need PyTorch 2.11"
-    fi
-  else
-    say "---- tests: those in Python are left out; they need packages of PyPI, which pip could not install"
-  fi
   if [ "${1-}" = --all ]; then
     which=ALL
     shift
@@ -585,6 +594,7 @@ run_tests() {
     export SDPA_TEST_QUICK=1
   fi
   local options=("$@")
+  case " $* " in *' -N '* | *' --show-only'*) listed=1 ;; *) prepare_tests ;; esac
   has_nvcc && stages=4
   test_in "$base-cpu" "the CPU backend" -DSDPA_CPU=ON || failed=1
   test_in "$base-asan" "AddressSanitizer and UBSan" -DSDPA_CPU=ON -DSDPA_SANITIZE=address || failed=1
@@ -594,6 +604,7 @@ run_tests() {
   else
     say "---- tests: CUDA: left out, nvcc is missing"
   fi
+  [ $listed = 0 ] || return $failed
   local took="$((SECONDS / 60)) min $((SECONDS % 60)) s"
   if [ $failed = 0 ]; then say "---- all tests passed, $took"; else say "---- some tests failed, $took"; fi
   return $failed

@@ -32,7 +32,7 @@ def test_the_blocks_are_found():
     assert set(re.findall(r"(?<!results/)bindings/[\w.]+", TEXT)) == {"bindings/" + name for name in names}
 
 
-@pytest.mark.parametrize("name", ["scalar_async2", "hopper", "mma_decode"])
+@pytest.mark.parametrize("name", ["scalar_async2", *(pytest.param(name, marks=pytest.mark.long) for name in ("hopper", "mma_decode"))])
 def test_the_cpp_example(name, tmp_path):
     """As a target of another project, and then by the two commands, with the CPU backend's headers in CUDA's place."""
     (tmp_path / "example.cpp").write_text(blocks("C and C\\+\\+", "cpp")[0])
@@ -56,6 +56,7 @@ def test_the_cpp_example(name, tmp_path):
         assert (done.returncode, done.stdout) == (0, "O is right\n"), done.stdout + done.stderr
 
 
+@pytest.mark.long
 @pytest.mark.skipif(not builds.nvcc() or not shutil.which("cmake"), reason="nvcc is missing")
 def test_in_a_cuda_project(tmp_path):
     """Whose own GPUs are those that nvcc takes by default, one too old for us among them."""
