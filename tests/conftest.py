@@ -2,6 +2,8 @@
 them)."""
 import os
 
+os.environ.setdefault("OMP_NUM_THREADS", "1")  # small tensors: more threads would wait for each other, six times as long
+
 
 def pytest_configure(config):
     config.addinivalue_line("markers", "long: takes long for what it finds; left out with SDPA_TEST_QUICK=1")

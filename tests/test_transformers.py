@@ -271,6 +271,7 @@ def test_training():
             gradients(model, input_ids=tokens, position_ids=ids)
 
 
+@pytest.mark.long
 def test_compiled():
     """A graph of a whole model is broken at its mask. That of a step gets the mask from outside, as generate() hands it."""
     model, tokens, mask = model_of("Gemma3"), tokens_of(), padding((5, 0), (0, 0))
