@@ -233,7 +233,7 @@ build_selected() {
 assertion_words() {
   sed -n -e 's/.*static assertion failed with "\(.*\)"$/\1/p' \
     -e 's/.*static_assert failed .*"\(.*\)"$/\1/p' \
-    -e 's/.*static assertion failed: \(.*\)$/\1/p' | head -1
+    -e "s/.*static assertion failed\( due to requirement '.*'\)\{0,1\}: \(.*\)\$/\2/p" | head -1
 }
 
 # line_number NAME: where configs.txt has the line, as in configs.txt:7.
