@@ -238,8 +238,8 @@ assertion_words() {
 
 # line_number NAME: where configs.txt has the line, as in configs.txt:7.
 line_number() {
-  local file=${SDPA_CONFIGS:-configs.txt}
-  echo "$(basename "$file"):$(grep -nm1 -E "^[[:space:]]*$1([[:space:]]|\$)" "$file" | cut -d: -f1)"
+  local file=${SDPA_CONFIGS:-configs.txt} byte_order_mark=$'\xEF\xBB\xBF'
+  echo "$(basename "$file"):$(grep -nm1 -E "^($byte_order_mark)?[[:space:]]*$1([[:space:]]|\$)" "$file" | cut -d: -f1)"
 }
 
 # compiler_words NAME: the sentence to show for a line that did not compile, or for the harness.
