@@ -332,7 +332,8 @@ def test_compile_commands(clone):
     run += [c.split(" && ")[0] for c in commands() if c.startswith("cmake")]
     assert len(run) >= 3 and (clone / "my_kernel.cu").is_file()
     for command in run:
-        done = sh(command, clone, PATH=path)
+        strict = {"NVCC_APPEND_FLAGS": "-Xcompiler=-Wall,-Wextra,-Werror"} if command.startswith("nvcc") else {}
+        done = sh(command, clone, PATH=path, **strict)
         assert done.returncode == 0, command + ":\n" + done.stdout + done.stderr
 
 
