@@ -242,13 +242,13 @@ build_selected() {
 assertion_words() {
   sed -n -e 's/.*static assertion failed with "\(.*\)"$/\1/p' \
     -e 's/.*static_assert failed .*"\(.*\)"$/\1/p' \
-    -e 's/.*static assertion failed: \(.*\)$/\1/p' | head -1
+    -e "s/.*static assertion failed\( due to requirement '.*'\)\{0,1\}: \(.*\)\$/\2/p" | head -1
 }
 
 # line_number NAME: where configs.txt has the line, as in configs.txt:7.
 line_number() {
-  local file=${SDPA_CONFIGS:-configs.txt}
-  echo "$(basename "$file"):$(grep -nm1 -E "^[[:space:]]*$1([[:space:]]|\$)" "$file" | cut -d: -f1)"
+  local file=${SDPA_CONFIGS:-configs.txt} byte_order_mark=$'\xEF\xBB\xBF'
+  echo "$(basename "$file"):$(grep -nm1 -E "^($byte_order_mark)?[[:space:]]*$1([[:space:]]|\$)" "$file" | cut -d: -f1)"
 }
 
 # compiler_words NAME: the sentence to show for a line that did not compile, or for the harness.

@@ -1076,7 +1076,7 @@ template <class B, int D = B::head_dim> struct TileCopy {
   template <int ROWS, class Rows>
   __device__ __forceinline__ void copy(Element<B>* dst_s, Rows src_g, int64_t row_stride, int rows) const {
     using Copy = std::conditional_t<B::converts, ConvertingCopy, VectorCopy<B::use_cp_async>>;
-    constexpr int unrolled = B::use_cp_async ? 16 : 8;  // a plain load in flight takes registers
+    [[maybe_unused]] constexpr int unrolled = B::use_cp_async ? 16 : 8;  // a plain load in flight takes registers
 #pragma unroll unrolled
     for (int r = 0; r < ROWS; r += row_step, src_g += row_step * row_stride) {
       if ((ROWS % row_step != 0 && row + r >= ROWS) || row >= row_step) break;
@@ -1096,7 +1096,7 @@ template <class B, bool GROUP> __device__ __forceinline__ void group_sync() {
     __syncwarp();
   } else if constexpr (B::split_kv > 1) {  // the number of a barrier is an immediate operand
     SDPA_UNROLL for (int group = 0; group < B::split_kv; group++) {
-      if (threadIdx.x / B::group_threads == group) barrier_sync(1 + group, B::group_threads);
+      if (int(threadIdx.x / B::group_threads) == group) barrier_sync(1 + group, B::group_threads);
     }
   } else {
     __syncthreads();
@@ -5009,7 +5009,7 @@ template <class B> Items items_of(const SdpaParams& p) {
 // have several there are twice as many at most, or as there are counters, and those of a typed SPLIT_CTAS.
 template <class B> PlanArgs plan_args(const SdpaParams& p, const Items& items) {
   const uint32_t heads = uint32_t(max(p.Hq / items.heads, 1)), tiles = uint32_t(items.count / heads);
-  PlanArgs plan{tiles, 0, 0};
+  PlanArgs plan{tiles, 0, 0, {}};
   if (B::use_pages) {
     const int bits = p.page_size | B::block_n;
     plan.page_size = Divisor(uint32_t(max(p.page_size, 1))), plan.box_rows = bits & -bits;  // 2^n that divides both
@@ -5068,7 +5068,7 @@ template <class B> SdpaStatus launch_kernel(const KernelArgs& a, uint32_t items,
     return failure(error, "this GPU cannot run this build (%zu bytes of shared memory a CTA): %s", most, why);
   }
   if (error != cudaSuccess) return cuda_failure(error, "an earlier call or kernel of this process");
-  cudaLaunchConfig_t launch{dim3(ctas), dim3(B::threads), bytes, stream};
+  cudaLaunchConfig_t launch{dim3(ctas), dim3(B::threads), bytes, stream, nullptr, 0};
   if (B::use_persistent_cta) {
     int ctas_per_sm = 0;
     error = cudaOccupancyMaxActiveBlocksPerMultiprocessor(&ctas_per_sm, kernel, B::threads, shared_bytes<B>);

@@ -157,7 +157,7 @@ def fake(q, k, v, *_):
         if x.dim() != 4:
             raise ValueError(f"sdpa.attention: a tensor has {x.dim()} dimensions, not [B,H,S,D]")
     dtype = torch.float16 if q.dtype == torch.float8_e4m3fn else q.dtype
-    out = torch.empty_like(q, dtype=dtype) if v.shape[3] == q.shape[3] else q.new_empty((*q.shape[:3], v.shape[3]))
+    out = torch.empty_like(q, dtype=dtype) if v.shape[3] == q.shape[3] else q.new_empty((*q.shape[:3], v.shape[3]), dtype=dtype)
     return out, q.new_empty(q.shape[:3], dtype=torch.float32)
 
 

@@ -1,5 +1,6 @@
 """A broken configs.txt: every problem is named with file and line, and the good lines go on. And what ./run_all.sh and the
 executables refuse, each in one sentence, before anything is built.  usage: python3 -m pytest tests/test_commands.py"""
+import ast
 import contextlib
 import csv
 import fcntl
@@ -11,7 +12,6 @@ import shutil
 import signal
 import subprocess
 import sys
-import threading
 
 import pytest
 
@@ -68,6 +68,21 @@ SENTENCES = """3: no knob is called BLOK_N; did you mean BLOCK_M or BLOCK_N?
 SENTENCES = ["bad.txt:" + sentence for sentence in SENTENCES.splitlines()]
 
 
+def on_a_terminal(*command, typed=None, **environment):
+    """The exit code, and all that is said on one; stdin is one if something is typed there."""
+    ours, theirs = pty.openpty()
+    os.write(ours, (typed or "").encode())
+    process = subprocess.Popen(command, stdin=subprocess.DEVNULL if typed is None else theirs, stdout=theirs, stderr=theirs,
+                               env={name: value for name, value in {**os.environ, **environment}.items() if value is not None})
+    os.close(theirs)
+    said = b""
+    with contextlib.suppress(OSError):  # at the end a terminal that nobody holds gives an error
+        while chunk := os.read(ours, 100000):
+            said += chunk
+    os.close(ours)
+    return process.wait(), said.decode().replace("\r\n", "\n")
+
+
 def run(*command, cwd=ROOT, **environment):
     """Exit code, stdout and stderr, however the lines of that are broken."""
     done = subprocess.run(command, capture_output=True, text=True, cwd=cwd, env={**os.environ, **environment},
@@ -90,6 +105,17 @@ def test_cmake_refuses_the_file_and_names_every_bad_line(tmp_path):
     (tmp_path / "bad.txt").write_text(BAD)
     code, _, err = run("cmake", "-S", ROOT, "-B", str(tmp_path / "cmake"), "-DSDPA_CPU=ON", f"-DSDPA_CONFIGS={tmp_path}/bad.txt")
     assert code and not [sentence for sentence in SENTENCES if sentence not in err]
+
+
+def test_names_that_the_build_uses(tmp_path):
+    """Those of its targets, sdpa_NAME, and of the libraries, sdpa_NAME_lib. And a byte order mark is no part of a name."""
+    texts = [builds.Tree().read(path) for path in ("CMakeLists.txt", "simt/CMakeLists.txt")]
+    names = {*re.findall(r"^ *add_\w+\(sdpa_(\w+)[ )]", "\n".join(texts), re.MULTILINE), "harness", "sweep", "scalar_lib"}
+    assert names >= {"table", "selected", "sweeps", "simt", "git_sha"}
+    (tmp_path / "bad.txt").write_text("\ufefffirst VEC_WIDTH=8\r\nsecond : first STAGES=1\r\n" + "\n".join(names) + "\n", encoding="utf-8")
+    code, out, err = run("cmake", f"-DCONFIGS={tmp_path}/bad.txt", "-P", os.path.join(ROOT, "tools", "configs.cmake"))
+    assert re.findall(r"'(\w+)' is no name for a line: the build uses it", err) == list(names)
+    assert [line.split("\t")[:2] for line in out.splitlines()] == [["first", ""], ["second", "first"]]
 
 
 def test_run_all_names_them_too_and_builds_the_good_lines(built):
@@ -122,12 +148,17 @@ def test_run_all_names_them_too_and_builds_the_good_lines(built):
     ("--cpu --shape 2147483648,1,1,1,1", 2, "--shape 2147483648,1,1,1,1: want small, mission"),
     ("--cpu --shape 1,8,8,512,512,64,1", 2, "--shape 1,8,8,512,512,64,1: want small, mission"),
     ("--cpu --causal yes", 2, "--causal yes: want br (bottom-right), tl (top-left) or off"),
+    ("--cpu --only=zzz", 2, "--only zzz: no line of configs.txt has such a name"),
+    ("--only=[ --cpu", 2, "--only [: not a regular expression"), ("--only=a --cpu --only b", 2, "--only is given twice; write --only 'a|b'"),
+    ("--shape=huge", 2, "--shape huge: want small, mission"), ("--causal=yes --cpu", 2, "--causal yes: want br"), ("--shape=", 2, "--shape : want small"),
+    ("--cpu --shape=small --causal=br --only=zzz=1", 2, "--only zzz=1: no line"), ("--cpu=1", 2, "--cpu=1: no such option or command"),
     ("test --allines", 2, "test --allines: neither --all, which comes first, nor an option of ctest"),
     ("test unit", 2, "test unit: want an option of ctest before it, as in -R unit"),
     ("--cpu --only a --only b", 2, "--only is given twice; write --only 'a|b'"),
     ("--cpu -- --check-only --header", 2, "-- --header: for one executable alone; type: build/sdpa_NAME --header"),
     ("list nobody", 2, "list nobody: no line of configs.txt has such a name"),
-    ("list ^scalar_vec", 0, "scalar_vec8 any GPU scalar_vec2 VEC_WIDTH=8"),
+    ("list ^scalar_vec", 0, "scalar_vec8 sm_80 scalar_vec2 VEC_WIDTH=8"), ("list ^scalar_racy", 0, "scalar_racy sm_80, must fail scalar_vec8 SYNC_POLICY=0"),
+    ("list ^hopper_bf16$", 0, "hopper_bf16 sm_90a hopper DTYPE=BF16"), ("list (", 2, "list (: not a regular expression"),
     ("test --help", 0, "usage: ./run_all.sh test [--all]"),
     ("results --help", 0, "usage: ")])
 def test_arguments_are_judged_before_anything_is_built(tmp_path, words, code, sentence):
@@ -136,12 +167,12 @@ def test_arguments_are_judged_before_anything_is_built(tmp_path, words, code, se
     assert "zzz" in words or not list(tmp_path.iterdir())  # names are read by CMake
 
 
-def test_few_lines_without_times_are_shown_each(built):
-    """A shape with D is README's notation; lines of another D are told once."""
+def test_few_lines_without_times_are_shown_each(built, german):
+    """In a locale with decimal commas. A shape with D is README's notation; lines of another D are told once."""
     (built[0] / "few.txt").write_text("good2 VEC_WIDTH=4 SYNC_POLICY=1\nnear : good2 SYNC_POLICY=2\nwide : good2 HEAD_DIM=128\n")
 
     def table(*words):
-        code, out, err = run(RUN_ALL, "--cpu", *words, SDPA_CONFIGS=str(built[0] / "few.txt"), SDPA_BUILD_DIR=str(built[0] / "build"))
+        code, out, err = run(RUN_ALL, "--cpu", *words, SDPA_CONFIGS=str(built[0] / "few.txt"), SDPA_BUILD_DIR=str(built[0] / "build"), **german)
         assert code == 0, err
         return [row.split() for row in out.splitlines() if row], err
     rows, err = table("--shape", "1,2,2,20,20,128", "--causal", "br")
@@ -156,18 +187,34 @@ def test_few_lines_without_times_are_shown_each(built):
     assert code == 77 and "nothing was checked, since every line was skipped" in err
 
 
+COMPILER = """#!/bin/sh
+for word; do [ "$last" = -o ] && out=$word; last=$word; done
+case "$*" in
+  *SDPA_LINE_ONLY*) mkdir {0}/first 2>/dev/null || exec sleep 60 ;;
+  *SDPA_HARNESS_ONLY*) ;;
+  *) exec g++ "$@" ;;
+esac
+: >"$out"
+"""
+
+
 def test_ctrl_c_while_building(tmp_path):
+    """By a compiler that has never done with the second line; of the first one there is an object alone."""
+    (tmp_path / "c++").write_text(COMPILER.format(tmp_path))
+    (tmp_path / "c++").chmod(0o755)
     (tmp_path / "two.txt").write_text("first VEC_WIDTH=4\nsecond VEC_WIDTH=8\n")
     process = subprocess.Popen([RUN_ALL, "--cpu"], stderr=subprocess.PIPE, stdout=subprocess.DEVNULL, stdin=subprocess.DEVNULL, text=True,
                                start_new_session=True, env={**os.environ, "SDPA_CONFIGS": str(tmp_path / "two.txt"), "JOBS": "1",
-                                                            "SDPA_BUILD_DIR": str(tmp_path / "build")})
+                                                            "SDPA_BUILD_DIR": str(tmp_path / "build"), "CXX": str(tmp_path / "c++")})
+    said = []
     for line in process.stderr:
-        if line.startswith("building"):
-            threading.Timer(3, os.killpg, (process.pid, signal.SIGINT)).start()
+        said.append(line)
+        if line.startswith("built 1 of 2"):
             break
-    said = process.stderr.read()
+    os.killpg(process.pid, signal.SIGINT)
+    said = "".join(said) + process.stderr.read()
     assert process.wait() == 130, said
-    assert re.search(rf"stopped while building, [01] lines? of 2 built; the same command goes on there, in {tmp_path}/build-cpu", said)
+    assert f"stopped while building, 1 line of 2 compiled; the same command goes on there, in {tmp_path}/build-cpu" in said
 
 
 @pytest.mark.skipif(not builds.nvcc(), reason="nvcc is missing")
@@ -183,7 +230,19 @@ def test_cmakes_own_variable_for_architectures(tmp_path):
     assert code and "CMAKE_CUDA_ARCHITECTURES=every: want native or a list such as 80-real;90a-real" in err
 
 
+@pytest.mark.parametrize("command", ["list", "--cpu", "sweep 1 --cpu", "extract scalar_vec8", "ab scalar_vec8 STAGES=1", "test -N"])
+def test_environment_that_no_command_takes(command, tmp_path):
+    build = dict(SDPA_BUILD_DIR=str(tmp_path / "build"))
+    for archs in ("foo", "sm_90", "80 90a", "90x-real", "80-real;", "native;80"):
+        assert run(RUN_ALL, *command.split(), SDPA_ARCHS=archs, **build) == (
+            2, "", f"run_all.sh: SDPA_ARCHS={archs}: want native or a list such as 80-real;90a-real"), archs
+    code, out, err = run(RUN_ALL, *command.split(), SDPA_CONFIGS="nosuch", cwd=tmp_path, **build)
+    assert (code, out, err) == (2, "", f"run_all.sh: SDPA_CONFIGS={tmp_path}/nosuch: there is no such file") and not list(tmp_path.iterdir())
+
+
 def test_environment(tmp_path):
+    for archs in ("native", "80-real;90a-real", "120f-virtual", "89"):
+        assert run(RUN_ALL, "list", "^scalar_minimal$", SDPA_ARCHS=archs)[0] == 0
     assert "JOBS=abc: want a number of processes" in run(RUN_ALL, "--cpu", JOBS="abc")[2]
     assert "/proc/none-cpu: no folder that can be written to" in run(RUN_ALL, "--cpu", SDPA_BUILD_DIR="/proc/none")[2]
     build = dict(SDPA_BUILD_DIR=str(tmp_path / "build"))
@@ -220,9 +279,10 @@ def test_a_line_is_built_again_when_its_knobs_are_right_again(built):
     def words_of(command, *words):
         return run(RUN_ALL, *command.split(), *words, SDPA_CONFIGS=str(folder / "one.txt"), SDPA_BUILD_DIR=str(folder / "build"))
     for knobs, right in (("VEC_WIDTH=2", True), ("VEC_WIDTH=2 HEAD_DIM=24", False), ("VEC_WIDTH=2", True)):
-        (folder / "one.txt").write_text(f"good2 {knobs}\n")
+        (folder / "one.txt").write_text(f"good2 {knobs}\n", encoding="utf-8-sig")
         code, out, err = words_of("--cpu --csv --shape small -- --check-only")
-        assert (code, "small,ok,PASS" in out, "HEAD_DIM: not a legal value" in err) == (0 if right else 1, right, not right), err
+        assert (code, "small,ok,PASS" in out, "one.txt:1: sdpa_good2 does not compile: HEAD_DIM: not a legal value" in err) == (
+            0 if right else 1, right, not right), err
         if not right:
             code, out, err = words_of("sweep 2 --cpu")
             assert code == 1 and "good2 does not compile: HEAD_DIM: not a legal value" in err and "good2,1,0,0," in out
@@ -242,6 +302,105 @@ def test_a_link_from_another_folder(built):
     code, _, err = run("./link", "--cpu", "--only", "^good2$", "--shape", "small", cwd=folder, SDPA_CONFIGS="bad.txt",
                        SDPA_BUILD_DIR=str(folder / "build"))
     assert code == 1 and "rows: build-cpu/rows.csv" in err  # 1: the bad lines
+
+
+# ---- numbers and words, on a terminal and in other languages ----
+
+@pytest.fixture(scope="module")
+def german(tmp_path_factory):
+    """The environment of a user with decimal commas; of none where that locale cannot be made."""
+    folder = tmp_path_factory.mktemp("locales")
+    if not shutil.which("localedef") or subprocess.run(["localedef", "-i", "de_DE", "-f", "UTF-8", folder / "de_DE.UTF-8"],
+                                                       capture_output=True).returncode:
+        return {}
+    return dict(LC_ALL="de_DE.UTF-8", LOCPATH=str(folder))
+
+
+@pytest.fixture(scope="module")
+def table(tmp_path_factory):
+    """tools/table.cpp, compiled."""
+    program = tmp_path_factory.mktemp("table") / "sdpa_table"
+    subprocess.run([builds.CXX, "-std=c++17", "-Wall", "-Wextra", "-Werror", os.path.join(ROOT, "tools/table.cpp"), "-o", program], check=True)
+    return program
+
+
+DATA = os.path.join(ROOT, "tests", "data")
+
+
+def test_the_table(table, german):
+    """The fastest that is right, each problem by time against its own base, all words; whatever the locale has."""
+    want = builds.Tree().read("tests/data/table.txt")
+    assert max(map(len, want.splitlines())) <= 100
+    for environment in ({}, german, dict(TERM="xterm")):
+        assert subprocess.run([table, os.path.join(DATA, "table.csv")], capture_output=True, text=True, env={**os.environ, **environment}).stdout == want
+    assert run(table)[0] == run(table, "nosuch.csv")[0] == 2
+    with open("/dev/full", "w") as full:
+        assert subprocess.run([table, os.path.join(DATA, "table.csv")], stdout=full).returncode == 1
+
+
+def test_the_table_on_a_terminal(table):
+    """Coloured where that is wanted, and the same words."""
+    want = builds.Tree().read("tests/data/table.txt")
+    for environment in (dict(TERM="xterm", NO_COLOR="1"), dict(TERM="dumb", NO_COLOR=None), dict(TERM=None, NO_COLOR=None)):
+        assert on_a_terminal(table, os.path.join(DATA, "table.csv"), **environment) == (0, want), environment
+    for environment in (dict(TERM="xterm", NO_COLOR=None), dict(TERM="xterm", NO_COLOR="")):
+        code, said = on_a_terminal(table, os.path.join(DATA, "table.csv"), **environment)
+        assert code == 0 and re.sub(r"\033\[[0-9;]*m", "", said) == want
+        assert set(re.findall(r"\033\[1;31m(.*?)\033\[0m", said)) == {"FAIL  ", "skipped", "error  "}
+        assert re.findall(r"\033\[1;32m(\w+) *\033\[0m", said) == ["quick", "base2"] and "\033[1mno executable\033[0m" in said
+
+
+def test_of_many_lines_without_times_those_alone_that_are_wrong(table, tmp_path):
+    rows = "".join(f"line{n},small,off,64,fp16,ok,PASS,,0.1,0.2,\n" for n in range(19))
+    header, wrong = "config,shape,causal,D,dtype,status,check,graph_us,rel_rms,max_abs_err,note\n", "wrong,small,off,64,fp16,ok,FAIL,,0.1,0.2,words\n"
+    for count, shown in ((20, 20), (21, 1)):
+        (tmp_path / "rows.csv").write_text(header + rows + wrong + "last,small,off,64,fp16,ok,PASS,,0.1,0.2,\n" * (count - 20))
+        _, out, _ = run(table, str(tmp_path / "rows.csv"))
+        assert len(out.splitlines()) == 2 + shown and f"{'wrong':<24} FAIL    words\n" in out
+    (tmp_path / "rows.csv").write_text(header + rows + "last,small,off,64,fp16,ok,PASS,,0.1,0.2,\n" * 2)
+    assert len(run(table, str(tmp_path / "rows.csv"))[1].splitlines()) == 23  # 20 names
+
+
+def test_what_a_command_starts_has_a_decimal_point(tmp_path):
+    """Also awk and printf of a shell. The user's language stays."""
+    (tmp_path / "cmake").write_text('#!/bin/sh\necho "numbers: $LC_NUMERIC, words: $LANG, ${LC_ALL:-not all}" >&2\n')
+    (tmp_path / "cmake").chmod(0o755)
+    path = f"{tmp_path}:{os.environ['PATH']}"
+    assert "numbers: C, words: de_DE.UTF-8, not all" in run(RUN_ALL, "list", LC_ALL="de_DE.UTF-8", LC_NUMERIC="de_DE.UTF-8", PATH=path)[2]
+    assert "numbers: C, words: fr_FR, not all" in run(RUN_ALL, "list", LC_ALL="", LANG="fr_FR", LC_NUMERIC="fr_FR", PATH=path)[2]
+
+
+def test_progress_on_a_terminal():
+    """In one place; a line each on one that cannot. Without colours where nobody reads."""
+    command, refused = (RUN_ALL, "--cpu", "--only", "^scalar_vec2$"), "run_all.sh: /proc/none-cpu: no folder that can be written to; set SDPA_BUILD_DIR to one\n"
+    for term, start in (("xterm", "\r\033[Kreading configs.txt"), ("dumb", "reading configs.txt\n"), (None, "reading configs.txt\n")):
+        code, said = on_a_terminal(*command, TERM=term, SDPA_BUILD_DIR="/proc/none")
+        assert (code, said) == (2, start + refused), term
+
+
+@pytest.fixture
+def no_python(tmp_path):
+    """A PATH without any Python, or what only a build needs."""
+    for name in "bash sh env sed cat grep dirname readlink realpath nproc awk mkdir id tr head cut".split():
+        (tmp_path / name).symlink_to(shutil.which(name))
+    return str(tmp_path)
+
+
+def test_help_needs_nothing(no_python):
+    """Of each command that the front door lists: the usage, as its tool prints it by itself."""
+    code, out, err = run(RUN_ALL, "--help", PATH=no_python)
+    assert (code, err) == (0, "") and (0, out, "") == run(RUN_ALL, "-h", PATH=no_python)
+    commands = list(dict.fromkeys(re.findall(r"^       \./run_all\.sh ([a-z]+)", out, re.MULTILINE)))
+    assert {"ab", "profile", "results", "test", "list", "tune"} <= set(commands) and len(commands) == 14
+    for command in commands:
+        code, out, err = run(RUN_ALL, command, "--help", PATH=no_python)
+        if command in ("list", "test"):  # of run_all.sh itself
+            assert code == 0 and err.startswith("usage: ./run_all.sh " + command) and not out
+            continue
+        text = builds.Tree().read(f"tools/{ {'profile': 'ncu', 'results': 'page'}.get(command, command)}.py")
+        usage = re.sub(r"\n+", "\n", ast.get_docstring(ast.parse(text)) + "\n")
+        assert (code, out, err) == (0, usage, "") and f"./run_all.sh {command}" in usage, command
+    assert run(RUN_ALL, "ab", "scalar_vec8", "-h", PATH=no_python)[0] == 0
 
 
 # ---- tools that are missing ----
@@ -269,13 +428,8 @@ def test_a_missing_tool_is_installed_and_named(bare):
 @pytest.mark.parametrize("answer,is_installed", [("n", False), ("", False), ("y", True)])
 def test_on_a_terminal_it_asks_before(bare, answer, is_installed):
     folder, environment = bare
-    ours, theirs = pty.openpty()
-    os.write(ours, answer.encode() + b"\n")
-    done = subprocess.Popen([RUN_ALL, "--cpu"], stdin=theirs, stdout=subprocess.DEVNULL, stderr=theirs,
-                            env={**os.environ, **environment})
-    assert done.wait() == 2
-    said = os.read(ours, 10000).decode()
-    assert "May I install cmake (apt-get)? [y/N]" in said and (folder / "log").exists() == is_installed
+    code, said = on_a_terminal(RUN_ALL, "--cpu", typed=answer + "\n", **environment)
+    assert code == 2 and "May I install cmake (apt-get)? [y/N]" in said and (folder / "log").exists() == is_installed
     assert is_installed or "cmake is missing; install it with: sudo apt-get install cmake" in said
 
 
@@ -287,6 +441,12 @@ def test_on_a_terminal_it_asks_before(bare, answer, is_installed):
     ("sdpa_good3", "--config", 0, "changed: BLOCK_N=64 VEC_WIDTH=4 SYNC_POLICY=2"),
     *[("sdpa_good3", "--config", 0, knob) for knob in ("VEC_WIDTH 4", "SYNC_POLICY 2", "BLOCK_N 64")],
     ("sdpa_good2", "--check-only --causal off --shape 1x1x1x8x8", 0, "1x1x1x8x8,ok,PASS"),
+    ("sdpa_good2", "--check-only --causal=off --shape=1x1x1x8x8", 0, "1x1x1x8x8,ok,PASS"),
+    ("sdpa_good2", "--shape=huge", 2, "--shape huge: want small"), ("sdpa_good2", "--shape=", 2, "--shape : want small"),
+    ("sdpa_good2", "--shape", 2, "--shape: its value is missing"), ("sdpa_good2", "--check-only=1", 2, "--check-only: it takes no value"),
+    ("sdpa_good2", "--header=", 2, "--header: it takes no value"), ("sdpa_good2", "--frob=1", 2, "--frob: no such option"),
+    ("sdpa_good2", "--causal=br --causal off", 2, "--causal is given twice"), ("sdpa_good2", "--dist=a=b", 2, "--dist a=b: want"),
+    ("sdpa_good2", "--help", 0, "(on a terminal it tells in words; rows of CSV go to a file or a pipe)"),
     *[("sdpa_good2", f"{option} {value} {option} {value}", 2, f"{option} is given twice") for option, value in (
         ("--causal", "br"), ("--dist", "normal"), ("--scale", "1"), ("--seeds", "1"), ("--iters", "2"))],
     *[("sweep_good2", f"{option} {value} {option} {value}", 2, f"{option} is given twice") for option, value in (
@@ -299,18 +459,14 @@ def test_a_program(built, program, words, code, sentence):
 
 
 def test_on_a_terminal_it_tells_in_words(built):
-    ours, theirs = pty.openpty()
-    subprocess.run([built[0] / "build-cpu" / "sdpa_good2", "--shape", "1,1,1,8,8,64"], stdout=theirs, stderr=theirs, check=True)
-    os.close(theirs)
-    said = b""
-    with contextlib.suppress(OSError):  # at the end a terminal that nobody holds gives an error
-        while chunk := os.read(ours, 100000):
-            said += chunk
-    said = said.decode().split("\r\n")
-    assert said[0] == "sdpa_good2 (scalar) on CPU backend" and "Sq=8 Sk=8 D=64 fp16, causal off" in said[1]
+    code, said = on_a_terminal(built[0] / "build-cpu" / "sdpa_good2", "--shape", "1,1,1,8,8,64")
+    said = said.split("\n")
+    assert code == 0 and said[0] == "sdpa_good2 (scalar) on CPU backend" and "Sq=8 Sk=8 D=64 fp16, causal off" in said[1]
     words = " ".join(said)
     assert "check    PASS: 8 rows" in words and "rel_rms" in words and "(limit 0.001)" in words
     assert not [line for line in said if len(line) > 120] and ",ok,PASS," not in words
+    _, said = on_a_terminal(built[0] / "build-cpu" / "sdpa_good2", "--shape", "1,1,1,8,8,64", "--header")
+    assert "rel_rms" in said and re.search(r"^good2,scalar,1x1x1x8x8,ok,PASS,.*", said, re.MULTILINE)  # who asks for a header wants rows
 
 
 def test_rows_that_go_nowhere(built):

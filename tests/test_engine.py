@@ -174,6 +174,79 @@ def test_throttled_blocks_are_thrown_out():
     assert found["B"].thrown_out > 0 and found["B"].verdict in ("SAME", "UNCLEAR")
 
 
+def series_of(count, turns):
+    """A Series with so many blocks of the same turns, {contender: turn}."""
+    series = engine.Series(None, dict.fromkeys(turns), engine.PACE)
+    series.blocks = [{key: [turn, turn] for key, turn in turns.items()} for _ in range(count)]
+    return series
+
+
+@pytest.mark.parametrize("half", (0, 1))
+@pytest.mark.parametrize("side", "AB")
+def test_which_pairs_are_thrown_out(side, half):
+    """Those in which either side was throttled, or had a clock that is not its own. The power limit, an idle GPU and a clock that
+    somebody has set are no reason, nor is what a third contender does."""
+    turns = {"A": engine.Turn((100.0, 101.0, 103.0), 1980), "B": engine.Turn((110.0, 111.0, 112.0), 1500, 4), "C": engine.Turn((1.0,), 900)}
+    usual = math.log(111 / 101)
+
+    def pairs(at=side, **changes):
+        series = series_of(8, turns)
+        series.blocks[5][at][half] = turns[at]._replace(us=(200.0,), **changes)
+        return series.ratios("B", "A")
+    all_kept, thrown = [usual] * 16, ([usual] * 15, 1)
+    all_kept[2 * 5 + half] = math.log(111 / 200 if side == "A" else 200 / 101)
+    kept = {bit for bit in range(64) if pairs(throttle=1 << bit) == (all_kept, 0)}
+    assert kept == {0, 1, 2, 8} and all(pairs(throttle=1 << bit) == thrown for bit in set(range(64)) - kept)
+    assert pairs(throttle=4 | 32) == thrown
+    own = turns[side].clock_mhz
+    for factor, throttle, want in ((0.89, 0, thrown), (1.11, 2, thrown), (0.91, 0, (all_kept, 0)), (1.09, 1, (all_kept, 0)), (0.5, 4, (all_kept, 0))):
+        assert pairs(clock_mhz=own * factor, throttle=throttle) == want, (factor, throttle)
+    assert pairs("C", clock_mhz=1, throttle=32) == ([usual] * 16, 0)
+    turns = {key: turn._replace(clock_mhz=0, throttle=0) for key, turn in turns.items()}  # without NVML
+    assert pairs() == (all_kept, 0)
+
+
+def test_a_comparison_of_throttled_turns_counts_the_others():
+    """A GPU that throttles A alone, every other turn: the verdict is that of the rest."""
+    class Throttled(FakeGpu):
+        def replay(self, graph, count, warm=0, behind=0):
+            times, (mhz, _) = super().replay(graph, count, warm, behind)
+            is_hot = graph.close == "A" and self.rng.random() < 0.3
+            return [us * (1 + is_hot) for us in times], (mhz, 8 * is_hot)
+    series, found = engine.compare(Throttled(0), graphs(20.0, 20.2), seed=0)
+    verdict = found["B"]
+    assert verdict.verdict == "SLOWER" and 1.008 < verdict.ratio < 1.012 and 0 < verdict.thrown_out
+    assert verdict.pairs + verdict.thrown_out == 2 * len(series.blocks)
+
+
+def test_a_turn_times_what_is_warm(monkeypatch):
+    """With so many replays that both last as long as the pace says, and some behind them unless the GPU rests before."""
+    asked, told, slept = [], [], []
+
+    class Counts:
+        def replay(self, graph, count, warm=0, behind=0):
+            asked.append((count, warm, behind))
+            return list(range(1, count + 1)), (1500, 4, 300.0)
+    monkeypatch.setattr(engine.time, "sleep", slept.append)
+
+    def turn(*pace, **more):
+        return engine.Series(Counts(), {"A": engine.Graph(None, 10, 400.0)}, engine.Pace(*pace, **more), lambda *x: told.append(x)).turn("A")
+    found = turn(1000, 3500, 2)
+    assert asked == [(12, 3, 5)] and found == ((*(n / 10 for n in range(4, 13)),), 1500, 4, 300.0) and told == [("A", found)] and not slept
+    assert turn(0, 100, 3, rest_s=0.3).us == (0.1, 0.2, 0.3) and asked[1] == (3, 0, 0) and slept == [0.3]
+
+
+def test_what_a_series_says_of_a_contender():
+    series = series_of(0, {"A": None, "B": None})
+    for us, mhz, throttle, watts in ((1, 100, 4, 10), (2, 300, 4, 30), (9, 200, 0, 20)):
+        of_a, of_b = engine.Turn((us, us, 50 * us), mhz, throttle, watts), engine.Turn((7,), 7, 4 * (us < 9), 7)
+        series.blocks.append({"A": [of_a, of_a], "B": [of_b, of_b]})
+    assert (series.us("A"), series.clock("A"), series.power("A")) == (2, 200, 20) and (series.us("B"), series.clock("B")) == (7, 7)
+    assert series.at_power_limit() and 1 <= series.interval("A")[0] <= 2 <= series.interval("A")[1] <= 9
+    series.blocks = series.blocks[1:]
+    assert series.interval("A") == (2, 9) and not series.at_power_limit()  # of five turns or fewer all; half of them is not most
+
+
 def test_order_is_balanced_and_each_turn_recorded():
     seen = []
     series = engine.Series(FakeGpu(), dict(graphs(20.0, 20.0), C=graphs(20.0, 20.0)["A"]), engine.PACE,
@@ -311,6 +384,42 @@ def shift_heads(O, LSE):
 def test_a_wrong_kernel_does_not(harm):
     check = check_of(harm)
     assert not check.passed and check.sentence
+
+
+@pytest.mark.parametrize("us,launches", [(1.0, 400), (10.0, 50), (100.0, 20), (124.0, 20), (126.0, 10), (300.0, 5), (5000.0, 1)])
+def test_launches_of_a_graph(us, launches):
+    """As many as half a millisecond holds, at least 20 and at most 400; fewer of long ones."""
+    class Timed(FakeGpu):
+        def time(self, enqueue, count):
+            return [us + 1, us, us + 2][:count], (0, 0)
+    captured, kernel = [], FakeKernel(line=builds.Torch("torch:math"))
+    kernel.capture = lambda gpu, launch, launches: captured.append(launches) or (lambda: us, lambda: captured.append("closed"))
+    gpu, problem = Timed(noise=0), engine.parse_problem("1,1,1,3,5,64,fp16")
+    bench = engine.Bench(gpu, {"A": kernel}, {"A": problem})
+    assert captured == [launches] == [bench.graphs["A"].launches] and bench.graphs["A"].replay_us == us * launches
+    bench.drop("A")
+    assert captured[1:] == ["closed"] and not bench.graphs and not bench.checks and not bench.trouble()
+    bench.tensors.workspace(5 << 20)
+    bench.close()
+    assert not gpu.memory, "device memory is left"
+
+
+def test_each_contender_finds_a_workspace_of_zeros_and_no_results_of_the_other():
+    seen = []
+
+    class Uses(FakeKernel):
+        def prepare(self, gpu, tensors, p):
+            launch, outputs, _ = super().prepare(gpu, tensors, p)
+            place = tensors.workspace(100)
+
+            def use():
+                seen.append((gpu.memory[place][:100].any(), (gpu.memory[tensors.address["O"]] == 0xff).all(),
+                             (gpu.memory[tensors.address["LSE"]] == 0xff).all()))
+                launch()
+                gpu.memory[place][:] = 7
+            return use, outputs, (place, 100)
+    bench = engine.Bench(FakeGpu(), {"A": Uses(), "B": Uses()}, dict.fromkeys("AB", engine.parse_problem("1,2,1,5,5,64,fp16")))
+    assert bench.fit_to_time().keys() == {"A", "B"} and seen[0] == seen[4] == (False, True, True)
 
 
 class HostGpu(FakeGpu):
@@ -481,6 +590,166 @@ def test_what_a_gpu_cannot_run_is_refused(repository, monkeypatch):
         engine.load(builds.Torch("torch:fa3"), gpu, {})
 
 
+def test_commits_are_asked_of_a_clone_alone(tmp_path, monkeypatch):
+    monkeypatch.setattr(builds, "ROOT", str(tmp_path))  # an unpacked archive
+    monkeypatch.setenv("GIT_CEILING_DIRECTORIES", str(tmp_path.parent))
+    with pytest.raises(builds.Refused, match="^main~20: these sources are no clone of the repository, so there are no commits here$"):
+        builds.parse_contenders(["main~20:scalar_minimal"])
+    monkeypatch.setenv("PATH", str(tmp_path))
+    with pytest.raises(builds.Refused, match="^main~20: git is missing; install it with: sudo apt-get install git$"):
+        builds.Tree("main~20")
+
+
+def test_what_a_line_says_of_itself(repository):
+    repository("configs.txt", "kept STAGES=2\n")
+    tree = builds.Tree("HEAD")
+    assert builds.Tree().folder() == builds.ROOT != tree.folder() and os.path.exists(tree.folder() + "/tools/library.cu")
+    for words, wanted in (("", ("fp16", "fp16", "scalar", 64, 0)), ("DTYPE=BF16 USE_WMMA=1 HEAD_DIM=128", ("bf16", "bf16", "wmma", 128, 0)),
+                          ("DTYPE=FP8_E4M3 USE_WGMMA=1 HEAD_DIM_V=96", ("e4m3", "fp16", "wgmma", 64, 96)),
+                          ("DTYPE=U8 OUT_DTYPE=BF16 USE_MMA_SYNC=1", ("u8", "bf16", "mma", 64, 0)), ("OUT_DTYPE=BF16", ("fp16", "bf16", "scalar", 64, 0)),
+                          ("OUT_DTYPE=AUTO DTYPE=BF16 USE_MMA_SYNC=0", ("bf16", "bf16", "scalar", 64, 0))):
+        line = builds.Line(tree, "kept", tuple(words.split()))
+        assert (line.dtype, line.out_dtype, line.family, line.D, line.Dv) == wanted
+    line = builds.Line(tree, "kept", ("STAGES=4", "HEAD_DIM=96"))
+    assert (line.text, line.label, line.target) == ("HEAD:kept STAGES=4 HEAD_DIM=96", "HEAD:kept__STAGES_4__HEAD_DIM_96",
+                                                    "kept__STAGES_4__HEAD_DIM_96")
+    assert line.words == line.effective_knobs()[::-1] == ["STAGES=4", "HEAD_DIM=96"]
+    assert builds.Line(builds.Tree(), "kept", ("arch=80",)).effective_knobs() == ["HEAD_DIM=64", "STAGES=2"]
+    assert builds.nearest("kepd", ["kept", "wide"]) == "did you mean kept?" and builds.nearest("zzz", ["kept", "wide"]) == ""
+
+
+@pytest.mark.parametrize("own,archs", [("", "80 89 90a 120"), ("90a", "90a"), ("89", "89 90a 120"), ("120", "120"), ("80", "80 89 90a 120")])
+def test_which_gpus_a_line_runs_on(own, archs):
+    line = builds.Line(builds.Tree(), "scalar_minimal", ("arch=" + own,) * bool(own))
+    assert [arch for arch in ("80", "89", "90a", "120") if line.runs_on(arch)] == line.archs(["80", "89", "90a", "120"]) == archs.split()
+    assert line.archs(["75"]) == ([own] if own else ["75"])
+
+
+@pytest.mark.parametrize("text,words", [
+    ('x.cu(9): error: static assertion failed with "STAGES: no; type 1"', "STAGES: no; type 1"),
+    ("x.cu:9:1: error: static assertion failed: STAGES: no", "STAGES: no"), ("x.cu:9:1: error: static_assert failed due to requirement '3 < 2' \"STAGES: no\"", "STAGES: no"),
+    ("x.cu:9:1: error: static assertion failed due to requirement '1 > 2': STAGES: no", "STAGES: no"), ("x.cu: error: no such type", ""), ("", "")])
+def test_words_of_three_compilers(text, words):
+    assert builds.assertion_words(f"first\n{text}\n  note: in an expansion\n") == words
+    assert builds.compiler_words(f"first\n{text}\nlast\n") == (words or text or "last")
+    assert builds.compiler_words("") == "the compiler said nothing"
+
+
+# ---- building, by a compiler that writes down its words ----
+
+NVCC = """#!/bin/sh
+[ "$1" = --version ] && cat {0}/version && exit
+echo "$@" >>{0}/calls
+for word; do [ "$last" = -o ] && out=$word; last=$word; done
+case "$*" in *STAGES=4*) echo 'error: static assertion failed with "STAGES: no"' >&2; exit 1 ;; esac
+echo "of stdout"; echo "ptxas info : Used 40 registers" >&2
+echo library >"$out"
+"""
+
+
+@pytest.fixture
+def nvcc(tmp_path, monkeypatch):
+    """Builds contenders, as they are typed; {text: Built} and how often the compiler was called for it."""
+    (tmp_path / "nvcc").write_text(NVCC.format(tmp_path))
+    (tmp_path / "nvcc").chmod(0o755)
+    (tmp_path / "version").write_text("13.0")
+    (tmp_path / "calls").write_text("")
+    monkeypatch.setenv("PATH", f"{tmp_path}:{os.environ['PATH']}")
+    monkeypatch.setattr(builds, "BUILD", str(tmp_path / "build"))
+
+    def build(words, *archs, **more):
+        before = (tmp_path / "calls").read_text()
+        built = builds.build(builds.parse_contenders(words.split()), *archs, **more)
+        return {line.text: one for line, one in built.items()}, (tmp_path / "calls").read_text()[len(before):].splitlines()
+    return build
+
+
+def test_a_library_is_built_once(nvcc, tmp_path, monkeypatch):
+    told = []
+    line = "scalar_vec8 USE_CP_ASYNC=1 STAGES=3"
+    built, calls = nvcc(f"scalar_vec8 {line} scalar_vec8", "80", "90a", progress=lambda *x: told.append(x))
+    assert list(built) == ["scalar_vec8", line] and [x[:2] for x in told] == [(1, 2), (2, 2)] and len(calls) == 2
+    call, = (call for call in calls if "STAGES=3" in call)
+    words = call.split()
+    assert {"-O3", "-std=c++17", "-shared", "-gencode=arch=compute_80,code=sm_80", "-gencode=arch=compute_90a,code=sm_90a", "-DVEC_WIDTH=8",
+            "-DUSE_CP_ASYNC=1", "-DSTAGES=3", "-DSDPA_CONFIG_NAME=scalar_vec8__USE_CP_ASYNC_1__STAGES_3", "tools/library.cu"} <= set(words)
+    found = built[line]
+    assert found.trouble == "" and open(found.path).read() == "library\n" and "40 registers" in found.log and "of stdout" in found.log
+    folder = os.path.dirname(found.path)
+    for path, text in builds.Tree().sources("tools/library.cu").items():  # the compiler finds all that is included
+        assert open(os.path.join(folder, path)).read() == text
+    assert os.path.exists(folder + "/sdpa.cu") and not [name for name in os.listdir(folder) if name.count(".") > 2]
+    again, calls = nvcc(line, "80", "90a")
+    assert calls == [] and again[line][1:] == found[1:]
+    paths = {found.path}
+    for change in ({"archs": ("80",)}, {"kind": "-fatbin"}, {"kind": ""}, {"program": "tools/hog.cu"}, {"version": "13.1"}):
+        (tmp_path / "version").write_text(change.pop("version", "13.0"))
+        other, calls = nvcc(line, *change.pop("archs", ("80", "90a")), **change)
+        assert len(calls) == 1 and other[line].path not in paths, change
+        paths.add(other[line].path)
+    monkeypatch.setattr(builds, "nvcc", lambda: None)
+    with pytest.raises(builds.Refused, match="^nvcc is missing; install the CUDA Toolkit"):
+        nvcc(line, "80")
+
+
+def test_what_does_not_compile_is_tried_again(nvcc, monkeypatch):
+    monkeypatch.setattr(builds.Tree, "refusal", lambda tree, words: "")
+    for _ in range(2):
+        built, calls = nvcc("scalar_vec8 STAGES=4 scalar_vec8", "80")
+        one = built["scalar_vec8 STAGES=4"]
+        assert (one.trouble, one.path) == ("STAGES: no", "") and built["scalar_vec8"].path and "STAGES=4" in calls[0] + calls[-1]
+    assert len(calls) == 1
+    with pytest.raises(builds.Refused, match="^scalar_vec8 STAGES=4 does not compile: STAGES: no$"):
+        engine.load(one.line, FakeGpu(), {one.line: one})
+
+
+DEVICE_CODE = """asm(".section .text.kernel,\\"ax\\"\\n.long {code}\\n.section .text.other,\\"ax\\"\\n.long 2\\n.section .debug_line\\n.long {debug}\\n");
+__attribute__((section(".nv.constant3"))) extern const int before[2] = {{7, 7}}, sdpa_library_launch[3] = {{128, 5000, 64}};
+"""
+HOST_CODE = 'extern "C" { char sdpa_library_threads[96], sdpa_library_smem_bytes[777], sdpa_library_block_m[32]; }'
+
+
+def compiled(folder, text, *words):
+    subprocess.run([builds.CXX, "-x", "c++", "-", *words, "-o", folder / "code"], input=text, text=True, check=True)
+    return bytearray((folder / "code").read_bytes())
+
+
+def test_facts_are_those_of_the_device_code(repository, tmp_path):
+    """Of ELF files for EM_CUDA within another one: code alone, whatever the host's code and line numbers are."""
+    host = compiled(tmp_path, HOST_CODE, "-shared", "-fPIC", "-nostdlib")
+
+    def library(code, debug=1, host=host, machine=190, name="kept", **more):
+        cubin = compiled(tmp_path, DEVICE_CODE.format(code=code, debug=debug), "-c")
+        cubin[18:20] = machine.to_bytes(2, "little")
+        (tmp_path / "library").write_bytes(host + cubin)
+        line, = builds.parse_contenders(name.split())
+        return builds.facts(builds.Built(line, str(tmp_path / "library"), **more))
+    log = "\n".join(f"Compiling entry function 'k' for 'sm_{arch}'\n{spilled} bytes spill stores, {spilled + 4} bytes spill loads\n"
+                    f"Used {registers} registers" for arch, spilled, registers in (("90a", 0, 168), ("80", 8, 40))) + "\n(C7519) (C7510) (C7519)"
+    facts = library(1, log=log)
+    assert (facts.registers, facts.spilled, facts.archs, facts.wgmma) == (168, 20, ("80", "90a"), ("C7510", "C7519"))
+    assert (facts.threads, facts.shared_bytes, facts.block_m, facts.code_bytes) == (128, 5000, 64, 8)
+    same, other = library(1, debug=2, host=host + b"more"), library(3)
+    assert same.code == facts.code != other.code and same.same == facts.same != other.same and facts.code != facts.same
+    changed = library(1, name="kept STAGES=3")
+    assert changed.code == facts.code and changed.same != facts.same  # another program launches it
+    bare = library(1, machine=62)  # the host's alone
+    assert (bare.threads, bare.shared_bytes, bare.block_m, bare.code_bytes, bare.registers) == (96, 777, 32, 0, 0)
+
+
+def test_the_mix_of_instructions(tmp_path, monkeypatch):
+    lines = ("HGMMA.64x64x16.F32 R24, gdesc[UR4], R24", "@P0 HMMA.16816.F32 R4, R8, R12, R4", "@!UP1 MUFU.EX2 R3, R3", "FFMA.FTZ R1, R2, R3, R4",
+             "LDSM.16.M88.4 R8, [R2]", "LDS R4, [R2]", "LDG.E R2, desc[UR4][R2.64]", "BAR.SYNC.DEFER_BLOCKING 0x0", "SYNCS.EXCH.64 URZ, [UR4], UR6",
+             "QGMMA.64x32x32.F32 R2, R2", "IMMA.16832 R2, R2", "LDSXX R2", "NOP", "STS [R2], R4")
+    text = "\tcode for sm_90a\n" + "".join(f"        /*{16 * n:04x}*/                   {line} ;   /* 0x00 */\n" for n, line in enumerate(lines))
+    (tmp_path / "text").write_text(text)
+    (tmp_path / "cuobjdump").write_text(f"#!/bin/sh\n[ \"$*\" = '-sass a.so' ] && cat {tmp_path}/text\n")
+    (tmp_path / "cuobjdump").chmod(0o755)
+    monkeypatch.setenv("PATH", f"{tmp_path}:{os.environ['PATH']}")
+    assert builds.Facts(path="a.so").mix == {"tensor": 4, "MUFU": 1, "FFMA": 1, "LDS": 2, "BAR": 2, "instructions": 13}
+    assert builds.Facts().mix == {} == builds.Facts(path="b.so").mix
+
+
 def test_params_of_older_commits():
     newest = engine.ctypes.sizeof(engine.SdpaParams)
     whole = newest - 72  # before window_alignment, sinks, lengths, starts and pages
@@ -554,6 +823,65 @@ def test_an_end_in_the_middle_keeps_the_samples(course, tmp_path, error, code, s
     with pytest.raises(builds.Refused, match=sentence) as e:
         course(harmless, harmless, Ends())
     assert e.value.code == code and len(rows(tmp_path, "samples")) > 20 and not rows(tmp_path, "ab")
+
+
+def test_without_a_gpu_what_is_no_line_is_not_checked(monkeypatch, capsys):
+    """ab says of each contender that it was checked, or that it was not."""
+    checked = []
+    monkeypatch.setattr(builds, "nvcc", lambda: None)
+    monkeypatch.setattr(ab, "cpu_executables", lambda lines: {line: "executable of " + line.text for line in lines})
+    monkeypatch.setattr(ab, "check_on_cpu", lambda *x: checked.append(x))
+    here, there = (engine.parse_problem(text) for text in ("small", "1,1,1,9,9"))
+    ab.without_gpu(builds.parse_contenders("torch:cudnn hopper cublas hopper STAGES=4".split()), [(here, there)])
+    out, err = capsys.readouterr()
+    assert out == "A  torch:cudnn\nB  hopper\nC  cublas\nD  hopper STAGES=4\n"
+    assert sorted(err.splitlines()[1:]) == ["A (torch:cudnn) is not checked: it needs a GPU.", "C (cublas) is not checked: it needs a GPU.",
+                                            "nvcc is missing: no registers and no instruction counts."]
+    assert [(key, line.text, program, problem) for key, line, program, problem in checked] == [
+        (key, text, "executable of " + text, there) for key, text in (("B", "hopper"), ("D", "hopper STAGES=4"))]
+    checked.clear()
+    ab.without_gpu(builds.parse_contenders(["hopper", "torch:cudnn"]), [(here, there)])
+    assert checked[0][3] == here and capsys.readouterr().err.endswith("B (torch:cudnn) is not checked: it needs a GPU.\nnvcc is missing: no "
+                                                                      "registers and no instruction counts.\n")
+
+
+@pytest.mark.parametrize("code,said,sentence", [
+    (1, "wrong by 3\nmore", "B (kept) gives wrong results at 1x2x1x4x5 br on the CPU backend: wrong by 3"), (2, "", "B (kept) cannot compute 1x2x1x4x5 br on "
+    "the CPU backend: exit 2"), (77, "D=64", "B (kept) cannot compute 1x2x1x4x5 br on the CPU backend: D=64")])
+def test_a_check_on_the_cpu_backend(repository, monkeypatch, capsys, code, said, sentence):
+    commands = []
+    monkeypatch.setattr(builds, "run", lambda command, **_: commands.append(command) or subprocess.CompletedProcess(command, code, "", said))
+    line, problem = builds.Line(builds.Tree(), "kept"), engine.parse_problem("1,2,1,4,5", "br")
+    with pytest.raises(builds.Refused) as refused:
+        ab.check_on_cpu("B", line, "executable", problem)
+    assert str(refused.value) == sentence and refused.value.code == (1 if code == 1 else 3)
+    assert commands == [["executable", "--check-only", "--shape", "1,2,1,4,5", "--causal", "br"]]
+    code = 0
+    ab.check_on_cpu("B", line, "executable", problem)
+    assert capsys.readouterr().out == "B  1x2x1x4x5 br: PASS on the CPU backend\n"
+
+
+def test_rows_of_what_was_compiled(capsys):
+    ab.print_facts({"A": builds.Facts(40, 0, shared_bytes=100, code_bytes=9), "B": builds.Facts(40, 8, shared_bytes=100, code_bytes=7),
+                    "C": builds.Facts(40, 0, shared_bytes=100, code_bytes=9)})
+    header, *rows = capsys.readouterr().out.splitlines()
+    assert header.split() == "registers spilled shared bytes code bytes".split()
+    assert [row.split() for row in rows[:3]] == [["A", "40", "0", "100", "9"], ["B", "40", "8*", "100", "7*"], ["C", "40", "0", "100", "9"]]
+    assert rows[3:] == ["* differs from A", "(no instruction mix: cuobjdump is not there)"]
+    a, b = builds.Facts(same="x"), builds.Facts(same="y")
+    assert ab.drop_equal(dict.fromkeys("ABCDE"), {"A": a, "B": b, "C": a, "D": b}) == ["A", "B", "E"]
+    out = capsys.readouterr().out
+    assert out.count("is not timed.") == 2 and "A and C are the same machine code" in out and "B and D are the same" in out
+
+
+def test_files_are_numbered(tmp_path, monkeypatch):
+    monkeypatch.setattr(engine, "ROOT", str(tmp_path))
+    monkeypatch.setattr(engine.time, "strftime", lambda form: "2026-01-02")
+    for new, number in ((True, ""), (True, "-2"), (True, "-3"), (False, "")):
+        found = engine.results_path("ab", "NVIDIA H100/80GB", "x", new=new)
+        assert found == str(tmp_path / f"results/ab/2026-01-02-NVIDIA-H100-80GB-x{number}.csv")
+        open(found, "w").close()
+    assert engine.results_path("ab", "CPU", ending=".jsonl").endswith("ab/2026-01-02-CPU.jsonl")
 
 
 # ---- tables ----

@@ -68,7 +68,7 @@ def test_machine_code_is_the_lines(texts, tmp_path):
         command = re.sub(r"(?<=_)\d+a?", archs[0], command)
         caller = f"const void* kept() {{ return (const void*){name}::sdpa_forward; }}\n"
         (tmp_path / f"{name}.cu").write_text(text + caller)
-        done = builds.run([builds.nvcc(), *shlex.split(command), *PYTORCH, "-Xcompiler=-Wall", "--no-compress",
+        done = builds.run([builds.nvcc(), *shlex.split(command), *PYTORCH, "-Xcompiler=-Wall,-Wextra", "--no-compress",
                            "-c", f"{name}.cu", "-o", f"{name}.o"], cwd=tmp_path)
         built = builds.build([line], *ARCHS, kind="-fatbin")[line]  # as the gates have it
         own = collections.Counter(builds.machine_code(open(built.path, "rb").read()))

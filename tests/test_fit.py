@@ -14,7 +14,11 @@ sys.path.insert(0, os.path.join(ROOT, "tools"))
 import builds  # noqa: E402
 import engine  # noqa: E402
 import fit  # noqa: E402
+<<<<<<< HEAD
 import tool  # noqa: E402
+=======
+from test_engine import FakeGpu, FakeKernel  # noqa: E402
+>>>>>>> h4
 
 MHZ, SMS = 1800.0, 132
 
@@ -81,6 +85,57 @@ def test_costs_are_found_that_choose_well(model, tmp_path):
     assert np.mean(before) > 0.05 and max(before) > 0.2
     assert np.mean(after) < 0.002 and max(after) < 0.03, (before, after)
     assert set(unseen) == set(times) and np.mean([loss for _, loss in unseen.values()]) < 0.003
+
+
+def test_times_of_tiles(model, monkeypatch, tmp_path):
+    """A row of each tile that suits, on every problem; one that is wrong has no time, and one that cannot run ends it all."""
+    few, (one, other, *_) = [[tile for tile in model.tiles if tile.head_dim == 64 and bool(tile.pack_gqa and tile.block_m < 64) == packs]
+                             for packs in (True, False)]
+    tiles, asked = [few[0], one, other], []
+
+    def load(line, gpu, built):
+        asked.append(line)
+        return FakeKernel(lambda O, LSE: O.fill(0) if line == asked[1] and O.shape[2] == 9 else None, 20.0 + len(asked), line)
+    monkeypatch.setattr(builds, "build", lambda lines, arch: {line: arch for line in lines})
+    monkeypatch.setattr(engine, "load", load)
+    gpu = FakeGpu(noise=1e-4)
+    gpu.attribute = {engine.SM_COUNT: 78}.get
+    problems = [engine.parse_problem(text).typed(64, "fp16") for text in ("1,1,1,9,8", "1,2,2,1025,8", "1,2,1,512,8", "1,2,1,513,8")]
+    rows = fit.measure(gpu, model, tiles, problems, engine.Table(str(tmp_path / "rows.csv"), fit.COLUMNS))
+    names, suiting = [tile.knobs for tile in tiles], [(0, 0), (0, 1), (0, 2), (1, 1), (1, 2), (2, 0), (2, 1), (2, 2), (3, 1), (3, 2)]
+    assert [line.words for line in asked] == [tile.line(builds.Tree(), table="hopper").words for tile in tiles]
+    assert [(row["shape"], row["tile"]) for row in rows] == [(problems[p].shape, names[tile]) for p, tile in suiting]
+    assert [row["check"] for row in rows] == ["FAIL" if row == (0, 1) else "PASS" for row in suiting] and "us" not in rows[1]
+    for (_, tile), row in zip(suiting, rows):
+        assert row["check"] == "FAIL" or 20.9 + tile < float(row["lo_us"]) <= float(row["us"]) <= float(row["hi_us"]) < 21.1 + tile
+        assert (row["sms"], row["D"], row["dtype"], row["causal"], row["device"]) == (78, 64, "fp16", "off", "Fake")
+    times, sms, mhz = fit.measured(fit.read_rows(str(tmp_path / "rows.csv")))
+    assert (list(times), sms, mhz) == (problems, 78, 1980) and [len(us) for us in times.values()] == [2, 2, 3, 2]
+    monkeypatch.setattr(FakeKernel, "prepare", lambda *_: (_ for _ in ()).throw(engine.CudaError("no memory")))
+    with pytest.raises(builds.Refused, match=f"^{re.escape(names[1])}: cannot run 1x2x2x1025x8: no memory$") as refused:
+        fit.measure(gpu, model, tiles[1:], problems[1:2], None)
+    assert refused.value.code == 3
+
+
+def test_which_rows_judge_a_table(monkeypatch, tmp_path):
+    """The newest of its own list, and of --chunks; what is drawn at random judges nothing. By their type and tiles rows find a table."""
+    folder = tmp_path / "results" / "fit"
+    folder.mkdir(parents=True)
+    names = "{0}.csv {0}-2.csv {0}-10.csv {0}-chunks-3.csv {0}-drawn-11.csv {0}-hopper_bf16-12.csv {0}-ampere-9.csv {0}-ampere-chunks.csv"
+    for name in names.format("2026-01-02-NVIDIA-H200").split() + ["2025-12-31-NVIDIA-H200-99.csv"]:
+        (folder / name).write_text("")
+    monkeypatch.setattr(builds, "ROOT", str(tmp_path))
+    asked = []
+    monkeypatch.setattr(fit, "read_rows", lambda path: asked.append(path.name.removeprefix("2026-01-02-NVIDIA-H200")) or [])
+    assert fit.committed("hopper") == fit.committed("ampere") == fit.committed("hopper_bf16") == []
+    assert asked == ["-10.csv", "-chunks-3.csv", "-ampere-9.csv", "-ampere-chunks.csv", "-hopper_bf16-12.csv"]
+    assert fit.newest("hopper", "drawn").name.endswith("-drawn-11.csv") and fit.newest("hopper_e4m3") is None
+    with pytest.raises(builds.Refused, match="^results/fit has no rows of hopper_e4m3; measure them with: ./run_all.sh fit --table hopper_e4m3$"):
+        fit.committed("hopper_e4m3")
+    monkeypatch.setattr(fit, "Model", lambda table: (_ for _ in ()).throw(builds.Refused(table)))
+    for dtype, tile, table in (("fp16", "", "hopper"), ("bf16", "", "hopper_bf16"), ("e4m3", "", "hopper_e4m3"), ("fp16", "USE_MMA_SYNC=1", "ampere")):
+        with pytest.raises(builds.Refused, match=f"^{table}$"):
+            fit.check([dict(tile="BLOCK_M=64", dtype=dtype), dict(tile="BLOCK_M=64 " + tile)])
 
 
 def test_check_tells_a_good_table_from_a_bad_one(model, tmp_path):

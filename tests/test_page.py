@@ -194,8 +194,9 @@ def test_sample(sample):
     assert not (results / "ablation-gone.svg").exists()
     bars = texts(results / "ladder-scalar-long.svg")
     assert "799" in bars and not any("racy" in bar for bar in bars)
-    before = {path: path.read_bytes() for path in sample.rglob("*.md")}
-    assert draw(sample).returncode == 0 and before == {path: path.read_bytes() for path in before}
+    before = {path: path.read_bytes() for path in (*sample.rglob("*.md"), *results.glob("*.svg"))}
+    assert results / "peers.svg" in before
+    assert draw(sample).returncode == 0 and before == {path: path.read_bytes() for path in before}  # also each picture
     picture = results / "ablation-wmma_all.svg"
     drawn = texts(picture)
     picture.unlink()
@@ -331,7 +332,8 @@ def test_compile_commands(clone):
     run += [c.split(" && ")[0] for c in commands() if c.startswith("cmake")]
     assert len(run) >= 3 and (clone / "my_kernel.cu").is_file()
     for command in run:
-        done = sh(command, clone, PATH=path)
+        strict = {"NVCC_APPEND_FLAGS": "-Xcompiler=-Wall,-Wextra,-Werror"} if command.startswith("nvcc") else {}
+        done = sh(command, clone, PATH=path, **strict)
         assert done.returncode == 0, command + ":\n" + done.stdout + done.stderr
 
 

@@ -65,7 +65,8 @@ def ran(folder, name, compiler, *libraries):
         done = subprocess.run([*compiler, *words], cwd=folder, capture_output=True, text=True)
         assert done.returncode == 0, done.stderr
     def compile_to(output, source):
-        run("-std=c++17", "-w", "-I" + ROOT, "-I.", "-x", "cu" if compiler[0] == builds.nvcc() else "c++", "-c", source, "-o", output)
+        kind = ["-x", "c++", "-w"] if compiler[0] != builds.nvcc() else ["-x", "cu", "-Xcompiler=-Wall,-Wextra,-Werror"]
+        run("-std=c++17", *kind, "-I" + ROOT, "-I.", "-c", source, "-o", output)
     second = f"second_{builds.digest(*compiler)}.o"
     if not (folder / second).exists():
         compile_to(second, os.path.join(ROOT, "tests", "paste_second.cu"))

@@ -3,10 +3,13 @@ and, where there is a GPU, PyTorch's own samples of scaled_dot_product_attention
 graphs, streams, workspaces and training.
 usage: python3 -m pytest tests/test_pytorch.py   (SDPA_TEST_GPU=1: no GPU is a failure; SDPA_TORCH_LATEST: a newer PyTorch's folder)"""
 import contextlib
+import ctypes
 import os
+import re
 import subprocess
 import sys
 import threading
+from types import SimpleNamespace
 
 import pytest
 
@@ -51,6 +54,162 @@ def test_lines_have_the_knobs_that_cmake_reads(capability, family):
             assert int(knobs.get("HEAD_DIM", 64)) == D and knobs["USE_TUNED"] == "1"
     with pytest.raises(sdpa.Unavailable, match="sm_75; sdpa's kernels need sm_80 or newer"):
         sdpa.line_of((7, 5), torch.float16, 64)
+
+
+@pytest.mark.parametrize("D,Dv,line", [
+    (64, 64, "hopper"), (96, 0, "hopper_d128"), (128, 64, "hopper_d128"), (192, 128, "hopper_d256"),
+    (80, 0, "ampere_d128"), (64, 80, "ampere"), (80, 64, "ampere_d128"), (208, 192, "ampere_d256"),
+    (64, 128, "ampere"), (128, 192, "ampere_d128"), (128, 256, "ampere_d128"), (192, 256, "ampere_d256")])  # a V wider than Q and K
+def test_lines_of_all_sizes(D, Dv, line, monkeypatch):
+    """hopper's on an sm_90 if it can have the sizes of Q, K and V; what is built then is legal."""
+    asked, library, tree = [], ctypes.CDLL(None), builds.Tree()
+    library.sdpa_library_workspace_bytes, library.sdpa_library_forward = library.malloc, library.free
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: {3: (9, 0), 4: (12, 0)}[device])
+    monkeypatch.setattr(sdpa, "library_of", lambda *x: asked.append(x) or library)
+    for device, family in ((3, line.partition("_")[0]), (4, "ampere")):
+        of_bf16 = line.replace("hopper", family).replace("ampere", family) + "_bf16"
+        filled = sdpa.Line()
+        sdpa.load_line(device, 1, D, Dv or D, 0b1000, filled)
+        name, capability, *knobs = asked.pop()
+        assert (name, capability, filled.trouble) == (of_bf16, {3: (9, 0), 4: (12, 0)}[device], b"")
+        assert knobs == [f"HEAD_DIM={D}"] * (D not in SIZES) + [f"HEAD_DIM_V={Dv}"] * (Dv not in (0, D)) + ["USE_PAGES"]
+        assert filled.forward == ctypes.cast(library.free, ctypes.c_void_p).value
+        assert filled.workspace_bytes == ctypes.cast(library.malloc, ctypes.c_void_p).value
+        words = builds.changed(tree.config_lines()[name].knobs, knobs[:-1])
+        assert tree.refusal(words) == "", words
+    if line.startswith("ampere"):  # because no wgmma kernel has the sizes
+        assert tree.refusal(builds.changed(tree.config_lines()[line.replace("ampere", "hopper")].knobs, knobs[:-1])) != ""
+
+
+def test_numbers_that_python_and_cpp_share(monkeypatch):
+    """The bits of features, the numbers of types and masks, struct Line, and the operator's arguments."""
+    cpp, header = (builds.Tree().read("bindings/" + name) for name in ("pytorch.cpp", "sdpa.h"))
+    bits = re.findall(r"(\w+) = (\d+)", re.search(r"enum Feature {(.*?)}", cpp, re.DOTALL)[1])
+    assert [("USE_" + name.upper(), int(bit)) for name, bit in bits] == [(knob, 1 << i) for i, knob in enumerate(sdpa.FEATURES)]
+    assert set(sdpa.FEATURES) <= set(builds.Tree().knobs())
+    types = re.findall(r"scalar_type\(\) == at::k(\w+) \? (\d)", cpp)
+    assert types == [("Half", "0"), ("BFloat16", "1")] and list(sdpa.DTYPES) == [torch.float16, torch.bfloat16, torch.float8_e4m3fn]
+    causal = re.search(r"enum { SDPA_CAUSAL_(\w+), SDPA_CAUSAL_(\w+), SDPA_CAUSAL_(\w+) };", header).groups()
+    numbers = {word: causal.index(name) for word, name in (("off", "OFF"), ("br", "BOTTOM_RIGHT"), ("tl", "TOP_LEFT"))}
+    assert sdpa.MASKS == {None: 0, False: 0, True: numbers["br"], **numbers}
+    members = re.findall(r"(\w+)(?:\[(\d+)\])?;", re.search(r"struct Line {(.*?)}", cpp, re.DOTALL)[1])
+    assert [(name, int(size or 8)) for name, size in members] == [(name, ctypes.sizeof(kind)) for name, kind in sdpa.Line._fields_]
+    places = dict(re.findall(r"\b(?:at_)?(\w+) = (\d+)[,;]", re.search(r"constexpr int at_causal.*;", cpp)[0]))
+    names = [argument.name for argument in sdpa.OPERATOR._schema.arguments]
+    assert {name: int(place) for name, place in places.items()} == {
+        **{name: names.index(name) for name in ("causal", "softcap", "sinks", "page_table")}, "arguments": len(names)}
+    assert names[:5] + names[12:] == "q k v causal left sinks k_lengths q_starts k_starts page_table most_keys".split()
+    # Each argument of the callback is what C++ hands over under that name.
+    order = re.search(r"using Load = void \(\*\)\((.*?), Line\* line\);", cpp)[1].replace("int ", "").split(", ")
+    of = dict(device=5, dtype=2, D=64, Dv=64, features=0b0110)
+    asked = []
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (9, device))
+    monkeypatch.setattr(sdpa, "library_of", lambda *x: asked.append(x))
+    sdpa.load_line(*map(of.get, order), sdpa.Line())
+    assert asked == [("hopper_e4m3", (9, 5), "USE_SINKS", "USE_LENGTHS")]
+
+
+def test_what_a_library_is_built_of(monkeypatch):
+    """The knobs of its line with those of the problem in their place, for this GPU, anew whenever one of its files is another one."""
+    built = []
+    monkeypatch.setattr(sdpa, "built", lambda *x: built.append(x) or "path")
+    monkeypatch.setattr(ctypes, "CDLL", lambda path: path)
+    assert sdpa.library_of.__wrapped__("hopper_d256_bf16", (9, 0), "HEAD_DIM=192", "HEAD_DIM_V=128", "USE_SINKS") == "path"
+    assert sdpa.library_of.__wrapped__("ampere", (8, 6), "USE_LENGTHS") == "path"
+    (what, sources, *options), (other, _, *others) = built
+    assert what == "hopper_d256_bf16-HEAD_DIM=192-HEAD_DIM_V=128-USE_SINKS-sm_90a" and other == "ampere-USE_LENGTHS-sm_86"
+    assert "-gencode=arch=compute_90a,code=sm_90a" in options and "-gencode=arch=compute_86,code=sm_86" in others
+    assert sorted(option for option in options if option.startswith("-D")) == sorted(
+        "-DUSE_WGMMA=1 -DVEC_WIDTH=8 -DUSE_TUNED=1 -DHEAD_DIM=192 -DDTYPE=BF16 -DHEAD_DIM_V=128 -DUSE_SINKS=1".split())
+    assert "-DUSE_LENGTHS=1" in others and "-DHEAD_DIM=64" not in others
+    included = {path for path in builds.Tree().sources("tools/library.cu") if not path.startswith("simt/")}
+    assert sources[0] == "tools/library.cu" and set(sources) == included - {"harness.cu", "reference.cpp"}  # of programs alone
+    built.clear()
+    monkeypatch.setattr(torch.version, "cuda", "13.0")
+    monkeypatch.setattr(sdpa, "first_call", SimpleNamespace(library=None))
+    monkeypatch.setattr(ctypes, "CDLL", lambda path: SimpleNamespace(sdpa_torch_load_lines_by=built.append))
+    sdpa.glue.__wrapped__()
+    (what, sources, *_), callback = built
+    assert what == "pytorch-" + torch.__version__ and callback is sdpa.load_line
+    assert sources[0] == "bindings/pytorch.cpp" and set(sources) == set(builds.Tree().sources("bindings/pytorch.cpp"))
+    monkeypatch.setattr(torch.version, "cuda", None)
+    with pytest.raises(sdpa.Unavailable, match="^this PyTorch is built without CUDA$"):
+        sdpa.glue.__wrapped__()
+
+
+def test_a_library_has_the_name_of_all_that_it_is_built_of(monkeypatch, tmp_path):
+    in_cache(monkeypatch, tmp_path, FAKE_NVCC.replace("--version ]", f"--version ] && cat {tmp_path}/version").replace("sleep 0.3", "") % "")
+    monkeypatch.setattr(sdpa, "ROOT", str(tmp_path))
+    paths = []
+    for change in (dict(version="13.0", a="one", b="two"), dict(version="13.1"), dict(a="other"), dict(b="other"), dict(b="otherb", a="")):
+        for name, text in change.items():
+            (tmp_path / name).write_text(text)
+        paths += [sdpa.built("x", ("a", "b"), "-DA=1"), sdpa.built("x", ("a", "b"), "-DA=2")]
+    assert len(set(paths)) == 10 and paths[0].startswith(str(tmp_path / "cache" / "x-"))
+
+
+def on_meta(*shape, dtype=torch.half):
+    """A tensor [B,H,S,D] without memory, as a model makes it of [B,S,H,D]."""
+    B, H, S, D = shape
+    return torch.empty(B, S, H, D, device="meta", dtype=dtype).transpose(1, 2)
+
+
+@pytest.mark.parametrize("D,Dv", [(64, 64), (64, 128), (192, 128), (80, 48)])
+@pytest.mark.parametrize("dtype", sdpa.DTYPES)
+def test_shapes_of_the_fake_kernel(dtype, D, Dv):
+    """O has V's own D, LSE none. What O would lie like has another size then, so it is contiguous."""
+    q, k, v = on_meta(2, 8, 100, D, dtype=dtype), on_meta(2, 4, 300, D, dtype=dtype), on_meta(2, 4, 300, Dv, dtype=dtype)
+    out, lse = sdpa.fake(q, k, v, 0, -1, -1)
+    assert out.shape == (2, 8, 100, Dv) and out.dtype == (torch.half if dtype == torch.float8_e4m3fn else dtype)
+    assert out.stride() == (q.stride() if D == Dv else (8 * 100 * Dv, 100 * Dv, Dv, 1))
+    assert (lse.shape, lse.dtype, lse.stride()) == ((2, 8, 100), torch.float32, (800, 100, 1))
+    for x, dx in zip((q, k, v), sdpa.fake_backward(out, q, k, v, out, lse, 0)):
+        assert (dx.shape, dx.stride(), dx.dtype) == (x.shape, x.stride(), x.dtype)
+    for bad in ((q[0], k, v), (q, k[0], v), (q, k, v[0])):
+        with pytest.raises(ValueError, match="a tensor has 3 dimensions"):
+            sdpa.fake(*bad)
+
+
+def test_each_argument_gets_to_its_place(monkeypatch):
+    names = [argument.name for argument in sdpa.OPERATOR._schema.arguments]
+    asked = []
+    monkeypatch.setattr(sdpa, "OPERATOR", lambda *x: asked.append(dict(zip(names, x, strict=True))) or ("O", "LSE"))
+    q, tensors = SimpleNamespace(is_cuda=True), {name: torch.empty(0) for name in (
+        "q_descale", "k_descale", "v_descale", "sinks", "k_lengths", "q_starts", "k_starts", "page_table")}
+    nothing = dict.fromkeys(tensors) | dict(q=q, k="k", v="v", causal=0, left=-1, right=-1, window_alignment=0, scale=None, softcap=0.0, most_keys=0)
+
+    def handed_over(**options):
+        assert sdpa.attention(q, "k", "v", **options) == "O"
+        return asked.pop()
+    assert handed_over() == handed_over(causal=False, window=(None, None), softcap=None) == nothing
+    found = handed_over(**tensors, scale=0.0, softcap=5.0, most_keys=9)
+    assert {name: found[name] for name in ("scale", "softcap", "most_keys")} == dict(scale=0.0, softcap=5.0, most_keys=9)
+    assert all(found[name] is x for name, x in tensors.items())
+    for options, changes in ((dict(causal=True), dict(causal=1)), (dict(causal="tl"), dict(causal=2)), (dict(window=(3, None)), dict(left=3)),
+                             (dict(causal="br", window=[None, 0]), dict(causal=1, right=0)),
+                             (dict(window=(0, 7, "tl")), dict(left=0, right=7, window_alignment=2)),
+                             (dict(causal="tl", window=(1, 2, "br")), dict(causal=2, left=1, right=2, window_alignment=1))):
+        assert handed_over(**options) == nothing | changes, options
+    assert sdpa.attention(q, "k", "v", return_lse=True) == ("O", "LSE")
+    monkeypatch.setattr(sdpa, "glue", lambda: asked.append("glue"))
+    monkeypatch.setattr(torch.ops.sdpa, "why_not", lambda *x: x, raising=False)
+    given = dict(q=1, k=2, v=3, attn_mask=4, dropout_p=5, is_causal=6, scale=7, enable_gqa=8)
+    assert sdpa.why_not(**given) == tuple(given.values()) and sdpa.why_not(1, 2, 3) == (1, 2, 3, None, 0.0, False, None, False)
+    assert asked[-2:] == ["glue"] * 2
+
+
+def test_activate_and_restore(monkeypatch):
+    """Ours is put behind PyTorch's operators, once what it takes the place of is known, and taken away again."""
+    told = []
+    monkeypatch.setattr(sdpa, "glue", lambda: SimpleNamespace(sdpa_torch_activate=told.append))
+    sdpa.activate()
+    assert told == [True] and torch.nn.attention.current_flash_attention_impl() == "sdpa"
+    torch.nn.attention.restore_flash_attention_impl()
+    assert told == [True, False] and torch.nn.attention.current_flash_attention_impl() != "sdpa"
+    assert sdpa.first_call(lambda *x: x)(1, 2) == (1, 2)
+    monkeypatch.delattr(torch.nn.attention, "register_flash_attention_impl")
+    with pytest.raises(sdpa.Unavailable, match=f"^PyTorch {re.escape(torch.__version__)} takes no other FlashAttention; 2.11 is the first that does$"):
+        sdpa.activate()
 
 
 def in_cache(monkeypatch, folder, nvcc=None):

@@ -1,10 +1,12 @@
 """What ./run_all.sh profile, stress and sweep make of what they run, which is a fake here, and what they refuse.
 usage: python3 -m pytest tests/test_tools.py"""
 import csv
+import errno
 import io
 import os
 import subprocess
 import sys
+import types
 
 import pytest
 
@@ -14,6 +16,7 @@ import builds  # noqa: E402
 import cli  # noqa: E402
 import engine  # noqa: E402
 import ncu  # noqa: E402
+import peers  # noqa: E402
 import stress  # noqa: E402
 import sweep  # noqa: E402
 import tool  # noqa: E402
@@ -57,6 +60,32 @@ def test_options_are_refused_in_a_sentence(words, sentence):
     assert str(refused.value).startswith(sentence) and refused.value.code == 2
 
 
+@pytest.mark.parametrize("ends,code,said", [
+    (lambda: None, None, ""), (lambda: 1, 1, ""),
+    (cli.Refused("no such line"), 2, "it: no such line\n"), (cli.Refused("the GPU is gone", 3), 3, "it: the GPU is gone\n"),
+    (KeyboardInterrupt(), 130, "it: stopped\n"), (BrokenPipeError(), 3, "it: stdout is closed, so not all of it was printed\n"),
+    *[(OSError(number, "not now", "/x/y"), 3, "it: /x/y: not now; set SDPA_BUILD_DIR to a folder that can be written to\n")
+      for number in (errno.EACCES, errno.EROFS, errno.EPERM)],
+    (OSError(errno.ENOSPC, "full", "/x/y"), 3, "it: /x/y: full\n"), (OSError("words alone"), 3, "it: words alone\n"),
+    (UnicodeDecodeError("utf-8", b"\xff", 0, 1, "odd"), 3, "it: 'utf-8' codec can't decode byte 0xff in position 0: odd\n")], ids=repr)
+def test_how_a_command_ends(ends, code, said, monkeypatch, capfd):
+    def main():
+        if isinstance(ends, BaseException):
+            raise ends
+        return ends()
+    monkeypatch.setattr(os, "dup2", lambda *_: None)
+    with pytest.raises(SystemExit) as ended:
+        cli.command("it", main)
+    assert (ended.value.code, capfd.readouterr().err) == (code, said)
+
+
+def test_a_build_folder_that_is_a_file(tmp_path):
+    (tmp_path / "file").write_text("")
+    done = builds.run([sys.executable, os.path.join(ROOT, "tools"), "sweep", "1", "--cpu", "--only", "^scalar_vec2$"],
+                      env={**os.environ, "SDPA_BUILD_DIR": str(tmp_path / "file" / "build")})
+    assert done.returncode in (2, 3) and done.stderr.startswith("sweep: ") and "file/build" in done.stderr and done.stderr.count("\n") == 1
+
+
 # ---- profile ----
 
 REPORT = [("gpu__time_duration.sum", "ns", "1,500,000.00"),
@@ -98,6 +127,152 @@ def test_wgmma_is_not_held_against_the_limit_of_mma_sync():
 def test_no_profile_without_counters():
     with pytest.raises(ValueError):
         ncu.counters_of("==ERROR== nothing")
+
+
+def printed_by_ncu():
+    out = io.StringIO()
+    csv.writer(out, quoting=csv.QUOTE_ALL).writerows(zip(*[("ID", "", "0"), *REPORT]))
+    return "==PROF== words\n" + out.getvalue()
+
+
+ROW = "config,family,shape,B,Hq,Hkv,Sq,Sk,D,sm,device,causal\nmma_lazy,mma,1x2x1x512x512,1,2,1,512,512,64,90,GPU,br\n"
+
+
+@pytest.mark.parametrize("trouble,checked,out,err,code,sentence", [
+    ("", (0, ROW, ""), printed_by_ncu(), "", 0, "bound by               tensor pipe, at 93% of its limit"),
+    ("error: no", (0, ROW, ""), "", "", 2, "mma_lazy STAGES=3: error: no"),
+    ("", (1, ROW, "words"), "", "", 1, "mma_lazy STAGES=3 gives wrong results, so there is nothing to profile"),
+    ("", (2, "", "too large\n"), "", "", 2, "mma_lazy STAGES=3 does not run on this problem: too large"),
+    ("", (0, ROW, ""), "", "==ERROR== ERR_NVGPUCTRPERM - more\n", 2, "this user may not read the GPU's counters (ERR_NVGPUCTRPERM)"),
+    ("", (0, ROW, ""), "", "==PROF== a\n==ERROR== b\n", 2, "ncu gave no counters: ==ERROR== b (all its words: ")])
+def test_a_profile_of_a_line(trouble, checked, out, err, code, sentence, monkeypatch, tmp_path, capsys):
+    """What stands behind -- goes to the executable, whose check comes first; of its launches the second one is profiled."""
+    commands = []
+
+    def run(command, **_):
+        commands.append(command)
+        return subprocess.CompletedProcess(command, *(checked if command[0] == "program" else (0, out, err)))
+    monkeypatch.setattr(engine, "need_gpu", lambda *_: FakeGpu())
+    monkeypatch.setattr(ncu.shutil, "which", lambda name: name)
+    monkeypatch.setattr(builds, "BUILD", str(tmp_path))
+    monkeypatch.setattr(builds, "build", lambda lines, arch, **of: {
+        line: builds.Built(line, "program", trouble) for line in lines if of == dict(program="sdpa.cu", kind="")})
+    line = builds.parse_contenders(["mma_lazy", "STAGES=3"])
+    monkeypatch.setattr(builds, "parse_contenders", lambda words: line if words == ["mma_lazy", "STAGES=3"] else [])
+    monkeypatch.setattr(builds, "run", run)
+    monkeypatch.setattr(sys, "argv", ["profile", *"mma_lazy STAGES=3 --shape 1,2,1,512,512 -- --causal br --header".split()])
+    if code:
+        with pytest.raises(cli.Refused, match="^" + ncu.re.escape(sentence)) as refused:
+            ncu.main()
+        assert refused.value.code == code and not capsys.readouterr().out
+    else:
+        ncu.main()
+        assert sentence in capsys.readouterr().out
+    own = "program --check-only --shape 1,2,1,512,512 --causal br --header".split()
+    assert [command[-len(own):] if command[0] == "ncu" else command for command in commands] == [[*own, "--header"], own][:len(commands)]
+    for command in commands[1:]:
+        named = dict(zip(command[:-len(own)], command[1:]))
+        assert (named["--launch-skip"], named["--launch-count"], named["--kernel-name"]) == ("1", "1", "regex:sdpa_")
+        assert set(named["--metrics"].split(",")) >= {name for name, *_ in REPORT} and named["--print-units"] == "base"
+
+
+# ---- peers ----
+
+WRONG = "1,1,1,40,50"  # the problem in which wrong() is
+
+
+def wrong(O, LSE):
+    O[...] *= O.shape[2] != 40
+
+
+@pytest.fixture
+def compared(monkeypatch, capsys):
+    """Runs tools/peers.py on a fake GPU, with a harm for some contenders: the exit code, the rows, stderr, and how it was timed."""
+    def run(*words, **harms):
+        courses = []
+
+        def load(one, gpu, built):
+            kernel = FakeKernel(harms.get(one.label, lambda O, LSE: None), 40.0 if isinstance(one, builds.Torch) else 20.0, one)
+            kernel.text, kernel.torch = one.text, types.SimpleNamespace(__version__="2.0")
+            return kernel
+        measure = engine.measure
+        monkeypatch.setattr(engine, "need_gpu", FakeGpu)
+        monkeypatch.setattr(engine, "load", load)
+        monkeypatch.setattr(engine, "measure", lambda gpu, graphs, *course: courses.append(course) or measure(gpu, graphs, *course))
+        monkeypatch.setattr(engine.time, "sleep", lambda seconds: None)
+        monkeypatch.setattr(builds, "build", lambda lines, arch: dict.fromkeys(lines))
+        monkeypatch.setattr(builds, "facts", lambda built: builds.Facts(40, 8))
+        monkeypatch.setattr(sys, "argv", ["peers.py", *words])
+        code, (out, err) = peers.main(), capsys.readouterr()
+        assert '"' not in out, "a cell has a comma"
+        return code, list(csv.DictReader(io.StringIO(out))), err, courses
+    return run
+
+
+def test_peers_fail_if_a_line_is_wrong_on_any_problem(compared):
+    problems = "--shape", WRONG, "--shape", "1,1,1,41,50"
+    code, rows, _, courses = compared("scalar_vec8", "torch:math", *problems, scalar_vec8=wrong)
+    assert code == 1 and [(row["config"], row["shape"], row["check"]) for row in rows] == [
+        ("scalar_vec8", "1x1x1x40x50", "FAIL"), ("torch_math", "1x1x1x40x50", ""), ("scalar_vec8", "1x1x1x41x50", "PASS"),
+        ("torch_math", "1x1x1x41x50", "")]
+    assert [bool(row["graph_us"]) for row in rows] == [False, True, True, True] and courses == [(engine.STEADY, 2)] * 2
+    assert rows[0]["note"].startswith("O(0;0;") and "max diff to torch_math " in rows[0]["note"]
+    code, rows, *_ = compared("scalar_vec8", "torch:math", *problems)
+    assert code == 0 and {row["check"] for row in rows} == {"PASS", ""}
+    code, rows, *_ = compared("scalar_vec8", "scalar_vec2", *problems[:2], torch_flash=wrong, scalar_vec2=wrong)
+    assert code == 1 and [row["config"] for row in rows] == ["scalar_vec8", "scalar_vec2", "torch_cudnn", "torch_flash",
+                                                             "torch_efficient", "torch_math"]  # all of them, unless some are typed
+    notes = {row["config"]: row["note"] for row in rows}
+    assert notes["scalar_vec8"].count("max diff to ") == 4 and "max diff to torch_math 0.0e+00" in notes["scalar_vec8"]
+    assert "max diff to torch_flash 0.0e+00" not in notes["scalar_vec8"] and notes["torch_math"] == "PyTorch 2.0"
+    assert compared("scalar_vec8", *problems[:2], torch_flash=wrong, torch_math=wrong)[0] == 0  # peers have no check
+
+
+def test_peers_of_a_problem_that_no_line_takes(compared):
+    code, rows, err, courses = compared("scalar_vec8", "torch:math", "--shape", "1,1,1,9,9,128", "--shape", "1,1,1,9,9,64", "--rested")
+    assert code == 0 and {row["D"] for row in rows} == {"64"} and courses == [(engine.RESTED, 1)]
+    assert err == "peers.py: no line for D=128 : 1x1x1x9x9 is left out\n"
+    assert all(row["note"].endswith("in 10 ms after 0.3 s of rest") for row in rows)
+
+
+def test_which_problems_peers_take(compared, monkeypatch):
+    asked = []
+
+    def run_problem(gpu, kernels, problem, facts, *course):
+        asked.append((problem, course))
+        return ()
+    monkeypatch.setattr(peers, "run_problem", run_problem)
+
+    def problems(*words):
+        asked.clear()
+        assert compared("hopper", "hopper_bf16", "hopper_d128_bf16", "hopper_d256_bf16", "hopper_e4m3", "torch:math", *words)[0] == 0
+        return [problem for problem, _ in asked]
+    parsed = lambda texts: [problem for problem in map(engine.parse_problem, texts)  # noqa: E731
+                            if (problem.D, problem.dtype) in ((64, "fp16"), (64, "bf16"), (128, "bf16"), (256, "bf16"), (64, "e4m3"))]
+    assert problems() == [engine.parse_problem(f"{shape},{kind}") for shape in ("mission", "mission2", "long")
+                          for kind in ("64,bf16", "64,e4m3", "64,fp16", "128,bf16", "256,bf16")]
+    assert problems("--shape", "long,64,fp16", "--suite") == parsed(["long,64,fp16", *peers.SUITE])
+    assert problems("--e4m3") == parsed(peers.E4M3) and problems("--chunks") == parsed(
+        f"{text},{D},bf16" for D in (64, 128, 256) for text in peers.CHUNKS)
+    assert asked[0][1] == (engine.STEADY, 2)
+    drawn = [p for p in peers.draw(9, 2, True) if p in parsed([f"{p.shape.replace('x', ',')},{p.D},{p.dtype},{p.causal}"])]
+    assert problems("--chunks", "--drawn", "9", "--seed", "2") == drawn != []
+    assert {course for _, course in asked} == {(peers.DRAWN, 1)}
+    assert problems("--drawn", "9") == [p for p in peers.draw(9, 0) if (p.D, p.dtype) != (128, "fp16") and (p.D, p.dtype) != (256, "fp16")]
+
+
+def test_chunks_are_drawn_within_their_kind():
+    drawn = peers.draw(60, 3, True)
+    assert drawn == peers.draw(60, 3, True) != peers.draw(60, 4, True) and {p.causal for p in drawn} == {"off", "br"}
+    assert all(2 <= p.Sq <= 2048 and 4096 <= p.Sk <= 131072 and p.B * p.Hkv <= 16 for p in drawn)
+    assert {p.Hq // p.Hkv for p in drawn} == {1, 4, 8} and any(p.B > 1 for p in drawn)
+    for p in drawn + peers.draw(60, 3):
+        assert p.B * p.D * max(p.Hq * p.Sq, p.Hkv * p.Sk) <= 3 << 26 and 4 * p.B * p.Hq * p.Sq * p.Sk * p.D <= 2e12
+
+
+def test_no_peer_alone(compared):
+    with pytest.raises(cli.Refused, match="^which line[?]$"):
+        compared("torch:math", "torch:flash")
 
 
 # ---- stress ----
@@ -189,7 +364,43 @@ def test_a_refused_variant_is_no_error(monkeypatch):
     assert stress.stress_line(None, line, built, None, 9) == 3
 
 
+@pytest.mark.parametrize("codes,code", [((0, 0), 0), ((0, 1), 1), ((1, 0), 1), ((3, 1), 3), ((1, 3), 3)])
+def test_the_command_stress(codes, code, monkeypatch, capsys):
+    """Of the lines that were run the worst, and all variants of each are built."""
+    built, left = [], list(codes)
+    monkeypatch.setattr(engine, "need_gpu", lambda *_: FakeGpu())
+    monkeypatch.setattr(builds, "build", lambda lines, arch, **more: built.append([*lines]) or {
+        line: builds.Built(line, "path") for line in lines})
+    monkeypatch.setattr(stress, "Hog", lambda gpu, path: path)
+    monkeypatch.setattr(stress, "stress_line", lambda gpu, line, built, hog, repeats: (hog, repeats) == ("path", 7) and left.pop(0))
+    monkeypatch.setattr(sys, "argv", "stress wgmma_plain wgmma_decode --repeats 7".split())
+    assert stress.main() == code and not left
+    assert [line.text for line in built[0]] == ["wgmma_plain", "wgmma_plain STAGES=2", "wgmma_plain STAGES=4", "wgmma_decode"]
+    assert capsys.readouterr().out == "config,case,problem,repeats,check\n"
+
+
 # ---- sweep ----
+
+@pytest.mark.parametrize("passed,skipped,code", [((5, 5), (0, 0), 0), ((5, 4), (0, 1), 0), ((5, 4), (0, 0), 1), ((4, 5), (0, 0), 1),
+                                                 ((0, 0), (5, 5), 0), ((5, 5), (0, 1), 1)])
+def test_the_command_sweep(passed, skipped, code, monkeypatch, tmp_path, capsys):
+    """Every line has all of its problems, the series of its place in configs.txt, and no negative control takes part."""
+    asked, left = {}, list(zip(passed, skipped))
+
+    def swept(name, series, count, path, build):
+        asked[name] = series, count
+        open(path + ".err", "w").write(f"words of {name}\n")
+        return dict.fromkeys(sweep.COLUMNS, "") | dict(config=name, series=series, **dict(zip(("passed", "skipped"), left.pop(0))))
+    monkeypatch.setattr(sweep, "sweep", swept)
+    monkeypatch.setattr(builds, "BUILD", str(tmp_path / "build"))
+    monkeypatch.setattr(builds, "cmake_build", lambda *_, **__: None)
+    monkeypatch.setattr(sys, "argv", "sweep 5 --series 100 --cpu --jobs 1 --only ^scalar_(minimal|vec2|racy)$".split())
+    assert sweep.main() == code
+    place = list(builds.Tree().config_lines()).index
+    assert asked == {name: (101 + place(name), 5) for name in ("scalar_minimal", "scalar_vec2")}
+    out, err = capsys.readouterr()
+    assert [row["config"] for row in csv.DictReader(io.StringIO(out))] == list(asked) and "words of scalar_vec2" in err
+
 
 def test_the_tally_of_a_sweep(tmp_path):
     header = "config,status,check,D,dtype,device,sm,cuda,driver,git_sha\n"
@@ -231,6 +442,7 @@ def test_a_sweep_on_the_cpu_backend():
     ("sweep --only [", "sweep: --only [: not a regular expression"),
     pytest.param("stress", "stress: it runs kernels side by side and there is no GPU here", marks=needs_no_gpu),
     pytest.param("profile wmma_all", "profile: it times kernels and there is no GPU here", marks=needs_no_gpu),
+    pytest.param("profile wmma_all -- --help", "profile: it times kernels and there is no GPU here", marks=needs_no_gpu),  # the executable's
     pytest.param("gates --time", "gates: it times kernels and there is no GPU here; without --time", marks=needs_no_gpu),
     pytest.param("ablate wmma_all", "ablate: it times kernels and there is no GPU here", marks=needs_no_gpu)])
 def test_refusals(words, sentence):

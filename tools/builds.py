@@ -168,7 +168,8 @@ def changed(words, changes):
 
 def assertion_words(text):
     """The first refusal among a compiler's words; nvcc, clang++ and g++ say it each in their own way."""
-    found = re.search(r'static(?: assertion|_assert) failed(?:: (.*)| .*?"(.*)")$', text, re.MULTILINE)
+    because = "(?: due to requirement '.*?')?"  # clang++ from 16 on has a colon behind it
+    found = re.search(rf'static(?: assertion|_assert) failed{because}(?:: (.*)| .*?"(.*)")$', text, re.MULTILINE)
     return found[1] or found[2] if found else ""
 
 

@@ -458,6 +458,26 @@ def tidy(text):
     return re.sub(r"\n(?=\n *};?\n)|(?<={\n)\n(?= )|\n(?=\n\n)", "", text)
 
 
+def without_unread_names(text):
+    """The text with the types alone of parameters that a function of the host has and does not read, of which compilers warn."""
+    found = []
+    for function in descendants(parse(text), "function_definition", "lambda_expression"):
+        outer, own = enclosing(function, "function_definition"), function.child_by_field_name("declarator")
+        signature = text[text.rfind("\n", 0, outer.start_byte) + 1:outer.start_byte + text[outer.start_byte:].find("{")] if outer else ""
+        if own is None or "__device__" in signature:
+            continue
+        code = re.sub("//.*", "", text[function.start_byte:function.end_byte])
+        for one in descendants(own, "parameter_declaration"):
+            while one and one.type != "identifier":
+                one = one.child_by_field_name("declarator") or next(
+                    (each for each in one.children[1:] if each.type.endswith(("declarator", "identifier"))), None)
+            if one and len(re.findall(rf"\b{one.text.decode()}\b", code)) == 1:
+                found.append(one)
+    for name in sorted(found, key=lambda name: -name.start_byte):
+        text = text[:name.start_byte].rstrip(" ") + text[name.end_byte:]
+    return text
+
+
 def side_by_side(text, before):
     """The text with the comments behind lines in one column again, where lines have become shorter or have gone."""
     lines = [re.match(r"(.*?)(\s*)(//.*)?$", line).groups() for line in text.split("\n")]
@@ -479,4 +499,4 @@ def minimal(text, sizes):
     first, before = text, None
     while text != before:
         before, text = text, tidy(without_unused(without_gone(Folding(text, sizes).out)))
-    return side_by_side(text, first)
+    return side_by_side(without_unread_names(text), first)

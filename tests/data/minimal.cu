@@ -89,6 +89,13 @@ Number product(const Args& a, int x) {
 
 int helper(int x) { return x; }  // of the branch that goes
 
+// What nobody reads has no name, but on the device, where a macro may read it.
+__device__ int of_device(int x, int y) { return x + 1; }
+template <class B> int of_host(const Args& a, int (&b)[2], int* c, int d) {
+  const auto both = [&](int e, int f) { return e + d; };  // f
+  return both(1, 2);
+}
+
 int sdpa_forward(int a, int b, int c) {
   constexpr int idle = 1;
   Element<B> n = rows<B> + product({}, a) + unit(Input()) + shape<Input, 8>();
@@ -114,6 +121,7 @@ int sdpa_forward(int a, int b, int c) {
   } else {
     n = helper(b);
   }
+  n += of_device(a, b) + of_host<B>({}, pair, nullptr, c);
   // Goes: nothing is packed.
   if (B::packs) n = helper(n);
   if (B::stages == 1) return n;
@@ -172,6 +180,13 @@ struct Args {  // data that nobody reads keeps its place, but at the end where i
 };
 Number product(const Args& a, int x) { return x + a.options.read; }
 
+// What nobody reads has no name, but on the device, where a macro may read it.
+__device__ int of_device(int x, int y) { return x + 1; }
+template <class B> int of_host(const Args&, int (&)[2], int*, int d) {
+  const auto both = [&](int e, int) { return e + d; };  // f
+  return both(1, 2);
+}
+
 int sdpa_forward(int a, int b, int c) {
   Other n = rows<B> + product({}, a) + unit(Input()) + shape<Input, 8>();
   // Stays: a branch does.
@@ -186,5 +201,6 @@ int sdpa_forward(int a, int b, int c) {
   n += more;
   // A chain of decided ones.
   n += 3;
+  n += of_device(a, b) + of_host<B>({}, pair, nullptr, c);
   return n;
 }

@@ -1,0 +1,325 @@
+"""What is timed beside the kernels, on CPU tensors and by clocks of its own: tools/frameworks.py, the packages of tools/engine.py,
+bindings/context_parallel.py.  usage: python3 -m pytest tests/test_frameworks.py"""
+import contextlib
+import csv
+import ctypes
+import io
+import os
+import sys
+from types import SimpleNamespace
+
+import pytest
+
+ROOT = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))
+sys.path[:0] = [os.path.join(ROOT, "tools"), os.path.join(ROOT, "bindings")]
+torch = pytest.importorskip("torch", minversion="2.11", reason="PyTorch 2.11 or newer is missing")
+import torch.nn.functional as F  # noqa: E402
+import builds  # noqa: E402
+import engine  # noqa: E402
+import frameworks  # noqa: E402
+
+PLAIN = F.scaled_dot_product_attention
+
+
+class OnCpu:
+    """PyTorch whose device "cuda" is the CPU, and whose events tell the time of `clock`."""
+
+    def __init__(self, clock):
+        def event(enable_timing):
+            own = SimpleNamespace(synchronize=lambda: None, record=lambda: setattr(own, "at", clock.ms), at=None)
+            own.elapsed_time = lambda other: other.at - own.at
+            return own
+        self.cuda = SimpleNamespace(get_device_capability=lambda: (9, 0), synchronize=lambda: None, Event=event, set_device=lambda rank: None,
+                                    current_stream=lambda: SimpleNamespace(cuda_stream=77), current_device=lambda: 0)
+        self.device = lambda *_: torch.device("cpu")
+
+    def __getattr__(self, name):
+        found = getattr(torch, name)
+        if name not in ("empty", "zeros", "randn", "tensor", "arange", "as_tensor"):
+            return found
+        return lambda *x, device="cuda", **more: found(*x, **more)
+
+
+def attention(q, k, v, causal=None, window=(None, None), sinks=None, k_lengths=None, q_starts=None, k_starts=None, most_keys=0, page_table=None):
+    """attention() of bindings/pytorch.py, a sequence at a time, in double."""
+    out = torch.full(q.shape, torch.nan, dtype=torch.double)
+    sequences = len(q_starts) - 1 if q_starts is not None else q.shape[0]
+    for b in range(sequences):
+        mine = [x[b:b + 1] if q_starts is None else x[:, :, starts[b]:starts[b + 1]] for x, starts in
+                ((q, q_starts), (k, k_starts), (v, k_starts))] if page_table is None else [
+            q[b:b + 1], *(x[page_table[b].long()].transpose(0, 1).flatten(1, 2)[None] for x in (k, v))]
+        if k_lengths is not None:
+            mine[1:] = [x[:, :, :k_lengths[b]] for x in mine[1:]]
+        Sq, Sk = mine[0].shape[2], mine[1].shape[2]
+        assert not most_keys or Sk <= most_keys
+        own = torch.arange(Sq)[:, None] + Sk - Sq
+        seen = torch.arange(Sk) <= own if causal == "br" else torch.ones(Sq, Sk, dtype=bool)
+        if window[0] is not None:
+            seen &= torch.arange(Sk) >= own - window[0]
+        to = out[b:b + 1] if q_starts is None else out[:, :, q_starts[b]:q_starts[b + 1]]
+        to[:] = PLAIN(*(x.double() for x in mine), attn_mask=seen, enable_gqa=True)
+    return out.to(q.dtype)
+
+
+@pytest.fixture
+def timed(monkeypatch):
+    """A clock, which an attention of PyTorch's moves by 3 ms and one of ours by 2, a tenth of it in the first calls; ours is 1% off."""
+    clock = SimpleNamespace(ms=0.0, active=False, calls=dict.fromkeys((False, True), 0))
+
+    def activate(on):
+        assert clock.active != on
+        clock.active = on
+
+    def called(q, k, v, **options):
+        clock.calls[clock.active] += 1
+        clock.ms += (2 if clock.active else 3) * (50 if clock.calls[clock.active] <= 8 else 1)
+        return PLAIN(q, k, v, **options) * (1.01 if clock.active else 1)
+    monkeypatch.setattr(frameworks, "torch", OnCpu(clock))
+    monkeypatch.setattr(torch.Tensor, "cuda", lambda x: x)
+    monkeypatch.setattr(F, "scaled_dot_product_attention", called)
+    monkeypatch.setattr(frameworks.sdpa, "attention", attention)
+    monkeypatch.setattr(frameworks.sdpa, "activate", lambda: activate(True))
+    monkeypatch.setattr(frameworks, "restore_flash_attention_impl", lambda: activate(False))
+    torch.manual_seed(0)
+    torch.set_num_threads(1)
+    yield clock
+    assert not clock.active
+
+
+class Library:
+    """A line's library, which reads and writes what the pointers and strides say."""
+
+    def __init__(self):
+        self.asked = []
+
+        def workspace_bytes(p):
+            return 100
+
+        def forward(p, stream, text, size):
+            p = p._obj
+            assert (stream.value, text, size) == (77, None, 0) and bytes((ctypes.c_uint8 * 100).from_address(p.workspace)) == bytes(100)
+            assert (p.window_left, p.window_right, p.scale, p.softcap, p.sinks, p.k_lengths) == (-1, -1, 0, 0, None, None)
+
+            def tensor(place, H, S, strides):
+                shape, strides = (p.B, H, S, p.D), (strides.batch, strides.head, strides.row, 1)
+                count = 1 + sum((n - 1) * stride for n, stride in zip(shape, strides))
+                return torch.frombuffer((ctypes.c_uint16 * count).from_address(place), dtype=torch.half).as_strided(shape, strides)
+            q, k, v, o = (tensor(getattr(p, name.upper()), p.Hkv if name in "kv" else p.Hq, p.Sk if name in "kv" else p.Sq, getattr(p, name))
+                          for name in "qkvo")
+            (ctypes.c_float * (p.B * p.Hq * p.Sq)).from_address(p.LSE)[-1] = 1
+            o[:] = attention(q, k, v, [None, "br"][p.causal])
+            return 0
+        self.sdpa_library_workspace_bytes, self.sdpa_library_forward = workspace_bytes, forward
+
+
+@pytest.mark.parametrize("problem,name", [("2,4,2,20,20,64c", "hopper"), ("1,2,2,9,30,128", "hopper_d128")])
+def test_problems(timed, monkeypatch, problem, name):
+    """The C function, PyTorch and ours give the same, each under its own name."""
+    asked, active = [], []
+    monkeypatch.setattr(frameworks, "PROBLEMS", [problem])
+    monkeypatch.setattr(frameworks.sdpa, "library_of", lambda *x: asked.append(x) or Library())
+    monkeypatch.setattr(frameworks, "loop_us", lambda run, repeats: (run(), active.append(timed.active), 7.0)[2] * repeats)
+    monkeypatch.setattr(frameworks, "graph_us", lambda run, repeats: 5.0 * repeats)
+    rows = list(frameworks.problems(3))
+    assert asked == [(name, (9, 0))] and active == [False, False, True]
+    assert [(row["contender"], row["what"], row["us"]) for row in rows] == [
+        (contender, *kind) for contender in ("C function", "PyTorch", "sdpa") for kind in (("loop", 21.0), ("graph", 15.0))]
+    assert [round(row["rel_rms"], 3) for row in rows] == [0, 0, 0, 0, 0.01, 0.01] and {row["problem"] for row in rows} == {
+        problem.replace("c", " causal")}
+
+
+def test_training(timed, monkeypatch):
+    """Medians of turns, without those that build and warm up; the ratio is PyTorch's time over each."""
+    monkeypatch.setattr(frameworks, "TRAINING", ["1,2,1,8,64c", "1,1,1,4,64"])
+    rows = list(frameworks.training(1))
+    assert [(row["contender"], row["us"], row["ratio"]) for row in rows] == 2 * [("PyTorch", 3000, 1), ("sdpa", 2000, 1.5)]
+    assert [row["rel_rms"] for row in rows[::2]] == [0, 0] and all(0.005 < row["rel_rms"] < 0.015 for row in rows[1::2])
+    assert [row["problem"] for row in rows] == 2 * ["1,2,1,8,64 causal"] + 2 * ["1,1,1,4,64"]
+
+
+def test_host(timed, monkeypatch):
+    """Every entry with options of its own, which give what they should."""
+    found = {}
+    monkeypatch.setattr(frameworks, "installed", lambda *_: None)
+    monkeypatch.setattr(frameworks, "host_us", lambda run, repeats: (run(), timed.active, repeats))
+    for row in frameworks.host(5):
+        found[row["contender"]] = row["us"]
+    assert [name for name, (_, active, repeats) in found.items() if active] == ["F.scaled_dot_product_attention, sdpa"]
+    assert list(found) == ["PyTorch", "F.scaled_dot_product_attention, sdpa", "attention()", "attention(), k_lengths", "attention(), pages",
+                           "attention(), sinks"] and {repeats for *_, repeats in found.values()} == {5}
+    assert torch.equal(found["attention(), k_lengths"][0], found["attention(), pages"][0])
+    assert frameworks.rel_rms(found["PyTorch"][0], found["attention()"][0]) < 1e-2 < frameworks.rel_rms(found["attention(), sinks"][0],
+                                                                                                   found["attention()"][0])
+
+
+def of_rows(q, k, v, cache_seqlens=None, causal=False):
+    """FlashAttention-3's flash_attn_with_kvcache."""
+    return attention(*(x.transpose(1, 2) for x in (q, k, v)), "br" if causal else None, k_lengths=cache_seqlens).transpose(1, 2)
+
+
+def of_packed(q, k, v, q_starts, k_starts, most_q, most_k, causal):
+    """Its flash_attn_varlen_func."""
+    assert most_q == int(q_starts.diff().max()) and most_k == int(k_starts.diff().max())
+    return attention(*(x.transpose(0, 1)[None] for x in (q, k, v)), "br", q_starts=q_starts, k_starts=k_starts)[0].transpose(0, 1)
+
+
+class Wrapper:
+    """FlashInfer's wrapper for pages, for one query of each sequence (decode) or several."""
+
+    def __init__(self, room, layout, **options):
+        assert layout == "HND" and options in (dict(backend="fa3"), dict(use_tensor_cores=True))
+        self.is_decode = "use_tensor_cores" in options
+
+    def plan(self, *tables, q_data_type, kv_data_type, causal=None):
+        *tables, self.Hq, Hkv, D, self.size = tables
+        assert len(tables) == 4 - self.is_decode and (Hkv, D, causal) == (8, 128, None if self.is_decode else True)
+        assert all(table.dtype == torch.int32 for table in tables)
+        *q_starts, self.ends, self.places, self.last = tables
+        self.q_starts = q_starts[0] if q_starts else torch.arange(len(self.ends))
+
+    def run(self, q, pages):
+        out = torch.empty_like(q)
+        for b, rows in enumerate(zip(self.q_starts, self.q_starts[1:])):
+            places = self.places[self.ends[b]:self.ends[b + 1]].long()
+            length = (len(places) - 1) * self.size + int(self.last[b])
+            k, v = (x[places].transpose(0, 1).flatten(1, 2)[None, :, :length] for x in pages)
+            out[slice(*rows)] = attention(q[slice(*rows)].transpose(0, 1)[None], k, v, "br")[0].transpose(0, 1)
+        return out
+
+
+PACKAGES = {"flash_attn_with_kvcache": of_rows, "flash_attn_varlen_func": of_packed, "BatchPrefillWithPagedKVCacheWrapper": Wrapper,
+            "BatchDecodeWithPagedKVCacheWrapper": Wrapper, "__version__": "1"}
+
+
+@pytest.mark.parametrize("are_installed", (False, True))
+def test_sequences(timed, monkeypatch, are_installed):
+    """All contenders give the same of caches, pages and packed sequences; of each the least time is taken, in turns."""
+    monkeypatch.setattr(frameworks, "SEQUENCES", {"packed": (None, [5, 70, 3]), "decode": (1, [7, 140]), "chunk": (4, [16, 65])})
+    monkeypatch.setattr(frameworks, "installed", lambda module, function: PACKAGES[function] if are_installed else None)
+    monkeypatch.setattr(frameworks, "graph_of", lambda call: call)
+    count = iter(range(1000, 0, -1))
+    monkeypatch.setattr(frameworks, "loop_us", lambda run, repeats, calls: next(count))
+    rows = list(frameworks.sequences(2))
+    pages = [f"pages of {size}" for size in (16, 64, 256)]
+    names = dict(packed=["sdpa"], decode=["sdpa", *(f"sdpa, {one}" for one in pages)])
+    if are_installed:
+        names = dict(packed=["sdpa", "FlashAttention-3"],
+                     decode=["sdpa", "FlashAttention-3", *(f"{name}, {one}" for one in pages for name in ("sdpa", "FlashInfer"))])
+    names["chunk"] = names["decode"]
+    assert [(row["problem"], row["contender"]) for row in rows] == [(problem, name) for problem, own in names.items() for name in own]
+    assert all(row["rel_rms"] < 1e-6 for row in rows), rows
+    own = [row["us"] * 20 for row in rows if row["problem"] == "packed"]
+    assert own == ([997, 998] if are_installed else [999])  # the second turn goes the other way round
+
+
+def test_rows_of_the_command(monkeypatch, capsys):
+    monkeypatch.setattr(engine, "need_gpu", lambda: None)
+    monkeypatch.setattr(engine, "measured_on", lambda gpu: dict(device="Fake", git_sha="abc"))
+    for name in ("problems", "models", "sequences", "training", "host"):
+        monkeypatch.setattr(frameworks, name, lambda repeats, name=name: [
+            dict(what=name, problem="p", contender="c", us=1234.56, rel_rms=0.00123456, **dict(ratio=1.23456) if name == "training" else {})])
+
+    def rows(*words):
+        monkeypatch.setattr(sys, "argv", ["frameworks.py", *words])
+        assert frameworks.main() == 0
+        return [tuple(row.values()) for row in csv.DictReader(io.StringIO(capsys.readouterr().out))]
+    tail = ("Fake", "abc", torch.__version__)
+    assert rows() == [] and rows("--training", "--lengths") == [("sequences", "p", "c", "1235", "", "1.23e-03", *tail),
+                                                                ("training", "p", "c", "1235", "1.235", "1.23e-03", *tail)]
+    assert [row[0] for row in rows("--models", "--host", "--problems")] == ["problems", "models", "host"]
+
+
+# ---- packages beside a line, in tools/engine.py ----
+
+def loaded(text, function=None):
+    kernel = engine.LoadedTorch.__new__(engine.LoadedTorch)
+    kernel.line, kernel.text, kernel.torch, kernel.function = builds.Torch(text), text, torch, function
+    return kernel
+
+
+def problem(shape, causal="off"):
+    return engine.parse_problem(shape + f",64,fp16,{causal}")
+
+
+def qkv(p):
+    return [torch.randn(p.B, H, S, p.D).half() for H, S in ((p.Hq, p.Sq), (p.Hkv, p.Sk), (p.Hkv, p.Sk))]
+
+
+@pytest.mark.parametrize("text", ["torch:fa3", "torch:fa4", "flashinfer"])
+@pytest.mark.parametrize("causal", ("off", "br", "tl"))
+def test_of_a_package(text, causal):
+    """O as PyTorch has it, of functions that take rows of all heads, with a bottom-right mask, and that may return LSE as well."""
+    asked = []
+
+    def function(q, k, v, causal, **options):
+        asked.append(options)
+        rows = (q[None], k[None], v[None]) if text == "flashinfer" else (q, k, v)
+        out = of_rows(*rows, causal=causal)
+        return out[0] if text == "flashinfer" else (out, "LSE") if text == "torch:fa3" else out
+    p = problem("1,4,2,20,20" if causal == "tl" else "1,4,2,9,20", causal)
+    tensors = qkv(p)
+    want = attention(*tensors, None if causal == "off" else "br")
+    assert torch.equal(loaded(text, function).of_package(*tensors, p), want)
+    assert asked == [{"torch:fa3": dict(num_splits=0), "torch:fa4": {}, "flashinfer": dict(backend="fa3")}[text]]
+
+
+def test_what_packages_do_not_compute():
+    for text, p, words in (("torch:fa3", problem("1,1,1,4,5", "tl"), "its causal mask is the bottom-right one"),
+                           ("flashinfer", problem("2,1,1,4,5"), "it is called for one sequence")):
+        with pytest.raises(engine.CudaError, match=words):
+            loaded(text).of_package(*qkv(p), p)
+    for text, p, words in (("torch:flash", problem("1,1,1,4,5", "br"), "PyTorch's is_causal is top-left"),
+                           ("torch:flash", problem("1,1,1,4,4")._replace(dtype="e4m3"), "it has no attention of e4m3"),
+                           ("torch:cudnn", problem("1,1,1,4,4")._replace(dtype="u8"), "it has no attention of u8")):
+        with pytest.raises(engine.CudaError, match=words):
+            loaded(text).prepare(None, None, p)
+    with pytest.raises(engine.CudaError, match="^words$"), engine.as_cuda_error():
+        raise RuntimeError("\nwords\nmore")
+    with pytest.raises(engine.CudaError, match="^ours$"), engine.as_cuda_error():
+        raise engine.CudaError("ours")
+
+
+@pytest.mark.parametrize("shape,causal", [("2,4,2,20,20", "br"), ("1,2,2,9,20", "tl"), ("1,2,1,9,20", "off")])
+def test_of_pytorch(shape, causal, monkeypatch):
+    """The backend that is named, with its own mask, which for as many rows as keys is ours."""
+    kernel, p, backends = loaded("torch:math"), problem(shape, causal), []
+    tensors = dict(zip("QKV", qkv(p)))
+    monkeypatch.setattr(kernel, "tensor", lambda x, shape, dtype: x if x.shape == shape and dtype == "fp16" else None, raising=False)
+    monkeypatch.setattr(torch.nn.attention, "sdpa_kernel", lambda backend: backends.append(backend.name) or contextlib.nullcontext())
+    launch, outputs, workspace = kernel.prepare(None, SimpleNamespace(address=tensors), p)
+    want = PLAIN(*tensors.values(), is_causal=causal != "off", enable_gqa=True)
+    assert torch.equal(kernel.output, want) and torch.equal(launch(), want) and set(backends) == {"MATH"} and workspace == (0, 0)
+    assert outputs == (kernel.output.data_ptr(), 0, "fp16", engine.LIMITS["fp16"])
+
+
+# ---- a sequence spread over GPUs ----
+
+def test_context_parallel(monkeypatch, capsys):
+    """Two kernels, each by one GPU and by all, which differ by what a share is off."""
+    clock, course = SimpleNamespace(ms=0.0), []
+    monkeypatch.setenv("LOCAL_RANK", "0")
+    context_parallel = pytest.importorskip("context_parallel")
+
+    @contextlib.contextmanager
+    def shared(mesh, buffers, buffer_seq_dims):
+        assert buffer_seq_dims == [2, 2, 2] and all(x.shape[2] == 6 for x in buffers)
+        course.append("shared")
+        yield
+        course.append("whole")
+
+    def called(q, k, v, is_causal, enable_gqa):
+        clock.ms += 1 if course[-1:] == ["shared"] else 3
+        return PLAIN(q, k, v, is_causal=is_causal, enable_gqa=enable_gqa) * (1.01 if course[-1:] == ["shared"] else 1)
+    for name, stand_in in dict(init_process_group=lambda *_, **__: None, barrier=lambda: None, get_world_size=lambda: 2, get_rank=lambda: 0,
+                               all_reduce=lambda times, kind: times.mul_(2), destroy_process_group=lambda: course.append("end")).items():
+        monkeypatch.setattr(context_parallel.dist, name, stand_in)
+    for name, stand_in in dict(torch=OnCpu(clock), init_device_mesh=lambda *x: x, context_parallel=shared,
+                               context_parallel_unshard=lambda mesh, buffers, dims: buffers, sdpa=SimpleNamespace(
+                                   activate=lambda: course.append("ours"))).items():
+        monkeypatch.setattr(context_parallel, name, stand_in)
+    monkeypatch.setattr(F, "scaled_dot_product_attention", called)
+    monkeypatch.setattr(sys, "argv", "context_parallel.py --shape 1,4,2,6,64 --dtype float16".split())
+    context_parallel.main()
+    assert course == ["shared", "whole", "ours", "shared", "whole", "end"]
+    times = "1 GPU     6.00 ms   2 GPUs     2.00 ms   3.00 times as fast   rel_rms 1.0e-02"  # of the slowest GPU
+    assert capsys.readouterr().out == f"PyTorch  {times}\nsdpa     {times}\n"
