@@ -223,14 +223,14 @@ compiled_count() {
 # build_selected COUNT: all lines that --only selected, whatever fails; progress for each. One target for all
 # of them, because make builds several targets one after the other.
 build_selected() {
-  local keep_going=-k done=0 line since=$SECONDS
-  trap 'stopped "$(lines "$(compiled_count)") of $1 compiled"' INT TERM
+  local keep_going=-k done=0 line since=$SECONDS count=$1  # a trap sees the arguments of the function that it interrupts
+  trap 'stopped "$(lines "$(compiled_count)") of $count compiled"' INT TERM
   grep -q '^CMAKE_GENERATOR:INTERNAL=Ninja' "$build/CMakeCache.txt" && keep_going=-k0
   while IFS= read -r line; do
     case $line in
       *Building*/line_*.dir/*)  # the harness, once, and links take little
         done=$((done + 1)) line=${line##*/line_}
-        progress built $done "$1" "${line%%.dir/*}" "$since"
+        progress built $done "$count" "${line%%.dir/*}" "$since"
         ;;
     esac
   done < <(cmake --build "$build" -j "$jobs" --target sdpa_selected -- "$keep_going" 2>"$build/build.log")

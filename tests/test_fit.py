@@ -14,11 +14,8 @@ sys.path.insert(0, os.path.join(ROOT, "tools"))
 import builds  # noqa: E402
 import engine  # noqa: E402
 import fit  # noqa: E402
-<<<<<<< HEAD
 import tool  # noqa: E402
-=======
 from test_engine import FakeGpu, FakeKernel  # noqa: E402
->>>>>>> h4
 
 MHZ, SMS = 1800.0, 132
 

@@ -172,9 +172,6 @@ wgmma_overlap wgmma_d128_tile128 wgmma_d128_causal wgmma_split2 wgmma_swap32 wgm
 hopper"""
 
 
-<<<<<<< HEAD
-@pytest.mark.long
-=======
 # What g++ may say of: members of a struct that device code leaves to their defaults. Written out they give nvcc's another order.
 ON_DEVICE = (": Base{s_, a_} {}", ": Base{s, a} {}", "  WorkItem item{int(a.q_heads.divide(head)), int(a.q_heads.remainder(head)), ")
 
@@ -194,7 +191,7 @@ def test_no_warning(words):
     assert done.returncode == 0 and not found
 
 
->>>>>>> h4
+@pytest.mark.long
 @pytest.mark.skipif(not shutil.which("clang++"), reason="clang++ is missing")
 def test_clang():
     lines = builds.Tree().config_lines()
