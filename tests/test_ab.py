@@ -2,6 +2,8 @@
 import os
 import subprocess
 
+import pytest
+
 ROOT = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))
 
 
@@ -24,6 +26,7 @@ def test_three_builds_of_a_line():
     assert int(rows["A"][1]) > 20 and int(rows["A"][3]) > 1000  # registers, shared bytes
 
 
+@pytest.mark.long
 def test_a_commit_against_the_working_tree():
     if subprocess.run(["git", "rev-parse", "HEAD"], cwd=ROOT, capture_output=True).returncode:
         return  # an unpacked archive has no commits

@@ -53,6 +53,7 @@ def run(*words):
     return tool.run("fit", *words)
 
 
+@pytest.mark.long
 def test_rows_are_printed_as_they_stand_in_sdpa_cu():
     text = builds.Tree().read("sdpa.cu")
     for array, line in (("HOPPER", "hopper"), ("AMPERE", "ampere"), ("E4M3", "hopper_e4m3")):

@@ -125,6 +125,7 @@ def built(*changes):
     return one
 
 
+@pytest.mark.long
 @needs_nvcc
 def test_device_code_alone_tells_the_same():
     lines = builds.parse_contenders(["mma_lazy", "hopper"])
@@ -179,6 +180,7 @@ def test_a_default_spelt_out_is_a_duplicate_and_a_changed_byte_is_seen():
     assert builds.machine_code(data) != [code]
 
 
+@pytest.mark.long
 @needs_nvcc
 def test_a_library_has_the_functions_that_a_caller_loads():
     cublas, = builds.build(builds.parse_contenders(["cublas", "DTYPE=BF16", "HEAD_DIM=128"]), "90a").values()
@@ -200,7 +202,9 @@ def test_the_kernel_beside_compiles():
 
 @needs_nvcc
 def test_every_line_keeps_to_its_gates(monkeypatch, capsys):
-    monkeypatch.setattr(sys, "argv", ["gates"])
+    """Or one of each kind, with the base of each that has a step over it."""
+    few = ["--only", "^(scalar_minimal|wmma_all|mma_lazy|wgmma_192x128|ampere|hopper_d128|hopper_e4m3)$"]
+    monkeypatch.setattr(sys, "argv", ["gates", *few * bool(os.environ.get("SDPA_TEST_QUICK"))])
     code = gates.main()
     assert code == 0, capsys.readouterr().out
     steps = glob.glob(os.path.join(ROOT, "results", "steps", "*.csv"))
