@@ -5,6 +5,8 @@
 #include <cstdint>
 #include <cstring>
 
+#include "engine.h"
+
 using cuuint32_t = uint32_t;
 using cuuint64_t = uint64_t;
 
@@ -43,6 +45,7 @@ inline CUresult cuTensorMapEncodeTiled(CUtensorMap* map, CUtensorMapDataType typ
                                        const cuuint32_t* steps, CUtensorMapInterleave,
                                        CUtensorMapSwizzle swizzle, CUtensorMapL2promotion,
                                        CUtensorMapFloatOOBfill) {
+  if (simt::planned_failure(__func__)) return CUDA_ERROR_INVALID_VALUE;
   const cuuint64_t element_bytes = type == CU_TENSOR_MAP_DATA_TYPE_UINT8 ? 1 : 2;
   const cuuint64_t swizzle_bytes = swizzle == CU_TENSOR_MAP_SWIZZLE_64B ? 64 : 128;
   const uintptr_t address = reinterpret_cast<uintptr_t>(base);

@@ -205,7 +205,7 @@ struct cudaLaunchConfig_t {
   cudaLaunchAttribute* attrs;
   unsigned numAttrs;
 };
-enum cudaDriverEntryPointQueryResult { cudaDriverEntryPointSuccess };
+enum cudaDriverEntryPointQueryResult { cudaDriverEntryPointSuccess, cudaDriverEntryPointSymbolNotFound };
 enum { cudaEnableDefault = 0 };
 
 namespace simt {
@@ -247,6 +247,10 @@ inline cudaError_t cudaGetLastError() { return std::exchange(simt::last_error, c
 inline cudaError_t cudaGetDriverEntryPoint(const char* symbol, void** function, unsigned long long,
                                            cudaDriverEntryPointQueryResult* found) {
   SIMT_MAY_FAIL
+  if (simt::planned_failure("symbol")) {  // the driver has no such function
+    *found = cudaDriverEntryPointSymbolNotFound, *function = nullptr;
+    return cudaSuccess;
+  }
   *found = cudaDriverEntryPointSuccess;
   *function = strcmp(symbol, "cuTensorMapEncodeTiled")
                   ? nullptr

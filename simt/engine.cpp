@@ -1114,6 +1114,7 @@ struct PlannedFailure {
 // What a host thread knows of its calls.
 thread_local std::map<std::string, PlannedFailure> planned_failures;
 thread_local Launch latest_launch;
+thread_local int launches_of_thread;
 thread_local std::string latest_report;
 
 }  // namespace
@@ -1132,7 +1133,7 @@ void synchronise(const void* stream) {
 
 bool launch(const Launch& l, void (*body)(const void*), const void* args) {
   const Lock lock(host_mutex);
-  latest_launch = l;
+  latest_launch = l, launches_of_thread++;
   // What shared memory holds at the start: NaN, then numbers of 61,296 and -61,296 in fp16, since fmaxf() drops NaN.
   // Every other launch has zeros: where what is read changes a decision alone, its bits are others.
   constexpr unsigned char poisons[] = {0xff, 0x7b, 0xfb};
@@ -1196,6 +1197,7 @@ bool launch(const Launch& l, void (*body)(const void*), const void* args) {
 }
 
 const Launch& last_launch() { return latest_launch; }
+int launches() { return launches_of_thread; }
 const std::string& last_report() { return latest_report; }
 
 void* allocate(size_t bytes, int device) {
@@ -1237,7 +1239,8 @@ int allowed_shared(const void* kernel, int device) {
 }
 
 void fail_next(const char* function, int error, int successes) {
-  planned_failures[function] = {error, successes};
+  if (error == 0) planned_failures.erase(function);
+  else planned_failures[function] = {error, successes};
 }
 
 int planned_failure(const char* function) {

@@ -199,6 +199,7 @@ struct Launch {
 // several host threads come one after another.
 bool launch(const Launch& l, void (*body)(const void*), const void* args);
 const Launch& last_launch();       // of this host thread
+int launches();                    // of this host thread so far, without those that a test made fail
 const std::string& last_report();  // first line of the report that failed its last failed launch
 // All launches before, or those of one stream, have ended: a dependent launch has nothing to wait for.
 void synchronise();
@@ -212,7 +213,7 @@ void allow_shared(const void* kernel, int device, int bytes);
 int allowed_shared(const void* kernel, int device);
 
 // For tests of error paths: after `successes` more calls of the named function by this host thread, the
-// next one fails with this cudaError_t and does nothing.
+// next one fails with this cudaError_t and does nothing. 0 takes a planned failure back.
 void fail_next(const char* function, int error, int successes = 0);
 int planned_failure(const char* function);  // of this call; 0: none
 

@@ -36,7 +36,7 @@ class Attention {
     p.O = allocate<Output>(o_elements_);
     p.LSE = allocate<float>(o_elements_ / D);
     const size_t bytes = sdpa_workspace_bytes(p);
-    p.workspace = allocate<unsigned char>(bytes);
+    p.workspace = allocate<unsigned char>(bytes);  // no byte more: the backend reports the one behind it
     cudaMemset(p.workspace, 0, bytes);
   }
   ~Attention() {
@@ -47,12 +47,13 @@ class Attention {
 
   // Poisons the outputs, launches and waits. Empty, or the sentence of the status.
   string forward() const { return forward(p); }
-  string forward(const SdpaParams& changed) const {
+  string forward(const SdpaParams& changed) const { return call(changed).text; }
+  SdpaStatus call(const SdpaParams& changed) const {
     cudaMemset(p.O, 0xff, o_elements_ * sizeof(Output));
     cudaMemset(p.LSE, 0xff, o_elements_ / p.D * sizeof(float));
     const SdpaStatus status = sdpa_forward(changed, /*stream=*/0);
     cudaDeviceSynchronize();
-    return status.text;
+    return status;
   }
   // True if O and LSE are those of the reference; of so many keys, if there is one head of them.
   bool is_right(int keys = -1) const {
@@ -82,7 +83,7 @@ class Attention {
  private:
   template <class T> T* allocate(size_t count) {
     T* pointer = nullptr;
-    cudaMalloc(&pointer, count * sizeof(T) + 1);
+    cudaMalloc(&pointer, count * sizeof(T));
     memory_.push_back(pointer);
     return pointer;
   }
@@ -325,8 +326,63 @@ TEST_CASE("errors") {
     return text;
   };
   if (is_wgmma) {
-    CHECK(begins(first_call_failing("cudaGetDriverEntryPoint", cudaErrorInsufficientDriver),
-                 "the driver makes no tensor map of Q: "));
+    for (const char* call : {"cudaGetDriverEntryPoint", "symbol"}) {
+      CHECK(begins(first_call_failing(call, cudaErrorInsufficientDriver), "the driver makes no tensor map of Q: "));
+    }
+  }
+}
+
+// Launches of a call: the plan, the kernel, the merge; without a plan pairs of the latter, until all items are done.
+static int launches_of(const SdpaParams& p) {
+  return with_build(p, [&](auto build) {
+    using B = decltype(build);
+    const Items items = items_of<B>(p);
+    const int turns = Build::use_lengths ? 1 : int(shares(items.count, items_at_once<B>(items)));
+    return int(Build::use_lengths) + turns * (1 + int(merges_by_kernel<B>));
+  });
+}
+
+// Whichever launch of a call fails, the status has its error, nothing is launched after it, and the next call is right.
+TEST_CASE("failed_launches") {
+  simt::gpu.sms[0] = 1;  // 40 items are several launches where a kernel merges
+  const Attention few(1, 1, 1, 40, 30), many(1, 40, 40, 3, 130, Causal::bottom_right);
+  for (const Attention* a : {&few, &many}) {
+    const int all = launches_of(a->p);
+    for (int n = 0; n <= all; n++) {
+      const cudaError_t error = n % 2 ? cudaErrorMemoryAllocation : cudaErrorInvalidConfiguration;
+      const char* const failed = Build::use_lengths && n == 0 ? "launching the plan" : "launching the kernel";
+      simt::fail_next("cudaLaunchKernelEx", error, n);
+      const int before = simt::launches();
+      const SdpaStatus status = a->call(a->p);
+      CHECK(simt::launches() - before == n);
+      if (n < all) CHECK((status.code == error && status.text == string(failed) + " failed: " + cudaGetErrorString(error)));
+      simt::fail_next("cudaLaunchKernelEx", 0);
+      CHECK(cudaPeekAtLastError() == cudaSuccess);
+      CHECK((n < all || (status.ok() && a->is_right())));
+      CHECK((a->forward() == "" && a->is_right()));
+    }
+  }
+  simt::gpu = {};
+}
+
+// Whichever tensor map cannot be made, the status names its tensor, and both these tensors and those whose maps the
+// thread has are right after it.
+TEST_CASE("failed_maps" * doctest::skip(!is_wgmma)) {
+  const Attention a(1, 2, 1, 40, 30), b(1, 2, 1, 33, 50, Causal::off, 7);
+  const char* const names[] = {"Q", "K", "V", "O"};
+  for (int n = 0; n <= 4; n++) {
+    CHECK((a.forward() == "" && a.is_right()));
+    simt::fail_next("cuTensorMapEncodeTiled", cudaErrorInvalidValue, n);
+    const SdpaStatus status = b.call(b.p);
+    simt::fail_next("cuTensorMapEncodeTiled", 0);
+    if (status.ok()) {  // O has a map where it is stored by one
+      CHECK((n >= 3 && b.is_right()));
+      continue;
+    }
+    CHECK((n < 4 && status.code == cudaErrorInvalidValue));
+    CHECK(begins(status.text, (string("the driver makes no tensor map of ") + names[n % 4] + ": ").c_str()));
+    CHECK(cudaPeekAtLastError() == cudaSuccess);
+    for (const Attention* problem : {&a, &b}) CHECK((problem->forward() == "" && problem->is_right()));
   }
 }
 
@@ -421,6 +477,18 @@ TEST_CASE("workspace") {
   cudaFree(workspace);
 }
 
+// Groups of more heads than a tile has rows: items have as many as divide the group and fit, of a prime number one.
+TEST_CASE("groups" * doctest::skip(!Build::pack_gqa && !Build::use_tuned)) {
+  for (const int group : {71, 24}) {
+    for (const int sms : {1, 132}) {
+      simt::gpu.sms[0] = sms;
+      const Attention a(1, group, 1, 3, 150, Causal::bottom_right), b(2, group, 1, 1, 90);
+      CHECK((a.forward() == "" && a.is_right() && b.forward() == "" && b.is_right()));
+    }
+  }
+  simt::gpu = {};
+}
+
 // K and V as pages of 16 keys. What a table may not say is refused, and what it says of pages that there are not is cut
 // off: nothing outside the tensors is read.
 TEST_CASE("pages" * doctest::skip(!Build::use_pages)) {
@@ -492,7 +560,7 @@ TEST_CASE("room" * doctest::skip(!Build::use_lengths || (sums_end<Build> && !Bui
   SdpaParams wide{};
   wide.B = 4096, wide.Hq = 64, wide.Hkv = 8, wide.Sq = 1, wide.Sk = 1 << 20, wide.D = D;
   simt::gpu.sms[0] = 132;
-  CHECK((sdpa_workspace_bytes(wide) <= size_t(64) << 20 || Build::block_m > 64));
+  CHECK((sdpa_workspace_bytes(wide) <= size_t(64) << 20 || Build::block_m > 64 || Build::split_ctas > 1));
   const size_t bytes = sdpa_workspace_bytes(wide);
   wide.Sk = 1000;
   CHECK(sdpa_workspace_bytes(wide) == bytes);
