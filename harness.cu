@@ -199,6 +199,8 @@ struct Problem : reference::Problem {
   string machine;                              // --machine of tests/sweep.cu
   bool has_sinks = false, has_lengths = false;  // of the seed
   int page_size;                                // 0: K and V do not lie in pages
+  bool narrow_table = false;                    // of pages: it ends with Sk, and lengths may be above
+  int most_keys = 0;                            // as SdpaParams has it
 
   Problem() : reference::Problem{}, page_size(line.has_pages ? 64 : 0) { D = line.D, Dv = line.Dv; }
 };
@@ -214,10 +216,10 @@ SdpaParams params_of(const Problem& p) {  // but for the tensors
   params.D = line.D, params.Dv = line.Dv, params.scale = float(p.scale), params.causal = Causal(int(p.mask));
   params.window_left = p.window_left, params.window_right = p.window_right;
   params.window_alignment = Causal(int(p.window_alignment));
-  params.softcap = float(p.softcap);
+  params.softcap = float(p.softcap), params.most_keys = p.most_keys;
   params.page_size = p.page_size;
   // A table as wide as a cache could become, whatever the lengths are; no wider where a sum ends.
-  if (p.page_size && p.has_lengths) params.Sk = line.sums_end ? 1 << 16 : 1 << 20;
+  if (p.page_size && p.has_lengths && !p.narrow_table) params.Sk = line.sums_end && !p.most_keys ? 1 << 16 : 1 << 20;
   return params;
 }
 
@@ -443,6 +445,7 @@ struct WitnessArgs {
   Causal causal, alignment;
   int window_left, window_right;
   const int *q_starts, *k_starts, *k_lengths;
+  int most_keys;
   float scale;
   Descale q_factor, k_factor, v_factor;
   float v_unit, softcap;
@@ -494,12 +497,14 @@ __global__ void __launch_bounds__(WitnessShared<D>::THREADS) witness(WitnessArgs
 
   // The row's sequence, and its rows in the tensors.
   int own = b, Sq = a.Sq, Sk = a.Sk, first_query = 0, first_key = 0;
+  const auto row_at = [](int start, int rows) { return start < 0 ? 0 : start > rows ? rows : start; };
   if (a.q_starts) {
     for (own = 0; a.q_starts[own + 1] <= q_row;) own++;
-    first_query = a.q_starts[own], Sq = a.q_starts[own + 1] - first_query;
+    first_query = row_at(a.q_starts[own], a.Sq), Sq = row_at(a.q_starts[own + 1], a.Sq) - first_query;
   }
-  if (a.k_starts) first_key = a.k_starts[own], Sk = a.k_starts[own + 1] - first_key;
+  if (a.k_starts) first_key = row_at(a.k_starts[own], a.Sk), Sk = row_at(a.k_starts[own + 1], a.Sk) - first_key;
   if (a.k_lengths) Sk = max(0, min(a.k_lengths[own], Sk));
+  if (a.most_keys > 0 && Sk > a.most_keys) Sk = a.most_keys;
   const float of_logit = a.scale * factor(a.q_factor, own, h) * factor(a.k_factor, own, h_kv);
   const float scale = a.softcap != 0 ? a.softcap : of_logit;
   const float v_factor = a.v_unit * factor(a.v_factor, own, h_kv);
@@ -597,7 +602,7 @@ cudaError_t launch_witness(const SdpaParams& p, int first, int heads, float* O, 
                       p.B,          p.Hq,        p.Hkv,       p.Sq,        p.Sk,
                       line.D,       line.Dv,     first,
                       p.causal,     p.window_alignment,       p.window_left,            p.window_right,
-                      p.q_starts,   p.k_starts,  p.k_lengths, float(scale), p.q_descale, p.k_descale,
+                      p.q_starts,   p.k_starts,  p.k_lengths, p.most_keys, float(scale), p.q_descale, p.k_descale,
                       p.v_descale,  float(unit), p.softcap,   p.sinks,     O,           LSE};
   const int widest = std::max(line.D, line.Dv);
   return widest <= 64    ? launch_witness<T, 64>(a, heads)
@@ -626,6 +631,7 @@ std::unique_ptr<DeviceTensor> (*make_tensor)(const Problem&, Tensor) =
     [](const Problem& p, Tensor t) { return std::make_unique<DeviceTensor>(p, t); };
 string (*check_more)(Instance&) = [](Instance&) { return string(); };  // a sentence on failure
 void (*set_machine)(const string&) = [](const string&) {};            // before anything is asked of the GPU
+void (*see_launch)(const SdpaParams&) = [](const SdpaParams&) {};     // of the kernel that is checked
 
 class Instance {
  public:
@@ -672,9 +678,10 @@ class Instance {
 
   void set_inputs(uint64_t seed) {
     problem.seed = seed;
-    if (starts_[0]) set_starts(*starts_[0], problem.q_starts, problem.Sq, seed + 1, 0);
-    if (starts_[1]) set_starts(*starts_[1], problem.k_starts, problem.Sk, seed + 2, problem.Sk / 8);
-    if (lengths_) set_lengths(seed);
+    if (starts_[0]) starts_[0]->store(beyond_tensor(problem.q_starts = drawn_starts(problem, Tensor::Q, seed), problem.Sq, seed));
+    if (starts_[1]) starts_[1]->store(beyond_tensor(problem.k_starts = drawn_starts(problem, Tensor::K, seed), problem.Sk, seed));
+    if (lengths_) lengths_->store(drawn_lengths(problem, seed));
+    if (problem.has_lengths || problem.most_keys) problem.k_lengths = keys_that_count(problem, seed);
     vector<double>* const factors[] = {&problem.q_factor, &problem.k_factor, &problem.v_factor};
     for (int t = 0; t < 3; t++) {
       vector<float>& x = inputs_[t];
@@ -686,45 +693,72 @@ class Instance {
       if (t > 0 && line.has_lengths) poison_what_is_no_key(Tensor(t));
       tensors[t]->write(held_[t]);
     }
-    if (sinks_) set_sinks(seed);
+    if (sinks_) {
+      const vector<float> sinks = drawn_sinks(problem, seed);
+      sinks_->store(sinks), problem.sinks.assign(sinks.begin(), sinks.end());
+    }
     if (table_) set_pages(seed);
     problem.Q = inputs_[0].data(), problem.K = inputs_[1].data(), problem.V = inputs_[2].data();
   }
 
-  // Of 8 heads one has no sink, one a sink that is all of its sum, and one a sink that is nothing of it.
-  void set_sinks(uint64_t seed) {
-    vector<float> sinks(problem.Hq);
-    for (int h = 0; h < problem.Hq; h++) {
+  // Of 8 heads one has no sink, one a sink that is nothing of its sum, and one, if others are left to compare, a sink that
+  // is all of it.
+  static vector<float> drawn_sinks(const Problem& p, uint64_t seed) {
+    vector<float> sinks(p.Hq);
+    for (int h = 0; h < p.Hq; h++) {
+      const uint64_t turn = (seed + h) % 8;
       sinks[h] = 2 * reference::normal(seed + 99, Tensor::O, h);
-      if (h % 8 == 5) sinks[h] = -INFINITY;
-      if (h % 8 >= 6) sinks[h] = h % 8 == 6 ? 100 : -150;
+      if (turn == 5) sinks[h] = -INFINITY;
+      if (turn == 6 && h > 0) sinks[h] = 100;
+      if (turn == 7) sinks[h] = -150;
     }
-    sinks_->store(sinks);
-    problem.sinks.assign(sinks.begin(), sinks.end());
+    return sinks;
   }
-  // Of 8 sequences one says more keys than there are, one less than none, and one has a single key.
-  void set_lengths(uint64_t seed) {
-    vector<int> lengths(problem.B);
-    for (int b = 0; b < problem.B; b++) {
-      lengths[b] = int(reference::mix(seed * 1000003 + b) % (problem.Sk + 1));
-      if (b % 8 >= 5) lengths[b] = b % 8 == 5 ? problem.Sk + (table_ ? 0 : 9) : b % 8 == 6 ? -4 : 1;
+  // Of 8 sequences one says more keys than there are, one less than none, one has a single key, and one all or none.
+  static vector<int> drawn_lengths(const Problem& p, uint64_t seed) {
+    const int most = p.page_size && !p.narrow_table ? p.Sk : p.Sk + 9;
+    vector<int> lengths(p.B);
+    for (int b = 0; b < p.B; b++) {
+      const uint64_t turn = (seed + b) % 8;
+      lengths[b] = int(reference::mix(seed * 1000003 + b) % (p.Sk + 1));
+      if (turn == 4) lengths[b] = (seed + b) / 8 % 2 ? 0 : p.Sk;
+      if (turn >= 5) lengths[b] = turn == 5 ? most : turn == 6 ? -4 : std::min(1, most);
     }
-    lengths_->store(lengths);
-    problem.k_lengths = lengths;
-    for (int& length : problem.k_lengths) length = std::max(0, std::min(length, problem.Sk));
+    return lengths;
+  }
+  // What the lengths and most_keys leave of each sequence's keys.
+  static vector<int> keys_that_count(const Problem& p, uint64_t seed) {
+    vector<int> lengths = p.has_lengths ? drawn_lengths(p, seed) : vector<int>(p.B, p.Sk);
+    for (int& length : lengths) {
+      length = std::max(0, std::min(length, p.Sk));
+      if (p.most_keys) length = std::min(length, p.most_keys);
+    }
+    return lengths;
   }
 
-  // A third of the sequences has no row; and of up to `most_left` rows at either end none is one's.
-  void set_starts(Guarded& held, vector<int>& starts, int rows, uint64_t seed, int most_left) {
-    starts.assign(problem.B + 1, rows);
-    for (int b = 0; b < problem.B; b++) {
+  // A third of the sequences has no row; and with even seeds of up to Sk / 8 rows of K at either end none is one's.
+  static vector<int> drawn_starts(const Problem& p, Tensor t, uint64_t seed) {
+    const int rows = t == Tensor::Q ? p.Sq : p.Sk, most_left = t == Tensor::Q || seed % 2 ? 0 : rows / 8;
+    seed += 1 + uint64_t(t);
+    vector<int> starts(p.B + 1, rows);
+    for (int b = 0; b < p.B; b++) {
       const uint64_t r = reference::mix(seed * 1000003 + b);
       starts[b] = b == 0 ? 0 : r % 3 == 0 ? starts[b - 1] : int(r / 3 % (rows + 1));
     }
     std::sort(starts.begin(), starts.end());
     const int first = int(reference::mix(seed + 7) % (most_left + 1)), end = rows - int(reference::mix(seed + 8) % (most_left + 1));
     for (int& start : starts) start = std::max(first, std::min(start, end));
-    held.store(starts);
+    return starts;
+  }
+  // The same for the kernel, which cuts off what is not within the tensor: a start at its end may be beyond it.
+  static vector<int> beyond_tensor(vector<int> starts, int rows, uint64_t seed) {
+    constexpr int far[] = {1, 100, 1000000}, most = std::numeric_limits<int>::max();
+    for (size_t b = 0; b < starts.size(); b++) {
+      const uint64_t r = reference::mix(seed * 1000033 + b) % 5;
+      if (starts[b] == rows) starts[b] = r < 3 ? rows + far[r] : r == 3 ? most : rows;
+      else if (starts[b] == 0) starts[b] = r < 3 ? -far[r] : r == 3 ? -most - 1 : 0;
+    }
+    return starts;
   }
 
   // What lies in row number `row` of K or V where no sequence has a key: NaN, inf and -inf by turns.
@@ -764,6 +798,7 @@ class Instance {
     }
     params.K = pages_[0]->data<Input>(), params.V = pages_[1]->data<Input>();
     params.pages = int(pages), params.page_stride = std::max(int(per_sequence), params.Sk / problem.page_size) + 3;
+    if (problem.narrow_table) params.page_stride = int(per_sequence);
     table_.reset(new Guarded("the page table", problem.B * params.page_stride * sizeof(int)));
     params.page_table = table_->data<int>();
   }
@@ -834,6 +869,7 @@ class Instance {
 
   void poison() { at(Tensor::O).poison(), lse_->fill(0xff); }
   static void launch(const SdpaParams& p, cudaStream_t stream = 0) {
+    see_launch(p);
     const SdpaStatus status = line.forward(p, stream);
     if (!status.ok()) throw CudaError{status.text};
   }
@@ -937,7 +973,8 @@ class Instance {
           launch_witness<__half>, launch_witness<__nv_bfloat16>, launch_witness<__nv_fp8_e4m3>,
           launch_witness<uint8_t>};
       const auto launch = launches[int(line.input)];
-      SdpaParams plain = params;  // without pages
+      SdpaParams plain = params;  // without pages, whose table may have room for more keys than there are
+      plain.Sk = problem.Sk;
       plain.K = static_cast<const Input*>(tensors[1]->first()), plain.k = tensors[1]->strides;
       plain.V = static_cast<const Input*>(tensors[2]->first()), plain.v = tensors[2]->strides;
       require(launch(plain, int(first), int(count), O_g.data<float>(), LSE_g.data<float>()),
@@ -1619,6 +1656,8 @@ string command_of(const Problem& p) {
   if (p.has_lengths) text += " --lengths";
   if (*packed_text(p)) text += format(" --packed %s", packed_text(p));
   if (p.page_size) text += format(" --pages %d", p.page_size);
+  if (p.narrow_table) text += " --narrow-table";
+  if (p.most_keys) text += format(" --most-keys %d", p.most_keys);
   if (p.max_ctas != 0) text += format(" --max-ctas %d", p.max_ctas);
   if (!p.machine.empty()) text += " --machine " + p.machine;
   return text;

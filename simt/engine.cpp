@@ -25,6 +25,7 @@
 #include <utility>
 
 #if defined(SIMT_ASAN)
+#include <sanitizer/asan_interface.h>
 #include <sanitizer/common_interface_defs.h>
 #endif
 #if defined(SIMT_TSAN)
@@ -1200,17 +1201,36 @@ const Launch& last_launch() { return latest_launch; }
 int launches() { return launches_of_thread; }
 const std::string& last_report() { return latest_report; }
 
+namespace {
+
+// Bytes on both sides of an allocation that are in none: a row far outside a tensor is no row of another one.
+constexpr size_t ALLOCATION_GAP = size_t(1) << 20;
+constexpr size_t LARGE_ALLOCATION = size_t(1) << 30;  // only touched pages cost memory
+
+void poison_gaps(unsigned char* pointer, size_t bytes, bool poison) {
+#if defined(SIMT_ASAN)
+  for (unsigned char* gap : {pointer - ALLOCATION_GAP, pointer + bytes}) {
+    (poison ? __asan_poison_memory_region : __asan_unpoison_memory_region)(gap, ALLOCATION_GAP);
+  }
+#else
+  (void)pointer, (void)bytes, (void)poison;
+#endif
+}
+
+}  // namespace
+
 void* allocate(size_t bytes, int device) {
   const Lock lock(host_mutex);
-  constexpr size_t large = size_t(1) << 30;  // only touched pages cost memory
-  void* pointer;
-  if (bytes >= large) {
-    pointer = mmap(nullptr, bytes, PROT_READ | PROT_WRITE,
-                   MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE, -1, 0);
-    if (pointer == MAP_FAILED) return nullptr;
-  } else if (posix_memalign(&pointer, 256, bytes)) {
+  const size_t all = bytes + 2 * ALLOCATION_GAP;
+  void* memory;
+  if (bytes >= LARGE_ALLOCATION) {
+    memory = mmap(nullptr, all, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE, -1, 0);
+    if (memory == MAP_FAILED) return nullptr;
+  } else if (posix_memalign(&memory, 256, all)) {
     return nullptr;
   }
+  unsigned char* const pointer = static_cast<unsigned char*>(memory) + ALLOCATION_GAP;
+  poison_gaps(pointer, bytes, true);
   allocations[reinterpret_cast<uintptr_t>(pointer)] = {bytes, device};
   return pointer;
 }
@@ -1219,10 +1239,13 @@ void deallocate(void* pointer) {
   const Lock lock(host_mutex);
   const auto it = allocations.find(reinterpret_cast<uintptr_t>(pointer));
   if (it == allocations.end()) return;
-  if (it->second.bytes >= size_t(1) << 30) {
-    munmap(pointer, it->second.bytes);
+  const size_t bytes = it->second.bytes;
+  unsigned char* const memory = static_cast<unsigned char*>(pointer) - ALLOCATION_GAP;
+  poison_gaps(static_cast<unsigned char*>(pointer), bytes, false);
+  if (bytes >= LARGE_ALLOCATION) {
+    munmap(memory, bytes + 2 * ALLOCATION_GAP);
   } else {
-    free(pointer);
+    free(memory);
   }
   allocations.erase(it);
 }

@@ -2,9 +2,11 @@
 // way each, kernels that follow each other, the order of the threads and the counters of the CPU backend.
 // Linked to a line it is sweep_NAME, which takes all options of sdpa_NAME and these:
 //   --sweep N      N random problems, checked and not timed; --seeds picks the series
+//   --all-kinds    and more, until they are of every kind that the build takes, and on every tile; else it fails
 //   --edges        problems at the edges of the line's tiles, masks, sums and groups, likewise
 //   --layout L     how the tensors lie
 //   --descale D    what factors 8-bit inputs have
+//   --most-keys N  keys that a sequence has at most; --narrow-table: and its table of pages no more than Sk
 //   --schedule S   CPU backend: the order of the threads
 //   --machine M    CPU backend: the GPU that it plays, and where kernels end a sum
 //   --tile         CPU backend: what one more K/V tile costs, and whether the barriers are those declared
@@ -17,6 +19,9 @@
 #undef main
 
 #include "layouts.h"
+
+#include <map>
+#include <set>
 
 namespace SDPA_NAMESPACE {
 namespace {
@@ -178,6 +183,7 @@ string value_of_knob(const char* name) {
 bool has_ranges() { return line.is_tuned || value_of_knob("SPLIT_CTAS") != "1"; }
 
 #ifdef SDPA_SIMT
+constexpr bool has_machines = true;
 // Sets the order in which threads run. Returns a sentence if `text` names none.
 string set_schedule(const string& text) {
   const string random = "random:", digits = "0123456789";
@@ -257,6 +263,7 @@ ExitCode print_tile() {
   return exit_wrong;
 }
 #else
+constexpr bool has_machines = false;
 string set_schedule(const string&) { return "only the CPU backend has one; a GPU has its own"; }
 string refuse_machine(const string&) { return "only the CPU backend has one; a GPU is what it is"; }
 void play_machine(const string&) {}
@@ -267,7 +274,7 @@ ExitCode print_tile() {
 }
 #endif
 
-// ---- random problems ----
+// ---- what was drawn ----
 
 constexpr int DESCALES = 5;
 const char* const descales[DESCALES] = {"heads", "gaps", "shared", "none", "zeros"};
@@ -285,14 +292,214 @@ bool takes_tile(const Problem& p, const TunedTile& t) {
   return same_tile(line.tile_of(params_of(p)), t);
 }
 
-template <class Draw> Problem draw_problem(const Draw& draw, const TunedTile& tile) {
+// wgmma's sums of e4m3 products have 14 bits, which logits in the hundreds show; sums in fp16 end at 65504.
+bool takes_dist(const string& dist) {
+  if (line.fp16_acc) return dist == "normal" || dist == "nonfinite";
+  return !(line.is_wgmma && line.input == DType::e4m3 && (dist == "large" || dist == "negative"));
+}
+
+// Every member of SdpaParams, in order: one that is not here does not compile, and one that is here must be drawn.
+#define SWEEP_MEMBERS                                                                                                    \
+  Q, K, V, O, LSE, B, Hq, Hkv, Sq, Sk, D, q, k, v, o, scale, causal, workspace, max_ctas, window_left, window_right,     \
+      q_descale, k_descale, v_descale, window_alignment, softcap, sinks, k_lengths, q_starts, k_starts, most_keys,       \
+      page_table, page_stride, page_size, pages, Dv
+// see(name, bytes) of each.
+template <class See> void for_each_member(const SdpaParams& params, const See& see) {
+  const auto& [SWEEP_MEMBERS] = params;
+  string names = SDPA_TEXT(SWEEP_MEMBERS) ",";
+  const auto see_next = [&](const auto& member) {
+    const size_t comma = names.find(',');
+    see(names.substr(0, comma), string(reinterpret_cast<const char*>(&member), sizeof member));
+    names.erase(0, names.find_first_not_of(' ', comma + 1));
+  };
+  const auto see_all = [&](const auto&... members) { (see_next(members), ...); };
+  see_all(SWEEP_MEMBERS);
+}
+// True if every problem of this build has the same value there.
+bool is_fixed(const string& member) {
+  const auto is_one_of = [&](const char* names) { return (" " + string(names) + " ").find(" " + member + " ") != string::npos; };
+  return is_one_of("D Dv") || (!line.has_queue && is_one_of("max_ctas")) || (!line.has_softcap && is_one_of("softcap")) ||
+         (element_bytes(line.input) > 1 && is_one_of("q_descale k_descale v_descale")) ||
+         (!line.has_sinks && is_one_of("sinks")) || (line.has_pages && is_one_of("k_starts")) ||
+         (!line.has_lengths && is_one_of("k_lengths q_starts k_starts most_keys")) ||
+         (!line.has_pages && is_one_of("page_table page_stride page_size pages"));
+}
+
+// What of a problem is in device memory.
+struct Contents {
+  vector<int> lengths, q_starts, k_starts, pages;
+  vector<float> sinks;
+};
+int pages_of(const Problem& p) { return p.page_size ? p.B * ((p.Sk + p.page_size - 1) / p.page_size) + 1 : 0; }
+template <class T> vector<T> fetch(const T* from, size_t count) {
+  vector<T> x(from ? count : 0);
+  require(cudaMemcpy(x.data(), from, x.size() * sizeof(T), cudaMemcpyDeviceToHost), "copying from the GPU");
+  return x;
+}
+Contents contents_of(const SdpaParams& p) {
+  return {fetch(p.k_lengths, p.B), fetch(p.q_starts, p.B + 1), fetch(p.k_starts, p.B + 1),
+          fetch(p.page_table, size_t(p.B) * p.page_stride), fetch(p.sinks, p.Hq)};
+}
+// The same before there is a launch; of pages one of each kind, as nearly every table has it.
+Contents drawn_contents(const Problem& p) {
+  Contents c;
+  if (p.has_lengths) c.lengths = Instance::drawn_lengths(p, p.seed);
+  if (p.has_sinks) c.sinks = Instance::drawn_sinks(p, p.seed);
+  const auto starts = [&](Tensor t, int rows) {
+    return Instance::beyond_tensor(Instance::drawn_starts(p, t, p.seed), rows, p.seed);
+  };
+  if (p.packs_q) c.q_starts = starts(Tensor::Q, p.Sq);
+  if (p.packs_k) c.k_starts = starts(Tensor::K, p.Sk);
+  if (p.page_size && p.Sk) c.pages = {-1, 0, pages_of(p) - 1, pages_of(p)};
+  return c;
+}
+// Keys of the longest sequence, as far as most_keys does not limit them.
+int longest_sequence(Problem p) {
+  p.most_keys = 0, p.k_lengths = Instance::keys_that_count(p, p.seed);
+  if (p.packs_q) p.q_starts = Instance::drawn_starts(p, Tensor::Q, p.seed);
+  if (p.packs_k) p.k_starts = Instance::drawn_starts(p, Tensor::K, p.seed);
+  int longest = 0;
+  for (int b = 0; b < p.B; b++) longest = std::max(longest, reference::sequence_of(p, b).Sk);
+  return longest;
+}
+
+// Kinds of problems, in groups: how many of them a sweep has drawn, of all that this build takes.
+class Kinds {
+ public:
+  Kinds() {
+    const auto takes = [&](const char* group, const string& kinds) {
+      for (size_t at = 0; at < kinds.size();) {
+        const size_t end = std::min(kinds.find(' ', at), kinds.size());
+        group_of(group).counts.push_back({kinds.substr(at, end - at), 0});
+        at = end + 1;
+      }
+    };
+    takes("mask", "off br tl"), takes("window", "none left right both"), takes("aligned", "off br tl");
+    takes("scale", "default set"), takes("queries", "none_more more one"), takes("keys", "none some");
+    takes("batches", "1 more"), takes("groups", "1 more");
+    for (const char* layout : layouts) takes("layout", takes_layout(layout) ? layout : "");
+    for (const Dist& d : reference::dists) takes("dist", takes_dist(d.name) ? d.name : "");
+    if (line.has_softcap) takes("softcap", "0 2 50");
+    if (line.has_queue) takes("max_ctas", "0 set");
+    if (has_machines) takes("machine", "default set"), takes("summed", has_ranges() ? "64 200 65536" : "65536");
+    if (element_bytes(line.input) == 1) takes("descale", "heads gaps shared none zeros");
+    if (line.has_sinks) takes("sinks", "none usual -inf large small");
+    if (line.has_lengths) {
+      takes("lengths", "none below_0 0 1 usual Sk above"), takes("packed", line.has_pages ? "none q" : "none q k qk");
+      takes("q_start", "below usual beyond empty");
+      if (!line.has_pages) takes("k_start", "below usual beyond empty");
+      takes("most_keys", "0 fewer longest more");
+    }
+    if (line.has_pages) takes("page", "16 48 64 256"), takes("table", "narrow wide"), takes("entry", "below usual last beyond");
+  }
+  // Kinds that this problem would be the first of; of larger groups they count more.
+  int count_new(const Problem& p, const Contents& c) const {
+    Kinds with = *this;
+    with.add(p, c);
+    return missing_kinds() - with.missing_kinds();
+  }
+  int missing_kinds() const {
+    int n = 0;
+    for (const Group& g : groups_) {
+      for (const auto& one : g.counts) n += one.second == 0 ? int(g.counts.size()) : 0;
+    }
+    return n;
+  }
+  void add(const Problem& p, const Contents& c) {
+    constexpr const char* masks[] = {"off", "br", "tl"};
+    const auto start_kind = [&](const vector<int>& starts, size_t b, int rows) {
+      return starts[b] < 0 ? "below" : starts[b] > rows ? "beyond" : "usual";
+    };
+    const bool left = p.window_left >= 0, right = p.window_right >= 0;
+    add("mask", masks[int(p.mask)]), add("window", left && right ? "both" : left ? "left" : right ? "right" : "none");
+    if (left || right) add("aligned", masks[int(p.window_alignment)]);
+    add("scale", p.scale == 0 ? "default" : "set"), add("layout", p.layout), add("dist", p.dist);
+    add("queries", p.Sq == 1 ? "one" : p.Sq > p.Sk ? "more" : "none_more"), add("keys", p.Sk == 0 ? "none" : "some");
+    add("batches", p.B == 1 ? "1" : "more"), add("groups", p.Hq == p.Hkv ? "1" : "more");
+    add("softcap", format("%g", p.softcap)), add("max_ctas", p.max_ctas ? "set" : "0"), add("descale", p.descale);
+    add("machine", p.machine.empty() ? "default" : "set");
+    add("summed", p.machine.empty() ? "65536" : p.machine.substr(p.machine.rfind(',') + 1));
+    add("packed", *packed_text(p) ? packed_text(p) : "none");
+    if (!p.has_sinks) add("sinks", "none");
+    for (float x : c.sinks) add("sinks", x == -INFINITY ? "-inf" : x == 100 ? "large" : x == -150 ? "small" : "usual");
+    if (!p.has_lengths) add("lengths", "none");
+    for (int n : c.lengths) {
+      add("lengths", n < 0 ? "below_0" : n == 0 ? "0" : n > p.Sk ? "above" : n == p.Sk ? "Sk" : n == 1 ? "1" : "usual");
+    }
+    for (const bool of_q : {true, false}) {
+      const vector<int>& starts = of_q ? c.q_starts : c.k_starts;
+      for (size_t b = 0; b < starts.size(); b++) {
+        add(of_q ? "q_start" : "k_start", start_kind(starts, b, of_q ? p.Sq : p.Sk));
+        if (b > 0 && starts[b] == starts[b - 1]) add(of_q ? "q_start" : "k_start", "empty");
+      }
+    }
+    if (line.has_lengths) {
+      const int longest = longest_sequence(p);
+      add("most_keys", p.most_keys == 0 ? "0" : p.most_keys == longest ? "longest" : p.most_keys < longest ? "fewer" : "more");
+    }
+    add("page", to_string(p.page_size)), add("table", p.narrow_table ? "narrow" : "wide");
+    const int pages = pages_of(p);
+    for (int page : c.pages) add("entry", page < 0 ? "below" : page >= pages ? "beyond" : page == pages - 1 ? "last" : "usual");
+  }
+  void see(const SdpaParams& launched) {
+    for_each_member(launched, [&](const string& name, const string& bytes) { values_[name].insert(bytes); });
+  }
+
+  // Every kind with its number of problems, or of things in them.
+  string text() const {
+    string text;
+    for (const Group& g : groups_) {
+      if (g.counts.size() > 1) text += (text.empty() ? "" : "; ") + g.name;
+      for (const auto& [kind, count] : g.counts) text += g.counts.size() > 1 ? " " + kind + ":" + to_string(count) : "";
+    }
+    return text;
+  }
+  // The kinds that are missing, and the members of SdpaParams that had one value throughout.
+  string missing() const {
+    string text;
+    for (const Group& g : groups_) {
+      for (const auto& [kind, count] : g.counts) text += count ? "" : " " + g.name + "=" + kind;
+    }
+    for_each_member(SdpaParams{}, [&](const string& name, const string& bytes) {
+      auto values = values_.count(name) ? values_.at(name) : std::set<string>{};
+      if (name == "Q" || name == "K" || name == "V" || name == "O" || name == "LSE" || name == "workspace") values.insert(bytes);
+      if (!is_fixed(name) && values.size() < 2) text += " " + name;
+    });
+    return text;
+  }
+
+ private:
+  struct Group {
+    string name;
+    vector<std::pair<string, int>> counts;
+  };
+  Group& group_of(const string& name) {
+    for (Group& g : groups_) {
+      if (g.name == name) return g;
+    }
+    groups_.push_back({name, {}});
+    return groups_.back();
+  }
+  void add(const string& group, const string& kind) {
+    for (Group& g : groups_) {
+      for (auto& [name, count] : g.counts) count += g.name == group && name == kind;
+    }
+  }
+  vector<Group> groups_;
+  std::map<string, std::set<string>> values_;  // of each member of SdpaParams
+};
+std::unique_ptr<Kinds> launched;
+
+// ---- random problems ----
+
+template <class Draw> Problem draw_problem(const Draw& draw, const TunedTile& tile, uint64_t seed) {
   const auto draw_size = [&](int unit) {  // half of them beside an edge of tiles or of 64 rows
     if (draw(2)) return draw(301);
     if (draw(2)) unit = 64;
     return (1 + draw(std::max(1, 300 / unit))) * unit - 1 + draw(3);
   };
   Problem p;
-  p.B = 1 + draw(3), p.Hkv = 1 + draw(3);
+  p.seed = seed, p.B = 1 + draw(3), p.Hkv = 1 + draw(3);
   int ratio = 1 + draw(8);
   p.Sq = draw_size(tile.block_m), p.Sk = draw(4) ? draw_size(tile.block_n) : p.Sq;
   if (draw(8) == 0) p.Sq = 1;
@@ -327,7 +534,6 @@ template <class Draw> Problem draw_problem(const Draw& draw, const TunedTile& ti
   p.same_heads = p.layout == "zero";
   if (element_bytes(line.input) == 1) p.descale = descales[draw(2) ? 0 : draw(DESCALES)];
   p.dist = reference::dists[draw(2) ? 0 : draw(int(reference::dists.size()))].name;
-  // wgmma's sums of e4m3 products have 14 bits, which logits in the hundreds show.
   p.has_sinks = line.has_sinks && p.dist != "negative" && draw(4);
   p.has_lengths = line.has_lengths && draw(2);
   if (line.has_lengths && p.layout.compare(0, 3, "far") != 0 && draw(3)) {
@@ -335,9 +541,7 @@ template <class Draw> Problem draw_problem(const Draw& draw, const TunedTile& ti
   }
   constexpr int page_sizes[] = {16, 48, 64, 256};
   if (line.has_pages) p.page_size = page_sizes[draw(4)];
-  const bool far_from_0 = p.dist == "large" || p.dist == "negative";
-  if (far_from_0 && line.is_wgmma && line.input == DType::e4m3) p.dist = "outliers";
-  if (line.fp16_acc && p.dist != "nonfinite") p.dist = "normal";  // others go past 65504
+  if (!takes_dist(p.dist)) p.dist = line.fp16_acc ? "normal" : "outliers";
   const bool exact = p.dist == "huge" || p.dist == "stairs";
   if (exact &&
       draw(2) == 0) {  // up to 1e10 or down to 1e-10; bf16's huge logits leave no room above
@@ -348,22 +552,43 @@ template <class Draw> Problem draw_problem(const Draw& draw, const TunedTile& ti
   // Larger logits still would measure fp32 itself: at 10^4 the last bit of S moves P by 1e-3.
   if (draw(4) == 0 && !exact && p.dist != "large") p.scale = 0.05f * float(1 + draw(10));
   if (line.has_queue && draw(4) == 0) p.max_ctas = 1 + draw(5);
+  if (line.has_pages) p.narrow_table = draw(2);
+  if (line.has_lengths) {
+    const int longest = longest_sequence(p), fewer = longest > 1 ? 1 + draw(longest - 1) : 0;
+    const int most_keys[] = {0, longest, fewer, p.Sk + 1 + draw(300)};
+    p.most_keys = most_keys[draw(4)];
+  }
   p.shape = format("%dx%dx%dx%dx%d", p.B, p.Hq, p.Hkv, p.Sq, p.Sk);
   return p;
 }
 
 // Random small problems over the whole contract; number n of a series of a build is the same everywhere. A tuned line
-// takes its tiles in turn.
-Problem sweep_problem(uint64_t series, uint64_t n) {
+// takes its tiles in turn. Of the candidates it is the one of most kinds that the series has not had.
+Problem sweep_problem(uint64_t series, uint64_t n, Kinds& had) {
+  const int most_candidates = had.missing_kinds() ? 256 : 1, most_tries = 4000;
   uint64_t state = mix(mix(series + 11) + n);
   const auto draw = [&](int size) { return int((state = mix(state)) % uint64_t(size)); };
   const TunedTile& tile = line.tiles[(series + n) % line.tile_count];
-  Problem p = draw_problem(draw, tile);
-  for (int tries = 0; line.is_tuned && tries < 2000 && !takes_tile(p, tile); tries++) {
-    p = draw_problem(draw, tile);
+  Problem best;
+  int best_new = -1, candidates = 0;
+  for (int tries = 0; tries < most_tries && candidates < most_candidates; tries++) {
+    const Problem p = draw_problem(draw, tile, n);
+    const bool is_candidate = !line.is_tuned || takes_tile(p, tile);
+    const int count = is_candidate ? had.count_new(p, drawn_contents(p)) : -1;
+    if (tries == 0 || count > best_new) best = p, best_new = count;
+    candidates += is_candidate;
   }
-  p.seed = n;
-  return p;
+  had.add(best, drawn_contents(best));
+  return best;
+}
+// So many, and with `all_kinds` as many more as it takes.
+vector<Problem> sweep_problems(uint64_t series, int count, bool all_kinds) {
+  Kinds had;
+  vector<Problem> problems;
+  for (int n = 0; n < count || (all_kinds && had.missing_kinds() && n < 4 * count); n++) {
+    problems.push_back(sweep_problem(series, n, had));
+  }
+  return problems;
 }
 
 // ---- problems at edges ----
@@ -446,7 +671,7 @@ vector<Problem> edge_problems() {
 
 struct SweepOptions : Options {
   int sweep = 0;
-  bool edges = false, tile = false;
+  bool all_kinds = false, edges = false, tile = false;
 };
 
 vector<Option> sweep_options(SweepOptions& o) {
@@ -458,6 +683,8 @@ vector<Option> sweep_options(SweepOptions& o) {
          if (n.size() == 1) o.sweep = int(n[0]);
          return n.size() == 1 ? "" : "want a whole number from 1 to 1000000";
        }},
+      {"--all-kinds", "", "with --sweep: and more, until they are of every kind that the build takes; else it fails",
+       [&o](const string&) { return o.all_kinds = true, ""; }},
       {"--edges", "", "problems at the edges of the line's tiles instead, checked and not timed",
        [&o](const string&) { return o.edges = true, ""; }},
       {"--layout", "L",
@@ -481,6 +708,14 @@ vector<Option> sweep_options(SweepOptions& o) {
          }
          return o.common.descale == text ? "" : "want heads, gaps, zeros, shared or none";
        }},
+      {"--most-keys", "N", "that a sequence has (a build with USE_LENGTHS)",
+       [&o](const string& text) {
+         const vector<long long> n = parse_numbers(text, 1, most_rows);
+         if (n.size() == 1) o.common.most_keys = int(n[0]);
+         return n.size() == 1 ? "" : "want a whole number from 1 to 10^9";
+       }},
+      {"--narrow-table", "", "a table of pages for Sk keys and no more, with lengths above Sk",
+       [&o](const string&) { return o.common.narrow_table = true, ""; }},
       {"--schedule", "S",
        "CPU backend: forward, reverse or random:SEED (default: the first two in turn)",
        set_schedule},
@@ -497,7 +732,7 @@ vector<Option> sweep_options(SweepOptions& o) {
 string parse_sweep(const vector<Option>& options, const vector<string>& args, SweepOptions& o) {
   const string refusal = parse(options, args, o);
   if (!refusal.empty() || (!o.sweep && !o.edges)) return refusal;
-  for (const char* drawn : {"--shape", "--causal", "--window", "--softcap", "--sinks", "--lengths", "--pages", "--dist", "--layout", "--scale",
+  for (const char* drawn : {"--shape", "--causal", "--window", "--softcap", "--sinks", "--lengths", "--packed", "--pages", "--most-keys", "--narrow-table", "--dist", "--layout", "--scale",
                             "--max-ctas", "--machine"}) {
     if (std::count(args.begin(), args.end(), drawn)) {
       return string("--sweep and --edges have their own problems; drop ") + drawn;
@@ -505,9 +740,7 @@ string parse_sweep(const vector<Option>& options, const vector<string>& args, Sw
   }
   o.check_only = o.shape_given = true;
   o.problems = o.edges ? edge_problems() : vector<Problem>();
-  for (int n = 0; n < o.sweep; n++) {
-    o.problems.push_back(sweep_problem(o.seeds.empty() ? 0 : o.seeds[0], n));
-  }
+  if (o.sweep) o.problems = sweep_problems(o.seeds.empty() ? 0 : o.seeds[0], o.sweep, o.all_kinds);
   o.seeds.clear();  // each problem has its own
   return "";
 }
@@ -520,7 +753,10 @@ int main(int argc, char** argv) {
   using namespace SDPA_NAMESPACE;
   signal(SIGPIPE, SIG_IGN);
   make_tensor = make_placed_tensor;
-  check_more = check_chain;
+  check_more = [](Instance& instance) {
+    if (launched) launched->add(instance.problem, contents_of(instance.params));
+    return check_chain(instance);
+  };
   set_machine = play_machine;
   add_dists();
   SweepOptions o;
@@ -528,14 +764,23 @@ int main(int argc, char** argv) {
   const std::string refusal = parse_sweep(options, {argv + 1, argv + argc}, o);
   if (!refusal.empty()) return refuse(refusal);
   if (o.tile) return finish(print_tile());
+  if (o.sweep) {
+    launched.reset(new Kinds);
+    see_launch = [](const SdpaParams& p) { launched->see(p); };
+  }
   if (o.edges) check_more = [](Instance&) { return std::string(); };  // half the time
-  const ExitCode exit = run(o, options);
+  ExitCode exit = run(o, options);
   const auto taken = [&](const TunedTile& t) {
     return std::any_of(o.problems.begin(), o.problems.end(), [&](const Problem& p) { return takes_tile(p, t); });
   };
   const bool all_taken = line.is_tuned && std::all_of(line.tiles, line.tiles + line.tile_count, taken);
   if (o.sweep || o.edges) {
-    fprintf(stderr, "%d of %d passed%s\n", o.passed, int(o.problems.size()), all_taken ? ", on every tile" : "");
+    const std::string missing = launched ? launched->missing() : "";
+    fprintf(stderr, "%d of %d passed%s%s%s%s\n", o.passed, int(o.problems.size()), all_taken ? ", on every tile" : "",
+            o.sweep && missing.empty() ? ", of every kind" : "", launched ? (": " + launched->text()).c_str() : "",
+            missing.empty() ? "" : ("; missing:" + missing).c_str());
+    const bool all = o.passed == int(o.problems.size()) && (all_taken || !line.is_tuned) && missing.empty();
+    if (o.all_kinds && !all && exit == exit_pass) exit = exit_wrong;
   }
   return finish(exit);
 }

@@ -591,8 +591,7 @@ TEST_CASE("command_line") {
   // kind of input, layout and ratio of heads.
   std::set<std::string> kinds;
   std::set<int> ratios;
-  for (int n = 0; n < 400; n++) {
-    const Problem p = sweep_problem(5, n);
+  for (const Problem& p : sweep_problems(5, 400, false)) {
     kinds.insert(p.dist), kinds.insert(p.layout), ratios.insert(p.Hq / p.Hkv);
     CHECK((p.Sq >= 0 && p.Sk >= 0 && double(p.B) * p.Hq * p.Sq * p.Sk < 2e6));
     std::vector<std::string> words;
