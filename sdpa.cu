@@ -408,7 +408,7 @@ struct Sequence {
   __device__ Sequence(const SdpaParams& p, int b) : q_row(0), k_row(0), Sq(p.Sq), Sk(p.Sk) {
     const auto find = [&](const int* starts, int& row, int& rows) {
       if (!starts) return;
-      row = min(max(starts[b], 0), rows), rows = max(min(starts[b + 1], rows) - row, 0);
+      row = min(max(starts[b], 0), rows), rows = max(min(starts[b + 1], rows), row) - row;
     };
     find(p.q_starts, q_row, Sq), find(p.k_starts, k_row, Sk);
     if (p.k_lengths) Sk = min(max(p.k_lengths[b], 0), Sk);
@@ -3255,7 +3255,7 @@ template <class B> SdpaStatus encode_tensor_maps(TensorMaps& maps, KernelArgs& a
   SdpaParams& p = a.p;
   thread_local SdpaParams last{};
   thread_local TensorMaps last_maps;
-  if (same_tensors(last, p)) {
+  if (same_tensors(last, p) && batches_of(last, last.k) == batches_of(p, p.k)) {
     maps = last_maps;
     return {};
   }
