@@ -7,11 +7,14 @@
 #endif
 #include SDPA_SOURCE
 
+#include <functional>
+#include <set>
 #include <string>
 #include <thread>
 #include <vector>
 
 #include "../reference.cpp"
+#include "members.h"
 #include <doctest/doctest.h>
 
 using namespace SDPA_NAMESPACE;
@@ -127,8 +130,8 @@ class Attention {
         for (int q = 0; q < queries.count; q++) {
           const Output* const O = p.O + q_batch * p.o.batch + h * p.o.head + (queries.first + q) * p.o.row;
           const size_t row = (size_t(q_batch) * p.Hq + h) * p.Sq + queries.first + q, at = O - this->p.O;
-          const bool is_others = has_lse[row];  // a row of several sequences is that of one of them
-          has_lse[row] = 1;
+          const bool is_others = is_written[at];  // a row of several sequences is that of one of them
+          if (p.LSE) has_lse[p.LSE + row - this->p.LSE] = 1;
           std::fill_n(is_written.begin() + at, Dv, 1);
           if (is_others) continue;
           const reference::Result want = reference::attend(of, {0, 0, q});
@@ -145,7 +148,6 @@ class Attention {
       }
       return true;
     };
-    if (!p.LSE) std::fill(has_lse.begin(), has_lse.end(), 0);
     return right && untouched(this->p.O, is_written) && untouched(this->p.LSE, has_lse);
   }
 
@@ -289,6 +291,221 @@ TEST_CASE("changed_tensors") {
     }
   }
   simt::gpu = {};
+}
+
+// Numbers in device memory, which ends with the last of them.
+template <class T> class Held {
+ public:
+  Held(const vector<T>& x) { cudaMalloc(&memory_, x.size() * sizeof(T)), *this = x; }
+  ~Held() { cudaFree(memory_); }
+  Held(const Held&) = delete;
+  void operator=(const vector<T>& x) { cudaMemcpy(memory_, x.data(), x.size() * sizeof(T), cudaMemcpyHostToDevice); }
+  operator const T*() const { return memory_; }
+
+ private:
+  T* memory_;
+};
+using Ints = Held<int>;
+using Floats = Held<float>;
+// The memory that all of some problems can have in turn.
+class Workspace {
+ public:
+  explicit Workspace(size_t bytes) : bytes(bytes) { cudaMalloc(&memory_, bytes), cudaMemset(memory_, 0, bytes); }
+  ~Workspace() { cudaFree(memory_); }
+  Workspace(const Workspace&) = delete;
+  operator void*() const { return memory_; }
+  const size_t bytes;
+
+ private:
+  void* memory_;
+};
+
+// True if this build does not refuse the member.
+static bool is_of_build(const string& member) {
+  const auto is_one_of = [&](const char* names) { return (" " + string(names) + " ").find(" " + member + " ") != string::npos; };
+  return !((!Build::use_persistent_cta && is_one_of("max_ctas")) || (!Build::use_softcap && is_one_of("softcap")) ||
+           (!Build::is_8bit && is_one_of("q_descale k_descale v_descale")) || (!Build::use_sinks && is_one_of("sinks")) ||
+           (Build::use_pages && is_one_of("k_starts")) || (Build::head_dim != Build::d_v && is_one_of("Dv")) ||
+           (!Build::use_lengths && is_one_of("k_lengths q_starts k_starts most_keys")) ||
+           (!Build::use_pages && is_one_of("page_table page_stride page_size pages")));
+}
+
+// A call after one that differs from it in a single member, or in what a member points to: of either nothing is left.
+TEST_CASE("changed_members") {
+  constexpr int D = Build::head_dim, Q_ROWS = 24, K_ROWS = 80;
+  const Attention a(3, 4, 2, Q_ROWS, K_ROWS);
+  const Ints lengths({70, 41}), other_lengths({12, 66}), q_starts({0, 5, 12}), k_starts({0, 30, 70});
+  const Ints table({3, 1, 4, 0, 5, 9, 2, 6, 8, 10, 7, 1}), other_table({9, 8, 7, 6, 5, 4, 3, 2, 1, 0, 10, 2});
+  const Floats sinks({1, -2, 3, 0}), other_sinks({-1, 2, 0, 3}), factors({0.5, 1, 0.75, 1.25, 0.625, 1.5, 0.875, 1});
+  SdpaParams base = a.p;
+  base.B = 2, base.Sq = 12, base.Sk = 70;
+  base.o.batch = 5 * base.o.head;
+  if (Build::use_lengths) base.k_lengths = lengths;
+  if (Build::use_sinks) base.sinks = sinks;
+  if (Build::is_8bit) {
+    for (Descale* d : {&base.q_descale, &base.k_descale, &base.v_descale}) *d = {factors, 2, 1};
+  }
+  if (Build::use_pages) {
+    base.page_table = table, base.page_stride = 6, base.page_size = 16, base.pages = 11;
+    for (Strides* s : {&base.k, &base.v}) *s = {40 * D, 16 * D, D};
+  }
+
+  using Change = std::function<void(SdpaParams&)>;
+  vector<std::pair<string, Change>> changes;
+  void *one = nullptr, *other = nullptr;  // workspaces
+  const auto add = [&](bool can, const char* name, const Change& change) {
+    if (can) changes.push_back({name, change});
+  };
+  constexpr bool lengths_ = Build::use_lengths, starts = lengths_ && !Build::use_pages;
+  add(true, "Q", [](SdpaParams& p) { p.Q += D; }), add(true, "K", [](SdpaParams& p) { p.K += D; });
+  add(true, "V", [](SdpaParams& p) { p.V += D; }), add(true, "O", [](SdpaParams& p) { p.O += 3 * D; });
+  add(true, "LSE", [](SdpaParams& p) { p.LSE = nullptr; }), add(true, "LSE's place", [](SdpaParams& p) { p.LSE += 5; });
+  add(true, "B", [](SdpaParams& p) { p.B = 1; });
+  add(true, "Hq", [](SdpaParams& p) { p.Hq = 2; }), add(true, "Hkv", [](SdpaParams& p) { p.Hkv = 1; });
+  add(true, "Sq", [](SdpaParams& p) { p.Sq = 7; }), add(true, "Sk", [](SdpaParams& p) { p.Sk = 33; });
+  static const std::pair<const char*, Strides SdpaParams::*> strides[] = {
+      {"q", &SdpaParams::q}, {"k", &SdpaParams::k}, {"v", &SdpaParams::v}, {"o", &SdpaParams::o}};
+  for (const auto& [name, member] : strides) {
+    const bool is_o = member == &SdpaParams::o;
+    add(true, name, [m = member](SdpaParams& p) { (p.*m).row = 2 * D; });
+    add(true, name, [m = member, is_o](SdpaParams& p) { (p.*m).head = (is_o ? 30 : 8) * D; });
+    add(true, name, [m = member, is_o](SdpaParams& p) { (p.*m).batch = is_o ? 4 * Q_ROWS * D : 24 * D; });
+  }
+  add(true, "scale", [](SdpaParams& p) { p.scale = 0.3f; });
+  add(true, "workspace", [&](SdpaParams& p) { p.workspace = other; });
+  add(true, "causal", [](SdpaParams& p) { p.causal = Causal::bottom_right; });
+  add(true, "causal", [](SdpaParams& p) { p.causal = Causal::top_left; });
+  add(Build::use_persistent_cta, "max_ctas", [](SdpaParams& p) { p.max_ctas = 1; });
+  add(true, "window_left", [](SdpaParams& p) { p.window_left = 3; });
+  add(true, "window_right", [](SdpaParams& p) { p.window_right = 9; });
+  add(true, "window_alignment", [](SdpaParams& p) { p.window_left = p.window_right = 6, p.window_alignment = Causal::bottom_right; });
+  static const std::pair<const char*, Descale SdpaParams::*> descales[] = {
+      {"q_descale", &SdpaParams::q_descale}, {"k_descale", &SdpaParams::k_descale}, {"v_descale", &SdpaParams::v_descale}};
+  for (const auto& [name, member] : descales) {
+    add(Build::is_8bit, name, [m = member](SdpaParams& p) { (p.*m).factor++; });
+    add(Build::is_8bit, name, [m = member](SdpaParams& p) { (p.*m).factor = nullptr; });
+    add(Build::is_8bit, name, [m = member](SdpaParams& p) { (p.*m).head = 0; });
+    add(Build::is_8bit, name, [m = member](SdpaParams& p) { (p.*m).batch = 0; });
+  }
+  add(Build::use_softcap != 0, "softcap", [](SdpaParams& p) { p.softcap = 2; });
+  add(Build::use_sinks, "sinks", [](SdpaParams& p) { p.sinks = nullptr; });
+  add(Build::use_sinks, "sinks", [&](SdpaParams& p) { p.sinks = other_sinks; });
+  add(lengths_, "k_lengths", [](SdpaParams& p) { p.k_lengths = nullptr; });
+  add(lengths_, "k_lengths", [&](SdpaParams& p) { p.k_lengths = other_lengths; });
+  add(lengths_, "q_starts", [&](SdpaParams& p) { p.q_starts = p.q_starts ? nullptr : static_cast<const int*>(q_starts); });
+  add(starts, "k_starts", [&](SdpaParams& p) { p.k_starts = p.k_starts ? nullptr : static_cast<const int*>(k_starts); });
+  add(lengths_, "most_keys", [](SdpaParams& p) { p.most_keys = 20; });
+  add(lengths_, "most_keys", [](SdpaParams& p) { p.most_keys = 50; });
+  add(Build::use_pages, "page_table", [&](SdpaParams& p) { p.page_table = other_table; });
+  add(Build::use_pages, "page_stride", [](SdpaParams& p) { p.page_stride = 5; });
+  add(Build::use_pages, "page_size", [](SdpaParams& p) { p.page_size = 32; });
+  add(Build::use_pages, "pages", [](SdpaParams& p) { p.pages = 4; });
+  add(Build::head_dim == Build::d_v, "Dv", [](SdpaParams& p) { p.Dv = D; });
+
+  // With batches of their own; with lengths also with inputs that all batches share, and packed.
+  SdpaParams shared = base, packed = base;
+  shared.q.batch = 0;
+  if (!Build::use_pages) shared.k.batch = shared.v.batch = 0, packed.k_starts = k_starts;
+  packed.q_starts = q_starts;
+  vector<SdpaParams> bases = {base};
+  if (lengths_) bases.push_back(shared), bases.push_back(packed);
+  size_t bytes = 0;
+  for (const SdpaParams& from : bases) {
+    for (const auto& [name, change] : changes) {
+      SdpaParams p = from;
+      change(p), bytes = std::max({bytes, sdpa_workspace_bytes(from), sdpa_workspace_bytes(p)});
+    }
+  }
+  const Workspace memory(bytes), other_memory(bytes);
+  one = memory, other = other_memory;
+  std::set<string> changed = {"D"};
+  for (SdpaParams from : bases) {
+    from.workspace = one;
+    for (const auto& [name, change] : changes) {
+      SdpaParams p = from;
+      change(p);
+      vector<string> was;
+      for_each_member(from, [&](const string&, const string& bytes) { was.push_back(bytes); });
+      size_t i = 0;
+      for_each_member(p, [&](const string& member, const string& bytes) {
+        if (bytes != was[i++]) changed.insert(member);
+      });
+      INFO(name);
+      CHECK((a.forward(from) == "" && a.is_right(from)));
+      CHECK((a.forward(p) == "" && a.is_right(p)));
+    }
+  }
+  for_each_member(base, [&](const string& member, const string&) {
+    INFO(member);
+    CHECK((changed.count(member) || !is_of_build(member)));
+  });
+  // The same memory with other contents.
+  if (!lengths_) return;
+  SdpaParams p = bases[2];
+  p.workspace = one;
+  Ints q({0, 5, 12}), k({0, 30, 70}), n({70, 41}), pages({3, 1, 4, 0, 5, 9, 2, 6, 8, 10, 7, 1});
+  p.q_starts = q, p.k_lengths = n, p.k_starts = starts ? static_cast<const int*>(k) : nullptr;
+  if (Build::use_pages) p.page_table = pages;
+  const auto right = [&] { return a.forward(p) == "" && a.is_right(p); };
+  CHECK(right());
+  q = {0, 11, 12};
+  CHECK(right());
+  k = {0, 64, 70};
+  CHECK(right());
+  n = {3, 70};
+  CHECK(right());
+  pages = {9, 8, 7, 6, 5, 4, 3, 2, 1, 0, 10, 2};
+  CHECK(right());
+}
+
+// The tile that is chosen, and the workspace, are those of the problem, whatever the problem before was.
+TEST_CASE("tile_history" * doctest::skip(!Build::use_tuned)) {
+  if constexpr (Build::use_tuned) {
+    uint32_t state = 1;
+    const auto draw = [&](int size) { return int((state = state * 1664525u + 1013904223u) >> 8) % size; };
+    static const int held[1] = {};
+    struct Member { const char* name; bool can; std::function<void(SdpaParams&)> draw; };
+    const auto pointer = [&](bool null) { return null ? nullptr : held; };
+    const bool lengths = Build::use_lengths, starts = lengths && !Build::use_pages;
+    const Member members[] = {
+        {"SMs", true, [&](SdpaParams&) { simt::gpu.sms[0] = 1 << draw(8); }},
+        {"B", true, [&](SdpaParams& p) { p.B = 1 + draw(64); }},
+        {"Hq", true, [&](SdpaParams& p) { p.Hq = p.Hkv << draw(5); }},
+        {"Hkv", true, [&](SdpaParams& p) { while (p.Hq % (p.Hkv = 1 << draw(5))) {} }},
+        {"Sq", true, [&](SdpaParams& p) { p.Sq = 1 << draw(13); }},
+        {"Sk", true, [&](SdpaParams& p) { p.Sk = 1 << draw(18); }},
+        {"causal", true, [&](SdpaParams& p) { p.causal = Causal(draw(3)); }},
+        {"window_left", true, [&](SdpaParams& p) { p.window_left = draw(2) ? -1 : 1 << draw(13); }},
+        {"window_right", true, [&](SdpaParams& p) { p.window_right = draw(2) ? -1 : 1 << draw(13); }},
+        {"window_alignment", true, [&](SdpaParams& p) { p.window_alignment = Causal(draw(3)); }},
+        {"k_lengths", lengths, [&](SdpaParams& p) { p.k_lengths = pointer(draw(2)); }},
+        {"q_starts", lengths, [&](SdpaParams& p) { p.q_starts = pointer(draw(2)); }},
+        {"k_starts", starts, [&](SdpaParams& p) { p.k_starts = pointer(draw(2)); }},
+        {"most_keys", lengths, [&](SdpaParams& p) { p.most_keys = draw(2) ? 0 : 1 << draw(18); }}};
+    SdpaParams elsewhere{};
+    elsewhere.B = 77, elsewhere.Hq = elsewhere.Hkv = 7, elsewhere.Sq = elsewhere.Sk = 777, elsewhere.D = Build::head_dim;
+    for (const Member& m : members) {
+      if (!m.can) continue;
+      int changed = 0, wrong = 0;
+      for (int n = 0; n < 20000 && changed < 20; n++) {
+        SdpaParams p{};
+        p.D = Build::head_dim, p.Hkv = 1, p.page_size = 16;
+        for (const Member& each : members) {
+          if (each.can && &each != &members[3]) each.draw(p);
+        }
+        const int before = choose_tile(p);
+        m.draw(p);
+        const int tile = choose_tile(p);
+        const size_t bytes = sdpa_workspace_bytes(p);
+        choose_tile(elsewhere);
+        const int fresh = choose_tile(p);
+        changed += fresh != before, wrong += tile != fresh || bytes != sdpa_workspace_bytes(p);
+      }
+      INFO(m.name);
+      CHECK((changed == 20 && wrong == 0));
+    }
+    simt::gpu = {};
+  }
 }
 
 TEST_CASE("no_keys") {
@@ -490,31 +707,6 @@ TEST_CASE("workspace") {
   }
   cudaFree(workspace);
 }
-
-// Numbers in device memory, which ends with the last of them.
-class Ints {
- public:
-  Ints(const vector<int>& x) { cudaMalloc(&memory_, x.size() * sizeof(int)), *this = x; }
-  ~Ints() { cudaFree(memory_); }
-  Ints(const Ints&) = delete;
-  void operator=(const vector<int>& x) { cudaMemcpy(memory_, x.data(), x.size() * sizeof(int), cudaMemcpyHostToDevice); }
-  operator const int*() const { return memory_; }
-
- private:
-  int* memory_;
-};
-// The memory that all of some problems can have in turn.
-class Workspace {
- public:
-  explicit Workspace(size_t bytes) : bytes(bytes) { cudaMalloc(&memory_, bytes), cudaMemset(memory_, 0, bytes); }
-  ~Workspace() { cudaFree(memory_); }
-  Workspace(const Workspace&) = delete;
-  operator void*() const { return memory_; }
-  const size_t bytes;
-
- private:
-  void* memory_;
-};
 
 // K and V as pages. What a table may not say is refused, and what it says of pages that there are not is cut off, as are
 // lengths for which it has no entries: nothing outside the tensors is read.
