@@ -3255,7 +3255,7 @@ template <class B> SdpaStatus encode_tensor_maps(TensorMaps& maps, KernelArgs& a
   SdpaParams& p = a.p;
   thread_local SdpaParams last{};
   thread_local TensorMaps last_maps;
-  if (same_tensors(last, p)) {
+  if (same_tensors(last, p) && batches_of(last, last.k) == batches_of(p, p.k)) {
     maps = last_maps;
     return {};
   }

@@ -7,16 +7,32 @@
 #endif
 #include SDPA_SOURCE
 
+#include <functional>
+#include <set>
 #include <string>
 #include <thread>
 #include <vector>
 
 #include "../reference.cpp"
+#include "members.h"
 #include <doctest/doctest.h>
 
 using namespace SDPA_NAMESPACE;
 using std::string;
 using std::vector;
+
+// The rows of sequence b among `rows` of a tensor.
+struct Rows { int first, count; };
+static Rows rows_of(const int* starts, int b, int rows) {
+  if (!starts) return {0, rows};
+  const auto cut_off = [&](int start) { return std::max(0, std::min(start, rows)); };
+  return {cut_off(starts[b]), std::max(0, cut_off(starts[b + 1]) - cut_off(starts[b]))};
+}
+static int keys_of(const SdpaParams& p, int b) {
+  int keys = rows_of(p.k_starts, b, p.Sk).count;
+  if (p.k_lengths) keys = std::max(0, std::min(p.k_lengths[b], keys));
+  return p.most_keys > 0 ? std::min(keys, p.most_keys) : keys;
+}
 
 // A problem with its tensors on the current device, contiguous as [B,H,S,D].
 class Attention {
@@ -78,6 +94,62 @@ class Attention {
       }
     }
     return true;
+  }
+  // True if O and LSE are what the manual says of p, by its every member, and what is not a row of theirs is as it was.
+  // It reads device memory, which here is the host's.
+  bool is_right(const SdpaParams& p) const {
+    constexpr int D = Build::head_dim, Dv = Build::d_v;
+    const double unit = element_unit<Build>, limit = Build::input == DType::bf16 || Build::output == DType::bf16 ? 2e-2 : 2e-3;
+    vector<char> is_written(o_elements_, 0), has_lse(o_elements_ / D, 0);
+    bool right = true;
+    for (int b = 0; b < p.B; b++) {
+      const Rows queries = rows_of(p.q_starts, b, p.Sq), of_k = rows_of(p.k_starts, b, p.Sk);
+      const int keys = keys_of(p, b), q_batch = p.q_starts ? 0 : b, k_batch = p.k_starts ? 0 : b;
+      for (int h = 0; h < p.Hq; h++) {
+        const int h_kv = h / (p.Hq / p.Hkv);
+        vector<float> Q, K, V;
+        const auto append = [](vector<float>& x, const Input* row, int width) {
+          for (int d = 0; d < width; d++) x.push_back(to_float(row[d]));
+        };
+        const auto key = [&](const Input* tensor, const Strides& s, int k) {
+          if (!p.page_table) return tensor + k_batch * s.batch + h_kv * s.head + (of_k.first + k) * s.row;
+          const int page = p.page_table[b * p.page_stride + k / p.page_size];
+          return tensor + std::max(0, std::min(page, p.pages - 1)) * s.batch + h_kv * s.head + k % p.page_size * s.row;
+        };
+        for (int q = 0; q < queries.count; q++) {
+          append(Q, p.Q + q_batch * p.q.batch + h * p.q.head + (queries.first + q) * p.q.row, D);
+        }
+        for (int k = 0; k < keys; k++) append(K, key(p.K, p.k, k), D), append(V, key(p.V, p.v, k), Dv);
+        reference::Problem of{1, 1, 1, queries.count, keys, D, reference::Mask(int(p.causal)),
+                              p.scale == 0 ? 1 / std::sqrt(double(D)) : double(p.scale), Q.data(), K.data(), V.data()};
+        of.window_left = p.window_left, of.window_right = p.window_right;
+        of.window_alignment = reference::Mask(int(p.window_alignment));
+        of.softcap = p.softcap, of.Dv = Dv;
+        of.q_factor = {unit * p.q_descale.of_head(b, h)}, of.k_factor = {unit * p.k_descale.of_head(b, h_kv)};
+        of.v_factor = {unit * p.v_descale.of_head(b, h_kv)};
+        if (p.sinks) of.sinks = {p.sinks[h]};
+        for (int q = 0; q < queries.count; q++) {
+          const Output* const O = p.O + q_batch * p.o.batch + h * p.o.head + (queries.first + q) * p.o.row;
+          const size_t row = (size_t(q_batch) * p.Hq + h) * p.Sq + queries.first + q, at = O - this->p.O;
+          const bool is_others = is_written[at];  // a row of several sequences is that of one of them
+          if (p.LSE) has_lse[p.LSE + row - this->p.LSE] = 1;
+          std::fill_n(is_written.begin() + at, Dv, 1);
+          if (is_others) continue;
+          const reference::Result want = reference::attend(of, {0, 0, q});
+          const float LSE = p.LSE ? p.LSE[row] : float(want.LSE);
+          right = right && (LSE == want.LSE || std::fabs(LSE - want.LSE) <= limit * std::max(1.0, std::fabs(want.LSE)));
+          for (int d = 0; d < Dv; d++) right = right && std::fabs(to_float(O[d]) - want.O[d]) <= limit;
+        }
+      }
+    }
+    const auto untouched = [](const auto* memory, const vector<char>& but_for) {
+      const auto* const bytes = reinterpret_cast<const unsigned char*>(memory);
+      for (size_t i = 0; i < but_for.size() * sizeof *memory; i++) {
+        if (!but_for[i / sizeof *memory] && bytes[i] != 0xff) return false;
+      }
+      return true;
+    };
+    return right && untouched(this->p.O, is_written) && untouched(this->p.LSE, has_lse);
   }
 
  private:
@@ -220,6 +292,221 @@ TEST_CASE("changed_tensors") {
     }
   }
   simt::gpu = {};
+}
+
+// Numbers in device memory, which ends with the last of them.
+template <class T> class Held {
+ public:
+  Held(const vector<T>& x) { cudaMalloc(&memory_, x.size() * sizeof(T)), *this = x; }
+  ~Held() { cudaFree(memory_); }
+  Held(const Held&) = delete;
+  void operator=(const vector<T>& x) { cudaMemcpy(memory_, x.data(), x.size() * sizeof(T), cudaMemcpyHostToDevice); }
+  operator const T*() const { return memory_; }
+
+ private:
+  T* memory_;
+};
+using Ints = Held<int>;
+using Floats = Held<float>;
+// The memory that all of some problems can have in turn.
+class Workspace {
+ public:
+  explicit Workspace(size_t bytes) : bytes(bytes) { cudaMalloc(&memory_, bytes), cudaMemset(memory_, 0, bytes); }
+  ~Workspace() { cudaFree(memory_); }
+  Workspace(const Workspace&) = delete;
+  operator void*() const { return memory_; }
+  const size_t bytes;
+
+ private:
+  void* memory_;
+};
+
+// True if this build does not refuse the member.
+static bool is_of_build(const string& member) {
+  const auto is_one_of = [&](const char* names) { return (" " + string(names) + " ").find(" " + member + " ") != string::npos; };
+  return !((!Build::use_persistent_cta && is_one_of("max_ctas")) || (!Build::use_softcap && is_one_of("softcap")) ||
+           (!Build::is_8bit && is_one_of("q_descale k_descale v_descale")) || (!Build::use_sinks && is_one_of("sinks")) ||
+           (Build::use_pages && is_one_of("k_starts")) || (Build::head_dim != Build::d_v && is_one_of("Dv")) ||
+           (!Build::use_lengths && is_one_of("k_lengths q_starts k_starts most_keys")) ||
+           (!Build::use_pages && is_one_of("page_table page_stride page_size pages")));
+}
+
+// A call after one that differs from it in a single member, or in what a member points to: of either nothing is left.
+TEST_CASE("changed_members") {
+  constexpr int D = Build::head_dim, Q_ROWS = 24, K_ROWS = 80;
+  const Attention a(3, 4, 2, Q_ROWS, K_ROWS);
+  const Ints lengths({70, 41}), other_lengths({12, 66}), q_starts({0, 5, 12}), k_starts({0, 30, 70});
+  const Ints table({3, 1, 4, 0, 5, 9, 2, 6, 8, 10, 7, 1}), other_table({9, 8, 7, 6, 5, 4, 3, 2, 1, 0, 10, 2});
+  const Floats sinks({1, -2, 3, 0}), other_sinks({-1, 2, 0, 3}), factors({0.5, 1, 0.75, 1.25, 0.625, 1.5, 0.875, 1});
+  SdpaParams base = a.p;
+  base.B = 2, base.Sq = 12, base.Sk = 70;
+  base.o.batch = 5 * base.o.head;
+  if (Build::use_lengths) base.k_lengths = lengths;
+  if (Build::use_sinks) base.sinks = sinks;
+  if (Build::is_8bit) {
+    for (Descale* d : {&base.q_descale, &base.k_descale, &base.v_descale}) *d = {factors, 2, 1};
+  }
+  if (Build::use_pages) {
+    base.page_table = table, base.page_stride = 6, base.page_size = 16, base.pages = 11;
+    for (Strides* s : {&base.k, &base.v}) *s = {40 * D, 16 * D, D};
+  }
+
+  using Change = std::function<void(SdpaParams&)>;
+  vector<std::pair<string, Change>> changes;
+  void *one = nullptr, *other = nullptr;  // workspaces
+  const auto add = [&](bool can, const char* name, const Change& change) {
+    if (can) changes.push_back({name, change});
+  };
+  constexpr bool lengths_ = Build::use_lengths, starts = lengths_ && !Build::use_pages;
+  add(true, "Q", [](SdpaParams& p) { p.Q += D; }), add(true, "K", [](SdpaParams& p) { p.K += D; });
+  add(true, "V", [](SdpaParams& p) { p.V += D; }), add(true, "O", [](SdpaParams& p) { p.O += 3 * D; });
+  add(true, "LSE", [](SdpaParams& p) { p.LSE = nullptr; }), add(true, "LSE's place", [](SdpaParams& p) { p.LSE += 5; });
+  add(true, "B", [](SdpaParams& p) { p.B = 1; });
+  add(true, "Hq", [](SdpaParams& p) { p.Hq = 2; }), add(true, "Hkv", [](SdpaParams& p) { p.Hkv = 1; });
+  add(true, "Sq", [](SdpaParams& p) { p.Sq = 7; }), add(true, "Sk", [](SdpaParams& p) { p.Sk = 33; });
+  static const std::pair<const char*, Strides SdpaParams::*> strides[] = {
+      {"q", &SdpaParams::q}, {"k", &SdpaParams::k}, {"v", &SdpaParams::v}, {"o", &SdpaParams::o}};
+  for (const auto& [name, member] : strides) {
+    const bool is_o = member == &SdpaParams::o;
+    add(true, name, [m = member](SdpaParams& p) { (p.*m).row = 2 * D; });
+    add(true, name, [m = member, is_o](SdpaParams& p) { (p.*m).head = (is_o ? 30 : 8) * D; });
+    add(true, name, [m = member, is_o](SdpaParams& p) { (p.*m).batch = is_o ? 4 * Q_ROWS * D : 24 * D; });
+  }
+  add(true, "scale", [](SdpaParams& p) { p.scale = 0.3f; });
+  add(true, "workspace", [&](SdpaParams& p) { p.workspace = other; });
+  add(true, "causal", [](SdpaParams& p) { p.causal = Causal::bottom_right; });
+  add(true, "causal", [](SdpaParams& p) { p.causal = Causal::top_left; });
+  add(Build::use_persistent_cta, "max_ctas", [](SdpaParams& p) { p.max_ctas = 1; });
+  add(true, "window_left", [](SdpaParams& p) { p.window_left = 3; });
+  add(true, "window_right", [](SdpaParams& p) { p.window_right = 9; });
+  add(true, "window_alignment", [](SdpaParams& p) { p.window_left = p.window_right = 6, p.window_alignment = Causal::bottom_right; });
+  static const std::pair<const char*, Descale SdpaParams::*> descales[] = {
+      {"q_descale", &SdpaParams::q_descale}, {"k_descale", &SdpaParams::k_descale}, {"v_descale", &SdpaParams::v_descale}};
+  for (const auto& [name, member] : descales) {
+    add(Build::is_8bit, name, [m = member](SdpaParams& p) { (p.*m).factor++; });
+    add(Build::is_8bit, name, [m = member](SdpaParams& p) { (p.*m).factor = nullptr; });
+    add(Build::is_8bit, name, [m = member](SdpaParams& p) { (p.*m).head = 0; });
+    add(Build::is_8bit, name, [m = member](SdpaParams& p) { (p.*m).batch = 0; });
+  }
+  add(Build::use_softcap != 0, "softcap", [](SdpaParams& p) { p.softcap = 2; });
+  add(Build::use_sinks, "sinks", [](SdpaParams& p) { p.sinks = nullptr; });
+  add(Build::use_sinks, "sinks", [&](SdpaParams& p) { p.sinks = other_sinks; });
+  add(lengths_, "k_lengths", [](SdpaParams& p) { p.k_lengths = nullptr; });
+  add(lengths_, "k_lengths", [&](SdpaParams& p) { p.k_lengths = other_lengths; });
+  add(lengths_, "q_starts", [&](SdpaParams& p) { p.q_starts = p.q_starts ? nullptr : static_cast<const int*>(q_starts); });
+  add(starts, "k_starts", [&](SdpaParams& p) { p.k_starts = p.k_starts ? nullptr : static_cast<const int*>(k_starts); });
+  add(lengths_, "most_keys", [](SdpaParams& p) { p.most_keys = 20; });
+  add(lengths_, "most_keys", [](SdpaParams& p) { p.most_keys = 50; });
+  add(Build::use_pages, "page_table", [&](SdpaParams& p) { p.page_table = other_table; });
+  add(Build::use_pages, "page_stride", [](SdpaParams& p) { p.page_stride = 5; });
+  add(Build::use_pages, "page_size", [](SdpaParams& p) { p.page_size = 32; });
+  add(Build::use_pages, "pages", [](SdpaParams& p) { p.pages = 4; });
+  add(Build::head_dim == Build::d_v, "Dv", [](SdpaParams& p) { p.Dv = D; });
+
+  // With batches of their own; with lengths also with inputs that all batches share, and packed.
+  SdpaParams shared = base, packed = base;
+  shared.q.batch = 0;
+  if (!Build::use_pages) shared.k.batch = shared.v.batch = 0, packed.k_starts = k_starts;
+  packed.q_starts = q_starts;
+  vector<SdpaParams> bases = {base};
+  if (lengths_) bases.push_back(shared), bases.push_back(packed);
+  size_t bytes = 0;
+  for (const SdpaParams& from : bases) {
+    for (const auto& [name, change] : changes) {
+      SdpaParams p = from;
+      change(p), bytes = std::max({bytes, sdpa_workspace_bytes(from), sdpa_workspace_bytes(p)});
+    }
+  }
+  const Workspace memory(bytes), other_memory(bytes);
+  one = memory, other = other_memory;
+  std::set<string> changed = {"D"};
+  for (SdpaParams from : bases) {
+    from.workspace = one;
+    for (const auto& [name, change] : changes) {
+      SdpaParams p = from;
+      change(p);
+      vector<string> was;
+      for_each_member(from, [&](const string&, const string& bytes) { was.push_back(bytes); });
+      size_t i = 0;
+      for_each_member(p, [&](const string& member, const string& bytes) {
+        if (bytes != was[i++]) changed.insert(member);
+      });
+      INFO(name);
+      CHECK((a.forward(from) == "" && a.is_right(from)));
+      CHECK((a.forward(p) == "" && a.is_right(p)));
+    }
+  }
+  for_each_member(base, [&](const string& member, const string&) {
+    INFO(member);
+    CHECK((changed.count(member) || !is_of_build(member)));
+  });
+  // The same memory with other contents.
+  if (!lengths_) return;
+  SdpaParams p = bases[2];
+  p.workspace = one;
+  Ints q({0, 5, 12}), k({0, 30, 70}), n({70, 41}), pages({3, 1, 4, 0, 5, 9, 2, 6, 8, 10, 7, 1});
+  p.q_starts = q, p.k_lengths = n, p.k_starts = starts ? static_cast<const int*>(k) : nullptr;
+  if (Build::use_pages) p.page_table = pages;
+  const auto right = [&] { return a.forward(p) == "" && a.is_right(p); };
+  CHECK(right());
+  q = {0, 11, 12};
+  CHECK(right());
+  k = {0, 64, 70};
+  CHECK(right());
+  n = {3, 70};
+  CHECK(right());
+  pages = {9, 8, 7, 6, 5, 4, 3, 2, 1, 0, 10, 2};
+  CHECK(right());
+}
+
+// The tile that is chosen, and the workspace, are those of the problem, whatever the problem before was.
+TEST_CASE("tile_history" * doctest::skip(!Build::use_tuned)) {
+  if constexpr (Build::use_tuned) {
+    uint32_t state = 1;
+    const auto draw = [&](int size) { return int((state = state * 1664525u + 1013904223u) >> 8) % size; };
+    static const int held[1] = {};
+    struct Member { const char* name; bool can; std::function<void(SdpaParams&)> draw; };
+    const auto pointer = [&](bool null) { return null ? nullptr : held; };
+    const bool lengths = Build::use_lengths, starts = lengths && !Build::use_pages;
+    const Member members[] = {
+        {"SMs", true, [&](SdpaParams&) { simt::gpu.sms[0] = 1 << draw(8); }},
+        {"B", true, [&](SdpaParams& p) { p.B = 1 + draw(64); }},
+        {"Hq", true, [&](SdpaParams& p) { p.Hq = p.Hkv << draw(5); }},
+        {"Hkv", true, [&](SdpaParams& p) { while (p.Hq % (p.Hkv = 1 << draw(5))) {} }},
+        {"Sq", true, [&](SdpaParams& p) { p.Sq = 1 << draw(13); }},
+        {"Sk", true, [&](SdpaParams& p) { p.Sk = 1 << draw(18); }},
+        {"causal", true, [&](SdpaParams& p) { p.causal = Causal(draw(3)); }},
+        {"window_left", true, [&](SdpaParams& p) { p.window_left = draw(2) ? -1 : 1 << draw(13); }},
+        {"window_right", true, [&](SdpaParams& p) { p.window_right = draw(2) ? -1 : 1 << draw(13); }},
+        {"window_alignment", true, [&](SdpaParams& p) { p.window_alignment = Causal(draw(3)); }},
+        {"k_lengths", lengths, [&](SdpaParams& p) { p.k_lengths = pointer(draw(2)); }},
+        {"q_starts", lengths, [&](SdpaParams& p) { p.q_starts = pointer(draw(2)); }},
+        {"k_starts", starts, [&](SdpaParams& p) { p.k_starts = pointer(draw(2)); }},
+        {"most_keys", lengths, [&](SdpaParams& p) { p.most_keys = draw(2) ? 0 : 1 << draw(18); }}};
+    SdpaParams elsewhere{};
+    elsewhere.B = 77, elsewhere.Hq = elsewhere.Hkv = 7, elsewhere.Sq = elsewhere.Sk = 777, elsewhere.D = Build::head_dim;
+    for (const Member& m : members) {
+      if (!m.can) continue;
+      int changed = 0, wrong = 0;
+      for (int n = 0; n < 20000 && changed < 20; n++) {
+        SdpaParams p{};
+        p.D = Build::head_dim, p.Hkv = 1, p.page_size = 16;
+        for (const Member& each : members) {
+          if (each.can && &each != &members[3]) each.draw(p);
+        }
+        const int before = choose_tile(p);
+        m.draw(p);
+        const int tile = choose_tile(p);
+        const size_t bytes = sdpa_workspace_bytes(p);
+        choose_tile(elsewhere);
+        const int fresh = choose_tile(p);
+        changed += fresh != before, wrong += tile != fresh || bytes != sdpa_workspace_bytes(p);
+      }
+      INFO(m.name);
+      CHECK((changed == 20 && wrong == 0));
+    }
+    simt::gpu = {};
+  }
 }
 
 TEST_CASE("no_keys") {
@@ -489,69 +776,91 @@ TEST_CASE("groups" * doctest::skip(!Build::pack_gqa && !Build::use_tuned)) {
   simt::gpu = {};
 }
 
-// K and V as pages of 16 keys. What a table may not say is refused, and what it says of pages that there are not is cut
-// off: nothing outside the tensors is read.
+// K and V as pages. What a table may not say is refused, and what it says of pages that there are not is cut off, as are
+// lengths for which it has no entries: nothing outside the tensors is read.
 TEST_CASE("pages" * doctest::skip(!Build::use_pages)) {
-  const Attention a(1, 2, 1, 100, 304);
+  constexpr int most = 2147483647, pages = 19;
+  const Attention a(1, 2, 1, 50, 16 * pages);
   SdpaParams p = a.p;
-  int* table = nullptr;
-  cudaMalloc(&table, 19 * sizeof(int));
-  p.page_table = table, p.page_stride = 19, p.page_size = 16, p.pages = 19;
-  for (Strides* s : {&p.k, &p.v}) s->batch = 16 * s->row, s->head = 304 * s->row;
-  cudaMalloc(&p.workspace, sdpa_workspace_bytes(p));
-  cudaMemset(p.workspace, 0, sdpa_workspace_bytes(p));
-  const auto forward = [&](int step) {
-    vector<int> pages(19);
-    for (int i = 0; i < 19; i++) pages[i] = i * step;
-    cudaMemcpy(table, pages.data(), 19 * sizeof(int), cudaMemcpyHostToDevice);
-    return a.forward(p);
-  };
-  CHECK(forward(100000000) == "");
-  CHECK(forward(-100000000) == "");
-  CHECK((forward(1) == "" && a.is_right()));
+  p.B = 3, p.page_size = 16, p.pages = pages;
+  for (Strides* s : {&p.k, &p.v}) s->batch = 16 * s->row, s->head = 16 * pages * s->row;
+  const Ints starts({0, 20, 37, 50}), lengths({most, 40, 41}), table(vector<int>(3 * pages));
+  p.q_starts = starts, p.k_lengths = lengths;
+  const Workspace workspace(sdpa_workspace_bytes(p));
+  p.workspace = workspace;
+  for (int keys : {16 * pages, 43, 32}) {  // the table of the last sequence ends with its last page
+    const int width = (keys + 15) / 16;
+    vector<int> entries(3 * width);
+    for (int step : {1, 7, 100000000, -100000000, -1}) {
+      for (int i = 0; i < 3 * width; i++) entries[i] = int(i * int64_t(step) % most) - (step == 7 ? 30 : 0);
+      const Ints exact(entries);
+      p.page_table = exact, p.page_stride = width, p.Sk = keys;
+      for (int above : {most, keys + 1, keys + 100, keys, -5}) {
+        const Ints wild({above, 29, above});
+        p.k_lengths = above == keys ? nullptr : static_cast<const int*>(wild);
+        CHECK((a.forward(p) == "" && a.is_right(p)));
+      }
+    }
+  }
+  p.page_table = table, p.page_stride = pages, p.Sk = 16 * pages, p.k_lengths = lengths;
   const auto refused = [&](const auto& change) {
     SdpaParams changed = p;
     change(changed);
     return a.forward(changed).find("this build takes K and V in pages of a multiple of 16 keys") != string::npos;
   };
+  CHECK(a.forward(p) == "");
   CHECK(refused([](SdpaParams& x) { x.page_table = nullptr; }));
   CHECK(refused([](SdpaParams& x) { x.page_size = 24; }));
   CHECK(refused([](SdpaParams& x) { x.pages = 0; }));
   CHECK(refused([](SdpaParams& x) { x.page_stride = -19; }));
   CHECK(refused([](SdpaParams& x) { x.k_starts = x.page_table; }));
-  cudaFree(table), cudaFree(p.workspace);
 }
 
-// Starts and lengths that no caller can mean are cut off: nothing outside the tensors and the workspace is touched, and
-// the launch after it is right.
+// Starts and lengths that no caller can mean are cut off, of one sequence and of several, in the middle and at either end:
+// nothing outside the tensors and the workspace is touched, and what is within them comes out right.
 TEST_CASE("starts" * doctest::skip(!Build::use_lengths)) {
-  constexpr int B = 8, most = 2147483647, least = -most - 1;
-  CHECK(sdpa_workspace_bytes(SdpaParams{}) > 0);  // without a head
-  const Attention a(1, 2, 1, 100, 300);
-  SdpaParams p = a.p;
-  int* held = nullptr;
-  cudaMalloc(&held, 3 * (B + 1) * sizeof(int));
-  p.B = B, p.q_starts = held, p.k_starts = held + B + 1, p.k_lengths = held + 2 * (B + 1);
-  cudaMalloc(&p.workspace, sdpa_workspace_bytes(p));
-  cudaMemset(p.workspace, 0, sdpa_workspace_bytes(p));
-  const auto forward = [&](const vector<int>& q, const vector<int>& k, const vector<int>& lengths) {
-    for (const auto& [ints, place] : {std::pair(q, p.q_starts), std::pair(k, p.k_starts), std::pair(lengths, p.k_lengths)}) {
-      cudaMemcpy(const_cast<int*>(place), ints.data(), ints.size() * sizeof(int), cudaMemcpyHostToDevice);
+  constexpr int most = 2147483647, least = -most - 1, Sq = 60, Sk = Build::use_pages ? 96 : 90;
+  CHECK((Build::use_pages || sdpa_workspace_bytes(SdpaParams{}) > 0));  // without a head
+  const Attention a(1, 2, 1, Sq, Sk);
+  const auto run = [&](const vector<int>& q, const vector<int>& k, const vector<int>& lengths, int most_keys = 0) {
+    const Ints q_starts(q), k_starts(k), k_lengths(lengths), table({0, 1, 2, 3, 4, 5});
+    SdpaParams p = a.p;
+    p.B = int(q.size()) - 1, p.q_starts = q_starts, p.k_starts = k_starts, p.most_keys = most_keys;
+    if (!lengths.empty()) p.k_lengths = k_lengths;
+    if (k.empty()) p.k_starts = nullptr, p.k.batch = p.v.batch = 0;  // all have the same keys
+    if (Build::use_pages) {
+      p.page_table = table, p.page_size = 16, p.pages = 6, p.k_starts = nullptr;
+      for (Strides* s : {&p.k, &p.v}) s->batch = 16 * s->row;
     }
-    return a.forward(p);
+    const Workspace workspace(sdpa_workspace_bytes(p));
+    p.workspace = workspace;
+    return a.forward(p) == "" && a.is_right(p);
   };
-  const vector<int> none(B + 1, 0), wild = {-7, 60, 50, most, 99, least, 5, 5, 301}, all(B, most);
-  const vector<int> twice = {0, 100, 0, 100, 0, 100, 0, 100, 0}, keys = {0, 300, 300, 300, 300, 300, 300, 300, 300};
-  CHECK(forward(wild, wild, wild) == "");
-  CHECK(forward(twice, wild, all) == "");
-  CHECK(forward({-7, 0, 0, 0, 0, 0, 0, 0, 0}, keys, all) == "");  // none has a row
-  vector<Output> O(2 * 100 * Build::head_dim), poison(O.size());
-  cudaMemcpy(O.data(), p.O, O.size() * sizeof(Output), cudaMemcpyDeviceToHost);
-  memset(poison.data(), 0xff, O.size() * sizeof(Output));
-  CHECK(memcmp(O.data(), poison.data(), O.size() * sizeof(Output)) == 0);
-  CHECK(forward({0, 100, 100, 100, 100, 100, 100, 100, 100}, none, all) == "");
-  CHECK((forward({0, 100, 100, 100, 100, 100, 100, 100, 100}, keys, all) == "" && a.is_right()));
-  cudaFree(held), cudaFree(p.workspace);
+  const vector<vector<int>> q_starts[] = {
+      {{0, Sq}, {0, Sq + 100}, {-9, most}, {least, 31}, {5, Sq + 1}, {Sq + 50, Sq + 100}, {-50, -20}, {most, least}},
+      {{0, 33, Sq}, {0, 33, Sq + 100}, {-3, 0, most}, {least, Sq, Sq + 1}, {0, Sq + 100, Sq + 200}, {-20, -10, 17}},
+      {{0, 10, 10, 31, Sq}, {-7, 3, 40, most, most}, {least, 1, 2, 3, Sq + 1000}, {1, 1, 1, 1, Sq + 1}}};
+  const vector<vector<int>> k_starts[] = {
+      {{0, Sk}, {0, Sk + 100}, {least, most}, {-100, 40}, {Sk - 1, Sk + 1}, {Sk + 50, Sk + 100}, {-50, -20}, {}},
+      {{0, 50, Sk}, {0, 50, Sk + 100}, {-5, Sk + 100, 20}, {40, most, least}, {0, Sk + 100, Sk + 200}, {}},
+      {{0, 20, 60, 60, Sk}, {-7, 60, 50, most, 99}, {99, least, 5, 5, Sk + 1}, {}}};
+  for (int n : {0, 1, 2}) {
+    const size_t B = q_starts[n][0].size() - 1;
+    const vector<vector<int>> lengths = {{}, vector<int>(B, most), vector<int>(B, Sk + 100), vector<int>(B, 37), vector<int>(B, least)};
+    size_t i = 0;
+    for (const auto& q : q_starts[n]) {
+      for (const auto& k : k_starts[n]) {
+        INFO(B << " sequences, case " << i);
+        CHECK(run(q, k, lengths[i % lengths.size()], i % 3 == 0 ? 0 : i % 3 == 1 ? 25 : Sk + 100));
+        i++;
+      }
+    }
+  }
+  // Rows of many sequences: there is no room in the plan, and nothing is done.
+  const vector<int> twice = {0, Sq, 0, Sq, 0, Sq, 0, Sq, 0}, one = {0, Sq, Sq, Sq, Sq, Sq, Sq, Sq, Sq};
+  run(twice, {-7, 60, 50, most, 99, least, 5, 5, 301}, vector<int>(8, most));
+  CHECK(run(one, {0, Sk, Sk, Sk, Sk, Sk, Sk, Sk, Sk}, vector<int>(8, most)));
+  CHECK(run(one, vector<int>(9, 0), {}));
 }
 
 // Room for partial results is the same however many keys a sequence could have, and no number of sequences is refused.

@@ -19,6 +19,7 @@
 #undef main
 
 #include "layouts.h"
+#include "members.h"
 
 #include <map>
 #include <set>
@@ -298,23 +299,6 @@ bool takes_dist(const string& dist) {
   return !(line.is_wgmma && line.input == DType::e4m3 && (dist == "large" || dist == "negative"));
 }
 
-// Every member of SdpaParams, in order: one that is not here does not compile, and one that is here must be drawn.
-#define SWEEP_MEMBERS                                                                                                    \
-  Q, K, V, O, LSE, B, Hq, Hkv, Sq, Sk, D, q, k, v, o, scale, causal, workspace, max_ctas, window_left, window_right,     \
-      q_descale, k_descale, v_descale, window_alignment, softcap, sinks, k_lengths, q_starts, k_starts, most_keys,       \
-      page_table, page_stride, page_size, pages, Dv
-// see(name, bytes) of each.
-template <class See> void for_each_member(const SdpaParams& params, const See& see) {
-  const auto& [SWEEP_MEMBERS] = params;
-  string names = SDPA_TEXT(SWEEP_MEMBERS) ",";
-  const auto see_next = [&](const auto& member) {
-    const size_t comma = names.find(',');
-    see(names.substr(0, comma), string(reinterpret_cast<const char*>(&member), sizeof member));
-    names.erase(0, names.find_first_not_of(' ', comma + 1));
-  };
-  const auto see_all = [&](const auto&... members) { (see_next(members), ...); };
-  see_all(SWEEP_MEMBERS);
-}
 // True if every problem of this build has the same value there.
 bool is_fixed(const string& member) {
   const auto is_one_of = [&](const char* names) { return (" " + string(names) + " ").find(" " + member + " ") != string::npos; };

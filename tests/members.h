@@ -1,0 +1,22 @@
+// The members of SdpaParams by name, of which tests ask that each was drawn or changed. Included after sdpa.cu.
+#pragma once
+#include <string>
+
+// In order: one that is missing here does not compile.
+#define SDPA_MEMBERS                                                                                                     \
+  Q, K, V, O, LSE, B, Hq, Hkv, Sq, Sk, D, q, k, v, o, scale, causal, workspace, max_ctas, window_left, window_right,     \
+      q_descale, k_descale, v_descale, window_alignment, softcap, sinks, k_lengths, q_starts, k_starts, most_keys,       \
+      page_table, page_stride, page_size, pages, Dv
+
+// see(name, bytes) of each.
+template <class Params, class See> void for_each_member(const Params& params, const See& see) {
+  const auto& [SDPA_MEMBERS] = params;
+  std::string names = SDPA_TEXT(SDPA_MEMBERS) ",";
+  const auto see_next = [&](const auto& member) {
+    const size_t comma = names.find(',');
+    see(names.substr(0, comma), std::string(reinterpret_cast<const char*>(&member), sizeof member));
+    names.erase(0, names.find_first_not_of(' ', comma + 1));
+  };
+  const auto see_all = [&](const auto&... members) { (see_next(members), ...); };
+  see_all(SDPA_MEMBERS);
+}
