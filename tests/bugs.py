@@ -48,6 +48,11 @@ class Bug:
     def kind(self):
         return self.net if self.net in SANITIZE else "plain"
 
+    @property
+    def tests(self):
+        """The file in C++ that the options name, as contract in "@contract errors"; or ""."""
+        return "".join(re.findall(r"^@(\w+)", self.options))
+
 
 def edits_of(script):
     """The edits of a script, s~OLD~NEW~FLAGS between semicolons."""
@@ -128,7 +133,7 @@ class Builder:
         return self.object(kind, "", os.path.join(ROOT, "tests", "sweep.cu"), f"harness_{kind}.o")
 
     def doctest(self, kind):
-        """main() of tests/contract.cu."""
+        """main() of tests/contract.cu and tests/plan.cu."""
         return self.compile(kind, "-c", os.path.join(ROOT, "tests", "doctest_main.cpp"), "-o", f"doctest_{kind}.o")
 
     def edited(self, bug):
@@ -150,14 +155,14 @@ class Builder:
         self.write(f"{bug.name}/{bug.file}", self.edited(bug))
         return self.path(bug.name)
 
-    def line(self, source, kind, knobs, is_contract, name):
-        """The harness with the line of this source, or tests/contract.cu with it."""
-        if is_contract:
-            program = [os.path.join(ROOT, "tests", "contract.cu"), f'-DSDPA_SOURCE="{self.path(source)}"']
+    def line(self, source, kind, knobs, tests, name):
+        """The harness with the line of this source, or tests/contract.cu or tests/plan.cu with it."""
+        if tests:
+            program = [os.path.join(ROOT, "tests", tests + ".cu"), f'-DSDPA_SOURCE="{self.path(source)}"']
         else:
             program = [source, "-DSDPA_LINE_ONLY"]
         line = self.object(kind, knobs, program[0], name + ".o", program[1])
-        return self.executable(kind, line, self.doctest(kind) if is_contract else self.harness(kind), name)
+        return self.executable(kind, line, self.doctest(kind) if tests else self.harness(kind), name)
 
     def executable(self, kind, *parts):
         """Of two objects, and a name."""
@@ -176,15 +181,15 @@ class Builder:
             line = self.object(bug.kind, bug.knobs, os.path.join(ROOT, "sdpa.cu"), bug.name + "-line.o", "-DSDPA_LINE_ONLY")
             return [self.executable(bug.kind, line, harness, bug.name + ".exe")]
         self.write(bug.name + ".cu", self.edited(bug))
-        return [self.line(bug.name + ".cu", bug.kind, bug.knobs, bug.options.startswith("@"), bug.name)]
+        return [self.line(bug.name + ".cu", bug.kind, bug.knobs, bug.tests, bug.name)]
 
 
 def outcome(command, net, options):
     """"NET: evidence", or "nothing"."""
-    is_cases = net == "unit" or options.startswith("@contract")
+    is_cases = net == "unit" or options.startswith("@")
     words = ["--check-only", *options.split()]
     if is_cases or net == "pytest":
-        words = [word if net == "pytest" else "--test-case=" + word for word in options.removeprefix("@contract").split()]
+        words = [word if net == "pytest" else "--test-case=" + word for word in options.split() if word[0] != "@"]
     folder = command[-1].partition("--rootdir=")[2] if net == "pytest" else None
     try:
         done = subprocess.run([*command, *words], stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, errors="replace",
@@ -222,9 +227,9 @@ def try_bug(builder, bug):
 
 def try_clean(builder, number, build, options):
     """Runs a build without a bug with each of the options; a line for each that does not pass."""
-    kind, knobs, is_contract = build
+    kind, knobs, tests = build
     try:
-        executable = builder.line(os.path.join(ROOT, "sdpa.cu"), kind, knobs, is_contract, f"clean{number}")
+        executable = builder.line(os.path.join(ROOT, "sdpa.cu"), kind, knobs, tests, f"clean{number}")
         found = {one: outcome([executable], kind, one) for one in sorted(options)}
     except Broken as error:
         found = {"": str(error)}
@@ -282,7 +287,7 @@ def main():
         clean = defaultdict(set)
         for bug in bugs:
             if bug.net not in ("unit", "pytest"):  # whose clean runs are tests of their own
-                clean[bug.kind, bug.knobs, bug.options.startswith("@")].add(bug.options)
+                clean[bug.kind, bug.knobs, bug.tests].add(bug.options)
         tried = [pool.submit(try_bug, builder, bug) for bug in bugs]
         passed = [pool.submit(try_clean, builder, number, *one) for number, one in enumerate(clean.items())]
         results = [future.result() for future in tried]

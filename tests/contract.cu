@@ -652,12 +652,13 @@ TEST_CASE("failed_launches") {
   simt::gpu = {};
 }
 
-// Whichever tensor map cannot be made, the status names its tensor, and both these tensors and those whose maps the
-// thread has are right after it.
+// Whichever tensor map cannot be made, the status names its tensor. Right after it both these tensors and those of the
+// call before are taken as they are.
 TEST_CASE("failed_maps" * doctest::skip(!is_wgmma)) {
   const Attention a(1, 2, 1, 40, 30), b(1, 2, 1, 33, 50, Causal::off, 7);
   const char* const names[] = {"Q", "K", "V", "O"};
-  for (int n = 0; n <= 4; n++) {
+  for (int turn = 0; turn < 10; turn++) {
+    const int n = turn / 2;  // maps that can be made
     CHECK((a.forward() == "" && a.is_right()));
     simt::fail_next("cuTensorMapEncodeTiled", cudaErrorInvalidValue, n);
     const SdpaStatus status = b.call(b.p);
@@ -669,7 +670,8 @@ TEST_CASE("failed_maps" * doctest::skip(!is_wgmma)) {
     CHECK((n < 4 && status.code == cudaErrorInvalidValue));
     CHECK(begins(status.text, (string("the driver makes no tensor map of ") + names[n % 4] + ": ").c_str()));
     CHECK(cudaPeekAtLastError() == cudaSuccess);
-    for (const Attention* problem : {&a, &b}) CHECK((problem->forward() == "" && problem->is_right()));
+    const Attention& next = turn % 2 ? a : b;
+    CHECK((next.forward() == "" && next.is_right() && b.forward() == "" && b.is_right()));
   }
 }
 
@@ -762,6 +764,26 @@ TEST_CASE("workspace") {
     CHECK(memcmp(together.data(), alone.data(), elements * sizeof(Output)) == 0);
   }
   cudaFree(workspace);
+}
+
+// The workspace is no larger than what is written: its last partial result is one.
+TEST_CASE("last_partial" * doctest::skip(Build::use_lengths)) {
+  for (const int sms : {1, 3, 132}) {
+    simt::gpu.sms[0] = sms;
+    for (const int heads : {2, 40}) {
+      const Attention a(1, heads, heads / 2, 3, 300);
+      const size_t bytes = sdpa_workspace_bytes(a.p);
+      if (bytes <= range_counter_bytes) continue;  // there are none
+      char* const partials = static_cast<char*>(a.p.workspace) + range_counter_bytes;
+      cudaMemset(partials, 0xff, bytes - range_counter_bytes);
+      CHECK((a.forward() == "" && a.is_right()));
+      float last;
+      const size_t size = with_build(a.p, [](auto build) { return sizeof(RangePartial<decltype(build)>); });
+      cudaMemcpy(&last, partials + (bytes - range_counter_bytes) - size, sizeof last, cudaMemcpyDeviceToHost);
+      CHECK(!std::isnan(last));
+    }
+  }
+  simt::gpu = {};
 }
 
 // Groups of more heads than a tile has rows: items have as many as divide the group and fit, of a prime number one.

@@ -1,0 +1,435 @@
+// The plan of builds with USE_LENGTHS alone: its room, and what it says of sequences too many and too long for a kernel
+// here, since no key is read. Each of several builds, typed ones and rows of the table, is called as ever, with a kernel
+// in the place of its own that only notes its items. What is expected comes from reference.cpp's rows and keys.
+#define SDPA_NO_MAIN
+#define USE_WGMMA 1
+#define VEC_WIDTH 8
+#define BLOCK_M 64
+#define USE_LENGTHS 1
+#define USE_PAGES 1
+#ifndef SDPA_SOURCE
+#define SDPA_SOURCE "../sdpa.cu"
+#endif
+#include SDPA_SOURCE
+
+#include <algorithm>
+#include <mutex>
+#include <numeric>
+#include <string>
+#include <vector>
+
+#include "../reference.cpp"
+#include <doctest/doctest.h>
+
+using reference::format;
+using std::string;
+using std::vector;
+
+namespace SDPA_NAMESPACE {
+namespace {
+
+// ---- builds ----
+
+std::mutex noted_mutex;
+vector<PlannedItem> noted;  // by all CTAs of a launch
+
+template <class B> void note_items(const KernelArgs a) {
+  if (threadIdx.x != 0) return;
+  const uint32_t step = B::use_persistent_cta ? gridDim.x : a.work_items;
+  for (uint32_t i = B::use_persistent_cta ? blockIdx.x : item_number_of_cta<B>(a); i < a.work_items; i += step) {
+    const PlannedItem item = work_item<B>(a, i);
+    const std::lock_guard<std::mutex> lock(noted_mutex);
+    if (item.ranges > 0) noted.push_back(item);
+  }
+}
+
+#define PLAN_KERNEL(B, kb)                        \
+  template <> struct KernelOf<B, B::path> {       \
+    struct Shared { char bytes[(kb) << 10]; };    \
+    static constexpr auto entry = note_items<B>;  \
+  }
+// A build typed as above, without pages, but for some knobs.
+#define PLAN_BUILD(row, name, kb, ...)                                                        \
+  template <> constexpr Config config_of<row>() {                                             \
+    Config c;                                                                                 \
+    c.use_pages = false, __VA_ARGS__;                                                         \
+    return c;                                                                                 \
+  }                                                                                           \
+  using name = BuildOf<row>;                                                                  \
+  PLAN_KERNEL(name, kb)
+
+// One range to a tile; and warpgroups that skip rows.
+PLAN_BUILD(-2, Scalar, 40, c.use_wgmma = false, c.block_m = 32, c.block_n = 16);
+PLAN_BUILD(-3, Roles, 200,
+           c.use_warp_specialization = c.overlap = c.use_persistent_cta = true, c.block_m = 192, c.num_warps = 12);
+// As many ranges as suffice, or three or more; merged by a kernel, or by the last CTA with a counter.
+PLAN_BUILD(-4, Chunk, 100, c.use_warp_specialization = c.overlap = true, c.split_ctas = 0);
+PLAN_BUILD(-5, Chunk3, 180, c.use_warp_specialization = c.overlap = c.pack_gqa = true, c.block_m = 128, c.num_warps = 8,
+           c.split_ctas = 3);
+PLAN_BUILD(-6, Decode, 70, c.swap_ab = c.pack_gqa = true, c.block_m = 16, c.block_n = 64, c.split_ctas = 0);
+PLAN_BUILD(-7, Decode3, 70, c.use_wgmma = false, c.use_mma_sync = c.pack_gqa = true, c.block_m = c.block_n = 16,
+           c.num_warps = c.split_kv = 2, c.split_ctas = 3);
+PLAN_BUILD(-8, Paged, 100, c.use_pages = c.use_warp_specialization = c.overlap = true, c.split_ctas = 0);
+using Tuned = BuildOf<6>;  // 192 x 96 with the heads of a group, and with pages
+PLAN_KERNEL(Tuned, 220);
+
+// ---- problems ----
+
+struct Rng {
+  uint64_t state;
+  int operator()(int64_t below) { return int((state = reference::mix(state)) % uint64_t(std::max<int64_t>(below, 1))); }
+};
+
+struct Planned {
+  SdpaParams p{};
+  reference::Problem of{};
+};
+
+// The sizes, and tensors of which nobody reads an element.
+Planned problem_of_sizes(int sequences, int Hq, int Hkv, int rows, int keys) {
+  alignas(16) static const unsigned char anything[16] = {};
+  Planned c;
+  SdpaParams& p = c.p;
+  p.B = sequences, p.Hq = Hq, p.Hkv = Hkv, p.Sq = rows, p.Sk = keys, p.D = Build::head_dim;
+  p.Q = p.K = p.V = reinterpret_cast<const Input*>(anything), p.O = const_cast<Output*>(p.Q);
+  p.q.row = p.k.row = p.v.row = p.o.row = p.D;
+  p.page_size = 64, p.pages = 5;
+  c.of.B = p.B, c.of.Hq = p.Hq, c.of.Hkv = p.Hkv, c.of.Sq = p.Sq, c.of.Sk = p.Sk, c.of.D = p.D;
+  return c;
+}
+
+// B sequences of at most `rows` queries each, of packed ones some without a row. What differs besides goes by the number n.
+template <class B> Planned problem(int n, int sequences, int rows, bool packs_q) {
+  constexpr int heads[][2] = {{1, 1}, {8, 2}, {71, 1}, {24, 2}, {3, 3}}, sms[] = {3, 132, 1}, sums[] = {65536, 200, 64};
+  constexpr int64_t most_keys[] = {300, 70000, most_rows, 3000000};
+  Rng draw{uint64_t(n)};
+  simt::gpu.sms[0] = sms[n % 3], simt::gpu.keys_at_once = sums_end<B> ? 65536 : sums[n / 2 % 3];
+  const int most = int(std::min(most_keys[n % 4], sums_end<B> ? int64_t(65536) : int64_t(most_rows)));
+  Planned c = problem_of_sizes(sequences, heads[n % 5][0], heads[n % 5][1], rows, most);
+  SdpaParams& p = c.p;
+  reference::Problem& of = c.of;
+  p.page_size = n % 2 ? 48 : 64;
+  if (n % 7 == 3) p.most_keys = std::max(most / 3, 1);
+  if (packs_q) {
+    of.packs_q = true, of.q_starts = {n % 3};
+    for (int b = 0; b < sequences; b++) of.q_starts.push_back(of.q_starts[b] + (draw(3) ? 1 + draw(rows) : 0));
+    of.Sq = p.Sq = of.q_starts.back() + n % 2, p.q_starts = of.q_starts.data();
+  }
+  if (n % 4 != 1) {  // of many magnitudes; every ninth as many as there are, or more
+    for (int b = 0; b < sequences; b++) {
+      const int length = draw(1 + (int64_t(most) >> draw(20)));
+      of.k_lengths.push_back(b % 9 == 4 ? most : b % 9 == 7 ? 0 : length);
+    }
+    p.k_lengths = of.k_lengths.data();
+  }
+  if (p.most_keys) {
+    if (!p.k_lengths) of.k_lengths.assign(sequences, most);
+    for (int& length : of.k_lengths) length = std::min(length, p.most_keys);
+    if (p.k_lengths) p.k_lengths = of.k_lengths.data();
+  }
+  p.causal = Causal(n % 3), of.mask = reference::Mask(n % 3);
+  if (n % 5 >= 3) p.window_left = of.window_left = draw(1 + (most >> draw(12)));
+  if (n % 10 == 4) p.window_right = of.window_right = draw(400);
+  return c;
+}
+
+// ---- what a plan must be ----
+
+// The tiles of all sequences, as the plan should have them.
+struct Tile {
+  int b, rows_from, rows_to;
+  reference::Sequence own;
+  int64_t begin, end, first;  // visible keys, and where the first tile of keys begins
+  uint64_t rounds, ranges;
+};
+
+template <class B> struct PlanCheck {
+  const SdpaParams& p;
+  const reference::Problem& of;
+  string trouble = "";
+
+  bool expect(bool good, const string& sentence) {
+    if (!good && trouble.empty()) trouble = sentence;
+    return good;
+  }
+
+  // Query heads of an item, and its queries of each.
+  int heads() const {
+    int most = 1;
+    for (int n = 1; B::pack_gqa && n <= B::block_m; n++) {
+      if (p.Hq / p.Hkv % n == 0) most = n;
+    }
+    return most;
+  }
+  int queries() const { return B::pack_gqa ? std::min(B::block_m / heads(), std::max(p.Sq, 1)) : B::block_m; }
+  uint64_t rounds_of(int64_t keys) const { return keys <= 0 ? 0 : uint64_t(keys + B::round_keys - 1) / B::round_keys; }
+  // A tile of keys begins at a multiple of BLOCK_N where TMA copies pages.
+  int64_t first_of(int64_t key) const { return B::use_pages ? key / B::block_n * B::block_n : key; }
+
+  vector<Tile> tiles() const {
+    vector<Tile> all;
+    for (int b = 0; b < p.B; b++) {
+      const reference::Sequence own = sequence_of(of, b);
+      const int n = queries(), count = (own.Sq + n - 1) / n;
+      // With a mask, warpgroups of 64 rows that are too many are the first ones, where those may skip.
+      const int64_t position = p.causal == Causal::bottom_right ? own.Sk - own.Sq : 0;  // of query 0
+      const bool hides = p.causal != Causal::off && position + 1 < own.Sk;
+      const bool masked = hides || p.window_left >= 0 || (p.window_right >= 0 && position + p.window_right + 1 < own.Sk);
+      const bool may_skip = B::path == Path::wgmma_roles && B::split_ctas == 1;
+      const int early = masked && may_skip ? (count * n - own.Sq) / 64 * 64 : 0;
+      for (int i = 0; i < count; i++) {
+        const int from = i * n - early, to = from + n;
+        const int64_t begin = int64_t(first_key(of, own, std::max(from, 0)));
+        const int64_t end = int64_t(past_last_key(of, own, std::min(to, own.Sq) - 1));
+        all.push_back({b, from, to, own, begin, end, first_of(begin), rounds_of(end - first_of(begin)), 1});
+      }
+    }
+    return all;
+  }
+
+  string run() {
+    // The room: as many items as there are tiles at most, and partial results.
+    const uint64_t groups = p.Hq / heads();
+    const Items items = items_of<B>(p);
+    const PlanArgs room = plan_args<B>(p, items);
+    const uint64_t blocks = (p.Sq + queries() - 1) / queries();
+    const uint64_t most_tiles = p.q_starts ? p.B + blocks : p.B * blocks;
+    const uint64_t counters = merges_by_kernel<B> ? 1u << 31 : most_split_items / groups;
+    const uint64_t ctas = (228 << 10) / (sizeof(typename KernelOf<B>::Shared) + 1024) * simt::gpu.sms[0];
+    const uint64_t free = B::split_ctas == 1 ? 0 : std::min(2 * ((4 * ctas + groups - 1) / groups), counters);
+    const uint64_t of_typed = B::split_ctas > 1 ? B::split_ctas * most_tiles : 0;
+    const bool is_typed = of_typed > 0 && of_typed + free <= std::min<uint64_t>(counters, most_split_items);
+    const uint64_t parts = free + (is_typed ? of_typed : 0);
+    expect(items.heads == heads() && items.queries == queries(), "rows of an item");
+    expect(room.free_parts == free && room.parts == parts && room.items == most_tiles + parts,
+           format("room for %u items and %u parts, want %d and %d", room.items, room.parts, int(most_tiles + parts), int(parts)));
+    SdpaParams other = p;  // what the host does not know
+    other.Sk = 1, other.most_keys = 5, other.causal = Causal::off, other.k_lengths = other.k_starts = nullptr;
+    const size_t bytes = workspace_bytes<B>(p);
+    expect(workspace_bytes<B>(other) == bytes, "room depends on the number of keys");
+
+    // The call, whose last launch fails: the merge, or if there are many items the kernel.
+    SdpaParams call = p;
+    REQUIRE(cudaMalloc(&call.workspace, bytes) == cudaSuccess);
+    unsigned char* const workspace = static_cast<unsigned char*>(call.workspace);
+    const size_t plan_end = range_counter_bytes + plan_bytes(room);
+    memset(workspace, 0, range_counter_bytes);
+    memset(workspace + range_counter_bytes, 0xa5, std::min(bytes, plan_end + 4096) - range_counter_bytes);
+    const bool has_kernel = room.items * groups * B::threads < 200000;
+    noted.clear();
+    simt::fail_next("cudaLaunchKernelEx", cudaErrorUnknown, has_kernel ? 2 : 1);
+    const SdpaStatus status = forward<B>(call, /*stream=*/0);
+    simt::fail_next("cudaLaunchKernelEx", 0), cudaGetLastError();
+    cudaDeviceSynchronize();
+    const bool is_whole = has_kernel && !merges_by_kernel<B>;
+    expect(status.code == (is_whole ? cudaSuccess : cudaErrorUnknown), string("it says: ") + status.text);
+
+    KernelArgs a(call, B::mask_rows, B::block_n);
+    [&](auto& args) { args.plan = room; }(a);
+    a.q_heads = Divisor(uint32_t(groups)), a.item_heads = heads();
+    const Plan& plan = plan_of(a);
+    const PlannedItem* const planned = planned_items(a);
+    const uint32_t* const merges = reinterpret_cast<const uint32_t*>(planned + room.items);
+    const auto* const end_of_parts = reinterpret_cast<unsigned char*>(range_partials<B>(a) + parts * groups);
+    expect(end_of_parts == workspace + bytes, "the partial results do not end with the workspace");
+    expect(reinterpret_cast<const unsigned char*>(merges + room.items) <= workspace + plan_end, "merges lie in the partial results");
+    expect(std::all_of(workspace, workspace + range_counter_bytes, [](int x) { return x == 0; }), "a counter is not zero");
+    expect(std::all_of(workspace + plan_end, workspace + std::min(bytes, plan_end + 4096), [](int x) { return x == 0xa5; }),
+           "written behind the plan");
+    expect(plan.drawn == 0, "the queue does not begin with item 0");
+    if (trouble.empty()) check_items(plan, planned, merges, room, is_typed);
+    if (trouble.empty()) check_heads(a, plan, planned, groups, parts, has_kernel);
+    cudaFree(call.workspace);
+    return trouble;
+  }
+
+  // Every tile once, in ranges that are disjoint, in order, alike, and cover its keys; the longest first.
+  void check_items(const Plan& plan, const PlannedItem* planned, const uint32_t* merges, const PlanArgs& room, bool is_typed) {
+    vector<Tile> all = tiles();
+    uint64_t rounds = 0, most_rounds = 1, count = 0, several = 0;
+    for (const Tile& t : all) {
+      rounds += t.rounds, most_rounds = std::max(most_rounds, rounds_of(t.own.Sk));
+    }
+    // Rounds of a range at most: of an accumulator, unless there is no room for so many ranges; SPLIT_CTAS=0 reads no
+    // more than 256 KB.
+    const uint64_t at_once = std::max(simt::gpu.keys_at_once / B::round_keys, 1), free = room.free_parts;
+    const uint64_t read = std::max(1, int((256 << 10) / (2 * sizeof(Input) * p.D * B::round_keys)));
+    const uint64_t even = free ? 2 * rounds / free + 1 : uint64_t(1) << 40;
+    const uint64_t limit = std::max(even, B::split_ctas == 0 ? std::min(read, at_once) : at_once);
+    for (Tile& t : all) {
+      t.ranges = std::max<uint64_t>((t.rounds + limit - 1) / limit, is_typed ? B::split_ctas : 1);
+      count += t.ranges, several += t.ranges > 1;
+    }
+    if (!expect(plan.count == count, format("%u items, want %llu", plan.count, (unsigned long long)count))) return;
+    expect(plan.merges == several, format("%u items to merge, want %llu", plan.merges, (unsigned long long)several));
+
+    vector<uint32_t> order(count), firsts;
+    std::iota(order.begin(), order.end(), 0);
+    const auto place = [&](uint32_t i) { return std::array<int, 3>{planned[i].b, planned[i].q0, planned[i].range}; };
+    std::sort(order.begin(), order.end(), [&](uint32_t x, uint32_t y) { return place(x) < place(y); });
+    vector<char> used(room.parts, 0);
+    const uint32_t* next = order.data();
+    vector<uint64_t> costs(count);
+    for (const Tile& t : all) {
+      int64_t at = t.begin;
+      const int part = planned[*next].part;
+      for (uint64_t range = 0; range < t.ranges; range++, next++) {
+        const PlannedItem& item = planned[*next];
+        const bool same = item.b == t.b && item.h == 0 && item.q0 == t.rows_from && item.range == int(range) &&
+                          item.ranges == int(t.ranges) && item.own.q_row == t.own.first_query && item.own.Sq == t.own.Sq &&
+                          item.own.k_row == t.own.first_key && item.own.Sk == t.own.Sk && item.part == part;
+        const string which = format("b=%d q0=%d range %d of %d", t.b, t.rows_from, int(range), int(t.ranges));
+        if (!expect(same, which + " is missing or another")) return;
+        const uint64_t took = t.rounds / t.ranges + (range < t.rounds % t.ranges);
+        if (took > 0 || t.ranges == 1) {
+          const int64_t end = std::min(t.end, first_of(at) + int64_t(took) * B::round_keys);
+          const bool right = item.keys.begin == at && item.keys.end == end;
+          expect(right, which + format(": keys %d to %d, want %lld to %lld", item.keys.begin, item.keys.end, (long long)at, (long long)end));
+          at = end;
+        } else {
+          expect(item.keys.begin >= item.keys.end, which + " has keys of another");
+        }
+        expect(even > at_once || item.keys.end - first_of(item.keys.begin) <= int64_t(at_once) * B::round_keys,
+               which + " is longer than an accumulator sums");
+        if (range == 0 && t.ranges > 1) firsts.push_back(*next);
+        if (t.ranges > 1 && expect(part >= 0 && part + range < used.size(), which + ": no room for its partial result")) {
+          expect(!used[part + range]++, which + " has the partial result of another");
+        }
+        costs[*next] = B::split_ctas == 1 ? rounds_of(t.own.Sk) : (t.rounds + t.ranges - 1) / t.ranges;
+      }
+      expect(at == t.end, "keys are left over");
+    }
+    vector<uint32_t> listed(merges, merges + plan.merges);
+    std::sort(listed.begin(), listed.end()), std::sort(firsts.begin(), firsts.end());
+    expect(listed == firsts, "other items are to be merged than have several ranges");
+    // In 64 classes, by their part of the longest.
+    const uint64_t longest = std::max<uint64_t>(std::min(most_rounds, limit), 1);
+    uint64_t least = ~uint64_t(0) >> 1;
+    for (uint64_t cost : costs) {
+      expect(cost <= least + longest / 63 + 1, "a longer item comes after a shorter one");
+      least = std::min(least, cost);
+    }
+  }
+
+  // What CTAs find: every item for every group of heads, with partial results and a counter of its own.
+  void check_heads(const KernelArgs& a, const Plan& plan, const PlannedItem* planned, uint64_t groups, uint64_t parts,
+                   bool has_kernel) {
+    if (plan.count * groups > 2000000) return;
+    vector<char> used(parts * groups, 0);
+    vector<PlannedItem> want;
+    for (uint32_t i = 0; i < plan.count; i++) {
+      for (int group = 0; group < int(groups); group++) {
+        PlannedItem item = planned[i];
+        const PlannedItem found = planned_item<B>(a, i, group);
+        item.h = group * heads(), item.part = found.part;
+        expect(memcmp(&item, &found, sizeof item) == 0, "an item's heads");
+        if (has_kernel) want.push_back(found);
+        if (item.ranges == 1) continue;
+        const int64_t part = found.part, mine = part + found.range;
+        if (!expect(part >= 0 && mine < int64_t(used.size()), "no room for a head's partial result")) return;
+        expect(!used[mine]++, "two heads have one partial result");
+        expect(merges_by_kernel<B> || part < int64_t(most_split_items), "there is no such counter");
+      }
+    }
+    if (!has_kernel) return;
+    const auto less = [](const PlannedItem& x, const PlannedItem& y) { return memcmp(&x, &y, sizeof x) < 0; };
+    std::sort(want.begin(), want.end(), less), std::sort(noted.begin(), noted.end(), less);
+    const bool same = want.size() == noted.size() && !memcmp(want.data(), noted.data(), want.size() * sizeof want[0]);
+    expect(same, format("CTAs find %d items, want %d, or others", int(noted.size()), int(want.size())));
+  }
+};
+
+template <class B> void check_plan(const Planned& c) {
+  const SdpaParams& p = c.p;
+  INFO("B=", p.B, " Hq=", p.Hq, " Hkv=", p.Hkv, " Sq=", p.Sq, " Sk=", p.Sk, " packed=", c.of.packs_q, " causal=", int(p.causal),
+       " sms=", simt::gpu.sms[0], " sums=", simt::gpu.keys_at_once);
+  CHECK(PlanCheck<B>{p, c.of}.run() == "");
+  simt::gpu = {};
+}
+
+// Sequences of one row, all of so many rounds of keys.
+template <class B> void check_alike(int sequences, int heads, int64_t rounds, int sms, int sums) {
+  simt::gpu.sms[0] = sms, simt::gpu.keys_at_once = sums;
+  check_plan<B>(problem_of_sizes(sequences, heads, heads, 1, int(std::min<int64_t>(rounds * B::round_keys, most_rows))));
+}
+
+// Where room ends: partial results for as many tiles as have one round more than a range takes, and as many typed ranges
+// as there is room for, and one more.
+template <class B> void check_room() {
+  for (const int heads : {1, 3, 300, 20000}) {
+    for (const int sms : {1, 3}) {
+      simt::gpu.sms[0] = sms;
+      const Planned one = problem_of_sizes(1, heads, heads, 1, 1);
+      const int free = int(plan_args<B>(one.p, items_of<B>(one.p)).free_parts);
+      for (const int tiles : {free / 2 - 1, free / 2, free - 1}) {
+        for (const int rounds : {free / 2 + 1, free, 3 * free}) {
+          if (tiles > 0) check_alike<B>(tiles, heads, rounds, sms, 64);
+        }
+      }
+      const int split = std::max(B::split_ctas, 1), most = merges_by_kernel<B> ? most_split_items : most_split_items / heads;
+      const int fit = (most - free) / split;
+      for (const int tiles : {fit, fit + 1}) {
+        if (tiles > 0 && tiles * heads < 20000) check_alike<B>(tiles, heads, 2, sms, 65536);
+      }
+      const int64_t longest = most_rows / B::round_keys;
+      check_alike<B>(int((int64_t(1) << 32) / longest + 1), heads, longest, sms, 65536);  // over 2^32 rounds in all
+    }
+  }
+  // A range is as long as a sum may be where there is room, and a round longer.
+  for (const int sums : {65536, 200, 64}) {
+    const int at_once = std::max(sums / B::round_keys, 1);
+    for (const int rounds : {at_once, at_once + 1, 3 * at_once, 3 * at_once + 1}) {
+      for (const int sms : {1, 132}) check_alike<B>(1, 2, rounds, sms, sums);
+    }
+  }
+  // 2^32 rounds in the tiles that one thread has, since lanes share them.
+  const int64_t tiles = 32 * ((int64_t(1) << 32) / (most_rows / B::round_keys) + 2);
+  check_plan<B>(problem_of_sizes(1, 1, 1, int(tiles * B::block_m), most_rows));
+}
+
+template <class B> void check_plans() {
+  // One, a warp's lanes, more than warps, and more than threads; tiles that lanes of a warp share, by 2, 4, 8, 16 and 32.
+  constexpr int shapes[][2] = {{1, 1}, {1, 40}, {33, 1}, {40, 3}, {100, 2}, {1030, 1}, {2100, 1}, {520, 2}, {270, 4}, {130, 8}, {70, 16}, {34, 40}};
+  int n = 0;
+  for (const auto& shape : shapes) {
+    const int rows = (shape[1] - 1) * B::block_m + 1;
+    check_plan<B>(problem<B>(n++, shape[0], rows, false));
+    check_plan<B>(problem<B>(n++, shape[0], rows, true));
+  }
+}
+
+}  // namespace
+}  // namespace SDPA_NAMESPACE
+
+using namespace SDPA_NAMESPACE;
+
+// Rows of starts and lengths that no caller can mean lie within the tensors.
+TEST_CASE("sequences") {
+  constexpr int least = -2147483647 - 1, S = 100, wild[] = {least, least + 1, -7, 0, 1, 50, S - 1, S, S + 1, -(least + 1)};
+  const auto rows = [&](int x) { return std::min(std::max(x, 0), S); };
+  SdpaParams p{};
+  p.Sq = p.Sk = S;
+  for (const int first : wild) {
+    for (const int end : wild) {
+      for (const int length : wild) {
+        const int starts[] = {first, end};
+        p.q_starts = p.k_starts = starts, p.k_lengths = &length;
+        const Sequence own(p, 0);
+        const int want = std::max(rows(end) - rows(first), 0);
+        CHECK((own.q_row == rows(first) && own.k_row == rows(first) && own.Sq == want && own.Sk == std::min(want, rows(length))));
+      }
+    }
+  }
+}
+
+TEST_CASE("scalar") { check_plans<Scalar>(); }
+TEST_CASE("roles") { check_plans<Roles>(); }
+#define PLAN_CASES(name, B)               \
+  TEST_CASE(name) { check_plans<B>(); }   \
+  TEST_CASE(name "_room") { check_room<B>(); }
+PLAN_CASES("chunk", Chunk)
+PLAN_CASES("chunk3", Chunk3)
+PLAN_CASES("decode", Decode)
+PLAN_CASES("decode3", Decode3)
+PLAN_CASES("paged", Paged)
+PLAN_CASES("tuned", Tuned)
