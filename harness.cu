@@ -113,7 +113,7 @@ Line describe_build() {
 }  // namespace SDPA_NAMESPACE
 
 extern "C" const void* sdpa_line() {
-  static const SDPA_NAMESPACE::Line line = SDPA_NAMESPACE::describe_build();
+  static SDPA_NAMESPACE::Line line = SDPA_NAMESPACE::describe_build();  // tests/unit.cu changes it
   return &line;
 }
 
@@ -156,7 +156,7 @@ const reference::Type& type_of(DType t) {
 const reference::Type &input_type = type_of(line.input), &output_type = type_of(line.output);
 // What an error may be in this problem.
 reference::Tolerance tolerance_of(const reference::Problem& p) {
-  reference::Tolerance t = max(input_type.tolerance, output_type.tolerance);
+  reference::Tolerance t = max(type_of(line.input).tolerance, type_of(line.output).tolerance);
   if (line.fp16_acc) t = max(t, reference::fp16_sums);
   // An e4m3 logit is the scale times a sum of D products, each of which wgmma cuts off: twice as much is lost at D=256
   // as at 128, or at twice the scale.
@@ -632,6 +632,11 @@ std::unique_ptr<DeviceTensor> (*make_tensor)(const Problem&, Tensor) =
 string (*check_more)(Instance&) = [](Instance&) { return string(); };  // a sentence on failure
 void (*set_machine)(const string&) = [](const string&) {};            // before anything is asked of the GPU
 void (*see_launch)(const SdpaParams&) = [](const SdpaParams&) {};     // of the kernel that is checked
+// What tests/unit.cu changes: whether rows that the reference does not see are compared with the witness, what work of
+// the reference a check may cost, and how many elements of O the witness has at once.
+bool has_witness = has_clock;
+double affordable_macs = 1.5e9;
+size_t witness_elements = size_t(1) << 26;
 
 class Instance {
  public:
@@ -942,7 +947,7 @@ class Instance {
       if (got.LSE[row] == ~0u) return "LSE" + where(row * line.Dv) + " was never written";
     }
     const Problem& p = problem;
-    const auto rows = reference::rows_to_check(p, p.seed, line.facts_of(params).item_rows, 1.5e9);
+    const auto rows = reference::rows_to_check(p, p.seed, line.facts_of(params).item_rows, affordable_macs);
     const auto want = reference::attend(p, rows);
     reference::Comparison comparison(output_type, judges_rounding());
     for (size_t i = 0; i < rows.size(); i++) {
@@ -954,14 +959,14 @@ class Instance {
     figures.rows_checked += comparison.rows;
     if (!trouble.empty() || rows.size() == got.LSE.size() || problem.dist == "nonfinite")
       return trouble;
-    return has_clock ? compare_with_witness(figures, rows, want) : all_finite();
+    return has_witness ? compare_with_witness(figures, rows, want) : all_finite();
   }
 
   // Every row with the witness, and the witness with the reference on the rows of `sample`.
   string compare_with_witness(Figures& figures, const vector<reference::Row>& sample,
                               const vector<reference::Result>& want) {
     const size_t D = line.Dv, S = problem.Sq, heads = heads_of(problem, Tensor::O);
-    const size_t most_heads = std::min(heads, std::max<size_t>(1, (size_t(1) << 26) / (S * D)));
+    const size_t most_heads = std::min(heads, std::max<size_t>(1, witness_elements / (S * D)));
     const Guarded O_g("O of the witness", most_heads * S * D * sizeof(float));
     const Guarded LSE_g("LSE of the witness", most_heads * S * sizeof(float));
     reference::Comparison with_reference(output_type, false),

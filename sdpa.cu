@@ -4396,9 +4396,10 @@ template <class B> struct E4m3Consumer : WgmmaConsumer<B, E4m3Shared<B>> {
     }
   }
   // Raises m where the stale maximum was too small, without the scores: until no P is over 2^p_log2. alpha is a
-  // power of two. False, and nothing done, if some P has overflowed.
+  // power of two. False, and nothing done, if some P has overflowed, or is where the polynomial ends, at 2^127.
   __device__ __forceinline__ bool raise_max(Scores& P, const StaleSoftmax<B, 2>& softmax, float (&alpha)[2]) {
-    if (!__all_sync(0xffffffffu, softmax.sum[0] + softmax.sum[1] < INFINITY)) return false;
+    constexpr float most = B::use_fast_exp ? 0x1p120f : INFINITY;
+    if (!__all_sync(0xffffffffu, softmax.sum[0] + softmax.sum[1] < most)) return false;
     SDPA_UNROLL for (int i = 0; i < 2; i++) {
       float largest = 1;
       SDPA_UNROLL for (int j = 0; j < P.COLS; j++) largest = fmaxf(largest, P.x[i][j]);

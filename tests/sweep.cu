@@ -18,6 +18,8 @@
 #include "../sdpa.cu"
 #undef main
 
+#include <climits>
+
 #include "layouts.h"
 #include "members.h"
 
@@ -85,11 +87,56 @@ float negative(const InputAt& i) {
   return i.tensor == Tensor::V ? i.x : i.tensor == Tensor::Q ? i.x / 2 + mean : i.x / 2 - mean;
 }
 
+// Maxima that change along the keys, which a stale maximum meets or does not. Key heads take turns at eight kinds: from
+// their first key to the last, or backwards, logits at the default scale rise slowly, at once, at single keys, or fall and
+// rise; from 0, from +-512 (past 710 no maximum is stale), from +-524288, or from -inf. A query row takes 1, 1/2, 0 or -1
+// of the rise; in half of the heads 8 rows take all of it, and the next 8 its opposite. Scores are whole numbers below
+// 2^24, exact in fp32; of e4m3 tensor cores sum 14 bits, and a rise of more keys is 24 at most. V is in most problems as large as the
+// sums of P @ V allow.
+float ramps(const InputAt& i) {
+  const reference::Problem& p = i.problem;
+  const bool bytes = element_bytes(line.input) == 1, few_bits = line.input == DType::e4m3 && line.family != string("scalar");
+  const uint64_t of_seed = mix(i.seed + 111), r = mix(of_seed + i.head);
+  if (i.tensor == Tensor::V) {
+    const bool is_bf16 = line.input == DType::bf16 && line.output == DType::bf16;
+    return of_seed % 4 ? std::ldexp(i.x, is_bf16 ? 64 - std::ilogb(std::max(p.Sk, 1)) : 12) : i.x;
+  }
+  const float noise = float((i.x > 0.5f) - (i.x < -0.5f));
+  if (i.tensor == Tensor::Q) {
+    constexpr float parts[] = {4, 4, 2, 0, -4};
+    const int part = r % 2 ? (r / 2 + i.row / 8) % 2 * 4 : mix(r + i.row) % 5;
+    return i.d == 0 ? parts[line.has_sinks ? std::min(part, 3) : part] : i.d == 1 ? 128 : noise;
+  }
+  if (i.d > 1) return noise;
+  enum Way { slowly, at_once, at_keys, after_a_fall };
+  constexpr struct {
+    Way way;
+    int rise, start;  // of logits; of scores, by 128
+  } kinds[] = {{slowly, 16, 0},    {at_once, 40, 0},        {at_once, 130, 0},       {at_keys, 200, 0},
+               {slowly, 300, -32}, {after_a_fall, 100, 32}, {after_a_fall, 30, 1 << 15}, {slowly, 12, INT_MIN}};
+  const auto& kind = kinds[(of_seed + i.head) % 8];
+  const float last = float(std::max(p.Sk - 1, 1)), k = r % 4 < 2 ? float(i.row) : last - float(i.row);
+  if (i.d == 1) {
+    if (few_bits || (bytes && kind.start != -32 && kind.start != 32)) return 0;
+    if (kind.start == INT_MIN) return k < 0.55f * last ? -INFINITY : 0;
+    return line.has_sinks || r / 4 % 2 ? std::abs(kind.start) : kind.start;
+  }
+  const float place = r / 8 % 2 ? last - 4 : last * float(r / 16 % 16) / 16, drawn = float(mix(r + uint64_t(k)) % 4096) / 4096;
+  const float part = kind.way == slowly    ? k / last
+                     : kind.way == at_once ? float(k >= place)
+                     : kind.way == at_keys ? std::max(0.0f, 48 * drawn - 47)
+                                           : std::fabs(2 * k / last - 1);
+  const float rise = (few_bits && kind.way != at_keys ? std::min(kind.rise, 20) : kind.rise) * (0.8f + float(r / 256 % 256) / 640);
+  return std::round(rise * std::sqrt(float(p.D)) / 4 * part);
+}
+
 void add_dists() {
+  if (reference::dist_named("huge")) return;
   for (const Dist& d : {Dist{"nonfinite", nonfinite},
                         {"huge", huge},
                         {"stairs", stairs},
-                        {"negative", negative}}) {
+                        {"negative", negative},
+                        {"ramps", ramps}}) {
     reference::dists.push_back(d);
   }
 }
@@ -483,6 +530,10 @@ template <class Draw> Problem draw_problem(const Draw& draw, const TunedTile& ti
     return (1 + draw(std::max(1, 300 / unit))) * unit - 1 + draw(3);
   };
   Problem p;
+  constexpr const char* often[] = {"normal", "ramps"};
+  p.dist = draw(2) ? often[draw(2)] : reference::dists[draw(int(reference::dists.size()))].name;
+  if (!takes_dist(p.dist)) p.dist = line.fp16_acc ? "normal" : "outliers";
+  const bool lasts = p.dist == "ramps" && draw(4);  // tiles without a mask, whose maximum may be stale
   p.seed = seed, p.B = 1 + draw(3), p.Hkv = 1 + draw(3);
   int ratio = 1 + draw(8);
   p.Sq = draw_size(tile.block_m), p.Sk = draw(4) ? draw_size(tile.block_n) : p.Sq;
@@ -495,13 +546,17 @@ template <class Draw> Problem draw_problem(const Draw& draw, const TunedTile& ti
     if (draw(3) == 0) p.Sq = 1 + draw(4), p.Sk = 1000 + draw(4001);
   }
   if (line.is_tuned && draw(4) == 0) p.Sq = 256, p.Sk = 1200 + draw(1500), p.Hkv = ratio = 1;
+  if (lasts) {
+    const int keys = tile.block_n * tile.split_kv;
+    p.Sq = 1 + draw(30), p.Sk = std::max(300, 2 * keys) + draw(3 * keys), p.Hkv = 4 + draw(5), ratio = 1 + draw(2);
+  }
   constexpr double most_pairs = 5e5;  // which the CPU backend takes less than a second for
   const double pairs = double(p.Hkv) * ratio * p.Sq * p.Sk;
   if (pairs * p.B > most_pairs) p.B = 1;
   if (pairs > most_pairs) p.Hkv = 1;
   p.Hq = p.Hkv * ratio;
-  p.mask = reference::Mask(draw(3));
-  if (draw(3) == 0) {
+  p.mask = reference::Mask(lasts ? 0 : draw(3));
+  if (!lasts && draw(3) == 0) {
     p.window_left = draw(5) ? draw(1 + draw(300)) : -1;
     p.window_right = draw(5) ? draw(1 + draw(300)) : -1;
     p.window_alignment = reference::Mask(draw(3));
@@ -517,7 +572,6 @@ template <class Draw> Problem draw_problem(const Draw& draw, const TunedTile& ti
   }
   p.same_heads = p.layout == "zero";
   if (element_bytes(line.input) == 1) p.descale = descales[draw(2) ? 0 : draw(DESCALES)];
-  p.dist = reference::dists[draw(2) ? 0 : draw(int(reference::dists.size()))].name;
   p.has_sinks = line.has_sinks && p.dist != "negative" && draw(4);
   p.has_lengths = line.has_lengths && draw(2);
   if (line.has_lengths && p.layout.compare(0, 3, "far") != 0 && draw(3)) {
@@ -525,7 +579,6 @@ template <class Draw> Problem draw_problem(const Draw& draw, const TunedTile& ti
   }
   constexpr int page_sizes[] = {16, 48, 64, 256};
   if (line.has_pages) p.page_size = page_sizes[draw(4)];
-  if (!takes_dist(p.dist)) p.dist = line.fp16_acc ? "normal" : "outliers";
   const bool exact = p.dist == "huge" || p.dist == "stairs";
   if (exact &&
       draw(2) == 0) {  // up to 1e10 or down to 1e-10; bf16's huge logits leave no room above
@@ -534,7 +587,7 @@ template <class Draw> Problem draw_problem(const Draw& draw, const TunedTile& ti
     p.scale = draw(2) || (p.dist == "huge" && line.input == DType::bf16) ? 1 / scale : scale;
   }
   // Larger logits still would measure fp32 itself: at 10^4 the last bit of S moves P by 1e-3.
-  if (draw(4) == 0 && !exact && p.dist != "large") p.scale = 0.05f * float(1 + draw(10));
+  if (draw(4) == 0 && !exact && p.dist != "large" && p.dist != "ramps") p.scale = 0.05f * float(1 + draw(10));
   if (line.has_queue && draw(4) == 0) p.max_ctas = 1 + draw(5);
   if (line.has_pages) p.narrow_table = draw(2);
   if (line.has_lengths) {
@@ -612,11 +665,17 @@ void add_edges(vector<Problem>& problems, int rows, int keys) {
   add({1, 1, 1, 700, 40}, Mask::bottom_right);
   for (uint64_t seed : {1, 2, 3}) add({1, 4, 2, 20, 70}, Mask::none, "nonfinite").seed = seed;
   add({1, 2, 2, 40, 200}, Mask::top_left, "negative");
+  // Stale maxima that do not last, in heads of all kinds; of e4m3 also after P @ V has been flushed.
+  for (uint64_t seed = 0; seed < 3 && (line.is_tuned || value_of_knob("USE_LAZY_MAX") == "1"); seed++) {
+    const int tiles = line.is_wgmma && line.input == DType::e4m3 && seed == 0 ? 21 : 5;
+    Problem& p = add({1, 8, 8, 24, std::min(tiles * keys, 2600) + (seed == 1 ? 0 : 5)}, Mask::none, "ramps");
+    p.seed = seed, p.softcap *= 2.5, p.has_lengths = false;
+  }
   // Of 8 bits: scores that are multiplied once more, with rows of several batches far apart; sums that are flushed
   // once, once and for one key more, and twice.
   if (element_bytes(line.input) == 1) {
     Problem& p = add({2, 2, 1, 4, 300});
-    p.layout = "far_rows", p.dist = "stairs", p.seed = 1, p.scale = 0.02f;
+    p.layout = "far_rows", p.dist = "stairs", p.seed = 1, p.scale = 1.28f / line.D;
     for (int flushed : {1024, 1025, 2048, 2049}) add({1, 1, 1, 16, flushed}, Mask::none, "uniform");
   }
   if (line.family == string("scalar")) return;
@@ -732,7 +791,9 @@ string parse_sweep(const vector<Option>& options, const vector<string>& args, Sw
 }  // namespace
 }  // namespace SDPA_NAMESPACE
 
-#ifndef SWEEP_NO_MAIN
+#ifdef SWEEP_NO_MAIN
+#define main sweep_main  // for tests/unit.cu
+#endif
 int main(int argc, char** argv) {
   using namespace SDPA_NAMESPACE;
   signal(SIGPIPE, SIG_IGN);
@@ -768,4 +829,4 @@ int main(int argc, char** argv) {
   }
   return finish(exit);
 }
-#endif  // SWEEP_NO_MAIN
+#undef main
