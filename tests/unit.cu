@@ -782,3 +782,5 @@ TEST_CASE("tile_choice") {
   CHECK(tile_of_d64(4, 32, 4096, 4096, Causal::off).use_ping_pong);
   CHECK(tile_of_d64(4, 32, 4096, 4096, Causal::bottom_right).skip_masked);
 }
+
+#include "checker.h"
