@@ -568,7 +568,7 @@ __global__ void __launch_bounds__(WitnessShared<D>::THREADS) witness(WitnessArgs
   });
   if (row >= a.Sq) return;
   const int64_t out = int64_t(of_grid) * a.Sq + row;
-  float most = m * scale, of_keys = 1;
+  float most = m == -INFINITY ? m : m * scale, of_keys = 1;  // a factor may be 0
   if (a.sinks && a.sinks[h] > -INFINITY) {
     most = fmaxf(most, a.sinks[h]), of_keys = l == 0 ? 0 : expf(m * scale - most);
     l = l * of_keys + expf(a.sinks[h] - most);

@@ -781,3 +781,5 @@ TEST_CASE("tile_choice") {
   CHECK(tile_of_d64(4, 32, 4096, 4096, Causal::off).use_ping_pong);
   CHECK(tile_of_d64(4, 32, 4096, 4096, Causal::bottom_right).skip_masked);
 }
+
+#include "checker.h"
