@@ -199,6 +199,7 @@ struct Problem : reference::Problem {
   string machine;                              // --machine of tests/sweep.cu
   bool has_sinks = false, has_lengths = false;  // of the seed
   int page_size;                                // 0: K and V do not lie in pages
+  int most_keys = 0;                            // that a sequence has, whatever its length says; 0: all
 
   Problem() : reference::Problem{}, page_size(line.has_pages ? 64 : 0) { D = line.D, Dv = line.Dv; }
 };
@@ -216,8 +217,9 @@ SdpaParams params_of(const Problem& p) {  // but for the tensors
   params.window_alignment = Causal(int(p.window_alignment));
   params.softcap = float(p.softcap);
   params.page_size = p.page_size;
+  params.most_keys = p.most_keys;
   // A table as wide as a cache could become, whatever the lengths are; no wider where a sum ends.
-  if (p.page_size && p.has_lengths) params.Sk = line.sums_end ? 1 << 16 : 1 << 20;
+  if (p.page_size && p.has_lengths) params.Sk = line.sums_end && !p.most_keys ? 1 << 16 : 1 << 20;
   return params;
 }
 
@@ -385,19 +387,18 @@ class DeviceTensor : public Guarded {
   }
 };
 
-// The factors of an input's heads.
+// The factors of an input's heads, of each batch or packed sequence.
 class DeviceFactors : public Guarded {
  public:
   DeviceFactors(const Problem& p, Tensor t)
       : Guarded("a factor", p.descale == "none" ? 0 : elements(p, t) * sizeof(float)),
         tensor_(t),
         heads_(of_query(t) ? p.Hq : p.Hkv),
-        batches_(batches_of(p, t)) {
+        batches_(p.B) {
     descale.factor = p.descale == "none" ? nullptr : data<float>();
     if (p.descale == "heads" || p.descale == "zeros") descale.head = 1, descale.batch = heads_;
     has_zeros_ = p.descale == "zeros";
     if (p.descale == "gaps") descale.head = 2, descale.batch = 2 * heads_ + 3;
-    if (batches_ < p.B) descale.batch = 0;  // of all sequences
   }
   // About `step`, different for every one; with "zeros" one in three is 0. Returns what the elements are multiplied
   // with, by head.
@@ -423,7 +424,7 @@ class DeviceFactors : public Guarded {
 
  private:
   static size_t elements(const Problem& p, Tensor t) {
-    const size_t heads = heads_of(p, t);
+    const size_t heads = size_t(p.B) * (of_query(t) ? p.Hq : p.Hkv);
     return p.descale == "shared" ? 1 : p.descale == "gaps" ? 2 * heads + 3 * p.B : heads;
   }
   Tensor tensor_;
@@ -443,6 +444,7 @@ struct WitnessArgs {
   Causal causal, alignment;
   int window_left, window_right;
   const int *q_starts, *k_starts, *k_lengths;
+  int most_keys;
   float scale;
   Descale q_factor, k_factor, v_factor;
   float v_unit, softcap;
@@ -500,6 +502,7 @@ __global__ void __launch_bounds__(WitnessShared<D>::THREADS) witness(WitnessArgs
   }
   if (a.k_starts) first_key = a.k_starts[own], Sk = a.k_starts[own + 1] - first_key;
   if (a.k_lengths) Sk = max(0, min(a.k_lengths[own], Sk));
+  if (a.most_keys) Sk = min(a.most_keys, Sk);
   const float of_logit = a.scale * factor(a.q_factor, own, h) * factor(a.k_factor, own, h_kv);
   const float scale = a.softcap != 0 ? a.softcap : of_logit;
   const float v_factor = a.v_unit * factor(a.v_factor, own, h_kv);
@@ -597,8 +600,8 @@ cudaError_t launch_witness(const SdpaParams& p, int first, int heads, float* O, 
                       p.B,          p.Hq,        p.Hkv,       p.Sq,        p.Sk,
                       line.D,       line.Dv,     first,
                       p.causal,     p.window_alignment,       p.window_left,            p.window_right,
-                      p.q_starts,   p.k_starts,  p.k_lengths, float(scale), p.q_descale, p.k_descale,
-                      p.v_descale,  float(unit), p.softcap,   p.sinks,     O,           LSE};
+                      p.q_starts,   p.k_starts,  p.k_lengths, p.most_keys, float(scale), p.q_descale,
+                      p.k_descale,  p.v_descale, float(unit), p.softcap,   p.sinks,      O,            LSE};
   const int widest = std::max(line.D, line.Dv);
   return widest <= 64    ? launch_witness<T, 64>(a, heads)
          : widest <= 128 ? launch_witness<T, 128>(a, heads)
@@ -674,7 +677,11 @@ class Instance {
     problem.seed = seed;
     if (starts_[0]) set_starts(*starts_[0], problem.q_starts, problem.Sq, seed + 1, 0);
     if (starts_[1]) set_starts(*starts_[1], problem.k_starts, problem.Sk, seed + 2, problem.Sk / 8);
+    problem.k_lengths.assign(problem.most_keys ? problem.B : 0, problem.Sk);
     if (lengths_) set_lengths(seed);
+    for (int& length : problem.k_lengths) {
+      length = std::max(0, std::min(length, problem.most_keys ? std::min(problem.most_keys, problem.Sk) : problem.Sk));
+    }
     vector<double>* const factors[] = {&problem.q_factor, &problem.k_factor, &problem.v_factor};
     for (int t = 0; t < 3; t++) {
       vector<float>& x = inputs_[t];
@@ -711,7 +718,6 @@ class Instance {
     }
     lengths_->store(lengths);
     problem.k_lengths = lengths;
-    for (int& length : problem.k_lengths) length = std::max(0, std::min(length, problem.Sk));
   }
 
   // A third of the sequences has no row; and of up to `most_left` rows at either end none is one's.
@@ -752,15 +758,17 @@ class Instance {
   }
 
   // K and V once more, in pages, for the kernel alone: as [pages,Hkv,page_size,D], or with a layout of its own as
-  // [pages,page_size,Hkv,D]. Each sequence has pages of its own, and one more is for all.
+  // [pages,page_size,Hkv,D], padded with gaps between rows and between pages. Each sequence has pages of its own, and
+  // one more is for all.
   void hold_pages() {
     const int64_t size = problem.page_size, per_sequence = (problem.Sk + size - 1) / size;
     const int64_t pages = problem.B * per_sequence + 1, H = problem.Hkv;
     const bool by_heads = problem.layout == "bhsd";
+    const int64_t gap = problem.layout == "padded" ? line.vec_width : 0;
     for (int t = 0; t < 2; t++) {
-      const int64_t D = width_of(Tensor(1 + t));
-      pages_[t].reset(new DeviceTensor(problem, Tensor(1 + t), pages * H * size * D));
-      (t ? params.v : params.k) = {H * size * D, by_heads ? size * D : D, by_heads ? D : H * D};
+      const int64_t D = width_of(Tensor(1 + t)) + gap, page = H * size * D + gap;
+      pages_[t].reset(new DeviceTensor(problem, Tensor(1 + t), pages * page));
+      (t ? params.v : params.k) = {page, by_heads ? size * D : D, by_heads ? D : H * D};
     }
     params.K = pages_[0]->data<Input>(), params.V = pages_[1]->data<Input>();
     params.pages = int(pages), params.page_stride = std::max(int(per_sequence), params.Sk / problem.page_size) + 3;
@@ -940,6 +948,7 @@ class Instance {
       SdpaParams plain = params;  // without pages
       plain.K = static_cast<const Input*>(tensors[1]->first()), plain.k = tensors[1]->strides;
       plain.V = static_cast<const Input*>(tensors[2]->first()), plain.v = tensors[2]->strides;
+      plain.Sk = problem.Sk;
       require(launch(plain, int(first), int(count), O_g.data<float>(), LSE_g.data<float>()),
               "launching the witness");
       const vector<float> O = O_g.fetch<float>(count * S * D * sizeof(float));
@@ -1522,6 +1531,8 @@ vector<Option> options_of(Options& o) {
          o.common.packs_q = text[0] == 'q', o.common.packs_k = text.back() == 'k';
          return text == packed_text(o.common) ? "" : "want q, k or qk";
        }},
+      {"--most-keys", "N", "keys that a sequence has at most, whatever its length says (a build with USE_LENGTHS)",
+       count(o.common.most_keys, 1)},
       {"--pages", "N", "keys of a page, a multiple of 16 (a build with USE_PAGES; default 64)",
        count(o.common.page_size, 1)},
       {"--seeds", "0,1,2", "of the inputs (default 0); the check is done for each",
@@ -1618,6 +1629,7 @@ string command_of(const Problem& p) {
   if (p.has_sinks) text += " --sinks";
   if (p.has_lengths) text += " --lengths";
   if (*packed_text(p)) text += format(" --packed %s", packed_text(p));
+  if (p.most_keys) text += format(" --most-keys %d", p.most_keys);
   if (p.page_size) text += format(" --pages %d", p.page_size);
   if (p.max_ctas != 0) text += format(" --max-ctas %d", p.max_ctas);
   if (!p.machine.empty()) text += " --machine " + p.machine;

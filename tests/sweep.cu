@@ -7,6 +7,7 @@
 //   --descale D    what factors 8-bit inputs have
 //   --schedule S   CPU backend: the order of the threads
 //   --machine M    CPU backend: the GPU that it plays, and where kernels end a sum
+//   --alone        no kernels that follow each other
 //   --tile         CPU backend: what one more K/V tile costs, and whether the barriers are those declared
 #ifndef SWEEP_NO_MAIN  // tests/unit.cu has the line and a main of its own
 #define SDPA_HARNESS_ONLY
@@ -335,6 +336,7 @@ template <class Draw> Problem draw_problem(const Draw& draw, const TunedTile& ti
   }
   constexpr int page_sizes[] = {16, 48, 64, 256};
   if (line.has_pages) p.page_size = page_sizes[draw(4)];
+  if (line.has_lengths && draw(4) == 0) p.most_keys = 1 + draw(p.Sk + 20);
   const bool far_from_0 = p.dist == "large" || p.dist == "negative";
   if (far_from_0 && line.is_wgmma && line.input == DType::e4m3) p.dist = "outliers";
   if (line.fp16_acc && p.dist != "nonfinite") p.dist = "normal";  // others go past 65504
@@ -446,7 +448,7 @@ vector<Problem> edge_problems() {
 
 struct SweepOptions : Options {
   int sweep = 0;
-  bool edges = false, tile = false;
+  bool edges = false, alone = false, tile = false;
 };
 
 vector<Option> sweep_options(SweepOptions& o) {
@@ -488,6 +490,7 @@ vector<Option> sweep_options(SweepOptions& o) {
        "CPU backend: SMs, L2, CTAs that an SM holds at most, and keys of which a sum is one "
        "(default: 3,120,1,65536)",
        [&o](const string& text) { return o.common.machine = text, refuse_machine(text); }},
+      {"--alone", "", "leave out the check of kernels that follow each other", [&o](const string&) { return o.alone = true, ""; }},
       {"--tile", "", "CPU backend: count what one more K/V tile costs, and stop",
        [&o](const string&) { return o.tile = true, ""; }}};
   options.insert(options.end(), more.begin(), more.end());
@@ -497,8 +500,8 @@ vector<Option> sweep_options(SweepOptions& o) {
 string parse_sweep(const vector<Option>& options, const vector<string>& args, SweepOptions& o) {
   const string refusal = parse(options, args, o);
   if (!refusal.empty() || (!o.sweep && !o.edges)) return refusal;
-  for (const char* drawn : {"--shape", "--causal", "--window", "--softcap", "--sinks", "--lengths", "--pages", "--dist", "--layout", "--scale",
-                            "--max-ctas", "--machine"}) {
+  for (const char* drawn : {"--shape", "--causal", "--window", "--softcap", "--sinks", "--lengths", "--packed", "--most-keys", "--pages",
+                            "--dist", "--layout", "--scale", "--descale", "--max-ctas", "--machine"}) {
     if (std::count(args.begin(), args.end(), drawn)) {
       return string("--sweep and --edges have their own problems; drop ") + drawn;
     }
@@ -528,7 +531,7 @@ int main(int argc, char** argv) {
   const std::string refusal = parse_sweep(options, {argv + 1, argv + argc}, o);
   if (!refusal.empty()) return refuse(refusal);
   if (o.tile) return finish(print_tile());
-  if (o.edges) check_more = [](Instance&) { return std::string(); };  // half the time
+  if (o.edges || o.alone) check_more = [](Instance&) { return std::string(); };  // half the time
   const ExitCode exit = run(o, options);
   const auto taken = [&](const TunedTile& t) {
     return std::any_of(o.problems.begin(), o.problems.end(), [&](const Problem& p) { return takes_tile(p, t); });
