@@ -387,19 +387,18 @@ class DeviceTensor : public Guarded {
   }
 };
 
-// The factors of an input's heads.
+// The factors of an input's heads, of each batch or packed sequence.
 class DeviceFactors : public Guarded {
  public:
   DeviceFactors(const Problem& p, Tensor t)
       : Guarded("a factor", p.descale == "none" ? 0 : elements(p, t) * sizeof(float)),
         tensor_(t),
         heads_(of_query(t) ? p.Hq : p.Hkv),
-        batches_(batches_of(p, t)) {
+        batches_(p.B) {
     descale.factor = p.descale == "none" ? nullptr : data<float>();
     if (p.descale == "heads" || p.descale == "zeros") descale.head = 1, descale.batch = heads_;
     has_zeros_ = p.descale == "zeros";
     if (p.descale == "gaps") descale.head = 2, descale.batch = 2 * heads_ + 3;
-    if (batches_ < p.B) descale.batch = 0;  // of all sequences
   }
   // About `step`, different for every one; with "zeros" one in three is 0. Returns what the elements are multiplied
   // with, by head.
@@ -425,7 +424,7 @@ class DeviceFactors : public Guarded {
 
  private:
   static size_t elements(const Problem& p, Tensor t) {
-    const size_t heads = heads_of(p, t);
+    const size_t heads = size_t(p.B) * (of_query(t) ? p.Hq : p.Hkv);
     return p.descale == "shared" ? 1 : p.descale == "gaps" ? 2 * heads + 3 * p.B : heads;
   }
   Tensor tensor_;
@@ -791,15 +790,17 @@ class Instance {
   }
 
   // K and V once more, in pages, for the kernel alone: as [pages,Hkv,page_size,D], or with a layout of its own as
-  // [pages,page_size,Hkv,D]. Each sequence has pages of its own, and one more is for all.
+  // [pages,page_size,Hkv,D], padded with gaps between rows and between pages. Each sequence has pages of its own, and
+  // one more is for all.
   void hold_pages() {
     const int64_t size = problem.page_size, per_sequence = (problem.Sk + size - 1) / size;
     const int64_t pages = problem.B * per_sequence + 1, H = problem.Hkv;
     const bool by_heads = problem.layout == "bhsd";
+    const int64_t gap = problem.layout == "padded" ? line.vec_width : 0;
     for (int t = 0; t < 2; t++) {
-      const int64_t D = width_of(Tensor(1 + t));
-      pages_[t].reset(new DeviceTensor(problem, Tensor(1 + t), pages * H * size * D));
-      (t ? params.v : params.k) = {H * size * D, by_heads ? size * D : D, by_heads ? D : H * D};
+      const int64_t D = width_of(Tensor(1 + t)) + gap, page = H * size * D + gap;
+      pages_[t].reset(new DeviceTensor(problem, Tensor(1 + t), pages * page));
+      (t ? params.v : params.k) = {page, by_heads ? size * D : D, by_heads ? D : H * D};
     }
     params.K = pages_[0]->data<Input>(), params.V = pages_[1]->data<Input>();
     params.pages = int(pages), params.page_stride = std::max(int(per_sequence), params.Sk / problem.page_size) + 3;
@@ -1564,6 +1565,8 @@ vector<Option> options_of(Options& o) {
          o.common.packs_q = text[0] == 'q', o.common.packs_k = text.back() == 'k';
          return text == packed_text(o.common) ? "" : "want q, k or qk";
        }},
+      {"--most-keys", "N", "keys that a sequence has at most, whatever its length says (a build with USE_LENGTHS)",
+       count(o.common.most_keys, 1)},
       {"--pages", "N", "keys of a page, a multiple of 16 (a build with USE_PAGES; default 64)",
        count(o.common.page_size, 1)},
       {"--seeds", "0,1,2", "of the inputs (default 0); the check is done for each",

@@ -35,7 +35,7 @@ struct Problem {
   int window_left = -1,
       window_right = -1;  // keys to each side of the query's own position; -1: all
   Mask window_alignment = Mask::none;  // whose position the window counts from; none: that of mask
-  // By head, over all batches: what Q, K and V are to be multiplied with. Empty: 1.
+  // By head, over all batches or packed sequences: what Q, K and V are to be multiplied with. Empty: 1.
   std::vector<double> q_factor, k_factor, v_factor;
   double softcap = 0;          // 0: none
   std::vector<double> sinks;   // of query heads 0 ... Hq - 1; empty: none
@@ -222,12 +222,13 @@ inline Result attend(const Problem& p, const Row& row) {
   const size_t end = s.first_key + past_last_key(p, s, row.q - s.first_query);
   const double infinity = std::numeric_limits<double>::infinity();
   const size_t head = size_t(row.b) * p.Hq + row.h, kv_head = size_t(p.packs_k ? 0 : s.b) * p.Hkv + h_kv;
+  const size_t own_kv_head = size_t(s.b) * p.Hkv + h_kv;
   const auto factor = [](const std::vector<double>& of_heads, size_t h) {
     return of_heads.empty() ? 1.0 : of_heads[h];
   };
   const double scale = (p.scale == 0 ? 1 / std::sqrt(double(D)) : p.scale) *
-                       factor(p.q_factor, head) * factor(p.k_factor, kv_head);
-  const double v_factor = factor(p.v_factor, kv_head);
+                       factor(p.q_factor, size_t(s.b) * p.Hq + row.h) * factor(p.k_factor, own_kv_head);
+  const double v_factor = factor(p.v_factor, own_kv_head);
   const float* const Q = p.Q + (head * p.Sq + row.q) * D;
   const float* const K = p.K + kv_head * p.Sk * D;
   const float* const V = p.V + kv_head * p.Sk * Dv;

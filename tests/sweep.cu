@@ -6,9 +6,10 @@
 //   --edges        problems at the edges of the line's tiles, masks, sums and groups, likewise
 //   --layout L     how the tensors lie
 //   --descale D    what factors 8-bit inputs have
-//   --most-keys N  keys that a sequence has at most; --narrow-table: and its table of pages no more than Sk
+//   --narrow-table a table of pages for Sk keys and no more
 //   --schedule S   CPU backend: the order of the threads
 //   --machine M    CPU backend: the GPU that it plays, and where kernels end a sum
+//   --alone        no kernels that follow each other
 //   --tile         CPU backend: what one more K/V tile costs, and whether the barriers are those declared
 #ifndef SWEEP_NO_MAIN  // tests/unit.cu has the line and a main of its own
 #define SDPA_HARNESS_ONLY
@@ -714,7 +715,7 @@ vector<Problem> edge_problems() {
 
 struct SweepOptions : Options {
   int sweep = 0;
-  bool all_kinds = false, edges = false, tile = false;
+  bool all_kinds = false, edges = false, alone = false, tile = false;
 };
 
 vector<Option> sweep_options(SweepOptions& o) {
@@ -751,12 +752,6 @@ vector<Option> sweep_options(SweepOptions& o) {
          }
          return o.common.descale == text ? "" : "want heads, gaps, zeros, shared or none";
        }},
-      {"--most-keys", "N", "that a sequence has (a build with USE_LENGTHS)",
-       [&o](const string& text) {
-         const vector<long long> n = parse_numbers(text, 1, most_rows);
-         if (n.size() == 1) o.common.most_keys = int(n[0]);
-         return n.size() == 1 ? "" : "want a whole number from 1 to 10^9";
-       }},
       {"--narrow-table", "", "a table of pages for Sk keys and no more, with lengths above Sk",
        [&o](const string&) { return o.common.narrow_table = true, ""; }},
       {"--schedule", "S",
@@ -766,6 +761,7 @@ vector<Option> sweep_options(SweepOptions& o) {
        "CPU backend: SMs, L2, CTAs that an SM holds at most, and keys of which a sum is one "
        "(default: 3,120,1,65536)",
        [&o](const string& text) { return o.common.machine = text, refuse_machine(text); }},
+      {"--alone", "", "leave out the check of kernels that follow each other", [&o](const string&) { return o.alone = true, ""; }},
       {"--tile", "", "CPU backend: count what one more K/V tile costs, and stop",
        [&o](const string&) { return o.tile = true, ""; }}};
   options.insert(options.end(), more.begin(), more.end());
@@ -776,7 +772,7 @@ string parse_sweep(const vector<Option>& options, const vector<string>& args, Sw
   const string refusal = parse(options, args, o);
   if (!refusal.empty() || (!o.sweep && !o.edges)) return refusal;
   for (const char* drawn : {"--shape", "--causal", "--window", "--softcap", "--sinks", "--lengths", "--packed", "--pages", "--most-keys", "--narrow-table", "--dist", "--layout", "--scale",
-                            "--max-ctas", "--machine"}) {
+                            "--descale", "--max-ctas", "--machine"}) {
     if (std::count(args.begin(), args.end(), drawn)) {
       return string("--sweep and --edges have their own problems; drop ") + drawn;
     }
@@ -813,7 +809,7 @@ int main(int argc, char** argv) {
     launched.reset(new Kinds);
     see_launch = [](const SdpaParams& p) { launched->see(p); };
   }
-  if (o.edges) check_more = [](Instance&) { return std::string(); };  // half the time
+  if (o.edges || o.alone) check_more = [](Instance&) { return std::string(); };  // half the time
   ExitCode exit = run(o, options);
   const auto taken = [&](const TunedTile& t) {
     return std::any_of(o.problems.begin(), o.problems.end(), [&](const Problem& p) { return takes_tile(p, t); });

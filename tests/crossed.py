@@ -1,0 +1,404 @@
+#!/usr/bin/env python3
+"""Features crossed: builds and problems such that every two values meet, of two knobs, of a knob and a member of the problem, and
+of two members, on each kind of kernel. What sdpa.cu refuses is left out; a pair that no legal build has is found by trying to
+complete it. Each problem is checked against the reference on the CPU backend.
+usage: tests/crossed.py [REGEX] [--sample N] [--show]
+  REGEX       the builds whose kind and knobs match, as in "mma.* HEAD_DIM_V"
+  --sample N  so many of the builds, of all kinds, drawn by the commit
+  --show      print the builds, their problems and the pairs that no legal build has, and stop"""
+import argparse
+import ctypes
+import itertools
+import os
+import random
+import re
+import subprocess
+import sys
+import tempfile
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+
+from allpairspy import AllPairs
+
+import bugs
+
+sys.path.insert(0, os.path.join(bugs.ROOT, "tools"))
+from builds import Tree  # noqa: E402
+
+# The values to try of each knob. Knobs that are not here have their defaults, and those of KINDS.
+KNOBS = dict(
+    HEAD_DIM="64 96 128", HEAD_DIM_V="0 64 128 48", DTYPE="FP16 BF16 FP8_E4M3 U8", OUT_DTYPE="AUTO BF16 FP16",
+    BLOCK_M="32 64 128 16", NUM_WARPS="4 8 2 16", SPLIT_KV="1 2 4", BLOCK_N="64 32 128", VEC_WIDTH="8 16 1", USE_LENGTHS="1 0",
+    USE_PAGES="1 0", USE_SINKS="1 0", SPLIT_CTAS="3 0 1", PACK_GQA="1 0", USE_SOFTCAP="2 0", STAGES="3 1", USE_CP_ASYNC="1 0",
+    USE_LAZY_MAX="1 0", SWIZZLE_XOR="1 0", USE_PERSISTENT_CTA="1 0", USE_FAST_EXP="0 1", OVERLAP="1 0", USE_PING_PONG="0 1",
+    SKIP_MASKED="1 0", FP8_FLUSH="8 0 1", SYNC_POLICY="1 5", USE_WMMA_PV="1 0", FP16_ACC="NONE BOTH",
+    NUM_PRODUCER_WARPS="1 2", USE_WARP_SPECIALIZATION="1 0")
+# Of each kind of kernel what is particular. A tuned build is judged by one of its tiles, and types what TYPED has.
+ROLES = dict(USE_WGMMA="1", SWAP_AB="0", USE_WARP_SPECIALIZATION="1")
+TILE = dict(BLOCK_M="64", BLOCK_N="64", NUM_WARPS="4", SPLIT_KV="1", SPLIT_CTAS="1", PACK_GQA="0", STAGES="1", USE_LAZY_MAX="1")
+KINDS = dict(
+    scalar=dict(HEAD_DIM="64 96", HEAD_DIM_V="0 128 48", BLOCK_M="32 64", BLOCK_N="64 32", NUM_WARPS="4 2"),
+    wmma=dict(USE_WMMA="1", HEAD_DIM="64 128", OUT_DTYPE="AUTO BF16", BLOCK_M="32 64", BLOCK_N="32"),
+    mma=dict(USE_MMA_SYNC="1", BLOCK_M="32 64 16", NUM_WARPS="4 2 8", BLOCK_N="64 32"),
+    wgmma_plain=dict(ROLES, HEAD_DIM_V="0 64 96", USE_WARP_SPECIALIZATION="0", BLOCK_N="64 32"),
+    wgmma_roles=dict(ROLES, HEAD_DIM_V="0 64 96", DTYPE="FP16 BF16", BLOCK_N="64 32"),
+    wgmma_swapped=dict(USE_WGMMA="1", SWAP_AB="1", BLOCK_M="32 16 8"),
+    wgmma_e4m3=dict(ROLES, DTYPE="FP8_E4M3", NUM_WARPS="4 8"),
+    tuned_mma=dict(TILE, USE_MMA_SYNC="1", HEAD_DIM_V="0 128 48", DTYPE="FP16 BF16", VEC_WIDTH="8", USE_CP_ASYNC="1", SWIZZLE_XOR="1"),
+    tuned_wgmma=dict(TILE, **ROLES, HEAD_DIM_V="0 64 96",
+                     OVERLAP="1", USE_PERSISTENT_CTA="0", USE_PING_PONG="0", SKIP_MASKED="0", FP8_FLUSH="8"))
+TYPED = ("HEAD_DIM", "HEAD_DIM_V", "DTYPE", "OUT_DTYPE", "VEC_WIDTH", "BLOCK_M", "USE_FAST_EXP", "USE_SOFTCAP", "USE_SINKS",
+         "USE_LENGTHS", "USE_PAGES", "USE_MMA_SYNC", "USE_WGMMA")
+
+PROBLEMS = 3  # of a build at least
+# The members of a problem, as options.
+MEMBERS = dict(
+    shape=["--shape 2,4,2,20,150", "--shape 4,8,1,1,170", "--shape 2,2,2,70,33", "--shape 7,2,1,30,90", "--shape 2,24,2,5,100",
+           "--shape 2,2,1,5,0"],
+    causal=["", "--causal br", "--causal tl"],
+    window=["", "--window 20,-1", "--window -1,7", "--window 33,20,br", "--window 9,3,tl"],
+    lengths=["", "--lengths"],
+    packed=["", "--packed q", "--packed k", "--packed qk"],
+    most_keys=["", "--most-keys 77"],
+    pages=["", "--pages 16", "--pages 48", "--pages 64"],
+    sinks=["", "--sinks"],
+    softcap=["", "--softcap 2", "--softcap 50"],
+    layout=["", "--layout packed", "--layout padded", "--layout zero", "--layout reversed"],
+    descale=["", "--descale gaps", "--descale zeros", "--descale shared", "--descale none"],
+    machine=["", "--machine 1,120,2,64", "--machine 132,61440,3,200", "--machine 16,24,1,65536"],
+    dist=["", "--dist stairs", "--dist uniform", "--dist negative", "--dist huge", "--dist nonfinite"],
+    scale=["", "--scale 0.3"],
+    max_ctas=["", "--max-ctas 2"])
+
+
+def takes(build, problem):
+    """Whether such a problem is one for the build."""
+    has, is_8bit = {knob for knob, value in build.items() if value != "0"}, build["DTYPE"] in ("FP8_E4M3", "U8")
+    is_wgmma, dist = build["USE_WGMMA"] == "1", problem["dist"].removeprefix("--dist ")
+    return ((not problem["lengths"] + problem["packed"] + problem["most_keys"] or "USE_LENGTHS" in has) and
+            bool(problem["pages"]) == ("USE_PAGES" in has) and not (problem["pages"] and "k" in problem["packed"][9:]) and
+            (not problem["sinks"] or "USE_SINKS" in has and dist not in ("negative", "stairs")) and  # beside which nothing may be left of the keys
+            (not problem["softcap"] or "USE_SOFTCAP" in has) and (not problem["descale"] or is_8bit) and
+            not (is_wgmma and "reversed" in problem["layout"]) and  # TMA takes no strides below 0
+            (not problem["max_ctas"] or "USE_PERSISTENT_CTA" in has) and
+            # Builds without ranges refuse longer sums.
+            (not problem["machine"] or problem["machine"].endswith("65536") or build["SPLIT_CTAS"] != "1") and
+            (build["FP16_ACC"] == "NONE" or dist in ("", "nonfinite")) and  # others go past 65504
+            not (is_wgmma and is_8bit and dist in ("negative", "huge")) and  # sums of 14 bits
+            not (problem["scale"] and dist in ("stairs", "huge")))
+
+
+# ---- what sdpa.cu refuses ----
+
+JUDGE = """
+#include <string_view>
+#include <type_traits>
+#define SDPA_NEW_LINE
+%(knobs)s
+constexpr int value_of(std::string_view value, std::string_view values) {
+  return number_of(value) < 0 ? place_of(value, values) : number_of(value);
+}
+#define SDPA_MEMBER(name, fallback, member, values, families, meaning) \\
+  std::conditional_t<std::string_view(values) == "0 1", bool, int> member;
+struct K { SDPA_KNOBS(SDPA_MEMBER) };
+%(enums)s
+struct Build : K {
+  explicit Build(const K& typed) : K(typed) {}
+  %(build)s
+};
+#define SDPA_CHANGED(name, fallback, member, values, families, meaning) \\
+  const bool name##_changed = b.member != value_of(#fallback, values);
+#define SDPA_REFUSE(condition, sentence) if (condition) return false
+static bool is_legal(const Build& b) {
+  SDPA_KNOBS(SDPA_CHANGED)
+  %(derived)s
+  %(refusals)s
+  return true;
+}
+
+struct Domain { const int* values; int count; };
+// A build with one of these values of each knob, as the legal one that was found first by so many tries; false if none was.
+extern "C" bool complete(const Domain* domains, long tries, unsigned long long state, int* found) {
+  for (long n = 0; n < tries; n++) {
+    K typed;
+    int at = 0;
+    const auto draw = [&](auto& member) {
+      state ^= state << 13, state ^= state >> 7, state ^= state << 17;
+      member = found[at] = domains[at].values[(state >> 20) %% domains[at].count];
+      at++;
+    };
+#define SDPA_DRAW(name, fallback, member, values, families, meaning) draw(typed.member);
+    SDPA_KNOBS(SDPA_DRAW)
+    if (typed.num_warps < typed.split_kv) continue;  // Build would divide by 0
+    const Build b(typed);
+    // About half of what a CTA may have. sdpa.cu refuses over 227 KB with all that a kernel keeps, where it has the types.
+    const int of_keys = b.split_kv * b.stages * b.block_n * (b.head_dim + (b.path == Path::wgmma_e4m3 ? 2 : 1) * b.d_v);
+    const int bytes = (of_keys + b.block_m * b.head_dim) * (b.is_8bit ? 1 : 2) + (b.split_kv > 1 ? 4 * b.block_m * b.d_v : 0);
+    if (bytes < 128 * 1024 && is_legal(b)) return true;
+  }
+  return false;
+}
+"""
+
+
+def judge_source(source):
+    """The refusals of typed knobs as a function, since a compiler takes 50 ms for each build: what sdpa.cu has as constants
+    of a template are members of a struct, and what it asserts is returned."""
+    def between(since, until):
+        return source.split(since, 1)[1].split(until, 1)[0]
+
+    def of_struct(text):
+        text = re.sub(r"template <class B>\s*", "", text).replace("constexpr ", "")
+        text = re.sub(r"\b(?:B|Build)::", "b.", text).replace("<B>", "")
+        return re.sub(r"bool check\w*\(\) {", "{", text)
+    refusals = of_struct(between("// ---- refusals (typed) ----", "// ---- tuned tiles (USE_TUNED) ----"))
+    refusals = re.sub(r"#define SDPA_REFUSE.*|return true;|return check\w*\(\);", "", refusals)
+    build = between("template <int ROW> struct BuildOf : Knobs<ROW> {", "\n};")
+    return JUDGE % dict(
+        knobs=between("// ---- the list of knobs (typed) ----", "// ---- the knobs as typed (typed) ----"),
+        enums=between("// ---- what follows from the knobs ----", "// The template argument"),
+        build=re.sub("static constexpr|using K = .*", "", build),
+        derived=of_struct(between("using Build = BuildOf<-1>;", "}  // namespace")), refusals=refusals)
+
+
+class Judge:
+    """What is legal, among some values of each knob."""
+
+    def __init__(self, tree, folder):
+        source = tree.read("sdpa.cu")
+        rows = re.findall(r'^  X\((\w+), (\w+), \w+, "([^"]*)", "([^"]*)"', source, re.MULTILINE)
+        self.rows = {name: (default, values.split(), families.split()) for name, default, values, families in rows}
+        path = os.path.join(folder, "judge")
+        with open(path + ".cpp", "w") as file:
+            file.write(judge_source(source))
+        done = subprocess.run([bugs.CXX, "-std=c++17", "-O2", "-w", "-fPIC", "-shared", path + ".cpp", "-o", path + ".so"],
+                              capture_output=True, text=True)
+        if done.returncode:
+            raise bugs.Broken("sdpa.cu's refusals have another form than crossed.py expects: " + done.stderr[:2000])
+        self.library = ctypes.CDLL(path + ".so")
+        self.seed = 1
+
+    def number(self, knob, value):
+        return int(value) if value.isdigit() else self.rows[knob][1].index(value)
+
+    def complete(self, domains, tries):
+        """A legal build {knob: value} of {knob: values}, or None."""
+        arrays = [(ctypes.c_int * len(values))(*(self.number(knob, value) for value in values)) for knob, values in domains.items()]
+        found = (ctypes.c_int * len(arrays))()
+        self.seed += 1
+        domains_of = (Domain * len(arrays))(*(Domain(array, len(array)) for array in arrays))
+        if not self.library.complete(domains_of, ctypes.c_long(tries), ctypes.c_ulonglong(self.seed * 0x9e3779b97f4a7c15), found):
+            return None
+        return {knob: next(value for value in values if self.number(knob, value) == n)
+                for (knob, values), n in zip(domains.items(), found)}
+
+
+class Domain(ctypes.Structure):
+    _fields_ = [("values", ctypes.POINTER(ctypes.c_int)), ("count", ctypes.c_int)]
+
+
+class Kind:
+    """The legal builds of a kind of kernel, and which pairs of values they have."""
+
+    def __init__(self, judge, name, own):
+        self.judge, self.name = judge, name
+        family = "wgmma" if own.get("USE_WGMMA") else "mma" if own.get("USE_MMA_SYNC") else "wmma" if own.get("USE_WMMA") else "scalar"
+        self.values = {knob: (own[knob] if knob in own else KNOBS[knob] if knob in KNOBS and {"all", family} & {*families}
+                              else default).split() for knob, (default, _, families) in judge.rows.items()}
+        self.near = [judge.complete(self.values, 10000000)]
+        for knob, values in self.values.items():
+            self.values[knob] = [value for value in values if self.complete({knob: value})]
+        self.free = [knob for knob in KNOBS if len(self.values[knob]) > 1]
+        self.near = [self.complete({}) for _ in range(8)]
+        self.pairs = {pair for build in self.near for pair in self.pairs_of(build)}
+        self.impossible = []
+        for a, b in itertools.combinations(self.free, 2):
+            for values in itertools.product(self.values[a], self.values[b]):
+                pair = tuple(zip((a, b), values))
+                found = None if pair in self.pairs else self.complete(dict(pair))
+                if found:
+                    self.pairs.update(self.pairs_of(found))
+                elif pair not in self.pairs:
+                    self.impossible.append(pair)
+
+    def complete(self, fixed):
+        """A legal build with these knobs, or None: at random, and near to some that are legal."""
+        domains = {knob: [fixed[knob]] if knob in fixed else values for knob, values in self.values.items()}
+        found = self.judge.complete(domains, 1000)
+        for one in self.near:
+            if found:
+                break
+            found = self.judge.complete({knob: values + [one[knob]] * (6 * (len(values) > 1)) for knob, values in domains.items()}, 2000)
+        return found
+
+    def pairs_of(self, build):
+        return set(itertools.combinations([(knob, build[knob]) for knob in self.free], 2))
+
+    def builds(self):
+        """Builds that have all of its pairs."""
+        known = {}
+
+        def can_be_completed(values):
+            prefix = tuple(values)
+            if prefix not in known:
+                found = self.complete(dict(zip(self.free, prefix)))
+                known[prefix] = bool(found)
+                if found:
+                    row = tuple(found[knob] for knob in self.free)
+                    known.update({row[:n]: True for n in range(len(prefix), len(row) + 1)})
+            return known[prefix]
+        rows = AllPairs([self.values[knob] for knob in self.free], can_be_completed)
+        builds = [self.complete(dict(zip(self.free, row))) for row in rows]
+        left = self.pairs.difference(*map(self.pairs_of, builds))
+        while left:  # which allpairspy has given up
+            fixed = {}
+            for pair in sorted(left):
+                more = fixed | dict(pair)
+                if all(more[knob] == value for knob, value in (*fixed.items(), *pair)) and (found := self.complete(more)):
+                    fixed, best = more, found
+            builds.append(best)
+            left -= self.pairs_of(best)
+        return builds
+
+
+
+# ---- the problems ----
+
+class Problems:
+    """Of the builds of a kind, so many for each or more, in which all pairs are of two members, and of a member and a knob."""
+
+    def __init__(self, kind, builds, least):
+        self.random, self.builds, self.free = random.Random(kind.name), builds, kind.free
+        # For each build the members that a problem may have beside the first ones of all others.
+        self.domains = []
+        for build in builds:
+            first = {member: values[build["USE_PAGES"] == "1" and member == "pages"] for member, values in MEMBERS.items()}
+            self.domains.append({member: [value for value in values if takes(build, first | {member: value})]
+                                 for member, values in MEMBERS.items()})
+        several = {member for domain in self.domains for member, values in domain.items() if len(values) > 1}
+        self.members = [member for member in MEMBERS if member in several]
+        self.of_build, self.pairs, self.covered = [[] for _ in builds], {}, set()
+        for n, domain in enumerate(self.domains):
+            values = [(member, value) for member in self.members for value in domain[member]]
+            for one in values:
+                self.pairs.update(dict.fromkeys(itertools.product(self.knobs(n), [one]), n))
+            for pair in itertools.combinations(values, 2):
+                if pair not in self.pairs and pair[0][0] != pair[1][0] and self.draw(n, dict(pair)):
+                    self.pairs[pair] = n
+        for n in range(len(builds)):
+            for _ in range(least):
+                self.add(n, {})
+        for pair, n in self.pairs.items():
+            if pair not in self.covered:
+                self.add(n, {name: value for name, value in pair if name in MEMBERS})
+
+    def knobs(self, n):
+        return [(knob, self.builds[n][knob]) for knob in self.free]
+
+    def draw(self, n, fixed):
+        """A problem with these members, or None."""
+        for _ in range(50):
+            problem = {member: fixed[member] if member in fixed else self.random.choice(values)
+                       for member, values in self.domains[n].items()}
+            if takes(self.builds[n], problem):
+                return problem
+        return None
+
+    def pairs_of(self, n, problem):
+        members = [(member, problem[member]) for member in self.members]
+        return {*itertools.product(self.knobs(n), members), *itertools.combinations(members, 2)}
+
+    def add(self, n, fixed):
+        """Of some problems that have these members, the one with the most new pairs."""
+        drawn = [problem for problem in (self.draw(n, fixed) for _ in range(40)) if problem]
+        best = max(drawn, key=lambda problem: len(self.pairs_of(n, problem) - self.covered))
+        self.of_build[n].append(best)
+        self.covered |= self.pairs_of(n, best)
+
+
+# ---- the run ----
+
+@dataclass(frozen=True)
+class Crossed:
+    """A build, and the options of its problems."""
+    kind: str
+    knobs: str
+    problems: tuple
+
+    def __str__(self):
+        return f"{self.kind}: {self.knobs}"
+
+
+def cross(judge, name, shows_impossible):
+    """The builds of a kind, and how many legal pairs none of them has."""
+    kind = Kind(judge, name, KINDS[name])
+    builds = kind.builds()
+    problems = Problems(kind, builds, PROBLEMS)
+    is_tuned = name.startswith("tuned")
+    found = []
+    for build, of_build in zip(builds, problems.of_build):
+        knobs = [f"{knob}={value}" for knob, value in build.items() if value != judge.rows[knob][0] and (knob in TYPED or not is_tuned)]
+        options = (" ".join([*filter(None, problem.values()), f"--seeds {seed}"]) for seed, problem in enumerate(of_build))
+        found.append(Crossed(name, " ".join(knobs + ["USE_TUNED=1"] * is_tuned), tuple(options)))
+    covered = kind.pairs & set().union(*map(kind.pairs_of, builds))
+    with_members = problems.covered & problems.pairs.keys()
+    print(f"{name:<14} {len(covered):>5} of {len(kind.pairs):<5} {len(kind.impossible):>4} {len(with_members):>8} of {len(problems.pairs):<5} "
+          f"{len(builds):>6} {sum(map(len, problems.of_build)):>9}")
+    if shows_impossible:
+        print(*(f"  no legal build has {a}={x} {b}={y}" for (a, x), (b, y) in kind.impossible), sep="\n")
+    return found, len(kind.pairs) - len(covered) + len(problems.pairs) - len(with_members)
+
+
+def try_build(builder, source, number, build):
+    """What failed, in lines."""
+    try:
+        executable = builder.line(source, "plain", build.knobs, False, f"crossed{number}")
+    except bugs.Broken as error:
+        return [f"{build}: {error}"]
+    found = {options: bugs.outcome([executable], "plain", "--alone " + options) for options in build.problems}
+    os.remove(executable)
+    return [f"{build}; {options}: {words}" for options, words in found.items() if words != "nothing"]
+
+
+def sample(builds, count):
+    """So many of the builds, drawn by the commit, of each kind as many as of the others or one less."""
+    draw = random.Random(bugs.git("rev-parse", "HEAD") or "no clone")
+    kinds = [[build for build in builds if build.kind == kind] for kind in KINDS]
+    turns = itertools.zip_longest(*(draw.sample(kind, len(kind)) for kind in draw.sample(kinds, len(kinds))))
+    return [build for turn in turns for build in turn if build][:count]
+
+
+def main():
+    parser = argparse.ArgumentParser(usage=__doc__)
+    parser.add_argument("only", nargs="?", default="")
+    parser.add_argument("--sample", type=int)
+    parser.add_argument("--show", action="store_true")
+    options = parser.parse_args()
+    with tempfile.TemporaryDirectory() as folder, ThreadPoolExecutor(int(os.environ.get("JOBS", os.cpu_count()))) as pool:
+        judge, builds, uncovered = Judge(Tree(), folder), [], 0
+        print("pairs          of knobs       none  and of members   builds  problems")
+        for name in KINDS:
+            of_kind, missing = cross(judge, name, options.show)
+            builds, uncovered = builds + of_kind, uncovered + missing
+        chosen = [build for build in builds if re.search(options.only, str(build))]
+        if options.sample:
+            chosen = sample(chosen, options.sample)
+        if options.show:
+            print(*("\n  ".join([str(build), *build.problems]) for build in chosen), sep="\n")
+            return 0
+        if not chosen:
+            print(f"crossed.py: no build is like {options.only}")
+            return 2
+        builder = bugs.Builder(folder)
+        source = os.path.join(bugs.ROOT, "sdpa.cu")
+        tried = [pool.submit(try_build, builder, source, number, build) for number, build in enumerate(chosen)]
+        failed = [words for one in tried for words in one.result()]
+    print(*failed, sep="\n")
+    part = f" of {len(builds)}" if len(chosen) < len(builds) else ""
+    print(f"{len(chosen)}{part} builds, {sum(len(build.problems) for build in chosen)} problems: {len(failed)} failed; "
+          f"{uncovered} legal pairs in none")
+    return 1 if failed or uncovered else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
