@@ -713,6 +713,22 @@ TEST_CASE("many_keys") {
   }
   p.window_left = 4096, p.causal = Causal::bottom_right;
   CHECK(!begins(a.forward(p), "a query sees"));
+  if (Build::use_lengths) {  // most_keys says how many there are of Sk; the sequence has five
+    const Ints length({5});
+    for (int most_keys : {0, 65536, 65537, 1 << 20}) {
+      SdpaParams few = a.p;
+      few.k_lengths = length, few.most_keys = most_keys;
+      const bool is_refused = sums_end<Build> && !Build::use_tuned && most_keys != 65536;
+      const string text = a.forward(few);
+      CHECK((is_refused ? begins(text, "a query sees 65537 keys") : text == "" && a.is_right(few)));
+    }
+    SdpaParams long_ones = problem(2, 999, 1 << 20), of_few = long_ones;
+    of_few.most_keys = 65536;
+    if constexpr (Build::use_tuned) {
+      CHECK(TUNED_TILES[choose_tile(long_ones)].split_ctas == 0);
+      CHECK(TUNED_TILES[choose_tile(of_few)].split_ctas == 1);
+    }
+  }
   CHECK((bytes(2, 1 << 20) >= bytes(2, 65537) && bytes(2, 65537) >= bytes(2, 65536)));
   CHECK((Build::pack_gqa || bytes(2000, 1 << 20) < size_t(1) << 30));
   if (Build::split_ctas != 1 && !Build::use_lengths) CHECK(items_of<Build>(problem(2, 1, 1 << 20)).ranges >= 16);
