@@ -786,7 +786,7 @@ TEST_CASE("workspace") {
 TEST_CASE("last_partial" * doctest::skip(Build::use_lengths)) {
   for (const int sms : {1, 3, 132}) {
     simt::gpu.sms[0] = sms;
-    for (const int heads : {2, 40}) {
+    for (const int heads : {2, 90}) {
       const Attention a(1, heads, heads / 2, 3, 300);
       const size_t bytes = sdpa_workspace_bytes(a.p);
       if (bytes <= range_counter_bytes) continue;  // there are none
@@ -797,6 +797,19 @@ TEST_CASE("last_partial" * doctest::skip(Build::use_lengths)) {
       const size_t size = with_build(a.p, [](auto build) { return sizeof(RangePartial<decltype(build)>); });
       cudaMemcpy(&last, partials + (bytes - range_counter_bytes) - size, sizeof last, cudaMemcpyDeviceToHost);
       CHECK(!std::isnan(last));
+    }
+  }
+  simt::gpu = {};
+}
+
+// Tiles of few ranges and of many, in fewer CTAs than they have parts to merge, and in more.
+TEST_CASE("ranges" * doctest::skip(Build::split_ctas == 1 && !Build::use_tuned)) {
+  simt::gpu.keys_at_once = 64;
+  for (const int sms : {1, 3, 132}) {
+    simt::gpu.sms[0] = sms;
+    for (const int heads : {1, 4, 17}) {
+      const Attention a(2, 2 * heads, heads, 3, 700 / (1 + heads / 4), Causal::bottom_right);
+      CHECK((a.forward() == "" && a.is_right()));
     }
   }
   simt::gpu = {};

@@ -284,7 +284,8 @@ template <class B> struct PlanCheck {
         if (took > 0 || t.ranges == 1) {
           const int64_t end = std::min(t.end, first_of(at) + int64_t(took) * B::round_keys);
           const bool right = item.keys.begin == at && item.keys.end == end;
-          expect(right, which + format(": keys %d to %d, want %lld to %lld", item.keys.begin, item.keys.end, (long long)at, (long long)end));
+          expect(right, which + format(": keys %d to %d, want %lld to %lld", item.keys.begin, item.keys.end, (long long)at,
+                                       (long long)end));
           at = end;
         } else {
           expect(item.keys.begin >= item.keys.end, which + " has keys of another");
@@ -389,7 +390,8 @@ template <class B> void check_room() {
 
 template <class B> void check_plans() {
   // One, a warp's lanes, more than warps, and more than threads; tiles that lanes of a warp share, by 2, 4, 8, 16 and 32.
-  constexpr int shapes[][2] = {{1, 1}, {1, 40}, {33, 1}, {40, 3}, {100, 2}, {1030, 1}, {2100, 1}, {520, 2}, {270, 4}, {130, 8}, {70, 16}, {34, 40}};
+  constexpr int shapes[][2] = {{1, 1},    {1, 40},  {33, 1},  {40, 3},  {100, 2}, {1030, 1},
+                               {2100, 1}, {520, 2}, {270, 4}, {130, 8}, {70, 16}, {34, 40}};
   int n = 0;
   for (const auto& shape : shapes) {
     const int rows = (shape[1] - 1) * B::block_m + 1;
