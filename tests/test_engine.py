@@ -732,6 +732,8 @@ def test_facts_are_those_of_the_device_code(repository, tmp_path):
     assert same.code == facts.code != other.code and same.same == facts.same != other.same and facts.code != facts.same
     changed = library(1, name="kept STAGES=3")
     assert changed.code == facts.code and changed.same != facts.same  # another program launches it
+    repository("sdpa.cu", builds.Tree().read("sdpa.cu").replace("int x;", "int y;"))
+    assert library(1).code == facts.code and library(1).same not in (facts.same, changed.same)
     bare = library(1, machine=62)  # the host's alone
     assert (bare.threads, bare.shared_bytes, bare.block_m, bare.code_bytes, bare.registers) == (96, 777, 32, 0, 0)
 
