@@ -610,7 +610,7 @@ def test_commits_are_asked_of_a_clone_alone(tmp_path, monkeypatch):
         builds.Tree("main~20")
 
 
-def test_what_a_line_says_of_itself(repository):
+def test_what_a_line_says_of_itself(repository, monkeypatch):
     repository("configs.txt", "kept STAGES=2\n")
     tree = builds.Tree("HEAD")
     assert builds.Tree().folder() == builds.ROOT != tree.folder() and os.path.exists(tree.folder() + "/tools/library.cu")
@@ -625,6 +625,9 @@ def test_what_a_line_says_of_itself(repository):
                                                     "kept__STAGES_4__HEAD_DIM_96")
     assert line.words == line.effective_knobs()[::-1] == ["STAGES=4", "HEAD_DIM=96"]
     assert builds.Line(builds.Tree(), "kept", ("arch=80",)).effective_knobs() == ["HEAD_DIM=64", "STAGES=2"]
+    monkeypatch.setenv("SDPA_CONFIGS", "more.txt")  # of the working tree alone
+    repository("more.txt", "third STAGES=3\n")
+    assert list(builds.Tree().config_lines()) == ["third"] and list(builds.Tree("HEAD").config_lines()) == ["old", "kept"]
     assert builds.nearest("kepd", ["kept", "wide"]) == "did you mean kept?" and builds.nearest("zzz", ["kept", "wide"]) == ""
 
 
@@ -697,6 +700,11 @@ def test_a_library_is_built_once(nvcc, tmp_path, monkeypatch):
         other, calls = nvcc(line, *change.pop("archs", ("80", "90a")), **change)
         assert len(calls) == 1 and other[line].path not in paths, change
         paths.add(other[line].path)
+    monkeypatch.setenv("CUDA_HOME", str(tmp_path / "toolkit"))
+    (tmp_path / "toolkit" / "bin").mkdir(parents=True)
+    (tmp_path / "nvcc").rename(tmp_path / "toolkit" / "bin" / "nvcc")
+    monkeypatch.setenv("PATH", str(tmp_path))
+    assert builds.nvcc() == str(tmp_path / "toolkit/bin/nvcc") and builds.nvcc("ptxas") is None
     monkeypatch.setattr(builds, "nvcc", lambda: None)
     with pytest.raises(builds.Refused, match="^nvcc is missing; install the CUDA Toolkit"):
         nvcc(line, "80")
