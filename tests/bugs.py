@@ -149,8 +149,8 @@ class Builder:
 
     def tree(self, bug):
         """A folder with all that the tests read, one file of it with the bug."""
-        shutil.copytree(ROOT, self.path(bug.name), ignore=lambda _, names: [
-            name for name in names if name.startswith(("build", ".")) or name in ("results", "__pycache__")])
+        shutil.copytree(ROOT, self.path(bug.name), ignore=lambda folder, names: [
+            name for name in names if name == "__pycache__" or (folder == ROOT and (name == "results" or name.startswith(("build", "."))))])
         os.symlink(os.path.join(ROOT, "results"), self.path(f"{bug.name}/results"))
         self.write(f"{bug.name}/{bug.file}", self.edited(bug))
         return self.path(bug.name)
@@ -198,7 +198,7 @@ def outcome(command, net, options):
         return "no end after 120 s"
     code, out = done.returncode, done.stdout
     if net == "pytest":
-        failed = re.findall("^FAILED (.*)", out, re.MULTILINE)
+        failed = re.findall("^(?:FAILED|ERROR) (.*::.*)", out, re.MULTILINE)
         return "nothing" if code == 0 else f"pytest: {failed[0]}" if code == 1 and failed else f"exit {code}: {out[-200:]}"
     address = re.search("AddressSanitizer: [a-z-]*|runtime error: .*", out)
     if "ThreadSanitizer: data race" in out:

@@ -318,9 +318,10 @@ def german(tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def table(tmp_path_factory):
-    """tools/table.cpp, compiled."""
+    """tools/table.cpp, compiled; the compiler's words lie beside it."""
     program = tmp_path_factory.mktemp("table") / "sdpa_table"
-    subprocess.run([builds.CXX, "-std=c++17", "-Wall", "-Wextra", "-Werror", os.path.join(ROOT, "tools/table.cpp"), "-o", program], check=True)
+    with open(program.with_name("words"), "w") as words:
+        subprocess.run([builds.CXX, "-std=c++17", "-Wall", "-Wextra", os.path.join(ROOT, "tools/table.cpp"), "-o", program], stderr=words)
     return program
 
 
@@ -330,7 +331,7 @@ DATA = os.path.join(ROOT, "tests", "data")
 def test_the_table(table, german):
     """The fastest that is right, each problem by time against its own base, all words; whatever the locale has."""
     want = builds.Tree().read("tests/data/table.txt")
-    assert max(map(len, want.splitlines())) <= 100
+    assert max(map(len, want.splitlines())) <= 100 and not table.with_name("words").read_text()
     for environment in ({}, german, dict(TERM="xterm")):
         assert subprocess.run([table, os.path.join(DATA, "table.csv")], capture_output=True, text=True, env={**os.environ, **environment}).stdout == want
     assert run(table)[0] == run(table, "nosuch.csv")[0] == 2

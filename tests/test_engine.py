@@ -3,6 +3,7 @@ catches, and what is refused."""
 import csv
 import math
 import os
+import re
 import subprocess
 import sys
 from collections import defaultdict
@@ -217,6 +218,16 @@ def test_a_comparison_of_throttled_turns_counts_the_others():
     verdict = found["B"]
     assert verdict.verdict == "SLOWER" and 1.008 < verdict.ratio < 1.012 and 0 < verdict.thrown_out
     assert verdict.pairs + verdict.thrown_out == 2 * len(series.blocks)
+
+
+def test_a_comparison_ends_when_time_is_up():
+    """After the block in which it is, at whatever look; and after as many blocks as there are looks for."""
+    for budget_s, blocks in ((0.4, (9, 30)), (60, (engine.LOOKS[-1], engine.LOOKS[-1]))):
+        fake = FakeGpu(1, gusts=0.005)
+        series, found = engine.compare(fake, graphs(60.0, 60.6), budget_s=budget_s, seed=1)
+        assert found["B"].verdict == "UNCLEAR" and blocks[0] <= len(series.blocks) <= blocks[1]
+        assert 0.3 + min(budget_s, 1) <= fake.now and (fake.now < 0.8 or budget_s == 60)
+    assert engine.compare(FakeGpu(1), graphs(60.0, 60.6), budget_s=1e-6)[1]["B"].pairs == 2  # a block at least
 
 
 def test_a_turn_times_what_is_warm(monkeypatch):
@@ -600,7 +611,7 @@ def test_commits_are_asked_of_a_clone_alone(tmp_path, monkeypatch):
         builds.Tree("main~20")
 
 
-def test_what_a_line_says_of_itself(repository):
+def test_what_a_line_says_of_itself(repository, monkeypatch):
     repository("configs.txt", "kept STAGES=2\n")
     tree = builds.Tree("HEAD")
     assert builds.Tree().folder() == builds.ROOT != tree.folder() and os.path.exists(tree.folder() + "/tools/library.cu")
@@ -615,6 +626,9 @@ def test_what_a_line_says_of_itself(repository):
                                                     "kept__STAGES_4__HEAD_DIM_96")
     assert line.words == line.effective_knobs()[::-1] == ["STAGES=4", "HEAD_DIM=96"]
     assert builds.Line(builds.Tree(), "kept", ("arch=80",)).effective_knobs() == ["HEAD_DIM=64", "STAGES=2"]
+    monkeypatch.setenv("SDPA_CONFIGS", "more.txt")  # of the working tree alone
+    repository("more.txt", "third STAGES=3\n")
+    assert list(builds.Tree().config_lines()) == ["third"] and list(builds.Tree("HEAD").config_lines()) == ["old", "kept"]
     assert builds.nearest("kepd", ["kept", "wide"]) == "did you mean kept?" and builds.nearest("zzz", ["kept", "wide"]) == ""
 
 
@@ -687,6 +701,11 @@ def test_a_library_is_built_once(nvcc, tmp_path, monkeypatch):
         other, calls = nvcc(line, *change.pop("archs", ("80", "90a")), **change)
         assert len(calls) == 1 and other[line].path not in paths, change
         paths.add(other[line].path)
+    monkeypatch.setenv("CUDA_HOME", str(tmp_path / "toolkit"))
+    (tmp_path / "toolkit" / "bin").mkdir(parents=True)
+    (tmp_path / "nvcc").rename(tmp_path / "toolkit" / "bin" / "nvcc")
+    monkeypatch.setenv("PATH", str(tmp_path))
+    assert builds.nvcc() == str(tmp_path / "toolkit/bin/nvcc") and builds.nvcc("ptxas") is None
     monkeypatch.setattr(builds, "nvcc", lambda: None)
     with pytest.raises(builds.Refused, match="^nvcc is missing; install the CUDA Toolkit"):
         nvcc(line, "80")
@@ -733,6 +752,8 @@ def test_facts_are_those_of_the_device_code(repository, tmp_path):
     assert same.code == facts.code != other.code and same.same == facts.same != other.same and facts.code != facts.same
     changed = library(1, name="kept STAGES=3")
     assert changed.code == facts.code and changed.same != facts.same  # another program launches it
+    repository("sdpa.cu", builds.Tree().read("sdpa.cu").replace("int x;", "int y;"))
+    assert library(1).code == facts.code and library(1).same not in (facts.same, changed.same)
     bare = library(1, machine=62)  # the host's alone
     assert (bare.threads, bare.shared_bytes, bare.block_m, bare.code_bytes, bare.registers) == (96, 777, 32, 0, 0)
 
@@ -748,6 +769,84 @@ def test_the_mix_of_instructions(tmp_path, monkeypatch):
     monkeypatch.setenv("PATH", f"{tmp_path}:{os.environ['PATH']}")
     assert builds.Facts(path="a.so").mix == {"tensor": 4, "MUFU": 1, "FFMA": 1, "LDS": 2, "BAR": 2, "instructions": 13}
     assert builds.Facts().mix == {} == builds.Facts(path="b.so").mix
+
+
+def test_what_python_shares_with_the_sources():
+    """Named problems and limits, and the members of SdpaParams in their order."""
+    named = re.search(r"named_shapes\[\] = {(.*?)};", builds.Tree().read("harness.cu"), re.DOTALL)[1]
+    assert {name: ",".join(map(str, sizes)) for name, sizes in engine.SHAPES.items()} == dict(re.findall(r'{"(\w+)", +"([\d,]+)"}', named))
+    types = re.findall(r"constexpr Type \w+{\"(\w+)\".*?{([-\d.e]+), ([-\d.e]+), ([-\d.e]+)", builds.Tree().read("reference.cpp"))
+    assert engine.LIMITS == {name: tuple(map(float, limits)) for name, *limits in types}
+    sums = re.search(r"constexpr Tolerance fp16_sums{(.*?)}", builds.Tree().read("reference.cpp"))[1]
+    assert engine.FP16_SUMS == tuple(map(float, sums.split(", ")))
+    struct = re.search(r"typedef struct SdpaParams {(.*?)} SdpaParams;", builds.Tree().read("bindings/sdpa.h"), re.DOTALL)[1]
+    members = re.findall(r"(\w+)\s*[,;]", re.sub(r"/\*.*?\*/", "", struct, flags=re.DOTALL))
+    assert [name for name, _ in engine.SdpaParams._fields_] == members
+
+
+class Driver:
+    """The functions of CUDA's driver that take a time on a clock of its own, of which a replay takes 2 ms."""
+
+    def __init__(self):
+        self.calls, self.ms, self.at, self.places = [], 0.0, {}, iter(range(1000, 2000, 100))
+
+    def __getattr__(self, function):
+        def call(*arguments):
+            words = [getattr(one, "value", one) for one in arguments]
+            self.calls.append((function, *words))
+            if function in ("cuEventCreate", "cuMemAlloc_v2", "cuGraphInstantiateWithFlags", "cuStreamEndCapture"):
+                arguments[-1 if function == "cuStreamEndCapture" else 0]._obj.value = next(self.places)
+            elif function == "cuEventRecord":
+                self.at[words[0]] = self.ms
+            elif function == "cuGraphLaunch":
+                self.ms += 2
+            elif function == "cuEventElapsedTime":
+                arguments[0]._obj.value = self.at[words[2]] - self.at[words[1]]
+            elif function == "cuGetErrorString":
+                arguments[1]._obj.value = b"out of memory" if words[0] == 2 else None
+            return {"cuMemFree_v2": 2, "cuMemcpyHtoD_v2": 700}.get(function, 0)
+        return call
+
+
+def test_the_driver_is_asked_for_times(monkeypatch):
+    gpu, driver = engine.Cuda.__new__(engine.Cuda), Driver()
+    gpu.api, gpu.stream, gpu.events = driver, engine.ctypes.c_void_p(5), []
+    gpu.nvml = SimpleNamespace(state=lambda: (driver.calls.append(("state",)), (1980, 4, 300))[1])
+    launched = []
+    enqueue, close = gpu.capture(lambda: launched.append(1), 3)
+    assert len(launched) == 3 and [call[0] for call in driver.calls] == [
+        "cuStreamBeginCapture_v2", "cuStreamEndCapture", "cuGraphInstantiateWithFlags", "cuGraphDestroy"]
+    driver.calls.clear()
+    graph = engine.Graph(enqueue, 3, 2000.0, (4096, 64), close)
+    assert gpu.replay(graph, 3, 1, 2) == ([2000.0] * 3, (1980, 4, 300))
+    events = [call[1] for call in driver.calls if call[0] == "cuEventRecord"]
+    launch = ("cuGraphLaunch", 1100, 5)
+    assert [call for call in driver.calls if call[0] not in ("cuEventCreate", "cuEventElapsedTime")] == [
+        ("cuMemsetD8Async", 4096, 0, 64, 5), ("cuEventRecord", events[0], 5),
+        *(call for event in events[1:] for call in (launch, ("cuEventRecord", event, 5))), launch, launch,
+        ("cuEventSynchronize", events[1]), ("state",), ("cuEventSynchronize", events[3])]
+    assert gpu.replay(graph, 2)[0] == [2000.0] * 2 and len(gpu.events) == 4  # which are made once
+    assert gpu.allocate(3) and driver.calls[-1][2] == 256 and gpu.allocate(1000) and driver.calls[-1][2] == 1000
+    close()
+    assert driver.calls[-1] == ("cuGraphExecDestroy", 1100)
+    driver.calls.clear()
+    gpu.fill(1, 2, 0)
+    assert not driver.calls
+    for call, words in ((lambda: gpu.free(1), "cuMemFree_v2: out of memory"), (lambda: gpu.upload(1, np.zeros(3)), "cuMemcpyHtoD_v2: error 700")):
+        with pytest.raises(engine.CudaError, match=f"^{words}$") as error:
+            call()
+        assert error.value.code == 3
+    with pytest.raises(ZeroDivisionError):
+        gpu.capture(lambda: 1 / 0, 1)
+    assert driver.calls[-1][0] == "cuStreamEndCapture", "the stream is still capturing"
+    for error in (OSError("no driver"), engine.CudaError("no device")):
+        monkeypatch.setattr(engine, "Cuda", lambda: (_ for _ in ()).throw(error))
+        assert engine.find_gpu() is None
+    with pytest.raises(builds.Refused, match="^it does this and there is no GPU here; hint$") as refused:
+        engine.need_gpu("; hint", "does this")
+    assert refused.value.code == 2
+    monkeypatch.setattr(engine, "Cuda", lambda: "a GPU")
+    assert engine.find_gpu() == engine.need_gpu() == "a GPU"
 
 
 def test_params_of_older_commits():

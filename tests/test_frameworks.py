@@ -130,8 +130,11 @@ def test_problems(timed, monkeypatch, problem, name):
 
 def test_training(timed, monkeypatch):
     """Medians of turns, without those that build and warm up; the ratio is PyTorch's time over each."""
+    counted, median = [], frameworks.statistics.median
+    monkeypatch.setattr(frameworks.statistics, "median", lambda us: counted.append(len(us)) or median(us))
     monkeypatch.setattr(frameworks, "TRAINING", ["1,2,1,8,64c", "1,1,1,4,64"])
     rows = list(frameworks.training(1))
+    assert counted == 4 * [20]  # five times of each of five turns, of which the first one does not count
     assert [(row["contender"], row["us"], row["ratio"]) for row in rows] == 2 * [("PyTorch", 3000, 1), ("sdpa", 2000, 1.5)]
     assert [row["rel_rms"] for row in rows[::2]] == [0, 0] and all(0.005 < row["rel_rms"] < 0.015 for row in rows[1::2])
     assert [row["problem"] for row in rows] == 2 * ["1,2,1,8,64 causal"] + 2 * ["1,1,1,4,64"]

@@ -54,11 +54,12 @@ def test_lines_have_the_knobs_that_cmake_reads(capability, family):
             assert int(knobs.get("HEAD_DIM", 64)) == D and knobs["USE_TUNED"] == "1"
     with pytest.raises(sdpa.Unavailable, match="sm_75; sdpa's kernels need sm_80 or newer"):
         sdpa.line_of((7, 5), torch.float16, 64)
+    assert sdpa.line_of((8, 0), torch.float16, 64) == "ampere"
 
 
 @pytest.mark.parametrize("D,Dv,line", [
     (64, 64, "hopper"), (96, 0, "hopper_d128"), (128, 64, "hopper_d128"), (192, 128, "hopper_d256"),
-    (80, 0, "ampere_d128"), (64, 80, "ampere"), (80, 64, "ampere_d128"), (208, 192, "ampere_d256"),
+    (80, 0, "ampere_d128"), (64, 80, "ampere"), (80, 64, "ampere_d128"), (128, 80, "ampere_d128"),
     (64, 128, "ampere"), (128, 192, "ampere_d128"), (128, 256, "ampere_d128"), (192, 256, "ampere_d256")])  # a V wider than Q and K
 def test_lines_of_all_sizes(D, Dv, line, monkeypatch):
     """hopper's on an sm_90 if it can have the sizes of Q, K and V; what is built then is legal."""
@@ -250,6 +251,9 @@ def test_what_cannot_be_built(monkeypatch, tmp_path, capsys):
     assert sdpa.nvcc() == str(tmp_path / "nvcc")
     (tmp_path / "toolkit/bin").mkdir(parents=True)
     os.symlink(tmp_path / "nvcc", tmp_path / "toolkit/bin/nvcc")
+    assert sdpa.nvcc() == str(tmp_path / "toolkit/bin/nvcc")
+    monkeypatch.setenv("CUDA_PATH", str(tmp_path / "toolkit"))
+    monkeypatch.delenv("CUDA_HOME")
     assert sdpa.nvcc() == str(tmp_path / "toolkit/bin/nvcc")
     monkeypatch.setenv("PATH", str(tmp_path / "empty"))
     monkeypatch.setenv("CUDA_HOME", str(tmp_path / "empty"))
