@@ -559,7 +559,7 @@ prepare_tests() {
   echo '#include <doctest/doctest.h>' | "${CXX:-c++}" -x c++ -fsyntax-only - 2>/dev/null || apt_install doctest-dev ||
     refuse "doctest is missing; install it with: sudo apt-get install doctest-dev"
   # ONNX is not Debian's, which is older than its operator Attention.
-  if find_python "${engine_packages[@]}" allpairspy jsonschema matplotlib 'onnx==1.23.*' 'optuna==4.*' pytest \
+  if find_python "${engine_packages[@]}" 'allpairspy==2.*' jsonschema matplotlib 'onnx==1.23.*' 'optuna==4.*' pytest \
     "${extract_packages[@]}"; then
     export PYTHON=$python
     if ! install_pytorch; then

@@ -18,12 +18,15 @@ import tempfile
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 
-from allpairspy import AllPairs
-
 import bugs
 
 sys.path.insert(0, os.path.join(bugs.ROOT, "tools"))
-from builds import Tree  # noqa: E402
+try:
+    from allpairspy import AllPairs
+    from builds import Tree
+except ModuleNotFoundError as error:
+    print(f"skipped: a package is missing ({error.name}); python3 -m pip install 'allpairspy==2.*' pyelftools")
+    sys.exit(77)
 
 # The values to try of each knob. Knobs that are not here have their defaults, and those of KINDS.
 KNOBS = dict(
@@ -59,7 +62,7 @@ MEMBERS = dict(
     window=["", "--window 20,-1", "--window -1,7", "--window 33,20,br", "--window 9,3,tl"],
     lengths=["", "--lengths"],
     packed=["", "--packed q", "--packed k", "--packed qk"],
-    most_keys=["", "--most-keys 77"],
+    most_keys=["", "--most-keys 21"],
     pages=["", "--pages 16", "--pages 48", "--pages 64"],
     sinks=["", "--sinks"],
     softcap=["", "--softcap 2", "--softcap 50"],
@@ -77,7 +80,8 @@ def takes(build, problem):
     is_wgmma, dist = build["USE_WGMMA"] == "1", problem["dist"].removeprefix("--dist ")
     return ((not problem["lengths"] + problem["packed"] + problem["most_keys"] or "USE_LENGTHS" in has) and
             bool(problem["pages"]) == ("USE_PAGES" in has) and not (problem["pages"] and "k" in problem["packed"][9:]) and
-            (not problem["sinks"] or "USE_SINKS" in has and dist not in ("negative", "stairs")) and  # beside which nothing may be left of the keys
+            # A sink may leave nothing of such keys.
+            (not problem["sinks"] or "USE_SINKS" in has and dist not in ("negative", "stairs")) and
             (not problem["softcap"] or "USE_SOFTCAP" in has) and (not problem["descale"] or is_8bit) and
             not (is_wgmma and "reversed" in problem["layout"]) and  # TMA takes no strides below 0
             (not problem["max_ctas"] or "USE_PERSISTENT_CTA" in has) and
@@ -342,8 +346,8 @@ def cross(judge, name, shows_impossible):
         found.append(Crossed(name, " ".join(knobs + ["USE_TUNED=1"] * is_tuned), tuple(options)))
     covered = kind.pairs & set().union(*map(kind.pairs_of, builds))
     with_members = problems.covered & problems.pairs.keys()
-    print(f"{name:<14} {len(covered):>5} of {len(kind.pairs):<5} {len(kind.impossible):>4} {len(with_members):>8} of {len(problems.pairs):<5} "
-          f"{len(builds):>6} {sum(map(len, problems.of_build)):>9}")
+    print(f"{name:<14} {len(covered):>5} of {len(kind.pairs):<5} {len(kind.impossible):>4} {len(with_members):>8} of "
+          f"{len(problems.pairs):<5} {len(builds):>6} {sum(map(len, problems.of_build)):>9}")
     if shows_impossible:
         print(*(f"  no legal build has {a}={x} {b}={y}" for (a, x), (b, y) in kind.impossible), sep="\n")
     return found, len(kind.pairs) - len(covered) + len(problems.pairs) - len(with_members)

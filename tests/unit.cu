@@ -229,6 +229,8 @@ TEST_CASE("reference") {
     a.p.k_factor = {1, 10, 100, 1000}, a.p.v_factor = {2, 3, 4, 5};
     CHECK((a.row(0, 1, 0).LSE == 8 * 2 && a.row(0, 1, 0).O[0] == 2));
     CHECK((a.row(1, 2, 0).LSE == 8 * 7 * 1000 && a.row(1, 2, 0).O[0] == 5));
+    a.p.packs_q = a.p.packs_k = true, a.p.q_starts = a.p.k_starts = {0, 1, 2}, a.p.Sq = a.p.Sk = 2;  // of sequence 1
+    CHECK((a.row(0, 2, 1).LSE == 8 * 7 * 1000 && a.row(0, 2, 1).O[0] == 5));
   }
   {  // two keys by hand: logits log(3) and 0 give weights 3/4 and 1/4
     SmallAttention a(1, 1, 1, 1, 2, Mask::none, std::log(3.0));
