@@ -214,7 +214,7 @@ def bugs_section(words):
             missed.append(name)
     if not kinds:
         raise Refused("stdin has no line of tests/bugs.py")
-    nets, total = ("check", "backend", "thread", "address"), sum(kinds.values(), collections.Counter())
+    nets, total = ("check", "backend", "thread", "address", "unit", "pytest"), sum(kinds.values(), collections.Counter())
     rows = [[kind, *(count[net] or None for net in nets)] for kind, count in kinds.items()]
     rows.append([f"all: {sum(total.values())}", *(total[net] for net in nets)])
     return table(["bugs", *("#" + net for net in nets)], rows) + (f"\nMissed: {', '.join(missed)}\n" if missed else "")
