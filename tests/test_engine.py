@@ -707,7 +707,7 @@ def test_a_library_is_built_once(nvcc, tmp_path, monkeypatch):
     assert builds.nvcc() == str(tmp_path / "toolkit/bin/nvcc") and builds.nvcc("ptxas") is None
     monkeypatch.setattr(builds, "nvcc", lambda: None)
     with pytest.raises(builds.Refused, match="^nvcc is missing; install the CUDA Toolkit"):
-        nvcc(line, "80")
+        builds.build([found.line], "80")
 
 
 def test_what_does_not_compile_is_tried_again(nvcc, monkeypatch):
