@@ -29,7 +29,8 @@ class OnCpu:
             own = SimpleNamespace(synchronize=lambda: None, record=lambda: setattr(own, "at", clock.ms), at=None)
             own.elapsed_time = lambda other: other.at - own.at
             return own
-        self.cuda = SimpleNamespace(get_device_capability=lambda: (9, 0), synchronize=lambda: None, Event=event, set_device=lambda rank: None,
+        self.cuda = SimpleNamespace(get_device_capability=lambda: (9, 0), synchronize=lambda: None, Event=event,
+                                    set_device=lambda rank: None,
                                     current_stream=lambda: SimpleNamespace(cuda_stream=77), current_device=lambda: 0)
         self.device = lambda *_: torch.device("cpu")
 
@@ -40,7 +41,8 @@ class OnCpu:
         return lambda *x, device="cuda", **more: found(*x, **more)
 
 
-def attention(q, k, v, causal=None, window=(None, None), sinks=None, k_lengths=None, q_starts=None, k_starts=None, most_keys=0, page_table=None):
+def attention(q, k, v, causal=None, window=(None, None), sinks=None, k_lengths=None, q_starts=None, k_starts=None, most_keys=0,
+              page_table=None):
     """attention() of bindings/pytorch.py, a sequence at a time, in double."""
     out = torch.full(q.shape, torch.nan, dtype=torch.double)
     sequences = len(q_starts) - 1 if q_starts is not None else q.shape[0]
@@ -104,7 +106,8 @@ class Library:
                 shape, strides = (p.B, H, S, p.D), (strides.batch, strides.head, strides.row, 1)
                 count = 1 + sum((n - 1) * stride for n, stride in zip(shape, strides))
                 return torch.frombuffer((ctypes.c_uint16 * count).from_address(place), dtype=torch.half).as_strided(shape, strides)
-            q, k, v, o = (tensor(getattr(p, name.upper()), p.Hkv if name in "kv" else p.Hq, p.Sk if name in "kv" else p.Sq, getattr(p, name))
+            q, k, v, o = (tensor(getattr(p, name.upper()), p.Hkv if name in "kv" else p.Hq, p.Sk if name in "kv" else p.Sq,
+                                 getattr(p, name))
                           for name in "qkvo")
             (ctypes.c_float * (p.B * p.Hq * p.Sq)).from_address(p.LSE)[-1] = 1
             o[:] = attention(q, k, v, [None, "br"][p.causal])
@@ -248,7 +251,8 @@ def test_a_graph_has_20_calls(monkeypatch):
 def test_the_share_of_attention(monkeypatch):
     kinds = SimpleNamespace(CUDA="cuda")
     events = [SimpleNamespace(name=name, device_type=kind, time_range=SimpleNamespace(elapsed_us=lambda us=us: us)) for name, kind, us in (
-        ("sdpa::sdpa_wgmma", "cuda", 20), ("cudnn_fmha", "cuda", 5), ("flash_fwd", "cuda", 3), ("efficient_attention", "cuda", 2), ("gemm", "cuda", 70),
+        ("sdpa::sdpa_wgmma", "cuda", 20), ("cudnn_fmha", "cuda", 5), ("flash_fwd", "cuda", 3), ("efficient_attention", "cuda", 2),
+        ("gemm", "cuda", 70),
         ("attention", "cpu", 1000))]
     profile = contextlib.nullcontext(SimpleNamespace(events=lambda: events))
     ran = []
@@ -291,8 +295,9 @@ def test_models(timed, monkeypatch):
         run()
         return 1e3 * (timed.ms - since)
     monkeypatch.setitem(sys.modules, "transformers_attention", SimpleNamespace())
-    monkeypatch.setitem(sys.modules, "transformers", SimpleNamespace(**{kind + part: of for kind in ("Llama", "Mistral", "Gemma") for part, of in (
-        ("Config", lambda dtype, **sizes: sizes), ("ForCausalLM", Model))}))
+    parts = dict(Config=lambda dtype, **sizes: sizes, ForCausalLM=Model)
+    monkeypatch.setitem(sys.modules, "transformers", SimpleNamespace(
+        **{kind + part: of for kind in ("Llama", "Mistral", "Gemma") for part, of in parts.items()}))
     monkeypatch.setattr(frameworks, "loop_us", loop_us)
     monkeypatch.setattr(frameworks, "attention_share", lambda run: 0.25)
     monkeypatch.setattr(frameworks, "sdpa_kernel", lambda backend: contextlib.nullcontext())
@@ -313,7 +318,8 @@ def test_rows_of_the_command(monkeypatch, capsys):
     monkeypatch.setattr(engine, "measured_on", lambda gpu: dict(device="Fake", git_sha="abc"))
     for name in ("problems", "models", "sequences", "training", "host"):
         monkeypatch.setattr(frameworks, name, lambda repeats, name=name: [
-            dict(what=name, problem="p", contender="c", us=1234.56, rel_rms=0.00123456, **dict(ratio=1.23456) if name == "training" else {})])
+            dict(what=name, problem="p", contender="c", us=1234.56, rel_rms=0.00123456,
+                 **dict(ratio=1.23456) if name == "training" else {})])
 
     def rows(*words):
         monkeypatch.setattr(sys, "argv", ["frameworks.py", *words])
