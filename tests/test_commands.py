@@ -149,15 +149,18 @@ def test_run_all_names_them_too_and_builds_the_good_lines(built):
     ("--cpu --shape 1,8,8,512,512,64,1", 2, "--shape 1,8,8,512,512,64,1: want small, mission"),
     ("--cpu --causal yes", 2, "--causal yes: want br (bottom-right), tl (top-left) or off"),
     ("--cpu --only=zzz", 2, "--only zzz: no line of configs.txt has such a name"),
-    ("--only=[ --cpu", 2, "--only [: not a regular expression"), ("--only=a --cpu --only b", 2, "--only is given twice; write --only 'a|b'"),
-    ("--shape=huge", 2, "--shape huge: want small, mission"), ("--causal=yes --cpu", 2, "--causal yes: want br"), ("--shape=", 2, "--shape : want small"),
+    ("--only=[ --cpu", 2, "--only [: not a regular expression"),
+    ("--only=a --cpu --only b", 2, "--only is given twice; write --only 'a|b'"),
+    ("--shape=huge", 2, "--shape huge: want small, mission"), ("--causal=yes --cpu", 2, "--causal yes: want br"),
+    ("--shape=", 2, "--shape : want small"),
     ("--cpu --shape=small --causal=br --only=zzz=1", 2, "--only zzz=1: no line"), ("--cpu=1", 2, "--cpu=1: no such option or command"),
     ("test --allines", 2, "test --allines: neither --all, which comes first, nor an option of ctest"),
     ("test unit", 2, "test unit: want an option of ctest before it, as in -R unit"),
     ("--cpu --only a --only b", 2, "--only is given twice; write --only 'a|b'"),
     ("--cpu -- --check-only --header", 2, "-- --header: for one executable alone; type: build/sdpa_NAME --header"),
     ("list nobody", 2, "list nobody: no line of configs.txt has such a name"),
-    ("list ^scalar_vec", 0, "scalar_vec8 sm_80 scalar_vec2 VEC_WIDTH=8"), ("list ^scalar_racy", 0, "scalar_racy sm_80, must fail scalar_vec8 SYNC_POLICY=0"),
+    ("list ^scalar_vec", 0, "scalar_vec8 sm_80 scalar_vec2 VEC_WIDTH=8"),
+    ("list ^scalar_racy", 0, "scalar_racy sm_80, must fail scalar_vec8 SYNC_POLICY=0"),
     ("list ^hopper_bf16$", 0, "hopper_bf16 sm_90a hopper DTYPE=BF16"), ("list (", 2, "list (: not a regular expression"),
     ("test --help", 0, "usage: ./run_all.sh test [--all]"),
     ("results --help", 0, "usage: ")])
@@ -172,7 +175,8 @@ def test_few_lines_without_times_are_shown_each(built, german):
     (built[0] / "few.txt").write_text("good2 VEC_WIDTH=4 SYNC_POLICY=1\nnear : good2 SYNC_POLICY=2\nwide : good2 HEAD_DIM=128\n")
 
     def table(*words):
-        code, out, err = run(RUN_ALL, "--cpu", *words, SDPA_CONFIGS=str(built[0] / "few.txt"), SDPA_BUILD_DIR=str(built[0] / "build"), **german)
+        code, out, err = run(RUN_ALL, "--cpu", *words, SDPA_CONFIGS=str(built[0] / "few.txt"),
+                             SDPA_BUILD_DIR=str(built[0] / "build"), **german)
         assert code == 0, err
         return [row.split() for row in out.splitlines() if row], err
     rows, err = table("--shape", "1,2,2,20,20,128", "--causal", "br")
@@ -237,7 +241,8 @@ def test_environment_that_no_command_takes(command, tmp_path):
         assert run(RUN_ALL, *command.split(), SDPA_ARCHS=archs, **build) == (
             2, "", f"run_all.sh: SDPA_ARCHS={archs}: want native or a list such as 80-real;90a-real"), archs
     code, out, err = run(RUN_ALL, *command.split(), SDPA_CONFIGS="nosuch", cwd=tmp_path, **build)
-    assert (code, out, err) == (2, "", f"run_all.sh: SDPA_CONFIGS={tmp_path}/nosuch: there is no such file") and not list(tmp_path.iterdir())
+    assert (code, out, err) == (2, "", f"run_all.sh: SDPA_CONFIGS={tmp_path}/nosuch: there is no such file")
+    assert not list(tmp_path.iterdir())
 
 
 def test_environment(tmp_path):
@@ -333,7 +338,8 @@ def test_the_table(table, german):
     want = builds.Tree().read("tests/data/table.txt")
     assert max(map(len, want.splitlines())) <= 100 and not table.with_name("words").read_text()
     for environment in ({}, german, dict(TERM="xterm")):
-        assert subprocess.run([table, os.path.join(DATA, "table.csv")], capture_output=True, text=True, env={**os.environ, **environment}).stdout == want
+        shown = subprocess.run([table, os.path.join(DATA, "table.csv")], capture_output=True, text=True, env={**os.environ, **environment})
+        assert shown.stdout == want, environment
     assert run(table)[0] == run(table, "nosuch.csv")[0] == 2
     with open("/dev/full", "w") as full:
         assert subprocess.run([table, os.path.join(DATA, "table.csv")], stdout=full).returncode == 1
@@ -353,7 +359,8 @@ def test_the_table_on_a_terminal(table):
 
 def test_of_many_lines_without_times_those_alone_that_are_wrong(table, tmp_path):
     rows = "".join(f"line{n},small,off,64,fp16,ok,PASS,,0.1,0.2,\n" for n in range(19))
-    header, wrong = "config,shape,causal,D,dtype,status,check,graph_us,rel_rms,max_abs_err,note\n", "wrong,small,off,64,fp16,ok,FAIL,,0.1,0.2,words\n"
+    header = "config,shape,causal,D,dtype,status,check,graph_us,rel_rms,max_abs_err,note\n"
+    wrong = "wrong,small,off,64,fp16,ok,FAIL,,0.1,0.2,words\n"
     for count, shown in ((20, 20), (21, 1)):
         (tmp_path / "rows.csv").write_text(header + rows + wrong + "last,small,off,64,fp16,ok,PASS,,0.1,0.2,\n" * (count - 20))
         _, out, _ = run(table, str(tmp_path / "rows.csv"))
@@ -373,7 +380,8 @@ def test_what_a_command_starts_has_a_decimal_point(tmp_path):
 
 def test_progress_on_a_terminal():
     """In one place; a line each on one that cannot. Without colours where nobody reads."""
-    command, refused = (RUN_ALL, "--cpu", "--only", "^scalar_vec2$"), "run_all.sh: /proc/none-cpu: no folder that can be written to; set SDPA_BUILD_DIR to one\n"
+    command = RUN_ALL, "--cpu", "--only", "^scalar_vec2$"
+    refused = "run_all.sh: /proc/none-cpu: no folder that can be written to; set SDPA_BUILD_DIR to one\n"
     for term, start in (("xterm", "\r\033[Kreading configs.txt"), ("dumb", "reading configs.txt\n"), (None, "reading configs.txt\n")):
         code, said = on_a_terminal(*command, TERM=term, SDPA_BUILD_DIR="/proc/none")
         assert (code, said) == (2, start + refused), term

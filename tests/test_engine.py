@@ -200,7 +200,8 @@ def test_which_pairs_are_thrown_out(side, half):
     assert kept == {0, 1, 2, 8} and all(pairs(throttle=1 << bit) == thrown for bit in set(range(64)) - kept)
     assert pairs(throttle=4 | 32) == thrown
     own = turns[side].clock_mhz
-    for factor, throttle, want in ((0.89, 0, thrown), (1.11, 2, thrown), (0.91, 0, (all_kept, 0)), (1.09, 1, (all_kept, 0)), (0.5, 4, (all_kept, 0))):
+    for factor, throttle, want in ((0.89, 0, thrown), (1.11, 2, thrown), (0.91, 0, (all_kept, 0)),
+                                   (1.09, 1, (all_kept, 0)), (0.5, 4, (all_kept, 0))):
         assert pairs(clock_mhz=own * factor, throttle=throttle) == want, (factor, throttle)
     assert pairs("C", clock_mhz=1, throttle=32) == ([usual] * 16, 0)
     turns = {key: turn._replace(clock_mhz=0, throttle=0) for key, turn in turns.items()}  # without NVML
@@ -241,7 +242,8 @@ def test_a_turn_times_what_is_warm(monkeypatch):
     monkeypatch.setattr(engine.time, "sleep", slept.append)
 
     def turn(*pace, **more):
-        return engine.Series(Counts(), {"A": engine.Graph(None, 10, 400.0)}, engine.Pace(*pace, **more), lambda *x: told.append(x)).turn("A")
+        return engine.Series(Counts(), {"A": engine.Graph(None, 10, 400.0)}, engine.Pace(*pace, **more),
+                             lambda *x: told.append(x)).turn("A")
     found = turn(1000, 3500, 2)
     assert asked == [(12, 3, 5)] and found == ((*(n / 10 for n in range(4, 13)),), 1500, 4, 300.0) and told == [("A", found)] and not slept
     assert turn(0, 100, 3, rest_s=0.3).us == (0.1, 0.2, 0.3) and asked[1] == (3, 0, 0) and slept == [0.3]
@@ -617,7 +619,8 @@ def test_what_a_line_says_of_itself(repository, monkeypatch):
     assert builds.Tree().folder() == builds.ROOT != tree.folder() and os.path.exists(tree.folder() + "/tools/library.cu")
     for words, wanted in (("", ("fp16", "fp16", "scalar", 64, 0)), ("DTYPE=BF16 USE_WMMA=1 HEAD_DIM=128", ("bf16", "bf16", "wmma", 128, 0)),
                           ("DTYPE=FP8_E4M3 USE_WGMMA=1 HEAD_DIM_V=96", ("e4m3", "fp16", "wgmma", 64, 96)),
-                          ("DTYPE=U8 OUT_DTYPE=BF16 USE_MMA_SYNC=1", ("u8", "bf16", "mma", 64, 0)), ("OUT_DTYPE=BF16", ("fp16", "bf16", "scalar", 64, 0)),
+                          ("DTYPE=U8 OUT_DTYPE=BF16 USE_MMA_SYNC=1", ("u8", "bf16", "mma", 64, 0)),
+                          ("OUT_DTYPE=BF16", ("fp16", "bf16", "scalar", 64, 0)),
                           ("OUT_DTYPE=AUTO DTYPE=BF16 USE_MMA_SYNC=0", ("bf16", "bf16", "scalar", 64, 0))):
         line = builds.Line(tree, "kept", tuple(words.split()))
         assert (line.dtype, line.out_dtype, line.family, line.D, line.Dv) == wanted
@@ -632,7 +635,8 @@ def test_what_a_line_says_of_itself(repository, monkeypatch):
     assert builds.nearest("kepd", ["kept", "wide"]) == "did you mean kept?" and builds.nearest("zzz", ["kept", "wide"]) == ""
 
 
-@pytest.mark.parametrize("own,archs", [("", "80 89 90a 120"), ("90a", "90a"), ("89", "89 90a 120"), ("120", "120"), ("80", "80 89 90a 120")])
+@pytest.mark.parametrize("own,archs", [("", "80 89 90a 120"), ("90a", "90a"), ("89", "89 90a 120"), ("120", "120"),
+                                       ("80", "80 89 90a 120")])
 def test_which_gpus_a_line_runs_on(own, archs):
     line = builds.Line(builds.Tree(), "scalar_minimal", ("arch=" + own,) * bool(own))
     assert [arch for arch in ("80", "89", "90a", "120") if line.runs_on(arch)] == line.archs(["80", "89", "90a", "120"]) == archs.split()
@@ -641,8 +645,10 @@ def test_which_gpus_a_line_runs_on(own, archs):
 
 @pytest.mark.parametrize("text,words", [
     ('x.cu(9): error: static assertion failed with "STAGES: no; type 1"', "STAGES: no; type 1"),
-    ("x.cu:9:1: error: static assertion failed: STAGES: no", "STAGES: no"), ("x.cu:9:1: error: static_assert failed due to requirement '3 < 2' \"STAGES: no\"", "STAGES: no"),
-    ("x.cu:9:1: error: static assertion failed due to requirement '1 > 2': STAGES: no", "STAGES: no"), ("x.cu: error: no such type", ""), ("", "")])
+    ("x.cu:9:1: error: static assertion failed: STAGES: no", "STAGES: no"),
+    ("x.cu:9:1: error: static_assert failed due to requirement '3 < 2' \"STAGES: no\"", "STAGES: no"),
+    ("x.cu:9:1: error: static assertion failed due to requirement '1 > 2': STAGES: no", "STAGES: no"), ("x.cu: error: no such type", ""),
+    ("", "")])
 def test_words_of_three_compilers(text, words):
     assert builds.assertion_words(f"first\n{text}\n  note: in an expansion\n") == words
     assert builds.compiler_words(f"first\n{text}\nlast\n") == (words or text or "last")
@@ -708,7 +714,7 @@ def test_a_library_is_built_once(nvcc, tmp_path, monkeypatch):
     assert builds.nvcc() == str(tmp_path / "toolkit/bin/nvcc") and builds.nvcc("ptxas") is None
     monkeypatch.setattr(builds, "nvcc", lambda: None)
     with pytest.raises(builds.Refused, match="^nvcc is missing; install the CUDA Toolkit"):
-        nvcc(line, "80")
+        builds.build([found.line], "80")
 
 
 def test_what_does_not_compile_is_tried_again(nvcc, monkeypatch):
@@ -722,7 +728,8 @@ def test_what_does_not_compile_is_tried_again(nvcc, monkeypatch):
         engine.load(one.line, FakeGpu(), {one.line: one})
 
 
-DEVICE_CODE = """asm(".section .text.kernel,\\"ax\\"\\n.long {code}\\n.section .text.other,\\"ax\\"\\n.long 2\\n.section .debug_line\\n.long {debug}\\n");
+DEVICE_CODE = """asm(".section .text.kernel,\\"ax\\"\\n.long {code}\\n.section .text.other,\\"ax\\"\\n.long 2\\n");
+asm(".section .debug_line\\n.long {debug}\\n");
 __attribute__((section(".nv.constant3"))) extern const int before[2] = {{7, 7}}, sdpa_library_launch[3] = {{128, 5000, 64}};
 """
 HOST_CODE = 'extern "C" { char sdpa_library_threads[96], sdpa_library_smem_bytes[777], sdpa_library_block_m[32]; }'
@@ -744,7 +751,8 @@ def test_facts_are_those_of_the_device_code(repository, tmp_path):
         line, = builds.parse_contenders(name.split())
         return builds.facts(builds.Built(line, str(tmp_path / "library"), **more))
     log = "\n".join(f"Compiling entry function 'k' for 'sm_{arch}'\n{spilled} bytes spill stores, {spilled + 4} bytes spill loads\n"
-                    f"Used {registers} registers" for arch, spilled, registers in (("90a", 0, 168), ("80", 8, 40))) + "\n(C7519) (C7510) (C7519)"
+                    f"Used {registers} registers" for arch, spilled, registers in (("90a", 0, 168), ("80", 8, 40)))
+    log += "\n(C7519) (C7510) (C7519)"
     facts = library(1, log=log)
     assert (facts.registers, facts.spilled, facts.archs, facts.wgmma) == (168, 20, ("80", "90a"), ("C7510", "C7519"))
     assert (facts.threads, facts.shared_bytes, facts.block_m, facts.code_bytes) == (128, 5000, 64, 8)
@@ -759,11 +767,12 @@ def test_facts_are_those_of_the_device_code(repository, tmp_path):
 
 
 def test_the_mix_of_instructions(tmp_path, monkeypatch):
-    lines = ("HGMMA.64x64x16.F32 R24, gdesc[UR4], R24", "@P0 HMMA.16816.F32 R4, R8, R12, R4", "@!UP1 MUFU.EX2 R3, R3", "FFMA.FTZ R1, R2, R3, R4",
-             "LDSM.16.M88.4 R8, [R2]", "LDS R4, [R2]", "LDG.E R2, desc[UR4][R2.64]", "BAR.SYNC.DEFER_BLOCKING 0x0", "SYNCS.EXCH.64 URZ, [UR4], UR6",
+    lines = ("HGMMA.64x64x16.F32 R24, gdesc[UR4], R24", "@P0 HMMA.16816.F32 R4, R8, R12, R4", "@!UP1 MUFU.EX2 R3, R3",
+             "FFMA.FTZ R1, R2, R3, R4", "LDSM.16.M88.4 R8, [R2]", "LDS R4, [R2]", "LDG.E R2, desc[UR4][R2.64]",
+             "BAR.SYNC.DEFER_BLOCKING 0x0", "SYNCS.EXCH.64 URZ, [UR4], UR6",
              "QGMMA.64x32x32.F32 R2, R2", "IMMA.16832 R2, R2", "LDSXX R2", "NOP", "STS [R2], R4")
-    text = "\tcode for sm_90a\n" + "".join(f"        /*{16 * n:04x}*/                   {line} ;   /* 0x00 */\n" for n, line in enumerate(lines))
-    (tmp_path / "text").write_text(text)
+    text = "".join(f"        /*{16 * n:04x}*/                   {line} ;   /* 0x00 */\n" for n, line in enumerate(lines))
+    (tmp_path / "text").write_text("\tcode for sm_90a\n" + text)
     (tmp_path / "cuobjdump").write_text(f"#!/bin/sh\n[ \"$*\" = '-sass a.so' ] && cat {tmp_path}/text\n")
     (tmp_path / "cuobjdump").chmod(0o755)
     monkeypatch.setenv("PATH", f"{tmp_path}:{os.environ['PATH']}")
@@ -832,7 +841,8 @@ def test_the_driver_is_asked_for_times(monkeypatch):
     driver.calls.clear()
     gpu.fill(1, 2, 0)
     assert not driver.calls
-    for call, words in ((lambda: gpu.free(1), "cuMemFree_v2: out of memory"), (lambda: gpu.upload(1, np.zeros(3)), "cuMemcpyHtoD_v2: error 700")):
+    for call, words in ((lambda: gpu.free(1), "cuMemFree_v2: out of memory"),
+                        (lambda: gpu.upload(1, np.zeros(3)), "cuMemcpyHtoD_v2: error 700")):
         with pytest.raises(engine.CudaError, match=f"^{words}$") as error:
             call()
         assert error.value.code == 3
@@ -940,16 +950,16 @@ def test_without_a_gpu_what_is_no_line_is_not_checked(monkeypatch, capsys):
         (key, text, "executable of " + text, there) for key, text in (("B", "hopper"), ("D", "hopper STAGES=4"))]
     checked.clear()
     ab.without_gpu(builds.parse_contenders(["hopper", "torch:cudnn"]), [(here, there)])
-    assert checked[0][3] == here and capsys.readouterr().err.endswith("B (torch:cudnn) is not checked: it needs a GPU.\nnvcc is missing: no "
-                                                                      "registers and no instruction counts.\n")
+    assert checked[0][3] == here and "\nB (torch:cudnn) is not checked: it needs a GPU.\n" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize("code,said,sentence", [
-    (1, "wrong by 3\nmore", "B (kept) gives wrong results at 1x2x1x4x5 br on the CPU backend: wrong by 3"), (2, "", "B (kept) cannot compute 1x2x1x4x5 br on "
-    "the CPU backend: exit 2"), (77, "D=64", "B (kept) cannot compute 1x2x1x4x5 br on the CPU backend: D=64")])
+    (1, "wrong by 3\nmore", "B (kept) gives wrong results at 1x2x1x4x5 br on the CPU backend: wrong by 3"),
+    (2, "", "B (kept) cannot compute 1x2x1x4x5 br on the CPU backend: exit 2"),
+    (77, "D=64", "B (kept) cannot compute 1x2x1x4x5 br on the CPU backend: D=64")])
 def test_a_check_on_the_cpu_backend(repository, monkeypatch, capsys, code, said, sentence):
     commands = []
-    monkeypatch.setattr(builds, "run", lambda command, **_: commands.append(command) or subprocess.CompletedProcess(command, code, "", said))
+    monkeypatch.setattr(builds, "run", lambda command: commands.append(command) or subprocess.CompletedProcess(command, code, "", said))
     line, problem = builds.Line(builds.Tree(), "kept"), engine.parse_problem("1,2,1,4,5", "br")
     with pytest.raises(builds.Refused) as refused:
         ab.check_on_cpu("B", line, "executable", problem)

@@ -29,18 +29,20 @@ class OnCpu:
             own = SimpleNamespace(synchronize=lambda: None, record=lambda: setattr(own, "at", clock.ms), at=None)
             own.elapsed_time = lambda other: other.at - own.at
             return own
-        self.cuda = SimpleNamespace(get_device_capability=lambda: (9, 0), synchronize=lambda: None, Event=event, set_device=lambda rank: None,
+        self.cuda = SimpleNamespace(get_device_capability=lambda: (9, 0), synchronize=lambda: None, Event=event,
+                                    set_device=lambda rank: None,
                                     current_stream=lambda: SimpleNamespace(cuda_stream=77), current_device=lambda: 0)
         self.device = lambda *_: torch.device("cpu")
 
     def __getattr__(self, name):
         found = getattr(torch, name)
-        if name not in ("empty", "zeros", "randn", "tensor", "arange", "as_tensor"):
+        if name not in ("empty", "zeros", "randn", "randint", "tensor", "arange", "as_tensor"):
             return found
         return lambda *x, device="cuda", **more: found(*x, **more)
 
 
-def attention(q, k, v, causal=None, window=(None, None), sinks=None, k_lengths=None, q_starts=None, k_starts=None, most_keys=0, page_table=None):
+def attention(q, k, v, causal=None, window=(None, None), sinks=None, k_lengths=None, q_starts=None, k_starts=None, most_keys=0,
+              page_table=None):
     """attention() of bindings/pytorch.py, a sequence at a time, in double."""
     out = torch.full(q.shape, torch.nan, dtype=torch.double)
     sequences = len(q_starts) - 1 if q_starts is not None else q.shape[0]
@@ -104,7 +106,8 @@ class Library:
                 shape, strides = (p.B, H, S, p.D), (strides.batch, strides.head, strides.row, 1)
                 count = 1 + sum((n - 1) * stride for n, stride in zip(shape, strides))
                 return torch.frombuffer((ctypes.c_uint16 * count).from_address(place), dtype=torch.half).as_strided(shape, strides)
-            q, k, v, o = (tensor(getattr(p, name.upper()), p.Hkv if name in "kv" else p.Hq, p.Sk if name in "kv" else p.Sq, getattr(p, name))
+            q, k, v, o = (tensor(getattr(p, name.upper()), p.Hkv if name in "kv" else p.Hq, p.Sk if name in "kv" else p.Sq,
+                                 getattr(p, name))
                           for name in "qkvo")
             (ctypes.c_float * (p.B * p.Hq * p.Sq)).from_address(p.LSE)[-1] = 1
             o[:] = attention(q, k, v, [None, "br"][p.causal])
@@ -215,12 +218,108 @@ def test_sequences(timed, monkeypatch, are_installed):
     assert own == ([997, 998] if are_installed else [999])  # the second turn goes the other way round
 
 
+def test_clocks(monkeypatch):
+    """The least of so many means, in us: of a call, of one of 20 in a graph, of the host's part."""
+    asked, means = [], iter((3e-6, 2e-6, 4e-6, 9e-6, 8e-6))
+    monkeypatch.setattr(frameworks, "Timer", lambda call, globals: SimpleNamespace(
+        timeit=lambda count: (asked.append((call, globals["run"], count)), SimpleNamespace(mean=next(means)))[1]))
+    assert frameworks.loop_us("run", 3) == pytest.approx(2) and asked == [("run()", "run", 50)] * 3
+    monkeypatch.setattr(frameworks, "graph_of", lambda run: "replay of " + run)
+    assert frameworks.graph_us("run", 2) == pytest.approx(0.4) and asked[-1] == ("run()", "replay of run", 50)
+    calls, ticks = [], iter((0, 4e-4, 10, 10 + 2e-4, 20, 20 + 9e-4))
+    monkeypatch.setattr(frameworks, "time", SimpleNamespace(perf_counter=lambda: next(ticks)))
+    monkeypatch.setattr(frameworks, "torch", OnCpu(SimpleNamespace(ms=0)))
+    frameworks.torch.cuda.synchronize = lambda: calls.append("wait")
+    assert frameworks.host_us(lambda: calls.append("call"), 1, 2) == pytest.approx(100)
+    assert calls == ["call", *["wait", "call", "call"] * 3]
+    assert frameworks.installed("math", "sqrt")(4) == 2 and frameworks.installed("no_such_module", "sqrt") is None
+
+
+def test_a_graph_has_20_calls(monkeypatch):
+    captured, graph = [], SimpleNamespace(replay="replay")
+
+    @contextlib.contextmanager
+    def capture(of):
+        captured.append(of)
+        yield
+        captured.append("end")
+    monkeypatch.setattr(frameworks, "torch", SimpleNamespace(cuda=SimpleNamespace(CUDAGraph=lambda: graph, graph=capture)))
+    assert frameworks.graph_of(lambda: captured.append("call")) == "replay"
+    assert captured == ["call", graph, *["call"] * 20, "end"]  # the first one may build
+
+
+def test_the_share_of_attention(monkeypatch):
+    kinds = SimpleNamespace(CUDA="cuda")
+    events = [SimpleNamespace(name=name, device_type=kind, time_range=SimpleNamespace(elapsed_us=lambda us=us: us)) for name, kind, us in (
+        ("sdpa::sdpa_wgmma", "cuda", 20), ("cudnn_fmha", "cuda", 5), ("flash_fwd", "cuda", 3), ("efficient_attention", "cuda", 2),
+        ("gemm", "cuda", 70),
+        ("attention", "cpu", 1000))]
+    profile = contextlib.nullcontext(SimpleNamespace(events=lambda: events))
+    ran = []
+    monkeypatch.setattr(frameworks, "torch", SimpleNamespace(
+        cuda=SimpleNamespace(synchronize=lambda: ran.append("wait")), autograd=SimpleNamespace(DeviceType=kinds),
+        profiler=SimpleNamespace(ProfilerActivity=kinds, profile=lambda activities: profile)))
+    assert frameworks.attention_share(lambda: ran.append("run")) == 0.3 and ran == ["run", "wait"]
+
+
+def test_models(timed, monkeypatch):
+    """By each contender's attention: a prefill, of whose logits those of PyTorch are the first ones, and 32 tokens of generate()."""
+    chosen, active = [], []
+
+    class Model:
+        def __init__(self, config):
+            self.config = config
+
+        def to(self, dtype):
+            return self
+
+        def eval(self):
+            return self
+
+        def set_attn_implementation(self, name):
+            self.name = name
+            chosen.append((self.config["hidden_size"], name))
+
+        def __call__(self, tokens, logits_to_keep):
+            assert tokens.shape == (1, 8192) and logits_to_keep == 64
+            active.append(timed.active)
+            timed.ms += 100
+            return SimpleNamespace(logits=torch.ones(3) * (1 + 0.01 * timed.active))
+
+        def generate(self, tokens, attention_mask, max_new_tokens, min_new_tokens, do_sample):
+            assert max_new_tokens == min_new_tokens and not do_sample and attention_mask.all()
+            timed.ms += 100 + max_new_tokens * (1 if timed.active else 2)
+
+    def loop_us(run, repeats, count):
+        since = timed.ms
+        run()
+        return 1e3 * (timed.ms - since)
+    monkeypatch.setitem(sys.modules, "transformers_attention", SimpleNamespace())
+    parts = dict(Config=lambda dtype, **sizes: sizes, ForCausalLM=Model)
+    monkeypatch.setitem(sys.modules, "transformers", SimpleNamespace(
+        **{kind + part: of for kind in ("Llama", "Mistral", "Gemma") for part, of in parts.items()}))
+    monkeypatch.setattr(frameworks, "loop_us", loop_us)
+    monkeypatch.setattr(frameworks, "attention_share", lambda run: 0.25)
+    monkeypatch.setattr(frameworks, "sdpa_kernel", lambda backend: contextlib.nullcontext())
+    rows = list(frameworks.models(1))
+    names = [name for name, *_ in frameworks.CONTENDERS]
+    assert [row["contender"] for row in rows[::3]] == names + [names[0], *names[2:]] + names  # Mistral's window is no FlashAttention
+    assert [row["problem"] for row in rows] == ["Llama"] * 12 + ["Mistral"] * 9 + ["Gemma"] * 12
+    for row in rows:
+        is_ours = row["contender"].startswith("sdpa")
+        assert row["us"] == {"prefill": 1e5, "attention's share": 0.25, "token": 1e3 if is_ours else 2e3}[row["what"]]
+        assert row["rel_rms"] == pytest.approx(0.01 if is_ours else 0, abs=1e-6)
+    assert [name for _, name in chosen] == [one[1] for one in (*frameworks.CONTENDERS, frameworks.CONTENDERS[0], *frameworks.CONTENDERS[2:],
+                                                               *frameworks.CONTENDERS)]
+
+
 def test_rows_of_the_command(monkeypatch, capsys):
     monkeypatch.setattr(engine, "need_gpu", lambda: None)
     monkeypatch.setattr(engine, "measured_on", lambda gpu: dict(device="Fake", git_sha="abc"))
     for name in ("problems", "models", "sequences", "training", "host"):
         monkeypatch.setattr(frameworks, name, lambda repeats, name=name: [
-            dict(what=name, problem="p", contender="c", us=1234.56, rel_rms=0.00123456, **dict(ratio=1.23456) if name == "training" else {})])
+            dict(what=name, problem="p", contender="c", us=1234.56, rel_rms=0.00123456,
+                 **dict(ratio=1.23456) if name == "training" else {})])
 
     def rows(*words):
         monkeypatch.setattr(sys, "argv", ["frameworks.py", *words])

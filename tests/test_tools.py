@@ -442,7 +442,7 @@ def test_a_sweep_on_the_cpu_backend():
     ("sweep --only [", "sweep: --only [: not a regular expression"),
     pytest.param("stress", "stress: it runs kernels side by side and there is no GPU here", marks=needs_no_gpu),
     pytest.param("profile wmma_all", "profile: it times kernels and there is no GPU here", marks=needs_no_gpu),
-    pytest.param("profile wmma_all -- --help", "profile: it times kernels and there is no GPU here", marks=needs_no_gpu),  # the executable's
+    pytest.param("profile wmma_all -- --help", "profile: it times kernels and there is no GPU here", marks=needs_no_gpu),
     pytest.param("gates --time", "gates: it times kernels and there is no GPU here; without --time", marks=needs_no_gpu),
     pytest.param("ablate wmma_all", "ablate: it times kernels and there is no GPU here", marks=needs_no_gpu)])
 def test_refusals(words, sentence):
