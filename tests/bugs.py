@@ -130,7 +130,7 @@ class Builder:
 
     def harness(self, kind):
         """The self-check of the clean sdpa.cu with what tests/sweep.cu adds, which knows nothing of a line's knobs."""
-        return self.object(kind, "", os.path.join(ROOT, "tests", "sweep.cu"), f"harness_{kind}.o")
+        return self.object(kind, "", os.path.join(ROOT, "tests", "sweep.cu"), f"harness_{kind}.o", "-O1")
 
     def doctest(self, kind):
         """main() of tests/contract.cu and tests/plan.cu."""
@@ -177,7 +177,7 @@ class Builder:
             unit = self.object("plain", "", f"{self.tree(bug)}/tests/unit.cu", bug.name + ".o")
             return [self.executable("plain", unit, self.doctest("plain"), bug.name + ".exe")]
         if bug.file != "sdpa.cu":
-            harness = self.object(bug.kind, "", f"{self.tree(bug)}/tests/sweep.cu", bug.name + ".o")
+            harness = self.object(bug.kind, "", f"{self.tree(bug)}/tests/sweep.cu", bug.name + ".o", "-O1")
             line = self.object(bug.kind, bug.knobs, os.path.join(ROOT, "sdpa.cu"), bug.name + "-line.o", "-DSDPA_LINE_ONLY")
             return [self.executable(bug.kind, line, harness, bug.name + ".exe")]
         self.write(bug.name + ".cu", self.edited(bug))
