@@ -221,6 +221,7 @@ def test_ctrl_c_while_building(tmp_path):
     assert f"stopped while building, 1 line of 2 compiled; the same command goes on there, in {tmp_path}/build-cpu" in said
 
 
+@pytest.mark.long
 @pytest.mark.skipif(not builds.nvcc(), reason="nvcc is missing")
 def test_cmakes_own_variable_for_architectures(tmp_path):
     def configured(value):
@@ -278,6 +279,7 @@ def test_a_harness_that_does_not_compile_is_said_once(tmp_path):
     assert "the harness, which all lines share, does not compile:" in err
 
 
+@pytest.mark.long
 def test_a_line_is_built_again_when_its_knobs_are_right_again(built):
     folder = built[0]
 

@@ -163,6 +163,7 @@ def test_the_table_in_sdpa_cu_by_committed_rows():
         assert code == 0, out + err
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("table, dtype", [("hopper", "fp16"), ("hopper_bf16", "bf16")])
 def test_drawn_problems_have_the_type_of_the_table(table, dtype, monkeypatch, tmp_path):
     timed = []

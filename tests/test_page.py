@@ -323,6 +323,7 @@ def test_commands_that_need_no_gpu(clone):
     assert "namespace wgmma_causal" in (clone / "my_kernel.cu").read_text(encoding="utf-8")
 
 
+@pytest.mark.long
 def test_compile_commands(clone):
     path = os.environ["PATH"] + ":/usr/local/cuda/bin"
     if not shutil.which("nvcc", path=path):

@@ -59,6 +59,7 @@ def test_the_space_is_asked_of_the_code():
     assert space.values["BLOCK_M"] == ["64", "128"] and "SWIZZLE_XOR" not in space.free
 
 
+@pytest.mark.long
 def test_lines_that_fit_have_the_problems_type():
     problem = engine.parse_problem("long").typed(128, "bf16")
     starts = search.Space(line_of("mma_lazy"), {"STAGES": ["2"]}).starts(problem)

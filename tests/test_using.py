@@ -112,6 +112,7 @@ def test_the_ctypes_example():
             space["attention"](library, *arrays, Q=None)
 
 
+@pytest.mark.long
 def test_pytorch_on_fake_tensors():
     """The blocks' calls, shapes and names, on tensors without memory."""
     torch = pytest.importorskip("torch", minversion="2.11")
