@@ -5249,8 +5249,8 @@ SdpaStatus check_params(SdpaParams& p) {
 #define SDPA_FAMILIES(name, fallback, member, values, families, meaning)                                      \
   SDPA_NEW_LINE                                                                                               \
   SDPA_REFUSE(name##_changed && std::string_view(families) != "all" && !is_one_of(family_name, families),     \
-              #name ": only kernels of these families have it: " families "; drop it or build one of them: scalar has " \
-                    "none of USE_WMMA=1, USE_MMA_SYNC=1 and USE_WGMMA=1");
+              #name ": only kernels of these families have it: " families "; drop it or build one of them: "      \
+                    "scalar has none of USE_WMMA=1, USE_MMA_SYNC=1 and USE_WGMMA=1");
 SDPA_KNOBS(SDPA_FAMILIES)
 SDPA_REFUSE(USE_WMMA_changed + USE_MMA_SYNC_changed + USE_WGMMA_changed > 1,
             "USE_WMMA=1, USE_MMA_SYNC=1 and USE_WGMMA=1: a build has one kernel; keep one of them");
