@@ -21,15 +21,17 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 
 ROOT = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))
+sys.path.insert(0, os.path.join(ROOT, "tools"))
+from builds import CXX, auto_var_init  # noqa: E402
+
 # Not optimised: a bug takes longer to compile than to run.
-FLAGS = ["-std=c++17", "-O0", "-march=native", "-ffp-contract=off", "-w", "-pthread", "-I" + ROOT, "-I" + os.path.join(ROOT, "simt")]
-CXX = os.environ.get("CXX", "g++")
-PATTERN = "-ftrivial-auto-var-init=pattern"  # g++ has it from 12 on
-if not subprocess.run([CXX, PATTERN, "-fsyntax-only", "-x", "c++", os.devnull], capture_output=True).returncode:
-    FLAGS.append(PATTERN)
+FLAGS = ["-std=c++17", "-O0", "-march=native", "-ffp-contract=off", *auto_var_init(), "-w", "-pthread", "-I" + ROOT,
+         "-I" + os.path.join(ROOT, "simt")]
 SANITIZE = {"plain": [], "thread": ["-fsanitize=thread", "-g1"],
             "address": ["-fsanitize=address,undefined", "-fno-sanitize-recover=undefined", "-g1"]}
 ENGINE = {"plain": [], "thread": ["-DSIMT_TSAN"], "address": ["-DSIMT_ASAN"]}
+
+
 class Broken(Exception):
     """Why there is no executable."""
 

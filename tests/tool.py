@@ -10,7 +10,7 @@ import cli
 
 def run(name, *words):
     """Its exit code, stdout and stderr."""
-    module = importlib.import_module({"profile": "ncu"}.get(name, name))
+    module = importlib.import_module(cli.MODULES.get(name, name))
     out, err = io.StringIO(), io.StringIO()
     with contextlib.redirect_stdout(out), contextlib.redirect_stderr(err), mock.patch.object(sys, "argv", [name, *words]):
         try:

@@ -5,5 +5,4 @@ import sys
 import cli
 
 del sys.argv[0]
-MODULES = {"profile": "ncu"}  # Python has a profile of its own
-cli.command(sys.argv[0], lambda: importlib.import_module(MODULES.get(sys.argv[0], sys.argv[0])).main())
+cli.command(sys.argv[0], lambda: importlib.import_module(cli.MODULES.get(sys.argv[0], sys.argv[0])).main())

@@ -7,6 +7,7 @@ import os
 import re
 import sys
 
+MODULES = {"profile": "ncu"}  # of commands; Python has a profile of its own
 MOST = 9999  # words of a command that takes any number
 
 
