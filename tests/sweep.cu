@@ -26,6 +26,7 @@
 
 #include <map>
 #include <set>
+#include <unordered_map>
 
 namespace SDPA_NAMESPACE {
 namespace {
@@ -400,17 +401,21 @@ class Kinds {
  public:
   Kinds() {
     const auto takes = [&](const char* group, const string& kinds) {
-      for (size_t at = 0; at < kinds.size();) {
-        const size_t end = std::min(kinds.find(' ', at), kinds.size());
-        group_of(group).counts.push_back({kinds.substr(at, end - at), 0});
-        at = end + 1;
+      size_t size = 0;
+      for (size_t at = 0, end; at < kinds.size(); at = end + 1, size++) {
+        end = std::min(kinds.find(' ', at), kinds.size());
+        kinds_.push_back({group, kinds.substr(at, end - at)});
+      }
+      for (size_t i = kinds_.size() - size; i < kinds_.size(); i++) {
+        kinds_[i].weight = int(size), number_of_.insert({kinds_[i].group + "=" + kinds_[i].name, i});
       }
     };
+    string all_layouts, all_dists;
+    for (const char* layout : layouts) all_layouts += takes_layout(layout) ? string(layout) + " " : "";
+    for (const Dist& d : reference::dists) all_dists += takes_dist(d.name) ? string(d.name) + " " : "";
     takes("mask", "off br tl"), takes("window", "none left right both"), takes("aligned", "off br tl");
     takes("scale", "default set"), takes("queries", "none_more more one"), takes("keys", "none some");
-    takes("batches", "1 more"), takes("groups", "1 more");
-    for (const char* layout : layouts) takes("layout", takes_layout(layout) ? layout : "");
-    for (const Dist& d : reference::dists) takes("dist", takes_dist(d.name) ? d.name : "");
+    takes("batches", "1 more"), takes("groups", "1 more"), takes("layout", all_layouts), takes("dist", all_dists);
     if (line.has_softcap) takes("softcap", "0 2 50");
     if (line.has_queue) takes("max_ctas", "0 set");
     if (has_machines) takes("machine", "default set"), takes("summed", has_ranges() ? "64 200 65536" : "65536");
@@ -426,18 +431,60 @@ class Kinds {
   }
   // Kinds that this problem would be the first of; of larger groups they count more.
   int count_new(const Problem& p, const Contents& c) const {
-    Kinds with = *this;
-    with.add(p, c);
-    return missing_kinds() - with.missing_kinds();
-  }
-  int missing_kinds() const {
+    std::set<size_t> found;
+    for_each_kind(p, c, [&](size_t kind) { found.insert(kind); });
     int n = 0;
-    for (const Group& g : groups_) {
-      for (const auto& one : g.counts) n += one.second == 0 ? int(g.counts.size()) : 0;
-    }
+    for (size_t kind : found) n += kinds_[kind].count ? 0 : kinds_[kind].weight;
     return n;
   }
+  bool has_all() const {
+    return std::all_of(kinds_.begin(), kinds_.end(), [](const Kind& kind) { return kind.count > 0; });
+  }
   void add(const Problem& p, const Contents& c) {
+    for_each_kind(p, c, [&](size_t kind) { kinds_[kind].count++; });
+  }
+  void see(const SdpaParams& launched) {
+    for_each_member(launched, [&](const string& name, const string& bytes) { values_[name].insert(bytes); });
+  }
+
+  // Every kind with its number of problems, or of things in them.
+  string text() const {
+    string text, group;
+    for (const Kind& kind : kinds_) {
+      if (kind.weight == 1) continue;  // all problems are of the only one of its group
+      if (kind.group != group) text += (text.empty() ? "" : "; ") + (group = kind.group);
+      text += " " + kind.name + ":" + to_string(kind.count);
+    }
+    return text;
+  }
+  // The kinds that are missing.
+  string missing() const {
+    string text;
+    for (const Kind& kind : kinds_) text += kind.count ? "" : " " + kind.group + "=" + kind.name;
+    return text;
+  }
+  // The members of SdpaParams that had one value throughout.
+  string constant_members() const {
+    string text;
+    for_each_member(SdpaParams{}, [&](const string& name, const string& bytes) {
+      auto values = values_.count(name) ? values_.at(name) : std::set<string>{};
+      if (name == "Q" || name == "K" || name == "V" || name == "O" || name == "LSE" || name == "workspace") values.insert(bytes);
+      if (!is_fixed(name) && values.size() < 2) text += " " + name;
+    });
+    return text;
+  }
+
+ private:
+  struct Kind {
+    string group, name;
+    int weight = 0, count = 0;  // the size of its group; problems, or things in them
+  };
+  // Calls see() with the number of each kind that the problem, or a thing in it, is of.
+  template <class See> void for_each_kind(const Problem& p, const Contents& c, const See& see) const {
+    const auto add = [&](const char* group, const string& name) {
+      const auto found = number_of_.find(group + ("=" + name));
+      if (found != number_of_.end()) see(found->second);
+    };
     constexpr const char* masks[] = {"off", "br", "tl"};
     const auto start_kind = [&](const vector<int>& starts, size_t b, int rows) {
       return starts[b] < 0 ? "below" : starts[b] > rows ? "beyond" : "usual";
@@ -473,52 +520,10 @@ class Kinds {
     const int pages = pages_of(p);
     for (int page : c.pages) add("entry", page < 0 ? "below" : page >= pages ? "beyond" : page == pages - 1 ? "last" : "usual");
   }
-  void see(const SdpaParams& launched) {
-    for_each_member(launched, [&](const string& name, const string& bytes) { values_[name].insert(bytes); });
-  }
 
-  // Every kind with its number of problems, or of things in them.
-  string text() const {
-    string text;
-    for (const Group& g : groups_) {
-      if (g.counts.size() > 1) text += (text.empty() ? "" : "; ") + g.name;
-      for (const auto& [kind, count] : g.counts) text += g.counts.size() > 1 ? " " + kind + ":" + to_string(count) : "";
-    }
-    return text;
-  }
-  // The kinds that are missing, and the members of SdpaParams that had one value throughout.
-  string missing() const {
-    string text;
-    for (const Group& g : groups_) {
-      for (const auto& [kind, count] : g.counts) text += count ? "" : " " + g.name + "=" + kind;
-    }
-    for_each_member(SdpaParams{}, [&](const string& name, const string& bytes) {
-      auto values = values_.count(name) ? values_.at(name) : std::set<string>{};
-      if (name == "Q" || name == "K" || name == "V" || name == "O" || name == "LSE" || name == "workspace") values.insert(bytes);
-      if (!is_fixed(name) && values.size() < 2) text += " " + name;
-    });
-    return text;
-  }
-
- private:
-  struct Group {
-    string name;
-    vector<std::pair<string, int>> counts;
-  };
-  Group& group_of(const string& name) {
-    for (Group& g : groups_) {
-      if (g.name == name) return g;
-    }
-    groups_.push_back({name, {}});
-    return groups_.back();
-  }
-  void add(const string& group, const string& kind) {
-    for (Group& g : groups_) {
-      for (auto& [name, count] : g.counts) count += g.name == group && name == kind;
-    }
-  }
-  vector<Group> groups_;
-  std::map<string, std::set<string>> values_;  // of each member of SdpaParams
+  vector<Kind> kinds_;
+  std::unordered_map<string, size_t> number_of_;  // of GROUP=NAME
+  std::map<string, std::set<string>> values_;     // of each member of SdpaParams
 };
 std::unique_ptr<Kinds> launched;
 
@@ -603,7 +608,7 @@ template <class Draw> Problem draw_problem(const Draw& draw, const TunedTile& ti
 // Random small problems over the whole contract; number n of a series of a build is the same everywhere. A tuned line
 // takes its tiles in turn. Of the candidates it is the one of most kinds that the series has not had.
 Problem sweep_problem(uint64_t series, uint64_t n, Kinds& had) {
-  const int most_candidates = had.missing_kinds() ? 256 : 1, most_tries = 4000;
+  const int most_candidates = had.has_all() ? 1 : 256, most_tries = 4000;
   uint64_t state = mix(mix(series + 11) + n);
   const auto draw = [&](int size) { return int((state = mix(state)) % uint64_t(size)); };
   const TunedTile& tile = line.tiles[(series + n) % line.tile_count];
@@ -619,14 +624,13 @@ Problem sweep_problem(uint64_t series, uint64_t n, Kinds& had) {
   had.add(best, drawn_contents(best));
   return best;
 }
-// So many, and with `all_kinds` as many more as it takes.
-vector<Problem> sweep_problems(uint64_t series, int count, bool all_kinds) {
+// So many, and with `all_kinds` as many more as it takes, or those kinds that were not drawn.
+string draw_problems(uint64_t series, int count, bool all_kinds, vector<Problem>& problems) {
   Kinds had;
-  vector<Problem> problems;
-  for (int n = 0; n < count || (all_kinds && had.missing_kinds() && n < 4 * count); n++) {
+  for (int n = 0; n < count || (all_kinds && !had.has_all() && n < 4 * count); n++) {
     problems.push_back(sweep_problem(series, n, had));
   }
-  return problems;
+  return all_kinds ? had.missing() : "";
 }
 
 // ---- problems at edges ----
@@ -715,6 +719,7 @@ vector<Problem> edge_problems() {
 
 struct SweepOptions : Options {
   int sweep = 0;
+  string not_drawn;  // kinds of problems, with all_kinds
   bool all_kinds = false, edges = false, alone = false, tile = false;
 };
 
@@ -779,7 +784,7 @@ string parse_sweep(const vector<Option>& options, const vector<string>& args, Sw
   }
   o.check_only = o.shape_given = true;
   o.problems = o.edges ? edge_problems() : vector<Problem>();
-  if (o.sweep) o.problems = sweep_problems(o.seeds.empty() ? 0 : o.seeds[0], o.sweep, o.all_kinds);
+  if (o.sweep) o.not_drawn = draw_problems(o.seeds.empty() ? 0 : o.seeds[0], o.sweep, o.all_kinds, o.problems);
   o.seeds.clear();  // each problem has its own
   return "";
 }
@@ -805,6 +810,10 @@ int main(int argc, char** argv) {
   const std::string refusal = parse_sweep(options, {argv + 1, argv + argc}, o);
   if (!refusal.empty()) return refuse(refusal);
   if (o.tile) return finish(print_tile());
+  if (!o.not_drawn.empty()) {
+    fprintf(stderr, "%d problems have none of:%s\n", int(o.problems.size()), o.not_drawn.c_str());
+    return finish(exit_wrong);
+  }
   if (o.sweep) {
     launched.reset(new Kinds);
     see_launch = [](const SdpaParams& p) { launched->see(p); };
@@ -816,7 +825,7 @@ int main(int argc, char** argv) {
   };
   const bool all_taken = line.is_tuned && std::all_of(line.tiles, line.tiles + line.tile_count, taken);
   if (o.sweep || o.edges) {
-    const std::string missing = launched ? launched->missing() : "";
+    const std::string missing = launched ? launched->missing() + launched->constant_members() : "";
     fprintf(stderr, "%d of %d passed%s%s%s%s\n", o.passed, int(o.problems.size()), all_taken ? ", on every tile" : "",
             o.sweep && missing.empty() ? ", of every kind" : "", launched ? (": " + launched->text()).c_str() : "",
             missing.empty() ? "" : ("; missing:" + missing).c_str());

@@ -551,6 +551,7 @@ TEST_CASE("command_line") {
   } refused[] = {
       {{"--shap", "small"}, "--shap: no such option; --help lists them"},
       {{"--shape"}, "--shape: its value is missing"},
+      {{"--check-only=1"}, "--check-only: it takes no value"},
       {{"--shape", "1,2,3"},
        "--shape 1,2,3: want small, mission, mission2, long, decode, decode1, chunk or sizes B,Hq,Hkv,Sq,Sk from 0 "
        "to 10^9 and if wanted D, such as 1,8,2,512,512 or 1,8,2,512,512,64"},
@@ -593,7 +594,9 @@ TEST_CASE("command_line") {
   // kind of input, layout and ratio of heads.
   std::set<std::string> kinds;
   std::set<int> ratios;
-  for (const Problem& p : sweep_problems(5, 400, false)) {
+  vector<Problem> problems;
+  draw_problems(5, 400, false, problems);
+  for (const Problem& p : problems) {
     kinds.insert(p.dist), kinds.insert(p.layout), ratios.insert(p.Hq / p.Hkv);
     CHECK((p.Sq >= 0 && p.Sk >= 0 && double(p.B) * p.Hq * p.Sq * p.Sk < 2e6));
     std::vector<std::string> words;
