@@ -201,7 +201,7 @@ def outcome(command, net, options):
     is_cases = net == "unit" or options.startswith("@")
     words = options.split()
     if is_cases:
-        words = ["--abort-after=1", "--test-case=" + ",".join(word for word in words if word[0] != "@")]
+        words = ["--test-case=" + ",".join(word for word in words if word[0] != "@")]
     elif net != "pytest":
         words = ["--check-only", *words]
     folder = command[-1].partition("--rootdir=")[2] if net == "pytest" else None
@@ -219,9 +219,8 @@ def outcome(command, net, options):
         return "thread: data race"
     if address:
         return "address: " + address.group()
-    unequal = re.search(r"CHECK\w*\(.*\) is NOT correct", out)  # in a thread of the test's own it ends the process
-    if is_cases and unequal:
-        return ("unit: " if net == "unit" else "check: ") + unequal.group()
+    if code == 1 and is_cases:
+        return ("unit: " if net == "unit" else "check: ") + "".join(re.findall(r"(?:CHECK|REQUIRE)\w*\(.*\) is NOT correct", out)[:1])
     backend = re.search("^simt: (.*)", out, re.MULTILINE)
     if backend:
         return "backend: " + backend.group(1)
