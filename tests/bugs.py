@@ -201,7 +201,7 @@ def outcome(command, net, options):
     is_cases = net == "unit" or options.startswith("@")
     words = options.split()
     if is_cases:
-        words = ["--test-case=" + ",".join(word for word in words if word[0] != "@")]
+        words = ["--abort-after=1", "--test-case=" + ",".join(word for word in words if word[0] != "@")]
     elif net != "pytest":
         words = ["--check-only", *words]
     folder = command[-1].partition("--rootdir=")[2] if net == "pytest" else None
@@ -220,7 +220,7 @@ def outcome(command, net, options):
     if address:
         return "address: " + address.group()
     if code == 1 and is_cases:
-        return ("unit: " if net == "unit" else "check: ") + "".join(re.findall(r"(?:CHECK|REQUIRE)\w*\(.*\) is NOT correct", out)[:1])
+        return ("unit: " if net == "unit" else "check: ") + "".join(re.findall(r"CHECK\w*\(.*\) is NOT correct", out)[:1])
     backend = re.search("^simt: (.*)", out, re.MULTILINE)
     if backend:
         return "backend: " + backend.group(1)

@@ -356,7 +356,7 @@ def cross(judge, name, shows_impossible):
 def try_build(builder, source, number, build):
     """What failed, in lines."""
     try:
-        executable = builder.line(source, "plain", build.knobs, False, f"crossed{number}")
+        executable = builder.line(source, "plain", build.knobs, "", [], f"crossed{number}")
     except bugs.Broken as error:
         return [f"{build}: {error}"]
     found = {options: bugs.outcome([executable], "plain", "--alone " + options) for options in build.problems}
