@@ -17,7 +17,9 @@
 // Suffixes  _g global memory, _s shared memory, _bytes, _us, _log2 (a logarithm to base 2).
 //
 // Sections  1 KNOBS  2 PROBLEM  3 PTX  4 BLOCKS  5 KERNELS  6 LAUNCH  7 TABLES  8 CALL; harness.cu makes a program
-//           of it. docs/READING.md goes through them.
+//           of it. docs/READING.md goes through them. Sections 3 and 4 have what the scalar kernel, 5a, is made of.
+//           What other kernels need as well stands between it and them: 5c mma.sync; 5d wgmma, with one role, with
+//           producers and consumers, with e4m3; 5e transposed; 5b wmma; then the kernels beside them.
 //
 // A new variant is a line in configs.txt. A new knob is a row of SDPA_KNOBS with the families that have it, refusals of
 // section 7, and one function of section 4 that it selects. A toggle selects whole functions; it never cuts lines out
@@ -316,33 +318,6 @@ template <class T> __host__ __device__ constexpr T shares(T n, typename std::com
   return (n + of - 1) / of;
 }
 
-struct TensorView {  // Q, K, V or O
-  const char* name;
-  const void* data;
-  int element_bytes;
-  bool written;
-  struct {
-    const char* name;
-    int size;
-    int64_t& stride;
-  } dims[3];
-};
-// Of a tensor with these strides; packed sequences have one.
-int batches_of(const SdpaParams& p, const Strides& s) {
-  if (Build::use_pages && (&s == &p.k || &s == &p.v)) return p.pages;
-  if (Build::use_lengths && (&s == &p.q || &s == &p.o ? p.q_starts : p.k_starts)) return min(p.B, 1);
-  return p.B;
-}
-std::array<TensorView, 4> tensors_of(SdpaParams& p) {
-  const int in = sizeof(Input), out = sizeof(Output), rows = Build::use_pages ? p.page_size : p.Sk;
-  const auto view = [&](const char* name, const void* data, Strides& s, int H, int S, int bytes, bool written) {
-    const int B = batches_of(p, s);
-    return TensorView{name, data, bytes, written, {{"row", S, s.row}, {"head", H, s.head}, {"batch", B, s.batch}}};
-  };
-  return {{view("Q", p.Q, p.q, p.Hq, p.Sq, in, false), view("K", p.K, p.k, p.Hkv, rows, in, false),
-           view("V", p.V, p.v, p.Hkv, rows, in, false), view("O", p.O, p.o, p.Hq, p.Sq, out, true)}};
-}
-
 struct TensorMaps {  // of tensors as [B][H][panels][S][elements of a panel]
   CUtensorMap q, k, v, o;
 };
@@ -468,34 +443,12 @@ struct KernelArgs {  // SdpaParams with what every CTA would otherwise compute a
       : mask{{{of, of.Sq, of.Sk}, rows, keys_of_tile}, {of, of.Sq, of.Sk}}, p(of) {}
 };
 
-// SPLIT_CTAS: the workspace has for each item a counter of stored partial results, and after all counters the results.
-constexpr uint32_t most_split_items = 16384;
-constexpr size_t range_counter_bytes = most_split_items * sizeof(uint32_t);
-constexpr int ranges_at_once = 16, few_ranges = 4;  // that a thread merges; of few it takes more columns
-template <class B> struct alignas(256) RangePartial {
-  float O[B::block_m][B::d_v];
-  float2 m_l[B::block_m];
-};
-
 // ==== 3 PTX ======================================================================================
 // One function per instruction, named after it, without policy. They convert the generic pointers to shared memory.
 
 #ifdef SDPA_SIMT
 #include "simt/ptx.h"
 #else
-
-#if defined(__CUDA_ARCH__) && __CUDA_ARCH__ < 800
-#error "sdpa.cu needs sm_80 or newer (cp.async, max.NaN); type -arch=sm_80 or -arch=native"
-#endif
-#if USE_WGMMA
-#if defined(__CUDA_ARCH__) && !defined(__CUDA_ARCH_FEAT_SM90_ALL)
-#error "the wgmma kernel needs an H100 or H200; type -gencode arch=compute_90a,code=sm_90a"
-#endif
-#endif  // USE_WGMMA
-#if defined(__CUDA_ARCH__) && __CUDA_ARCH__ < 890
-static_assert(!(is_mma && Build::is_e4m3),
-              "DTYPE=FP8_E4M3: mma.sync takes e4m3 from sm_89 on; type -arch=sm_89 or DTYPE=FP16");
-#endif
 
 // Dynamic shared memory of the CTA, aligned to 1024 bytes.
 template <class T> __device__ __forceinline__ T& dynamic_shared() {
@@ -520,27 +473,10 @@ template <class T> __device__ __forceinline__ T ld_global(const void* src_g) { r
 template <class T> __device__ __forceinline__ T ld_global_nc(const void* src_g) {
   return __ldg(static_cast<const T*>(src_g));
 }
-// Reads L2, not L1: for what another SM wrote.
-template <class T> __device__ __forceinline__ T ld_global_cg(const void* src_g) {
-  return __ldcg(static_cast<const T*>(src_g));
-}
 template <class T> __device__ __forceinline__ void st_global(void* dst_g, T value) { *static_cast<T*>(dst_g) = value; }
-// atom.inc: counts up, after `last` from 0 again; returns the old value. Release and acquire: what this thread, and
-// those that it has met at a barrier, have written is visible to every thread that counts later.
-__device__ __forceinline__ uint32_t atom_inc_acq_rel(uint32_t* counter_g, uint32_t last) {
-  uint32_t old;
-  asm volatile("atom.acq_rel.gpu.global.inc.u32 %0, [%1], %2;" : "=r"(old) : "l"(counter_g), "r"(last) : "memory");
-  return old;
-}
 __device__ __forceinline__ float ex2_approx_ftz(float x) {
   float y;
   asm("ex2.approx.ftz.f32 %0, %1;" : "=f"(y) : "f"(x));
-  return y;
-}
-// tanh x to 2^-11 of itself.
-__device__ __forceinline__ float tanh_approx(float x) {
-  float y;
-  asm("tanh.approx.f32 %0, %1;" : "=f"(y) : "f"(x));
   return y;
 }
 // log2 x to 2^-22, absolute or relative; 0 and subnormal x give -inf.
@@ -567,12 +503,783 @@ __device__ __forceinline__ float min_nan(float a, float b) {
   asm("min.NaN.f32 %0, %1, %2;" : "=f"(y) : "f"(a), "f"(b));
   return y;
 }
+#endif  // SDPA_SIMT
+
+// ==== 4 BLOCKS ===================================================================================
+
+// ---- element types and vectors ----
+
+// Without the descale factor, which goes into the scale or into 1 / l. By functions, since a program may be compiled
+// without the conversions of the 16-bit types, as PyTorch's extensions are.
+__host__ __device__ __forceinline__ float to_float(float x) { return x; }
+__host__ __device__ __forceinline__ float to_float(__half x) { return __half2float(x); }
+__host__ __device__ __forceinline__ float to_float(__nv_bfloat16 x) { return __bfloat162float(x); }
+__host__ __device__ __forceinline__ float to_float(__nv_fp8_e4m3 x) { return static_cast<float>(x); }
+__host__ __device__ __forceinline__ float to_float(uint8_t x) { return static_cast<float>(x) - 128; }
+// To nearest, ties to even.
+template <class E> __host__ __device__ __forceinline__ E rounded(float x) { return static_cast<E>(x); }
+template <> __host__ __device__ __forceinline__ __half rounded(float x) { return __float2half_rn(x); }
+template <> __host__ __device__ __forceinline__ __nv_bfloat16 rounded(float x) { return __float2bfloat16_rn(x); }
+
+template <int BYTES, int OF, class T, class OTHERWISE> using IfBytes = std::conditional_t<BYTES == OF, T, OTHERWISE>;
+template <int N>
+using VectorType = IfBytes<
+    N, 16, uint4, IfBytes<N, 8, uint2, IfBytes<N, 4, uint32_t, IfBytes<N, 2, uint16_t, IfBytes<N, 1, uint8_t, void>>>>>;
+
+template <class B> constexpr int CHUNK = 16 / sizeof(Element<B>);  // elements in 16 bytes, the unit of the swizzle
+
+// ---- tiles in shared memory (scalar, wmma, mma) ----
+
+// Elements from one row of a tile to the next. With D alone all rows start in one bank or a few, and accesses to one
+// column of different rows collide. Against that SWIZZLE_XOR=1 XORs the 16-byte chunk index with the row, within the
+// chunks that divide a row and 128 bytes, so that any 8 neighbouring rows lie in all 32 banks; but wmma wants a fixed
+// stride, so there it makes rows 16 bytes longer, to the same effect.
+template <class B> constexpr bool pads_rows = B::swizzle_xor&& B::family == Family::wmma;
+template <class B, int D = B::head_dim> constexpr int TILE_STRIDE = D + (pads_rows<B> ? CHUNK<B> : 0);
+
+// The chunks of a row that are swizzled together, of 128 bytes at most.
+template <class B, int D, int N = D / CHUNK<B>>
+constexpr unsigned SWIZZLED = N % 8 == 0 ? 8 : N % 4 == 0 ? 4 : N % 2 == 0 ? 2 : 1;
+// Offset in elements of (row, col) in a tile.
+template <class B, int D = B::head_dim> __device__ __forceinline__ int tile_offset(int row, int col) {
+  // Unsigned, so that the compiler sees that rows 8 apart are swizzled alike.
+  if constexpr (B::swizzle_xor && !pads_rows<B>) {
+    col ^= static_cast<unsigned>(row) / (8 / SWIZZLED<B, D>) % SWIZZLED<B, D> * CHUNK<B>;
+  }
+  return row * TILE_STRIDE<B, D> + col;
+}
+
+// Copies a vector from global to shared memory, zeros when !valid; commit() ends a group of copies, wait() waits
+// until at most IN_FLIGHT of this thread's groups are unfinished.
+template <bool ASYNC> struct VectorCopy;
+struct ConvertingCopy;  // of U8
+
+// ---- copies through registers (scalar, wmma, mma and USE_CP_ASYNC = 0) ----
+
+template <> struct VectorCopy<false> {
+  template <int BYTES> __device__ static __forceinline__ void copy(void* dst_s, const void* src_g, bool valid) {
+    using Vector = VectorType<BYTES>;
+    Vector x{};
+    if (valid) x = ld_global_nc<Vector>(src_g);
+    st_shared(dst_s, x);
+  }
+  __device__ static __forceinline__ void commit() {}
+  template <int IN_FLIGHT> __device__ static __forceinline__ void wait() {}
+};
+
+// ---- copies of tiles (scalar, wmma, mma) ----
+
+// What thread tid of nthreads copies of a tile: the vectors at (row + n * row_step, col), so that its addresses advance
+// by a constant. A row may take several passes of all threads. Threads that are left over after whole rows are idle.
+template <class B, int D = B::head_dim> struct TileCopy {
+  static constexpr int PER_ROW = D / B::vec_width;
+  int row_step, col_step, row, col;
+
+  __device__ __forceinline__ TileCopy(int tid, int nthreads)
+      : row_step(nthreads > PER_ROW ? nthreads / PER_ROW : 1),
+        col_step(nthreads > PER_ROW ? D : nthreads * B::vec_width),
+        row(tid / PER_ROW),
+        col(tid % PER_ROW * B::vec_width) {}
+
+  // This thread's first vector of a tile whose rows begin at tensor.
+  __device__ __forceinline__ const Input* first(const Input* tensor, int64_t row_stride) const {
+    return tensor + row * row_stride + col;
+  }
+  // dst_s [ROWS][D] = the tile, zeros where it does not exist. src_g is this thread's first vector; `rows` rows exist
+  // from there on. With USE_CP_ASYNC the data is there only after a wait.
+  template <int ROWS, class Rows>
+  __device__ __forceinline__ void copy(Element<B>* dst_s, Rows src_g, int64_t row_stride, int rows) const {
+    using Copy = std::conditional_t<B::converts, ConvertingCopy, VectorCopy<B::use_cp_async>>;
+    [[maybe_unused]] constexpr int unrolled = B::use_cp_async ? 16 : 8;  // a plain load in flight takes registers
+#pragma unroll unrolled
+    for (int r = 0; r < ROWS; r += row_step, src_g += row_step * row_stride) {
+      if ((ROWS % row_step != 0 && row + r >= ROWS) || row >= row_step) break;
+      SDPA_UNROLL for (int c = 0; c < D; c += col_step) {
+        if (D % col_step != 0 && col + c >= D) break;
+        Element<B>* const to_s = dst_s + tile_offset<B, D>(row + r, col + c);
+        Copy::template copy<B::vec_width * sizeof(Input)>(to_s, src_g + c, r < rows);
+      }
+    }
+  }
+};
+
+// ---- barriers ----
+// A barrier of the warps that share a slice of the keys if GROUP, else of the warp alone.
+template <class B, bool GROUP> __device__ __forceinline__ void group_sync() {
+  if constexpr (!GROUP || B::group_threads == 32) {
+    __syncwarp();
+  } else if constexpr (B::split_kv > 1) {  // the number of a barrier is an immediate operand
+    SDPA_UNROLL for (int group = 0; group < B::split_kv; group++) {
+      if (int(threadIdx.x / B::group_threads) == group) barrier_sync(1 + group, B::group_threads);
+    }
+  } else {
+    __syncthreads();
+  }
+}
+
+// ---- accumulator views ----
+// A view is a thread's part of a tile and the seam between kernel families: ROWS x COLS floats
+// x[i][j] that stand at (row(i), col(j)) of the tile, where LANES neighbouring lanes of a warp
+// share the same rows. Mask, softmax and epilogue are written on views alone.
+
+template <class View> __device__ __forceinline__ void clear(View& T) {
+  SDPA_UNROLL for (int i = 0; i < View::ROWS; i++) { SDPA_UNROLL for (int j = 0; j < View::COLS; j++) T.x[i][j] = 0; }
+}
+
+// T = T * factor, by rows.   factor [ROWS]
+template <class View> __device__ __forceinline__ void scale_rows(View& T, const float (&factor)[View::ROWS]) {
+  SDPA_UNROLL for (int i = 0; i < View::ROWS; i++) {
+    SDPA_UNROLL for (int j = 0; j < View::COLS; j++) T.x[i][j] *= factor[i];
+  }
+}
+
+// ---- mask ----
+
+// Queries of an item per head.
+template <class B> __device__ __forceinline__ int queries_of_item(const KernelArgs& a) {
+  return B::pack_gqa ? int(a.item_queries.divisor) : B::block_m;
+}
+// Rows of an item. PACK_GQA: of n = item_queries and item_heads heads of a key head
+//
+//   row of the tile    0 ... n - 1           n ... 2n - 1          ...
+//   head, query        h, q0 ... q0 + n - 1  h + 1, q0 ... q0 + n - 1
+template <class B> __device__ __forceinline__ int rows_of_item(const KernelArgs& a) {
+  return B::pack_gqa ? a.item_heads * int(a.item_queries.divisor) : B::block_m;
+}
+
+// The query of row r of a tile that begins with query q0.
+template <class B> __device__ __forceinline__ int query_of(const KernelArgs& a, int q0, int r) {
+  return q0 + (B::pack_gqa ? int(a.item_queries.remainder(uint32_t(r))) : r);
+}
+// The head and the query of a row of the tile, as an item of one row.
+template <class B> __device__ __forceinline__ WorkItem row_item(const KernelArgs& a, const WorkItem& item, int row) {
+  WorkItem one = item;
+  if (B::pack_gqa) one.h += int(a.item_queries.divide(uint32_t(row)));
+  one.q0 = query_of<B>(a, item.q0, row);
+  return one;
+}
+
+// An item as an argument: by value, if it is small.
+template <class B> using ItemArg = std::conditional_t<B::use_lengths, const WorkItem&, WorkItem>;
+// Queries q and keys k of an item as rows of the tensors; with USE_LENGTHS they count from its sequence's first one.
+template <class B> __device__ __forceinline__ int q_row(ItemArg<B> item, int q) {
+  if constexpr (B::use_lengths) return item.own.q_row + q;
+  return q;
+}
+template <class B> __device__ __forceinline__ int k_row(ItemArg<B> item, int k) {
+  if constexpr (B::use_lengths) return item.own.k_row + k;
+  return k;
+}
+// Of Sq queries in all.
+template <class B> __device__ __forceinline__ int queries_of(ItemArg<B> item, int Sq) {
+  if constexpr (B::use_lengths) return item.own.Sq;
+  return Sq;
+}
+// The batch of tensors with these starts.
+template <class B> __device__ __forceinline__ int batch_of(const int* starts, int b) {
+  if constexpr (B::use_lengths) return starts ? 0 : b;
+  return b;
+}
+
+// A name that depends on B, since other KernelArgs have no such numbers.
+template <class B> __host__ __device__ __forceinline__ const auto& plan_room(const KernelArgs& a) { return a.plan; }
+template <class B> using HeldMask = std::conditional_t<B::use_lengths, Mask, const Mask&>;
+template <class B> __device__ __forceinline__ HeldMask<B> mask_of(const KernelArgs& a, ItemArg<B> item) {
+  if constexpr (!B::use_lengths) return a.mask;
+  else {
+    const KeyBounds keys(a.p, item.own.Sq, item.own.Sk);
+    return {{keys, B::pack_gqa ? queries_of_item<B>(a) : B::mask_rows, B::block_n}, keys};
+  }
+}
+
+// S = -inf where key k0 + j is not visible to the query of row r.
+template <class B, class View>
+__device__ __forceinline__ void mask_scores(View& S, const KernelArgs& a, const Mask& mask, int q0, int k0) {
+  const KeyBounds& keys = mask.keys;
+  const auto hide = [&](const auto& hidden) {
+    SDPA_UNROLL for (int i = 0; i < View::ROWS; i++) {
+      const int q = query_of<B>(a, q0, S.row(i));
+      SDPA_UNROLL for (int j = 0; j < View::COLS; j++) {
+        if (hidden(S.col(j), q)) S.x[i][j] = -INFINITY;
+      }
+    }
+  };
+  hide([&](int j, int q) { return j >= keys.end(q) - k0; });
+  if (keys.from > -most_rows) hide([&](int j, int q) { return j < keys.begin(q) - k0; });
+}
+// USE_SOFTCAP: tanh(x * cap_scale) of this thread's columns [first, last) of S.
+template <class B, class View>
+__device__ __forceinline__ void cap_scores(View& S, const KernelArgs& a, int first = 0, int last = View::COLS);
+// What happens to the scores of the item's tile at key k0 between Q @ K.T and the softmax.
+template <class B, class View>
+__device__ __forceinline__ void finish_scores(View& S, const KernelArgs& a, const Mask& mask, int q0, int k0) {
+  if (B::use_softcap != 0) cap_scores<B>(S, a);
+  if (!mask.tiles.cover(q0, k0)) mask_scores<B>(S, a, mask, q0, k0);
+}
+
+// ---- the scale of an item ----
+
+// The element that to_float() gives as 1.
+template <class B> constexpr float element_unit = B::input == DType::u8 ? 448.0f / 127 : 1;
+
+// The scale of an item's scores, with the factors of its heads, times log2(e); and the factor of its V. Where e4m3
+// becomes fp16 (mma and PACK_GQA), scores have been multiplied by the factor of Q.
+template <class B> __device__ __forceinline__ float item_scale_log2(const KernelArgs& a, const WorkItem& item) {
+  if constexpr (!B::is_8bit) return a.scale_log2;
+  const int h_kv = int(a.q_heads_per_kv.divide(item.h));
+  const float q_descale = B::converts_operands ? 1 : a.p.q_descale.of_head(item.b, item.h);
+  const float scale_log2 = a.scale_log2 * q_descale * a.p.k_descale.of_head(item.b, h_kv);
+  return max_nan(scale_log2, 1.2e-38f);  // of a factor of 0: -inf times the scale stays -inf
+}
+template <class B> __device__ __forceinline__ float item_v_descale(const KernelArgs& a, const WorkItem& item) {
+  if constexpr (!B::is_8bit) return 1;
+  return element_unit<B> * a.p.v_descale.of_head(item.b, int(a.q_heads_per_kv.divide(item.h)));
+}
+
+// By what a thread's rows of scores are multiplied: one number, or of e4m3 with PACK_GQA one for each row.
+struct RowScales;
+template <class B> using ScoreScale = std::conditional_t<B::scales_rows, RowScales, float>;
+__device__ __forceinline__ float of_row(float scale, int) { return scale; }
+
+// ---- online softmax ----
+
+__device__ __forceinline__ float exp2_polynomial(float t);  // for t <= 127, on the FMA pipes
+// 2^t, by the polynomial with USE_FAST_EXP.
+template <class B> __device__ __forceinline__ float softmax_exp2(float t) {
+  if (B::use_fast_exp) {
+    if constexpr (B::use_lazy_max) t = min_nan(t, 127.0f);  // elsewhere t is never over 0
+    return exp2_polynomial(t);
+  } else {
+    return ex2_approx_ftz(t);
+  }
+}
+
+// P and l are 2^p_log2 times what the formula has, since e4m3 reaches from 2^-9 to 448. With 8 instead of 3 a
+// stale maximum would soon be too small; with 0 the error of long rows grows.
+template <class B> constexpr bool rounds_p_to_e4m3 = B::is_e4m3&& B::family != Family::scalar && !B::converts_operands;
+template <class B> constexpr float p_log2 = rounds_p_to_e4m3<B> ? 3 : 0;
+
+// The maximum to subtract: 0 for a row with no visible key yet, so that -inf - -inf never happens.
+__device__ __forceinline__ float finite_max(float m) { return m == -INFINITY ? 0.0f : m; }
+
+// m' = max(m, row maximum of S, of each thread's first COLS columns);  alpha = 2^((m - m') * scale_log2), [ROWS]
+template <class B, class View, int COLS = View::COLS>
+__device__ __forceinline__ void softmax_max(const View& S, ScoreScale<B> scale_log2, float (&m)[View::ROWS],
+                                            float (&alpha)[View::ROWS]) {
+  SDPA_UNROLL for (int i = 0; i < View::ROWS; i++) {
+    float m_new = m[i];
+    SDPA_UNROLL for (int j = 0; j < COLS; j++) m_new = fmaxf(m_new, S.x[i][j]);
+    SDPA_UNROLL for (int lane = 1; lane < View::LANES; lane *= 2) {
+      m_new = fmaxf(m_new, __shfl_xor_sync(0xffffffffu, m_new, lane));
+    }
+    alpha[i] = softmax_exp2<B>((m[i] - finite_max(m_new)) * of_row(scale_log2, i));
+    m[i] = m_new;
+  }
+}
+
+// The largest |m * scale_log2| that softmax_exp() may subtract: its rounding moves P by 2^-15 at most.
+constexpr float shift_limit = 1024;
+
+// m_log2 = m * scale_log2, for softmax_exp(), which subtracts it in the FMA that scales S. Beyond shift_limit the
+// rounding of that product would show (near 2^31 it is a factor of 2^64 in P): there S becomes S - m, which is exact
+// near the maximum, and m_log2 is 0. True if every m may be kept as a stale maximum: a score, and within the limit.
+template <class B, class View>
+__device__ __forceinline__ bool softmax_shift(View& S, ScoreScale<B> scale_log2, const float (&m)[View::ROWS],
+                                              float (&m_log2)[View::ROWS]) {
+  bool may_be_kept = true;
+  SDPA_UNROLL for (int i = 0; i < View::ROWS; i++) {
+    const float shift = finite_max(m[i]);
+    m_log2[i] = shift * of_row(scale_log2, i) - p_log2<B>;
+    if (m[i] == -INFINITY) may_be_kept = false;
+    if (fabsf(m_log2[i]) <= shift_limit) continue;
+    may_be_kept = false, m_log2[i] = 0 - p_log2<B>;
+    SDPA_UNROLL for (int j = 0; j < View::COLS; j++) S.x[i][j] -= shift;
+  }
+  return may_be_kept;
+}
+
+// P = 2^(S * scale_log2 - m_log2) in place;  sum += P: this thread's columns [first, last) of its rows.
+template <class B, class View>
+__device__ __forceinline__ void softmax_exp(View& S, int first, int last, ScoreScale<B> scale_log2,
+                                            const float (&m_log2)[View::ROWS], float (&sum)[View::ROWS]) {
+  SDPA_UNROLL for (int i = 0; i < View::ROWS; i++) {
+    SDPA_UNROLL for (int j = first; j < last; j++) {
+      S.x[i][j] = softmax_exp2<B>(fmaf(S.x[i][j], of_row(scale_log2, i), -m_log2[i]));
+      sum[i] += S.x[i][j];
+    }
+  }
+}
+
+// P = 2^((S - m) * scale_log2) in place;  l' = l * alpha + this thread's sums of P. Returns what softmax_shift() does.
+template <class B, class View>
+__device__ __forceinline__ bool softmax_sum(View& S, ScoreScale<B> scale_log2, const float (&m)[View::ROWS],
+                                            const float (&alpha)[View::ROWS], float (&l)[View::ROWS]) {
+  float m_log2[View::ROWS], sum[View::ROWS] = {};
+  const bool may_be_kept = softmax_shift<B>(S, scale_log2, m, m_log2);
+  softmax_exp<B>(S, 0, View::COLS, scale_log2, m_log2, sum);
+  SDPA_UNROLL for (int i = 0; i < View::ROWS; i++) l[i] = fmaf(l[i], alpha[i], sum[i]);
+  return may_be_kept;
+}
+
+// The sum of x over the LANES lanes that share a row, in a fixed order.
+template <int LANES> __device__ __forceinline__ float row_sum(float x) {
+  SDPA_UNROLL for (int lane = 1; lane < LANES; lane *= 2) { x += __shfl_xor_sync(0xffffffffu, x, lane); }
+  return x;
+}
+
+// ---- epilogue ----
+
+constexpr float ln2 = 0.693147180559945f;
+// USE_SINKS: the sink of the item's head; -inf is none.
+template <class B> __device__ __forceinline__ float sink_of(const KernelArgs& a, const WorkItem& item) {
+  return a.p.sinks ? a.p.sinks[item.h] : -INFINITY;
+}
+// The row sum l, with 2^p_log2 * e^sink relative to m. Above 2^126 nothing of the keys is left in it.
+template <class B>
+__device__ __forceinline__ float with_sink(float m, float l, const KernelArgs& a, const WorkItem& item) {
+  if (!B::use_sinks) return l;
+  const float above_m = fmaf(-finite_max(m), item_scale_log2<B>(a, item), sink_of<B>(a, item) * (1 / ln2));
+  return l + ex2_approx_ftz(fminf(above_m + p_log2<B>, 126));
+}
+
+// LSE = ln2 * (m * scale_log2 + log2(sum) - p_log2) of query q, if it is wanted. m * scale_log2 alone may overflow.
+template <class B>
+__device__ __forceinline__ void store_lse(float m, float sum, const KernelArgs& a, const WorkItem& item, int q) {
+  if (a.p.LSE) {
+    const int64_t row = (int64_t(batch_of<B>(a.p.q_starts, item.b)) * a.p.Hq + item.h) * a.p.Sq + q_row<B>(item, q);
+    float lse = fmaf(finite_max(m), item_scale_log2<B>(a, item) * ln2, ln2 * (lg2_approx_ftz(sum) - p_log2<B>));
+    if (B::use_sinks) lse = max_nan(lse, sink_of<B>(a, item));
+    st_global(a.p.LSE + row, lse);
+  }
+}
+
+// What O is multiplied by: 1 / sum times the factor of V; 0 where no key is visible and there is no sink.
+template <class B>
+__device__ __forceinline__ float inverse_of_sum(float sum, const KernelArgs& a, const WorkItem& item) {
+  return sum == 0 ? 0 : rcp_approx_ftz(sum) * item_v_descale<B>(a, item);
+}
+// O of rows without a visible key is 0, whatever V is.   l [ROWS]
+template <class View> __device__ __forceinline__ void clear_empty_rows(View& O, const float (&l)[View::ROWS]) {
+  SDPA_UNROLL for (int i = 0; i < View::ROWS; i++) {
+    if (l[i] != 0) continue;
+    SDPA_UNROLL for (int j = 0; j < View::COLS; j++) O.x[i][j] = 0;
+  }
+}
+
+// ---- stored from views (scalar, wmma, mma, wgmma) ----
+
+// Rows 8 apart of which each of 4 lanes has RUN neighbouring columns of every 4 * RUN.
+template <int HEIGHT, int WIDTH, int LENGTH> struct QuadRuns {
+  static constexpr int ROWS = HEIGHT, COLS = WIDTH / 4, RUN = LENGTH;
+  float x[ROWS][COLS];
+  int first_row, first_col;
+  __device__ int row(int i) const { return first_row + 8 * i; }
+  __device__ int col(int j) const { return first_col + j / RUN * 4 * RUN + j % RUN; }
+};
+
+// USE_LENGTHS and PACK_GQA: the rows of an item with one range, which are of several heads, are stored at once.
+template <class B> constexpr bool by_rows = B::use_lengths && B::pack_gqa;
+template <class B>
+__device__ __forceinline__ std::conditional_t<by_rows<B>, WorkItem, const WorkItem&> item_of_row(
+    const KernelArgs& a, const WorkItem& item, int row) {
+  if constexpr (by_rows<B>) return row_item<B>(a, item, row);
+  else return item;
+}
+
+// O / l and LSE to global memory, rows past Sq left out. A row without a visible key is 0, whatever V is.
+// m, l [ROWS] are final and the same in all lanes of a row.
+template <class B, class View>
+__device__ __forceinline__ void store_output(const View& O, const float (&m)[View::ROWS], const float (&l)[View::ROWS],
+                                             const KernelArgs& a, const WorkItem& item) {
+  constexpr int run = View::RUN < 8 ? View::RUN : 8, width = B::vec_width < run ? B::vec_width : run;  // to 16 bytes
+  using Vector = VectorType<width * sizeof(Output)>;
+  const SdpaParams& p = a.p;
+  Output* const O_g = p.O + item.b * p.o.batch + item.h * p.o.head;
+  SDPA_UNROLL for (int i = 0; i < View::ROWS; i++) {
+    decltype(auto) of = item_of_row<B>(a, item, O.row(i));
+    const int q = by_rows<B> ? of.q0 : item.q0 + O.row(i);
+    if (q >= queries_of<B>(item, p.Sq)) continue;
+    if (by_rows<B> && O.row(i) >= rows_of_item<B>(a)) continue;
+    const float sum = with_sink<B>(m[i], l[i], a, of), inverse = inverse_of_sum<B>(sum, a, of);
+    SDPA_UNROLL for (int j = 0; j < View::COLS; j += width) {
+      Output e[width];
+      SDPA_UNROLL for (int n = 0; n < width; n++) {
+        e[n] = rounded<Output>(l[i] == 0.0f ? 0 : O.x[i][j + n] * inverse);
+      }
+      Vector x;
+      memcpy(&x, e, sizeof x);
+      st_global(O_g + q_row<B>(item, q) * p.o.row + (of.h - item.h) * p.o.head + O.col(j), x);
+    }
+    if (O.col(0) == 0) store_lse<B>(m[i], sum, a, of, q);  // the first lane of the row
+  }
+}
+
+// ---- items of CTAs ----
+
+// Of a CTA that has one item alone: whether there is none for it, the item, and its keys.
+template <class B> __device__ __forceinline__ bool is_spare(const KernelArgs& a);
+template <class B> __device__ __forceinline__ WorkItem item_of_cta(const KernelArgs& a);
+template <class B>
+__device__ __forceinline__ KeyRange keys_of_cta(const KernelArgs& a, const Mask& mask, ItemArg<B> item);
+template <class B> struct PagedRows;  // K or V in pages
+
+// ---- items and copies of the whole CTA (scalar, wmma, mma) ----
+
+// What a group of warps (by default the CTA) needs to know of its item, and the copies that every
+// kernel starts from. Of the K/V tiles, group g takes number g, SPLIT_KV + g, ...
+template <class B> struct ItemTiles {
+  static constexpr int ADVANCE = B::round_keys;  // keys from one tile of a group to its next
+  const SdpaParams& p;
+  const WorkItem& item;
+  HeldMask<B> mask;
+  TileCopy<B> mine;  // this thread's share of the group's copies of K
+  TileCopy<B, B::d_v> mine_v;
+  using Rows = std::conditional_t<B::use_pages, PagedRows<B>, const Input*>;
+  Rows K_g, V_g;  // its first vector of the next tile
+  KeyRange keys;  // of the item's rows
+  int first_key;  // of the group
+
+  __device__ __forceinline__ ItemTiles(const KernelArgs& a, const WorkItem& item_, int group, int tid, int nthreads)
+      : p(a.p), item(item_), mask(mask_of<B>(a, item)), mine(tid, nthreads), mine_v(tid, nthreads) {
+    const int h_kv = item.h / (p.Hq / p.Hkv);
+    keys = keys_of_cta<B>(a, mask, item);
+    first_key = keys.begin + group * B::block_n;
+    if constexpr (B::use_pages) {
+      K_g = {&a, &item, &p.k, p.K + h_kv * p.k.head + mine.col, first_key + mine.row};
+      V_g = {&a, &item, &p.v, p.V + h_kv * p.v.head + mine_v.col, first_key + mine_v.row};
+    } else {
+      K_g = mine.first(p.K + item.b * p.k.batch + h_kv * p.k.head + k_row<B>(item, first_key) * p.k.row, p.k.row);
+      V_g = mine_v.first(p.V + item.b * p.v.batch + h_kv * p.v.head + k_row<B>(item, first_key) * p.v.row, p.v.row);
+    }
+  }
+  // ROWS query rows of the item from first_row on, to Q_s, by nthreads threads.
+  template <int ROWS>
+  __device__ __forceinline__ void copy_q(Element<B>* Q_s, int first_row, int tid, int nthreads) const {
+    const TileCopy<B> share(tid, nthreads);
+    const int q = item.q0 + first_row;
+    const Input* const Q_g = p.Q + item.b * p.q.batch + item.h * p.q.head + q_row<B>(item, q) * p.q.row;
+    share.template copy<ROWS>(Q_s, share.first(Q_g, p.q.row), p.q.row, queries_of<B>(item, p.Sq) - q - share.row);
+  }
+  // The next K and V tile, at key k0, into its stage; past the end nothing.
+  template <class Shared> __device__ __forceinline__ void copy_kv(Shared& s, int stage, int k0) {
+    if (k0 < keys.end) {
+      const int rows = keys.end - k0;
+      const auto step = [](const Strides& of) { return B::use_pages ? 1 : of.row; };  // to the next row
+      mine.template copy<B::block_n>(s.K[stage], K_g, step(p.k), rows - mine.row);
+      mine_v.template copy<B::block_n>(s.V[stage], V_g, step(p.v), rows - mine_v.row);
+      K_g += ADVANCE * step(p.k), V_g += ADVANCE * step(p.v);
+    }
+  }
+};
+
+// The K/V tiles of an item as its consumers see them: acquire() gives the stage of the next tile once
+// it is there, release() says that this warp has read it.
+//
+// Here all threads of a group copy, STAGES - 1 tiles ahead. Groups of copies past the end are empty,
+// so that wait counts stay constant.
+template <class B, class Shared> struct CopyTogether {
+  ItemTiles<B> t;
+  Shared& s;
+  int stage = B::stages - 1;  // of the tile acquired last
+  // mma.sync with two stages or more: a warp that passes the barrier of acquire() knows that all warps have read the
+  // tile before, so that tile's stage is refilled after it. Elsewhere release() has a barrier for that.
+  static constexpr bool COPIES_LAST = B::family == Family::mma && B::stages > 1;
+
+  // Begins with the tiles before the first acquire(), as one group of copies each.
+  __device__ __forceinline__ CopyTogether(Shared& s_, const ItemTiles<B>& t_) : t(t_), s(s_) {
+    for (int n = 0; n < B::stages - 1; n++) {
+      t.copy_kv(s, n, t.first_key + n * t.ADVANCE);
+      VectorCopy<B::use_cp_async>::commit();
+    }
+  }
+  __device__ __forceinline__ int acquire(int k0) {
+    stage = stage + 1 == B::stages ? 0 : stage + 1;
+    group_sync<B, (B::family != Family::mma && B::sync_policy == 5)>();  // hazard: Q copied by all warps
+    if constexpr (!COPIES_LAST) copy_ahead(k0);
+    VectorCopy<B::use_cp_async>::template wait<COPIES_LAST ? B::stages - 2 : B::stages - 1>();
+    group_sync<B, (B::sync_policy >= 1)>();  // hazard: K and V copied by all warps
+    if constexpr (COPIES_LAST) copy_ahead(k0);
+    return stage;
+  }
+  // Copies the tile that is STAGES - 1 further into the stage before this one.
+  __device__ __forceinline__ void copy_ahead(int k0) {
+    t.copy_kv(s, stage == 0 ? B::stages - 1 : stage - 1, k0 + (B::stages - 1) * t.ADVANCE);
+    VectorCopy<B::use_cp_async>::commit();
+  }
+  __device__ __forceinline__ void release() {
+    group_sync<B, (!COPIES_LAST && B::sync_policy >= 1)>();  // hazard: K, V and P read by all warps, about to change
+  }
+};
+
+// ---- scores in shared memory (scalar, wmma) ----
+
+constexpr int RUN_READ = 8;  // neighbouring elements of a row that a lane reads at once
+
+// x = the elements at src_s, which is aligned to their size.
+template <class E, int N> __device__ __forceinline__ void load_run(float (&x)[N], const E* src_s) {
+  const auto run = ld_shared<VectorType<N * sizeof(E)>>(src_s);
+  E e[N];
+  memcpy(e, &run, sizeof run);
+  SDPA_UNROLL for (int i = 0; i < N; i++) x[i] = to_float(e[i]);
+}
+
+// The scalar family's lanes: 4 along the rows, 8 along the columns.
+constexpr int ROW_LANES = 4, COL_LANES = 8;
+
+// S or P [BLOCK_M][BLOCK_N]. Columns interleave over lanes, so that lanes read neighbouring keys.
+template <class B> struct ScalarScores {
+  static constexpr int ROWS = B::block_m / (ROW_LANES * B::num_warps);
+  static constexpr int COLS = B::block_n / COL_LANES, LANES = COL_LANES;
+  float x[ROWS][COLS];
+  int first_row, row_step, first_col;
+  __device__ int row(int i) const { return first_row + row_step * i; }
+  __device__ int col(int j) const { return first_col + COL_LANES * j; }
+};
+
+// O [BLOCK_M][D], the same rows as a warp's own scores. A lane has whole runs of columns.
+template <class B> struct ScalarOutput {
+  static constexpr int ROWS = ScalarScores<B>::ROWS, COLS = B::d_v / COL_LANES;
+  static constexpr int RUN = COLS % RUN_READ ? 2 : RUN_READ;  // neighbouring x that are neighbouring d
+  float x[ROWS][COLS];
+  int first_row, first_col;
+  __device__ int row(int i) const { return first_row + ROW_LANES * i; }
+  __device__ int col(int j) const { return first_col + j / RUN * (COL_LANES * RUN) + j % RUN; }
+};
+
+template <class T, class View> __device__ __forceinline__ void store_scores(T* P_s, int stride, const View& S) {
+  SDPA_UNROLL for (int i = 0; i < View::ROWS; i++) {
+    SDPA_UNROLL for (int j = 0; j < View::COLS; j++) {
+      st_shared(P_s + S.row(i) * stride + S.col(j), rounded<T>(S.x[i][j]));
+    }
+  }
+}
+
+template <class T, class View> __device__ __forceinline__ void load_scores(View& S, const T* P_s, int stride) {
+  SDPA_UNROLL for (int i = 0; i < View::ROWS; i++) {
+    SDPA_UNROLL for (int j = 0; j < View::COLS; j++) {
+      S.x[i][j] = to_float(ld_shared<T>(P_s + S.row(i) * stride + S.col(j)));
+    }
+  }
+}
+
+template <class B> struct ScalarShared {
+  static constexpr int P_STRIDE = B::block_n + 8;         // 4 rows of lanes fall into 4 groups of 8 banks
+  Element<B> Q[B::block_m * TILE_STRIDE<B>];              // [BLOCK_M][D]
+  Element<B> K[B::stages][B::block_n * TILE_STRIDE<B>];   // [BLOCK_N][D]
+  Element<B> V[B::stages][B::block_n * TILE_STRIDE<B, B::d_v>];  // [BLOCK_N][Dv]
+  float P[B::block_m * P_STRIDE];                         // [BLOCK_M][BLOCK_N]: S, then P in its place
+  float m[B::block_m], l[B::block_m], alpha[B::block_m];  // used where rows change hands
+
+  __device__ void store_probabilities(const ScalarScores<B>& S) { store_scores(P, P_STRIDE, S); }
+  __device__ void store_alpha(const ScalarScores<B>&, const float (&)[ScalarScores<B>::ROWS]) {}
+};
+
+// O = O * alpha + P @ V   [BLOCK_M][D]
+template <class B>
+__device__ __forceinline__ void scalar_pv(ScalarOutput<B>& O, const float (&alpha)[ScalarOutput<B>::ROWS],
+                                          const float* P_s, const Element<B>* V_s) {
+  using View = ScalarOutput<B>;
+  constexpr int KEYS = 4;  // one 16-byte read of P
+  scale_rows(O, alpha);
+#pragma unroll 2
+  for (int k = 0; k < B::block_n; k += KEYS) {
+    float p[View::ROWS][KEYS];
+    SDPA_UNROLL for (int i = 0; i < View::ROWS; i++) {
+      const float4 x = ld_shared<float4>(P_s + O.row(i) * ScalarShared<B>::P_STRIDE + k);
+      p[i][0] = x.x, p[i][1] = x.y, p[i][2] = x.z, p[i][3] = x.w;
+    }
+    SDPA_UNROLL for (int n = 0; n < KEYS; n++) {
+      SDPA_UNROLL for (int j = 0; j < View::COLS; j += View::RUN) {
+        float v[View::RUN];
+        load_run(v, V_s + tile_offset<B, B::d_v>(k + n, O.col(j)));
+        SDPA_UNROLL for (int e = 0; e < View::RUN; e++) {
+          SDPA_UNROLL for (int i = 0; i < View::ROWS; i++) { O.x[i][j + e] = fmaf(p[i][n], v[e], O.x[i][j + e]); }
+        }
+      }
+    }
+  }
+}
+
+// Softmax of a tile in which each warp keeps the rows whose scores it computed: m and l stay in
+// registers, and P goes through shared memory only to other lanes of the same warp.
+template <class B, class Shared> struct WarpSoftmax {
+  static constexpr int ROWS = ScalarScores<B>::ROWS;
+  float m[ROWS], l[ROWS];
+
+  __device__ void start(Shared&, const ScalarScores<B>&) {
+    SDPA_UNROLL for (int i = 0; i < ROWS; i++) m[i] = -INFINITY, l[i] = 0;
+  }
+  // S -> P in shared memory, and alpha where it is wanted there; alpha of this thread's rows.
+  __device__ void step(Shared& s, ScalarScores<B>& S, float scale_log2, float (&alpha)[ROWS]) {
+    softmax_max<B>(S, scale_log2, m, alpha);
+    softmax_sum<B>(S, scale_log2, m, alpha, l);
+    s.store_probabilities(S);
+    s.store_alpha(S, alpha);
+    __syncwarp();  // hazard: P and alpha written by the other lanes
+  }
+  // The final m and l of this thread's rows.
+  __device__ void finish(Shared&, const ScalarScores<B>&, float (&m_out)[ROWS], float (&l_out)[ROWS]) {
+    SDPA_UNROLL for (int i = 0; i < ROWS; i++) m_out[i] = m[i], l_out[i] = row_sum<COL_LANES>(l[i]);
+  }
+};
+
+template <class B, class Shared> struct CtaSoftmax;  // with rows that change hands
+template <class B, class Shared>
+using TileSoftmax = std::conditional_t<B::sync_policy == 1, WarpSoftmax<B, Shared>, CtaSoftmax<B, Shared>>;
+
+// ==== 5 KERNELS ==================================================================================
+
+// What the launch needs to know of a kernel: `Shared`, its shared memory, and `entry`. Each chapter ends with its own.
+template <class B, Path = B::path> struct KernelOf;
+template <class B> constexpr size_t shared_bytes = sizeof(typename KernelOf<B>::Shared);
+
+// ---- 5a scalar: both products on the FMA pipes (scalar) ----
+
+// S = Q @ K.T   [BLOCK_M][BLOCK_N]
+template <class B>
+__device__ __forceinline__ void scalar_qk(ScalarScores<B>& S, const Element<B>* Q_s, const Element<B>* K_s) {
+  using View = ScalarScores<B>;
+  clear(S);
+#pragma unroll 2
+  for (int d = 0; d < B::head_dim; d += RUN_READ) {
+    float q[View::ROWS][RUN_READ];
+    SDPA_UNROLL for (int i = 0; i < View::ROWS; i++) { load_run(q[i], Q_s + tile_offset<B>(S.row(i), d)); }
+    SDPA_UNROLL for (int j = 0; j < View::COLS; j++) {
+      float k[RUN_READ];
+      load_run(k, K_s + tile_offset<B>(S.col(j), d));
+      SDPA_UNROLL for (int e = 0; e < RUN_READ; e++) {
+        SDPA_UNROLL for (int i = 0; i < View::ROWS; i++) S.x[i][j] = fmaf(q[i][e], k[e], S.x[i][j]);
+      }
+    }
+  }
+}
+
+template <class B> __global__ void __launch_bounds__(B::threads, 1) sdpa_scalar(const __grid_constant__ KernelArgs a) {
+  ScalarShared<B>& s = dynamic_shared<ScalarShared<B>>();
+  const int tid = threadIdx.x, warp = tid / 32, lane = tid % 32;
+
+  ScalarScores<B> S;
+  ScalarOutput<B> O;
+  S.first_row = O.first_row = warp * (B::block_m / B::num_warps) + lane / COL_LANES, S.row_step = ROW_LANES;
+  S.first_col = lane % COL_LANES, O.first_col = lane % COL_LANES * O.RUN;
+
+  if (is_spare<B>(a)) return;
+  const WorkItem item = item_of_cta<B>(a);
+  const ItemTiles<B> t(a, item, 0, tid, B::threads);
+  t.template copy_q<B::block_m>(s.Q, 0, tid, B::threads);
+  CopyTogether<B, ScalarShared<B>> feed(s, t);
+
+  clear(O);
+  TileSoftmax<B, ScalarShared<B>> softmax;
+  softmax.start(s, S);
+  const float scale_log2 = item_scale_log2<B>(a, item);
+
+  for (int k0 = t.keys.begin; k0 < t.keys.end; k0 += B::block_n) {
+    const int stage = feed.acquire(k0);
+    scalar_qk<B>(S, s.Q, s.K[stage]);
+    finish_scores<B>(S, a, t.mask, item.q0, k0);
+    float alpha[O.ROWS];
+    softmax.step(s, S, scale_log2, alpha);
+    scalar_pv<B>(O, alpha, s.P, s.V[stage]);
+    feed.release();
+  }
+
+  float m[O.ROWS], l[O.ROWS];
+  softmax.finish(s, S, m, l);
+  store_output<B>(O, m, l, a, item);
+}
+
+template <class B> struct KernelOf<B, Path::scalar> {
+  using Shared = ScalarShared<B>;
+  static constexpr auto entry = sdpa_scalar<B>;
+};
+
+// ---- 5a rows that change hands (scalar, wmma) ----
+
+// Softmax of a tile in shared memory: its rows are dealt to the warps anew, in turn, so that every
+// row changes hands before and after; m, l and alpha are kept in shared memory.
+template <class B, class Shared> struct CtaSoftmax {
+  static constexpr int ROWS = ScalarScores<B>::ROWS;
+
+  __device__ static ScalarScores<B> dealt_rows() {
+    const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
+    ScalarScores<B> S;
+    S.first_row = warp * ROW_LANES + lane / COL_LANES, S.row_step = ROW_LANES * B::num_warps;
+    S.first_col = lane % COL_LANES;
+    return S;
+  }
+  __device__ void start(Shared& s, const ScalarScores<B>&) {
+    const ScalarScores<B> S = dealt_rows();
+    SDPA_UNROLL for (int i = 0; i < ROWS; i++) {
+      if (S.first_col == 0) s.m[S.row(i)] = -INFINITY, s.l[S.row(i)] = 0;
+    }
+    __syncthreads();  // hazard: m and l read by other warps in finish() if there is no tile
+  }
+  __device__ void step(Shared& s, const ScalarScores<B>& own, float scale_log2, float (&alpha_own)[ROWS]) {
+    store_scores(s.P, s.P_STRIDE, own);
+    group_sync<B, (B::sync_policy >= 2)>();  // hazard: S written, its rows about to change hands
+
+    ScalarScores<B> S = dealt_rows();
+    load_scores(S, s.P, s.P_STRIDE);
+    float m[ROWS], l[ROWS], alpha[ROWS];
+    SDPA_UNROLL for (int i = 0; i < ROWS; i++) m[i] = s.m[S.row(i)];
+    __syncwarp();  // hazard: m still being read by the row's other lanes
+    softmax_max<B>(S, scale_log2, m, alpha);
+    SDPA_UNROLL for (int i = 0; i < ROWS; i++) {
+      if (S.first_col == 0) s.m[S.row(i)] = m[i], s.alpha[S.row(i)] = alpha[i];
+    }
+    group_sync<B, (B::sync_policy == 5)>();  // hazard: m and alpha of the rows written
+
+    SDPA_UNROLL for (int i = 0; i < ROWS; i++) {
+      m[i] = s.m[S.row(i)], alpha[i] = s.alpha[S.row(i)];
+      l[i] = S.first_col == 0 ? s.l[S.row(i)] : 0.0f;
+    }
+    softmax_sum<B>(S, scale_log2, m, alpha, l);
+    s.store_probabilities(S);
+    SDPA_UNROLL for (int i = 0; i < ROWS; i++) {
+      l[i] = row_sum<COL_LANES>(l[i]);
+      if (S.first_col == 0) s.l[S.row(i)] = l[i];
+    }
+    group_sync<B, (B::sync_policy >= 2)>();  // hazard: l and P written, rows about to change hands again
+
+    SDPA_UNROLL for (int i = 0; i < ROWS; i++) alpha_own[i] = s.alpha[own.row(i)];
+  }
+  __device__ void finish(Shared& s, const ScalarScores<B>& own, float (&m_out)[ROWS], float (&l_out)[ROWS]) {
+    SDPA_UNROLL for (int i = 0; i < ROWS; i++) { m_out[i] = s.m[own.row(i)], l_out[i] = s.l[own.row(i)]; }
+  }
+};
+
+// ---- PTX of the other kernels ----
+
+#ifndef SDPA_SIMT
+
+#if defined(__CUDA_ARCH__) && __CUDA_ARCH__ < 800
+#error "sdpa.cu needs sm_80 or newer (cp.async, max.NaN); type -arch=sm_80 or -arch=native"
+#endif
+#if USE_WGMMA
+#if defined(__CUDA_ARCH__) && !defined(__CUDA_ARCH_FEAT_SM90_ALL)
+#error "the wgmma kernel needs an H100 or H200; type -gencode arch=compute_90a,code=sm_90a"
+#endif
+#endif  // USE_WGMMA
+#if defined(__CUDA_ARCH__) && __CUDA_ARCH__ < 890
+static_assert(!(is_mma && Build::is_e4m3),
+              "DTYPE=FP8_E4M3: mma.sync takes e4m3 from sm_89 on; type -arch=sm_89 or DTYPE=FP16");
+#endif
+
+// tanh x to 2^-11 of itself.
+__device__ __forceinline__ float tanh_approx(float x) {
+  float y;
+  asm("tanh.approx.f32 %0, %1;" : "=f"(y) : "f"(x));
+  return y;
+}
+
 // a + b rounded towards -infinity.
 __device__ __forceinline__ float add_rm(float a, float b) {
   float y;
   asm("add.rm.f32 %0, %1, %2;" : "=f"(y) : "f"(a), "f"(b));
   return y;
 }
+
 __host__ __device__ __forceinline__ uint32_t bits_of(float x) {
   uint32_t bits;
   memcpy(&bits, &x, sizeof bits);
@@ -582,22 +1289,6 @@ __host__ __device__ __forceinline__ float float_of(uint32_t bits) {
   float x;
   memcpy(&x, &bits, sizeof x);
   return x;
-}
-// Four bytes of the eight of (b, a), a the low ones, picked by the hexadecimal digits of the selector.
-__device__ __forceinline__ uint32_t prmt(uint32_t a, uint32_t b, uint32_t selector) {
-  return __byte_perm(a, b, selector);
-}
-// Converts two numbers in e4m3, the low 16 bits, to fp16.
-__device__ __forceinline__ uint32_t cvt_rn_f16x2_e4m3x2(uint32_t x) {
-  uint32_t pair;
-  asm("cvt.rn.f16x2.e4m3x2 %0, %1;" : "=r"(pair) : "h"(uint16_t(x)));
-  return pair;
-}
-// a - b of two numbers in fp16 each.
-__device__ __forceinline__ uint32_t sub_f16x2(uint32_t a, uint32_t b) {
-  uint32_t difference;
-  asm("sub.f16x2 %0, %1, %2;" : "=r"(difference) : "r"(a), "r"(b));
-  return difference;
 }
 
 // ---- cp.async (USE_CP_ASYNC) ----
@@ -620,6 +1311,36 @@ template <int N> __device__ __forceinline__ void cp_async_wait_group() {
 // Arrives when all earlier cp.async of this thread have landed.
 __device__ __forceinline__ void cp_async_mbarrier_arrive_noinc(uint64_t* barrier_s) {
   asm volatile("cp.async.mbarrier.arrive.noinc.shared.b64 [%0];" ::"r"(shared_address(barrier_s)) : "memory");
+}
+
+// Reads L2, not L1: for what another SM wrote.
+template <class T> __device__ __forceinline__ T ld_global_cg(const void* src_g) {
+  return __ldcg(static_cast<const T*>(src_g));
+}
+
+// atom.inc: counts up, after `last` from 0 again; returns the old value. Release and acquire: what this thread, and
+// those that it has met at a barrier, have written is visible to every thread that counts later.
+__device__ __forceinline__ uint32_t atom_inc_acq_rel(uint32_t* counter_g, uint32_t last) {
+  uint32_t old;
+  asm volatile("atom.acq_rel.gpu.global.inc.u32 %0, [%1], %2;" : "=r"(old) : "l"(counter_g), "r"(last) : "memory");
+  return old;
+}
+
+// Four bytes of the eight of (b, a), a the low ones, picked by the hexadecimal digits of the selector.
+__device__ __forceinline__ uint32_t prmt(uint32_t a, uint32_t b, uint32_t selector) {
+  return __byte_perm(a, b, selector);
+}
+// Converts two numbers in e4m3, the low 16 bits, to fp16.
+__device__ __forceinline__ uint32_t cvt_rn_f16x2_e4m3x2(uint32_t x) {
+  uint32_t pair;
+  asm("cvt.rn.f16x2.e4m3x2 %0, %1;" : "=r"(pair) : "h"(uint16_t(x)));
+  return pair;
+}
+// a - b of two numbers in fp16 each.
+__device__ __forceinline__ uint32_t sub_f16x2(uint32_t a, uint32_t b) {
+  uint32_t difference;
+  asm("sub.f16x2 %0, %1, %2;" : "=r"(difference) : "r"(a), "r"(b));
+  return difference;
 }
 
 // ---- barriers of some warps (SPLIT_KV > 1, wgmma) ----
@@ -939,28 +1660,45 @@ __device__ __forceinline__ void griddepcontrol_launch_dependents() {
 
 #endif  // SDPA_SIMT
 
-// ==== 4 BLOCKS ===================================================================================
+// ---- copies by cp.async (USE_CP_ASYNC) ----
 
-// ---- element types and vectors ----
+template <> struct VectorCopy<true> {
+  template <int BYTES> __device__ static __forceinline__ void copy(void* dst_s, const void* src_g, bool valid) {
+    cp_async<BYTES>(dst_s, src_g, valid);
+  }
+  __device__ static __forceinline__ void commit() { cp_async_commit_group(); }
+  template <int IN_FLIGHT> __device__ static __forceinline__ void wait() { cp_async_wait_group<IN_FLIGHT>(); }
+};
 
-// Without the descale factor, which goes into the scale or into 1 / l. By functions, since a program may be compiled
-// without the conversions of the 16-bit types, as PyTorch's extensions are.
-__host__ __device__ __forceinline__ float to_float(float x) { return x; }
-__host__ __device__ __forceinline__ float to_float(__half x) { return __half2float(x); }
-__host__ __device__ __forceinline__ float to_float(__nv_bfloat16 x) { return __bfloat162float(x); }
-__host__ __device__ __forceinline__ float to_float(__nv_fp8_e4m3 x) { return static_cast<float>(x); }
-__host__ __device__ __forceinline__ float to_float(uint8_t x) { return static_cast<float>(x) - 128; }
-// To nearest, ties to even.
-template <class E> __host__ __device__ __forceinline__ E rounded(float x) { return static_cast<E>(x); }
-template <> __host__ __device__ __forceinline__ __half rounded(float x) { return __float2half_rn(x); }
-template <> __host__ __device__ __forceinline__ __nv_bfloat16 rounded(float x) { return __float2bfloat16_rn(x); }
+// ---- 2^x on the FMA pipes (USE_FAST_EXP) ----
 
-template <int BYTES, int OF, class T, class OTHERWISE> using IfBytes = std::conditional_t<BYTES == OF, T, OTHERWISE>;
-template <int N>
-using VectorType = IfBytes<
-    N, 16, uint4, IfBytes<N, 8, uint2, IfBytes<N, 4, uint32_t, IfBytes<N, 2, uint16_t, IfBytes<N, 1, uint8_t, void>>>>>;
+// 2^t for t <= 127 on the FMA pipes: t = n + f with n = floor(t), and 2^f by a cubic with
+// p(0) = 1 whose largest relative error on [0,1] is 8.6e-5 (tests/unit.cu tries every float from -126 to 0).
+// Adding 1.5*2^23 rounded down leaves n in the low bits of the sum; the 127 makes them the biased
+// exponent. Below 2^-126 it gives 0, as ex2.approx.ftz does; exactly 1 at 0; NaN for NaN.
+__device__ __forceinline__ float exp2_polynomial(float t) {
+  constexpr float magic = 12582912.0f + 127.0f;  // 1.5 * 2^23 + exponent bias
+  t = max_nan(t, -127.0f);
+  const float shifted = add_rm(t, magic);
+  const float f = t - (shifted - magic);
+  const float power = fmaf(fmaf(fmaf(0.07706704f, f, 0.22764499f), f, 0.69511679f), f, 1.0f);
+  return power * float_of(bits_of(shifted) << 23);
+}
 
-template <class B> constexpr int CHUNK = 16 / sizeof(Element<B>);  // elements in 16 bytes, the unit of the swizzle
+// ---- softcap (USE_SOFTCAP) ----
+
+// USE_SOFTCAP: tanh(x * cap_scale), of which the exact form is 1 - 2 / (1 + e^2t).
+template <class B> __device__ __forceinline__ float capped(float x, const KernelArgs& a) {
+  if (a.cap_scale == 0) return x;
+  if (B::use_softcap == 1) return tanh_approx(x * a.cap_scale);
+  return 1 - 2 * rcp_approx_ftz(1 + ex2_approx_ftz(x * a.cap_scale * 2.88539008f));  // 2 * log2(e)
+}
+template <class B, class View>
+__device__ __forceinline__ void cap_scores(View& S, const KernelArgs& a, int first, int last) {
+  SDPA_UNROLL for (int i = 0; i < View::ROWS; i++) {
+    SDPA_UNROLL for (int j = first; j < last; j++) S.x[i][j] = capped<B>(S.x[i][j], a);
+  }
+}
 
 // ---- pairs (mma, wgmma) ----
 
@@ -982,54 +1720,6 @@ __device__ __forceinline__ void mma_32_bytes(float& d0, float& d1, float& d2, fl
     mma_m16n8k16<E>(d0, d1, d2, d3, a, b0, b1);
   }
 }
-
-// ---- tiles in shared memory (scalar, wmma, mma) ----
-
-// Elements from one row of a tile to the next. With D alone all rows start in one bank or a few, and accesses to one
-// column of different rows collide. Against that SWIZZLE_XOR=1 XORs the 16-byte chunk index with the row, within the
-// chunks that divide a row and 128 bytes, so that any 8 neighbouring rows lie in all 32 banks; but wmma wants a fixed
-// stride, so there it makes rows 16 bytes longer, to the same effect.
-template <class B> constexpr bool pads_rows = B::swizzle_xor&& B::family == Family::wmma;
-template <class B, int D = B::head_dim> constexpr int TILE_STRIDE = D + (pads_rows<B> ? CHUNK<B> : 0);
-
-// The chunks of a row that are swizzled together, of 128 bytes at most.
-template <class B, int D, int N = D / CHUNK<B>>
-constexpr unsigned SWIZZLED = N % 8 == 0 ? 8 : N % 4 == 0 ? 4 : N % 2 == 0 ? 2 : 1;
-// Offset in elements of (row, col) in a tile.
-template <class B, int D = B::head_dim> __device__ __forceinline__ int tile_offset(int row, int col) {
-  // Unsigned, so that the compiler sees that rows 8 apart are swizzled alike.
-  if constexpr (B::swizzle_xor && !pads_rows<B>) {
-    col ^= static_cast<unsigned>(row) / (8 / SWIZZLED<B, D>) % SWIZZLED<B, D> * CHUNK<B>;
-  }
-  return row * TILE_STRIDE<B, D> + col;
-}
-
-// Copies a vector from global to shared memory, zeros when !valid; commit() ends a group of copies, wait() waits
-// until at most IN_FLIGHT of this thread's groups are unfinished.
-template <bool ASYNC> struct VectorCopy;
-
-// ---- copies through registers (scalar, wmma, mma and USE_CP_ASYNC = 0) ----
-
-template <> struct VectorCopy<false> {
-  template <int BYTES> __device__ static __forceinline__ void copy(void* dst_s, const void* src_g, bool valid) {
-    using Vector = VectorType<BYTES>;
-    Vector x{};
-    if (valid) x = ld_global_nc<Vector>(src_g);
-    st_shared(dst_s, x);
-  }
-  __device__ static __forceinline__ void commit() {}
-  template <int IN_FLIGHT> __device__ static __forceinline__ void wait() {}
-};
-
-// ---- copies by cp.async (USE_CP_ASYNC) ----
-
-template <> struct VectorCopy<true> {
-  template <int BYTES> __device__ static __forceinline__ void copy(void* dst_s, const void* src_g, bool valid) {
-    cp_async<BYTES>(dst_s, src_g, valid);
-  }
-  __device__ static __forceinline__ void commit() { cp_async_commit_group(); }
-  template <int IN_FLIGHT> __device__ static __forceinline__ void wait() { cp_async_wait_group<IN_FLIGHT>(); }
-};
 
 // ---- copies of U8 (wmma and DTYPE = U8) ----
 
@@ -1053,464 +1743,37 @@ struct ConvertingCopy {
   }
 };
 
-// ---- copies of tiles (scalar, wmma, mma) ----
+// ---- partial results in the workspace ----
 
-// What thread tid of nthreads copies of a tile: the vectors at (row + n * row_step, col), so that its addresses advance
-// by a constant. A row may take several passes of all threads. Threads that are left over after whole rows are idle.
-template <class B, int D = B::head_dim> struct TileCopy {
-  static constexpr int PER_ROW = D / B::vec_width;
-  int row_step, col_step, row, col;
-
-  __device__ __forceinline__ TileCopy(int tid, int nthreads)
-      : row_step(nthreads > PER_ROW ? nthreads / PER_ROW : 1),
-        col_step(nthreads > PER_ROW ? D : nthreads * B::vec_width),
-        row(tid / PER_ROW),
-        col(tid % PER_ROW * B::vec_width) {}
-
-  // This thread's first vector of a tile whose rows begin at tensor.
-  __device__ __forceinline__ const Input* first(const Input* tensor, int64_t row_stride) const {
-    return tensor + row * row_stride + col;
-  }
-  // dst_s [ROWS][D] = the tile, zeros where it does not exist. src_g is this thread's first vector; `rows` rows exist
-  // from there on. With USE_CP_ASYNC the data is there only after a wait.
-  template <int ROWS, class Rows>
-  __device__ __forceinline__ void copy(Element<B>* dst_s, Rows src_g, int64_t row_stride, int rows) const {
-    using Copy = std::conditional_t<B::converts, ConvertingCopy, VectorCopy<B::use_cp_async>>;
-    [[maybe_unused]] constexpr int unrolled = B::use_cp_async ? 16 : 8;  // a plain load in flight takes registers
-#pragma unroll unrolled
-    for (int r = 0; r < ROWS; r += row_step, src_g += row_step * row_stride) {
-      if ((ROWS % row_step != 0 && row + r >= ROWS) || row >= row_step) break;
-      SDPA_UNROLL for (int c = 0; c < D; c += col_step) {
-        if (D % col_step != 0 && col + c >= D) break;
-        Element<B>* const to_s = dst_s + tile_offset<B, D>(row + r, col + c);
-        Copy::template copy<B::vec_width * sizeof(Input)>(to_s, src_g + c, r < rows);
-      }
-    }
-  }
+// SPLIT_CTAS: the workspace has for each item a counter of stored partial results, and after all counters the results.
+constexpr uint32_t most_split_items = 16384;
+constexpr size_t range_counter_bytes = most_split_items * sizeof(uint32_t);
+constexpr int ranges_at_once = 16, few_ranges = 4;  // that a thread merges; of few it takes more columns
+template <class B> struct alignas(256) RangePartial {
+  float O[B::block_m][B::d_v];
+  float2 m_l[B::block_m];
 };
 
-// ---- barriers ----
-// A barrier of the warps that share a slice of the keys if GROUP, else of the warp alone.
-template <class B, bool GROUP> __device__ __forceinline__ void group_sync() {
-  if constexpr (!GROUP || B::group_threads == 32) {
-    __syncwarp();
-  } else if constexpr (B::split_kv > 1) {  // the number of a barrier is an immediate operand
-    SDPA_UNROLL for (int group = 0; group < B::split_kv; group++) {
-      if (int(threadIdx.x / B::group_threads) == group) barrier_sync(1 + group, B::group_threads);
-    }
-  } else {
-    __syncthreads();
-  }
+template <class B> __device__ __forceinline__ size_t behind_plan(const KernelArgs& a, size_t bytes) {
+  if constexpr (B::use_lengths) return bytes + plan_bytes(plan_room<B>(a));
+  return bytes;
 }
-
-// ---- accumulator views ----
-// A view is a thread's part of a tile and the seam between kernel families: ROWS x COLS floats
-// x[i][j] that stand at (row(i), col(j)) of the tile, where LANES neighbouring lanes of a warp
-// share the same rows. Mask, softmax and epilogue are written on views alone.
-
-template <class View> __device__ __forceinline__ void clear(View& T) {
-  SDPA_UNROLL for (int i = 0; i < View::ROWS; i++) { SDPA_UNROLL for (int j = 0; j < View::COLS; j++) T.x[i][j] = 0; }
-}
-
-// T = T * factor, by rows.   factor [ROWS]
-template <class View> __device__ __forceinline__ void scale_rows(View& T, const float (&factor)[View::ROWS]) {
-  SDPA_UNROLL for (int i = 0; i < View::ROWS; i++) {
-    SDPA_UNROLL for (int j = 0; j < View::COLS; j++) T.x[i][j] *= factor[i];
-  }
-}
-
-// ---- mask ----
-
-// Queries of an item per head.
-template <class B> __device__ __forceinline__ int queries_of_item(const KernelArgs& a) {
-  return B::pack_gqa ? int(a.item_queries.divisor) : B::block_m;
-}
-// Rows of an item. PACK_GQA: of n = item_queries and item_heads heads of a key head
-//
-//   row of the tile    0 ... n - 1           n ... 2n - 1          ...
-//   head, query        h, q0 ... q0 + n - 1  h + 1, q0 ... q0 + n - 1
-template <class B> __device__ __forceinline__ int rows_of_item(const KernelArgs& a) {
-  return B::pack_gqa ? a.item_heads * int(a.item_queries.divisor) : B::block_m;
-}
-
-// The query of row r of a tile that begins with query q0.
-template <class B> __device__ __forceinline__ int query_of(const KernelArgs& a, int q0, int r) {
-  return q0 + (B::pack_gqa ? int(a.item_queries.remainder(uint32_t(r))) : r);
-}
-// The head and the query of a row of the tile, as an item of one row.
-template <class B> __device__ __forceinline__ WorkItem row_item(const KernelArgs& a, const WorkItem& item, int row) {
-  WorkItem one = item;
-  if (B::pack_gqa) one.h += int(a.item_queries.divide(uint32_t(row)));
-  one.q0 = query_of<B>(a, item.q0, row);
-  return one;
-}
-
-// An item as an argument: by value, if it is small.
-template <class B> using ItemArg = std::conditional_t<B::use_lengths, const WorkItem&, WorkItem>;
-// Queries q and keys k of an item as rows of the tensors; with USE_LENGTHS they count from its sequence's first one.
-template <class B> __device__ __forceinline__ int q_row(ItemArg<B> item, int q) {
-  if constexpr (B::use_lengths) return item.own.q_row + q;
-  return q;
-}
-template <class B> __device__ __forceinline__ int k_row(ItemArg<B> item, int k) {
-  if constexpr (B::use_lengths) return item.own.k_row + k;
-  return k;
-}
-// Of Sq queries in all.
-template <class B> __device__ __forceinline__ int queries_of(ItemArg<B> item, int Sq) {
-  if constexpr (B::use_lengths) return item.own.Sq;
-  return Sq;
-}
-// The batch of tensors with these starts.
-template <class B> __device__ __forceinline__ int batch_of(const int* starts, int b) {
-  if constexpr (B::use_lengths) return starts ? 0 : b;
-  return b;
-}
-
-// A name that depends on B, since other KernelArgs have no such numbers.
-template <class B> __host__ __device__ __forceinline__ const auto& plan_room(const KernelArgs& a) { return a.plan; }
-template <class B> using HeldMask = std::conditional_t<B::use_lengths, Mask, const Mask&>;
-template <class B> __device__ __forceinline__ HeldMask<B> mask_of(const KernelArgs& a, ItemArg<B> item) {
-  if constexpr (!B::use_lengths) return a.mask;
-  else {
-    const KeyBounds keys(a.p, item.own.Sq, item.own.Sk);
-    return {{keys, B::pack_gqa ? queries_of_item<B>(a) : B::mask_rows, B::block_n}, keys};
-  }
-}
-
-// S = -inf where key k0 + j is not visible to the query of row r.
-template <class B, class View>
-__device__ __forceinline__ void mask_scores(View& S, const KernelArgs& a, const Mask& mask, int q0, int k0) {
-  const KeyBounds& keys = mask.keys;
-  const auto hide = [&](const auto& hidden) {
-    SDPA_UNROLL for (int i = 0; i < View::ROWS; i++) {
-      const int q = query_of<B>(a, q0, S.row(i));
-      SDPA_UNROLL for (int j = 0; j < View::COLS; j++) {
-        if (hidden(S.col(j), q)) S.x[i][j] = -INFINITY;
-      }
-    }
-  };
-  hide([&](int j, int q) { return j >= keys.end(q) - k0; });
-  if (keys.from > -most_rows) hide([&](int j, int q) { return j < keys.begin(q) - k0; });
-}
-// USE_SOFTCAP: tanh(x * cap_scale), of which the exact form is 1 - 2 / (1 + e^2t).
-template <class B> __device__ __forceinline__ float capped(float x, const KernelArgs& a) {
-  if (a.cap_scale == 0) return x;
-  if (B::use_softcap == 1) return tanh_approx(x * a.cap_scale);
-  return 1 - 2 * rcp_approx_ftz(1 + ex2_approx_ftz(x * a.cap_scale * 2.88539008f));  // 2 * log2(e)
-}
-// Of this thread's columns [first, last) of S.
-template <class B, class View>
-__device__ __forceinline__ void cap_scores(View& S, const KernelArgs& a, int first = 0, int last = View::COLS) {
-  SDPA_UNROLL for (int i = 0; i < View::ROWS; i++) {
-    SDPA_UNROLL for (int j = first; j < last; j++) S.x[i][j] = capped<B>(S.x[i][j], a);
-  }
-}
-// What happens to the scores of the item's tile at key k0 between Q @ K.T and the softmax.
-template <class B, class View>
-__device__ __forceinline__ void finish_scores(View& S, const KernelArgs& a, const Mask& mask, int q0, int k0) {
-  if (B::use_softcap != 0) cap_scores<B>(S, a);
-  if (!mask.tiles.cover(q0, k0)) mask_scores<B>(S, a, mask, q0, k0);
-}
-
-// ---- the scale of an item ----
-
-// The element that to_float() gives as 1.
-template <class B> constexpr float element_unit = B::input == DType::u8 ? 448.0f / 127 : 1;
-
-// The scale of an item's scores, with the factors of its heads, times log2(e); and the factor of its V. Where e4m3
-// becomes fp16 (mma and PACK_GQA), scores have been multiplied by the factor of Q.
-template <class B> __device__ __forceinline__ float item_scale_log2(const KernelArgs& a, const WorkItem& item) {
-  if constexpr (!B::is_8bit) return a.scale_log2;
-  const int h_kv = int(a.q_heads_per_kv.divide(item.h));
-  const float q_descale = B::converts_operands ? 1 : a.p.q_descale.of_head(item.b, item.h);
-  const float scale_log2 = a.scale_log2 * q_descale * a.p.k_descale.of_head(item.b, h_kv);
-  return max_nan(scale_log2, 1.2e-38f);  // of a factor of 0: -inf times the scale stays -inf
-}
-template <class B> __device__ __forceinline__ float item_v_descale(const KernelArgs& a, const WorkItem& item) {
-  if constexpr (!B::is_8bit) return 1;
-  return element_unit<B> * a.p.v_descale.of_head(item.b, int(a.q_heads_per_kv.divide(item.h)));
-}
-
-// By what a thread's rows of scores are multiplied: one number, or of e4m3 with PACK_GQA one for each row.
-struct RowScales { float of[2]; };
-template <class B> using ScoreScale = std::conditional_t<B::scales_rows, RowScales, float>;
-__device__ __forceinline__ float of_row(float scale, int) { return scale; }
-__device__ __forceinline__ float of_row(const RowScales& scales, int i) { return scales.of[i]; }
-__device__ __forceinline__ float largest(float scale) { return scale; }
-__device__ __forceinline__ float largest(const RowScales& scales) { return fmaxf(scales.of[0], scales.of[1]); }
-
-// item_scale_log2() of an item. With 16 bits it is a kernel argument, read where it is used, and takes no register.
-template <class B> struct ItemScale {
-  const KernelArgs& a;
-  ScoreScale<B> of_8bit{};
-
-  __device__ __forceinline__ explicit ItemScale(const KernelArgs& a_) : a(a_) {}
-  __device__ __forceinline__ ItemScale(const KernelArgs& a_, const WorkItem& item) : a(a_) { start(item, 0); }
-  // row: the thread's first; the other is 8 below. Rows past those of the tile get the scale of some head.
-  __device__ __forceinline__ void start(const WorkItem& item, int row) {
-    if constexpr (B::scales_rows) {
-      SDPA_UNROLL for (int i = 0; i < 2; i++) {
-        WorkItem of = row_item<B>(a, item, row + 8 * i);
-        of.h = min(of.h, a.p.Hq - 1);
-        of_8bit.of[i] = item_scale_log2<B>(a, of);
-      }
-    } else if (B::is_8bit) {
-      of_8bit = item_scale_log2<B>(a, item);
-    }
-  }
-  __device__ __forceinline__ operator ScoreScale<B>() const {
-    if constexpr (B::is_8bit) return of_8bit;
-    return ScoreScale<B>{a.scale_log2};
-  }
-};
-
-// ---- online softmax ----
-
-// 2^t for t <= 127 on the FMA pipes: t = n + f with n = floor(t), and 2^f by a cubic with
-// p(0) = 1 whose largest relative error on [0,1] is 8.6e-5 (tests/unit.cu tries every float from -126 to 0).
-// Adding 1.5*2^23 rounded down leaves n in the low bits of the sum; the 127 makes them the biased
-// exponent. Below 2^-126 it gives 0, as ex2.approx.ftz does; exactly 1 at 0; NaN for NaN.
-__device__ __forceinline__ float exp2_polynomial(float t) {
-  constexpr float magic = 12582912.0f + 127.0f;  // 1.5 * 2^23 + exponent bias
-  t = max_nan(t, -127.0f);
-  const float shifted = add_rm(t, magic);
-  const float f = t - (shifted - magic);
-  const float power = fmaf(fmaf(fmaf(0.07706704f, f, 0.22764499f), f, 0.69511679f), f, 1.0f);
-  return power * float_of(bits_of(shifted) << 23);
-}
-
-// 2^t, by the polynomial with USE_FAST_EXP.
-template <class B> __device__ __forceinline__ float softmax_exp2(float t) {
-  if (B::use_fast_exp) {
-    if constexpr (B::use_lazy_max) t = min_nan(t, 127.0f);  // elsewhere t is never over 0
-    return exp2_polynomial(t);
-  } else {
-    return ex2_approx_ftz(t);
-  }
-}
-
-// P and l are 2^p_log2 times what the formula has, since e4m3 reaches from 2^-9 to 448. With 8 instead of 3 a
-// stale maximum would soon be too small; with 0 the error of long rows grows.
-template <class B> constexpr bool rounds_p_to_e4m3 = B::is_e4m3&& B::family != Family::scalar && !B::converts_operands;
-template <class B> constexpr float p_log2 = rounds_p_to_e4m3<B> ? 3 : 0;
-
-// USE_LAZY_MAX: a stale maximum is kept while each thread's sum of P, over its part of the tile, is at most this; so
-// every P is. The largest e4m3 is 448, the largest fp16 65504, and bf16 has the exponents of fp32.
-template <class B> constexpr float lazy_limit = rounds_p_to_e4m3<B> ? 448 : B::input == DType::bf16 ? 0x1p60f : 65504;
-
-// The maximum to subtract: 0 for a row with no visible key yet, so that -inf - -inf never happens.
-__device__ __forceinline__ float finite_max(float m) { return m == -INFINITY ? 0.0f : m; }
-
-// m' = max(m, row maximum of S, of each thread's first COLS columns);  alpha = 2^((m - m') * scale_log2), [ROWS]
-template <class B, class View, int COLS = View::COLS>
-__device__ __forceinline__ void softmax_max(const View& S, ScoreScale<B> scale_log2, float (&m)[View::ROWS],
-                                            float (&alpha)[View::ROWS]) {
-  SDPA_UNROLL for (int i = 0; i < View::ROWS; i++) {
-    float m_new = m[i];
-    SDPA_UNROLL for (int j = 0; j < COLS; j++) m_new = fmaxf(m_new, S.x[i][j]);
-    SDPA_UNROLL for (int lane = 1; lane < View::LANES; lane *= 2) {
-      m_new = fmaxf(m_new, __shfl_xor_sync(0xffffffffu, m_new, lane));
-    }
-    alpha[i] = softmax_exp2<B>((m[i] - finite_max(m_new)) * of_row(scale_log2, i));
-    m[i] = m_new;
-  }
-}
-
-// The largest |m * scale_log2| that softmax_exp() may subtract: its rounding moves P by 2^-15 at most.
-constexpr float shift_limit = 1024;
-
-// m_log2 = m * scale_log2, for softmax_exp(), which subtracts it in the FMA that scales S. Beyond shift_limit the
-// rounding of that product would show (near 2^31 it is a factor of 2^64 in P): there S becomes S - m, which is exact
-// near the maximum, and m_log2 is 0. True if every m may be kept as a stale maximum: a score, and within the limit.
-template <class B, class View>
-__device__ __forceinline__ bool softmax_shift(View& S, ScoreScale<B> scale_log2, const float (&m)[View::ROWS],
-                                              float (&m_log2)[View::ROWS]) {
-  bool may_be_kept = true;
-  SDPA_UNROLL for (int i = 0; i < View::ROWS; i++) {
-    const float shift = finite_max(m[i]);
-    m_log2[i] = shift * of_row(scale_log2, i) - p_log2<B>;
-    if (m[i] == -INFINITY) may_be_kept = false;
-    if (fabsf(m_log2[i]) <= shift_limit) continue;
-    may_be_kept = false, m_log2[i] = 0 - p_log2<B>;
-    SDPA_UNROLL for (int j = 0; j < View::COLS; j++) S.x[i][j] -= shift;
-  }
-  return may_be_kept;
-}
-
-// P = 2^(S * scale_log2 - m_log2) in place;  sum += P: this thread's columns [first, last) of its rows.
-template <class B, class View>
-__device__ __forceinline__ void softmax_exp(View& S, int first, int last, ScoreScale<B> scale_log2,
-                                            const float (&m_log2)[View::ROWS], float (&sum)[View::ROWS]) {
-  SDPA_UNROLL for (int i = 0; i < View::ROWS; i++) {
-    SDPA_UNROLL for (int j = first; j < last; j++) {
-      S.x[i][j] = softmax_exp2<B>(fmaf(S.x[i][j], of_row(scale_log2, i), -m_log2[i]));
-      sum[i] += S.x[i][j];
-    }
-  }
-}
-
-// P = 2^((S - m) * scale_log2) in place;  l' = l * alpha + this thread's sums of P. Returns what softmax_shift() does.
-template <class B, class View>
-__device__ __forceinline__ bool softmax_sum(View& S, ScoreScale<B> scale_log2, const float (&m)[View::ROWS],
-                                            const float (&alpha)[View::ROWS], float (&l)[View::ROWS]) {
-  float m_log2[View::ROWS], sum[View::ROWS] = {};
-  const bool may_be_kept = softmax_shift<B>(S, scale_log2, m, m_log2);
-  softmax_exp<B>(S, 0, View::COLS, scale_log2, m_log2, sum);
-  SDPA_UNROLL for (int i = 0; i < View::ROWS; i++) l[i] = fmaf(l[i], alpha[i], sum[i]);
-  return may_be_kept;
-}
-
-// USE_LAZY_MAX: P and l relative to the stale maximum m [ROWS]: no new maximum, no alpha, no rescale of O, and an
-// exponential waits for its own score alone. m need not be the maximum as long as P does not overflow. P
-// does not vanish, since m is a score of the row. The sum of P bounds the largest P, so the sum decides.
-template <class B, int ROWS> struct StaleSoftmax {
-  const ScoreScale<B> scale_log2;
-  float m_log2[ROWS], sum[ROWS];
-
-  __device__ __forceinline__ StaleSoftmax(const float (&m)[ROWS], ScoreScale<B> scale) : scale_log2(scale) {
-    SDPA_UNROLL for (int i = 0; i < ROWS; i++) { m_log2[i] = m[i] * of_row(scale_log2, i) - p_log2<B>, sum[i] = 0; }
-  }
-  // P in the place of the columns [first, last) of S.
-  template <class View> __device__ __forceinline__ void exp(View& S, int first, int last) {
-    softmax_exp<B>(S, first, last, scale_log2, m_log2, sum);
-  }
-  // Adds the sums to l. False, and l unchanged, if one of the warp's is over the limit or NaN: then P is of no use.
-  __device__ __forceinline__ bool add_to(float (&l)[ROWS]) const {
-    float all = 0;
-    SDPA_UNROLL for (int i = 0; i < ROWS; i++) all += sum[i];
-    if (!__all_sync(0xffffffffu, all <= lazy_limit<B>)) return false;
-    SDPA_UNROLL for (int i = 0; i < ROWS; i++) l[i] += sum[i];
-    return true;
-  }
-};
-
-// The sum of x over the LANES lanes that share a row, in a fixed order.
-template <int LANES> __device__ __forceinline__ float row_sum(float x) {
-  SDPA_UNROLL for (int lane = 1; lane < LANES; lane *= 2) { x += __shfl_xor_sync(0xffffffffu, x, lane); }
-  return x;
-}
-
-// ---- merge of partial results (wmma, mma, wgmma) ----
-
-// Weights that merge a row's N partial results, and m and l of the merged row; O is the sum of O[n] * weight[n].
-//   m = max of m[n];  weight[n] = 2^((m[n] - m) * scale_log2);  l = sum of l[n] * weight[n];  m_l[n] = {m[n], l[n]}
-template <class B, int N>
-__device__ __forceinline__ void merge_weights(const float2 (&m_l)[N], float scale_log2, float (&weight)[N], float& m,
-                                              float& l) {
-  m = m_l[0].x, l = 0;
-  SDPA_UNROLL for (int n = 1; n < N; n++) m = fmaxf(m, m_l[n].x);
-  SDPA_UNROLL for (int n = 0; n < N; n++) {
-    weight[n] = softmax_exp2<B>((m_l[n].x - finite_max(m)) * scale_log2);
-    l = fmaf(m_l[n].y, weight[n], l);
-  }
-}
-
-__device__ __forceinline__ void add(float* O, const float4& x, float weight) {
-  O[0] = fmaf(x.x, weight, O[0]), O[1] = fmaf(x.y, weight, O[1]);
-  O[2] = fmaf(x.z, weight, O[2]), O[3] = fmaf(x.w, weight, O[3]);
-}
-
-// ---- epilogue ----
-
-constexpr float ln2 = 0.693147180559945f;
-// USE_SINKS: the sink of the item's head; -inf is none.
-template <class B> __device__ __forceinline__ float sink_of(const KernelArgs& a, const WorkItem& item) {
-  return a.p.sinks ? a.p.sinks[item.h] : -INFINITY;
-}
-// The row sum l, with 2^p_log2 * e^sink relative to m. Above 2^126 nothing of the keys is left in it.
+// USE_LENGTHS: what the plan has of the item; otherwise what the launch has in its place.
 template <class B>
-__device__ __forceinline__ float with_sink(float m, float l, const KernelArgs& a, const WorkItem& item) {
-  if (!B::use_sinks) return l;
-  const float above_m = fmaf(-finite_max(m), item_scale_log2<B>(a, item), sink_of<B>(a, item) * (1 / ln2));
-  return l + ex2_approx_ftz(fminf(above_m + p_log2<B>, 126));
+__device__ __forceinline__ uint32_t planned(ItemArg<B> item, int PlannedItem::*member, uint32_t otherwise) {
+  if constexpr (B::use_lengths) return item.*member;
+  return otherwise;
+}
+// The number of this CTA's partial result.
+template <class B> __device__ __forceinline__ uint32_t part_of(ItemArg<B> item, uint32_t cta) {
+  if constexpr (B::use_lengths) return item.part + item.range;
+  return cta;
 }
 
-// LSE = ln2 * (m * scale_log2 + log2(sum) - p_log2) of query q, if it is wanted. m * scale_log2 alone may overflow.
-template <class B>
-__device__ __forceinline__ void store_lse(float m, float sum, const KernelArgs& a, const WorkItem& item, int q) {
-  if (a.p.LSE) {
-    const int64_t row = (int64_t(batch_of<B>(a.p.q_starts, item.b)) * a.p.Hq + item.h) * a.p.Sq + q_row<B>(item, q);
-    float lse = fmaf(finite_max(m), item_scale_log2<B>(a, item) * ln2, ln2 * (lg2_approx_ftz(sum) - p_log2<B>));
-    if (B::use_sinks) lse = max_nan(lse, sink_of<B>(a, item));
-    st_global(a.p.LSE + row, lse);
-  }
-}
-
-// What O is multiplied by: 1 / sum times the factor of V; 0 where no key is visible and there is no sink.
-template <class B>
-__device__ __forceinline__ float inverse_of_sum(float sum, const KernelArgs& a, const WorkItem& item) {
-  return sum == 0 ? 0 : rcp_approx_ftz(sum) * item_v_descale<B>(a, item);
-}
-// O of rows without a visible key is 0, whatever V is.   l [ROWS]
-template <class View> __device__ __forceinline__ void clear_empty_rows(View& O, const float (&l)[View::ROWS]) {
-  SDPA_UNROLL for (int i = 0; i < View::ROWS; i++) {
-    if (l[i] != 0) continue;
-    SDPA_UNROLL for (int j = 0; j < View::COLS; j++) O.x[i][j] = 0;
-  }
-}
-
-// ---- stored from views (scalar, wmma, mma, wgmma) ----
-
-// Rows 8 apart of which each of 4 lanes has RUN neighbouring columns of every 4 * RUN.
-template <int HEIGHT, int WIDTH, int LENGTH> struct QuadRuns {
-  static constexpr int ROWS = HEIGHT, COLS = WIDTH / 4, RUN = LENGTH;
-  float x[ROWS][COLS];
-  int first_row, first_col;
-  __device__ int row(int i) const { return first_row + 8 * i; }
-  __device__ int col(int j) const { return first_col + j / RUN * 4 * RUN + j % RUN; }
-};
-
-// USE_LENGTHS and PACK_GQA: the rows of an item with one range, which are of several heads, are stored at once.
-template <class B> constexpr bool by_rows = B::use_lengths && B::pack_gqa;
-template <class B>
-__device__ __forceinline__ std::conditional_t<by_rows<B>, WorkItem, const WorkItem&> item_of_row(
-    const KernelArgs& a, const WorkItem& item, int row) {
-  if constexpr (by_rows<B>) return row_item<B>(a, item, row);
-  else return item;
-}
-
-// O / l and LSE to global memory, rows past Sq left out. A row without a visible key is 0, whatever V is.
-// m, l [ROWS] are final and the same in all lanes of a row.
-template <class B, class View>
-__device__ __forceinline__ void store_output(const View& O, const float (&m)[View::ROWS], const float (&l)[View::ROWS],
-                                             const KernelArgs& a, const WorkItem& item) {
-  constexpr int run = View::RUN < 8 ? View::RUN : 8, width = B::vec_width < run ? B::vec_width : run;  // to 16 bytes
-  using Vector = VectorType<width * sizeof(Output)>;
-  const SdpaParams& p = a.p;
-  Output* const O_g = p.O + item.b * p.o.batch + item.h * p.o.head;
-  SDPA_UNROLL for (int i = 0; i < View::ROWS; i++) {
-    decltype(auto) of = item_of_row<B>(a, item, O.row(i));
-    const int q = by_rows<B> ? of.q0 : item.q0 + O.row(i);
-    if (q >= queries_of<B>(item, p.Sq)) continue;
-    if (by_rows<B> && O.row(i) >= rows_of_item<B>(a)) continue;
-    const float sum = with_sink<B>(m[i], l[i], a, of), inverse = inverse_of_sum<B>(sum, a, of);
-    SDPA_UNROLL for (int j = 0; j < View::COLS; j += width) {
-      Output e[width];
-      SDPA_UNROLL for (int n = 0; n < width; n++) {
-        e[n] = rounded<Output>(l[i] == 0.0f ? 0 : O.x[i][j + n] * inverse);
-      }
-      Vector x;
-      memcpy(&x, e, sizeof x);
-      st_global(O_g + q_row<B>(item, q) * p.o.row + (of.h - item.h) * p.o.head + O.col(j), x);
-    }
-    if (O.col(0) == 0) store_lse<B>(m[i], sum, a, of, q);  // the first lane of the row
-  }
-}
-
-// Stores a view's rows of O, m and l in a partial result, by store(place, vector).
-template <class Partial, class View, class Store>
-__device__ __forceinline__ void store_partial(Partial& mine, const View& O, const float (&m)[View::ROWS],
-                                              const float (&l)[View::ROWS], const Store& store) {
-  constexpr int width = View::RUN < 4 ? View::RUN : 4;
-  SDPA_UNROLL for (int i = 0; i < View::ROWS; i++) {
-    SDPA_UNROLL for (int j = 0; j < View::COLS; j += width) {
-      VectorType<width * sizeof(float)> x;
-      memcpy(&x, &O.x[i][j], sizeof x);
-      store(&mine.O[O.row(i)][O.col(j)], x);
-    }
-    if (O.col(0) == 0) store(&mine.m_l[O.row(i)], float2{m[i], l[i]});
-  }
+// The partial results of all CTAs in the workspace.
+template <class B> __device__ __forceinline__ RangePartial<B>* range_partials(const KernelArgs& a) {
+  unsigned char* const counters = static_cast<unsigned char*>(a.p.workspace);
+  return reinterpret_cast<RangePartial<B>*>(counters + behind_plan<B>(a, range_counter_bytes));
 }
 
 // ---- pages (USE_PAGES) ----
@@ -1564,29 +1827,191 @@ template <class B> __device__ __forceinline__ PlannedItem planned_item(const Ker
   return item;
 }
 
+// ---- work scheduling ----
+
+// The item of q-block `block` in head number `head`, counted through all batches.
+template <class B> __device__ __forceinline__ WorkItem tile_of(const KernelArgs& a, uint32_t head, uint32_t block) {
+  WorkItem item{int(a.q_heads.divide(head)), int(a.q_heads.remainder(head)), int(block) * queries_of_item<B>(a)};
+  if (B::pack_gqa) item.h *= a.item_heads;
+  return item;
+}
+
+// USE_LENGTHS: item number i of the plan, counted over its items and the heads of each; without ranges past the last.
+template <class B> __device__ __forceinline__ WorkItem item_of_plan(const KernelArgs& a, uint32_t i) {
+  if constexpr (B::family == Family::wgmma) griddepcontrol_wait();  // the plan has been made
+  const uint32_t number = a.q_heads.divide(i);
+  if (number >= plan_of(a).count) return {};
+  return planned_item<B>(a, number, int(a.q_heads.remainder(i)));
+}
+
+// Item number -> tile. Without a mask the q-blocks of a head follow each other and share its K and V in L2. With one,
+// the longest rows come first, so that no long tile starts last; of all heads, or of as many as L2 has K and V of: the
+// parts are counted from the end, since a small last one would leave SMs idle.
+template <class B> __device__ __forceinline__ WorkItem work_item(const KernelArgs& a, uint32_t i) {
+  if constexpr (B::use_lengths) return item_of_plan<B>(a, i);
+  uint32_t head, block;
+  if (a.mask.keys.all()) {
+    head = a.q_blocks.divide(i), block = a.q_blocks.remainder(i);
+  } else {
+    const uint32_t from_end = a.work_items - 1 - i;
+    const uint32_t part = a.items_in_l2.divide(from_end), j = a.items_in_l2.remainder(from_end);
+    const uint32_t first = part * a.heads_in_l2;
+    const uint32_t count = min(a.heads_in_l2, a.p.B * a.q_heads.divisor - first);
+    head = first + j % count, block = j / count;
+  }
+  return tile_of<B>(a, head, block);
+}
+
+// USE_LENGTHS: whether there is no item for this CTA.
+template <class B> __device__ __forceinline__ bool is_spare(const KernelArgs& a) {
+  if constexpr (B::use_lengths) return work_item<B>(a, blockIdx.x).ranges == 0;
+  return false;
+}
+// Of a CTA that has one item alone.
+template <class B> __device__ __forceinline__ uint32_t item_number_of_cta(const KernelArgs& a) {
+  if (B::split_ctas == 1) return blockIdx.x;
+  return (merges_by_kernel<B> ? a.first_item : 0) + a.ranges.divide(blockIdx.x);
+}
+
+// The part of an item's rounds that this CTA takes: SPLIT_CTAS deals them out.
+__device__ __forceinline__ KeyRange range_of_rounds(const KernelArgs& a, int rounds) {
+  const int range = int(a.ranges.remainder(blockIdx.x));
+  const int each = int(a.ranges.divide(uint32_t(rounds)));
+  const int rest = int(a.ranges.remainder(uint32_t(rounds)));  // ranges with one more
+  const int first = each * range + min(range, rest);
+  return {first, first + each + (range < rest)};
+}
+
+// The first key of the tiles of these keys. With pages a tile begins where a box of TMA does.
+template <class B> __device__ __forceinline__ int first_tile_key(const KeyRange& keys) {
+  return B::use_pages && B::family == Family::wgmma ? keys.begin / B::block_n * B::block_n : keys.begin;
+}
+// The item of a CTA that has one alone.
+template <class B> __device__ __forceinline__ WorkItem item_of_cta(const KernelArgs& a) {
+  return work_item<B>(a, item_number_of_cta<B>(a));
+}
+// The keys of the item's rows, in whole rounds of SPLIT_KV tiles but for the last one. SPLIT_CTAS: those of this CTA.
+template <class B>
+__device__ __forceinline__ KeyRange keys_of_cta(const KernelArgs& a, const Mask& mask, ItemArg<B> item) {
+  if constexpr (B::use_lengths) return {first_tile_key<B>(item.keys), item.keys.end};
+  const KeyRange keys = mask.keys.of_rows(item.q0, min(item.q0 + queries_of_item<B>(a), a.p.Sq) - 1);
+  if (B::split_ctas == 1) return keys;
+  const KeyRange part = range_of_rounds(a, max(shares(keys.end - keys.begin, B::round_keys), 0));
+  return {keys.begin + part.begin * B::round_keys, min(keys.begin + part.end * B::round_keys, keys.end)};
+}
+
+// True if warpgroups before query 0 or past Sq skip the item's tiles.
+template <class B>
+constexpr bool wgmma_may_pass = B::family == Family::wgmma && B::use_warp_specialization && B::split_kv == 1 &&
+                                !B::use_ping_pong && B::split_ctas == 1;
+
+// ---- kernels that overlap (wgmma) ----
+
+// Waits for the kernel before this one, then lets the next one's CTAs come as these end: at once is up to 5% slower.
+__device__ __forceinline__ void wait_then_let_next_kernel_start() {
+  griddepcontrol_wait();
+  griddepcontrol_launch_dependents();
+}
+
+// ---- scales of rows (mma, wgmma) ----
+
+struct RowScales { float of[2]; };
+__device__ __forceinline__ float of_row(const RowScales& scales, int i) { return scales.of[i]; }
+__device__ __forceinline__ float largest(float scale) { return scale; }
+__device__ __forceinline__ float largest(const RowScales& scales) { return fmaxf(scales.of[0], scales.of[1]); }
+
+// item_scale_log2() of an item. With 16 bits it is a kernel argument, read where it is used, and takes no register.
+template <class B> struct ItemScale {
+  const KernelArgs& a;
+  ScoreScale<B> of_8bit{};
+
+  __device__ __forceinline__ explicit ItemScale(const KernelArgs& a_) : a(a_) {}
+  __device__ __forceinline__ ItemScale(const KernelArgs& a_, const WorkItem& item) : a(a_) { start(item, 0); }
+  // row: the thread's first; the other is 8 below. Rows past those of the tile get the scale of some head.
+  __device__ __forceinline__ void start(const WorkItem& item, int row) {
+    if constexpr (B::scales_rows) {
+      SDPA_UNROLL for (int i = 0; i < 2; i++) {
+        WorkItem of = row_item<B>(a, item, row + 8 * i);
+        of.h = min(of.h, a.p.Hq - 1);
+        of_8bit.of[i] = item_scale_log2<B>(a, of);
+      }
+    } else if (B::is_8bit) {
+      of_8bit = item_scale_log2<B>(a, item);
+    }
+  }
+  __device__ __forceinline__ operator ScoreScale<B>() const {
+    if constexpr (B::is_8bit) return of_8bit;
+    return ScoreScale<B>{a.scale_log2};
+  }
+};
+
+// ---- stale maxima (mma, wgmma and USE_LAZY_MAX) ----
+
+// USE_LAZY_MAX: a stale maximum is kept while each thread's sum of P, over its part of the tile, is at most this; so
+// every P is. The largest e4m3 is 448, the largest fp16 65504, and bf16 has the exponents of fp32.
+template <class B> constexpr float lazy_limit = rounds_p_to_e4m3<B> ? 448 : B::input == DType::bf16 ? 0x1p60f : 65504;
+
+// USE_LAZY_MAX: P and l relative to the stale maximum m [ROWS]: no new maximum, no alpha, no rescale of O, and an
+// exponential waits for its own score alone. m need not be the maximum as long as P does not overflow. P
+// does not vanish, since m is a score of the row. The sum of P bounds the largest P, so the sum decides.
+template <class B, int ROWS> struct StaleSoftmax {
+  const ScoreScale<B> scale_log2;
+  float m_log2[ROWS], sum[ROWS];
+
+  __device__ __forceinline__ StaleSoftmax(const float (&m)[ROWS], ScoreScale<B> scale) : scale_log2(scale) {
+    SDPA_UNROLL for (int i = 0; i < ROWS; i++) { m_log2[i] = m[i] * of_row(scale_log2, i) - p_log2<B>, sum[i] = 0; }
+  }
+  // P in the place of the columns [first, last) of S.
+  template <class View> __device__ __forceinline__ void exp(View& S, int first, int last) {
+    softmax_exp<B>(S, first, last, scale_log2, m_log2, sum);
+  }
+  // Adds the sums to l. False, and l unchanged, if one of the warp's is over the limit or NaN: then P is of no use.
+  __device__ __forceinline__ bool add_to(float (&l)[ROWS]) const {
+    float all = 0;
+    SDPA_UNROLL for (int i = 0; i < ROWS; i++) all += sum[i];
+    if (!__all_sync(0xffffffffu, all <= lazy_limit<B>)) return false;
+    SDPA_UNROLL for (int i = 0; i < ROWS; i++) l[i] += sum[i];
+    return true;
+  }
+};
+
+// ---- merge of partial results (wmma, mma, wgmma) ----
+
+// Weights that merge a row's N partial results, and m and l of the merged row; O is the sum of O[n] * weight[n].
+//   m = max of m[n];  weight[n] = 2^((m[n] - m) * scale_log2);  l = sum of l[n] * weight[n];  m_l[n] = {m[n], l[n]}
+template <class B, int N>
+__device__ __forceinline__ void merge_weights(const float2 (&m_l)[N], float scale_log2, float (&weight)[N], float& m,
+                                              float& l) {
+  m = m_l[0].x, l = 0;
+  SDPA_UNROLL for (int n = 1; n < N; n++) m = fmaxf(m, m_l[n].x);
+  SDPA_UNROLL for (int n = 0; n < N; n++) {
+    weight[n] = softmax_exp2<B>((m_l[n].x - finite_max(m)) * scale_log2);
+    l = fmaf(m_l[n].y, weight[n], l);
+  }
+}
+
+__device__ __forceinline__ void add(float* O, const float4& x, float weight) {
+  O[0] = fmaf(x.x, weight, O[0]), O[1] = fmaf(x.y, weight, O[1]);
+  O[2] = fmaf(x.z, weight, O[2]), O[3] = fmaf(x.w, weight, O[3]);
+}
+
 // ---- ranges of keys (SPLIT_CTAS > 1) ----
 
-template <class B> __device__ __forceinline__ size_t behind_plan(const KernelArgs& a, size_t bytes) {
-  if constexpr (B::use_lengths) return bytes + plan_bytes(plan_room<B>(a));
-  return bytes;
-}
-// USE_LENGTHS: what the plan has of the item; otherwise what the launch has in its place.
-template <class B>
-__device__ __forceinline__ uint32_t planned(ItemArg<B> item, int PlannedItem::*member, uint32_t otherwise) {
-  if constexpr (B::use_lengths) return item.*member;
-  return otherwise;
-}
-// The number of this CTA's partial result.
-template <class B> __device__ __forceinline__ uint32_t part_of(ItemArg<B> item, uint32_t cta) {
-  if constexpr (B::use_lengths) return item.part + item.range;
-  return cta;
+// Stores a view's rows of O, m and l in a partial result, by store(place, vector).
+template <class Partial, class View, class Store>
+__device__ __forceinline__ void store_partial(Partial& mine, const View& O, const float (&m)[View::ROWS],
+                                              const float (&l)[View::ROWS], const Store& store) {
+  constexpr int width = View::RUN < 4 ? View::RUN : 4;
+  SDPA_UNROLL for (int i = 0; i < View::ROWS; i++) {
+    SDPA_UNROLL for (int j = 0; j < View::COLS; j += width) {
+      VectorType<width * sizeof(float)> x;
+      memcpy(&x, &O.x[i][j], sizeof x);
+      store(&mine.O[O.row(i)][O.col(j)], x);
+    }
+    if (O.col(0) == 0) store(&mine.m_l[O.row(i)], float2{m[i], l[i]});
+  }
 }
 
-// The partial results of all CTAs in the workspace.
-template <class B> __device__ __forceinline__ RangePartial<B>* range_partials(const KernelArgs& a) {
-  unsigned char* const counters = static_cast<unsigned char*>(a.p.workspace);
-  return reinterpret_cast<RangePartial<B>*>(counters + behind_plan<B>(a, range_counter_bytes));
-}
 // What the CTA's keys give: O / l, or of one of several ranges the partial result.
 template <class B, class View>
 __device__ __forceinline__ void store_sums(const View& O, const float (&m)[View::ROWS], const float (&l)[View::ROWS],
@@ -1698,307 +2123,6 @@ __device__ __forceinline__ void store_rows(const Partial (&partial_s)[B::split_k
                       : merge_ranges<B, 2, 16>(first, a, item, thread);
 }
 
-// ---- work scheduling ----
-
-// The item of q-block `block` in head number `head`, counted through all batches.
-template <class B> __device__ __forceinline__ WorkItem tile_of(const KernelArgs& a, uint32_t head, uint32_t block) {
-  WorkItem item{int(a.q_heads.divide(head)), int(a.q_heads.remainder(head)), int(block) * queries_of_item<B>(a)};
-  if (B::pack_gqa) item.h *= a.item_heads;
-  return item;
-}
-
-// USE_LENGTHS: item number i of the plan, counted over its items and the heads of each; without ranges past the last.
-template <class B> __device__ __forceinline__ WorkItem item_of_plan(const KernelArgs& a, uint32_t i) {
-  if constexpr (B::family == Family::wgmma) griddepcontrol_wait();  // the plan has been made
-  const uint32_t number = a.q_heads.divide(i);
-  if (number >= plan_of(a).count) return {};
-  return planned_item<B>(a, number, int(a.q_heads.remainder(i)));
-}
-
-// Item number -> tile. Without a mask the q-blocks of a head follow each other and share its K and V in L2. With one,
-// the longest rows come first, so that no long tile starts last; of all heads, or of as many as L2 has K and V of: the
-// parts are counted from the end, since a small last one would leave SMs idle.
-template <class B> __device__ __forceinline__ WorkItem work_item(const KernelArgs& a, uint32_t i) {
-  if constexpr (B::use_lengths) return item_of_plan<B>(a, i);
-  uint32_t head, block;
-  if (a.mask.keys.all()) {
-    head = a.q_blocks.divide(i), block = a.q_blocks.remainder(i);
-  } else {
-    const uint32_t from_end = a.work_items - 1 - i;
-    const uint32_t part = a.items_in_l2.divide(from_end), j = a.items_in_l2.remainder(from_end);
-    const uint32_t first = part * a.heads_in_l2;
-    const uint32_t count = min(a.heads_in_l2, a.p.B * a.q_heads.divisor - first);
-    head = first + j % count, block = j / count;
-  }
-  return tile_of<B>(a, head, block);
-}
-
-// USE_LENGTHS: whether there is no item for this CTA.
-template <class B> __device__ __forceinline__ bool is_spare(const KernelArgs& a) {
-  if constexpr (B::use_lengths) return work_item<B>(a, blockIdx.x).ranges == 0;
-  return false;
-}
-// Of a CTA that has one item alone.
-template <class B> __device__ __forceinline__ uint32_t item_number_of_cta(const KernelArgs& a) {
-  if (B::split_ctas == 1) return blockIdx.x;
-  return (merges_by_kernel<B> ? a.first_item : 0) + a.ranges.divide(blockIdx.x);
-}
-
-// The part of an item's rounds that this CTA takes: SPLIT_CTAS deals them out.
-__device__ __forceinline__ KeyRange range_of_rounds(const KernelArgs& a, int rounds) {
-  const int range = int(a.ranges.remainder(blockIdx.x));
-  const int each = int(a.ranges.divide(uint32_t(rounds)));
-  const int rest = int(a.ranges.remainder(uint32_t(rounds)));  // ranges with one more
-  const int first = each * range + min(range, rest);
-  return {first, first + each + (range < rest)};
-}
-
-// The first key of the tiles of these keys. With pages a tile begins where a box of TMA does.
-template <class B> __device__ __forceinline__ int first_tile_key(const KeyRange& keys) {
-  return B::use_pages && B::family == Family::wgmma ? keys.begin / B::block_n * B::block_n : keys.begin;
-}
-// The item of a CTA that has one alone.
-template <class B> __device__ __forceinline__ WorkItem item_of_cta(const KernelArgs& a) {
-  return work_item<B>(a, item_number_of_cta<B>(a));
-}
-// The keys of the item's rows, in whole rounds of SPLIT_KV tiles but for the last one. SPLIT_CTAS: those of this CTA.
-template <class B>
-__device__ __forceinline__ KeyRange keys_of_cta(const KernelArgs& a, const Mask& mask, ItemArg<B> item) {
-  if constexpr (B::use_lengths) return {first_tile_key<B>(item.keys), item.keys.end};
-  const KeyRange keys = mask.keys.of_rows(item.q0, min(item.q0 + queries_of_item<B>(a), a.p.Sq) - 1);
-  if (B::split_ctas == 1) return keys;
-  const KeyRange part = range_of_rounds(a, max(shares(keys.end - keys.begin, B::round_keys), 0));
-  return {keys.begin + part.begin * B::round_keys, min(keys.begin + part.end * B::round_keys, keys.end)};
-}
-
-// True if warpgroups before query 0 or past Sq skip the item's tiles.
-template <class B>
-constexpr bool wgmma_may_pass = B::family == Family::wgmma && B::use_warp_specialization && B::split_kv == 1 &&
-                                !B::use_ping_pong && B::split_ctas == 1;
-
-// ---- kernels that overlap (wgmma) ----
-
-// Waits for the kernel before this one, then lets the next one's CTAs come as these end: at once is up to 5% slower.
-__device__ __forceinline__ void wait_then_let_next_kernel_start() {
-  griddepcontrol_wait();
-  griddepcontrol_launch_dependents();
-}
-
-// ---- the kernel that plans items (USE_LENGTHS) ----
-
-// Rounds that are summed in one accumulator.
-template <class B> __host__ __device__ __forceinline__ int rounds_at_once() {
-  return max(most_keys_at_once / B::round_keys, 1);
-}
-// By one CTA. Items are sorted into classes, by the rounds of tiles that they take.
-constexpr int plan_threads = 1024, plan_classes = 64;
-struct PlanShared {
-  uint32_t rounds, rounds_65536;  // of all items: so many, and so many times 65,536
-  uint32_t most_rounds;           // of one
-  uint32_t parts, count, merges;
-  uint32_t count_of[plan_classes], first[plan_classes];  // items of a class, and the first of them
-};
-template <class B> __global__ void __launch_bounds__(plan_threads, 1) sdpa_plan(const __grid_constant__ KernelArgs a) {
-  PlanShared& s = dynamic_shared<PlanShared>();
-  const int tid = threadIdx.x, queries = queries_of_item<B>(a);
-  if constexpr (B::family == Family::wgmma) wait_then_let_next_kernel_start();
-  if (tid == 0) s.rounds = 0, s.rounds_65536 = 0, s.most_rounds = 0, s.parts = 0, s.merges = 0;
-  if (tid < plan_classes) s.count_of[tid] = 0;
-  __syncthreads();  // hazard: cleared by one thread
-  // use(b, sequence, q0, keys) for every tile, a sequence by some lanes of a warp, its last rows first. With a mask the
-  // first tile is the one that is not full, since it has less to do.
-  int shift = 0;  // of 2^shift lanes
-  while (shift < 5 && (a.p.q_starts || 1 << shift < shares(a.p.Sq, queries))) shift++;
-  const auto each_tile = [&](const auto& use) {
-    for (int b = tid / 32 + (tid % 32 >> shift) * (plan_threads / 32); b < a.p.B; b += plan_threads >> shift) {
-      const Sequence own(a.p, b);
-      const KeyBounds bounds(a.p, own.Sq, own.Sk);
-      const int tiles = shares(own.Sq, queries);
-      const int early = wgmma_may_pass<B> && !bounds.all() ? (tiles * queries - own.Sq) / 64 * 64 : 0;
-      for (int i = tiles - 1 - tid % (1 << shift); i >= 0; i -= 1 << shift) {
-        const int q0 = i * queries - early;
-        use(b, own, q0, bounds.of_rows(max(q0, 0), min(q0 + queries, own.Sq) - 1));
-      }
-    }
-  };
-  const auto rounds_of = [](const KeyRange& keys) {
-    return uint32_t(max(shares(keys.end - first_tile_key<B>(keys), B::round_keys), 0));
-  };
-  uint64_t rounds_of_thread = 0;
-  each_tile([&](int, const Sequence& own, int, const KeyRange& keys) {
-    rounds_of_thread += rounds_of(keys), atomicMax(&s.most_rounds, rounds_of({0, own.Sk}));
-  });
-  atomicAdd(&s.rounds, uint32_t(rounds_of_thread % 65536));  // in two halves: shared memory adds no 64 bits
-  atomicAdd(&s.rounds_65536, uint32_t(rounds_of_thread / 65536));
-  __syncthreads();  // hazard: counted by all threads
-
-  // Rounds of a range at most, and how many ranges a tile has. There is room for all: a tile of more than `even` rounds
-  // has 2 * rounds / even ranges at most. Where that is over `most`, sums are longer than one accumulator should be.
-  const uint32_t least = max(1, 256 * 1024 / int(B::round_keys * B::head_dim * sizeof(Input) * 2));
-  const auto& room = plan_room<B>(a);
-  const uint32_t most = rounds_at_once<B>(), free = room.free_parts, typed = room.parts > free ? B::split_ctas : 1;
-  const uint64_t rounds_of_all = uint64_t(s.rounds_65536) * 65536 + s.rounds;
-  const uint32_t even = free > 0 ? uint32_t(min(2 * rounds_of_all / free + 1, uint64_t(0x7fffffff))) : 0x7fffffff;
-  const uint32_t limit = max(even, B::split_ctas == 0 ? min(least, most) : most);
-  const auto ranges_of_tile = [&](uint32_t rounds) { return max(shares(rounds, limit), typed); };
-  // By the rounds of a range; or of the sequence, so that its tiles follow each other while L2 has its K and V.
-  const uint32_t longest = max(min(s.most_rounds, limit), 1u);
-  const auto class_of = [&](const Sequence& own, uint32_t rounds, uint32_t ranges) {
-    const uint32_t cost = B::split_ctas == 1 ? rounds_of({0, own.Sk}) : shares(rounds, ranges);
-    return plan_classes - 1 - int(cost * (plan_classes - 1) / longest);
-  };
-  each_tile([&](int, const Sequence& own, int, const KeyRange& keys) {
-    const uint32_t rounds = rounds_of(keys), ranges = ranges_of_tile(rounds);
-    atomicAdd(&s.count_of[class_of(own, rounds, ranges)], ranges);
-  });
-  __syncthreads();  // hazard: counted by all threads
-  if (tid <= plan_classes) {
-    uint32_t before = 0;
-    for (int n = 0; n < tid; n++) before += s.count_of[n];
-    if (tid < plan_classes) s.first[tid] = before;
-    // There is no room for starts that go backwards, by which rows would be those of many sequences.
-    if (tid == plan_classes) s.count = before <= plan_room<B>(a).items ? before : 0;
-  }
-  __syncthreads();  // hazard: summed by those threads
-  PlannedItem* const items = planned_items(a);
-  uint32_t* const merges = reinterpret_cast<uint32_t*>(items + plan_room<B>(a).items);
-  each_tile([&](int b, const Sequence& own, int q0, const KeyRange& keys) {
-    const uint32_t rounds = rounds_of(keys), ranges = ranges_of_tile(rounds);
-    const uint32_t part = ranges > 1 ? atomicAdd(&s.parts, ranges) : 0;
-    const uint32_t each = rounds / ranges, rest = rounds % ranges;  // so many have one round more
-    for (uint32_t range = 0; range < ranges; range++) {  // a warp's tiles of the same keys follow each other
-      const uint32_t number = atomicAdd(&s.first[class_of(own, rounds, ranges)], 1u);
-      if (number >= plan_room<B>(a).items) return;
-      if (ranges > 1 && range == 0) st_global(merges + atomicAdd(&s.merges, 1u), number);
-      const int begin = first_tile_key<B>(keys) + int(each * range + min(range, rest)) * B::round_keys;
-      const int end = min(begin + int(each + (range < rest)) * B::round_keys, keys.end);
-      const PlannedItem item{b, 0, q0, own, {max(begin, keys.begin), end}, int(range), int(ranges), int(part)};
-      uint4 words[sizeof item / 16];
-      memcpy(words, &item, sizeof item);
-      for (int i = 0; i < int(sizeof item / 16); i++) {
-        st_global(reinterpret_cast<uint4*>(items + number) + i, words[i]);
-      }
-    }
-  });
-  __syncthreads();  // hazard: counted by all threads
-  if (tid == 0) st_global(&plan_of(a), uint4{s.count, s.count > 0 ? s.merges : 0, 0, 0});
-}
-
-// ---- the kernel that merges ranges (SPLIT_CTAS > 1) ----
-// A thread has four columns of a row, so that all SMs merge and not one CTA an item.
-
-constexpr int merge_threads = 128;
-template <class B> constexpr int merge_ctas = shares(B::block_m * B::d_v / 4, merge_threads);  // of an item
-
-template <class B> __global__ void __launch_bounds__(merge_threads) sdpa_merge(const __grid_constant__ KernelArgs a) {
-  if constexpr (B::use_lengths) {  // all items that have several ranges
-    if constexpr (B::family == Family::wgmma) wait_then_let_next_kernel_start();
-    const uint32_t heads = a.q_heads.divisor, ctas = plan_of(a).merges * heads * merge_ctas<B>;
-    const uint32_t* const merges = reinterpret_cast<const uint32_t*>(planned_items(a) + plan_room<B>(a).items);
-    for (uint32_t i = blockIdx.x; i < ctas; i += gridDim.x) {
-      const uint32_t merge = i / merge_ctas<B>;
-      const auto item = planned_item<B>(a, merges[merge / heads], int(merge % heads));
-      merge_ranges<B, ranges_at_once, 4>(range_partials<B>(a) + item.part, a, item,
-                                         int(i % merge_ctas<B> * merge_threads + threadIdx.x),
-                                         merge_ctas<B> * merge_threads);
-    }
-  } else {
-    const uint32_t number = blockIdx.x / merge_ctas<B>, cta = blockIdx.x % merge_ctas<B>;
-    if constexpr (B::family == Family::wgmma) wait_then_let_next_kernel_start();
-    merge_ranges<B, ranges_at_once, 4>(range_partials<B>(a) + number * a.ranges.divisor, a,
-                                       work_item<B>(a, a.first_item + number), int(cta * merge_threads + threadIdx.x),
-                                       merge_ctas<B> * merge_threads);
-  }
-}
-
-// ---- items and copies of the whole CTA (scalar, wmma, mma) ----
-
-// What a group of warps (by default the CTA) needs to know of its item, and the copies that every
-// kernel starts from. Of the K/V tiles, group g takes number g, SPLIT_KV + g, ...
-template <class B> struct ItemTiles {
-  static constexpr int ADVANCE = B::round_keys;  // keys from one tile of a group to its next
-  const SdpaParams& p;
-  const WorkItem& item;
-  HeldMask<B> mask;
-  TileCopy<B> mine;  // this thread's share of the group's copies of K
-  TileCopy<B, B::d_v> mine_v;
-  using Rows = std::conditional_t<B::use_pages, PagedRows<B>, const Input*>;
-  Rows K_g, V_g;  // its first vector of the next tile
-  KeyRange keys;  // of the item's rows
-  int first_key;  // of the group
-
-  __device__ __forceinline__ ItemTiles(const KernelArgs& a, const WorkItem& item_, int group, int tid, int nthreads)
-      : p(a.p), item(item_), mask(mask_of<B>(a, item)), mine(tid, nthreads), mine_v(tid, nthreads) {
-    const int h_kv = item.h / (p.Hq / p.Hkv);
-    keys = keys_of_cta<B>(a, mask, item);
-    first_key = keys.begin + group * B::block_n;
-    if constexpr (B::use_pages) {
-      K_g = {&a, &item, &p.k, p.K + h_kv * p.k.head + mine.col, first_key + mine.row};
-      V_g = {&a, &item, &p.v, p.V + h_kv * p.v.head + mine_v.col, first_key + mine_v.row};
-    } else {
-      K_g = mine.first(p.K + item.b * p.k.batch + h_kv * p.k.head + k_row<B>(item, first_key) * p.k.row, p.k.row);
-      V_g = mine_v.first(p.V + item.b * p.v.batch + h_kv * p.v.head + k_row<B>(item, first_key) * p.v.row, p.v.row);
-    }
-  }
-  // ROWS query rows of the item from first_row on, to Q_s, by nthreads threads.
-  template <int ROWS>
-  __device__ __forceinline__ void copy_q(Element<B>* Q_s, int first_row, int tid, int nthreads) const {
-    const TileCopy<B> share(tid, nthreads);
-    const int q = item.q0 + first_row;
-    const Input* const Q_g = p.Q + item.b * p.q.batch + item.h * p.q.head + q_row<B>(item, q) * p.q.row;
-    share.template copy<ROWS>(Q_s, share.first(Q_g, p.q.row), p.q.row, queries_of<B>(item, p.Sq) - q - share.row);
-  }
-  // The next K and V tile, at key k0, into its stage; past the end nothing.
-  template <class Shared> __device__ __forceinline__ void copy_kv(Shared& s, int stage, int k0) {
-    if (k0 < keys.end) {
-      const int rows = keys.end - k0;
-      const auto step = [](const Strides& of) { return B::use_pages ? 1 : of.row; };  // to the next row
-      mine.template copy<B::block_n>(s.K[stage], K_g, step(p.k), rows - mine.row);
-      mine_v.template copy<B::block_n>(s.V[stage], V_g, step(p.v), rows - mine_v.row);
-      K_g += ADVANCE * step(p.k), V_g += ADVANCE * step(p.v);
-    }
-  }
-};
-
-// The K/V tiles of an item as its consumers see them: acquire() gives the stage of the next tile once
-// it is there, release() says that this warp has read it.
-//
-// Here all threads of a group copy, STAGES - 1 tiles ahead. Groups of copies past the end are empty,
-// so that wait counts stay constant.
-template <class B, class Shared> struct CopyTogether {
-  ItemTiles<B> t;
-  Shared& s;
-  int stage = B::stages - 1;  // of the tile acquired last
-  // mma.sync with two stages or more: a warp that passes the barrier of acquire() knows that all warps have read the
-  // tile before, so that tile's stage is refilled after it. Elsewhere release() has a barrier for that.
-  static constexpr bool COPIES_LAST = B::family == Family::mma && B::stages > 1;
-
-  // Begins with the tiles before the first acquire(), as one group of copies each.
-  __device__ __forceinline__ CopyTogether(Shared& s_, const ItemTiles<B>& t_) : t(t_), s(s_) {
-    for (int n = 0; n < B::stages - 1; n++) {
-      t.copy_kv(s, n, t.first_key + n * t.ADVANCE);
-      VectorCopy<B::use_cp_async>::commit();
-    }
-  }
-  __device__ __forceinline__ int acquire(int k0) {
-    stage = stage + 1 == B::stages ? 0 : stage + 1;
-    group_sync<B, (B::family != Family::mma && B::sync_policy == 5)>();  // hazard: Q copied by all warps
-    if constexpr (!COPIES_LAST) copy_ahead(k0);
-    VectorCopy<B::use_cp_async>::template wait<COPIES_LAST ? B::stages - 2 : B::stages - 1>();
-    group_sync<B, (B::sync_policy >= 1)>();  // hazard: K and V copied by all warps
-    if constexpr (COPIES_LAST) copy_ahead(k0);
-    return stage;
-  }
-  // Copies the tile that is STAGES - 1 further into the stage before this one.
-  __device__ __forceinline__ void copy_ahead(int k0) {
-    t.copy_kv(s, stage == 0 ? B::stages - 1 : stage - 1, k0 + (B::stages - 1) * t.ADVANCE);
-    VectorCopy<B::use_cp_async>::commit();
-  }
-  __device__ __forceinline__ void release() {
-    group_sync<B, (!COPIES_LAST && B::sync_policy >= 1)>();  // hazard: K, V and P read by all warps, about to change
-  }
-};
-
 // ---- rings of stages (wmma, wgmma) ----
 
 // The stages in turn, and the parity of the phase that their mbarriers are in.
@@ -2013,504 +2137,6 @@ __device__ __forceinline__ void mbarrier_spin(uint64_t* barrier_s, int parity) {
   while (!mbarrier_test_wait_parity(barrier_s, parity)) {
   }
 }
-
-// ---- scores in shared memory (scalar, wmma) ----
-
-constexpr int RUN_READ = 8;  // neighbouring elements of a row that a lane reads at once
-
-// x = the elements at src_s, which is aligned to their size.
-template <class E, int N> __device__ __forceinline__ void load_run(float (&x)[N], const E* src_s) {
-  const auto run = ld_shared<VectorType<N * sizeof(E)>>(src_s);
-  E e[N];
-  memcpy(e, &run, sizeof run);
-  SDPA_UNROLL for (int i = 0; i < N; i++) x[i] = to_float(e[i]);
-}
-
-// The scalar family's lanes: 4 along the rows, 8 along the columns.
-constexpr int ROW_LANES = 4, COL_LANES = 8;
-
-// S or P [BLOCK_M][BLOCK_N]. Columns interleave over lanes, so that lanes read neighbouring keys.
-template <class B> struct ScalarScores {
-  static constexpr int ROWS = B::block_m / (ROW_LANES * B::num_warps);
-  static constexpr int COLS = B::block_n / COL_LANES, LANES = COL_LANES;
-  float x[ROWS][COLS];
-  int first_row, row_step, first_col;
-  __device__ int row(int i) const { return first_row + row_step * i; }
-  __device__ int col(int j) const { return first_col + COL_LANES * j; }
-};
-
-// O [BLOCK_M][D], the same rows as a warp's own scores. A lane has whole runs of columns.
-template <class B> struct ScalarOutput {
-  static constexpr int ROWS = ScalarScores<B>::ROWS, COLS = B::d_v / COL_LANES;
-  static constexpr int RUN = COLS % RUN_READ ? 2 : RUN_READ;  // neighbouring x that are neighbouring d
-  float x[ROWS][COLS];
-  int first_row, first_col;
-  __device__ int row(int i) const { return first_row + ROW_LANES * i; }
-  __device__ int col(int j) const { return first_col + j / RUN * (COL_LANES * RUN) + j % RUN; }
-};
-
-template <class T, class View> __device__ __forceinline__ void store_scores(T* P_s, int stride, const View& S) {
-  SDPA_UNROLL for (int i = 0; i < View::ROWS; i++) {
-    SDPA_UNROLL for (int j = 0; j < View::COLS; j++) {
-      st_shared(P_s + S.row(i) * stride + S.col(j), rounded<T>(S.x[i][j]));
-    }
-  }
-}
-
-template <class T, class View> __device__ __forceinline__ void load_scores(View& S, const T* P_s, int stride) {
-  SDPA_UNROLL for (int i = 0; i < View::ROWS; i++) {
-    SDPA_UNROLL for (int j = 0; j < View::COLS; j++) {
-      S.x[i][j] = to_float(ld_shared<T>(P_s + S.row(i) * stride + S.col(j)));
-    }
-  }
-}
-
-template <class B> struct ScalarShared {
-  static constexpr int P_STRIDE = B::block_n + 8;         // 4 rows of lanes fall into 4 groups of 8 banks
-  Element<B> Q[B::block_m * TILE_STRIDE<B>];              // [BLOCK_M][D]
-  Element<B> K[B::stages][B::block_n * TILE_STRIDE<B>];   // [BLOCK_N][D]
-  Element<B> V[B::stages][B::block_n * TILE_STRIDE<B, B::d_v>];  // [BLOCK_N][Dv]
-  float P[B::block_m * P_STRIDE];                         // [BLOCK_M][BLOCK_N]: S, then P in its place
-  float m[B::block_m], l[B::block_m], alpha[B::block_m];  // used where rows change hands
-
-  __device__ void store_probabilities(const ScalarScores<B>& S) { store_scores(P, P_STRIDE, S); }
-  __device__ void store_alpha(const ScalarScores<B>&, const float (&)[ScalarScores<B>::ROWS]) {}
-};
-
-// O = O * alpha + P @ V   [BLOCK_M][D]
-template <class B>
-__device__ __forceinline__ void scalar_pv(ScalarOutput<B>& O, const float (&alpha)[ScalarOutput<B>::ROWS],
-                                          const float* P_s, const Element<B>* V_s) {
-  using View = ScalarOutput<B>;
-  constexpr int KEYS = 4;  // one 16-byte read of P
-  scale_rows(O, alpha);
-#pragma unroll 2
-  for (int k = 0; k < B::block_n; k += KEYS) {
-    float p[View::ROWS][KEYS];
-    SDPA_UNROLL for (int i = 0; i < View::ROWS; i++) {
-      const float4 x = ld_shared<float4>(P_s + O.row(i) * ScalarShared<B>::P_STRIDE + k);
-      p[i][0] = x.x, p[i][1] = x.y, p[i][2] = x.z, p[i][3] = x.w;
-    }
-    SDPA_UNROLL for (int n = 0; n < KEYS; n++) {
-      SDPA_UNROLL for (int j = 0; j < View::COLS; j += View::RUN) {
-        float v[View::RUN];
-        load_run(v, V_s + tile_offset<B, B::d_v>(k + n, O.col(j)));
-        SDPA_UNROLL for (int e = 0; e < View::RUN; e++) {
-          SDPA_UNROLL for (int i = 0; i < View::ROWS; i++) { O.x[i][j + e] = fmaf(p[i][n], v[e], O.x[i][j + e]); }
-        }
-      }
-    }
-  }
-}
-
-// Softmax of a tile in which each warp keeps the rows whose scores it computed: m and l stay in
-// registers, and P goes through shared memory only to other lanes of the same warp.
-template <class B, class Shared> struct WarpSoftmax {
-  static constexpr int ROWS = ScalarScores<B>::ROWS;
-  float m[ROWS], l[ROWS];
-
-  __device__ void start(Shared&, const ScalarScores<B>&) {
-    SDPA_UNROLL for (int i = 0; i < ROWS; i++) m[i] = -INFINITY, l[i] = 0;
-  }
-  // S -> P in shared memory, and alpha where it is wanted there; alpha of this thread's rows.
-  __device__ void step(Shared& s, ScalarScores<B>& S, float scale_log2, float (&alpha)[ROWS]) {
-    softmax_max<B>(S, scale_log2, m, alpha);
-    softmax_sum<B>(S, scale_log2, m, alpha, l);
-    s.store_probabilities(S);
-    s.store_alpha(S, alpha);
-    __syncwarp();  // hazard: P and alpha written by the other lanes
-  }
-  // The final m and l of this thread's rows.
-  __device__ void finish(Shared&, const ScalarScores<B>&, float (&m_out)[ROWS], float (&l_out)[ROWS]) {
-    SDPA_UNROLL for (int i = 0; i < ROWS; i++) m_out[i] = m[i], l_out[i] = row_sum<COL_LANES>(l[i]);
-  }
-};
-
-// Softmax of a tile in shared memory: its rows are dealt to the warps anew, in turn, so that every
-// row changes hands before and after; m, l and alpha are kept in shared memory.
-template <class B, class Shared> struct CtaSoftmax {
-  static constexpr int ROWS = ScalarScores<B>::ROWS;
-
-  __device__ static ScalarScores<B> dealt_rows() {
-    const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
-    ScalarScores<B> S;
-    S.first_row = warp * ROW_LANES + lane / COL_LANES, S.row_step = ROW_LANES * B::num_warps;
-    S.first_col = lane % COL_LANES;
-    return S;
-  }
-  __device__ void start(Shared& s, const ScalarScores<B>&) {
-    const ScalarScores<B> S = dealt_rows();
-    SDPA_UNROLL for (int i = 0; i < ROWS; i++) {
-      if (S.first_col == 0) s.m[S.row(i)] = -INFINITY, s.l[S.row(i)] = 0;
-    }
-    __syncthreads();  // hazard: m and l read by other warps in finish() if there is no tile
-  }
-  __device__ void step(Shared& s, const ScalarScores<B>& own, float scale_log2, float (&alpha_own)[ROWS]) {
-    store_scores(s.P, s.P_STRIDE, own);
-    group_sync<B, (B::sync_policy >= 2)>();  // hazard: S written, its rows about to change hands
-
-    ScalarScores<B> S = dealt_rows();
-    load_scores(S, s.P, s.P_STRIDE);
-    float m[ROWS], l[ROWS], alpha[ROWS];
-    SDPA_UNROLL for (int i = 0; i < ROWS; i++) m[i] = s.m[S.row(i)];
-    __syncwarp();  // hazard: m still being read by the row's other lanes
-    softmax_max<B>(S, scale_log2, m, alpha);
-    SDPA_UNROLL for (int i = 0; i < ROWS; i++) {
-      if (S.first_col == 0) s.m[S.row(i)] = m[i], s.alpha[S.row(i)] = alpha[i];
-    }
-    group_sync<B, (B::sync_policy == 5)>();  // hazard: m and alpha of the rows written
-
-    SDPA_UNROLL for (int i = 0; i < ROWS; i++) {
-      m[i] = s.m[S.row(i)], alpha[i] = s.alpha[S.row(i)];
-      l[i] = S.first_col == 0 ? s.l[S.row(i)] : 0.0f;
-    }
-    softmax_sum<B>(S, scale_log2, m, alpha, l);
-    s.store_probabilities(S);
-    SDPA_UNROLL for (int i = 0; i < ROWS; i++) {
-      l[i] = row_sum<COL_LANES>(l[i]);
-      if (S.first_col == 0) s.l[S.row(i)] = l[i];
-    }
-    group_sync<B, (B::sync_policy >= 2)>();  // hazard: l and P written, rows about to change hands again
-
-    SDPA_UNROLL for (int i = 0; i < ROWS; i++) alpha_own[i] = s.alpha[own.row(i)];
-  }
-  __device__ void finish(Shared& s, const ScalarScores<B>& own, float (&m_out)[ROWS], float (&l_out)[ROWS]) {
-    SDPA_UNROLL for (int i = 0; i < ROWS; i++) { m_out[i] = s.m[own.row(i)], l_out[i] = s.l[own.row(i)]; }
-  }
-};
-
-template <class B, class Shared>
-using TileSoftmax = std::conditional_t<B::sync_policy == 1, WarpSoftmax<B, Shared>, CtaSoftmax<B, Shared>>;
-
-// ==== 5 KERNELS ==================================================================================
-
-// What the launch needs to know of a kernel: `Shared`, its shared memory, and `entry`. Each chapter ends with its own.
-template <class B, Path = B::path> struct KernelOf;
-template <class B> constexpr size_t shared_bytes = sizeof(typename KernelOf<B>::Shared);
-
-// ---- 5a scalar: both products on the FMA pipes (scalar) ----
-
-// S = Q @ K.T   [BLOCK_M][BLOCK_N]
-template <class B>
-__device__ __forceinline__ void scalar_qk(ScalarScores<B>& S, const Element<B>* Q_s, const Element<B>* K_s) {
-  using View = ScalarScores<B>;
-  clear(S);
-#pragma unroll 2
-  for (int d = 0; d < B::head_dim; d += RUN_READ) {
-    float q[View::ROWS][RUN_READ];
-    SDPA_UNROLL for (int i = 0; i < View::ROWS; i++) { load_run(q[i], Q_s + tile_offset<B>(S.row(i), d)); }
-    SDPA_UNROLL for (int j = 0; j < View::COLS; j++) {
-      float k[RUN_READ];
-      load_run(k, K_s + tile_offset<B>(S.col(j), d));
-      SDPA_UNROLL for (int e = 0; e < RUN_READ; e++) {
-        SDPA_UNROLL for (int i = 0; i < View::ROWS; i++) S.x[i][j] = fmaf(q[i][e], k[e], S.x[i][j]);
-      }
-    }
-  }
-}
-
-template <class B> __global__ void __launch_bounds__(B::threads, 1) sdpa_scalar(const __grid_constant__ KernelArgs a) {
-  ScalarShared<B>& s = dynamic_shared<ScalarShared<B>>();
-  const int tid = threadIdx.x, warp = tid / 32, lane = tid % 32;
-
-  ScalarScores<B> S;
-  ScalarOutput<B> O;
-  S.first_row = O.first_row = warp * (B::block_m / B::num_warps) + lane / COL_LANES, S.row_step = ROW_LANES;
-  S.first_col = lane % COL_LANES, O.first_col = lane % COL_LANES * O.RUN;
-
-  if (is_spare<B>(a)) return;
-  const WorkItem item = item_of_cta<B>(a);
-  const ItemTiles<B> t(a, item, 0, tid, B::threads);
-  t.template copy_q<B::block_m>(s.Q, 0, tid, B::threads);
-  CopyTogether<B, ScalarShared<B>> feed(s, t);
-
-  clear(O);
-  TileSoftmax<B, ScalarShared<B>> softmax;
-  softmax.start(s, S);
-  const float scale_log2 = item_scale_log2<B>(a, item);
-
-  for (int k0 = t.keys.begin; k0 < t.keys.end; k0 += B::block_n) {
-    const int stage = feed.acquire(k0);
-    scalar_qk<B>(S, s.Q, s.K[stage]);
-    finish_scores<B>(S, a, t.mask, item.q0, k0);
-    float alpha[O.ROWS];
-    softmax.step(s, S, scale_log2, alpha);
-    scalar_pv<B>(O, alpha, s.P, s.V[stage]);
-    feed.release();
-  }
-
-  float m[O.ROWS], l[O.ROWS];
-  softmax.finish(s, S, m, l);
-  store_output<B>(O, m, l, a, item);
-}
-
-template <class B> struct KernelOf<B, Path::scalar> {
-  using Shared = ScalarShared<B>;
-  static constexpr auto entry = sdpa_scalar<B>;
-};
-
-// ---- 5b wmma: products on tensor cores, S and P in shared memory (wmma) ----
-
-namespace wmma = nvcuda::wmma;
-template <class Use, class Layout> using Operand = wmma::fragment<Use, 16, 16, 16, Half, Layout>;
-template <class T> using AccumulatorOf = wmma::fragment<wmma::accumulator, 16, 16, 16, T>;
-using Accumulator = AccumulatorOf<float>;
-// Of S in shared memory, where rows of fp16 lie as far apart as rows of fp32.
-template <class B> using WmmaScore = std::conditional_t<B::qk_in_fp16, __half, float>;
-template <class B> constexpr int SCORE_STRIDE = ScalarShared<B>::P_STRIDE* int(sizeof(float) / sizeof(WmmaScore<B>));
-
-template <class B> struct WmmaShared : ScalarShared<B> {
-  static constexpr int P16_STRIDE = B::block_n + 8;  // 8 neighbouring rows fall into 8 groups of banks
-  alignas(32) Element<B> P16[B::use_wmma_pv ? B::block_m * P16_STRIDE : 1];  // P for wmma, [BLOCK_M][BLOCK_N]
-  uint64_t full[B::stages], empty[B::stages];  // mbarriers: tile landed, tile read by all consumers
-  uint32_t drawn;                              // ItemQueue
-
-  __device__ void store_probabilities(const ScalarScores<B>& S) {
-    if constexpr (B::use_wmma_pv) {
-      store_scores(P16, P16_STRIDE, S);
-    } else {
-      store_scores(this->P, this->P_STRIDE, S);
-    }
-  }
-  // WmmaOutput's rows are not those of the scores' lanes.
-  __device__ void store_alpha(const ScalarScores<B>& S, const float (&row_alpha)[ScalarScores<B>::ROWS]) {
-    SDPA_UNROLL for (int i = 0; i < S.ROWS; i++) {
-      if (S.first_col == 0) this->alpha[S.row(i)] = row_alpha[i];
-    }
-  }
-};
-
-// CopyTogether's counterpart where producer warps copy. The ring goes on from item to item.
-template <class B> struct CopyByProducers {
-  WmmaShared<B>& s;
-  StageRing<B::stages>& ring;
-
-  __device__ __forceinline__ int acquire(int) {
-    mbarrier_spin(&s.full[ring.stage], ring.parity);
-    return ring.stage;
-  }
-  __device__ __forceinline__ void release() {
-    mbarrier_arrive(&s.empty[ring.stage]);
-    ring.advance();
-  }
-};
-
-// What the producer warps do of an item.
-template <class B>
-__device__ __forceinline__ void wmma_produce(WmmaShared<B>& s, ItemTiles<B>& t, StageRing<B::stages>& ring) {
-  for (int k0 = t.keys.begin; k0 < t.keys.end; k0 += B::block_n) {
-    mbarrier_spin(&s.empty[ring.stage], ring.parity ^ 1);  // the first round finds them empty
-    t.copy_kv(s, ring.stage, k0);
-    if constexpr (B::use_cp_async) {
-      cp_async_mbarrier_arrive_noinc(&s.full[ring.stage]);
-    } else {
-      mbarrier_arrive(&s.full[ring.stage]);
-    }
-    ring.advance();
-  }
-}
-
-// S = Q @ K.T   [16][BLOCK_N] of a warp, to shared memory
-template <class B>
-__device__ __forceinline__ void wmma_qk(WmmaScore<B>* S_s,
-                                        const Operand<wmma::matrix_a, wmma::row_major> (&Q)[B::head_dim / 16],
-                                        const Element<B>* K_s) {
-  SDPA_UNROLL for (int n = 0; n < B::block_n; n += 16) {
-    AccumulatorOf<WmmaScore<B>> S;
-    wmma::fill_fragment(S, rounded<WmmaScore<B>>(0));
-    SDPA_UNROLL for (int d = 0; d < B::head_dim; d += 16) {
-      Operand<wmma::matrix_b, wmma::col_major> K;
-      wmma::load_matrix_sync(K, K_s + tile_offset<B>(n, d), TILE_STRIDE<B>);
-      wmma::mma_sync(S, Q[d / 16], K, S);
-    }
-    wmma::store_matrix_sync(S_s + n, S, SCORE_STRIDE<B>, wmma::mem_row_major);
-  }
-}
-
-// O of a warp in wmma accumulators. Which element of which lane is where is not specified, so a lane
-// looks once which rows its elements are in: it loads a tile that holds row numbers.
-template <class B> struct WmmaOutput {
-  Accumulator x[B::head_dim / 16];
-  int row[Accumulator::num_elements];
-
-  // scratch_s [16][P_STRIDE], of this warp alone
-  __device__ void start(float* scratch_s, int lane) {
-    __syncwarp();  // hazard: read by the other lanes in finish() of the keys before
-    for (int i = lane; i < 16 * 16; i += 32) {
-      st_shared(scratch_s + i / 16 * ScalarShared<B>::P_STRIDE + i % 16, float(i / 16));
-    }
-    __syncwarp();  // hazard: row numbers written by the other lanes
-    Accumulator rows;
-    wmma::load_matrix_sync(rows, scratch_s, ScalarShared<B>::P_STRIDE, wmma::mem_row_major);
-    SDPA_UNROLL for (int e = 0; e < rows.num_elements; e++) row[e] = int(rows.x[e]);
-    __syncwarp();  // hazard: scratch_s read by the other lanes
-    SDPA_UNROLL for (int n = 0; n < B::head_dim / 16; n++) wmma::fill_fragment(x[n], 0.0f);
-  }
-
-  // O = O * alpha + P @ V   [16][D]; alpha_s [16], P_s [16][P16_STRIDE]
-  __device__ __forceinline__ void multiply(const float* alpha_s, const Element<B>* P_s, const Element<B>* V_s) {
-    float alpha[Accumulator::num_elements];
-    SDPA_UNROLL for (int e = 0; e < Accumulator::num_elements; e++) { alpha[e] = ld_shared<float>(alpha_s + row[e]); }
-    SDPA_UNROLL for (int n = 0; n < B::head_dim / 16; n++) {
-      SDPA_UNROLL for (int e = 0; e < Accumulator::num_elements; e++) x[n].x[e] *= alpha[e];
-    }
-    if constexpr (B::pv_in_fp16) {
-      AccumulatorOf<__half> of_tile[B::head_dim / 16];
-      SDPA_UNROLL for (auto& part : of_tile) wmma::fill_fragment(part, rounded<__half>(0));
-      add_products(of_tile, P_s, V_s);
-      SDPA_UNROLL for (int n = 0; n < B::head_dim / 16; n++) {
-        SDPA_UNROLL for (int e = 0; e < Accumulator::num_elements; e++) { x[n].x[e] += to_float(of_tile[n].x[e]); }
-      }
-    } else {
-      add_products(x, P_s, V_s);
-    }
-  }
-  // sums += P @ V. In fp16 an element has the place that it has in fp32 (tests/conformance.cu sees to it).
-  template <class Sums>
-  static __device__ __forceinline__ void add_products(Sums& sums, const Element<B>* P_s, const Element<B>* V_s) {
-    SDPA_UNROLL for (int k = 0; k < B::block_n; k += 16) {
-      Operand<wmma::matrix_a, wmma::row_major> P;
-      wmma::load_matrix_sync(P, P_s + k, WmmaShared<B>::P16_STRIDE);
-      SDPA_UNROLL for (int d = 0; d < B::head_dim; d += 16) {
-        Operand<wmma::matrix_b, wmma::row_major> V;
-        wmma::load_matrix_sync(V, V_s + tile_offset<B>(k, d), TILE_STRIDE<B>);
-        wmma::mma_sync(sums[d / 16], P, V, sums[d / 16]);
-      }
-    }
-  }
-
-  // O as a view, BLOCK_N columns at a time through scratch_s [16][P_STRIDE], of this warp alone, whose
-  // row 0 is the view's row first_row.
-  __device__ void finish(ScalarOutput<B>& O, float* scratch_s, int first_row) const {
-    SDPA_UNROLL for (int begin = 0; begin < B::head_dim; begin += B::block_n) {
-      constexpr int stride = ScalarShared<B>::P_STRIDE;
-      const int end = begin + B::block_n < B::head_dim ? begin + B::block_n : B::head_dim;
-      __syncwarp();  // hazard: scratch_s still being read by the other lanes
-      SDPA_UNROLL for (int d = begin; d < end; d += 16) {
-        wmma::store_matrix_sync(scratch_s + d - begin, x[d / 16], stride, wmma::mem_row_major);
-      }
-      __syncwarp();  // hazard: scratch_s written by the other lanes
-      SDPA_UNROLL for (int i = 0; i < O.ROWS; i++) {
-        SDPA_UNROLL for (int j = 0; j < O.COLS; j++) {
-          if (O.col(j) < begin || O.col(j) >= end) continue;
-          O.x[i][j] = ld_shared<float>(scratch_s + (O.row(i) - first_row) * stride + O.col(j) - begin);
-        }
-      }
-    }
-  }
-};
-
-// What a consumer warp does of an item: its 16 rows, against the tiles that the feed gives.
-template <class B, class Feed>
-__device__ __forceinline__ void wmma_consume(WmmaShared<B>& s, const KernelArgs& a, const WorkItem& item,
-                                             const ItemTiles<B>& t, Feed& feed) {
-  const int warp = threadIdx.x / 32, lane = threadIdx.x % 32, first_row = warp * 16;
-  float* const S_s = s.P + first_row * s.P_STRIDE;
-
-  ScalarScores<B> S;
-  ScalarOutput<B> O;
-  S.first_row = O.first_row = first_row + lane / COL_LANES, S.row_step = ROW_LANES;
-  S.first_col = lane % COL_LANES, O.first_col = lane % COL_LANES * O.RUN;
-
-  // A warp copies its own rows of Q.
-  Element<B>* const Q_s = s.Q + tile_offset<B>(first_row, 0);
-  t.template copy_q<16>(Q_s, first_row, lane, 32);
-  VectorCopy<B::use_cp_async>::commit();
-  VectorCopy<B::use_cp_async>::template wait<0>();
-  __syncwarp();  // hazard: Q copied by the other lanes
-  Operand<wmma::matrix_a, wmma::row_major> Q[B::head_dim / 16];
-  SDPA_UNROLL for (int d = 0; d < B::head_dim; d += 16) { wmma::load_matrix_sync(Q[d / 16], Q_s + d, TILE_STRIDE<B>); }
-
-  const ItemScale<B> scale_log2(a, item);
-  WmmaOutput<B> sums;
-  if constexpr (B::use_wmma_pv) {
-    sums.start(S_s, lane);
-  } else {
-    clear(O);
-  }
-  TileSoftmax<B, WmmaShared<B>> softmax;
-  softmax.start(s, S);
-  for (int k0 = t.keys.begin; k0 < t.keys.end; k0 += B::block_n) {
-    const int stage = feed.acquire(k0);
-    wmma_qk<B>(reinterpret_cast<WmmaScore<B>*>(S_s), Q, s.K[stage]);
-    __syncwarp();  // hazard: S written by the other lanes
-    load_scores(S, reinterpret_cast<const WmmaScore<B>*>(s.P), SCORE_STRIDE<B>);
-    if (B::qk_in_fp16) __syncwarp();  // hazard: S read by the lanes in whose place P comes
-    finish_scores<B>(S, a, t.mask, item.q0, k0);
-    float alpha[ScalarOutput<B>::ROWS];
-    softmax.step(s, S, scale_log2, alpha);
-    if constexpr (B::use_wmma_pv) {
-      sums.multiply(s.alpha + first_row, s.P16 + first_row * s.P16_STRIDE, s.V[stage]);
-    } else {
-      scalar_pv<B>(O, alpha, s.P, s.V[stage]);
-    }
-    feed.release();
-  }
-  if constexpr (B::use_wmma_pv) sums.finish(O, S_s, first_row);
-  float m[ScalarOutput<B>::ROWS], l[ScalarOutput<B>::ROWS];
-  softmax.finish(s, S, m, l);
-  store_sums<B>(O, m, l, a, item);
-}
-
-struct OneItemPerCta {
-  bool done = false;
-  template <class B> __device__ bool next(const KernelArgs& a, uint32_t&, WorkItem& item) {
-    if (done) return false;
-    item = item_of_cta<B>(a);
-    return done = true;
-  }
-};
-
-// Resident CTAs draw item numbers from the counter in the workspace. Every CTA draws one number
-// past the end; the very last of these draws puts the counter back to 0 for the next launch.
-struct ItemQueue {
-  template <class B> __device__ bool next(const KernelArgs& a, uint32_t& drawn_s, WorkItem& item) {
-    uint32_t* const counter = static_cast<uint32_t*>(a.p.workspace);
-    __syncthreads();  // hazard: other warps still read drawn_s and the tiles of the last item
-    if (threadIdx.x == 0) drawn_s = atomicInc(counter, a.work_items + gridDim.x - 1);
-    __syncthreads();  // hazard: drawn_s just written by thread 0
-    if (drawn_s >= a.work_items) return false;
-    item = work_item<B>(a, drawn_s);
-    return true;
-  }
-};
-
-template <class B> __global__ void __launch_bounds__(B::threads, 1) sdpa_wmma(const __grid_constant__ KernelArgs a) {
-  WmmaShared<B>& s = dynamic_shared<WmmaShared<B>>();
-  const int tid = threadIdx.x;
-  constexpr int consumers = B::num_warps * 32;
-  StageRing<B::stages> ring;
-  if constexpr (B::use_warp_specialization) {
-    if (tid == 0) {
-      for (int stage = 0; stage < B::stages; stage++) {
-        mbarrier_init(&s.full[stage], B::producer_threads);
-        mbarrier_init(&s.empty[stage], consumers);
-      }
-    }
-    __syncthreads();  // hazard: mbarriers just made by thread 0
-  }
-
-  std::conditional_t<B::use_persistent_cta, ItemQueue, OneItemPerCta> scheduler;
-  for (WorkItem item; scheduler.template next<B>(a, s.drawn, item);) {
-    if constexpr (!B::use_warp_specialization) {
-      const ItemTiles<B> t(a, item, 0, tid, consumers);
-      CopyTogether<B, WmmaShared<B>> feed(s, t);
-      wmma_consume<B>(s, a, item, t, feed);
-    } else if (tid >= consumers) {
-      ItemTiles<B> t(a, item, 0, tid - consumers, B::producer_threads);
-      wmma_produce<B>(s, t, ring);
-    } else {
-      const ItemTiles<B> t(a, item, 0, tid, consumers);
-      CopyByProducers<B> feed{s, ring};
-      wmma_consume<B>(s, a, item, t, feed);
-    }
-  }
-}
-
-template <class B> struct KernelOf<B, Path::wmma> {
-  using Shared = WmmaShared<B>;
-  static constexpr auto entry = sdpa_wmma<B>;
-};
 
 // ---- 5c mma.sync: S, P and O in registers (mma) ----
 
@@ -3003,6 +2629,36 @@ template <class B> struct KernelOf<B, Path::mma> {
   using Shared = MmaShared<B>;
   static constexpr auto entry = sdpa_mma<B>;
 };
+
+// ---- the tensors of a problem ----
+
+struct TensorView {  // Q, K, V or O
+  const char* name;
+  const void* data;
+  int element_bytes;
+  bool written;
+  struct {
+    const char* name;
+    int size;
+    int64_t& stride;
+  } dims[3];
+};
+
+// Of a tensor with these strides; packed sequences have one.
+int batches_of(const SdpaParams& p, const Strides& s) {
+  if (Build::use_pages && (&s == &p.k || &s == &p.v)) return p.pages;
+  if (Build::use_lengths && (&s == &p.q || &s == &p.o ? p.q_starts : p.k_starts)) return min(p.B, 1);
+  return p.B;
+}
+std::array<TensorView, 4> tensors_of(SdpaParams& p) {
+  const int in = sizeof(Input), out = sizeof(Output), rows = Build::use_pages ? p.page_size : p.Sk;
+  const auto view = [&](const char* name, const void* data, Strides& s, int H, int S, int bytes, bool written) {
+    const int B = batches_of(p, s);
+    return TensorView{name, data, bytes, written, {{"row", S, s.row}, {"head", H, s.head}, {"batch", B, s.batch}}};
+  };
+  return {{view("Q", p.Q, p.q, p.Hq, p.Sq, in, false), view("K", p.K, p.k, p.Hkv, rows, in, false),
+           view("V", p.V, p.v, p.Hkv, rows, in, false), view("O", p.O, p.o, p.Hq, p.Sq, out, true)}};
+}
 
 // ---- 5d wgmma: what its kernels share (wgmma) ----
 // A tile in shared memory is D/64 panels of [rows][64]: lines of 128 bytes, in chunks of 16, swizzled, as TMA writes
@@ -4922,6 +4578,396 @@ template <class B> struct KernelOf<B, Path::wgmma_swapped> {
   static constexpr auto entry = sdpa_wgmma_columns<B>;
 };
 
+// ---- 5b wmma: products on tensor cores, S and P in shared memory (wmma) ----
+
+namespace wmma = nvcuda::wmma;
+template <class Use, class Layout> using Operand = wmma::fragment<Use, 16, 16, 16, Half, Layout>;
+template <class T> using AccumulatorOf = wmma::fragment<wmma::accumulator, 16, 16, 16, T>;
+using Accumulator = AccumulatorOf<float>;
+// Of S in shared memory, where rows of fp16 lie as far apart as rows of fp32.
+template <class B> using WmmaScore = std::conditional_t<B::qk_in_fp16, __half, float>;
+template <class B> constexpr int SCORE_STRIDE = ScalarShared<B>::P_STRIDE* int(sizeof(float) / sizeof(WmmaScore<B>));
+
+template <class B> struct WmmaShared : ScalarShared<B> {
+  static constexpr int P16_STRIDE = B::block_n + 8;  // 8 neighbouring rows fall into 8 groups of banks
+  alignas(32) Element<B> P16[B::use_wmma_pv ? B::block_m * P16_STRIDE : 1];  // P for wmma, [BLOCK_M][BLOCK_N]
+  uint64_t full[B::stages], empty[B::stages];  // mbarriers: tile landed, tile read by all consumers
+  uint32_t drawn;                              // ItemQueue
+
+  __device__ void store_probabilities(const ScalarScores<B>& S) {
+    if constexpr (B::use_wmma_pv) {
+      store_scores(P16, P16_STRIDE, S);
+    } else {
+      store_scores(this->P, this->P_STRIDE, S);
+    }
+  }
+  // WmmaOutput's rows are not those of the scores' lanes.
+  __device__ void store_alpha(const ScalarScores<B>& S, const float (&row_alpha)[ScalarScores<B>::ROWS]) {
+    SDPA_UNROLL for (int i = 0; i < S.ROWS; i++) {
+      if (S.first_col == 0) this->alpha[S.row(i)] = row_alpha[i];
+    }
+  }
+};
+
+// CopyTogether's counterpart where producer warps copy. The ring goes on from item to item.
+template <class B> struct CopyByProducers {
+  WmmaShared<B>& s;
+  StageRing<B::stages>& ring;
+
+  __device__ __forceinline__ int acquire(int) {
+    mbarrier_spin(&s.full[ring.stage], ring.parity);
+    return ring.stage;
+  }
+  __device__ __forceinline__ void release() {
+    mbarrier_arrive(&s.empty[ring.stage]);
+    ring.advance();
+  }
+};
+
+// What the producer warps do of an item.
+template <class B>
+__device__ __forceinline__ void wmma_produce(WmmaShared<B>& s, ItemTiles<B>& t, StageRing<B::stages>& ring) {
+  for (int k0 = t.keys.begin; k0 < t.keys.end; k0 += B::block_n) {
+    mbarrier_spin(&s.empty[ring.stage], ring.parity ^ 1);  // the first round finds them empty
+    t.copy_kv(s, ring.stage, k0);
+    if constexpr (B::use_cp_async) {
+      cp_async_mbarrier_arrive_noinc(&s.full[ring.stage]);
+    } else {
+      mbarrier_arrive(&s.full[ring.stage]);
+    }
+    ring.advance();
+  }
+}
+
+// S = Q @ K.T   [16][BLOCK_N] of a warp, to shared memory
+template <class B>
+__device__ __forceinline__ void wmma_qk(WmmaScore<B>* S_s,
+                                        const Operand<wmma::matrix_a, wmma::row_major> (&Q)[B::head_dim / 16],
+                                        const Element<B>* K_s) {
+  SDPA_UNROLL for (int n = 0; n < B::block_n; n += 16) {
+    AccumulatorOf<WmmaScore<B>> S;
+    wmma::fill_fragment(S, rounded<WmmaScore<B>>(0));
+    SDPA_UNROLL for (int d = 0; d < B::head_dim; d += 16) {
+      Operand<wmma::matrix_b, wmma::col_major> K;
+      wmma::load_matrix_sync(K, K_s + tile_offset<B>(n, d), TILE_STRIDE<B>);
+      wmma::mma_sync(S, Q[d / 16], K, S);
+    }
+    wmma::store_matrix_sync(S_s + n, S, SCORE_STRIDE<B>, wmma::mem_row_major);
+  }
+}
+
+// O of a warp in wmma accumulators. Which element of which lane is where is not specified, so a lane
+// looks once which rows its elements are in: it loads a tile that holds row numbers.
+template <class B> struct WmmaOutput {
+  Accumulator x[B::head_dim / 16];
+  int row[Accumulator::num_elements];
+
+  // scratch_s [16][P_STRIDE], of this warp alone
+  __device__ void start(float* scratch_s, int lane) {
+    __syncwarp();  // hazard: read by the other lanes in finish() of the keys before
+    for (int i = lane; i < 16 * 16; i += 32) {
+      st_shared(scratch_s + i / 16 * ScalarShared<B>::P_STRIDE + i % 16, float(i / 16));
+    }
+    __syncwarp();  // hazard: row numbers written by the other lanes
+    Accumulator rows;
+    wmma::load_matrix_sync(rows, scratch_s, ScalarShared<B>::P_STRIDE, wmma::mem_row_major);
+    SDPA_UNROLL for (int e = 0; e < rows.num_elements; e++) row[e] = int(rows.x[e]);
+    __syncwarp();  // hazard: scratch_s read by the other lanes
+    SDPA_UNROLL for (int n = 0; n < B::head_dim / 16; n++) wmma::fill_fragment(x[n], 0.0f);
+  }
+
+  // O = O * alpha + P @ V   [16][D]; alpha_s [16], P_s [16][P16_STRIDE]
+  __device__ __forceinline__ void multiply(const float* alpha_s, const Element<B>* P_s, const Element<B>* V_s) {
+    float alpha[Accumulator::num_elements];
+    SDPA_UNROLL for (int e = 0; e < Accumulator::num_elements; e++) { alpha[e] = ld_shared<float>(alpha_s + row[e]); }
+    SDPA_UNROLL for (int n = 0; n < B::head_dim / 16; n++) {
+      SDPA_UNROLL for (int e = 0; e < Accumulator::num_elements; e++) x[n].x[e] *= alpha[e];
+    }
+    if constexpr (B::pv_in_fp16) {
+      AccumulatorOf<__half> of_tile[B::head_dim / 16];
+      SDPA_UNROLL for (auto& part : of_tile) wmma::fill_fragment(part, rounded<__half>(0));
+      add_products(of_tile, P_s, V_s);
+      SDPA_UNROLL for (int n = 0; n < B::head_dim / 16; n++) {
+        SDPA_UNROLL for (int e = 0; e < Accumulator::num_elements; e++) { x[n].x[e] += to_float(of_tile[n].x[e]); }
+      }
+    } else {
+      add_products(x, P_s, V_s);
+    }
+  }
+  // sums += P @ V. In fp16 an element has the place that it has in fp32 (tests/conformance.cu sees to it).
+  template <class Sums>
+  static __device__ __forceinline__ void add_products(Sums& sums, const Element<B>* P_s, const Element<B>* V_s) {
+    SDPA_UNROLL for (int k = 0; k < B::block_n; k += 16) {
+      Operand<wmma::matrix_a, wmma::row_major> P;
+      wmma::load_matrix_sync(P, P_s + k, WmmaShared<B>::P16_STRIDE);
+      SDPA_UNROLL for (int d = 0; d < B::head_dim; d += 16) {
+        Operand<wmma::matrix_b, wmma::row_major> V;
+        wmma::load_matrix_sync(V, V_s + tile_offset<B>(k, d), TILE_STRIDE<B>);
+        wmma::mma_sync(sums[d / 16], P, V, sums[d / 16]);
+      }
+    }
+  }
+
+  // O as a view, BLOCK_N columns at a time through scratch_s [16][P_STRIDE], of this warp alone, whose
+  // row 0 is the view's row first_row.
+  __device__ void finish(ScalarOutput<B>& O, float* scratch_s, int first_row) const {
+    SDPA_UNROLL for (int begin = 0; begin < B::head_dim; begin += B::block_n) {
+      constexpr int stride = ScalarShared<B>::P_STRIDE;
+      const int end = begin + B::block_n < B::head_dim ? begin + B::block_n : B::head_dim;
+      __syncwarp();  // hazard: scratch_s still being read by the other lanes
+      SDPA_UNROLL for (int d = begin; d < end; d += 16) {
+        wmma::store_matrix_sync(scratch_s + d - begin, x[d / 16], stride, wmma::mem_row_major);
+      }
+      __syncwarp();  // hazard: scratch_s written by the other lanes
+      SDPA_UNROLL for (int i = 0; i < O.ROWS; i++) {
+        SDPA_UNROLL for (int j = 0; j < O.COLS; j++) {
+          if (O.col(j) < begin || O.col(j) >= end) continue;
+          O.x[i][j] = ld_shared<float>(scratch_s + (O.row(i) - first_row) * stride + O.col(j) - begin);
+        }
+      }
+    }
+  }
+};
+
+// What a consumer warp does of an item: its 16 rows, against the tiles that the feed gives.
+template <class B, class Feed>
+__device__ __forceinline__ void wmma_consume(WmmaShared<B>& s, const KernelArgs& a, const WorkItem& item,
+                                             const ItemTiles<B>& t, Feed& feed) {
+  const int warp = threadIdx.x / 32, lane = threadIdx.x % 32, first_row = warp * 16;
+  float* const S_s = s.P + first_row * s.P_STRIDE;
+
+  ScalarScores<B> S;
+  ScalarOutput<B> O;
+  S.first_row = O.first_row = first_row + lane / COL_LANES, S.row_step = ROW_LANES;
+  S.first_col = lane % COL_LANES, O.first_col = lane % COL_LANES * O.RUN;
+
+  // A warp copies its own rows of Q.
+  Element<B>* const Q_s = s.Q + tile_offset<B>(first_row, 0);
+  t.template copy_q<16>(Q_s, first_row, lane, 32);
+  VectorCopy<B::use_cp_async>::commit();
+  VectorCopy<B::use_cp_async>::template wait<0>();
+  __syncwarp();  // hazard: Q copied by the other lanes
+  Operand<wmma::matrix_a, wmma::row_major> Q[B::head_dim / 16];
+  SDPA_UNROLL for (int d = 0; d < B::head_dim; d += 16) { wmma::load_matrix_sync(Q[d / 16], Q_s + d, TILE_STRIDE<B>); }
+
+  const ItemScale<B> scale_log2(a, item);
+  WmmaOutput<B> sums;
+  if constexpr (B::use_wmma_pv) {
+    sums.start(S_s, lane);
+  } else {
+    clear(O);
+  }
+  TileSoftmax<B, WmmaShared<B>> softmax;
+  softmax.start(s, S);
+  for (int k0 = t.keys.begin; k0 < t.keys.end; k0 += B::block_n) {
+    const int stage = feed.acquire(k0);
+    wmma_qk<B>(reinterpret_cast<WmmaScore<B>*>(S_s), Q, s.K[stage]);
+    __syncwarp();  // hazard: S written by the other lanes
+    load_scores(S, reinterpret_cast<const WmmaScore<B>*>(s.P), SCORE_STRIDE<B>);
+    if (B::qk_in_fp16) __syncwarp();  // hazard: S read by the lanes in whose place P comes
+    finish_scores<B>(S, a, t.mask, item.q0, k0);
+    float alpha[ScalarOutput<B>::ROWS];
+    softmax.step(s, S, scale_log2, alpha);
+    if constexpr (B::use_wmma_pv) {
+      sums.multiply(s.alpha + first_row, s.P16 + first_row * s.P16_STRIDE, s.V[stage]);
+    } else {
+      scalar_pv<B>(O, alpha, s.P, s.V[stage]);
+    }
+    feed.release();
+  }
+  if constexpr (B::use_wmma_pv) sums.finish(O, S_s, first_row);
+  float m[ScalarOutput<B>::ROWS], l[ScalarOutput<B>::ROWS];
+  softmax.finish(s, S, m, l);
+  store_sums<B>(O, m, l, a, item);
+}
+
+struct OneItemPerCta {
+  bool done = false;
+  template <class B> __device__ bool next(const KernelArgs& a, uint32_t&, WorkItem& item) {
+    if (done) return false;
+    item = item_of_cta<B>(a);
+    return done = true;
+  }
+};
+
+// Resident CTAs draw item numbers from the counter in the workspace. Every CTA draws one number
+// past the end; the very last of these draws puts the counter back to 0 for the next launch.
+struct ItemQueue {
+  template <class B> __device__ bool next(const KernelArgs& a, uint32_t& drawn_s, WorkItem& item) {
+    uint32_t* const counter = static_cast<uint32_t*>(a.p.workspace);
+    __syncthreads();  // hazard: other warps still read drawn_s and the tiles of the last item
+    if (threadIdx.x == 0) drawn_s = atomicInc(counter, a.work_items + gridDim.x - 1);
+    __syncthreads();  // hazard: drawn_s just written by thread 0
+    if (drawn_s >= a.work_items) return false;
+    item = work_item<B>(a, drawn_s);
+    return true;
+  }
+};
+
+template <class B> __global__ void __launch_bounds__(B::threads, 1) sdpa_wmma(const __grid_constant__ KernelArgs a) {
+  WmmaShared<B>& s = dynamic_shared<WmmaShared<B>>();
+  const int tid = threadIdx.x;
+  constexpr int consumers = B::num_warps * 32;
+  StageRing<B::stages> ring;
+  if constexpr (B::use_warp_specialization) {
+    if (tid == 0) {
+      for (int stage = 0; stage < B::stages; stage++) {
+        mbarrier_init(&s.full[stage], B::producer_threads);
+        mbarrier_init(&s.empty[stage], consumers);
+      }
+    }
+    __syncthreads();  // hazard: mbarriers just made by thread 0
+  }
+
+  std::conditional_t<B::use_persistent_cta, ItemQueue, OneItemPerCta> scheduler;
+  for (WorkItem item; scheduler.template next<B>(a, s.drawn, item);) {
+    if constexpr (!B::use_warp_specialization) {
+      const ItemTiles<B> t(a, item, 0, tid, consumers);
+      CopyTogether<B, WmmaShared<B>> feed(s, t);
+      wmma_consume<B>(s, a, item, t, feed);
+    } else if (tid >= consumers) {
+      ItemTiles<B> t(a, item, 0, tid - consumers, B::producer_threads);
+      wmma_produce<B>(s, t, ring);
+    } else {
+      const ItemTiles<B> t(a, item, 0, tid, consumers);
+      CopyByProducers<B> feed{s, ring};
+      wmma_consume<B>(s, a, item, t, feed);
+    }
+  }
+}
+
+template <class B> struct KernelOf<B, Path::wmma> {
+  using Shared = WmmaShared<B>;
+  static constexpr auto entry = sdpa_wmma<B>;
+};
+
+// ---- the kernel that plans items (USE_LENGTHS) ----
+
+// Rounds that are summed in one accumulator.
+template <class B> __host__ __device__ __forceinline__ int rounds_at_once() {
+  return max(most_keys_at_once / B::round_keys, 1);
+}
+// By one CTA. Items are sorted into classes, by the rounds of tiles that they take.
+constexpr int plan_threads = 1024, plan_classes = 64;
+struct PlanShared {
+  uint32_t rounds, rounds_65536;  // of all items: so many, and so many times 65,536
+  uint32_t most_rounds;           // of one
+  uint32_t parts, count, merges;
+  uint32_t count_of[plan_classes], first[plan_classes];  // items of a class, and the first of them
+};
+template <class B> __global__ void __launch_bounds__(plan_threads, 1) sdpa_plan(const __grid_constant__ KernelArgs a) {
+  PlanShared& s = dynamic_shared<PlanShared>();
+  const int tid = threadIdx.x, queries = queries_of_item<B>(a);
+  if constexpr (B::family == Family::wgmma) wait_then_let_next_kernel_start();
+  if (tid == 0) s.rounds = 0, s.rounds_65536 = 0, s.most_rounds = 0, s.parts = 0, s.merges = 0;
+  if (tid < plan_classes) s.count_of[tid] = 0;
+  __syncthreads();  // hazard: cleared by one thread
+  // use(b, sequence, q0, keys) for every tile, a sequence by some lanes of a warp, its last rows first. With a mask the
+  // first tile is the one that is not full, since it has less to do.
+  int shift = 0;  // of 2^shift lanes
+  while (shift < 5 && (a.p.q_starts || 1 << shift < shares(a.p.Sq, queries))) shift++;
+  const auto each_tile = [&](const auto& use) {
+    for (int b = tid / 32 + (tid % 32 >> shift) * (plan_threads / 32); b < a.p.B; b += plan_threads >> shift) {
+      const Sequence own(a.p, b);
+      const KeyBounds bounds(a.p, own.Sq, own.Sk);
+      const int tiles = shares(own.Sq, queries);
+      const int early = wgmma_may_pass<B> && !bounds.all() ? (tiles * queries - own.Sq) / 64 * 64 : 0;
+      for (int i = tiles - 1 - tid % (1 << shift); i >= 0; i -= 1 << shift) {
+        const int q0 = i * queries - early;
+        use(b, own, q0, bounds.of_rows(max(q0, 0), min(q0 + queries, own.Sq) - 1));
+      }
+    }
+  };
+  const auto rounds_of = [](const KeyRange& keys) {
+    return uint32_t(max(shares(keys.end - first_tile_key<B>(keys), B::round_keys), 0));
+  };
+  uint64_t rounds_of_thread = 0;
+  each_tile([&](int, const Sequence& own, int, const KeyRange& keys) {
+    rounds_of_thread += rounds_of(keys), atomicMax(&s.most_rounds, rounds_of({0, own.Sk}));
+  });
+  atomicAdd(&s.rounds, uint32_t(rounds_of_thread % 65536));  // in two halves: shared memory adds no 64 bits
+  atomicAdd(&s.rounds_65536, uint32_t(rounds_of_thread / 65536));
+  __syncthreads();  // hazard: counted by all threads
+
+  // Rounds of a range at most, and how many ranges a tile has. There is room for all: a tile of more than `even` rounds
+  // has 2 * rounds / even ranges at most. Where that is over `most`, sums are longer than one accumulator should be.
+  const uint32_t least = max(1, 256 * 1024 / int(B::round_keys * B::head_dim * sizeof(Input) * 2));
+  const auto& room = plan_room<B>(a);
+  const uint32_t most = rounds_at_once<B>(), free = room.free_parts, typed = room.parts > free ? B::split_ctas : 1;
+  const uint64_t rounds_of_all = uint64_t(s.rounds_65536) * 65536 + s.rounds;
+  const uint32_t even = free > 0 ? uint32_t(min(2 * rounds_of_all / free + 1, uint64_t(0x7fffffff))) : 0x7fffffff;
+  const uint32_t limit = max(even, B::split_ctas == 0 ? min(least, most) : most);
+  const auto ranges_of_tile = [&](uint32_t rounds) { return max(shares(rounds, limit), typed); };
+  // By the rounds of a range; or of the sequence, so that its tiles follow each other while L2 has its K and V.
+  const uint32_t longest = max(min(s.most_rounds, limit), 1u);
+  const auto class_of = [&](const Sequence& own, uint32_t rounds, uint32_t ranges) {
+    const uint32_t cost = B::split_ctas == 1 ? rounds_of({0, own.Sk}) : shares(rounds, ranges);
+    return plan_classes - 1 - int(cost * (plan_classes - 1) / longest);
+  };
+  each_tile([&](int, const Sequence& own, int, const KeyRange& keys) {
+    const uint32_t rounds = rounds_of(keys), ranges = ranges_of_tile(rounds);
+    atomicAdd(&s.count_of[class_of(own, rounds, ranges)], ranges);
+  });
+  __syncthreads();  // hazard: counted by all threads
+  if (tid <= plan_classes) {
+    uint32_t before = 0;
+    for (int n = 0; n < tid; n++) before += s.count_of[n];
+    if (tid < plan_classes) s.first[tid] = before;
+    // There is no room for starts that go backwards, by which rows would be those of many sequences.
+    if (tid == plan_classes) s.count = before <= plan_room<B>(a).items ? before : 0;
+  }
+  __syncthreads();  // hazard: summed by those threads
+  PlannedItem* const items = planned_items(a);
+  uint32_t* const merges = reinterpret_cast<uint32_t*>(items + plan_room<B>(a).items);
+  each_tile([&](int b, const Sequence& own, int q0, const KeyRange& keys) {
+    const uint32_t rounds = rounds_of(keys), ranges = ranges_of_tile(rounds);
+    const uint32_t part = ranges > 1 ? atomicAdd(&s.parts, ranges) : 0;
+    const uint32_t each = rounds / ranges, rest = rounds % ranges;  // so many have one round more
+    for (uint32_t range = 0; range < ranges; range++) {  // a warp's tiles of the same keys follow each other
+      const uint32_t number = atomicAdd(&s.first[class_of(own, rounds, ranges)], 1u);
+      if (number >= plan_room<B>(a).items) return;
+      if (ranges > 1 && range == 0) st_global(merges + atomicAdd(&s.merges, 1u), number);
+      const int begin = first_tile_key<B>(keys) + int(each * range + min(range, rest)) * B::round_keys;
+      const int end = min(begin + int(each + (range < rest)) * B::round_keys, keys.end);
+      const PlannedItem item{b, 0, q0, own, {max(begin, keys.begin), end}, int(range), int(ranges), int(part)};
+      uint4 words[sizeof item / 16];
+      memcpy(words, &item, sizeof item);
+      for (int i = 0; i < int(sizeof item / 16); i++) {
+        st_global(reinterpret_cast<uint4*>(items + number) + i, words[i]);
+      }
+    }
+  });
+  __syncthreads();  // hazard: counted by all threads
+  if (tid == 0) st_global(&plan_of(a), uint4{s.count, s.count > 0 ? s.merges : 0, 0, 0});
+}
+
+// ---- the kernel that merges ranges (SPLIT_CTAS > 1) ----
+// A thread has four columns of a row, so that all SMs merge and not one CTA an item.
+
+constexpr int merge_threads = 128;
+template <class B> constexpr int merge_ctas = shares(B::block_m * B::d_v / 4, merge_threads);  // of an item
+
+template <class B> __global__ void __launch_bounds__(merge_threads) sdpa_merge(const __grid_constant__ KernelArgs a) {
+  if constexpr (B::use_lengths) {  // all items that have several ranges
+    if constexpr (B::family == Family::wgmma) wait_then_let_next_kernel_start();
+    const uint32_t heads = a.q_heads.divisor, ctas = plan_of(a).merges * heads * merge_ctas<B>;
+    const uint32_t* const merges = reinterpret_cast<const uint32_t*>(planned_items(a) + plan_room<B>(a).items);
+    for (uint32_t i = blockIdx.x; i < ctas; i += gridDim.x) {
+      const uint32_t merge = i / merge_ctas<B>;
+      const auto item = planned_item<B>(a, merges[merge / heads], int(merge % heads));
+      merge_ranges<B, ranges_at_once, 4>(range_partials<B>(a) + item.part, a, item,
+                                         int(i % merge_ctas<B> * merge_threads + threadIdx.x),
+                                         merge_ctas<B> * merge_threads);
+    }
+  } else {
+    const uint32_t number = blockIdx.x / merge_ctas<B>, cta = blockIdx.x % merge_ctas<B>;
+    if constexpr (B::family == Family::wgmma) wait_then_let_next_kernel_start();
+    merge_ranges<B, ranges_at_once, 4>(range_partials<B>(a) + number * a.ranges.divisor, a,
+                                       work_item<B>(a, a.first_item + number), int(cta * merge_threads + threadIdx.x),
+                                       merge_ctas<B> * merge_threads);
+  }
+}
+
 // ==== 6 LAUNCH ===================================================================================
 
 // ---- the GPU, items and workspace ----
@@ -5368,22 +5414,26 @@ struct TunedTile : Config {
   int ctas;
   double item_clocks, scores_per_clock;
 };
+inline void a_row_of_tiles_names_an_unknown_knob() {}  // not constexpr: a table with such a row does not compile
 // The typed knobs with these sizes, and with those of the tile that are on.
 constexpr TunedTile tile(int head_dim, int block_m, int block_n, int num_warps, int stages, int split_kv,
                          std::string_view knobs, int ctas, double item_clocks, double scores_per_clock) {
   TunedTile t{{}, ctas, item_clocks, scores_per_clock};
-  const auto on = [&](const char* knob) { return knobs.find(knob) != knobs.npos; };
+  size_t known = 0;  // letters of knobs that are on, and of the spaces between them
+  const auto on = [&](std::string_view knob) { return knobs.find(knob) != knobs.npos && (known += knob.size() + 1); };
   // A row is for every D, the larger of Q's and V's, of which its own is the next in the table.
   const int typed = Build::head_dim > Build::d_v ? Build::head_dim : Build::d_v;
   const bool is_next = head_dim == typed || head_dim == (typed <= 64 ? 64 : typed <= 128 ? 128 : 256);
   if (!is_next) t.head_dim = head_dim == Build::head_dim ? 0 : head_dim;  // 0: V is too wide for this row
   t.block_m = block_m, t.block_n = block_n;
   t.num_warps = num_warps, t.stages = stages, t.split_kv = split_kv;
-  if (is_mma || Build::is_e4m3) t.use_mma_sync = t.use_cp_async = t.swizzle_xor = is_mma || on("USE_MMA_SYNC");
-  t.overlap = on("OVERLAP"), t.use_warp_specialization = t.overlap || on("USE_WARP_SPECIALIZATION");
+  const bool by_mma = on("USE_MMA_SYNC") || is_mma;
+  if (is_mma || Build::is_e4m3) t.use_mma_sync = t.use_cp_async = t.swizzle_xor = by_mma;
+  t.overlap = on("OVERLAP"), t.use_warp_specialization = on("USE_WARP_SPECIALIZATION") || t.overlap;
   t.use_persistent_cta = on("USE_PERSISTENT_CTA"), t.use_ping_pong = on("USE_PING_PONG");
   t.skip_masked = on("SKIP_MASKED"), t.swap_ab = on("SWAP_AB"), t.use_lazy_max = true;
-  t.pack_gqa = on("PACK_GQA"), t.split_ctas = t.pack_gqa || on("SPLIT_CTAS") ? 0 : 1;
+  t.pack_gqa = on("PACK_GQA"), t.split_ctas = on("SPLIT_CTAS") || t.pack_gqa ? 0 : 1;
+  if (known != knobs.size() + !knobs.empty()) a_row_of_tiles_names_an_unknown_knob();
   if (Build::is_e4m3) t.fp8_flush = 1024 / block_n;  // wgmma flushes O after 1,024 keys
   return t;
 }

@@ -97,7 +97,7 @@ def sections(source, knobs, rows, namespace):
     """The marked region without the sections that the line has no use for, and with its numbers."""
     chosen = [rows[row] for row in rows if row >= 0] or [rows[-1]]
     text = source.split("// ==== COPY FROM HERE")[1].split("// ==== COPY TO HERE")[0].split("\n", 1)[1]
-    text = re.sub(r"#ifdef SDPA_SIMT\n.*?#else\n(.*?)#endif  // SDPA_SIMT\n", r"\1", text, flags=re.DOTALL)
+    text = re.sub(r"#if(?:def SDPA_SIMT\n.*?#else|ndef SDPA_SIMT)\n(.*?)#endif  // SDPA_SIMT\n", r"\1", text, flags=re.DOTALL)
     text = re.sub(r"#ifndef SDPA_NAMESPACE.*?#endif\n|#pragma GCC .*?\n", "", text, flags=re.DOTALL)
     text = re.sub(r"#if (USE_\w+)\n(.*?)#endif  // \1\n", lambda m: m[2] * rows[-1][m[1]], text, flags=re.DOTALL)
     text = re.sub(r"^ *// clang-format o.*\n", "", text.replace("SDPA_NAMESPACE", namespace), flags=re.MULTILINE)
