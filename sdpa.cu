@@ -710,11 +710,13 @@ __device__ __forceinline__ void mask_scores(View& S, const KernelArgs& a, const 
 // USE_SOFTCAP: tanh(x * cap_scale) of this thread's columns [first, last) of S.
 template <class B, class View>
 __device__ __forceinline__ void cap_scores(View& S, const KernelArgs& a, int first = 0, int last = View::COLS);
-// What happens to the scores of the item's tile at key k0 between Q @ K.T and the softmax.
+// What happens to the scores of a tile between Q @ K.T and the softmax: query q0 is that of its first row, key k0 that of
+// its first column. clean: every query sees every key.
 template <class B, class View>
-__device__ __forceinline__ void finish_scores(View& S, const KernelArgs& a, const Mask& mask, int q0, int k0) {
+__device__ __forceinline__ void finish_scores(View& S, const KernelArgs& a, const Mask& mask, int q0, int k0,
+                                              bool clean) {
   if (B::use_softcap != 0) cap_scores<B>(S, a);
-  if (!mask.tiles.cover(q0, k0)) mask_scores<B>(S, a, mask, q0, k0);
+  if (!clean) mask_scores<B>(S, a, mask, q0, k0);
 }
 
 // ---- the scale of an item ----
@@ -1177,7 +1179,7 @@ template <class B> __global__ void __launch_bounds__(B::threads, 1) sdpa_scalar(
   for (int k0 = t.keys.begin; k0 < t.keys.end; k0 += B::block_n) {
     const int stage = feed.acquire(k0);
     scalar_qk<B>(S, s.Q, s.K[stage]);
-    finish_scores<B>(S, a, t.mask, item.q0, k0);
+    finish_scores<B>(S, a, t.mask, item.q0, k0, t.mask.tiles.cover(item.q0, k0));
     float alpha[O.ROWS];
     softmax.step(s, S, scale_log2, alpha);
     scalar_pv<B>(O, alpha, s.P, s.V[stage]);
@@ -2326,17 +2328,17 @@ template <class B> struct MmaRows {
     SDPA_UNROLL for (int step = 0; step < P.STEPS; step++) mma_pv<B>(O, P, V_s, step, lane);
   }
 
-  // S = Q @ K.T, with the factors of several heads, and capped.
-  __device__ void multiply_qk(Scores& S, const MmaQueries<B>& Q, const Element<B>* K_s, const KernelArgs& a, int lane) {
+  // S = Q @ K.T, with the factors of several heads.
+  __device__ void multiply_qk(Scores& S, const MmaQueries<B>& Q, const Element<B>* K_s, int lane) {
     mma_qk<B>(S, Q, K_s, lane);
     if constexpr (B::converts_operands) scale_rows(S, q_descale);
-    if (B::use_softcap != 0) cap_scores<B>(S, a);
   }
   // P of a tile without mask, by the stale maximum. False if that was too small.
   __device__ bool attend_by_stale_max(const MmaQueries<B>& Q, const Element<B>* K_s, const ItemScale<B>& scale_log2,
                                       int lane) {
     Scores S;
-    multiply_qk(S, Q, K_s, scale_log2.a, lane);
+    multiply_qk(S, Q, K_s, lane);
+    if (B::use_softcap != 0) cap_scores<B>(S, scale_log2.a);
     StaleSoftmax<B, ROWS> softmax(m, scale_log2);
     SDPA_UNROLL for (int step = 0; step < P.STEPS; step++) {
       softmax.exp(S, P.COLS * step, P.COLS * (step + 1)), P.pack_step(S, step);
@@ -2348,8 +2350,8 @@ template <class B> struct MmaRows {
                                       const Mask& mask, int q0, int k0, bool clean, int lane) {
     Scores S;
     S.first_row = O.first_row, S.first_col = O.first_col;
-    multiply_qk(S, Q, K_s, scale_log2.a, lane);
-    if (!clean) mask_scores<B>(S, scale_log2.a, mask, q0, k0);
+    multiply_qk(S, Q, K_s, lane);
+    finish_scores<B>(S, scale_log2.a, mask, q0, k0, clean);
     float alpha[ROWS];
     softmax_max<B>(S, scale_log2, m, alpha);
     const bool may_be_kept = softmax_sum<B>(S, scale_log2, m, alpha, l);
@@ -3040,7 +3042,7 @@ __global__ void __launch_bounds__(B::threads, 1) sdpa_wgmma_plain(const __grid_c
 
     // P, and O brought to its maximum
     float alpha[2];
-    finish_scores<B>(S, a, mask, item.q0, k0);
+    finish_scores<B>(S, a, mask, item.q0, k0, mask.tiles.cover(item.q0, k0));
     softmax_max<B>(S, a.scale_log2, m, alpha);
     softmax_sum<B>(S, a.scale_log2, m, alpha, l);
     scale_rows(O, alpha);
@@ -3307,12 +3309,9 @@ template <class B> struct WgmmaRows {
   }
   // P in the place of S, and l. The caller multiplies O by alpha.
   __device__ __forceinline__ void softmax_by_exact_max(Scores& S, float (&alpha)[ROWS]) {
-    if (B::use_softcap != 0) cap_scores<B>(S, a);
-    if (has_mask()) {
-      const uint32_t tid = B::pack_gqa ? thread_index_anew() - B::producer_threads : thread_index_anew() % 128;
-      S.first_row = tid / 32 * 16 + tid % 32 / 4, S.first_col = tid % 4 * 2;
-      mask_scores<B>(S, a, mask, q, k0);
-    }
+    const uint32_t tid = B::pack_gqa ? thread_index_anew() - B::producer_threads : thread_index_anew() % 128;
+    S.first_row = tid / 32 * 16 + tid % 32 / 4, S.first_col = tid % 4 * 2;
+    finish_scores<B>(S, a, mask, q, k0, !has_mask());
     softmax_max<B>(S, scale_log2, m, alpha);
     keep_max(softmax_sum<B>(S, scale_log2, m, alpha, l));
   }
@@ -4485,9 +4484,8 @@ template <class B> struct WgmmaColumns {
       mbarrier_wait(&mine().v_full[ring.stage], ring.parity);
       clear_rows_of_v<B>(mine().V[ring.stage], keys_in_tile<B>(item, k0), threadIdx.x % 128, 128);  // write_p() fences
     }
-    if (B::use_softcap != 0) cap_scores<B>(S, a);
     const Mask& mask = mask_of<B>(a, item);
-    if (!mask.tiles.cover(item.q0, k0)) mask_scores<B>(S, a, mask, item.q0, k0 + S.first_col());
+    finish_scores<B>(S, a, mask, item.q0, k0 + S.first_col(), mask.tiles.cover(item.q0, k0));
     float sum[ROWS];
     softmax<FIRST>(S, O, sum);
     Sums later;
@@ -4765,7 +4763,7 @@ __device__ __forceinline__ void wmma_consume(WmmaShared<B>& s, const KernelArgs&
     __syncwarp();  // hazard: S written by the other lanes
     load_scores(S, reinterpret_cast<const WmmaScore<B>*>(s.P), SCORE_STRIDE<B>);
     if (B::qk_in_fp16) __syncwarp();  // hazard: S read by the lanes in whose place P comes
-    finish_scores<B>(S, a, t.mask, item.q0, k0);
+    finish_scores<B>(S, a, t.mask, item.q0, k0, t.mask.tiles.cover(item.q0, k0));
     float alpha[ScalarOutput<B>::ROWS];
     softmax.step(s, S, scale_log2, alpha);
     if constexpr (B::use_wmma_pv) {
