@@ -450,6 +450,19 @@ struct KernelArgs {  // SdpaParams with what every CTA would otherwise compute a
 #include "simt/ptx.h"
 #else
 
+#if defined(__CUDA_ARCH__) && __CUDA_ARCH__ < 800
+#error "sdpa.cu needs sm_80 or newer (cp.async, max.NaN); type -arch=sm_80 or -arch=native"
+#endif
+#if USE_WGMMA
+#if defined(__CUDA_ARCH__) && !defined(__CUDA_ARCH_FEAT_SM90_ALL)
+#error "the wgmma kernel needs an H100 or H200; type -gencode arch=compute_90a,code=sm_90a"
+#endif
+#endif  // USE_WGMMA
+#if defined(__CUDA_ARCH__) && __CUDA_ARCH__ < 890
+static_assert(!(is_mma && Build::is_e4m3),
+              "DTYPE=FP8_E4M3: mma.sync takes e4m3 from sm_89 on; type -arch=sm_89 or DTYPE=FP16");
+#endif
+
 // Dynamic shared memory of the CTA, aligned to 1024 bytes.
 template <class T> __device__ __forceinline__ T& dynamic_shared() {
   extern __shared__ __align__(1024) unsigned char dynamic_shared_bytes[];
@@ -710,13 +723,11 @@ __device__ __forceinline__ void mask_scores(View& S, const KernelArgs& a, const 
 // USE_SOFTCAP: tanh(x * cap_scale) of this thread's columns [first, last) of S.
 template <class B, class View>
 __device__ __forceinline__ void cap_scores(View& S, const KernelArgs& a, int first = 0, int last = View::COLS);
-// What happens to the scores of a tile between Q @ K.T and the softmax: query q0 is that of its first row, key k0 that of
-// its first column. clean: every query sees every key.
+// What happens to the scores of a tile between Q @ K.T and the softmax. clean: every key is visible to every query.
 template <class B, class View>
-__device__ __forceinline__ void finish_scores(View& S, const KernelArgs& a, const Mask& mask, int q0, int k0,
-                                              bool clean) {
+__device__ __forceinline__ void finish_scores(View& S, const KernelArgs& a, const Mask& m, int q0, int k0, bool clean) {
   if (B::use_softcap != 0) cap_scores<B>(S, a);
-  if (!clean) mask_scores<B>(S, a, mask, q0, k0);
+  if (!clean) mask_scores<B>(S, a, m, q0, k0);
 }
 
 // ---- the scale of an item ----
@@ -916,16 +927,13 @@ __device__ __forceinline__ void store_output(const View& O, const float (&m)[Vie
   }
 }
 
-// ---- items of CTAs ----
+// ---- items and copies of the whole CTA (scalar, wmma, mma) ----
 
 // Of a CTA that has one item alone: whether there is none for it, the item, and its keys.
 template <class B> __device__ __forceinline__ bool is_spare(const KernelArgs& a);
 template <class B> __device__ __forceinline__ WorkItem item_of_cta(const KernelArgs& a);
-template <class B>
-__device__ __forceinline__ KeyRange keys_of_cta(const KernelArgs& a, const Mask& mask, ItemArg<B> item);
+template <class B> __device__ __forceinline__ KeyRange keys_of_cta(const KernelArgs& a, const Mask& m, ItemArg<B> item);
 template <class B> struct PagedRows;  // K or V in pages
-
-// ---- items and copies of the whole CTA (scalar, wmma, mma) ----
 
 // What a group of warps (by default the CTA) needs to know of its item, and the copies that every
 // kernel starts from. Of the K/V tiles, group g takes number g, SPLIT_KV + g, ...
@@ -976,7 +984,6 @@ template <class B> struct ItemTiles {
 
 // The K/V tiles of an item as its consumers see them: acquire() gives the stage of the next tile once
 // it is there, release() says that this warp has read it.
-//
 // Here all threads of a group copy, STAGES - 1 tiles ahead. Groups of copies past the end are empty,
 // so that wait counts stay constant.
 template <class B, class Shared> struct CopyTogether {
@@ -1254,19 +1261,6 @@ template <class B, class Shared> struct CtaSoftmax {
 // ---- PTX of the other kernels ----
 
 #ifndef SDPA_SIMT
-
-#if defined(__CUDA_ARCH__) && __CUDA_ARCH__ < 800
-#error "sdpa.cu needs sm_80 or newer (cp.async, max.NaN); type -arch=sm_80 or -arch=native"
-#endif
-#if USE_WGMMA
-#if defined(__CUDA_ARCH__) && !defined(__CUDA_ARCH_FEAT_SM90_ALL)
-#error "the wgmma kernel needs an H100 or H200; type -gencode arch=compute_90a,code=sm_90a"
-#endif
-#endif  // USE_WGMMA
-#if defined(__CUDA_ARCH__) && __CUDA_ARCH__ < 890
-static_assert(!(is_mma && Build::is_e4m3),
-              "DTYPE=FP8_E4M3: mma.sync takes e4m3 from sm_89 on; type -arch=sm_89 or DTYPE=FP16");
-#endif
 
 // tanh x to 2^-11 of itself.
 __device__ __forceinline__ float tanh_approx(float x) {
@@ -1702,27 +1696,6 @@ __device__ __forceinline__ void cap_scores(View& S, const KernelArgs& a, int fir
   }
 }
 
-// ---- pairs (mma, wgmma) ----
-
-// Two values of a row, rounded, as one register of an mma.sync operand.
-template <class E> __device__ __forceinline__ uint32_t pack(float low, float high) {
-  const E e[2] = {rounded<E>(low), rounded<E>(high)};
-  uint32_t word;
-  memcpy(&word, e, sizeof word);
-  return word;
-}
-
-// mma of elements of that type: 16 of k if they have 16 bits, 32 if they have 8.
-template <class E>
-__device__ __forceinline__ void mma_32_bytes(float& d0, float& d1, float& d2, float& d3, const uint32_t (&a)[4],
-                                             uint32_t b0, uint32_t b1) {
-  if constexpr (std::is_same_v<E, __nv_fp8_e4m3>) {
-    mma_m16n8k32_e4m3(d0, d1, d2, d3, a, b0, b1);
-  } else {
-    mma_m16n8k16<E>(d0, d1, d2, d3, a, b0, b1);
-  }
-}
-
 // ---- copies of U8 (wmma and DTYPE = U8) ----
 
 // u - 128 of two bytes of a word, the low or the high ones. 16 bits 0x6400 | u are the number 1024 + u.
@@ -1745,177 +1718,26 @@ struct ConvertingCopy {
   }
 };
 
-// ---- partial results in the workspace ----
+// ---- pairs, scales of rows, stale maxima (mma, wgmma) ----
 
-// SPLIT_CTAS: the workspace has for each item a counter of stored partial results, and after all counters the results.
-constexpr uint32_t most_split_items = 16384;
-constexpr size_t range_counter_bytes = most_split_items * sizeof(uint32_t);
-constexpr int ranges_at_once = 16, few_ranges = 4;  // that a thread merges; of few it takes more columns
-template <class B> struct alignas(256) RangePartial {
-  float O[B::block_m][B::d_v];
-  float2 m_l[B::block_m];
-};
-
-template <class B> __device__ __forceinline__ size_t behind_plan(const KernelArgs& a, size_t bytes) {
-  if constexpr (B::use_lengths) return bytes + plan_bytes(plan_room<B>(a));
-  return bytes;
-}
-// USE_LENGTHS: what the plan has of the item; otherwise what the launch has in its place.
-template <class B>
-__device__ __forceinline__ uint32_t planned(ItemArg<B> item, int PlannedItem::*member, uint32_t otherwise) {
-  if constexpr (B::use_lengths) return item.*member;
-  return otherwise;
-}
-// The number of this CTA's partial result.
-template <class B> __device__ __forceinline__ uint32_t part_of(ItemArg<B> item, uint32_t cta) {
-  if constexpr (B::use_lengths) return item.part + item.range;
-  return cta;
+// Two values of a row, rounded, as one register of an mma.sync operand.
+template <class E> __device__ __forceinline__ uint32_t pack(float low, float high) {
+  const E e[2] = {rounded<E>(low), rounded<E>(high)};
+  uint32_t word;
+  memcpy(&word, e, sizeof word);
+  return word;
 }
 
-// The partial results of all CTAs in the workspace.
-template <class B> __device__ __forceinline__ RangePartial<B>* range_partials(const KernelArgs& a) {
-  unsigned char* const counters = static_cast<unsigned char*>(a.p.workspace);
-  return reinterpret_cast<RangePartial<B>*>(counters + behind_plan<B>(a, range_counter_bytes));
-}
-
-// ---- pages (USE_PAGES) ----
-
-// K and V are [pages,Hkv,page_size,D], with batch strides from page to page. Key k of sequence b is row k % page_size
-// of page page_table[b * page_stride + k / page_size]; page_size is a multiple of 16, and a table's row has Sk keys.
-
-// The page of the item's keys [k, k + keys), which lie in one. If the item sees none of them, one that does not exist:
-// of that TMA gives zeros, and the table is not read.
-template <class B>
-__device__ __forceinline__ int page_of(const KernelArgs& a, ItemArg<B> item, int k, int keys = 1) {
-  if (max(k, item.keys.begin) >= min(k + keys, item.keys.end)) return a.p.pages;
-  const int place = int(plan_room<B>(a).page_size.divide(uint32_t(k)));
-  return min(max(ld_global<int>(a.p.page_table + int64_t(item.b) * a.p.page_stride + place), 0), a.p.pages - 1);
-}
-// The vectors of rows k, k + 1, ... of K or V, as by a pointer to the first. head_g: the one of row 0 of page 0.
-template <class B> struct PagedRows {
-  const KernelArgs* a;
-  const WorkItem* item;
-  const Strides* strides;
-  const Input* head_g;
-  int k;
-  __device__ __forceinline__ void operator+=(int64_t rows) { k += int(rows); }
-  __device__ __forceinline__ const Input* operator+(int column) const {
-    const int row = int(plan_room<B>(*a).page_size.remainder(uint32_t(k)));
-    return head_g + page_of<B>(*a, *item, k) * strides->batch + row * strides->row + column;
-  }
-};
-
-// ---- items that are planned (USE_LENGTHS) ----
-// A kernel before the others lists the items of all sequences, for one group of heads, the longest first; an item of
-// many keys becomes several ranges.
-
-// In the workspace, behind the counters: how many items; how many first ranges of those that have several, whose
-// numbers follow the items; the queue.
-struct Plan { uint32_t count, merges, drawn, unused; };
-__host__ __device__ constexpr size_t plan_bytes(const PlanArgs& plan) {
-  return 256 + shares(plan.items * (sizeof(PlannedItem) + sizeof(uint32_t)), 256) * 256;
-}
-__device__ __forceinline__ Plan& plan_of(const KernelArgs& a) {
-  return *reinterpret_cast<Plan*>(static_cast<unsigned char*>(a.p.workspace) + range_counter_bytes);
-}
-__device__ __forceinline__ PlannedItem* planned_items(const KernelArgs& a) {
-  return reinterpret_cast<PlannedItem*>(reinterpret_cast<unsigned char*>(&plan_of(a)) + 256);
-}
-// Number i of the list, of the group of heads number `head`.
-template <class B> __device__ __forceinline__ PlannedItem planned_item(const KernelArgs& a, uint32_t i, int head) {
-  PlannedItem item = planned_items(a)[i];
-  item.h = head * a.item_heads;
-  item.part = item.part * int(a.q_heads.divisor) + head * item.ranges;
-  return item;
-}
-
-// ---- work scheduling ----
-
-// The item of q-block `block` in head number `head`, counted through all batches.
-template <class B> __device__ __forceinline__ WorkItem tile_of(const KernelArgs& a, uint32_t head, uint32_t block) {
-  WorkItem item{int(a.q_heads.divide(head)), int(a.q_heads.remainder(head)), int(block) * queries_of_item<B>(a)};
-  if (B::pack_gqa) item.h *= a.item_heads;
-  return item;
-}
-
-// USE_LENGTHS: item number i of the plan, counted over its items and the heads of each; without ranges past the last.
-template <class B> __device__ __forceinline__ WorkItem item_of_plan(const KernelArgs& a, uint32_t i) {
-  if constexpr (B::family == Family::wgmma) griddepcontrol_wait();  // the plan has been made
-  const uint32_t number = a.q_heads.divide(i);
-  if (number >= plan_of(a).count) return {};
-  return planned_item<B>(a, number, int(a.q_heads.remainder(i)));
-}
-
-// Item number -> tile. Without a mask the q-blocks of a head follow each other and share its K and V in L2. With one,
-// the longest rows come first, so that no long tile starts last; of all heads, or of as many as L2 has K and V of: the
-// parts are counted from the end, since a small last one would leave SMs idle.
-template <class B> __device__ __forceinline__ WorkItem work_item(const KernelArgs& a, uint32_t i) {
-  if constexpr (B::use_lengths) return item_of_plan<B>(a, i);
-  uint32_t head, block;
-  if (a.mask.keys.all()) {
-    head = a.q_blocks.divide(i), block = a.q_blocks.remainder(i);
+// mma of elements of that type: 16 of k if they have 16 bits, 32 if they have 8.
+template <class E>
+__device__ __forceinline__ void mma_32_bytes(float& d0, float& d1, float& d2, float& d3, const uint32_t (&a)[4],
+                                             uint32_t b0, uint32_t b1) {
+  if constexpr (std::is_same_v<E, __nv_fp8_e4m3>) {
+    mma_m16n8k32_e4m3(d0, d1, d2, d3, a, b0, b1);
   } else {
-    const uint32_t from_end = a.work_items - 1 - i;
-    const uint32_t part = a.items_in_l2.divide(from_end), j = a.items_in_l2.remainder(from_end);
-    const uint32_t first = part * a.heads_in_l2;
-    const uint32_t count = min(a.heads_in_l2, a.p.B * a.q_heads.divisor - first);
-    head = first + j % count, block = j / count;
+    mma_m16n8k16<E>(d0, d1, d2, d3, a, b0, b1);
   }
-  return tile_of<B>(a, head, block);
 }
-
-// USE_LENGTHS: whether there is no item for this CTA.
-template <class B> __device__ __forceinline__ bool is_spare(const KernelArgs& a) {
-  if constexpr (B::use_lengths) return work_item<B>(a, blockIdx.x).ranges == 0;
-  return false;
-}
-// Of a CTA that has one item alone.
-template <class B> __device__ __forceinline__ uint32_t item_number_of_cta(const KernelArgs& a) {
-  if (B::split_ctas == 1) return blockIdx.x;
-  return (merges_by_kernel<B> ? a.first_item : 0) + a.ranges.divide(blockIdx.x);
-}
-
-// The part of an item's rounds that this CTA takes: SPLIT_CTAS deals them out.
-__device__ __forceinline__ KeyRange range_of_rounds(const KernelArgs& a, int rounds) {
-  const int range = int(a.ranges.remainder(blockIdx.x));
-  const int each = int(a.ranges.divide(uint32_t(rounds)));
-  const int rest = int(a.ranges.remainder(uint32_t(rounds)));  // ranges with one more
-  const int first = each * range + min(range, rest);
-  return {first, first + each + (range < rest)};
-}
-
-// The first key of the tiles of these keys. With pages a tile begins where a box of TMA does.
-template <class B> __device__ __forceinline__ int first_tile_key(const KeyRange& keys) {
-  return B::use_pages && B::family == Family::wgmma ? keys.begin / B::block_n * B::block_n : keys.begin;
-}
-// The item of a CTA that has one alone.
-template <class B> __device__ __forceinline__ WorkItem item_of_cta(const KernelArgs& a) {
-  return work_item<B>(a, item_number_of_cta<B>(a));
-}
-// The keys of the item's rows, in whole rounds of SPLIT_KV tiles but for the last one. SPLIT_CTAS: those of this CTA.
-template <class B>
-__device__ __forceinline__ KeyRange keys_of_cta(const KernelArgs& a, const Mask& mask, ItemArg<B> item) {
-  if constexpr (B::use_lengths) return {first_tile_key<B>(item.keys), item.keys.end};
-  const KeyRange keys = mask.keys.of_rows(item.q0, min(item.q0 + queries_of_item<B>(a), a.p.Sq) - 1);
-  if (B::split_ctas == 1) return keys;
-  const KeyRange part = range_of_rounds(a, max(shares(keys.end - keys.begin, B::round_keys), 0));
-  return {keys.begin + part.begin * B::round_keys, min(keys.begin + part.end * B::round_keys, keys.end)};
-}
-
-// True if warpgroups before query 0 or past Sq skip the item's tiles.
-template <class B>
-constexpr bool wgmma_may_pass = B::family == Family::wgmma && B::use_warp_specialization && B::split_kv == 1 &&
-                                !B::use_ping_pong && B::split_ctas == 1;
-
-// ---- kernels that overlap (wgmma) ----
-
-// Waits for the kernel before this one, then lets the next one's CTAs come as these end: at once is up to 5% slower.
-__device__ __forceinline__ void wait_then_let_next_kernel_start() {
-  griddepcontrol_wait();
-  griddepcontrol_launch_dependents();
-}
-
-// ---- scales of rows (mma, wgmma) ----
 
 struct RowScales { float of[2]; };
 __device__ __forceinline__ float of_row(const RowScales& scales, int i) { return scales.of[i]; }
@@ -1946,8 +1768,6 @@ template <class B> struct ItemScale {
     return ScoreScale<B>{a.scale_log2};
   }
 };
-
-// ---- stale maxima (mma, wgmma and USE_LAZY_MAX) ----
 
 // USE_LAZY_MAX: a stale maximum is kept while each thread's sum of P, over its part of the tile, is at most this; so
 // every P is. The largest e4m3 is 448, the largest fp16 65504, and bf16 has the exponents of fp32.
@@ -1998,6 +1818,37 @@ __device__ __forceinline__ void add(float* O, const float4& x, float weight) {
 }
 
 // ---- ranges of keys (SPLIT_CTAS > 1) ----
+
+// SPLIT_CTAS: the workspace has for each item a counter of stored partial results, and after all counters the results.
+constexpr uint32_t most_split_items = 16384;
+constexpr size_t range_counter_bytes = most_split_items * sizeof(uint32_t);
+constexpr int ranges_at_once = 16, few_ranges = 4;  // that a thread merges; of few it takes more columns
+template <class B> struct alignas(256) RangePartial {
+  float O[B::block_m][B::d_v];
+  float2 m_l[B::block_m];
+};
+
+template <class B> __device__ __forceinline__ size_t behind_plan(const KernelArgs& a, size_t bytes) {
+  if constexpr (B::use_lengths) return bytes + plan_bytes(plan_room<B>(a));
+  return bytes;
+}
+// USE_LENGTHS: what the plan has of the item; otherwise what the launch has in its place.
+template <class B>
+__device__ __forceinline__ uint32_t planned(ItemArg<B> item, int PlannedItem::*member, uint32_t otherwise) {
+  if constexpr (B::use_lengths) return item.*member;
+  return otherwise;
+}
+// The number of this CTA's partial result.
+template <class B> __device__ __forceinline__ uint32_t part_of(ItemArg<B> item, uint32_t cta) {
+  if constexpr (B::use_lengths) return item.part + item.range;
+  return cta;
+}
+
+// The partial results of all CTAs in the workspace.
+template <class B> __device__ __forceinline__ RangePartial<B>* range_partials(const KernelArgs& a) {
+  unsigned char* const counters = static_cast<unsigned char*>(a.p.workspace);
+  return reinterpret_cast<RangePartial<B>*>(counters + behind_plan<B>(a, range_counter_bytes));
+}
 
 // Stores a view's rows of O, m and l in a partial result, by store(place, vector).
 template <class Partial, class View, class Store>
@@ -2123,6 +1974,142 @@ __device__ __forceinline__ void store_rows(const Partial (&partial_s)[B::split_k
   const RangePartial<B>* const first = parts + planned<B>(item, &PlannedItem::part, number * ranges);
   ranges > few_ranges ? merge_ranges<B, ranges_at_once, 4>(first, a, item, thread)
                       : merge_ranges<B, 2, 16>(first, a, item, thread);
+}
+
+// ---- pages (USE_PAGES) ----
+
+// K and V are [pages,Hkv,page_size,D], with batch strides from page to page. Key k of sequence b is row k % page_size
+// of page page_table[b * page_stride + k / page_size]; page_size is a multiple of 16, and a table's row has Sk keys.
+
+// The page of the item's keys [k, k + keys), which lie in one. If the item sees none of them, one that does not exist:
+// of that TMA gives zeros, and the table is not read.
+template <class B>
+__device__ __forceinline__ int page_of(const KernelArgs& a, ItemArg<B> item, int k, int keys = 1) {
+  if (max(k, item.keys.begin) >= min(k + keys, item.keys.end)) return a.p.pages;
+  const int place = int(plan_room<B>(a).page_size.divide(uint32_t(k)));
+  return min(max(ld_global<int>(a.p.page_table + int64_t(item.b) * a.p.page_stride + place), 0), a.p.pages - 1);
+}
+// The vectors of rows k, k + 1, ... of K or V, as by a pointer to the first. head_g: the one of row 0 of page 0.
+template <class B> struct PagedRows {
+  const KernelArgs* a;
+  const WorkItem* item;
+  const Strides* strides;
+  const Input* head_g;
+  int k;
+  __device__ __forceinline__ void operator+=(int64_t rows) { k += int(rows); }
+  __device__ __forceinline__ const Input* operator+(int column) const {
+    const int row = int(plan_room<B>(*a).page_size.remainder(uint32_t(k)));
+    return head_g + page_of<B>(*a, *item, k) * strides->batch + row * strides->row + column;
+  }
+};
+
+// ---- items that are planned (USE_LENGTHS) ----
+// A kernel before the others lists the items of all sequences, for one group of heads, the longest first; an item of
+// many keys becomes several ranges.
+
+// In the workspace, behind the counters: how many items; how many first ranges of those that have several, whose
+// numbers follow the items; the queue.
+struct Plan { uint32_t count, merges, drawn, unused; };
+__host__ __device__ constexpr size_t plan_bytes(const PlanArgs& plan) {
+  return 256 + shares(plan.items * (sizeof(PlannedItem) + sizeof(uint32_t)), 256) * 256;
+}
+__device__ __forceinline__ Plan& plan_of(const KernelArgs& a) {
+  return *reinterpret_cast<Plan*>(static_cast<unsigned char*>(a.p.workspace) + range_counter_bytes);
+}
+__device__ __forceinline__ PlannedItem* planned_items(const KernelArgs& a) {
+  return reinterpret_cast<PlannedItem*>(reinterpret_cast<unsigned char*>(&plan_of(a)) + 256);
+}
+// Number i of the list, of the group of heads number `head`.
+template <class B> __device__ __forceinline__ PlannedItem planned_item(const KernelArgs& a, uint32_t i, int head) {
+  PlannedItem item = planned_items(a)[i];
+  item.h = head * a.item_heads;
+  item.part = item.part * int(a.q_heads.divisor) + head * item.ranges;
+  return item;
+}
+
+// ---- work scheduling ----
+
+// The item of q-block `block` in head number `head`, counted through all batches.
+template <class B> __device__ __forceinline__ WorkItem tile_of(const KernelArgs& a, uint32_t head, uint32_t block) {
+  WorkItem item{int(a.q_heads.divide(head)), int(a.q_heads.remainder(head)), int(block) * queries_of_item<B>(a)};
+  if (B::pack_gqa) item.h *= a.item_heads;
+  return item;
+}
+
+// USE_LENGTHS: item number i of the plan, counted over its items and the heads of each; without ranges past the last.
+template <class B> __device__ __forceinline__ WorkItem item_of_plan(const KernelArgs& a, uint32_t i) {
+  if constexpr (B::family == Family::wgmma) griddepcontrol_wait();  // the plan has been made
+  const uint32_t number = a.q_heads.divide(i);
+  if (number >= plan_of(a).count) return {};
+  return planned_item<B>(a, number, int(a.q_heads.remainder(i)));
+}
+
+// Item number -> tile. Without a mask the q-blocks of a head follow each other and share its K and V in L2. With one,
+// the longest rows come first, so that no long tile starts last; of all heads, or of as many as L2 has K and V of: the
+// parts are counted from the end, since a small last one would leave SMs idle.
+template <class B> __device__ __forceinline__ WorkItem work_item(const KernelArgs& a, uint32_t i) {
+  if constexpr (B::use_lengths) return item_of_plan<B>(a, i);
+  uint32_t head, block;
+  if (a.mask.keys.all()) {
+    head = a.q_blocks.divide(i), block = a.q_blocks.remainder(i);
+  } else {
+    const uint32_t from_end = a.work_items - 1 - i;
+    const uint32_t part = a.items_in_l2.divide(from_end), j = a.items_in_l2.remainder(from_end);
+    const uint32_t first = part * a.heads_in_l2;
+    const uint32_t count = min(a.heads_in_l2, a.p.B * a.q_heads.divisor - first);
+    head = first + j % count, block = j / count;
+  }
+  return tile_of<B>(a, head, block);
+}
+
+// USE_LENGTHS: whether there is no item for this CTA.
+template <class B> __device__ __forceinline__ bool is_spare(const KernelArgs& a) {
+  if constexpr (B::use_lengths) return work_item<B>(a, blockIdx.x).ranges == 0;
+  return false;
+}
+// Of a CTA that has one item alone.
+template <class B> __device__ __forceinline__ uint32_t item_number_of_cta(const KernelArgs& a) {
+  if (B::split_ctas == 1) return blockIdx.x;
+  return (merges_by_kernel<B> ? a.first_item : 0) + a.ranges.divide(blockIdx.x);
+}
+
+// The part of an item's rounds that this CTA takes: SPLIT_CTAS deals them out.
+__device__ __forceinline__ KeyRange range_of_rounds(const KernelArgs& a, int rounds) {
+  const int range = int(a.ranges.remainder(blockIdx.x));
+  const int each = int(a.ranges.divide(uint32_t(rounds)));
+  const int rest = int(a.ranges.remainder(uint32_t(rounds)));  // ranges with one more
+  const int first = each * range + min(range, rest);
+  return {first, first + each + (range < rest)};
+}
+
+// The first key of the tiles of these keys. With pages a tile begins where a box of TMA does.
+template <class B> __device__ __forceinline__ int first_tile_key(const KeyRange& keys) {
+  return B::use_pages && B::family == Family::wgmma ? keys.begin / B::block_n * B::block_n : keys.begin;
+}
+template <class B> __device__ __forceinline__ WorkItem item_of_cta(const KernelArgs& a) {
+  return work_item<B>(a, item_number_of_cta<B>(a));
+}
+// The keys of the item's rows, in whole rounds of SPLIT_KV tiles but for the last one. SPLIT_CTAS: those of this CTA.
+template <class B>
+__device__ __forceinline__ KeyRange keys_of_cta(const KernelArgs& a, const Mask& m, ItemArg<B> item) {
+  if constexpr (B::use_lengths) return {first_tile_key<B>(item.keys), item.keys.end};
+  const KeyRange keys = m.keys.of_rows(item.q0, min(item.q0 + queries_of_item<B>(a), a.p.Sq) - 1);
+  if (B::split_ctas == 1) return keys;
+  const KeyRange part = range_of_rounds(a, max(shares(keys.end - keys.begin, B::round_keys), 0));
+  return {keys.begin + part.begin * B::round_keys, min(keys.begin + part.end * B::round_keys, keys.end)};
+}
+
+// True if warpgroups before query 0 or past Sq skip the item's tiles.
+template <class B>
+constexpr bool wgmma_may_pass = B::family == Family::wgmma && B::use_warp_specialization && B::split_kv == 1 &&
+                                !B::use_ping_pong && B::split_ctas == 1;
+
+// ---- kernels that overlap (wgmma) ----
+
+// Waits for the kernel before this one, then lets the next one's CTAs come as these end: at once is up to 5% slower.
+__device__ __forceinline__ void wait_then_let_next_kernel_start() {
+  griddepcontrol_wait();
+  griddepcontrol_launch_dependents();
 }
 
 // ---- rings of stages (wmma, wgmma) ----
@@ -2632,36 +2619,6 @@ template <class B> struct KernelOf<B, Path::mma> {
   static constexpr auto entry = sdpa_mma<B>;
 };
 
-// ---- the tensors of a problem ----
-
-struct TensorView {  // Q, K, V or O
-  const char* name;
-  const void* data;
-  int element_bytes;
-  bool written;
-  struct {
-    const char* name;
-    int size;
-    int64_t& stride;
-  } dims[3];
-};
-
-// Of a tensor with these strides; packed sequences have one.
-int batches_of(const SdpaParams& p, const Strides& s) {
-  if (Build::use_pages && (&s == &p.k || &s == &p.v)) return p.pages;
-  if (Build::use_lengths && (&s == &p.q || &s == &p.o ? p.q_starts : p.k_starts)) return min(p.B, 1);
-  return p.B;
-}
-std::array<TensorView, 4> tensors_of(SdpaParams& p) {
-  const int in = sizeof(Input), out = sizeof(Output), rows = Build::use_pages ? p.page_size : p.Sk;
-  const auto view = [&](const char* name, const void* data, Strides& s, int H, int S, int bytes, bool written) {
-    const int B = batches_of(p, s);
-    return TensorView{name, data, bytes, written, {{"row", S, s.row}, {"head", H, s.head}, {"batch", B, s.batch}}};
-  };
-  return {{view("Q", p.Q, p.q, p.Hq, p.Sq, in, false), view("K", p.K, p.k, p.Hkv, rows, in, false),
-           view("V", p.V, p.v, p.Hkv, rows, in, false), view("O", p.O, p.o, p.Hq, p.Sq, out, true)}};
-}
-
 // ---- 5d wgmma: what its kernels share (wgmma) ----
 // A tile in shared memory is D/64 panels of [rows][64]: lines of 128 bytes, in chunks of 16, swizzled, as TMA writes
 // them and wgmma reads them. Where the chunks of a line lie:
@@ -2865,99 +2822,6 @@ template <class B> __device__ __forceinline__ void prefetch_tensor_maps(const Ke
   if (threadIdx.x != 64) return;
   prefetch_tensormap(&tensor_maps<B>(a).q), prefetch_tensormap(&tensor_maps<B>(a).k);
   prefetch_tensormap(&tensor_maps<B>(a).v);
-}
-
-// A function of the driver, through the runtime, so that nothing has to be linked for it.
-#if CUDART_VERSION >= 12050
-inline cudaError_t driver_entry(const char* name, void** entry, cudaDriverEntryPointQueryResult* found) {
-  return cudaGetDriverEntryPointByVersion(name, entry, 12000, cudaEnableDefault, found);
-}
-#else
-inline cudaError_t driver_entry(const char* name, void** entry, cudaDriverEntryPointQueryResult* found) {
-  return cudaGetDriverEntryPoint(name, entry, cudaEnableDefault, found);
-}
-#endif
-
-// Describes a tensor of elements of 1 or 2 bytes to TMA: sizes (innermost first), byte strides of all dimensions but
-// the innermost (multiples of 16), the box that one copy moves, whose lines have 128 or 64 bytes and are swizzled.
-// Zeros outside. L2 fetches 256 bytes at once, or 128 of what is read once: there 256 take 8% longer.
-inline cudaError_t encode_tensor_map(CUtensorMap& map, int rank, const void* base, const cuuint64_t* sizes,
-                                     const cuuint64_t* strides_bytes, const cuuint32_t* box, int element_bytes = 2,
-                                     bool read_once = false) {
-  thread_local void* encoder = nullptr;  // looked for until it is found
-  if (!encoder) {
-    cudaDriverEntryPointQueryResult found;
-    const cudaError_t error = driver_entry("cuTensorMapEncodeTiled", &encoder, &found);
-    if (error != cudaSuccess) return error;
-    if (found != cudaDriverEntryPointSuccess || !encoder) return cudaErrorInsufficientDriver;
-  }
-  const cuuint32_t steps[5] = {1, 1, 1, 1, 1};
-  const CUresult result = reinterpret_cast<decltype(&cuTensorMapEncodeTiled)>(encoder)(
-      &map, element_bytes == 1 ? CU_TENSOR_MAP_DATA_TYPE_UINT8 : CU_TENSOR_MAP_DATA_TYPE_UINT16, cuuint32_t(rank),
-      const_cast<void*>(base), sizes, strides_bytes, box, steps, CU_TENSOR_MAP_INTERLEAVE_NONE,
-      box[0] * element_bytes == 64 ? CU_TENSOR_MAP_SWIZZLE_64B : CU_TENSOR_MAP_SWIZZLE_128B,
-      read_once ? CU_TENSOR_MAP_L2_PROMOTION_L2_128B : CU_TENSOR_MAP_L2_PROMOTION_L2_256B,
-      CU_TENSOR_MAP_FLOAT_OOB_FILL_NONE);
-  return result == CUDA_SUCCESS ? cudaSuccess : cudaErrorInvalidValue;
-}
-
-// True if addresses, sizes and strides are equal, which is all that tensor maps depend on.
-bool same_tensors(const SdpaParams& a, const SdpaParams& b) {
-  constexpr size_t sizes = offsetof(SdpaParams, B), end = offsetof(SdpaParams, scale);  // and strides
-  return a.Q == b.Q && a.K == b.K && a.V == b.V && a.O == b.O && a.page_size == b.page_size && a.pages == b.pages &&
-         memcmp(reinterpret_cast<const char*>(&a) + sizes, reinterpret_cast<const char*>(&b) + sizes, end - sizes) == 0;
-}
-
-// Encodes the tensor maps, or takes those of this thread's last call if the tensors are the same.
-template <class B> SdpaStatus encode_tensor_maps(TensorMaps& maps, KernelArgs& a) {
-  SdpaParams& p = a.p;
-  thread_local SdpaParams last{};
-  thread_local TensorMaps last_maps;
-  if (same_tensors(last, p) && batches_of(last, last.k) == batches_of(p, p.k)) {
-    maps = last_maps;
-    return {};
-  }
-  CUtensorMap* map = &maps.q;
-  for (const TensorView& t : tensors_of(p)) {
-    const bool is_q = map == &maps.q, of_queries = is_q || map == &maps.o;
-    const int S = t.dims[0].size;
-    // No key: nothing is loaded, but the kernel prefetches the map. Most kernels store O without one.
-    if (S == 0 || (map == &maps.o && !stores_by_tma<B>)) {
-      *map++ = maps.q;
-      continue;
-    }
-    uint64_t bytes[3];
-    for (int i = 0; i < 3; i++) {
-      const auto& dim = t.dims[i];
-      bytes[i] = dim.size > 1 ? uint64_t(dim.stride) * t.element_bytes : 16;
-      if (dim.size > 1 && (dim.stride < 0 || bytes[i] >= uint64_t(1) << 40)) {
-        return failure(refused,
-                       "%s has a %s stride of %lld elements, and TMA takes strides from 0 to 2^40 bytes; copy it or "
-                       "use a build without USE_WGMMA",
-                       t.name, dim.name, (long long)dim.stride);
-      }
-    }
-    const uint32_t D = map < &maps.v ? B::head_dim : B::d_v, panel_bytes = D * t.element_bytes % 128 ? 64 : 128;
-    const uint32_t panel = panel_bytes / t.element_bytes, panels = D / panel;
-    const cuuint64_t H = t.dims[1].size;
-    cuuint64_t sizes[5] = {panel, cuuint64_t(S), panels, H, cuuint64_t(t.dims[2].size)};
-    cuuint64_t strides[4] = {bytes[0], panel_bytes, bytes[1], bytes[2]};
-    uint32_t box[5] = {panel, uint32_t(!of_queries ? B::block_n : B::swap_ab ? B::block_m : 64), panels, 1, 1};
-    if constexpr (B::use_pages) {
-      if (!of_queries) box[1] = uint32_t(plan_room<B>(a).box_rows), box[2] = 1;
-    }
-    if (B::pack_gqa && is_q) {  // heads before panels, so that they are rows of one
-      sizes[2] = H, sizes[3] = panels, strides[1] = bytes[1], strides[2] = panel_bytes;
-      box[1] = a.item_queries.divisor, box[2] = uint32_t(a.item_heads), box[3] = 1;
-    }
-    const cudaError_t error = encode_tensor_map(*map++, 5, t.data, sizes, strides, box, t.element_bytes,
-                                                B::swap_ab && B::pack_gqa);
-    if (error != cudaSuccess) {
-      return failure(error, "the driver makes no tensor map of %s: %s", t.name, cudaGetErrorString(error));
-    }
-  }
-  last = p, last_maps = maps;
-  return {};
 }
 
 // ---- 5d the plain kernel (wgmma and USE_WARP_SPECIALIZATION = 0 and SWAP_AB = 0) ----
@@ -4968,7 +4832,35 @@ template <class B> __global__ void __launch_bounds__(merge_threads) sdpa_merge(c
 
 // ==== 6 LAUNCH ===================================================================================
 
-// ---- the GPU, items and workspace ----
+// ---- tensors, the GPU, items and workspace ----
+
+struct TensorView {  // Q, K, V or O
+  const char* name;
+  const void* data;
+  int element_bytes;
+  bool written;
+  struct {
+    const char* name;
+    int size;
+    int64_t& stride;
+  } dims[3];
+};
+
+// Of a tensor with these strides; packed sequences have one.
+int batches_of(const SdpaParams& p, const Strides& s) {
+  if (Build::use_pages && (&s == &p.k || &s == &p.v)) return p.pages;
+  if (Build::use_lengths && (&s == &p.q || &s == &p.o ? p.q_starts : p.k_starts)) return min(p.B, 1);
+  return p.B;
+}
+std::array<TensorView, 4> tensors_of(SdpaParams& p) {
+  const int in = sizeof(Input), out = sizeof(Output), rows = Build::use_pages ? p.page_size : p.Sk;
+  const auto view = [&](const char* name, const void* data, Strides& s, int H, int S, int bytes, bool written) {
+    const int B = batches_of(p, s);
+    return TensorView{name, data, bytes, written, {{"row", S, s.row}, {"head", H, s.head}, {"batch", B, s.batch}}};
+  };
+  return {{view("Q", p.Q, p.q, p.Hq, p.Sq, in, false), view("K", p.K, p.k, p.Hkv, rows, in, false),
+           view("V", p.V, p.v, p.Hkv, rows, in, false), view("O", p.O, p.o, p.Hq, p.Sq, out, true)}};
+}
 
 // The attribute of the current device, or `otherwise` if there is no device.
 int device_attribute(cudaDeviceAttr attribute, int otherwise) {
@@ -5085,6 +4977,101 @@ template <class B> size_t workspace_bytes(const SdpaParams& p) {
   const Items items = items_of<B>(p);
   const bool stores = items.ranges > 1 || merges_by_kernel<B>;
   return range_counter_bytes + (stores ? items_at_once<B>(items) * items.ranges * sizeof(RangePartial<B>) : 0);
+}
+
+// ---- tensor maps (wgmma) ----
+
+// A function of the driver, through the runtime, so that nothing has to be linked for it.
+#if CUDART_VERSION >= 12050
+inline cudaError_t driver_entry(const char* name, void** entry, cudaDriverEntryPointQueryResult* found) {
+  return cudaGetDriverEntryPointByVersion(name, entry, 12000, cudaEnableDefault, found);
+}
+#else
+inline cudaError_t driver_entry(const char* name, void** entry, cudaDriverEntryPointQueryResult* found) {
+  return cudaGetDriverEntryPoint(name, entry, cudaEnableDefault, found);
+}
+#endif
+
+// Describes a tensor of elements of 1 or 2 bytes to TMA: sizes (innermost first), byte strides of all dimensions but
+// the innermost (multiples of 16), the box that one copy moves, whose lines have 128 or 64 bytes and are swizzled.
+// Zeros outside. L2 fetches 256 bytes at once, or 128 of what is read once: there 256 take 8% longer.
+inline cudaError_t encode_tensor_map(CUtensorMap& map, int rank, const void* base, const cuuint64_t* sizes,
+                                     const cuuint64_t* strides_bytes, const cuuint32_t* box, int element_bytes = 2,
+                                     bool read_once = false) {
+  thread_local void* encoder = nullptr;  // looked for until it is found
+  if (!encoder) {
+    cudaDriverEntryPointQueryResult found;
+    const cudaError_t error = driver_entry("cuTensorMapEncodeTiled", &encoder, &found);
+    if (error != cudaSuccess) return error;
+    if (found != cudaDriverEntryPointSuccess || !encoder) return cudaErrorInsufficientDriver;
+  }
+  const cuuint32_t steps[5] = {1, 1, 1, 1, 1};
+  const CUresult result = reinterpret_cast<decltype(&cuTensorMapEncodeTiled)>(encoder)(
+      &map, element_bytes == 1 ? CU_TENSOR_MAP_DATA_TYPE_UINT8 : CU_TENSOR_MAP_DATA_TYPE_UINT16, cuuint32_t(rank),
+      const_cast<void*>(base), sizes, strides_bytes, box, steps, CU_TENSOR_MAP_INTERLEAVE_NONE,
+      box[0] * element_bytes == 64 ? CU_TENSOR_MAP_SWIZZLE_64B : CU_TENSOR_MAP_SWIZZLE_128B,
+      read_once ? CU_TENSOR_MAP_L2_PROMOTION_L2_128B : CU_TENSOR_MAP_L2_PROMOTION_L2_256B,
+      CU_TENSOR_MAP_FLOAT_OOB_FILL_NONE);
+  return result == CUDA_SUCCESS ? cudaSuccess : cudaErrorInvalidValue;
+}
+
+// True if addresses, sizes and strides are equal, which is all that tensor maps depend on.
+bool same_tensors(const SdpaParams& a, const SdpaParams& b) {
+  constexpr size_t sizes = offsetof(SdpaParams, B), end = offsetof(SdpaParams, scale);  // and strides
+  return a.Q == b.Q && a.K == b.K && a.V == b.V && a.O == b.O && a.page_size == b.page_size && a.pages == b.pages &&
+         memcmp(reinterpret_cast<const char*>(&a) + sizes, reinterpret_cast<const char*>(&b) + sizes, end - sizes) == 0;
+}
+
+// Encodes the tensor maps, or takes those of this thread's last call if the tensors are the same.
+template <class B> SdpaStatus encode_tensor_maps(TensorMaps& maps, KernelArgs& a) {
+  SdpaParams& p = a.p;
+  thread_local SdpaParams last{};
+  thread_local TensorMaps last_maps;
+  if (same_tensors(last, p) && batches_of(last, last.k) == batches_of(p, p.k)) {
+    maps = last_maps;
+    return {};
+  }
+  CUtensorMap* map = &maps.q;
+  for (const TensorView& t : tensors_of(p)) {
+    const bool is_q = map == &maps.q, of_queries = is_q || map == &maps.o;
+    const int S = t.dims[0].size;
+    // No key: nothing is loaded, but the kernel prefetches the map. Most kernels store O without one.
+    if (S == 0 || (map == &maps.o && !stores_by_tma<B>)) {
+      *map++ = maps.q;
+      continue;
+    }
+    uint64_t bytes[3];
+    for (int i = 0; i < 3; i++) {
+      const auto& dim = t.dims[i];
+      bytes[i] = dim.size > 1 ? uint64_t(dim.stride) * t.element_bytes : 16;
+      if (dim.size > 1 && (dim.stride < 0 || bytes[i] >= uint64_t(1) << 40)) {
+        return failure(refused,
+                       "%s has a %s stride of %lld elements, and TMA takes strides from 0 to 2^40 bytes; copy it or "
+                       "use a build without USE_WGMMA",
+                       t.name, dim.name, (long long)dim.stride);
+      }
+    }
+    const uint32_t D = map < &maps.v ? B::head_dim : B::d_v, panel_bytes = D * t.element_bytes % 128 ? 64 : 128;
+    const uint32_t panel = panel_bytes / t.element_bytes, panels = D / panel;
+    const cuuint64_t H = t.dims[1].size;
+    cuuint64_t sizes[5] = {panel, cuuint64_t(S), panels, H, cuuint64_t(t.dims[2].size)};
+    cuuint64_t strides[4] = {bytes[0], panel_bytes, bytes[1], bytes[2]};
+    uint32_t box[5] = {panel, uint32_t(!of_queries ? B::block_n : B::swap_ab ? B::block_m : 64), panels, 1, 1};
+    if constexpr (B::use_pages) {
+      if (!of_queries) box[1] = uint32_t(plan_room<B>(a).box_rows), box[2] = 1;
+    }
+    if (B::pack_gqa && is_q) {  // heads before panels, so that they are rows of one
+      sizes[2] = H, sizes[3] = panels, strides[1] = bytes[1], strides[2] = panel_bytes;
+      box[1] = a.item_queries.divisor, box[2] = uint32_t(a.item_heads), box[3] = 1;
+    }
+    const cudaError_t error = encode_tensor_map(*map++, 5, t.data, sizes, strides, box, t.element_bytes,
+                                                B::swap_ab && B::pack_gqa);
+    if (error != cudaSuccess) {
+      return failure(error, "the driver makes no tensor map of %s: %s", t.name, cudaGetErrorString(error));
+    }
+  }
+  last = p, last_maps = maps;
+  return {};
 }
 
 // ---- the launch ----
@@ -5425,8 +5412,7 @@ constexpr TunedTile tile(int head_dim, int block_m, int block_n, int num_warps, 
   if (!is_next) t.head_dim = head_dim == Build::head_dim ? 0 : head_dim;  // 0: V is too wide for this row
   t.block_m = block_m, t.block_n = block_n;
   t.num_warps = num_warps, t.stages = stages, t.split_kv = split_kv;
-  const bool by_mma = on("USE_MMA_SYNC") || is_mma;
-  if (is_mma || Build::is_e4m3) t.use_mma_sync = t.use_cp_async = t.swizzle_xor = by_mma;
+  if ((on("USE_MMA_SYNC") && Build::is_e4m3) || is_mma) t.use_mma_sync = t.use_cp_async = t.swizzle_xor = true;
   t.overlap = on("OVERLAP"), t.use_warp_specialization = on("USE_WARP_SPECIALIZATION") || t.overlap;
   t.use_persistent_cta = on("USE_PERSISTENT_CTA"), t.use_ping_pong = on("USE_PING_PONG");
   t.skip_masked = on("SKIP_MASKED"), t.swap_ab = on("SWAP_AB"), t.use_lazy_max = true;

@@ -13,6 +13,7 @@ def run(*words, **environment):
     return done.returncode, done.stdout, done.stderr
 
 
+@pytest.mark.long
 def test_three_builds_of_a_line():
     code, out, err = run("ab", "scalar_minimal", "scalar_minimal", "VEC_WIDTH=1", "scalar_minimal", "VEC_WIDTH=2",
                          "--shape", "small")

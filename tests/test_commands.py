@@ -97,7 +97,6 @@ def built(tmp_path_factory):
     (folder / "bad.txt").write_text(BAD)
     code, out, err = run(RUN_ALL, "--cpu", "--csv", "--shape", "small", "--", "--check-only", SDPA_CONFIGS=str(folder / "bad.txt"),
                          SDPA_BUILD_DIR=str(folder / "build"))
-    run("cmake", "--build", str(folder / "build-cpu"), "--target", "sweep_good2")
     return folder, code, out, err
 
 
@@ -459,11 +458,7 @@ def test_on_a_terminal_it_asks_before(bare, answer, is_installed):
     ("sdpa_good2", "--causal=br --causal off", 2, "--causal is given twice"), ("sdpa_good2", "--dist=a=b", 2, "--dist a=b: want"),
     ("sdpa_good2", "--help", 0, "(on a terminal it tells in words; rows of CSV go to a file or a pipe)"),
     *[("sdpa_good2", f"{option} {value} {option} {value}", 2, f"{option} is given twice") for option, value in (
-        ("--causal", "br"), ("--dist", "normal"), ("--scale", "1"), ("--seeds", "1"), ("--iters", "2"))],
-    *[("sweep_good2", f"{option} {value} {option} {value}", 2, f"{option} is given twice") for option, value in (
-        ("--sweep", "2"), ("--layout", "packed"))],
-    *[("sweep_good2", f"--sweep 2 {option} {value}", 2, f"--sweep and --edges have their own problems; drop {option}") for option, value in (
-        ("--shape", "small"), ("--causal", "br"), ("--dist", "large"), ("--layout", "packed"), ("--scale", "1"))]])
+        ("--causal", "br"), ("--dist", "normal"), ("--scale", "1"), ("--seeds", "1"), ("--iters", "2"))]])
 def test_a_program(built, program, words, code, sentence):
     found, out, err = run(built[0] / "build-cpu" / program, *words.split())
     assert found == code and sentence in " ".join(out.split()) + err

@@ -49,6 +49,7 @@ def records_of(log):
 
 # ---- the space ----
 
+@pytest.mark.long
 def test_the_space_is_asked_of_the_code():
     space = search.Space(line_of("scalar_sync1"), {})
     assert space.values["SYNC_POLICY"] == ["5", "2", "1"]  # 0 is the negative control's
@@ -233,6 +234,7 @@ def searched(tmp_path_factory):
     return log
 
 
+@pytest.mark.long
 def test_refused_candidates_say_why(searched):
     records, tree = records_of(searched), builds.Tree()
     assert {record["fate"] for record in records} >= {"refused", "timed"}
@@ -256,7 +258,8 @@ def test_refused_candidates_say_why(searched):
     (["--shape", "long,64,fp16", "--head-dim", "128"], "--shape long has D=64 fp16, and 128 fp16 is asked for"),
     (["--all"], "--all wants --from LINE"), (["--export", "t4"], "--export takes one log"), (["x"], "x: only --export takes"),
     (["--export", "t4", "/no/such"], "/no/such: there is no such file"), (["--replay", "/no/such"], "there is no such file"),
-    (["--log", os.path.join(ROOT, "configs.txt")], "configs.txt: want a log that ./run_all.sh tune wrote"),
+    pytest.param(["--log", os.path.join(ROOT, "configs.txt")], "configs.txt: want a log that ./run_all.sh tune wrote",
+                 marks=pytest.mark.long),
     (["--log", "/proc/no/log"], "/proc/no/log cannot be written"),
 ])
 def test_refusals(words, sentence):
@@ -293,9 +296,9 @@ def t4_schemas():
             yield json.load(file)
 
 
-@pytest.mark.parametrize("log", ["", *LISTS])
-def test_t4(log, searched):
-    log = log or searched
+@pytest.mark.parametrize("log", [pytest.param("", marks=pytest.mark.long), *LISTS])
+def test_t4(log, request):
+    log = log or request.getfixturevalue("searched")
     code, out, _ = run("--export", "t4", str(log))
     exported = json.loads(out)
     for schema in t4_schemas():
@@ -306,6 +309,7 @@ def test_t4(log, searched):
     assert exported["results"][0]["configuration"]["USE_MMA_SYNC" if "mma" in own[0]["line"][:3] else "USE_WGMMA"] == "1"
 
 
+@pytest.mark.long
 def test_pictures(searched):
     code, out, err = run("--export", "svg", str(searched))
     assert code == 0 and not err, err
@@ -313,6 +317,7 @@ def test_pictures(searched):
     assert "Optimization History" in history and "BLOCK_M" in knobs
 
 
+@pytest.mark.long
 def test_a_tile_worth_a_row_goes_to_fit(monkeypatch):
     """tune --table: its search finds a tile twice as quick as those of the table, and `fit` times it beside them."""
     tried = []

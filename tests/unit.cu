@@ -577,6 +577,8 @@ TEST_CASE("command_line") {
       {{"--warmup", "x"}, "--warmup x: want a whole number from 0 to 1000000"},
       {{"--sweep", "5", "--shape", "small"}, "--sweep and --edges have their own problems; drop --shape"},
       {{"--causal", "br", "--causal", "tl"}, "--causal is given twice"},
+      {{"--sweep", "2", "--sweep", "2"}, "--sweep is given twice"},
+      {{"--layout", "packed", "--layout", "packed"}, "--layout is given twice"},
       {{"--sweep", "0"}, "--sweep 0: want a whole number from 1 to 1000000"},
       {{"--causal", "br", "--sweep", "5"}, "--sweep and --edges have their own problems; drop --causal"},
       {{"--sweep", "5", "--dist", "huge"}, "--sweep and --edges have their own problems; drop --dist"},
