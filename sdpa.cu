@@ -516,6 +516,11 @@ __device__ __forceinline__ float min_nan(float a, float b) {
   asm("min.NaN.f32 %0, %1, %2;" : "=f"(y) : "f"(a), "f"(b));
   return y;
 }
+// A barrier number `id` (1 to 15; 0 is __syncthreads) for `threads` threads in whole warps.
+__device__ __forceinline__ void barrier_sync(int id, int threads) {
+  asm volatile("barrier.sync.aligned %0, %1;" ::"r"(id), "r"(threads) : "memory");
+}
+
 #endif  // SDPA_SIMT
 
 // ==== 4 BLOCKS ===================================================================================
@@ -1341,11 +1346,7 @@ __device__ __forceinline__ uint32_t sub_f16x2(uint32_t a, uint32_t b) {
 
 // ---- barriers of some warps (SPLIT_KV > 1, wgmma) ----
 
-// A barrier number `id` (1 to 15; 0 is __syncthreads) for `threads` threads in whole warps.
-__device__ __forceinline__ void barrier_sync(int id, int threads) {
-  asm volatile("barrier.sync.aligned %0, %1;" ::"r"(id), "r"(threads) : "memory");
-}
-// The same; true if `mine` is true in all threads.
+// As barrier_sync(); true if `mine` is true in all threads.
 __device__ __forceinline__ bool barrier_and(int id, int threads, bool mine) {
   uint32_t all;
   asm volatile(
@@ -4348,8 +4349,10 @@ template <class B> struct WgmmaColumns {
       mbarrier_wait(&mine().v_full[ring.stage], ring.parity);
       clear_rows_of_v<B>(mine().V[ring.stage], keys_in_tile<B>(item, k0), threadIdx.x % 128, 128);  // write_p() fences
     }
+    // As finish_scores() has it, but the first column is asked for only with a mask: before, it takes a register too many.
+    if (B::use_softcap != 0) cap_scores<B>(S, a);
     const Mask& mask = mask_of<B>(a, item);
-    finish_scores<B>(S, a, mask, item.q0, k0 + S.first_col(), mask.tiles.cover(item.q0, k0));
+    if (!mask.tiles.cover(item.q0, k0)) mask_scores<B>(S, a, mask, item.q0, k0 + S.first_col());
     float sum[ROWS];
     softmax<FIRST>(S, O, sum);
     Sums later;
