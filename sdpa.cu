@@ -4349,7 +4349,7 @@ template <class B> struct WgmmaColumns {
       mbarrier_wait(&mine().v_full[ring.stage], ring.parity);
       clear_rows_of_v<B>(mine().V[ring.stage], keys_in_tile<B>(item, k0), threadIdx.x % 128, 128);  // write_p() fences
     }
-    // As finish_scores() has it, but the first column is asked for only with a mask: before, it takes a register too many.
+    // As finish_scores() has it, but first_col() is asked for only under a mask: before, it takes a register too many.
     if (B::use_softcap != 0) cap_scores<B>(S, a);
     const Mask& mask = mask_of<B>(a, item);
     if (!mask.tiles.cover(item.q0, k0)) mask_scores<B>(S, a, mask, item.q0, k0 + S.first_col());
