@@ -1292,28 +1292,6 @@ __host__ __device__ __forceinline__ float float_of(uint32_t bits) {
   return x;
 }
 
-// ---- cp.async (USE_CP_ASYNC) ----
-
-// cp.async of BYTES (4, 8, 16); when !valid, reads nothing and writes zeros.
-template <int BYTES> __device__ __forceinline__ void cp_async(void* dst_s, const void* src_g, bool valid) {
-  const SharedAddress dst = shared_address(dst_s);
-  const int src_bytes = valid ? BYTES : 0;
-  if constexpr (BYTES == 16) {
-    asm volatile("cp.async.cg.shared.global [%0], [%1], 16, %2;" ::"r"(dst), "l"(src_g), "r"(src_bytes) : "memory");
-  } else {
-    asm volatile("cp.async.ca.shared.global [%0], [%1], %2, %3;" ::"r"(dst), "l"(src_g), "n"(BYTES), "r"(src_bytes)
-                 : "memory");
-  }
-}
-__device__ __forceinline__ void cp_async_commit_group() { asm volatile("cp.async.commit_group;" ::: "memory"); }
-template <int N> __device__ __forceinline__ void cp_async_wait_group() {
-  asm volatile("cp.async.wait_group %0;" ::"n"(N) : "memory");
-}
-// Arrives when all earlier cp.async of this thread have landed.
-__device__ __forceinline__ void cp_async_mbarrier_arrive_noinc(uint64_t* barrier_s) {
-  asm volatile("cp.async.mbarrier.arrive.noinc.shared.b64 [%0];" ::"r"(shared_address(barrier_s)) : "memory");
-}
-
 // Reads L2, not L1: for what another SM wrote.
 template <class T> __device__ __forceinline__ T ld_global_cg(const void* src_g) {
   return __ldcg(static_cast<const T*>(src_g));
@@ -1342,6 +1320,28 @@ __device__ __forceinline__ uint32_t sub_f16x2(uint32_t a, uint32_t b) {
   uint32_t difference;
   asm("sub.f16x2 %0, %1, %2;" : "=r"(difference) : "r"(a), "r"(b));
   return difference;
+}
+
+// ---- cp.async (USE_CP_ASYNC) ----
+
+// cp.async of BYTES (4, 8, 16); when !valid, reads nothing and writes zeros.
+template <int BYTES> __device__ __forceinline__ void cp_async(void* dst_s, const void* src_g, bool valid) {
+  const SharedAddress dst = shared_address(dst_s);
+  const int src_bytes = valid ? BYTES : 0;
+  if constexpr (BYTES == 16) {
+    asm volatile("cp.async.cg.shared.global [%0], [%1], 16, %2;" ::"r"(dst), "l"(src_g), "r"(src_bytes) : "memory");
+  } else {
+    asm volatile("cp.async.ca.shared.global [%0], [%1], %2, %3;" ::"r"(dst), "l"(src_g), "n"(BYTES), "r"(src_bytes)
+                 : "memory");
+  }
+}
+__device__ __forceinline__ void cp_async_commit_group() { asm volatile("cp.async.commit_group;" ::: "memory"); }
+template <int N> __device__ __forceinline__ void cp_async_wait_group() {
+  asm volatile("cp.async.wait_group %0;" ::"n"(N) : "memory");
+}
+// Arrives when all earlier cp.async of this thread have landed.
+__device__ __forceinline__ void cp_async_mbarrier_arrive_noinc(uint64_t* barrier_s) {
+  asm volatile("cp.async.mbarrier.arrive.noinc.shared.b64 [%0];" ::"r"(shared_address(barrier_s)) : "memory");
 }
 
 // ---- barriers of some warps (SPLIT_KV > 1, wgmma) ----
