@@ -728,11 +728,11 @@ __device__ __forceinline__ void mask_scores(View& S, const KernelArgs& a, const 
 // USE_SOFTCAP: tanh(x * cap_scale) of this thread's columns [first, last) of S.
 template <class B, class View>
 __device__ __forceinline__ void cap_scores(View& S, const KernelArgs& a, int first = 0, int last = View::COLS);
-// What happens to the scores of a tile between Q @ K.T and the softmax. clean: every key is visible to every query.
+// What happens to the scores of a tile between Q @ K.T and the softmax. all: every key is visible to every query.
 template <class B, class View>
-__device__ __forceinline__ void finish_scores(View& S, const KernelArgs& a, const Mask& m, int q0, int k0, bool clean) {
+__device__ __forceinline__ void finish_scores(View& S, const KernelArgs& a, const Mask& mask, int q, int k, bool all) {
   if (B::use_softcap != 0) cap_scores<B>(S, a);
-  if (!clean) mask_scores<B>(S, a, m, q0, k0);
+  if (!all) mask_scores<B>(S, a, mask, q, k);
 }
 
 // ---- the scale of an item ----
@@ -758,6 +758,7 @@ template <class B> __device__ __forceinline__ float item_v_descale(const KernelA
 struct RowScales;
 template <class B> using ScoreScale = std::conditional_t<B::scales_rows, RowScales, float>;
 __device__ __forceinline__ float of_row(float scale, int) { return scale; }
+__device__ __forceinline__ float largest(float scale) { return scale; }
 
 // ---- online softmax ----
 
@@ -937,7 +938,7 @@ __device__ __forceinline__ void store_output(const View& O, const float (&m)[Vie
 // Of a CTA that has one item alone: whether there is none for it, the item, and its keys.
 template <class B> __device__ __forceinline__ bool is_spare(const KernelArgs& a);
 template <class B> __device__ __forceinline__ WorkItem item_of_cta(const KernelArgs& a);
-template <class B> __device__ __forceinline__ KeyRange keys_of_cta(const KernelArgs& a, const Mask& m, ItemArg<B> item);
+template <class B> __device__ __forceinline__ KeyRange keys_of_cta(const KernelArgs& a, const Mask& mask, ItemArg<B>);
 template <class B> struct PagedRows;  // K or V in pages
 
 // What a group of warps (by default the CTA) needs to know of its item, and the copies that every
@@ -1273,14 +1274,12 @@ __device__ __forceinline__ float tanh_approx(float x) {
   asm("tanh.approx.f32 %0, %1;" : "=f"(y) : "f"(x));
   return y;
 }
-
 // a + b rounded towards -infinity.
 __device__ __forceinline__ float add_rm(float a, float b) {
   float y;
   asm("add.rm.f32 %0, %1, %2;" : "=f"(y) : "f"(a), "f"(b));
   return y;
 }
-
 __host__ __device__ __forceinline__ uint32_t bits_of(float x) {
   uint32_t bits;
   memcpy(&bits, &x, sizeof bits);
@@ -1291,12 +1290,10 @@ __host__ __device__ __forceinline__ float float_of(uint32_t bits) {
   memcpy(&x, &bits, sizeof x);
   return x;
 }
-
 // Reads L2, not L1: for what another SM wrote.
 template <class T> __device__ __forceinline__ T ld_global_cg(const void* src_g) {
   return __ldcg(static_cast<const T*>(src_g));
 }
-
 // atom.inc: counts up, after `last` from 0 again; returns the old value. Release and acquire: what this thread, and
 // those that it has met at a barrier, have written is visible to every thread that counts later.
 __device__ __forceinline__ uint32_t atom_inc_acq_rel(uint32_t* counter_g, uint32_t last) {
@@ -1304,7 +1301,6 @@ __device__ __forceinline__ uint32_t atom_inc_acq_rel(uint32_t* counter_g, uint32
   asm volatile("atom.acq_rel.gpu.global.inc.u32 %0, [%1], %2;" : "=r"(old) : "l"(counter_g), "r"(last) : "memory");
   return old;
 }
-
 // Four bytes of the eight of (b, a), a the low ones, picked by the hexadecimal digits of the selector.
 __device__ __forceinline__ uint32_t prmt(uint32_t a, uint32_t b, uint32_t selector) {
   return __byte_perm(a, b, selector);
@@ -1321,31 +1317,6 @@ __device__ __forceinline__ uint32_t sub_f16x2(uint32_t a, uint32_t b) {
   asm("sub.f16x2 %0, %1, %2;" : "=r"(difference) : "r"(a), "r"(b));
   return difference;
 }
-
-// ---- cp.async (USE_CP_ASYNC) ----
-
-// cp.async of BYTES (4, 8, 16); when !valid, reads nothing and writes zeros.
-template <int BYTES> __device__ __forceinline__ void cp_async(void* dst_s, const void* src_g, bool valid) {
-  const SharedAddress dst = shared_address(dst_s);
-  const int src_bytes = valid ? BYTES : 0;
-  if constexpr (BYTES == 16) {
-    asm volatile("cp.async.cg.shared.global [%0], [%1], 16, %2;" ::"r"(dst), "l"(src_g), "r"(src_bytes) : "memory");
-  } else {
-    asm volatile("cp.async.ca.shared.global [%0], [%1], %2, %3;" ::"r"(dst), "l"(src_g), "n"(BYTES), "r"(src_bytes)
-                 : "memory");
-  }
-}
-__device__ __forceinline__ void cp_async_commit_group() { asm volatile("cp.async.commit_group;" ::: "memory"); }
-template <int N> __device__ __forceinline__ void cp_async_wait_group() {
-  asm volatile("cp.async.wait_group %0;" ::"n"(N) : "memory");
-}
-// Arrives when all earlier cp.async of this thread have landed.
-__device__ __forceinline__ void cp_async_mbarrier_arrive_noinc(uint64_t* barrier_s) {
-  asm volatile("cp.async.mbarrier.arrive.noinc.shared.b64 [%0];" ::"r"(shared_address(barrier_s)) : "memory");
-}
-
-// ---- barriers of some warps (SPLIT_KV > 1, wgmma) ----
-
 // As barrier_sync(); true if `mine` is true in all threads.
 __device__ __forceinline__ bool barrier_and(int id, int threads, bool mine) {
   uint32_t all;
@@ -1361,8 +1332,6 @@ __device__ __forceinline__ bool barrier_and(int id, int threads, bool mine) {
 __device__ __forceinline__ void barrier_arrive(int id, int threads) {
   asm volatile("barrier.arrive.aligned %0, %1;" ::"r"(id), "r"(threads) : "memory");
 }
-
-// ---- mbarriers (wmma, wgmma) ----
 
 // An mbarrier, 8 bytes of shared memory: a phase is complete once `arrivals` came and the bytes that they announced.
 __device__ __forceinline__ void mbarrier_init(uint64_t* barrier_s, int arrivals) {
@@ -1381,8 +1350,6 @@ __device__ __forceinline__ bool mbarrier_test_wait_parity(uint64_t* barrier_s, i
                : "memory");
   return complete;
 }
-
-// ---- matrices of a warp (mma, wgmma) ----
 
 // Four 8x8 matrices of 16-bit elements from shared memory; lane 8i + r has the address of row r of
 // matrix i. Lane 4g + q gets columns 2q and 2q + 1 of row g of each; TRANS: of column g, rows 2q...
@@ -1438,6 +1405,28 @@ __device__ __forceinline__ uint32_t cvt_rn_satfinite_e4m3x4(float a, float b, fl
       : "=r"(out)
       : "f"(a), "f"(b), "f"(c), "f"(d));
   return out;
+}
+
+// ---- cp.async (USE_CP_ASYNC) ----
+
+// cp.async of BYTES (4, 8, 16); when !valid, reads nothing and writes zeros.
+template <int BYTES> __device__ __forceinline__ void cp_async(void* dst_s, const void* src_g, bool valid) {
+  const SharedAddress dst = shared_address(dst_s);
+  const int src_bytes = valid ? BYTES : 0;
+  if constexpr (BYTES == 16) {
+    asm volatile("cp.async.cg.shared.global [%0], [%1], 16, %2;" ::"r"(dst), "l"(src_g), "r"(src_bytes) : "memory");
+  } else {
+    asm volatile("cp.async.ca.shared.global [%0], [%1], %2, %3;" ::"r"(dst), "l"(src_g), "n"(BYTES), "r"(src_bytes)
+                 : "memory");
+  }
+}
+__device__ __forceinline__ void cp_async_commit_group() { asm volatile("cp.async.commit_group;" ::: "memory"); }
+template <int N> __device__ __forceinline__ void cp_async_wait_group() {
+  asm volatile("cp.async.wait_group %0;" ::"n"(N) : "memory");
+}
+// Arrives when all earlier cp.async of this thread have landed.
+__device__ __forceinline__ void cp_async_mbarrier_arrive_noinc(uint64_t* barrier_s) {
+  asm volatile("cp.async.mbarrier.arrive.noinc.shared.b64 [%0];" ::"r"(shared_address(barrier_s)) : "memory");
 }
 
 // ---- sm_90a (wgmma) ----
@@ -1742,7 +1731,6 @@ __device__ __forceinline__ void mma_32_bytes(float& d0, float& d1, float& d2, fl
 
 struct RowScales { float of[2]; };
 __device__ __forceinline__ float of_row(const RowScales& scales, int i) { return scales.of[i]; }
-__device__ __forceinline__ float largest(float scale) { return scale; }
 __device__ __forceinline__ float largest(const RowScales& scales) { return fmaxf(scales.of[0], scales.of[1]); }
 
 // item_scale_log2() of an item. With 16 bits it is a kernel argument, read where it is used, and takes no register.
@@ -1798,7 +1786,7 @@ template <class B, int ROWS> struct StaleSoftmax {
   }
 };
 
-// ---- merge of partial results (wmma, mma, wgmma) ----
+// ---- merge of partial results, ranges of keys (wmma, mma, wgmma) ----
 
 // Weights that merge a row's N partial results, and m and l of the merged row; O is the sum of O[n] * weight[n].
 //   m = max of m[n];  weight[n] = 2^((m[n] - m) * scale_log2);  l = sum of l[n] * weight[n];  m_l[n] = {m[n], l[n]}
@@ -1817,8 +1805,6 @@ __device__ __forceinline__ void add(float* O, const float4& x, float weight) {
   O[0] = fmaf(x.x, weight, O[0]), O[1] = fmaf(x.y, weight, O[1]);
   O[2] = fmaf(x.z, weight, O[2]), O[3] = fmaf(x.w, weight, O[3]);
 }
-
-// ---- ranges of keys (SPLIT_CTAS > 1) ----
 
 // SPLIT_CTAS: the workspace has for each item a counter of stored partial results, and after all counters the results.
 constexpr uint32_t most_split_items = 16384;
@@ -2028,7 +2014,7 @@ template <class B> __device__ __forceinline__ PlannedItem planned_item(const Ker
   return item;
 }
 
-// ---- work scheduling ----
+// ---- work scheduling, kernels that overlap, rings of stages ----
 
 // The item of q-block `block` in head number `head`, counted through all batches.
 template <class B> __device__ __forceinline__ WorkItem tile_of(const KernelArgs& a, uint32_t head, uint32_t block) {
@@ -2092,9 +2078,9 @@ template <class B> __device__ __forceinline__ WorkItem item_of_cta(const KernelA
 }
 // The keys of the item's rows, in whole rounds of SPLIT_KV tiles but for the last one. SPLIT_CTAS: those of this CTA.
 template <class B>
-__device__ __forceinline__ KeyRange keys_of_cta(const KernelArgs& a, const Mask& m, ItemArg<B> item) {
+__device__ __forceinline__ KeyRange keys_of_cta(const KernelArgs& a, const Mask& mask, ItemArg<B> item) {
   if constexpr (B::use_lengths) return {first_tile_key<B>(item.keys), item.keys.end};
-  const KeyRange keys = m.keys.of_rows(item.q0, min(item.q0 + queries_of_item<B>(a), a.p.Sq) - 1);
+  const KeyRange keys = mask.keys.of_rows(item.q0, min(item.q0 + queries_of_item<B>(a), a.p.Sq) - 1);
   if (B::split_ctas == 1) return keys;
   const KeyRange part = range_of_rounds(a, max(shares(keys.end - keys.begin, B::round_keys), 0));
   return {keys.begin + part.begin * B::round_keys, min(keys.begin + part.end * B::round_keys, keys.end)};
@@ -2105,15 +2091,11 @@ template <class B>
 constexpr bool wgmma_may_pass = B::family == Family::wgmma && B::use_warp_specialization && B::split_kv == 1 &&
                                 !B::use_ping_pong && B::split_ctas == 1;
 
-// ---- kernels that overlap (wgmma) ----
-
 // Waits for the kernel before this one, then lets the next one's CTAs come as these end: at once is up to 5% slower.
 __device__ __forceinline__ void wait_then_let_next_kernel_start() {
   griddepcontrol_wait();
   griddepcontrol_launch_dependents();
 }
-
-// ---- rings of stages (wmma, wgmma) ----
 
 // The stages in turn, and the parity of the phase that their mbarriers are in.
 template <int N> struct StageRing {

@@ -313,7 +313,6 @@ def make_clone(tmp_path_factory):
     return folder
 
 
-@pytest.mark.long
 def test_commands_that_need_no_gpu(clone):
     run = [c for c in commands() if not needs_time_or_gpu(c) and not c.startswith(("nvcc", "cmake"))]
     assert len(run) >= 4
@@ -372,7 +371,6 @@ def judge_words(words, clone):
             assert word in builds.PACKAGES or word.split(":")[1] in builds.TORCH_BACKENDS
 
 
-@pytest.mark.long
 def test_words_of_all_other_commands(clone):
     found = [("README.md", command) for command in commands() if needs_time_or_gpu(command)]
     for page in PAGES:
