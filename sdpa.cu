@@ -570,7 +570,9 @@ template <class B, int D = B::head_dim> __device__ __forceinline__ int tile_offs
 // Copies a vector from global to shared memory, zeros when !valid; commit() ends a group of copies, wait() waits
 // until at most IN_FLIGHT of this thread's groups are unfinished.
 template <bool ASYNC> struct VectorCopy;
-struct ConvertingCopy;  // of U8
+struct ConvertingCopy {  // of U8
+  template <int BYTES> __device__ static __forceinline__ void copy(void* dst_s, const void* src_g, bool valid);
+};
 
 // ---- copies through registers (scalar, wmma, mma and USE_CP_ASYNC = 0) ----
 
@@ -1694,21 +1696,20 @@ __device__ __forceinline__ uint32_t halves_of_bytes(uint32_t word, bool high) {
   return sub_f16x2(prmt(word, 0x64646464, high ? 0x4342 : 0x4140), halves_of_1152);
 }
 // Makes the fp16 that the products take of a vector of 8 elements or 16.
-struct ConvertingCopy {
-  template <int BYTES> __device__ static __forceinline__ void copy(void* dst_s, const void* src_g, bool valid) {
-    VectorType<BYTES> vector{};
-    if (valid) vector = ld_global_nc<decltype(vector)>(src_g);
-    uint32_t words[BYTES / 4];
-    memcpy(words, &vector, sizeof vector);
-    SDPA_UNROLL for (int i = 0; i < BYTES / 4; i += 2) {
-      const uint32_t low = words[i], high = words[i + 1];
-      st_shared(static_cast<uint4*>(dst_s) + i / 2, uint4{halves_of_bytes(low, false), halves_of_bytes(low, true),
-                                                          halves_of_bytes(high, false), halves_of_bytes(high, true)});
-    }
+template <int BYTES>
+__device__ __forceinline__ void ConvertingCopy::copy(void* dst_s, const void* src_g, bool valid) {
+  VectorType<BYTES> vector{};
+  if (valid) vector = ld_global_nc<decltype(vector)>(src_g);
+  uint32_t words[BYTES / 4];
+  memcpy(words, &vector, sizeof vector);
+  SDPA_UNROLL for (int i = 0; i < BYTES / 4; i += 2) {
+    const uint32_t low = words[i], high = words[i + 1];
+    st_shared(static_cast<uint4*>(dst_s) + i / 2, uint4{halves_of_bytes(low, false), halves_of_bytes(low, true),
+                                                        halves_of_bytes(high, false), halves_of_bytes(high, true)});
   }
-};
+}
 
-// ---- pairs, scales of rows, stale maxima (mma, wgmma) ----
+// ---- pairs, scales of rows, stale maxima (wmma, mma, wgmma) ----
 
 // Two values of a row, rounded, as one register of an mma.sync operand.
 template <class E> __device__ __forceinline__ uint32_t pack(float low, float high) {
@@ -3156,9 +3157,12 @@ template <class B> struct WgmmaRows {
   }
   // P in the place of S, and l. The caller multiplies O by alpha.
   __device__ __forceinline__ void softmax_by_exact_max(Scores& S, float (&alpha)[ROWS]) {
-    const uint32_t tid = B::pack_gqa ? thread_index_anew() - B::producer_threads : thread_index_anew() % 128;
-    S.first_row = tid / 32 * 16 + tid % 32 / 4, S.first_col = tid % 4 * 2;
-    finish_scores<B>(S, a, mask, q, k0, !has_mask());
+    if (B::use_softcap != 0) cap_scores<B>(S, a);
+    if (has_mask()) {  // rows and columns are asked for no earlier, since they take registers
+      const uint32_t tid = B::pack_gqa ? thread_index_anew() - B::producer_threads : thread_index_anew() % 128;
+      S.first_row = tid / 32 * 16 + tid % 32 / 4, S.first_col = tid % 4 * 2;
+      mask_scores<B>(S, a, mask, q, k0);
+    }
     softmax_max<B>(S, scale_log2, m, alpha);
     keep_max(softmax_sum<B>(S, scale_log2, m, alpha, l));
   }
@@ -4331,7 +4335,6 @@ template <class B> struct WgmmaColumns {
       mbarrier_wait(&mine().v_full[ring.stage], ring.parity);
       clear_rows_of_v<B>(mine().V[ring.stage], keys_in_tile<B>(item, k0), threadIdx.x % 128, 128);  // write_p() fences
     }
-    // As finish_scores() has it, but first_col() is asked for only under a mask: before, it takes a register too many.
     if (B::use_softcap != 0) cap_scores<B>(S, a);
     const Mask& mask = mask_of<B>(a, item);
     if (!mask.tiles.cover(item.q0, k0)) mask_scores<B>(S, a, mask, item.q0, k0 + S.first_col());
