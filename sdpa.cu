@@ -5,6 +5,18 @@
 //
 //   O = softmax(scale * Q @ K.T + mask) @ V          one head:  Q [Sq,D]  K,V [Sk,D]  O [Sq,D]
 //
+// A CTA takes BLOCK_M rows of O and goes over their keys once, so that no score is ever in global memory:
+//
+//   m = -inf, l = 0, O = 0                  of each row
+//   for each tile of BLOCK_N keys:
+//     S = Q @ K.T, masked                   [BLOCK_M][BLOCK_N]
+//     m' = max(m, row maximum of S)
+//     alpha = exp(scale * (m - m'))         brings what is summed to the new maximum
+//     P = exp(scale * (S - m')),  m = m'
+//     l = l * alpha + row sum of P
+//     O = O * alpha + P @ V                 [BLOCK_M][D]
+//   O = O / l,  LSE = scale * m + log l     log of the sum of exp(scale * S), for those who merge or differentiate
+//
 // Build one variant   nvcc -O3 -std=c++17 -arch=native -DBLOCK_M=64 -DSYNC_POLICY=1 sdpa.cu -o sdpa
 // Check and time it   ./sdpa --shape mission            (a CSV row on stdout, words on stderr)
 // See what it is      ./sdpa --config
@@ -17,14 +29,10 @@
 // Suffixes  _g global memory, _s shared memory, _bytes, _us, _log2 (a logarithm to base 2).
 //
 // Sections  1 KNOBS  2 PROBLEM  3 PTX  4 BLOCKS  5 KERNELS  6 LAUNCH  7 TABLES  8 CALL; harness.cu makes a program
-//           of it. docs/READING.md goes through them. Sections 3 and 4 have what the scalar kernel, 5a, is made of.
-//           What other kernels need as well stands between it and them: 5c mma.sync; 5d wgmma, with one role, with
-//           producers and consumers, with e4m3; 5e transposed; 5b wmma; then the kernels beside them.
-//
-// A new variant is a line in configs.txt. A new knob is a row of SDPA_KNOBS with the families that have it, refusals of
-// section 7, and one function of section 4 that it selects. A toggle selects whole functions; it never cuts lines out
-// of a kernel. A section whose banner ends in families or knobs, as in (wmma, USE_CP_ASYNC), is what only these need,
-// and (typed) what only typed knobs need: `run_all.sh extract` goes by that.
+//           of it. docs/READING.md goes through them.
+// Kernels   5a scalar: the loop above on the FMA pipes. 5c mma: on tensor cores, with S, P and O in registers. 5d wgmma:
+//           on Hopper's, in one role, then with producers and consumers, then with e4m3. 5e: transposed, for few rows.
+//           5b wmma: S and P in shared memory. Behind them options: softcap, ranges of keys, lengths, pages.
 
 // ==== COPY FROM HERE =============================================================================
 
@@ -64,9 +72,6 @@ namespace {  // two builds in one program must not share their constants and ker
 // ---- the list of knobs (typed) ----
 // Name, default, member of Config, legal values ("a..b" is a range), the families in whose kernels it has an effect,
 // meaning and cost. Set one with -DNAME=VALUE. Only this section reads a knob's macro; tools take the names from here.
-// SYNC_POLICY: 5 puts a CTA barrier at every hazard of the tile loop. 2 drops the two that guard nothing: Q is covered
-// by the barrier for K and V, and m is read by the warp that wrote it. 1 leaves a row with one warp, so that only the
-// tiles themselves are shared; kernels of other families do so as well. 0 has none: racy.
 
 // clang-format off
 #define SDPA_KNOBS(X) \
@@ -78,7 +83,7 @@ namespace {  // two builds in one program must not share their constants and ker
   X(BLOCK_N, 32, block_n, "8..256", "all", "key rows of a tile: fewer barriers, more shared memory") \
   X(NUM_WARPS, 4, num_warps, "1..16", "all", "warps of a CTA that compute; they share the tile's query rows") \
   X(VEC_WIDTH, 1, vec_width, "1 2 4 8 16", "all", "elements of a global access, of which strides are multiples") \
-  X(SYNC_POLICY, 5, sync_policy, "5 2 1 0", "scalar wmma", "CTA barriers a K/V tile: 5 six, 2 four, 1 two, 0 none") \
+  X(SYNC_POLICY, 1, sync_policy, "5 2 1 0", "scalar wmma", "CTA barriers a K/V tile: 5 six, 2 four, 1 two, 0 none") \
   X(USE_CP_ASYNC, 0, use_cp_async, "0 1", "scalar wmma mma", "copies by cp.async: no registers, and tiles ahead") \
   X(STAGES, 1, stages, "1..4", "all", "K/V tiles in flight (cp.async or producers); each costs shared memory") \
   X(SWIZZLE_XOR, 0, swizzle_xor, "0 1", "scalar wmma mma", "no bank conflicts: XOR-swizzled rows (wmma: padded)") \
@@ -107,31 +112,23 @@ namespace {  // two builds in one program must not share their constants and ker
   X(NUM_PRODUCER_WARPS, 1, num_producer_warps, "1 2 4", "wmma", "warps that only copy")
 // clang-format on
 
-// ---- texts of values (typed) ----
-
-// The number of these digits; -1 if there is anything else.
-constexpr int number_of(std::string_view text) {
-  int value = text.empty() ? -1 : 0;
-  for (char c : text) value = value < 0 || value > 99999 || c < '0' || c > '9' ? -1 : value * 10 + (c - '0');
-  return value;
-}
-
-// The place, from 0, of a value in "a b c", or 0 if it lies in "low..high"; -1 if it is not legal.
-constexpr int place_of(std::string_view value, std::string_view values) {
-  if (const size_t dots = values.find(".."); dots != values.npos) {
-    const int n = number_of(value);
-    return n >= number_of(values.substr(0, dots)) && n <= number_of(values.substr(dots + 2)) ? 0 : -1;
-  }
-  for (int place = 0;; place++) {
-    const size_t end = values.find(' ');
-    if (values.substr(0, end) == value) return place;
-    if (end == values.npos) return -1;
-    values.remove_prefix(end + 1);
-  }
-}
-constexpr bool is_one_of(std::string_view value, std::string_view values) { return place_of(value, values) >= 0; }
-
 // ---- the knobs as typed (typed) ----
+
+// The place, from 0, of a word in "a b c"; -1 if it is not there.
+constexpr int place_of(std::string_view word, std::string_view words) {
+  for (int place = 0;; place++) {
+    const size_t end = words.find(' ');
+    if (words.substr(0, end) == word) return place;
+    if (end == words.npos) return -1;
+    words.remove_prefix(end + 1);
+  }
+}
+// The number that a value is, or a word's place among the values; -1 if it is neither.
+constexpr int value_of(std::string_view value, std::string_view values = "") {
+  int number = value.empty() ? -1 : 0;
+  for (char c : value) number = number < 0 || number > 99999 || c < '0' || c > '9' ? -1 : number * 10 + (c - '0');
+  return number < 0 ? place_of(value, values) : number;
+}
 
 // A knob nobody defined expands to its own name: that is how it gets its default.
 #define SDPA_TEXT_AS_IS(...) #__VA_ARGS__
@@ -141,15 +138,8 @@ constexpr bool is_one_of(std::string_view value, std::string_view values) { retu
 #define SDPA_KNOB(name, fallback, member, values, families, meaning)                                                  \
   SDPA_NEW_LINE                                                                                                       \
   constexpr std::string_view name##_text = std::string_view(SDPA_TEXT(name)) == #name ? #fallback : SDPA_TEXT(name);  \
-  constexpr bool name##_changed = name##_text != #fallback;                                                           \
-  static_assert(is_one_of(name##_text, values),                                                                       \
-                #name ": not a legal value; it takes one of: " values ". Type " #name "=" #fallback);
+  constexpr bool name##_changed = name##_text != #fallback;
 SDPA_KNOBS(SDPA_KNOB)
-
-// A value's number: its own, or a word's place.
-constexpr int value_of(std::string_view value, std::string_view values) {
-  return number_of(value) < 0 ? place_of(value, values) : number_of(value);
-}
 #define SDPA_MEMBER(name, fallback, member, values, families, meaning) \
   std::conditional_t<std::string_view(values) == "0 1", bool, int> member = value_of(name##_text, values);
 struct Config {  // by default as typed
@@ -167,7 +157,6 @@ template <int ROW> struct Knobs {
 // ---- what follows from the knobs ----
 
 enum class Family { scalar, wmma, mma, wgmma };
-enum class Path { scalar, wmma, mma, wgmma_plain, wgmma_roles, wgmma_e4m3, wgmma_swapped };  // to a kernel
 enum class DType { fp16, bf16, e4m3, u8 };  // in the order of DTYPE's values
 
 // The template argument of every kernel and block: the knobs, and what follows from them. ROW: as of config_of().
@@ -182,8 +171,6 @@ template <int ROW> struct BuildOf : Knobs<ROW> {
   static constexpr DType output = K::out_dtype != 0 ? DType(K::out_dtype - 1) : is_8bit ? DType::fp16 : input;
   // Products take fp16, made of each operand's e4m3 as it is read.
   static constexpr bool converts_operands = is_e4m3 && family == Family::mma && K::pack_gqa;
-  // FP16_ACC: S, and what a tile adds to O.
-  static constexpr bool qk_in_fp16 = K::fp16_acc & 1, pv_in_fp16 = K::fp16_acc & 2;
   // fp16 is made of U8 while a tile is copied.
   static constexpr bool converts = input == DType::u8 && family == Family::wmma;
   // Threads of a CTA that only copy, and all; warps that share a slice of the keys.
@@ -196,37 +183,14 @@ template <int ROW> struct BuildOf : Knobs<ROW> {
   static constexpr int group_warps = K::num_warps / K::split_kv;
   static constexpr int group_threads = group_warps * 32;
   static constexpr int warpgroups = K::num_warps / 4;  // that compute
-  // Query rows that a mask spares a tile of keys together: a warp's, a warpgroup's or the CTA's.
-  static constexpr int mask_rows = family == Family::mma ? K::block_m / group_warps
-                                   : family == Family::wgmma && K::use_warp_specialization ? 64
-                                                                                               : K::block_m;
-  static constexpr Path path = family == Family::mma     ? Path::mma
-                               : family == Family::wmma  ? Path::wmma
-                               : family != Family::wgmma ? Path::scalar
-                               : K::swap_ab              ? Path::wgmma_swapped
-                               : is_e4m3                 ? Path::wgmma_e4m3
-                               : K::use_warp_specialization ? Path::wgmma_roles
-                                                            : Path::wgmma_plain;
   // A thread's rows of scores have scales of their own, since their heads have factors.
   static constexpr bool scales_rows = is_e4m3 && family == Family::wgmma && K::pack_gqa;
 };
 
 using Build = BuildOf<-1>;
 
-// Where rows of several heads go through shared memory, the last CTA of an item merges its ranges; else sdpa_merge().
-template <class B>
-constexpr bool merges_by_kernel = B::split_ctas != 1 && !B::swap_ab &&
-                                  !(B::use_mma_sync && B::pack_gqa && B::split_kv > 1);
-
-// True if a row is summed in one accumulator of tensor cores, which takes most_keys_at_once keys. Sums of SWAP_AB, and
-// of e4m3 with wgmma, are in fp32; SPLIT_CTAS has ranges of keys.
-template <class B>
-constexpr bool sums_end = B::split_ctas == 1 && (B::family == Family::mma || B::use_wmma_pv ||
-                                                 (B::family == Family::wgmma && !B::swap_ab && !B::is_e4m3));
-
 constexpr bool is_wmma = Build::family == Family::wmma, is_mma = Build::family == Family::mma,
                is_wgmma = Build::family == Family::wgmma;
-constexpr const char* family_name = is_wgmma ? "wgmma" : is_mma ? "mma" : is_wmma ? "wmma" : "scalar";
 
 }  // namespace
 
@@ -290,31 +254,11 @@ struct SdpaParams {
 // Logits may be any finite float. P @ V is summed in floats and divided by the row sum of P last: a row comes out right
 // while that sum, at most 2^16 * Sk, times max|V| stays below 3.4e38 (DTYPE=BF16: 2^60 * Sk, so V below 1e15 will do).
 
-struct SdpaStatus {
-  cudaError_t code = cudaSuccess;  // cudaErrorInvalidValue: the problem was refused
-  char text[256] = "";             // one sentence; empty on success
-  bool ok() const { return code == cudaSuccess; }
-};
-
 namespace {
-
-constexpr cudaError_t refused = cudaErrorInvalidValue;
-[[gnu::format(printf, 2, 3)]] SdpaStatus failure(cudaError_t code, const char* format, ...) {
-  SdpaStatus status;
-  status.code = code;
-  va_list values;
-  va_start(values, format);
-  vsnprintf(status.text, sizeof status.text, format, values);
-  va_end(values);
-  return status;
-}
-SdpaStatus cuda_failure(cudaError_t code, const char* what) {
-  return failure(code, "%s failed: %s", what, cudaGetErrorString(code));
-}
 
 constexpr int most_rows = 1000000000;  // that a dimension may have
 // How many shares of `of` there are in n, the last one perhaps not full.
-template <class T> __host__ __device__ constexpr T shares(T n, typename std::common_type<T>::type of) {
+template <class T> __host__ __device__ constexpr T ceil_div(T n, typename std::common_type<T>::type of) {
   return (n + of - 1) / of;
 }
 
@@ -343,13 +287,6 @@ struct KeyBounds {
   __host__ __device__ KeyRange of_rows(int first, int last) const { return {begin(first), end(last)}; }
 };
 
-// The most keys that a query of the problem sees.
-int most_visible_keys(const SdpaParams& p) {
-  const KeyBounds bounds(p, p.Sq, p.Sk);
-  const int most = Build::use_lengths && p.most_keys > 0 ? min(p.most_keys, p.Sk) : bounds.end(p.Sq - 1);
-  return max(min(most, bounds.to - bounds.from), 0);
-}
-
 // KeyBounds of tiles of ROWS queries from q on and KEYS keys from k0 on, some perhaps past the end: limits of k0 - q.
 struct TileBounds {
   int touch_from, touch_to, cover_from, cover_to, whole_to;
@@ -371,34 +308,6 @@ struct TileBounds {
 };
 
 struct Mask { TileBounds tiles; KeyBounds keys; };  // the launch's, or with USE_LENGTHS that of an item's sequence
-struct TileItem { int b, h, q0; static constexpr int ranges = 1; };  // rows [q0, q0 + BLOCK_M) of O, head h, batch b
-// USE_LENGTHS: where a sequence is in the tensors, and how many rows it has there. With starts [B + 1], sequence b has
-// the rows from starts[b] to starts[b + 1] of all Sq of Q and O, or Sk of K and V; such tensors have a batch of 1, LSE
-// is [Hq,Sq]. Rows of no sequence are not written. Of a sequence's keys the first k_lengths[b] count, [B], and no more
-// than most_keys. All are in device memory; what is not within the tensors is cut off.
-struct Sequence {
-  int q_row, k_row, Sq, Sk;
-
-  Sequence() = default;
-  __device__ Sequence(const SdpaParams& p, int b) : q_row(0), k_row(0), Sq(p.Sq), Sk(p.Sk) {
-    const auto find = [&](const int* starts, int& row, int& rows) {
-      if (!starts) return;
-      row = min(max(starts[b], 0), rows), rows = max(min(starts[b + 1], rows), row) - row;
-    };
-    find(p.q_starts, q_row, Sq), find(p.k_starts, k_row, Sk);
-    if (p.k_lengths) Sk = min(max(p.k_lengths[b], 0), Sk);
-    if (p.most_keys > 0) Sk = min(Sk, p.most_keys);
-  }
-};
-// A tile of a sequence, whose rows q0 counts, and the keys of one of its ranges. Where there are several, their partial
-// results are numbers part ... part + ranges - 1. No ranges: there are no more items.
-struct alignas(16) PlannedItem {
-  int b, h, q0;
-  Sequence own;
-  KeyRange keys;
-  int range, ranges, part;
-};
-using WorkItem = std::conditional_t<Build::use_lengths, PlannedItem, TileItem>;
 // Division of n < 2^31 by a number that the host knows: with 2^(s-1) < divisor <= 2^s and multiplier =
 // ceil(2^(31+s) / divisor) the product is too large by n / (2^(31+s)) < 2^-s at most, which is less
 // than 1 / divisor and so never carries to the next integer.
@@ -443,6 +352,26 @@ struct KernelArgs {  // SdpaParams with what every CTA would otherwise compute a
       : mask{{{of, of.Sq, of.Sk}, rows, keys_of_tile}, {of, of.Sq, of.Sk}}, p(of) {}
 };
 
+// The work of a CTA: rows [q0, q0 + BLOCK_M) of O, of head h in batch b. Its queries q and keys k count from the first
+// ones of its sequence. USE_LENGTHS has items of its own, whose sequences begin and end where device memory says.
+template <class B, bool = B::use_lengths> struct Item {
+  using HeldMask = const Mask&;
+  int b, h, q0;
+
+  __device__ bool exists() const { return true; }  // else there is none for this CTA
+  __device__ int batch(const int*) const { return b; }  // of a tensor with these starts
+  __device__ int q_row(int q) const { return q; }       // of Q and O
+  __device__ int k_row(int k) const { return k; }       // of K and V
+  __device__ int queries(const SdpaParams& p) const { return p.Sq; }
+  __device__ bool ends_before(int) const { return false; }  // past the last query where TMA would still store
+  __device__ int keys_in_tile(int) const { return B::block_n; }  // that tile's, from k0 on
+  __device__ HeldMask mask(const KernelArgs& a) const { return a.mask; }
+  // The keys of its rows, in whole rounds of SPLIT_KV tiles but for the last one. SPLIT_CTAS: those of this CTA.
+  __device__ __forceinline__ KeyRange keys_of_cta(const KernelArgs& a, const Mask& mask) const;
+  // USE_PERSISTENT_CTA: how many items have been drawn.
+  static __device__ uint32_t* queue(const KernelArgs& a) { return static_cast<uint32_t*>(a.p.workspace); }
+};
+
 // ==== 3 PTX ======================================================================================
 // One function per instruction, named after it, without policy. They convert the generic pointers to shared memory.
 
@@ -453,29 +382,10 @@ struct KernelArgs {  // SdpaParams with what every CTA would otherwise compute a
 #if defined(__CUDA_ARCH__) && __CUDA_ARCH__ < 800
 #error "sdpa.cu needs sm_80 or newer (cp.async, max.NaN); type -arch=sm_80 or -arch=native"
 #endif
-#if USE_WGMMA
-#if defined(__CUDA_ARCH__) && !defined(__CUDA_ARCH_FEAT_SM90_ALL)
-#error "the wgmma kernel needs an H100 or H200; type -gencode arch=compute_90a,code=sm_90a"
-#endif
-#endif  // USE_WGMMA
-#if defined(__CUDA_ARCH__) && __CUDA_ARCH__ < 890
-static_assert(!(is_mma && Build::is_e4m3),
-              "DTYPE=FP8_E4M3: mma.sync takes e4m3 from sm_89 on; type -arch=sm_89 or DTYPE=FP16");
-#endif
-
 // Dynamic shared memory of the CTA, aligned to 1024 bytes.
 template <class T> __device__ __forceinline__ T& dynamic_shared() {
   extern __shared__ __align__(1024) unsigned char dynamic_shared_bytes[];
   return *reinterpret_cast<T*>(dynamic_shared_bytes);
-}
-
-// Most keys that one accumulator sums: tensor cores cut off what they add, and of 524,288 equal addends 0.13% is lost.
-constexpr int most_keys_at_once = 65536;
-
-// An address in shared memory, for arithmetic that the compiler would do in 64 bits on a pointer.
-using SharedAddress = uint32_t;
-__device__ __forceinline__ SharedAddress shared_address(const void* p_s) {
-  return static_cast<SharedAddress>(__cvta_generic_to_shared(p_s));
 }
 
 // Of a T (1 to 16 bytes) at an address aligned to its size. Plain, so that the compiler folds offsets.
@@ -510,17 +420,6 @@ __device__ __forceinline__ float max_nan(float a, float b) {
   asm("max.NaN.f32 %0, %1, %2;" : "=f"(y) : "f"(a), "f"(b));
   return y;
 }
-// min(a, b), NaN if either is NaN.
-__device__ __forceinline__ float min_nan(float a, float b) {
-  float y;
-  asm("min.NaN.f32 %0, %1, %2;" : "=f"(y) : "f"(a), "f"(b));
-  return y;
-}
-// A barrier number `id` (1 to 15; 0 is __syncthreads) for `threads` threads in whole warps.
-__device__ __forceinline__ void barrier_sync(int id, int threads) {
-  asm volatile("barrier.sync.aligned %0, %1;" ::"r"(id), "r"(threads) : "memory");
-}
-
 #endif  // SDPA_SIMT
 
 // ==== 4 BLOCKS ===================================================================================
@@ -548,93 +447,13 @@ template <class B> constexpr int CHUNK = 16 / sizeof(Element<B>);  // elements i
 
 // ---- tiles in shared memory (scalar, wmma, mma) ----
 
-// Elements from one row of a tile to the next. With D alone all rows start in one bank or a few, and accesses to one
-// column of different rows collide. Against that SWIZZLE_XOR=1 XORs the 16-byte chunk index with the row, within the
-// chunks that divide a row and 128 bytes, so that any 8 neighbouring rows lie in all 32 banks; but wmma wants a fixed
-// stride, so there it makes rows 16 bytes longer, to the same effect.
-template <class B> constexpr bool pads_rows = B::swizzle_xor&& B::family == Family::wmma;
+// Elements from one row of a tile to the next: with SWIZZLE_XOR wmma has rows that are 16 bytes longer.
+template <class B> constexpr bool pads_rows = B::swizzle_xor && B::family == Family::wmma;
 template <class B, int D = B::head_dim> constexpr int TILE_STRIDE = D + (pads_rows<B> ? CHUNK<B> : 0);
-
-// The chunks of a row that are swizzled together, of 128 bytes at most.
-template <class B, int D, int N = D / CHUNK<B>>
-constexpr unsigned SWIZZLED = N % 8 == 0 ? 8 : N % 4 == 0 ? 4 : N % 2 == 0 ? 2 : 1;
+template <class B, int D> __device__ __forceinline__ int swizzled(int row, int col);
 // Offset in elements of (row, col) in a tile.
 template <class B, int D = B::head_dim> __device__ __forceinline__ int tile_offset(int row, int col) {
-  // Unsigned, so that the compiler sees that rows 8 apart are swizzled alike.
-  if constexpr (B::swizzle_xor && !pads_rows<B>) {
-    col ^= static_cast<unsigned>(row) / (8 / SWIZZLED<B, D>) % SWIZZLED<B, D> * CHUNK<B>;
-  }
-  return row * TILE_STRIDE<B, D> + col;
-}
-
-// Copies a vector from global to shared memory, zeros when !valid; commit() ends a group of copies, wait() waits
-// until at most IN_FLIGHT of this thread's groups are unfinished.
-template <bool ASYNC> struct VectorCopy;
-struct ConvertingCopy {  // of U8
-  template <int BYTES> __device__ static __forceinline__ void copy(void* dst_s, const void* src_g, bool valid);
-};
-
-// ---- copies through registers (scalar, wmma, mma and USE_CP_ASYNC = 0) ----
-
-template <> struct VectorCopy<false> {
-  template <int BYTES> __device__ static __forceinline__ void copy(void* dst_s, const void* src_g, bool valid) {
-    using Vector = VectorType<BYTES>;
-    Vector x{};
-    if (valid) x = ld_global_nc<Vector>(src_g);
-    st_shared(dst_s, x);
-  }
-  __device__ static __forceinline__ void commit() {}
-  template <int IN_FLIGHT> __device__ static __forceinline__ void wait() {}
-};
-
-// ---- copies of tiles (scalar, wmma, mma) ----
-
-// What thread tid of nthreads copies of a tile: the vectors at (row + n * row_step, col), so that its addresses advance
-// by a constant. A row may take several passes of all threads. Threads that are left over after whole rows are idle.
-template <class B, int D = B::head_dim> struct TileCopy {
-  static constexpr int PER_ROW = D / B::vec_width;
-  int row_step, col_step, row, col;
-
-  __device__ __forceinline__ TileCopy(int tid, int nthreads)
-      : row_step(nthreads > PER_ROW ? nthreads / PER_ROW : 1),
-        col_step(nthreads > PER_ROW ? D : nthreads * B::vec_width),
-        row(tid / PER_ROW),
-        col(tid % PER_ROW * B::vec_width) {}
-
-  // This thread's first vector of a tile whose rows begin at tensor.
-  __device__ __forceinline__ const Input* first(const Input* tensor, int64_t row_stride) const {
-    return tensor + row * row_stride + col;
-  }
-  // dst_s [ROWS][D] = the tile, zeros where it does not exist. src_g is this thread's first vector; `rows` rows exist
-  // from there on. With USE_CP_ASYNC the data is there only after a wait.
-  template <int ROWS, class Rows>
-  __device__ __forceinline__ void copy(Element<B>* dst_s, Rows src_g, int64_t row_stride, int rows) const {
-    using Copy = std::conditional_t<B::converts, ConvertingCopy, VectorCopy<B::use_cp_async>>;
-    [[maybe_unused]] constexpr int unrolled = B::use_cp_async ? 16 : 8;  // a plain load in flight takes registers
-#pragma unroll unrolled
-    for (int r = 0; r < ROWS; r += row_step, src_g += row_step * row_stride) {
-      if ((ROWS % row_step != 0 && row + r >= ROWS) || row >= row_step) break;
-      SDPA_UNROLL for (int c = 0; c < D; c += col_step) {
-        if (D % col_step != 0 && col + c >= D) break;
-        Element<B>* const to_s = dst_s + tile_offset<B, D>(row + r, col + c);
-        Copy::template copy<B::vec_width * sizeof(Input)>(to_s, src_g + c, r < rows);
-      }
-    }
-  }
-};
-
-// ---- barriers ----
-// A barrier of the warps that share a slice of the keys if GROUP, else of the warp alone.
-template <class B, bool GROUP> __device__ __forceinline__ void group_sync() {
-  if constexpr (!GROUP || B::group_threads == 32) {
-    __syncwarp();
-  } else if constexpr (B::split_kv > 1) {  // the number of a barrier is an immediate operand
-    SDPA_UNROLL for (int group = 0; group < B::split_kv; group++) {
-      if (int(threadIdx.x / B::group_threads) == group) barrier_sync(1 + group, B::group_threads);
-    }
-  } else {
-    __syncthreads();
-  }
+  return row * TILE_STRIDE<B, D> + (B::swizzle_xor && !pads_rows<B> ? swizzled<B, D>(row, col) : col);
 }
 
 // ---- accumulator views ----
@@ -655,63 +474,10 @@ template <class View> __device__ __forceinline__ void scale_rows(View& T, const 
 
 // ---- mask ----
 
-// Queries of an item per head.
-template <class B> __device__ __forceinline__ int queries_of_item(const KernelArgs& a) {
-  return B::pack_gqa ? int(a.item_queries.divisor) : B::block_m;
-}
-// Rows of an item. PACK_GQA: of n = item_queries and item_heads heads of a key head
-//
-//   row of the tile    0 ... n - 1           n ... 2n - 1          ...
-//   head, query        h, q0 ... q0 + n - 1  h + 1, q0 ... q0 + n - 1
-template <class B> __device__ __forceinline__ int rows_of_item(const KernelArgs& a) {
-  return B::pack_gqa ? a.item_heads * int(a.item_queries.divisor) : B::block_m;
-}
-
 // The query of row r of a tile that begins with query q0.
 template <class B> __device__ __forceinline__ int query_of(const KernelArgs& a, int q0, int r) {
   return q0 + (B::pack_gqa ? int(a.item_queries.remainder(uint32_t(r))) : r);
 }
-// The head and the query of a row of the tile, as an item of one row.
-template <class B> __device__ __forceinline__ WorkItem row_item(const KernelArgs& a, const WorkItem& item, int row) {
-  WorkItem one = item;
-  if (B::pack_gqa) one.h += int(a.item_queries.divide(uint32_t(row)));
-  one.q0 = query_of<B>(a, item.q0, row);
-  return one;
-}
-
-// An item as an argument: by value, if it is small.
-template <class B> using ItemArg = std::conditional_t<B::use_lengths, const WorkItem&, WorkItem>;
-// Queries q and keys k of an item as rows of the tensors; with USE_LENGTHS they count from its sequence's first one.
-template <class B> __device__ __forceinline__ int q_row(ItemArg<B> item, int q) {
-  if constexpr (B::use_lengths) return item.own.q_row + q;
-  return q;
-}
-template <class B> __device__ __forceinline__ int k_row(ItemArg<B> item, int k) {
-  if constexpr (B::use_lengths) return item.own.k_row + k;
-  return k;
-}
-// Of Sq queries in all.
-template <class B> __device__ __forceinline__ int queries_of(ItemArg<B> item, int Sq) {
-  if constexpr (B::use_lengths) return item.own.Sq;
-  return Sq;
-}
-// The batch of tensors with these starts.
-template <class B> __device__ __forceinline__ int batch_of(const int* starts, int b) {
-  if constexpr (B::use_lengths) return starts ? 0 : b;
-  return b;
-}
-
-// A name that depends on B, since other KernelArgs have no such numbers.
-template <class B> __host__ __device__ __forceinline__ const auto& plan_room(const KernelArgs& a) { return a.plan; }
-template <class B> using HeldMask = std::conditional_t<B::use_lengths, Mask, const Mask&>;
-template <class B> __device__ __forceinline__ HeldMask<B> mask_of(const KernelArgs& a, ItemArg<B> item) {
-  if constexpr (!B::use_lengths) return a.mask;
-  else {
-    const KeyBounds keys(a.p, item.own.Sq, item.own.Sk);
-    return {{keys, B::pack_gqa ? queries_of_item<B>(a) : B::mask_rows, B::block_n}, keys};
-  }
-}
-
 // S = -inf where key k0 + j is not visible to the query of row r.
 template <class B, class View>
 __device__ __forceinline__ void mask_scores(View& S, const KernelArgs& a, const Mask& mask, int q0, int k0) {
@@ -739,23 +505,9 @@ __device__ __forceinline__ void finish_scores(View& S, const KernelArgs& a, cons
 
 // ---- the scale of an item ----
 
-// The element that to_float() gives as 1.
-template <class B> constexpr float element_unit = B::input == DType::u8 ? 448.0f / 127 : 1;
-
-// The scale of an item's scores, with the factors of its heads, times log2(e); and the factor of its V. Where e4m3
-// becomes fp16 (mma and PACK_GQA), scores have been multiplied by the factor of Q.
-template <class B> __device__ __forceinline__ float item_scale_log2(const KernelArgs& a, const WorkItem& item) {
-  if constexpr (!B::is_8bit) return a.scale_log2;
-  const int h_kv = int(a.q_heads_per_kv.divide(item.h));
-  const float q_descale = B::converts_operands ? 1 : a.p.q_descale.of_head(item.b, item.h);
-  const float scale_log2 = a.scale_log2 * q_descale * a.p.k_descale.of_head(item.b, h_kv);
-  return max_nan(scale_log2, 1.2e-38f);  // of a factor of 0: -inf times the scale stays -inf
-}
-template <class B> __device__ __forceinline__ float item_v_descale(const KernelArgs& a, const WorkItem& item) {
-  if constexpr (!B::is_8bit) return 1;
-  return element_unit<B> * a.p.v_descale.of_head(item.b, int(a.q_heads_per_kv.divide(item.h)));
-}
-
+// The scale of an item's scores times log2(e), with the factors of its heads; and the factor of its V.
+template <class B> __device__ __forceinline__ float item_scale_log2(const KernelArgs& a, const Item<B>& item);
+template <class B> __device__ __forceinline__ float item_v_descale(const KernelArgs& a, const Item<B>& item);
 // By what a thread's rows of scores are multiplied: one number, or of e4m3 with PACK_GQA one for each row.
 struct RowScales;
 template <class B> using ScoreScale = std::conditional_t<B::scales_rows, RowScales, float>;
@@ -764,15 +516,10 @@ __device__ __forceinline__ float largest(float scale) { return scale; }
 
 // ---- online softmax ----
 
-__device__ __forceinline__ float exp2_polynomial(float t);  // for t <= 127, on the FMA pipes
-// 2^t, by the polynomial with USE_FAST_EXP.
+// 2^t, with USE_FAST_EXP by the polynomial.
+template <class B> __device__ __forceinline__ float exp2_polynomial(float t);
 template <class B> __device__ __forceinline__ float softmax_exp2(float t) {
-  if (B::use_fast_exp) {
-    if constexpr (B::use_lazy_max) t = min_nan(t, 127.0f);  // elsewhere t is never over 0
-    return exp2_polynomial(t);
-  } else {
-    return ex2_approx_ftz(t);
-  }
+  return B::use_fast_exp ? exp2_polynomial<B>(t) : ex2_approx_ftz(t);
 }
 
 // P and l are 2^p_log2 times what the formula has, since e4m3 reaches from 2^-9 to 448. With 8 instead of 3 a
@@ -851,23 +598,16 @@ template <int LANES> __device__ __forceinline__ float row_sum(float x) {
 // ---- epilogue ----
 
 constexpr float ln2 = 0.693147180559945f;
-// USE_SINKS: the sink of the item's head; -inf is none.
-template <class B> __device__ __forceinline__ float sink_of(const KernelArgs& a, const WorkItem& item) {
-  return a.p.sinks ? a.p.sinks[item.h] : -INFINITY;
-}
-// The row sum l, with 2^p_log2 * e^sink relative to m. Above 2^126 nothing of the keys is left in it.
+// USE_SINKS: the sink of the item's head; and the row sum l with it.
+template <class B> __device__ __forceinline__ float sink_of(const KernelArgs& a, const Item<B>& item);
 template <class B>
-__device__ __forceinline__ float with_sink(float m, float l, const KernelArgs& a, const WorkItem& item) {
-  if (!B::use_sinks) return l;
-  const float above_m = fmaf(-finite_max(m), item_scale_log2<B>(a, item), sink_of<B>(a, item) * (1 / ln2));
-  return l + ex2_approx_ftz(fminf(above_m + p_log2<B>, 126));
-}
+__device__ __forceinline__ float with_sink(float m, float l, const KernelArgs& a, const Item<B>& item);
 
 // LSE = ln2 * (m * scale_log2 + log2(sum) - p_log2) of query q, if it is wanted. m * scale_log2 alone may overflow.
 template <class B>
-__device__ __forceinline__ void store_lse(float m, float sum, const KernelArgs& a, const WorkItem& item, int q) {
+__device__ __forceinline__ void store_lse(float m, float sum, const KernelArgs& a, const Item<B>& item, int q) {
   if (a.p.LSE) {
-    const int64_t row = (int64_t(batch_of<B>(a.p.q_starts, item.b)) * a.p.Hq + item.h) * a.p.Sq + q_row<B>(item, q);
+    const int64_t row = (int64_t(item.batch(a.p.q_starts)) * a.p.Hq + item.h) * a.p.Sq + item.q_row(q);
     float lse = fmaf(finite_max(m), item_scale_log2<B>(a, item) * ln2, ln2 * (lg2_approx_ftz(sum) - p_log2<B>));
     if (B::use_sinks) lse = max_nan(lse, sink_of<B>(a, item));
     st_global(a.p.LSE + row, lse);
@@ -876,52 +616,24 @@ __device__ __forceinline__ void store_lse(float m, float sum, const KernelArgs& 
 
 // What O is multiplied by: 1 / sum times the factor of V; 0 where no key is visible and there is no sink.
 template <class B>
-__device__ __forceinline__ float inverse_of_sum(float sum, const KernelArgs& a, const WorkItem& item) {
+__device__ __forceinline__ float inverse_of_sum(float sum, const KernelArgs& a, const Item<B>& item) {
   return sum == 0 ? 0 : rcp_approx_ftz(sum) * item_v_descale<B>(a, item);
 }
-// O of rows without a visible key is 0, whatever V is.   l [ROWS]
-template <class View> __device__ __forceinline__ void clear_empty_rows(View& O, const float (&l)[View::ROWS]) {
-  SDPA_UNROLL for (int i = 0; i < View::ROWS; i++) {
-    if (l[i] != 0) continue;
-    SDPA_UNROLL for (int j = 0; j < View::COLS; j++) O.x[i][j] = 0;
-  }
-}
-
 // ---- stored from views (scalar, wmma, mma, wgmma) ----
-
-// Rows 8 apart of which each of 4 lanes has RUN neighbouring columns of every 4 * RUN.
-template <int HEIGHT, int WIDTH, int LENGTH> struct QuadRuns {
-  static constexpr int ROWS = HEIGHT, COLS = WIDTH / 4, RUN = LENGTH;
-  float x[ROWS][COLS];
-  int first_row, first_col;
-  __device__ int row(int i) const { return first_row + 8 * i; }
-  __device__ int col(int j) const { return first_col + j / RUN * 4 * RUN + j % RUN; }
-};
-
-// USE_LENGTHS and PACK_GQA: the rows of an item with one range, which are of several heads, are stored at once.
-template <class B> constexpr bool by_rows = B::use_lengths && B::pack_gqa;
-template <class B>
-__device__ __forceinline__ std::conditional_t<by_rows<B>, WorkItem, const WorkItem&> item_of_row(
-    const KernelArgs& a, const WorkItem& item, int row) {
-  if constexpr (by_rows<B>) return row_item<B>(a, item, row);
-  else return item;
-}
 
 // O / l and LSE to global memory, rows past Sq left out. A row without a visible key is 0, whatever V is.
 // m, l [ROWS] are final and the same in all lanes of a row.
 template <class B, class View>
 __device__ __forceinline__ void store_output(const View& O, const float (&m)[View::ROWS], const float (&l)[View::ROWS],
-                                             const KernelArgs& a, const WorkItem& item) {
+                                             const KernelArgs& a, const Item<B>& item) {
   constexpr int run = View::RUN < 8 ? View::RUN : 8, width = B::vec_width < run ? B::vec_width : run;  // to 16 bytes
   using Vector = VectorType<width * sizeof(Output)>;
   const SdpaParams& p = a.p;
   Output* const O_g = p.O + item.b * p.o.batch + item.h * p.o.head;
   SDPA_UNROLL for (int i = 0; i < View::ROWS; i++) {
-    decltype(auto) of = item_of_row<B>(a, item, O.row(i));
-    const int q = by_rows<B> ? of.q0 : item.q0 + O.row(i);
-    if (q >= queries_of<B>(item, p.Sq)) continue;
-    if (by_rows<B> && O.row(i) >= rows_of_item<B>(a)) continue;
-    const float sum = with_sink<B>(m[i], l[i], a, of), inverse = inverse_of_sum<B>(sum, a, of);
+    const int q = item.q0 + O.row(i);
+    if (q >= item.queries(p)) continue;
+    const float sum = with_sink<B>(m[i], l[i], a, item), inverse = inverse_of_sum<B>(sum, a, item);
     SDPA_UNROLL for (int j = 0; j < View::COLS; j += width) {
       Output e[width];
       SDPA_UNROLL for (int n = 0; n < width; n++) {
@@ -929,104 +641,20 @@ __device__ __forceinline__ void store_output(const View& O, const float (&m)[Vie
       }
       Vector x;
       memcpy(&x, e, sizeof x);
-      st_global(O_g + q_row<B>(item, q) * p.o.row + (of.h - item.h) * p.o.head + O.col(j), x);
+      st_global(O_g + item.q_row(q) * p.o.row + O.col(j), x);
     }
-    if (O.col(0) == 0) store_lse<B>(m[i], sum, a, of, q);  // the first lane of the row
+    if (O.col(0) == 0) store_lse<B>(m[i], sum, a, item, q);  // the first lane of the row
   }
 }
 
-// ---- items and copies of the whole CTA (scalar, wmma, mma) ----
+// ---- what the copies of a kernel are called; they stand behind the first one ----
 
-// Of a CTA that has one item alone: whether there is none for it, the item, and its keys.
-template <class B> __device__ __forceinline__ bool is_spare(const KernelArgs& a);
-template <class B> __device__ __forceinline__ WorkItem item_of_cta(const KernelArgs& a);
-template <class B> __device__ __forceinline__ KeyRange keys_of_cta(const KernelArgs& a, const Mask& mask, ItemArg<B>);
-template <class B> struct PagedRows;  // K or V in pages
-
-// What a group of warps (by default the CTA) needs to know of its item, and the copies that every
-// kernel starts from. Of the K/V tiles, group g takes number g, SPLIT_KV + g, ...
-template <class B> struct ItemTiles {
-  static constexpr int ADVANCE = B::round_keys;  // keys from one tile of a group to its next
-  const SdpaParams& p;
-  const WorkItem& item;
-  HeldMask<B> mask;
-  TileCopy<B> mine;  // this thread's share of the group's copies of K
-  TileCopy<B, B::d_v> mine_v;
-  using Rows = std::conditional_t<B::use_pages, PagedRows<B>, const Input*>;
-  Rows K_g, V_g;  // its first vector of the next tile
-  KeyRange keys;  // of the item's rows
-  int first_key;  // of the group
-
-  __device__ __forceinline__ ItemTiles(const KernelArgs& a, const WorkItem& item_, int group, int tid, int nthreads)
-      : p(a.p), item(item_), mask(mask_of<B>(a, item)), mine(tid, nthreads), mine_v(tid, nthreads) {
-    const int h_kv = item.h / (p.Hq / p.Hkv);
-    keys = keys_of_cta<B>(a, mask, item);
-    first_key = keys.begin + group * B::block_n;
-    if constexpr (B::use_pages) {
-      K_g = {&a, &item, &p.k, p.K + h_kv * p.k.head + mine.col, first_key + mine.row};
-      V_g = {&a, &item, &p.v, p.V + h_kv * p.v.head + mine_v.col, first_key + mine_v.row};
-    } else {
-      K_g = mine.first(p.K + item.b * p.k.batch + h_kv * p.k.head + k_row<B>(item, first_key) * p.k.row, p.k.row);
-      V_g = mine_v.first(p.V + item.b * p.v.batch + h_kv * p.v.head + k_row<B>(item, first_key) * p.v.row, p.v.row);
-    }
-  }
-  // ROWS query rows of the item from first_row on, to Q_s, by nthreads threads.
-  template <int ROWS>
-  __device__ __forceinline__ void copy_q(Element<B>* Q_s, int first_row, int tid, int nthreads) const {
-    const TileCopy<B> share(tid, nthreads);
-    const int q = item.q0 + first_row;
-    const Input* const Q_g = p.Q + item.b * p.q.batch + item.h * p.q.head + q_row<B>(item, q) * p.q.row;
-    share.template copy<ROWS>(Q_s, share.first(Q_g, p.q.row), p.q.row, queries_of<B>(item, p.Sq) - q - share.row);
-  }
-  // The next K and V tile, at key k0, into its stage; past the end nothing.
-  template <class Shared> __device__ __forceinline__ void copy_kv(Shared& s, int stage, int k0) {
-    if (k0 < keys.end) {
-      const int rows = keys.end - k0;
-      const auto step = [](const Strides& of) { return B::use_pages ? 1 : of.row; };  // to the next row
-      mine.template copy<B::block_n>(s.K[stage], K_g, step(p.k), rows - mine.row);
-      mine_v.template copy<B::block_n>(s.V[stage], V_g, step(p.v), rows - mine_v.row);
-      K_g += ADVANCE * step(p.k), V_g += ADVANCE * step(p.v);
-    }
-  }
-};
-
-// The K/V tiles of an item as its consumers see them: acquire() gives the stage of the next tile once
-// it is there, release() says that this warp has read it.
-// Here all threads of a group copy, STAGES - 1 tiles ahead. Groups of copies past the end are empty,
-// so that wait counts stay constant.
-template <class B, class Shared> struct CopyTogether {
-  ItemTiles<B> t;
-  Shared& s;
-  int stage = B::stages - 1;  // of the tile acquired last
-  // mma.sync with two stages or more: a warp that passes the barrier of acquire() knows that all warps have read the
-  // tile before, so that tile's stage is refilled after it. Elsewhere release() has a barrier for that.
-  static constexpr bool COPIES_LAST = B::family == Family::mma && B::stages > 1;
-
-  // Begins with the tiles before the first acquire(), as one group of copies each.
-  __device__ __forceinline__ CopyTogether(Shared& s_, const ItemTiles<B>& t_) : t(t_), s(s_) {
-    for (int n = 0; n < B::stages - 1; n++) {
-      t.copy_kv(s, n, t.first_key + n * t.ADVANCE);
-      VectorCopy<B::use_cp_async>::commit();
-    }
-  }
-  __device__ __forceinline__ int acquire(int k0) {
-    stage = stage + 1 == B::stages ? 0 : stage + 1;
-    group_sync<B, (B::family != Family::mma && B::sync_policy == 5)>();  // hazard: Q copied by all warps
-    if constexpr (!COPIES_LAST) copy_ahead(k0);
-    VectorCopy<B::use_cp_async>::template wait<COPIES_LAST ? B::stages - 2 : B::stages - 1>();
-    group_sync<B, (B::sync_policy >= 1)>();  // hazard: K and V copied by all warps
-    if constexpr (COPIES_LAST) copy_ahead(k0);
-    return stage;
-  }
-  // Copies the tile that is STAGES - 1 further into the stage before this one.
-  __device__ __forceinline__ void copy_ahead(int k0) {
-    t.copy_kv(s, stage == 0 ? B::stages - 1 : stage - 1, k0 + (B::stages - 1) * t.ADVANCE);
-    VectorCopy<B::use_cp_async>::commit();
-  }
-  __device__ __forceinline__ void release() {
-    group_sync<B, (!COPIES_LAST && B::sync_policy >= 1)>();  // hazard: K, V and P read by all warps, about to change
-  }
-};
+// The item of a CTA that has one alone.
+template <class B> __device__ __forceinline__ Item<B> item_of_cta(const KernelArgs& a);
+// An item's keys and mask; copy_q() copies its rows of Q, copy_kv() the next tile of K and V.
+template <class B> struct ItemTiles;
+// acquire(k0) gives the stage of the tile at key k0 once it is there, release() says that this warp has read it.
+template <class B, class Shared> struct CopyTogether;
 
 // ---- scores in shared memory (scalar, wmma) ----
 
@@ -1067,14 +695,6 @@ template <class T, class View> __device__ __forceinline__ void store_scores(T* P
   SDPA_UNROLL for (int i = 0; i < View::ROWS; i++) {
     SDPA_UNROLL for (int j = 0; j < View::COLS; j++) {
       st_shared(P_s + S.row(i) * stride + S.col(j), rounded<T>(S.x[i][j]));
-    }
-  }
-}
-
-template <class T, class View> __device__ __forceinline__ void load_scores(View& S, const T* P_s, int stride) {
-  SDPA_UNROLL for (int i = 0; i < View::ROWS; i++) {
-    SDPA_UNROLL for (int j = 0; j < View::COLS; j++) {
-      S.x[i][j] = to_float(ld_shared<T>(P_s + S.row(i) * stride + S.col(j)));
     }
   }
 }
@@ -1146,10 +766,6 @@ using TileSoftmax = std::conditional_t<B::sync_policy == 1, WarpSoftmax<B, Share
 
 // ==== 5 KERNELS ==================================================================================
 
-// What the launch needs to know of a kernel: `Shared`, its shared memory, and `entry`. Each chapter ends with its own.
-template <class B, Path = B::path> struct KernelOf;
-template <class B> constexpr size_t shared_bytes = sizeof(typename KernelOf<B>::Shared);
-
 // ---- 5a scalar: both products on the FMA pipes (scalar) ----
 
 // S = Q @ K.T   [BLOCK_M][BLOCK_N]
@@ -1180,8 +796,8 @@ template <class B> __global__ void __launch_bounds__(B::threads, 1) sdpa_scalar(
   S.first_row = O.first_row = warp * (B::block_m / B::num_warps) + lane / COL_LANES, S.row_step = ROW_LANES;
   S.first_col = lane % COL_LANES, O.first_col = lane % COL_LANES * O.RUN;
 
-  if (is_spare<B>(a)) return;
-  const WorkItem item = item_of_cta<B>(a);
+  const Item<B> item = item_of_cta<B>(a);
+  if (!item.exists()) return;
   const ItemTiles<B> t(a, item, 0, tid, B::threads);
   t.template copy_q<B::block_m>(s.Q, 0, tid, B::threads);
   CopyTogether<B, ScalarShared<B>> feed(s, t);
@@ -1206,74 +822,214 @@ template <class B> __global__ void __launch_bounds__(B::threads, 1) sdpa_scalar(
   store_output<B>(O, m, l, a, item);
 }
 
+// ---- copies of vectors (scalar, wmma, mma) ----
+
+// Copies a vector from global to shared memory, zeros when !valid; commit() ends a group of copies, wait() waits
+// until at most IN_FLIGHT of this thread's groups are unfinished.
+template <bool ASYNC, bool CONVERTS = false> struct VectorCopy;  // CONVERTS: to fp16
+
+// ---- copies through registers (scalar, wmma, mma and USE_CP_ASYNC = 0) ----
+
+template <> struct VectorCopy<false> {
+  template <int BYTES> __device__ static __forceinline__ void copy(void* dst_s, const void* src_g, bool valid) {
+    using Vector = VectorType<BYTES>;
+    Vector x{};
+    if (valid) x = ld_global_nc<Vector>(src_g);
+    st_shared(dst_s, x);
+  }
+  __device__ static __forceinline__ void commit() {}
+  template <int IN_FLIGHT> __device__ static __forceinline__ void wait() {}
+};
+
+// ---- copies of tiles (scalar, wmma, mma) ----
+
+// What thread tid of nthreads copies of a tile: the vectors at (row + n * row_step, col), so that its addresses advance
+// by a constant. A row may take several passes of all threads. Threads that are left over after whole rows are idle.
+template <class B, int D = B::head_dim> struct TileCopy {
+  static constexpr int PER_ROW = D / B::vec_width;
+  int row_step, col_step, row, col;
+
+  __device__ __forceinline__ TileCopy(int tid, int nthreads)
+      : row_step(nthreads > PER_ROW ? nthreads / PER_ROW : 1),
+        col_step(nthreads > PER_ROW ? D : nthreads * B::vec_width),
+        row(tid / PER_ROW),
+        col(tid % PER_ROW * B::vec_width) {}
+
+  // dst_s [ROWS][D] = the tile, zeros where it does not exist. src_g is this thread's first vector; `rows` rows exist
+  // from there on. With USE_CP_ASYNC the data is there only after a wait.
+  template <int ROWS, class Rows>
+  __device__ __forceinline__ void copy(Element<B>* dst_s, Rows src_g, int64_t row_stride, int rows) const {
+    using Copy = VectorCopy<B::use_cp_async, B::converts>;
+    [[maybe_unused]] constexpr int unrolled = B::use_cp_async ? 16 : 8;  // a plain load in flight takes registers
+#pragma unroll unrolled
+    for (int r = 0; r < ROWS; r += row_step, src_g += row_step * row_stride) {
+      if ((ROWS % row_step != 0 && row + r >= ROWS) || row >= row_step) break;
+      SDPA_UNROLL for (int c = 0; c < D; c += col_step) {
+        if (D % col_step != 0 && col + c >= D) break;
+        Element<B>* const to_s = dst_s + tile_offset<B, D>(row + r, col + c);
+        Copy::template copy<B::vec_width * sizeof(Input)>(to_s, src_g + c, r < rows);
+      }
+    }
+  }
+};
+
+// ---- barriers ----
+template <class B> __device__ __forceinline__ void slice_sync();  // SPLIT_KV
+// A barrier of the warps that share a slice of the keys if GROUP, else of the warp alone.
+template <class B, bool GROUP> __device__ __forceinline__ void group_sync() {
+  if constexpr (!GROUP || B::group_threads == 32) {
+    __syncwarp();
+  } else if constexpr (B::split_kv > 1) {
+    slice_sync<B>();
+  } else {
+    __syncthreads();
+  }
+}
+
+// ---- copies of the whole CTA (scalar, wmma, mma) ----
+
+template <class B> struct PagedRows;  // K or V in pages
+
+// What a group of warps (by default the CTA) needs to know of its item, and the copies that every
+// kernel starts from. Of the K/V tiles, group g takes number g, SPLIT_KV + g, ...
+template <class B> struct ItemTiles {
+  const SdpaParams& p;
+  const Item<B>& item;
+  typename Item<B>::HeldMask mask;
+  TileCopy<B> mine;  // this thread's share of the group's copies of K
+  TileCopy<B, B::d_v> mine_v;
+  using Rows = std::conditional_t<B::use_pages, PagedRows<B>, const Input*>;
+  Rows K_g, V_g;  // its first vector of the next tile
+  KeyRange keys;  // of the item's rows
+  int first_key;  // of the group
+
+  __device__ __forceinline__ ItemTiles(const KernelArgs& a, const Item<B>& item_, int group, int tid, int nthreads)
+      : p(a.p), item(item_), mask(item.mask(a)), mine(tid, nthreads), mine_v(tid, nthreads) {
+    const int h_kv = item.h / (p.Hq / p.Hkv);
+    keys = item.keys_of_cta(a, mask);
+    first_key = keys.begin + group * B::block_n;
+    if constexpr (B::use_pages) {
+      K_g = {&a, &item, &p.k, p.K + h_kv * p.k.head + mine.col, first_key + mine.row};
+      V_g = {&a, &item, &p.v, p.V + h_kv * p.v.head + mine_v.col, first_key + mine_v.row};
+    } else {
+      const auto first = [&](const Input* tensor, const Strides& of, int row, int col) {
+        return tensor + item.b * of.batch + h_kv * of.head + item.k_row(first_key) * of.row + row * of.row + col;
+      };
+      K_g = first(p.K, p.k, mine.row, mine.col), V_g = first(p.V, p.v, mine_v.row, mine_v.col);
+    }
+  }
+  // ROWS query rows of the item from first_row on, to Q_s, by nthreads threads.
+  template <int ROWS>
+  __device__ __forceinline__ void copy_q(Element<B>* Q_s, int first_row, int tid, int nthreads) const {
+    const TileCopy<B> share(tid, nthreads);
+    const int q = item.q0 + first_row;
+    const Input* const Q_g = p.Q + item.b * p.q.batch + item.h * p.q.head + item.q_row(q) * p.q.row;
+    share.template copy<ROWS>(Q_s, Q_g + share.row * p.q.row + share.col, p.q.row, item.queries(p) - q - share.row);
+  }
+  // The next K and V tile, at key k0, into its stage; past the end nothing.
+  template <class Shared> __device__ __forceinline__ void copy_kv(Shared& s, int stage, int k0) {
+    if (k0 < keys.end) {
+      const int rows = keys.end - k0;
+      const auto step = [](const Strides& of) { return B::use_pages ? 1 : of.row; };  // to the next row
+      mine.template copy<B::block_n>(s.K[stage], K_g, step(p.k), rows - mine.row);
+      mine_v.template copy<B::block_n>(s.V[stage], V_g, step(p.v), rows - mine_v.row);
+      K_g += B::round_keys * step(p.k), V_g += B::round_keys * step(p.v);  // the group's next tile
+    }
+  }
+};
+
+// The K/V tiles of an item as its consumers see them: acquire() gives the stage of the next tile once
+// it is there, release() says that this warp has read it.
+// Here all threads of a group copy, STAGES - 1 tiles ahead. Groups of copies past the end are empty,
+// so that wait counts stay constant.
+template <class B, class Shared> struct CopyTogether {
+  using Copy = VectorCopy<B::use_cp_async>;
+  ItemTiles<B> t;
+  Shared& s;
+  int stage = B::stages - 1;  // of the tile acquired last
+  // mma.sync with two stages or more: a warp that passes the barrier of acquire() knows that all warps have read the
+  // tile before, so that tile's stage is refilled after it. Elsewhere release() has a barrier for that.
+  static constexpr bool COPIES_LAST = B::family == Family::mma && B::stages > 1;
+
+  // Begins with the tiles before the first acquire(), as one group of copies each.
+  __device__ __forceinline__ CopyTogether(Shared& s_, const ItemTiles<B>& t_) : t(t_), s(s_) {
+    for (int n = 0; n < B::stages - 1; n++) t.copy_kv(s, n, t.first_key + n * B::round_keys), Copy::commit();
+  }
+  // The tile STAGES - 1 further goes into the stage of the tile before.
+  __device__ __forceinline__ int acquire(int k0) {
+    stage = stage + 1 == B::stages ? 0 : stage + 1;
+    const int last = stage == 0 ? B::stages - 1 : stage - 1, ahead = k0 + (B::stages - 1) * B::round_keys;
+    group_sync<B, (B::family != Family::mma && B::sync_policy == 5)>();  // hazard: Q copied by all warps
+    if (!COPIES_LAST) t.copy_kv(s, last, ahead), Copy::commit();
+    Copy::template wait<COPIES_LAST ? B::stages - 2 : B::stages - 1>();
+    group_sync<B, (B::sync_policy >= 1)>();  // hazard: K and V copied by all warps
+    if (COPIES_LAST) t.copy_kv(s, last, ahead), Copy::commit();
+    return stage;
+  }
+  __device__ __forceinline__ void release() {
+    group_sync<B, (!COPIES_LAST && B::sync_policy >= 1)>();  // hazard: K, V and P read by all warps, about to change
+  }
+};
+
+// ---- the path to a kernel ----
+
+enum class Path { scalar, wmma, mma, wgmma_plain, wgmma_roles, wgmma_e4m3, wgmma_swapped };
+template <class B>
+constexpr Path path = B::use_mma_sync               ? Path::mma
+                      : B::use_wmma                 ? Path::wmma
+                      : !B::use_wgmma               ? Path::scalar
+                      : B::swap_ab                  ? Path::wgmma_swapped
+                      : B::is_e4m3                  ? Path::wgmma_e4m3
+                      : B::use_warp_specialization  ? Path::wgmma_roles
+                                                    : Path::wgmma_plain;
+// Query rows that a mask spares a tile of keys together: a warp's, a warpgroup's or the CTA's.
+template <class B>
+constexpr int mask_rows = B::use_mma_sync                              ? B::block_m / B::group_warps
+                          : B::use_wgmma && B::use_warp_specialization ? 64
+                                                                       : B::block_m;
+// Where rows of several heads go through shared memory, the last CTA of an item merges its ranges; else sdpa_merge().
+template <class B>
+constexpr bool merges_by_kernel = B::split_ctas != 1 && !B::swap_ab &&
+                                  !(B::use_mma_sync && B::pack_gqa && B::split_kv > 1);
+
+// ---- kernels as the launch sees them ----
+
+// What the launch needs to know of a kernel: `Shared`, its shared memory, and `entry`. Each chapter ends with its own.
+template <class B, Path = path<B>> struct KernelOf;
+template <class B> constexpr size_t shared_bytes = sizeof(typename KernelOf<B>::Shared);
 template <class B> struct KernelOf<B, Path::scalar> {
   using Shared = ScalarShared<B>;
   static constexpr auto entry = sdpa_scalar<B>;
-};
-
-// ---- 5a rows that change hands (scalar, wmma) ----
-
-// Softmax of a tile in shared memory: its rows are dealt to the warps anew, in turn, so that every
-// row changes hands before and after; m, l and alpha are kept in shared memory.
-template <class B, class Shared> struct CtaSoftmax {
-  static constexpr int ROWS = ScalarScores<B>::ROWS;
-
-  __device__ static ScalarScores<B> dealt_rows() {
-    const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
-    ScalarScores<B> S;
-    S.first_row = warp * ROW_LANES + lane / COL_LANES, S.row_step = ROW_LANES * B::num_warps;
-    S.first_col = lane % COL_LANES;
-    return S;
-  }
-  __device__ void start(Shared& s, const ScalarScores<B>&) {
-    const ScalarScores<B> S = dealt_rows();
-    SDPA_UNROLL for (int i = 0; i < ROWS; i++) {
-      if (S.first_col == 0) s.m[S.row(i)] = -INFINITY, s.l[S.row(i)] = 0;
-    }
-    __syncthreads();  // hazard: m and l read by other warps in finish() if there is no tile
-  }
-  __device__ void step(Shared& s, const ScalarScores<B>& own, float scale_log2, float (&alpha_own)[ROWS]) {
-    store_scores(s.P, s.P_STRIDE, own);
-    group_sync<B, (B::sync_policy >= 2)>();  // hazard: S written, its rows about to change hands
-
-    ScalarScores<B> S = dealt_rows();
-    load_scores(S, s.P, s.P_STRIDE);
-    float m[ROWS], l[ROWS], alpha[ROWS];
-    SDPA_UNROLL for (int i = 0; i < ROWS; i++) m[i] = s.m[S.row(i)];
-    __syncwarp();  // hazard: m still being read by the row's other lanes
-    softmax_max<B>(S, scale_log2, m, alpha);
-    SDPA_UNROLL for (int i = 0; i < ROWS; i++) {
-      if (S.first_col == 0) s.m[S.row(i)] = m[i], s.alpha[S.row(i)] = alpha[i];
-    }
-    group_sync<B, (B::sync_policy == 5)>();  // hazard: m and alpha of the rows written
-
-    SDPA_UNROLL for (int i = 0; i < ROWS; i++) {
-      m[i] = s.m[S.row(i)], alpha[i] = s.alpha[S.row(i)];
-      l[i] = S.first_col == 0 ? s.l[S.row(i)] : 0.0f;
-    }
-    softmax_sum<B>(S, scale_log2, m, alpha, l);
-    s.store_probabilities(S);
-    SDPA_UNROLL for (int i = 0; i < ROWS; i++) {
-      l[i] = row_sum<COL_LANES>(l[i]);
-      if (S.first_col == 0) s.l[S.row(i)] = l[i];
-    }
-    group_sync<B, (B::sync_policy >= 2)>();  // hazard: l and P written, rows about to change hands again
-
-    SDPA_UNROLL for (int i = 0; i < ROWS; i++) alpha_own[i] = s.alpha[own.row(i)];
-  }
-  __device__ void finish(Shared& s, const ScalarScores<B>& own, float (&m_out)[ROWS], float (&l_out)[ROWS]) {
-    SDPA_UNROLL for (int i = 0; i < ROWS; i++) { m_out[i] = s.m[own.row(i)], l_out[i] = s.l[own.row(i)]; }
-  }
 };
 
 // ---- PTX of the other kernels ----
 
 #ifndef SDPA_SIMT
 
+#if defined(__CUDA_ARCH__) && __CUDA_ARCH__ < 890
+static_assert(!(is_mma && Build::is_e4m3),
+              "DTYPE=FP8_E4M3: mma.sync takes e4m3 from sm_89 on; type -arch=sm_89 or DTYPE=FP16");
+#endif
+
+// Most keys that one accumulator sums: tensor cores cut off what they add, and of 524,288 equal addends 0.13% is lost.
+constexpr int most_keys_at_once = 65536;
+
+// An address in shared memory, for arithmetic that the compiler would do in 64 bits on a pointer.
+using SharedAddress = uint32_t;
+__device__ __forceinline__ SharedAddress shared_address(const void* p_s) {
+  return static_cast<SharedAddress>(__cvta_generic_to_shared(p_s));
+}
+
 // tanh x to 2^-11 of itself.
 __device__ __forceinline__ float tanh_approx(float x) {
   float y;
   asm("tanh.approx.f32 %0, %1;" : "=f"(y) : "f"(x));
+  return y;
+}
+// min(a, b), NaN if either is NaN.
+__device__ __forceinline__ float min_nan(float a, float b) {
+  float y;
+  asm("min.NaN.f32 %0, %1, %2;" : "=f"(y) : "f"(a), "f"(b));
   return y;
 }
 // a + b rounded towards -infinity.
@@ -1318,6 +1074,10 @@ __device__ __forceinline__ uint32_t sub_f16x2(uint32_t a, uint32_t b) {
   uint32_t difference;
   asm("sub.f16x2 %0, %1, %2;" : "=r"(difference) : "r"(a), "r"(b));
   return difference;
+}
+// A barrier number `id` (1 to 15; 0 is __syncthreads) for `threads` threads in whole warps.
+__device__ __forceinline__ void barrier_sync(int id, int threads) {
+  asm volatile("barrier.sync.aligned %0, %1;" ::"r"(id), "r"(threads) : "memory");
 }
 // As barrier_sync(); true if `mine` is true in all threads.
 __device__ __forceinline__ bool barrier_and(int id, int threads, bool mine) {
@@ -1431,222 +1191,19 @@ __device__ __forceinline__ void cp_async_mbarrier_arrive_noinc(uint64_t* barrier
   asm volatile("cp.async.mbarrier.arrive.noinc.shared.b64 [%0];" ::"r"(shared_address(barrier_s)) : "memory");
 }
 
-// ---- sm_90a (wgmma) ----
-// The async proxy: TMA and wgmma reach shared memory past the path that ordinary loads and stores
-// take (the generic proxy). What was written through the one is fenced before the other reads it.
-
-// threadIdx.x, read again, so that what is computed from it takes no register in between.
-__device__ __forceinline__ uint32_t thread_index_anew() {
-  uint32_t index;
-  asm volatile("mov.u32 %0, %%tid.x;" : "=r"(index));
-  return index;
-}
-
-// Stores 16 bytes at once. A plain store of words that come from different places nvcc may split.
-__device__ __forceinline__ void st_global_v4(void* dst_g, uint4 value) {
-  asm volatile("st.global.v4.b32 [%0], {%1, %2, %3, %4};" ::"l"(dst_g), "r"(value.x), "r"(value.y), "r"(value.z),
-               "r"(value.w)
-               : "memory");
-}
-
-// Arrives, and announces bytes that asynchronous copies will bring before the phase is complete.
-__device__ __forceinline__ void mbarrier_arrive_expect_tx(uint64_t* barrier_s, uint32_t bytes) {
-  asm volatile("mbarrier.arrive.expect_tx.shared::cta.b64 _, [%0], %1;" ::"r"(shared_address(barrier_s)), "r"(bytes)
-               : "memory");
-}
-// Whether the phase of this parity is complete; the hardware may suspend the thread for a while.
-__device__ __forceinline__ bool mbarrier_try_wait_parity(uint64_t* barrier_s, int parity) {
-  uint32_t complete;
-  asm volatile(
-      "{ .reg .pred p; mbarrier.try_wait.parity.shared::cta.b64 p, [%1], %2; "
-      "selp.b32 %0, 1, 0, p; }"
-      : "=r"(complete)
-      : "r"(shared_address(barrier_s)), "r"(parity)
-      : "memory");
-  return complete;
-}
-// mbarrier_test_wait_parity, under a name of its own: there the CPU backend lets other threads run, here it must not.
-__device__ __forceinline__ bool mbarrier_peek_parity(uint64_t* barrier_s, int parity) {
-  return mbarrier_test_wait_parity(barrier_s, parity);
-}
-// Makes mbarriers that this thread has initialised visible to the async proxy.
-__device__ __forceinline__ void fence_mbarrier_init() {
-  asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory");
-}
-// Makes what this thread has written to shared memory visible to the async proxy.
-__device__ __forceinline__ void fence_proxy_async() { asm volatile("fence.proxy.async.shared::cta;" ::: "memory"); }
-
-// Tensor memory access. A tensor map describes a tensor in global memory and a box; element c[0] is
-// the innermost coordinate of the box's first element. The box lies in shared memory row after row,
-// swizzled as the map says. What is outside the tensor is read as zero and not written.
-
-__device__ __forceinline__ void prefetch_tensormap(const CUtensorMap* map) {
-  asm volatile("prefetch.tensormap [%0];" ::"l"(map) : "memory");
-}
-// By one thread. The whole box counts at the mbarrier, also what is outside the tensor.
-__device__ __forceinline__ void cp_async_bulk_tensor_load(void* dst_s, const CUtensorMap* map, const int (&c)[5],
-                                                          uint64_t* barrier_s, uint64_t cache_policy) {
-  asm volatile(
-      "cp.async.bulk.tensor.5d.shared::cluster.global.tile.mbarrier::complete_tx::bytes"
-      ".L2::cache_hint [%0], [%1, {%4, %5, %6, %7, %8}], [%2], %3;" ::"r"(shared_address(dst_s)),
-      "l"(map), "r"(shared_address(barrier_s)), "l"(cache_policy), "r"(c[0]), "r"(c[1]), "r"(c[2]), "r"(c[3]), "r"(c[4])
-      : "memory");
-}
-// By one thread, which commits and waits as well.
-__device__ __forceinline__ void cp_async_bulk_tensor_store(const CUtensorMap* map, const int (&c)[5],
-                                                           const void* src_s) {
-  asm volatile(
-      "cp.async.bulk.tensor.5d.global.shared::cta.tile.bulk_group [%0, {%2, %3, %4, %5, %6}], "
-      "[%1];" ::"l"(map),
-      "r"(shared_address(src_s)), "r"(c[0]), "r"(c[1]), "r"(c[2]), "r"(c[3]), "r"(c[4])
-      : "memory");
-}
-__device__ __forceinline__ void cp_async_bulk_commit_group() {
-  asm volatile("cp.async.bulk.commit_group;" ::: "memory");
-}
-// At most N of this thread's latest groups of stores have not yet read shared memory.
-template <int N> __device__ __forceinline__ void cp_async_bulk_wait_group_read() {
-  asm volatile("cp.async.bulk.wait_group.read %0;" ::"n"(N) : "memory");
-}
-
-// wgmma: asynchronous products of a warpgroup (128 threads, the first of them a multiple of 128).
-// The order is fence, products, commit, wait; between the first product and the wait nobody touches
-// their accumulators, the registers of A and their shared memory.
-__device__ __forceinline__ void wgmma_fence() { asm volatile("wgmma.fence.sync.aligned;" ::: "memory"); }
-__device__ __forceinline__ void wgmma_commit_group() { asm volatile("wgmma.commit_group.sync.aligned;" ::: "memory"); }
-// At most N of the latest groups are not yet complete.
-template <int N> __device__ __forceinline__ void wgmma_wait_group() {
-  asm volatile("wgmma.wait_group.sync.aligned %0;" ::"n"(N) : "memory");
-}
-// Keeps the compiler from moving uses of these registers across this point.
-template <int N> __device__ __forceinline__ void hold(float (&d)[N]) {
-  SDPA_UNROLL for (int i = 0; i < N; i++) asm volatile("" : "+f"(d[i])::"memory");
-}
-template <int N> __device__ __forceinline__ void hold(uint32_t (&r)[N]) {
-  SDPA_UNROLL for (int i = 0; i < N; i++) asm volatile("" : "+r"(r[i])::"memory");
-}
-__device__ __forceinline__ void hold(const CUtensorMap*& map) { asm volatile("" : "+l"(map)::"memory"); }
-// The same for registers whose values are dead: they are free until they are written.
-template <int N> __device__ __forceinline__ void forget(float (&d)[N]) {
-  SDPA_UNROLL for (int i = 0; i < N; i++) asm volatile("" : "=f"(d[i])::"memory");
-}
-
-// A 16-bit matrix in shared memory with the 128-byte swizzle: bits 4-6 of an address are XORed with bits 7-9. Atoms of
-// 8 lines of 128 bytes start at multiples of 1024 bytes. K-major, one line per row: stride_bytes from 8 rows to the
-// next 8; the next 16 of K are 32 bytes further in the line; leading_bytes has no meaning. MN-major, one line per k, 64
-// rows or columns to a line: stride_bytes from 8 k to the next 8, leading_bytes from 64 rows or columns to the next 64.
-// A stride of 512 means lines of 64 bytes: bits 4-5 are XORed with bits 7-8, and atoms have 512 bytes.
-__device__ __forceinline__ uint64_t wgmma_descriptor(SharedAddress start, int leading_bytes, int stride_bytes) {
-  return uint64_t((start & 0x3ffff) >> 4) | uint64_t(leading_bytes >> 4) << 16 | uint64_t(stride_bytes >> 4) << 32 |
-         uint64_t(stride_bytes == 512 ? 2 : 1) << 62;
-}
-
-// SDPA_D<R>(F): F(1) ... F(R - 1), for the numbers of R accumulators.
-#define SDPA_D4(F) F(1) F(2) F(3)
-#define SDPA_D8(F) SDPA_D4(F) F(4) F(5) F(6) F(7)
-#define SDPA_D16(F) SDPA_D8(F) F(8) F(9) F(10) F(11) F(12) F(13) F(14) F(15)
-#define SDPA_D24(F) SDPA_D16(F) F(16) F(17) F(18) F(19) F(20) F(21) F(22) F(23)
-#define SDPA_D32(F) SDPA_D24(F) F(24) F(25) F(26) F(27) F(28) F(29) F(30) F(31)
-#define SDPA_D40(F) SDPA_D32(F) F(32) F(33) F(34) F(35) F(36) F(37) F(38) F(39)
-#define SDPA_D48(F) SDPA_D40(F) F(40) F(41) F(42) F(43) F(44) F(45) F(46) F(47)
-#define SDPA_D56(F) SDPA_D48(F) F(48) F(49) F(50) F(51) F(52) F(53) F(54) F(55)
-#define SDPA_D64(F) SDPA_D56(F) F(56) F(57) F(58) F(59) F(60) F(61) F(62) F(63)
-#define SDPA_D72(F) SDPA_D64(F) F(64) F(65) F(66) F(67) F(68) F(69) F(70) F(71)
-#define SDPA_D80(F) SDPA_D72(F) F(72) F(73) F(74) F(75) F(76) F(77) F(78) F(79)
-#define SDPA_D88(F) SDPA_D80(F) F(80) F(81) F(82) F(83) F(84) F(85) F(86) F(87)
-#define SDPA_D96(F) SDPA_D88(F) F(88) F(89) F(90) F(91) F(92) F(93) F(94) F(95)
-#define SDPA_D104(F) SDPA_D96(F) F(96) F(97) F(98) F(99) F(100) F(101) F(102) F(103)
-#define SDPA_D112(F) SDPA_D104(F) F(104) F(105) F(106) F(107) F(108) F(109) F(110) F(111)
-#define SDPA_D120(F) SDPA_D112(F) F(112) F(113) F(114) F(115) F(116) F(117) F(118) F(119)
-#define SDPA_D128(F) SDPA_D120(F) F(120) F(121) F(122) F(123) F(124) F(125) F(126) F(127)
-#define SDPA_D_TEXT(i) ", %" #i
-#define SDPA_D_OPERAND(i) , "+f"(d[i])
-// X(N, R, the R of N plus 1 ... 6): N columns are R = N / 2 accumulators of a thread, operands 0 ... R - 1. Operand R
-// is scale-d, R + 1 descriptor B, R + 2 imm-trans-b, R + 3 ... are A, as a descriptor with imm-trans-a after it.
-// clang-format off
-#define SDPA_WGMMA_SHAPES(X) \
-  X(8, 4, 5, 6, 7, 8, 9, 10) X(16, 8, 9, 10, 11, 12, 13, 14) X(32, 16, 17, 18, 19, 20, 21, 22) \
-  X(48, 24, 25, 26, 27, 28, 29, 30) X(64, 32, 33, 34, 35, 36, 37, 38) X(80, 40, 41, 42, 43, 44, 45, 46) \
-  X(96, 48, 49, 50, 51, 52, 53, 54) X(112, 56, 57, 58, 59, 60, 61, 62) X(128, 64, 65, 66, 67, 68, 69, 70) \
-  X(144, 72, 73, 74, 75, 76, 77, 78) X(160, 80, 81, 82, 83, 84, 85, 86) X(176, 88, 89, 90, 91, 92, 93, 94) \
-  X(192, 96, 97, 98, 99, 100, 101, 102) X(208, 104, 105, 106, 107, 108, 109, 110) \
-  X(224, 112, 113, 114, 115, 116, 117, 118) X(240, 120, 121, 122, 123, 124, 125, 126) \
-  X(256, 128, 129, 130, 131, 132, 133, 134)
-#define SDPA_WGMMA(types, n, r, r1, a_text, immediates, ...)                        \
-  asm volatile(                                                                     \
-      "{ .reg .pred p; setp.ne.b32 p, %" #r ", 0; "                                 \
-      "wgmma.mma_async.sync.aligned.m64n" #n types                                  \
-      " {%0" SDPA_D##r(SDPA_D_TEXT) "}, " a_text ", %" #r1 ", p, " immediates "; }" \
-      : "+f"(d[0]) SDPA_D##r(SDPA_D_OPERAND)                                        \
-      : "r"(int(accumulate)), "l"(b), "n"(TRANS_B), __VA_ARGS__)
-// clang-format on
-
-// D = A @ B (+ D if accumulate), [64][16] @ [16][N], E __half or __nv_bfloat16. Lane 4g + q of warp
-// w: d[i] is row 16w + g + 8 * (i / 2 % 2), column 8 * (i / 4) + 2q + i % 2. B is [N][16] (K-major),
-// with TRANS_B [16][N] (MN-major), A [64][16] (K-major), with TRANS_A [16][64]; both are descriptors.
-// With E __nv_fp8_e4m3 K is 32, both are K-major, and sums keep 14 bits, truncated.
-template <class E, int N, int TRANS_B, int TRANS_A = 0>
-__device__ __forceinline__ void wgmma_ss(float (&d)[N / 2], uint64_t a, uint64_t b, bool accumulate) {
-  static_assert(N == 8 || (N <= 256 && N % 16 == 0), "wgmma: N is 8 or a multiple of 16 up to 256");
-#define SDPA_WGMMA_SS(n, r, r1, r2, r3, r4, r5, r6)                                                    \
-  if constexpr (N == n && std::is_same_v<E, __half>) {                                                 \
-    SDPA_WGMMA("k16.f32.f16.f16", n, r, r1, "%" #r3, "1, 1, %" #r4 ", %" #r2, "l"(a), "n"(TRANS_A));   \
-  } else if constexpr (N == n && std::is_same_v<E, __nv_bfloat16>) {                                   \
-    SDPA_WGMMA("k16.f32.bf16.bf16", n, r, r1, "%" #r3, "1, 1, %" #r4 ", %" #r2, "l"(a), "n"(TRANS_A)); \
-  } else if constexpr (N == n && std::is_same_v<E, __nv_fp8_e4m3>) {                                   \
-    SDPA_WGMMA("k32.f32.e4m3.e4m3", n, r, r1, "%" #r3, "1, 1", "l"(a));                                \
-  }
-  SDPA_WGMMA_SHAPES(SDPA_WGMMA_SS)
-#undef SDPA_WGMMA_SS
-}
-// The same as wgmma_ss with A in registers. Lane 4g + q of warp w: a[0], a[1] are k = 2q, 2q + 1 of rows
-// 16w + g and 16w + g + 8; a[2], a[3] the same 8 k further. e4m3: k = 4q ... 4q + 3, and 16 k further.
-template <class E, int N, int TRANS_B>
-__device__ __forceinline__ void wgmma_rs(float (&d)[N / 2], const uint32_t (&a)[4], uint64_t b, bool accumulate) {
-  static_assert(N == 8 || (N <= 256 && N % 16 == 0), "wgmma: N is 8 or a multiple of 16 up to 256");
-#define SDPA_WGMMA_RS(n, r, r1, r2, r3, r4, r5, r6)                                                                 \
-  if constexpr (N == n && std::is_same_v<E, __half>) {                                                              \
-    SDPA_WGMMA("k16.f32.f16.f16", n, r, r1, "{%" #r3 ", %" #r4 ", %" #r5 ", %" #r6 "}", "1, 1, %" #r2, "r"(a[0]),   \
-               "r"(a[1]), "r"(a[2]), "r"(a[3]));                                                                    \
-  } else if constexpr (N == n && std::is_same_v<E, __nv_bfloat16>) {                                                \
-    SDPA_WGMMA("k16.f32.bf16.bf16", n, r, r1, "{%" #r3 ", %" #r4 ", %" #r5 ", %" #r6 "}", "1, 1, %" #r2, "r"(a[0]), \
-               "r"(a[1]), "r"(a[2]), "r"(a[3]));                                                                    \
-  } else if constexpr (N == n && std::is_same_v<E, __nv_fp8_e4m3>) {                                                \
-    SDPA_WGMMA("k32.f32.e4m3.e4m3", n, r, r1, "{%" #r3 ", %" #r4 ", %" #r5 ", %" #r6 "}", "1, 1", "r"(a[0]),        \
-               "r"(a[1]), "r"(a[2]), "r"(a[3]));                                                                    \
-  }
-  SDPA_WGMMA_SHAPES(SDPA_WGMMA_RS)
-#undef SDPA_WGMMA_RS
-}
-
-// By all warps of a warpgroup: gives registers above N back to the CTA, or waits for up to N.
-template <int N> __device__ __forceinline__ void setmaxnreg_dec() {
-  asm volatile("setmaxnreg.dec.sync.aligned.u32 %0;" ::"n"(N));
-}
-template <int N> __device__ __forceinline__ void setmaxnreg_inc() {
-  asm volatile("setmaxnreg.inc.sync.aligned.u32 %0;" ::"n"(N));
-}
-
-// Stores four 8x8 matrices of 16-bit elements: the reverse of ldmatrix_x4<TRANS>.
-template <bool TRANS> __device__ __forceinline__ void stmatrix_x4(SharedAddress row, const uint32_t (&r)[4]) {
-  if constexpr (TRANS) {
-    asm volatile("stmatrix.sync.aligned.m8n8.x4.trans.shared.b16 [%0], {%1, %2, %3, %4};" ::"r"(row), "r"(r[0]),
-                 "r"(r[1]), "r"(r[2]), "r"(r[3])
-                 : "memory");
-  } else {
-    asm volatile("stmatrix.sync.aligned.m8n8.x4.shared.b16 [%0], {%1, %2, %3, %4};" ::"r"(row), "r"(r[0]), "r"(r[1]),
-                 "r"(r[2]), "r"(r[3])
-                 : "memory");
-  }
-}
-
-// Programmatic dependent launch: waits for the grid before this one; lets the one after it start.
-__device__ __forceinline__ void griddepcontrol_wait() { asm volatile("griddepcontrol.wait;" ::: "memory"); }
-__device__ __forceinline__ void griddepcontrol_launch_dependents() {
-  asm volatile("griddepcontrol.launch_dependents;" ::: "memory");
-}
-
 #endif  // SDPA_SIMT
+
+// ---- swizzled rows (mma, SWIZZLE_XOR) ----
+
+// With D elements to a row all rows start in one bank or a few, and accesses to one column of different rows collide.
+// Against that the index of a 16-byte chunk is XORed with the row, within the chunks that divide a row and 128 bytes, so
+// that any 8 neighbouring rows lie in all 32 banks. wmma wants a fixed stride, and longer rows have the same effect.
+template <class B, int D, int N = D / CHUNK<B>>
+constexpr unsigned SWIZZLED = N % 8 == 0 ? 8 : N % 4 == 0 ? 4 : N % 2 == 0 ? 2 : 1;
+template <class B, int D> __device__ __forceinline__ int swizzled(int row, int col) {
+  // Unsigned, so that the compiler sees that rows 8 apart are swizzled alike.
+  return col ^ static_cast<unsigned>(row) / (8 / SWIZZLED<B, D>) % SWIZZLED<B, D> * CHUNK<B>;
+}
 
 // ---- copies by cp.async (USE_CP_ASYNC) ----
 
@@ -1658,56 +1215,131 @@ template <> struct VectorCopy<true> {
   template <int IN_FLIGHT> __device__ static __forceinline__ void wait() { cp_async_wait_group<IN_FLIGHT>(); }
 };
 
-// ---- 2^x on the FMA pipes (USE_FAST_EXP) ----
+// ---- what stands behind the kernels, since few builds have it ----
 
-// 2^t for t <= 127 on the FMA pipes: t = n + f with n = floor(t), and 2^f by a cubic with
-// p(0) = 1 whose largest relative error on [0,1] is 8.6e-5 (tests/unit.cu tries every float from -126 to 0).
-// Adding 1.5*2^23 rounded down leaves n in the low bits of the sum; the 127 makes them the biased
-// exponent. Below 2^-126 it gives 0, as ex2.approx.ftz does; exactly 1 at 0; NaN for NaN.
-__device__ __forceinline__ float exp2_polynomial(float t) {
-  constexpr float magic = 12582912.0f + 127.0f;  // 1.5 * 2^23 + exponent bias
-  t = max_nan(t, -127.0f);
-  const float shifted = add_rm(t, magic);
-  const float f = t - (shifted - magic);
-  const float power = fmaf(fmaf(fmaf(0.07706704f, f, 0.22764499f), f, 0.69511679f), f, 1.0f);
-  return power * float_of(bits_of(shifted) << 23);
-}
-
-// ---- softcap (USE_SOFTCAP) ----
-
-// USE_SOFTCAP: tanh(x * cap_scale), of which the exact form is 1 - 2 / (1 + e^2t).
-template <class B> __device__ __forceinline__ float capped(float x, const KernelArgs& a) {
-  if (a.cap_scale == 0) return x;
-  if (B::use_softcap == 1) return tanh_approx(x * a.cap_scale);
-  return 1 - 2 * rcp_approx_ftz(1 + ex2_approx_ftz(x * a.cap_scale * 2.88539008f));  // 2 * log2(e)
-}
+template <class B> __device__ __forceinline__ void clear_rows_of_v(void* V_s, int keys, int thread, int threads);
+template <class B> __device__ __forceinline__ void clear_rows_without_query(Input* Q_s, const KernelArgs& a);
+template <class B> __device__ __forceinline__ Item<B> item_of_plan(const KernelArgs& a, uint32_t i);  // USE_LENGTHS
+template <class B>  // USE_PAGES
+__device__ __forceinline__ int page_of(const KernelArgs& a, const Item<B>& item, int k, int keys = 1);
+template <class B> __device__ __forceinline__ float capped(float x, const KernelArgs& a);  // USE_SOFTCAP
+// What the CTA's keys give: O / l, or with SPLIT_CTAS of one of several ranges the partial result.
 template <class B, class View>
-__device__ __forceinline__ void cap_scores(View& S, const KernelArgs& a, int first, int last) {
-  SDPA_UNROLL for (int i = 0; i < View::ROWS; i++) {
-    SDPA_UNROLL for (int j = first; j < last; j++) S.x[i][j] = capped<B>(S.x[i][j], a);
+__device__ __forceinline__ void store_sums(const View& O, const float (&m)[View::ROWS], const float (&l)[View::ROWS],
+                                           const KernelArgs& a, const Item<B>& item);
+// The same of rows whose groups of warps have left O, m and l of their keys in shared memory.
+template <class B, class Partial>
+__device__ __forceinline__ void store_rows(const Partial (&partial_s)[B::split_kv], const KernelArgs& a,
+                                           const Item<B>& item, int thread, bool& is_last_s);
+template <class B> constexpr int PARTIAL_STRIDE = B::d_v + 4;  // 4: against bank conflicts
+
+// Weights that merge a row's N partial results, and m and l of the merged row; O is the sum of O[n] * weight[n].
+//   m = max of m[n];  weight[n] = 2^((m[n] - m) * scale_log2);  l = sum of l[n] * weight[n];  m_l[n] = {m[n], l[n]}
+template <class B, int N>
+__device__ __forceinline__ void merge_weights(const float2 (&m_l)[N], float scale_log2, float (&weight)[N], float& m,
+                                              float& l) {
+  m = m_l[0].x, l = 0;
+  SDPA_UNROLL for (int n = 1; n < N; n++) m = fmaxf(m, m_l[n].x);
+  SDPA_UNROLL for (int n = 0; n < N; n++) {
+    weight[n] = softmax_exp2<B>((m_l[n].x - finite_max(m)) * scale_log2);
+    l = fmaf(m_l[n].y, weight[n], l);
   }
 }
 
-// ---- copies of U8 (wmma and DTYPE = U8) ----
+__device__ __forceinline__ void add(float* O, const float4& x, float weight) {
+  O[0] = fmaf(x.x, weight, O[0]), O[1] = fmaf(x.y, weight, O[1]);
+  O[2] = fmaf(x.z, weight, O[2]), O[3] = fmaf(x.w, weight, O[3]);
+}
 
-// u - 128 of two bytes of a word, the low or the high ones. 16 bits 0x6400 | u are the number 1024 + u.
-__device__ __forceinline__ uint32_t halves_of_bytes(uint32_t word, bool high) {
-  constexpr uint32_t halves_of_1152 = 0x64806480;
-  return sub_f16x2(prmt(word, 0x64646464, high ? 0x4342 : 0x4140), halves_of_1152);
+// ---- items: their rows, and the order in which CTAs take them ----
+
+// Queries of an item per head.
+template <class B> __device__ __forceinline__ int queries_of_item(const KernelArgs& a) {
+  return B::pack_gqa ? int(a.item_queries.divisor) : B::block_m;
 }
-// Makes the fp16 that the products take of a vector of 8 elements or 16.
-template <int BYTES>
-__device__ __forceinline__ void ConvertingCopy::copy(void* dst_s, const void* src_g, bool valid) {
-  VectorType<BYTES> vector{};
-  if (valid) vector = ld_global_nc<decltype(vector)>(src_g);
-  uint32_t words[BYTES / 4];
-  memcpy(words, &vector, sizeof vector);
-  SDPA_UNROLL for (int i = 0; i < BYTES / 4; i += 2) {
-    const uint32_t low = words[i], high = words[i + 1];
-    st_shared(static_cast<uint4*>(dst_s) + i / 2, uint4{halves_of_bytes(low, false), halves_of_bytes(low, true),
-                                                        halves_of_bytes(high, false), halves_of_bytes(high, true)});
+// Rows of an item. PACK_GQA: of n = item_queries and item_heads heads of a key head
+//
+//   row of the tile    0 ... n - 1           n ... 2n - 1          ...
+//   head, query        h, q0 ... q0 + n - 1  h + 1, q0 ... q0 + n - 1
+template <class B> __device__ __forceinline__ int rows_of_item(const KernelArgs& a) {
+  return B::pack_gqa ? a.item_heads * int(a.item_queries.divisor) : B::block_m;
+}
+
+// The head and the query of a row of the tile, as an item of one row.
+template <class B> __device__ __forceinline__ Item<B> row_item(const KernelArgs& a, const Item<B>& item, int row) {
+  Item<B> one = item;
+  if (B::pack_gqa) one.h += int(a.item_queries.divide(uint32_t(row)));
+  one.q0 = query_of<B>(a, item.q0, row);
+  return one;
+}
+
+// A name that depends on B, since other KernelArgs have no such numbers.
+template <class B> __host__ __device__ __forceinline__ const auto& plan_room(const KernelArgs& a) { return a.plan; }
+
+// The item of q-block `block` in head number `head`, counted through all batches.
+template <class B> __device__ __forceinline__ Item<B> tile_of(const KernelArgs& a, uint32_t head, uint32_t block) {
+  Item<B> item;
+  item.b = int(a.q_heads.divide(head)), item.h = int(a.q_heads.remainder(head)), item.q0 = int(block) * queries_of_item<B>(a);
+  if (B::pack_gqa) item.h *= a.item_heads;
+  return item;
+}
+
+// Item number -> tile. Without a mask the q-blocks of a head follow each other and share its K and V in L2. With one,
+// the longest rows come first, so that no long tile starts last; of all heads, or of as many as L2 has K and V of: the
+// parts are counted from the end, since a small last one would leave SMs idle.
+template <class B> __device__ __forceinline__ Item<B> work_item(const KernelArgs& a, uint32_t i) {
+  if constexpr (B::use_lengths) return item_of_plan<B>(a, i);
+  uint32_t head, block;
+  if (a.mask.keys.all()) {
+    head = a.q_blocks.divide(i), block = a.q_blocks.remainder(i);
+  } else {
+    const uint32_t from_end = a.work_items - 1 - i;
+    const uint32_t part = a.items_in_l2.divide(from_end), j = a.items_in_l2.remainder(from_end);
+    const uint32_t first = part * a.heads_in_l2;
+    const uint32_t count = min(a.heads_in_l2, a.p.B * a.q_heads.divisor - first);
+    head = first + j % count, block = j / count;
   }
+  return tile_of<B>(a, head, block);
 }
+
+// Of a CTA that has one item alone.
+template <class B> __device__ __forceinline__ uint32_t item_number_of_cta(const KernelArgs& a) {
+  if (B::split_ctas == 1) return blockIdx.x;
+  return (merges_by_kernel<B> ? a.first_item : 0) + a.ranges.divide(blockIdx.x);
+}
+
+// The part of an item's rounds that this CTA takes: SPLIT_CTAS deals them out.
+__device__ __forceinline__ KeyRange range_of_rounds(const KernelArgs& a, int rounds) {
+  const int range = int(a.ranges.remainder(blockIdx.x));
+  const int each = int(a.ranges.divide(uint32_t(rounds)));
+  const int rest = int(a.ranges.remainder(uint32_t(rounds)));  // ranges with one more
+  const int first = each * range + min(range, rest);
+  return {first, first + each + (range < rest)};
+}
+
+template <class B> __device__ __forceinline__ Item<B> item_of_cta(const KernelArgs& a) {
+  return work_item<B>(a, item_number_of_cta<B>(a));
+}
+template <class B, bool PLANNED>
+__device__ __forceinline__ KeyRange Item<B, PLANNED>::keys_of_cta(const KernelArgs& a, const Mask& mask) const {
+  const KeyRange keys = mask.keys.of_rows(q0, min(q0 + queries_of_item<B>(a), a.p.Sq) - 1);
+  if (B::split_ctas == 1) return keys;
+  const KeyRange part = range_of_rounds(a, max(ceil_div(keys.end - keys.begin, B::round_keys), 0));
+  return {keys.begin + part.begin * B::round_keys, min(keys.begin + part.end * B::round_keys, keys.end)};
+}
+
+// True if warpgroups before query 0 or past Sq skip the item's tiles.
+template <class B>
+constexpr bool wgmma_may_pass = B::family == Family::wgmma && B::use_warp_specialization && B::split_kv == 1 &&
+                                !B::use_ping_pong && B::split_ctas == 1;
+
+// The stages in turn, and the parity of the phase that their mbarriers are in.
+template <int N> struct StageRing {
+  int stage = 0, parity = 0;
+  __device__ void advance() {
+    if (++stage == N) stage = 0, parity ^= 1;
+  }
+};
 
 // ---- pairs, scales of rows, stale maxima (wmma, mma, wgmma) ----
 
@@ -1740,12 +1372,12 @@ template <class B> struct ItemScale {
   ScoreScale<B> of_8bit{};
 
   __device__ __forceinline__ explicit ItemScale(const KernelArgs& a_) : a(a_) {}
-  __device__ __forceinline__ ItemScale(const KernelArgs& a_, const WorkItem& item) : a(a_) { start(item, 0); }
+  __device__ __forceinline__ ItemScale(const KernelArgs& a_, const Item<B>& item) : a(a_) { start(item, 0); }
   // row: the thread's first; the other is 8 below. Rows past those of the tile get the scale of some head.
-  __device__ __forceinline__ void start(const WorkItem& item, int row) {
+  __device__ __forceinline__ void start(const Item<B>& item, int row) {
     if constexpr (B::scales_rows) {
       SDPA_UNROLL for (int i = 0; i < 2; i++) {
-        WorkItem of = row_item<B>(a, item, row + 8 * i);
+        Item<B> of = row_item<B>(a, item, row + 8 * i);
         of.h = min(of.h, a.p.Hq - 1);
         of_8bit.of[i] = item_scale_log2<B>(a, of);
       }
@@ -1787,329 +1419,14 @@ template <class B, int ROWS> struct StaleSoftmax {
   }
 };
 
-// ---- merge of partial results, ranges of keys (wmma, mma, wgmma) ----
-
-// Weights that merge a row's N partial results, and m and l of the merged row; O is the sum of O[n] * weight[n].
-//   m = max of m[n];  weight[n] = 2^((m[n] - m) * scale_log2);  l = sum of l[n] * weight[n];  m_l[n] = {m[n], l[n]}
-template <class B, int N>
-__device__ __forceinline__ void merge_weights(const float2 (&m_l)[N], float scale_log2, float (&weight)[N], float& m,
-                                              float& l) {
-  m = m_l[0].x, l = 0;
-  SDPA_UNROLL for (int n = 1; n < N; n++) m = fmaxf(m, m_l[n].x);
-  SDPA_UNROLL for (int n = 0; n < N; n++) {
-    weight[n] = softmax_exp2<B>((m_l[n].x - finite_max(m)) * scale_log2);
-    l = fmaf(m_l[n].y, weight[n], l);
-  }
-}
-
-__device__ __forceinline__ void add(float* O, const float4& x, float weight) {
-  O[0] = fmaf(x.x, weight, O[0]), O[1] = fmaf(x.y, weight, O[1]);
-  O[2] = fmaf(x.z, weight, O[2]), O[3] = fmaf(x.w, weight, O[3]);
-}
-
-// SPLIT_CTAS: the workspace has for each item a counter of stored partial results, and after all counters the results.
-constexpr uint32_t most_split_items = 16384;
-constexpr size_t range_counter_bytes = most_split_items * sizeof(uint32_t);
-constexpr int ranges_at_once = 16, few_ranges = 4;  // that a thread merges; of few it takes more columns
-template <class B> struct alignas(256) RangePartial {
-  float O[B::block_m][B::d_v];
-  float2 m_l[B::block_m];
+// Rows 8 apart of which each of 4 lanes has RUN neighbouring columns of every 4 * RUN.
+template <int HEIGHT, int WIDTH, int LENGTH> struct QuadRuns {
+  static constexpr int ROWS = HEIGHT, COLS = WIDTH / 4, RUN = LENGTH;
+  float x[ROWS][COLS];
+  int first_row, first_col;
+  __device__ int row(int i) const { return first_row + 8 * i; }
+  __device__ int col(int j) const { return first_col + j / RUN * 4 * RUN + j % RUN; }
 };
-
-template <class B> __device__ __forceinline__ size_t behind_plan(const KernelArgs& a, size_t bytes) {
-  if constexpr (B::use_lengths) return bytes + plan_bytes(plan_room<B>(a));
-  return bytes;
-}
-// USE_LENGTHS: what the plan has of the item; otherwise what the launch has in its place.
-template <class B>
-__device__ __forceinline__ uint32_t planned(ItemArg<B> item, int PlannedItem::*member, uint32_t otherwise) {
-  if constexpr (B::use_lengths) return item.*member;
-  return otherwise;
-}
-// The number of this CTA's partial result.
-template <class B> __device__ __forceinline__ uint32_t part_of(ItemArg<B> item, uint32_t cta) {
-  if constexpr (B::use_lengths) return item.part + item.range;
-  return cta;
-}
-
-// The partial results of all CTAs in the workspace.
-template <class B> __device__ __forceinline__ RangePartial<B>* range_partials(const KernelArgs& a) {
-  unsigned char* const counters = static_cast<unsigned char*>(a.p.workspace);
-  return reinterpret_cast<RangePartial<B>*>(counters + behind_plan<B>(a, range_counter_bytes));
-}
-
-// Stores a view's rows of O, m and l in a partial result, by store(place, vector).
-template <class Partial, class View, class Store>
-__device__ __forceinline__ void store_partial(Partial& mine, const View& O, const float (&m)[View::ROWS],
-                                              const float (&l)[View::ROWS], const Store& store) {
-  constexpr int width = View::RUN < 4 ? View::RUN : 4;
-  SDPA_UNROLL for (int i = 0; i < View::ROWS; i++) {
-    SDPA_UNROLL for (int j = 0; j < View::COLS; j += width) {
-      VectorType<width * sizeof(float)> x;
-      memcpy(&x, &O.x[i][j], sizeof x);
-      store(&mine.O[O.row(i)][O.col(j)], x);
-    }
-    if (O.col(0) == 0) store(&mine.m_l[O.row(i)], float2{m[i], l[i]});
-  }
-}
-
-// What the CTA's keys give: O / l, or of one of several ranges the partial result.
-template <class B, class View>
-__device__ __forceinline__ void store_sums(const View& O, const float (&m)[View::ROWS], const float (&l)[View::ROWS],
-                                           const KernelArgs& a, const WorkItem& item) {
-  if constexpr (B::split_ctas != 1) {
-    if (!B::use_lengths || item.ranges != 1) {
-      RangePartial<B>& mine = range_partials<B>(a)[part_of<B>(item, blockIdx.x)];
-      return store_partial(mine, O, m, l, [](void* dst_g, auto x) { st_global(dst_g, x); });
-    }
-  }
-  store_output<B>(O, m, l, a, item);
-}
-
-// Merges O, m and l of all ranges in a fixed order. A thread loads COLS columns of MANY ranges at once.
-template <class B, int MANY, int COLS>
-__device__ __forceinline__ void merge_ranges(const RangePartial<B>* partial, const KernelArgs& a, const WorkItem& item,
-                                             int thread, int threads = B::num_warps * 32) {
-  constexpr int columns = B::d_v / COLS;
-  const int ranges = int(planned<B>(item, &PlannedItem::ranges, a.ranges.divisor));
-  const int parts = rows_of_item<B>(a) * columns;
-  for (int part = thread; part < parts; part += threads) {
-    const int row = part / columns;
-    const float scale_log2 = item_scale_log2<B>(a, row_item<B>(a, item, row));
-    QuadRuns<1, 4 * COLS, COLS> O;
-    O.first_row = 0, O.first_col = part % columns * COLS;
-    clear(O);
-    float m[1] = {-INFINITY}, l[1] = {0};
-    for (int first = 0; first < ranges; first += MANY) {
-      float2 m_l[1 + MANY] = {{m[0], l[0]}};
-      float4 x[MANY][COLS / 4] = {};
-      SDPA_UNROLL for (int n = 0; n < MANY; n++) {
-        m_l[1 + n] = {-INFINITY, 0};
-        if (first + n >= ranges) continue;
-        m_l[1 + n] = ld_global_cg<float2>(&partial[first + n].m_l[row]);
-        SDPA_UNROLL for (int c = 0; c < COLS / 4; c++) {
-          x[n][c] = ld_global_cg<float4>(&partial[first + n].O[row][O.first_col + 4 * c]);
-        }
-      }
-      float weight[1 + MANY];
-      merge_weights<B>(m_l, scale_log2, weight, m[0], l[0]);
-      SDPA_UNROLL for (int j = 0; j < COLS; j++) O.x[0][j] *= weight[0];
-      SDPA_UNROLL for (int n = 0; n < MANY; n++) {
-        SDPA_UNROLL for (int c = 0; c < COLS / 4; c++) add(O.x[0] + 4 * c, x[n][c], weight[1 + n]);
-      }
-    }
-    store_output<B>(O, m, l, a, row_item<B>(a, item, row));
-  }
-}
-
-// ---- rows of several heads (SWAP_AB, PACK_GQA) ----
-
-using RowPart = QuadRuns<1, 16, 4>;  // four neighbouring columns of a row
-template <class B> constexpr int PARTIAL_STRIDE = B::d_v + 4;  // 4: against bank conflicts
-template <class B> struct RowsPartial {
-  alignas(16) float O[B::block_m][PARTIAL_STRIDE<B>];
-  float2 m_l[B::block_m];
-};
-
-// The groups of warps have left O, m and l of their keys in shared memory, row by row. Merges them in a fixed order and
-// calls put(row, O, m, l) for every four columns of the rows.
-template <class B, class Partial, class Put>
-__device__ __forceinline__ void merge_groups(const Partial (&partial_s)[B::split_kv], const ItemScale<B>& scale_log2,
-                                             int thread, const Put& put) {
-  constexpr int parts = B::d_v / 4, threads = B::num_warps * 32;
-  const int rows = rows_of_item<B>(scale_log2.a);
-  for (int i = thread; i < rows * parts; i += threads) {
-    const int row = i / parts;
-    RowPart O;
-    O.first_row = 0, O.first_col = i % parts * 4;
-    clear(O);
-    float m[1], l[1], weight[B::split_kv];
-    float2 m_l[B::split_kv];
-    SDPA_UNROLL for (int n = 0; n < B::split_kv; n++) m_l[n] = ld_shared<float2>(&partial_s[n].m_l[row]);
-    merge_weights<B>(m_l, scale_log2, weight, m[0], l[0]);
-    SDPA_UNROLL for (int n = 0; n < B::split_kv; n++) {
-      add(O.x[0], ld_shared<float4>(&partial_s[n].O[row][O.first_col]), weight[n]);
-    }
-    put(row, O, m, l);
-    if (!B::pack_gqa && B::block_m * parts <= threads) break;
-  }
-}
-
-// Stores O / l and LSE of the item's rows. SPLIT_CTAS: O, m and l of a CTA's keys; the item's last CTA merges them all.
-template <class B, class Partial>
-__device__ __forceinline__ void store_rows(const Partial (&partial_s)[B::split_kv], const KernelArgs& a,
-                                           const WorkItem& item, int thread, bool& is_last_s) {
-  const ItemScale<B> scale_log2(a, item);
-  const uint32_t ranges = planned<B>(item, &PlannedItem::ranges, a.ranges.divisor);
-  if (B::split_ctas == 1 || ranges == 1) {
-    merge_groups<B>(partial_s, scale_log2, thread, [&](int row, const auto& O, auto& m, auto& l) {
-      store_output<B>(O, m, l, a, row_item<B>(a, item, row));
-    });
-    return;
-  }
-  uint32_t* const counters = static_cast<uint32_t*>(a.p.workspace);
-  RangePartial<B>* const parts = range_partials<B>(a);
-  merge_groups<B>(partial_s, scale_log2, thread, [&](int row, const auto& O, auto& m, auto& l) {
-    RangePartial<B>& mine = parts[part_of<B>(item, blockIdx.x)];
-    st_global(&mine.O[row][O.first_col], float4{O.x[0][0], O.x[0][1], O.x[0][2], O.x[0][3]});
-    if (O.first_col == 0) st_global(&mine.m_l[row], float2{m[0], l[0]});
-  });
-  const uint32_t number = planned<B>(item, &PlannedItem::part, a.ranges.divide(blockIdx.x));
-  __syncthreads();  // hazard: written by all threads
-  if (thread == 0) is_last_s = atom_inc_acq_rel(&counters[number], ranges - 1) == ranges - 1;
-  __syncthreads();  // hazard: counted by thread 0
-  if (!is_last_s) return;
-  const RangePartial<B>* const first = parts + planned<B>(item, &PlannedItem::part, number * ranges);
-  ranges > few_ranges ? merge_ranges<B, ranges_at_once, 4>(first, a, item, thread)
-                      : merge_ranges<B, 2, 16>(first, a, item, thread);
-}
-
-// ---- pages (USE_PAGES) ----
-
-// K and V are [pages,Hkv,page_size,D], with batch strides from page to page. Key k of sequence b is row k % page_size
-// of page page_table[b * page_stride + k / page_size]; page_size is a multiple of 16, and a table's row has Sk keys.
-
-// The page of the item's keys [k, k + keys), which lie in one. If the item sees none of them, one that does not exist:
-// of that TMA gives zeros, and the table is not read.
-template <class B>
-__device__ __forceinline__ int page_of(const KernelArgs& a, ItemArg<B> item, int k, int keys = 1) {
-  if (max(k, item.keys.begin) >= min(k + keys, item.keys.end)) return a.p.pages;
-  const int place = int(plan_room<B>(a).page_size.divide(uint32_t(k)));
-  return min(max(ld_global<int>(a.p.page_table + int64_t(item.b) * a.p.page_stride + place), 0), a.p.pages - 1);
-}
-// The vectors of rows k, k + 1, ... of K or V, as by a pointer to the first. head_g: the one of row 0 of page 0.
-template <class B> struct PagedRows {
-  const KernelArgs* a;
-  const WorkItem* item;
-  const Strides* strides;
-  const Input* head_g;
-  int k;
-  __device__ __forceinline__ void operator+=(int64_t rows) { k += int(rows); }
-  __device__ __forceinline__ const Input* operator+(int column) const {
-    const int row = int(plan_room<B>(*a).page_size.remainder(uint32_t(k)));
-    return head_g + page_of<B>(*a, *item, k) * strides->batch + row * strides->row + column;
-  }
-};
-
-// ---- items that are planned (USE_LENGTHS) ----
-// A kernel before the others lists the items of all sequences, for one group of heads, the longest first; an item of
-// many keys becomes several ranges.
-
-// In the workspace, behind the counters: how many items; how many first ranges of those that have several, whose
-// numbers follow the items; the queue.
-struct Plan { uint32_t count, merges, drawn, unused; };
-__host__ __device__ constexpr size_t plan_bytes(const PlanArgs& plan) {
-  return 256 + shares(plan.items * (sizeof(PlannedItem) + sizeof(uint32_t)), 256) * 256;
-}
-__device__ __forceinline__ Plan& plan_of(const KernelArgs& a) {
-  return *reinterpret_cast<Plan*>(static_cast<unsigned char*>(a.p.workspace) + range_counter_bytes);
-}
-__device__ __forceinline__ PlannedItem* planned_items(const KernelArgs& a) {
-  return reinterpret_cast<PlannedItem*>(reinterpret_cast<unsigned char*>(&plan_of(a)) + 256);
-}
-// Number i of the list, of the group of heads number `head`.
-template <class B> __device__ __forceinline__ PlannedItem planned_item(const KernelArgs& a, uint32_t i, int head) {
-  PlannedItem item = planned_items(a)[i];
-  item.h = head * a.item_heads;
-  item.part = item.part * int(a.q_heads.divisor) + head * item.ranges;
-  return item;
-}
-
-// ---- work scheduling, kernels that overlap, rings of stages ----
-
-// The item of q-block `block` in head number `head`, counted through all batches.
-template <class B> __device__ __forceinline__ WorkItem tile_of(const KernelArgs& a, uint32_t head, uint32_t block) {
-  WorkItem item{int(a.q_heads.divide(head)), int(a.q_heads.remainder(head)), int(block) * queries_of_item<B>(a)};
-  if (B::pack_gqa) item.h *= a.item_heads;
-  return item;
-}
-
-// USE_LENGTHS: item number i of the plan, counted over its items and the heads of each; without ranges past the last.
-template <class B> __device__ __forceinline__ WorkItem item_of_plan(const KernelArgs& a, uint32_t i) {
-  if constexpr (B::family == Family::wgmma) griddepcontrol_wait();  // the plan has been made
-  const uint32_t number = a.q_heads.divide(i);
-  if (number >= plan_of(a).count) return {};
-  return planned_item<B>(a, number, int(a.q_heads.remainder(i)));
-}
-
-// Item number -> tile. Without a mask the q-blocks of a head follow each other and share its K and V in L2. With one,
-// the longest rows come first, so that no long tile starts last; of all heads, or of as many as L2 has K and V of: the
-// parts are counted from the end, since a small last one would leave SMs idle.
-template <class B> __device__ __forceinline__ WorkItem work_item(const KernelArgs& a, uint32_t i) {
-  if constexpr (B::use_lengths) return item_of_plan<B>(a, i);
-  uint32_t head, block;
-  if (a.mask.keys.all()) {
-    head = a.q_blocks.divide(i), block = a.q_blocks.remainder(i);
-  } else {
-    const uint32_t from_end = a.work_items - 1 - i;
-    const uint32_t part = a.items_in_l2.divide(from_end), j = a.items_in_l2.remainder(from_end);
-    const uint32_t first = part * a.heads_in_l2;
-    const uint32_t count = min(a.heads_in_l2, a.p.B * a.q_heads.divisor - first);
-    head = first + j % count, block = j / count;
-  }
-  return tile_of<B>(a, head, block);
-}
-
-// USE_LENGTHS: whether there is no item for this CTA.
-template <class B> __device__ __forceinline__ bool is_spare(const KernelArgs& a) {
-  if constexpr (B::use_lengths) return work_item<B>(a, blockIdx.x).ranges == 0;
-  return false;
-}
-// Of a CTA that has one item alone.
-template <class B> __device__ __forceinline__ uint32_t item_number_of_cta(const KernelArgs& a) {
-  if (B::split_ctas == 1) return blockIdx.x;
-  return (merges_by_kernel<B> ? a.first_item : 0) + a.ranges.divide(blockIdx.x);
-}
-
-// The part of an item's rounds that this CTA takes: SPLIT_CTAS deals them out.
-__device__ __forceinline__ KeyRange range_of_rounds(const KernelArgs& a, int rounds) {
-  const int range = int(a.ranges.remainder(blockIdx.x));
-  const int each = int(a.ranges.divide(uint32_t(rounds)));
-  const int rest = int(a.ranges.remainder(uint32_t(rounds)));  // ranges with one more
-  const int first = each * range + min(range, rest);
-  return {first, first + each + (range < rest)};
-}
-
-// The first key of the tiles of these keys. With pages a tile begins where a box of TMA does.
-template <class B> __device__ __forceinline__ int first_tile_key(const KeyRange& keys) {
-  return B::use_pages && B::family == Family::wgmma ? keys.begin / B::block_n * B::block_n : keys.begin;
-}
-template <class B> __device__ __forceinline__ WorkItem item_of_cta(const KernelArgs& a) {
-  return work_item<B>(a, item_number_of_cta<B>(a));
-}
-// The keys of the item's rows, in whole rounds of SPLIT_KV tiles but for the last one. SPLIT_CTAS: those of this CTA.
-template <class B>
-__device__ __forceinline__ KeyRange keys_of_cta(const KernelArgs& a, const Mask& mask, ItemArg<B> item) {
-  if constexpr (B::use_lengths) return {first_tile_key<B>(item.keys), item.keys.end};
-  const KeyRange keys = mask.keys.of_rows(item.q0, min(item.q0 + queries_of_item<B>(a), a.p.Sq) - 1);
-  if (B::split_ctas == 1) return keys;
-  const KeyRange part = range_of_rounds(a, max(shares(keys.end - keys.begin, B::round_keys), 0));
-  return {keys.begin + part.begin * B::round_keys, min(keys.begin + part.end * B::round_keys, keys.end)};
-}
-
-// True if warpgroups before query 0 or past Sq skip the item's tiles.
-template <class B>
-constexpr bool wgmma_may_pass = B::family == Family::wgmma && B::use_warp_specialization && B::split_kv == 1 &&
-                                !B::use_ping_pong && B::split_ctas == 1;
-
-// Waits for the kernel before this one, then lets the next one's CTAs come as these end: at once is up to 5% slower.
-__device__ __forceinline__ void wait_then_let_next_kernel_start() {
-  griddepcontrol_wait();
-  griddepcontrol_launch_dependents();
-}
-
-// The stages in turn, and the parity of the phase that their mbarriers are in.
-template <int N> struct StageRing {
-  int stage = 0, parity = 0;
-  __device__ void advance() {
-    if (++stage == N) stage = 0, parity ^= 1;
-  }
-};
-
-__device__ __forceinline__ void mbarrier_spin(uint64_t* barrier_s, int parity) {
-  while (!mbarrier_test_wait_parity(barrier_s, parity)) {
-  }
-}
 
 // ---- 5c mma.sync: S, P and O in registers (mma) ----
 
@@ -2123,6 +1440,12 @@ template <class B, int WIDTH> struct MmaAccumulator {  // [16 * M_TILES of BLOCK
   __device__ int row(int i) const { return first_row + 8 * i; }
   __device__ int col(int j) const { return first_col + j / 2 * 8 + j % 2; }
 };
+
+template <class B> __device__ __forceinline__ void slice_sync() {
+  SDPA_UNROLL for (int group = 0; group < B::split_kv; group++) {  // a barrier's number is an immediate operand
+    if (int(threadIdx.x / B::group_threads) == group) barrier_sync(1 + group, B::group_threads);
+  }
+}
 
 // The address of (row + r, col + c) of a tile from `at`, that of (row, col), where r is a multiple of 8
 // and c has no bit in common with col: the swizzle is an XOR of the column's low bits, and so is this.
@@ -2161,7 +1484,7 @@ template <class B> struct MmaShared {
     Inputs in;
     typename MmaPartials<B>::type partial;  // afterwards
   };
-  WorkItem item;  // the CTA's: not in registers, which are for S and O
+  Item<B> item;  // the CTA's: not in registers, which are for S and O
 };
 
 // A step takes 32 bytes of each row of A and of each column of B.
@@ -2395,144 +1718,6 @@ __device__ __forceinline__ void deal_runs(MmaRuns<B>& R, const MmaAccumulator<B,
   }
 }
 
-// ---- 5c operands of e4m3 (mma and DTYPE = FP8_E4M3) ----
-
-// e4m3 as it is. Or (converts_operands) fp16 that is made of it in registers: a step is then two products; the first
-// has k = 4q ... 4q + 3 of the lane's bytes, the second the same 16 k further.
-
-// Converts four bytes to two pairs of fp16.
-__device__ __forceinline__ void make_halves(uint32_t (&pairs)[2], uint32_t bytes) {
-  SDPA_UNROLL for (int n = 0; n < 2; n++) pairs[n] = cvt_rn_f16x2_e4m3x2(bytes >> 16 * n);
-}
-
-template <class B> struct MmaOperands<B, true> {
-  static constexpr bool in_fp16 = B::converts_operands;
-  static constexpr int REGISTERS = in_fp16 ? 8 : 4, KEYS = in_fp16 ? 16 : 32;
-  using Sums = MmaAccumulator<B, B::d_v>;
-  using P = uint32_t[Sums::M_TILES][4];
-
-  static __device__ __forceinline__ void multiply(float& d0, float& d1, float& d2, float& d3,
-                                                  const uint32_t (&a)[REGISTERS], uint32_t b0, uint32_t b1) {
-    if constexpr (in_fp16) {
-      const uint32_t b[2] = {b0, b1};
-      SDPA_UNROLL for (int n = 0; n < 2; n++) {
-        uint32_t pairs[2], part[4];
-        make_halves(pairs, b[n]), memcpy(part, a + 4 * n, sizeof part);
-        mma_m16n8k16<Half>(d0, d1, d2, d3, part, pairs[0], pairs[1]);
-      }
-    } else {
-      mma_m16n8k32_e4m3(d0, d1, d2, d3, a, b0, b1);
-    }
-  }
-  static __device__ __forceinline__ void read(uint32_t (&a)[REGISTERS], SharedAddress from) {
-    if constexpr (in_fp16) {
-      uint32_t bytes[4], pairs[2];
-      ldmatrix_x4<false>(bytes, from);
-      SDPA_UNROLL for (int i = 0; i < 4; i++) {  // rows g and g + 8 of 16 k, then of the next
-        make_halves(pairs, bytes[i]);
-        a[i / 2 * 4 + i % 2] = pairs[0], a[i / 2 * 4 + i % 2 + 2] = pairs[1];
-      }
-    } else {
-      ldmatrix_x4<false>(a, from);
-    }
-  }
-  // With e4m3 the operand's k = 4q + i (and 16 + 4q + i) is key i / 2 * 8 + 2q + i % 2 (and 16 more).
-  static __device__ __forceinline__ uint32_t pack_p(const float* x) {
-    if constexpr (in_fp16) {
-      return pack<Half>(x[0], x[1]);
-    } else {
-      return cvt_rn_satfinite_e4m3x4(x[0], x[1], x[2], x[3]);
-    }
-  }
-  // O += P @ V for the keys of a step. ldmatrix transposes pairs: a register has bytes d = 2g and 2g + 1 of two keys.
-  // prmt parts them into the even and the odd d, so that a lane has 4 neighbouring d of 16.
-  static __device__ __forceinline__ void pv(Sums& O, const P& p, const Element<B>* V_s, int step, int lane) {
-    if constexpr (in_fp16) {
-      pv_of_fp16(O, p, V_s, step, lane);
-    } else {
-      pv_of_e4m3(O, p, V_s, step, lane);
-    }
-  }
-
- private:
-  // With the keys in the order of P.
-  static __device__ __forceinline__ void pv_of_e4m3(Sums& O, const P& p, const Element<B>* V_s, int step, int lane) {
-    const SharedAddress at = shared_address(V_s + tile_offset<B, B::d_v>(lane, 0));
-    SDPA_UNROLL for (int n = 0; n < B::d_v / 16; n++) {
-      uint32_t v[4];  // of keys 0 ... 7, 8 ... 15, 16 ... 23, 24 ... 31
-      ldmatrix_x4<true>(v, tile_step<B, B::d_v>(at, MMA_K<B> * step, 16 * n));
-      const uint32_t even[2] = {prmt(v[0], v[1], 0x6420), prmt(v[2], v[3], 0x6420)};
-      const uint32_t odd[2] = {prmt(v[0], v[1], 0x7531), prmt(v[2], v[3], 0x7531)};
-      SDPA_UNROLL for (int m = 0; m < O.M_TILES; m++) {
-        float *const top = O.x[2 * m] + 4 * n, *const bottom = O.x[2 * m + 1] + 4 * n;
-        multiply(top[0], top[2], bottom[0], bottom[2], p[m], even[0], even[1]);
-        multiply(top[1], top[3], bottom[1], bottom[3], p[m], odd[0], odd[1]);
-      }
-    }
-  }
-
-  static __device__ __forceinline__ void pv_of_fp16(Sums& O, const P& p, const Element<B>* V_s, int step, int lane) {
-    const SharedAddress at = shared_address(V_s + tile_offset<B, B::d_v>(lane % 16, lane / 16 * CHUNK<B>));
-    SDPA_UNROLL for (int n = 0; n < B::d_v / 16; n += 2) {
-      uint32_t v[4];  // of 16 d keys 0 ... 7, 8 ... 15, and of the next
-      ldmatrix_x4<true>(v, tile_step<B, B::d_v>(at, 16 * step, 16 * n));
-      SDPA_UNROLL for (int next = 0; next < 2; next++) {
-        uint32_t low[2], high[2];  // keys; the even d and the odd d
-        make_halves(low, prmt(v[2 * next], 0, 0x3120));
-        make_halves(high, prmt(v[2 * next + 1], 0, 0x3120));
-        SDPA_UNROLL for (int m = 0; m < O.M_TILES; m++) {
-          float* const top = O.x[2 * m] + 4 * (n + next);
-          float* const bottom = O.x[2 * m + 1] + 4 * (n + next);
-          mma_m16n8k16<Half>(top[0], top[2], bottom[0], bottom[2], p[m], low[0], high[0]);
-          mma_m16n8k16<Half>(top[1], top[3], bottom[1], bottom[3], p[m], low[1], high[1]);
-        }
-      }
-    }
-  }
-};
-
-// ---- 5c rows of several heads (mma and PACK_GQA) ----
-
-template <class B> struct MmaPartials<B, true> {
-  struct type {
-    RowsPartial<B> of_group[B::split_kv];
-    bool is_last;
-  };
-};
-
-template <class B> struct MmaPacked {
-  static __device__ __forceinline__ void copy_q(MmaShared<B>& s, const ItemTiles<B>& t, const KernelArgs& a) {
-    constexpr int per_row = TileCopy<B>::PER_ROW;
-    const SdpaParams& p = a.p;
-    const int rows = rows_of_item<B>(a);
-    for (int i = threadIdx.x; i < B::block_m * per_row; i += B::threads) {
-      const int row = i / per_row, col = i % per_row * B::vec_width;
-      const WorkItem from = row_item<B>(a, t.item, row);
-      VectorCopy<B::use_cp_async>::template copy<B::vec_width * sizeof(Input)>(
-          s.in.Q + tile_offset<B>(row, col),
-          p.Q + from.b * p.q.batch + from.h * p.q.head + q_row<B>(from, from.q0) * p.q.row + col,
-          row < rows && from.q0 < queries_of<B>(from, p.Sq));
-    }
-  }
-  // Rows past those of the tile get the factor of some head.
-  static __device__ __forceinline__ void read_factors(MmaRows<B>& rows, const KernelArgs& a, const WorkItem& item) {
-    SDPA_UNROLL for (int i = 0; i < rows.ROWS; i++) {
-      const WorkItem of = row_item<B>(a, item, rows.O.row(i));
-      rows.q_descale[i] = a.p.q_descale.of_head(of.b, min(of.h, a.p.Hq - 1));
-    }
-  }
-  static __device__ __forceinline__ void store(MmaShared<B>& s, const MmaRows<B>& rows, const KernelArgs& a, int group,
-                                               int lane) {
-    MmaRuns<B> runs;
-    deal_runs<B>(runs, rows.O, lane);
-    __syncthreads();  // hazard: the partial results take the place of Q, K and V
-    RowsPartial<B>& mine = s.partial.of_group[group];
-    store_partial(mine, runs, rows.m, rows.l, [](void* dst_s, auto x) { st_shared(dst_s, x); });
-    __syncthreads();  // hazard: partial results written
-    store_rows<B>(s.partial.of_group, a, s.item, threadIdx.x, s.partial.is_last);
-  }
-};
-
 // ---- 5c the kernel (mma) ----
 
 template <class B> __global__ void __launch_bounds__(B::threads, 1) sdpa_mma(const __grid_constant__ KernelArgs a) {
@@ -2543,8 +1728,8 @@ template <class B> __global__ void __launch_bounds__(B::threads, 1) sdpa_mma(con
   const int warp = tid / 32, lane = tid % 32;
   constexpr int WARP_ROWS = B::block_m / B::group_warps;
 
-  if (is_spare<B>(a)) return;
-  const WorkItem item = item_of_cta<B>(a);
+  const Item<B> item = item_of_cta<B>(a);
+  if (!item.exists()) return;
   const ItemTiles<B> t(a, item, group, tid, B::group_threads);
   if constexpr (B::pack_gqa) {
     MmaPacked<B>::copy_q(s, t, a);
@@ -2565,9 +1750,9 @@ template <class B> __global__ void __launch_bounds__(B::threads, 1) sdpa_mma(con
   rows.start(warp * WARP_ROWS + lane / 4, lane % 4 * 2);
   if constexpr (B::converts_operands) MmaPacked<B>::read_factors(rows, a, s.item);
   // Every group takes part in every round, the last one perhaps without a tile.
-  for (int round = t.keys.begin; round < t.keys.end; round += t.ADVANCE) {
+  for (int round = t.keys.begin; round < t.keys.end; round += B::round_keys) {
     const int k0 = round + group * B::block_n, stage = feed.acquire(k0);
-    if (q < queries_of<B>(item, p.Sq) && k0 < t.keys.end && t.mask.tiles.touch(q, k0)) {
+    if (q < item.queries(p) && k0 < t.keys.end && t.mask.tiles.touch(q, k0)) {
       const bool clean = t.mask.tiles.cover(q, k0);
       const Element<B>* const K_s = s.in.group[group].K[stage];
       const Element<B>* const V_s = s.in.group[group].V[stage];
@@ -2602,6 +1787,164 @@ template <class B> struct KernelOf<B, Path::mma> {
   using Shared = MmaShared<B>;
   static constexpr auto entry = sdpa_mma<B>;
 };
+
+// ---- 5d instructions of sm_90a (wgmma) ----
+// The async proxy: TMA and wgmma reach shared memory past the path that ordinary loads and stores
+// take (the generic proxy). What was written through the one is fenced before the other reads it.
+
+#ifndef SDPA_SIMT
+
+#if USE_WGMMA
+#if defined(__CUDA_ARCH__) && !defined(__CUDA_ARCH_FEAT_SM90_ALL)
+#error "the wgmma kernel needs an H100 or H200; type -gencode arch=compute_90a,code=sm_90a"
+#endif
+#endif  // USE_WGMMA
+
+// threadIdx.x, read again, so that what is computed from it takes no register in between.
+__device__ __forceinline__ uint32_t thread_index_anew() {
+  uint32_t index;
+  asm volatile("mov.u32 %0, %%tid.x;" : "=r"(index));
+  return index;
+}
+
+// Stores 16 bytes at once. A plain store of words that come from different places nvcc may split.
+__device__ __forceinline__ void st_global_v4(void* dst_g, uint4 value) {
+  asm volatile("st.global.v4.b32 [%0], {%1, %2, %3, %4};" ::"l"(dst_g), "r"(value.x), "r"(value.y), "r"(value.z),
+               "r"(value.w)
+               : "memory");
+}
+
+// Arrives, and announces bytes that asynchronous copies will bring before the phase is complete.
+__device__ __forceinline__ void mbarrier_arrive_expect_tx(uint64_t* barrier_s, uint32_t bytes) {
+  asm volatile("mbarrier.arrive.expect_tx.shared::cta.b64 _, [%0], %1;" ::"r"(shared_address(barrier_s)), "r"(bytes)
+               : "memory");
+}
+// Whether the phase of this parity is complete; the hardware may suspend the thread for a while.
+__device__ __forceinline__ bool mbarrier_try_wait_parity(uint64_t* barrier_s, int parity) {
+  uint32_t complete;
+  asm volatile(
+      "{ .reg .pred p; mbarrier.try_wait.parity.shared::cta.b64 p, [%1], %2; "
+      "selp.b32 %0, 1, 0, p; }"
+      : "=r"(complete)
+      : "r"(shared_address(barrier_s)), "r"(parity)
+      : "memory");
+  return complete;
+}
+// mbarrier_test_wait_parity, under a name of its own: there the CPU backend lets other threads run, here it must not.
+__device__ __forceinline__ bool mbarrier_peek_parity(uint64_t* barrier_s, int parity) {
+  return mbarrier_test_wait_parity(barrier_s, parity);
+}
+// Makes mbarriers that this thread has initialised visible to the async proxy.
+__device__ __forceinline__ void fence_mbarrier_init() {
+  asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory");
+}
+// Makes what this thread has written to shared memory visible to the async proxy.
+__device__ __forceinline__ void fence_proxy_async() { asm volatile("fence.proxy.async.shared::cta;" ::: "memory"); }
+
+// Tensor memory access. A tensor map describes a tensor in global memory and a box; element c[0] is
+// the innermost coordinate of the box's first element. The box lies in shared memory row after row,
+// swizzled as the map says. What is outside the tensor is read as zero and not written.
+
+__device__ __forceinline__ void prefetch_tensormap(const CUtensorMap* map) {
+  asm volatile("prefetch.tensormap [%0];" ::"l"(map) : "memory");
+}
+// By one thread. The whole box counts at the mbarrier, also what is outside the tensor.
+__device__ __forceinline__ void cp_async_bulk_tensor_load(void* dst_s, const CUtensorMap* map, const int (&c)[5],
+                                                          uint64_t* barrier_s, uint64_t cache_policy) {
+  asm volatile(
+      "cp.async.bulk.tensor.5d.shared::cluster.global.tile.mbarrier::complete_tx::bytes"
+      ".L2::cache_hint [%0], [%1, {%4, %5, %6, %7, %8}], [%2], %3;" ::"r"(shared_address(dst_s)),
+      "l"(map), "r"(shared_address(barrier_s)), "l"(cache_policy), "r"(c[0]), "r"(c[1]), "r"(c[2]), "r"(c[3]), "r"(c[4])
+      : "memory");
+}
+// By one thread, which commits and waits as well.
+__device__ __forceinline__ void cp_async_bulk_tensor_store(const CUtensorMap* map, const int (&c)[5],
+                                                           const void* src_s) {
+  asm volatile(
+      "cp.async.bulk.tensor.5d.global.shared::cta.tile.bulk_group [%0, {%2, %3, %4, %5, %6}], "
+      "[%1];" ::"l"(map),
+      "r"(shared_address(src_s)), "r"(c[0]), "r"(c[1]), "r"(c[2]), "r"(c[3]), "r"(c[4])
+      : "memory");
+}
+__device__ __forceinline__ void cp_async_bulk_commit_group() {
+  asm volatile("cp.async.bulk.commit_group;" ::: "memory");
+}
+// At most N of this thread's latest groups of stores have not yet read shared memory.
+template <int N> __device__ __forceinline__ void cp_async_bulk_wait_group_read() {
+  asm volatile("cp.async.bulk.wait_group.read %0;" ::"n"(N) : "memory");
+}
+
+// wgmma: asynchronous products of a warpgroup (128 threads, the first of them a multiple of 128).
+// The order is fence, products, commit, wait; between the first product and the wait nobody touches
+// their accumulators, the registers of A and their shared memory.
+__device__ __forceinline__ void wgmma_fence() { asm volatile("wgmma.fence.sync.aligned;" ::: "memory"); }
+__device__ __forceinline__ void wgmma_commit_group() { asm volatile("wgmma.commit_group.sync.aligned;" ::: "memory"); }
+// At most N of the latest groups are not yet complete.
+template <int N> __device__ __forceinline__ void wgmma_wait_group() {
+  asm volatile("wgmma.wait_group.sync.aligned %0;" ::"n"(N) : "memory");
+}
+// Keeps the compiler from moving uses of these registers across this point.
+template <int N> __device__ __forceinline__ void hold(float (&d)[N]) {
+  SDPA_UNROLL for (int i = 0; i < N; i++) asm volatile("" : "+f"(d[i])::"memory");
+}
+template <int N> __device__ __forceinline__ void hold(uint32_t (&r)[N]) {
+  SDPA_UNROLL for (int i = 0; i < N; i++) asm volatile("" : "+r"(r[i])::"memory");
+}
+__device__ __forceinline__ void hold(const CUtensorMap*& map) { asm volatile("" : "+l"(map)::"memory"); }
+// The same for registers whose values are dead: they are free until they are written.
+template <int N> __device__ __forceinline__ void forget(float (&d)[N]) {
+  SDPA_UNROLL for (int i = 0; i < N; i++) asm volatile("" : "=f"(d[i])::"memory");
+}
+
+// A 16-bit matrix in shared memory with the 128-byte swizzle: bits 4-6 of an address are XORed with bits 7-9. Atoms of
+// 8 lines of 128 bytes start at multiples of 1024 bytes. K-major, one line per row: stride_bytes from 8 rows to the
+// next 8; the next 16 of K are 32 bytes further in the line; leading_bytes has no meaning. MN-major, one line per k, 64
+// rows or columns to a line: stride_bytes from 8 k to the next 8, leading_bytes from 64 rows or columns to the next 64.
+// A stride of 512 means lines of 64 bytes: bits 4-5 are XORed with bits 7-8, and atoms have 512 bytes.
+__device__ __forceinline__ uint64_t wgmma_descriptor(SharedAddress start, int leading_bytes, int stride_bytes) {
+  return uint64_t((start & 0x3ffff) >> 4) | uint64_t(leading_bytes >> 4) << 16 | uint64_t(stride_bytes >> 4) << 32 |
+         uint64_t(stride_bytes == 512 ? 2 : 1) << 62;
+}
+
+// D = A @ B (+ D if accumulate), [64][16] @ [16][N], E __half or __nv_bfloat16. Lane 4g + q of warp
+// w: d[i] is row 16w + g + 8 * (i / 2 % 2), column 8 * (i / 4) + 2q + i % 2. B is [N][16] (K-major),
+// with TRANS_B [16][N] (MN-major), A [64][16] (K-major), with TRANS_A [16][64]; both are descriptors.
+// With E __nv_fp8_e4m3 K is 32, both are K-major, and sums keep 14 bits, truncated.
+template <class E, int N, int TRANS_B, int TRANS_A = 0>
+__device__ __forceinline__ void wgmma_ss(float (&d)[N / 2], uint64_t a, uint64_t b, bool accumulate);
+// The same as wgmma_ss with A in registers. Lane 4g + q of warp w: a[0], a[1] are k = 2q, 2q + 1 of rows
+// 16w + g and 16w + g + 8; a[2], a[3] the same 8 k further. e4m3: k = 4q ... 4q + 3, and 16 k further.
+template <class E, int N, int TRANS_B>
+__device__ __forceinline__ void wgmma_rs(float (&d)[N / 2], const uint32_t (&a)[4], uint64_t b, bool accumulate);
+
+// By all warps of a warpgroup: gives registers above N back to the CTA, or waits for up to N.
+template <int N> __device__ __forceinline__ void setmaxnreg_dec() {
+  asm volatile("setmaxnreg.dec.sync.aligned.u32 %0;" ::"n"(N));
+}
+template <int N> __device__ __forceinline__ void setmaxnreg_inc() {
+  asm volatile("setmaxnreg.inc.sync.aligned.u32 %0;" ::"n"(N));
+}
+
+// Stores four 8x8 matrices of 16-bit elements: the reverse of ldmatrix_x4<TRANS>.
+template <bool TRANS> __device__ __forceinline__ void stmatrix_x4(SharedAddress row, const uint32_t (&r)[4]) {
+  if constexpr (TRANS) {
+    asm volatile("stmatrix.sync.aligned.m8n8.x4.trans.shared.b16 [%0], {%1, %2, %3, %4};" ::"r"(row), "r"(r[0]),
+                 "r"(r[1]), "r"(r[2]), "r"(r[3])
+                 : "memory");
+  } else {
+    asm volatile("stmatrix.sync.aligned.m8n8.x4.shared.b16 [%0], {%1, %2, %3, %4};" ::"r"(row), "r"(r[0]), "r"(r[1]),
+                 "r"(r[2]), "r"(r[3])
+                 : "memory");
+  }
+}
+
+// Programmatic dependent launch: waits for the grid before this one; lets the one after it start.
+__device__ __forceinline__ void griddepcontrol_wait() { asm volatile("griddepcontrol.wait;" ::: "memory"); }
+__device__ __forceinline__ void griddepcontrol_launch_dependents() {
+  asm volatile("griddepcontrol.launch_dependents;" ::: "memory");
+}
+
+#endif  // SDPA_SIMT
 
 // ---- 5d wgmma: what its kernels share (wgmma) ----
 // A tile in shared memory is D/64 panels of [rows][64]: lines of 128 bytes, in chunks of 16, swizzled, as TMA writes
@@ -2676,43 +2019,43 @@ __device__ __forceinline__ uint64_t descriptor_at(uint64_t descriptor, int bytes
 template <class E, class View> __device__ __forceinline__ void pack_step(uint32_t (&out)[4], const View& P, int step) {
   SDPA_UNROLL for (int i = 0; i < 4; i++) out[i] = pack<E>(P.x.d[8 * step + 2 * i], P.x.d[8 * step + 2 * i + 1]);
 }
+// Waits for the kernel before this one, then lets the next one's CTAs come as these end: at once is up to 5% slower.
+__device__ __forceinline__ void wait_then_let_next_kernel_start() {
+  griddepcontrol_wait();
+  griddepcontrol_launch_dependents();
+}
+
 // Cache policies of loads: Q is read once, K and V by many CTAs.
 constexpr uint64_t evict_first = 0x12f0000000000000, evict_last = 0x14f0000000000000;
 
 // True if a producer warp stores O out of shared memory; otherwise those that compute do.
 template <class B>
-constexpr bool stores_by_tma = B::path == Path::wgmma_roles && B::split_kv == 1 && B::split_ctas == 1;
-
-// USE_LENGTHS: whether a warpgroup's rows, from query q on, are not all of the sequence. TMA would store the others.
-template <class B> __device__ __forceinline__ bool stored_by_warps(ItemArg<B> item, int q) {
-  if constexpr (B::use_lengths) return q + 64 > item.own.Sq;
-  return false;
-}
+constexpr bool stores_by_tma = path<B> == Path::wgmma_roles && B::split_kv == 1 && B::split_ctas == 1;
 
 // The keys in rounds, the last one first, so that tiles with a causal mask come first and leave a maximum that
 // holds for most of the others. In a round every slice (SPLIT_KV) takes one tile of BLOCK_N keys.
-struct alignas(16) WgmmaItem : WorkItem {
+template <class B> struct alignas(16) WgmmaItem : Item<B> {
   int h_kv, first_key, rounds;  // no rounds: there are no more items
 };
-template <class B> __device__ __forceinline__ int first_key_of(const WgmmaItem& item, int round, int slice) {
+template <class B> __device__ __forceinline__ int first_key_of(const WgmmaItem<B>& item, int round, int slice) {
   return item.first_key + (round * B::split_kv + slice) * B::block_n;
 }
 
 // Item number i. EARLY: with a mask, warpgroups without rows are in a head's first item, where rows are short.
 template <class B, bool EARLY = false>
-__device__ __forceinline__ WgmmaItem wgmma_item(const KernelArgs& a, uint32_t i) {
-  WgmmaItem item;
+__device__ __forceinline__ WgmmaItem<B> wgmma_item(const KernelArgs& a, uint32_t i) {
+  WgmmaItem<B> item;
   if (!B::use_lengths && a.unmasked_rounds > 0) {  // as work_item() has it, without reading other arguments
-    static_cast<WorkItem&>(item) = tile_of<B>(a, a.q_blocks.divide(i), a.q_blocks.remainder(i));
+    static_cast<Item<B>&>(item) = tile_of<B>(a, a.q_blocks.divide(i), a.q_blocks.remainder(i));
     item.first_key = 0, item.rounds = a.unmasked_rounds;
   } else {
-    static_cast<WorkItem&>(item) = work_item<B>(a, i);
+    static_cast<Item<B>&>(item) = work_item<B>(a, i);
     if (EARLY && !B::use_lengths) item.q0 -= (int(a.q_blocks.divisor) * B::block_m - a.p.Sq) / 64 * 64;
     const int last = min(item.q0 + queries_of_item<B>(a), a.p.Sq) - 1;
-    KeyRange keys = mask_of<B>(a, item).keys.of_rows(max(item.q0, 0), last);
-    if constexpr (B::use_lengths) keys = keys_of_cta<B>(a, mask_of<B>(a, item), item);
+    KeyRange keys = item.mask(a).keys.of_rows(max(item.q0, 0), last);
+    if constexpr (B::use_lengths) keys = item.keys_of_cta(a, item.mask(a));
     item.first_key = keys.begin;
-    item.rounds = max(shares(keys.end - keys.begin, B::round_keys), int(item.ranges > 0));
+    item.rounds = max(ceil_div(keys.end - keys.begin, B::round_keys), int(item.exists()));
   }
   if (!B::use_lengths && B::split_ctas != 1) {
     const KeyRange part = range_of_rounds(a, item.rounds);
@@ -2727,8 +2070,8 @@ __device__ __forceinline__ WgmmaItem wgmma_item(const KernelArgs& a, uint32_t i)
 template <class B, int D> struct TileBox {
   int at[5], row = 0;  // of this lane's box: where it is in the tensor map, and its first row in the tile
 
-  __device__ __forceinline__ TileBox(const KernelArgs& a, const WorkItem& item, int h_kv, int k0)
-      : at{0, k_row<B>(item, k0), 0, h_kv, batch_of<B>(a.p.k_starts, item.b)} {
+  __device__ __forceinline__ TileBox(const KernelArgs& a, const Item<B>& item, int h_kv, int k0)
+      : at{0, item.k_row(k0), 0, h_kv, item.batch(a.p.k_starts)} {
     if constexpr (B::use_pages) {
       const int lane = threadIdx.x % 32, rows = plan_room<B>(a).box_rows;
       row = lane / PANELS<D> * rows, at[2] = lane % PANELS<D>;
@@ -2743,19 +2086,6 @@ template <class B, int D> struct TileBox {
     cp_async_bulk_tensor_load(to_s, map, at, full, B::swap_ab && B::pack_gqa ? evict_first : evict_last);
   }
 };
-
-// USE_LENGTHS: how many of the tile's keys from k0 on are the sequence's; and the emptying of other rows of V that have
-// landed, since 0 * NaN is NaN: by `threads` threads, which then fence the async proxy.
-template <class B> __device__ __forceinline__ int keys_in_tile(ItemArg<B> item, int k0) {
-  if constexpr (B::use_lengths) return min(max(item.own.Sk - k0, 0), B::block_n);
-  return B::block_n;
-}
-template <class B> __device__ __forceinline__ void clear_rows_of_v(void* V_s, int keys, int thread, int threads) {
-  constexpr int line = PANEL_BYTES<B::d_v> / 16, panel = B::block_n * line;
-  for (int i = keys * line + thread; i < panel; i += threads) {
-    SDPA_UNROLL for (int n = 0; n < PANELS<B::d_v>; n++) st_shared(static_cast<uint4*>(V_s) + n * panel + i, uint4{});
-  }
-}
 
 // Bytes from the beginning of a tile of ROWS rows to the next STEP_BYTES of them, number `step`.
 template <int LINE> __host__ __device__ constexpr int panel_step(int step, int rows) {
@@ -2792,15 +2122,6 @@ __device__ __forceinline__ void wgmma_pv(WgmmaAccumulator<B::d_v>& O, const Wgmm
   wgmma_commit_group();
 }
 
-// PACK_GQA: empties rows of Q without a query; what lies there would decide how others are rounded.
-template <class B> __device__ __forceinline__ void clear_rows_without_query(Input* Q_s, const KernelArgs& a) {
-  const int rows = rows_of_item<B>(a), chunks = (B::block_m - rows) * (PANEL_BYTES<B::head_dim> / 16);
-  for (int i = threadIdx.x; i < PANELS<B::head_dim> * chunks; i += B::threads) {
-    const int row = i / chunks * B::block_m + rows;
-    st_shared(reinterpret_cast<uint4*>(Q_s + row * (PANEL_BYTES<B::head_dim> / sizeof(Input))) + i % chunks, uint4{});
-  }
-  fence_proxy_async();
-}
 // By one warp, before the first copies.
 template <class B> __device__ __forceinline__ void prefetch_tensor_maps(const KernelArgs& a) {
   if (threadIdx.x != 64) return;
@@ -2828,7 +2149,7 @@ template <class B> struct WgmmaPlainShared {
 // K and V of a tile, which will be announced at their stage's mbarrier: by a warp.
 template <class B>
 __device__ __forceinline__ void load_tile(WgmmaPlainShared<B>& s, const KernelArgs& a, int stage, int k0, int h_kv,
-                                          const WorkItem& item) {
+                                          const Item<B>& item) {
   TileBox<B, B::head_dim>(a, item, h_kv, k0).load(a, &tensor_maps<B>(a).k, s.K[stage], &s.full[stage]);
   TileBox<B, B::d_v>(a, item, h_kv, k0).load(a, &tensor_maps<B>(a).v, s.V[stage], &s.full[stage]);
 }
@@ -2838,12 +2159,12 @@ __global__ void __launch_bounds__(B::threads, 1) sdpa_wgmma_plain(const __grid_c
   const SdpaParams& p = a.p;
   WgmmaPlainShared<B>& s = dynamic_shared<WgmmaPlainShared<B>>();
   const int tid = threadIdx.x, lane = tid % 32, group = uniform(tid / 128);
-  if (is_spare<B>(a)) return;
-  const WorkItem item = item_of_cta<B>(a);
+  const Item<B> item = item_of_cta<B>(a);
+  if (!item.exists()) return;
   const int h_kv = item.h / (p.Hq / p.Hkv);
-  const Mask& mask = mask_of<B>(a, item);
-  const KeyRange keys = keys_of_cta<B>(a, mask, item);
-  const int tiles = shares(keys.end - keys.begin, B::block_n);
+  const Mask& mask = item.mask(a);
+  const KeyRange keys = item.keys_of_cta(a, mask);
+  const int tiles = ceil_div(keys.end - keys.begin, B::block_n);
 
   if (tid == 0) {
     mbarrier_init(&s.q_full, 1);
@@ -2855,7 +2176,7 @@ __global__ void __launch_bounds__(B::threads, 1) sdpa_wgmma_plain(const __grid_c
   if (tid == 0) {
     mbarrier_arrive_expect_tx(&s.q_full, sizeof s.Q);
     for (int g = 0; g < B::warpgroups; g++) {
-      const int at[5] = {0, q_row<B>(item, item.q0 + 64 * g), 0, item.h, batch_of<B>(p.q_starts, item.b)};
+      const int at[5] = {0, item.q_row(item.q0 + 64 * g), 0, item.h, item.batch(p.q_starts)};
       cp_async_bulk_tensor_load(s.Q[g], &tensor_maps<B>(a).q, at, &s.q_full, evict_first);
     }
   }
@@ -2877,8 +2198,8 @@ __global__ void __launch_bounds__(B::threads, 1) sdpa_wgmma_plain(const __grid_c
   for (int tile = 0; tile < tiles; tile++) {
     const int stage = tile % B::stages, k0 = keys.begin + tile * B::block_n;
     mbarrier_wait(&s.full[stage], tile / B::stages % 2);
-    if (B::use_lengths && keys_in_tile<B>(item, k0) < B::block_n) {
-      clear_rows_of_v<B>(s.V[stage], keys_in_tile<B>(item, k0), tid, B::threads);
+    if (B::use_lengths && item.keys_in_tile(k0) < B::block_n) {
+      clear_rows_of_v<B>(s.V[stage], item.keys_in_tile(k0), tid, B::threads);
       fence_proxy_async();
       __syncthreads();  // hazard: rows of V emptied by all warps
     }
@@ -2996,12 +2317,12 @@ template <class B, class Shared> struct WgmmaProducer {
   int keys_at_end = 0, last_parity = 0;  // USE_LENGTHS: of V's next tile if a sequence ends in it; of last_landed
 
   // Item number i; past the last item one without rounds.
-  __device__ __forceinline__ WgmmaItem find_item(uint32_t i) const {
+  __device__ __forceinline__ WgmmaItem<B> find_item(uint32_t i) const {
     if (B::use_persistent_cta && !B::use_lengths && i >= a.work_items) return {};
     return wgmma_item<B, wgmma_may_pass<B>>(a, i);
   }
   // Loads Q of an item, once `empty` is complete, and sets s.item; q_full tells the others.
-  __device__ __forceinline__ void start_item(const WgmmaItem& item, uint64_t* empty, int parity) {
+  __device__ __forceinline__ void start_item(const WgmmaItem<B>& item, uint64_t* empty, int parity) {
     const int stage = q_ring.stage;
     uint64_t* const full = &s.q_full[stage];
     if (B::use_persistent_cta) mbarrier_wait(empty, parity);
@@ -3011,7 +2332,7 @@ template <class B, class Shared> struct WgmmaProducer {
       mbarrier_arrive_expect_tx(full, item.rounds > 0 ? rows * ROW_BYTES<B::head_dim> : 0);
       // A box has 64 rows of one head; PACK_GQA: a panel of all heads.
       for (int n = 0; item.rounds > 0 && n < (B::pack_gqa ? PANELS<B::head_dim> : Shared::ROW_GROUPS); n++) {
-        const int b = batch_of<B>(a.p.q_starts, item.b), q = q_row<B>(item, item.q0);
+        const int b = item.batch(a.p.q_starts), q = item.q_row(item.q0);
         const int plain[5] = {0, q + n * 64, 0, item.h, b}, packed[5] = {0, q, item.h, n, b};
         Input* const Q_s = B::pack_gqa ? s.queries(stage, 0) + n * B::block_m * (B::head_dim / PANELS<B::head_dim>)
                                        : s.queries(stage, n);
@@ -3021,16 +2342,16 @@ template <class B, class Shared> struct WgmmaProducer {
     q_ring.advance();
   }
   // The item that another warp has started.
-  __device__ __forceinline__ WgmmaItem follow_item() {
+  __device__ __forceinline__ WgmmaItem<B> follow_item() {
     mbarrier_wait(&s.q_full[q_ring.stage], q_ring.parity);
-    const WgmmaItem item = s.item[q_ring.stage];
+    const WgmmaItem<B> item = s.item[q_ring.stage];
     __syncwarp();  // hazard: read by all lanes before the copies that lead to the next item
     q_ring.advance();
     return item;
   }
   // Loads a slice's tile of K or V in a round, once its stage is empty. To begin sooner without pages takes 2% longer.
   template <int D>
-  __device__ __forceinline__ void load(const WgmmaItem& item, int round, int slice, const CUtensorMap* map,
+  __device__ __forceinline__ void load(const WgmmaItem<B>& item, int round, int slice, const CUtensorMap* map,
                                        Input* tile_s, uint64_t* full, uint64_t* empty) {
     if (!B::use_pages) mbarrier_wait(empty, ring.parity ^ 1);
     const TileBox<B, D> box(a, item, item.h_kv, first_key_of<B>(item, round, slice));
@@ -3049,16 +2370,16 @@ template <class B, class Shared> struct WgmmaProducer {
   // by start(item), is a loader as well.
   template <class V, class Start>
   __device__ __forceinline__ void load_items(int role, int slice, V& v, bool starts, const Start& start) {
-    uint32_t* const counter = B::use_lengths ? &plan_of(a).drawn : static_cast<uint32_t*>(a.p.workspace);
+    uint32_t* const counter = Item<B>::queue(a);
     auto& t = s.slice[slice];
-    WgmmaItem item = find_item(item_number_of_cta<B>(a));
+    WgmmaItem<B> item = find_item(item_number_of_cta<B>(a));
     griddepcontrol_wait();  // the kernel before this one has ended, and its writes are visible
     while (true) {
       if (starts) start(item);
       if (!starts && B::use_persistent_cta) item = follow_item();
       if (item.rounds == 0) break;
       uint32_t drawn = 0;
-      if (B::use_lengths) keys_at_end = keys_in_tile<B>(item, first_key_of<B>(item, item.rounds - 1, slice));
+      if (B::use_lengths) keys_at_end = item.keys_in_tile(first_key_of<B>(item, item.rounds - 1, slice));
       for (int round = item.rounds - 1; round >= 0; round--, ring.advance()) {
         const int n = ring.stage;
         // The queue has the items after the first of every CTA, so that there are as many draws as items, and
@@ -3100,14 +2421,14 @@ template <class B> struct WgmmaTurns {
 // The item's rounds [begin, end) of the warpgroup whose first query is q: all; SKIP_MASKED: at least one, and those
 // that its rows see; none if all rows are before the first query or past the last: the others get the tensor cores.
 template <class B>
-__device__ __forceinline__ KeyRange own_rounds(const KernelArgs& a, const Mask& mask, const WgmmaItem& item,
+__device__ __forceinline__ KeyRange own_rounds(const KernelArgs& a, const Mask& mask, const WgmmaItem<B>& item,
                                                int rounds, int q) {
-  if (wgmma_may_pass<B> && (q < 0 || q >= queries_of<B>(item, a.p.Sq))) return {0, 0};
+  if (wgmma_may_pass<B> && (q < 0 || q >= item.queries(a.p))) return {0, 0};
   if (!B::skip_masked) return {0, rounds};
-  const int last = queries_of<B>(item, a.p.Sq) - 1;
+  const int last = item.queries(a.p) - 1;
   const KeyRange seen = mask.keys.of_rows(min(q, last), min(q + 63, last));
   const int first_key = uniform(item.first_key);
-  const int end = min(max(shares(seen.end - first_key, B::round_keys), 1), rounds);
+  const int end = min(max(ceil_div(seen.end - first_key, B::round_keys), 1), rounds);
   return {min((seen.begin - first_key) / B::round_keys, end - 1), end};
 }
 
@@ -3123,12 +2444,12 @@ template <class B> struct WgmmaRows {
   int q = 0, k0 = 0;         // first query, and first key of this tile
   bool accumulates = false;  // an earlier tile of the item has begun O
   ItemScale<B> scale_log2;   // of the item
-  HeldMask<B> mask;          // of the item
+  typename Item<B>::HeldMask mask;  // of the item
   // USE_LAZY_MAX: tiles with k0 in [stale_from, stale_from + stale_keys) may take the stale maximum.
   int stale_from = 0;
   uint32_t stale_keys = 0;
 
-  __device__ explicit WgmmaRows(const KernelArgs& a_) : a(a_), scale_log2(a_), mask(mask_of<B>(a_, WorkItem{})) {}
+  __device__ explicit WgmmaRows(const KernelArgs& a_) : a(a_), scale_log2(a_), mask(Item<B>{}.mask(a_)) {}
 
   __device__ __forceinline__ void start() {
     accumulates = false, stale_keys = 0;
@@ -3173,26 +2494,7 @@ template <class B> struct WgmmaRows {
   // S = Q @ K.T once more, of this warp alone, by mma.sync and with K from global memory: its tile may be overwritten
   // by now. read_q(q, byte) gives the A operand of STEP_BYTES of Q. Rare, so short rather than fast.
   template <class ReadQ>
-  __device__ __forceinline__ void multiply_qk_again(Scores& S, const WgmmaItem& item, const ReadQ& read_q) const {
-    const SdpaParams& p = a.p;
-    const uint32_t lane = thread_index_anew() % 32;
-    const Input* const K_g = p.K + (B::use_pages ? 0 : item.b * p.k.batch) + item.h_kv * p.k.head;
-    SDPA_UNROLL for (int n = 0; n < B::block_n / 8; n++) {
-      float* const d = S.x.d + 4 * n;
-      d[0] = d[1] = d[2] = d[3] = 0;
-#pragma unroll 1
-      for (int byte = 0; byte < ROW_BYTES<B::head_dim>; byte += STEP_BYTES) {
-        uint32_t of_q[4], of_k[2];
-        read_q(of_q, byte);
-        SDPA_UNROLL for (int i = 0; i < 2; i++) {
-          const int k = k0 + lane / 4 + 8 * n, at = byte + i * 16 + lane % 4 * 4;
-          if constexpr (B::use_pages) of_k[i] = word(PagedRows<B>{&a, &item, &p.k, K_g, k} + 0, 0, 0, at);
-          else of_k[i] = word(K_g, k_row<B>(item, k), p.k.row, at);
-        }
-        mma_32_bytes<Input>(d[0], d[1], d[2], d[3], of_q, of_k[0], of_k[1]);
-      }
-    }
-  }
+  __device__ __forceinline__ void multiply_qk_again(Scores& S, const WgmmaItem<B>& item, const ReadQ& read_q) const;
 };
 
 // A warpgroup that computes: 64 rows over its slice of the keys. Each kernel has products, loops and stores of its own.
@@ -3220,7 +2522,7 @@ template <class B, class Shared> struct WgmmaConsumer {
         V(wgmma_descriptor(uniform(shared_address(s.slice[slice].V[0])), v_leading_bytes, v_stride_bytes)),
         rows(a_) {}
 
-  __device__ __forceinline__ const WgmmaItem& item() const { return s.item[q_ring.stage]; }
+  __device__ __forceinline__ const WgmmaItem<B>& item() const { return s.item[q_ring.stage]; }
   // All items: begin(), compute(turns) of those that have rows of this warpgroup, end().
   template <class Begin, class Compute, class End>
   __device__ __forceinline__ void run_items(const Begin& begin, const Compute& compute, const End& end) {
@@ -3231,7 +2533,7 @@ template <class B, class Shared> struct WgmmaConsumer {
       const int rounds = uniform(item().rounds);
       if (rounds == 0) break;
       rows.q = uniform(item().q0 + (B::pack_gqa ? 0 : row_group * 64));
-      if constexpr (B::use_lengths) rows.mask = mask_of<B>(a, item());
+      if constexpr (B::use_lengths) rows.mask = item().mask(a);
       const KeyRange own = own_rounds<B>(a, rows.mask, item(), rounds, rows.q);
       begin();
       t.skip(ring, rounds - own.end, lane);
@@ -3291,7 +2593,7 @@ template <class B> __global__ void __launch_bounds__(B::threads, 1) sdpa_wgmma(c
   using Registers = typename Kernel::Registers;
   auto& s = dynamic_shared<typename Kernel::Shared>();
   const int warp = uniform(threadIdx.x / 32);
-  if (!B::use_persistent_cta && is_spare<B>(a)) return;
+  if (!B::use_persistent_cta && !item_of_cta<B>(a).exists()) return;
   s.init_mbarriers(warp);
   prefetch_tensor_maps<B>(a);
   if (B::pack_gqa) clear_rows_without_query<B>(s.queries(0, 0), a);
@@ -3306,13 +2608,39 @@ template <class B> __global__ void __launch_bounds__(B::threads, 1) sdpa_wgmma(c
   }
 }
 
+// ---- 5d scores once more (wgmma and USE_WARP_SPECIALIZATION and USE_LAZY_MAX) ----
+
+template <class B>
+template <class ReadQ>
+__device__ __forceinline__ void WgmmaRows<B>::multiply_qk_again(Scores& S, const WgmmaItem<B>& item,
+                                                                const ReadQ& read_q) const {
+  const SdpaParams& p = a.p;
+  const uint32_t lane = thread_index_anew() % 32;
+  const Input* const K_g = p.K + (B::use_pages ? 0 : item.b * p.k.batch) + item.h_kv * p.k.head;
+  SDPA_UNROLL for (int n = 0; n < B::block_n / 8; n++) {
+    float* const d = S.x.d + 4 * n;
+    d[0] = d[1] = d[2] = d[3] = 0;
+#pragma unroll 1
+    for (int byte = 0; byte < ROW_BYTES<B::head_dim>; byte += STEP_BYTES) {
+      uint32_t of_q[4], of_k[2];
+      read_q(of_q, byte);
+      SDPA_UNROLL for (int i = 0; i < 2; i++) {
+        const int k = k0 + lane / 4 + 8 * n, at = byte + i * 16 + lane % 4 * 4;
+        if constexpr (B::use_pages) of_k[i] = word(PagedRows<B>{&a, &item, &p.k, K_g, k} + 0, 0, 0, at);
+        else of_k[i] = word(K_g, item.k_row(k), p.k.row, at);
+      }
+      mma_32_bytes<Input>(d[0], d[1], d[2], d[3], of_q, of_k[0], of_k[1]);
+    }
+  }
+}
+
 // ---- 5d merge of slices (wgmma and USE_WARP_SPECIALIZATION and SPLIT_KV > 1) ----
 
 // Merges the slices' sums, its own first: each slice finishes half of the rows. Calls store(share, row), and stores
 // LSE: share[4v ... 4v + 3] are elements 0, 1, 4 and 5 of accumulator 8v of the finished rows, divided by l.
 template <class B, class Store>
 __device__ __forceinline__ void merge_slices(const WgmmaRows<B>& rows, SlicePartial<B>& partial, int slice,
-                                             const WorkItem& item, const Store& store) {
+                                             const Item<B>& item, const Store& store) {
   const uint32_t tid = thread_index_anew() % 128, lane = tid % 32, warp = tid / 32;
   const int row = warp * 16 + slice * 8 + lane / 4, q = rows.q + row;  // that the thread finishes
   float share[B::d_v / 4];
@@ -3348,7 +2676,7 @@ __device__ __forceinline__ void merge_slices(const WgmmaRows<B>& rows, SlicePart
     }
   }
   store(share, row);
-  if (lane % 4 == 0 && q < queries_of<B>(item, rows.a.p.Sq)) store_lse<B>(m, sum, rows.a, item, q);
+  if (lane % 4 == 0 && q < item.queries(rows.a.p)) store_lse<B>(m, sum, rows.a, item, q);
 }
 
 // ---- 5d 16 bits: the kernel (wgmma and USE_WARP_SPECIALIZATION and DTYPE = FP16, DTYPE = BF16) ----
@@ -3359,7 +2687,7 @@ template <class B> struct WgmmaShared {
   alignas(1024) Input Q[Q_STAGES][ROW_GROUPS][64 * B::head_dim];  // [64][D] each; afterwards O on its way out
   TileRing<B> slice[B::split_kv];
   SlicePartials<B> partial;
-  WgmmaItem item[Q_STAGES];  // whose Q it is
+  WgmmaItem<B> item[Q_STAGES];  // whose Q it is
   // Full: Q has landed, and item is set. Done: every warp has written its O over Q. Empty: O has been stored.
   uint64_t q_full[Q_STAGES], o_done[Q_STAGES][ROW_GROUPS], q_empty[Q_STAGES];
 
@@ -3397,13 +2725,13 @@ template <class B> struct Wgmma16Producer : WgmmaProducer<B, WgmmaShared<B>> {
     do {
       const int stage = q_ring.stage;
       mbarrier_wait(&s.q_full[stage], q_ring.parity);
-      const WgmmaItem& item = s.item[stage];
+      const WgmmaItem<B>& item = s.item[stage];
       if (item.rounds == 0) break;
       for (int group = 0; group < s.ROW_GROUPS; group++) {
         mbarrier_wait(&s.o_done[stage][group], q_ring.parity);
         const int q = item.q0 + group * 64;
-        const int at[5] = {0, q_row<B>(item, q), 0, item.h, batch_of<B>(a.p.q_starts, item.b)};
-        if (q < 0 || stored_by_warps<B>(item, q)) continue;
+        const int at[5] = {0, item.q_row(q), 0, item.h, item.batch(a.p.q_starts)};
+        if (q < 0 || item.ends_before(q + 64)) continue;
         cp_async_bulk_tensor_store(&tensor_maps<B>(a).o, at, s.Q[stage][group]);
         cp_async_bulk_commit_group();
       }
@@ -3422,7 +2750,7 @@ template <class B> struct Wgmma16Producer : WgmmaProducer<B, WgmmaShared<B>> {
     // The loader of V begins an item, so that Q and K are asked for at once; with a queue that of K, which is early.
     constexpr int starts = B::use_persistent_cta ? 0 : 1;
     if (role & (load_k | load_v)) {
-      Base::load_items(role, warp / 2, s.slice[warp / 2], warp == starts, [&](const WgmmaItem& item) {
+      Base::load_items(role, warp / 2, s.slice[warp / 2], warp == starts, [&](const WgmmaItem<B>& item) {
         Base::start_item(item, &s.q_empty[q_ring.stage], q_ring.parity ^ 1);
       });
     } else if (role == store_o && Base::issues) {
@@ -3430,6 +2758,14 @@ template <class B> struct Wgmma16Producer : WgmmaProducer<B, WgmmaShared<B>> {
     }
   }
 };
+
+// O of rows without a visible key is 0, whatever V is.   l [ROWS]
+template <class View> __device__ __forceinline__ void clear_empty_rows(View& O, const float (&l)[View::ROWS]) {
+  SDPA_UNROLL for (int i = 0; i < View::ROWS; i++) {
+    if (l[i] != 0) continue;
+    SDPA_UNROLL for (int j = 0; j < View::COLS; j++) O.x[i][j] = 0;
+  }
+}
 
 template <class B> struct Wgmma16Consumer : WgmmaConsumer<B, WgmmaShared<B>> {
   using Base = WgmmaConsumer<B, WgmmaShared<B>>;
@@ -3558,15 +2894,6 @@ template <class B> struct Wgmma16Consumer : WgmmaConsumer<B, WgmmaShared<B>> {
 
   // ---- items ----
 
-  // O, m and l of the tiles from rows.k0 down to last_k0.
-  __device__ __forceinline__ void sum_keys(const WgmmaTurns<B>& turns) {
-    rows.start();
-    if constexpr (B::overlap) {
-      Base::template overlapped<Probabilities>(*this, turns);
-    } else {
-      serial(turns);
-    }
-  }
   // Writes O / l, rounded, over Q, which all warps have read, and stores LSE.
   __device__ __forceinline__ void write_output() {
     auto& O = rows.O;
@@ -3581,7 +2908,7 @@ template <class B> struct Wgmma16Consumer : WgmmaConsumer<B, WgmmaShared<B>> {
     SDPA_UNROLL for (int i = 0; i < 2; i++) inverse[i] = inverse_of_sum<B>(rows.l[i], a, s.item[stage]);
     SDPA_UNROLL for (int i = 0; i < 2; i++) {
       const int row = rows.q + first_row + int(lane) / 4 + 8 * i;
-      const bool stores = lane % 4 == 0 && row < queries_of<B>(s.item[stage], a.p.Sq);
+      const bool stores = lane % 4 == 0 && row < s.item[stage].queries(a.p);
       if (stores) store_lse<B>(rows.m[i], rows.l[i], a, s.item[stage], row);
     }
     SDPA_UNROLL for (int n = 0; n < B::d_v / 16; n++) {
@@ -3597,20 +2924,20 @@ template <class B> struct Wgmma16Consumer : WgmmaConsumer<B, WgmmaShared<B>> {
     if constexpr (B::use_lengths) store_partial_rows(s.item[stage], s.Q[stage][row_group], first_row, lane);
   }
   // USE_LENGTHS: O of the warp's rows out of shared memory, if the sequence ends among the warpgroup's.
-  __device__ __forceinline__ void store_partial_rows(const WgmmaItem& item, const Input* O_s, int first_row, int lane) {
-    if (!stored_by_warps<B>(item, rows.q)) return;
+  __device__ __forceinline__ void store_partial_rows(const WgmmaItem<B>& item, const Input* O_s, int first_row, int lane) {
+    if (!item.ends_before(rows.q + 64)) return;
     __syncwarp();  // hazard: written by all lanes
     constexpr int chunks = B::d_v / 8;
     Output* const O_g = a.p.O + item.b * a.p.o.batch + item.h * a.p.o.head;
     for (int i = lane; i < 16 * chunks; i += 32) {
       const int row = first_row + i / chunks, col = i % chunks * 8, q = rows.q + row;
       const uint4 o = ld_shared<uint4>(O_s + panel_offset<64, PANEL_BYTES<B::d_v>>(row, col));
-      if (q < queries_of<B>(item, 0)) st_global_v4(O_g + q_row<B>(item, q) * a.p.o.row + col, o);
+      if (q < item.queries(a.p)) st_global_v4(O_g + item.q_row(q) * a.p.o.row + col, o);
     }
   }
   // Stores the merged rows of both slices by way of shared memory, so that a lane stores 16 bytes.
   __device__ __forceinline__ void merge_and_store() {
-    const WorkItem item = s.item[0];  // read before the barrier, which hides the latency
+    const Item<B> item = s.item[0];  // read before the barrier, which hides the latency
     SlicePartial<B>& partial = s.partial[row_group];
     merge_slices<B>(rows, partial, slice, item, [&](const float (&share)[B::d_v / 4], int row) {
       const uint32_t lane = thread_index_anew() % 32, warp = thread_index_anew() / 32 % 4;
@@ -3628,7 +2955,7 @@ template <class B> struct Wgmma16Consumer : WgmmaConsumer<B, WgmmaShared<B>> {
       Output* const O_g = a.p.O + item.b * a.p.o.batch + item.h * a.p.o.head + col;
       SDPA_UNROLL for (int i = 0; i < TIMES; i++) {
         const int r = rows.q + row - int(lane / 4) + first + i * ROWS_AT_ONCE;
-        if (r < queries_of<B>(item, a.p.Sq)) st_global_v4(O_g + q_row<B>(item, r) * a.p.o.row, o[i]);
+        if (r < item.queries(a.p)) st_global_v4(O_g + item.q_row(r) * a.p.o.row, o[i]);
       }
     });
   }
@@ -3642,7 +2969,9 @@ template <class B> struct Wgmma16Consumer : WgmmaConsumer<B, WgmmaShared<B>> {
   }
   __device__ __forceinline__ void run() {
     const auto compute = [&](const WgmmaTurns<B>& turns) {
-      sum_keys(turns);
+      rows.start();
+      if constexpr (B::overlap) Base::template overlapped<Probabilities>(*this, turns);
+      else serial(turns);
       SDPA_UNROLL for (int i = 0; i < 2; i++) rows.l[i] = row_sum<Base::Rows::Sums::LANES>(rows.l[i]);
       if constexpr (B::split_kv > 1) {
         merge_and_store();
@@ -3688,10 +3017,10 @@ template <class B> struct E4m3Shared {
   using Queries = Input[ROW_GROUPS][64 * B::head_dim];
   using Flushed = float4[B::warpgroups][B::head_dim / 8][128];  // thread by thread
   alignas(1024) std::conditional_t<Q_IN_FLUSHED, Flushed, Queries> Q;
-  TileRing<B, shares(B::block_n, V_LINE<B>) * V_LINE<B> * B::head_dim> slice[B::split_kv];  // V [D][BLOCK_N]
+  TileRing<B, ceil_div(B::block_n, V_LINE<B>) * V_LINE<B> * B::head_dim> slice[B::split_kv];  // V [D][BLOCK_N]
   Landed landed[B::split_kv];
   SlicePartials<B> partial;
-  WgmmaItem item[Q_STAGES];
+  WgmmaItem<B> item[Q_STAGES];
   // Full: Q has landed, and item is set. Empty: Q has been read.
   uint64_t q_full[Q_STAGES], q_empty[Q_STAGES];
   std::conditional_t<FLUSHES && !Q_IN_FLUSHED, Flushed, Nothing> flushed_sums;
@@ -3739,7 +3068,7 @@ template <class B> struct E4m3Producer : WgmmaProducer<B, E4m3Shared<B>> {
     auto& from = this->s.landed[slice];
     StageRing<B::stages>& ring = this->ring;
     while (true) {
-      const WgmmaItem item = this->follow_item();
+      const WgmmaItem<B> item = this->follow_item();
       if (item.rounds == 0) break;
       for (int round = 0; round < item.rounds; round++, ring.advance()) {
         const int n = ring.stage;
@@ -3784,7 +3113,7 @@ template <class B> struct E4m3Producer : WgmmaProducer<B, E4m3Shared<B>> {
     if (warp >= 2) return transpose_items((warp - 2) % B::split_kv, (warp - 2) / B::split_kv);
     const int slice = warp % B::split_kv, starts = B::use_persistent_cta || B::split_kv > 1 ? 0 : 1;
     const int role = B::split_kv > 1 ? load_k | load_v : warp == 0 ? load_k : load_v;
-    this->load_items(role, slice, this->s.landed[slice], warp == starts, [&](const WgmmaItem& item) {
+    this->load_items(role, slice, this->s.landed[slice], warp == starts, [&](const WgmmaItem<B>& item) {
       const StageRing<Shared::Q_STAGES> stage = this->q_ring;
       this->start_item(item, &this->s.q_empty[last_q.stage], last_q.parity);
       last_q = stage;
@@ -3855,7 +3184,7 @@ template <class B> struct E4m3Consumer : WgmmaConsumer<B, E4m3Shared<B>> {
   // With Q from global memory: its buffer may have been filled anew.
   __device__ __forceinline__ void multiply_qk_again(Scores& S) const {
     const SdpaParams& p = a.p;
-    const WgmmaItem& item = Base::item();
+    const WgmmaItem<B>& item = Base::item();
     const Input* Q_g = p.Q + item.b * p.q.batch + item.h * p.q.head;
     const uint32_t tid = thread_index_anew() % 128;
     const int row = rows.q + int(tid / 32 * 16 + tid % 32 / 4), byte = tid % 4 * 4;
@@ -3863,10 +3192,10 @@ template <class B> struct E4m3Consumer : WgmmaConsumer<B, E4m3Shared<B>> {
       SDPA_UNROLL for (int i = 0; i < 4; i++) {
         int query = row + i % 2 * 8;
         if constexpr (B::pack_gqa) {
-          const WorkItem of = row_item<B>(a, item, query - item.q0 + row_group * 64);
+          const Item<B> of = row_item<B>(a, item, query - item.q0 + row_group * 64);
           Q_g = p.Q + of.b * p.q.batch + min(of.h, p.Hq - 1) * p.q.head, query = of.q0;
         }
-        query = q_row<B>(item, min(query, queries_of<B>(item, p.Sq) - 1));
+        query = item.q_row(min(query, item.queries(p) - 1));
         q[i] = rows.word(Q_g, query, p.q.row, step_byte + i / 2 * 16 + byte);
       }
     });
@@ -3970,13 +3299,13 @@ template <class B> struct E4m3Consumer : WgmmaConsumer<B, E4m3Shared<B>> {
   }
   // O / l and LSE, from registers: a thread has four neighbouring columns.
   __device__ __forceinline__ void store() {
-    const WorkItem& item = Base::item();
+    const Item<B>& item = Base::item();
     if constexpr (B::split_kv > 1) {
-      const WorkItem mine = item;  // read before the barrier, which hides the latency
+      const Item<B> mine = item;  // read before the barrier, which hides the latency
       merge_slices<B>(rows, s.partial[row_group], slice, mine, [&](const float (&share)[B::head_dim / 4], int row) {
         const int q = rows.q + row;
-        Output* const O_g = a.p.O + mine.b * a.p.o.batch + mine.h * a.p.o.head + q_row<B>(mine, q) * a.p.o.row;
-        SDPA_UNROLL for (int v = 0; v < B::head_dim / 16 && q < queries_of<B>(mine, a.p.Sq); v++) {
+        Output* const O_g = a.p.O + mine.b * a.p.o.batch + mine.h * a.p.o.head + mine.q_row(q) * a.p.o.row;
+        SDPA_UNROLL for (int v = 0; v < B::head_dim / 16 && q < mine.queries(a.p); v++) {
           const float* const x = share + 4 * v;
           st_global(O_g + 16 * v + lane % 4 * 4, uint2{pack<Output>(x[0], x[2]), pack<Output>(x[1], x[3])});
         }
@@ -4054,7 +3383,7 @@ template <class B> struct WgmmaColumnsShared {
   };
   alignas(1024) Input Q[B::block_m * B::head_dim];  // [BLOCK_M][D]
   Slice slice[B::split_kv];
-  WgmmaItem item;
+  WgmmaItem<B> item;
   uint64_t q_full;  // Q has landed, the item is known
   bool is_last;     // for store_rows()
 };
@@ -4065,7 +3394,7 @@ template <class B> struct WgmmaColumnsLoader {
   WgmmaColumnsShared<B>& s;
   const KernelArgs& a;
   const int slice, warp;  // of the slice
-  WgmmaItem item;         // without rounds in a warp that loads nothing
+  WgmmaItem<B> item;         // without rounds in a warp that loads nothing
 
   __device__ bool loads_k() const { return warp == 0; }
   __device__ bool loads_v() const { return warp == 1; }
@@ -4083,11 +3412,11 @@ template <class B> struct WgmmaColumnsLoader {
     hold(map), griddepcontrol_wait();  // as late as possible: the kernel before this one has ended
     if (B::pack_gqa) {
       for (int panel = 0; panel < panels; panel++) {
-        const int at[5] = {0, q_row<B>(item, item.q0), item.h, panel, batch_of<B>(a.p.q_starts, item.b)};
+        const int at[5] = {0, item.q_row(item.q0), item.h, panel, item.batch(a.p.q_starts)};
         cp_async_bulk_tensor_load(s.Q + panel * B::block_m * of_panel, map, at, &s.q_full, evict_first);
       }
     } else {
-      const int at[5] = {0, q_row<B>(item, item.q0), 0, item.h, batch_of<B>(a.p.q_starts, item.b)};
+      const int at[5] = {0, item.q_row(item.q0), 0, item.h, item.batch(a.p.q_starts)};
       cp_async_bulk_tensor_load(s.Q, map, at, &s.q_full, evict_first);
     }
   }
@@ -4329,14 +3658,14 @@ template <class B> struct WgmmaColumns {
 
   // A round: S has its scores. O.T += V.T @ P.T, and S becomes the scores of the next one.
   template <bool FIRST>
-  __device__ __forceinline__ void take_round(int round, const WgmmaItem& item, Scores& S, Sums& O) {
+  __device__ __forceinline__ void take_round(int round, const WgmmaItem<B>& item, Scores& S, Sums& O) {
     const int k0 = first_key_of<B>(item, round, slice);
-    if (B::use_lengths && FIRST && keys_in_tile<B>(item, k0) < B::block_n) {
+    if (B::use_lengths && FIRST && item.keys_in_tile(k0) < B::block_n) {
       mbarrier_wait(&mine().v_full[ring.stage], ring.parity);
-      clear_rows_of_v<B>(mine().V[ring.stage], keys_in_tile<B>(item, k0), threadIdx.x % 128, 128);  // write_p() fences
+      clear_rows_of_v<B>(mine().V[ring.stage], item.keys_in_tile(k0), threadIdx.x % 128, 128);  // write_p() fences
     }
     if (B::use_softcap != 0) cap_scores<B>(S, a);
-    const Mask& mask = mask_of<B>(a, item);
+    const Mask& mask = item.mask(a);
     if (!mask.tiles.cover(item.q0, k0)) mask_scores<B>(S, a, mask, item.q0, k0 + S.first_col());
     float sum[ROWS];
     softmax<FIRST>(S, O, sum);
@@ -4377,7 +3706,7 @@ template <class B> struct WgmmaColumns {
   // The item, whose first tiles are on their way.
   __device__ __forceinline__ void run() {
     mbarrier_wait(&s.q_full, 0);
-    const WgmmaItem item = s.item;
+    const WgmmaItem<B> item = s.item;
     Sums O;
     int round = item.rounds - 1;
     if (B::split_ctas == 1 || round >= 0) {
@@ -4402,7 +3731,7 @@ template <class B>
 __global__ void __launch_bounds__(B::threads, 1) sdpa_wgmma_columns(const __grid_constant__ KernelArgs a) {
   WgmmaColumnsShared<B>& s = dynamic_shared<WgmmaColumnsShared<B>>();
   const int warp = uniform(threadIdx.x / 32);
-  if (is_spare<B>(a)) return;
+  if (!item_of_cta<B>(a).exists()) return;
   if (threadIdx.x == 32) {
     mbarrier_init(&s.q_full, 1);
     for (auto& t : s.slice) {
@@ -4428,6 +3757,72 @@ template <class B> struct KernelOf<B, Path::wgmma_swapped> {
   static constexpr auto entry = sdpa_wgmma_columns<B>;
 };
 
+// ---- 5b rows that change hands (scalar, wmma) ----
+
+// SYNC_POLICY: 5 puts a CTA barrier at every hazard of the tile loop. 2 drops the two that guard nothing: Q is covered
+// by the barrier for K and V, and m is read by the warp that wrote it. 1 leaves a row with one warp, so that only the
+// tiles themselves are shared; kernels of other families do so as well. 0 has none: racy.
+template <class T, class View> __device__ __forceinline__ void load_scores(View& S, const T* P_s, int stride) {
+  SDPA_UNROLL for (int i = 0; i < View::ROWS; i++) {
+    SDPA_UNROLL for (int j = 0; j < View::COLS; j++) {
+      S.x[i][j] = to_float(ld_shared<T>(P_s + S.row(i) * stride + S.col(j)));
+    }
+  }
+}
+
+// Softmax of a tile in shared memory: its rows are dealt to the warps anew, in turn, so that every
+// row changes hands before and after; m, l and alpha are kept in shared memory.
+template <class B, class Shared> struct CtaSoftmax {
+  static constexpr int ROWS = ScalarScores<B>::ROWS;
+
+  __device__ static ScalarScores<B> dealt_rows() {
+    const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
+    ScalarScores<B> S;
+    S.first_row = warp * ROW_LANES + lane / COL_LANES, S.row_step = ROW_LANES * B::num_warps;
+    S.first_col = lane % COL_LANES;
+    return S;
+  }
+  __device__ void start(Shared& s, const ScalarScores<B>&) {
+    const ScalarScores<B> S = dealt_rows();
+    SDPA_UNROLL for (int i = 0; i < ROWS; i++) {
+      if (S.first_col == 0) s.m[S.row(i)] = -INFINITY, s.l[S.row(i)] = 0;
+    }
+    __syncthreads();  // hazard: m and l read by other warps in finish() if there is no tile
+  }
+  __device__ void step(Shared& s, const ScalarScores<B>& own, float scale_log2, float (&alpha_own)[ROWS]) {
+    store_scores(s.P, s.P_STRIDE, own);
+    group_sync<B, (B::sync_policy >= 2)>();  // hazard: S written, its rows about to change hands
+
+    ScalarScores<B> S = dealt_rows();
+    load_scores(S, s.P, s.P_STRIDE);
+    float m[ROWS], l[ROWS], alpha[ROWS];
+    SDPA_UNROLL for (int i = 0; i < ROWS; i++) m[i] = s.m[S.row(i)];
+    __syncwarp();  // hazard: m still being read by the row's other lanes
+    softmax_max<B>(S, scale_log2, m, alpha);
+    SDPA_UNROLL for (int i = 0; i < ROWS; i++) {
+      if (S.first_col == 0) s.m[S.row(i)] = m[i], s.alpha[S.row(i)] = alpha[i];
+    }
+    group_sync<B, (B::sync_policy == 5)>();  // hazard: m and alpha of the rows written
+
+    SDPA_UNROLL for (int i = 0; i < ROWS; i++) {
+      m[i] = s.m[S.row(i)], alpha[i] = s.alpha[S.row(i)];
+      l[i] = S.first_col == 0 ? s.l[S.row(i)] : 0.0f;
+    }
+    softmax_sum<B>(S, scale_log2, m, alpha, l);
+    s.store_probabilities(S);
+    SDPA_UNROLL for (int i = 0; i < ROWS; i++) {
+      l[i] = row_sum<COL_LANES>(l[i]);
+      if (S.first_col == 0) s.l[S.row(i)] = l[i];
+    }
+    group_sync<B, (B::sync_policy >= 2)>();  // hazard: l and P written, rows about to change hands again
+
+    SDPA_UNROLL for (int i = 0; i < ROWS; i++) alpha_own[i] = s.alpha[own.row(i)];
+  }
+  __device__ void finish(Shared& s, const ScalarScores<B>& own, float (&m_out)[ROWS], float (&l_out)[ROWS]) {
+    SDPA_UNROLL for (int i = 0; i < ROWS; i++) { m_out[i] = s.m[own.row(i)], l_out[i] = s.l[own.row(i)]; }
+  }
+};
+
 // ---- 5b wmma: products on tensor cores, S and P in shared memory (wmma) ----
 
 namespace wmma = nvcuda::wmma;
@@ -4435,7 +3830,7 @@ template <class Use, class Layout> using Operand = wmma::fragment<Use, 16, 16, 1
 template <class T> using AccumulatorOf = wmma::fragment<wmma::accumulator, 16, 16, 16, T>;
 using Accumulator = AccumulatorOf<float>;
 // Of S in shared memory, where rows of fp16 lie as far apart as rows of fp32.
-template <class B> using WmmaScore = std::conditional_t<B::qk_in_fp16, __half, float>;
+template <class B> using WmmaScore = std::conditional_t<(B::fp16_acc & 1), __half, float>;
 template <class B> constexpr int SCORE_STRIDE = ScalarShared<B>::P_STRIDE* int(sizeof(float) / sizeof(WmmaScore<B>));
 
 template <class B> struct WmmaShared : ScalarShared<B> {
@@ -4458,6 +3853,11 @@ template <class B> struct WmmaShared : ScalarShared<B> {
     }
   }
 };
+
+__device__ __forceinline__ void mbarrier_spin(uint64_t* barrier_s, int parity) {
+  while (!mbarrier_test_wait_parity(barrier_s, parity)) {
+  }
+}
 
 // CopyTogether's counterpart where producer warps copy. The ring goes on from item to item.
 template <class B> struct CopyByProducers {
@@ -4533,7 +3933,7 @@ template <class B> struct WmmaOutput {
     SDPA_UNROLL for (int n = 0; n < B::head_dim / 16; n++) {
       SDPA_UNROLL for (int e = 0; e < Accumulator::num_elements; e++) x[n].x[e] *= alpha[e];
     }
-    if constexpr (B::pv_in_fp16) {
+    if constexpr ((B::fp16_acc & 2)) {
       AccumulatorOf<__half> of_tile[B::head_dim / 16];
       SDPA_UNROLL for (auto& part : of_tile) wmma::fill_fragment(part, rounded<__half>(0));
       add_products(of_tile, P_s, V_s);
@@ -4581,7 +3981,7 @@ template <class B> struct WmmaOutput {
 
 // What a consumer warp does of an item: its 16 rows, against the tiles that the feed gives.
 template <class B, class Feed>
-__device__ __forceinline__ void wmma_consume(WmmaShared<B>& s, const KernelArgs& a, const WorkItem& item,
+__device__ __forceinline__ void wmma_consume(WmmaShared<B>& s, const KernelArgs& a, const Item<B>& item,
                                              const ItemTiles<B>& t, Feed& feed) {
   const int warp = threadIdx.x / 32, lane = threadIdx.x % 32, first_row = warp * 16;
   float* const S_s = s.P + first_row * s.P_STRIDE;
@@ -4614,7 +4014,7 @@ __device__ __forceinline__ void wmma_consume(WmmaShared<B>& s, const KernelArgs&
     wmma_qk<B>(reinterpret_cast<WmmaScore<B>*>(S_s), Q, s.K[stage]);
     __syncwarp();  // hazard: S written by the other lanes
     load_scores(S, reinterpret_cast<const WmmaScore<B>*>(s.P), SCORE_STRIDE<B>);
-    if (B::qk_in_fp16) __syncwarp();  // hazard: S read by the lanes in whose place P comes
+    if ((B::fp16_acc & 1)) __syncwarp();  // hazard: S read by the lanes in whose place P comes
     finish_scores<B>(S, a, t.mask, item.q0, k0, t.mask.tiles.cover(item.q0, k0));
     float alpha[ScalarOutput<B>::ROWS];
     softmax.step(s, S, scale_log2, alpha);
@@ -4633,7 +4033,7 @@ __device__ __forceinline__ void wmma_consume(WmmaShared<B>& s, const KernelArgs&
 
 struct OneItemPerCta {
   bool done = false;
-  template <class B> __device__ bool next(const KernelArgs& a, uint32_t&, WorkItem& item) {
+  template <class B> __device__ bool next(const KernelArgs& a, uint32_t&, Item<B>& item) {
     if (done) return false;
     item = item_of_cta<B>(a);
     return done = true;
@@ -4643,7 +4043,7 @@ struct OneItemPerCta {
 // Resident CTAs draw item numbers from the counter in the workspace. Every CTA draws one number
 // past the end; the very last of these draws puts the counter back to 0 for the next launch.
 struct ItemQueue {
-  template <class B> __device__ bool next(const KernelArgs& a, uint32_t& drawn_s, WorkItem& item) {
+  template <class B> __device__ bool next(const KernelArgs& a, uint32_t& drawn_s, Item<B>& item) {
     uint32_t* const counter = static_cast<uint32_t*>(a.p.workspace);
     __syncthreads();  // hazard: other warps still read drawn_s and the tiles of the last item
     if (threadIdx.x == 0) drawn_s = atomicInc(counter, a.work_items + gridDim.x - 1);
@@ -4670,7 +4070,7 @@ template <class B> __global__ void __launch_bounds__(B::threads, 1) sdpa_wmma(co
   }
 
   std::conditional_t<B::use_persistent_cta, ItemQueue, OneItemPerCta> scheduler;
-  for (WorkItem item; scheduler.template next<B>(a, s.drawn, item);) {
+  for (Item<B> item; scheduler.template next<B>(a, s.drawn, item);) {
     if constexpr (!B::use_warp_specialization) {
       const ItemTiles<B> t(a, item, 0, tid, consumers);
       CopyTogether<B, WmmaShared<B>> feed(s, t);
@@ -4691,7 +4091,509 @@ template <class B> struct KernelOf<B, Path::wmma> {
   static constexpr auto entry = sdpa_wmma<B>;
 };
 
-// ---- the kernel that plans items (USE_LENGTHS) ----
+// ---- 5f options: 2^x on the FMA pipes (USE_FAST_EXP) ----
+
+// 2^t on the FMA pipes, for t <= 127, which only a stale maximum leaves behind: t = n + f with n = floor(t), and 2^f by
+// a cubic with p(0) = 1 whose largest relative error on [0,1] is 8.6e-5 (tests/unit.cu tries every float from -126 to 0).
+// Adding 1.5*2^23 rounded down leaves n in the low bits of the sum; the 127 makes them the biased exponent. Below
+// 2^-126 it gives 0, as ex2.approx.ftz does; exactly 1 at 0; NaN for NaN.
+template <class B> __device__ __forceinline__ float exp2_polynomial(float t) {
+  constexpr float magic = 12582912.0f + 127.0f;  // 1.5 * 2^23 + exponent bias
+  if (B::use_lazy_max) t = min_nan(t, 127.0f);
+  t = max_nan(t, -127.0f);
+  const float shifted = add_rm(t, magic);
+  const float f = t - (shifted - magic);
+  const float power = fmaf(fmaf(fmaf(0.07706704f, f, 0.22764499f), f, 0.69511679f), f, 1.0f);
+  return power * float_of(bits_of(shifted) << 23);
+}
+
+// ---- 5f copies of U8 (wmma and DTYPE = U8) ----
+
+// u - 128 of two bytes of a word, the low or the high ones. 16 bits 0x6400 | u are the number 1024 + u.
+__device__ __forceinline__ uint32_t halves_of_bytes(uint32_t word, bool high) {
+  constexpr uint32_t halves_of_1152 = 0x64806480;
+  return sub_f16x2(prmt(word, 0x64646464, high ? 0x4342 : 0x4140), halves_of_1152);
+}
+// Makes the fp16 that the products take of a vector of 8 elements or 16.
+template <> struct VectorCopy<false, true> {
+  template <int BYTES> __device__ static __forceinline__ void copy(void* dst_s, const void* src_g, bool valid) {
+    VectorType<BYTES> vector{};
+    if (valid) vector = ld_global_nc<decltype(vector)>(src_g);
+    uint32_t words[BYTES / 4];
+    memcpy(words, &vector, sizeof vector);
+    SDPA_UNROLL for (int i = 0; i < BYTES / 4; i += 2) {
+      const uint32_t low = words[i], high = words[i + 1];
+      st_shared(static_cast<uint4*>(dst_s) + i / 2, uint4{halves_of_bytes(low, false), halves_of_bytes(low, true),
+                                                          halves_of_bytes(high, false), halves_of_bytes(high, true)});
+    }
+  }
+};
+
+// ---- 5f softcap (USE_SOFTCAP) ----
+
+// USE_SOFTCAP: tanh(x * cap_scale), of which the exact form is 1 - 2 / (1 + e^2t).
+template <class B> __device__ __forceinline__ float capped(float x, const KernelArgs& a) {
+  if (a.cap_scale == 0) return x;
+  if (B::use_softcap == 1) return tanh_approx(x * a.cap_scale);
+  return 1 - 2 * rcp_approx_ftz(1 + ex2_approx_ftz(x * a.cap_scale * 2.88539008f));  // 2 * log2(e)
+}
+template <class B, class View>
+__device__ __forceinline__ void cap_scores(View& S, const KernelArgs& a, int first, int last) {
+  SDPA_UNROLL for (int i = 0; i < View::ROWS; i++) {
+    SDPA_UNROLL for (int j = first; j < last; j++) S.x[i][j] = capped<B>(S.x[i][j], a);
+  }
+}
+
+// ---- 5f factors of 8-bit tensors, sinks ----
+
+// The element that to_float() gives as 1.
+template <class B> constexpr float element_unit = B::input == DType::u8 ? 448.0f / 127 : 1;
+
+// Where e4m3 becomes fp16 (mma and PACK_GQA), scores have been multiplied by the factor of Q.
+template <class B> __device__ __forceinline__ float item_scale_log2(const KernelArgs& a, const Item<B>& item) {
+  if constexpr (!B::is_8bit) return a.scale_log2;
+  const int h_kv = int(a.q_heads_per_kv.divide(item.h));
+  const float q_descale = B::converts_operands ? 1 : a.p.q_descale.of_head(item.b, item.h);
+  const float scale_log2 = a.scale_log2 * q_descale * a.p.k_descale.of_head(item.b, h_kv);
+  return max_nan(scale_log2, 1.2e-38f);  // of a factor of 0: -inf times the scale stays -inf
+}
+template <class B> __device__ __forceinline__ float item_v_descale(const KernelArgs& a, const Item<B>& item) {
+  if constexpr (!B::is_8bit) return 1;
+  return element_unit<B> * a.p.v_descale.of_head(item.b, int(a.q_heads_per_kv.divide(item.h)));
+}
+// USE_SINKS: the sink of the item's head; -inf is none.
+template <class B> __device__ __forceinline__ float sink_of(const KernelArgs& a, const Item<B>& item) {
+  return a.p.sinks ? a.p.sinks[item.h] : -INFINITY;
+}
+// The row sum l, with 2^p_log2 * e^sink relative to m. Above 2^126 nothing of the keys is left in it.
+template <class B>
+__device__ __forceinline__ float with_sink(float m, float l, const KernelArgs& a, const Item<B>& item) {
+  if (!B::use_sinks) return l;
+  const float above_m = fmaf(-finite_max(m), item_scale_log2<B>(a, item), sink_of<B>(a, item) * (1 / ln2));
+  return l + ex2_approx_ftz(fminf(above_m + p_log2<B>, 126));
+}
+
+// ---- 5f operands of e4m3 (mma and DTYPE = FP8_E4M3) ----
+
+// e4m3 as it is. Or (converts_operands) fp16 that is made of it in registers: a step is then two products; the first
+// has k = 4q ... 4q + 3 of the lane's bytes, the second the same 16 k further.
+
+// Converts four bytes to two pairs of fp16.
+__device__ __forceinline__ void make_halves(uint32_t (&pairs)[2], uint32_t bytes) {
+  SDPA_UNROLL for (int n = 0; n < 2; n++) pairs[n] = cvt_rn_f16x2_e4m3x2(bytes >> 16 * n);
+}
+
+template <class B> struct MmaOperands<B, true> {
+  static constexpr bool in_fp16 = B::converts_operands;
+  static constexpr int REGISTERS = in_fp16 ? 8 : 4, KEYS = in_fp16 ? 16 : 32;
+  using Sums = MmaAccumulator<B, B::d_v>;
+  using P = uint32_t[Sums::M_TILES][4];
+
+  static __device__ __forceinline__ void multiply(float& d0, float& d1, float& d2, float& d3,
+                                                  const uint32_t (&a)[REGISTERS], uint32_t b0, uint32_t b1) {
+    if constexpr (in_fp16) {
+      const uint32_t b[2] = {b0, b1};
+      SDPA_UNROLL for (int n = 0; n < 2; n++) {
+        uint32_t pairs[2], part[4];
+        make_halves(pairs, b[n]), memcpy(part, a + 4 * n, sizeof part);
+        mma_m16n8k16<Half>(d0, d1, d2, d3, part, pairs[0], pairs[1]);
+      }
+    } else {
+      mma_m16n8k32_e4m3(d0, d1, d2, d3, a, b0, b1);
+    }
+  }
+  static __device__ __forceinline__ void read(uint32_t (&a)[REGISTERS], SharedAddress from) {
+    if constexpr (in_fp16) {
+      uint32_t bytes[4], pairs[2];
+      ldmatrix_x4<false>(bytes, from);
+      SDPA_UNROLL for (int i = 0; i < 4; i++) {  // rows g and g + 8 of 16 k, then of the next
+        make_halves(pairs, bytes[i]);
+        a[i / 2 * 4 + i % 2] = pairs[0], a[i / 2 * 4 + i % 2 + 2] = pairs[1];
+      }
+    } else {
+      ldmatrix_x4<false>(a, from);
+    }
+  }
+  // With e4m3 the operand's k = 4q + i (and 16 + 4q + i) is key i / 2 * 8 + 2q + i % 2 (and 16 more).
+  static __device__ __forceinline__ uint32_t pack_p(const float* x) {
+    if constexpr (in_fp16) {
+      return pack<Half>(x[0], x[1]);
+    } else {
+      return cvt_rn_satfinite_e4m3x4(x[0], x[1], x[2], x[3]);
+    }
+  }
+  // O += P @ V for the keys of a step. ldmatrix transposes pairs: a register has bytes d = 2g and 2g + 1 of two keys.
+  // prmt parts them into the even and the odd d, so that a lane has 4 neighbouring d of 16.
+  static __device__ __forceinline__ void pv(Sums& O, const P& p, const Element<B>* V_s, int step, int lane) {
+    if constexpr (in_fp16) {
+      pv_of_fp16(O, p, V_s, step, lane);
+    } else {
+      pv_of_e4m3(O, p, V_s, step, lane);
+    }
+  }
+
+ private:
+  // With the keys in the order of P.
+  static __device__ __forceinline__ void pv_of_e4m3(Sums& O, const P& p, const Element<B>* V_s, int step, int lane) {
+    const SharedAddress at = shared_address(V_s + tile_offset<B, B::d_v>(lane, 0));
+    SDPA_UNROLL for (int n = 0; n < B::d_v / 16; n++) {
+      uint32_t v[4];  // of keys 0 ... 7, 8 ... 15, 16 ... 23, 24 ... 31
+      ldmatrix_x4<true>(v, tile_step<B, B::d_v>(at, MMA_K<B> * step, 16 * n));
+      const uint32_t even[2] = {prmt(v[0], v[1], 0x6420), prmt(v[2], v[3], 0x6420)};
+      const uint32_t odd[2] = {prmt(v[0], v[1], 0x7531), prmt(v[2], v[3], 0x7531)};
+      SDPA_UNROLL for (int m = 0; m < O.M_TILES; m++) {
+        float *const top = O.x[2 * m] + 4 * n, *const bottom = O.x[2 * m + 1] + 4 * n;
+        multiply(top[0], top[2], bottom[0], bottom[2], p[m], even[0], even[1]);
+        multiply(top[1], top[3], bottom[1], bottom[3], p[m], odd[0], odd[1]);
+      }
+    }
+  }
+
+  static __device__ __forceinline__ void pv_of_fp16(Sums& O, const P& p, const Element<B>* V_s, int step, int lane) {
+    const SharedAddress at = shared_address(V_s + tile_offset<B, B::d_v>(lane % 16, lane / 16 * CHUNK<B>));
+    SDPA_UNROLL for (int n = 0; n < B::d_v / 16; n += 2) {
+      uint32_t v[4];  // of 16 d keys 0 ... 7, 8 ... 15, and of the next
+      ldmatrix_x4<true>(v, tile_step<B, B::d_v>(at, 16 * step, 16 * n));
+      SDPA_UNROLL for (int next = 0; next < 2; next++) {
+        uint32_t low[2], high[2];  // keys; the even d and the odd d
+        make_halves(low, prmt(v[2 * next], 0, 0x3120));
+        make_halves(high, prmt(v[2 * next + 1], 0, 0x3120));
+        SDPA_UNROLL for (int m = 0; m < O.M_TILES; m++) {
+          float* const top = O.x[2 * m] + 4 * (n + next);
+          float* const bottom = O.x[2 * m + 1] + 4 * (n + next);
+          mma_m16n8k16<Half>(top[0], top[2], bottom[0], bottom[2], p[m], low[0], high[0]);
+          mma_m16n8k16<Half>(top[1], top[3], bottom[1], bottom[3], p[m], low[1], high[1]);
+        }
+      }
+    }
+  }
+};
+
+// ---- 5f ranges of keys, and the merge of their results (wmma, mma, wgmma) ----
+
+// SPLIT_CTAS: the workspace has for each item a counter of stored partial results, and after all counters the results.
+constexpr uint32_t most_split_items = 16384;
+constexpr size_t range_counter_bytes = most_split_items * sizeof(uint32_t);
+constexpr int ranges_at_once = 16, few_ranges = 4;  // that a thread merges; of few it takes more columns
+template <class B> struct alignas(256) RangePartial {
+  float O[B::block_m][B::d_v];
+  float2 m_l[B::block_m];
+};
+
+// The partial results of an item: how many, the number of the first and of this CTA's, and their counter.
+template <class B, bool = B::use_lengths> struct Parts {
+  uint32_t count, counter, first, own;
+  __device__ __forceinline__ Parts(const KernelArgs& a, const Item<B>&)
+      : count(a.ranges.divisor), counter(a.ranges.divide(blockIdx.x)), first(counter * count), own(blockIdx.x) {}
+};
+template <class B> __device__ __forceinline__ size_t behind_plan(const KernelArgs& a, size_t bytes) {
+  if constexpr (B::use_lengths) return bytes + plan_bytes(plan_room<B>(a));
+  return bytes;
+}
+// The partial results of all CTAs in the workspace.
+template <class B> __device__ __forceinline__ RangePartial<B>* range_partials(const KernelArgs& a) {
+  unsigned char* const counters = static_cast<unsigned char*>(a.p.workspace);
+  return reinterpret_cast<RangePartial<B>*>(counters + behind_plan<B>(a, range_counter_bytes));
+}
+
+// Stores a view's rows of O, m and l in a partial result, by store(place, vector).
+template <class Partial, class View, class Store>
+__device__ __forceinline__ void store_partial(Partial& mine, const View& O, const float (&m)[View::ROWS],
+                                              const float (&l)[View::ROWS], const Store& store) {
+  constexpr int width = View::RUN < 4 ? View::RUN : 4;
+  SDPA_UNROLL for (int i = 0; i < View::ROWS; i++) {
+    SDPA_UNROLL for (int j = 0; j < View::COLS; j += width) {
+      VectorType<width * sizeof(float)> x;
+      memcpy(&x, &O.x[i][j], sizeof x);
+      store(&mine.O[O.row(i)][O.col(j)], x);
+    }
+    if (O.col(0) == 0) store(&mine.m_l[O.row(i)], float2{m[i], l[i]});
+  }
+}
+
+// Row i of a view, as the first row of an item.
+template <class View> struct OneRow {
+  static constexpr int ROWS = 1, COLS = View::COLS, RUN = View::RUN;
+  const View& view;
+  const int i;
+  struct Rows {
+    const View& view;
+    const int i;
+    __device__ auto operator[](int) const { return view.x[i]; }
+  } x{view, i};
+  __device__ int row(int) const { return 0; }
+  __device__ int col(int j) const { return view.col(j); }
+};
+template <class B, class View>
+__device__ __forceinline__ void store_sums(const View& O, const float (&m)[View::ROWS], const float (&l)[View::ROWS],
+                                           const KernelArgs& a, const Item<B>& item) {
+  if constexpr (B::split_ctas != 1) {
+    const Parts<B> parts(a, item);
+    if (!B::use_lengths || parts.count != 1) {
+      RangePartial<B>& mine = range_partials<B>(a)[parts.own];
+      return store_partial(mine, O, m, l, [](void* dst_g, auto x) { st_global(dst_g, x); });
+    }
+  }
+  if constexpr (B::pack_gqa) {
+    SDPA_UNROLL for (int i = 0; i < View::ROWS; i++) {
+      const float row_m[1] = {m[i]}, row_l[1] = {l[i]};
+      if (O.row(i) < rows_of_item<B>(a)) store_output<B>(OneRow<View>{O, i}, row_m, row_l, a, row_item<B>(a, item, O.row(i)));
+    }
+  } else {
+    store_output<B>(O, m, l, a, item);
+  }
+}
+
+// Merges O, m and l of all ranges in a fixed order. A thread loads COLS columns of MANY ranges at once.
+template <class B, int MANY, int COLS>
+__device__ __forceinline__ void merge_ranges(const RangePartial<B>* partial, const KernelArgs& a, const Item<B>& item,
+                                             int thread, int threads = B::num_warps * 32) {
+  constexpr int columns = B::d_v / COLS;
+  const int ranges = int(Parts<B>(a, item).count);
+  const int parts = rows_of_item<B>(a) * columns;
+  for (int part = thread; part < parts; part += threads) {
+    const int row = part / columns;
+    const float scale_log2 = item_scale_log2<B>(a, row_item<B>(a, item, row));
+    QuadRuns<1, 4 * COLS, COLS> O;
+    O.first_row = 0, O.first_col = part % columns * COLS;
+    clear(O);
+    float m[1] = {-INFINITY}, l[1] = {0};
+    for (int first = 0; first < ranges; first += MANY) {
+      float2 m_l[1 + MANY] = {{m[0], l[0]}};
+      float4 x[MANY][COLS / 4] = {};
+      SDPA_UNROLL for (int n = 0; n < MANY; n++) {
+        m_l[1 + n] = {-INFINITY, 0};
+        if (first + n >= ranges) continue;
+        m_l[1 + n] = ld_global_cg<float2>(&partial[first + n].m_l[row]);
+        SDPA_UNROLL for (int c = 0; c < COLS / 4; c++) {
+          x[n][c] = ld_global_cg<float4>(&partial[first + n].O[row][O.first_col + 4 * c]);
+        }
+      }
+      float weight[1 + MANY];
+      merge_weights<B>(m_l, scale_log2, weight, m[0], l[0]);
+      SDPA_UNROLL for (int j = 0; j < COLS; j++) O.x[0][j] *= weight[0];
+      SDPA_UNROLL for (int n = 0; n < MANY; n++) {
+        SDPA_UNROLL for (int c = 0; c < COLS / 4; c++) add(O.x[0] + 4 * c, x[n][c], weight[1 + n]);
+      }
+    }
+    store_output<B>(O, m, l, a, row_item<B>(a, item, row));
+  }
+}
+
+// ---- 5f rows of several heads (SWAP_AB, PACK_GQA) ----
+
+using RowPart = QuadRuns<1, 16, 4>;  // four neighbouring columns of a row
+template <class B> struct RowsPartial {
+  alignas(16) float O[B::block_m][PARTIAL_STRIDE<B>];
+  float2 m_l[B::block_m];
+};
+
+// The groups of warps have left O, m and l of their keys in shared memory, row by row. Merges them in a fixed order and
+// calls put(row, O, m, l) for every four columns of the rows.
+template <class B, class Partial, class Put>
+__device__ __forceinline__ void merge_groups(const Partial (&partial_s)[B::split_kv], const ItemScale<B>& scale_log2,
+                                             int thread, const Put& put) {
+  constexpr int parts = B::d_v / 4, threads = B::num_warps * 32;
+  const int rows = rows_of_item<B>(scale_log2.a);
+  for (int i = thread; i < rows * parts; i += threads) {
+    const int row = i / parts;
+    RowPart O;
+    O.first_row = 0, O.first_col = i % parts * 4;
+    clear(O);
+    float m[1], l[1], weight[B::split_kv];
+    float2 m_l[B::split_kv];
+    SDPA_UNROLL for (int n = 0; n < B::split_kv; n++) m_l[n] = ld_shared<float2>(&partial_s[n].m_l[row]);
+    merge_weights<B>(m_l, scale_log2, weight, m[0], l[0]);
+    SDPA_UNROLL for (int n = 0; n < B::split_kv; n++) {
+      add(O.x[0], ld_shared<float4>(&partial_s[n].O[row][O.first_col]), weight[n]);
+    }
+    put(row, O, m, l);
+    if (!B::pack_gqa && B::block_m * parts <= threads) break;
+  }
+}
+
+// Stores O / l and LSE of the item's rows. SPLIT_CTAS: O, m and l of a CTA's keys; the item's last CTA merges them all.
+template <class B, class Partial>
+__device__ __forceinline__ void store_rows(const Partial (&partial_s)[B::split_kv], const KernelArgs& a,
+                                           const Item<B>& item, int thread, bool& is_last_s) {
+  const ItemScale<B> scale_log2(a, item);
+  const Parts<B> parts(a, item);
+  if (B::split_ctas == 1 || parts.count == 1) {
+    merge_groups<B>(partial_s, scale_log2, thread, [&](int row, const auto& O, auto& m, auto& l) {
+      store_output<B>(O, m, l, a, row_item<B>(a, item, row));
+    });
+    return;
+  }
+  uint32_t* const counters = static_cast<uint32_t*>(a.p.workspace);
+  RangePartial<B>* const partials = range_partials<B>(a);
+  merge_groups<B>(partial_s, scale_log2, thread, [&](int row, const auto& O, auto& m, auto& l) {
+    RangePartial<B>& mine = partials[parts.own];
+    st_global(&mine.O[row][O.first_col], float4{O.x[0][0], O.x[0][1], O.x[0][2], O.x[0][3]});
+    if (O.first_col == 0) st_global(&mine.m_l[row], float2{m[0], l[0]});
+  });
+  __syncthreads();  // hazard: written by all threads
+  if (thread == 0) is_last_s = atom_inc_acq_rel(&counters[parts.counter], parts.count - 1) == parts.count - 1;
+  __syncthreads();  // hazard: counted by thread 0
+  if (!is_last_s) return;
+  const RangePartial<B>* const first = partials + parts.first;
+  parts.count > few_ranges ? merge_ranges<B, ranges_at_once, 4>(first, a, item, thread)
+                           : merge_ranges<B, 2, 16>(first, a, item, thread);
+}
+
+// ---- 5f rows of several heads with mma.sync (mma and PACK_GQA) ----
+
+template <class B> struct MmaPartials<B, true> {
+  struct type {
+    RowsPartial<B> of_group[B::split_kv];
+    bool is_last;
+  };
+};
+
+template <class B> struct MmaPacked {
+  static __device__ __forceinline__ void copy_q(MmaShared<B>& s, const ItemTiles<B>& t, const KernelArgs& a) {
+    constexpr int per_row = TileCopy<B>::PER_ROW;
+    const SdpaParams& p = a.p;
+    const int rows = rows_of_item<B>(a);
+    for (int i = threadIdx.x; i < B::block_m * per_row; i += B::threads) {
+      const int row = i / per_row, col = i % per_row * B::vec_width;
+      const Item<B> from = row_item<B>(a, t.item, row);
+      VectorCopy<B::use_cp_async>::template copy<B::vec_width * sizeof(Input)>(
+          s.in.Q + tile_offset<B>(row, col),
+          p.Q + from.b * p.q.batch + from.h * p.q.head + from.q_row(from.q0) * p.q.row + col,
+          row < rows && from.q0 < from.queries(p));
+    }
+  }
+  // Rows past those of the tile get the factor of some head.
+  static __device__ __forceinline__ void read_factors(MmaRows<B>& rows, const KernelArgs& a, const Item<B>& item) {
+    SDPA_UNROLL for (int i = 0; i < rows.ROWS; i++) {
+      const Item<B> of = row_item<B>(a, item, rows.O.row(i));
+      rows.q_descale[i] = a.p.q_descale.of_head(of.b, min(of.h, a.p.Hq - 1));
+    }
+  }
+  static __device__ __forceinline__ void store(MmaShared<B>& s, const MmaRows<B>& rows, const KernelArgs& a, int group,
+                                               int lane) {
+    MmaRuns<B> runs;
+    deal_runs<B>(runs, rows.O, lane);
+    __syncthreads();  // hazard: the partial results take the place of Q, K and V
+    RowsPartial<B>& mine = s.partial.of_group[group];
+    store_partial(mine, runs, rows.m, rows.l, [](void* dst_s, auto x) { st_shared(dst_s, x); });
+    __syncthreads();  // hazard: partial results written
+    store_rows<B>(s.partial.of_group, a, s.item, threadIdx.x, s.partial.is_last);
+  }
+};
+
+// ---- 5f pages (USE_PAGES) ----
+
+// K and V are [pages,Hkv,page_size,D], with batch strides from page to page. Key k of sequence b is row k % page_size
+// of page page_table[b * page_stride + k / page_size]; page_size is a multiple of 16, and a table's row has Sk keys.
+
+// The page of the item's keys [k, k + keys), which lie in one. If the item sees none of them, one that does not exist:
+// of that TMA gives zeros, and the table is not read.
+template <class B>
+__device__ __forceinline__ int page_of(const KernelArgs& a, const Item<B>& item, int k, int keys) {
+  if (max(k, item.keys.begin) >= min(k + keys, item.keys.end)) return a.p.pages;
+  const int place = int(plan_room<B>(a).page_size.divide(uint32_t(k)));
+  return min(max(ld_global<int>(a.p.page_table + int64_t(item.b) * a.p.page_stride + place), 0), a.p.pages - 1);
+}
+// The vectors of rows k, k + 1, ... of K or V, as by a pointer to the first. head_g: the one of row 0 of page 0.
+template <class B> struct PagedRows {
+  const KernelArgs* a;
+  const Item<B>* item;
+  const Strides* strides;
+  const Input* head_g;
+  int k;
+  __device__ __forceinline__ void operator+=(int64_t rows) { k += int(rows); }
+  __device__ __forceinline__ const Input* operator+(int column) const {
+    const int row = int(plan_room<B>(*a).page_size.remainder(uint32_t(k)));
+    return head_g + page_of<B>(*a, *item, k) * strides->batch + row * strides->row + column;
+  }
+};
+
+// ---- 5f items that are planned (USE_LENGTHS) ----
+// A kernel before the others lists the items of all sequences, for one group of heads, the longest first; an item of
+// many keys becomes several ranges.
+
+// USE_LENGTHS: where a sequence is in the tensors, and how many rows it has there. With starts [B + 1], sequence b has
+// the rows from starts[b] to starts[b + 1] of all Sq of Q and O, or Sk of K and V; such tensors have a batch of 1, LSE
+// is [Hq,Sq]. Rows of no sequence are not written. Of a sequence's keys the first k_lengths[b] count, [B], and no more
+// than most_keys. All are in device memory; what is not within the tensors is cut off.
+struct Sequence {
+  int q_row, k_row, Sq, Sk;
+
+  Sequence() = default;
+  __device__ Sequence(const SdpaParams& p, int b) : q_row(0), k_row(0), Sq(p.Sq), Sk(p.Sk) {
+    const auto find = [&](const int* starts, int& row, int& rows) {
+      if (!starts) return;
+      row = min(max(starts[b], 0), rows), rows = max(min(starts[b + 1], rows), row) - row;
+    };
+    find(p.q_starts, q_row, Sq), find(p.k_starts, k_row, Sk);
+    if (p.k_lengths) Sk = min(max(p.k_lengths[b], 0), Sk);
+    if (p.most_keys > 0) Sk = min(Sk, p.most_keys);
+  }
+};
+// The first key of the tiles of these keys. With pages a tile begins where a box of TMA does.
+template <class B> __device__ __forceinline__ int first_tile_key(const KeyRange& keys) {
+  return B::use_pages && B::family == Family::wgmma ? keys.begin / B::block_n * B::block_n : keys.begin;
+}
+// A tile of a sequence, whose rows q0 counts, and the keys of one of its ranges. Where there are several, their partial
+// results are numbers first_part ... + ranges - 1. No ranges: there are no more items.
+struct alignas(16) PlannedItem {
+  int b, h, q0;
+  Sequence sequence;
+  KeyRange keys;
+  int range, ranges, first_part;
+};
+// In the workspace, behind the counters: how many items; how many first ranges of those that have several, whose
+// numbers follow the items; the queue.
+struct Plan { uint32_t count, merges, drawn, unused; };
+__host__ __device__ constexpr size_t plan_bytes(const PlanArgs& plan) {
+  return 256 + ceil_div(plan.items * (sizeof(PlannedItem) + sizeof(uint32_t)), 256) * 256;
+}
+__device__ __forceinline__ Plan& plan_of(const KernelArgs& a) {
+  return *reinterpret_cast<Plan*>(static_cast<unsigned char*>(a.p.workspace) + range_counter_bytes);
+}
+template <class B> struct Item<B, true> : PlannedItem {
+  using HeldMask = Mask;
+  __device__ bool exists() const { return ranges > 0; }
+  __device__ int batch(const int* starts) const { return starts ? 0 : b; }
+  __device__ int q_row(int q) const { return sequence.q_row + q; }
+  __device__ int k_row(int k) const { return sequence.k_row + k; }
+  __device__ int queries(const SdpaParams&) const { return sequence.Sq; }
+  __device__ bool ends_before(int q) const { return q > sequence.Sq; }
+  __device__ int keys_in_tile(int k0) const { return min(max(sequence.Sk - k0, 0), B::block_n); }
+  __device__ Mask mask(const KernelArgs& a) const {
+    const KeyBounds bounds(a.p, sequence.Sq, sequence.Sk);
+    return {{bounds, B::pack_gqa ? queries_of_item<B>(a) : mask_rows<B>, B::block_n}, bounds};
+  }
+  __device__ KeyRange keys_of_cta(const KernelArgs&, const Mask&) const { return {first_tile_key<B>(keys), keys.end}; }
+  static __device__ uint32_t* queue(const KernelArgs& a) { return &plan_of(a).drawn; }
+};
+
+__device__ __forceinline__ PlannedItem* planned_items(const KernelArgs& a) {
+  return reinterpret_cast<PlannedItem*>(reinterpret_cast<unsigned char*>(&plan_of(a)) + 256);
+}
+// Number i of the list, of the group of heads number `head`.
+template <class B> struct Parts<B, true> {
+  uint32_t count, counter, first, own;
+  __device__ __forceinline__ Parts(const KernelArgs&, const Item<B>& item)
+      : count(item.ranges), counter(item.first_part), first(item.first_part), own(item.first_part + item.range) {}
+};
+template <class B> __device__ __forceinline__ Item<B> planned_item(const KernelArgs& a, uint32_t i, int head) {
+  Item<B> item{planned_items(a)[i]};
+  item.h = head * a.item_heads;
+  item.first_part = item.first_part * int(a.q_heads.divisor) + head * item.ranges;
+  return item;
+}
+
+// USE_LENGTHS: item number i of the plan, counted over its items and the heads of each; without ranges past the last.
+template <class B> __device__ __forceinline__ Item<B> item_of_plan(const KernelArgs& a, uint32_t i) {
+  if constexpr (B::family == Family::wgmma) griddepcontrol_wait();  // the plan has been made
+  const uint32_t number = a.q_heads.divide(i);
+  if (number >= plan_of(a).count) return {};
+  return planned_item<B>(a, number, int(a.q_heads.remainder(i)));
+}
+
+// ---- 5f the kernel that plans items (USE_LENGTHS) ----
 
 // Rounds that are summed in one accumulator.
 template <class B> __host__ __device__ __forceinline__ int rounds_at_once() {
@@ -4715,12 +4617,12 @@ template <class B> __global__ void __launch_bounds__(plan_threads, 1) sdpa_plan(
   // use(b, sequence, q0, keys) for every tile, a sequence by some lanes of a warp, its last rows first. With a mask the
   // first tile is the one that is not full, since it has less to do.
   int shift = 0;  // of 2^shift lanes
-  while (shift < 5 && (a.p.q_starts || 1 << shift < shares(a.p.Sq, queries))) shift++;
+  while (shift < 5 && (a.p.q_starts || 1 << shift < ceil_div(a.p.Sq, queries))) shift++;
   const auto each_tile = [&](const auto& use) {
     for (int b = tid / 32 + (tid % 32 >> shift) * (plan_threads / 32); b < a.p.B; b += plan_threads >> shift) {
       const Sequence own(a.p, b);
       const KeyBounds bounds(a.p, own.Sq, own.Sk);
-      const int tiles = shares(own.Sq, queries);
+      const int tiles = ceil_div(own.Sq, queries);
       const int early = wgmma_may_pass<B> && !bounds.all() ? (tiles * queries - own.Sq) / 64 * 64 : 0;
       for (int i = tiles - 1 - tid % (1 << shift); i >= 0; i -= 1 << shift) {
         const int q0 = i * queries - early;
@@ -4729,7 +4631,7 @@ template <class B> __global__ void __launch_bounds__(plan_threads, 1) sdpa_plan(
     }
   };
   const auto rounds_of = [](const KeyRange& keys) {
-    return uint32_t(max(shares(keys.end - first_tile_key<B>(keys), B::round_keys), 0));
+    return uint32_t(max(ceil_div(keys.end - first_tile_key<B>(keys), B::round_keys), 0));
   };
   uint64_t rounds_of_thread = 0;
   each_tile([&](int, const Sequence& own, int, const KeyRange& keys) {
@@ -4747,11 +4649,11 @@ template <class B> __global__ void __launch_bounds__(plan_threads, 1) sdpa_plan(
   const uint64_t rounds_of_all = uint64_t(s.rounds_65536) * 65536 + s.rounds;
   const uint32_t even = free > 0 ? uint32_t(min(2 * rounds_of_all / free + 1, uint64_t(0x7fffffff))) : 0x7fffffff;
   const uint32_t limit = max(even, B::split_ctas == 0 ? min(least, most) : most);
-  const auto ranges_of_tile = [&](uint32_t rounds) { return max(shares(rounds, limit), typed); };
+  const auto ranges_of_tile = [&](uint32_t rounds) { return max(ceil_div(rounds, limit), typed); };
   // By the rounds of a range; or of the sequence, so that its tiles follow each other while L2 has its K and V.
   const uint32_t longest = max(min(s.most_rounds, limit), 1u);
   const auto class_of = [&](const Sequence& own, uint32_t rounds, uint32_t ranges) {
-    const uint32_t cost = B::split_ctas == 1 ? rounds_of({0, own.Sk}) : shares(rounds, ranges);
+    const uint32_t cost = B::split_ctas == 1 ? rounds_of({0, own.Sk}) : ceil_div(rounds, ranges);
     return plan_classes - 1 - int(cost * (plan_classes - 1) / longest);
   };
   each_tile([&](int, const Sequence& own, int, const KeyRange& keys) {
@@ -4791,11 +4693,11 @@ template <class B> __global__ void __launch_bounds__(plan_threads, 1) sdpa_plan(
   if (tid == 0) st_global(&plan_of(a), uint4{s.count, s.count > 0 ? s.merges : 0, 0, 0});
 }
 
-// ---- the kernel that merges ranges (SPLIT_CTAS > 1) ----
+// ---- 5f the kernel that merges ranges (SPLIT_CTAS > 1) ----
 // A thread has four columns of a row, so that all SMs merge and not one CTA an item.
 
 constexpr int merge_threads = 128;
-template <class B> constexpr int merge_ctas = shares(B::block_m * B::d_v / 4, merge_threads);  // of an item
+template <class B> constexpr int merge_ctas = ceil_div(B::block_m * B::d_v / 4, merge_threads);  // of an item
 
 template <class B> __global__ void __launch_bounds__(merge_threads) sdpa_merge(const __grid_constant__ KernelArgs a) {
   if constexpr (B::use_lengths) {  // all items that have several ranges
@@ -4804,8 +4706,8 @@ template <class B> __global__ void __launch_bounds__(merge_threads) sdpa_merge(c
     const uint32_t* const merges = reinterpret_cast<const uint32_t*>(planned_items(a) + plan_room<B>(a).items);
     for (uint32_t i = blockIdx.x; i < ctas; i += gridDim.x) {
       const uint32_t merge = i / merge_ctas<B>;
-      const auto item = planned_item<B>(a, merges[merge / heads], int(merge % heads));
-      merge_ranges<B, ranges_at_once, 4>(range_partials<B>(a) + item.part, a, item,
+      const Item<B> item = planned_item<B>(a, merges[merge / heads], int(merge % heads));
+      merge_ranges<B, ranges_at_once, 4>(range_partials<B>(a) + item.first_part, a, item,
                                          int(i % merge_ctas<B> * merge_threads + threadIdx.x),
                                          merge_ctas<B> * merge_threads);
     }
@@ -4818,7 +4720,136 @@ template <class B> __global__ void __launch_bounds__(merge_threads) sdpa_merge(c
   }
 }
 
+// ---- 5f rows of tiles that are emptied (wgmma) ----
+
+// USE_LENGTHS: empties the rows of V behind the sequence's last key, which have landed, since 0 * NaN is NaN: by `threads`
+// threads, which then fence the async proxy.
+template <class B> __device__ __forceinline__ void clear_rows_of_v(void* V_s, int keys, int thread, int threads) {
+  constexpr int line = PANEL_BYTES<B::d_v> / 16, panel = B::block_n * line;
+  for (int i = keys * line + thread; i < panel; i += threads) {
+    SDPA_UNROLL for (int n = 0; n < PANELS<B::d_v>; n++) st_shared(static_cast<uint4*>(V_s) + n * panel + i, uint4{});
+  }
+}
+// PACK_GQA: empties rows of Q without a query; what lies there would decide how others are rounded.
+template <class B> __device__ __forceinline__ void clear_rows_without_query(Input* Q_s, const KernelArgs& a) {
+  const int rows = rows_of_item<B>(a), chunks = (B::block_m - rows) * (PANEL_BYTES<B::head_dim> / 16);
+  for (int i = threadIdx.x; i < PANELS<B::head_dim> * chunks; i += B::threads) {
+    const int row = i / chunks * B::block_m + rows;
+    st_shared(reinterpret_cast<uint4*>(Q_s + row * (PANEL_BYTES<B::head_dim> / sizeof(Input))) + i % chunks, uint4{});
+  }
+  fence_proxy_async();
+}
+
+// ---- 5f wgmma in all its shapes (wgmma) ----
+
+#ifndef SDPA_SIMT
+
+// SDPA_D<R>(F): F(1) ... F(R - 1), for the numbers of R accumulators.
+#define SDPA_D4(F) F(1) F(2) F(3)
+#define SDPA_D8(F) SDPA_D4(F) F(4) F(5) F(6) F(7)
+#define SDPA_D16(F) SDPA_D8(F) F(8) F(9) F(10) F(11) F(12) F(13) F(14) F(15)
+#define SDPA_D24(F) SDPA_D16(F) F(16) F(17) F(18) F(19) F(20) F(21) F(22) F(23)
+#define SDPA_D32(F) SDPA_D24(F) F(24) F(25) F(26) F(27) F(28) F(29) F(30) F(31)
+#define SDPA_D40(F) SDPA_D32(F) F(32) F(33) F(34) F(35) F(36) F(37) F(38) F(39)
+#define SDPA_D48(F) SDPA_D40(F) F(40) F(41) F(42) F(43) F(44) F(45) F(46) F(47)
+#define SDPA_D56(F) SDPA_D48(F) F(48) F(49) F(50) F(51) F(52) F(53) F(54) F(55)
+#define SDPA_D64(F) SDPA_D56(F) F(56) F(57) F(58) F(59) F(60) F(61) F(62) F(63)
+#define SDPA_D72(F) SDPA_D64(F) F(64) F(65) F(66) F(67) F(68) F(69) F(70) F(71)
+#define SDPA_D80(F) SDPA_D72(F) F(72) F(73) F(74) F(75) F(76) F(77) F(78) F(79)
+#define SDPA_D88(F) SDPA_D80(F) F(80) F(81) F(82) F(83) F(84) F(85) F(86) F(87)
+#define SDPA_D96(F) SDPA_D88(F) F(88) F(89) F(90) F(91) F(92) F(93) F(94) F(95)
+#define SDPA_D104(F) SDPA_D96(F) F(96) F(97) F(98) F(99) F(100) F(101) F(102) F(103)
+#define SDPA_D112(F) SDPA_D104(F) F(104) F(105) F(106) F(107) F(108) F(109) F(110) F(111)
+#define SDPA_D120(F) SDPA_D112(F) F(112) F(113) F(114) F(115) F(116) F(117) F(118) F(119)
+#define SDPA_D128(F) SDPA_D120(F) F(120) F(121) F(122) F(123) F(124) F(125) F(126) F(127)
+#define SDPA_D_TEXT(i) ", %" #i
+#define SDPA_D_OPERAND(i) , "+f"(d[i])
+// X(N, R, the R of N plus 1 ... 6): N columns are R = N / 2 accumulators of a thread, operands 0 ... R - 1. Operand R
+// is scale-d, R + 1 descriptor B, R + 2 imm-trans-b, R + 3 ... are A, as a descriptor with imm-trans-a after it.
+// clang-format off
+#define SDPA_WGMMA_SHAPES(X) \
+  X(8, 4, 5, 6, 7, 8, 9, 10) X(16, 8, 9, 10, 11, 12, 13, 14) X(32, 16, 17, 18, 19, 20, 21, 22) \
+  X(48, 24, 25, 26, 27, 28, 29, 30) X(64, 32, 33, 34, 35, 36, 37, 38) X(80, 40, 41, 42, 43, 44, 45, 46) \
+  X(96, 48, 49, 50, 51, 52, 53, 54) X(112, 56, 57, 58, 59, 60, 61, 62) X(128, 64, 65, 66, 67, 68, 69, 70) \
+  X(144, 72, 73, 74, 75, 76, 77, 78) X(160, 80, 81, 82, 83, 84, 85, 86) X(176, 88, 89, 90, 91, 92, 93, 94) \
+  X(192, 96, 97, 98, 99, 100, 101, 102) X(208, 104, 105, 106, 107, 108, 109, 110) \
+  X(224, 112, 113, 114, 115, 116, 117, 118) X(240, 120, 121, 122, 123, 124, 125, 126) \
+  X(256, 128, 129, 130, 131, 132, 133, 134)
+#define SDPA_WGMMA(types, n, r, r1, a_text, immediates, ...)                        \
+  asm volatile(                                                                     \
+      "{ .reg .pred p; setp.ne.b32 p, %" #r ", 0; "                                 \
+      "wgmma.mma_async.sync.aligned.m64n" #n types                                  \
+      " {%0" SDPA_D##r(SDPA_D_TEXT) "}, " a_text ", %" #r1 ", p, " immediates "; }" \
+      : "+f"(d[0]) SDPA_D##r(SDPA_D_OPERAND)                                        \
+      : "r"(int(accumulate)), "l"(b), "n"(TRANS_B), __VA_ARGS__)
+// clang-format on
+
+template <class E, int N, int TRANS_B, int TRANS_A>
+__device__ __forceinline__ void wgmma_ss(float (&d)[N / 2], uint64_t a, uint64_t b, bool accumulate) {
+  static_assert(N == 8 || (N <= 256 && N % 16 == 0), "wgmma: N is 8 or a multiple of 16 up to 256");
+#define SDPA_WGMMA_SS(n, r, r1, r2, r3, r4, r5, r6)                                                    \
+  if constexpr (N == n && std::is_same_v<E, __half>) {                                                 \
+    SDPA_WGMMA("k16.f32.f16.f16", n, r, r1, "%" #r3, "1, 1, %" #r4 ", %" #r2, "l"(a), "n"(TRANS_A));   \
+  } else if constexpr (N == n && std::is_same_v<E, __nv_bfloat16>) {                                   \
+    SDPA_WGMMA("k16.f32.bf16.bf16", n, r, r1, "%" #r3, "1, 1, %" #r4 ", %" #r2, "l"(a), "n"(TRANS_A)); \
+  } else if constexpr (N == n && std::is_same_v<E, __nv_fp8_e4m3>) {                                   \
+    SDPA_WGMMA("k32.f32.e4m3.e4m3", n, r, r1, "%" #r3, "1, 1", "l"(a));                                \
+  }
+  SDPA_WGMMA_SHAPES(SDPA_WGMMA_SS)
+#undef SDPA_WGMMA_SS
+}
+template <class E, int N, int TRANS_B>
+__device__ __forceinline__ void wgmma_rs(float (&d)[N / 2], const uint32_t (&a)[4], uint64_t b, bool accumulate) {
+  static_assert(N == 8 || (N <= 256 && N % 16 == 0), "wgmma: N is 8 or a multiple of 16 up to 256");
+#define SDPA_WGMMA_RS(n, r, r1, r2, r3, r4, r5, r6)                                                                 \
+  if constexpr (N == n && std::is_same_v<E, __half>) {                                                              \
+    SDPA_WGMMA("k16.f32.f16.f16", n, r, r1, "{%" #r3 ", %" #r4 ", %" #r5 ", %" #r6 "}", "1, 1, %" #r2, "r"(a[0]),   \
+               "r"(a[1]), "r"(a[2]), "r"(a[3]));                                                                    \
+  } else if constexpr (N == n && std::is_same_v<E, __nv_bfloat16>) {                                                \
+    SDPA_WGMMA("k16.f32.bf16.bf16", n, r, r1, "{%" #r3 ", %" #r4 ", %" #r5 ", %" #r6 "}", "1, 1, %" #r2, "r"(a[0]), \
+               "r"(a[1]), "r"(a[2]), "r"(a[3]));                                                                    \
+  } else if constexpr (N == n && std::is_same_v<E, __nv_fp8_e4m3>) {                                                \
+    SDPA_WGMMA("k32.f32.e4m3.e4m3", n, r, r1, "{%" #r3 ", %" #r4 ", %" #r5 ", %" #r6 "}", "1, 1", "r"(a[0]),        \
+               "r"(a[1]), "r"(a[2]), "r"(a[3]));                                                                    \
+  }
+  SDPA_WGMMA_SHAPES(SDPA_WGMMA_RS)
+#undef SDPA_WGMMA_RS
+}
+
+#endif  // SDPA_SIMT
+
 // ==== 6 LAUNCH ===================================================================================
+
+}  // namespace
+
+struct SdpaStatus {
+  cudaError_t code = cudaSuccess;  // cudaErrorInvalidValue: the problem was refused
+  char text[256] = "";             // one sentence; empty on success
+  bool ok() const { return code == cudaSuccess; }
+};
+
+namespace {
+
+constexpr cudaError_t refused = cudaErrorInvalidValue;
+[[gnu::format(printf, 2, 3)]] SdpaStatus failure(cudaError_t code, const char* format, ...) {
+  SdpaStatus status;
+  status.code = code;
+  va_list values;
+  va_start(values, format);
+  vsnprintf(status.text, sizeof status.text, format, values);
+  va_end(values);
+  return status;
+}
+SdpaStatus cuda_failure(cudaError_t code, const char* what) {
+  return failure(code, "%s failed: %s", what, cudaGetErrorString(code));
+}
+
+// The most keys that a query of the problem sees.
+int most_visible_keys(const SdpaParams& p) {
+  const KeyBounds bounds(p, p.Sq, p.Sk);
+  const int most = Build::use_lengths && p.most_keys > 0 ? min(p.most_keys, p.Sk) : bounds.end(p.Sq - 1);
+  return max(min(most, bounds.to - bounds.from), 0);
+}
 
 // ---- tensors, the GPU, items and workspace ----
 
@@ -4872,14 +4903,14 @@ struct Items {
 // Clocks of sdpa_merge(): a launch, the ranges one after the other, and every partial result is written and read.
 double merge_kernel_clocks(const Items& items, int D, int ranges, int sms) {
   const double bytes = double(items.count) * ranges * items.heads * items.queries * D * 8;
-  return 1000 + 2000.0 * shares(ranges, ranges_at_once) + bytes / sms / 40;
+  return 1000 + 2000.0 * ceil_div(ranges, ranges_at_once) + bytes / sms / 40;
 }
 
 // Steps of the merge by the last CTA, as the model counts them: those of few ranges take less.
 int64_t merge_steps(const Items& items, int D, int threads, int ranges) {
   if (ranges == 1) return 0;
-  const int64_t parts = shares(items.heads * items.queries * (D / 4), threads);  // of a thread
-  return ranges > few_ranges ? shares(ranges, ranges_at_once) * parts : shares(ranges, 2) * shares(parts, 4);
+  const int64_t parts = ceil_div(items.heads * items.queries * (D / 4), threads);  // of a thread
+  return ranges > few_ranges ? ceil_div(ranges, ranges_at_once) * parts : ceil_div(ranges, 2) * ceil_div(parts, 4);
 }
 
 // Of an SM's rate, what one CTA alone has where two fit and both compute.
@@ -4890,17 +4921,17 @@ constexpr double sole_rate = 0.75;
 // last CTA (fitted to an H200). None is longer than most_keys_at_once where 256 ranges suffice.
 int ranges_of(const SdpaParams& p, const Items& items, bool by_kernel, int round_keys, int threads, int resident,
               int sms) {
-  const int keys = max(most_visible_keys(p), 1), rounds = int(shares(keys, round_keys));
+  const int keys = max(most_visible_keys(p), 1), rounds = int(ceil_div(keys, round_keys));
   const double round_kb = round_keys * p.D * sizeof(Input) / 512.0;  // K and V
   const int most = by_kernel || items.count <= most_split_items ? min(rounds, 256) : 1;
   int best = 0;
   double best_kb = 0;
-  for (int n = min(int(shares(keys, most_keys_at_once)), most); n <= most; n++) {
+  for (int n = min(int(ceil_div(keys, most_keys_at_once)), most); n <= most; n++) {
     const int64_t ctas = items.count * n;
     const double merge_kb = by_kernel ? merge_kernel_clocks(items, p.D, n, sms) / 50
                                       : 24.0 * merge_steps(items, p.D, threads, n);
-    const double busy = by_kernel && resident > 1 && ctas <= sms ? 1 / sole_rate : shares(ctas, sms);
-    const double kb = round_kb * busy * shares(rounds, n) + 64.0 * shares(ctas, resident * sms) + merge_kb;
+    const double busy = by_kernel && resident > 1 && ctas <= sms ? 1 / sole_rate : ceil_div(ctas, sms);
+    const double kb = round_kb * busy * ceil_div(rounds, n) + 64.0 * ceil_div(ctas, resident * sms) + merge_kb;
     if (best == 0 || kb < best_kb) best = n, best_kb = kb;
   }
   return best;
@@ -4908,8 +4939,8 @@ int ranges_of(const SdpaParams& p, const Items& items, bool by_kernel, int round
 
 // How a problem is cut into items, in one range.
 Items items_of_tile(const SdpaParams& p, int heads, int queries) {
-  if (Build::use_lengths && p.q_starts) return {heads, queries, int64_t(p.Hq / heads) * (p.B + shares(p.Sq, queries))};
-  return {heads, queries, int64_t(p.B) * (p.Hq / heads) * shares(p.Sq, queries)};
+  if (Build::use_lengths && p.q_starts) return {heads, queries, int64_t(p.Hq / heads) * (p.B + ceil_div(p.Sq, queries))};
+  return {heads, queries, int64_t(p.B) * (p.Hq / heads) * ceil_div(p.Sq, queries)};
 }
 // PACK_GQA: of as many query heads of a key head as divide them and fit into block_m rows.
 Items items_of_packed_tile(const SdpaParams& p, int block_m) {
@@ -4922,7 +4953,7 @@ Items items_of_packed_tile(const SdpaParams& p, int block_m) {
 template <class B> Items items_of(const SdpaParams& p) {
   Items items = B::pack_gqa ? items_of_packed_tile(p, B::block_m) : items_of_tile(p, 1, B::block_m);
   if constexpr (B::use_lengths) return items;  // their ranges are planned
-  if (B::split_ctas > 1) items.ranges = max(B::split_ctas, int(shares(most_visible_keys(p), most_keys_at_once)));
+  if (B::split_ctas > 1) items.ranges = max(B::split_ctas, int(ceil_div(most_visible_keys(p), most_keys_at_once)));
   if (B::split_ctas == 0 && items.count > 0) {
     items.ranges = ranges_of(p, items, merges_by_kernel<B>, B::round_keys, B::num_warps * 32,
                              most_resident_ctas<B>(), sm_count());
@@ -4941,7 +4972,7 @@ template <class B> PlanArgs plan_args(const SdpaParams& p, const Items& items) {
   }
   if (B::split_ctas == 1) return plan;
   const uint32_t counters = merges_by_kernel<B> ? 0x7fffffff : most_split_items / heads;
-  plan.free_parts = min(2 * shares(4 * uint32_t(most_resident_ctas<B>() * sm_count()), heads), counters);
+  plan.free_parts = min(2 * ceil_div(4 * uint32_t(most_resident_ctas<B>() * sm_count()), heads), counters);
   const uint64_t typed = B::split_ctas > 1 ? uint64_t(B::split_ctas) * tiles : 0;
   plan.parts = plan.free_parts + (typed + plan.free_parts <= min(counters, most_split_items) ? uint32_t(typed) : 0);
   plan.items += plan.parts;
@@ -5068,7 +5099,7 @@ template <class B> SdpaStatus encode_tensor_maps(TensorMaps& maps, KernelArgs& a
 // others one. So each asks for so much shared memory that an SM has room for an even share of them alone. Another
 // kernel on the GPU then finds less room beside it.
 size_t even_share(size_t bytes, uint32_t ctas) {
-  const int share = int(shares(ctas, sm_count()));
+  const int share = int(ceil_div(ctas, sm_count()));
   return max(int(bytes), shared_of_sm() / share / 1024 * 1024 - 1024);
 }
 
@@ -5126,6 +5157,12 @@ float log2_scale(const SdpaParams& p) {  // scale * log2(e), of products of to_f
   return float((p.scale == 0 ? 1 / std::sqrt(double(p.D)) : double(p.scale)) * unit);
 }
 
+// True if a row is summed in one accumulator of tensor cores, which takes most_keys_at_once keys. Sums of SWAP_AB, and
+// of e4m3 with wgmma, are in fp32; SPLIT_CTAS has ranges of keys.
+template <class B>
+constexpr bool sums_end = B::split_ctas == 1 && (B::family == Family::mma || B::use_wmma_pv ||
+                                                 (B::family == Family::wgmma && !B::swap_ab && !B::is_e4m3));
+
 template <class B> SdpaStatus forward(const SdpaParams& p, cudaStream_t stream) {
   const Items items = items_of<B>(p);
   constexpr int most = 2147483647;  // of a grid
@@ -5140,7 +5177,7 @@ template <class B> SdpaStatus forward(const SdpaParams& p, cudaStream_t stream) 
     return failure(refused, "SPLIT_CTAS=%d takes %u items at most, and here are %lld; split the batch", items.ranges,
                    most_split_items, (long long)items.count);
   }
-  KernelArgs a(p, B::pack_gqa ? items.queries : B::mask_rows, B::block_n);
+  KernelArgs a(p, B::pack_gqa ? items.queries : mask_rows<B>, B::block_n);
   a.scale_log2 = log2_scale(p), a.inverse_scale_log2 = 1 / a.scale_log2;
   if (B::use_softcap != 0 && p.softcap != 0) {
     a.cap_scale = std::fmax(a.scale_log2 * ln2 / p.softcap, 1.2e-38f), a.scale_log2 = p.softcap / ln2;
@@ -5160,8 +5197,8 @@ template <class B> SdpaStatus forward(const SdpaParams& p, cudaStream_t stream) 
   // Parts alike, each in about 32 of 60 MB.
   const double kv_heads = double(p.B) * p.Hkv, parts = std::ceil(kv_heads * kv_bytes / (l2_bytes * 8 / 15));
   a.heads_in_l2 = uint32_t(std::fmax(1, std::ceil(kv_heads / std::fmax(parts, 1)) * (p.Hq / p.Hkv / items.heads)));
-  a.unmasked_rounds = a.mask.keys.all() && !B::use_lengths ? max(int(shares(p.Sk, B::round_keys)), 1) : 0;
-  const uint32_t q_blocks = uint32_t(shares(p.Sq, items.queries));
+  a.unmasked_rounds = a.mask.keys.all() && !B::use_lengths ? max(int(ceil_div(p.Sk, B::round_keys)), 1) : 0;
+  const uint32_t q_blocks = uint32_t(ceil_div(p.Sq, items.queries));
   a.q_blocks = Divisor(q_blocks);
   a.q_heads = Divisor(uint32_t(p.Hq / items.heads));
   a.q_heads_per_kv = Divisor(uint32_t(p.Hq / p.Hkv));
@@ -5260,11 +5297,27 @@ SdpaStatus check_params(SdpaParams& p) {
 }
 
 // ==== 7 TABLES ===================================================================================
+// A new variant is a line in configs.txt. A new knob is a row of SDPA_KNOBS with the families that have it, refusals
+// below, and one function that it selects, which stands with the options of section 5 if few kernels have it. A toggle
+// selects whole functions; it never cuts lines out of a kernel. A section whose banner ends in families or knobs, as in
+// (wmma, USE_CP_ASYNC), is what only these need, and (typed) what only typed knobs need: `run_all.sh extract` goes by that.
 
 // ---- refusals (typed) ----
 // Knobs that have no effect, and combinations that cannot work: what, why, what to type.
 
 #define SDPA_REFUSE(condition, sentence) static_assert(!(condition), sentence)
+constexpr const char* family_name = is_wgmma ? "wgmma" : is_mma ? "mma" : is_wmma ? "wmma" : "scalar";
+constexpr bool is_one_of(std::string_view value, std::string_view values) {  // "a b c" or "low..high"
+  const size_t dots = values.find("..");
+  if (dots == values.npos) return place_of(value, values) >= 0;
+  const int n = value_of(value);
+  return n >= value_of(values.substr(0, dots)) && n <= value_of(values.substr(dots + 2));
+}
+#define SDPA_LEGAL(name, fallback, member, values, families, meaning) \
+  SDPA_NEW_LINE                                                       \
+  SDPA_REFUSE(!is_one_of(name##_text, values),                        \
+              #name ": not a legal value; it takes one of: " values ". Type " #name "=" #fallback);
+SDPA_KNOBS(SDPA_LEGAL)
 #define SDPA_FAMILIES(name, fallback, member, values, families, meaning)                                      \
   SDPA_NEW_LINE                                                                                               \
   SDPA_REFUSE(name##_changed && std::string_view(families) != "all" && !is_one_of(family_name, families),     \
@@ -5292,7 +5345,7 @@ SDPA_REFUSE(FP8_FLUSH_changed && !Build::is_e4m3,
             "FP8_FLUSH: only the wgmma kernel with DTYPE=FP8_E4M3 has sums of 14 bits; drop it");
 SDPA_REFUSE(FP16_ACC_changed && Build::input != DType::fp16,
             "FP16_ACC: only the wmma kernel with DTYPE=FP16 has such sums; drop it");
-SDPA_REFUSE(Build::pv_in_fp16 && !Build::use_wmma_pv,
+SDPA_REFUSE((Build::fp16_acc & 2) && !Build::use_wmma_pv,
             "FP16_ACC=PV: P @ V is on the FMA pipes; add USE_WMMA_PV=1 or type FP16_ACC=QK");
 
 // What cannot work, typed or in a row of a table.
@@ -5348,11 +5401,11 @@ template <class B> constexpr bool check() {
               "SWAP_AB=1 takes D of V by 64, SPLIT_KV=2 a power of 2; type HEAD_DIM=128 or drop it");
   SDPA_REFUSE(B::block_n % (scalar ? 8 : B::is_e4m3 && !B::converts_operands ? 32 : 16) != 0,
               "BLOCK_N: the scalar kernel takes keys by 8, the others by 16, e4m3 by 32; type BLOCK_N=64");
-  SDPA_REFUSE(B::path == Path::wgmma_plain && B::pack_gqa,
+  SDPA_REFUSE(path<B> == Path::wgmma_plain && B::pack_gqa,
               "PACK_GQA: the plain wgmma kernel lacks it; add USE_WARP_SPECIALIZATION=1 or SWAP_AB=1 or drop it");
   SDPA_REFUSE(merges_by_kernel<B> && (B::use_persistent_cta || (wgmma && (B::split_kv > 1 || B::skip_masked))),
               "SPLIT_CTAS: a CTA has one range; drop USE_PERSISTENT_CTA, and with wgmma SPLIT_KV and SKIP_MASKED");
-  SDPA_REFUSE((B::path == Path::wgmma_roles || B::path == Path::wgmma_e4m3) && B::pack_gqa && B::split_ctas == 1,
+  SDPA_REFUSE((path<B> == Path::wgmma_roles || path<B> == Path::wgmma_e4m3) && B::pack_gqa && B::split_ctas == 1,
               "PACK_GQA: with producer warps its rows are stored in ranges alone; type SPLIT_CTAS=0");
   SDPA_REFUSE(wmma && B::use_warp_specialization && B::sync_policy != 1,
               "USE_WARP_SPECIALIZATION: barriers stop producers, so every warp must keep its rows; type SYNC_POLICY=1");
@@ -5530,7 +5583,7 @@ struct ItemKeys {
 ItemKeys item_keys(const TunedTile& t, const SdpaParams& p) {
   const KeyBounds bounds(p, p.Sq, p.Sk);
   const int round_keys = t.block_n * t.split_kv;
-  const auto in_rounds = [&](int keys) { return double(shares(keys, round_keys)) * round_keys; };
+  const auto in_rounds = [&](int keys) { return double(ceil_div(keys, round_keys)) * round_keys; };
   const auto seen_by = [&](int q) { return bounds.end(q) - bounds.begin(q); };
   constexpr int samples = 16;  // of the rows
   ItemKeys keys{};
@@ -5554,7 +5607,7 @@ double clocks_of_key(const TunedTile& t, const SdpaParams& p) {
   const double clocks = t.block_m / t.scores_per_clock;
   if (t.use_ping_pong && !KeyBounds(p, p.Sq, p.Sk).all()) return clocks * 1.07;
   if (!t.skip_masked) return clocks;
-  const double used = 64.0 * shares(max(p.Sq, 1), 64) / shares(max(p.Sq, 1), t.block_m);
+  const double used = 64.0 * ceil_div(max(p.Sq, 1), 64) / ceil_div(max(p.Sq, 1), t.block_m);
   return clocks * (0.5 + 0.5 * (used - 64) / (t.block_m - 64));
 }
 
@@ -5593,7 +5646,7 @@ double tuned_clocks(const TunedTile& t, const SdpaParams& p, int sms) {
     const int round_keys = t.block_n * t.split_kv, threads = t.num_warps * 32;
     const int ranges = ranges_of(p, items, by_kernel, round_keys, threads, t.ctas, sms);
     ItemKeys& keys = compute.keys;
-    const double share = shares(int64_t(keys.most) / round_keys, ranges) * round_keys / keys.most;
+    const double share = ceil_div(int64_t(keys.most) / round_keys, ranges) * round_keys / keys.most;
     keys = {keys.most * share, keys.least * share, keys.mean * share};
     compute.ctas_per_sm *= ranges;
     if (ranges > 1) merge_clocks = 500 + 2000.0 * merge_steps(items, p.D, threads, ranges);
@@ -5612,8 +5665,8 @@ double tuned_clocks(const TunedTile& t, const SdpaParams& p, int sms) {
 
 // USE_LENGTHS: the problem if there were so many sequences, all alike, since the host does not know them.
 SdpaParams of_equal_lengths(SdpaParams p, int sequences) {
-  if (p.q_starts && p.B > 0) p.Sq = shares(p.Sq, p.B);
-  if (p.k_starts && p.B > 0) p.Sk = shares(p.Sk, p.B);
+  if (p.q_starts && p.B > 0) p.Sq = ceil_div(p.Sq, p.B);
+  if (p.k_starts && p.B > 0) p.Sk = ceil_div(p.Sk, p.B);
   p.q_starts = p.k_starts = nullptr, p.B = sequences;
   return p;
 }

@@ -625,7 +625,7 @@ static int launches_of(const SdpaParams& p) {
   return with_build(p, [&](auto build) {
     using B = decltype(build);
     const Items items = items_of<B>(p);
-    const int turns = Build::use_lengths ? 1 : int(shares(items.count, items_at_once<B>(items)));
+    const int turns = Build::use_lengths ? 1 : int(ceil_div(items.count, items_at_once<B>(items)));
     return int(Build::use_lengths) + turns * (1 + int(merges_by_kernel<B>));
   });
 }

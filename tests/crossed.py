@@ -99,9 +99,6 @@ JUDGE = """
 #include <type_traits>
 #define SDPA_NEW_LINE
 %(knobs)s
-constexpr int value_of(std::string_view value, std::string_view values) {
-  return number_of(value) < 0 ? place_of(value, values) : number_of(value);
-}
 #define SDPA_MEMBER(name, fallback, member, values, families, meaning) \\
   std::conditional_t<std::string_view(values) == "0 1", bool, int> member;
 struct K { SDPA_KNOBS(SDPA_MEMBER) };
@@ -113,6 +110,7 @@ struct Build : K {
 #define SDPA_CHANGED(name, fallback, member, values, families, meaning) \\
   const bool name##_changed = b.member != value_of(#fallback, values);
 #define SDPA_REFUSE(condition, sentence) if (condition) return false
+constexpr bool is_one_of%(judged)s
 static bool is_legal(const Build& b) {
   SDPA_KNOBS(SDPA_CHANGED)
   %(derived)s
@@ -136,7 +134,7 @@ extern "C" bool complete(const Domain* domains, long tries, unsigned long long s
     if (typed.num_warps < typed.split_kv) continue;  // Build would divide by 0
     const Build b(typed);
     // About half of what a CTA may have. sdpa.cu refuses over 227 KB with all that a kernel keeps, where it has the types.
-    const int of_keys = b.split_kv * b.stages * b.block_n * (b.head_dim + (b.path == Path::wgmma_e4m3 ? 2 : 1) * b.d_v);
+    const int of_keys = b.split_kv * b.stages * b.block_n * (b.head_dim + (b.use_wgmma && b.is_e4m3 ? 2 : 1) * b.d_v);
     const int bytes = (of_keys + b.block_m * b.head_dim) * (b.is_8bit ? 1 : 2) + (b.split_kv > 1 ? 4 * b.block_m * b.d_v : 0);
     if (bytes < 128 * 1024 && is_legal(b)) return true;
   }
@@ -155,14 +153,17 @@ def judge_source(source):
         text = re.sub(r"template <class B>\s*", "", text).replace("constexpr ", "")
         text = re.sub(r"\b(?:B|Build)::", "b.", text).replace("<B>", "")
         return re.sub(r"bool check\w*\(\) {", "{", text)
-    refusals = of_struct(between("// ---- refusals (typed) ----", "// ---- tuned tiles (USE_TUNED) ----"))
+    refusals = of_struct(between("SDPA_KNOBS(SDPA_LEGAL)", "// ---- tuned tiles (USE_TUNED) ----"))
     refusals = re.sub(r"#define SDPA_REFUSE.*|return true;|return check\w*\(\);", "", refusals)
     build = between("template <int ROW> struct BuildOf : Knobs<ROW> {", "\n};")
     return JUDGE % dict(
-        knobs=between("// ---- the list of knobs (typed) ----", "// ---- the knobs as typed (typed) ----"),
+        knobs=between("// ---- the list of knobs (typed) ----", "// A knob nobody defined expands"),
         enums=between("// ---- what follows from the knobs ----", "// The template argument"),
         build=re.sub("static constexpr|using K = .*", "", build),
-        derived=of_struct(between("using Build = BuildOf<-1>;", "}  // namespace")), refusals=refusals)
+        derived=of_struct(between("using Build = BuildOf<-1>;", "}  // namespace") +
+                          between("// ---- the path to a kernel ----", "\n// ----") +
+                          between("#define SDPA_REFUSE(condition", "constexpr bool is_one_of").split("\n", 1)[1]),
+        judged=between("constexpr bool is_one_of", "#define SDPA_LEGAL"), refusals=refusals)
 
 
 class Judge:

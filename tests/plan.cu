@@ -44,7 +44,7 @@ template <class B> void note_items(const KernelArgs a) {
 }
 
 #define PLAN_KERNEL(B, kb)                        \
-  template <> struct KernelOf<B, B::path> {       \
+  template <> struct KernelOf<B, path<B>> {       \
     struct Shared { char bytes[(kb) << 10]; };    \
     static constexpr auto entry = note_items<B>;  \
   }
@@ -175,7 +175,7 @@ template <class B> struct PlanCheck {
       const int64_t position = p.causal == Causal::bottom_right ? own.Sk - own.Sq : 0;  // of query 0
       const bool hides = p.causal != Causal::off && position + 1 < own.Sk;
       const bool masked = hides || p.window_left >= 0 || (p.window_right >= 0 && position + p.window_right + 1 < own.Sk);
-      const bool may_skip = B::path == Path::wgmma_roles && B::split_ctas == 1;
+      const bool may_skip = path<B> == Path::wgmma_roles && B::split_ctas == 1;
       const int early = masked && may_skip ? (count * n - own.Sq) / 64 * 64 : 0;
       for (int i = 0; i < count; i++) {
         const int from = i * n - early, to = from + n;
@@ -224,7 +224,7 @@ template <class B> struct PlanCheck {
     const bool is_whole = has_kernel && !merges_by_kernel<B>;
     expect(status.code == (is_whole ? cudaSuccess : cudaErrorUnknown), string("it says: ") + status.text);
 
-    KernelArgs a(call, B::mask_rows, B::block_n);
+    KernelArgs a(call, mask_rows<B>, B::block_n);
     [&](auto& args) { args.plan = room; }(a);
     a.q_heads = Divisor(uint32_t(groups)), a.item_heads = heads();
     const Plan& plan = plan_of(a);
@@ -272,12 +272,12 @@ template <class B> struct PlanCheck {
     vector<uint64_t> costs(count);
     for (const Tile& t : all) {
       int64_t at = t.begin;
-      const int part = planned[*next].part;
+      const int part = planned[*next].first_part;
       for (uint64_t range = 0; range < t.ranges; range++, next++) {
         const PlannedItem& item = planned[*next];
         const bool same = item.b == t.b && item.h == 0 && item.q0 == t.rows_from && item.range == int(range) &&
-                          item.ranges == int(t.ranges) && item.own.q_row == t.own.first_query && item.own.Sq == t.own.Sq &&
-                          item.own.k_row == t.own.first_key && item.own.Sk == t.own.Sk && item.part == part;
+                          item.ranges == int(t.ranges) && item.sequence.q_row == t.own.first_query && item.sequence.Sq == t.own.Sq &&
+                          item.sequence.k_row == t.own.first_key && item.sequence.Sk == t.own.Sk && item.first_part == part;
         const string which = format("b=%d q0=%d range %d of %d", t.b, t.rows_from, int(range), int(t.ranges));
         if (!expect(same, which + " is missing or another")) return;
         const uint64_t took = t.rounds / t.ranges + (range < t.rounds % t.ranges);
@@ -322,11 +322,11 @@ template <class B> struct PlanCheck {
       for (int group = 0; group < int(groups); group++) {
         PlannedItem item = planned[i];
         const PlannedItem found = planned_item<B>(a, i, group);
-        item.h = group * heads(), item.part = found.part;
+        item.h = group * heads(), item.first_part = found.first_part;
         expect(memcmp(&item, &found, sizeof item) == 0, "an item's heads");
         if (has_kernel) want.push_back(found);
         if (item.ranges == 1) continue;
-        const int64_t part = found.part, mine = part + found.range;
+        const int64_t part = found.first_part, mine = part + found.range;
         if (!expect(part >= 0 && mine < int64_t(used.size()), "no room for a head's partial result")) return;
         expect(!used[mine]++, "two heads have one partial result");
         expect(merges_by_kernel<B> || part < int64_t(most_split_items), "there is no such counter");

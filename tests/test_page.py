@@ -1,4 +1,5 @@
 """README.md and docs/: their figures are those of results/, their links lead somewhere, their commands work word for word."""
+import itertools
 import json
 import os
 import re
@@ -100,7 +101,7 @@ def test_every_line_is_explained():
 
 
 def test_links_and_lengths():
-    most = {"README.md": 170, "HOPPER.md": 250, "LADDER.md": 250, "READING.md": 20}
+    most = {"README.md": 170, "HOPPER.md": 250, "LADDER.md": 250, "READING.md": 40}
     for page in PAGES:
         text = page.read_text(encoding="utf-8")
         assert text.count("\n") <= most.get(page.name, 1000), page.name
@@ -121,6 +122,34 @@ def test_reading_follows_the_file():
     for (section, names), end in zip(rows, ends):
         for name in re.findall(r"`(\w+)", names):
             assert re.search(rf"\b{name}\b", text[starts[section]:end]), f"{name} is not in section {section} of sdpa.cu"
+
+
+def test_ways_from_a_kernel_to_its_instructions():
+    """Each function of READING's picture calls the next one, and a way has no more of them than it may have."""
+    text = (ROOT / "sdpa.cu").read_text(encoding="utf-8")
+
+    def body(name):
+        """Of the functions of that name, in the struct that it names or in none."""
+        owner, _, function = name.rpartition("::")
+        parts = [text]
+        if owner:
+            parts = re.findall(rf"^template .*\bstruct {owner}\b[^;]*?\{{\n.*?^}};", text, re.M | re.S)
+        indent = "  " * bool(owner)
+        found = [body for part in parts for body in
+                 re.findall(rf"^{indent}(?:\S.*\s)?{function}\([^;]*?\{{(?:.*\}}$|\n.*?^{indent}\}}$)", part, re.M | re.S)]
+        assert found, f"sdpa.cu has no {name}()"
+        return "\n".join(found)
+    ways = [line.split(" > ") for line in (ROOT / "docs/READING.md").read_text(encoding="utf-8").splitlines() if " > " in line]
+    most = dict(sdpa_scalar=[4, 3], sdpa_mma=[4, 5], sdpa_wgmma_plain=[4, 5], sdpa_wgmma=[5, 6])
+    assert [way[0] for way in ways] == [kernel for kernel in most for _ in range(2)]
+    for way in ways:
+        assert len(way) - 2 <= most[way[0]].pop(0), way
+        for caller, callee in itertools.pairwise(way):
+            if caller == "sdpa_wgmma":  # by the names that KernelOf gives to a kernel's parts
+                assert re.search(rf"using (Producer|Consumer) = {callee.partition('::')[0]}<B>;", text)
+                callee = re.search(rf"using (\w+) = {callee.partition('::')[0]}<B>", text)[1] + "(s, a"
+            name = callee.rpartition("::")[2]
+            assert re.search(rf"\b{re.escape(name)}\b", body(caller)), f"{caller}() does not call {callee}()"
 
 
 @pytest.mark.skipif(not CHROMIUM, reason="chromium is missing; install it with: sudo apt-get install chromium")
@@ -307,7 +336,7 @@ def needs_time_or_gpu(command):
 def make_clone(tmp_path_factory):
     """A copy in which commands leave what they leave; of configs.txt the one line that README checks by itself."""
     folder = copy(tmp_path_factory.mktemp("clone"), ".")
-    (folder / "one.txt").write_text("scalar_sync1 VEC_WIDTH=8 SYNC_POLICY=1\n", encoding="utf-8")
+    (folder / "one.txt").write_text("scalar_vec8 VEC_WIDTH=8 SYNC_POLICY=1\n", encoding="utf-8")
     done = sh("./run_all.sh --cpu", folder, SDPA_CONFIGS=str(folder / "one.txt"))
     assert done.returncode == 0, done.stderr
     return folder
@@ -345,7 +374,7 @@ def judge_words(words, clone):
         assert done.returncode == 0, command
         return done.stdout + done.stderr
 
-    executable = ["build-cpu/sdpa_scalar_sync1"]
+    executable = ["build-cpu/sdpa_scalar_vec8"]
     built = re.fullmatch(r"build(?:-cpu)?/sdpa_(\w+)", words[0])
     if built:
         assert built[1] in NAMES + ["NAME"]

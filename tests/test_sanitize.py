@@ -103,11 +103,11 @@ def judged(name, tool, text, code=0):
 
 
 @pytest.mark.parametrize("name,tool,text,code,verdict,words", [
-    ("scalar_sync1", "memcheck", CLEAN["memcheck"], 0, "PASS", ""),
-    ("scalar_sync1", "racecheck", CLEAN["racecheck"], 0, "PASS", ""),
+    ("scalar_vec8", "memcheck", CLEAN["memcheck"], 0, "PASS", ""),
+    ("scalar_vec8", "racecheck", CLEAN["racecheck"], 0, "PASS", ""),
     ("wgmma", "synccheck", CLEAN["synccheck"], 77, "SKIPPED", ""),
     ("wgmma", "synccheck", "", 77, "SKIPPED", ""),
-    ("scalar_sync1", "memcheck", MEMORY, 3, "FAIL", "3 times: Invalid __global__ write of size 4 bytes, in sdpa_scalar at 0x50"),
+    ("scalar_vec8", "memcheck", MEMORY, 3, "FAIL", "3 times: Invalid __global__ write of size 4 bytes, in sdpa_scalar at 0x50"),
     ("wgmma_swap32", "racecheck", RACE, 0, "FAIL", "1 times: 4 hazards: Warning: Race reported between Read access, in sdpa_scalar at"),
     ("wgmma_swap32", "racecheck", HAZARDS, 0, "FAIL", "2 times: Error: Potential RAW hazard detected at __shared__ # in block #, in"),
     ("wgmma_causal", "racecheck", ITEM, 0, "PASS", ""),
@@ -115,12 +115,12 @@ def judged(name, tool, text, code=0):
     ("wgmma", "synccheck", SYNC, 3, "FAIL", "1 times: Barrier error detected. Missing wait., in sdpa_wgmma tile 10 at 0xbb10/0x4320"),
     ("wgmma", "synccheck", OVERFLOW, 0, "FAIL", "Detected overflow of tracked cuda::barrier structures"),
     # what is no pass although nothing unexpected was read
-    ("scalar_sync1", "memcheck", START, 0, "FAIL", "there is no summary: wgmma_swap32,ok,PASS"),
-    ("scalar_sync1", "memcheck", "", 0, "FAIL", "there is no summary: it printed nothing"),
-    ("scalar_sync1", "memcheck", NOT_RUN, 255, "FAIL", "there is no summary"),
+    ("scalar_vec8", "memcheck", START, 0, "FAIL", "there is no summary: wgmma_swap32,ok,PASS"),
+    ("scalar_vec8", "memcheck", "", 0, "FAIL", "there is no summary: it printed nothing"),
+    ("scalar_vec8", "memcheck", NOT_RUN, 255, "FAIL", "there is no summary"),
     ("wgmma", "synccheck", SYNC.replace("1 error", "2 errors"), 3, "FAIL", "the summary counts 2 reports, and 1 were read"),
-    ("scalar_sync1", "synccheck", CLEAN["synccheck"], 1, "FAIL", "it ended with exit code 1"),
-    ("scalar_sync1", "racecheck", CLEAN["racecheck"], 124, "FAIL", "it ended with exit code 124"),
+    ("scalar_vec8", "synccheck", CLEAN["synccheck"], 1, "FAIL", "it ended with exit code 1"),
+    ("scalar_vec8", "racecheck", CLEAN["racecheck"], 124, "FAIL", "it ended with exit code 124"),
     ("scalar_racy", "memcheck", CLEAN["memcheck"], 1, "PASS", ""),
     ("scalar_racy", "racecheck", CLEAN["racecheck"], 1, "FAIL", "racecheck finds nothing in a line without barriers"),
     ("scalar_racy", "racecheck", RACE, 1, "PASS", ""),
@@ -158,7 +158,7 @@ def fakes(tmp_path, monkeypatch, capsys):
         tool.write_text(f'#!/bin/sh\n[ "$1" = --version ] && echo Version 7 && exit\necho "$@" >>{tmp_path}/args\n'
                         f"cat {tmp_path}/text\nexit {code}\n")
         tool.chmod(0o755)
-        for name in ("scalar_sync1", "wmma_persistent", "scalar_racy"):
+        for name in ("scalar_vec8", "wmma_persistent", "scalar_racy"):
             if built:
                 (tmp_path / f"sdpa_{name}").write_text("")
         monkeypatch.setenv("PATH", f"{tmp_path}:{os.environ['PATH']}")
@@ -171,24 +171,24 @@ def fakes(tmp_path, monkeypatch, capsys):
 
 
 def test_the_command(fakes, tmp_path):
-    code, out, err = fakes(CLEAN["memcheck"], 0, "^(scalar_sync1|wmma_persistent)$", "--tool", "memcheck")
+    code, out, err = fakes(CLEAN["memcheck"], 0, "^(scalar_vec8|wmma_persistent)$", "--tool", "memcheck")
     assert code == 0 and err == "Version 7\n"
     assert out.splitlines()[:2] == ["line,problem,tool,reports,unexpected,verdict",
-                                    'scalar_sync1,"shape 1,6,2,130,300",memcheck,0,0,PASS'] and out.count("PASS") == 6
+                                    'scalar_vec8,"shape 1,6,2,130,300",memcheck,0,0,PASS'] and out.count("PASS") == 6
     args = (tmp_path / "args").read_text()
     assert args.count("--max-ctas 2") == 3 and "--print-limit 0" in args and "--shape 2,2,1,33,70 --causal br" in args
-    log = (tmp_path / "sanitize" / "scalar_sync1-memcheck.log").read_text()
+    log = (tmp_path / "sanitize" / "scalar_vec8-memcheck.log").read_text()
     assert log.count("exit code 0") == 3 and CLEAN["memcheck"] in log
 
 
 def test_what_fails_and_what_could_not_run(fakes):
-    code, out, err = fakes(MEMORY, 3, "^scalar_sync1$")
+    code, out, err = fakes(MEMORY, 3, "^scalar_vec8$")
     assert code == 1 and out.count("4,4,FAIL") == 9
-    assert "memcheck of scalar_sync1, shape 1,6,2,130,300: 3 times: Invalid __global__ write" in err
+    assert "memcheck of scalar_vec8, shape 1,6,2,130,300: 3 times: Invalid __global__ write" in err
     code, out, err = fakes(RACE, 1, "^scalar_racy$", "--tool", "racecheck")
     assert code == 0 and out.count("2,0,PASS") == 3 and err == "Version 7\n"
     assert fakes(RACE, 1, "^scalar_racy$", "--tool", "racecheck", "--strict")[:2] == (1, out.replace("0,PASS", "2,FAIL"))
-    assert fakes(CLEAN["memcheck"], 77, "^scalar_sync1$", "--tool", "memcheck")[0] == 1  # nothing ran
+    assert fakes(CLEAN["memcheck"], 77, "^scalar_vec8$", "--tool", "memcheck")[0] == 1  # nothing ran
     code, out, err = fakes(CLEAN["memcheck"], 0, "^scalar_vec2$", "--tool", "memcheck", built=False)
     assert code == 1 and "it was not built" in err and out.count("FAIL") == 3
 

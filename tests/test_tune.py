@@ -51,7 +51,7 @@ def records_of(log):
 
 @pytest.mark.long
 def test_the_space_is_asked_of_the_code():
-    space = search.Space(line_of("scalar_sync1"), {})
+    space = search.Space(line_of("scalar_vec8"), {})
     assert space.values["SYNC_POLICY"] == ["5", "2", "1"]  # 0 is the negative control's
     assert space.values["BLOCK_N"] == [str(16 * n) for n in range(1, 17)]
     assert not {"USE_WMMA", "SPLIT_KV", "HEAD_DIM"} & set(space.values)
@@ -139,7 +139,7 @@ class Late:
                                   Late()])
 def test_a_wrong_candidate_is_never_the_best(judged, harm):
     wrong = line_of("scalar_vec8", "SYNC_POLICY=0")
-    lines = [line_of("scalar_minimal"), wrong, line_of("scalar_sync1")]
+    lines = [line_of("scalar_minimal"), wrong, line_of("scalar_vec8")]
     study, judge = judged(lines, lambda line: 10.0 if line is wrong else 20.0, lambda line: harm if line is wrong else None)
     assert list(fates(study).values()) == ["timed", "wrong", "timed"] and judge.champion != search.identity(wrong)
 

@@ -130,11 +130,12 @@ class Tree:
         return {name: Knob(*row) for name, *row in re.findall(row, self.read("sdpa.cu") or "", re.MULTILINE)}
 
     def refusals(self):
-        """What of sdpa.cu judges knobs: sections 1 and 7 without the model, as a program of their own."""
-        knobs, tables = ((self.read("sdpa.cu").split(since, 1) + [""])[1].split(until)[0] for since, until in (
-            ("// ==== 1 KNOBS", "// ==== 2 PROBLEM"), ("// ==== 7 TABLES", "// ---- the choice")))
+        """What of sdpa.cu judges knobs: section 1, the path to a kernel, and 7 without the model; as a program."""
+        knobs, path, tables = ((self.read("sdpa.cu").split(since, 1) + [""])[1].split(until)[0] for since, until in (
+            ("// ==== 1 KNOBS", "// ==== 2 PROBLEM"), ("// ---- the path to a kernel", "// ----"),
+            ("// ==== 7 TABLES", "// ---- the choice")))
         if tables:
-            tables = "namespace {\n" * ("\nnamespace {" not in tables) + f"//{tables}\n}}\n"
+            tables = f"namespace {{\n//{path}\n//{tables}\n}}\n"
         return f"#include <array>\n#include <string_view>\n#include <type_traits>\n//{knobs}\n{tables}"
 
     def refusal(self, words):

@@ -24,7 +24,7 @@ import engine
 from cli import Refused, say
 
 # Of each family: plain, with copies ahead, a queue, roles, slices of the keys; 8 bits; the negative controls.
-KINDS = """scalar_sync1 scalar_async2 scalar_u8 wmma_persistent wmma_all wmma_u8 mma_lazy mma_split4 mma_decode
+KINDS = """scalar_vec8 scalar_async2 scalar_u8 wmma_persistent wmma_all wmma_u8 mma_lazy mma_split4 mma_decode
 wgmma_plain wgmma wgmma_causal wgmma_split2 wgmma_swap32 wgmma_decode_d128 wgmma_e4m3_d128 hopper_d128_bf16 hopper_e4m3
 scalar_racy wmma_racy"""
 # More tiles than stages, and rows past the last tile; a mask; few rows, and several rounds of every slice.
