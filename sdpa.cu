@@ -4395,8 +4395,10 @@ __device__ __forceinline__ void merge_groups(const Partial (&partial_s)[B::split
                                              int thread, const Put& put) {
   constexpr int parts = B::d_v / 4, threads = B::num_warps * 32;
   const int rows = rows_of_item<B>(scale_log2.a);
-  for (int i = thread; i < rows * parts; i += threads) {
-    const int row = i / parts;
+#pragma unroll 4
+  for (int first = 0; first < B::block_m * parts; first += threads) {
+    const int i = first + thread, row = i / parts;
+    if (row >= rows) break;
     RowPart O;
     O.first_row = 0, O.first_col = i % parts * 4;
     clear(O);
@@ -4408,7 +4410,6 @@ __device__ __forceinline__ void merge_groups(const Partial (&partial_s)[B::split
       add(O.x[0], ld_shared<float4>(&partial_s[n].O[row][O.first_col]), weight[n]);
     }
     put(row, O, m, l);
-    if (!B::pack_gqa && B::block_m * parts <= threads) break;
   }
 }
 
