@@ -30,9 +30,9 @@
 //
 // Sections  1 KNOBS  2 PROBLEM  3 PTX  4 BLOCKS  5 KERNELS  6 LAUNCH  7 TABLES  8 CALL; harness.cu makes a program
 //           of it. docs/READING.md goes through them.
-// Kernels   5a scalar: the loop above on the FMA pipes. 5c mma: on tensor cores, with S, P and O in registers. 5d wgmma:
-//           on Hopper's, in one role, then with producers and consumers, then with e4m3. 5e: transposed, for few rows.
-//           5b wmma: S and P in shared memory. Behind them options: softcap, ranges of keys, lengths, pages.
+// Kernels   5a scalar: the loop above on the FMA pipes. 5c mma: on tensor cores, with S, P and O in registers. 5d:
+//           wgmma, on Hopper's, in one role, then with producers and consumers, then with e4m3. 5e: transposed, for
+//           few rows. 5b wmma: S and P in shared memory. 5f options: softcap, ranges of keys, lengths, pages.
 
 // ==== COPY FROM HERE =============================================================================
 
@@ -118,7 +118,7 @@ namespace {  // two builds in one program must not share their constants and ker
 constexpr int place_of(std::string_view word, std::string_view words) {
   for (int place = 0;; place++) {
     const size_t end = words.find(' ');
-    if (words.substr(0, end) == word) return place;
+    if (words.substr(0, end) == word && !word.empty()) return place;
     if (end == words.npos) return -1;
     words.remove_prefix(end + 1);
   }
@@ -352,24 +352,26 @@ struct KernelArgs {  // SdpaParams with what every CTA would otherwise compute a
       : mask{{{of, of.Sq, of.Sk}, rows, keys_of_tile}, {of, of.Sq, of.Sk}}, p(of) {}
 };
 
-// The work of a CTA: rows [q0, q0 + BLOCK_M) of O, of head h in batch b. Its queries q and keys k count from the first
-// ones of its sequence. USE_LENGTHS has items of its own, whose sequences begin and end where device memory says.
+// The work of a CTA: rows [q0, q0 + BLOCK_M) of O, of head h in batch b. USE_LENGTHS has items of its own.
 template <class B, bool = B::use_lengths> struct Item {
   using HeldMask = const Mask&;
   int b, h, q0;
-
-  __device__ bool exists() const { return true; }  // else there is none for this CTA
-  __device__ int batch(const int*) const { return b; }  // of a tensor with these starts
-  __device__ int q_row(int q) const { return q; }       // of Q and O
-  __device__ int k_row(int k) const { return k; }       // of K and V
-  __device__ int queries(const SdpaParams& p) const { return p.Sq; }
-  __device__ bool ends_before(int) const { return false; }  // past the last query where TMA would still store
-  __device__ int keys_in_tile(int) const { return B::block_n; }  // that tile's, from k0 on
+  __device__ bool exists() const { return true; }                         // else there is none for this CTA
+  __device__ int batch(const int*) const { return b; }                    // of a tensor with these starts
+  __device__ int q_row(int q) const { return q; }                         // of query q among the rows of Q and O
+  __device__ int k_row(int k) const { return k; }                         // of key k among those of K and V
+  __device__ int query_count(const SdpaParams& p) const { return p.Sq; }  // of the sequence
+  __device__ bool ends_before(int) const { return false; }                // whether the sequence does, before query q
+  __device__ int keys_in_tile(int) const { return B::block_n; }           // of the sequence, from key k0 on
   __device__ HeldMask mask(const KernelArgs& a) const { return a.mask; }
   // The keys of its rows, in whole rounds of SPLIT_KV tiles but for the last one. SPLIT_CTAS: those of this CTA.
   __device__ __forceinline__ KeyRange keys_of_cta(const KernelArgs& a, const Mask& mask) const;
-  // USE_PERSISTENT_CTA: how many items have been drawn.
-  static __device__ uint32_t* queue(const KernelArgs& a) { return static_cast<uint32_t*>(a.p.workspace); }
+  // SPLIT_CTAS: CTAs of the item, and so partial results; the number of this CTA's and of the first; their counter.
+  __device__ uint32_t range_count(const KernelArgs& a) const { return a.ranges.divisor; }
+  __device__ uint32_t part(const KernelArgs&) const { return blockIdx.x; }
+  __device__ uint32_t first_part(const KernelArgs& a) const { return counter(a) * a.ranges.divisor; }
+  __device__ uint32_t counter(const KernelArgs& a) const { return a.ranges.divide(blockIdx.x); }
+  static __device__ uint32_t* queue(const KernelArgs& a) { return static_cast<uint32_t*>(a.p.workspace); }  // drawn
 };
 
 // ==== 3 PTX ======================================================================================
@@ -632,7 +634,7 @@ __device__ __forceinline__ void store_output(const View& O, const float (&m)[Vie
   Output* const O_g = p.O + item.b * p.o.batch + item.h * p.o.head;
   SDPA_UNROLL for (int i = 0; i < View::ROWS; i++) {
     const int q = item.q0 + O.row(i);
-    if (q >= item.queries(p)) continue;
+    if (q >= item.query_count(p)) continue;
     const float sum = with_sink<B>(m[i], l[i], a, item), inverse = inverse_of_sum<B>(sum, a, item);
     SDPA_UNROLL for (int j = 0; j < View::COLS; j += width) {
       Output e[width];
@@ -766,6 +768,30 @@ using TileSoftmax = std::conditional_t<B::sync_policy == 1, WarpSoftmax<B, Share
 
 // ==== 5 KERNELS ==================================================================================
 
+// ---- the path to a kernel ----
+
+enum class Path { scalar, wmma, mma, wgmma_plain, wgmma_roles, wgmma_e4m3, wgmma_swapped };
+template <class B>
+constexpr Path path = B::use_mma_sync               ? Path::mma
+                      : B::use_wmma                 ? Path::wmma
+                      : !B::use_wgmma               ? Path::scalar
+                      : B::swap_ab                  ? Path::wgmma_swapped
+                      : B::is_e4m3                  ? Path::wgmma_e4m3
+                      : B::use_warp_specialization  ? Path::wgmma_roles
+                                                    : Path::wgmma_plain;
+// Query rows that a mask spares a tile of keys together: a warp's, a warpgroup's or the CTA's.
+template <class B>
+constexpr int mask_rows = B::use_mma_sync                              ? B::block_m / B::group_warps
+                          : B::use_wgmma && B::use_warp_specialization ? 64
+                                                                       : B::block_m;
+// Where rows of several heads go through shared memory, the last CTA of an item merges its ranges; else sdpa_merge().
+template <class B>
+constexpr bool merges_by_kernel = B::split_ctas != 1 && !B::swap_ab &&
+                                  !(B::use_mma_sync && B::pack_gqa && B::split_kv > 1);
+// What the launch needs to know of a kernel: `Shared`, its shared memory, and `entry`. Each chapter ends with its own.
+template <class B, Path = path<B>> struct KernelOf;
+template <class B> constexpr size_t shared_bytes = sizeof(typename KernelOf<B>::Shared);
+
 // ---- 5a scalar: both products on the FMA pipes (scalar) ----
 
 // S = Q @ K.T   [BLOCK_M][BLOCK_N]
@@ -822,7 +848,12 @@ template <class B> __global__ void __launch_bounds__(B::threads, 1) sdpa_scalar(
   store_output<B>(O, m, l, a, item);
 }
 
-// ---- copies of vectors (scalar, wmma, mma) ----
+template <class B> struct KernelOf<B, Path::scalar> {
+  using Shared = ScalarShared<B>;
+  static constexpr auto entry = sdpa_scalar<B>;
+};
+
+// ---- copies of tiles (scalar, wmma, mma) ----
 
 // Copies a vector from global to shared memory, zeros when !valid; commit() ends a group of copies, wait() waits
 // until at most IN_FLIGHT of this thread's groups are unfinished.
@@ -924,7 +955,7 @@ template <class B> struct ItemTiles {
     const TileCopy<B> share(tid, nthreads);
     const int q = item.q0 + first_row;
     const Input* const Q_g = p.Q + item.b * p.q.batch + item.h * p.q.head + item.q_row(q) * p.q.row;
-    share.template copy<ROWS>(Q_s, Q_g + share.row * p.q.row + share.col, p.q.row, item.queries(p) - q - share.row);
+    share.template copy<ROWS>(Q_s, Q_g + share.row * p.q.row + share.col, p.q.row, item.query_count(p) - q - share.row);
   }
   // The next K and V tile, at key k0, into its stage; past the end nothing.
   template <class Shared> __device__ __forceinline__ void copy_kv(Shared& s, int stage, int k0) {
@@ -969,37 +1000,6 @@ template <class B, class Shared> struct CopyTogether {
   __device__ __forceinline__ void release() {
     group_sync<B, (!COPIES_LAST && B::sync_policy >= 1)>();  // hazard: K, V and P read by all warps, about to change
   }
-};
-
-// ---- the path to a kernel ----
-
-enum class Path { scalar, wmma, mma, wgmma_plain, wgmma_roles, wgmma_e4m3, wgmma_swapped };
-template <class B>
-constexpr Path path = B::use_mma_sync               ? Path::mma
-                      : B::use_wmma                 ? Path::wmma
-                      : !B::use_wgmma               ? Path::scalar
-                      : B::swap_ab                  ? Path::wgmma_swapped
-                      : B::is_e4m3                  ? Path::wgmma_e4m3
-                      : B::use_warp_specialization  ? Path::wgmma_roles
-                                                    : Path::wgmma_plain;
-// Query rows that a mask spares a tile of keys together: a warp's, a warpgroup's or the CTA's.
-template <class B>
-constexpr int mask_rows = B::use_mma_sync                              ? B::block_m / B::group_warps
-                          : B::use_wgmma && B::use_warp_specialization ? 64
-                                                                       : B::block_m;
-// Where rows of several heads go through shared memory, the last CTA of an item merges its ranges; else sdpa_merge().
-template <class B>
-constexpr bool merges_by_kernel = B::split_ctas != 1 && !B::swap_ab &&
-                                  !(B::use_mma_sync && B::pack_gqa && B::split_kv > 1);
-
-// ---- kernels as the launch sees them ----
-
-// What the launch needs to know of a kernel: `Shared`, its shared memory, and `entry`. Each chapter ends with its own.
-template <class B, Path = path<B>> struct KernelOf;
-template <class B> constexpr size_t shared_bytes = sizeof(typename KernelOf<B>::Shared);
-template <class B> struct KernelOf<B, Path::scalar> {
-  using Shared = ScalarShared<B>;
-  static constexpr auto entry = sdpa_scalar<B>;
 };
 
 // ---- PTX of the other kernels ----
@@ -1196,8 +1196,8 @@ __device__ __forceinline__ void cp_async_mbarrier_arrive_noinc(uint64_t* barrier
 // ---- swizzled rows (mma, SWIZZLE_XOR) ----
 
 // With D elements to a row all rows start in one bank or a few, and accesses to one column of different rows collide.
-// Against that the index of a 16-byte chunk is XORed with the row, within the chunks that divide a row and 128 bytes, so
-// that any 8 neighbouring rows lie in all 32 banks. wmma wants a fixed stride, and longer rows have the same effect.
+// Against that the index of a 16-byte chunk is XORed with the row, within the chunks that divide a row and 128 bytes,
+// so that any 8 neighbouring rows lie in all 32 banks. wmma wants a fixed stride, so there rows are longer instead.
 template <class B, int D, int N = D / CHUNK<B>>
 constexpr unsigned SWIZZLED = N % 8 == 0 ? 8 : N % 4 == 0 ? 4 : N % 2 == 0 ? 2 : 1;
 template <class B, int D> __device__ __forceinline__ int swizzled(int row, int col) {
@@ -1224,13 +1224,11 @@ template <class B>  // USE_PAGES
 __device__ __forceinline__ int page_of(const KernelArgs& a, const Item<B>& item, int k, int keys = 1);
 template <class B> __device__ __forceinline__ float capped(float x, const KernelArgs& a);  // USE_SOFTCAP
 // What the CTA's keys give: O / l, or with SPLIT_CTAS of one of several ranges the partial result.
-template <class B, class View>
-__device__ __forceinline__ void store_sums(const View& O, const float (&m)[View::ROWS], const float (&l)[View::ROWS],
-                                           const KernelArgs& a, const Item<B>& item);
+template <class B, class View, class R>
+__device__ __forceinline__ void store_sums(const View&, const R& m, const R& l, const KernelArgs&, const Item<B>&);
 // The same of rows whose groups of warps have left O, m and l of their keys in shared memory.
-template <class B, class Partial>
-__device__ __forceinline__ void store_rows(const Partial (&partial_s)[B::split_kv], const KernelArgs& a,
-                                           const Item<B>& item, int thread, bool& is_last_s);
+template <class B, class Partials>
+__device__ __forceinline__ void store_rows(const Partials&, const KernelArgs&, const Item<B>&, int thread, bool& last);
 template <class B> constexpr int PARTIAL_STRIDE = B::d_v + 4;  // 4: against bank conflicts
 
 // Weights that merge a row's N partial results, and m and l of the merged row; O is the sum of O[n] * weight[n].
@@ -1279,7 +1277,8 @@ template <class B> __host__ __device__ __forceinline__ const auto& plan_room(con
 // The item of q-block `block` in head number `head`, counted through all batches.
 template <class B> __device__ __forceinline__ Item<B> tile_of(const KernelArgs& a, uint32_t head, uint32_t block) {
   Item<B> item;
-  item.b = int(a.q_heads.divide(head)), item.h = int(a.q_heads.remainder(head)), item.q0 = int(block) * queries_of_item<B>(a);
+  item.b = int(a.q_heads.divide(head)), item.h = int(a.q_heads.remainder(head));
+  item.q0 = int(block) * queries_of_item<B>(a);
   if (B::pack_gqa) item.h *= a.item_heads;
   return item;
 }
@@ -1752,7 +1751,7 @@ template <class B> __global__ void __launch_bounds__(B::threads, 1) sdpa_mma(con
   // Every group takes part in every round, the last one perhaps without a tile.
   for (int round = t.keys.begin; round < t.keys.end; round += B::round_keys) {
     const int k0 = round + group * B::block_n, stage = feed.acquire(k0);
-    if (q < item.queries(p) && k0 < t.keys.end && t.mask.tiles.touch(q, k0)) {
+    if (q < item.query_count(p) && k0 < t.keys.end && t.mask.tiles.touch(q, k0)) {
       const bool clean = t.mask.tiles.cover(q, k0);
       const Element<B>* const K_s = s.in.group[group].K[stage];
       const Element<B>* const V_s = s.in.group[group].V[stage];
@@ -2423,9 +2422,9 @@ template <class B> struct WgmmaTurns {
 template <class B>
 __device__ __forceinline__ KeyRange own_rounds(const KernelArgs& a, const Mask& mask, const WgmmaItem<B>& item,
                                                int rounds, int q) {
-  if (wgmma_may_pass<B> && (q < 0 || q >= item.queries(a.p))) return {0, 0};
+  if (wgmma_may_pass<B> && (q < 0 || q >= item.query_count(a.p))) return {0, 0};
   if (!B::skip_masked) return {0, rounds};
-  const int last = item.queries(a.p) - 1;
+  const int last = item.query_count(a.p) - 1;
   const KeyRange seen = mask.keys.of_rows(min(q, last), min(q + 63, last));
   const int first_key = uniform(item.first_key);
   const int end = min(max(ceil_div(seen.end - first_key, B::round_keys), 1), rounds);
@@ -2608,8 +2607,6 @@ template <class B> __global__ void __launch_bounds__(B::threads, 1) sdpa_wgmma(c
   }
 }
 
-// ---- 5d scores once more (wgmma and USE_WARP_SPECIALIZATION and USE_LAZY_MAX) ----
-
 template <class B>
 template <class ReadQ>
 __device__ __forceinline__ void WgmmaRows<B>::multiply_qk_again(Scores& S, const WgmmaItem<B>& item,
@@ -2676,7 +2673,7 @@ __device__ __forceinline__ void merge_slices(const WgmmaRows<B>& rows, SlicePart
     }
   }
   store(share, row);
-  if (lane % 4 == 0 && q < item.queries(rows.a.p)) store_lse<B>(m, sum, rows.a, item, q);
+  if (lane % 4 == 0 && q < item.query_count(rows.a.p)) store_lse<B>(m, sum, rows.a, item, q);
 }
 
 // ---- 5d 16 bits: the kernel (wgmma and USE_WARP_SPECIALIZATION and DTYPE = FP16, DTYPE = BF16) ----
@@ -2908,7 +2905,7 @@ template <class B> struct Wgmma16Consumer : WgmmaConsumer<B, WgmmaShared<B>> {
     SDPA_UNROLL for (int i = 0; i < 2; i++) inverse[i] = inverse_of_sum<B>(rows.l[i], a, s.item[stage]);
     SDPA_UNROLL for (int i = 0; i < 2; i++) {
       const int row = rows.q + first_row + int(lane) / 4 + 8 * i;
-      const bool stores = lane % 4 == 0 && row < s.item[stage].queries(a.p);
+      const bool stores = lane % 4 == 0 && row < s.item[stage].query_count(a.p);
       if (stores) store_lse<B>(rows.m[i], rows.l[i], a, s.item[stage], row);
     }
     SDPA_UNROLL for (int n = 0; n < B::d_v / 16; n++) {
@@ -2924,7 +2921,7 @@ template <class B> struct Wgmma16Consumer : WgmmaConsumer<B, WgmmaShared<B>> {
     if constexpr (B::use_lengths) store_partial_rows(s.item[stage], s.Q[stage][row_group], first_row, lane);
   }
   // USE_LENGTHS: O of the warp's rows out of shared memory, if the sequence ends among the warpgroup's.
-  __device__ __forceinline__ void store_partial_rows(const WgmmaItem<B>& item, const Input* O_s, int first_row, int lane) {
+  __device__ __forceinline__ void store_partial_rows(const Item<B>& item, const Input* O_s, int first_row, int lane) {
     if (!item.ends_before(rows.q + 64)) return;
     __syncwarp();  // hazard: written by all lanes
     constexpr int chunks = B::d_v / 8;
@@ -2932,7 +2929,7 @@ template <class B> struct Wgmma16Consumer : WgmmaConsumer<B, WgmmaShared<B>> {
     for (int i = lane; i < 16 * chunks; i += 32) {
       const int row = first_row + i / chunks, col = i % chunks * 8, q = rows.q + row;
       const uint4 o = ld_shared<uint4>(O_s + panel_offset<64, PANEL_BYTES<B::d_v>>(row, col));
-      if (q < item.queries(a.p)) st_global_v4(O_g + item.q_row(q) * a.p.o.row + col, o);
+      if (q < item.query_count(a.p)) st_global_v4(O_g + item.q_row(q) * a.p.o.row + col, o);
     }
   }
   // Stores the merged rows of both slices by way of shared memory, so that a lane stores 16 bytes.
@@ -2955,7 +2952,7 @@ template <class B> struct Wgmma16Consumer : WgmmaConsumer<B, WgmmaShared<B>> {
       Output* const O_g = a.p.O + item.b * a.p.o.batch + item.h * a.p.o.head + col;
       SDPA_UNROLL for (int i = 0; i < TIMES; i++) {
         const int r = rows.q + row - int(lane / 4) + first + i * ROWS_AT_ONCE;
-        if (r < item.queries(a.p)) st_global_v4(O_g + item.q_row(r) * a.p.o.row, o[i]);
+        if (r < item.query_count(a.p)) st_global_v4(O_g + item.q_row(r) * a.p.o.row, o[i]);
       }
     });
   }
@@ -3195,7 +3192,7 @@ template <class B> struct E4m3Consumer : WgmmaConsumer<B, E4m3Shared<B>> {
           const Item<B> of = row_item<B>(a, item, query - item.q0 + row_group * 64);
           Q_g = p.Q + of.b * p.q.batch + min(of.h, p.Hq - 1) * p.q.head, query = of.q0;
         }
-        query = item.q_row(min(query, item.queries(p) - 1));
+        query = item.q_row(min(query, item.query_count(p) - 1));
         q[i] = rows.word(Q_g, query, p.q.row, step_byte + i / 2 * 16 + byte);
       }
     });
@@ -3305,7 +3302,7 @@ template <class B> struct E4m3Consumer : WgmmaConsumer<B, E4m3Shared<B>> {
       merge_slices<B>(rows, s.partial[row_group], slice, mine, [&](const float (&share)[B::head_dim / 4], int row) {
         const int q = rows.q + row;
         Output* const O_g = a.p.O + mine.b * a.p.o.batch + mine.h * a.p.o.head + mine.q_row(q) * a.p.o.row;
-        SDPA_UNROLL for (int v = 0; v < B::head_dim / 16 && q < mine.queries(a.p); v++) {
+        SDPA_UNROLL for (int v = 0; v < B::head_dim / 16 && q < mine.query_count(a.p); v++) {
           const float* const x = share + 4 * v;
           st_global(O_g + 16 * v + lane % 4 * 4, uint2{pack<Output>(x[0], x[2]), pack<Output>(x[1], x[3])});
         }
@@ -4093,8 +4090,8 @@ template <class B> struct KernelOf<B, Path::wmma> {
 
 // ---- 5f options: 2^x on the FMA pipes (USE_FAST_EXP) ----
 
-// 2^t on the FMA pipes, for t <= 127, which only a stale maximum leaves behind: t = n + f with n = floor(t), and 2^f by
-// a cubic with p(0) = 1 whose largest relative error on [0,1] is 8.6e-5 (tests/unit.cu tries every float from -126 to 0).
+// 2^t on the FMA pipes, for t <= 127, which only a stale maximum leaves behind: t = n + f with n = floor(t), and 2^f
+// by a cubic with p(0) = 1 whose largest relative error on [0,1] is 8.6e-5 (tests/unit.cu tries the floats up to 0).
 // Adding 1.5*2^23 rounded down leaves n in the low bits of the sum; the 127 makes them the biased exponent. Below
 // 2^-126 it gives 0, as ex2.approx.ftz does; exactly 1 at 0; NaN for NaN.
 template <class B> __device__ __forceinline__ float exp2_polynomial(float t) {
@@ -4280,12 +4277,6 @@ template <class B> struct alignas(256) RangePartial {
   float2 m_l[B::block_m];
 };
 
-// The partial results of an item: how many, the number of the first and of this CTA's, and their counter.
-template <class B, bool = B::use_lengths> struct Parts {
-  uint32_t count, counter, first, own;
-  __device__ __forceinline__ Parts(const KernelArgs& a, const Item<B>&)
-      : count(a.ranges.divisor), counter(a.ranges.divide(blockIdx.x)), first(counter * count), own(blockIdx.x) {}
-};
 template <class B> __device__ __forceinline__ size_t behind_plan(const KernelArgs& a, size_t bytes) {
   if constexpr (B::use_lengths) return bytes + plan_bytes(plan_room<B>(a));
   return bytes;
@@ -4311,33 +4302,21 @@ __device__ __forceinline__ void store_partial(Partial& mine, const View& O, cons
   }
 }
 
-// Row i of a view, as the first row of an item.
-template <class View> struct OneRow {
-  static constexpr int ROWS = 1, COLS = View::COLS, RUN = View::RUN;
-  const View& view;
-  const int i;
-  struct Rows {
-    const View& view;
-    const int i;
-    __device__ auto operator[](int) const { return view.x[i]; }
-  } x{view, i};
-  __device__ int row(int) const { return 0; }
-  __device__ int col(int j) const { return view.col(j); }
-};
-template <class B, class View>
-__device__ __forceinline__ void store_sums(const View& O, const float (&m)[View::ROWS], const float (&l)[View::ROWS],
-                                           const KernelArgs& a, const Item<B>& item) {
+template <class View> struct OneRow;
+template <class B, class View, class Rows>
+__device__ __forceinline__ void store_sums(const View& O, const Rows& m, const Rows& l, const KernelArgs& a,
+                                           const Item<B>& item) {
   if constexpr (B::split_ctas != 1) {
-    const Parts<B> parts(a, item);
-    if (!B::use_lengths || parts.count != 1) {
-      RangePartial<B>& mine = range_partials<B>(a)[parts.own];
+    if (!B::use_lengths || item.range_count(a) != 1) {
+      RangePartial<B>& mine = range_partials<B>(a)[item.part(a)];
       return store_partial(mine, O, m, l, [](void* dst_g, auto x) { st_global(dst_g, x); });
     }
   }
-  if constexpr (B::pack_gqa) {
+  if constexpr (B::use_lengths && B::pack_gqa) {
     SDPA_UNROLL for (int i = 0; i < View::ROWS; i++) {
+      if (O.row(i) >= rows_of_item<B>(a)) continue;
       const float row_m[1] = {m[i]}, row_l[1] = {l[i]};
-      if (O.row(i) < rows_of_item<B>(a)) store_output<B>(OneRow<View>{O, i}, row_m, row_l, a, row_item<B>(a, item, O.row(i)));
+      store_output<B>(OneRow<View>{O, i}, row_m, row_l, a, row_item<B>(a, item, O.row(i)));
     }
   } else {
     store_output<B>(O, m, l, a, item);
@@ -4349,7 +4328,7 @@ template <class B, int MANY, int COLS>
 __device__ __forceinline__ void merge_ranges(const RangePartial<B>* partial, const KernelArgs& a, const Item<B>& item,
                                              int thread, int threads = B::num_warps * 32) {
   constexpr int columns = B::d_v / COLS;
-  const int ranges = int(Parts<B>(a, item).count);
+  const int ranges = int(item.range_count(a));
   const int parts = rows_of_item<B>(a) * columns;
   for (int part = thread; part < parts; part += threads) {
     const int row = part / columns;
@@ -4390,9 +4369,9 @@ template <class B> struct RowsPartial {
 
 // The groups of warps have left O, m and l of their keys in shared memory, row by row. Merges them in a fixed order and
 // calls put(row, O, m, l) for every four columns of the rows.
-template <class B, class Partial, class Put>
-__device__ __forceinline__ void merge_groups(const Partial (&partial_s)[B::split_kv], const ItemScale<B>& scale_log2,
-                                             int thread, const Put& put) {
+template <class B, class Partials, class Put>
+__device__ __forceinline__ void merge_groups(const Partials& partials_s, const ItemScale<B>& scale_log2, int thread,
+                                             const Put& put) {
   constexpr int parts = B::d_v / 4, threads = B::num_warps * 32;
   const int rows = rows_of_item<B>(scale_log2.a);
 #pragma unroll 4
@@ -4404,41 +4383,51 @@ __device__ __forceinline__ void merge_groups(const Partial (&partial_s)[B::split
     clear(O);
     float m[1], l[1], weight[B::split_kv];
     float2 m_l[B::split_kv];
-    SDPA_UNROLL for (int n = 0; n < B::split_kv; n++) m_l[n] = ld_shared<float2>(&partial_s[n].m_l[row]);
+    SDPA_UNROLL for (int n = 0; n < B::split_kv; n++) m_l[n] = ld_shared<float2>(&partials_s[n].m_l[row]);
     merge_weights<B>(m_l, scale_log2, weight, m[0], l[0]);
     SDPA_UNROLL for (int n = 0; n < B::split_kv; n++) {
-      add(O.x[0], ld_shared<float4>(&partial_s[n].O[row][O.first_col]), weight[n]);
+      add(O.x[0], ld_shared<float4>(&partials_s[n].O[row][O.first_col]), weight[n]);
     }
     put(row, O, m, l);
   }
 }
 
+// PACK_GQA: empties rows of Q without a query; what lies there would decide how others are rounded.
+template <class B> __device__ __forceinline__ void clear_rows_without_query(Input* Q_s, const KernelArgs& a) {
+  const int rows = rows_of_item<B>(a), chunks = (B::block_m - rows) * (PANEL_BYTES<B::head_dim> / 16);
+  for (int i = threadIdx.x; i < PANELS<B::head_dim> * chunks; i += B::threads) {
+    const int row = i / chunks * B::block_m + rows;
+    st_shared(reinterpret_cast<uint4*>(Q_s + row * (PANEL_BYTES<B::head_dim> / sizeof(Input))) + i % chunks, uint4{});
+  }
+  fence_proxy_async();
+}
+
 // Stores O / l and LSE of the item's rows. SPLIT_CTAS: O, m and l of a CTA's keys; the item's last CTA merges them all.
-template <class B, class Partial>
-__device__ __forceinline__ void store_rows(const Partial (&partial_s)[B::split_kv], const KernelArgs& a,
-                                           const Item<B>& item, int thread, bool& is_last_s) {
+template <class B, class Partials>
+__device__ __forceinline__ void store_rows(const Partials& partials_s, const KernelArgs& a, const Item<B>& item,
+                                           int thread, bool& is_last_s) {
   const ItemScale<B> scale_log2(a, item);
-  const Parts<B> parts(a, item);
-  if (B::split_ctas == 1 || parts.count == 1) {
-    merge_groups<B>(partial_s, scale_log2, thread, [&](int row, const auto& O, auto& m, auto& l) {
+  const uint32_t ranges = item.range_count(a);
+  if (B::split_ctas == 1 || ranges == 1) {
+    merge_groups<B>(partials_s, scale_log2, thread, [&](int row, const auto& O, auto& m, auto& l) {
       store_output<B>(O, m, l, a, row_item<B>(a, item, row));
     });
     return;
   }
   uint32_t* const counters = static_cast<uint32_t*>(a.p.workspace);
   RangePartial<B>* const partials = range_partials<B>(a);
-  merge_groups<B>(partial_s, scale_log2, thread, [&](int row, const auto& O, auto& m, auto& l) {
-    RangePartial<B>& mine = partials[parts.own];
+  merge_groups<B>(partials_s, scale_log2, thread, [&](int row, const auto& O, auto& m, auto& l) {
+    RangePartial<B>& mine = partials[item.part(a)];
     st_global(&mine.O[row][O.first_col], float4{O.x[0][0], O.x[0][1], O.x[0][2], O.x[0][3]});
     if (O.first_col == 0) st_global(&mine.m_l[row], float2{m[0], l[0]});
   });
   __syncthreads();  // hazard: written by all threads
-  if (thread == 0) is_last_s = atom_inc_acq_rel(&counters[parts.counter], parts.count - 1) == parts.count - 1;
+  if (thread == 0) is_last_s = atom_inc_acq_rel(&counters[item.counter(a)], ranges - 1) == ranges - 1;
   __syncthreads();  // hazard: counted by thread 0
   if (!is_last_s) return;
-  const RangePartial<B>* const first = partials + parts.first;
-  parts.count > few_ranges ? merge_ranges<B, ranges_at_once, 4>(first, a, item, thread)
-                           : merge_ranges<B, 2, 16>(first, a, item, thread);
+  const RangePartial<B>* const first = partials + item.first_part(a);
+  ranges > few_ranges ? merge_ranges<B, ranges_at_once, 4>(first, a, item, thread)
+                      : merge_ranges<B, 2, 16>(first, a, item, thread);
 }
 
 // ---- 5f rows of several heads with mma.sync (mma and PACK_GQA) ----
@@ -4461,7 +4450,7 @@ template <class B> struct MmaPacked {
       VectorCopy<B::use_cp_async>::template copy<B::vec_width * sizeof(Input)>(
           s.in.Q + tile_offset<B>(row, col),
           p.Q + from.b * p.q.batch + from.h * p.q.head + from.q_row(from.q0) * p.q.row + col,
-          row < rows && from.q0 < from.queries(p));
+          row < rows && from.q0 < from.query_count(p));
     }
   }
   // Rows past those of the tile get the factor of some head.
@@ -4537,12 +4526,12 @@ template <class B> __device__ __forceinline__ int first_tile_key(const KeyRange&
   return B::use_pages && B::family == Family::wgmma ? keys.begin / B::block_n * B::block_n : keys.begin;
 }
 // A tile of a sequence, whose rows q0 counts, and the keys of one of its ranges. Where there are several, their partial
-// results are numbers first_part ... + ranges - 1. No ranges: there are no more items.
+// results are numbers first_of_parts ... + ranges - 1. No ranges: there are no more items.
 struct alignas(16) PlannedItem {
   int b, h, q0;
   Sequence sequence;
   KeyRange keys;
-  int range, ranges, first_part;
+  int range, ranges, first_of_parts;
 };
 // In the workspace, behind the counters: how many items; how many first ranges of those that have several, whose
 // numbers follow the items; the queue.
@@ -4559,7 +4548,7 @@ template <class B> struct Item<B, true> : PlannedItem {
   __device__ int batch(const int* starts) const { return starts ? 0 : b; }
   __device__ int q_row(int q) const { return sequence.q_row + q; }
   __device__ int k_row(int k) const { return sequence.k_row + k; }
-  __device__ int queries(const SdpaParams&) const { return sequence.Sq; }
+  __device__ int query_count(const SdpaParams&) const { return sequence.Sq; }
   __device__ bool ends_before(int q) const { return q > sequence.Sq; }
   __device__ int keys_in_tile(int k0) const { return min(max(sequence.Sk - k0, 0), B::block_n); }
   __device__ Mask mask(const KernelArgs& a) const {
@@ -4567,6 +4556,10 @@ template <class B> struct Item<B, true> : PlannedItem {
     return {{bounds, B::pack_gqa ? queries_of_item<B>(a) : mask_rows<B>, B::block_n}, bounds};
   }
   __device__ KeyRange keys_of_cta(const KernelArgs&, const Mask&) const { return {first_tile_key<B>(keys), keys.end}; }
+  __device__ uint32_t range_count(const KernelArgs&) const { return ranges; }
+  __device__ uint32_t part(const KernelArgs&) const { return first_of_parts + range; }
+  __device__ uint32_t first_part(const KernelArgs&) const { return first_of_parts; }
+  __device__ uint32_t counter(const KernelArgs&) const { return first_of_parts; }
   static __device__ uint32_t* queue(const KernelArgs& a) { return &plan_of(a).drawn; }
 };
 
@@ -4574,15 +4567,10 @@ __device__ __forceinline__ PlannedItem* planned_items(const KernelArgs& a) {
   return reinterpret_cast<PlannedItem*>(reinterpret_cast<unsigned char*>(&plan_of(a)) + 256);
 }
 // Number i of the list, of the group of heads number `head`.
-template <class B> struct Parts<B, true> {
-  uint32_t count, counter, first, own;
-  __device__ __forceinline__ Parts(const KernelArgs&, const Item<B>& item)
-      : count(item.ranges), counter(item.first_part), first(item.first_part), own(item.first_part + item.range) {}
-};
 template <class B> __device__ __forceinline__ Item<B> planned_item(const KernelArgs& a, uint32_t i, int head) {
   Item<B> item{planned_items(a)[i]};
   item.h = head * a.item_heads;
-  item.first_part = item.first_part * int(a.q_heads.divisor) + head * item.ranges;
+  item.first_of_parts = item.first_of_parts * int(a.q_heads.divisor) + head * item.ranges;
   return item;
 }
 
@@ -4592,6 +4580,29 @@ template <class B> __device__ __forceinline__ Item<B> item_of_plan(const KernelA
   const uint32_t number = a.q_heads.divide(i);
   if (number >= plan_of(a).count) return {};
   return planned_item<B>(a, number, int(a.q_heads.remainder(i)));
+}
+
+// Row i of a view, as the first row of an item.
+template <class View> struct OneRow {
+  static constexpr int ROWS = 1, COLS = View::COLS, RUN = View::RUN;
+  const View& view;
+  const int i;
+  struct Rows {
+    const View& view;
+    const int i;
+    __device__ auto operator[](int) const { return view.x[i]; }
+  } x{view, i};
+  __device__ int row(int) const { return 0; }
+  __device__ int col(int j) const { return view.col(j); }
+};
+
+// USE_LENGTHS: empties the rows of V behind the sequence's last key, which have landed, since 0 * NaN is NaN: by
+// `threads` threads, which then fence the async proxy.
+template <class B> __device__ __forceinline__ void clear_rows_of_v(void* V_s, int keys, int thread, int threads) {
+  constexpr int line = PANEL_BYTES<B::d_v> / 16, panel = B::block_n * line;
+  for (int i = keys * line + thread; i < panel; i += threads) {
+    SDPA_UNROLL for (int n = 0; n < PANELS<B::d_v>; n++) st_shared(static_cast<uint4*>(V_s) + n * panel + i, uint4{});
+  }
 }
 
 // ---- 5f the kernel that plans items (USE_LENGTHS) ----
@@ -4708,7 +4719,7 @@ template <class B> __global__ void __launch_bounds__(merge_threads) sdpa_merge(c
     for (uint32_t i = blockIdx.x; i < ctas; i += gridDim.x) {
       const uint32_t merge = i / merge_ctas<B>;
       const Item<B> item = planned_item<B>(a, merges[merge / heads], int(merge % heads));
-      merge_ranges<B, ranges_at_once, 4>(range_partials<B>(a) + item.first_part, a, item,
+      merge_ranges<B, ranges_at_once, 4>(range_partials<B>(a) + item.first_of_parts, a, item,
                                          int(i % merge_ctas<B> * merge_threads + threadIdx.x),
                                          merge_ctas<B> * merge_threads);
     }
@@ -4719,26 +4730,6 @@ template <class B> __global__ void __launch_bounds__(merge_threads) sdpa_merge(c
                                        work_item<B>(a, a.first_item + number), int(cta * merge_threads + threadIdx.x),
                                        merge_ctas<B> * merge_threads);
   }
-}
-
-// ---- 5f rows of tiles that are emptied (wgmma) ----
-
-// USE_LENGTHS: empties the rows of V behind the sequence's last key, which have landed, since 0 * NaN is NaN: by `threads`
-// threads, which then fence the async proxy.
-template <class B> __device__ __forceinline__ void clear_rows_of_v(void* V_s, int keys, int thread, int threads) {
-  constexpr int line = PANEL_BYTES<B::d_v> / 16, panel = B::block_n * line;
-  for (int i = keys * line + thread; i < panel; i += threads) {
-    SDPA_UNROLL for (int n = 0; n < PANELS<B::d_v>; n++) st_shared(static_cast<uint4*>(V_s) + n * panel + i, uint4{});
-  }
-}
-// PACK_GQA: empties rows of Q without a query; what lies there would decide how others are rounded.
-template <class B> __device__ __forceinline__ void clear_rows_without_query(Input* Q_s, const KernelArgs& a) {
-  const int rows = rows_of_item<B>(a), chunks = (B::block_m - rows) * (PANEL_BYTES<B::head_dim> / 16);
-  for (int i = threadIdx.x; i < PANELS<B::head_dim> * chunks; i += B::threads) {
-    const int row = i / chunks * B::block_m + rows;
-    st_shared(reinterpret_cast<uint4*>(Q_s + row * (PANEL_BYTES<B::head_dim> / sizeof(Input))) + i % chunks, uint4{});
-  }
-  fence_proxy_async();
 }
 
 // ---- 5f wgmma in all its shapes (wgmma) ----
@@ -4783,38 +4774,28 @@ template <class B> __device__ __forceinline__ void clear_rows_without_query(Inpu
       " {%0" SDPA_D##r(SDPA_D_TEXT) "}, " a_text ", %" #r1 ", p, " immediates "; }" \
       : "+f"(d[0]) SDPA_D##r(SDPA_D_OPERAND)                                        \
       : "r"(int(accumulate)), "l"(b), "n"(TRANS_B), __VA_ARGS__)
+#define SDPA_WGMMA_E(n, r, r1, a, transposes, ...)                                  \
+  if constexpr (N == n && std::is_same_v<E, __half>) {                              \
+    SDPA_WGMMA("k16.f32.f16.f16", n, r, r1, a, "1, 1, " transposes, __VA_ARGS__);   \
+  } else if constexpr (N == n && std::is_same_v<E, __nv_bfloat16>) {                \
+    SDPA_WGMMA("k16.f32.bf16.bf16", n, r, r1, a, "1, 1, " transposes, __VA_ARGS__); \
+  } else if constexpr (N == n && std::is_same_v<E, __nv_fp8_e4m3>) {                \
+    SDPA_WGMMA("k32.f32.e4m3.e4m3", n, r, r1, a, "1, 1", __VA_ARGS__);              \
+  }
+#define SDPA_WGMMA_SS(n, r, r1, r2, r3, r4, ...) SDPA_WGMMA_E(n, r, r1, "%" #r3, "%" #r4 ",%" #r2, "l"(a), "n"(TRANS_A))
+#define SDPA_WGMMA_RS(n, r, r1, r2, r3, r4, r5, r6) \
+  SDPA_WGMMA_E(n, r, r1, "{%" #r3 ",%" #r4 ",%" #r5 ",%" #r6 "}", "%" #r2, "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]))
 // clang-format on
 
 template <class E, int N, int TRANS_B, int TRANS_A>
 __device__ __forceinline__ void wgmma_ss(float (&d)[N / 2], uint64_t a, uint64_t b, bool accumulate) {
   static_assert(N == 8 || (N <= 256 && N % 16 == 0), "wgmma: N is 8 or a multiple of 16 up to 256");
-#define SDPA_WGMMA_SS(n, r, r1, r2, r3, r4, r5, r6)                                                    \
-  if constexpr (N == n && std::is_same_v<E, __half>) {                                                 \
-    SDPA_WGMMA("k16.f32.f16.f16", n, r, r1, "%" #r3, "1, 1, %" #r4 ", %" #r2, "l"(a), "n"(TRANS_A));   \
-  } else if constexpr (N == n && std::is_same_v<E, __nv_bfloat16>) {                                   \
-    SDPA_WGMMA("k16.f32.bf16.bf16", n, r, r1, "%" #r3, "1, 1, %" #r4 ", %" #r2, "l"(a), "n"(TRANS_A)); \
-  } else if constexpr (N == n && std::is_same_v<E, __nv_fp8_e4m3>) {                                   \
-    SDPA_WGMMA("k32.f32.e4m3.e4m3", n, r, r1, "%" #r3, "1, 1", "l"(a));                                \
-  }
   SDPA_WGMMA_SHAPES(SDPA_WGMMA_SS)
-#undef SDPA_WGMMA_SS
 }
 template <class E, int N, int TRANS_B>
 __device__ __forceinline__ void wgmma_rs(float (&d)[N / 2], const uint32_t (&a)[4], uint64_t b, bool accumulate) {
   static_assert(N == 8 || (N <= 256 && N % 16 == 0), "wgmma: N is 8 or a multiple of 16 up to 256");
-#define SDPA_WGMMA_RS(n, r, r1, r2, r3, r4, r5, r6)                                                                 \
-  if constexpr (N == n && std::is_same_v<E, __half>) {                                                              \
-    SDPA_WGMMA("k16.f32.f16.f16", n, r, r1, "{%" #r3 ", %" #r4 ", %" #r5 ", %" #r6 "}", "1, 1, %" #r2, "r"(a[0]),   \
-               "r"(a[1]), "r"(a[2]), "r"(a[3]));                                                                    \
-  } else if constexpr (N == n && std::is_same_v<E, __nv_bfloat16>) {                                                \
-    SDPA_WGMMA("k16.f32.bf16.bf16", n, r, r1, "{%" #r3 ", %" #r4 ", %" #r5 ", %" #r6 "}", "1, 1, %" #r2, "r"(a[0]), \
-               "r"(a[1]), "r"(a[2]), "r"(a[3]));                                                                    \
-  } else if constexpr (N == n && std::is_same_v<E, __nv_fp8_e4m3>) {                                                \
-    SDPA_WGMMA("k32.f32.e4m3.e4m3", n, r, r1, "{%" #r3 ", %" #r4 ", %" #r5 ", %" #r6 "}", "1, 1", "r"(a[0]),        \
-               "r"(a[1]), "r"(a[2]), "r"(a[3]));                                                                    \
-  }
   SDPA_WGMMA_SHAPES(SDPA_WGMMA_RS)
-#undef SDPA_WGMMA_RS
 }
 
 #endif  // SDPA_SIMT
@@ -4940,8 +4921,8 @@ int ranges_of(const SdpaParams& p, const Items& items, bool by_kernel, int round
 
 // How a problem is cut into items, in one range.
 Items items_of_tile(const SdpaParams& p, int heads, int queries) {
-  if (Build::use_lengths && p.q_starts) return {heads, queries, int64_t(p.Hq / heads) * (p.B + ceil_div(p.Sq, queries))};
-  return {heads, queries, int64_t(p.B) * (p.Hq / heads) * ceil_div(p.Sq, queries)};
+  const int64_t groups = p.Hq / heads, tiles = ceil_div(p.Sq, queries);
+  return {heads, queries, groups * (Build::use_lengths && p.q_starts ? p.B + tiles : p.B * tiles)};
 }
 // PACK_GQA: of as many query heads of a key head as divide them and fit into block_m rows.
 Items items_of_packed_tile(const SdpaParams& p, int block_m) {
@@ -5298,12 +5279,13 @@ SdpaStatus check_params(SdpaParams& p) {
 }
 
 // ==== 7 TABLES ===================================================================================
+
+// ---- refusals (typed) ----
 // A new variant is a line in configs.txt. A new knob is a row of SDPA_KNOBS with the families that have it, refusals
 // below, and one function that it selects, which stands with the options of section 5 if few kernels have it. A toggle
 // selects whole functions; it never cuts lines out of a kernel. A section whose banner ends in families or knobs, as in
-// (wmma, USE_CP_ASYNC), is what only these need, and (typed) what only typed knobs need: `run_all.sh extract` goes by that.
-
-// ---- refusals (typed) ----
+// (wmma, USE_CP_ASYNC), is what only these need, and (typed) what only typed knobs need: by that extract goes.
+//
 // Knobs that have no effect, and combinations that cannot work: what, why, what to type.
 
 #define SDPA_REFUSE(condition, sentence) static_assert(!(condition), sentence)

@@ -272,12 +272,12 @@ template <class B> struct PlanCheck {
     vector<uint64_t> costs(count);
     for (const Tile& t : all) {
       int64_t at = t.begin;
-      const int part = planned[*next].first_part;
+      const int part = planned[*next].first_of_parts;
       for (uint64_t range = 0; range < t.ranges; range++, next++) {
         const PlannedItem& item = planned[*next];
         const bool same = item.b == t.b && item.h == 0 && item.q0 == t.rows_from && item.range == int(range) &&
                           item.ranges == int(t.ranges) && item.sequence.q_row == t.own.first_query && item.sequence.Sq == t.own.Sq &&
-                          item.sequence.k_row == t.own.first_key && item.sequence.Sk == t.own.Sk && item.first_part == part;
+                          item.sequence.k_row == t.own.first_key && item.sequence.Sk == t.own.Sk && item.first_of_parts == part;
         const string which = format("b=%d q0=%d range %d of %d", t.b, t.rows_from, int(range), int(t.ranges));
         if (!expect(same, which + " is missing or another")) return;
         const uint64_t took = t.rounds / t.ranges + (range < t.rounds % t.ranges);
@@ -322,11 +322,11 @@ template <class B> struct PlanCheck {
       for (int group = 0; group < int(groups); group++) {
         PlannedItem item = planned[i];
         const PlannedItem found = planned_item<B>(a, i, group);
-        item.h = group * heads(), item.first_part = found.first_part;
+        item.h = group * heads(), item.first_of_parts = found.first_of_parts;
         expect(memcmp(&item, &found, sizeof item) == 0, "an item's heads");
         if (has_kernel) want.push_back(found);
         if (item.ranges == 1) continue;
-        const int64_t part = found.first_part, mine = part + found.range;
+        const int64_t part = found.first_of_parts, mine = part + found.range;
         if (!expect(part >= 0 && mine < int64_t(used.size()), "no room for a head's partial result")) return;
         expect(!used[mine]++, "two heads have one partial result");
         expect(merges_by_kernel<B> || part < int64_t(most_split_items), "there is no such counter");

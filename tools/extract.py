@@ -131,6 +131,7 @@ def extract(name, namespace=""):
         number = itertools.count()
         text = re.sub(r"^    tile\(.*\n", lambda m: m[0] * (next(number) in rows), text, flags=re.MULTILINE)
         text = minimal.minimal(text, sizes)
+    text = re.sub(r"^(// ---- .*)\n\n(?=\S)", r"\1\n", text, flags=re.MULTILINE)  # a section's title stands on its text
     arch = builds.Line(tree, name).knob("arch", "80")
     return "\n".join([
         textwrap.fill(f"// sdpa, line {name}: {' '.join(line.knobs) or 'all knobs as they are by default'}", 120,

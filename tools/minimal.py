@@ -130,30 +130,38 @@ class Folding:
         return found if found <= ELEMENTS else set()
 
     def find_layers(self, root):
-        """{function: (its parameters, the name that it returns)} of those that need not all of what they take."""
+        """{function: (its parameters, the name that it returns)} of those that need not all of what they take, and of
+        members that take something and give a number."""
         found = collections.defaultdict(list)
         for node in descendants(root, "function_definition"):
             body, function = node.child_by_field_name("body"), descendants(node, "function_declarator")
-            if body and function and not enclosing(node, "field_declaration_list"):
-                parameters = parameters_of(function[0])
+            if body and function:
+                parameters, is_member = parameters_of(function[0]), enclosing(node, "field_declaration_list")
+                if is_member and self.source(node.child_by_field_name("type") or node) not in ("bool", "int", "uint32_t"):
+                    continue
                 value = self.source(body)[1:-1].strip().removeprefix("return ").removesuffix(";")
-                passes_on = re.fullmatch(r"[\w.:]*[a-z][\w.:]*", value) and set(parameters) - words_of(value)
+                # A member that gives its parameter stays: without it nvcc puts instructions in another order.
+                passes_on = re.fullmatch(r"[\w.:]*[a-z][\w.:]*", value) and set(parameters) - {value} and (
+                    is_member or set(parameters) - words_of(value))
                 found[name_of(node)].append((parameters_of(node.parent) + parameters, value) if passes_on else None)
         return {name: ones[0] for name, ones in found.items() if len(ones) == 1 and ones[0]}
 
     def without_layer(self, call):
         """What a call gives by way of a function that only passes on a name; else None."""
         function = call.child_by_field_name("function")
-        if name_of(function) not in self.layers or name_of(function) in self.local:
+        member = function.child_by_field_name("field")
+        if name_of(member or function) not in self.layers or not member and name_of(function) in self.local:
             return None
-        parameters, value = self.layers[name_of(function)]
+        parameters, value = self.layers[name_of(member or function)]
         given = dict(zip(parameters, map(self.source, listed(function, "arguments") + listed(call, "arguments"))))
         if value in given and len(given) == len(parameters):
             is_whole = call.parent.type in ("argument_list", "initializer_list", *WHOLE)
             return given[value] if is_whole or re.fullmatch(r"[\w.]+", given[value]) else f"({given[value]})"
-        if len(given) < len(parameters) or not all(given[one].isidentifier() for one in words_of(value) & given.keys()):
+        if len(given) < len(parameters) or not all(
+                re.fullmatch(r"[\w.]+", given[one]) for one in words_of(value) & given.keys()):
             return None
-        return re.sub(r"\w+", lambda m: given.get(m[0], m[0]), value)
+        owner = self.source(function)[:-len(name_of(member))] if member and value.isidentifier() else ""
+        return owner + re.sub(r"\w+", lambda m: given.get(m[0], m[0]), value)
 
     def find_constants(self, root, sizes):
         """Values of constexpr members and variables and of functions, if all of one name have the same."""
@@ -196,7 +204,7 @@ class Folding:
                 return text
             return None if scope.startswith("std") else self.constants.get(name)
         if kind == "call_expression":
-            name, arguments = name_of(field("function")), listed(node, "arguments")
+            name, arguments = name_of(field("function").child_by_field_name("field") or field("function")), listed(node, "arguments")
             if name not in self.enums or len(arguments) != 1:
                 return None if name in self.local else self.constants.get(name + "()")
             number = self.value(arguments[0])
@@ -254,6 +262,9 @@ class Folding:
                 return self.emit(types[not value])
         does_nothing = {"static_assert_declaration": True, "while_statement": False}.get(kind)
         if does_nothing is not None and self.value(field("condition")) is does_nothing or self.is_unselected(node):
+            return GONE
+        if kind == "function_definition" and name_of(node) in self.layers and enclosing(node, "field_declaration_list") and (
+                len(re.findall(rf"\b{name_of(node)}\(", self.text)) == 1):  # what called it has what it gave
             return GONE
         if kind == "if_statement":
             return self.emit_if(node)
@@ -360,7 +371,7 @@ class Folding:
 
 def without_gone(text):
     """The text without statements that are gone, and without the comments above them."""
-    gone = rf"(?:^ *//(?! ----| ====).*\n)*^ *{GONE}[{GONE} ]*(?://.*)?\n"
+    gone = rf"(?:^ *//(?! ----| ====).*\n)*^ *(?:(?:static )?__device__ )?{GONE}[{GONE} ]*(?://.*)?\n"
     return re.sub(gone, "", text, flags=re.MULTILINE).replace(GONE, "")
 
 
