@@ -17,7 +17,7 @@
 //     O = O * alpha + P @ V                 [BLOCK_M][D]
 //   O = O / l,  LSE = scale * m + log l     log of the sum of exp(scale * S), for those who merge or differentiate
 //
-// Build one variant   nvcc -O3 -std=c++17 -arch=native -DBLOCK_M=64 -DSYNC_POLICY=1 sdpa.cu -o sdpa
+// Build one variant   nvcc -O3 -std=c++17 -arch=native -DBLOCK_M=64 -DVEC_WIDTH=8 sdpa.cu -o sdpa
 // Check and time it   ./sdpa --shape mission            (a CSV row on stdout, words on stderr)
 // See what it is      ./sdpa --config
 // Copy it             everything from COPY FROM HERE to COPY TO HERE into your own .cu file, or
