@@ -262,9 +262,7 @@ template <class T> __host__ __device__ constexpr T ceil_div(T n, typename std::c
   return (n + of - 1) / of;
 }
 
-struct TensorMaps {  // of tensors as [B][H][panels][S][elements of a panel]
-  CUtensorMap q, k, v, o;
-};
+struct TensorMaps { CUtensorMap q, k, v, o; };  // of tensors as [B][H][panels][S][elements of a panel]
 struct Nothing {};
 
 struct KeyRange { int begin, end; };  // [begin, end)
@@ -1488,8 +1486,10 @@ template <class B> struct MmaShared {
 
 // A step takes 32 bytes of each row of A and of each column of B.
 template <class B> constexpr int MMA_K = 2 * CHUNK<B>;
-// Products of 16 bits; those of 8 bits, which have the same functions and pv(), are in a section of their own.
-template <class B, bool = sizeof(Element<B>) == 1> struct MmaOperands {
+// What a step does with operands of 16 bits; section 5f has the same for e4m3.
+template <class B> struct MmaHalves {
+  using Sums = MmaAccumulator<B, B::d_v>;
+  using P = uint32_t[Sums::M_TILES][4];
   static constexpr int REGISTERS = 4;  // of A, in a step of 16 rows
   static constexpr int KEYS = 16;      // of P, in a step
 
@@ -1502,7 +1502,21 @@ template <class B, bool = sizeof(Element<B>) == 1> struct MmaOperands {
   static __device__ __forceinline__ void read(uint32_t (&a)[4], SharedAddress from) { ldmatrix_x4<false>(a, from); }
   // P of a row's next columns, rounded.
   static __device__ __forceinline__ uint32_t pack_p(const float* x) { return pack<Element<B>>(x[0], x[1]); }
+  // O += P @ V for the keys of a step   [16 * M_TILES][D] of a warp
+  static __device__ __forceinline__ void pv(Sums& O, const P& p, const Element<B>* V_s, int step, int lane) {
+    const SharedAddress at = shared_address(V_s + tile_offset<B, B::d_v>(lane % 16, lane / 16 * 8));
+    SDPA_UNROLL for (int n = 0; n < B::d_v / 16; n++) {
+      uint32_t v[4];
+      ldmatrix_x4<true>(v, tile_step<B, B::d_v>(at, 16 * step, 16 * n));
+      multiply_columns(O, n, p, v);
+    }
+  }
 };
+template <class B> struct MmaE4m3;          // e4m3 as it is
+template <class B> struct MmaE4m3AsHalves;  // fp16 that is made of it in registers
+template <class B>
+using MmaOperands = std::conditional_t<B::converts_operands, MmaE4m3AsHalves<B>,
+                                       std::conditional_t<B::is_e4m3, MmaE4m3<B>, MmaHalves<B>>>;
 // The warp's query rows as A operands, MMA_K columns a step. As many steps as O and S leave registers for
 // are kept for the whole item; each use reads the others again.
 template <class B> struct MmaQueries {
@@ -1583,22 +1597,6 @@ template <class B> struct MmaProbabilities {
   }
 };
 
-// O += P @ V for the keys of a step   [16 * M_TILES][D] of a warp
-template <class B>
-__device__ __forceinline__ void mma_pv(MmaAccumulator<B, B::d_v>& O, const MmaProbabilities<B>& P,
-                                       const Element<B>* V_s, int step, int lane) {
-  if constexpr (sizeof(Element<B>) == 1) {
-    MmaOperands<B>::pv(O, P.a[step], V_s, step, lane);
-  } else {
-    const SharedAddress at = shared_address(V_s + tile_offset<B, B::d_v>(lane % 16, lane / 16 * 8));
-    SDPA_UNROLL for (int n = 0; n < B::d_v / 16; n++) {
-      uint32_t v[4];
-      ldmatrix_x4<true>(v, tile_step<B, B::d_v>(at, 16 * step, 16 * n));
-      multiply_columns<B>(O, n, P.a[step], v);
-    }
-  }
-}
-
 // The state of a warp's rows: sums over the tiles so far, and P of the last tile.
 template <class B> struct MmaRows {
   using Scores = MmaAccumulator<B, B::block_n>;
@@ -1618,7 +1616,7 @@ template <class B> struct MmaRows {
 
   // O += P @ V
   __device__ void multiply(const Element<B>* V_s, int lane) {
-    SDPA_UNROLL for (int step = 0; step < P.STEPS; step++) mma_pv<B>(O, P, V_s, step, lane);
+    SDPA_UNROLL for (int step = 0; step < P.STEPS; step++) MmaOperands<B>::pv(O, P.a[step], V_s, step, lane);
   }
 
   // S = Q @ K.T, with the factors of several heads.
@@ -2065,23 +2063,16 @@ __device__ __forceinline__ WgmmaItem<B> wgmma_item(const KernelArgs& a, uint32_t
 }
 
 // A warp's copy of a tile of K or V, of D columns, that begins with key k0; past the last key zeros. One lane copies it
-// all. USE_PAGES: a lane copies a box of one page, a panel's lines; its page is best looked up while the stage is full.
-template <class B, int D> struct TileBox {
-  int at[5], row = 0;  // of this lane's box: where it is in the tensor map, and its first row in the tile
+// all. USE_PAGES has copies of its own.
+template <class B, int D, bool = B::use_pages> struct TileBox {
+  int at[5];  // where it is in the tensor map
 
   __device__ __forceinline__ TileBox(const KernelArgs& a, const Item<B>& item, int h_kv, int k0)
-      : at{0, item.k_row(k0), 0, h_kv, item.batch(a.p.k_starts)} {
-    if constexpr (B::use_pages) {
-      const int lane = threadIdx.x % 32, rows = plan_room<B>(a).box_rows;
-      row = lane / PANELS<D> * rows, at[2] = lane % PANELS<D>;
-      at[1] = int(plan_room<B>(a).page_size.remainder(uint32_t(k0 + row))), at[4] = page_of<B>(a, item, k0 + row, rows);
-    }
-  }
+      : at{0, item.k_row(k0), 0, h_kv, item.batch(a.p.k_starts)} {}
   __device__ __forceinline__ void load(const KernelArgs& a, const CUtensorMap* map, Input* to_s, uint64_t* full) const {
-    if (B::use_pages ? row >= B::block_n : threadIdx.x % 32 > 0) return;
-    if (!B::use_pages && a.mask.keys.Sk == 0) return mbarrier_arrive(full);  // every score of this tile is masked
-    if (!B::use_pages || threadIdx.x % 32 == 0) mbarrier_arrive_expect_tx(full, B::block_n * ROW_BYTES<D>);
-    if (B::use_pages) to_s += (at[2] * B::block_n + row) * (PANEL_BYTES<D> / int(sizeof(Input)));
+    if (threadIdx.x % 32 > 0) return;
+    if (a.mask.keys.Sk == 0) return mbarrier_arrive(full);  // every score of this tile is masked
+    mbarrier_arrive_expect_tx(full, B::block_n * ROW_BYTES<D>);
     cp_async_bulk_tensor_load(to_s, map, at, full, B::swap_ab && B::pack_gqa ? evict_first : evict_last);
   }
 };
@@ -4172,69 +4163,26 @@ __device__ __forceinline__ float with_sink(float m, float l, const KernelArgs& a
 
 // ---- 5f operands of e4m3 (mma and DTYPE = FP8_E4M3) ----
 
-// e4m3 as it is. Or (converts_operands) fp16 that is made of it in registers: a step is then two products; the first
-// has k = 4q ... 4q + 3 of the lane's bytes, the second the same 16 k further.
-
-// Converts four bytes to two pairs of fp16.
-__device__ __forceinline__ void make_halves(uint32_t (&pairs)[2], uint32_t bytes) {
-  SDPA_UNROLL for (int n = 0; n < 2; n++) pairs[n] = cvt_rn_f16x2_e4m3x2(bytes >> 16 * n);
-}
-
-template <class B> struct MmaOperands<B, true> {
-  static constexpr bool in_fp16 = B::converts_operands;
-  static constexpr int REGISTERS = in_fp16 ? 8 : 4, KEYS = in_fp16 ? 16 : 32;
+// With e4m3 the operand's k = 4q + i (and 16 + 4q + i) is key i / 2 * 8 + 2q + i % 2 (and 16 more). ldmatrix transposes
+// pairs: of V a register has bytes d = 2g and 2g + 1 of two keys. prmt parts them into the even and the odd d, so that
+// a lane has 4 neighbouring d of 16.
+template <class B> struct MmaE4m3 {
   using Sums = MmaAccumulator<B, B::d_v>;
   using P = uint32_t[Sums::M_TILES][4];
+  static constexpr int REGISTERS = 4, KEYS = 32;
 
-  static __device__ __forceinline__ void multiply(float& d0, float& d1, float& d2, float& d3,
-                                                  const uint32_t (&a)[REGISTERS], uint32_t b0, uint32_t b1) {
-    if constexpr (in_fp16) {
-      const uint32_t b[2] = {b0, b1};
-      SDPA_UNROLL for (int n = 0; n < 2; n++) {
-        uint32_t pairs[2], part[4];
-        make_halves(pairs, b[n]), memcpy(part, a + 4 * n, sizeof part);
-        mma_m16n8k16<Half>(d0, d1, d2, d3, part, pairs[0], pairs[1]);
-      }
-    } else {
-      mma_m16n8k32_e4m3(d0, d1, d2, d3, a, b0, b1);
-    }
+  static __device__ __forceinline__ void multiply(float& d0, float& d1, float& d2, float& d3, const uint32_t (&a)[4],
+                                                  uint32_t b0, uint32_t b1) {
+    mma_m16n8k32_e4m3(d0, d1, d2, d3, a, b0, b1);
   }
-  static __device__ __forceinline__ void read(uint32_t (&a)[REGISTERS], SharedAddress from) {
-    if constexpr (in_fp16) {
-      uint32_t bytes[4], pairs[2];
-      ldmatrix_x4<false>(bytes, from);
-      SDPA_UNROLL for (int i = 0; i < 4; i++) {  // rows g and g + 8 of 16 k, then of the next
-        make_halves(pairs, bytes[i]);
-        a[i / 2 * 4 + i % 2] = pairs[0], a[i / 2 * 4 + i % 2 + 2] = pairs[1];
-      }
-    } else {
-      ldmatrix_x4<false>(a, from);
-    }
-  }
-  // With e4m3 the operand's k = 4q + i (and 16 + 4q + i) is key i / 2 * 8 + 2q + i % 2 (and 16 more).
+  static __device__ __forceinline__ void read(uint32_t (&a)[4], SharedAddress from) { ldmatrix_x4<false>(a, from); }
   static __device__ __forceinline__ uint32_t pack_p(const float* x) {
-    if constexpr (in_fp16) {
-      return pack<Half>(x[0], x[1]);
-    } else {
-      return cvt_rn_satfinite_e4m3x4(x[0], x[1], x[2], x[3]);
-    }
+    return cvt_rn_satfinite_e4m3x4(x[0], x[1], x[2], x[3]);
   }
-  // O += P @ V for the keys of a step. ldmatrix transposes pairs: a register has bytes d = 2g and 2g + 1 of two keys.
-  // prmt parts them into the even and the odd d, so that a lane has 4 neighbouring d of 16.
   static __device__ __forceinline__ void pv(Sums& O, const P& p, const Element<B>* V_s, int step, int lane) {
-    if constexpr (in_fp16) {
-      pv_of_fp16(O, p, V_s, step, lane);
-    } else {
-      pv_of_e4m3(O, p, V_s, step, lane);
-    }
-  }
-
- private:
-  // With the keys in the order of P.
-  static __device__ __forceinline__ void pv_of_e4m3(Sums& O, const P& p, const Element<B>* V_s, int step, int lane) {
     const SharedAddress at = shared_address(V_s + tile_offset<B, B::d_v>(lane, 0));
     SDPA_UNROLL for (int n = 0; n < B::d_v / 16; n++) {
-      uint32_t v[4];  // of keys 0 ... 7, 8 ... 15, 16 ... 23, 24 ... 31
+      uint32_t v[4];  // of keys 0 ... 7, 8 ... 15, 16 ... 23, 24 ... 31, in the order of P
       ldmatrix_x4<true>(v, tile_step<B, B::d_v>(at, MMA_K<B> * step, 16 * n));
       const uint32_t even[2] = {prmt(v[0], v[1], 0x6420), prmt(v[2], v[3], 0x6420)};
       const uint32_t odd[2] = {prmt(v[0], v[1], 0x7531), prmt(v[2], v[3], 0x7531)};
@@ -4245,8 +4193,37 @@ template <class B> struct MmaOperands<B, true> {
       }
     }
   }
+};
 
-  static __device__ __forceinline__ void pv_of_fp16(Sums& O, const P& p, const Element<B>* V_s, int step, int lane) {
+// Converts four bytes to two pairs of fp16.
+__device__ __forceinline__ void make_halves(uint32_t (&pairs)[2], uint32_t bytes) {
+  SDPA_UNROLL for (int n = 0; n < 2; n++) pairs[n] = cvt_rn_f16x2_e4m3x2(bytes >> 16 * n);
+}
+// A step is two products; the first has k = 4q ... 4q + 3 of the lane's bytes, the second the same 16 k further.
+template <class B> struct MmaE4m3AsHalves {
+  using Sums = MmaAccumulator<B, B::d_v>;
+  using P = uint32_t[Sums::M_TILES][4];
+  static constexpr int REGISTERS = 8, KEYS = 16;
+
+  static __device__ __forceinline__ void multiply(float& d0, float& d1, float& d2, float& d3, const uint32_t (&a)[8],
+                                                  uint32_t b0, uint32_t b1) {
+    const uint32_t b[2] = {b0, b1};
+    SDPA_UNROLL for (int n = 0; n < 2; n++) {
+      uint32_t pairs[2], part[4];
+      make_halves(pairs, b[n]), memcpy(part, a + 4 * n, sizeof part);
+      mma_m16n8k16<Half>(d0, d1, d2, d3, part, pairs[0], pairs[1]);
+    }
+  }
+  static __device__ __forceinline__ void read(uint32_t (&a)[8], SharedAddress from) {
+    uint32_t bytes[4], pairs[2];
+    ldmatrix_x4<false>(bytes, from);
+    SDPA_UNROLL for (int i = 0; i < 4; i++) {  // rows g and g + 8 of 16 k, then of the next
+      make_halves(pairs, bytes[i]);
+      a[i / 2 * 4 + i % 2] = pairs[0], a[i / 2 * 4 + i % 2 + 2] = pairs[1];
+    }
+  }
+  static __device__ __forceinline__ uint32_t pack_p(const float* x) { return pack<Half>(x[0], x[1]); }
+  static __device__ __forceinline__ void pv(Sums& O, const P& p, const Element<B>* V_s, int step, int lane) {
     const SharedAddress at = shared_address(V_s + tile_offset<B, B::d_v>(lane % 16, lane / 16 * CHUNK<B>));
     SDPA_UNROLL for (int n = 0; n < B::d_v / 16; n += 2) {
       uint32_t v[4];  // of 16 d keys 0 ... 7, 8 ... 15, and of the next
@@ -4499,6 +4476,26 @@ template <class B> struct PagedRows {
   }
 };
 
+// ---- 5f pages by TMA (wgmma and USE_PAGES) ----
+
+// A lane copies a box of one page, a panel's lines; its page is best looked up while the stage is full.
+template <class B, int D> struct TileBox<B, D, true> {
+  int at[5], row;  // of this lane's box: where it is in the tensor map, and its first row in the tile
+
+  __device__ __forceinline__ TileBox(const KernelArgs& a, const Item<B>& item, int h_kv, int k0)
+      : at{0, 0, 0, h_kv, 0} {
+    const int lane = threadIdx.x % 32, rows = plan_room<B>(a).box_rows;
+    row = lane / PANELS<D> * rows, at[2] = lane % PANELS<D>;
+    at[1] = int(plan_room<B>(a).page_size.remainder(uint32_t(k0 + row))), at[4] = page_of<B>(a, item, k0 + row, rows);
+  }
+  __device__ __forceinline__ void load(const KernelArgs&, const CUtensorMap* map, Input* to_s, uint64_t* full) const {
+    if (row >= B::block_n) return;
+    if (threadIdx.x % 32 == 0) mbarrier_arrive_expect_tx(full, B::block_n * ROW_BYTES<D>);
+    to_s += (at[2] * B::block_n + row) * (PANEL_BYTES<D> / int(sizeof(Input)));
+    cp_async_bulk_tensor_load(to_s, map, at, full, B::swap_ab && B::pack_gqa ? evict_first : evict_last);
+  }
+};
+
 // ---- 5f items that are planned (USE_LENGTHS) ----
 // A kernel before the others lists the items of all sequences, for one group of heads, the longest first; an item of
 // many keys becomes several ranges.
@@ -4619,29 +4616,31 @@ struct PlanShared {
   uint32_t parts, count, merges;
   uint32_t count_of[plan_classes], first[plan_classes];  // items of a class, and the first of them
 };
+// use(b, sequence, q0, keys) for every tile, a sequence by 2^shift lanes of a warp, its last rows first. With a mask
+// the first tile is the one that is not full, since it has less to do.
+template <class B, class Use> __device__ __forceinline__ void for_each_tile(const KernelArgs& a, int shift, Use use) {
+  const int tid = threadIdx.x, queries = queries_of_item<B>(a);
+  for (int b = tid / 32 + (tid % 32 >> shift) * (plan_threads / 32); b < a.p.B; b += plan_threads >> shift) {
+    const Sequence own(a.p, b);
+    const KeyBounds bounds(a.p, own.Sq, own.Sk);
+    const int tiles = ceil_div(own.Sq, queries);
+    const int early = wgmma_may_pass<B> && !bounds.all() ? (tiles * queries - own.Sq) / 64 * 64 : 0;
+    for (int i = tiles - 1 - tid % (1 << shift); i >= 0; i -= 1 << shift) {
+      const int q0 = i * queries - early;
+      use(b, own, q0, bounds.of_rows(max(q0, 0), min(q0 + queries, own.Sq) - 1));
+    }
+  }
+}
 template <class B> __global__ void __launch_bounds__(plan_threads, 1) sdpa_plan(const __grid_constant__ KernelArgs a) {
   PlanShared& s = dynamic_shared<PlanShared>();
-  const int tid = threadIdx.x, queries = queries_of_item<B>(a);
+  const int tid = threadIdx.x;
   if constexpr (B::family == Family::wgmma) wait_then_let_next_kernel_start();
   if (tid == 0) s.rounds = 0, s.rounds_65536 = 0, s.most_rounds = 0, s.parts = 0, s.merges = 0;
   if (tid < plan_classes) s.count_of[tid] = 0;
   __syncthreads();  // hazard: cleared by one thread
-  // use(b, sequence, q0, keys) for every tile, a sequence by some lanes of a warp, its last rows first. With a mask the
-  // first tile is the one that is not full, since it has less to do.
-  int shift = 0;  // of 2^shift lanes
-  while (shift < 5 && (a.p.q_starts || 1 << shift < ceil_div(a.p.Sq, queries))) shift++;
-  const auto each_tile = [&](const auto& use) {
-    for (int b = tid / 32 + (tid % 32 >> shift) * (plan_threads / 32); b < a.p.B; b += plan_threads >> shift) {
-      const Sequence own(a.p, b);
-      const KeyBounds bounds(a.p, own.Sq, own.Sk);
-      const int tiles = ceil_div(own.Sq, queries);
-      const int early = wgmma_may_pass<B> && !bounds.all() ? (tiles * queries - own.Sq) / 64 * 64 : 0;
-      for (int i = tiles - 1 - tid % (1 << shift); i >= 0; i -= 1 << shift) {
-        const int q0 = i * queries - early;
-        use(b, own, q0, bounds.of_rows(max(q0, 0), min(q0 + queries, own.Sq) - 1));
-      }
-    }
-  };
+  int shift = 0;
+  while (shift < 5 && (a.p.q_starts || 1 << shift < ceil_div(a.p.Sq, queries_of_item<B>(a)))) shift++;
+  const auto each_tile = [&](const auto& use) { for_each_tile<B>(a, shift, use); };
   const auto rounds_of = [](const KeyRange& keys) {
     return uint32_t(max(ceil_div(keys.end - first_tile_key<B>(keys), B::round_keys), 0));
   };
@@ -5560,10 +5559,7 @@ static_assert(check_all<Build::use_tuned ? next_tile(0) : -1>(), "");
 
 // ---- the choice of a tile (USE_TUNED) ----
 
-// Keys that an item takes, in whole rounds: the most, the least and on average.
-struct ItemKeys {
-  double most, least, mean;
-};
+struct ItemKeys { double most, least, mean; };  // that an item takes, in whole rounds
 ItemKeys item_keys(const TunedTile& t, const SdpaParams& p) {
   const KeyBounds bounds(p, p.Sq, p.Sk);
   const int round_keys = t.block_n * t.split_kv;

@@ -140,9 +140,9 @@ class Folding:
                 if is_member and self.source(node.child_by_field_name("type") or node) not in ("bool", "int", "uint32_t"):
                     continue
                 value = self.source(body)[1:-1].strip().removeprefix("return ").removesuffix(";")
-                # A member that gives its parameter stays: without it nvcc puts instructions in another order.
-                passes_on = re.fullmatch(r"[\w.:]*[a-z][\w.:]*", value) and set(parameters) - {value} and (
-                    is_member or set(parameters) - words_of(value))
+                # A member that gives something of a parameter stays: without it nvcc puts instructions in another order.
+                passes_on = re.fullmatch(r"[\w.:]*[a-z][\w.:]*", value) and (
+                    {*parameters} - words_of(value) if not is_member else parameters and not {*parameters} & words_of(value))
                 found[name_of(node)].append((parameters_of(node.parent) + parameters, value) if passes_on else None)
         return {name: ones[0] for name, ones in found.items() if len(ones) == 1 and ones[0]}
 
