@@ -171,6 +171,8 @@ template <int ROW> struct BuildOf : Knobs<ROW> {
   static constexpr DType output = K::out_dtype != 0 ? DType(K::out_dtype - 1) : is_8bit ? DType::fp16 : input;
   // Products take fp16, made of each operand's e4m3 as it is read.
   static constexpr bool converts_operands = is_e4m3 && family == Family::mma && K::pack_gqa;
+  // FP16_ACC: S, and what a tile adds to O.
+  static constexpr bool qk_in_fp16 = K::fp16_acc & 1, pv_in_fp16 = K::fp16_acc & 2;
   // fp16 is made of U8 while a tile is copied.
   static constexpr bool converts = input == DType::u8 && family == Family::wmma;
   // Threads of a CTA that only copy, and all; warps that share a slice of the keys.
@@ -851,7 +853,7 @@ template <class B> struct KernelOf<B, Path::scalar> {
   static constexpr auto entry = sdpa_scalar<B>;
 };
 
-// ---- copies of tiles (scalar, wmma, mma) ----
+// ---- copies of vectors (scalar, wmma, mma) ----
 
 // Copies a vector from global to shared memory, zeros when !valid; commit() ends a group of copies, wait() waits
 // until at most IN_FLIGHT of this thread's groups are unfinished.
@@ -1229,24 +1231,6 @@ template <class B, class Partials>
 __device__ __forceinline__ void store_rows(const Partials&, const KernelArgs&, const Item<B>&, int thread, bool& last);
 template <class B> constexpr int PARTIAL_STRIDE = B::d_v + 4;  // 4: against bank conflicts
 
-// Weights that merge a row's N partial results, and m and l of the merged row; O is the sum of O[n] * weight[n].
-//   m = max of m[n];  weight[n] = 2^((m[n] - m) * scale_log2);  l = sum of l[n] * weight[n];  m_l[n] = {m[n], l[n]}
-template <class B, int N>
-__device__ __forceinline__ void merge_weights(const float2 (&m_l)[N], float scale_log2, float (&weight)[N], float& m,
-                                              float& l) {
-  m = m_l[0].x, l = 0;
-  SDPA_UNROLL for (int n = 1; n < N; n++) m = fmaxf(m, m_l[n].x);
-  SDPA_UNROLL for (int n = 0; n < N; n++) {
-    weight[n] = softmax_exp2<B>((m_l[n].x - finite_max(m)) * scale_log2);
-    l = fmaf(m_l[n].y, weight[n], l);
-  }
-}
-
-__device__ __forceinline__ void add(float* O, const float4& x, float weight) {
-  O[0] = fmaf(x.x, weight, O[0]), O[1] = fmaf(x.y, weight, O[1]);
-  O[2] = fmaf(x.z, weight, O[2]), O[3] = fmaf(x.w, weight, O[3]);
-}
-
 // ---- items: their rows, and the order in which CTAs take them ----
 
 // Queries of an item per head.
@@ -1338,7 +1322,7 @@ template <int N> struct StageRing {
   }
 };
 
-// ---- pairs, scales of rows, stale maxima (wmma, mma, wgmma) ----
+// ---- pairs, scales of rows, stale maxima, weights of a merge (wmma, mma, wgmma) ----
 
 // Two values of a row, rounded, as one register of an mma.sync operand.
 template <class E> __device__ __forceinline__ uint32_t pack(float low, float high) {
@@ -1416,6 +1400,24 @@ template <class B, int ROWS> struct StaleSoftmax {
   }
 };
 
+// Weights that merge a row's N partial results, and m and l of the merged row; O is the sum of O[n] * weight[n].
+//   m = max of m[n];  weight[n] = 2^((m[n] - m) * scale_log2);  l = sum of l[n] * weight[n];  m_l[n] = {m[n], l[n]}
+template <class B, int N>
+__device__ __forceinline__ void merge_weights(const float2 (&m_l)[N], float scale_log2, float (&weight)[N], float& m,
+                                              float& l) {
+  m = m_l[0].x, l = 0;
+  SDPA_UNROLL for (int n = 1; n < N; n++) m = fmaxf(m, m_l[n].x);
+  SDPA_UNROLL for (int n = 0; n < N; n++) {
+    weight[n] = softmax_exp2<B>((m_l[n].x - finite_max(m)) * scale_log2);
+    l = fmaf(m_l[n].y, weight[n], l);
+  }
+}
+
+__device__ __forceinline__ void add(float* O, const float4& x, float weight) {
+  O[0] = fmaf(x.x, weight, O[0]), O[1] = fmaf(x.y, weight, O[1]);
+  O[2] = fmaf(x.z, weight, O[2]), O[3] = fmaf(x.w, weight, O[3]);
+}
+
 // Rows 8 apart of which each of 4 lanes has RUN neighbouring columns of every 4 * RUN.
 template <int HEIGHT, int WIDTH, int LENGTH> struct QuadRuns {
   static constexpr int ROWS = HEIGHT, COLS = WIDTH / 4, RUN = LENGTH;
@@ -1437,6 +1439,8 @@ template <class B, int WIDTH> struct MmaAccumulator {  // [16 * M_TILES of BLOCK
   __device__ int row(int i) const { return first_row + 8 * i; }
   __device__ int col(int j) const { return first_col + j / 2 * 8 + j % 2; }
 };
+template <class B> using MmaSums = MmaAccumulator<B, B::d_v>;            // O
+template <class B> using MmaStepOfP = uint32_t[MmaSums<B>::M_TILES][4];  // P of a step's keys, as A operands
 
 template <class B> __device__ __forceinline__ void slice_sync() {
   SDPA_UNROLL for (int group = 0; group < B::split_kv; group++) {  // a barrier's number is an immediate operand
@@ -1456,7 +1460,7 @@ __device__ __forceinline__ SharedAddress tile_step(SharedAddress at, int r, int 
 
 // O, m and l of a group of warps over its keys, in the order of its threads' accumulators.
 template <class B> struct MmaPartial {
-  using View = MmaAccumulator<B, B::d_v>;
+  using View = MmaSums<B>;
   float O[View::ROWS][View::COLS][B::group_threads];
   float2 m_l[View::ROWS][B::group_threads];
 };
@@ -1488,8 +1492,6 @@ template <class B> struct MmaShared {
 template <class B> constexpr int MMA_K = 2 * CHUNK<B>;
 // What a step does with operands of 16 bits; section 5f has the same for e4m3.
 template <class B> struct MmaHalves {
-  using Sums = MmaAccumulator<B, B::d_v>;
-  using P = uint32_t[Sums::M_TILES][4];
   static constexpr int REGISTERS = 4;  // of A, in a step of 16 rows
   static constexpr int KEYS = 16;      // of P, in a step
 
@@ -1503,7 +1505,8 @@ template <class B> struct MmaHalves {
   // P of a row's next columns, rounded.
   static __device__ __forceinline__ uint32_t pack_p(const float* x) { return pack<Element<B>>(x[0], x[1]); }
   // O += P @ V for the keys of a step   [16 * M_TILES][D] of a warp
-  static __device__ __forceinline__ void pv(Sums& O, const P& p, const Element<B>* V_s, int step, int lane) {
+  static __device__ __forceinline__ void pv(MmaSums<B>& O, const MmaStepOfP<B>& p, const Element<B>* V_s, int step,
+                                            int lane) {
     const SharedAddress at = shared_address(V_s + tile_offset<B, B::d_v>(lane % 16, lane / 16 * 8));
     SDPA_UNROLL for (int n = 0; n < B::d_v / 16; n++) {
       uint32_t v[4];
@@ -1585,7 +1588,7 @@ template <class B> struct MmaProbabilities {
   static constexpr int M_TILES = MmaAccumulator<B, 8>::M_TILES;
   static constexpr int KEYS = MmaOperands<B>::KEYS;
   static constexpr int STEPS = B::block_n / KEYS, COLS = KEYS / 4;  // of a lane, in a step
-  uint32_t a[STEPS][M_TILES][4];
+  MmaStepOfP<B> a[STEPS];
 
   __device__ void pack_step(const MmaAccumulator<B, B::block_n>& P, int step) {
     SDPA_UNROLL for (int m = 0; m < M_TILES; m++) {
@@ -1600,7 +1603,7 @@ template <class B> struct MmaProbabilities {
 // The state of a warp's rows: sums over the tiles so far, and P of the last tile.
 template <class B> struct MmaRows {
   using Scores = MmaAccumulator<B, B::block_n>;
-  using Sums = MmaAccumulator<B, B::d_v>;
+  using Sums = MmaSums<B>;
   static constexpr int ROWS = Sums::ROWS;
   Sums O;
   MmaProbabilities<B> P;
@@ -1680,12 +1683,12 @@ template <class B> struct MmaRows {
 
 // A warp's rows as they are stored: as P @ V leaves them, of 8-bit V 4 columns of 16, or dealt anew where 32 divide D.
 template <class B>
-using MmaRuns = QuadRuns<MmaAccumulator<B, B::d_v>::ROWS, B::d_v, sizeof(Element<B>) == 1 ? 4 : B::d_v % 32 ? 2 : 8>;
+using MmaRuns = QuadRuns<MmaSums<B>::ROWS, B::d_v, sizeof(Element<B>) == 1 ? 4 : B::d_v % 32 ? 2 : 8>;
 
 // A quad exchanges columns: of every 32, lane q gives away what is not in [8q, 8q + 8) and gets what
 // is, in two exchanges of pairs of columns.
 template <class B>
-__device__ __forceinline__ void deal_runs(MmaRuns<B>& R, const MmaAccumulator<B, B::d_v>& O, int lane) {
+__device__ __forceinline__ void deal_runs(MmaRuns<B>& R, const MmaSums<B>& O, int lane) {
   const int q = lane % 4;
   R.first_row = O.first_row, R.first_col = q * R.RUN;
   if constexpr (MmaRuns<B>::RUN != 8) {
@@ -3818,7 +3821,7 @@ template <class Use, class Layout> using Operand = wmma::fragment<Use, 16, 16, 1
 template <class T> using AccumulatorOf = wmma::fragment<wmma::accumulator, 16, 16, 16, T>;
 using Accumulator = AccumulatorOf<float>;
 // Of S in shared memory, where rows of fp16 lie as far apart as rows of fp32.
-template <class B> using WmmaScore = std::conditional_t<(B::fp16_acc & 1), __half, float>;
+template <class B> using WmmaScore = std::conditional_t<B::qk_in_fp16, __half, float>;
 template <class B> constexpr int SCORE_STRIDE = ScalarShared<B>::P_STRIDE* int(sizeof(float) / sizeof(WmmaScore<B>));
 
 template <class B> struct WmmaShared : ScalarShared<B> {
@@ -3921,7 +3924,7 @@ template <class B> struct WmmaOutput {
     SDPA_UNROLL for (int n = 0; n < B::head_dim / 16; n++) {
       SDPA_UNROLL for (int e = 0; e < Accumulator::num_elements; e++) x[n].x[e] *= alpha[e];
     }
-    if constexpr ((B::fp16_acc & 2)) {
+    if constexpr (B::pv_in_fp16) {
       AccumulatorOf<__half> of_tile[B::head_dim / 16];
       SDPA_UNROLL for (auto& part : of_tile) wmma::fill_fragment(part, rounded<__half>(0));
       add_products(of_tile, P_s, V_s);
@@ -4002,7 +4005,7 @@ __device__ __forceinline__ void wmma_consume(WmmaShared<B>& s, const KernelArgs&
     wmma_qk<B>(reinterpret_cast<WmmaScore<B>*>(S_s), Q, s.K[stage]);
     __syncwarp();  // hazard: S written by the other lanes
     load_scores(S, reinterpret_cast<const WmmaScore<B>*>(s.P), SCORE_STRIDE<B>);
-    if ((B::fp16_acc & 1)) __syncwarp();  // hazard: S read by the lanes in whose place P comes
+    if (B::qk_in_fp16) __syncwarp();  // hazard: S read by the lanes in whose place P comes
     finish_scores<B>(S, a, t.mask, item.q0, k0, t.mask.tiles.cover(item.q0, k0));
     float alpha[ScalarOutput<B>::ROWS];
     softmax.step(s, S, scale_log2, alpha);
@@ -4082,7 +4085,7 @@ template <class B> struct KernelOf<B, Path::wmma> {
 // ---- 5f options: 2^x on the FMA pipes (USE_FAST_EXP) ----
 
 // 2^t on the FMA pipes, for t <= 127, which only a stale maximum leaves behind: t = n + f with n = floor(t), and 2^f
-// by a cubic with p(0) = 1 whose largest relative error on [0,1] is 8.6e-5 (tests/unit.cu tries the floats up to 0).
+// by a cubic with p(0) = 1 whose largest relative error on [0,1] is 8.6e-5 (tests/unit.cu tries every float from -126).
 // Adding 1.5*2^23 rounded down leaves n in the low bits of the sum; the 127 makes them the biased exponent. Below
 // 2^-126 it gives 0, as ex2.approx.ftz does; exactly 1 at 0; NaN for NaN.
 template <class B> __device__ __forceinline__ float exp2_polynomial(float t) {
@@ -4167,8 +4170,6 @@ __device__ __forceinline__ float with_sink(float m, float l, const KernelArgs& a
 // pairs: of V a register has bytes d = 2g and 2g + 1 of two keys. prmt parts them into the even and the odd d, so that
 // a lane has 4 neighbouring d of 16.
 template <class B> struct MmaE4m3 {
-  using Sums = MmaAccumulator<B, B::d_v>;
-  using P = uint32_t[Sums::M_TILES][4];
   static constexpr int REGISTERS = 4, KEYS = 32;
 
   static __device__ __forceinline__ void multiply(float& d0, float& d1, float& d2, float& d3, const uint32_t (&a)[4],
@@ -4179,7 +4180,8 @@ template <class B> struct MmaE4m3 {
   static __device__ __forceinline__ uint32_t pack_p(const float* x) {
     return cvt_rn_satfinite_e4m3x4(x[0], x[1], x[2], x[3]);
   }
-  static __device__ __forceinline__ void pv(Sums& O, const P& p, const Element<B>* V_s, int step, int lane) {
+  static __device__ __forceinline__ void pv(MmaSums<B>& O, const MmaStepOfP<B>& p, const Element<B>* V_s, int step,
+                                            int lane) {
     const SharedAddress at = shared_address(V_s + tile_offset<B, B::d_v>(lane, 0));
     SDPA_UNROLL for (int n = 0; n < B::d_v / 16; n++) {
       uint32_t v[4];  // of keys 0 ... 7, 8 ... 15, 16 ... 23, 24 ... 31, in the order of P
@@ -4201,8 +4203,6 @@ __device__ __forceinline__ void make_halves(uint32_t (&pairs)[2], uint32_t bytes
 }
 // A step is two products; the first has k = 4q ... 4q + 3 of the lane's bytes, the second the same 16 k further.
 template <class B> struct MmaE4m3AsHalves {
-  using Sums = MmaAccumulator<B, B::d_v>;
-  using P = uint32_t[Sums::M_TILES][4];
   static constexpr int REGISTERS = 8, KEYS = 16;
 
   static __device__ __forceinline__ void multiply(float& d0, float& d1, float& d2, float& d3, const uint32_t (&a)[8],
@@ -4223,7 +4223,8 @@ template <class B> struct MmaE4m3AsHalves {
     }
   }
   static __device__ __forceinline__ uint32_t pack_p(const float* x) { return pack<Half>(x[0], x[1]); }
-  static __device__ __forceinline__ void pv(Sums& O, const P& p, const Element<B>* V_s, int step, int lane) {
+  static __device__ __forceinline__ void pv(MmaSums<B>& O, const MmaStepOfP<B>& p, const Element<B>* V_s, int step,
+                                            int lane) {
     const SharedAddress at = shared_address(V_s + tile_offset<B, B::d_v>(lane % 16, lane / 16 * CHUNK<B>));
     SDPA_UNROLL for (int n = 0; n < B::d_v / 16; n += 2) {
       uint32_t v[4];  // of 16 d keys 0 ... 7, 8 ... 15, and of the next
@@ -5327,7 +5328,7 @@ SDPA_REFUSE(FP8_FLUSH_changed && !Build::is_e4m3,
             "FP8_FLUSH: only the wgmma kernel with DTYPE=FP8_E4M3 has sums of 14 bits; drop it");
 SDPA_REFUSE(FP16_ACC_changed && Build::input != DType::fp16,
             "FP16_ACC: only the wmma kernel with DTYPE=FP16 has such sums; drop it");
-SDPA_REFUSE((Build::fp16_acc & 2) && !Build::use_wmma_pv,
+SDPA_REFUSE(Build::pv_in_fp16 && !Build::use_wmma_pv,
             "FP16_ACC=PV: P @ V is on the FMA pipes; add USE_WMMA_PV=1 or type FP16_ACC=QK");
 
 // What cannot work, typed or in a row of a table.

@@ -157,8 +157,7 @@ class Folding:
         if value in given and len(given) == len(parameters):
             is_whole = call.parent.type in ("argument_list", "initializer_list", *WHOLE)
             return given[value] if is_whole or re.fullmatch(r"[\w.]+", given[value]) else f"({given[value]})"
-        if len(given) < len(parameters) or not all(
-                re.fullmatch(r"[\w.]+", given[one]) for one in words_of(value) & given.keys()):
+        if len(given) < len(parameters) or not all(given[one].isidentifier() for one in words_of(value) & given.keys()):
             return None
         owner = self.source(function)[:-len(name_of(member))] if member and value.isidentifier() else ""
         return owner + re.sub(r"\w+", lambda m: given.get(m[0], m[0]), value)
