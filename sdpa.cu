@@ -166,6 +166,8 @@ template <int ROW> struct BuildOf : Knobs<ROW> {
                                    : K::use_wmma   ? Family::wmma
                                    : K::use_wgmma  ? Family::wgmma
                                                    : Family::scalar;
+  // Of wgmma: kernels start before those before them end (griddepcontrol); TMA copies tiles.
+  static constexpr bool starts_early = family == Family::wgmma, loads_by_tma = family == Family::wgmma;
   static constexpr DType input = DType(K::dtype);  // of Q, K and V
   static constexpr bool is_e4m3 = input == DType::e4m3, is_8bit = is_e4m3 || input == DType::u8;
   static constexpr DType output = K::out_dtype != 0 ? DType(K::out_dtype - 1) : is_8bit ? DType::fp16 : input;
@@ -329,27 +331,33 @@ struct PlanArgs {  // USE_LENGTHS: room in the workspace for one group of heads
   Divisor page_size;  // USE_PAGES
   int box_rows = 0;   // keys that TMA copies at once: of one page and of one tile
 };
-struct KernelArgs {  // SdpaParams with what every CTA would otherwise compute again
-  // First what locates an item: one miss of the constant cache. Rounds over all keys, 1 or more, if no mask; else 0.
-  alignas(64) int unmasked_rounds;
-  uint32_t work_items;     // B * q_heads * q_blocks
-  Divisor q_blocks;        // ceil(Sq / BLOCK_M), or with PACK_GQA of item_queries
-  Divisor q_heads;         // Hq / item_heads
-  Divisor q_heads_per_kv;  // Hq / Hkv
-  Divisor items_in_l2;     // heads_in_l2 * q_blocks
-  uint32_t heads_in_l2;    // of q_heads: whose K and V take about 8/15 of L2, at least 1
-  float scale_log2;        // log2_scale(): softmax is taken in powers of 2
-  Divisor item_queries;    // PACK_GQA: queries of an item per head, and heads
+struct Scales {
+  float log2, inverse_log2;  // log2_scale(): softmax is taken in powers of 2
+  float cap = 0;             // softcap: S is tanh(Q @ K.T * cap); 0: Q @ K.T
+};
+struct Grid {  // which item has which rows
+  int unmasked_rounds = 0;   // over all keys, 1 or more, if there is no mask; else 0
+  uint32_t work_items = 0;   // B * q_heads * q_blocks
+  Divisor q_blocks;          // ceil(Sq / BLOCK_M), or with PACK_GQA of item_queries
+  Divisor q_heads;           // Hq / item_heads
+  Divisor q_heads_per_kv;    // Hq / Hkv
+  Divisor items_in_l2;       // heads_in_l2 * q_blocks
+  uint32_t heads_in_l2 = 1;  // of q_heads: whose K and V take about 8/15 of L2, at least 1
+  Divisor item_queries;      // PACK_GQA: queries of an item per head, and heads
   int item_heads = 1;
-  Divisor ranges;    // SPLIT_CTAS: CTAs of an item
+  Divisor ranges;           // SPLIT_CTAS: CTAs of an item
+  uint32_t first_item = 0;  // merges_by_kernel: of the launch
+};
+// SdpaParams with what every CTA would otherwise compute again. What locates an item comes first: one miss of the
+// constant cache.
+struct alignas(64) KernelArgs : Grid {
   Mask mask;
   SdpaParams p;
-  uint32_t first_item = 0;  // merges_by_kernel: of the launch
-  float inverse_scale_log2, cap_scale = 0;  // softcap: S is tanh(Q @ K.T * cap_scale); 0: Q @ K.T
-  std::conditional_t<is_wgmma, TensorMaps, Nothing> maps;
+  Scales scale;
+  std::conditional_t<Build::loads_by_tma, TensorMaps, Nothing> maps;
   std::conditional_t<Build::use_lengths, PlanArgs, Nothing> plan;
-  KernelArgs(const SdpaParams& of, int rows, int keys_of_tile)
-      : mask{{{of, of.Sq, of.Sk}, rows, keys_of_tile}, {of, of.Sq, of.Sk}}, p(of) {}
+  KernelArgs(const SdpaParams& of, int rows, int keys_of_tile, const Scales& scales = {}, const Grid& grid = {})
+      : Grid(grid), mask{{{of, of.Sq, of.Sk}, rows, keys_of_tile}, {of, of.Sq, of.Sk}}, p(of), scale(scales) {}
 };
 
 // The work of a CTA: rows [q0, q0 + BLOCK_M) of O, of head h in batch b. USE_LENGTHS has items of its own.
@@ -495,13 +503,13 @@ __device__ __forceinline__ void mask_scores(View& S, const KernelArgs& a, const 
   hide([&](int j, int q) { return j >= keys.end(q) - k0; });
   if (keys.from > -most_rows) hide([&](int j, int q) { return j < keys.begin(q) - k0; });
 }
-// USE_SOFTCAP: tanh(x * cap_scale) of this thread's columns [first, last) of S.
+// USE_SOFTCAP: tanh(x * scale.cap) of this thread's columns [first, last) of S. Without it nothing.
 template <class B, class View>
 __device__ __forceinline__ void cap_scores(View& S, const KernelArgs& a, int first = 0, int last = View::COLS);
 // What happens to the scores of a tile between Q @ K.T and the softmax. all: every key is visible to every query.
 template <class B, class View>
 __device__ __forceinline__ void finish_scores(View& S, const KernelArgs& a, const Mask& mask, int q, int k, bool all) {
-  if (B::use_softcap != 0) cap_scores<B>(S, a);
+  cap_scores<B>(S, a);
   if (!all) mask_scores<B>(S, a, mask, q, k);
 }
 
@@ -1115,16 +1123,16 @@ __device__ __forceinline__ bool mbarrier_test_wait_parity(uint64_t* barrier_s, i
 
 // Four 8x8 matrices of 16-bit elements from shared memory; lane 8i + r has the address of row r of
 // matrix i. Lane 4g + q gets columns 2q and 2q + 1 of row g of each; TRANS: of column g, rows 2q...
-template <bool TRANS> __device__ __forceinline__ void ldmatrix_x4(uint32_t (&r)[4], SharedAddress row) {
-  if constexpr (TRANS) {
-    asm volatile("ldmatrix.sync.aligned.m8n8.x4.trans.shared.b16 {%0, %1, %2, %3}, [%4];"
-                 : "=r"(r[0]), "=r"(r[1]), "=r"(r[2]), "=r"(r[3])
-                 : "r"(row));
-  } else {
-    asm volatile("ldmatrix.sync.aligned.m8n8.x4.shared.b16 {%0, %1, %2, %3}, [%4];"
-                 : "=r"(r[0]), "=r"(r[1]), "=r"(r[2]), "=r"(r[3])
-                 : "r"(row));
-  }
+template <bool TRANS> __device__ void ldmatrix_x4(uint32_t (&r)[4], SharedAddress row);
+template <> __device__ __forceinline__ void ldmatrix_x4<false>(uint32_t (&r)[4], SharedAddress row) {
+  asm volatile("ldmatrix.sync.aligned.m8n8.x4.shared.b16 {%0, %1, %2, %3}, [%4];"
+               : "=r"(r[0]), "=r"(r[1]), "=r"(r[2]), "=r"(r[3])
+               : "r"(row));
+}
+template <> __device__ __forceinline__ void ldmatrix_x4<true>(uint32_t (&r)[4], SharedAddress row) {
+  asm volatile("ldmatrix.sync.aligned.m8n8.x4.trans.shared.b16 {%0, %1, %2, %3}, [%4];"
+               : "=r"(r[0]), "=r"(r[1]), "=r"(r[2]), "=r"(r[3])
+               : "r"(row));
 }
 
 // D += A @ B, [16][16] @ [16][8]. Lane 4g + q: d0, d1 are columns 2q and 2q + 1 of row g, d2, d3 of
@@ -1348,9 +1356,17 @@ __device__ __forceinline__ float of_row(const RowScales& scales, int i) { return
 __device__ __forceinline__ float largest(const RowScales& scales) { return fmaxf(scales.of[0], scales.of[1]); }
 
 // item_scale_log2() of an item. With 16 bits it is a kernel argument, read where it is used, and takes no register.
-template <class B> struct ItemScale {
+template <class B, bool = B::is_8bit> struct ItemScale {
   const KernelArgs& a;
-  ScoreScale<B> of_8bit{};
+
+  __device__ __forceinline__ explicit ItemScale(const KernelArgs& a_) : a(a_) {}
+  __device__ __forceinline__ ItemScale(const KernelArgs& a_, const Item<B>&) : a(a_) {}
+  __device__ void start(const Item<B>&, int) {}
+  __device__ __forceinline__ operator ScoreScale<B>() const { return ScoreScale<B>{a.scale.log2}; }
+};
+template <class B> struct ItemScale<B, true> {
+  const KernelArgs& a;
+  ScoreScale<B> scale{};
 
   __device__ __forceinline__ explicit ItemScale(const KernelArgs& a_) : a(a_) {}
   __device__ __forceinline__ ItemScale(const KernelArgs& a_, const Item<B>& item) : a(a_) { start(item, 0); }
@@ -1358,18 +1374,15 @@ template <class B> struct ItemScale {
   __device__ __forceinline__ void start(const Item<B>& item, int row) {
     if constexpr (B::scales_rows) {
       SDPA_UNROLL for (int i = 0; i < 2; i++) {
-        Item<B> of = row_item<B>(a, item, row + 8 * i);
-        of.h = min(of.h, a.p.Hq - 1);
-        of_8bit.of[i] = item_scale_log2<B>(a, of);
+        Item<B> head = row_item<B>(a, item, row + 8 * i);
+        head.h = min(head.h, a.p.Hq - 1);
+        scale.of[i] = item_scale_log2<B>(a, head);
       }
-    } else if (B::is_8bit) {
-      of_8bit = item_scale_log2<B>(a, item);
+    } else {
+      scale = item_scale_log2<B>(a, item);
     }
   }
-  __device__ __forceinline__ operator ScoreScale<B>() const {
-    if constexpr (B::is_8bit) return of_8bit;
-    return ScoreScale<B>{a.scale_log2};
-  }
+  __device__ __forceinline__ operator ScoreScale<B>() const { return scale; }
 };
 
 // USE_LAZY_MAX: a stale maximum is kept while each thread's sum of P, over its part of the tile, is at most this; so
@@ -1632,7 +1645,7 @@ template <class B> struct MmaRows {
                                       int lane) {
     Scores S;
     multiply_qk(S, Q, K_s, lane);
-    if (B::use_softcap != 0) cap_scores<B>(S, scale_log2.a);
+    cap_scores<B>(S, scale_log2.a);
     StaleSoftmax<B, ROWS> softmax(m, scale_log2);
     SDPA_UNROLL for (int step = 0; step < P.STEPS; step++) {
       softmax.exp(S, P.COLS * step, P.COLS * (step + 1)), P.pack_step(S, step);
@@ -1926,16 +1939,16 @@ template <int N> __device__ __forceinline__ void setmaxnreg_inc() {
 }
 
 // Stores four 8x8 matrices of 16-bit elements: the reverse of ldmatrix_x4<TRANS>.
-template <bool TRANS> __device__ __forceinline__ void stmatrix_x4(SharedAddress row, const uint32_t (&r)[4]) {
-  if constexpr (TRANS) {
-    asm volatile("stmatrix.sync.aligned.m8n8.x4.trans.shared.b16 [%0], {%1, %2, %3, %4};" ::"r"(row), "r"(r[0]),
-                 "r"(r[1]), "r"(r[2]), "r"(r[3])
-                 : "memory");
-  } else {
-    asm volatile("stmatrix.sync.aligned.m8n8.x4.shared.b16 [%0], {%1, %2, %3, %4};" ::"r"(row), "r"(r[0]), "r"(r[1]),
-                 "r"(r[2]), "r"(r[3])
-                 : "memory");
-  }
+template <bool TRANS> __device__ void stmatrix_x4(SharedAddress row, const uint32_t (&r)[4]);
+template <> __device__ __forceinline__ void stmatrix_x4<false>(SharedAddress row, const uint32_t (&r)[4]) {
+  asm volatile("stmatrix.sync.aligned.m8n8.x4.shared.b16 [%0], {%1, %2, %3, %4};" ::"r"(row), "r"(r[0]), "r"(r[1]),
+               "r"(r[2]), "r"(r[3])
+               : "memory");
+}
+template <> __device__ __forceinline__ void stmatrix_x4<true>(SharedAddress row, const uint32_t (&r)[4]) {
+  asm volatile("stmatrix.sync.aligned.m8n8.x4.trans.shared.b16 [%0], {%1, %2, %3, %4};" ::"r"(row), "r"(r[0]),
+               "r"(r[1]), "r"(r[2]), "r"(r[3])
+               : "memory");
 }
 
 // Programmatic dependent launch: waits for the grid before this one; lets the one after it start.
@@ -2019,7 +2032,7 @@ __device__ __forceinline__ uint64_t descriptor_at(uint64_t descriptor, int bytes
 template <class E, class View> __device__ __forceinline__ void pack_step(uint32_t (&out)[4], const View& P, int step) {
   SDPA_UNROLL for (int i = 0; i < 4; i++) out[i] = pack<E>(P.x.d[8 * step + 2 * i], P.x.d[8 * step + 2 * i + 1]);
 }
-// Waits for the kernel before this one, then lets the next one's CTAs come as these end: at once is up to 5% slower.
+// Waits for the kernel before this one, then lets the next one's CTAs come as these end: at once takes up to 5% longer.
 __device__ __forceinline__ void wait_then_let_next_kernel_start() {
   griddepcontrol_wait();
   griddepcontrol_launch_dependents();
@@ -2205,8 +2218,8 @@ __global__ void __launch_bounds__(B::threads, 1) sdpa_wgmma_plain(const __grid_c
     // P, and O brought to its maximum
     float alpha[2];
     finish_scores<B>(S, a, mask, item.q0, k0, mask.tiles.cover(item.q0, k0));
-    softmax_max<B>(S, a.scale_log2, m, alpha);
-    softmax_sum<B>(S, a.scale_log2, m, alpha, l);
+    softmax_max<B>(S, a.scale.log2, m, alpha);
+    softmax_sum<B>(S, a.scale.log2, m, alpha, l);
     scale_rows(O, alpha);
     WgmmaProbabilities<B> P;
     SDPA_UNROLL for (int step = 0; step < B::block_n / 16; step++) {
@@ -2307,12 +2320,18 @@ template <class B, class Shared> struct WgmmaProducer {
   const bool issues = threadIdx.x % 32 == 0;
   StageRing<B::stages> ring;
   StageRing<Shared::Q_STAGES> q_ring;
-  int keys_at_end = 0, last_parity = 0;  // USE_LENGTHS: of V's next tile if a sequence ends in it; of last_landed
+  int last_parity = 0;  // USE_LENGTHS: of last_landed
 
   // Item number i; past the last item one without rounds.
   __device__ __forceinline__ WgmmaItem<B> find_item(uint32_t i) const {
     if (B::use_persistent_cta && !B::use_lengths && i >= a.work_items) return {};
     return wgmma_item<B, wgmma_may_pass<B>>(a, i);
+  }
+  // The queue has the items after the first of every CTA, so that there are as many draws as items, and the last puts
+  // the counter back. A CTA draws ahead of its item's last loads, which wait for their stage anyway: sooner, and a long
+  // item would keep the next one from a CTA that is free first.
+  __device__ __forceinline__ uint32_t draw_item() const {
+    return B::use_persistent_cta && issues ? atomicInc(Item<B>::queue(a), a.work_items - 1) : 0;
   }
   // Loads Q of an item, once `empty` is complete, and sets s.item; q_full tells the others.
   __device__ __forceinline__ void start_item(const WgmmaItem<B>& item, uint64_t* empty, int parity) {
@@ -2351,20 +2370,33 @@ template <class B, class Shared> struct WgmmaProducer {
     if (B::use_pages) mbarrier_wait(empty, ring.parity ^ 1);
     box.load(a, map, tile_s, full);
   }
-  // Empties the rows of V past the last key, once they have landed, and only then lets others see the tile.
-  __device__ __forceinline__ void finish_last_tile(Input* V_s, uint64_t* landed, uint64_t* full) {
+  // USE_LENGTHS: V of the tile in which a sequence ends. Its rows past the last key are emptied once they have landed,
+  // and only then others see it.
+  template <class V>
+  __device__ __forceinline__ void load_last_v(const WgmmaItem<B>& item, int round, int slice, V& v, int keys) {
+    uint64_t* const landed = s.slice[slice].landed_last();
+    const int n = ring.stage;
+    load<B::d_v>(item, round, slice, &tensor_maps<B>(a).v, v.V[n], landed, &v.v_empty[n]);
     mbarrier_wait(landed, last_parity), last_parity ^= 1;
-    clear_rows_of_v<B>(V_s, keys_at_end, threadIdx.x % 32, 32), keys_at_end = B::block_n;
+    clear_rows_of_v<B>(v.V[n], keys, threadIdx.x % 32, 32);
     fence_proxy_async();
-    arrive_by_warp(full, threadIdx.x % 32);
+    arrive_by_warp(&v.v_full[n], threadIdx.x % 32);
   }
-  // Loads a slice's tiles of all items: K, or V to the stages of v, or both. A copy that waits for its stage would hold
-  // up the other kind: so one warp loads K and another V, where there are enough of them. The warp that starts an item,
-  // by start(item), is a loader as well.
+  // Loads a slice's tile of a round: K, or V to the stages of v, or both.
+  template <class V>
+  __device__ __forceinline__ void load_round(int role, const WgmmaItem<B>& item, int round, int slice, V& v) {
+    auto& t = s.slice[slice];
+    const auto& maps = tensor_maps<B>(a);
+    const int n = ring.stage, keys = item.keys_in_tile(first_key_of<B>(item, round, slice));
+    if (role & load_k) load<B::head_dim>(item, round, slice, &maps.k, t.K[n], &t.k_full[n], &t.k_empty[n]);
+    if (!(role & load_v)) return;
+    if (B::use_lengths && keys < B::block_n) return load_last_v(item, round, slice, v, keys);
+    load<B::d_v>(item, round, slice, &maps.v, v.V[n], &v.v_full[n], &v.v_empty[n]);
+  }
+  // Loads a slice's tiles of all items. A copy that waits for its stage would hold up the other kind: so one warp loads
+  // K and another V, where there are enough of them. The warp that starts an item, by start(item), is a loader as well.
   template <class V, class Start>
   __device__ __forceinline__ void load_items(int role, int slice, V& v, bool starts, const Start& start) {
-    uint32_t* const counter = Item<B>::queue(a);
-    auto& t = s.slice[slice];
     WgmmaItem<B> item = find_item(item_number_of_cta<B>(a));
     griddepcontrol_wait();  // the kernel before this one has ended, and its writes are visible
     while (true) {
@@ -2372,21 +2404,9 @@ template <class B, class Shared> struct WgmmaProducer {
       if (!starts && B::use_persistent_cta) item = follow_item();
       if (item.rounds == 0) break;
       uint32_t drawn = 0;
-      if (B::use_lengths) keys_at_end = item.keys_in_tile(first_key_of<B>(item, item.rounds - 1, slice));
       for (int round = item.rounds - 1; round >= 0; round--, ring.advance()) {
-        const int n = ring.stage;
-        // The queue has the items after the first of every CTA, so that there are as many draws as items, and
-        // the last puts the counter back. A CTA draws ahead of its item's last loads, which wait for their stage
-        // anyway: sooner, and a long item would keep the next one from a CTA that is free first.
-        if (B::use_persistent_cta && starts && issues && round == 0) drawn = atomicInc(counter, a.work_items - 1);
-        const auto& maps = tensor_maps<B>(a);
-        if (role & load_k) load<B::head_dim>(item, round, slice, &maps.k, t.K[n], &t.k_full[n], &t.k_empty[n]);
-        if (role & load_v) load<B::d_v>(item, round, slice, &maps.v, v.V[n],
-                                        B::use_lengths && keys_at_end < B::block_n ? t.landed_last() : &v.v_full[n],
-                                        &v.v_empty[n]);
-        if (B::use_lengths && (role & load_v) && keys_at_end < B::block_n) {
-          finish_last_tile(v.V[n], t.landed_last(), &v.v_full[n]);
-        }
+        if (starts && round == 0) drawn = draw_item();
+        load_round(role, item, round, slice, v);
       }
       if (!B::use_persistent_cta) break;
       if (starts) item = find_item(gridDim.x + uniform(drawn));
@@ -2395,19 +2415,21 @@ template <class B, class Shared> struct WgmmaProducer {
 };
 
 // USE_PING_PONG: warpgroups begin their products in turn, so that one's softmax goes on beside another's products.
-template <class B> struct WgmmaTurns {
-  const int mine;
-  __device__ explicit WgmmaTurns(int warpgroup) : mine(warpgroup) {
-    if (B::use_ping_pong && mine == B::warpgroups - 1) barrier_arrive(turn, 256);
+template <class B, bool = B::use_ping_pong> struct WgmmaTurns {  // without it, all at once
+  __device__ explicit WgmmaTurns(int) {}
+  __device__ void await() const {}
+  __device__ void pass_on() const {}
+  __device__ void leave() const {}
+};
+template <class B> struct WgmmaTurns<B, true> {
+  const int warpgroup;
+  __device__ explicit WgmmaTurns(int number) : warpgroup(number) {
+    if (warpgroup == B::warpgroups - 1) barrier_arrive(turn, 256);
   }
-  __device__ __forceinline__ void begin() const {
-    if (B::use_ping_pong) barrier_sync(turn + mine, 256);
-  }
-  __device__ __forceinline__ void end() const {
-    if (B::use_ping_pong) barrier_arrive(turn + (mine + 1) % B::warpgroups, 256);
-  }
+  __device__ __forceinline__ void await() const { barrier_sync(turn + warpgroup, 256); }
+  __device__ __forceinline__ void pass_on() const { barrier_arrive(turn + (warpgroup + 1) % B::warpgroups, 256); }
   __device__ __forceinline__ void leave() const {
-    if (B::use_ping_pong && mine == 0) barrier_sync(turn, 256);
+    if (warpgroup == 0) barrier_sync(turn, 256);
   }
 };
 
@@ -2456,7 +2478,7 @@ template <class B> struct WgmmaRows {
     constexpr int columns = B::is_e4m3 ? Scores::COLS : B::input == DType::bf16 || Scores::COLS < 16 ? 4 : 16;
     float alpha[ROWS];
     softmax_max<B, Scores, columns>(S, scale_log2, m, alpha);
-    if (B::use_softcap != 0) m[0] = capped<B>(m[0], a), m[1] = capped<B>(m[1], a);
+    m[0] = capped<B>(m[0], a), m[1] = capped<B>(m[1], a);
     keep_max(fmaxf(fabsf(m[0]), fabsf(m[1])) * largest(scale_log2) <= shift_limit);
   }
   // From now on tiles without mask may take m as the stale maximum, if it will do for all rows of the warp.
@@ -2471,7 +2493,7 @@ template <class B> struct WgmmaRows {
   }
   // P in the place of S, and l. The caller multiplies O by alpha.
   __device__ __forceinline__ void softmax_by_exact_max(Scores& S, float (&alpha)[ROWS]) {
-    if (B::use_softcap != 0) cap_scores<B>(S, a);
+    cap_scores<B>(S, a);
     if (has_mask()) {  // rows and columns are asked for no earlier, since they take registers
       const uint32_t tid = B::pack_gqa ? thread_index_anew() - B::producer_threads : thread_index_anew() % 128;
       S.first_row = tid / 32 * 16 + tid % 32 / 4, S.first_col = tid % 4 * 2;
@@ -2536,7 +2558,7 @@ template <class B, class Shared> struct WgmmaConsumer {
         rows.scale_log2.start(item(), row_group * 64 + int(thread_index_anew() % 128 / 32 * 16 + lane / 4));
         compute(turns);
       }
-      if (B::skip_masked) t.skip(ring, own_rounds<B>(a, rows.mask, item(), rounds, rows.q).begin, lane);
+      t.skip(ring, own_rounds<B>(a, rows.mask, item(), rounds, rows.q).begin, lane);
       end();
       q_ring.advance();
     } while (B::use_persistent_cta);
@@ -2566,11 +2588,11 @@ template <class B, class Shared> struct WgmmaConsumer {
       const bool v_is_there = mbarrier_peek_parity(&t.v_full[ring.stage], ring.parity);
       own.overlap(S, P, end_last_pv);
       if constexpr (B::is_e4m3) own.flush(/*beside_qk=*/false);
-      turns.begin();
+      turns.await();
       if (rows.k0 != last_k0) own.begin_qk(S, next, k_is_there);
       if constexpr (B::is_e4m3) own.flush(/*beside_qk=*/true);
       own.begin_pv(P, v_is_there);
-      turns.end();
+      turns.pass_on();
       last_stage = ring.stage, ring = next;
       wgmma_wait_group<1>(), hold(S.x.d);
       if (rows.k0 == last_k0) break;
@@ -2589,7 +2611,7 @@ template <class B> __global__ void __launch_bounds__(B::threads, 1) sdpa_wgmma(c
   if (!B::use_persistent_cta && !item_of_cta<B>(a).exists()) return;
   s.init_mbarriers(warp);
   prefetch_tensor_maps<B>(a);
-  if (B::pack_gqa) clear_rows_without_query<B>(s.queries(0, 0), a);
+  clear_rows_without_query<B>(s.queries(0, 0), a);
   __syncthreads();  // hazard: mbarriers initialised by two threads, rows emptied by all
   if (warp < B::producer_threads / 32) {
     if (Registers::dealt) setmaxnreg_dec<Registers::producer>();
@@ -2803,7 +2825,7 @@ template <class B> struct Wgmma16Consumer : WgmmaConsumer<B, WgmmaShared<B>> {
     const bool fits = softmax.sum[0] + softmax.sum[1] < 0x1p120f;
     if (B::use_softcap != 0 || !__all_sync(0xffffffffu, fits)) return multiply_qk_again(P);
     SDPA_UNROLL for (int i = 0; i < B::block_n / 2; i++) {
-      P.x.d[i] = fmaf(lg2_approx_ftz(P.x.d[i]), a.inverse_scale_log2, rows.m[i / 2 % 2]);
+      P.x.d[i] = fmaf(lg2_approx_ftz(P.x.d[i]), a.scale.inverse_log2, rows.m[i / 2 % 2]);
     }
   }
   // Rounds P, and holds it before the fence. Otherwise nvcc rounds a part after it, ptxas splits P @ V into two
@@ -2818,11 +2840,10 @@ template <class B> struct Wgmma16Consumer : WgmmaConsumer<B, WgmmaShared<B>> {
     const bool stale = rows.may_take_stale_max();
     bool done = false;
     StaleSoftmax<B, 2> softmax(rows.m, rows.scale_log2);
-    if (B::use_softcap != 0 && stale) cap_scores<B>(S, a, 0, FIRST);
-    if (stale) softmax.exp(S, 0, FIRST);
+    if (stale) cap_scores<B>(S, a, 0, FIRST), softmax.exp(S, 0, FIRST);
     end_last_pv();
     if (stale) {
-      if (B::use_softcap != 0) cap_scores<B>(S, a, FIRST);
+      cap_scores<B>(S, a, FIRST);
       softmax.exp(S, FIRST, S.COLS);
       pack_all(P, S);
       done = softmax.add_to(rows.l);
@@ -2840,7 +2861,7 @@ template <class B> struct Wgmma16Consumer : WgmmaConsumer<B, WgmmaShared<B>> {
     float alpha[2];
     if (rows.may_take_stale_max()) {
       StaleSoftmax<B, 2> softmax(rows.m, rows.scale_log2);
-      if (B::use_softcap != 0) cap_scores<B>(S, a);
+      cap_scores<B>(S, a);
       softmax.exp(S, 0, S.COLS);
       stale = softmax.add_to(rows.l);
       if (!stale) take_scores_back(S, softmax);
@@ -2863,9 +2884,9 @@ template <class B> struct Wgmma16Consumer : WgmmaConsumer<B, WgmmaShared<B>> {
       const bool v_is_there = mbarrier_peek_parity(&t.v_full[ring.stage], ring.parity);
       if (first) rows.take_some_score_as_max(S);
       attend<S.COLS>(S, P, [] {});
-      turns.begin();
+      turns.await();
       begin_pv(P, v_is_there);
-      turns.end();
+      turns.pass_on();
       end_pv(ring.stage);
       ring.advance();
       if (rows.k0 == last_k0) break;
@@ -2892,9 +2913,7 @@ template <class B> struct Wgmma16Consumer : WgmmaConsumer<B, WgmmaShared<B>> {
     const int first_row = tid / 32 * 16, stage = q_ring.stage;  // of the warp, in its group
     barrier_sync(q_read + Base::warpgroup, 128);                // hazard: Q read by all its warps
     clear_empty_rows(O, rows.l);
-    if (B::use_sinks) {
-      SDPA_UNROLL for (int i = 0; i < 2; i++) rows.l[i] = with_sink<B>(rows.m[i], rows.l[i], a, s.item[stage]);
-    }
+    SDPA_UNROLL for (int i = 0; i < 2; i++) rows.l[i] = with_sink<B>(rows.m[i], rows.l[i], a, s.item[stage]);
     float inverse[2];
     SDPA_UNROLL for (int i = 0; i < 2; i++) inverse[i] = inverse_of_sum<B>(rows.l[i], a, s.item[stage]);
     SDPA_UNROLL for (int i = 0; i < 2; i++) {
@@ -3058,7 +3077,7 @@ template <class B> struct E4m3Producer : WgmmaProducer<B, E4m3Shared<B>> {
     auto& to = this->s.slice[slice];
     auto& from = this->s.landed[slice];
     StageRing<B::stages>& ring = this->ring;
-    while (true) {
+    do {
       const WgmmaItem<B> item = this->follow_item();
       if (item.rounds == 0) break;
       for (int round = 0; round < item.rounds; round++, ring.advance()) {
@@ -3070,8 +3089,7 @@ template <class B> struct E4m3Producer : WgmmaProducer<B, E4m3Shared<B>> {
         __syncwarp();
         if (this->issues) mbarrier_arrive(&from.v_empty[n]), mbarrier_arrive(&to.v_full[n]);
       }
-      if (!B::use_persistent_cta) break;
-    }
+    } while (B::use_persistent_cta);
   }
   // 16 d and 32 keys at a time. ldmatrix gives a lane bytes of d = 2g and 2g + 1 of two keys; prmt parts them, and so
   // the keys come in the order of P. Of 16 d the even ones come first: their lines lie in different banks.
@@ -3583,11 +3601,11 @@ template <class B> struct WgmmaColumns {
     float m_new = column_max(S), alpha;
     if (!FIRST) {
       m_new = fmaxf(m, m_new);
-      alpha = softmax_exp2<B>((m - finite_max(m_new)) * a.scale_log2);
+      alpha = softmax_exp2<B>((m - finite_max(m_new)) * a.scale.log2);
       l *= alpha;
     }
     m = m_new;
-    float own_m_log2 = finite_max(m) * a.scale_log2;
+    float own_m_log2 = finite_max(m) * a.scale.log2;
     bool may_be_kept = m != -INFINITY;
     if (!__all_sync(0xffffffffu, fabsf(own_m_log2) <= shift_limit)) {
       SDPA_UNROLL for (int i = 0; i < ROWS; i++) {
@@ -3616,8 +3634,8 @@ template <class B> struct WgmmaColumns {
         SDPA_UNROLL for (int j = 0; j < (ROWS < 4 ? 2 : 4); j++) {
           const int i = q / 4 + j / 2 * 2;
           const float* const s = S.x.d[block] + q / 2 + 2 * j;
-          const float x = softmax_exp2<B>(fmaf(s[0], a.scale_log2, -m_log2[i]));
-          const float y = softmax_exp2<B>(fmaf(s[1], a.scale_log2, -m_log2[i + 1]));
+          const float x = softmax_exp2<B>(fmaf(s[0], a.scale.log2, -m_log2[i]));
+          const float y = softmax_exp2<B>(fmaf(s[1], a.scale.log2, -m_log2[i + 1]));
           sum[i] += x, sum[i + 1] += y;
           P[j] = pack<Input>(x, y);
         }
@@ -3655,7 +3673,7 @@ template <class B> struct WgmmaColumns {
       mbarrier_wait(&mine().v_full[ring.stage], ring.parity);
       clear_rows_of_v<B>(mine().V[ring.stage], item.keys_in_tile(k0), threadIdx.x % 128, 128);  // write_p() fences
     }
-    if (B::use_softcap != 0) cap_scores<B>(S, a);
+    cap_scores<B>(S, a);
     const Mask& mask = item.mask(a);
     if (!mask.tiles.cover(item.q0, k0)) mask_scores<B>(S, a, mask, item.q0, k0 + S.first_col());
     float sum[ROWS];
@@ -3733,7 +3751,7 @@ __global__ void __launch_bounds__(B::threads, 1) sdpa_wgmma_columns(const __grid
     fence_mbarrier_init();
   }
   prefetch_tensor_maps<B>(a);
-  if (B::pack_gqa) clear_rows_without_query<B>(s.Q, a);
+  clear_rows_without_query<B>(s.Q, a);
   WgmmaColumnsLoader<B> loader{s, a, warp / 4, warp % 4, {}};
   if (loader.loads()) loader.item = wgmma_item<B>(a, item_number_of_cta<B>(a));
   __syncthreads();  // hazard: mbarriers initialised by one thread, rows emptied by all
@@ -3899,12 +3917,12 @@ __device__ __forceinline__ void wmma_qk(WmmaScore<B>* S_s,
 
 // O of a warp in wmma accumulators. Which element of which lane is where is not specified, so a lane
 // looks once which rows its elements are in: it loads a tile that holds row numbers.
-template <class B> struct WmmaOutput {
+template <class B, bool = B::use_wmma_pv> struct WmmaOutput {
   Accumulator x[B::head_dim / 16];
   int row[Accumulator::num_elements];
 
   // scratch_s [16][P_STRIDE], of this warp alone
-  __device__ void start(float* scratch_s, int lane) {
+  __device__ void start(ScalarOutput<B>&, float* scratch_s, int lane) {
     __syncwarp();  // hazard: read by the other lanes in finish() of the keys before
     for (int i = lane; i < 16 * 16; i += 32) {
       st_shared(scratch_s + i / 16 * ScalarShared<B>::P_STRIDE + i % 16, float(i / 16));
@@ -3917,8 +3935,11 @@ template <class B> struct WmmaOutput {
     SDPA_UNROLL for (int n = 0; n < B::head_dim / 16; n++) wmma::fill_fragment(x[n], 0.0f);
   }
 
-  // O = O * alpha + P @ V   [16][D]; alpha_s [16], P_s [16][P16_STRIDE]
-  __device__ __forceinline__ void multiply(const float* alpha_s, const Element<B>* P_s, const Element<B>* V_s) {
+  // O = O * alpha + P @ V   [16][D], with alpha [16] and P16 [16][P16_STRIDE] of s
+  __device__ __forceinline__ void multiply(ScalarOutput<B>&, const float (&)[ScalarOutput<B>::ROWS],
+                                           const WmmaShared<B>& s, int first_row, const Element<B>* V_s) {
+    const float* const alpha_s = s.alpha + first_row;
+    const Element<B>* const P_s = s.P16 + first_row * s.P16_STRIDE;
     float alpha[Accumulator::num_elements];
     SDPA_UNROLL for (int e = 0; e < Accumulator::num_elements; e++) { alpha[e] = ld_shared<float>(alpha_s + row[e]); }
     SDPA_UNROLL for (int n = 0; n < B::head_dim / 16; n++) {
@@ -3970,6 +3991,16 @@ template <class B> struct WmmaOutput {
   }
 };
 
+// USE_WMMA_PV=0: O is a view all the time.
+template <class B> struct WmmaOutput<B, false> {
+  __device__ void start(ScalarOutput<B>& O, float*, int) { clear(O); }
+  __device__ __forceinline__ void multiply(ScalarOutput<B>& O, const float (&alpha)[ScalarOutput<B>::ROWS],
+                                           const WmmaShared<B>& s, int, const Element<B>* V_s) {
+    scalar_pv<B>(O, alpha, s.P, V_s);
+  }
+  __device__ void finish(ScalarOutput<B>&, float*, int) const {}
+};
+
 // What a consumer warp does of an item: its 16 rows, against the tiles that the feed gives.
 template <class B, class Feed>
 __device__ __forceinline__ void wmma_consume(WmmaShared<B>& s, const KernelArgs& a, const Item<B>& item,
@@ -3993,11 +4024,7 @@ __device__ __forceinline__ void wmma_consume(WmmaShared<B>& s, const KernelArgs&
 
   const ItemScale<B> scale_log2(a, item);
   WmmaOutput<B> sums;
-  if constexpr (B::use_wmma_pv) {
-    sums.start(S_s, lane);
-  } else {
-    clear(O);
-  }
+  sums.start(O, S_s, lane);
   TileSoftmax<B, WmmaShared<B>> softmax;
   softmax.start(s, S);
   for (int k0 = t.keys.begin; k0 < t.keys.end; k0 += B::block_n) {
@@ -4009,14 +4036,10 @@ __device__ __forceinline__ void wmma_consume(WmmaShared<B>& s, const KernelArgs&
     finish_scores<B>(S, a, t.mask, item.q0, k0, t.mask.tiles.cover(item.q0, k0));
     float alpha[ScalarOutput<B>::ROWS];
     softmax.step(s, S, scale_log2, alpha);
-    if constexpr (B::use_wmma_pv) {
-      sums.multiply(s.alpha + first_row, s.P16 + first_row * s.P16_STRIDE, s.V[stage]);
-    } else {
-      scalar_pv<B>(O, alpha, s.P, s.V[stage]);
-    }
+    sums.multiply(O, alpha, s, first_row, s.V[stage]);
     feed.release();
   }
-  if constexpr (B::use_wmma_pv) sums.finish(O, S_s, first_row);
+  sums.finish(O, S_s, first_row);
   float m[ScalarOutput<B>::ROWS], l[ScalarOutput<B>::ROWS];
   softmax.finish(s, S, m, l);
   store_sums<B>(O, m, l, a, item);
@@ -4120,16 +4143,17 @@ template <> struct VectorCopy<false, true> {
   }
 };
 
-// ---- 5f softcap (USE_SOFTCAP) ----
+// ---- 5f softcap ----
 
-// USE_SOFTCAP: tanh(x * cap_scale), of which the exact form is 1 - 2 / (1 + e^2t).
+// USE_SOFTCAP: tanh(x * scale.cap), of which the exact form is 1 - 2 / (1 + e^2t).
 template <class B> __device__ __forceinline__ float capped(float x, const KernelArgs& a) {
-  if (a.cap_scale == 0) return x;
-  if (B::use_softcap == 1) return tanh_approx(x * a.cap_scale);
-  return 1 - 2 * rcp_approx_ftz(1 + ex2_approx_ftz(x * a.cap_scale * 2.88539008f));  // 2 * log2(e)
+  if (B::use_softcap == 0 || a.scale.cap == 0) return x;
+  if (B::use_softcap == 1) return tanh_approx(x * a.scale.cap);
+  return 1 - 2 * rcp_approx_ftz(1 + ex2_approx_ftz(x * a.scale.cap * 2.88539008f));  // 2 * log2(e)
 }
 template <class B, class View>
 __device__ __forceinline__ void cap_scores(View& S, const KernelArgs& a, int first, int last) {
+  if (B::use_softcap == 0) return;
   SDPA_UNROLL for (int i = 0; i < View::ROWS; i++) {
     SDPA_UNROLL for (int j = first; j < last; j++) S.x[i][j] = capped<B>(S.x[i][j], a);
   }
@@ -4142,10 +4166,10 @@ template <class B> constexpr float element_unit = B::input == DType::u8 ? 448.0f
 
 // Where e4m3 becomes fp16 (mma and PACK_GQA), scores have been multiplied by the factor of Q.
 template <class B> __device__ __forceinline__ float item_scale_log2(const KernelArgs& a, const Item<B>& item) {
-  if constexpr (!B::is_8bit) return a.scale_log2;
+  if constexpr (!B::is_8bit) return a.scale.log2;
   const int h_kv = int(a.q_heads_per_kv.divide(item.h));
   const float q_descale = B::converts_operands ? 1 : a.p.q_descale.of_head(item.b, item.h);
-  const float scale_log2 = a.scale_log2 * q_descale * a.p.k_descale.of_head(item.b, h_kv);
+  const float scale_log2 = a.scale.log2 * q_descale * a.p.k_descale.of_head(item.b, h_kv);
   return max_nan(scale_log2, 1.2e-38f);  // of a factor of 0: -inf times the scale stays -inf
 }
 template <class B> __device__ __forceinline__ float item_v_descale(const KernelArgs& a, const Item<B>& item) {
@@ -4337,7 +4361,7 @@ __device__ __forceinline__ void merge_ranges(const RangePartial<B>* partial, con
   }
 }
 
-// ---- 5f rows of several heads (SWAP_AB, PACK_GQA) ----
+// ---- 5f rows of several heads ----
 
 using RowPart = QuadRuns<1, 16, 4>;  // four neighbouring columns of a row
 template <class B> struct RowsPartial {
@@ -4372,6 +4396,7 @@ __device__ __forceinline__ void merge_groups(const Partials& partials_s, const I
 
 // PACK_GQA: empties rows of Q without a query; what lies there would decide how others are rounded.
 template <class B> __device__ __forceinline__ void clear_rows_without_query(Input* Q_s, const KernelArgs& a) {
+  if (!B::pack_gqa) return;
   const int rows = rows_of_item<B>(a), chunks = (B::block_m - rows) * (PANEL_BYTES<B::head_dim> / 16);
   for (int i = threadIdx.x; i < PANELS<B::head_dim> * chunks; i += B::threads) {
     const int row = i / chunks * B::block_m + rows;
@@ -4521,7 +4546,7 @@ struct Sequence {
 };
 // The first key of the tiles of these keys. With pages a tile begins where a box of TMA does.
 template <class B> __device__ __forceinline__ int first_tile_key(const KeyRange& keys) {
-  return B::use_pages && B::family == Family::wgmma ? keys.begin / B::block_n * B::block_n : keys.begin;
+  return B::use_pages && B::loads_by_tma ? keys.begin / B::block_n * B::block_n : keys.begin;
 }
 // A tile of a sequence, whose rows q0 counts, and the keys of one of its ranges. Where there are several, their partial
 // results are numbers first_of_parts ... + ranges - 1. No ranges: there are no more items.
@@ -4574,7 +4599,7 @@ template <class B> __device__ __forceinline__ Item<B> planned_item(const KernelA
 
 // USE_LENGTHS: item number i of the plan, counted over its items and the heads of each; without ranges past the last.
 template <class B> __device__ __forceinline__ Item<B> item_of_plan(const KernelArgs& a, uint32_t i) {
-  if constexpr (B::family == Family::wgmma) griddepcontrol_wait();  // the plan has been made
+  if constexpr (B::starts_early) griddepcontrol_wait();  // the plan has been made
   const uint32_t number = a.q_heads.divide(i);
   if (number >= plan_of(a).count) return {};
   return planned_item<B>(a, number, int(a.q_heads.remainder(i)));
@@ -4635,7 +4660,7 @@ template <class B, class Use> __device__ __forceinline__ void for_each_tile(cons
 template <class B> __global__ void __launch_bounds__(plan_threads, 1) sdpa_plan(const __grid_constant__ KernelArgs a) {
   PlanShared& s = dynamic_shared<PlanShared>();
   const int tid = threadIdx.x;
-  if constexpr (B::family == Family::wgmma) wait_then_let_next_kernel_start();
+  if constexpr (B::starts_early) wait_then_let_next_kernel_start();
   if (tid == 0) s.rounds = 0, s.rounds_65536 = 0, s.most_rounds = 0, s.parts = 0, s.merges = 0;
   if (tid < plan_classes) s.count_of[tid] = 0;
   __syncthreads();  // hazard: cleared by one thread
@@ -4712,8 +4737,8 @@ constexpr int merge_threads = 128;
 template <class B> constexpr int merge_ctas = ceil_div(B::block_m * B::d_v / 4, merge_threads);  // of an item
 
 template <class B> __global__ void __launch_bounds__(merge_threads) sdpa_merge(const __grid_constant__ KernelArgs a) {
+  if constexpr (B::starts_early) wait_then_let_next_kernel_start();
   if constexpr (B::use_lengths) {  // all items that have several ranges
-    if constexpr (B::family == Family::wgmma) wait_then_let_next_kernel_start();
     const uint32_t heads = a.q_heads.divisor, ctas = plan_of(a).merges * heads * merge_ctas<B>;
     const uint32_t* const merges = reinterpret_cast<const uint32_t*>(planned_items(a) + plan_room<B>(a).items);
     for (uint32_t i = blockIdx.x; i < ctas; i += gridDim.x) {
@@ -4725,7 +4750,6 @@ template <class B> __global__ void __launch_bounds__(merge_threads) sdpa_merge(c
     }
   } else {
     const uint32_t number = blockIdx.x / merge_ctas<B>, cta = blockIdx.x % merge_ctas<B>;
-    if constexpr (B::family == Family::wgmma) wait_then_let_next_kernel_start();
     merge_ranges<B, ranges_at_once, 4>(range_partials<B>(a) + number * a.ranges.divisor, a,
                                        work_item<B>(a, a.first_item + number), int(cta * merge_threads + threadIdx.x),
                                        merge_ctas<B> * merge_threads);
@@ -4948,10 +4972,8 @@ template <class B> Items items_of(const SdpaParams& p) {
 template <class B> PlanArgs plan_args(const SdpaParams& p, const Items& items) {
   const uint32_t heads = uint32_t(max(p.Hq / items.heads, 1)), tiles = uint32_t(items.count / heads);
   PlanArgs plan{tiles, 0, 0, {}};
-  if (B::use_pages) {
-    const int bits = p.page_size | B::block_n;
-    plan.page_size = Divisor(uint32_t(max(p.page_size, 1))), plan.box_rows = bits & -bits;  // 2^n that divides both
-  }
+  const int page_size = max(p.page_size, 1), bits = page_size | B::block_n;
+  plan.page_size = Divisor(uint32_t(page_size)), plan.box_rows = bits & -bits;  // 2^n that divides both
   if (B::split_ctas == 1) return plan;
   const uint32_t counters = merges_by_kernel<B> ? 0x7fffffff : most_split_items / heads;
   plan.free_parts = min(2 * ceil_div(4 * uint32_t(most_resident_ctas<B>() * sm_count()), heads), counters);
@@ -5093,7 +5115,7 @@ template <class B> SdpaStatus launch_kernel(const KernelArgs& a, uint32_t items,
   constexpr auto kernel = KernelOf<B>::entry;
   size_t bytes = shared_bytes<B>, most = bytes;
   // The attribute is the kernel's, which other host threads launch as well: so it is the most that any launch asks for.
-  if (B::family == Family::wgmma && B::split_ctas != 1) most = even_share(bytes, 1), bytes = even_share(bytes, ctas);
+  if (B::starts_early && B::split_ctas != 1) most = even_share(bytes, 1), bytes = even_share(bytes, ctas);
   cudaError_t error = cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, int(most));
   if (error == cudaErrorInvalidValue || error == cudaErrorInvalidDeviceFunction ||
       error == cudaErrorNoKernelImageForDevice) {
@@ -5113,7 +5135,7 @@ template <class B> SdpaStatus launch_kernel(const KernelArgs& a, uint32_t items,
   // The wgmma kernel starts before the kernel before it in the stream has ended, and waits for it before it touches
   // memory. It lets the next one start likewise, if that is launched with this attribute: such a kernel must wait as
   // well (cudaGridDependencySynchronize) before it reads O or writes an input.
-  if (B::family == Family::wgmma) {
+  if (B::starts_early) {
     early.id = cudaLaunchAttributeProgrammaticStreamSerialization;
     early.val.programmaticStreamSerializationAllowed = 1;
     launch.attrs = &early, launch.numAttrs = 1;
@@ -5138,6 +5160,32 @@ float log2_scale(const SdpaParams& p) {  // scale * log2(e), of products of to_f
   const double unit = 1.4426950408889634 * element_unit<Build> * element_unit<Build>;
   return float((p.scale == 0 ? 1 / std::sqrt(double(p.D)) : double(p.scale)) * unit);
 }
+template <class B> Scales scales_of(const SdpaParams& p) {
+  Scales scale{log2_scale(p), 1 / log2_scale(p)};
+  if (B::use_softcap != 0 && p.softcap != 0) {
+    scale.cap = std::fmax(scale.log2 * ln2 / p.softcap, 1.2e-38f), scale.log2 = p.softcap / ln2;
+  }
+  return scale;
+}
+
+template <class B> Grid grid_of(const SdpaParams& p, const Items& items) {
+  Grid grid;
+  const uint32_t q_blocks = uint32_t(ceil_div(p.Sq, items.queries));
+  grid.work_items = uint32_t(items.count);
+  grid.q_blocks = Divisor(q_blocks), grid.q_heads = Divisor(uint32_t(p.Hq / items.heads));
+  grid.q_heads_per_kv = Divisor(uint32_t(p.Hq / p.Hkv));
+  grid.item_queries = Divisor(uint32_t(items.queries)), grid.item_heads = items.heads;
+  grid.ranges = Divisor(uint32_t(items.ranges));
+  const bool all = KeyBounds(p, p.Sq, p.Sk).all() && !B::use_lengths;
+  grid.unmasked_rounds = all ? max(int(ceil_div(p.Sk, B::round_keys)), 1) : 0;
+  const double kv_bytes = 2.0 * p.Sk * p.D * sizeof(Input);  // of a key head
+  const double l2_bytes = device_attribute(cudaDevAttrL2CacheSize, 60 << 20);
+  // Parts alike, each in about 32 of 60 MB.
+  const double kv_heads = double(p.B) * p.Hkv, parts = std::ceil(kv_heads * kv_bytes / (l2_bytes * 8 / 15));
+  grid.heads_in_l2 = uint32_t(std::fmax(1, std::ceil(kv_heads / std::fmax(parts, 1)) * (p.Hq / p.Hkv / items.heads)));
+  grid.items_in_l2 = Divisor(grid.heads_in_l2 * q_blocks);
+  return grid;
+}
 
 // True if a row is summed in one accumulator of tensor cores, which takes most_keys_at_once keys. Sums of SWAP_AB, and
 // of e4m3 with wgmma, are in fp32; SPLIT_CTAS has ranges of keys.
@@ -5159,12 +5207,8 @@ template <class B> SdpaStatus forward(const SdpaParams& p, cudaStream_t stream) 
     return failure(refused, "SPLIT_CTAS=%d takes %u items at most, and here are %lld; split the batch", items.ranges,
                    most_split_items, (long long)items.count);
   }
-  KernelArgs a(p, B::pack_gqa ? items.queries : mask_rows<B>, B::block_n);
-  a.scale_log2 = log2_scale(p), a.inverse_scale_log2 = 1 / a.scale_log2;
-  if (B::use_softcap != 0 && p.softcap != 0) {
-    a.cap_scale = std::fmax(a.scale_log2 * ln2 / p.softcap, 1.2e-38f), a.scale_log2 = p.softcap / ln2;
-  }
-  a.work_items = uint32_t(items.count);
+  const int rows = B::pack_gqa ? items.queries : mask_rows<B>;
+  KernelArgs a(p, rows, B::block_n, scales_of<B>(p), grid_of<B>(p, items));
   if constexpr (B::use_lengths) {
     const PlanArgs plan = plan_args<B>(p, items);
     const uint64_t heads = p.Hq / items.heads;
@@ -5172,20 +5216,7 @@ template <class B> SdpaStatus forward(const SdpaParams& p, cudaStream_t stream) 
     [&](auto& args) { args.plan = plan; }(a);
     a.work_items = uint32_t(plan.items * heads);
   }
-  a.item_queries = Divisor(uint32_t(items.queries)), a.item_heads = items.heads;
-  a.ranges = Divisor(uint32_t(items.ranges));
-  const double kv_bytes = 2.0 * p.Sk * p.D * sizeof(Input);  // of a key head
-  const double l2_bytes = device_attribute(cudaDevAttrL2CacheSize, 60 << 20);
-  // Parts alike, each in about 32 of 60 MB.
-  const double kv_heads = double(p.B) * p.Hkv, parts = std::ceil(kv_heads * kv_bytes / (l2_bytes * 8 / 15));
-  a.heads_in_l2 = uint32_t(std::fmax(1, std::ceil(kv_heads / std::fmax(parts, 1)) * (p.Hq / p.Hkv / items.heads)));
-  a.unmasked_rounds = a.mask.keys.all() && !B::use_lengths ? max(int(ceil_div(p.Sk, B::round_keys)), 1) : 0;
-  const uint32_t q_blocks = uint32_t(ceil_div(p.Sq, items.queries));
-  a.q_blocks = Divisor(q_blocks);
-  a.q_heads = Divisor(uint32_t(p.Hq / items.heads));
-  a.q_heads_per_kv = Divisor(uint32_t(p.Hq / p.Hkv));
-  a.items_in_l2 = Divisor(a.heads_in_l2 * q_blocks);
-  if constexpr (is_wgmma) {
+  if constexpr (B::loads_by_tma) {
     const SdpaStatus status = encode_tensor_maps<B>(a.maps, a);
     if (!status.ok()) return status;
   }

@@ -108,6 +108,11 @@ class Folding:
         self.bound = {}  # parameters of the alias that is being expanded
         self.elements = self.find_elements(root)
         self.layers = self.find_layers(root)
+        # Functions that do nothing, in every version.
+        bodies = collections.defaultdict(set)
+        for node in descendants(root, "function_definition"):
+            bodies[name_of(node)].add(self.source(node.child_by_field_name("body") or node))
+        self.idle = {name for name, texts in bodies.items() if all(re.fullmatch(r"{\s*(return;)?\s*}", text) for text in texts)}
         self.constants = {}  # by name; of functions by "name()"
         self.find_constants(root, sizes)
         # Of each template the values of its defaults, and of the arguments of each use.
@@ -116,7 +121,7 @@ class Folding:
                          for node in reversed(descendants(root, "template_declaration"))}
         self.uses = collections.defaultdict(list)
         for node in descendants(root, "template_type", "template_function"):
-            if node.parent.type != "struct_specifier":
+            if node.parent.type not in ("struct_specifier", "function_declarator"):
                 self.uses[name_of(node)].append(self.arguments(node))
         self.out = self.emit(root)
 
@@ -226,10 +231,22 @@ class Folding:
         values = [self.value(one) for one in listed(node, "arguments")]
         return values + self.defaults.get(name_of(node), [])[len(values):]
 
+    def does_nothing(self, node):
+        """Whether an expression calls a function that does nothing, gives a name its own value, or joins such ones."""
+        field = node.child_by_field_name
+        if node.type == "call_expression":
+            return name_of(field("function").child_by_field_name("field") or field("function")) in self.idle
+        if node.type == "assignment_expression":
+            return self.source(field("operator")) == "=" and self.emit(field("left")) == self.emit(field("right")).strip("()")
+        return node.type == "comma_expression" and self.does_nothing(field("left")) and self.does_nothing(field("right"))
+
     def is_unselected(self, node):
         """Whether a specialisation has an argument that no use of the template has."""
-        name = declared(node).child_by_field_name("name") if node.type == "template_declaration" else None
-        uses = self.uses[name_of(name)] if name and name.type == "template_type" else []
+        of_type = declared(node).child_by_field_name("name") if node.type == "template_declaration" else None
+        own = descendants(declared(node).child_by_field_name("declarator") or node, "template_function") if (
+            node.type == "template_declaration" and declared(node).type == "function_definition") else []
+        name = own[0] if own else of_type
+        uses = self.uses[name_of(name)] if name and name.type in ("template_type", "template_function") else []
         return bool(uses) and any(value is not None and all(use[i] not in (None, value) for use in uses)
                                   for i, value in enumerate(self.arguments(name)))
 
@@ -264,6 +281,14 @@ class Folding:
             return GONE
         if kind == "function_definition" and name_of(node) in self.layers and enclosing(node, "field_declaration_list") and (
                 len(re.findall(rf"\b{name_of(node)}\(", self.text)) == 1):  # what called it has what it gave
+            return GONE
+        if kind == "expression_statement" and node.named_children and self.does_nothing(node.named_children[0]):
+            return GONE
+        if kind == "comma_expression":
+            for side, other in (("left", "right"), ("right", "left")):
+                if self.does_nothing(field(side)):
+                    return self.emit(field(other))
+        if kind == "for_statement" and re.fullmatch(rf"{{?\s*{GONE}\s*}}?", self.emit(field("body"))):
             return GONE
         if kind == "if_statement":
             return self.emit_if(node)
@@ -319,7 +344,7 @@ class Folding:
             out += [self.text[at:child.start_byte], text]
             at = child.end_byte
             chosen = in_block and child.type == "if_statement" and self.chosen(child)
-            unreachable = unreachable or chosen and "return_statement" in [
+            unreachable = unreachable or in_block and child.type == "return_statement" or chosen and "return_statement" in [
                 one.type for one in (chosen, *chosen.named_children[-1:])]
         text = "".join([*out, self.text[at:node.end_byte]])
         return text if text == self.source(node) else self.laid_out(text, node)
@@ -370,7 +395,7 @@ class Folding:
 
 def without_gone(text):
     """The text without statements that are gone, and without the comments above them."""
-    gone = rf"(?:^ *//(?! ----| ====).*\n)*^ *(?:(?:static )?__device__ )?{GONE}[{GONE} ]*(?://.*)?\n"
+    gone = rf"(?:^ *//(?! ----| ====).*\n)*^ *(?:(?:static )?__device__ |SDPA_UNROLL )?{GONE}[{GONE} ]*(?://.*)?\n"
     return re.sub(gone, "", text, flags=re.MULTILINE).replace(GONE, "")
 
 
