@@ -5592,85 +5592,59 @@ static_assert(check_all<Build::use_tuned ? next_tile(0) : -1>(), "");
 // ---- the choice of a tile (USE_TUNED) ----
 
 struct ItemKeys { double most, least, mean; };  // that an item takes, in whole rounds
-ItemKeys item_keys(const TunedTile& t, const SdpaParams& p) {
-  const KeyBounds bounds(p, p.Sq, p.Sk);
+ItemKeys item_keys(const TunedTile& t, const SdpaParams& p, const KeyBounds& bounds) {
   const int round_keys = t.block_n * t.split_kv;
   const auto in_rounds = [&](int keys) { return double(ceil_div(keys, round_keys)) * round_keys; };
   const auto seen_by = [&](int q) { return bounds.end(q) - bounds.begin(q); };
-  constexpr int samples = 16;  // of the rows
   ItemKeys keys{};
   keys.most = keys.least = std::fmax(in_rounds(seen_by(p.Sq - 1)), round_keys);
-  for (int i = 0; i < samples; i++) {
-    const int seen = seen_by(int((2 * i + 1.0) / (2 * samples) * p.Sq));
-    keys.mean += double(seen) / samples;
-    keys.most = std::fmax(keys.most, in_rounds(seen));
-    keys.least = std::fmin(keys.least, in_rounds(seen));
+  for (int i = 1; i < 32; i += 2) {  // 16 rows
+    const int seen = seen_by(int(i / 32.0 * p.Sq));
+    keys.mean += seen / 16.0;
+    keys.most = std::fmax(keys.most, in_rounds(seen)), keys.least = std::fmin(keys.least, in_rounds(seen));
   }
   // An edge of the mask costs half a tile more than is seen, and the time of 64 keys.
-  const int edges = (bounds.to < p.Sk) + (bounds.from > -most_rows);
-  const int edge_rows = t.skip_masked ? 64 : t.block_m;
+  const int edges = (bounds.to < p.Sk) + (bounds.from > -most_rows), edge_rows = t.skip_masked ? 64 : t.block_m;
   keys.mean = std::fmin(keys.mean + edges * ((edge_rows + round_keys) / 2.0 + 64), in_rounds(p.Sk));
   return keys;
 }
 
-// Clocks of a key of an item that has its SM for itself. Where rows are skipped, one warpgroup alone takes half of the
-// whole tile's time; with a mask warpgroups that take turns wait for each other at its edge.
-double clocks_of_key(const TunedTile& t, const SdpaParams& p) {
-  const double clocks = t.block_m / t.scores_per_clock;
-  if (t.use_ping_pong && !KeyBounds(p, p.Sq, p.Sk).all()) return clocks * 1.07;
-  if (!t.skip_masked) return clocks;
-  const double used = 64.0 * ceil_div(max(p.Sq, 1), 64) / ceil_div(max(p.Sq, 1), t.block_m);
-  return clocks * (0.5 + 0.5 * (used - 64) / (t.block_m - 64));
-}
-
-// Three bounds of the clocks that the products and the softmax take, of which the largest is the time. CTAs share the
-// rate of their SM; one alone has sole_rate of it, with SWAP_AB all of it, since it waits more than it computes.
-struct ComputeClocks {
-  const TunedTile& t;
-  ItemKeys keys;  // of a CTA
-  double ctas_per_sm, of_key;
-
-  double rate_alone() const { return t.ctas > 1 && !t.swap_ab ? sole_rate : 1; }
-  // The longest item, beside the next one on its SM: with a mask a free SM takes the longest that is left.
-  double longest() const {
-    double beside = 0;  // keys of the next one
-    if (t.ctas > 1 && ctas_per_sm > 1) beside = keys.most - (keys.most - keys.least) / ctas_per_sm;
-    const double shared = beside * std::fmin(std::ceil(ctas_per_sm), t.ctas) + (keys.most - beside) / rate_alone();
-    return t.item_clocks + of_key * std::fmax(keys.most / rate_alone(), shared);
-  }
-  // All items, spread evenly over the SMs.
-  double spread() const { return ctas_per_sm * (t.item_clocks / t.ctas + of_key * keys.mean); }
-  // The waves of t.ctas CTAs to an SM, if all items were as short as the shortest.
-  double waves() const {
-    const double most = std::ceil(ctas_per_sm), count = std::ceil(most / t.ctas);
-    return count * t.item_clocks + of_key * keys.least * std::fmax(most, count / rate_alone());
-  }
-};
-
 // Clocks that the problem takes with this tile on a GPU of `sms` SMs. Besides the tile's two costs it has a few numbers
 // that all tiles share, fitted to an H200 as well.
 double tuned_clocks(const TunedTile& t, const SdpaParams& p, int sms) {
+  const KeyBounds bounds(p, p.Sq, p.Sk);
+  const int round_keys = t.block_n * t.split_kv, threads = t.num_warps * 32, Sq = max(p.Sq, 1);
   const Items items = t.pack_gqa ? items_of_packed_tile(p, t.block_m) : items_of_tile(p, 1, t.block_m);
-  ComputeClocks compute{t, item_keys(t, p), double(items.count) / sms, clocks_of_key(t, p)};
+  // SPLIT_CTAS=0: a CTA takes its share of the keys, and the last one of an item or a kernel merges the results.
   const bool by_kernel = t.split_ctas == 0 && !t.swap_ab && !(t.use_mma_sync && t.pack_gqa && t.split_kv > 1);
-  double merge_clocks = 0;
-  if (t.split_ctas == 0) {  // a CTA takes its share of the keys; the last one of an item or a kernel merges the results
-    const int round_keys = t.block_n * t.split_kv, threads = t.num_warps * 32;
-    const int ranges = ranges_of(p, items, by_kernel, round_keys, threads, t.ctas, sms);
-    ItemKeys& keys = compute.keys;
-    const double share = ceil_div(int64_t(keys.most) / round_keys, ranges) * round_keys / keys.most;
-    keys = {keys.most * share, keys.least * share, keys.mean * share};
-    compute.ctas_per_sm *= ranges;
-    if (ranges > 1) merge_clocks = 500 + 2000.0 * merge_steps(items, p.D, threads, ranges);
-    if (by_kernel) merge_clocks = merge_kernel_clocks(items, p.D, ranges, sms);
-  }
+  const int ranges = t.split_ctas ? 1 : ranges_of(p, items, by_kernel, round_keys, threads, t.ctas, sms);
+  const double merge = by_kernel    ? merge_kernel_clocks(items, p.D, ranges, sms)
+                       : ranges > 1 ? 500 + 2000.0 * merge_steps(items, p.D, threads, ranges)
+                                    : 0;
+  ItemKeys keys = item_keys(t, p, bounds);
+  const double share = ceil_div(int64_t(keys.most) / round_keys, ranges) * round_keys / keys.most;
+  keys = {keys.most * share, keys.least * share, keys.mean * share};
+  // Clocks of a key of an item that has its SM for itself. With a mask warpgroups that take turns wait for each other
+  // at its edge; where rows are skipped, one warpgroup alone takes half of the whole tile's time.
+  double of_key = t.block_m / t.scores_per_clock * (t.use_ping_pong && !bounds.all() ? 1.07 : 1);
+  const double used = 64.0 * ceil_div(Sq, 64) / ceil_div(Sq, t.block_m);  // rows of a tile that are not skipped
+  if (t.skip_masked) of_key *= 0.5 + 0.5 * (used - 64) / (t.block_m - 64);
+  // Three bounds of the clocks that the products and the softmax take, of which the largest is the time. CTAs share the
+  // rate of their SM; one alone has sole_rate of it, with SWAP_AB all of it, since it waits more than it computes.
+  const double ctas_per_sm = double(items.count) / sms * ranges, ctas = std::ceil(ctas_per_sm);
+  const double rate_alone = t.ctas > 1 && !t.swap_ab ? sole_rate : 1, waves = std::ceil(ctas / t.ctas);
+  // The longest item, beside the next one on its SM: with a mask a free SM takes the longest that is left.
+  const double beside = t.ctas > 1 && ctas_per_sm > 1 ? keys.most - (keys.most - keys.least) / ctas_per_sm : 0;
+  const double shared = beside * std::fmin(ctas, t.ctas) + (keys.most - beside) / rate_alone;
+  const double longest = t.item_clocks + of_key * shared;
+  // All items, spread evenly over the SMs; and the waves of t.ctas CTAs to an SM, if all were as short as the shortest.
+  const double spread = ctas_per_sm * (t.item_clocks / t.ctas + of_key * keys.mean);
+  const double in_waves = waves * t.item_clocks + of_key * keys.least * ctas;
+  const double work = std::fmax(longest, std::fmax(spread, in_waves)) + merge;
   // K and V are read once, from L2 (below 52 MB) or from memory. Reading and computing overlap unless they take nearly
   // the same time: hence the sum of fourth powers.
-  const KeyBounds bounds(p, p.Sq, p.Sk);
-  const int keys_read = bounds.end(p.Sq - 1) - bounds.begin(0);
-  const double bytes = 2.0 * sizeof(Input) * p.D * keys_read * p.B * p.Hkv;
+  const double bytes = 2.0 * sizeof(Input) * p.D * (bounds.end(p.Sq - 1) - bounds.begin(0)) * p.B * p.Hkv;
   const double read = bytes / sms / (bytes < 52e6 ? 22 : t.pack_gqa && !by_kernel ? 18 : 15);
-  const double work = std::fmax(compute.longest(), std::fmax(compute.spread(), compute.waves())) + merge_clocks;
   const double start = t.use_persistent_cta ? 3500 : -700;  // -700: while the launch before still runs
   return start + std::sqrt(std::hypot(work * work, read * read));
 }
