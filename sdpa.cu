@@ -386,7 +386,7 @@ template <class B, bool = B::use_lengths> struct Item {
 // One function per instruction, named after it, without policy. They convert the generic pointers to shared memory.
 
 #ifdef SDPA_SIMT
-#include "simt/ptx.h"
+#include "cpu_backend/ptx.h"
 #else
 
 #if defined(__CUDA_ARCH__) && __CUDA_ARCH__ < 800

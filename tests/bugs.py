@@ -26,7 +26,7 @@ from builds import CXX, auto_var_init  # noqa: E402
 
 # Not optimised: a bug takes longer to compile than to run.
 FLAGS = ["-std=c++17", "-O0", "-march=native", "-ffp-contract=off", *auto_var_init(), "-w", "-pthread", "-I" + ROOT,
-         "-I" + os.path.join(ROOT, "simt")]
+         "-I" + os.path.join(ROOT, "cpu_backend")]
 SANITIZE = {"plain": [], "thread": ["-fsanitize=thread", "-g1"],
             "address": ["-fsanitize=address,undefined", "-fno-sanitize-recover=undefined", "-g1"]}
 ENGINE = {"plain": [], "thread": ["-DSIMT_TSAN"], "address": ["-DSIMT_ASAN"]}
@@ -115,7 +115,7 @@ class Builder:
         return words[-1]
 
     def engine(self, kind):
-        return self.compile("plain", "-O2", *ENGINE[kind], "-c", os.path.join(ROOT, "simt", "engine.cpp"), "-o", f"engine_{kind}.o")
+        return self.compile("plain", "-O2", *ENGINE[kind], "-c", os.path.join(ROOT, "cpu_backend", "engine.cpp"), "-o", f"engine_{kind}.o")
 
     def headers(self, kind):
         """The headers of others, which every bug includes, compiled."""

@@ -14,7 +14,7 @@
 
 using namespace SDPA_NAMESPACE;
 
-// Instructions that no kernel of sdpa.cu uses yet; on the CPU backend simt/ptx.h has them.
+// Instructions that no kernel of sdpa.cu uses yet; on the CPU backend cpu_backend/ptx.h has them.
 #ifndef SDPA_SIMT
 template <int N, bool TRANS> __device__ void ldmatrix(uint32_t (&r)[N], const void* row_s) {
   const uint32_t row = shared_address(row_s);

@@ -108,9 +108,9 @@ def test_cmake_refuses_the_file_and_names_every_bad_line(tmp_path):
 
 def test_names_that_the_build_uses(tmp_path):
     """Those of its targets, sdpa_NAME, and of the libraries, sdpa_NAME_lib. And a byte order mark is no part of a name."""
-    texts = [builds.Tree().read(path) for path in ("CMakeLists.txt", "simt/CMakeLists.txt")]
+    texts = [builds.Tree().read(path) for path in ("CMakeLists.txt", "cpu_backend/CMakeLists.txt")]
     names = {*re.findall(r"^ *add_\w+\(sdpa_(\w+)[ )]", "\n".join(texts), re.MULTILINE), "harness", "sweep", "scalar_lib"}
-    assert names >= {"table", "selected", "sweeps", "simt", "git_sha"}
+    assert names >= {"table", "selected", "sweeps", "cpu_backend", "git_sha"}
     (tmp_path / "bad.txt").write_text("\ufefffirst VEC_WIDTH=8\r\nsecond : first STAGES=1\r\n" + "\n".join(names) + "\n", encoding="utf-8")
     code, out, err = run("cmake", f"-DCONFIGS={tmp_path}/bad.txt", "-P", os.path.join(ROOT, "tools", "configs.cmake"))
     assert re.findall(r"'(\w+)' is no name for a line: the build uses it", err) == list(names)

@@ -15,7 +15,7 @@ import builds  # noqa: E402
 TREE = builds.Tree()
 HEAD, BODY = re.search(r"^## Paste it.*?```cpp\n(.*?#include \"sdpa.cu\"\n)(.*?)```", TREE.read("README.md"),
                        re.DOTALL | re.MULTILINE).groups()
-CPU = [os.environ.get("CXX", "g++"), "-march=native", "-ffp-contract=off", "-pthread", "-I" + os.path.join(ROOT, "simt")]
+CPU = [os.environ.get("CXX", "g++"), "-march=native", "-ffp-contract=off", "-pthread", "-I" + os.path.join(ROOT, "cpu_backend")]
 FAMILIES = "README scalar_async2 wmma_persistent mma_lazy wgmma_192x128 wgmma_swap32 hopper".split()
 PROGRAM = """%s
 #include <vector>
@@ -54,7 +54,7 @@ def folder(tmp_path_factory):
         knobs = [] if name == "README" else [word.replace("=", " ") for word in TREE.config_lines()[name].knobs]
         head = "\n".join(["#define SDPA_NO_MAIN", *("#define " + knob for knob in knobs), '#include "sdpa.cu"']) if knobs else HEAD
         (path / f"{name}.cu").write_text(PROGRAM % (head, BODY))
-    subprocess.run([*CPU, "-O1", "-std=c++17", "-c", os.path.join(ROOT, "simt", "engine.cpp"), "-o", "engine.o"], cwd=path,
+    subprocess.run([*CPU, "-O1", "-std=c++17", "-c", os.path.join(ROOT, "cpu_backend", "engine.cpp"), "-o", "engine.o"], cwd=path,
                    check=True)
     return path
 

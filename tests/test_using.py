@@ -48,7 +48,7 @@ def test_the_cpp_example(name, tmp_path):
     assert {file for file in made if "sdpa" in file} == {f"libsdpa_{name}_lib.so"}
     (tmp_path / "build").symlink_to("outer/sdpa")
     compiling = blocks("C and C\\+\\+", "sh")[0].replace("\\\n", "").splitlines()[1]
-    for old, new in (("hopper", name), ("-I/usr/local/cuda/include", f"-I{ROOT}/simt"), ("-L/usr/local/cuda/lib64 -lcudart", "-pthread -w")):
+    for old, new in (("hopper", name), ("-I/usr/local/cuda/include", f"-I{ROOT}/cpu_backend"), ("-L/usr/local/cuda/lib64 -lcudart", "-pthread -w")):
         compiling = compiling.replace(old, new)
     assert run(compiling, shell=True).returncode == 0
     for program in ("outer/example", "./a.out"):

@@ -413,12 +413,12 @@ def auto_var_init():
 
 def host_library(*knobs, program=LIBRARY):
     """tools/library.cu, or a program that includes it, with these knobs compiled for the CPU backend."""
-    simt = ["simt/" + name for name in sorted(os.listdir(os.path.join(ROOT, "simt")))]
-    texts = [*Tree().sources(program).values(), *map(Tree().read, simt)]
+    backend = ["cpu_backend/" + name for name in sorted(os.listdir(os.path.join(ROOT, "cpu_backend")))]
+    texts = [*Tree().sources(program).values(), *map(Tree().read, backend)]
     path = os.path.join(BUILD, "engine", f"host-{digest(program, *knobs, *texts)}.so")
     trouble = compile_once(path, [
         CXX, "-std=c++17", "-O1", "-ffp-contract=off", *auto_var_init(), "-w", "-pthread", "-fPIC", "-shared",
-        "-Isimt", *definitions(knobs), "-x", "c++", program, "simt/engine.cpp"], ROOT)
+        "-Icpu_backend", *definitions(knobs), "-x", "c++", program, "cpu_backend/engine.cpp"], ROOT)
     if trouble:
         raise Refused(f"{program} does not compile: {trouble}", 3)
     return path

@@ -67,7 +67,7 @@ function(read_configs file source)
     string(LENGTH "${name}" name_length)
     if(NOT name MATCHES "^[A-Za-z][A-Za-z0-9_]*$")
       bad_line("'${name}' is no name: it starts with a letter and has letters, digits and _ only")
-    elseif(name MATCHES "^(selected|kernels|stress|simt|git_sha|find_git_sha|harness|sweeps?|table)$|_lib$" OR
+    elseif(name MATCHES "^(selected|kernels|stress|cpu_backend|git_sha|find_git_sha|harness|sweeps?|table)$|_lib$" OR
            name_length GREATER 60)
       bad_line("'${name}' is no name for a line: the build uses it, or it has more than 60 letters")
     elseif(name IN_LIST config_names)

@@ -15,7 +15,7 @@
 #include "cuda.h"
 #include "engine.h"
 
-#define SDPA_SIMT 1  // sdpa.cu takes the host versions of its PTX section from simt/ptx.h
+#define SDPA_SIMT 1  // sdpa.cu takes the host versions of its PTX section from cpu_backend/ptx.h
 
 #define __host__
 #define __device__
