@@ -284,7 +284,7 @@ list_lines() {
   echo | grep -qE -- "${1-}" 2>/dev/null
   [ $? -le 1 ] || refuse "list $1: not a regular expression"
   need cmake cmake
-  cmake -DCONFIGS="${SDPA_CONFIGS:-configs.txt}" -P tools/configs.cmake | awk -F'\t' -v only="${1-}" '
+  cmake -DCONFIGS="${SDPA_CONFIGS:-configs.txt}" -P configs.cmake | awk -F'\t' -v only="${1-}" '
     {
       n = split($5, knob, " "); step = ""; split("", value)
       for (i = 1; i <= n; i++) {

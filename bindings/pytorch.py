@@ -95,7 +95,7 @@ def library_of(name, capability, *features):
     """A line with these knobs besides, 1 if they have no value, as a library of C functions, loaded."""
     arch = f"{capability[0]}{capability[1]}{'a' if capability[0] == 9 else ''}"
     knobs = [f"-D{knob}={value}" for knob, value in {**knobs_of(name), **dict((f + "=1").split("=")[:2] for f in features)}.items()]
-    return ctypes.CDLL(built("-".join((name, *features, f"sm_{arch}")), ("tools/library.cu", "sdpa.cu", "bindings/sdpa.h"),
+    return ctypes.CDLL(built("-".join((name, *features, f"sm_{arch}")), ("bindings/library.cu", "sdpa.cu", "bindings/sdpa.h"),
                              "-std=c++17", "-O3", f"-gencode=arch=compute_{arch},code=sm_{arch}",
                              "-Xcompiler=-fPIC,-fno-gnu-unique", *knobs))
 

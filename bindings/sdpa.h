@@ -1,7 +1,7 @@
 /* One line of configs.txt as a library with C functions: what C, C++ without nvcc, ctypes and other languages call.
    Build:  cmake --build build --target sdpa_NAME_lib    (build/libsdpa_NAME_lib.so), or by hand with the line's knobs
            nvcc -O3 -std=c++17 -gencode arch=compute_90a,code=sm_90a -DKNOB=VALUE ... -shared -Xcompiler -fPIC \
-                tools/library.cu -o libattention.so
+                bindings/library.cu -o libattention.so
    Every library has the same four names. A program that needs two lines opens each by dlopen(path, RTLD_LOCAL).
    docs/USING.md has examples that run. */
 #ifndef SDPA_H

@@ -1,5 +1,5 @@
-// tools/library.cu for the CPU backend, with its "device memory" for a test in Python.
-#include "../tools/library.cu"
+// bindings/library.cu for the CPU backend, with its "device memory" for a test in Python.
+#include "../bindings/library.cu"
 
 extern "C" {
 

@@ -112,7 +112,7 @@ def test_names_that_the_build_uses(tmp_path):
     names = {*re.findall(r"^ *add_\w+\(sdpa_(\w+)[ )]", "\n".join(texts), re.MULTILINE), "harness", "sweep", "scalar_lib"}
     assert names >= {"table", "selected", "sweeps", "cpu_backend", "git_sha"}
     (tmp_path / "bad.txt").write_text("\ufefffirst VEC_WIDTH=8\r\nsecond : first STAGES=1\r\n" + "\n".join(names) + "\n", encoding="utf-8")
-    code, out, err = run("cmake", f"-DCONFIGS={tmp_path}/bad.txt", "-P", os.path.join(ROOT, "tools", "configs.cmake"))
+    code, out, err = run("cmake", f"-DCONFIGS={tmp_path}/bad.txt", "-P", os.path.join(ROOT, "configs.cmake"))
     assert re.findall(r"'(\w+)' is no name for a line: the build uses it", err) == list(names)
     assert [line.split("\t")[:2] for line in out.splitlines()] == [["first", ""], ["second", "first"]]
 
@@ -324,10 +324,10 @@ def german(tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def table(tmp_path_factory):
-    """tools/table.cpp, compiled; the compiler's words lie beside it."""
+    """table.cpp, compiled; the compiler's words lie beside it."""
     program = tmp_path_factory.mktemp("table") / "sdpa_table"
     with open(program.with_name("words"), "w") as words:
-        subprocess.run([builds.CXX, "-std=c++17", "-Wall", "-Wextra", os.path.join(ROOT, "tools/table.cpp"), "-o", program], stderr=words)
+        subprocess.run([builds.CXX, "-std=c++17", "-Wall", "-Wextra", os.path.join(ROOT, "table.cpp"), "-o", program], stderr=words)
     return program
 
 

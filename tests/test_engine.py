@@ -499,7 +499,7 @@ def test_defaults_of_a_library():
 
 @pytest.fixture
 def repository(tmp_path, monkeypatch):
-    """Two commits and a working tree, each with other lines."""
+    """Two commits and a working tree, each with other lines; the library moves from tools/ to bindings/."""
     monkeypatch.setattr(builds, "ROOT", str(tmp_path))
     monkeypatch.delenv("SDPA_CONFIGS", raising=False)
 
@@ -521,6 +521,8 @@ def repository(tmp_path, monkeypatch):
     write("tools/library.cu", "".join(name + "();\n" for name in builds.LIBRARY_FUNCTIONS))
     git("add", ".")
     git("commit", "-q", "-m", "two")
+    (tmp_path / "bindings").mkdir()
+    (tmp_path / "tools/library.cu").rename(tmp_path / "bindings/library.cu")
     write("sdpa.cu", source % "int x;  // the same but for words\n")
     write("configs.txt", "kept STAGES=2\nwide : kept HEAD_DIM=128\n")
     return write
@@ -551,7 +553,7 @@ def test_comments_change_no_program(repository):
 @pytest.mark.parametrize("words,sentence", [
     ("gone:kept kept", "gone: git knows no such commit here"),
     ("HEAD:wide kept", "HEAD:wide: no line of configs.txt has that name; ./run_all.sh list has them all"),
-    ("HEAD~1:old kept", "HEAD~1: its tools/library.cu has no sdpa_library_params_bytes"),
+    ("HEAD~1:old kept", "HEAD~1: its bindings/library.cu has no sdpa_library_params_bytes"),
     ("cublas STAGES=3", "STAGES=3: of the knobs cublas has DTYPE and HEAD_DIM"),
     ("kepd wide", "kepd: no line of configs.txt has that name; did you mean kept?"),
     ("kept FROB=1", "FROB=1: no knob is called FROB in the working tree; the knobs are STAGES HEAD_DIM"),
@@ -692,11 +694,11 @@ def test_a_library_is_built_once(nvcc, tmp_path, monkeypatch):
     call, = (call for call in calls if "STAGES=3" in call)
     words = call.split()
     assert {"-O3", "-std=c++17", "-shared", "-gencode=arch=compute_80,code=sm_80", "-gencode=arch=compute_90a,code=sm_90a", "-DVEC_WIDTH=8",
-            "-DUSE_CP_ASYNC=1", "-DSTAGES=3", "-DSDPA_CONFIG_NAME=scalar_vec8__USE_CP_ASYNC_1__STAGES_3", "tools/library.cu"} <= set(words)
+            "-DUSE_CP_ASYNC=1", "-DSTAGES=3", "-DSDPA_CONFIG_NAME=scalar_vec8__USE_CP_ASYNC_1__STAGES_3", "bindings/library.cu"} <= set(words)
     found = built[line]
     assert found.trouble == "" and open(found.path).read() == "library\n" and "40 registers" in found.log and "of stdout" in found.log
     folder = os.path.dirname(found.path)
-    for path, text in builds.Tree().sources("tools/library.cu").items():  # the compiler finds all that is included
+    for path, text in builds.Tree().sources("bindings/library.cu").items():  # the compiler finds all that is included
         assert open(os.path.join(folder, path)).read() == text
     assert os.path.exists(folder + "/sdpa.cu") and not [name for name in os.listdir(folder) if name.count(".") > 2]
     again, calls = nvcc(line, "80", "90a")
@@ -715,6 +717,11 @@ def test_a_library_is_built_once(nvcc, tmp_path, monkeypatch):
     monkeypatch.setattr(builds, "nvcc", lambda: None)
     with pytest.raises(builds.Refused, match="^nvcc is missing; install the CUDA Toolkit"):
         builds.build([found.line], "80")
+
+
+def test_a_library_of_an_older_commit(repository, nvcc):
+    _, calls = nvcc("HEAD:kept kept", "80")
+    assert sorted(call.split()[-3] for call in calls) == ["bindings/library.cu", "tools/library.cu"]
 
 
 def test_what_does_not_compile_is_tried_again(nvcc, monkeypatch):

@@ -123,8 +123,8 @@ def test_what_a_library_is_built_of(monkeypatch):
     assert sorted(option for option in options if option.startswith("-D")) == sorted(
         "-DUSE_WGMMA=1 -DVEC_WIDTH=8 -DUSE_TUNED=1 -DHEAD_DIM=192 -DDTYPE=BF16 -DHEAD_DIM_V=128 -DUSE_SINKS=1".split())
     assert "-DUSE_LENGTHS=1" in others and "-DHEAD_DIM=64" not in others
-    included = {path for path in builds.Tree().sources("tools/library.cu") if not path.startswith("cpu_backend/")}
-    assert sources[0] == "tools/library.cu" and set(sources) == included - {"harness.cu", "reference.cpp"}  # of programs alone
+    included = {path for path in builds.Tree().sources("bindings/library.cu") if not path.startswith("cpu_backend/")}
+    assert sources[0] == "bindings/library.cu" and set(sources) == included - {"harness.cu", "reference.cpp"}  # of programs alone
     built.clear()
     monkeypatch.setattr(torch.version, "cuda", "13.0")
     monkeypatch.setattr(sdpa, "first_call", SimpleNamespace(library=None))
@@ -228,7 +228,7 @@ def in_cache(monkeypatch, folder, nvcc=None):
 
 
 BUILD = ("import sys; sys.path.insert(0, 'bindings'); import pytorch as sdpa;"
-         "print(sdpa.built('a', ['tools/library.cu'], '-DKNOB=1'))")
+         "print(sdpa.built('a', ['bindings/library.cu'], '-DKNOB=1'))")
 
 
 def test_two_processes_build_a_line_once(monkeypatch, tmp_path):
@@ -238,18 +238,18 @@ def test_two_processes_build_a_line_once(monkeypatch, tmp_path):
     paths, said = zip(*(process.communicate() for process in processes))
     assert paths[0] == paths[1] and open(paths[0].strip()).read() == "library\n"
     assert (tmp_path / "calls").read_text() == "run\n" and "".join(said).count("sdpa: building a by nvcc, once ... 0 s") == 1
-    other = sdpa.built("a", ["tools/library.cu"], "-DKNOB=2")
+    other = sdpa.built("a", ["bindings/library.cu"], "-DKNOB=2")
     assert other != paths[0].strip() and (tmp_path / "calls").read_text() == "run\n" * 2
 
 
 def test_what_cannot_be_built(monkeypatch, tmp_path, capsys):
     in_cache(monkeypatch, tmp_path, FAKE_NVCC % 'rm -f "$word"; echo "x.cu(3): error: no such knob" >&2; exit 1')
     with pytest.raises(sdpa.Unavailable, match="^nvcc could not build a: error: no such knob$"):
-        sdpa.built("a", ["tools/library.cu"])
+        sdpa.built("a", ["bindings/library.cu"])
     assert not [name for name in os.listdir(tmp_path / "cache") if name.endswith(".so")]
     monkeypatch.setenv("SDPA_CACHE", "/dev/null/cache")
     with pytest.raises(sdpa.Unavailable, match="^/dev/null/cache cannot be written to .*; set SDPA_CACHE to a folder that can$"):
-        sdpa.built("a", ["tools/library.cu"])
+        sdpa.built("a", ["bindings/library.cu"])
     monkeypatch.setenv("CUDA_HOME", str(tmp_path / "toolkit"))  # before PATH, as in PyTorch, if it has one
     assert sdpa.nvcc() == str(tmp_path / "nvcc")
     (tmp_path / "toolkit/bin").mkdir(parents=True)
@@ -261,7 +261,7 @@ def test_what_cannot_be_built(monkeypatch, tmp_path, capsys):
     monkeypatch.setenv("PATH", str(tmp_path / "empty"))
     monkeypatch.setenv("CUDA_HOME", str(tmp_path / "empty"))
     with pytest.raises(sdpa.Unavailable, match="^nvcc is missing; install the CUDA Toolkit"):
-        sdpa.built("a", ["tools/library.cu"])
+        sdpa.built("a", ["bindings/library.cu"])
     # A line that cannot be had: the reason reaches C++, and stderr.
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (9, 0))
     line = sdpa.Line()

@@ -3,7 +3,7 @@
 A contender is `LINE`, `LINE KNOB=VALUE...`, `COMMIT:LINE [KNOB=VALUE...]`, `cublas [DTYPE=BF16] [HEAD_DIM=128]` or
 `torch:cudnn|flash|efficient|math`, or a package: `torch:fa3`, `torch:fa4`, `flashinfer`.
 Everything that was typed is judged before anything is compiled. A library is compiled by nvcc from
-tools/library.cu and sdpa.cu of its commit, with the same options for all, and kept under BUILD/engine by what
+bindings/library.cu and sdpa.cu of its commit, with the same options for all, and kept under BUILD/engine by what
 it was compiled from.
 """
 import difflib
@@ -37,7 +37,7 @@ TORCH_BACKENDS = dict(cudnn="CUDNN_ATTENTION", flash="FLASH_ATTENTION", efficien
 # Else scalar; USE_CUBLAS is of older commits.
 FAMILIES = {"wmma": "USE_WMMA", "mma": "USE_MMA_SYNC", "wgmma": "USE_WGMMA", "cublas": "USE_CUBLAS"}
 NVCC_OPTIONS = "-O3 -DNDEBUG -std=c++17 --no-compress -Xptxas=-v".split()
-LIBRARY, CUBLAS = "tools/library.cu", "tools/cublas.cu"
+LIBRARY, CUBLAS = "bindings/library.cu", "tools/cublas.cu"
 LIBRARY_FUNCTIONS = ("sdpa_library_params_bytes", "sdpa_library_workspace_bytes", "sdpa_library_forward")
 # A line of configs.txt with what it has from its base; words: its knobs, arch=ARCH and expect=FAIL where it has them.
 ConfigLine = namedtuple("ConfigLine", "base words knobs gates")
@@ -87,6 +87,12 @@ class Tree:
             os.rename(path + ".new", path)
         return path
 
+    @property
+    def library(self):
+        """Where bindings/library.cu is: in tools/ of older commits."""
+        older = "tools/library.cu"
+        return LIBRARY if self.read(older) is None else older
+
     @functools.lru_cache(None)
     def sources(self, program):
         """{path: text} of a program and what it includes by name."""
@@ -101,7 +107,7 @@ class Tree:
 
     @functools.lru_cache(None)
     def read_configs(self):
-        """{name: ConfigLine} of configs.txt, as tools/configs.cmake reads it, and what it says of bad lines."""
+        """{name: ConfigLine} of configs.txt, as configs.cmake reads it, and what it says of bad lines."""
         name = not self.sha and os.environ.get("SDPA_CONFIGS") or "configs.txt"
         file = os.path.join(self.folder(), name)
         if not os.path.exists(file):
@@ -109,7 +115,7 @@ class Tree:
         if not shutil.which("cmake"):
             raise Refused("cmake is missing, which reads configs.txt; install it with: sudo apt-get install cmake")
         done = run(["cmake", f"-DCONFIGS={file}", f"-DSOURCE={self.folder()}/sdpa.cu", "-P",
-                    os.path.join(os.path.dirname(os.path.abspath(__file__)), "configs.cmake")])
+                    os.path.join(os.path.dirname(os.path.abspath(__file__)), "../configs.cmake")])
         lines = {}
         for name, base, expect, arch, knobs, gates in (line.split("\t") for line in done.stdout.splitlines()):
             words = knobs.split() + ["arch=" + arch] * bool(arch) + ["expect=FAIL"] * (expect == "FAIL")
@@ -337,9 +343,9 @@ def change_line(line, word):
 
 def loadable(tree):
     """The tree, if its lines can be loaded as libraries."""
-    missing = [name for name in LIBRARY_FUNCTIONS if name + "(" not in (tree.read("tools/library.cu") or "")]
+    missing = [name for name in LIBRARY_FUNCTIONS if name + "(" not in (tree.read(tree.library) or "")]
     if missing:
-        raise Refused(f"{tree}: its tools/library.cu has no {missing[0]}, so its lines cannot be loaded")
+        raise Refused(f"{tree}: its {tree.library} has no {missing[0]}, so its lines cannot be loaded")
     return tree
 
 
@@ -380,7 +386,8 @@ def show_progress():
 
 
 def build_one(line, archs, program, kind):
-    program = CUBLAS if isinstance(line, Cublas) and program == LIBRARY else program
+    is_line = program == LIBRARY and not isinstance(line, Cublas)
+    program = line.tree.library if is_line else CUBLAS if program == LIBRARY else program
     sources = line.tree.sources(program)
     of_kind = {"-shared": ["-shared", "-Xcompiler=-fPIC,-fno-gnu-unique"],
                "-fatbin": ["-fatbin", "-DSDPA_DEVICE_CODE_ALONE"], "": []}
@@ -392,7 +399,7 @@ def build_one(line, archs, program, kind):
     version = run([nvcc(), "--version"]).stdout
     # A comment, or the harness, which a library does not have, compiles nothing again.
     texts = [line.tree.program() if path == "sdpa.cu" else text for path, text in sources.items()
-             if path not in ("harness.cu", "reference.cpp")] if program == LIBRARY else sources.values()
+             if path not in ("harness.cu", "reference.cpp")] if is_line else sources.values()
     folder = os.path.join(BUILD, "engine", digest(*sources, *texts))
     for path, text in sources.items():
         path = os.path.join(folder, path)
@@ -412,7 +419,7 @@ def auto_var_init():
 
 
 def host_library(*knobs, program=LIBRARY):
-    """tools/library.cu, or a program that includes it, with these knobs compiled for the CPU backend."""
+    """bindings/library.cu, or a program that includes it, with these knobs compiled for the CPU backend."""
     backend = ["cpu_backend/" + name for name in sorted(os.listdir(os.path.join(ROOT, "cpu_backend")))]
     texts = [*Tree().sources(program).values(), *map(Tree().read, backend)]
     path = os.path.join(BUILD, "engine", f"host-{digest(program, *knobs, *texts)}.so")

@@ -1,5 +1,5 @@
 // The unfused baseline as a contender of tools/engine.py: both products by cuBLAS, S and P in global memory. It has the
-// C functions of a line's library (tools/library.cu), and takes contiguous tensors that are not empty, as the engine
+// C functions of a line's library (bindings/library.cu), and takes contiguous tensors that are not empty, as the engine
 // has them. `ab hopper cublas` times it, `cublas DTYPE=BF16 HEAD_DIM=128` likewise.
 #define SDPA_NO_MAIN
 #include "../sdpa.cu"

@@ -1,5 +1,5 @@
 # The reader of configs.txt, for CMakeLists.txt and, as a script, for run_all.sh and the tools:
-#   cmake -DCONFIGS=FILE [-DSOURCE=FILE] -P tools/configs.cmake
+#   cmake -DCONFIGS=FILE [-DSOURCE=FILE] -P configs.cmake
 # prints for each good line NAME, BASE, PASS or FAIL, ARCH, KNOB=VALUE... and GATE..., with tabs between; on stderr
 # what is wrong with the others. SOURCE (default: sdpa.cu) has the list of knobs.
 #
@@ -138,7 +138,7 @@ endfunction()
 
 if(CMAKE_SCRIPT_MODE_FILE STREQUAL CMAKE_CURRENT_LIST_FILE)
   if(NOT SOURCE)
-    set(SOURCE "${CMAKE_CURRENT_LIST_DIR}/../sdpa.cu")
+    set(SOURCE "${CMAKE_CURRENT_LIST_DIR}/sdpa.cu")
   endif()
   read_configs("${CONFIGS}" "${SOURCE}")
   set(text "")

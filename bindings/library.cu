@@ -5,7 +5,7 @@
 #define SDPA_NO_MAIN
 #include "../sdpa.cu"
 
-#include "../bindings/sdpa.h"
+#include "sdpa.h"
 
 // The header's struct is the kernel's, member by member.
 #define SDPA_SAME(member)                                                              \
