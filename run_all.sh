@@ -28,7 +28,7 @@ usage: ./run_all.sh [--cpu] [--only REGEX] [--shape S]... [--causal C] [--csv] [
        ./run_all.sh results [CSV]...
        ./run_all.sh report
   (no command)    build, check, time and rank every line of configs.txt on small, mission and long;
-                  the rows go to results/DATE-DEVICE.csv. Without a GPU: on the CPU backend
+                  the rows go to results/lines/DATE-DEVICE.csv. Without a GPU: on the CPU backend
   --cpu           check the lines on the CPU backend, on small and mission; nothing is timed
   --only REGEX    only the lines whose name matches
   --shape S       small, mission, mission2, long, decode, decode1, chunk or B,Hq,Hkv,Sq,Sk[,D]; repeatable
@@ -37,7 +37,7 @@ usage: ./run_all.sh [--cpu] [--only REGEX] [--shape S]... [--causal C] [--csv] [
   -- OPTION...    more options for every executable, such as -- --window 128,0 --seeds 0,1,2
   test            build and run the tests; with --all everything there is, for who changes kernels
   extract         print the kernel of one line without knobs, to paste it; extract --help has the rest
-  results         redraw the tables of README.md and docs/, and results/*.svg, from the newest CSVs or from these
+  results         redraw the tables of README.md and docs/, and the pictures of results/, from the newest CSVs or these
   report          write results/report.html, a page to filter and share; needs python3-matplotlib
 environment: SDPA_BUILD_DIR (default build), SDPA_ARCHS (such as "80-real"), SDPA_CONFIGS, JOBS
 exit: 0 all lines did what they should, 1 a line did not, 2 bad usage or a missing tool
@@ -305,16 +305,15 @@ list_lines() {
   [ "${PIPESTATUS[1]}" != 1 ] || refuse "list ${1-}: no line of configs.txt has such a name; without it all are listed"
 }
 
-# keep_rows ROWS [FOLDER NAME]: prints where the rows are now: in results/DATE-DEVICE.csv (with a folder:
-# results/FOLDER/DATE-DEVICE-NAME.csv), or a numbered one if that exists, when a GPU measured them; else
-# where they were.
+# keep_rows ROWS: prints where the rows are now: in results/lines/DATE-DEVICE.csv, or a numbered one if that
+# exists, when a GPU measured them; else where they were.
 keep_rows() {
-  local device stem path n=1 folder=results${2:+/$2}
+  local device stem path n=1 folder=results/lines
   device=$(awk -F, 'NR == 1 { for (i = 1; i <= NF; i++) if ($i == "device") d = i; next }
                     $d != "" { print $d; exit }' "$1" | tr -cs 'A-Za-z0-9\n' '-')
   case $device in ''|CPU-*) printf '%s' "$1"; return ;; esac
   mkdir -p "$folder"
-  stem=$folder/$(date +%Y-%m-%d)-$device${3:+-$3}
+  stem=$folder/$(date +%Y-%m-%d)-$device
   path=$stem.csv
   while [ -e "$path" ]; do n=$((n + 1)); path=$stem-$n.csv; done
   cp "$1" "$path"

@@ -6,7 +6,7 @@ Are the verdicts of ab to be trusted? Comparisons whose answer is known, on this
   0.5%       20 in which B has 0.5% more keys; at least 12 must be SLOWER, none FASTER
   neighbour  20 of the first two kinds while, from somewhere in the middle on, another process copies memory;
              none may be wrong: UNCLEAR is right
-Each is a row of results/ab/DATE-DEVICE.csv as soon as it is decided. Takes minutes.
+Each is a row of results/ab/DATE-DEVICE-trial.csv as soon as it is decided. Takes minutes.
   --only same|1%|0.5%|neighbour  these alone; repeatable
 exit: 0 all of that holds, 1 it does not, 2 bad usage
 """
@@ -108,7 +108,7 @@ def main():
     for line, one in built.items():
         kernels[line.name] = {"A": engine.load(line, gpu, built)}
         kernels[line.name]["B"] = engine.LoadedLine(line, shutil.copy(one.path, one.path + ".copy"))
-    table = engine.Table(engine.results_path("ab", gpu.name, new=True), COLUMNS)
+    table = engine.Table(engine.results_path("ab", gpu.name, "trial", new=True), COLUMNS)
     context = multiprocessing.get_context("spawn")  # a forked process has no CUDA
     copying, found, begin = context.Event(), collections.defaultdict(list), time.monotonic()
     context.Process(target=copy_memory, args=(copying,), daemon=True).start()

@@ -902,14 +902,14 @@ def test_a_comparison(course, tmp_path, capsys):
     course(harmless, harmless, FakeGpu(noise=1e-4))
     out = capsys.readouterr().out
     assert "1x2x1x40x50 on Fake" in out and "B is the SAME: " in out and out.count("PASS") == 2
-    row, = rows(tmp_path, "ab")
+    row, = rows(tmp_path, "verdicts")
     assert row["verdict"] == "SAME" and row["device"] == "Fake" and abs(float(row["a_us"]) - 20) < 1
     assert {sample["contender"] for sample in rows(tmp_path, "samples")} == {"fake"} and "power limit" not in out
 
 
 def test_a_sustained_comparison(course, tmp_path, capsys):
     course(harmless, harmless, FakeGpu(power=defaultdict(lambda: 0.8, any=0.8)), engine.SUSTAINED)
-    assert "B is the SAME: " in capsys.readouterr().out and len(rows(tmp_path, "sustained-ab")) == 1
+    assert "B is the SAME: " in capsys.readouterr().out and len(rows(tmp_path, "sustained-verdicts")) == 1
     course(harmless, harmless, FakeGpu(power=defaultdict(lambda: 0.8, any=0.8)))
     assert "--sustained gives each the one that its power leads to" in capsys.readouterr().out
 
@@ -917,7 +917,7 @@ def test_a_sustained_comparison(course, tmp_path, capsys):
 def test_a_wrong_side_gets_no_time(course, tmp_path, capsys):
     with pytest.raises(builds.Refused, match=r"B \(fake\) gives wrong results at 1x2x1x40x50, so it gets no time: O") as e:
         course(harmless, lambda O, LSE: O.fill(0), FakeGpu())
-    assert e.value.code == 1 and " us" not in capsys.readouterr().out and not rows(tmp_path, "ab")
+    assert e.value.code == 1 and " us" not in capsys.readouterr().out and not rows(tmp_path, "verdicts")
 
 
 def test_a_side_whose_bits_change_gets_no_time(course, capsys):
@@ -938,7 +938,7 @@ def test_an_end_in_the_middle_keeps_the_samples(course, tmp_path, error, code, s
             return super().replay(graph, count, warm, behind)
     with pytest.raises(builds.Refused, match=sentence) as e:
         course(harmless, harmless, Ends())
-    assert e.value.code == code and len(rows(tmp_path, "samples")) > 20 and not rows(tmp_path, "ab")
+    assert e.value.code == code and len(rows(tmp_path, "samples")) > 20 and not rows(tmp_path, "verdicts")
 
 
 def test_without_a_gpu_what_is_no_line_is_not_checked(monkeypatch, capsys):

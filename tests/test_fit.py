@@ -117,18 +117,19 @@ def test_times_of_tiles(model, monkeypatch, tmp_path):
 
 def test_which_rows_judge_a_table(monkeypatch, tmp_path):
     """The newest of its own list, and of --chunks; what is drawn at random judges nothing. By their type and tiles rows find a table."""
-    folder = tmp_path / "results" / "fit"
+    folder = tmp_path / "results" / "tuning"
     folder.mkdir(parents=True)
-    names = "{0}.csv {0}-2.csv {0}-10.csv {0}-chunks-3.csv {0}-drawn-11.csv {0}-hopper_bf16-12.csv {0}-ampere-9.csv {0}-ampere-chunks.csv"
-    for name in names.format("2026-01-02-NVIDIA-H200").split() + ["2025-12-31-NVIDIA-H200-99.csv"]:
+    names = ("{0}-hopper.csv {0}-hopper-2.csv {0}-hopper-10.csv {0}-hopper-chunks-3.csv {0}-hopper-drawn-11.csv {0}-hopper_bf16-12.csv "
+             "{0}-ampere-9.csv {0}-ampere-chunks.csv {0}-more-tiles.csv")  # the last one is no table's
+    for name in names.format("2026-01-02-NVIDIA-H200").split() + ["2025-12-31-NVIDIA-H200-hopper-99.csv"]:
         (folder / name).write_text("")
     monkeypatch.setattr(builds, "ROOT", str(tmp_path))
     asked = []
     monkeypatch.setattr(fit, "read_rows", lambda path: asked.append(path.name.removeprefix("2026-01-02-NVIDIA-H200")) or [])
     assert fit.committed("hopper") == fit.committed("ampere") == fit.committed("hopper_bf16") == []
-    assert asked == ["-10.csv", "-chunks-3.csv", "-ampere-9.csv", "-ampere-chunks.csv", "-hopper_bf16-12.csv"]
+    assert asked == ["-hopper-10.csv", "-hopper-chunks-3.csv", "-ampere-9.csv", "-ampere-chunks.csv", "-hopper_bf16-12.csv"]
     assert fit.newest("hopper", "drawn").name.endswith("-drawn-11.csv") and fit.newest("hopper_e4m3") is None
-    with pytest.raises(builds.Refused, match="^results/fit has no rows of hopper_e4m3; measure them with: .* --table hopper_e4m3$"):
+    with pytest.raises(builds.Refused, match="^results/tuning has no rows of hopper_e4m3; measure them with: .* --table hopper_e4m3$"):
         fit.committed("hopper_e4m3")
     monkeypatch.setattr(fit, "Model", lambda table: (_ for _ in ()).throw(builds.Refused(table)))
     for dtype, tile, table in (("fp16", "", "hopper"), ("bf16", "", "hopper_bf16"), ("e4m3", "", "hopper_e4m3"),
@@ -156,8 +157,8 @@ def test_from_rows_prints_a_table_to_paste(model, tmp_path, monkeypatch, capsys)
 
 
 def test_the_table_in_sdpa_cu_by_committed_rows():
-    if not os.path.isdir(os.path.join(ROOT, "results", "fit")):
-        pytest.skip("results/fit has no rows")
+    if not os.path.isdir(os.path.join(ROOT, "results", "tuning")):
+        pytest.skip("results/tuning has no rows")
     for table in ("hopper", "ampere", "hopper_e4m3"):
         code, out, err = run("--table", table, "--check")
         assert code == 0, out + err

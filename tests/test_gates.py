@@ -207,5 +207,5 @@ def test_every_line_keeps_to_its_gates(monkeypatch, capsys):
     monkeypatch.setattr(sys, "argv", ["gates", *few * bool(os.environ.get("SDPA_TEST_QUICK"))])
     code = gates.main()
     assert code == 0, capsys.readouterr().out
-    steps = glob.glob(os.path.join(ROOT, "results", "steps", "*.csv"))
-    assert not steps or re.search("over .* ok$", capsys.readouterr().out, re.MULTILINE)
+    claims = glob.glob(os.path.join(ROOT, "results", "ladder", "*-claims*.csv"))
+    assert not claims or re.search("over .* ok$", capsys.readouterr().out, re.MULTILINE)

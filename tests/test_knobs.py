@@ -155,7 +155,7 @@ def test_refused(knobs, sentence):
 @pytest.mark.parametrize("knob,sentence", [
     ("SYNC_POLICY=3", "SYNC_POLICY: not a legal value; it takes one of: 5 2 1 0. Type SYNC_POLICY=1"),
     ("OVERLAP=1", "OVERLAP: only kernels of these families have it: wgmma; drop it or build one of them: scalar has none of USE_WMMA=1")])
-@pytest.mark.parametrize("compiler,words", [("g++", "-fsyntax-only -Isimt -x c++"), ("clang++", "-fsyntax-only -w -Isimt -x c++"),
+@pytest.mark.parametrize("compiler,words", [("g++", "-fsyntax-only -Icpu_backend -x c++"), ("clang++", "-fsyntax-only -w -Icpu_backend -x c++"),
                                             (builds.nvcc(), "-arch=sm_80 -cubin -o /dev/null")])
 def test_a_knob_by_hand_is_refused_in_one_sentence(compiler, words, knob, sentence):
     """The whole file as people compile it: what a compiler adds is where the sentence stands, not all of SDPA_KNOBS."""
@@ -191,7 +191,7 @@ def test_no_warning(words):
     lines, part = builds.Tree().config_lines(), []
     for word in words.split():
         part += ["-DSDPA_LINE_ONLY"] * ("SDPA" not in words) + builds.definitions(lines[word[1:]].knobs) if word[0] == "@" else [word]
-    strict = "-std=c++17 -fsyntax-only -Wall -Wextra -Wno-unknown-pragmas -Isimt".split()
+    strict = "-std=c++17 -fsyntax-only -Wall -Wextra -Wno-unknown-pragmas -Icpu_backend".split()
     done = builds.run([os.environ.get("CXX", "g++"), *strict, *part, "-x", "c++", "sdpa.cu"], cwd=ROOT)
     source = builds.Tree().read("sdpa.cu").splitlines()
     found = [(path, number, words) for path, number, words in re.findall(r"^(\S+?):(\d+):\d+: warning: (.*)", done.stderr, re.MULTILINE)
@@ -206,7 +206,7 @@ def test_clang():
 
     def compiled(name):
         part = ["-DSDPA_LINE_ONLY", *builds.definitions(lines[name].knobs)] if name else ["-DSDPA_HARNESS_ONLY"]
-        return builds.run(["clang++", "-std=c++17", "-fsyntax-only", "-w", "-Isimt", *part, "-x", "c++", "sdpa.cu"], cwd=ROOT)
+        return builds.run(["clang++", "-std=c++17", "-fsyntax-only", "-w", "-Icpu_backend", *part, "-x", "c++", "sdpa.cu"], cwd=ROOT)
     with ThreadPoolExecutor(builds.JOBS) as pool:
         for done in pool.map(compiled, ["", *KINDS.split()]):
             assert done.returncode == 0, done.stderr

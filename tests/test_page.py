@@ -56,14 +56,15 @@ def texts(svg):
 
 def test_pages_are_those_of_results(tmp_path):
     """As committed: a measurement made here needs no page yet."""
-    own = copy(tmp_path, "README.md", "docs", "results", "tools", "configs.txt", "sdpa.cu", "harness.cu")
+    own = copy(tmp_path, "README.md", "docs", "results", "tools", "configs.txt", "configs.cmake", "sdpa.cu", "harness.cu")
     done = draw(own)
     assert done.returncode == 0, done.stderr
     for page in PAGES:
         assert page.read_text(encoding="utf-8") == (own / page.relative_to(ROOT)).read_text(encoding="utf-8"), \
             f"{page.name} is not what results/ gives: ./run_all.sh results, and git add a new CSV"
-    drawn = {picture.name: texts(picture) for picture in (own / "results").glob("*.svg")}
-    assert drawn == {picture.name: texts(picture) for picture in (ROOT / "results").glob("*.svg")}
+    drawn, committed = ({picture.relative_to(folder): texts(picture) for picture in folder.rglob("*.svg")}
+                        for folder in (own / "results", ROOT / "results"))
+    assert drawn == committed
     for name in drawn:
         assert (ROOT / "results" / name).stat().st_size < 40_000
 
@@ -155,7 +156,7 @@ def test_ways_from_a_kernel_to_its_instructions():
 @pytest.mark.skipif(not CHROMIUM, reason="chromium is missing; install it with: sudo apt-get install chromium")
 def test_pictures_in_a_browser(tmp_path):
     """At 400 pixels no text of a picture lies on another one or is too small."""
-    pictures = sorted((ROOT / "results").glob("*.svg"))
+    pictures = sorted((ROOT / "results").rglob("*.svg"))
     overlaps = HARNESS[HARNESS.index("function overlaps"):HARNESS.index("function examine")]
     page = tmp_path / "page.html"
     page.write_text("<body style='width:400px'><style>svg{width:400px;height:auto;display:block}</style>"
@@ -176,14 +177,15 @@ document.querySelector("pre").textContent = JSON.stringify({{svgs: svgs.length, 
 
 @pytest.fixture(name="sample")
 def make_sample(tmp_path):
-    copy(tmp_path, "tools", "sdpa.cu", "harness.cu")
+    copy(tmp_path, "tools", "configs.cmake", "sdpa.cu", "harness.cu")
     shutil.copytree(ROOT / "tests/data/results", tmp_path / "results")
-    shutil.copytree(tmp_path / "results/peers", tmp_path / "results/rungs")
+    (tmp_path / "results/ladder").mkdir()
+    shutil.copy(tmp_path / "results/peers/2026-01-02-Sample-GPU.csv", tmp_path / "results/ladder/2026-01-02-Sample-GPU-wgmma.csv")
     (tmp_path / "configs.txt").write_text("scalar_minimal\nwmma_all\nmma_split2\nmma_split4 : mma_split2 SPLIT_KV=4\n",
                                           encoding="utf-8")
     (tmp_path / "docs").mkdir()
     old = "| mma_split4 |  |  |  | by hand |\n"
-    sections = {"README.md": ["results"], "docs/LADDER.md": ["ladder", "ablation"], "docs/HOPPER.md": ["rungs", "rested", "decode", "e4m3", "accuracy"]}
+    sections = {"README.md": ["results"], "docs/LADDER.md": ["ladder", "ablation"], "docs/HOPPER.md": ["wgmma", "rested", "decode", "e4m3", "accuracy"]}
     for name, parts in sections.items():
         (tmp_path / name).write_text("".join(f"before {p}\n<!-- {p}:begin -->\nold\n{old}"
                                              f"<!-- {p}:end -->\nafter {p}\n" for p in parts), encoding="utf-8")
@@ -197,13 +199,15 @@ def spoil(old, new, pattern, replacement):
 
 def test_sample(sample):
     results, name = sample / "results", "2026-01-02-Sample-GPU"
-    # The newest by its name is shown: these are older, whatever their mtime, or of another device.
-    (results / f"{name}.csv").rename(results / f"{name}-10.csv")
+    # The newest by its name is shown: these are older, whatever their mtime, of another device, or of no kind.
+    lines = results / "lines"
+    (lines / f"{name}.csv").rename(lines / f"{name}-10.csv")
     for other in (f"{name}-2", name, "2026-01-01-Sample-GPU-11"):
-        spoil(results / f"{name}-10.csv", results / f"{other}.csv", "scalar_minimal,", "not_the_newest,")
+        spoil(lines / f"{name}-10.csv", lines / f"{other}.csv", "scalar_minimal,", "not_the_newest,")
     spoil(results / f"peers/{name}.csv", results / "peers/2026-01-03-Other-GPU.csv", "Sample GPU", "Other GPU")
+    spoil(results / f"peers/{name}.csv", results / "peers/2026-01-03-Sample-GPU-more.csv", "mma_split4,", "not_the_newest,")
     spoil(results / f"ablation/{name}-wmma_all.csv", results / "ablation/2026-01-01-Sample-GPU-wmma_all.csv", "__STAGES", "__OLDER")
-    (results / "ablation-gone.svg").touch()
+    (results / "ablation/gone.svg").touch()
     done = draw(sample)
     assert done.returncode == 0, done.stderr
     readme = (sample / "README.md").read_text(encoding="utf-8")
@@ -220,24 +224,23 @@ def test_sample(sample):
     hopper = (sample / "docs/HOPPER.md").read_text(encoding="utf-8")
     assert "| 1,8,8,512,512,64 fp16 | 84 |" in hopper and "None on this GPU yet: `tools/peers.py --rested " in hopper
     assert not re.search("not_the_newest|Other GPU|OLDER|old", readme + ladder)
-    assert not (results / "ablation-gone.svg").exists()
-    bars = texts(results / "ladder-scalar-long.svg")
+    assert not (results / "ablation/gone.svg").exists()
+    bars = texts(results / "ladder/scalar-long.svg")
     assert "799" in bars and not any("racy" in bar for bar in bars)
-    before = {path: path.read_bytes() for path in (*sample.rglob("*.md"), *results.glob("*.svg"))}
-    assert results / "peers.svg" in before
+    before = {path: path.read_bytes() for path in (*sample.rglob("*.md"), *results.rglob("*.svg"))}
+    assert results / "peers/peers.svg" in before
     assert draw(sample).returncode == 0 and before == {path: path.read_bytes() for path in before}  # also each picture
-    picture = results / "ablation-wmma_all.svg"
+    picture = results / "ablation/wmma_all.svg"
     drawn = texts(picture)
     picture.unlink()
     draw_one = f"import page; page.draw_ablation('results/ablation/{name}-wmma_all.csv')"  # what `ablate --svg` does
     subprocess.run([sys.executable, "-c", draw_one], cwd=sample, env={**os.environ, "PYTHONPATH": "tools"}, check=True)
     assert texts(picture) == drawn
-    draw(sample, str(results / "2026-01-01-Sample-GPU-11.csv"))  # a file that is named is taken
+    draw(sample, str(lines / "2026-01-01-Sample-GPU-11.csv"))  # a file that is named is taken
     assert "not_the_newest" in (sample / "docs/LADDER.md").read_text(encoding="utf-8")
 
 
 def test_e4m3_tables(sample):
-    (sample / "results/e4m3").mkdir()
     (sample / "results/accuracy").mkdir()
     peers = (sample / "results/peers/2026-01-02-Sample-GPU.csv").read_text(encoding="utf-8").splitlines()
     names = peers[0].split(",") + ["rel_rms"]
@@ -246,7 +249,7 @@ def test_e4m3_tables(sample):
     rows = [dict(row, config="wgmma_e4m3", check="PASS", graph_us="25", tflops="343.6", rel_rms="0.026"),
             dict(row, config="slower", check="PASS", graph_us="30", tflops="286.3", rel_rms="0.025"),
             dict(row, config="torch_cudnn", graph_us="24.6", tflops="349.2", rel_rms="0.038")]
-    (sample / "results/e4m3/2026-01-02-Sample-GPU.csv").write_text(
+    (sample / "results/peers/2026-01-02-Sample-GPU-e4m3.csv").write_text(
         "\n".join([",".join(names), *(",".join(one[name] for name in names) for one in rows)]) + "\n", encoding="utf-8")
     (sample / "results/accuracy/2026-01-02-Sample-GPU.csv").write_text(
         "contender,input,D,dtype,Sk,rel_rms,mean\nwgmma_e4m3,\"N(0,1)\",64,e4m3,1024,0.0261,\n"
@@ -263,14 +266,13 @@ def test_e4m3_tables(sample):
 
 
 def test_decode_table(sample):
-    (sample / "results/decode").mkdir()
     names = (sample / "results/peers/2026-01-02-Sample-GPU.csv").read_text(encoding="utf-8").splitlines()[0].split(",")
     row = dict.fromkeys(names, "") | dict(zip("B Hq Hkv Sq Sk D".split(), "1 32 8 1 4096 128".split())) | dict(
         shape="1x32x8x1x4096", dtype="bf16", causal="off", status="ok", device="Sample GPU", family="wgmma", check="PASS")
     rows = [dict(row, config="slower", graph_us="9.5"), dict(row, config="wgmma_decode", graph_us="8"),
             dict(row, config="mma_decode", family="mma", graph_us="9"),
             dict(row, config="torch_cudnn", family="", check="", graph_us="12")]
-    (sample / "results/decode/2026-01-02-Sample-GPU.csv").write_text(
+    (sample / "results/peers/2026-01-02-Sample-GPU-decode.csv").write_text(
         "\n".join([",".join(names), *(",".join(one[name] for name in names) for one in rows)]) + "\n", encoding="utf-8")
     assert draw(sample).returncode == 0
     page = (sample / "docs/HOPPER.md").read_text(encoding="utf-8")
@@ -300,7 +302,7 @@ def test_refusals(sample):
         assert done.returncode == 2 and done.stderr.count("\n") == 1 and words in done.stderr, done.stderr
         assert before == {path: path.read_bytes() for path in before}
 
-    main = sample / "results/2026-01-02-Sample-GPU.csv"
+    main = sample / "results/lines/2026-01-02-Sample-GPU.csv"
     rows = main.read_text(encoding="utf-8")
     refuses("no such file", "none.csv")
     refuses("stdin has no line", "--bugs")
@@ -314,7 +316,7 @@ def test_refusals(sample):
     page = sample / "docs/HOPPER.md"
     page.write_text("no markers\n", encoding="utf-8")
     before[page] = page.read_bytes()
-    refuses("no page has the markers of accuracy, decode, e4m3, rested, rungs")
+    refuses("no page has the markers of accuracy, decode, e4m3, rested, wgmma")
 
 
 # ---- commands, word for word ----

@@ -87,7 +87,7 @@ def write_samples(folder):
     """Samples and verdicts of two comparisons as ab leaves them."""
     rng = random.Random(1)
     with open(folder / "2099-01-01-NVIDIA-H200-samples.csv", "w", newline="", encoding="utf-8") as samples, \
-            open(folder / "2099-01-01-NVIDIA-H200-ab.csv", "w", newline="", encoding="utf-8") as verdicts:
+            open(folder / "2099-01-01-NVIDIA-H200-verdicts.csv", "w", newline="", encoding="utf-8") as verdicts:
         out, judged = csv.writer(samples), csv.DictWriter(verdicts, engine.VERDICT_COLUMNS)
         out.writerow(engine.SAMPLE_COLUMNS)
         judged.writeheader()
@@ -115,10 +115,10 @@ def built_page(tmp_path_factory):
 
 
 def newest_rows():
-    """The rows of the newest results/DATE-DEVICE[-N].csv."""
-    names = subprocess.run(["sort", "-V"], input="\n".join(p.stem for p in (ROOT / "results").glob("[0-9]*.csv")),
+    """The rows of the newest results/lines/DATE-DEVICE[-N].csv."""
+    names = subprocess.run(["sort", "-V"], input="\n".join(p.stem for p in (ROOT / "results/lines").glob("*.csv")),
                            capture_output=True, text=True, check=True).stdout.split()
-    with open(ROOT / "results" / (names[-1] + ".csv"), newline="", encoding="utf-8") as file:
+    with open(ROOT / "results/lines" / (names[-1] + ".csv"), newline="", encoding="utf-8") as file:
         return names[-1], list(csv.DictReader(file))
 
 
@@ -143,7 +143,7 @@ def test_figures_of_the_newest_rows(page):
         assert cells, row["config"]
         shown = float(re.findall(r"<td[^>]*>([^<]*)</td>", cells[0])[2])
         assert shown == pytest.approx(float(row["graph_us"]), rel=6e-4)
-    source = re.search(rf"<code>results/{name}\.csv</code> \(<code>\./run_all\.sh</code>\).*", text)[0]
+    source = re.search(rf"<code>results/lines/{name}\.csv</code> \(<code>\./run_all\.sh</code>\).*", text)[0]
     for column in ("device", "driver", "cuda", "git_sha"):
         assert rows[0][column] in source
     for path in (ROOT / "results").rglob("*.csv"):
@@ -235,8 +235,9 @@ def test_refusals(tmp_path):
     refuses("no such folder")
     results.mkdir()
     refuses("no CSV", "./run_all.sh")
-    main = results / (name + ".csv")
-    shutil.copy(ROOT / "results" / main.name, main)
+    main = results / "lines" / (name + ".csv")
+    main.parent.mkdir()
+    shutil.copy(ROOT / "results/lines" / main.name, main)
     refuses("lacks matplotlib", "pip install", PYTHONPATH=str(stub.parent))
     rows = main.read_text(encoding="utf-8")
     spoil(main, ",graph_us,", ",graph_ms,")

@@ -28,7 +28,7 @@ import tool  # noqa: E402
 import tune  # noqa: E402
 from test_engine import FakeGpu, FakeKernel  # noqa: E402
 
-LISTS = sorted(glob.glob(os.path.join(ROOT, "results", "tune", "*-all.jsonl")))
+LISTS = sorted(glob.glob(os.path.join(ROOT, "results", "tuning", "*-all.jsonl")))
 
 
 def line_of(*words):

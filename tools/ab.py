@@ -17,8 +17,8 @@ shared. Without a GPU: the check on the CPU backend and what the compiler says, 
   --sustained         turns of 0.3 s instead of 10 ms. At the power limit short turns share one clock, and what is
                       judged is cycles; in long ones each side has the clock that its own power leads to
   --budget N          seconds of turns for a problem at most; default 7.5 for each contender, 60 if sustained
-Samples and verdicts are added to results/ab/DATE-DEVICE-samples.csv and results/ab/DATE-DEVICE-ab.csv, sustained
-ones to files of their own.
+Samples and verdicts are added to results/ab/DATE-DEVICE-samples.csv and results/ab/DATE-DEVICE-verdicts.csv,
+sustained ones to files of their own.
 exit: 0 whatever the verdict, 1 a side fails its check, 2 bad usage, 3 a side could not be run, 130 Ctrl-C
 """
 import datetime
@@ -134,7 +134,7 @@ def with_gpu(gpu, contenders, problems, pace, budget):
     kind = "sustained-" if pace is engine.SUSTAINED else ""
     samples = engine.Samples(engine.results_path("ab", gpu.name, kind + "samples"),
                              f"{datetime.datetime.now():%H%M%S}-{os.getpid()}")
-    verdicts = engine.Table(engine.results_path("ab", gpu.name, kind + "ab"), engine.VERDICT_COLUMNS)
+    verdicts = engine.Table(engine.results_path("ab", gpu.name, kind + "verdicts"), engine.VERDICT_COLUMNS)
     found = {}
     try:
         for a, b in problems:

@@ -3,14 +3,14 @@
 Does TUNED_TILES choose well, and would other costs choose better? Times every tile of the table, as a line of its own,
 on a list of problems; fits the costs of sdpa.cu's model to the times; prints for each problem the tiles that both
 tables choose, the quickest one, and what the choices lose; and prints the rows with the fitted costs, to paste. A GPU
-other than the one of sdpa.cu's table gets its own table so. The times go to results/fit/DATE-DEVICE[-LINE][-drawn].csv.
+other than the one of sdpa.cu's table gets its own table so. The times go to results/tuning/DATE-DEVICE-LINE[-chunks][-drawn].csv.
   --table hopper|hopper_bf16|ampere|hopper_e4m3  whose tiles (default hopper); those of ampere are mma.sync's
   --head-dim 64|128|256  repeatable; default all that have two tiles or more
   --drawn N      not the list but N problems drawn at random, as tools/peers.py draws them: a test of the table
   --seed N       the series of these, from 0; default 0
   --chunks       not the list but problems of few rows and many keys; with --drawn, problems of this kind
   --from CSV     fits to these rows and measures nothing
-  --check        judges the table in sdpa.cu by rows of results/fit (default: the newest of the list and of --chunks);
+  --check        judges the table in sdpa.cu by rows of results/tuning (default: the newest of the list and of --chunks);
                  measures nothing
 exit: 0, 1 with --check: the table chooses badly (above 8% lost on a problem, or 35% where K and V of one query just
 fill L2, or 1% on average, or costs fitted to five sixths of the problems above 1% on average on the others) or a tile
@@ -201,8 +201,8 @@ def read_rows(path):
 
 def newest(table, kind=""):
     """The newest file of a table's tiles on the list of problems, or of that kind; None if there is none."""
-    wanted = {table, kind} - {"", "hopper"}
-    files = [file for file in Path(builds.ROOT, "results", "fit").glob("*.csv")
+    wanted = {table, kind} - {""}
+    files = [file for file in Path(builds.ROOT, "results", "tuning").glob("*.csv")
              if {mark for mark in (*TABLES, "chunks", "drawn") if f"-{mark}-" in f"{file.stem}-"} == wanted]
     return max(files, key=report_rows.by_name, default=None)
 
@@ -211,7 +211,7 @@ def committed(table):
     """The newest rows of the list, and of --chunks."""
     files = [newest(table), newest(table, "chunks")]
     if not files[0]:
-        raise Refused(f"results/fit has no rows of {table}; measure them with: ./run_all.sh fit --table {table}")
+        raise Refused(f"results/tuning has no rows of {table}; measure them with: ./run_all.sh fit --table {table}")
     return [row for file in files if file for row in read_rows(file)]
 
 
@@ -370,9 +370,8 @@ def main():
             dims, model.dtype, CHUNKS if options.chunks else SHAPES)
         if not problems:
             raise Refused("none of the drawn problems has such a --head-dim")
-        marks = {options.table: options.table != "hopper", "chunks": options.chunks, "drawn": drawn}
-        name = "-".join(mark for mark, is_on in marks.items() if is_on)
-        table = engine.Table(engine.results_path("fit", gpu.name, name, new=True), COLUMNS)
+        name = "-".join([options.table, *["chunks"] * bool(options.chunks), *["drawn"] * bool(drawn)])
+        table = engine.Table(engine.results_path("tuning", gpu.name, name, new=True), COLUMNS)
         rows = measure(gpu, model, [tile for tile in model.tiles if tile.head_dim in dims], problems, table)
         say(f"rows: {table.name}")
     print_fit(model, model.tiles, rows)

@@ -4,8 +4,8 @@ prints what is asked of it and what was found: spills, registers, shared memory,
 whose machine code and launch are another line's; and speed claims, judged by what was measured of them.
 Needs nvcc, no GPU.
   --only REGEX   only the lines whose name matches
-  --time         time the claims first, on this machine's GPU, into results/steps/DATE-DEVICE.csv
-  --steps CSV    what judges gate:step-over (default: the newest of results/steps)
+  --time         time the claims first, on this machine's GPU, into results/ladder/DATE-DEVICE-claims.csv
+  --steps CSV    what judges gate:step-over (default: the newest claims of results/ladder)
 In configs.txt: gate:regs<=N  gate:smem<=BYTES  gate:spill<=BYTES:WHY  gate:also=ARCH
   gate:step-over=NAME:FACTOR[@SHAPE]
 exit: 0 no gate failed, 1 one did, 2 bad usage or a missing tool
@@ -114,13 +114,13 @@ def time_claim(gpu, kernels, shape):
 
 def time_claims(only):
     """Times the claims of the lines whose names match; the path of the rows."""
-    gpu = engine.need_gpu("; without --time the claims are judged by the newest of results/steps")
+    gpu = engine.need_gpu("; without --time the claims are judged by the newest of results/ladder")
     wanted = list(claims(only))
     names = list(dict.fromkeys(name for line, other, _ in wanted for name in (other, line)))
     lines = {line.name: line for line in builds.parse_contenders(names) if line.runs_on(gpu.arch)}
     built = builds.build(lines.values(), gpu.arch)
     loaded = {name: engine.load(line, gpu, built) for name, line in lines.items()}
-    table = engine.Table(engine.results_path("steps", gpu.name, new=True), STEP_COLUMNS)
+    table = engine.Table(engine.results_path("ladder", gpu.name, "claims", new=True), STEP_COLUMNS)
     for name, other, shape in wanted:
         if name in loaded and other in loaded:
             if row := time_claim(gpu, {"over": loaded[other], "line": loaded[name]}, shape):
@@ -170,7 +170,7 @@ def main():
     bad_lines = builds.Tree().read_configs()[1]
     if bad_lines:
         say(bad_lines)
-    newest = max(Path(builds.ROOT, "results", "steps").glob("*.csv"), key=report_rows.by_name, default=None)
+    newest = max(Path(builds.ROOT, "results", "ladder").glob("*-claims*.csv"), key=report_rows.by_name, default=None)
     path = options.steps or (time_claims(options.only or "") if options.time else newest)
     kernels = compiled(lines, re.findall(r"\d+a?", os.environ.get("SDPA_ARCHS", "")) or ["80", "89", "90a"])
     rows = None

@@ -1,9 +1,9 @@
 #!/usr/bin/env python3
 """usage: ./run_all.sh results [CSV]...
        tests/bugs.py | tools/page.py --bugs
-Redraws what stands between <!-- NAME:begin --> and <!-- NAME:end --> in README.md and docs/, and results/*.svg, from
-the CSVs of results/: those that are named, else the newest of each kind by its name. The last column of the ladder's
-tables is written by hand and stays.
+Redraws what stands between <!-- NAME:begin --> and <!-- NAME:end --> in README.md and docs/, and the pictures of
+results/, from the CSVs there: those that are named, else the newest of each kind by its name. The last column of the
+ladder's tables is written by hand and stays.
   --bugs  redraws instead the table of injected bugs in docs/TESTING.md, from stdin
 exit: 0, 2 bad usage or a file that cannot be read
 """
@@ -79,7 +79,7 @@ def results_section(source):
     words = (f"The peers through {torch}. " if torch else "") + provenance(source)
     chart = against(drawn, [OURS, *names], "TFLOP/s of the fastest line and of peers on each problem",
                     "TFLOP/s; right: times the best peer")
-    return pivot(["problem (B,Hq,Hkv,Sq,Sk,D)", OURS], cells) + "\n" + words, {"peers.svg": chart}
+    return pivot(["problem (B,Hq,Hkv,Sq,Sk,D)", OURS], cells) + "\n" + words, {"peers/peers.svg": chart}
 
 
 def ladder_section(source):
@@ -102,7 +102,7 @@ def ladder_section(source):
         for shape in ("mission", "long"):
             rungs = [(name, us[base.get(name)].get(shape), us[name][shape]) for name in lines if shape in us[name]]
             if len(rungs) > 1:
-                name = f"ladder-{re.sub('[^a-zA-Z0-9]+', '-', family)}-{shape}.svg"
+                name = f"ladder/{re.sub('[^a-zA-Z0-9]+', '-', family)}-{shape}.svg"
                 words = f"Steps of the {family} lines at {shape}"
                 drawings[name] = steps(rungs, words)
                 pictures += picture(name, words)
@@ -136,7 +136,7 @@ def ablation_section(sources):
         drawing = waterfall(full, whole, changes)
         if not drawing:
             raise Refused(f"{source.path} has no row with a time for {full}, or none without one of its knobs")
-        drawings[f"ablation-{full}.svg"] = drawing
+        drawings[f"ablation/{full}.svg"] = drawing
         rows = [[full, *(cell for t in whole.values() for cell in (short(t), None))]]
         for change, us in changes.items():
             rows.append([change])
@@ -144,7 +144,7 @@ def ablation_section(sources):
                 rows[-1] += [short(us[shape]), f"{100 * (us[shape] / t - 1):+.0f}%"] if shape in us else [None, None]
         headers = ["taken back", *(h for shape in whole for h in (f"#{shape} µs", "#costs"))]
         words = f"What each knob of {full} is worth"
-        text += [f"### {full}\n", picture(f"ablation-{full}.svg", words, 480), table(headers, rows)]
+        text += [f"### {full}\n", picture(f"ablation/{full}.svg", words, 480), table(headers, rows)]
         refused = {taken_back(row, full): row["note"] or f"{row['status']} {row['check']}" for row in source.rows}
         text += [f"`{change}` is not legal alone: {why.strip()}\n" for change, why in refused.items()
                  if change and change not in changes]
@@ -159,7 +159,7 @@ def draw_ablation(name):
         write(ROOT / "results" / picture_name, drawing)
 
 
-def rungs_section(source):
+def wgmma_section(source):
     """TFLOP/s of every wgmma line at the peers' problems: a row a problem, a table per head size."""
     tables = collections.defaultdict(lambda: collections.defaultdict(dict))
     for row, _ in timed(source):
@@ -245,12 +245,12 @@ def drawn(results, named=()):
     ladder, rungs = ladder_section(main)
     ablation, waterfalls = ablation_section(found["ablation"])
     sections = {"results": results, "ladder": ladder, "ablation": ablation}
-    for name, section in (("rungs", rungs_section), ("rested", rates_section), ("e4m3", rates_section),
+    for name, section in (("wgmma", wgmma_section), ("rested", rates_section), ("e4m3", rates_section),
                           ("decode", decode_section), ("accuracy", accuracy_section)):
         source = found.get(name, [None])[-1]
         sections[name] = section(source) + "\n" + provenance(source, "../") if source else ""
     for name in [name for name, text in sections.items() if not text]:
-        sections[name] = f"None on this GPU yet: `{KINDS[name][2]}` measures it.\n"
+        sections[name] = f"None on this GPU yet: `{KINDS[name].command}` measures it.\n"
     return sections, {**chart, **rungs, **waterfalls}
 
 
@@ -266,9 +266,10 @@ def main():
     put(sections)
     for name, drawing in pictures.items():
         write(ROOT / "results" / name, drawing)
-    for path in (ROOT / "results").glob("*.svg"):  # of a line without ablation any more, for one
-        if path.name not in pictures:
-            path.unlink()
+    for folder in {Path(name).parent for name in pictures}:
+        for path in (ROOT / "results" / folder).glob("*.svg"):  # of a line without ablation any more, for one
+            if str(folder / path.name) not in pictures:
+                path.unlink()
     cli.say(f"drawn: {', '.join(sections)}; {', '.join(pictures)}")
 
 

@@ -2,9 +2,9 @@
 
 usage: ./run_all.sh report [--results FOLDER] [--output FILE]
 
-Shown is the newest CSV of each kind by its name, results/[KIND/]DATE-DEVICE[-WHAT][-N].csv, of the device of
-the newest results/DATE-DEVICE[-N].csv. Times of two runs are not compared: a table names the run of each. What
-a ladder's line is compared with is named by configs.txt. Needs matplotlib.
+Shown is the newest CSV of each kind by its name, results/FOLDER/DATE-DEVICE[-NAME][-N].csv, of the device
+of the newest results/lines/DATE-DEVICE[-N].csv. Times of two runs are not compared: a table names the run of each.
+What a ladder's line is compared with is named by configs.txt. Needs matplotlib.
   --results FOLDER  of CSVs; default results
   --output FILE     the page; default report.html in that folder
 exit: 0, 2 bad usage, or a file that is missing or cannot be read
@@ -24,7 +24,7 @@ from cli import Refused, say
 from report_charts import pairs
 from report_rows import KINDS, name_of, newest, peer, problem, timed
 
-UNDRAWN = ("verdicts", "steps", "variants", "sweep", "stress")  # kinds that are tables here
+UNDRAWN = ("verdicts", "claims", "variants", "sweep", "stress")  # kinds that are tables here
 SIZES = ("B", "Hq", "Hkv", "Sq", "Sk")
 FILTERS = ("shape", "D", "type", "causal", "family", "run")
 
@@ -38,7 +38,7 @@ def to_html(text, pictures):
         if block.startswith("|"):
             parts.append(table_to_html(block))
         elif block.startswith("<img"):
-            images = re.findall(r'<img src="[^"]*?([^/"]*)"[^>]*alt="([^"]*)">', block)
+            images = re.findall(r'<img src="../results/([^"]*)"[^>]*alt="([^"]*)">', block)
             figures = (f"<figure><b>{words}</b>{pictures[name]}</figure>" for name, words in images)
             parts.append('<div class="charts">\n' + "\n".join(figures) + "\n</div>")
         elif block.startswith("<"):
@@ -69,7 +69,7 @@ def table_to_html(block):
 
 def provenance(source):
     """Which file figures are from, the command that makes such rows, and what it was measured on."""
-    return f"\nFrom `{source.name}` (`{KINDS[source.kind][2]}`): {source.measured_on}.\n\n"
+    return f"\nFrom `{source.name}` (`{KINDS[source.kind].command}`): {source.measured_on}.\n\n"
 
 
 def grouped(rows, key):
@@ -160,11 +160,11 @@ def whole(results):
     files = [(path.relative_to(results.parent), "shown" * (path in shown)) for path in sorted(results.rglob("*.csv"))]
     sections = [
         ("peers", "Beside the peers",
-         page.picture("peers.svg", "TFLOP/s of the fastest line and of peers") + "\n" + drawn["results"]),
+         page.picture("peers/peers.svg", "TFLOP/s of the fastest line and of peers") + "\n" + drawn["results"]),
         ("ranked", "All lines, ranked by problem", ranked_section([main, *found["peers"][-1:]])),
         ("ladder", "The ladder: from a base's time (stroke) to the line's (dot), hatched if slower", drawn["ladder"]),
         ("ablation", "Ablations: what each knob costs if it is taken back", drawn["ablation"]),
-        ("rungs", "Lines on the problems of the peers", drawn["rungs"]),
+        ("wgmma", "Lines on the problems of the peers", drawn["wgmma"]),
         ("rested", "After a rest", drawn["rested"]),
         ("e4m3", "8 bits", drawn["e4m3"]),
         ("decode", "Few query rows", drawn["decode"]),

@@ -10,22 +10,24 @@ from builds import Tree
 from cli import Refused
 
 RUN = "config family shape status check graph_us tflops B Hq Hkv Sq Sk D dtype causal device git_sha knobs note".split()
-# Kind: folder, columns that it needs, command that makes its rows. results/ab/: of the first kind whose columns it has.
+ANY = "(-.*)?"
+# results/FOLDER/DATE-DEVICE + NAME (a regular expression), the columns that are needed, the command that makes such rows.
+Kind = collections.namedtuple("Kind", "folder name columns command")
 KINDS = {
-    "lines": ("", RUN, "./run_all.sh"),
-    "peers": ("peers", RUN, "tools/peers.py LINE... --shape S..."),
-    "rungs": ("rungs", RUN, "tools/peers.py LINE... --shape S..."),
-    "e4m3": ("e4m3", (*RUN, "rel_rms"), "tools/peers.py LINE... --e4m3"),
-    "decode": ("decode", RUN, "tools/peers.py LINE... --shape S..."),
-    "accuracy": ("accuracy", "contender input D dtype Sk rel_rms mean".split(), "tools/accuracy.py LINE..."),
-    "ablation": ("ablation", RUN, "./run_all.sh ablate LINE"),
-    "rested": ("rested", RUN, "tools/peers.py --rested LINE... --shape S..."),
-    "samples": ("ab", "comparison contender problem turn replay us".split(), "./run_all.sh ab LINE KNOB=VALUE..."),
-    "verdicts": ("ab", "comparison a b problem ratio low high verdict".split(), "./run_all.sh ab or tests/ab_trial.py"),
-    "steps": ("steps", (), "./run_all.sh gates --time"),
-    "variants": ("ab", (), "tools/peers.py LINE..."),
-    "sweep": ("sweep", (), "./run_all.sh sweep"),
-    "stress": ("stress", (), "./run_all.sh stress"),
+    "lines": Kind("lines", "", RUN, "./run_all.sh"),
+    "e4m3": Kind("peers", "-e4m3", (*RUN, "rel_rms"), "tools/peers.py LINE... --e4m3"),
+    "decode": Kind("peers", "-decode", RUN, "tools/peers.py LINE... --shape S..."),
+    "rested": Kind("peers", "-rested", RUN, "tools/peers.py --rested LINE... --shape S..."),
+    "peers": Kind("peers", "", RUN, "tools/peers.py LINE... --shape S..."),
+    "wgmma": Kind("ladder", "-wgmma", RUN, "tools/peers.py LINE... --shape S..."),
+    "claims": Kind("ladder", "-claims", (), "./run_all.sh gates --time"),
+    "ablation": Kind("ablation", ANY, RUN, "./run_all.sh ablate LINE"),
+    "accuracy": Kind("accuracy", "", "contender input D dtype Sk rel_rms mean".split(), "tools/accuracy.py LINE..."),
+    "samples": Kind("ab", ANY, "comparison contender problem turn replay us".split(), "./run_all.sh ab LINE KNOB=VALUE..."),
+    "verdicts": Kind("ab", ANY, "comparison a b problem ratio low high verdict".split(), "./run_all.sh ab or tests/ab_trial.py"),
+    "variants": Kind("variants", ANY, (), "tools/peers.py LINE..."),
+    "sweep": Kind("sweep", ANY, (), "./run_all.sh sweep"),
+    "stress": Kind("stress", ANY, (), "./run_all.sh stress"),
 }
 PEERS = {"torch_cudnn": "cuDNN", "torch_flash": "FlashAttention-2", "torch_efficient": "memory-efficient",
          "torch_math": "PyTorch math", "torch_fa3": "FlashAttention-3", "torch_fa4": "FlashAttention-4",
@@ -42,7 +44,7 @@ class Source(collections.namedtuple("Source", "path kind rows")):
     @property
     def name(self):
         """The file's path from the folder above results/."""
-        return str(Path("results", KINDS[self.kind][0], self.path.name))
+        return str(Path("results", KINDS[self.kind].folder, self.path.name))
 
     def values(self, column):
         """The different values of a column, in order, without the empty ones."""
@@ -74,13 +76,13 @@ def read(path, kinds):
             rows, columns = list(reader), reader.fieldnames or []
     except (OSError, UnicodeDecodeError, csv.Error) as error:
         raise Refused(f"{path} cannot be read: {error}") from error
-    kind = next((kind for kind in kinds if set(KINDS[kind][1]) <= set(columns)), kinds[0])
-    missing = [column for column in KINDS[kind][1] if column not in columns]
+    kind = next((kind for kind in kinds if set(KINDS[kind].columns) <= set(columns)), kinds[0])
+    missing = [column for column in KINDS[kind].columns if column not in columns]
     uneven = any(None in row or None in row.values() for row in rows)
     trouble = (f"lacks the column{'s' * (len(missing) > 1)} {', '.join(missing)}" if missing else
                "has no rows" if not rows else "has a row of another length than its header" if uneven else "")
     if trouble:
-        raise Refused(f"{path} {trouble}; measure it again with {KINDS[kind][2]}, or delete it")
+        raise Refused(f"{path} {trouble}; measure it again with {KINDS[kind].command}, or delete it")
     for row, column in itertools.product(rows, [name for name in NUMBERS if name in columns]):
         try:
             row[column] = float(row[column]) if row[column] else None
@@ -89,19 +91,26 @@ def read(path, kinds):
     return Source(path, kind, rows)
 
 
+def kinds_of(path, device):
+    """The kinds that a file may be of by its folder and its name; DEVICE is a regular expression."""
+    return [kind for kind, about in KINDS.items()
+            if about.folder == path.parent.name and re.fullmatch(device + about.name, device_slug(path))]
+
+
 def newest(results, named=()):
     """{kind: [the newest Source of each name]}; a NAMED file is taken for the newest of its kind."""
-    folders = {folder for folder, *_ in KINDS.values()} - {""}  # a named file of any other folder has lines
-    mains = sorted(results.glob("[0-9]*.csv"), key=by_name) + [p for p in named if p.parent.name not in folders]
+    folders = {about.folder for about in KINDS.values()} - {"lines"}  # a named file of any other folder has lines
+    mains = sorted(results.glob("lines/*.csv"), key=by_name) + [p for p in named if p.parent.name not in folders]
     if not mains:
-        raise Refused(f"{results} has no CSV of lines (DATE-DEVICE.csv); measure first with ./run_all.sh")
-    last = {}
+        raise Refused(f"{results} has no CSV of lines (lines/DATE-DEVICE.csv); measure first with ./run_all.sh")
+    last, device = {}, re.escape(device_slug(mains[-1]))
     for path in sorted(results.glob("*/*.csv"), key=by_name) + list(named):
-        if path.parent.name in folders and (path in named or device_slug(path).startswith(device_slug(mains[-1]))):
-            last[path.parent.name, device_slug(path)] = path
+        kinds = kinds_of(path, ".*" if path in named else device)
+        if kinds and path.parent.name in folders:
+            last[path.parent.name, device_slug(path)] = path, kinds
     found = collections.defaultdict(list, lines=[read(mains[-1], ["lines"])])
-    for (folder, _), path in sorted(last.items()):
-        source = read(path, [kind for kind, about in KINDS.items() if about[0] == folder])
+    for _, (path, kinds) in sorted(last.items()):
+        source = read(path, kinds)
         found[source.kind].append(source)
     return found
 

@@ -15,7 +15,7 @@ best with LINE, or with the best line of configs.txt. docs/TUNING.md says how it
   --budget MIN    minutes in all, also those of earlier runs of the same command (default 8)
   --fix KNOB=V    the knob keeps this value; V,V...: takes one of these; repeatable
   --seed N        of the search, from 0 (default 0)
-  --log FILE      of Optuna; default results/tune/DATE-DEVICE-NAME.jsonl. The same command again goes on there
+  --log FILE      of Optuna; default results/tuning/DATE-DEVICE-NAME.jsonl. The same command again goes on there
   --dry-run       walks the search without a GPU, by a cost model fitted to the newest rows of results/
   --all           every combination of the fixed knobs' values instead of a search; the others stay as LINE has them
   --table         a wgmma tile for each problem of `fit`, MIN minutes for all; those that are 2% quicker than the tiles
@@ -411,7 +411,7 @@ def log_path(options, asked, space, problems):
     name = "-".join([space.base.family, f"D{problems[0].D}", problems[0].dtype,
                      *(str(p).replace(" ", "-") for p in problems), *(["all"] if options.all else []),
                      builds.digest(json.dumps(asked))[:6]])
-    folder = os.path.join(builds.BUILD, "tune") if options.dry_run else "tune"
+    folder = os.path.join(builds.BUILD, "tune") if options.dry_run else "tuning"
     new = Path(engine.results_path(folder, asked["gpu"], name, ending=".jsonl"))
     return str(max(new.parent.glob(f"*-{name}.jsonl"), key=report_rows.by_name, default=new))
 
@@ -625,7 +625,7 @@ def table(options):
         print(f"{shape:<24} {options.causal:<3}  {words}")
     if gpu and new:
         tiles += new.values()
-        rows = engine.Table(engine.results_path("fit", gpu.name, new=True), fit.COLUMNS)
+        rows = engine.Table(engine.results_path("tuning", gpu.name, "hopper", new=True), fit.COLUMNS)
         fit.print_fit(model, tiles, fit.measure(gpu, model, tiles, fit.listed([D], model.dtype, fit.SHAPES), rows))
     return 0
 
