@@ -24,7 +24,7 @@ from cli import Refused, say
 from report_charts import pairs
 from report_rows import KINDS, name_of, newest, peer, problem, timed
 
-UNDRAWN = ("verdicts", "claims", "variants", "sweep", "stress")  # kinds that are tables here
+UNDRAWN = ("verdicts", "claims", "sweep", "stress")  # kinds that are tables here
 SIZES = ("B", "Hq", "Hkv", "Sq", "Sk")
 FILTERS = ("shape", "D", "type", "causal", "family", "run")
 
@@ -170,7 +170,7 @@ def whole(results):
         ("decode", "Few query rows", drawn["decode"]),
         ("accuracy", "Errors by the number of keys", drawn["accuracy"]),
         ("ab", "A/B comparisons", comparisons),
-        ("tables", "Claims, tiles, variants and checks", tables_section(found)),
+        ("tables", "Claims and checks", tables_section(found)),
         ("files", "All files of results/", page.table(["file", "here"], files)),
     ]
     # In one page a picture is as wide as its place, and has ids that no other one has.

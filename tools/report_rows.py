@@ -25,7 +25,6 @@ KINDS = {
     "accuracy": Kind("accuracy", "", "contender input D dtype Sk rel_rms mean".split(), "tools/accuracy.py LINE..."),
     "samples": Kind("ab", ANY, "comparison contender problem turn replay us".split(), "./run_all.sh ab LINE KNOB=VALUE..."),
     "verdicts": Kind("ab", ANY, "comparison a b problem ratio low high verdict".split(), "./run_all.sh ab or tests/ab_trial.py"),
-    "variants": Kind("variants", ANY, (), "tools/peers.py LINE..."),
     "sweep": Kind("sweep", ANY, (), "./run_all.sh sweep"),
     "stress": Kind("stress", ANY, (), "./run_all.sh stress"),
 }
