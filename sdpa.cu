@@ -336,7 +336,7 @@ struct Scales {
   float cap = 0;             // softcap: S is tanh(Q @ K.T * cap); 0: Q @ K.T
 };
 struct Grid {  // which item has which rows
-  int unmasked_rounds = 0;   // over all keys, 1 or more, if there is no mask; else 0
+  alignas(64) int unmasked_rounds = 0;  // over all keys, 1 or more, if there is no mask; else 0
   uint32_t work_items = 0;   // B * q_heads * q_blocks
   Divisor q_blocks;          // ceil(Sq / BLOCK_M), or with PACK_GQA of item_queries
   Divisor q_heads;           // Hq / item_heads
@@ -350,7 +350,7 @@ struct Grid {  // which item has which rows
 };
 // SdpaParams with what every CTA would otherwise compute again. What locates an item comes first: one miss of the
 // constant cache.
-struct alignas(64) KernelArgs : Grid {
+struct KernelArgs : Grid {
   Mask mask;
   SdpaParams p;
   Scales scale;
@@ -5194,6 +5194,8 @@ constexpr bool sums_end = B::split_ctas == 1 && (B::family == Family::mma || B::
                                                  (B::family == Family::wgmma && !B::swap_ab && !B::is_e4m3));
 
 template <class B> SdpaStatus forward(const SdpaParams& p, cudaStream_t stream) {
+  const size_t bytes = p.workspace ? 0 : workspace_bytes<B>(p);
+  if (bytes > 0) return failure(refused, "workspace is null, but this problem needs %zu zeroed bytes", bytes);
   const Items items = items_of<B>(p);
   constexpr int most = 2147483647;  // of a grid
   if (double(items.count) * items.ranges > most) {
@@ -5712,11 +5714,7 @@ static inline SdpaStatus sdpa_forward(const SdpaParams& params, cudaStream_t str
   if (!status.ok() || !p.B || !p.Hq || !p.Sq) return status;
   // The status alone tells of an error: the thread's last one is cleared, unless the caller had left it.
   const bool clean = cudaPeekAtLastError() == cudaSuccess;
-  status = with_build(p, [&](auto build) {
-    const size_t bytes = p.workspace ? 0 : workspace_bytes<decltype(build)>(p);
-    if (bytes == 0) return forward<decltype(build)>(p, stream);
-    return failure(refused, "workspace is null, but this problem needs %zu zeroed bytes", bytes);
-  });
+  status = with_build(p, [&](auto build) { return forward<decltype(build)>(p, stream); });
   if (!status.ok() && clean) cudaGetLastError();
   return status;
 }
