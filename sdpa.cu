@@ -1501,6 +1501,19 @@ template <class B> struct MmaShared {
   Item<B> item;  // the CTA's: not in registers, which are for S and O
 };
 
+// T += A @ B for the 16 columns of T from 16 * n: a holds A by row tiles, b what ldmatrix gave of B,
+// two registers for each 8 columns.
+template <class Operands, class View>
+__device__ __forceinline__ void multiply_columns(View& T, int n,
+                                                 const uint32_t (&a)[View::M_TILES][Operands::REGISTERS],
+                                                 const uint32_t (&b)[4]) {
+  SDPA_UNROLL for (int m = 0; m < View::M_TILES; m++) {
+    float *const top = T.x[2 * m] + 4 * n, *const bottom = T.x[2 * m + 1] + 4 * n;
+    Operands::multiply(top[0], top[1], bottom[0], bottom[1], a[m], b[0], b[1]);
+    Operands::multiply(top[2], top[3], bottom[2], bottom[3], a[m], b[2], b[3]);
+  }
+}
+
 // A step takes 32 bytes of each row of A and of each column of B.
 template <class B> constexpr int MMA_K = 2 * CHUNK<B>;
 // What a step does with operands of 16 bits; section 5f has the same for e4m3.
@@ -1524,7 +1537,7 @@ template <class B> struct MmaHalves {
     SDPA_UNROLL for (int n = 0; n < B::d_v / 16; n++) {
       uint32_t v[4];
       ldmatrix_x4<true>(v, tile_step<B, B::d_v>(at, 16 * step, 16 * n));
-      multiply_columns(O, n, p, v);
+      multiply_columns<MmaHalves>(O, n, p, v);
     }
   }
 };
@@ -1563,19 +1576,6 @@ template <class B> struct MmaQueries {
   }
 };
 
-// T += A @ B for the 16 columns of T from 16 * n: a holds A by row tiles, b what ldmatrix gave of B,
-// two registers for each 8 columns.
-template <class B, int WIDTH>
-__device__ __forceinline__ void multiply_columns(
-    MmaAccumulator<B, WIDTH>& T, int n,
-    const uint32_t (&a)[MmaAccumulator<B, WIDTH>::M_TILES][MmaOperands<B>::REGISTERS], const uint32_t (&b)[4]) {
-  SDPA_UNROLL for (int m = 0; m < T.M_TILES; m++) {
-    float *const top = T.x[2 * m] + 4 * n, *const bottom = T.x[2 * m + 1] + 4 * n;
-    MmaOperands<B>::multiply(top[0], top[1], bottom[0], bottom[1], a[m], b[0], b[1]);
-    MmaOperands<B>::multiply(top[2], top[3], bottom[2], bottom[3], a[m], b[2], b[3]);
-  }
-}
-
 // S = Q @ K.T   [16 * M_TILES][BLOCK_N] of a warp
 template <class B>
 __device__ __forceinline__ void mma_qk(MmaAccumulator<B, B::block_n>& S, const MmaQueries<B>& Q, const Element<B>* K_s,
@@ -1590,7 +1590,7 @@ __device__ __forceinline__ void mma_qk(MmaAccumulator<B, B::block_n>& S, const M
     SDPA_UNROLL for (int n = 0; n < B::block_n / 16; n++) {
       uint32_t k[4];
       ldmatrix_x4<false>(k, tile_step<B>(at, 16 * n, MMA_K<B> * step));
-      multiply_columns<B>(S, n, q, k);
+      multiply_columns<MmaOperands<B>>(S, n, q, k);
     }
   }
 }
