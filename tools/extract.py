@@ -8,12 +8,16 @@ STAGES and VEC_WIDTH decide nothing: they are constants of one struct and can be
 environment: SDPA_CONFIGS, CXX
 """
 import itertools
+import os
 import re
 import tempfile
 import textwrap
 
+import clang_format
+
 import builds
 import cli
+import concrete
 import minimal
 from cli import Refused, say
 
@@ -44,9 +48,8 @@ int main() { print<-1>(), print_from<Build::use_tuned ? next_tile(0) : -1>(); }
 """
 
 
-def rows_of(tree, name, knobs):
-    """{row: {knob: number}} of the builds of a line, as the host's compiler says; -1 is the typed one."""
-    words = tree.config_lines()[name].words
+def rows_of(tree, name, knobs, words):
+    """{row: {knob: number}} of the builds with these words, as the host's compiler says; -1 is the typed one."""
     with tempfile.TemporaryDirectory() as folder:
         program = f"{folder}/rows"
         done = builds.run([builds.CXX, "-std=c++17", "-w", *builds.definitions(words), "-x", "c++", "-", "-o", program],
@@ -116,8 +119,8 @@ def sections(source, knobs, rows, namespace):
     return "\n".join(out[:at] + numbers("\n".join(out), knobs, rows) + out[at:])
 
 
-def extract(name, namespace=""):
-    """The text of the file."""
+def extract(name, namespace="", given=()):
+    """The text of the file. given: KNOB=VALUE in the place of the line's."""
     tree = builds.Tree()
     lines, trouble = tree.read_configs()
     if name not in lines and trouble:
@@ -125,28 +128,47 @@ def extract(name, namespace=""):
     line, source, knobs = builds.config_line(tree, name, name), tree.read("sdpa.cu"), tree.knob_rows()
     if "expect=FAIL" in line.words:
         say(f"extract: {name} is marked expect=FAIL: it is there to be found wrong")
-    rows, sizes = rows_of(tree, name, knobs), {knobs[knob].member for knob in SIZES}
-    text = minimal.minimal(sections(source, knobs, rows, namespace or name), sizes)
+    typed = [word for word in line.words if word.split("=")[0] not in [one.split("=")[0] for one in given]] + [*given]
+    rows, sizes, space = rows_of(tree, name, knobs, typed), {knobs[knob].member for knob in SIZES}, namespace or name
+    builds_of = [rows[row] for row in rows if row >= 0] or [rows[-1]]
+    text = concrete.without_options(minimal.minimal(sections(source, knobs, rows, space), sizes))
+    if "wgmma_ss" in text:
+        text = concrete.wgmma(text, builds_of)
     if rows[-1]["USE_TUNED"]:  # without the rows of the table of tiles that do not fit
         number = itertools.count()
         text = re.sub(r"^    tile\(.*\n", lambda m: m[0] * (next(number) in rows), text, flags=re.MULTILINE)
-        text = minimal.minimal(text, sizes)
-    text = re.sub(r"^(// ---- .*)\n\n(?=\S)", r"\1\n", text, flags=re.MULTILINE)  # a section's title stands on its text
+        text = minimal.minimal(concrete.until_stable(concrete.without_unread_members, text), sizes)
+    else:
+        head, tail = re.split(r"(?=^// Before a loop)", text, maxsplit=1, flags=re.MULTILINE)
+        text = f"{head}#pragma nv_diag_suppress 177  // functions that this program does not call\n\nnamespace {space} {{\n\n{concrete.concrete(tail)}\n}}  // namespace {space}\n\n#pragma nv_diag_default 177\n"
+    text = concrete.without_words_about(text, {knob for knob in knobs if not any(row[knob] for row in builds_of)})
     arch = builds.Line(tree, name).knob("arch", "80")
-    return "\n".join([
-        textwrap.fill(f"// sdpa, line {name}: {' '.join(line.knobs) or 'all knobs as they are by default'}", 120,
-                      subsequent_indent="//   "),
-        f"// Made by: ./run_all.sh extract {name}{' --namespace ' * bool(namespace) + namespace}",
+    return formatted("\n".join([
         f"// Compile: nvcc -O3 -std=c++17 -gencode arch=compute_{arch},code=sm_{arch} -c my_kernel.cu",
-        f"// Call:    {namespace or name}::sdpa_forward(params, stream), below it or in a file that includes it", "",
-        text.strip(), *("//\n" + textwrap.fill(part, 120, initial_indent="// ", subsequent_indent="// ")
-                        for part in tree.read("LICENSE").strip().replace("\n\n", ". ", 1).split("\n\n"))])
+        f"// Call:    {space}::sdpa_forward(params, stream), below it or in a file that includes it",
+        textwrap.fill(f"// From sdpa, line {name}: {' '.join(word for word in typed if '=' in word) or 'all knobs as they are by default'}", 120,
+                      subsequent_indent="//   "),
+        "// SPDX-License-Identifier: MIT. " + tree.read("LICENSE").strip().split("\n\n")[1].replace("\n", " "), "", text.strip(), ""]))
+
+
+def formatted(text):
+    """As clang-format has the repository's own sources, with short structs on one line."""
+    style = open(os.path.join(builds.ROOT, ".clang-format")).read() + "AllowShortRecordOnASingleLine: Always\n"
+    with tempfile.TemporaryDirectory() as folder:
+        with open(f"{folder}/style", "w") as file:
+            file.write(style)
+        done = builds.run([clang_format.get_executable("clang-format"), f"--style=file:{folder}/style", "--assume-filename=x.cu"], input=text)
+    if done.returncode:
+        raise Refused(f"clang-format: {done.stderr.strip()}")
+    return re.sub(r"\n{3,}", "\n\n", done.stdout).rstrip()
 
 
 def main():
     options = cli.parse_options(__doc__, cli.MOST)
-    if len(options.words) != 1:
-        raise Refused(f"one line, not {' and '.join(options.words)}" if options.words else "which line?")
+    given = [word for word in options.words if "=" in word]
+    names = [word for word in options.words if "=" not in word]
+    if len(names) != 1:
+        raise Refused(f"one line, not {' and '.join(names)}" if names else "which line?")
     if options.namespace and not re.fullmatch(r"[A-Za-z_]\w*", options.namespace):
         raise Refused(f"--namespace {options.namespace}: want a name of C++")
-    print(extract(options.words[0], options.namespace or ""))
+    print(extract(names[0], options.namespace or "", given))

@@ -375,7 +375,8 @@ class Folding:
         """An if-statement, or what is left of it. first: where a chain of decided ones begins."""
         first, chosen = first or node, self.chosen(node)
         if self.value(node.child_by_field_name("condition")) is None:
-            return re.sub(rf"\s*else\s*{GONE}$", "", self.emit_children(node))
+            does = self.emit(node.child_by_field_name("consequence")) != GONE or node.child_by_field_name("alternative")
+            return re.sub(rf"\s*else\s*{GONE}$", "", self.emit_children(node)) if does else GONE
         if chosen is None:
             return GONE
         return self.emit_if(chosen, first) if chosen.type == "if_statement" else self.unwrapped(chosen, first)

@@ -1,0 +1,544 @@
+"""An extract of one build as one would write it by hand: no template parameter B, no choice of a kernel, definitions before
+their uses, no word about options that are not there. For tools/extract.py, after tools/minimal.py."""
+import collections
+import copy
+import re
+import textwrap
+
+from minimal import BANNERS, WIDTH, declared, descendants, enclosing, listed, minimal, name_of, parse, units_of, words_of
+
+PUBLIC = {"Causal", "Strides", "Descale", "SdpaParams", "SdpaStatus"}
+
+
+def edited(text, edits):
+    """The text with [(start, end, instead)] done; what lies within another one goes with it."""
+    out, at = [], 0
+    for start, end, instead in sorted(edits, key=lambda edit: (edit[0], -edit[1])):
+        if start >= at:
+            out += [text[at:start], instead]
+            at = end
+    return "".join([*out, text[at:]])
+
+
+def until_stable(change, text):
+    before = None
+    while text != before:
+        before, text = text, change(text)
+    return text
+
+
+# ---- the template parameter B ----
+
+def is_selector(parameter, text):
+    """Whether a template's parameter has no name, and so only chooses a version."""
+    return re.match(r"(bool|Path) =", text[parameter.start_byte:parameter.end_byte])
+
+
+def owner_of(function):
+    """The template whose member a function is that is defined outside of it; None of others."""
+    declarator = function.child_by_field_name("declarator")
+    while declarator is not None and declarator.type != "function_declarator":
+        declarator = declarator.child_by_field_name("declarator") or next(
+            (one for one in declarator.children if one.type.endswith("declarator")), None)
+    name = declarator and declarator.child_by_field_name("declarator")
+    return name_of(name.child_by_field_name("scope")) if name and name.type == "qualified_identifier" else None
+
+
+def versions(root, text, members):
+    """What is known of templates with B: {name: parameters without B and selectors}, {name: parameters with them},
+    names whose members are defined outside, and the versions that no build chooses."""
+    kept, all_of, outside, gone, primary = {}, {}, set(), [], {}
+    for node in descendants(root, "template_declaration"):
+        inner, parameters = declared(node), [one for one in node.child_by_field_name("parameters").named_children]
+        if not parameters or text[parameters[0].start_byte:parameters[0].end_byte] != "class B":
+            continue
+        name, own = name_of(inner), inner.child_by_field_name("name")
+        if own is not None and own.type == "template_type":  # a specialisation
+            value = re.search(r"(true|false)>$", text[own.start_byte:own.end_byte])
+            if value and name in primary:
+                gone.append(primary[name][0] if value[1] == primary[name][1] else node)
+        elif inner.type == "function_definition" and owner_of(inner):
+            outside.add(owner_of(inner))
+        else:
+            all_of.setdefault(name, len(parameters))
+            kept.setdefault(name, [one for one in parameters[1:] if not is_selector(one, text)])
+            if is_selector(parameters[-1], text):
+                default = parameters[-1].child_by_field_name("default_value")
+                primary.setdefault(name, (node, members.get(name_of(default), "false")))
+    return kept, all_of, outside, gone
+
+
+def without_build(text):
+    """The text without the template parameter B, and its constants. KernelOf's members are what they stand for."""
+    root = parse(text)
+    members, edits, kernel = {}, [], {}
+    for node in descendants(root, "template_declaration"):
+        inner, name = declared(node), name_of(declared(node))
+        if inner.type != "struct_specifier" or name not in ("Knobs", "BuildOf", "KernelOf"):
+            continue
+        for field in descendants(node, "field_declaration") * (name != "KernelOf"):
+            members.update((member, re.sub(r"\bK::", "", value).strip()) for member, value in re.findall(
+                r"(\w+) = ([^;,]*\([^;]*\)|[^;,]+)(?=[;,])", text[field.start_byte:field.end_byte]))
+        kernel.update(re.findall(r"(?:using|constexpr auto) (\w+) = ([^;]+);", text[inner.start_byte:inner.end_byte])
+                      if name == "KernelOf" else [])
+        edits.append((node.start_byte, node.end_byte + 1, ""))
+    kept, all_of, outside, gone = versions(root, text, members)
+    edits += [(node.start_byte, node.end_byte + 1, "") for node in gone]
+    text = edited(text, edits)
+
+    def without_arguments(text):
+        edits = []
+        for node in descendants(parse(text), "template_argument_list"):
+            given = [text[one.start_byte:one.end_byte] for one in node.named_children]
+            if not given or given[0] not in ("B", "Build") or any("<B" in one for one in given):
+                continue
+            name = re.search(r"\w+$", text[:node.start_byte])[0]
+            rest = given[1:len(given) - (len(given) == all_of.get(name, 0) and len(kept[name]) < all_of[name] - 1)]
+            rest = [one for one in rest if not (name in outside and one.isupper() and one.isalpha())]
+            has_defaults = kept.get(name) and all(one.child_by_field_name("default_value") for one in kept[name])
+            is_call = text[node.end_byte:node.end_byte + 1] == "("
+            edits.append((node.start_byte, node.end_byte, f"<{', '.join(rest)}>" if rest or has_defaults and not is_call else ""))
+        return edited(text, edits)
+    text = until_stable(without_arguments, text)
+    edits = []
+    for node in descendants(parse(text), "template_parameter_list"):
+        parameters, owner = node.named_children, node.parent
+        if not parameters or text[parameters[0].start_byte:parameters[0].end_byte] != "class B":
+            continue
+        names = {name_of(one) for one in descendants(declared(owner), "qualified_identifier")} if name_of(declared(owner)) else set()
+        rest = [text[one.start_byte:one.end_byte] for one in parameters[1:] if not is_selector(one, text)]
+        rest = [one for one in rest if not re.fullmatch(r"bool [A-Z]+", one) or not re.search(
+            rf"^[^(]*\b(?:{'|'.join(outside) or '-'})::", text[node.end_byte:owner.end_byte])]
+        after = node.end_byte + len(re.match(r"\s*", text[node.end_byte:])[0])
+        edits.append((node.start_byte, node.end_byte, f"<{', '.join(rest)}>") if rest else (owner.start_byte, after, ""))
+    text = edited(text, edits)
+    kernel = {name: re.sub(r"<B(?:, )?(.*)>", lambda m: f"<{m[1]}>" * bool(m[1]), value) for name, value in kernel.items()}
+    text = re.sub(r"^ *using Kernel = KernelOf;\n|^ *template <Path = path> struct KernelOf;\n|^ *struct KernelOf;\n", "", text,
+                  flags=re.MULTILINE)
+    text = re.sub(r"(?:typename )?\bKernel(?:Of)?::(\w+)", lambda m: kernel[m[1]], text)
+    text = re.sub(r"^using Build = .*\n|^template <class Use> auto with_build.*\n", "", text, flags=re.MULTILINE)
+    text = re.sub(r"with_build\(p, \[&\]\(auto build\) \{ return (\w+)<decltype\(build\)>\((.*?)\); \}\)", r"\1(\2)", text)
+    return named_constants(text, members)
+
+
+def named_constants(text, members):
+    """B::x as the constant X, or as what it stands for; and the declarations of the constants."""
+    last = {}
+    for name, value in members.items():
+        last[name] = name.upper()
+        while value in members:
+            last[name], value = value.upper(), members[value]
+        if value in ("true", "false") or "::" in value:
+            last[name] = value
+    text = re.sub(r"\b(?:B|Build)::(\w+)", lambda m: last.get(m[1], m[0]), text)
+    own = {last[name]: re.sub(r"\b[a-z_]+\b", lambda m: last.get(m[0], m[0]), value)
+           for name, value in members.items() if last[name] == name.upper()}
+    need = words_of(text) & own.keys()
+    for name, value in reversed(own.items()):
+        need |= words_of(value) & own.keys() if name in need else set()
+    numbers = [f"{name} = {value}" for name, value in own.items() if name in need and value.isdigit()]
+    others = [f"{name} = {value}" for name, value in own.items() if name in need and not value.isdigit()]
+    return text, "".join(f"constexpr int {', '.join(part)};\n" for part in (numbers, others) if part)
+
+
+# ---- parameters that have one value ----
+
+def template_uses(root, text):
+    """{name: [(node of the argument list or of the name, arguments)]} of every use of a template by its name."""
+    found = collections.defaultdict(list)
+    for node in descendants(root, "template_type", "template_function", "template_method"):
+        arguments = node.child_by_field_name("arguments")
+        found[name_of(node)].append((arguments, [text[one.start_byte:one.end_byte] for one in arguments.named_children]))
+    return found
+
+
+def type_of(name, node, text):
+    """The type of a local name, a parameter or a member where a node stands, as it is written; None if that does not say."""
+    place = node
+    while place is not None:
+        for one in descendants(place, "parameter_declaration", "declaration", "field_declaration") if place.type in (
+                "function_definition", "lambda_expression", "struct_specifier") else []:
+            names = {name_of(each) for each in one.children_by_field_name("declarator")}
+            if name in names and one.child_by_field_name("type"):
+                return text[one.child_by_field_name("type").start_byte:one.child_by_field_name("type").end_byte]
+        place = place.parent
+    return None
+
+
+def without_template_parameters(text):
+    """One parameter less of a template of which all uses give it the same, be it written or deduced."""
+    root = parse(text)
+    defined = collections.defaultdict(list)
+    for node in descendants(root, "template_declaration"):
+        defined[name_of(declared(node))].append(node)
+    plain = {name_of(node) for node in descendants(root, "function_definition") if node.parent.type != "template_declaration"}
+    uses, own = template_uses(root, text), {name_of(node) for node in descendants(root, "parameter_declaration")}
+    inner = {name_of(one) for one in descendants(root, "type_parameter_declaration", "optional_type_parameter_declaration")}
+    inner |= {name_of(one) for node in descendants(root, "template_parameter_list") for one in descendants(node, "parameter_declaration", "optional_parameter_declaration")}
+    top = {name for unit in units_of(root, text.split("\n")) for name in unit.names} | {"true", "false", "float", "uint32_t", "float4"}
+    for name, nodes in defined.items():
+        parameters = nodes[0].child_by_field_name("parameters").named_children
+        node, is_function = nodes[0], declared(nodes[0]).type == "function_definition"
+        if len(nodes) != 1 or name in plain and is_function or not parameters:
+            continue
+        for n, parameter in enumerate(parameters):
+            default = parameter.child_by_field_name("default_value") or parameter.child_by_field_name("default_type")
+            given = set()
+            for _, arguments in uses[name]:
+                given.add(arguments[n] if n < len(arguments) else default and text[default.start_byte:default.end_byte])
+            if is_function:
+                for call in descendants(root, "call_expression"):
+                    function = call.child_by_field_name("function")
+                    if name_of(function.child_by_field_name("field") or function) == name and not descendants(function, "template_argument_list"):
+                        given.add(deduced(node, parameter, call, text) or default and text[default.start_byte:default.end_byte])
+            value = next(iter(given)) if len(given) == 1 else None
+            users = [one for one in descendants(root, "struct_specifier") if name_of(one) in words_of(value or "")]
+            if is_function and any(name in words_of(text[one.start_byte:one.end_byte]) for one in users):
+                continue  # they would need each other
+            if not value or {word for word in words_of(value) if not word.isdigit()} - top or words_of(value) & inner:
+                continue
+            body = declared(node)
+            if any(name_of(one) == name_of(parameter) for one in descendants(body, "parameter_declaration", "init_declarator", "alias_declaration")):
+                continue
+            def instead(part):
+                return [(one.start_byte, one.end_byte, value) for one in descendants(part, "identifier", "type_identifier", "namespace_identifier")
+                        if text[one.start_byte:one.end_byte] == name_of(parameter)]
+            edits = instead(body)
+            rest = [edited(text, instead(one) + [(one.end_byte, len(text), "")])[one.start_byte:] for one in parameters if one != parameter]
+            lists = node.child_by_field_name("parameters")
+            after = lists.end_byte + len(re.match(r"\s*", text[lists.end_byte:])[0])
+            edits.append((lists.start_byte, lists.end_byte, f"<{', '.join(rest)}>") if rest else (node.start_byte, after, ""))
+            for where, arguments in uses[name]:
+                kept = arguments[:n] + arguments[n + 1:]
+                if where and (n < len(arguments) or not rest):
+                    edits.append((where.start_byte, where.end_byte, f"<{', '.join(kept)}>" if kept or rest and not is_function else ""))
+            return edited(text, edits)
+    return text
+
+
+def deduced(node, parameter, call, text):
+    """What a call gives a template's parameter that is the type of one of its arguments."""
+    function = next(iter(descendants(declared(node), "function_declarator")))
+    for one, argument in zip(listed(function, "parameters"), listed(call, "arguments")):
+        of = one.child_by_field_name("type")
+        if of and text[of.start_byte:of.end_byte] == name_of(parameter) and argument.type == "identifier":
+            return type_of(text[argument.start_byte:argument.end_byte], argument, text)
+    return None
+
+
+def without_unused_parameters(text):
+    """One parameter less of a function that does not read it, and one argument less of its calls."""
+    root = parse(text)
+    functions = collections.defaultdict(list)
+    for node in descendants(root, "function_definition"):
+        functions[name_of(node)].append(node)
+    structs = {name_of(node) for node in descendants(root, "struct_specifier")}
+    named = collections.Counter(re.findall(r"\w+", re.sub(r"//.*", "", text)))
+    for name, nodes in functions.items():
+        declarators = descendants(nodes[0], "function_declarator")
+        if len(nodes) != 1 or not declarators or name in structs | {"sdpa_forward", "sdpa_workspace_bytes"} or "__global__" in text[
+                nodes[0].start_byte - 60:nodes[0].end_byte].split("{")[0]:
+            continue
+        calls = [call for call in descendants(root, "call_expression") if name_of(call.child_by_field_name("function").child_by_field_name(
+            "field") or call.child_by_field_name("function")) == name]
+        parameters = listed(declarators[0], "parameters")
+        body = nodes[0].child_by_field_name("body")
+        if not body or len(calls) + 1 != named[name] or any(len(listed(call, "arguments")) != len(parameters) for call in calls):
+            continue
+        code = re.sub(r"//.*", "", text[body.start_byte:body.end_byte])
+        for n, parameter in enumerate(parameters):
+            if parameter.type == "comment" or name_of(parameter.child_by_field_name("declarator") or parameter) in words_of(code) and name_of(
+                    parameter.child_by_field_name("declarator") or parameter):
+                continue
+            edits = [without_one(listed(call, "arguments"), n) for call in calls] + [without_one(parameters, n)]
+            return edited(text, [(start, end, "") for start, end in edits])
+    return text
+
+
+def without_one(nodes, n):
+    """Where number n of a list stands, with its comma."""
+    if n + 1 < len(nodes):
+        return nodes[n].start_byte, nodes[n + 1].start_byte
+    return (nodes[n - 1].end_byte if n else nodes[n].start_byte), nodes[n].end_byte
+
+
+# ---- options of other builds ----
+
+def without_options(text):
+    """Without the rows that refuse options of other builds, and without their limits."""
+    table = re.search(r"\boptions\[\] = \{(.*?)\};", text, re.DOTALL)
+    rows = re.findall(r"\{(\"\w+\"), (\w+|\"[^\"]*\"), ([^{}]*)\}", table[1])
+    known = dict(re.findall(r"\b(of_\w+) = (\"[^\"]*\")", text))
+    kept = [(name, of, rest) for name, of, rest in rows if known.get(of, of) == '""' or of not in known and of.isidentifier()]
+    for name, of, rest in rows:
+        if (name, of, rest) not in kept:
+            text = re.sub(rf",\s+\{{{name}, p\.\w+\}}", "", text)
+    is_open = any(of.isidentifier() and of not in known for _, of, _ in kept)
+    text = text.replace(table[1], ", ".join(f"{{{name}, {of}, {rest}}}" if is_open else f"{{{name}, {rest}}}" for name, of, rest in kept))
+    if is_open:
+        return text
+    text = text.replace('if (x.value && *x.of) return failure(refused, "%s is for builds with %s; set it to 0", x.name, x.of);', "")
+    text = re.sub(r"const char \*name, \*of;.*\n", "const char* name;\n", text)
+    return re.sub(r"^ *const char ?\*[^;]*\bof_\w+ = [^;]*;\n", "", text, flags=re.MULTILINE)
+
+
+# ---- members that nobody reads ----
+
+def without_unread_members(text):
+    """The text without the members that are never read, and without what gives them values."""
+    root = parse(text)
+    code = re.sub(r"//.*", lambda m: " " * len(m[0]), text)
+    words = collections.Counter(re.findall(r"\w+", code))
+    positional = set(re.findall(r"\b([A-Z]\w+)(?: \w+)?\{(?!\})", code)) | set(re.findall(r"\b([A-Z]\w+) \w+\([^)]*\)(?: const)? \{\s*return \{", code))
+    writes = collections.defaultdict(list)
+    for node in descendants(root, "assignment_expression"):
+        left = node.child_by_field_name("left")
+        if left.type == "field_expression" and text[node.start_byte:node.end_byte].split(left.text.decode())[1].startswith(" = "):
+            writes[name_of(left.child_by_field_name("field"))].append(node)
+    for node in descendants(root, "field_initializer"):
+        writes[text[node.start_byte:node.end_byte].split("(")[0].split("{")[0]].append(node)
+    declared_in = collections.Counter(name_of(one) for node in descendants(root, "field_declaration")
+                                      for one in node.children_by_field_name("declarator"))
+    for struct in descendants(root, "struct_specifier"):
+        for node in descendants(struct, "field_declaration"):
+            if descendants(node, "function_declarator") or "static" in text[node.start_byte:node.end_byte].split() or not struct.child_by_field_name(
+                    "name") or name_of(struct) in positional or enclosing(node.parent, "struct_specifier") != struct:
+                continue
+            names = [name_of(one) for one in node.children_by_field_name("declarator")]
+            for name in names:
+                places = writes[name]
+                if words[name] == 1 + len(places) and declared_in[name] == 1 and all(
+                        write.type == "field_initializer" or write.parent.type in ("expression_statement", "comma_expression") for write in places):
+                    return edited(text, [place_of(write, text) for write in places] + members_without(node, [name], text))
+    return text
+
+
+def place_of(write, text):
+    """What to leave out, so that a member is not given its value."""
+    if write.type == "field_initializer":
+        nodes = [one for one in write.parent.named_children if one.type == "field_initializer"]
+        return (*without_one(nodes, nodes.index(write)), "")
+    if write.parent.type == "expression_statement":
+        return line_of(write.parent, text)
+    left, right = write.parent.child_by_field_name("left"), write.parent.child_by_field_name("right")
+    return (left.start_byte, right.start_byte, "") if left == write else (left.end_byte, right.end_byte, "")
+
+
+def line_of(node, text):
+    """A node with its lines, and the comment behind it."""
+    start = text.rfind("\n", 0, node.start_byte) + 1
+    end = text.index("\n", node.end_byte)
+    alone = not text[start:node.start_byte].strip() and re.fullmatch(r"\s*(//.*)?", text[node.end_byte:end])
+    return (start, end + 1, "") if alone else (node.start_byte, node.end_byte, "")
+
+
+def members_without(node, gone, text):
+    """Edits that take names out of a declaration of members."""
+    names = node.children_by_field_name("declarator")
+    if all(name_of(one) in gone for one in names):
+        start, end, _ = line_of(node, text)
+        more = re.match(r"(?: {20,}//.*\n)*", text[end:])[0] if text[end - 1] == "\n" else ""
+        return [(start, end + len(more), "")]
+    defaults = {one.start_byte: one.end_byte for one in node.children_by_field_name("default_value")}
+    whole = text[node.start_byte:node.end_byte - 1]
+    head = whole[:names[0].start_byte - node.start_byte]
+    parts = [part for part in re.split(r", (?![^{(]*[})])", whole[len(head):]) if re.match(r"\W*(\w+)", part)[1] not in gone]
+    return [(node.start_byte, node.end_byte, head + ", ".join(parts) + ";")]
+
+
+# ---- comments about what is not there ----
+
+def without_words_about(text, absent):
+    """The text without the sentences of its comments that name one of these knobs."""
+    about = re.compile(rf"\b(?:{'|'.join(sorted(absent))})\b")
+    lines, out = text.split("\n"), []
+    while lines:
+        indent = re.match(r" *(?=// )", lines[0])
+        n = next((n for n, line in enumerate(lines) if not indent or not line.startswith(indent[0] + "// ")), len(lines))
+        if not indent or not n:
+            line = lines[0]
+            behind = re.match(r"(.*?[^\s/].*?)(\s+// )(.*)$", line)
+            if behind and about.search(behind[3]):
+                kept = sentences_without(behind[3], about)
+                line = behind[1] + (behind[2] + kept if kept else "")
+            out.append(line)
+            lines = lines[1:]
+            continue
+        block, lines = [line[len(indent[0]) + 3:] for line in lines[:n]], lines[n:]
+        if about.search(" ".join(block)) and not any(re.search(r"\S {3,}\S|^ ", line) for line in block):
+            kept = sentences_without(" ".join(block), about)
+            block = textwrap.wrap(kept, WIDTH - len(indent[0]) - 3) if kept else []
+        out += [f"{indent[0]}// {line}" for line in block]
+    return "\n".join(out)
+
+
+def sentences_without(words, about):
+    """What is left of a comment: sentences that do not say it, and those that say it beside something else without that."""
+    words = re.sub(rf",? (?:or|and) with {about.pattern}(?:=\w+)?[^,.;:]*", "", words)
+    parts = re.split(r"(?<=[.;])\s+", words)
+    kept = [part for part in parts if not about.search(part)]
+    return " ".join(kept).rstrip(";") if any(re.search(r"\w", part) for part in kept) else ""
+
+
+# ---- definitions before their uses ----
+
+class Part:
+    """A declaration of the file with the comment above it, and the names whose definitions must come before."""
+
+    def __init__(self, unit, lines, note):
+        self.unit, self.names, self.note = unit, unit.names - {""}, note
+        above = lines[unit.first:unit.last + 1]
+        self.text = "\n".join(above).strip("\n")
+        self.first, self.last = unit.first, unit.last
+        self.uses = set(unit.uses).union(*(part.uses for part in unit.parts))
+        code = re.sub(r"//.*", "", self.text)
+        self.is_kernel = "__global__" in code
+        self.is_declaration = bool(re.search(r"\)(?: const)?;$|^(?:template <.*?> )?struct \w+;$", code.strip(), re.DOTALL)) and "{" not in code
+        self.is_struct = unit.kind == "struct_specifier" or "struct " in code.split("{")[0]
+        self.is_special = bool(re.match(r"template <>", code.strip()))
+        self.has_defaults = bool(re.search(r"= [^;]*[,)>]", code))
+
+
+    def prototype(self):
+        other = copy.copy(self)
+        other.text = re.sub(r"^ *//.*\n", "", self.text.split(" {\n")[0], flags=re.MULTILINE) + ";"
+        other.first = other.last = -1
+        return other
+
+
+def parts_of(text):
+    """The parts of a file in their order. What is written below a section's title goes to its kernel, or to its first part."""
+    lines = text.split("\n")
+    parts, note, titles = [], [], [n for n, line in enumerate(lines) if line.startswith(BANNERS)]
+    for unit in sorted(units_of(parse(text), lines), key=lambda unit: unit.first):
+        parts.append(Part(unit, lines, ""))
+    for title in titles:
+        end = next(n for n in range(title + 1, len(lines)) if not lines[n].startswith("//"))
+        section = [part for part in parts if part.first > title and not any(title < other < part.first for other in titles)]
+        note = "\n".join(lines[title + 1:end]).strip("/\n ")
+        if note and section and section[0].first >= end:
+            owner = next((part for part in section if part.is_kernel), section[0])
+            owner.text = "\n".join([*lines[title + 1:end], owner.text])
+    return parts
+
+
+def in_order(parts):
+    """The parts, each behind those that it needs; without declarations of what is defined before its first use."""
+    named = collections.defaultdict(list)
+    for part in parts:
+        for name in part.names:
+            named[name].append(part)
+    kept = [part for part in parts if not part.is_declaration or not (others := [
+        one for name in part.names for one in named[name] if not one.is_declaration]) or part.has_defaults or any(
+            one.is_special for one in others)]
+    out, seen, open_parts, later = [], set(), [], collections.defaultdict(list)
+
+    def needed(part):
+        for name in sorted(part.uses & named.keys(), key=lambda name: named[name][0].first):
+            for other in named[name]:
+                is_own_member = part.unit.kind == "struct_specifier" and any(name in one.names for one in part.unit.parts)
+                if other in kept and not is_own_member and (not part.names & other.names or other.first < part.first):
+                    yield other
+
+    def add(part):
+        if id(part) in seen or part not in kept:
+            return
+        waits_for = [other for other in needed(part) if other in open_parts and other.is_struct and not part.is_struct]
+        seen.add(id(part))
+        if waits_for:  # they need each other
+            out.append(part.prototype())
+            later[id(waits_for[0])].append(part)
+            return
+        finish(part)
+
+    def finish(part):
+        open_parts.append(part)
+        for other in needed(part):
+            add(other)
+        open_parts.remove(part)
+        out.append(part)
+        for other in later.pop(id(part), []):
+            finish(other)
+    return add, out, kept
+
+
+def chapters(text):
+    """The file in four chapters."""
+    parts = parts_of(text)
+    add, out, kept = in_order(parts)
+    public = [part for part in kept if part.names & PUBLIC]
+    call = [part for part in kept if part.names & {"sdpa_forward", "sdpa_workspace_bytes"}]
+    for part in public:
+        add(part)
+    problem = out[:]
+    for part in kept:
+        if part not in call:
+            add(part)
+    inner = out[len(problem):]
+    kernels = [n for n, part in enumerate(inner) if part.is_kernel]
+    cut = [kernels[0], kernels[-1] + 1]
+    chapter = lambda title: f"// ==== {title} ".ljust(101, "=") + "\n"
+    return [chapter("the problem"), *texts(problem), "namespace {\n", chapter("the steps"), *texts(inner[:cut[0]]),
+            chapter("the kernel"), *texts(inner[cut[0]:cut[1]]), chapter("the call"), *texts(inner[cut[1]:]),
+            "}  // namespace\n", *texts(call)]
+
+
+def texts(parts):
+    """Their texts, with an empty line between those that were not neighbours."""
+    out = []
+    for part, after in zip(parts, [*parts[1:], None]):
+        short = part.first == part.last and after and after.first == after.last
+        out.append(part.text + "\n" * (not (after and (short or part.last + 1 == after.first))))
+    return out
+
+
+# ---- wgmma in the shapes that occur ----
+
+def wgmma(text, rows):
+    """The text with one function for each shape of wgmma that its kernels have, instead of those for all shapes. rows: the
+    knobs of its builds."""
+    def columns(word, row):
+        of_v = {"D_V": row["HEAD_DIM_V"] or row["HEAD_DIM"]}
+        return (row | of_v)[re.sub(r"\w+::", "", word).upper()]
+    calls = sorted({(kind, columns(word, row), *map(int, re.findall(r"\d", trans))) for row in rows
+                    for kind, word, trans in re.findall(r"\bwgmma_(ss|rs)<Input, ([\w:]+)((?:, \d)+)>\(", text)})
+    element = re.search(r"using Input = (\w+);", text)[1]
+    functions = "\n".join(wgmma_function(kind, element, n, *trans) for kind, n, *trans in calls)
+    text = re.sub(r"(?:^//.*\n)*^#define SDPA_D4\((?:.|\n)*?(?=^template <class E, int N, int TRANS_B, int TRANS_A>)", "", text,
+                  flags=re.MULTILINE)
+    text = re.sub(r"^template <class E, int N, int TRANS_B, int TRANS_A>\n(?:.*\n)*?}\n", lambda m: functions, text, flags=re.MULTILINE)
+    return re.sub(r"^template <class E, int N, int TRANS_B>\n.*wgmma_rs.*\{\n(?:.*\n)*?}\n", "", text, flags=re.MULTILINE)
+
+
+def wgmma_function(kind, element, n, trans_b, trans_a=0):
+    """One wgmma with N columns. Operand N / 2 tells whether D is added to, the next one is the descriptor of B."""
+    r, is_8bit = n // 2, element == "__nv_fp8_e4m3"
+    types = "k32.f32.e4m3.e4m3" if is_8bit else {"__half": "k16.f32.f16.f16", "__nv_bfloat16": "k16.f32.bf16.bf16"}[element]
+    a_text = f"%{r + 2}" if kind == "ss" else "{" + ", ".join(f"%{r + 2 + i}" for i in range(4)) + "}"
+    immediates = "1, 1" + ("" if is_8bit else f", {trans_a}, {trans_b}" if kind == "ss" else f", {trans_b}")
+    a_type, a_operands = ("uint64_t a", '"l"(a)') if kind == "ss" else (
+        "const uint32_t (&a)[4]", ", ".join(f'"r"(a[{i}])' for i in range(4)))
+    sums = ", ".join(f"%{i}" for i in range(r))
+    words = [f'"{line} "' for line in textwrap.wrap(
+        f"{{ .reg .pred p; setp.ne.b32 p, %{r}, 0; wgmma.mma_async.sync.aligned.m64n{n}{types} {{{sums}}}, "
+        f"{a_text}, %{r + 1}, p, {immediates}; }}", WIDTH - 10)]
+    operands = textwrap.wrap(", ".join(f'"+f"(d[{i}])' for i in range(r)), WIDTH - 10)
+    arguments = f"Input, {n}, {trans_b}" + (f", {trans_a}" if kind == "ss" else "")
+    return "\n".join([
+        f"template <> __device__ __forceinline__ void wgmma_{kind}<{arguments}>(float (&d)[{r}], {a_type}, uint64_t b, bool accumulate) {{",
+        "  asm volatile(", *("      " + line for line in words),
+        "      : " + "\n        ".join(operands), f'      : "r"(int(accumulate)), "l"(b), {a_operands});', "}", ""])
+
+
+def concrete(text):
+    """The text of one build, by chapters."""
+    text, constants = without_build(text)
+    text = re.sub(r"(?=^// ==== 2 PROBLEM)", lambda m: constants + "\n", text, count=1, flags=re.MULTILINE)
+
+    def simpler(text):
+        for change in (lambda text: minimal(text, set()), without_template_parameters, without_unused_parameters,
+                       without_unread_members):
+            text = until_stable(change, text)
+        return text
+    text = re.sub(r"(?<=\.|:)template (?=\w+\()", "", until_stable(simpler, text))
+    return "\n".join(chapters(text))
