@@ -261,9 +261,9 @@ struct SdpaParams {
 namespace {
 
 constexpr int most_rows = 1000000000;  // that a dimension may have
-// How many shares of `of` there are in n, the last one perhaps not full.
-template <class T> __host__ __device__ constexpr T ceil_div(T n, typename std::common_type<T>::type of) {
-  return (n + of - 1) / of;
+// How many parts of `size` n has, the last one perhaps not full.
+template <class T> __host__ __device__ constexpr T ceil_div(T n, typename std::common_type<T>::type size) {
+  return (n + size - 1) / size;
 }
 
 struct TensorMaps { CUtensorMap q, k, v, o; };  // of tensors as [B][H][panels][S][elements of a panel]
@@ -275,11 +275,11 @@ struct KeyBounds {
   int from, to, Sk;
 
   __host__ __device__ KeyBounds(const SdpaParams& p, int queries, int keys) : from(-most_rows), to(keys), Sk(keys) {
-    const auto own = [&](Causal by) { return by == Causal::bottom_right ? keys - queries : 0; };  // position of query 0
-    const int windows_own = own(p.window_alignment == Causal::off ? p.causal : p.window_alignment);
-    if (p.causal != Causal::off) to = min(own(p.causal) + 1, to);
-    if (p.window_right >= 0) to = min(windows_own + p.window_right + 1, to);
-    if (p.window_left >= 0) from = min(max(windows_own - p.window_left, -most_rows), to);
+    const auto position_of_query_0 = [&](Causal by) { return by == Causal::bottom_right ? keys - queries : 0; };
+    const int window_position = position_of_query_0(p.window_alignment == Causal::off ? p.causal : p.window_alignment);
+    if (p.causal != Causal::off) to = min(position_of_query_0(p.causal) + 1, to);
+    if (p.window_right >= 0) to = min(window_position + p.window_right + 1, to);
+    if (p.window_left >= 0) from = min(max(window_position - p.window_left, -most_rows), to);
   }
   __host__ __device__ bool all() const { return from == -most_rows && to == Sk; }
   // begin(q) <= end(q), and both grow with q.
@@ -356,8 +356,11 @@ struct KernelArgs : Grid {
   Scales scale;
   std::conditional_t<Build::loads_by_tma, TensorMaps, Nothing> maps;
   std::conditional_t<Build::use_lengths, PlanArgs, Nothing> plan;
-  KernelArgs(const SdpaParams& of, int rows, int keys_of_tile, const Scales& scales = {}, const Grid& grid = {})
-      : Grid(grid), mask{{{of, of.Sq, of.Sk}, rows, keys_of_tile}, {of, of.Sq, of.Sk}}, p(of), scale(scales) {}
+  KernelArgs(const SdpaParams& params, int rows, int keys_of_tile, const Scales& scales = {}, const Grid& grid = {})
+      : Grid(grid),
+        mask{{{params, params.Sq, params.Sk}, rows, keys_of_tile}, {params, params.Sq, params.Sk}},
+        p(params),
+        scale(scales) {}
 };
 
 // The work of a CTA: rows [q0, q0 + BLOCK_M) of O, of head h in batch b. USE_LENGTHS has items of its own.
@@ -448,7 +451,8 @@ template <class E> __host__ __device__ __forceinline__ E rounded(float x) { retu
 template <> __host__ __device__ __forceinline__ __half rounded(float x) { return __float2half_rn(x); }
 template <> __host__ __device__ __forceinline__ __nv_bfloat16 rounded(float x) { return __float2bfloat16_rn(x); }
 
-template <int BYTES, int OF, class T, class OTHERWISE> using IfBytes = std::conditional_t<BYTES == OF, T, OTHERWISE>;
+template <int BYTES, int SIZE, class T, class OTHERWISE>
+using IfBytes = std::conditional_t<BYTES == SIZE, T, OTHERWISE>;
 template <int N>
 using VectorType = IfBytes<
     N, 16, uint4, IfBytes<N, 8, uint2, IfBytes<N, 4, uint32_t, IfBytes<N, 2, uint16_t, IfBytes<N, 1, uint8_t, void>>>>>;
@@ -935,26 +939,27 @@ template <class B> struct ItemTiles {
   const SdpaParams& p;
   const Item<B>& item;
   typename Item<B>::HeldMask mask;
-  TileCopy<B> mine;  // this thread's share of the group's copies of K
-  TileCopy<B, B::d_v> mine_v;
+  TileCopy<B> k_copy;  // this thread's share of the group's copies of K
+  TileCopy<B, B::d_v> v_copy;
   using Rows = std::conditional_t<B::use_pages, PagedRows<B>, const Input*>;
-  Rows K_g, V_g;  // its first vector of the next tile
+  Rows K_g, V_g;  // this thread's first vectors of the next tile
   KeyRange keys;  // of the item's rows
   int first_key;  // of the group
 
   __device__ __forceinline__ ItemTiles(const KernelArgs& a, const Item<B>& item_, int group, int tid, int nthreads)
-      : p(a.p), item(item_), mask(item.mask(a)), mine(tid, nthreads), mine_v(tid, nthreads) {
+      : p(a.p), item(item_), mask(item.mask(a)), k_copy(tid, nthreads), v_copy(tid, nthreads) {
     const int h_kv = item.h / (p.Hq / p.Hkv);
     keys = item.keys_of_cta(a, mask);
     first_key = keys.begin + group * B::block_n;
     if constexpr (B::use_pages) {
-      K_g = {&a, &item, &p.k, p.K + h_kv * p.k.head + mine.col, first_key + mine.row};
-      V_g = {&a, &item, &p.v, p.V + h_kv * p.v.head + mine_v.col, first_key + mine_v.row};
+      K_g = {&a, &item, &p.k, p.K + h_kv * p.k.head + k_copy.col, first_key + k_copy.row};
+      V_g = {&a, &item, &p.v, p.V + h_kv * p.v.head + v_copy.col, first_key + v_copy.row};
     } else {
-      const auto first = [&](const Input* tensor, const Strides& of, int row, int col) {
-        return tensor + item.b * of.batch + h_kv * of.head + item.k_row(first_key) * of.row + row * of.row + col;
+      const auto first = [&](const Input* tensor, const Strides& strides, int row, int col) {
+        return tensor + item.b * strides.batch + h_kv * strides.head +
+               item.k_row(first_key) * strides.row + row * strides.row + col;
       };
-      K_g = first(p.K, p.k, mine.row, mine.col), V_g = first(p.V, p.v, mine_v.row, mine_v.col);
+      K_g = first(p.K, p.k, k_copy.row, k_copy.col), V_g = first(p.V, p.v, v_copy.row, v_copy.col);
     }
   }
   // ROWS query rows of the item from first_row on, to Q_s, by nthreads threads.
@@ -969,9 +974,9 @@ template <class B> struct ItemTiles {
   template <class Shared> __device__ __forceinline__ void copy_kv(Shared& s, int stage, int k0) {
     if (k0 < keys.end) {
       const int rows = keys.end - k0;
-      const auto step = [](const Strides& of) { return B::use_pages ? 1 : of.row; };  // to the next row
-      mine.template copy<B::block_n>(s.K[stage], K_g, step(p.k), rows - mine.row);
-      mine_v.template copy<B::block_n>(s.V[stage], V_g, step(p.v), rows - mine_v.row);
+      const auto step = [](const Strides& strides) { return B::use_pages ? 1 : strides.row; };  // to the next row
+      k_copy.template copy<B::block_n>(s.K[stage], K_g, step(p.k), rows - k_copy.row);
+      v_copy.template copy<B::block_n>(s.V[stage], V_g, step(p.v), rows - v_copy.row);
       K_g += B::round_keys * step(p.k), V_g += B::round_keys * step(p.v);  // the group's next tile
     }
   }
@@ -1087,14 +1092,14 @@ __device__ __forceinline__ uint32_t sub_f16x2(uint32_t a, uint32_t b) {
 __device__ __forceinline__ void barrier_sync(int id, int threads) {
   asm volatile("barrier.sync.aligned %0, %1;" ::"r"(id), "r"(threads) : "memory");
 }
-// As barrier_sync(); true if `mine` is true in all threads.
-__device__ __forceinline__ bool barrier_and(int id, int threads, bool mine) {
+// As barrier_sync(); true if `vote` is true in all threads.
+__device__ __forceinline__ bool barrier_and(int id, int threads, bool vote) {
   uint32_t all;
   asm volatile(
       "{ .reg .pred p, q; setp.ne.u32 p, %3, 0; barrier.red.and.aligned.pred q, %1, %2, p; "
       "selp.b32 %0, 1, 0, q; }"
       : "=r"(all)
-      : "r"(id), "r"(threads), "r"(uint32_t(mine))
+      : "r"(id), "r"(threads), "r"(uint32_t(vote))
       : "memory");
   return all;
 }
@@ -1351,9 +1356,9 @@ __device__ __forceinline__ void mma_32_bytes(float& d0, float& d1, float& d2, fl
   }
 }
 
-struct RowScales { float of[2]; };
-__device__ __forceinline__ float of_row(const RowScales& scales, int i) { return scales.of[i]; }
-__device__ __forceinline__ float largest(const RowScales& scales) { return fmaxf(scales.of[0], scales.of[1]); }
+struct RowScales { float factor[2]; };
+__device__ __forceinline__ float of_row(const RowScales& scales, int i) { return scales.factor[i]; }
+__device__ __forceinline__ float largest(const RowScales& scales) { return fmaxf(scales.factor[0], scales.factor[1]); }
 
 // item_scale_log2() of an item. With 16 bits it is a kernel argument, read where it is used, and takes no register.
 template <class B, bool = B::is_8bit> struct ItemScale {
@@ -1376,7 +1381,7 @@ template <class B> struct ItemScale<B, true> {
       SDPA_UNROLL for (int i = 0; i < 2; i++) {
         Item<B> head = row_item<B>(a, item, row + 8 * i);
         head.h = min(head.h, a.p.Hq - 1);
-        scale.of[i] = item_scale_log2<B>(a, head);
+        scale.factor[i] = item_scale_log2<B>(a, head);
       }
     } else {
       scale = item_scale_log2<B>(a, item);
@@ -1461,14 +1466,14 @@ template <class B> __device__ __forceinline__ void slice_sync() {
   }
 }
 
-// The address of (row + r, col + c) of a tile from `at`, that of (row, col), where r is a multiple of 8
+// The address of (row + r, col + c) of a tile from `origin`, that of (row, col), where r is a multiple of 8
 // and c has no bit in common with col: the swizzle is an XOR of the column's low bits, and so is this.
 // The high bits may be XORed as well or added, which an instruction does with its immediate. At D=256
 // adding saves registers; at D=128 the few XORed addresses would stay in registers and spill.
 template <class B, int D = B::head_dim>
-__device__ __forceinline__ SharedAddress tile_step(SharedAddress at, int r, int c) {
+__device__ __forceinline__ SharedAddress tile_step(SharedAddress origin, int r, int c) {
   constexpr int xored = D > 128 || D & (D - 1) ? int(SWIZZLED<B, D>) * CHUNK<B> : D;
-  return (at ^ c % xored * int(sizeof(Element<B>))) + (r * D + c / xored * xored) * int(sizeof(Element<B>));
+  return (origin ^ c % xored * int(sizeof(Element<B>))) + (r * D + c / xored * xored) * int(sizeof(Element<B>));
 }
 
 // O, m and l of a group of warps over its keys, in the order of its threads' accumulators.
@@ -1533,10 +1538,10 @@ template <class B> struct MmaHalves {
   // O += P @ V for the keys of a step   [16 * M_TILES][D] of a warp
   static __device__ __forceinline__ void pv(MmaSums<B>& O, const MmaStepOfP<B>& p, const Element<B>* V_s, int step,
                                             int lane) {
-    const SharedAddress at = shared_address(V_s + tile_offset<B, B::d_v>(lane % 16, lane / 16 * 8));
+    const SharedAddress lane_address = shared_address(V_s + tile_offset<B, B::d_v>(lane % 16, lane / 16 * 8));
     SDPA_UNROLL for (int n = 0; n < B::d_v / 16; n++) {
       uint32_t v[4];
-      ldmatrix_x4<true>(v, tile_step<B, B::d_v>(at, 16 * step, 16 * n));
+      ldmatrix_x4<true>(v, tile_step<B, B::d_v>(lane_address, 16 * step, 16 * n));
       multiply_columns<MmaHalves>(O, n, p, v);
     }
   }
@@ -1555,16 +1560,16 @@ template <class B> struct MmaQueries {
   static constexpr int ROOM = O_AND_S < 184 ? (184 - O_AND_S) / (REGISTERS * M_TILES) : 0;
   static constexpr int KEPT = ROOM < STEPS ? ROOM : STEPS;
   uint32_t kept[KEPT ? KEPT : 1][M_TILES][REGISTERS];
-  SharedAddress at;  // of this lane's row in the first 16 rows and MMA_K columns
+  SharedAddress lane_address;  // of this lane's row in the first 16 rows and MMA_K columns
 
   __device__ void read(uint32_t (&a)[M_TILES][REGISTERS], int step) const {
     SDPA_UNROLL for (int m = 0; m < M_TILES; m++) {
-      MmaOperands<B>::read(a[m], tile_step<B>(at, 16 * m, MMA_K<B> * step));
+      MmaOperands<B>::read(a[m], tile_step<B>(lane_address, 16 * m, MMA_K<B> * step));
     }
   }
   // Once Q has landed in Q_s.
   __device__ void start(const Element<B>* Q_s, int warp, int lane) {
-    at = shared_address(Q_s + tile_offset<B>(warp * 16 * M_TILES + lane % 16, lane / 16 * CHUNK<B>));
+    lane_address = shared_address(Q_s + tile_offset<B>(warp * 16 * M_TILES + lane % 16, lane / 16 * CHUNK<B>));
     SDPA_UNROLL for (int step = 0; step < KEPT; step++) read(kept[step], step);
   }
   __device__ void get(uint32_t (&a)[M_TILES][REGISTERS], int step) const {
@@ -1582,14 +1587,14 @@ __device__ __forceinline__ void mma_qk(MmaAccumulator<B, B::block_n>& S, const M
                                        int lane) {
   // ldmatrix of 16 keys by MMA_K d gives b0 and b1 of two column tiles.
   const int key = lane / 16 * 8 + lane % 8, d = lane / 8 % 2 * CHUNK<B>;
-  const SharedAddress at = shared_address(K_s + tile_offset<B>(key, d));
+  const SharedAddress lane_address = shared_address(K_s + tile_offset<B>(key, d));
   clear(S);
   SDPA_UNROLL for (int step = 0; step < B::head_dim / MMA_K<B>; step++) {
     uint32_t q[MmaAccumulator<B, B::block_n>::M_TILES][MmaOperands<B>::REGISTERS];
     Q.get(q, step);
     SDPA_UNROLL for (int n = 0; n < B::block_n / 16; n++) {
       uint32_t k[4];
-      ldmatrix_x4<false>(k, tile_step<B>(at, 16 * n, MMA_K<B> * step));
+      ldmatrix_x4<false>(k, tile_step<B>(lane_address, 16 * n, MMA_K<B> * step));
       multiply_columns<MmaOperands<B>>(S, n, q, k);
     }
   }
@@ -1718,10 +1723,10 @@ __device__ __forceinline__ void deal_runs(MmaRuns<B>& R, const MmaSums<B>& O, in
           SDPA_UNROLL for (int t = 0; t < 4; t++) {
             if (t & step) continue;
             SDPA_UNROLL for (int e = 0; e < 2; e++) {
-              float& mine = pairs[t][e];
-              float& theirs = pairs[t + step][e];
-              const float received = __shfl_xor_sync(0xffffffffu, odd ? mine : theirs, step);
-              (odd ? mine : theirs) = received;
+              float& lower = pairs[t][e];
+              float& upper = pairs[t + step][e];
+              const float received = __shfl_xor_sync(0xffffffffu, odd ? lower : upper, step);
+              (odd ? lower : upper) = received;
             }
           }
         }
@@ -2081,15 +2086,15 @@ __device__ __forceinline__ WgmmaItem<B> wgmma_item(const KernelArgs& a, uint32_t
 // A warp's copy of a tile of K or V, of D columns, that begins with key k0; past the last key zeros. One lane copies it
 // all. USE_PAGES has copies of its own.
 template <class B, int D, bool = B::use_pages> struct TileBox {
-  int at[5];  // where it is in the tensor map
+  int box_origin[5];  // coordinates in the tensor map
 
   __device__ __forceinline__ TileBox(const KernelArgs& a, const Item<B>& item, int h_kv, int k0)
-      : at{0, item.k_row(k0), 0, h_kv, item.batch(a.p.k_starts)} {}
+      : box_origin{0, item.k_row(k0), 0, h_kv, item.batch(a.p.k_starts)} {}
   __device__ __forceinline__ void load(const KernelArgs& a, const CUtensorMap* map, Input* to_s, uint64_t* full) const {
     if (threadIdx.x % 32 > 0) return;
     if (a.mask.keys.Sk == 0) return mbarrier_arrive(full);  // every score of this tile is masked
     mbarrier_arrive_expect_tx(full, B::block_n * ROW_BYTES<D>);
-    cp_async_bulk_tensor_load(to_s, map, at, full, B::swap_ab && B::pack_gqa ? evict_first : evict_last);
+    cp_async_bulk_tensor_load(to_s, map, box_origin, full, B::swap_ab && B::pack_gqa ? evict_first : evict_last);
   }
 };
 
@@ -2182,8 +2187,8 @@ __global__ void __launch_bounds__(B::threads, 1) sdpa_wgmma_plain(const __grid_c
   if (tid == 0) {
     mbarrier_arrive_expect_tx(&s.q_full, sizeof s.Q);
     for (int g = 0; g < B::warpgroups; g++) {
-      const int at[5] = {0, item.q_row(item.q0 + 64 * g), 0, item.h, item.batch(p.q_starts)};
-      cp_async_bulk_tensor_load(s.Q[g], &tensor_maps<B>(a).q, at, &s.q_full, evict_first);
+      const int box_origin[5] = {0, item.q_row(item.q0 + 64 * g), 0, item.h, item.batch(p.q_starts)};
+      cp_async_bulk_tensor_load(s.Q[g], &tensor_maps<B>(a).q, box_origin, &s.q_full, evict_first);
     }
   }
   if (tid < 32) {
@@ -2549,12 +2554,12 @@ template <class B, class Shared> struct WgmmaConsumer {
       if (rounds == 0) break;
       rows.q = uniform(item().q0 + (B::pack_gqa ? 0 : row_group * 64));
       if constexpr (B::use_lengths) rows.mask = item().mask(a);
-      const KeyRange own = own_rounds<B>(a, rows.mask, item(), rounds, rows.q);
+      const KeyRange rounds_here = own_rounds<B>(a, rows.mask, item(), rounds, rows.q);
       begin();
-      t.skip(ring, rounds - own.end, lane);
-      if (own.end > 0) {
-        rows.k0 = uniform(first_key_of<B>(item(), own.end - 1, slice));
-        last_k0 = uniform(first_key_of<B>(item(), own.begin, slice));
+      t.skip(ring, rounds - rounds_here.end, lane);
+      if (rounds_here.end > 0) {
+        rows.k0 = uniform(first_key_of<B>(item(), rounds_here.end - 1, slice));
+        last_k0 = uniform(first_key_of<B>(item(), rounds_here.begin, slice));
         rows.scale_log2.start(item(), row_group * 64 + int(thread_index_anew() % 128 / 32 * 16 + lane / 4));
         compute(turns);
       }
@@ -2565,9 +2570,9 @@ template <class B, class Shared> struct WgmmaConsumer {
     turns.leave();
   }
   // OVERLAP=1: the scores of the next tile are begun before P @ V, which goes on beside their softmax. P is in use
-  // until then. `own` has the kernel's products, its softmax and its flush.
-  template <class Probabilities, class Own>
-  __device__ __forceinline__ void overlapped(Own& own, const WgmmaTurns<B>& turns) {
+  // until then. `consumer` has the kernel's products, its softmax and its flush.
+  template <class Probabilities, class Consumer>
+  __device__ __forceinline__ void overlapped(Consumer& consumer, const WgmmaTurns<B>& turns) {
     auto& t = s.slice[slice];
     Scores S;
     Probabilities P;
@@ -2577,7 +2582,7 @@ template <class B, class Shared> struct WgmmaConsumer {
       __syncwarp();
       if (lane == 0 && rows.accumulates) mbarrier_arrive(&t.v_empty[last_stage]);
     };
-    own.begin_qk(S, ring, false), wgmma_wait_group<0>(), hold(S.x.d);
+    consumer.begin_qk(S, ring, false), wgmma_wait_group<0>(), hold(S.x.d);
     rows.take_some_score_as_max(S);
     for (;; rows.k0 -= B::round_keys) {
       arrive_by_warp(&t.k_empty[ring.stage], lane);
@@ -2586,12 +2591,12 @@ template <class B, class Shared> struct WgmmaConsumer {
       // The next K and this V have mostly landed; to ask takes time, which the softmax hides.
       const bool k_is_there = mbarrier_peek_parity(&t.k_full[next.stage], next.parity);
       const bool v_is_there = mbarrier_peek_parity(&t.v_full[ring.stage], ring.parity);
-      own.overlap(S, P, end_last_pv);
-      if constexpr (B::is_e4m3) own.flush(/*beside_qk=*/false);
+      consumer.overlap(S, P, end_last_pv);
+      if constexpr (B::is_e4m3) consumer.flush(/*beside_qk=*/false);
       turns.await();
-      if (rows.k0 != last_k0) own.begin_qk(S, next, k_is_there);
-      if constexpr (B::is_e4m3) own.flush(/*beside_qk=*/true);
-      own.begin_pv(P, v_is_there);
+      if (rows.k0 != last_k0) consumer.begin_qk(S, next, k_is_there);
+      if constexpr (B::is_e4m3) consumer.flush(/*beside_qk=*/true);
+      consumer.begin_pv(P, v_is_there);
       turns.pass_on();
       last_stage = ring.stage, ring = next;
       wgmma_wait_group<1>(), hold(S.x.d);
@@ -2638,9 +2643,9 @@ __device__ __forceinline__ void WgmmaRows<B>::multiply_qk_again(Scores& S, const
       uint32_t of_q[4], of_k[2];
       read_q(of_q, byte);
       SDPA_UNROLL for (int i = 0; i < 2; i++) {
-        const int k = k0 + lane / 4 + 8 * n, at = byte + i * 16 + lane % 4 * 4;
-        if constexpr (B::use_pages) of_k[i] = word(PagedRows<B>{&a, &item, &p.k, K_g, k} + 0, 0, 0, at);
-        else of_k[i] = word(K_g, item.k_row(k), p.k.row, at);
+        const int k = k0 + lane / 4 + 8 * n, k_byte = byte + i * 16 + lane % 4 * 4;
+        if constexpr (B::use_pages) of_k[i] = word(PagedRows<B>{&a, &item, &p.k, K_g, k} + 0, 0, 0, k_byte);
+        else of_k[i] = word(K_g, item.k_row(k), p.k.row, k_byte);
       }
       mma_32_bytes<Input>(d[0], d[1], d[2], d[3], of_q, of_k[0], of_k[1]);
     }
@@ -2675,8 +2680,8 @@ __device__ __forceinline__ void merge_slices(const WgmmaRows<B>& rows, SlicePart
   }
   barrier_sync(partials, B::warpgroups * 128);  // hazard: partial results written
 
-  const float2 own = slice == 0 ? float2{rows.m[0], rows.l[0]} : float2{rows.m[1], rows.l[1]};
-  const float2 m_l[2] = {own, ld_shared<float2>(&partial.m_l[1 - slice][row])};
+  const float2 row_m_l = slice == 0 ? float2{rows.m[0], rows.l[0]} : float2{rows.m[1], rows.l[1]};
+  const float2 m_l[2] = {row_m_l, ld_shared<float2>(&partial.m_l[1 - slice][row])};
   float weight[2], m, l;
   merge_weights<B>(m_l, rows.scale_log2, weight, m, l);
   const float sum = with_sink<B>(m, l, rows.a, item), inverse = inverse_of_sum<B>(sum, rows.a, item);
@@ -2743,9 +2748,9 @@ template <class B> struct Wgmma16Producer : WgmmaProducer<B, WgmmaShared<B>> {
       for (int group = 0; group < s.ROW_GROUPS; group++) {
         mbarrier_wait(&s.o_done[stage][group], q_ring.parity);
         const int q = item.q0 + group * 64;
-        const int at[5] = {0, item.q_row(q), 0, item.h, item.batch(a.p.q_starts)};
+        const int box_origin[5] = {0, item.q_row(q), 0, item.h, item.batch(a.p.q_starts)};
         if (q < 0 || item.ends_before(q + 64)) continue;
-        cp_async_bulk_tensor_store(&tensor_maps<B>(a).o, at, s.Q[stage][group]);
+        cp_async_bulk_tensor_store(&tensor_maps<B>(a).o, box_origin, s.Q[stage][group]);
         cp_async_bulk_commit_group();
       }
       cp_async_bulk_wait_group_read<0>();
@@ -2792,10 +2797,10 @@ template <class B> struct Wgmma16Consumer : WgmmaConsumer<B, WgmmaShared<B>> {
   // ---- the products ----
 
   // S = Q @ K.T, begun.   [64][BLOCK_N]
-  __device__ __forceinline__ void begin_qk(Scores& S, const StageRing<B::stages>& at, bool k_is_there) {
-    if (!k_is_there) mbarrier_wait(&s.slice[slice].k_full[at.stage], at.parity);
+  __device__ __forceinline__ void begin_qk(Scores& S, const StageRing<B::stages>& k_ring, bool k_is_there) {
+    if (!k_is_there) mbarrier_wait(&s.slice[slice].k_full[k_ring.stage], k_ring.parity);
     wgmma_qk<B>(S, descriptor_at(Base::Q, q_ring.stage * int(sizeof s.Q[0])),
-                descriptor_at(Base::K, at.stage * int(sizeof s.slice[0].K[0])));
+                descriptor_at(Base::K, k_ring.stage * int(sizeof s.slice[0].K[0])));
   }
   // O += P @ V, begun.   [64][D]
   __device__ __forceinline__ void begin_pv(const Probabilities& P, bool v_is_there) {
@@ -2927,8 +2932,8 @@ template <class B> struct Wgmma16Consumer : WgmmaConsumer<B, WgmmaShared<B>> {
       scale_rows(part, inverse);
       uint32_t o[4];
       pack_step<Output>(o, part, 0);
-      const int at = panel_offset<64, PANEL_BYTES<B::d_v>>(first_row + lane % 16, n * 16 + lane / 16 * 8);
-      stmatrix_x4<false>(shared_address(s.Q[stage][row_group] + at), o);
+      const int o_offset = panel_offset<64, PANEL_BYTES<B::d_v>>(first_row + lane % 16, n * 16 + lane / 16 * 8);
+      stmatrix_x4<false>(shared_address(s.Q[stage][row_group] + o_offset), o);
     }
     fence_proxy_async();
     if constexpr (B::use_lengths) store_partial_rows(s.item[stage], s.Q[stage][row_group], first_row, lane);
@@ -3157,9 +3162,9 @@ template <class B> struct E4m3Consumer : WgmmaConsumer<B, E4m3Shared<B>> {
     arrive_by_warp(&s.q_empty[q_ring.stage], lane);
   }
   // S = Q @ K.T, begun.   [64][BLOCK_N]
-  __device__ __forceinline__ void begin_qk(Scores& S, const StageRing<B::stages>& at, bool k_is_there) {
-    if (!k_is_there) mbarrier_wait(&s.slice[slice].k_full[at.stage], at.parity);
-    const uint64_t K_at = descriptor_at(Base::K, at.stage * int(sizeof s.slice[0].K[0]));
+  __device__ __forceinline__ void begin_qk(Scores& S, const StageRing<B::stages>& k_ring, bool k_is_there) {
+    if (!k_is_there) mbarrier_wait(&s.slice[slice].k_full[k_ring.stage], k_ring.parity);
+    const uint64_t K_at = descriptor_at(Base::K, k_ring.stage * int(sizeof s.slice[0].K[0]));
     if constexpr (Shared::Q_IN_REGISTERS) {
       forget(S.x.d);
       wgmma_fence();
@@ -3201,8 +3206,8 @@ template <class B> struct E4m3Consumer : WgmmaConsumer<B, E4m3Shared<B>> {
       SDPA_UNROLL for (int i = 0; i < 4; i++) {
         int query = row + i % 2 * 8;
         if constexpr (B::pack_gqa) {
-          const Item<B> of = row_item<B>(a, item, query - item.q0 + row_group * 64);
-          Q_g = p.Q + of.b * p.q.batch + min(of.h, p.Hq - 1) * p.q.head, query = of.q0;
+          const Item<B> one_row = row_item<B>(a, item, query - item.q0 + row_group * 64);
+          Q_g = p.Q + one_row.b * p.q.batch + min(one_row.h, p.Hq - 1) * p.q.head, query = one_row.q0;
         }
         query = item.q_row(min(query, item.query_count(p) - 1));
         q[i] = rows.word(Q_g, query, p.q.row, step_byte + i / 2 * 16 + byte);
@@ -3310,11 +3315,11 @@ template <class B> struct E4m3Consumer : WgmmaConsumer<B, E4m3Shared<B>> {
   __device__ __forceinline__ void store() {
     const Item<B>& item = Base::item();
     if constexpr (B::split_kv > 1) {
-      const Item<B> mine = item;  // read before the barrier, which hides the latency
-      merge_slices<B>(rows, s.partial[row_group], slice, mine, [&](const float (&share)[B::head_dim / 4], int row) {
+      const Item<B> cta_item = item;  // read before the barrier, which hides the latency
+      merge_slices<B>(rows, s.partial[row_group], slice, cta_item, [&](const float (&share)[B::head_dim / 4], int row) {
         const int q = rows.q + row;
-        Output* const O_g = a.p.O + mine.b * a.p.o.batch + mine.h * a.p.o.head + mine.q_row(q) * a.p.o.row;
-        SDPA_UNROLL for (int v = 0; v < B::head_dim / 16 && q < mine.query_count(a.p); v++) {
+        Output* const O_g = a.p.O + cta_item.b * a.p.o.batch + cta_item.h * a.p.o.head + cta_item.q_row(q) * a.p.o.row;
+        SDPA_UNROLL for (int v = 0; v < B::head_dim / 16 && q < cta_item.query_count(a.p); v++) {
           const float* const x = share + 4 * v;
           st_global(O_g + 16 * v + lane % 4 * 4, uint2{pack<Output>(x[0], x[2]), pack<Output>(x[1], x[3])});
         }
@@ -3421,12 +3426,12 @@ template <class B> struct WgmmaColumnsLoader {
     hold(map), griddepcontrol_wait();  // as late as possible: the kernel before this one has ended
     if (B::pack_gqa) {
       for (int panel = 0; panel < panels; panel++) {
-        const int at[5] = {0, item.q_row(item.q0), item.h, panel, item.batch(a.p.q_starts)};
-        cp_async_bulk_tensor_load(s.Q + panel * B::block_m * of_panel, map, at, &s.q_full, evict_first);
+        const int box_origin[5] = {0, item.q_row(item.q0), item.h, panel, item.batch(a.p.q_starts)};
+        cp_async_bulk_tensor_load(s.Q + panel * B::block_m * of_panel, map, box_origin, &s.q_full, evict_first);
       }
     } else {
-      const int at[5] = {0, item.q_row(item.q0), 0, item.h, item.batch(a.p.q_starts)};
-      cp_async_bulk_tensor_load(s.Q, map, at, &s.q_full, evict_first);
+      const int box_origin[5] = {0, item.q_row(item.q0), 0, item.h, item.batch(a.p.q_starts)};
+      cp_async_bulk_tensor_load(s.Q, map, box_origin, &s.q_full, evict_first);
     }
   }
   // Its tile of a round of the item, into a stage that has been read; past the last key zeros. FIRST: of this warp.
@@ -3509,10 +3514,10 @@ template <class B> struct WgmmaColumns {
   // ---- the products ----
 
   // S.T = K @ Q.T of the tile there, begun.   [BLOCK_N][BLOCK_M]
-  __device__ __forceinline__ void start_kq(Scores& S, const StageRing<B::stages>& at) {
-    mbarrier_wait(&mine().k_full[at.stage], at.parity);
+  __device__ __forceinline__ void start_kq(Scores& S, const StageRing<B::stages>& k_ring) {
+    mbarrier_wait(&mine().k_full[k_ring.stage], k_ring.parity);
     const uint64_t Q = wgmma_descriptor(Q_s, 16, PANEL_ATOM<B::head_dim>);
-    const uint64_t K = wgmma_descriptor(K_s + at.stage * sizeof s.slice[0].K[0], 16, PANEL_ATOM<B::head_dim>);
+    const uint64_t K = wgmma_descriptor(K_s + k_ring.stage * sizeof s.slice[0].K[0], 16, PANEL_ATOM<B::head_dim>);
     wgmma_fence();
     SDPA_UNROLL for (int block = 0; block < KEY_BLOCKS; block++) {
       SDPA_UNROLL for (int step = 0; step < B::head_dim / 16; step++) {
@@ -3538,13 +3543,14 @@ template <class B> struct WgmmaColumns {
     wgmma_commit_group();
   }
   // Waits for both products, which end for all warps of a warpgroup at once, and loads other tiles for K and V.
-  __device__ __forceinline__ void finish_products(Scores& S, int round, int rounds, const StageRing<B::stages>& k_at) {
+  __device__ __forceinline__ void finish_products(Scores& S, int round, int rounds,
+                                                  const StageRing<B::stages>& k_ring) {
     wgmma_wait_group<0>();
     S.hold_all();
     const int next = round - B::stages + (warp == 1);  // of K, which warp 0 loads, or of V
     if (warp < 2 && next >= 0 && next < rounds - B::stages) {
       WgmmaColumnsLoader<B>{s, a, slice, int(warp), s.item}.template load_tile<false>(
-          next, warp == 0 ? k_at.stage : ring.stage);
+          next, warp == 0 ? k_ring.stage : ring.stage);
     }
   }
 
@@ -3570,12 +3576,12 @@ template <class B> struct WgmmaColumns {
     return x[0];
   }
   // Of the own query over the four warps, in a fixed order.
-  template <class Combine> __device__ __forceinline__ float combine_warps(float own, Combine combine) {
-    st_shared(&mine().of_warp[warp][lane], own);
+  template <class Combine> __device__ __forceinline__ float combine_warps(float value, Combine combine) {
+    st_shared(&mine().of_warp[warp][lane], value);
     sync();  // hazard: written by all warps
-    own = ld_shared<float>(&mine().of_warp[0][lane]);
-    SDPA_UNROLL for (int n = 1; n < 4; n++) own = combine(own, ld_shared<float>(&mine().of_warp[n][lane]));
-    return own;
+    value = ld_shared<float>(&mine().of_warp[0][lane]);
+    SDPA_UNROLL for (int n = 1; n < 4; n++) value = combine(value, ld_shared<float>(&mine().of_warp[n][lane]));
+    return value;
   }
   static __device__ __forceinline__ float sum_of(float x, float y) { return x + y; }
   static __device__ __forceinline__ float larger_of(float x, float y) { return fmaxf(x, y); }
@@ -3589,8 +3595,8 @@ template <class B> struct WgmmaColumns {
     return combine_warps(combine_lanes(x, larger_of), larger_of);
   }
   // Query i of the thread, from the lane that owns it.
-  __device__ __forceinline__ float from_owner(float own, int i) const {
-    return __shfl_sync(0xffffffffu, own, i * 8 / ROWS * 4 + lane % 4);
+  __device__ __forceinline__ float from_owner(float value, int i) const {
+    return __shfl_sync(0xffffffffu, value, i * 8 / ROWS * 4 + lane % 4);
   }
 
   // ---- the softmax ----
@@ -3798,8 +3804,8 @@ template <class B, class Shared> struct CtaSoftmax {
     }
     __syncthreads();  // hazard: m and l read by other warps in finish() if there is no tile
   }
-  __device__ void step(Shared& s, const ScalarScores<B>& own, float scale_log2, float (&alpha_own)[ROWS]) {
-    store_scores(s.P, s.P_STRIDE, own);
+  __device__ void step(Shared& s, const ScalarScores<B>& scores, float scale_log2, float (&alpha_out)[ROWS]) {
+    store_scores(s.P, s.P_STRIDE, scores);
     group_sync<B, (B::sync_policy >= 2)>();  // hazard: S written, its rows about to change hands
 
     ScalarScores<B> S = dealt_rows();
@@ -3825,10 +3831,10 @@ template <class B, class Shared> struct CtaSoftmax {
     }
     group_sync<B, (B::sync_policy >= 2)>();  // hazard: l and P written, rows about to change hands again
 
-    SDPA_UNROLL for (int i = 0; i < ROWS; i++) alpha_own[i] = s.alpha[own.row(i)];
+    SDPA_UNROLL for (int i = 0; i < ROWS; i++) alpha_out[i] = s.alpha[scores.row(i)];
   }
-  __device__ void finish(Shared& s, const ScalarScores<B>& own, float (&m_out)[ROWS], float (&l_out)[ROWS]) {
-    SDPA_UNROLL for (int i = 0; i < ROWS; i++) { m_out[i] = s.m[own.row(i)], l_out[i] = s.l[own.row(i)]; }
+  __device__ void finish(Shared& s, const ScalarScores<B>& scores, float (&m_out)[ROWS], float (&l_out)[ROWS]) {
+    SDPA_UNROLL for (int i = 0; i < ROWS; i++) { m_out[i] = s.m[scores.row(i)], l_out[i] = s.l[scores.row(i)]; }
   }
 };
 
@@ -4206,10 +4212,10 @@ template <class B> struct MmaE4m3 {
   }
   static __device__ __forceinline__ void pv(MmaSums<B>& O, const MmaStepOfP<B>& p, const Element<B>* V_s, int step,
                                             int lane) {
-    const SharedAddress at = shared_address(V_s + tile_offset<B, B::d_v>(lane, 0));
+    const SharedAddress lane_address = shared_address(V_s + tile_offset<B, B::d_v>(lane, 0));
     SDPA_UNROLL for (int n = 0; n < B::d_v / 16; n++) {
       uint32_t v[4];  // of keys 0 ... 7, 8 ... 15, 16 ... 23, 24 ... 31, in the order of P
-      ldmatrix_x4<true>(v, tile_step<B, B::d_v>(at, MMA_K<B> * step, 16 * n));
+      ldmatrix_x4<true>(v, tile_step<B, B::d_v>(lane_address, MMA_K<B> * step, 16 * n));
       const uint32_t even[2] = {prmt(v[0], v[1], 0x6420), prmt(v[2], v[3], 0x6420)};
       const uint32_t odd[2] = {prmt(v[0], v[1], 0x7531), prmt(v[2], v[3], 0x7531)};
       SDPA_UNROLL for (int m = 0; m < O.M_TILES; m++) {
@@ -4249,10 +4255,10 @@ template <class B> struct MmaE4m3AsHalves {
   static __device__ __forceinline__ uint32_t pack_p(const float* x) { return pack<Half>(x[0], x[1]); }
   static __device__ __forceinline__ void pv(MmaSums<B>& O, const MmaStepOfP<B>& p, const Element<B>* V_s, int step,
                                             int lane) {
-    const SharedAddress at = shared_address(V_s + tile_offset<B, B::d_v>(lane % 16, lane / 16 * CHUNK<B>));
+    const SharedAddress lane_address = shared_address(V_s + tile_offset<B, B::d_v>(lane % 16, lane / 16 * CHUNK<B>));
     SDPA_UNROLL for (int n = 0; n < B::d_v / 16; n += 2) {
       uint32_t v[4];  // of 16 d keys 0 ... 7, 8 ... 15, and of the next
-      ldmatrix_x4<true>(v, tile_step<B, B::d_v>(at, 16 * step, 16 * n));
+      ldmatrix_x4<true>(v, tile_step<B, B::d_v>(lane_address, 16 * step, 16 * n));
       SDPA_UNROLL for (int next = 0; next < 2; next++) {
         uint32_t low[2], high[2];  // keys; the even d and the odd d
         make_halves(low, prmt(v[2 * next], 0, 0x3120));
@@ -4291,16 +4297,16 @@ template <class B> __device__ __forceinline__ RangePartial<B>* range_partials(co
 
 // Stores a view's rows of O, m and l in a partial result, by store(place, vector).
 template <class Partial, class View, class Store>
-__device__ __forceinline__ void store_partial(Partial& mine, const View& O, const float (&m)[View::ROWS],
+__device__ __forceinline__ void store_partial(Partial& partial, const View& O, const float (&m)[View::ROWS],
                                               const float (&l)[View::ROWS], const Store& store) {
   constexpr int width = View::RUN < 4 ? View::RUN : 4;
   SDPA_UNROLL for (int i = 0; i < View::ROWS; i++) {
     SDPA_UNROLL for (int j = 0; j < View::COLS; j += width) {
       VectorType<width * sizeof(float)> x;
       memcpy(&x, &O.x[i][j], sizeof x);
-      store(&mine.O[O.row(i)][O.col(j)], x);
+      store(&partial.O[O.row(i)][O.col(j)], x);
     }
-    if (O.col(0) == 0) store(&mine.m_l[O.row(i)], float2{m[i], l[i]});
+    if (O.col(0) == 0) store(&partial.m_l[O.row(i)], float2{m[i], l[i]});
   }
 }
 
@@ -4310,8 +4316,8 @@ __device__ __forceinline__ void store_sums(const View& O, const Rows& m, const R
                                            const Item<B>& item) {
   if constexpr (B::split_ctas != 1) {
     if (!B::use_lengths || item.range_count(a) != 1) {
-      RangePartial<B>& mine = range_partials<B>(a)[item.part(a)];
-      return store_partial(mine, O, m, l, [](void* dst_g, auto x) { st_global(dst_g, x); });
+      RangePartial<B>& partial = range_partials<B>(a)[item.part(a)];
+      return store_partial(partial, O, m, l, [](void* dst_g, auto x) { st_global(dst_g, x); });
     }
   }
   if constexpr (B::use_lengths && B::pack_gqa) {
@@ -4420,9 +4426,9 @@ __device__ __forceinline__ void store_rows(const Partials& partials_s, const Ker
   uint32_t* const counters = static_cast<uint32_t*>(a.p.workspace);
   RangePartial<B>* const partials = range_partials<B>(a);
   merge_groups<B>(partials_s, scale_log2, thread, [&](int row, const auto& O, auto& m, auto& l) {
-    RangePartial<B>& mine = partials[item.part(a)];
-    st_global(&mine.O[row][O.first_col], float4{O.x[0][0], O.x[0][1], O.x[0][2], O.x[0][3]});
-    if (O.first_col == 0) st_global(&mine.m_l[row], float2{m[0], l[0]});
+    RangePartial<B>& partial = partials[item.part(a)];
+    st_global(&partial.O[row][O.first_col], float4{O.x[0][0], O.x[0][1], O.x[0][2], O.x[0][3]});
+    if (O.first_col == 0) st_global(&partial.m_l[row], float2{m[0], l[0]});
   });
   __syncthreads();  // hazard: written by all threads
   if (thread == 0) is_last_s = atom_inc_acq_rel(&counters[item.counter(a)], ranges - 1) == ranges - 1;
@@ -4459,8 +4465,8 @@ template <class B> struct MmaPacked {
   // Rows past those of the tile get the factor of some head.
   static __device__ __forceinline__ void read_factors(MmaRows<B>& rows, const KernelArgs& a, const Item<B>& item) {
     SDPA_UNROLL for (int i = 0; i < rows.ROWS; i++) {
-      const Item<B> of = row_item<B>(a, item, rows.O.row(i));
-      rows.q_descale[i] = a.p.q_descale.of_head(of.b, min(of.h, a.p.Hq - 1));
+      const Item<B> one_row = row_item<B>(a, item, rows.O.row(i));
+      rows.q_descale[i] = a.p.q_descale.of_head(one_row.b, min(one_row.h, a.p.Hq - 1));
     }
   }
   static __device__ __forceinline__ void store(MmaShared<B>& s, const MmaRows<B>& rows, const KernelArgs& a, int group,
@@ -4468,8 +4474,8 @@ template <class B> struct MmaPacked {
     MmaRuns<B> runs;
     deal_runs<B>(runs, rows.O, lane);
     __syncthreads();  // hazard: the partial results take the place of Q, K and V
-    RowsPartial<B>& mine = s.partial.of_group[group];
-    store_partial(mine, runs, rows.m, rows.l, [](void* dst_s, auto x) { st_shared(dst_s, x); });
+    RowsPartial<B>& partial = s.partial.of_group[group];
+    store_partial(partial, runs, rows.m, rows.l, [](void* dst_s, auto x) { st_shared(dst_s, x); });
     __syncthreads();  // hazard: partial results written
     store_rows<B>(s.partial.of_group, a, s.item, threadIdx.x, s.partial.is_last);
   }
@@ -4506,19 +4512,20 @@ template <class B> struct PagedRows {
 
 // A lane copies a box of one page, a panel's lines; its page is best looked up while the stage is full.
 template <class B, int D> struct TileBox<B, D, true> {
-  int at[5], row;  // of this lane's box: where it is in the tensor map, and its first row in the tile
+  int box_origin[5], row;  // of this lane's box: coordinates in the tensor map, and its first row in the tile
 
   __device__ __forceinline__ TileBox(const KernelArgs& a, const Item<B>& item, int h_kv, int k0)
-      : at{0, 0, 0, h_kv, 0} {
+      : box_origin{0, 0, 0, h_kv, 0} {
     const int lane = threadIdx.x % 32, rows = plan_room<B>(a).box_rows;
-    row = lane / PANELS<D> * rows, at[2] = lane % PANELS<D>;
-    at[1] = int(plan_room<B>(a).page_size.remainder(uint32_t(k0 + row))), at[4] = page_of<B>(a, item, k0 + row, rows);
+    row = lane / PANELS<D> * rows, box_origin[2] = lane % PANELS<D>;
+    box_origin[1] = int(plan_room<B>(a).page_size.remainder(uint32_t(k0 + row)));
+    box_origin[4] = page_of<B>(a, item, k0 + row, rows);
   }
   __device__ __forceinline__ void load(const KernelArgs&, const CUtensorMap* map, Input* to_s, uint64_t* full) const {
     if (row >= B::block_n) return;
     if (threadIdx.x % 32 == 0) mbarrier_arrive_expect_tx(full, B::block_n * ROW_BYTES<D>);
-    to_s += (at[2] * B::block_n + row) * (PANEL_BYTES<D> / int(sizeof(Input)));
-    cp_async_bulk_tensor_load(to_s, map, at, full, B::swap_ab && B::pack_gqa ? evict_first : evict_last);
+    to_s += (box_origin[2] * B::block_n + row) * (PANEL_BYTES<D> / int(sizeof(Input)));
+    cp_async_bulk_tensor_load(to_s, map, box_origin, full, B::swap_ab && B::pack_gqa ? evict_first : evict_last);
   }
 };
 
@@ -4647,13 +4654,13 @@ struct PlanShared {
 template <class B, class Use> __device__ __forceinline__ void for_each_tile(const KernelArgs& a, int shift, Use use) {
   const int tid = threadIdx.x, queries = queries_of_item<B>(a);
   for (int b = tid / 32 + (tid % 32 >> shift) * (plan_threads / 32); b < a.p.B; b += plan_threads >> shift) {
-    const Sequence own(a.p, b);
-    const KeyBounds bounds(a.p, own.Sq, own.Sk);
-    const int tiles = ceil_div(own.Sq, queries);
-    const int early = wgmma_may_pass<B> && !bounds.all() ? (tiles * queries - own.Sq) / 64 * 64 : 0;
+    const Sequence sequence(a.p, b);
+    const KeyBounds keys(a.p, sequence.Sq, sequence.Sk);
+    const int tiles = ceil_div(sequence.Sq, queries);
+    const int early = wgmma_may_pass<B> && !keys.all() ? (tiles * queries - sequence.Sq) / 64 * 64 : 0;
     for (int i = tiles - 1 - tid % (1 << shift); i >= 0; i -= 1 << shift) {
       const int q0 = i * queries - early;
-      use(b, own, q0, bounds.of_rows(max(q0, 0), min(q0 + queries, own.Sq) - 1));
+      use(b, sequence, q0, keys.of_rows(max(q0, 0), min(q0 + queries, sequence.Sq) - 1));
     }
   }
 }
@@ -4671,8 +4678,8 @@ template <class B> __global__ void __launch_bounds__(plan_threads, 1) sdpa_plan(
     return uint32_t(max(ceil_div(keys.end - first_tile_key<B>(keys), B::round_keys), 0));
   };
   uint64_t rounds_of_thread = 0;
-  each_tile([&](int, const Sequence& own, int, const KeyRange& keys) {
-    rounds_of_thread += rounds_of(keys), atomicMax(&s.most_rounds, rounds_of({0, own.Sk}));
+  each_tile([&](int, const Sequence& sequence, int, const KeyRange& keys) {
+    rounds_of_thread += rounds_of(keys), atomicMax(&s.most_rounds, rounds_of({0, sequence.Sk}));
   });
   atomicAdd(&s.rounds, uint32_t(rounds_of_thread % 65536));  // in two halves: shared memory adds no 64 bits
   atomicAdd(&s.rounds_65536, uint32_t(rounds_of_thread / 65536));
@@ -4689,13 +4696,13 @@ template <class B> __global__ void __launch_bounds__(plan_threads, 1) sdpa_plan(
   const auto ranges_of_tile = [&](uint32_t rounds) { return max(ceil_div(rounds, limit), typed); };
   // By the rounds of a range; or of the sequence, so that its tiles follow each other while L2 has its K and V.
   const uint32_t longest = max(min(s.most_rounds, limit), 1u);
-  const auto class_of = [&](const Sequence& own, uint32_t rounds, uint32_t ranges) {
-    const uint32_t cost = B::split_ctas == 1 ? rounds_of({0, own.Sk}) : ceil_div(rounds, ranges);
+  const auto class_of = [&](const Sequence& sequence, uint32_t rounds, uint32_t ranges) {
+    const uint32_t cost = B::split_ctas == 1 ? rounds_of({0, sequence.Sk}) : ceil_div(rounds, ranges);
     return plan_classes - 1 - int(cost * (plan_classes - 1) / longest);
   };
-  each_tile([&](int, const Sequence& own, int, const KeyRange& keys) {
+  each_tile([&](int, const Sequence& sequence, int, const KeyRange& keys) {
     const uint32_t rounds = rounds_of(keys), ranges = ranges_of_tile(rounds);
-    atomicAdd(&s.count_of[class_of(own, rounds, ranges)], ranges);
+    atomicAdd(&s.count_of[class_of(sequence, rounds, ranges)], ranges);
   });
   __syncthreads();  // hazard: counted by all threads
   if (tid <= plan_classes) {
@@ -4708,17 +4715,17 @@ template <class B> __global__ void __launch_bounds__(plan_threads, 1) sdpa_plan(
   __syncthreads();  // hazard: summed by those threads
   PlannedItem* const items = planned_items(a);
   uint32_t* const merges = reinterpret_cast<uint32_t*>(items + plan_room<B>(a).items);
-  each_tile([&](int b, const Sequence& own, int q0, const KeyRange& keys) {
+  each_tile([&](int b, const Sequence& sequence, int q0, const KeyRange& keys) {
     const uint32_t rounds = rounds_of(keys), ranges = ranges_of_tile(rounds);
     const uint32_t part = ranges > 1 ? atomicAdd(&s.parts, ranges) : 0;
     const uint32_t each = rounds / ranges, rest = rounds % ranges;  // so many have one round more
     for (uint32_t range = 0; range < ranges; range++) {  // a warp's tiles of the same keys follow each other
-      const uint32_t number = atomicAdd(&s.first[class_of(own, rounds, ranges)], 1u);
+      const uint32_t number = atomicAdd(&s.first[class_of(sequence, rounds, ranges)], 1u);
       if (number >= plan_room<B>(a).items) return;
       if (ranges > 1 && range == 0) st_global(merges + atomicAdd(&s.merges, 1u), number);
       const int begin = first_tile_key<B>(keys) + int(each * range + min(range, rest)) * B::round_keys;
       const int end = min(begin + int(each + (range < rest)) * B::round_keys, keys.end);
-      const PlannedItem item{b, 0, q0, own, {max(begin, keys.begin), end}, int(range), int(ranges), int(part)};
+      const PlannedItem item{b, 0, q0, sequence, {max(begin, keys.begin), end}, int(range), int(ranges), int(part)};
       uint4 words[sizeof item / 16];
       memcpy(words, &item, sizeof item);
       for (int i = 0; i < int(sizeof item / 16); i++) {
@@ -5288,7 +5295,7 @@ SdpaStatus check_params(SdpaParams& p) {
   const char *of_lengths = Build::use_lengths ? "" : "USE_LENGTHS=1", *of_pages = Build::use_pages ? "" : "USE_PAGES=1";
   const char* of_queue = Build::use_persistent_cta ? "" : "USE_PERSISTENT_CTA=1";
   const struct {
-    const char *name, *of;  // the builds that have it, if not all
+    const char *name, *builds;  // the builds that have it, if not all
     uintptr_t value;
     int alignment = 4;
   } options[] = {{"q_descale", of_8bit, uintptr_t(p.q_descale.factor)}, {"q_starts", of_lengths, uintptr_t(p.q_starts)},
@@ -5298,7 +5305,7 @@ SdpaStatus check_params(SdpaParams& p) {
                  {"sinks", Build::use_sinks ? "" : "USE_SINKS=1", uintptr_t(p.sinks)}, {"LSE", "", uintptr_t(p.LSE)},
                  {"max_ctas", of_queue, uintptr_t(p.max_ctas), 1}, {"softcap", of_cap, p.softcap != 0, 1}};
   for (const auto& x : options) {
-    if (x.value && *x.of) return failure(refused, "%s is for builds with %s; set it to 0", x.name, x.of);
+    if (x.value && *x.builds) return failure(refused, "%s is for builds with %s; set it to 0", x.name, x.builds);
     if (x.value % x.alignment) return failure(refused, "%s is not aligned to %d bytes", x.name, x.alignment);
   }
   if (Build::use_pages && (!p.page_table || p.k_starts || p.page_size <= 0 || p.page_size % 16 || p.pages <= 0 ||
