@@ -2059,7 +2059,13 @@ template <class B> __device__ __forceinline__ int first_key_of(const WgmmaItem<B
   return item.first_key + (round * B::split_kv + slice) * B::block_n;
 }
 
-// Item number i. EARLY: with a mask, warpgroups without rows are in a head's first item, where rows are short.
+// Item number i. EARLY: with a mask, all items of a head move up by the warpgroups (64 rows) that have no row, so that
+// these come before query 0, where own_rounds() gives them no rounds. The head's first item, which has them then, sees
+// fewer keys, while the last sees them all anyway. Sq = 200, BLOCK_M = 192, causal: (2 * 192 - 200) / 64 * 64 = 128.
+//
+//                queries of item 0               of item 1                       keys that the items load
+//   not EARLY      0- 63   64-127  128-191  |  192-199  none     none            192, 200
+//   EARLY        none     none       0- 63  |   64-127  128-191  192-199          64, 200
 template <class B, bool EARLY = false>
 __device__ __forceinline__ WgmmaItem<B> wgmma_item(const KernelArgs& a, uint32_t i) {
   WgmmaItem<B> item;
@@ -2814,7 +2820,14 @@ template <class B> struct Wgmma16Consumer : WgmmaConsumer<B, WgmmaShared<B>> {
     arrive_by_warp(&s.slice[slice].v_empty[stage], lane);
   }
 
-  // ---- the softmax ----
+  // ---- the softmax: the stale maximum is tried first, the exact one is the fallback ----
+  //
+  //   attend                                               attend_beside_pv
+  //   if stale: P = exp of the first FIRST columns of S    if stale: P = exp of S, done if the sums of P fit
+  //   wait for the P @ V before                            if not done: S back from P if stale;  m, alpha, P exactly
+  //   if stale: P of the others, rounded, done if it fits  wait for the P @ V before
+  //   if not done: S back from P if stale;  m, alpha, P    if not done: O = O * alpha
+  //   if not done: O = O * alpha, P rounded                P rounded
 
   // With Q from shared memory.
   __device__ __forceinline__ void multiply_qk_again(Scores& S) const {
@@ -2838,8 +2851,7 @@ template <class B> struct Wgmma16Consumer : WgmmaConsumer<B, WgmmaShared<B>> {
   static __device__ __forceinline__ void pack_all(Probabilities& out, const Scores& P) {
     SDPA_UNROLL for (int n = 0; n < B::block_n / 16; n++) pack_step<Input>(out[n], P, n), hold(out[n]);
   }
-  // P of the scores S, rounded, and O rescaled to its maximum. end_last_pv() waits for the P @ V before: after
-  // the first FIRST columns of a stale softmax, or before an exact one.
+  // The wait stands in the middle: FIRST columns of a stale softmax go on beside the P @ V before.
   template <int FIRST, class End>
   __device__ __forceinline__ void attend(Scores& S, Probabilities& P, const End& end_last_pv) {
     const bool stale = rows.may_take_stale_max();
@@ -2859,7 +2871,7 @@ template <class B> struct Wgmma16Consumer : WgmmaConsumer<B, WgmmaShared<B>> {
     if (!done && !__all_sync(0xffffffffu, alpha[0] == 1 && alpha[1] == 1)) scale_rows(rows.O, alpha);
     if (!done) pack_all(P, S);
   }
-  // The same with the whole softmax beside the P @ V before.
+  // The wait stands at the end: all of the softmax goes on beside the P @ V before.
   template <class End>
   __device__ __forceinline__ void attend_beside_pv(Scores& S, Probabilities& P, const End& end_last_pv) {
     bool stale = false;
