@@ -133,7 +133,7 @@ constexpr int value_of(std::string_view value, std::string_view values = "") {
 // A knob nobody defined expands to its own name: that is how it gets its default.
 #define SDPA_TEXT_AS_IS(...) #__VA_ARGS__
 #define SDPA_TEXT(...) SDPA_TEXT_AS_IS(__VA_ARGS__)
-// A pragma ends a line of what nvcc's compiler reads. It quotes the line of an error, which would be all of SDPA_KNOBS.
+// nvcc quotes the whole line of an error, which would be all of SDPA_KNOBS; a pragma ends the line.
 #define SDPA_NEW_LINE _Pragma("GCC diagnostic push") _Pragma("GCC diagnostic pop")
 #define SDPA_KNOB(name, fallback, member, values, families, meaning)                                                  \
   SDPA_NEW_LINE                                                                                                       \
@@ -166,28 +166,28 @@ template <int ROW> struct BuildOf : Knobs<ROW> {
                                    : K::use_wmma   ? Family::wmma
                                    : K::use_wgmma  ? Family::wgmma
                                                    : Family::scalar;
-  // Of wgmma: kernels start before those before them end (griddepcontrol); TMA copies tiles.
+  // Kernels of wgmma start before those before them have ended (griddepcontrol), and TMA copies their tiles.
   static constexpr bool starts_early = family == Family::wgmma, loads_by_tma = family == Family::wgmma;
   static constexpr DType input = DType(K::dtype);  // of Q, K and V
   static constexpr bool is_e4m3 = input == DType::e4m3, is_8bit = is_e4m3 || input == DType::u8;
   static constexpr DType output = K::out_dtype != 0 ? DType(K::out_dtype - 1) : is_8bit ? DType::fp16 : input;
-  // Products take fp16, made of each operand's e4m3 as it is read.
+  // e4m3 becomes fp16 as an operand of a product is read.
   static constexpr bool converts_operands = is_e4m3 && family == Family::mma && K::pack_gqa;
-  // FP16_ACC: S, and what a tile adds to O.
+  // FP16_ACC: S is summed in fp16, and so is what a tile adds to O.
   static constexpr bool qk_in_fp16 = K::fp16_acc & 1, pv_in_fp16 = K::fp16_acc & 2;
-  // fp16 is made of U8 while a tile is copied.
+  // U8 becomes fp16 while a tile is copied.
   static constexpr bool converts = input == DType::u8 && family == Family::wmma;
-  // Threads of a CTA that only copy, and all; warps that share a slice of the keys.
+  // Threads of a CTA that only copy, and all of its threads; group_warps share a slice of the keys.
   static constexpr int producer_threads = !K::use_warp_specialization ? 0
                                           : family == Family::wgmma       ? 128
                                                                           : K::num_producer_warps * 32;
   static constexpr int threads = K::num_warps * 32 + producer_threads;
   static constexpr int d_v = K::head_dim_v > 0 ? K::head_dim_v : K::head_dim;  // elements of a row of V and O
-  static constexpr int round_keys = K::split_kv * K::block_n;  // of the tiles that all groups take at once
+  static constexpr int round_keys = K::split_kv * K::block_n;  // of a round, in which every slice takes one tile
   static constexpr int group_warps = K::num_warps / K::split_kv;
   static constexpr int group_threads = group_warps * 32;
   static constexpr int warpgroups = K::num_warps / 4;  // that compute
-  // A thread's rows of scores have scales of their own, since their heads have factors.
+  // Each row of scores has a scale, since rows of different heads have different factors.
   static constexpr bool scales_rows = is_e4m3 && family == Family::wgmma && K::pack_gqa;
 };
 
@@ -206,7 +206,7 @@ using ElementOf = std::conditional_t<
     std::conditional_t<T == DType::bf16, __nv_bfloat16, std::conditional_t<T == DType::e4m3, __nv_fp8_e4m3, uint8_t>>>;
 using Input = ElementOf<Build::input>;    // of Q, K and V
 using Output = ElementOf<Build::output>;  // of O
-// Of their tiles in shared memory.
+// The type of their elements in shared memory.
 template <class B> using Element = std::conditional_t<B::converts, __half, Input>;
 using Half = std::conditional_t<Build::is_8bit, __half, Input>;  // of 16-bit operands
 
@@ -221,7 +221,7 @@ struct Strides {  // in elements; a row's D elements are contiguous
   int64_t batch, head, row;
 };
 
-// Of 8-bit tensors: head (b, h) is to be multiplied by factor[b * batch + h * head]. U8 u is (u - 128) / 127 * 448.
+// Factors of an 8-bit tensor: head (b, h) is multiplied by factor[b * batch + h * head]. U8 u is (u - 128) / 127 * 448.
 struct Descale {
   const float* factor = nullptr;  // in device memory, none negative; null: 1
   int64_t batch = 0, head = 0;    // strides, in floats
@@ -261,7 +261,7 @@ struct SdpaParams {
 namespace {
 
 constexpr int most_rows = 1000000000;  // that a dimension may have
-// How many parts of `size` n has, the last one perhaps not full.
+// n / size, rounded up.
 template <class T> __host__ __device__ constexpr T ceil_div(T n, typename std::common_type<T>::type size) {
   return (n + size - 1) / size;
 }
@@ -270,7 +270,7 @@ struct TensorMaps { CUtensorMap q, k, v, o; };  // of tensors as [B][H][panels][
 struct Nothing {};
 
 struct KeyRange { int begin, end; };  // [begin, end)
-// What the mask leaves: query q sees the keys [q + from, q + to) that exist. Sizes are 10^9 at most: no sum overflows.
+// The mask: query q sees those keys of [q + from, q + to) that exist. Sizes are at most 10^9, so that no sum overflows.
 struct KeyBounds {
   int from, to, Sk;
 
@@ -285,11 +285,11 @@ struct KeyBounds {
   // begin(q) <= end(q), and both grow with q.
   __host__ __device__ int begin(int q) const { return min(max(q + from, 0), Sk); }
   __host__ __device__ int end(int q) const { return min(max(q + to, 0), Sk); }
-  // That some of the queries [first, last] see.
+  // The keys that at least one of the queries [first, last] sees.
   __host__ __device__ KeyRange of_rows(int first, int last) const { return {begin(first), end(last)}; }
 };
 
-// KeyBounds of tiles of ROWS queries from q on and KEYS keys from k0 on, some perhaps past the end: limits of k0 - q.
+// The mask of tiles of `rows` queries from q on and `keys` keys from k0 on, as limits of k0 - q. Some may not exist.
 struct TileBounds {
   int touch_from, touch_to, cover_from, cover_to, whole_to;
 
@@ -310,9 +310,8 @@ struct TileBounds {
 };
 
 struct Mask { TileBounds tiles; KeyBounds keys; };  // the launch's, or with USE_LENGTHS that of an item's sequence
-// Division of n < 2^31 by a number that the host knows: with 2^(s-1) < divisor <= 2^s and multiplier =
-// ceil(2^(31+s) / divisor) the product is too large by n / (2^(31+s)) < 2^-s at most, which is less
-// than 1 / divisor and so never carries to the next integer.
+// Division of n < 2^31 by a number that the host knows. With 2^(s-1) < divisor <= 2^s and multiplier = ceil(2^(31+s) /
+// divisor) the quotient is too large by less than 2^-s <= 1 / divisor, which never carries to the next integer.
 struct Divisor {
   uint32_t divisor = 1, multiplier = 1u << 31;
   int shift = 31;
@@ -327,7 +326,7 @@ struct Divisor {
 };
 
 struct PlanArgs {  // USE_LENGTHS: room in the workspace for one group of heads
-  uint32_t items, parts, free_parts;  // partial results of ranges, of which these are not for a typed SPLIT_CTAS
+  uint32_t items, parts, free_parts;  // partial results of ranges; free_parts lacks those of a typed SPLIT_CTAS
   Divisor page_size;  // USE_PAGES
   int box_rows = 0;   // keys that TMA copies at once: of one page and of one tile
 };
@@ -348,8 +347,7 @@ struct Grid {  // which item has which rows
   Divisor ranges;           // SPLIT_CTAS: CTAs of an item
   uint32_t first_item = 0;  // merges_by_kernel: of the launch
 };
-// SdpaParams with what every CTA would otherwise compute again. What locates an item comes first: one miss of the
-// constant cache.
+// SdpaParams, and what every CTA would compute again. What locates an item comes first, in one line of its cache.
 struct KernelArgs : Grid {
   Mask mask;
   SdpaParams p;
@@ -375,9 +373,9 @@ template <class B, bool = B::use_lengths> struct Item {
   __device__ bool ends_before(int) const { return false; }                // whether the sequence does, before query q
   __device__ int keys_in_tile(int) const { return B::block_n; }           // of the sequence, from key k0 on
   __device__ HeldMask mask(const KernelArgs& a) const { return a.mask; }
-  // The keys of its rows, in whole rounds of SPLIT_KV tiles but for the last one. SPLIT_CTAS: those of this CTA.
+  // The keys of its rows, or with SPLIT_CTAS this CTA's range of them: whole rounds, except for the last one.
   __device__ __forceinline__ KeyRange keys_of_cta(const KernelArgs& a, const Mask& mask) const;
-  // SPLIT_CTAS: CTAs of the item, and so partial results; the number of this CTA's and of the first; their counter.
+  // SPLIT_CTAS: how many ranges the item has; the number of this CTA's partial result, of the first one; their counter.
   __device__ uint32_t range_count(const KernelArgs& a) const { return a.ranges.divisor; }
   __device__ uint32_t part(const KernelArgs&) const { return blockIdx.x; }
   __device__ uint32_t first_part(const KernelArgs& a) const { return counter(a) * a.ranges.divisor; }
@@ -401,7 +399,7 @@ template <class T> __device__ __forceinline__ T& dynamic_shared() {
   return *reinterpret_cast<T*>(dynamic_shared_bytes);
 }
 
-// Of a T (1 to 16 bytes) at an address aligned to its size. Plain, so that the compiler folds offsets.
+// Accesses of a T (1 to 16 bytes) at an address aligned to its size. They are plain so that the compiler folds offsets.
 template <class T> __device__ __forceinline__ T ld_shared(const void* src_s) { return *static_cast<const T*>(src_s); }
 template <class T> __device__ __forceinline__ void st_shared(void* dst_s, T value) { *static_cast<T*>(dst_s) = value; }
 template <class T> __device__ __forceinline__ T ld_global(const void* src_g) { return *static_cast<const T*>(src_g); }
@@ -439,7 +437,7 @@ __device__ __forceinline__ float max_nan(float a, float b) {
 
 // ---- element types and vectors ----
 
-// Without the descale factor, which goes into the scale or into 1 / l. By functions, since a program may be compiled
+// The descale factor goes into the scale or into 1 / l instead. Functions convert, since a program may be compiled
 // without the conversions of the 16-bit types, as PyTorch's extensions are.
 __host__ __device__ __forceinline__ float to_float(float x) { return x; }
 __host__ __device__ __forceinline__ float to_float(__half x) { return __half2float(x); }
@@ -471,9 +469,8 @@ template <class B, int D = B::head_dim> __device__ __forceinline__ int tile_offs
 }
 
 // ---- accumulator views ----
-// A view is a thread's part of a tile and the seam between kernel families: ROWS x COLS floats
-// x[i][j] that stand at (row(i), col(j)) of the tile, where LANES neighbouring lanes of a warp
-// share the same rows. Mask, softmax and epilogue are written on views alone.
+// A view is a thread's part of a tile: ROWS x COLS floats x[i][j] at (row(i), col(j)); LANES neighbouring lanes share
+// these rows. It is the seam between kernel families: mask, softmax and epilogue are written on views alone.
 
 template <class View> __device__ __forceinline__ void clear(View& T) {
   SDPA_UNROLL for (int i = 0; i < View::ROWS; i++) { SDPA_UNROLL for (int j = 0; j < View::COLS; j++) T.x[i][j] = 0; }
@@ -507,10 +504,10 @@ __device__ __forceinline__ void mask_scores(View& S, const KernelArgs& a, const 
   hide([&](int j, int q) { return j >= keys.end(q) - k0; });
   if (keys.from > -most_rows) hide([&](int j, int q) { return j < keys.begin(q) - k0; });
 }
-// USE_SOFTCAP: tanh(x * scale.cap) of this thread's columns [first, last) of S. Without it nothing.
+// USE_SOFTCAP: x becomes tanh(x * scale.cap) in this thread's columns [first, last) of S.
 template <class B, class View>
 __device__ __forceinline__ void cap_scores(View& S, const KernelArgs& a, int first = 0, int last = View::COLS);
-// What happens to the scores of a tile between Q @ K.T and the softmax. all: every key is visible to every query.
+// Caps and masks the scores of a tile before the softmax. all: every key is visible to every query.
 template <class B, class View>
 __device__ __forceinline__ void finish_scores(View& S, const KernelArgs& a, const Mask& mask, int q, int k, bool all) {
   cap_scores<B>(S, a);
@@ -522,7 +519,7 @@ __device__ __forceinline__ void finish_scores(View& S, const KernelArgs& a, cons
 // The scale of an item's scores times log2(e), with the factors of its heads; and the factor of its V.
 template <class B> __device__ __forceinline__ float item_scale_log2(const KernelArgs& a, const Item<B>& item);
 template <class B> __device__ __forceinline__ float item_v_descale(const KernelArgs& a, const Item<B>& item);
-// By what a thread's rows of scores are multiplied: one number, or of e4m3 with PACK_GQA one for each row.
+// The factor of a thread's scores: one number, or with e4m3 and PACK_GQA one for each row.
 struct RowScales;
 template <class B> using ScoreScale = std::conditional_t<B::scales_rows, RowScales, float>;
 __device__ __forceinline__ float of_row(float scale, int) { return scale; }
@@ -635,8 +632,7 @@ __device__ __forceinline__ float inverse_of_sum(float sum, const KernelArgs& a, 
 }
 // ---- stored from views (scalar, wmma, mma, wgmma) ----
 
-// O / l and LSE to global memory, rows past Sq left out. A row without a visible key is 0, whatever V is.
-// m, l [ROWS] are final and the same in all lanes of a row.
+// Stores O / l and LSE of rows before Sq; O of a row without a visible key is 0. m, l [ROWS] are final in all lanes.
 template <class B, class View>
 __device__ __forceinline__ void store_output(const View& O, const float (&m)[View::ROWS], const float (&l)[View::ROWS],
                                              const KernelArgs& a, const Item<B>& item) {
@@ -751,8 +747,7 @@ __device__ __forceinline__ void scalar_pv(ScalarOutput<B>& O, const float (&alph
   }
 }
 
-// Softmax of a tile in which each warp keeps the rows whose scores it computed: m and l stay in
-// registers, and P goes through shared memory only to other lanes of the same warp.
+// Softmax of rows that stay with the warp that computed their scores: m and l are registers, P moves within the warp.
 template <class B, class Shared> struct WarpSoftmax {
   static constexpr int ROWS = ScalarScores<B>::ROWS;
   float m[ROWS], l[ROWS];
@@ -760,7 +755,7 @@ template <class B, class Shared> struct WarpSoftmax {
   __device__ void start(Shared&, const ScalarScores<B>&) {
     SDPA_UNROLL for (int i = 0; i < ROWS; i++) m[i] = -INFINITY, l[i] = 0;
   }
-  // S -> P in shared memory, and alpha where it is wanted there; alpha of this thread's rows.
+  // Writes P, and alpha where it is wanted, to shared memory; returns alpha of this thread's rows.
   __device__ void step(Shared& s, ScalarScores<B>& S, float scale_log2, float (&alpha)[ROWS]) {
     softmax_max<B>(S, scale_log2, m, alpha);
     softmax_sum<B>(S, scale_log2, m, alpha, l);
@@ -791,12 +786,12 @@ constexpr Path path = B::use_mma_sync               ? Path::mma
                       : B::is_e4m3                  ? Path::wgmma_e4m3
                       : B::use_warp_specialization  ? Path::wgmma_roles
                                                     : Path::wgmma_plain;
-// Query rows that a mask spares a tile of keys together: a warp's, a warpgroup's or the CTA's.
+// Query rows that skip a masked tile of keys together: a warp's, a warpgroup's or the CTA's.
 template <class B>
 constexpr int mask_rows = B::use_mma_sync                              ? B::block_m / B::group_warps
                           : B::use_wgmma && B::use_warp_specialization ? 64
                                                                        : B::block_m;
-// Where rows of several heads go through shared memory, the last CTA of an item merges its ranges; else sdpa_merge().
+// True if sdpa_merge() merges an item's ranges. Rows of several heads are in shared memory, where the last CTA merges.
 template <class B>
 constexpr bool merges_by_kernel = B::split_ctas != 1 && !B::swap_ab &&
                                   !(B::use_mma_sync && B::pack_gqa && B::split_kv > 1);
@@ -867,8 +862,7 @@ template <class B> struct KernelOf<B, Path::scalar> {
 
 // ---- copies of vectors (scalar, wmma, mma) ----
 
-// Copies a vector from global to shared memory, zeros when !valid; commit() ends a group of copies, wait() waits
-// until at most IN_FLIGHT of this thread's groups are unfinished.
+// copy() copies a vector, or zeros; commit() ends a group of copies; wait() leaves at most IN_FLIGHT groups unfinished.
 template <bool ASYNC, bool CONVERTS = false> struct VectorCopy;  // CONVERTS: to fp16
 
 // ---- copies through registers (scalar, wmma, mma and USE_CP_ASYNC = 0) ----
@@ -933,8 +927,7 @@ template <class B, bool GROUP> __device__ __forceinline__ void group_sync() {
 
 template <class B> struct PagedRows;  // K or V in pages
 
-// What a group of warps (by default the CTA) needs to know of its item, and the copies that every
-// kernel starts from. Of the K/V tiles, group g takes number g, SPLIT_KV + g, ...
+// The item of a group of warps (by default the CTA) and its copies. Of the K/V tiles group g takes g, SPLIT_KV + g, ...
 template <class B> struct ItemTiles {
   const SdpaParams& p;
   const Item<B>& item;
@@ -962,7 +955,7 @@ template <class B> struct ItemTiles {
       K_g = first(p.K, p.k, k_copy.row, k_copy.col), V_g = first(p.V, p.v, v_copy.row, v_copy.col);
     }
   }
-  // ROWS query rows of the item from first_row on, to Q_s, by nthreads threads.
+  // Copies ROWS query rows of the item, from first_row on, to Q_s by nthreads threads.
   template <int ROWS>
   __device__ __forceinline__ void copy_q(Element<B>* Q_s, int first_row, int tid, int nthreads) const {
     const TileCopy<B> share(tid, nthreads);
@@ -970,7 +963,7 @@ template <class B> struct ItemTiles {
     const Input* const Q_g = p.Q + item.b * p.q.batch + item.h * p.q.head + item.q_row(q) * p.q.row;
     share.template copy<ROWS>(Q_s, Q_g + share.row * p.q.row + share.col, p.q.row, item.query_count(p) - q - share.row);
   }
-  // The next K and V tile, at key k0, into its stage; past the end nothing.
+  // Copies the next tile of K and V, at key k0, into its stage; past the end nothing.
   template <class Shared> __device__ __forceinline__ void copy_kv(Shared& s, int stage, int k0) {
     if (k0 < keys.end) {
       const int rows = keys.end - k0;
@@ -982,10 +975,7 @@ template <class B> struct ItemTiles {
   }
 };
 
-// The K/V tiles of an item as its consumers see them: acquire() gives the stage of the next tile once
-// it is there, release() says that this warp has read it.
-// Here all threads of a group copy, STAGES - 1 tiles ahead. Groups of copies past the end are empty,
-// so that wait counts stay constant.
+// All threads of a group copy, STAGES - 1 tiles ahead. Past the end groups are empty: wait counts stay constant.
 template <class B, class Shared> struct CopyTogether {
   using Copy = VectorCopy<B::use_cp_async>;
   ItemTiles<B> t;
@@ -995,7 +985,7 @@ template <class B, class Shared> struct CopyTogether {
   // tile before, so that tile's stage is refilled after it. Elsewhere release() has a barrier for that.
   static constexpr bool COPIES_LAST = B::family == Family::mma && B::stages > 1;
 
-  // Begins with the tiles before the first acquire(), as one group of copies each.
+  // Begins the copies of the first STAGES - 1 tiles, as one group each.
   __device__ __forceinline__ CopyTogether(Shared& s_, const ItemTiles<B>& t_) : t(t_), s(s_) {
     for (int n = 0; n < B::stages - 1; n++) t.copy_kv(s, n, t.first_key + n * B::round_keys), Copy::commit();
   }
@@ -1088,7 +1078,7 @@ __device__ __forceinline__ uint32_t sub_f16x2(uint32_t a, uint32_t b) {
   asm("sub.f16x2 %0, %1, %2;" : "=r"(difference) : "r"(a), "r"(b));
   return difference;
 }
-// A barrier number `id` (1 to 15; 0 is __syncthreads) for `threads` threads in whole warps.
+// Waits at barrier `id` (1 to 15; 0 is __syncthreads) for `threads` threads in whole warps.
 __device__ __forceinline__ void barrier_sync(int id, int threads) {
   asm volatile("barrier.sync.aligned %0, %1;" ::"r"(id), "r"(threads) : "memory");
 }
@@ -1116,7 +1106,7 @@ __device__ __forceinline__ void mbarrier_arrive(uint64_t* barrier_s) {
   asm volatile("{ .reg .b64 state; mbarrier.arrive.shared.b64 state, [%0]; }" ::"r"(shared_address(barrier_s))
                : "memory");
 }
-// Whether the phase of this parity is complete.
+// True if the phase of this parity is complete.
 __device__ __forceinline__ bool mbarrier_test_wait_parity(uint64_t* barrier_s, int parity) {
   uint32_t complete;
   asm volatile("{ .reg .pred p; mbarrier.test_wait.parity.shared.b64 p, [%1], %2; selp.b32 %0, 1, 0, p; }"
@@ -1140,9 +1130,8 @@ template <> __device__ __forceinline__ void ldmatrix_x4<true>(uint32_t (&r)[4], 
                : "r"(row));
 }
 
-// D += A @ B, [16][16] @ [16][8]. Lane 4g + q: d0, d1 are columns 2q and 2q + 1 of row g, d2, d3 of
-// row g + 8; a[0], a[1] hold k = 2q, 2q + 1 of rows g and g + 8, a[2], a[3] the same 8 k further; b0
-// holds k = 2q, 2q + 1 of column g, b1 the same 8 k further.
+// D += A @ B, [16][16] @ [16][8]. Lane 4g + q: d0, d1 are columns 2q, 2q + 1 of row g, d2, d3 of row g + 8; a[0], a[1]
+// hold k = 2q, 2q + 1 of rows g, g + 8, a[2], a[3] 8 k further; b0 holds k = 2q, 2q + 1 of column g, b1 8 k further.
 template <class E>
 __device__ __forceinline__ void mma_m16n8k16(float& d0, float& d1, float& d2, float& d3, const uint32_t (&a)[4],
                                              uint32_t b0, uint32_t b1) {
@@ -1208,8 +1197,8 @@ __device__ __forceinline__ void cp_async_mbarrier_arrive_noinc(uint64_t* barrier
 
 // ---- swizzled rows (mma, SWIZZLE_XOR) ----
 
-// With D elements to a row all rows start in one bank or a few, and accesses to one column of different rows collide.
-// Against that the index of a 16-byte chunk is XORed with the row, within the chunks that divide a row and 128 bytes,
+// With D elements to a row all rows start in one bank or a few, so that accesses to a column of several rows collide.
+// Therefore the index of a 16-byte chunk is XORed with the row, within the chunks that divide a row and 128 bytes,
 // so that any 8 neighbouring rows lie in all 32 banks. wmma wants a fixed stride, so there rows are longer instead.
 template <class B, int D, int N = D / CHUNK<B>>
 constexpr unsigned SWIZZLED = N % 8 == 0 ? 8 : N % 4 == 0 ? 4 : N % 2 == 0 ? 2 : 1;
@@ -1236,10 +1225,10 @@ template <class B> __device__ __forceinline__ Item<B> item_of_plan(const KernelA
 template <class B>  // USE_PAGES
 __device__ __forceinline__ int page_of(const KernelArgs& a, const Item<B>& item, int k, int keys = 1);
 template <class B> __device__ __forceinline__ float capped(float x, const KernelArgs& a);  // USE_SOFTCAP
-// What the CTA's keys give: O / l, or with SPLIT_CTAS of one of several ranges the partial result.
+// Stores the result of the CTA's keys: O / l, or with SPLIT_CTAS the partial result of its range.
 template <class B, class View, class R>
 __device__ __forceinline__ void store_sums(const View&, const R& m, const R& l, const KernelArgs&, const Item<B>&);
-// The same of rows whose groups of warps have left O, m and l of their keys in shared memory.
+// The same for rows of which each group of warps has left a partial result in shared memory.
 template <class B, class Partials>
 __device__ __forceinline__ void store_rows(const Partials&, const KernelArgs&, const Item<B>&, int thread, bool& last);
 template <class B> constexpr int PARTIAL_STRIDE = B::d_v + 4;  // 4: against bank conflicts
@@ -1278,9 +1267,9 @@ template <class B> __device__ __forceinline__ Item<B> tile_of(const KernelArgs& 
   return item;
 }
 
-// Item number -> tile. Without a mask the q-blocks of a head follow each other and share its K and V in L2. With one,
-// the longest rows come first, so that no long tile starts last; of all heads, or of as many as L2 has K and V of: the
-// parts are counted from the end, since a small last one would leave SMs idle.
+// Item number i. Without a mask the items of a head follow each other and share its K and V in L2. With one the longest
+// come first, so that no long item starts last: those of all heads, or of a part of the heads, whose K and V L2 holds.
+// Parts are counted from the end, since a small last one would leave SMs idle.
 template <class B> __device__ __forceinline__ Item<B> work_item(const KernelArgs& a, uint32_t i) {
   if constexpr (B::use_lengths) return item_of_plan<B>(a, i);
   uint32_t head, block;
@@ -1296,13 +1285,13 @@ template <class B> __device__ __forceinline__ Item<B> work_item(const KernelArgs
   return tile_of<B>(a, head, block);
 }
 
-// Of a CTA that has one item alone.
+// The item number of a CTA that has one item alone.
 template <class B> __device__ __forceinline__ uint32_t item_number_of_cta(const KernelArgs& a) {
   if (B::split_ctas == 1) return blockIdx.x;
   return (merges_by_kernel<B> ? a.first_item : 0) + a.ranges.divide(blockIdx.x);
 }
 
-// The part of an item's rounds that this CTA takes: SPLIT_CTAS deals them out.
+// SPLIT_CTAS: this CTA's range of an item's rounds.
 __device__ __forceinline__ KeyRange range_of_rounds(const KernelArgs& a, int rounds) {
   const int range = int(a.ranges.remainder(blockIdx.x));
   const int each = int(a.ranges.divide(uint32_t(rounds)));
@@ -1404,7 +1393,7 @@ template <class B, int ROWS> struct StaleSoftmax {
   __device__ __forceinline__ StaleSoftmax(const float (&m)[ROWS], ScoreScale<B> scale) : scale_log2(scale) {
     SDPA_UNROLL for (int i = 0; i < ROWS; i++) { m_log2[i] = m[i] * of_row(scale_log2, i) - p_log2<B>, sum[i] = 0; }
   }
-  // P in the place of the columns [first, last) of S.
+  // Replaces the columns [first, last) of S by P.
   template <class View> __device__ __forceinline__ void exp(View& S, int first, int last) {
     softmax_exp<B>(S, first, last, scale_log2, m_log2, sum);
   }
@@ -1436,7 +1425,7 @@ __device__ __forceinline__ void add(float* O, const float4& x, float weight) {
   O[2] = fmaf(x.z, weight, O[2]), O[3] = fmaf(x.w, weight, O[3]);
 }
 
-// Rows 8 apart of which each of 4 lanes has RUN neighbouring columns of every 4 * RUN.
+// Rows that are 8 apart. Each of 4 lanes has RUN neighbouring columns of every 4 * RUN.
 template <int HEIGHT, int WIDTH, int LENGTH> struct QuadRuns {
   static constexpr int ROWS = HEIGHT, COLS = WIDTH / 4, RUN = LENGTH;
   float x[ROWS][COLS];
@@ -1837,7 +1826,7 @@ __device__ __forceinline__ void mbarrier_arrive_expect_tx(uint64_t* barrier_s, u
   asm volatile("mbarrier.arrive.expect_tx.shared::cta.b64 _, [%0], %1;" ::"r"(shared_address(barrier_s)), "r"(bytes)
                : "memory");
 }
-// Whether the phase of this parity is complete; the hardware may suspend the thread for a while.
+// True if the phase of this parity is complete; the hardware may suspend the thread for a while.
 __device__ __forceinline__ bool mbarrier_try_wait_parity(uint64_t* barrier_s, int parity) {
   uint32_t complete;
   asm volatile(
