@@ -862,7 +862,7 @@ template <class B> struct KernelOf<B, Path::scalar> {
 
 // ---- copies of vectors (scalar, wmma, mma) ----
 
-// copy() copies a vector, or zeros; commit() ends a group of copies; wait() leaves at most IN_FLIGHT groups unfinished.
+// copy() copies a vector, zeros if !valid; commit() ends a group of copies; wait() leaves at most IN_FLIGHT unfinished.
 template <bool ASYNC, bool CONVERTS = false> struct VectorCopy;  // CONVERTS: to fp16
 
 // ---- copies through registers (scalar, wmma, mma and USE_CP_ASYNC = 0) ----
@@ -1436,8 +1436,7 @@ template <int HEIGHT, int WIDTH, int LENGTH> struct QuadRuns {
 
 // ---- 5c mma.sync: S, P and O in registers (mma) ----
 
-// The mma.sync family: a warp has M_TILES tiles of 16 rows, a row belongs to 4 lanes (a quad), and
-// lane 4g + q has rows g and g + 8 of each tile, columns 2q and 2q + 1 of every 8.
+// A warp has M_TILES tiles of 16 rows. Lane 4g + q has rows g and g + 8 of each, columns 2q and 2q + 1 of every 8.
 template <class B, int WIDTH> struct MmaAccumulator {  // [16 * M_TILES of BLOCK_M][WIDTH]
   static constexpr int M_TILES = B::block_m / B::group_warps / 16;
   static constexpr int ROWS = 2 * M_TILES, COLS = WIDTH / 4, LANES = 4;
@@ -1455,17 +1454,16 @@ template <class B> __device__ __forceinline__ void slice_sync() {
   }
 }
 
-// The address of (row + r, col + c) of a tile from `origin`, that of (row, col), where r is a multiple of 8
-// and c has no bit in common with col: the swizzle is an XOR of the column's low bits, and so is this.
-// The high bits may be XORed as well or added, which an instruction does with its immediate. At D=256
-// adding saves registers; at D=128 the few XORed addresses would stay in registers and spill.
+// The address of (row + r, col + c) of a tile from `origin`, that of (row, col). r is a multiple of 8, c shares no bit
+// with col: the swizzle is an XOR of the column's low bits, and so is this step. High bits may be added, by an
+// immediate: at D=256 that saves registers, but at D=128 the few XORed addresses would stay in registers and spill.
 template <class B, int D = B::head_dim>
 __device__ __forceinline__ SharedAddress tile_step(SharedAddress origin, int r, int c) {
   constexpr int xored = D > 128 || D & (D - 1) ? int(SWIZZLED<B, D>) * CHUNK<B> : D;
   return (origin ^ c % xored * int(sizeof(Element<B>))) + (r * D + c / xored * xored) * int(sizeof(Element<B>));
 }
 
-// O, m and l of a group of warps over its keys, in the order of its threads' accumulators.
+// The partial result of a group of warps, in the order of its threads' accumulators.
 template <class B> struct MmaPartial {
   using View = MmaSums<B>;
   float O[View::ROWS][View::COLS][B::group_threads];
@@ -1495,8 +1493,7 @@ template <class B> struct MmaShared {
   Item<B> item;  // the CTA's: not in registers, which are for S and O
 };
 
-// T += A @ B for the 16 columns of T from 16 * n: a holds A by row tiles, b what ldmatrix gave of B,
-// two registers for each 8 columns.
+// T += A @ B for the 16 columns of T from 16 * n on: a has A by row tiles, b two registers of B for each 8 columns.
 template <class Operands, class View>
 __device__ __forceinline__ void multiply_columns(View& T, int n,
                                                  const uint32_t (&a)[View::M_TILES][Operands::REGISTERS],
@@ -1540,8 +1537,7 @@ template <class B> struct MmaE4m3AsHalves;  // fp16 that is made of it in regist
 template <class B>
 using MmaOperands = std::conditional_t<B::converts_operands, MmaE4m3AsHalves<B>,
                                        std::conditional_t<B::is_e4m3, MmaE4m3<B>, MmaHalves<B>>>;
-// The warp's query rows as A operands, MMA_K columns a step. As many steps as O and S leave registers for
-// are kept for the whole item; each use reads the others again.
+// The warp's query rows as A operands. Steps that fit beside O and S stay in registers; others are read at each use.
 template <class B> struct MmaQueries {
   static constexpr int M_TILES = MmaAccumulator<B, 8>::M_TILES, STEPS = B::head_dim / MMA_K<B>;
   static constexpr int O_AND_S = M_TILES * (B::d_v + B::block_n) / 2;  // registers
@@ -1556,7 +1552,7 @@ template <class B> struct MmaQueries {
       MmaOperands<B>::read(a[m], tile_step<B>(lane_address, 16 * m, MMA_K<B> * step));
     }
   }
-  // Once Q has landed in Q_s.
+  // Called once Q has landed in Q_s.
   __device__ void start(const Element<B>* Q_s, int warp, int lane) {
     lane_address = shared_address(Q_s + tile_offset<B>(warp * 16 * M_TILES + lane % 16, lane / 16 * CHUNK<B>));
     SDPA_UNROLL for (int step = 0; step < KEPT; step++) read(kept[step], step);
@@ -1589,8 +1585,7 @@ __device__ __forceinline__ void mma_qk(MmaAccumulator<B, B::block_n>& S, const M
   }
 }
 
-// P, rounded, as A operands: the accumulators of 32 bytes of P are the A operand of as many keys, so
-// that nothing moves between lanes.
+// P, rounded, as A operands: these are the accumulators of P as they stand, so that nothing moves between lanes.
 template <class B> struct MmaProbabilities {
   static constexpr int M_TILES = MmaAccumulator<B, 8>::M_TILES;
   static constexpr int KEYS = MmaOperands<B>::KEYS;
@@ -1646,7 +1641,7 @@ template <class B> struct MmaRows {
     }
     return softmax.add_to(l);
   }
-  // P of the item's tile at key k0, masked unless it is clean; O and l brought to its maximum.
+  // P of the tile at key k0, which is masked unless it is clean. O and l are rescaled to its maximum.
   __device__ void attend_by_exact_max(const MmaQueries<B>& Q, const Element<B>* K_s, const ItemScale<B>& scale_log2,
                                       const Mask& mask, int q0, int k0, bool clean, int lane) {
     Scores S;
@@ -1688,12 +1683,11 @@ template <class B> struct MmaRows {
   }
 };
 
-// A warp's rows as they are stored: as P @ V leaves them, of 8-bit V 4 columns of 16, or dealt anew where 32 divide D.
+// A warp's rows in the runs in which they are stored: those of P @ V (with 8-bit V 4 columns), or 8 where 32 divides D.
 template <class B>
 using MmaRuns = QuadRuns<MmaSums<B>::ROWS, B::d_v, sizeof(Element<B>) == 1 ? 4 : B::d_v % 32 ? 2 : 8>;
 
-// A quad exchanges columns: of every 32, lane q gives away what is not in [8q, 8q + 8) and gets what
-// is, in two exchanges of pairs of columns.
+// The 4 lanes of a row exchange pairs of columns twice, so that of every 32 columns lane q gets [8q, 8q + 8).
 template <class B>
 __device__ __forceinline__ void deal_runs(MmaRuns<B>& R, const MmaSums<B>& O, int lane) {
   const int q = lane % 4;
@@ -1848,14 +1842,13 @@ __device__ __forceinline__ void fence_mbarrier_init() {
 // Makes what this thread has written to shared memory visible to the async proxy.
 __device__ __forceinline__ void fence_proxy_async() { asm volatile("fence.proxy.async.shared::cta;" ::: "memory"); }
 
-// Tensor memory access. A tensor map describes a tensor in global memory and a box; element c[0] is
-// the innermost coordinate of the box's first element. The box lies in shared memory row after row,
-// swizzled as the map says. What is outside the tensor is read as zero and not written.
+// Tensor memory access copies a box of a tensor, as a tensor map describes them, from the coordinates c on (innermost
+// first). In shared memory its rows are swizzled as the map says. Outside the tensor it reads zeros and writes nothing.
 
 __device__ __forceinline__ void prefetch_tensormap(const CUtensorMap* map) {
   asm volatile("prefetch.tensormap [%0];" ::"l"(map) : "memory");
 }
-// By one thread. The whole box counts at the mbarrier, also what is outside the tensor.
+// One thread calls it. The whole box counts at the mbarrier, also what is outside the tensor.
 __device__ __forceinline__ void cp_async_bulk_tensor_load(void* dst_s, const CUtensorMap* map, const int (&c)[5],
                                                           uint64_t* barrier_s, uint64_t cache_policy) {
   asm volatile(
@@ -1864,7 +1857,7 @@ __device__ __forceinline__ void cp_async_bulk_tensor_load(void* dst_s, const CUt
       "l"(map), "r"(shared_address(barrier_s)), "l"(cache_policy), "r"(c[0]), "r"(c[1]), "r"(c[2]), "r"(c[3]), "r"(c[4])
       : "memory");
 }
-// By one thread, which commits and waits as well.
+// One thread calls it, and commits and waits as well.
 __device__ __forceinline__ void cp_async_bulk_tensor_store(const CUtensorMap* map, const int (&c)[5],
                                                            const void* src_s) {
   asm volatile(
@@ -1876,17 +1869,16 @@ __device__ __forceinline__ void cp_async_bulk_tensor_store(const CUtensorMap* ma
 __device__ __forceinline__ void cp_async_bulk_commit_group() {
   asm volatile("cp.async.bulk.commit_group;" ::: "memory");
 }
-// At most N of this thread's latest groups of stores have not yet read shared memory.
+// Waits until at most N of this thread's latest groups of stores have not yet read shared memory.
 template <int N> __device__ __forceinline__ void cp_async_bulk_wait_group_read() {
   asm volatile("cp.async.bulk.wait_group.read %0;" ::"n"(N) : "memory");
 }
 
-// wgmma: asynchronous products of a warpgroup (128 threads, the first of them a multiple of 128).
-// The order is fence, products, commit, wait; between the first product and the wait nobody touches
-// their accumulators, the registers of A and their shared memory.
+// wgmma: asynchronous products of a warpgroup (128 threads, the first a multiple of 128), in the order fence, products,
+// commit, wait. From the first product to the wait nobody touches their accumulators, registers of A and shared memory.
 __device__ __forceinline__ void wgmma_fence() { asm volatile("wgmma.fence.sync.aligned;" ::: "memory"); }
 __device__ __forceinline__ void wgmma_commit_group() { asm volatile("wgmma.commit_group.sync.aligned;" ::: "memory"); }
-// At most N of the latest groups are not yet complete.
+// Waits until at most N of the latest groups are incomplete.
 template <int N> __device__ __forceinline__ void wgmma_wait_group() {
   asm volatile("wgmma.wait_group.sync.aligned %0;" ::"n"(N) : "memory");
 }
@@ -1913,18 +1905,17 @@ __device__ __forceinline__ uint64_t wgmma_descriptor(SharedAddress start, int le
          uint64_t(stride_bytes == 512 ? 2 : 1) << 62;
 }
 
-// D = A @ B (+ D if accumulate), [64][16] @ [16][N], E __half or __nv_bfloat16. Lane 4g + q of warp
-// w: d[i] is row 16w + g + 8 * (i / 2 % 2), column 8 * (i / 4) + 2q + i % 2. B is [N][16] (K-major),
-// with TRANS_B [16][N] (MN-major), A [64][16] (K-major), with TRANS_A [16][64]; both are descriptors.
-// With E __nv_fp8_e4m3 K is 32, both are K-major, and sums keep 14 bits, truncated.
+// D = A @ B (+ D if accumulate), [64][16] @ [16][N]. Lane 4g + q of warp w: d[i] is row 16w + g + 8 * (i / 2 % 2),
+// column 8 * (i / 4) + 2q + i % 2. B is [N][16] (K-major), with TRANS_B [16][N] (MN-major), A [64][16],
+// with TRANS_A [16][64]. With E __nv_fp8_e4m3 K is 32, both are K-major, and sums keep 14 bits, truncated.
 template <class E, int N, int TRANS_B, int TRANS_A = 0>
 __device__ __forceinline__ void wgmma_ss(float (&d)[N / 2], uint64_t a, uint64_t b, bool accumulate);
-// The same as wgmma_ss with A in registers. Lane 4g + q of warp w: a[0], a[1] are k = 2q, 2q + 1 of rows
+// wgmma_ss with A in registers. Lane 4g + q of warp w: a[0], a[1] are k = 2q, 2q + 1 of rows
 // 16w + g and 16w + g + 8; a[2], a[3] the same 8 k further. e4m3: k = 4q ... 4q + 3, and 16 k further.
 template <class E, int N, int TRANS_B>
 __device__ __forceinline__ void wgmma_rs(float (&d)[N / 2], const uint32_t (&a)[4], uint64_t b, bool accumulate);
 
-// By all warps of a warpgroup: gives registers above N back to the CTA, or waits for up to N.
+// All warps of a warpgroup call it: gives registers above N back to the CTA, or waits for up to N.
 template <int N> __device__ __forceinline__ void setmaxnreg_dec() {
   asm volatile("setmaxnreg.dec.sync.aligned.u32 %0;" ::"n"(N));
 }
@@ -1954,8 +1945,7 @@ __device__ __forceinline__ void griddepcontrol_launch_dependents() {
 #endif  // SDPA_SIMT
 
 // ---- 5d wgmma: what its kernels share (wgmma) ----
-// A tile in shared memory is D/64 panels of [rows][64]: lines of 128 bytes, in chunks of 16, swizzled, as TMA writes
-// them and wgmma reads them. Where the chunks of a line lie:
+// A tile in shared memory is D/64 panels of [rows][64], lines of 128 bytes whose chunks of 16 TMA and wgmma swizzle:
 //
 //   line 0 (8, 16, ...)   0 1 2 3 4 5 6 7        line 2   2 3 0 1 6 7 4 5
 //   line 1 (9, 17, ...)   1 0 3 2 5 4 7 6        line r   chunk c at c ^ r % 8
@@ -1981,18 +1971,17 @@ template <int WIDTH> struct WgmmaAccumulator {  // [64][WIDTH]
   __device__ int col(int j) const { return first_col + j / 2 * 8 + j % 2; }
 };
 
-// x of lane 0. For an x that is the same in all lanes: so the compiler knows, and keeps what follows
-// from it in uniform registers, where wgmma wants its descriptors.
+// x, the same in all lanes. So the compiler keeps what follows from it in uniform registers, as descriptors must be.
 __device__ __forceinline__ int uniform(int x) { return __shfl_sync(0xffffffffu, x, 0); }
 
-// Bytes of the panels of a tile with rows of D elements: [rows][128], or [rows][64] where 128 do not divide a row.
+// Panels of a tile with rows of D elements are [rows][128] bytes, or [rows][64] where 128 does not divide a row.
 template <int D> constexpr int ROW_BYTES = int(sizeof(Input)) * D;
 template <int D> constexpr int PANEL_BYTES = ROW_BYTES<D> % 128 ? 64 : 128;
 template <int D> constexpr int PANELS = ROW_BYTES<D> / PANEL_BYTES<D>;
 template <int D> constexpr int PANEL_ATOM = 8 * PANEL_BYTES<D>;  // 8 lines of a panel
 constexpr int STEP_BYTES = 32;                                     // of K that an instruction takes
 
-// Where a byte of a row of a tile in panels of ROWS lines of LINE bytes lies.
+// The place of a row's byte in a tile that lies in panels of ROWS lines of LINE bytes.
 template <int ROWS, int LINE = 128> __device__ __forceinline__ uint32_t panel_byte(uint32_t row, uint32_t byte) {
   const uint32_t swizzled = byte / 16 % (LINE / 16) ^ row / (128 / LINE) % (LINE / 16);
   return (byte / LINE * ROWS + row) * LINE + swizzled * 16 + byte % 16;
@@ -2002,13 +1991,13 @@ template <int ROWS, int LINE = 128> __device__ __forceinline__ uint32_t panel_of
   return panel_byte<ROWS, LINE>(row, column * 2) / 2;
 }
 
-// mbarrier_spin() where the hardware can put the thread to sleep meanwhile.
+// As mbarrier_spin(), but the hardware can put the thread to sleep meanwhile.
 __device__ __forceinline__ void mbarrier_wait(uint64_t* barrier_s, int parity) {
   while (!mbarrier_try_wait_parity(barrier_s, parity)) {
   }
 }
 
-// Once all lanes have come here.
+// Arrives once all lanes have come here.
 __device__ __forceinline__ void arrive_by_warp(uint64_t* barrier_s, uint32_t lane) {
   __syncwarp();
   if (lane == 0) mbarrier_arrive(barrier_s);
@@ -2026,7 +2015,7 @@ __device__ __forceinline__ uint64_t descriptor_at(uint64_t descriptor, int bytes
 template <class E, class View> __device__ __forceinline__ void pack_step(uint32_t (&out)[4], const View& P, int step) {
   SDPA_UNROLL for (int i = 0; i < 4; i++) out[i] = pack<E>(P.x.d[8 * step + 2 * i], P.x.d[8 * step + 2 * i + 1]);
 }
-// Waits for the kernel before this one, then lets the next one's CTAs come as these end: at once takes up to 5% longer.
+// Waits for the kernel before this one, and only then lets the next one start: to let it at once takes up to 5% longer.
 __device__ __forceinline__ void wait_then_let_next_kernel_start() {
   griddepcontrol_wait();
   griddepcontrol_launch_dependents();
@@ -2039,8 +2028,8 @@ constexpr uint64_t evict_first = 0x12f0000000000000, evict_last = 0x14f000000000
 template <class B>
 constexpr bool stores_by_tma = path<B> == Path::wgmma_roles && B::split_kv == 1 && B::split_ctas == 1;
 
-// The keys in rounds, the last one first, so that tiles with a causal mask come first and leave a maximum that
-// holds for most of the others. In a round every slice (SPLIT_KV) takes one tile of BLOCK_N keys.
+// An item and its rounds, in each of which every slice (SPLIT_KV) takes one tile of BLOCK_N keys. The last round comes
+// first, so that tiles with a causal mask leave a maximum that holds for most of the others.
 template <class B> struct alignas(16) WgmmaItem : Item<B> {
   int h_kv, first_key, rounds;  // no rounds: there are no more items
 };
@@ -2078,8 +2067,7 @@ __device__ __forceinline__ WgmmaItem<B> wgmma_item(const KernelArgs& a, uint32_t
   return item;
 }
 
-// A warp's copy of a tile of K or V, of D columns, that begins with key k0; past the last key zeros. One lane copies it
-// all. USE_PAGES has copies of its own.
+// A warp's copy of a tile of K or V from key k0 on, with zeros past the last key. Without pages one lane issues it.
 template <class B, int D, bool = B::use_pages> struct TileBox {
   int box_origin[5];  // coordinates in the tensor map
 
@@ -2093,7 +2081,7 @@ template <class B, int D, bool = B::use_pages> struct TileBox {
   }
 };
 
-// Bytes from the beginning of a tile of ROWS rows to the next STEP_BYTES of them, number `step`.
+// Bytes from the beginning of a tile of `rows` rows to number `step` of the STEP_BYTES of a row.
 template <int LINE> __host__ __device__ constexpr int panel_step(int step, int rows) {
   constexpr int steps = LINE / STEP_BYTES;  // of a panel
   return step / steps * LINE * rows + step % steps * STEP_BYTES;
@@ -2128,7 +2116,7 @@ __device__ __forceinline__ void wgmma_pv(WgmmaAccumulator<B::d_v>& O, const Wgmm
   wgmma_commit_group();
 }
 
-// By one warp, before the first copies.
+// One thread prefetches the maps, before the first copies.
 template <class B> __device__ __forceinline__ void prefetch_tensor_maps(const KernelArgs& a) {
   if (threadIdx.x != 64) return;
   prefetch_tensormap(&tensor_maps<B>(a).q), prefetch_tensormap(&tensor_maps<B>(a).k);
@@ -2152,7 +2140,7 @@ template <class B> struct WgmmaPlainShared {
   uint64_t q_full, full[B::stages];                            // mbarriers: landed
 };
 
-// K and V of a tile, which will be announced at their stage's mbarrier: by a warp.
+// A warp begins to load K and V of a tile, whose landing their stage's mbarrier tells.
 template <class B>
 __device__ __forceinline__ void load_tile(WgmmaPlainShared<B>& s, const KernelArgs& a, int stage, int k0, int h_kv,
                                           const Item<B>& item) {
