@@ -2243,12 +2243,11 @@ template <class B> struct KernelOf<B, Path::wgmma_plain> {
 //       wait v_empty;  load V                     wait v_full;  O = O + P @ V;  release V
 //   one warp: wait o_done;  store O             O / l, rounded, in the place of Q;  signal o_done
 //
-// OVERLAP=1 begins S of the next tile before P @ V. With persistent CTAs the loads go on from item to item, those of
-// Q where there is room for two. Where there are too few items for all SMs, two slices of the keys (SPLIT_KV) go to
-// different warpgroups, which merge what they have.
+// OVERLAP=1 begins S of the next tile before P @ V. With persistent CTAs the loads go on from item to item, those of Q
+// if there is room for two. With too few items for all SMs, two slices of the keys (SPLIT_KV) go to two warpgroups.
 
 // Named barriers of the CTA. turn and the next three: it is the warpgroup's turn at the tensor cores; q_read and the
-// next three: all warps of the warpgroup have read Q; partials: those of both slices are written.
+// next three: all warps of the warpgroup have read Q; partials: the partial results of both slices are written.
 constexpr int turn = 1, q_read = 5, partials = 9;
 
 // The stages of a slice's tiles. Full: the tile has landed. Empty: all who read it have done so.
@@ -2267,7 +2266,7 @@ template <class B, int V_ELEMENTS = (B::block_n * B::d_v)> struct TileRing {
       mbarrier_init(&k_empty[n], B::group_warps), mbarrier_init(&v_empty[n], B::group_warps);
     }
   }
-  // By a warp that computes: releases stages unread, each once it is full.
+  // A warp that computes calls it: releases stages unread, each once it is full.
   __device__ __forceinline__ void skip(StageRing<B::stages>& ring, int tiles, int lane) {
     for (; tiles > 0; tiles--, ring.advance()) {
       mbarrier_wait(&k_full[ring.stage], ring.parity);
@@ -2278,8 +2277,8 @@ template <class B, int V_ELEMENTS = (B::block_n * B::d_v)> struct TileRing {
   }
 };
 
-// What two slices with the same rows exchange. O[to] has, thread by thread, what the other slice has summed of the rows
-// that slice `to` finishes: of a warp's 16 rows slice 0 the first 8, slice 1 the others.
+// What two slices of the same rows exchange. Of a warp's 16 rows slice 0 finishes the first 8, slice 1 the others.
+// O[to] has, thread by thread, what the other slice has summed of the rows of slice `to`.
 template <class B> struct SlicePartial {
   float4 O[2][B::d_v / 16][128];
   float2 m_l[2][64];
@@ -2288,8 +2287,7 @@ template <class B> struct SlicePartial {
 template <class B>
 using SlicePartials = std::conditional_t<(B::split_kv > 1), SlicePartial<B>[B::block_m / 64], Nothing>;
 
-// How the registers of a CTA are dealt: all threads start with the same number, then the warpgroup that
-// copies gives away what it does not need. setmaxnreg counts in eights.
+// Registers of a thread: all start with as many, then producers give some away. setmaxnreg counts in eights.
 template <class B, int PRODUCER> struct WgmmaRegisters {
   static constexpr int at_start = 65536 / B::threads / 8 * 8;
   static constexpr int producer = B::warpgroups > 2 ? 32 : PRODUCER;
@@ -2310,14 +2308,13 @@ template <class B, class Shared> struct WgmmaProducer {
   StageRing<Shared::Q_STAGES> q_ring;
   int last_parity = 0;  // USE_LENGTHS: of last_landed
 
-  // Item number i; past the last item one without rounds.
+  // Item number i, which past the last item has no rounds.
   __device__ __forceinline__ WgmmaItem<B> find_item(uint32_t i) const {
     if (B::use_persistent_cta && !B::use_lengths && i >= a.work_items) return {};
     return wgmma_item<B, wgmma_may_pass<B>>(a, i);
   }
   // The queue has the items after the first of every CTA, so that there are as many draws as items, and the last puts
-  // the counter back. A CTA draws ahead of its item's last loads, which wait for their stage anyway: sooner, and a long
-  // item would keep the next one from a CTA that is free first.
+  // the counter back. A CTA draws before its item's last loads: a sooner draw would keep an item from an idle CTA.
   __device__ __forceinline__ uint32_t draw_item() const {
     return B::use_persistent_cta && issues ? atomicInc(Item<B>::queue(a), a.work_items - 1) : 0;
   }
@@ -2341,7 +2338,7 @@ template <class B, class Shared> struct WgmmaProducer {
     }
     q_ring.advance();
   }
-  // The item that another warp has started.
+  // Waits for the item that another warp has started, and returns it.
   __device__ __forceinline__ WgmmaItem<B> follow_item() {
     mbarrier_wait(&s.q_full[q_ring.stage], q_ring.parity);
     const WgmmaItem<B> item = s.item[q_ring.stage];
@@ -2358,8 +2355,7 @@ template <class B, class Shared> struct WgmmaProducer {
     if (B::use_pages) mbarrier_wait(empty, ring.parity ^ 1);
     box.load(a, map, tile_s, full);
   }
-  // USE_LENGTHS: V of the tile in which a sequence ends. Its rows past the last key are emptied once they have landed,
-  // and only then others see it.
+  // USE_LENGTHS: loads V of the tile in which a sequence ends. Others see it with rows past the last key emptied.
   template <class V>
   __device__ __forceinline__ void load_last_v(const WgmmaItem<B>& item, int round, int slice, V& v, int keys) {
     uint64_t* const landed = s.slice[slice].landed_last();
@@ -2421,8 +2417,8 @@ template <class B> struct WgmmaTurns<B, true> {
   }
 };
 
-// The item's rounds [begin, end) of the warpgroup whose first query is q: all; SKIP_MASKED: at least one, and those
-// that its rows see; none if all rows are before the first query or past the last: the others get the tensor cores.
+// The item's rounds [begin, end) that the warpgroup with first query q takes: all; with SKIP_MASKED those that its rows
+// see, and at least one. A warpgroup without rows takes none, so that the others get the tensor cores.
 template <class B>
 __device__ __forceinline__ KeyRange own_rounds(const KernelArgs& a, const Mask& mask, const WgmmaItem<B>& item,
                                                int rounds, int q) {
@@ -2526,7 +2522,7 @@ template <class B, class Shared> struct WgmmaConsumer {
         rows(a_) {}
 
   __device__ __forceinline__ const WgmmaItem<B>& item() const { return s.item[q_ring.stage]; }
-  // All items: begin(), compute(turns) of those that have rows of this warpgroup, end().
+  // For each item: begin(), compute(turns) if this warpgroup has rows of it, end().
   template <class Begin, class Compute, class End>
   __device__ __forceinline__ void run_items(const Begin& begin, const Compute& compute, const End& end) {
     const WgmmaTurns<B> turns(warpgroup);
@@ -2552,8 +2548,8 @@ template <class B, class Shared> struct WgmmaConsumer {
     } while (B::use_persistent_cta);
     turns.leave();
   }
-  // OVERLAP=1: the scores of the next tile are begun before P @ V, which goes on beside their softmax. P is in use
-  // until then. `consumer` has the kernel's products, its softmax and its flush.
+  // OVERLAP=1: the scores of the next tile are begun before P @ V, which goes on beside their softmax and reads P until
+  // then. `consumer` has the kernel's products, its softmax and its flush.
   template <class Probabilities, class Consumer>
   __device__ __forceinline__ void overlapped(Consumer& consumer, const WgmmaTurns<B>& turns) {
     auto& t = s.slice[slice];
@@ -2637,8 +2633,8 @@ __device__ __forceinline__ void WgmmaRows<B>::multiply_qk_again(Scores& S, const
 
 // ---- 5d merge of slices (wgmma and USE_WARP_SPECIALIZATION and SPLIT_KV > 1) ----
 
-// Merges the slices' sums, its own first: each slice finishes half of the rows. Calls store(share, row), and stores
-// LSE: share[4v ... 4v + 3] are elements 0, 1, 4 and 5 of accumulator 8v of the finished rows, divided by l.
+// Merges the partial results of both slices, of which each finishes half of the rows. Stores LSE and calls store(share,
+// row): share[4v ... 4v + 3] are elements 0, 1, 4 and 5 of accumulator 8v of the finished rows, divided by l.
 template <class B, class Store>
 __device__ __forceinline__ void merge_slices(const WgmmaRows<B>& rows, SlicePartial<B>& partial, int slice,
                                              const Item<B>& item, const Store& store) {
@@ -2695,7 +2691,7 @@ template <class B> struct WgmmaShared {
   __device__ __forceinline__ Input* queries(int stage, int row_group) {
     return Q[stage][0] + row_group * 64 * B::head_dim / (B::pack_gqa ? PANELS<B::head_dim> : 1);
   }
-  // Two threads do it; a barrier of the CTA must follow.
+  // Two threads initialise them; a barrier of the CTA must follow.
   __device__ __forceinline__ void init_mbarriers(int warp) {
     if (warp == 1 && threadIdx.x % 32 == 0) {
       for (uint64_t& full : q_full) mbarrier_init(&full, 1);
@@ -2713,7 +2709,6 @@ template <class B> struct WgmmaShared {
   }
 };
 
-// The producer warpgroup.
 template <class B> struct Wgmma16Producer : WgmmaProducer<B, WgmmaShared<B>> {
   using Shared = WgmmaShared<B>;
   using Base = WgmmaProducer<B, Shared>;
@@ -2721,7 +2716,7 @@ template <class B> struct Wgmma16Producer : WgmmaProducer<B, WgmmaShared<B>> {
 
   __device__ Wgmma16Producer(Shared& s_, const KernelArgs& a_) : Base{s_, a_} {}
 
-  // By one thread: stores O of all items. TMA leaves out rows past Sq, but a box must not begin before row 0.
+  // One thread stores O of all items. TMA leaves out rows past Sq, but a box must not begin before row 0.
   __device__ __forceinline__ void store_items() {
     do {
       const int stage = q_ring.stage;
@@ -2806,7 +2801,7 @@ template <class B> struct Wgmma16Consumer : WgmmaConsumer<B, WgmmaShared<B>> {
   //   if not done: S back from P if stale;  m, alpha, P    if not done: O = O * alpha
   //   if not done: O = O * alpha, P rounded                P rounded
 
-  // With Q from shared memory.
+  // Takes Q from shared memory.
   __device__ __forceinline__ void multiply_qk_again(Scores& S) const {
     const uint32_t tid = thread_index_anew() % 128, row = tid / 32 * 16 + tid % 16, byte = tid % 32 / 16 * 16;
     const SharedAddress Q_s = shared_address(s.queries(q_ring.stage, row_group));
@@ -2887,9 +2882,8 @@ template <class B> struct Wgmma16Consumer : WgmmaConsumer<B, WgmmaShared<B>> {
     }
   }
 
-  // Two warpgroups do not fill an SM's pipes; so they wait for P @ V halfway through the stale exponentials (before the
-  // exact ones), and round P beside the other half, which pays at D=128 and 256. More of them, or two that split the
-  // keys, do better with all exponentials in one piece.
+  // Two warpgroups do not fill an SM's pipes: at D=128 and 256 it pays to wait for P @ V halfway through the
+  // exponentials and to round P beside the other half. More warpgroups, or slices, do better with all in one piece.
   template <class End> __device__ __forceinline__ void overlap(Scores& S, Probabilities& P, const End& end_last_pv) {
     if constexpr (B::use_lazy_max && B::warpgroups == 2 && B::split_kv == 1) {
       attend<Scores::COLS / 2>(S, P, end_last_pv);
@@ -2964,7 +2958,7 @@ template <class B> struct Wgmma16Consumer : WgmmaConsumer<B, WgmmaShared<B>> {
     });
   }
 
-  // SPLIT_CTAS: what the CTA's keys give, of which there may be none.
+  // SPLIT_CTAS: stores the partial result of the CTA's range, which may have no keys.
   __device__ __forceinline__ void store_range_of_rows() {
     const int thread = int(threadIdx.x) - B::producer_threads;
     if (s.item[0].rounds == 0) rows.start(), clear(rows.O);
@@ -3000,9 +2994,8 @@ template <class B> struct KernelOf<B, Path::wgmma_roles> {
 
 // ---- 5d e4m3: Q in registers, V transposed, sums in fp32 (wgmma and DTYPE = FP8_E4M3) ----
 //
-// wgmma transposes no bytes, so two of the producer warps do: V's keys come to lie in lines. It adds products in 14
-// bits, so that O would stop to grow after some thousand keys; after FP8_FLUSH tiles what O holds goes to shared
-// memory, and O begins anew. Only the loop with OVERLAP=1 is here.
+// wgmma transposes no bytes, so two producer warps transpose V. It adds in 14 bits, so that O would stop growing after
+// some thousand keys: every FP8_FLUSH tiles O is added to sums in shared memory and begins anew. OVERLAP is always 1.
 
 // V transposed is [D][keys] in panels of 128 keys, or of 64 where a tile has no more.
 template <class B> constexpr int V_LINE = B::block_n > 64 ? 128 : 64;
@@ -3010,9 +3003,9 @@ template <class B> constexpr int V_LINE = B::block_n > 64 ? 128 : 64;
 template <class B> struct E4m3Shared {
   static constexpr int ROW_GROUPS = B::block_m / 64, Q_STAGES = B::use_persistent_cta ? 2 : 1;
   static constexpr int TRANSPOSERS = 2 / B::split_kv;  // warps of a slice
-  // Where there is room. From shared memory an instruction would read as much of Q as of K.
+  // Q is in registers where there is room, since an instruction would read as much of Q as of K from shared memory.
   static constexpr bool Q_IN_REGISTERS = B::warpgroups < 4, FLUSHES = B::fp8_flush != 0;
-  // Where shared memory has no room for both: nothing is flushed before Q is read.
+  // Sums take Q's place where shared memory has no room for both: nothing is flushed before Q is read.
   static constexpr bool Q_IN_FLUSHED = Q_IN_REGISTERS && FLUSHES && B::head_dim == 256;
   struct Landed {  // V as TMA brings it
     alignas(1024) Input V[B::stages][B::block_n * B::head_dim];  // [BLOCK_N][D]
@@ -3058,7 +3051,6 @@ template <class B> struct E4m3Shared {
   }
 };
 
-// The producer warpgroup.
 template <class B> struct E4m3Producer : WgmmaProducer<B, E4m3Shared<B>> {
   using Shared = E4m3Shared<B>;
   using Base = WgmmaProducer<B, Shared>;
@@ -3066,7 +3058,7 @@ template <class B> struct E4m3Producer : WgmmaProducer<B, E4m3Shared<B>> {
 
   __device__ E4m3Producer(Shared& s, const KernelArgs& a) : Base{s, a} {}
 
-  // A slice's tiles of all items. Of two warps each has every other 16 of d.
+  // Transposes V of a slice's tiles of all items. Of two warps each takes every other 16 of d.
   __device__ __forceinline__ void transpose_items(int slice, int part) {
     auto& to = this->s.slice[slice];
     auto& from = this->s.landed[slice];
@@ -3184,7 +3176,7 @@ template <class B> struct E4m3Consumer : WgmmaConsumer<B, E4m3Shared<B>> {
 
   // ---- the softmax ----
 
-  // With Q from global memory: its buffer may have been filled anew.
+  // Takes Q from global memory, since its buffer may have been filled anew.
   __device__ __forceinline__ void multiply_qk_again(Scores& S) const {
     const SdpaParams& p = a.p;
     const WgmmaItem<B>& item = Base::item();
@@ -3293,14 +3285,14 @@ template <class B> struct E4m3Consumer : WgmmaConsumer<B, E4m3Shared<B>> {
   __device__ __forceinline__ void flush(bool beside_qk) {
     if (beside_qk == (B::head_dim == 256)) flush_when_due();
   }
-  // O, m and l of the tiles from rows.k0 down to last_k0.
+  // Sums O, m and l over the tiles from rows.k0 down to last_k0.
   __device__ __forceinline__ void sum_keys(const WgmmaTurns<B>& turns) {
     rows.start(), tiles = 0;
     Base::template overlapped<Probabilities>(*this, turns);
     SDPA_UNROLL for (int i = 0; i < 2; i++) rows.l[i] = row_sum<Base::Rows::Sums::LANES>(rows.l[i]);
     add_flushed();
   }
-  // O / l and LSE, from registers: a thread has four neighbouring columns.
+  // Stores O / l and LSE from registers: a thread has four neighbouring columns.
   __device__ __forceinline__ void store() {
     const Item<B>& item = Base::item();
     if constexpr (B::split_kv > 1) {
