@@ -3360,9 +3360,8 @@ template <class B> struct KernelOf<B, Path::wgmma_e4m3> {
 //     O.T += V.T @ P.T
 //   O / l of all slices
 //
-// Warps of the slice load its tiles. USE_LAZY_MAX: with a stale maximum a tile takes one barrier. PACK_GQA: the rows of
-// a tile are item_queries queries of one head, then those of the next head that has the same key head. SPLIT_CTAS: an
-// item's rounds are dealt to several CTAs, and the last one to end merges what all have left in the workspace.
+// Warps of the slice load its tiles. USE_LAZY_MAX: with a stale maximum a tile takes one barrier. SPLIT_CTAS: the last
+// of an item's CTAs to end merges the partial results that all of them have left in the workspace.
 
 template <class B> struct WgmmaColumnsShared {
   struct Slice {
@@ -3415,7 +3414,7 @@ template <class B> struct WgmmaColumnsLoader {
       cp_async_bulk_tensor_load(s.Q, map, box_origin, &s.q_full, evict_first);
     }
   }
-  // Its tile of a round of the item, into a stage that has been read; past the last key zeros. FIRST: of this warp.
+  // Loads the slice's tile of a round into a stage that has been read. FIRST: it is the warp's first tile.
   template <bool FIRST> __device__ __forceinline__ void load_tile(int round, int stage) {
     typename WgmmaColumnsShared<B>::Slice& t = s.slice[slice];
     if (loads_k()) load<B::head_dim, FIRST>(round, &tensor_maps<B>(a).k, t.K[stage], &t.k_full[stage]);
@@ -3427,7 +3426,7 @@ template <class B> struct WgmmaColumnsLoader {
     if (FIRST) hold(map), griddepcontrol_wait();
     box.load(a, map, tile_s, full);
   }
-  // Into every stage. V of every slice is asked for after K of all of them, since S comes first.
+  // Fills every stage. V of every slice is asked for after K of all of them, since S comes first.
   __device__ __forceinline__ void load_first_tiles() {
     constexpr int k_asked_for = 1 + B::split_kv, threads = 2 * 32 * B::split_kv;
     if (item.rounds == 0) return;
@@ -3463,7 +3462,6 @@ template <class B, int BLOCKS> struct WgmmaColumnsView {
   __device__ __forceinline__ void hold_all() { SDPA_UNROLL for (auto& block : x.d) hold(block); }
 };
 
-// What a warpgroup computes.
 template <class B> struct WgmmaColumns {
   using Shared = WgmmaColumnsShared<B>;
   static constexpr int KEY_BLOCKS = B::block_n / 64, D_BLOCKS = B::d_v / 64;
@@ -3551,12 +3549,12 @@ template <class B> struct WgmmaColumns {
       x[i] = combine(float_of(low ^ both), theirs);
     }
   }
-  // Of the own query; x comes from combine_pair<16>().
+  // Combines the lanes' parts of the own query; x comes from combine_pair<16>().
   template <class Combine> __device__ __forceinline__ float combine_lanes(float (&x)[ROWS], Combine combine) const {
     combine_pair<8>(x, combine), combine_pair<4>(x, combine);
     return x[0];
   }
-  // Of the own query over the four warps, in a fixed order.
+  // Combines the four warps' parts of the own query, in a fixed order.
   template <class Combine> __device__ __forceinline__ float combine_warps(float value, Combine combine) {
     st_shared(&mine().of_warp[warp][lane], value);
     sync();  // hazard: written by all warps
@@ -3575,7 +3573,7 @@ template <class B> struct WgmmaColumns {
     combine_pair<16>(x, larger_of);
     return combine_warps(combine_lanes(x, larger_of), larger_of);
   }
-  // Query i of the thread, from the lane that owns it.
+  // The value of the thread's query i, from the lane that owns it.
   __device__ __forceinline__ float from_owner(float value, int i) const {
     return __shfl_sync(0xffffffffu, value, i * 8 / ROWS * 4 + lane % 4);
   }
@@ -3609,8 +3607,7 @@ template <class B> struct WgmmaColumns {
       SDPA_UNROLL for (int j = 0; j < O.COLS; j++) O.x[i][j] *= factor;
     }
   }
-  // P = 2^(S * scale_log2 - m_log2), rounded, in shared memory; sum: of the thread's part of each query. Whoever reads
-  // P waits for a barrier of the slice. V has landed.
+  // Writes P = 2^(S * scale_log2 - m_log2), rounded, to shared memory and returns the thread's sums once V has landed.
   template <bool FIRST> __device__ __forceinline__ void write_p(const Scores& S, float (&sum)[ROWS]) {
     const SharedAddress P_at = shared_address(
         mine().P + panel_offset<B::block_m>((ROWS < 4 ? 0 : lane / 16 * 8) + lane % 8, warp * 16 + lane / 8 % 2 * 8));
@@ -3634,7 +3631,7 @@ template <class B> struct WgmmaColumns {
     fence_proxy_async();
     mbarrier_wait(&mine().v_full[ring.stage], ring.parity);
   }
-  // Writes P of the scores S for all warps; where the stale maximum does not fit, renews m, l and O. l lacks its sums.
+  // Writes P of the scores S for all warps; where the stale maximum does not fit, renews m, l and O. l lacks `sum` yet.
   template <bool FIRST> __device__ __forceinline__ void softmax(Scores& S, Sums& O, float (&sum)[ROWS]) {
     bool fits = false;
     if (!FIRST && m_may_be_kept) {
@@ -3652,7 +3649,7 @@ template <class B> struct WgmmaColumns {
 
   // ---- rounds ----
 
-  // A round: S has its scores. O.T += V.T @ P.T, and S becomes the scores of the next one.
+  // Takes a round whose scores are in S: O.T += V.T @ P.T, and S becomes the scores of the next round.
   template <bool FIRST>
   __device__ __forceinline__ void take_round(int round, const WgmmaItem<B>& item, Scores& S, Sums& O) {
     const int k0 = first_key_of<B>(item, round, slice);
@@ -3685,21 +3682,21 @@ template <class B> struct WgmmaColumns {
       }
     }
   }
-  // m and l of the slice, for the others.
+  // Writes m and l of the slice for the other slices.
   __device__ __forceinline__ void write_m_l() {
     l = combine_warps(l, sum_of);
     constexpr int owners = 8 / ROWS;  // of a query
     const int i = int(lane) / 4 / owners;
     if (warp == 0 && lane / 4 % owners == 0) st_shared(&mine().m_l[Scores::row(i)], float2{m, l});
   }
-  // O of the slice, for the others, in the place of K, which nobody reads any more.
+  // Writes O of the slice for the other slices, in the place of K, which nobody reads any more.
   __device__ __forceinline__ void write_o(const Sums& O) {
     SDPA_UNROLL for (int i = 0; i < ROWS; i++) {
       SDPA_UNROLL for (int j = 0; j < O.COLS; j++) st_shared(&mine().O[O.row(i)][O.first_col() + O.col(j)], O.x[i][j]);
     }
   }
 
-  // The item, whose first tiles are on their way.
+  // Computes the item, whose first tiles are on their way.
   __device__ __forceinline__ void run() {
     mbarrier_wait(&s.q_full, 0);
     const WgmmaItem<B> item = s.item;
@@ -3766,8 +3763,7 @@ template <class T, class View> __device__ __forceinline__ void load_scores(View&
   }
 }
 
-// Softmax of a tile in shared memory: its rows are dealt to the warps anew, in turn, so that every
-// row changes hands before and after; m, l and alpha are kept in shared memory.
+// Softmax of a tile in shared memory, where m, l and alpha are as well: rows change hands before and after.
 template <class B, class Shared> struct CtaSoftmax {
   static constexpr int ROWS = ScalarScores<B>::ROWS;
 
@@ -3825,7 +3821,7 @@ namespace wmma = nvcuda::wmma;
 template <class Use, class Layout> using Operand = wmma::fragment<Use, 16, 16, 16, Half, Layout>;
 template <class T> using AccumulatorOf = wmma::fragment<wmma::accumulator, 16, 16, 16, T>;
 using Accumulator = AccumulatorOf<float>;
-// Of S in shared memory, where rows of fp16 lie as far apart as rows of fp32.
+// The type of S in shared memory, where rows of fp16 lie as far apart as rows of fp32.
 template <class B> using WmmaScore = std::conditional_t<B::qk_in_fp16, __half, float>;
 template <class B> constexpr int SCORE_STRIDE = ScalarShared<B>::P_STRIDE* int(sizeof(float) / sizeof(WmmaScore<B>));
 
@@ -3870,7 +3866,7 @@ template <class B> struct CopyByProducers {
   }
 };
 
-// What the producer warps do of an item.
+// The producer warps' part in an item.
 template <class B>
 __device__ __forceinline__ void wmma_produce(WmmaShared<B>& s, ItemTiles<B>& t, StageRing<B::stages>& ring) {
   for (int k0 = t.keys.begin; k0 < t.keys.end; k0 += B::block_n) {
@@ -3902,8 +3898,7 @@ __device__ __forceinline__ void wmma_qk(WmmaScore<B>* S_s,
   }
 }
 
-// O of a warp in wmma accumulators. Which element of which lane is where is not specified, so a lane
-// looks once which rows its elements are in: it loads a tile that holds row numbers.
+// O of a warp in wmma accumulators. Their layout is not specified: a lane finds its rows by a tile of row numbers.
 template <class B, bool = B::use_wmma_pv> struct WmmaOutput {
   Accumulator x[B::head_dim / 16];
   int row[Accumulator::num_elements];
@@ -3957,8 +3952,7 @@ template <class B, bool = B::use_wmma_pv> struct WmmaOutput {
     }
   }
 
-  // O as a view, BLOCK_N columns at a time through scratch_s [16][P_STRIDE], of this warp alone, whose
-  // row 0 is the view's row first_row.
+  // Makes O a view, BLOCK_N columns at a time, through this warp's scratch_s [16][P_STRIDE], whose row 0 is first_row.
   __device__ void finish(ScalarOutput<B>& O, float* scratch_s, int first_row) const {
     SDPA_UNROLL for (int begin = 0; begin < B::head_dim; begin += B::block_n) {
       constexpr int stride = ScalarShared<B>::P_STRIDE;
@@ -3988,7 +3982,7 @@ template <class B> struct WmmaOutput<B, false> {
   __device__ void finish(ScalarOutput<B>&, float*, int) const {}
 };
 
-// What a consumer warp does of an item: its 16 rows, against the tiles that the feed gives.
+// A consumer warp's part in an item: its 16 rows, with the tiles that the feed gives.
 template <class B, class Feed>
 __device__ __forceinline__ void wmma_consume(WmmaShared<B>& s, const KernelArgs& a, const Item<B>& item,
                                              const ItemTiles<B>& t, Feed& feed) {
@@ -4115,7 +4109,7 @@ __device__ __forceinline__ uint32_t halves_of_bytes(uint32_t word, bool high) {
   constexpr uint32_t halves_of_1152 = 0x64806480;
   return sub_f16x2(prmt(word, 0x64646464, high ? 0x4342 : 0x4140), halves_of_1152);
 }
-// Makes the fp16 that the products take of a vector of 8 elements or 16.
+// Copies a vector of 8 or 16 elements, converted to the fp16 that the products take.
 template <> struct VectorCopy<false, true> {
   template <int BYTES> __device__ static __forceinline__ void copy(void* dst_s, const void* src_g, bool valid) {
     VectorType<BYTES> vector{};
@@ -4148,7 +4142,7 @@ __device__ __forceinline__ void cap_scores(View& S, const KernelArgs& a, int fir
 
 // ---- 5f factors of 8-bit tensors, sinks ----
 
-// The element that to_float() gives as 1.
+// The value of an element that to_float() gives as 1.
 template <class B> constexpr float element_unit = B::input == DType::u8 ? 448.0f / 127 : 1;
 
 // Where e4m3 becomes fp16 (mma and PACK_GQA), scores have been multiplied by the factor of Q.
@@ -4167,7 +4161,7 @@ template <class B> __device__ __forceinline__ float item_v_descale(const KernelA
 template <class B> __device__ __forceinline__ float sink_of(const KernelArgs& a, const Item<B>& item) {
   return a.p.sinks ? a.p.sinks[item.h] : -INFINITY;
 }
-// The row sum l, with 2^p_log2 * e^sink relative to m. Above 2^126 nothing of the keys is left in it.
+// The row sum l with 2^p_log2 * e^sink, relative to m. Above 2^126 nothing of the keys is left in it.
 template <class B>
 __device__ __forceinline__ float with_sink(float m, float l, const KernelArgs& a, const Item<B>& item) {
   if (!B::use_sinks) return l;
@@ -4177,9 +4171,8 @@ __device__ __forceinline__ float with_sink(float m, float l, const KernelArgs& a
 
 // ---- 5f operands of e4m3 (mma and DTYPE = FP8_E4M3) ----
 
-// With e4m3 the operand's k = 4q + i (and 16 + 4q + i) is key i / 2 * 8 + 2q + i % 2 (and 16 more). ldmatrix transposes
-// pairs: of V a register has bytes d = 2g and 2g + 1 of two keys. prmt parts them into the even and the odd d, so that
-// a lane has 4 neighbouring d of 16.
+// With e4m3 an operand's k = 4q + i (16 + 4q + i) is key i / 2 * 8 + 2q + i % 2 (16 more). A register of V from
+// ldmatrix has bytes d = 2g, 2g + 1 of two keys. prmt parts even from odd d: so a lane has 4 neighbouring d of 16.
 template <class B> struct MmaE4m3 {
   static constexpr int REGISTERS = 4, KEYS = 32;
 
@@ -4257,7 +4250,7 @@ template <class B> struct MmaE4m3AsHalves {
 
 // ---- 5f ranges of keys, and the merge of their results (wmma, mma, wgmma) ----
 
-// SPLIT_CTAS: the workspace has for each item a counter of stored partial results, and after all counters the results.
+// SPLIT_CTAS: the workspace has a counter of partial results for each item, and the partial results after all counters.
 constexpr uint32_t most_split_items = 16384;
 constexpr size_t range_counter_bytes = most_split_items * sizeof(uint32_t);
 constexpr int ranges_at_once = 16, few_ranges = 4;  // that a thread merges; of few it takes more columns
@@ -4356,8 +4349,7 @@ template <class B> struct RowsPartial {
   float2 m_l[B::block_m];
 };
 
-// The groups of warps have left O, m and l of their keys in shared memory, row by row. Merges them in a fixed order and
-// calls put(row, O, m, l) for every four columns of the rows.
+// Merges the groups' partial results in shared memory in a fixed order; put(row, O, m, l) gets four columns of a row.
 template <class B, class Partials, class Put>
 __device__ __forceinline__ void merge_groups(const Partials& partials_s, const ItemScale<B>& scale_log2, int thread,
                                              const Put& put) {
@@ -4381,7 +4373,7 @@ __device__ __forceinline__ void merge_groups(const Partials& partials_s, const I
   }
 }
 
-// PACK_GQA: empties rows of Q without a query; what lies there would decide how others are rounded.
+// PACK_GQA: empties rows of Q without a query, since what lies there would decide how other rows are rounded.
 template <class B> __device__ __forceinline__ void clear_rows_without_query(Input* Q_s, const KernelArgs& a) {
   if (!B::pack_gqa) return;
   const int rows = rows_of_item<B>(a), chunks = (B::block_m - rows) * (PANEL_BYTES<B::head_dim> / 16);
@@ -4392,7 +4384,7 @@ template <class B> __device__ __forceinline__ void clear_rows_without_query(Inpu
   fence_proxy_async();
 }
 
-// Stores O / l and LSE of the item's rows. SPLIT_CTAS: O, m and l of a CTA's keys; the item's last CTA merges them all.
+// Stores O / l and LSE of the item's rows. SPLIT_CTAS: stores partial results, which the item's last CTA merges.
 template <class B, class Partials>
 __device__ __forceinline__ void store_rows(const Partials& partials_s, const KernelArgs& a, const Item<B>& item,
                                            int thread, bool& is_last_s) {
@@ -4467,15 +4459,14 @@ template <class B> struct MmaPacked {
 // K and V are [pages,Hkv,page_size,D], with batch strides from page to page. Key k of sequence b is row k % page_size
 // of page page_table[b * page_stride + k / page_size]; page_size is a multiple of 16, and a table's row has Sk keys.
 
-// The page of the item's keys [k, k + keys), which lie in one. If the item sees none of them, one that does not exist:
-// of that TMA gives zeros, and the table is not read.
+// The page of the item's keys [k, k + keys), which lie in one; if the item sees none, a missing page: TMA gives zeros.
 template <class B>
 __device__ __forceinline__ int page_of(const KernelArgs& a, const Item<B>& item, int k, int keys) {
   if (max(k, item.keys.begin) >= min(k + keys, item.keys.end)) return a.p.pages;
   const int place = int(plan_room<B>(a).page_size.divide(uint32_t(k)));
   return min(max(ld_global<int>(a.p.page_table + int64_t(item.b) * a.p.page_stride + place), 0), a.p.pages - 1);
 }
-// The vectors of rows k, k + 1, ... of K or V, as by a pointer to the first. head_g: the one of row 0 of page 0.
+// Acts as a pointer to the vector of row k of K or V, for rows in pages. head_g: the vector of row 0 of page 0.
 template <class B> struct PagedRows {
   const KernelArgs* a;
   const Item<B>* item;
@@ -4511,8 +4502,7 @@ template <class B, int D> struct TileBox<B, D, true> {
 };
 
 // ---- 5f items that are planned (USE_LENGTHS) ----
-// A kernel before the others lists the items of all sequences, for one group of heads, the longest first; an item of
-// many keys becomes several ranges.
+// A kernel before the others lists the items of all sequences for a group of heads, longest first, long ones in ranges.
 
 // USE_LENGTHS: where a sequence is in the tensors, and how many rows it has there. With starts [B + 1], sequence b has
 // the rows from starts[b] to starts[b + 1] of all Sq of Q and O, or Sk of K and V; such tensors have a batch of 1, LSE
@@ -4544,8 +4534,7 @@ struct alignas(16) PlannedItem {
   KeyRange keys;
   int range, ranges, first_of_parts;
 };
-// In the workspace, behind the counters: how many items; how many first ranges of those that have several, whose
-// numbers follow the items; the queue.
+// Behind the workspace's counters: how many items; how many to merge, whose numbers follow the items; how many drawn.
 struct Plan { uint32_t count, merges, drawn, unused; };
 __host__ __device__ constexpr size_t plan_bytes(const PlanArgs& plan) {
   return 256 + ceil_div(plan.items * (sizeof(PlannedItem) + sizeof(uint32_t)), 256) * 256;
@@ -4607,8 +4596,7 @@ template <class View> struct OneRow {
   __device__ int col(int j) const { return view.col(j); }
 };
 
-// USE_LENGTHS: empties the rows of V behind the sequence's last key, which have landed, since 0 * NaN is NaN: by
-// `threads` threads, which then fence the async proxy.
+// USE_LENGTHS: empties rows of V behind the last key, since 0 * NaN is NaN; its threads then fence the async proxy.
 template <class B> __device__ __forceinline__ void clear_rows_of_v(void* V_s, int keys, int thread, int threads) {
   constexpr int line = PANEL_BYTES<B::d_v> / 16, panel = B::block_n * line;
   for (int i = keys * line + thread; i < panel; i += threads) {
@@ -4618,11 +4606,11 @@ template <class B> __device__ __forceinline__ void clear_rows_of_v(void* V_s, in
 
 // ---- 5f the kernel that plans items (USE_LENGTHS) ----
 
-// Rounds that are summed in one accumulator.
+// How many rounds one accumulator sums at most.
 template <class B> __host__ __device__ __forceinline__ int rounds_at_once() {
   return max(most_keys_at_once / B::round_keys, 1);
 }
-// By one CTA. Items are sorted into classes, by the rounds of tiles that they take.
+// One CTA plans. It sorts items into classes by their rounds.
 constexpr int plan_threads = 1024, plan_classes = 64;
 struct PlanShared {
   uint32_t rounds, rounds_65536;  // of all items: so many, and so many times 65,536
@@ -4630,8 +4618,8 @@ struct PlanShared {
   uint32_t parts, count, merges;
   uint32_t count_of[plan_classes], first[plan_classes];  // items of a class, and the first of them
 };
-// use(b, sequence, q0, keys) for every tile, a sequence by 2^shift lanes of a warp, its last rows first. With a mask
-// the first tile is the one that is not full, since it has less to do.
+// Calls use(b, sequence, q0, keys) for every tile, a sequence by 2^shift lanes of a warp, its last rows first. With a
+// mask the first tile is the one that is not full, as wgmma_item() has it.
 template <class B, class Use> __device__ __forceinline__ void for_each_tile(const KernelArgs& a, int shift, Use use) {
   const int tid = threadIdx.x, queries = queries_of_item<B>(a);
   for (int b = tid / 32 + (tid % 32 >> shift) * (plan_threads / 32); b < a.p.B; b += plan_threads >> shift) {
