@@ -403,7 +403,7 @@ template <class T> __device__ __forceinline__ T& dynamic_shared() {
 template <class T> __device__ __forceinline__ T ld_shared(const void* src_s) { return *static_cast<const T*>(src_s); }
 template <class T> __device__ __forceinline__ void st_shared(void* dst_s, T value) { *static_cast<T*>(dst_s) = value; }
 template <class T> __device__ __forceinline__ T ld_global(const void* src_g) { return *static_cast<const T*>(src_g); }
-// Only for data that nobody writes while this kernel runs, the time before griddepcontrol_wait() included.
+// Use it only for data that nobody writes while this kernel runs, the time before griddepcontrol_wait() included.
 template <class T> __device__ __forceinline__ T ld_global_nc(const void* src_g) {
   return __ldg(static_cast<const T*>(src_g));
 }
@@ -444,7 +444,7 @@ __host__ __device__ __forceinline__ float to_float(__half x) { return __half2flo
 __host__ __device__ __forceinline__ float to_float(__nv_bfloat16 x) { return __bfloat162float(x); }
 __host__ __device__ __forceinline__ float to_float(__nv_fp8_e4m3 x) { return static_cast<float>(x); }
 __host__ __device__ __forceinline__ float to_float(uint8_t x) { return static_cast<float>(x) - 128; }
-// To nearest, ties to even.
+// Rounds to nearest, ties to even.
 template <class E> __host__ __device__ __forceinline__ E rounded(float x) { return static_cast<E>(x); }
 template <> __host__ __device__ __forceinline__ __half rounded(float x) { return __float2half_rn(x); }
 template <> __host__ __device__ __forceinline__ __nv_bfloat16 rounded(float x) { return __float2bfloat16_rn(x); }
@@ -1082,7 +1082,7 @@ __device__ __forceinline__ uint32_t sub_f16x2(uint32_t a, uint32_t b) {
 __device__ __forceinline__ void barrier_sync(int id, int threads) {
   asm volatile("barrier.sync.aligned %0, %1;" ::"r"(id), "r"(threads) : "memory");
 }
-// As barrier_sync(); true if `vote` is true in all threads.
+// Waits as barrier_sync() does; true if `vote` is true in all threads.
 __device__ __forceinline__ bool barrier_and(int id, int threads, bool vote) {
   uint32_t all;
   asm volatile(
@@ -1150,8 +1150,7 @@ __device__ __forceinline__ void mma_m16n8k16(float& d0, float& d1, float& d2, fl
   }
 }
 
-// As mma_m16n8k16, with K = 32: a[0], a[1] hold k = 4q ... 4q + 3 of rows g and g + 8, a[2], a[3] the same 16 k
-// further; b0 holds k = 4q ... 4q + 3 of column g, b1 the same 16 k further.
+// As mma_m16n8k16 with K = 32: operands hold k = 4q ... 4q + 3 instead of 2q, 2q + 1, and 16 k further instead of 8.
 __device__ __forceinline__ void mma_m16n8k32_e4m3(float& d0, float& d1, float& d2, float& d3, const uint32_t (&a)[4],
                                                   uint32_t b0, uint32_t b1) {
   asm volatile(
@@ -1507,7 +1506,7 @@ __device__ __forceinline__ void multiply_columns(View& T, int n,
 
 // A step takes 32 bytes of each row of A and of each column of B.
 template <class B> constexpr int MMA_K = 2 * CHUNK<B>;
-// What a step does with operands of 16 bits; section 5f has the same for e4m3.
+// Operands of 16 bits in a step; section 5f has the same for e4m3.
 template <class B> struct MmaHalves {
   static constexpr int REGISTERS = 4;  // of A, in a step of 16 rows
   static constexpr int KEYS = 16;      // of P, in a step
@@ -1697,8 +1696,7 @@ __device__ __forceinline__ void deal_runs(MmaRuns<B>& R, const MmaSums<B>& O, in
   } else {
     SDPA_UNROLL for (int i = 0; i < R.ROWS; i++) {
       SDPA_UNROLL for (int j = 0; j < R.COLS; j += 8) {
-        // pairs[t] are columns 8t + 2q and 8t + 2q + 1. After the exchange with lane q ^ step, bit
-        // `step` of t tells whose pair it is instead of which 8 columns it comes from.
+        // pairs[t]: columns 8t + 2q, 8t + 2q + 1. After a step, that bit of t tells whose pair it is, not its columns.
         float pairs[4][2];
         memcpy(pairs, &O.x[i][j], sizeof pairs);
         SDPA_UNROLL for (int step = 1; step <= 2; step *= 2) {
@@ -2455,8 +2453,7 @@ template <class B> struct WgmmaRows {
     SDPA_UNROLL for (int i = 0; i < ROWS; i++) m[i] = -INFINITY, l[i] = 0;
   }
   __device__ __forceinline__ bool has_mask() const { return !mask.tiles.cover(q, k0); }
-  // First tile of an item, if it has no mask: some score of a row becomes its stale maximum. The largest of more
-  // columns lasts longer, which matters more the lower lazy_limit is.
+  // Without a mask a score of the item's first tile becomes the stale maximum: of more columns the lower lazy_limit is.
   __device__ __forceinline__ void take_some_score_as_max(const Scores& S) {
     if (!B::use_lazy_max || has_mask()) return;
     constexpr int columns = B::is_e4m3 ? Scores::COLS : B::input == DType::bf16 || Scores::COLS < 16 ? 4 : 16;
@@ -2548,8 +2545,7 @@ template <class B, class Shared> struct WgmmaConsumer {
     } while (B::use_persistent_cta);
     turns.leave();
   }
-  // OVERLAP=1: the scores of the next tile are begun before P @ V, which goes on beside their softmax and reads P until
-  // then. `consumer` has the kernel's products, its softmax and its flush.
+  // OVERLAP=1: the next scores are begun before P @ V, which goes on beside their softmax. `consumer` is of the kernel.
   template <class Probabilities, class Consumer>
   __device__ __forceinline__ void overlapped(Consumer& consumer, const WgmmaTurns<B>& turns) {
     auto& t = s.slice[slice];
@@ -3195,7 +3191,7 @@ template <class B> struct E4m3Consumer : WgmmaConsumer<B, E4m3Shared<B>> {
       }
     });
   }
-  // As the other kernel's attend_beside_pv(), but where a stale maximum was too small it is raised first. P is rounded
+  // Does what the other kernel's attend_beside_pv() does, but raises a stale maximum that was too small. P is rounded
   // only when the P @ V before has ended: ptxas takes an operand's registers for free while wgmma still reads them.
   template <class End> __device__ __forceinline__ void overlap(Scores& S, Probabilities& P, const End& end_last_pv) {
     float alpha[2];
@@ -3382,8 +3378,7 @@ template <class B> struct WgmmaColumnsShared {
   bool is_last;     // for store_rows()
 };
 
-// The copies of a slice's warps: one loads K and one V, since a copy keeps a warp busy for some 100 clocks; in the
-// first slice another one loads Q. A whole warp calls, and one lane of it issues.
+// A slice's copies: one warp loads K and one V, since a copy takes a warp some 100 clocks; in slice 0 one more loads Q.
 template <class B> struct WgmmaColumnsLoader {
   WgmmaColumnsShared<B>& s;
   const KernelArgs& a;
@@ -4035,8 +4030,7 @@ struct OneItemPerCta {
   }
 };
 
-// Resident CTAs draw item numbers from the counter in the workspace. Every CTA draws one number
-// past the end; the very last of these draws puts the counter back to 0 for the next launch.
+// Resident CTAs draw item numbers from the workspace's counter, each also one past the end; the last of these clears it
 struct ItemQueue {
   template <class B> __device__ bool next(const KernelArgs& a, uint32_t& drawn_s, Item<B>& item) {
     uint32_t* const counter = static_cast<uint32_t*>(a.p.workspace);
@@ -4459,7 +4453,7 @@ template <class B> struct MmaPacked {
 // K and V are [pages,Hkv,page_size,D], with batch strides from page to page. Key k of sequence b is row k % page_size
 // of page page_table[b * page_stride + k / page_size]; page_size is a multiple of 16, and a table's row has Sk keys.
 
-// The page of the item's keys [k, k + keys), which lie in one; if the item sees none, a missing page: TMA gives zeros.
+// The page of the item's keys [k, k + keys), which lie in one; if the item sees none, page p.pages: TMA gives zeros.
 template <class B>
 __device__ __forceinline__ int page_of(const KernelArgs& a, const Item<B>& item, int k, int keys) {
   if (max(k, item.keys.begin) >= min(k + keys, item.keys.end)) return a.p.pages;
@@ -4618,8 +4612,7 @@ struct PlanShared {
   uint32_t parts, count, merges;
   uint32_t count_of[plan_classes], first[plan_classes];  // items of a class, and the first of them
 };
-// Calls use(b, sequence, q0, keys) for every tile, a sequence by 2^shift lanes of a warp, its last rows first. With a
-// mask the first tile is the one that is not full, as wgmma_item() has it.
+// use(b, sequence, q0, keys) for every tile: 2^shift lanes take a sequence, last rows first; early: as in wgmma_item().
 template <class B, class Use> __device__ __forceinline__ void for_each_tile(const KernelArgs& a, int shift, Use use) {
   const int tid = threadIdx.x, queries = queries_of_item<B>(a);
   for (int b = tid / 32 + (tid % 32 >> shift) * (plan_threads / 32); b < a.p.B; b += plan_threads >> shift) {
@@ -4663,7 +4656,7 @@ template <class B> __global__ void __launch_bounds__(plan_threads, 1) sdpa_plan(
   const uint32_t even = free > 0 ? uint32_t(min(2 * rounds_of_all / free + 1, uint64_t(0x7fffffff))) : 0x7fffffff;
   const uint32_t limit = max(even, B::split_ctas == 0 ? min(least, most) : most);
   const auto ranges_of_tile = [&](uint32_t rounds) { return max(ceil_div(rounds, limit), typed); };
-  // By the rounds of a range; or of the sequence, so that its tiles follow each other while L2 has its K and V.
+  // By the rounds of a range, or by those of the sequence: so its tiles follow each other while L2 has its K and V.
   const uint32_t longest = max(min(s.most_rounds, limit), 1u);
   const auto class_of = [&](const Sequence& sequence, uint32_t rounds, uint32_t ranges) {
     const uint32_t cost = B::split_ctas == 1 ? rounds_of({0, sequence.Sk}) : ceil_div(rounds, ranges);
@@ -4847,7 +4840,7 @@ struct TensorView {  // Q, K, V or O
   } dims[3];
 };
 
-// Of a tensor with these strides; packed sequences have one.
+// Batches of a tensor with these strides; packed sequences have one.
 int batches_of(const SdpaParams& p, const Strides& s) {
   if (Build::use_pages && (&s == &p.k || &s == &p.v)) return p.pages;
   if (Build::use_lengths && (&s == &p.q || &s == &p.o ? p.q_starts : p.k_starts)) return min(p.B, 1);
@@ -4870,7 +4863,7 @@ int device_attribute(cudaDeviceAttr attribute, int otherwise) {
   return known ? value : otherwise;
 }
 int sm_count() { return device_attribute(cudaDevAttrMultiProcessorCount, 132); }
-// What an SM has for all of its CTAs, of which the system takes 1 KB for each.
+// Shared memory of an SM, of which the system takes 1 KB for each CTA.
 int shared_of_sm() { return device_attribute(cudaDevAttrMaxSharedMemoryPerMultiprocessor, 228 << 10); }
 // CTAs that an SM holds at once, by their shared memory.
 template <class B> int most_resident_ctas() { return max(shared_of_sm() / int(shared_bytes<B> + 1024), 1); }
@@ -4882,20 +4875,20 @@ struct Items {
   int ranges = 1;      // CTAs to an item
 };
 
-// Clocks of sdpa_merge(): a launch, the ranges one after the other, and every partial result is written and read.
+// Clocks of sdpa_merge(): of the launch, of the ranges one after the other, and of writing and reading partial results.
 double merge_kernel_clocks(const Items& items, int D, int ranges, int sms) {
   const double bytes = double(items.count) * ranges * items.heads * items.queries * D * 8;
   return 1000 + 2000.0 * ceil_div(ranges, ranges_at_once) + bytes / sms / 40;
 }
 
-// Steps of the merge by the last CTA, as the model counts them: those of few ranges take less.
+// Steps of the merge by the last CTA, as the model counts them. Few ranges take fewer.
 int64_t merge_steps(const Items& items, int D, int threads, int ranges) {
   if (ranges == 1) return 0;
   const int64_t parts = ceil_div(items.heads * items.queries * (D / 4), threads);  // of a thread
   return ranges > few_ranges ? ceil_div(ranges, ranges_at_once) * parts : ceil_div(ranges, 2) * ceil_div(parts, 4);
 }
 
-// Of an SM's rate, what one CTA alone has where two fit and both compute.
+// The share of an SM's rate that one CTA alone reaches where two fit and both compute.
 constexpr double sole_rate = 0.75;
 
 // SPLIT_CTAS=0: as many ranges as take the least time, counted in KB that an SM reads meanwhile (one takes 50 clocks):
@@ -4924,7 +4917,7 @@ Items items_of_tile(const SdpaParams& p, int heads, int queries) {
   const int64_t groups = p.Hq / heads, tiles = ceil_div(p.Sq, queries);
   return {heads, queries, groups * (Build::use_lengths && p.q_starts ? p.B + tiles : p.B * tiles)};
 }
-// PACK_GQA: of as many query heads of a key head as divide them and fit into block_m rows.
+// PACK_GQA: an item has as many query heads of a key head as divide these and fit into block_m rows.
 Items items_of_packed_tile(const SdpaParams& p, int block_m) {
   const int group = p.Hkv > 0 ? max(p.Hq / p.Hkv, 1) : 1;
   int heads = min(group, block_m);
@@ -4959,13 +4952,13 @@ template <class B> PlanArgs plan_args(const SdpaParams& p, const Items& items) {
   return plan;
 }
 
-// Items of a launch: all; or those of 32 CTAs to an SM, so that the partial results of long rows stay below 0.6 GB.
+// Items of a launch: all, or with sdpa_merge() 32 CTAs to an SM, so that partial results take 0.6 GB at most.
 template <class B> int64_t items_at_once(const Items& items) {
   if (!merges_by_kernel<B>) return items.count;
   return max(min(items.count, int64_t(32 * sm_count() / items.ranges)), int64_t(1));
 }
 
-// For the queue or for the ranges; counters are zero again after every launch.
+// The workspace of the queue or of the ranges, whose counters are zero again after every launch.
 template <class B> size_t workspace_bytes(const SdpaParams& p) {
   if constexpr (B::use_lengths) {
     const Items items = items_of<B>(p);
@@ -5075,9 +5068,8 @@ template <class B> SdpaStatus encode_tensor_maps(TensorMaps& maps, KernelArgs& a
 
 // ---- the launch ----
 
-// SPLIT_CTAS: CTAs that start before the launch before has ended go to the SMs that have room: some would get three and
-// others one. So each asks for so much shared memory that an SM has room for an even share of them alone. Another
-// kernel on the GPU then finds less room beside it.
+// SPLIT_CTAS: CTAs that start before the launch before has ended go to SMs with room, so that some get three and others
+// one. So each asks for so much shared memory that an SM has room for an even share alone, and less for other kernels.
 size_t even_share(size_t bytes, uint32_t ctas) {
   const int share = int(ceil_div(ctas, sm_count()));
   return max(int(bytes), shared_of_sm() / share / 1024 * 1024 - 1024);
@@ -5109,8 +5101,8 @@ template <class B> SdpaStatus launch_kernel(const KernelArgs& a, uint32_t items,
   }
   cudaLaunchAttribute early{};
   // The wgmma kernel starts before the kernel before it in the stream has ended, and waits for it before it touches
-  // memory. It lets the next one start likewise, if that is launched with this attribute: such a kernel must wait as
-  // well (cudaGridDependencySynchronize) before it reads O or writes an input.
+  // memory. It lets the next kernel with this attribute start likewise, which must then wait as well
+  // (cudaGridDependencySynchronize) before it reads O or writes an input.
   if (B::starts_early) {
     early.id = cudaLaunchAttributeProgrammaticStreamSerialization;
     early.val.programmaticStreamSerializationAllowed = 1;
@@ -5156,7 +5148,7 @@ template <class B> Grid grid_of(const SdpaParams& p, const Items& items) {
   grid.unmasked_rounds = all ? max(int(ceil_div(p.Sk, B::round_keys)), 1) : 0;
   const double kv_bytes = 2.0 * p.Sk * p.D * sizeof(Input);  // of a key head
   const double l2_bytes = device_attribute(cudaDevAttrL2CacheSize, 60 << 20);
-  // Parts alike, each in about 32 of 60 MB.
+  // Parts are alike, and each takes about 32 of 60 MB.
   const double kv_heads = double(p.B) * p.Hkv, parts = std::ceil(kv_heads * kv_bytes / (l2_bytes * 8 / 15));
   grid.heads_in_l2 = uint32_t(std::fmax(1, std::ceil(kv_heads / std::fmax(parts, 1)) * (p.Hq / p.Hkv / items.heads)));
   grid.items_in_l2 = Divisor(grid.heads_in_l2 * q_blocks);
@@ -5212,7 +5204,7 @@ template <class B> SdpaStatus forward(const SdpaParams& p, cudaStream_t stream) 
 
 // ---- the checks ----
 
-// Strides of dimensions of size 1 may hold anything, as PyTorch has it. They become 0, to keep out of addresses.
+// Strides of dimensions of size 1 may hold anything, as in PyTorch. They become 0, so that no address depends on them.
 SdpaStatus check_tensors(SdpaParams& p) {
   constexpr int vec = Build::vec_width;
   for (const TensorView& t : tensors_of(p)) {
@@ -5340,7 +5332,7 @@ SDPA_REFUSE(FP16_ACC_changed && Build::input != DType::fp16,
 SDPA_REFUSE(Build::pv_in_fp16 && !Build::use_wmma_pv,
             "FP16_ACC=PV: P @ V is on the FMA pipes; add USE_WMMA_PV=1 or type FP16_ACC=QK");
 
-// What cannot work, typed or in a row of a table.
+// Refuses what cannot work, typed or in a row of a table.
 template <class B> constexpr bool check_wgmma() {
   constexpr bool wgmma = B::family == Family::wgmma, roles = wgmma && B::use_warp_specialization && !B::swap_ab;
   SDPA_REFUSE(wgmma && !B::swap_ab && (B::group_warps % 4 != 0 || B::block_m != 16 * B::group_warps),
@@ -5433,7 +5425,7 @@ struct TunedTile : Config {
   double item_clocks, scores_per_clock;
 };
 inline void a_row_of_tiles_names_an_unknown_knob() {}  // not constexpr: a table with such a row does not compile
-// The typed knobs with these sizes, and with those of the tile that are on.
+// The typed knobs, with these sizes and these knobs on.
 constexpr TunedTile tile(int head_dim, int block_m, int block_n, int num_warps, int stages, int split_kv,
                          std::string_view knobs, int ctas, double item_clocks, double scores_per_clock) {
   TunedTile t{{}, ctas, item_clocks, scores_per_clock};
@@ -5556,7 +5548,7 @@ constexpr int next_tile(int n) {
 
 SDPA_REFUSE(Build::use_tuned && next_tile(0) == tile_count,
             "USE_TUNED=1: no tile of the table has all the knobs that were typed besides; drop some or USE_TUNED");
-// Of the typed build, or of its tiles from row N on.
+// Checks the typed build, or its tiles from row N on.
 template <int N> constexpr bool check_all() {
   if constexpr (N < 0) {
     return check<BuildOf<N>>();
@@ -5587,8 +5579,7 @@ ItemKeys item_keys(const TunedTile& t, const SdpaParams& p, const KeyBounds& bou
   return keys;
 }
 
-// Clocks that the problem takes with this tile on a GPU of `sms` SMs. Besides the tile's two costs it has a few numbers
-// that all tiles share, fitted to an H200 as well.
+// Clocks of the problem with this tile on `sms` SMs, by the tile's two costs and numbers that all tiles share.
 double tuned_clocks(const TunedTile& t, const SdpaParams& p, int sms) {
   const KeyBounds bounds(p, p.Sq, p.Sk);
   const int round_keys = t.block_n * t.split_kv, threads = t.num_warps * 32, Sq = max(p.Sq, 1);
@@ -5619,15 +5610,14 @@ double tuned_clocks(const TunedTile& t, const SdpaParams& p, int sms) {
   const double spread = ctas_per_sm * (t.item_clocks / t.ctas + of_key * keys.mean);
   const double in_waves = waves * t.item_clocks + of_key * keys.least * ctas;
   const double work = std::fmax(longest, std::fmax(spread, in_waves)) + merge;
-  // K and V are read once, from L2 (below 52 MB) or from memory. Reading and computing overlap unless they take nearly
-  // the same time: hence the sum of fourth powers.
+  // K and V are read once, from L2 (below 52 MB) or memory. Reading overlaps computing: hence the sum of fourth powers.
   const double bytes = 2.0 * sizeof(Input) * p.D * (bounds.end(p.Sq - 1) - bounds.begin(0)) * p.B * p.Hkv;
   const double read = bytes / sms / (bytes < 52e6 ? 22 : t.pack_gqa && !by_kernel ? 18 : 15);
   const double start = t.use_persistent_cta ? 3500 : -700;  // -700: while the launch before still runs
   return start + std::sqrt(std::hypot(work * work, read * read));
 }
 
-// USE_LENGTHS: the problem if there were so many sequences, all alike, since the host does not know them.
+// USE_LENGTHS: the problem with so many sequences of equal lengths, since the host does not know the lengths.
 SdpaParams of_equal_lengths(SdpaParams p, int sequences) {
   if (p.q_starts && p.B > 0) p.Sq = ceil_div(p.Sq, p.B);
   if (p.k_starts && p.B > 0) p.Sk = ceil_div(p.Sk, p.B);
