@@ -347,7 +347,7 @@ struct Grid {  // which item has which rows
   Divisor ranges;           // SPLIT_CTAS: CTAs of an item
   uint32_t first_item = 0;  // merges_by_kernel: of the launch
 };
-// SdpaParams, and what every CTA would compute again. What locates an item comes first, in one line of its cache.
+// SdpaParams, and what every CTA would compute again. What locates an item is first, in a line of the constant cache.
 struct KernelArgs : Grid {
   Mask mask;
   SdpaParams p;
@@ -791,7 +791,7 @@ template <class B>
 constexpr int mask_rows = B::use_mma_sync                              ? B::block_m / B::group_warps
                           : B::use_wgmma && B::use_warp_specialization ? 64
                                                                        : B::block_m;
-// True if sdpa_merge() merges an item's ranges. Rows of several heads are in shared memory, where the last CTA merges.
+// True if sdpa_merge() merges an item's ranges. Rows that go through shared memory are merged by the item's last CTA.
 template <class B>
 constexpr bool merges_by_kernel = B::split_ctas != 1 && !B::swap_ab &&
                                   !(B::use_mma_sync && B::pack_gqa && B::split_kv > 1);
@@ -1943,7 +1943,7 @@ __device__ __forceinline__ void griddepcontrol_launch_dependents() {
 #endif  // SDPA_SIMT
 
 // ---- 5d wgmma: what its kernels share (wgmma) ----
-// A tile in shared memory is D/64 panels of [rows][64], lines of 128 bytes whose chunks of 16 TMA and wgmma swizzle:
+// A tile in shared memory is D/64 panels of [rows][64], lines of 128 bytes. TMA and wgmma swizzle a line's chunks:
 //
 //   line 0 (8, 16, ...)   0 1 2 3 4 5 6 7        line 2   2 3 0 1 6 7 4 5
 //   line 1 (9, 17, ...)   1 0 3 2 5 4 7 6        line r   chunk c at c ^ r % 8
@@ -1972,7 +1972,7 @@ template <int WIDTH> struct WgmmaAccumulator {  // [64][WIDTH]
 // x, the same in all lanes. So the compiler keeps what follows from it in uniform registers, as descriptors must be.
 __device__ __forceinline__ int uniform(int x) { return __shfl_sync(0xffffffffu, x, 0); }
 
-// Panels of a tile with rows of D elements are [rows][128] bytes, or [rows][64] where 128 does not divide a row.
+// The panels of a tile with rows of D elements have lines of 128 bytes, or of 64 where 128 does not divide a row.
 template <int D> constexpr int ROW_BYTES = int(sizeof(Input)) * D;
 template <int D> constexpr int PANEL_BYTES = ROW_BYTES<D> % 128 ? 64 : 128;
 template <int D> constexpr int PANELS = ROW_BYTES<D> / PANEL_BYTES<D>;
@@ -2138,7 +2138,7 @@ template <class B> struct WgmmaPlainShared {
   uint64_t q_full, full[B::stages];                            // mbarriers: landed
 };
 
-// A warp begins to load K and V of a tile, whose landing their stage's mbarrier tells.
+// A warp begins to load K and V of a tile. The stage's mbarrier completes when they have landed.
 template <class B>
 __device__ __forceinline__ void load_tile(WgmmaPlainShared<B>& s, const KernelArgs& a, int stage, int k0, int h_kv,
                                           const Item<B>& item) {
@@ -2453,7 +2453,7 @@ template <class B> struct WgmmaRows {
     SDPA_UNROLL for (int i = 0; i < ROWS; i++) m[i] = -INFINITY, l[i] = 0;
   }
   __device__ __forceinline__ bool has_mask() const { return !mask.tiles.cover(q, k0); }
-  // Without a mask a score of the item's first tile becomes the stale maximum: of more columns the lower lazy_limit is.
+  // Without a mask a score of the item's first tile becomes the stale maximum. That of more columns lasts longer.
   __device__ __forceinline__ void take_some_score_as_max(const Scores& S) {
     if (!B::use_lazy_max || has_mask()) return;
     constexpr int columns = B::is_e4m3 ? Scores::COLS : B::input == DType::bf16 || Scores::COLS < 16 ? 4 : 16;
@@ -2545,7 +2545,7 @@ template <class B, class Shared> struct WgmmaConsumer {
     } while (B::use_persistent_cta);
     turns.leave();
   }
-  // OVERLAP=1: the next scores are begun before P @ V, which goes on beside their softmax. `consumer` is of the kernel.
+  // OVERLAP=1: the next scores are begun before P @ V, which goes on beside their softmax. `consumer` does them.
   template <class Probabilities, class Consumer>
   __device__ __forceinline__ void overlapped(Consumer& consumer, const WgmmaTurns<B>& turns) {
     auto& t = s.slice[slice];
@@ -4030,7 +4030,7 @@ struct OneItemPerCta {
   }
 };
 
-// Resident CTAs draw item numbers from the workspace's counter, each also one past the end; the last of these clears it
+// Resident CTAs draw item numbers from the workspace's counter, and each one past the end; the last draw clears it.
 struct ItemQueue {
   template <class B> __device__ bool next(const KernelArgs& a, uint32_t& drawn_s, Item<B>& item) {
     uint32_t* const counter = static_cast<uint32_t*>(a.p.workspace);
@@ -4612,7 +4612,7 @@ struct PlanShared {
   uint32_t parts, count, merges;
   uint32_t count_of[plan_classes], first[plan_classes];  // items of a class, and the first of them
 };
-// use(b, sequence, q0, keys) for every tile: 2^shift lanes take a sequence, last rows first; early: as in wgmma_item().
+// use(b, sequence, q0, keys) for every tile, EARLY as in wgmma_item(). 2^shift lanes take a sequence, last rows first.
 template <class B, class Use> __device__ __forceinline__ void for_each_tile(const KernelArgs& a, int shift, Use use) {
   const int tid = threadIdx.x, queries = queries_of_item<B>(a);
   for (int b = tid / 32 + (tid % 32 >> shift) * (plan_threads / 32); b < a.p.B; b += plan_threads >> shift) {
@@ -4656,7 +4656,7 @@ template <class B> __global__ void __launch_bounds__(plan_threads, 1) sdpa_plan(
   const uint32_t even = free > 0 ? uint32_t(min(2 * rounds_of_all / free + 1, uint64_t(0x7fffffff))) : 0x7fffffff;
   const uint32_t limit = max(even, B::split_ctas == 0 ? min(least, most) : most);
   const auto ranges_of_tile = [&](uint32_t rounds) { return max(ceil_div(rounds, limit), typed); };
-  // By the rounds of a range, or by those of the sequence: so its tiles follow each other while L2 has its K and V.
+  // Classes go by rounds: of a range, or of the sequence, so that its tiles follow each other while L2 has its K and V.
   const uint32_t longest = max(min(s.most_rounds, limit), 1u);
   const auto class_of = [&](const Sequence& sequence, uint32_t rounds, uint32_t ranges) {
     const uint32_t cost = B::split_ctas == 1 ? rounds_of({0, sequence.Sk}) : ceil_div(rounds, ranges);
